@@ -1,0 +1,476 @@
+"""The core through its flat C ABI (native/include/luce.h); the only importer of cffi.
+
+Each handle is a context manager; closing twice is harmless, a closed handle raises StateError.
+Every failed call raises the LuceError subclass of its luce_status with the core's one-line message.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import cffi  # type: ignore[import-untyped]
+import numpy as np
+
+from luce.errors import BY_CODE, ArgumentError, FileError, InternalError, LuceError, StateError
+from luce.structs import (
+    Device,
+    FileInfo,
+    Memory,
+    ModelInfo,
+    Sampling,
+    SessionInfo,
+    SessionParams,
+    Tensor,
+    TypeInfo,
+)
+
+Progress = Callable[[float], object]  # part done in 0..1; a true result cancels
+Scalar = int | float | bool | str
+Value = Scalar | list[str] | np.ndarray
+R = TypeVar("R", bound=Any)
+IntArray = Sequence[int] | np.ndarray
+
+_SCALARS = dict(enumerate(("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?")))
+_SCALARS |= {10: "<u8", 11: "<i8", 12: "<f8"}
+_STRING, _ARRAY = 8, 9
+
+
+def c_declarations(header: str) -> str:
+    """luce.h as cffi parses it: no comments, no C++ guards, no directives but integer constants."""
+    text = re.sub(r"/\*.*?\*/", "", header, flags=re.S)
+    text = re.sub(r"^#ifdef __cplusplus$.*?^#endif$", "", text, flags=re.S | re.M)
+    text = re.sub(r"^#(?!define[ \t]+\w+[ \t]+\d+[ \t]*$).*$", "", text, flags=re.M)
+    return text.replace("LUCE_API", "")
+
+
+class Library:
+    """A loaded libluce. `ffi` and `lib` are cffi's; the methods are the functions without a handle."""
+
+    def __init__(self, path: Path, header: Path):
+        self.path = path
+        self.ffi = cffi.FFI()
+        self.ffi.cdef(c_declarations(header.read_text(encoding="utf-8")))
+        try:
+            self.lib: Any = self.ffi.dlopen(str(path))
+            found = self.lib.luce_abi_version()
+        except (OSError, AttributeError) as error:
+            raise LuceError(f"cannot load {path}: {error}; reinstall luce") from error
+        if found != self.lib.LUCE_ABI_VERSION:
+            raise LuceError(
+                f"{path} has ABI version {found}, its header says {self.lib.LUCE_ABI_VERSION}: "
+                "they come from different builds; reinstall luce"
+            )
+
+    def check(self, status: int) -> None:
+        """Raises the exception of a luce_status that is not LUCE_OK."""
+        if status != 0:
+            message = self.ffi.string(self.lib.luce_last_error()).decode("utf-8", "replace")
+            raise BY_CODE.get(status, InternalError)(message or f"status {status}")
+
+    def struct(self, name: str, **fields: Any) -> Any:
+        """A zeroed `name` with its struct_size set, and `fields`."""
+        made = self.ffi.new(f"{name} *")
+        made.struct_size = self.ffi.sizeof(name)
+        for field, value in fields.items():
+            setattr(made, field, value)
+        return made
+
+    def read(self, kind: type[R], function: Callable[..., int], *args: Any) -> R:
+        """`kind` filled from the struct kind.STRUCT that function(*args, struct) writes."""
+        struct = self.struct(kind.STRUCT)
+        self.check(function(*args, struct))
+        values = {field.name: getattr(struct, field.name) for field in fields(kind)}
+        texts = {
+            name: self.text(value) for name, value in values.items() if isinstance(value, self.ffi.CData)
+        }
+        made: R = kind(**values | texts)
+        return made
+
+    def text(self, pointer: Any) -> str:
+        """A NUL-terminated string of the core, str."""
+        return str(self.ffi.string(pointer).decode("utf-8", "replace"))
+
+    def ints(self, values: IntArray) -> Any:
+        """int32_t[] from token ids, row indices or parents; what does not fit raises ArgumentError."""
+        array = np.ascontiguousarray(values, dtype=np.int64)
+        if array.size and np.abs(array).max() >= 2**31:
+            raise ArgumentError(f"{array[np.abs(array).argmax()]} does not fit into 32 bits")
+        return self.ffi.from_buffer("int32_t[]", array.astype(np.int32))
+
+    @property
+    def version(self) -> str:
+        """For people: "0.1.0 (ggml 0.25.3, cuda)"."""
+        return self.text(self.lib.luce_version())
+
+    def devices(self) -> list[Device]:
+        """All devices; the first is what "auto" takes."""
+        count = self.ffi.new("int32_t *")
+        self.check(self.lib.luce_device_count(count))
+        return [self.read(Device, self.lib.luce_device_get, index) for index in range(count[0])]
+
+    def set_log(self, log: Callable[[int, str], None] | None) -> None:
+        """`log` gets (level 0 debug .. 3 error, text) from any thread; None discards."""
+        if log is None:
+            callback = self.ffi.NULL
+        else:
+            callback = self.ffi.callback("luce_log_fn", lambda level, text, _: log(level, self.text(text)))
+        self.check(self.lib.luce_set_log(callback, self.ffi.NULL))
+        self._log = callback  # the core calls it until the next set_log
+
+    def sampling(self, sampling: Sampling) -> Any:
+        """luce_sampling of `sampling`."""
+        return self.struct("luce_sampling", **vars(sampling))
+
+    def sample(self, logits: np.ndarray, sampling: Sampling, position: int) -> int:
+        """The sampling rule on F32 logits (n_vocab,) for the token at `position`."""
+        row = np.ascontiguousarray(logits, dtype=np.float32)
+        token = self.ffi.new("int32_t *")
+        data = self.ffi.from_buffer("float[]", row)
+        self.check(self.lib.luce_sample(data, row.size, self.sampling(sampling), position, token))
+        return int(token[0])
+
+    def accept(self, tokens: IntArray, parents: IntArray | None, choices: IntArray) -> tuple[list[int], int]:
+        """The accept rule: (accepted rows from row 0 on, the choice after the last: the new anchor)."""
+        n = len(tokens)
+        if len(choices) != n or (parents is not None and len(parents) != n):
+            raise ArgumentError("tokens, parents and choices differ in length")
+        path, n_path = self.ffi.new("int32_t[]", n), self.ffi.new("uint32_t *")
+        anchor = self.ffi.new("int32_t *")
+        self.check(
+            self.lib.luce_accept(
+                self.ints(tokens),
+                self.ffi.NULL if parents is None else self.ints(parents),
+                self.ints(choices),
+                n,
+                path,
+                n_path,
+                anchor,
+            )
+        )
+        return list(path[0 : n_path[0]]), int(anchor[0])
+
+    def type_info(self, type_id: int) -> TypeInfo:
+        """Name and block layout of a ggml type id; ArgumentError for an id that ggml lacks."""
+        return self.read(TypeInfo, self.lib.luce_type_get, type_id)
+
+    def quantize(self, type_id: int, rows: np.ndarray) -> np.ndarray:
+        """F32 (n_rows, n_per_row) to uint8 (n_rows, bytes per row) of a ggml type id."""
+        info = self.type_info(type_id)
+        source = np.ascontiguousarray(rows, dtype=np.float32)
+        if source.ndim != 2 or source.shape[1] % max(info.block_size, 1):
+            raise ArgumentError(f"{source.shape} is not rows of {info.name} blocks of {info.block_size}")
+        made = np.empty((source.shape[0], source.shape[1] // info.block_size * info.type_size), np.uint8)
+        self.check(
+            self.lib.luce_quantize(
+                type_id,
+                self.ffi.from_buffer("float[]", source),
+                *source.shape,
+                self.ffi.from_buffer("char[]", made),
+                made.nbytes,
+            )
+        )
+        return made
+
+    def op_run(
+        self,
+        device: str,
+        op: str,
+        arrays: Sequence[np.ndarray],
+        params: IntArray = (),
+        *,
+        shape: Sequence[int],
+        dtype: Any = np.float32,
+    ) -> np.ndarray:
+        """Runs one of luce's ops alone. Shapes are numpy's (slowest first), types F32, F16, I32.
+        The op may write to the arrays it is documented to write to: they are changed in place."""
+        result = np.zeros(shape, dtype)
+        args = self.ffi.new("luce_array[]", len(arrays))
+        for arg, array in zip(args, arrays, strict=True):
+            self._fill_array(arg, array)
+        out = self.ffi.new("luce_array *")
+        self._fill_array(out, result)
+        numbers = self.ints(params)
+        self.check(
+            self.lib.luce_op_run(device.encode(), op.encode(), args, len(arrays), numbers, len(numbers), out)
+        )
+        return result
+
+    def _fill_array(self, out: Any, array: np.ndarray) -> None:
+        types = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(np.int32): 26}
+        if array.dtype not in types or not array.flags.c_contiguous or array.ndim > 4:
+            raise ArgumentError(
+                f"{array.dtype} {array.shape}: not contiguous F32, F16 or I32 of 4 dimensions"
+            )
+        out.data = self.ffi.cast("void *", array.ctypes.data)
+        out.ne = list(array.shape[::-1]) + [1] * (4 - array.ndim)
+        out.type = types[array.dtype]
+
+    def plan_memory(self, file: File, device: str, params: SessionParams) -> Memory:
+        """What a model and one session of it need, in bytes. Raises what opening the model would:
+        UnsupportedError or FileError where luce cannot run the file."""
+        model, session = _model_params(self, device), _session_params(self, params)
+        return self.read(Memory, self.lib.luce_plan_memory, file.handle, model.struct, session.struct)
+
+
+class Metadata(Mapping[str, Value]):
+    """A file's keys, decoded on demand: scalars as int, float, bool, str; arrays as numpy arrays
+    (copies), arrays of strings as list[str]. Strings that are not UTF-8 raise FileError."""
+
+    def __init__(self, file: File):
+        self._file = file
+        library = file.library
+        self._index: dict[str, int] = {}
+        for index in range(file.info.n_kv):
+            kv = self._entry(index)
+            self._index.setdefault(library.text(kv.name), index)
+
+    def _entry(self, index: int) -> Any:
+        library = self._file.library
+        kv = library.struct("luce_kv")
+        library.check(library.lib.luce_file_get_kv(self._file.handle, index, kv))
+        return kv
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._index)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __getitem__(self, key: str) -> Value:
+        kv = self._entry(self._index[key])
+        ffi = self._file.library.ffi
+        if kv.type == _STRING:
+            return _decode(key, bytes(ffi.buffer(kv.data, kv.count)) if kv.count else b"")
+        if kv.type == _ARRAY and kv.elem_type == _STRING:
+            return self._strings(key, kv.count)
+        dtype = np.dtype(_SCALARS[kv.elem_type])
+        raw = ffi.buffer(kv.data, kv.count * dtype.itemsize) if kv.count else b""
+        values = np.frombuffer(raw, dtype).copy()
+        return values if kv.type == _ARRAY else values[0].item()
+
+    def _strings(self, key: str, count: int) -> list[str]:
+        if not count:
+            return []
+        library, ffi = self._file.library, self._file.library.ffi
+        starts, lengths = np.empty(count, np.uint64), np.empty(count, np.uint64)
+        library.check(
+            library.lib.luce_file_get_strings(
+                self._file.handle,
+                self._index[key],
+                ffi.from_buffer("char *[]", starts),
+                ffi.from_buffer("uint64_t[]", lengths),
+            )
+        )
+        # An array's strings lie one after the other in the mapping: one copy, then slices of it.
+        first = int(starts[0])
+        ends = (starts - starts[0] + lengths).tolist()
+        raw = bytes(ffi.buffer(ffi.cast("char *", first), ends[-1]))
+        begins = (starts - starts[0]).tolist()
+        try:
+            return [raw[begin:end].decode() for begin, end in zip(begins, ends, strict=True)]
+        except UnicodeDecodeError as error:
+            raise FileError(f"key {key} holds a string that is not UTF-8") from error
+
+
+def _decode(key: str, raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise FileError(f"key {key} is not UTF-8") from error
+
+
+class Handle:
+    """A core object. `handle` is its C pointer; closed on exit, close() or collection."""
+
+    def __init__(self, library: Library, pointer: Any, close: Callable[[Any], int]):
+        self.library = library
+        self._pointer = pointer
+        self._close = weakref.finalize(self, close, pointer)
+
+    @property
+    def handle(self) -> Any:
+        if not self._close.alive:
+            raise StateError(f"the {type(self).__name__.lower()} is closed")
+        return self._pointer
+
+    def close(self) -> None:
+        """Frees the object; a second call does nothing."""
+        self._close()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class File(Handle):
+    """A GGUF, all parts of a split one, memory-mapped: facts, no weights loaded."""
+
+    def __init__(self, path: str | Path, library: Library | None = None):
+        library = library or default()
+        out = library.ffi.new("luce_file **")
+        library.check(library.lib.luce_file_open(out, str(path).encode("utf-8", "surrogateescape")))
+        super().__init__(library, out[0], library.lib.luce_file_close)
+        self.path = Path(path)
+
+    @cached_property
+    def info(self) -> FileInfo:
+        return self.library.read(FileInfo, self.library.lib.luce_file_get_info, self.handle)
+
+    @cached_property
+    def kv(self) -> Metadata:
+        return Metadata(self)
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        return [self._tensor(index) for index in range(self.info.n_tensors)]
+
+    def _tensor(self, index: int) -> Tensor:
+        tensor = self.library.struct("luce_tensor_info")
+        self.library.check(self.library.lib.luce_file_get_tensor(self.handle, index, tensor))
+        shape = tuple(tensor.ne[0 : tensor.n_dims])
+        name, type_name = self.library.text(tensor.name), self.library.text(tensor.type_name)
+        return Tensor(name, type_name, tensor.type, shape, tensor.size_bytes)
+
+    def plan_memory(self, device: str = "auto", params: SessionParams | None = None) -> Memory:
+        """Library.plan_memory of this file."""
+        return self.library.plan_memory(self, device, params or SessionParams())
+
+
+@dataclass
+class _Params:
+    """A C struct and what it points to, which has to live as long."""
+
+    struct: Any
+    kept: tuple[Any, ...]
+
+
+def _model_params(library: Library, device: str, progress: Any = None) -> _Params:
+    name = library.ffi.new("char[]", device.encode())
+    struct = library.struct("luce_model_params", device=name)
+    if progress is not None:
+        struct.progress = progress
+    return _Params(struct, (name, progress))
+
+
+def _session_params(library: Library, params: SessionParams) -> _Params:
+    fields: dict[str, Any] = dict(vars(params))
+    kv_type = fields.pop("kv_type")
+    name = library.ffi.NULL if kv_type is None else library.ffi.new("char[]", kv_type.encode())
+    return _Params(library.struct("luce_session_params", kv_type=name, **fields), (name,))
+
+
+class Model(Handle):
+    """Weights on a device. `progress` may cancel (Cancelled); what it raises is raised here."""
+
+    def __init__(self, file: File, device: str = "auto", progress: Progress | None = None):
+        library = file.library
+        raised: list[BaseException] = []
+        callback = None
+        if progress is not None:
+            callback = library.ffi.callback(
+                "luce_progress_fn",
+                lambda fraction, _: 1 if progress(fraction) else 0,
+                error=1,
+                onerror=lambda kind, error, trace: raised.append(error),
+            )
+        params = _model_params(library, device, callback)
+        out = library.ffi.new("luce_model **")
+        status = library.lib.luce_model_open(out, file.handle, params.struct)
+        if status == 0:
+            super().__init__(library, out[0], library.lib.luce_model_close)
+        if raised:
+            self.close() if status == 0 else None
+            raise raised[0]
+        library.check(status)
+
+    @cached_property
+    def info(self) -> ModelInfo:
+        return self.library.read(ModelInfo, self.library.lib.luce_model_get_info, self.handle)
+
+
+class Session(Handle):
+    """One timeline of a model: committed tokens in the caches. One call at a time."""
+
+    def __init__(self, model: Model, params: SessionParams | None = None):
+        library = model.library
+        made = _session_params(library, params or SessionParams())
+        out = library.ffi.new("luce_session **")
+        library.check(library.lib.luce_session_open(out, model.handle, made.struct))
+        super().__init__(library, out[0], library.lib.luce_session_close)
+        self._n_vocab = model.info.n_vocab
+
+    @property
+    def info(self) -> SessionInfo:
+        return self.library.read(SessionInfo, self.library.lib.luce_session_get_info, self.handle)
+
+    def reset(self) -> None:
+        """Back to an empty timeline; also heals a failed session."""
+        self.library.check(self.library.lib.luce_session_reset(self.handle))
+
+    def set_sampling(self, sampling: Sampling) -> None:
+        """How choices are made from now on."""
+        struct = self.library.sampling(sampling)
+        self.library.check(self.library.lib.luce_session_set_sampling(self.handle, struct))
+
+    def prefill(self, tokens: IntArray) -> int:
+        """Commits tokens (n,), n >= 1, and returns the choice after the last of them."""
+        choice = self.library.ffi.new("int32_t *")
+        rows = self.library.ints(tokens)
+        self.library.check(self.library.lib.luce_session_prefill(self.handle, rows, len(rows), choice))
+        return int(choice[0])
+
+    def verify(self, tokens: IntArray, parents: IntArray | None = None) -> list[int]:
+        """One forward over tokens (n,); parents (n,) with parents[0] = -1, None for a chain.
+        Returns the target's choice after each row (n,)."""
+        rows = self.library.ints(tokens)
+        if parents is not None and len(parents) != len(rows):
+            raise ArgumentError(f"{len(rows)} tokens, but {len(parents)} parents")
+        above = self.library.ffi.NULL if parents is None else self.library.ints(parents)
+        choices = self.library.ffi.new("int32_t[]", max(len(rows), 1))
+        self.library.check(self.library.lib.luce_session_verify(self.handle, rows, above, len(rows), choices))
+        return list(choices)
+
+    def accept(self, tokens: IntArray, parents: IntArray | None, choices: IntArray) -> tuple[list[int], int]:
+        """Library.accept."""
+        return self.library.accept(tokens, parents, choices)
+
+    def commit(self, path: IntArray) -> None:
+        """Appends rows path (n,) of the last verify: path[0] = 0, each the child of the one before."""
+        rows = self.library.ints(path)
+        self.library.check(self.library.lib.luce_session_commit(self.handle, rows, len(rows)))
+
+    def logits(self, row: int = 0) -> np.ndarray:
+        """F32 (n_vocab,) of a row of the last verify; row 0 after a prefill: its last token."""
+        out = np.empty(self._n_vocab, np.float32)
+        data = self.library.ffi.from_buffer("float[]", out)
+        self.library.check(self.library.lib.luce_session_get_logits(self.handle, row, data, self._n_vocab))
+        return out
+
+
+def load(lib_dir: Path, header: Path | None = None) -> Library:
+    """The library in lib_dir (libluce.so or .dylib). Its header is luce/include/luce.h beside lib/
+    unless given. LuceError names the remedy where one is missing."""
+    header = header or lib_dir.parent / "include" / "luce.h"
+    for name in ("libluce.so", "libluce.dylib"):
+        path = lib_dir / name
+        if path.exists() and header.exists():
+            return Library(path, header)
+    raise LuceError(f"no libluce and luce.h at {lib_dir}: luce is not installed; run `pip install .`")
+
+
+@lru_cache(maxsize=1)
+def default() -> Library:
+    """The installed package's library, loaded once. An editable install has two package folders."""
+    import luce
+
+    folders = [Path(root) / "lib" for root in luce.__path__]
+    found = [folder for folder in folders if folder.is_dir()]
+    return load((found or folders)[0])

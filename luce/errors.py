@@ -1,0 +1,84 @@
+"""Failures as exceptions: one class for each status of luce.h, each with its `code`."""
+
+
+class LuceError(Exception):
+    """Any failure that luce reports. str() is one line; `code` is the luce_status it stands for."""
+
+    code = 10
+
+
+class ArgumentError(LuceError):
+    """An argument is out of range; nothing was done."""
+
+    code = 1
+
+
+class FileError(LuceError):
+    """A file cannot be read or is malformed."""
+
+    code = 2
+
+
+class UnsupportedError(LuceError):
+    """The file is well-formed, but luce cannot do with it what was asked."""
+
+    code = 3
+
+
+class OutOfMemory(LuceError):
+    """Not enough memory; the message gives needed and free."""
+
+    code = 4
+
+
+class ContextFull(LuceError):
+    """The request does not fit into the session's context."""
+
+    code = 5
+
+
+class NumericError(LuceError):
+    """Non-finite logits; the session is now failed."""
+
+    code = 6
+
+
+class StateError(LuceError):
+    """The session is failed, the handle is closed, or the call is out of order."""
+
+    code = 7
+
+
+class Cancelled(LuceError):
+    """A progress callback asked to stop."""
+
+    code = 8
+
+
+class DeviceError(LuceError):
+    """The device or its driver failed."""
+
+    code = 9
+
+
+class InternalError(LuceError):
+    """A defect of luce."""
+
+    code = 10
+
+
+BY_CODE: dict[int, type[LuceError]] = {
+    kind.code: kind
+    for kind in (
+        ArgumentError,
+        FileError,
+        UnsupportedError,
+        OutOfMemory,
+        ContextFull,
+        NumericError,
+        StateError,
+        Cancelled,
+        DeviceError,
+        InternalError,
+    )
+}

@@ -1,0 +1,231 @@
+"""What a GGUF says: facts of the file, no decisions (those are plan.py's)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from luce._native import File
+from luce.errors import FileError, UnsupportedError
+from luce.structs import Memory, SessionParams, Tensor
+
+T = TypeVar("T")
+_MISSING: Any = object()
+
+# llama.cpp's llama_ftype, what quantisers write to general.file_type
+_FILE_TYPES = {
+    **dict(enumerate(("F32", "F16", "Q4_0", "Q4_1"))),
+    **dict(enumerate(("Q8_0", "Q5_0", "Q5_1", "Q2_K", "Q3_K_S", "Q3_K_M", "Q3_K_L"), start=7)),
+    **dict(enumerate(("Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M", "Q6_K"), start=14)),
+    **dict(enumerate(("IQ2_XXS", "IQ2_XS", "Q2_K_S", "IQ3_XS", "IQ3_XXS", "IQ1_S"), start=19)),
+    **dict(enumerate(("IQ4_NL", "IQ3_S", "IQ3_M", "IQ2_S", "IQ2_M", "IQ4_XS", "IQ1_M"), start=25)),
+    32: "BF16",
+    **dict(enumerate(("TQ1_0", "TQ2_0", "MXFP4_MOE", "NVFP4", "Q1_0", "Q2_0"), start=36)),
+}
+_DRAFTERS = ("dflash", "dflash-draft", "qwen35-dflash-draft", "gemma4-dflash-draft")
+_WITH_HEADS = ("qwen35", "qwen35moe")
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Tensors of one weight type: how many, and their bytes."""
+
+    tensors: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class DFlash:
+    """A drafter's settings as its file gives them; None where it does not."""
+
+    block_size: int | None
+    target_layers: list[int] | None
+    mask_token_id: int | None
+    sliding_window: int | None
+    sliding_window_pattern: list[bool] | None
+    causal: bool | None
+    final_logit_softcapping: float | None
+    embedding_scale: float | None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one GGUF holds. Sizes and memory in bytes; None where the file does not say.
+
+    kind: "model" (a trunk), "head" (NextN blocks without their trunk), "drafter", "other".
+    supported: luce can generate with it as a model; else `reasons` says why not.
+    """
+
+    kind: str
+    architecture: str
+    name: str | None
+    file_type: str | None
+    size_bytes: int
+    parameters: int
+    block_count: int | None
+    nextn_predict_layers: int
+    embedding_length: int | None
+    context_length: int | None
+    vocab_size: int | None
+    quantization: dict[str, Quantization]
+    tokenizer: str | None
+    chat_template: bool
+    supported: bool
+    reasons: list[str]
+    context: int | None
+    memory: Memory | None
+    dflash: DFlash | None
+
+    def as_json(self) -> dict[str, Any]:
+        """The object that `luce probe-gguf --json` prints."""
+        return asdict(self)
+
+
+def fact(kv: Mapping[str, Any], key: str, kind: type[T], default: Any = _MISSING) -> T:
+    """kv[key], which has to be of `kind` (an int passes for a float). FileError names the key, what
+    was expected and what was found; without a default also where the key is missing."""
+    if key not in kv:
+        if default is _MISSING:
+            raise FileError(f"key {key} is missing")
+        return default  # type: ignore[no-any-return]
+    value = kv[key]
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind:
+        raise FileError(f"key {key}: expected {_named(kind)}, found {_named(type(value))}")
+    return value
+
+
+def _named(kind: type) -> str:
+    if kind is np.ndarray:
+        return "an array of numbers"
+    return "an array of strings" if kind is list else f"a value of type {kind.__name__}"
+
+
+def probe(file: File, ctx: int | None = None, device: str = "auto") -> Facts:
+    """Facts of `file`; memory is that of a session of `ctx` positions (None: as generate would take).
+    FileError where a key has the wrong type."""
+    kv, tensors = file.kv, file.tensors
+    architecture = fact(kv, "general.architecture", str)
+    kind = _kind(kv, architecture, tensors)
+    context_length = _number(kv, f"{architecture}.context_length")
+    context = ctx or (None if context_length is None else min(context_length, 4096))
+    memory, reasons = None, _reasons_of_kind(kind, architecture)
+    if kind == "model":
+        try:
+            memory = file.plan_memory(device, SessionParams(n_ctx=context or 0))
+        except (UnsupportedError, FileError) as error:
+            reasons.append(str(error))
+    return Facts(
+        kind=kind,
+        architecture=architecture,
+        name=fact(kv, "general.name", str, None),
+        file_type=_file_type(kv, tensors),
+        size_bytes=file.info.size_bytes,
+        parameters=sum(_elements(tensor) for tensor in tensors),
+        block_count=_number(kv, f"{architecture}.block_count"),
+        nextn_predict_layers=_number(kv, f"{architecture}.nextn_predict_layers") or 0,
+        embedding_length=_number(kv, f"{architecture}.embedding_length"),
+        context_length=context_length,
+        vocab_size=_vocab_size(kv, architecture, tensors),
+        quantization=_quantization(tensors),
+        tokenizer=_tokenizer(kv),
+        chat_template="tokenizer.chat_template" in kv,
+        supported=not reasons,
+        reasons=reasons,
+        context=context,
+        memory=memory,
+        dflash=_dflash(kv, architecture) if kind == "drafter" else None,
+    )
+
+
+def _number(kv: Mapping[str, Any], key: str) -> int | None:
+    return fact(kv, key, int, None)
+
+
+def _kind(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor]) -> str:
+    if architecture in _DRAFTERS:
+        return "drafter"
+    if not tensors or fact(kv, "general.type", str, "model") != "model":
+        return "other"
+    trunk = any(tensor.name.startswith("blk.0.") for tensor in tensors)
+    heads = _number(kv, f"{architecture}.nextn_predict_layers") or 0
+    return "head" if architecture in _WITH_HEADS and heads > 0 and not trunk else "model"
+
+
+def _reasons_of_kind(kind: str, architecture: str) -> list[str]:
+    return {
+        "head": ["head only: NextN blocks without the trunk that they belong to"],
+        "drafter": [f"a {architecture} drafter: it drafts for a target model, it does not generate alone"],
+        "other": ["the file holds no model"],
+    }.get(kind, [])
+
+
+def _file_type(kv: Mapping[str, Any], tensors: list[Tensor]) -> str | None:
+    """general.file_type by name, else the type that holds most bytes."""
+    named = _FILE_TYPES.get(_number(kv, "general.file_type") or 0)
+    if "general.file_type" in kv and named:
+        return named
+    by_type = _quantization(tensors)
+    return max(by_type, key=lambda name: by_type[name].bytes, default=None)
+
+
+def _quantization(tensors: list[Tensor]) -> dict[str, Quantization]:
+    """Type name to its share, most bytes first."""
+    count = Counter(tensor.type_name for tensor in tensors)
+    size: Counter[str] = Counter()
+    for tensor in tensors:
+        size[tensor.type_name] += tensor.size_bytes
+    return {name: Quantization(count[name], total) for name, total in size.most_common()}
+
+
+def _elements(tensor: Tensor) -> int:
+    total = 1
+    for extent in tensor.shape:
+        total *= extent
+    return total
+
+
+def _vocab_size(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor]) -> int | None:
+    """Rows of token_embd {E, V}; else the key; else the tokenizer's tokens."""
+    for tensor in tensors:
+        if tensor.name == "token_embd.weight" and len(tensor.shape) > 1:
+            return tensor.shape[1]
+    size = _number(kv, f"{architecture}.vocab_size")
+    if size is None and "tokenizer.ggml.tokens" in kv:
+        size = len(fact(kv, "tokenizer.ggml.tokens", list))
+    return size
+
+
+def _tokenizer(kv: Mapping[str, Any]) -> str | None:
+    """ "gpt2/qwen35": model and pre-tokenizer."""
+    parts = [fact(kv, f"tokenizer.ggml.{key}", str, None) for key in ("model", "pre")]
+    return "/".join(part for part in parts if part) or None
+
+
+def _dflash(kv: Mapping[str, Any], architecture: str) -> DFlash:
+    """Older architectures put `dflash.` between the architecture's prefix and the key."""
+
+    def setting(name: str, kind: type[T]) -> T | None:
+        for prefix in (architecture, f"{architecture}.dflash", "dflash"):
+            if f"{prefix}.{name}" in kv:
+                return fact(kv, f"{prefix}.{name}", kind)
+        return None
+
+    layers = setting("target_layers", np.ndarray)
+    window = setting("attention.sliding_window", int)
+    pattern = setting("attention.sliding_window_pattern", np.ndarray)
+    return DFlash(
+        block_size=setting("block_size", int),
+        target_layers=None if layers is None else [int(layer) for layer in layers],
+        mask_token_id=_number(kv, "tokenizer.ggml.mask_token_id"),
+        sliding_window=window,
+        sliding_window_pattern=None if pattern is None else [bool(layer) for layer in pattern],
+        causal=setting("attention.causal", bool),
+        final_logit_softcapping=setting("final_logit_softcapping", float),
+        embedding_scale=setting("embedding_scale", float),
+    )

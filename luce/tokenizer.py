@@ -1,0 +1,191 @@
+"""Text to token ids and back: a GGUF's byte-level BPE, streaming text, stop strings."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
+
+from luce.errors import ArgumentError, FileError, UnsupportedError
+from luce.probe import fact
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+# tokenizer.ggml.pre to the pre-tokenizer's regex; qwen35 counts marks (\p{M}) as parts of words
+_SPLITS = {
+    "qwen2": rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_BLANKS}",
+    "qwen35": rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_BLANKS}",
+}
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
+_ENDS = ("<|im_end|>", "<|endoftext|>")  # control tokens that end a text whatever the keys say
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable character for each byte: Latin-1 where it prints, else from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()
+_UTF8_BYTES = frozenset(range(256)) - {0xC0, 0xC1, *range(0xF5, 0x100)}  # those that text can contain
+
+
+class Tokenizer:
+    """Built from a file's metadata. UnsupportedError names a tokenizer that luce lacks, FileError a
+    key that is missing or malformed.
+
+    n_vocab: number of ids. eos_ids: ids that end a text. bos_id: put before a text if add_bos.
+    """
+
+    def __init__(self, metadata: Mapping[str, Any]):
+        kind = fact(metadata, "tokenizer.ggml.model", str)
+        pre = fact(metadata, "tokenizer.ggml.pre", str)
+        if kind != "gpt2" or pre not in _SPLITS:
+            raise UnsupportedError(f"tokenizer {kind}/{pre}: luce has gpt2 with {', '.join(_SPLITS)}")
+        self._tokens = fact(metadata, "tokenizer.ggml.tokens", list)
+        self._types = _token_types(metadata, len(self._tokens))
+        self.n_vocab = len(self._tokens)
+        vocabulary = {token: index for index, token in enumerate(self._tokens)}
+        lacking = [byte for char, byte in _BYTES.items() if char not in vocabulary and byte in _UTF8_BYTES]
+        if lacking:
+            raise FileError(f"tokenizer.ggml.tokens has no token for byte 0x{lacking[0]:02x}")
+        self._bpe = _build(vocabulary, fact(metadata, "tokenizer.ggml.merges", list), _SPLITS[pre])
+        self._bpe.add_tokens(
+            [
+                AddedToken(token, normalized=False, special=kind == _CONTROL)
+                for token, kind in zip(self._tokens, self._types, strict=True)
+                if token and kind in (_CONTROL, _USER_DEFINED)
+            ]
+        )
+        self.bos_id = self._token_id(metadata, "bos")
+        self.add_bos = fact(metadata, "tokenizer.ggml.add_bos_token", bool, False) and self.bos_id is not None
+        self.eos_ids = self._ends(metadata, vocabulary)
+
+    def _token_id(self, metadata: Mapping[str, Any], name: str) -> int | None:
+        key = f"tokenizer.ggml.{name}_token_id"
+        token: int | None = fact(metadata, key, int, None)
+        if token is not None and not 0 <= token < self.n_vocab:
+            raise FileError(f"key {key}: {token} is not one of {self.n_vocab} tokens")
+        return token
+
+    def _ends(self, metadata: Mapping[str, Any], vocabulary: Mapping[str, int]) -> frozenset[int]:
+        keyed = (self._token_id(metadata, name) for name in ("eos", "eot", "eom"))
+        named = (vocabulary[token] for token in _ENDS if token in vocabulary)
+        ends = {token for token in keyed if token is not None}
+        return frozenset(ends | {token for token in named if self._types[token] == _CONTROL})
+
+    def text_of(self, token: int) -> str:
+        """The vocabulary's own spelling of an id: "<|im_end|>", "Ġthe"."""
+        return str(self._tokens[self._checked(token)])
+
+    def encode(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
+        """Ids of NFC(text); control tokens spelled out in it are taken as such if `special`.
+        add_bos: begin with bos_id where the file asks for it. ArgumentError: not valid Unicode."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ArgumentError("the text is not valid UTF-8") from error
+        self._bpe.encode_special_tokens = not special
+        ids = self._bpe.encode(text, add_special_tokens=False).ids
+        return [self.bos_id, *ids] if add_bos and self.add_bos and self.bos_id is not None else ids
+
+    def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
+        """Text of ids; control tokens have none unless `special`. Bytes that are not UTF-8 become
+        U+FFFD; ArgumentError for an id that is not in the vocabulary."""
+        return b"".join(self.bytes_of(token, special=special) for token in ids).decode("utf-8", "replace")
+
+    def bytes_of(self, token: int, *, special: bool = False) -> bytes:
+        """The bytes that one id adds to the text."""
+        spelled, kind = self._tokens[self._checked(token)], self._types[token]
+        if kind == _NORMAL:
+            try:
+                return bytes(_BYTES[char] for char in spelled)
+            except KeyError:  # not spelled in the byte alphabet: as tokenizers does, its own UTF-8
+                return bytes(spelled.encode())
+        printed = kind == _USER_DEFINED or (special and kind in (_CONTROL, _UNKNOWN))
+        return spelled.encode() if printed else b""
+
+    def _checked(self, token: int) -> int:
+        if not 0 <= token < self.n_vocab:
+            raise ArgumentError(f"token {token} is not one of {self.n_vocab}")
+        return token
+
+
+def _token_types(metadata: Mapping[str, Any], count: int) -> list[int]:
+    key = "tokenizer.ggml.token_type"
+    types = fact(metadata, key, np.ndarray, np.full(count, _NORMAL))
+    if len(types) != count:
+        raise FileError(f"key {key}: {len(types)} types for {count} tokens")
+    return [int(kind) for kind in types.tolist()]
+
+
+def _build(vocabulary: dict[str, int], merges: Sequence[str], split: str) -> tokenizers.Tokenizer:
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    try:
+        bpe = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
+    except Exception as error:  # tokenizers raises bare Exceptions
+        raise FileError(f"tokenizer.ggml.merges does not fit tokenizer.ggml.tokens: {error}") from error
+    bpe.normalizer = normalizers.NFC()
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(split), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    return bpe
+
+
+class Detokenizer:
+    """Ids in, text out, never half a character: what push() and flush() return adds up to decode().
+    Invalid bytes become U+FFFD once nothing can complete them."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        return self._decoder.decode(self._tokenizer.bytes_of(token))
+
+    def flush(self) -> str:
+        """What is left of an incomplete character, as U+FFFD."""
+        return self._decoder.decode(b"", final=True)
+
+
+class StopStrings:
+    """Text in, text out up to the stop string that is completed first. Text that may be the beginning
+    of one is held back; so the result does not depend on how the text is cut into pieces."""
+
+    def __init__(self, stops: Sequence[str]):
+        if not all(stops):
+            raise ArgumentError("a stop string is empty")
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """(text that may be shown, whether a stop string was met). Nothing may follow a stop."""
+        text = self._held + text
+        found = [(text.find(stop) + len(stop), text.find(stop)) for stop in self._stops if stop in text]
+        if found:
+            self._held = ""
+            return text[: min(found)[1]], True
+        held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held], False
+
+    def flush(self) -> str:
+        """The text held back, which turned out not to be a stop."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of text that is a beginning of stop, shorter than stop."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
