@@ -1,0 +1,213 @@
+"""The whole model in numpy, readable: what every kernel and graph of the core has to compute.
+
+Weights are the dict of a GGUF file, matrices (out, in). A step takes rows with a parent each: a row
+starts from its parent's recurrent state and conv window, and attends to the committed tokens, its
+ancestors and itself. It changes nothing committed and returns the log from which `commit` replays
+the accepted rows. dtype float64 for the truth, float32 to see what rounding does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import gguf
+import numpy as np
+from tiny import Config, Weights
+
+L2_EPS = 1e-6  # of q and k in DeltaNet: a constant of the model, not its RMS epsilon
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x * sigmoid(x)
+
+
+def softplus(x: np.ndarray) -> np.ndarray:
+    return np.logaddexp(x, 0)
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + x.dtype.type(eps)) * weight
+
+
+def l2_norm(x: np.ndarray) -> np.ndarray:
+    return x / np.sqrt(np.sum(x * x, -1, keepdims=True) + x.dtype.type(L2_EPS))
+
+
+def rope(x: np.ndarray, positions: np.ndarray, n_rot: int, base: float) -> np.ndarray:
+    """NEOX: dimension i turns with i + n_rot/2; dimensions from n_rot on stay. x (rows, heads, D)."""
+    half = n_rot // 2
+    angle = positions[:, None] * float(base) ** (-np.arange(half) / half)  # (rows, half)
+    cos, sin = (f(angle)[:, None, :].astype(x.dtype) for f in (np.cos, np.sin))
+    a, b, rest = x[..., :half], x[..., half:n_rot], x[..., n_rot:]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+
+def delta_step(
+    s: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, decay: np.ndarray, beta: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """One row of the recurrence. s (Hv, S_k, S_v); q, k, v (Hv, S); decay, beta (Hv,).
+    Returns the new state, delta (Hv, S_v), and o (Hv, S_v) before its norm."""
+    d = decay[:, None, None] * s
+    delta = beta[:, None] * (v - np.einsum("hkv,hk->hv", d, k))
+    s = delta_update(s, k, delta, decay)
+    o = np.einsum("hkv,hk->hv", s, q) / np.sqrt(s.dtype.type(s.shape[1]))
+    return s, delta, o
+
+
+def delta_update(s: np.ndarray, k: np.ndarray, delta: np.ndarray, decay: np.ndarray) -> np.ndarray:
+    """What commit replays from the log."""
+    return decay[:, None, None] * s + k[:, :, None] * delta[:, None, :]
+
+
+@dataclass
+class Log:
+    """What a step records for each row of a DeltaNet layer."""
+
+    k: np.ndarray  # (rows, Hk, S) l2-normalised
+    delta: np.ndarray  # (rows, Hv, S)
+    decay: np.ndarray  # (rows, Hv) exp(g)
+    qkv: np.ndarray  # (rows, conv_dim) attn_qkv x, before the conv
+
+
+@dataclass
+class Step:
+    """Rows that are computed and not committed."""
+
+    logits: np.ndarray  # (rows, V)
+    hidden: np.ndarray  # (rows, E) after output_norm
+    parents: list[int]
+    logs: dict[int, Log] = field(default_factory=dict)
+    kv: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)  # (rows, Hkv, D) each
+
+
+def tree_positions(parents: Sequence[int]) -> list[int]:
+    """Depth of each row below row 0."""
+    depth: list[int] = []
+    for p in parents:
+        depth.append(depth[p] + 1 if p >= 0 else 0)
+    return depth
+
+
+class Reference:
+    """One timeline of one model."""
+
+    def __init__(self, c: Config, weights: Weights, dtype: type = np.float64) -> None:
+        self.c = c
+        self.dtype = dtype
+        self.w = {name: x.astype(dtype) for name, x in weights.items()}
+        self.n_past = 0
+        blocks = range(c.n_layer)
+        full = [i for i in blocks if not c.is_recurrent(i)]
+        linear = [i for i in blocks if c.is_recurrent(i)]
+        empty = np.zeros((0, c.n_head_kv, c.head_dim), dtype)
+        self.kv = {i: (empty, empty) for i in full}  # (n_past, Hkv, D)
+        self.state = {i: np.zeros((c.n_v_head, c.state_size, c.state_size), dtype) for i in linear}
+        self.conv = {i: np.zeros((c.conv_kernel - 1, c.conv_dim), dtype) for i in linear}  # oldest first
+
+    def step(self, tokens: Sequence[int], parents: Sequence[int] | None = None) -> Step:
+        """One forward over rows; parents[0] = -1, parents[i] < i; None: a chain."""
+        c = self.c
+        up = list(parents) if parents is not None else list(range(-1, len(tokens) - 1))
+        positions = self.n_past + np.array(tree_positions(up))
+        out = Step(np.empty(0), np.empty(0), up)
+        x = self.w["token_embd.weight"][np.asarray(tokens)]  # (rows, E)
+        for i in range(c.n_layer):
+            w = {k.removeprefix(f"blk.{i}."): v for k, v in self.w.items() if k.startswith(f"blk.{i}.")}
+            h = rms_norm(x, w["attn_norm.weight"], c.eps)
+            x = x + (self._delta_net(i, w, h, out) if c.is_recurrent(i) else self._attention(i, w, h, positions, out))
+            h = rms_norm(x, w["post_attention_norm.weight"], c.eps)
+            h = silu(h @ w["ffn_gate.weight"].T) * (h @ w["ffn_up.weight"].T)  # (rows, FF)
+            x = x + h @ w["ffn_down.weight"].T
+        out.hidden = rms_norm(x, self.w["output_norm.weight"], c.eps)
+        head = self.w["token_embd.weight" if c.tied else "output.weight"]
+        out.logits = out.hidden @ head.T
+        return out
+
+    def _delta_net(self, i: int, w: Weights, x: np.ndarray, out: Step) -> np.ndarray:
+        c, n = self.c, len(x)
+        qkv = x @ w["attn_qkv.weight"].T  # (rows, conv_dim)
+        z = (x @ w["attn_gate.weight"].T).reshape(n, c.n_v_head, -1)
+        beta = sigmoid(x @ w["ssm_beta.weight"].T)  # (rows, Hv)
+        decay = np.exp(w["ssm_a"] * softplus(x @ w["ssm_alpha.weight"].T + w["ssm_dt.bias"]))
+        log = Log(np.empty((n, c.n_k_head, c.state_size), x.dtype), np.empty_like(z), decay, qkv)
+        windows, states = [], []  # after each row
+        o = np.empty_like(z)
+        for r, p in enumerate(out.parents):
+            window = np.vstack([windows[p] if p >= 0 else self.conv[i], qkv[r]])  # (conv, conv_dim)
+            mixed = silu(np.sum(window * w["ssm_conv1d.weight"].T, 0))
+            q, k, v = np.split(mixed, [c.key_dim, 2 * c.key_dim])
+            q, k = (l2_norm(y.reshape(c.n_k_head, -1)) for y in (q, k))
+            tiled = np.arange(c.n_v_head) % c.n_k_head
+            s, log.delta[r], o[r] = delta_step(
+                states[p] if p >= 0 else self.state[i],
+                q[tiled], k[tiled], v.reshape(c.n_v_head, -1), decay[r], beta[r],
+            )  # fmt: skip
+            log.k[r] = k
+            windows.append(window[1:])
+            states.append(s)
+        out.logs[i] = log
+        o = rms_norm(o, w["ssm_norm.weight"], c.eps) * silu(z)
+        return o.reshape(n, -1) @ w["ssm_out.weight"].T
+
+    def _attention(self, i: int, w: Weights, x: np.ndarray, positions: np.ndarray, out: Step) -> np.ndarray:
+        c, n = self.c, len(x)
+        q, gate = np.split((x @ w["attn_q.weight"].T).reshape(n, c.n_head, 2 * c.head_dim), 2, -1)
+        k = (x @ w["attn_k.weight"].T).reshape(n, c.n_head_kv, c.head_dim)
+        v = (x @ w["attn_v.weight"].T).reshape(n, c.n_head_kv, c.head_dim)
+        q = rope(rms_norm(q, w["attn_q_norm.weight"], c.eps), positions, c.rope_dim, c.rope_base)
+        k = rope(rms_norm(k, w["attn_k_norm.weight"], c.eps), positions, c.rope_dim, c.rope_base)
+        out.kv[i] = (k, v)
+        o = np.empty_like(q)
+        for r in range(n):
+            rows = _path(out.parents, r)
+            keys, values = (
+                np.repeat(np.concatenate([past, new[rows]]), c.n_head // c.n_head_kv, axis=1)
+                for past, new in zip(self.kv[i], (k, v))
+            )  # (keys, H, D)
+            score = np.einsum("hd,khd->hk", q[r], keys) / np.sqrt(x.dtype.type(c.head_dim))
+            p = np.exp(score - score.max(-1, keepdims=True))
+            o[r] = np.einsum("hk,khd->hd", p / p.sum(-1, keepdims=True), values)
+        return (o * sigmoid(gate)).reshape(n, -1) @ w["attn_output.weight"].T
+
+    def commit(self, step: Step, path: Sequence[int]) -> None:
+        """Appends rows path[0] = 0, ... each the child of the one before, by replaying the log."""
+        rows = list(path)
+        for i, (k, v) in step.kv.items():
+            self.kv[i] = (np.concatenate([self.kv[i][0], k[rows]]), np.concatenate([self.kv[i][1], v[rows]]))
+        tiled = np.arange(self.c.n_v_head) % self.c.n_k_head
+        for i, log in step.logs.items():
+            for r in rows:
+                self.state[i] = delta_update(self.state[i], log.k[r][tiled], log.delta[r], log.decay[r])
+                self.conv[i] = np.vstack([self.conv[i][1:], log.qkv[r]])
+        self.n_past += len(rows)
+
+    def feed(self, tokens: Sequence[int]) -> np.ndarray:
+        """Commits a chain; logits (rows, V)."""
+        step = self.step(tokens)
+        self.commit(step, range(len(tokens)))
+        return step.logits
+
+    def greedy(self, prompt: Sequence[int], n: int) -> list[int]:
+        out = [int(self.feed(prompt)[-1].argmax())]
+        while len(out) < n:
+            out.append(int(self.feed(out[-1:])[-1].argmax()))
+        return out
+
+
+def _path(parents: Sequence[int], row: int) -> list[int]:
+    """Rows from row 0 down to `row`."""
+    rows = [row]
+    while parents[rows[-1]] >= 0:
+        rows.append(parents[rows[-1]])
+    return rows[::-1]
+
+
+def read_gguf(path: str) -> Weights:
+    """All tensors of a file, dequantised to F32: what the core's arithmetic should amount to."""
+    tensors = gguf.GGUFReader(path).tensors
+    return {t.name: gguf.quants.dequantize(t.data, t.tensor_type).reshape(t.shape[::-1].tolist()) for t in tensors}

@@ -1,0 +1,107 @@
+#!/usr/bin/env python3
+"""Writes tests/goldens/*.npz: what transformers' Qwen3_5ForCausalLM computes, F32 on the CPU, for
+the tiny random models of CASES. Needs torch and transformers; run it after changing CASES.
+
+Each file: prompt (40 tokens), logits (40, vocab) teacher-forced, greedy (64 tokens that follow the
+prompt) and gap (64,), the distance between the two largest logits where each of them was chosen.
+Tokens go in one by one, so transformers uses its recurrent rule; the chunked one has to agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+import tiny  # noqa: E402
+from tiny import Config  # noqa: E402
+
+N_PROMPT = 40
+N_GREEDY = 64
+MIN_GAP = 5e-3  # a seed whose greedy choice is closer than this is a bad golden
+
+# name: (config, seed). What differs is in the name: DeltaNet heads, S, attention head size, tied...
+CASES: dict[str, tuple[Config, int]] = {
+    "base": (Config(), 11),
+    "grouped-s64-d128": (
+        Config(n_embd=128, n_ff=192, n_head=4, n_head_kv=2, head_dim=128, rope_dim=32,
+               n_k_head=2, n_v_head=6, state_size=64, rope_base=1e6), 11),
+    "tied-s16": (
+        Config(n_layer=6, interval=3, n_ff=160, n_head=4, n_head_kv=4, head_dim=64, rope_dim=64,
+               n_k_head=4, n_v_head=8, state_size=16, rope_base=1e4, tied=True), 3),
+    "wide-s128-d256": (
+        Config(n_embd=256, n_ff=256, n_head=3, n_head_kv=1, head_dim=256, rope_dim=64,
+               n_k_head=1, n_v_head=3, state_size=128, n_vocab=512), 4),
+    "deep": (
+        Config(n_layer=12, n_embd=96, n_ff=128, n_head=6, n_head_kv=2, head_dim=64, rope_dim=16,
+               n_k_head=4, n_v_head=4, state_size=32, rope_base=5e5, eps=1e-5), 5),
+    "tied-grouped": (
+        Config(n_layer=4, n_embd=128, n_ff=256, n_head=2, n_head_kv=2, head_dim=128, rope_dim=64,
+               n_k_head=2, n_v_head=4, state_size=128, rope_base=1e7, tied=True), 6),
+    "pattern": (
+        Config(n_layer=5, recurrent=(False, True, True, False, True), n_embd=64, n_ff=96, n_head=4,
+               n_head_kv=1, head_dim=64, rope_dim=32, n_k_head=1, n_v_head=4, state_size=64), 7),
+}  # fmt: skip
+
+
+def build(c: Config, seed: int):  # type: ignore[no-untyped-def]
+    """transformers' model with the weights of tiny.weights(c, seed)."""
+    import torch
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    config = Qwen3_5TextConfig(**tiny.hf_config(c), attn_implementation="eager")
+    model = Qwen3_5ForCausalLM(config).eval().float()
+    state = {k: torch.from_numpy(v) for k, v in tiny.weights(c, seed).items() if not k.startswith("mtp.")}
+    if c.tied:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    model.load_state_dict(state, strict=True)
+    return model
+
+
+def golden(c: Config, seed: int) -> dict[str, np.ndarray]:
+    import torch
+
+    model = build(c, seed)
+    raw = np.random.PCG64(1000 + seed).random_raw(N_PROMPT)
+    prompt = (raw % np.uint64(c.n_vocab)).astype(np.int32)
+    with torch.no_grad():
+        chunked = model(torch.from_numpy(prompt).long()[None]).logits[0].numpy()
+        cache = None
+        logits: list[np.ndarray] = []
+        greedy: list[int] = []
+        for i in range(N_PROMPT + N_GREEDY - 1):
+            token = int(prompt[i]) if i < N_PROMPT else greedy[-1]
+            out = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            logits.append(out.logits[0, -1].numpy())
+            if i >= N_PROMPT - 1:
+                greedy.append(int(logits[-1].argmax()))
+    rows = np.stack(logits)
+    if np.abs(rows[:N_PROMPT] - chunked).max() > 1e-4:
+        raise RuntimeError("transformers' recurrent and chunked rules disagree")
+    top = np.sort(rows[N_PROMPT - 1 :], -1)
+    gap = top[:, -1] - top[:, -2]
+    if gap.min() < MIN_GAP:
+        raise RuntimeError(f"a greedy choice is decided by {gap.min()}: take another seed")
+    return {"prompt": prompt, "logits": rows[:N_PROMPT], "greedy": np.array(greedy, np.int32), "gap": gap}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "tests" / "goldens")
+    out = parser.parse_args().out
+    for name, (config, seed) in CASES.items():
+        made = golden(config, seed)
+        np.savez_compressed(out / f"{name}.npz", **made)
+        size = (out / f"{name}.npz").stat().st_size
+        print(f"{name}: {size} bytes, smallest gap {made['gap'].min():.4f}, "
+              f"{len(set(made['greedy'].tolist()))} different tokens, logits' std {made['logits'].std():.2f}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""The qwen35 GGUF layout: keys, tensor names and shapes, and a small byte-level tokenizer.
+
+Shared by what writes test models (tests/tiny.py) and the oracle (make_oracle.py). Shapes are
+numpy's: slowest first, so a matrix is (out, in) and GGUF stores its dimensions reversed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import gguf
+
+ARCH = "qwen35"
+
+CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+N_BYTES = 256
+# Merges in rank order; every product gets an id after the 256 bytes.
+MERGES = (
+    ("Ġ", "t"), ("h", "e"), ("Ġ", "a"), ("i", "n"), ("Ġt", "he"), ("e", "r"), ("o", "n"), ("Ġ", "Ġ"),
+    ("d", "e"), ("f", "Ġ"), ("de", "f"), ("r", "e"), ("in", "g"), ("ĠĠ", "ĠĠ"), ("l", "l"), ("Ã", "©"),
+)  # fmt: skip
+
+CHAT_TEMPLATE = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Hyperparameters of a dense Qwen3.5 model. Names follow GGUF's keys."""
+
+    n_layer: int = 4  # trunk blocks
+    n_embd: int = 64
+    n_ff: int = 128
+    n_head: int = 2
+    n_head_kv: int = 1
+    head_dim: int = 64
+    rope_dim: int = 16
+    n_k_head: int = 2  # DeltaNet: Hk
+    n_v_head: int = 2  # DeltaNet: Hv, a multiple of Hk
+    state_size: int = 32  # DeltaNet: S
+    conv_kernel: int = 4
+    n_vocab: int = 384
+    rope_base: float = 1e7
+    eps: float = 1e-6
+    tied: bool = False
+    interval: int = 4  # full_attention_interval: block i is full where (i + 1) % interval == 0
+    recurrent: tuple[bool, ...] | None = None  # instead of interval: True = DeltaNet, per trunk block
+    n_ctx: int = 2048
+    n_nextn: int = 0
+
+    def is_recurrent(self, i: int) -> bool:
+        if i >= self.n_layer:
+            return False
+        return self.recurrent[i] if self.recurrent is not None else (i + 1) % self.interval != 0
+
+    @property
+    def key_dim(self) -> int:
+        return self.n_k_head * self.state_size
+
+    @property
+    def value_dim(self) -> int:
+        return self.n_v_head * self.state_size
+
+    @property
+    def conv_dim(self) -> int:
+        return 2 * self.key_dim + self.value_dim
+
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def block_shapes(c: Config, i: int) -> Shapes:
+    """Tensors of block i, without the `blk.i.` prefix."""
+    e, ff, d = c.n_embd, c.n_ff, c.head_dim
+    shapes: Shapes = {"attn_norm.weight": (e,)}
+    if c.is_recurrent(i):
+        shapes |= {
+            "attn_qkv.weight": (c.conv_dim, e),
+            "attn_gate.weight": (c.value_dim, e),
+            "ssm_conv1d.weight": (c.conv_dim, c.conv_kernel),
+            "ssm_dt.bias": (c.n_v_head,),
+            "ssm_a": (c.n_v_head,),
+            "ssm_beta.weight": (c.n_v_head, e),
+            "ssm_alpha.weight": (c.n_v_head, e),
+            "ssm_norm.weight": (c.state_size,),
+            "ssm_out.weight": (e, c.value_dim),
+        }
+    else:
+        shapes |= {
+            "attn_q.weight": (2 * d * c.n_head, e),
+            "attn_k.weight": (d * c.n_head_kv, e),
+            "attn_v.weight": (d * c.n_head_kv, e),
+            "attn_q_norm.weight": (d,),
+            "attn_k_norm.weight": (d,),
+            "attn_output.weight": (e, d * c.n_head),
+        }
+    shapes |= {
+        "post_attention_norm.weight": (e,),
+        "ffn_gate.weight": (ff, e),
+        "ffn_up.weight": (ff, e),
+        "ffn_down.weight": (e, ff),
+    }
+    if i >= c.n_layer:
+        shapes |= {
+            "nextn.eh_proj.weight": (e, 2 * e),
+            "nextn.enorm.weight": (e,),
+            "nextn.hnorm.weight": (e,),
+            "nextn.shared_head_norm.weight": (e,),
+        }
+    return shapes
+
+
+def tensor_shapes(c: Config) -> Shapes:
+    """Every tensor of the file, in file order. `nextn.embed_tokens` is optional and left out."""
+    shapes: Shapes = {"token_embd.weight": (c.n_vocab, c.n_embd)}
+    for i in range(c.n_layer + c.n_nextn):
+        shapes |= {f"blk.{i}.{name}": shape for name, shape in block_shapes(c, i).items()}
+    shapes["output_norm.weight"] = (c.n_embd,)
+    if not c.tied:
+        shapes["output.weight"] = (c.n_vocab, c.n_embd)
+    return shapes
+
+
+def add_keys(w: gguf.GGUFWriter, c: Config, name: str, file_type: int) -> None:
+    """Every key that a qwen35 file needs, but the tokenizer's."""
+    w.add_name(name)
+    w.add_file_type(file_type)
+    w.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    w.add_block_count(c.n_layer + c.n_nextn)
+    w.add_context_length(c.n_ctx)
+    w.add_embedding_length(c.n_embd)
+    w.add_feed_forward_length(c.n_ff)
+    w.add_head_count(c.n_head)
+    w.add_head_count_kv(c.n_head_kv)
+    w.add_key_length(c.head_dim)
+    w.add_value_length(c.head_dim)
+    w.add_layer_norm_rms_eps(c.eps)
+    w.add_rope_freq_base(c.rope_base)
+    w.add_rope_dimension_count(c.rope_dim)
+    third = c.rope_dim // 2 // 3
+    w.add_rope_dimension_sections([c.rope_dim // 2 - 2 * third, third, third, 0])
+    w.add_ssm_conv_kernel(c.conv_kernel)
+    w.add_ssm_inner_size(c.value_dim)
+    w.add_ssm_state_size(c.state_size)
+    w.add_ssm_time_step_rank(c.n_v_head)
+    w.add_ssm_group_count(c.n_k_head)
+    if c.recurrent is None:
+        w.add_full_attention_interval(c.interval)
+    else:
+        flags = [c.is_recurrent(i) for i in range(c.n_layer + c.n_nextn)]
+        w.add_array(f"{ARCH}.attention.recurrent_layers", flags)
+    if c.n_nextn:
+        w.add_nextn_predict_layers(c.n_nextn)
+
+
+def byte_symbols() -> list[str]:
+    """GPT-2's printable symbol of each byte value."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [b for b in range(256) if b not in plain]
+    symbols = {b: chr(b) for b in plain} | {b: chr(256 + n) for n, b in enumerate(rest)}
+    return [symbols[b] for b in range(256)]
+
+
+def vocabulary(n_vocab: int, filler: str) -> tuple[list[str], list[int]]:
+    """Token strings and types: 256 bytes (id = byte value), merge products, fillers (type 1 or, for
+    the default "[PAD", 5 = unused), and the control tokens as the last three ids."""
+    tokens = byte_symbols() + [a + b for a, b in MERGES]
+    n_fill = n_vocab - len(tokens) - len(CONTROL)
+    if n_fill < 0:
+        raise ValueError(f"vocabulary of {n_vocab} cannot hold {len(tokens) + len(CONTROL)} tokens")
+    types = [gguf.TokenType.NORMAL] * len(tokens)
+    unused = filler.startswith("[PAD")
+    end = "]" if unused else ""
+    tokens += [f"{filler}{len(tokens) + i}{end}" for i in range(n_fill)]
+    types += [gguf.TokenType.UNUSED if unused else gguf.TokenType.NORMAL] * n_fill
+    return tokens + list(CONTROL), [*types, *[gguf.TokenType.CONTROL] * len(CONTROL)]
+
+
+def add_tokenizer(
+    w: gguf.GGUFWriter, n_vocab: int, chat_template: str | None = None, filler: str = "[PAD"
+) -> None:
+    tokens, types = vocabulary(n_vocab, filler)
+    w.add_tokenizer_model("gpt2")
+    w.add_tokenizer_pre("qwen35")
+    w.add_token_list(tokens)
+    w.add_token_types(types)
+    w.add_token_merges([f"{a} {b}" for a, b in MERGES])
+    w.add_bos_token_id(n_vocab - 3)
+    w.add_eos_token_id(n_vocab - 1)
+    w.add_pad_token_id(n_vocab - 3)
+    w.add_add_bos_token(False)
+    if chat_template:
+        w.add_chat_template(chat_template)
