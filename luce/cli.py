@@ -1,0 +1,346 @@
+"""The command line: flags to a request, events to stdout. Usage errors exit 2, failures 1, Ctrl-C 130."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import click
+
+from luce import __version__, _native
+from luce.chat import chat_template
+from luce.errors import LuceError
+from luce.orchestrator import Event, Failed, Finished, Prefilled, Started, Tokens, Warned
+from luce.plan import Plan, Request, plan
+from luce.probe import probe
+from luce.render import Display, facts_text, printable, tensors_text
+from luce.session import TextSession
+from luce.structs import Sampling
+from luce.tokenizer import Tokenizer
+
+MAX_U32 = 2**32 - 1
+
+
+class Interrupted(click.ClickException):
+    """Ctrl-C: one line, exit 130."""
+
+    exit_code = 130
+
+    def __init__(self) -> None:
+        super().__init__("interrupted")
+
+
+class Commands(click.Group):
+    """Failures that luce reports become one line and exit 1, an interrupt one line and exit 130."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except LuceError as error:
+            raise click.ClickException(printable(str(error))) from error
+        except KeyboardInterrupt:
+            raise Interrupted() from None
+
+
+class Finite(click.FloatRange):
+    """FloatRange that also refuses nan and inf, which no comparison catches."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
+def device_name(ctx: click.Context, param: click.Parameter, value: str) -> str | None:
+    """auto, which is None, cpu, cuda or cuda:N."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", value):
+        raise click.BadParameter(f"{value!r} is not auto, cpu, cuda or cuda:N.", ctx, param)
+    return None if value == "auto" else value
+
+
+@click.group(
+    cls=Commands,
+    invoke_without_command=True,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.option("--version", is_flag=True, help="Print the versions of luce and of its core.")
+def cli(version: bool) -> None:
+    """Exact speculative decoding of Qwen3.5/3.6 GGUF models on one machine.
+
+    \b
+    Examples:
+      luce generate --gguf model.gguf "def main("
+      luce probe-gguf model.gguf
+    """
+    if version:
+        try:
+            core = _native.default().version
+        except LuceError as error:
+            core = f"not available: {printable(str(error))}"
+        click.echo(f"luce {__version__}, core {core}")
+        click.get_current_context().exit()
+
+
+@cli.command()
+@click.argument("prompt", required=False)
+@click.option("--gguf", type=click.Path(path_type=Path), help="The model: a GGUF, or the first of its parts.")
+@click.option(
+    "-n",
+    "--max-tokens",
+    type=click.IntRange(0, MAX_U32),
+    default=512,
+    show_default=True,
+    help="Stop after so many tokens.",
+)
+@click.option(
+    "--temp", type=Finite(min=0), default=0.0, show_default=True, help="Sampling temperature; 0 is greedy."
+)
+@click.option(
+    "--top-k",
+    type=click.IntRange(0, 2**31 - 1),
+    default=0,
+    show_default=True,
+    help="Sample from the k most probable tokens; 0 is off. Needs --temp.",
+)
+@click.option(
+    "--top-p",
+    type=Finite(min=0, max=1, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Sample from the fewest tokens that reach p; 1 is off. Needs --temp.",
+)
+@click.option(
+    "--min-p",
+    type=Finite(min=0, max=1, max_open=True),
+    default=0.0,
+    show_default=True,
+    help="Sample from tokens at least p times as probable as the first. Needs --temp.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**64 - 1),
+    default=0,
+    show_default=True,
+    help="The same seed samples the same tokens, on every run and in every mode.",
+)
+@click.option(
+    "--ctx",
+    type=click.IntRange(1, MAX_U32),
+    help="Positions of the session.  [default: 4096, or what the request needs]",
+)
+@click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads.  [default: one per core, to 16]")
+@click.option(
+    "--device",
+    callback=device_name,
+    default="auto",
+    show_default=True,
+    metavar="auto|cpu|cuda[:N]",
+    help="Where to run; auto takes CUDA if it is there.",
+)
+@click.option(
+    "--kv-type",
+    type=click.Choice(["f16", "q8_0", "q4_0", "f32"]),
+    help="Type of the KV cache.  [default: f16]",
+)
+@click.option(
+    "--chat/--raw",
+    default=False,
+    help="Put the prompt into the file's chat template, or take it as it is.  [default: raw]",
+)
+@click.option("--system", help="System message of the chat.")
+@click.option("--stop", "stops", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
+@click.option("--json", "as_json", is_flag=True, help="Print one object at the end instead of the text.")
+@click.option("--quiet", is_flag=True, help="Nothing on stderr but errors.")
+def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
+    """Continue PROMPT: the text streams to stdout, everything else goes to stderr.
+
+    What is piped to stdin is the prompt, or goes before PROMPT on a line of its own.
+
+    \b
+    Examples:
+      luce generate --gguf model.gguf "def main("
+      luce generate --gguf model.gguf --chat "What is a KV cache?" --temp 0.7 --seed 1
+      cat notes.txt | luce generate --gguf model.gguf --chat "Summarise this." -n 200
+    """
+    if gguf is None:
+        raise click.UsageError("no model: give --gguf PATH")
+    if flags["system"] is not None and not flags["chat"]:
+        raise click.UsageError("--system needs --chat")
+    if "" in flags["stops"]:
+        raise click.BadParameter("a stop text is empty", param_hint="'--stop'")
+    text = read_prompt(prompt)
+    with _native.File(gguf) as file, Display(flags["quiet"]) as display:
+        display.spin("loading the model")
+        facts = probe(file, flags["ctx"], flags["device"] or "auto")
+        tokenizer = Tokenizer(file.kv)
+        request = make_request(prompt_ids(file.kv, tokenizer, text, flags), flags)
+        chosen = plan(facts, request)
+        with TextSession(file, tokenizer, chosen, display.loading) as session, CtrlC() as ctrl_c:
+            writer = Writer(display, flags["as_json"])
+            for event in session.generate(request, lambda: ctrl_c.pressed):
+                writer.on(event)
+            writer.end(chosen, session)
+
+
+def read_prompt(prompt: str | None) -> str:
+    """PROMPT, stdin where it is piped, or both: stdin first, then PROMPT on a line of its own."""
+    piped = ""
+    if sys.stdin is not None and not sys.stdin.isatty():
+        try:
+            piped = sys.stdin.buffer.read().decode()
+        except UnicodeDecodeError:
+            raise click.UsageError("stdin is not UTF-8 text") from None
+    if prompt is None and not piped:
+        raise click.UsageError("no prompt: give PROMPT, or pipe it to stdin")
+    if prompt is None or not piped:
+        return piped or prompt or ""
+    return piped + ("" if piped.endswith("\n") else "\n") + prompt
+
+
+def prompt_ids(kv: Mapping[str, Any], tokenizer: Tokenizer, text: str, flags: Mapping[str, Any]) -> list[int]:
+    """The prompt's tokens. A template spells out all special tokens itself, also the first one."""
+    if not flags["chat"]:
+        return tokenizer.encode(text, add_bos=True)
+    messages = [{"role": "user", "content": text}]
+    if flags["system"] is not None:
+        messages.insert(0, {"role": "system", "content": flags["system"]})
+    return tokenizer.encode(chat_template(kv).render(messages))
+
+
+def make_request(prompt: list[int], flags: Mapping[str, Any]) -> Request:
+    """The flags as a request."""
+    return Request(
+        prompt=tuple(prompt),
+        max_tokens=flags["max_tokens"],
+        sampling=Sampling(
+            temperature=flags["temp"],
+            top_k=flags["top_k"],
+            top_p=flags["top_p"],
+            min_p=flags["min_p"],
+            seed=flags["seed"],
+        ),
+        stops=flags["stops"],
+        device=flags["device"],
+        ctx=flags["ctx"],
+        kv_type=flags["kv_type"],
+        threads=flags["threads"],
+    )
+
+
+class CtrlC:
+    """The first Ctrl-C is a wish to stop, the second one the ordinary interrupt. Where SIGINT is
+    ignored (a background job), it stays so."""
+
+    def __init__(self) -> None:
+        self.pressed = False
+        self._before: Any = None
+
+    def _press(self, number: int, frame: FrameType | None) -> None:
+        self.pressed = True
+        signal.signal(signal.SIGINT, self._before)
+
+    def __enter__(self) -> CtrlC:
+        self._before = signal.getsignal(signal.SIGINT)
+        if self._before is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, self._press)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+
+class Writer:
+    """Events of one generation to stdout and to the display."""
+
+    def __init__(self, display: Display, as_json: bool):
+        self._display, self._as_json = display, as_json
+        self._line_open = False
+        self._last: Event | None = None
+
+    def on(self, event: Event) -> None:
+        self._last = event
+        if isinstance(event, Started):
+            self._display.spin(f"reading the prompt: {event.prompt_tokens} tokens")
+        elif isinstance(event, Prefilled):
+            self._display.prefill(event.done, event.total)
+        elif isinstance(event, Warned):
+            self._display.warn(event.message)
+        elif isinstance(event, Tokens) and event.text and not self._as_json:
+            self._display.clear()
+            click.echo(event.text, nl=False)
+            self._line_open = not event.text.endswith("\n")
+
+    def end(self, chosen: Plan, session: TextSession) -> None:
+        """After the terminal event: the last newline or the object, the summary, the exit code."""
+        self._display.clear()
+        if self._line_open:
+            click.echo()
+        if isinstance(self._last, Failed):
+            raise self._last.error
+        if not isinstance(self._last, Finished):
+            raise AssertionError(f"the generation ended with {self._last}")
+        if self._as_json:
+            click.echo(json.dumps(_as_json(self._last, chosen, session), ensure_ascii=False))
+        if self._last.reason == "cancelled":
+            raise Interrupted()
+        self._display.summary(self._last)
+
+
+def _as_json(result: Finished, chosen: Plan, session: TextSession) -> dict[str, Any]:
+    stats = asdict(result.stats) | {
+        "device": session.model.info.device,
+        "threads": session.session.info.n_threads,
+        "plan": chosen.as_json(),
+    }
+    return {
+        "text": result.text,
+        "tokens": list(result.tokens),
+        "prompt_tokens": result.prompt_tokens,
+        "finish_reason": result.reason,
+        "stats": stats,
+    }
+
+
+@cli.command("probe-gguf")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one object.")
+@click.option("--tensors", is_flag=True, help="List every tensor too.")
+@click.option("--ctx", type=click.IntRange(1, MAX_U32), help="Positions to state the memory for.")
+def probe_gguf(path: Path, as_json: bool, tensors: bool, ctx: int | None) -> None:
+    """Say what a GGUF holds, whether luce can run it, and the memory that takes.
+
+    \b
+    Examples:
+      luce probe-gguf model.gguf --ctx 32768
+      luce probe-gguf model.gguf --json | jq .quantization
+    """
+    with _native.File(path) as file:
+        facts = probe(file, ctx)
+        if as_json:
+            listed = {"tensors": [asdict(tensor) for tensor in file.tensors]} if tensors else {}
+            click.echo(json.dumps(facts.as_json() | listed, indent=2))
+        else:
+            click.echo(facts_text(facts))
+            if tensors:
+                click.echo("\n" + tensors_text(file.tensors))
+
+
+def main() -> None:
+    """The `luce` command. Text that the terminal's encoding lacks is replaced, never a failure."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")
+    cli(prog_name="luce")

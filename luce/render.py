@@ -1,0 +1,159 @@
+"""What people see on stderr: a spinner, a bar, one summary line; the only importer of rich."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.status import Status
+
+from luce.orchestrator import Finished
+from luce.probe import Facts
+from luce.structs import Tensor
+
+BAR_AFTER = 2.0  # seconds that a prefill has to take, or to promise, for a bar
+
+
+class Display:
+    """Progress on stderr, and nothing at all unless that is a terminal. `quiet` silences warnings too."""
+
+    def __init__(self, quiet: bool = False, console: Console | None = None):
+        self._console = console or Console(stderr=True)
+        self._quiet = quiet
+        self._on = self._console.is_terminal and not quiet
+        self._live: Status | Progress | None = None
+        self._since = 0.0
+
+    def spin(self, label: str) -> None:
+        """A spinner until the next call."""
+        self.clear()
+        self._since = time.perf_counter()
+        if self._on:
+            self._live = Status(label, console=self._console)
+            self._live.start()
+
+    def loading(self, fraction: float) -> None:
+        """Part of the weights that is loaded, 0..1."""
+        if isinstance(self._live, Status):
+            self._live.update(f"loading the model {fraction:4.0%}")
+
+    def prefill(self, done: int, total: int) -> None:
+        """Prompt tokens that are committed: a bar once the whole takes over two seconds."""
+        elapsed = time.perf_counter() - self._since
+        if self._on and isinstance(self._live, Status) and elapsed * total / done > BAR_AFTER:
+            self.clear()
+            self._live = Progress(
+                TextColumn("reading the prompt"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                console=self._console,
+                transient=True,
+            )
+            self._live.add_task("prefill", total=total)
+            self._live.start()
+        if isinstance(self._live, Progress):
+            self._live.update(self._live.task_ids[0], completed=done)
+
+    def clear(self) -> None:
+        """Takes the spinner or the bar off the terminal: call it before anything is printed."""
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+
+    def warn(self, message: str) -> None:
+        """One line, terminal or not."""
+        self.clear()
+        if not self._quiet:
+            print(f"Warning: {printable(message)}", file=sys.stderr, flush=True)
+
+    def summary(self, result: Finished) -> None:
+        """The line at the end."""
+        self.clear()
+        if self._on:
+            self._console.print(summary_line(result), style="dim", markup=False, highlight=False)
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+
+
+def summary_line(result: Finished) -> str:
+    """ "12 prompt tokens in 0.30 s; 64 tokens in 2.10 s, 30.0 tok/s; plain; length"."""
+    stats = result.stats
+    speed = "" if stats.tok_per_s is None else f", {stats.tok_per_s:.1f} tok/s"
+    length = ""
+    if stats.drafted and stats.mean_accepted_length is not None:
+        length = f", {stats.mean_accepted_length:.2f} tokens a round"
+    return (
+        f"{result.prompt_tokens} prompt tokens in {stats.prefill_s:.2f} s; "
+        f"{len(result.tokens)} tokens in {stats.decode_s:.2f} s{speed}{length}; "
+        f"{stats.mode}; {result.reason}"
+    )
+
+
+def printable(text: str) -> str:
+    """One line without control characters, for text that a file or an error brings."""
+    line = " ".join(text.split())
+    return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in line)
+
+
+def facts_text(facts: Facts) -> str:
+    """Facts for people: a line each, sizes in GiB or MiB."""
+    lines: list[tuple[str, str]] = [
+        ("kind", facts.kind),
+        ("architecture", facts.architecture),
+        ("name", _or_dash(facts.name)),
+        ("file type", _or_dash(facts.file_type)),
+        ("size", f"{size(facts.size_bytes)}, {facts.parameters:,} parameters"),
+        ("blocks", _blocks(facts)),
+        ("embedding", _or_dash(facts.embedding_length)),
+        ("context", _or_dash(facts.context_length)),
+        ("vocabulary", _or_dash(facts.vocab_size)),
+        ("tokenizer", _or_dash(facts.tokenizer)),
+        ("chat template", "yes" if facts.chat_template else "no"),
+    ]
+    lines += [
+        (f"  {name}", f"{share.tensors} tensors, {size(share.bytes)}")
+        for name, share in facts.quantization.items()
+    ]
+    if facts.dflash is not None:
+        lines += [(f"  {name}", _or_dash(value)) for name, value in vars(facts.dflash).items()]
+    if facts.memory is not None:
+        parts = {name: size(getattr(facts.memory, name)) for name in ("weights", "kv", "state", "compute")}
+        detail = ", ".join(f"{name} {part}" for name, part in parts.items())
+        lines.append((f"memory at {facts.context}", f"{size(facts.memory.total)} ({detail})"))
+    lines.append(("supported", "yes" if facts.supported else "no: " + "; ".join(facts.reasons)))
+    return "\n".join(f"{label:<16}{printable(value)}" for label, value in lines)
+
+
+def tensors_text(tensors: list[Tensor]) -> str:
+    """One tensor a line: name, type, shape (fastest first), bytes."""
+    columns: Callable[[Tensor], str] = lambda tensor: (  # noqa: E731
+        f"{printable(tensor.name):<40} {tensor.type_name:<8} "
+        f"{'x'.join(str(extent) for extent in tensor.shape):<20} {tensor.size_bytes:>14,}"
+    )
+    return "\n".join(columns(tensor) for tensor in tensors)
+
+
+def size(count: int) -> str:
+    """Bytes for people: "17.2 GiB"."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= factor:
+            return f"{count / factor:.1f} {unit}"
+    return f"{count} B"
+
+
+def _or_dash(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
+def _blocks(facts: Facts) -> str:
+    if facts.block_count is None or not facts.nextn_predict_layers:
+        return _or_dash(facts.block_count)
+    return f"{facts.block_count}, of these {facts.nextn_predict_layers} NextN"
