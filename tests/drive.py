@@ -1,0 +1,73 @@
+"""What the tests do with a model: open it, decode plainly, grow random trees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from luce._native import File, Library, Model, Session, SessionParams
+
+# Every ggml type that luce multiplies with.
+WEIGHT_TYPES = (
+    "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1",
+    "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS",
+    "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ1_S", "IQ1_M",
+)  # fmt: skip
+
+
+def open_model(native: Library, path: Path, device: str = "cpu") -> Model:
+    return Model(File(path, native), device)
+
+
+def open_session(model: Model, **params: int | str) -> Session:
+    """f32 KV, 64 rows and 2 threads unless said otherwise."""
+    return Session(model, SessionParams(**{"n_rows": 64, "n_threads": 2, "kv_type": "f32"} | params))  # type: ignore[arg-type]
+
+
+def step(session: Session, token: int) -> np.ndarray:
+    """Plain decoding of one token: its logits."""
+    session.verify([token])
+    logits = session.logits(0)
+    session.commit([0])
+    return logits
+
+
+def greedy(session: Session, prompt: Sequence[int], n: int) -> list[int]:
+    """The n tokens that follow the prompt."""
+    out = [session.prefill(prompt)]
+    while len(out) < n:
+        (choice,) = session.verify(out[-1:])
+        session.commit([0])
+        out.append(choice)
+    return out
+
+
+def chain_logits(session: Session, tokens: Sequence[int], width: int) -> np.ndarray:
+    """Logits (rows, V) of tokens verified and committed `width` at a time."""
+    out = []
+    for i in range(0, len(tokens), width):
+        rows = tokens[i : i + width]
+        session.verify(rows)
+        out += [session.logits(r) for r in range(len(rows))]
+        session.commit(range(len(rows)))  # type: ignore[arg-type]
+    return np.stack(out)
+
+
+def random_tree(rng: np.random.Generator, n: int) -> list[int]:
+    """Parents of n rows in depth-first order: each new row hangs below some row of the last path."""
+    parents, path = [-1], [0]
+    for row in range(1, n):
+        keep = int(rng.integers(1, len(path) + 1)) if rng.random() < 0.5 else len(path)
+        parents.append(path[keep - 1])
+        path = [*path[:keep], row]
+    return parents
+
+
+def root_path(parents: Sequence[int], row: int) -> list[int]:
+    """Rows from row 0 down to `row`."""
+    rows = [row]
+    while parents[rows[-1]] >= 0:
+        rows.append(parents[rows[-1]])
+    return rows[::-1]

@@ -1,0 +1,173 @@
+"""A row's logits do not depend on the other rows of its step: same bits at any width, in any tree,
+after any accept pattern. On the CPU that is asserted; on CUDA the largest difference is reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import drive
+import numpy as np
+import pytest
+import tiny
+from tiny import Config
+
+from luce._native import Library, Model
+
+# Rows of 256 weights, as K-quants need.
+CONFIG = Config(n_layer=4, n_embd=256, n_ff=256, n_head=4, n_head_kv=2, head_dim=64, rope_dim=16,
+                n_k_head=2, n_v_head=4, state_size=64, n_ctx=2048)  # fmt: skip
+WIDTHS = (2, 5, 8, 16, 33, 64)
+Same = Callable[[np.ndarray, np.ndarray], None]
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.config.getoption("--luce-device", "cpu"))
+
+
+@pytest.fixture
+def same(device: str, record_property: Callable[[str, object], None]) -> Iterator[Same]:
+    worst = 0.0
+
+    def compare(found: np.ndarray, expected: np.ndarray) -> None:
+        nonlocal worst
+        assert np.isfinite(found).all()
+        worst = max(worst, float(np.abs(found - expected).max()))
+        if device == "cpu":
+            assert found.tobytes() == expected.tobytes(), f"differs by up to {worst:.1e}"
+
+    yield compare
+    record_property("max_abs_row_difference", worst)
+    if device != "cpu":
+        print(f"largest difference between the same rows on {device}: {worst:.2e}")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("invariance")
+
+
+def type_of(kind: str) -> Callable[[str], str]:
+    """`kind` for every matrix; the embedding of IQ files is a K-quant, as in published ones."""
+
+    def pick(name: str) -> str:
+        if not tiny.quantizable(name):
+            return "F32"
+        return "Q4_K" if name == "token_embd.weight" and kind.startswith("IQ") else kind
+
+    return pick
+
+
+@pytest.fixture
+def model_of(native: Library, folder: Path, device: str) -> Callable[[str], Model]:
+    def make(kind: str) -> Model:
+        path = folder / f"{kind}.gguf"
+        if not path.exists():
+            tiny.write(path, CONFIG, tiny.layout(CONFIG, 21), type_of(kind), quantize=native.quantize)
+        return drive.open_model(native, path, device)
+
+    return make
+
+
+def tokens_of(seed: int, n: int) -> list[int]:
+    return [int(t) for t in np.random.default_rng(seed).integers(0, CONFIG.n_vocab, n)]
+
+
+def check_widths(model: Model, same: Same, prompt: list[int], **params: int | str) -> None:
+    tokens = tokens_of(2, 64)
+    n_ctx = len(prompt) + 64
+    one = drive.open_session(model, n_ctx=n_ctx, **params | {"n_threads": 1})
+    one.prefill(prompt)
+    plain = drive.chain_logits(one, tokens, 1)
+    for threads in (1, 2):
+        session = drive.open_session(model, n_ctx=n_ctx, **params | {"n_threads": threads})
+        for width in WIDTHS:
+            session.reset()
+            session.prefill(prompt)
+            same(drive.chain_logits(session, tokens, width), plain)
+
+
+@pytest.mark.parametrize("kind", drive.WEIGHT_TYPES)
+def test_width_changes_no_bit(kind: str, model_of: Callable[[str], Model], same: Same) -> None:
+    check_widths(model_of(kind), same, tokens_of(1, 9))
+
+
+@pytest.mark.parametrize("kv_type", ["f32", "f16", "q8_0", "q4_0"])
+def test_width_changes_no_bit_with_kv(kv_type: str, model_of: Callable[[str], Model], same: Same) -> None:
+    check_widths(model_of("Q4_K"), same, tokens_of(1, 9), kv_type=kv_type)
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("n_prompt", [240, 500, 1000])
+def test_width_changes_no_bit_far_into_the_context(
+    kv_type: str, n_prompt: int, model_of: Callable[[str], Model], same: Same
+) -> None:
+    """Steps that cross the sizes at which attention kernels change: 256, 512 and 1024 cells."""
+    check_widths(model_of("Q8_0"), same, tokens_of(1, n_prompt), kv_type=kv_type)
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("n_rows", [3, 16, 23, 64])
+def test_tree_rows_equal_plain_decoding_of_their_path(
+    kind: str, n_rows: int, model_of: Callable[[str], Model], same: Same
+) -> None:
+    rng = np.random.default_rng(n_rows)
+    model, prompt, tokens = model_of(kind), tokens_of(3, 21), tokens_of(4, n_rows)
+    tree, plain = (drive.open_session(model, n_ctx=128) for _ in range(2))
+    tree.prefill(prompt)
+    parents = drive.random_tree(rng, n_rows)
+    tree.verify(tokens, parents)
+    leaves = sorted(set(range(n_rows)) - set(parents))
+    for leaf in leaves[:10]:
+        path = drive.root_path(parents, leaf)
+        plain.reset()
+        plain.prefill(prompt)
+        expected = drive.chain_logits(plain, [tokens[r] for r in path], 1)
+        same(np.stack([tree.logits(r) for r in path]), expected)
+
+
+@pytest.mark.parametrize("kv_type", ["f32", "f16", "q8_0", "q4_0"])
+def test_any_accept_pattern_leaves_what_plain_decoding_leaves(
+    kv_type: str, model_of: Callable[[str], Model], same: Same
+) -> None:
+    rng = np.random.default_rng(7)
+    model, prompt = model_of("Q4_K"), tokens_of(5, 17)
+    tree, plain = (drive.open_session(model, n_ctx=512, kv_type=kv_type) for _ in range(2))
+    tree.prefill(prompt)
+    plain.prefill(prompt)
+    for _ in range(16):
+        n = int(rng.integers(1, 33))
+        tokens = [int(t) for t in rng.integers(0, CONFIG.n_vocab, n)]
+        parents = drive.random_tree(rng, n)
+        if rng.random() < 0.3:
+            tree.verify(tokens_of(8, 11))  # replaced by the next one: leaves no trace
+        tree.verify(tokens, parents)
+        path = drive.root_path(parents, int(rng.integers(n)))
+        path = path[: int(rng.integers(1, len(path) + 1))]
+        found = np.stack([tree.logits(r) for r in path])
+        tree.commit(path)
+        same(found, np.stack([drive.step(plain, tokens[r]) for r in path]))
+        assert tree.info.n_past == plain.info.n_past
+
+
+def test_accepting_all_rows_of_full_steps(model_of: Callable[[str], Model], same: Same) -> None:
+    model, prompt = model_of("Q4_K"), tokens_of(9, 5)
+    wide, plain = (drive.open_session(model, n_ctx=512) for _ in range(2))
+    wide.prefill(prompt)
+    plain.prefill(prompt)
+    for i in range(4):
+        tokens = tokens_of(30 + i, 64)
+        same(drive.chain_logits(wide, tokens, 64), drive.chain_logits(plain, tokens, 1))
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q4_K"])
+def test_two_runs_give_the_same_bits(kind: str, model_of: Callable[[str], Model], device: str) -> None:
+    """On every device: no floating-point atomics."""
+    model, prompt, tokens = model_of(kind), tokens_of(1, 70), tokens_of(2, 40)
+    runs = []
+    for _ in range(2):
+        session = drive.open_session(model, n_ctx=256)
+        session.prefill(prompt)
+        runs.append(drive.chain_logits(session, tokens, 8))
+    assert runs[0].tobytes() == runs[1].tobytes()
