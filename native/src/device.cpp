@@ -1,0 +1,170 @@
+#include "device.h"
+
+#include <ggml-cpu.h>
+#ifdef LUCE_USE_CUDA
+#include <ggml-cuda.h>
+#endif
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <thread>
+
+namespace luce {
+namespace {
+
+void forward_log(ggml_log_level level, const char *text, void *) {
+    static const int levels[] = {0, 0, 1, 2, 3, 0}; // none, debug, info, warn, error, cont
+    std::string line(text);
+    while (!line.empty() && line.back() == '\n') {
+        line.pop_back();
+    }
+    if (!line.empty()) {
+        log(level >= 0 && level <= 5 ? levels[level] : 0, "ggml: %s", line.c_str());
+    }
+}
+
+std::vector<Device> find_devices() {
+    ggml_log_set(forward_log, nullptr);
+    std::vector<Device> found;
+#ifdef LUCE_USE_CUDA
+    // luce captures whole steps itself; ggml's own graphs would capture pieces of them (design: step)
+    setenv("GGML_CUDA_DISABLE_GRAPHS", "1", 1);
+    ggml_backend_reg_t reg = ggml_backend_cuda_reg();
+    for (size_t i = 0; i < ggml_backend_reg_dev_count(reg); i++) {
+        found.push_back({format("cuda:%zu", i), ggml_backend_reg_dev_get(reg, i), true});
+    }
+#endif
+    found.push_back({"cpu", ggml_backend_reg_dev_get(ggml_backend_cpu_reg(), 0), false});
+    return found;
+}
+
+// memcpy from a mapping is bound by page faults: several threads fault in parallel
+void parallel_copy(void *dst, const uint8_t *src, size_t n) {
+    const size_t n_threads = std::min<size_t>({4, n >> 20, std::max(1u, std::thread::hardware_concurrency())});
+    if (n_threads <= 1) {
+        memcpy(dst, src, n);
+        return;
+    }
+    std::vector<std::thread> threads;
+    for (size_t i = 0; i < n_threads; i++) {
+        const size_t lo = n * i / n_threads, hi = n * (i + 1) / n_threads;
+        threads.emplace_back([=] { memcpy(static_cast<uint8_t *>(dst) + lo, src + lo, hi - lo); });
+    }
+    for (auto &t : threads) {
+        t.join();
+    }
+}
+
+} // namespace
+
+const std::vector<Device> &devices() {
+    static const std::vector<Device> list = find_devices();
+    return list;
+}
+
+const Device &find_device(const char *name) {
+    const std::string wanted = name == nullptr ? "auto" : name;
+    const auto &list = devices();
+    for (const Device &d : list) {
+        if (wanted == "auto" || wanted == d.name || (wanted == "cuda" && d.gpu)) {
+            return d;
+        }
+    }
+    std::string have;
+    for (const Device &d : list) {
+        have += (have.empty() ? "" : ", ") + d.name;
+    }
+#ifdef LUCE_USE_CUDA
+    const char *hint = "";
+#else
+    const char *hint = wanted.compare(0, 4, "cuda") == 0 ? "; this luce was built without CUDA" : "";
+#endif
+    fail(LUCE_E_ARG, "no device '%s': this machine has %s%s", wanted.c_str(), have.c_str(), hint);
+}
+
+ggml_backend_buffer_type_t Device::buffer_type() const {
+    return gpu ? ggml_backend_dev_buffer_type(dev) : ggml_backend_cpu_buffer_type();
+}
+
+void Device::memory(uint64_t *free, uint64_t *total) const {
+    size_t f = 0, t = 0;
+    ggml_backend_dev_memory(dev, &f, &t);
+    *free = f;
+    *total = t;
+}
+
+std::string Device::description() const {
+    return ggml_backend_dev_description(dev);
+}
+
+Backend make_backend(const Device &device, int n_threads) {
+    Backend backend(ggml_backend_dev_init(device.dev, nullptr));
+    if (!backend) {
+        fail(LUCE_E_DEVICE, "%s: the device could not be started", device.name.c_str());
+    }
+    if (!device.gpu) {
+        ggml_backend_cpu_set_n_threads(backend.get(), n_threads);
+    }
+    return backend;
+}
+
+void set_row_invariant(ggml_backend_t backend, const Device &device, bool on) {
+    if (!device.gpu) {
+        ggml_backend_cpu_set_use_ref(backend, on);
+    }
+}
+
+Buffer allocate(const Device &device, size_t size, const char *what) {
+    Buffer buffer(ggml_backend_buft_alloc_buffer(device.buffer_type(), std::max<size_t>(size, 64)));
+    if (!buffer) {
+        fail(LUCE_E_MEMORY, "%s: allocating %s for %s failed", device.name.c_str(), human_bytes(size).c_str(), what);
+    }
+    return buffer;
+}
+
+void check_memory(const Device &device, uint64_t need, const char *what) {
+    uint64_t free = 0, total = 0;
+    device.memory(&free, &total);
+    if (need > free) {
+        fail(LUCE_E_MEMORY, "%s needs %s on %s, %s are free", what, human_bytes(need).c_str(), device.name.c_str(),
+             human_bytes(free).c_str());
+    }
+}
+
+void upload(const Device &device, const std::vector<Upload> &items, const std::function<bool(uint64_t)> &progress) {
+    constexpr size_t slot_size = size_t(32) << 20;
+    Backend backend = make_backend(device, 1);
+    ggml_backend_buffer_type_t pinned = ggml_backend_dev_host_buffer_type(device.dev);
+    if (pinned == nullptr) {
+        pinned = ggml_backend_cpu_buffer_type();
+    }
+    Buffer slots[2];
+    for (Buffer &slot : slots) {
+        slot.reset(ggml_backend_buft_alloc_buffer(pinned, slot_size));
+        if (!slot) {
+            fail(LUCE_E_MEMORY, "allocating %s of pinned host memory failed", human_bytes(slot_size).c_str());
+        }
+    }
+    uint64_t done = 0;
+    int turn = 0;
+    for (const Upload &item : items) {
+        for (uint64_t at = 0; at < item.size; turn ^= 1) {
+            const size_t n = size_t(std::min<uint64_t>(slot_size, item.size - at));
+            void *slot = ggml_backend_buffer_get_base(slots[turn].get());
+            parallel_copy(slot, item.data + at, n); // while the other slot's transfer runs
+            ggml_backend_synchronize(backend.get());
+            ggml_backend_tensor_set_async(backend.get(), item.tensor, slot, at, n);
+            at += n;
+            done += n;
+            if (!progress(done)) {
+                ggml_backend_synchronize(backend.get());
+                fail(LUCE_E_CANCELLED, "loading was cancelled");
+            }
+        }
+    }
+    ggml_backend_synchronize(backend.get());
+}
+
+} // namespace luce

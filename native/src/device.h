@@ -1,0 +1,60 @@
+// Devices, their memory and backends. The only file that knows which backends ggml was built with.
+#pragma once
+
+#include "status.h"
+
+#include <ggml-backend.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace luce {
+
+struct Device {
+    std::string name; // "cpu", "cuda:0"
+    ggml_backend_dev_t dev = nullptr;
+    bool gpu = false;
+
+    ggml_backend_buffer_type_t buffer_type() const; // plain CPU memory, or the GPU's
+    void memory(uint64_t *free, uint64_t *total) const;
+    std::string description() const;
+};
+
+// All devices; the first is what "auto" takes.
+const std::vector<Device> &devices();
+
+// name: null or "auto", "cpu", "cuda" (the first), "cuda:N". E_ARG lists what there is.
+const Device &find_device(const char *name);
+
+struct BackendFree {
+    void operator()(ggml_backend_t b) const { ggml_backend_free(b); }
+};
+struct BufferFree {
+    void operator()(ggml_backend_buffer_t b) const { ggml_backend_buffer_free(b); }
+};
+using Backend = std::unique_ptr<struct ggml_backend, BackendFree>;
+using Buffer = std::unique_ptr<struct ggml_backend_buffer, BufferFree>;
+
+// One stream of work on a device. CPU: n_threads threads.
+Backend make_backend(const Device &device, int n_threads);
+
+// CPU only: the row-invariant kernels (steps) or the fast tiled ones (prefill); see graph rules in step.h.
+void set_row_invariant(ggml_backend_t backend, const Device &device, bool on);
+
+Buffer allocate(const Device &device, size_t size, const char *what);
+
+// E_MEMORY with both figures when `need` bytes are not free on the device.
+void check_memory(const Device &device, uint64_t need, const char *what);
+
+// Copies host bytes into device tensors through two pinned buffers, so that reading the file and the
+// transfer overlap. progress: bytes done; returns false to cancel (E_CANCELLED).
+struct Upload {
+    ggml_tensor *tensor;
+    const uint8_t *data;
+    uint64_t size;
+};
+void upload(const Device &device, const std::vector<Upload> &items, const std::function<bool(uint64_t)> &progress);
+
+} // namespace luce

@@ -1,0 +1,46 @@
+// Checked handles: what the ABI hands out are numbers that look like pointers. They are never dereferenced
+// and never reused, so a closed, foreign or made-up handle is an error and not a crash.
+#pragma once
+
+#include "status.h"
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+
+namespace luce {
+
+template <typename Handle, typename Object> class Handles {
+public:
+    // `base` keeps the numbers of different kinds apart
+    Handles(const char *what, uintptr_t base) : what_(what), next_(base) {}
+
+    Handle *add(std::shared_ptr<Object> object) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        next_ += 2;
+        objects_[next_] = std::move(object);
+        return reinterpret_cast<Handle *>(next_);
+    }
+    std::shared_ptr<Object> get(Handle *handle) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        const auto it = objects_.find(reinterpret_cast<uintptr_t>(handle));
+        if (it == objects_.end()) {
+            fail(LUCE_E_ARG, "%s handle is %s", what_, handle == nullptr ? "null" : "closed, or not a handle");
+        }
+        return it->second;
+    }
+    void remove(Handle *handle) {
+        const std::shared_ptr<Object> last = get(handle); // destroyed outside the lock
+        std::lock_guard<std::mutex> lock(mutex_);
+        objects_.erase(reinterpret_cast<uintptr_t>(handle));
+    }
+
+private:
+    const char *what_;
+    std::mutex mutex_;
+    std::unordered_map<uintptr_t, std::shared_ptr<Object>> objects_;
+    uintptr_t next_;
+};
+
+} // namespace luce

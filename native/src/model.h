@@ -1,0 +1,121 @@
+// A loaded qwen35 model: hyperparameters, and weight structs with their shapes (ggml order: fastest first).
+// Names and shapes follow llama.cpp's GGUF convention for the architecture.
+#pragma once
+
+#include "device.h"
+#include "gguf_file.h"
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace luce {
+
+struct HParams {
+    uint32_t n_vocab = 0;     // V
+    uint32_t n_embd = 0;      // E
+    uint32_t n_ff = 0;        // FF
+    uint32_t n_layer = 0;     // trunk blocks
+    uint32_t n_nextn = 0;     // NextN blocks after them
+    uint32_t n_ctx_train = 0;
+    uint32_t n_head = 0;      // H: query heads of full attention
+    uint32_t n_head_kv = 0;   // Hkv
+    uint32_t head_dim = 0;    // D
+    uint32_t rope_dim = 0;    // first dims of a head that rotate
+    float rope_base = 0;
+    float rms_eps = 0;
+    uint32_t n_k_heads = 0;   // Hk: DeltaNet
+    uint32_t n_v_heads = 0;   // Hv
+    uint32_t state_size = 0;  // S
+    uint32_t conv_dim = 0;    // C = 2*Hk*S + Hv*S
+    std::vector<bool> recurrent; // per trunk block: DeltaNet, else full attention
+};
+
+constexpr uint32_t CONV_TAPS = 4;
+
+struct AttentionWeights {
+    ggml_tensor *q;      // {E, 2*D*H}  per head: q(D) then gate(D)
+    ggml_tensor *k;      // {E, D*Hkv}
+    ggml_tensor *v;      // {E, D*Hkv}
+    ggml_tensor *out;    // {D*H, E}
+    ggml_tensor *q_norm; // {D}
+    ggml_tensor *k_norm; // {D}
+};
+
+struct DeltaNetWeights {
+    ggml_tensor *qkv;   // {E, C}  q, k, v
+    ggml_tensor *gate;  // {E, Hv*S}  z
+    ggml_tensor *conv;  // {4, C}  tap 0 is the oldest row
+    ggml_tensor *dt;    // {Hv}
+    ggml_tensor *a;     // {Hv}  -exp(A_log)
+    ggml_tensor *alpha; // {E, Hv}
+    ggml_tensor *beta;  // {E, Hv}
+    ggml_tensor *norm;  // {S}
+    ggml_tensor *out;   // {Hv*S, E}
+};
+
+struct Block {
+    bool recurrent;
+    ggml_tensor *attn_norm; // {E}
+    ggml_tensor *post_norm; // {E}
+    ggml_tensor *ffn_gate;  // {E, FF}
+    ggml_tensor *ffn_up;    // {E, FF}
+    ggml_tensor *ffn_down;  // {FF, E}
+    AttentionWeights attn;  // where !recurrent
+    DeltaNetWeights delta;  // where recurrent
+};
+
+struct Weights {
+    ggml_tensor *token_embd;  // {E, V}
+    ggml_tensor *output_norm; // {E}
+    ggml_tensor *output;      // {E, V}; token_embd where the file ties them
+    std::vector<Block> blocks;
+};
+
+struct ContextFree {
+    void operator()(ggml_context *c) const { ggml_free(c); }
+};
+using Context = std::unique_ptr<ggml_context, ContextFree>;
+
+class Model {
+public:
+    // Reads hyperparameters and checks every tensor's presence, shape and type: no weight is touched.
+    // The model can build graphs, for measuring, but not run until load().
+    static std::shared_ptr<Model> describe(std::shared_ptr<GgufFile> file, const Device &device);
+
+    // Places the weights: in the mapping on the CPU, uploaded to a GPU. progress: 0..1, false cancels.
+    void load(const std::function<bool(float)> &progress);
+
+    // For measuring only: the weights count as placed, so that graphs over them can be sized.
+    void stand_in();
+
+    const Device &device() const { return *device_; }
+    const GgufFile &file() const { return *file_; }
+    const HParams &hparams() const { return hp_; }
+    const Weights &weights() const { return weights_; }
+    const std::string &architecture() const { return architecture_; }
+    uint64_t weight_bytes() const { return weight_bytes_; } // of the trunk, on the device
+    uint64_t n_params() const { return n_params_; }         // of all tensors in the file
+
+private:
+    friend class WeightReader;
+    std::shared_ptr<GgufFile> file_;
+    const Device *device_ = nullptr;
+    std::string architecture_;
+    HParams hp_;
+    Weights weights_;
+    Context context_;
+    std::vector<std::pair<ggml_tensor *, const GgufTensor *>> tensors_;
+    std::vector<Buffer> buffers_;
+    uint64_t weight_bytes_ = 0;
+    uint64_t n_params_ = 0;
+};
+
+// Types that ggml multiplies on the CPU and on CUDA.
+bool is_weight_type(ggml_type type);
+
+// As GGUF files are named: "Q4_K", "BF16".
+const char *type_name(ggml_type type);
+
+} // namespace luce

@@ -1,0 +1,11 @@
+// ggml's quantizers, for the converters and tests.
+#pragma once
+
+#include "luce.h"
+
+namespace luce {
+
+void describe_type(int32_t type, luce_type_info *out);
+void quantize(int32_t type, const float *src, uint64_t n_rows, uint64_t n_per_row, void *dst, uint64_t dst_size);
+
+} // namespace luce

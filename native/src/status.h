@@ -1,0 +1,45 @@
+// Errors inside the core: thrown as Error, turned into a status at the ABI (luce.cpp).
+#pragma once
+
+#include "luce.h"
+
+#include <exception>
+#include <string>
+#include <utility>
+
+namespace luce {
+
+class Error : public std::exception {
+public:
+    Error(luce_status code, std::string message) : code_(code), message_(std::move(message)) {}
+    luce_status code() const { return code_; }
+    const char *what() const noexcept override { return message_.c_str(); }
+
+private:
+    luce_status code_;
+    std::string message_;
+};
+
+#if defined(__GNUC__)
+#define LUCE_PRINTF(f, a) __attribute__((format(printf, f, a)))
+#else
+#define LUCE_PRINTF(f, a)
+#endif
+
+// printf-style text; control characters and invalid UTF-8 (names out of a damaged file) become '?'.
+std::string format(const char *fmt, ...) LUCE_PRINTF(1, 2);
+
+[[noreturn]] void fail(luce_status code, const char *fmt, ...) LUCE_PRINTF(2, 3);
+
+// "17.2 GiB", "640 MiB"
+std::string human_bytes(uint64_t n);
+
+// The calling thread's last error.
+void set_last_error(const std::string &message);
+const char *last_error();
+
+// The log callback; discards while none is set.
+void set_log(luce_log_fn fn, void *user);
+void log(int level, const char *fmt, ...) LUCE_PRINTF(2, 3);
+
+} // namespace luce
