@@ -1,0 +1,132 @@
+"""tools/check_tree.py: each rule fires on a small bad tree, and its near misses pass."""
+
+from pathlib import Path
+
+import check_tree
+import pytest
+
+
+def breaches(root: Path, files: dict[str, str]) -> list[tuple[str, int, str]]:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return check_tree.check_tree(root)
+
+
+def c_function(lines: int, head: str = "int f(int a)") -> str:
+    return f"{head} {{\n" + "    a += 1;\n" * (lines - 2) + "}\n"
+
+
+def py_function(lines: int) -> str:
+    return "def f(a):\n" + "    a += 1\n" * (lines - 1)
+
+
+BAD = {
+    "file_too_long": ("luce/a.py", "x = 1\n" * 501, 1, "501 lines"),
+    "header_too_long": ("native/src/a.h", "\n" * 501, 1, "501 lines"),
+    "c_function_too_long": ("native/src/a.cpp", "int x;\n" + c_function(81), 2, "function of 81 lines"),
+    "c_method_too_long": (
+        "native/src/a.cpp",
+        "namespace luce {\nstruct S {\n" + c_function(81) + "};\n}\n",
+        3,
+        "function of 81 lines",
+    ),
+    "constructor_too_long": (
+        "native/src/a.cpp",
+        c_function(81, "S::S(int a) : a{a}, b(1), c{2}"),
+        1,
+        "function of 81 lines",
+    ),
+    "kernel_too_long": (
+        "native/kernels/a.cu",
+        c_function(81, "template <int N>\n__global__ void __launch_bounds__(N) f(int a)"),
+        1,
+        "function of 82 lines",
+    ),
+    "graph_builder_too_long": ("native/src/graph_x.cpp", c_function(151), 1, "at most 150"),
+    "py_function_too_long": ("tools/a.py", py_function(81), 1, "function f of 81 lines"),
+    "py_syntax_error": ("luce/a.py", "x = 1\ndef\n", 2, "cannot be parsed"),
+    "cffi_elsewhere": ("luce/session.py", "import os\nfrom cffi import FFI\n", 2, "only luce/_native.py"),
+    "rich_elsewhere": ("luce/cli.py", "import rich.progress\n", 1, "only luce/render.py imports rich"),
+    "rich_in_function": ("luce/cli.py", "def f():\n    import rich\n", 2, "only luce/render.py"),
+    "environ_in_package": ("luce/plan.py", "import os\nx = os.environ['A']\n", 2, "reads the environment"),
+    "getenv_in_package": ("luce/plan.py", "from os import getenv\n", 1, "reads the environment"),
+    "getenv_in_core": ("native/src/a.cpp", '\nauto x = std::getenv("A");\n', 2, "no environment variables"),
+    "setenv_in_core": ("native/src/step.cpp", 'int x = setenv("A", "1", 1);\n', 1, "one setenv"),
+    "second_setenv": ("native/src/device.cpp", "int x = setenv();\nint y = setenv();\n", 2, "one setenv"),
+    "core_prints": ("native/src/a.cpp", 'void f() { fprintf(stderr, "x"); }\n', 1, "prints nothing"),
+    "core_aborts": ("native/src/a.cpp", "void f() {\n    std::abort();\n}\n", 2, "never exits"),
+    "kernel_uses_ggml": ("native/kernels/a.cu", '\n#include "ggml-impl.h"\n', 2, "no ggml headers"),
+    "kernel_header_uses_ggml": ("native/kernels/a.cuh", "# include <ggml.h>\n", 1, "no ggml headers"),
+    "common_folder": ("native/common/a.cpp", "", 1, "no common/"),
+    "utils_folder": ("luce/utils/a.py", "", 1, "utils"),
+    "utils_file": ("luce/utils.py", "", 1, "utils"),
+    "internal_header": ("native/src/internal.h", "", 1, "internal.h"),
+    "abi_too_wide": ("native/include/luce.h", "LUCE_API int f(void);\n" * 36, 1, "36 functions"),
+    "top_level_file": ("setup.py", "", 1, "setup.py does not belong"),
+    "top_level_folder": ("docs/a.md", "", 1, "docs does not belong"),
+}
+
+
+@pytest.mark.parametrize("name,text,line,what", BAD.values(), ids=BAD)
+def test_rule_fires(tmp_path, name, text, line, what):
+    found = breaches(tmp_path, {name: text})
+    assert [(path, at) for path, at, _ in found] == [(name, line)]
+    assert what in found[0][2]
+
+
+GOOD = {
+    "README.md": "x\n" * 600,
+    ".ci/run": "",
+    ".gitignore": "",
+    "LICENSE": "",
+    "native/include/luce.h": "#define LUCE_API\n/*\nLUCE_API\n*/\n" + "LUCE_API int f(void);\n" * 35,
+    "native/src/device.cpp": '// no getenv here\nint f() { setenv("getenv", "{", 1); return 1\'000; }\n',
+    "native/src/graph_x.cpp": c_function(150),
+    "native/src/a.cpp": "\n".join(
+        [
+            "namespace luce {",
+            "struct S {",
+            "    int a; // {",
+            *["    int f(int x) { return '{' + x; }"] * 90,
+            "};",
+            "constexpr int table[] = {",
+            *["    1, // }"] * 90,
+            "};",
+            '#define OPEN f() {',
+            'const char *text = R"(void f() { abort(); )";',
+            'extern "C" {',
+            c_function(80),
+            c_function(80, "struct S make(int a)"),
+            "}",
+            "} // namespace luce",
+            "",
+        ]
+    ),
+    "native/kernels/a.cu": '// #include "ggml.h"\n#include "kernels.h"\n' + c_function(80),
+    "luce/_native.py": "import cffi\n",
+    "luce/render.py": "from rich.progress import Progress\n",
+    "luce/cli.py": "import os\nx = os.environ.get('NO_COLOR')\n",
+    "luce/session.py": "from luce.render import rich\nimport os\ny = os.cpu_count()\n" + py_function(80),
+    "tools/a.py": "import os\nx = os.environ\n",
+}
+
+
+def test_near_misses_pass(tmp_path):
+    assert breaches(tmp_path, GOOD) == []
+
+
+def test_exit_status_and_report(tmp_path, capsys):
+    assert breaches(tmp_path, {"luce/a.py": ""}) == []
+    assert check_tree.main([str(tmp_path)]) == 0
+    (tmp_path / "setup.py").write_text("")
+    assert check_tree.main([str(tmp_path)]) == 1
+    assert capsys.readouterr().out == "setup.py:1: setup.py does not belong at the top level\n"
+
+
+def test_this_tree_keeps_the_rules():
+    root = Path(check_tree.__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        pytest.skip("not a git checkout: built files cannot be told from ours")
+    assert check_tree.check_tree(root) == []

@@ -1,0 +1,207 @@
+#!/usr/bin/env python3
+"""Checks the rules of size, imports and layout that keep luce readable in an afternoon.
+
+Prints one line for each breach, `path:line: what`, and exits 1 if there is any.
+"""
+
+import argparse
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 80
+MAX_GRAPH_FUNCTION_LINES = 150  # graph builders: native/src/graph_*.cpp
+MAX_ABI_FUNCTIONS = 35
+
+TOP_LEVEL = {"pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE", "NOTICE"}
+TOP_LEVEL |= {"native", "luce", "tests", "bench", "tools"}
+C_SUFFIXES = {".c", ".h", ".cpp", ".cu", ".cuh"}
+SOURCE_SUFFIXES = C_SUFFIXES | {".py", ".sh"}
+ONE_IMPORTER = {"cffi": "luce/_native.py", "rich": "luce/render.py"}
+ENVIRONMENT_READER = "luce/cli.py"
+ENVIRONMENT_WRITER = "native/src/device.cpp"
+
+Breach = tuple[str, int, str]  # path, line, what
+
+
+def tree_files(root: Path) -> list[str]:
+    """Files that git tracks or would; without git, every file."""
+    if (root / ".git").exists():
+        command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")
+        return sorted({name for name in names if name and (root / name).is_file()})
+    return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
+
+
+# ---- names -----------------------------------------------------------------------------------------
+
+
+def check_names(name: str) -> Iterator[Breach]:
+    path = PurePosixPath(name)
+    first = path.parts[0]
+    if first not in TOP_LEVEL and not first.startswith("."):
+        yield name, 1, f"{first} does not belong at the top level"
+    if path.name == "internal.h" or any(part == "common" or part.startswith("utils") for part in path.parts):
+        yield name, 1, "no common/, utils or internal.h: name it after what it is"
+
+
+# ---- C, C++, CUDA ----------------------------------------------------------------------------------
+
+_SKIPPED = re.compile(
+    r"//[^\n]*"
+    r"|/\*.*?\*/"
+    r'|R"(?P<mark>[^()\\ ]*)\(.*?\)(?P=mark)"'
+    r'|"(?:\\.|[^"\\\n])*"'
+    r"|(?<![0-9A-Fa-f])'(?:\\.|[^'\\\n])+'",  # a ' within a number separates digits
+    re.S,
+)
+_DIRECTIVE = re.compile(r"^[ \t]*#(?:[^\n]*\\\n)*[^\n]*", re.M)
+_SCOPE = re.compile(r'\b(?:namespace|class|struct|union|enum|extern ""|extern)\b[^()=]*$')
+
+
+def _blank(match: re.Match[str]) -> str:
+    newlines = "\n" * match.group().count("\n")
+    return f'""{newlines}' if match.group().startswith(('"', "R")) else f" {newlines}"
+
+
+def plain_code(text: str) -> str:
+    """The code with comments, strings and directives blanked, and every line where it was."""
+    return _DIRECTIVE.sub(_blank, _SKIPPED.sub(_blank, text))
+
+
+def c_functions(code: str) -> Iterator[tuple[int, int]]:
+    """First and last line of each function body with its head; what lies within one is part of it."""
+    scopes: list[str] = []  # of each open brace: "scope", "function" or "other"
+    head, start = 0, 0  # where the current declaration begins, and the current function's head
+    for mark in re.finditer(r"[{};]", code):
+        at, inside = mark.start(), "function" in scopes
+        if mark.group() == "{":
+            text = code[head:at]
+            if inside or not all(scope == "scope" for scope in scopes):
+                scopes.append("other")
+            elif _SCOPE.search(text):
+                scopes.append("scope")
+            elif "(" in text:
+                scopes.append("function")
+                start = head + len(text) - len(text.lstrip())
+            else:
+                scopes.append("other")
+        elif mark.group() == "}" and scopes:
+            if scopes.pop() == "function":
+                if re.match(r"\s*[,{]", code[at + 1 :]):
+                    continue  # that was `a{1}` in a constructor's initialisers; the body is yet to come
+                yield code.count("\n", 0, start) + 1, code.count("\n", 0, at) + 1
+        if not any(scope != "scope" for scope in scopes):
+            head = at + 1
+
+
+def line_of(text: str, match: re.Match[str]) -> int:
+    return text.count("\n", 0, match.start()) + 1
+
+
+def check_c(name: str, text: str) -> Iterator[Breach]:
+    code = plain_code(text)
+    graph = re.fullmatch(r"native/src/graph_\w+\.cpp", name)
+    limit = MAX_GRAPH_FUNCTION_LINES if graph else MAX_FUNCTION_LINES
+    for first, last in c_functions(code):
+        if last - first + 1 > limit:
+            yield name, first, f"function of {last - first + 1} lines, at most {limit}"
+    if not name.startswith("native/"):
+        return
+    for match in re.finditer(r"\b(?:secure_)?getenv\b", code):
+        yield name, line_of(code, match), "the core reads no environment variables"
+    writes = list(re.finditer(r"\b(?:setenv|putenv|unsetenv)\b", code))
+    for match in writes[1:] if name == ENVIRONMENT_WRITER else writes:
+        yield name, line_of(code, match), f"the one setenv of the core is in {ENVIRONMENT_WRITER}"
+    for match in re.finditer(r"\b(?:printf|fprintf|puts|fputs|cout|cerr|exit|abort)\b", code):
+        yield name, line_of(code, match), f"the core prints nothing and never exits: {match.group()}"
+    if name.startswith("native/kernels/"):
+        for match in re.finditer(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"\n]+)', text, re.M):
+            if re.search(r"ggml|gguf", match.group(1)):
+                yield name, line_of(text, match), f"kernels include no ggml headers: {match.group(1)}"
+
+
+def check_abi(name: str, text: str) -> Iterator[Breach]:
+    count = len(re.findall(r"^LUCE_API\b", plain_code(text), re.M))
+    if count > MAX_ABI_FUNCTIONS:
+        yield name, 1, f"{count} functions in the ABI, at most {MAX_ABI_FUNCTIONS}"
+
+
+# ---- Python ----------------------------------------------------------------------------------------
+
+
+def imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+        return [node.module]
+    return []
+
+
+def reads_environment(node: ast.AST) -> bool:
+    names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+    if isinstance(node, ast.ImportFrom) and node.module == "os":
+        return any(alias.name in names for alias in node.names)
+    return isinstance(node, ast.Attribute) and ast.unparse(node) in {f"os.{name}" for name in names}
+
+
+def check_python(name: str, text: str) -> Iterator[Breach]:
+    try:
+        module = ast.parse(text)
+    except SyntaxError as error:
+        yield name, error.lineno or 1, f"cannot be parsed: {error.msg}"
+        return
+    for node in ast.walk(module):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            size = (node.end_lineno or node.lineno) - node.lineno + 1
+            if size > MAX_FUNCTION_LINES:
+                yield name, node.lineno, f"function {node.name} of {size} lines, at most {MAX_FUNCTION_LINES}"
+        if not name.startswith("luce/") or not isinstance(node, ast.stmt | ast.expr):
+            continue
+        for package in {module.partition(".")[0] for module in imported(node)}:
+            if ONE_IMPORTER.get(package, name) != name:
+                yield name, node.lineno, f"only {ONE_IMPORTER[package]} imports {package}"
+        if name != ENVIRONMENT_READER and reads_environment(node):
+            yield name, node.lineno, f"only {ENVIRONMENT_READER} reads the environment"
+
+
+# ---- all -------------------------------------------------------------------------------------------
+
+
+def check_tree(root: Path) -> list[Breach]:
+    breaches: list[Breach] = []
+    for name in tree_files(root):
+        breaches += check_names(name)
+        suffix = PurePosixPath(name).suffix
+        if suffix not in SOURCE_SUFFIXES:
+            continue
+        text = (root / name).read_text(encoding="utf-8")
+        lines = len(text.splitlines())
+        if lines > MAX_FILE_LINES:
+            breaches.append((name, 1, f"{lines} lines, at most {MAX_FILE_LINES}"))
+        if suffix == ".py":
+            breaches += check_python(name, text)
+        if suffix in C_SUFFIXES:
+            breaches += check_c(name, text)
+        if name == "native/include/luce.h":
+            breaches += check_abi(name, text)
+    return breaches
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Check luce's rules of size, imports and layout.")
+    parser.add_argument("root", nargs="?", type=Path, default=Path(__file__).resolve().parent.parent)
+    root = parser.parse_args(argv).root
+    breaches = check_tree(root)
+    for name, line, what in breaches:
+        print(f"{name}:{line}: {what}")
+    print(f"check_tree: {len(breaches)} breaches" if breaches else "check_tree: OK", file=sys.stderr)
+    return 1 if breaches else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
