@@ -463,7 +463,9 @@ def load(lib_dir: Path, header: Path | None = None) -> Library:
         path = lib_dir / name
         if path.exists() and header.exists():
             return Library(path, header)
-    raise LuceError(f"no libluce and luce.h at {lib_dir}: luce is not installed; run `pip install .`")
+    raise LuceError(
+        f"no libluce and luce.h for {lib_dir}: run `pip install .`, and python outside of the source tree"
+    )
 
 
 @lru_cache(maxsize=1)

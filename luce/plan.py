@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from luce.errors import ArgumentError, UnsupportedError
+from luce.errors import ArgumentError, ContextFull, UnsupportedError
 from luce.probe import Facts
 from luce.structs import Sampling, SessionParams
 
@@ -56,10 +56,12 @@ class Plan:
 
 def plan(facts: Facts, request: Request) -> Plan:
     """The plan of a request. UnsupportedError: luce cannot run the file; ArgumentError: the request
-    asks for more than the file has."""
+    asks for more than the file has; ContextFull: the prompt alone is longer than the context."""
     if not facts.supported:
         raise UnsupportedError("; ".join(facts.reasons))
     ctx, why_ctx = _context(facts, request)
+    if len(request.prompt) > ctx:
+        raise ContextFull(f"a prompt of {len(request.prompt)} tokens, a context of {ctx} ({why_ctx})")
     asked = "as asked"
     reasons = {
         "device": asked if request.device else "a CUDA device if there is one, else the CPU",

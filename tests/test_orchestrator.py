@@ -1,0 +1,377 @@
+"""The state machine, over a fake core: what is emitted, what is committed, how it ends."""
+
+import itertools
+
+import pytest
+from fake_core import EOS, N_VOCAB, FakeCore, hashed, scripted, tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from luce.errors import ArgumentError, ContextFull, InternalError, NumericError
+from luce.orchestrator import (
+    Draft,
+    Failed,
+    Finished,
+    Orchestrator,
+    Prefilled,
+    Started,
+    State,
+    Tokens,
+    Warned,
+)
+from luce.plan import Request
+from luce.structs import Sampling
+
+TOKENIZER = tokenizer()
+PROMPT = tuple(b"a prompt")
+
+
+class Chain:
+    """Drafts chains: `guess(history)` for each next token. Keeps what it was asked."""
+
+    name = "chain"
+
+    def __init__(self, core, guess, length=8):
+        self.core, self.guess, self.length = core, guess, length
+        self.asked = []
+
+    def draft(self, anchor, rows, depth):
+        self.asked.append((anchor, rows, depth))
+        history, tokens = (*self.core.committed, anchor), []
+        for _ in range(min(self.length, rows, depth)):
+            tokens.append(self.guess(history))
+            history = (*history, tokens[-1])
+        return Draft(tuple(tokens))
+
+
+class Trees:
+    """Drafts trees of given shapes whose nodes follow the target where the given flags say so."""
+
+    name = "trees"
+
+    def __init__(self, core, shapes):
+        self.core, self.shapes = core, itertools.cycle(shapes)
+
+    def draft(self, anchor, rows, depth):
+        histories, tokens, parents = [(*self.core.committed, anchor)], [], [-1]
+        for above, right in next(self.shapes)[:rows]:
+            parent = above % len(histories)
+            if len(histories[parent]) - len(histories[0]) < depth:
+                choice = self.core.choose(histories[parent])
+                tokens.append(choice if right else (choice + 1) % 256)
+                histories.append((*histories[parent], tokens[-1]))
+                parents.append(parent)
+        return Draft(tuple(tokens), tuple(parents))
+
+
+class Faulty:
+    name = "faulty"
+
+    def __init__(self, draft):
+        self._draft = draft
+        self.calls = 0
+
+    def draft(self, anchor, rows, depth):
+        self.calls += 1
+        if isinstance(self._draft, Exception):
+            raise self._draft
+        return self._draft
+
+
+def run(core, max_tokens=20, prompt=PROMPT, stops=(), source=None, cancelled=lambda: False):
+    request = Request(prompt=prompt, max_tokens=max_tokens, stops=stops)
+    events = list(Orchestrator(core, TOKENIZER, request, source, cancelled).run())
+    terminal = [event for event in events if isinstance(event, Finished | Failed)]
+    assert terminal == events[-1:], "exactly one terminal event, and it is the last"
+    if isinstance(events[-1], Finished):
+        emitted = [event for event in events if isinstance(event, Tokens)]
+        assert events[-1].text == "".join(event.text for event in emitted)
+        assert events[-1].tokens == tuple(token for event in emitted for token in event.ids)
+    return events
+
+
+def finish(core, **asked):
+    last = run(core, **asked)[-1]
+    assert isinstance(last, Finished), last
+    return last
+
+
+def expected(choose, count, prompt=PROMPT):
+    history = tuple(prompt)
+    for _ in range(count):
+        history = (*history, choose(history))
+    return history[len(prompt) :]
+
+
+def test_plain_emits_the_choices_up_to_the_budget():
+    core = FakeCore()
+    last = finish(core, max_tokens=20)
+    assert last.tokens == expected(hashed, 20)
+    assert last.reason == "length"
+    assert last.prompt_tokens == len(PROMPT)
+
+
+def test_events_come_in_order():
+    events = run(FakeCore(n_chunk=3), max_tokens=2)
+    assert [type(event) for event in events] == [
+        Started, Prefilled, Prefilled, Prefilled, Tokens, Tokens, Finished,
+    ]  # fmt: skip
+    assert [event.done for event in events[1:4]] == [3, 6, 8]
+
+
+def test_prompt_is_committed_in_whole_chunks():
+    core = FakeCore(n_chunk=3)
+    run(core, max_tokens=0)
+    assert [tokens for verb, tokens in core.calls if verb == "prefill"] == [
+        PROMPT[0:3], PROMPT[3:6], PROMPT[6:8],
+    ]  # fmt: skip
+
+
+def test_sampling_reaches_the_core_before_the_first_choice():
+    core, sampling = FakeCore(), Sampling(temperature=0.5, seed=3)
+    list(Orchestrator(core, TOKENIZER, Request(PROMPT, 1, sampling)).run())
+    verbs = [verb for verb, _ in core.calls]
+    assert ("set_sampling", sampling) in core.calls
+    assert verbs.index("set_sampling") < verbs.index("prefill")
+
+
+def test_budget_of_zero_emits_nothing():
+    core = FakeCore()
+    last = finish(core, max_tokens=0)
+    assert (last.tokens, last.text, last.reason) == ((), "", "length")
+    assert core.count("verify") == 0
+
+
+def test_budget_of_one_needs_no_round():
+    core = FakeCore()
+    assert finish(core, max_tokens=1).tokens == expected(hashed, 1)
+    assert core.count("verify") == 0
+
+
+def test_end_of_text_as_first_token():
+    core = FakeCore(scripted(PROMPT, [EOS]))
+    last = finish(core)
+    assert (last.tokens, last.text, last.reason) == ((EOS,), "", "stop")
+    assert core.committed == list(PROMPT)
+
+
+def test_end_of_text_on_the_last_token_of_the_budget_is_a_stop():
+    assert finish(FakeCore(scripted(PROMPT, [65, EOS])), max_tokens=2).reason == "stop"
+
+
+def test_nothing_follows_an_end_of_text_inside_an_accepted_block():
+    choose = scripted(PROMPT, [65, 66, EOS, 67, 68])
+    core = FakeCore(choose)
+    last = finish(core, source=Chain(core, choose))
+    assert last.tokens == (65, 66, EOS)
+    assert last.text == "AB"
+    assert core.committed == [*PROMPT, 65, 66]
+
+
+def test_empty_prompt_fails_and_says_why():
+    last = run(FakeCore(), prompt=())[-1]
+    assert isinstance(last, Failed) and isinstance(last.error, ArgumentError)
+    assert "at least one token" in str(last.error)
+
+
+def test_prompt_of_one_token():
+    assert finish(FakeCore(), prompt=(5,), max_tokens=3).tokens == expected(hashed, 3, (5,))
+
+
+@pytest.mark.parametrize(("room", "tokens"), [(0, 1), (1, 2), (5, 6)])
+def test_context_full_ends_with_length(room, tokens):
+    core = FakeCore(n_ctx=len(PROMPT) + room)
+    last = finish(core)
+    assert last.tokens == expected(hashed, tokens)
+    assert last.reason == "length"
+
+
+def test_prompt_longer_than_the_context_names_both():
+    core = FakeCore(n_ctx=len(PROMPT) - 1)
+    last = run(core)[-1]
+    assert isinstance(last.error, ContextFull)
+    assert "8" in str(last.error) and "7" in str(last.error)
+    assert core.count("prefill") == 0
+
+
+SHAPES = st.lists(st.lists(st.tuples(st.integers(0, 70), st.booleans()), max_size=70), min_size=1, max_size=4)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    shapes=SHAPES,
+    budget=st.integers(0, 40),
+    n_rows=st.integers(1, 64),
+    n_ctx=st.integers(8, 60),
+    end=st.integers(0, 50),
+)
+def test_any_tree_gives_the_tokens_of_plain_decoding(shapes, budget, n_rows, n_ctx, end):
+    script = [*expected(hashed, end), EOS]
+    plain_core = FakeCore(scripted(PROMPT, script), n_ctx=n_ctx)
+    plain = finish(plain_core, max_tokens=budget)
+    core = FakeCore(scripted(PROMPT, script), n_ctx=n_ctx, n_rows=n_rows)
+    events = run(core, max_tokens=budget, source=Trees(core, shapes))
+    last = events[-1]
+    assert not any(isinstance(event, Warned) for event in events)
+    assert (last.tokens, last.text, last.reason) == (plain.tokens, plain.text, plain.reason)
+    assert core.committed == plain_core.committed == [*PROMPT, *last.tokens[:-1]]
+    assert last.stats.rounds <= plain.stats.rounds
+
+
+def test_a_right_chain_saves_rounds():
+    core = FakeCore()
+    last = finish(core, max_tokens=19, source=Chain(core, hashed, length=8))
+    assert last.tokens == expected(hashed, 19)
+    assert last.stats.rounds == 2  # 1 token from the prefill, 9 from each round
+    assert (last.stats.drafted, last.stats.accepted, last.stats.acceptance) == (16, 16, 1.0)
+    assert last.stats.mean_accepted_length == 9.0
+    assert last.stats.mode == "chain"
+
+
+def test_a_wrong_chain_costs_no_tokens():
+    core = FakeCore()
+    last = finish(core, max_tokens=10, source=Chain(core, lambda history: (hashed(history) + 1) % 256))
+    assert last.tokens == expected(hashed, 10)
+    assert (last.stats.rounds, last.stats.accepted, last.stats.acceptance) == (9, 0, 0.0)
+    assert last.stats.mean_accepted_length == 1.0
+
+
+def test_plain_has_no_acceptance():
+    stats = finish(FakeCore(), max_tokens=5).stats
+    assert (stats.mode, stats.rounds, stats.drafted, stats.acceptance) == ("plain", 4, 0, None)
+    assert stats.tok_per_s > 0 and stats.prefill_s >= 0 and stats.decode_s > 0
+
+
+def test_a_source_is_told_what_is_useful():
+    core = FakeCore(n_rows=4, n_ctx=len(PROMPT) + 6)
+    source = Chain(core, lambda history: 0)
+    run(core, max_tokens=4, source=source)
+    assert [(rows, depth) for _, rows, depth in source.asked] == [(3, 2), (3, 1)]
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        RuntimeError("broken"),
+        NumericError("nan"),
+        Draft((1,) * 64),
+        Draft((N_VOCAB,)),
+        Draft((-1,)),
+        Draft((1, 2), (-1, 0, 5)),
+    ],
+    ids=["raises", "numeric", "too many", "past the vocabulary", "negative", "parents"],
+)
+def test_a_failing_source_is_dropped_and_decoding_goes_on(draft):
+    source = Faulty(draft)
+    events = run(FakeCore(), max_tokens=10, source=source)
+    assert [type(event) for event in events].count(Warned) == 1
+    assert events[-1].tokens == expected(hashed, 10)
+    assert source.calls == 1
+
+
+def test_a_chain_past_the_context_is_dropped_and_decoding_goes_on():
+    core = FakeCore(n_ctx=len(PROMPT) + 3)
+    events = run(core, source=Faulty(Draft((1,) * 10)))
+    assert [type(event) for event in events].count(Warned) == 1
+    assert events[-1].tokens == expected(hashed, 4)
+
+
+@pytest.mark.parametrize(
+    ("verb", "number", "state"),
+    [
+        ("info", 0, State.IDLE),
+        ("reset", 0, State.IDLE),
+        ("set_sampling", 0, State.IDLE),
+        ("prefill", 0, State.PREFILL),
+        ("prefill", 1, State.PREFILL),
+        ("verify", 0, State.VERIFY),
+        ("verify", 5, State.VERIFY),
+        ("accept", 0, State.COMMIT),
+        ("commit", 0, State.COMMIT),
+        ("commit", 5, State.COMMIT),
+    ],
+)
+def test_a_failure_in_any_state_is_one_failed_event(verb, number, state):
+    error = InternalError("injected")
+    events = run(FakeCore(n_chunk=4, fail={verb: (number, error)}))
+    assert events[-1] == Failed(error, state)
+
+
+def test_a_failing_round_without_candidates_is_not_retried():
+    core = FakeCore(fail={"verify": (0, ArgumentError("injected"))})
+    assert isinstance(run(core)[-1], Failed)
+    assert core.count("verify") == 1
+
+
+def test_what_was_emitted_before_a_failure_is_right():
+    events = run(FakeCore(fail={"verify": (3, NumericError("nan"))}))
+    emitted = [token for event in events if isinstance(event, Tokens) for token in event.ids]
+    assert tuple(emitted) == expected(hashed, 4)
+
+
+@pytest.mark.parametrize("verb", ["prefill", "verify", "commit"])
+def test_a_session_is_usable_after_a_failure(verb):
+    core = FakeCore(fail={verb: (0, NumericError("nan"))})
+    assert isinstance(run(core)[-1], Failed)
+    assert finish(core).tokens == expected(hashed, 20)
+
+
+@pytest.mark.parametrize("asked", range(12))
+def test_cancelled_between_chunks_and_rounds(asked):
+    answers = itertools.count()
+    core = FakeCore(n_chunk=2)
+    last = finish(core, cancelled=lambda: next(answers) == asked)
+    assert last.reason == "cancelled"
+    assert core.count("prefill") == min(asked, 4)
+    assert last.tokens == expected(hashed, max(asked - 3, 0))
+    assert finish(core).tokens == expected(hashed, 20)
+
+
+def test_a_finished_generation_is_not_cancelled():
+    core = FakeCore()
+    last = finish(core, max_tokens=3, cancelled=lambda: core.count("verify") == 2)
+    assert last.reason == "length"
+
+
+def test_stop_string_across_tokens():
+    core = FakeCore(scripted(PROMPT, list(b"one, two, three")))
+    last = finish(core, stops=("two",))
+    assert (last.text, last.reason) == ("one, ", "stop")
+    assert last.tokens == tuple(b"one, two")
+
+
+def test_text_that_may_become_a_stop_is_held_back():
+    core = FakeCore(scripted(PROMPT, list(b"ab#x")))
+    events = run(core, max_tokens=4, stops=("##",))
+    assert [event.text for event in events if isinstance(event, Tokens)] == ["a", "b", "", "#x"]
+
+
+@pytest.mark.parametrize("ending", ["length", "cancelled", "eos"])
+def test_held_text_is_emitted_at_the_end(ending):
+    core = FakeCore(scripted(PROMPT, [*b"ab#", EOS]))
+    cancelled = (lambda: core.count("verify") == 2) if ending == "cancelled" else (lambda: False)
+    last = finish(core, max_tokens=3 if ending == "length" else 9, stops=("##",), cancelled=cancelled)
+    assert last.text == "ab#"
+
+
+def test_half_a_character_is_not_shown_until_the_end():
+    core = FakeCore(scripted(PROMPT, list("é".encode() + b"\xe2\x82")))
+    events = run(core, max_tokens=4)
+    assert [event.text for event in events if isinstance(event, Tokens)] == ["", "é", "", "�"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    body=st.lists(st.sampled_from(b"abc"), max_size=12),
+    stops=st.lists(st.text("abc", min_size=1, max_size=3), max_size=3),
+    length=st.integers(0, 8),
+)
+def test_text_ends_before_the_first_stop_in_every_mode(body, stops, length):
+    choose = scripted(PROMPT, [*body, EOS])
+    core = FakeCore(choose)
+    last = finish(core, stops=tuple(stops), source=Chain(core, choose, length))
+    text = bytes(body).decode()
+    ends = [(text.index(stop) + len(stop), text.index(stop)) for stop in stops if stop in text]
+    assert last.text == (text[: min(ends)[1]] if ends else text)
+    assert last.tokens == (tuple(body[: min(ends)[0]]) if ends else (*body, EOS))
+    assert last.reason == "stop"
