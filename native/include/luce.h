@@ -238,8 +238,8 @@ LUCE_API luce_status luce_session_prefill(luce_session *session, const int32_t *
  * at position n_past + depth. parents NULL: a chain. choices[i]: the target's token after row i.
  * A row's results are bit-identical whatever the other rows are (CPU). Committed state is unchanged;
  * a second verify replaces the first. E_CONTEXT when the deepest row would pass n_ctx. */
-LUCE_API luce_status luce_session_verify(luce_session *session, const int32_t *tokens,
-                                         const int32_t *parents, uint32_t n, int32_t *choices);
+LUCE_API luce_status luce_session_verify(luce_session *session, const int32_t *tokens, const int32_t *parents,
+                                         uint32_t n, int32_t *choices);
 
 /* Appends rows path[0] = 0, path[1], ... of the last verify, each the child of the one before. */
 LUCE_API luce_status luce_session_commit(luce_session *session, const int32_t *path, uint32_t n);

@@ -77,7 +77,7 @@ struct ArgmaxArgs {
     const float *logits; // [T][n]
     int64_t n;
     int32_t T;
-    int32_t *out;        // [T][ARGMAX_WIDTH]: token id, 1 if a logit is not finite, then room for partial results
+    int32_t *out; // [T][ARGMAX_WIDTH]: token id, 1 if a logit is not finite, then room for partial results
 };
 constexpr int ARGMAX_PARTS = 62;
 constexpr int ARGMAX_WIDTH = 2 + 2 * ARGMAX_PARTS;
@@ -87,7 +87,7 @@ constexpr int ARGMAX_WIDTH = 2 + 2 * ARGMAX_PARTS;
 struct KvMoveArgs {
     uint8_t *k, *v;
     int64_t k_row, v_row; // bytes of a cell; multiples of 4
-    const int32_t *path;  // [2 + MAX_ROWS]: base, n, rows
+    const int32_t *path; // [2 + MAX_ROWS]: base, n, rows
 };
 
 namespace cuda {

@@ -4,10 +4,12 @@
 
 namespace luce {
 
-Cache::Cache(const HParams &hp, ggml_type kv_type, uint32_t n_ctx, uint32_t n_rows) : n_ctx_(n_ctx), n_rows_(n_rows) {
+Cache::Cache(const HParams &hp, ggml_type kv_type, uint32_t n_ctx, uint32_t n_rows)
+    : n_ctx_(n_ctx), n_rows_(n_rows) {
     // verified rows lie after the committed ones; attention wants a multiple of 256 cells (ggml, CUDA)
     n_cells_ = (n_ctx + LUCE_MAX_ROWS + 255) / 256 * 256;
-    const ggml_init_params params = {ggml_tensor_overhead() * (3 * hp.n_layer + 1), nullptr, /*no_alloc=*/true};
+    const ggml_init_params params = {ggml_tensor_overhead() * (3 * hp.n_layer + 1), nullptr,
+                                     /*no_alloc=*/true};
     context_.reset(ggml_init(params));
     ggml_context *ctx = context_.get();
     kv_.resize(hp.n_layer);
@@ -77,7 +79,8 @@ void Cache::check_path(const int32_t *path, uint32_t n) const {
     }
     for (uint32_t i = 0; i < n; i++) {
         const int32_t row = path[i];
-        if (row < 0 || size_t(row) >= parents_.size() || parents_[size_t(row)] != (i == 0 ? -1 : path[i - 1])) {
+        if (row < 0 || size_t(row) >= parents_.size() ||
+            parents_[size_t(row)] != (i == 0 ? -1 : path[i - 1])) {
             fail(LUCE_E_ARG, "path entry %u is row %d, which does not follow %s", i, row,
                  i == 0 ? "the committed tokens" : format("row %d", path[i - 1]).c_str());
         }

@@ -21,9 +21,9 @@ struct KvCells {
 };
 
 struct DeltaState {
-    ggml_tensor *state;  // {S (v), S (k), Hv} F32
+    ggml_tensor *state; // {S (v), S (k), Hv} F32
     ggml_tensor *window; // {C, 3} F32: the last three committed attn_qkv rows
-    ggml_tensor *log;    // {log_size} F32: DeltaShape
+    ggml_tensor *log; // {log_size} F32: DeltaShape
 };
 
 class Cache {
@@ -49,15 +49,15 @@ public:
     void fill_ctl(int32_t *ctl, const int32_t *parents, uint32_t n) const;
 
     // After a step has run:
-    void appended(uint32_t n);                           // n rows were committed at once
-    void verified(const int32_t *parents, uint32_t n);   // n rows are in the log
-    void discard() { parents_.clear(); }                 // the verified rows are not wanted any more
+    void appended(uint32_t n); // n rows were committed at once
+    void verified(const int32_t *parents, uint32_t n); // n rows are in the log
+    void discard() { parents_.clear(); } // the verified rows are not wanted any more
     void check_path(const int32_t *path, uint32_t n) const; // E_ARG unless a path from the root
-    void committed(const int32_t *path, uint32_t n);     // these verified rows are now the timeline's
+    void committed(const int32_t *path, uint32_t n); // these verified rows are now the timeline's
 
 private:
     uint32_t n_ctx_, n_rows_, n_cells_;
-    std::vector<KvCells> kv_;      // by trunk block; empty entries for DeltaNet
+    std::vector<KvCells> kv_; // by trunk block; empty entries for DeltaNet
     std::vector<DeltaState> delta_; // by trunk block; empty entries for attention
     uint64_t kv_bytes_ = 0, state_bytes_ = 0;
     Context context_;
@@ -66,7 +66,7 @@ private:
     uint32_t n_past_ = 0;
     std::vector<int32_t> parents_; // of the last verify, until it is committed or discarded
     std::vector<int32_t> pending_; // accepted log rows that the state does not hold yet
-    int32_t bank_ = 0;             // of the log that holds the last verify's keys
+    int32_t bank_ = 0; // of the log that holds the last verify's keys
 };
 
 } // namespace luce

@@ -31,14 +31,16 @@ DeltaShape delta_shape(const ggml_tensor *dst) {
 }
 
 ConvArgs conv_args(const ggml_tensor *dst) {
-    return {delta_shape(dst),           data<float>(dst->src[0]),   data<float>(dst->src[1]), data<float>(dst->src[2]),
-            data<float>(dst->src[3]),   data<int32_t>(dst->src[4]), data<float>(dst)};
+    return {delta_shape(dst),         data<float>(dst->src[0]), data<float>(dst->src[1]),
+            data<float>(dst->src[2]), data<float>(dst->src[3]), data<int32_t>(dst->src[4]),
+            data<float>(dst)};
 }
 
 DeltaArgs delta_args(const ggml_tensor *dst) {
-    return {delta_shape(dst),         data<float>(dst->src[0]), data<float>(dst->src[1]),   data<float>(dst->src[2]),
-            data<float>(dst->src[3]), data<float>(dst->src[4]), data<float>(dst->src[5]),   data<float>(dst->src[6]),
-            data<int32_t>(dst->src[7]), data<float>(dst)};
+    return {delta_shape(dst),         data<float>(dst->src[0]), data<float>(dst->src[1]),
+            data<float>(dst->src[2]), data<float>(dst->src[3]), data<float>(dst->src[4]),
+            data<float>(dst->src[5]), data<float>(dst->src[6]), data<int32_t>(dst->src[7]),
+            data<float>(dst)};
 }
 
 ArgmaxArgs argmax_args(const ggml_tensor *dst) {
@@ -48,7 +50,8 @@ ArgmaxArgs argmax_args(const ggml_tensor *dst) {
 
 KvMoveArgs kv_move_args(const ggml_tensor *dst) {
     const ggml_tensor *k = dst->src[0], *v = dst->src[1];
-    return {data<uint8_t>(k), data<uint8_t>(v), int64_t(k->nb[1]), int64_t(v->nb[1]), data<int32_t>(dst->src[2])};
+    return {data<uint8_t>(k), data<uint8_t>(v), int64_t(k->nb[1]), int64_t(v->nb[1]),
+            data<int32_t>(dst->src[2])};
 }
 
 void cpu_argmax(const ggml_tensor *dst, int ith, int nth) {
@@ -124,8 +127,8 @@ const CustomOp *custom_op(const ggml_tensor *node) {
     return static_cast<const CustomOp *>(header.userdata);
 }
 
-ggml_tensor *add_op(ggml_context *ctx, const CustomOp &op, ggml_type type, int64_t ne0, int64_t ne1, ggml_tensor **args,
-                    int n_args, const int32_t *params, int n_params) {
+ggml_tensor *add_op(ggml_context *ctx, const CustomOp &op, ggml_type type, int64_t ne0, int64_t ne1,
+                    ggml_tensor **args, int n_args, const int32_t *params, int n_params) {
     if (n_args != op.n_args || n_params > 8) {
         fail(LUCE_E_INTERNAL, "op %s takes %d arguments, got %d", op.name, op.n_args, n_args);
     }

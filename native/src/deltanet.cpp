@@ -124,7 +124,8 @@ template <int W> struct Columns {
     }
 
     // D = exp(g)*S; delta = beta*(v - D^T k); S = fma(k, delta, D); o = S^T q
-    void update(const float *q, const float *k, const float *v, float decay, float beta, float *delta, float *o) {
+    void update(const float *q, const float *k, const float *v, float decay, float beta, float *delta,
+                float *o) {
         float acc[W] = {};
         for (int i = 0; i < a.shape.S; i++) {
             for (int j = 0; j < W; j++) {

@@ -42,7 +42,8 @@ std::vector<Device> find_devices() {
 
 // memcpy from a mapping is bound by page faults: several threads fault in parallel
 void parallel_copy(void *dst, const uint8_t *src, size_t n) {
-    const size_t n_threads = std::min<size_t>({4, n >> 20, std::max(1u, std::thread::hardware_concurrency())});
+    const size_t n_threads =
+        std::min<size_t>({4, n >> 20, std::max(1u, std::thread::hardware_concurrency())});
     if (n_threads <= 1) {
         memcpy(dst, src, n);
         return;
@@ -119,7 +120,8 @@ void set_row_invariant(ggml_backend_t backend, const Device &device, bool on) {
 Buffer allocate(const Device &device, size_t size, const char *what) {
     Buffer buffer(ggml_backend_buft_alloc_buffer(device.buffer_type(), std::max<size_t>(size, 64)));
     if (!buffer) {
-        fail(LUCE_E_MEMORY, "%s: allocating %s for %s failed", device.name.c_str(), human_bytes(size).c_str(), what);
+        fail(LUCE_E_MEMORY, "%s: allocating %s for %s failed", device.name.c_str(), human_bytes(size).c_str(),
+             what);
     }
     return buffer;
 }
@@ -128,12 +130,13 @@ void check_memory(const Device &device, uint64_t need, const char *what) {
     uint64_t free = 0, total = 0;
     device.memory(&free, &total);
     if (need > free) {
-        fail(LUCE_E_MEMORY, "%s needs %s on %s, %s are free", what, human_bytes(need).c_str(), device.name.c_str(),
-             human_bytes(free).c_str());
+        fail(LUCE_E_MEMORY, "%s needs %s on %s, %s are free", what, human_bytes(need).c_str(),
+             device.name.c_str(), human_bytes(free).c_str());
     }
 }
 
-void upload(const Device &device, const std::vector<Upload> &items, const std::function<bool(uint64_t)> &progress) {
+void upload(const Device &device, const std::vector<Upload> &items,
+            const std::function<bool(uint64_t)> &progress) {
     constexpr size_t slot_size = size_t(32) << 20;
     Backend backend = make_backend(device, 1);
     ggml_backend_buffer_type_t pinned = ggml_backend_dev_host_buffer_type(device.dev);

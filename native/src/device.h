@@ -55,6 +55,7 @@ struct Upload {
     const uint8_t *data;
     uint64_t size;
 };
-void upload(const Device &device, const std::vector<Upload> &items, const std::function<bool(uint64_t)> &progress);
+void upload(const Device &device, const std::vector<Upload> &items,
+            const std::function<bool(uint64_t)> &progress);
 
 } // namespace luce

@@ -16,10 +16,17 @@ namespace {
 // Bytes of a scalar value type; 0 for strings, arrays and unknown types.
 size_t value_size(int32_t type) {
     switch (type) {
-        case GGUF_U8: case GGUF_I8: case GGUF_BOOL: return 1;
-        case GGUF_U16: case GGUF_I16: return 2;
-        case GGUF_U32: case GGUF_I32: case GGUF_F32: return 4;
-        case GGUF_U64: case GGUF_I64: case GGUF_F64: return 8;
+        case GGUF_U8:
+        case GGUF_I8:
+        case GGUF_BOOL: return 1;
+        case GGUF_U16:
+        case GGUF_I16: return 2;
+        case GGUF_U32:
+        case GGUF_I32:
+        case GGUF_F32: return 4;
+        case GGUF_U64:
+        case GGUF_I64:
+        case GGUF_F64: return 8;
         default: return 0;
     }
 }
@@ -58,7 +65,8 @@ public:
     }
 
     [[noreturn]] void damaged(const std::string &what) {
-        fail(LUCE_E_FILE, "%s: damaged at byte %llu: %s", path_.c_str(), (unsigned long long) pos_, what.c_str());
+        fail(LUCE_E_FILE, "%s: damaged at byte %llu: %s", path_.c_str(), (unsigned long long) pos_,
+             what.c_str());
     }
 
 private:
@@ -88,7 +96,8 @@ GgufKv read_kv(Reader &in) {
             return kv;
         }
         if (kv.count > in.left() / 8) {
-            in.damaged(format("key %s: %llu strings do not fit into the file", what, (unsigned long long) kv.count));
+            in.damaged(
+                format("key %s: %llu strings do not fit into the file", what, (unsigned long long) kv.count));
         }
         kv.data = in.bytes(0, what);
         for (uint64_t i = 0; i < kv.count; i++) {
@@ -101,7 +110,8 @@ GgufKv read_kv(Reader &in) {
         in.damaged(format("key %s has unknown value type %d", what, kv.elem_type));
     }
     if (kv.count > in.left() / size) {
-        in.damaged(format("key %s: %llu values do not fit into the file", what, (unsigned long long) kv.count));
+        in.damaged(
+            format("key %s: %llu values do not fit into the file", what, (unsigned long long) kv.count));
     }
     kv.data = in.bytes(kv.count * size, what);
     return kv;
@@ -174,7 +184,7 @@ int64_t read_integer(int32_t type, const uint8_t *p) {
 } // namespace
 
 const char *gguf_value_type_name(int32_t type) {
-    static const char *const names[] = {"u8", "i8", "u16", "i16", "u32", "i32", "f32",
+    static const char *const names[] = {"u8",   "i8",     "u16",   "i16", "u32", "i32", "f32",
                                         "bool", "string", "array", "u64", "i64", "f64"};
     return type >= 0 && type <= GGUF_F64 ? names[type] : "unknown";
 }
@@ -184,7 +194,7 @@ Mapping::Mapping(const std::string &path) {
     if (fd < 0) {
         fail(LUCE_E_FILE, "%s: %s", path.c_str(), strerror(errno));
     }
-    struct stat st {};
+    struct stat st{};
     if (fstat(fd, &st) != 0 || !S_ISREG(st.st_mode)) {
         ::close(fd);
         fail(LUCE_E_FILE, "%s: not a regular file", path.c_str());
@@ -249,7 +259,8 @@ void GgufFile::read_part(const std::string &path, int64_t part) {
             }
             alignment = load<uint32_t>(kv.data);
         }
-        if (kv.name == "split.no" && is_integer(kv.type) && !first && read_integer(kv.type, kv.data) != part) {
+        if (kv.name == "split.no" && is_integer(kv.type) && !first &&
+            read_integer(kv.type, kv.data) != part) {
             in.damaged(format("split.no is %lld, expected %lld", (long long) read_integer(kv.type, kv.data),
                               (long long) part));
         }
@@ -274,12 +285,14 @@ void GgufFile::read_part(const std::string &path, int64_t part) {
     for (uint64_t i = 0; i < n_tensors; i++) {
         GgufTensor &t = tensors_[first_tensor + i];
         if (offsets[i] % alignment != 0) {
-            fail(LUCE_E_FILE, "%s: tensor %s starts at offset %llu, which is not a multiple of %llu", path.c_str(),
-                 t.name.c_str(), (unsigned long long) offsets[i], (unsigned long long) alignment);
+            fail(LUCE_E_FILE, "%s: tensor %s starts at offset %llu, which is not a multiple of %llu",
+                 path.c_str(), t.name.c_str(), (unsigned long long) offsets[i],
+                 (unsigned long long) alignment);
         }
         if (offsets[i] > room || t.size > room - offsets[i]) {
             fail(LUCE_E_FILE, "%s: truncated: tensor %s ends at byte %llu of the data, the file holds %llu",
-                 path.c_str(), t.name.c_str(), (unsigned long long) (offsets[i] + t.size), (unsigned long long) room);
+                 path.c_str(), t.name.c_str(), (unsigned long long) (offsets[i] + t.size),
+                 (unsigned long long) room);
         }
         t.data = map.data() + header + pad + offsets[i];
     }
@@ -292,11 +305,12 @@ void GgufFile::open_splits() {
         return;
     }
     if (integer_or("split.no", 0, 0, 65535) != 0) {
-        fail(LUCE_E_FILE, "%s is part %lld of a split file: open its first part (-00001-of-...)", path_.c_str(),
-             (long long) integer("split.no", 0, 65535) + 1);
+        fail(LUCE_E_FILE, "%s is part %lld of a split file: open its first part (-00001-of-...)",
+             path_.c_str(), (long long) integer("split.no", 0, 65535) + 1);
     }
     const std::string suffix = format("-00001-of-%05lld.gguf", (long long) count);
-    if (path_.size() < suffix.size() || path_.compare(path_.size() - suffix.size(), suffix.size(), suffix) != 0) {
+    if (path_.size() < suffix.size() ||
+        path_.compare(path_.size() - suffix.size(), suffix.size(), suffix) != 0) {
         fail(LUCE_E_FILE, "%s says it is the first of %lld parts: its name must end in %s", path_.c_str(),
              (long long) count, suffix.c_str());
     }
@@ -340,8 +354,8 @@ int64_t GgufFile::integer(const std::string &key, int64_t lo, int64_t hi) const 
     }
     const int64_t value = read_integer(kv->type, kv->data);
     if (value < lo || value > hi) {
-        fail(LUCE_E_FILE, "%s: key %s is %lld, expected %lld to %lld", path_.c_str(), key.c_str(), (long long) value,
-             (long long) lo, (long long) hi);
+        fail(LUCE_E_FILE, "%s: key %s is %lld, expected %lld to %lld", path_.c_str(), key.c_str(),
+             (long long) value, (long long) lo, (long long) hi);
     }
     return value;
 }
@@ -378,8 +392,8 @@ std::string GgufFile::string(const std::string &key) const {
 std::vector<int64_t> GgufFile::integers(const std::string &key) const {
     const GgufKv *kv = find(key);
     if (kv == nullptr || kv->type != GGUF_ARR || !is_integer(kv->elem_type)) {
-        fail(LUCE_E_FILE, "%s: key %s is %s, expected an array of integers or bools", path_.c_str(), key.c_str(),
-             kv == nullptr ? "missing" : gguf_value_type_name(kv->type));
+        fail(LUCE_E_FILE, "%s: key %s is %s, expected an array of integers or bools", path_.c_str(),
+             key.c_str(), kv == nullptr ? "missing" : gguf_value_type_name(kv->type));
     }
     std::vector<int64_t> values(kv->count);
     for (size_t i = 0; i < values.size(); i++) {

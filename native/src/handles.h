@@ -26,7 +26,8 @@ public:
         std::lock_guard<std::mutex> lock(mutex_);
         const auto it = objects_.find(reinterpret_cast<uintptr_t>(handle));
         if (it == objects_.end()) {
-            fail(LUCE_E_ARG, "%s handle is %s", what_, handle == nullptr ? "null" : "closed, or not a handle");
+            fail(LUCE_E_ARG, "%s handle is %s", what_,
+                 handle == nullptr ? "null" : "closed, or not a handle");
         }
         return it->second;
     }

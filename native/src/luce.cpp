@@ -53,8 +53,8 @@ template <typename T> void need(const T *pointer, const char *name) {
 template <typename T> void check_struct(const T *s, const char *name) {
     need(s, name);
     if (s->struct_size != sizeof(T)) {
-        fail(LUCE_E_ARG, "%s->struct_size is %llu, this library's is %zu", name, (unsigned long long) s->struct_size,
-             sizeof(T));
+        fail(LUCE_E_ARG, "%s->struct_size is %llu, this library's is %zu", name,
+             (unsigned long long) s->struct_size, sizeof(T));
     }
 }
 
@@ -77,7 +77,8 @@ template <size_t N> void copy_text(char (&dst)[N], const std::string &text) {
 void check_rows(const int32_t *parents, uint32_t n) {
     for (uint32_t i = 0; i < n; i++) {
         if (i == 0 ? parents[i] != -1 : (parents[i] < 0 || parents[i] >= int32_t(i))) {
-            fail(LUCE_E_ARG, "row %u has parent %d, expected %s", i, parents[i], i == 0 ? "-1" : "an earlier row");
+            fail(LUCE_E_ARG, "row %u has parent %d, expected %s", i, parents[i],
+                 i == 0 ? "-1" : "an earlier row");
         }
     }
 }
@@ -186,7 +187,8 @@ luce_status luce_file_get_tensor(luce_file *file, uint64_t index, luce_tensor_in
         const auto f = g_files.get(file);
         check_struct(out, "out");
         if (index >= f->gguf->tensors().size()) {
-            fail(LUCE_E_ARG, "tensor %llu: the file has %zu", (unsigned long long) index, f->gguf->tensors().size());
+            fail(LUCE_E_ARG, "tensor %llu: the file has %zu", (unsigned long long) index,
+                 f->gguf->tensors().size());
         }
         const GgufTensor &t = f->gguf->tensors()[index];
         luce_tensor_info info{};
@@ -201,8 +203,8 @@ luce_status luce_file_get_tensor(luce_file *file, uint64_t index, luce_tensor_in
     });
 }
 
-luce_status luce_plan_memory(luce_file *file, const luce_model_params *model, const luce_session_params *session,
-                             luce_memory *out) {
+luce_status luce_plan_memory(luce_file *file, const luce_model_params *model,
+                             const luce_session_params *session, luce_memory *out) {
     return guarded([&] {
         const auto f = g_files.get(file);
         check_optional(model, "model");
@@ -221,7 +223,8 @@ luce_status luce_model_open(luce_model **out, luce_file *file, const luce_model_
         check_optional(params, "params");
         const auto model = Model::describe(f->gguf, find_device(device_name(params)));
         model->load([&](float part) {
-            return params == nullptr || params->progress == nullptr || params->progress(part, params->progress_user) == 0;
+            return params == nullptr || params->progress == nullptr ||
+                   params->progress(part, params->progress_user) == 0;
         });
         *out = g_models.add(model);
     });
@@ -299,8 +302,8 @@ luce_status luce_session_prefill(luce_session *session, const int32_t *tokens, u
     });
 }
 
-luce_status luce_session_verify(luce_session *session, const int32_t *tokens, const int32_t *parents, uint32_t n,
-                                int32_t *choices) {
+luce_status luce_session_verify(luce_session *session, const int32_t *tokens, const int32_t *parents,
+                                uint32_t n, int32_t *choices) {
     return guarded([&] {
         const auto s = g_sessions.get(session);
         need(tokens, "tokens");
@@ -379,8 +382,8 @@ luce_status luce_quantize(int32_t type, const float *src, uint64_t n_rows, uint6
     });
 }
 
-luce_status luce_op_run(const char *device, const char *op, luce_array *args, uint32_t n_args, const int32_t *params,
-                        uint32_t n_params, luce_array *out) {
+luce_status luce_op_run(const char *device, const char *op, luce_array *args, uint32_t n_args,
+                        const int32_t *params, uint32_t n_params, luce_array *out) {
     return guarded([&] {
         need(op, "op");
         need(args, "args");

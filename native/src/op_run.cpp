@@ -29,14 +29,15 @@ ggml_tensor *make_tensor(ggml_context *ctx, const luce_array &array) {
 
 } // namespace
 
-void run_op(const char *device_name, const char *name, luce_array *args, uint32_t n_args, const int32_t *params,
-            uint32_t n_params, luce_array *out) {
+void run_op(const char *device_name, const char *name, luce_array *args, uint32_t n_args,
+            const int32_t *params, uint32_t n_params, luce_array *out) {
     const Device &device = find_device(device_name);
     const CustomOp *op = find_op(name);
     if (op == nullptr || int(n_args) != op->n_args || n_params > 8) {
         fail(LUCE_E_ARG, "op %s with %u arguments and %u params does not exist", name, n_args, n_params);
     }
-    const ggml_init_params init = {ggml_tensor_overhead() * (n_args + 2) + ggml_graph_overhead(), nullptr, true};
+    const ggml_init_params init = {ggml_tensor_overhead() * (n_args + 2) + ggml_graph_overhead(), nullptr,
+                                   true};
     Context context(ggml_init(init));
     ggml_context *ctx = context.get();
     ggml_tensor *tensors[GGML_MAX_SRC] = {};
@@ -44,8 +45,8 @@ void run_op(const char *device_name, const char *name, luce_array *args, uint32_
         tensors[i] = make_tensor(ctx, args[i]);
     }
     make_tensor(ctx, *out); // checks the shape
-    ggml_tensor *result = add_op(ctx, *op, ggml_type(out->type), int64_t(out->ne[0]), int64_t(out->ne[1]), tensors,
-                                 int(n_args), params, int(n_params));
+    ggml_tensor *result = add_op(ctx, *op, ggml_type(out->type), int64_t(out->ne[0]), int64_t(out->ne[1]),
+                                 tensors, int(n_args), params, int(n_params));
     Backend backend = make_backend(device, 2);
     Buffer buffer(ggml_backend_alloc_ctx_tensors_from_buft(ctx, device.buffer_type()));
     if (!buffer) {

@@ -21,8 +21,8 @@ static ggml_tensor *rope(ggml_context *ctx, ggml_tensor *x, const StepInputs &in
     if (hp.rope_dim == 0) {
         return x;
     }
-    return ggml_rope_ext(ctx, x, in.positions, nullptr, int(hp.rope_dim), GGML_ROPE_TYPE_NEOX, 0, hp.rope_base, 1.0f,
-                         0.0f, 1.0f, 0.0f, 0.0f);
+    return ggml_rope_ext(ctx, x, in.positions, nullptr, int(hp.rope_dim), GGML_ROPE_TYPE_NEOX, 0,
+                         hp.rope_base, 1.0f, 0.0f, 1.0f, 0.0f, 0.0f);
 }
 
 ggml_tensor *attention(ggml_context *ctx, ggml_cgraph *graph, ggml_tensor *x, const AttentionWeights &w,
@@ -35,7 +35,8 @@ ggml_tensor *attention(ggml_context *ctx, ggml_cgraph *graph, ggml_tensor *x, co
     ggml_tensor *k = matmul(ctx, w.k, x);      // {D*Hkv, T}
     ggml_tensor *v = matmul(ctx, w.v, x);      // {D*Hkv, T}
 
-    k = rope(ctx, rms_norm(ctx, ggml_reshape_3d(ctx, k, D, Hkv, T), w.k_norm, hp.rms_eps), in, hp); // {D, Hkv, T}
+    k = rope(ctx, rms_norm(ctx, ggml_reshape_3d(ctx, k, D, Hkv, T), w.k_norm, hp.rms_eps), in,
+             hp); // {D, Hkv, T}
     k = ggml_set_rows(ctx, kv.k, ggml_reshape_2d(ctx, k, D * Hkv, T), in.cells);
     v = ggml_set_rows(ctx, kv.v, v, in.cells);
     ggml_build_forward_expand(graph, k); // the attention below reads the cells, not these nodes
@@ -65,10 +66,11 @@ ggml_tensor *deltanet(ggml_context *ctx, ggml_tensor *x, const DeltaNetWeights &
     ggml_tensor *beta = matmul(ctx, w.beta, x);   // {Hv, T}
     ggml_tensor *alpha = matmul(ctx, w.alpha, x); // {Hv, T}
 
-    qkv = add_op(ctx, "deltanet_conv", GGML_TYPE_F32, hp.conv_dim, T, {qkv, w.conv, state.window, state.log, in.ctl},
-                 {R, hk, hv, s, mode});
-    ggml_tensor *o = add_op(ctx, "deltanet", GGML_TYPE_F32, Hv * S, T,
-                            {qkv, alpha, beta, w.dt, w.a, state.state, state.log, in.ctl}, {R, hk, hv, s, mode});
+    qkv = add_op(ctx, "deltanet_conv", GGML_TYPE_F32, hp.conv_dim, T,
+                 {qkv, w.conv, state.window, state.log, in.ctl}, {R, hk, hv, s, mode});
+    ggml_tensor *o =
+        add_op(ctx, "deltanet", GGML_TYPE_F32, Hv * S, T,
+               {qkv, alpha, beta, w.dt, w.a, state.state, state.log, in.ctl}, {R, hk, hv, s, mode});
 
     o = rms_norm(ctx, ggml_reshape_3d(ctx, o, S, Hv, T), w.norm, hp.rms_eps);          // {S, Hv, T}
     o = ggml_mul(ctx, o, ggml_silu(ctx, ggml_reshape_3d(ctx, z, S, Hv, T)));

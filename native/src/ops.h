@@ -8,11 +8,11 @@ namespace luce {
 
 // A step's inputs, on the device.
 struct StepInputs {
-    ggml_tensor *tokens;    // {T} I32
+    ggml_tensor *tokens; // {T} I32
     ggml_tensor *positions; // {T} I32
-    ggml_tensor *cells;     // {T} I64: the KV cell each row is written to
-    ggml_tensor *mask;      // {n_kv, T} F16: 0 where the row sees the cell, else -inf
-    ggml_tensor *ctl;       // {CTL_SIZE} I32 (kernels.h)
+    ggml_tensor *cells; // {T} I64: the KV cell each row is written to
+    ggml_tensor *mask; // {n_kv, T} F16: 0 where the row sees the cell, else -inf
+    ggml_tensor *ctl; // {CTL_SIZE} I32 (kernels.h)
 };
 
 // RMS(x) * weight over the first dimension.

@@ -23,13 +23,15 @@ void describe_type(int32_t type, luce_type_info *out) {
     out->is_weight = is_weight_type(t);
 }
 
-void quantize(int32_t type, const float *src, uint64_t n_rows, uint64_t n_per_row, void *dst, uint64_t dst_size) {
+void quantize(int32_t type, const float *src, uint64_t n_rows, uint64_t n_per_row, void *dst,
+              uint64_t dst_size) {
     const ggml_type t = known_type(type);
     if (!is_weight_type(t)) {
         fail(LUCE_E_ARG, "luce does not quantize to %s", type_name(t));
     }
     const uint64_t max = uint64_t(std::numeric_limits<int64_t>::max()) / 8;
-    if (n_rows == 0 || n_per_row == 0 || n_rows > max / n_per_row || n_per_row % uint64_t(ggml_blck_size(t)) != 0) {
+    if (n_rows == 0 || n_per_row == 0 || n_rows > max / n_per_row ||
+        n_per_row % uint64_t(ggml_blck_size(t)) != 0) {
         fail(LUCE_E_ARG, "%llu rows of %llu: rows must be a multiple of %s's block of %lld",
              (unsigned long long) n_rows, (unsigned long long) n_per_row, type_name(t),
              (long long) ggml_blck_size(t));
@@ -45,7 +47,8 @@ void quantize(int32_t type, const float *src, uint64_t n_rows, uint64_t n_per_ro
         }
     }
     const std::vector<float> uniform(ggml_quantize_requires_imatrix(t) ? n_per_row : 0, 1.0f);
-    ggml_quantize_chunk(t, src, dst, 0, int64_t(n_rows), int64_t(n_per_row), uniform.empty() ? nullptr : uniform.data());
+    ggml_quantize_chunk(t, src, dst, 0, int64_t(n_rows), int64_t(n_per_row),
+                        uniform.empty() ? nullptr : uniform.data());
 }
 
 } // namespace luce

@@ -65,8 +65,8 @@ uint32_t philox(uint64_t seed, uint64_t position) {
     uint32_t k[2] = {uint32_t(seed), uint32_t(seed >> 32)};
     for (int round = 0; round < 10; round++) {
         const uint64_t a = uint64_t(0xD2511F53u) * c[0], b = uint64_t(0xCD9E8D57u) * c[2];
-        const uint32_t next[4] = {uint32_t(b >> 32) ^ c[1] ^ k[0], uint32_t(b), uint32_t(a >> 32) ^ c[3] ^ k[1],
-                                  uint32_t(a)};
+        const uint32_t next[4] = {uint32_t(b >> 32) ^ c[1] ^ k[0], uint32_t(b),
+                                  uint32_t(a >> 32) ^ c[3] ^ k[1], uint32_t(a)};
         std::copy(next, next + 4, c);
         k[0] += 0x9E3779B9u;
         k[1] += 0xBB67AE85u;

@@ -13,7 +13,8 @@ ggml_type kv_type_of(const char *name) {
     static const struct {
         const char *name;
         ggml_type type;
-    } list[] = {{"f16", GGML_TYPE_F16}, {"q8_0", GGML_TYPE_Q8_0}, {"q4_0", GGML_TYPE_Q4_0}, {"f32", GGML_TYPE_F32}};
+    } list[] = {
+        {"f16", GGML_TYPE_F16}, {"q8_0", GGML_TYPE_Q8_0}, {"q4_0", GGML_TYPE_Q4_0}, {"f32", GGML_TYPE_F32}};
     for (const auto &entry : list) {
         if (name == nullptr || strcmp(name, entry.name) == 0) {
             return entry.type;
@@ -107,8 +108,9 @@ void Session::check_tokens(const int32_t *tokens, uint32_t n) const {
 int32_t Session::choose(uint32_t row, uint64_t position) {
     const Step::Greedy &greedy = step_->greedy()[row];
     if (greedy.not_finite) {
-        fail(LUCE_E_NUMERIC, "the logits of position %llu are not finite: the weights are damaged, or the model "
-                             "overflows; the session has failed",
+        fail(LUCE_E_NUMERIC,
+             "the logits of position %llu are not finite: the weights are damaged, or the model "
+             "overflows; the session has failed",
              (unsigned long long) (position - 1));
     }
     if (sampling_.temperature == 0) {
@@ -149,7 +151,8 @@ void Session::verify(const int32_t *tokens, const int32_t *parents, uint32_t n, 
     for (uint32_t i = 0; i < n; i++) {
         const int32_t parent = parents == nullptr ? int32_t(i) - 1 : parents[i];
         if (i == 0 ? parent != -1 : (parent < 0 || parent >= int32_t(i))) {
-            fail(LUCE_E_ARG, "row %u has parent %d, expected %s", i, parent, i == 0 ? "-1" : "an earlier row");
+            fail(LUCE_E_ARG, "row %u has parent %d, expected %s", i, parent,
+                 i == 0 ? "-1" : "an earlier row");
         }
         // depth-first: a row follows the one before it, or one of that row's ancestors
         int32_t up = int32_t(i) - 1;
@@ -162,8 +165,8 @@ void Session::verify(const int32_t *tokens, const int32_t *parents, uint32_t n, 
         parent_of[i] = parent;
         depth[i] = parent < 0 ? 0 : depth[parent] + 1;
         if (cache_.n_past() + depth[i] >= params_.n_ctx) {
-            fail(LUCE_E_CONTEXT, "row %u would be at position %u of a context of %u", i, cache_.n_past() + depth[i],
-                 params_.n_ctx);
+            fail(LUCE_E_CONTEXT, "row %u would be at position %u of a context of %u", i,
+                 cache_.n_past() + depth[i], params_.n_ctx);
         }
     }
     failed_ = true; // until all of it has worked

@@ -15,7 +15,12 @@ void *g_log_user = nullptr;
 
 // Length of the valid UTF-8 sequence at s (n bytes left), 0 if there is none.
 size_t utf8_length(const unsigned char *s, size_t n) {
-    const size_t len = s[0] < 0x80 ? 1 : s[0] < 0xc2 ? 0 : s[0] < 0xe0 ? 2 : s[0] < 0xf0 ? 3 : s[0] < 0xf5 ? 4 : 0;
+    const size_t len = s[0] < 0x80   ? 1
+                       : s[0] < 0xc2 ? 0
+                       : s[0] < 0xe0 ? 2
+                       : s[0] < 0xf0 ? 3
+                       : s[0] < 0xf5 ? 4
+                                     : 0;
     if (len == 0 || len > n) {
         return 0;
     }

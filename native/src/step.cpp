@@ -28,7 +28,8 @@ ggml_tensor *placed(ggml_context *ctx, ggml_type type, int64_t ne0, int64_t ne1,
     if (buffer == nullptr) {
         t->data = reinterpret_cast<void *>(uintptr_t(256)); // measuring: not the allocator's business
     } else {
-        ggml_backend_tensor_alloc(buffer, t, static_cast<uint8_t *>(ggml_backend_buffer_get_base(buffer)) + offset);
+        ggml_backend_tensor_alloc(buffer, t,
+                                  static_cast<uint8_t *>(ggml_backend_buffer_get_base(buffer)) + offset);
     }
     return t;
 }
@@ -91,9 +92,10 @@ struct Step::Inputs {
 
     StepInputs tensors(ggml_context *ctx, uint32_t rows, uint32_t n_kv) const {
         ggml_backend_buffer_t b = device.get();
-        return {placed(ctx, GGML_TYPE_I32, rows, 1, b, tokens), placed(ctx, GGML_TYPE_I32, rows, 1, b, positions),
-                placed(ctx, GGML_TYPE_I64, rows, 1, b, cells), placed(ctx, GGML_TYPE_F16, n_kv, rows, b, mask),
-                placed(ctx, GGML_TYPE_I32, CTL_SIZE, 1, b, ctl)};
+        return {
+            placed(ctx, GGML_TYPE_I32, rows, 1, b, tokens), placed(ctx, GGML_TYPE_I32, rows, 1, b, positions),
+            placed(ctx, GGML_TYPE_I64, rows, 1, b, cells), placed(ctx, GGML_TYPE_F16, n_kv, rows, b, mask),
+            placed(ctx, GGML_TYPE_I32, CTL_SIZE, 1, b, ctl)};
     }
 };
 
@@ -113,14 +115,15 @@ struct Step::Graph {
 #endif
     }
 
-    static std::unique_ptr<Graph> build(const Model &model, const Cache &cache, const Inputs &inputs, StepKind kind,
-                                        uint32_t rows, uint32_t n_kv) {
+    static std::unique_ptr<Graph> build(const Model &model, const Cache &cache, const Inputs &inputs,
+                                        StepKind kind, uint32_t rows, uint32_t n_kv) {
         auto g = std::make_unique<Graph>();
         g->kind = kind;
         g->rows = rows;
         g->n_kv = n_kv;
         const size_t n_nodes = 48 * model.hparams().n_layer + 64;
-        const ggml_init_params params = {ggml_tensor_overhead() * n_nodes + ggml_graph_overhead_custom(n_nodes, false),
+        const ggml_init_params params = {ggml_tensor_overhead() * n_nodes +
+                                             ggml_graph_overhead_custom(n_nodes, false),
                                          nullptr, /*no_alloc=*/true};
         g->context.reset(ggml_init(params));
         ggml_context *ctx = g->context.get();
@@ -130,7 +133,8 @@ struct Step::Graph {
             for (uint32_t il = 0; il < model.hparams().n_layer; il++) {
                 if (!model.hparams().recurrent[il]) {
                     const KvCells &kv = cache.kv(il);
-                    ggml_build_forward_expand(g->nodes, add_op(ctx, "kv_move", GGML_TYPE_I32, 1, 1, {kv.k, kv.v, path}));
+                    ggml_build_forward_expand(
+                        g->nodes, add_op(ctx, "kv_move", GGML_TYPE_I32, 1, 1, {kv.k, kv.v, path}));
                 }
             }
             return g;
@@ -169,7 +173,8 @@ StepSizes Step::measure(const Model &model, const Cache &cache, const SessionPar
 }
 
 Step::Step(const Model &model, Cache &cache, const SessionParams &params)
-    : model_(model), cache_(cache), params_(params), backend_(make_backend(model.device(), int(params.n_threads))),
+    : model_(model), cache_(cache), params_(params),
+      backend_(make_backend(model.device(), int(params.n_threads))),
       inputs_(std::make_unique<Inputs>(cache, params)),
       galloc_(ggml_gallocr_new(model.device().buffer_type()), ggml_gallocr_free) {
     inputs_->allocate(model.device());
@@ -205,8 +210,8 @@ Step::Graph &Step::graph(StepKind kind, uint32_t rows, uint32_t n_kv) {
         if (!ggml_gallocr_alloc_graph(galloc_.get(), slot->nodes) ||
             ggml_gallocr_get_buffer_size(galloc_.get(), 0) != compute_size_) {
             slot.reset();
-            fail(LUCE_E_INTERNAL, "a step of %u rows over %u cells outgrew the compute buffer of %s", rows, n_kv,
-                 human_bytes(compute_size_).c_str());
+            fail(LUCE_E_INTERNAL, "a step of %u rows over %u cells outgrew the compute buffer of %s", rows,
+                 n_kv, human_bytes(compute_size_).c_str());
         }
     }
     return *slot;
@@ -229,7 +234,8 @@ void Step::enqueue_cuda(Graph &g, void *stream) {
         if (op != nullptr) {
             const int error = op->cuda(ggml_graph_node(g.nodes, i), stream);
             if (error != 0) {
-                fail(LUCE_E_DEVICE, "%s: %s: %s", model_.device().name.c_str(), op->name, cuda::error_text(error));
+                fail(LUCE_E_DEVICE, "%s: %s: %s", model_.device().name.c_str(), op->name,
+                     cuda::error_text(error));
             }
         }
 #else
@@ -260,7 +266,8 @@ void Step::enqueue(Graph &g) {
             error = cuda::capture_end(stream, &g.captured);
         }
         if (error != 0) {
-            fail(LUCE_E_DEVICE, "%s: capturing a step failed: %s", device.name.c_str(), cuda::error_text(error));
+            fail(LUCE_E_DEVICE, "%s: capturing a step failed: %s", device.name.c_str(),
+                 cuda::error_text(error));
         }
     }
     if (g.captured == nullptr) {
@@ -287,7 +294,8 @@ void Step::read_greedy(Graph &g, uint32_t n) {
 
 void Step::prefill(const int32_t *tokens, uint32_t n, bool last) {
     const uint32_t past = cache_.n_past();
-    Graph &g = graph(last ? StepKind::prefill_last : StepKind::prefill, n, kv_bucket(past + n, cache_.n_cells()));
+    Graph &g =
+        graph(last ? StepKind::prefill_last : StepKind::prefill, n, kv_bucket(past + n, cache_.n_cells()));
     cache_.fill_ctl(inputs_->at<int32_t>(inputs_->ctl), nullptr, 0);
     for (uint32_t i = 0; i < n; i++) {
         inputs_->at<int32_t>(inputs_->tokens)[i] = tokens[i];
@@ -342,7 +350,8 @@ void Step::kv_move(const int32_t *path, uint32_t n) {
 
 void Step::read_logits(uint32_t row, float *out) {
     if (last_ == nullptr || last_->outputs.logits == nullptr || row >= greedy_.size()) {
-        fail(LUCE_E_STATE, "row %u has no logits: the last step had %zu rows", row, last_ ? greedy_.size() : 0);
+        fail(LUCE_E_STATE, "row %u has no logits: the last step had %zu rows", row,
+             last_ ? greedy_.size() : 0);
     }
     const ggml_tensor *logits = last_->outputs.logits;
     ggml_backend_tensor_get(logits, out, row * logits->nb[1], logits->nb[1]);

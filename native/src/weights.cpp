@@ -18,22 +18,25 @@ std::string shape_text(const int64_t *ne, uint32_t n_dims) {
 }
 
 bool is_dflash(const std::string &arch) {
-    return arch == "dflash" || arch == "dflash-draft" || arch == "qwen35-dflash-draft" || arch == "gemma4-dflash-draft";
+    return arch == "dflash" || arch == "dflash-draft" || arch == "qwen35-dflash-draft" ||
+           arch == "gemma4-dflash-draft";
 }
 
 void check_architecture(const GgufFile &file, const std::string &arch) {
     const char *path = file.path().c_str();
     if (is_dflash(arch)) {
-        fail(LUCE_E_UNSUPPORTED, "%s: architecture %s is a DFlash drafter: it drafts for a model, it is not one", path,
+        fail(LUCE_E_UNSUPPORTED,
+             "%s: architecture %s is a DFlash drafter: it drafts for a model, it is not one", path,
              arch.c_str());
     }
     if (arch != "qwen35") {
         fail(LUCE_E_UNSUPPORTED, "%s: architecture %s: luce runs qwen35 (dense Qwen3.5 and Qwen3.6)", path,
              arch.c_str());
     }
-    if (file.tensor("blk.0.attn_norm.weight") == nullptr && file.find("qwen35.nextn_predict_layers") != nullptr) {
-        fail(LUCE_E_UNSUPPORTED, "%s holds only a NextN head (there is no blk.0): it drafts for a model, it is not one",
-             path);
+    if (file.tensor("blk.0.attn_norm.weight") == nullptr &&
+        file.find("qwen35.nextn_predict_layers") != nullptr) {
+        fail(LUCE_E_UNSUPPORTED,
+             "%s holds only a NextN head (there is no blk.0): it drafts for a model, it is not one", path);
     }
 }
 
@@ -43,8 +46,8 @@ std::vector<bool> recurrent_layers(const GgufFile &file, uint32_t n_layer, uint3
     if (const GgufKv *kv = file.find(key); kv != nullptr && kv->type == GGUF_ARR) {
         const std::vector<int64_t> values = file.integers(key);
         if (values.size() != n_all && values.size() != n_layer) {
-            fail(LUCE_E_FILE, "%s: key %s has %zu entries, expected %u (one for each block)", file.path().c_str(),
-                 key.c_str(), values.size(), n_all);
+            fail(LUCE_E_FILE, "%s: key %s has %zu entries, expected %u (one for each block)",
+                 file.path().c_str(), key.c_str(), values.size(), n_all);
         }
         for (uint32_t i = 0; i < n_layer; i++) {
             recurrent[i] = values[i] != 0;
@@ -61,14 +64,16 @@ std::vector<bool> recurrent_layers(const GgufFile &file, uint32_t n_layer, uint3
 void check_rope_scaling(const GgufFile &file) {
     const std::string key = "qwen35.rope.scaling.type";
     if (file.find(key) != nullptr && file.string(key) != "none") {
-        fail(LUCE_E_UNSUPPORTED, "%s: key %s is '%s': luce has no RoPE scaling", file.path().c_str(), key.c_str(),
-             file.string(key).c_str());
+        fail(LUCE_E_UNSUPPORTED, "%s: key %s is '%s': luce has no RoPE scaling", file.path().c_str(),
+             key.c_str(), file.string(key).c_str());
     }
 }
 
 HParams read_hparams(const GgufFile &file) {
     const std::string p = "qwen35.";
-    const auto u = [&](const char *key, int64_t lo, int64_t hi) { return uint32_t(file.integer(p + key, lo, hi)); };
+    const auto u = [&](const char *key, int64_t lo, int64_t hi) {
+        return uint32_t(file.integer(p + key, lo, hi));
+    };
     const auto bad = [&](const std::string &what) {
         fail(LUCE_E_UNSUPPORTED, "%s: %s", file.path().c_str(), what.c_str());
     };
@@ -84,7 +89,8 @@ HParams read_hparams(const GgufFile &file) {
     hp.head_dim = uint32_t(file.integer_or(p + "attention.key_length", hp.n_embd / hp.n_head, 1, 1024));
     const int64_t value_dim = file.integer_or(p + "attention.value_length", hp.head_dim, 1, 1024);
     hp.rope_dim = uint32_t(file.integer_or(p + "rope.dimension_count", hp.head_dim, 0, hp.head_dim));
-    hp.rope_base = file.find(p + "rope.freq_base") != nullptr ? float(file.number(p + "rope.freq_base")) : 10000.0f;
+    hp.rope_base =
+        file.find(p + "rope.freq_base") != nullptr ? float(file.number(p + "rope.freq_base")) : 10000.0f;
     hp.rms_eps = float(file.number(p + "attention.layer_norm_rms_epsilon"));
     hp.state_size = u("ssm.state_size", 1, 1024);
     hp.n_k_heads = u("ssm.group_count", 1, 1024);
@@ -99,8 +105,8 @@ HParams read_hparams(const GgufFile &file) {
         bad(format("attention.key_length is %u: luce runs 64, 128 and 256", hp.head_dim));
     }
     if (hp.n_head % hp.n_head_kv != 0 || hp.n_v_heads % hp.n_k_heads != 0) {
-        bad(format("heads must divide: attention %u/%u, DeltaNet %u/%u", hp.n_head, hp.n_head_kv, hp.n_v_heads,
-                   hp.n_k_heads));
+        bad(format("heads must divide: attention %u/%u, DeltaNet %u/%u", hp.n_head, hp.n_head_kv,
+                   hp.n_v_heads, hp.n_k_heads));
     }
     if (hp.rope_dim % 2 != 0 || !(hp.rope_base > 0) || !(hp.rms_eps > 0)) {
         bad("rope.dimension_count must be even, rope.freq_base and the RMS epsilon positive");
@@ -125,11 +131,27 @@ HParams read_hparams(const GgufFile &file) {
 
 bool is_weight_type(ggml_type type) {
     switch (type) {
-        case GGML_TYPE_F32: case GGML_TYPE_F16: case GGML_TYPE_BF16:
-        case GGML_TYPE_Q8_0: case GGML_TYPE_Q4_0: case GGML_TYPE_Q4_1: case GGML_TYPE_Q5_0: case GGML_TYPE_Q5_1:
-        case GGML_TYPE_Q2_K: case GGML_TYPE_Q3_K: case GGML_TYPE_Q4_K: case GGML_TYPE_Q5_K: case GGML_TYPE_Q6_K:
-        case GGML_TYPE_IQ4_NL: case GGML_TYPE_IQ4_XS: case GGML_TYPE_IQ3_S: case GGML_TYPE_IQ3_XXS:
-        case GGML_TYPE_IQ2_S: case GGML_TYPE_IQ2_XS: case GGML_TYPE_IQ2_XXS: case GGML_TYPE_IQ1_S:
+        case GGML_TYPE_F32:
+        case GGML_TYPE_F16:
+        case GGML_TYPE_BF16:
+        case GGML_TYPE_Q8_0:
+        case GGML_TYPE_Q4_0:
+        case GGML_TYPE_Q4_1:
+        case GGML_TYPE_Q5_0:
+        case GGML_TYPE_Q5_1:
+        case GGML_TYPE_Q2_K:
+        case GGML_TYPE_Q3_K:
+        case GGML_TYPE_Q4_K:
+        case GGML_TYPE_Q5_K:
+        case GGML_TYPE_Q6_K:
+        case GGML_TYPE_IQ4_NL:
+        case GGML_TYPE_IQ4_XS:
+        case GGML_TYPE_IQ3_S:
+        case GGML_TYPE_IQ3_XXS:
+        case GGML_TYPE_IQ2_S:
+        case GGML_TYPE_IQ2_XS:
+        case GGML_TYPE_IQ2_XXS:
+        case GGML_TYPE_IQ1_S:
         case GGML_TYPE_IQ1_M: return true;
         default: return false;
     }
@@ -158,7 +180,8 @@ public:
             m_.n_params_ += uint64_t(t.ne[0]) * uint64_t(t.ne[1]) * uint64_t(t.ne[2]) * uint64_t(t.ne[3]);
         }
         // room for every tensor of the file
-        const ggml_init_params params = {ggml_tensor_overhead() * (left_.size() + 1), nullptr, /*no_alloc=*/true};
+        const ggml_init_params params = {ggml_tensor_overhead() * (left_.size() + 1), nullptr,
+                                         /*no_alloc=*/true};
         m_.context_.reset(ggml_init(params));
     }
 
@@ -260,7 +283,8 @@ private:
         }
         // CUDA cannot look rows up in IQ4_NL: the embedding is widened there
         const bool widen = m_.device_->gpu && t->type == GGML_TYPE_IQ4_NL && name == "token_embd.weight";
-        ggml_tensor *tensor = ggml_new_tensor(m_.context_.get(), widen ? GGML_TYPE_F32 : t->type, GGML_MAX_DIMS, t->ne);
+        ggml_tensor *tensor =
+            ggml_new_tensor(m_.context_.get(), widen ? GGML_TYPE_F32 : t->type, GGML_MAX_DIMS, t->ne);
         ggml_set_name(tensor, name.c_str());
         m_.tensors_.emplace_back(tensor, t);
         m_.weight_bytes_ += ggml_nbytes(tensor);
@@ -318,7 +342,8 @@ void Model::load(const std::function<bool(float)> &progress) {
             buffers_.emplace_back(ggml_backend_cpu_buffer_from_ptr(base, part->size()));
             for (auto &[tensor, source] : tensors_) {
                 if (source->data >= part->data() && source->data < part->data() + part->size()) {
-                    ggml_backend_tensor_alloc(buffers_.back().get(), tensor, const_cast<uint8_t *>(source->data));
+                    ggml_backend_tensor_alloc(buffers_.back().get(), tensor,
+                                              const_cast<uint8_t *>(source->data));
                 }
             }
         }
@@ -344,9 +369,11 @@ void Model::load(const std::function<bool(float)> &progress) {
         }
         widened.resize(size_t(ggml_nelements(tensor)));
         ggml_get_type_traits(source->type)->to_float(source->data, widened.data(), int64_t(widened.size()));
-        items.push_back({tensor, reinterpret_cast<const uint8_t *>(widened.data()), widened.size() * sizeof(float)});
+        items.push_back(
+            {tensor, reinterpret_cast<const uint8_t *>(widened.data()), widened.size() * sizeof(float)});
     }
-    upload(*device_, items, [&](uint64_t done) { return progress(float(double(done) / double(weight_bytes_))); });
+    upload(*device_, items,
+           [&](uint64_t done) { return progress(float(double(done) / double(weight_bytes_))); });
 }
 
 } // namespace luce
