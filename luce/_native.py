@@ -136,16 +136,18 @@ class Library:
         return int(token[0])
 
     def accept(self, tokens: IntArray, parents: IntArray | None, choices: IntArray) -> tuple[list[int], int]:
-        """The accept rule: (accepted rows from row 0 on, the choice after the last: the new anchor)."""
+        """The accept rule: (accepted rows from row 0 on, the choice after the last: the new anchor).
+        parents None: a chain."""
         n = len(tokens)
-        if len(choices) != n or (parents is not None and len(parents) != n):
+        parents = range(-1, n - 1) if parents is None else parents
+        if len(choices) != n or len(parents) != n:
             raise ArgumentError("tokens, parents and choices differ in length")
         path, n_path = self.ffi.new("int32_t[]", n), self.ffi.new("uint32_t *")
         anchor = self.ffi.new("int32_t *")
         self.check(
             self.lib.luce_accept(
                 self.ints(tokens),
-                self.ffi.NULL if parents is None else self.ints(parents),
+                self.ints(parents),
                 self.ints(choices),
                 n,
                 path,

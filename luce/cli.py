@@ -19,7 +19,7 @@ from luce import __version__, _native
 from luce.chat import chat_template
 from luce.errors import LuceError
 from luce.orchestrator import Event, Failed, Finished, Prefilled, Started, Tokens, Warned
-from luce.plan import Plan, Request, plan
+from luce.plan import Plan, Request, plan, require_supported
 from luce.probe import probe
 from luce.render import Display, facts_text, printable, tensors_text
 from luce.session import TextSession
@@ -181,7 +181,8 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
     text = read_prompt(prompt)
     with _native.File(gguf) as file, Display(flags["quiet"]) as display:
         display.spin("loading the model")
-        facts = probe(file, flags["ctx"], flags["device"] or "auto")
+        facts = probe(file, device=flags["device"] or "auto")
+        require_supported(facts)
         tokenizer = Tokenizer(file.kv)
         request = make_request(prompt_ids(file.kv, tokenizer, text, flags), flags)
         chosen = plan(facts, request)

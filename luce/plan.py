@@ -57,8 +57,7 @@ class Plan:
 def plan(facts: Facts, request: Request) -> Plan:
     """The plan of a request. UnsupportedError: luce cannot run the file; ArgumentError: the request
     asks for more than the file has; ContextFull: the prompt alone is longer than the context."""
-    if not facts.supported:
-        raise UnsupportedError("; ".join(facts.reasons))
+    require_supported(facts)
     ctx, why_ctx = _context(facts, request)
     if len(request.prompt) > ctx:
         raise ContextFull(f"a prompt of {len(request.prompt)} tokens, a context of {ctx} ({why_ctx})")
@@ -80,6 +79,12 @@ def plan(facts: Facts, request: Request) -> Plan:
         mode="plain",
         reasons=reasons,
     )
+
+
+def require_supported(facts: Facts) -> None:
+    """UnsupportedError with the reasons where luce cannot generate with the file."""
+    if not facts.supported:
+        raise UnsupportedError("; ".join(facts.reasons))
 
 
 def _context(facts: Facts, request: Request) -> tuple[int, str]:

@@ -6,6 +6,7 @@ test sees what a generation left in the caches.
 
 from __future__ import annotations
 
+import numpy as np
 import tiny  # noqa: F401  puts tools/ on the path
 from qwen35_gguf import MERGES, vocabulary
 
@@ -17,21 +18,22 @@ N_VOCAB = 384
 EOS = N_VOCAB - 1
 
 
-def tokenizer():
-    """Ids 0..255 are bytes, the last three are control tokens; EOS ends a text."""
-    import numpy as np
-
+def metadata():
+    """A file's tokenizer keys: ids 0..255 are bytes, the last three are control tokens."""
     tokens, types = vocabulary(N_VOCAB, "[PAD")
-    return Tokenizer(
-        {
-            "tokenizer.ggml.model": "gpt2",
-            "tokenizer.ggml.pre": "qwen35",
-            "tokenizer.ggml.tokens": tokens,
-            "tokenizer.ggml.token_type": np.array([int(kind) for kind in types]),
-            "tokenizer.ggml.merges": [f"{a} {b}" for a, b in MERGES],
-            "tokenizer.ggml.eos_token_id": EOS,
-        }
-    )
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen35",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": np.array([int(kind) for kind in types], np.int32),
+        "tokenizer.ggml.merges": [f"{a} {b}" for a, b in MERGES],
+        "tokenizer.ggml.eos_token_id": EOS,
+    }
+
+
+def tokenizer():
+    """Of `metadata`; EOS ends a text."""
+    return Tokenizer(metadata())
 
 
 def hashed(history):

@@ -1,0 +1,196 @@
+"""Chat templates: what transformers' apply_chat_template renders, and what is refused."""
+
+import re
+
+import pytest
+
+from luce.chat import ChatTemplate, chat_template
+from luce.errors import FileError, LuceError, UnsupportedError
+
+CHATML = """\
+{% for message in messages %}
+    {% if loop.first and message.role != 'system' %}
+<|im_start|>system
+You are a helpful assistant.<|im_end|>
+    {% endif %}
+<|im_start|>{{ message.role }}
+{{ message.content | trim }}<|im_end|>
+{% endfor %}
+{% if add_generation_prompt %}
+<|im_start|>assistant
+{% endif %}
+"""
+
+# What Qwen3's template does, shortened: tools as JSON, no thinking where that is off, old thoughts cut.
+QWEN = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}
+        {{- messages[0].content + '\\n\\n' }}
+    {%- endif %}
+    {{- "# Tools\\n<tools>" }}
+    {%- for tool in tools %}
+        {{- "\\n" }}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- "\\n</tools><|im_end|>\\n" }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- set ns = namespace(last=-1) %}
+{%- for message in messages[::-1] %}
+    {%- if message.role == 'user' %}
+        {%- set ns.last = messages|length - 1 - loop.index0 %}
+        {%- break %}
+    {%- endif %}
+{%- endfor %}
+{%- if ns.last < 0 %}
+    {{- raise_exception('No user query found in messages.') }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'system' %}
+        {%- continue %}
+    {%- endif %}
+    {%- set content = message.content %}
+    {%- if message.role == 'assistant' and '</think>' in content and loop.index0 < ns.last %}
+        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}"""
+
+USER = [{"role": "user", "content": " Grüße & <b>? "}]
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "<think>\nadd\n</think>\n\n2"},
+    {"role": "user", "content": "sure?"},
+]
+TOOLS = [{"type": "function", "function": {"name": "größe", "description": "<in cm> & 'm'", "n": [1, None]}}]
+
+# (template, messages, variables, transformers' result); checked below where transformers is installed
+CASES = {
+    "chatml": (
+        CHATML, USER, {},
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+        "<|im_start|>user\nGrüße & <b>?<|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "chatml, system, no prompt": (
+        CHATML, TALK[:2], {"add_generation_prompt": False},
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n",
+    ),
+    "qwen": (
+        QWEN, USER, {},
+        "<|im_start|>user\n Grüße & <b>? <|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "qwen, thoughts cut": (
+        QWEN, TALK, {},
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n"
+        "<|im_start|>assistant\n2<|im_end|>\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "qwen, no thinking": (
+        QWEN, USER, {"enable_thinking": False},
+        "<|im_start|>user\n Grüße & <b>? <|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+    ),
+    "qwen, thinking": (
+        QWEN, USER, {"enable_thinking": True},
+        "<|im_start|>user\n Grüße & <b>? <|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "qwen, tools": (
+        QWEN, TALK[:2], {"tools": TOOLS},
+        "<|im_start|>system\nBe brief.\n\n# Tools\n<tools>\n"
+        '{"type": "function", "function": {"name": "größe", "description": "<in cm> & \'m\'", '
+        '"n": [1, null]}}\n</tools><|im_end|>\n'
+        "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rendered_as_transformers_does(case):
+    source, messages, variables, expected = CASES[case]
+    assert ChatTemplate(source).render(messages, **variables) == expected
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_expectations_are_those_of_transformers(case):
+    chat = pytest.importorskip("transformers.utils.chat_template_utils")
+    source, messages, variables, expected = CASES[case]
+    variables = {"add_generation_prompt": True} | variables
+    rendered, _ = chat.render_jinja_template([messages], chat_template=source, **variables)
+    assert rendered == [expected]
+
+
+def test_the_tiny_model_has_a_chat_template(native, tiny_gguf):
+    from luce._native import File
+
+    with File(tiny_gguf, native) as file:
+        rendered = chat_template(file.kv).render([{"role": "user", "content": "hi"}])
+    assert rendered == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_special_tokens_are_variables():
+    metadata = {
+        "tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}",
+        "tokenizer.ggml.tokens": ["a", "<s>", "</s>"],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+    assert chat_template(metadata).render([{"role": "user", "content": "x"}]) == "<s>x</s>"
+
+
+def test_a_date_can_be_asked_for():
+    assert re.fullmatch(r"\d{4}-\d\d", ChatTemplate("{{ strftime_now('%Y-%m') }}").render([]))
+
+
+def test_a_file_without_a_template_is_refused():
+    with pytest.raises(UnsupportedError, match="--raw"):
+        chat_template({})
+
+
+def test_a_template_of_the_wrong_type_is_refused():
+    with pytest.raises(FileError, match="tokenizer.chat_template"):
+        chat_template({"tokenizer.chat_template": 7})
+
+
+def test_what_a_template_refuses_is_said():
+    with pytest.raises(LuceError, match=r"tokenizer.chat_template failed: No user query"):
+        ChatTemplate(QWEN).render([{"role": "system", "content": "x"}])
+
+
+@pytest.mark.parametrize("source", ["{% if %}", "{{ 'a' }", "{% endfor %}", "{{ x | nofilter }}"])
+def test_a_syntax_error_names_the_template(source):
+    with pytest.raises(LuceError, match="tokenizer.chat_template is not a valid template") as raised:
+        ChatTemplate(source)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ 1 / 0 }}", "{{ messages[0].content.x.y }}", "{{ 'a' + 1 }}", "{{ messages | tojson(no=1) }}"],
+)
+def test_a_failing_template_is_named(source):
+    with pytest.raises(LuceError, match="tokenizer.chat_template failed"):
+        ChatTemplate(source).render(USER)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.format.__self__.__class__ }}",
+    ],
+)
+def test_a_template_cannot_leave_the_sandbox(source):
+    try:
+        text = ChatTemplate(source).render(USER)
+    except LuceError:
+        text = ""
+    assert text == ""
