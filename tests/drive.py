@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+import tiny
 
 from luce._native import File, Library, Model, Session, SessionParams
 
@@ -17,13 +18,25 @@ WEIGHT_TYPES = (
 )  # fmt: skip
 
 
+def type_of(kind: str) -> Callable[[str], str]:
+    """`kind` for every matrix; the embedding of IQ files is a K-quant, as in published ones."""
+
+    def pick(name: str) -> str:
+        if not tiny.quantizable(name):
+            return "F32"
+        return "Q4_K" if name == "token_embd.weight" and kind.startswith("IQ") else kind
+
+    return pick
+
+
 def open_model(native: Library, path: Path, device: str = "cpu") -> Model:
     return Model(File(path, native), device)
 
 
 def open_session(model: Model, **params: int | str) -> Session:
     """f32 KV, 64 rows and 2 threads unless said otherwise."""
-    return Session(model, SessionParams(**{"n_rows": 64, "n_threads": 2, "kv_type": "f32"} | params))  # type: ignore[arg-type]
+    filled = {"n_rows": 64, "n_threads": 2, "kv_type": "f32"} | params
+    return Session(model, SessionParams(**filled))  # type: ignore[arg-type]
 
 
 def step(session: Session, token: int) -> np.ndarray:
@@ -51,7 +64,7 @@ def chain_logits(session: Session, tokens: Sequence[int], width: int) -> np.ndar
         rows = tokens[i : i + width]
         session.verify(rows)
         out += [session.logits(r) for r in range(len(rows))]
-        session.commit(range(len(rows)))  # type: ignore[arg-type]
+        session.commit(range(len(rows)))
     return np.stack(out)
 
 

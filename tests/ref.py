@@ -119,7 +119,10 @@ class Reference:
         for i in range(c.n_layer):
             w = {k.removeprefix(f"blk.{i}."): v for k, v in self.w.items() if k.startswith(f"blk.{i}.")}
             h = rms_norm(x, w["attn_norm.weight"], c.eps)
-            x = x + (self._delta_net(i, w, h, out) if c.is_recurrent(i) else self._attention(i, w, h, positions, out))
+            if c.is_recurrent(i):
+                x = x + self._delta_net(i, w, h, out)
+            else:
+                x = x + self._attention(i, w, h, positions, out)
             h = rms_norm(x, w["post_attention_norm.weight"], c.eps)
             h = silu(h @ w["ffn_gate.weight"].T) * (h @ w["ffn_up.weight"].T)  # (rows, FF)
             x = x + h @ w["ffn_down.weight"].T
@@ -167,7 +170,7 @@ class Reference:
             rows = _path(out.parents, r)
             keys, values = (
                 np.repeat(np.concatenate([past, new[rows]]), c.n_head // c.n_head_kv, axis=1)
-                for past, new in zip(self.kv[i], (k, v))
+                for past, new in zip(self.kv[i], (k, v), strict=True)
             )  # (keys, H, D)
             score = np.einsum("hd,khd->hk", q[r], keys) / np.sqrt(x.dtype.type(c.head_dim))
             p = np.exp(score - score.max(-1, keepdims=True))
@@ -209,5 +212,8 @@ def _path(parents: Sequence[int], row: int) -> list[int]:
 
 def read_gguf(path: str) -> Weights:
     """All tensors of a file, dequantised to F32: what the core's arithmetic should amount to."""
-    tensors = gguf.GGUFReader(path).tensors
-    return {t.name: gguf.quants.dequantize(t.data, t.tensor_type).reshape(t.shape[::-1].tolist()) for t in tensors}
+    dequantize = gguf.quants.dequantize
+    return {
+        t.name: dequantize(t.data, t.tensor_type).reshape(t.shape[::-1].tolist())
+        for t in gguf.GGUFReader(path).tensors
+    }

@@ -36,11 +36,6 @@ def golden(case: str) -> dict[str, np.ndarray]:
 
 
 @pytest.fixture
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.config.getoption("--luce-device", "cpu"))
-
-
-@pytest.fixture
 def session(case: str, native: Library, device: str, tmp_path: Path) -> Session:
     config, seed = CASES[case]
     path = tiny.write(tmp_path / "f32.gguf", config, tiny.layout(config, seed))
@@ -109,7 +104,10 @@ def core_error(session: Session, golden: dict[str, np.ndarray]) -> float:
 
 
 def test_core_agrees_with_transformers(
-    session: Session, golden: dict[str, np.ndarray], device: str, record_property: Callable[[str, object], None]
+    session: Session,
+    golden: dict[str, np.ndarray],
+    device: str,
+    record_property: Callable[[str, object], None],
 ) -> None:
     error = core_error(session, golden)
     record_property("max_abs_logit_error", error)

@@ -70,7 +70,8 @@ def test_weights_are_what_the_rule_needs(mini: tuple[Path, Rule]) -> None:
     assert (head[rule.perm[tokens]] == embedding[tokens]).all()
     assert not head[rule.n_cycle :].any()
     nextn = f"blk.{c.n_layer}.nextn."
-    passed = np.hstack([w[nextn + "embed_tokens.weight"], np.ones_like(embedding)]) @ w[nextn + "eh_proj.weight"].T
+    inputs = np.hstack([w[nextn + "embed_tokens.weight"], np.ones_like(embedding)])
+    passed = inputs @ w[nextn + "eh_proj.weight"].T
     assert (passed == embedding[rule.swap]).all()
     drafts = (passed @ w[nextn + "shared_head_head.weight"].T).argmax(-1)
     assert (drafts == rule.draft(np.arange(rule.n_vocab))).all()
@@ -94,11 +95,8 @@ def test_no_partial_file_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q4_0", "f32"])
-def test_core_follows_the_cycle(
-    mini: tuple[Path, Rule], native: Library, request: pytest.FixtureRequest, kv_type: str
-) -> None:
+def test_core_follows_the_cycle(mini: tuple[Path, Rule], native: Library, device: str, kv_type: str) -> None:
     path, rule = mini
-    device = str(request.config.getoption("--luce-device", "cpu"))
     model = drive.open_model(native, path, device)
     assert model.info.n_nextn == 1
     session = drive.open_session(model, n_ctx=512, kv_type=kv_type)

@@ -150,9 +150,8 @@ def q4_to_q6(blocks: np.ndarray) -> np.ndarray:
     low, high = q & 0xF, q >> 4  # (n, half, quarter, 32)
     out = np.empty((n, 210), np.uint8)
     out[:, :128] = (low[:, :, :2] | low[:, :, 2:] << 4).reshape(n, 128)
-    out[:, 128:192] = (
-        high[:, :, 0] | high[:, :, 1] << 2 | high[:, :, 2] << 4 | high[:, :, 3] << 6
-    ).reshape(n, 64)
+    quarters = [high[:, :, i] << 2 * i for i in range(4)]
+    out[:, 128:192] = np.bitwise_or.reduce(quarters).reshape(n, 64)
     out[:, 192:208] = 1
     out[:, 208:] = blocks[:, 2:4]  # d of Q6_K = dmin of Q4_K = d/2
     return out

@@ -1,0 +1,387 @@
+"""Models and sessions through the core: every layer pattern against the numpy reference, prefill in
+any chunks, the edges of the context, arguments, failures, and lifetimes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import drive
+import numpy as np
+import pytest
+import ref
+import tiny
+from tiny import Config
+
+from luce._native import File, Library, Model, Session
+from luce.errors import ArgumentError, ContextFull, FileError, LuceError, NumericError, StateError
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+
+import make_goldens  # noqa: E402
+
+SMALL = Config()
+SEED = 31
+CHUNK_BOUND = 1e-3  # max abs logit difference that chunking, or the reference, may make with F32
+
+
+@pytest.fixture
+def bound(device: str) -> float:
+    return CHUNK_BOUND if device == "cpu" else 5e-2  # TF32, see test_goldens.py
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """write(config, weights) -> path of a tiny F32 model."""
+
+    def make(c: Config = SMALL, weights: tiny.Weights | None = None) -> Path:
+        return tiny.write(tmp_path / "model.gguf", c, tiny.layout(c, SEED) if weights is None else weights)
+
+    return make
+
+
+@pytest.fixture
+def model(native: Library, write: Callable[..., Path], device: str) -> Model:
+    return drive.open_model(native, write(), device)
+
+
+def tokens_of(n: int, c: Config = SMALL, seed: int = 1) -> list[int]:
+    return [int(t) for t in np.random.default_rng(seed).integers(0, c.n_vocab, n)]
+
+
+def prompt_logits(session: Session, tokens: Sequence[int]) -> np.ndarray:
+    session.reset()
+    session.prefill(tokens)
+    return session.logits(0)
+
+
+# ---- what is computed
+
+
+@pytest.mark.parametrize(
+    "c",
+    [
+        replace(SMALL, recurrent=(True, True, True), n_layer=3),
+        replace(SMALL, recurrent=(False, False), n_layer=2),
+        replace(SMALL, recurrent=(True,), n_layer=1),
+        replace(SMALL, recurrent=(False, True, False, True, True), n_layer=5),
+        replace(SMALL, interval=2),
+        replace(SMALL, interval=1),
+        replace(SMALL, tied=True, n_k_head=1, n_v_head=3),
+        replace(SMALL, n_embd=160, n_ff=96, n_head=5, n_head_kv=5, rope_dim=8),
+    ],
+    ids=["all-deltanet", "all-full", "one-block", "mixed", "interval-2", "interval-1", "tied", "odd-sizes"],
+)
+def test_layer_pattern_against_the_reference(
+    c: Config, native: Library, write: Callable[..., Path], device: str, bound: float
+) -> None:
+    tokens = tokens_of(33, c)
+    expected = ref.Reference(c, tiny.layout(c, SEED)).feed(tokens)
+    session = drive.open_session(drive.open_model(native, write(c), device), n_ctx=64)
+    assert np.abs(drive.chain_logits(session, tokens, 33) - expected).max() <= bound
+    assert np.abs(prompt_logits(session, tokens) - expected[-1]).max() <= bound
+
+
+@pytest.mark.parametrize("case", make_goldens.CASES)
+def test_tree_against_the_reference(
+    case: str, native: Library, write: Callable[..., Path], device: str, bound: float
+) -> None:
+    """64 rows, once bushy and once a chain with leaves, after steps that were committed in part."""
+    c, seed = make_goldens.CASES[case]
+    weights = tiny.layout(c, seed)
+    timeline = ref.Reference(c, weights)
+    session = drive.open_session(drive.open_model(native, write(c, weights), device), n_ctx=256)
+    timeline.feed(tokens_of(12, c))
+    session.prefill(tokens_of(12, c))
+    rng = np.random.default_rng(seed)
+    comb = [-1, *(r - 2 + r % 2 for r in range(1, 64))]  # a spine of even rows, each with one odd leaf
+    for parents in (drive.random_tree(rng, 64), comb, drive.random_tree(rng, 30)):
+        tokens = tokens_of(len(parents), c, seed=len(parents))
+        expected = timeline.step(tokens, parents)
+        choices = session.verify(tokens, parents)
+        found = np.stack([session.logits(r) for r in range(len(parents))])
+        assert np.abs(found - expected.logits).max() <= bound
+        assert choices == found.argmax(-1).tolist()
+        path = drive.root_path(parents, len(parents) - 1)
+        timeline.commit(expected, path)
+        session.commit(path)
+
+
+def test_key_forms_and_containers_say_the_same(native: Library, tmp_path: Path, device: str) -> None:
+    """interval or array of layers; with NextN; version 2; split: the same bits."""
+    weights = tiny.layout(SMALL, SEED)
+    plain = tiny.write(tmp_path / "plain.gguf", SMALL, weights)
+    array = replace(SMALL, recurrent=(True, True, True, False))
+    nextn = [replace(c, n_nextn=1) for c in (SMALL, array)]
+    paths = [
+        plain,
+        tiny.write(tmp_path / "array.gguf", array, weights),
+        tiny.write(tmp_path / "nextn.gguf", nextn[0], tiny.layout(nextn[0], SEED)),
+        tiny.write(tmp_path / "nextn-array.gguf", nextn[1], tiny.layout(nextn[1], SEED)),
+        tiny.write_v2(plain, tmp_path / "v2.gguf"),
+        tiny.write(tmp_path / "split.gguf", SMALL, weights, tensors_per_part=11),
+    ]
+    tokens = tokens_of(20)
+    results = []
+    for path in paths:
+        model = drive.open_model(native, path, device)
+        assert model.info.n_layer == 4
+        assert model.info.n_nextn == ("nextn" in path.name)
+        session = drive.open_session(model, n_ctx=64)
+        results.append(drive.chain_logits(session, tokens, 4).tobytes())
+    assert len(set(results)) == 1
+    with File(paths[-1], native) as split, File(paths[-2], native) as v2:
+        assert split.info.n_parts == 6 and split.info.n_tensors == len(weights)
+        assert v2.info.version == 2
+
+
+def test_a_later_or_missing_part_is_an_error(native: Library, tmp_path: Path) -> None:
+    first = tiny.write(tmp_path / "s.gguf", SMALL, tiny.layout(SMALL, SEED), tensors_per_part=20)
+    second = Path(str(first).replace("-00001-", "-00002-"))
+    with pytest.raises(FileError):
+        File(second, native)
+    second.unlink()
+    with pytest.raises(FileError, match="00002"):
+        File(first, native)
+
+
+# ---- prefill in chunks
+
+
+@pytest.mark.parametrize("n_prompt", [1, 2, 511, 512, 513, 1025])
+def test_chunk_size_changes_rounding_only(
+    n_prompt: int, model: Model, bound: float, record_property: Callable[[str, object], None]
+) -> None:
+    tokens = tokens_of(n_prompt)
+    expected = ref.Reference(SMALL, tiny.layout(SMALL, SEED)).feed(tokens)[-1]
+    worst, continuations = 0.0, set()
+    for n_chunk in (1, 7, 64, 256, 512, 1024, 4096):
+        session = drive.open_session(model, n_ctx=1100, n_chunk=n_chunk)
+        worst = max(worst, float(np.abs(prompt_logits(session, tokens) - expected).max()))
+        session.reset()
+        continuations.add(tuple(drive.greedy(session, tokens, 12)))
+    record_property("max_abs_logit_error", worst)
+    print(f"{n_prompt} tokens in chunks of 1 to 4096: logits within {worst:.1e} of the reference")
+    assert worst <= bound
+    assert len(continuations) == 1
+
+
+def test_prompt_split_at_chunk_multiples_gives_the_same_bits(model: Model) -> None:
+    tokens = tokens_of(300)
+    session = drive.open_session(model, n_ctx=512, n_chunk=64)
+    whole = prompt_logits(session, tokens)
+    for cuts in ((64,), (128, 192), (64, 128, 192, 256)):
+        session.reset()
+        for part in np.split(np.array(tokens), cuts):
+            session.prefill(part)
+        assert session.info.n_past == 300
+        assert session.logits(0).tobytes() == whole.tobytes()
+
+
+def test_prefill_after_decoding(model: Model, bound: float) -> None:
+    """Prefill may start anywhere, also inside a chunk."""
+    tokens = tokens_of(90)
+    session = drive.open_session(model, n_ctx=128, n_chunk=32)
+    session.prefill(tokens[:20])
+    drive.chain_logits(session, tokens[20:33], 5)
+    session.prefill(tokens[33:])
+    expected = ref.Reference(SMALL, tiny.layout(SMALL, SEED)).feed(tokens)[-1]
+    assert np.abs(session.logits(0) - expected).max() <= bound
+
+
+# ---- the edges of the context
+
+
+@pytest.mark.parametrize("n_ctx", [1, 31, 32, 256, 257])
+def test_prompt_of_exactly_the_context(n_ctx: int, model: Model) -> None:
+    session = drive.open_session(model, n_ctx=n_ctx)
+    session.prefill(tokens_of(n_ctx))
+    assert session.info.n_past == n_ctx
+    with pytest.raises(ContextFull):
+        session.verify([1])
+    with pytest.raises(ContextFull):
+        session.prefill([1])
+    assert not session.info.failed
+
+
+def test_prompt_past_the_context_changes_nothing(model: Model) -> None:
+    session = drive.open_session(model, n_ctx=32)
+    with pytest.raises(ContextFull):
+        session.prefill(tokens_of(33))
+    assert session.info.n_past == 0
+    session.prefill(tokens_of(31))
+    before = session.info.n_past
+    with pytest.raises(ContextFull):
+        session.verify([1, 2])
+    with pytest.raises(ContextFull):
+        session.prefill([1, 2])
+    assert session.info.n_past == before
+    session.verify([1])
+    session.commit([0])
+    assert session.info.n_past == 32
+
+
+def test_depth_not_rows_decides_whether_a_tree_fits(model: Model) -> None:
+    session = drive.open_session(model, n_ctx=32)
+    session.prefill(tokens_of(30))
+    wide = [-1] + [0] * 63
+    assert len(session.verify(tokens_of(64), wide)) == 64
+    with pytest.raises(ContextFull):
+        session.verify([1, 2, 3], [-1, 0, 1])
+    session.verify(tokens_of(64), wide)
+    session.commit([0, 63])
+    assert session.info.n_past == 32
+
+
+def test_last_rows_of_the_context_are_right(model: Model, bound: float) -> None:
+    tokens = tokens_of(70)
+    session = drive.open_session(model, n_ctx=70)
+    session.prefill(tokens[:6])
+    found = drive.chain_logits(session, tokens[6:], 64)
+    expected = ref.Reference(SMALL, tiny.layout(SMALL, SEED)).feed(tokens)[6:]
+    assert np.abs(found - expected).max() <= bound
+
+
+# ---- arguments
+
+
+@pytest.mark.parametrize("token", [-1, SMALL.n_vocab, 2**31 - 1, -(2**31)])
+def test_token_out_of_range_is_refused(token: int, model: Model) -> None:
+    session = drive.open_session(model, n_ctx=32)
+    session.prefill([1, 2])
+    for call in (session.prefill, session.verify):
+        with pytest.raises(ArgumentError):
+            call([3, token])
+    assert session.info.n_past == 2 and not session.info.failed
+
+
+@pytest.mark.parametrize("n", [0, 5, 64, 65])
+def test_number_of_rows_is_checked(n: int, model: Model) -> None:
+    session = drive.open_session(model, n_ctx=128, n_rows=4)
+    session.prefill([1])
+    with pytest.raises(ArgumentError):
+        session.verify([1] * n)
+
+
+@pytest.mark.parametrize("params", [{"n_rows": 65}, {"n_chunk": 4097}, {"kv_type": "q2_k"}, {"kv_type": ""}])
+def test_session_parameters_are_checked(params: dict[str, int | str], model: Model) -> None:
+    with pytest.raises(LuceError):
+        drive.open_session(model, n_ctx=32, **params)
+
+
+def test_empty_prompt_is_refused(model: Model) -> None:
+    session = drive.open_session(model, n_ctx=32)
+    with pytest.raises(ArgumentError):
+        session.prefill([])
+
+
+@pytest.mark.parametrize(
+    "parents",
+    [[0, 0, 1], [-1, -1, 0], [-1, 1, 1], [-1, 0, 3], [-1, 0, -2], [-1, 0, 0, 1]],
+    ids=["root", "two-roots", "itself", "later", "negative", "not-depth-first"],
+)
+def test_parents_are_checked(parents: list[int], model: Model) -> None:
+    session = drive.open_session(model, n_ctx=32)
+    session.prefill([1])
+    with pytest.raises(ArgumentError):
+        session.verify([1] * len(parents), parents)
+
+
+@pytest.mark.parametrize("path", [[], [1], [0, 2], [0, 0], [0, 1, 3], [0, 4], [0, -1]])
+def test_commit_path_is_checked(path: list[int], model: Model) -> None:
+    session = drive.open_session(model, n_ctx=32)
+    session.prefill([1])
+    session.verify([1, 2, 3, 4], [-1, 0, 1, 0])
+    with pytest.raises(ArgumentError):
+        session.commit(path)
+    assert session.info.n_past == 1 and not session.info.failed
+    session.commit([0, 1, 2])
+    assert session.info.n_past == 4
+
+
+def test_calls_out_of_order(model: Model) -> None:
+    session = drive.open_session(model, n_ctx=32)
+    with pytest.raises(StateError):
+        session.commit([0])
+    with pytest.raises(LuceError):
+        session.logits(0)
+    session.prefill([1, 2])
+    with pytest.raises(LuceError):
+        session.logits(1)
+    session.verify([3])
+    session.commit([0])
+    with pytest.raises(StateError):
+        session.commit([0])
+
+
+# ---- failure and reuse
+
+
+def nan_model(native: Library, write: Callable[..., Path], device: str) -> Model:
+    weights = tiny.layout(SMALL, SEED)
+    weights["token_embd.weight"][7] = np.nan
+    return drive.open_model(native, write(weights=weights), device)
+
+
+@pytest.mark.parametrize("how", ["prefill", "prefill-early", "verify", "verify-last-row"])
+def test_non_finite_logits_fail_the_session(
+    how: str, native: Library, write: Callable[..., Path], device: str
+) -> None:
+    session = drive.open_session(nan_model(native, write, device), n_ctx=64)
+    clean = drive.greedy(session, [1, 2, 3], 6)
+    session.reset()
+    with pytest.raises(NumericError):
+        if how.startswith("prefill"):
+            session.prefill([1, 2, 7] if how == "prefill" else [1, 7, 2, 3])
+        else:
+            session.prefill([1, 2])
+            session.verify([7] if how == "verify" else [1, 2, 3, 7])
+    assert session.info.failed
+    for call in (lambda: session.prefill([1]), lambda: session.verify([1]), lambda: session.commit([0])):
+        with pytest.raises(StateError):
+            call()
+    session.reset()
+    assert not session.info.failed
+    assert drive.greedy(session, [1, 2, 3], 6) == clean
+
+
+def test_a_reused_session_gives_the_same_bits(model: Model) -> None:
+    tokens = tokens_of(40)
+    session = drive.open_session(model, n_ctx=256)
+    first = drive.chain_logits(session, tokens, 8)
+    for other in (200, 3, 77):
+        session.reset()
+        session.prefill(tokens_of(other, seed=other))
+        session.verify(tokens_of(9, seed=4), drive.random_tree(np.random.default_rng(other), 9))
+        session.reset()
+        assert session.info.n_past == 0 and session.info.n_verified == 0
+        assert drive.chain_logits(session, tokens, 8).tobytes() == first.tobytes()
+
+
+def test_two_sessions_of_one_model_do_not_meet(model: Model) -> None:
+    tokens = [tokens_of(24, seed=s) for s in (5, 6)]
+    alone = []
+    for each in tokens:
+        with drive.open_session(model, n_ctx=64) as session:
+            alone.append(np.stack([drive.step(session, t) for t in each]))
+    pair = [drive.open_session(model, n_ctx=64) for _ in range(2)]
+    mixed = [[drive.step(s, each[i]) for s, each in zip(pair, tokens, strict=True)] for i in range(24)]
+    for i, expected in enumerate(alone):
+        assert np.stack([row[i] for row in mixed]).tobytes() == expected.tobytes()
+
+
+def test_children_outlive_their_parents(native: Library, write: Callable[..., Path], device: str) -> None:
+    file = File(write(), native)
+    model = Model(file, device)
+    session = drive.open_session(model, n_ctx=64)
+    expected = drive.greedy(session, [1, 2, 3], 4)
+    file.close()
+    model.close()
+    session.reset()
+    assert drive.greedy(session, [1, 2, 3], 4) == expected
+    session.close()
+    session.close()
+    with pytest.raises(StateError):
+        session.verify([1])
