@@ -1,0 +1,479 @@
+"""The command line: exit codes, one line an error, streams kept apart."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+from click.testing import CliRunner
+from conftest import HEADER
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import luce
+from luce import _native
+from luce.cli import cli, read_prompt
+from luce.errors import NumericError
+from luce.orchestrator import Orchestrator
+from luce.render import BAR_AFTER, printable
+
+# The library under test, also where it is not the installed one (--luce-lib)
+PROGRAM = """
+import sys
+from pathlib import Path
+from luce import _native
+from luce.cli import main
+library = _native.load(Path(sys.argv.pop(1)), Path(sys.argv.pop(1)))
+_native.default = lambda: library
+main()
+"""
+
+
+@pytest.fixture
+def luce_(native, tiny_gguf, device):
+    """luce_(*args, stdin=...): the command in this process; {} stands for the tiny model."""
+
+    def run(*args, stdin=None):
+        args = [str(tiny_gguf) if arg == "{}" else str(arg) for arg in args]
+        if args[:1] == ["generate"] and "--device" not in args:
+            args += ["--device", device]
+        return CliRunner().invoke(cli, args, input=stdin)
+
+    return run
+
+
+@pytest.fixture
+def process(native, tiny_gguf, device):
+    """process(*args): `luce generate` of the tiny model as a process of its own."""
+
+    def start(*args, gguf=tiny_gguf, **options):
+        folder = Path(luce.__file__).parent.parent
+        command = [sys.executable, "-c", PROGRAM, native.path.parent, HEADER, "generate", "--gguf", gguf]
+        options = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+        } | options
+        return subprocess.Popen(
+            [*map(str, command), "--device", device, *args],
+            env=os.environ | {"PYTHONPATH": str(folder)},
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            **options,
+        )
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def endless(tmp_path_factory):
+    """A tiny model with a context of 250000 that never chooses an end of text."""
+    config = tiny.Config(n_ctx=250_000)
+    tensors = tiny.layout(config, seed=1)
+    tensors["output.weight"][256:] = 0  # (V, E): greedy takes bytes only
+    return tiny.write(tmp_path_factory.mktemp("endless") / "endless.gguf", config, tensors)
+
+
+def one_line(result):
+    """The error line of a failure: nothing else is on stderr, and no traceback was suppressed."""
+    assert isinstance(result.exception, SystemExit), result.exception
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("Error: "), result.stderr
+    return lines[0]
+
+
+def test_text_goes_to_stdout_and_nothing_else(luce_):
+    result = luce_("generate", "--gguf", "{}", "def main(", "-n", "8")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.endswith("\n") and result.stderr == ""
+
+
+def test_json_is_one_object(luce_):
+    result = luce_("generate", "--gguf", "{}", "def main(", "-n", "8", "--json")
+    found = json.loads(result.stdout)
+    assert set(found) == {"text", "tokens", "prompt_tokens", "finish_reason", "stats"}
+    assert {
+        "mode", "prefill_s", "decode_s", "tok_per_s", "rounds", "drafted", "accepted", "acceptance",
+        "mean_accepted_length",
+    } <= set(found["stats"])  # fmt: skip
+    assert 1 <= len(found["tokens"]) <= 8
+    assert found["finish_reason"] in ("length", "stop")
+    assert found["stats"]["rounds"] == len(found["tokens"]) - 1
+
+
+def test_streamed_text_is_the_text_of_the_object(luce_):
+    asked = ("generate", "--gguf", "{}", "def main(", "-n", "30")
+    text = json.loads(luce_(*asked, "--json").stdout)["text"]
+    assert luce_(*asked).stdout.removesuffix("\n") == text.removesuffix("\n")
+
+
+def test_tokens_are_those_of_the_session(luce_, native, tiny_gguf, device):
+    from luce._native import File, Model, Session
+    from luce.structs import SessionParams
+
+    prompt = list(b"zq")
+    with File(tiny_gguf, native) as file, Model(file, device) as model, Session(
+        model, SessionParams(n_ctx=2048)
+    ) as session:  # fmt: skip
+        expected = [session.prefill(prompt)]
+        while len(expected) < 8:
+            expected += session.verify(expected[-1:])
+            session.commit([0])
+    found = json.loads(luce_("generate", "--gguf", "{}", "zq", "-n", "8", "--json").stdout)
+    assert found["prompt_tokens"] == 2
+    assert found["tokens"] == expected[: len(found["tokens"])]
+    assert len(found["tokens"]) == 8 or found["finish_reason"] == "stop"
+
+
+def test_the_same_seed_samples_the_same_tokens(luce_):
+    def sampled(seed):
+        flags = ("-n", "12", "--temp", "1.5", "--top-k", "100", "--top-p", "0.99", "--min-p", "0.001")
+        result = luce_("generate", "--gguf", "{}", "x", *flags, "--seed", seed, "--json")
+        return json.loads(result.stdout)["tokens"]
+
+    assert sampled(1) == sampled(1)
+    assert sampled(1) != sampled(2)
+
+
+def test_chat_applies_the_template(luce_):
+    asked = ("generate", "--gguf", "{}", "-n", "1", "--json", "hi")
+    raw, chat, system = (
+        json.loads(luce_(*asked, *flags).stdout)["prompt_tokens"]
+        for flags in ((), ("--chat",), ("--chat", "--system", "be brief"))
+    )
+    assert raw < chat < system
+
+
+def test_a_stop_string_ends_the_text(luce_):
+    asked = ("generate", "--gguf", "{}", "def main(", "-n", "60", "--json")
+    text = json.loads(luce_(*asked).stdout)["text"]
+    stop = next(char for char in text[1:] if char.isascii() and char.isalnum())
+    found = json.loads(luce_(*asked, "--stop", stop, "--stop", "never there").stdout)
+    assert found["text"] == text[: text.index(stop)]
+    assert found["finish_reason"] == "stop"
+
+
+def test_n_zero_prints_nothing(luce_):
+    found = json.loads(luce_("generate", "--gguf", "{}", "x", "-n", "0", "--json").stdout)
+    assert (found["text"], found["tokens"], found["finish_reason"]) == ("", [], "length")
+    assert luce_("generate", "--gguf", "{}", "x", "-n", "0").stdout == ""
+
+
+@pytest.mark.parametrize("over", [-1, 0, 1])
+def test_a_prompt_of_about_the_context(luce_, over):
+    ctx = 40
+    result = luce_("generate", "--gguf", "{}", "7" * (ctx + over), "--ctx", ctx, "--json")
+    if over > 0:
+        assert result.exit_code == 1
+        assert "41 tokens" in one_line(result) and "context of 40" in result.stderr
+    else:
+        found = json.loads(result.stdout)
+        assert found["prompt_tokens"] == ctx + over
+        assert len(found["tokens"]) <= 1 - over
+        assert found["finish_reason"] in ("length", "stop")
+
+
+def test_stdin_is_the_prompt(luce_):
+    piped = luce_("generate", "--gguf", "{}", "-n", "4", "--json", stdin="ab\n")
+    assert json.loads(piped.stdout)["prompt_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("piped", "prompt", "joined"),
+    [
+        ("", "ask", "ask"),
+        ("text", None, "text"),
+        ("text\n", None, "text\n"),
+        ("text", "ask", "text\nask"),
+        ("text\n", "ask", "text\nask"),
+        ("", "", ""),
+        ("naïve", None, "naïve"),
+    ],
+)
+def test_stdin_goes_before_the_prompt(piped, prompt, joined):
+    with CliRunner().isolation(input=piped):
+        assert read_prompt(prompt) == joined
+
+
+def test_stdin_that_is_not_text_is_a_usage_error(luce_):
+    result = luce_("generate", "--gguf", "{}", stdin=b"\xff\xfe")
+    assert result.exit_code == 2 and "UTF-8" in result.stderr
+
+
+def test_an_empty_prompt_says_so(luce_):
+    result = luce_("generate", "--gguf", "{}", "")
+    assert result.exit_code == 1 and "at least one token" in one_line(result)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["generate", "x"],
+        ["generate", "--gguf", "{}"],
+        ["generate", "--gguf", "{}", "x", "y"],
+        ["generate", "--gguf", "{}", "x", "--no-such-flag"],
+        ["generate", "--gguf", "{}", "x", "--system", "s"],
+        ["generate", "--gguf", "{}", "x", "--stop", ""],
+        ["generate", "--gguf", "{}", "x", "--device", "toaster"],
+        ["generate", "--gguf", "{}", "x", "--device", "cuda:"],
+        ["generate", "--gguf", "{}", "x", "--kv-type", "q2_k"],
+        *(
+            ["generate", "--gguf", "{}", "x", flag, value]
+            for flag, values in {
+                "-n": ("-1", "1.5", "x", str(2**32)),
+                "--temp": ("-0.1", "nan", "inf", "hot"),
+                "--top-k": ("-1", str(2**31)),
+                "--top-p": ("0", "1.01", "nan", "-1"),
+                "--min-p": ("-0.1", "1", "nan"),
+                "--seed": ("-1", str(2**64)),
+                "--ctx": ("0", "-5", str(2**32)),
+                "--threads": ("0", "-1"),
+            }.items()
+            for value in values
+        ),
+        ["probe-gguf"],
+        ["probe-gguf", "{}", "--ctx", "0"],
+        ["no-such-command"],
+    ],
+    ids=" ".join,
+)
+def test_usage_errors_exit_2(luce_, args):
+    result = luce_(*args)
+    assert result.exit_code == 2
+    assert result.stdout == "" and "Error: " in result.stderr
+
+
+def test_without_a_model_the_flag_is_named(luce_):
+    assert "--gguf PATH" in luce_("generate", "x").stderr
+
+
+@pytest.mark.parametrize("command", [["probe-gguf"], ["generate", "x", "--gguf"]])
+@pytest.mark.parametrize("content", [None, b"", b"GGUF", b"not a GGUF at all", "folder"])
+def test_what_is_not_a_gguf_is_one_line_and_exit_1(luce_, tmp_path, command, content):
+    path = tmp_path / "broken.gguf"
+    if content == "folder":
+        path.mkdir()
+    elif content is not None:
+        path.write_bytes(content)
+    result = luce_(*command, path)
+    assert result.exit_code == 1 and result.stdout == ""
+    assert "broken.gguf" in one_line(result)
+
+
+def test_a_context_past_the_trained_one_names_both(luce_):
+    line = one_line(luce_("generate", "--gguf", "{}", "x", "--ctx", "5000"))
+    assert "5000" in line and "2048" in line
+
+
+def test_a_device_that_is_not_there_is_named(luce_):
+    assert "cuda:999" in one_line(luce_("generate", "--gguf", "{}", "x", "--device", "cuda:999"))
+
+
+def test_chat_without_a_template_is_refused(luce_, tmp_path):
+    config = tiny.Config()
+    path = tiny.write(tmp_path / "raw.gguf", config, tiny.layout(config, 1), chat_template=None)
+    assert "--raw" in one_line(luce_("generate", "--gguf", path, "x", "--chat"))
+    assert luce_("generate", "--gguf", path, "x", "-n", "1").exit_code == 0
+
+
+def test_a_model_that_gives_nan_fails_with_one_line(luce_, tmp_path):
+    config = tiny.Config()
+    tensors = tiny.layout(config, 1)
+    tensors["output_norm.weight"] = np.full_like(tensors["output_norm.weight"], np.nan)
+    path = tiny.write(tmp_path / "nan.gguf", config, tensors)
+    result = luce_("generate", "--gguf", path, "x", "--json")
+    assert result.exit_code == 1 and result.stdout == ""
+    one_line(result)
+
+
+def test_a_failure_after_some_text_is_one_line_and_exit_1(luce_, monkeypatch):
+    def fails_later(self):
+        if self._rounds == 3:
+            raise NumericError("injected")
+        return (yield from verify(self))
+
+    verify = Orchestrator._verify
+    monkeypatch.setattr(Orchestrator, "_verify", fails_later)
+    result = luce_("generate", "--gguf", "{}", "def main(")
+    assert result.exit_code == 1
+    assert one_line(result) == "Error: injected"
+
+
+def test_probe_json(luce_):
+    found = json.loads(luce_("probe-gguf", "{}", "--json", "--ctx", "128").stdout)
+    assert (found["architecture"], found["supported"], found["context"]) == ("qwen35", True, 128)
+    assert "tensors" not in found
+
+
+def test_probe_lists_tensors(luce_, tiny_gguf, native):
+    with _native.File(tiny_gguf, native) as file:
+        names = [tensor.name for tensor in file.tensors]
+    found = json.loads(luce_("probe-gguf", "{}", "--json", "--tensors").stdout)
+    assert [tensor["name"] for tensor in found["tensors"]] == names
+    text = luce_("probe-gguf", "{}", "--tensors").stdout
+    assert all(name in text for name in names)
+
+
+def test_probe_for_people(luce_):
+    result = luce_("probe-gguf", "{}")
+    assert result.exit_code == 0 and result.stderr == ""
+    for said in ("qwen35", "gpt2/qwen35", "56 tensors", "memory at 2048", "supported"):
+        assert said in result.stdout
+
+
+def test_version_names_luce_and_its_core(luce_, native):
+    assert luce_("--version").stdout == f"luce {luce.__version__}, core {native.version}\n"
+
+
+@pytest.mark.parametrize("command", [[], ["generate"], ["probe-gguf"]])
+def test_help_has_examples(luce_, command):
+    text = luce_(*command, "--help").stdout
+    assert "Examples:" in text and "luce " in text
+
+
+def test_control_characters_do_not_reach_the_terminal():
+    assert printable("a\x1b[31m\nb\tc\x00é") == "a\\x1b[31m b c\\x00é"
+
+
+@pytest.mark.sanitize
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(changes=st.lists(st.tuples(st.integers(0, 11_000), st.integers(0, 255)), min_size=1, max_size=4))
+def test_damaged_header_bytes_are_an_error_or_harmless(luce_, tiny_gguf, tmp_path, changes):
+    raw = bytearray(tiny_gguf.read_bytes())
+    for place, value in changes:
+        raw[place] = value
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(raw)
+    for args in (("probe-gguf", path, "--json"), ("generate", "--gguf", path, "x", "-n", "1", "--ctx", "8")):
+        result = luce_(*args)
+        if result.exit_code:
+            assert result.exit_code == 1 and one_line(result)
+
+
+def test_ctrl_c_while_text_streams_exits_130(process, endless):
+    running = process("ab", "-n", "200000", gguf=endless)
+    assert running.stdout.read(1)
+    running.send_signal(signal.SIGINT)
+    _, stderr = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert stderr.decode().splitlines() == ["Error: interrupted"]
+
+
+@pytest.mark.parametrize("verb", ["_begin", "_prefill", "_propose", "_verify", "_commit"])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_ctrl_c_in_any_state_exits_130(luce_, endless, monkeypatch, verb, as_json):
+    def interrupted(self):
+        monkeypatch.setattr(Orchestrator, verb, original)
+        signal.raise_signal(signal.SIGINT)
+        return (yield from original(self))
+
+    original = getattr(Orchestrator, verb)
+    monkeypatch.setattr(Orchestrator, verb, interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    result = luce_("generate", "--gguf", endless, "ab", *(["--json"] if as_json else []))
+    assert result.exit_code == 130
+    assert one_line(result) == "Error: interrupted"
+    if as_json:
+        assert json.loads(result.stdout)["finish_reason"] == "cancelled"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_round(luce_, endless, monkeypatch):
+    def interrupted(self):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("the second one was ignored")
+        yield
+
+    monkeypatch.setattr(Orchestrator, "_verify", interrupted)
+    result = luce_("generate", "--gguf", endless, "ab")
+    assert result.exit_code == 130 and one_line(result) == "Error: interrupted"
+
+
+@pytest.mark.parametrize("place", ["probe", "Tokenizer", "plan", "TextSession"])
+def test_ctrl_c_while_loading_exits_130(luce_, monkeypatch, place):
+    def interrupted(*args, **options):
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("it was ignored")
+
+    monkeypatch.setattr(f"luce.cli.{place}", interrupted)
+    result = luce_("generate", "--gguf", "{}", "ab")
+    assert result.exit_code == 130 and one_line(result) == "Error: interrupted"
+
+
+def test_ctrl_c_stays_ignored_in_the_background(luce_, monkeypatch):
+    def interrupted(self):
+        signal.raise_signal(signal.SIGINT)
+        return (yield from original(self))
+
+    original = Orchestrator._verify
+    monkeypatch.setattr(Orchestrator, "_verify", interrupted)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert luce_("generate", "--gguf", "{}", "ab", "-n", "3").exit_code == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_closed_pipe_ends_quietly(process, endless):
+    running = process("ab", "-n", "200000", gguf=endless)
+    assert running.stdout.read(1)
+    running.stdout.close()
+    stderr = running.stderr.read().decode()
+    assert running.wait(timeout=60) == 1
+    assert stderr == ""
+
+
+def on_a_terminal(process, *args):
+    """(stdout, what a terminal showed as stderr) of a process whose stderr is a terminal."""
+    ours, theirs = os.openpty()
+    running = process(*args, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            chunk = os.read(ours, 4096)
+        except OSError:  # Linux's way to say that the other end is closed
+            break
+        if not chunk:
+            break
+        shown += chunk
+    os.close(ours)
+    stdout = running.stdout.read().decode()
+    assert running.wait(timeout=60) == 0
+    return stdout, shown.decode()
+
+
+def test_a_terminal_sees_a_spinner_and_one_summary_line(process):
+    stdout, shown = on_a_terminal(process, "ab", "-n", "3")
+    assert "loading the model" in shown and "reading the prompt: 2 tokens" in shown
+    assert "2 prompt tokens in" in shown and "plain" in shown
+    assert "prompt" not in stdout
+
+
+def test_quiet_silences_the_terminal(process):
+    assert on_a_terminal(process, "ab", "-n", "3", "--quiet")[1] == ""
+
+
+def test_a_long_prefill_gets_a_bar(monkeypatch):
+    import io
+
+    from rich.console import Console
+
+    from luce.render import Display
+
+    def shown(elapsed):
+        out = io.StringIO()
+        clock = iter([0.0, elapsed, elapsed])
+        monkeypatch.setattr("luce.render.time.perf_counter", lambda: next(clock))
+        with Display(console=Console(file=out, force_terminal=True, width=100)) as display:
+            display.spin("reading the prompt")
+            display.prefill(512, 1024)
+        return out.getvalue()
+
+    assert "512/1024" in shown(BAR_AFTER)
+    assert "512/1024" not in shown(BAR_AFTER / 4)

@@ -1,0 +1,278 @@
+"""What probe says of models, heads, drafters and everything else."""
+
+import json
+from dataclasses import replace
+
+import gguf
+import numpy as np
+import pytest
+import tiny
+
+from luce._native import File
+from luce.errors import ArgumentError, ContextFull, FileError, UnsupportedError
+from luce.plan import Request, plan
+from luce.probe import fact, probe
+
+KEYS = {
+    "kind", "architecture", "name", "file_type", "size_bytes", "parameters", "block_count",
+    "nextn_predict_layers", "embedding_length", "context_length", "vocab_size", "quantization", "tokenizer",
+    "chat_template", "supported", "reasons", "context", "memory", "dflash",
+}  # fmt: skip
+
+
+def write(path, architecture="qwen35", keys=(), tensors=()):
+    """A GGUF of (key, value) pairs and of (name, F32 array) pairs."""
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in dict(keys).items():
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        else:
+            writer.add_uint32(key, value)
+    for name, array in tensors:
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture
+def facts_of(native):
+    def facts_of(path, **asked):
+        with File(path, native) as file:
+            return probe(file, **asked)
+
+    return facts_of
+
+
+ZERO = np.zeros((4, 32), np.float32)
+
+
+def test_a_model(facts_of, tiny_gguf):
+    facts = facts_of(tiny_gguf)
+    reader = gguf.GGUFReader(tiny_gguf)
+    config = tiny.Config()
+    assert (facts.kind, facts.supported, facts.reasons) == ("model", True, [])
+    assert (facts.architecture, facts.name, facts.file_type) == ("qwen35", "tiny-tiny", "F32")
+    assert facts.size_bytes == tiny_gguf.stat().st_size
+    assert facts.parameters == sum(int(tensor.n_elements) for tensor in reader.tensors)
+    assert (facts.block_count, facts.nextn_predict_layers) == (config.n_layer, 0)
+    assert (facts.embedding_length, facts.vocab_size) == (config.n_embd, config.n_vocab)
+    assert facts.quantization["F32"].tensors == len(reader.tensors)
+    assert facts.quantization["F32"].bytes == sum(int(tensor.n_bytes) for tensor in reader.tensors)
+    assert (facts.tokenizer, facts.chat_template, facts.dflash) == ("gpt2/qwen35", True, None)
+
+
+def test_memory_grows_with_the_context(facts_of, tiny_gguf):
+    small, large = (facts_of(tiny_gguf, ctx=ctx) for ctx in (256, 2048))
+    assert (small.context, large.context) == (256, 2048)
+    assert large.memory.kv > small.memory.kv
+    assert large.memory.weights == small.memory.weights > 0
+
+
+def test_json_has_the_documented_keys(facts_of, tiny_gguf):
+    found = json.loads(json.dumps(facts_of(tiny_gguf).as_json()))
+    assert set(found) == KEYS
+    assert found["quantization"] == {"F32": {"tensors": 56, "bytes": found["quantization"]["F32"]["bytes"]}}
+    assert {"weights", "kv", "state", "compute", "total", "device_free"} == set(found["memory"])
+
+
+def test_a_mix_is_counted_by_type(native, facts_of, tmp_path):
+    config = tiny.Config(n_embd=256)
+    path = tmp_path / "mix.gguf"
+    kinds = {"output.weight": "Q6_K", "token_embd.weight": "Q4_K"}
+    tiny.write(path, config, tiny.layout(config, 1), lambda name: kinds.get(name, "F32"),
+               quantize=native.quantize)  # fmt: skip
+    facts = facts_of(path)
+    assert {name: share.tensors for name, share in facts.quantization.items() if name != "F32"} == {
+        "Q6_K": 1,
+        "Q4_K": 1,
+    }
+    assert facts.quantization["Q6_K"].bytes == 210 * config.n_vocab
+
+
+def test_the_file_type_is_what_the_key_says(facts_of, tmp_path):
+    tensors = [("blk.0.x", ZERO)]
+    for number, name in ((15, "Q4_K_M"), (18, "Q6_K"), (32, "BF16"), (0, "F32"), (7, "Q8_0"), (30, "IQ4_XS")):
+        path = write(tmp_path / f"{number}.gguf", keys={"general.file_type": number}, tensors=tensors)
+        assert facts_of(path).file_type == name
+
+
+@pytest.mark.parametrize("keys", [{}, {"general.file_type": 999}])
+def test_without_a_known_file_type_the_largest_share_counts(facts_of, tmp_path, keys):
+    half = np.zeros((64, 64), np.float16)
+    path = write(tmp_path / "x.gguf", keys=keys, tensors=[("blk.0.a", ZERO), ("blk.0.b", half)])
+    assert facts_of(path).file_type == "F16"
+
+
+def test_a_head_is_not_a_model(facts_of, tmp_path):
+    keys = {"qwen35.block_count": 5, "qwen35.nextn_predict_layers": 1}
+    path = write(tmp_path / "head.gguf", keys=keys, tensors=[("blk.4.nextn.eh_proj.weight", ZERO)])
+    facts = facts_of(path)
+    assert (facts.kind, facts.supported, facts.memory) == ("head", False, None)
+    assert "head only" in facts.reasons[0]
+
+
+def test_a_trunk_with_a_head_is_a_model(facts_of, tmp_path):
+    keys = {"qwen35.block_count": 5, "qwen35.nextn_predict_layers": 1}
+    path = write(tmp_path / "both.gguf", keys=keys, tensors=[("blk.0.x", ZERO), ("blk.4.x", ZERO)])
+    facts = facts_of(path)
+    assert (facts.kind, facts.nextn_predict_layers) == ("model", 1)
+
+
+DRAFTER = {
+    "block_count": 5,
+    "block_size": 16,
+    "target_layers": [2, 17, 32, 47, 62],
+    "attention.sliding_window": 2048,
+    "attention.sliding_window_pattern": [True, False],
+    "attention.causal": False,
+}
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    ["dflash", "dflash-draft", "qwen35-dflash-draft.dflash", "gemma4-dflash-draft"],
+)
+def test_a_drafter_tells_its_settings(facts_of, tmp_path, prefix):
+    keys = {f"{prefix}.{key}": value for key, value in DRAFTER.items()}
+    keys["tokenizer.ggml.mask_token_id"] = 248070
+    path = write(tmp_path / "d.gguf", prefix.split(".")[0], keys, [("blk.0.attn_q.weight", ZERO)])
+    facts = facts_of(path)
+    assert (facts.kind, facts.supported) == ("drafter", False)
+    assert "drafts for a target" in facts.reasons[0]
+    assert json.loads(json.dumps(facts.as_json()))["dflash"] == {
+        "block_size": 16,
+        "target_layers": [2, 17, 32, 47, 62],
+        "mask_token_id": 248070,
+        "sliding_window": 2048,
+        "sliding_window_pattern": [True, False],
+        "causal": False,
+        "final_logit_softcapping": None,
+        "embedding_scale": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("keys", "tensors"),
+    [
+        ({}, []),
+        ({"general.type": "adapter"}, [("blk.0.x", ZERO)]),
+        ({"general.type": "mmproj"}, [("v", ZERO)]),
+    ],
+)
+def test_a_file_without_a_model_is_something_else(facts_of, tmp_path, keys, tensors):
+    facts = facts_of(write(tmp_path / "x.gguf", keys=keys, tensors=tensors))
+    assert (facts.kind, facts.supported) == ("other", False)
+
+
+def test_another_architecture_is_named(facts_of, tmp_path):
+    facts = facts_of(write(tmp_path / "x.gguf", "llama", tensors=[("blk.0.x", ZERO)]))
+    assert (facts.kind, facts.supported) == ("model", False)
+    assert "llama" in facts.reasons[0]
+
+
+def test_a_model_that_lacks_a_key_says_which(facts_of, tmp_path):
+    facts = facts_of(write(tmp_path / "x.gguf", tensors=[("blk.0.x", ZERO)]))
+    assert not facts.supported
+    assert "qwen35." in facts.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("general.name", 3),
+        ("general.file_type", "Q4_K"),
+        ("qwen35.context_length", "long"),
+        ("qwen35.context_length", [1, 2]),
+        ("qwen35.block_count", 1.5),
+        ("tokenizer.ggml.model", [1]),
+        ("tokenizer.ggml.tokens", 5),
+    ],
+)
+def test_a_key_of_the_wrong_type_is_named(facts_of, tmp_path, key, value):
+    path = write(tmp_path / "x.gguf", keys={key: value}, tensors=[("blk.0.x", ZERO)])
+    with pytest.raises(FileError, match=key):
+        facts_of(path)
+
+
+def test_a_fact_may_have_a_default_but_not_another_type():
+    kv = {"an int": 3, "a bool": True, "a text": "x", "a list": ["x"], "numbers": np.arange(3)}
+    assert fact(kv, "an int", int) == 3
+    assert fact(kv, "an int", float) == 3.0
+    assert fact(kv, "none", int, 7) == 7
+    with pytest.raises(FileError, match="none is missing"):
+        fact(kv, "none", int)
+    for key, kind in (
+        ("a bool", int),
+        ("an int", bool),
+        ("a text", list),
+        ("numbers", list),
+        ("a list", str),
+    ):
+        with pytest.raises(FileError, match=f"{key}: expected .*, found "):
+            fact(kv, key, kind)
+
+
+@pytest.fixture
+def facts(facts_of, tiny_gguf):
+    return facts_of(tiny_gguf)
+
+
+def ask(prompt=10, max_tokens=20, **asked):
+    return Request(tuple(range(prompt)), max_tokens, **asked)
+
+
+def test_every_choice_of_a_plan_has_a_reason(facts):
+    chosen = plan(facts, ask())
+    assert set(chosen.reasons) == set(vars(chosen)) - {"reasons"}
+    assert all(chosen.reasons.values())
+    assert (chosen.device, chosen.kv_type, chosen.threads, chosen.mode) == ("auto", "f16", 0, "plain")
+
+
+def test_what_was_asked_wins(facts):
+    chosen = plan(facts, ask(device="cpu", ctx=99, kv_type="q8_0", threads=3))
+    assert (chosen.device, chosen.ctx, chosen.kv_type, chosen.threads) == ("cpu", 99, "q8_0", 3)
+    params = chosen.session
+    assert (params.n_ctx, params.kv_type, params.n_threads, params.n_rows) == (99, "q8_0", 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("trained", "prompt", "max_tokens", "ctx"),
+    [
+        (262144, 10, 20, 4096),
+        (2048, 10, 20, 2048),
+        (262144, 5000, 20, 5020),
+        (262144, 4090, 6, 4096),
+        (262144, 4090, 7, 4097),
+        (6000, 5000, 2000, 6000),
+        (None, 10, 20, 4096),
+    ],
+)
+def test_the_context_holds_the_request_if_the_model_was_trained_for_it(
+    facts, trained, prompt, max_tokens, ctx
+):
+    assert plan(replace(facts, context_length=trained), ask(prompt, max_tokens)).ctx == ctx
+
+
+def test_a_context_past_the_trained_one_names_both(facts):
+    with pytest.raises(ArgumentError, match="5000.*2048"):
+        plan(facts, ask(ctx=5000))
+
+
+@pytest.mark.parametrize(("prompt", "ctx"), [(3000, None), (11, 10)])
+def test_a_prompt_longer_than_the_context_names_both(facts, prompt, ctx):
+    with pytest.raises(ContextFull, match=f"{prompt} tokens.*{ctx or 2048}"):
+        plan(facts, ask(prompt, ctx=ctx))
+
+
+def test_a_file_that_is_not_supported_has_no_plan(facts):
+    with pytest.raises(UnsupportedError, match="because"):
+        plan(replace(facts, supported=False, reasons=["because"]), ask())
