@@ -155,6 +155,18 @@ std::vector<std::pair<StepKind, uint32_t>> largest_steps(const SessionParams &p)
     return {{StepKind::prefill_last, p.n_chunk}, {StepKind::verify, p.n_rows}};
 }
 
+// ggml aborts on an op that a device does not have: ask first.
+void check_supported(const Device &device, ggml_cgraph *graph) {
+    for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
+        const ggml_tensor *node = ggml_graph_node(graph, i);
+        if (custom_op(node) == nullptr && !ggml_backend_dev_supports_op(device.dev, node)) {
+            const ggml_tensor *a = node->src[0], *b = node->src[1];
+            fail(LUCE_E_UNSUPPORTED, "%s has no %s of %s and %s", device.name.c_str(), ggml_op_desc(node),
+                 a == nullptr ? "nothing" : type_name(a->type), b == nullptr ? "nothing" : type_name(b->type));
+        }
+    }
+}
+
 } // namespace
 
 StepSizes Step::measure(const Model &model, const Cache &cache, const SessionParams &params) {
@@ -164,6 +176,7 @@ StepSizes Step::measure(const Model &model, const Cache &cache, const SessionPar
     ggml_gallocr_t galloc = ggml_gallocr_new(model.device().buffer_type());
     for (const auto &[kind, rows] : largest_steps(params)) {
         auto g = Graph::build(model, cache, inputs, kind, rows, cache.n_cells());
+        check_supported(model.device(), g->nodes);
         size_t size = 0;
         ggml_gallocr_reserve_n_size(galloc, g->nodes, nullptr, nullptr, &size);
         sizes.compute = std::max<uint64_t>(sizes.compute, size);
