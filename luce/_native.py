@@ -472,9 +472,5 @@ def load(lib_dir: Path, header: Path | None = None) -> Library:
 
 @lru_cache(maxsize=1)
 def default() -> Library:
-    """The installed package's library, loaded once. An editable install has two package folders."""
-    import luce
-
-    folders = [Path(root) / "lib" for root in luce.__path__]
-    found = [folder for folder in folders if folder.is_dir()]
-    return load((found or folders)[0])
+    """The installed package's library, loaded once."""
+    return load(Path(__file__).resolve().parent / "lib")
