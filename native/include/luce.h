@@ -258,7 +258,7 @@ LUCE_API luce_status luce_sample(const float *logits, uint32_t n, const luce_sam
                                  uint64_t position, int32_t *token);
 
 /* The accept rule: from row 0 step to the child whose token equals choices[row]; stop where there is
- * none. path holds up to n rows; *next is the choice after the last accepted row: the new anchor. */
+ * none. parents NULL: a chain. path holds up to n rows; *next is the choice after the last accepted row: the new anchor. */
 LUCE_API luce_status luce_accept(const int32_t *tokens, const int32_t *parents, const int32_t *choices,
                                  uint32_t n, int32_t *path, uint32_t *n_path, int32_t *next);
 

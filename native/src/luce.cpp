@@ -349,7 +349,6 @@ luce_status luce_accept(const int32_t *tokens, const int32_t *parents, const int
                         int32_t *path, uint32_t *n_path, int32_t *next) {
     return guarded([&] {
         need(tokens, "tokens");
-        need(parents, "parents");
         need(choices, "choices");
         need(path, "path");
         need(n_path, "n_path");
@@ -357,6 +356,11 @@ luce_status luce_accept(const int32_t *tokens, const int32_t *parents, const int
         if (n < 1 || n > LUCE_MAX_ROWS) {
             fail(LUCE_E_ARG, "a step has 1 to %d rows, got %u", LUCE_MAX_ROWS, n);
         }
+        int32_t chain[LUCE_MAX_ROWS];
+        for (uint32_t i = 0; i < n; i++) {
+            chain[i] = int32_t(i) - 1;
+        }
+        parents = parents == nullptr ? chain : parents;
         check_rows(parents, n);
         const std::vector<int32_t> accepted = accept(tokens, parents, choices, n, next);
         std::copy(accepted.begin(), accepted.end(), path);
