@@ -40,11 +40,14 @@ def build_llama_bench(build: Path, cuda: bool) -> Path:
     """llama-bench from the pinned source archive."""
     fetch = [sys.executable, str(ROOT / "tools" / "fetch_ggml.py"), "--peer"]
     source = subprocess.run(fetch, check=True, capture_output=True, text=True).stdout.strip()
-    options = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_CPU_REPACK=OFF", "-DGGML_NATIVE=ON", "-DBUILD_SHARED_LIBS=ON",
-               "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_OPENSSL=OFF",
-               f"-DGGML_CUDA={'ON' if cuda else 'OFF'}", "-DGGML_CUDA_NCCL=OFF"]  # fmt: skip
-    subprocess.run(["cmake", "-G", "Ninja", "-S", source, "-B", str(build), *options], check=True, stdout=sys.stderr)
-    subprocess.run(["cmake", "--build", str(build), "--target", "llama-bench"], check=True, stdout=sys.stderr)
+    options = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_CPU_REPACK=OFF", "-DGGML_NATIVE=ON",
+               "-DBUILD_SHARED_LIBS=ON", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF",
+               "-DLLAMA_OPENSSL=OFF", f"-DGGML_CUDA={'ON' if cuda else 'OFF'}", "-DGGML_CUDA_NCCL=OFF"]  # fmt: skip
+    for command in (
+        ["cmake", "-G", "Ninja", "-S", source, "-B", str(build), *options],
+        ["cmake", "--build", str(build), "--target", "llama-bench"],
+    ):
+        subprocess.run(command, check=True, stdout=sys.stderr)
     return build / "bin" / "llama-bench"
 
 
@@ -67,8 +70,8 @@ def llama_bench(
     binary: Path, model: Path, n_prompt: int, n_gen: int, threads: int, gpu: bool
 ) -> tuple[float, float]:
     """(prefill tokens/s, decoded tokens/s) of one run."""
-    command = [str(binary), "-m", str(model), "-p", str(n_prompt), "-n", str(n_gen), "-t", str(threads), "-r", "1",
-               "-fa", "1", "-ngl", "99" if gpu else "0", "-o", "json"]  # fmt: skip
+    command = [str(binary), "-m", str(model), "-p", str(n_prompt), "-n", str(n_gen), "-t", str(threads),
+               "-r", "1", "-fa", "1", "-ngl", "99" if gpu else "0", "-o", "json"]  # fmt: skip
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     speed = {row["n_gen"] > 0: row["avg_ts"] for row in json.loads(done.stdout)}
     return speed[False], speed[True]
@@ -122,7 +125,8 @@ def measure(args: argparse.Namespace, binary: Path, say: Callable[[str], None]) 
                 peer = llama_bench(binary, args.model, args.n_prompt, args.n_gen, args.threads, gpu)
                 wrong += oracle_errors(file, ours[1]) or 0
                 rows.append((ours[2], peer[1], ours[0], peer[0]))
-                say(f"round {i + 1}: decode {ours[2]:.2f} / {peer[1]:.2f}, prefill {ours[0]:.0f} / {peer[0]:.0f}")
+                decode, prefill = f"{ours[2]:.2f} / {peer[1]:.2f}", f"{ours[0]:.0f} / {peer[0]:.0f}"
+                say(f"round {i + 1}: decode {decode}, prefill {prefill}")
             oracle = "oracle.seed" in file.kv
         device = next(d for d in default().devices() if d.name == model.info.device)
     names = ("luce_decode", "llamacpp_decode", "luce_prefill", "llamacpp_prefill")
@@ -135,9 +139,14 @@ def measure(args: argparse.Namespace, binary: Path, say: Callable[[str], None]) 
         "commit": args.commit or said_by("git", "describe", "--always", "--dirty"),
         "device": device.description if gpu else f"{cpu_name()} ({args.threads} threads)",
         "driver": said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else "",
-        "model": {"file": args.model.name, "bytes": args.model.stat().st_size, "sha256": file_hash(args.model)},
-        "command": f"bench/beside_llamacpp.py {args.model.name} --device {args.device} --threads {args.threads} "
-                   f"--n-prompt {args.n_prompt} --n-gen {args.n_gen} --rounds {args.rounds}",
+        "model": {
+            "file": args.model.name,
+            "bytes": args.model.stat().st_size,
+            "sha256": file_hash(args.model),
+        },
+        "command": f"bench/beside_llamacpp.py {args.model.name} --device {args.device} "
+                   f"--threads {args.threads} --n-prompt {args.n_prompt} --n-gen {args.n_gen} "
+                   f"--rounds {args.rounds}",
         "wrong_tokens": wrong if oracle else None,
         "tok_per_s": {k: round(v, 2) for k, v in medians.items()},
         "spread": {k: [round(min(v), 2), round(max(v), 2)] for k, v in columns.items()},

@@ -191,7 +191,7 @@ class Library:
     ) -> np.ndarray:
         """Runs one of luce's ops alone. Shapes are numpy's (slowest first), types F32, F16, I32.
         The op may write to the arrays it is documented to write to: they are changed in place."""
-        result = np.zeros(shape, dtype)
+        result = np.full(shape, np.nan if np.dtype(dtype).kind == "f" else -1, dtype)  # poison
         args = self.ffi.new("luce_array[]", len(arrays))
         for arg, array in zip(args, arrays, strict=True):
             self._fill_array(arg, array)

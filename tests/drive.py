@@ -28,6 +28,11 @@ def type_of(kind: str) -> Callable[[str], str]:
 
     return pick
 
+# Max abs logit error of F32 weights on CUDA, where cuBLAS multiplies F32 as TF32 (10 bits) from 4 rows on.
+# Measured on an H100 over the goldens: 0.040 to 0.206, of logits with standard deviation 2 to 3.5. The
+# measured error is reported, and decides which tokens must agree.
+CUDA_BOUND = 0.25
+
 
 def open_model(native: Library, path: Path, device: str = "cpu") -> Model:
     return Model(File(path, native), device)

@@ -61,7 +61,7 @@ def process(native, tiny_gguf, device):
         } | options
         return subprocess.Popen(
             [*map(str, command), "--device", device, *args],
-            env=os.environ | {"PYTHONPATH": str(folder)},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])},
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             **options,
         )

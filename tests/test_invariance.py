@@ -21,7 +21,8 @@ CONFIG = Config(n_layer=2, interval=2, n_embd=256, n_ff=256, n_head=4, n_head_kv
                 n_k_head=2, n_v_head=4, state_size=64, n_ctx=2048)  # fmt: skip
 SEED = 21
 WIDTHS = (2, 5, 8, 16, 33, 64)
-ERROR = {"F32": 1e-3, "F16": 1e-2, "BF16": 5e-2}  # relative logit error; F32 leaves room for TF32
+# Relative logit error on the CPU; CUDA multiplies F32 as TF32 (measured on an H100: 1.6e-3).
+ERROR = {"F32": 1e-5, "F16": 1e-2, "BF16": 5e-2}
 Same = Callable[[np.ndarray, np.ndarray], None]
 
 
@@ -103,8 +104,9 @@ def test_weight_type_computes_what_its_weights_say(
     error = np.linalg.norm(verified - expected) / np.sqrt(len(tokens)) / size
     record_property("relative_logit_error", float(error))
     print(f"{kind}: relative logit error {error:.1e}")
-    assert error < ERROR.get(kind, 0.1)
-    assert np.linalg.norm(session.logits(0) - expected[-1]) < 2 * ERROR.get(kind, 0.1) * size
+    allowed = 3e-3 if kind == "F32" and device != "cpu" else ERROR.get(kind, 0.1)
+    assert error < allowed
+    assert np.linalg.norm(session.logits(0) - expected[-1]) < 2 * allowed * size
 
 
 @pytest.mark.parametrize("kind", drive.WEIGHT_TYPES)
@@ -180,13 +182,15 @@ def test_accepting_all_rows_of_full_steps(model_of: Callable[[str], Model], same
         same(drive.chain_logits(wide, tokens, 64), drive.chain_logits(plain, tokens, 1))
 
 
+@pytest.mark.parametrize("kv_type", ["f32", "f16", "q8_0", "q4_0"])
 @pytest.mark.parametrize("kind", ["F32", "Q4_K"])
-def test_two_runs_give_the_same_bits(kind: str, model_of: Callable[[str], Model], device: str) -> None:
-    """On every device: no floating-point atomics."""
+def test_two_runs_give_the_same_bits(kind: str, kv_type: str, model_of: Callable[[str], Model]) -> None:
+    """On every device: no floating-point atomics, no races. Plain steps and wide ones."""
     model, prompt, tokens = model_of(kind), tokens_of(1, 70), tokens_of(2, 40)
     runs = []
-    for _ in range(2):
-        session = drive.open_session(model, n_ctx=256)
+    for _ in range(3):
+        session = drive.open_session(model, n_ctx=256, kv_type=kv_type)
         session.prefill(prompt)
-        runs.append(drive.chain_logits(session, tokens, 8))
-    assert runs[0].tobytes() == runs[1].tobytes()
+        wide, plain = (drive.chain_logits(session, tokens, width) for width in (8, 1))
+        runs.append(wide.tobytes() + plain.tobytes())
+    assert runs[0] == runs[1] == runs[2]

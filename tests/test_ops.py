@@ -1,4 +1,4 @@
-"""luce's own ops, each alone on --luce-device, against the numpy reference; and the bits that rounds rely on."""
+"""luce's own ops, each alone on --luce-device, against numpy; and the bits that rounds rely on."""
 
 from __future__ import annotations
 
@@ -66,9 +66,8 @@ class Layer:
         ctl[2 + MAX_ROWS : 2 + MAX_ROWS + len(parents)] = parents
         params = (self.n_log, self.hk, self.hv, self.s, mode)
         run = self.native.op_run
-        conv = run(
-            self.device, "deltanet_conv", [rows.x, self.w, self.window, self.log, ctl], params, shape=(t, self.c)
-        )
+        args = [rows.x, self.w, self.window, self.log, ctl]
+        conv = run(self.device, "deltanet_conv", args, params, shape=(t, self.c))
         args = [conv, rows.alpha, rows.beta, self.dt, self.a, self.state, self.log, ctl]
         out = run(self.device, "deltanet", args, params, shape=(t, self.hv * self.s))
         self.pending = []

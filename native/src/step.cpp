@@ -162,7 +162,8 @@ void check_supported(const Device &device, ggml_cgraph *graph) {
         if (custom_op(node) == nullptr && !ggml_backend_dev_supports_op(device.dev, node)) {
             const ggml_tensor *a = node->src[0], *b = node->src[1];
             fail(LUCE_E_UNSUPPORTED, "%s has no %s of %s and %s", device.name.c_str(), ggml_op_desc(node),
-                 a == nullptr ? "nothing" : type_name(a->type), b == nullptr ? "nothing" : type_name(b->type));
+                 a == nullptr ? "nothing" : type_name(a->type),
+                 b == nullptr ? "nothing" : type_name(b->type));
         }
     }
 }
