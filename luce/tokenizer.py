@@ -16,7 +16,7 @@ from luce.probe import fact
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 # tokenizer.ggml.pre to the pre-tokenizer's regex; qwen35 counts marks (\p{M}) as parts of words
-_SPLITS = {
+SPLITS = {
     "qwen2": rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}"
     rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_BLANKS}",
     "qwen35": rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
@@ -47,8 +47,8 @@ class Tokenizer:
     def __init__(self, metadata: Mapping[str, Any]):
         kind = fact(metadata, "tokenizer.ggml.model", str)
         pre = fact(metadata, "tokenizer.ggml.pre", str)
-        if kind != "gpt2" or pre not in _SPLITS:
-            raise UnsupportedError(f"tokenizer {kind}/{pre}: luce has gpt2 with {', '.join(_SPLITS)}")
+        if kind != "gpt2" or pre not in SPLITS:
+            raise UnsupportedError(f"tokenizer {kind}/{pre}: luce has gpt2 with {', '.join(SPLITS)}")
         self._tokens = fact(metadata, "tokenizer.ggml.tokens", list)
         self._types = _token_types(metadata, len(self._tokens))
         self.n_vocab = len(self._tokens)
@@ -56,7 +56,7 @@ class Tokenizer:
         lacking = [byte for char, byte in _BYTES.items() if char not in vocabulary and byte in _UTF8_BYTES]
         if lacking:
             raise FileError(f"tokenizer.ggml.tokens has no token for byte 0x{lacking[0]:02x}")
-        self._bpe = _build(vocabulary, fact(metadata, "tokenizer.ggml.merges", list), _SPLITS[pre])
+        self._bpe = _build(vocabulary, fact(metadata, "tokenizer.ggml.merges", list), SPLITS[pre])
         self._bpe.add_tokens(
             [
                 AddedToken(token, normalized=False, special=kind == _CONTROL)

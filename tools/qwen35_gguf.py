@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import gguf
 
 ARCH = "qwen35"
+ARCH_MOE = "qwen35moe"
 
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 N_BYTES = 256
@@ -30,7 +31,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Config:
-    """Hyperparameters of a dense Qwen3.5 model. Names follow GGUF's keys."""
+    """Hyperparameters of a Qwen3.5 model, dense unless it has experts. Names follow GGUF's keys."""
 
     n_layer: int = 4  # trunk blocks
     n_embd: int = 64
@@ -51,6 +52,15 @@ class Config:
     recurrent: tuple[bool, ...] | None = None  # instead of interval: True = DeltaNet, per trunk block
     n_ctx: int = 2048
     n_nextn: int = 0
+    rope_sections: tuple[int, ...] | None = None  # 4, M-RoPE; text needs none: a split in thirds
+    n_expert: int = 0  # 0: dense, n_ff is the FFN's width; else n_ff is not used
+    n_expert_used: int = 0
+    n_ff_expert: int = 0
+    n_ff_shared: int = 0  # of the shared expert
+
+    @property
+    def arch(self) -> str:
+        return ARCH_MOE if self.n_expert else ARCH
 
     def is_recurrent(self, i: int) -> bool:
         if i >= self.n_layer:
@@ -73,9 +83,26 @@ class Config:
 Shapes = dict[str, tuple[int, ...]]
 
 
+def _ffn_shapes(c: Config) -> Shapes:
+    e, ff = c.n_embd, c.n_ff
+    if not c.n_expert:
+        return {"ffn_gate.weight": (ff, e), "ffn_up.weight": (ff, e), "ffn_down.weight": (e, ff)}
+    n, ff, shared = c.n_expert, c.n_ff_expert, c.n_ff_shared
+    return {
+        "ffn_gate_inp.weight": (n, e),
+        "ffn_gate_exps.weight": (n, ff, e),
+        "ffn_up_exps.weight": (n, ff, e),
+        "ffn_down_exps.weight": (n, e, ff),
+        "ffn_gate_inp_shexp.weight": (e,),
+        "ffn_gate_shexp.weight": (shared, e),
+        "ffn_up_shexp.weight": (shared, e),
+        "ffn_down_shexp.weight": (e, shared),
+    }
+
+
 def block_shapes(c: Config, i: int) -> Shapes:
     """Tensors of block i, without the `blk.i.` prefix."""
-    e, ff, d = c.n_embd, c.n_ff, c.head_dim
+    e, d = c.n_embd, c.head_dim
     shapes: Shapes = {"attn_norm.weight": (e,)}
     if c.is_recurrent(i):
         shapes |= {
@@ -98,12 +125,7 @@ def block_shapes(c: Config, i: int) -> Shapes:
             "attn_k_norm.weight": (d,),
             "attn_output.weight": (e, d * c.n_head),
         }
-    shapes |= {
-        "post_attention_norm.weight": (e,),
-        "ffn_gate.weight": (ff, e),
-        "ffn_up.weight": (ff, e),
-        "ffn_down.weight": (e, ff),
-    }
+    shapes |= {"post_attention_norm.weight": (e,)} | _ffn_shapes(c)
     if i >= c.n_layer:
         shapes |= {
             "nextn.eh_proj.weight": (e, 2 * e),
@@ -133,7 +155,13 @@ def add_keys(w: gguf.GGUFWriter, c: Config, name: str, file_type: int) -> None:
     w.add_block_count(c.n_layer + c.n_nextn)
     w.add_context_length(c.n_ctx)
     w.add_embedding_length(c.n_embd)
-    w.add_feed_forward_length(c.n_ff)
+    if c.n_expert:
+        w.add_expert_count(c.n_expert)
+        w.add_expert_used_count(c.n_expert_used)
+        w.add_expert_feed_forward_length(c.n_ff_expert)
+        w.add_expert_shared_feed_forward_length(c.n_ff_shared)
+    else:
+        w.add_feed_forward_length(c.n_ff)
     w.add_head_count(c.n_head)
     w.add_head_count_kv(c.n_head_kv)
     w.add_key_length(c.head_dim)
@@ -142,7 +170,7 @@ def add_keys(w: gguf.GGUFWriter, c: Config, name: str, file_type: int) -> None:
     w.add_rope_freq_base(c.rope_base)
     w.add_rope_dimension_count(c.rope_dim)
     third = c.rope_dim // 2 // 3
-    w.add_rope_dimension_sections([c.rope_dim // 2 - 2 * third, third, third, 0])
+    w.add_rope_dimension_sections(c.rope_sections or [c.rope_dim // 2 - 2 * third, third, third, 0])
     w.add_ssm_conv_kernel(c.conv_kernel)
     w.add_ssm_inner_size(c.value_dim)
     w.add_ssm_state_size(c.state_size)
@@ -152,7 +180,7 @@ def add_keys(w: gguf.GGUFWriter, c: Config, name: str, file_type: int) -> None:
         w.add_full_attention_interval(c.interval)
     else:
         flags = [c.is_recurrent(i) for i in range(c.n_layer + c.n_nextn)]
-        w.add_array(f"{ARCH}.attention.recurrent_layers", flags)
+        w.add_array(f"{c.arch}.attention.recurrent_layers", flags)
     if c.n_nextn:
         w.add_nextn_predict_layers(c.n_nextn)
 

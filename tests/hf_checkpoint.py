@@ -1,0 +1,159 @@
+"""For the converters' tests: Hugging Face checkpoints by hand (no torch, no safetensors package), and
+what a GGUF holds."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import convert_qwen35
+import numpy as np
+import tiny
+from compare_weights import Weights
+from qwen35_gguf import CHAT_TEMPLATE, CONTROL, MERGES, Config, byte_symbols
+
+from luce._native import File
+from luce.tokenizer import SPLITS
+
+N_TOKENS = 256 + len(MERGES) + len(CONTROL)
+_DTYPES = {"float32": "F32", "float16": "F16", "uint16": "BF16", "int64": "I64", "uint8": "U8"}
+
+
+def bf16(x: np.ndarray) -> np.ndarray:
+    """BF16 (rounded towards zero) as uint16, which save_file stores as BF16."""
+    return (np.ascontiguousarray(x, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def save_file(path: Path, tensors: Mapping[str, np.ndarray]) -> Path:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    body = bytearray()
+    for name, x in tensors.items():
+        span = [len(body), len(body) + x.nbytes]
+        header[name] = {"dtype": _DTYPES[str(x.dtype)], "shape": list(x.shape), "data_offsets": span}
+        body += x.tobytes()
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + body)
+    return path
+
+
+def save(
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    *,
+    tokenizer: bool = True,
+    shards: int = 1,
+) -> Path:
+    """A folder as save_pretrained leaves it, with tokenizer and template."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if shards == 1:
+        save_file(folder / "model.safetensors", tensors)
+    else:
+        weight_map = {}
+        for i in range(shards):
+            file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
+            part = dict(list(tensors.items())[i::shards])
+            save_file(folder / file, part)
+            weight_map |= dict.fromkeys(part, file)
+        index = {"metadata": {}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    if tokenizer:
+        save_tokenizer(folder)
+    return folder
+
+
+def tensors_of(path: Path) -> dict[str, np.ndarray]:
+    """Name to dequantised weights (numpy's order of dimensions) of a GGUF, as the core reads it."""
+    with File(path) as file:
+        weights = Weights(file)
+        rows = {name: weights.rows(name, 0, 1 << 40) for name in weights.index}
+        return {name: x.reshape(weights.shape(name)) for name, x in rows.items()}
+
+
+def types_of(path: Path) -> dict[str, str]:
+    with File(path) as file:
+        return {tensor.name: tensor.type_name for tensor in file.tensors}
+
+
+def keys_of(path: Path) -> dict[str, Any]:
+    with File(path) as file:
+        values = dict(file.kv)
+    return {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in values.items()}
+
+
+def relative_error(found: np.ndarray, wanted: np.ndarray) -> float:
+    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
+
+
+# ||error|| / ||weights|| of a round trip, weights uniform in [-h, h] (so their RMS is h / sqrt(3)).
+ROUND_TRIP = {
+    "F32": 0.0,
+    "F16": 2**-11,  # half a unit in the last place of 11 bits
+    "BF16": 2**-8,  # the same of 8 bits
+    "Q8_0": 0.0045,  # steps of h/127: error h/127/sqrt(12), so 1/254 of the RMS; and an F16 scale
+    "Q6_K": 0.018,  # steps of h/32: 1/64; and 8 bit scales
+    "Q5_K": 0.037,  # 31 steps over 2h: 1/31; and 6 bit scales and minima
+    "Q4_K": 0.078,  # 15 steps over 2h: 1/15; the same
+}
+
+
+def save_tokenizer(folder: Path) -> None:
+    """qwen35_gguf's byte-level tokenizer as Hugging Face's files: N_TOKENS ids, control tokens last."""
+    tokens = byte_symbols() + [a + b for a, b in MERGES]
+    special = range(len(tokens), N_TOKENS)
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": i, "content": text, "special": True, "normalized": False, "single_word": False,
+             "lstrip": False, "rstrip": False}
+            for i, text in zip(special, CONTROL, strict=True)
+        ],
+        "normalizer": {"type": "NFC"},
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": SPLITS["qwen35"]}, "behavior": "Isolated",
+                 "invert": False},
+                {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
+            ],
+        },
+        "post_processor": None,
+        "decoder": None,
+        "model": {
+            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": "",
+            "end_of_word_suffix": "", "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+            "vocab": {token: i for i, token in enumerate(tokens)}, "merges": [list(pair) for pair in MERGES],
+        },
+    }  # fmt: skip
+    settings = {
+        "eos_token": {"content": CONTROL[2]}, "pad_token": CONTROL[0], "bos_token": None,
+        "add_bos_token": False, "chat_template": CHAT_TEMPLATE,
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def save_qwen35(folder: Path, c: Config, seed: int = 1, **options: Any) -> Path:
+    """tiny.weights(c, seed) and its config."""
+    return save(folder, tiny.hf_config(c), tiny.weights(c, seed), **options)
+
+
+def convert_qwen35_to_gguf(folder: Path, *options: str) -> Path:
+    """out.gguf beside the folder."""
+    out = folder.parent / "out.gguf"
+    assert convert_qwen35.main([str(folder), str(out), *options]) == 0
+    return out
+
+
+def failure(main: Callable[[list[str]], int], args: list[str], capsys: Any) -> str:
+    """The last line that a failed conversion to args[1] says; it leaves nothing behind."""
+    before = sorted(Path(args[1]).parent.iterdir())
+    assert main(args) == 1
+    assert sorted(Path(args[1]).parent.iterdir()) == before
+    lines: list[str] = capsys.readouterr().err.splitlines()
+    assert lines[-1].startswith("error: ")
+    return lines[-1]

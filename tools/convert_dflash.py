@@ -1,0 +1,237 @@
+#!/usr/bin/env python3
+"""Converts a DFlash drafter (z-lab's safetensors) to GGUF, or requantises a GGUF drafter."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import hf_dflash  # noqa: E402
+from gguf_output import Planned, Written, slabs, tensor_bytes, write  # noqa: E402
+from gguf_tokenizer import add_hf_tokenizer, check_tokenizer, copy_keys  # noqa: E402
+from hf_config import read_config, rope_parameters, text_config  # noqa: E402
+from safetensors_reader import Checkpoint  # noqa: E402
+from weight_types import DEFAULT, MIXES, choose, is_matrix  # noqa: E402
+
+from luce import _native  # noqa: E402
+from luce.errors import FileError, LuceError, UnsupportedError  # noqa: E402
+from luce.probe import fact  # noqa: E402
+
+EXAMPLES = """
+examples:
+  convert_dflash.py Qwen3.6-27B-DFlash drafter.gguf --target qwen3.6-27b.gguf --type Q8_0
+  convert_dflash.py Qwen3.6-27B-DFlash drafter.gguf --target Qwen3.6-27B --type Q4_K_M
+  convert_dflash.py --requantize drafter-f16.gguf drafter-q4_k_m.gguf --type Q4_K_M
+
+--target is the model that it drafts for, as GGUF or as Hugging Face folder: drafters are published
+without a tokenizer and take the target's. The file is written whole, read back and compared, or not
+at all.
+"""
+DRAFTERS = ("dflash", "dflash-draft", "qwen35-dflash-draft", "gemma4-dflash-draft")
+_REFUSED = re.compile(r"markov|selector|_conv_|conf_proj|sinks|rope_freqs|post_.*norm|layer_output_scale|hc_")
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class Target:
+    """The model that is drafted for, as far as the drafter's file depends on it."""
+
+    path: Path
+    n_embd: int
+    n_layer: int
+    n_vocab: int
+    m_rope: bool
+    add_tokenizer: Callable[[gguf.GGUFWriter], None]
+    check: Callable[[_native.File], None]
+
+
+def gguf_target(path: Path) -> Target:
+    """A target from its GGUF; the tokenizer's keys are copied."""
+    with _native.File(path) as file:
+        arch = fact(file.kv, "general.architecture", str)
+        n_nextn = fact(file.kv, f"{arch}.nextn_predict_layers", int, 0)
+        found = (fact(file.kv, f"{arch}.embedding_length", int), fact(file.kv, f"{arch}.block_count", int))
+        m_rope = f"{arch}.rope.dimension_sections" in file.kv
+        n_vocab = len(fact(file.kv, "tokenizer.ggml.tokens", list))
+
+    def add(w: gguf.GGUFWriter) -> None:
+        with _native.File(path) as file:
+            copy_keys(w, file, lambda key: key.startswith("tokenizer."))
+
+    return Target(path, found[0], found[1] - n_nextn, n_vocab, m_rope, add, lambda file: None)
+
+
+def folder_target(path: Path, say: Callable[[str], None]) -> Target:
+    """A target, or the drafter itself, from a Hugging Face folder."""
+    text = text_config(read_config(path))
+    sizes = (text.size("hidden_size"), text.size("num_hidden_layers"), text.size("vocab_size"))
+
+    def add(w: gguf.GGUFWriter) -> None:
+        add_hf_tokenizer(w, path, sizes[2], say)
+
+    m_rope = "mrope_section" in rope_parameters(text)
+    return Target(path, *sizes, m_rope, add, lambda file: check_tokenizer(file, path))
+
+
+def find_target(drafter: Path, given: Path | None, say: Callable[[str], None]) -> tuple[Target, bool]:
+    """(target, whether it is the drafter's own folder): --target, else the folder if it has a tokenizer."""
+    own = drafter.parent if drafter.is_file() else drafter
+    if given is not None:
+        return (folder_target(given, say) if given.is_dir() else gguf_target(given)), False
+    if (own / "tokenizer.json").exists():
+        return folder_target(own, say), True
+    raise FileError(f"{own} has no tokenizer.json: name the model that it drafts for with --target")
+
+
+def convert(
+    drafter: Path,
+    out: Path,
+    kind: str = DEFAULT,
+    target: Path | None = None,
+    name: str | None = None,
+    threads: int = 0,
+    say: Callable[[str], None] = note,
+) -> Written:
+    """The drafter in folder `drafter` as `out`. kind: a key of MIXES. target: a GGUF or a folder.
+    LuceError names the key or tensor at fault."""
+    checkpoint = Checkpoint(drafter)
+    c = hf_dflash.read_hparams(read_config(drafter))
+    if (drafter / "mask_embedding.pt").exists():
+        raise UnsupportedError(f"{drafter}/mask_embedding.pt: luce does not implement a mask embedding")
+    plan = hf_dflash.plan(c, checkpoint)
+    source, is_own = find_target(drafter, target, say)
+    if not is_own:
+        _check_target(c, source)
+    mix = MIXES[kind]
+    types, fallbacks = choose(mix, ((t.name, t.shape) for t in plan), tied=False)
+    for fallback in fallbacks:
+        say(str(fallback))
+    writer = gguf.GGUFWriter(None, hf_dflash.ARCH)
+    hf_dflash.add_keys(writer, c, name or drafter.resolve().name, mix.file_type, source.m_rope)
+    source.add_tokenizer(writer)
+    _add_mask_token(writer, c, source)
+    return write(out, writer, plan, types, _native.default(), source.check, threads)
+
+
+def _check_target(c: hf_dflash.DFlash, target: Target) -> None:
+    sizes = {"hidden_size": (c.n_embd, target.n_embd), "vocab_size": (c.n_vocab, target.n_vocab)}
+    for key, (own, other) in sizes.items():
+        if own != other:
+            raise FileError(f"key {key} is {own}, but {other} in {target.path}: not the drafter's target")
+    if c.target_layer_ids[-1] >= target.n_layer:
+        raise FileError(
+            f"key target_layer_ids taps layer {c.target_layer_ids[-1]}, {target.path} has {target.n_layer}"
+        )
+
+
+def _add_mask_token(w: gguf.GGUFWriter, c: hf_dflash.DFlash, target: Target) -> None:
+    """The config's, else the tokenizer's."""
+    key = gguf.Keys.Tokenizer.MASK_ID
+    given = w.kv_data[0].pop(key, None)  # from the tokenizer
+    mask = c.mask_token_id if c.mask_token_id is not None else given.value if given else None
+    if mask is None:
+        raise FileError(
+            "key mask_token_id is missing in config.json (dflash_config or top level), and "
+            f"the tokenizer of {target.path} has no mask token"
+        )
+    if not 0 <= mask < c.n_vocab:
+        raise FileError(f"key mask_token_id is {mask}, the vocabulary has {c.n_vocab} tokens")
+    w.add_mask_token_id(mask)
+
+
+# ---- a GGUF as the source
+
+
+def requantize(
+    source: Path, out: Path, kind: str = DEFAULT, threads: int = 0, say: Callable[[str], None] = note
+) -> Written:
+    """A GGUF drafter with its matrices as `kind`, all keys and names as they are."""
+    if out.exists() and out.samefile(source):
+        raise FileError(f"{out} is the input: give the output another name")
+    mix = MIXES[kind]
+    with _native.File(source) as file:
+        arch = fact(file.kv, "general.architecture", str)
+        if arch not in DRAFTERS:
+            raise UnsupportedError(f"{source}: architecture {arch} is not one of {', '.join(DRAFTERS)}")
+        plan = [_stored(file, index) for index in range(len(file.tensors))]
+        matrices = [(t.name, t.shape) for t in plan if t.stored is None]
+        types, fallbacks = choose(mix, matrices, tied=False)
+        lossy = {t.type_name for t in file.tensors} - {"F32", "F16", "BF16", "I32", "I64"}
+        if lossy:
+            say(f"the source is {', '.join(sorted(lossy))} already: an unquantised one would lose less")
+        for fallback in fallbacks:
+            say(str(fallback))
+        writer = gguf.GGUFWriter(None, arch)
+        left_out = ("general.architecture", "general.file_type", "general.alignment")
+        copy_keys(writer, file, lambda key: key not in left_out and not key.startswith("split."))
+        writer.add_file_type(mix.file_type)
+        return write(out, writer, plan, types, file.library, threads=threads)
+
+
+def _stored(file: _native.File, index: int) -> Planned:
+    """Tensor `index` of the file: a matrix to be quantised anew, anything else as it is."""
+    tensor = file.tensors[index]
+    if _REFUSED.search(tensor.name):
+        raise UnsupportedError(f"tensor {tensor.name}: luce does not implement drafters that have it")
+    shape = tuple(reversed(tensor.shape))
+    kind = gguf.GGMLQuantizationType(tensor.type)
+    data = tensor_bytes(file, index).reshape(int(np.prod(shape[:-1])), -1)
+    if not is_matrix(tensor.name, shape):
+        return Planned(tensor.name, shape, (tensor.name,), lambda: iter(()), data, kind.name)
+
+    def rows() -> Iterator[np.ndarray]:
+        return slabs(data, lambda part: gguf.quants.dequantize(part, kind))
+
+    return Planned(tensor.name, shape, (tensor.name,), rows)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("drafter", type=Path, nargs="?", help="folder with config.json and *.safetensors")
+    made.add_argument("out", type=Path, help="GGUF to write; replaced if it exists")
+    made.add_argument("--target", type=Path, metavar="GGUF-OR-DIR", help="the model that it drafts for")
+    made.add_argument("--requantize", type=Path, metavar="IN.gguf", help="take this GGUF instead of a folder")
+    made.add_argument("--type", choices=MIXES, default=DEFAULT, help="of the matrices (default: %(default)s)")
+    made.add_argument("--name", help="general.name (default: the folder's name)")
+    made.add_argument("--threads", type=int, default=0, metavar="N", help="quantiser threads (default: all)")
+    return made
+
+
+def main(argv: list[str] | None = None) -> int:
+    made = parser()
+    args = made.parse_intermixed_args(argv)
+    if (args.drafter is None) == (args.requantize is None):
+        made.error("give either the drafter's folder or --requantize IN.gguf")
+    if args.requantize is not None and (args.target is not None or args.name is not None):
+        made.error("--requantize keeps the keys of its file: --target and --name do not go with it")
+    try:
+        if args.requantize is not None:
+            written = requantize(args.requantize, args.out, args.type, args.threads)
+        else:
+            written = convert(args.drafter, args.out, args.type, args.target, args.name, args.threads)
+    except (LuceError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted: nothing was written", file=sys.stderr)
+        return 130
+    print(f"wrote {written}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
