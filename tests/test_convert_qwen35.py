@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import tiny
 from make_goldens import CASES
-from safetensors_reader import Checkpoint
 from weight_types import MIXES, choose
 
 from luce.errors import LuceError

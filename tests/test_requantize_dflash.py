@@ -1,0 +1,68 @@
+"""tools/convert_dflash.py --requantize: a GGUF drafter with its matrices as another type."""
+
+import convert_dflash
+import gguf
+import hf_checkpoint as hf
+import numpy as np
+import test_convert_dflash as dflash
+
+target = dflash.target
+save, convert = dflash.save, dflash.convert
+
+
+def requantized(source, out, kind="Q4_K_M"):
+    return convert_dflash.main(["--requantize", str(source), str(out), "--type", kind])
+
+
+def test_requantized_drafter_equals_one_converted_at_once(tmp_path, target):
+    folder = save(tmp_path)
+    direct = convert(folder, target, "--type", "Q4_K_M").read_bytes()
+    f32 = convert(folder, target, "--type", "F32")
+    assert requantized(f32, tmp_path / "q4.gguf") == 0
+    found, wanted = tmp_path / "q4.gguf", tmp_path / "direct.gguf"
+    wanted.write_bytes(direct)
+    assert hf.types_of(found) == hf.types_of(wanted)
+    assert hf.keys_of(found) == hf.keys_of(wanted)
+    ours, theirs = hf.tensors_of(found), hf.tensors_of(wanted)
+    assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_requantized_from_a_quantised_file_says_so(tmp_path, target, capsys):
+    q8 = convert(save(tmp_path), target, "--type", "Q8_0")
+    assert requantized(q8, tmp_path / "q4.gguf") == 0
+    assert "the source is Q8_0 already" in capsys.readouterr().err
+
+
+def test_requantize_keeps_older_names_and_keys(tmp_path):
+    w = gguf.GGUFWriter(tmp_path / "old.gguf", "dflash-draft")
+    w.add_uint32("dflash-draft.dflash.block_size", 16)
+    w.add_bool("dflash-draft.flag", True)
+    w.add_array("dflash-draft.pattern", [True, False])
+    w.add_float64("dflash-draft.precise", 0.1)
+    w.add_string("tokenizer.ggml.model", "gpt2")
+    w.add_file_type(1)
+    w.add_tensor("dflash.fc.weight", np.ones((4, 256), np.float16))
+    w.add_tensor("dflash.hidden_norm.weight", np.ones(256, np.float32))
+    w.add_tensor("d2t", np.arange(4, dtype=np.int64))
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+    assert requantized(tmp_path / "old.gguf", tmp_path / "new.gguf") == 0
+    assert hf.types_of(tmp_path / "new.gguf") == {
+        "dflash.fc.weight": "Q4_K", "dflash.hidden_norm.weight": "F32", "d2t": "I64",
+    }  # fmt: skip
+    old, new = hf.keys_of(tmp_path / "old.gguf"), hf.keys_of(tmp_path / "new.gguf")
+    assert new == old | {"general.file_type": 15}
+
+
+def test_requantize_refuses_what_is_no_drafter(tmp_path, target, capsys):
+    args = ["--requantize", str(target), str(tmp_path / "x.gguf")]
+    assert convert_dflash.main(args) == 1
+    assert "architecture qwen35 is not one of dflash" in capsys.readouterr().err
+
+
+def test_requantize_refuses_its_own_input(tmp_path, target, capsys):
+    path = convert(save(tmp_path), target)
+    before = path.read_bytes()
+    assert requantized(path, path) == 1 and path.read_bytes() == before
