@@ -21,6 +21,7 @@ from box.store import Store  # noqa: E402
 from box.trunk import Windows  # noqa: E402
 
 TOY = train.Sizes(toy=True)
+torch.set_num_threads(1)  # toy sizes: more threads only wait for each other
 
 
 @pytest.fixture
