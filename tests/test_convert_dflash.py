@@ -431,7 +431,7 @@ def test_reduced_vocabulary_that_points_nowhere(tmp_path, target, capsys, d2t):
     "args",
     [["out.gguf"], ["drafter", "out.gguf", "--requantize", "in.gguf"],
      ["--requantize", "in.gguf", "out.gguf", "--target", "t.gguf"],
-     ["drafter", "out.gguf", "--type", "Q3_K"]],
+     ["drafter", "out.gguf", "--type", "Q3_K"], ["drafter", "out.gguf", "--threads", "-1"]],
 )  # fmt: skip
 def test_usage_errors_exit_2(args, capsys):
     with pytest.raises(SystemExit) as stopped:

@@ -36,7 +36,8 @@ examples:
   compare_weights.py Qwen3.5-9B qwen3.5-9b-q4_k_m.gguf
   compare_weights.py Qwen3.6-27B-DFlash drafter.gguf --max 0.01 --json
 
-Typical errors: F32 0, BF16 of a BF16 checkpoint 0, F16 0.0002, Q8_0 0.006, Q6_K 0.02, Q5_K 0.04, Q4_K 0.08.
+Typical errors: F32 0, BF16 of a BF16 checkpoint 0, F16 0.0002, Q8_0 0.005, Q6_K 0.018, Q5_K 0.036,
+Q4_K 0.072.
 Exit 1 where a tensor is missing on either side, has another shape, or is above --max.
 """
 DEFAULT_MAX = 0.1

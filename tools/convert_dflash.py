@@ -16,7 +16,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import hf_dflash  # noqa: E402
-from gguf_output import Planned, Written, slabs, tensor_bytes, write  # noqa: E402
+from gguf_output import Planned, Written, slabs, tensor_bytes, thread_count, write  # noqa: E402
 from gguf_tokenizer import add_hf_tokenizer, check_tokenizer, copy_keys  # noqa: E402
 from hf_config import read_config, rope_parameters, text_config  # noqa: E402
 from safetensors_reader import Checkpoint  # noqa: E402
@@ -207,7 +207,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--requantize", type=Path, metavar="IN.gguf", help="take this GGUF instead of a folder")
     made.add_argument("--type", choices=MIXES, default=DEFAULT, help="of the matrices (default: %(default)s)")
     made.add_argument("--name", help="general.name (default: the folder's name)")
-    made.add_argument("--threads", type=int, default=0, metavar="N", help="quantiser threads (default: all)")
+    made.add_argument(
+        "--threads", type=thread_count, default=0, metavar="N", help="quantiser threads (default: all)"
+    )
     return made
 
 

@@ -13,7 +13,7 @@ import gguf
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import hf_qwen35  # noqa: E402
-from gguf_output import Planned, Written, write  # noqa: E402
+from gguf_output import Planned, Written, thread_count, write  # noqa: E402
 from gguf_tokenizer import add_hf_tokenizer, check_tokenizer  # noqa: E402
 from hf_config import read_config  # noqa: E402
 from qwen35_gguf import Config, add_keys  # noqa: E402
@@ -85,7 +85,7 @@ def _can_run(file: _native.File, c: Config, plan: list[Planned]) -> str:
     try:
         file.plan_memory("cpu")
     except UnsupportedError as error:
-        return f"luce does not run this file yet: {error}"
+        return "luce does not run this file yet: " + str(error).removeprefix(f"{file.path}: ")
     return f"luce runs this file: {c.n_layer} blocks" + (", NextN head" if c.n_nextn else "")
 
 
@@ -101,7 +101,9 @@ def parser() -> argparse.ArgumentParser:
     parts.add_argument("--mtp-only", action="store_true", help="the NextN head alone, for --mtp-gguf")
     made.add_argument("--tokenizer", type=Path, metavar="DIR", help="where tokenizer.json is, if elsewhere")
     made.add_argument("--name", help="general.name (default: the folder's name)")
-    made.add_argument("--threads", type=int, default=0, metavar="N", help="quantiser threads (default: all)")
+    made.add_argument(
+        "--threads", type=thread_count, default=0, metavar="N", help="quantiser threads (default: all)"
+    )
     return made
 
 
