@@ -1,6 +1,6 @@
-// The greedy choice of each row, in two kernels: ARGMAX_PARTS blocks a row leave their best in `out`, then one
-// warp a row picks from those. A maximum with ties to the lowest id is the same in any order, and nothing has
-// to be reset between runs.
+// The greedy choice of each row, in two kernels: ARGMAX_PARTS blocks a row leave their best in `out`, then
+// one warp a row picks from those. A maximum with ties to the lowest id is the same in any order, and nothing
+// has to be reset between runs.
 #include "kernels.h"
 
 #include <climits>
@@ -40,8 +40,10 @@ struct Best {
     }
 };
 
-// grid: parts, rows. A partial result is two words: the id, complemented if a value was not finite; the value.
-template <bool VECTOR> __global__ void __launch_bounds__(THREADS) argmax_parts_kernel(ArgmaxArgs a, int32_t part) {
+// grid: parts, rows. A partial result is two words: the id, complemented if a value was not finite; the
+// value.
+template <bool VECTOR>
+__global__ void __launch_bounds__(THREADS) argmax_parts_kernel(ArgmaxArgs a, int32_t part) {
     __shared__ Best shared[THREADS / WARP];
     const float *x = a.logits + blockIdx.y * a.n;
     const int32_t begin = blockIdx.x * part, end = min(int64_t(begin) + part, a.n);

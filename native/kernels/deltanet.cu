@@ -1,12 +1,14 @@
 // The gated delta rule over the rows of a step.
 // A block owns up to 32 columns (v dimensions) of one v head's state; columns never meet, so blocks do not
-// either. A thread keeps 4 columns by S / 16 k entries in registers from the first row to the last; 16 lanes of
-// a warp share 4 columns and sum over k by a butterfly, in the same order for every row, so a row's bits depend
-// on its ancestors only. Rows come through shared memory, TILE at a time, STAGES - 1 tiles ahead.
+// either. A thread keeps 4 columns by S / 16 k entries in registers from the first row to the last; 16 lanes
+// of a warp share 4 columns and sum over k by a butterfly, in the same order for every row, so a row's bits
+// depend on its ancestors only. Rows come through shared memory, TILE at a time, STAGES - 1 tiles ahead.
 //
-// In a tree, a row that does not follow the one before it starts from its parent's state: the nearest saved
-// ancestor (depths 0, 4, 8, 12 are saved in shared memory) or the committed state, then a replay of the rows
-// between. A chain saves and replays nothing.
+// In a tree, the registers keep the parent's state over its leaves, so siblings follow at no cost. A row
+// whose parent's state is not there starts from the nearest saved ancestor (depths 0, 4, 8, 12 are saved in
+// shared memory) or from the committed state, and replays the rows between. A chain saves and replays
+// nothing.
+#include "deltanet_part.cuh"
 #include "kernels.h"
 
 #include <cuda_pipeline.h>
@@ -15,25 +17,14 @@
 namespace luce {
 namespace {
 
-constexpr int WARP = 32;
-constexpr int LANES = 16; // lanes that share a group of columns
-constexpr int COLS = 4;   // columns of a group
 constexpr int TILE = 4;
 constexpr int STAGES = 3;
-constexpr int SLOTS = 4;  // saved states
+constexpr int SLOTS = 4; // saved states
 constexpr int STRIDE = 4; // depths from one saved state to the next
 constexpr int TREE_ROWS = 4; // up to here a replay from the committed state is short enough
 
-template <int S> struct Layout {
-    static constexpr int W = S < 32 ? S : 32;               // columns of a block
-    static constexpr int THREADS = W / COLS * LANES;        // at least MAX_ROWS
-    static constexpr int K = S / LANES;                     // k entries of a thread
-    static constexpr int VEC = K < 4 ? K : 4;               // of which so many are neighbours
-    static constexpr int SLOT_BYTES = S * W * int(sizeof(float));
-    static_assert(THREADS >= MAX_ROWS, "a thread per row computes the gates of a verify");
-};
-
-// What a kernel takes: the arguments and, since DeltaShape's layout is for the host, the log by base and stride.
+// What a kernel takes: the arguments and, since DeltaShape's layout is for the host, the log by base and
+// stride.
 struct Params : DeltaArgs {
     int64_t C; // channels of a row of x
     int n_rows; // 0 in a flush
@@ -55,109 +46,22 @@ struct Params : DeltaArgs {
     }
 };
 
-template <int N> struct alignas(4 * N) Pack {
-    float x[N];
-};
-using Cols = Pack<COLS>;
-
 template <int S> struct Tile {
     alignas(16) float q[TILE][S];
     float k[TILE][S];
     float v[TILE][Layout<S>::W]; // of a pending row: its delta
-    float decay[TILE];           // of a pending row
+    float decay[TILE]; // of a pending row
 };
 
 template <int S, bool APPEND> struct Shared {
+    static_assert(Layout<S>::THREADS >= MAX_ROWS, "a verify has a thread for each row");
     Tile<S> tile[STAGES];
     alignas(16) float delta[APPEND ? 1 : MAX_ROWS][Layout<S>::W];
     float decay[Layout<S>::THREADS], beta[Layout<S>::THREADS]; // of row t at t % THREADS
     int32_t ctl[CTL_SIZE];
+    uint8_t inner[MAX_ROWS]; // 1 if the row has children
     uint8_t depth[MAX_ROWS];
     uint8_t up[MAX_ROWS][MAX_ROWS]; // up[t][i]: the i-th ancestor of row t, itself at 0
-};
-
-// The k entries of one lane out of a row of S: VEC neighbours, then LANES * VEC further on.
-template <int S> struct Slice {
-    using L = Layout<S>;
-    float x[L::K];
-
-    __device__ void load(const float *row, int lane) {
-#pragma unroll
-        for (int i = 0; i < L::K; i += L::VEC) {
-            const auto part = reinterpret_cast<const Pack<L::VEC> *>(row)[i / L::VEC * LANES + lane];
-#pragma unroll
-            for (int j = 0; j < L::VEC; j++) {
-                x[i + j] = part.x[j];
-            }
-        }
-    }
-    __device__ static int entry(int i, int lane) { return (i / L::VEC * LANES + lane) * L::VEC + i % L::VEC; }
-};
-
-// The sum of acc over the 16 lanes of a group. The first two steps hand half of the columns over, so that
-// each lane ends with the sum of one column, own_column().
-__device__ float reduce(const float (&acc)[COLS], int lane) {
-    const bool high = lane & 2, odd = lane & 4;
-    const float a = (high ? acc[2] : acc[0]) + __shfl_xor_sync(~0u, high ? acc[0] : acc[2], 2);
-    const float b = (high ? acc[3] : acc[1]) + __shfl_xor_sync(~0u, high ? acc[1] : acc[3], 2);
-    float sum = (odd ? b : a) + __shfl_xor_sync(~0u, odd ? a : b, 4);
-    sum += __shfl_xor_sync(~0u, sum, 8);
-    sum += __shfl_xor_sync(~0u, sum, 16);
-    return sum;
-}
-__device__ int own_column(int lane) {
-    return (lane & 2) + (lane >> 2 & 1);
-}
-__device__ Cols gather(float own, int lane) {
-    const int first = lane & ~6;
-    Cols all;
-#pragma unroll
-    for (int c = 0; c < COLS; c++) {
-        all.x[c] = __shfl_sync(~0u, own, first | (c & 2) | (c & 1) << 2);
-    }
-    return all;
-}
-
-// One thread's part of the state.
-template <int S> struct Part {
-    Cols s[Layout<S>::K];
-
-    // S = fma(k, delta, exp(g)*S): a known row again
-    __device__ void replay(const Slice<S> &k, float decay, const Cols &delta) {
-#pragma unroll
-        for (int i = 0; i < Layout<S>::K; i++) {
-#pragma unroll
-            for (int c = 0; c < COLS; c++) {
-                s[i].x[c] = fmaf(k.x[i], delta.x[c], decay * s[i].x[c]);
-            }
-        }
-    }
-    // D = exp(g)*S; delta = beta*(v - D^T k); S = fma(k, delta, D); returns S^T q. v, delta and the result are
-    // those of the lane's own column.
-    __device__ float update(const Slice<S> &q, const Slice<S> &k, float v, float decay, float beta, int lane,
-                            float *delta) {
-        float acc[COLS] = {};
-#pragma unroll
-        for (int i = 0; i < Layout<S>::K; i++) {
-#pragma unroll
-            for (int c = 0; c < COLS; c++) {
-                s[i].x[c] = decay * s[i].x[c];
-                acc[c] = fmaf(s[i].x[c], k.x[i], acc[c]);
-            }
-        }
-        *delta = beta * (v - reduce(acc, lane));
-        const Cols d = gather(*delta, lane);
-        float out[COLS] = {};
-#pragma unroll
-        for (int i = 0; i < Layout<S>::K; i++) {
-#pragma unroll
-            for (int c = 0; c < COLS; c++) {
-                s[i].x[c] = fmaf(k.x[i], d.x[c], s[i].x[c]);
-                out[c] = fmaf(s[i].x[c], q.x[i], out[c]);
-            }
-        }
-        return reduce(out, lane);
-    }
 };
 
 __device__ float softplus(float x) {
@@ -171,11 +75,13 @@ template <int S, bool APPEND> struct Worker {
     Shared<S, APPEND> &sh;
     Cols *slots; // [n_slots][K][THREADS], each thread's own
     const int tid = threadIdx.x, lane = tid % WARP;
-    const int lane_k = lane / 2;                                     // 0 .. LANES - 1
-    const int group = (tid / WARP * 2 + lane % 2) * COLS;            // first column in the block
+    const int lane_k = lane / 2; // 0 .. LANES - 1
+    const int group = (tid / WARP * 2 + lane % 2) * COLS; // first column in the block
     const int h = blockIdx.y, kh = h % a.shape.Hk, j0 = blockIdx.x * L::W;
     Part<S> part;
-    int saved[SLOTS]; // the row whose state a slot holds
+    float out[COLS] = {}; // this thread's part of S^T q of the last row, reduced beside the next row's D^T k
+    int held = -1; // in a tree: the row whose state the registers hold
+    int saved[SLOTS]; // and those whose states the slots hold
 
     __device__ Worker(const Params &args, Shared<S, APPEND> &shared, Cols *slot_space)
         : a(args), sh(shared), slots(slot_space) {
@@ -198,7 +104,7 @@ template <int S, bool APPEND> struct Worker {
     __device__ void store() const {
 #pragma unroll
         for (int i = 0; i < L::K; i++) {
-            *state(i) = part.s[i];
+            luce::store(state(i), part.s[i]);
         }
     }
 
@@ -223,7 +129,8 @@ template <int S, bool APPEND> struct Worker {
         }
         for (int u = tid; u < n * (L::W / 4); u += L::THREADS) {
             const int r = u / (L::W / 4), j = u % (L::W / 4) * 4;
-            __pipeline_memcpy_async(&tile.v[r][j], a.x + (t0 + r) * a.C + (2 * a.shape.Hk + h) * S + j0 + j, 16);
+            __pipeline_memcpy_async(&tile.v[r][j], a.x + (t0 + r) * a.C + (2 * a.shape.Hk + h) * S + j0 + j,
+                                    16);
         }
     }
     __device__ void stage_pending(Tile<S> &tile, int p0, int n) {
@@ -244,9 +151,13 @@ template <int S, bool APPEND> struct Worker {
 
     // ---- trees ----
 
-    // Every row's ancestors, one thread a row; the caller's barrier follows.
+    // Every row's ancestors, one thread a row, and which rows have children; the caller's barrier follows.
     __device__ void find_ancestors() {
         if (tid < a.n_rows) {
+            const int parent = sh.ctl[CTL_PARENT + tid];
+            if (parent >= 0) {
+                sh.inner[parent] = 1;
+            }
             int n = 0;
             for (int row = tid; row >= 0; row = sh.ctl[CTL_PARENT + row]) {
                 sh.up[tid][n++] = uint8_t(row);
@@ -297,6 +208,7 @@ template <int S, bool APPEND> struct Worker {
             part.replay(k, sh.decay[row], *reinterpret_cast<const Cols *>(&sh.delta[row][group]));
             save(d, row);
         }
+        held = parent;
     }
 
     // ---- tiles ----
@@ -309,32 +221,63 @@ template <int S, bool APPEND> struct Worker {
         }
     }
 
-    __device__ void run_tile(const Tile<S> &tile, int t0, int n, bool tree) {
+    // o of row t, in one lane of those that hold the same column
+    __device__ void emit(int t, float sum) {
+        if (t >= 0 && lane < 2 * COLS) {
+            a.out[(int64_t(t) * a.shape.Hv + h) * S + j0 + group + own_column(lane)] =
+                sum * (1.0f / sqrtf(float(S)));
+        }
+    }
+    __device__ void emit_last() {
+        const float acc[1][COLS] = {{out[0], out[1], out[2], out[3]}};
+        float sum[1];
+        reduce(acc, lane, sum);
+        emit(a.n_rows - 1, sum[0]);
+    }
+
+    // Row r of a tile, row t of the step; the o of row t - 1 is emitted on the way.
+    template <bool KEEP> __device__ void run_row(const Tile<S> &tile, int r, int t) {
         const int own = group + own_column(lane);
-        const float scale = 1.0f / sqrtf(float(S));
+        const float decay = sh.decay[t % L::THREADS], beta = sh.beta[t % L::THREADS];
+        Slice<S> q, k;
+        k.load(tile.k[r], lane_k);
+        q.load(tile.q[r], lane_k);
+        float acc[2][COLS] = {{}, {out[0], out[1], out[2], out[3]}}, sum[2];
+        part.template predict<KEEP>(k, decay, acc[0]);
+        reduce(acc, lane, sum);
+        const float delta = beta * (tile.v[r][own] - sum[0]);
+        const Cols all = gather(delta, lane);
+#pragma unroll
+        for (int c = 0; c < COLS; c++) {
+            out[c] = 0.0f;
+        }
+        part.template advance<KEEP>(q, k, decay, all, out);
+        emit(t - 1, sum[1]);
+        if (!APPEND && lane < 2 * COLS) {
+            sh.delta[t][own] = delta;
+            a.delta[t * a.delta_row + h * S + j0 + own] = delta;
+        }
+    }
+
+    __device__ void run_tile(const Tile<S> &tile, int t0, int n, bool tree) {
 #pragma unroll 1
         for (int r = 0; r < n; r++) {
             const int t = t0 + r;
-            if (!APPEND && tree && sh.ctl[CTL_PARENT + t] != t - 1) {
-                enter(sh.ctl[CTL_PARENT + t]);
+            if (APPEND || !tree) {
+                run_row<true>(tile, r, t);
+                continue;
             }
-            Slice<S> q, k;
-            k.load(tile.k[r], lane_k);
-            q.load(tile.q[r], lane_k);
-            float delta;
-            const float o = part.update(q, k, tile.v[r][own], sh.decay[t % L::THREADS], sh.beta[t % L::THREADS],
-                                        lane, &delta);
-            if (lane < 2 * COLS) { // one lane of those that hold the same column
-                a.out[(int64_t(t) * a.shape.Hv + h) * S + j0 + own] = o * scale;
-                if (!APPEND) {
-                    sh.delta[t][own] = delta;
-                    a.delta[t * a.delta_row + h * S + j0 + own] = delta;
-                }
+            if (const int parent = sh.ctl[CTL_PARENT + t]; parent != held) {
+                enter(parent);
             }
-            if (!APPEND && tree) {
-                __syncwarp(); // enter() reads the warp's deltas
+            if (sh.inner[t]) {
+                run_row<true>(tile, r, t);
+                held = t;
                 save(sh.depth[t], t);
+            } else {
+                run_row<false>(tile, r, t);
             }
+            __syncwarp(); // enter() reads the warp's deltas
         }
     }
 
@@ -355,9 +298,10 @@ template <int S, bool APPEND> struct Worker {
     }
 };
 
-// grid: S / W column blocks, Hv heads. T is 0 in a flush.
+// grid: S / W column blocks, Hv heads. Two blocks a multiprocessor are what the 27B gives an H100; registers
+// beyond that need not be saved.
 template <int S, bool APPEND>
-__global__ void __launch_bounds__(Layout<S>::THREADS) deltanet_kernel(const __grid_constant__ Params a) {
+__global__ void __launch_bounds__(Layout<S>::THREADS, 2) deltanet_kernel(const __grid_constant__ Params a) {
     __shared__ Shared<S, APPEND> sh;
     extern __shared__ Cols slot_space[];
     using L = Layout<S>;
@@ -371,6 +315,9 @@ __global__ void __launch_bounds__(Layout<S>::THREADS) deltanet_kernel(const __gr
     }
     for (int i = tid; i < CTL_SIZE; i += L::THREADS) {
         sh.ctl[i] = a.ctl[i];
+    }
+    if (!APPEND && tid < MAX_ROWS) {
+        sh.inner[tid] = 0;
     }
     w.gates(0);
     const bool tree = __syncthreads_or(jumps);
@@ -415,6 +362,7 @@ __global__ void __launch_bounds__(Layout<S>::THREADS) deltanet_kernel(const __gr
         }
         w.run_tile(tile, t0, n, tree);
     }
+    w.emit_last();
     if (APPEND) {
         w.store();
     }
@@ -450,11 +398,11 @@ int cuda::deltanet(const DeltaArgs &args, void *stream) {
     }
     const cudaStream_t st = static_cast<cudaStream_t>(stream);
     switch (s.S) {
-    case 16: return launch<16>(args, st);
-    case 32: return launch<32>(args, st);
-    case 64: return launch<64>(args, st);
-    case 128: return launch<128>(args, st);
-    default: return int(cudaErrorInvalidValue);
+        case 16: return launch<16>(args, st);
+        case 32: return launch<32>(args, st);
+        case 64: return launch<64>(args, st);
+        case 128: return launch<128>(args, st);
+        default: return int(cudaErrorInvalidValue);
     }
 }
 

@@ -62,7 +62,8 @@ __device__ float silu(float x) {
 
 // One row from its four taps, oldest first.
 template <int S>
-__device__ void conv_row(const Weights<S> &w, const Channels<S> (&taps)[TAPS], bool normalise, float *out, int lane) {
+__device__ void conv_row(const Weights<S> &w, const Channels<S> (&taps)[TAPS], bool normalise, float *out,
+                         int lane) {
     Channels<S> y;
     float sum = 0.0f;
 #pragma unroll
@@ -145,7 +146,8 @@ template <int S> __global__ void conv_verify_kernel(const __grid_constant__ Para
 }
 
 // grid: heads, runs of APPEND_WARPS * APPEND_RUN rows.
-template <int S> __global__ void __launch_bounds__(APPEND_WARPS *WARP) conv_append_kernel(const __grid_constant__ Params a) {
+template <int S>
+__global__ void __launch_bounds__(APPEND_WARPS *WARP) conv_append_kernel(const __grid_constant__ Params a) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int64_t C = a.C, c0 = int64_t(blockIdx.x) * S;
     const bool normalise = blockIdx.x < 2 * a.shape.Hk;
@@ -220,11 +222,11 @@ int cuda::conv(const ConvArgs &args, void *stream) {
     }
     const cudaStream_t st = static_cast<cudaStream_t>(stream);
     switch (s.S) {
-    case 16: return launch<16>(args, st);
-    case 32: return launch<32>(args, st);
-    case 64: return launch<64>(args, st);
-    case 128: return launch<128>(args, st);
-    default: return int(cudaErrorInvalidValue);
+        case 16: return launch<16>(args, st);
+        case 32: return launch<32>(args, st);
+        case 64: return launch<64>(args, st);
+        case 128: return launch<128>(args, st);
+        default: return int(cudaErrorInvalidValue);
     }
 }
 

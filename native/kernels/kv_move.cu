@@ -1,6 +1,6 @@
 // Moves accepted KV rows down. A thread owns one word of a cell in every row, so no thread waits for another.
-// A source is never a row that an earlier move has filled (rows[i] >= i), so a batch of rows may be read before
-// any of it is written; batches run in order, since a later move may fill an earlier one's source.
+// A source is never a row that an earlier move has filled (rows[i] >= i), so a batch of rows may be read
+// before any of it is written; batches run in order, since a later move may fill an earlier one's source.
 #include "kernels.h"
 
 #include <cuda_runtime.h>

@@ -70,9 +70,10 @@ struct Layer {
     Ints pending; // accepted rows of the last verify
     int bank = 0; // where their keys are
 
-    Layer(const Shape &shape, int n_rows, const Weights &weights, const Floats &first_window, const Floats &first_state)
-        : s(shape), R(n_rows), w(weights.conv), dt(weights.dt), a(weights.a), window(first_window), state(first_state),
-          log(size_t(delta_shape(0, DELTA_VERIFY).log_size())) {}
+    Layer(const Shape &shape, int n_rows, const Weights &weights, const Floats &first_window,
+          const Floats &first_state)
+        : s(shape), R(n_rows), w(weights.conv), dt(weights.dt), a(weights.a), window(first_window),
+          state(first_state), log(size_t(delta_shape(0, DELTA_VERIFY).log_size())) {}
 
     DeltaShape delta_shape(int T, int mode) const { return {T, R, s.Hk, s.Hv, s.S, mode}; }
 
@@ -87,11 +88,12 @@ struct Layer {
     }
 
     // Enqueues the two ops as they follow each other in a step.
-    void enqueue(DeltaMode mode, const Device<float> &x, const Device<float> &alpha, const Device<float> &beta, int T,
-                 const Device<float> &conv, const Device<float> &out) {
+    void enqueue(DeltaMode mode, const Device<float> &x, const Device<float> &alpha,
+                 const Device<float> &beta, int T, const Device<float> &conv, const Device<float> &out) {
         must(cuda::conv({delta_shape(T, mode), x.p, w.p, window.p, log.p, ctl.p, conv.p}, stream));
-        must(cuda::deltanet({delta_shape(T, mode), conv.p, alpha.p, beta.p, dt.p, a.p, state.p, log.p, ctl.p, out.p},
-                            stream));
+        must(cuda::deltanet(
+            {delta_shape(T, mode), conv.p, alpha.p, beta.p, dt.p, a.p, state.p, log.p, ctl.p, out.p},
+            stream));
     }
 
     // Afterwards no row is pending; after a verify the caller accepts some.
@@ -148,7 +150,8 @@ inline Rows take(const Shape &s, const Rows &rows, const Ints &which) {
     Rows out{int(which.size()), {}, {}, {}};
     for (int t : which) {
         out.x.insert(out.x.end(), &rows.x[size_t(t) * s.C()], &rows.x[size_t(t) * s.C()] + s.C());
-        out.alpha.insert(out.alpha.end(), &rows.alpha[size_t(t) * s.Hv], &rows.alpha[size_t(t) * s.Hv] + s.Hv);
+        out.alpha.insert(out.alpha.end(), &rows.alpha[size_t(t) * s.Hv],
+                         &rows.alpha[size_t(t) * s.Hv] + s.Hv);
         out.beta.insert(out.beta.end(), &rows.beta[size_t(t) * s.Hv], &rows.beta[size_t(t) * s.Hv] + s.Hv);
     }
     return out;

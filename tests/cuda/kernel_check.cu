@@ -50,7 +50,8 @@ struct Session {
                std::to_string(R) + " ") {}
 
     static Session make(const Shape &s, int R) {
-        return Session(s, random_weights(s), R, normals(size_t(3) * s.C()), normals(size_t(s.Hv) * s.S * s.S, 0.3f));
+        return Session(s, random_weights(s), R, normals(size_t(3) * s.C()),
+                       normals(size_t(s.Hv) * s.S * s.S, 0.3f));
     }
 
     void compare(const Output &got, const Result &expected, const std::string &what) {
@@ -59,7 +60,8 @@ struct Session {
         expect(out < 1e-5, name + what + ": out off by " + std::to_string(out));
     }
     void compare_committed(const std::string &what) {
-        const double window = error(ref.window, layer.window.get()), state = error(ref.state, layer.state.get());
+        const double window = error(ref.window, layer.window.get()),
+                     state = error(ref.state, layer.state.get());
         expect(window == 0, name + what + ": window off by " + std::to_string(window));
         expect(state < 1e-5, name + what + ": state off by " + std::to_string(state));
     }
@@ -74,8 +76,8 @@ struct Session {
         compare_committed(what);
     }
 
-    // Verifies, checks every row against its root path as a chain, accepts the path to a random row and checks
-    // that its replay ends in the same bits as an append of those rows.
+    // Verifies; the rows of two root paths must have the same bits alone, as a chain; then accepts one of the
+    // two, whose replay must end in the same bits as an append of its rows.
     void verify(const Ints &parents, bool accept_last, const std::string &what) {
         const Rows rows = random_rows(s, int(parents.size()));
         const Snapshot before = layer.snapshot();
@@ -103,8 +105,10 @@ struct Session {
         layer.restore(after);
         layer.pending = accepted;
         layer.flush();
-        expect(same_bits(layer.state.get(), appended.state), name + what + ": replayed state differs from append");
-        expect(same_bits(layer.window.get(), appended.window), name + what + ": replayed window differs from append");
+        expect(same_bits(layer.state.get(), appended.state),
+               name + what + ": replayed state differs from append");
+        expect(same_bits(layer.window.get(), appended.window),
+               name + what + ": replayed window differs from append");
         layer.restore(after);
         layer.pending = accepted;
         ref.commit(accepted);
@@ -119,6 +123,11 @@ static void check_deltanet(const Shape &s, int R, int long_append) {
     session.verify(chain(1), true, "verify 1 after 1");
     session.verify(chain(std::min(R, 7)), false, "verify chain 7");
     session.append(37);
+    Ints padded = chain(R); // the last row again and again, as a step fills its bucket
+    for (int t = R / 2 + 1; t < R; t++) {
+        padded[t] = R / 2 - 1;
+    }
+    session.verify(padded, false, "verify padded chain");
     session.verify(chain(R), true, "verify chain R");
     session.verify(random_tree(R, 16, false), true, "verify tree R after R");
     session.verify(random_tree(R, 64, false), false, "verify deep tree");
@@ -154,7 +163,8 @@ static void check_append_pieces(const Shape &s, int T) {
         pieces.conv.insert(pieces.conv.end(), part.conv.begin(), part.conv.end());
         pieces.out.insert(pieces.out.end(), part.out.begin(), part.out.end());
     }
-    expect(same_bits(whole.conv, pieces.conv) && same_bits(whole.out, pieces.out), session.name + "append in pieces");
+    expect(same_bits(whole.conv, pieces.conv) && same_bits(whole.out, pieces.out),
+           session.name + "append in pieces");
     expect(same_bits(end.state, session.layer.state.get()), session.name + "append in pieces: state");
     expect(same_bits(end.window, session.layer.window.get()), session.name + "append in pieces: window");
 }
@@ -193,7 +203,8 @@ static void check_capture(const Shape &s) {
     const Snapshot captured = layer.snapshot();
     layer.restore(before);
     for (int i = 0; i < 4; i++) {
-        expect(same_bits(layer.run(DELTA_VERIFY, rows[i], parents[i]).out, outs[i]), session.name + "captured step");
+        expect(same_bits(layer.run(DELTA_VERIFY, rows[i], parents[i]).out, outs[i]),
+               session.name + "captured step");
         layer.pending = accepted[i];
     }
     expect(same_bits(layer.state.get(), captured.state), session.name + "captured state");

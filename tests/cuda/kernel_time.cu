@@ -1,7 +1,7 @@
 // Times the kernels on the 27B's shapes: one CUDA graph runs an op for all of its 48 DeltaNet layers, and the
 // median of its replays is shown per layer.
-// Outside the timing: uploads, capture, warm-up. x, alpha and beta are shared by the layers and so stay in L2,
-// as in a step; state and log are each layer's own, more than L2 holds. GB/s counts each byte once.
+// Outside the timing: uploads, capture, warm-up. x, alpha and beta are shared by the layers and so stay in
+// L2, as in a step; state and log are each layer's own, more than L2 holds. GB/s counts each byte once.
 #include "harness.h"
 
 #include <functional>
@@ -46,29 +46,14 @@ static void report(const char *name, double us, double bytes) {
     printf("%-34s %8.2f us %8.0f GB/s\n", name, us, bytes / us / 1e3);
 }
 
-// A spine of 16 rows, then branches from random places on it: what a draft tree of 64 rows looks like.
+// A spine of up to 16 rows, then branches of 4 from its deeper end upwards, in depth-first order.
 static Ints draft_tree(int T) {
-    Ints parents;
-    const std::function<void(int, int, int &)> grow = [&](int parent, int depth, int &left) {
-        while (left > 0 && int(parents.size()) < T) {
-            const int row = int(parents.size());
-            parents.push_back(parent);
-            left--;
-            if (depth < 15 && pick(4) != 0) {
-                int share = 1 + left * 3 / 4;
-                left -= share;
-                grow(row, depth + 1, share);
-                left += share;
-            }
-            if (pick(2) == 0) {
-                return;
-            }
+    const int spine = std::min(16, T / 2);
+    Ints parents = chain(spine);
+    for (int at = spine - 2; int(parents.size()) < T; at--) {
+        for (int i = 0; i < 4 && int(parents.size()) < T; i++) {
+            parents.push_back(i == 0 ? at : int(parents.size()) - 1);
         }
-    };
-    int left = T - 1;
-    parents.push_back(-1);
-    while (left > 0) {
-        grow(0, 1, left);
     }
     return parents;
 }
@@ -76,7 +61,8 @@ static Ints draft_tree(int T) {
 static void time_layers(std::vector<std::unique_ptr<Layer>> &layers, const char *name, DeltaMode mode, int T,
                         int n_pending, const Ints &parents) {
     const Rows rows = random_rows(S27, T);
-    Device<float> x(rows.x), alpha(rows.alpha), beta(rows.beta), conv(rows.x.size()), out(size_t(T) * S27.Hv * S27.S);
+    Device<float> x(rows.x), alpha(rows.alpha), beta(rows.beta), conv(rows.x.size()),
+        out(size_t(T) * S27.Hv * S27.S);
     for (auto &layer : layers) {
         layer->pending = chain(n_pending + 1);
         layer->pending.erase(layer->pending.begin());
@@ -93,9 +79,9 @@ static void time_layers(std::vector<std::unique_ptr<Layer>> &layers, const char 
            row_bytes * (2 * T + 4 + 3 + (append ? 3 : T + (n_pending > 0 ? 3 : 0))));
     const double delta_us = median_us([&](int i) {
         const Layer &l = *layers[i];
-        must(cuda::deltanet(
-            {l.delta_shape(T, mode), conv.p, alpha.p, beta.p, l.dt.p, l.a.p, l.state.p, l.log.p, l.ctl.p, out.p},
-            stream));
+        must(cuda::deltanet({l.delta_shape(T, mode), conv.p, alpha.p, beta.p, l.dt.p, l.a.p, l.state.p,
+                             l.log.p, l.ctl.p, out.p},
+                            stream));
     });
     report((std::string("deltanet ") + name).c_str(), delta_us,
            state_bytes * (append || n_pending > 0 ? 2 : 1) + T * (row_bytes + 4.0 * S27.Hv * S27.S) +
@@ -105,8 +91,8 @@ static void time_layers(std::vector<std::unique_ptr<Layer>> &layers, const char 
 void time_kernels() {
     cudaDeviceProp device;
     must(cudaGetDeviceProperties(&device, 0));
-    printf("%s, %d SMs, L2 %d MB; per layer (27B: Hk 16, Hv 48, S 128)\n", device.name, device.multiProcessorCount,
-           device.l2CacheSize >> 20);
+    printf("%s, %d SMs, L2 %d MB; per layer (27B: Hk 16, Hv 48, S 128)\n", device.name,
+           device.multiProcessorCount, device.l2CacheSize >> 20);
     const Weights w = random_weights(S27);
     const Floats window(size_t(3) * S27.C()), state = normals(size_t(S27.Hv) * S27.S * S27.S, 0.3f);
     const Rows logged = random_rows(S27, R);
@@ -141,6 +127,7 @@ void time_kernels() {
         path[2 + i] = 2 * i;
     }
     Device<int32_t> dpath(path);
-    report("kv_move 16 rows of 2048 bytes", median_us([&](int) { must(cuda::kv_move({k.p, v.p, row, row, dpath.p}, stream)); }),
+    report("kv_move 16 rows of 2048 bytes",
+           median_us([&](int) { must(cuda::kv_move({k.p, v.p, row, row, dpath.p}, stream)); }),
            4.0 * rows * row);
 }

@@ -1,0 +1,131 @@
+// One thread's part of a DeltaNet state and the arithmetic on it: a rectangle of 4 columns (v dimensions) by
+// S / 16 k entries, in registers. 16 lanes of a warp hold the same columns; a warp holds two such groups, by
+// the lowest bit of the lane, so that neighbouring lanes load neighbouring columns. Every sum has one order:
+// over a lane's k entries, then the butterfly of reduce(). Products are rounded before they are added except
+// where fmaf says otherwise (-fmad=false), so an update and its replay agree in each bit.
+#pragma once
+
+#include <cuda_runtime.h>
+
+namespace luce {
+namespace {
+
+constexpr int WARP = 32;
+constexpr int LANES = 16; // lanes that share a group of columns
+constexpr int COLS = 4; // columns of a group
+
+template <int S> struct Layout {
+    static constexpr int W = S < 32 ? S : 32; // columns of a block
+    static constexpr int THREADS = W / COLS * LANES; // at least MAX_ROWS
+    static constexpr int K = S / LANES; // k entries of a thread
+    static constexpr int VEC = K < 4 ? K : 4; // of which so many are neighbours
+    static constexpr int SLOT_BYTES = S * W * int(sizeof(float));
+};
+
+template <int N> struct alignas(4 * N) Pack {
+    float x[N];
+};
+using Cols = Pack<COLS>;
+// To device memory in one access: nvcc splits the assignment of a struct that lives in registers.
+__device__ void store(Cols *to, const Cols &from) {
+    __stwb(reinterpret_cast<float4 *>(to), make_float4(from.x[0], from.x[1], from.x[2], from.x[3]));
+}
+
+// The k entries of one lane out of a row of S: VEC neighbours, then LANES * VEC further on.
+template <int S> struct Slice {
+    using L = Layout<S>;
+    float x[L::K];
+
+    __device__ void load(const float *row, int lane) {
+#pragma unroll
+        for (int i = 0; i < L::K; i += L::VEC) {
+            const auto part = reinterpret_cast<const Pack<L::VEC> *>(row)[i / L::VEC * LANES + lane];
+#pragma unroll
+            for (int j = 0; j < L::VEC; j++) {
+                x[i + j] = part.x[j];
+            }
+        }
+    }
+    __device__ static int entry(int i, int lane) { return (i / L::VEC * LANES + lane) * L::VEC + i % L::VEC; }
+};
+
+// The sums of N groups of columns over the 16 lanes. The first two steps hand half of the columns over, so
+// that each lane ends with the sums of one column, own_column(). N are done at once to hide the latency.
+template <int N> __device__ void reduce(const float (&acc)[N][COLS], int lane, float (&sum)[N]) {
+    const bool high = lane & 2, odd = lane & 4;
+    float a[N], b[N];
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        a[n] = (high ? acc[n][2] : acc[n][0]) + __shfl_xor_sync(~0u, high ? acc[n][0] : acc[n][2], 2);
+        b[n] = (high ? acc[n][3] : acc[n][1]) + __shfl_xor_sync(~0u, high ? acc[n][1] : acc[n][3], 2);
+    }
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        sum[n] = (odd ? b[n] : a[n]) + __shfl_xor_sync(~0u, odd ? a[n] : b[n], 4);
+    }
+#pragma unroll
+    for (int mask = 8; mask <= 16; mask *= 2) {
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            sum[n] += __shfl_xor_sync(~0u, sum[n], mask);
+        }
+    }
+}
+__device__ int own_column(int lane) {
+    return (lane & 2) + (lane >> 2 & 1);
+}
+__device__ Cols gather(float own, int lane) {
+    const int first = lane & ~6;
+    Cols all;
+#pragma unroll
+    for (int c = 0; c < COLS; c++) {
+        all.x[c] = __shfl_sync(~0u, own, first | (c & 2) | (c & 1) << 2);
+    }
+    return all;
+}
+
+// One thread's part of the state.
+template <int S> struct Part {
+    Cols s[Layout<S>::K];
+
+    // S = fma(k, delta, exp(g)*S): a known row again
+    __device__ void replay(const Slice<S> &k, float decay, const Cols &delta) {
+#pragma unroll
+        for (int i = 0; i < Layout<S>::K; i++) {
+#pragma unroll
+            for (int c = 0; c < COLS; c++) {
+                s[i].x[c] = fmaf(k.x[i], delta.x[c], decay * s[i].x[c]);
+            }
+        }
+    }
+    // A new row in two steps. Without KEEP the state stays as it was.
+    // D = exp(g)*S, and this thread's part of D^T k
+    template <bool KEEP> __device__ void predict(const Slice<S> &k, float decay, float (&acc)[COLS]) {
+#pragma unroll
+        for (int i = 0; i < Layout<S>::K; i++) {
+#pragma unroll
+            for (int c = 0; c < COLS; c++) {
+                const float d = decay * s[i].x[c];
+                acc[c] = fmaf(d, k.x[i], acc[c]);
+                s[i].x[c] = KEEP ? d : s[i].x[c];
+            }
+        }
+    }
+    // S = fma(k, delta, D), and this thread's part of S^T q
+    template <bool KEEP>
+    __device__ void advance(const Slice<S> &q, const Slice<S> &k, float decay, const Cols &delta,
+                            float (&acc)[COLS]) {
+#pragma unroll
+        for (int i = 0; i < Layout<S>::K; i++) {
+#pragma unroll
+            for (int c = 0; c < COLS; c++) {
+                const float next = fmaf(k.x[i], delta.x[c], KEEP ? s[i].x[c] : decay * s[i].x[c]);
+                acc[c] = fmaf(next, q.x[i], acc[c]);
+                s[i].x[c] = KEEP ? next : s[i].x[c];
+            }
+        }
+    }
+};
+
+} // namespace
+} // namespace luce
