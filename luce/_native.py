@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 import cffi  # type: ignore[import-untyped]
 import numpy as np
 
-from luce.errors import BY_CODE, ArgumentError, FileError, InternalError, LuceError, StateError
+from luce.errors import BY_CODE, ArgumentError, InternalError, LuceError, StateError
+from luce.metadata import Metadata
 from luce.structs import (
     Device,
     FileInfo,
@@ -31,14 +32,8 @@ from luce.structs import (
 )
 
 Progress = Callable[[float], object]  # part done in 0..1; a true result cancels
-Scalar = int | float | bool | str
-Value = Scalar | list[str] | np.ndarray
 R = TypeVar("R", bound=Any)
 IntArray = Sequence[int] | np.ndarray
-
-_SCALARS = dict(enumerate(("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?")))
-_SCALARS |= {10: "<u8", 11: "<i8", 12: "<f8"}
-_STRING, _ARRAY = 8, 9
 
 
 def c_declarations(header: str) -> str:
@@ -213,78 +208,13 @@ class Library:
         out.ne = list(array.shape[::-1]) + [1] * (4 - array.ndim)
         out.type = types[array.dtype]
 
-    def plan_memory(self, file: File, device: str, params: SessionParams) -> Memory:
+    def plan_memory(
+        self, file: File, device: str, params: SessionParams, head: File | None = None
+    ) -> Memory:
         """What a model and one session of it need, in bytes. Raises what opening the model would:
-        UnsupportedError or FileError where luce cannot run the file."""
-        model, session = _model_params(self, device), _session_params(self, params)
+        UnsupportedError or FileError where luce cannot run the files."""
+        model, session = _model_params(self, device, head), _session_params(self, params)
         return self.read(Memory, self.lib.luce_plan_memory, file.handle, model.struct, session.struct)
-
-
-class Metadata(Mapping[str, Value]):
-    """A file's keys, decoded on demand: scalars as int, float, bool, str; arrays as numpy arrays
-    (copies), arrays of strings as list[str]. Strings that are not UTF-8 raise FileError."""
-
-    def __init__(self, file: File):
-        self._file = file
-        library = file.library
-        self._index: dict[str, int] = {}
-        for index in range(file.info.n_kv):
-            kv = self._entry(index)
-            self._index.setdefault(library.text(kv.name), index)
-
-    def _entry(self, index: int) -> Any:
-        library = self._file.library
-        kv = library.struct("luce_kv")
-        library.check(library.lib.luce_file_get_kv(self._file.handle, index, kv))
-        return kv
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._index)
-
-    def __len__(self) -> int:
-        return len(self._index)
-
-    def __getitem__(self, key: str) -> Value:
-        kv = self._entry(self._index[key])
-        ffi = self._file.library.ffi
-        if kv.type == _STRING:
-            return _decode(key, bytes(ffi.buffer(kv.data, kv.count)) if kv.count else b"")
-        if kv.type == _ARRAY and kv.elem_type == _STRING:
-            return self._strings(key, kv.count)
-        dtype = np.dtype(_SCALARS[kv.elem_type])
-        raw = ffi.buffer(kv.data, kv.count * dtype.itemsize) if kv.count else b""
-        values = np.frombuffer(raw, dtype).copy()
-        return values if kv.type == _ARRAY else values[0].item()
-
-    def _strings(self, key: str, count: int) -> list[str]:
-        if not count:
-            return []
-        library, ffi = self._file.library, self._file.library.ffi
-        starts, lengths = np.empty(count, np.uint64), np.empty(count, np.uint64)
-        library.check(
-            library.lib.luce_file_get_strings(
-                self._file.handle,
-                self._index[key],
-                ffi.from_buffer("char *[]", starts),
-                ffi.from_buffer("uint64_t[]", lengths),
-            )
-        )
-        # An array's strings lie one after the other in the mapping: one copy, then slices of it.
-        first = int(starts[0])
-        ends = (starts - starts[0] + lengths).tolist()
-        raw = bytes(ffi.buffer(ffi.cast("char *", first), ends[-1]))
-        begins = (starts - starts[0]).tolist()
-        try:
-            return [raw[begin:end].decode() for begin, end in zip(begins, ends, strict=True)]
-        except UnicodeDecodeError as error:
-            raise FileError(f"key {key} holds a string that is not UTF-8") from error
-
-
-def _decode(key: str, raw: bytes) -> str:
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        raise FileError(f"key {key} is not UTF-8") from error
 
 
 class Handle:
@@ -341,9 +271,11 @@ class File(Handle):
         name, type_name = self.library.text(tensor.name), self.library.text(tensor.type_name)
         return Tensor(name, type_name, tensor.type, shape, tensor.size_bytes)
 
-    def plan_memory(self, device: str = "auto", params: SessionParams | None = None) -> Memory:
+    def plan_memory(
+        self, device: str = "auto", params: SessionParams | None = None, head: File | None = None
+    ) -> Memory:
         """Library.plan_memory of this file."""
-        return self.library.plan_memory(self, device, params or SessionParams())
+        return self.library.plan_memory(self, device, params or SessionParams(), head)
 
 
 @dataclass
@@ -354,12 +286,16 @@ class _Params:
     kept: tuple[Any, ...]
 
 
-def _model_params(library: Library, device: str, progress: Any = None) -> _Params:
+def _model_params(
+    library: Library, device: str, head: File | None = None, progress: Any = None
+) -> _Params:
     name = library.ffi.new("char[]", device.encode())
     struct = library.struct("luce_model_params", device=name)
+    if head is not None:
+        struct.head = head.handle
     if progress is not None:
         struct.progress = progress
-    return _Params(struct, (name, progress))
+    return _Params(struct, (name, head, progress))
 
 
 def _session_params(library: Library, params: SessionParams) -> _Params:
@@ -370,9 +306,16 @@ def _session_params(library: Library, params: SessionParams) -> _Params:
 
 
 class Model(Handle):
-    """Weights on a device. `progress` may cancel (Cancelled); what it raises is raised here."""
+    """Weights on a device, and the NextN head that `head` holds (the model's own file or another).
+    `progress` may cancel (Cancelled); what it raises is raised here."""
 
-    def __init__(self, file: File, device: str = "auto", progress: Progress | None = None):
+    def __init__(
+        self,
+        file: File,
+        device: str = "auto",
+        progress: Progress | None = None,
+        head: File | None = None,
+    ):
         library = file.library
         raised: list[BaseException] = []
         callback = None
@@ -383,7 +326,7 @@ class Model(Handle):
                 error=1,
                 onerror=lambda kind, error, trace: raised.append(error),
             )
-        params = _model_params(library, device, callback)
+        params = _model_params(library, device, head, callback)
         out = library.ffi.new("luce_model **")
         status = library.lib.luce_model_open(out, file.handle, params.struct)
         if status == 0:
@@ -429,16 +372,41 @@ class Session(Handle):
         self.library.check(self.library.lib.luce_session_prefill(self.handle, rows, len(rows), choice))
         return int(choice[0])
 
+    def draft(self, anchor: int, n: int) -> None:
+        """Chains n tokens (1..n_draft) after `anchor` with the NextN head. They stay on the device: verify
+        them with verify_draft, read them with drafted. What is committed does not change."""
+        (token,) = self.library.ints([anchor])
+        self.library.check(self.library.lib.luce_session_draft(self.handle, token, n))
+
+    def drafted(self, n: int) -> list[int]:
+        """The n tokens of the last draft. NumericError where the head's logits were not finite; the
+        session goes on."""
+        tokens = self.library.ffi.new("int32_t[]", max(n, 1))
+        self.library.check(self.library.lib.luce_session_get_draft(self.handle, tokens, n))
+        return list(tokens[0:n])
+
     def verify(self, tokens: IntArray, parents: IntArray | None = None) -> list[int]:
         """One forward over tokens (n,); parents (n,) with parents[0] = -1, None for a chain.
         Returns the target's choice after each row (n,)."""
         rows = self.library.ints(tokens)
         if parents is not None and len(parents) != len(rows):
             raise ArgumentError(f"{len(rows)} tokens, but {len(parents)} parents")
-        above = self.library.ffi.NULL if parents is None else self.library.ints(parents)
-        choices = self.library.ffi.new("int32_t[]", max(len(rows), 1))
-        self.library.check(self.library.lib.luce_session_verify(self.handle, rows, above, len(rows), choices))
-        return list(choices)
+        return self._verify(rows, None if parents is None else self.library.ints(parents), len(rows))
+
+    def verify_draft(self, n: int) -> list[int]:
+        """verify of the last draft's anchor and its first n tokens, which never left the device: the
+        target's choice after each of the n + 1 rows."""
+        return self._verify(None, None, n + 1)
+
+    def _verify(self, rows: Any, parents: Any, n: int) -> list[int]:
+        null = self.library.ffi.NULL
+        choices = self.library.ffi.new("int32_t[]", max(n, 1))
+        self.library.check(
+            self.library.lib.luce_session_verify(
+                self.handle, null if rows is None else rows, null if parents is None else parents, n, choices
+            )
+        )
+        return list(choices[0:n])
 
     def accept(self, tokens: IntArray, parents: IntArray | None, choices: IntArray) -> tuple[list[int], int]:
         """Library.accept."""
@@ -448,6 +416,22 @@ class Session(Handle):
         """Appends rows path (n,) of the last verify: path[0] = 0, each the child of the one before."""
         rows = self.library.ints(path)
         self.library.check(self.library.lib.luce_session_commit(self.handle, rows, len(rows)))
+
+    def save(self) -> bytes:
+        """The committed state as bytes: equal for sessions with the same committed tokens, however their
+        rounds went. Verified rows that are not committed are dropped."""
+        size = self.library.ffi.new("uint64_t *")
+        save, handle = self.library.lib.luce_session_save, self.handle
+        self.library.check(save(handle, self.library.ffi.NULL, size))
+        data = np.empty(size[0], np.uint8)
+        self.library.check(save(handle, self.library.ffi.from_buffer("char[]", data), size))
+        return data[: size[0]].tobytes()
+
+    def restore(self, data: bytes) -> None:
+        """Back to what `save` returned, of this or another session of the same model, kv_type and kind of
+        head, whose context is large enough; ArgumentError names what does not fit and changes nothing."""
+        buffer = self.library.ffi.from_buffer("char[]", data)
+        self.library.check(self.library.lib.luce_session_restore(self.handle, buffer, len(data)))
 
     def logits(self, row: int = 0) -> np.ndarray:
         """F32 (n_vocab,) of a row of the last verify; row 0 after a prefill: its last token."""

@@ -58,11 +58,13 @@ class Sampling:
 
 @dataclass(frozen=True)
 class SessionParams:
-    """0 and None mean the core's default: ctx min(trained, 4096), 1 row, chunk 512, threads up to 16."""
+    """0 and None mean the core's default: ctx min(trained, 4096), 1 row, chunk 512, no drafts, threads up
+    to 16. n_draft > 0 needs a model with a head, and n_rows > n_draft."""
 
     n_ctx: int = 0
     n_rows: int = 0
     n_chunk: int = 0
+    n_draft: int = 0
     n_threads: int = 0
     kv_type: str | None = None
 
@@ -93,7 +95,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """An opened model; `device` as resolved."""
+    """An opened model; `device` as resolved. n_nextn: NextN blocks in its file; has_head: one is loaded."""
 
     STRUCT: ClassVar[str] = "luce_model_info"
 
@@ -106,6 +108,7 @@ class ModelInfo:
     n_layer: int
     n_nextn: int
     n_ctx_train: int
+    has_head: int
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,7 @@ class SessionInfo:
     n_rows: int
     n_chunk: int
     n_threads: int
+    n_draft: int
     n_past: int
     n_verified: int
     failed: int

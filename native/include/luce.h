@@ -39,8 +39,9 @@
 extern "C" {
 #endif
 
-#define LUCE_ABI_VERSION 1 /* changes whenever a struct or a signature does */
+#define LUCE_ABI_VERSION 2 /* changes whenever a struct or a signature does */
 #define LUCE_MAX_ROWS 64   /* rows of one verify step: the anchor and up to 63 candidates */
+#define LUCE_MAX_DRAFT 8 /* drafts of a NextN chain */
 #define LUCE_MAX_DIMS 4
 
 typedef enum luce_status {
@@ -146,6 +147,9 @@ typedef int32_t (*luce_progress_fn)(float fraction, void *user);
 typedef struct luce_model_params {
     uint64_t struct_size;
     const char *device; /* "auto" (= NULL), "cpu", "cuda", "cuda:N" */
+    luce_file *head;    /* take the NextN head from this file: the model's own, or another that holds the
+                           head alone or beside a trunk; NULL: no head. It must fit the trunk: E_FILE names
+                           both values */
     luce_progress_fn progress; /* may be NULL */
     void *progress_user;
 } luce_model_params;
@@ -164,6 +168,8 @@ typedef struct luce_session_params {
     uint32_t n_ctx;     /* positions; 0: the model's training context, at most 4096 */
     uint32_t n_rows;    /* most rows of a verify step, 1..LUCE_MAX_ROWS; 0: 1 */
     uint32_t n_chunk;   /* prefill rows per step, 1..4096; 0: 512 */
+    uint32_t n_draft;   /* most drafts of a round, 0..LUCE_MAX_DRAFT; needs a model with a head, and
+                           n_rows > n_draft */
     uint32_t n_threads; /* CPU only; 0: one per core, at most 16 */
     const char *kv_type; /* "f16" (= NULL), "q8_0", "q4_0", "f32" */
 } luce_session_params;
@@ -200,6 +206,7 @@ typedef struct luce_model_info {
     uint32_t n_layer;     /* trunk blocks */
     uint32_t n_nextn;     /* NextN blocks in the file */
     uint32_t n_ctx_train; /* context_length of the file */
+    int32_t has_head;     /* a NextN head is loaded: sessions may draft */
 } luce_model_info;
 LUCE_API luce_status luce_model_get_info(luce_model *model, luce_model_info *out);
 
@@ -217,7 +224,7 @@ LUCE_API luce_status luce_session_reset(luce_session *session);
 typedef struct luce_session_info {
     uint64_t struct_size;
     uint64_t memory_bytes; /* allocated on the device by this session */
-    uint32_t n_ctx, n_rows, n_chunk, n_threads; /* as resolved */
+    uint32_t n_ctx, n_rows, n_chunk, n_threads, n_draft; /* as resolved */
     uint32_t n_past;       /* committed tokens */
     uint32_t n_verified;   /* rows of a verify that is not committed yet, else 0 */
     int32_t failed;        /* 1 after E_NUMERIC, E_DEVICE or E_INTERNAL: only reset and close work */
@@ -233,9 +240,20 @@ LUCE_API luce_status luce_session_set_sampling(luce_session *session, const luce
 LUCE_API luce_status luce_session_prefill(luce_session *session, const int32_t *tokens, uint32_t n,
                                           int32_t *choice);
 
+/* Drafts n tokens (1..n_draft) after `anchor` with the NextN head, chained on its own hidden state. First
+ * it brings the head's KV up to date with what was committed, from the target's own hidden states. The
+ * drafts stay on the device, for luce_session_verify(tokens = NULL); nothing committed is changed. Needs
+ * at least one committed token. E_CONTEXT when n_past + n would pass n_ctx; E_STATE without a head. */
+LUCE_API luce_status luce_session_draft(luce_session *session, int32_t anchor, uint32_t n);
+
+/* The n tokens of the last draft; waits for the device only where no verify has done so since. A draft
+ * whose logits were not finite is E_NUMERIC; the session is not failed by it. */
+LUCE_API luce_status luce_session_get_draft(luce_session *session, int32_t *tokens, uint32_t n);
+
 /* One forward over n rows, 1 <= n <= n_rows. Row 0 is the anchor (parents[0] = -1); row i > 0 follows
  * row parents[i] < i, in depth-first order; it sees the committed tokens, its ancestors and itself,
- * at position n_past + depth. parents NULL: a chain. choices[i]: the target's token after row i.
+ * at position n_past + depth. tokens NULL: the last draft's anchor and its first n - 1 drafts, without a
+ * copy to the host in between. parents NULL: a chain. choices[i]: the target's token after row i.
  * A row's results are bit-identical whatever the other rows are (CPU). Committed state is unchanged;
  * a second verify replaces the first. E_CONTEXT when the deepest row would pass n_ctx. */
 LUCE_API luce_status luce_session_verify(luce_session *session, const int32_t *tokens, const int32_t *parents,
@@ -247,6 +265,17 @@ LUCE_API luce_status luce_session_commit(luce_session *session, const int32_t *p
 /* Logits of one row of the last verify (or row 0: the last token of the last prefill), F32,
  * n must be n_vocab. */
 LUCE_API luce_status luce_session_get_logits(luce_session *session, uint32_t row, float *out, uint32_t n);
+
+/* The committed state as bytes: KV, recurrent state, the head's KV and hidden state, tokens. Two sessions
+ * with the same committed tokens save the same bytes, however their rounds went. data NULL: only the size.
+ * Recurrent state cannot be rewound: to come back to a position, save there. Rows that are verified and not
+ * committed are dropped. A session without a head saves none. */
+LUCE_API luce_status luce_session_save(luce_session *session, void *data, uint64_t *size);
+
+/* The session as it was when it saved, in this or another session of the same model with the same kv_type,
+ * a context that is large enough, and a head if it had one. E_ARG names what does not fit; the session is
+ * then unchanged. A session with a head restores only what was saved with one. */
+LUCE_API luce_status luce_session_restore(luce_session *session, const void *data, uint64_t size);
 
 /* ---- pure functions on host arrays -------------------------------------------------------------- */
 

@@ -4,11 +4,14 @@
 
 namespace luce {
 
-Cache::Cache(const HParams &hp, ggml_type kv_type, uint32_t n_ctx, uint32_t n_rows)
+// Rows that may be committed without a draft before the head has to catch up, at one row a step.
+constexpr uint32_t HIDDEN_CELLS = 512;
+
+Cache::Cache(const HParams &hp, const NextN *head, ggml_type kv_type, uint32_t n_ctx, uint32_t n_rows)
     : n_ctx_(n_ctx), n_rows_(n_rows) {
     // verified rows lie after the committed ones; attention wants a multiple of 256 cells (ggml, CUDA)
     n_cells_ = (n_ctx + LUCE_MAX_ROWS + 255) / 256 * 256;
-    const ggml_init_params params = {ggml_tensor_overhead() * (3 * hp.n_layer + 1), nullptr,
+    const ggml_init_params params = {ggml_tensor_overhead() * (3 * hp.n_layer + 4), nullptr,
                                      /*no_alloc=*/true};
     context_.reset(ggml_init(params));
     ggml_context *ctx = context_.get();
@@ -33,6 +36,15 @@ Cache::Cache(const HParams &hp, ggml_type kv_type, uint32_t n_ctx, uint32_t n_ro
             kv_bytes_ += ggml_nbytes(kv_[il].k) + ggml_nbytes(kv_[il].v);
         }
     }
+    if (head != nullptr) {
+        const int64_t width = int64_t(head->hp.head_dim) * head->hp.n_head_kv;
+        head_kv_.k = ggml_new_tensor_2d(ctx, kv_type, width, n_cells_);
+        head_kv_.v = ggml_new_tensor_2d(ctx, kv_type, width, n_cells_);
+        kv_bytes_ += ggml_nbytes(head_kv_.k) + ggml_nbytes(head_kv_.v);
+        hidden_ = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, hp.n_embd, HIDDEN_CELLS);
+        state_bytes_ += ggml_nbytes(hidden_);
+    }
+    tokens_.reserve(n_ctx);
 }
 
 void Cache::allocate(const Device &device) {
@@ -47,9 +59,21 @@ void Cache::allocate(const Device &device) {
 void Cache::clear() {
     // zeros, so that masked cells hold finite values (0 * NaN would reach the output)
     ggml_backend_buffer_clear(buffer_.get(), 0);
-    n_past_ = 0;
+    restored({});
+}
+
+void Cache::restored(std::vector<int32_t> tokens) {
+    tokens_ = std::move(tokens);
+    tokens_.reserve(n_ctx_);
     parents_.clear();
     pending_.clear();
+    owed_.clear();
+    if (!tokens_.empty()) {
+        owed_.push_back(0);
+    }
+    drafted_anchor_ = -1;
+    hidden_base_ = 0;
+    hidden_rows_ = 1;
     bank_ = 0;
 }
 
@@ -61,15 +85,18 @@ void Cache::fill_ctl(int32_t *ctl, const int32_t *parents, uint32_t n) const {
     std::copy(parents, parents + n, ctl + CTL_PARENT);
 }
 
-void Cache::appended(uint32_t n) {
+void Cache::appended(const int32_t *tokens, uint32_t n, uint32_t hidden_cell) {
+    tokens_.insert(tokens_.end(), tokens, tokens + n);
     pending_.clear();
     parents_.clear();
-    n_past_ += n;
+    owed_.assign(1, int32_t(hidden_cell));
+    drafted_anchor_ = -1;
 }
 
-void Cache::verified(const int32_t *parents, uint32_t n) {
-    pending_.clear();
+void Cache::verified(const int32_t *tokens, const int32_t *parents, uint32_t n) {
+    verified_tokens_.assign(tokens, tokens + n);
     parents_.assign(parents, parents + n);
+    pending_.clear();
     bank_ ^= 1;
 }
 
@@ -88,9 +115,36 @@ void Cache::check_path(const int32_t *path, uint32_t n) const {
 }
 
 void Cache::committed(const int32_t *path, uint32_t n) {
+    if (drafted_anchor_ == verified_tokens_[0]) {
+        owed_.clear(); // the draft has written the anchor's row, and all before it
+    }
+    drafted_anchor_ = -1;
+    for (uint32_t i = 0; i < n; i++) {
+        tokens_.push_back(verified_tokens_[size_t(path[i])]);
+        owed_.push_back(int32_t(hidden_base_) + path[i]);
+    }
     pending_.assign(path, path + n);
     parents_.clear();
-    n_past_ += n;
+}
+
+bool Cache::place_hidden(uint32_t rows) {
+    uint32_t base = hidden_base_ + hidden_rows_; // behind the rows of the last step
+    for (int tries = 0; tries < 2; tries++) {
+        base = base + rows > HIDDEN_CELLS ? 0 : base;
+        uint32_t free_from = base;
+        for (const int32_t cell : owed_) {
+            if (uint32_t(cell) >= base && uint32_t(cell) < base + rows) {
+                free_from = std::max(free_from, uint32_t(cell) + 1);
+            }
+        }
+        if (free_from == base) {
+            hidden_base_ = base;
+            hidden_rows_ = rows;
+            return true;
+        }
+        base = free_from;
+    }
+    return false;
 }
 
 } // namespace luce

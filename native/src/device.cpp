@@ -32,7 +32,8 @@ std::vector<Device> find_devices() {
     // luce captures whole steps itself; ggml's own graphs would capture pieces of them (design: step).
     // ggml's programmatic dependent launches lose a dependency around F16 attention on Hopper: logits were
     // off by 1.6 and differed between runs (ggml 0.25.3; tests/test_model.py: two runs, same bits).
-    for (const auto &[name, value] : {std::pair("GGML_CUDA_DISABLE_GRAPHS", "1"), std::pair("GGML_CUDA_PDL", "0")}) {
+    for (const auto &[name, value] :
+         {std::pair("GGML_CUDA_DISABLE_GRAPHS", "1"), std::pair("GGML_CUDA_PDL", "0")}) {
         setenv(name, value, 1);
     }
     ggml_backend_reg_t reg = ggml_backend_cuda_reg();

@@ -83,8 +83,12 @@ void check_rows(const int32_t *parents, uint32_t n) {
     }
 }
 
-const char *device_name(const luce_model_params *params) {
-    return params == nullptr ? nullptr : params->device;
+std::shared_ptr<Model> describe(const OpenFile &file, const luce_model_params *params) {
+    std::shared_ptr<GgufFile> head;
+    if (params != nullptr && params->head != nullptr) {
+        head = g_files.get(params->head)->gguf;
+    }
+    return Model::describe(file.gguf, head, find_device(params == nullptr ? nullptr : params->device));
 }
 
 } // namespace
@@ -210,7 +214,7 @@ luce_status luce_plan_memory(luce_file *file, const luce_model_params *model,
         check_optional(model, "model");
         check_optional(session, "session");
         check_struct(out, "out");
-        const auto m = Model::describe(f->gguf, find_device(device_name(model)));
+        const auto m = describe(*f, model);
         m->stand_in();
         put(out, Session::plan(*m, Session::resolve(*m, session)));
     });
@@ -221,7 +225,7 @@ luce_status luce_model_open(luce_model **out, luce_file *file, const luce_model_
         need(out, "out");
         const auto f = g_files.get(file);
         check_optional(params, "params");
-        const auto model = Model::describe(f->gguf, find_device(device_name(params)));
+        const auto model = describe(*f, params);
         model->load([&](float part) {
             return params == nullptr || params->progress == nullptr ||
                    params->progress(part, params->progress_user) == 0;
@@ -249,6 +253,7 @@ luce_status luce_model_get_info(luce_model *model, luce_model_info *out) {
         info.n_layer = hp.n_layer;
         info.n_nextn = hp.n_nextn;
         info.n_ctx_train = hp.n_ctx_train;
+        info.has_head = m->weights().head != nullptr;
         put(out, info);
     });
 }
@@ -302,11 +307,46 @@ luce_status luce_session_prefill(luce_session *session, const int32_t *tokens, u
     });
 }
 
+luce_status luce_session_draft(luce_session *session, int32_t anchor, uint32_t n) {
+    return guarded([&] { g_sessions.get(session)->draft(anchor, n); });
+}
+
+luce_status luce_session_get_draft(luce_session *session, int32_t *tokens, uint32_t n) {
+    return guarded([&] {
+        const auto s = g_sessions.get(session);
+        need(tokens, "tokens");
+        s->get_draft(tokens, n);
+    });
+}
+
+luce_status luce_session_save(luce_session *session, void *data, uint64_t *size) {
+    return guarded([&] {
+        const auto s = g_sessions.get(session);
+        need(size, "size");
+        const uint64_t needed = s->save_size();
+        if (data != nullptr && *size < needed) {
+            fail(LUCE_E_ARG, "size is %llu, the session takes %llu bytes", (unsigned long long) *size,
+                 (unsigned long long) needed);
+        }
+        if (data != nullptr) {
+            s->save(static_cast<uint8_t *>(data));
+        }
+        *size = needed;
+    });
+}
+
+luce_status luce_session_restore(luce_session *session, const void *data, uint64_t size) {
+    return guarded([&] {
+        const auto s = g_sessions.get(session);
+        need(data, "data");
+        s->restore(static_cast<const uint8_t *>(data), size);
+    });
+}
+
 luce_status luce_session_verify(luce_session *session, const int32_t *tokens, const int32_t *parents,
                                 uint32_t n, int32_t *choices) {
     return guarded([&] {
         const auto s = g_sessions.get(session);
-        need(tokens, "tokens");
         need(choices, "choices");
         s->verify(tokens, parents, n, choices);
     });

@@ -66,11 +66,25 @@ struct Block {
     DeltaNetWeights delta;  // where recurrent
 };
 
+// A NextN head: one full-attention block between its own norms and a language-model head. It has hyperparameters
+// of its own, since it may come from another file.
+struct NextN {
+    HParams hp;
+    Block block;
+    ggml_tensor *eh_proj;    // {2E, E}  of [embedding, hidden]
+    ggml_tensor *enorm;      // {E}
+    ggml_tensor *hnorm;      // {E}
+    ggml_tensor *norm;       // {E}  shared_head_norm, or the trunk's output_norm
+    ggml_tensor *output;     // {E, V}  shared_head_head, or the trunk's output
+    ggml_tensor *token_embd; // {E, V}  embed_tokens, or the trunk's
+};
+
 struct Weights {
     ggml_tensor *token_embd;  // {E, V}
     ggml_tensor *output_norm; // {E}
     ggml_tensor *output;      // {E, V}; token_embd where the file ties them
     std::vector<Block> blocks;
+    std::unique_ptr<NextN> head; // null where none was asked for
 };
 
 struct ContextFree {
@@ -82,7 +96,9 @@ class Model {
 public:
     // Reads hyperparameters and checks every tensor's presence, shape and type: no weight is touched.
     // The model can build graphs, for measuring, but not run until load().
-    static std::shared_ptr<Model> describe(std::shared_ptr<GgufFile> file, const Device &device);
+    // head: the file to take the NextN head from, maybe `file` itself, or null; it must fit the trunk.
+    static std::shared_ptr<Model> describe(std::shared_ptr<GgufFile> file, std::shared_ptr<GgufFile> head,
+                                           const Device &device);
 
     // Places the weights: in the mapping on the CPU, uploaded to a GPU. progress: 0..1, false cancels.
     void load(const std::function<bool(float)> &progress);
@@ -95,12 +111,15 @@ public:
     const HParams &hparams() const { return hp_; }
     const Weights &weights() const { return weights_; }
     const std::string &architecture() const { return architecture_; }
-    uint64_t weight_bytes() const { return weight_bytes_; } // of the trunk, on the device
+    uint64_t weight_bytes() const { return weight_bytes_; } // on the device
     uint64_t n_params() const { return n_params_; }         // of all tensors in the file
+    // Of the loaded tensors' names, types, shapes and first bytes: what a saved session belongs to.
+    uint64_t identity() const;
 
 private:
     friend class WeightReader;
     std::shared_ptr<GgufFile> file_;
+    std::shared_ptr<GgufFile> head_file_;
     const Device *device_ = nullptr;
     std::string architecture_;
     HParams hp_;

@@ -44,11 +44,23 @@ SessionParams Session::resolve(const Model &model, const luce_session_params *p)
     out.n_chunk = std::min(in_range("n_chunk", p->n_chunk, 512, 4096), out.n_ctx);
     out.n_threads = in_range("n_threads", p->n_threads, std::min(cores, 16u), 512);
     out.kv_type = kv_type_of(p->kv_type);
+    out.n_draft = p->n_draft;
+    if (out.n_draft > LUCE_MAX_DRAFT || (out.n_draft > 0 && out.n_rows <= out.n_draft)) {
+        fail(LUCE_E_ARG, "n_draft is %u, expected 0 to %d, and below n_rows, which is %u", out.n_draft,
+             LUCE_MAX_DRAFT, out.n_rows);
+    }
+    if (out.n_draft > 0 && !model.weights().head) {
+        fail(LUCE_E_ARG, "n_draft is %u, but the model was opened without a NextN head", out.n_draft);
+    }
     return out;
 }
 
+static const NextN *head_of(const Model &model, const SessionParams &params) {
+    return params.n_draft > 0 ? model.weights().head.get() : nullptr;
+}
+
 luce_memory Session::plan(const Model &model, const SessionParams &params) {
-    const Cache cache(model.hparams(), params.kv_type, params.n_ctx, params.n_rows);
+    const Cache cache(model.hparams(), head_of(model, params), params.kv_type, params.n_ctx, params.n_rows);
     const StepSizes sizes = Step::measure(model, cache, params);
     luce_memory m{};
     m.weights = model.weight_bytes();
@@ -63,7 +75,7 @@ luce_memory Session::plan(const Model &model, const SessionParams &params) {
 
 Session::Session(std::shared_ptr<const Model> model, const SessionParams &params)
     : model_(std::move(model)), params_(params),
-      cache_(model_->hparams(), params.kv_type, params.n_ctx, params.n_rows) {
+      cache_(model_->hparams(), head_of(*model_, params), params.kv_type, params.n_ctx, params.n_rows) {
     const luce_memory need = plan(*model_, params);
     check_memory(model_->device(), need.kv + need.state + need.compute,
                  format("a session of %u positions", params.n_ctx).c_str());
@@ -74,6 +86,7 @@ Session::Session(std::shared_ptr<const Model> model, const SessionParams &params
 
 void Session::reset() {
     cache_.clear();
+    n_drafted_ = 0;
     failed_ = false;
 }
 
@@ -84,6 +97,7 @@ luce_session_info Session::info() const {
     out.n_rows = params_.n_rows;
     out.n_chunk = params_.n_chunk;
     out.n_threads = params_.n_threads;
+    out.n_draft = params_.n_draft;
     out.n_past = cache_.n_past();
     out.n_verified = cache_.n_verified();
     out.failed = failed_;
@@ -128,11 +142,12 @@ int32_t Session::prefill(const int32_t *tokens, uint32_t n) {
         fail(LUCE_E_CONTEXT, "%u tokens after %u do not fit into a context of %u", n, past, params_.n_ctx);
     }
     failed_ = true; // until all of it has worked
+    n_drafted_ = 0;
     for (uint32_t at = 0; at < n;) {
         const uint32_t room = params_.n_chunk - (past + at) % params_.n_chunk;
         const uint32_t rows = std::min(n - at, room);
-        step_->prefill(tokens + at, rows, at + rows == n);
-        cache_.appended(rows);
+        const uint32_t hidden = step_->prefill(tokens + at, rows, at + rows == n);
+        cache_.appended(tokens + at, rows, hidden);
         at += rows;
     }
     const int32_t choice = choose(0, past + n);
@@ -140,12 +155,54 @@ int32_t Session::prefill(const int32_t *tokens, uint32_t n) {
     return choice;
 }
 
+void Session::draft(int32_t anchor, uint32_t n) {
+    check_usable();
+    if (params_.n_draft == 0) {
+        fail(LUCE_E_STATE, "the session was opened without drafts (n_draft 0)");
+    }
+    if (n < 1 || n > params_.n_draft) {
+        fail(LUCE_E_ARG, "a draft has 1 to %u tokens, got %u", params_.n_draft, n);
+    }
+    check_tokens(&anchor, 1);
+    if (cache_.n_past() == 0) {
+        fail(LUCE_E_STATE, "a draft needs a committed token: prefill comes first");
+    }
+    if (cache_.n_past() + n >= params_.n_ctx) {
+        fail(LUCE_E_CONTEXT, "%u drafts would reach position %u of a context of %u", n, cache_.n_past() + n,
+             params_.n_ctx);
+    }
+    failed_ = true; // until all of it has worked
+    step_->draft(anchor, n);
+    draft_anchor_ = anchor;
+    n_drafted_ = n;
+    failed_ = false;
+}
+
+void Session::get_draft(int32_t *tokens, uint32_t n) {
+    check_usable();
+    if (n < 1 || n > step_->drafts().size()) {
+        fail(LUCE_E_ARG, "the last draft has %zu tokens, got %u", step_->drafts().size(), n);
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        if (step_->drafts()[i].not_finite) {
+            fail(LUCE_E_NUMERIC, "the logits of draft %u are not finite: the NextN head is damaged", i);
+        }
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        tokens[i] = step_->drafts()[i].token;
+    }
+}
+
 void Session::verify(const int32_t *tokens, const int32_t *parents, uint32_t n, int32_t *choices) {
     check_usable();
     if (n < 1 || n > params_.n_rows) {
         fail(LUCE_E_ARG, "a verify step has 1 to %u rows, got %u", params_.n_rows, n);
     }
-    check_tokens(tokens, n);
+    if (tokens != nullptr) {
+        check_tokens(tokens, n);
+    } else if (n > n_drafted_ + 1 || n_drafted_ == 0) {
+        fail(LUCE_E_STATE, "%u rows without tokens: %u drafts are there to verify", n, n_drafted_);
+    }
     int32_t parent_of[LUCE_MAX_ROWS];
     uint32_t depth[LUCE_MAX_ROWS];
     for (uint32_t i = 0; i < n; i++) {
@@ -171,7 +228,11 @@ void Session::verify(const int32_t *tokens, const int32_t *parents, uint32_t n, 
     }
     failed_ = true; // until all of it has worked
     step_->verify(tokens, parent_of, n);
-    cache_.verified(parent_of, n);
+    int32_t drafted[LUCE_MAX_ROWS] = {draft_anchor_};
+    for (uint32_t i = 1; tokens == nullptr && i < n; i++) {
+        drafted[i] = step_->drafts()[i - 1].token;
+    }
+    cache_.verified(tokens == nullptr ? drafted : tokens, parent_of, n);
     for (uint32_t i = 0; i < n; i++) {
         choices[i] = choose(i, cache_.n_past() + depth[i] + 1);
     }
@@ -189,6 +250,7 @@ void Session::commit(const int32_t *path, uint32_t n) {
         step_->kv_move(path, n);
     }
     cache_.committed(path, n);
+    n_drafted_ = 0;
     failed_ = false;
 }
 

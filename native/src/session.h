@@ -18,9 +18,15 @@ public:
     void set_sampling(const luce_sampling &sampling) { sampling_ = sampling; }
 
     int32_t prefill(const int32_t *tokens, uint32_t n);
+    void draft(int32_t anchor, uint32_t n);
+    void get_draft(int32_t *tokens, uint32_t n);
     void verify(const int32_t *tokens, const int32_t *parents, uint32_t n, int32_t *choices);
     void commit(const int32_t *path, uint32_t n);
     void read_logits(uint32_t row, float *out);
+    // snapshot.cpp
+    uint64_t save_size() const;
+    void save(uint8_t *data);
+    void restore(const uint8_t *data, uint64_t size);
     uint32_t n_vocab() const { return model_->hparams().n_vocab; }
 
 private:
@@ -34,6 +40,8 @@ private:
     std::unique_ptr<Step> step_;
     luce_sampling sampling_{};
     std::vector<float> logits_; // of one row, for sampling
+    int32_t draft_anchor_ = 0;
+    uint32_t n_drafted_ = 0; // of the last draft, until the timeline moves on
     bool failed_ = false;
 };
 

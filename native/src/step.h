@@ -1,27 +1,36 @@
 // The step executor: the only owner of graph allocation, reuse, capture and synchronisation.
 //
 // Order of life: measure the largest steps, allocate one buffer for all of them, then for each step
-// build-or-reuse a graph, write its inputs, compute, read the choices: one host synchronisation.
+// build-or-reuse a graph, write its inputs, compute, read the choices: one host synchronisation a round.
 // - Shapes come from two fixed lists (row_bucket, kv_bucket), so a graph is built once per bucket pair.
-// - CPU: verify steps use ggml's row-invariant kernels, prefill the fast tiled ones.
+// - CPU: prefill uses ggml's fast tiled kernels, all other steps the row-invariant ones.
 // - CUDA: a graph runs as segments between our ops, with our kernels launched in their places on the same
-//   stream; from a verify graph's second run on, the whole step is one captured CUDA graph.
+//   stream; from its second run on, a step other than prefill is one captured CUDA graph.
 #pragma once
 
 #include "graph.h"
+#include "step_inputs.h"
 
 #include <map>
 #include <memory>
+#include <tuple>
 #include <vector>
 
 namespace luce {
 
-struct SessionParams {
-    uint32_t n_ctx, n_rows, n_chunk, n_threads;
-    ggml_type kv_type;
-};
+enum class StepKind { prefill, prefill_last, verify, kv_move, flush, catch_up, draft };
 
-enum class StepKind { prefill, prefill_last, verify, kv_move };
+struct StepShape {
+    StepKind kind;
+    uint32_t rows;     // draft, catch_up: owed rows
+    uint32_t n_kv;     // cells, in buckets
+    uint32_t n_drafts; // draft only
+
+    bool operator<(const StepShape &o) const {
+        return std::tie(kind, rows, n_kv, n_drafts) < std::tie(o.kind, o.rows, o.n_kv, o.n_drafts);
+    }
+    bool prompt() const { return kind == StepKind::prefill || kind == StepKind::prefill_last; }
+};
 
 struct StepSizes {
     uint64_t compute = 0; // activations and outputs
@@ -43,12 +52,18 @@ public:
     Step(const Step &) = delete;
     Step &operator=(const Step &) = delete;
 
-    // One chunk of the prompt, committed at once; with `last`, the logits of its last row.
-    void prefill(const int32_t *tokens, uint32_t n, bool last);
-    // n rows after the committed ones; logits of each.
+    // One chunk of the prompt; with `last`, the logits of its last row. Returns its hidden cell.
+    uint32_t prefill(const int32_t *tokens, uint32_t n, bool last);
+    // n rows after the committed ones; logits of each. tokens null: the drafted ones.
     void verify(const int32_t *tokens, const int32_t *parents, uint32_t n);
+    // n drafts after the anchor; enqueued, not waited for.
+    void draft(int32_t anchor, uint32_t n);
+    // Writes the head's KV rows for all committed tokens.
+    void catch_up();
     // KV of rows path[i] to cells n_past + i.
     void kv_move(const int32_t *path, uint32_t n);
+    // Replays pending rows onto the recurrent state.
+    void flush();
 
     // Results of the last step that had logits; valid until the next step.
     struct Greedy {
@@ -56,32 +71,37 @@ public:
         int32_t not_finite;
     };
     const std::vector<Greedy> &greedy() const { return greedy_; }
+    const std::vector<Greedy> &drafts(); // of the last draft; waits where no verify has
     void read_logits(uint32_t row, float *out);
+    // Bytes of a cache tensor, waiting for what is enqueued.
+    void read(const ggml_tensor *tensor, void *data, size_t offset, size_t size);
+    void write(ggml_tensor *tensor, const void *data, size_t offset, size_t size);
 
     uint64_t allocated() const;
 
 private:
     struct Graph;
-    struct Inputs;
-    using Key = std::tuple<StepKind, uint32_t, uint32_t>;
 
-    Graph &graph(StepKind kind, uint32_t rows, uint32_t n_kv);
-    void compute(Graph &g);
-    void enqueue(Graph &g);
+    Graph &graph(const StepShape &shape);
+    void compute(Graph &g, bool drafted_tokens = false);
     void enqueue_cuda(Graph &g, void *stream);
-    void read_greedy(Graph &g, uint32_t n);
+    void send_inputs(const Graph &g, bool drafted_tokens);
+    void head_rows(const std::vector<int32_t> &row_tokens, uint32_t k, uint32_t n);
     void warm_up();
 
     const Model &model_;
     Cache &cache_;
     SessionParams params_;
     Backend backend_;
-    std::unique_ptr<Inputs> inputs_;
+    TrunkRegion in_;
+    HeadRegion head_in_;
     std::unique_ptr<struct ggml_gallocr, void (*)(struct ggml_gallocr *)> galloc_;
     uint64_t compute_size_ = 0;
-    std::map<Key, std::unique_ptr<Graph>> graphs_;
-    Graph *last_ = nullptr;
+    std::map<StepShape, std::unique_ptr<Graph>> graphs_;
+    Graph *last_ = nullptr; // whose logits are in the compute buffer
     std::vector<Greedy> greedy_;
+    std::vector<Greedy> drafts_;
+    bool drafts_fetched_ = true;
 };
 
 } // namespace luce

@@ -3,6 +3,7 @@
 
 #include <ggml-cpu.h>
 
+#include <algorithm>
 #include <cstring>
 #include <set>
 
@@ -111,12 +112,12 @@ HParams read_hparams(const GgufFile &file) {
     if (hp.rope_dim % 2 != 0 || !(hp.rope_base > 0) || !(hp.rms_eps > 0)) {
         bad("rope.dimension_count must be even, rope.freq_base and the RMS epsilon positive");
     }
+    if (hp.state_size != 16 && hp.state_size != 32 && hp.state_size != 64 && hp.state_size != 128) {
+        bad(format("ssm.state_size is %u: luce runs 16, 32, 64 and 128", hp.state_size));
+    }
     if (inner != hp.n_v_heads * hp.state_size) {
         bad(format("ssm.inner_size is %u, expected time_step_rank * state_size = %u", inner,
                    hp.n_v_heads * hp.state_size));
-    }
-    if (hp.state_size != 16 && hp.state_size != 32 && hp.state_size != 64 && hp.state_size != 128) {
-        bad(format("ssm.state_size is %u: luce runs 16, 32, 64 and 128", hp.state_size));
     }
     if (taps != CONV_TAPS) {
         bad(format("ssm.conv_kernel is %u: luce runs %u", taps, CONV_TAPS));
@@ -171,18 +172,14 @@ const char *type_name(ggml_type type) {
     return names[size_t(type)].c_str();
 }
 
-// Takes tensors out of the file one by one, checking each, and remembers which are left over.
+// Takes tensors out of a file one by one, checking each, and remembers which are left over.
 class WeightReader {
 public:
-    explicit WeightReader(Model &model) : m_(model) {
-        for (const GgufTensor &t : model.file_->tensors()) {
+    WeightReader(Model &model, const GgufFile &file, const HParams &hp, bool loading = true)
+        : m_(model), file_(file), hp_(hp), loading_(loading) {
+        for (const GgufTensor &t : file.tensors()) {
             left_.insert(t.name);
-            m_.n_params_ += uint64_t(t.ne[0]) * uint64_t(t.ne[1]) * uint64_t(t.ne[2]) * uint64_t(t.ne[3]);
         }
-        // room for every tensor of the file
-        const ggml_init_params params = {ggml_tensor_overhead() * (left_.size() + 1), nullptr,
-                                         /*no_alloc=*/true};
-        m_.context_.reset(ggml_init(params));
     }
 
     // A matrix {a, b} of any weight type.
@@ -195,7 +192,7 @@ public:
     }
 
     Block block(uint32_t il, bool recurrent) {
-        const HParams &hp = m_.hp_;
+        const HParams &hp = hp_;
         const std::string p = "blk." + std::to_string(il) + ".";
         const int64_t E = hp.n_embd, FF = hp.n_ff, S = hp.state_size;
         Block b{};
@@ -228,35 +225,48 @@ public:
         return b;
     }
 
-    // A NextN head is recognised and checked, not loaded: plain decoding does not need it.
-    void nextn(uint32_t il) {
-        const HParams &hp = m_.hp_;
-        const std::string p = "blk." + std::to_string(il) + ".";
-        const int64_t E = hp.n_embd, V = hp.n_vocab;
-        loading_ = false;
-        block(il, false);
-        matrix(p + "nextn.eh_proj.weight", 2 * E, E);
-        f32(p + "nextn.enorm.weight", {E});
-        f32(p + "nextn.hnorm.weight", {E});
-        f32(p + "nextn.shared_head_norm.weight", {E}, false);
-        matrix(p + "nextn.shared_head_head.weight", E, V, false);
-        matrix(p + "nextn.embed_tokens.weight", E, V, false);
-        loading_ = true;
+    // The NextN block il; what it does not hold is the trunk's.
+    NextN nextn(uint32_t il, const Weights &trunk) {
+        const std::string p = "blk." + std::to_string(il) + ".nextn.";
+        const int64_t E = hp_.n_embd, V = hp_.n_vocab;
+        NextN n{};
+        n.hp = hp_;
+        n.block = block(il, false);
+        n.eh_proj = matrix(p + "eh_proj.weight", 2 * E, E);
+        n.enorm = f32(p + "enorm.weight", {E});
+        n.hnorm = f32(p + "hnorm.weight", {E});
+        n.norm = f32(p + "shared_head_norm.weight", {E}, false);
+        n.output = matrix(p + "shared_head_head.weight", E, V, false);
+        n.token_embd = matrix(p + "embed_tokens.weight", E, V, false);
+        n.norm = n.norm == nullptr ? trunk.output_norm : n.norm;
+        n.output = n.output == nullptr ? trunk.output : n.output;
+        n.token_embd = n.token_embd == nullptr ? trunk.token_embd : n.token_embd;
+        return n;
+    }
+
+    // Tensors that another reader takes.
+    void forget(const std::string &prefix) {
+        const auto first = left_.lower_bound(prefix);
+        auto last = first;
+        while (last != left_.end() && last->compare(0, prefix.size(), prefix) == 0) {
+            last++;
+        }
+        left_.erase(first, last);
     }
 
     // What the graph would silently ignore is refused by name.
-    void finish() {
-        if (!left_.empty()) {
-            fail(LUCE_E_UNSUPPORTED, "%s: tensor %s%s is not part of the qwen35 that luce runs",
-                 m_.file_->path().c_str(), left_.begin()->c_str(),
-                 left_.size() > 1 ? format(" (and %zu more)", left_.size() - 1).c_str() : "");
+    void finish(const std::string &prefix = "") {
+        const auto unknown = left_.lower_bound(prefix);
+        if (unknown != left_.end() && unknown->compare(0, prefix.size(), prefix) == 0) {
+            fail(LUCE_E_UNSUPPORTED, "%s: tensor %s is not part of the qwen35 that luce runs",
+                 file_.path().c_str(), unknown->c_str());
         }
     }
 
 private:
     ggml_tensor *take(const std::string &name, std::vector<int64_t> shape, bool f32_only, bool required) {
-        const char *path = m_.file_->path().c_str();
-        const GgufTensor *t = m_.file_->tensor(name);
+        const char *path = file_.path().c_str();
+        const GgufTensor *t = file_.tensor(name);
         if (t == nullptr) {
             if (required) {
                 fail(LUCE_E_FILE, "%s: tensor %s is missing, expected %s", path, name.c_str(),
@@ -282,7 +292,9 @@ private:
             return nullptr;
         }
         // CUDA cannot look rows up in IQ4_NL: the embedding is widened there
-        const bool widen = m_.device_->gpu && t->type == GGML_TYPE_IQ4_NL && name == "token_embd.weight";
+        const bool rows =
+            name == "token_embd.weight" || name.find(".nextn.embed_tokens.") != std::string::npos;
+        const bool widen = m_.device_->gpu && t->type == GGML_TYPE_IQ4_NL && rows;
         ggml_tensor *tensor =
             ggml_new_tensor(m_.context_.get(), widen ? GGML_TYPE_F32 : t->type, GGML_MAX_DIMS, t->ne);
         ggml_set_name(tensor, name.c_str());
@@ -292,26 +304,63 @@ private:
     }
 
     Model &m_;
+    const GgufFile &file_;
+    const HParams &hp_;
     std::set<std::string> left_;
-    bool loading_ = true;
+    const bool loading_; // false: tensors are checked only
 };
 
-std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file, const Device &device) {
+// A head's hyperparameters, from a file that may hold nothing else; both values in the error where it does not
+// fit the trunk.
+static HParams head_hparams(const GgufFile &file, const HParams &trunk) {
+    const char *path = file.path().c_str();
+    const std::string arch = file.string("general.architecture");
+    if (arch != "qwen35") {
+        fail(LUCE_E_FILE, "%s: the head's architecture is %s, the model's qwen35", path, arch.c_str());
+    }
+    HParams hp = read_hparams(file);
+    if (hp.n_nextn == 0) {
+        fail(LUCE_E_FILE, "%s holds no NextN head: qwen35.nextn_predict_layers is 0 or missing", path);
+    }
+    if (hp.n_embd != trunk.n_embd) {
+        fail(LUCE_E_FILE, "%s: the head's embedding_length is %u, the model's %u", path, hp.n_embd,
+             trunk.n_embd);
+    }
+    hp.n_vocab = trunk.n_vocab;
+    const GgufKv *tokens = file.find("tokenizer.ggml.tokens");
+    const GgufTensor *embd = file.tensor("token_embd.weight");
+    const uint64_t n_vocab = embd != nullptr                                 ? uint64_t(embd->ne[1])
+                             : tokens != nullptr && tokens->type == GGUF_ARR ? tokens->count
+                                                                             : trunk.n_vocab;
+    if (n_vocab != trunk.n_vocab) {
+        fail(LUCE_E_FILE, "%s: the head's vocabulary has %llu tokens, the model's %u", path,
+             (unsigned long long) n_vocab, trunk.n_vocab);
+    }
+    return hp;
+}
+
+std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file, std::shared_ptr<GgufFile> head,
+                                       const Device &device) {
     auto model = std::make_shared<Model>();
     model->device_ = &device;
     model->architecture_ = file->string("general.architecture");
     check_architecture(*file, model->architecture_);
     HParams &hp = model->hp_;
     hp = read_hparams(*file);
-    model->file_ = std::move(file);
-
-    const GgufTensor *embd = model->file_->tensor("token_embd.weight");
+    const GgufTensor *embd = file->tensor("token_embd.weight");
     if (embd == nullptr || embd->n_dims != 2 || embd->ne[1] > (1 << 24)) {
-        fail(LUCE_E_FILE, "%s: tensor token_embd.weight is %s", model->file_->path().c_str(),
+        fail(LUCE_E_FILE, "%s: tensor token_embd.weight is %s", file->path().c_str(),
              embd == nullptr ? "missing" : ("of shape " + shape_text(embd->ne, embd->n_dims)).c_str());
     }
     hp.n_vocab = uint32_t(embd->ne[1]);
-    WeightReader reader(*model);
+    for (const GgufTensor &t : file->tensors()) {
+        model->n_params_ += uint64_t(t.ne[0]) * uint64_t(t.ne[1]) * uint64_t(t.ne[2]) * uint64_t(t.ne[3]);
+    }
+    const size_t n_tensors = file->tensors().size() + (head ? head->tensors().size() : 0) + 1;
+    const ggml_init_params params = {ggml_tensor_overhead() * n_tensors, nullptr, /*no_alloc=*/true};
+    model->context_.reset(ggml_init(params));
+
+    WeightReader reader(*model, *file, hp);
     Weights &w = model->weights_;
     w.token_embd = reader.matrix("token_embd.weight", hp.n_embd, hp.n_vocab);
     w.output_norm = reader.f32("output_norm.weight", {hp.n_embd});
@@ -322,11 +371,39 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file, const Dev
     for (uint32_t il = 0; il < hp.n_layer; il++) {
         w.blocks.push_back(reader.block(il, hp.recurrent[il]));
     }
+    // every head in the file is checked, whether or not it is asked for
+    WeightReader unloaded(*model, *file, hp, /*loading=*/false);
     for (uint32_t il = hp.n_layer; il < hp.n_layer + hp.n_nextn; il++) {
-        reader.nextn(il);
+        const std::string prefix = "blk." + std::to_string(il) + ".";
+        unloaded.nextn(il, w);
+        unloaded.finish(prefix);
+        reader.forget(prefix);
     }
     reader.finish();
+    if (head) {
+        const HParams head_hp = head_hparams(*head, hp);
+        WeightReader head_reader(*model, *head, head_hp);
+        w.head = std::make_unique<NextN>(head_reader.nextn(head_hp.n_layer, w));
+        model->head_file_ = std::move(head);
+    }
+    model->file_ = std::move(file);
     return model;
+}
+
+uint64_t Model::identity() const {
+    uint64_t hash = 0xcbf29ce484222325u; // FNV-1a
+    const auto add = [&](const void *data, size_t n) {
+        for (size_t i = 0; i < n; i++) {
+            hash = (hash ^ static_cast<const uint8_t *>(data)[i]) * 0x100000001b3u;
+        }
+    };
+    for (const auto &[tensor, source] : tensors_) {
+        add(source->name.data(), source->name.size());
+        add(&source->type, sizeof(source->type));
+        add(source->ne, sizeof(source->ne));
+        add(source->data, size_t(std::min<uint64_t>(source->size, 256)));
+    }
+    return hash;
 }
 
 void Model::stand_in() {
@@ -337,7 +414,13 @@ void Model::stand_in() {
 
 void Model::load(const std::function<bool(float)> &progress) {
     if (!device_->gpu) {
-        for (const auto &part : file_->parts()) {
+        std::vector<const Mapping *> parts;
+        for (const GgufFile *file : {file_.get(), head_file_ == file_ ? nullptr : head_file_.get()}) {
+            for (size_t i = 0; file != nullptr && i < file->parts().size(); i++) {
+                parts.push_back(file->parts()[i].get());
+            }
+        }
+        for (const Mapping *part : parts) {
             void *base = const_cast<uint8_t *>(part->data());
             buffers_.emplace_back(ggml_backend_cpu_buffer_from_ptr(base, part->size()));
             for (auto &[tensor, source] : tensors_) {

@@ -1,0 +1,87 @@
+"""The keys of a GGUF as Python values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from luce.errors import FileError
+
+if TYPE_CHECKING:
+    from luce._native import File
+
+Scalar = int | float | bool | str
+Value = Scalar | list[str] | np.ndarray
+
+_SCALARS = dict(enumerate(("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?")))
+_SCALARS |= {10: "<u8", 11: "<i8", 12: "<f8"}
+_STRING, _ARRAY = 8, 9
+
+
+class Metadata(Mapping[str, Value]):
+    """A file's keys, decoded on demand: scalars as int, float, bool, str; arrays as numpy arrays
+    (copies), arrays of strings as list[str]. Strings that are not UTF-8 raise FileError."""
+
+    def __init__(self, file: File):
+        self._file = file
+        library = file.library
+        self._index: dict[str, int] = {}
+        for index in range(file.info.n_kv):
+            kv = self._entry(index)
+            self._index.setdefault(library.text(kv.name), index)
+
+    def _entry(self, index: int) -> Any:
+        library = self._file.library
+        kv = library.struct("luce_kv")
+        library.check(library.lib.luce_file_get_kv(self._file.handle, index, kv))
+        return kv
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._index)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __getitem__(self, key: str) -> Value:
+        kv = self._entry(self._index[key])
+        ffi = self._file.library.ffi
+        if kv.type == _STRING:
+            return _decode(key, bytes(ffi.buffer(kv.data, kv.count)) if kv.count else b"")
+        if kv.type == _ARRAY and kv.elem_type == _STRING:
+            return self._strings(key, kv.count)
+        dtype = np.dtype(_SCALARS[kv.elem_type])
+        raw = ffi.buffer(kv.data, kv.count * dtype.itemsize) if kv.count else b""
+        values = np.frombuffer(raw, dtype).copy()
+        return values if kv.type == _ARRAY else values[0].item()
+
+    def _strings(self, key: str, count: int) -> list[str]:
+        if not count:
+            return []
+        library, ffi = self._file.library, self._file.library.ffi
+        starts, lengths = np.empty(count, np.uint64), np.empty(count, np.uint64)
+        library.check(
+            library.lib.luce_file_get_strings(
+                self._file.handle,
+                self._index[key],
+                ffi.from_buffer("char *[]", starts),
+                ffi.from_buffer("uint64_t[]", lengths),
+            )
+        )
+        # An array's strings lie one after the other in the mapping: one copy, then slices of it.
+        first = int(starts[0])
+        ends = (starts - starts[0] + lengths).tolist()
+        raw = bytes(ffi.buffer(ffi.cast("char *", first), ends[-1]))
+        begins = (starts - starts[0]).tolist()
+        try:
+            return [raw[begin:end].decode() for begin, end in zip(begins, ends, strict=True)]
+        except UnicodeDecodeError as error:
+            raise FileError(f"key {key} holds a string that is not UTF-8") from error
+
+
+def _decode(key: str, raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise FileError(f"key {key} is not UTF-8") from error
