@@ -2,11 +2,11 @@
 # Everything that needs a GPU, in one call: build for it, check the kernels, run the whole test suite on the
 # device, measure the 27b oracle beside llama.cpp. Meant for a machine without a network.
 #
-#   tools/gpu_check.sh [build] [kernels] [oracle] [bench] [tests]     (default: all, in this order)
+#   tools/gpu_check.sh [build] [kernels] [oracle] [bench] [gap] [tests]     (default: all, in this order)
 #
 # Reads from GPU_KIT (default .gpu, git-ignored), packed where there is a network:
 #   cache.tar.xz  luce's cache folder, as tools/fetch_ggml.py leaves it: `tar -C ~/.cache -cJf ... luce`
-#   peer.tar.xz   llama.cpp of the same archive, or `peer/bin/llama-bench` already built
+#   peer.tar.xz   `peer/bin/` with llama-bench and llama-server of the same archive
 #   *.whl         cffi and gguf, where the machine's Python lacks them
 # Writes results, logs and bench rows to OUT (default .gpu/out).
 set -euo pipefail
@@ -16,7 +16,7 @@ out=${OUT:-$kit/out}
 work=${GPU_WORK:-/var/tmp/luce-gpu}
 shape=${GPU_SHAPE:-27b}
 mkdir -p "$out" "$work"
-stages=${*:-build kernels oracle bench tests}
+stages=${*:-build kernels oracle bench gap tests}
 export PATH=/usr/local/cuda/bin:$PATH PYTHONUNBUFFERED=1
 export LD_LIBRARY_PATH=/usr/local/cuda/lib64:$work/peer/bin:${LD_LIBRARY_PATH:-}
 
@@ -62,13 +62,19 @@ fi
 
 if want bench; then
     say "bench"
-    if [[ ! -x $kit/peer/bin/llama-bench && ! -x $work/peer/bin/llama-bench ]]; then
-        tar -C "$work" -xJf "$kit/peer.tar.xz"
-    fi
     binary=$work/peer/bin/llama-bench
-    [[ -x $binary ]] || binary=$kit/peer/bin/llama-bench
+    [[ -x $binary ]] || tar -C "$work" -xJf "$kit/peer.tar.xz"
     python3 bench/beside_llamacpp.py "$work/oracle-$shape.gguf" --device cuda --threads 16 \
         --llama-bench "$binary" --commit "${COMMIT:-}" --save "$out" --rounds "${ROUNDS:-3}" | tee "$out/bench.txt"
+    python3 bench/mtp_beside_llamacpp.py "$work/oracle-$shape.gguf" --device cuda --threads 16 \
+        --llama-server "$(dirname "$binary")/llama-server" --commit "${COMMIT:-}" --save "$out" \
+        --gammas 0,1,2,3,4 --rounds "${ROUNDS:-3}" | tee "$out/bench-mtp.txt"
+fi
+if want gap; then
+    say "rows that change other rows' bits, by op"
+    g++ -std=c++17 -O2 -I "$work"/cache/luce/ggml-*/ggml/include bench/row_gap.cpp -o "$work/row_gap" \
+        -L luce/lib -lluce-ggml -lluce-ggml-base -lluce-ggml-cpu -Wl,-rpath,"$PWD/luce/lib",--allow-shlib-undefined
+    "$work/row_gap" gpu 2>/dev/null | tee "$out/row-gap.jsonl"
 fi
 if want tests; then
     say "tests"
