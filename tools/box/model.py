@@ -333,7 +333,7 @@ class Trunk(nn.Module):
     @staticmethod
     def _keep(full: bool, kept: list[Tensor], capacity: int) -> tuple[Tensor, Tensor]:
         if not full:
-            return kept[0], kept[1]
+            return kept[0].clone(), kept[1].clone()  # views of all rows and all states otherwise
         room = [t.new_empty(*t.shape[:2], capacity, t.shape[3]) for t in kept]
         for t, source in zip(room, kept, strict=True):
             t[:, :, : source.shape[2]] = source

@@ -131,6 +131,7 @@ def prepare_torch(seed: int) -> torch.device:
     """Seeds, TF32 for what stays F32, and compilation that falls back to eager where it fails."""
     torch.manual_seed(seed)
     torch.set_float32_matmul_precision("high")
+    torch.backends.cuda.enable_cudnn_sdp(False)  # builds a plan for every new length: 0.1 s a token
     torch._dynamo.config.suppress_errors = True
     torch._dynamo.config.recompile_limit = 32
     return device()
