@@ -64,31 +64,35 @@ def build(c: Config, seed: int):  # type: ignore[no-untyped-def]
 
 
 def golden(c: Config, seed: int) -> dict[str, np.ndarray]:
+    raw = np.random.PCG64(1000 + seed).random_raw(N_PROMPT)
+    return run(build(c, seed), (raw % np.uint64(c.n_vocab)).astype(np.int32))
+
+
+def run(model, prompt: np.ndarray, min_gap: float = MIN_GAP) -> dict[str, np.ndarray]:  # type: ignore[no-untyped-def]
+    """prompt, logits, greedy and gap of a transformers model. A choice closer than min_gap is an error."""
     import torch
 
-    model = build(c, seed)
-    raw = np.random.PCG64(1000 + seed).random_raw(N_PROMPT)
-    prompt = (raw % np.uint64(c.n_vocab)).astype(np.int32)
+    n_prompt = len(prompt)
     with torch.no_grad():
         chunked = model(torch.from_numpy(prompt).long()[None]).logits[0].numpy()
         cache = None
         logits: list[np.ndarray] = []
         greedy: list[int] = []
-        for i in range(N_PROMPT + N_GREEDY - 1):
-            token = int(prompt[i]) if i < N_PROMPT else greedy[-1]
+        for i in range(n_prompt + N_GREEDY - 1):
+            token = int(prompt[i]) if i < n_prompt else greedy[-1]
             out = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             logits.append(out.logits[0, -1].numpy())
-            if i >= N_PROMPT - 1:
+            if i >= n_prompt - 1:
                 greedy.append(int(logits[-1].argmax()))
     rows = np.stack(logits)
-    if np.abs(rows[:N_PROMPT] - chunked).max() > 1e-4:
+    if np.abs(rows[:n_prompt] - chunked).max() > 1e-4:
         raise RuntimeError("transformers' recurrent and chunked rules disagree")
-    top = np.sort(rows[N_PROMPT - 1 :], -1)
+    top = np.sort(rows[n_prompt - 1 :], -1)
     gap = top[:, -1] - top[:, -2]
-    if gap.min() < MIN_GAP:
-        raise RuntimeError(f"a greedy choice is decided by {gap.min()}: take another seed")
-    return {"prompt": prompt, "logits": rows[:N_PROMPT], "greedy": np.array(greedy, np.int32), "gap": gap}
+    if gap.min() < min_gap:
+        raise RuntimeError(f"a greedy choice is decided by {gap.min()}: take another seed or prompt")
+    return {"prompt": prompt, "logits": rows[:n_prompt], "greedy": np.array(greedy, np.int32), "gap": gap}
 
 
 def main() -> None:

@@ -1,0 +1,191 @@
+"""The model in the box: real weights against transformers, speculation on them, what ships."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import box_model
+import drive
+import numpy as np
+import pytest
+import ref
+
+from luce._native import File, Library, Model, Session
+from luce.tokenizer import Tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+CHECKPOINT = ROOT / ".box" / "export" / "box"  # where the box was made, or its parts were unpacked
+
+# Max abs logit errors over 25 positions; the logits have standard deviation 3.8.
+REF_BOUND = 1e-3  # numpy in float64 against transformers' F32: measured 1.2e-5
+CPU_BOUND = 1e-3  # the core, F32 weights, f32 KV: measured 1.5e-5
+Q8_BOUND = 0.6  # Q8_0 weights, whose products round activations to Q8_0 as well: measured 0.32
+CHECKPOINT_BOUND = 0.8  # the same file against the checkpoint from which it was quantised: measured 0.37
+
+PROMPTS = (
+    "import unittest\n\n\nclass TestQueue(unittest.TestCase):\n    def setUp(self):\n",
+    "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n",
+    "import os\n\n\ndef read_lines(path):\n",
+    "import argparse\n\n\ndef main():\n    parser = argparse.ArgumentParser()\n",
+    "from dataclasses import dataclass\n\n\n@dataclass\nclass User:\n",
+    "def merge(left, right):\n    result = []\n    while left and right:\n",
+    "class Counter:\n    def __init__(self):\n        self.counts = {}\n\n    def add(self, key):\n",
+    "def fibonacci(n: int) -> int",
+)
+
+Golden = dict[str, np.ndarray]
+Record = Callable[[str, object], None]
+
+
+@pytest.fixture(scope="module")
+def golden() -> Golden:
+    return dict(np.load(ROOT / "tests" / "goldens" / "box.npz"))
+
+
+@pytest.fixture(scope="module")
+def prompts(native: Library) -> list[list[int]]:
+    with File(box_model.GGUF, native) as file:
+        tokenizer = Tokenizer(file.kv)
+    return [tokenizer.encode(text) for text in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def session(native: Library, device: str) -> Session:
+    """box.gguf as it ships, f32 KV, with its NextN head."""
+    file = File(box_model.GGUF, native)
+    model = Model(file, device, head=file)
+    return drive.open_session(model, n_ctx=512, n_draft=4)
+
+
+def errors(session: Session, prompt: np.ndarray, expected: np.ndarray) -> float:
+    """Max abs logit error by verify steps of several widths and by one prefill."""
+    worst = 0.0
+    for width in (1, 7, len(prompt)):
+        session.reset()
+        worst = max(worst, float(np.abs(drive.chain_logits(session, prompt, width) - expected).max()))
+    session.reset()
+    session.prefill(prompt)
+    return max(worst, float(np.abs(session.logits(0) - expected[-1]).max()))
+
+
+def check_greedy(session: Session, golden: Golden, name: str, error: float, device: str) -> None:
+    """The golden's greedy tokens; off the CPU those that `error` cannot change, step by step."""
+    prompt, greedy = golden["prompt"], golden[f"{name}greedy"]
+    session.reset()
+    if device == "cpu":
+        assert drive.greedy(session, prompt, len(greedy)) == greedy.tolist()
+        return
+    choices = [session.prefill(prompt)]
+    for token in greedy[:-1]:
+        choices += session.verify([token])
+        session.commit([0])
+    clear = golden[f"{name}gap"] > 2 * error
+    assert np.array(choices)[clear].tolist() == greedy[clear].tolist()
+
+
+def test_goldens_text_is_the_tokenizers(native: Library, golden: Golden) -> None:
+    with File(box_model.GGUF, native) as file:
+        tokenizer = Tokenizer(file.kv)
+    text = tokenizer.decode(golden["prompt"])
+    assert text.startswith("import unittest\n")
+    assert tokenizer.encode(text) == golden["prompt"].tolist()
+
+
+def test_reference_agrees_with_transformers(golden: Golden) -> None:
+    weights = ref.read_gguf(str(box_model.GGUF))
+    logits = ref.Reference(box_model.CONFIG, weights).feed(golden["prompt"])
+    assert np.abs(logits - golden["stored_logits"]).max() <= REF_BOUND
+
+
+def test_core_in_f32_agrees_with_transformers(
+    native: Library, device: str, golden: Golden, tmp_path: Path, record_property: Record
+) -> None:
+    """box.gguf's weights in an F32 file."""
+    path = box_model.write_f32(tmp_path / "box-f32.gguf")
+    session = drive.open_session(drive.open_model(native, path, device), n_ctx=256)
+    error = errors(session, golden["prompt"], golden["stored_logits"])
+    record_property("max_abs_logit_error", error)
+    print(f"max abs logit error on {device}: {error:.2e}")
+    assert error <= (CPU_BOUND if device == "cpu" else drive.CUDA_BOUND)
+    check_greedy(session, golden, "stored_", error, device)
+
+
+@pytest.mark.parametrize(("name", "bound"), [("stored_", Q8_BOUND), ("", CHECKPOINT_BOUND)])
+def test_core_on_the_file_agrees_with_transformers(
+    session: Session, device: str, golden: Golden, name: str, bound: float, record_property: Record
+) -> None:
+    error = errors(session, golden["prompt"], golden[f"{name}logits"])
+    record_property("max_abs_logit_error", error)
+    print(f"max abs logit error on {device}: {error:.2e}")
+    assert error <= bound
+    check_greedy(session, golden, name, error, device)
+
+
+@pytest.mark.skipif(not CHECKPOINT.exists(), reason="the training checkpoint is not here")
+def test_checkpoint_in_f32_agrees_with_transformers(
+    native: Library, device: str, golden: Golden, tmp_path: Path
+) -> None:
+    pytest.importorskip("safetensors")
+    import convert_qwen35
+
+    path = tmp_path / "box-f32.gguf"
+    convert_qwen35.convert(CHECKPOINT, path, "F32", say=lambda text: None)
+    session = drive.open_session(drive.open_model(native, path, device), n_ctx=256)
+    error = errors(session, golden["prompt"], golden["logits"])
+    print(f"max abs logit error on {device}: {error:.2e}")
+    assert error <= (CPU_BOUND if device == "cpu" else drive.CUDA_BOUND)
+    check_greedy(session, golden, "", error, device)
+
+
+# ---- speculation
+
+
+def rounds(session: Session, prompt: Sequence[int], n: int, gamma: int) -> tuple[list[int], list[int]]:
+    """At least n greedy tokens by rounds of gamma drafts, and how many each round accepted."""
+    session.reset()
+    tokens, accepted = [session.prefill(prompt)], []
+    while len(tokens) < n:
+        session.draft(tokens[-1], gamma)
+        choices = session.verify_draft(gamma)
+        path, _ = session.accept([tokens[-1], *session.drafted(gamma)], None, choices)
+        session.commit(path)
+        tokens += [choices[row] for row in path]
+        accepted.append(len(path) - 1)
+    return tokens[:n], accepted
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 4])
+def test_drafts_change_no_token(session: Session, prompts: list[list[int]], gamma: int) -> None:
+    for prompt in prompts:
+        drafted, _ = rounds(session, prompt, 96, gamma)
+        session.reset()
+        assert drafted == drive.greedy(session, prompt, 96)
+
+
+def test_head_is_accepted_as_in_training(session: Session, prompts: list[list[int]]) -> None:
+    """The card says 0.86 for the first draft and 2.57 tokens a round, over many held-out prompts."""
+    accepted = [n for prompt in prompts for n in rounds(session, prompt, 192, 2)[1]]
+    first, mean = np.mean(np.array(accepted) > 0), 1 + np.mean(accepted)
+    print(f"{len(accepted)} rounds: first draft {first:.3f}, {mean:.3f} tokens a round")
+    assert first >= 0.65
+    assert mean >= 2.0
+
+
+# ---- what ships
+
+
+def test_files_are_small_and_what_the_card_says(native: Library) -> None:
+    files = (box_model.GGUF, box_model.DRAFTER)
+    assert sum(path.stat().st_size for path in files) <= 24e6
+    card = (box_model.DATA / "CARD.md").read_text(encoding="utf-8")
+    for path in files:
+        assert f"| `{path.name}` | {path.stat().st_size / 1e6:.2f} MB |" in card
+    for plot in re.findall(r"!\[.*?\]\((.*?)\)", card):
+        assert (box_model.DATA / plot).exists()
+    with File(box_model.GGUF, native) as trunk, File(box_model.DRAFTER, native) as drafter:
+        assert trunk.kv["general.architecture"] == "qwen35"
+        assert drafter.kv["general.architecture"] == "dflash"
+        assert trunk.kv["tokenizer.ggml.tokens"] == drafter.kv["tokenizer.ggml.tokens"]
+        assert "tokenizer.chat_template" in trunk.kv

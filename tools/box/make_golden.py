@@ -1,0 +1,86 @@
+#!/usr/bin/env python3
+"""Writes tests/goldens/box.npz: what transformers' Qwen3_5ForCausalLM computes with the box's weights, F32
+on the CPU. Needs torch and transformers, and .box/export/box beside the committed luce/data/box.gguf.
+
+Twice, for two sets of weights: the checkpoint's own (`logits`, `greedy`, `gap` as in the other goldens), and
+the same as box.gguf stores them, every matrix through Q8_0 (`stored_logits`, `stored_greedy`,
+`stored_gap`), which is checked to be the file's content bit by bit. `prompt` is PROMPT's tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests")]
+
+import box_model  # noqa: E402
+import ref  # noqa: E402
+import tiny  # noqa: E402
+from make_goldens import run  # noqa: E402
+
+PROMPT = "import unittest\n\n\nclass TestQueue(unittest.TestCase):\n    def setUp(self):\n"
+MIN_GAP = 0.2  # between the two largest logits: Q8_0 moves each of them by up to 0.1
+
+
+def stored(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The state with every matrix through Q8_0."""
+    q8 = gguf.GGMLQuantizationType.Q8_0
+    through = lambda x: gguf.quants.dequantize(gguf.quants.quantize(x, q8), q8).reshape(x.shape)  # noqa: E731
+    return {name: through(x) if x.ndim == 2 else x for name, x in state.items()}
+
+
+def check_same(config: tiny.Config, state: dict[str, np.ndarray], file: Path) -> None:
+    """The state is what the GGUF holds."""
+    mine, theirs = tiny.to_gguf_layout(config, state), ref.read_gguf(str(file))
+    if mine.keys() != theirs.keys():
+        raise RuntimeError(f"{file.name} holds other tensors: {sorted(mine.keys() ^ theirs.keys())}")
+    for name, x in mine.items():
+        exact = not name.endswith("ssm_a")  # that one is computed, by exp
+        if not np.array_equal(x, theirs[name]) and (exact or not np.allclose(x, theirs[name], rtol=1e-6)):
+            raise RuntimeError(f"{file.name}: {name} differs by {np.abs(x - theirs[name]).max()}")
+
+
+def model(folder: Path, state: dict[str, np.ndarray]) -> Qwen3_5ForCausalLM:
+    text = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    made = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**text, attn_implementation="eager")).eval().float()
+    trunk = {name: torch.from_numpy(x) for name, x in state.items() if not name.startswith("mtp.")}
+    made.load_state_dict(trunk | {"lm_head.weight": trunk["model.embed_tokens.weight"]}, strict=True)
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--checkpoint", type=Path, default=ROOT / ".box" / "export" / "box")
+    parser.add_argument("--gguf", type=Path, default=ROOT / "luce" / "data" / "box.gguf")
+    parser.add_argument("--out", type=Path, default=ROOT / "tests" / "goldens" / "box.npz")
+    args = parser.parse_args()
+    torch.set_num_threads(2)
+    state = {k: v.float().numpy() for k, v in load_file(args.checkpoint / "model.safetensors").items()}
+    check_same(box_model.CONFIG, stored(state), args.gguf)
+    tokenizer = Tokenizer.from_file(str(args.checkpoint / "tokenizer.json"))
+    prompt = np.array(tokenizer.encode(PROMPT).ids, np.int32)
+    own = run(model(args.checkpoint, state), prompt, MIN_GAP)
+    other = run(model(args.checkpoint, stored(state)), prompt, MIN_GAP)
+    made = own | {f"stored_{name}": other[name] for name in ("logits", "greedy", "gap")}
+    np.savez_compressed(args.out, **made)
+    for name in ("", "stored_"):
+        gap, greedy = made[f"{name}gap"].min(), made[f"{name}greedy"]
+        print(f"{name or 'checkpoint'}: smallest gap {gap:.4f}\n{tokenizer.decode(greedy.tolist())}")
+    moved = np.abs(own["logits"] - other["logits"]).max()
+    print(f"{len(prompt)} prompt tokens, std {own['logits'].std():.2f}, Q8_0 moves logits by {moved:.4f}")
+    print(f"{args.out.name}: {args.out.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()
