@@ -16,6 +16,17 @@ CONFIG = tiny.Config(
     n_k_head=4, n_v_head=8, state_size=64, n_vocab=4096, rope_base=1e6, tied=True, n_nextn=1,
 )  # fmt: skip
 
+PROMPTS = (
+    "import unittest\n\n\nclass TestQueue(unittest.TestCase):\n    def setUp(self):\n",
+    "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n",
+    "import os\n\n\ndef read_lines(path):\n",
+    "import argparse\n\n\ndef main():\n    parser = argparse.ArgumentParser()\n",
+    "from dataclasses import dataclass\n\n\n@dataclass\nclass User:\n",
+    "def merge(left, right):\n    result = []\n    while left and right:\n",
+    "class Counter:\n    def __init__(self):\n        self.counts = {}\n\n    def add(self, key):\n",
+    "def fibonacci(n: int) -> int",
+)
+
 
 def write_f32(path: Path) -> Path:
     """box.gguf's weights, dequantised, as an F32 file (with a test tokenizer)."""

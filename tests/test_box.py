@@ -24,17 +24,6 @@ CPU_BOUND = 1e-3  # the core, F32 weights, f32 KV: measured 1.5e-5
 Q8_BOUND = 0.6  # Q8_0 weights, whose products round activations to Q8_0 as well: measured 0.32
 CHECKPOINT_BOUND = 0.8  # the same file against the checkpoint from which it was quantised: measured 0.37
 
-PROMPTS = (
-    "import unittest\n\n\nclass TestQueue(unittest.TestCase):\n    def setUp(self):\n",
-    "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n",
-    "import os\n\n\ndef read_lines(path):\n",
-    "import argparse\n\n\ndef main():\n    parser = argparse.ArgumentParser()\n",
-    "from dataclasses import dataclass\n\n\n@dataclass\nclass User:\n",
-    "def merge(left, right):\n    result = []\n    while left and right:\n",
-    "class Counter:\n    def __init__(self):\n        self.counts = {}\n\n    def add(self, key):\n",
-    "def fibonacci(n: int) -> int",
-)
-
 Golden = dict[str, np.ndarray]
 Record = Callable[[str, object], None]
 
@@ -48,7 +37,7 @@ def golden() -> Golden:
 def prompts(native: Library) -> list[list[int]]:
     with File(box_model.GGUF, native) as file:
         tokenizer = Tokenizer(file.kv)
-    return [tokenizer.encode(text) for text in PROMPTS]
+    return [tokenizer.encode(text) for text in box_model.PROMPTS]
 
 
 @pytest.fixture(scope="module")

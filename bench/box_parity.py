@@ -1,0 +1,127 @@
+#!/usr/bin/env python3
+"""The model in the box against others that compute it: transformers' F32 logits, llama.cpp's greedy tokens.
+
+Logits: max abs error of the core over every position of tests/goldens/box.npz, f32 KV, by verify steps of 1,
+7 and all rows; for the shipped file, for the same weights in F32, and with --f32 for an F32 conversion
+of the training checkpoint. Tokens: the prompts of tests/box_model.py, until llama-server ends a text, of the
+shipped file with f16 KV and of the F32 conversion with f32 KV; where the two programs part, `gap` is the
+distance of luce's two largest logits there.
+
+    python bench/box_parity.py --f32 .box/export/box-f32.gguf --llama-server PATH
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from luce._native import File, Model, Session, SessionParams
+from luce.tokenizer import Tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests"), str(ROOT / "tools")]
+
+import box_model  # noqa: E402
+import drive  # noqa: E402
+import peer_llamacpp  # noqa: E402
+from record import origin, save  # noqa: E402
+
+
+def logit_error(path: Path, device: str, golden: dict[str, np.ndarray], name: str) -> dict[str, Any]:
+    """Of one file against the golden's set `name`, and how many of its greedy tokens come out."""
+    prompt, greedy = golden["prompt"], golden[f"{name}greedy"].tolist()
+    with File(path) as file, Model(file, device) as model:
+        with Session(model, SessionParams(n_ctx=256, n_rows=64, n_threads=2, kv_type="f32")) as session:
+            worst = 0.0
+            for width in (1, 7, len(prompt)):
+                session.reset()
+                rows = drive.chain_logits(session, prompt, width)
+                worst = max(worst, float(np.abs(rows - golden[f"{name}logits"]).max()))
+            session.reset()
+            mine = drive.greedy(session, prompt, len(greedy))
+    same = next((i for i, (a, b) in enumerate(zip(mine, greedy, strict=True)) if a != b), len(greedy))
+    return {"max_abs_error": float(f"{worst:.2e}"), "greedy_tokens_equal": f"{same} of {len(greedy)}"}
+
+
+def logits(args: argparse.Namespace) -> dict[str, Any]:
+    golden = dict(np.load(ROOT / "tests" / "goldens" / "box.npz"))
+    with tempfile.TemporaryDirectory() as folder:
+        same = box_model.write_f32(Path(folder) / "box-f32.gguf")
+        found = {"the file's weights in F32, against transformers with these weights":
+                 logit_error(same, args.device, golden, "stored_")}  # fmt: skip
+    found["the file, against transformers with its weights"] = logit_error(
+        box_model.GGUF, args.device, golden, "stored_"
+    )
+    found["the file, against transformers with the checkpoint"] = logit_error(
+        box_model.GGUF, args.device, golden, ""
+    )
+    if args.f32:
+        found["F32 conversion of the checkpoint, against transformers with the checkpoint"] = logit_error(
+            args.f32, args.device, golden, ""
+        )
+    std = round(float(golden["logits"].std()), 2)
+    return {"positions": len(golden["prompt"]), "logits_std": std, "rows": found}
+
+
+def tokens(args: argparse.Namespace, path: Path, kv_type: str) -> list[dict[str, Any]]:
+    """Greedy tokens of both programs on one file, prompt by prompt."""
+    rows = []
+    gpu, kv = args.device != "cpu", ("-ctk", kv_type, "-ctv", kv_type)
+    with (
+        File(path) as file,
+        Model(file, args.device) as model,
+        Session(model, SessionParams(n_ctx=1024, n_threads=args.threads, kv_type=kv_type)) as session,
+        peer_llamacpp.LlamaServer(args.llama_server, path, args.threads, gpu, *kv) as server,
+    ):
+        tokenizer = Tokenizer(file.kv)
+        for text in box_model.PROMPTS:
+            prompt = tokenizer.encode(text)
+            theirs = server.complete(prompt, args.n_gen)["tokens"]
+            session.reset()
+            start = time.perf_counter()
+            mine = drive.greedy(session, prompt, args.n_gen)
+            seconds = time.perf_counter() - start
+            same = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None)
+            row: dict[str, Any] = {"prompt": text, "tokens": len(theirs), "equal": same is None}
+            if same is not None:
+                session.reset()
+                session.prefill([*prompt, *mine[:same]])
+                second, first = np.sort(session.logits(0))[-2:]
+                row |= {"first_difference": same, "gap": round(float(first - second), 4)}
+            rows.append(row | {"luce_tok_per_s": round(args.n_gen / seconds)})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--n-gen", type=int, default=128)
+    parser.add_argument("--f32", type=Path, help="an F32 conversion of the training checkpoint")
+    parser.add_argument("--llama-server", type=Path, help="also compare tokens with this llama-server")
+    parser.add_argument("--commit", help="of luce, where this is no git checkout")
+    parser.add_argument("--note", help="kept with the result")
+    parser.add_argument("--save", type=Path, help="folder for the result row")
+    args = parser.parse_args()
+    gpu = args.device != "cpu"
+    command = f"bench/box_parity.py --device {args.device} --threads {args.threads} --n-gen {args.n_gen}"
+    command += f" --f32 {args.f32.name}" if args.f32 else ""
+    result = origin("box parity", args.device, box_model.GGUF, command, args.threads, args.commit)
+    result |= {"note": args.note} if args.note else {}
+    result["transformers"] = logits(args)
+    if args.llama_server:
+        result["llamacpp"] = {"the file": tokens(args, box_model.GGUF, "f16")}
+        if args.f32:
+            result["llamacpp"]["F32 conversion of the checkpoint"] = tokens(args, args.f32, "f32")
+    save(args.save, f"box-parity-{'gpu' if gpu else 'cpu'}", result)
+
+
+if __name__ == "__main__":
+    main()
