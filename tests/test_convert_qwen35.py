@@ -113,7 +113,7 @@ def test_converted_file_gives_the_logits_of_transformers(tmp_path, name, native,
     path = convert(checkpoint(tmp_path / "hf", c, seed), "--type", "F32")
     with drive.open_model(native, path, device) as model, drive.open_session(model) as session:
         found = drive.chain_logits(session, golden["prompt"].tolist(), 8)
-    assert np.abs(found - golden["logits"]).max() < 1e-3
+    assert np.abs(found - golden["logits"]).max() < (1e-3 if device == "cpu" else drive.CUDA_BOUND)
 
 
 def test_save_pretrained_gives_the_logits_of_transformers(tmp_path, native):

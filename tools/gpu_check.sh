@@ -68,7 +68,7 @@ if want bench; then
         --llama-bench "$binary" --commit "${COMMIT:-}" --save "$out" --rounds "${ROUNDS:-3}" | tee "$out/bench.txt"
     python3 bench/mtp_beside_llamacpp.py "$work/oracle-$shape.gguf" --device cuda --threads 16 \
         --llama-server "$(dirname "$binary")/llama-server" --commit "${COMMIT:-}" --save "$out" \
-        --gammas 0,1,2,3,4 --rounds "${ROUNDS:-3}" | tee "$out/bench-mtp.txt"
+        --gammas 0,1,2,3 --rounds "${ROUNDS:-3}" | tee "$out/bench-mtp.txt"
 fi
 if want gap; then
     say "rows that change other rows' bits, by op"
