@@ -5,7 +5,7 @@ Logits: max abs error of the core over every position of tests/goldens/box.npz, 
 7 and all rows; for the shipped file, for the same weights in F32, and with --f32 for an F32 conversion
 of the training checkpoint. Tokens: the prompts of tests/box_model.py, until llama-server ends a text, of the
 shipped file with f16 KV and of the F32 conversion with f32 KV; where the two programs part, `gap` is the
-distance of luce's two largest logits there.
+distance of luce's two largest logits there. llama-server also drafts with both of the box's drafters.
 
     python bench/box_parity.py --f32 .box/export/box-f32.gguf --llama-server PATH
 """
@@ -16,13 +16,13 @@ import argparse
 import os
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from luce._native import File, Model, Session, SessionParams
+from luce._native import File, Model, Session
+from luce.structs import SessionParams
 from luce.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -85,9 +85,7 @@ def tokens(args: argparse.Namespace, path: Path, kv_type: str) -> list[dict[str,
             prompt = tokenizer.encode(text)
             theirs = server.complete(prompt, args.n_gen)["tokens"]
             session.reset()
-            start = time.perf_counter()
             mine = drive.greedy(session, prompt, args.n_gen)
-            seconds = time.perf_counter() - start
             same = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None)
             row: dict[str, Any] = {"prompt": text, "tokens": len(theirs), "equal": same is None}
             if same is not None:
@@ -95,8 +93,30 @@ def tokens(args: argparse.Namespace, path: Path, kv_type: str) -> list[dict[str,
                 session.prefill([*prompt, *mine[:same]])
                 second, first = np.sort(session.logits(0))[-2:]
                 row |= {"first_difference": same, "gap": round(float(first - second), 4)}
-            rows.append(row | {"luce_tok_per_s": round(args.n_gen / seconds)})
+            rows.append(row)
     return rows
+
+
+def drafts(args: argparse.Namespace) -> dict[str, float]:
+    """Tokens a round that llama.cpp gets from the box's drafters, over all prompts."""
+    with File(box_model.GGUF) as file:
+        tokenizer = Tokenizer(file.kv)
+    drafter = str(box_model.DRAFTER)
+    kinds = {
+        "NextN head, 2 drafts": ("draft-mtp", "--spec-draft-n-max", "2"),
+        "DFlash drafter, 15 drafts": ("draft-dflash", "-md", drafter, "--spec-draft-n-max", "15"),
+    }
+    found = {}
+    for name, options in kinds.items():
+        made = rounds = 0
+        spec, gpu = ("--spec-type", *options), args.device != "cpu"
+        with peer_llamacpp.LlamaServer(args.llama_server, box_model.GGUF, args.threads, gpu, *spec) as server:
+            for text in box_model.PROMPTS:
+                answer = server.complete(tokenizer.encode(text), args.n_gen)
+                made += len(answer["tokens"])
+                rounds += len(answer["tokens"]) - answer["timings"]["draft_n_accepted"]
+        found[name] = round(made / rounds, 3)
+    return found
 
 
 def main() -> None:
@@ -107,19 +127,18 @@ def main() -> None:
     parser.add_argument("--f32", type=Path, help="an F32 conversion of the training checkpoint")
     parser.add_argument("--llama-server", type=Path, help="also compare tokens with this llama-server")
     parser.add_argument("--commit", help="of luce, where this is no git checkout")
-    parser.add_argument("--note", help="kept with the result")
     parser.add_argument("--save", type=Path, help="folder for the result row")
     args = parser.parse_args()
     gpu = args.device != "cpu"
     command = f"bench/box_parity.py --device {args.device} --threads {args.threads} --n-gen {args.n_gen}"
     command += f" --f32 {args.f32.name}" if args.f32 else ""
     result = origin("box parity", args.device, box_model.GGUF, command, args.threads, args.commit)
-    result |= {"note": args.note} if args.note else {}
     result["transformers"] = logits(args)
     if args.llama_server:
         result["llamacpp"] = {"the file": tokens(args, box_model.GGUF, "f16")}
         if args.f32:
             result["llamacpp"]["F32 conversion of the checkpoint"] = tokens(args, args.f32, "f32")
+        result["llamacpp"]["tokens a round"] = drafts(args)
     save(args.save, f"box-parity-{'gpu' if gpu else 'cpu'}", result)
 
 
