@@ -15,7 +15,7 @@ struct Header {
     uint32_t kv_type; // ggml type id
     uint64_t model; // Model::identity
     uint64_t size; // of everything
-    uint64_t checksum; // of everything after the header
+    uint64_t checksum; // of everything, itself taken as 0
     uint32_t n_past;
     uint32_t has_head;
 };
@@ -32,6 +32,12 @@ uint64_t checksum(const uint8_t *data, uint64_t n) {
         hash ^= hash >> 32;
     }
     return hash;
+}
+
+uint64_t checksum(Header header, const uint8_t *data) {
+    header.checksum = 0;
+    const uint64_t of_header = checksum(reinterpret_cast<const uint8_t *>(&header), sizeof(header));
+    return of_header ^ checksum(data + sizeof(header), header.size - sizeof(header));
 }
 
 // One piece of the caches: `size` bytes of `tensor` from `offset`.
@@ -104,9 +110,9 @@ void Session::save(uint8_t *data) {
     h.kv_type = params_.kv_type;
     h.model = model_->identity();
     h.size = total_size(list, n_past);
-    h.checksum = checksum(data + sizeof(Header), h.size - sizeof(Header));
     h.n_past = n_past;
     h.has_head = cache_.has_head();
+    h.checksum = checksum(h, data);
     memcpy(data, &h, sizeof(h));
     failed_ = false;
 }
@@ -120,7 +126,7 @@ void Session::restore(const uint8_t *data, uint64_t size) {
     if (memcmp(h.magic, MAGIC, sizeof(MAGIC)) != 0 || h.version != VERSION) {
         fail(LUCE_E_ARG, "these bytes are no session saved by this version of luce");
     }
-    if (h.size != size || h.checksum != checksum(data + sizeof(h), size - sizeof(h))) {
+    if (h.size != size || h.checksum != checksum(h, data)) {
         fail(LUCE_E_ARG, "the saved session is damaged: %llu of %llu bytes, or its checksum is wrong",
              (unsigned long long) size, (unsigned long long) h.size);
     }
@@ -129,7 +135,7 @@ void Session::restore(const uint8_t *data, uint64_t size) {
     }
     if (h.kv_type != uint32_t(params_.kv_type)) {
         fail(LUCE_E_ARG, "the session was saved with kv_type %s, this one has %s",
-             type_name(ggml_type(h.kv_type)), type_name(params_.kv_type));
+             h.kv_type < GGML_TYPE_COUNT ? type_name(ggml_type(h.kv_type)) : "?", type_name(params_.kv_type));
     }
     if (h.has_head != uint32_t(cache_.has_head())) {
         fail(LUCE_E_ARG, "the session was saved %s a NextN head, this one is %s",
