@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -19,7 +20,17 @@ from luce import __version__, _native
 from luce.chat import chat_template
 from luce.errors import LuceError
 from luce.orchestrator import Event, Failed, Finished, Prefilled, Started, Tokens, Warned
-from luce.plan import Plan, Request, plan, require_supported
+from luce.plan import (
+    DEFAULT_GAMMA,
+    MAX_GAMMA,
+    SPECS,
+    Plan,
+    Request,
+    contradiction,
+    fitted,
+    plan,
+    require_supported,
+)
 from luce.probe import probe
 from luce.render import Display, facts_text, printable, tensors_text
 from luce.session import TextSession
@@ -158,6 +169,24 @@ def cli(version: bool) -> None:
     help="Put the prompt into the file's chat template, or take it as it is.  [default: raw]",
 )
 @click.option("--system", help="System message of the chat.")
+@click.option(
+    "--spec",
+    type=click.Choice(SPECS),
+    help="Draft tokens and verify them together, the tokens stay the same: auto where the files have a NextN "
+    "head and it pays, mtp always, off never.  [default: auto]",
+)
+@click.option(
+    "--mtp-gamma",
+    type=click.IntRange(0, MAX_GAMMA),
+    metavar="N",
+    help=f"Draft N tokens a round with the NextN head, 0 to {MAX_GAMMA}; with --spec auto at most N.  "
+    f"[default: {DEFAULT_GAMMA} with --spec mtp]",
+)
+@click.option(
+    "--mtp-gguf",
+    type=click.Path(path_type=Path),
+    help="Take the NextN head from this GGUF.  [default: the model's own]",
+)
 @click.option("--stop", "stops", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
 @click.option("--json", "as_json", is_flag=True, help="Print one object at the end instead of the text.")
 @click.option("--quiet", is_flag=True, help="Nothing on stderr but errors.")
@@ -170,6 +199,7 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
     Examples:
       luce generate --gguf model.gguf "def main("
       luce generate --gguf model.gguf --chat "What is a KV cache?" --temp 0.7 --seed 1
+      luce generate --gguf model.gguf --mtp-gamma 2 "def main("
       cat notes.txt | luce generate --gguf model.gguf --chat "Summarise this." -n 200
     """
     if gguf is None:
@@ -178,15 +208,21 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
         raise click.UsageError("--system needs --chat")
     if "" in flags["stops"]:
         raise click.BadParameter("a stop text is empty", param_hint="'--stop'")
+    if problem := contradiction(flags["spec"], flags["mtp_gamma"], flags["mtp_gguf"] is not None):
+        raise click.UsageError(problem)
     text = read_prompt(prompt)
-    with _native.File(gguf) as file, Display(flags["quiet"]) as display:
+    with ExitStack() as opened, Display(flags["quiet"]) as display:
+        file = opened.enter_context(_native.File(gguf))
+        head = opened.enter_context(_native.File(flags["mtp_gguf"])) if flags["mtp_gguf"] else None
         display.spin("loading the model")
         facts = probe(file, device=flags["device"] or "auto")
         require_supported(facts)
         tokenizer = Tokenizer(file.kv)
         request = make_request(prompt_ids(file.kv, tokenizer, text, flags), flags)
-        chosen = plan(facts, request)
-        with TextSession(file, tokenizer, chosen, display.loading) as session, CtrlC() as ctrl_c:
+        chosen = plan(facts, request, probe(head) if head else None)
+        if chosen.head:
+            chosen = fitted(chosen, file.plan_memory(chosen.device, chosen.session, head or file))
+        with TextSession(file, tokenizer, chosen, display.loading, head) as session, CtrlC() as ctrl_c:
             writer = Writer(display, flags["as_json"])
             for event in session.generate(request, lambda: ctrl_c.pressed):
                 writer.on(event)
@@ -235,6 +271,8 @@ def make_request(prompt: list[int], flags: Mapping[str, Any]) -> Request:
         ctx=flags["ctx"],
         kv_type=flags["kv_type"],
         threads=flags["threads"],
+        spec=flags["spec"],
+        mtp_gamma=flags["mtp_gamma"],
     )
 
 
@@ -301,6 +339,7 @@ class Writer:
 
 def _as_json(result: Finished, chosen: Plan, session: TextSession) -> dict[str, Any]:
     stats = asdict(result.stats) | {
+        "spec": chosen.spec,
         "device": session.model.info.device,
         "threads": session.session.info.n_threads,
         "plan": chosen.as_json(),

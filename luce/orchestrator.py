@@ -2,8 +2,8 @@
 
   IDLE     begin    check the request, empty the timeline
   PREFILL  prefill  commit a chunk of the prompt; after the last one its choice is the first anchor
-  DRAFT    draft    ask the draft source for candidates that may follow the anchor
-  VERIFY   verify   one forward over [anchor, candidates]
+  DRAFT    propose  ask the draft source for candidates that may follow the anchor
+  VERIFY   verify   one forward over [anchor, candidates], which may never have left the device
   COMMIT   commit   walk along the target's own choices, append what was accepted, emit it
   DONE, FAILED      one terminal event, Finished or Failed, and nothing after it
 
@@ -14,14 +14,17 @@ stop string or the budget.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from luce.errors import ArgumentError, ContextFull
+from luce.drafting import Draft, DraftSource, Round
+from luce.errors import ArgumentError, ContextFull, StateError
 from luce.plan import Request
+from luce.stats import Stats, Tally
 from luce.structs import Sampling, SessionInfo
 from luce.tokenizer import Detokenizer, StopStrings, Tokenizer
 
@@ -35,27 +38,11 @@ class Core(Protocol):
     def set_sampling(self, sampling: Sampling) -> None: ...
     def prefill(self, tokens: Sequence[int]) -> int: ...
     def verify(self, tokens: Sequence[int], parents: Sequence[int] | None) -> list[int]: ...
+    def verify_draft(self, n: int) -> list[int]: ...
     def accept(
         self, tokens: Sequence[int], parents: Sequence[int] | None, choices: Sequence[int]
     ) -> tuple[list[int], int]: ...
     def commit(self, path: Sequence[int]) -> None: ...
-
-
-@dataclass(frozen=True)
-class Draft:
-    """Candidates after an anchor. parents: of [anchor, *tokens], with parents[0] = -1; None: a chain."""
-
-    tokens: tuple[int, ...] = ()
-    parents: tuple[int, ...] | None = None
-
-
-class DraftSource(Protocol):
-    """Proposes what may follow the anchor: at most `rows` candidates, none deeper than `depth`.
-    One that raises is dropped, and the generation goes on plain."""
-
-    name: str
-
-    def draft(self, anchor: int, rows: int, depth: int) -> Draft: ...
 
 
 class State(Enum):
@@ -66,22 +53,6 @@ class State(Enum):
     COMMIT = "commit"
     DONE = "done"
     FAILED = "failed"
-
-
-@dataclass(frozen=True)
-class Stats:
-    """Times in seconds. The first token comes from the prefill, so tok_per_s and
-    mean_accepted_length (tokens a round) count the others. None: nothing to divide by."""
-
-    mode: str
-    prefill_s: float
-    decode_s: float
-    tok_per_s: float | None
-    rounds: int
-    drafted: int
-    accepted: int
-    acceptance: float | None
-    mean_accepted_length: float | None
 
 
 @dataclass(frozen=True)
@@ -134,12 +105,13 @@ class Failed:
     state: State
 
 
-Event = Started | Prefilled | Tokens | Warned | Finished | Failed
+Event = Started | Prefilled | Round | Tokens | Warned | Finished | Failed
 Verb = Generator[Event, None, State]  # yields events, returns the next state
 
 
 class Orchestrator:
-    """One generation of one request on one session. `cancelled` is asked between rounds and chunks."""
+    """One generation of one request on one session. `cancelled` is asked between rounds and chunks.
+    `clock` gives seconds."""
 
     def __init__(
         self,
@@ -148,8 +120,10 @@ class Orchestrator:
         request: Request,
         source: DraftSource | None = None,
         cancelled: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.perf_counter,
     ):
         self.state = State.IDLE
+        self._clock = clock
         self._core, self._request, self._cancelled = core, request, cancelled
         self._source, self._mode = source, source.name if source else "plain"
         self._eos = tokenizer.eos_ids
@@ -162,8 +136,9 @@ class Orchestrator:
         self._rows: list[int] = []  # of this round: [anchor, *candidates]
         self._choices: list[int] = []  # the target's, after each row
         self._reason: str | None = None
-        self._rounds = self._drafted = self._accepted = 0
-        self._began = self._first_token = 0.0
+        self._tally = Tally()
+        self._draft_s = self._verify_s = 0.0  # of this round
+        self._began, self._first_token = 0.0, math.nan  # by the clock
 
     def run(self) -> Iterator[Event]:
         """Events up to exactly one Finished or Failed."""
@@ -195,7 +170,9 @@ class Orchestrator:
             raise ContextFull(f"a prompt of {len(prompt)} tokens, a context of {self._info.n_ctx}")
         self._core.reset()
         self._core.set_sampling(self._request.sampling)
-        self._began = time.perf_counter()
+        if self._source:
+            self._source.begin(self._request.max_tokens)
+        self._began = self._clock()
         yield Started(len(prompt))
         return State.PREFILL
 
@@ -209,7 +186,7 @@ class Orchestrator:
         yield Prefilled(self._prefilled, len(prompt))
         if self._prefilled < len(prompt):
             return State.PREFILL
-        self._first_token = time.perf_counter()
+        self._first_token = self._clock()
         if self._request.max_tokens == 0:
             return (yield from self._end("length"))
         kept, text = self._take([choice])
@@ -222,32 +199,52 @@ class Orchestrator:
         if room < 0:
             return (yield from self._end("length"))
         depth = min(room, self._request.max_tokens - len(self._tokens) - 1)
-        anchor, self._draft = self._tokens[-1], Draft()
+        self._draft, began = Draft(), self._clock()
         if self._source and min(self._info.n_rows - 1, depth) > 0:
             try:
-                self._draft = self._source.draft(anchor, self._info.n_rows - 1, depth)
+                self._draft = self._source.draft(self._tokens[-1], self._info.n_rows - 1, depth)
             except Exception as error:
                 yield self._drop_source(error)
-        self._rows = [anchor, *self._draft.tokens]
+        self._draft_s = self._clock() - began
         return State.VERIFY
 
     def _verify(self) -> Verb:
+        anchor, draft, began = self._tokens[-1], self._draft, self._clock()
         try:
-            self._choices = self._core.verify(self._rows, self._draft.parents)
-        except (ArgumentError, ContextFull) as error:  # the session is unchanged: plain is still right
-            if not self._draft.tokens:
+            if draft.on_device:
+                self._choices = self._core.verify_draft(draft.on_device)
+            else:
+                self._choices = self._core.verify([anchor, *draft.tokens], draft.parents)
+        except (ArgumentError, ContextFull, StateError) as error:  # nothing was done: plain is still right
+            if not draft.size:
                 raise
             yield self._drop_source(error)
             return State.DRAFT
-        self._rounds += 1
+        self._verify_s = self._clock() - began
+        try:
+            on_device = self._source.drafted(draft.on_device) if self._source and draft.on_device else ()
+        except Exception as error:  # the anchor's row is right whatever the others are
+            yield self._drop_source(error)
+            self._draft, self._choices, on_device = Draft(), self._choices[:1], ()
+        self._rows = [anchor, *self._draft.tokens, *on_device]
         return State.COMMIT
 
     def _commit(self) -> Verb:
         path, anchor = self._core.accept(self._rows, self._draft.parents, self._choices)
         kept, text = self._take([*(self._rows[row] for row in path[1:]), anchor])
+        began = self._clock()
         self._core.commit(path[: len(kept)])
-        self._drafted += len(self._draft.tokens)
-        self._accepted += min(len(path) - 1, len(kept))
+        done = Round(
+            drafted=self._draft.size,
+            accepted=min(len(path) - 1, len(kept)),
+            draft_s=self._draft_s,
+            verify_s=self._verify_s,
+            commit_s=self._clock() - began,
+        )
+        self._tally.add(self._draft, done)
+        if self._source:
+            self._source.learn(done)
+        yield done
         return (yield from self._emit(kept, text))
 
     def _take(self, tokens: list[int]) -> tuple[list[int], str]:
@@ -288,23 +285,16 @@ class Orchestrator:
         return State.DONE
 
     def _drop_source(self, error: Exception) -> Warned:
-        name, self._source = self._source.name if self._source else "?", None
-        return Warned(f"{name} drafting failed and is off: {error}")
+        """Goes on plain; raises `error` where it took the session along."""
+        if self._core.info.failed:
+            raise error
+        self._source = None
+        return Warned(f"{self._mode} drafting failed and is off: {error}")
 
     def _finished(self) -> Finished:
-        now = time.perf_counter()
-        first = self._first_token or now
+        now = self._clock()
+        first = now if math.isnan(self._first_token) else self._first_token
         decoded = max(len(self._tokens) - 1, 0)
-        stats = Stats(
-            mode=self._mode,
-            prefill_s=first - self._began,
-            decode_s=now - first,
-            tok_per_s=decoded / (now - first) if decoded else None,
-            rounds=self._rounds,
-            drafted=self._drafted,
-            accepted=self._accepted,
-            acceptance=self._accepted / self._drafted if self._drafted else None,
-            mean_accepted_length=decoded / self._rounds if self._rounds else None,
-        )
+        stats = self._tally.stats(self._mode, first - self._began, now - first, decoded)
         text, prompt = "".join(self._text), len(self._request.prompt)
         return Finished(self._reason or "", text, tuple(self._tokens), prompt, stats)

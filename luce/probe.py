@@ -159,7 +159,7 @@ def _kind(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor]) -> st
 
 def _reasons_of_kind(kind: str, architecture: str) -> list[str]:
     return {
-        "head": ["head only: NextN blocks without the trunk that they belong to"],
+        "head": ["head only: NextN blocks without their trunk; draft with it: --mtp-gguf, beside the trunk"],
         "drafter": [f"a {architecture} drafter: it drafts for a target model, it does not generate alone"],
         "other": ["the file holds no model"],
     }.get(kind, [])

@@ -84,16 +84,22 @@ class Display:
 
 
 def summary_line(result: Finished) -> str:
-    """ "12 prompt tokens in 0.30 s; 64 tokens in 2.10 s, 30.0 tok/s; plain; length"."""
+    """ "12 prompt tokens in 0.30 s; 64 tokens in 2.10 s, 30.0 tok/s; plain; length"; with drafts also
+    "mtp: 2.33 tokens a round, 40 of 54 drafts accepted (89% 59%), draft 0.20 verify 1.85 commit 0.01 s".
+    """
     stats = result.stats
     speed = "" if stats.tok_per_s is None else f", {stats.tok_per_s:.1f} tok/s"
-    length = ""
+    mode = stats.mode
     if stats.drafted and stats.mean_accepted_length is not None:
-        length = f", {stats.mean_accepted_length:.2f} tokens a round"
+        shares = " ".join(f"{share:.0%}" for share in stats.acceptance_by_position)
+        mode += (
+            f": {stats.mean_accepted_length:.2f} tokens a round, "
+            f"{stats.accepted} of {stats.drafted} drafts accepted ({shares}), "
+            f"draft {stats.draft_s:.2f} verify {stats.verify_s:.2f} commit {stats.commit_s:.2f} s"
+        )
     return (
         f"{result.prompt_tokens} prompt tokens in {stats.prefill_s:.2f} s; "
-        f"{len(result.tokens)} tokens in {stats.decode_s:.2f} s{speed}{length}; "
-        f"{stats.mode}; {result.reason}"
+        f"{len(result.tokens)} tokens in {stats.decode_s:.2f} s{speed}; {mode}; {result.reason}"
     )
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import tiny
 
-from luce._native import File, Library, Model, Session, SessionParams
+from luce._native import File, Library, Model, Session
+from luce.structs import Memory, SessionParams
 
 # Every ggml type that luce multiplies with.
 WEIGHT_TYPES = (
@@ -34,8 +36,28 @@ def type_of(kind: str) -> Callable[[str], str]:
 CUDA_BOUND = 0.25
 
 
-def open_model(native: Library, path: Path, device: str = "cpu") -> Model:
-    return Model(File(path, native), device)
+# Where a NextN head is: none is loaded, in the model's own file, or in another.
+Head = None | bool | Path
+
+
+def open_model(native: Library, path: Path, device: str = "cpu", *, head: Head = None) -> Model:
+    file = File(path, native)
+    return Model(file, device, head=_head_file(file, head))
+
+
+def memory(
+    native: Library, path: Path, device: str = "cpu", *, head: Head = None, n_draft: int = 0
+) -> Memory:
+    """What a session of 64 positions that drafts would need."""
+    file = File(path, native)
+    params = SessionParams(n_ctx=64, n_rows=n_draft + 1, n_draft=n_draft)
+    return file.plan_memory(device, params, _head_file(file, head))
+
+
+def _head_file(file: File, head: Head) -> File | None:
+    if isinstance(head, Path):
+        return File(head, file.library)
+    return file if head else None
 
 
 def open_session(model: Model, **params: int | str) -> Session:
@@ -59,6 +81,49 @@ def greedy(session: Session, prompt: Sequence[int], n: int) -> list[int]:
         (choice,) = session.verify(out[-1:])
         session.commit([0])
         out.append(choice)
+    return out
+
+
+@dataclass
+class Decoded:
+    """tokens: after the prompt; accepted: drafts of each round; logits: (V,) that chose each token, where
+    they were asked for."""
+
+    tokens: list[int]
+    accepted: list[int] = field(default_factory=list)
+    logits: list[np.ndarray] = field(default_factory=list)
+
+
+def decode(
+    session: Session, prompt: Sequence[int], n: int, gamma: int | Sequence[int] = 0, *, logits: bool = False
+) -> Decoded:
+    """At least n tokens after the prompt, from an empty timeline. gamma: drafts of all rounds, or of each."""
+    session.reset()
+    out = Decoded([session.prefill(prompt)])
+    if logits:
+        out.logits.append(session.logits(0))
+    return go_on(session, out, n, gamma, logits=logits)
+
+
+def go_on(
+    session: Session, out: Decoded, n: int, gamma: int | Sequence[int] = 0, *, logits: bool = False
+) -> Decoded:
+    """Rounds until out holds n tokens, the last of which is the anchor."""
+    while len(out.tokens) < n:
+        size = gamma if isinstance(gamma, int) else gamma[len(out.accepted) % len(gamma)]
+        anchor = out.tokens[-1]
+        if size:
+            session.draft(anchor, size)
+            choices = session.verify_draft(size)
+            rows = [anchor, *session.drafted(size)]
+        else:
+            rows, choices = [anchor], session.verify([anchor])
+        path, following = session.accept(rows, None, choices)
+        if logits:
+            out.logits += [session.logits(row) for row in path]
+        session.commit(path)
+        out.tokens += [*(rows[row] for row in path[1:]), following]
+        out.accepted.append(len(path) - 1)
     return out
 
 

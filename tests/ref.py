@@ -85,6 +85,45 @@ class Step:
     kv: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)  # (rows, Hkv, D) each
 
 
+def attention(
+    c: Config,
+    w: Weights,
+    x: np.ndarray,
+    positions: np.ndarray,
+    past: tuple[np.ndarray, np.ndarray],
+    parents: Sequence[int],
+) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+    """A full-attention block's mixer over normed rows x (rows, E): its output, and its K and V
+    (rows, Hkv, D). past: K and V (n, Hkv, D) that every row sees."""
+    n = len(x)
+    q, gate = np.split((x @ w["attn_q.weight"].T).reshape(n, c.n_head, 2 * c.head_dim), 2, -1)
+    k = (x @ w["attn_k.weight"].T).reshape(n, c.n_head_kv, c.head_dim)
+    v = (x @ w["attn_v.weight"].T).reshape(n, c.n_head_kv, c.head_dim)
+    q = rope(rms_norm(q, w["attn_q_norm.weight"], c.eps), positions, c.rope_dim, c.rope_base)
+    k = rope(rms_norm(k, w["attn_k_norm.weight"], c.eps), positions, c.rope_dim, c.rope_base)
+    o = np.empty_like(q)
+    for r in range(n):
+        rows = _path(parents, r)
+        keys, values = (
+            np.repeat(np.concatenate([before, new[rows]]), c.n_head // c.n_head_kv, axis=1)
+            for before, new in zip(past, (k, v), strict=True)
+        )  # (keys, H, D)
+        score = np.einsum("hd,khd->hk", q[r], keys) / np.sqrt(x.dtype.type(c.head_dim))
+        p = np.exp(score - score.max(-1, keepdims=True))
+        o[r] = np.einsum("hk,khd->hd", p / p.sum(-1, keepdims=True), values)
+    return (o * sigmoid(gate)).reshape(n, -1) @ w["attn_output.weight"].T, (k, v)
+
+
+def ffn(w: Weights, x: np.ndarray) -> np.ndarray:
+    h = silu(x @ w["ffn_gate.weight"].T) * (x @ w["ffn_up.weight"].T)  # (rows, FF)
+    return h @ w["ffn_down.weight"].T
+
+
+def block_weights(weights: Weights, i: int) -> Weights:
+    prefix = f"blk.{i}."
+    return {name.removeprefix(prefix): x for name, x in weights.items() if name.startswith(prefix)}
+
+
 def tree_positions(parents: Sequence[int]) -> list[int]:
     """Depth of each row below row 0."""
     depth: list[int] = []
@@ -117,15 +156,14 @@ class Reference:
         out = Step(np.empty(0), np.empty(0), up)
         x = self.w["token_embd.weight"][np.asarray(tokens)]  # (rows, E)
         for i in range(c.n_layer):
-            w = {k.removeprefix(f"blk.{i}."): v for k, v in self.w.items() if k.startswith(f"blk.{i}.")}
+            w = block_weights(self.w, i)
             h = rms_norm(x, w["attn_norm.weight"], c.eps)
             if c.is_recurrent(i):
                 x = x + self._delta_net(i, w, h, out)
             else:
-                x = x + self._attention(i, w, h, positions, out)
-            h = rms_norm(x, w["post_attention_norm.weight"], c.eps)
-            h = silu(h @ w["ffn_gate.weight"].T) * (h @ w["ffn_up.weight"].T)  # (rows, FF)
-            x = x + h @ w["ffn_down.weight"].T
+                h, out.kv[i] = attention(c, w, h, positions, self.kv[i], up)
+                x = x + h
+            x = x + ffn(w, rms_norm(x, w["post_attention_norm.weight"], c.eps))
         out.hidden = rms_norm(x, self.w["output_norm.weight"], c.eps)
         head = self.w["token_embd.weight" if c.tied else "output.weight"]
         out.logits = out.hidden @ head.T
@@ -157,26 +195,6 @@ class Reference:
         o = rms_norm(o, w["ssm_norm.weight"], c.eps) * silu(z)
         return o.reshape(n, -1) @ w["ssm_out.weight"].T
 
-    def _attention(self, i: int, w: Weights, x: np.ndarray, positions: np.ndarray, out: Step) -> np.ndarray:
-        c, n = self.c, len(x)
-        q, gate = np.split((x @ w["attn_q.weight"].T).reshape(n, c.n_head, 2 * c.head_dim), 2, -1)
-        k = (x @ w["attn_k.weight"].T).reshape(n, c.n_head_kv, c.head_dim)
-        v = (x @ w["attn_v.weight"].T).reshape(n, c.n_head_kv, c.head_dim)
-        q = rope(rms_norm(q, w["attn_q_norm.weight"], c.eps), positions, c.rope_dim, c.rope_base)
-        k = rope(rms_norm(k, w["attn_k_norm.weight"], c.eps), positions, c.rope_dim, c.rope_base)
-        out.kv[i] = (k, v)
-        o = np.empty_like(q)
-        for r in range(n):
-            rows = _path(out.parents, r)
-            keys, values = (
-                np.repeat(np.concatenate([past, new[rows]]), c.n_head // c.n_head_kv, axis=1)
-                for past, new in zip(self.kv[i], (k, v), strict=True)
-            )  # (keys, H, D)
-            score = np.einsum("hd,khd->hk", q[r], keys) / np.sqrt(x.dtype.type(c.head_dim))
-            p = np.exp(score - score.max(-1, keepdims=True))
-            o[r] = np.einsum("hk,khd->hd", p / p.sum(-1, keepdims=True), values)
-        return (o * sigmoid(gate)).reshape(n, -1) @ w["attn_output.weight"].T
-
     def commit(self, step: Step, path: Sequence[int]) -> None:
         """Appends rows path[0] = 0, ... each the child of the one before, by replaying the log."""
         rows = list(path)
@@ -200,6 +218,54 @@ class Reference:
         while len(out) < n:
             out.append(int(self.feed(out[-1:])[-1].argmax()))
         return out
+
+
+class NextN:
+    """The NextN head beside a trunk's timeline. Its KV row of position p comes from the trunk's hidden
+    state at p - 1 and token p; there is no row 0. `c` is the head's own configuration, `weights` its
+    file's with, where it lacks them, the trunk's embedding, output norm and output."""
+
+    def __init__(self, c: Config, weights: Weights, dtype: type = np.float64) -> None:
+        self.c = c
+        self.w = {name: x.astype(dtype) for name, x in block_weights(weights, c.n_layer).items()}
+        output = weights.get("output.weight", weights["token_embd.weight"])
+        defaults = {"embed_tokens": "token_embd.weight", "shared_head_norm": "output_norm.weight"}
+        for name, other in defaults.items():
+            self.w.setdefault(f"nextn.{name}.weight", weights[other].astype(dtype))
+        self.w.setdefault("nextn.shared_head_head.weight", output.astype(dtype))
+        self.kv = (np.zeros((0, c.n_head_kv, c.head_dim), dtype),) * 2  # of positions 1 ..
+
+    def _rows(
+        self, tokens: Sequence[int], hidden: np.ndarray, kv: tuple[np.ndarray, np.ndarray]
+    ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+        """Rows (token p, hidden of p - 1 (E,)) after those of kv: the head's hidden states (rows, E) after
+        its norm, and kv with them."""
+        c, w = self.c, self.w
+        e = rms_norm(w["nextn.embed_tokens.weight"][np.asarray(tokens)], w["nextn.enorm.weight"], c.eps)
+        h = rms_norm(hidden, w["nextn.hnorm.weight"], c.eps)
+        x = np.concatenate([e, h], -1) @ w["nextn.eh_proj.weight"].T  # (rows, E)
+        positions = len(kv[0]) + 1 + np.arange(len(tokens))
+        parents = range(-1, len(tokens) - 1)
+        mixed, new = attention(c, w, rms_norm(x, w["attn_norm.weight"], c.eps), positions, kv, parents)
+        x = x + mixed
+        x = x + ffn(w, rms_norm(x, w["post_attention_norm.weight"], c.eps))
+        kv = (np.concatenate([kv[0], new[0]]), np.concatenate([kv[1], new[1]]))
+        return rms_norm(x, w["nextn.shared_head_norm.weight"], c.eps), kv
+
+    def follow(self, tokens: Sequence[int], hidden: np.ndarray) -> None:
+        """Appends the rows of committed tokens p, with the trunk's hidden states (rows, E) of p - 1."""
+        if len(tokens):
+            _, self.kv = self._rows(tokens, hidden, self.kv)
+
+    def draft(self, chain: Sequence[int], hidden: np.ndarray) -> np.ndarray:
+        """Logits (rows, V) after each token of a chain that begins with the anchor; hidden (E,): the
+        trunk's at the last committed token. A chained row takes the head's own hidden state."""
+        kv, logits = self.kv, []
+        for token in chain:
+            out, kv = self._rows([token], hidden[None], kv)
+            hidden = out[0]
+            logits.append(hidden @ self.w["nextn.shared_head_head.weight"].T)
+        return np.stack(logits)
 
 
 def _path(parents: Sequence[int], row: int) -> list[int]:

@@ -292,7 +292,7 @@ def test_a_model_that_gives_nan_fails_with_one_line(luce_, tmp_path):
 
 def test_a_failure_after_some_text_is_one_line_and_exit_1(luce_, monkeypatch):
     def fails_later(self):
-        if self._rounds == 3:
+        if len(self._tokens) == 4:
             raise NumericError("injected")
         return (yield from verify(self))
 

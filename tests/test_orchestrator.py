@@ -3,104 +3,27 @@
 import itertools
 
 import pytest
-from fake_core import EOS, N_VOCAB, FakeCore, hashed, scripted, tokenizer
+from fake_core import (
+    EOS,
+    N_VOCAB,
+    PROMPT,
+    Chain,
+    FakeCore,
+    Faulty,
+    Trees,
+    expected,
+    finish,
+    hashed,
+    run,
+    scripted,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from luce.drafting import Draft, Round
 from luce.errors import ArgumentError, ContextFull, InternalError, NumericError
-from luce.orchestrator import (
-    Draft,
-    Failed,
-    Finished,
-    Orchestrator,
-    Prefilled,
-    Started,
-    State,
-    Tokens,
-    Warned,
-)
-from luce.plan import Request
+from luce.orchestrator import Failed, Finished, Prefilled, Started, State, Tokens, Warned
 from luce.structs import Sampling
-
-TOKENIZER = tokenizer()
-PROMPT = tuple(b"a prompt")
-
-
-class Chain:
-    """Drafts chains: `guess(history)` for each next token. Keeps what it was asked."""
-
-    name = "chain"
-
-    def __init__(self, core, guess, length=8):
-        self.core, self.guess, self.length = core, guess, length
-        self.asked = []
-
-    def draft(self, anchor, rows, depth):
-        self.asked.append((anchor, rows, depth))
-        history, tokens = (*self.core.committed, anchor), []
-        for _ in range(min(self.length, rows, depth)):
-            tokens.append(self.guess(history))
-            history = (*history, tokens[-1])
-        return Draft(tuple(tokens))
-
-
-class Trees:
-    """Drafts trees of given shapes whose nodes follow the target where the given flags say so."""
-
-    name = "trees"
-
-    def __init__(self, core, shapes):
-        self.core, self.shapes = core, itertools.cycle(shapes)
-
-    def draft(self, anchor, rows, depth):
-        histories, tokens, parents = [(*self.core.committed, anchor)], [], [-1]
-        for above, right in next(self.shapes)[:rows]:
-            parent = above % len(histories)
-            if len(histories[parent]) - len(histories[0]) < depth:
-                choice = self.core.choose(histories[parent])
-                tokens.append(choice if right else (choice + 1) % 256)
-                histories.append((*histories[parent], tokens[-1]))
-                parents.append(parent)
-        return Draft(tuple(tokens), tuple(parents))
-
-
-class Faulty:
-    name = "faulty"
-
-    def __init__(self, draft):
-        self._draft = draft
-        self.calls = 0
-
-    def draft(self, anchor, rows, depth):
-        self.calls += 1
-        if isinstance(self._draft, Exception):
-            raise self._draft
-        return self._draft
-
-
-def run(core, max_tokens=20, prompt=PROMPT, stops=(), source=None, cancelled=lambda: False):
-    request = Request(prompt=prompt, max_tokens=max_tokens, stops=stops)
-    events = list(Orchestrator(core, TOKENIZER, request, source, cancelled).run())
-    terminal = [event for event in events if isinstance(event, Finished | Failed)]
-    assert terminal == events[-1:], "exactly one terminal event, and it is the last"
-    if isinstance(events[-1], Finished):
-        emitted = [event for event in events if isinstance(event, Tokens)]
-        assert events[-1].text == "".join(event.text for event in emitted)
-        assert events[-1].tokens == tuple(token for event in emitted for token in event.ids)
-    return events
-
-
-def finish(core, **asked):
-    last = run(core, **asked)[-1]
-    assert isinstance(last, Finished), last
-    return last
-
-
-def expected(choose, count, prompt=PROMPT):
-    history = tuple(prompt)
-    for _ in range(count):
-        history = (*history, choose(history))
-    return history[len(prompt) :]
 
 
 def test_plain_emits_the_choices_up_to_the_budget():
@@ -114,7 +37,7 @@ def test_plain_emits_the_choices_up_to_the_budget():
 def test_events_come_in_order():
     events = run(FakeCore(n_chunk=3), max_tokens=2)
     assert [type(event) for event in events] == [
-        Started, Prefilled, Prefilled, Prefilled, Tokens, Tokens, Finished,
+        Started, Prefilled, Prefilled, Prefilled, Tokens, Round, Tokens, Finished,
     ]  # fmt: skip
     assert [event.done for event in events[1:4]] == [3, 6, 8]
 
@@ -129,7 +52,7 @@ def test_prompt_is_committed_in_whole_chunks():
 
 def test_sampling_reaches_the_core_before_the_first_choice():
     core, sampling = FakeCore(), Sampling(temperature=0.5, seed=3)
-    list(Orchestrator(core, TOKENIZER, Request(PROMPT, 1, sampling)).run())
+    run(core, max_tokens=1, sampling=sampling)
     verbs = [verb for verb, _ in core.calls]
     assert ("set_sampling", sampling) in core.calls
     assert verbs.index("set_sampling") < verbs.index("prefill")
@@ -237,9 +160,11 @@ def test_a_wrong_chain_costs_no_tokens():
 
 
 def test_plain_has_no_acceptance():
-    stats = finish(FakeCore(), max_tokens=5).stats
+    stats = finish(FakeCore(seconds={"prefill": 3, "verify": 0.5, "commit": 0.25}), max_tokens=5).stats
     assert (stats.mode, stats.rounds, stats.drafted, stats.acceptance) == ("plain", 4, 0, None)
-    assert stats.tok_per_s > 0 and stats.prefill_s >= 0 and stats.decode_s > 0
+    assert (stats.acceptance_by_position, stats.rounds_by_drafts) == ([], [4])
+    assert (stats.prefill_s, stats.decode_s, stats.tok_per_s) == (3, 3, 4 / 3)
+    assert (stats.draft_s, stats.verify_s, stats.commit_s) == (0, 2, 1)
 
 
 def test_a_source_is_told_what_is_useful():

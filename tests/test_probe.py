@@ -1,7 +1,6 @@
 """What probe says of models, heads, drafters and everything else."""
 
 import json
-from dataclasses import replace
 
 import gguf
 import numpy as np
@@ -9,8 +8,7 @@ import pytest
 import tiny
 
 from luce._native import File
-from luce.errors import ArgumentError, ContextFull, FileError, UnsupportedError
-from luce.plan import Request, plan
+from luce.errors import FileError
 from luce.probe import fact, probe
 
 KEYS = {
@@ -117,7 +115,7 @@ def test_a_head_is_not_a_model(facts_of, tmp_path):
     path = write(tmp_path / "head.gguf", keys=keys, tensors=[("blk.4.nextn.eh_proj.weight", ZERO)])
     facts = facts_of(path)
     assert (facts.kind, facts.supported, facts.memory) == ("head", False, None)
-    assert "head only" in facts.reasons[0]
+    assert "head only" in facts.reasons[0] and "--mtp-gguf" in facts.reasons[0]
 
 
 def test_a_trunk_with_a_head_is_a_model(facts_of, tmp_path):
@@ -219,60 +217,3 @@ def test_a_fact_may_have_a_default_but_not_another_type():
     ):
         with pytest.raises(FileError, match=f"{key}: expected .*, found "):
             fact(kv, key, kind)
-
-
-@pytest.fixture
-def facts(facts_of, tiny_gguf):
-    return facts_of(tiny_gguf)
-
-
-def ask(prompt=10, max_tokens=20, **asked):
-    return Request(tuple(range(prompt)), max_tokens, **asked)
-
-
-def test_every_choice_of_a_plan_has_a_reason(facts):
-    chosen = plan(facts, ask())
-    assert set(chosen.reasons) == set(vars(chosen)) - {"reasons"}
-    assert all(chosen.reasons.values())
-    assert (chosen.device, chosen.kv_type, chosen.threads, chosen.mode) == ("auto", "f16", 0, "plain")
-
-
-def test_what_was_asked_wins(facts):
-    chosen = plan(facts, ask(device="cpu", ctx=99, kv_type="q8_0", threads=3))
-    assert (chosen.device, chosen.ctx, chosen.kv_type, chosen.threads) == ("cpu", 99, "q8_0", 3)
-    params = chosen.session
-    assert (params.n_ctx, params.kv_type, params.n_threads, params.n_rows) == (99, "q8_0", 3, 1)
-
-
-@pytest.mark.parametrize(
-    ("trained", "prompt", "max_tokens", "ctx"),
-    [
-        (262144, 10, 20, 4096),
-        (2048, 10, 20, 2048),
-        (262144, 5000, 20, 5020),
-        (262144, 4090, 6, 4096),
-        (262144, 4090, 7, 4097),
-        (6000, 5000, 2000, 6000),
-        (None, 10, 20, 4096),
-    ],
-)
-def test_the_context_holds_the_request_if_the_model_was_trained_for_it(
-    facts, trained, prompt, max_tokens, ctx
-):
-    assert plan(replace(facts, context_length=trained), ask(prompt, max_tokens)).ctx == ctx
-
-
-def test_a_context_past_the_trained_one_names_both(facts):
-    with pytest.raises(ArgumentError, match="5000.*2048"):
-        plan(facts, ask(ctx=5000))
-
-
-@pytest.mark.parametrize(("prompt", "ctx"), [(3000, None), (11, 10)])
-def test_a_prompt_longer_than_the_context_names_both(facts, prompt, ctx):
-    with pytest.raises(ContextFull, match=f"{prompt} tokens.*{ctx or 2048}"):
-        plan(facts, ask(prompt, ctx=ctx))
-
-
-def test_a_file_that_is_not_supported_has_no_plan(facts):
-    with pytest.raises(UnsupportedError, match="because"):
-        plan(replace(facts, supported=False, reasons=["because"]), ask())

@@ -25,8 +25,8 @@ QType = gguf.GGMLQuantizationType
 # (ggml type id, F32 rows) -> uint8 rows: the core's Library.quantize
 Quantize = Callable[[int, np.ndarray], np.ndarray]
 
-__all__ = ["ARCH", "CHAT_TEMPLATE", "Config", "Weights", "hf_config", "layout", "quantizable",
-           "to_gguf_layout", "weights", "write", "write_v2"]  # fmt: skip
+__all__ = ["ARCH", "CHAT_TEMPLATE", "Config", "Weights", "copy", "head_only", "hf_config", "layout",
+           "quantizable", "to_gguf_layout", "weights", "with_own_output", "write", "write_v2"]  # fmt: skip
 
 
 # ---- weights in transformers' layout
@@ -204,6 +204,21 @@ def layout(c: Config, seed: int) -> Weights:
     return to_gguf_layout(c, weights(c, seed))
 
 
+def head_only(c: Config, tensors: Weights, *top: str) -> Weights:
+    """What a file of its NextN head holds: the block after the trunk, and tensors of the top that it may
+    repeat, like token_embd.weight."""
+    return {name: x for name, x in tensors.items() if name in top or name.startswith(f"blk.{c.n_layer}.")}
+
+
+def with_own_output(c: Config, tensors: Weights, seed: int) -> Weights:
+    """With an embedding and an output of the NextN head's own."""
+    rng = _Random(seed)
+    return tensors | {
+        f"blk.{c.n_layer}.nextn.embed_tokens.weight": rng.uniform(-0.5, 0.5, c.n_vocab, c.n_embd),
+        f"blk.{c.n_layer}.nextn.shared_head_head.weight": rng.matrix(c.n_vocab, c.n_embd, 2.0),
+    }
+
+
 # ---- GGUF files
 
 
@@ -233,12 +248,14 @@ def write(
     quantize: Quantize | None = None,
     chat_template: str | None = CHAT_TEMPLATE,
     tensors_per_part: int = 0,
+    tokenizer: bool = True,
 ) -> Path:
     """Writes GGUF v3. type_of: one type for every quantizable tensor, or a function of the name.
     With tensors_per_part, `x.gguf` becomes x-00001-of-0000N.gguf ...; returns the first part."""
-    w = gguf.GGUFWriter(path, ARCH, split_max_tensors=tensors_per_part)
+    w = gguf.GGUFWriter(path, c.arch, split_max_tensors=tensors_per_part)
     add_keys(w, c, f"tiny-{path.stem}", file_type=0)
-    add_tokenizer(w, c.n_vocab, chat_template)
+    if tokenizer:
+        add_tokenizer(w, c.n_vocab, chat_template)
     for name, x in tensors.items():
         if callable(type_of):
             kind = type_of(name)
@@ -251,6 +268,21 @@ def write(
     n_parts = len(w.tensors)
     w.close()
     return path.with_name(f"{path.stem}-00001-of-{n_parts:05d}.gguf") if n_parts > 1 else path
+
+
+def copy(source: Path, path: Path, c: Config, keep: Callable[[str], bool]) -> Path:
+    """The tensors of `source` that `keep` names, as they are, in a file with the keys of `c`."""
+    w = gguf.GGUFWriter(path, c.arch)
+    add_keys(w, c, f"tiny-{path.stem}", file_type=0)
+    add_tokenizer(w, c.n_vocab)
+    for tensor in gguf.GGUFReader(source).tensors:
+        if keep(tensor.name):
+            w.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+    return path
 
 
 def write_v2(source: Path, path: Path) -> Path:

@@ -1,0 +1,82 @@
+"""What a generation took: rounds, drafts by position, seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from luce.drafting import Draft, Round
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Times in seconds. The first token comes from the prefill, so tok_per_s and
+    mean_accepted_length (tokens a round) count the others. None: nothing to divide by.
+
+    mode: the draft source, or "plain". acceptance: of all drafts; acceptance_by_position: of those at
+    depth 1, 2 ..., with all that an earlier rejection made useless. rounds_by_drafts: how many rounds had
+    0, 1, 2 ... drafts. draft_s, verify_s, commit_s: in these calls; the rest of decode_s is the host's.
+    """
+
+    mode: str
+    prefill_s: float
+    decode_s: float
+    tok_per_s: float | None
+    rounds: int
+    drafted: int
+    accepted: int
+    acceptance: float | None
+    acceptance_by_position: list[float]
+    mean_accepted_length: float | None
+    rounds_by_drafts: list[int]
+    draft_s: float
+    verify_s: float
+    commit_s: float
+
+
+@dataclass
+class Tally:
+    """Rounds as they happen."""
+
+    rounds: list[int] = field(default_factory=list)  # by number of drafts
+    drafted: list[int] = field(default_factory=list)  # by depth, from 1
+    accepted: list[int] = field(default_factory=list)
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    commit_s: float = 0.0
+
+    def add(self, draft: Draft, done: Round) -> None:
+        """A round, and what it verified."""
+        _increment(self.rounds, done.drafted)
+        for depth in draft.depths:
+            _increment(self.drafted, depth - 1)
+        for depth in range(done.accepted):
+            _increment(self.accepted, depth)
+        self.draft_s += done.draft_s
+        self.verify_s += done.verify_s
+        self.commit_s += done.commit_s
+
+    def stats(self, mode: str, prefill_s: float, decode_s: float, tokens: int) -> Stats:
+        """Of a generation with `tokens` after the first."""
+        rounds, drafted, accepted = sum(self.rounds), sum(self.drafted), sum(self.accepted)
+        by_position = self.accepted + [0] * (len(self.drafted) - len(self.accepted))
+        return Stats(
+            mode=mode,
+            prefill_s=prefill_s,
+            decode_s=decode_s,
+            tok_per_s=tokens / decode_s if tokens and decode_s else None,
+            rounds=rounds,
+            drafted=drafted,
+            accepted=accepted,
+            acceptance=accepted / drafted if drafted else None,
+            acceptance_by_position=[a / d for a, d in zip(by_position, self.drafted, strict=True)],
+            mean_accepted_length=tokens / rounds if rounds else None,
+            rounds_by_drafts=list(self.rounds),
+            draft_s=self.draft_s,
+            verify_s=self.verify_s,
+            commit_s=self.commit_s,
+        )
+
+
+def _increment(counts: list[int], index: int) -> None:
+    counts += [0] * (index + 1 - len(counts))
+    counts[index] += 1
