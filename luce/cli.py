@@ -38,6 +38,7 @@ from luce.structs import Sampling
 from luce.tokenizer import Tokenizer
 
 MAX_U32 = 2**32 - 1
+BOX = Path(__file__).resolve().parent / "data" / "box.gguf"  # a small model that writes Python
 
 
 class Interrupted(click.ClickException):
@@ -90,6 +91,7 @@ def cli(version: bool) -> None:
 
     \b
     Examples:
+      luce generate "def count_words(text"
       luce generate --gguf model.gguf "def main("
       luce probe-gguf model.gguf
     """
@@ -104,7 +106,11 @@ def cli(version: bool) -> None:
 
 @cli.command()
 @click.argument("prompt", required=False)
-@click.option("--gguf", type=click.Path(path_type=Path), help="The model: a GGUF, or the first of its parts.")
+@click.option(
+    "--gguf",
+    type=click.Path(path_type=Path),
+    help="The model: a GGUF, or the first of its parts.  [default: luce's own, which writes Python]",
+)
 @click.option(
     "-n",
     "--max-tokens",
@@ -197,13 +203,12 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
 
     \b
     Examples:
+      luce generate "def count_words(text"
       luce generate --gguf model.gguf "def main("
       luce generate --gguf model.gguf --chat "What is a KV cache?" --temp 0.7 --seed 1
       luce generate --gguf model.gguf --mtp-gamma 2 "def main("
       cat notes.txt | luce generate --gguf model.gguf --chat "Summarise this." -n 200
     """
-    if gguf is None:
-        raise click.UsageError("no model: give --gguf PATH")
     if flags["system"] is not None and not flags["chat"]:
         raise click.UsageError("--system needs --chat")
     if "" in flags["stops"]:
@@ -212,7 +217,7 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
         raise click.UsageError(problem)
     text = read_prompt(prompt)
     with ExitStack() as opened, Display(flags["quiet"]) as display:
-        file = opened.enter_context(_native.File(gguf))
+        file = opened.enter_context(_native.File(gguf or BOX))
         head = opened.enter_context(_native.File(flags["mtp_gguf"])) if flags["mtp_gguf"] else None
         display.spin("loading the model")
         facts = probe(file, device=flags["device"] or "auto")

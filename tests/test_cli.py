@@ -212,7 +212,6 @@ def test_an_empty_prompt_says_so(luce_):
 @pytest.mark.parametrize(
     "args",
     [
-        ["generate", "x"],
         ["generate", "--gguf", "{}"],
         ["generate", "--gguf", "{}", "x", "y"],
         ["generate", "--gguf", "{}", "x", "--no-such-flag"],
@@ -247,8 +246,11 @@ def test_usage_errors_exit_2(luce_, args):
     assert result.stdout == "" and "Error: " in result.stderr
 
 
-def test_without_a_model_the_flag_is_named(luce_):
-    assert "--gguf PATH" in luce_("generate", "x").stderr
+def test_without_gguf_the_model_in_the_box_writes_python(luce_):
+    result = luce_("generate", "def count_words(text", "-n", "60", "--threads", "2")
+    assert result.exit_code == 0, result.stderr
+    head, _, body = result.stdout.partition(":\n")
+    assert ")" in head and body.startswith("    ")
 
 
 @pytest.mark.parametrize("command", [["probe-gguf"], ["generate", "x", "--gguf"]])
