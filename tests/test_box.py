@@ -59,11 +59,11 @@ def errors(session: Session, prompt: np.ndarray, expected: np.ndarray) -> float:
     return max(worst, float(np.abs(session.logits(0) - expected[-1]).max()))
 
 
-def check_greedy(session: Session, golden: Golden, name: str, error: float, device: str) -> None:
-    """The golden's greedy tokens; off the CPU those that `error` cannot change, step by step."""
+def check_greedy(session: Session, golden: Golden, name: str, error: float) -> None:
+    """The golden's greedy tokens, or, where `error` could change some, the others step by step."""
     prompt, greedy = golden["prompt"], golden[f"{name}greedy"]
     session.reset()
-    if device == "cpu":
+    if golden[f"{name}gap"].min() > 2 * error:
         assert drive.greedy(session, prompt, len(greedy)) == greedy.tolist()
         return
     choices = [session.prefill(prompt)]
@@ -98,7 +98,7 @@ def test_core_in_f32_agrees_with_transformers(
     record_property("max_abs_logit_error", error)
     print(f"max abs logit error on {device}: {error:.2e}")
     assert error <= (CPU_BOUND if device == "cpu" else drive.CUDA_BOUND)
-    check_greedy(session, golden, "stored_", error, device)
+    check_greedy(session, golden, "stored_", error)
 
 
 @pytest.mark.parametrize(("name", "bound"), [("stored_", Q8_BOUND), ("", CHECKPOINT_BOUND)])
@@ -109,7 +109,7 @@ def test_core_on_the_file_agrees_with_transformers(
     record_property("max_abs_logit_error", error)
     print(f"max abs logit error on {device}: {error:.2e}")
     assert error <= bound
-    check_greedy(session, golden, name, error, device)
+    check_greedy(session, golden, name, error)
 
 
 @pytest.mark.skipif(not CHECKPOINT.exists(), reason="the training checkpoint is not here")
@@ -125,7 +125,7 @@ def test_checkpoint_in_f32_agrees_with_transformers(
     error = errors(session, golden["prompt"], golden["logits"])
     print(f"max abs logit error on {device}: {error:.2e}")
     assert error <= (CPU_BOUND if device == "cpu" else drive.CUDA_BOUND)
-    check_greedy(session, golden, "", error, device)
+    check_greedy(session, golden, "", error)
 
 
 # ---- speculation
