@@ -1,0 +1,405 @@
+"""MTP rounds through the core print the tokens of plain decoding, and accept what the oracle file sets.
+
+On the CPU tokens are equal, always. On CUDA, where ggml's kernels differ between row counts, the first
+difference of a pair of runs may only be a near-tie: the logits that chose there differ by rounding, and a
+greedy choice by no more than that. The counts are recorded.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import box_model
+import drive
+import numpy as np
+import pytest
+import tiny
+from drive import Decoded
+from tiny import Config
+
+from luce._native import File, Library, Model
+from luce.drafting import FixedGamma, NextN
+from luce.errors import NumericError
+from luce.gamma import AutoGamma
+from luce.orchestrator import Finished, Orchestrator, Warned
+from luce.plan import MAX_GAMMA, Request
+from luce.structs import Sampling
+from luce.tokenizer import Tokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+
+import make_oracle  # noqa: E402
+from make_oracle import SHAPES, Rule  # noqa: E402
+from qwen35_gguf import MERGES, vocabulary  # noqa: E402
+
+RANDOM = Config(n_layer=2, interval=2, n_embd=256, n_ff=256, n_head=4, n_head_kv=2, state_size=64,
+                n_v_head=4, n_ctx=65536, n_nextn=1)  # fmt: skip
+GAMMAS = range(1, MAX_GAMMA + 1)
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "top-k": Sampling(temperature=0.7, top_k=40, seed=1),
+    "top-p": Sampling(temperature=1.0, top_p=0.9, seed=2),
+    "min-p": Sampling(temperature=1.5, top_k=200, top_p=0.97, min_p=0.02, seed=3),
+}
+# An oracle's right logit is 200 above the next: only such temperatures make it choose others at times.
+HOT = {"greedy": 0.0, "top-k": 50.0, "top-p": 32.0, "min-p": 54.0}
+# Largest difference between the logits of a row at two row counts on CUDA, where the first token differs:
+# 0.01 (F32) to 0.31 (Q4_K, q8_0 KV) measured on an H100, with logits of standard deviation 2 to 3.5.
+CUDA_GAP = 0.4
+
+Same = Callable[[Decoded, Decoded, int], None]
+
+
+@pytest.fixture
+def same(device: str, record_property: Callable[[str, object], None]) -> Iterator[Same]:
+    """same(found, expected, n): the first n tokens."""
+    differ, worst = 0, 0.0
+
+    def compare(found: Decoded, expected: Decoded, n: int) -> None:
+        nonlocal differ, worst
+        if device == "cpu":
+            assert found.tokens[:n] == expected.tokens[:n]
+            return
+        pairs = zip(found.tokens[:n], expected.tokens[:n], strict=True)
+        at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if at is not None:
+            differ += 1
+            worst = max(worst, float(np.abs(found.logits[at] - expected.logits[at]).max()))
+            assert worst <= CUDA_GAP, f"token {at}: not a near-tie"
+
+    yield compare
+    record_property("runs_that_differ", differ)
+    record_property("max_abs_logit_difference_there", worst)
+
+
+@pytest.fixture(scope="session")
+def oracle_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[[float], Path]:
+    """oracle_file(accept): the mini shape, made once."""
+    folder, made = tmp_path_factory.mktemp("oracles"), {}
+
+    def make(accept: float) -> Path:
+        if accept not in made:
+            made[accept] = folder / f"{accept}.gguf"
+            make_oracle.make_oracle(made[accept], "mini", seed=3, accept=accept)
+        return made[accept]
+
+    return make
+
+
+def rule_of(accept: float) -> Rule:
+    return Rule(SHAPES["mini"].n_vocab, 3, accept)
+
+
+@pytest.fixture(scope="session")
+def random_file(native: Library, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """random_file(type): a random model of that weight type, made once."""
+    folder, made = tmp_path_factory.mktemp("random"), {}
+
+    def make(kind: str) -> Path:
+        if kind not in made:
+            weights = tiny.layout(RANDOM, 5)
+            made[kind] = tiny.write(folder / f"{kind}.gguf", RANDOM, weights, kind, quantize=native.quantize)
+        return made[kind]
+
+    return make
+
+
+@pytest.fixture
+def model_of(
+    native: Library,
+    oracle_file: Callable[[float], Path],
+    random_file: Callable[[str], Path],
+    device: str,
+) -> Callable[[str], Model]:
+    """model_of("oracle"), of acceptance 0.75, or of the type of a random model."""
+
+    def make(name: str) -> Model:
+        path = oracle_file(0.75) if name == "oracle" else random_file(name)
+        return drive.open_model(native, path, device, head=True)
+
+    return make
+
+
+def prompt_of(n: int, n_vocab: int = RANDOM.n_vocab, seed: int = 1) -> list[int]:
+    return [int(t) for t in np.random.default_rng(seed).integers(0, n_vocab, n)]
+
+
+def walk(rule: Rule, anchor: int, gamma: int, n: int) -> list[int]:
+    """Accepted drafts of each round until n tokens are there, the first of them the anchor."""
+    return [accepted for _, accepted in rounds_of(rule, anchor, gamma, n, n + gamma)]
+
+
+def rounds_of(rule: Rule, anchor: int, gamma: int, n: int, budget: int) -> list[tuple[int, int]]:
+    """(drafted, accepted) of each round until n tokens are there, with no drafts past `budget` tokens."""
+    rounds, have = [], 1
+    while have < n:
+        drafted = min(gamma, budget - have - 1)
+        token, accepted = anchor, 0
+        while accepted < drafted and rule.draft(token) == rule.successor(token):
+            token, accepted = int(rule.successor(token)), accepted + 1
+        anchor = int(rule.successor(token))
+        rounds.append((drafted, accepted))
+        have += accepted + 1
+    return rounds
+
+
+# ---- the same tokens
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("name", ["F32", "Q4_K", "oracle"])
+def test_every_gamma_gives_the_tokens_of_plain_decoding(
+    name: str, sampling: str, kv_type: str, model_of: Callable[[str], Model], device: str, same: Same
+) -> None:
+    chosen, n = SAMPLINGS[sampling], 40
+    if name == "oracle":
+        chosen = replace(chosen, temperature=HOT[sampling])
+    model = model_of(name)
+    session = drive.open_session(model, n_ctx=256, n_rows=9, n_draft=8, kv_type=kv_type)
+    session.set_sampling(chosen)
+    prompt, keep = prompt_of(30), device != "cpu"
+    plain = drive.decode(session, prompt, n, 0, logits=keep)
+    accepted = 0
+    for gamma in GAMMAS:
+        found = drive.decode(session, prompt, n, gamma, logits=keep)
+        same(found, plain, n)
+        accepted += sum(found.accepted)
+    mixed = drive.decode(session, prompt, n, (3, 0, 8, 1, 0, 0, 5), logits=keep)
+    same(mixed, plain, n)
+    without = drive.open_session(model, n_ctx=256, n_rows=1, kv_type=kv_type)
+    without.set_sampling(chosen)
+    same(drive.decode(without, prompt, n, 0, logits=keep), plain, n)
+    if name == "oracle":
+        assert accepted > 50, "rounds of all kinds are wanted"
+        oracle = plain.tokens[:1] + rule_of(0.75).continuation(plain.tokens[0], n - 1)
+        assert (plain.tokens == oracle) is (sampling == "greedy")
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_the_box_prints_the_same_code_at_every_gamma(
+    sampling: str, native: Library, device: str, same: Same
+) -> None:
+    file = File(box_model.GGUF, native)
+    tokenizer, model = Tokenizer(file.kv), Model(file, device, head=file)
+    for prompt in ("def fibonacci(n):\n", "import os\n\n\nclass Store:\n    def __init__(self, path):\n"):
+        session = drive.open_session(model, n_ctx=256, n_rows=9, n_draft=8, kv_type="f16")
+        session.set_sampling(replace(SAMPLINGS[sampling], temperature=SAMPLINGS[sampling].temperature / 2))
+        ids, keep, accepted = tokenizer.encode(prompt, add_bos=True), device != "cpu", 0
+        plain = drive.decode(session, ids, 48, 0, logits=keep)
+        for gamma in GAMMAS:
+            found = drive.decode(session, ids, 48, gamma, logits=keep)
+            same(found, plain, 48)
+            accepted += sum(found.accepted)
+        assert accepted > 100, "a trained head"
+
+
+@pytest.mark.parametrize("n_prompt", [511, 513, 2048, 4095, 4096, 4097, 6000])
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+def test_long_prompts(
+    n_prompt: int, kv_type: str, model_of: Callable[[str], Model], device: str, same: Same
+) -> None:
+    """Acceptance does not jump anywhere, tokens do not change."""
+    for name in ("Q4_K", "oracle"):
+        model, n, keep = model_of(name), 24, device != "cpu"
+        session = drive.open_session(model, n_ctx=n_prompt + 48, n_rows=9, n_draft=8, kv_type=kv_type)
+        prompt = prompt_of(n_prompt)
+        plain = drive.decode(session, prompt, n, 0, logits=keep)
+        for gamma in (2, 8):
+            found = drive.decode(session, prompt, n, gamma, logits=keep)
+            same(found, plain, n)
+            if name == "oracle":
+                assert found.accepted == walk(rule_of(0.75), plain.tokens[0], gamma, n)
+
+
+def test_a_prompt_far_longer_than_any_default(model_of: Callable[[str], Model], same: Same) -> None:
+    """9000 tokens at a context of 65536: the head's context is the session's."""
+    model, prompt = model_of("Q4_K"), prompt_of(9000)
+    session = drive.open_session(model, n_ctx=65536, n_rows=4, n_draft=3, kv_type="q8_0")
+    plain = drive.decode(session, prompt, 12, 0, logits=True)
+    same(drive.decode(session, prompt, 12, 3, logits=True), plain, 12)
+
+
+@pytest.mark.parametrize("n_chunk", [1, 100, 512, 2000])
+def test_chunks_do_not_change_acceptance(n_chunk: int, model_of: Callable[[str], Model]) -> None:
+    session = drive.open_session(model_of("oracle"), n_ctx=1500, n_rows=5, n_draft=4, n_chunk=n_chunk)
+    found = drive.decode(session, prompt_of(1300 if n_chunk > 1 else 200), 60, 4)
+    assert found.accepted == walk(rule_of(0.75), found.tokens[0], 4, 60)
+
+
+def test_layouts_of_files_decode_the_same(
+    native: Library, oracle_file: Callable[[float], Path], tmp_path: Path, device: str
+) -> None:
+    """The head in the model's file, alone in another, or in another beside a trunk."""
+    both, c = oracle_file(0.75), SHAPES["mini"]
+    mine = f"blk.{c.n_layer}."
+    alone = replace(c, n_nextn=0)
+    trunk = tiny.copy(both, tmp_path / "trunk.gguf", alone, lambda name: not name.startswith(mine))
+    head = tiny.copy(both, tmp_path / "head.gguf", c, lambda name: name.startswith(mine))
+    expected = walk(rule_of(0.75), rule_of(0.75).continuation(7, 1)[0], 3, 80)
+    for path, where in ((both, True), (trunk, head), (trunk, both), (both, head)):
+        model = drive.open_model(native, path, device, head=where)
+        session = drive.open_session(model, n_ctx=256, n_rows=4, n_draft=3)
+        found = drive.decode(session, [1, 2, 7], 80, 3)
+        assert found.tokens[:80] == rule_of(0.75).continuation(7, 80)
+        assert found.accepted == expected
+
+
+# ---- acceptance
+
+
+@pytest.mark.parametrize("accept", [0.0, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize("gamma", GAMMAS)
+def test_acceptance_is_what_the_file_sets(
+    accept: float, gamma: int, native: Library, oracle_file: Callable[[float], Path], device: str
+) -> None:
+    rule, n = rule_of(accept), 120
+    model = drive.open_model(native, oracle_file(accept), device, head=True)
+    session = drive.open_session(model, n_ctx=256, n_rows=gamma + 1, n_draft=gamma, kv_type="f16")
+    found = drive.decode(session, [3, 1, 4], n, gamma)
+    assert found.tokens[:n] == rule.continuation(4, n)
+    assert found.accepted == walk(rule, found.tokens[0], gamma, n)
+    if accept in (0.0, 1.0):
+        assert set(found.accepted) == {int(accept) * gamma}
+
+
+def test_the_same_prompt_has_the_same_acceptance_every_time(model_of: Callable[[str], Model]) -> None:
+    for name in ("oracle", "F32"):
+        session = drive.open_session(model_of(name), n_ctx=512, n_rows=9, n_draft=8)
+        first = None
+        for turn in range(5):
+            session.reset()
+            session.prefill(prompt_of(40 + turn, seed=turn))  # another text in between
+            drafted = []
+            found = drive.decode(session, prompt_of(100), 1)
+            for _ in range(10):
+                session.draft(found.tokens[-1], 8)
+                drafted.append(session.drafted(8))
+                drive.go_on(session, found, len(found.tokens) + 1, 5)
+            first = first or (found, drafted)
+            assert (found, drafted) == first
+
+
+@pytest.mark.parametrize("pause", [1, 9, 63, 64, 65, 600])
+def test_after_a_pause_acceptance_is_that_of_the_rule(pause: int, model_of: Callable[[str], Model]) -> None:
+    """Drafts, plain rounds, drafts again."""
+    rule, session = rule_of(0.75), drive.open_session(model_of("oracle"), n_ctx=1024, n_rows=9, n_draft=8)
+    found = drive.decode(session, [1, 2], 20, 4)
+    drive.go_on(session, found, len(found.tokens) + pause, 0)
+    later = drive.go_on(session, Decoded(found.tokens[-1:]), 80, 4)
+    assert later.tokens[:80] == found.tokens[-1:] + rule.continuation(found.tokens[-1], 79)
+    assert later.accepted == walk(rule, found.tokens[-1], 4, 80)
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q4_K"])
+@pytest.mark.parametrize("pause", [1, 9, 63, 64, 65, 600])
+def test_a_pause_leaves_no_trace_in_the_drafts(
+    kind: str,
+    pause: int,
+    model_of: Callable[[str], Model],
+    device: str,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """The same text, with drafts before each token and with none for a while: the same drafts after it."""
+    model, text = model_of(kind), prompt_of(pause + 30, seed=2)
+    paused, always = (
+        drive.open_session(model, n_ctx=1024, n_rows=9, n_draft=8, kv_type="f16") for _ in range(2)
+    )
+    for session in (paused, always):
+        session.prefill(prompt_of(20))
+        for at, token in enumerate(text[:-1]):
+            if session is always or at < 10:
+                session.draft(token, 1 + at % 8)
+            drive.step(session, token)
+    drafts = []
+    for session in (paused, always):
+        session.draft(text[-1], 8)
+        drafts.append(session.drafted(8))
+    record_property("equal_drafts", sum(a == b for a, b in zip(*drafts, strict=True)))
+    if device == "cpu":
+        assert drafts[0] == drafts[1]
+        assert paused.save() == always.save()
+
+
+# ---- through the orchestrator
+
+
+def generate(
+    model: Model, pace: FixedGamma | AutoGamma | None, prompt: list[int], n: int
+) -> tuple[Finished, list[str]]:
+    """The end and the warnings of a generation."""
+    n_draft = MAX_GAMMA if model.info.has_head else 0
+    session = drive.open_session(model, n_ctx=512, n_rows=n_draft + 1, n_draft=n_draft)
+    source = NextN(session, pace) if pace else None
+    request = Request(tuple(prompt), n)
+    events = list(Orchestrator(session, tokenizer_of(model), request, source).run())
+    last = events[-1]
+    assert isinstance(last, Finished), last
+    return last, [event.message for event in events if isinstance(event, Warned)]
+
+
+def tokenizer_of(model: Model) -> Tokenizer:
+    tokens, types = vocabulary(model.info.n_vocab, "Ġw")
+    return Tokenizer({
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen35", "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": np.array([int(t) for t in types], np.int32),
+        "tokenizer.ggml.merges": [f"{a} {b}" for a, b in MERGES],
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("accept", [0.0, 0.75, 1.0])
+@pytest.mark.parametrize("n", [1, 2, 8, 9, 10, 11, 100])
+def test_budgets_of_all_sizes(
+    accept: float, n: int, native: Library, oracle_file: Callable[[float], Path], device: str
+) -> None:
+    model = drive.open_model(native, oracle_file(accept), device, head=True)
+    expected = tuple(rule_of(accept).continuation(9, n))
+    for pace in (None, *map(FixedGamma, (0, 1, 5, 8)), AutoGamma(8)):
+        last, warnings = generate(model, pace, [1, 9], n)
+        assert (last.tokens, last.reason, warnings) == (expected, "length", [])
+        assert last.stats.mode == ("mtp" if pace else "plain")
+
+
+def test_stats_are_those_of_the_rule(model_of: Callable[[str], Model]) -> None:
+    last, _ = generate(model_of("oracle"), FixedGamma(3), [1, 9], 200)
+    rounds, stats = rounds_of(rule_of(0.75), last.tokens[0], 3, 200, 200), last.stats
+    by_position = [(sum(d > i for d, _ in rounds), sum(a > i for _, a in rounds)) for i in range(3)]
+    assert stats.rounds == len(rounds)
+    assert stats.rounds_by_drafts == [sum(d == i for d, _ in rounds) for i in range(4)]
+    assert (stats.drafted, stats.accepted) == tuple(map(sum, zip(*rounds, strict=True)))
+    assert stats.acceptance_by_position == [accepted / drafted for drafted, accepted in by_position]
+    assert stats.mean_accepted_length == 199 / len(rounds)
+    assert 0 < stats.draft_s + stats.verify_s + stats.commit_s <= stats.decode_s
+
+
+def test_a_head_that_is_not_finite_is_dropped(native: Library, tmp_path: Path, device: str) -> None:
+    weights = tiny.layout(RANDOM, 5)
+    path = tiny.write(tmp_path / "plain.gguf", RANDOM, weights)
+    weights[f"blk.{RANDOM.n_layer}.nextn.hnorm.weight"][:] = np.nan
+    damaged = tiny.write(tmp_path / "damaged.gguf", RANDOM, weights)
+    expected, _ = generate(drive.open_model(native, path, device), None, [1, 2, 3], 30)
+    found, warnings = generate(
+        drive.open_model(native, damaged, device, head=True), FixedGamma(4), [1, 2, 3], 30
+    )
+    assert found.tokens == expected.tokens
+    assert len(warnings) == 1 and "not finite" in warnings[0]
+    assert found.stats.drafted == 0
+
+
+def test_a_session_decodes_after_a_failure(native: Library, tmp_path: Path, device: str) -> None:
+    weights = tiny.layout(RANDOM, 5)
+    weights["token_embd.weight"][7] = np.nan
+    path = tiny.write(tmp_path / "nan.gguf", RANDOM, weights)
+    session = drive.open_session(
+        drive.open_model(native, path, device, head=True), n_ctx=128, n_rows=5, n_draft=4
+    )
+    clean = drive.decode(session, [1, 2, 3], 12, 4)
+    assert 7 not in clean.tokens
+    session.draft(clean.tokens[-1], 4)
+    with pytest.raises(NumericError):
+        session.verify([7, 1])
+    assert session.info.failed
+    assert drive.decode(session, [1, 2, 3], 12, 4) == clean
