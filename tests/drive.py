@@ -63,7 +63,7 @@ def _head_file(file: File, head: Head) -> File | None:
 def open_session(model: Model, **params: int | str) -> Session:
     """f32 KV, 64 rows and 1 thread unless said otherwise: threads that wait for each other on a busy machine
     cost tests five times what they save (test_invariance compares 1 and 2)."""
-    filled = {"n_rows": 64, "n_threads": 2, "kv_type": "f32"} | params
+    filled = {"n_rows": 64, "n_threads": 1, "kv_type": "f32"} | params
     return Session(model, SessionParams(**filled))  # type: ignore[arg-type]
 
 
