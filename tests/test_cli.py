@@ -365,6 +365,15 @@ def test_ctrl_c_while_text_streams_exits_130(process, endless):
     assert stderr.decode().splitlines() == ["Error: interrupted"]
 
 
+@pytest.fixture
+def foreground():
+    """SIGINT as a shell's foreground job has it, also where the tests themselves were started with `&`."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("foreground")
 @pytest.mark.parametrize("verb", ["_begin", "_prefill", "_propose", "_verify", "_commit"])
 @pytest.mark.parametrize("as_json", [False, True])
 def test_ctrl_c_in_any_state_exits_130(luce_, endless, monkeypatch, verb, as_json):
@@ -384,6 +393,7 @@ def test_ctrl_c_in_any_state_exits_130(luce_, endless, monkeypatch, verb, as_jso
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.usefixtures("foreground")
 def test_a_second_ctrl_c_does_not_wait_for_the_round(luce_, endless, monkeypatch):
     def interrupted(self):
         signal.raise_signal(signal.SIGINT)
@@ -396,6 +406,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_round(luce_, endless, monkeypatch
     assert result.exit_code == 130 and one_line(result) == "Error: interrupted"
 
 
+@pytest.mark.usefixtures("foreground")
 @pytest.mark.parametrize("place", ["probe", "Tokenizer", "plan", "TextSession"])
 def test_ctrl_c_while_loading_exits_130(luce_, monkeypatch, place):
     def interrupted(*args, **options):
