@@ -277,6 +277,17 @@ def test_parts_of_different_saves_are_refused(tmp_path):
         Store(tmp_path / "other", parts=tmp_path / "out")
 
 
+def test_split_line_ends_are_the_same_text() -> None:
+    text = "def f(n):\n    return g(\n        n, [1]\n    )\n\n\n" * 200
+    tokenizer = tokens.train_tokenizer([text])
+    ids = np.array(tokenizer.encode(text).ids, np.int16)
+    ends = tokens.line_ends(tokenizer)
+    split = tokens.split_line_ends(ids, ends, np.random.default_rng(1))
+    assert tokenizer.decode(split.tolist()) == text
+    kept = np.isin(split, list(ends)).sum() / np.isin(ids, list(ends)).sum()
+    assert abs(1 - kept - tokens.SPLIT_SHARE) < 0.05
+
+
 def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     place = Store(tmp_path / "work")
     with pytest.raises(FloatingPointError, match="head"):

@@ -29,9 +29,10 @@ def _sizes(folder: Path) -> str:
 def _training(trunk: dict, pool: dict, nextn: dict, dflash: dict) -> str:
     calls, s, seen = trunk["calls"], trunk["settings"], trunk["tokens"]
     steps = sum(c["steps"] for c in calls)
+    devices = " and ".join(dict.fromkeys(c["device"] for c in calls))
     rows: list[list[object]] = [
         ["trunk", f"{trunk['parameters']:,}", f"{steps:,} steps of {s['batch']} x {s['length']} tokens, "
-         f"{seen / 1e6:.0f}M tokens in {trunk['seconds'] / 60:.1f} minutes on {calls[-1]['device']}"],
+         f"{seen / 1e6:.0f}M tokens in {trunk['seconds'] / 60:.1f} minutes on {devices}"],
     ]  # fmt: skip
     if nextn:
         rows.append(["NextN head", f"{nextn['parameters']:,}", f"{nextn['steps']:,} steps"])

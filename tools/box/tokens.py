@@ -32,6 +32,7 @@ ASKS = (
 )
 SYSTEMS = ("You are a helpful assistant.", "You write Python.")
 EXTRA_SHARE = 0.03  # of the training text, each: single functions, and functions as ChatML turns
+SPLIT_SHARE = 0.2  # of the training text's tokens of punctuation and newlines: as two tokens
 ENCODE_BATCH = 2048  # texts
 SAMPLE_BYTES = 48_000_000  # of text the tokenizer is trained on
 
@@ -103,11 +104,38 @@ def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     return ids
 
 
+def line_ends(tokenizer: Tokenizer) -> dict[int, list[int]]:
+    """Tokens like "):\\n", and the same text as two or more: "):" and the newlines."""
+    ends = {}
+    for token in range(tokenizer.get_vocab_size() - len(SPECIAL)):
+        text = tokenizer.decode([token])
+        head = text.rstrip("\r\n")
+        if head.strip() and head != text:
+            parts = _encode(tokenizer, [head, text[len(head) :]])
+            ends[token] = [*parts[0], *parts[1]]
+    return ends
+
+
+def split_line_ends(ids: np.ndarray, ends: dict[int, list[int]], rng: np.random.Generator) -> np.ndarray:
+    """The ids with SPLIT_SHARE of `ends` as their parts: a prompt may stop before a newline, and there its
+    last token is one that otherwise no newline ever follows."""
+    chosen = np.flatnonzero(np.isin(ids, list(ends)) & (rng.random(len(ids)) < SPLIT_SHARE))
+    parts = [ends[int(ids[at])] for at in chosen]
+    counts = np.ones(len(ids), np.int64)
+    counts[chosen] = [len(part) for part in parts]
+    out = np.repeat(ids, counts)
+    first = np.cumsum(counts) - counts
+    for at, part in zip(chosen, parts, strict=True):
+        out[first[at] : first[at] + len(part)] = part
+    return out
+
+
 def encode_documents(
     tokenizer: Tokenizer, documents: list[Document], seed: int, extras: bool = True
 ) -> tuple[np.ndarray, np.ndarray, dict[str, int]]:
     """All documents in a shuffled order, each ended by <|endoftext|>: ids (n,) int16, where documents
-    start (m,) int64, and counts. With extras, single functions and conversations are mixed in."""
+    start (m,) int64, and counts. With extras, single functions and conversations are mixed in, and line ends
+    are split."""
     rng = random.Random(seed)
     end = special_id(END)
     plain = _encode(tokenizer, [d.text for d in documents])
@@ -137,6 +165,8 @@ def encode_documents(
                 total += len(ids)
                 streams.append(np.array(ids, np.int16))
             counts[f"{kind}_tokens"] = total
+        ends, numbers = line_ends(tokenizer), np.random.default_rng(seed)
+        streams = [split_line_ends(ids, ends, numbers) for ids in streams]
     rng.shuffle(streams)
     starts = np.cumsum([0, *(len(s) for s in streams)])[:-1]
     return np.concatenate(streams), starts.astype(np.int64), counts
