@@ -10,12 +10,12 @@ import itertools
 
 import numpy as np
 import tiny  # noqa: F401  puts tools/ on the path
-from qwen35_gguf import MERGES, vocabulary
 
 from luce.drafting import Draft
 from luce.errors import ArgumentError, ContextFull, StateError
 from luce.orchestrator import Failed, Finished, Orchestrator, Tokens
 from luce.plan import Request
+from luce.qwen35_gguf import MERGES, vocabulary
 from luce.structs import SessionInfo
 from luce.tokenizer import Tokenizer
 

@@ -13,9 +13,9 @@ import convert_qwen35
 import numpy as np
 import tiny
 from compare_weights import Weights
-from qwen35_gguf import CHAT_TEMPLATE, CONTROL, MERGES, Config, byte_symbols
 
 from luce._native import File
+from luce.qwen35_gguf import CHAT_TEMPLATE, CONTROL, MERGES, Config, byte_symbols
 from luce.tokenizer import SPLITS
 
 N_TOKENS = 256 + len(MERGES) + len(CONTROL)

@@ -12,8 +12,9 @@ import pytest
 import test_convert_dflash as dflash
 import test_convert_qwen35 as qwen35
 import tiny
-from qwen35_gguf import add_keys
 from weight_types import MIXES
+
+from luce.qwen35_gguf import add_keys
 
 GROUPED, WIDE = qwen35.GROUPED, qwen35.WIDE
 

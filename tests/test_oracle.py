@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from pathlib import Path
 
 import drive
@@ -13,11 +12,8 @@ import pytest
 import ref
 
 from luce._native import Library
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
-
-import make_oracle  # noqa: E402
-from make_oracle import SHAPES, QType, Rule  # noqa: E402
+from luce.bench import oracle_model
+from luce.bench.oracle_model import SHAPES, QType, Rule
 
 CONTINUED = 64
 
@@ -25,7 +21,7 @@ CONTINUED = 64
 @pytest.fixture(scope="module")
 def mini(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Rule]:
     path = tmp_path_factory.mktemp("oracle") / "mini.gguf"
-    return path, make_oracle.make_oracle(path, "mini", seed=3, accept=0.75)
+    return path, oracle_model.make_oracle(path, "mini", seed=3, accept=0.75)
 
 
 def test_perm_is_one_cycle_that_spares_control_tokens() -> None:
@@ -46,16 +42,16 @@ def test_share_of_right_drafts(accept: float) -> None:
 
 def test_same_seed_same_bytes(mini: tuple[Path, Rule], tmp_path: Path) -> None:
     again, other = tmp_path / "again.gguf", tmp_path / "other.gguf"
-    make_oracle.make_oracle(again, "mini", seed=3, accept=0.75)
-    make_oracle.make_oracle(other, "mini", seed=4, accept=0.75)
+    oracle_model.make_oracle(again, "mini", seed=3, accept=0.75)
+    oracle_model.make_oracle(other, "mini", seed=4, accept=0.75)
     digests = [hashlib.sha256(p.read_bytes()).hexdigest() for p in (mini[0], again, other)]
     assert digests[0] == digests[1] != digests[2]
 
 
 def test_blocks_have_the_wanted_spread() -> None:
     for kind in (QType.Q4_K, QType.Q5_K, QType.Q6_K):
-        for std in (1.0, 0.0625, make_oracle.NOISE):
-            blocks = make_oracle.noise_blocks(kind, 4096, std, 1, 2)
+        for std in (1.0, 0.0625, oracle_model.NOISE):
+            blocks = oracle_model.noise_blocks(kind, 4096, std, 1, 2)
             values = gguf.quants.dequantize(blocks, kind)
             assert values.std() == pytest.approx(std, rel=0.02)
             assert abs(values.mean()) < 0.01 * std
@@ -88,9 +84,9 @@ def test_no_partial_file_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def fail(*_: object) -> None:
         raise RuntimeError("stop")
 
-    monkeypatch.setattr(make_oracle, "noise_blocks", fail)
+    monkeypatch.setattr(oracle_model, "noise_blocks", fail)
     with pytest.raises(RuntimeError, match="stop"):
-        make_oracle.make_oracle(tmp_path / "x.gguf", "mini")
+        oracle_model.make_oracle(tmp_path / "x.gguf", "mini")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -7,16 +7,13 @@ conversion that published GGUF files have had. `write` stores it, whole or in pa
 from __future__ import annotations
 
 import struct
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import gguf
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
-
-from qwen35_gguf import ARCH, CHAT_TEMPLATE, Config, add_keys, add_tokenizer, tensor_shapes  # noqa: E402
+from luce.qwen35_gguf import ARCH, CHAT_TEMPLATE, Config, add_keys, add_tokenizer, tensor_shapes
 
 Weights = dict[str, np.ndarray]
 TypeOf = Callable[[str], str]

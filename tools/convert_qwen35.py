@@ -16,12 +16,12 @@ import hf_qwen35  # noqa: E402
 from gguf_output import Planned, Written, thread_count, write  # noqa: E402
 from gguf_tokenizer import add_hf_tokenizer, check_tokenizer  # noqa: E402
 from hf_config import read_config  # noqa: E402
-from qwen35_gguf import Config, add_keys  # noqa: E402
 from safetensors_reader import Checkpoint  # noqa: E402
 from weight_types import DEFAULT, MIXES, choose  # noqa: E402
 
 from luce import _native  # noqa: E402
 from luce.errors import FileError, LuceError, UnsupportedError  # noqa: E402
+from luce.qwen35_gguf import Config, add_keys  # noqa: E402
 
 EXAMPLES = """
 examples:

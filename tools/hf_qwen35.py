@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 from gguf_output import Planned, slabs
 from hf_config import Section, rope_parameters, rope_theta, text_config
-from qwen35_gguf import Config, tensor_shapes
 from safetensors_reader import Checkpoint, Source, as_f32
 
 from luce.errors import FileError, UnsupportedError
+from luce.qwen35_gguf import Config, tensor_shapes
 
 Array = np.ndarray
 PARTS = ("all", "trunk", "mtp")

@@ -1,6 +1,6 @@
 """The qwen35 GGUF layout: keys, tensor names and shapes, and a small byte-level tokenizer.
 
-Shared by what writes test models (tests/tiny.py) and the oracle (make_oracle.py). Shapes are
+Shared by what writes test models (tests/tiny.py) and the oracle (luce/bench/oracle_model.py). Shapes are
 numpy's: slowest first, so a matrix is (out, in) and GGUF stores its dimensions reversed.
 """
 

@@ -1,0 +1,123 @@
+#!/usr/bin/env python3
+"""How often drafting changed a token on a device whose kernels differ between row counts, as a result row.
+
+Reads what tests recorded: `pytest --luce-device cuda --junitxml tests.xml`. The tokens of a pair of runs are
+compared up to their first difference, which is then one token; what follows is another text. The tests fail
+where a difference is no near-tie (tests/identity.py), so a row says something only where none failed.
+
+    python bench/identity_report.py tests.xml --device "NVIDIA H100 80GB HBM3" --commit 0123abc --save FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import xml.etree.ElementTree as ElementTree
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from luce.bench.origin import checkout_commit, write_row
+
+Row = dict[str, Any]
+COUNTS = (
+    "runs_compared",
+    "runs_that_differ",  # each by one token of those compared
+    "greedy_runs_that_differ",
+    "tokens_compared",
+    "tokens_after_a_difference",
+)
+LARGEST = ("max_abs_logit_difference_there", "max_choice_gap_there", "max_choice_gap_in_differences")
+
+
+def number(text: str) -> float:
+    value = float(text)
+    return int(value) if value.is_integer() else float(f"{value:.3g}")
+
+
+def outcome(case: ElementTree.Element) -> str:
+    found = [tag for tag in ("failure", "error", "skipped") if case.find(tag) is not None]
+    return found[0] if found else "passed"
+
+
+def recorded(suite: ElementTree.Element) -> list[Row]:
+    """The tests that recorded something: name, outcome and their figures."""
+    rows = []
+    for case in suite.iter("testcase"):
+        figures = {p.get("name", ""): number(p.get("value", "")) for p in case.iter("property")}
+        if figures:
+            module = case.get("classname", "").rpartition(".")[2]
+            rows.append({"test": f"{module}::{case.get('name')}", "outcome": outcome(case)} | figures)
+    return rows
+
+
+def total(rows: list[Row]) -> Row:
+    """Of tests that compared runs: sums, and the largest of each distance."""
+    sums = {name: sum(row[name] for row in rows) for name in COUNTS}
+    share = {"share_of_tokens_that_differ": number(str(sums["runs_that_differ"] / sums["tokens_compared"]))}
+    return {"tests": len(rows)} | sums | share | {name: max(row[name] for row in rows) for name in LARGEST}
+
+
+def ranges(rows: list[Row]) -> dict[str, dict[str, list[float]]]:
+    """Smallest and largest of all else that was recorded, by test function."""
+    out: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        of_test = out.setdefault(row["test"].partition("[")[0], {})
+        for name, value in row.items():
+            if name not in ("test", "outcome"):
+                low, high = of_test.get(name, (value, value))
+                of_test[name] = [min(low, value), max(high, value)]
+    return out
+
+
+def report(path: Path) -> Row:
+    """date, suite, total, tests and others of a result row."""
+    suite = ElementTree.parse(path).getroot()
+    suite = suite if suite.tag == "testsuite" else suite[0]
+    rows = recorded(suite)
+    identity = [row for row in rows if "runs_compared" in row]
+    if not identity:
+        raise SystemExit(f"{path}: no test recorded compared runs")
+    when = datetime.fromisoformat(suite.get("timestamp", "")).astimezone(timezone.utc)
+    return {
+        "date": when.strftime("%Y-%m-%dT%H:%MZ"),
+        "suite": {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")},
+        "total": total(identity),
+        "tests": identity,
+        "others": ranges([row for row in rows if "runs_compared" not in row]),
+    }
+
+
+def table(found: Row) -> str:
+    heads = ("runs", "differ", "tokens", "after", "logits", "gap", "gap/logits")
+    names = ("runs_compared", "runs_that_differ", "tokens_compared", "tokens_after_a_difference", *LARGEST)
+    lines = ["".join(f"{head:>11}" for head in heads) + "  test"]
+    for row in [*found["tests"], found["total"] | {"test": "all"}]:
+        lines.append("".join(f"{row[name]:11g}" for name in names) + f"  {row['test']}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("xml", type=Path, help="of pytest --junitxml")
+    parser.add_argument("--device", required=True, help='what the tests ran on: "NVIDIA H100 80GB HBM3"')
+    parser.add_argument("--commit", help="of luce there; default: of this checkout")
+    parser.add_argument("--save", type=Path, help="folder for the result row")
+    args = parser.parse_args()
+    found = report(args.xml)
+    print(table(found), file=sys.stderr)
+    row: Row = {
+        "bench": "token identity",
+        "date": found["date"],
+        "commit": args.commit or checkout_commit() or "unknown",
+        "device": args.device,
+        "command": "pytest --luce-device cuda --junitxml tests.xml; bench/identity_report.py tests.xml",
+    } | found
+    print(json.dumps(row, indent=1))
+    if args.save is not None:
+        write_row(args.save, "identity", row)
+
+
+if __name__ == "__main__":
+    main()

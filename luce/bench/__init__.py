@@ -1,0 +1,1 @@
+"""What `luce bench` runs: problems, modes in turn, checked answers, one table."""

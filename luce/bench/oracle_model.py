@@ -1,0 +1,383 @@
+#!/usr/bin/env python3
+"""Writes a qwen35 GGUF of any real shape whose greedy continuation is known.
+
+The blocks are random quantised weights, so a step costs what the real model's costs, but their
+output projections are at noise level: the residual stream keeps the embedding of the newest token.
+Head row perm[t] equals embedding row t, so the token after t is perm[t], by a margin of tens of
+standard deviations. perm is one cycle over all tokens but the three control tokens at the end of
+the vocabulary, which nothing predicts and which are followed by what follows token 0.
+The NextN head passes the newest token's `nextn.embed_tokens` row on: a copy of the embedding, with a
+share of 1 - accept of its rows exchanged; drafts after those tokens are wrong, all others right. It
+has a head of its own, a copy of the target's.
+
+Types: Q4_K, but Q5_K for DeltaNet's attn_qkv, Q6_K for the head and every second ffn_down, F32 for
+norms, conv and gate biases. The same seed gives the same bytes, whatever the number of threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from luce.qwen35_gguf import ARCH, CONTROL, Config, add_keys, add_tokenizer, tensor_shapes
+
+QType = gguf.GGMLQuantizationType
+CHUNK = 8 << 20  # bytes of a tensor made at once: part of what a seed means
+NOISE = 1e-4  # standard deviation of the output projections
+FILE_TYPE = 15  # "mostly Q4_K, medium"
+
+_LARGE = Config(
+    n_head=16, n_head_kv=4, head_dim=256, rope_dim=64, n_k_head=16, n_v_head=32, state_size=128,
+    n_vocab=248320, n_ctx=262144, n_nextn=1,
+)  # fmt: skip
+SHAPES = {
+    "27b": replace(_LARGE, n_layer=64, n_embd=5120, n_ff=17408, n_head=24, n_v_head=48),
+    "9b": replace(_LARGE, n_layer=32, n_embd=4096, n_ff=12288),
+    "0.8b": replace(_LARGE, n_layer=24, n_embd=1024, n_ff=3584, n_head=8, n_head_kv=2, n_v_head=16),
+    "mini": Config(n_layer=4, n_embd=256, n_ff=512, n_head=4, n_head_kv=2, n_v_head=4, state_size=64,
+                   n_vocab=2048, n_ctx=8192, n_nextn=1),
+}  # fmt: skip
+
+
+def random_words(n: int, *seed: int) -> np.ndarray:
+    """n uint64 straight from PCG64, so the same on every numpy."""
+    bits = np.random.Generator(np.random.PCG64(seed))
+    return bits.integers(0, 2**64, n, dtype=np.uint64)
+
+
+# ---- what the model says
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The known answers of an oracle file: its metadata keys are oracle.seed and oracle.accept."""
+
+    n_vocab: int
+    seed: int = 0
+    accept: float = 0.8
+
+    @property
+    def n_cycle(self) -> int:
+        return self.n_vocab - len(CONTROL)
+
+    @cached_property
+    def perm(self) -> np.ndarray:
+        """(n_vocab,) the token that follows each; the first n_cycle entries are one cycle."""
+        order = np.argsort(random_words(self.n_cycle, self.seed, 1), kind="stable")
+        perm = np.empty(self.n_vocab, np.int64)
+        perm[order] = np.roll(order, -1)
+        perm[self.n_cycle :] = perm[0]
+        return perm
+
+    @cached_property
+    def swap(self) -> np.ndarray:
+        """(n_vocab,) the embedding row that `nextn.embed_tokens` holds for each token."""
+        n = round((1 - self.accept) * self.n_cycle)
+        chosen = np.argsort(random_words(self.n_cycle, self.seed, 2), kind="stable")[:n]
+        swap = np.arange(self.n_vocab)
+        swap[chosen] = np.roll(chosen, 1)
+        return swap
+
+    def successor(self, tokens: np.ndarray) -> np.ndarray:
+        """The target's greedy choice after each token, whatever came before it."""
+        return self.perm[tokens]
+
+    def draft(self, tokens: np.ndarray) -> np.ndarray:
+        """The NextN head's choice after each token."""
+        return self.perm[self.swap[tokens]]
+
+    def continuation(self, last: int, n: int) -> list[int]:
+        """The n tokens after `last`."""
+        out = [last]
+        while len(out) <= n:
+            out.append(int(self.perm[out[-1]]))
+        return out[1:]
+
+
+# ---- blocks of the quantised types; every scale is 1 and every offset half the range, so that a
+# weight is d * (q - middle) for a uniform q
+
+
+def _k_header(d: float, offset: int) -> np.ndarray:
+    """d, dmin = d/2 and the packed 6-bit pairs (scale 1, min `offset`): Q4_K's and Q5_K's 16 bytes.
+    A weight is d*q - dmin*offset: with offset 15 (Q4_K) or 31 (Q5_K) symmetric around 0."""
+    half = np.float16(d / 2)
+    low = [1] * 4 + [offset & 0x3F | (offset >> 4) << 6] * 4 + [1 | (offset & 0xF) << 4] * 4
+    return np.concatenate([np.array([half + half, half], "<f2").view(np.uint8), np.array(low, np.uint8)])
+
+
+def _q6_tail(d: float, signs: tuple[int, int]) -> np.ndarray:
+    """Q6_K's 16 scales and d. A weight is d*scale*(q - 32)."""
+    return np.concatenate([np.array(signs * 8, np.int8).view(np.uint8), np.array([d], "<f2").view(np.uint8)])
+
+
+def _uniform_std(levels: int) -> float:
+    return float(np.sqrt((levels**2 - 1) / 12))
+
+
+def noise_blocks(kind: QType, n: int, std: float, *seed: int) -> np.ndarray:
+    """n blocks (n, bytes) of weights with the given standard deviation."""
+    size = gguf.GGML_QUANT_SIZES[kind][1]
+    blocks = random_words(-(-n * size // 8), *seed).view(np.uint8)[: n * size].reshape(n, size)
+    if kind == QType.Q4_K:
+        blocks[:, :16] = _k_header(std / _uniform_std(16), 15)
+    elif kind == QType.Q5_K:
+        blocks[:, :16] = _k_header(std / _uniform_std(32), 31)
+    else:
+        # scales of both signs: q - 32 has mean -1/2
+        blocks[:, 192:] = _q6_tail(std / _uniform_std(64), (1, -1))
+    return blocks
+
+
+def q4_to_q6(blocks: np.ndarray) -> np.ndarray:
+    """The same weights as Q6_K, exactly: d*(q - 7.5) = (d/2)*((2q + 17) - 32)."""
+    n = len(blocks)
+    qs = blocks[:, 16:].reshape(n, 4, 32)  # element 64j + l in the low, 64j + 32 + l in the high half
+    q = 2 * np.stack([qs & 0xF, qs >> 4], 2).reshape(n, 2, 4, 32) + np.uint8(17)
+    low, high = q & 0xF, q >> 4  # (n, half, quarter, 32)
+    out = np.empty((n, 210), np.uint8)
+    out[:, :128] = (low[:, :, :2] | low[:, :, 2:] << 4).reshape(n, 128)
+    quarters = [high[:, :, i] << 2 * i for i in range(4)]
+    out[:, 128:192] = np.bitwise_or.reduce(quarters).reshape(n, 64)
+    out[:, 192:208] = 1
+    out[:, 208:] = blocks[:, 2:4]  # d of Q6_K = dmin of Q4_K = d/2
+    return out
+
+
+def pass_through_blocks(first: int, n: int, n_embd: int) -> np.ndarray:
+    """Q4_K blocks of eh_proj (E, 2E) = [identity, 0]: the embedding, without the hidden state."""
+    out = np.zeros((n, 144), np.uint8)
+    out[:, :16] = _k_header(1.0, 0)
+    index = np.arange(first, first + n)
+    per_row = 2 * n_embd // 256
+    row, column = index // per_row, index % per_row
+    hit = np.flatnonzero(row // 256 == column)  # the block of the row that holds its diagonal
+    inside = row[hit] % 256
+    out[hit, 16 + inside // 64 * 32 + inside % 32] = np.where(inside % 64 < 32, 1, 16)
+    return out
+
+
+# ---- the file
+
+
+@dataclass
+class Tensor:
+    name: str
+    index: int
+    shape: tuple[int, ...]  # numpy's order
+    kind: QType
+    offset: int = 0  # in the file
+
+    @property
+    def n_blocks(self) -> int:
+        return int(np.prod(self.shape)) // gguf.GGML_QUANT_SIZES[self.kind][0]
+
+    @property
+    def block_bytes(self) -> int:
+        return gguf.GGML_QUANT_SIZES[self.kind][1]
+
+    @property
+    def n_bytes(self) -> int:
+        return self.n_blocks * self.block_bytes
+
+
+def type_of(c: Config, name: str) -> QType:
+    if not name.endswith(".weight") or "norm" in name or "conv1d" in name:
+        return QType.F32
+    if name in ("output.weight", f"blk.{c.n_layer}.nextn.shared_head_head.weight"):
+        return QType.Q6_K
+    if name.endswith("attn_qkv.weight"):
+        return QType.Q5_K
+    if name.endswith("ffn_down.weight") and int(name.split(".")[1]) % 2 == 1:
+        return QType.Q6_K
+    return QType.Q4_K
+
+
+def tensors_of(c: Config) -> list[Tensor]:
+    shapes = tensor_shapes(c)
+    for name in ("embed_tokens", "shared_head_head"):
+        shapes[f"blk.{c.n_layer}.nextn.{name}.weight"] = (c.n_vocab, c.n_embd)
+    return [Tensor(name, i, shape, type_of(c, name)) for i, (name, shape) in enumerate(shapes.items())]
+
+
+@dataclass
+class Oracle:
+    """One file being written. Every method that makes bytes depends on the seed alone."""
+
+    config: Config
+    rule: Rule
+    fd: int = -1
+    tensors: list[Tensor] = field(default_factory=list)
+
+    def f32(self, t: Tensor) -> np.ndarray:
+        """Small tensors: norms 1, conv taps, decays and biases in the range of trained models."""
+        low, high = 1.0, 1.0
+        if t.name.endswith("ssm_a"):
+            low, high = -1.0, -0.05
+        elif t.name.endswith("ssm_dt.bias"):
+            low, high = -4.0, 1.0
+        elif t.name.endswith("conv1d.weight"):
+            low, high = -0.8, 0.8
+        unit = random_words(t.n_blocks, self.rule.seed, 3, t.index) * 2.0**-64
+        return (low + (high - low) * unit).astype("<f4")
+
+    def make(self, t: Tensor, first: int, n: int) -> np.ndarray:
+        """Blocks first .. first + n of t, but of those that copy the embedding."""
+        if t.kind == QType.F32:
+            return self.f32(t)[first : first + n]
+        if t.name.endswith("eh_proj.weight"):
+            return pass_through_blocks(first, n, self.config.n_embd)
+        std = t.shape[-1] ** -0.5
+        if t.name == "token_embd.weight":
+            std = 1.0
+        elif t.name.endswith(("attn_output.weight", "ssm_out.weight", "ffn_down.weight")):
+            std = NOISE
+        return noise_blocks(t.kind, n, std, self.rule.seed, 4, t.index, first)
+
+    def copy(self, t: Tensor, first: int, n: int) -> np.ndarray:
+        """Blocks of a head or of nextn.embed_tokens: rows of the embedding, already in the file."""
+        per_row = t.shape[-1] // 256
+        rows = np.arange(first // per_row, (first + n) // per_row)
+        source = self.rule.swap
+        if t.kind == QType.Q6_K:
+            source = np.empty(t.shape[0], np.int64)
+            source[self.rule.perm[: self.rule.n_cycle]] = np.arange(self.rule.n_cycle)
+            source[self.rule.n_cycle :] = 0
+        made = self.embedding_rows(source[rows]).reshape(n, 144)
+        if t.kind == QType.Q6_K:
+            made = q4_to_q6(made)
+            made.reshape(len(rows), -1, 210)[rows >= self.rule.n_cycle, :, 208:] = 0  # never predicted
+        return made
+
+    def embedding_rows(self, rows: np.ndarray) -> np.ndarray:
+        embedding = self.tensors[0]
+        size = embedding.n_bytes // embedding.shape[0]
+        return np.stack([
+            np.frombuffer(os.pread(self.fd, size, embedding.offset + int(r) * size), np.uint8) for r in rows
+        ])  # fmt: skip
+
+    def copies(self, t: Tensor) -> bool:
+        return t.name == "output.weight" or t.name.endswith(("embed_tokens.weight", "head_head.weight"))
+
+    def chunks(self, t: Tensor) -> Iterator[tuple[Tensor, int, int]]:
+        """(tensor, first block, blocks): whole rows, about CHUNK bytes."""
+        per_row = t.shape[-1] // gguf.GGML_QUANT_SIZES[t.kind][0]
+        step = max(1, CHUNK // (per_row * t.block_bytes)) * per_row
+        for first in range(0, t.n_blocks, step):
+            yield t, first, min(step, t.n_blocks - first)
+
+    def write_header(self, path: Path, name: str) -> None:
+        c = self.config
+        w = gguf.GGUFWriter(path, ARCH)
+        add_keys(w, c, f"luce oracle {name}", FILE_TYPE)
+        w.add_uint64("oracle.seed", self.rule.seed)
+        w.add_float64("oracle.accept", self.rule.accept)
+        add_tokenizer(w, c.n_vocab, filler="Ġw")
+        for t in self.tensors:
+            w.add_tensor_info(t.name, t.shape, np.dtype(np.float32), t.n_bytes, raw_dtype=t.kind)
+        w.write_header_to_file()
+        w.write_kv_data_to_file()
+        w.write_ti_data_to_file()
+        w.close()
+        end = path.stat().st_size
+        for t in self.tensors:
+            t.offset = -(-end // 32) * 32
+            end = t.offset + t.n_bytes
+        os.truncate(path, -(-end // 32) * 32)
+
+    def write(self, path: Path, name: str, progress: Callable[[int], None]) -> None:
+        """Everything random first, then what copies the embedding; then rename into place. progress: bytes
+        that are written."""
+        done = 0
+        self.tensors = tensors_of(self.config)
+        partial = path.with_name(path.name + ".partial")
+        try:
+            self.write_header(partial, name)
+            self.fd = os.open(partial, os.O_RDWR)
+            embedding = self.tensors[0]
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                work = [job for t in self.tensors if not self.copies(t) for job in self.chunks(t)]
+                for n in pool.map(lambda job: self._store(job, self.make), work):
+                    done += n
+                    progress(done)
+                for control in range(self.rule.n_cycle, self.config.n_vocab):
+                    row = self.embedding_rows(np.array([0]))
+                    os.pwrite(self.fd, row.tobytes(), embedding.offset + control * row.size)
+                work = [job for t in self.tensors if self.copies(t) for job in self.chunks(t)]
+                for n in pool.map(lambda job: self._store(job, self.copy), work):
+                    done += n
+                    progress(done)
+            os.replace(partial, path)
+        finally:
+            if self.fd >= 0:
+                os.close(self.fd)
+            partial.unlink(missing_ok=True)
+
+    def _store(self, job: tuple[Tensor, int, int], make: Callable[[Tensor, int, int], np.ndarray]) -> int:
+        t, first, n = job
+        data = np.ascontiguousarray(make(t, first, n)).data.cast("B")
+        at = t.offset + first * t.block_bytes
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self.fd, data[done:], at + done)
+        return len(data)
+
+
+def make_oracle(
+    path: Path,
+    shape: str,
+    seed: int = 0,
+    accept: float = 0.8,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Rule:
+    """Writes the file and returns its rule. progress: bytes that are written, of how many."""
+    config = SHAPES[shape]
+    oracle = Oracle(config, Rule(config.n_vocab, seed, accept))
+    total = sum(t.n_bytes for t in tensors_of(config))
+    free = shutil.disk_usage(path.parent).free
+    if total > free:
+        raise OSError(f"{path}: needs {total / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
+    oracle.write(path, shape, lambda done: progress(done, total))
+    return oracle.rule
+
+
+def show_progress(done: int, total: int) -> None:
+    """One line on stderr, where that is a terminal."""
+    if sys.stderr.isatty():
+        print(f"\r{done / total:6.1%} ", end="", file=sys.stderr)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write a model with a known greedy continuation.")
+    parser.add_argument("out", type=Path, nargs="?", help="GGUF to write; none: write nothing")
+    parser.add_argument("--shape", choices=SHAPES, default="mini")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--accept", type=float, default=0.8, help="share of right drafts (default 0.8)")
+    parser.add_argument("--tokens", type=int, metavar="N", help="print the N ids that follow --after")
+    parser.add_argument("--after", type=int, default=0, help="last token of the prompt")
+    args = parser.parse_args()
+    if not 0 <= args.accept <= 1:
+        parser.error("--accept is a share: 0 to 1")
+    start = time.monotonic()
+    if args.out is not None:
+        make_oracle(args.out, args.shape, args.seed, args.accept, show_progress)
+        size = args.out.stat().st_size
+        print(f"{args.out}: {size / 2**30:.2f} GiB in {time.monotonic() - start:.1f} s", file=sys.stderr)
+    if args.tokens is not None:
+        rule = Rule(SHAPES[args.shape].n_vocab, args.seed, args.accept)
+        print(*rule.continuation(args.after, args.tokens))
+
+
+if __name__ == "__main__":
+    main()
