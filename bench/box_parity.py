@@ -13,6 +13,7 @@ distance of luce's two largest logits there. llama-server also drafts with both 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from luce._native import File, Model, Session
+from luce.bench.origin import origin, write_row
 from luce.structs import SessionParams
 from luce.tokenizer import Tokenizer
 
@@ -30,13 +32,12 @@ sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests"), str(ROOT / "tools")]
 
 import box_model  # noqa: E402
 import drive  # noqa: E402
-import peer_llamacpp  # noqa: E402
-from record import origin, save  # noqa: E402
+import llamacpp  # noqa: E402
 
 
 def logit_error(path: Path, device: str, golden: dict[str, np.ndarray], name: str) -> dict[str, Any]:
     """Of one file against the golden's set `name`, and how many of its greedy tokens come out."""
-    prompt, greedy = golden["prompt"], golden[f"{name}greedy"].tolist()
+    prompt, greedy = golden["prompt"].tolist(), golden[f"{name}greedy"].tolist()
     with File(path) as file, Model(file, device) as model:
         with Session(model, SessionParams(n_ctx=256, n_rows=64, n_threads=2, kv_type="f32")) as session:
             worst = 0.0
@@ -73,12 +74,12 @@ def logits(args: argparse.Namespace) -> dict[str, Any]:
 def tokens(args: argparse.Namespace, path: Path, kv_type: str) -> list[dict[str, Any]]:
     """Greedy tokens of both programs on one file, prompt by prompt."""
     rows = []
-    gpu, kv = args.device != "cpu", ("-ctk", kv_type, "-ctv", kv_type)
+    kv = ("-ctk", kv_type, "-ctv", kv_type)
     with (
         File(path) as file,
         Model(file, args.device) as model,
         Session(model, SessionParams(n_ctx=1024, n_threads=args.threads, kv_type=kv_type)) as session,
-        peer_llamacpp.LlamaServer(args.llama_server, path, args.threads, gpu, *kv) as server,
+        llamacpp.LlamaServer(args.llama_server, path, args.threads, args.device, *kv) as server,
     ):
         tokenizer = Tokenizer(file.kv)
         for text in box_model.PROMPTS:
@@ -109,8 +110,10 @@ def drafts(args: argparse.Namespace) -> dict[str, float]:
     found = {}
     for name, options in kinds.items():
         made = rounds = 0
-        spec, gpu = ("--spec-type", *options), args.device != "cpu"
-        with peer_llamacpp.LlamaServer(args.llama_server, box_model.GGUF, args.threads, gpu, *spec) as server:
+        spec = ("--spec-type", *options)
+        with llamacpp.LlamaServer(
+            args.llama_server, box_model.GGUF, args.threads, args.device, *spec
+        ) as server:
             for text in box_model.PROMPTS:
                 answer = server.complete(tokenizer.encode(text), args.n_gen)
                 made += len(answer["tokens"])
@@ -129,7 +132,6 @@ def main() -> None:
     parser.add_argument("--commit", help="of luce, where this is no git checkout")
     parser.add_argument("--save", type=Path, help="folder for the result row")
     args = parser.parse_args()
-    gpu = args.device != "cpu"
     command = f"bench/box_parity.py --device {args.device} --threads {args.threads} --n-gen {args.n_gen}"
     command += f" --f32 {args.f32.name}" if args.f32 else ""
     result = origin("box parity", args.device, box_model.GGUF, command, args.threads, args.commit)
@@ -139,7 +141,9 @@ def main() -> None:
         if args.f32:
             result["llamacpp"]["F32 conversion of the checkpoint"] = tokens(args, args.f32, "f32")
         result["llamacpp"]["tokens a round"] = drafts(args)
-    save(args.save, f"box-parity-{'gpu' if gpu else 'cpu'}", result)
+    print(json.dumps(result, indent=1))
+    if args.save is not None:
+        write_row(args.save, f"box-parity-{'cpu' if args.device == 'cpu' else 'gpu'}", result)
 
 
 if __name__ == "__main__":

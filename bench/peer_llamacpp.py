@@ -1,83 +1,438 @@
-"""llama.cpp of luce's own source archive as the peer: its build, llama-bench, llama-server."""
+#!/usr/bin/env python3
+"""luce beside llama.cpp on one file, in one run: prefill, plain decoding, drafting with the NextN head.
+
+Prefill is --n-prompt random tokens into an empty context: in luce to the choice of the next token, in
+llama-bench to the logits. Decoding of luce and llama-server starts when the first new token is out, after a
+random prompt of --prompt-tokens, and ends with the last of --n-gen; all of a round is inside: draft, verify,
+accept, commit, text. llama-bench decodes --n-gen random tokens from an empty context and chooses none.
+Outside the timing windows: loading, opening, warm-ups, the prefill of the short prompt (luce's modes tell it
+as their prefill_tok_per_s), HTTP, checks of tokens. luce's modes, its prefill and llama-bench take turns.
+Then luce is closed and llama-server is loaded once for each configuration, so that its rounds are together.
+Medians over rounds, quartiles in brackets (of fewer than four rounds: least and greatest).
+
+llama.cpp is that of the source archive of luce's ggml: `--build DIR` builds it there, `--bin DIR` takes a
+folder with llama-bench and llama-server. llama-server drafts N tokens (draft-mtp) for every mtp:N of --modes,
+and its drafts are accepted where they are right. `--synthetic` adds rows in which it accepts drafts by chance
+(--spec-synth-len), whatever they say: its cost at an acceptance that these weights do not have, with tokens
+that mean nothing. luce accepts its drafts where they are right, so such rows are compared by time a round.
+
+    python bench/peer_llamacpp.py model.gguf --device cpu --threads 2 --build /somewhere/peer
+    python bench/peer_llamacpp.py oracle-27b-0.8.gguf --bin peer/bin --modes plain,mtp:3 --synthetic 2.9,0.9
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
-import socket
-import subprocess
+import shlex
+import statistics
 import sys
 import time
-import urllib.error
-import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from os import cpu_count
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+import numpy as np
+
+from luce import _native
+from luce._native import File, Session
+from luce.bench.oracle_model import Rule
+from luce.bench.origin import origin, write_row
+from luce.bench.output import as_markdown
+from luce.bench.run import PLAIN, WARM_UP_TOKENS, Bench, Case, Mode, Record, Settings, parse_modes
+from luce.bench.summary import quartiles, summarise
+from luce.errors import LuceError
+from luce.structs import SessionParams
+from luce.tokenizer import Tokenizer
+
+sys.path.append(str(Path(__file__).resolve().parent))
+
+import llamacpp  # noqa: E402
+
+Row = dict[str, Any]
+TIMING = " ".join(__doc__.split("\n\n")[1].split())
 
 
-def build(folder: Path, cuda: bool, target: str) -> Path:
-    """The program `target`, built in `folder`: weight repacking off, GGML_NATIVE on, as luce is."""
-    fetch = [sys.executable, str(ROOT / "tools" / "fetch_ggml.py"), "--peer"]
-    source = subprocess.run(fetch, check=True, capture_output=True, text=True).stdout.strip()
-    options = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_CPU_REPACK=OFF", "-DGGML_NATIVE=ON",
-               "-DBUILD_SHARED_LIBS=ON", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF",
-               "-DLLAMA_OPENSSL=OFF", f"-DGGML_CUDA={'ON' if cuda else 'OFF'}",
-               "-DGGML_CUDA_NCCL=OFF"]  # fmt: skip
-    for command in (
-        ["cmake", "-G", "Ninja", "-S", source, "-B", str(folder), *options],
-        ["cmake", "--build", str(folder), "--target", target],
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+# ---- prompts and what must follow them
+
+
+@dataclass(frozen=True)
+class Task:
+    """What both sides do: prefill `long`; decode n_gen tokens after `short`. expected: the tokens that an
+    oracle file must say, None for other files."""
+
+    long: list[int]
+    short: list[int]
+    n_gen: int
+    expected: list[int] | None
+
+    def wrong(self, tokens: Sequence[int]) -> int:
+        """Tokens that are not the expected ones, or missing."""
+        assert self.expected is not None
+        differ = sum(a != b for a, b in zip(tokens, self.expected, strict=False))
+        return differ + abs(len(self.expected) - len(tokens))
+
+
+def oracle_rule(kv: Mapping[str, Any]) -> Rule | None:
+    """The known answers of an oracle file, from its metadata; None for other files."""
+    if "oracle.seed" not in kv:
+        return None
+    return Rule(len(kv["tokenizer.ggml.tokens"]), kv["oracle.seed"], kv["oracle.accept"])
+
+
+def task_of(kv: Mapping[str, Any], n_prompt: int, prompt_tokens: int, n_gen: int) -> Task:
+    """Random prompts; the short one of an oracle file is the first of `luce bench oracle`."""
+    rule = oracle_rule(kv)
+    n_ids = (
+        rule.n_cycle if rule else len(kv["tokenizer.ggml.tokens"]) - 16
+    )  # the last ones are control tokens
+    short, long = (
+        [int(t) for t in np.random.default_rng(seed).integers(0, n_ids, n)]
+        for seed, n in ((1, prompt_tokens), (2, n_prompt))
+    )
+    return Task(long, short, n_gen, rule.continuation(short[-1], n_gen) if rule else None)
+
+
+# ---- luce, and llama-bench in turn with it
+
+
+@dataclass
+class Turns:
+    """What luce and llama-bench gave in turn; speeds in tokens/s."""
+
+    device: str  # as the core names it
+    threads: int
+    records: list[Record] = field(default_factory=list)
+    prefill: list[float] = field(default_factory=list)
+    bench_prefill: list[float] = field(default_factory=list)
+    bench_decode: list[float] = field(default_factory=list)
+
+
+def prefill_speed(session: Session, prompt: list[int]) -> float:
+    session.reset()
+    start = time.perf_counter()
+    session.prefill(prompt)
+    return len(prompt) / (time.perf_counter() - start)
+
+
+def take_turns(args: argparse.Namespace, file: File, task: Task) -> Turns:
+    device = None if args.device == "auto" else args.device
+    settings = Settings(args.n_gen, args.rounds, device=device, threads=args.threads)
+    case = Case("random", tuple(task.short))
+    params = SessionParams(n_ctx=len(task.long) + 1, n_threads=args.threads)
+    with (
+        Bench(file, Tokenizer(file.kv), args.modes, [case], settings) as bench,
+        Session(bench.model, params) as session,
     ):
-        subprocess.run(command, check=True, stdout=sys.stderr)
-    return folder / "bin" / target
+        turns, generations = Turns(bench.model.info.device, bench.threads), bench.run()
+        prefill_speed(session, task.long)  # warm-up
+        for turn in range(args.rounds):
+            turns.records += islice(generations, len(args.modes))
+            turns.prefill.append(prefill_speed(session, task.long))
+            prefill, decode = llamacpp.llama_bench(
+                args.bin / "llama-bench", args.model, len(task.long), task.n_gen, turns.threads, turns.device
+            )
+            turns.bench_prefill.append(prefill)
+            turns.bench_decode.append(decode)
+            this = [r for r in turns.records if r.round == turn]
+            ours = "".join(f"{r.mode} {r.stats.tok_per_s or 0:.1f}, " for r in this)
+            say(f"round {turn + 1}: luce {ours}prefill {turns.prefill[-1]:.0f}; "
+                f"llama-bench {decode:.1f}, prefill {prefill:.0f} tok/s")  # fmt: skip
+    return turns
 
 
-def llama_bench(
-    binary: Path, model: Path, n_prompt: int, n_gen: int, threads: int, gpu: bool
-) -> tuple[float, float]:
-    """(prefill tokens/s, decoded tokens/s) of one run."""
-    command = [str(binary), "-m", str(model), "-p", str(n_prompt), "-n", str(n_gen), "-t", str(threads),
-               "-r", "1", "-fa", "1", "-ngl", "99" if gpu else "0", "-o", "json"]  # fmt: skip
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    speed = {row["n_gen"] > 0: row["avg_ts"] for row in json.loads(done.stdout)}
-    return speed[False], speed[True]
+def five_digits(value: float) -> float:
+    return float(f"{value:.5g}")
 
 
-class LlamaServer:
-    """llama-server on a loopback port, one stream; a context manager."""
+def speed_fields(name: str, values: Sequence[float]) -> Row:
+    spread = [five_digits(v) for v in quartiles(values) or []]
+    return {name: five_digits(statistics.median(values)), f"{name}_spread": spread}
 
-    def __init__(self, binary: Path, model: Path, threads: int, gpu: bool, *options: str):
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            self.url = f"http://127.0.0.1:{s.getsockname()[1]}"
-        command = [str(binary), "-m", str(model), "--port", self.url.rsplit(":", 1)[1], "--host", "127.0.0.1",
-                   "-t", str(threads), "-ngl", "99" if gpu else "0", "-fa", "on", "-c", "4096", "-np", "1",
-                   "--no-webui", *options]  # fmt: skip
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
-    def __enter__(self) -> LlamaServer:
-        for _ in range(600):
-            if self.process.poll() is not None:
-                assert self.process.stderr is not None
-                tail = self.process.stderr.read().decode(errors="replace")[-2000:]
-                raise RuntimeError(f"llama-server ended with {self.process.returncode}: {tail}")
-            try:
-                with urllib.request.urlopen(self.url + "/health", timeout=2):
-                    return self
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.5)
-        raise RuntimeError("llama-server did not come up within five minutes")
-
-    def complete(self, prompt: list[int], n: int) -> dict[str, Any]:
-        """Greedy: {tokens, timings} of n new tokens after a prompt of ids."""
-        body = {"prompt": prompt, "n_predict": n, "temperature": 0, "cache_prompt": False,
-                "return_tokens": True}  # fmt: skip
-        request = urllib.request.Request(
-            self.url + "/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
+def luce_rows(modes: Sequence[Mode], turns: Turns, task: Task) -> list[Row]:
+    """The rows of `luce bench oracle`, and the time of a round, all of it."""
+    wrong = (lambda record: task.wrong(record.tokens)) if task.expected else None
+    rows = []
+    for row in summarise(turns.records, [mode.name for mode in modes], wrong=wrong):
+        stats = [r.stats for r in turns.records if r.mode == row.mode and r.stats.rounds]
+        times = [1000 * s.decode_s / s.rounds for s in stats]
+        rows.append(
+            row.as_json() | {"ms_per_round": five_digits(statistics.median(times)) if times else None}
         )
-        with urllib.request.urlopen(request, timeout=300) as reply:
-            answer: dict[str, Any] = json.loads(reply.read())
-        return answer
+    return rows
 
-    def __exit__(self, *_: object) -> None:
-        self.process.terminate()
-        self.process.wait(timeout=60)
+
+def bench_row(turns: Turns) -> Row:
+    return {
+        "name": "llama-bench",
+        "compared_with": f"luce {PLAIN}",
+        **speed_fields("tok_per_s", turns.bench_decode),
+        **speed_fields("prefill_tok_per_s", turns.bench_prefill),
+        "ms_per_round": five_digits(1000 / statistics.median(turns.bench_decode)),
+    }
+
+
+# ---- llama-server, one configuration after another
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """How a llama-server is loaded, and luce's mode of as many drafts. forced: the mean accepted length, with
+    the target's token, at which it accepts drafts by chance; None: where they are right."""
+
+    mode: Mode
+    forced: float | None = None
+
+    @property
+    def name(self) -> str:
+        name = "llama-server" if self.mode.name == PLAIN else f"llama-server {self.mode.name}"
+        return name if self.forced is None else f"{name}, {self.forced:.4g} tokens a round forced"
+
+    @property
+    def options(self) -> list[str]:
+        drafts = ["--spec-type", "draft-mtp", "--spec-draft-n-max", str(self.mode.gamma)]
+        forced = ["--spec-synth-len", str(self.forced)]
+        return (drafts if self.mode.gamma else []) + (forced if self.forced is not None else [])
+
+
+def forced_length(value: float, drafts: int) -> float | None:
+    """The mean accepted length that an entry of --synthetic asks of rounds of so many drafts: itself, or,
+    below 1, that of drafts which each pass with this chance after those before. None: no round is so long."""
+    if value < 1:
+        return five_digits(sum(value**i for i in range(drafts + 1)))
+    return value if value <= drafts + 1 else None
+
+
+def configurations(modes: Sequence[Mode], synthetic: Sequence[float]) -> list[Configuration]:
+    found = []
+    for mode in modes:
+        if mode.name == PLAIN or mode.gamma:
+            found.append(Configuration(mode))
+        lengths = [forced_length(value, mode.gamma) for value in synthetic] if mode.gamma else []
+        found += [Configuration(mode, length) for length in lengths if length is not None]
+    return list(dict.fromkeys(found))
+
+
+def server_answers(args: argparse.Namespace, turns: Turns, task: Task, options: list[str]) -> list[Row]:
+    """Those of all rounds. Each round has a seed of its own, which decides what is accepted by chance."""
+    n_ctx = len(task.short) + task.n_gen + 64
+    with llamacpp.LlamaServer(
+        args.bin / "llama-server", args.model, turns.threads, turns.device, *options, n_ctx=n_ctx
+    ) as server:
+        server.complete(task.short, min(WARM_UP_TOKENS, task.n_gen))
+        answers = [server.complete(task.short, task.n_gen, seed) for seed in range(args.rounds)]
+    if any(len(answer["tokens"]) < 2 for answer in answers):
+        raise llamacpp.PeerError("llama-server ended its text after one token: there is no speed to measure")
+    return answers
+
+
+def server_row(configuration: Configuration, answers: Sequence[Row], task: Task, luce: Row) -> Row:
+    """luce: the row that it is compared with."""
+    timings = [answer["timings"] for answer in answers]
+    drafted = sum(t.get("draft_n", 0) for t in timings)
+    accepted = [t.get("draft_n_accepted", 0) for t in timings]
+    after_first = [len(answer["tokens"]) - 1 for answer in answers]
+    rounds = [n - a for n, a in zip(after_first, accepted, strict=True)]  # each adds a token of its own
+    length = five_digits(sum(after_first) / sum(rounds))
+    against, wrong = f"luce {luce['mode']}", None
+    if configuration.forced is not None:
+        ours = luce["mean_accepted_length"]
+        against += f", a round's time: {ours} tokens a round, its drafts accepted where they are right"
+    elif task.expected:
+        wrong = sum(task.wrong(answer["tokens"]) for answer in answers)
+    return {
+        "name": configuration.name,
+        "options": configuration.options,
+        "compared_with": against,
+        **speed_fields("tok_per_s", [t["predicted_per_second"] for t in timings]),
+        "ms_per_round": five_digits(
+            statistics.median(t["predicted_ms"] / n for t, n in zip(timings, rounds, strict=True))
+        ),
+        "rounds": sum(rounds),
+        "drafted": drafted,
+        "accepted": sum(accepted),
+        "acceptance": five_digits(sum(accepted) / drafted) if drafted else None,
+        "mean_accepted_length": length,
+        "forced_length": configuration.forced,
+        "wrong_tokens": wrong,
+    }
+
+
+# ---- one table, one row
+
+
+def ratio(a: float | None, b: float | None) -> float | None:
+    return five_digits(a / b) if a and b else None
+
+
+def ratios(peer: Row, luce: Row, prefill: float | None = None) -> Row:
+    """How many times faster luce is. decode: tokens/s, not of forced drafts; round: the time of one."""
+    forced = peer.get("forced_length") is not None
+    found = {
+        "prefill": ratio(prefill, peer.get("prefill_tok_per_s")),
+        "decode": None if forced else ratio(luce["tok_per_s"], peer["tok_per_s"]),
+        "round": ratio(peer["ms_per_round"], luce["ms_per_round"]),
+    }
+    return {"llamacpp": peer["name"], "luce": luce["mode"]} | found
+
+
+def markdown(result: Row) -> str:
+    """The table of a result row."""
+
+    def number(value: float | None, digits: int) -> str:
+        return "" if value is None else f"{value:,.{digits}f}"
+
+    def speed(row: Row, name: str, digits: int) -> str:
+        if row.get(name) is None:
+            return ""
+        low, high = row[f"{name}_spread"]
+        return f"{number(row[name], digits)} [{number(low, digits)} {number(high, digits)}]"
+
+    def cells(name: str, row: Row, prefill: Row, against: Row) -> list[str]:
+        drafts = row.get("drafted")
+        return [
+            name,
+            speed(row, "tok_per_s", 1),
+            speed(prefill, "prefill_tok_per_s", 0),
+            number(row["ms_per_round"], 2),
+            number(row["mean_accepted_length"], 2) if drafts else "",
+            f"{row['acceptance']:.0%}" if drafts else "",
+            number(row.get("wrong_tokens"), 0),
+            *(number(against.get(what), 2) for what in ("prefill", "decode", "round")),
+        ]
+
+    header = ["", "tok/s", "prefill", "ms/round", "tokens/round", "accepted", "wrong tokens",
+              "luce: x prefill", "x tok/s", "x round"]  # fmt: skip
+    ours = [
+        cells(f"luce {row['mode']}", row, result["luce_prefill"] if row["mode"] == PLAIN else {}, {})
+        for row in result["luce"]
+    ]
+    peers = [
+        cells(row["name"], row, row, against)
+        for row, against in zip(result["llamacpp"], result["ratios"], strict=True)
+    ]
+    return as_markdown((header, ours + peers))
+
+
+def measure(args: argparse.Namespace) -> tuple[str, Row]:
+    """The device, as the core names it, and the result row."""
+    with File(args.model) as file:
+        task = task_of(file.kv, args.n_prompt, args.prompt_tokens, args.n_gen)
+        turns = take_turns(args, file, task)
+    luce = {row["mode"]: row for row in luce_rows(args.modes, turns, task)}
+    prefill = speed_fields("prefill_tok_per_s", turns.prefill)
+    peers = [bench_row(turns)]
+    compared = [ratios(peers[0], luce[PLAIN], prefill["prefill_tok_per_s"])]
+    for configuration in configurations(args.modes, args.synthetic):
+        against = luce[configuration.mode.name]
+        answers = server_answers(args, turns, task, configuration.options)
+        peers.append(server_row(configuration, answers, task, against))
+        compared.append(ratios(peers[-1], against))
+        say(f"{configuration.name}: {peers[-1]['tok_per_s']:.1f} tok/s")
+    command = ["bench/peer_llamacpp.py", args.model.name, "--device", args.device]
+    for name in ("threads", "n_prompt", "prompt_tokens", "n_gen", "rounds"):
+        command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    command += ["--build" if args.build else "--bin", str(args.build or args.bin)]
+    command += ["--modes", ",".join(mode.name for mode in args.modes)]
+    command += ["--synthetic", ",".join(f"{v:g}" for v in args.synthetic)] if args.synthetic else []
+    head = origin("peer llama.cpp", turns.device, args.model, shlex.join(command), turns.threads, args.commit)
+    return turns.device, head | {
+        "timing": TIMING,
+        "luce_prefill": {"n_prompt": args.n_prompt} | prefill,
+        "luce": list(luce.values()),
+        "llamacpp": peers,
+        "ratios": compared,
+    }
+
+
+# ---- the command
+
+
+def count(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
+def checked_modes(text: str) -> list[Mode]:
+    """ValueError says what is wrong with --modes."""
+    modes = parse_modes(text)
+    if PLAIN not in [mode.name for mode in modes]:
+        raise ValueError("--modes needs plain, which the others are compared with")
+    return modes
+
+
+def checked_lengths(text: str, modes: Sequence[Mode]) -> list[float]:
+    """ValueError says what is wrong with --synthetic."""
+    lengths = [float(part) for part in text.split(",")] if text else []
+    most = max(mode.gamma or 0 for mode in modes)
+    if lengths and not most:
+        raise ValueError("--synthetic needs an mtp:N in --modes")
+    for value in lengths:
+        if not 0 <= value <= most + 1:
+            raise ValueError(f"--synthetic {value:g}: rounds of {most} drafts accept 1 to {most + 1} tokens")
+    return lengths
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path)
+    peer = parser.add_mutually_exclusive_group(required=True)
+    peer.add_argument("--build", type=Path, metavar="DIR", help="build llama.cpp in this folder")
+    peer.add_argument("--bin", type=Path, metavar="DIR", help="folder of llama-bench and llama-server")
+    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
+    parser.add_argument("--threads", type=count, default=cpu_count())
+    parser.add_argument("--n-prompt", type=count, default=512, help="tokens that prefill is measured with")
+    parser.add_argument("--prompt-tokens", type=count, default=32, help="tokens before those decoded")
+    parser.add_argument("--n-gen", type=count, default=256, help="tokens that decoding is measured with")
+    parser.add_argument("--rounds", type=count, default=3)
+    parser.add_argument("--modes", default="plain,mtp:2,mtp:3", help="plain, mtp:N and auto (luce alone)")
+    parser.add_argument(
+        "--synthetic",
+        default="",
+        metavar="LENGTHS",
+        help="force these mean accepted lengths (1 or more: with the target's token) or chances of a draft "
+        "(below 1) in the modes whose rounds are long enough",
+    )
+    parser.add_argument("--commit", help="of luce, where this is no git checkout")
+    parser.add_argument("--save", type=Path, metavar="DIR", help="folder for the result row")
+    args = parser.parse_args()
+    try:
+        args.modes = checked_modes(args.modes)
+        args.synthetic = checked_lengths(args.synthetic, args.modes)
+    except ValueError as error:
+        parser.error(str(error))
+    if args.n_gen < 2:
+        parser.error("--n-gen: decoding starts after the first token, so at least 2")
+    for name in llamacpp.PROGRAMS if args.bin else ():
+        if not (args.bin / name).is_file():
+            parser.error(f"there is no {name} in {args.bin}")
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    try:
+        if args.build:
+            cuda = args.device != "cpu" and any(d.name != "cpu" for d in _native.default().devices())
+            args.bin = llamacpp.build(args.build, cuda)
+        device, result = measure(args)
+    except (LuceError, llamacpp.PeerError) as error:
+        raise SystemExit(f"peer_llamacpp: error: {error}") from None
+    say(f"{args.model.name} on {result['device']}. {TIMING}\n\n{markdown(result)}")
+    print(json.dumps(result, indent=1))
+    if args.save is not None:
+        kind = "cpu" if device == "cpu" else "gpu"
+        say(f"wrote {write_row(args.save, f'peer-{args.model.stem}-{kind}', result)}")
+
+
+if __name__ == "__main__":
+    main()

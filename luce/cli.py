@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
-import re
-import signal
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any
 
 import click
 
 from luce import __version__, _native
+from luce.bench.cli import bench
 from luce.chat import chat_template
+from luce.command import BOX, MAX_U32, Commands, CtrlC, Finite, Interrupted, device_name
 from luce.errors import LuceError
 from luce.orchestrator import Event, Failed, Finished, Prefilled, Started, Tokens, Warned
 from luce.plan import (
@@ -33,50 +31,9 @@ from luce.plan import (
 )
 from luce.probe import probe
 from luce.render import Display, facts_text, printable, tensors_text
-from luce.session import TextSession
+from luce.session import TextSession, open_model
 from luce.structs import Sampling
 from luce.tokenizer import Tokenizer
-
-MAX_U32 = 2**32 - 1
-BOX = Path(__file__).resolve().parent / "data" / "box.gguf"  # a small model that writes Python
-
-
-class Interrupted(click.ClickException):
-    """Ctrl-C: one line, exit 130."""
-
-    exit_code = 130
-
-    def __init__(self) -> None:
-        super().__init__("interrupted")
-
-
-class Commands(click.Group):
-    """Failures that luce reports become one line and exit 1, an interrupt one line and exit 130."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except LuceError as error:
-            raise click.ClickException(printable(str(error))) from error
-        except KeyboardInterrupt:
-            raise Interrupted() from None
-
-
-class Finite(click.FloatRange):
-    """FloatRange that also refuses nan and inf, which no comparison catches."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        number = float(super().convert(value, param, ctx))
-        if not math.isfinite(number):
-            self.fail(f"{value} is not a finite number.", param, ctx)
-        return number
-
-
-def device_name(ctx: click.Context, param: click.Parameter, value: str) -> str | None:
-    """auto, which is None, cpu, cuda or cuda:N."""
-    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", value):
-        raise click.BadParameter(f"{value!r} is not auto, cpu, cuda or cuda:N.", ctx, param)
-    return None if value == "auto" else value
 
 
 @click.group(
@@ -227,7 +184,8 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
         chosen = plan(facts, request, probe(head) if head else None)
         if chosen.head:
             chosen = fitted(chosen, file.plan_memory(chosen.device, chosen.session, head or file))
-        with TextSession(file, tokenizer, chosen, display.loading, head) as session, CtrlC() as ctrl_c:
+        model = opened.enter_context(open_model(file, chosen, display.loading, head))
+        with TextSession(model, tokenizer, chosen) as session, CtrlC() as ctrl_c:
             writer = Writer(display, flags["as_json"])
             for event in session.generate(request, lambda: ctrl_c.pressed):
                 writer.on(event)
@@ -279,30 +237,6 @@ def make_request(prompt: list[int], flags: Mapping[str, Any]) -> Request:
         spec=flags["spec"],
         mtp_gamma=flags["mtp_gamma"],
     )
-
-
-class CtrlC:
-    """The first Ctrl-C is a wish to stop, the second one the ordinary interrupt. Where SIGINT is
-    ignored (a background job), it stays so."""
-
-    def __init__(self) -> None:
-        self.pressed = False
-        self._before: Any = None
-
-    def _press(self, number: int, frame: FrameType | None) -> None:
-        self.pressed = True
-        signal.signal(signal.SIGINT, self._before)
-
-    def __enter__(self) -> CtrlC:
-        self._before = signal.getsignal(signal.SIGINT)
-        if self._before is not signal.SIG_IGN:
-            signal.signal(signal.SIGINT, self._press)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        signal.signal(signal.SIGINT, self._before)
 
 
 class Writer:
@@ -380,6 +314,9 @@ def probe_gguf(path: Path, as_json: bool, tensors: bool, ctx: int | None) -> Non
             click.echo(facts_text(facts))
             if tensors:
                 click.echo("\n" + tensors_text(file.tensors))
+
+
+cli.add_command(bench)
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.status import Status
+from rich.table import Table
 
 from luce.orchestrator import Finished
 from luce.probe import Facts
@@ -58,6 +59,21 @@ class Display:
         if isinstance(self._live, Progress):
             self._live.update(self._live.task_ids[0], completed=done)
 
+    def count(self, label: str, done: int, total: int, figures: str = "") -> None:
+        """A bar of `done` of `total`, with the running figures behind it."""
+        if not self._on:
+            return
+        if not isinstance(self._live, Progress):
+            self.clear()
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+                       TimeRemainingColumn(), TextColumn("{task.fields[figures]}"))  # fmt: skip
+            self._live = Progress(*columns, console=self._console, transient=True)
+            self._live.add_task(label, total=total, figures="")
+            self._live.start()
+        self._live.update(
+            self._live.task_ids[0], description=label, completed=done, total=total, figures=figures
+        )
+
     def clear(self) -> None:
         """Takes the spinner or the bar off the terminal: call it before anything is printed."""
         live, self._live = self._live, None
@@ -101,6 +117,20 @@ def summary_line(result: Finished) -> str:
         f"{result.prompt_tokens} prompt tokens in {stats.prefill_s:.2f} s; "
         f"{len(result.tokens)} tokens in {stats.decode_s:.2f} s{speed}; {mode}; {result.reason}"
     )
+
+
+def print_table(title: str, header: list[str], rows: list[list[str]], notes: str) -> None:
+    """A table on stdout, notes under it; as wide as it must be where stdout is no terminal."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)
+    table = Table(title=title, title_justify="left")
+    for index, name in enumerate(header):
+        table.add_column(name, justify="right" if index else "left")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table, markup=False, highlight=False)
+    console.print(notes, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 def printable(text: str) -> str:

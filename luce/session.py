@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 
 from luce._native import File, Model, Progress, Session
 from luce.drafting import FixedGamma, NextN
@@ -13,25 +12,20 @@ from luce.plan import Plan, Request
 from luce.tokenizer import Tokenizer
 
 
-class TextSession:
-    """One model, one timeline, one tokenizer; a context manager. `head`: the file of a NextN head that is
-    not in the model's own. Opening raises what the core does: FileError where a head does not fit,
-    OutOfMemory, Cancelled (from `progress`), DeviceError, ... and leaves nothing open."""
+def open_model(file: File, plan: Plan, progress: Progress | None = None, head: File | None = None) -> Model:
+    """The weights on the plan's device, with the NextN head where it drafts: that of `head`, or the file's
+    own. Raises what the core does: FileError where a head does not fit, OutOfMemory, Cancelled (from
+    `progress`), DeviceError, ... and leaves nothing open."""
+    return Model(file, plan.device, progress, (head or file) if plan.head else None)
 
-    def __init__(
-        self,
-        file: File,
-        tokenizer: Tokenizer,
-        plan: Plan,
-        progress: Progress | None = None,
-        head: File | None = None,
-    ):
-        self._tokenizer = tokenizer
-        with ExitStack() as opened:
-            drafts_with = (head or file) if plan.head else None
-            self.model = opened.enter_context(Model(file, plan.device, progress, drafts_with))
-            self.session = opened.enter_context(Session(self.model, plan.session))
-            self._opened = opened.pop_all()
+
+class TextSession:
+    """One timeline of a model with its tokenizer and draft source; a context manager. The model must have
+    been opened with the head that the plan names. Raises what the core does (OutOfMemory, ...)."""
+
+    def __init__(self, model: Model, tokenizer: Tokenizer, plan: Plan):
+        self._tokenizer, self.model = tokenizer, model
+        self.session = Session(model, plan.session)
         self._source = None
         if plan.gamma:  # it stays, for what auto has learned of costs holds for later generations too
             pace = AutoGamma(plan.gamma) if plan.spec == "auto" else FixedGamma(plan.gamma)
@@ -42,8 +36,8 @@ class TextSession:
         return Orchestrator(self.session, self._tokenizer, request, self._source, cancelled).run()
 
     def close(self) -> None:
-        """Frees the session and the model; a second call does nothing."""
-        self._opened.close()
+        """Frees the session; a second call does nothing."""
+        self.session.close()
 
     def __enter__(self) -> TextSession:
         return self

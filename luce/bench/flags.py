@@ -1,0 +1,90 @@
+"""The options that bench's commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import click
+
+from luce.bench.run import Mode, parse_modes
+from luce.command import MAX_U32, Finite, device_name
+from luce.plan import MAX_GAMMA
+
+
+def modes_of(ctx: click.Context, param: click.Parameter, value: str) -> list[Mode]:
+    try:
+        return parse_modes(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from None
+
+
+def numbers(low: int, high: int) -> Callable[[click.Context, click.Parameter, str | None], list[int] | None]:
+    """ "1,2,4k" as numbers within [low, high]; k is 1024."""
+
+    def parse(ctx: click.Context, param: click.Parameter, value: str | None) -> list[int] | None:
+        if value is None:
+            return None
+        found = []
+        for part in value.split(","):
+            digits, k = part.strip().removesuffix("k"), part.strip().endswith("k")
+            number = int(digits) * (1024 if k else 1) if digits.isdecimal() else -1
+            if not low <= number <= high:
+                raise click.BadParameter(
+                    f"{part.strip()!r} is not a number from {low} to {high}.", ctx, param
+                )
+            found.append(number)
+        return list(dict.fromkeys(found))
+
+    return parse
+
+
+Command = Callable[..., Any]
+MODEL_OPTIONS = (
+    click.option("--gguf", type=click.Path(path_type=Path), help="The model.  [default: luce's own]"),
+    click.option("--mtp-gguf", type=click.Path(path_type=Path), help="Take the NextN head from this GGUF."),
+)
+RUN_OPTIONS = (
+    click.option("--device", callback=device_name, default="auto", show_default=True,
+                 metavar="auto|cpu|cuda[:N]", help="Where to run."),
+    click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads.  [default: all cores, to 16]"),
+    click.option("--kv-type", type=click.Choice(["f16", "q8_0", "q4_0", "f32"]),
+                 help="Type of the KV cache.  [default: f16]"),
+)  # fmt: skip
+MODE_OPTIONS = (
+    click.option("--modes", callback=modes_of, default="plain,mtp,auto", show_default=True,
+                 help=f"Modes to measure, in turn: plain, mtp, mtp:1 to mtp:{MAX_GAMMA}, auto."),
+    click.option("-n", "--max-tokens", type=click.IntRange(1, MAX_U32), default=256, show_default=True,
+                 help="New tokens of each generation, at most."),
+)  # fmt: skip
+SAMPLING_OPTIONS = (
+    click.option("--temp", type=Finite(min=0), default=0.0, show_default=True,
+                 help="Sampling temperature; 0 is greedy."),
+    click.option("--seed", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True,
+                 help="The same seed samples the same tokens, in every mode."),
+)  # fmt: skip
+OUTPUT_OPTIONS = (
+    click.option("--json", "form", flag_value="json", help="Print one object."),
+    click.option("--csv", "form", flag_value="csv", help="Print CSV, a line for each mode."),
+    click.option("--md", "form", flag_value="md", help="Print a Markdown table."),
+    click.option("--save", type=click.Path(path_type=Path, file_okay=False),
+                 help="Also write a result row (date, commit, device, model hash ...) to this folder."),
+    click.option("--commit", help="Commit for the row.  [default: the checkout's]"),
+    click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Also draw this PNG."),
+    click.option("--quiet", is_flag=True, help="Nothing on stderr but errors."),
+)  # fmt: skip
+
+
+def options(*groups: tuple[Callable[[Command], Command], ...]) -> Callable[[Command], Command]:
+    """The options of all groups, in this order."""
+    each = [option for group in groups for option in group]
+    return lambda command: reduce(lambda made, option: option(made), reversed(each), command)
+
+
+def rounds_option(default: int) -> tuple[Callable[[Command], Command], ...]:
+    text = "Times that every prompt is run in every mode."
+    return (
+        click.option("--rounds", type=click.IntRange(1, 1000), default=default, show_default=True, help=text),
+    )

@@ -1,0 +1,264 @@
+"""The inside of sandbox.py: a script that confines itself, then runs a program. It imports nothing of luce.
+
+Reads a job from stdin, {program, namespaces, seconds, memory_bytes, ...}, and writes lines to stdout, the
+first of which counts: {passed, why}, or {cannot: the step that failed} where there is no sandbox to be had.
+
+Three processes, each forked from the one before, so that Python starts once:
+  keeper   outside: keeps the time, reads the report, gives the verdict
+  init     process 1 of new namespaces: makes the file system; when it dies, the kernel kills all in them
+  program  gives up every right, sets the limits, runs the program
+With limits alone there is no init.
+"""
+
+import contextlib
+import ctypes
+import errno
+import json
+import math
+import os
+import resource
+import signal
+import sys
+import time
+import types
+from collections.abc import Callable
+from typing import Any
+
+NOBODY = 65534
+NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 1 << 17, 1 << 26, 1 << 27, 1 << 28, 1 << 29, 1 << 30
+NOSUID, NODEV, BIND, REC, PRIVATE = 1 << 1, 1 << 2, 1 << 12, 1 << 14, 1 << 18  # of mount()
+DETACH = 2  # of umount2()
+MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
+READ_ONLY = (ctypes.c_uint64 * 4)(0b111, 0, 0, 0)  # struct mount_attr: set read-only, nosuid and nodev
+PDEATHSIG, SET_DUMPABLE, NO_NEW_PRIVS = 1, 4, 38  # of prctl()
+CAPABILITY_V3 = 0x20080522
+
+LINUX = sys.platform == "linux"
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def call(name: str, *args: Any) -> None:
+    """A system call by libc's function of that name. Raises OSError, which names it."""
+    if getattr(libc, name)(*args) == -1:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{name}: {os.strerror(error)}")
+
+
+def die_with_parent() -> None:
+    if LINUX:
+        call("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def write(proc: int, name: str, text: str) -> None:
+    """Writes a file of /proc, of which proc is the folder: the new root has none."""
+    file = os.open(name, os.O_WRONLY, dir_fd=proc)
+    try:
+        os.write(file, text.encode())
+    except OSError as error:
+        raise OSError(error.errno, f"/proc/{name}: {error.strerror}") from None
+    finally:
+        os.close(file)
+
+
+def new_namespaces(flags: int, proc: int) -> None:
+    """With NEWUSER, this process is nobody, with all rights over the new user namespace and none outside."""
+    uid, gid = os.geteuid(), os.getegid()
+    try:
+        call("unshare", flags)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:  # its text speaks of a disk
+            raise OSError(error.errno, "unshare: no namespaces are left under /proc/sys/user") from None
+        raise
+    if flags & NEWUSER:
+        write(proc, "self/setgroups", "deny")
+        write(proc, "self/uid_map", f"{NOBODY} {uid} 1")
+        write(proc, "self/gid_map", f"{NOBODY} {gid} 1")
+
+
+def new_root(size: int) -> None:
+    """An empty tmpfs of that size with the system's libraries and this Python, read-only; /tmp is the cwd.
+
+    The host's own files are not in it: not the home folders, /etc, /proc, /dev, no socket.
+    """
+    folders = {"/lib", "/lib64", "/usr/lib", "/usr/lib64", "/nix/store"}
+    folders |= {sys.base_prefix, sys.base_exec_prefix}
+    sources = {folder: os.path.realpath(folder) for folder in sorted(folders) if os.path.isdir(folder)}
+    os.umask(0o022)
+    call("mount", b"none", b"/", None, REC | PRIVATE, None)  # nothing below reaches the host's mounts
+    options = f"size={size},nr_inodes=4096,mode=755"
+    call("mount", b"tmpfs", b"/tmp", b"tmpfs", NOSUID | NODEV, options.encode())
+    os.mkdir("/tmp/old")
+    os.chdir("/tmp")
+    call("pivot_root", b".", b"old")
+    os.chdir("/")
+    for folder, source in sources.items():
+        os.makedirs(folder, exist_ok=True)
+        call("mount", os.fsencode(f"/old{source}"), os.fsencode(folder), None, BIND | REC, None)
+        whole = ctypes.byref(READ_ONLY), ctypes.sizeof(READ_ONLY)  # with all that is mounted below
+        try:
+            call("syscall", MOUNT_SETATTR, AT_FDCWD, os.fsencode(folder), AT_RECURSIVE, *whole)
+        except OSError as error:
+            what = os.strerror(error.errno or 0)
+            raise OSError(error.errno, f"mount_setattr (Linux 5.12): {what}") from None
+    call("umount2", b"/old", DETACH)
+    os.rmdir("/old")
+    os.makedirs("/tmp", exist_ok=True)
+    os.chmod("/tmp", 0o1777)
+    os.chdir("/tmp")
+
+
+def give_up_rights(proc: int) -> None:
+    """Become nobody, in a user namespace that cannot make another one, without a capability."""
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+        call("prctl", SET_DUMPABLE, 1, 0, 0, 0)  # or /proc/self would stay root's
+    new_namespaces(NEWUSER, proc)
+    write(proc, "sys/user/max_user_namespaces", "0")
+    call("capset", (ctypes.c_uint32 * 2)(CAPABILITY_V3, 0), (ctypes.c_uint32 * 6)())
+
+
+def set_limits(job: dict[str, Any]) -> None:
+    limits = {
+        "CPU": math.ceil(job["seconds"]) + 1,  # a single thread meets the wall time first
+        "AS": job["memory_bytes"],
+        "NPROC": job["processes"],
+        "FSIZE": job["file_bytes"],
+        "NOFILE": job["open_files"],
+        "CORE": 0,
+        "MSGQUEUE": 0,
+    }
+    if sys.platform == "darwin":
+        del limits["AS"]  # macOS refuses it
+    for name, value in limits.items():
+        if kind := getattr(resource, f"RLIMIT_{name}", None):
+            hard = resource.getrlimit(kind)[1]
+            most = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(kind, (most, most))
+
+
+def reason(error: BaseException) -> str:
+    if not isinstance(error, OSError):
+        return repr(error)
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
+
+
+def say(**line: Any) -> None:
+    os.write(1, json.dumps(line).encode() + b"\n")
+
+
+def fork(work: Callable[[], None]) -> int:
+    """The id of a new process, which ends when work does."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        work()
+    except BaseException as error:
+        say(cannot=reason(error))
+    finally:
+        os._exit(1)
+
+
+def status_of(child: int) -> int:
+    """Waits for it, and for orphans on the way. Its exit status as shells count: 128 + N after signal N."""
+    while True:
+        pid, status = os.wait()
+        if pid == child:
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code
+
+
+def execute(program: str, nonce: bytes, report: int) -> None:
+    """Runs the program as a fresh __main__. Reports the nonce if it ran to its end, else what happened."""
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    pid = os.getpid()
+    try:
+        exec(compile(program, "program", "exec", dont_inherit=True), main.__dict__)
+        word = nonce
+    except MemoryError:
+        word = b"memory"
+    except BaseException as error:
+        text = f"failed: {type(error).__name__}: {str(error)[:1000]}".strip(": \n")
+        word = text.partition("\n")[0].encode(errors="replace")
+    if os.getpid() == pid:  # not a child that the program forked
+        os.write(report, word)
+    os._exit(0)
+
+
+def run_program(job: dict[str, Any], proc: int | None, nonce: bytes, report: int) -> None:
+    die_with_parent()
+    if proc is not None:
+        os.setsid()
+        give_up_rights(proc)
+        os.close(proc)
+    if LINUX:
+        call("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
+    set_limits(job)
+    os.dup2(2, 1)  # /dev/null: only the keeper and init have a say
+    execute(job["program"], nonce, report)
+
+
+def run_init(job: dict[str, Any], proc: int, nonce: bytes, report: int) -> None:
+    die_with_parent()
+    new_root(job["file_bytes"])
+    os._exit(status_of(fork(lambda: run_program(job, proc, nonce, report))))
+
+
+def verdict(report: bytes, nonce: bytes, status: int, late: bool) -> tuple[bool, str]:
+    if report == nonce and status == 0:
+        return True, "passed"
+    if late:
+        return False, "timed out"
+    if report == b"memory" or report.startswith(b"failed: "):
+        return False, report.decode(errors="replace")
+    if status > 128:
+        return False, f"failed: ended by signal {status - 128}"
+    return False, "failed: ended before its test did"
+
+
+def keep(job: dict[str, Any]) -> None:
+    nonce = os.urandom(16).hex().encode()
+    proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY) if job["namespaces"] else None
+    if proc is not None:
+        flags = NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS
+        new_namespaces(flags if os.geteuid() == 0 else flags | NEWUSER, proc)
+    die_with_parent()
+    reading, report = os.pipe()
+
+    def inside() -> None:
+        os.close(reading)
+        if proc is None:
+            run_program(job, None, nonce, report)
+        else:
+            run_init(job, proc, nonce, report)
+
+    start = time.monotonic()
+    child = fork(inside)
+
+    def stop(number: int, frame: Any) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, job["seconds"])
+    status = status_of(child)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    late = time.monotonic() - start >= job["seconds"]
+    os.close(report)
+    os.set_blocking(reading, False)  # with limits alone, a process left over may hold the other end
+    try:
+        heard = os.read(reading, 4096)
+    except BlockingIOError:
+        heard = b""
+    passed, why = verdict(heard, nonce, status, late)
+    say(passed=passed, why=why)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which process 1 is spared
+    try:
+        keep(json.load(sys.stdin))
+    except OSError as error:
+        say(cannot=reason(error))

@@ -1,0 +1,117 @@
+"""Runs a program that nobody has read: a model's completion and the test of its problem.
+
+The program runs in Linux namespaces of its own (user, process, mount, network, ipc, uts), as nobody, without
+a capability or a way to get one. It sees the system's libraries and Python's folder, read-only, and a small
+tmpfs, where it starts; no file of the user, no network, no variable of the environment, no process but its
+own. When it ends, or its time does, everything that it started ends with it. jail.py is what happens inside.
+
+It passes if it runs to its end: only then jail.py reports a nonce, so leaving early is no pass. What remains:
+- a program that searches its interpreter for the nonce can forge a pass; that harms only the score;
+- memory_bytes holds for each process, and what the kernel keeps for them (shared segments, memfd) is extra;
+- Python and the system's libraries can be read, and the kernel itself is the wall;
+- with limits alone the program has all the caller's rights to files, network and processes, what leaves its
+  process group outlives it, and for root the limit of processes has no effect.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+from luce.errors import InternalError, UnsupportedError
+
+JAIL = Path(__file__).with_name("jail.py")
+REMEDY = "use --unsafe-check to run the checks with limits alone, or --no-check to skip them"
+PROBE = "import ctypes, hashlib, math, random, re, typing"  # of Python's folder and of the system's libraries
+GRACE_S = 10.0  # for starting and ending; the time itself is kept in jail.py
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one program may use."""
+
+    seconds: float = 5.0  # wall time, above 0; CPU time of one process: a second more
+    memory_bytes: int = 512 << 20  # of address space, for each process
+    processes: int = 8  # and threads, at one time
+    file_bytes: int = 16 << 20  # of one file and, in namespaces, of all files together
+    open_files: int = 64
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a program."""
+
+    passed: bool
+    why: str  # one printable line: passed, timed out, memory, or failed: the traceback's last line
+
+
+def check(program: str, limits: Limits = Limits(), namespaces: bool = True) -> Verdict:
+    """Runs the program, which passes if it runs to its end without an exception.
+
+    namespaces=False sets the limits, in a temporary folder and with an empty environment, and confines
+    nothing else. Raises UnsupportedError where this machine has no namespaces for it.
+    """
+    if namespaces and sys.platform != "linux":
+        raise UnsupportedError(f"no sandbox here: it needs Linux, this is {sys.platform}; {REMEDY}")
+    job = json.dumps({"program": program, "namespaces": namespaces, **asdict(limits)})
+    with nullcontext("/") if namespaces else _temporary() as folder:
+        status, said = _run(job, folder, limits.seconds + GRACE_S)
+    if status is None:
+        return Verdict(False, "timed out")
+    if not said:
+        if status < 0:  # with limits alone, a program can kill its keeper
+            return Verdict(False, f"failed: ended the check by signal {-status}")
+        raise InternalError(f"the check's Python, {sys.executable}, ended with status {status}")
+    answer = json.loads(said.partition(b"\n")[0])
+    if cannot := answer.get("cannot"):
+        if not namespaces:
+            raise InternalError(f"the check could not start: {cannot}")
+        raise UnsupportedError(f"no sandbox here: {cannot}; {REMEDY}")
+    return Verdict(answer["passed"], _one_line(answer["why"]))
+
+
+@cache
+def available() -> str | None:
+    """None where check() has its namespaces on this machine, tried once; else one line that says why not."""
+    try:
+        verdict = check(PROBE)
+    except UnsupportedError as error:
+        return str(error)
+    return None if verdict.passed else f"no sandbox here: Python does not run in it ({verdict.why}); {REMEDY}"
+
+
+def _run(job: str, folder: str, seconds: float) -> tuple[int | None, bytes]:
+    """Exit status of jail.py, None where it outlived the seconds, and what it said."""
+    with subprocess.Popen(
+        [sys.executable, "-I", "-S", "-B", str(JAIL)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=folder,
+        env={},
+        start_new_session=True,
+    ) as process:
+        try:
+            said, _ = process.communicate(job.encode(), timeout=seconds)
+            return process.returncode, said
+        except subprocess.TimeoutExpired:
+            return None, b""
+        finally:  # on an interrupt too
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _temporary() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="luce-check-", ignore_cleanup_errors=True)
+
+
+def _one_line(text: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in text)[:200]

@@ -1,0 +1,97 @@
+"""What a step costs: verify steps by rows and by committed context, whole rounds by drafts."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from luce._native import File, Model, Session
+from luce.bench.summary import quartiles
+from luce.structs import SessionParams
+
+WARM_UP = 2
+TIMING = (
+    "A step: from the call to the choices on the host, nothing committed; a round: draft and verify. "
+    "Outside: loading, prefill, warm-up. Medians, quartiles in brackets; row counts take turns."
+)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One step or round. ratio: to one row at the same context. rows: verified; gamma: drafted before, 0 in
+    a step without drafts."""
+
+    ctx: int
+    rows: int
+    gamma: int
+    ms: float
+    ms_spread: list[float]
+    ratio: float
+
+    def as_json(self) -> dict[str, object]:
+        figures = {name: float(f"{getattr(self, name):.5g}") for name in ("ms", "ratio")}
+        return vars(self) | figures | {"ms_spread": [float(f"{x:.5g}") for x in self.ms_spread]}
+
+
+def costs(
+    session: Session,
+    n_vocab: int,
+    contexts: Sequence[int],
+    rows: Sequence[int],
+    gammas: Sequence[int],
+    steps: int,
+    clock: Callable[[], float] = time.perf_counter,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> Iterator[list[Cost]]:
+    """For each context, in order, the costs of all row counts and then of all gammas. A context of 0 is one
+    committed token. Ends early when cancelled."""
+    tokens = [int(t) for t in np.random.default_rng(1).integers(0, n_vocab - 16, max(*contexts, 1) + 64)]
+    chunk = session.info.n_chunk
+    session.reset()
+    filled = 0
+    for ctx in sorted(contexts):
+        while filled < max(ctx, 1) and not cancelled():
+            end = min(filled + chunk, max(ctx, 1))
+            session.prefill(tokens[filled:end])
+            filled = end
+        wanted = [(n, 0) for n in dict.fromkeys([1, *rows])] + [(gamma + 1, gamma) for gamma in gammas]
+        times: dict[tuple[int, int], list[float]] = {each: [] for each in wanted}
+        for turn in range(WARM_UP + steps):
+            for n, gamma in wanted:
+                if cancelled():
+                    return
+                start = clock()
+                if gamma:
+                    session.draft(tokens[-1], gamma)
+                    session.verify_draft(gamma)
+                else:
+                    session.verify(tokens[-n:])
+                if turn >= WARM_UP:
+                    times[n, gamma].append(1000 * (clock() - start))
+        one = statistics.median(times[1, 0])
+        yield [
+            Cost(ctx, n, gamma, statistics.median(ms), quartiles(ms) or [], statistics.median(ms) / one)
+            for (n, gamma), ms in times.items()
+            if gamma or n in rows
+        ]
+
+
+def open_session(
+    file: File, device: str | None, contexts: Sequence[int], rows: int, gamma: int, threads: int,
+    kv_type: str | None, head: File | None, progress: Callable[[float], bool | None],
+) -> tuple[Model, Session]:  # fmt: skip
+    """The model, with a head where drafts are wanted, and a session for steps of `rows` rows."""
+    model = Model(file, device or "auto", progress, (head or file) if gamma else None)
+    try:
+        params = SessionParams(
+            n_ctx=max(*contexts, 1) + max(rows, gamma + 1), n_rows=max(rows, gamma + 1), n_draft=gamma,
+            n_threads=threads, kv_type=kv_type,
+        )  # fmt: skip
+        return model, Session(model, params)
+    except BaseException:
+        model.close()
+        raise

