@@ -124,7 +124,7 @@ def drafts(args: argparse.Namespace) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda:0")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--n-gen", type=int, default=128)
     parser.add_argument("--f32", type=Path, help="an F32 conversion of the training checkpoint")

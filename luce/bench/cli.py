@@ -94,7 +94,8 @@ class Report:
             command = shlex.join(["luce", *sys.argv[1:]])
             head = origin(self.bench, self.device, self.model, command, self.threads, flags["commit"])
             kind = "cpu" if self.device == "cpu" else "gpu"
-            path = write_row(flags["save"], f"{self.bench}-{self.model.stem}-{kind}", head | body)
+            about = self.model.stem.removeprefix(f"{self.bench}-")
+            path = write_row(flags["save"], f"{self.bench}-{about}-{kind}", head | body)
             click.echo(f"wrote {path}", err=True)
         if self.interrupted:
             raise Interrupted()
