@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import statistics
 import sys
 import time
@@ -40,7 +39,7 @@ import numpy as np
 from luce import _native
 from luce._native import File, Session
 from luce.bench.oracle_model import Rule
-from luce.bench.origin import origin, write_row
+from luce.bench.origin import command_text, origin, write_row
 from luce.bench.output import as_markdown
 from luce.bench.run import PLAIN, WARM_UP_TOKENS, Bench, Case, Mode, Record, Settings, parse_modes
 from luce.bench.summary import quartiles, summarise
@@ -343,7 +342,9 @@ def measure(args: argparse.Namespace) -> tuple[str, Row]:
     command += ["--build" if args.build else "--bin", str(args.build or args.bin)]
     command += ["--modes", ",".join(mode.name for mode in args.modes)]
     command += ["--synthetic", ",".join(f"{v:g}" for v in args.synthetic)] if args.synthetic else []
-    head = origin("peer llama.cpp", turns.device, args.model, shlex.join(command), turns.threads, args.commit)
+    head = origin(
+        "peer llama.cpp", turns.device, args.model, command_text(command), turns.threads, args.commit
+    )
     return turns.device, head | {
         "timing": TIMING,
         "luce_prefill": {"n_prompt": args.n_prompt} | prefill,

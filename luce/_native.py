@@ -208,9 +208,7 @@ class Library:
         out.ne = list(array.shape[::-1]) + [1] * (4 - array.ndim)
         out.type = types[array.dtype]
 
-    def plan_memory(
-        self, file: File, device: str, params: SessionParams, head: File | None = None
-    ) -> Memory:
+    def plan_memory(self, file: File, device: str, params: SessionParams, head: File | None = None) -> Memory:
         """What a model and one session of it need, in bytes. Raises what opening the model would:
         UnsupportedError or FileError where luce cannot run the files."""
         model, session = _model_params(self, device, head), _session_params(self, params)
@@ -286,9 +284,7 @@ class _Params:
     kept: tuple[Any, ...]
 
 
-def _model_params(
-    library: Library, device: str, head: File | None = None, progress: Any = None
-) -> _Params:
+def _model_params(library: Library, device: str, head: File | None = None, progress: Any = None) -> _Params:
     name = library.ffi.new("char[]", device.encode())
     struct = library.struct("luce_model_params", device=name)
     if head is not None:

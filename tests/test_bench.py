@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from luce.bench import problems, sandbox
+from luce.bench.origin import command_text
 from luce.bench.run import Bench
 from luce.cli import cli
 
@@ -167,6 +168,7 @@ def test_every_form_of_output(bench, tmp_path):
     assert found["commit"] == "abc" and found["modes"] == of(saved)["modes"]
     assert found.keys() >= {"bench", "date", "version", "device", "driver", "model", "command"}
     assert len(found["model"]["sha256"]) == 64 and found["command"].startswith("luce ")
+    assert command_text(["luce", "--save", "/home/me/rows", "a b"]) == "luce --save rows 'a b'"
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     sweep = bench("sweep", "--rows", "1,2", "--ctx", "0", "--steps", 1, "--plot", tmp_path / "s.png", "--md")
     assert "draft 8, verify 9" in sweep.stdout and (tmp_path / "s.png").exists()

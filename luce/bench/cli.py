@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -27,7 +26,7 @@ from luce.bench.flags import (
     rounds_option,
 )
 from luce.bench.oracle_model import SHAPES, Rule, make_oracle
-from luce.bench.origin import device_text, origin, write_row
+from luce.bench.origin import command_text, device_text, origin, write_row
 from luce.bench.run import Bench, Case, Record, Settings
 from luce.bench.summary import TIMING, summarise
 from luce.chat import chat_template
@@ -91,7 +90,7 @@ class Report:
         if flags["plot"] and self.rows:
             plot(flags["plot"], title, self.rows)
         if flags["save"] and self.rows:
-            command = shlex.join(["luce", *sys.argv[1:]])
+            command = command_text(["luce", *sys.argv[1:]])
             head = origin(self.bench, self.device, self.model, command, self.threads, flags["commit"])
             kind = "cpu" if self.device == "cpu" else "gpu"
             about = self.model.stem.removeprefix(f"{self.bench}-")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import shlex
 import subprocess
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,11 @@ def device_text(device: str, threads: int) -> str:
     if device == "cpu":
         return f"{cpu_name()} ({threads} threads)"
     return next(d.description for d in _native.default().devices() if d.name == device)
+
+
+def command_text(words: Sequence[str]) -> str:
+    """A command as the row keeps it: of absolute paths only the last part, which is nobody's machine."""
+    return shlex.join(Path(word).name if Path(word).is_absolute() else word for word in words)
 
 
 def origin(
