@@ -15,6 +15,7 @@ from luce.errors import LuceError
 from luce.render import printable
 
 MAX_U32 = 2**32 - 1
+COMMAND = "luce.command"  # in a context's meta: the words of the command line
 BOX = Path(__file__).resolve().parent / "data" / "box.gguf"  # a small model that writes Python
 
 
@@ -29,6 +30,10 @@ class Interrupted(click.ClickException):
 
 class Commands(click.Group):
     """Failures that luce reports become one line and exit 1, an interrupt one line and exit 130."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[COMMAND] = ["luce", *args]
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

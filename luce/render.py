@@ -120,17 +120,18 @@ def summary_line(result: Finished) -> str:
 
 
 def print_table(title: str, header: list[str], rows: list[list[str]], notes: str) -> None:
-    """A table on stdout, notes under it; as wide as it must be where stdout is no terminal."""
+    """A table on stdout under its title and notes; as wide as it must be where stdout is no terminal."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=200)
-    table = Table(title=title, title_justify="left")
+    table = Table()
     for index, name in enumerate(header):
         table.add_column(name, justify="right" if index else "left")
     for row in rows:
         table.add_row(*row)
-    console.print(table, markup=False, highlight=False)
+    console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
     console.print(notes, style="dim", markup=False, highlight=False, soft_wrap=True)
+    console.print(table, markup=False, highlight=False)
 
 
 def printable(text: str) -> str:

@@ -167,7 +167,8 @@ def test_every_form_of_output(bench, tmp_path):
     found = json.loads(row.read_text())
     assert found["commit"] == "abc" and found["modes"] == of(saved)["modes"]
     assert found.keys() >= {"bench", "date", "version", "device", "driver", "model", "command"}
-    assert len(found["model"]["sha256"]) == 64 and found["command"].startswith("luce ")
+    assert len(found["model"]["sha256"]) == 64 and "--commit abc" in found["command"]
+    assert found["command"].startswith("luce bench prompts mine.jsonl -n 8 ")
     assert command_text(["luce", "--save", "/home/me/rows", "a b"]) == "luce --save rows 'a b'"
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     sweep = bench("sweep", "--rows", "1,2", "--ctx", "0", "--steps", 1, "--plot", tmp_path / "s.png", "--md")

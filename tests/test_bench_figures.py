@@ -7,11 +7,13 @@ import io
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from luce.bench import output, sweep
 from luce.bench.run import Case, Mode, Record, parse_modes
 from luce.bench.summary import quartiles, summarise
 from luce.errors import LuceError
+from luce.render import Display
 from luce.stats import Stats
 
 CASES = [Case(f"p{i}", tuple(range(10 * (i + 1)))) for i in range(3)]
@@ -193,3 +195,17 @@ def test_a_sweep_that_is_cancelled_yields_what_is_whole():
     session, calls = Steps(), iter(range(10**6))
     found = list(sweep.costs(session, 100, [0, 40], [1], [], 3, lambda: session.now, lambda: next(calls) > 8))
     assert [c[0].ctx for c in found] == [0]
+
+
+def test_the_bar_shows_running_figures_on_a_terminal_alone():
+    shown = io.StringIO()
+    with Display(console=Console(file=shown, force_terminal=True, width=120)) as display:
+        display.spin("loading")
+        display.count("humaneval", 2, 492, "plain 1500 tok/s")
+        display.count("humaneval", 3, 492, "plain 1640, mtp 1289 tok/s")
+    assert "humaneval" in shown.getvalue() and "3/492" in shown.getvalue()
+    assert "plain 1640, mtp 1289 tok/s" in shown.getvalue()
+    piped = io.StringIO()
+    with Display(console=Console(file=piped)) as display:
+        display.count("humaneval", 3, 492, "plain 1640 tok/s")
+    assert piped.getvalue() == ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from luce.bench.origin import command_text, device_text, origin, write_row
 from luce.bench.run import Bench, Case, Record, Settings
 from luce.bench.summary import TIMING, summarise
 from luce.chat import chat_template
-from luce.command import BOX, MAX_U32, CtrlC, Finite, Interrupted
+from luce.command import BOX, COMMAND, MAX_U32, CtrlC, Finite, Interrupted
 from luce.errors import ArgumentError, LuceError
 from luce.plan import MAX_GAMMA
 from luce.probe import probe
@@ -90,7 +89,7 @@ class Report:
         if flags["plot"] and self.rows:
             plot(flags["plot"], title, self.rows)
         if flags["save"] and self.rows:
-            command = command_text(["luce", *sys.argv[1:]])
+            command = command_text(click.get_current_context().meta[COMMAND])
             head = origin(self.bench, self.device, self.model, command, self.threads, flags["commit"])
             kind = "cpu" if self.device == "cpu" else "gpu"
             about = self.model.stem.removeprefix(f"{self.bench}-")
