@@ -426,13 +426,13 @@ def main() -> None:
             cuda = args.device != "cpu" and any(d.name != "cpu" for d in _native.default().devices())
             args.bin = llamacpp.build(args.build, cuda)
         device, result = measure(args)
-    except (LuceError, llamacpp.PeerError) as error:
+        say(f"{args.model.name} on {result['device']}. {TIMING}\n\n{markdown(result)}")
+        print(json.dumps(result, indent=1))
+        if args.save is not None:
+            kind = "cpu" if device == "cpu" else "gpu"
+            say(f"wrote {write_row(args.save, f'peer-{args.model.stem}-{kind}', result)}")
+    except (LuceError, llamacpp.PeerError, OSError) as error:
         raise SystemExit(f"peer_llamacpp: error: {error}") from None
-    say(f"{args.model.name} on {result['device']}. {TIMING}\n\n{markdown(result)}")
-    print(json.dumps(result, indent=1))
-    if args.save is not None:
-        kind = "cpu" if device == "cpu" else "gpu"
-        say(f"wrote {write_row(args.save, f'peer-{args.model.stem}-{kind}', result)}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from luce.errors import LuceError
+from luce.errors import Cancelled, LuceError
 from luce.render import printable
 
 MAX_U32 = 2**32 - 1
@@ -38,6 +38,8 @@ class Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except Cancelled:
+            raise Interrupted() from None
         except LuceError as error:
             raise click.ClickException(printable(str(error))) from error
         except KeyboardInterrupt:

@@ -60,19 +60,21 @@ class Display:
             self._live.update(self._live.task_ids[0], completed=done)
 
     def count(self, label: str, done: int, total: int, figures: str = "") -> None:
-        """A bar of `done` of `total`, with the running figures behind it."""
+        """A bar of `done` of `total`, with the running figures behind it. It is drawn in these calls alone:
+        nothing of it falls into what is measured between them."""
         if not self._on:
             return
         if not isinstance(self._live, Progress):
             self.clear()
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
                        TimeRemainingColumn(), TextColumn("{task.fields[figures]}"))  # fmt: skip
-            self._live = Progress(*columns, console=self._console, transient=True)
+            self._live = Progress(*columns, console=self._console, transient=True, auto_refresh=False)
             self._live.add_task(label, total=total, figures="")
             self._live.start()
         self._live.update(
             self._live.task_ids[0], description=label, completed=done, total=total, figures=figures
         )
+        self._live.refresh()
 
     def clear(self) -> None:
         """Takes the spinner or the bar off the terminal: call it before anything is printed."""
@@ -120,18 +122,27 @@ def summary_line(result: Finished) -> str:
 
 
 def print_table(title: str, header: list[str], rows: list[list[str]], notes: str) -> None:
-    """A table on stdout under its title and notes; as wide as it must be where stdout is no terminal."""
+    """A table on stdout under its title and notes; as wide as it must be where stdout is no terminal. On a
+    terminal that is too narrow for it, rows become columns."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=200)
-    table = Table()
-    for index, name in enumerate(header):
-        table.add_column(name, justify="right" if index else "left")
-    for row in rows:
-        table.add_row(*row)
+    table = _table(header, rows)
+    if rows and console.measure(table, options=console.options.update(width=10_000)).maximum > console.width:
+        first, *others = zip(header, *rows, strict=True)
+        table = _table(list(first), [list(column) for column in others])
     console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
     console.print(notes, style="dim", markup=False, highlight=False, soft_wrap=True)
     console.print(table, markup=False, highlight=False)
+
+
+def _table(header: list[str], rows: list[list[str]]) -> Table:
+    table = Table()
+    for index, name in enumerate(header):  # no figure is cut where even that is too wide
+        table.add_column(name, justify="right" if index else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def printable(text: str) -> str:

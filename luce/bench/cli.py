@@ -30,7 +30,7 @@ from luce.bench.run import Bench, Case, Record, Settings
 from luce.bench.summary import TIMING, summarise
 from luce.chat import chat_template
 from luce.command import BOX, COMMAND, MAX_U32, CtrlC, Finite, Interrupted
-from luce.errors import ArgumentError, LuceError
+from luce.errors import ArgumentError, LuceError, UnsupportedError
 from luce.plan import MAX_GAMMA
 from luce.probe import probe
 from luce.render import Display, print_table
@@ -78,25 +78,34 @@ class Report:
             "interrupted": self.interrupted,
             self.rows_name: self.rows,
         }
-        if flags["form"] == "json":
-            click.echo(json.dumps({"bench": self.bench, "model": self.model.name, "device": device} | body))
-        elif flags["form"] == "csv":
-            click.echo(output.as_csv(self.rows), nl=False)
-        elif flags["form"] == "md":
-            click.echo(f"{title}. {self.timing}\n\n{output.as_markdown(self.table)}", nl=False)
-        else:
-            print_table(title, *self.table, self.timing)
-        if flags["plot"] and self.rows:
-            plot(flags["plot"], title, self.rows)
-        if flags["save"] and self.rows:
-            command = command_text(click.get_current_context().meta[COMMAND])
-            head = origin(self.bench, self.device, self.model, command, self.threads, flags["commit"])
-            kind = "cpu" if self.device == "cpu" else "gpu"
-            about = self.model.stem.removeprefix(f"{self.bench}-")
-            path = write_row(flags["save"], f"{self.bench}-{about}-{kind}", head | body)
-            click.echo(f"wrote {path}", err=True)
+        try:
+            if flags["form"] == "json":
+                head = {"bench": self.bench, "model": self.model.name, "device": device}
+                click.echo(json.dumps(head | body))
+            elif flags["form"] == "csv":
+                click.echo(output.as_csv(self.rows), nl=False)
+            elif flags["form"] == "md":
+                click.echo(f"{title}. {self.timing}\n\n{output.as_markdown(self.table)}", nl=False)
+            else:
+                print_table(title, *self.table, self.timing)
+        finally:  # a reader that has closed the pipe does not lose the row
+            if flags["save"] and self.rows:
+                self._save(flags["save"], body, flags["commit"])
+            if flags["plot"] and self.rows:
+                plot(flags["plot"], title, self.rows)
         if self.interrupted:
             raise Interrupted()
+
+    def _save(self, folder: Path, body: dict[str, Any], commit: str | None) -> None:
+        command = command_text(click.get_current_context().meta[COMMAND])
+        kind = "cpu" if self.device == "cpu" else "gpu"
+        about = self.model.stem.removeprefix(f"{self.bench}-")
+        try:
+            head = origin(self.bench, self.device, self.model, command, self.threads, commit)
+            path = write_row(folder, f"{self.bench}-{about}-{kind}", head | body)
+        except OSError as error:
+            raise LuceError(f"{folder}: the result row cannot be written: {error}") from error
+        click.echo(f"wrote {path}", err=True)
 
 
 def settings_of(flags: dict[str, Any]) -> Settings:
@@ -106,12 +115,28 @@ def settings_of(flags: dict[str, Any]) -> Settings:
     )
 
 
-After = Callable[[list[Record], Display], dict[str, Any]]  # more arguments of summarise
+Stopped = Callable[[], bool]
+After = Callable[[list[Record], Display, Stopped], dict[str, Any]]  # more arguments of summarise
 
 
-def no_more(records: list[Record], display: Display) -> dict[str, Any]:
+def no_more(records: list[Record], display: Display, stopped: Stopped) -> dict[str, Any]:
     """No checks, no known tokens."""
     return {}
+
+
+def loading(display: Display, ctrl_c: CtrlC) -> Callable[[float], bool]:
+    """Progress of the weights, which Ctrl-C ends."""
+
+    def progress(fraction: float) -> bool:
+        display.loading(fraction)
+        return ctrl_c.pressed
+
+    return progress
+
+
+def whole_turns(records: list[Record], n_modes: int) -> list[Record]:
+    """Without those of an unfinished turn, where there is a whole one: so all modes ran the same prompts."""
+    return records[: len(records) // n_modes * n_modes] or records
 
 
 def measure(
@@ -122,22 +147,25 @@ def measure(
     extra: dict[str, Any] | None = None,
 ) -> Report:
     """Runs all modes over the cases. after: looks at all records."""
-    if flags["plot"]:
-        output.require_plot()
+    output.require(flags["save"], flags["plot"])
     with ExitStack() as opened, Display(flags["quiet"]) as display, CtrlC() as ctrl_c:
         file = opened.enter_context(_native.File(model))
         head = opened.enter_context(_native.File(flags["mtp_gguf"])) if flags.get("mtp_gguf") else None
         display.spin("loading the model")
         tokenizer = Tokenizer(file.kv)
         cases, names = cases_of(file, tokenizer), [mode.name for mode in flags["modes"]]
-        with Bench(file, tokenizer, flags["modes"], cases, settings_of(flags), head, display.loading) as run:
+        with Bench(
+            file, tokenizer, flags["modes"], cases, settings_of(flags), head, loading(display, ctrl_c)
+        ) as run:
             records: list[Record] = []
+            display.count(flags["bench"], 0, run.total)
             for record in run.run(lambda: ctrl_c.pressed):
                 records.append(record)
                 display.count(flags["bench"], len(records), run.total, running(records, names))
             device, threads = run.model.info.device, run.threads
-        interrupted = ctrl_c.pressed
-        rows = [row.as_json() for row in summarise(records, names, **after(records, display))]
+        records = whole_turns(records, len(names))
+        more = after(records, display, lambda: ctrl_c.pressed)
+        rows = [row.as_json() for row in summarise(records, names, **more)]
         report = Report(
             flags["bench"],
             model,
@@ -155,7 +183,7 @@ def measure(
                 "threads": threads,
             }
             | (extra or {}),
-            interrupted,
+            ctrl_c.pressed,
         )
     return report
 
@@ -163,7 +191,8 @@ def measure(
 def running(records: list[Record], names: list[str]) -> str:
     """ "plain 44, mtp 61 tok/s": medians so far."""
     rows = summarise(records, names)
-    return ", ".join(f"{row.mode} {row.tok_per_s:.0f}" for row in rows if row.tok_per_s) + " tok/s"
+    speeds = ", ".join(f"{row.mode} {row.tok_per_s:.0f}" for row in rows if row.tok_per_s)
+    return f"{speeds} tok/s" if speeds else ""
 
 
 # ---- the commands
@@ -193,11 +222,13 @@ def humaneval(limit: int | None, unsafe_check: bool, no_check: bool, **flags: An
         raise LuceError(f"the answers cannot be checked: {missing}")
     by_id = {problem.id: problem for problem in listed}
 
-    def check(records: list[Record], display: Display) -> dict[str, Any]:
+    def check(records: list[Record], display: Display, stopped: Stopped) -> dict[str, Any]:
         verdicts: dict[str, bool] = {}
         passed = {}
         answers = [r for r in records if r.round == 0]
         for done, record in enumerate(answers):
+            if stopped():  # what was measured is worth more than the answers that are left
+                break
             program = problems.program(by_id[record.case.id], problems.completion_text(record.text))
             if program not in verdicts:
                 verdicts[program] = sandbox.check(program, namespaces=not unsafe_check).passed
@@ -238,13 +269,18 @@ def prompts(source: str, group: str | None, **flags: Any) -> None:
         made = []
         for p in chosen:
             if p.chat:
-                text = chat_template(file.kv).render([{"role": "user", "content": p.prompt}])
+                try:
+                    template = chat_template(file.kv)
+                except UnsupportedError:  # its remedy is one of `luce generate`
+                    why = f"{p.id} is a chat message and the file has no chat template"
+                    raise UnsupportedError(f"{why}: --class takes other prompts") from None
+                text = template.render([{"role": "user", "content": p.prompt}])
                 made.append(Case(p.id, tuple(tokenizer.encode(text)), (), p.cls))
             else:
                 made.append(Case(p.id, tuple(tokenizer.encode(p.prompt, add_bos=True)), (), p.cls))
         return made
 
-    def by_class(records: list[Record], display: Display) -> dict[str, Any]:
+    def by_class(records: list[Record], display: Display, stopped: Stopped) -> dict[str, Any]:
         names = [mode.name for mode in flags["modes"]]
         for cls in dict.fromkeys(r.case.group for r in records):
             of_class = [r for r in records if r.case.group == cls]
@@ -298,11 +334,12 @@ def oracle(shape: str, accept: float, cache: Path, n_prompts: int, prompt_tokens
       luce bench oracle --shape 0.8b --modes plain,mtp:2
       luce bench oracle --shape 27b --accept 0.8 --modes plain,mtp:1,mtp:2,mtp:3 --save results
     """
+    output.require(flags["save"], flags["plot"])
     path = cache.expanduser() / "luce" / f"oracle-{shape}-{accept:g}.gguf"
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
         with Display(flags["quiet"]) as display:
             try:
+                path.parent.mkdir(parents=True, exist_ok=True)
                 mib: Callable[[int, int], None] = lambda done, total: display.count(  # noqa: E731
                     f"making {path.name}, MiB", done >> 20, total >> 20
                 )
@@ -311,21 +348,20 @@ def oracle(shape: str, accept: float, cache: Path, n_prompts: int, prompt_tokens
                 why = f"the oracle model cannot be made: {error}; --cache names another folder"
                 raise LuceError(why) from error
     rule = Rule(SHAPES[shape].n_vocab, 0, accept)
+    most = SHAPES[shape].n_ctx - prompt_tokens + 1  # the last token needs no place
     ids = np.random.default_rng(1).integers(0, rule.n_cycle, (n_prompts, prompt_tokens))
 
     def cases(file: _native.File, tokenizer: Tokenizer) -> list[Case]:
         return [Case(f"random {i}", tuple(map(int, row))) for i, row in enumerate(ids)]
 
     def wrong(record: Record) -> int:
-        expected = rule.continuation(record.case.prompt[-1], flags["max_tokens"])
+        expected = rule.continuation(record.case.prompt[-1], min(flags["max_tokens"], most))
         missing = len(expected) - len(record.tokens)
         return missing + sum(a != b for a, b in zip(record.tokens, expected, strict=False))
 
     flags |= {"bench": "oracle"}
     extra = {"shape": shape, "accept": accept, "prompt_tokens": prompt_tokens}
-    measure(flags, path, cases, lambda records, display: {"wrong": wrong}, extra).put(
-        flags, output.plot_modes
-    )
+    measure(flags, path, cases, lambda *_: {"wrong": wrong}, extra).put(flags, output.plot_modes)
 
 
 @bench.command("sweep")
@@ -362,8 +398,7 @@ def run_sweep(
       luce bench sweep
       luce bench sweep --gguf model.gguf --rows 1,2,4,8 --ctx 0,4k,32k --plot cost.png
     """
-    if flags["plot"]:
-        output.require_plot()
+    output.require(flags["save"], flags["plot"])
     model = flags["gguf"] or BOX
     with ExitStack() as opened, Display(flags["quiet"]) as display, CtrlC() as ctrl_c:
         file = opened.enter_context(_native.File(model))
@@ -371,7 +406,7 @@ def run_sweep(
         facts = probe(file, device=flags["device"] or "auto")
         trained, most = facts.context_length or MAX_U32, max(*rows, max(gammas or [0]) + 1)
         if contexts is None:
-            contexts = [c for c in SWEEP_CONTEXTS if c + max(most, MAX_GAMMA + 1) <= trained]
+            contexts = [c for c in SWEEP_CONTEXTS if c + max(most, MAX_GAMMA + 1) <= trained] or [0]
         if max(contexts) + most > trained:
             needed = f"a context of {max(contexts)} and {most} rows"
             raise ArgumentError(f"{needed}: the model was trained for {trained}")
@@ -389,11 +424,12 @@ def run_sweep(
             flags["threads"] or 0,
             flags["kv_type"],
             head,
-            display.loading,
+            loading(display, ctrl_c),
         )
         opened.enter_context(loaded)
         opened.enter_context(session)
         found = []
+        display.count("contexts", 0, len(contexts))
         for costs in sweep.costs(
             session, loaded.info.n_vocab, contexts, rows, gammas, steps, cancelled=lambda: ctrl_c.pressed
         ):

@@ -30,7 +30,7 @@ def numbers(low: int, high: int) -> Callable[[click.Context, click.Parameter, st
         found = []
         for part in value.split(","):
             digits, k = part.strip().removesuffix("k"), part.strip().endswith("k")
-            number = int(digits) * (1024 if k else 1) if digits.isdecimal() else -1
+            number = int(digits) * (1024 if k else 1) if digits.isdecimal() and len(digits) <= 10 else -1
             if not low <= number <= high:
                 raise click.BadParameter(
                     f"{part.strip()!r} is not a number from {low} to {high}.", ctx, param

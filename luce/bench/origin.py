@@ -59,7 +59,12 @@ def device_text(device: str, threads: int) -> str:
 
 def command_text(words: Sequence[str]) -> str:
     """A command as the row keeps it: of absolute paths only the last part, which is nobody's machine."""
-    return shlex.join(Path(word).name if Path(word).is_absolute() else word for word in words)
+
+    def bare(word: str) -> str:
+        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        return option + equals + (Path(value).name if Path(value).is_absolute() else value)
+
+    return shlex.join(map(bare, words))
 
 
 def origin(

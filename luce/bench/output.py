@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,7 @@ def plot_modes(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
             shares = row["acceptance_by_position"]
             right.plot(range(1, len(shares) + 1), shares, marker="o", label=row["mode"])
     right.set_ylim(0, 1)
+    right.xaxis.get_major_locator().set_params(integer=True)
     right.set_xlabel("draft position")
     right.set_ylabel("accepted")
     if right.lines:
@@ -112,15 +114,23 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def require_plot() -> None:
-    """LuceError where matplotlib is missing: asked before anything runs."""
-    _pyplot()
+def require(save: Path | None, plot: Path | None) -> None:
+    """LuceError where --save or --plot cannot be had: asked before anything runs."""
+    if plot is not None:
+        _pyplot()
+        written = plot if os.path.exists(plot) else plot.parent
+        if not os.path.isdir(plot.parent) or not os.access(written, os.W_OK):
+            raise LuceError(f"{plot}: the plot cannot be written there")
+    if save is not None:
+        folder = next(path for path in (save, *save.absolute().parents) if os.path.exists(path))
+        if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+            raise LuceError(f"{save}: the result row cannot be written there")
 
 
 def _finish(figure: Any, title: str, path: Path) -> None:
     figure.suptitle(title, fontsize=10)
     try:
-        figure.savefig(path, dpi=130)
+        figure.savefig(path, dpi=130, format="png")
     except (OSError, ValueError) as error:
         raise LuceError(f"{path}: cannot write the plot: {error}") from error
     finally:

@@ -70,7 +70,6 @@ class Settings:
     device: str | None = None
     kv_type: str | None = None
     threads: int | None = None
-    ctx: int | None = None
 
 
 @dataclass(frozen=True)
@@ -117,10 +116,9 @@ class Bench:
     def _plan(self, mode: Mode, facts: Facts, head: Facts | None) -> Plan:
         longest = max(self.cases, key=lambda case: len(case.prompt))
         s, drafts = self.settings, mode.spec != "off"
-        ctx = s.ctx or min(len(longest.prompt) + s.max_tokens, facts.context_length or 2**32)
         request = replace(
             self._request(longest, s.max_tokens),
-            device=s.device, ctx=ctx, kv_type=s.kv_type, threads=s.threads,
+            device=s.device, kv_type=s.kv_type, threads=s.threads,
             spec=mode.spec, mtp_gamma=mode.gamma,
         )  # fmt: skip
         chosen = plan(facts, request, head if drafts else None)
