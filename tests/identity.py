@@ -1,12 +1,14 @@
 """Whether two runs print the same tokens, and how far apart they are where they may not.
 
 On the CPU tokens are equal, always. On CUDA, where ggml's kernels differ between row counts, the first
-difference of a pair of runs may only be a near-tie: the logits that chose there differ by rounding, and a
-greedy choice by no more than that. What follows a first difference is another text and is not compared.
+difference of a pair of runs may only be a near-tie: the logits that chose there differ by rounding, a greedy
+choice by no more than that, and the rule makes each run's choice of its logits, so nothing else has a part in
+it. What follows a first difference is another text and is not compared.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +17,12 @@ from drive import Decoded
 # Largest difference between the logits of a row at two row counts on CUDA, where the first token differs:
 # 0.01 (F32) to 0.31 (Q4_K, q8_0 KV) measured on an H100, with logits of standard deviation 2 to 3.5.
 CUDA_GAP = 0.4
+
+Rule = Callable[[np.ndarray, int], int]  # (logits, index of the token after the prompt) -> the choice
+
+
+def greedy_rule(logits: np.ndarray, at: int) -> int:
+    return int(logits.argmax())
 
 
 @dataclass
@@ -32,8 +40,8 @@ class Identity:
     max_choice_gap_there: float = 0.0
     max_choice_gap_in_differences: float = 0.0
 
-    def compare(self, device: str, found: Decoded, plain: Decoded, n: int, *, greedy: bool = True) -> None:
-        """The first n tokens. Off the CPU both runs need the logits that chose them."""
+    def compare(self, device: str, found: Decoded, plain: Decoded, n: int, rule: Rule = greedy_rule) -> None:
+        """The first n tokens, which `rule` chose. Off the CPU both runs need the logits that chose them."""
         pairs = zip(found.tokens[:n], plain.tokens[:n], strict=True)
         at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         self.runs_compared += 1
@@ -42,15 +50,17 @@ class Identity:
             self.runs_that_differ += 1
             self.tokens_after_a_difference += n - at - 1
             assert device != "cpu", f"token {at}: {found.tokens[at]}, not {plain.tokens[at]}"
-            self._check_near_tie(found, plain, at, greedy)
+            self._check_near_tie(found, plain, at, rule)
 
-    def _check_near_tie(self, found: Decoded, plain: Decoded, at: int, greedy: bool) -> None:
+    def _check_near_tie(self, found: Decoded, plain: Decoded, at: int, rule: Rule) -> None:
         mine, theirs = (run.logits[at].astype(np.float64) for run in (found, plain))
         difference = float(np.abs(mine - theirs).max())
         self.max_abs_logit_difference_there = max(self.max_abs_logit_difference_there, difference)
         assert difference > 0, f"token {at}: another choice from the same logits"
         assert difference <= CUDA_GAP, f"token {at}: not a near-tie, logits differ by {difference}"
-        if greedy:
+        for run in (found, plain):
+            assert rule(run.logits[at], at) == run.tokens[at], f"token {at}: not the choice of its logits"
+        if rule is greedy_rule:
             gap = float(theirs.max() - theirs[found.tokens[at]])
             self.greedy_runs_that_differ += 1
             self.max_choice_gap_there = max(self.max_choice_gap_there, gap)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from drive import Decoded
-from identity import CUDA_GAP, Identity
+from identity import CUDA_GAP, Identity, Rule, greedy_rule
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "bench"))
@@ -25,6 +25,11 @@ def run(tokens: list[int], at: int = 0, logits: tuple[float, ...] = (0.0, 0.0, 0
     return Decoded(tokens, [], rows)
 
 
+def second(logits: np.ndarray, at: int) -> int:
+    """Another rule: the second largest."""
+    return int(np.argsort(logits)[-2])
+
+
 def test_equal_runs_count_all_their_tokens() -> None:
     for device in ("cpu", "cuda"):
         counts = Identity()
@@ -37,7 +42,7 @@ def test_a_near_tie_counts_up_to_the_first_difference() -> None:
     plain, found = run([0, 1, 2, 0, 1], 1, (0, 3.25, 3)), run([0, 2, 2, 1, 0], 1, (0, 3, 3.125))
     counts.compare("cuda", found, plain, 5)
     counts.compare("cuda", plain, plain, 5)
-    counts.compare("cuda:1", run([1], 0, (0, 2, 2.25)), run([2], 0, (0, 2, 2.125)), 1, greedy=False)
+    counts.compare("cuda:1", run([1], 0, (0, 2, 2.125)), run([2], 0, (0, 2.25, 2)), 1, second)
     assert counts == Identity(
         runs_compared=3,
         runs_that_differ=2,
@@ -51,26 +56,27 @@ def test_a_near_tie_counts_up_to_the_first_difference() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "found", "plain", "greedy", "match"),
+    ("device", "found", "plain", "rule", "match"),
     [
-        ("cpu", (0, 3, 3.125), (0, 3.25, 3), True, "token 1: 2, not 1"),
-        ("cuda", (0, 3, 3), (0, 3, 3), True, "the same logits"),
-        ("cuda", (0, 3, 3), (0, 3, 3), False, "the same logits"),
-        ("cuda", (0, 3, 3 + 2 * CUDA_GAP), (0, 3, 3), True, "not a near-tie"),
-        ("cuda", (0, 3, 3 + 2 * CUDA_GAP), (0, 3, 3), False, "not a near-tie"),
-        ("cuda", (0, 3.25, 3), (0, 3.25, 2.875), True, "0.375 apart, moved by 0.125"),
+        ("cpu", (0, 3, 3.125), (0, 3.25, 3), greedy_rule, "token 1: 2, not 1"),
+        ("cuda", (0, 3, 3), (0, 3, 3), greedy_rule, "the same logits"),
+        ("cuda", (0, 3, 3), (0, 3, 3), second, "the same logits"),
+        ("cuda", (0, 3, 3 + 2 * CUDA_GAP), (0, 3, 3), greedy_rule, "not a near-tie"),
+        ("cuda", (0, 3, 3 + 2 * CUDA_GAP), (0, 3, 3), second, "not a near-tie"),
+        ("cuda", (0, 3.25, 3), (0, 3.25, 2.875), greedy_rule, "not the choice of its logits"),
+        ("cuda", (0, 3.25, 3), (0, 3.25, 2.875), lambda logits, at: 1, "not the choice of its logits"),
     ],
 )
 def test_other_differences_fail_and_are_counted(
-    device: str, found: tuple[float, ...], plain: tuple[float, ...], greedy: bool, match: str
+    device: str, found: tuple[float, ...], plain: tuple[float, ...], rule: Rule, match: str
 ) -> None:
     counts = Identity()
     with pytest.raises(AssertionError, match=match):
-        counts.compare(device, run([0, 2, 0], 1, found), run([0, 1, 0], 1, plain), 3, greedy=greedy)
+        counts.compare(device, run([0, 2, 0], 1, found), run([0, 1, 0], 1, plain), 3, rule)
     assert (counts.runs_compared, counts.runs_that_differ, counts.tokens_compared) == (1, 1, 2)
 
 
-TESTS = '''
+TESTS = """
 import pytest
 from dataclasses import asdict
 from identity import Identity
@@ -102,7 +108,7 @@ def test_errors(error, record_property):
 
 def test_nothing_recorded():
     pytest.skip()
-'''
+"""
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import box_model
 import drive
+import identity
 import numpy as np
 import pytest
 import tiny
@@ -49,7 +50,7 @@ Same = Callable[..., None]
 
 @pytest.fixture
 def same(device: str, record_property: Callable[[str, object], None]) -> Iterator[Same]:
-    """same(found, plain, n, greedy=True): the first n tokens."""
+    """same(found, plain, n, rule=greedy_rule): the first n tokens."""
     counts = Identity()
     yield partial(counts.compare, device)
     for name, value in asdict(counts).items():
@@ -127,14 +128,41 @@ def rounds_of(rule: Rule, anchor: int, gamma: int, n: int, budget: int) -> list[
     return rounds
 
 
+def rule_of_choice(native: Library, sampling: Sampling, n_prompt: int) -> identity.Rule:
+    """How the tokens after a prompt are chosen of their logits."""
+    if sampling.temperature == 0:
+        return identity.greedy_rule
+    return lambda logits, at: native.sample(logits, sampling, n_prompt + at)
+
+
 # ---- the same tokens
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_every_token_is_the_choice_of_its_logits(
+    sampling: str, native: Library, model_of: Callable[[str], Model]
+) -> None:
+    """By the rule for logits on the host, wherever the core chooses."""
+    session = drive.open_session(model_of("Q4_K"), n_ctx=256, n_rows=9, n_draft=8)
+    session.set_sampling(SAMPLINGS[sampling])
+    prompt = prompt_of(30)
+    rule = rule_of_choice(native, SAMPLINGS[sampling], len(prompt))
+    for gamma in (0, 3, 8):
+        run = drive.decode(session, prompt, 40, gamma, logits=True)
+        assert run.tokens == [rule(logits, at) for at, logits in enumerate(run.logits)]
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("name", ["F32", "Q4_K", "oracle"])
 def test_every_gamma_gives_the_tokens_of_plain_decoding(
-    name: str, sampling: str, kv_type: str, model_of: Callable[[str], Model], device: str, same: Same
+    name: str,
+    sampling: str,
+    kv_type: str,
+    native: Library,
+    model_of: Callable[[str], Model],
+    device: str,
+    same: Same,
 ) -> None:
     chosen, n = SAMPLINGS[sampling], 40
     if name == "oracle":
@@ -142,18 +170,19 @@ def test_every_gamma_gives_the_tokens_of_plain_decoding(
     model = model_of(name)
     session = drive.open_session(model, n_ctx=256, n_rows=9, n_draft=8, kv_type=kv_type)
     session.set_sampling(chosen)
-    prompt, keep, greedy = prompt_of(30), device != "cpu", chosen.temperature == 0
+    prompt, keep = prompt_of(30), device != "cpu"
+    rule = rule_of_choice(native, chosen, len(prompt))
     plain = drive.decode(session, prompt, n, 0, logits=keep)
     accepted = 0
     for gamma in GAMMAS:
         found = drive.decode(session, prompt, n, gamma, logits=keep)
-        same(found, plain, n, greedy=greedy)
+        same(found, plain, n, rule)
         accepted += sum(found.accepted)
     mixed = drive.decode(session, prompt, n, (3, 0, 8, 1, 0, 0, 5), logits=keep)
-    same(mixed, plain, n, greedy=greedy)
+    same(mixed, plain, n, rule)
     without = drive.open_session(model, n_ctx=256, n_rows=1, kv_type=kv_type)
     without.set_sampling(chosen)
-    same(drive.decode(without, prompt, n, 0, logits=keep), plain, n, greedy=greedy)
+    same(drive.decode(without, prompt, n, 0, logits=keep), plain, n, rule)
     if name == "oracle":
         assert accepted > 50, "rounds of all kinds are wanted"
         oracle = plain.tokens[:1] + rule_of(0.75).continuation(plain.tokens[0], n - 1)
@@ -168,12 +197,13 @@ def test_the_box_prints_the_same_code_at_every_gamma(
     tokenizer, model = Tokenizer(file.kv), Model(file, device, head=file)
     for prompt in ("def fibonacci(n):\n", "import os\n\n\nclass Store:\n    def __init__(self, path):\n"):
         session = drive.open_session(model, n_ctx=256, n_rows=9, n_draft=8, kv_type="f16")
-        session.set_sampling(replace(SAMPLINGS[sampling], temperature=SAMPLINGS[sampling].temperature / 2))
+        chosen = replace(SAMPLINGS[sampling], temperature=SAMPLINGS[sampling].temperature / 2)
+        session.set_sampling(chosen)
         ids, keep, accepted = tokenizer.encode(prompt, add_bos=True), device != "cpu", 0
         plain = drive.decode(session, ids, 48, 0, logits=keep)
         for gamma in GAMMAS:
             found = drive.decode(session, ids, 48, gamma, logits=keep)
-            same(found, plain, 48, greedy=sampling == "greedy")
+            same(found, plain, 48, rule_of_choice(native, chosen, len(ids)))
             accepted += sum(found.accepted)
         assert accepted > 100, "a trained head"
 

@@ -87,8 +87,8 @@ def new_root(size: int) -> None:
     call("mount", b"none", b"/", None, REC | PRIVATE, None)  # nothing below reaches the host's mounts
     options = f"size={size},nr_inodes=4096,mode=755"
     call("mount", b"tmpfs", b"/tmp", b"tmpfs", NOSUID | NODEV, options.encode())
-    os.mkdir("/tmp/old")
     os.chdir("/tmp")
+    os.mkdir("old")
     call("pivot_root", b".", b"old")
     os.chdir("/")
     for folder, source in sources.items():
