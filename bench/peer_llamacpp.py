@@ -38,11 +38,11 @@ import numpy as np
 
 from luce import _native
 from luce._native import File, Session
-from luce.bench.oracle_model import Rule
+from luce.bench.oracle_model import Rule, wrong_tokens
 from luce.bench.origin import command_text, origin, write_row
 from luce.bench.output import as_markdown
 from luce.bench.run import PLAIN, WARM_UP_TOKENS, Bench, Case, Mode, Record, Settings, parse_modes
-from luce.bench.summary import quartiles, summarise
+from luce.bench.summary import five_digits, quartiles, summarise
 from luce.errors import LuceError
 from luce.structs import SessionParams
 from luce.tokenizer import Tokenizer
@@ -75,8 +75,7 @@ class Task:
     def wrong(self, tokens: Sequence[int]) -> int:
         """Tokens that are not the expected ones, or missing."""
         assert self.expected is not None
-        differ = sum(a != b for a, b in zip(tokens, self.expected, strict=False))
-        return differ + abs(len(self.expected) - len(tokens))
+        return wrong_tokens(tokens, self.expected)
 
 
 def oracle_rule(kv: Mapping[str, Any]) -> Rule | None:
@@ -145,10 +144,6 @@ def take_turns(args: argparse.Namespace, file: File, task: Task) -> Turns:
             say(f"round {turn + 1}: luce {ours}prefill {turns.prefill[-1]:.0f}; "
                 f"llama-bench {decode:.1f}, prefill {prefill:.0f} tok/s")  # fmt: skip
     return turns
-
-
-def five_digits(value: float) -> float:
-    return float(f"{value:.5g}")
 
 
 def speed_fields(name: str, values: Sequence[float]) -> Row:

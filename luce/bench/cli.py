@@ -24,7 +24,7 @@ from luce.bench.flags import (
     options,
     rounds_option,
 )
-from luce.bench.oracle_model import SHAPES, Rule, make_oracle
+from luce.bench.oracle_model import SHAPES, Rule, make_oracle, wrong_tokens
 from luce.bench.origin import command_text, device_text, origin, write_row
 from luce.bench.run import Bench, Case, Record, Settings
 from luce.bench.summary import TIMING, summarise
@@ -356,8 +356,7 @@ def oracle(shape: str, accept: float, cache: Path, n_prompts: int, prompt_tokens
 
     def wrong(record: Record) -> int:
         expected = rule.continuation(record.case.prompt[-1], min(flags["max_tokens"], most))
-        missing = len(expected) - len(record.tokens)
-        return missing + sum(a != b for a, b in zip(record.tokens, expected, strict=False))
+        return wrong_tokens(record.tokens, expected)
 
     flags |= {"bench": "oracle"}
     extra = {"shape": shape, "accept": accept, "prompt_tokens": prompt_tokens}

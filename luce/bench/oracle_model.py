@@ -21,7 +21,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -103,6 +103,12 @@ class Rule:
         while len(out) <= n:
             out.append(int(self.perm[out[-1]]))
         return out[1:]
+
+
+def wrong_tokens(found: Sequence[int], expected: Sequence[int]) -> int:
+    """Tokens that are not the expected ones, missing or too many."""
+    differ = sum(a != b for a, b in zip(found, expected, strict=False))
+    return differ + abs(len(expected) - len(found))
 
 
 # ---- blocks of the quantised types; every scale is 1 and every offset half the range, so that a

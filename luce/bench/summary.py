@@ -51,11 +51,16 @@ class ModeRow:
 
     def as_json(self) -> dict[str, object]:
         """All fields; figures with five digits."""
-        digits: Callable[[object], object] = lambda value: (  # noqa: E731
-            [digits(x) for x in value] if isinstance(value, list)
-            else float(f"{value:.5g}") if isinstance(value, float) else value
-        )  # fmt: skip
-        return {name: digits(value) for name, value in asdict(self).items()}
+        return {
+            name: [five_digits(x) for x in value] if isinstance(value, list)
+            else five_digits(value) if isinstance(value, float) else value
+            for name, value in asdict(self).items()
+        }  # fmt: skip
+
+
+def five_digits(value: float) -> float:
+    """As results keep figures."""
+    return float(f"{value:.5g}")
 
 
 def summarise(

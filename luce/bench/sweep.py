@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from luce._native import File, Model, Session
-from luce.bench.summary import quartiles
+from luce.bench.summary import five_digits, quartiles
 from luce.structs import SessionParams
 
 WARM_UP = 2
@@ -33,8 +33,8 @@ class Cost:
     ratio: float
 
     def as_json(self) -> dict[str, object]:
-        figures = {name: float(f"{getattr(self, name):.5g}") for name in ("ms", "ratio")}
-        return vars(self) | figures | {"ms_spread": [float(f"{x:.5g}") for x in self.ms_spread]}
+        figures = {"ms": five_digits(self.ms), "ratio": five_digits(self.ratio)}
+        return vars(self) | figures | {"ms_spread": [five_digits(x) for x in self.ms_spread]}
 
 
 def costs(
