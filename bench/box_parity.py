@@ -22,9 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from luce._native import File, Model, Session
+from luce._native import File, Model
 from luce.bench.origin import origin, write_row
-from luce.structs import SessionParams
 from luce.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,14 +38,14 @@ def logit_error(path: Path, device: str, golden: dict[str, np.ndarray], name: st
     """Of one file against the golden's set `name`, and how many of its greedy tokens come out."""
     prompt, greedy = golden["prompt"].tolist(), golden[f"{name}greedy"].tolist()
     with File(path) as file, Model(file, device) as model:
-        with Session(model, SessionParams(n_ctx=256, n_rows=64, n_threads=2, kv_type="f32")) as session:
-            worst = 0.0
-            for width in (1, 7, len(prompt)):
-                session.reset()
-                rows = drive.chain_logits(session, prompt, width)
-                worst = max(worst, float(np.abs(rows - golden[f"{name}logits"]).max()))
-            session.reset()
-            mine = drive.greedy(session, prompt, len(greedy))
+        sequence = drive.open_sequence(model, n_ctx=256, n_threads=2)
+        worst = 0.0
+        for width in (1, 7, len(prompt)):
+            sequence.reset()
+            rows = drive.chain_logits(sequence, prompt, width)
+            worst = max(worst, float(np.abs(rows - golden[f"{name}logits"]).max()))
+        sequence.reset()
+        mine = drive.greedy(sequence, prompt, len(greedy))
     same = next((i for i, (a, b) in enumerate(zip(mine, greedy, strict=True)) if a != b), len(greedy))
     return {"max_abs_error": float(f"{worst:.2e}"), "greedy_tokens_equal": f"{same} of {len(greedy)}"}
 
@@ -78,21 +77,23 @@ def tokens(args: argparse.Namespace, path: Path, kv_type: str) -> list[dict[str,
     with (
         File(path) as file,
         Model(file, args.device) as model,
-        Session(model, SessionParams(n_ctx=1024, n_threads=args.threads, kv_type=kv_type)) as session,
+        drive.open_sequence(
+            model, n_ctx=1024, n_rows=1, n_threads=args.threads, kv_type=kv_type
+        ) as sequence,
         llamacpp.LlamaServer(args.llama_server, path, args.threads, args.device, *kv) as server,
     ):
         tokenizer = Tokenizer(file.kv)
         for text in box_model.PROMPTS:
             prompt = tokenizer.encode(text)
             theirs = server.complete(prompt, args.n_gen)["tokens"]
-            session.reset()
-            mine = drive.greedy(session, prompt, args.n_gen)
+            sequence.reset()
+            mine = drive.greedy(sequence, prompt, args.n_gen)
             same = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None)
             row: dict[str, Any] = {"prompt": text, "tokens": len(theirs), "equal": same is None}
             if same is not None:
-                session.reset()
-                session.prefill([*prompt, *mine[:same]])
-                second, first = np.sort(session.logits(0))[-2:]
+                sequence.reset()
+                drive.prefill(sequence, [*prompt, *mine[:same]])
+                second, first = np.sort(sequence.logits(0))[-2:]
                 row |= {"first_difference": same, "gap": round(float(first - second), 4)}
             rows.append(row)
     return rows

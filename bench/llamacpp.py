@@ -1,4 +1,4 @@
-"""llama.cpp of luce's own source archive as the peer: its build, llama-bench, llama-server."""
+"""llama.cpp of luce's own source archive as the peer: its build and its programs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = ("llama-bench", "llama-server")
+BATCHED = "llama-batched-bench"
 START_S, ANSWER_S = 600, 1800  # a server that has said nothing for so long is given up
 
 
@@ -35,7 +37,7 @@ def build(folder: Path, cuda: bool) -> Path:
         source = subprocess.run(fetch, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
         for command in (
             ["cmake", "-G", "Ninja", "-S", source, "-B", str(folder), *options],
-            ["cmake", "--build", str(folder), "--target", *PROGRAMS],
+            ["cmake", "--build", str(folder), "--target", *PROGRAMS, BATCHED],
         ):
             subprocess.run(command, check=True, stdout=sys.stderr)
     except (OSError, subprocess.CalledProcessError) as error:
@@ -63,18 +65,45 @@ def llama_bench(
     return speed[False], speed[True]
 
 
+def llama_batched_bench(
+    binary: Path, model: Path, n_prompt: int, n_gen: int, counts: Sequence[int], threads: int, device: str
+) -> dict[int, float]:
+    """Decoded tokens/s in all, by number of sequences that decode together."""
+    context = max(counts) * (n_prompt + n_gen)
+    command = [str(binary), "-m", str(model), "-npp", str(n_prompt), "-ntg", str(n_gen),
+               "-npl", ",".join(map(str, counts)), "-c", str(context), "-t", str(threads), "-fa", "on",
+               *placement(device), "--output-format", "jsonl"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise PeerError(f"llama-batched-bench ended with {done.returncode}: {done.stderr[-2000:]}")
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    speed = {row["pl"]: row["speed_tg"] for row in rows}
+    if set(speed) != set(counts):
+        raise PeerError(f"llama-batched-bench measured {sorted(speed)} sequences, not {sorted(counts)}")
+    return speed
+
+
 class LlamaServer:
-    """llama-server on a loopback port, one stream; a context manager. Raises PeerError."""
+    """llama-server on a loopback port, `slots` streams of n_ctx positions each; a context manager. Raises
+    PeerError."""
 
     def __init__(
-        self, binary: Path, model: Path, threads: int, device: str, *options: str, n_ctx: int = 4096
+        self,
+        binary: Path,
+        model: Path,
+        threads: int,
+        device: str,
+        *options: str,
+        n_ctx: int = 4096,
+        slots: int = 1,
     ):
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.command = [str(binary), "-m", str(model), "--port", str(port), "--host", "127.0.0.1",
-                        "-t", str(threads), *placement(device), "-fa", "on", "-c", str(n_ctx), "-np", "1",
+                        "-t", str(threads), *placement(device), "-fa", "on", "-c", str(slots * n_ctx),
+                        "-np", str(slots),
                         "--no-webui", *options]  # fmt: skip
 
     def __enter__(self) -> LlamaServer:

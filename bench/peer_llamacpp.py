@@ -37,15 +37,16 @@ from typing import Any
 import numpy as np
 
 from luce import _native
-from luce._native import File, Session
+from luce._native import Engine, File
+from luce._native import Sequence as Timeline
 from luce.bench.oracle_model import Rule, wrong_tokens
 from luce.bench.origin import command_text, origin, write_row
 from luce.bench.output import as_markdown
 from luce.bench.run import PLAIN, WARM_UP_TOKENS, Bench, Case, Mode, Record, Settings, parse_modes
 from luce.bench.summary import five_digits, quartiles, summarise
+from luce.engine import Files
 from luce.errors import LuceError
-from luce.structs import SessionParams
-from luce.tokenizer import Tokenizer
+from luce.structs import EngineParams
 
 sys.path.append(str(Path(__file__).resolve().parent))
 
@@ -113,27 +114,31 @@ class Turns:
     bench_decode: list[float] = field(default_factory=list)
 
 
-def prefill_speed(session: Session, prompt: list[int]) -> float:
-    session.reset()
+def prefill_speed(sequence: Timeline, prompt: list[int]) -> float:
+    chunk = sequence.engine.info.n_chunk
+    sequence.reset()
     start = time.perf_counter()
-    session.prefill(prompt)
+    for begin in range(0, len(prompt), chunk):
+        sequence.prefill(prompt[begin : begin + chunk], last=begin + chunk >= len(prompt))
     return len(prompt) / (time.perf_counter() - start)
 
 
-def take_turns(args: argparse.Namespace, file: File, task: Task) -> Turns:
+def take_turns(args: argparse.Namespace, task: Task) -> Turns:
     device = None if args.device == "auto" else args.device
-    settings = Settings(args.n_gen, args.rounds, device=device, threads=args.threads)
+    settings = Settings(args.n_gen, args.rounds, threads=args.threads)
     case = Case("random", tuple(task.short))
-    params = SessionParams(n_ctx=len(task.long) + 1, n_threads=args.threads)
+    params = EngineParams(n_ctx=len(task.long) + 1, n_threads=args.threads)
     with (
-        Bench(file, Tokenizer(file.kv), args.modes, [case], settings) as bench,
-        Session(bench.model, params) as session,
+        Files(args.model, device=device) as files,
+        Bench(files, args.modes, [case], settings) as bench,
+        Engine(bench.model, params) as engine,
+        engine.sequence() as sequence,
     ):
         turns, generations = Turns(bench.model.info.device, bench.threads), bench.run()
-        prefill_speed(session, task.long)  # warm-up
+        prefill_speed(sequence, task.long)  # warm-up
         for turn in range(args.rounds):
             turns.records += islice(generations, len(args.modes))
-            turns.prefill.append(prefill_speed(session, task.long))
+            turns.prefill.append(prefill_speed(sequence, task.long))
             prefill, decode = llamacpp.llama_bench(
                 args.bin / "llama-bench", args.model, len(task.long), task.n_gen, turns.threads, turns.device
             )
@@ -320,7 +325,7 @@ def measure(args: argparse.Namespace) -> tuple[str, Row]:
     """The device, as the core names it, and the result row."""
     with File(args.model) as file:
         task = task_of(file.kv, args.n_prompt, args.prompt_tokens, args.n_gen)
-        turns = take_turns(args, file, task)
+        turns = take_turns(args, task)
     luce = {row["mode"]: row for row in luce_rows(args.modes, turns, task)}
     prefill = speed_fields("prefill_tok_per_s", turns.prefill)
     peers = [bench_row(turns)]

@@ -22,7 +22,7 @@ class ChatTemplate:
     lstrip_blocks, break and continue, raise_exception, strftime_now, tojson without HTML escapes."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None):
-        """special_tokens: variables such as bos_token and eos_token. LuceError: a syntax error."""
+        """special_tokens: variables such as bos_token and eos_token. LuceError: it is malformed."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )
@@ -32,7 +32,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # beside its own errors, what Python's compiler says of the result
             raise LuceError(f"{KEY} is not a valid template: {_one_line(error)}") from error
 
     def render(
@@ -59,7 +59,7 @@ class ChatTemplate:
 def chat_template(metadata: Mapping[str, Any]) -> ChatTemplate:
     """The template of a file's metadata; UnsupportedError where it has none."""
     if KEY not in metadata:
-        raise UnsupportedError("the file has no chat template; use --raw")
+        raise UnsupportedError("the file has no chat template", concerns="chat_template")
     tokens = fact(metadata, "tokenizer.ggml.tokens", list, [])
     special = {}
     for name in ("bos", "eos"):

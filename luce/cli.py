@@ -16,22 +16,12 @@ from luce import __version__, _native
 from luce.bench.cli import bench
 from luce.chat import chat_template
 from luce.command import BOX, MAX_U32, Commands, CtrlC, Finite, Interrupted, device_name
+from luce.engine import Engine, Files
 from luce.errors import LuceError
-from luce.orchestrator import Event, Failed, Finished, Prefilled, Started, Tokens, Warned
-from luce.plan import (
-    DEFAULT_GAMMA,
-    MAX_GAMMA,
-    SPECS,
-    Plan,
-    Request,
-    contradiction,
-    fitted,
-    plan,
-    require_supported,
-)
+from luce.generation import Event, Failed, Finished, Prefilled, Started, Tokens, Warned
+from luce.plan import DEFAULT_GAMMA, MAX_GAMMA, SPECS, Options, Request, require_supported
 from luce.probe import probe
 from luce.render import Display, facts_text, printable, tensors_text
-from luce.session import TextSession, open_model
 from luce.structs import Sampling
 from luce.tokenizer import Tokenizer
 
@@ -110,7 +100,7 @@ def cli(version: bool) -> None:
 @click.option(
     "--ctx",
     type=click.IntRange(1, MAX_U32),
-    help="Positions of the session.  [default: 4096, or what the request needs]",
+    help="Positions of the prompt and the text.  [default: 4096, or what the request needs]",
 )
 @click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads.  [default: one per core, to 16]")
 @click.option(
@@ -170,26 +160,33 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
         raise click.UsageError("--system needs --chat")
     if "" in flags["stops"]:
         raise click.BadParameter("a stop text is empty", param_hint="'--stop'")
-    if problem := contradiction(flags["spec"], flags["mtp_gamma"], flags["mtp_gguf"] is not None):
+    if problem := contradiction(flags):
         raise click.UsageError(problem)
     text = read_prompt(prompt)
     with ExitStack() as opened, Display(flags["quiet"]) as display:
-        file = opened.enter_context(_native.File(gguf or BOX))
-        head = opened.enter_context(_native.File(flags["mtp_gguf"])) if flags["mtp_gguf"] else None
+        files = opened.enter_context(Files(gguf or BOX, flags["mtp_gguf"], flags["device"]))
         display.spin("loading the model")
-        facts = probe(file, device=flags["device"] or "auto")
-        require_supported(facts)
-        tokenizer = Tokenizer(file.kv)
-        request = make_request(prompt_ids(file.kv, tokenizer, text, flags), flags)
-        chosen = plan(facts, request, probe(head) if head else None)
-        if chosen.head:
-            chosen = fitted(chosen, file.plan_memory(chosen.device, chosen.session, head or file))
-        model = opened.enter_context(open_model(file, chosen, display.loading, head))
-        with TextSession(model, tokenizer, chosen) as session, CtrlC() as ctrl_c:
+        require_supported(files.facts)
+        request = make_request(prompt_ids(files.file.kv, files.tokenizer, text, flags), flags)
+        options, n_prompt = make_options(flags), len(request.prompt)
+        engine = opened.enter_context(
+            Engine.open(files, options, display.loading, n_prompt, request.max_tokens)
+        )
+        with CtrlC() as ctrl_c:
+            ctrl_c.on_press = engine.cancel
             writer = Writer(display, flags["as_json"])
-            for event in session.generate(request, lambda: ctrl_c.pressed):
+            for event in engine.generate(request, lambda: ctrl_c.pressed):
                 writer.on(event)
-            writer.end(chosen, session)
+            writer.end(engine, options, ctrl_c.pressed)
+
+
+def contradiction(flags: Mapping[str, Any]) -> str | None:
+    """What is wrong with flags of speculation that exclude each other."""
+    if flags["spec"] == "off" and flags["mtp_gamma"] is not None:
+        return "--mtp-gamma drafts with the NextN head, --spec off drafts nothing: give one of them"
+    if flags["spec"] == "off" and flags["mtp_gguf"] is not None:
+        return "--mtp-gguf names a NextN head to draft with, --spec off drafts nothing: give one of them"
+    return None
 
 
 def read_prompt(prompt: str | None) -> str:
@@ -218,7 +215,7 @@ def prompt_ids(kv: Mapping[str, Any], tokenizer: Tokenizer, text: str, flags: Ma
 
 
 def make_request(prompt: list[int], flags: Mapping[str, Any]) -> Request:
-    """The flags as a request."""
+    """The flags that are one generation's."""
     return Request(
         prompt=tuple(prompt),
         max_tokens=flags["max_tokens"],
@@ -230,12 +227,17 @@ def make_request(prompt: list[int], flags: Mapping[str, Any]) -> Request:
             seed=flags["seed"],
         ),
         stops=flags["stops"],
-        device=flags["device"],
+    )
+
+
+def make_options(flags: Mapping[str, Any]) -> Options:
+    """The flags that are the engine's."""
+    return Options(
         ctx=flags["ctx"],
         kv_type=flags["kv_type"],
         threads=flags["threads"],
         spec=flags["spec"],
-        mtp_gamma=flags["mtp_gamma"],
+        gamma=flags["mtp_gamma"],
     )
 
 
@@ -260,8 +262,9 @@ class Writer:
             click.echo(event.text, nl=False)
             self._line_open = not event.text.endswith("\n")
 
-    def end(self, chosen: Plan, session: TextSession) -> None:
-        """After the terminal event: the last newline or the object, the summary, the exit code."""
+    def end(self, engine: Engine, options: Options, interrupted: bool) -> None:
+        """After the terminal event: the last newline or the object, the summary, the exit code.
+        interrupted: Ctrl-C was pressed, be it in the last step."""
         self._display.clear()
         if self._line_open:
             click.echo()
@@ -270,24 +273,28 @@ class Writer:
         if not isinstance(self._last, Finished):
             raise AssertionError(f"the generation ended with {self._last}")
         if self._as_json:
-            click.echo(json.dumps(_as_json(self._last, chosen, session), ensure_ascii=False))
-        if self._last.reason == "cancelled":
+            click.echo(json.dumps(_as_json(self._last, engine, options), ensure_ascii=False))
+        if interrupted or self._last.reason == "cancelled":
             raise Interrupted()
+        if self._last.truncated_by == "context":
+            n_ctx = engine.info.n_ctx
+            self._display.warn(f"the text ends because the context of {n_ctx} tokens (--ctx) is full")
         self._display.summary(self._last)
 
 
-def _as_json(result: Finished, chosen: Plan, session: TextSession) -> dict[str, Any]:
+def _as_json(result: Finished, engine: Engine, options: Options) -> dict[str, Any]:
     stats = asdict(result.stats) | {
-        "spec": chosen.spec,
-        "device": session.model.info.device,
-        "threads": session.session.info.n_threads,
-        "plan": chosen.as_json(),
+        "spec": options.resolved_spec,
+        "device": engine.model.info.device,
+        "threads": engine.info.n_threads,
+        "plan": engine.plan.as_json(),
     }
     return {
         "text": result.text,
         "tokens": list(result.tokens),
         "prompt_tokens": result.prompt_tokens,
         "finish_reason": result.reason,
+        "truncated_by": result.truncated_by,
         "stats": stats,
     }
 

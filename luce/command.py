@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -16,6 +17,12 @@ from luce.render import printable
 
 MAX_U32 = 2**32 - 1
 COMMAND = "luce.command"  # in a context's meta: the words of the command line
+REMEDIES = {  # what LuceError.concerns, in the words of the command line
+    "nextn_head": "--mtp-gguf PATH names a file that has one",
+    "trunk": "--mtp-gguf PATH takes its head for the model of --gguf",
+    "chat_template": "--raw takes the prompt as it is",
+    "sandbox": "--unsafe-check runs the checks with limits alone, --no-check skips them",
+}
 BOX = Path(__file__).resolve().parent / "data" / "box.gguf"  # a small model that writes Python
 
 
@@ -41,9 +48,15 @@ class Commands(click.Group):
         except Cancelled:
             raise Interrupted() from None
         except LuceError as error:
-            raise click.ClickException(printable(str(error))) from error
+            raise click.ClickException(printable(with_remedy(error))) from error
         except KeyboardInterrupt:
             raise Interrupted() from None
+
+
+def with_remedy(error: LuceError) -> str:
+    """What a failure says, and what the command line has against it."""
+    remedy = REMEDIES.get(error.concerns or "")
+    return f"{error}; {remedy}" if remedy else str(error)
 
 
 class Finite(click.FloatRange):
@@ -64,16 +77,21 @@ def device_name(ctx: click.Context, param: click.Parameter, value: str) -> str |
 
 
 class CtrlC:
-    """The first Ctrl-C is a wish to stop, the second one the ordinary interrupt. Where SIGINT is
-    ignored (a background job), it stays so."""
+    """The first Ctrl-C is a wish to stop: `pressed`, and `on_press` is called. The second one is the ordinary
+    interrupt. Where SIGINT is ignored (a background job), it stays so.
+
+    Python runs the handler once the call of the core that runs has returned, which is after a step at most;
+    what on_press does reaches the next call, and `pressed` is for who has no other call to make."""
 
     def __init__(self) -> None:
         self.pressed = False
+        self.on_press: Callable[[], object] = lambda: None
         self._before: Any = None
 
     def _press(self, number: int, frame: FrameType | None) -> None:
         self.pressed = True
         signal.signal(signal.SIGINT, self._before)
+        self.on_press()
 
     def __enter__(self) -> CtrlC:
         self._before = signal.getsignal(signal.SIGINT)

@@ -8,8 +8,9 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Draft:
-    """Candidates after an anchor: `tokens`, with the parents of [anchor, *tokens] (parents[0] = -1; None:
-    a chain), or a chain of `on_device` tokens that the host reads once they are verified."""
+    """Candidates after an anchor. `tokens` are known to the host, with the parents of [anchor, *tokens]
+    (parents[0] = -1; None: a chain). Of `on_device` tokens only the number is known: the NextN head chains
+    them on the device, and the host reads them once they are verified."""
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] | None = None
@@ -17,12 +18,12 @@ class Draft:
 
     @property
     def size(self) -> int:
-        """Candidates."""
+        """The number of candidates."""
         return self.on_device or len(self.tokens)
 
     @property
     def depths(self) -> list[int]:
-        """Of each candidate, 1 for a child of the anchor."""
+        """The depth of each candidate: 1 for a child of the anchor, 2 for a child of that one."""
         if self.parents is None:
             return list(range(1, self.size + 1))
         depths = [0]
@@ -33,7 +34,8 @@ class Draft:
 
 @dataclass(frozen=True)
 class Round:
-    """One round that is done: candidates, how many of them were accepted, and the seconds of its calls."""
+    """One round that is done: how many candidates it had, how many of them were accepted, and the seconds of
+    its calls. Sequences that were in one step each count all of its time."""
 
     drafted: int
     accepted: int
@@ -41,42 +43,44 @@ class Round:
     verify_s: float
     commit_s: float
 
-    @property
-    def seconds(self) -> float:
-        return self.draft_s + self.verify_s + self.commit_s
+
+@dataclass(frozen=True)
+class Limits:
+    """What the candidates of a round are bound to. rows: their number, and depth: how deep they may go, both
+    at least 1; sequences: how many share the step, this one counted."""
+
+    rows: int
+    depth: int
+    sequences: int = 1
 
 
 class DraftSource(Protocol):
-    """Proposes what may follow the anchor. One that raises is dropped, and the generation goes on plain."""
+    """Proposes what may follow the anchor of one sequence. One that raises is dropped, and the generation
+    goes on plain."""
 
     name: str
 
     def begin(self, budget: int) -> None:
         """A generation of at most `budget` tokens begins."""
 
-    def draft(self, anchor: int, rows: int, depth: int) -> Draft:
-        """At most `rows` candidates, none deeper than `depth`; both are at least 1."""
-
-    def drafted(self, n: int) -> list[int]:
-        """The n tokens of the last draft, which was left on the device and is verified now."""
+    def draft(self, anchor: int, limits: Limits) -> Draft:
+        """Candidates for the next round, or none."""
 
     def learn(self, done: Round) -> None:
         """How a round went, also one without candidates."""
 
 
-class Drafter(Protocol):
-    """What a NextN chain needs of a session (_native.Session)."""
-
-    def draft(self, anchor: int, n: int) -> None: ...
-    def drafted(self, n: int) -> list[int]: ...
-
-
 class Pace(Protocol):
-    """Decides how many tokens to draft. gamma(limit): 0..limit for the next round."""
+    """Decides how many tokens a chain drafts."""
 
-    def begin(self, budget: int) -> None: ...
-    def gamma(self, limit: int) -> int: ...
-    def learn(self, done: Round) -> None: ...
+    def begin(self, budget: int) -> None:
+        """A generation of at most `budget` tokens begins."""
+
+    def gamma(self, limit: int, sequences: int) -> int:
+        """Drafts of the next round, 0..limit, in a step with so many sequences."""
+
+    def learn(self, done: Round) -> None:
+        """How a round went."""
 
 
 class NextN:
@@ -84,20 +88,14 @@ class NextN:
 
     name = "mtp"
 
-    def __init__(self, core: Drafter, pace: Pace):
-        self._core, self._pace = core, pace
+    def __init__(self, pace: Pace):
+        self._pace = pace
 
     def begin(self, budget: int) -> None:
         self._pace.begin(budget)
 
-    def draft(self, anchor: int, rows: int, depth: int) -> Draft:
-        n = self._pace.gamma(min(rows, depth))
-        if n:
-            self._core.draft(anchor, n)
-        return Draft(on_device=n)
-
-    def drafted(self, n: int) -> list[int]:
-        return self._core.drafted(n)
+    def draft(self, anchor: int, limits: Limits) -> Draft:
+        return Draft(on_device=self._pace.gamma(min(limits.rows, limits.depth), limits.sequences))
 
     def learn(self, done: Round) -> None:
         self._pace.learn(done)
@@ -112,7 +110,7 @@ class FixedGamma:
     def begin(self, budget: int) -> None:
         pass
 
-    def gamma(self, limit: int) -> int:
+    def gamma(self, limit: int, sequences: int) -> int:
         return min(self._gamma, limit)
 
     def learn(self, done: Round) -> None:

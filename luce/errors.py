@@ -2,9 +2,14 @@
 
 
 class LuceError(Exception):
-    """Any failure that luce reports. str() is one line; `code` is the luce_status it stands for."""
+    """Any failure that luce reports. str() is one line; `code` is the luce_status it stands for. concerns:
+    what a remedy would have to give ("nextn_head", "chat_template", ...), for who knows how to ask for it."""
 
     code = 10
+
+    def __init__(self, message: str = "", concerns: str | None = None):
+        super().__init__(message)
+        self.concerns = concerns
 
 
 class ArgumentError(LuceError):
@@ -32,25 +37,25 @@ class OutOfMemory(LuceError):
 
 
 class ContextFull(LuceError):
-    """The request does not fit into the session's context."""
+    """The request does not fit into the context."""
 
     code = 5
 
 
 class NumericError(LuceError):
-    """Non-finite logits; the session is now failed."""
+    """Non-finite logits; the sequence is now failed."""
 
     code = 6
 
 
 class StateError(LuceError):
-    """The session is failed, the handle is closed, or the call is out of order."""
+    """The sequence is failed, the handle is closed, or the call is out of order."""
 
     code = 7
 
 
 class Cancelled(LuceError):
-    """A progress callback asked to stop."""
+    """A progress callback or Engine.cancel asked to stop."""
 
     code = 8
 

@@ -1,13 +1,13 @@
-"""What to do, from what the file is and what was asked: a pure function, with a reason for each choice."""
+"""What to do, from what the files are and what was asked: a pure function, with a reason for each choice."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, ClassVar, Literal
 
 from luce.errors import ArgumentError, ContextFull, UnsupportedError
 from luce.probe import Facts
-from luce.structs import Memory, Sampling, SessionParams
+from luce.structs import EngineParams, Memory, Sampling
 
 DEFAULT_CTX = 4096
 DEFAULT_CHUNK = 512
@@ -15,140 +15,175 @@ DEFAULT_GAMMA = 2  # where a chain is asked for without a length
 MAX_GAMMA = 8  # LUCE_MAX_DRAFT
 SPECS = ("auto", "off", "mtp")
 
+Where = Literal["embedded", "separate"]
+
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked. prompt: token ids; max_tokens: at most so many new ones, >= 0; None: not given.
-    spec: one of SPECS; mtp_gamma: 0..MAX_GAMMA."""
+    """One generation. prompt: token ids; max_tokens: at most so many new ones, >= 0, None: until the context
+    is full; stops: texts to end before; ignore_eos: an end of text is a token like any other."""
 
     prompt: tuple[int, ...]
-    max_tokens: int
+    max_tokens: int | None = None
     sampling: Sampling = field(default_factory=Sampling)
     stops: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class Options:
+    """How an engine is asked for; None: not said. ctx: positions of a sequence; sequences: that run at once;
+    checkpoints: on the device at once; pages: of KV, for all of these; chunk: prefill rows of a step.
+    spec: who decides what is drafted, one of SPECS; gamma: drafts of the NextN head a round,
+    0..MAX_GAMMA."""
+
     device: str | None = None
     ctx: int | None = None
     kv_type: str | None = None
     threads: int | None = None
+    sequences: int = 1
+    checkpoints: int = 0
+    pages: int | None = None
+    chunk: int | None = None
     spec: str | None = None
-    mtp_gamma: int | None = None
+    gamma: int | None = None
+
+    @property
+    def resolved_spec(self) -> str:
+        """A length alone asks for a chain of it, nothing at all for what pays."""
+        return self.spec or ("auto" if self.gamma is None else "mtp")
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Nothing is drafted."""
+
+    mode: ClassVar[str] = "plain"
+
+
+@dataclass(frozen=True)
+class Mtp:
+    """The NextN head of the model's file (embedded) or of another (separate) drafts `gamma` >= 1 tokens."""
+
+    mode: ClassVar[str] = "mtp"
+    gamma: int
+    head: Where
+
+
+@dataclass(frozen=True)
+class Auto:
+    """The NextN head drafts as many tokens as pay, at most `gamma` >= 1."""
+
+    mode: ClassVar[str] = "auto"
+    gamma: int
+    head: Where
+
+
+Drafting = Plain | Mtp | Auto
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model and its session are opened. ctx in positions, chunk in prefill rows per step,
-    threads 0: the core's default. mode: "plain", or the draft source "mtp"; spec: who decides how much is
-    drafted, "auto", "off" or "mtp"; gamma: drafts a round, at most where spec is auto; head: where the
-    NextN head is, "embedded" in the model's file, "separate" in another, or None: not loaded.
-    reasons: a line for each of the other fields."""
+    """How a model and its engine are opened. ctx in positions, chunk in prefill rows a step; pages and
+    threads 0: the core's default. reasons: a line for each of the other fields."""
 
     device: str
     ctx: int
     kv_type: str
     chunk: int
     threads: int
-    mode: str
-    spec: str
-    gamma: int
-    head: str | None
+    sequences: int
+    checkpoints: int
+    pages: int
+    draft: Drafting
     reasons: dict[str, str]
 
     @property
-    def session(self) -> SessionParams:
-        """A row for the anchor and one for each draft."""
-        return SessionParams(
+    def drafts(self) -> int:
+        """Drafts of a round, at most."""
+        return 0 if isinstance(self.draft, Plain) else self.draft.gamma
+
+    @property
+    def params(self) -> EngineParams:
+        """The engine's: a sequence has a row for its anchor and one for each draft."""
+        return EngineParams(
             n_ctx=self.ctx,
-            n_rows=self.gamma + 1,
+            n_sequences=self.sequences,
+            n_checkpoints=self.checkpoints,
+            n_pages=self.pages,
+            n_rows=self.drafts + 1,
+            n_draft=self.drafts,
             n_chunk=self.chunk,
-            n_draft=self.gamma,
             n_threads=self.threads,
             kv_type=self.kv_type,
         )
 
     def as_json(self) -> dict[str, Any]:
-        """{field: {"value", "reason"}}."""
-        return {
-            name: {"value": getattr(self, name), "reason": reason} for name, reason in self.reasons.items()
-        }
+        """{field: {"value", "reason"}}; of draft the value is {"mode", ...}."""
+        values = {name: getattr(self, name) for name in self.reasons}
+        values["draft"] = {"mode": self.draft.mode, **asdict(self.draft)}
+        return {name: {"value": values[name], "reason": reason} for name, reason in self.reasons.items()}
 
 
-def plan(facts: Facts, request: Request, head: Facts | None = None) -> Plan:
-    """The plan of a request for the model of `facts`; head: facts of the file that it is to draft with.
-    UnsupportedError: luce cannot do it with these files; ArgumentError: the request contradicts itself, or
-    asks for more than the file has; ContextFull: the prompt alone is longer than the context."""
+def plan(
+    facts: Facts, options: Options, head: Facts | None = None, prompt: int = 0, new: int | None = None
+) -> Plan:
+    """The plan of an engine for the model of `facts`. head: facts of the file to take the NextN head from;
+    prompt, new: tokens of the longest request that is known already, and how many it may add.
+    UnsupportedError: luce cannot do it with these files; ArgumentError: the options contradict each other,
+    or ask for more than the model has; ContextFull: the prompt alone is longer than the context."""
     require_supported(facts)
-    ctx, why_ctx = _context(facts, request)
-    if len(request.prompt) > ctx:
-        raise ContextFull(f"a prompt of {len(request.prompt)} tokens, a context of {ctx} ({why_ctx})")
-    asked = "as asked"
-    reasons = {
-        "device": asked if request.device else "a CUDA device if there is one, else the CPU",
-        "ctx": why_ctx,
-        "kv_type": asked if request.kv_type else "the default",
-        "chunk": "the default",
-        "threads": asked if request.threads else "one per core, at most 16",
-    }
-    drafting, why = _drafting(facts, request, head)
+    ctx, why_ctx = _context(facts, options, prompt, new or 0)
+    if prompt > ctx:
+        raise ContextFull(f"a prompt of {prompt} tokens, a context of {ctx} ({why_ctx})")
+    drafting, why_draft = _drafting(facts, options, head)
+    asked, default = "as asked", "the default"
     return Plan(
-        device=request.device or "auto",
+        device=options.device or "auto",
         ctx=ctx,
-        kv_type=request.kv_type or "f16",
-        chunk=DEFAULT_CHUNK,
-        threads=request.threads or 0,
-        **drafting,
-        reasons=reasons | why,
+        kv_type=options.kv_type or "f16",
+        chunk=options.chunk or DEFAULT_CHUNK,
+        threads=options.threads or 0,
+        sequences=options.sequences,
+        checkpoints=options.checkpoints,
+        pages=options.pages or 0,
+        draft=drafting,
+        reasons={
+            "device": asked if options.device else "a CUDA device if there is one, else the CPU",
+            "ctx": why_ctx,
+            "kv_type": asked if options.kv_type else default,
+            "chunk": asked if options.chunk else default,
+            "threads": asked if options.threads else "one per core, at most 16",
+            "sequences": default if options.sequences == 1 else asked,
+            "checkpoints": asked if options.checkpoints else default,
+            "pages": asked if options.pages else "enough for every sequence's whole context",
+            "draft": why_draft,
+        },
     )
 
 
-def contradiction(spec: str | None, mtp_gamma: int | None, mtp_gguf: bool) -> str | None:
-    """What is wrong with flags of speculation that exclude each other."""
-    if spec == "off" and mtp_gamma is not None:
-        return "--mtp-gamma drafts with the NextN head, --spec off drafts nothing: give one of them"
-    if spec == "off" and mtp_gguf:
-        return "--mtp-gguf names a NextN head to draft with, --spec off drafts nothing: give one of them"
-    return None
-
-
-def _drafting(facts: Facts, request: Request, head: Facts | None) -> tuple[dict[str, Any], dict[str, str]]:
-    """Plan.mode, spec, gamma and head, and their reasons."""
-    if problem := contradiction(request.spec, request.mtp_gamma, head is not None):
-        raise ArgumentError(problem)
-    if head is not None and not _has_head(head):
-        raise UnsupportedError(f"the file of --mtp-gguf holds no NextN head: {_missing(head)}")
-    spec, asked = request.spec, request.mtp_gamma
-    why_spec = "as asked" if spec else "the default"
-    if spec is None:
-        spec, why_spec = ("auto", why_spec) if asked is None else ("mtp", "--mtp-gamma was given")
-    where = "separate" if head is not None else "embedded" if _has_head(facts) else None
-    if where is None and spec == "mtp" and not (asked == 0 and request.spec is None):
-        raise UnsupportedError(f"no NextN head to draft with: {_missing(facts)}; give --mtp-gguf PATH")
-    gamma, why = _gamma(spec, asked, where)
-    why_head = {"separate": "of --mtp-gguf", "embedded": "in the model's file", None: "there is none"}[where]
-    chosen = {
-        "mode": "mtp" if gamma else "plain",
-        "spec": spec,
-        "gamma": gamma,
-        "head": where if gamma else None,
-    }
-    reasons = {
-        "mode": "there is a NextN head" if gamma else why,
-        "spec": why_spec,
-        "gamma": why,
-        "head": why_head if gamma or where is None else "it would not be used",
-    }
-    return chosen, reasons
-
-
-def _gamma(spec: str, asked: int | None, where: str | None) -> tuple[int, str]:
-    """Drafts a round and the reason."""
+def _drafting(facts: Facts, options: Options, head: Facts | None) -> tuple[Drafting, str]:
+    spec, asked = options.resolved_spec, options.gamma
     if spec == "off":
-        return 0, "--spec off"
+        if asked is not None:
+            raise ArgumentError(f"chains of {asked} drafts were asked for, and that nothing is drafted")
+        return Plain(), "drafting is off, as asked"
+    if head is not None and not _has_head(head):
+        raise UnsupportedError(f"the head's file holds no NextN head: {_missing(head)}")
+    where: Where | None = "separate" if head is not None else "embedded" if _has_head(facts) else None
+    if where is None and spec == "mtp" and not (asked == 0 and options.spec is None):
+        raise UnsupportedError(f"no NextN head to draft with: {_missing(facts)}", concerns="nextn_head")
+    if asked == 0:
+        return Plain(), "no drafts, as asked"
     if where is None:
-        return 0, "there is no NextN head"
-    if asked is not None:
-        return asked, "as asked" if spec == "mtp" else "at most, as asked: what pays is measured"
+        return Plain(), "there is no NextN head"
+    of_file = "the head in the model's file" if where == "embedded" else "the head of its own file"
     if spec == "mtp":
-        return DEFAULT_GAMMA, "the default of a chain"
-    return MAX_GAMMA, "at most: what pays is measured"
+        length = "as asked" if asked else f"by default {DEFAULT_GAMMA} a round"
+        return Mtp(asked or DEFAULT_GAMMA, where), f"{of_file}, {length}"
+    most = "at most as many as asked" if asked else f"at most {MAX_GAMMA}"
+    who = "as asked" if options.spec else "the default"
+    return Auto(asked or MAX_GAMMA, where), f"{who}: as many drafts as pay, {most}, by {of_file}"
 
 
 def _has_head(facts: Facts) -> bool:
@@ -164,29 +199,27 @@ def _missing(facts: Facts) -> str:
 
 def fitted(chosen: Plan, memory: Memory) -> Plan:
     """`chosen`, plain where the choice to draft was auto's and `memory` for it is not there."""
-    if chosen.spec != "auto" or chosen.head is None or memory.total <= memory.device_free:
+    if not isinstance(chosen.draft, Auto) or memory.total <= memory.device_free:
         return chosen
     why = f"with the NextN head {memory.total:,} bytes would be needed, {memory.device_free:,} are free"
-    reasons = chosen.reasons | dict.fromkeys(("mode", "gamma", "head"), why)
-    return replace(chosen, mode="plain", gamma=0, head=None, reasons=reasons)
+    return replace(chosen, draft=Plain(), reasons=chosen.reasons | {"draft": why})
 
 
 def require_supported(facts: Facts) -> None:
     """UnsupportedError with the reasons where luce cannot generate with the file."""
     if not facts.supported:
-        raise UnsupportedError("; ".join(facts.reasons))
+        raise UnsupportedError("; ".join(facts.reasons), concerns="trunk" if facts.kind == "head" else None)
 
 
-def _context(facts: Facts, request: Request) -> tuple[int, str]:
+def _context(facts: Facts, options: Options, prompt: int, new: int) -> tuple[int, str]:
     trained = facts.context_length
-    if request.ctx is not None:
-        if trained is not None and request.ctx > trained:
-            raise ArgumentError(f"a context of {request.ctx} was asked, the model was trained for {trained}")
-        return request.ctx, "as asked"
-    needed = len(request.prompt) + request.max_tokens
+    if options.ctx is not None:
+        if trained is not None and options.ctx > trained:
+            raise ArgumentError(f"a context of {options.ctx} was asked, the model was trained for {trained}")
+        return options.ctx, "as asked"
     wanted, why = DEFAULT_CTX, f"the default of {DEFAULT_CTX}"
-    if needed > wanted:
-        wanted, why = needed, f"{len(request.prompt)} prompt tokens and {request.max_tokens} new ones"
+    if prompt + new > wanted:
+        wanted, why = prompt + new, f"{prompt} prompt tokens and {new} new ones"
     if trained is not None and trained < wanted:
         return trained, f"the model was trained for {trained}"
     return wanted, why

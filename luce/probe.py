@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -11,7 +12,7 @@ import numpy as np
 
 from luce._native import File
 from luce.errors import FileError, UnsupportedError
-from luce.structs import Memory, SessionParams, Tensor
+from luce.structs import EngineParams, Memory, Tensor
 
 T = TypeVar("T")
 _MISSING: Any = object()
@@ -97,7 +98,19 @@ def fact(kv: Mapping[str, Any], key: str, kind: type[T], default: Any = _MISSING
         value = float(value)
     if type(value) is not kind:
         raise FileError(f"key {key}: expected {_named(kind)}, found {_named(type(value))}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise FileError(f"key {key}: expected a finite number, found {value}")
     return value
+
+
+def whole_numbers(kv: Mapping[str, Any], key: str, default: Any = _MISSING) -> Any:
+    """fact of an array of numbers, which have to be integers or booleans: as a list."""
+    values = fact(kv, key, np.ndarray, default)
+    if values is default:
+        return default
+    if values.dtype.kind not in "iub":
+        raise FileError(f"key {key}: expected an array of whole numbers, found one of {values.dtype.name}")
+    return values.tolist()
 
 
 def _named(kind: type) -> str:
@@ -107,8 +120,8 @@ def _named(kind: type) -> str:
 
 
 def probe(file: File, ctx: int | None = None, device: str = "auto") -> Facts:
-    """Facts of `file`; memory is that of a session of `ctx` positions (None: as generate would take).
-    FileError where a key has the wrong type."""
+    """Facts of `file`; memory is that of an engine with one sequence of `ctx` positions (None: as generate
+    would take). FileError where a key has the wrong type."""
     kv, tensors = file.kv, file.tensors
     architecture = fact(kv, "general.architecture", str)
     kind = _kind(kv, architecture, tensors)
@@ -117,7 +130,7 @@ def probe(file: File, ctx: int | None = None, device: str = "auto") -> Facts:
     memory, reasons = None, _reasons_of_kind(kind, architecture)
     if kind == "model":
         try:
-            memory = file.plan_memory(device, SessionParams(n_ctx=context or 0))
+            memory = file.plan_memory(device, EngineParams(n_ctx=context or 0))
         except (UnsupportedError, FileError) as error:
             reasons.append(str(error))
     return Facts(
@@ -159,7 +172,7 @@ def _kind(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor]) -> st
 
 def _reasons_of_kind(kind: str, architecture: str) -> list[str]:
     return {
-        "head": ["head only: NextN blocks without their trunk; draft with it: --mtp-gguf, beside the trunk"],
+        "head": ["head only: NextN blocks without their trunk; it drafts beside a model that is one"],
         "drafter": [f"a {architecture} drafter: it drafts for a target model, it does not generate alone"],
         "other": ["the file holds no model"],
     }.get(kind, [])
@@ -210,18 +223,18 @@ def _tokenizer(kv: Mapping[str, Any]) -> str | None:
 def _dflash(kv: Mapping[str, Any], architecture: str) -> DFlash:
     """Older architectures put `dflash.` between the architecture's prefix and the key."""
 
-    def setting(name: str, kind: type[T]) -> T | None:
-        for prefix in (architecture, f"{architecture}.dflash", "dflash"):
-            if f"{prefix}.{name}" in kv:
-                return fact(kv, f"{prefix}.{name}", kind)
-        return None
+    def key(name: str) -> str:
+        prefixes = (architecture, f"{architecture}.dflash", "dflash")
+        return f"{next((p for p in prefixes if f'{p}.{name}' in kv), architecture)}.{name}"
 
-    layers = setting("target_layers", np.ndarray)
+    def setting(name: str, kind: type[T]) -> T | None:
+        return fact(kv, key(name), kind, None)
+
     window = setting("attention.sliding_window", int)
-    pattern = setting("attention.sliding_window_pattern", np.ndarray)
+    pattern = whole_numbers(kv, key("attention.sliding_window_pattern"), None)
     return DFlash(
         block_size=setting("block_size", int),
-        target_layers=None if layers is None else [int(layer) for layer in layers],
+        target_layers=whole_numbers(kv, key("target_layers"), None),
         mask_token_id=_number(kv, "tokenizer.ggml.mask_token_id"),
         sliding_window=window,
         sliding_window_pattern=None if pattern is None else [bool(layer) for layer in pattern],

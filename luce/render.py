@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.status import Status
 from rich.table import Table
 
-from luce.orchestrator import Finished
+from luce.generation import Finished
 from luce.probe import Facts
 from luce.structs import Tensor
 
@@ -173,7 +173,8 @@ def facts_text(facts: Facts) -> str:
     if facts.dflash is not None:
         lines += [(f"  {name}", _or_dash(value)) for name, value in vars(facts.dflash).items()]
     if facts.memory is not None:
-        parts = {name: size(getattr(facts.memory, name)) for name in ("weights", "kv", "state", "compute")}
+        names = ("weights", "kv", "state", "compute", "other")
+        parts = {name: size(getattr(facts.memory, name)) for name in names}
         detail = ", ".join(f"{name} {part}" for name, part in parts.items())
         lines.append((f"memory at {facts.context}", f"{size(facts.memory.total)} ({detail})"))
     lines.append(("supported", "yes" if facts.supported else "no: " + "; ".join(facts.reasons)))

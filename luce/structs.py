@@ -33,7 +33,9 @@ class TypeInfo:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the device; `total` is what model and session together allocate."""
+    """Bytes on the device; `total` is what a new model and engine together allocate. kv: pages; state: of
+    sequences and checkpoints; compute: activations, inputs and outputs; other: an upper bound of what the
+    captured graphs and the pools of ggml's kernels take."""
 
     STRUCT: ClassVar[str] = "luce_memory"
 
@@ -41,6 +43,7 @@ class Memory:
     kv: int
     state: int
     compute: int
+    other: int
     total: int
     device_free: int
 
@@ -57,14 +60,19 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class SessionParams:
-    """0 and None mean the core's default: ctx min(trained, 4096), 1 row, chunk 512, no drafts, threads up
-    to 16. n_draft > 0 needs a model with a head, and n_rows > n_draft."""
+class EngineParams:
+    """How an engine is opened. 0 and None mean the core's default: n_ctx positions of a sequence
+    min(trained, 4096), 1 sequence, no checkpoints, KV pages for as many full sequences (and one more with
+    checkpoints), n_draft + 1 rows of a sequence in a step, no drafts, 512 rows of a prefill step, up to 16
+    CPU threads, f16 KV. n_draft > 0 needs a model with a head."""
 
     n_ctx: int = 0
+    n_sequences: int = 0
+    n_checkpoints: int = 0
+    n_pages: int = 0
     n_rows: int = 0
-    n_chunk: int = 0
     n_draft: int = 0
+    n_chunk: int = 0
     n_threads: int = 0
     kv_type: str | None = None
 
@@ -112,17 +120,54 @@ class ModelInfo:
 
 
 @dataclass(frozen=True)
-class SessionInfo:
-    """An opened session; sizes as resolved, memory in bytes on the device."""
+class EngineInfo:
+    """An opened engine: sizes as resolved, what is free now, bytes on the device."""
 
-    STRUCT: ClassVar[str] = "luce_session_info"
+    STRUCT: ClassVar[str] = "luce_engine_info"
 
     memory_bytes: int
     n_ctx: int
+    n_sequences: int
+    n_checkpoints: int
+    n_pages: int
     n_rows: int
+    n_draft: int
     n_chunk: int
     n_threads: int
-    n_draft: int
+    pages_free: int
+    sequences_free: int
+    checkpoints_free: int
+
+
+@dataclass(frozen=True)
+class SequenceInfo:
+    """A sequence: n_past committed tokens, n_verified rows that are not committed yet, KV pages that it
+    holds alone or shares. failed: only reset, resume and close work."""
+
+    STRUCT: ClassVar[str] = "luce_sequence_info"
+
     n_past: int
     n_verified: int
+    n_pages: int
     failed: int
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A checkpoint of n_past committed tokens; size_bytes: what its save() returns."""
+
+    STRUCT: ClassVar[str] = "luce_checkpoint_info"
+
+    size_bytes: int
+    n_past: int
+    on_device: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a step took when the engine was opened. drafts 0: a verify of `rows` rows; 1: one more draft for
+    each of `rows` sequences."""
+
+    rows: int
+    drafts: int
+    seconds: float

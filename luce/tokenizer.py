@@ -6,12 +6,11 @@ import codecs
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from luce.errors import ArgumentError, FileError, UnsupportedError
-from luce.probe import fact
+from luce.probe import fact, whole_numbers
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -120,10 +119,10 @@ class Tokenizer:
 
 def _token_types(metadata: Mapping[str, Any], count: int) -> list[int]:
     key = "tokenizer.ggml.token_type"
-    types = fact(metadata, key, np.ndarray, np.full(count, _NORMAL))
+    types: list[int] = whole_numbers(metadata, key, [_NORMAL] * count)
     if len(types) != count:
         raise FileError(f"key {key}: {len(types)} types for {count} tokens")
-    return [int(kind) for kind in types.tolist()]
+    return types
 
 
 def _build(vocabulary: dict[str, int], merges: Sequence[str], split: str) -> tokenizers.Tokenizer:

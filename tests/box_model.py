@@ -7,9 +7,9 @@ from pathlib import Path
 import ref
 import tiny
 
-from luce import _native
+import luce
 
-DATA = Path(_native.__file__).resolve().parent / "data"
+DATA = Path(luce.__file__).resolve().parent / "data"
 GGUF, DRAFTER = DATA / "box.gguf", DATA / "box-dflash.gguf"
 CONFIG = tiny.Config(
     n_layer=12, interval=4, n_embd=256, n_ff=1024, n_head=4, n_head_kv=2, head_dim=64, rope_dim=64,

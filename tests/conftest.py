@@ -1,13 +1,30 @@
 """Fixtures and options of the whole suite. The core is never optional: without libluce tests fail."""
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import tiny
+from click.testing import CliRunner
 
+import luce
 from luce import _native
+from luce.cli import cli
 
 HEADER = Path(__file__).resolve().parent.parent / "native" / "include" / "luce.h"
+
+# The command with the library under test, also where it is not the installed one (--luce-lib)
+PROGRAM = """
+import sys
+from pathlib import Path
+from luce import _native
+from luce.cli import main
+_native.use(_native.load(Path(sys.argv.pop(1)), Path(sys.argv.pop(1))))
+main()
+"""
 
 
 def pytest_addoption(parser):
@@ -20,8 +37,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "sanitize: loader and ABI tests that sanitizer builds run as well")
     if folder := config.getoption("--luce-lib"):
-        library = _native.load(folder, HEADER)
-        _native.default = lambda: library
+        _native.use(_native.load(folder, HEADER))
 
 
 @pytest.fixture(scope="session")
@@ -42,3 +58,58 @@ def tiny_gguf(tmp_path_factory):
     config = tiny.Config()
     path = tmp_path_factory.mktemp("models") / "tiny.gguf"
     return tiny.write(path, config, tiny.layout(config, seed=1))
+
+
+# ---- the command line
+
+
+@pytest.fixture
+def luce_(native, tiny_gguf, device):
+    """luce_(*args, stdin=...): the command in this process; {} stands for the tiny model."""
+
+    def run(*args, stdin=None):
+        args = [str(tiny_gguf) if arg == "{}" else str(arg) for arg in args]
+        if args[:1] == ["generate"] and "--device" not in args:
+            args += ["--device", device]
+        return CliRunner().invoke(cli, args, input=stdin)
+
+    return run
+
+
+@pytest.fixture
+def process(native, tiny_gguf, device):
+    """process(*args): `luce generate` of the tiny model as a process of its own."""
+
+    def start(*args, gguf=tiny_gguf, **options):
+        folder = Path(luce.__file__).parent.parent
+        command = [sys.executable, "-c", PROGRAM, native.path.parent, HEADER, "generate", "--gguf", gguf]
+        options = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+        } | options
+        return subprocess.Popen(
+            [*map(str, command), "--device", device, *args],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])},
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            **options,
+        )
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def endless(tmp_path_factory):
+    """A tiny model with a context of 250000 that never chooses an end of text."""
+    config = tiny.Config(n_ctx=250_000, n_nextn=1)
+    tensors = tiny.layout(config, seed=1)
+    tensors["output.weight"][256:] = 0  # (V, E): greedy takes bytes only
+    return tiny.write(tmp_path_factory.mktemp("endless") / "endless.gguf", config, tensors)
+
+
+@pytest.fixture
+def foreground():
+    """SIGINT as a shell's foreground job has it, also where the tests themselves were started with `&`."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

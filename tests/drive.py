@@ -1,4 +1,8 @@
-"""What the tests do with a model: open it, decode plainly, grow random trees."""
+"""What the tests do with a model: open engines and sequences, decode, grow random trees.
+
+A sequence that a test drives alone: `open_sequence(model)`, then prefill, draft, verify, step, decode ... of
+this module, whose steps have this sequence alone.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import tiny
 
-from luce._native import File, Library, Model, Session
-from luce.structs import Memory, SessionParams
+from luce._native import Drafts, Engine, File, IntArray, Library, Model, Rows
+from luce._native import Sequence as Timeline
+from luce.structs import EngineParams, Memory
 
 # Every ggml type that luce multiplies with.
 WEIGHT_TYPES = (
@@ -48,9 +53,9 @@ def open_model(native: Library, path: Path, device: str = "cpu", *, head: Head =
 def memory(
     native: Library, path: Path, device: str = "cpu", *, head: Head = None, n_draft: int = 0
 ) -> Memory:
-    """What a session of 64 positions that drafts would need."""
+    """What an engine with a sequence of 64 positions that drafts would need."""
     file = File(path, native)
-    params = SessionParams(n_ctx=64, n_rows=n_draft + 1, n_draft=n_draft)
+    params = EngineParams(n_ctx=64, n_draft=n_draft)
     return file.plan_memory(device, params, _head_file(file, head))
 
 
@@ -60,27 +65,77 @@ def _head_file(file: File, head: Head) -> File | None:
     return file if head else None
 
 
-def open_session(model: Model, **params: int | str) -> Session:
+def open_engine(model: Model, **params: int | str) -> Engine:
     """f32 KV, 64 rows and 1 thread unless said otherwise: threads that wait for each other on a busy machine
     cost tests five times what they save (test_invariance compares 1 and 2)."""
     filled = {"n_rows": 64, "n_threads": 1, "kv_type": "f32"} | params
-    return Session(model, SessionParams(**filled))  # type: ignore[arg-type]
+    return Engine(model, EngineParams(**filled))  # type: ignore[arg-type]
 
 
-def step(session: Session, token: int) -> np.ndarray:
+def open_sequence(model: Model, **params: int | str) -> Timeline:
+    """The one sequence of an engine of its own, which is its `engine`."""
+    return open_engine(model, **params).sequence()
+
+
+# ---- one step of one sequence
+
+
+def prefill(sequence: Timeline, tokens: Sequence[int], *, last: bool = True) -> int | None:
+    """All of a prompt, or its next part, cut where chunks end: the choice after it if it is the last part."""
+    chunk, past = sequence.engine.info.n_chunk, sequence.info.n_past
+    ends = [*range(chunk - past % chunk, len(tokens), chunk), len(tokens)]
+    choice = None
+    for begin, end in zip([0, *ends], ends, strict=False):
+        choice = sequence.prefill(tokens[begin:end], last and end == len(tokens))
+    return choice
+
+
+def start(sequence: Timeline, prompt: Sequence[int]) -> int:
+    """prefill of a whole prompt: the first token after it."""
+    choice = prefill(sequence, prompt)
+    assert choice is not None
+    return choice
+
+
+def draft(sequence: Timeline, anchor: int, n: int) -> None:
+    """A chain of n drafts, which stay on the device."""
+    sequence.engine.draft([Drafts(sequence, anchor, n)])
+
+
+def verify(sequence: Timeline, tokens: IntArray, parents: IntArray | None = None) -> list[int]:
+    """The target's choice after each row; raises NumericError where the logits were not finite."""
+    return _alone(sequence, Rows(sequence, tokens, parents))
+
+
+def verify_draft(sequence: Timeline, n: int) -> list[int]:
+    """verify of the last draft's anchor and its first n tokens."""
+    return _alone(sequence, Rows(sequence, n=n + 1))
+
+
+def _alone(sequence: Timeline, rows: Rows) -> list[int]:
+    (choices,) = sequence.engine.verify([rows])
+    if isinstance(choices, Exception):
+        raise choices
+    return choices
+
+
+# ---- decoding
+
+
+def step(sequence: Timeline, token: int) -> np.ndarray:
     """Plain decoding of one token: its logits."""
-    session.verify([token])
-    logits = session.logits(0)
-    session.commit([0])
+    verify(sequence, [token])
+    logits = sequence.logits(0)
+    sequence.commit([0])
     return logits
 
 
-def greedy(session: Session, prompt: Sequence[int], n: int) -> list[int]:
+def greedy(sequence: Timeline, prompt: Sequence[int], n: int) -> list[int]:
     """The n tokens that follow the prompt."""
-    out = [session.prefill(prompt)]
+    out = [start(sequence, prompt)]
     while len(out) < n:
-        (choice,) = session.verify(out[-1:])
-        session.commit([0])
+        (choice,) = verify(sequence, out[-1:])
+        sequence.commit([0])
         out.append(choice)
     return out
 
@@ -96,46 +151,79 @@ class Decoded:
 
 
 def decode(
-    session: Session, prompt: Sequence[int], n: int, gamma: int | Sequence[int] = 0, *, logits: bool = False
+    sequence: Timeline, prompt: Sequence[int], n: int, gamma: int | Sequence[int] = 0, *, logits: bool = False
 ) -> Decoded:
     """At least n tokens after the prompt, from an empty timeline. gamma: drafts of all rounds, or of each."""
-    session.reset()
-    out = Decoded([session.prefill(prompt)])
+    sequence.reset()
+    out = Decoded([start(sequence, prompt)])
     if logits:
-        out.logits.append(session.logits(0))
-    return go_on(session, out, n, gamma, logits=logits)
+        out.logits.append(sequence.logits(0))
+    return go_on(sequence, out, n, gamma, logits=logits)
 
 
 def go_on(
-    session: Session, out: Decoded, n: int, gamma: int | Sequence[int] = 0, *, logits: bool = False
+    sequence: Timeline, out: Decoded, n: int, gamma: int | Sequence[int] = 0, *, logits: bool = False
 ) -> Decoded:
     """Rounds until out holds n tokens, the last of which is the anchor."""
     while len(out.tokens) < n:
         size = gamma if isinstance(gamma, int) else gamma[len(out.accepted) % len(gamma)]
         anchor = out.tokens[-1]
         if size:
-            session.draft(anchor, size)
-            choices = session.verify_draft(size)
-            rows = [anchor, *session.drafted(size)]
+            draft(sequence, anchor, size)
+            choices = verify_draft(sequence, size)
+            rows = [anchor, *sequence.drafted(size)]
         else:
-            rows, choices = [anchor], session.verify([anchor])
-        path, following = session.accept(rows, None, choices)
+            rows, choices = [anchor], verify(sequence, [anchor])
+        path, following = sequence.accept(rows, None, choices)
         if logits:
-            out.logits += [session.logits(row) for row in path]
-        session.commit(path)
+            out.logits += [sequence.logits(row) for row in path]
+        sequence.commit(path)
         out.tokens += [*(rows[row] for row in path[1:]), following]
         out.accepted.append(len(path) - 1)
     return out
 
 
-def chain_logits(session: Session, tokens: Sequence[int], width: int) -> np.ndarray:
+def decode_together(
+    sequences: Sequence[Timeline],
+    prompts: Sequence[Sequence[int]],
+    n: int,
+    gamma: int | Sequence[int] = 0,
+) -> list[Decoded]:
+    """At least n tokens after each prompt, all sequences of one engine in each step. gamma: drafts of all
+    sequences, or of each; those that have n tokens leave the steps."""
+    engine = sequences[0].engine
+    gammas = [gamma] * len(sequences) if isinstance(gamma, int) else gamma
+    out = []
+    for sequence, prompt in zip(sequences, prompts, strict=True):
+        sequence.reset()
+        out.append(Decoded([start(sequence, prompt)]))
+    while going := [at for at, each in enumerate(out) if len(each.tokens) < n]:
+        drafting = [at for at in going if gammas[at]]
+        if drafting:
+            engine.draft([Drafts(sequences[at], out[at].tokens[-1], gammas[at]) for at in drafting])
+        rows = [
+            Rows(sequences[at], None if gammas[at] else out[at].tokens[-1:], n=gammas[at] + 1) for at in going
+        ]
+        for at, choices in zip(going, engine.verify(rows), strict=True):
+            if isinstance(choices, Exception):
+                raise choices
+            drafts = sequences[at].drafted(gammas[at]) if gammas[at] else []
+            tokens = [out[at].tokens[-1], *drafts]
+            path, following = sequences[at].accept(tokens, None, choices)
+            sequences[at].commit(path)
+            out[at].tokens += [*(tokens[row] for row in path[1:]), following]
+            out[at].accepted.append(len(path) - 1)
+    return out
+
+
+def chain_logits(sequence: Timeline, tokens: Sequence[int], width: int) -> np.ndarray:
     """Logits (rows, V) of tokens verified and committed `width` at a time."""
     out = []
     for i in range(0, len(tokens), width):
         rows = tokens[i : i + width]
-        session.verify(rows)
-        out += [session.logits(r) for r in range(len(rows))]
-        session.commit(range(len(rows)))
+        verify(sequence, rows)
+        out += [sequence.logits(r) for r in range(len(rows))]
+        sequence.commit(range(len(rows)))
     return np.stack(out)
 
 

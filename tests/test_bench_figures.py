@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from luce._native import Drafts, Rows
 from luce.bench import output, sweep
 from luce.bench.run import Case, Mode, Record, parse_modes
 from luce.bench.summary import quartiles, summarise
@@ -154,29 +155,29 @@ def test_plots_are_written(tmp_path: Path):
 
 
 class Steps:
-    """A session whose steps take as many seconds as they have rows, by its clock; drafts half of that."""
+    """A sequence whose steps take as many seconds as they have rows, by its clock; drafts half of that."""
 
     def __init__(self) -> None:
         self.now, self.past = 0.0, 0
-        self.info = self
+        self.engine = self.info = self
         self.n_chunk = 16
 
     def reset(self) -> None:
         self.past = 0
 
-    def prefill(self, tokens: list[int]) -> None:
-        assert 0 < len(tokens) <= self.n_chunk
+    def prefill(self, tokens: list[int], last: bool) -> None:
+        assert tokens and self.past % self.n_chunk + len(tokens) <= self.n_chunk and not last
         self.past += len(tokens)
         self.now += 100.0
 
-    def verify(self, rows: list[int]) -> None:
-        self.now += len(rows)
+    def verify(self, items: list[Rows]) -> list[list[int]]:
+        (item,) = items
+        self.now += item.n
+        return [[0] * item.n]
 
-    def draft(self, anchor: int, n: int) -> None:
-        self.now += n / 2
-
-    def verify_draft(self, n: int) -> None:
-        self.now += n + 1
+    def draft(self, items: list[Drafts]) -> None:
+        (item,) = items
+        self.now += item.n / 2
 
 
 def test_sweep_compares_with_one_row_at_the_same_context():

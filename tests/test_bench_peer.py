@@ -292,7 +292,7 @@ def test_a_server_does_not_outlive_its_block(programs: Path, oracle: Path) -> No
     assert process.poll() is not None
 
 
-def test_a_build_makes_both_programs_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_makes_all_programs_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a cmake that writes its arguments."""
     tools = tmp_path / "tools"
     tools.mkdir()
@@ -306,7 +306,7 @@ def test_a_build_makes_both_programs_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert llamacpp.build(tmp_path / "peer", cuda=True) == tmp_path / "peer" / "bin"
     configure, make = (tmp_path / "calls").read_text().splitlines()
     assert "-S /the/source" in configure and "-DGGML_CUDA=ON" in configure
-    assert make == f"--build {tmp_path}/peer --target llama-bench llama-server"
+    assert make == f"--build {tmp_path}/peer --target llama-bench llama-server llama-batched-bench"
     cmake.write_text("#!/bin/sh\nexit 1\n")
     with pytest.raises(llamacpp.PeerError, match="llama.cpp cannot be built"):
         llamacpp.build(tmp_path / "peer", cuda=False)

@@ -18,7 +18,8 @@ import pytest
 import ref
 from conftest import HEADER
 
-from luce._native import File, Library, Model, Session
+from luce._native import File, Library, Model
+from luce._native import Sequence as Timeline
 from luce.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,40 +60,40 @@ def prompts(native: Library) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def session(native: Library, device: str) -> Session:
+def sequence(native: Library, device: str) -> Timeline:
     """box.gguf as it ships, f32 KV, with its NextN head."""
     file = File(box_model.GGUF, native)
     model = Model(file, device, head=file)
-    return drive.open_session(model, n_ctx=512, n_draft=4)
+    return drive.open_sequence(model, n_ctx=512, n_draft=4)
 
 
-def errors(session: Session, prompt: np.ndarray, expected: np.ndarray) -> float:
+def errors(sequence: Timeline, prompt: np.ndarray, expected: np.ndarray) -> float:
     """Max abs logit error by verify steps of several widths and by one prefill."""
     worst = 0.0
     for width in (1, 7, len(prompt)):
-        session.reset()
-        worst = max(worst, float(np.abs(drive.chain_logits(session, prompt, width) - expected).max()))
-    session.reset()
-    session.prefill(prompt)
-    return max(worst, float(np.abs(session.logits(0) - expected[-1]).max()))
+        sequence.reset()
+        worst = max(worst, float(np.abs(drive.chain_logits(sequence, prompt, width) - expected).max()))
+    sequence.reset()
+    drive.prefill(sequence, prompt)
+    return max(worst, float(np.abs(sequence.logits(0) - expected[-1]).max()))
 
 
-def check_greedy(session: Session, golden: Golden, name: str, error: float) -> None:
+def check_greedy(sequence: Timeline, golden: Golden, name: str, error: float) -> None:
     """The golden's greedy tokens, or, where `error` could change some, the others step by step."""
     prompt, greedy = golden["prompt"], golden[f"{name}greedy"]
-    session.reset()
+    sequence.reset()
     if golden[f"{name}gap"].min() > 2 * error:
-        assert drive.greedy(session, prompt, len(greedy)) == greedy.tolist()
+        assert drive.greedy(sequence, prompt, len(greedy)) == greedy.tolist()
         return
-    choices = [session.prefill(prompt)]
+    choices = [drive.prefill(sequence, prompt)]
     for token in greedy[:-1]:
-        choices += session.verify([token])
-        session.commit([0])
+        choices += drive.verify(sequence, [token])
+        sequence.commit([0])
     clear = golden[f"{name}gap"] > 2 * error
     assert np.array(choices)[clear].tolist() == greedy[clear].tolist()
 
 
-def check_drafts(session: Session, golden: Golden, name: str, bound: float) -> int:
+def check_drafts(sequence: Timeline, golden: Golden, name: str, bound: float) -> int:
     """The golden's drafts after every anchor, by one timeline that goes on token by token and, where logits
     were kept, from a prefill of all before. A chain counts up to where two logits are closer than 2 * bound.
     Returns how many drafts were compared."""
@@ -102,18 +103,18 @@ def check_drafts(session: Session, golden: Golden, name: str, bound: float) -> i
     again = golden["draft_anchors"].tolist()
 
     def check(at: int) -> None:
-        session.draft(greedy[at], expected.shape[1])
-        found = np.array(session.drafted(expected.shape[1]))
+        drive.draft(sequence, greedy[at], expected.shape[1])
+        found = np.array(sequence.drafted(expected.shape[1]))
         assert found[clear[at]].tolist() == expected[at, clear[at]].tolist(), f"anchor {at}"
 
-    session.reset()
-    session.prefill(prompt)
+    sequence.reset()
+    drive.prefill(sequence, prompt)
     for at, token in enumerate(greedy):
         check(at)
-        drive.step(session, token)
+        drive.step(sequence, token)
     for at in again:
-        session.reset()
-        session.prefill(prompt + greedy[:at])
+        sequence.reset()
+        drive.prefill(sequence, prompt + greedy[:at])
         check(at)
     return int(clear.sum() + clear[again].sum())
 
@@ -137,12 +138,12 @@ def test_core_in_f32_agrees_with_transformers(
 ) -> None:
     """box.gguf's weights in an F32 file."""
     path = box_model.write_f32(tmp_path / "box-f32.gguf")
-    session = drive.open_session(drive.open_model(native, path, device), n_ctx=256)
-    error = errors(session, golden["prompt"], golden["stored_logits"])
+    sequence = drive.open_sequence(drive.open_model(native, path, device), n_ctx=256)
+    error = errors(sequence, golden["prompt"], golden["stored_logits"])
     record_property("max_abs_logit_error", error)
     print(f"max abs logit error on {device}: {error:.2e}")
     assert error <= (CPU_BOUND if device == "cpu" else drive.CUDA_BOUND)
-    check_greedy(session, golden, "stored_", error)
+    check_greedy(sequence, golden, "stored_", error)
 
 
 def test_reference_head_agrees_with_torch(golden: Golden, record_property: Record) -> None:
@@ -167,30 +168,30 @@ def test_drafts_in_f32_are_those_of_torch(
     native: Library, device: str, golden: Golden, tmp_path: Path, record_property: Record
 ) -> None:
     path = box_model.write_f32(tmp_path / "box-f32.gguf")
-    session = drive.open_session(drive.open_model(native, path, device, head=True), n_ctx=256, n_draft=3)
-    n = check_drafts(session, golden, "stored_", CPU_BOUND if device == "cpu" else drive.CUDA_BOUND)
+    sequence = drive.open_sequence(drive.open_model(native, path, device, head=True), n_ctx=256, n_draft=3)
+    n = check_drafts(sequence, golden, "stored_", CPU_BOUND if device == "cpu" else drive.CUDA_BOUND)
     record_property("clear_drafts", n)
     assert n >= 100, "too few drafts say anything"
 
 
 @pytest.mark.parametrize(("name", "bound"), [("stored_", Q8_BOUND), ("", CHECKPOINT_BOUND)])
 def test_drafts_of_the_file_are_those_of_torch(
-    session: Session, golden: Golden, name: str, bound: float, record_property: Record
+    sequence: Timeline, golden: Golden, name: str, bound: float, record_property: Record
 ) -> None:
-    n = check_drafts(session, golden, name, bound)
+    n = check_drafts(sequence, golden, name, bound)
     record_property("clear_drafts", n)
     assert n >= 50, "too few drafts say anything"
 
 
 @pytest.mark.parametrize(("name", "bound"), [("stored_", Q8_BOUND), ("", CHECKPOINT_BOUND)])
 def test_core_on_the_file_agrees_with_transformers(
-    session: Session, device: str, golden: Golden, name: str, bound: float, record_property: Record
+    sequence: Timeline, device: str, golden: Golden, name: str, bound: float, record_property: Record
 ) -> None:
-    error = errors(session, golden["prompt"], golden[f"{name}logits"])
+    error = errors(sequence, golden["prompt"], golden[f"{name}logits"])
     record_property("max_abs_logit_error", error)
     print(f"max abs logit error on {device}: {error:.2e}")
     assert error <= bound
-    check_greedy(session, golden, name, error)
+    check_greedy(sequence, golden, name, error)
 
 
 @pytest.mark.skipif(not CHECKPOINT.exists(), reason="the training checkpoint is not here")
@@ -202,52 +203,54 @@ def test_checkpoint_in_f32_agrees_with_transformers(
 
     path = tmp_path / "box-f32.gguf"
     convert_qwen35.convert(CHECKPOINT, path, "F32", say=lambda text: None)
-    session = drive.open_session(drive.open_model(native, path, device, head=True), n_ctx=256, n_draft=3)
-    error = errors(session, golden["prompt"], golden["logits"])
+    sequence = drive.open_sequence(drive.open_model(native, path, device, head=True), n_ctx=256, n_draft=3)
+    error = errors(sequence, golden["prompt"], golden["logits"])
     print(f"max abs logit error on {device}: {error:.2e}")
     bound = CPU_BOUND if device == "cpu" else drive.CUDA_BOUND
     assert error <= bound
-    check_greedy(session, golden, "", error)
-    check_drafts(session, golden, "", bound)
+    check_greedy(sequence, golden, "", error)
+    check_drafts(sequence, golden, "", bound)
 
 
 # ---- speculation
 
 
-def rounds(session: Session, prompt: Sequence[int], n: int, gamma: int) -> tuple[list[int], list[int]]:
+def rounds(sequence: Timeline, prompt: Sequence[int], n: int, gamma: int) -> tuple[list[int], list[int]]:
     """At least n greedy tokens by rounds of gamma drafts, and how many each round accepted."""
-    session.reset()
-    tokens, accepted = [session.prefill(prompt)], []
+    sequence.reset()
+    tokens, accepted = [drive.prefill(sequence, prompt)], []
     while len(tokens) < n:
-        session.draft(tokens[-1], gamma)
-        choices = session.verify_draft(gamma)
-        path, _ = session.accept([tokens[-1], *session.drafted(gamma)], None, choices)
-        session.commit(path)
+        drive.draft(sequence, tokens[-1], gamma)
+        choices = drive.verify_draft(sequence, gamma)
+        path, _ = sequence.accept([tokens[-1], *sequence.drafted(gamma)], None, choices)
+        sequence.commit(path)
         tokens += [choices[row] for row in path]
         accepted.append(len(path) - 1)
     return tokens[:n], accepted
 
 
 @pytest.mark.parametrize("gamma", [1, 2, 4])
-def test_drafts_change_no_token(session: Session, prompts: list[list[int]], gamma: int, device: str) -> None:
+def test_drafts_change_no_token(
+    sequence: Timeline, prompts: list[list[int]], gamma: int, device: str
+) -> None:
     """On CUDA, until the kernels agree for any number of rows: only where two logits nearly tie."""
     for prompt in prompts:
-        drafted, _ = rounds(session, prompt, 96, gamma)
-        session.reset()
-        plain = drive.greedy(session, prompt, 96)
+        drafted, _ = rounds(sequence, prompt, 96, gamma)
+        sequence.reset()
+        plain = drive.greedy(sequence, prompt, 96)
         if device == "cpu" or drafted == plain:
             assert drafted == plain
             continue
         at = next(i for i, (a, b) in enumerate(zip(drafted, plain, strict=True)) if a != b)
-        session.reset()
-        session.prefill([*prompt, *plain[:at]])
-        logits = session.logits(0)
+        sequence.reset()
+        drive.prefill(sequence, [*prompt, *plain[:at]])
+        logits = sequence.logits(0)
         assert logits.max() - logits[drafted[at]] <= drive.CUDA_BOUND, f"token {at}: not a near-tie"
 
 
-def test_head_is_accepted_as_in_training(session: Session, prompts: list[list[int]]) -> None:
+def test_head_is_accepted_as_in_training(sequence: Timeline, prompts: list[list[int]]) -> None:
     """The card says 0.86 for the first draft and 2.57 tokens a round, over many held-out prompts."""
-    accepted = [n for prompt in prompts for n in rounds(session, prompt, 192, 2)[1]]
+    accepted = [n for prompt in prompts for n in rounds(sequence, prompt, 192, 2)[1]]
     first, mean = np.mean(np.array(accepted) > 0), 1 + np.mean(accepted)
     print(f"{len(accepted)} rounds: first draft {first:.3f}, {mean:.3f} tokens a round")
     assert first >= 0.65

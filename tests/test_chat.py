@@ -149,8 +149,9 @@ def test_a_date_can_be_asked_for():
 
 
 def test_a_file_without_a_template_is_refused():
-    with pytest.raises(UnsupportedError, match="--raw"):
+    with pytest.raises(UnsupportedError, match="no chat template") as raised:
         chat_template({})
+    assert raised.value.concerns == "chat_template"
 
 
 def test_a_template_of_the_wrong_type_is_refused():
@@ -163,7 +164,19 @@ def test_what_a_template_refuses_is_said():
         ChatTemplate(QWEN).render([{"role": "system", "content": "x"}])
 
 
-@pytest.mark.parametrize("source", ["{% if %}", "{{ 'a' }", "{% endfor %}", "{{ x | nofilter }}"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% if %}",
+        "{{ 'a' }",
+        "{% endfor %}",
+        "{{ x | nofilter }}",
+        "{{ " + "(" * 5000 + " }}",  # a RecursionError of the parser's
+        "{% if 1 %}" * 200 + "{% endif %}" * 200,  # a SyntaxError of Python's compiler
+        "{{ " + "9" * 5000 + " }}",  # a ValueError of int()
+    ],
+    ids=range(7),
+)
 def test_a_syntax_error_names_the_template(source):
     with pytest.raises(LuceError, match="tokenizer.chat_template is not a valid template") as raised:
         ChatTemplate(source)

@@ -2,88 +2,22 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
+import drive
 import numpy as np
 import pytest
 import tiny
 from click.testing import CliRunner
-from conftest import HEADER
+from command_line import one_line
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import luce
 from luce import _native
-from luce.cli import cli, read_prompt
+from luce.cli import read_prompt
 from luce.errors import NumericError
-from luce.orchestrator import Orchestrator
+from luce.generation import Generation
 from luce.render import BAR_AFTER, printable
-
-# The library under test, also where it is not the installed one (--luce-lib)
-PROGRAM = """
-import sys
-from pathlib import Path
-from luce import _native
-from luce.cli import main
-library = _native.load(Path(sys.argv.pop(1)), Path(sys.argv.pop(1)))
-_native.default = lambda: library
-main()
-"""
-
-
-@pytest.fixture
-def luce_(native, tiny_gguf, device):
-    """luce_(*args, stdin=...): the command in this process; {} stands for the tiny model."""
-
-    def run(*args, stdin=None):
-        args = [str(tiny_gguf) if arg == "{}" else str(arg) for arg in args]
-        if args[:1] == ["generate"] and "--device" not in args:
-            args += ["--device", device]
-        return CliRunner().invoke(cli, args, input=stdin)
-
-    return run
-
-
-@pytest.fixture
-def process(native, tiny_gguf, device):
-    """process(*args): `luce generate` of the tiny model as a process of its own."""
-
-    def start(*args, gguf=tiny_gguf, **options):
-        folder = Path(luce.__file__).parent.parent
-        command = [sys.executable, "-c", PROGRAM, native.path.parent, HEADER, "generate", "--gguf", gguf]
-        options = {
-            "stdin": subprocess.DEVNULL,
-            "stdout": subprocess.PIPE,
-            "stderr": subprocess.PIPE,
-        } | options
-        return subprocess.Popen(
-            [*map(str, command), "--device", device, *args],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])},
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-            **options,
-        )
-
-    return start
-
-
-@pytest.fixture(scope="session")
-def endless(tmp_path_factory):
-    """A tiny model with a context of 250000 that never chooses an end of text."""
-    config = tiny.Config(n_ctx=250_000)
-    tensors = tiny.layout(config, seed=1)
-    tensors["output.weight"][256:] = 0  # (V, E): greedy takes bytes only
-    return tiny.write(tmp_path_factory.mktemp("endless") / "endless.gguf", config, tensors)
-
-
-def one_line(result):
-    """The error line of a failure: nothing else is on stderr, and no traceback was suppressed."""
-    assert isinstance(result.exception, SystemExit), result.exception
-    lines = result.stderr.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("Error: "), result.stderr
-    return lines[0]
 
 
 def test_text_goes_to_stdout_and_nothing_else(luce_):
@@ -95,7 +29,7 @@ def test_text_goes_to_stdout_and_nothing_else(luce_):
 def test_json_is_one_object(luce_):
     result = luce_("generate", "--gguf", "{}", "def main(", "-n", "8", "--json")
     found = json.loads(result.stdout)
-    assert set(found) == {"text", "tokens", "prompt_tokens", "finish_reason", "stats"}
+    assert set(found) == {"text", "tokens", "prompt_tokens", "finish_reason", "truncated_by", "stats"}
     assert {
         "mode", "prefill_s", "decode_s", "tok_per_s", "rounds", "drafted", "accepted", "acceptance",
         "mean_accepted_length",
@@ -111,18 +45,9 @@ def test_streamed_text_is_the_text_of_the_object(luce_):
     assert luce_(*asked).stdout.removesuffix("\n") == text.removesuffix("\n")
 
 
-def test_tokens_are_those_of_the_session(luce_, native, tiny_gguf, device):
-    from luce._native import File, Model, Session
-    from luce.structs import SessionParams
-
-    prompt = list(b"zq")
-    with File(tiny_gguf, native) as file, Model(file, device) as model, Session(
-        model, SessionParams(n_ctx=2048)
-    ) as session:  # fmt: skip
-        expected = [session.prefill(prompt)]
-        while len(expected) < 8:
-            expected += session.verify(expected[-1:])
-            session.commit([0])
+def test_tokens_are_those_of_the_engine(luce_, native, tiny_gguf, device):
+    with drive.open_model(native, tiny_gguf, device) as model:
+        expected = drive.greedy(drive.open_sequence(model, n_ctx=2048, kv_type="f16"), list(b"zq"), 8)
     found = json.loads(luce_("generate", "--gguf", "{}", "zq", "-n", "8", "--json").stdout)
     assert found["prompt_tokens"] == 2
     assert found["tokens"] == expected[: len(found["tokens"])]
@@ -175,6 +100,17 @@ def test_a_prompt_of_about_the_context(luce_, over):
         assert found["prompt_tokens"] == ctx + over
         assert len(found["tokens"]) <= 1 - over
         assert found["finish_reason"] in ("length", "stop")
+
+
+def test_a_text_that_the_context_ends_says_so(luce_, endless):
+    asked = ("generate", "--gguf", endless, "7" * 30, "--ctx", 40)
+    found = luce_(*asked, "--json", "-n", 50)
+    body = json.loads(found.stdout)
+    assert (body["finish_reason"], body["truncated_by"], len(body["tokens"])) == ("length", "context", 11)
+    assert found.exit_code == 0 and "context of 40 tokens (--ctx) is full" in found.stderr
+    assert luce_(*asked, "-n", 50, "--quiet").stderr == ""
+    budget = luce_(*asked, "--json", "-n", 11)
+    assert json.loads(budget.stdout)["truncated_by"] == "max_tokens" and budget.stderr == ""
 
 
 def test_stdin_is_the_prompt(luce_):
@@ -291,14 +227,42 @@ def test_a_model_that_gives_nan_fails_with_one_line(luce_, tmp_path):
     one_line(result)
 
 
+def rewritten(path, **keys):
+    """The tiny model with other keys in its metadata."""
+    config = tiny.Config()
+    return tiny.write(path, config, tiny.layout(config, 1), **keys)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for %}",
+        "{{ 1 + }}",
+        "{% endif %}",
+        "{{ " + "(" * 5000 + " }}",  # a RecursionError of the parser's
+        "{% if 1 %}" * 200 + "{% endif %}" * 200,  # too many blocks for Python's compiler
+        "{{ " + "9" * 5000 + " }}",  # more digits than int() takes
+        "{{ raise_exception('no') }}",
+        "{{ messages.nothing.at_all }}",
+        "{{ 1 // 0 }}",
+    ],
+    ids=range(9),
+)
+def test_a_malformed_chat_template_is_one_line(luce_, tmp_path, template):
+    path = rewritten(tmp_path / "t.gguf", chat_template=template)
+    result = luce_("generate", "--gguf", path, "x", "-n", "1", "--chat")
+    assert result.exit_code == 1 and "tokenizer.chat_template" in one_line(result)
+    assert luce_("generate", "--gguf", path, "x", "-n", "1").exit_code == 0
+
+
 def test_a_failure_after_some_text_is_one_line_and_exit_1(luce_, monkeypatch):
     def fails_later(self):
         if len(self._tokens) == 4:
             raise NumericError("injected")
         return (yield from verify(self))
 
-    verify = Orchestrator._verify
-    monkeypatch.setattr(Orchestrator, "_verify", fails_later)
+    verify = Generation._verify
+    monkeypatch.setattr(Generation, "_verify", fails_later)
     result = luce_("generate", "--gguf", "{}", "def main(")
     assert result.exit_code == 1
     assert one_line(result) == "Error: injected"
@@ -353,82 +317,6 @@ def test_damaged_header_bytes_are_an_error_or_harmless(luce_, tiny_gguf, tmp_pat
         result = luce_(*args)
         if result.exit_code:
             assert result.exit_code == 1 and one_line(result)
-
-
-def test_ctrl_c_while_text_streams_exits_130(process, endless):
-    running = process("ab", "-n", "200000", gguf=endless)
-    assert running.stdout.read(1)
-    running.send_signal(signal.SIGINT)
-    _, stderr = running.communicate(timeout=60)
-    assert running.returncode == 130
-    assert stderr.decode().splitlines() == ["Error: interrupted"]
-
-
-@pytest.fixture
-def foreground():
-    """SIGINT as a shell's foreground job has it, also where the tests themselves were started with `&`."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("foreground")
-@pytest.mark.parametrize("verb", ["_begin", "_prefill", "_propose", "_verify", "_commit"])
-@pytest.mark.parametrize("as_json", [False, True])
-def test_ctrl_c_in_any_state_exits_130(luce_, endless, monkeypatch, verb, as_json):
-    def interrupted(self):
-        monkeypatch.setattr(Orchestrator, verb, original)
-        signal.raise_signal(signal.SIGINT)
-        return (yield from original(self))
-
-    original = getattr(Orchestrator, verb)
-    monkeypatch.setattr(Orchestrator, verb, interrupted)
-    before = signal.getsignal(signal.SIGINT)
-    result = luce_("generate", "--gguf", endless, "ab", *(["--json"] if as_json else []))
-    assert result.exit_code == 130
-    assert one_line(result) == "Error: interrupted"
-    if as_json:
-        assert json.loads(result.stdout)["finish_reason"] == "cancelled"
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-@pytest.mark.usefixtures("foreground")
-def test_a_second_ctrl_c_does_not_wait_for_the_round(luce_, endless, monkeypatch):
-    def interrupted(self):
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-        raise AssertionError("the second one was ignored")
-        yield
-
-    monkeypatch.setattr(Orchestrator, "_verify", interrupted)
-    result = luce_("generate", "--gguf", endless, "ab")
-    assert result.exit_code == 130 and one_line(result) == "Error: interrupted"
-
-
-@pytest.mark.usefixtures("foreground")
-@pytest.mark.parametrize("place", ["probe", "Tokenizer", "plan", "TextSession"])
-def test_ctrl_c_while_loading_exits_130(luce_, monkeypatch, place):
-    def interrupted(*args, **options):
-        signal.raise_signal(signal.SIGINT)
-        raise AssertionError("it was ignored")
-
-    monkeypatch.setattr(f"luce.cli.{place}", interrupted)
-    result = luce_("generate", "--gguf", "{}", "ab")
-    assert result.exit_code == 130 and one_line(result) == "Error: interrupted"
-
-
-def test_ctrl_c_stays_ignored_in_the_background(luce_, monkeypatch):
-    def interrupted(self):
-        signal.raise_signal(signal.SIGINT)
-        return (yield from original(self))
-
-    original = Orchestrator._verify
-    monkeypatch.setattr(Orchestrator, "_verify", interrupted)
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        assert luce_("generate", "--gguf", "{}", "ab", "-n", "3").exit_code == 0
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def test_a_closed_pipe_ends_quietly(process, endless):

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from luce.bench.oracle_model import make_oracle
 from luce.cli import cli
-from luce.orchestrator import Finished
+from luce.generation import Finished
 from luce.plan import DEFAULT_GAMMA, MAX_GAMMA
 from luce.render import Display, summary_line
 from luce.stats import Stats
@@ -85,10 +85,10 @@ def test_every_flag_of_speculation_against_every_file(generate, model, head, spe
             drafts = has_head and means != "off" and gamma != 0
             assert (stats["mode"], stats["spec"]) == ("mtp" if drafts else "plain", means), flags
             most = {"mtp": DEFAULT_GAMMA, "auto": MAX_GAMMA}.get(means) if gamma is None else gamma
-            assert stats["plan"]["gamma"]["value"] == (most if drafts else 0), flags
+            where = "separate" if head else "embedded"
+            planned = {"mode": means, "gamma": most, "head": where} if drafts else {"mode": "plain"}
+            assert stats["plan"]["draft"]["value"] == planned, flags
             assert len(stats["rounds_by_drafts"]) <= 1 + (most if drafts else 0)
-            where = ("separate" if head else "embedded") if drafts else None
-            assert stats["plan"]["head"]["value"] == where
             assert json.loads(result.stdout)["tokens"] == tokens, flags
 
 

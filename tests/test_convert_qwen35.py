@@ -111,7 +111,7 @@ def test_converted_file_gives_the_logits_of_transformers(tmp_path, name, native,
     c, seed = CASES[name]
     golden = np.load(GOLDENS / f"{name}.npz")
     path = convert(checkpoint(tmp_path / "hf", c, seed), "--type", "F32")
-    with drive.open_model(native, path, device) as model, drive.open_session(model) as session:
+    with drive.open_model(native, path, device) as model, drive.open_sequence(model) as session:
         found = drive.chain_logits(session, golden["prompt"].tolist(), 8)
     assert np.abs(found - golden["logits"]).max() < (1e-3 if device == "cpu" else drive.CUDA_BOUND)
 
@@ -130,7 +130,7 @@ def test_save_pretrained_gives_the_logits_of_transformers(tmp_path, native):
     tokens = np.random.default_rng(1).integers(0, 300, 24).tolist()
     with torch.no_grad():
         wanted = model(torch.tensor([tokens])).logits[0].numpy()
-    with drive.open_model(native, path) as opened, drive.open_session(opened) as session:
+    with drive.open_model(native, path) as opened, drive.open_sequence(opened) as session:
         found = drive.chain_logits(session, tokens, 6)
     assert np.abs(found - wanted).max() < 1e-3
 

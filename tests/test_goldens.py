@@ -12,7 +12,8 @@ import pytest
 import ref
 import tiny
 
-from luce._native import Library, Session
+from luce._native import Library
+from luce._native import Sequence as Timeline
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -35,10 +36,10 @@ def golden(case: str) -> dict[str, np.ndarray]:
 
 
 @pytest.fixture
-def session(case: str, native: Library, device: str, tmp_path: Path) -> Session:
+def sequence(case: str, native: Library, device: str, tmp_path: Path) -> Timeline:
     config, seed = CASES[case]
     path = tiny.write(tmp_path / "f32.gguf", config, tiny.layout(config, seed))
-    return drive.open_session(drive.open_model(native, path, device), n_ctx=256)
+    return drive.open_sequence(drive.open_model(native, path, device), n_ctx=256)
 
 
 def test_cases_differ_where_it_matters() -> None:
@@ -87,40 +88,40 @@ def test_reference_tree_rows_equal_their_root_paths() -> None:
         assert np.abs(timeline.conv[i] - plain.conv[i]).max() < 1e-12
 
 
-def core_error(session: Session, golden: dict[str, np.ndarray]) -> float:
+def core_error(sequence: Timeline, golden: dict[str, np.ndarray]) -> float:
     """Max abs logit error over every position, by prefill of each prefix and by verify steps."""
     prompt, expected = golden["prompt"], golden["logits"]
     worst = 0.0
     for n in range(1, len(prompt) + 1):
-        session.reset()
-        session.prefill(prompt[:n])
-        worst = max(worst, float(np.abs(session.logits(0) - expected[n - 1]).max()))
+        sequence.reset()
+        drive.prefill(sequence, prompt[:n])
+        worst = max(worst, float(np.abs(sequence.logits(0) - expected[n - 1]).max()))
     for width in (1, 7, 40):
-        session.reset()
-        logits = drive.chain_logits(session, prompt, width)
+        sequence.reset()
+        logits = drive.chain_logits(sequence, prompt, width)
         worst = max(worst, float(np.abs(logits - expected).max()))
     return worst
 
 
 def test_core_agrees_with_transformers(
-    session: Session,
+    sequence: Timeline,
     golden: dict[str, np.ndarray],
     device: str,
     record_property: Callable[[str, object], None],
 ) -> None:
-    error = core_error(session, golden)
+    error = core_error(sequence, golden)
     record_property("max_abs_logit_error", error)
     print(f"max abs logit error on {device}: {error:.2e}")
     assert error <= (CPU_BOUND if device == "cpu" else drive.CUDA_BOUND)
-    session.reset()
+    sequence.reset()
     greedy = golden["greedy"]
     if device == "cpu":
-        assert drive.greedy(session, golden["prompt"], len(greedy)) == greedy.tolist()
+        assert drive.greedy(sequence, golden["prompt"], len(greedy)) == greedy.tolist()
         return
     # Two logits that move towards each other by `error` each may change places.
-    choices = [session.prefill(golden["prompt"])]
+    choices = [drive.prefill(sequence, golden["prompt"])]
     for token in greedy[:-1]:
-        choices += session.verify([token])
-        session.commit([0])
+        choices += drive.verify(sequence, [token])
+        sequence.commit([0])
     clear = golden["gap"] > 2 * error
     assert np.array(choices)[clear].tolist() == greedy[clear].tolist()

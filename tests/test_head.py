@@ -16,7 +16,15 @@ import tiny
 from tiny import Config
 
 from luce._native import File, Library, Model
-from luce.errors import ArgumentError, ContextFull, FileError, LuceError, NumericError, StateError
+from luce.errors import (
+    ArgumentError,
+    ContextFull,
+    FileError,
+    LuceError,
+    NumericError,
+    StateError,
+    UnsupportedError,
+)
 
 SMALL = Config(n_nextn=1)
 SEED = 41
@@ -50,7 +58,7 @@ def small(native: Library, write: Write, device: str) -> Model:
 
 
 class Trunk:
-    """The reference's timeline with its head: what the core's session keeps."""
+    """The reference's timeline with its head: what the core's sequence keeps."""
 
     def __init__(self, c: Config, weights: tiny.Weights, head: Config, head_weights: tiny.Weights):
         self.trunk, self.head = ref.Reference(c, weights), ref.NextN(head, weights | head_weights)
@@ -70,29 +78,34 @@ class Trunk:
 
 
 def check_drafts(
-    model: Model, reference: Trunk, bound: float, note: Callable[[str, object], None], **params: int | str
+    model: Model,
+    reference: Trunk,
+    bound: float,
+    note: Callable[[str, object], None],
+    n_prompt: int = 50,
+    **params: int | str,
 ) -> None:
     """Rounds whose rows are accepted at random: each draft is the reference's choice after the same chain,
     but where two of its logits are closer than `bound`."""
     rng = np.random.default_rng(1)
     n_vocab = model.info.n_vocab
-    session = drive.open_session(model, n_ctx=256, n_draft=8, **params)
-    prompt = [int(t) for t in rng.integers(0, n_vocab, 50)]
-    session.prefill(prompt)
+    sequence = drive.open_sequence(model, n_ctx=768, n_draft=8, **params)
+    prompt = [int(t) for t in rng.integers(0, n_vocab, n_prompt)]
+    drive.prefill(sequence, prompt)
     reference.feed(prompt)
     clear, worst = 0, 0.0
     for number in range(12):
         n = number % 8 + 1
         rows = [int(t) for t in rng.integers(0, n_vocab, 6)]
-        session.draft(rows[0], n)
-        drafts = session.drafted(n)
+        drive.draft(sequence, rows[0], n)
+        drafts = sequence.drafted(n)
         logits = reference.draft([rows[0], *drafts[:-1]])
         top = np.sort(logits)[:, -2:]
         clear += int((top[:, 1] - top[:, 0] > 2 * bound).sum())
         worst = max(worst, float((top[:, 1] - logits[range(n), drafts]).max()))
-        session.verify(rows)  # the anchor and what the head did not draft: any rows may be committed
+        drive.verify(sequence, rows)  # the anchor and what the head did not draft: any rows may be committed
         kept = rows[: int(rng.integers(1, 7))]
-        session.commit(range(len(kept)))
+        sequence.commit(range(len(kept)))
         reference.feed(kept)
     note("clear_drafts", clear)
     assert worst <= 2 * bound
@@ -158,21 +171,21 @@ def test_optional_tensors(
     check_drafts(model, Trunk(c, weights, c, {}), bound, record_property)
 
 
-@pytest.mark.parametrize("n_chunk", [1, 7, 50])
+@pytest.mark.parametrize("n_prompt", [1, 256, 257, 600])
 def test_the_prompt_warms_the_head_chunk_by_chunk(
-    n_chunk: int, small: Model, bound: float, record_property: Callable[[str, object], None]
+    n_prompt: int, small: Model, bound: float, record_property: Callable[[str, object], None]
 ) -> None:
-    weights = tiny.layout(SMALL, SEED)
-    check_drafts(small, Trunk(SMALL, weights, SMALL, {}), bound, record_property, n_chunk=n_chunk)
+    reference = Trunk(SMALL, tiny.layout(SMALL, SEED), SMALL, {})
+    check_drafts(small, reference, bound, record_property, n_prompt, n_chunk=256)
 
 
 # ---- where the head comes from
 
 
 def drafts_of(model: Model) -> list[int]:
-    session = drive.open_session(model, n_ctx=64, n_draft=8)
-    session.draft(session.prefill([5, 6, 7, 8]), 8)
-    return session.drafted(8)
+    sequence = drive.open_sequence(model, n_ctx=64, n_draft=8)
+    drive.draft(sequence, drive.prefill(sequence, [5, 6, 7, 8]), 8)
+    return sequence.drafted(8)
 
 
 def test_any_layout_of_files_drafts_the_same(native: Library, write: Write, device: str) -> None:
@@ -228,7 +241,7 @@ def test_a_head_is_loaded_only_where_it_is_asked_for(native: Library, write: Wri
     assert (plain.info.has_head, drafting.info.has_head) == (0, 1)
     assert plain.info.weight_bytes < drafting.info.weight_bytes
     with pytest.raises(ArgumentError, match="without a NextN head"):
-        drive.open_session(plain, n_ctx=64, n_draft=1)
+        drive.open_sequence(plain, n_ctx=64, n_draft=1)
     needs = [
         drive.memory(native, path, device, head=head, n_draft=n) for head, n in ((None, 0), (True, 4))
     ]
@@ -288,130 +301,169 @@ def test_a_damaged_head_names_its_tensor(
         drive.open_model(native, path, device, head=True)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["blk.4.attn_q.bias", "blk.4.nextn.extra.weight", "blk.5.attn_norm.weight", "rope_freqs.weight"],
+)
+@pytest.mark.parametrize("whole", [False, True], ids=["alone", "beside a trunk"])
+def test_a_tensor_that_a_head_file_would_hide_is_refused(
+    name: str, whole: bool, native: Library, write: Write, device: str
+) -> None:
+    """As in a model's file: what is not understood is not ignored."""
+    alone = replace(SMALL, n_nextn=0)
+    trunk, weights = write(alone, tiny.layout(alone, SEED), "trunk"), tiny.layout(SMALL, SEED)
+    if not whole:
+        weights = tiny.head_only(SMALL, weights, "token_embd.weight", "output_norm.weight")
+    head = write(SMALL, weights | {name: np.ones(64, np.float32)}, "head")
+    for opens in (drive.open_model, drive.memory):
+        with pytest.raises(UnsupportedError, match=name.replace(".", r"\.")) as raised:
+            opens(native, trunk, device, head=head)
+        assert "head.gguf" in str(raised.value)
+
+
+def test_two_tables_of_rows_that_are_widened(
+    native: Library, write: Write, device: str, bound: float, record_property: Callable[[str, object], None]
+) -> None:
+    """CUDA has no rows of IQ4_NL: both embeddings are widened on upload, each to its own."""
+    tables = "token_embd.weight", NEXTN + "embed_tokens.weight"
+    weights = tiny.with_own_output(SMALL, tiny.layout(SMALL, SEED), SEED)
+    types = dict.fromkeys(tables, "IQ4_NL")
+    path = write(SMALL, weights, type_of=lambda name: types.get(name, "F32"), quantize=native.quantize)
+    stored = ref.read_gguf(str(path))
+    assert not np.array_equal(stored[tables[0]], weights[tables[0]])
+    model = drive.open_model(native, path, device, head=True)
+    check_drafts(model, Trunk(SMALL, stored, SMALL, {}), bound, record_property)
+    tokens = [int(t) for t in np.random.default_rng(1).integers(0, SMALL.n_vocab, 30)]
+    expected = ref.Reference(SMALL, stored).feed(tokens)
+    found = drive.chain_logits(drive.open_sequence(model, n_ctx=64), tokens, 10)
+    assert np.abs(found - expected).max() <= bound
+
+
 # ---- what a draft refuses
 
 
-def test_a_draft_needs_a_session_that_drafts(small: Model) -> None:
-    session = drive.open_session(small, n_ctx=64)
-    session.prefill([1, 2])
+def test_a_draft_needs_a_sequence_that_drafts(small: Model) -> None:
+    sequence = drive.open_sequence(small, n_ctx=64)
+    drive.prefill(sequence, [1, 2])
     with pytest.raises(StateError):
-        session.draft(3, 1)
+        drive.draft(sequence, 3, 1)
 
 
 def test_a_draft_needs_a_committed_token(small: Model) -> None:
-    session = drive.open_session(small, n_ctx=64, n_draft=4)
+    sequence = drive.open_sequence(small, n_ctx=64, n_draft=4)
     with pytest.raises(StateError, match="prefill"):
-        session.draft(3, 1)
-    session.prefill([1])
-    session.draft(3, 1)
+        drive.draft(sequence, 3, 1)
+    drive.prefill(sequence, [1])
+    drive.draft(sequence, 3, 1)
 
 
 @pytest.mark.parametrize("n", [0, 5, 8, 2**31])
 def test_the_number_of_drafts_is_checked(n: int, small: Model) -> None:
-    session = drive.open_session(small, n_ctx=64, n_draft=4)
-    session.prefill([1])
+    sequence = drive.open_sequence(small, n_ctx=64, n_draft=4)
+    drive.prefill(sequence, [1])
     with pytest.raises(ArgumentError, match="1 to 4"):
-        session.draft(3, n)
-    assert not session.info.failed
+        drive.draft(sequence, 3, n)
+    assert not sequence.info.failed
 
 
 @pytest.mark.parametrize("token", [-1, SMALL.n_vocab, 2**31 - 1])
 def test_the_anchor_is_checked(token: int, small: Model) -> None:
-    session = drive.open_session(small, n_ctx=64, n_draft=4)
-    session.prefill([1])
+    sequence = drive.open_sequence(small, n_ctx=64, n_draft=4)
+    drive.prefill(sequence, [1])
     with pytest.raises(ArgumentError):
-        session.draft(token, 1)
-    assert not session.info.failed
+        drive.draft(sequence, token, 1)
+    assert not sequence.info.failed
 
 
 @pytest.mark.parametrize("n_draft", [9, 64])
-def test_a_session_drafts_at_most_eight(n_draft: int, small: Model) -> None:
+def test_a_sequence_drafts_at_most_eight(n_draft: int, small: Model) -> None:
     with pytest.raises(ArgumentError, match="n_draft"):
-        drive.open_session(small, n_ctx=64, n_draft=n_draft)
+        drive.open_sequence(small, n_ctx=64, n_draft=n_draft)
 
 
-def test_a_session_verifies_what_it_drafts(small: Model) -> None:
+def test_a_sequence_verifies_what_it_drafts(small: Model) -> None:
     with pytest.raises(ArgumentError, match="n_rows"):
-        drive.open_session(small, n_ctx=64, n_draft=4, n_rows=4)
+        drive.open_sequence(small, n_ctx=64, n_draft=4, n_rows=4)
 
 
 @pytest.mark.parametrize("room", range(10))
 def test_drafts_end_with_the_context(room: int, small: Model) -> None:
     """`room` positions are left; the last draft's row takes one after the anchor's."""
-    session = drive.open_session(small, n_ctx=32, n_draft=8)
-    anchor = session.prefill([1] * (32 - room))
+    sequence = drive.open_sequence(small, n_ctx=32, n_draft=8)
+    anchor = drive.prefill(sequence, [1] * (32 - room))
     for n in range(1, 9):
         if n < room:
-            session.draft(anchor, n)
-            assert len(session.verify_draft(n)) == n + 1
+            drive.draft(sequence, anchor, n)
+            assert len(drive.verify_draft(sequence, n)) == n + 1
         else:
             with pytest.raises(ContextFull):
-                session.draft(anchor, n)
-    assert session.info.n_past == 32 - room and not session.info.failed
+                drive.draft(sequence, anchor, n)
+    assert sequence.info.n_past == 32 - room and not sequence.info.failed
 
 
 def test_rows_without_tokens_need_a_draft(small: Model) -> None:
-    session = drive.open_session(small, n_ctx=64, n_draft=4)
-    anchor = session.prefill([1, 2])
+    sequence = drive.open_sequence(small, n_ctx=64, n_draft=4)
+    anchor = drive.prefill(sequence, [1, 2])
     with pytest.raises(StateError):
-        session.verify_draft(1)
-    session.draft(anchor, 2)
+        drive.verify_draft(sequence, 1)
+    drive.draft(sequence, anchor, 2)
     with pytest.raises(StateError):
-        session.verify_draft(3)
-    session.verify_draft(2)
-    session.commit([0])
+        drive.verify_draft(sequence, 3)
+    drive.verify_draft(sequence, 2)
+    sequence.commit([0])
     with pytest.raises(StateError):  # the draft was of the position before
-        session.verify_draft(2)
-    session.reset()
-    session.prefill([1, 2])
+        drive.verify_draft(sequence, 2)
+    sequence.reset()
+    drive.prefill(sequence, [1, 2])
     with pytest.raises(StateError):
-        session.verify_draft(2)
+        drive.verify_draft(sequence, 2)
 
 
 def test_a_draft_is_read_before_or_after_its_verify(small: Model) -> None:
-    session = drive.open_session(small, n_ctx=64, n_draft=4)
-    anchor = session.prefill([1, 2])
-    session.draft(anchor, 4)
-    before = session.drafted(4)
-    choices = session.verify_draft(4)
-    assert session.drafted(4) == before
-    assert session.drafted(2) == before[:2]
-    assert session.verify([anchor, *before]) == choices
-    assert session.verify_draft(2) == choices[:3]
+    sequence = drive.open_sequence(small, n_ctx=64, n_draft=4)
+    anchor = drive.prefill(sequence, [1, 2])
+    drive.draft(sequence, anchor, 4)
+    before = sequence.drafted(4)
+    choices = drive.verify_draft(sequence, 4)
+    assert sequence.drafted(4) == before
+    assert sequence.drafted(2) == before[:2]
+    assert drive.verify(sequence, [anchor, *before]) == choices
+    assert drive.verify_draft(sequence, 2) == choices[:3]
     for n in (0, 5):
         with pytest.raises(ArgumentError):
-            session.drafted(n)
+            sequence.drafted(n)
 
 
 def test_a_second_draft_replaces_the_first(small: Model) -> None:
-    session = drive.open_session(small, n_ctx=64, n_draft=4)
-    anchor = session.prefill([1, 2, 3])
-    session.draft(anchor, 4)
-    expected = session.drafted(4)
-    session.draft((anchor + 1) % SMALL.n_vocab, 2)
-    assert session.verify_draft(2) == session.verify([(anchor + 1) % SMALL.n_vocab, *session.drafted(2)])
-    session.draft(anchor, 4)
-    assert session.drafted(4) == expected
+    sequence = drive.open_sequence(small, n_ctx=64, n_draft=4)
+    anchor = drive.prefill(sequence, [1, 2, 3])
+    drive.draft(sequence, anchor, 4)
+    expected = sequence.drafted(4)
+    other = (anchor + 1) % SMALL.n_vocab
+    drive.draft(sequence, other, 2)
+    assert drive.verify_draft(sequence, 2) == drive.verify(sequence, [other, *sequence.drafted(2)])
+    drive.draft(sequence, anchor, 4)
+    assert sequence.drafted(4) == expected
 
 
-def test_drafts_that_are_not_finite_leave_the_session_usable(
+def test_drafts_that_are_not_finite_leave_the_sequence_usable(
     native: Library, write: Write, device: str
 ) -> None:
     weights = tiny.layout(SMALL, SEED)
     weights[NEXTN + "eh_proj.weight"][:] = np.nan
-    session = drive.open_session(
+    sequence = drive.open_sequence(
         drive.open_model(native, write(SMALL, weights), device, head=True), n_ctx=64, n_draft=4
     )
-    expected = drive.greedy(drive.open_session(drive.open_model(native, write(SMALL, weights), device)),
+    expected = drive.greedy(drive.open_sequence(drive.open_model(native, write(SMALL, weights), device)),
                             [1, 2, 3], 8)  # fmt: skip
-    found = [session.prefill([1, 2, 3])]
+    found = [drive.prefill(sequence, [1, 2, 3])]
     while len(found) < 8:
-        session.draft(found[-1], 4)
-        choices = session.verify_draft(4)
+        drive.draft(sequence, found[-1], 4)
+        choices = drive.verify_draft(sequence, 4)
         with pytest.raises(NumericError, match="draft"):
-            session.drafted(4)
-        assert not session.info.failed
-        session.commit([0])
+            sequence.drafted(4)
+        assert not sequence.info.failed
+        sequence.commit([0])
         found.append(choices[0])
     assert found == expected
 

@@ -74,15 +74,14 @@ def tokens_of(seed: int, n: int) -> list[int]:
 def check_widths(model: Model, same: Same, prompt: list[int], **params: int | str) -> None:
     tokens = tokens_of(2, 64)
     n_ctx = len(prompt) + 64
-    one = drive.open_session(model, n_ctx=n_ctx, **params | {"n_threads": 1})
-    one.prefill(prompt)
+    one, two = (drive.open_sequence(model, n_ctx=n_ctx, **params | {"n_threads": n}) for n in (1, 2))
+    drive.prefill(one, prompt)
     plain = drive.chain_logits(one, tokens, 1)
-    for threads in (1, 2):
-        session = drive.open_session(model, n_ctx=n_ctx, **params | {"n_threads": threads})
-        for width in WIDTHS:
-            session.reset()
-            session.prefill(prompt)
-            same(drive.chain_logits(session, tokens, width), plain)
+    for sequence, widths in ((one, WIDTHS), (two, WIDTHS[1::4])):
+        for width in widths:
+            sequence.reset()
+            drive.prefill(sequence, prompt)
+            same(drive.chain_logits(sequence, tokens, width), plain)
 
 
 @pytest.mark.parametrize("kind", drive.WEIGHT_TYPES)
@@ -96,17 +95,17 @@ def test_weight_type_computes_what_its_weights_say(
     """No exact comparison: activations are rounded to 8 bits beside quantised weights."""
     path, tokens = path_of(kind), tokens_of(1, 24)
     expected = ref.Reference(CONFIG, ref.read_gguf(str(path))).feed(tokens)
-    session = drive.open_session(drive.open_model(native, path, device), n_ctx=64)
-    verified = drive.chain_logits(session, tokens, 24)
-    session.reset()
-    session.prefill(tokens)
+    sequence = drive.open_sequence(drive.open_model(native, path, device), n_ctx=64)
+    verified = drive.chain_logits(sequence, tokens, 24)
+    sequence.reset()
+    drive.prefill(sequence, tokens)
     size = np.linalg.norm(expected) / np.sqrt(len(tokens))
     error = np.linalg.norm(verified - expected) / np.sqrt(len(tokens)) / size
     record_property("relative_logit_error", float(error))
     print(f"{kind}: relative logit error {error:.1e}")
     allowed = 3e-3 if kind == "F32" and device != "cpu" else ERROR.get(kind, 0.1)
     assert error < allowed
-    assert np.linalg.norm(session.logits(0) - expected[-1]) < 2 * allowed * size
+    assert np.linalg.norm(sequence.logits(0) - expected[-1]) < 2 * allowed * size
 
 
 @pytest.mark.parametrize("kind", drive.WEIGHT_TYPES)
@@ -135,15 +134,15 @@ def test_tree_rows_equal_plain_decoding_of_their_path(
 ) -> None:
     rng = np.random.default_rng(n_rows)
     model, prompt, tokens = model_of(kind), tokens_of(3, 21), tokens_of(4, n_rows)
-    tree, plain = (drive.open_session(model, n_ctx=128) for _ in range(2))
-    tree.prefill(prompt)
+    tree, plain = (drive.open_sequence(model, n_ctx=128) for _ in range(2))
+    drive.prefill(tree, prompt)
     parents = drive.random_tree(rng, n_rows)
-    tree.verify(tokens, parents)
+    drive.verify(tree, tokens, parents)
     leaves = sorted(set(range(n_rows)) - set(parents))
     for leaf in leaves[:10]:
         path = drive.root_path(parents, leaf)
         plain.reset()
-        plain.prefill(prompt)
+        drive.prefill(plain, prompt)
         expected = drive.chain_logits(plain, [tokens[r] for r in path], 1)
         same(np.stack([tree.logits(r) for r in path]), expected)
 
@@ -154,16 +153,16 @@ def test_any_accept_pattern_leaves_what_plain_decoding_leaves(
 ) -> None:
     rng = np.random.default_rng(7)
     model, prompt = model_of("Q4_K"), tokens_of(5, 17)
-    tree, plain = (drive.open_session(model, n_ctx=512, kv_type=kv_type) for _ in range(2))
-    tree.prefill(prompt)
-    plain.prefill(prompt)
+    tree, plain = (drive.open_sequence(model, n_ctx=512, kv_type=kv_type) for _ in range(2))
+    drive.prefill(tree, prompt)
+    drive.prefill(plain, prompt)
     for _ in range(16):
         n = int(rng.integers(1, 33))
         tokens = [int(t) for t in rng.integers(0, CONFIG.n_vocab, n)]
         parents = drive.random_tree(rng, n)
         if rng.random() < 0.3:
-            tree.verify(tokens_of(8, 11))  # replaced by the next one: leaves no trace
-        tree.verify(tokens, parents)
+            drive.verify(tree, tokens_of(8, 11))  # replaced by the next one: leaves no trace
+        drive.verify(tree, tokens, parents)
         path = drive.root_path(parents, int(rng.integers(n)))
         path = path[: int(rng.integers(1, len(path) + 1))]
         found = np.stack([tree.logits(r) for r in path])
@@ -174,9 +173,9 @@ def test_any_accept_pattern_leaves_what_plain_decoding_leaves(
 
 def test_accepting_all_rows_of_full_steps(model_of: Callable[[str], Model], same: Same) -> None:
     model, prompt = model_of("Q4_K"), tokens_of(9, 5)
-    wide, plain = (drive.open_session(model, n_ctx=512) for _ in range(2))
-    wide.prefill(prompt)
-    plain.prefill(prompt)
+    wide, plain = (drive.open_sequence(model, n_ctx=512) for _ in range(2))
+    drive.prefill(wide, prompt)
+    drive.prefill(plain, prompt)
     for i in range(4):
         tokens = tokens_of(30 + i, 64)
         same(drive.chain_logits(wide, tokens, 64), drive.chain_logits(plain, tokens, 1))
@@ -189,8 +188,8 @@ def test_two_runs_give_the_same_bits(kind: str, kv_type: str, model_of: Callable
     model, prompt, tokens = model_of(kind), tokens_of(1, 70), tokens_of(2, 40)
     runs = []
     for _ in range(3):
-        session = drive.open_session(model, n_ctx=256, kv_type=kv_type)
-        session.prefill(prompt)
-        wide, plain = (drive.chain_logits(session, tokens, width) for width in (8, 1))
+        sequence = drive.open_sequence(model, n_ctx=256, kv_type=kv_type)
+        drive.prefill(sequence, prompt)
+        wide, plain = (drive.chain_logits(sequence, tokens, width) for width in (8, 1))
         runs.append(wide.tobytes() + plain.tobytes())
     assert runs[0] == runs[1] == runs[2]

@@ -1,4 +1,4 @@
-"""Models and sessions through the core: every layer pattern against the numpy reference, prefill in
+"""Models and sequences through the core: every layer pattern against the numpy reference, prefill in
 any chunks, the edges of the context, arguments, failures, and lifetimes."""
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import ref
 import tiny
 from tiny import Config
 
-from luce._native import File, Library, Model, Session
+from luce._native import File, Library, Model
+from luce._native import Sequence as Timeline
 from luce.errors import ArgumentError, ContextFull, FileError, LuceError, NumericError, StateError
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
@@ -51,10 +52,10 @@ def tokens_of(n: int, c: Config = SMALL, seed: int = 1) -> list[int]:
     return [int(t) for t in np.random.default_rng(seed).integers(0, c.n_vocab, n)]
 
 
-def prompt_logits(session: Session, tokens: Sequence[int]) -> np.ndarray:
-    session.reset()
-    session.prefill(tokens)
-    return session.logits(0)
+def prompt_logits(sequence: Timeline, tokens: Sequence[int]) -> np.ndarray:
+    sequence.reset()
+    drive.prefill(sequence, tokens)
+    return sequence.logits(0)
 
 
 # ---- what is computed
@@ -79,9 +80,9 @@ def test_layer_pattern_against_the_reference(
 ) -> None:
     tokens = tokens_of(33, c)
     expected = ref.Reference(c, tiny.layout(c, SEED)).feed(tokens)
-    session = drive.open_session(drive.open_model(native, write(c), device), n_ctx=64)
-    assert np.abs(drive.chain_logits(session, tokens, 33) - expected).max() <= bound
-    assert np.abs(prompt_logits(session, tokens) - expected[-1]).max() <= bound
+    sequence = drive.open_sequence(drive.open_model(native, write(c), device), n_ctx=64)
+    assert np.abs(drive.chain_logits(sequence, tokens, 33) - expected).max() <= bound
+    assert np.abs(prompt_logits(sequence, tokens) - expected[-1]).max() <= bound
 
 
 @pytest.mark.parametrize("case", make_goldens.CASES)
@@ -92,21 +93,21 @@ def test_tree_against_the_reference(
     c, seed = make_goldens.CASES[case]
     weights = tiny.layout(c, seed)
     timeline = ref.Reference(c, weights)
-    session = drive.open_session(drive.open_model(native, write(c, weights), device), n_ctx=256)
+    sequence = drive.open_sequence(drive.open_model(native, write(c, weights), device), n_ctx=256)
     timeline.feed(tokens_of(12, c))
-    session.prefill(tokens_of(12, c))
+    drive.prefill(sequence, tokens_of(12, c))
     rng = np.random.default_rng(seed)
     comb = [-1, *(r - 2 + r % 2 for r in range(1, 64))]  # a spine of even rows, each with one odd leaf
     for parents in (drive.random_tree(rng, 64), comb, drive.random_tree(rng, 30)):
         tokens = tokens_of(len(parents), c, seed=len(parents))
         expected = timeline.step(tokens, parents)
-        choices = session.verify(tokens, parents)
-        found = np.stack([session.logits(r) for r in range(len(parents))])
+        choices = drive.verify(sequence, tokens, parents)
+        found = np.stack([sequence.logits(r) for r in range(len(parents))])
         assert np.abs(found - expected.logits).max() <= bound
         assert choices == found.argmax(-1).tolist()
         path = drive.root_path(parents, len(parents) - 1)
         timeline.commit(expected, path)
-        session.commit(path)
+        sequence.commit(path)
 
 
 def test_key_forms_and_containers_say_the_same(native: Library, tmp_path: Path, device: str) -> None:
@@ -129,8 +130,8 @@ def test_key_forms_and_containers_say_the_same(native: Library, tmp_path: Path, 
         model = drive.open_model(native, path, device)
         assert model.info.n_layer == 4
         assert model.info.n_nextn == ("nextn" in path.name)
-        session = drive.open_session(model, n_ctx=64)
-        results.append(drive.chain_logits(session, tokens, 4).tobytes())
+        sequence = drive.open_sequence(model, n_ctx=64)
+        results.append(drive.chain_logits(sequence, tokens, 4).tobytes())
     assert len(set(results)) == 1
     with File(paths[-1], native) as split, File(paths[-2], native) as v2:
         assert split.info.n_parts == 6 and split.info.n_tensors == len(weights)
@@ -162,13 +163,13 @@ def test_chunk_size_changes_rounding_only(
         follow.append(int(expected[-1].argmax()))
         expected.append(timeline.feed(follow[-1:])[-1])
     worst, choices = 0.0, []
-    for n_chunk in (1, 7, 64, 256, 512, 1024, 4096):
-        session = drive.open_session(model, n_ctx=1100, n_chunk=n_chunk)
-        logits = [prompt_logits(session, tokens), *drive.chain_logits(session, follow, 1)]
+    for n_chunk in (256, 512, 1024, 4096):
+        sequence = drive.open_sequence(model, n_ctx=1100, n_chunk=n_chunk)
+        logits = [prompt_logits(sequence, tokens), *drive.chain_logits(sequence, follow, 1)]
         worst = max(worst, float(np.abs(np.stack(logits) - np.stack(expected)).max()))
         choices.append([int(row.argmax()) for row in logits])
     record_property("max_abs_logit_error", worst)
-    print(f"{n_prompt} tokens in chunks of 1 to 4096: logits within {worst:.1e} of the reference")
+    print(f"{n_prompt} tokens in chunks of 256 to 4096: logits within {worst:.1e} of the reference")
     assert worst <= bound
     top = np.sort(np.stack(expected), axis=1)
     clear = top[:, -1] - top[:, -2] > 2 * worst  # two logits that move towards each other may change places
@@ -177,26 +178,28 @@ def test_chunk_size_changes_rounding_only(
 
 
 def test_prompt_split_at_chunk_multiples_gives_the_same_bits(model: Model) -> None:
-    tokens = tokens_of(300)
-    session = drive.open_session(model, n_ctx=512, n_chunk=64)
-    whole = prompt_logits(session, tokens)
-    for cuts in ((64,), (128, 192), (64, 128, 192, 256)):
-        session.reset()
+    tokens = tokens_of(1100)
+    sequence = drive.open_sequence(model, n_ctx=1280, n_chunk=256)
+    whole = prompt_logits(sequence, tokens)
+    state = sequence.dump()
+    for cuts in ((256,), (512, 768), (256, 512, 768, 1024)):
+        sequence.reset()
         for part in np.split(np.array(tokens), cuts):
-            session.prefill(part)
-        assert session.info.n_past == 300
-        assert session.logits(0).tobytes() == whole.tobytes()
+            drive.prefill(sequence, part)  # with a choice after each part, which changes nothing
+        assert sequence.info.n_past == 1100
+        assert sequence.logits(0).tobytes() == whole.tobytes()
+        assert sequence.dump() == state
 
 
 def test_prefill_after_decoding(model: Model, bound: float) -> None:
     """Prefill may start anywhere, also inside a chunk."""
-    tokens = tokens_of(90)
-    session = drive.open_session(model, n_ctx=128, n_chunk=32)
-    session.prefill(tokens[:20])
-    drive.chain_logits(session, tokens[20:33], 5)
-    session.prefill(tokens[33:])
+    tokens = tokens_of(600)
+    sequence = drive.open_sequence(model, n_ctx=640, n_chunk=256)
+    drive.prefill(sequence, tokens[:240])
+    drive.chain_logits(sequence, tokens[240:263], 5)
+    drive.prefill(sequence, tokens[263:])
     expected = ref.Reference(SMALL, tiny.layout(SMALL, SEED)).feed(tokens)[-1]
-    assert np.abs(session.logits(0) - expected).max() <= bound
+    assert np.abs(sequence.logits(0) - expected).max() <= bound
 
 
 # ---- the edges of the context
@@ -204,50 +207,50 @@ def test_prefill_after_decoding(model: Model, bound: float) -> None:
 
 @pytest.mark.parametrize("n_ctx", [1, 31, 32, 256, 257])
 def test_prompt_of_exactly_the_context(n_ctx: int, model: Model) -> None:
-    session = drive.open_session(model, n_ctx=n_ctx)
-    session.prefill(tokens_of(n_ctx))
-    assert session.info.n_past == n_ctx
+    sequence = drive.open_sequence(model, n_ctx=n_ctx)
+    drive.prefill(sequence, tokens_of(n_ctx))
+    assert sequence.info.n_past == n_ctx
     with pytest.raises(ContextFull):
-        session.verify([1])
+        drive.verify(sequence, [1])
     with pytest.raises(ContextFull):
-        session.prefill([1])
-    assert not session.info.failed
+        drive.prefill(sequence, [1])
+    assert not sequence.info.failed
 
 
 def test_prompt_past_the_context_changes_nothing(model: Model) -> None:
-    session = drive.open_session(model, n_ctx=32)
+    sequence = drive.open_sequence(model, n_ctx=32)
     with pytest.raises(ContextFull):
-        session.prefill(tokens_of(33))
-    assert session.info.n_past == 0
-    session.prefill(tokens_of(31))
-    before = session.info.n_past
+        drive.prefill(sequence, tokens_of(33))
+    assert sequence.info.n_past == 0
+    drive.prefill(sequence, tokens_of(31))
+    before = sequence.info.n_past
     with pytest.raises(ContextFull):
-        session.verify([1, 2])
+        drive.verify(sequence, [1, 2])
     with pytest.raises(ContextFull):
-        session.prefill([1, 2])
-    assert session.info.n_past == before
-    session.verify([1])
-    session.commit([0])
-    assert session.info.n_past == 32
+        drive.prefill(sequence, [1, 2])
+    assert sequence.info.n_past == before
+    drive.verify(sequence, [1])
+    sequence.commit([0])
+    assert sequence.info.n_past == 32
 
 
 def test_depth_not_rows_decides_whether_a_tree_fits(model: Model) -> None:
-    session = drive.open_session(model, n_ctx=32)
-    session.prefill(tokens_of(30))
+    sequence = drive.open_sequence(model, n_ctx=32)
+    drive.prefill(sequence, tokens_of(30))
     wide = [-1] + [0] * 63
-    assert len(session.verify(tokens_of(64), wide)) == 64
+    assert len(drive.verify(sequence, tokens_of(64), wide)) == 64
     with pytest.raises(ContextFull):
-        session.verify([1, 2, 3], [-1, 0, 1])
-    session.verify(tokens_of(64), wide)
-    session.commit([0, 63])
-    assert session.info.n_past == 32
+        drive.verify(sequence, [1, 2, 3], [-1, 0, 1])
+    drive.verify(sequence, tokens_of(64), wide)
+    sequence.commit([0, 63])
+    assert sequence.info.n_past == 32
 
 
 def test_last_rows_of_the_context_are_right(model: Model, bound: float) -> None:
     tokens = tokens_of(70)
-    session = drive.open_session(model, n_ctx=70)
-    session.prefill(tokens[:6])
-    found = drive.chain_logits(session, tokens[6:], 64)
+    sequence = drive.open_sequence(model, n_ctx=70)
+    drive.prefill(sequence, tokens[:6])
+    found = drive.chain_logits(sequence, tokens[6:], 64)
     expected = ref.Reference(SMALL, tiny.layout(SMALL, SEED)).feed(tokens)[6:]
     assert np.abs(found - expected).max() <= bound
 
@@ -257,32 +260,40 @@ def test_last_rows_of_the_context_are_right(model: Model, bound: float) -> None:
 
 @pytest.mark.parametrize("token", [-1, SMALL.n_vocab, 2**31 - 1, -(2**31)])
 def test_token_out_of_range_is_refused(token: int, model: Model) -> None:
-    session = drive.open_session(model, n_ctx=32)
-    session.prefill([1, 2])
-    for call in (session.prefill, session.verify):
+    sequence = drive.open_sequence(model, n_ctx=32)
+    drive.prefill(sequence, [1, 2])
+    for call in (drive.prefill, drive.verify):
         with pytest.raises(ArgumentError):
-            call([3, token])
-    assert session.info.n_past == 2 and not session.info.failed
+            call(sequence, [3, token])
+    assert sequence.info.n_past == 2 and not sequence.info.failed
 
 
 @pytest.mark.parametrize("n", [0, 5, 64, 65])
 def test_number_of_rows_is_checked(n: int, model: Model) -> None:
-    session = drive.open_session(model, n_ctx=128, n_rows=4)
-    session.prefill([1])
+    sequence = drive.open_sequence(model, n_ctx=128, n_rows=4)
+    drive.prefill(sequence, [1])
     with pytest.raises(ArgumentError):
-        session.verify([1] * n)
+        drive.verify(sequence, [1] * n)
 
 
-@pytest.mark.parametrize("params", [{"n_rows": 65}, {"n_chunk": 4097}, {"kv_type": "q2_k"}, {"kv_type": ""}])
-def test_session_parameters_are_checked(params: dict[str, int | str], model: Model) -> None:
-    with pytest.raises(LuceError):
-        drive.open_session(model, n_ctx=32, **params)
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"n_rows": 65}, {"n_chunk": 4097}, {"n_chunk": 100}, {"n_chunk": 4352}, {"kv_type": "q2_k"},
+        {"kv_type": ""}, {"n_sequences": 65}, {"n_checkpoints": 1025}, {"n_pages": 1 << 23}, {"n_draft": 1},
+        {"n_threads": 513}, {"n_ctx": 1 << 31},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_engine_parameters_are_checked(params: dict[str, int | str], model: Model) -> None:
+    with pytest.raises(ArgumentError, match=next(iter(params))):
+        drive.open_engine(model, **{"n_ctx": 32} | params)
 
 
 def test_empty_prompt_is_refused(model: Model) -> None:
-    session = drive.open_session(model, n_ctx=32)
+    sequence = drive.open_sequence(model, n_ctx=32)
     with pytest.raises(ArgumentError):
-        session.prefill([])
+        sequence.prefill([])
 
 
 @pytest.mark.parametrize(
@@ -291,37 +302,37 @@ def test_empty_prompt_is_refused(model: Model) -> None:
     ids=["root", "two-roots", "itself", "later", "negative", "not-depth-first"],
 )
 def test_parents_are_checked(parents: list[int], model: Model) -> None:
-    session = drive.open_session(model, n_ctx=32)
-    session.prefill([1])
+    sequence = drive.open_sequence(model, n_ctx=32)
+    drive.prefill(sequence, [1])
     with pytest.raises(ArgumentError):
-        session.verify([1] * len(parents), parents)
+        drive.verify(sequence, [1] * len(parents), parents)
 
 
 @pytest.mark.parametrize("path", [[], [1], [0, 2], [0, 0], [0, 1, 3], [0, 4], [0, -1]])
 def test_commit_path_is_checked(path: list[int], model: Model) -> None:
-    session = drive.open_session(model, n_ctx=32)
-    session.prefill([1])
-    session.verify([1, 2, 3, 4], [-1, 0, 1, 0])
+    sequence = drive.open_sequence(model, n_ctx=32)
+    drive.prefill(sequence, [1])
+    drive.verify(sequence, [1, 2, 3, 4], [-1, 0, 1, 0])
     with pytest.raises(ArgumentError):
-        session.commit(path)
-    assert session.info.n_past == 1 and not session.info.failed
-    session.commit([0, 1, 2])
-    assert session.info.n_past == 4
+        sequence.commit(path)
+    assert sequence.info.n_past == 1 and not sequence.info.failed
+    sequence.commit([0, 1, 2])
+    assert sequence.info.n_past == 4
 
 
 def test_calls_out_of_order(model: Model) -> None:
-    session = drive.open_session(model, n_ctx=32)
+    sequence = drive.open_sequence(model, n_ctx=32)
     with pytest.raises(StateError):
-        session.commit([0])
+        sequence.commit([0])
     with pytest.raises(LuceError):
-        session.logits(0)
-    session.prefill([1, 2])
+        sequence.logits(0)
+    drive.prefill(sequence, [1, 2])
     with pytest.raises(LuceError):
-        session.logits(1)
-    session.verify([3])
-    session.commit([0])
+        sequence.logits(1)
+    drive.verify(sequence, [3])
+    sequence.commit([0])
     with pytest.raises(StateError):
-        session.commit([0])
+        sequence.commit([0])
 
 
 # ---- failure and reuse
@@ -334,47 +345,50 @@ def nan_model(native: Library, write: Callable[..., Path], device: str) -> Model
 
 
 @pytest.mark.parametrize("how", ["prefill", "prefill-early", "verify", "verify-last-row"])
-def test_non_finite_logits_fail_the_session(
+def test_non_finite_logits_fail_the_sequence(
     how: str, native: Library, write: Callable[..., Path], device: str
 ) -> None:
-    session = drive.open_session(nan_model(native, write, device), n_ctx=64)
-    clean = drive.greedy(session, [1, 2, 3], 6)
-    session.reset()
+    sequence = drive.open_sequence(nan_model(native, write, device), n_ctx=64)
+    clean = drive.greedy(sequence, [1, 2, 3], 6)
+    sequence.reset()
     with pytest.raises(NumericError):
         if how.startswith("prefill"):
-            session.prefill([1, 2, 7] if how == "prefill" else [1, 7, 2, 3])
+            drive.prefill(sequence, [1, 2, 7] if how == "prefill" else [1, 7, 2, 3])
         else:
-            session.prefill([1, 2])
-            session.verify([7] if how == "verify" else [1, 2, 3, 7])
-    assert session.info.failed
-    for call in (lambda: session.prefill([1]), lambda: session.verify([1]), lambda: session.commit([0])):
+            drive.prefill(sequence, [1, 2])
+            drive.verify(sequence, [7] if how == "verify" else [1, 2, 3, 7])
+    assert sequence.info.failed
+    calls = (drive.prefill, [1]), (drive.verify, [1]), (Timeline.commit, [0])
+    for call, argument in calls:
         with pytest.raises(StateError):
-            call()
-    session.reset()
-    assert not session.info.failed
-    assert drive.greedy(session, [1, 2, 3], 6) == clean
+            call(sequence, argument)
+    with pytest.raises(StateError):
+        sequence.dump()
+    sequence.reset()
+    assert not sequence.info.failed
+    assert drive.greedy(sequence, [1, 2, 3], 6) == clean
 
 
-def test_a_reused_session_gives_the_same_bits(model: Model) -> None:
+def test_a_reused_sequence_gives_the_same_bits(model: Model) -> None:
     tokens = tokens_of(40)
-    session = drive.open_session(model, n_ctx=256)
-    first = drive.chain_logits(session, tokens, 8)
+    sequence = drive.open_sequence(model, n_ctx=256)
+    first = drive.chain_logits(sequence, tokens, 8)
     for other in (200, 3, 77):
-        session.reset()
-        session.prefill(tokens_of(other, seed=other))
-        session.verify(tokens_of(9, seed=4), drive.random_tree(np.random.default_rng(other), 9))
-        session.reset()
-        assert session.info.n_past == 0 and session.info.n_verified == 0
-        assert drive.chain_logits(session, tokens, 8).tobytes() == first.tobytes()
+        sequence.reset()
+        drive.prefill(sequence, tokens_of(other, seed=other))
+        drive.verify(sequence, tokens_of(9, seed=4), drive.random_tree(np.random.default_rng(other), 9))
+        sequence.reset()
+        assert sequence.info.n_past == 0 and sequence.info.n_verified == 0
+        assert drive.chain_logits(sequence, tokens, 8).tobytes() == first.tobytes()
 
 
-def test_two_sessions_of_one_model_do_not_meet(model: Model) -> None:
+def test_two_engines_of_one_model_do_not_meet(model: Model) -> None:
     tokens = [tokens_of(24, seed=s) for s in (5, 6)]
     alone = []
     for each in tokens:
-        with drive.open_session(model, n_ctx=64) as session:
-            alone.append(np.stack([drive.step(session, t) for t in each]))
-    pair = [drive.open_session(model, n_ctx=64) for _ in range(2)]
+        with drive.open_sequence(model, n_ctx=64) as sequence:
+            alone.append(np.stack([drive.step(sequence, t) for t in each]))
+    pair = [drive.open_sequence(model, n_ctx=64) for _ in range(2)]
     mixed = [[drive.step(s, each[i]) for s, each in zip(pair, tokens, strict=True)] for i in range(24)]
     for i, expected in enumerate(alone):
         assert np.stack([row[i] for row in mixed]).tobytes() == expected.tobytes()
@@ -383,13 +397,16 @@ def test_two_sessions_of_one_model_do_not_meet(model: Model) -> None:
 def test_children_outlive_their_parents(native: Library, write: Callable[..., Path], device: str) -> None:
     file = File(write(), native)
     model = Model(file, device)
-    session = drive.open_session(model, n_ctx=64)
-    expected = drive.greedy(session, [1, 2, 3], 4)
+    sequence = drive.open_sequence(model, n_ctx=64)
+    expected = sequence.prefill([1, 2, 3])
     file.close()
     model.close()
-    session.reset()
-    assert drive.greedy(session, [1, 2, 3], 4) == expected
-    session.close()
-    session.close()
+    sequence.engine.close()
+    sequence.reset()
+    assert sequence.prefill([1, 2, 3]) == expected
     with pytest.raises(StateError):
-        session.verify([1])
+        drive.verify(sequence, [expected])
+    sequence.close()
+    sequence.close()
+    with pytest.raises(StateError):
+        drive.verify(sequence, [1])

@@ -21,16 +21,19 @@ from drive import Decoded
 from identity import Identity
 from tiny import Config
 
-from luce._native import File, Library, Model
+from luce._native import Checkpoint, File, Library, Model
+from luce._native import Sequence as Timeline
 from luce.bench import oracle_model
 from luce.bench.oracle_model import SHAPES, Rule
+from luce.costs import Costs
 from luce.drafting import FixedGamma, NextN
 from luce.errors import NumericError
 from luce.gamma import AutoGamma
-from luce.orchestrator import Finished, Orchestrator, Warned
+from luce.generation import Finished, Generation, Warned
+from luce.loop import Loop
 from luce.plan import MAX_GAMMA, Request
 from luce.qwen35_gguf import MERGES, vocabulary
-from luce.structs import Sampling
+from luce.structs import Cost, Sampling
 from luce.tokenizer import Tokenizer
 
 RANDOM = Config(n_layer=2, interval=2, n_embd=256, n_ff=256, n_head=4, n_head_kv=2, state_size=64,
@@ -143,12 +146,12 @@ def test_every_token_is_the_choice_of_its_logits(
     sampling: str, native: Library, model_of: Callable[[str], Model]
 ) -> None:
     """By the rule for logits on the host, wherever the core chooses."""
-    session = drive.open_session(model_of("Q4_K"), n_ctx=256, n_rows=9, n_draft=8)
-    session.set_sampling(SAMPLINGS[sampling])
+    sequence = drive.open_sequence(model_of("Q4_K"), n_ctx=256, n_rows=9, n_draft=8)
+    sequence.set_sampling(SAMPLINGS[sampling])
     prompt = prompt_of(30)
     rule = rule_of_choice(native, SAMPLINGS[sampling], len(prompt))
     for gamma in (0, 3, 8):
-        run = drive.decode(session, prompt, 40, gamma, logits=True)
+        run = drive.decode(sequence, prompt, 40, gamma, logits=True)
         assert run.tokens == [rule(logits, at) for at, logits in enumerate(run.logits)]
 
 
@@ -168,19 +171,19 @@ def test_every_gamma_gives_the_tokens_of_plain_decoding(
     if name == "oracle":
         chosen = replace(chosen, temperature=HOT[sampling])
     model = model_of(name)
-    session = drive.open_session(model, n_ctx=256, n_rows=9, n_draft=8, kv_type=kv_type)
-    session.set_sampling(chosen)
+    sequence = drive.open_sequence(model, n_ctx=256, n_rows=9, n_draft=8, kv_type=kv_type)
+    sequence.set_sampling(chosen)
     prompt, keep = prompt_of(30), device != "cpu"
     rule = rule_of_choice(native, chosen, len(prompt))
-    plain = drive.decode(session, prompt, n, 0, logits=keep)
+    plain = drive.decode(sequence, prompt, n, 0, logits=keep)
     accepted = 0
     for gamma in GAMMAS:
-        found = drive.decode(session, prompt, n, gamma, logits=keep)
+        found = drive.decode(sequence, prompt, n, gamma, logits=keep)
         same(found, plain, n, rule)
         accepted += sum(found.accepted)
-    mixed = drive.decode(session, prompt, n, (3, 0, 8, 1, 0, 0, 5), logits=keep)
+    mixed = drive.decode(sequence, prompt, n, (3, 0, 8, 1, 0, 0, 5), logits=keep)
     same(mixed, plain, n, rule)
-    without = drive.open_session(model, n_ctx=256, n_rows=1, kv_type=kv_type)
+    without = drive.open_sequence(model, n_ctx=256, n_rows=1, kv_type=kv_type)
     without.set_sampling(chosen)
     same(drive.decode(without, prompt, n, 0, logits=keep), plain, n, rule)
     if name == "oracle":
@@ -196,13 +199,13 @@ def test_the_box_prints_the_same_code_at_every_gamma(
     file = File(box_model.GGUF, native)
     tokenizer, model = Tokenizer(file.kv), Model(file, device, head=file)
     for prompt in ("def fibonacci(n):\n", "import os\n\n\nclass Store:\n    def __init__(self, path):\n"):
-        session = drive.open_session(model, n_ctx=256, n_rows=9, n_draft=8, kv_type="f16")
+        sequence = drive.open_sequence(model, n_ctx=256, n_rows=9, n_draft=8, kv_type="f16")
         chosen = replace(SAMPLINGS[sampling], temperature=SAMPLINGS[sampling].temperature / 2)
-        session.set_sampling(chosen)
+        sequence.set_sampling(chosen)
         ids, keep, accepted = tokenizer.encode(prompt, add_bos=True), device != "cpu", 0
-        plain = drive.decode(session, ids, 48, 0, logits=keep)
+        plain = drive.decode(sequence, ids, 48, 0, logits=keep)
         for gamma in GAMMAS:
-            found = drive.decode(session, ids, 48, gamma, logits=keep)
+            found = drive.decode(sequence, ids, 48, gamma, logits=keep)
             same(found, plain, 48, rule_of_choice(native, chosen, len(ids)))
             accepted += sum(found.accepted)
         assert accepted > 100, "a trained head"
@@ -214,30 +217,47 @@ def test_long_prompts(
     n_prompt: int, kv_type: str, model_of: Callable[[str], Model], device: str, same: Same
 ) -> None:
     """Acceptance does not jump anywhere, tokens do not change."""
+    prompt, n, keep = prompt_of(n_prompt), 24, device != "cpu"
+    whole = (n_prompt - 1) // 512 * 512  # in chunks, which the runs share
     for name in ("Q4_K", "oracle"):
-        model, n, keep = model_of(name), 24, device != "cpu"
-        session = drive.open_session(model, n_ctx=n_prompt + 48, n_rows=9, n_draft=8, kv_type=kv_type)
-        prompt = prompt_of(n_prompt)
-        plain = drive.decode(session, prompt, n, 0, logits=keep)
+        sizes = {"n_ctx": n_prompt + 48, "n_checkpoints": 1, "n_rows": 9, "n_draft": 8, "kv_type": kv_type}
+        sequence = drive.open_sequence(model_of(name), **sizes)
+        if whole:
+            drive.prefill(sequence, prompt[:whole], last=False)
+        kept = sequence.checkpoint() if whole else None
+
+        def run(gamma: int, sequence: Timeline = sequence, kept: Checkpoint | None = kept) -> Decoded:
+            sequence.resume(kept) if kept else sequence.reset()
+            out = Decoded([drive.start(sequence, prompt[whole:])])
+            out.logits = [sequence.logits(0)] if keep else []
+            return drive.go_on(sequence, out, n, gamma, logits=keep)
+
+        plain = run(0)
         for gamma in (2, 8):
-            found = drive.decode(session, prompt, n, gamma, logits=keep)
+            found = run(gamma)
             same(found, plain, n)
             if name == "oracle":
                 assert found.accepted == walk(rule_of(0.75), plain.tokens[0], gamma, n)
 
 
 def test_a_prompt_far_longer_than_any_default(model_of: Callable[[str], Model], same: Same) -> None:
-    """9000 tokens at a context of 65536: the head's context is the session's."""
+    """9000 tokens at a context of 65536: the head's context is the sequence's."""
     model, prompt = model_of("Q4_K"), prompt_of(9000)
-    session = drive.open_session(model, n_ctx=65536, n_rows=4, n_draft=3, kv_type="q8_0")
-    plain = drive.decode(session, prompt, 12, 0, logits=True)
-    same(drive.decode(session, prompt, 12, 3, logits=True), plain, 12)
+    sizes = {"n_ctx": 65536, "n_rows": 4, "n_draft": 3, "n_chunk": 1024, "n_checkpoints": 1}
+    sequence = drive.open_sequence(model, n_pages=48, kv_type="q8_0", **sizes)
+    drive.prefill(sequence, prompt[:8192], last=False)
+    kept, runs = sequence.checkpoint(), []
+    for gamma in (0, 3):
+        sequence.resume(kept)
+        first = Decoded([drive.start(sequence, prompt[8192:])], [], [sequence.logits(0)])
+        runs.append(drive.go_on(sequence, first, 12, gamma, logits=True))
+    same(runs[1], runs[0], 12)
 
 
-@pytest.mark.parametrize("n_chunk", [1, 100, 512, 2000])
+@pytest.mark.parametrize("n_chunk", [256, 512, 2048])
 def test_chunks_do_not_change_acceptance(n_chunk: int, model_of: Callable[[str], Model]) -> None:
-    session = drive.open_session(model_of("oracle"), n_ctx=1500, n_rows=5, n_draft=4, n_chunk=n_chunk)
-    found = drive.decode(session, prompt_of(1300 if n_chunk > 1 else 200), 60, 4)
+    sequence = drive.open_sequence(model_of("oracle"), n_ctx=1500, n_rows=5, n_draft=4, n_chunk=n_chunk)
+    found = drive.decode(sequence, prompt_of(1300), 60, 4)
     assert found.accepted == walk(rule_of(0.75), found.tokens[0], 4, 60)
 
 
@@ -253,8 +273,8 @@ def test_layouts_of_files_decode_the_same(
     expected = walk(rule_of(0.75), rule_of(0.75).continuation(7, 1)[0], 3, 80)
     for path, where in ((both, True), (trunk, head), (trunk, both), (both, head)):
         model = drive.open_model(native, path, device, head=where)
-        session = drive.open_session(model, n_ctx=256, n_rows=4, n_draft=3)
-        found = drive.decode(session, [1, 2, 7], 80, 3)
+        sequence = drive.open_sequence(model, n_ctx=256, n_rows=4, n_draft=3)
+        found = drive.decode(sequence, [1, 2, 7], 80, 3)
         assert found.tokens[:80] == rule_of(0.75).continuation(7, 80)
         assert found.accepted == expected
 
@@ -269,8 +289,8 @@ def test_acceptance_is_what_the_file_sets(
 ) -> None:
     rule, n = rule_of(accept), 120
     model = drive.open_model(native, oracle_file(accept), device, head=True)
-    session = drive.open_session(model, n_ctx=256, n_rows=gamma + 1, n_draft=gamma, kv_type="f16")
-    found = drive.decode(session, [3, 1, 4], n, gamma)
+    sequence = drive.open_sequence(model, n_ctx=256, n_rows=gamma + 1, n_draft=gamma, kv_type="f16")
+    found = drive.decode(sequence, [3, 1, 4], n, gamma)
     assert found.tokens[:n] == rule.continuation(4, n)
     assert found.accepted == walk(rule, found.tokens[0], gamma, n)
     if accept in (0.0, 1.0):
@@ -279,17 +299,17 @@ def test_acceptance_is_what_the_file_sets(
 
 def test_the_same_prompt_has_the_same_acceptance_every_time(model_of: Callable[[str], Model]) -> None:
     for name in ("oracle", "F32"):
-        session = drive.open_session(model_of(name), n_ctx=512, n_rows=9, n_draft=8)
+        sequence = drive.open_sequence(model_of(name), n_ctx=512, n_rows=9, n_draft=8)
         first = None
         for turn in range(5):
-            session.reset()
-            session.prefill(prompt_of(40 + turn, seed=turn))  # another text in between
+            sequence.reset()
+            drive.prefill(sequence, prompt_of(40 + turn, seed=turn))  # another text in between
             drafted = []
-            found = drive.decode(session, prompt_of(100), 1)
+            found = drive.decode(sequence, prompt_of(100), 1)
             for _ in range(10):
-                session.draft(found.tokens[-1], 8)
-                drafted.append(session.drafted(8))
-                drive.go_on(session, found, len(found.tokens) + 1, 5)
+                drive.draft(sequence, found.tokens[-1], 8)
+                drafted.append(sequence.drafted(8))
+                drive.go_on(sequence, found, len(found.tokens) + 1, 5)
             first = first or (found, drafted)
             assert (found, drafted) == first
 
@@ -297,10 +317,10 @@ def test_the_same_prompt_has_the_same_acceptance_every_time(model_of: Callable[[
 @pytest.mark.parametrize("pause", [1, 9, 63, 64, 65, 600])
 def test_after_a_pause_acceptance_is_that_of_the_rule(pause: int, model_of: Callable[[str], Model]) -> None:
     """Drafts, plain rounds, drafts again."""
-    rule, session = rule_of(0.75), drive.open_session(model_of("oracle"), n_ctx=1024, n_rows=9, n_draft=8)
-    found = drive.decode(session, [1, 2], 20, 4)
-    drive.go_on(session, found, len(found.tokens) + pause, 0)
-    later = drive.go_on(session, Decoded(found.tokens[-1:]), 80, 4)
+    rule, sequence = rule_of(0.75), drive.open_sequence(model_of("oracle"), n_ctx=1024, n_rows=9, n_draft=8)
+    found = drive.decode(sequence, [1, 2], 20, 4)
+    drive.go_on(sequence, found, len(found.tokens) + pause, 0)
+    later = drive.go_on(sequence, Decoded(found.tokens[-1:]), 80, 4)
     assert later.tokens[:80] == found.tokens[-1:] + rule.continuation(found.tokens[-1], 79)
     assert later.accepted == walk(rule, found.tokens[-1], 4, 80)
 
@@ -317,22 +337,22 @@ def test_a_pause_leaves_no_trace_in_the_drafts(
     """The same text, with drafts before each token and with none for a while: the same drafts after it."""
     model, text = model_of(kind), prompt_of(pause + 30, seed=2)
     paused, always = (
-        drive.open_session(model, n_ctx=1024, n_rows=9, n_draft=8, kv_type="f16") for _ in range(2)
+        drive.open_sequence(model, n_ctx=1024, n_rows=9, n_draft=8, kv_type="f16") for _ in range(2)
     )
-    for session in (paused, always):
-        session.prefill(prompt_of(20))
+    for sequence in (paused, always):
+        drive.prefill(sequence, prompt_of(20))
         for at, token in enumerate(text[:-1]):
-            if session is always or at < 10:
-                session.draft(token, 1 + at % 8)
-            drive.step(session, token)
+            if sequence is always or at < 10:
+                drive.draft(sequence, token, 1 + at % 8)
+            drive.step(sequence, token)
     drafts = []
-    for session in (paused, always):
-        session.draft(text[-1], 8)
-        drafts.append(session.drafted(8))
+    for sequence in (paused, always):
+        drive.draft(sequence, text[-1], 8)
+        drafts.append(sequence.drafted(8))
     record_property("equal_drafts", sum(a == b for a, b in zip(*drafts, strict=True)))
     if device == "cpu":
         assert drafts[0] == drafts[1]
-        assert paused.save() == always.save()
+        assert paused.dump() == always.dump()
 
 
 # ---- through the orchestrator
@@ -343,10 +363,12 @@ def generate(
 ) -> tuple[Finished, list[str]]:
     """The end and the warnings of a generation."""
     n_draft = MAX_GAMMA if model.info.has_head else 0
-    session = drive.open_session(model, n_ctx=512, n_rows=n_draft + 1, n_draft=n_draft)
-    source = NextN(session, pace) if pace else None
-    request = Request(tuple(prompt), n)
-    events = list(Orchestrator(session, tokenizer_of(model), request, source).run())
+    engine = drive.open_engine(model, n_ctx=512, n_rows=n_draft + 1, n_draft=n_draft)
+    source, request, loop = NextN(pace) if pace else None, Request(tuple(prompt), n), Loop(engine)
+    loop.add(Generation(engine.sequence(), engine.info, tokenizer_of(model), request, source))
+    events = []
+    while loop.running:
+        events += [event for _, event in loop.step()]
     last = events[-1]
     assert isinstance(last, Finished), last
     return last, [event.message for event in events if isinstance(event, Warned)]
@@ -368,7 +390,8 @@ def test_budgets_of_all_sizes(
 ) -> None:
     model = drive.open_model(native, oracle_file(accept), device, head=True)
     expected = tuple(rule_of(accept).continuation(9, n))
-    for pace in (None, *map(FixedGamma, (0, 1, 5, 8)), AutoGamma(8)):
+    costs = Costs([Cost(1, 0, 1.0), Cost(9, 0, 2.0), Cost(1, 1, 0.1)])
+    for pace in (None, *map(FixedGamma, (0, 1, 5, 8)), AutoGamma(8, costs)):
         last, warnings = generate(model, pace, [1, 9], n)
         assert (last.tokens, last.reason, warnings) == (expected, "length", [])
         assert last.stats.mode == ("mtp" if pace else "plain")
@@ -400,17 +423,17 @@ def test_a_head_that_is_not_finite_is_dropped(native: Library, tmp_path: Path, d
     assert found.stats.drafted == 0
 
 
-def test_a_session_decodes_after_a_failure(native: Library, tmp_path: Path, device: str) -> None:
+def test_a_sequence_decodes_after_a_failure(native: Library, tmp_path: Path, device: str) -> None:
     weights = tiny.layout(RANDOM, 5)
     weights["token_embd.weight"][7] = np.nan
     path = tiny.write(tmp_path / "nan.gguf", RANDOM, weights)
-    session = drive.open_session(
+    sequence = drive.open_sequence(
         drive.open_model(native, path, device, head=True), n_ctx=128, n_rows=5, n_draft=4
     )
-    clean = drive.decode(session, [1, 2, 3], 12, 4)
+    clean = drive.decode(sequence, [1, 2, 3], 12, 4)
     assert 7 not in clean.tokens
-    session.draft(clean.tokens[-1], 4)
+    drive.draft(sequence, clean.tokens[-1], 4)
     with pytest.raises(NumericError):
-        session.verify([7, 1])
-    assert session.info.failed
-    assert drive.decode(session, [1, 2, 3], 12, 4) == clean
+        drive.verify(sequence, [7, 1])
+    assert sequence.info.failed
+    assert drive.decode(sequence, [1, 2, 3], 12, 4) == clean

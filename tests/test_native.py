@@ -1,32 +1,33 @@
 """The ABI through cffi: what it refuses, what it decodes, how handles end."""
 
+import ctypes
 import gc
+import threading
 import time
 
+import drive
 import gguf
 import numpy as np
 import pytest
 from conftest import HEADER
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from op_run import op_run
 
 from luce import _native
-from luce._native import File, Model, Session
+from luce._native import Engine, File, Model
 from luce.errors import (
     BY_CODE,
     ArgumentError,
     Cancelled,
     FileError,
     LuceError,
-    NumericError,
     StateError,
 )
-from luce.structs import Sampling, SessionParams
+from luce.structs import EngineParams, Sampling
 
 pytestmark = pytest.mark.sanitize
 
 E_ARG = 1
-HANDLES = ("luce_file *", "luce_model *", "luce_session *")
+HANDLES = tuple(f"luce_{kind} *" for kind in ("file", "model", "engine", "sequence", "checkpoint"))
 
 
 def statuses(native):
@@ -49,9 +50,23 @@ def model(file, device):
 
 
 @pytest.fixture
-def session(model):
-    with Session(model, SessionParams(n_ctx=64, n_rows=8, kv_type="f32")) as session:
-        yield session
+def engine(model):
+    params = EngineParams(n_ctx=600, n_rows=8, n_checkpoints=1, n_chunk=256, n_threads=1, kv_type="f32")
+    with Engine(model, params) as engine:
+        yield engine
+
+
+@pytest.fixture
+def checkpoint(sequence):
+    sequence.prefill([1] * 256)
+    with sequence.checkpoint() as checkpoint:
+        yield checkpoint
+
+
+@pytest.fixture
+def sequence(engine):
+    with engine.sequence() as sequence:
+        yield sequence
 
 
 def test_header_and_library_have_one_abi_version(native):
@@ -109,13 +124,13 @@ def test_closed_wrong_and_foreign_handles_are_refused(native, tiny_gguf):
             args[handles[0]] = ffi.cast(kind.args[handles[0]], pointer)
             assert getattr(native.lib, name)(*args) == E_ARG, name
             tried += 1
-    assert tried >= 3 * 14
+    assert tried >= 3 * 26
     assert file.info.n_tensors > 0, "the open one is untouched"
     file.close()
 
 
 @pytest.mark.parametrize("wrong", [0, 1, -1])
-def test_an_unknown_struct_size_is_refused(native, file, model, session, wrong):
+def test_an_unknown_struct_size_is_refused(native, file, model, engine, sequence, checkpoint, wrong):
     """Every struct that the library reads or writes, with size 0, one less and one more."""
     lib, out = native.lib, native.ffi.new("void *[1]")
     calls = {
@@ -124,17 +139,19 @@ def test_an_unknown_struct_size_is_refused(native, file, model, session, wrong):
         "luce_kv": lambda s: lib.luce_file_get_kv(file.handle, 0, s),
         "luce_tensor_info": lambda s: lib.luce_file_get_tensor(file.handle, 0, s),
         "luce_model_info": lambda s: lib.luce_model_get_info(model.handle, s),
-        "luce_session_info": lambda s: lib.luce_session_get_info(session.handle, s),
+        "luce_engine_info": lambda s: lib.luce_engine_get_info(engine.handle, s),
+        "luce_sequence_info": lambda s: lib.luce_sequence_get_info(sequence.handle, s),
+        "luce_checkpoint_info": lambda s: lib.luce_checkpoint_get_info(checkpoint.handle, s),
         "luce_type_info": lambda s: lib.luce_type_get(0, s),
-        "luce_sampling": lambda s: lib.luce_session_set_sampling(session.handle, s),
+        "luce_sampling": lambda s: lib.luce_sequence_set_sampling(sequence.handle, s),
         "luce_memory": lambda s: lib.luce_plan_memory(
-            file.handle, native.struct("luce_model_params"), native.struct("luce_session_params"), s
+            file.handle, native.struct("luce_model_params"), native.struct("luce_engine_params"), s
         ),
         "luce_model_params": lambda s: lib.luce_model_open(
             native.ffi.cast("luce_model **", out), file.handle, s
         ),
-        "luce_session_params": lambda s: lib.luce_session_open(
-            native.ffi.cast("luce_session **", out), model.handle, s
+        "luce_engine_params": lambda s: lib.luce_engine_open(
+            native.ffi.cast("luce_engine **", out), model.handle, s
         ),
     }
     sized = {name for name in native.ffi.list_types()[0] if "struct_size" in _fields(native, name)}
@@ -150,7 +167,7 @@ def _fields(native, name):
     return dict(kind.fields or ()) if kind.kind == "struct" else {}
 
 
-@pytest.mark.parametrize("name", ["file", "model", "session"])
+@pytest.mark.parametrize("name", ["file", "model", "engine", "sequence", "checkpoint"])
 def test_a_closed_handle_raises_and_closes_again(name, request):
     handle = request.getfixturevalue(name)
     handle.close()
@@ -306,67 +323,70 @@ def test_the_log_callback_can_be_set_and_unset(native, file, device):
     assert all(level in range(4) and isinstance(text, str) for level, text in lines)
 
 
-def test_session_reports_what_it_resolved(session):
-    info = session.info
-    assert (info.n_ctx, info.n_rows, info.n_past, info.failed) == (64, 8, 0, 0)
-    assert info.n_chunk >= 1 and info.n_threads >= 1 and info.memory_bytes > 0
+def test_the_log_callback_may_log_and_call_the_core(native):
+    """ggml logs through it, from several threads: what it does in turn, also setting another, waits for no
+    lock that is held."""
+    ggml = ctypes.CDLL(str(native.path.with_name(native.path.name.replace("libluce", "libluce-ggml-base"))))
+    ggml_log, lines = ggml.ggml_log_internal, []
+
+    def log(level, text):
+        lines.append(text)
+        if len(lines) < 50:
+            ggml_log(2, b"again\n")
+        native.devices()
+        with pytest.raises(ArgumentError):
+            native.type_info(-1)
+        if len(lines) > 100:
+            native.set_log(None)
+
+    def work():
+        for _ in range(20):
+            ggml_log(3, b"first\n")
+
+    native.set_log(log)
+    try:
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in threads), "a deadlock"
+    finally:
+        native.set_log(None)
+    assert len(lines) >= 50 and set(lines) == {"ggml: first", "ggml: again"}
 
 
-def test_a_round_goes_on_where_prefill_ended(session):
-    first = session.prefill([1, 2, 3])
-    assert session.logits(0).shape == (384,)
-    assert int(session.logits(0).argmax()) == first
-    choices = session.verify([first, 7, 9], [-1, 0, 0])
-    assert len(choices) == 3 and session.info.n_verified == 3
-    session.commit([0])
-    assert session.info.n_past == 4
-    session.reset()
-    assert session.info.n_past == 0
-    assert session.prefill([1, 2, 3]) == first
+def test_engine_reports_what_it_resolved(engine, model):
+    info = engine.info
+    assert (info.n_ctx, info.n_rows, info.n_chunk, info.n_threads) == (600, 8, 256, 1)
+    assert (info.n_sequences, info.n_checkpoints, info.n_draft) == (1, 1, 0)
+    assert info.n_pages == info.pages_free == 2 * 3 and info.memory_bytes > 0
+    with Engine(model) as plain:
+        info = plain.info
+        assert (info.n_ctx, info.n_rows, info.n_chunk, info.n_sequences) == (2048, 1, 512, 1)
+        assert info.n_checkpoints == 0 and 1 <= info.n_threads <= 16
 
 
-def test_accept_takes_a_chain_without_parents(native):
-    assert native.accept([5, 6, 7, 8], None, [6, 7, 0, 0]) == ([0, 1, 2], 0)
-    assert native.accept([5], None, [9]) == ([0], 9)
+def test_a_round_goes_on_where_prefill_ended(sequence):
+    first = sequence.prefill([1, 2, 3])
+    assert sequence.logits(0).shape == (384,)
+    assert int(sequence.logits(0).argmax()) == first
+    choices = drive.verify(sequence, [first, 7, 9], [-1, 0, 0])
+    assert len(choices) == 3 and sequence.info.n_verified == 3
+    sequence.commit([0])
+    assert sequence.info.n_past == 4
+    sequence.reset()
+    assert sequence.info.n_past == 0
+    assert sequence.prefill([1, 2, 3]) == first
 
 
 @pytest.mark.parametrize("token", [-1, 384, 2**31 - 1, 2**31, -(2**40)])
-def test_token_ids_out_of_range_are_refused(session, token):
+def test_token_ids_out_of_range_are_refused(sequence, token):
     with pytest.raises(ArgumentError):
-        session.prefill([token])
+        sequence.prefill([token])
     with pytest.raises(ArgumentError):
-        session.verify([token])
-    assert session.info.n_past == 0 and not session.info.failed
-
-
-@settings(max_examples=300, deadline=None)
-@given(data=st.data(), n=st.integers(1, 64))
-def test_accept_walks_along_the_choices(native, data, n):
-    tokens = data.draw(st.lists(st.integers(0, 3), min_size=n, max_size=n))
-    choices = data.draw(st.lists(st.integers(0, 3), min_size=n, max_size=n))
-    parents, above = [-1], [0]
-    for row in range(1, n):  # depth-first: below some row of the path to the one before
-        depth = data.draw(st.integers(0, len(above) - 1))
-        parents.append(above[depth])
-        above = [*above[: depth + 1], row]
-    path, row = [0], 0
-    while children := [i for i in range(1, n) if parents[i] == row and tokens[i] == choices[row]]:
-        row = children[0]
-        path.append(row)
-    assert native.accept(tokens, parents, choices) == (path, choices[row])
-
-
-@given(row=st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=1, max_size=50))
-def test_greedy_takes_the_lowest_id_of_the_largest(native, row):
-    logits = np.array(row, np.float32)
-    assert native.sample(logits, Sampling(), 0) == int(logits.argmax())
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_logit_that_is_not_finite_is_an_error(native, bad, temperature):
-    with pytest.raises(NumericError):
-        native.sample(np.array([1, bad, 2], np.float32), Sampling(temperature=temperature), 0)
+        drive.verify(sequence, [token])
+    assert sequence.info.n_past == 0 and not sequence.info.failed
 
 
 @pytest.mark.parametrize(
@@ -381,11 +401,11 @@ def test_a_logit_that_is_not_finite_is_an_error(native, bad, temperature):
         Sampling(temperature=1, top_k=-1),
     ],
 )
-def test_sampling_out_of_range_is_refused(native, session, sampling):
+def test_sampling_out_of_range_is_refused(native, sequence, sampling):
     with pytest.raises(ArgumentError):
         native.sample(np.zeros(4, np.float32), sampling, 0)
     with pytest.raises(ArgumentError):
-        session.set_sampling(sampling)
+        sequence.set_sampling(sampling)
 
 
 def test_a_type_that_ggml_lacks_is_refused(native):
@@ -409,4 +429,30 @@ def test_rows_that_are_not_whole_blocks_are_refused(native, shape):
 
 def test_an_op_that_does_not_exist_is_named(native):
     with pytest.raises(ArgumentError, match="no-such-op"):
-        native.op_run("cpu", "no-such-op", [np.zeros(4, np.float32)], shape=(4,))
+        op_run(native, "cpu", "no-such-op", [np.zeros(4, np.float32)], shape=(4,))
+
+
+def test_an_ops_arguments_have_the_shapes_of_its_signature(native):
+    """Letters stand for one value throughout; types and numbers are what they are."""
+    row = np.zeros((3, 2), np.int32)
+    tokens, drafts = np.array([5, -1, 6], np.int32), row
+
+    def run(*arrays):
+        return op_run(native, "cpu", "row_tokens", arrays, (100,), shape=(3,), dtype=np.int32)
+
+    assert run(tokens, drafts).tolist() == [5, 0, 6]
+    misfits = [
+        (tokens, np.zeros((3, 3), np.int32)),
+        (tokens, row[:, :1].copy()),
+        (tokens.astype(np.float32), drafts),
+        (tokens, drafts.astype(np.float32)),
+        (tokens[None, None, :].repeat(2, 0), drafts),
+        (tokens, np.zeros((2, 3, 2), np.int32)),
+        (tokens,),
+        (tokens, drafts, drafts),
+    ]
+    for arrays in misfits:
+        with pytest.raises(ArgumentError, match="row_tokens"):
+            run(*arrays)
+    with pytest.raises(ArgumentError, match="row_tokens: the result has 2 values, expected 3 or more"):
+        op_run(native, "cpu", "row_tokens", [tokens, drafts], (100,), shape=(2,), dtype=np.int32)

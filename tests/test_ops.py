@@ -1,19 +1,20 @@
-"""luce's own ops, each alone on --luce-device, against numpy; and the bits that rounds rely on."""
+"""luce's DeltaNet and argmax ops, each alone on --luce-device, against numpy; and the bits steps rely on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import drive
 import numpy as np
 import pytest
 import ref
+from op_run import op_run
+from step_ctl import MAX_ROWS, Seq, step_ctl
 
 from luce._native import Library
 
-MAX_ROWS = 64
-VERIFY, APPEND, FLUSH = 0, 1, 2  # DeltaMode in kernels.h
+VERIFY, APPEND = 0, 1  # DeltaMode in kernels.h
 SHAPES = [(1, 1, 16), (2, 4, 32), (2, 2, 64), (3, 6, 64), (4, 4, 128), (2, 6, 128)]  # Hk, Hv, S
 
 
@@ -34,20 +35,40 @@ class Rows:
         return Rows(self.x[index], self.alpha[index], self.beta[index])
 
 
-class Layer:
-    """One DeltaNet layer's weights, state and log, driven through op_run."""
+@dataclass
+class Timeline:
+    """What the host keeps of a slot's sequence."""
 
-    def __init__(self, native: Library, device: str, hk: int, hv: int, s: int, n_log: int, seed: int):
+    pending: list[int] = field(default_factory=list)  # accepted rows of its last verify
+    bank: int = 0
+    fresh: bool = False
+
+
+@dataclass
+class Part:
+    """One sequence's part of a step; parents are counted from its own first row, a prefill has none."""
+
+    slot: int
+    rows: Rows
+    parents: Sequence[int] = ()
+
+
+class Layer:
+    """One DeltaNet layer's weights, and by slot its states and logs, driven through op_run."""
+
+    def __init__(
+        self, native: Library, device: str, hk: int, hv: int, s: int, *, n_log: int, seed: int, slots: int = 1
+    ):
         self.native, self.device, self.hk, self.hv, self.s, self.n_log = native, device, hk, hv, s, n_log
         self.rng = np.random.default_rng(seed)
-        self.c = (2 * hk + hv) * s
+        self.n_slots, self.c = slots, (2 * hk + hv) * s
         self.w = random(self.rng, self.c, 4)
         self.dt, self.a = random(self.rng, hv), -np.exp(random(self.rng, hv))
-        self.window = random(self.rng, 3, self.c)
-        self.state = random(self.rng, hv, s, s)
-        self.log = np.full(n_log * (self.c + hv * s) + 2 * n_log * (hk * s + hv), np.nan, np.float32)
-        self.bank = 0
-        self.pending: list[int] = []
+        self.window = random(self.rng, slots, 3, self.c)
+        self.state = random(self.rng, slots, hv, s, s)
+        log_size = n_log * (self.c + hv * s) + 2 * n_log * (hk * s + hv)
+        self.log = np.full((slots, log_size), np.nan, np.float32)
+        self.timelines = [Timeline() for _ in range(slots)]
 
     def rows(self, n: int) -> Rows:
         return Rows(*(random(self.rng, n, width) for width in (self.c, self.hv, self.hv)))
@@ -55,52 +76,65 @@ class Layer:
     def copy(self) -> Layer:
         other = object.__new__(Layer)
         other.__dict__ = {k: v.copy() if isinstance(v, np.ndarray) else v for k, v in self.__dict__.items()}
+        other.timelines = [Timeline(list(t.pending), t.bank, t.fresh) for t in self.timelines]
         return other
 
-    def run(self, rows: Rows, mode: int, parents: Sequence[int] = ()) -> np.ndarray:
-        """(T, Hv, S): what leaves the recurrence."""
-        t = len(rows.x)
-        ctl = np.zeros(2 + 2 * MAX_ROWS, np.int32)
-        ctl[:2] = self.bank, len(self.pending)
-        ctl[2 : 2 + len(self.pending)] = self.pending
-        ctl[2 + MAX_ROWS : 2 + MAX_ROWS + len(parents)] = parents
-        params = (self.n_log, self.hk, self.hv, self.s, mode)
-        run = self.native.op_run
-        args = [rows.x, self.w, self.window, self.log, ctl]
-        conv = run(self.device, "deltanet_conv", args, params, shape=(t, self.c))
-        args = [conv, rows.alpha, rows.beta, self.dt, self.a, self.state, self.log, ctl]
-        out = run(self.device, "deltanet", args, params, shape=(t, self.hv * self.s))
-        self.pending = []
-        if mode == VERIFY:
-            self.bank ^= 1
-        return out.reshape(t, self.hv, self.s)
+    def forget(self, slot: int) -> None:
+        """The slot holds nothing, and junk."""
+        self.window[slot], self.state[slot], self.log[slot] = np.nan, np.nan, np.nan
+        self.timelines[slot] = Timeline(fresh=True)
 
-    def verify(self, rows: Rows, parents: Sequence[int]) -> np.ndarray:
-        return self.run(rows, VERIFY, parents)
+    def run(self, mode: int, parts: Sequence[Part], width: int) -> np.ndarray:
+        """(width, Hv, S): what leaves the recurrence. Rows of no part are NaN, and none is written."""
+        seqs = []
+        for part in parts:
+            line, n_rows = self.timelines[part.slot], len(part.rows.x)
+            parents = part.parents if mode == VERIFY else ()
+            seqs.append(Seq(part.slot, parents, 0, line.pending, line.bank, line.fresh, n_rows=n_rows))
+        ctl = step_ctl(*seqs)
+        n = sum(len(part.rows.x) for part in parts)
+        inputs = [np.full((width, size), np.nan, np.float32) for size in (self.c, self.hv, self.hv)]
+        for array, name in zip(inputs, ("x", "alpha", "beta"), strict=True):
+            array[:n] = np.concatenate([getattr(part.rows, name) for part in parts])
+        x, alpha, beta = inputs
+        params = (self.n_log, self.n_slots, self.hk, self.hv, self.s, mode)
+        args = [x, self.w, self.window, self.log, ctl]
+        conv = op_run(self.native, self.device, "deltanet_conv", args, params, shape=(width, self.c))
+        args = [conv, alpha, beta, self.dt, self.a, self.state, self.log, ctl]
+        out = op_run(self.native, self.device, "deltanet", args, params, shape=(width, self.hv * self.s))
+        for part in parts:
+            line = self.timelines[part.slot]
+            line.pending, line.fresh = [], False
+            line.bank ^= int(mode == VERIFY and len(part.rows.x) > 0)
+        assert np.isnan(conv[n:]).all() and np.isnan(out[n:]).all()
+        return out.reshape(width, self.hv, self.s)
 
-    def append(self, rows: Rows) -> np.ndarray:
-        return self.run(rows, APPEND)
+    def verify(self, rows: Rows, parents: Sequence[int], slot: int = 0) -> np.ndarray:
+        return self.run(VERIFY, [Part(slot, rows, parents)], len(rows.x))
 
-    def commit(self, path: Sequence[int]) -> None:
-        """Accepts rows of the last verify and replays them at once."""
-        self.pending = list(path)
-        self.run(self.rows(1), FLUSH)
+    def append(self, rows: Rows, slot: int = 0) -> np.ndarray:
+        return self.run(APPEND, [Part(slot, rows)], len(rows.x))
+
+    def commit(self, path: Sequence[int], slot: int = 0) -> None:
+        """Accepts rows of the last verify and replays them at once, in a step without rows."""
+        self.timelines[slot].pending = list(path)
+        self.run(VERIFY, [Part(slot, self.rows(0))], 1)
 
     def reference(self, rows: Rows, parents: Sequence[int]) -> tuple[np.ndarray, list[np.ndarray]]:
-        """float64: (T, Hv, S) outputs, and the state after each row."""
+        """float64: (T, Hv, S) outputs of rows of slot 0, and the state after each."""
         states: list[np.ndarray] = []
         out = []
         for t, parent in enumerate(parents):
             chain = [t]
             while len(chain) < 4 and parents[chain[-1]] >= 0:
                 chain.append(parents[chain[-1]])
-            taps = np.concatenate([self.window, rows.x[chain[::-1]]])[-4:].astype(np.float64)
+            taps = np.concatenate([self.window[0], rows.x[chain[::-1]]])[-4:].astype(np.float64)
             y = ref.silu(np.einsum("tc,ct->c", taps, self.w.astype(np.float64)))
             q, k, v = np.split(y.reshape(-1, self.s), [self.hk, 2 * self.hk])
             of_head = np.arange(self.hv) % self.hk
             q, k = ref.l2_norm(q)[of_head], ref.l2_norm(k)[of_head]
             decay = np.exp(self.a * ref.softplus(rows.alpha[t].astype(np.float64) + self.dt))
-            before = states[parent] if parent >= 0 else self.state.astype(np.float64)
+            before = states[parent] if parent >= 0 else self.state[0].astype(np.float64)
             state, _, o = ref.delta_step(before, q, k, v, decay, ref.sigmoid(rows.beta[t].astype(np.float64)))
             states.append(state)
             out.append(o)
@@ -127,19 +161,19 @@ def test_verified_tree_rows_match_the_reference_and_leave_the_state_alone(native
     assert layer.state.tobytes() == state.tobytes() and layer.window.tobytes() == window.tobytes()
     path = drive.root_path(parents, n - 1)
     layer.commit(path)
-    close(layer.state, states[path[-1]])
-    assert layer.window.tobytes() == np.concatenate([window, rows.x[path]])[-3:].tobytes()
+    close(layer.state[0], states[path[-1]])
+    assert layer.window[0].tobytes() == np.concatenate([window[0], rows.x[path]])[-3:].tobytes()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("n", [1, 2, 5, 64, 200])
 def test_appended_rows_match_the_reference(native, device, shape, n):
     layer = Layer(native, device, *shape, n_log=1, seed=n)
-    rows, window = layer.rows(n), layer.window.copy()
+    rows, window = layer.rows(n), layer.window[0].copy()
     expected, states = layer.reference(rows, chain(n))
     close(layer.append(rows), expected)
-    close(layer.state, states[-1])
-    assert layer.window.tobytes() == np.concatenate([window, rows.x])[-3:].tobytes()
+    close(layer.state[0], states[-1])
+    assert layer.window[0].tobytes() == np.concatenate([window, rows.x])[-3:].tobytes()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -151,10 +185,10 @@ def test_rounds_of_any_shape_leave_the_bits_of_plain_decoding(native, device, sh
         rows, parents = plain.rows(n), drive.random_tree(rng, n)
         path = drive.root_path(parents, int(rng.integers(n)))
         out = rounds.verify(rows, parents)  # replays the round before, in the same pass
-        rounds.pending = path
+        rounds.timelines[0].pending = path
         for row in path:
             assert plain.append(rows.take([row])).tobytes() == out[[row]].tobytes()
-    rounds.run(rounds.rows(1), FLUSH)
+    rounds.commit(path)
     assert rounds.state.tobytes() == plain.state.tobytes()
     assert rounds.window.tobytes() == plain.window.tobytes()
 
@@ -165,7 +199,7 @@ def test_append_replays_what_is_pending_first(native, device, shape):
     rows = flushed.rows(8)
     flushed.verify(rows, chain(8))
     pending = flushed.copy()
-    pending.pending = [0, 1, 2]
+    pending.timelines[0].pending = [0, 1, 2]
     flushed.commit([0, 1, 2])
     more = flushed.rows(5)
     assert pending.append(more).tobytes() == flushed.append(more).tobytes()
@@ -173,8 +207,59 @@ def test_append_replays_what_is_pending_first(native, device, shape):
     assert pending.window.tobytes() == flushed.window.tobytes()
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sequences_of_a_step_have_the_bits_that_they_have_alone(native, device, shape):
+    together = Layer(native, device, *shape, n_log=12, seed=6, slots=5)
+    alone = together.copy()
+    rng = np.random.default_rng(7)
+    for _ in range(5):
+        parts = []
+        for slot in rng.permutation(5)[: rng.integers(1, 6)].tolist():
+            if rng.random() < 0.3:
+                together.forget(slot)
+                alone.forget(slot)
+            n = int(rng.integers(0, 13))
+            parts.append(Part(slot, together.rows(n), drive.random_tree(rng, n) if n else ()))
+        before = together.copy()
+        out = together.run(VERIFY, parts, MAX_ROWS)
+        first = 0
+        for part in parts:
+            n = len(part.rows.x)
+            expected = alone.run(VERIFY, [part], max(n, 1))
+            assert out[first : first + n].tobytes() == expected[:n].tobytes()
+            first += n
+            path = drive.root_path(part.parents, int(rng.integers(n))) if n else []
+            together.timelines[part.slot].pending = alone.timelines[part.slot].pending = path
+        for name in ("state", "window", "log"):
+            now, then = getattr(together, name), getattr(before, name)
+            assert now.tobytes() == getattr(alone, name).tobytes()
+            for slot in set(range(5)) - {part.slot for part in parts}:
+                assert now[slot].tobytes() == then[slot].tobytes()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_fresh_sequence_starts_from_zeros_whatever_its_slot_holds(native, device, shape):
+    clean = Layer(native, device, *shape, n_log=4, seed=8, slots=2)
+    clean.window[1], clean.state[1] = 0, 0
+    junk = clean.copy()
+    junk.forget(1)
+    rows, more = clean.rows(4), clean.rows(3)
+    assert junk.verify(rows, chain(4), 1).tobytes() == clean.verify(rows, chain(4), 1).tobytes()
+    assert not junk.state[1].any() and not junk.window[1].any()
+    junk.timelines[1].pending, clean.timelines[1].pending = [0, 1], [0, 1]
+    _append_both(junk, clean, more)
+    junk.forget(1)
+    clean.window[1], clean.state[1] = 0, 0
+    _append_both(junk, clean, more)
+
+
+def _append_both(a: Layer, b: Layer, rows: Rows) -> None:
+    assert a.append(rows, 1).tobytes() == b.append(rows, 1).tobytes()
+    assert a.state.tobytes() == b.state.tobytes() and a.window.tobytes() == b.window.tobytes()
+
+
 def argmax(native: Library, device: str, logits: np.ndarray) -> np.ndarray:
-    return native.op_run(device, "argmax", [logits], shape=(len(logits), 126), dtype=np.int32)[:, :2]
+    return op_run(native, device, "argmax", [logits], shape=(len(logits), 126), dtype=np.int32)[:, :2]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 64])
@@ -198,18 +283,3 @@ def test_argmax_reports_a_value_that_is_not_finite(native, device, bad, where):
     logits = random(np.random.default_rng(1), 3, 5000)
     logits[1, where] = bad
     assert argmax(native, device, logits)[:, 1].tolist() == [0, 1, 0]
-
-
-@pytest.mark.parametrize("n", [1, 5, 64])
-def test_kv_move_brings_accepted_cells_down(native, device, n):
-    rng = np.random.default_rng(n)
-    k, v = random(rng, 100, 24), random(rng, 100, 8)
-    path = np.sort(rng.choice(64, n, replace=False)).astype(np.int32)
-    expected_k, expected_v = k.copy(), v.copy()
-    for i, row in enumerate(path):
-        expected_k[20 + i], expected_v[20 + i] = k[20 + row], v[20 + row]
-    block = np.zeros(2 + MAX_ROWS, np.int32)
-    block[:2] = 20, n
-    block[2 : 2 + n] = path
-    native.op_run(device, "kv_move", [k, v, block], shape=(1,), dtype=np.int32)
-    assert k.tobytes() == expected_k.tobytes() and v.tobytes() == expected_v.tobytes()

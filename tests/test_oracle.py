@@ -95,9 +95,9 @@ def test_core_follows_the_cycle(mini: tuple[Path, Rule], native: Library, device
     path, rule = mini
     model = drive.open_model(native, path, device)
     assert model.info.n_nextn == 1
-    session = drive.open_session(model, n_ctx=512, kv_type=kv_type)
+    sequence = drive.open_sequence(model, n_ctx=512, kv_type=kv_type)
     prompt = [int(t) for t in np.random.default_rng(1).integers(0, rule.n_vocab, 100)]
     expected = rule.continuation(prompt[-1], CONTINUED)
-    assert drive.greedy(session, prompt, CONTINUED) == expected
+    assert drive.greedy(sequence, prompt, CONTINUED) == expected
     chain = expected[-1:] + rule.continuation(expected[-1], 63)
-    assert session.verify(chain) == rule.successor(np.array(chain)).tolist()
+    assert drive.verify(sequence, chain) == rule.successor(np.array(chain)).tolist()

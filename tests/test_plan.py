@@ -7,9 +7,10 @@ import pytest
 
 from luce._native import File
 from luce.errors import ArgumentError, ContextFull, UnsupportedError
-from luce.plan import DEFAULT_GAMMA, MAX_GAMMA, SPECS, Request, contradiction, fitted, plan
+from luce.loop import MAX_ROWS
+from luce.plan import DEFAULT_GAMMA, MAX_GAMMA, SPECS, Auto, Mtp, Options, Plain, fitted, plan
 from luce.probe import probe
-from luce.structs import Memory
+from luce.structs import EngineParams, Memory
 
 
 @pytest.fixture(scope="module")
@@ -18,24 +19,25 @@ def facts(native, tiny_gguf):
         return probe(file)
 
 
-def ask(prompt=10, max_tokens=20, **asked):
-    return Request(tuple(range(prompt)), max_tokens, **asked)
-
-
 def test_every_choice_of_a_plan_has_a_reason(facts):
-    chosen = plan(facts, ask())
+    chosen = plan(facts, Options())
     assert set(chosen.reasons) == set(vars(chosen)) - {"reasons"}
     assert all(chosen.reasons.values())
-    assert (chosen.device, chosen.kv_type, chosen.threads, chosen.mode) == ("auto", "f16", 0, "plain")
-    assert (chosen.spec, chosen.gamma, chosen.head) == ("auto", 0, None)
+    assert (chosen.device, chosen.kv_type, chosen.threads) == ("auto", "f16", 0)
+    assert (chosen.sequences, chosen.checkpoints, chosen.draft) == (1, 0, Plain())
 
 
 def test_what_was_asked_wins(facts):
-    chosen = plan(facts, ask(device="cpu", ctx=99, kv_type="q8_0", threads=3))
+    options = Options(device="cpu", ctx=99, kv_type="q8_0", threads=3, sequences=4, checkpoints=5, pages=6,
+                      chunk=256)  # fmt: skip
+    chosen = plan(facts, options)
     assert (chosen.device, chosen.ctx, chosen.kv_type, chosen.threads) == ("cpu", 99, "q8_0", 3)
-    params = chosen.session
-    assert (params.n_ctx, params.kv_type, params.n_threads) == (99, "q8_0", 3)
-    assert (params.n_rows, params.n_draft) == (1, 0)
+    assert chosen.params == EngineParams(
+        n_ctx=99, n_sequences=4, n_checkpoints=5, n_pages=6, n_rows=1, n_draft=0, n_chunk=256, n_threads=3,
+        kv_type="q8_0",
+    )  # fmt: skip
+    asked = [name for name, reason in chosen.reasons.items() if reason == "as asked"]
+    assert set(asked) == set(vars(chosen)) - {"reasons", "draft"}
 
 
 @pytest.mark.parametrize(
@@ -48,28 +50,31 @@ def test_what_was_asked_wins(facts):
         (262144, 4090, 7, 4097),
         (6000, 5000, 2000, 6000),
         (None, 10, 20, 4096),
+        (262144, 5000, None, 5000),
+        (262144, 10, None, 4096),
     ],
 )
 def test_the_context_holds_the_request_if_the_model_was_trained_for_it(
     facts, trained, prompt, max_tokens, ctx
 ):
-    assert plan(replace(facts, context_length=trained), ask(prompt, max_tokens)).ctx == ctx
+    chosen = plan(replace(facts, context_length=trained), Options(), prompt=prompt, new=max_tokens)
+    assert chosen.ctx == ctx
 
 
 def test_a_context_past_the_trained_one_names_both(facts):
     with pytest.raises(ArgumentError, match="5000.*2048"):
-        plan(facts, ask(ctx=5000))
+        plan(facts, Options(ctx=5000))
 
 
 @pytest.mark.parametrize(("prompt", "ctx"), [(3000, None), (11, 10)])
 def test_a_prompt_longer_than_the_context_names_both(facts, prompt, ctx):
     with pytest.raises(ContextFull, match=f"{prompt} tokens.*{ctx or 2048}"):
-        plan(facts, ask(prompt, ctx=ctx))
+        plan(facts, Options(ctx=ctx), prompt=prompt)
 
 
 def test_a_file_that_is_not_supported_has_no_plan(facts):
     with pytest.raises(UnsupportedError, match="because"):
-        plan(replace(facts, supported=False, reasons=["because"]), ask())
+        plan(replace(facts, supported=False, reasons=["because"]), Options())
 
 
 # ---- speculation
@@ -91,9 +96,9 @@ GAMMAS = (None, 0, 1, 2, MAX_GAMMA)
 
 
 def wanted(model, spec, gamma, head):
-    """design.md's rules, once more: (spec, gamma, where the head is) or the error."""
-    if spec == "off" and (gamma is not None or head is not None):
-        return ArgumentError
+    """design.md's rules, once more: the choice or the error."""
+    if spec == "off":
+        return Plain() if gamma is None else ArgumentError
     if head not in (None, "combined", "head"):
         return UnsupportedError
     where = "separate" if head else "embedded" if model == "combined" else None
@@ -104,27 +109,27 @@ def wanted(model, spec, gamma, head):
         needed = spec == "mtp"
     if where is None and needed:
         return UnsupportedError
-    most = {"off": 0, "auto": MAX_GAMMA if gamma is None else gamma,
-            "mtp": DEFAULT_GAMMA if gamma is None else gamma}[spec]  # fmt: skip
-    drafts = most if where else 0
-    return spec, drafts, where if drafts else None
+    if where is None or gamma == 0:
+        return Plain()
+    return Auto(gamma or MAX_GAMMA, where) if spec == "auto" else Mtp(gamma or DEFAULT_GAMMA, where)
 
 
 @pytest.mark.parametrize("model", ["plain", "combined"])
 @pytest.mark.parametrize("head", [None, "plain", "combined", "head", "drafter", "other"])
 def test_every_flag_against_every_kind_of_file(files, model, head):
     for spec, gamma in product((None, *SPECS), GAMMAS):
-        request = ask(spec=spec, mtp_gamma=gamma)
+        options = Options(spec=spec, gamma=gamma)
         expected = wanted(model, spec, gamma, head)
-        arguments = (files[model], request, files[head] if head else None)
+        arguments = (files[model], options, files[head] if head else None)
         if isinstance(expected, type):
             with pytest.raises(expected):
                 plan(*arguments)
             continue
         chosen = plan(*arguments)
-        assert (chosen.spec, chosen.gamma, chosen.head) == expected, (spec, gamma)
-        assert chosen.mode == ("mtp" if chosen.gamma else "plain")
-        assert (chosen.session.n_rows, chosen.session.n_draft) == (chosen.gamma + 1, chosen.gamma)
+        assert chosen.draft == expected, (spec, gamma)
+        assert chosen.drafts == getattr(expected, "gamma", 0)
+        assert (chosen.params.n_rows, chosen.params.n_draft) == (chosen.drafts + 1, chosen.drafts)
+        assert chosen.as_json()["draft"]["value"] == {"mode": expected.mode, **vars(expected)}
         assert all(chosen.reasons.values()) and set(chosen.reasons) == set(vars(chosen)) - {"reasons"}
 
 
@@ -132,41 +137,37 @@ def test_every_flag_against_every_kind_of_file(files, model, head):
 def test_what_is_no_model_has_no_plan_whatever_is_asked(files, model):
     for spec, gamma in product((None, *SPECS), GAMMAS):
         with pytest.raises(UnsupportedError):
-            plan(files[model], ask(spec=spec, mtp_gamma=gamma), files["head"] if spec != "off" else None)
+            plan(files[model], Options(spec=spec, gamma=gamma), files["head"])
 
 
-def test_errors_say_what_is_missing_and_what_to_give(files):
-    for asked in ({"spec": "mtp"}, {"mtp_gamma": 2}, {"spec": "mtp", "mtp_gamma": 0}):
-        with pytest.raises(UnsupportedError, match="qwen35.nextn_predict_layers.*--mtp-gguf"):
-            plan(files["plain"], ask(**asked))
-    with pytest.raises(UnsupportedError, match="--mtp-gguf holds no NextN head.*nextn_predict_layers"):
-        plan(files["combined"], ask(), files["plain"])
+def test_errors_say_what_is_missing_and_not_how_to_ask_for_it(files):
+    """Flags are the command line's: it finds its remedy by what the error concerns."""
+    for asked in ({"spec": "mtp"}, {"gamma": 2}, {"spec": "mtp", "gamma": 0}):
+        with pytest.raises(UnsupportedError, match="qwen35.nextn_predict_layers") as raised:
+            plan(files["plain"], Options(**asked))
+        assert raised.value.concerns == "nextn_head" and "--" not in str(raised.value)
+    with pytest.raises(UnsupportedError, match="holds no NextN head.*nextn_predict_layers"):
+        plan(files["combined"], Options(), files["plain"])
     with pytest.raises(UnsupportedError, match="a dflash drafter"):
-        plan(files["combined"], ask(), files["drafter"])
-    for asked, head in (({"mtp_gamma": 2}, None), ({"mtp_gamma": 0}, None), ({}, "head")):
-        with pytest.raises(ArgumentError, match="--spec off"):
-            plan(files["combined"], ask(spec="off", **asked), files[head] if head else None)
-
-
-def test_only_off_contradicts_the_other_flags():
-    for spec, gamma, head in product((None, *SPECS), GAMMAS, (False, True)):
-        expected = spec == "off" and (gamma is not None or head)
-        assert bool(contradiction(spec, gamma, head)) is expected
+        plan(files["combined"], Options(), files["drafter"])
+    with pytest.raises(UnsupportedError, match="head only") as raised:
+        plan(files["head"], Options())
+    assert raised.value.concerns == "trunk"
 
 
 @pytest.mark.parametrize("free", [99, 100])
 def test_auto_is_plain_where_the_head_does_not_fit_into_memory(files, free):
-    memory = Memory(weights=50, kv=20, state=10, compute=20, total=100, device_free=free)
-    auto, asked = (plan(files["combined"], ask(spec=spec)) for spec in ("auto", "mtp"))
+    memory = Memory(weights=50, kv=20, state=10, compute=15, other=5, total=100, device_free=free)
+    auto, asked = (plan(files["combined"], Options(spec=spec)) for spec in ("auto", "mtp"))
     assert fitted(asked, memory) == asked
     if free == 100:
         assert fitted(auto, memory) == auto
         return
     chosen = fitted(auto, memory)
-    assert (chosen.mode, chosen.spec, chosen.gamma, chosen.head) == ("plain", "auto", 0, None)
-    assert "100" in chosen.reasons["gamma"] and "99" in chosen.reasons["gamma"]
-    assert fitted(plan(files["plain"], ask()), memory).reasons["gamma"] == "there is no NextN head"
+    assert chosen.draft == Plain() and chosen.params.n_draft == 0
+    assert "100" in chosen.reasons["draft"] and "99" in chosen.reasons["draft"]
+    assert fitted(plan(files["plain"], Options()), memory).reasons["draft"] == "there is no NextN head"
 
 
-def test_the_longest_chain_is_the_core_s(native):
-    assert native.lib.LUCE_MAX_DRAFT == MAX_GAMMA
+def test_the_longest_chain_and_the_widest_step_are_the_core_s(native):
+    assert (native.lib.LUCE_MAX_DRAFT, native.lib.LUCE_MAX_ROWS) == (MAX_GAMMA, MAX_ROWS)

@@ -79,7 +79,7 @@ def test_json_has_the_documented_keys(facts_of, tiny_gguf):
     found = json.loads(json.dumps(facts_of(tiny_gguf).as_json()))
     assert set(found) == KEYS
     assert found["quantization"] == {"F32": {"tensors": 56, "bytes": found["quantization"]["F32"]["bytes"]}}
-    assert {"weights", "kv", "state", "compute", "total", "device_free"} == set(found["memory"])
+    assert {"weights", "kv", "state", "compute", "other", "total", "device_free"} == set(found["memory"])
 
 
 def test_a_mix_is_counted_by_type(native, facts_of, tmp_path):
@@ -115,7 +115,7 @@ def test_a_head_is_not_a_model(facts_of, tmp_path):
     path = write(tmp_path / "head.gguf", keys=keys, tensors=[("blk.4.nextn.eh_proj.weight", ZERO)])
     facts = facts_of(path)
     assert (facts.kind, facts.supported, facts.memory) == ("head", False, None)
-    assert "head only" in facts.reasons[0] and "--mtp-gguf" in facts.reasons[0]
+    assert "head only" in facts.reasons[0] and "--" not in facts.reasons[0]
 
 
 def test_a_trunk_with_a_head_is_a_model(facts_of, tmp_path):
@@ -198,6 +198,26 @@ def test_a_model_that_lacks_a_key_says_which(facts_of, tmp_path):
 def test_a_key_of_the_wrong_type_is_named(facts_of, tmp_path, key, value):
     path = write(tmp_path / "x.gguf", keys={key: value}, tensors=[("blk.0.x", ZERO)])
     with pytest.raises(FileError, match=key):
+        facts_of(path)
+
+
+NAN, INFINITE = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("dflash.target_layers", [1.0, NAN]),
+        ("dflash.target_layers", [INFINITE]),
+        ("dflash.target_layers", [0.5]),
+        ("dflash.attention.sliding_window_pattern", [NAN]),
+        ("dflash.final_logit_softcapping", NAN),
+        ("dflash.embedding_scale", -INFINITE),
+    ],
+)
+def test_numbers_that_are_none_are_an_error_that_names_the_key(facts_of, tmp_path, key, value):
+    path = write(tmp_path / "d.gguf", "dflash", {key: value}, [("blk.0.x", ZERO)])
+    with pytest.raises(FileError, match=f"key {key}: expected .*, found "):
         facts_of(path)
 
 

@@ -163,6 +163,7 @@ def test_another_tokenizer_is_named(key, value, message):
         ("merges", ["nospace"], "merges"),
         ("token_type", np.ones(3, np.int32), f"3 types for {N_VOCAB}"),
         ("token_type", "x", "array of numbers"),
+        ("token_type", np.full(N_VOCAB, np.nan, np.float32), "array of whole numbers"),
         ("eos_token_id", N_VOCAB, "eos_token_id"),
         ("eos_token_id", -1, "eos_token_id"),
         ("eos_token_id", "x", "eos_token_id"),

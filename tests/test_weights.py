@@ -12,8 +12,9 @@ import tiny
 from gguf.gguf_writer import GGUFValue
 from tiny import Config, Weights
 
-from luce._native import File, Library, SessionParams
+from luce._native import Engine, File, Library, Model
 from luce.errors import FileError, LuceError, OutOfMemory, UnsupportedError
+from luce.structs import EngineParams
 
 CONFIG = Config(n_layer=4)
 Edit = Callable[[dict[str, GGUFValue]], object]
@@ -42,7 +43,7 @@ def opened(native: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return make
 
 
-def message(file: File, kind: type[LuceError], params: SessionParams | None = None) -> str:
+def message(file: File, kind: type[LuceError], params: EngineParams | None = None) -> str:
     with pytest.raises(kind) as error:
         file.plan_memory("cpu", params)
     assert "\n" not in str(error.value)
@@ -95,8 +96,8 @@ def test_a_norm_that_is_not_f32_is_named(native: Library, tmp_path: Path) -> Non
 
 REQUIRED = [
     "block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count",
-    "attention.layer_norm_rms_epsilon", "ssm.conv_kernel", "ssm.inner_size", "ssm.state_size",
-    "ssm.time_step_rank", "ssm.group_count",
+    "attention.layer_norm_rms_epsilon", "rope.freq_base", "ssm.conv_kernel", "ssm.inner_size",
+    "ssm.state_size", "ssm.time_step_rank", "ssm.group_count",
 ]  # fmt: skip
 
 
@@ -142,12 +143,10 @@ def test_another_architecture_is_refused_by_name(opened: Callable[..., File], ar
 
 
 def test_a_context_that_does_not_fit_names_both_figures(opened: Callable[..., File], device: str) -> None:
-    from luce._native import Model, Session
-
     huge = Config(n_layer=4, n_head=8, n_head_kv=8, head_dim=256, n_ctx=1 << 28)
     file = opened(config=huge)
-    params = SessionParams(n_ctx=1 << 28, kv_type="f32")
+    params = EngineParams(n_ctx=1 << 28, kv_type="f32")
     plan = file.plan_memory(device, params)
     assert plan.total > plan.device_free
     with Model(file, device) as model, pytest.raises(OutOfMemory, match=r"needs .*iB on .*, .*iB are free"):
-        Session(model, params)
+        Engine(model, params)

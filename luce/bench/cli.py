@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
 
-from luce import _native
-from luce.bench import output, problems, sandbox, sweep
+from luce.bench import batch, output, problems, sandbox, sweep
 from luce.bench.flags import (
     MODE_OPTIONS,
     MODEL_OPTIONS,
@@ -25,19 +22,18 @@ from luce.bench.flags import (
     rounds_option,
 )
 from luce.bench.oracle_model import SHAPES, Rule, make_oracle, wrong_tokens
-from luce.bench.origin import command_text, device_text, origin, write_row
+from luce.bench.report import Report
 from luce.bench.run import Bench, Case, Record, Settings
 from luce.bench.summary import TIMING, summarise
 from luce.chat import chat_template
-from luce.command import BOX, COMMAND, MAX_U32, CtrlC, Finite, Interrupted
+from luce.command import BOX, MAX_U32, CtrlC, Finite
+from luce.engine import Files
 from luce.errors import ArgumentError, LuceError, UnsupportedError
+from luce.loop import MAX_ROWS
 from luce.plan import MAX_GAMMA
-from luce.probe import probe
-from luce.render import Display, print_table
+from luce.render import Display
 from luce.structs import Sampling
-from luce.tokenizer import Tokenizer
 
-MAX_ROWS = 64
 SWEEP_CONTEXTS = (0, 4096, 32768)  # those that the model was trained for
 
 
@@ -54,65 +50,15 @@ def bench() -> None:
     """
 
 
-@dataclass
-class Report:
-    """What a command measured, for every form of output. extra: beside "modes" in the object."""
-
-    bench: str
-    model: Path
-    device: str
-    threads: int
-    rows_name: str
-    rows: list[dict[str, Any]]
-    table: output.Table
-    timing: str
-    extra: dict[str, Any]
-    interrupted: bool = False
-
-    def put(self, flags: dict[str, Any], plot: Callable[[Path, str, list[dict[str, Any]]], None]) -> None:
-        """To stdout, to --save and --plot; then Ctrl-C's exit, if that is why it ends here."""
-        device = device_text(self.device, self.threads)
-        title = f"{self.bench}: {self.model.name} on {device}"
-        body = self.extra | {
-            "timing": self.timing,
-            "interrupted": self.interrupted,
-            self.rows_name: self.rows,
-        }
-        try:
-            if flags["form"] == "json":
-                head = {"bench": self.bench, "model": self.model.name, "device": device}
-                click.echo(json.dumps(head | body))
-            elif flags["form"] == "csv":
-                click.echo(output.as_csv(self.rows), nl=False)
-            elif flags["form"] == "md":
-                click.echo(f"{title}. {self.timing}\n\n{output.as_markdown(self.table)}", nl=False)
-            else:
-                print_table(title, *self.table, self.timing)
-        finally:  # a reader that has closed the pipe does not lose the row
-            if flags["save"] and self.rows:
-                self._save(flags["save"], body, flags["commit"])
-            if flags["plot"] and self.rows:
-                plot(flags["plot"], title, self.rows)
-        if self.interrupted:
-            raise Interrupted()
-
-    def _save(self, folder: Path, body: dict[str, Any], commit: str | None) -> None:
-        command = command_text(click.get_current_context().meta[COMMAND])
-        kind = "cpu" if self.device == "cpu" else "gpu"
-        about = self.model.stem.removeprefix(f"{self.bench}-")
-        try:
-            head = origin(self.bench, self.device, self.model, command, self.threads, commit)
-            path = write_row(folder, f"{self.bench}-{about}-{kind}", head | body)
-        except OSError as error:
-            raise LuceError(f"{folder}: the result row cannot be written: {error}") from error
-        click.echo(f"wrote {path}", err=True)
-
-
 def settings_of(flags: dict[str, Any]) -> Settings:
     sampling = Sampling(temperature=flags.get("temp", 0.0), seed=flags.get("seed", 0))
     return Settings(
-        flags["max_tokens"], flags["rounds"], sampling, flags["device"], flags["kv_type"], flags["threads"]
+        flags["max_tokens"], flags.get("rounds", 1), sampling, flags["kv_type"], flags["threads"]
     )
+
+
+def files_of(flags: dict[str, Any], model: Path) -> Files:
+    return Files(model, flags.get("mtp_gguf"), flags["device"])
 
 
 Stopped = Callable[[], bool]
@@ -142,21 +88,19 @@ def whole_turns(records: list[Record], n_modes: int) -> list[Record]:
 def measure(
     flags: dict[str, Any],
     model: Path,
-    cases_of: Callable[[_native.File, Tokenizer], list[Case]],
+    cases_of: Callable[[Files], list[Case]],
     after: After = no_more,
     extra: dict[str, Any] | None = None,
 ) -> Report:
     """Runs all modes over the cases. after: looks at all records."""
     output.require(flags["save"], flags["plot"])
     with ExitStack() as opened, Display(flags["quiet"]) as display, CtrlC() as ctrl_c:
-        file = opened.enter_context(_native.File(model))
-        head = opened.enter_context(_native.File(flags["mtp_gguf"])) if flags.get("mtp_gguf") else None
+        files = opened.enter_context(files_of(flags, model))
         display.spin("loading the model")
-        tokenizer = Tokenizer(file.kv)
-        cases, names = cases_of(file, tokenizer), [mode.name for mode in flags["modes"]]
-        with Bench(
-            file, tokenizer, flags["modes"], cases, settings_of(flags), head, loading(display, ctrl_c)
-        ) as run:
+        cases, names = cases_of(files), [mode.name for mode in flags["modes"]]
+        progress = loading(display, ctrl_c)
+        with Bench(files, flags["modes"], cases, settings_of(flags), progress) as run:
+            ctrl_c.on_press = run.cancel
             records: list[Record] = []
             display.count(flags["bench"], 0, run.total)
             for record in run.run(lambda: ctrl_c.pressed):
@@ -219,7 +163,7 @@ def humaneval(limit: int | None, unsafe_check: bool, no_check: bool, **flags: An
         raise click.UsageError("--unsafe-check runs the answers, --no-check does not: give one of them")
     listed = problems.humaneval()[:limit]
     if not (unsafe_check or no_check) and (missing := sandbox.available()):
-        raise LuceError(f"the answers cannot be checked: {missing}")
+        raise LuceError(f"the answers cannot be checked: {missing}", concerns="sandbox")
     by_id = {problem.id: problem for problem in listed}
 
     def check(records: list[Record], display: Display, stopped: Stopped) -> dict[str, Any]:
@@ -236,8 +180,9 @@ def humaneval(limit: int | None, unsafe_check: bool, no_check: bool, **flags: An
             display.count("checking answers", done + 1, len(answers))
         return {"passed": passed}
 
-    def cases(file: _native.File, tokenizer: Tokenizer) -> list[Case]:
-        return [Case(p.id, tuple(tokenizer.encode(p.prompt, add_bos=True)), problems.STOPS) for p in listed]
+    def cases(files: Files) -> list[Case]:
+        encode = files.tokenizer.encode
+        return [Case(p.id, tuple(encode(p.prompt, add_bos=True)), problems.STOPS) for p in listed]
 
     flags |= {"bench": "humaneval"}
     after = no_more if no_check else check
@@ -265,12 +210,12 @@ def prompts(source: str, group: str | None, **flags: Any) -> None:
         there = ", ".join(sorted({p.cls for p in listed}))
         raise ArgumentError(f"no prompt is of class {group!r}: there are {there}")
 
-    def cases(file: _native.File, tokenizer: Tokenizer) -> list[Case]:
-        made = []
+    def cases(files: Files) -> list[Case]:
+        made, tokenizer = [], files.tokenizer
         for p in chosen:
             if p.chat:
                 try:
-                    template = chat_template(file.kv)
+                    template = chat_template(files.file.kv)
                 except UnsupportedError:  # its remedy is one of `luce generate`
                     why = f"{p.id} is a chat message and the file has no chat template"
                     raise UnsupportedError(f"{why}: --class takes other prompts") from None
@@ -351,7 +296,7 @@ def oracle(shape: str, accept: float, cache: Path, n_prompts: int, prompt_tokens
     most = SHAPES[shape].n_ctx - prompt_tokens + 1  # the last token needs no place
     ids = np.random.default_rng(1).integers(0, rule.n_cycle, (n_prompts, prompt_tokens))
 
-    def cases(file: _native.File, tokenizer: Tokenizer) -> list[Case]:
+    def cases(files: Files) -> list[Case]:
         return [Case(f"random {i}", tuple(map(int, row))) for i, row in enumerate(ids)]
 
     def wrong(record: Record) -> int:
@@ -400,37 +345,35 @@ def run_sweep(
     output.require(flags["save"], flags["plot"])
     model = flags["gguf"] or BOX
     with ExitStack() as opened, Display(flags["quiet"]) as display, CtrlC() as ctrl_c:
-        file = opened.enter_context(_native.File(model))
-        head = opened.enter_context(_native.File(flags["mtp_gguf"])) if flags["mtp_gguf"] else None
-        facts = probe(file, device=flags["device"] or "auto")
+        files = opened.enter_context(files_of(flags, model))
+        facts = files.facts
         trained, most = facts.context_length or MAX_U32, max(*rows, max(gammas or [0]) + 1)
         if contexts is None:
             contexts = [c for c in SWEEP_CONTEXTS if c + max(most, MAX_GAMMA + 1) <= trained] or [0]
         if max(contexts) + most > trained:
             needed = f"a context of {max(contexts)} and {most} rows"
             raise ArgumentError(f"{needed}: the model was trained for {trained}")
-        has_head = head is not None or facts.nextn_predict_layers > 0
+        has_head = files.head is not None or facts.nextn_predict_layers > 0
         if gammas and not has_head:
-            raise ArgumentError("--gammas needs a NextN head and there is none: give --mtp-gguf PATH")
+            raise ArgumentError("--gammas needs a NextN head and there is none", concerns="nextn_head")
         gammas = gammas if gammas is not None else [1, 2, 3, 4, 8] if has_head else []
         display.spin("loading the model")
-        loaded, session = sweep.open_session(
-            file,
-            flags["device"],
+        loaded, engine = sweep.open_engine(
+            files,
             contexts,
             max(rows),
             max(gammas, default=0),
             flags["threads"] or 0,
             flags["kv_type"],
-            head,
             loading(display, ctrl_c),
         )
         opened.enter_context(loaded)
-        opened.enter_context(session)
+        opened.enter_context(engine)
+        sequence = opened.enter_context(engine.sequence())
         found = []
         display.count("contexts", 0, len(contexts))
         for costs in sweep.costs(
-            session, loaded.info.n_vocab, contexts, rows, gammas, steps, cancelled=lambda: ctrl_c.pressed
+            sequence, loaded.info.n_vocab, contexts, rows, gammas, steps, cancelled=lambda: ctrl_c.pressed
         ):
             found += [cost.as_json() for cost in costs]
             display.count("contexts", len({c["ctx"] for c in found}), len(contexts))
@@ -438,7 +381,7 @@ def run_sweep(
             "sweep",
             model,
             loaded.info.device,
-            session.info.n_threads,
+            engine.info.n_threads,
             "costs",
             found,
             output.cost_table(found),
@@ -447,3 +390,56 @@ def run_sweep(
             ctrl_c.pressed,
         )
     report.put(flags, output.plot_costs)
+
+
+@bench.command("batch")
+@options(MODEL_OPTIONS, MODE_OPTIONS)
+@click.option(
+    "--sequences",
+    "counts",
+    callback=numbers(1, MAX_ROWS),
+    default="1,2,4,8,16",
+    show_default=True,
+    help="Sequences that decode together.",
+)
+@options(SAMPLING_OPTIONS, RUN_OPTIONS, OUTPUT_OPTIONS)
+def run_batch(counts: list[int], **flags: Any) -> None:
+    """Sequences that decode together, on luce's own prompts: tokens a second of all and of each.
+
+    \b
+    Examples:
+      luce bench batch --sequences 1,4,16 --modes plain,mtp:2
+      luce bench batch --gguf model.gguf -n 128 --save results
+    """
+    output.require(flags["save"], flags["plot"])
+    model = flags["gguf"] or BOX
+    with ExitStack() as opened, Display(flags["quiet"]) as display, CtrlC() as ctrl_c:
+        files = opened.enter_context(files_of(flags, model))
+        display.spin("loading the model")
+        encode = files.tokenizer.encode
+        cases = [
+            Case(p.id, tuple(encode(p.prompt, add_bos=True))) for p in problems.builtin() if not p.chat
+        ]
+        progress = loading(display, ctrl_c)
+        run = opened.enter_context(
+            batch.Batch(files, flags["modes"], counts, cases, settings_of(flags), progress)
+        )
+        found: list[dict[str, Any]] = []
+        display.count("batch", 0, run.total)
+        for figures in run.run(lambda: ctrl_c.pressed):
+            found.append(figures.as_json())
+            display.count("batch", len(found), run.total)
+        extra = {key: flags[key] for key in ("max_tokens", "temp")}
+        report = Report(
+            "batch",
+            model,
+            run.model.info.device,
+            run.threads,
+            "batches",
+            found,
+            output.batch_table(found),
+            batch.TIMING,
+            extra,
+            ctrl_c.pressed,
+        )
+    report.put(flags, output.plot_batches)

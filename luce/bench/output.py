@@ -65,6 +65,24 @@ def cost_table(rows: Sequence[dict[str, Any]]) -> Table:
     ]
 
 
+def batch_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Together.as_json() of each mode and count of sequences."""
+    header = ["mode", "sequences", "tok/s", "each", "x first", "ms a round", "tokens/round", "accepted"]
+    return header, [
+        [
+            r["mode"],
+            str(r["sequences"]),
+            _number(r["tok_per_s"], 1),
+            _number(r["tok_per_s_each"], 1),
+            _number(r["speedup"], 2),
+            _number(r["step_ms"], 2),
+            _number(r["tokens_per_round"], 2),
+            _share(r["acceptance"]),
+        ]
+        for r in rows
+    ]
+
+
 def plot_modes(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
     """Speed and acceptance of the modes as bars."""
     figure, (left, right) = _pyplot().subplots(1, 2, figsize=(9, 3.6), layout="constrained")
@@ -103,6 +121,19 @@ def plot_costs(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
     _finish(figure, title, path)
 
 
+def plot_batches(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Tokens a second of all sequences, by their number, a line for each mode."""
+    figure, axis = _pyplot().subplots(figsize=(6, 3.6), layout="constrained")
+    for mode in dict.fromkeys(row["mode"] for row in rows):
+        line = [row for row in rows if row["mode"] == mode]
+        axis.plot([r["sequences"] for r in line], [r["tok_per_s"] for r in line], marker="o", label=mode)
+    axis.set_xlabel("sequences")
+    axis.set_ylabel("tokens a second in all")
+    axis.set_ylim(bottom=0)
+    axis.legend()
+    _finish(figure, title, path)
+
+
 def _pyplot() -> Any:
     try:
         import matplotlib
@@ -110,12 +141,12 @@ def _pyplot() -> Any:
         matplotlib.use("Agg")
         from matplotlib import pyplot
     except ImportError:
-        raise LuceError("--plot needs matplotlib: pip install 'luce[plot]'") from None
+        raise LuceError("a plot needs matplotlib: pip install 'luce[plot]'") from None
     return pyplot
 
 
 def require(save: Path | None, plot: Path | None) -> None:
-    """LuceError where --save or --plot cannot be had: asked before anything runs."""
+    """LuceError where a result row or a plot cannot be written: asked before anything runs."""
     if plot is not None:
         _pyplot()
         written = plot if os.path.exists(plot) else plot.parent

@@ -1,6 +1,6 @@
 """Modes in turn over the same prompts: each generation is one Record.
 
-Every mode has a session of its own on the one model, so plain pays for nothing that drafting needs. Each is
+Every mode has an engine of its own on the one model, so plain pays for nothing that drafting needs. Each is
 warmed up. Then the modes take turns on every prompt, another one first each time, so that drift of the
 machine hits all alike.
 """
@@ -11,15 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
-from luce._native import File
+from luce.engine import Engine, Files
 from luce.errors import ArgumentError
-from luce.orchestrator import Failed, Finished
-from luce.plan import MAX_GAMMA, Plan, Request, plan
-from luce.probe import Facts, probe
-from luce.session import TextSession, open_model
+from luce.generation import Failed, Finished
+from luce.plan import MAX_GAMMA, Options, Plain, Plan, Request
 from luce.stats import Stats
 from luce.structs import Sampling
-from luce.tokenizer import Tokenizer
 
 PLAIN = "plain"
 WARM_UP_TOKENS = 32
@@ -27,7 +24,7 @@ WARM_UP_TOKENS = 32
 
 @dataclass(frozen=True)
 class Mode:
-    """A way to decode, as --spec and --mtp-gamma say it. Named "plain", "mtp", "mtp:N" or "auto"."""
+    """A way to decode: spec and gamma of Options. Named "plain", "mtp", "mtp:N" or "auto"."""
 
     name: str
     spec: str
@@ -67,7 +64,6 @@ class Settings:
     max_tokens: int = 256
     rounds: int = 1  # of all prompts
     sampling: Sampling = field(default_factory=Sampling)
-    device: str | None = None
     kv_type: str | None = None
     threads: int | None = None
 
@@ -84,56 +80,52 @@ class Record:
     stats: Stats
 
 
+def mode_plan(files: Files, mode: Mode, options: Options, prompt: int, new: int) -> Plan:
+    """The plan of a mode, whose spec and gamma go before those of `options`. ArgumentError where it is to
+    draft and cannot."""
+    chosen = files.plan(replace(options, spec=mode.spec, gamma=mode.gamma), prompt, new)
+    if mode.spec != "off" and isinstance(chosen.draft, Plain):
+        raise ArgumentError(f"mode {mode.name}: {chosen.reasons['draft']}", concerns="nextn_head")
+    return chosen
+
+
 class Bench:
-    """The modes' sessions on one model; a context manager. What the files cannot do is an error here, before
+    """The modes' engines on one model; a context manager. What the files cannot do is an error here, before
     anything runs: UnsupportedError, ArgumentError, ContextFull, OutOfMemory, ..."""
 
     def __init__(
         self,
-        file: File,
-        tokenizer: Tokenizer,
+        files: Files,
         modes: Sequence[Mode],
         cases: Sequence[Case],
         settings: Settings,
-        head: File | None = None,
         progress: Callable[[float], bool | None] | None = None,
     ):
         if not cases:
             raise ArgumentError("there are no prompts to run")
         self.modes, self.cases, self.settings = list(modes), list(cases), settings
-        facts, head_facts = probe(file, device=settings.device or "auto"), probe(head) if head else None
-        plans = {mode: self._plan(mode, facts, head_facts) for mode in modes}
-        drafting = next((p for p in plans.values() if p.head), next(iter(plans.values())))
+        longest = max(len(case.prompt) for case in cases)
+        options = Options(kv_type=settings.kv_type, threads=settings.threads)
+        plans = {m.name: mode_plan(files, m, options, longest, settings.max_tokens) for m in modes}
         with ExitStack() as opened:
-            self.model = opened.enter_context(open_model(file, drafting, progress, head))
-            self._sessions = {
-                mode.name: opened.enter_context(TextSession(self.model, tokenizer, chosen))
-                for mode, chosen in plans.items()
+            drafts = any(chosen.drafts for chosen in plans.values())
+            self.model = opened.enter_context(files.load(drafts, progress))
+            self._engines = {
+                name: opened.enter_context(Engine(self.model, files.tokenizer, chosen))
+                for name, chosen in plans.items()
             }
             self._opened = opened.pop_all()
-        self.threads = next(iter(self._sessions.values())).session.info.n_threads
+        self.threads = next(iter(self._engines.values())).info.n_threads
 
-    def _plan(self, mode: Mode, facts: Facts, head: Facts | None) -> Plan:
-        longest = max(self.cases, key=lambda case: len(case.prompt))
-        s, drafts = self.settings, mode.spec != "off"
-        request = replace(
-            self._request(longest, s.max_tokens),
-            device=s.device, kv_type=s.kv_type, threads=s.threads,
-            spec=mode.spec, mtp_gamma=mode.gamma,
-        )  # fmt: skip
-        chosen = plan(facts, request, head if drafts else None)
-        if drafts and not chosen.head:
-            raise ArgumentError(
-                f"mode {mode.name}: there is no NextN head to draft with; give --mtp-gguf PATH"
-            )
-        return chosen
-
-    def _request(self, case: Case, max_tokens: int) -> Request:
-        return Request(case.prompt, max_tokens, self.settings.sampling, case.stops)
+    def cancel(self) -> None:
+        """Ends the generation that runs; from a signal handler too."""
+        for engine in self._engines.values():
+            engine.cancel()
 
     def _generate(self, mode: str, case: Case, max_tokens: int, cancelled: Callable[[], bool]) -> Finished:
+        request = Request(case.prompt, max_tokens, self.settings.sampling, case.stops)
         last = None
-        for event in self._sessions[mode].generate(self._request(case, max_tokens), cancelled):
+        for event in self._engines[mode].generate(request, cancelled):
             last = event
         if isinstance(last, Failed):
             raise last.error

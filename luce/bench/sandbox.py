@@ -29,7 +29,6 @@ from pathlib import Path
 from luce.errors import InternalError, UnsupportedError
 
 JAIL = Path(__file__).with_name("jail.py")
-REMEDY = "use --unsafe-check to run the checks with limits alone, or --no-check to skip them"
 PROBE = "import ctypes, hashlib, math, random, re, typing"  # of Python's folder and of the system's libraries
 GRACE_S = 10.0  # for starting and ending; the time itself is kept in jail.py
 
@@ -60,7 +59,7 @@ def check(program: str, limits: Limits = Limits(), namespaces: bool = True) -> V
     nothing else. Raises UnsupportedError where this machine has no namespaces for it.
     """
     if namespaces and sys.platform != "linux":
-        raise UnsupportedError(f"no sandbox here: it needs Linux, this is {sys.platform}; {REMEDY}")
+        raise UnsupportedError(f"no sandbox here: it needs Linux, this is {sys.platform}", concerns="sandbox")
     job = json.dumps({"program": program, "namespaces": namespaces, **asdict(limits)})
     with nullcontext("/") if namespaces else _temporary() as folder:
         status, said = _run(job, folder, limits.seconds + GRACE_S)
@@ -74,7 +73,7 @@ def check(program: str, limits: Limits = Limits(), namespaces: bool = True) -> V
     if cannot := answer.get("cannot"):
         if not namespaces:
             raise InternalError(f"the check could not start: {cannot}")
-        raise UnsupportedError(f"no sandbox here: {cannot}; {REMEDY}")
+        raise UnsupportedError(f"no sandbox here: {cannot}", concerns="sandbox")
     return Verdict(answer["passed"], _one_line(answer["why"]))
 
 
@@ -85,7 +84,7 @@ def available() -> str | None:
         verdict = check(PROBE)
     except UnsupportedError as error:
         return str(error)
-    return None if verdict.passed else f"no sandbox here: Python does not run in it ({verdict.why}); {REMEDY}"
+    return None if verdict.passed else f"no sandbox here: Python does not run in it ({verdict.why})"
 
 
 def _run(job: str, folder: str, seconds: float) -> tuple[int | None, bytes]:

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from luce._native import File, Model, Session
+from luce._native import Drafts, Engine, Model, Progress, Rows
+from luce._native import Sequence as Timeline
 from luce.bench.summary import five_digits, quartiles
-from luce.structs import SessionParams
+from luce.engine import Files
+from luce.structs import EngineParams
 
 WARM_UP = 2
 TIMING = (
@@ -38,7 +40,7 @@ class Cost:
 
 
 def costs(
-    session: Session,
+    sequence: Timeline,
     n_vocab: int,
     contexts: Sequence[int],
     rows: Sequence[int],
@@ -47,16 +49,16 @@ def costs(
     clock: Callable[[], float] = time.perf_counter,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Iterator[list[Cost]]:
-    """For each context, in order, the costs of all row counts and then of all gammas. A context of 0 is one
-    committed token. Ends early when cancelled."""
+    """For each context, in order, the costs of all row counts and then of all gammas, by steps with this
+    sequence alone. A context of 0 is one committed token. Ends early when cancelled."""
     tokens = [int(t) for t in np.random.default_rng(1).integers(0, n_vocab - 16, max(*contexts, 1) + 64)]
-    chunk = session.info.n_chunk
-    session.reset()
+    engine, chunk = sequence.engine, sequence.engine.info.n_chunk
+    sequence.reset()
     filled = 0
     for ctx in sorted(contexts):
         while filled < max(ctx, 1) and not cancelled():
-            end = min(filled + chunk, max(ctx, 1))
-            session.prefill(tokens[filled:end])
+            end = min(filled + chunk - filled % chunk, max(ctx, 1))
+            sequence.prefill(tokens[filled:end], last=False)
             filled = end
         wanted = [(n, 0) for n in dict.fromkeys([1, *rows])] + [(gamma + 1, gamma) for gamma in gammas]
         times: dict[tuple[int, int], list[float]] = {each: [] for each in wanted}
@@ -66,10 +68,10 @@ def costs(
                     return
                 start = clock()
                 if gamma:
-                    session.draft(tokens[-1], gamma)
-                    session.verify_draft(gamma)
-                else:
-                    session.verify(tokens[-n:])
+                    engine.draft([Drafts(sequence, tokens[-1], gamma)])
+                (found,) = engine.verify([Rows(sequence, None if gamma else tokens[-n:], n=n)])
+                if isinstance(found, Exception):
+                    raise found
                 if turn >= WARM_UP:
                     times[n, gamma].append(1000 * (clock() - start))
         one = statistics.median(times[1, 0])
@@ -80,18 +82,18 @@ def costs(
         ]
 
 
-def open_session(
-    file: File, device: str | None, contexts: Sequence[int], rows: int, gamma: int, threads: int,
-    kv_type: str | None, head: File | None, progress: Callable[[float], bool | None],
-) -> tuple[Model, Session]:  # fmt: skip
-    """The model, with a head where drafts are wanted, and a session for steps of `rows` rows."""
-    model = Model(file, device or "auto", progress, (head or file) if gamma else None)
+def open_engine(
+    files: Files, contexts: Sequence[int], rows: int, gamma: int, threads: int, kv_type: str | None,
+    progress: Progress,
+) -> tuple[Model, Engine]:  # fmt: skip
+    """The model, with a head where drafts are wanted, and an engine for steps of `rows` rows."""
+    model = files.load(gamma > 0, progress)
     try:
-        params = SessionParams(
+        params = EngineParams(
             n_ctx=max(*contexts, 1) + max(rows, gamma + 1), n_rows=max(rows, gamma + 1), n_draft=gamma,
             n_threads=threads, kv_type=kv_type,
         )  # fmt: skip
-        return model, Session(model, params)
+        return model, Engine(model, params)
     except BaseException:
         model.close()
         raise

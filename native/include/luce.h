@@ -1,26 +1,35 @@
 /* luce: exact speculative decoding of Qwen3.5/3.6 GGUF models. The whole C ABI.
  *
  * The model of the thing
- *   file     an opened GGUF (all parts of a split one), memory-mapped: facts, no weights loaded
- *   model    weights on one device; immutable, may be shared by any number of sessions
- *   session  one timeline: a committed prefix of tokens in the caches, bound to one model
+ *   file        an opened GGUF (all parts of a split one), memory-mapped: facts, no weights loaded
+ *   model       weights on one device; immutable, shared by any number of engines
+ *   engine      the working memory of a model: KV pages, recurrent slots, buffers, ready graphs
+ *   sequence    one timeline in an engine: a committed prefix of tokens in the caches
+ *   checkpoint  a position that any sequence of the engine can start from
  *
  * The round (one loop serves every decoding mode)
- *   state: `committed` tokens in the caches, and one `anchor` token, chosen but not yet in them.
- *   1 verify  one forward over [anchor, candidates]; committed state is not changed
- *   2 accept  walk from the anchor to the child whose token is the target's own choice, and on
- *   3 commit  append the accepted rows to every cache; rejected rows leave no trace
+ *   state of a sequence: `committed` tokens in the caches, and one `anchor` token, chosen but not yet in them.
+ *   1 draft   candidates that may follow the anchor, or none
+ *   2 verify  one forward over [anchor, candidates] of every sequence that takes part; nothing committed changes
+ *   3 accept  walk from the anchor to the child whose token is the target's own choice, and on
+ *   4 commit  append the accepted rows to the sequence; rejected rows leave no trace
  *   Plain decoding is a round without candidates.
+ *
+ * What is promised: a sequence's tokens depend on the model, its prompt, seed and sampling alone: not on drafts,
+ * on the sequences beside it, or on whether its prompt came from a checkpoint. (On CUDA this holds up to what
+ * ggml's matrix products change in a row's last bits with the number of rows of a step.)
  *
  * Conventions
  * - Every function returns a luce_status unless stated; results go to out-parameters, which are
  *   written on LUCE_OK only. luce_last_error() explains the last failure of the calling thread.
  * - Handles are opaque and checked: a null, closed or wrong handle is LUCE_E_ARG, never a crash.
- *   Close children in any order: a session keeps its model alive, a model its file's mapping.
+ *   Close in any order: a sequence or checkpoint keeps its engine alive, an engine its model, a model its file.
  * - Structs begin with `struct_size`, set by the caller to sizeof(struct); a size this library does
- *   not know is LUCE_E_ARG. In option structs 0 means "the default" for every field.
+ *   not know is LUCE_E_ARG. (Structs that are passed as arrays have none.) In option structs 0 means "the
+ *   default" for every field.
  * - Text is UTF-8. Strings handed out live as long as the handle they came from.
- * - One call at a time on a session. Different sessions may run on different threads.
+ * - Calls on one engine, its sequences and checkpoints wait for each other. Different engines run beside each
+ *   other on different threads.
  * - The library prints nothing, reads no files but those named, and never exits the process.
  */
 #ifndef LUCE_H
@@ -39,28 +48,31 @@
 extern "C" {
 #endif
 
-#define LUCE_ABI_VERSION 2 /* changes whenever a struct or a signature does */
-#define LUCE_MAX_ROWS 64   /* rows of one verify step: the anchor and up to 63 candidates */
+#define LUCE_ABI_VERSION 3 /* changes whenever a struct or a signature does */
+#define LUCE_MAX_ROWS 64 /* rows of one step over all its sequences: each has an anchor and its candidates */
 #define LUCE_MAX_DRAFT 8 /* drafts of a NextN chain */
+#define LUCE_PAGE 256 /* positions of a KV page */
 #define LUCE_MAX_DIMS 4
 
 typedef enum luce_status {
     LUCE_OK = 0,
-    LUCE_E_ARG = 1,         /* an argument is out of range; nothing was done */
-    LUCE_E_FILE = 2,        /* a file cannot be read or is malformed */
+    LUCE_E_ARG = 1, /* an argument is out of range; nothing was done */
+    LUCE_E_FILE = 2, /* a file cannot be read or is malformed */
     LUCE_E_UNSUPPORTED = 3, /* the file is well-formed, but luce cannot run it */
-    LUCE_E_MEMORY = 4,      /* not enough memory; the message gives needed and free */
-    LUCE_E_CONTEXT = 5,     /* the request does not fit into the session's context */
-    LUCE_E_NUMERIC = 6,     /* non-finite logits; the session is now failed */
-    LUCE_E_STATE = 7,       /* the session is failed, or the call is out of order */
-    LUCE_E_CANCELLED = 8,   /* a progress callback asked to stop */
-    LUCE_E_DEVICE = 9,      /* the device or its driver failed */
-    LUCE_E_INTERNAL = 10    /* a defect of luce */
+    LUCE_E_MEMORY = 4, /* not enough memory; the message gives needed and free */
+    LUCE_E_CONTEXT = 5, /* the request does not fit into a sequence's context */
+    LUCE_E_NUMERIC = 6, /* non-finite logits; the sequence is now failed */
+    LUCE_E_STATE = 7, /* the sequence is failed, or the call is out of order */
+    LUCE_E_CANCELLED = 8, /* luce_engine_cancel or a progress callback asked to stop */
+    LUCE_E_DEVICE = 9, /* the device or its driver failed */
+    LUCE_E_INTERNAL = 10 /* a defect of luce */
 } luce_status;
 
 typedef struct luce_file luce_file;
 typedef struct luce_model luce_model;
-typedef struct luce_session luce_session;
+typedef struct luce_engine luce_engine;
+typedef struct luce_sequence luce_sequence;
+typedef struct luce_checkpoint luce_checkpoint;
 
 /* ---- library ------------------------------------------------------------------------------- */
 
@@ -79,9 +91,9 @@ LUCE_API luce_status luce_set_log(luce_log_fn fn, void *user);
 
 typedef struct luce_device_info {
     uint64_t struct_size;
-    char name[32];         /* "cpu", "cuda:0", ...: what luce_model_params.device takes */
+    char name[32]; /* "cpu", "cuda:0", ...: what luce_model_params.device takes */
     char description[128]; /* "NVIDIA H100 80GB HBM3" */
-    uint64_t memory_free;  /* bytes, now */
+    uint64_t memory_free; /* bytes, now */
     uint64_t memory_total; /* bytes */
     int32_t is_gpu;
 } luce_device_info;
@@ -101,9 +113,9 @@ LUCE_API luce_status luce_file_close(luce_file *file);
 typedef struct luce_file_info {
     uint64_t struct_size;
     uint64_t size_bytes; /* all parts */
-    uint64_t n_kv;       /* keys of the first part */
-    uint64_t n_tensors;  /* all parts */
-    uint32_t version;    /* 2 or 3 */
+    uint64_t n_kv; /* keys of the first part */
+    uint64_t n_tensors; /* all parts */
+    uint32_t version; /* 2 or 3 */
     uint32_t n_parts;
 } luce_file_info;
 LUCE_API luce_status luce_file_get_info(luce_file *file, luce_file_info *out);
@@ -129,12 +141,12 @@ LUCE_API luce_status luce_file_get_strings(luce_file *file, uint64_t index, cons
 
 typedef struct luce_tensor_info {
     uint64_t struct_size;
-    const char *name;          /* NUL-terminated, lives as long as the file */
-    const char *type_name;     /* "Q4_K", ... */
-    const void *data;          /* in the mapping; size_bytes of them */
+    const char *name; /* NUL-terminated, lives as long as the file */
+    const char *type_name; /* "Q4_K", ... */
+    const void *data; /* in the mapping; size_bytes of them */
     uint64_t ne[LUCE_MAX_DIMS]; /* ggml order, fastest first; 1 from n_dims on */
     uint64_t size_bytes;
-    int32_t type;              /* ggml type id */
+    int32_t type; /* ggml type id */
     uint32_t n_dims;
 } luce_tensor_info;
 LUCE_API luce_status luce_file_get_tensor(luce_file *file, uint64_t index, luce_tensor_info *out);
@@ -147,7 +159,7 @@ typedef int32_t (*luce_progress_fn)(float fraction, void *user);
 typedef struct luce_model_params {
     uint64_t struct_size;
     const char *device; /* "auto" (= NULL), "cpu", "cuda", "cuda:N" */
-    luce_file *head;    /* take the NextN head from this file: the model's own, or another that holds the
+    luce_file *head; /* take the NextN head from this file: the model's own, or another that holds the
                            head alone or beside a trunk; NULL: no head. It must fit the trunk: E_FILE names
                            both values */
     luce_progress_fn progress; /* may be NULL */
@@ -158,37 +170,41 @@ typedef struct luce_sampling {
     uint64_t struct_size;
     uint64_t seed;
     float temperature; /* 0: greedy, the lowest id on a tie; >= 0 */
-    float top_p;       /* (0, 1]; 0 = off (1) */
-    float min_p;       /* [0, 1); 0 = off */
-    int32_t top_k;     /* 0 = off; >= 0 */
+    float top_p; /* (0, 1]; 0 = off (1) */
+    float min_p; /* [0, 1); 0 = off */
+    int32_t top_k; /* 0 = off; >= 0 */
 } luce_sampling;
 
-typedef struct luce_session_params {
+typedef struct luce_engine_params {
     uint64_t struct_size;
-    uint32_t n_ctx;     /* positions; 0: the model's training context, at most 4096 */
-    uint32_t n_rows;    /* most rows of a verify step, 1..LUCE_MAX_ROWS; 0: 1 */
-    uint32_t n_chunk;   /* prefill rows per step, 1..4096; 0: 512 */
-    uint32_t n_draft;   /* most drafts of a round, 0..LUCE_MAX_DRAFT; needs a model with a head, and
-                           n_rows > n_draft */
+    uint32_t n_ctx; /* positions of one sequence; 0: the model's training context, at most 4096 */
+    uint32_t n_sequences; /* sequences that may be open at once, 1..LUCE_MAX_ROWS; 0: 1 */
+    uint32_t n_checkpoints; /* checkpoints that may be on the device at once, 0..1024 */
+    uint32_t n_pages; /* KV pages of all sequences and checkpoints; 0: enough for n_sequences full ones and,
+                               with checkpoints, for one more */
+    uint32_t n_rows; /* most rows of one sequence in a step, 1..LUCE_MAX_ROWS; 0: n_draft + 1 */
+    uint32_t n_draft; /* most drafts of a round, 0..LUCE_MAX_DRAFT; needs a model with a head */
+    uint32_t n_chunk; /* most rows of a prefill step: a multiple of LUCE_PAGE, at most 4096; 0: 512 */
     uint32_t n_threads; /* CPU only; 0: one per core, at most 16 */
     const char *kv_type; /* "f16" (= NULL), "q8_0", "q4_0", "f32" */
-} luce_session_params;
+} luce_engine_params;
 
 typedef struct luce_memory {
     uint64_t struct_size;
     uint64_t weights; /* bytes on the device; on the CPU they are mapped, not allocated */
-    uint64_t kv;      /* attention KV */
-    uint64_t state;   /* recurrent state and draft log */
+    uint64_t kv; /* pages */
+    uint64_t state; /* recurrent state, draft logs, hidden rows: of sequences and checkpoints */
     uint64_t compute; /* activations, inputs, outputs */
-    uint64_t total;   /* what a new model and session together allocate on the device */
+    uint64_t other; /* captured graphs and the pools of ggml's kernels: an upper bound */
+    uint64_t total; /* what a new model and engine together allocate on the device */
     uint64_t device_free;
 } luce_memory;
 
-/* What a model and one session of it would need, from the file alone: nothing is loaded or allocated
+/* What a model and one engine of it would need, from the file alone: nothing is loaded or allocated
  * on the device. Runs every check that luce_model_open makes, so it also answers "can luce run this
  * file": E_UNSUPPORTED names the reason; E_FILE a missing key or a tensor's expected and found shape. */
 LUCE_API luce_status luce_plan_memory(luce_file *file, const luce_model_params *model,
-                                      const luce_session_params *session, luce_memory *out);
+                                      const luce_engine_params *engine, luce_memory *out);
 
 /* Loads the weights. CPU: uses them in the mapping. CUDA: uploads with progress. E_MEMORY before
  * anything is allocated when the weights do not fit. params may be NULL. */
@@ -198,84 +214,166 @@ LUCE_API luce_status luce_model_close(luce_model *model);
 typedef struct luce_model_info {
     uint64_t struct_size;
     char architecture[32]; /* "qwen35" */
-    char device[32];       /* "cpu", "cuda:0" */
-    uint64_t n_params;     /* weights, all tensors */
+    char device[32]; /* "cpu", "cuda:0" */
+    uint64_t n_params; /* weights, all tensors */
     uint64_t weight_bytes;
     uint32_t n_vocab;
     uint32_t n_embd;
-    uint32_t n_layer;     /* trunk blocks */
-    uint32_t n_nextn;     /* NextN blocks in the file */
+    uint32_t n_layer; /* trunk blocks */
+    uint32_t n_nextn; /* NextN blocks in the file */
     uint32_t n_ctx_train; /* context_length of the file */
-    int32_t has_head;     /* a NextN head is loaded: sessions may draft */
+    int32_t has_head; /* a NextN head is loaded: engines may draft */
 } luce_model_info;
 LUCE_API luce_status luce_model_get_info(luce_model *model, luce_model_info *out);
 
-/* ---- session: one timeline -------------------------------------------------------------------- */
+/* ---- engine: the working memory of a model ------------------------------------------------------ */
 
-/* Allocates every cache and the largest step's buffers, after comparing the need with what is free
- * (E_MEMORY gives both). Nothing is allocated on the device afterwards. params may be NULL. */
-LUCE_API luce_status luce_session_open(luce_session **out, luce_model *model,
-                                       const luce_session_params *params);
-LUCE_API luce_status luce_session_close(luce_session *session);
+/* Counts and then allocates everything that a run needs on the device (E_MEMORY gives needed and free), builds
+ * the graph of every step width and, on a GPU, captures it; runs each and times it (luce_engine_costs), so that no
+ * request waits for a graph. Nothing is allocated on the device afterwards. params may be NULL. */
+LUCE_API luce_status luce_engine_open(luce_engine **out, luce_model *model, const luce_engine_params *params);
+LUCE_API luce_status luce_engine_close(luce_engine *engine);
 
-/* Back to an empty timeline; also heals a failed session. */
-LUCE_API luce_status luce_session_reset(luce_session *session);
-
-typedef struct luce_session_info {
+typedef struct luce_engine_info {
     uint64_t struct_size;
-    uint64_t memory_bytes; /* allocated on the device by this session */
-    uint32_t n_ctx, n_rows, n_chunk, n_threads, n_draft; /* as resolved */
-    uint32_t n_past;       /* committed tokens */
-    uint32_t n_verified;   /* rows of a verify that is not committed yet, else 0 */
-    int32_t failed;        /* 1 after E_NUMERIC, E_DEVICE or E_INTERNAL: only reset and close work */
-} luce_session_info;
-LUCE_API luce_status luce_session_get_info(luce_session *session, luce_session_info *out);
+    uint64_t memory_bytes; /* allocated on the device by this engine's caches and buffers */
+    uint32_t n_ctx, n_sequences, n_checkpoints, n_pages, n_rows, n_draft, n_chunk,
+        n_threads; /* as resolved */
+    uint32_t pages_free;
+    uint32_t sequences_free; /* that may still be opened */
+    uint32_t checkpoints_free; /* that may still be on the device */
+} luce_engine_info;
+LUCE_API luce_status luce_engine_get_info(luce_engine *engine, luce_engine_info *out);
+
+/* What steps cost over short contexts, measured when the engine was opened, as the caller sees them: from the call
+ * to the choices on the host. */
+typedef struct luce_cost {
+    uint32_t rows; /* of the step */
+    uint32_t drafts; /* 0: a verify of `rows` rows; 1: one more draft for each of `rows` sequences */
+    float seconds;
+} luce_cost;
+/* By drafts, then by rows; widths that are not listed lie between their neighbours. out NULL: *n becomes the number
+ * of entries; else *n entries at most are written and counted. */
+LUCE_API luce_status luce_engine_costs(luce_engine *engine, luce_cost *out, uint32_t *n);
+
+/* The engine's next prefill, draft or verify does nothing and returns E_CANCELLED; one that is running ends first,
+ * after a step at most. May be called from any thread and from a signal handler, also while the engine works; sets
+ * no last error. */
+LUCE_API luce_status luce_engine_cancel(luce_engine *engine);
+
+/* Drafts for several sequences, one chain each, with the NextN head on its own hidden state. The drafts stay on the
+ * device, for luce_engine_verify(tokens = NULL); nothing committed is changed. Rows that are verified and not
+ * committed are dropped. */
+typedef struct luce_draft_item {
+    luce_sequence *sequence; /* with at least one committed token */
+    int32_t anchor;
+    uint32_t n; /* drafts, 1..n_draft */
+} luce_draft_item;
+/* E_CONTEXT when n_past + n would reach n_ctx (a verify of them has a row more), E_STATE in an engine without drafts, E_MEMORY when pages run out: then
+ * nothing was done. Does not wait for the device. */
+LUCE_API luce_status luce_engine_draft(luce_engine *engine, const luce_draft_item *items, uint32_t n_items);
+
+/* One forward over the rows of several sequences, LUCE_MAX_ROWS in all. Row 0 of an item is its anchor
+ * (parents[0] = -1); row i > 0 follows row parents[i] < i, in depth-first order; it sees the committed tokens, its
+ * ancestors and itself, at position n_past + depth. Committed state is unchanged; a second verify of a sequence
+ * replaces its first. */
+typedef struct luce_verify_item {
+    luce_sequence *sequence; /* each at most once */
+    const int32_t
+        *tokens; /* n; NULL: the sequence's last draft's anchor and its first n - 1 drafts, without a
+                                copy to the host in between */
+    const int32_t *parents; /* n; NULL: a chain */
+    int32_t *choices; /* n: the target's token after each row */
+    uint32_t n; /* rows, 1..n_rows */
+    int32_t status; /* out: LUCE_OK, or E_NUMERIC where this sequence's logits were not finite: its choices
+                                are not written, and it is failed */
+} luce_verify_item;
+/* E_ARG, E_CONTEXT (the deepest row would pass n_ctx), E_STATE, E_MEMORY (pages), E_CANCELLED: nothing was done, all
+ * sequences are as they were. E_NUMERIC: the step was done; each item's status says for which sequence it counts.
+ * E_DEVICE, E_INTERNAL: all sequences of the step are failed. */
+LUCE_API luce_status luce_engine_verify(luce_engine *engine, luce_verify_item *items, uint32_t n_items);
+
+/* ---- sequence: one timeline ------------------------------------------------------------------- */
+
+/* E_MEMORY when n_sequences are open. Takes no device memory of its own. */
+LUCE_API luce_status luce_sequence_open(luce_sequence **out, luce_engine *engine);
+LUCE_API luce_status luce_sequence_close(luce_sequence *sequence);
+
+/* Back to an empty timeline; also heals a failed sequence. */
+LUCE_API luce_status luce_sequence_reset(luce_sequence *sequence);
+
+typedef struct luce_sequence_info {
+    uint64_t struct_size;
+    uint32_t n_past; /* committed tokens */
+    uint32_t n_verified; /* rows of a verify that is not committed yet, else 0 */
+    uint32_t n_pages; /* that it holds, alone or shared */
+    int32_t failed; /* 1 after E_NUMERIC, E_DEVICE or E_INTERNAL: only reset, resume and close work */
+} luce_sequence_info;
+LUCE_API luce_status luce_sequence_get_info(luce_sequence *sequence, luce_sequence_info *out);
 
 /* How choices are made from now on (luce_sample is the rule). Default: greedy. NULL: greedy. */
-LUCE_API luce_status luce_session_set_sampling(luce_session *session, const luce_sampling *sampling);
+LUCE_API luce_status luce_sequence_set_sampling(luce_sequence *sequence, const luce_sampling *sampling);
 
-/* Commits `n` >= 1 tokens in chunks that end at multiples of n_chunk (so the result does not depend on
- * how a prompt is split into calls, as long as splits are at such multiples), and chooses the next
- * token (choice may be NULL). E_CONTEXT, E_ARG: unchanged. E_NUMERIC, E_DEVICE: failed. */
-LUCE_API luce_status luce_session_prefill(luce_session *session, const int32_t *tokens, uint32_t n,
-                                          int32_t *choice);
-
-/* Drafts n tokens (1..n_draft) after `anchor` with the NextN head, chained on its own hidden state. First
- * it brings the head's KV up to date with what was committed, from the target's own hidden states. The
- * drafts stay on the device, for luce_session_verify(tokens = NULL); nothing committed is changed. Needs
- * at least one committed token. E_CONTEXT when n_past + n would pass n_ctx; E_STATE without a head. */
-LUCE_API luce_status luce_session_draft(luce_session *session, int32_t anchor, uint32_t n);
+/* Commits the next n >= 1 tokens of a prompt in one step, which may not pass the end of a chunk:
+ * n_past % n_chunk + n <= n_chunk. Where a prompt is cut inside a chunk decides the last bits of what follows; cut it
+ * at multiples of n_chunk only. choice NULL: more of the prompt follows; else it receives the token that is chosen
+ * after the last one. E_ARG, E_CONTEXT, E_MEMORY, E_CANCELLED: unchanged. E_NUMERIC, E_DEVICE: failed. */
+LUCE_API luce_status luce_sequence_prefill(luce_sequence *sequence, const int32_t *tokens, uint32_t n,
+                                           int32_t *choice);
 
 /* The n tokens of the last draft; waits for the device only where no verify has done so since. A draft
- * whose logits were not finite is E_NUMERIC; the session is not failed by it. */
-LUCE_API luce_status luce_session_get_draft(luce_session *session, int32_t *tokens, uint32_t n);
+ * whose logits were not finite is E_NUMERIC; the sequence is not failed by it. */
+LUCE_API luce_status luce_sequence_get_draft(luce_sequence *sequence, int32_t *tokens, uint32_t n);
 
-/* One forward over n rows, 1 <= n <= n_rows. Row 0 is the anchor (parents[0] = -1); row i > 0 follows
- * row parents[i] < i, in depth-first order; it sees the committed tokens, its ancestors and itself,
- * at position n_past + depth. tokens NULL: the last draft's anchor and its first n - 1 drafts, without a
- * copy to the host in between. parents NULL: a chain. choices[i]: the target's token after row i.
- * A row's results are bit-identical whatever the other rows are (CPU). Committed state is unchanged;
- * a second verify replaces the first. E_CONTEXT when the deepest row would pass n_ctx. */
-LUCE_API luce_status luce_session_verify(luce_session *session, const int32_t *tokens, const int32_t *parents,
-                                         uint32_t n, int32_t *choices);
+/* Appends rows path[0] = 0, path[1], ... of the last verify, each the child of the one before. Bookkeeping on the
+ * host: what has to move on the device is done at the start of the sequence's next step. */
+LUCE_API luce_status luce_sequence_commit(luce_sequence *sequence, const int32_t *path, uint32_t n);
 
-/* Appends rows path[0] = 0, path[1], ... of the last verify, each the child of the one before. */
-LUCE_API luce_status luce_session_commit(luce_session *session, const int32_t *path, uint32_t n);
+/* Logits of one row of the engine's last verify, or of its last prefill with a choice (row 0: the prompt's last
+ * token), F32; n must be n_vocab. E_STATE when the engine has run another step since. */
+LUCE_API luce_status luce_sequence_get_logits(luce_sequence *sequence, uint32_t row, float *out, uint32_t n);
 
-/* Logits of one row of the last verify (or row 0: the last token of the last prefill), F32,
- * n must be n_vocab. */
-LUCE_API luce_status luce_session_get_logits(luce_session *session, uint32_t row, float *out, uint32_t n);
+/* The committed state as bytes, for tests and inspection: KV, recurrent state, the head's KV and hidden state,
+ * tokens. Sequences with the same committed tokens give the same bytes, however their rounds went. data NULL: only
+ * the size; else *size bytes are there. Rows that are verified and not committed are dropped. */
+LUCE_API luce_status luce_sequence_dump(luce_sequence *sequence, void *data, uint64_t *size);
 
-/* The committed state as bytes: KV, recurrent state, the head's KV and hidden state, tokens. Two sessions
- * with the same committed tokens save the same bytes, however their rounds went. data NULL: only the size.
- * Recurrent state cannot be rewound: to come back to a position, save there. Rows that are verified and not
- * committed are dropped. A session without a head saves none. */
-LUCE_API luce_status luce_session_save(luce_session *session, void *data, uint64_t *size);
+/* ---- checkpoint: where sequences start --------------------------------------------------------- */
 
-/* The session as it was when it saved, in this or another session of the same model with the same kv_type,
- * a context that is large enough, and a head if it had one. E_ARG names what does not fit; the session is
- * then unchanged. A session with a head restores only what was saved with one. */
-LUCE_API luce_status luce_session_restore(luce_session *session, const void *data, uint64_t size);
+/* The sequence's present position, which must be the end of a chunk of its prompt: n_past is a multiple of n_chunk,
+ * and nothing but prefill brought it there (E_STATE otherwise), so that a prompt that is resumed runs the same
+ * chunks as a cold one from there on and gives the same bits. Pages are shared, the recurrent state is copied on the
+ * device beside nothing else: no call waits. E_MEMORY when n_checkpoints are on the device. */
+LUCE_API luce_status luce_checkpoint_make(luce_checkpoint **out, luce_sequence *sequence);
+LUCE_API luce_status luce_checkpoint_close(luce_checkpoint *checkpoint);
+
+typedef struct luce_checkpoint_info {
+    uint64_t struct_size;
+    uint64_t size_bytes; /* of luce_checkpoint_save */
+    uint32_t n_past; /* committed tokens */
+    int32_t on_device;
+} luce_checkpoint_info;
+LUCE_API luce_status luce_checkpoint_get_info(luce_checkpoint *checkpoint, luce_checkpoint_info *out);
+
+/* The n = n_past committed tokens. */
+LUCE_API luce_status luce_checkpoint_get_tokens(luce_checkpoint *checkpoint, int32_t *tokens, uint32_t n);
+
+/* Moves a checkpoint between the device and host memory (pinned on a GPU). The copy runs beside the engine's steps;
+ * what needs its result waits for it. To the device: E_MEMORY when pages or slots lack. */
+LUCE_API luce_status luce_checkpoint_to_host(luce_checkpoint *checkpoint);
+LUCE_API luce_status luce_checkpoint_to_device(luce_checkpoint *checkpoint);
+
+/* A checkpoint as bytes, and back, in any engine of the same model, kv_type, n_chunk and kind of head. The bytes carry
+ * a version, the model's identity and a checksum: E_ARG names what does not fit. data NULL: only the size. A loaded
+ * checkpoint is in host memory. */
+LUCE_API luce_status luce_checkpoint_save(luce_checkpoint *checkpoint, void *data, uint64_t *size);
+LUCE_API luce_status luce_checkpoint_load(luce_checkpoint **out, luce_engine *engine, const void *data,
+                                          uint64_t size);
+
+/* The sequence at the checkpoint's position; also heals a failed sequence. From the device only the recurrent state
+ * is copied, KV pages are shared; from the host all of it. E_CONTEXT when n_ctx is too small for another step,
+ * E_MEMORY when pages lack: the sequence is unchanged. */
+LUCE_API luce_status luce_sequence_resume(luce_sequence *sequence, luce_checkpoint *checkpoint);
 
 /* ---- pure functions on host arrays -------------------------------------------------------------- */
 
@@ -293,10 +391,10 @@ LUCE_API luce_status luce_accept(const int32_t *tokens, const int32_t *parents, 
 
 typedef struct luce_type_info {
     uint64_t struct_size;
-    char name[16];       /* "Q4_K" */
+    char name[16]; /* "Q4_K" */
     uint32_t block_size; /* weights per block: a row's length must be a multiple of it */
-    uint32_t type_size;  /* bytes per block */
-    int32_t is_weight;   /* luce multiplies with it on every device */
+    uint32_t type_size; /* bytes per block */
+    int32_t is_weight; /* luce multiplies with it on every device */
 } luce_type_info;
 /* E_ARG for an id that ggml does not have. */
 LUCE_API luce_status luce_type_get(int32_t type, luce_type_info *out);
@@ -305,16 +403,6 @@ LUCE_API luce_status luce_type_get(int32_t type, luce_type_info *out);
  * Types that want an importance matrix get a uniform one. */
 LUCE_API luce_status luce_quantize(int32_t type, const float *src, uint64_t n_rows, uint64_t n_per_row,
                                    void *dst, uint64_t dst_size);
-
-/* Runs one of luce's own ops alone, for tests: argument i is read from args[i].data and, where the op
- * writes to it, copied back; the result goes to `out`. Names, arguments and params: custom_op.h. */
-typedef struct luce_array {
-    void *data;
-    uint64_t ne[LUCE_MAX_DIMS]; /* fastest first */
-    int32_t type;               /* ggml type id: 0 F32, 1 F16, 26 I32 */
-} luce_array;
-LUCE_API luce_status luce_op_run(const char *device, const char *op, luce_array *args, uint32_t n_args,
-                                 const int32_t *params, uint32_t n_params, luce_array *out);
 
 #ifdef __cplusplus
 }

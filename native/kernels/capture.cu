@@ -10,6 +10,17 @@ const char *cuda::error_text(int error) {
     return cudaGetErrorString(cudaError_t(error));
 }
 
+int cuda::compute_capability(int device) {
+    int major = 0, minor = 0;
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    return 10 * major + minor;
+}
+
+int cuda::set_device(int device) {
+    return int(cudaSetDevice(device));
+}
+
 // Relaxed: ggml may allocate from its pools while the step is recorded.
 int cuda::capture_begin(void *stream) {
     return int(cudaStreamBeginCapture(static_cast<cudaStream_t>(stream), cudaStreamCaptureModeRelaxed));
@@ -33,6 +44,19 @@ int cuda::capture_end(void *stream, void **executable) {
     }
     *executable = exec;
     return 0;
+}
+
+// Also of a recording that something has invalidated. Does nothing where none is going on.
+void cuda::capture_abandon(void *stream) {
+    const cudaStream_t st = static_cast<cudaStream_t>(stream);
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    if (cudaStreamIsCapturing(st, &status) != cudaSuccess || status != cudaStreamCaptureStatusNone) {
+        cudaGraph_t graph = nullptr;
+        if (cudaStreamEndCapture(st, &graph) == cudaSuccess && graph != nullptr) {
+            cudaGraphDestroy(graph);
+        }
+    }
+    cudaGetLastError(); // what failed is known to the caller; the next launch must not report it again
 }
 
 int cuda::capture_launch(void *executable, void *stream) {

@@ -1,9 +1,12 @@
 // Causal conv of 4 taps, SiLU, and the l2 norm of q and k heads.
 // A warp computes one row of one head: a lane holds S / 32 neighbouring channels, so a row is one coalesced
 // load and the norm is one butterfly sum, in the same order for every row.
-//   verify, flush: one block a head, which alone reads and then replaces that head's window and logged rows.
+//   verify: one block a head computes the rows of up to GROUP sequences: a step has at most MAX_ROWS rows,
+//     however many sequences. It alone reads and then replaces their windows and logged rows of that head.
 //   append: rows are split over blocks too; a second kernel moves the window once all have read it.
 #include "kernels.h"
+
+#include <cstddef>
 
 #include <cuda_runtime.h>
 
@@ -16,16 +19,16 @@ constexpr int WARP = 32;
 constexpr int APPEND_WARPS = 4;
 constexpr int APPEND_RUN = 16; // neighbouring rows of one warp, which slides the taps in registers
 
+constexpr int GROUP = 16; // sequences of a block
+
 // What a kernel takes: the arguments and, since DeltaShape's layout is for the host, its strides.
 struct Params : ConvArgs {
-    int64_t C;       // channels of a row
+    int64_t C; // channels of a row
     int64_t log_row; // from one logged row to the next
-    int n_rows;      // 0 in a flush
+    int64_t log_size; // from one slot's log to the next
 
-    explicit Params(const ConvArgs &args) : ConvArgs(args), C(shape.conv_dim()) {
-        log_row = shape.log_qkv(1);
-        n_rows = shape.mode == DELTA_FLUSH ? 0 : shape.T;
-    }
+    explicit Params(const ConvArgs &args)
+        : ConvArgs(args), C(shape.conv_dim()), log_row(shape.log_qkv(1)), log_size(shape.log_size()) {}
 };
 
 // The channels of one lane of a head, moved in one access. Of a head of 16, half the lanes hold nothing.
@@ -55,6 +58,12 @@ template <int S> struct Weights {
         }
     }
 };
+
+// The same in all lanes, so that nvcc knows it: a warp that might have split at a branch on it checks before
+// each shuffle that it has not.
+__device__ int warp_index() {
+    return __shfl_sync(~0u, threadIdx.x / WARP, 0);
+}
 
 __device__ float silu(float x) {
     return x / (1.0f + expf(-x));
@@ -89,42 +98,115 @@ __device__ void conv_row(const Weights<S> &w, const Channels<S> (&taps)[TAPS], b
     y.store(out, lane);
 }
 
-// Row i of the last three committed rows, oldest first: of the window followed by the pending rows.
-__device__ const float *committed_row(const Params &a, const int32_t *ctl, int i) {
-    const int at = ctl[CTL_N_PENDING] + i;
-    return at < WINDOW ? a.window + at * a.C : a.log + ctl[CTL_PENDING + at - WINDOW] * a.log_row;
-}
+// What the control block says of one sequence, and n_seqs, in the lanes of a warp. It decides what is loaded
+// next, so all of it is loaded before nvcc can wait for one value to branch on it.
+struct Control {
+    static constexpr int WORDS = sizeof(SeqCtl) / sizeof(int32_t), N = WORDS / WARP + 1;
+    int32_t word[N];
 
-// grid: heads. Rows -1, -2, -3 are the committed ones, newest first, each the parent of the one before it.
+    __device__ void load(const StepCtl &ctl, int seq, int lane) {
+        const int32_t *words = reinterpret_cast<const int32_t *>(&ctl.seqs[seq]);
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            const int w = lane + n * WARP;
+            word[n] = *(w < WORDS ? words + w : &ctl.n_seqs);
+        }
+    }
+    // The value at an offset of SeqCtl.
+    __device__ int get(size_t offset) const {
+        const int w = int(offset / sizeof(int32_t));
+        return __shfl_sync(~0u, w < WARP ? word[0] : w < 2 * WARP ? word[1] : word[2], w % WARP);
+    }
+    __device__ int n_seqs() const { return get(sizeof(SeqCtl)); }
+};
+
+// The last three committed rows of one head of one sequence, oldest first: of the window followed by the
+// pending rows.
+template <int S> struct Committed {
+    int slot;
+    bool moved; // they are not what the window holds
+    float *window; // of the slot
+    const float *from[WINDOW]; // null: zeros
+    Channels<S> row[WINDOW];
+
+    __device__ Committed(const Params &a, const Control &ctl, int64_t c0)
+        : slot(ctl.get(offsetof(SeqCtl, slot))) {
+        const int n = ctl.get(offsetof(SeqCtl, n_replay));
+        const bool fresh = ctl.get(offsetof(SeqCtl, fresh));
+        const float *log = a.log + slot * a.log_size + c0;
+        window = a.window + slot * WINDOW * a.C + c0;
+        moved = fresh || n > 0;
+#pragma unroll
+        for (int i = 0; i < WINDOW; i++) {
+            const int at = n + i - WINDOW; // among the pending rows
+            const int row = ctl.get(offsetof(SeqCtl, pending) + max(at, 0) * sizeof(int32_t));
+            from[i] = at >= 0 ? log + row * a.log_row : fresh ? nullptr : window + (n + i) * a.C;
+        }
+    }
+    __device__ void load(int lane) {
+#pragma unroll
+        for (int i = 0; i < WINDOW; i++) {
+            row[i] = {};
+            if (from[i] != nullptr) {
+                row[i].load(from[i], lane);
+            }
+        }
+    }
+    __device__ void store(int64_t C, int lane) const {
+#pragma unroll
+        for (int i = 0; i < WINDOW; i++) {
+            row[i].store(window + i * C, lane);
+        }
+    }
+};
+
+// What a block knows of its sequences, by their place in its group.
+template <int S> struct Shared {
+    alignas(16) float committed[GROUP][WINDOW][S];
+    int32_t slot[GROUP], row0[GROUP];
+    int32_t seq[MAX_ROWS], parent[MAX_ROWS]; // of the step's rows
+};
+
+// grid: heads, groups of sequences; a warp for each row of the step up to GROUP, and so for each sequence of
+// a group. Rows -1, -2, -3 are the committed ones, newest first, each the parent of the one before it.
 template <int S> __global__ void conv_verify_kernel(const __grid_constant__ Params a) {
-    __shared__ int32_t ctl[CTL_SIZE];
-    __shared__ alignas(16) float committed[WINDOW][S];
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n_warps = blockDim.x / WARP, T = a.n_rows;
+    __shared__ Shared<S> sh;
+    const int lane = threadIdx.x % WARP, warp = warp_index(), n_warps = blockDim.x / WARP, T = a.shape.T;
     const int64_t C = a.C, c0 = int64_t(blockIdx.x) * S;
+    const int first = blockIdx.y * GROUP;
     const bool normalise = blockIdx.x < 2 * a.shape.Hk;
 
+    Control ctl;
+    ctl.load(*a.ctl, first + warp, lane);
     Channels<S> row;
-    if (warp < T) {
-        row.load(a.x + warp * C + c0, lane);
-    }
+    row.load(a.x + warp * C + c0, lane);
     Weights<S> w;
     w.load(a.w, c0, lane);
-    for (int i = threadIdx.x; i < CTL_SIZE; i += blockDim.x) {
-        ctl[i] = a.ctl[i];
+    if (threadIdx.x < T) {
+        sh.seq[threadIdx.x] = a.ctl->rows[threadIdx.x].seq;
+        sh.parent[threadIdx.x] = a.ctl->rows[threadIdx.x].parent;
     }
-    __syncthreads();
-    if (warp < WINDOW) {
-        Channels<S> old;
-        old.load(committed_row(a, ctl, warp) + c0, lane);
-        old.store(committed[warp], lane);
+    Committed<S> committed(a, ctl, c0);
+    if (first + warp < ctl.n_seqs()) {
+        committed.load(lane);
+#pragma unroll
+        for (int i = 0; i < WINDOW; i++) {
+            committed.row[i].store(sh.committed[warp][i], lane);
+        }
+        if (committed.moved) {
+            committed.store(C, lane);
+        }
     }
-    __syncthreads(); // from here the window and the log may be written
-    if (warp < WINDOW && ctl[CTL_N_PENDING] > 0) {
-        Channels<S> old;
-        old.load(committed[warp], lane);
-        old.store(a.window + warp * C + c0, lane);
+    if (const int row0 = ctl.get(offsetof(SeqCtl, row0)); lane == 0) {
+        sh.slot[warp] = committed.slot;
+        sh.row0[warp] = row0;
     }
+    __syncthreads(); // from here the log may be written
     for (int t = warp; t < T; t += n_warps) {
+        const int i = sh.seq[t] - first;
+        if (i < 0 || i >= GROUP) { // of another block, or of no sequence
+            continue;
+        }
         Channels<S> taps[TAPS];
         if (t != warp) {
             row.load(a.x + t * C + c0, lane);
@@ -132,23 +214,23 @@ template <int S> __global__ void conv_verify_kernel(const __grid_constant__ Para
         taps[TAPS - 1] = row;
         int from = t;
 #pragma unroll
-        for (int i = WINDOW - 1; i >= 0; i--) {
-            from = from >= 0 ? ctl[CTL_PARENT + from] : from - 1;
+        for (int tap = WINDOW - 1; tap >= 0; tap--) {
+            from = from >= 0 ? sh.parent[from] : from - 1;
             if (from >= 0) {
-                taps[i].load(a.x + from * C + c0, lane);
+                taps[tap].load(a.x + from * C + c0, lane);
             } else {
-                taps[i].load(committed[WINDOW + from], lane);
+                taps[tap].load(sh.committed[i][WINDOW + from], lane);
             }
         }
         conv_row<S>(w, taps, normalise, a.out + t * C + c0, lane);
-        row.store(a.log + t * a.log_row + c0, lane);
+        row.store(a.log + sh.slot[i] * a.log_size + (t - sh.row0[i]) * a.log_row + c0, lane);
     }
 }
 
 // grid: heads, runs of APPEND_WARPS * APPEND_RUN rows.
 template <int S>
 __global__ void __launch_bounds__(APPEND_WARPS *WARP) conv_append_kernel(const __grid_constant__ Params a) {
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const int lane = threadIdx.x % WARP, warp = warp_index();
     const int64_t C = a.C, c0 = int64_t(blockIdx.x) * S;
     const bool normalise = blockIdx.x < 2 * a.shape.Hk;
     const int begin = (blockIdx.y * APPEND_WARPS + warp) * APPEND_RUN;
@@ -159,12 +241,22 @@ __global__ void __launch_bounds__(APPEND_WARPS *WARP) conv_append_kernel(const _
     Weights<S> w;
     w.load(a.w, c0, lane);
     Channels<S> taps[TAPS], next;
-#pragma unroll
-    for (int i = 0; i < WINDOW; i++) {
-        const int t = begin - WINDOW + i; // begin is 0 or at least WINDOW
-        taps[i].load((t >= 0 ? a.x + t * C : committed_row(a, a.ctl, WINDOW + t)) + c0, lane);
-    }
     next.load(a.x + begin * C + c0, lane);
+    if (begin == 0) {
+        Control ctl;
+        ctl.load(*a.ctl, 0, lane);
+        Committed<S> committed(a, ctl, c0);
+        committed.load(lane);
+#pragma unroll
+        for (int i = 0; i < WINDOW; i++) {
+            taps[i] = committed.row[i];
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < WINDOW; i++) {
+            taps[i].load(a.x + (begin - WINDOW + i) * C + c0, lane);
+        }
+    }
 #pragma unroll 4
     for (int t = begin; t < end; t++) {
         taps[TAPS - 1] = next;
@@ -179,36 +271,42 @@ __global__ void __launch_bounds__(APPEND_WARPS *WARP) conv_append_kernel(const _
     }
 }
 
-// The window after an append: the last three of the committed rows and the T new ones. One thread a channel.
-__global__ void conv_window_kernel(const __grid_constant__ Params a) {
-    const int64_t C = a.C, c = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (c >= C) {
-        return;
-    }
-    float row[WINDOW];
+// The window after an append: the last three of the committed rows and the T new ones. grid: heads.
+template <int S>
+__global__ void __launch_bounds__(WARP) conv_window_kernel(const __grid_constant__ Params a) {
+    const int lane = threadIdx.x, T = a.shape.T;
+    const int64_t C = a.C, c0 = int64_t(blockIdx.x) * S;
+    Channels<S> row[WINDOW];
 #pragma unroll
     for (int i = 0; i < WINDOW; i++) {
-        const int at = a.shape.T + i;
-        row[i] = at < WINDOW ? committed_row(a, a.ctl, at)[c] : a.x[(at - WINDOW) * C + c];
+        if (const int t = T - WINDOW + i; t >= 0) {
+            row[i].load(a.x + t * C + c0, lane);
+        }
+    }
+    Control ctl;
+    ctl.load(*a.ctl, 0, lane);
+    Committed<S> committed(a, ctl, c0);
+    if (T < WINDOW) {
+        committed.load(lane);
     }
 #pragma unroll
-    for (int i = 0; i < WINDOW; i++) {
-        a.window[i * C + c] = row[i];
+    for (int i = 0; i < WINDOW; i++) { // row T + i of the committed and the new ones; T is at least 1
+        const Channels<S> old = T == 1 ? committed.row[(i + 1) % WINDOW] : committed.row[WINDOW - 1];
+        committed.row[i] = T + i >= WINDOW ? row[i] : old;
     }
+    committed.store(C, lane);
 }
 
 template <int S> int launch(const ConvArgs &args, cudaStream_t stream) {
     const Params a(args);
-    const int heads = 2 * a.shape.Hk + a.shape.Hv, T = a.n_rows;
+    const int heads = 2 * a.shape.Hk + a.shape.Hv, T = a.shape.T;
     if (a.shape.mode == DELTA_APPEND) {
         const int rows = APPEND_WARPS * APPEND_RUN;
-        if (T > 0) {
-            conv_append_kernel<S><<<dim3(heads, (T + rows - 1) / rows), APPEND_WARPS * WARP, 0, stream>>>(a);
-        }
-        conv_window_kernel<<<unsigned((a.C + 255) / 256), 256, 0, stream>>>(a);
+        conv_append_kernel<S><<<dim3(heads, (T + rows - 1) / rows), APPEND_WARPS * WARP, 0, stream>>>(a);
+        conv_window_kernel<S><<<heads, WARP, 0, stream>>>(a);
     } else {
-        const int warps = T < 4 ? 4 : T < 16 ? T : 16; // at least WINDOW
-        conv_verify_kernel<S><<<heads, warps * WARP, 0, stream>>>(a);
+        const dim3 grid(heads, (a.shape.max_seqs() + GROUP - 1) / GROUP);
+        conv_verify_kernel<S><<<grid, min(T, 16) * WARP, 0, stream>>>(a);
     }
     return int(cudaGetLastError());
 }
@@ -217,7 +315,7 @@ template <int S> int launch(const ConvArgs &args, cudaStream_t stream) {
 
 int cuda::conv(const ConvArgs &args, void *stream) {
     const DeltaShape &s = args.shape;
-    if (s.T < 0 || (s.mode == DELTA_VERIFY && (s.T > s.R || s.T > MAX_ROWS))) {
+    if (s.T < 1 || s.n_slots < 1 || (s.mode == DELTA_VERIFY && s.T > MAX_ROWS)) {
         return int(cudaErrorInvalidValue);
     }
     const cudaStream_t st = static_cast<cudaStream_t>(stream);

@@ -19,7 +19,8 @@ template <int S> struct Layout {
     static constexpr int THREADS = W / COLS * LANES; // at least MAX_ROWS
     static constexpr int K = S / LANES; // k entries of a thread
     static constexpr int VEC = K < 4 ? K : 4; // of which so many are neighbours
-    static constexpr int SLOT_BYTES = S * W * int(sizeof(float));
+    static constexpr int BLOCKS = S / W; // of a head
+    static constexpr int STATE_BYTES = S * W * int(sizeof(float));
 };
 
 template <int N> struct alignas(4 * N) Pack {
@@ -48,6 +49,16 @@ template <int S> struct Slice {
     }
     __device__ static int entry(int i, int lane) { return (i / L::VEC * LANES + lane) * L::VEC + i % L::VEC; }
 };
+
+__device__ float softplus(float x) {
+    return x > 20.0f ? x : log1pf(expf(x));
+}
+
+// A value that is the same in all lanes of a warp, so that nvcc knows it: a warp that might have split at a
+// branch on it checks before each shuffle that it has not, and takes a third longer over a row.
+__device__ int uniform(int x) {
+    return __shfl_sync(~0u, x, 0);
+}
 
 // c ? a : b without a branch. nvcc makes branches of `?:` beside shuffles, and a diverged warp shuffles at a
 // third of the speed.

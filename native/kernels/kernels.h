@@ -1,5 +1,5 @@
-// luce's own ops as plain arguments: what both the CPU reference (custom_op.cpp, deltanet.cpp) and the CUDA
-// launchers (*.cu) take. No ggml here: a kernel compiles and is tested alone.
+// luce's own ops as plain arguments: what both the CPU reference (custom_op.cpp, attention.cpp, deltanet.cpp) and
+// the CUDA launchers (*.cu) take. No ggml here: a kernel compiles and is tested alone.
 // Launchers enqueue on `stream` (a cudaStream_t) and return a cudaError_t as int, 0 for success.
 #pragma once
 
@@ -8,35 +8,73 @@
 
 namespace luce {
 
-constexpr int MAX_ROWS = 64;
+constexpr int MAX_ROWS = 64; // rows of one step, over all its sequences
+constexpr int PAGE = 256; // positions of a KV page
 
-// How a DeltaNet op treats the session's state. In every mode it first replays the pending rows: those of
-// the previous verify that were accepted, from the log onto the state.
-enum DeltaMode : int32_t {
-    DELTA_VERIFY = 0, // rows have parents; the log is written; the state holds what is committed
-    DELTA_APPEND = 1, // rows are a chain that is committed at once: the state moves to its end; no log
-    DELTA_FLUSH = 2,  // pending rows only; input rows are ignored
+// ---- the control block of a step ---------------------------------------------------------------------
+// The host writes it, every op of luce reads it. A step's graph is the same for all contexts, sequences and
+// trees: what differs from step to step is here.
+
+// One row of a step of at most MAX_ROWS rows (a prefill's rows need none: row t of n is at n_past + t).
+struct RowCtl {
+    int32_t seq; // index into StepCtl::seqs; -1: a row that only fills the step's width
+    int32_t parent; // the row of this step that it follows, -1: the sequence's committed tokens
+    int32_t position; // of the row's token: the sequence's n_past + depth
+    int32_t keep; // drafts: where the row's choice is kept (KeepArgs), -1: nowhere
 };
 
-// The control block of a step, i32[CTL_SIZE]: written by the host, read by the DeltaNet ops.
-// Two banks of the log alternate: pending rows are read from ctl[CTL_BANK], new ones go to the other.
-enum CtlIndex : int32_t {
-    CTL_BANK = 0,
-    CTL_N_PENDING = 1,
-    CTL_PENDING = 2,                     // MAX_ROWS rows of the log, in commit order
-    CTL_PARENT = CTL_PENDING + MAX_ROWS, // MAX_ROWS parents, -1 = the committed state
-    CTL_SIZE = CTL_PARENT + MAX_ROWS,
+// One sequence's part of a step: rows row0 .. row0 + n_rows - 1, in depth-first order, parents before children.
+// n_rows may be 0: then only the debts of the sequence are paid.
+struct SeqCtl {
+    int32_t slot; // of the recurrent state, window and log
+    int32_t fresh; // 1: nothing is committed, state and window count as zeros whatever the slot holds
+    int32_t row0, n_rows;
+    int32_t n_past; // committed positions before this step's rows
+    int32_t
+        bank; // of the slot's log that holds the pending rows' keys and decays; new rows use the other one
+    int32_t n_replay; // pending rows that the recurrent state does not hold yet
+    int32_t
+        n_move; // pending rows whose trunk KV still lies where the verify wrote it; 0 where it needs no move
+    int32_t n_move_head; // the same for the NextN head's KV
+    int32_t pages; // index into the page table where this sequence's pages begin
+    int32_t reserved[2];
+    // Rows of the last verify that were accepted, counted from that verify's first row of this sequence, in commit
+    // order: pending[i] >= i. They are committed positions n_past - n .. n_past - 1, n = n_replay or n_move.
+    int32_t pending[MAX_ROWS];
+};
+
+struct StepCtl {
+    int32_t n_seqs;
+    int32_t n_rows; // rows that are in use; those up to the step's width have seq -1
+    int32_t reserved[2];
+    RowCtl rows[MAX_ROWS];
+    SeqCtl seqs[MAX_ROWS];
+};
+
+// ---- DeltaNet ------------------------------------------------------------------------------------------
+
+// How a DeltaNet op treats the recurrent state. In both modes it first replays the pending rows from the log onto
+// the state.
+enum DeltaMode : int32_t {
+    DELTA_VERIFY =
+        0, // rows have parents; the log is written; the state holds what was committed before the step
+    DELTA_APPEND =
+        1, // a prefill of seqs[0] alone: a chain that is committed at once, any number of rows; no log
 };
 
 struct DeltaShape {
-    int32_t T;  // rows of this call
-    int32_t R;  // rows of the log (the session's n_rows)
+    int32_t T; // rows of this call: the step's width
+    int32_t R; // rows of a slot's log: most rows that one sequence has in a verify
+    int32_t n_slots;
     int32_t Hk, Hv, S;
     int32_t mode;
 
     int64_t conv_dim() const { return int64_t(2 * Hk + Hv) * S; }
-    // The log of one layer, F32: raw attn_qkv rows and deltas once (a channel's or column's owner reads its
-    // old rows before it writes new ones), keys and decays in two banks (they have many readers).
+    // Most sequences of a step of T rows: no more than there are slots. (A step without rows of its own pays one
+    // sequence's debts, so there is always room for one.)
+    int32_t max_seqs() const { return mode == DELTA_APPEND ? 1 : T < n_slots ? T : n_slots; }
+    // The log of one slot of one layer, F32: raw attn_qkv rows and deltas once (a channel's or column's owner reads
+    // its old rows before it writes new ones), keys and decays in two banks (they have many readers).
     int64_t log_qkv(int row) const { return row * conv_dim(); }
     int64_t log_delta(int row) const { return R * conv_dim() + int64_t(row) * Hv * S; }
     int64_t log_key(int bank, int row) const { return log_delta(R) + (int64_t(bank) * R + row) * Hk * S; }
@@ -45,15 +83,15 @@ struct DeltaShape {
 };
 
 // Causal conv of 4 taps over a row's ancestors, SiLU, then q and k l2-normalised per head:
-// x * rsqrt(sum(x^2) + 1e-6). Row order of channels: q(Hk*S), k(Hk*S), v(Hv*S).
+// x * rsqrt(sum(x^2) + 1e-6). Row order of channels: q(Hk*S), k(Hk*S), v(Hv*S). Rows with seq -1 are not written.
 struct ConvArgs {
     DeltaShape shape;
-    const float *x;   // [T][C] raw attn_qkv rows
-    const float *w;   // [C][4], tap 0 is the oldest
-    float *window;    // [3][C] the last three committed raw rows, oldest first; in/out
-    float *log;       // [log_size]; in/out
-    const int32_t *ctl;
-    float *out;       // [T][C]
+    const float *x; // [T][C] raw attn_qkv rows
+    const float *w; // [C][4], tap 0 is the oldest
+    float *window; // [n_slots][3][C] the last three committed raw rows, oldest first; in/out
+    float *log; // [n_slots][log_size]; in/out
+    const StepCtl *ctl;
+    float *out; // [T][C]
 };
 
 // The gated delta rule, one v head h with k head h % Hk:
@@ -61,16 +99,89 @@ struct ConvArgs {
 // with g = a*softplus(alpha + dt), beta = sigmoid(b).
 struct DeltaArgs {
     DeltaShape shape;
-    const float *x;     // [T][C] from ConvArgs.out
+    const float *x; // [T][C] from ConvArgs.out
     const float *alpha; // [T][Hv]
-    const float *beta;  // [T][Hv], before the sigmoid
-    const float *dt;    // [Hv]
-    const float *a;     // [Hv]
-    float *state;       // [Hv][S (k)][S (v)]; in/out
-    float *log;
-    const int32_t *ctl;
-    float *out;         // [T][Hv*S]
+    const float *beta; // [T][Hv], before the sigmoid
+    const float *dt; // [Hv]
+    const float *a; // [Hv]
+    float *state; // [n_slots][Hv][S (k)][S (v)]; in/out
+    float *log; // [n_slots][log_size]; in/out
+    const StepCtl *ctl;
+    float *out; // [T][Hv*S]
 };
+
+// ---- attention -----------------------------------------------------------------------------------------
+
+// The KV of one attention layer: a pool of cells, PAGE to a page, shared by all sequences. Position p of a sequence
+// is in cell pages[seq.pages + p / PAGE] * PAGE + p % PAGE. A verify writes its row r of a sequence at position
+// n_past + (r - row0), also in a tree, where the row's own position may be smaller: a commit leaves the accepted
+// rows there as pending, and the next step moves them down before it does anything else.
+// A cell holds the layer's KV heads, each D values of `type`: ggml's F32 (0), F16 (1), Q4_0 (2) or Q8_0 (8).
+struct KvPool {
+    uint8_t *k, *v; // [cells][Hkv][D]
+    int32_t type; // of both
+    int32_t Hkv, D;
+    int64_t cell_bytes; // of k, and of v
+};
+
+// Moves pending rows down, then writes K and V of the step's rows. Rows with seq -1 are not written.
+struct KvStoreArgs {
+    KvPool pool;
+    int32_t T;
+    int32_t append; // 1: a prefill of seqs[0] alone: row t is at n_past + t, T = n_rows, any number
+    int32_t head; // 1: n_move_head says how many rows move, 0: n_move
+    const float *k; // [T][Hkv][D], normalised and rotated
+    const float *v; // [T][Hkv][D]
+    const StepCtl *ctl;
+    const int32_t *pages;
+};
+
+// Softmax attention of a step's rows over what they see: committed positions first .. n_past - 1, then the row's
+// ancestors by depth and itself, in the cells that KvStore has written. Keys are summed in logical order, position
+// by position, in fixed chunks that depend on the absolute position alone; partial results of chunks are combined
+// in order. So a row's bits depend on its own sequence only: not on the step's width, the tree beside it, the
+// order of pages or other sequences. Query head h reads KV head h / (H / Hkv).
+struct AttentionArgs {
+    KvPool pool;
+    int32_t T, H;
+    int32_t first; // lowest position that is visible (the NextN head has no row 0)
+    int32_t window; // > 0: a row at p sees keys above p - window only
+    float scale; // of q.k
+    float softcap; // > 0: scores become softcap * tanh(score / softcap)
+    int32_t max_pages; // of one sequence: bounds the chunks of a row
+    const float *q; // [T][H][D], normalised and rotated
+    const float *gate; // null, or [T][H] rows of D values: out is multiplied by sigmoid(gate)
+    int64_t gate_row, gate_head; // from one row or head of gate to the next, in values
+    const StepCtl *ctl;
+    const int32_t *pages;
+    float *out; // [T][H][D]; of rows with seq -1 it is zeros
+    float *scratch; // [attention_scratch(args)] partial results
+};
+// Values of AttentionArgs.scratch for the largest context; needs T, H, max_pages and pool.D and .Hkv alone.
+int64_t attention_scratch(const AttentionArgs &args);
+
+// Prefill: cells 0 .. n_kv - 1 of seqs[0], in order, as values that ggml's attention reads.
+struct KvGatherArgs {
+    KvPool pool;
+    int64_t n_kv;
+    const StepCtl *ctl;
+    const int32_t *pages;
+    int32_t which; // 0: k, 1: v
+    int32_t out_type; // F32 or F16
+    void *out; // [n_kv][Hkv*D]; zeros from n_past + n_rows on
+};
+
+// Prefill: the mask of T rows of seqs[0] over n_kv cells: 0 where row t at p = n_past + t sees cell c
+// (first <= c <= p, and c > p - window where there is one), else -inf.
+struct MaskArgs {
+    int32_t T;
+    int64_t n_kv;
+    int32_t first, window;
+    const StepCtl *ctl;
+    uint16_t *out; // [T][n_kv] F16 bits
+};
+
+// ---- choices -------------------------------------------------------------------------------------------
 
 // The greedy choice of each row, lowest id on a tie, and whether a logit is not finite.
 struct ArgmaxArgs {
@@ -82,24 +193,42 @@ struct ArgmaxArgs {
 constexpr int ARGMAX_PARTS = 62;
 constexpr int ARGMAX_WIDTH = 2 + 2 * ARGMAX_PARTS;
 
-// Moves cache rows down after an accept that was not a prefix: row `base + rows[i]` to `base + i`,
-// i = 0, 1, ... in order. rows[i] >= i.
-struct KvMoveArgs {
-    uint8_t *k, *v;
-    int64_t k_row, v_row; // bytes of a cell; multiples of 4
-    const int32_t *path; // [2 + MAX_ROWS]: base, n, rows
+// Keeps choices on the device: entry rows[t].keep of `drafts` becomes {token, not-finite flag} of row t.
+struct KeepArgs {
+    const int32_t *choice; // [T][ARGMAX_WIDTH]
+    int32_t T;
+    const StepCtl *ctl;
+    int32_t *drafts; // [n][2]; in/out
+};
+
+// The tokens of a step's rows: tokens[t] >= 0 is the token itself, -1 - i stands for entry i of `drafts`.
+// (An entry beyond the vocabulary, of a draft that was not finite, becomes token 0.)
+struct TokensArgs {
+    const int32_t *tokens; // [T]
+    const int32_t *drafts; // [n][2]
+    int32_t T, n_vocab;
+    int32_t *out; // [T]
 };
 
 namespace cuda {
 int conv(const ConvArgs &args, void *stream);
 int deltanet(const DeltaArgs &args, void *stream);
+int kv_store(const KvStoreArgs &args, void *stream);
+int attention(const AttentionArgs &args, void *stream);
+int kv_gather(const KvGatherArgs &args, void *stream);
+int prefill_mask(const MaskArgs &args, void *stream);
 int argmax(const ArgmaxArgs &args, void *stream);
-int kv_move(const KvMoveArgs &args, void *stream);
+int keep(const KeepArgs &args, void *stream);
+int row_tokens(const TokensArgs &args, void *stream);
 const char *error_text(int error);
+int set_device(int device); // kernels launch on the current device of the calling thread
+int compute_capability(int device); // 90 for 9.0
 
-// A step captured once and replayed: begin, enqueue the step, end; then launch any number of times.
+// A step captured once and replayed: begin, enqueue the step, end; then launch any number of times. capture_abandon
+// ends a recording that failed, so that the stream can be used again.
 int capture_begin(void *stream);
 int capture_end(void *stream, void **executable);
+void capture_abandon(void *stream);
 int capture_launch(void *executable, void *stream);
 void capture_free(void *executable);
 } // namespace cuda

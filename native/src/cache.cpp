@@ -4,103 +4,243 @@
 
 namespace luce {
 
-// Rows that may be committed without a draft before the head has to catch up, at one row a step.
-constexpr uint32_t HIDDEN_CELLS = 512;
+Pool::Pool(uint32_t n) : users_(n, 0) {
+    free_.reserve(n);
+    for (uint32_t i = n; i > 0; i--) {
+        free_.push_back(int32_t(i - 1));
+    }
+}
 
-Cache::Cache(const HParams &hp, const NextN *head, ggml_type kv_type, uint32_t n_ctx, uint32_t n_rows)
-    : n_ctx_(n_ctx), n_rows_(n_rows) {
-    // verified rows lie after the committed ones; attention wants a multiple of 256 cells (ggml, CUDA)
-    n_cells_ = (n_ctx + LUCE_MAX_ROWS + 255) / 256 * 256;
-    const ggml_init_params params = {ggml_tensor_overhead() * (3 * hp.n_layer + 4), nullptr,
-                                     /*no_alloc=*/true};
-    context_.reset(ggml_init(params));
+int32_t Pool::take() {
+    if (free_.empty()) {
+        fail(LUCE_E_INTERNAL, "a pool is empty that was counted before");
+    }
+    const int32_t id = free_.back();
+    free_.pop_back();
+    users_[size_t(id)] = 1;
+    return id;
+}
+
+void Pool::release(int32_t id) {
+    if (--users_[size_t(id)] == 0) {
+        free_.push_back(id);
+    }
+}
+
+// ---- device memory ----
+
+Cache::Cache(const Weights &weights, const HParams &hp, const NextN *head, const CacheParams &params)
+    : pages(params.n_pages), sequence_slots(params.n_sequences), checkpoint_slots(params.n_checkpoints),
+      params_(params), max_pages_((params.n_ctx + params.n_rows + PAGE - 1) / PAGE) {
+    const size_t n_layer = weights.blocks.size();
+    const ggml_init_params init = {ggml_tensor_overhead() * (3 * n_layer + 6), nullptr, /*no_alloc=*/true};
+    context_.reset(ggml_init(init));
     ggml_context *ctx = context_.get();
-    kv_.resize(hp.n_layer);
-    delta_.resize(hp.n_layer);
-    DeltaShape shape{};
-    shape.R = int32_t(n_rows);
-    shape.Hk = int32_t(hp.n_k_heads);
-    shape.Hv = int32_t(hp.n_v_heads);
-    shape.S = int32_t(hp.state_size);
-    for (uint32_t il = 0; il < hp.n_layer; il++) {
-        if (hp.recurrent[il]) {
-            DeltaState &d = delta_[il];
-            d.state = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, hp.state_size, hp.state_size, hp.n_v_heads);
-            d.window = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, hp.conv_dim, CONV_TAPS - 1);
-            d.log = ggml_new_tensor_1d(ctx, GGML_TYPE_F32, shape.log_size());
-            state_bytes_ += ggml_nbytes(d.state) + ggml_nbytes(d.window) + ggml_nbytes(d.log);
-        } else {
-            const int64_t width = int64_t(hp.head_dim) * hp.n_head_kv;
-            kv_[il].k = ggml_new_tensor_2d(ctx, kv_type, width, n_cells_);
-            kv_[il].v = ggml_new_tensor_2d(ctx, kv_type, width, n_cells_);
-            kv_bytes_ += ggml_nbytes(kv_[il].k) + ggml_nbytes(kv_[il].v);
+    const int64_t n_slots = params.n_sequences + params.n_checkpoints,
+                  n_cells = int64_t(params.n_pages) * PAGE;
+    const auto cells = [&](const Attention &a) {
+        const int64_t width = int64_t(a.shape.head_dim) * a.shape.n_head_kv;
+        KvCells kv = {ggml_new_tensor_2d(ctx, params.kv_type, width, n_cells),
+                      ggml_new_tensor_2d(ctx, params.kv_type, width, n_cells)};
+        kv_bytes_ += ggml_nbytes(kv.k) + ggml_nbytes(kv.v);
+        return kv;
+    };
+    kv_.resize(n_layer);
+    delta_.resize(n_layer);
+    for (size_t il = 0; il < n_layer; il++) {
+        if (const Attention *a = weights.blocks[il].attention()) {
+            kv_[il] = cells(*a);
+            continue;
         }
+        const DeltaNetShape &s = weights.blocks[il].deltanet()->shape;
+        DeltaShape log{};
+        log.R = int32_t(params.n_rows);
+        log.Hk = int32_t(s.n_k_heads);
+        log.Hv = int32_t(s.n_v_heads);
+        log.S = int32_t(s.state_size);
+        DeltaState &d = delta_[il];
+        d.state = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, s.state_size, s.state_size, s.n_v_heads, n_slots);
+        d.window = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, s.conv_dim(), CONV_TAPS - 1, n_slots);
+        d.log = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, log.log_size(), params.n_sequences);
+        state_bytes_ += ggml_nbytes(d.state) + ggml_nbytes(d.window) + ggml_nbytes(d.log);
+    }
+    drafts_ = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 2, std::max(params.n_draft, 1u) * params.n_sequences);
+    state_bytes_ += ggml_nbytes(drafts_);
+    if (params.rowmm_scratch > 0) {
+        rowmm_scratch_ = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, int64_t(params.rowmm_scratch));
+        state_bytes_ += ggml_nbytes(rowmm_scratch_);
     }
     if (head != nullptr) {
-        const int64_t width = int64_t(head->hp.head_dim) * head->hp.n_head_kv;
-        head_kv_.k = ggml_new_tensor_2d(ctx, kv_type, width, n_cells_);
-        head_kv_.v = ggml_new_tensor_2d(ctx, kv_type, width, n_cells_);
-        kv_bytes_ += ggml_nbytes(head_kv_.k) + ggml_nbytes(head_kv_.v);
-        hidden_ = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, hp.n_embd, HIDDEN_CELLS);
+        head_kv_ = cells(*head->block.attention());
+        hidden_ =
+            ggml_new_tensor_2d(ctx, GGML_TYPE_F32, hp.n_embd, n_slots * (2 * int64_t(params.n_rows) + 1) + 2);
         state_bytes_ += ggml_nbytes(hidden_);
     }
-    tokens_.reserve(n_ctx);
 }
 
 void Cache::allocate(const Device &device) {
     buffer_.reset(ggml_backend_alloc_ctx_tensors_from_buft(context_.get(), device.buffer_type()));
     if (!buffer_) {
-        fail(LUCE_E_MEMORY, "%s: allocating %s for the session's caches failed", device.name.c_str(),
+        fail(LUCE_E_MEMORY, "%s: allocating %s for the engine's caches failed", device.name.c_str(),
              human_bytes(kv_bytes_ + state_bytes_).c_str());
     }
+    ggml_backend_buffer_clear(buffer_.get(), 0);
+}
+
+int32_t Cache::hidden_row(int32_t slot, int32_t bank, int32_t row) const {
+    const int32_t R = int32_t(params_.n_rows);
+    return slot * (2 * R + 1) + bank * R + row;
+}
+
+int32_t Cache::hidden_unused() const {
+    return hidden_row(int32_t(params_.n_sequences + params_.n_checkpoints), 0, 0);
+}
+
+std::vector<Cache::Piece> Cache::pieces(const std::vector<int32_t> &page_list, uint32_t n_past, int32_t slot,
+                                        int32_t hidden) const {
+    std::vector<Piece> list;
+    const auto kv = [&](const KvCells &cells, uint32_t first) {
+        for (ggml_tensor *t : {cells.k, cells.v}) {
+            for (uint32_t at = first; at < n_past;) {
+                const uint32_t end = std::min(n_past, (at / PAGE + 1) * PAGE);
+                const size_t cell = size_t(page_list[at / PAGE]) * PAGE + at % PAGE;
+                list.push_back({t, cell * t->nb[1], (end - at) * t->nb[1]});
+                at = end;
+            }
+        }
+    };
+    for (const KvCells &cells : kv_) {
+        if (cells.k != nullptr) {
+            kv(cells, 0);
+        }
+    }
+    if (has_head()) {
+        kv(head_kv_, 1);
+    }
+    const std::vector<Piece> state = state_pieces(slot, hidden);
+    list.insert(list.end(), state.begin(), state.end());
+    return list;
+}
+
+std::vector<Cache::Piece> Cache::state_pieces(int32_t slot, int32_t hidden) const {
+    std::vector<Piece> list;
+    for (const DeltaState &d : delta_) {
+        if (d.state != nullptr) {
+            list.push_back({d.state, size_t(slot) * d.state->nb[3], d.state->nb[3]});
+            list.push_back({d.window, size_t(slot) * d.window->nb[2], d.window->nb[2]});
+        }
+    }
+    if (has_head()) {
+        list.push_back({hidden_, size_t(hidden) * hidden_->nb[1], hidden_->nb[1]});
+    }
+    return list;
+}
+
+// ---- one sequence ----
+
+Timeline::Timeline(Cache &cache) : cache_(cache) {
+    if (cache.sequence_slots.n_free() == 0) {
+        fail(LUCE_E_MEMORY, "all %u sequences of the engine are open: close one, or open it with more",
+             cache.params().n_sequences);
+    }
+    slot_ = cache.sequence_slots.take();
     clear();
 }
 
-void Cache::clear() {
-    // zeros, so that masked cells hold finite values (0 * NaN would reach the output)
-    ggml_backend_buffer_clear(buffer_.get(), 0);
-    restored({});
+Timeline::~Timeline() {
+    release_pages();
+    cache_.sequence_slots.release(slot_);
 }
 
-void Cache::restored(std::vector<int32_t> tokens) {
-    tokens_ = std::move(tokens);
-    tokens_.reserve(n_ctx_);
-    parents_.clear();
-    pending_.clear();
-    owed_.clear();
-    if (!tokens_.empty()) {
-        owed_.push_back(0);
+void Timeline::release_pages() {
+    for (const int32_t page : pages_) {
+        cache_.pages.release(page);
     }
-    drafted_anchor_ = -1;
-    hidden_base_ = 0;
-    hidden_rows_ = 1;
-    bank_ = 0;
+    pages_.clear();
 }
 
-void Cache::fill_ctl(int32_t *ctl, const int32_t *parents, uint32_t n) const {
-    std::fill(ctl, ctl + CTL_SIZE, 0);
-    ctl[CTL_BANK] = bank_;
-    ctl[CTL_N_PENDING] = int32_t(pending_.size());
-    std::copy(pending_.begin(), pending_.end(), ctl + CTL_PENDING);
-    std::copy(parents, parents + n, ctl + CTL_PARENT);
-}
-
-void Cache::appended(const int32_t *tokens, uint32_t n, uint32_t hidden_cell) {
-    tokens_.insert(tokens_.end(), tokens, tokens + n);
+void Timeline::clear() {
+    release_pages();
+    tokens_.clear();
+    paid();
+    fresh_ = prompt_only_ = true;
     pending_.clear();
     parents_.clear();
-    owed_.assign(1, int32_t(hidden_cell));
-    drafted_anchor_ = -1;
+    bank_ = hidden_bank_ = 0;
+    hidden_ = cache_.hidden_zero();
+    n_drafted_ = 0;
 }
 
-void Cache::verified(const int32_t *tokens, const int32_t *parents, uint32_t n) {
-    verified_tokens_.assign(tokens, tokens + n);
-    parents_.assign(parents, parents + n);
-    pending_.clear();
+void Timeline::resume(std::vector<int32_t> tokens, const std::vector<int32_t> &pages) {
+    for (const int32_t page : pages) { // before its own are given back: they may be the same
+        cache_.pages.share(page);
+    }
+    clear();
+    tokens_ = std::move(tokens);
+    pages_ = pages;
+    hidden_ = cache_.hidden_row(slot_, 0, 0);
+    fresh_ = false;
+}
+
+uint32_t Timeline::pages_wanted(uint32_t n) const {
+    const uint32_t need = (n_past() + n + PAGE - 1) / PAGE;
+    return need > pages_.size() ? need - uint32_t(pages_.size()) : 0;
+}
+
+void Timeline::take_pages(uint32_t n) {
+    for (uint32_t wanted = pages_wanted(n); wanted > 0; wanted--) {
+        pages_.push_back(cache_.pages.take());
+    }
+}
+
+void Timeline::fill(SeqCtl &seq, int32_t row0, int32_t n_rows, int32_t page_base) const {
+    seq.slot = slot_;
+    seq.fresh = fresh_;
+    seq.row0 = row0;
+    seq.n_rows = n_rows;
+    seq.n_past = int32_t(n_past());
+    seq.bank = bank_;
+    seq.n_replay = int32_t(n_replay_);
+    seq.n_move = int32_t(n_move_);
+    seq.n_move_head = int32_t(n_move_head_);
+    seq.pages = page_base;
+    std::copy(pending_.begin(), pending_.end(), seq.pending);
+}
+
+int32_t Timeline::next_hidden(int32_t row) const {
+    return cache_.hidden_row(slot_, hidden_bank_ ^ 1, row);
+}
+
+void Timeline::paid() {
+    fresh_ = false;
+    n_replay_ = n_move_ = n_move_head_ = 0;
+}
+
+void Timeline::appended(const int32_t *tokens, uint32_t n) {
+    paid();
+    prompt_only_ = prompt_only_ && n_past() % cache_.params().n_chunk == 0;
+    tokens_.insert(tokens_.end(), tokens, tokens + n);
+    parents_.clear();
+    hidden_ = next_hidden(0);
+    hidden_bank_ ^= 1;
+    n_drafted_ = 0;
+}
+
+void Timeline::verified(std::vector<int32_t> tokens, std::vector<int32_t> parents) {
+    paid();
     bank_ ^= 1;
+    verified_tokens_ = std::move(tokens);
+    parents_ = std::move(parents);
 }
 
-void Cache::check_path(const int32_t *path, uint32_t n) const {
+void Timeline::drafted(int32_t anchor, uint32_t n) {
+    n_move_head_ = 0;
+    parents_.clear(); // the head's KV of the verified rows is overwritten
+    draft_anchor_ = anchor;
+    n_drafted_ = n;
+}
+
+void Timeline::check_path(const int32_t *path, uint32_t n) const {
     if (n < 1 || n > parents_.size()) {
         fail(LUCE_E_ARG, "a path has 1 to %zu rows (the verified ones), got %u", parents_.size(), n);
     }
@@ -114,37 +254,19 @@ void Cache::check_path(const int32_t *path, uint32_t n) const {
     }
 }
 
-void Cache::committed(const int32_t *path, uint32_t n) {
-    if (drafted_anchor_ == verified_tokens_[0]) {
-        owed_.clear(); // the draft has written the anchor's row, and all before it
-    }
-    drafted_anchor_ = -1;
+void Timeline::commit(const int32_t *path, uint32_t n) {
     for (uint32_t i = 0; i < n; i++) {
         tokens_.push_back(verified_tokens_[size_t(path[i])]);
-        owed_.push_back(int32_t(hidden_base_) + path[i]);
     }
     pending_.assign(path, path + n);
+    n_replay_ = n;
+    n_move_ = path[n - 1] == int32_t(n) - 1 ? 0 : n; // a prefix lies where it belongs
+    n_move_head_ = cache_.has_head() ? n_move_ : 0;
+    hidden_ = next_hidden(path[n - 1]);
+    hidden_bank_ ^= 1;
     parents_.clear();
-}
-
-bool Cache::place_hidden(uint32_t rows) {
-    uint32_t base = hidden_base_ + hidden_rows_; // behind the rows of the last step
-    for (int tries = 0; tries < 2; tries++) {
-        base = base + rows > HIDDEN_CELLS ? 0 : base;
-        uint32_t free_from = base;
-        for (const int32_t cell : owed_) {
-            if (uint32_t(cell) >= base && uint32_t(cell) < base + rows) {
-                free_from = std::max(free_from, uint32_t(cell) + 1);
-            }
-        }
-        if (free_from == base) {
-            hidden_base_ = base;
-            hidden_rows_ = rows;
-            return true;
-        }
-        base = free_from;
-    }
-    return false;
+    prompt_only_ = false;
+    n_drafted_ = 0;
 }
 
 } // namespace luce

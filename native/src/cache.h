@@ -1,14 +1,23 @@
-// What a session remembers: attention KV, recurrent state, the draft log; and the timeline's bookkeeping.
+// What an engine remembers, and what a sequence owes: KV pages, recurrent slots and their logs, hidden rows.
 // Graphs write through these tensors; only this file knows what commit and undo mean.
 //
-// KV: a verify step writes its rows to the cells after the committed ones; a commit moves the accepted rows
-// down (nothing to move when they are a prefix) and advances n_past; other cells are simply overwritten.
-// Recurrent state: a verify step writes one log row for each of its rows and leaves the state alone. A commit
-// only notes the accepted rows as pending; the next step replays them onto the state before it does anything
-// else, in the same pass that reads the state anyway, so a commit costs nothing (kernels.h: DeltaMode).
-// NextN head: its KV row of position p comes from the target's hidden state at p - 1 and token p, so it can only
-// be written once token p is known. The hidden states of the last committed rows are kept until their head rows
-// are written: they are *owed*. The last one waits for the next anchor; there is no row 0.
+// A step never waits for another step to tidy up: what a commit leaves undone is noted as a debt of the sequence, and
+// the sequence's next step pays it on the device before it does anything else. The debts:
+//
+//   debt         what it is                                            made by           paid by
+//   replay       accepted rows that are in the DeltaNet log of the     commit            the next verify or prefill
+//                sequence's slot, and not yet in its state and window
+//   move         accepted rows of a tree whose KV lies where the       commit of a path  the next verify or prefill
+//                verify wrote it (position n_past + row), not where    that skips rows   (trunk); the next draft,
+//                it belongs (n_past + depth)                                             verify or prefill (head)
+//   fresh        slot and window of a new timeline hold another's      reset, open       the next verify or prefill
+//                values and count as zeros
+//   hidden       the last committed row's hidden state lies among      commit, prefill   nobody: it is read there
+//                the rows of the step that computed it
+//
+// The NextN head's KV row of position p comes from the target's hidden state at p - 1 and token p. Both are known in
+// the step that verifies token p, so that step writes it beside the trunk's rows; it is moved and dropped with them.
+// There is no row 0. What a draft writes there, the verify after it overwrites.
 #pragma once
 
 #include "../kernels/kernels.h"
@@ -18,83 +27,153 @@
 
 namespace luce {
 
+// The pools of one attention layer.
 struct KvCells {
-    ggml_tensor *k; // {D*Hkv, n_cells}
-    ggml_tensor *v; // {D*Hkv, n_cells}
+    ggml_tensor *k; // {D*Hkv, n_pages*PAGE}
+    ggml_tensor *v; // {D*Hkv, n_pages*PAGE}
 };
 
 struct DeltaState {
-    ggml_tensor *state; // {S (v), S (k), Hv} F32
-    ggml_tensor *window; // {C, 3} F32: the last three committed attn_qkv rows
-    ggml_tensor *log; // {log_size} F32: DeltaShape
+    ggml_tensor *state; // {S (v), S (k), Hv, slots of sequences, then of checkpoints} F32
+    ggml_tensor *window; // {C, 3, the same slots} F32: the last three committed attn_qkv rows
+    ggml_tensor *log; // {log_size, slots of sequences} F32: DeltaShape
 };
 
+struct CacheParams {
+    uint32_t n_ctx, n_sequences, n_checkpoints, n_pages, n_rows, n_draft, n_chunk;
+    ggml_type kv_type;
+    uint64_t rowmm_scratch = 0; // bytes that luce's own matmul wants on this device; 0: it does not run there
+};
+
+// A bag of equal things that are taken and given back; pages are shared by count.
+class Pool {
+public:
+    explicit Pool(uint32_t n);
+    uint32_t n_free() const { return uint32_t(free_.size()); }
+    int32_t take(); // needs n_free() > 0
+    void share(int32_t id) { users_[size_t(id)]++; }
+    void release(int32_t id);
+
+private:
+    std::vector<int32_t> free_;
+    std::vector<uint32_t> users_;
+};
+
+// The device memory of an engine: described first, so that it can be counted, then allocated once.
 class Cache {
 public:
-    // Describes the tensors; nothing is allocated until allocate(). n_ctx positions, n_rows rows of a verify;
-    // head: null where the session does not draft.
-    Cache(const HParams &hp, const NextN *head, ggml_type kv_type, uint32_t n_ctx, uint32_t n_rows);
+    // head: null where the engine does not draft.
+    Cache(const Weights &weights, const HParams &hp, const NextN *head, const CacheParams &params);
 
     void allocate(const Device &device);
-    void clear(); // an empty timeline
 
     uint64_t kv_bytes() const { return kv_bytes_; }
     uint64_t state_bytes() const { return state_bytes_; }
-    uint32_t n_ctx() const { return n_ctx_; }
-    uint32_t n_rows() const { return n_rows_; }
-    uint32_t n_cells() const { return n_cells_; }
+    const CacheParams &params() const { return params_; }
+    uint32_t max_pages() const { return max_pages_; } // of one sequence
     const KvCells &kv(uint32_t block) const { return kv_[block]; }
     const DeltaState &delta(uint32_t block) const { return delta_[block]; }
     bool has_head() const { return hidden_ != nullptr; }
     const KvCells &head_kv() const { return head_kv_; }
-    ggml_tensor *hidden() const { return hidden_; } // {E, n_hidden} F32: the target's, after output_norm
+    ggml_tensor *rowmm_scratch() const {
+        return rowmm_scratch_;
+    } // {bytes} I8: zeros between steps where it counts
+    ggml_tensor *drafts() const { return drafts_; } // {2, n_draft * n_sequences} I32: token, not-finite flag
+    ggml_tensor *hidden() const {
+        return hidden_;
+    } // {E, rows} F32: the target's after output_norm, or the head's
 
-    uint32_t n_past() const { return uint32_t(tokens_.size()); }
-    uint32_t n_verified() const { return uint32_t(parents_.size()); }
+    // Rows of `hidden`. A slot has two banks of n_rows, which verifies write in turn, and one row of its drafts.
+    int32_t hidden_row(int32_t slot, int32_t bank, int32_t row) const;
+    int32_t hidden_draft(int32_t slot) const { return hidden_row(slot, 2, 0); }
+    int32_t hidden_unused() const; // rows that fill a step's width write here
+    int32_t hidden_zero() const {
+        return hidden_unused() + 1;
+    } // before a timeline's first token; never written
+    int32_t draft_entry(int32_t slot, int32_t i) const { return slot * int32_t(params_.n_draft) + i; }
 
-    // The control block of the next step (kernels.h): pending rows, and the parents of a verify.
-    void fill_ctl(int32_t *ctl, const int32_t *parents, uint32_t n) const;
+    Pool pages, sequence_slots, checkpoint_slots; // a checkpoint's slot is numbered after those of sequences
 
-    // After a step has run:
-    void appended(const int32_t *tokens, uint32_t n, uint32_t hidden_cell); // n rows were committed at once
-    void verified(const int32_t *tokens, const int32_t *parents, uint32_t n); // n rows are in the log
-    void flushed() { pending_.clear(); }
-    void discard() { parents_.clear(); } // the verified rows are not wanted any more
-    void check_path(const int32_t *path, uint32_t n) const; // E_ARG unless a path from the root
-    void committed(const int32_t *path, uint32_t n); // these verified rows are now the timeline's
-    void restored(std::vector<int32_t> tokens); // the tensors hold this timeline
-
-    const std::vector<int32_t> &tokens() const { return tokens_; } // committed
-    bool has_pending() const { return !pending_.empty(); }
-
-    // The head. owed(): hidden cells of positions n_past - size .. n_past - 1, oldest first.
-    const std::vector<int32_t> &owed() const { return owed_; }
-    void paid(uint32_t n) { owed_.erase(owed_.begin(), owed_.begin() + n); } // head rows of known tokens
-    void drafted(int32_t anchor) {
-        drafted_anchor_ = anchor;
-    } // all rows are written, the last for this anchor
-    // Hidden cells for the rows of the next step, none of them owed; false when the head must catch up first.
-    bool place_hidden(uint32_t rows);
-    uint32_t hidden_base() const { return hidden_base_; }
+    // All of a timeline that the device holds, in the order that saved bytes have: for each layer K and V of its
+    // pages, or state and window; the head's KV; the hidden row. n_past positions, whole pages.
+    struct Piece {
+        ggml_tensor *tensor;
+        size_t offset, size;
+    };
+    std::vector<Piece> pieces(const std::vector<int32_t> &page_list, uint32_t n_past, int32_t slot,
+                              int32_t hidden) const;
+    // Of pieces(): the recurrent state and the hidden row alone.
+    std::vector<Piece> state_pieces(int32_t slot, int32_t hidden) const;
 
 private:
-    uint32_t n_ctx_, n_rows_, n_cells_;
+    CacheParams params_;
+    uint32_t max_pages_;
     std::vector<KvCells> kv_; // by trunk block; empty entries for DeltaNet
     std::vector<DeltaState> delta_; // by trunk block; empty entries for attention
     KvCells head_kv_{};
-    ggml_tensor *hidden_ = nullptr;
+    ggml_tensor *hidden_ = nullptr, *drafts_ = nullptr, *rowmm_scratch_ = nullptr;
     uint64_t kv_bytes_ = 0, state_bytes_ = 0;
     Context context_;
     Buffer buffer_;
+};
 
-    std::vector<int32_t> tokens_; // committed
-    std::vector<int32_t> parents_; // of the last verify, until it is committed or discarded
-    std::vector<int32_t> verified_tokens_;
-    std::vector<int32_t> owed_;
-    int32_t drafted_anchor_ = -1;
-    uint32_t hidden_base_ = 0, hidden_rows_ = 1; // hidden cells of the last step's rows
-    std::vector<int32_t> pending_; // accepted log rows that the state does not hold yet
+// One sequence's bookkeeping: its committed tokens, where they lie, and its debts. It touches no device memory.
+class Timeline {
+public:
+    explicit Timeline(Cache &cache); // takes a slot; E_MEMORY when all are taken
+    ~Timeline();
+    Timeline(const Timeline &) = delete;
+    Timeline &operator=(const Timeline &) = delete;
+
+    void clear(); // an empty timeline in the same slot
+    // At a checkpoint: its pages are shared; the caller copies its state to `slot()` and hidden row to hidden().
+    void resume(std::vector<int32_t> tokens, const std::vector<int32_t> &pages);
+
+    const std::vector<int32_t> &tokens() const { return tokens_; } // committed
+    uint32_t n_past() const { return uint32_t(tokens_.size()); }
+    uint32_t n_verified() const { return uint32_t(parents_.size()); }
+    int32_t slot() const { return slot_; }
+    int32_t hidden() const { return hidden_; } // row of the last committed position
+    const std::vector<int32_t> &pages() const { return pages_; }
+    bool prompt_only() const { return prompt_only_; } // nothing but prefill in whole chunks brought it here
+    bool in_debt() const { return n_replay_ > 0 || n_move_ > 0 || n_move_head_ > 0; }
+
+    // Pages that `n` more positions need beyond those it has; take() gets them, and needs as many free.
+    uint32_t pages_wanted(uint32_t n) const;
+    void take_pages(uint32_t n);
+
+    // This sequence's part of a step; page_base: where its pages are in the step's table.
+    void fill(SeqCtl &seq, int32_t row0, int32_t n_rows, int32_t page_base) const;
+    int32_t next_hidden(int32_t row) const; // where the next verify or prefill writes hidden state of its row
+
+    // After a step has run:
+    void appended(const int32_t *tokens, uint32_t n);
+    void verified(std::vector<int32_t> tokens, std::vector<int32_t> parents); // rows are in the log
+    void drafted(int32_t anchor, uint32_t n);
+    void settled() { paid(); } // a step without rows of its own
+    void check_path(const int32_t *path, uint32_t n) const; // E_ARG unless a path from the root
+    void commit(const int32_t *path, uint32_t n);
+    void discard() { parents_.clear(); } // the verified rows are not wanted any more
+
+    int32_t draft_anchor() const { return draft_anchor_; }
+    uint32_t n_drafted() const { return n_drafted_; } // of the last draft, until the timeline moves on
+
+private:
+    void paid();
+    void release_pages();
+
+    Cache &cache_;
+    int32_t slot_;
+    std::vector<int32_t> tokens_, pages_;
+    bool fresh_ = true, prompt_only_ = true;
+    std::vector<int32_t> pending_; // accepted rows of the last verify
+    uint32_t n_replay_ = 0, n_move_ = 0, n_move_head_ = 0;
     int32_t bank_ = 0; // of the log that holds the last verify's keys
+    int32_t hidden_ = 0;
+    int32_t hidden_bank_ = 0; // that hidden_ is in; the other one is written next
+    std::vector<int32_t> parents_, verified_tokens_; // of the last verify, until it is committed or dropped
+    int32_t draft_anchor_ = 0;
+    uint32_t n_drafted_ = 0;
 };
 
 } // namespace luce

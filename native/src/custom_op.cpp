@@ -1,5 +1,9 @@
 #include "custom_op.h"
 
+#include "rowmm_op.h"
+#include "rows_matmul.h"
+
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -19,28 +23,105 @@ template <typename T> T *data(const ggml_tensor *t) {
     return static_cast<T *>(t->data);
 }
 
+float real(const ggml_tensor *node, int i) {
+    float x;
+    memcpy(&x, &node->op_params[PARAMS_AT + i], sizeof(x));
+    return x;
+}
+
+const StepCtl *ctl(const ggml_tensor *t) {
+    return static_cast<const StepCtl *>(t->data);
+}
+
 DeltaShape delta_shape(const ggml_tensor *dst) {
     DeltaShape s{};
     s.T = int32_t(dst->src[0]->ne[1]);
     s.R = param(dst, 0);
-    s.Hk = param(dst, 1);
-    s.Hv = param(dst, 2);
-    s.S = param(dst, 3);
-    s.mode = param(dst, 4);
+    s.n_slots = param(dst, 1);
+    s.Hk = param(dst, 2);
+    s.Hv = param(dst, 3);
+    s.S = param(dst, 4);
+    s.mode = param(dst, 5);
     return s;
 }
 
 ConvArgs conv_args(const ggml_tensor *dst) {
     return {delta_shape(dst),         data<float>(dst->src[0]), data<float>(dst->src[1]),
-            data<float>(dst->src[2]), data<float>(dst->src[3]), data<int32_t>(dst->src[4]),
+            data<float>(dst->src[2]), data<float>(dst->src[3]), ctl(dst->src[4]),
             data<float>(dst)};
 }
 
 DeltaArgs delta_args(const ggml_tensor *dst) {
     return {delta_shape(dst),         data<float>(dst->src[0]), data<float>(dst->src[1]),
             data<float>(dst->src[2]), data<float>(dst->src[3]), data<float>(dst->src[4]),
-            data<float>(dst->src[5]), data<float>(dst->src[6]), data<int32_t>(dst->src[7]),
+            data<float>(dst->src[5]), data<float>(dst->src[6]), ctl(dst->src[7]),
             data<float>(dst)};
+}
+
+// Heads of D values side by side in a cell.
+KvPool kv_pool(const ggml_tensor *k, const ggml_tensor *v, int32_t D) {
+    KvPool pool{};
+    pool.k = data<uint8_t>(k);
+    pool.v = data<uint8_t>(v);
+    pool.type = k->type;
+    pool.D = D;
+    pool.Hkv = int32_t(k->ne[0]) / D;
+    pool.cell_bytes = int64_t(k->nb[1]);
+    return pool;
+}
+
+KvStoreArgs kv_store_args(const ggml_tensor *dst) {
+    KvStoreArgs a{};
+    a.pool = kv_pool(dst->src[2], dst->src[3], param(dst, 2));
+    a.T = int32_t(dst->src[0]->ne[1]);
+    a.append = param(dst, 0);
+    a.head = param(dst, 1);
+    a.k = data<float>(dst->src[0]);
+    a.v = data<float>(dst->src[1]);
+    a.ctl = ctl(dst->src[4]);
+    a.pages = data<int32_t>(dst->src[5]);
+    return a;
+}
+
+AttentionArgs attention_args(const ggml_tensor *dst) {
+    const ggml_tensor *q = dst->src[0], *q_gate = dst->src[1];
+    const int32_t D = param(dst, 0);
+    AttentionArgs a{};
+    a.pool = kv_pool(dst->src[2], dst->src[3], D);
+    a.T = int32_t(q->ne[1]);
+    a.H = int32_t(q->ne[0]) / D;
+    a.first = param(dst, 1);
+    a.window = param(dst, 2);
+    a.max_pages = param(dst, 3);
+    a.scale = real(dst, 4);
+    a.softcap = real(dst, 5);
+    a.q = data<float>(q);
+    if (param(dst, 6) != 0) { // q_gate holds q(D) then gate(D) for each head
+        a.gate = data<float>(q_gate) + D;
+        a.gate_row = 2 * int64_t(D) * a.H;
+        a.gate_head = 2 * D;
+    }
+    a.ctl = ctl(dst->src[4]);
+    a.pages = data<int32_t>(dst->src[5]);
+    a.out = data<float>(dst);
+    a.scratch = a.out + int64_t(D) * a.H * a.T;
+    return a;
+}
+
+KvGatherArgs kv_gather_args(const ggml_tensor *dst) {
+    KvGatherArgs a{};
+    a.pool = kv_pool(dst->src[0], dst->src[0], param(dst, 0));
+    a.n_kv = dst->ne[1];
+    a.ctl = ctl(dst->src[1]);
+    a.pages = data<int32_t>(dst->src[2]);
+    a.out_type = dst->type;
+    a.out = dst->data;
+    return a;
+}
+
+MaskArgs mask_args(const ggml_tensor *dst) {
+    return {int32_t(dst->ne[1]), dst->ne[0],       param(dst, 0),
+            param(dst, 1),       ctl(dst->src[0]), data<uint16_t>(dst)};
 }
 
 ArgmaxArgs argmax_args(const ggml_tensor *dst) {
@@ -48,14 +129,37 @@ ArgmaxArgs argmax_args(const ggml_tensor *dst) {
     return {data<float>(logits), logits->ne[0], int32_t(logits->ne[1]), data<int32_t>(dst)};
 }
 
-KvMoveArgs kv_move_args(const ggml_tensor *dst) {
-    const ggml_tensor *k = dst->src[0], *v = dst->src[1];
-    return {data<uint8_t>(k), data<uint8_t>(v), int64_t(k->nb[1]), int64_t(v->nb[1]),
-            data<int32_t>(dst->src[2])};
+KeepArgs keep_args(const ggml_tensor *dst) {
+    const ggml_tensor *choice = dst->src[0];
+    return {data<int32_t>(choice), int32_t(choice->ne[1]), ctl(dst->src[1]), data<int32_t>(dst->src[2])};
 }
 
-void cpu_argmax(const ggml_tensor *dst, int ith, int nth) {
-    const ArgmaxArgs a = argmax_args(dst);
+TokensArgs tokens_args(const ggml_tensor *dst) {
+    const ggml_tensor *tokens = dst->src[0];
+    return {data<int32_t>(tokens), data<int32_t>(dst->src[1]), int32_t(tokens->ne[0]), param(dst, 0),
+            data<int32_t>(dst)};
+}
+
+PackArgs pack_args(const ggml_tensor *dst) {
+    const ggml_tensor *x = dst->src[0];
+    return {data<float>(x), x->ne[0], int32_t(x->ne[1]), data<PackedBlock>(dst)};
+}
+
+RowsMatmulArgs rows_matmul_args(const ggml_tensor *dst) {
+    RowsMatmulArgs a{};
+    a.x = dst->src[0]->data;
+    a.T = int32_t(dst->src[0]->ne[1]);
+    a.K = dst->src[1]->ne[0];
+    float *out = data<float>(dst);
+    for (int i = 0; i < MAX_WEIGHTS && dst->src[1 + i] != nullptr; i++) {
+        const ggml_tensor *w = dst->src[1 + i];
+        a.weights[a.n_weights++] = {w->data, w->type, w->ne[1], w->nb[1], out};
+        out += w->ne[1] * a.T;
+    }
+    return a;
+}
+
+void cpu_argmax(const ArgmaxArgs &a, int ith, int nth) {
     for (int row = ith; row < a.T; row += nth) {
         const float *x = a.logits + row * a.n;
         int64_t best = 0;
@@ -69,33 +173,37 @@ void cpu_argmax(const ggml_tensor *dst, int ith, int nth) {
     }
 }
 
-void cpu_kv_move(const ggml_tensor *dst, int ith, int nth) {
-    const KvMoveArgs a = kv_move_args(dst);
-    const int32_t base = a.path[0], n = a.path[1];
-    for (int which = ith; which < 2; which += nth) {
-        uint8_t *cache = which == 0 ? a.k : a.v;
-        const int64_t row = which == 0 ? a.k_row : a.v_row;
-        for (int32_t i = 0; i < n; i++) {
-            memmove(cache + (base + i) * row, cache + (base + a.path[2 + i]) * row, size_t(row));
-        }
-    }
-}
-
 #ifdef LUCE_USE_CUDA
 #define LUCE_CUDA_OP(call) [](const ggml_tensor *dst, void *stream) -> int { return cuda::call; }
 #else
 #define LUCE_CUDA_OP(call) nullptr
 #endif
+// An op `name` whose arguments are those that `args` makes of a node.
+#define LUCE_OP(name, signature, cpu, cuda, args)                                                            \
+    {name, signature, [](const ggml_tensor *dst, int ith, int nth) { cpu(args(dst), ith, nth); },            \
+     LUCE_CUDA_OP(cuda(args(dst), stream))}
+// The same of an op that CUDA does without.
+#define LUCE_CPU_OP(name, signature, cpu, args)                                                              \
+    {name, signature, [](const ggml_tensor *dst, int ith, int nth) { cpu(args(dst), ith, nth); }, nullptr}
 
+static_assert(ARGMAX_WIDTH == 126, "argmax says so");
 const CustomOp OPS[] = {
-    {"deltanet_conv", 5, 1u << 2 | 1u << 3,
-     [](const ggml_tensor *dst, int ith, int nth) { cpu_conv(conv_args(dst), ith, nth); },
-     LUCE_CUDA_OP(conv(conv_args(dst), stream))},
-    {"deltanet", 8, 1u << 5 | 1u << 6,
-     [](const ggml_tensor *dst, int ith, int nth) { cpu_deltanet(delta_args(dst), ith, nth); },
-     LUCE_CUDA_OP(deltanet(delta_args(dst), stream))},
-    {"argmax", 1, 0, cpu_argmax, LUCE_CUDA_OP(argmax(argmax_args(dst), stream))},
-    {"kv_move", 3, 1u << 0 | 1u << 1, cpu_kv_move, LUCE_CUDA_OP(kv_move(kv_move_args(dst), stream))},
+    LUCE_OP("deltanet_conv", "C,T 4,C C,3,s* l,q* ctl > C,T", cpu_conv, conv, conv_args),
+    LUCE_OP("deltanet", "C,T h,T h,T h h S,S,h,s* l,q* ctl > S,h,T", cpu_deltanet, deltanet, delta_args),
+    LUCE_OP("kv_store", "w,T w,T kw,c* kw,c* ctl ip > 1", cpu_kv_store, kv_store, kv_store_args),
+    LUCE_OP("attention", "Q,T G,T kw,c kw,c ctl ip > Q,T", cpu_attention, attention, attention_args),
+    LUCE_OP("kv_gather", "kw,c ctl ip > w", cpu_kv_gather, kv_gather, kv_gather_args),
+    LUCE_OP("prefill_mask", "ctl > 1", cpu_prefill_mask, prefill_mask, mask_args),
+    LUCE_OP("argmax", "n,T > 126,T", cpu_argmax, argmax, argmax_args),
+    LUCE_OP("keep", "iW,T ctl i2,n* > 1", cpu_keep, keep, keep_args),
+    LUCE_OP("row_tokens", "iT i2,n > T", cpu_row_tokens, row_tokens, tokens_args),
+    LUCE_CPU_OP("pack_rows", "K,T > 2,K,T", cpu_pack_rows, pack_args),
+    LUCE_CPU_OP("rows_matmul", "xP,T mK,A mK,B? mK,C? mK,D? > A,T", cpu_rows_matmul, rows_matmul_args),
+#ifdef LUCE_USE_CUDA
+    {"rowmm_pack", "K,T > 1", nullptr, rowmm_pack_op},
+    {"rowmm", "xP xS mK,A mK,B? mK,C? mK,D? > A", nullptr,
+     [](const ggml_tensor *dst, void *stream) { return rowmm_op(dst, stream, param(dst, 0)); }},
+#endif
 };
 
 void run_on_cpu(ggml_tensor *dst, int ith, int nth, void *op) {
@@ -103,6 +211,14 @@ void run_on_cpu(ggml_tensor *dst, int ith, int nth, void *op) {
 }
 
 } // namespace
+
+int CustomOp::n_args() const {
+    return int(std::count(signature, strchr(signature, '>'), ' ')); // one before the result too
+}
+
+int CustomOp::n_required() const {
+    return n_args() - int(std::count(signature, signature + strlen(signature), '?'));
+}
 
 const CustomOp *find_op(const char *name) {
     for (const CustomOp &op : OPS) {
@@ -129,8 +245,8 @@ const CustomOp *custom_op(const ggml_tensor *node) {
 
 ggml_tensor *add_op(ggml_context *ctx, const CustomOp &op, ggml_type type, int64_t ne0, int64_t ne1,
                     ggml_tensor **args, int n_args, const int32_t *params, int n_params) {
-    if (n_args != op.n_args || n_params > 8) {
-        fail(LUCE_E_INTERNAL, "op %s takes %d arguments, got %d", op.name, op.n_args, n_args);
+    if (n_args > op.n_args() || n_args < op.n_required() || n_params > 8) {
+        fail(LUCE_E_INTERNAL, "op %s takes %d arguments, got %d", op.name, op.n_args(), n_args);
     }
     ggml_tensor *node = ggml_custom_4d(ctx, type, ne0, ne1, 1, 1, args, n_args, run_on_cpu, GGML_N_TASKS_MAX,
                                        const_cast<CustomOp *>(&op));

@@ -1,15 +1,27 @@
 // luce's own ops in ggml graphs. In the graph an op is a ggml_custom_4d whose CPU callback is the
 // reference implementation; on CUDA, step.cpp launches the kernel in its place on the same stream.
 //
-// name            arguments (ggml shapes, fastest first)                              params      result
-// deltanet_conv   x{C,T} w{4,C} window{C,3}* log{n}* ctl{CTL_SIZE}                    R Hk Hv S mode  {C,T}
-// deltanet        x{C,T} alpha{Hv,T} beta{Hv,T} dt{Hv} a{Hv} state{S,S,Hv}* log{n}* ctl   same    {Hv*S,T}
-// argmax          logits{n,T}                                                         -           i32 {WIDTH,T}
-// kv_move         k{row,cells}* v{row,cells}* path{2+MAX_ROWS}                        -           i32 {1}
+// name            arguments (ggml shapes, fastest first)                                 params -> result
+// deltanet_conv   x{C,T} w{4,C} window{C,3,slots}* log{n,seqs}* ctl                        R n_slots Hk Hv S mode -> {C,T}
+// deltanet        x{C,T} alpha{Hv,T} beta{Hv,T} dt{Hv} a{Hv} state{S,S,Hv,slots}* log* ctl  the same -> {Hv*S,T}
+// kv_store        k{D*Hkv,T} v{D*Hkv,T} pool_k{D*Hkv,cells}* pool_v* ctl pages             append head D -> i32{1}
+// attention       q{D*H,T} q_gate{2*D*H,T} pool_k pool_v ctl pages
+//                     D first window max_pages scale softcap gated -> {D*H*T, then scratch}
+// kv_gather       pool{D*Hkv,cells} ctl pages                                              D -> f16 or f32{D*Hkv,n_kv}
+// prefill_mask    ctl                                                                      first window -> f16{n_kv,T}
+// argmax          logits{n,T}                                                              - -> i32{WIDTH,T}
+// keep            choice{WIDTH,T} ctl drafts{2,n}*                                         - -> i32{1}
+// row_tokens      tokens{T} drafts{2,n}                                                    n_vocab -> i32{T}
+// pack_rows       x{K,T}                                                                   - -> i8{64*K/32,T} blocks
+// rows_matmul     packed{64*K/32,T} or x{K,T}, 1 to 4 weights{K,N}: results side by side   - -> {sum of N*T}
+// rowmm_pack      x{K,T}                                                                   - -> i8{bytes}, of a GPU
+// rowmm           packed{bytes} scratch{bytes}* 1 to 4 packed weights{K,N}: side by side   T -> {sum of N*T}
+// ctl is {sizeof(StepCtl) / 4}, scale and softcap are the bits of floats.
 // (*: written in place)
 #pragma once
 
 #include "../kernels/kernels.h"
+#include "attention.h"
 #include "status.h"
 
 #include <ggml.h>
@@ -20,10 +32,17 @@ namespace luce {
 
 struct CustomOp {
     const char *name;
-    int n_args;
-    unsigned writes; // bit i: argument i is written in place
+    // Each argument's extents, fastest first, separated by blanks: a number, or a letter that stands for one value
+    // throughout. ctl: a control block. Before them the type where it is not F32: i for I32, k for that of KV, x for
+    // activations, packed or F32, m for that of a weight matrix. After them * where the op writes to the argument, ?
+    // where it may be absent. Behind > the extents that the result has at least.
+    const char *signature;
     void (*cpu)(const ggml_tensor *dst, int ith, int nth);
-    int (*cuda)(const ggml_tensor *dst, void *stream); // null where luce is built without CUDA
+    int (*cuda)(const ggml_tensor *dst,
+                void *stream); // null where luce is built without CUDA; cpu is null of others
+
+    int n_args() const; // at most
+    int n_required() const; // at least
 };
 
 const CustomOp *find_op(const char *name); // nullptr when there is none
@@ -37,7 +56,7 @@ ggml_tensor *add_op(ggml_context *ctx, const char *name, ggml_type type, int64_t
 ggml_tensor *add_op(ggml_context *ctx, const CustomOp &op, ggml_type type, int64_t ne0, int64_t ne1,
                     ggml_tensor **args, int n_args, const int32_t *params, int n_params);
 
-// CPU reference implementations: thread ith of nth.
+// CPU reference implementations: thread ith of nth. (attention.h has the others.)
 void cpu_conv(const ConvArgs &args, int ith, int nth);
 void cpu_deltanet(const DeltaArgs &args, int ith, int nth);
 

@@ -1,5 +1,5 @@
-// CPU reference of the DeltaNet ops. The order of every sum is fixed and does not depend on how many rows
-// there are, so a row's bits are the same in plain decoding, in any verify step and in a replay.
+// CPU reference of the DeltaNet ops. The order of every sum is fixed and does not depend on how many rows or
+// sequences there are, so a row's bits are the same in plain decoding, in any verify step and in a replay.
 #include "custom_op.h"
 
 #include <cmath>
@@ -9,6 +9,7 @@ namespace luce {
 namespace {
 
 constexpr int TAPS = 4;
+constexpr int MAX_S = 128;
 
 float silu(float x) {
     return x / (1.0f + std::exp(-x));
@@ -22,86 +23,120 @@ float softplus(float x) {
     return x > 20.0f ? x : std::log1p(std::exp(x));
 }
 
-// The raw rows before row t along its ancestors: prev[0] = its parent, ... ; nullptr where the committed
-// window takes over, *n_window rows from whose end are still needed.
-int ancestors(const ConvArgs &a, int t, const float *prev[TAPS - 1]) {
-    const int64_t C = a.shape.conv_dim();
-    int found = 0;
-    for (int row = t; found < TAPS - 1; found++) {
-        row = a.shape.mode == DELTA_APPEND ? row - 1 : a.ctl[CTL_PARENT + row];
-        if (row < 0) {
-            break;
-        }
-        prev[found] = a.x + row * C;
-    }
-    return found;
+// What both ops know of a sequence's part of the step.
+struct Sequence {
+    const SeqCtl &seq;
+    const RowCtl *rows; // null in an append, whose rows are a chain
+    int row0, n_rows;   // of the step
+    bool write_back;    // a verify leaves other committed values than it found
+
+    Sequence(const DeltaShape &s, const StepCtl &ctl, int i)
+        : seq(ctl.seqs[i]), rows(s.mode == DELTA_APPEND ? nullptr : ctl.rows), row0(rows ? seq.row0 : 0),
+          n_rows(rows ? seq.n_rows : s.T), write_back(seq.fresh || seq.n_replay > 0) {}
+
+    int parent(int t) const { return rows ? rows[t].parent : t - 1; }
+};
+
+int n_seqs(const DeltaShape &s, const StepCtl &ctl) {
+    return s.mode == DELTA_APPEND ? 1 : ctl.n_seqs;
 }
 
-// Channels [c0, c0 + n) of one head: S channels of q, k or v.
-void conv_head(const ConvArgs &a, int64_t c0, bool normalise) {
-    const DeltaShape &s = a.shape;
-    const int64_t C = s.conv_dim(), n = s.S;
-    float window[TAPS - 1][128]; // S <= 128
-    for (int i = 0; i < TAPS - 1; i++) {
-        memcpy(window[i], a.window + i * C + c0, size_t(n) * sizeof(float));
+// ---- conv ----
+
+// The last three committed raw rows of one head, oldest first.
+struct Window {
+    float row[TAPS - 1][MAX_S];
+
+    void push(const float *x, int64_t n) {
+        memmove(row[0], row[1], sizeof(row[0]) * (TAPS - 2));
+        memcpy(row[TAPS - 2], x, size_t(n) * sizeof(float));
     }
-    for (int p = 0; p < a.ctl[CTL_N_PENDING]; p++) {
-        const float *row = a.log + s.log_qkv(a.ctl[CTL_PENDING + p]) + c0;
-        memmove(window[0], window[1], sizeof(window[0]) * (TAPS - 2));
-        memcpy(window[TAPS - 2], row, size_t(n) * sizeof(float));
+};
+
+// out[t], from row t and its ancestors, which lie before the step where `window` takes over.
+void conv_row(const ConvArgs &a, const Sequence &part, const Window &window, int t, int64_t c0,
+              bool normalise) {
+    const int64_t C = a.shape.conv_dim(), n = a.shape.S;
+    const float *taps[TAPS]; // oldest first
+    int row = t, from_window = TAPS - 1;
+    for (int i = TAPS - 1; i >= 0; i--) {
+        taps[i] = row >= 0 ? a.x + row * C + c0 : window.row[--from_window];
+        row = row >= 0 ? part.parent(row) : -1;
     }
-    const int T = s.mode == DELTA_FLUSH ? 0 : s.T;
-    for (int t = 0; t < T; t++) {
-        const float *prev[TAPS - 1];
-        const int found = ancestors(a, t, prev);
-        const float *taps[TAPS]; // oldest first
-        taps[TAPS - 1] = a.x + t * C + c0;
+    float *out = a.out + t * C + c0;
+    float sum = 0;
+    for (int64_t c = 0; c < n; c++) {
+        const float *w = a.w + (c0 + c) * TAPS;
+        float y = w[0] * taps[0][c];
         for (int i = 1; i < TAPS; i++) {
-            taps[TAPS - 1 - i] = i <= found ? prev[i - 1] + c0 : window[TAPS - 1 - (i - found)];
+            y = std::fma(w[i], taps[i][c], y);
         }
-        float *out = a.out + t * C + c0;
-        float sum = 0;
+        out[c] = silu(y);
+        sum = std::fma(out[c], out[c], sum);
+    }
+    if (normalise) {
+        const float scale = 1.0f / std::sqrt(sum + 1e-6f);
         for (int64_t c = 0; c < n; c++) {
-            const float *w = a.w + (c0 + c) * TAPS;
-            float y = w[0] * taps[0][c];
-            for (int i = 1; i < TAPS; i++) {
-                y = std::fma(w[i], taps[i][c], y);
-            }
-            out[c] = silu(y);
-            sum = std::fma(out[c], out[c], sum);
+            out[c] *= scale;
         }
-        if (normalise) {
-            const float scale = 1.0f / std::sqrt(sum + 1e-6f);
-            for (int64_t c = 0; c < n; c++) {
-                out[c] *= scale;
-            }
-        }
-    }
-    if (s.mode == DELTA_VERIFY) {
-        for (int t = 0; t < T; t++) {
-            memcpy(a.log + s.log_qkv(t) + c0, a.x + t * C + c0, size_t(n) * sizeof(float));
-        }
-    } else if (s.mode == DELTA_APPEND) {
-        for (int t = T > TAPS - 1 ? T - (TAPS - 1) : 0; t < T; t++) {
-            memmove(window[0], window[1], sizeof(window[0]) * (TAPS - 2));
-            memcpy(window[TAPS - 2], a.x + t * C + c0, size_t(n) * sizeof(float));
-        }
-    }
-    for (int i = 0; i < TAPS - 1; i++) {
-        memcpy(a.window + i * C + c0, window[i], size_t(n) * sizeof(float));
     }
 }
+
+// Channels c0 .. c0 + S - 1: one head of q, k or v.
+void conv_head(const ConvArgs &a, const Sequence &part, int64_t c0, bool normalise) {
+    const DeltaShape &s = a.shape;
+    const int64_t C = s.conv_dim(), n = s.S;
+    const size_t bytes = size_t(n) * sizeof(float);
+    float *log = a.log + part.seq.slot * s.log_size();
+    float *stored = a.window + part.seq.slot * (TAPS - 1) * C + c0;
+    Window window;
+    for (int i = 0; i < TAPS - 1; i++) {
+        if (part.seq.fresh) {
+            memset(window.row[i], 0, bytes);
+        } else {
+            memcpy(window.row[i], stored + i * C, bytes);
+        }
+    }
+    for (int p = 0; p < part.seq.n_replay; p++) {
+        window.push(log + s.log_qkv(part.seq.pending[p]) + c0, n);
+    }
+    for (int i = 0; i < part.n_rows; i++) {
+        conv_row(a, part, window, part.row0 + i, c0, normalise);
+    }
+    if (s.mode == DELTA_VERIFY) {
+        for (int i = 0; i < part.n_rows; i++) {
+            memcpy(log + s.log_qkv(i) + c0, a.x + (part.row0 + i) * C + c0, bytes);
+        }
+    } else {
+        for (int t = s.T > TAPS - 1 ? s.T - (TAPS - 1) : 0; t < s.T; t++) {
+            window.push(a.x + t * C + c0, n);
+        }
+    }
+    if (s.mode == DELTA_APPEND || part.write_back) {
+        for (int i = 0; i < TAPS - 1; i++) {
+            memcpy(stored + i * C, window.row[i], bytes);
+        }
+    }
+}
+
+// ---- the recurrence ----
 
 // W columns (v dimensions) of one head's state: the unit of work of the recurrence.
 template <int W> struct Columns {
     const DeltaArgs &a;
-    int h;          // v head
-    int j0;         // first column
-    float S[128][W]; // [k][v]; filled by load()
+    const Sequence &part;
+    int h;             // v head
+    int j0;            // first column
+    float *log;        // of the sequence's slot
+    float S[MAX_S][W]; // [k][v]
 
-    Columns(const DeltaArgs &args, int head, int column) : a(args), h(head), j0(column) { load(); }
+    Columns(const DeltaArgs &args, const Sequence &sequence, int head, int column)
+        : a(args), part(sequence), h(head), j0(column), log(a.log + part.seq.slot * a.shape.log_size()) {}
 
-    float *state(int i) const { return a.state + (int64_t(h) * a.shape.S + i) * a.shape.S + j0; }
+    float *state(int i) const {
+        const int64_t head = int64_t(part.seq.slot) * a.shape.Hv + h;
+        return a.state + (head * a.shape.S + i) * a.shape.S + j0;
+    }
 
     void load() {
         for (int i = 0; i < a.shape.S; i++) {
@@ -151,28 +186,35 @@ float row_decay(const DeltaArgs &a, int t, int h) {
     return std::exp(a.a[h] * softplus(a.alpha[int64_t(t) * a.shape.Hv + h] + a.dt[h]));
 }
 
-// Rows in order; where a row does not follow the one before it, its parent's state is rebuilt from the
-// committed state by replaying its ancestors.
-template <int W> void run_rows(Columns<W> &cols, int new_bank) {
+// Makes `parent`'s state the one in cols: its ancestors' deltas again, onto the committed state.
+template <int W> void enter(Columns<W> &cols, int parent) {
     const DeltaArgs &a = cols.a;
     const DeltaShape &s = a.shape;
-    const int h = cols.h, kh = h % s.Hk;
-    const int64_t C = s.conv_dim();
+    int path[MAX_ROWS], n = 0;
+    for (int row = parent; row >= 0; row = cols.part.parent(row)) {
+        path[n++] = row;
+    }
+    cols.load();
+    while (n-- > 0) {
+        const int t = path[n];
+        cols.replay(a.x + t * s.conv_dim() + (s.Hk + cols.h % s.Hk) * s.S, row_decay(a, t, cols.h),
+                    cols.log + s.log_delta(t - cols.part.row0) + cols.h * s.S + cols.j0);
+    }
+}
+
+// Rows in order. A row that does not follow the one before it starts from its parent's state, rebuilt.
+template <int W> void run_rows(Columns<W> &cols) {
+    const DeltaArgs &a = cols.a;
+    const DeltaShape &s = a.shape;
+    const Sequence &part = cols.part;
+    const int h = cols.h, kh = h % s.Hk, bank = part.seq.bank ^ 1;
     const float scale = 1.0f / std::sqrt(float(s.S));
-    for (int t = 0; t < s.T; t++) {
-        const int parent = s.mode == DELTA_APPEND ? t - 1 : a.ctl[CTL_PARENT + t];
-        if (parent != t - 1) {
-            int path[MAX_ROWS], n = 0;
-            for (int row = parent; row >= 0; row = a.ctl[CTL_PARENT + row]) {
-                path[n++] = row;
-            }
-            cols.load();
-            while (n-- > 0) {
-                cols.replay(a.x + path[n] * C + (s.Hk + kh) * s.S, row_decay(a, path[n], h),
-                            a.log + s.log_delta(path[n]) + h * s.S + cols.j0);
-            }
+    for (int i = 0; i < part.n_rows; i++) {
+        const int t = part.row0 + i;
+        if (part.parent(t) != (i > 0 ? t - 1 : -1)) {
+            enter(cols, part.parent(t));
         }
-        const float *row = a.x + t * C;
+        const float *row = a.x + t * s.conv_dim();
         const float *q = row + kh * s.S, *k = q + s.Hk * s.S, *v = row + (2 * s.Hk + h) * s.S + cols.j0;
         const float decay = row_decay(a, t, h), beta = sigmoid(a.beta[int64_t(t) * s.Hv + h]);
         float delta[W], o[W];
@@ -182,33 +224,36 @@ template <int W> void run_rows(Columns<W> &cols, int new_bank) {
             out[j] = o[j] * scale;
         }
         if (s.mode == DELTA_VERIFY) {
-            memcpy(a.log + s.log_delta(t) + h * s.S + cols.j0, delta, sizeof(delta));
+            memcpy(cols.log + s.log_delta(i) + h * s.S + cols.j0, delta, sizeof(delta));
             if (cols.j0 == 0) {
-                a.log[s.log_decay(new_bank, t) + h] = decay;
+                cols.log[s.log_decay(bank, i) + h] = decay;
                 if (h < s.Hk) {
-                    memcpy(a.log + s.log_key(new_bank, t) + kh * s.S, k, size_t(s.S) * sizeof(float));
+                    memcpy(cols.log + s.log_key(bank, i) + kh * s.S, k, size_t(s.S) * sizeof(float));
                 }
             }
         }
     }
 }
 
-template <int W> void deltanet_head(const DeltaArgs &a, int h) {
+template <int W> void deltanet_head(const DeltaArgs &a, const Sequence &part, int h) {
     const DeltaShape &s = a.shape;
-    const int bank = a.ctl[CTL_BANK], n_pending = a.ctl[CTL_N_PENDING];
+    const SeqCtl &seq = part.seq;
     for (int j0 = 0; j0 < s.S; j0 += W) {
-        Columns<W> cols(a, h, j0);
-        for (int p = 0; p < n_pending; p++) {
-            const int row = a.ctl[CTL_PENDING + p];
-            cols.replay(a.log + s.log_key(bank, row) + (h % s.Hk) * s.S, a.log[s.log_decay(bank, row) + h],
-                        a.log + s.log_delta(row) + h * s.S + j0);
+        Columns<W> cols(a, part, h, j0);
+        if (seq.fresh) {
+            memset(cols.S, 0, sizeof(cols.S));
+        } else {
+            cols.load();
         }
-        if (n_pending > 0 && s.mode != DELTA_APPEND) {
+        for (int p = 0; p < seq.n_replay; p++) {
+            const int row = seq.pending[p];
+            cols.replay(cols.log + s.log_key(seq.bank, row) + (h % s.Hk) * s.S,
+                        cols.log[s.log_decay(seq.bank, row) + h], cols.log + s.log_delta(row) + h * s.S + j0);
+        }
+        if (s.mode == DELTA_VERIFY && part.write_back) {
             cols.store();
         }
-        if (s.mode != DELTA_FLUSH) {
-            run_rows(cols, bank ^ 1);
-        }
+        run_rows(cols);
         if (s.mode == DELTA_APPEND) {
             cols.store();
         }
@@ -217,21 +262,25 @@ template <int W> void deltanet_head(const DeltaArgs &a, int h) {
 
 } // namespace
 
+// One unit of work is one head of one sequence.
 void cpu_conv(const ConvArgs &a, int ith, int nth) {
-    const int64_t n_heads = a.shape.conv_dim() / a.shape.S;
-    for (int64_t head = ith; head < n_heads; head += nth) {
-        conv_head(a, head * a.shape.S, head < 2 * a.shape.Hk);
+    const int64_t n_heads = a.shape.conv_dim() / a.shape.S, n = n_seqs(a.shape, *a.ctl) * n_heads;
+    for (int64_t i = ith; i < n; i += nth) {
+        const int64_t head = i % n_heads;
+        conv_head(a, Sequence(a.shape, *a.ctl, int(i / n_heads)), head * a.shape.S, head < 2 * a.shape.Hk);
     }
 }
 
 void cpu_deltanet(const DeltaArgs &a, int ith, int nth) {
-    for (int h = ith; h < a.shape.Hv; h += nth) {
+    const int n_heads = a.shape.Hv, n = n_seqs(a.shape, *a.ctl) * n_heads;
+    for (int i = ith; i < n; i += nth) {
+        const Sequence part(a.shape, *a.ctl, i / n_heads);
         if (a.shape.S >= 64) {
-            deltanet_head<64>(a, h);
+            deltanet_head<64>(a, part, i % n_heads);
         } else if (a.shape.S == 32) {
-            deltanet_head<32>(a, h);
+            deltanet_head<32>(a, part, i % n_heads);
         } else {
-            deltanet_head<16>(a, h);
+            deltanet_head<16>(a, part, i % n_heads);
         }
     }
 }

@@ -2,13 +2,18 @@
 
 #include <ggml-cpu.h>
 #ifdef LUCE_USE_CUDA
+#include "../kernels/kernels.h"
+#include "../kernels/rowmm.h"
+
 #include <ggml-cuda.h>
+
+extern "C" void *luce_cuda_stream(ggml_backend_t backend); // cuda_stream.cu
 #endif
 
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <mutex>
+#include <system_error>
 #include <thread>
 
 namespace luce {
@@ -38,7 +43,8 @@ std::vector<Device> find_devices() {
     }
     ggml_backend_reg_t reg = ggml_backend_cuda_reg();
     for (size_t i = 0; i < ggml_backend_reg_dev_count(reg); i++) {
-        found.push_back({format("cuda:%zu", i), ggml_backend_reg_dev_get(reg, i), true});
+        found.push_back({format("cuda:%zu", i), ggml_backend_reg_dev_get(reg, i), true, int(i),
+                         cuda::compute_capability(int(i)) >= 80});
     }
 #endif
     found.push_back({"cpu", ggml_backend_reg_dev_get(ggml_backend_cpu_reg(), 0), false});
@@ -53,11 +59,24 @@ void parallel_copy(void *dst, const uint8_t *src, size_t n) {
         memcpy(dst, src, n);
         return;
     }
-    std::vector<std::thread> threads;
-    for (size_t i = 0; i < n_threads; i++) {
+    const auto part = [=](size_t i) {
         const size_t lo = n * i / n_threads, hi = n * (i + 1) / n_threads;
-        threads.emplace_back([=] { memcpy(static_cast<uint8_t *>(dst) + lo, src + lo, hi - lo); });
+        memcpy(static_cast<uint8_t *>(dst) + lo, src + lo, hi - lo);
+    };
+    std::vector<std::thread> threads;
+    threads.reserve(n_threads);
+    size_t next = 1;
+    try {
+        for (; next < n_threads; next++) {
+            threads.emplace_back(part, next);
+        }
+    } catch (const std::system_error &) {
+        // no more threads are to be had: this one does the rest
     }
+    for (; next < n_threads; next++) {
+        part(next);
+    }
+    part(0);
     for (auto &t : threads) {
         t.join();
     }
@@ -140,6 +159,21 @@ void check_memory(const Device &device, uint64_t need, const char *what) {
     }
 }
 
+// From ggml's layout, which has arrived in item.tensor, to that of luce's own matmul.
+static void permute([[maybe_unused]] const Device &device, [[maybe_unused]] const Upload &item,
+                    [[maybe_unused]] ggml_backend_t backend) {
+#ifdef LUCE_USE_CUDA
+    const ggml_tensor *w = item.packed;
+    cuda::set_device(device.index);
+    const int error = cuda::rowmm_permute({w->type, w->ne[0], w->ne[1], item.tensor->data, w->data},
+                                          luce_cuda_stream(backend));
+    if (error != 0) {
+        fail(LUCE_E_DEVICE, "%s: permuting %s failed: %s", device.name.c_str(), w->name,
+             cuda::error_text(error));
+    }
+#endif
+}
+
 void upload(const Device &device, const std::vector<Upload> &items,
             const std::function<bool(uint64_t)> &progress) {
     constexpr size_t slot_size = size_t(32) << 20;
@@ -170,6 +204,9 @@ void upload(const Device &device, const std::vector<Upload> &items,
                 ggml_backend_synchronize(backend.get());
                 fail(LUCE_E_CANCELLED, "loading was cancelled");
             }
+        }
+        if (item.packed != nullptr) { // on the stream of the copies: the next item may overwrite what is read
+            permute(device, item, backend.get());
         }
     }
     ggml_backend_synchronize(backend.get());

@@ -16,6 +16,9 @@ struct Device {
     std::string name; // "cpu", "cuda:0"
     ggml_backend_dev_t dev = nullptr;
     bool gpu = false;
+    int index = 0; // of the GPU, as CUDA counts
+    bool own_matmul =
+        false; // luce's own matmul runs there (kernels/rowmm.h: compute capability 8.0 and later)
 
     ggml_backend_buffer_type_t buffer_type() const; // plain CPU memory, or the GPU's
     void memory(uint64_t *free, uint64_t *total) const;
@@ -54,6 +57,8 @@ struct Upload {
     ggml_tensor *tensor;
     const uint8_t *data;
     uint64_t size;
+    ggml_tensor *packed =
+        nullptr; // where not null, `tensor` is passed through, and its permuted weights go there
 };
 void upload(const Device &device, const std::vector<Upload> &items,
             const std::function<bool(uint64_t)> &progress);

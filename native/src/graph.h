@@ -1,4 +1,4 @@
-// Graph builders, one per architecture file. Pure: they add nodes to `graph` and return its outputs.
+// Graph builders, one per architecture file. Pure: they add nodes to the graph and return its outputs.
 #pragma once
 
 #include "ops.h"
@@ -10,19 +10,12 @@ struct StepOutputs {
     ggml_tensor *choice = nullptr; // {ARGMAX_WIDTH, n_out} I32: greedy id, not-finite flag (kernels.h)
 };
 
-enum class Logits { none, last, all };
+// The trunk over the step's rows: a prefill has logits of its last row or none, a verify of all. Where the engine
+// drafts, the rows' hidden states are kept and the head's KV rows written too.
+StepOutputs build_qwen35(const StepBuild &build);
 
-// The trunk over T rows, T = in.tokens->ne[0]. Where the session drafts, the rows' hidden states go to their
-// hidden cells, and a prefill writes the head's KV rows too.
-StepOutputs build_qwen35(ggml_context *ctx, ggml_cgraph *graph, const Model &model, const Cache &cache,
-                         const StepInputs &in, DeltaMode mode, Logits logits);
-
-// A NextN chain of n drafts (n = 0: only the owed rows' KV).
-void build_nextn(ggml_context *ctx, ggml_cgraph *graph, const NextN &head, const Cache &cache,
-                 const DraftInputs &in, uint32_t n);
-
-// Replays pending rows onto the recurrent state, nothing else.
-void build_flush(ggml_context *ctx, ggml_cgraph *graph, const Model &model, const Cache &cache,
-                 ggml_tensor *ctl);
+// One link of the NextN chains of the step's sequences: a row each, whose choice and hidden state are kept for the
+// next link.
+void build_qwen35_draft(const StepBuild &build);
 
 } // namespace luce

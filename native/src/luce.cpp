@@ -1,16 +1,15 @@
-// The ABI: argument checks, handles and the exception barrier. No logic.
+// The ABI of files, models and pure functions: argument checks and handles. No logic. Engines: luce_engine.cpp.
 #include "luce.h"
 
+#include "abi.h"
 #include "accept.h"
-#include "handles.h"
-#include "op_run.h"
+#include "architecture.h"
+#include "engine.h"
 #include "quantize.h"
 #include "sampler.h"
-#include "session.h"
 
+#include <algorithm>
 #include <cstdio>
-#include <cstring>
-#include <new>
 
 using namespace luce;
 
@@ -21,55 +20,6 @@ struct OpenFile {
 };
 
 Handles<luce_file, OpenFile> g_files("file", uintptr_t(1) << 28);
-Handles<luce_model, Model> g_models("model", uintptr_t(2) << 28);
-Handles<luce_session, Session> g_sessions("session", uintptr_t(3) << 28);
-
-// Runs f; what it throws becomes a status and the thread's last error.
-template <typename F> luce_status guarded(F &&f) noexcept {
-    try {
-        f();
-        return LUCE_OK;
-    } catch (const Error &e) {
-        set_last_error(e.what());
-        return e.code();
-    } catch (const std::bad_alloc &) {
-        set_last_error("out of host memory");
-        return LUCE_E_MEMORY;
-    } catch (const std::exception &e) {
-        set_last_error(e.what());
-        return LUCE_E_INTERNAL;
-    } catch (...) {
-        set_last_error("unknown exception");
-        return LUCE_E_INTERNAL;
-    }
-}
-
-template <typename T> void need(const T *pointer, const char *name) {
-    if (pointer == nullptr) {
-        fail(LUCE_E_ARG, "%s is null", name);
-    }
-}
-
-template <typename T> void check_struct(const T *s, const char *name) {
-    need(s, name);
-    if (s->struct_size != sizeof(T)) {
-        fail(LUCE_E_ARG, "%s->struct_size is %llu, this library's is %zu", name,
-             (unsigned long long) s->struct_size, sizeof(T));
-    }
-}
-
-template <typename T> void check_optional(const T *s, const char *name) {
-    if (s != nullptr) {
-        check_struct(s, name);
-    }
-}
-
-// Writes *out as a whole, keeping its struct_size.
-template <typename T> void put(T *out, T value) {
-    value.struct_size = sizeof(T);
-    *out = value;
-}
-
 template <size_t N> void copy_text(char (&dst)[N], const std::string &text) {
     snprintf(dst, N, "%s", text.c_str());
 }
@@ -92,6 +42,11 @@ std::shared_ptr<Model> describe(const OpenFile &file, const luce_model_params *p
 }
 
 } // namespace
+
+Handles<luce_model, Model> &luce::model_handles() {
+    static Handles<luce_model, Model> handles("model", uintptr_t(2) << 28);
+    return handles;
+}
 
 int32_t luce_abi_version(void) {
     return LUCE_ABI_VERSION;
@@ -208,15 +163,15 @@ luce_status luce_file_get_tensor(luce_file *file, uint64_t index, luce_tensor_in
 }
 
 luce_status luce_plan_memory(luce_file *file, const luce_model_params *model,
-                             const luce_session_params *session, luce_memory *out) {
+                             const luce_engine_params *engine, luce_memory *out) {
     return guarded([&] {
         const auto f = g_files.get(file);
         check_optional(model, "model");
-        check_optional(session, "session");
+        check_optional(engine, "engine");
         check_struct(out, "out");
         const auto m = describe(*f, model);
         m->stand_in();
-        put(out, Session::plan(*m, Session::resolve(*m, session)));
+        put(out, Engine::plan(*m, Engine::resolve(*m, engine)));
     });
 }
 
@@ -230,21 +185,21 @@ luce_status luce_model_open(luce_model **out, luce_file *file, const luce_model_
             return params == nullptr || params->progress == nullptr ||
                    params->progress(part, params->progress_user) == 0;
         });
-        *out = g_models.add(model);
+        *out = model_handles().add(model);
     });
 }
 
 luce_status luce_model_close(luce_model *model) {
-    return guarded([&] { g_models.remove(model); });
+    return guarded([&] { model_handles().remove(model); });
 }
 
 luce_status luce_model_get_info(luce_model *model, luce_model_info *out) {
     return guarded([&] {
-        const auto m = g_models.get(model);
+        const auto m = model_handles().get(model);
         check_struct(out, "out");
         const HParams &hp = m->hparams();
         luce_model_info info{};
-        copy_text(info.architecture, m->architecture());
+        copy_text(info.architecture, m->architecture().name);
         copy_text(info.device, m->device().name);
         info.n_params = m->n_params();
         info.weight_bytes = m->weight_bytes();
@@ -255,119 +210,6 @@ luce_status luce_model_get_info(luce_model *model, luce_model_info *out) {
         info.n_ctx_train = hp.n_ctx_train;
         info.has_head = m->weights().head != nullptr;
         put(out, info);
-    });
-}
-
-luce_status luce_session_open(luce_session **out, luce_model *model, const luce_session_params *params) {
-    return guarded([&] {
-        need(out, "out");
-        const auto m = g_models.get(model);
-        check_optional(params, "params");
-        *out = g_sessions.add(std::make_shared<Session>(m, Session::resolve(*m, params)));
-    });
-}
-
-luce_status luce_session_close(luce_session *session) {
-    return guarded([&] { g_sessions.remove(session); });
-}
-
-luce_status luce_session_reset(luce_session *session) {
-    return guarded([&] { g_sessions.get(session)->reset(); });
-}
-
-luce_status luce_session_get_info(luce_session *session, luce_session_info *out) {
-    return guarded([&] {
-        const auto s = g_sessions.get(session);
-        check_struct(out, "out");
-        put(out, s->info());
-    });
-}
-
-luce_status luce_session_set_sampling(luce_session *session, const luce_sampling *sampling) {
-    return guarded([&] {
-        const auto s = g_sessions.get(session);
-        check_optional(sampling, "sampling");
-        const luce_sampling greedy{};
-        check_sampling(sampling == nullptr ? greedy : *sampling);
-        s->set_sampling(sampling == nullptr ? greedy : *sampling);
-    });
-}
-
-luce_status luce_session_prefill(luce_session *session, const int32_t *tokens, uint32_t n, int32_t *choice) {
-    return guarded([&] {
-        const auto s = g_sessions.get(session);
-        need(tokens, "tokens");
-        if (n == 0) {
-            fail(LUCE_E_ARG, "prefill needs at least one token");
-        }
-        const int32_t chosen = s->prefill(tokens, n);
-        if (choice != nullptr) {
-            *choice = chosen;
-        }
-    });
-}
-
-luce_status luce_session_draft(luce_session *session, int32_t anchor, uint32_t n) {
-    return guarded([&] { g_sessions.get(session)->draft(anchor, n); });
-}
-
-luce_status luce_session_get_draft(luce_session *session, int32_t *tokens, uint32_t n) {
-    return guarded([&] {
-        const auto s = g_sessions.get(session);
-        need(tokens, "tokens");
-        s->get_draft(tokens, n);
-    });
-}
-
-luce_status luce_session_save(luce_session *session, void *data, uint64_t *size) {
-    return guarded([&] {
-        const auto s = g_sessions.get(session);
-        need(size, "size");
-        const uint64_t needed = s->save_size();
-        if (data != nullptr && *size < needed) {
-            fail(LUCE_E_ARG, "size is %llu, the session takes %llu bytes", (unsigned long long) *size,
-                 (unsigned long long) needed);
-        }
-        if (data != nullptr) {
-            s->save(static_cast<uint8_t *>(data));
-        }
-        *size = needed;
-    });
-}
-
-luce_status luce_session_restore(luce_session *session, const void *data, uint64_t size) {
-    return guarded([&] {
-        const auto s = g_sessions.get(session);
-        need(data, "data");
-        s->restore(static_cast<const uint8_t *>(data), size);
-    });
-}
-
-luce_status luce_session_verify(luce_session *session, const int32_t *tokens, const int32_t *parents,
-                                uint32_t n, int32_t *choices) {
-    return guarded([&] {
-        const auto s = g_sessions.get(session);
-        need(choices, "choices");
-        s->verify(tokens, parents, n, choices);
-    });
-}
-
-luce_status luce_session_commit(luce_session *session, const int32_t *path, uint32_t n) {
-    return guarded([&] {
-        const auto s = g_sessions.get(session);
-        need(path, "path");
-        s->commit(path, n);
-    });
-}
-
-luce_status luce_session_get_logits(luce_session *session, uint32_t row, float *out, uint32_t n) {
-    return guarded([&] {
-        const auto s = g_sessions.get(session);
-        need(out, "out");
-        if (n != s->n_vocab()) {
-            fail(LUCE_E_ARG, "n is %u, the vocabulary has %u", n, s->n_vocab());
-        }
-        s->read_logits(row, out);
     });
 }
 
@@ -423,22 +265,5 @@ luce_status luce_quantize(int32_t type, const float *src, uint64_t n_rows, uint6
         need(src, "src");
         need(dst, "dst");
         quantize(type, src, n_rows, n_per_row, dst, dst_size);
-    });
-}
-
-luce_status luce_op_run(const char *device, const char *op, luce_array *args, uint32_t n_args,
-                        const int32_t *params, uint32_t n_params, luce_array *out) {
-    return guarded([&] {
-        need(op, "op");
-        need(args, "args");
-        need(out, "out");
-        need(out->data, "out->data");
-        for (uint32_t i = 0; i < n_args; i++) {
-            need(args[i].data, "args[i].data");
-        }
-        if (n_params > 0) {
-            need(params, "params");
-        }
-        run_op(device, op, args, n_args, params, n_params, out);
     });
 }

@@ -1,5 +1,5 @@
-// A loaded qwen35 model: hyperparameters, and weight structs with their shapes (ggml order: fastest first).
-// Names and shapes follow llama.cpp's GGUF convention for the architecture.
+// A loaded model: hyperparameters and weights with their shapes (ggml order: fastest first). What a layer's caches
+// and graph depend on is in its shape; which tensors a file holds and how they are named, an architecture knows.
 #pragma once
 
 #include "device.h"
@@ -8,81 +8,95 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <variant>
 #include <vector>
 
 namespace luce {
 
-struct HParams {
-    uint32_t n_vocab = 0;     // V
-    uint32_t n_embd = 0;      // E
-    uint32_t n_ff = 0;        // FF
-    uint32_t n_layer = 0;     // trunk blocks
-    uint32_t n_nextn = 0;     // NextN blocks after them
-    uint32_t n_ctx_train = 0;
-    uint32_t n_head = 0;      // H: query heads of full attention
-    uint32_t n_head_kv = 0;   // Hkv
-    uint32_t head_dim = 0;    // D
-    uint32_t rope_dim = 0;    // first dims of a head that rotate
-    float rope_base = 0;
-    float rms_eps = 0;
-    uint32_t n_k_heads = 0;   // Hk: DeltaNet
-    uint32_t n_v_heads = 0;   // Hv
-    uint32_t state_size = 0;  // S
-    uint32_t conv_dim = 0;    // C = 2*Hk*S + Hv*S
-    std::vector<bool> recurrent; // per trunk block: DeltaNet, else full attention
-};
-
 constexpr uint32_t CONV_TAPS = 4;
 
-struct AttentionWeights {
-    ggml_tensor *q;      // {E, 2*D*H}  per head: q(D) then gate(D)
-    ggml_tensor *k;      // {E, D*Hkv}
-    ggml_tensor *v;      // {E, D*Hkv}
-    ggml_tensor *out;    // {D*H, E}
+struct AttentionShape {
+    uint32_t n_head = 0; // H: query heads
+    uint32_t n_head_kv = 0; // Hkv
+    uint32_t head_dim = 0; // D
+    uint32_t rope_dim = 0; // first dims of a head that rotate
+    float rope_base = 0;
+    uint32_t window = 0; // keys that a row sees, itself included; 0: all
+    float softcap = 0; // of scores; 0: none
+};
+
+struct DeltaNetShape {
+    uint32_t n_k_heads = 0; // Hk
+    uint32_t n_v_heads = 0; // Hv
+    uint32_t state_size = 0; // S
+    uint32_t conv_dim() const { return (2 * n_k_heads + n_v_heads) * state_size; } // C
+};
+
+// Gated full attention.
+struct Attention {
+    AttentionShape shape;
+    ggml_tensor *q; // {E, 2*D*H}  per head: q(D) then gate(D)
+    ggml_tensor *k; // {E, D*Hkv}
+    ggml_tensor *v; // {E, D*Hkv}
+    ggml_tensor *out; // {D*H, E}
     ggml_tensor *q_norm; // {D}
     ggml_tensor *k_norm; // {D}
 };
 
-struct DeltaNetWeights {
-    ggml_tensor *qkv;   // {E, C}  q, k, v
-    ggml_tensor *gate;  // {E, Hv*S}  z
-    ggml_tensor *conv;  // {4, C}  tap 0 is the oldest row
-    ggml_tensor *dt;    // {Hv}
-    ggml_tensor *a;     // {Hv}  -exp(A_log)
+struct DeltaNet {
+    DeltaNetShape shape;
+    ggml_tensor *qkv; // {E, C}  q, k, v
+    ggml_tensor *gate; // {E, Hv*S}  z
+    ggml_tensor *conv; // {4, C}  tap 0 is the oldest row
+    ggml_tensor *dt; // {Hv}
+    ggml_tensor *a; // {Hv}  -exp(A_log)
     ggml_tensor *alpha; // {E, Hv}
-    ggml_tensor *beta;  // {E, Hv}
-    ggml_tensor *norm;  // {S}
-    ggml_tensor *out;   // {Hv*S, E}
+    ggml_tensor *beta; // {E, Hv}
+    ggml_tensor *norm; // {S}
+    ggml_tensor *out; // {Hv*S, E}
+};
+
+struct Ffn { // SwiGLU
+    ggml_tensor *gate; // {E, FF}
+    ggml_tensor *up; // {E, FF}
+    ggml_tensor *down; // {FF, E}
 };
 
 struct Block {
-    bool recurrent;
+    std::variant<Attention, DeltaNet> mixer;
     ggml_tensor *attn_norm; // {E}
     ggml_tensor *post_norm; // {E}
-    ggml_tensor *ffn_gate;  // {E, FF}
-    ggml_tensor *ffn_up;    // {E, FF}
-    ggml_tensor *ffn_down;  // {FF, E}
-    AttentionWeights attn;  // where !recurrent
-    DeltaNetWeights delta;  // where recurrent
+    Ffn ffn;
+
+    const Attention *attention() const { return std::get_if<Attention>(&mixer); }
+    const DeltaNet *deltanet() const { return std::get_if<DeltaNet>(&mixer); }
 };
 
-// A NextN head: one full-attention block between its own norms and a language-model head. It has hyperparameters
-// of its own, since it may come from another file.
+// A NextN head: one attention block between its own norms and a language-model head.
 struct NextN {
-    HParams hp;
     Block block;
-    ggml_tensor *eh_proj;    // {2E, E}  of [embedding, hidden]
-    ggml_tensor *enorm;      // {E}
-    ggml_tensor *hnorm;      // {E}
-    ggml_tensor *norm;       // {E}  shared_head_norm, or the trunk's output_norm
-    ggml_tensor *output;     // {E, V}  shared_head_head, or the trunk's output
+    float rms_eps;
+    ggml_tensor *eh_proj; // {2E, E}  of [embedding, hidden]
+    ggml_tensor *enorm; // {E}
+    ggml_tensor *hnorm; // {E}
+    ggml_tensor *norm; // {E}  shared_head_norm, or the trunk's output_norm
+    ggml_tensor *output; // {E, V}  shared_head_head, or the trunk's output
     ggml_tensor *token_embd; // {E, V}  embed_tokens, or the trunk's
 };
 
+struct HParams {
+    uint32_t n_vocab = 0; // V
+    uint32_t n_embd = 0; // E
+    uint32_t n_layer = 0; // trunk blocks
+    uint32_t n_nextn = 0; // NextN blocks in the file
+    uint32_t n_ctx_train = 0;
+    float rms_eps = 0;
+};
+
 struct Weights {
-    ggml_tensor *token_embd;  // {E, V}
+    ggml_tensor *token_embd; // {E, V}
     ggml_tensor *output_norm; // {E}
-    ggml_tensor *output;      // {E, V}; token_embd where the file ties them
+    ggml_tensor *output; // {E, V}; token_embd where the file ties them
     std::vector<Block> blocks;
     std::unique_ptr<NextN> head; // null where none was asked for
 };
@@ -91,6 +105,8 @@ struct ContextFree {
     void operator()(ggml_context *c) const { ggml_free(c); }
 };
 using Context = std::unique_ptr<ggml_context, ContextFree>;
+
+struct Architecture; // architecture.h
 
 class Model {
 public:
@@ -108,20 +124,22 @@ public:
 
     const Device &device() const { return *device_; }
     const GgufFile &file() const { return *file_; }
+    const Architecture &architecture() const { return *architecture_; }
     const HParams &hparams() const { return hp_; }
     const Weights &weights() const { return weights_; }
-    const std::string &architecture() const { return architecture_; }
     uint64_t weight_bytes() const { return weight_bytes_; } // on the device
-    uint64_t n_params() const { return n_params_; }         // of all tensors in the file
-    // Of the loaded tensors' names, types, shapes and first bytes: what a saved session belongs to.
+    uint64_t n_params() const { return n_params_; } // of all tensors in the file
+    // Of the loaded tensors' names, types, shapes and first bytes: what a checkpoint belongs to.
     uint64_t identity() const;
 
 private:
     friend class WeightReader;
+    void place_packed();
+
     std::shared_ptr<GgufFile> file_;
     std::shared_ptr<GgufFile> head_file_;
     const Device *device_ = nullptr;
-    std::string architecture_;
+    const Architecture *architecture_ = nullptr;
     HParams hp_;
     Weights weights_;
     Context context_;
@@ -130,6 +148,11 @@ private:
     uint64_t weight_bytes_ = 0;
     uint64_t n_params_ = 0;
 };
+
+// On a GPU with luce's own matmul, a matrix of a type that it has lies in its order (kernels/rowmm.h) and not in
+// ggml's: type and shape are the file's, the bytes are for that matmul alone. Tables, of which rows are looked up,
+// stay as they are.
+bool is_packed(const ggml_tensor *weight);
 
 // Types that ggml multiplies on the CPU and on CUDA.
 bool is_weight_type(ggml_type type);

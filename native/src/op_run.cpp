@@ -1,10 +1,14 @@
 #include "op_run.h"
 
+#include "abi.h"
 #include "custom_op.h"
-#include "device.h"
 #include "model.h"
 
 #include <ggml-cpu.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <map>
 
 #ifdef LUCE_USE_CUDA
 extern "C" void *luce_cuda_stream(ggml_backend_t backend); // cuda_stream.cu
@@ -14,8 +18,8 @@ namespace luce {
 namespace {
 
 ggml_tensor *make_tensor(ggml_context *ctx, const luce_array &array) {
-    if (array.type != GGML_TYPE_F32 && array.type != GGML_TYPE_F16 && array.type != GGML_TYPE_I32) {
-        fail(LUCE_E_ARG, "an op's arrays are F32, F16 or I32, got type %d", array.type);
+    if (array.type != GGML_TYPE_I32 && array.type != GGML_TYPE_I8 && !is_weight_type(ggml_type(array.type))) {
+        fail(LUCE_E_ARG, "an op's arrays are I32, I8 or of a weight type, got type %d", array.type);
     }
     int64_t ne[GGML_MAX_DIMS], elements = 1;
     for (int d = 0; d < GGML_MAX_DIMS; d++) {
@@ -24,18 +28,101 @@ ggml_tensor *make_tensor(ggml_context *ctx, const luce_array &array) {
             fail(LUCE_E_ARG, "dimension %d of an array is %llu", d, (unsigned long long) array.ne[d]);
         }
     }
+    if (ne[0] % ggml_blck_size(ggml_type(array.type)) != 0) {
+        fail(LUCE_E_ARG, "rows of %lld values are no whole blocks of %s", (long long) ne[0],
+             ggml_type_name(ggml_type(array.type)));
+    }
     return ggml_new_tensor(ctx, ggml_type(array.type), GGML_MAX_DIMS, ne);
 }
 
-} // namespace
+// One argument of a signature, taken off its front.
+struct Argument {
+    std::vector<std::string> extents;
+    char type = 'f';
+    bool written = false;
+};
+
+Argument next_argument(const char *&s) {
+    Argument a;
+    if (*s == 'i' || *s == 'k' || *s == 'x' || *s == 'm') {
+        a.type = *s++;
+    }
+    a.extents.emplace_back();
+    for (; *s != 0 && *s != ' '; s++) {
+        if (*s == ',') {
+            a.extents.emplace_back();
+        } else if (*s == '*') {
+            a.written = true;
+        } else if (*s != '?') {
+            a.extents.back() += *s;
+        }
+    }
+    s += *s == ' ';
+    a.type = a.extents[0] == "ctl" ? 'i' : a.type;
+    return a;
+}
+
+void check_argument(const char *op, uint32_t index, const Argument &a, const luce_array &array,
+                    std::map<std::string, uint64_t> &known) {
+    const ggml_type type = ggml_type(array.type);
+    const bool fits = a.type == 'i'   ? type == GGML_TYPE_I32
+                      : a.type == 'f' ? type == GGML_TYPE_F32
+                      : a.type == 'x' ? type == GGML_TYPE_F32 || type == GGML_TYPE_I8
+                                      : type != GGML_TYPE_I32 && type != GGML_TYPE_I8;
+    if (!fits) {
+        fail(LUCE_E_ARG, "%s: argument %u has type %d", op, index, array.type);
+    }
+    known["ctl"] = sizeof(StepCtl) / sizeof(int32_t);
+    for (size_t d = 0; d < LUCE_MAX_DIMS; d++) {
+        const std::string name = d < a.extents.size() ? a.extents[d] : "1";
+        const uint64_t expected = isdigit(name[0]) ? strtoull(name.c_str(), nullptr, 10)
+                                                   : known.emplace(name, array.ne[d]).first->second;
+        if (array.ne[d] != expected) {
+            fail(LUCE_E_ARG, "%s: dimension %zu of argument %u is %llu, expected %llu", op, d, index,
+                 (unsigned long long) array.ne[d], (unsigned long long) expected);
+        }
+    }
+}
+
+// Checks what there is against the op's signature: which arguments are written.
+std::vector<bool> check_arrays(const CustomOp &op, const luce_array *args, uint32_t n_args,
+                               const luce_array &out) {
+    std::map<std::string, uint64_t> known;
+    std::vector<bool> written;
+    const char *signature = op.signature;
+    for (uint32_t i = 0; i < n_args; i++) {
+        const Argument a = next_argument(signature);
+        check_argument(op.name, i, a, args[i], known);
+        written.push_back(a.written);
+    }
+    signature = strchr(op.signature, '>') + 2;
+    uint64_t least = 1, found = 1;
+    for (const std::string &extent : next_argument(signature).extents) {
+        least *= isdigit(extent[0]) ? strtoull(extent.c_str(), nullptr, 10) : known.at(extent);
+    }
+    for (const uint64_t extent : out.ne) {
+        found *= extent;
+    }
+    if (found < least) {
+        fail(LUCE_E_ARG, "%s: the result has %llu values, expected %llu or more", op.name,
+             (unsigned long long) found, (unsigned long long) least);
+    }
+    return written;
+}
 
 void run_op(const char *device_name, const char *name, luce_array *args, uint32_t n_args,
             const int32_t *params, uint32_t n_params, luce_array *out) {
     const Device &device = find_device(device_name);
     const CustomOp *op = find_op(name);
-    if (op == nullptr || int(n_args) != op->n_args || n_params > 8) {
-        fail(LUCE_E_ARG, "op %s with %u arguments and %u params does not exist", name, n_args, n_params);
+    if (op == nullptr || int(n_args) > op->n_args() || int(n_args) < op->n_required() || n_params > 8 ||
+        (device.gpu && op->cuda == nullptr)) {
+        fail(LUCE_E_ARG, "op %s with %u arguments and %u params does not exist there", name, n_args,
+             n_params);
     }
+    if (device.gpu ? op->cuda == nullptr : op->cpu == nullptr) {
+        fail(LUCE_E_UNSUPPORTED, "%s has no op %s", device.name.c_str(), name);
+    }
+    const std::vector<bool> written = check_arrays(*op, args, n_args, *out);
     const ggml_init_params init = {ggml_tensor_overhead() * (n_args + 2) + ggml_graph_overhead(), nullptr,
                                    true};
     Context context(ggml_init(init));
@@ -58,6 +145,7 @@ void run_op(const char *device_name, const char *name, luce_array *args, uint32_
     ggml_backend_tensor_set(result, out->data, 0, ggml_nbytes(result)); // tests poison it
     if (device.gpu) {
 #ifdef LUCE_USE_CUDA
+        cuda::set_device(device.index);
         if (const int error = op->cuda(result, luce_cuda_stream(backend.get())); error != 0) {
             fail(LUCE_E_DEVICE, "%s: %s: %s", device.name.c_str(), name, cuda::error_text(error));
         }
@@ -69,11 +157,30 @@ void run_op(const char *device_name, const char *name, luce_array *args, uint32_
     }
     ggml_backend_synchronize(backend.get());
     for (uint32_t i = 0; i < n_args; i++) {
-        if (op->writes >> i & 1) {
+        if (written[i]) {
             ggml_backend_tensor_get(tensors[i], args[i].data, 0, ggml_nbytes(tensors[i]));
         }
     }
     ggml_backend_tensor_get(result, out->data, 0, ggml_nbytes(result));
 }
 
+} // namespace
 } // namespace luce
+
+luce_status luce_op_run(const char *device, const char *op, luce_array *args, uint32_t n_args,
+                        const int32_t *params, uint32_t n_params, luce_array *out) {
+    using namespace luce;
+    return guarded([&] {
+        need(op, "op");
+        need(args, "args");
+        need(out, "out");
+        need(out->data, "out->data");
+        for (uint32_t i = 0; i < n_args; i++) {
+            need(args[i].data, "args[i].data");
+        }
+        if (n_params > 0) {
+            need(params, "params");
+        }
+        run_op(device, op, args, n_args, params, n_params, out);
+    });
+}

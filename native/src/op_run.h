@@ -1,11 +1,20 @@
-// One custom op alone, on host arrays: how tests compare a kernel with its reference.
+// One of luce's own ops alone, on host arrays: how tests compare a kernel with its reference. Exported for luce's
+// tests; no part of luce.h, and no promise.
 #pragma once
 
 #include "luce.h"
 
-namespace luce {
+extern "C" {
 
-void run_op(const char *device, const char *op, luce_array *args, uint32_t n_args, const int32_t *params,
-            uint32_t n_params, luce_array *out);
+typedef struct luce_array {
+    void *data;
+    uint64_t ne[LUCE_MAX_DIMS]; // fastest first
+    int32_t type; // ggml type id: 0 F32, 24 I8, 26 I32, a type of KV or of weights
+} luce_array;
 
-} // namespace luce
+// Argument i is read from args[i].data and, where the op writes to it, copied back; out is what the result holds
+// before the op (tests poison it), and the result. Names, arguments and params: custom_op.h. E_ARG names an argument
+// whose shape does not fit the others'.
+LUCE_API luce_status luce_op_run(const char *device, const char *op, luce_array *args, uint32_t n_args,
+                                 const int32_t *params, uint32_t n_params, luce_array *out);
+}

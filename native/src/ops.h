@@ -4,50 +4,73 @@
 
 #include "cache.h"
 
+#include <utility>
+#include <vector>
+
 namespace luce {
 
 // A step's inputs, on the device.
 struct StepInputs {
-    ggml_tensor *tokens; // {T} I32
+    ggml_tensor *tokens; // {T} I32, or references to drafts (kernels.h: TokensArgs)
     ggml_tensor *positions; // {T} I32
-    ggml_tensor *cells; // {T} I64: the KV cell each row is written to
-    ggml_tensor *mask; // {n_kv, T} F16: 0 where the row sees the cell, else -inf
-    ggml_tensor *ctl; // {CTL_SIZE} I32 (kernels.h)
-    ggml_tensor *hidden_to; // {T} I64: the hidden cell each row is written to
-    ggml_tensor *hidden_at; // {1} I32: the hidden cell of the position before row 0 (prefill)
+    ggml_tensor *ctl; // {sizeof(StepCtl) / 4} I32
+    ggml_tensor *pages; // {n} I32: the page table
+    ggml_tensor
+        *hidden_from; // {T} I32: the row of Cache::hidden of the position before each; a prefill's first only
+    ggml_tensor *hidden_to; // {T} I64: where each row's hidden state goes; a prefill's last row's is entry 0
 };
 
-// A draft's inputs: k rows that the head owes, the last one for the anchor, then n - 1 chained rows.
-struct DraftInputs {
-    ggml_tensor *tokens; // {k} I32
-    ggml_tensor *hidden_at; // {k} I32: hidden cell of the position before each
-    ggml_tensor *positions; // {k + n - 1} I32
-    ggml_tensor *cells; // {k + n - 1} I64
-    ggml_tensor *mask; // {n_kv, n} F16: of the anchor's row and the chained ones
-    ggml_tensor *verify_tokens; // {n + 1} I32: the next verify's tokens: anchor and drafts are written here
-    ggml_tensor *drafts; // {2 * LUCE_MAX_DRAFT} I32: token and not-finite flag of each draft
+enum class StepKind { prefill, prefill_last, verify, draft };
+
+// What a graph is built from.
+struct StepBuild {
+    ggml_context *ctx;
+    ggml_cgraph *graph;
+    const Model &model;
+    const Cache &cache;
+    StepInputs in;
+    StepKind kind;
+    int64_t n_kv; // prefill: cells that attention reads
+    mutable std::vector<std::pair<ggml_tensor *, ggml_tensor *>> packed = {}; // inputs of matmuls, and packed
+
+    bool prefill() const { return kind == StepKind::prefill || kind == StepKind::prefill_last; }
 };
 
 // RMS(x) * weight over the first dimension.
 ggml_tensor *rms_norm(ggml_context *ctx, ggml_tensor *x, ggml_tensor *weight, float eps);
 
 // weight {K, N} with x {K, T} -> {N, T}, summed in F32.
-ggml_tensor *matmul(ggml_context *ctx, ggml_tensor *weight, ggml_tensor *x);
+ggml_tensor *matmul(const StepBuild &b, ggml_tensor *weight, ggml_tensor *x);
 
-// K and V of the rows x {E, T} into their cells. positions {T} I32, cells {T} I64.
-void write_kv(ggml_context *ctx, ggml_cgraph *graph, ggml_tensor *x, const AttentionWeights &w,
-              const KvCells &kv, ggml_tensor *positions, ggml_tensor *cells, const HParams &hp);
+// The same of at most 4 weights {K, N} with one x.
+std::vector<ggml_tensor *> matmuls(const StepBuild &b, const std::vector<ggml_tensor *> &weights,
+                                   ggml_tensor *x);
 
-// Gated full attention of the rows x {E, T} over the cells, mask {n_kv, T} -> {E, T}. Reads what write_kv, called
-// before it, has written.
-ggml_tensor *attend(ggml_context *ctx, ggml_tensor *x, const AttentionWeights &w, const KvCells &kv,
-                    ggml_tensor *positions, ggml_tensor *mask, const HParams &hp);
+// The embeddings of the step's tokens in a table {E, V} -> {E, T}.
+ggml_tensor *embed(const StepBuild &b, ggml_tensor *table);
+
+// Which layer's KV: a trunk block's, or the NextN head's, which has no row 0.
+struct KvLayer {
+    KvCells cells;
+    bool head;
+};
+
+// K and V of the rows x {E, T} into their cells.
+void write_kv(const StepBuild &b, ggml_tensor *x, const Attention &w, const KvLayer &kv, float eps);
+
+// Gated full attention of the rows x {E, T} -> {E, T}. Reads what write_kv, called before it, has written.
+// mask: of a prefill (prefill_mask), else null.
+ggml_tensor *attend(const StepBuild &b, ggml_tensor *x, const Attention &w, const KvLayer &kv,
+                    ggml_tensor *mask, float eps);
+
+// The mask of a prefill's rows over n_kv cells {n_kv, T} F16.
+ggml_tensor *prefill_mask(const StepBuild &b, int32_t window);
 
 // Gated DeltaNet, x {E, T} -> {E, T}.
-ggml_tensor *deltanet(ggml_context *ctx, ggml_tensor *x, const DeltaNetWeights &w, const DeltaState &state,
-                      const StepInputs &in, const HParams &hp, uint32_t n_log_rows, DeltaMode mode);
+ggml_tensor *deltanet(const StepBuild &b, ggml_tensor *x, const DeltaNet &w, const DeltaState &state,
+                      float eps);
 
 // SwiGLU: down(silu(gate x) * up x), x {E, T} -> {E, T}.
-ggml_tensor *ffn(ggml_context *ctx, ggml_tensor *x, const Block &block);
+ggml_tensor *ffn(const StepBuild &b, ggml_tensor *x, const Ffn &w);
 
 } // namespace luce

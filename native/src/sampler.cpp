@@ -98,10 +98,15 @@ int32_t sample(const float *logits, uint32_t n, const luce_sampling &s, uint64_t
     if (s.temperature == 0) {
         return argmax(logits, n);
     }
-    // logits / temperature, top-k, softmax: weight(id) = exp(z - z_max), its sum taken in id order
+    // logits / temperature, top-k, softmax: weight(id) = exp(z - z_max), its sum taken in id order. Where the
+    // temperature is so near zero that z_max is not finite, what is below the largest logit weighs nothing.
     Candidates candidates(logits, n, uint32_t(s.top_k));
-    const float z_max = logits[candidates[0]] / s.temperature;
-    const auto weight = [&](int32_t id) { return std::exp(logits[id] / s.temperature - z_max); };
+    const float largest = logits[candidates[0]], z_max = largest / s.temperature;
+    const auto weight = [&](int32_t id) {
+        return logits[id] == largest   ? 1.0f
+               : !std::isfinite(z_max) ? 0.0f
+                                       : std::exp(logits[id] / s.temperature - z_max);
+    };
     float total = 0;
     if (candidates.size() == n) {
         for (uint32_t id = 0; id < n; id++) {

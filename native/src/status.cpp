@@ -107,15 +107,21 @@ void set_log(luce_log_fn fn, void *user) {
 }
 
 void log(int level, const char *fmt, ...) {
-    std::lock_guard<std::mutex> lock(g_log_mutex);
-    if (g_log_fn == nullptr) {
+    luce_log_fn fn;
+    void *user;
+    {
+        std::lock_guard<std::mutex> lock(g_log_mutex);
+        fn = g_log_fn;
+        user = g_log_user;
+    }
+    if (fn == nullptr) {
         return;
     }
     va_list args;
     va_start(args, fmt);
     const std::string text = vformat(fmt, args);
     va_end(args);
-    g_log_fn(level, text.c_str(), g_log_user);
+    fn(level, text.c_str(), user); // outside the lock: a callback may log, or set another one
 }
 
 } // namespace luce

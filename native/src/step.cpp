@@ -8,6 +8,7 @@
 #include <ggml-impl.h> // ggml_graph_view
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 
 #ifdef LUCE_USE_CUDA
@@ -15,59 +16,73 @@ extern "C" void *luce_cuda_stream(ggml_backend_t backend); // cuda_stream.cu
 #endif
 
 namespace luce {
-namespace {
 
-constexpr ggml_fp16_t MASK_VISIBLE = 0x0000, MASK_HIDDEN = 0xfc00; // 0, -inf
-
-// Cells [from, to) visible, the others hidden.
-void fill_mask(ggml_fp16_t *row, uint32_t n_kv, uint32_t from, uint32_t to) {
-    std::fill(row, row + from, MASK_HIDDEN);
-    std::fill(row + from, row + to, MASK_VISIBLE);
-    std::fill(row + to, row + n_kv, MASK_HIDDEN);
-}
-
-} // namespace
-
-Step::Step(const Model &model, Cache &cache, const SessionParams &params)
+Step::Step(const Model &model, const Cache &cache, const EngineParams &params)
     : model_(model), cache_(cache), params_(params),
       backend_(make_backend(model.device(), int(params.n_threads))), in_(cache, params),
-      head_in_(cache, params), galloc_(ggml_gallocr_new(model.device().buffer_type()), ggml_gallocr_free) {
-    in_.allocate(model.device(), in_.end);
+      galloc_(ggml_gallocr_new(model.device().buffer_type()), ggml_gallocr_free) {
+    in_.prefill.allocate(model.device());
+    in_.verify.allocate(model.device());
     if (cache.has_head()) {
-        head_in_.allocate(model.device(), head_in_.end);
+        in_.draft.allocate(model.device());
     }
-    for (const StepShape &shape : largest_steps(cache, params)) {
-        auto g = Graph::build(model, cache, in_, head_in_, shape);
-        if (!ggml_gallocr_reserve(galloc_.get(), g->nodes)) {
-            fail(LUCE_E_MEMORY, "%s: allocating the compute buffer failed", model.device().name.c_str());
-        }
+    const size_t n_results = MAX_ROWS + size_t(cache.drafts()->ne[1]);
+    ggml_backend_buffer_type_t pinned =
+        model.device().gpu ? ggml_backend_dev_host_buffer_type(model.device().dev) : nullptr;
+    results_buffer_.reset(ggml_backend_buft_alloc_buffer(pinned ? pinned : ggml_backend_cpu_buffer_type(),
+                                                         n_results * sizeof(Greedy)));
+    if (!results_buffer_) {
+        fail(LUCE_E_MEMORY, "allocating %s of host memory failed",
+             human_bytes(n_results * sizeof(Greedy)).c_str());
     }
-    compute_size_ = ggml_gallocr_get_buffer_size(galloc_.get(), 0);
-    greedy_.reserve(LUCE_MAX_ROWS);
-    if (model.device().gpu) {
-        warm_up();
-    }
+    results_ = static_cast<Greedy *>(ggml_backend_buffer_get_base(results_buffer_.get()));
+    drafts_ = results_ + MAX_ROWS;
+    memset(static_cast<void *>(results_), 0, n_results * sizeof(Greedy));
+    build_all();
+    time_all();
 }
 
 Step::~Step() = default;
 
 uint64_t Step::allocated() const {
-    return compute_size_ + in_.size() + head_in_.size();
+    return compute_size_ + in_.prefill.size() + in_.verify.size() +
+           (cache_.has_head() ? in_.draft.size() : 0);
+}
+
+// ---- graphs ----
+
+void Step::build_all() {
+    for (const StepShape &shape : largest_steps(params_.cache)) {
+        auto g = Graph::build(model_, cache_, in_.of(shape.kind), shape);
+        if (!ggml_gallocr_reserve(galloc_.get(), g->nodes)) {
+            fail(LUCE_E_MEMORY, "%s: allocating the compute buffer failed", model_.device().name.c_str());
+        }
+    }
+    compute_size_ = ggml_gallocr_get_buffer_size(galloc_.get(), 0);
+    for (const StepShape &shape : step_shapes(params_.cache)) {
+        graph(shape);
+    }
 }
 
 Step::Graph &Step::graph(const StepShape &shape) {
     // prompts have any length: their graphs are built for the occasion, in the same slot
-    std::unique_ptr<Graph> &slot = graphs_[shape.prompt() ? StepShape{StepKind::prefill, 0, 0, 0} : shape];
-    if (!slot || shape < slot->shape || slot->shape < shape) {
-        last_ = slot.get() == last_ ? nullptr : last_;
-        slot = Graph::build(model_, cache_, in_, head_in_, shape);
-        if (!ggml_gallocr_alloc_graph(galloc_.get(), slot->nodes) ||
-            ggml_gallocr_get_buffer_size(galloc_.get(), 0) != compute_size_) {
-            slot.reset();
-            fail(LUCE_E_INTERNAL, "a step of %u rows over %u cells outgrew the compute buffer of %s",
-                 shape.rows, shape.n_kv, human_bytes(compute_size_).c_str());
-        }
+    std::unique_ptr<Graph> &slot = graphs_[shape.prefill() ? StepShape{StepKind::prefill, 0, 0} : shape];
+    if (slot && !(shape < slot->shape) && !(slot->shape < shape)) {
+        return *slot;
     }
+    last_ = slot.get() == last_ ? nullptr : last_;
+    slot.reset();
+    auto built = Graph::build(model_, cache_, in_.of(shape.kind), shape);
+    // a graph that does not fit must not be given to galloc_, which would free the buffer under all others
+    std::unique_ptr<struct ggml_gallocr, void (*)(struct ggml_gallocr *)> trial(
+        ggml_gallocr_new(model_.device().buffer_type()), ggml_gallocr_free);
+    size_t size = 0;
+    ggml_gallocr_reserve_n_size(trial.get(), built->nodes, nullptr, nullptr, &size);
+    if (size > compute_size_ || !ggml_gallocr_alloc_graph(galloc_.get(), built->nodes)) {
+        fail(LUCE_E_INTERNAL, "a step of %u rows over %u cells takes %s, the compute buffer has %s",
+             shape.rows, shape.n_kv, human_bytes(size).c_str(), human_bytes(compute_size_).c_str());
+    }
+    slot = std::move(built);
     return *slot;
 }
 
@@ -99,20 +114,32 @@ void Step::enqueue_cuda(Graph &g, void *stream) {
     }
 }
 
-void Step::send_inputs(const Graph &g, bool drafted_tokens) {
-    if (g.shape.kind == StepKind::draft || g.shape.kind == StepKind::catch_up) {
-        head_in_.send(backend_.get(), head_in_.tokens, head_in_.used(g.shape.n_drafts, g.shape.n_kv));
-    } else {
-        in_.send(backend_.get(), drafted_tokens ? in_.ctl : in_.tokens, in_.used(g.shape.rows, g.shape.n_kv));
+#ifdef LUCE_USE_CUDA
+void Step::capture(Graph &g, void *stream) {
+    int error = cuda::capture_begin(stream);
+    if (error == 0) {
+        try {
+            enqueue_cuda(g, stream);
+        } catch (...) {
+            cuda::capture_abandon(stream);
+            throw;
+        }
+        error = cuda::capture_end(stream, &g.captured);
+    }
+    if (error != 0) {
+        fail(LUCE_E_DEVICE, "%s: capturing a step failed: %s", model_.device().name.c_str(),
+             cuda::error_text(error));
     }
 }
+#endif
 
 // Runs a step: on the CPU until it is done, on a GPU until it is enqueued.
-void Step::compute(Graph &g, [[maybe_unused]] bool drafted_tokens) {
+void Step::compute(Graph &g) {
     const Device &device = model_.device();
-    last_ = g.shape.kind == StepKind::kv_move ? last_ : nullptr; // moving cells leaves logits as they are
+    last_ = nullptr;
+    serial_++;
     if (!device.gpu) {
-        set_row_invariant(backend_.get(), device, !g.shape.prompt());
+        set_row_invariant(backend_.get(), device, !g.shape.prefill());
         if (ggml_backend_graph_compute(backend_.get(), g.nodes) != GGML_STATUS_SUCCESS) {
             fail(LUCE_E_DEVICE, "cpu: a step failed");
         }
@@ -120,18 +147,9 @@ void Step::compute(Graph &g, [[maybe_unused]] bool drafted_tokens) {
 #ifdef LUCE_USE_CUDA
     if (device.gpu) {
         void *stream = luce_cuda_stream(backend_.get());
-        send_inputs(g, drafted_tokens);
-        // ggml's pools grow in a graph's first run, which must therefore be eager
-        if (g.captured == nullptr && !g.shape.prompt() && g.runs > 0) {
-            int error = cuda::capture_begin(stream);
-            if (error == 0) {
-                enqueue_cuda(g, stream);
-                error = cuda::capture_end(stream, &g.captured);
-            }
-            if (error != 0) {
-                fail(LUCE_E_DEVICE, "%s: capturing a step failed: %s", device.name.c_str(),
-                     cuda::error_text(error));
-            }
+        cuda::set_device(device.index);
+        if (capturing_ && g.captured == nullptr && !g.shape.prefill()) {
+            capture(g, stream);
         }
         if (g.captured == nullptr) {
             enqueue_cuda(g, stream);
@@ -140,182 +158,156 @@ void Step::compute(Graph &g, [[maybe_unused]] bool drafted_tokens) {
         }
     }
 #endif
-    g.runs++;
-    last_ = g.outputs.logits != nullptr ? &g : last_;
+    last_ = g.outputs.logits != nullptr ? &g : nullptr;
 }
 
-uint32_t Step::prefill(const int32_t *tokens, uint32_t n, bool last) {
-    const uint32_t past = cache_.n_past();
-    if (cache_.has_head()) {
-        catch_up(); // the chunk's first head row needs one hidden state, and no other is owed
-        cache_.place_hidden(1);
-        in_.host<int32_t>(in_.hidden_at)[0] = cache_.owed().empty() ? 0 : cache_.owed().back();
-        in_.host<int64_t>(in_.hidden_to)[0] = cache_.hidden_base();
-    }
-    Graph &g = graph(
-        {last ? StepKind::prefill_last : StepKind::prefill, n, kv_bucket(past + n, cache_.n_cells()), 0});
-    cache_.fill_ctl(in_.host<int32_t>(in_.ctl), nullptr, 0);
-    for (uint32_t i = 0; i < n; i++) {
-        in_.host<int32_t>(in_.tokens)[i] = tokens[i];
-        in_.host<int32_t>(in_.positions)[i] = int32_t(past + i);
-        in_.host<int64_t>(in_.cells)[i] = int64_t(past + i);
-        fill_mask(in_.host<ggml_fp16_t>(in_.mask) + size_t(i) * g.shape.n_kv, g.shape.n_kv, 0, past + i + 1);
-    }
+// ---- steps ----
+
+void Step::prefill(uint32_t n, uint32_t n_past, bool last, uint32_t n_pages) {
+    Graph &g = graph({last ? StepKind::prefill_last : StepKind::prefill, n, kv_bucket(n_past + n)});
+    in_.prefill.send(backend_.get(), 0, n_pages);
     compute(g);
     if (last) {
-        greedy_.resize(1);
-        ggml_backend_tensor_get_async(backend_.get(), g.outputs.choice, greedy_.data(), 0, sizeof(Greedy));
+        ggml_backend_tensor_get_async(backend_.get(), g.outputs.choice, results_, 0, sizeof(Greedy));
     }
-    ggml_backend_synchronize(backend_.get()); // the host writes the next chunk's inputs in place
-    return cache_.hidden_base();
+    synchronize();
+    drafting_ = false;
 }
 
-void Step::verify(const int32_t *tokens, const int32_t *parents, uint32_t n) {
-    const uint32_t past = cache_.n_past();
-    const uint32_t rows = row_bucket(n, params_.n_rows);
-    if (cache_.has_head() && !cache_.place_hidden(rows)) {
-        catch_up();
-        cache_.place_hidden(rows);
-    }
-    Graph &g = graph({StepKind::verify, rows, kv_bucket(past + rows, cache_.n_cells()), 0});
-    int32_t parent_of[LUCE_MAX_ROWS];
-    int32_t *positions = in_.host<int32_t>(in_.positions);
-    for (uint32_t i = 0; i < rows; i++) {
-        // rows that only fill the bucket follow the last one, so that a chain stays a chain
-        parent_of[i] = i < n ? parents[i] : int32_t(i) - 1;
-        if (tokens != nullptr) {
-            in_.host<int32_t>(in_.tokens)[i] = tokens[std::min(i, n - 1)];
-        }
-        in_.host<int64_t>(in_.cells)[i] = int64_t(past + i);
-        in_.host<int64_t>(in_.hidden_to)[i] = int64_t(cache_.hidden_base() + i);
-        positions[i] = parent_of[i] < 0 ? int32_t(past) : positions[parent_of[i]] + 1;
-        ggml_fp16_t *row = in_.host<ggml_fp16_t>(in_.mask) + size_t(i) * g.shape.n_kv;
-        fill_mask(row, g.shape.n_kv, 0, past);
-        for (int32_t seen = int32_t(i); seen >= 0; seen = parent_of[seen]) {
-            row[past + uint32_t(seen)] = MASK_VISIBLE;
-        }
-    }
-    cache_.fill_ctl(in_.host<int32_t>(in_.ctl), parent_of, rows);
-    compute(g, tokens == nullptr);
-    greedy_.resize(n);
-    ggml_backend_tensor_get_2d_async(backend_.get(), g.outputs.choice, greedy_.data(), 0, sizeof(Greedy), n,
-                                     g.outputs.choice->nb[1], sizeof(Greedy));
-    if (!drafts_fetched_) {
-        drafts();
-    }
-    ggml_backend_synchronize(backend_.get());
-}
-
-// The inputs of head rows: k owed ones with these tokens, then n - 1 chained ones; position p in cell p, which
-// sees cells 1 .. p.
-void Step::head_rows(const std::vector<int32_t> &row_tokens, uint32_t k, uint32_t n) {
-    const uint32_t first = cache_.n_past() - uint32_t(cache_.owed().size()) + 1;
-    const uint32_t known = uint32_t(row_tokens.size()), total = n == 0 ? k : k + n - 1;
-    for (uint32_t i = 0; i < total; i++) {
-        const uint32_t same =
-            i < k ? std::min(i, known - 1) : i; // rows that fill the bucket repeat the last one
-        if (i < k) {
-            head_in_.host<int32_t>(head_in_.tokens)[i] = row_tokens[same];
-            head_in_.host<int32_t>(head_in_.hidden_at)[i] = cache_.owed()[same];
-        }
-        head_in_.host<int32_t>(head_in_.positions)[i] = int32_t(first + same);
-        head_in_.host<int64_t>(head_in_.cells)[i] = int64_t(first + same);
-    }
-}
-
-void Step::catch_up() {
-    while (cache_.has_head() && cache_.owed().size() > 1) {
-        const uint32_t n = std::min(uint32_t(cache_.owed().size()) - 1, uint32_t(MAX_ROWS));
-        const uint32_t first = cache_.n_past() - uint32_t(cache_.owed().size()) + 1;
-        Graph &g = graph({StepKind::catch_up, row_bucket(n, MAX_ROWS), cache_.n_cells(), 0});
-        const auto begin = cache_.tokens().begin() + first;
-        ggml_backend_synchronize(backend_.get()); // a draft may still read the region
-        head_rows({begin, begin + n}, g.shape.rows, 0);
-        compute(g);
-        cache_.paid(n);
-    }
-}
-
-void Step::draft(int32_t anchor, uint32_t n) {
-    if (cache_.owed().size() > params_.n_draft + 1) {
-        catch_up();
-    }
-    const uint32_t past = cache_.n_past(), k = uint32_t(cache_.owed().size());
-    Graph &g = graph({StepKind::draft, k, kv_bucket(past + n, cache_.n_cells()), n});
-    std::vector<int32_t> tokens(cache_.tokens().end() - (k - 1), cache_.tokens().end());
-    tokens.push_back(anchor);
-    ggml_backend_synchronize(backend_.get()); // a catch-up may still read the region
-    head_rows(tokens, k, n);
-    for (uint32_t i = 0; i < n; i++) {
-        fill_mask(head_in_.host<ggml_fp16_t>(head_in_.mask) + size_t(i) * g.shape.n_kv, g.shape.n_kv, 1,
-                  past + i + 1);
-    }
+void Step::verify(uint32_t width, uint32_t n_rows, uint32_t n_pages) {
+    Graph &g = graph({StepKind::verify, width, 0});
+    in_.verify.send(backend_.get(), 0, n_pages);
     compute(g);
-    cache_.paid(k - 1);
-    cache_.drafted(anchor);
-    drafts_.resize(n);
-    drafts_fetched_ = false;
-}
-
-const std::vector<Step::Greedy> &Step::drafts() {
-    if (!drafts_fetched_) {
-        head_in_.fetch(backend_.get(), head_in_.drafts, drafts_.data(), drafts_.size() * sizeof(Greedy));
-        ggml_backend_synchronize(backend_.get());
-        drafts_fetched_ = true;
+    if (n_rows > 0) {
+        ggml_backend_tensor_get_2d_async(backend_.get(), g.outputs.choice, results_, 0, sizeof(Greedy),
+                                         n_rows, g.outputs.choice->nb[1], sizeof(Greedy));
     }
-    return drafts_;
-}
-
-void Step::kv_move(const int32_t *path, uint32_t n) {
-    int32_t *block = in_.host<int32_t>(in_.path);
-    block[0] = int32_t(cache_.n_past());
-    block[1] = int32_t(n);
-    std::copy(path, path + n, block + 2);
-    compute(graph({StepKind::kv_move, 0, 0, 0}));
-    ggml_backend_synchronize(backend_.get());
-}
-
-void Step::flush() {
-    if (cache_.has_pending()) {
-        cache_.fill_ctl(in_.host<int32_t>(in_.ctl), nullptr, 0);
-        compute(graph({StepKind::flush, 0, 0, 0}));
-        ggml_backend_synchronize(backend_.get());
-        cache_.flushed();
+    if (drafts_stale_) {
+        ggml_backend_tensor_get_async(backend_.get(), cache_.drafts(), drafts_, 0,
+                                      ggml_nbytes(cache_.drafts()));
     }
+    synchronize();
+    drafts_stale_ = drafting_ = false;
+}
+
+Region::Host Step::draft_host(uint32_t link) {
+    if (drafting_ && link == 0) {
+        synchronize();
+        drafting_ = false;
+    }
+    return in_.draft.host(link);
+}
+
+void Step::draft(uint32_t width, uint32_t link, uint32_t n_pages) {
+    Graph &g = graph({StepKind::draft, width, 0});
+    drafting_ = drafts_stale_ = true;
+    in_.draft.send(backend_.get(), link, n_pages);
+    compute(g);
+}
+
+const Greedy &Step::drafted(int32_t entry) {
+    if (drafts_stale_) {
+        ggml_backend_tensor_get_async(backend_.get(), cache_.drafts(), drafts_, 0,
+                                      ggml_nbytes(cache_.drafts()));
+        synchronize();
+        drafts_stale_ = drafting_ = false;
+    }
+    return drafts_[entry];
 }
 
 void Step::read_logits(uint32_t row, float *out) {
-    if (last_ == nullptr || row >= greedy_.size()) {
-        fail(LUCE_E_STATE, "row %u has no logits: the last step had %zu rows", row,
-             last_ ? greedy_.size() : 0);
+    if (last_ == nullptr || row >= uint32_t(last_->outputs.logits->ne[1])) {
+        fail(LUCE_E_STATE, "there are no logits of row %u: the engine has run another step since", row);
     }
     const ggml_tensor *logits = last_->outputs.logits;
-    read(logits, out, row * logits->nb[1], logits->nb[1]);
+    ggml_backend_tensor_get_async(backend_.get(), logits, out, row * logits->nb[1], logits->nb[1]);
+    synchronize();
 }
 
-void Step::read(const ggml_tensor *tensor, void *data, size_t offset, size_t size) {
-    ggml_backend_synchronize(backend_.get());
-    ggml_backend_tensor_get(tensor, data, offset, size);
-}
+// ---- what steps cost ----
 
-void Step::write(ggml_tensor *tensor, const void *data, size_t offset, size_t size) {
-    ggml_backend_synchronize(backend_.get());
-    ggml_backend_tensor_set(tensor, data, offset, size);
-}
-
-void Step::warm_up() {
-    for (const StepShape &shape : largest_steps(cache_, params_)) {
-        Graph &g = graph(shape);
-        memset(in_.host<uint8_t>(0), 0, in_.size());
-        int32_t *parents = in_.host<int32_t>(in_.ctl) + CTL_PARENT;
-        for (int32_t i = 0; i < MAX_ROWS; i++) {
-            parents[i] = i - 1;
+// Runs a step of the shape over sequences that hold nothing: slots and pages are not in use yet, and a new timeline
+// counts them as empty.
+void Step::run_trial(const StepShape &shape) {
+    const Region::Host h = in_.of(shape.kind).host(0);
+    const uint32_t per_sequence = shape.kind == StepKind::verify  ? params_.cache.n_rows
+                                  : shape.kind == StepKind::draft ? 1
+                                                                  : shape.rows;
+    memset(static_cast<void *>(h.ctl), 0, sizeof(StepCtl));
+    for (uint32_t row = 0; row < shape.rows; row++) {
+        const uint32_t index = row / per_sequence, i = row % per_sequence;
+        SeqCtl &seq = h.ctl->seqs[index];
+        seq.slot = int32_t(index);
+        seq.fresh = 1;
+        seq.row0 = int32_t(row - i);
+        seq.n_rows = int32_t(i + 1);
+        seq.n_past = shape.kind == StepKind::draft ? 1 : 0; // the head has no row 0
+        seq.pages = int32_t(index);
+        h.pages[index] = int32_t(index % params_.cache.n_pages);
+        h.ctl->n_seqs = int32_t(index + 1);
+        h.tokens[row] = 0;
+        h.positions[row] = seq.n_past + int32_t(i);
+        h.hidden_from[row] = h.hidden_to[row] = cache_.has_head() ? cache_.hidden_unused() : 0;
+        if (!shape.prefill()) {
+            h.ctl->rows[row] = {int32_t(index), i == 0 ? -1 : int32_t(row) - 1, h.positions[row], -1};
         }
-        compute(g); // every row writes cell 0
-        ggml_backend_synchronize(backend_.get());
+    }
+    h.ctl->n_rows = int32_t(shape.rows);
+    switch (shape.kind) {
+        case StepKind::verify: verify(shape.rows, shape.rows, h.ctl->n_seqs); break;
+        case StepKind::draft:
+            draft(shape.rows, 0, uint32_t(h.ctl->n_seqs));
+            synchronize();
+            break;
+        default: // every position in the first page, which is enough to run
+            for (uint32_t i = 0; i < cache_.max_pages(); i++) {
+                h.pages[i] = 0;
+            }
+            prefill(shape.rows, shape.n_kv - shape.rows, true, cache_.max_pages());
+    }
+}
+
+// A GPU runs each shape once as it is, so that ggml's pools are full-grown and kernels loaded, and then captures it.
+// A CPU has nothing to make ready, and there a step's cost is nearly a line: powers of two are timed, for half a
+// second in all.
+void Step::time_all() {
+    using Clock = std::chrono::steady_clock;
+    const auto seconds = [](Clock::time_point from) {
+        return std::chrono::duration<double>(Clock::now() - from).count();
+    };
+    constexpr double CPU_BUDGET = 0.5;
+    const bool gpu = model_.device().gpu;
+    const int runs = gpu ? 3 : 2;
+    const auto began = Clock::now();
+    const std::vector<StepShape> shapes = step_shapes(params_.cache);
+    if (gpu) {
+        for (const StepShape &shape : largest_steps(params_.cache)) {
+            run_trial(shape);
+        }
+        for (const StepShape &shape : shapes) {
+            run_trial(shape);
+        }
+        capturing_ = true;
+    }
+    for (const StepShape &shape : shapes) {
+        const uint32_t drafts = shape.kind == StepKind::draft;
+        const bool power = (shape.rows & (shape.rows - 1)) == 0;
+        if (!gpu && shape.rows > 2 && (!power || seconds(began) > CPU_BUDGET)) {
+            continue;
+        }
+        run_trial(shape);
+        double best = 1e30;
+        for (int i = 0; i < runs; i++) {
+            const auto start = Clock::now();
+            run_trial(shape);
+            best = std::min(best, seconds(start));
+            if (!gpu && seconds(began) > CPU_BUDGET) {
+                break;
+            }
+        }
+        costs_.push_back({shape.rows, drafts, float(best)});
     }
     last_ = nullptr;
-    cache_.clear();
 }
 
 } // namespace luce

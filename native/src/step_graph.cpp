@@ -1,5 +1,6 @@
 #include "step_graph.h"
 
+#include "architecture.h"
 #include "custom_op.h"
 
 #include <ggml-alloc.h>
@@ -8,31 +9,61 @@
 
 namespace luce {
 
-uint32_t row_bucket(uint32_t rows, uint32_t n_rows) {
-    static const uint32_t list[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16, 20, 24, 32, 40, 48, 64};
-    return std::min(*std::lower_bound(std::begin(list), std::end(list), rows), n_rows);
+static const uint32_t WIDTHS[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16, 20, 24, 32, 40, 48, 64};
+
+uint32_t row_bucket(uint32_t rows, uint32_t max_rows) {
+    return std::min(*std::lower_bound(std::begin(WIDTHS), std::end(WIDTHS), rows), max_rows);
 }
 
 // Multiples of 256, from 1024 on of a quarter of the power of two below: at most 25% more than needed.
-uint32_t kv_bucket(uint32_t n, uint32_t n_cells) {
+uint32_t kv_bucket(uint32_t n) {
     uint32_t unit = 256;
     while (unit * 8 <= n) {
         unit *= 2;
     }
-    return std::min((n + unit - 1) / unit * unit, n_cells);
+    return (n + unit - 1) / unit * unit;
 }
 
-std::vector<StepShape> largest_steps(const Cache &cache, const SessionParams &p) {
-    const uint32_t n_kv = cache.n_cells();
-    std::vector<StepShape> shapes = {{StepKind::prefill_last, p.n_chunk, n_kv, 0},
-                                     {StepKind::verify, p.n_rows, n_kv, 0},
-                                     {StepKind::flush, 0, 0, 0}};
-    if (cache.has_head()) {
-        shapes.push_back({StepKind::catch_up, MAX_ROWS, n_kv, 0});
-        shapes.push_back({StepKind::draft, p.n_draft + 1, n_kv, p.n_draft});
+static uint32_t most_rows(const CacheParams &p) {
+    return std::min(uint32_t(MAX_ROWS), p.n_rows * p.n_sequences);
+}
+
+std::vector<StepShape> step_shapes(const CacheParams &p) {
+    std::vector<StepShape> shapes;
+    const auto add = [&](StepKind kind, uint32_t most) {
+        for (uint32_t rows = 1; rows <= most; rows++) {
+            if (row_bucket(rows, most) == rows) {
+                shapes.push_back({kind, rows, 0});
+            }
+        }
+    };
+    add(StepKind::verify, most_rows(p));
+    add(StepKind::draft, p.n_draft > 0 ? p.n_sequences : 0);
+    return shapes;
+}
+
+std::vector<StepShape> largest_steps(const CacheParams &p) {
+    std::vector<StepShape> shapes = {
+        {StepKind::prefill_last, std::min(p.n_chunk, p.n_ctx), kv_bucket(p.n_ctx)},
+        {StepKind::verify, most_rows(p), 0}};
+    if (p.n_draft > 0) {
+        shapes.push_back({StepKind::draft, p.n_sequences, 0});
     }
     return shapes;
 }
+
+uint32_t Step::verify_width(uint32_t rows) const {
+    return row_bucket(std::max(rows, 1u), most_rows(params_.cache));
+}
+
+uint32_t Step::draft_width(uint32_t sequences) const {
+    return row_bucket(sequences, params_.cache.n_sequences);
+}
+
+Regions::Regions(const Cache &cache, const EngineParams &p)
+    : prefill(std::min(p.cache.n_chunk, p.cache.n_ctx), cache.max_pages(), 1),
+      verify(most_rows(p.cache), p.cache.n_sequences * cache.max_pages(), 1),
+      draft(p.cache.n_sequences, p.cache.n_sequences * cache.max_pages(), std::max(p.cache.n_draft, 1u)) {}
 
 Step::Graph::~Graph() {
 #ifdef LUCE_USE_CUDA
@@ -40,48 +71,23 @@ Step::Graph::~Graph() {
 #endif
 }
 
-std::unique_ptr<Step::Graph> Step::Graph::build(const Model &model, const Cache &cache, const TrunkRegion &in,
-                                                const HeadRegion &head_in, const StepShape &shape) {
+std::unique_ptr<Step::Graph> Step::Graph::build(const Model &model, const Cache &cache, const Region &in,
+                                                const StepShape &shape) {
     auto g = std::make_unique<Graph>();
     g->shape = shape;
-    const uint32_t n_layer = model.hparams().n_layer;
-    const size_t n_nodes = 48 * (n_layer + shape.n_drafts + 1) + 64;
+    const size_t n_nodes = 48 * (model.hparams().n_layer + 2) + 64;
     const ggml_init_params params = {ggml_tensor_overhead() * n_nodes +
                                          ggml_graph_overhead_custom(n_nodes, false),
                                      nullptr, /*no_alloc=*/true};
     g->context.reset(ggml_init(params));
     ggml_context *ctx = g->context.get();
     g->nodes = ggml_new_graph_custom(ctx, n_nodes, false);
-    switch (shape.kind) {
-        case StepKind::prefill:
-        case StepKind::prefill_last:
-            g->outputs =
-                build_qwen35(ctx, g->nodes, model, cache, in.tensors(ctx, shape.rows, shape.n_kv),
-                             DELTA_APPEND, shape.kind == StepKind::prefill ? Logits::none : Logits::last);
-            break;
-        case StepKind::verify:
-            g->outputs = build_qwen35(ctx, g->nodes, model, cache, in.tensors(ctx, shape.rows, shape.n_kv),
-                                      DELTA_VERIFY, Logits::all);
-            break;
-        case StepKind::catch_up:
-        case StepKind::draft:
-            build_nextn(ctx, g->nodes, *model.weights().head, cache,
-                        head_in.tensors(ctx, in, shape.rows, shape.n_drafts, shape.n_kv), shape.n_drafts);
-            break;
-        case StepKind::flush:
-            build_flush(ctx, g->nodes, model, cache, in.place(ctx, GGML_TYPE_I32, CTL_SIZE, 1, in.ctl));
-            break;
-        case StepKind::kv_move: {
-            ggml_tensor *path = in.place(ctx, GGML_TYPE_I32, 2 + MAX_ROWS, 1, in.path);
-            for (uint32_t il = 0; il < n_layer; il++) {
-                const KvCells &kv = cache.kv(il);
-                if (kv.k != nullptr) {
-                    ggml_build_forward_expand(
-                        g->nodes, add_op(ctx, "kv_move", GGML_TYPE_I32, 1, 1, {kv.k, kv.v, path}));
-                }
-            }
-            break;
-        }
+    const StepBuild build = {ctx,        g->nodes,  model, cache, in.tensors(ctx, shape.rows),
+                             shape.kind, shape.n_kv};
+    if (shape.kind == StepKind::draft) {
+        model.architecture().build_draft(build);
+    } else {
+        g->outputs = model.architecture().build_step(build);
     }
     return g;
 }
@@ -99,20 +105,25 @@ static void check_supported(const Device &device, ggml_cgraph *graph) {
     }
 }
 
-StepSizes Step::measure(const Model &model, const Cache &cache, const SessionParams &params) {
-    const TrunkRegion in(cache, params);
-    const HeadRegion head_in(cache, params);
+StepSizes Step::measure(const Model &model, const Cache &cache, const EngineParams &params) {
+    Regions in(cache, params);
     StepSizes sizes;
-    sizes.inputs = in.end + (cache.has_head() ? head_in.end : 0);
+    sizes.inputs = in.prefill.size() + in.verify.size() + (cache.has_head() ? in.draft.size() : 0);
     ggml_gallocr_t galloc = ggml_gallocr_new(model.device().buffer_type());
-    for (const StepShape &shape : largest_steps(cache, params)) {
-        auto g = Graph::build(model, cache, in, head_in, shape);
+    uint64_t n_nodes = 0;
+    for (const StepShape &shape : largest_steps(params.cache)) {
+        auto g = Graph::build(model, cache, in.of(shape.kind), shape);
         check_supported(model.device(), g->nodes);
         size_t size = 0;
         ggml_gallocr_reserve_n_size(galloc, g->nodes, nullptr, nullptr, &size);
         sizes.compute = std::max<uint64_t>(sizes.compute, size);
+        n_nodes = std::max<uint64_t>(n_nodes, uint64_t(ggml_graph_n_nodes(g->nodes)));
     }
     ggml_gallocr_free(galloc);
+    if (model.device().gpu) {
+        constexpr uint64_t BYTES_PER_NODE = 2048, POOLS = uint64_t(384) << 20; // measured, and rounded up
+        sizes.other = step_shapes(params.cache).size() * n_nodes * BYTES_PER_NODE + POOLS;
+    }
     return sizes;
 }
 

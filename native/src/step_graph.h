@@ -11,15 +11,16 @@ struct Step::Graph {
     ggml_cgraph *nodes = nullptr;
     StepOutputs outputs;
     StepShape shape;
-    uint32_t runs = 0;
     void *captured = nullptr;
 
     ~Graph();
-    static std::unique_ptr<Graph> build(const Model &model, const Cache &cache, const TrunkRegion &in,
-                                        const HeadRegion &head_in, const StepShape &shape);
+    static std::unique_ptr<Graph> build(const Model &model, const Cache &cache, const Region &in,
+                                        const StepShape &shape);
 };
 
-// The steps that bound every buffer: each kind at its largest, over a full cache.
-std::vector<StepShape> largest_steps(const Cache &cache, const SessionParams &params);
+// All widths of verifies and of drafts, ascending.
+std::vector<StepShape> step_shapes(const CacheParams &params);
+// The steps that bound every buffer: each kind at its largest, over a full context.
+std::vector<StepShape> largest_steps(const CacheParams &params);
 
 } // namespace luce

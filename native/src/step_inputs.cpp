@@ -9,85 +9,144 @@ static size_t pad(size_t n) {
     return (n + 255) / 256 * 256;
 }
 
-void Region::allocate(const Device &device, size_t size) {
-    size_ = size;
-    device_ = luce::allocate(device, size, "a step's inputs");
+Region::Region(uint32_t rows, uint32_t n_pages, uint32_t mirrors)
+    : rows_(rows), n_pages_(std::max(n_pages, 1u)), mirrors_(mirrors) {
+    hidden_from_ = pad(rows * sizeof(int64_t));
+    positions_ = hidden_from_ + pad(rows * sizeof(int32_t));
+    tokens_ = positions_ + pad(rows * sizeof(int32_t));
+    ctl_ = tokens_ + pad(rows * sizeof(int32_t));
+    pages_ = ctl_ + pad(sizeof(StepCtl));
+    size_ = pages_ + pad(n_pages_ * sizeof(int32_t));
+}
+
+void Region::allocate(const Device &device) {
+    device_ = luce::allocate(device, size_, "a step's inputs");
     ggml_backend_buffer_clear(device_.get(), 0);
     host_ = static_cast<uint8_t *>(ggml_backend_buffer_get_base(device_.get()));
     if (device.gpu) {
         ggml_backend_buffer_type_t type = ggml_backend_dev_host_buffer_type(device.dev);
-        pinned_.reset(ggml_backend_buft_alloc_buffer(type ? type : ggml_backend_cpu_buffer_type(), size));
+        pinned_.reset(
+            ggml_backend_buft_alloc_buffer(type ? type : ggml_backend_cpu_buffer_type(), mirrors_ * size_));
         if (!pinned_) {
-            fail(LUCE_E_MEMORY, "allocating %s of pinned host memory failed", human_bytes(size).c_str());
+            fail(LUCE_E_MEMORY, "allocating %s of pinned host memory failed",
+                 human_bytes(mirrors_ * size_).c_str());
         }
         host_ = static_cast<uint8_t *>(ggml_backend_buffer_get_base(pinned_.get()));
-        memset(host_, 0, size);
+        memset(host_, 0, mirrors_ * size_);
     }
     const ggml_init_params params = {ggml_tensor_overhead() * 2, nullptr, /*no_alloc=*/true};
     context_.reset(ggml_init(params));
-    whole_ = place(context_.get(), GGML_TYPE_I8, int64_t(size), 1, 0);
+    whole_ = ggml_new_tensor_1d(context_.get(), GGML_TYPE_I8, int64_t(size_));
+    ggml_backend_tensor_alloc(device_.get(), whole_, ggml_backend_buffer_get_base(device_.get()));
 }
 
-void Region::send(ggml_backend_t backend, size_t from, size_t to) {
+Region::Host Region::host(uint32_t mirror) const {
+    uint8_t *base = host_ + (pinned_ ? mirror * size_ : 0);
+    return {reinterpret_cast<int64_t *>(base),
+            reinterpret_cast<int32_t *>(base + hidden_from_),
+            reinterpret_cast<int32_t *>(base + positions_),
+            reinterpret_cast<int32_t *>(base + tokens_),
+            reinterpret_cast<StepCtl *>(base + ctl_),
+            reinterpret_cast<int32_t *>(base + pages_)};
+}
+
+void Region::send(ggml_backend_t backend, uint32_t mirror, uint32_t n_pages) {
     if (pinned_) {
-        ggml_backend_tensor_set_async(backend, whole_, host_ + from, from, to - from);
+        ggml_backend_tensor_set_async(backend, whole_, host_ + mirror * size_, 0,
+                                      pages_ + n_pages * sizeof(int32_t));
     }
 }
 
-void Region::fetch(ggml_backend_t backend, size_t offset, void *data, size_t n) {
-    ggml_backend_tensor_get_async(backend, whole_, data, offset, n);
+StepInputs Region::tensors(ggml_context *ctx, uint32_t rows) const {
+    const auto place = [&](ggml_type type, int64_t n, size_t offset) {
+        ggml_tensor *t = ggml_new_tensor_1d(ctx, type, n);
+        if (device_) {
+            uint8_t *base = static_cast<uint8_t *>(ggml_backend_buffer_get_base(device_.get()));
+            ggml_backend_tensor_alloc(device_.get(), t, base + offset);
+        } else {
+            t->data = reinterpret_cast<void *>(uintptr_t(256)); // not the graph allocator's business
+        }
+        return t;
+    };
+    StepInputs in{};
+    in.hidden_to = place(GGML_TYPE_I64, rows, 0);
+    in.hidden_from = place(GGML_TYPE_I32, rows, hidden_from_);
+    in.positions = place(GGML_TYPE_I32, rows, positions_);
+    in.tokens = place(GGML_TYPE_I32, rows, tokens_);
+    in.ctl = place(GGML_TYPE_I32, sizeof(StepCtl) / sizeof(int32_t), ctl_);
+    in.pages = place(GGML_TYPE_I32, n_pages_, pages_);
+    return in;
 }
 
-ggml_tensor *Region::place(ggml_context *ctx, ggml_type type, int64_t ne0, int64_t ne1, size_t offset) const {
-    ggml_tensor *t = ggml_new_tensor_2d(ctx, type, ne0, ne1);
-    if (device_) {
-        uint8_t *base = static_cast<uint8_t *>(ggml_backend_buffer_get_base(device_.get()));
-        ggml_backend_tensor_alloc(device_.get(), t, base + offset);
-    } else {
-        t->data = reinterpret_cast<void *>(uintptr_t(256)); // not the graph allocator's business
+// ---- putting a step together ----
+
+static uint32_t add_pages(Region::Host h, const Timeline &line, uint32_t at) {
+    std::copy(line.pages().begin(), line.pages().end(), h.pages + at);
+    return at + uint32_t(line.pages().size());
+}
+
+Batch::Batch(Region::Host host, const Cache &cache) : h_(host), cache_(cache) {
+    h_.ctl->n_seqs = 0;
+    h_.ctl->n_rows = 0;
+}
+
+SeqCtl &Batch::add_sequence(const Timeline &line, uint32_t n_rows) {
+    SeqCtl &seq = h_.ctl->seqs[h_.ctl->n_seqs++];
+    line.fill(seq, h_.ctl->n_rows, int32_t(n_rows), int32_t(n_pages_));
+    n_pages_ = add_pages(h_, line, n_pages_);
+    h_.ctl->n_rows += int32_t(n_rows);
+    return seq;
+}
+
+void Batch::add_verify(const Timeline &line, uint32_t n, const int32_t *parents, const int32_t *tokens) {
+    const int32_t index = h_.ctl->n_seqs;
+    const SeqCtl &seq = add_sequence(line, n);
+    for (uint32_t i = 0; i < n; i++) {
+        const int32_t row = seq.row0 + int32_t(i), parent = parents[i] < 0 ? -1 : seq.row0 + parents[i];
+        const int32_t position = parent < 0 ? seq.n_past : h_.positions[parent] + 1;
+        h_.ctl->rows[row] = {index, parent, position, -1};
+        h_.tokens[row] = tokens[i];
+        h_.positions[row] = position;
+        h_.hidden_to[row] = line.next_hidden(int32_t(i));
+        h_.hidden_from[row] = parent < 0 ? line.hidden() : line.next_hidden(parents[i]);
     }
-    return t;
 }
 
-TrunkRegion::TrunkRegion(const Cache &cache, const SessionParams &p) {
-    const size_t rows = std::max(p.n_chunk, p.n_rows);
-    ctl = tokens + pad(rows * sizeof(int32_t));
-    path = ctl + pad(CTL_SIZE * sizeof(int32_t));
-    positions = path + pad((2 + MAX_ROWS) * sizeof(int32_t));
-    cells = positions + pad(rows * sizeof(int32_t));
-    hidden_to = cells + pad(rows * sizeof(int64_t));
-    hidden_at = hidden_to + pad(rows * sizeof(int64_t));
-    mask = hidden_at + pad(sizeof(int32_t));
-    end = mask + pad(rows * cache.n_cells() * sizeof(ggml_fp16_t));
+void Batch::add_draft(const Timeline &line, int32_t anchor, uint32_t i) {
+    const int32_t index = h_.ctl->n_seqs, entry = cache_.draft_entry(line.slot(), int32_t(i));
+    SeqCtl &seq = add_sequence(line, 1);
+    seq.n_past += int32_t(i); // what the chain has written so far counts as committed
+    if (i > 0) {
+        seq.n_move_head = 0;
+    }
+    h_.ctl->rows[seq.row0] = {index, -1, seq.n_past, entry};
+    h_.tokens[seq.row0] = i == 0 ? anchor : -1 - (entry - 1);
+    h_.positions[seq.row0] = seq.n_past;
+    h_.hidden_from[seq.row0] = i == 0 ? line.hidden() : cache_.hidden_draft(line.slot());
+    h_.hidden_to[seq.row0] = cache_.hidden_draft(line.slot());
 }
 
-StepInputs TrunkRegion::tensors(ggml_context *ctx, uint32_t rows, uint32_t n_kv) const {
-    return {place(ctx, GGML_TYPE_I32, rows, 1, tokens),  place(ctx, GGML_TYPE_I32, rows, 1, positions),
-            place(ctx, GGML_TYPE_I64, rows, 1, cells),   place(ctx, GGML_TYPE_F16, n_kv, rows, mask),
-            place(ctx, GGML_TYPE_I32, CTL_SIZE, 1, ctl), place(ctx, GGML_TYPE_I64, rows, 1, hidden_to),
-            place(ctx, GGML_TYPE_I32, 1, 1, hidden_at)};
+void Batch::fill_up(uint32_t width) {
+    for (uint32_t row = n_rows(); row < width; row++) {
+        h_.ctl->rows[row] = {-1, -1, 0, -1};
+        h_.tokens[row] = 0;
+        h_.positions[row] = 0;
+        h_.hidden_from[row] = h_.hidden_to[row] = cache_.has_head() ? cache_.hidden_unused() : 0;
+    }
 }
 
-HeadRegion::HeadRegion(const Cache &cache, const SessionParams &) {
-    constexpr size_t rows = MAX_ROWS + LUCE_MAX_DRAFT;
-    tokens = drafts + pad(2 * LUCE_MAX_DRAFT * sizeof(int32_t));
-    hidden_at = tokens + pad(rows * sizeof(int32_t));
-    positions = hidden_at + pad(rows * sizeof(int32_t));
-    cells = positions + pad(rows * sizeof(int32_t));
-    mask = cells + pad(rows * sizeof(int64_t));
-    end = mask + pad(size_t(LUCE_MAX_DRAFT) * cache.n_cells() * sizeof(ggml_fp16_t));
-}
-
-DraftInputs HeadRegion::tensors(ggml_context *ctx, const TrunkRegion &trunk, uint32_t k, uint32_t n,
-                                uint32_t n_kv) const {
-    const int64_t rows = n == 0 ? k : k + n - 1;
-    return {place(ctx, GGML_TYPE_I32, k, 1, tokens),
-            place(ctx, GGML_TYPE_I32, k, 1, hidden_at),
-            place(ctx, GGML_TYPE_I32, rows, 1, positions),
-            place(ctx, GGML_TYPE_I64, rows, 1, cells),
-            place(ctx, GGML_TYPE_F16, n_kv, std::max(n, 1u), mask),
-            trunk.place(ctx, GGML_TYPE_I32, n + 1, 1, trunk.tokens),
-            place(ctx, GGML_TYPE_I32, 2 * LUCE_MAX_DRAFT, 1, drafts)};
+uint32_t fill_prefill(Region::Host h, const Timeline &line, const int32_t *tokens, uint32_t n,
+                      const Cache &cache) {
+    h.ctl->n_seqs = 1;
+    h.ctl->n_rows = int32_t(n);
+    line.fill(h.ctl->seqs[0], 0, int32_t(n), 0);
+    for (uint32_t i = 0; i < n; i++) {
+        h.tokens[i] = tokens[i];
+        h.positions[i] = int32_t(line.n_past() + i);
+    }
+    h.hidden_from[0] = line.hidden();
+    h.hidden_to[0] = cache.has_head() ? line.next_hidden(0) : 0;
+    return add_pages(h, line, 0);
 }
 
 } // namespace luce

@@ -1,53 +1,84 @@
-// Where a step's inputs lie: one region for the trunk's steps and one for the head's, so that the host can fill
-// the next step's while the device still reads the last one's. Small things have fixed places, the mask is at the
-// end: a step's inputs are one copy to the device.
+// Where a step's inputs lie, and how a step is put together from its sequences' rows.
+// Steps of each kind have a region of their own on the device, and host mirrors, so that the host can fill the next
+// step's inputs while the device still works on the last one's. A step's inputs are one copy to the device.
 #pragma once
 
 #include "ops.h"
 
 namespace luce {
 
-struct SessionParams {
-    uint32_t n_ctx, n_rows, n_chunk, n_threads, n_draft;
-    ggml_type kv_type;
-};
-
-// Device memory and its host mirror (pinned on a GPU; on the CPU they are the same bytes).
+// One kind of step's inputs: at most `rows` rows, `n_pages` page entries.
 class Region {
 public:
-    void allocate(const Device &device, size_t size);
-    size_t size() const { return size_; }
-    template <typename T> T *host(size_t offset) { return reinterpret_cast<T *>(host_ + offset); }
-    // GPU: enqueues the copy of bytes [from, to) to the device, or of n back to the host.
-    void send(ggml_backend_t backend, size_t from, size_t to);
-    void fetch(ggml_backend_t backend, size_t offset, void *data, size_t n);
-    // A tensor at `offset`. Before allocate(), for measuring, one without memory.
-    ggml_tensor *place(ggml_context *ctx, ggml_type type, int64_t ne0, int64_t ne1, size_t offset) const;
+    // `mirrors` host copies. Describes only, until allocate().
+    Region(uint32_t rows, uint32_t n_pages, uint32_t mirrors);
+
+    void allocate(const Device &device);
+    size_t size() const { return size_; } // on the device
+
+    // Host side of one mirror.
+    struct Host {
+        int64_t *hidden_to;
+        int32_t *hidden_from, *positions, *tokens;
+        StepCtl *ctl;
+        int32_t *pages;
+    };
+    Host host(uint32_t mirror) const;
+    // GPU: enqueues the copy of a mirror, up to its first n_pages page entries. CPU: the one mirror is the region.
+    void send(ggml_backend_t backend, uint32_t mirror, uint32_t n_pages);
+
+    // The inputs of a step of `rows` rows. Before allocate(), for measuring, tensors without memory.
+    StepInputs tensors(ggml_context *ctx, uint32_t rows) const;
 
 private:
-    size_t size_ = 0;
+    uint32_t rows_, n_pages_, mirrors_;
+    size_t hidden_from_, positions_, tokens_, ctl_, pages_, size_; // offsets; hidden_to comes first
     Buffer device_, pinned_;
     uint8_t *host_ = nullptr;
     Context context_;
     ggml_tensor *whole_ = nullptr; // stands for the region in copies
 };
 
-struct TrunkRegion : Region {
-    // tokens come first: where drafts are verified, the head has written them and the rest is sent
-    size_t tokens = 0, ctl, path, positions, cells, hidden_to, hidden_at, mask, end;
-    TrunkRegion(const Cache &cache, const SessionParams &params);
-    StepInputs tensors(ggml_context *ctx, uint32_t rows, uint32_t n_kv) const;
-    size_t used(uint32_t rows, uint32_t n_kv) const {
-        return mask + size_t(rows) * n_kv * sizeof(ggml_fp16_t);
+struct EngineParams {
+    CacheParams cache;
+    uint32_t n_threads;
+};
+
+// The regions of an engine, one for each kind of step; a draft's links have a mirror each.
+struct Regions {
+    Region prefill, verify, draft;
+    Regions(const Cache &cache, const EngineParams &params);
+    Region &of(StepKind kind) {
+        return kind == StepKind::verify ? verify : kind == StepKind::draft ? draft : prefill;
     }
 };
 
-struct HeadRegion : Region {
-    size_t drafts = 0, tokens, hidden_at, positions, cells, mask, end;
-    HeadRegion(const Cache &cache, const SessionParams &params);
-    DraftInputs tensors(ggml_context *ctx, const TrunkRegion &trunk, uint32_t k, uint32_t n,
-                        uint32_t n_kv) const;
-    size_t used(uint32_t n, uint32_t n_kv) const { return mask + size_t(n) * n_kv * sizeof(ggml_fp16_t); }
+// A step of at most MAX_ROWS rows under construction.
+class Batch {
+public:
+    Batch(Region::Host host, const Cache &cache);
+
+    // n rows of a sequence, in depth-first order; parents count from the item's first row. token(i): of row i, or
+    // -1 - e for entry e of the cache's drafts. n 0: its debts alone.
+    void add_verify(const Timeline &line, uint32_t n, const int32_t *parents, const int32_t *tokens);
+    // Row i of a draft's chain: one row at n_past + i, whose token is the anchor or the draft before.
+    void add_draft(const Timeline &line, int32_t anchor, uint32_t i);
+    // Rows that only fill the step's width.
+    void fill_up(uint32_t width);
+
+    uint32_t n_rows() const { return uint32_t(h_.ctl->n_rows); }
+    uint32_t n_pages() const { return n_pages_; }
+
+private:
+    SeqCtl &add_sequence(const Timeline &line, uint32_t n_rows);
+
+    Region::Host h_;
+    const Cache &cache_;
+    uint32_t n_pages_ = 0;
 };
+
+// The control block of a prefill of n rows; returns its number of page entries.
+uint32_t fill_prefill(Region::Host host, const Timeline &line, const int32_t *tokens, uint32_t n,
+                      const Cache &cache);
 
 } // namespace luce

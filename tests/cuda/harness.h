@@ -7,7 +7,9 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <random>
+#include <string>
 #include <vector>
 
 #include <cuda_runtime.h>
@@ -17,13 +19,38 @@ using Ints = std::vector<int>;
 
 inline cudaStream_t stream;
 
+// In deltanet_check.cu, attention_check.cu, kernel_time.cu and attention_time.cu. Not all: for a sanitizer.
+void check_deltanet(bool all);
+void check_attention(bool all);
 void time_kernels();
+void check_rowmm(bool all);
+void time_attention(bool all);
+void time_rowmm();
 
 inline void must(int error) {
     if (error != 0) {
         printf("CUDA error: %s\n", luce::cuda::error_text(error));
         exit(1);
     }
+}
+
+// ---- checks ----
+
+inline int n_checks = 0, n_failed = 0;
+
+inline void expect(bool good, const std::string &what) {
+    n_checks++;
+    if (!good) {
+        n_failed++;
+        printf("FAILED %s\n", what.c_str());
+    }
+}
+
+inline bool same_bits(const float *a, const float *b, size_t n) {
+    return memcmp(a, b, n * sizeof(float)) == 0;
+}
+inline bool same_bits(const Floats &a, const Floats &b) {
+    return a.size() == b.size() && same_bits(a.data(), b.data(), a.size());
 }
 
 // ---- device memory ----
@@ -41,7 +68,9 @@ template <typename T> struct Device {
     ~Device() { cudaFree(p); }
     void poison() { must(cudaMemset(p, 0xff, n * sizeof(T))); } // NaN, -1
     void set(const std::vector<T> &host) {
-        must(cudaMemcpy(p, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
+        if (!host.empty()) {
+            must(cudaMemcpy(p, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
+        }
     }
     std::vector<T> get() const {
         std::vector<T> host(n);
@@ -50,72 +79,145 @@ template <typename T> struct Device {
     }
 };
 
+// ---- a step ----
+
+// One sequence's part of a verify. Parents are counted from its own first row; there may be no rows.
+struct Part {
+    int slot;
+    Rows rows;
+    Ints parents;
+};
+
+// Where the parts' rows begin in the step, and after the last how many rows there are.
+inline Ints first_rows(const std::vector<Part> &parts) {
+    Ints first{0};
+    for (const Part &part : parts) {
+        first.push_back(first.back() + part.rows.T);
+    }
+    return first;
+}
+
+// What nothing may rely on is out of any range.
+inline StepCtl blank_ctl() {
+    StepCtl ctl;
+    std::fill_n(reinterpret_cast<int32_t *>(&ctl), sizeof(ctl) / sizeof(int32_t), -777777);
+    for (RowCtl &row : ctl.rows) {
+        row.seq = row.keep = -1;
+    }
+    return ctl;
+}
+
 // ---- one DeltaNet layer on the device ----
 
 struct Output {
     Floats conv, out;
 };
 
+// What the host keeps of a slot's sequence.
+struct Timeline {
+    Ints pending; // accepted rows of its last verify
+    int bank = 0; // where their keys are
+    bool fresh = false;
+};
+
 struct Snapshot {
     Floats window, state, log;
-    Ints pending;
-    int bank;
+    std::vector<Timeline> timelines;
 };
 
 struct Layer {
     Shape s;
-    int R;
+    int R, n_slots;
     Device<float> w, dt, a, window, state, log;
-    Device<int32_t> ctl{CTL_SIZE};
-    Ints pending; // accepted rows of the last verify
-    int bank = 0; // where their keys are
+    Device<StepCtl> ctl{1};
+    std::vector<Timeline> timelines; // by slot
 
-    Layer(const Shape &shape, int n_rows, const Weights &weights, const Floats &first_window,
-          const Floats &first_state)
-        : s(shape), R(n_rows), w(weights.conv), dt(weights.dt), a(weights.a), window(first_window),
-          state(first_state), log(size_t(delta_shape(0, DELTA_VERIFY).log_size())) {}
+    // The log is poison until a verify writes it.
+    Layer(const Shape &shape, int n_rows, const Weights &weights, const Floats &windows, const Floats &states)
+        : s(shape), R(n_rows), n_slots(int(windows.size() / window_size())), w(weights.conv), dt(weights.dt),
+          a(weights.a), window(windows), state(states), log(n_slots * log_size()), timelines(n_slots) {}
 
-    DeltaShape delta_shape(int T, int mode) const { return {T, R, s.Hk, s.Hv, s.S, mode}; }
+    DeltaShape delta_shape(int T, int mode) const { return {T, R, n_slots, s.Hk, s.Hv, s.S, mode}; }
+    size_t window_size() const { return size_t(3) * s.C(); }
+    size_t state_size() const { return size_t(s.Hv) * s.S * s.S; }
+    size_t log_size() const { return size_t(delta_shape(1, DELTA_VERIFY).log_size()); }
 
-    void set_ctl(const Ints &parents) {
-        std::vector<int32_t> host(CTL_SIZE, -7);
-        host[CTL_BANK] = bank;
-        host[CTL_N_PENDING] = int32_t(pending.size());
-        std::copy(pending.begin(), pending.end(), host.begin() + CTL_PENDING);
-        std::copy(parents.begin(), parents.begin() + std::min<size_t>(parents.size(), MAX_ROWS),
-                  host.begin() + CTL_PARENT);
-        ctl.set(host);
+    void set_ctl(const std::vector<Part> &parts) {
+        StepCtl host = blank_ctl();
+        const Ints first = first_rows(parts);
+        host.n_seqs = int(parts.size());
+        host.n_rows = first.back();
+        for (size_t i = 0; i < parts.size(); i++) {
+            const Part &part = parts[i];
+            const Timeline &timeline = timelines[part.slot];
+            SeqCtl &seq = host.seqs[i];
+            seq.slot = part.slot;
+            seq.fresh = timeline.fresh;
+            seq.row0 = first[i];
+            seq.n_rows = part.rows.T;
+            seq.bank = timeline.bank;
+            seq.n_replay = int(timeline.pending.size());
+            std::copy(timeline.pending.begin(), timeline.pending.end(), seq.pending);
+            for (size_t r = 0; r < part.parents.size(); r++) { // none in an append
+                host.rows[first[i] + r].seq = int(i);
+                host.rows[first[i] + r].parent = part.parents[r] < 0 ? -1 : first[i] + part.parents[r];
+            }
+        }
+        ctl.set({host});
     }
 
-    // Enqueues the two ops as they follow each other in a step.
-    void enqueue(DeltaMode mode, const Device<float> &x, const Device<float> &alpha,
-                 const Device<float> &beta, int T, const Device<float> &conv, const Device<float> &out) {
-        must(cuda::conv({delta_shape(T, mode), x.p, w.p, window.p, log.p, ctl.p, conv.p}, stream));
+    void enqueue_conv(DeltaMode mode, int T, const Device<float> &x, const Device<float> &out) const {
+        must(cuda::conv({delta_shape(T, mode), x.p, w.p, window.p, log.p, ctl.p, out.p}, stream));
+    }
+    void enqueue_delta(DeltaMode mode, int T, const Device<float> &conv, const Device<float> &alpha,
+                       const Device<float> &beta, const Device<float> &out) const {
         must(cuda::deltanet(
             {delta_shape(T, mode), conv.p, alpha.p, beta.p, dt.p, a.p, state.p, log.p, ctl.p, out.p},
             stream));
     }
 
-    // Afterwards no row is pending; after a verify the caller accepts some.
-    Output run(DeltaMode mode, const Rows &rows, const Ints &parents) {
-        set_ctl(parents);
-        Device<float> x(rows.x), alpha(rows.alpha), beta(rows.beta);
-        Device<float> conv(rows.x.size()), out(size_t(rows.T) * s.Hv * s.S);
-        enqueue(mode, x, alpha, beta, rows.T, conv, out);
+    // A step of T rows, those that no part fills being NaN. Afterwards no row of its sequences is pending;
+    // after a verify the caller accepts some.
+    Output run(DeltaMode mode, const std::vector<Part> &parts, int T) {
+        set_ctl(parts);
+        Floats x, alpha, beta;
+        for (const Part &part : parts) {
+            x.insert(x.end(), part.rows.x.begin(), part.rows.x.end());
+            alpha.insert(alpha.end(), part.rows.alpha.begin(), part.rows.alpha.end());
+            beta.insert(beta.end(), part.rows.beta.begin(), part.rows.beta.end());
+        }
+        x.resize(size_t(T) * s.C(), NAN);
+        alpha.resize(size_t(T) * s.Hv, NAN);
+        beta.resize(size_t(T) * s.Hv, NAN);
+        Device<float> dx(x), dalpha(alpha), dbeta(beta), conv(x.size()), out(size_t(T) * s.Hv * s.S);
+        enqueue_conv(mode, T, dx, conv);
+        enqueue_delta(mode, T, conv, dalpha, dbeta, out);
         must(cudaStreamSynchronize(stream));
-        pending.clear();
-        bank ^= mode == DELTA_VERIFY;
+        for (const Part &part : parts) {
+            Timeline &timeline = timelines[part.slot];
+            timeline.pending.clear();
+            timeline.fresh = false;
+            timeline.bank ^= mode == DELTA_VERIFY && part.rows.T > 0;
+        }
         return {conv.get(), out.get()};
     }
-    void flush() { run(DELTA_FLUSH, {0, {}, {}, {}}, {}); }
+    Output append(int slot, const Rows &rows) { return run(DELTA_APPEND, {{slot, rows, {}}}, rows.T); }
+    void flush(int slot) { run(DELTA_VERIFY, {{slot, {0, {}, {}, {}}, {}}}, 1); }
 
-    Snapshot snapshot() const { return {window.get(), state.get(), log.get(), pending, bank}; }
+    Snapshot snapshot() const { return {window.get(), state.get(), log.get(), timelines}; }
     void restore(const Snapshot &from) {
         window.set(from.window);
         state.set(from.state);
         log.set(from.log);
-        pending = from.pending;
-        bank = from.bank;
+        timelines = from.timelines;
+    }
+    // Makes slot `to` what slot `from` is.
+    void copy_slot(Snapshot &in, int from, int to) const {
+        const auto copy = [&](Floats &x, size_t n) { std::copy_n(&x[from * n], n, &x[to * n]); };
+        copy(in.window, window_size());
+        copy(in.state, state_size());
+        copy(in.log, log_size());
+        in.timelines[to] = in.timelines[from];
     }
 };
 

@@ -6,10 +6,9 @@
 
 #include <functional>
 #include <memory>
-#include <string>
 
 static const Shape S27{16, 48, 128};
-constexpr int LAYERS = 48, R = MAX_ROWS, REPLAYS = 40;
+constexpr int LAYERS = 48, R = MAX_ROWS, SLOTS = 16, REPLAYS = 40;
 
 // of one op among LAYERS that follow each other
 static double median_us(const std::function<void(int)> &enqueue) {
@@ -42,10 +41,6 @@ static double median_us(const std::function<void(int)> &enqueue) {
     return us[us.size() / 2] / LAYERS;
 }
 
-static void report(const char *name, double us, double bytes) {
-    printf("%-34s %8.2f us %8.0f GB/s\n", name, us, bytes / us / 1e3);
-}
-
 // A spine of up to 16 rows, then branches of 4 from its deeper end upwards, in depth-first order.
 static Ints draft_tree(int T) {
     const int spine = std::min(16, T / 2);
@@ -58,76 +53,77 @@ static Ints draft_tree(int T) {
     return parents;
 }
 
-static void time_layers(std::vector<std::unique_ptr<Layer>> &layers, const char *name, DeltaMode mode, int T,
-                        int n_pending, const Ints &parents) {
+// n_seqs sequences of T rows each, with n_pending pending rows each.
+static void time_layers(std::vector<std::unique_ptr<Layer>> &layers, DeltaMode mode, int n_seqs, int T,
+                        int n_pending, const Ints &parents, const char *what) {
     const Rows rows = random_rows(S27, T);
-    Device<float> x(rows.x), alpha(rows.alpha), beta(rows.beta), conv(rows.x.size()),
-        out(size_t(T) * S27.Hv * S27.S);
-    for (auto &layer : layers) {
-        layer->pending = chain(n_pending + 1);
-        layer->pending.erase(layer->pending.begin());
-        layer->set_ctl(parents);
+    const int width = n_seqs * T;
+    std::vector<Part> parts;
+    for (int i = 0; i < n_seqs; i++) {
+        parts.push_back({i, rows, parents});
     }
+    const Rows all = random_rows(S27, width);
+    Device<float> x(all.x), alpha(all.alpha), beta(all.beta), conv(all.x.size()),
+        out(size_t(width) * S27.Hv * S27.S);
+    for (auto &layer : layers) {
+        for (Timeline &timeline : layer->timelines) {
+            timeline.pending = chain(n_pending + 1);
+            timeline.pending.erase(timeline.pending.begin());
+        }
+        layer->set_ctl(parts);
+    }
+    const double conv_us = median_us([&](int i) { layers[i]->enqueue_conv(mode, width, x, conv); });
+    const double delta_us =
+        median_us([&](int i) { layers[i]->enqueue_delta(mode, width, conv, alpha, beta, out); });
+    const bool append = mode == DELTA_APPEND;
     const double row_bytes = 4.0 * S27.C(), state_bytes = 4.0 * S27.Hv * S27.S * S27.S;
     const double log_bytes = 4.0 * (S27.Hv + S27.Hk) * S27.S;
-    const bool append = mode == DELTA_APPEND;
-    const double conv_us = median_us([&](int i) {
-        const Layer &l = *layers[i];
-        must(cuda::conv({l.delta_shape(T, mode), x.p, l.w.p, l.window.p, l.log.p, l.ctl.p, conv.p}, stream));
-    });
-    report((std::string("conv ") + name).c_str(), conv_us,
-           row_bytes * (2 * T + 4 + 3 + (append ? 3 : T + (n_pending > 0 ? 3 : 0))));
-    const double delta_us = median_us([&](int i) {
-        const Layer &l = *layers[i];
-        must(cuda::deltanet({l.delta_shape(T, mode), conv.p, alpha.p, beta.p, l.dt.p, l.a.p, l.state.p,
-                             l.log.p, l.ctl.p, out.p},
-                            stream));
-    });
-    report((std::string("deltanet ") + name).c_str(), delta_us,
-           state_bytes * (append || n_pending > 0 ? 2 : 1) + T * (row_bytes + 4.0 * S27.Hv * S27.S) +
-               log_bytes * (n_pending + (append ? 0 : T)));
+    const double bytes =
+        n_seqs * (state_bytes * (append || n_pending > 0 ? 2 : 1) + T * (row_bytes + 4.0 * S27.Hv * S27.S) +
+                  log_bytes * (n_pending + (append ? 0 : T)));
+    printf("%-6s %3d rows x %2d sequences, %d pending %6.2f us conv %7.2f us deltanet %5.0f GB/s\n", what, T,
+           n_seqs, n_pending, conv_us, delta_us, bytes / delta_us / 1e3);
+}
+
+static void time_deltanet() {
+    const Weights w = random_weights(S27);
+    const Floats windows(size_t(SLOTS) * 3 * S27.C()),
+        states = normals(size_t(SLOTS) * S27.Hv * S27.S * S27.S, 0.3f);
+    std::vector<std::unique_ptr<Layer>> layers;
+    Floats log; // numbers, since pending rows are read
+    for (int i = 0; i < LAYERS; i++) {
+        layers.push_back(std::make_unique<Layer>(S27, R, w, windows, states));
+        if (log.empty()) {
+            log = normals(layers[0]->log.n, 0.3f);
+        }
+        layers[i]->log.set(log);
+    }
+    const int pending[][2] = {{1, 1}, {2, 2}, {4, 3}, {8, 4}, {16, 5}, {64, 8}};
+    for (const auto &[T, n] : pending) {
+        time_layers(layers, DELTA_VERIFY, 1, T, n, chain(T), "chain");
+    }
+    for (int T : {16, 64}) {
+        time_layers(layers, DELTA_VERIFY, 1, T, T == 16 ? 5 : 8, draft_tree(T), "tree");
+    }
+    for (int n_seqs : {2, 4, 8, 16}) {
+        time_layers(layers, DELTA_VERIFY, n_seqs, 1, 1, chain(1), "chain");
+        time_layers(layers, DELTA_VERIFY, n_seqs, 4, 3, chain(4), "chain");
+    }
+    time_layers(layers, DELTA_APPEND, 1, 1, 0, {}, "append");
+    time_layers(layers, DELTA_APPEND, 1, 512, 0, {}, "append");
 }
 
 void time_kernels() {
     cudaDeviceProp device;
     must(cudaGetDeviceProperties(&device, 0));
-    printf("%s, %d SMs, L2 %d MB; per layer (27B: Hk 16, Hv 48, S 128)\n", device.name,
-           device.multiProcessorCount, device.l2CacheSize >> 20);
-    const Weights w = random_weights(S27);
-    const Floats window(size_t(3) * S27.C()), state = normals(size_t(S27.Hv) * S27.S * S27.S, 0.3f);
-    const Rows logged = random_rows(S27, R);
-    std::vector<std::unique_ptr<Layer>> layers;
-    for (int i = 0; i < LAYERS; i++) {
-        layers.push_back(std::make_unique<Layer>(S27, R, w, window, state));
-        for (int bank = 0; bank < 2; bank++) { // pending rows are numbers in either
-            layers.back()->run(DELTA_VERIFY, logged, chain(R));
-        }
-    }
-    time_layers(layers, "verify 1, 1 pending", DELTA_VERIFY, 1, 1, chain(1));
-    time_layers(layers, "verify 4, 3 pending", DELTA_VERIFY, 4, 3, chain(4));
-    time_layers(layers, "verify 16, 5 pending", DELTA_VERIFY, 16, 5, chain(16));
-    time_layers(layers, "verify 64, 8 pending", DELTA_VERIFY, 64, 8, chain(64));
-    time_layers(layers, "verify tree 16, 5 pending", DELTA_VERIFY, 16, 5, draft_tree(16));
-    time_layers(layers, "verify tree 64, 8 pending", DELTA_VERIFY, 64, 8, draft_tree(64));
-    time_layers(layers, "append 1", DELTA_APPEND, 1, 0, {});
-    time_layers(layers, "append 512", DELTA_APPEND, 512, 0, {});
-
+    printf("%s, %d SMs, L2 %d MB; per layer (27B: Hk 16, Hv 48, S 128), %d slots\n", device.name,
+           device.multiProcessorCount, device.l2CacheSize >> 20, SLOTS);
+    time_deltanet();
     const int64_t n = 248320;
     Device<float> logits(normals(size_t(n) * 16));
     Device<int32_t> picks(size_t(16) * ARGMAX_WIDTH);
     for (int T : {1, 16}) {
         const double us = median_us([&](int) { must(cuda::argmax({logits.p, n, T, picks.p}, stream)); });
-        report(T == 1 ? "argmax 1 (logits in L2)" : "argmax 16 (logits in L2)", us, 4.0 * n * T);
+        printf("argmax of %2d rows (logits in L2) %6.2f us %5.0f GB/s\n", T, us, 4.0 * n * T / us / 1e3);
     }
-    const int row = 2048, rows = 16;
-    Device<uint8_t> k(size_t(256) * row), v(size_t(256) * row);
-    std::vector<int32_t> path(2 + MAX_ROWS);
-    path[1] = rows;
-    for (int i = 0; i < rows; i++) {
-        path[2 + i] = 2 * i;
-    }
-    Device<int32_t> dpath(path);
-    report("kv_move 16 rows of 2048 bytes",
-           median_us([&](int) { must(cuda::kv_move({k.p, v.p, row, row, dpath.p}, stream)); }),
-           4.0 * rows * row);
 }

@@ -1,7 +1,8 @@
-// The DeltaNet ops in double precision, written from the formulas and not from the kernels: one session's
+// The DeltaNet ops in double precision, written from the formulas and not from the kernels: one sequence's
 // committed state, verify steps on it, and commits of accepted rows.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <vector>
@@ -33,9 +34,15 @@ struct Result {
 class Reference {
 public:
     Reference(const Shape &shape, const Weights &weights, const Floats &window, const Floats &state)
-        : s(shape), w(weights), window(window.begin(), window.end()), state(state.begin(), state.end()) {}
+        : window(window.begin(), window.end()), state(state.begin(), state.end()), s(shape), w(weights) {}
 
     Doubles window, state; // [3][C], [Hv][S][S]
+
+    // Nothing is committed.
+    void clear() {
+        std::fill(window.begin(), window.end(), 0.0);
+        std::fill(state.begin(), state.end(), 0.0);
+    }
 
     Result verify(const Rows &rows, const std::vector<int> &parents) {
         const int C = s.C();

@@ -8,11 +8,13 @@ from fake_core import (
     N_VOCAB,
     PROMPT,
     Chain,
-    FakeCore,
+    FakeEngine,
     Faulty,
+    OnDevice,
     Trees,
     expected,
     finish,
+    generation,
     hashed,
     run,
     scripted,
@@ -22,12 +24,14 @@ from hypothesis import strategies as st
 
 from luce.drafting import Draft, Round
 from luce.errors import ArgumentError, ContextFull, InternalError, NumericError
-from luce.orchestrator import Failed, Finished, Prefilled, Started, State, Tokens, Warned
+from luce.generation import Failed, Finished, Prefilled, Started, State, Tokens, Warned
+from luce.loop import Loop
+from luce.plan import Request
 from luce.structs import Sampling
 
 
 def test_plain_emits_the_choices_up_to_the_budget():
-    core = FakeCore()
+    core = FakeEngine()
     last = finish(core, max_tokens=20)
     assert last.tokens == expected(hashed, 20)
     assert last.reason == "length"
@@ -35,7 +39,7 @@ def test_plain_emits_the_choices_up_to_the_budget():
 
 
 def test_events_come_in_order():
-    events = run(FakeCore(n_chunk=3), max_tokens=2)
+    events = run(FakeEngine(n_chunk=3), max_tokens=2)
     assert [type(event) for event in events] == [
         Started, Prefilled, Prefilled, Prefilled, Tokens, Round, Tokens, Finished,
     ]  # fmt: skip
@@ -43,7 +47,7 @@ def test_events_come_in_order():
 
 
 def test_prompt_is_committed_in_whole_chunks():
-    core = FakeCore(n_chunk=3)
+    core = FakeEngine(n_chunk=3)
     run(core, max_tokens=0)
     assert [tokens for verb, tokens in core.calls if verb == "prefill"] == [
         PROMPT[0:3], PROMPT[3:6], PROMPT[6:8],
@@ -51,7 +55,7 @@ def test_prompt_is_committed_in_whole_chunks():
 
 
 def test_sampling_reaches_the_core_before_the_first_choice():
-    core, sampling = FakeCore(), Sampling(temperature=0.5, seed=3)
+    core, sampling = FakeEngine(), Sampling(temperature=0.5, seed=3)
     run(core, max_tokens=1, sampling=sampling)
     verbs = [verb for verb, _ in core.calls]
     assert ("set_sampling", sampling) in core.calls
@@ -59,32 +63,32 @@ def test_sampling_reaches_the_core_before_the_first_choice():
 
 
 def test_budget_of_zero_emits_nothing():
-    core = FakeCore()
+    core = FakeEngine()
     last = finish(core, max_tokens=0)
-    assert (last.tokens, last.text, last.reason) == ((), "", "length")
+    assert (last.tokens, last.text, last.reason, last.truncated_by) == ((), "", "length", "max_tokens")
     assert core.count("verify") == 0
 
 
 def test_budget_of_one_needs_no_round():
-    core = FakeCore()
+    core = FakeEngine()
     assert finish(core, max_tokens=1).tokens == expected(hashed, 1)
     assert core.count("verify") == 0
 
 
 def test_end_of_text_as_first_token():
-    core = FakeCore(scripted(PROMPT, [EOS]))
+    core = FakeEngine(scripted(PROMPT, [EOS]))
     last = finish(core)
-    assert (last.tokens, last.text, last.reason) == ((EOS,), "", "stop")
+    assert (last.tokens, last.text, last.reason, last.truncated_by) == ((EOS,), "", "stop", None)
     assert core.committed == list(PROMPT)
 
 
 def test_end_of_text_on_the_last_token_of_the_budget_is_a_stop():
-    assert finish(FakeCore(scripted(PROMPT, [65, EOS])), max_tokens=2).reason == "stop"
+    assert finish(FakeEngine(scripted(PROMPT, [65, EOS])), max_tokens=2).reason == "stop"
 
 
 def test_nothing_follows_an_end_of_text_inside_an_accepted_block():
     choose = scripted(PROMPT, [65, 66, EOS, 67, 68])
-    core = FakeCore(choose)
+    core = FakeEngine(choose)
     last = finish(core, source=Chain(core, choose))
     assert last.tokens == (65, 66, EOS)
     assert last.text == "AB"
@@ -92,25 +96,37 @@ def test_nothing_follows_an_end_of_text_inside_an_accepted_block():
 
 
 def test_empty_prompt_fails_and_says_why():
-    last = run(FakeCore(), prompt=())[-1]
+    last = run(FakeEngine(), prompt=())[-1]
     assert isinstance(last, Failed) and isinstance(last.error, ArgumentError)
     assert "at least one token" in str(last.error)
 
 
 def test_prompt_of_one_token():
-    assert finish(FakeCore(), prompt=(5,), max_tokens=3).tokens == expected(hashed, 3, (5,))
+    assert finish(FakeEngine(), prompt=(5,), max_tokens=3).tokens == expected(hashed, 3, (5,))
 
 
 @pytest.mark.parametrize(("room", "tokens"), [(0, 1), (1, 2), (5, 6)])
-def test_context_full_ends_with_length(room, tokens):
-    core = FakeCore(n_ctx=len(PROMPT) + room)
-    last = finish(core)
+@pytest.mark.parametrize("budget", [20, None])
+def test_context_full_ends_with_length_and_says_so(room, tokens, budget):
+    core = FakeEngine(n_ctx=len(PROMPT) + room)
+    last = finish(core, max_tokens=budget, source=OnDevice())
     assert last.tokens == expected(hashed, tokens)
-    assert last.reason == "length"
+    assert (last.reason, last.truncated_by) == ("length", "context")
+
+
+@pytest.mark.parametrize("room", [0, 5])
+def test_a_budget_that_ends_where_the_context_does_is_a_budget(room):
+    last = finish(FakeEngine(n_ctx=len(PROMPT) + room), max_tokens=room + 1)
+    assert (last.reason, last.truncated_by) == ("length", "max_tokens")
+
+
+def test_an_end_of_text_is_a_token_where_it_is_ignored():
+    last = finish(FakeEngine(scripted(PROMPT, [65, EOS, 66])), max_tokens=3, ignore_eos=True)
+    assert (last.tokens, last.text, last.reason) == ((65, EOS, 66), "AB", "length")
 
 
 def test_prompt_longer_than_the_context_names_both():
-    core = FakeCore(n_ctx=len(PROMPT) - 1)
+    core = FakeEngine(n_ctx=len(PROMPT) - 1)
     last = run(core)[-1]
     assert isinstance(last.error, ContextFull)
     assert "8" in str(last.error) and "7" in str(last.error)
@@ -130,9 +146,9 @@ SHAPES = st.lists(st.lists(st.tuples(st.integers(0, 70), st.booleans()), max_siz
 )
 def test_any_tree_gives_the_tokens_of_plain_decoding(shapes, budget, n_rows, n_ctx, end):
     script = [*expected(hashed, end), EOS]
-    plain_core = FakeCore(scripted(PROMPT, script), n_ctx=n_ctx)
+    plain_core = FakeEngine(scripted(PROMPT, script), n_ctx=n_ctx)
     plain = finish(plain_core, max_tokens=budget)
-    core = FakeCore(scripted(PROMPT, script), n_ctx=n_ctx, n_rows=n_rows)
+    core = FakeEngine(scripted(PROMPT, script), n_ctx=n_ctx, n_rows=n_rows)
     events = run(core, max_tokens=budget, source=Trees(core, shapes))
     last = events[-1]
     assert not any(isinstance(event, Warned) for event in events)
@@ -142,7 +158,7 @@ def test_any_tree_gives_the_tokens_of_plain_decoding(shapes, budget, n_rows, n_c
 
 
 def test_a_right_chain_saves_rounds():
-    core = FakeCore()
+    core = FakeEngine()
     last = finish(core, max_tokens=19, source=Chain(core, hashed, length=8))
     assert last.tokens == expected(hashed, 19)
     assert last.stats.rounds == 2  # 1 token from the prefill, 9 from each round
@@ -152,7 +168,7 @@ def test_a_right_chain_saves_rounds():
 
 
 def test_a_wrong_chain_costs_no_tokens():
-    core = FakeCore()
+    core = FakeEngine()
     last = finish(core, max_tokens=10, source=Chain(core, lambda history: (hashed(history) + 1) % 256))
     assert last.tokens == expected(hashed, 10)
     assert (last.stats.rounds, last.stats.accepted, last.stats.acceptance) == (9, 0, 0.0)
@@ -160,7 +176,7 @@ def test_a_wrong_chain_costs_no_tokens():
 
 
 def test_plain_has_no_acceptance():
-    stats = finish(FakeCore(seconds={"prefill": 3, "verify": 0.5, "commit": 0.25}), max_tokens=5).stats
+    stats = finish(FakeEngine(seconds={"prefill": 3, "verify": 0.5, "commit": 0.25}), max_tokens=5).stats
     assert (stats.mode, stats.rounds, stats.drafted, stats.acceptance) == ("plain", 4, 0, None)
     assert (stats.acceptance_by_position, stats.rounds_by_drafts) == ([], [4])
     assert (stats.prefill_s, stats.decode_s, stats.tok_per_s) == (3, 3, 4 / 3)
@@ -168,7 +184,7 @@ def test_plain_has_no_acceptance():
 
 
 def test_a_source_is_told_what_is_useful():
-    core = FakeCore(n_rows=4, n_ctx=len(PROMPT) + 6)
+    core = FakeEngine(n_rows=4, n_ctx=len(PROMPT) + 6)
     source = Chain(core, lambda history: 0)
     run(core, max_tokens=4, source=source)
     assert [(rows, depth) for _, rows, depth in source.asked] == [(3, 2), (3, 1)]
@@ -188,14 +204,23 @@ def test_a_source_is_told_what_is_useful():
 )
 def test_a_failing_source_is_dropped_and_decoding_goes_on(draft):
     source = Faulty(draft)
-    events = run(FakeCore(), max_tokens=10, source=source)
+    events = run(FakeEngine(), max_tokens=10, source=source)
     assert [type(event) for event in events].count(Warned) == 1
     assert events[-1].tokens == expected(hashed, 10)
     assert source.calls == 1
 
 
+@pytest.mark.parametrize("verb", ["begin", "draft", "learn"])
+def test_a_source_that_raises_anywhere_is_dropped(verb):
+    events = run(FakeEngine(), max_tokens=10, source=Faulty(RuntimeError("broken"), verb))
+    assert [event.message for event in events if isinstance(event, Warned)] == [
+        "faulty drafting failed and is off: broken"
+    ]
+    assert events[-1].tokens == expected(hashed, 10) and events[-1].reason == "length"
+
+
 def test_a_chain_past_the_context_is_dropped_and_decoding_goes_on():
-    core = FakeCore(n_ctx=len(PROMPT) + 3)
+    core = FakeEngine(n_ctx=len(PROMPT) + 3)
     events = run(core, source=Faulty(Draft((1,) * 10)))
     assert [type(event) for event in events].count(Warned) == 1
     assert events[-1].tokens == expected(hashed, 4)
@@ -204,7 +229,6 @@ def test_a_chain_past_the_context_is_dropped_and_decoding_goes_on():
 @pytest.mark.parametrize(
     ("verb", "number", "state"),
     [
-        ("info", 0, State.IDLE),
         ("reset", 0, State.IDLE),
         ("set_sampling", 0, State.IDLE),
         ("prefill", 0, State.PREFILL),
@@ -218,25 +242,25 @@ def test_a_chain_past_the_context_is_dropped_and_decoding_goes_on():
 )
 def test_a_failure_in_any_state_is_one_failed_event(verb, number, state):
     error = InternalError("injected")
-    events = run(FakeCore(n_chunk=4, fail={verb: (number, error)}))
+    events = run(FakeEngine(n_chunk=4, fail={verb: (number, error)}))
     assert events[-1] == Failed(error, state)
 
 
 def test_a_failing_round_without_candidates_is_not_retried():
-    core = FakeCore(fail={"verify": (0, ArgumentError("injected"))})
+    core = FakeEngine(fail={"verify": (0, ArgumentError("injected"))})
     assert isinstance(run(core)[-1], Failed)
     assert core.count("verify") == 1
 
 
 def test_what_was_emitted_before_a_failure_is_right():
-    events = run(FakeCore(fail={"verify": (3, NumericError("nan"))}))
+    events = run(FakeEngine(fail={"verify": (3, NumericError("nan"))}))
     emitted = [token for event in events if isinstance(event, Tokens) for token in event.ids]
     assert tuple(emitted) == expected(hashed, 4)
 
 
 @pytest.mark.parametrize("verb", ["prefill", "verify", "commit"])
 def test_a_session_is_usable_after_a_failure(verb):
-    core = FakeCore(fail={verb: (0, NumericError("nan"))})
+    core = FakeEngine(fail={verb: (0, NumericError("nan"))})
     assert isinstance(run(core)[-1], Failed)
     assert finish(core).tokens == expected(hashed, 20)
 
@@ -244,7 +268,7 @@ def test_a_session_is_usable_after_a_failure(verb):
 @pytest.mark.parametrize("asked", range(12))
 def test_cancelled_between_chunks_and_rounds(asked):
     answers = itertools.count()
-    core = FakeCore(n_chunk=2)
+    core = FakeEngine(n_chunk=2)
     last = finish(core, cancelled=lambda: next(answers) == asked)
     assert last.reason == "cancelled"
     assert core.count("prefill") == min(asked, 4)
@@ -252,35 +276,63 @@ def test_cancelled_between_chunks_and_rounds(asked):
     assert finish(core).tokens == expected(hashed, 20)
 
 
+@pytest.mark.parametrize("verb", ["prefill", "draft", "verify"])
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_cancel_reaches_the_call_that_runs(verb, number):
+    """From within the call, as a signal comes: the call does nothing, and no other one follows."""
+
+    def on_call(called):
+        if called == verb and core.count(verb) == number + 1:
+            loop.cancel()
+
+    core = FakeEngine(n_chunk=3, on_call=on_call)
+    one = generation(core, Request(PROMPT, 20), OnDevice(1))
+    loop, events = Loop(core, core.clock), []
+    loop.add(one)
+    while loop.running:
+        events += [event for _, event in loop.step()]
+    assert (events[-1].reason, core.count(verb)) == ("cancelled", number + 1)
+    assert events[-1].tokens == expected(hashed, 0 if verb == "prefill" else 1 + 2 * number)
+    core.on_call = lambda called: None
+    assert finish(core).tokens == expected(hashed, 20)
+
+
+def test_a_cancel_that_comes_too_late_ends_nothing_else():
+    core = FakeEngine()
+    finish(core)
+    core.cancel()  # and no call was left that it could end
+    assert finish(core).tokens == expected(hashed, 20)
+
+
 def test_a_finished_generation_is_not_cancelled():
-    core = FakeCore()
+    core = FakeEngine()
     last = finish(core, max_tokens=3, cancelled=lambda: core.count("verify") == 2)
     assert last.reason == "length"
 
 
 def test_stop_string_across_tokens():
-    core = FakeCore(scripted(PROMPT, list(b"one, two, three")))
+    core = FakeEngine(scripted(PROMPT, list(b"one, two, three")))
     last = finish(core, stops=("two",))
     assert (last.text, last.reason) == ("one, ", "stop")
     assert last.tokens == tuple(b"one, two")
 
 
 def test_text_that_may_become_a_stop_is_held_back():
-    core = FakeCore(scripted(PROMPT, list(b"ab#x")))
+    core = FakeEngine(scripted(PROMPT, list(b"ab#x")))
     events = run(core, max_tokens=4, stops=("##",))
     assert [event.text for event in events if isinstance(event, Tokens)] == ["a", "b", "", "#x"]
 
 
 @pytest.mark.parametrize("ending", ["length", "cancelled", "eos"])
 def test_held_text_is_emitted_at_the_end(ending):
-    core = FakeCore(scripted(PROMPT, [*b"ab#", EOS]))
+    core = FakeEngine(scripted(PROMPT, [*b"ab#", EOS]))
     cancelled = (lambda: core.count("verify") == 2) if ending == "cancelled" else (lambda: False)
     last = finish(core, max_tokens=3 if ending == "length" else 9, stops=("##",), cancelled=cancelled)
     assert last.text == "ab#"
 
 
 def test_half_a_character_is_not_shown_until_the_end():
-    core = FakeCore(scripted(PROMPT, list("é".encode() + b"\xe2\x82")))
+    core = FakeEngine(scripted(PROMPT, list("é".encode() + b"\xe2\x82")))
     events = run(core, max_tokens=4)
     assert [event.text for event in events if isinstance(event, Tokens)] == ["", "é", "", "�"]
 
@@ -293,7 +345,7 @@ def test_half_a_character_is_not_shown_until_the_end():
 )
 def test_text_ends_before_the_first_stop_in_every_mode(body, stops, length):
     choose = scripted(PROMPT, [*body, EOS])
-    core = FakeCore(choose)
+    core = FakeEngine(choose)
     last = finish(core, stops=tuple(stops), source=Chain(core, choose, length))
     text = bytes(body).decode()
     ends = [(text.index(stop) + len(stop), text.index(stop)) for stop in stops if stop in text]

@@ -1,0 +1,28 @@
+"""The core through its flat C ABI (native/include/luce.h).
+
+Each handle is a context manager; closing twice is harmless, a closed handle raises StateError. Handles may be
+closed in any order. Every failed call raises the LuceError subclass of its luce_status with the core's
+one-line message.
+"""
+
+from luce._native.engine import Checkpoint, Drafts, Engine, Rows, Sequence
+from luce._native.files import File, Model, Progress
+from luce._native.library import Handle, IntArray, Library, c_declarations, default, load, use
+
+__all__ = [
+    "Checkpoint",
+    "Drafts",
+    "Engine",
+    "File",
+    "Handle",
+    "IntArray",
+    "Library",
+    "Model",
+    "Progress",
+    "Rows",
+    "Sequence",
+    "c_declarations",
+    "default",
+    "load",
+    "use",
+]

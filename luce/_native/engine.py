@@ -1,0 +1,227 @@
+"""The working memory of a model, its timelines, and the positions that they can start from."""
+
+from __future__ import annotations
+
+import collections.abc
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from luce._native.files import Model, engine_params
+from luce._native.library import Handle, IntArray
+from luce.costs import Costs
+from luce.errors import ArgumentError, NumericError
+from luce.structs import CheckpointInfo, Cost, EngineInfo, EngineParams, Sampling, SequenceInfo
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """A chain of n drafts after the anchor of a sequence."""
+
+    sequence: Sequence
+    anchor: int
+    n: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one sequence in a verify step: `tokens` with their `parents` (None: a chain), or where tokens
+    is None the first n rows of the sequence's last draft: its anchor and n - 1 drafts."""
+
+    sequence: Sequence
+    tokens: IntArray | None = None
+    parents: IntArray | None = None
+    n: int = 0
+
+
+class Engine(Handle):
+    """KV pages, recurrent slots, buffers and ready graphs of a model. Calls on one engine, its sequences and
+    checkpoints wait for each other; cancel() does not wait."""
+
+    def __init__(self, model: Model, params: EngineParams | None = None):
+        library = model.library
+        made = engine_params(library, params or EngineParams())
+        out = library.ffi.new("luce_engine **")
+        library.check(library.lib.luce_engine_open(out, model.handle, made.struct))
+        super().__init__(library, out[0], library.lib.luce_engine_close)
+        self.n_vocab = model.info.n_vocab
+        # Looked up now: cffi locks to do it, and a signal handler may have interrupted who holds that lock.
+        self._cancel = library.lib.luce_engine_cancel
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.library.read(EngineInfo, self.library.lib.luce_engine_get_info, self.handle)
+
+    def costs(self) -> Costs:
+        """What steps took when the engine was opened."""
+        costs, n = self.library.lib.luce_engine_costs, self.library.ffi.new("uint32_t *")
+        self.library.check(costs(self.handle, self.library.ffi.NULL, n))
+        listed = self.library.ffi.new("luce_cost[]", n[0])
+        self.library.check(costs(self.handle, listed, n))
+        return Costs(Cost(cost.rows, cost.drafts, cost.seconds) for cost in listed[0 : n[0]])
+
+    def cancel(self) -> None:
+        """The prefill, draft or verify that runs now, or else the next one, raises Cancelled. From any
+        thread, and from a signal handler; a closed engine ignores it."""
+        if self.is_open:
+            self._cancel(self._pointer)
+
+    def sequence(self) -> Sequence:
+        """An empty timeline; OutOfMemory where n_sequences are open."""
+        return Sequence(self)
+
+    def draft(self, items: collections.abc.Sequence[Drafts]) -> None:
+        """Chains of drafts after the anchors of several sequences, by the NextN head. They stay on the
+        device: verify them with Rows without tokens, read them with Sequence.drafted. What is committed does
+        not change."""
+        made = self.library.ffi.new("luce_draft_item[]", max(len(items), 1))
+        for struct, item in zip(made, items, strict=False):
+            struct.sequence, struct.n = item.sequence.handle, max(item.n, 0)
+            (struct.anchor,) = self.library.ints([item.anchor])
+        self.library.check(self.library.lib.luce_engine_draft(self.handle, made, len(items)))
+
+    def verify(self, items: collections.abc.Sequence[Rows]) -> list[list[int] | NumericError]:
+        """One forward over the rows of several sequences, LUCE_MAX_ROWS in all. Of each item the target's
+        choice after each row (n,), or the error of a sequence whose logits were not finite."""
+        ffi, lib = self.library.ffi, self.library.lib
+        made = ffi.new("luce_verify_item[]", max(len(items), 1))
+        kept: list[Any] = []  # what made points to
+        widths = []
+        for struct, item in zip(made, items, strict=False):
+            n = max(item.n, 0) if item.tokens is None else len(item.tokens)
+            if item.parents is not None and len(item.parents) != n:
+                raise ArgumentError(f"{n} rows, but {len(item.parents)} parents")
+            arrays = [
+                ffi.NULL if array is None else self.library.ints(array)
+                for array in (item.tokens, item.parents)
+            ]
+            arrays.append(ffi.new("int32_t[]", max(n, 1)))
+            kept.append(arrays)
+            widths.append(n)
+            struct.sequence, struct.n = item.sequence.handle, n
+            struct.tokens, struct.parents, struct.choices = arrays
+        status = lib.luce_engine_verify(self.handle, made, len(items))
+        if status != NumericError.code:
+            self.library.check(status)
+            return [list(struct.choices[0:n]) for struct, n in zip(made, widths, strict=False)]
+        message = self.library.text(lib.luce_last_error())
+        return [
+            list(struct.choices[0:n]) if struct.status == 0 else NumericError(message)
+            for struct, n in zip(made, widths, strict=False)
+        ]
+
+    def load_checkpoint(self, data: bytes) -> Checkpoint:
+        """What Checkpoint.save returned, of this or another engine of the same model, kv_type, n_chunk and
+        kind of head; ArgumentError names what does not fit. It is in host memory."""
+        buffer = self.library.ffi.from_buffer("char[]", data)
+        out = self.library.ffi.new("luce_checkpoint **")
+        self.library.check(self.library.lib.luce_checkpoint_load(out, self.handle, buffer, len(data)))
+        return Checkpoint(self, out[0])
+
+
+class Sequence(Handle):
+    """One timeline in an engine: a committed prefix of tokens in the caches."""
+
+    def __init__(self, engine: Engine):
+        library = engine.library
+        out = library.ffi.new("luce_sequence **")
+        library.check(library.lib.luce_sequence_open(out, engine.handle))
+        super().__init__(library, out[0], library.lib.luce_sequence_close)
+        self.engine = engine
+
+    @property
+    def info(self) -> SequenceInfo:
+        return self.library.read(SequenceInfo, self.library.lib.luce_sequence_get_info, self.handle)
+
+    def reset(self) -> None:
+        """Back to an empty timeline; also heals a failed sequence."""
+        self.library.check(self.library.lib.luce_sequence_reset(self.handle))
+
+    def set_sampling(self, sampling: Sampling) -> None:
+        """How choices are made from now on."""
+        struct = self.library.sampling(sampling)
+        self.library.check(self.library.lib.luce_sequence_set_sampling(self.handle, struct))
+
+    def prefill(self, tokens: IntArray, last: bool = True) -> int | None:
+        """Commits the next tokens (n,) of a prompt, n >= 1, which may not pass the end of a chunk. Returns
+        the choice after them where they are the last ones of the prompt, else None."""
+        choice = self.library.ffi.new("int32_t *") if last else self.library.ffi.NULL
+        rows = self.library.ints(tokens)
+        self.library.check(self.library.lib.luce_sequence_prefill(self.handle, rows, len(rows), choice))
+        return int(choice[0]) if last else None
+
+    def drafted(self, n: int) -> list[int]:
+        """The n tokens of the last draft. NumericError where the head's logits were not finite; the
+        sequence goes on."""
+        tokens = self.library.ffi.new("int32_t[]", max(n, 1))
+        self.library.check(self.library.lib.luce_sequence_get_draft(self.handle, tokens, n))
+        return list(tokens[0:n])
+
+    def accept(self, tokens: IntArray, parents: IntArray | None, choices: IntArray) -> tuple[list[int], int]:
+        """Library.accept."""
+        return self.library.accept(tokens, parents, choices)
+
+    def commit(self, path: IntArray) -> None:
+        """Appends rows path (n,) of the last verify: path[0] = 0, each the child of the one before."""
+        rows = self.library.ints(path)
+        self.library.check(self.library.lib.luce_sequence_commit(self.handle, rows, len(rows)))
+
+    def logits(self, row: int = 0) -> np.ndarray:
+        """F32 (n_vocab,) of a row of the engine's last verify, or row 0 of its last prefill with a choice;
+        StateError where the engine has run another step since."""
+        out = np.empty(self.engine.n_vocab, np.float32)
+        data = self.library.ffi.from_buffer("float[]", out)
+        self.library.check(self.library.lib.luce_sequence_get_logits(self.handle, row, data, out.size))
+        return out
+
+    def dump(self) -> bytes:
+        """The committed state as bytes: equal for sequences with the same committed tokens, however their
+        rounds went. Verified rows that are not committed are dropped."""
+        return self.library.bytes_of(self.library.lib.luce_sequence_dump, self.handle)
+
+    def checkpoint(self) -> Checkpoint:
+        """The present position, which must be the end of a chunk of a prompt (StateError otherwise).
+        OutOfMemory where n_checkpoints are on the device."""
+        out = self.library.ffi.new("luce_checkpoint **")
+        self.library.check(self.library.lib.luce_checkpoint_make(out, self.handle))
+        return Checkpoint(self.engine, out[0])
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Goes to the position of a checkpoint of the same engine; also heals a failed sequence. What is
+        raised changes nothing."""
+        self.library.check(self.library.lib.luce_sequence_resume(self.handle, checkpoint.handle))
+
+
+class Checkpoint(Handle):
+    """A position that any sequence of its engine can start from. Sequence.checkpoint and
+    Engine.load_checkpoint make them."""
+
+    def __init__(self, engine: Engine, pointer: Any):
+        super().__init__(engine.library, pointer, engine.library.lib.luce_checkpoint_close)
+
+    @property
+    def info(self) -> CheckpointInfo:
+        return self.library.read(CheckpointInfo, self.library.lib.luce_checkpoint_get_info, self.handle)
+
+    @cached_property
+    def tokens(self) -> list[int]:
+        """The committed tokens (n_past,)."""
+        n = self.info.n_past
+        tokens = self.library.ffi.new("int32_t[]", max(n, 1))
+        self.library.check(self.library.lib.luce_checkpoint_get_tokens(self.handle, tokens, n))
+        return list(tokens[0:n])
+
+    def to_host(self) -> None:
+        """Moves it to host memory, beside the engine's steps."""
+        self.library.check(self.library.lib.luce_checkpoint_to_host(self.handle))
+
+    def to_device(self) -> None:
+        """Moves it to the device; OutOfMemory where pages or slots lack."""
+        self.library.check(self.library.lib.luce_checkpoint_to_device(self.handle))
+
+    def save(self) -> bytes:
+        """All of it as bytes, with a version, the model's identity and a checksum, for
+        Engine.load_checkpoint."""
+        return self.library.bytes_of(self.library.lib.luce_checkpoint_save, self.handle)

@@ -1,0 +1,224 @@
+"""A loaded libluce: the only importer of cffi."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import cffi  # type: ignore[import-untyped]
+import numpy as np
+
+from luce.errors import BY_CODE, ArgumentError, InternalError, LuceError, StateError
+from luce.structs import Device, Sampling, TypeInfo
+
+R = TypeVar("R", bound=Any)
+IntArray = Sequence[int] | np.ndarray
+
+
+def c_declarations(header: str) -> str:
+    """luce.h as cffi parses it: no comments, no C++ guards, no directives but integer constants."""
+    text = re.sub(r"/\*.*?\*/", "", header, flags=re.S)
+    text = re.sub(r"^#ifdef __cplusplus$.*?^#endif$", "", text, flags=re.S | re.M)
+    text = re.sub(r"^#(?!define[ \t]+\w+[ \t]+\d+[ \t]*$).*$", "", text, flags=re.M)
+    return text.replace("LUCE_API", "")
+
+
+class Library:
+    """A loaded libluce. `ffi` and `lib` are cffi's; the methods are the functions without a handle."""
+
+    def __init__(self, path: Path, header: Path):
+        self.path = path
+        self.ffi = cffi.FFI()
+        self.ffi.cdef(c_declarations(header.read_text(encoding="utf-8")))
+        try:
+            self.lib: Any = self.ffi.dlopen(str(path))
+            found = self.lib.luce_abi_version()
+        except (OSError, AttributeError) as error:
+            raise LuceError(f"cannot load {path}: {error}; reinstall luce") from error
+        if found != self.lib.LUCE_ABI_VERSION:
+            raise LuceError(
+                f"{path} has ABI version {found}, its header says {self.lib.LUCE_ABI_VERSION}: "
+                "they come from different builds; reinstall luce"
+            )
+
+    def check(self, status: int) -> None:
+        """Raises the exception of a luce_status that is not LUCE_OK."""
+        if status != 0:
+            message = self.ffi.string(self.lib.luce_last_error()).decode("utf-8", "replace")
+            raise BY_CODE.get(status, InternalError)(message or f"status {status}")
+
+    def struct(self, name: str, **fields: Any) -> Any:
+        """A zeroed `name` with its struct_size set, and `fields`."""
+        made = self.ffi.new(f"{name} *")
+        made.struct_size = self.ffi.sizeof(name)
+        for field, value in fields.items():
+            setattr(made, field, value)
+        return made
+
+    def read(self, kind: type[R], function: Callable[..., int], *args: Any) -> R:
+        """`kind` filled from the struct kind.STRUCT that function(*args, struct) writes."""
+        struct = self.struct(kind.STRUCT)
+        self.check(function(*args, struct))
+        values = {field.name: getattr(struct, field.name) for field in fields(kind)}
+        texts = {
+            name: self.text(value) for name, value in values.items() if isinstance(value, self.ffi.CData)
+        }
+        made: R = kind(**values | texts)
+        return made
+
+    def text(self, pointer: Any) -> str:
+        """A NUL-terminated string of the core, str."""
+        return str(self.ffi.string(pointer).decode("utf-8", "replace"))
+
+    def ints(self, values: IntArray) -> Any:
+        """int32_t[] from token ids, row indices or parents; what does not fit raises ArgumentError."""
+        array = np.ascontiguousarray(values, dtype=np.int64)
+        if array.size and np.abs(array).max() >= 2**31:
+            raise ArgumentError(f"{array[np.abs(array).argmax()]} does not fit into 32 bits")
+        return self.ffi.from_buffer("int32_t[]", array.astype(np.int32))
+
+    @property
+    def version(self) -> str:
+        """For people: "0.1.0 (ggml 0.25.3, cuda)"."""
+        return self.text(self.lib.luce_version())
+
+    def devices(self) -> list[Device]:
+        """All devices; the first is what "auto" takes."""
+        count = self.ffi.new("int32_t *")
+        self.check(self.lib.luce_device_count(count))
+        return [self.read(Device, self.lib.luce_device_get, index) for index in range(count[0])]
+
+    def set_log(self, log: Callable[[int, str], None] | None) -> None:
+        """`log` gets (level 0 debug .. 3 error, text) from any thread; None discards."""
+        if log is None:
+            callback = self.ffi.NULL
+        else:
+            callback = self.ffi.callback("luce_log_fn", lambda level, text, _: log(level, self.text(text)))
+        self.check(self.lib.luce_set_log(callback, self.ffi.NULL))
+        self._log = callback  # the core calls it until the next set_log
+
+    def sampling(self, sampling: Sampling) -> Any:
+        """luce_sampling of `sampling`."""
+        return self.struct("luce_sampling", **vars(sampling))
+
+    def bytes_of(self, function: Callable[..., int], handle: Any) -> bytes:
+        """What function(handle, data, size) writes, which says its size where data is NULL."""
+        size = self.ffi.new("uint64_t *")
+        self.check(function(handle, self.ffi.NULL, size))
+        data = np.empty(size[0], np.uint8)
+        self.check(function(handle, self.ffi.from_buffer("char[]", data), size))
+        return data[: size[0]].tobytes()
+
+    def sample(self, logits: np.ndarray, sampling: Sampling, position: int) -> int:
+        """The sampling rule on F32 logits (n_vocab,) for the token at `position`."""
+        row = np.ascontiguousarray(logits, dtype=np.float32)
+        token = self.ffi.new("int32_t *")
+        data = self.ffi.from_buffer("float[]", row)
+        self.check(self.lib.luce_sample(data, row.size, self.sampling(sampling), position, token))
+        return int(token[0])
+
+    def accept(self, tokens: IntArray, parents: IntArray | None, choices: IntArray) -> tuple[list[int], int]:
+        """The accept rule: (accepted rows from row 0 on, the choice after the last: the new anchor).
+        parents None: a chain."""
+        n = len(tokens)
+        parents = range(-1, n - 1) if parents is None else parents
+        if len(choices) != n or len(parents) != n:
+            raise ArgumentError("tokens, parents and choices differ in length")
+        path, n_path = self.ffi.new("int32_t[]", n), self.ffi.new("uint32_t *")
+        anchor = self.ffi.new("int32_t *")
+        self.check(
+            self.lib.luce_accept(
+                self.ints(tokens),
+                self.ints(parents),
+                self.ints(choices),
+                n,
+                path,
+                n_path,
+                anchor,
+            )
+        )
+        return list(path[0 : n_path[0]]), int(anchor[0])
+
+    def type_info(self, type_id: int) -> TypeInfo:
+        """Name and block layout of a ggml type id; ArgumentError for an id that ggml lacks."""
+        return self.read(TypeInfo, self.lib.luce_type_get, type_id)
+
+    def quantize(self, type_id: int, rows: np.ndarray) -> np.ndarray:
+        """F32 (n_rows, n_per_row) to uint8 (n_rows, bytes per row) of a ggml type id."""
+        info = self.type_info(type_id)
+        source = np.ascontiguousarray(rows, dtype=np.float32)
+        if source.ndim != 2 or source.shape[1] % max(info.block_size, 1):
+            raise ArgumentError(f"{source.shape} is not rows of {info.name} blocks of {info.block_size}")
+        made = np.empty((source.shape[0], source.shape[1] // info.block_size * info.type_size), np.uint8)
+        self.check(
+            self.lib.luce_quantize(
+                type_id,
+                self.ffi.from_buffer("float[]", source),
+                *source.shape,
+                self.ffi.from_buffer("char[]", made),
+                made.nbytes,
+            )
+        )
+        return made
+
+class Handle:
+    """A core object. `handle` is its C pointer; closed on exit, close() or collection."""
+
+    def __init__(self, library: Library, pointer: Any, close: Callable[[Any], int]):
+        self.library = library
+        self._pointer = pointer
+        self._close = weakref.finalize(self, close, pointer)
+
+    @property
+    def handle(self) -> Any:
+        if not self._close.alive:
+            raise StateError(f"the {type(self).__name__.lower()} is closed")
+        return self._pointer
+
+    @property
+    def is_open(self) -> bool:
+        return self._close.alive
+
+    def close(self) -> None:
+        """Frees the object; a second call does nothing."""
+        self._close()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def load(lib_dir: Path, header: Path | None = None) -> Library:
+    """The library in lib_dir (libluce.so or .dylib). Its header is luce/include/luce.h beside lib/
+    unless given. LuceError names the remedy where one is missing."""
+    header = header or lib_dir.parent / "include" / "luce.h"
+    for name in ("libluce.so", "libluce.dylib"):
+        path = lib_dir / name
+        if path.exists() and header.exists():
+            return Library(path, header)
+    raise LuceError(
+        f"no libluce and luce.h for {lib_dir}: run `pip install .`, and python outside of the source tree"
+    )
+
+
+_chosen: Library | None = None
+
+
+def default() -> Library:
+    """The library that use() named, else the installed package's, loaded once."""
+    global _chosen
+    if _chosen is None:
+        _chosen = load(Path(__file__).resolve().parent.parent / "lib")
+    return _chosen
+
+
+def use(library: Library) -> None:
+    """What default() returns from now on: a build that is not the installed one."""
+    global _chosen
+    _chosen = library

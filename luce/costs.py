@@ -1,0 +1,42 @@
+"""What steps cost, from what an engine measured when it was opened."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+
+from luce.structs import Cost
+
+
+class Costs:
+    """Seconds of a verify by its rows, and of one more draft for each of several sequences. Widths that were
+    not measured lie on the line between their neighbours, wider ones on that of the last two."""
+
+    def __init__(self, measured: Iterable[Cost]):
+        self._lines: tuple[dict[int, float], dict[int, float]] = ({}, {})
+        for cost in sorted(measured, key=lambda cost: cost.rows):
+            self._lines[min(cost.drafts, 1)][cost.rows] = max(cost.seconds, 0.0)
+
+    def verify(self, rows: int) -> float:
+        """Of a step with so many rows in all."""
+        return _on_line(self._lines[0], rows)
+
+    def draft(self, sequences: int = 1) -> float:
+        """Of one more draft for each of so many sequences; 0 in an engine that does not draft."""
+        return _on_line(self._lines[1], sequences)
+
+
+def _on_line(line: dict[int, float], width: int) -> float:
+    widths = list(line)
+    if not widths:
+        return 0.0
+    if width in line:
+        return line[width]
+    if width < widths[0] or len(widths) == 1:
+        return line[widths[0]]
+    right = min(bisect_left(widths, width), len(widths) - 1)
+    below, above = widths[right - 1], widths[right]
+    slope = (line[above] - line[below]) / (above - below)
+    if width > above:  # what noise makes fall is taken as level
+        return line[above] + max(slope, 0.0) * (width - above)
+    return line[below] + slope * (width - below)

@@ -1,0 +1,184 @@
+"""A model that is ready to run: files, weights, engine, tokenizer and the plan they were opened by."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+from luce import _native
+from luce._native import File, Model, Progress
+from luce.costs import Costs
+from luce.drafting import DraftSource, FixedGamma, NextN
+from luce.errors import LuceError
+from luce.gamma import AutoGamma, can_pay
+from luce.generation import Event, Failed, Generation, State
+from luce.loop import Loop
+from luce.plan import Auto, Mtp, Options, Plain, Plan, Request, fitted, plan
+from luce.probe import Facts, probe
+from luce.tokenizer import Tokenizer
+
+
+class Files:
+    """A model's GGUF, and another one to take the NextN head from; a context manager. Raises what opening
+    them does; nothing of them is loaded. device: where they are to run, None: what plan says of it."""
+
+    def __init__(self, path: str | Path, head: str | Path | None = None, device: str | None = None):
+        self.device = device
+        with ExitStack() as opened:
+            self.file = opened.enter_context(File(path))
+            self.head = opened.enter_context(File(head)) if head is not None else None
+            self._opened = opened.pop_all()
+
+    @cached_property
+    def facts(self) -> Facts:
+        return probe(self.file, device=self.device or "auto")
+
+    @cached_property
+    def head_facts(self) -> Facts | None:
+        return None if self.head is None else probe(self.head, device=self.device or "auto")
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer(self.file.kv)
+
+    def plan(self, options: Options, prompt: int = 0, new: int | None = None) -> Plan:
+        """plan() of these files on their device; where auto would draft and the memory for it is not there,
+        plain."""
+        chosen = plan(self.facts, replace(options, device=self.device), self.head_facts, prompt, new)
+        if isinstance(chosen.draft, Auto):
+            needed = self.file.plan_memory(chosen.device, chosen.params, self.head or self.file)
+            return fitted(chosen, needed)
+        return chosen
+
+    def load(self, head: bool, progress: Progress | None = None) -> Model:
+        """The weights on the device, and those of the NextN head if it is wanted. Raises what the core does:
+        FileError where a head does not fit, OutOfMemory, Cancelled (from `progress`), DeviceError, ... and
+        leaves nothing open."""
+        return Model(self.file, self.device or "auto", progress, (self.head or self.file) if head else None)
+
+    def close(self) -> None:
+        """Unmaps the files; a second call does nothing."""
+        self._opened.close()
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Engine:
+    """The engine of a loaded model, opened as a plan says: requests in, events out; a context manager. The
+    model must have been loaded with the head that the plan names. plan: the one it was opened by; where that
+    was to draft as it pays, and no draft can pay by what steps cost here, nothing is drafted. Raises what the
+    core does."""
+
+    def __init__(self, model: Model, tokenizer: Tokenizer, chosen: Plan):
+        self.model, self.tokenizer = model, tokenizer
+        self._loops: list[Loop] = []
+        native = _native.Engine(model, chosen.params)
+        if isinstance(chosen.draft, Auto) and not can_pay(native.costs(), chosen.draft.gamma):
+            chosen = _without_drafts(chosen, native.costs())
+            native.close()  # a plain engine's steps need not keep the head's caches up to date
+            native = _native.Engine(model, chosen.params)
+        self.plan, self.native = chosen, native
+        self.info, self.costs = native.info, native.costs()
+        self._opened = ExitStack()
+        self._opened.enter_context(native)
+
+    @classmethod
+    def open(
+        cls,
+        files: Files | str | Path,
+        options: Options | None = None,
+        progress: Progress | None = None,
+        prompt: int = 0,
+        new: int | None = None,
+    ) -> Engine:
+        """Plans, loads and opens. prompt, new: what is known of the longest request (plan). Files that are
+        given open stay the caller's to close; the weights go with the engine."""
+        with ExitStack() as opened:
+            options = options or Options()
+            if not isinstance(files, Files):
+                files = opened.enter_context(Files(files, device=options.device))
+            chosen, tokenizer = files.plan(options, prompt, new), files.tokenizer
+            engine = cls(opened.enter_context(files.load(chosen.drafts > 0, progress)), tokenizer, chosen)
+            opened.push(engine._opened.pop_all())
+            engine._opened = opened.pop_all()
+        return engine
+
+    def generation(self, request: Request, cancelled: Callable[[], bool] = lambda: False) -> Generation:
+        """A generation on a sequence of its own, for a Loop; OutOfMemory where all sequences run."""
+        sequence = self.native.sequence()
+        try:
+            return Generation(sequence, self.info, self.tokenizer, request, self._source(), cancelled)
+        except BaseException:
+            sequence.close()
+            raise
+
+    def _source(self) -> DraftSource | None:
+        match self.plan.draft:
+            case Plain():
+                return None
+            case Mtp(gamma=gamma):
+                return NextN(FixedGamma(gamma))
+            case Auto(gamma=gamma):
+                return NextN(AutoGamma(gamma, self.costs))
+
+    def generate(self, request: Request, cancelled: Callable[[], bool] = lambda: False) -> Iterator[Event]:
+        """The events of one generation, up to exactly one Finished or Failed. `cancelled` is asked between
+        steps."""
+        with closing(self.run([request], cancelled)) as running:
+            for _, event in running:
+                yield event
+
+    def run(
+        self, requests: Sequence[Request], cancelled: Callable[[], bool] = lambda: False
+    ) -> Generator[tuple[int, Event], None, None]:
+        """The events of several generations, as many at once as the engine has sequences: (index of the
+        request, event)."""
+        loop, index, waiting = Loop(self.native), dict[Generation, int](), deque(range(len(requests)))
+        self._loops.append(loop)
+        try:
+            while waiting or loop.running:
+                while waiting and loop.running < self.info.n_sequences:
+                    at = waiting.popleft()
+                    try:
+                        generation = self.generation(requests[at], cancelled)
+                    except LuceError as error:
+                        yield at, Failed(error, State.IDLE)
+                    else:
+                        index[generation] = at
+                        loop.add(generation)
+                for generation, event in loop.step():
+                    yield index[generation], event
+        finally:
+            self._loops.remove(loop)
+            loop.close()
+
+    def cancel(self) -> None:
+        """Ends all generations that run, after the engine's present step at most. From any thread, and from
+        a signal handler."""
+        for loop in self._loops:
+            loop.cancel()
+
+    def close(self) -> None:
+        """Frees all that the engine opened; a second call does nothing."""
+        self._opened.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _without_drafts(chosen: Plan, costs: Costs) -> Plan:
+    """`chosen`, plain, since no draft can pay by what steps cost."""
+    ratio = costs.verify(2) / costs.verify(1)
+    why = f"no draft can pay here: a step of two rows costs {ratio:.2f} of one row, measured at the start"
+    return replace(chosen, draft=Plain(), reasons=chosen.reasons | {"draft": why})

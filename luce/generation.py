@@ -1,0 +1,395 @@
+"""One generation: the round of luce.h as a state machine of one sequence, driven in turn with others.
+
+  IDLE     begin    check the request, empty the timeline
+  PREFILL  prefill  commit a chunk of the prompt; after the last one its choice is the first anchor
+  DRAFT    propose  ask the draft source for candidates that may follow the anchor
+  VERIFY   verify   one forward over [anchor, candidates], which may never have left the device
+  COMMIT   commit   walk along the target's own choices, append what was accepted, emit it
+  DONE, FAILED      one terminal event, Finished or Failed, and nothing after it
+
+It runs no step of the engine itself: it says what it wants next (a chunk of the prompt, its turn to draft, a
+chain of drafts, a verify of rows) and is told the result, so that who drives it can put the wants of many
+generations into one step (loop.py). Its own calls are those of its sequence that wait for nothing.
+
+Between rounds: `committed` tokens are the prompt and all emitted tokens but the last, which is the anchor. So
+nothing is committed that was not emitted, also where a round is cut by an end of text, a stop string or the
+budget.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+from luce._native import Drafts, Rows, Sequence
+from luce.drafting import Draft, DraftSource, Limits, Round
+from luce.errors import ArgumentError, Cancelled, ContextFull, OutOfMemory, StateError
+from luce.plan import Request
+from luce.stats import Stats, Tally
+from luce.tokenizer import Detokenizer, StopStrings, Tokenizer
+
+# What a call raises that did nothing: without the drafts that it was asked for, it may be asked again.
+NOTHING_DONE = (ArgumentError, ContextFull, StateError, OutOfMemory)
+
+
+class State(Enum):
+    IDLE = "idle"
+    PREFILL = "prefill"
+    DRAFT = "draft"
+    VERIFY = "verify"
+    COMMIT = "commit"
+    DONE = "done"
+    FAILED = "failed"
+
+
+# ---- what a generation wants; besides these Drafts, told None, and Rows, told the choices
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The next tokens of a prompt, committed in one step. Told the choice after them if they are the last."""
+
+    tokens: tuple[int, ...]
+    last: bool
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A round may begin. Told a Share."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a sequence gets of the next step: at most so many rows, its anchor's among them, of a step with
+    so many sequences."""
+
+    rows: int
+    sequences: int = 1
+
+
+Want = Chunk | Turn | Drafts | Rows
+
+
+# ---- what happens in a generation
+
+
+@dataclass(frozen=True)
+class Started:
+    """The request is accepted; the prefill begins."""
+
+    prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """`done` of `total` prompt tokens are committed."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """New ids, and the text that is now certain: it may lag behind the ids, and ids may be empty."""
+
+    ids: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class Warned:
+    """Something was lost that does not change the tokens."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """reason: "stop" (end of text or stop string), "length", "cancelled". truncated_by says what a "length"
+    was: "max_tokens", the request's, or "context", which is full. tokens end with the end-of-text token or
+    the one that completed the stop string; text does not."""
+
+    reason: str
+    text: str
+    tokens: tuple[int, ...]
+    prompt_tokens: int
+    stats: Stats
+    truncated_by: str | None = None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """`error` ended the generation in `state`; what was emitted before is right."""
+
+    error: Exception
+    state: State
+
+
+Event = Started | Prefilled | Round | Tokens | Warned | Finished | Failed
+Verb = Generator[Event | Want, Any, State]  # yields events, and wants whose results it is sent
+
+
+class Sizes(Protocol):
+    """What a generation has to know of its engine (EngineInfo)."""
+
+    @property
+    def n_ctx(self) -> int: ...
+    @property
+    def n_rows(self) -> int: ...
+    @property
+    def n_chunk(self) -> int: ...
+
+
+class Generation:
+    """One generation of one request on a sequence, which it empties first. want: what it waits for, None once
+    it has ended. `cancelled` is for who drives it to ask, between steps; `clock` gives seconds."""
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        sizes: Sizes,
+        tokenizer: Tokenizer,
+        request: Request,
+        source: DraftSource | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.state = State.IDLE
+        self.want: Want | None = None
+        self.sequence, self.cancelled = sequence, cancelled
+        self._clock, self._sizes, self._request = clock, sizes, request
+        self._source, self._mode = source, source.name if source else "plain"
+        self._eos = frozenset[int]() if request.ignore_eos else tokenizer.eos_ids
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stops = StopStrings(request.stops)
+        most = max(sizes.n_ctx - len(request.prompt) + 1, 0)  # the last token needs no position
+        self._budget = most if request.max_tokens is None else min(request.max_tokens, most)
+        self._tokens: list[int] = []  # emitted; the last one is the anchor
+        self._text: list[str] = []
+        self._draft = Draft()
+        self._choices: list[int] = []  # the target's, after each row of this round
+        self._reason = ""
+        self._truncated_by: str | None = None
+        self._tally = Tally()
+        self._step_s = 0.0  # of what it was told last
+        self._draft_s = self._verify_s = 0.0  # of this round
+        self._began, self._first_token = 0.0, math.nan  # by the clock
+        self._routine = self._run()
+
+    # ---- driven from outside
+
+    def start(self) -> list[Event]:
+        """What happens up to the first want; call it once, before all else."""
+        return self._go_on(lambda: next(self._routine))
+
+    def tell(self, result: Any, seconds: float = 0.0) -> list[Event]:
+        """The result of what it wanted, and what the step took: what happens up to the next want."""
+        self._step_s = seconds
+        return self._go_on(lambda: self._routine.send(result))
+
+    def fail(self, error: Exception) -> list[Event]:
+        """What it wanted raised `error`."""
+        return self._go_on(lambda: self._routine.throw(error))
+
+    def cancel(self) -> list[Event]:
+        """Ends it, with what it has emitted."""
+        return self.fail(Cancelled("cancelled"))
+
+    def _go_on(self, resume: Callable[[], Event | Want]) -> list[Event]:
+        events: list[Event] = []
+        self.want = None
+        try:
+            item = resume()
+            while not isinstance(item, Chunk | Turn | Drafts | Rows):
+                events.append(item)
+                item = next(self._routine)
+            self.want = item
+        except StopIteration:
+            pass
+        return events
+
+    # ---- the states
+
+    def _run(self) -> Generator[Event | Want, Any, None]:
+        """Events and wants, up to exactly one Finished or Failed."""
+        try:
+            while self.state is not State.DONE:
+                try:
+                    self.state = yield from self._verb()
+                except Cancelled:
+                    self.state = yield from self._end("cancelled")
+            finished = self._finished()
+        except Exception as error:
+            failed_in, self.state = self.state, State.FAILED
+            yield Failed(error, failed_in)
+        else:
+            yield finished
+
+    def _verb(self) -> Verb:
+        match self.state:
+            case State.IDLE:
+                return self._begin()
+            case State.PREFILL:
+                return self._prefill()
+            case State.DRAFT:
+                return self._propose()
+            case State.VERIFY:
+                return self._verify()
+        return self._commit()
+
+    def _begin(self) -> Verb:
+        prompt, n_ctx = self._request.prompt, self._sizes.n_ctx
+        if not prompt:
+            raise ArgumentError("the prompt is empty: at least one token is needed")
+        if len(prompt) > n_ctx:
+            raise ContextFull(f"a prompt of {len(prompt)} tokens, a context of {n_ctx}")
+        self.sequence.reset()
+        self.sequence.set_sampling(self._request.sampling)
+        self._began = self._clock()
+        yield Started(len(prompt))
+        if self._source:
+            try:
+                self._source.begin(self._budget)
+            except Exception as error:
+                yield self._without_source(error)
+        return State.PREFILL
+
+    def _prefill(self) -> Verb:
+        prompt, n_chunk = self._request.prompt, self._sizes.n_chunk
+        choice = -1
+        for begin in range(0, len(prompt), n_chunk):
+            end = min(begin + n_chunk, len(prompt))
+            choice = yield Chunk(prompt[begin:end], end == len(prompt))
+            yield Prefilled(end, len(prompt))
+        self._first_token = self._clock()
+        if self._request.max_tokens == 0:
+            return (yield from self._end("length", "max_tokens"))
+        kept, text = self._take([choice])
+        return (yield from self._emit(kept, text))
+
+    def _propose(self) -> Verb:
+        room = self._sizes.n_ctx - len(self._request.prompt) - len(self._tokens)  # after the anchor
+        if room < 0:
+            return (yield from self._end("length", "context"))
+        share: Share = yield Turn()
+        rows = min(share.rows, self._sizes.n_rows) - 1
+        depth = min(room, self._budget - len(self._tokens) - 1)
+        self._draft, self._draft_s, began = Draft(), 0.0, self._clock()
+        if self._source and min(rows, depth) > 0:
+            try:
+                draft = self._source.draft(self._tokens[-1], Limits(rows, depth, share.sequences))
+                _require_within(draft, rows, depth)
+                self._draft_s = self._clock() - began
+                if draft.on_device:
+                    yield Drafts(self.sequence, self._tokens[-1], draft.on_device)
+                    self._draft_s += self._step_s
+                self._draft = draft
+            except Cancelled:
+                raise
+            except Exception as error:
+                yield self._without_source(error)
+        return State.VERIFY
+
+    def _verify(self) -> Verb:
+        draft, anchor = self._draft, self._tokens[-1]
+        try:
+            if draft.on_device:
+                self._choices = yield Rows(self.sequence, n=draft.on_device + 1)
+            else:
+                self._choices = yield Rows(self.sequence, (anchor, *draft.tokens), draft.parents)
+        except NOTHING_DONE as error:
+            if not draft.size:
+                raise
+            self._draft = Draft()
+            yield self._without_source(error)
+            return State.VERIFY
+        self._verify_s = self._step_s
+        return State.COMMIT
+
+    def _commit(self) -> Verb:
+        drafted = list(self._draft.tokens)
+        if self._draft.on_device:
+            try:
+                drafted = self.sequence.drafted(self._draft.on_device)
+            except Exception as error:  # the anchor's row is right whatever the others are
+                self._draft, self._choices = Draft(), self._choices[:1]
+                yield self._without_source(error)
+        rows = [self._tokens[-1], *drafted]
+        path, anchor = self.sequence.accept(rows, self._draft.parents, self._choices)
+        kept, text = self._take([*(rows[row] for row in path[1:]), anchor])
+        began = self._clock()
+        self.sequence.commit(path[: len(kept)])
+        accepted, commit_s = min(len(path) - 1, len(kept)), self._clock() - began
+        done = Round(self._draft.size, accepted, self._draft_s, self._verify_s, commit_s)
+        self._tally.add(self._draft, done)
+        yield done
+        if self._source:
+            try:
+                self._source.learn(done)
+            except Exception as error:
+                yield self._without_source(error)
+        return (yield from self._emit(kept, text))
+
+    # ---- tokens and text
+
+    def _take(self, tokens: list[int]) -> tuple[list[int], str]:
+        """The tokens up to the first that ends the text, and the text that is certain with them."""
+        text = ""
+        for count, token in enumerate(tokens, start=1):
+            if token in self._eos:
+                self._reason = "stop"
+            else:
+                piece, met = self._stops.push(self._detokenizer.push(token))
+                text += piece
+                if met:
+                    self._reason = "stop"
+                    return tokens[:count], text
+                if len(self._tokens) + count == self._request.max_tokens:
+                    self._reason, self._truncated_by = "length", "max_tokens"
+            if self._reason:
+                return tokens[:count], text + self._held()
+        return tokens, text
+
+    def _held(self) -> str:
+        """Text held back that turned out to be neither half a character nor a stop string."""
+        text, met = self._stops.push(self._detokenizer.flush())
+        return text if met else text + self._stops.flush()
+
+    def _emit(self, ids: list[int], text: str) -> Verb:
+        self._tokens += ids
+        self._text.append(text)
+        yield Tokens(tuple(ids), text)
+        return State.DONE if self._reason else State.DRAFT
+
+    def _end(self, reason: str, truncated_by: str | None = None) -> Verb:
+        """Ends between rounds, with the text that is still held back."""
+        self._reason, self._truncated_by = reason, truncated_by
+        if text := self._held():
+            self._text.append(text)
+            yield Tokens((), text)
+        return State.DONE
+
+    def _without_source(self, error: Exception) -> Warned:
+        """Goes on plain; raises `error` where it took the sequence along."""
+        if self.sequence.info.failed:
+            raise error
+        self._source = None
+        return Warned(f"{self._mode} drafting failed and is off: {error}")
+
+    def _finished(self) -> Finished:
+        now = self._clock()
+        first = now if math.isnan(self._first_token) else self._first_token
+        decoded = max(len(self._tokens) - 1, 0)
+        stats = self._tally.stats(self._mode, first - self._began, now - first, decoded)
+        text, prompt = "".join(self._text), len(self._request.prompt)
+        return Finished(self._reason, text, tuple(self._tokens), prompt, stats, self._truncated_by)
+
+
+def _require_within(draft: Draft, rows: int, depth: int) -> None:
+    """A draft that asks for more than it may would take the whole step's rows along."""
+    if draft.size > rows or max(draft.depths, default=0) > depth:
+        raise ArgumentError(f"{draft.size} drafts to a depth of {max(draft.depths)}: {rows} to {depth} fit")

@@ -1,0 +1,127 @@
+"""The loop: drives any number of generations in turn, with one step of the engine for all of them.
+
+Its turns alternate: a chunk of the prompt of one generation that has still to read it, then one round of all
+the others, which is one draft step and one verify step. One generation is the case of one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from luce._native import Drafts, Engine, Rows
+from luce.errors import Cancelled
+from luce.generation import NOTHING_DONE, Chunk, Event, Generation, Share, Turn
+
+MAX_ROWS = 64  # LUCE_MAX_ROWS: of one step
+
+Happened = list[tuple[Generation, Event]]
+W = TypeVar("W", Chunk, Turn, Drafts, Rows)
+
+
+class Loop:
+    """Generations on sequences of one engine. `clock` gives seconds."""
+
+    def __init__(self, engine: Engine, clock: Callable[[], float] = time.perf_counter):
+        self._engine, self._clock = engine, clock
+        self._running: list[Generation] = []
+        self._cancelled = False
+        self._chunk_next = True
+        self._happened: Happened = []
+
+    @property
+    def running(self) -> int:
+        """Generations that have not ended."""
+        return len(self._running)
+
+    def add(self, generation: Generation) -> None:
+        """Runs a generation that was not started yet beside the others, and closes its sequence."""
+        self._cancelled = self._cancelled and bool(self._running)
+        self._running.append(generation)
+        self._note(generation, generation.start())
+
+    def cancel(self) -> None:
+        """Ends all that run, after the engine's present step at most. From any thread, and from a signal
+        handler."""
+        self._cancelled = True
+        self._engine.cancel()
+
+    def step(self) -> Happened:
+        """One turn; what happened in it and since the last one."""
+        self._end_cancelled()
+        reading = self._wanting(Chunk)
+        try:
+            if reading and (self._chunk_next or len(reading) == len(self._running)):
+                self._chunk_next = False
+                self._step(reading[:1], self._prefill)
+            else:
+                self._chunk_next = True
+                self._round()
+        except Cancelled:
+            pass  # nothing was done: the next turn ends those who asked, and asks again for the others
+        happened, self._happened = self._happened, []
+        return happened
+
+    def close(self) -> None:
+        """Ends what still runs without another event."""
+        for generation in self._running:
+            generation.sequence.close()
+        self._running = []
+
+    def _end_cancelled(self) -> None:
+        everything = self._cancelled
+        if everything:  # not reset else: a signal may come in between
+            self._cancelled = False
+        for generation in list(self._running):
+            if everything or generation.cancelled():
+                self._note(generation, generation.cancel())
+
+    def _prefill(self, of: Sequence[tuple[Generation, Chunk]]) -> list[int | None]:
+        return [one.sequence.prefill(chunk.tokens, chunk.last) for one, chunk in of]
+
+    def _round(self) -> None:
+        """Of all that have read their prompts; but one that was interrupted is finished first."""
+        if not self._wanting(Drafts) and not self._wanting(Rows):
+            turns = self._wanting(Turn)
+            for generation, _ in turns:
+                self._note(generation, generation.tell(Share(MAX_ROWS // len(turns), len(turns))))
+        self._step(self._wanting(Drafts), self._draft)
+        self._step(self._wanting(Rows), lambda of: self._engine.verify([rows for _, rows in of]))
+
+    def _draft(self, of: Sequence[tuple[Generation, Drafts]]) -> list[None]:
+        self._engine.draft([drafts for _, drafts in of])
+        return [None] * len(of)
+
+    def _wanting(self, kind: type[W]) -> list[tuple[Generation, W]]:
+        return [(one, one.want) for one in self._running if isinstance(one.want, kind)]
+
+    def _step(
+        self,
+        of: Sequence[tuple[Generation, W]],
+        call: Callable[[Sequence[tuple[Generation, W]]], Sequence[Any]],
+    ) -> None:
+        """One call for what several want. What one of them alone is to blame for ends that one alone."""
+        if not of:
+            return
+        began = self._clock()
+        try:
+            results = call(of)
+        except Cancelled:
+            raise
+        except Exception as error:
+            if isinstance(error, NOTHING_DONE) and len(of) > 1:
+                for one in of:
+                    self._step([one], call)
+                return
+            results = [error] * len(of)
+        seconds = self._clock() - began
+        for (generation, _), result in zip(of, results, strict=True):
+            failed = isinstance(result, Exception)
+            self._note(generation, generation.fail(result) if failed else generation.tell(result, seconds))
+
+    def _note(self, generation: Generation, events: list[Event]) -> None:
+        self._happened += [(generation, event) for event in events]
+        if generation.want is None:
+            self._running.remove(generation)
+            generation.sequence.close()

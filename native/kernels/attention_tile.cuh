@@ -1,0 +1,133 @@
+// Tiles in shared memory and the tensor cores' instructions on them (sm_80 and later): rows of F16 in 16-byte words,
+// whose order is changed by the row so that eight rows of one column lie in different banks.
+#pragma once
+
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+namespace luce {
+namespace {
+
+// Byte offset of word `word` of row `row`, of rows of BYTES bytes.
+template <int BYTES> __device__ int swizzle(int row, int word) {
+    static_assert(BYTES >= 64 && (BYTES == 64 || BYTES % 128 == 0), "rows of 32 values, or of 64 and more");
+    return row * BYTES + 16 * (BYTES == 64 ? word ^ (row >> 1 & 3) : word ^ (row & 7));
+}
+
+// From the address of word w of a row to that of word w + x, where w and x have no bit in common.
+__device__ uint32_t at_word(uint32_t address, int x) {
+    return (address ^ x % 8 * 16) + x / 8 * 128;
+}
+
+__device__ uint32_t shared_address(const void *p) {
+    return uint32_t(__cvta_generic_to_shared(p));
+}
+
+// BYTES from global memory, or zeros, on their way until a barrier says so.
+template <int BYTES> __device__ void copy_async(uint32_t to, const void *from, bool valid) {
+    const int n = valid ? BYTES : 0;
+    if (BYTES == 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(n));
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES),
+                     "r"(n));
+    }
+}
+// ---- barriers in shared memory ----
+// A phase ends when `count` threads have arrived; who waits names the phase by its parity.
+
+__device__ void init_barrier(uint32_t at, int count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
+}
+__device__ void arrive(uint32_t at) {
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(at) : "memory");
+}
+// This thread arrives when its copies so far have arrived.
+__device__ void arrive_after_copies(uint32_t at) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(at) : "memory");
+}
+__device__ bool phase_ended(uint32_t at, uint32_t parity) {
+    uint32_t done;
+#if __CUDA_ARCH__ >= 900 // sleeps for a while where it has to wait
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+#else
+    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+#endif
+                 : "=r"(done)
+                 : "r"(at), "r"(parity)
+                 : "memory");
+    return done != 0;
+}
+__device__ void wait_barrier(uint32_t at, uint32_t parity) {
+    while (!phase_ended(at, parity)) {
+    }
+}
+// The same where there is time: a warp that polls takes the shared memory from those that compute.
+__device__ void wait_patiently(uint32_t at, uint32_t parity) {
+    if (threadIdx.x % 32 == 0) {
+        while (!phase_ended(at, parity)) {
+            __nanosleep(64);
+        }
+    }
+    __syncwarp();
+}
+
+// Among the first THREADS threads of the block.
+template <int THREADS> __device__ void barrier() {
+    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+}
+template <int THREADS> __device__ bool barrier_and(bool value) {
+    uint32_t all;
+    asm volatile(
+        "{ .reg .pred p, q; setp.ne.u32 p, %1, 0; bar.red.and.pred q, 1, %2, p; selp.u32 %0, 1, 0, q; }"
+        : "=r"(all)
+        : "r"(uint32_t(value)), "n"(THREADS)
+        : "memory");
+    return all != 0;
+}
+
+// ---- the tensor cores ----
+
+__device__ void load_matrices(uint32_t (&m)[4], uint32_t at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(at)
+                 : "memory");
+}
+__device__ void load_transposed(uint32_t (&m)[4], uint32_t at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(at)
+                 : "memory");
+}
+
+// c += a (16 x 16) * b (16 x 8). Thread `lane` holds of c: rows lane / 4 (c[0], c[1]) and lane / 4 + 8 (c[2], c[3]),
+// columns lane % 4 * 2 and the next.
+__device__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// x, of which the compiler knows nothing: what is rarely needed is then computed where it is needed, instead of ahead
+// of a loop that has no registers to keep it.
+__device__ int here(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+__device__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ uint32_t pack_halves(float x, float y) {
+    const __half2 h = __floats2half2_rn(x, y);
+    return *reinterpret_cast<const uint32_t *>(&h);
+}
+
+} // namespace
+} // namespace luce

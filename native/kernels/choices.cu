@@ -1,0 +1,48 @@
+// Choices that stay on the device: a step keeps its rows' tokens, a later step starts from them.
+#include "kernels.h"
+
+#include <cuda_runtime.h>
+
+namespace luce {
+namespace {
+
+__global__ void keep_kernel(KeepArgs a) { // a thread a row
+    const int t = threadIdx.x;
+    const int32_t at = a.ctl->rows[t].keep;
+    if (at >= 0) {
+        const int32_t *choice = a.choice + int64_t(t) * ARGMAX_WIDTH;
+        a.drafts[2 * int64_t(at)] = choice[0];
+        a.drafts[2 * int64_t(at) + 1] = choice[1];
+    }
+}
+
+__global__ void row_tokens_kernel(TokensArgs a) { // a thread a row
+    const int t = blockIdx.x * blockDim.x + threadIdx.x;
+    if (t < a.T) {
+        const int32_t given = a.tokens[t], token = given >= 0 ? given : a.drafts[2 * int64_t(-1 - given)];
+        a.out[t] = token < 0 || token >= a.n_vocab ? 0 : token;
+    }
+}
+
+} // namespace
+
+int cuda::keep(const KeepArgs &args, void *stream) {
+    if (args.T < 0 || args.T > MAX_ROWS) {
+        return int(cudaErrorInvalidValue);
+    }
+    if (args.T > 0) {
+        keep_kernel<<<1, unsigned(args.T), 0, static_cast<cudaStream_t>(stream)>>>(args);
+    }
+    return int(cudaGetLastError());
+}
+
+int cuda::row_tokens(const TokensArgs &args, void *stream) {
+    constexpr int THREADS = 64;
+    if (args.T > 0) {
+        const unsigned blocks = unsigned((args.T + THREADS - 1) / THREADS);
+        row_tokens_kernel<<<blocks, THREADS, 0, static_cast<cudaStream_t>(stream)>>>(args);
+    }
+    return int(cudaGetLastError());
+}
+
+} // namespace luce

@@ -1,0 +1,78 @@
+// What a block of the gated delta rule works on: its arguments, its items and its shared memory.
+#pragma once
+
+#include "deltanet_part.cuh"
+#include "kernels.h"
+
+namespace luce {
+namespace {
+
+constexpr int TILE = 4;
+constexpr int STAGES = 3;
+constexpr int SAVES = 3; // states in shared memory: with 4 an SM holds two blocks, not three
+constexpr int STRIDE = 5; // depths from one saved state to the next
+constexpr int TREE_ROWS = 4; // up to here a replay from the committed state is short enough
+
+// What a kernel takes: the arguments and, since DeltaShape's layout is for the host, where things are in a
+// slot's log.
+struct Params : DeltaArgs {
+    int64_t C; // channels of a row of x
+    int n_saves;
+    int64_t state_size, log_size, delta, key[2], decay[2]; // the last two by bank
+    int64_t delta_row, key_row, decay_row; // from one row to the next
+
+    explicit Params(const DeltaArgs &args) : DeltaArgs(args), C(shape.conv_dim()) {
+        n_saves = shape.mode == DELTA_APPEND || shape.T <= TREE_ROWS ? 0 : SAVES;
+        state_size = int64_t(shape.Hv) * shape.S * shape.S;
+        log_size = shape.log_size();
+        delta = shape.log_delta(0);
+        delta_row = shape.log_delta(1) - shape.log_delta(0);
+        for (int bank = 0; bank < 2; bank++) {
+            key[bank] = shape.log_key(bank, 0);
+            decay[bank] = shape.log_decay(bank, 0);
+        }
+        key_row = shape.log_key(0, 1) - shape.log_key(0, 0);
+        decay_row = shape.log_decay(0, 1) - shape.log_decay(0, 0);
+    }
+};
+
+// Columns at * W .. of the step's sequence `seq`: at counts column blocks, then v heads.
+struct Item {
+    int seq, at;
+
+    __device__ void skip(int n, int n_of_seq) {
+        for (at += n; at >= n_of_seq; at -= n_of_seq) { // no division: the first item must be known at once
+            seq++;
+        }
+    }
+};
+
+template <int S> struct Tile {
+    alignas(16) float q[TILE][S];
+    float k[TILE][S];
+    float v[TILE][Layout<S>::W]; // of a pending row: its delta
+    float decay[TILE]; // of a pending row
+};
+
+// What the control block says of an item's sequence.
+struct Control {
+    SeqCtl seq;
+    int32_t n_seqs;
+};
+
+template <int S, bool APPEND> struct Shared {
+    static_assert(Layout<S>::THREADS >= MAX_ROWS, "a verify has a thread for each row");
+    Tile<S> tile[STAGES];
+    alignas(16) float delta[APPEND ? 1 : MAX_ROWS][Layout<S>::W];
+    float decay[APPEND ? Layout<S>::THREADS : MAX_ROWS]; // exp(g) of row t at t % THREADS
+    float beta[APPEND ? Layout<S>::THREADS : MAX_ROWS];
+    Control ctl;
+    // Of the sequence's rows:
+    int8_t parent[MAX_ROWS]; // counted from the sequence's first row too
+    uint8_t inner[MAX_ROWS]; // 1 if the row has children
+    uint8_t depth[MAX_ROWS];
+    uint8_t up[MAX_ROWS][MAX_ROWS]; // up[t][i]: the i-th ancestor of row t, itself at 0
+};
+
+} // namespace
+} // namespace luce

@@ -1,0 +1,239 @@
+// One launch of rowmm: what its blocks are to do (rowmm_plan.h), and which kernel does it (rowmm_kernel.cuh).
+#include "rowmm_plan.h"
+#include "rowmm_ptx.cuh"
+#include "rowmm_wgmma.cuh"
+
+#include <algorithm>
+
+namespace luce {
+namespace {
+
+struct Device {
+    int multiprocessors = 0;
+    int shared_sm = 0, shared_block = 0,
+        shared_reserved = 0; // bytes: of one, of a block at most, lost for each block
+
+    cudaError_t read() {
+        int device = 0;
+        cudaError_t error = cudaGetDevice(&device);
+        const auto get = [&](int &value, cudaDeviceAttr what) {
+            if (error == cudaSuccess) {
+                error = cudaDeviceGetAttribute(&value, what, device);
+            }
+        };
+        get(multiprocessors, cudaDevAttrMultiProcessorCount);
+        get(shared_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+        get(shared_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+        get(shared_reserved, cudaDevAttrReservedSharedMemoryPerBlock);
+        return error;
+    }
+    int ranges() const { return std::min(BLOCKS_PER_SM * multiprocessors, ROWMM_MAX_RANGES); }
+};
+
+bool aligned(const void *p) {
+    return reinterpret_cast<uintptr_t>(p) % 16 == 0;
+}
+
+bool valid(const RowmmArgs &a) {
+    if (a.T < 0 || a.T > ROWMM_MAX_ROWS || a.n_weights < 1 || a.n_weights > ROWMM_MAX_WEIGHTS ||
+        !aligned(a.x) || !aligned(a.scratch)) {
+        return false;
+    }
+    int64_t units = 0;
+    for (int i = 0; i < a.n_weights; i++) {
+        const RowmmWeights &w = a.weights[i];
+        if (rowmm_packed_bytes(w.type, a.K, w.N) == 0 || w.N > INT32_MAX - TILE || !aligned(w.packed)) {
+            return false;
+        }
+        units += tiles_of(w.N) * chunks_of(a.K) * units_of_chunk(w.type);
+    }
+    return units <= INT32_MAX;
+}
+
+// Units of one size in a row: of the whole tiles of a matrix, or of its last one.
+struct Span {
+    int units;
+    int64_t cost;
+};
+
+// Where each range begins: the units' bytes, and a little for each, are divided evenly.
+void cut(RowmmParams &p, const Span *spans, int n_spans) {
+    int64_t total = 0;
+    for (int i = 0; i < n_spans; i++) {
+        total += spans[i].units * spans[i].cost;
+    }
+    int64_t before = 0; // cost and units ahead of span i
+    int units = 0, i = 0;
+    for (int r = 0; r < p.ranges; r++) {
+        const int64_t target = total * r / p.ranges;
+        while (i + 1 < n_spans && before + spans[i].units * spans[i].cost <= target) {
+            before += spans[i].units * spans[i].cost;
+            units += spans[i++].units;
+        }
+        p.first[r] = units + int((target - before + spans[i].cost / 2) / spans[i].cost);
+    }
+    for (; i < n_spans; i++) {
+        units += spans[i].units;
+    }
+    p.first[p.ranges] = units;
+    for (int r = 1; r < p.ranges; r++) { // none is empty
+        p.first[r] = std::min(std::max(p.first[r], p.first[r - 1] + 1), units - (p.ranges - r));
+    }
+}
+
+void plan(RowmmParams &p, const RowmmArgs &a, const Device &device) {
+    constexpr int64_t UNIT_COST = 2048; // in bytes: barriers and activations
+    Span spans[2 * ROWMM_MAX_WEIGHTS];
+    int n_spans = 0, units = 0;
+    p.n_segments = a.n_weights;
+    for (int i = 0; i < a.n_weights; i++) {
+        const RowmmWeights &w = a.weights[i];
+        RowmmSegment &s = p.segments[i];
+        s.packed = static_cast<const uint8_t *>(w.packed);
+        s.output_scale = nullptr;
+        if (has_output_scale(w.type)) {
+            s.output_scale =
+                reinterpret_cast<const float *>(s.packed + output_scale_offset(w.type, a.K, w.N));
+        }
+        s.out = w.out;
+        s.out_row = w.out_row;
+        s.residual = w.residual;
+        s.residual_row = w.residual_row;
+        s.N = int32_t(w.N);
+        s.type = w.type;
+        s.units_k = int32_t(chunks_of(a.K) * units_of_chunk(w.type));
+        s.n_units = int32_t(tiles_of(w.N) * s.units_k);
+        s.whole_units = int32_t(fragments_of(w.N) / FRAGMENTS * s.units_k);
+        s.last_fragments = int32_t(fragments_of(w.N) % FRAGMENTS);
+        s.fragment_bytes = fragment_bytes(w.type);
+        s.vectors = w.N % 4 == 0 && w.out_row % 4 == 0 && aligned(w.out) && w.residual_row % 4 == 0 &&
+                    aligned(w.residual);
+        s.first_unit = units;
+        units += s.n_units;
+        if (s.whole_units > 0) {
+            spans[n_spans++] = {s.whole_units, int64_t(FRAGMENTS) * s.fragment_bytes + UNIT_COST};
+        }
+        if (s.n_units > s.whole_units) {
+            spans[n_spans++] = {s.n_units - s.whole_units,
+                                int64_t(s.last_fragments) * s.fragment_bytes + UNIT_COST};
+        }
+        p.slot_bytes = std::max(p.slot_bytes, FRAGMENTS * s.fragment_bytes);
+    }
+    p.ranges = std::min(device.ranges(), units);
+    cut(p, spans, n_spans);
+}
+
+// Where the blocks of the next launch begin to read.
+void plan_next(RowmmParams &p, const RowmmArgs &next, const Device &device) {
+    RowmmParams q = {};
+    plan(q, next, device);
+    p.next_ranges = q.ranges;
+    for (int i = 0; i < q.n_segments; i++) {
+        const RowmmWeights &w = next.weights[i];
+        p.next[i] = q.segments[i].packed;
+        p.next_end[i] = q.segments[i].packed + rowmm_packed_bytes(w.type, next.K, w.N);
+    }
+    for (int r = 0, i = 0; r < q.ranges; r++) {
+        while (i + 1 < q.n_segments && q.segments[i + 1].first_unit <= q.first[r]) {
+            i++;
+        }
+        const RowmmSegment &s = q.segments[i];
+        const int64_t unit = q.first[r] - s.first_unit, wide = std::min<int64_t>(unit, s.whole_units);
+        const int64_t bytes = (wide * FRAGMENTS + (unit - wide) * s.last_fragments) * s.fragment_bytes;
+        p.next_first[r] = uint32_t(i) << NEXT_MATRIX_SHIFT | uint32_t(bytes / NEXT_UNIT);
+    }
+}
+
+// As many slots of weights as leave room for the blocks of a multiprocessor, at least two. Of 32 wide rows two
+// launches fit, so that the next one can begin to read.
+cudaError_t launch(RowmmParams &p, bool wide, const Device &device, cudaStream_t stream, bool overlap) {
+    const RowmmKernel k = p.columns <= 8    ? rowmm_kernel_8()
+                          : p.columns <= 16 ? rowmm_kernel_16()
+                          : !wide           ? rowmm_kernel_32()
+                          : p.columns <= 32 ? rowmm_kernel_32_wide()
+                                            : rowmm_kernel_64_wide();
+    constexpr int STATIC = 256; // what the kernel has besides, at most
+    const int share = device.shared_sm / (p.columns <= 32 ? 2 : 1) - device.shared_reserved - STATIC;
+    p.slots = std::min((share - k.row_bytes) / p.slot_bytes, ROWMM_MAX_SLOTS);
+    if (p.slots < 2) {
+        p.slots = std::min((device.shared_block - STATIC - k.row_bytes) / p.slot_bytes, 2);
+    }
+    if (p.slots < 1) {
+        return cudaErrorInvalidConfiguration;
+    }
+    const int bytes = k.row_bytes + p.slots * p.slot_bytes;
+    // on each call, since it holds for the current device only
+    const cudaError_t error =
+        cudaFuncSetAttribute(k.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (error != cudaSuccess) {
+        return error;
+    }
+    const int ranges = BLOCKS_PER_SM / k.blocks; // of a block
+    return launch_kernel(k.kernel, dim3((p.ranges + ranges - 1) / ranges), k.threads, bytes, stream, overlap,
+                         p);
+}
+
+// Its attributes say what it was compiled for.
+__global__ void __launch_bounds__(ROWMM_WGMMA ? 64 : 32) has_wgmma_kernel() {}
+
+} // namespace
+
+bool rowmm_has_wgmma() {
+    cudaFuncAttributes attributes = {};
+    return cudaFuncGetAttributes(&attributes, has_wgmma_kernel) == cudaSuccess &&
+           attributes.maxThreadsPerBlock == 64;
+}
+
+int64_t cuda::rowmm_counter_bytes() {
+    return ROWMM_MAX_RANGES * int64_t(sizeof(uint32_t));
+}
+
+int64_t cuda::rowmm_scratch_bytes() {
+    Device device;
+    if (device.read() != cudaSuccess) {
+        return 0;
+    }
+    return rowmm_counter_bytes() +
+           int64_t(device.ranges()) * 2 * ROWMM_MAX_ROWS * TILE * int64_t(sizeof(float));
+}
+
+int cuda::rowmm(const RowmmArgs &args, void *stream) {
+    Device device;
+    if (!valid(args) || (args.next != nullptr && !valid(*args.next))) {
+        return int(cudaErrorInvalidValue);
+    }
+    if (args.T == 0) {
+        return 0;
+    }
+    const cudaError_t error = device.read();
+    if (error != cudaSuccess) {
+        return int(error);
+    }
+    RowmmParams p = {};
+    plan(p, args, device);
+    p.counters = static_cast<uint32_t *>(args.scratch);
+    p.partial = reinterpret_cast<float *>(static_cast<uint8_t *>(args.scratch) + rowmm_counter_bytes());
+    const RowsLayout layout(args.T, rowmm_has_wgmma());
+    p.columns = layout.columns;
+    for (int row = 0; row < args.T; row += layout.set) {
+        if (args.next != nullptr && row + layout.set >= args.T) {
+            plan_next(p, *args.next, device);
+        }
+        p.rows = std::min(args.T - row, layout.set);
+        p.x = static_cast<const uint8_t *>(args.x) +
+              row / layout.set * chunks_of(args.K) * chunk_bytes(p.columns);
+        const cudaError_t launched =
+            launch(p, layout.wide, device, static_cast<cudaStream_t>(stream), args.overlap != 0);
+        if (launched != cudaSuccess) {
+            return int(launched);
+        }
+        for (int i = 0; i < p.n_segments; i++) {
+            RowmmSegment &s = p.segments[i];
+            s.out += layout.set * s.out_row;
+            s.residual += s.residual == nullptr ? 0 : layout.set * s.residual_row;
+        }
+    }
+    return 0;
+}
+
+} // namespace luce

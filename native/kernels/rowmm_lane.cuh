@@ -1,0 +1,301 @@
+// A fragment's weights as F16 operands of the tensor core: Lane<TYPE> is what a lane has of one fragment of one unit.
+//
+// The sum over a unit is out[row] += D * (sum of pair() * x) - M * (sum of minimum() * sums of x): D and M are F32, of
+// each of the lane's two outputs, pair() is F16. An F16 whose bits are an integer k < 2048 is exactly k * 2^-24, so
+// products of quants and integer scales are made as bits, by an integer multiply or by an exact half2 multiply,
+// whichever needs no shift of the field (the two run on different pipes).
+#pragma once
+
+#include "rowmm_fields.cuh"
+
+#include <cuda_fp16.h>
+
+namespace luce {
+
+// ---- half2 as words ----
+
+__device__ __forceinline__ uint32_t word_of(__half2 h) {
+    return *reinterpret_cast<uint32_t *>(&h);
+}
+__device__ __forceinline__ __half2 halves(uint32_t w) {
+    return *reinterpret_cast<__half2 *>(&w);
+}
+__device__ __forceinline__ __half2 twice(float x) {
+    return __float2half2_rn(x);
+}
+// The low or the high half, in both halves.
+__device__ __forceinline__ __half2 spread(__half2 x, int r) {
+    return r == 0 ? __low2half2(x) : __high2half2(x);
+}
+__device__ __forceinline__ uint32_t times(uint32_t a, __half2 b) {
+    return word_of(__hmul2(halves(a), b));
+}
+constexpr uint32_t F16_1024 = 0x64006400u; // F16 1024 + k has the bits of 1024 plus k
+
+// Integers 0 .. 1023 in both halves, to F16, less `bias`: exact.
+__device__ __forceinline__ __half2 to_half2(uint32_t x, float bias = 0) {
+    return __hadd2(halves(x | F16_1024), twice(-1024.0f - bias));
+}
+__device__ __forceinline__ float half_bits(uint32_t low16) {
+    return __half2float(__ushort_as_half(uint16_t(low16)));
+}
+
+template <typename T> __device__ __forceinline__ T word_at(const uint8_t *p) {
+    return *reinterpret_cast<const T *>(p);
+}
+
+// Whose unit needs a factor D in F32, and whose minimums are products with the sums of x.
+constexpr ROWMM_BOTH bool has_super(int type) {
+    return type == TYPE_Q2_K || type == TYPE_Q3_K || type == TYPE_Q4_K || type == TYPE_Q5_K ||
+           type == TYPE_Q6_K || type == TYPE_IQ4_XS;
+}
+constexpr ROWMM_BOTH bool has_minimum(int type) {
+    return type == TYPE_Q4_K || type == TYPE_Q5_K;
+}
+
+// ---- Q4_K, Q5_K: d * sc * q - dmin * mn, sc and mn of 6 bits for each 32 ----
+
+template <int TYPE> struct Lane {
+    static_assert(TYPE == TYPE_Q4_K || TYPE == TYPE_Q5_K);
+    static constexpr int BITS = bits_of(TYPE);
+    static constexpr float UNIT = 16777216.0f; // 2^24
+
+    uint32_t u, v, super, super_min; // packed scales, of g in the low and of g + 8 in the high half or byte
+    uint32_t sc[2]; // of the half in hand, [r]
+    __half2 sc_field[2]; // the same over the second field's place value
+
+    __device__ void load(const uint8_t *fragment, int lane) {
+        const uint8_t *p = fragment + scales_at(TYPE);
+        u = word_at<uint32_t>(p + lane * 4);
+        v = word_at<uint16_t>(p + 128 + lane * 2);
+        const uint2 d = word_at<uint2>(fragment + super_at(TYPE) + lane / 4 * 8);
+        super = d.x;
+        super_min = d.y;
+    }
+    __device__ void half(int h) {
+        const uint32_t both = (h == 0 ? u : u >> 6) & 0x003f003fu;
+        sc[0] = both & 0xffffu;
+        sc[1] = both >> 16;
+        constexpr float PLACE = 1.0f / (1 << BITS);
+        const __half2 s = __hfma2(halves(both | F16_1024), twice(PLACE), twice(-1024.0f * PLACE)); // exact
+        sc_field[0] = spread(s, 0);
+        sc_field[1] = spread(s, 1);
+    }
+    // Pair p of output r in the half in hand, times 2^-24.
+    __device__ uint32_t pair(const Fields<BITS> &f, int p, int r) const {
+        constexpr uint32_t MASK = Fields<BITS>::MASK;
+        if (p >= Fields<BITS>::WHOLE) { // gathered at the second field's place
+            uint32_t x = 0;
+#pragma unroll
+            for (int i = 0; i < BITS; i++) {
+                x |= f.w[i] >> (15 - BITS - i) & 0x00010001u << (BITS + i);
+            }
+            return times(x, sc_field[r]);
+        }
+        const int field = p % Fields<BITS>::PER;
+        const uint32_t w = f.w[Fields<BITS>::word(p)];
+        if (field == 1) {
+            return times(w & MASK << BITS, sc_field[r]);
+        }
+        if (field == 3) {
+            return times(w >> 2 * BITS & MASK << BITS, sc_field[r]);
+        }
+        return ((field == 0 ? w : w >> 2 * BITS) & MASK) * sc[r];
+    }
+    // Minimums of blocks 2 t and 2 t + 1 of output r, times 2^-24.
+    __device__ uint32_t minimum(int r) const {
+        const uint32_t a = u >> 16 * r, b = v >> 8 * r;
+        return (b & 63) | ((a >> 12 & 15) | (b >> 2 & 0x30)) << 16;
+    }
+    __device__ float factor(int r) const { return half_bits(super >> 16 * r & 0xffff) * UNIT; }
+    __device__ float minimum_factor(int r) const { return half_bits(super_min >> 16 * r & 0xffff) * UNIT; }
+};
+
+// ---- Q6_K and Q3_K: d * sc * (q - bias), sc for each 16 ----
+
+// A product is at most 4096 and an F16 as large as that is even, so few are rounded, and those to 11 bits.
+template <int TYPE> struct LaneBy16 {
+    static constexpr int BITS = bits_of(TYPE);
+    static constexpr bool SIX = TYPE == TYPE_Q6_K;
+    static constexpr float PLACE = 4096.0f; // one over what pair() is multiplied by
+    // Of Q6_K fields are taken at bit 4, where q is q * 2^-20, times sc * 2^8; of Q3_K at bit 0 as q * 2^-24, times
+    // sc * 2^10: with sc of at most 32 and the fields up to bit 6 that fits as well.
+    static constexpr float UP = SIX ? 256.0f : 1024.0f;
+
+    uint32_t packed[2]; // four scales, [r]
+    uint32_t super;
+    __half2 sc[2][2], bias[2][2]; // of the half in hand, [r][16 of the 32]
+
+    __device__ void load(const uint8_t *fragment, int lane) {
+        const uint8_t *p = fragment + scales_at(TYPE);
+        if (SIX) {
+            const uint2 x = word_at<uint2>(p + lane * 8);
+            packed[0] = x.x ^ 0x80808080u; // sc + 128
+            packed[1] = x.y ^ 0x80808080u;
+        } else { // six bits each: 24 of g, 24 of g + 8
+            const uint32_t x = word_at<uint32_t>(p + lane * 4), y = word_at<uint16_t>(p + 128 + lane * 2);
+            packed[0] = six_bits(x);
+            packed[1] = six_bits(x >> 24 | y << 8);
+        }
+        super = word_at<uint32_t>(fragment + super_at(TYPE) + lane / 4 * 4);
+    }
+    static __device__ uint32_t six_bits(uint32_t x) { // to bytes
+        return (x & 0x3f) | (x & 0xfc0) << 2 | (x & 0x3f000) << 4 | (x & 0xfc0000) << 6;
+    }
+    __device__ void half(int h) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int byte = 2 * h + i; // of g in the low half, of g + 8 in the high
+            const uint32_t both = __byte_perm(packed[0], packed[1], byte | (4 + byte) << 8) & 0x00ff00ffu;
+            const __half2 s = __hmul2(to_half2(both, SIX ? 128.0f : 32.0f), twice(UP)); // exact
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                sc[r][i] = spread(s, r);
+                bias[r][i] = __hmul2(sc[r][i], twice(SIX ? -32.0f / 1048576 : -4.0f / 16777216));
+            }
+        }
+    }
+    __device__ uint32_t pair(const Fields<BITS> &f, int p, int r) const {
+        const int i = p / 8;
+        if constexpr (SIX) {
+            uint32_t x;
+            if (p < Fields<6>::WHOLE) {
+                x = (p % 2 == 0 ? f.w[p / 2] : f.w[p / 2] >> 6) & 0x03f003f0u;
+            } else {
+                const int a = Fields<6>::spread(p), b = p < 14 ? 1 : 4;
+                x = (f.w[a] << 4 & 0x00f000f0u) | (f.w[b] << (p % 2 == 0 ? 8 : 6) & 0x03000300u);
+            }
+            return word_of(__hfma2(halves(x), sc[r][i], bias[r][i]));
+        }
+        return word_of(__hfma2(halves(f.get(p)), sc[r][i], bias[r][i]));
+    }
+    __device__ float factor(int r) const {
+        return half_bits(super >> 16 * r & 0xffff) * (SIX ? PLACE : 16777216.0f / UP);
+    }
+};
+template <> struct Lane<TYPE_Q6_K> : LaneBy16<TYPE_Q6_K> {};
+template <> struct Lane<TYPE_Q3_K> : LaneBy16<TYPE_Q3_K> {};
+
+// ---- Q2_K: d * sc * q - dmin * mn, sc and mn of 4 bits for each 16 ----
+
+// Here d and dmin are made F16 factors of about one by d's power of two, then a weight is rounded once or twice to
+// F16: there are twice as many minimums as the sums of x would serve.
+template <> struct Lane<TYPE_Q2_K> {
+    uint32_t packed[2]; // four bytes sc | mn << 4, [r]
+    float d[2], d_min[2];
+    uint32_t power[2]; // the exponent's bits
+    __half2 sc[2][2], mn[2][2];
+
+    __device__ void load(const uint8_t *fragment, int lane) {
+        const uint2 x = word_at<uint2>(fragment + scales_at(TYPE_Q2_K) + lane * 8);
+        const uint2 s = word_at<uint2>(fragment + super_at(TYPE_Q2_K) + lane / 4 * 8);
+        packed[0] = x.x;
+        packed[1] = x.y;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            d[r] = half_bits(s.x >> 16 * r & 0xffff);
+            d_min[r] = half_bits(s.y >> 16 * r & 0xffff);
+            const uint32_t exponent = __float_as_uint(fmaxf(fabsf(d[r]), fabsf(d_min[r]))) >> 23;
+            power[r] = max(exponent, 64u);
+        }
+    }
+    __device__ void half(int h) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const float down = __uint_as_float((254 - power[r]) << 23);
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const uint32_t x = packed[r] >> 8 * (2 * h + i);
+                sc[r][i] = twice(d[r] * down * float(x & 15));
+                mn[r][i] = twice(-(d_min[r] * down * float(x >> 4 & 15)));
+            }
+        }
+    }
+    __device__ uint32_t pair(const Fields<2> &f, int p, int r) const {
+        return word_of(__hfma2(to_half2(f.get(p)), sc[r][p / 8], mn[r][p / 8]));
+    }
+    __device__ float factor(int r) const { return __uint_as_float(power[r] << 23); }
+};
+
+// ---- IQ4_XS: d * (sc - 32) * table[q], sc of 6 bits for each 32 ----
+
+// Bytes k and k + 1 (k = 0 or 2) of table values plus 128, as F16 without the 128.
+__device__ __forceinline__ __half2 signed_bytes(uint32_t bytes, int k) {
+    return __hadd2(halves(__byte_perm(bytes, F16_1024, k == 0 ? 0x5150 : 0x5352)), twice(-1152.0f));
+}
+
+template <> struct Lane<TYPE_IQ4_XS> {
+    uint32_t u, super;
+    __half2 sc[2];
+
+    __device__ void load(const uint8_t *fragment,
+                         int lane) { // 6 bits: blocks 2 t, 2 t + 1 of g, the same of g + 8
+        const uint8_t *p = fragment + scales_at(TYPE_IQ4_XS);
+        u = word_at<uint16_t>(p + lane * 2) | uint32_t(p[64 + lane]) << 16;
+        super = word_at<uint32_t>(fragment + super_at(TYPE_IQ4_XS) + lane / 4 * 4);
+    }
+    __device__ void half(int h) {
+        const uint32_t x = u >> 6 * h;
+        const __half2 s = __hmul2(to_half2((x & 63) | (x << 4 & 0x3f0000), 32.0f), twice(1.0f / 16));
+        sc[0] = spread(s, 0);
+        sc[1] = spread(s, 1);
+    }
+    __device__ uint32_t pair(const Fields<4> &f, int p, int r) const {
+        const uint32_t bytes = iq4_values(f.w[p / 4] >> (p % 4 < 2 ? 0 : 16));
+        return word_of(__hmul2(signed_bytes(bytes, p % 2 * 2), sc[r]));
+    }
+    __device__ float factor(int r) const { return half_bits(super >> 16 * r & 0xffff) * 16.0f; }
+};
+
+// ---- types with an F16 d (and m) for each 32 ----
+
+template <int TYPE> struct LaneBy32 {
+    static constexpr int BITS = bits_of(TYPE);
+    static constexpr bool HAS_M = TYPE == TYPE_Q4_1 || TYPE == TYPE_Q5_1;
+
+    uint32_t packed[HAS_M ? 4 : 2]; // d of block 2 t, of 2 t + 1 (g low, g + 8 high), then m likewise
+    __half2 d[2], m[2];
+
+    __device__ void load(const uint8_t *fragment, int lane) {
+        const uint8_t *p = fragment + scales_at(TYPE);
+        const uint2 x = word_at<uint2>(p + lane * 8);
+        packed[0] = x.x;
+        packed[1] = x.y;
+        if constexpr (HAS_M) {
+            const uint2 y = word_at<uint2>(p + 256 + lane * 8);
+            packed[2] = y.x;
+            packed[3] = y.y;
+        }
+    }
+    __device__ void half(int h) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            d[r] = spread(halves(h == 0 ? packed[0] : packed[1]), r);
+            if constexpr (HAS_M) {
+                m[r] = spread(halves(h == 0 ? packed[2] : packed[3]), r);
+            }
+        }
+    }
+    __device__ uint32_t pair(const Fields<BITS> &f, int p, int r) const {
+        if constexpr (TYPE == TYPE_IQ4_NL) {
+            const uint32_t bytes = iq4_values(f.w[p / 4] >> (p % 4 < 2 ? 0 : 16));
+            return word_of(__hmul2(signed_bytes(bytes, p % 2 * 2), d[r]));
+        } else if constexpr (TYPE == TYPE_Q8_0) { // q + 128, in bytes 0 and 2 or 1 and 3
+            const uint32_t x = __byte_perm(f.w[p / 2], F16_1024, p % 2 == 0 ? 0x5250 : 0x5351);
+            return word_of(__hmul2(__hadd2(halves(x), twice(-1152.0f)), d[r]));
+        } else if constexpr (HAS_M) {
+            return word_of(__hfma2(to_half2(f.get(p)), d[r], m[r]));
+        } else {
+            return word_of(__hmul2(to_half2(f.get(p), TYPE == TYPE_Q4_0 ? 8.0f : 16.0f), d[r]));
+        }
+    }
+    __device__ float factor(int) const { return 1.0f; }
+};
+template <> struct Lane<TYPE_Q8_0> : LaneBy32<TYPE_Q8_0> {};
+template <> struct Lane<TYPE_Q4_0> : LaneBy32<TYPE_Q4_0> {};
+template <> struct Lane<TYPE_Q4_1> : LaneBy32<TYPE_Q4_1> {};
+template <> struct Lane<TYPE_Q5_0> : LaneBy32<TYPE_Q5_0> {};
+template <> struct Lane<TYPE_Q5_1> : LaneBy32<TYPE_Q5_1> {};
+template <> struct Lane<TYPE_IQ4_NL> : LaneBy32<TYPE_IQ4_NL> {};
+
+} // namespace luce

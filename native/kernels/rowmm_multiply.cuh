@@ -1,0 +1,200 @@
+// What the tensor core does with one unit of weights and its stage of activations. mma.sync has the activations in
+// registers, wgmma in shared memory; the products and the order of their sums are the same.
+#pragma once
+
+#include "rowmm_lane.cuh"
+#include "rowmm_rings.cuh"
+#include "rowmm_wgmma.cuh"
+
+namespace luce {
+
+// Two steps' activations of rows 8 n .. 8 n + 7; a lane whose row is not there has zeros.
+template <int NT>
+__device__ __forceinline__ uint4 read_rows(const uint8_t *stage, int group, int n, int C, int lane) {
+    if (NT == 1 && lane / 4 >= C) {
+        return {0, 0, 0, 0};
+    }
+    return reinterpret_cast<const uint4 *>(stage)[(group * C + n * 8) * 4 + lane];
+}
+
+// ---- mma.sync ----
+
+// Half h of a unit of quants: 8 steps, two at a time.
+template <int TYPE, int NT>
+__device__ __forceinline__ void multiply_half(Sums<NT> &c, const Lane<TYPE> &weights,
+                                              const Fields<bits_of(TYPE)> (&f)[2], const uint8_t *stage,
+                                              int h, int C, int lane) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        uint32_t a[8];
+#pragma unroll
+        for (int e = 0; e < 8; e++) {
+            a[e] = weights.pair(f[e % 2], 4 * j + e / 2, e % 2);
+        }
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            const uint4 b = read_rows<NT>(stage, 4 * h + j, n, C, lane);
+            mma(c[n], a[0], a[1], a[2], a[3], b.x, b.y);
+            mma(c[n], a[4], a[5], a[6], a[7], b.z, b.w);
+        }
+    }
+}
+
+// A unit of F16 fragments; of F32 weights each step has a high and a low part.
+template <int TYPE, int NT>
+__device__ __forceinline__ void multiply_floats(Sums<NT> &c, const uint8_t *fragment, const uint8_t *stage,
+                                                int C, int lane) {
+    constexpr int PARTS = TYPE == TYPE_F32 ? 2 : 1, STEPS = 16 / units_of_chunk(TYPE);
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            const uint4 b = read_rows<NT>(stage, step / 2, n, C, lane);
+#pragma unroll
+            for (int part = 0; part < PARTS; part++) {
+                const uint4 a = word_at<uint4>(fragment + ((step * PARTS + part) * WARP + lane) * 16);
+                mma(c[n], a.x, a.y, a.z, a.w, step % 2 == 0 ? b.x : b.z, step % 2 == 0 ? b.y : b.w);
+            }
+        }
+    }
+}
+
+// ---- wgmma ----
+
+// The same, two steps in flight while the next two are made.
+template <int TYPE, int NT>
+__device__ __forceinline__ void multiply_half_wide(Sums<NT> &c, const Lane<TYPE> &weights,
+                                                   const Fields<bits_of(TYPE)> (&f)[2], uint32_t (&a)[2][8],
+                                                   uint32_t stage, int h) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+#pragma unroll
+        for (int e = 0; e < 8; e++) {
+            a[j % 2][e] = weights.pair(f[e % 2], 4 * j + e / 2, e % 2);
+        }
+        wgmma_begin();
+        wgmma(c, a[j % 2], wgmma_rows<NT>(stage, 8 * h + 2 * j), h + j > 0);
+        wgmma(c, a[j % 2] + 4, wgmma_rows<NT>(stage, 8 * h + 2 * j + 1), true);
+        wgmma_commit();
+        wgmma_wait<1>();
+    }
+}
+
+template <int TYPE, int NT>
+__device__ __forceinline__ void multiply_floats_wide(Sums<NT> &c, const uint8_t *fragment, uint32_t stage,
+                                                     int lane) {
+    constexpr int PARTS = TYPE == TYPE_F32 ? 2 : 1, STEPS = 16 / units_of_chunk(TYPE);
+    uint32_t a[STEPS * PARTS][4];
+#pragma unroll
+    for (int i = 0; i < STEPS * PARTS; i++) {
+        *reinterpret_cast<uint4 *>(a[i]) = word_at<uint4>(fragment + (i * WARP + lane) * 16);
+    }
+    wgmma_begin();
+#pragma unroll
+    for (int i = 0; i < STEPS * PARTS; i++) {
+        wgmma(c, a[i], wgmma_rows<NT>(stage, i / PARTS), i > 0);
+    }
+    wgmma_commit();
+}
+
+// ---- a unit ----
+
+// acc += (what a unit gave) * (the unit's factors) / (the columns' powers of two)
+template <int TYPE, int NT>
+__device__ __forceinline__ void add_unit(Sums<NT> &acc, const Sums<NT> &c, const Lane<TYPE> &weights,
+                                         const uint8_t *tail, int C, int lane) {
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+        const float2 down = word_at<float2>(tail + 32 * C + (n * 8 + lane % 4 * 2) * 4);
+        float e[4] = {};
+        if constexpr (has_minimum(TYPE)) {
+            uint2 sums = {0, 0};
+            if (NT > 1 || lane / 4 < C) {
+                sums = word_at<uint2>(tail + (n * 32 + lane) * 8);
+            }
+            const uint32_t m0 = weights.minimum(0), m1 = weights.minimum(1);
+            mma(e, m0, m1, m0, m1, sums.x, sums.y);
+        }
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            float x = c[n][k];
+            if constexpr (has_super(TYPE)) {
+                x *= weights.factor(k / 2);
+            }
+            if constexpr (has_minimum(TYPE)) {
+                x = fmaf(-weights.minimum_factor(k / 2), e[k], x);
+            }
+            acc[n][k] = fmaf(x, k % 2 == 0 ? down.x : down.y, acc[n][k]);
+        }
+    }
+}
+template <int NT>
+__device__ __forceinline__ void add_floats(Sums<NT> &acc, const Sums<NT> &c, const uint8_t *tail, int C,
+                                           int lane) {
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+        const float2 down = word_at<float2>(tail + 32 * C + (n * 8 + lane % 4 * 2) * 4);
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            acc[n][k] = fmaf(c[n][k], k % 2 == 0 ? down.x : down.y, acc[n][k]);
+        }
+    }
+}
+
+template <int TYPE, int NT, bool WIDE>
+__device__ __forceinline__ void multiply_unit(Sums<NT> &acc, const uint8_t *fragment, const uint8_t *stage,
+                                              int C, int lane) {
+    const uint8_t *tail = stage + Shape<NT, WIDE>::VALUES;
+    const uint32_t rows =
+        WIDE ? __shfl_sync(~0u, shared_address(stage), 0) : 0; // the warp's, not each lane's
+    Sums<NT> c = {};
+    if constexpr (is_float_type(TYPE)) {
+        if constexpr (WIDE) {
+            multiply_floats_wide<TYPE, NT>(c, fragment, rows, lane);
+            wgmma_wait<0>();
+            wgmma_pin(c);
+        } else {
+            multiply_floats<TYPE, NT>(c, fragment, stage, C, lane);
+        }
+        add_floats<NT>(acc, c, tail, C, lane);
+    } else {
+        Lane<TYPE> weights;
+        uint32_t a[2][8];
+        weights.load(fragment, lane);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            Fields<bits_of(TYPE)> f[2];
+            f[0].load(fragment, 2 * h, lane);
+            f[1].load(fragment, 2 * h + 1, lane);
+            weights.half(h);
+            if constexpr (WIDE) {
+                multiply_half_wide<TYPE, NT>(c, weights, f, a, rows, h);
+            } else {
+                multiply_half<TYPE, NT>(c, weights, f, stage, h, C, lane);
+            }
+        }
+        if constexpr (WIDE) {
+            wgmma_wait<0>();
+            wgmma_pin(c);
+        }
+        add_unit<TYPE, NT>(acc, c, weights, tail, C, lane);
+    }
+}
+
+// `units` units of one tile. A warp whose outputs are not there only keeps step; wgmma needs all of a warpgroup.
+template <int TYPE, int NT, bool WIDE>
+__device__ __forceinline__ void multiply(Sums<NT> &acc, Taker<Shape<NT, WIDE>> &ring, int units, int C,
+                                         bool present) {
+    const int lane = threadIdx.x % WARP, offset = int(threadIdx.x / WARP) * fragment_bytes(TYPE);
+    for (int u = 0; u < units; u++) {
+        ring.wait_weights();
+        ring.wait_rows();
+        if (present) {
+            multiply_unit<TYPE, NT, WIDE>(acc, ring.weights() + offset, ring.rows(), C, lane);
+        }
+        ring.free_stage(lane);
+        ring.slot.next(ring.rings.slots);
+    }
+}
+
+} // namespace luce

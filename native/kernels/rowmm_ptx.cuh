@@ -1,0 +1,140 @@
+// The instructions that rowmm needs beyond CUDA C++: the tensor core, asynchronous copies, launches that overlap.
+#pragma once
+
+#include <cstdint>
+#include <cuda_runtime.h>
+
+namespace luce {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define ROWMM_BULK 1 // bulk copies that complete on an mbarrier, dependent launches
+#else
+#define ROWMM_BULK 0
+#endif
+
+// c[16 x 8] += a[16 x 16] * b[16 x 8]
+__device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                                    uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ uint32_t shared_address(const void *p) {
+    return uint32_t(__cvta_generic_to_shared(p));
+}
+
+// ---- barriers in shared memory, and copies into it that complete on one ----
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrier_init_done() {
+#if ROWMM_BULK
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(barrier) : "memory");
+}
+// Until the phase of this parity has ended.
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+    uint32_t done;
+    do {
+#if ROWMM_BULK
+        asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\n"
+                     "selp.u32 %0, 1, 0, p;\n}"
+                     : "=r"(done)
+                     : "r"(barrier), "r"(parity)
+                     : "memory");
+#else
+        asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
+                     "selp.u32 %0, 1, 0, p;\n}"
+                     : "=r"(done)
+                     : "r"(barrier), "r"(parity)
+                     : "memory");
+#endif
+    } while (!done);
+}
+
+#if ROWMM_BULK
+constexpr int COPY_LANES = 1; // that take part in a copy and arrive on its barrier
+#else
+constexpr int COPY_LANES = 32;
+#endif
+
+// The lanes that copy open a phase of a barrier, copy once or more, and close it: the phase ends when all has arrived.
+__device__ __forceinline__ void copies_begin(uint32_t barrier, int bytes) {
+#if ROWMM_BULK
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+#endif
+}
+// `bytes` is a multiple of 16. `keep`: others will read the same, so that it should stay in L2.
+__device__ __forceinline__ void copy_to_shared(uint32_t shared, const uint8_t *global, int bytes,
+                                               uint32_t barrier, bool keep) {
+#if ROWMM_BULK
+    uint64_t policy;
+    if (keep) {
+        asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    } else {
+        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    }
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
+        "[%3], %4;" ::"r"(shared),
+        "l"(global), "r"(bytes), "r"(barrier), "l"(policy)
+        : "memory");
+#else
+    for (int i = int(threadIdx.x % 32) * 16; i < bytes; i += 32 * 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared + i), "l"(global + i)
+                     : "memory");
+    }
+#endif
+}
+__device__ __forceinline__ void copies_end(uint32_t barrier) {
+#if !ROWMM_BULK
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+#endif
+}
+
+// Into L2: `bytes` is a multiple of 16.
+__device__ __forceinline__ void bring_to_l2(const uint8_t *global, int bytes) {
+#if ROWMM_BULK
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+#endif
+}
+
+// ---- launches that overlap: from sm_90 on, elsewhere nothing ----
+
+// What follows on the stream may start as soon as there is room.
+__device__ __forceinline__ void let_next_start() {
+#if ROWMM_BULK
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// Everything ahead on the stream has ended and is visible.
+__device__ __forceinline__ void wait_for_previous() {
+#if ROWMM_BULK
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Launches with the attribute of a dependent launch where wanted.
+template <typename... P, typename... A>
+cudaError_t launch_kernel(void (*kernel)(P...), dim3 grid, int threads, size_t shared, cudaStream_t stream,
+                          bool overlap, const A &...args) {
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = dim3(unsigned(threads));
+    config.dynamicSmemBytes = shared;
+    config.stream = stream;
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &attribute;
+    config.numAttrs = overlap ? 1 : 0;
+    return cudaLaunchKernelEx(&config, kernel, P(args)...);
+}
+
+} // namespace luce

@@ -1,0 +1,173 @@
+// The rings of rowmm's kernel in shared memory: the last warp of a block fills them, of weights (units of the block's
+// range) and of activations (stages); the others take from them. Nothing but their barriers keeps the warps together.
+#pragma once
+
+#include "rowmm_fields.cuh"
+#include "rowmm_plan.h"
+#include "rowmm_ptx.cuh"
+
+namespace luce {
+
+// NT: tiles of 8 rows. Each warp but the last has 16 outputs of a tile. A block walks one range after the other, as
+// many as the blocks that are missing on its multiprocessor would have.
+template <int NT, bool WIDE> struct Shape {
+    static constexpr int WARPS = FRAGMENTS, THREADS = (WARPS + 1) * WARP;
+    static constexpr int BLOCKS = NT == 8 ? 1 : BLOCKS_PER_SM, RANGES = BLOCKS_PER_SM / BLOCKS;
+    static constexpr int COLUMNS = 8 * NT;
+    static constexpr int STAGES = NT <= 2 ? 4 : 2; // of activations of a unit
+    static constexpr int VALUES = 8 * COLUMNS * 64, STAGE = VALUES + chunk_tail(COLUMNS);
+    static constexpr int BARRIERS = 256; // bytes
+    static constexpr int ROW_BYTES = BARRIERS + STAGES * STAGE;
+};
+constexpr int TAKERS = FRAGMENTS * WARP; // threads that take from the rings
+
+// What a warp adds up: rows 2 t, 2 t + 1 of output g, then of g + 8.
+template <int NT> using Sums = float[NT][4];
+
+// ---- the rings ----
+
+template <typename S> struct Rings {
+    uint8_t *shared;
+    int slot_bytes, slots;
+
+    __device__ uint32_t stage_full(int i) const { return shared_address(shared) + 8 * i; }
+    __device__ uint32_t stage_free(int i) const { return shared_address(shared) + 8 * (S::STAGES + i); }
+    __device__ uint32_t slot_full(int i) const { return shared_address(shared) + 8 * (2 * S::STAGES + i); }
+    __device__ uint8_t *stage(int i) const { return shared + S::BARRIERS + i * S::STAGE; }
+    __device__ uint8_t *slot(int i) const { return shared + S::ROW_BYTES + i * slot_bytes; }
+
+    __device__ void init() const {
+        for (int i = 0; i < S::STAGES; i++) {
+            barrier_init(stage_full(i), COPY_LANES);
+            barrier_init(stage_free(i), S::WARPS);
+        }
+        for (int i = 0; i < slots; i++) {
+            barrier_init(slot_full(i), COPY_LANES);
+        }
+        barrier_init_done();
+    }
+};
+
+// A place in a ring of n, and the parity of the barrier's phase there.
+struct Place {
+    int i = 0, parity = 0;
+    __device__ void next(int n) {
+        if (++i == n) {
+            i = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+// A walk over the units of a range.
+struct Walk {
+    const RowmmParams &p;
+    int segment, unit, left; // unit: of the segment; left: of the range
+
+    __device__ const RowmmSegment &of() const { return p.segments[segment]; }
+    __device__ void next() {
+        left--;
+        if (++unit == of().n_units && left > 0) {
+            segment++;
+            unit = 0;
+        }
+    }
+};
+
+// What the last warp does. A slot of weights is free when the stage of the same unit is.
+template <typename S> struct Filler {
+    const RowmmParams &p;
+    const Rings<S> &rings;
+    Walk weights, rows;
+    Place slot, stage, freed;
+
+    __device__ Filler(const RowmmParams &params, const Rings<S> &r, const Walk &begin)
+        : p(params), rings(r), weights(begin), rows(begin) {}
+
+    __device__ void fetch_weights() {
+        if (weights.left == 0) {
+            return;
+        }
+        const RowmmSegment &s = weights.of();
+        const int wide = min(weights.unit, s.whole_units), bytes = s.fragment_bytes * FRAGMENTS;
+        const int narrow = s.fragment_bytes * s.last_fragments,
+                  size = weights.unit < s.whole_units ? bytes : narrow;
+        const uint8_t *from = s.packed + int64_t(wide) * bytes + int64_t(weights.unit - wide) * narrow;
+        const uint32_t barrier = rings.slot_full(slot.i);
+        copies_begin(barrier, size);
+        copy_to_shared(shared_address(rings.slot(slot.i)), from, size, barrier, false);
+        copies_end(barrier);
+        slot.next(rings.slots);
+        weights.next();
+    }
+    __device__ void fetch_rows() {
+        if (rows.left == 0) {
+            return;
+        }
+        const int C = p.columns, units = units_of_chunk(rows.of().type), unit = rows.unit % rows.of().units_k;
+        const uint8_t *chunk = p.x + int64_t(unit / units) * chunk_bytes(C);
+        const int values = 8 / units * C * 64; // bytes of a unit's groups of 16 bytes, two steps each
+        const uint32_t barrier = rings.stage_full(stage.i), to = shared_address(rings.stage(stage.i));
+        copies_begin(barrier, values + chunk_tail(C));
+        copy_to_shared(to, chunk + unit % units * values, values, barrier, true);
+        copy_to_shared(to + S::VALUES, chunk + chunk_sums(C), chunk_tail(C), barrier, true);
+        copies_end(barrier);
+        stage.next(S::STAGES);
+        rows.next();
+    }
+    // When all is on its way: what a block of the next launch will read first.
+    __device__ void fetch_next(int range, int ranges) const {
+        constexpr int BYTES = 65536; // of a range: as much as memory gives while launches change
+        for (int i = range; i < min(range + ranges, p.next_ranges); i++) {
+            const uint32_t first = p.next_first[i], matrix = first >> NEXT_MATRIX_SHIFT;
+            const uint8_t *from =
+                p.next[matrix] + int64_t(first & ((1u << NEXT_MATRIX_SHIFT) - 1)) * NEXT_UNIT;
+            const int64_t left = p.next_end[matrix] - from;
+            bring_to_l2(from, int(min(left, int64_t(BYTES))));
+        }
+    }
+    // Weights do not depend on what runs before this launch, activations do.
+    __device__ void run(int range, int ranges) {
+        for (int i = 0; i < rings.slots; i++) {
+            fetch_weights();
+        }
+        bool more = weights.left > 0;
+        if (!more) {
+            fetch_next(range, ranges);
+        }
+        wait_for_previous();
+        for (int i = 0; i < S::STAGES; i++) {
+            fetch_rows();
+        }
+        while (rows.left > 0 || weights.left > 0) {
+            barrier_wait(rings.stage_free(freed.i), freed.parity);
+            freed.next(S::STAGES);
+            fetch_weights();
+            fetch_rows();
+            if (more && weights.left == 0) {
+                more = false;
+                fetch_next(range, ranges);
+            }
+        }
+    }
+};
+
+// What the other warps do with them.
+template <typename S> struct Taker {
+    Rings<S> rings;
+    Place slot, stage;
+
+    __device__ const uint8_t *weights() const { return rings.slot(slot.i); }
+    __device__ const uint8_t *rows() const { return rings.stage(stage.i); }
+    __device__ void wait_weights() const { barrier_wait(rings.slot_full(slot.i), slot.parity); }
+    __device__ void wait_rows() const { barrier_wait(rings.stage_full(stage.i), stage.parity); }
+    __device__ void free_stage(int lane) {
+        __syncwarp();
+        if (lane == 0) {
+            barrier_arrive(rings.stage_free(stage.i));
+        }
+        stage.next(S::STAGES);
+    }
+};
+
+} // namespace luce

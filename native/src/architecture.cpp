@@ -1,0 +1,30 @@
+#include "architecture.h"
+
+namespace luce {
+
+static const Architecture *const ARCHITECTURES[] = {&QWEN35};
+
+static bool is_drafter(const std::string &name) {
+    return name == "dflash" || name == "dflash-draft" || name == "qwen35-dflash-draft" ||
+           name == "gemma4-dflash-draft";
+}
+
+const Architecture &architecture_of(const GgufFile &file) {
+    const std::string name = file.string("general.architecture");
+    std::string known;
+    for (const Architecture *a : ARCHITECTURES) {
+        if (name == a->name) {
+            return *a;
+        }
+        known += (known.empty() ? "" : ", ") + std::string(a->name);
+    }
+    if (is_drafter(name)) {
+        fail(LUCE_E_UNSUPPORTED,
+             "%s: architecture %s is a DFlash drafter: it drafts for a model, it is not one",
+             file.path().c_str(), name.c_str());
+    }
+    fail(LUCE_E_UNSUPPORTED, "%s: architecture %s: luce runs %s", file.path().c_str(), name.c_str(),
+         known.c_str());
+}
+
+} // namespace luce

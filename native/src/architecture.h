@@ -1,0 +1,29 @@
+// The architectures that luce runs: how each is read from a file, and how its steps are built.
+#pragma once
+
+#include "graph.h"
+#include "weights.h"
+
+namespace luce {
+
+struct Architecture {
+    const char *name; // general.architecture
+
+    // Hyperparameters, but for n_vocab; E_UNSUPPORTED where the file holds no model that can generate.
+    HParams (*read_hparams)(const GgufFile &file);
+    // The trunk, taken from the reader; and every NextN head in the file is checked, whether or not it is loaded.
+    Weights (*read_trunk)(WeightReader &reader, const HParams &hp);
+    // The NextN head of a file that may hold nothing else; both values in the error where it does not fit the trunk.
+    std::unique_ptr<NextN> (*read_head)(Model &model, const GgufFile &file, const HParams &trunk,
+                                        const Weights &weights);
+
+    StepOutputs (*build_step)(const StepBuild &build);
+    void (*build_draft)(const StepBuild &build);
+};
+
+extern const Architecture QWEN35; // qwen35.cpp, graph_qwen35.cpp
+
+// E_UNSUPPORTED says what the file's architecture is, where luce does not run it.
+const Architecture &architecture_of(const GgufFile &file);
+
+} // namespace luce

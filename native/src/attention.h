@@ -1,0 +1,15 @@
+// The CPU's attention ops and those of the choices: thread ith of nth, none waits for another.
+#pragma once
+
+#include "../kernels/kernels.h"
+
+namespace luce {
+
+void cpu_kv_store(const KvStoreArgs &args, int ith, int nth);
+void cpu_attention(const AttentionArgs &args, int ith, int nth); // leaves args.scratch alone
+void cpu_kv_gather(const KvGatherArgs &args, int ith, int nth);
+void cpu_prefill_mask(const MaskArgs &args, int ith, int nth);
+void cpu_keep(const KeepArgs &args, int ith, int nth);
+void cpu_row_tokens(const TokensArgs &args, int ith, int nth);
+
+} // namespace luce

@@ -1,0 +1,32 @@
+// A wish to stop that another thread or a signal handler may utter: lock-free, without memory of its own.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace luce {
+
+class CancelFlag {
+public:
+    CancelFlag(); // E_MEMORY when MOST engines are open
+    ~CancelFlag();
+    CancelFlag(const CancelFlag &) = delete;
+    CancelFlag &operator=(const CancelFlag &) = delete;
+
+    void name(uintptr_t handle); // what raise() is called with
+    bool take();                 // whether it was raised; it is not any more
+
+    // Raises the flag of a handle; false when there is none. Async-signal-safe.
+    static bool raise(uintptr_t handle);
+
+private:
+    static constexpr int MOST = 1024;
+    struct Entry {
+        std::atomic<bool> used{false}, raised{false};
+        std::atomic<uintptr_t> handle{0};
+    };
+    static Entry entries_[MOST];
+    Entry *entry_ = nullptr;
+};
+
+} // namespace luce

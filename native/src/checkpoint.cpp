@@ -1,0 +1,367 @@
+#include "checkpoint.h"
+
+#include <cstring>
+
+namespace luce {
+namespace {
+
+struct Header {
+    char magic[8];     // "LUCECHKP"
+    uint32_t version;  // of this layout
+    uint32_t kv_type;  // ggml type id
+    uint64_t model;    // Model::identity
+    uint64_t size;     // of everything
+    uint64_t checksum; // of everything, itself taken as 0
+    uint32_t n_past;
+    uint32_t n_chunk;
+    uint32_t has_head;
+    uint32_t reserved;
+};
+constexpr char MAGIC[8] = {'L', 'U', 'C', 'E', 'C', 'H', 'K', 'P'},
+               DUMP[8] = {'L', 'U', 'C', 'E', 'D', 'U', 'M', 'P'};
+constexpr uint32_t VERSION = 1;
+
+// 64 bits at a time: states are hundreds of megabytes.
+uint64_t checksum(const uint8_t *data, uint64_t n) {
+    uint64_t hash = 0x9e3779b97f4a7c15u ^ n;
+    for (uint64_t i = 0; i < n; i += 8) {
+        uint64_t word = 0;
+        memcpy(&word, data + i, size_t(n - i < 8 ? n - i : 8));
+        hash = (hash ^ word) * 0xff51afd7ed558ccdu;
+        hash ^= hash >> 32;
+    }
+    return hash;
+}
+
+uint64_t checksum(Header header, const uint8_t *data) {
+    header.checksum = 0;
+    const uint64_t of_header = checksum(reinterpret_cast<const uint8_t *>(&header), sizeof(header));
+    return of_header ^ checksum(data + sizeof(header), header.size - sizeof(header));
+}
+
+uint64_t total(const std::vector<Cache::Piece> &pieces) {
+    uint64_t size = 0;
+    for (const Cache::Piece &p : pieces) {
+        size += p.size;
+    }
+    return size;
+}
+
+// A piece as a tensor of bytes, for ggml's copies.
+ggml_tensor bytes(const Cache::Piece &p) {
+    ggml_tensor t = *p.tensor;
+    t.type = GGML_TYPE_I8;
+    t.ne[0] = int64_t(p.size);
+    t.ne[1] = t.ne[2] = t.ne[3] = 1;
+    t.nb[0] = 1;
+    t.nb[1] = t.nb[2] = t.nb[3] = p.size;
+    t.data = static_cast<uint8_t *>(p.tensor->data) + p.offset;
+    return t;
+}
+
+void fetch(ggml_backend_t stream, const std::vector<Cache::Piece> &pieces, uint8_t *to) {
+    for (const Cache::Piece &p : pieces) {
+        ggml_backend_tensor_get_async(stream, p.tensor, to, p.offset, p.size);
+        to += p.size;
+    }
+}
+
+void send(ggml_backend_t stream, const std::vector<Cache::Piece> &pieces, const uint8_t *from) {
+    for (const Cache::Piece &p : pieces) {
+        ggml_backend_tensor_set_async(stream, p.tensor, from, p.offset, p.size);
+        from += p.size;
+    }
+}
+
+void copy(ggml_backend_t stream, const std::vector<Cache::Piece> &from, const std::vector<Cache::Piece> &to) {
+    for (size_t i = 0; i < from.size(); i++) {
+        ggml_tensor source = bytes(from[i]), target = bytes(to[i]);
+        ggml_backend_tensor_copy_async(stream, stream, &source, &target);
+    }
+}
+
+// `later` goes on when `stream` is where it is now.
+void follow(ggml_backend_event_t event, ggml_backend_t stream, ggml_backend_t later) {
+    ggml_backend_event_record(event, stream);
+    ggml_backend_event_wait(later, event);
+}
+
+uint64_t header_and_tokens(uint32_t n_past) {
+    return sizeof(Header) + n_past * sizeof(int32_t);
+}
+
+// Header and tokens before a body that is in its place.
+void finish(uint8_t *data, uint64_t size, const Engine &engine, const std::vector<int32_t> &tokens,
+            const char (&magic)[8]) {
+    if (!tokens.empty()) {
+        memcpy(data + sizeof(Header), tokens.data(), tokens.size() * sizeof(int32_t));
+    }
+    Header h{};
+    memcpy(h.magic, magic, sizeof(magic));
+    h.version = VERSION;
+    h.kv_type = engine.params().cache.kv_type;
+    h.model = engine.model().identity();
+    h.size = size;
+    h.n_past = uint32_t(tokens.size());
+    h.n_chunk = engine.params().cache.n_chunk;
+    h.has_head = engine.cache().has_head();
+    h.checksum = checksum(h, data);
+    memcpy(data, &h, sizeof(h));
+}
+
+Header read_header(const Engine &engine, const uint8_t *data, uint64_t size) {
+    const CacheParams &c = engine.params().cache;
+    const bool has_head = engine.cache().has_head();
+    Header h{};
+    if (size < sizeof(h)) {
+        fail(LUCE_E_ARG, "%llu bytes are no saved checkpoint", (unsigned long long) size);
+    }
+    memcpy(&h, data, sizeof(h));
+    if (memcmp(h.magic, MAGIC, sizeof(MAGIC)) != 0 || h.version != VERSION) {
+        fail(LUCE_E_ARG, "these bytes are no checkpoint saved by this version of luce");
+    }
+    if (h.size != size || h.checksum != checksum(h, data)) {
+        fail(LUCE_E_ARG, "the saved checkpoint is damaged: %llu of %llu bytes, or its checksum is wrong",
+             (unsigned long long) size, (unsigned long long) h.size);
+    }
+    if (h.model != engine.model().identity()) {
+        fail(LUCE_E_ARG, "the checkpoint was saved with another model");
+    }
+    if (h.kv_type != uint32_t(c.kv_type)) {
+        fail(LUCE_E_ARG, "the checkpoint was saved with kv_type %s, this engine has %s",
+             h.kv_type < GGML_TYPE_COUNT ? type_name(ggml_type(h.kv_type)) : "?", type_name(c.kv_type));
+    }
+    if (h.has_head != uint32_t(has_head)) {
+        fail(LUCE_E_ARG, "the checkpoint was saved %s a NextN head, this engine is %s",
+             h.has_head ? "with" : "without", has_head ? "with one" : "without");
+    }
+    if (h.n_chunk != c.n_chunk || h.n_past % h.n_chunk != 0 || h.n_past == 0) {
+        fail(LUCE_E_ARG, "the checkpoint has %u tokens in chunks of %u, this engine's chunks have %u",
+             h.n_past, h.n_chunk, c.n_chunk);
+    }
+    return h;
+}
+
+} // namespace
+
+Checkpoint::Checkpoint(std::shared_ptr<Engine> engine, std::vector<int32_t> tokens)
+    : engine_(std::move(engine)), tokens_(std::move(tokens)) {
+    if (engine_->copies() != nullptr) {
+        event_ = ggml_backend_event_new(engine_->model().device().dev);
+    }
+}
+
+Checkpoint::~Checkpoint() {
+    settle();
+    release_device();
+    ggml_backend_event_free(event_);
+}
+
+// The body's pieces are the same for all checkpoints of n_past tokens, wherever they lie.
+std::vector<Cache::Piece> Checkpoint::pieces() const {
+    const Cache &cache = engine_->cache();
+    const int32_t slot = int32_t(engine_->params().cache.n_sequences) + (slot_ < 0 ? 0 : slot_);
+    const std::vector<int32_t> nowhere(slot_ < 0 ? n_past() / PAGE : 0, 0);
+    return cache.pieces(slot_ < 0 ? nowhere : pages_, n_past(), slot, cache.hidden_row(slot, 0, 0));
+}
+
+uint64_t Checkpoint::size() const {
+    return header_and_tokens(n_past()) + total(pieces());
+}
+
+void Checkpoint::take_device() {
+    Cache &cache = engine_->cache();
+    if (cache.checkpoint_slots.n_free() == 0) {
+        engine_->reclaim();
+    }
+    if (cache.checkpoint_slots.n_free() == 0) {
+        fail(LUCE_E_MEMORY, "all %u checkpoints that the engine has room for are on the device",
+             engine_->params().cache.n_checkpoints);
+    }
+    slot_ = cache.checkpoint_slots.take();
+}
+
+void Checkpoint::release_device() {
+    Cache &cache = engine_->cache();
+    for (const int32_t page : pages_) {
+        cache.pages.release(page);
+    }
+    pages_.clear();
+    if (slot_ >= 0) {
+        cache.checkpoint_slots.release(slot_);
+    }
+    slot_ = -1;
+}
+
+Buffer Checkpoint::host_memory() const {
+    const uint64_t size = total(pieces());
+    const Device &device = engine_->model().device();
+    ggml_backend_buffer_type_t type = device.gpu ? ggml_backend_dev_host_buffer_type(device.dev) : nullptr;
+    Buffer buffer(ggml_backend_buft_alloc_buffer(type ? type : ggml_backend_cpu_buffer_type(), size));
+    if (!buffer) {
+        fail(LUCE_E_MEMORY, "allocating %s of host memory for a checkpoint failed",
+             human_bytes(size).c_str());
+    }
+    return buffer;
+}
+
+static uint8_t *base(const Buffer &buffer) {
+    return static_cast<uint8_t *>(ggml_backend_buffer_get_base(buffer.get()));
+}
+
+std::shared_ptr<Checkpoint> Checkpoint::make(Sequence &sequence) {
+    sequence.check_usable();
+    const std::shared_ptr<Engine> &engine = sequence.engine();
+    const Timeline &line = sequence.line();
+    const uint32_t n_past = line.n_past(), n_chunk = engine->params().cache.n_chunk;
+    if (n_past == 0 || n_past % n_chunk != 0 || !line.prompt_only()) {
+        fail(LUCE_E_STATE,
+             "a checkpoint is made where prefill has ended a chunk of %u: the sequence has %u tokens%s",
+             n_chunk, n_past, line.prompt_only() ? "" : ", not all of them from prefill in whole chunks");
+    }
+    std::shared_ptr<Checkpoint> made(new Checkpoint(engine, line.tokens()), DeleteLocked());
+    made->take_device();
+    made->pages_.assign(line.pages().begin(), line.pages().begin() + n_past / PAGE);
+    for (const int32_t page : made->pages_) {
+        engine->cache().pages.share(page);
+    }
+    const int32_t slot = int32_t(engine->params().cache.n_sequences) + made->slot_;
+    copy(engine->step().backend(), engine->cache().state_pieces(line.slot(), line.hidden()),
+         engine->cache().state_pieces(slot, engine->cache().hidden_row(slot, 0, 0)));
+    return made;
+}
+
+void Checkpoint::to_host() {
+    settle();
+    if (slot_ < 0) {
+        return;
+    }
+    host_ = host_memory();
+    if (ggml_backend_t stream = engine_->copies()) {
+        follow(event_, engine_->step().backend(), stream);
+        fetch(stream, pieces(), base(host_));
+        ggml_backend_event_record(event_, stream);
+        leaving_ = true;
+        engine_->leaving(weak_from_this());
+    } else {
+        fetch(engine_->step().backend(), pieces(), base(host_));
+        release_device();
+    }
+}
+
+void Checkpoint::to_device() {
+    settle();
+    if (slot_ >= 0) {
+        return;
+    }
+    engine_->need_pages(n_past() / PAGE);
+    take_device();
+    for (uint32_t i = 0; i < n_past() / PAGE; i++) {
+        pages_.push_back(engine_->cache().pages.take());
+    }
+    if (ggml_backend_t stream = engine_->copies()) {
+        follow(event_, engine_->step().backend(), stream); // steps that used these pages before
+        send(stream, pieces(), base(host_));
+        ggml_backend_event_record(event_, stream);
+        arriving_ = true;
+    } else {
+        send(engine_->step().backend(), pieces(), base(host_));
+        host_.reset();
+    }
+}
+
+void Checkpoint::settle() {
+    if (!leaving_ && !arriving_) {
+        return;
+    }
+    ggml_backend_event_synchronize(event_);
+    if (leaving_) {
+        release_device();
+    } else {
+        host_.reset();
+    }
+    leaving_ = arriving_ = false;
+}
+
+void Checkpoint::restore(Timeline &line) const {
+    Cache &cache = engine_->cache();
+    ggml_backend_t stream = engine_->step().backend();
+    if (slot_ >= 0) { // also while it leaves
+        if (arriving_) {
+            ggml_backend_event_wait(stream, event_);
+        }
+        line.resume(tokens_, pages_);
+        const int32_t slot = int32_t(engine_->params().cache.n_sequences) + slot_;
+        copy(stream, cache.state_pieces(slot, cache.hidden_row(slot, 0, 0)),
+             cache.state_pieces(line.slot(), line.hidden()));
+        return;
+    }
+    std::vector<int32_t> pages;
+    for (uint32_t i = 0; i < n_past() / PAGE; i++) {
+        pages.push_back(cache.pages.take());
+    }
+    line.resume(tokens_, pages);
+    for (const int32_t page : pages) { // they are the sequence's alone
+        cache.pages.release(page);
+    }
+    send(stream, cache.pieces(pages, n_past(), line.slot(), line.hidden()), base(host_));
+    ggml_backend_synchronize(stream);
+}
+
+void Checkpoint::save(uint8_t *data) {
+    settle();
+    uint8_t *body = data + header_and_tokens(n_past());
+    if (slot_ >= 0) {
+        fetch(engine_->step().backend(), pieces(), body);
+        ggml_backend_synchronize(engine_->step().backend());
+    } else {
+        memcpy(body, base(host_), total(pieces()));
+    }
+    finish(data, size(), *engine_, tokens_, MAGIC);
+}
+
+std::shared_ptr<Checkpoint> Checkpoint::load(std::shared_ptr<Engine> engine, const uint8_t *data,
+                                             uint64_t size) {
+    const Header h = read_header(*engine, data, size);
+    if (header_and_tokens(h.n_past) > size) {
+        fail(LUCE_E_ARG, "the saved checkpoint's %u tokens do not fit into its %llu bytes", h.n_past,
+             (unsigned long long) size);
+    }
+    std::vector<int32_t> tokens(h.n_past);
+    memcpy(tokens.data(), data + sizeof(h), h.n_past * sizeof(int32_t));
+    engine->check_tokens(tokens.data(), h.n_past);
+    std::shared_ptr<Checkpoint> made(new Checkpoint(std::move(engine), std::move(tokens)), DeleteLocked());
+    if (made->size() != size) {
+        fail(LUCE_E_ARG, "the saved checkpoint's layout is another: %llu bytes, expected %llu",
+             (unsigned long long) size, (unsigned long long) made->size());
+    }
+    made->host_ = made->host_memory();
+    memcpy(base(made->host_), data + header_and_tokens(h.n_past), size - header_and_tokens(h.n_past));
+    return made;
+}
+
+uint64_t dump(Sequence &sequence, uint8_t *data, uint64_t size) {
+    sequence.check_usable();
+    Engine &engine = *sequence.engine();
+    const Timeline &line = sequence.line();
+    const auto pieces = [&] {
+        return line.n_past() == 0
+                   ? std::vector<Cache::Piece>()
+                   : engine.cache().pieces(line.pages(), line.n_past(), line.slot(), line.hidden());
+    };
+    const uint64_t needed = header_and_tokens(line.n_past()) + total(pieces());
+    if (data == nullptr) {
+        return needed;
+    }
+    if (size < needed) {
+        fail(LUCE_E_ARG, "size is %llu, the sequence takes %llu bytes", (unsigned long long) size,
+             (unsigned long long) needed);
+    }
+    sequence.settle();
+    fetch(engine.step().backend(), pieces(), data + header_and_tokens(line.n_past()));
+    ggml_backend_synchronize(engine.step().backend());
+    finish(data, needed, engine, line.tokens(), DUMP);
+    return needed;
+}
+
+} // namespace luce

@@ -1,0 +1,53 @@
+// A position that sequences can start from: whole pages of KV, shared by count, and a copy of the recurrent state, the
+// conv windows and the last hidden row. It lives on the device (pages and a slot), in host memory, or as bytes.
+//
+// Saved bytes: header | tokens i32[n_past] | body, the pieces of Cache::pieces one after the other. They depend on
+// the committed tokens alone. Host memory holds the body.
+#pragma once
+
+#include "sequence.h"
+
+namespace luce {
+
+class Checkpoint : public std::enable_shared_from_this<Checkpoint> {
+public:
+    static std::shared_ptr<Checkpoint> make(Sequence &sequence);
+    static std::shared_ptr<Checkpoint> load(std::shared_ptr<Engine> engine, const uint8_t *data,
+                                            uint64_t size);
+    ~Checkpoint();
+
+    const std::shared_ptr<Engine> &engine() const { return engine_; }
+    const std::vector<int32_t> &tokens() const { return tokens_; }
+    uint32_t n_past() const { return uint32_t(tokens_.size()); }
+    bool on_device() const { return slot_ >= 0 && !leaving_; }
+    uint64_t size() const; // of save()
+
+    void to_host();
+    void to_device();
+    void settle(); // waits for a copy that is on its way, and gives back what it leaves
+    void save(uint8_t *data);
+    uint32_t pages_wanted() const { return slot_ >= 0 ? 0 : n_past() / PAGE; } // that restore() needs free
+    void restore(Timeline &line) const; // the timeline becomes this position
+
+private:
+    Checkpoint(std::shared_ptr<Engine> engine, std::vector<int32_t> tokens);
+
+    std::vector<Cache::Piece> pieces() const; // on the device
+    void take_device(); // pages and a slot; E_MEMORY when they lack
+    void release_device();
+    Buffer host_memory() const;
+
+    std::shared_ptr<Engine> engine_;
+    std::vector<int32_t> tokens_;
+    std::vector<int32_t> pages_; // on the device, with slot_
+    int32_t slot_ = -1; // of Cache::checkpoint_slots; -1: not on the device
+    Buffer host_; // body; null: not in host memory
+    bool leaving_ = false, arriving_ = false; // a copy is on its way
+    ggml_backend_event_t event_ = nullptr; // of its end; null on the CPU
+};
+
+// The committed state of a sequence as bytes, in the same form, but no checkpoint: prefill in chunks need not have
+// brought it there. Its size where data is null.
+uint64_t dump(Sequence &sequence, uint8_t *data, uint64_t size);
+
+} // namespace luce

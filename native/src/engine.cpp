@@ -1,0 +1,333 @@
+#include "engine.h"
+
+#include "checkpoint.h"
+#include "sequence.h"
+
+#ifdef LUCE_USE_CUDA
+#include "../kernels/rowmm.h"
+#endif
+
+#include <algorithm>
+#include <cstring>
+#include <thread>
+
+namespace luce {
+namespace {
+
+ggml_type kv_type_of(const char *name) {
+    static const struct {
+        const char *name;
+        ggml_type type;
+    } list[] = {
+        {"f16", GGML_TYPE_F16}, {"q8_0", GGML_TYPE_Q8_0}, {"q4_0", GGML_TYPE_Q4_0}, {"f32", GGML_TYPE_F32}};
+    for (const auto &entry : list) {
+        if (name == nullptr || strcmp(name, entry.name) == 0) {
+            return entry.type;
+        }
+    }
+    fail(LUCE_E_ARG, "kv_type '%s': luce has f16, q8_0, q4_0 and f32", name);
+}
+
+uint32_t in_range(const char *what, uint32_t value, uint32_t fallback, uint32_t hi) {
+    const uint32_t v = value == 0 ? fallback : value;
+    if (v > hi) {
+        fail(LUCE_E_ARG, "%s is %u, expected 1 to %u", what, v, hi);
+    }
+    return v;
+}
+
+const NextN *head_of(const Model &model, const EngineParams &params) {
+    return params.cache.n_draft > 0 ? model.weights().head.get() : nullptr;
+}
+
+Cache make_cache(const Model &model, const EngineParams &params) {
+    return Cache(model.weights(), model.hparams(), head_of(model, params), params.cache);
+}
+
+} // namespace
+
+EngineParams Engine::resolve(const Model &model, const luce_engine_params *p) {
+    luce_engine_params none{};
+    p = p == nullptr ? &none : p;
+    const uint32_t trained = model.hparams().n_ctx_train;
+    const uint32_t cores = std::max(1u, std::thread::hardware_concurrency());
+    EngineParams out{};
+    CacheParams &c = out.cache;
+    c.n_ctx = in_range("n_ctx", p->n_ctx, std::min(trained, 4096u), trained);
+    c.n_sequences = in_range("n_sequences", p->n_sequences, 1, MAX_ROWS);
+    c.n_checkpoints = p->n_checkpoints;
+    c.n_draft = p->n_draft;
+    c.n_rows =
+        in_range("n_rows", p->n_rows, std::min(c.n_draft, uint32_t(LUCE_MAX_DRAFT)) + 1, LUCE_MAX_ROWS);
+    c.n_chunk = in_range("n_chunk", p->n_chunk, 512, 4096);
+    c.kv_type = kv_type_of(p->kv_type);
+    out.n_threads = in_range("n_threads", p->n_threads, std::min(cores, 16u), 512);
+    if (c.n_checkpoints > 1024) {
+        fail(LUCE_E_ARG, "n_checkpoints is %u, expected 0 to 1024", c.n_checkpoints);
+    }
+    if (c.n_chunk % LUCE_PAGE != 0) {
+        fail(LUCE_E_ARG, "n_chunk is %u, expected a multiple of %d", c.n_chunk, LUCE_PAGE);
+    }
+    if (c.n_draft > LUCE_MAX_DRAFT || (c.n_draft > 0 && c.n_rows <= c.n_draft)) {
+        fail(LUCE_E_ARG, "n_draft is %u, expected 0 to %d, and below n_rows, which is %u", c.n_draft,
+             LUCE_MAX_DRAFT, c.n_rows);
+    }
+    if (c.n_draft > 0 && !model.weights().head) {
+        fail(LUCE_E_ARG, "n_draft is %u, but the model was opened without a NextN head", c.n_draft);
+    }
+#ifdef LUCE_USE_CUDA
+    if (model.device().own_matmul) {
+        cuda::set_device(model.device().index);
+        c.rowmm_scratch = uint64_t(cuda::rowmm_scratch_bytes());
+    }
+#endif
+    const uint32_t full = (c.n_ctx + c.n_rows + PAGE - 1) / PAGE;
+    c.n_pages =
+        in_range("n_pages", p->n_pages, full * (c.n_sequences + (c.n_checkpoints > 0 ? 1 : 0)), 1u << 22);
+    return out;
+}
+
+luce_memory Engine::plan(const Model &model, const EngineParams &params) {
+    const Cache cache = make_cache(model, params);
+    const StepSizes sizes = Step::measure(model, cache, params);
+    luce_memory m{};
+    m.weights = model.weight_bytes();
+    m.kv = cache.kv_bytes();
+    m.state = cache.state_bytes();
+    m.compute = sizes.compute + sizes.inputs;
+    m.other = sizes.other;
+    m.total = m.kv + m.state + m.compute + m.other + (model.device().gpu ? m.weights : 0);
+    uint64_t total = 0;
+    model.device().memory(&m.device_free, &total);
+    return m;
+}
+
+Engine::Engine(std::shared_ptr<const Model> model, const EngineParams &params)
+    : model_(std::move(model)), params_(params), cache_(make_cache(*model_, params)) {
+    const luce_memory need = plan(*model_, params);
+    check_memory(
+        model_->device(), need.kv + need.state + need.compute + need.other,
+        format("an engine of %u sequences with %u positions", params.cache.n_sequences, params.cache.n_ctx)
+            .c_str());
+    cache_.allocate(model_->device());
+    step_ = std::make_unique<Step>(*model_, cache_, params_);
+    if (model_->device().gpu) {
+        copies_ = make_backend(model_->device(), 1);
+    }
+}
+
+luce_engine_info Engine::info() const {
+    const CacheParams &c = params_.cache;
+    luce_engine_info out{};
+    out.memory_bytes = cache_.kv_bytes() + cache_.state_bytes() + step_->allocated();
+    out.n_ctx = c.n_ctx;
+    out.n_sequences = c.n_sequences;
+    out.n_checkpoints = c.n_checkpoints;
+    out.n_pages = c.n_pages;
+    out.n_rows = c.n_rows;
+    out.n_draft = c.n_draft;
+    out.n_chunk = c.n_chunk;
+    out.n_threads = params_.n_threads;
+    out.pages_free = cache_.pages.n_free();
+    out.sequences_free = cache_.sequence_slots.n_free();
+    out.checkpoints_free = cache_.checkpoint_slots.n_free();
+    return out;
+}
+
+// ---- what steps need ----
+
+void Engine::check_tokens(const int32_t *tokens, uint32_t n) const {
+    for (uint32_t i = 0; i < n; i++) {
+        if (tokens[i] < 0 || uint32_t(tokens[i]) >= n_vocab()) {
+            fail(LUCE_E_ARG, "token %u is %d, expected 0 to %u", i, tokens[i], n_vocab() - 1);
+        }
+    }
+}
+
+void Engine::check_cancelled() {
+    if (cancel_.take()) {
+        fail(LUCE_E_CANCELLED, "cancelled");
+    }
+}
+
+bool Engine::reclaim() {
+    bool any = false;
+    for (const std::weak_ptr<Checkpoint> &each : leaving_) {
+        if (const std::shared_ptr<Checkpoint> checkpoint = each.lock()) {
+            checkpoint->settle();
+            any = true;
+        }
+    }
+    leaving_.clear();
+    return any;
+}
+
+void Engine::need_pages(uint32_t n) {
+    if (n > cache_.pages.n_free()) {
+        reclaim();
+    }
+    if (n > cache_.pages.n_free()) {
+        fail(LUCE_E_MEMORY, "%u KV pages of %d positions are needed, %u of %u are free", n, PAGE,
+             cache_.pages.n_free(), params_.cache.n_pages);
+    }
+}
+
+// ---- the round ----
+
+void Engine::draft(const DraftItem *items, uint32_t n_items) {
+    check_cancelled();
+    const CacheParams &c = params_.cache;
+    if (c.n_draft == 0) {
+        fail(LUCE_E_STATE, "the engine was opened without drafts (n_draft 0)");
+    }
+    uint32_t pages = 0, longest = 0;
+    for (uint32_t i = 0; i < n_items; i++) {
+        const DraftItem &item = items[i];
+        const Timeline &line = item.sequence->line();
+        item.sequence->check_usable();
+        if (item.n < 1 || item.n > c.n_draft) {
+            fail(LUCE_E_ARG, "a draft has 1 to %u tokens, got %u", c.n_draft, item.n);
+        }
+        check_tokens(&item.anchor, 1);
+        if (line.n_past() == 0) {
+            fail(LUCE_E_STATE, "a draft needs a committed token: prefill comes first");
+        }
+        if (line.n_past() + item.n >= c.n_ctx) {
+            fail(LUCE_E_CONTEXT, "%u drafts would reach position %u of a context of %u", item.n,
+                 line.n_past() + item.n, c.n_ctx);
+        }
+        pages += line.pages_wanted(item.n);
+        longest = std::max(longest, item.n);
+    }
+    need_pages(pages);
+    for (uint32_t i = 0; i < n_items; i++) {
+        items[i].sequence->line().take_pages(items[i].n);
+        items[i].sequence->begin_step();
+    }
+    for (uint32_t link = 0; link < longest; link++) {
+        Batch batch(step_->draft_host(link), cache_);
+        for (uint32_t i = 0; i < n_items; i++) {
+            if (items[i].n > link) {
+                batch.add_draft(items[i].sequence->line(), items[i].anchor, link);
+            }
+        }
+        const uint32_t width = step_->draft_width(batch.n_rows());
+        batch.fill_up(width);
+        step_->draft(width, link, batch.n_pages());
+    }
+    for (uint32_t i = 0; i < n_items; i++) {
+        items[i].sequence->line().drafted(items[i].anchor, items[i].n);
+        items[i].sequence->fail_with("");
+    }
+}
+
+// Parents of an item's rows, and their depths.
+std::vector<int32_t> Engine::check_item(const VerifyItem &item, uint32_t *depth) const {
+    const CacheParams &c = params_.cache;
+    const Timeline &line = item.sequence->line();
+    item.sequence->check_usable();
+    if (item.n < 1 || item.n > c.n_rows) {
+        fail(LUCE_E_ARG, "a sequence has 1 to %u rows in a step, got %u", c.n_rows, item.n);
+    }
+    if (item.tokens != nullptr) {
+        check_tokens(item.tokens, item.n);
+    } else if (line.n_drafted() == 0 || item.n > line.n_drafted() + 1) {
+        fail(LUCE_E_STATE, "%u rows without tokens: %u drafts are there to verify", item.n, line.n_drafted());
+    } else if (item.parents != nullptr) {
+        fail(LUCE_E_ARG, "drafts on the device are a chain: parents must be null");
+    }
+    std::vector<int32_t> parents(item.n);
+    for (uint32_t i = 0; i < item.n; i++) {
+        const int32_t parent = item.parents == nullptr ? int32_t(i) - 1 : item.parents[i];
+        if (i == 0 ? parent != -1 : (parent < 0 || parent >= int32_t(i))) {
+            fail(LUCE_E_ARG, "row %u has parent %d, expected %s", i, parent,
+                 i == 0 ? "-1" : "an earlier row");
+        }
+        // depth-first: a row follows the one before it, or one of that row's ancestors
+        int32_t up = int32_t(i) - 1;
+        while (up >= 0 && up != parent) {
+            up = parents[size_t(up)];
+        }
+        if (i > 0 && up < 0) {
+            fail(LUCE_E_ARG, "row %u with parent %d is not in depth-first order", i, parent);
+        }
+        parents[i] = parent;
+        depth[i] = parent < 0 ? 0 : depth[parent] + 1;
+        if (line.n_past() + depth[i] >= c.n_ctx) {
+            fail(LUCE_E_CONTEXT, "row %u would be at position %u of a context of %u", i,
+                 line.n_past() + depth[i], c.n_ctx);
+        }
+    }
+    return parents;
+}
+
+void Engine::verify(VerifyItem *items, uint32_t n_items) {
+    check_cancelled();
+    uint32_t pages = 0, rows = 0;
+    uint32_t depth[MAX_ROWS];
+    std::vector<std::vector<int32_t>> parents(n_items), tokens(n_items);
+    for (uint32_t i = 0; i < n_items; i++) {
+        VerifyItem &item = items[i];
+        if (rows + item.n > MAX_ROWS) {
+            fail(LUCE_E_ARG, "a step has %d rows at most, got %u and more", MAX_ROWS, rows + item.n);
+        }
+        parents[i] = check_item(item, depth + rows);
+        rows += item.n;
+        pages += item.sequence->line().pages_wanted(item.n);
+        const Timeline &line = item.sequence->line();
+        if (item.tokens != nullptr) {
+            tokens[i].assign(item.tokens, item.tokens + item.n);
+            continue;
+        }
+        tokens[i] = {line.draft_anchor()};
+        for (int32_t d = 0; d + 1 < int32_t(item.n); d++) {
+            tokens[i].push_back(-1 - cache_.draft_entry(line.slot(), d));
+        }
+    }
+    need_pages(pages);
+    Batch batch(step_->verify_host(), cache_);
+    for (uint32_t i = 0; i < n_items; i++) {
+        Sequence &sequence = *items[i].sequence;
+        sequence.begin_step();
+        sequence.line().take_pages(items[i].n);
+        batch.add_verify(sequence.line(), items[i].n, parents[i].data(), tokens[i].data());
+    }
+    const uint32_t width = step_->verify_width(rows);
+    batch.fill_up(width);
+    step_->verify(width, rows, batch.n_pages());
+
+    const uint32_t vocab = n_vocab();
+    for (uint32_t i = 0, row0 = 0; i < n_items; row0 += items[i].n, i++) {
+        Sequence &sequence = *items[i].sequence;
+        Timeline &line = sequence.line();
+        for (int32_t &token : tokens[i]) {
+            if (token < 0) { // what the kernel made of the draft (TokensArgs)
+                token = step_->drafted(-1 - token).token;
+                token = uint32_t(token) < vocab ? token : 0;
+            }
+        }
+        line.verified(std::move(tokens[i]), std::move(parents[i]));
+        sequence.end_step(row0);
+    }
+    std::string first_failure;
+    for (uint32_t i = 0, row0 = 0; i < n_items; row0 += items[i].n, i++) {
+        Sequence &sequence = *items[i].sequence;
+        int32_t choices[MAX_ROWS];
+        items[i].status = LUCE_OK;
+        try {
+            for (uint32_t r = 0; r < items[i].n; r++) {
+                choices[r] = sequence.choose(row0 + r, sequence.line().n_past() + depth[row0 + r] + 1);
+            }
+            std::copy(choices, choices + items[i].n, items[i].choices);
+        } catch (const Error &e) {
+            items[i].status = e.code();
+            sequence.fail_with(e.what());
+            first_failure = first_failure.empty() ? e.what() : first_failure;
+        }
+    }
+    if (!first_failure.empty()) {
+        throw Error(LUCE_E_NUMERIC, first_failure);
+    }
+}
+
+} // namespace luce

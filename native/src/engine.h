@@ -1,0 +1,82 @@
+// The working memory of a model, and the verbs of the round over it. An engine runs steps for its sequences; what to
+// draft, when to stop and what to do on failure is the caller's.
+#pragma once
+
+#include "cancel.h"
+#include "step.h"
+
+#include <mutex>
+
+namespace luce {
+
+class Checkpoint;
+class Sequence;
+
+struct DraftItem {
+    Sequence *sequence;
+    int32_t anchor;
+    uint32_t n;
+};
+
+struct VerifyItem {
+    Sequence *sequence;
+    const int32_t *tokens, *parents; // luce_verify_item
+    int32_t *choices;
+    uint32_t n;
+    luce_status status;
+};
+
+class Engine {
+public:
+    static EngineParams resolve(const Model &model, const luce_engine_params *params);
+    static luce_memory plan(const Model &model, const EngineParams &params);
+
+    Engine(std::shared_ptr<const Model> model, const EngineParams &params);
+
+    luce_engine_info info() const;
+    const EngineParams &params() const { return params_; }
+    const Model &model() const { return *model_; }
+    uint32_t n_vocab() const { return model_->hparams().n_vocab; }
+    Cache &cache() { return cache_; }
+    const Cache &cache() const { return cache_; }
+    Step &step() { return *step_; }
+    std::recursive_mutex &mutex() { return mutex_; } // calls on an engine wait for each other
+    CancelFlag &cancel() { return cancel_; }
+
+    void draft(const DraftItem *items, uint32_t n);
+    void verify(VerifyItem *items, uint32_t n); // E_NUMERIC: done, but the statuses tell for which
+
+    // For sequences and checkpoints:
+    void check_tokens(const int32_t *tokens, uint32_t n) const;
+    void check_cancelled();
+    // E_MEMORY unless so many pages can be taken; waits for checkpoints that are leaving the device where that helps.
+    void need_pages(uint32_t n);
+    bool reclaim(); // whether there was a checkpoint to wait for
+
+    // The stream beside the steps, on which checkpoints travel; null on the CPU, where copies are done at once.
+    ggml_backend_t copies() const { return copies_.get(); }
+    void leaving(std::weak_ptr<Checkpoint> checkpoint) { leaving_.push_back(std::move(checkpoint)); }
+
+private:
+    std::vector<int32_t> check_item(const VerifyItem &item, uint32_t *depth) const;
+
+    std::shared_ptr<const Model> model_;
+    EngineParams params_;
+    Cache cache_;
+    std::unique_ptr<Step> step_;
+    Backend copies_;
+    std::vector<std::weak_ptr<Checkpoint>> leaving_;
+    std::recursive_mutex mutex_;
+    CancelFlag cancel_;
+};
+
+// Ends a sequence or checkpoint while no call runs on its engine, whichever thread holds it last.
+struct DeleteLocked {
+    template <typename Object> void operator()(Object *object) const {
+        const std::shared_ptr<Engine> engine = object->engine(); // outlives the lock on it
+        const std::lock_guard<std::recursive_mutex> lock(engine->mutex());
+        delete object;
+    }
+};
+
+} // namespace luce

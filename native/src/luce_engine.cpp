@@ -1,0 +1,298 @@
+// The ABI of engines, sequences and checkpoints: argument checks and handles. No logic.
+#include "abi.h"
+#include "checkpoint.h"
+#include "sampler.h"
+
+#include <algorithm>
+
+using namespace luce;
+
+namespace {
+
+Handles<luce_engine, Engine> g_engines("engine", uintptr_t(3) << 28);
+Handles<luce_sequence, Sequence> g_sequences("sequence", uintptr_t(4) << 28);
+Handles<luce_checkpoint, Checkpoint> g_checkpoints("checkpoint", uintptr_t(5) << 28);
+
+} // namespace
+
+// ---- engine ----
+
+luce_status luce_engine_open(luce_engine **out, luce_model *model, const luce_engine_params *params) {
+    return guarded([&] {
+        need(out, "out");
+        const auto m = model_handles().get(model);
+        check_optional(params, "params");
+        const auto engine = std::make_shared<Engine>(m, Engine::resolve(*m, params));
+        *out = g_engines.add(engine);
+        engine->cancel().name(reinterpret_cast<uintptr_t>(*out));
+    });
+}
+
+luce_status luce_engine_close(luce_engine *engine) {
+    return guarded([&] { g_engines.remove(engine); });
+}
+
+luce_status luce_engine_get_info(luce_engine *engine, luce_engine_info *out) {
+    return guarded([&] {
+        const auto e = g_engines.get(engine);
+        const std::lock_guard<std::recursive_mutex> lock(e->mutex());
+        check_struct(out, "out");
+        put(out, e->info());
+    });
+}
+
+luce_status luce_engine_costs(luce_engine *engine, luce_cost *out, uint32_t *n) {
+    return guarded([&] {
+        const auto e = g_engines.get(engine);
+        need(n, "n");
+        const std::vector<luce_cost> &costs = e->step().costs();
+        const uint32_t count = out == nullptr ? uint32_t(costs.size()) : std::min(*n, uint32_t(costs.size()));
+        std::copy(costs.begin(), costs.begin() + (out == nullptr ? 0 : count), out);
+        *n = count;
+    });
+}
+
+luce_status luce_engine_cancel(luce_engine *engine) {
+    return CancelFlag::raise(reinterpret_cast<uintptr_t>(engine)) ? LUCE_OK : LUCE_E_ARG;
+}
+
+// The sequence of item i of a step, which must be of engine e and not in an item before.
+static std::shared_ptr<Sequence> sequence_of(luce_sequence *handle, const Engine *e, uint32_t i,
+                                             const std::vector<std::shared_ptr<Sequence>> &before) {
+    const auto s = g_sequences.get(handle);
+    if (s->engine().get() != e) {
+        fail(LUCE_E_ARG, "item %u: the sequence is another engine's", i);
+    }
+    if (std::find(before.begin(), before.end(), s) != before.end()) {
+        fail(LUCE_E_ARG, "item %u: the sequence is in the step already", i);
+    }
+    return s;
+}
+
+static void check_items(const void *items, uint32_t n) {
+    need(items, "items");
+    if (n < 1 || n > LUCE_MAX_ROWS) {
+        fail(LUCE_E_ARG, "a step has 1 to %d sequences, got %u", LUCE_MAX_ROWS, n);
+    }
+}
+
+luce_status luce_engine_draft(luce_engine *engine, const luce_draft_item *items, uint32_t n_items) {
+    return guarded([&] {
+        const auto e = g_engines.get(engine);
+        const std::lock_guard<std::recursive_mutex> lock(e->mutex());
+        check_items(items, n_items);
+        std::vector<std::shared_ptr<Sequence>> kept;
+        std::vector<DraftItem> list;
+        for (uint32_t i = 0; i < n_items; i++) {
+            kept.push_back(sequence_of(items[i].sequence, e.get(), i, kept));
+            list.push_back({kept.back().get(), items[i].anchor, items[i].n});
+        }
+        e->draft(list.data(), n_items);
+    });
+}
+
+luce_status luce_engine_verify(luce_engine *engine, luce_verify_item *items, uint32_t n_items) {
+    return guarded([&] {
+        const auto e = g_engines.get(engine);
+        const std::lock_guard<std::recursive_mutex> lock(e->mutex());
+        check_items(items, n_items);
+        std::vector<std::shared_ptr<Sequence>> kept;
+        std::vector<VerifyItem> list;
+        for (uint32_t i = 0; i < n_items; i++) {
+            const luce_verify_item &item = items[i];
+            need(item.choices, "choices");
+            kept.push_back(sequence_of(item.sequence, e.get(), i, kept));
+            list.push_back({kept.back().get(), item.tokens, item.parents, item.choices, item.n, LUCE_OK});
+        }
+        const auto report = [&] {
+            for (uint32_t i = 0; i < n_items; i++) {
+                items[i].status = list[i].status;
+            }
+        };
+        try {
+            e->verify(list.data(), n_items);
+        } catch (const Error &error) {
+            if (error.code() == LUCE_E_NUMERIC) {
+                report();
+            }
+            throw;
+        }
+        report();
+    });
+}
+
+// ---- sequence ----
+
+// f on a sequence or checkpoint, while no other call runs on its engine.
+template <typename Object, typename F> static void locked(const std::shared_ptr<Object> &object, F &&f) {
+    const std::lock_guard<std::recursive_mutex> lock(object->engine()->mutex());
+    f(*object);
+}
+
+luce_status luce_sequence_open(luce_sequence **out, luce_engine *engine) {
+    return guarded([&] {
+        need(out, "out");
+        const auto e = g_engines.get(engine);
+        const std::lock_guard<std::recursive_mutex> lock(e->mutex());
+        *out = g_sequences.add(std::shared_ptr<Sequence>(new Sequence(e), DeleteLocked()));
+    });
+}
+
+luce_status luce_sequence_close(luce_sequence *sequence) {
+    return guarded([&] { g_sequences.remove(sequence); });
+}
+
+luce_status luce_sequence_reset(luce_sequence *sequence) {
+    return guarded([&] { locked(g_sequences.get(sequence), [](Sequence &s) { s.reset(); }); });
+}
+
+luce_status luce_sequence_get_info(luce_sequence *sequence, luce_sequence_info *out) {
+    return guarded([&] {
+        const auto s = g_sequences.get(sequence);
+        check_struct(out, "out");
+        locked(s, [&](Sequence &one) { put(out, one.info()); });
+    });
+}
+
+luce_status luce_sequence_set_sampling(luce_sequence *sequence, const luce_sampling *sampling) {
+    return guarded([&] {
+        const auto s = g_sequences.get(sequence);
+        check_optional(sampling, "sampling");
+        const luce_sampling greedy{};
+        check_sampling(sampling == nullptr ? greedy : *sampling);
+        locked(s, [&](Sequence &one) { one.set_sampling(sampling == nullptr ? greedy : *sampling); });
+    });
+}
+
+luce_status luce_sequence_prefill(luce_sequence *sequence, const int32_t *tokens, uint32_t n,
+                                  int32_t *choice) {
+    return guarded([&] {
+        const auto s = g_sequences.get(sequence);
+        need(tokens, "tokens");
+        if (n == 0) {
+            fail(LUCE_E_ARG, "prefill needs at least one token");
+        }
+        locked(s, [&](Sequence &one) { one.prefill(tokens, n, choice); });
+    });
+}
+
+luce_status luce_sequence_get_draft(luce_sequence *sequence, int32_t *tokens, uint32_t n) {
+    return guarded([&] {
+        const auto s = g_sequences.get(sequence);
+        need(tokens, "tokens");
+        locked(s, [&](Sequence &one) { one.get_draft(tokens, n); });
+    });
+}
+
+luce_status luce_sequence_commit(luce_sequence *sequence, const int32_t *path, uint32_t n) {
+    return guarded([&] {
+        const auto s = g_sequences.get(sequence);
+        need(path, "path");
+        locked(s, [&](Sequence &one) { one.commit(path, n); });
+    });
+}
+
+luce_status luce_sequence_get_logits(luce_sequence *sequence, uint32_t row, float *out, uint32_t n) {
+    return guarded([&] {
+        const auto s = g_sequences.get(sequence);
+        need(out, "out");
+        if (n != s->engine()->n_vocab()) {
+            fail(LUCE_E_ARG, "n is %u, the vocabulary has %u", n, s->engine()->n_vocab());
+        }
+        locked(s, [&](Sequence &one) { one.read_logits(row, out); });
+    });
+}
+
+luce_status luce_sequence_dump(luce_sequence *sequence, void *data, uint64_t *size) {
+    return guarded([&] {
+        const auto s = g_sequences.get(sequence);
+        need(size, "size");
+        locked(s, [&](Sequence &one) { *size = dump(one, static_cast<uint8_t *>(data), *size); });
+    });
+}
+
+luce_status luce_sequence_resume(luce_sequence *sequence, luce_checkpoint *checkpoint) {
+    return guarded([&] {
+        const auto s = g_sequences.get(sequence);
+        const auto c = g_checkpoints.get(checkpoint);
+        if (s->engine() != c->engine()) {
+            fail(LUCE_E_ARG, "the checkpoint is another engine's: save it there and load it here");
+        }
+        locked(s, [&](Sequence &one) { one.resume(*c); });
+    });
+}
+
+// ---- checkpoint ----
+
+luce_status luce_checkpoint_make(luce_checkpoint **out, luce_sequence *sequence) {
+    return guarded([&] {
+        need(out, "out");
+        locked(g_sequences.get(sequence),
+               [&](Sequence &s) { *out = g_checkpoints.add(Checkpoint::make(s)); });
+    });
+}
+
+luce_status luce_checkpoint_close(luce_checkpoint *checkpoint) {
+    return guarded([&] { g_checkpoints.remove(checkpoint); });
+}
+
+luce_status luce_checkpoint_get_info(luce_checkpoint *checkpoint, luce_checkpoint_info *out) {
+    return guarded([&] {
+        const auto c = g_checkpoints.get(checkpoint);
+        check_struct(out, "out");
+        locked(c, [&](Checkpoint &one) {
+            luce_checkpoint_info info{};
+            info.size_bytes = one.size();
+            info.n_past = one.n_past();
+            info.on_device = one.on_device();
+            put(out, info);
+        });
+    });
+}
+
+luce_status luce_checkpoint_get_tokens(luce_checkpoint *checkpoint, int32_t *tokens, uint32_t n) {
+    return guarded([&] {
+        const auto c = g_checkpoints.get(checkpoint);
+        need(tokens, "tokens");
+        if (n != c->n_past()) {
+            fail(LUCE_E_ARG, "n is %u, the checkpoint has %u tokens", n, c->n_past());
+        }
+        std::copy(c->tokens().begin(), c->tokens().end(), tokens);
+    });
+}
+
+luce_status luce_checkpoint_to_host(luce_checkpoint *checkpoint) {
+    return guarded([&] { locked(g_checkpoints.get(checkpoint), [](Checkpoint &c) { c.to_host(); }); });
+}
+
+luce_status luce_checkpoint_to_device(luce_checkpoint *checkpoint) {
+    return guarded([&] { locked(g_checkpoints.get(checkpoint), [](Checkpoint &c) { c.to_device(); }); });
+}
+
+luce_status luce_checkpoint_save(luce_checkpoint *checkpoint, void *data, uint64_t *size) {
+    return guarded([&] {
+        const auto c = g_checkpoints.get(checkpoint);
+        need(size, "size");
+        locked(c, [&](Checkpoint &one) {
+            if (data != nullptr && *size < one.size()) {
+                fail(LUCE_E_ARG, "size is %llu, the checkpoint takes %llu bytes", (unsigned long long) *size,
+                     (unsigned long long) one.size());
+            }
+            if (data != nullptr) {
+                one.save(static_cast<uint8_t *>(data));
+            }
+            *size = one.size();
+        });
+    });
+}
+
+luce_status luce_checkpoint_load(luce_checkpoint **out, luce_engine *engine, const void *data,
+                                 uint64_t size) {
+    return guarded([&] {
+        need(out, "out");
+        need(data, "data");
+        const auto e = g_engines.get(engine);
+        const std::lock_guard<std::recursive_mutex> lock(e->mutex());
+        *out = g_checkpoints.add(Checkpoint::load(e, static_cast<const uint8_t *>(data), size));
+    });
+}

@@ -1,0 +1,16 @@
+// luce's matmul on a GPU as graph ops, over any number of rows: a prefill's are done ROWMM_MAX_ROWS at a time, each
+// block as a step of its own.
+#pragma once
+
+#include <ggml.h>
+
+namespace luce {
+
+// Bytes that the packed activations of T rows of K values take.
+int64_t rowmm_op_bytes(int64_t T, int64_t K);
+
+// Launchers of the ops rowmm_pack and rowmm (custom_op.h).
+int rowmm_pack_op(const ggml_tensor *dst, void *stream);
+int rowmm_op(const ggml_tensor *dst, void *stream, int32_t T);
+
+} // namespace luce

@@ -1,0 +1,11 @@
+// rows_matmul of F32, F16 and BF16 weights.
+#pragma once
+
+#include "rows_matmul.h"
+
+namespace luce {
+
+// Rows n0 .. n1 - 1 of w with all rows of the step.
+void multiply_floats(const RowsMatmulArgs &a, const RowsWeight &w, int64_t n0, int64_t n1);
+
+} // namespace luce

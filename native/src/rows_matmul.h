@@ -1,0 +1,57 @@
+// Multiplies the weights of a matrix with the rows of a step, at most 64, on the CPU. Each weight is unpacked once
+// for up to 8 rows. A product of a weight row and a step's row is the same sequence of operations at any number of
+// rows and threads, so its bits are the same too.
+#pragma once
+
+#include <ggml.h>
+
+#include <cstdint>
+
+namespace luce {
+
+constexpr int MAX_WEIGHTS = 4; // of one op
+
+// 32 activations, rounded to 8 bits: a cache line. A block that is not finite has q 0 and d NaN, so that all results
+// of its row are NaN.
+struct PackedBlock {
+    int8_t q[32];
+    float d; // x = d * q
+    int32_t minus[3]; // -sum of q: of the first 16, the last 16, all
+    float minus_real[3]; // the same times d
+    int32_t unused;
+};
+static_assert(sizeof(PackedBlock) == 64, "a block must be a cache line");
+
+// x [T][K] F32 -> [K/32][T] blocks.
+struct PackArgs {
+    const float *x;
+    int64_t K;
+    int32_t T;
+    PackedBlock *out;
+};
+
+// One of the matrices that have the same input.
+struct RowsWeight {
+    const void *data;
+    ggml_type type;
+    int64_t N;
+    size_t row_bytes;
+    float *out; // [T][N]
+};
+
+struct RowsMatmulArgs {
+    RowsWeight weights[MAX_WEIGHTS];
+    int32_t n_weights;
+    int64_t K;
+    int32_t T;
+    const void *x; // packed blocks, or [T][K] F32 for F32, F16 and BF16 weights
+};
+
+// How rows_matmul takes the activations for a weight type.
+enum class RowsInput { none, packed, f32 };
+RowsInput rows_input(ggml_type type); // none: it does not multiply this type
+
+void cpu_pack_rows(const PackArgs &args, int ith, int nth);
+void cpu_rows_matmul(const RowsMatmulArgs &args, int ith, int nth);
+
+} // namespace luce

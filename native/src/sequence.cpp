@@ -1,0 +1,153 @@
+#include "sequence.h"
+
+#include "checkpoint.h"
+#include "sampler.h"
+
+namespace luce {
+
+Sequence::Sequence(std::shared_ptr<Engine> engine) : engine_(std::move(engine)), line_(engine_->cache()) {}
+
+luce_sequence_info Sequence::info() const {
+    luce_sequence_info out{};
+    out.n_past = line_.n_past();
+    out.n_verified = line_.n_verified();
+    out.n_pages = uint32_t(line_.pages().size());
+    out.failed = !failure_.empty();
+    return out;
+}
+
+void Sequence::check_usable() const {
+    if (!failure_.empty()) {
+        fail(LUCE_E_STATE, "the sequence has failed (%s): reset, resume or close it", failure_.c_str());
+    }
+}
+
+void Sequence::end_step(uint32_t first_row) {
+    failure_.clear();
+    serial_ = engine_->step().serial();
+    first_row_ = first_row;
+}
+
+void Sequence::reset() {
+    line_.clear();
+    failure_.clear();
+    serial_ = 0;
+}
+
+int32_t Sequence::choose(uint32_t row, uint64_t position) {
+    const Greedy &greedy = engine_->step().greedy()[row];
+    if (greedy.not_finite) {
+        fail(LUCE_E_NUMERIC,
+             "the logits of position %llu are not finite: the weights are damaged, or the model overflows; "
+             "the "
+             "sequence has failed",
+             (unsigned long long) (position - 1));
+    }
+    if (sampling_.temperature == 0) {
+        return greedy.token;
+    }
+    logits_.resize(engine_->n_vocab());
+    engine_->step().read_logits(row, logits_.data());
+    return sample(logits_.data(), engine_->n_vocab(), sampling_, position);
+}
+
+void Sequence::prefill(const int32_t *tokens, uint32_t n, int32_t *choice) {
+    engine_->check_cancelled();
+    check_usable();
+    engine_->check_tokens(tokens, n);
+    const CacheParams &c = engine_->params().cache;
+    const uint32_t past = line_.n_past(), room = c.n_chunk - past % c.n_chunk;
+    if (n > room) {
+        fail(LUCE_E_ARG, "%u tokens after %u pass the end of a chunk of %u: %u at most", n, past, c.n_chunk,
+             room);
+    }
+    if (n > c.n_ctx - past) {
+        fail(LUCE_E_CONTEXT, "%u tokens after %u do not fit into a context of %u", n, past, c.n_ctx);
+    }
+    engine_->need_pages(line_.pages_wanted(n));
+    Step &step = engine_->step();
+    begin_step();
+    line_.take_pages(n);
+    const uint32_t n_pages = fill_prefill(step.prefill_host(), line_, tokens, n, engine_->cache());
+    step.prefill(n, past, choice != nullptr, n_pages);
+    line_.appended(tokens, n);
+    end_step(0);
+    if (choice != nullptr) {
+        try {
+            *choice = choose(0, past + n);
+        } catch (const Error &e) {
+            fail_with(e.what());
+            throw;
+        }
+    }
+}
+
+void Sequence::get_draft(int32_t *tokens, uint32_t n) {
+    check_usable();
+    if (n < 1 || n > line_.n_drafted()) {
+        fail(LUCE_E_ARG, "the last draft has %u tokens, got %u", line_.n_drafted(), n);
+    }
+    const auto entry = [&](uint32_t i) {
+        return engine_->step().drafted(engine_->cache().draft_entry(line_.slot(), int32_t(i)));
+    };
+    for (uint32_t i = 0; i < n; i++) {
+        if (entry(i).not_finite) {
+            fail(LUCE_E_NUMERIC, "the logits of draft %u are not finite: the NextN head is damaged", i);
+        }
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        tokens[i] = entry(i).token;
+    }
+}
+
+void Sequence::commit(const int32_t *path, uint32_t n) {
+    check_usable();
+    if (line_.n_verified() == 0) {
+        fail(LUCE_E_STATE, "there is nothing to commit: verify comes first");
+    }
+    line_.check_path(path, n);
+    line_.commit(path, n);
+}
+
+void Sequence::read_logits(uint32_t row, float *out) {
+    check_usable();
+    if (serial_ == 0 || serial_ != engine_->step().serial()) {
+        fail(LUCE_E_STATE, "the engine has run another step since: read logits before the next one");
+    }
+    if (row > 0 && row >= line_.n_verified()) {
+        fail(LUCE_E_ARG, "row %u: the last step had %u of this sequence", row, line_.n_verified());
+    }
+    engine_->step().read_logits(first_row_ + row, out);
+}
+
+void Sequence::settle() {
+    check_usable();
+    line_.discard();
+    if (!line_.in_debt()) {
+        return;
+    }
+    Step &step = engine_->step();
+    begin_step();
+    Batch batch(step.verify_host(), engine_->cache());
+    batch.add_verify(line_, 0, nullptr, nullptr);
+    const uint32_t width = step.verify_width(0);
+    batch.fill_up(width);
+    step.verify(width, 0, batch.n_pages());
+    line_.settled();
+    fail_with("");
+}
+
+void Sequence::resume(const Checkpoint &checkpoint) {
+    const CacheParams &c = engine_->params().cache;
+    if (checkpoint.n_past() >= c.n_ctx) {
+        fail(LUCE_E_CONTEXT, "a checkpoint of %u tokens leaves no room in a context of %u",
+             checkpoint.n_past(), c.n_ctx);
+    }
+    engine_->need_pages(checkpoint.pages_wanted());
+    begin_step();
+    checkpoint.restore(line_);
+    failure_.clear();
+    serial_ = 0;
+}
+
+} // namespace luce

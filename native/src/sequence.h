@@ -1,0 +1,44 @@
+// One timeline in an engine, as its caller sees it: checks, choices, failure. What it remembers is its Timeline's.
+#pragma once
+
+#include "engine.h"
+
+namespace luce {
+
+class Sequence {
+public:
+    explicit Sequence(std::shared_ptr<Engine> engine); // E_MEMORY when all slots are taken
+
+    const std::shared_ptr<Engine> &engine() const { return engine_; }
+    luce_sequence_info info() const;
+    void set_sampling(const luce_sampling &sampling) { sampling_ = sampling; }
+
+    void reset();
+    void prefill(const int32_t *tokens, uint32_t n, int32_t *choice);
+    void get_draft(int32_t *tokens, uint32_t n);
+    void commit(const int32_t *path, uint32_t n);
+    void read_logits(uint32_t row, float *out);
+    void resume(const Checkpoint &checkpoint);
+    void settle(); // debts are paid, verified rows dropped: the caches hold what is committed
+
+    // For the engine's steps:
+    Timeline &line() { return line_; }
+    const Timeline &line() const { return line_; }
+    void check_usable() const;
+    void begin_step() { failure_ = "a step did not end"; } // failed until all of it has worked
+    void end_step(uint32_t first_row); // whose logits are the engine's from this row on
+    void fail_with(const std::string &why) { failure_ = why; }
+    // The target's choice after a row of the last step. position: of the token to be chosen.
+    int32_t choose(uint32_t row, uint64_t position);
+
+private:
+    std::shared_ptr<Engine> engine_;
+    Timeline line_;
+    luce_sampling sampling_{};
+    std::vector<float> logits_; // of one row, for sampling
+    std::string failure_; // why it is failed; empty: it is not
+    uint64_t serial_ = 0; // of the step that has its logits, and their first row there
+    uint32_t first_row_ = 0;
+};
+
+} // namespace luce

@@ -1,0 +1,154 @@
+// Times attention on the 27B's shape: one CUDA graph runs an op for 16 layers, each with its own KV, and the median
+// of its replays is shown per layer. GB/s counts the K and V of each sequence once.
+// Outside the timing: filling the cells, capture, warm-up. q and the control block are shared by the layers.
+#include "harness.h"
+
+#include <functional>
+
+#include <cuda_fp16.h>
+
+namespace {
+
+constexpr int H = 24, HKV = 4, D = 256, LAYERS = 16, REPLAYS = 15;
+
+// Any numbers between -1 and 1.
+__global__ void fill_cells(__half *x, size_t n) {
+    for (size_t i = size_t(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += size_t(gridDim.x) * blockDim.x) {
+        const uint32_t bits = uint32_t(i) * 2654435761u ^ uint32_t(i >> 20) * 40503u;
+        x[i] = __ushort_as_half(uint16_t((bits >> 16 & 0x83ff) | (13 + (bits >> 9) % 2) << 10));
+    }
+}
+
+double median_us(const std::function<void(int)> &enqueue) {
+    void *graph = nullptr;
+    enqueue(0);
+    must(cuda::capture_begin(stream));
+    for (int i = 0; i < LAYERS; i++) {
+        enqueue(i);
+    }
+    must(cuda::capture_end(stream, &graph));
+    cudaEvent_t begin, end;
+    must(cudaEventCreate(&begin));
+    must(cudaEventCreate(&end));
+    Floats us;
+    for (int i = 0; i < REPLAYS + 3; i++) {
+        must(cudaEventRecord(begin, stream));
+        must(cuda::capture_launch(graph, stream));
+        must(cudaEventRecord(end, stream));
+        must(cudaEventSynchronize(end));
+        float ms = 0;
+        must(cudaEventElapsedTime(&ms, begin, end));
+        if (i >= 3) { // warm
+            us.push_back(ms * 1000);
+        }
+    }
+    cuda::capture_free(graph);
+    must(cudaEventDestroy(begin));
+    must(cudaEventDestroy(end));
+    std::nth_element(us.begin(), us.begin() + us.size() / 2, us.end());
+    return us[us.size() / 2] / LAYERS;
+}
+
+struct Cells { // of all layers
+    int type, n_seqs, n_pages; // pages of a sequence
+    int64_t cell_bytes;
+    Device<uint8_t> memory;
+    Device<int32_t> table;
+
+    static int64_t bytes_of(int kv_type) {
+        return kv_type == 1 ? 2 * HKV * D : kv_type == 8 ? HKV * D / 32 * 34 : HKV * D / 32 * 18;
+    }
+    static Ints shuffled(int n) {
+        Ints pages = chain(n + 1); // -1, 0 ..
+        pages.erase(pages.begin());
+        std::shuffle(pages.begin(), pages.end(), rng);
+        return pages;
+    }
+    Cells(int kv_type, int seqs, int context)
+        : type(kv_type), n_seqs(seqs), n_pages((context + MAX_ROWS) / PAGE + 1), cell_bytes(bytes_of(kv_type)),
+          memory(size_t(2 * LAYERS) * seqs * n_pages * PAGE * cell_bytes), table(shuffled(seqs * n_pages)) {
+        fill_cells<<<2048, 256, 0, stream>>>(reinterpret_cast<__half *>(memory.p), memory.n / 2);
+    }
+    KvPool layer(int i) const {
+        const size_t size = size_t(n_seqs) * n_pages * PAGE * cell_bytes;
+        return {memory.p + 2 * i * size, memory.p + (2 * i + 1) * size, type, HKV, D, cell_bytes};
+    }
+};
+
+void time_case(const Cells &cells, int context, const Ints &parents, int max_pages, const char *name) {
+    const int rows = int(parents.size()), T = rows * cells.n_seqs;
+    StepCtl host = blank_ctl();
+    host.n_seqs = cells.n_seqs;
+    host.n_rows = T;
+    for (int i = 0; i < cells.n_seqs; i++) {
+        SeqCtl &seq = host.seqs[i];
+        seq.row0 = i * rows;
+        seq.n_rows = rows;
+        seq.n_past = context;
+        seq.n_move = seq.n_move_head = 0;
+        seq.pages = i * cells.n_pages;
+        for (int r = 0; r < rows; r++) {
+            RowCtl &row = host.rows[i * rows + r];
+            row.seq = i;
+            row.parent = parents[r] < 0 ? -1 : i * rows + parents[r];
+            row.position = parents[r] < 0 ? context : host.rows[i * rows + parents[r]].position + 1;
+        }
+    }
+    Device<StepCtl> ctl(1);
+    ctl.set({host});
+    Device<float> q(normals(size_t(T) * H * D)), gate(normals(size_t(2) * T * H * D)), out(size_t(T) * H * D);
+    Device<float> k(normals(size_t(T) * HKV * D));
+    AttentionArgs a{};
+    a.T = T;
+    a.H = H;
+    a.scale = 1 / std::sqrt(float(D));
+    a.max_pages = max_pages;
+    a.q = q.p;
+    a.gate = gate.p + D;
+    a.gate_row = 2 * H * D;
+    a.gate_head = 2 * D;
+    a.ctl = ctl.p;
+    a.pages = cells.table.p;
+    a.out = out.p;
+    a.pool = cells.layer(0);
+    Device<float> scratch(size_t(attention_scratch(a)));
+    a.scratch = scratch.p;
+    const auto store = [&](int i) {
+        must(cuda::kv_store({cells.layer(i), T, 0, 0, k.p, k.p, ctl.p, cells.table.p}, stream));
+    };
+    for (int i = 0; i < LAYERS; i++) {
+        store(i);
+    }
+    const double store_us = median_us(store), us = median_us([&](int i) {
+        a.pool = cells.layer(i);
+        must(cuda::attention(a, stream));
+    });
+    const double bytes = 2.0 * cells.n_seqs * (context + rows) * double(cells.cell_bytes);
+    printf("luce type %d context %6d seqs %d rows %2d %-6s %8.2f us %6.0f GB/s, store %.2f us\n", cells.type, context,
+           cells.n_seqs, rows, name, us, bytes / us / 1e3, store_us);
+    fflush(stdout);
+}
+
+} // namespace
+
+void time_attention(bool all) {
+    for (int context : {0, 1000, 4096, 8192, 32768, 102400}) {
+        for (int type : {1, 8, 2}) {
+            if ((type != 1 && (!all || context < 32768)) || (type == 2 && context < 100000)) {
+                continue;
+            }
+            const Cells one(type, 1, context);
+            const int max_pages = std::max(one.n_pages, 128);
+            for (int rows : {1, 2, 4, 8, 16, 64}) {
+                time_case(one, context, chain(rows), max_pages, "chain");
+            }
+            time_case(one, context, random_tree(16, 8, false), max_pages, "tree");
+            time_case(one, context, random_tree(64, 12, false), max_pages, "tree");
+        }
+        if (context <= 32768 && (all || context != 1000)) {
+            const Cells eight(1, 8, context);
+            time_case(eight, context, chain(1), 128, "chain");
+            time_case(eight, context, chain(4), 128, "chain");
+        }
+    }
+}

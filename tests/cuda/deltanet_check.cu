@@ -1,0 +1,304 @@
+// Checks the DeltaNet ops against a reference in double precision, and against themselves bit by bit.
+#include "harness.h"
+
+static double error(const double *expected, const float *got, size_t n) {
+    double diff = 0, norm = 1e-30;
+    for (size_t i = 0; i < n; i++) {
+        const double d = got[i] - expected[i];
+        diff += d * d;
+        norm += expected[i] * expected[i];
+    }
+    return std::sqrt(diff / norm); // NaN stays NaN
+}
+
+static bool untouched(const float *x, size_t n) { // since Device::poison()
+    const std::vector<uint8_t> poison(n * sizeof(float), 0xff);
+    return n == 0 || memcmp(x, poison.data(), poison.size()) == 0;
+}
+
+// A layer with a sequence in each slot, and what the reference makes of each.
+struct Session {
+    Shape s;
+    Layer layer;
+    std::vector<Reference> refs;
+    std::string name;
+
+    Session(const Shape &shape, int R, int n_slots) : Session(shape, random_weights(shape), R, n_slots) {}
+    Session(const Shape &shape, const Weights &w, int R, int n_slots)
+        : s(shape), layer(s, R, w, normals(size_t(n_slots) * 3 * s.C()),
+                          normals(size_t(n_slots) * s.Hv * s.S * s.S, 0.3f)),
+          name("S" + std::to_string(s.S) + " " + std::to_string(s.Hk) + "/" + std::to_string(s.Hv) + " R" +
+               std::to_string(R) + " slots " + std::to_string(n_slots) + " ") {
+        const Snapshot now = layer.snapshot();
+        for (int slot = 0; slot < n_slots; slot++) {
+            refs.emplace_back(s, w, part_of(now.window, slot), part_of(now.state, slot));
+        }
+    }
+
+    Floats part_of(const Floats &x, int slot) const {
+        const size_t n = x.size() / layer.n_slots;
+        return Floats(&x[slot * n], &x[slot * n] + n);
+    }
+    // The slot holds nothing, and junk.
+    void forget(int slot) {
+        Snapshot now = layer.snapshot();
+        for (Floats *x : {&now.window, &now.state, &now.log}) {
+            std::fill_n(&(*x)[slot * (x->size() / layer.n_slots)], x->size() / layer.n_slots, NAN);
+        }
+        now.timelines[slot] = {{}, pick(2), true};
+        layer.restore(now);
+        refs[slot].clear();
+    }
+
+    void compare(const Output &got, int first, const Result &expected, const std::string &what) {
+        const size_t C = s.C(), n = size_t(s.Hv) * s.S;
+        const double conv = error(expected.conv.data(), &got.conv[first * C], expected.conv.size()),
+                     out = error(expected.out.data(), &got.out[first * n], expected.out.size());
+        expect(conv < 1e-6, name + what + ": conv off by " + std::to_string(conv));
+        expect(out < 1e-5, name + what + ": out off by " + std::to_string(out));
+    }
+    void compare_committed(const Snapshot &now, int slot, const std::string &what) {
+        const Floats found_window = part_of(now.window, slot), found_state = part_of(now.state, slot);
+        const double window = error(refs[slot].window.data(), found_window.data(), found_window.size()),
+                     state = error(refs[slot].state.data(), found_state.data(), found_state.size());
+        expect(window == 0, name + what + ": window off by " + std::to_string(window));
+        expect(state < 1e-5, name + what + ": state off by " + std::to_string(state));
+    }
+    void expect_slot_untouched(const Snapshot &before, const Snapshot &after, int slot,
+                               const std::string &what) {
+        const bool same = same_bits(part_of(before.window, slot), part_of(after.window, slot)) &&
+                          same_bits(part_of(before.state, slot), part_of(after.state, slot)) &&
+                          same_bits(part_of(before.log, slot), part_of(after.log, slot));
+        expect(same, name + what + ": another slot is touched");
+    }
+
+    void append(int slot, int T) {
+        const Rows rows = random_rows(s, T);
+        const Ints all = chain(T + 1); // -1, 0, .. T - 1
+        const Result expected = refs[slot].verify(rows, chain(T));
+        refs[slot].commit(Ints(all.begin() + 1, all.end()));
+        const std::string what = "append " + std::to_string(T);
+        const Snapshot before = layer.snapshot();
+        compare(layer.append(slot, rows), 0, expected, what);
+        const Snapshot after = layer.snapshot();
+        compare_committed(after, slot, what);
+        for (int other = 0; other < layer.n_slots; other++) {
+            if (other != slot) {
+                expect_slot_untouched(before, after, other, what);
+            }
+        }
+    }
+
+    // A step of T rows. Then some rows of each sequence are accepted.
+    void verify(const std::vector<Part> &parts, int T, const std::string &what) {
+        const Snapshot before = layer.snapshot();
+        const Output got = layer.run(DELTA_VERIFY, parts, T);
+        const Snapshot after = layer.snapshot();
+        const Ints first = first_rows(parts);
+        Ints others = chain(layer.n_slots + 1);
+        others.erase(others.begin());
+        for (size_t i = 0; i < parts.size(); i++) {
+            const Part &part = parts[i];
+            compare(got, first[i], refs[part.slot].verify(part.rows, part.parents), what);
+            compare_committed(after, part.slot, what); // pending rows are on the state, a fresh one is zeros
+            others.erase(std::find(others.begin(), others.end(), part.slot));
+        }
+        for (int slot : others) {
+            expect_slot_untouched(before, after, slot, what);
+        }
+        const size_t used = first.back(), C = s.C(), n = size_t(s.Hv) * s.S;
+        expect(untouched(&got.conv[0] + used * C, (T - used) * C) &&
+                   untouched(&got.out[0] + used * n, (T - used) * n),
+               name + what + ": a row that only fills the step is written");
+
+        std::vector<Ints> accepted;
+        for (const Part &part : parts) {
+            accepted.push_back(part.rows.T == 0 ? Ints() : path_to(part.parents, pick(part.rows.T)));
+        }
+        const size_t i = pick(int(parts.size()));
+        if (parts[i].rows.T > 0) {
+            check_alone(parts[i], first[i], got, before, after, accepted[i], what);
+        }
+        layer.restore(after);
+        for (size_t j = 0; j < parts.size(); j++) {
+            layer.timelines[parts[j].slot].pending = accepted[j];
+            refs[parts[j].slot].commit(accepted[j]);
+        }
+    }
+    void verify(int slot, const Ints &parents, const std::string &what) {
+        const int T = int(parents.size());
+        verify({{slot, random_rows(s, T), parents}}, T, what);
+    }
+
+    // A part's rows have the same bits alone, on a path of their own and in another slot; and what is
+    // accepted ends in the same bits whether it is replayed or appended.
+    void check_alone(const Part &part, int first, const Output &got, Snapshot before, const Snapshot &after,
+                     const Ints &accepted, const std::string &what) {
+        const int to = pick(layer.n_slots);
+        layer.copy_slot(before, part.slot, to);
+        const size_t C = s.C(), n = size_t(s.Hv) * s.S;
+        for (const Ints &path : {accepted, path_to(part.parents, pick(part.rows.T))}) {
+            layer.restore(before);
+            const int T = int(path.size());
+            const Part moved{to, take(s, part.rows, path), chain(T)};
+            const Output alone = layer.run(DELTA_VERIFY, {moved}, std::min(T + pick(4), MAX_ROWS));
+            bool same = true;
+            for (int i = 0; i < T; i++) {
+                same = same && same_bits(&got.conv[(first + path[i]) * C], &alone.conv[i * C], C);
+                same = same && same_bits(&got.out[(first + path[i]) * n], &alone.out[i * n], n);
+            }
+            expect(same, name + what + ": rows differ from their path alone");
+        }
+        layer.restore(before);
+        layer.append(to, take(s, part.rows, accepted));
+        const Snapshot appended = layer.snapshot();
+        layer.restore(after);
+        layer.timelines[part.slot].pending = accepted;
+        layer.flush(part.slot);
+        const Snapshot replayed = layer.snapshot();
+        expect(same_bits(part_of(replayed.state, part.slot), part_of(appended.state, to)),
+               name + what + ": replayed state differs from append");
+        expect(same_bits(part_of(replayed.window, part.slot), part_of(appended.window, to)),
+               name + what + ": replayed window differs from append");
+    }
+
+    // Up to n sequences in random slots, some fresh, with up to T rows between them.
+    std::vector<Part> random_parts(int n, int T) {
+        Ints slots = chain(layer.n_slots + 1);
+        slots.erase(slots.begin());
+        std::shuffle(slots.begin(), slots.end(), rng);
+        std::vector<Part> parts;
+        for (int i = 0; i < n; i++) {
+            const int most = std::min(layer.R, i + 1 < n ? T / 2 + 1 : T);
+            const int rows = pick(4) == 0 ? 0 : pick(std::min(most, T) + 1);
+            T -= rows;
+            const Ints parents[] = {chain(rows), random_tree(rows, 16, false), random_tree(rows, 64, true),
+                                    random_order(rows)};
+            if (pick(4) == 0) {
+                forget(slots[i]);
+            }
+            parts.push_back({slots[i], random_rows(s, rows), parents[pick(4)]});
+        }
+        return parts;
+    }
+};
+
+static void check_rounds(const Shape &s, int R, int n_slots, int rounds, int long_append) {
+    Session session(s, R, n_slots);
+    const int slot = pick(n_slots);
+    session.append(slot, 1);
+    session.append(slot, 2);
+    session.verify(slot, chain(1), "verify 1");
+    session.verify(slot, chain(1), "verify 1 after 1");
+    session.append(slot, 37);
+    session.verify(slot, chain(R), "verify chain R");
+    session.verify(slot, random_tree(R, 16, false), "verify tree R after R");
+    session.verify(slot, random_tree(R, 64, false), "verify deep tree");
+    session.append(slot, 3);
+    session.verify(slot, random_order(R), "verify unordered tree");
+    session.forget(slot);
+    session.append(slot, 5);
+    session.forget(slot);
+    session.verify(slot, random_tree(std::min(R, 12), 16, true), "verify fresh forest");
+    for (int i = 0; i < rounds; i++) {
+        const int T = i % 4 == 0 ? MAX_ROWS : 1 + pick(MAX_ROWS), n = 1 + pick(std::min(T, n_slots));
+        session.verify(session.random_parts(n, T), T,
+                       "verify " + std::to_string(T) + " rows of " + std::to_string(n));
+    }
+    session.append(slot, long_append);
+    session.layer.flush(slot);
+    session.compare_committed(session.layer.snapshot(), slot, "flush of nothing");
+}
+
+// One append and the same rows in pieces end in the same bits.
+static void check_append_pieces(const Shape &s, int T) {
+    Session session(s, 8, 2);
+    const Rows rows = random_rows(s, T);
+    const Snapshot before = session.layer.snapshot();
+    const Output whole = session.layer.append(1, rows);
+    const Snapshot end = session.layer.snapshot();
+    session.layer.restore(before);
+    Output pieces;
+    for (int t = 0; t < T;) {
+        Ints which;
+        for (int n = 1 + pick(90); n > 0 && t < T; n--) {
+            which.push_back(t++);
+        }
+        const Output part = session.layer.append(1, take(s, rows, which));
+        pieces.conv.insert(pieces.conv.end(), part.conv.begin(), part.conv.end());
+        pieces.out.insert(pieces.out.end(), part.out.begin(), part.out.end());
+    }
+    expect(same_bits(whole.conv, pieces.conv) && same_bits(whole.out, pieces.out),
+           session.name + "append in pieces");
+    expect(same_bits(end.state, session.layer.state.get()), session.name + "append in pieces: state");
+    expect(same_bits(end.window, session.layer.window.get()), session.name + "append in pieces: window");
+}
+
+// A captured step, replayed with other sequences, rows, parents and pending rows, does what eager launches
+// do.
+static void check_captured_step(const Shape &s) {
+    const int T = 24, n_slots = 5, rounds = 5;
+    Session session(s, T, n_slots);
+    Layer &layer = session.layer;
+    Device<float> x(size_t(T) * s.C()), alpha(size_t(T) * s.Hv), beta(size_t(T) * s.Hv), conv(x.n),
+        out(size_t(T) * s.Hv * s.S);
+    void *step = nullptr;
+    must(cuda::capture_begin(stream));
+    layer.enqueue_conv(DELTA_VERIFY, T, x, conv);
+    layer.enqueue_delta(DELTA_VERIFY, T, conv, alpha, beta, out);
+    must(cuda::capture_end(stream, &step));
+    for (int i = 0; i < rounds; i++) {
+        const std::vector<Part> parts = session.random_parts(1 + i, T);
+        const Snapshot before = layer.snapshot();
+        const Output eager = layer.run(DELTA_VERIFY, parts, T);
+        const Snapshot expected = layer.snapshot();
+        layer.restore(before);
+        layer.set_ctl(parts);
+        const auto fill = [](const Device<float> &to, const std::vector<Part> &from, Floats Rows::*what) {
+            Floats host;
+            for (const Part &part : from) {
+                host.insert(host.end(), (part.rows.*what).begin(), (part.rows.*what).end());
+            }
+            host.resize(to.n, NAN);
+            return host;
+        };
+        x.set(fill(x, parts, &Rows::x));
+        alpha.set(fill(alpha, parts, &Rows::alpha));
+        beta.set(fill(beta, parts, &Rows::beta));
+        conv.poison();
+        out.poison();
+        must(cuda::capture_launch(step, stream));
+        must(cudaStreamSynchronize(stream));
+        expect(same_bits(out.get(), eager.out) && same_bits(conv.get(), eager.conv),
+               session.name + "captured step");
+        const Snapshot got = layer.snapshot();
+        expect(same_bits(got.state, expected.state) && same_bits(got.window, expected.window) &&
+                   same_bits(got.log, expected.log),
+               session.name + "captured step: state, window, log");
+        layer.restore(expected);
+        for (const Part &part : parts) {
+            layer.timelines[part.slot].pending =
+                part.rows.T == 0 ? Ints() : path_to(part.parents, pick(part.rows.T));
+        }
+    }
+    cuda::capture_free(step);
+}
+
+void check_deltanet(bool all) {
+    const std::vector<Shape> shapes = {{4, 4, 16}, {2, 6, 32}, {4, 8, 64}, {2, 2, 128}};
+    for (const Shape &s : shapes) {
+        check_rounds(s, 9, 3, 4, 130);
+        if (all) {
+            for (int R : {1, 2, 33, 64}) {
+                check_rounds(s, R, R == 33 ? 1 : 16, 10, 130);
+            }
+            check_rounds(s, 4, 64, 12, 5);
+            check_append_pieces(s, 300);
+        }
+        check_captured_step(s);
+    }
+    if (all) {
+        check_rounds({16, 48, 128}, 16, 4, 6, 200);
+        check_append_pieces({16, 48, 128}, 512);
+    }
+}

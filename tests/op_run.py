@@ -1,0 +1,83 @@
+"""Runs one of luce's ops alone: luce_op_run, which libluce exports for tests and luce.h does not name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from luce._native import IntArray, Library
+from luce.errors import ArgumentError
+
+DECLARATION = """
+typedef struct luce_array { void *data; uint64_t ne[4]; int32_t type; } luce_array;
+luce_status luce_op_run(const char *device, const char *op, luce_array *args, uint32_t n_args,
+                        const int32_t *params, uint32_t n_params, luce_array *out);
+"""
+# ggml's blocks of 32 values; the innermost dimension of an array counts blocks.
+Q4_0 = np.dtype([("d", "<f2"), ("q", "u1", 16)])  # value i and i + 16 in the halves of byte i
+Q8_0 = np.dtype([("d", "<f2"), ("q", "i1", 32)])
+# numpy's types to ggml's: F32, F16, Q4_0, Q8_0, I32, and I8, which also stands for raw bytes.
+TYPES = {
+    np.dtype("f4"): 0,
+    np.dtype("f2"): 1,
+    Q4_0: 2,
+    Q8_0: 8,
+    np.dtype("i4"): 26,
+    np.dtype("i1"): 24,
+    np.dtype("u1"): 24,
+}
+
+
+@dataclass
+class Weights:
+    """A matrix as a file holds it: rows of k values of a ggml type, whose blocks are `rows` (N, bytes)."""
+
+    rows: np.ndarray
+    type_id: int
+    k: int
+
+
+def op_run(
+    native: Library,
+    device: str,
+    op: str,
+    arrays: Sequence[np.ndarray | Weights],
+    params: IntArray = (),
+    *,
+    shape: Sequence[int],
+    dtype: Any = np.float32,
+) -> np.ndarray:
+    """What the op makes of `arrays`, of this shape and type. Shapes are numpy's (slowest first). The op may
+    write to the arrays that it is documented to write to: they are changed in place."""
+    ffi = native.ffi
+    if "luce_array" not in ffi.list_types()[0]:
+        ffi.cdef(DECLARATION)
+    result = np.empty(shape, dtype)
+    result.view(np.uint8)[...] = 0xFF  # poison: NaN, -1
+    args, out = ffi.new("luce_array[]", max(len(arrays), 1)), ffi.new("luce_array *")
+    for arg, array in zip(args, arrays, strict=False):
+        _fill(ffi, arg, array)
+    _fill(ffi, out, result)
+    numbers = native.ints(params)
+    native.check(
+        native.lib.luce_op_run(device.encode(), op.encode(), args, len(arrays), numbers, len(numbers), out)
+    )
+    return result
+
+
+def _fill(ffi: Any, out: Any, array: np.ndarray | Weights) -> None:
+    if isinstance(array, Weights):
+        out.data = ffi.cast("void *", array.rows.ctypes.data)
+        out.ne, out.type = [array.k, len(array.rows), 1, 1], array.type_id
+        return
+    if array.dtype not in TYPES or not array.flags.c_contiguous or array.ndim > 4:
+        kinds = "contiguous F32, F16, Q4_0, Q8_0, I32 or bytes of at most 4 dimensions"
+        raise ArgumentError(f"{array.dtype} {array.shape}: not {kinds}")
+    out.data = ffi.cast("void *", array.ctypes.data)
+    out.ne = list(array.shape[::-1]) + [1] * (4 - array.ndim)
+    if array.dtype in (Q4_0, Q8_0):
+        out.ne[0] *= 32
+    out.type = TYPES[array.dtype]

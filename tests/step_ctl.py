@@ -1,0 +1,59 @@
+"""The control block of a step (StepCtl in kernels.h) as the int32 array that luce's ops take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+MAX_ROWS = 64
+PAGE = 256
+HEAD, ROW, SEQ = 4, 4, 12 + MAX_ROWS  # int32 values of StepCtl before its rows, of a RowCtl and of a SeqCtl
+SIZE = HEAD + MAX_ROWS * (ROW + SEQ)
+UNUSED = -77  # what no op may rely on
+
+
+@dataclass
+class Seq:
+    """One sequence's part of a step. Rows are counted from its own first one, after `n_past` tokens."""
+
+    slot: int = 0
+    parents: Sequence[int] = ()  # of its rows, depth first, -1: the committed tokens
+    n_past: int = 0
+    pending: Sequence[int] = ()  # rows of its last verify that were accepted
+    bank: int = 0
+    fresh: bool = False
+    replay: bool = True  # the recurrent state does not hold the pending rows yet
+    move: bool = False  # the trunk's KV of the pending rows lies where the verify wrote it
+    move_head: bool = False  # and that of the NextN head
+    pages: int = 0
+    n_rows: int | None = None  # of a prefill, which has no parents
+    keep: Sequence[int] = ()  # by row, -1: nowhere
+
+    def depths(self) -> list[int]:
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        return depths
+
+
+def step_ctl(*seqs: Seq) -> np.ndarray:
+    """int32 (SIZE,): the sequences one after another, then rows that only fill the step's width."""
+    ctl = np.full(SIZE, UNUSED, np.int32)
+    rows = ctl[HEAD : HEAD + MAX_ROWS * ROW].reshape(MAX_ROWS, ROW)  # seq, parent, position, keep
+    parts = ctl[HEAD + MAX_ROWS * ROW :].reshape(MAX_ROWS, SEQ)
+    rows[:, 0], rows[:, 3] = -1, -1
+    row0 = 0
+    for i, seq in enumerate(seqs):
+        n_rows = len(seq.parents) if seq.n_rows is None else seq.n_rows
+        n = len(seq.pending)
+        debts = n * seq.replay, n * seq.move, n * seq.move_head
+        parts[i, :10] = seq.slot, seq.fresh, row0, n_rows, seq.n_past, seq.bank, *debts, seq.pages
+        parts[i, 12 : 12 + n] = seq.pending
+        for r, (parent, depth) in enumerate(zip(seq.parents, seq.depths(), strict=True)):
+            keep = seq.keep[r] if seq.keep else -1
+            rows[row0 + r] = i, row0 + parent if parent >= 0 else -1, seq.n_past + depth, keep
+        row0 += n_rows
+    ctl[:2] = len(seqs), row0
+    return ctl

@@ -1,0 +1,364 @@
+"""Paged KV and attention, each op alone on --luce-device, against numpy; and the bits that steps rely on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import drive
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from op_run import Q4_0, Q8_0, op_run
+from step_ctl import MAX_ROWS, PAGE, Seq, step_ctl
+
+from luce._native import Library
+
+ARGMAX_WIDTH = 126
+TYPES = {"f32": np.dtype("f4"), "f16": np.dtype("f2"), "q8_0": Q8_0, "q4_0": Q4_0}
+seeds = st.integers(0, 2**32 - 1)
+few = settings(max_examples=8, deadline=None)
+
+
+def random(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def bits(x: float) -> int:
+    return int(np.float32(x).view(np.int32))
+
+
+def quantize(x: np.ndarray, kind: str) -> np.ndarray:
+    """x as a cell holds it, rounded as ggml's reference quantiser rounds."""
+    if kind in ("f32", "f16"):
+        return x.astype(TYPES[kind])
+    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // 32, 32)
+    out = np.zeros(blocks.shape[:-1], TYPES[kind])
+    if kind == "q8_0":
+        d = np.abs(blocks).max(-1) / np.float32(127)
+    else:
+        most = np.abs(blocks).argmax(-1)[..., None]
+        d = np.take_along_axis(blocks, most, -1)[..., 0] / np.float32(-8)
+    inverse = np.divide(np.float32(1), d, out=np.zeros_like(d), where=d != 0)[..., None]
+    scaled = blocks * inverse
+    out["d"] = d.astype(np.float16)
+    if kind == "q8_0":
+        out["q"] = np.where(scaled < 0, -np.floor(0.5 - scaled), np.floor(scaled + 0.5)).astype(np.int8)
+    else:
+        q = np.minimum(15, np.trunc(scaled + np.float32(8.5))).astype(np.uint8)
+        out["q"] = q[..., :16] | q[..., 16:] << 4
+    return out
+
+
+def values(cells: np.ndarray) -> np.ndarray:
+    """What cells hold, as float64."""
+    if cells.dtype == Q8_0:
+        x = cells["q"] * cells["d"].astype(np.float64)[..., None]
+    elif cells.dtype == Q4_0:
+        q = np.concatenate([cells["q"] & 15, cells["q"] >> 4], -1).astype(np.float64) - 8
+        x = q * cells["d"].astype(np.float64)[..., None]
+    else:
+        return cells.astype(np.float64)
+    return x.reshape(*cells.shape[:-1], cells.shape[-1] * 32)
+
+
+@dataclass(frozen=True)
+class Shape:
+    h: int
+    hkv: int
+    d: int
+    kind: str = "f16"
+    first: int = 0
+    window: int = 0
+    softcap: float = 0.0
+    gated: bool = True
+
+
+SHAPES = [
+    Shape(2, 1, 64, "f32"),
+    Shape(6, 1, 256),
+    Shape(8, 2, 128, "q8_0"),
+    Shape(4, 4, 64, "q4_0", gated=False),
+    Shape(6, 2, 128, "f16", first=1),
+    Shape(4, 2, 64, "f16", window=100, gated=False),
+    Shape(4, 1, 128, "f32", softcap=5.0, window=300, first=1),
+]
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.h}-{s.hkv}-{s.d}-{s.kind}")
+
+
+@dataclass
+class Rows:
+    """Inputs of some rows."""
+
+    q: np.ndarray  # (T, H * D)
+    gate: np.ndarray  # (T, 2 * D * H)
+    k: np.ndarray  # (T, Hkv * D)
+    v: np.ndarray  # (T, Hkv * D)
+
+    def take(self, rows: Sequence[int]) -> Rows:
+        index = list(rows)
+        return Rows(self.q[index], self.gate[index], self.k[index], self.v[index])
+
+
+def random_rows(rng: np.random.Generator, s: Shape, n: int) -> Rows:
+    wide, narrow = s.h * s.d, s.hkv * s.d
+    return Rows(*(random(rng, n, width) for width in (wide, 2 * wide, narrow, narrow)))
+
+
+@dataclass
+class Context:
+    """One timeline: its pages, and the K and V that it has committed."""
+
+    pages: list[int]
+    k: np.ndarray  # (n_past, Hkv * D)
+    v: np.ndarray
+    pending: list[int] = field(default_factory=list)
+
+
+class Pool:
+    """The KV of one layer, driven through op_run. What no sequence has written is NaN."""
+
+    def __init__(self, native: Library, device: str, s: Shape, n_pages: int, seed: int):
+        self.native, self.device, self.s = native, device, s
+        self.rng = np.random.default_rng(seed)
+        self.free = list(self.rng.permutation(n_pages))
+        width = s.hkv * s.d // (1 if s.kind in ("f32", "f16") else 32)
+        self.k, self.v = (np.zeros((n_pages * PAGE, width), TYPES[s.kind]) for _ in range(2))
+        for cells in (self.k, self.v):
+            cells.view(np.uint8)[:] = 0xFF
+
+    def cell(self, seq: Context, position: int) -> int:
+        return seq.pages[position // PAGE] * PAGE + position % PAGE
+
+    def sequence(self, k: np.ndarray, v: np.ndarray, room: int = MAX_ROWS) -> Context:
+        """A sequence that has committed k and v, written as a prefill writes them."""
+        seq = Context([self.free.pop() for _ in range(-(-(len(k) + room) // PAGE))], k[:0], v[:0])
+        if len(k) > 0:
+            self.append(seq, k, v)
+        return seq
+
+    def append(self, seq: Context, k: np.ndarray, v: np.ndarray) -> None:
+        ctl = step_ctl(Seq(n_past=len(seq.k), n_rows=len(k)))
+        self.store(k, v, ctl, np.array(seq.pages, np.int32), append=1)
+        seq.k, seq.v = np.concatenate([seq.k, k]), np.concatenate([seq.v, v])
+
+    def control(self, seqs: Sequence[Context], trees: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+        """The control block of a step and its page table; the sequences' moves are paid with it."""
+        parts, pages = [], []
+        for seq, parents in zip(seqs, trees, strict=True):
+            parts.append(
+                Seq(parents=parents, n_past=len(seq.k), pending=seq.pending, move=True, pages=len(pages))
+            )
+            pages += seq.pages
+            seq.pending = []
+        return step_ctl(*parts), np.array(pages or [0], np.int32)
+
+    def store(
+        self, k: np.ndarray, v: np.ndarray, ctl: np.ndarray, pages: np.ndarray, append: int = 0
+    ) -> None:
+        args = [k, v, self.k, self.v, ctl, pages]
+        op_run(self.native, self.device, "kv_store", args, (append, 0, self.s.d), shape=(1,), dtype=np.int32)
+
+    def attend(self, rows: Rows, ctl: np.ndarray, pages: np.ndarray) -> np.ndarray:
+        """(T, H, D)"""
+        s, t = self.s, len(rows.q)
+        max_pages = max(1, len(pages))
+        params = (s.d, s.first, s.window, max_pages, bits(s.d**-0.5), bits(s.softcap), int(s.gated))
+        n = t * s.h * s.d
+        chunks = chunk_at(max_pages * PAGE - 1) + 1
+        args = [rows.q, rows.gate, self.k, self.v, ctl, pages]
+        size = n + t * s.h * chunks * (s.d + 2)  # the rows, then scratch
+        out = op_run(self.native, self.device, "attention", args, params, shape=(size,))
+        return out[:n].reshape(t, s.h, s.d)
+
+    def step(
+        self, seqs: Sequence[Context], trees: Sequence[list[int]], rows: Rows, junk: int = 0
+    ) -> np.ndarray:
+        """One step of all sequences with `junk` rows behind them that belong to none."""
+        ctl, pages = self.control(seqs, trees)
+        rows = Rows(*(np.pad(x, ((0, junk), (0, 0)), constant_values=np.nan) for x in vars(rows).values()))
+        self.store(rows.k, rows.v, ctl, pages)
+        return self.attend(rows, ctl, pages)
+
+    def expected(self, seq: Context, parents: list[int], rows: Rows) -> np.ndarray:
+        """float64 (T, H, D) of one sequence's rows."""
+        s = self.s
+        out = np.zeros((len(parents), s.h, s.d))
+        k, v = (values(quantize(np.concatenate(x), s.kind)) for x in ((seq.k, rows.k), (seq.v, rows.v)))
+        k, v = (x.reshape(len(x), s.hkv, s.d) for x in (k, v))
+        n_past = len(seq.k)
+        for t in range(len(parents)):
+            path = drive.root_path(parents, t)
+            position = n_past + len(path) - 1
+            low = max(s.first, position - s.window + 1 if s.window else 0)
+            seen = [*range(n_past), *(n_past + row for row in path)][low:]
+            if not seen:
+                continue
+            q = rows.q[t].astype(np.float64).reshape(s.hkv, s.h // s.hkv, s.d)
+            score = np.einsum("hgd,nhd->hgn", q, k[seen]) / np.sqrt(s.d)
+            if s.softcap:
+                score = s.softcap * np.tanh(score / s.softcap)
+            weight = np.exp(score - score.max(-1, keepdims=True))
+            weight /= weight.sum(-1, keepdims=True)
+            out[t] = np.einsum("hgn,nhd->hgd", weight, v[seen]).reshape(s.h, s.d)
+            if s.gated:
+                gate = rows.gate[t].astype(np.float64).reshape(s.h, 2, s.d)[:, 1]
+                out[t] /= 1 + np.exp(-gate)
+        return out
+
+
+def chunk_at(position: int) -> int:
+    """attention_chunks.h"""
+    for begin, size, index in ((65536, 1024, 176), (16384, 512, 80), (4096, 256, 32), (0, 128, 0)):
+        if position >= begin:
+            return index + (position - begin) // size
+    raise AssertionError
+
+
+def close(found: np.ndarray, expected: np.ndarray, kind: str, device: str) -> None:
+    """The CPU sums in float32. CUDA's tensor cores take q and weights as F16 (11 bits) unless KV is F32."""
+    bound = 1e-5 if device == "cpu" or kind == "f32" else 4e-3
+    assert np.linalg.norm(found - expected) <= bound * max(np.linalg.norm(expected), 1e-3)
+
+
+def random_company(rng: np.random.Generator, pool: Pool, most: int) -> tuple[list[Context], list[list[int]]]:
+    s, left = pool.s, MAX_ROWS
+    seqs, trees = [], []
+    for _ in range(int(rng.integers(1, 6))):
+        n = int(rng.choice([0, 1, 127, 128, 129, 255, 256, 257, int(rng.integers(most))]))
+        seqs.append(pool.sequence(random(rng, n, s.hkv * s.d), random(rng, n, s.hkv * s.d)))
+        rows = min(left, int(rng.choice([0, 1, 2, int(rng.integers(1, 33))])))
+        left -= rows
+        trees.append(drive.random_tree(rng, rows) if rows else [])
+    if left == MAX_ROWS:
+        trees[0] = [-1]
+    return seqs, trees
+
+
+@shapes
+@given(seed=seeds)
+@few
+def test_rows_of_a_step_match_the_reference(native, device, shape, seed):
+    rng = np.random.default_rng(seed)
+    pool = Pool(native, device, shape, 32, seed)
+    seqs, trees = random_company(rng, pool, 700)
+    rows = random_rows(rng, shape, sum(map(len, trees)))
+    junk = int(rng.integers(0, MAX_ROWS - len(rows.q) + 1))
+    found = pool.step(seqs, trees, rows, junk)
+    at = 0
+    for seq, parents in zip(seqs, trees, strict=True):
+        mine = range(at, at + len(parents))
+        close(found[mine], pool.expected(seq, parents, rows.take(mine)), shape.kind, device)
+        at += len(parents)
+    assert not found[at:].any()  # rows of no sequence are zeros
+
+
+@shapes
+@given(seed=seeds)
+@few
+def test_a_row_has_the_bits_of_plain_decoding(native, device, shape, seed):
+    rng = np.random.default_rng(seed)
+    pool = Pool(native, device, shape, 32, seed)
+    seqs, trees = random_company(rng, pool, 700)
+    rows = random_rows(rng, shape, sum(map(len, trees)))
+    found = pool.step(seqs, trees, rows)
+    at = 0
+    for seq, parents in zip(seqs, trees, strict=True):
+        for r in rng.permutation(len(parents))[:3]:
+            path = [at + row for row in drive.root_path(parents, int(r))]
+            plain = Pool(native, device, shape, 8, seed + 1)  # other pages, alone
+            alone = plain.sequence(seq.k, seq.v)
+            for row in path:
+                one = rows.take([row])
+                out = plain.step([alone], [[-1]], one)
+                alone.k, alone.v = np.concatenate([alone.k, one.k]), np.concatenate([alone.v, one.v])
+            assert out[0].tobytes() == found[path[-1]].tobytes()
+        at += len(parents)
+
+
+@pytest.mark.parametrize("kind", ["f32", "f16", "q8_0"])
+@pytest.mark.parametrize("n", [4095, 4096, 4097])
+def test_long_contexts_match_the_reference_in_plain_bits(native, device, kind, n):
+    shape = Shape(6, 1, 128, kind)
+    rng = np.random.default_rng(n)
+    pool = Pool(native, device, shape, 40, n)
+    seq = pool.sequence(random(rng, n, 128), random(rng, n, 128))
+    rows, parents = random_rows(rng, shape, 3), [-1, 0, 0]
+    found = pool.step([seq], [parents], rows)
+    close(found, pool.expected(seq, parents, rows), kind, device)
+    alone = pool.sequence(np.concatenate([seq.k, rows.k[:1]]), np.concatenate([seq.v, rows.v[:1]]))
+    assert pool.step([alone], [[-1]], rows.take([2]))[0].tobytes() == found[2].tobytes()
+
+
+@shapes
+@given(seed=seeds)
+@few
+def test_accepted_rows_move_down_before_new_ones_are_written(native, device, shape, seed):
+    rng = np.random.default_rng(seed)
+    pool = Pool(native, device, shape, 8, seed)
+    n = int(rng.integers(0, 300))
+    width = shape.hkv * shape.d
+    seqs = [pool.sequence(random(rng, m, width), random(rng, m, width)) for m in (n, n + 5)]
+    for _ in range(4):
+        trees = [drive.random_tree(rng, int(rng.integers(1, 33))) for _ in seqs]
+        rows = random_rows(rng, shape, sum(map(len, trees)))
+        pool.step(seqs, trees, rows)
+        at = 0
+        for seq, parents in zip(seqs, trees, strict=True):
+            seq.pending = drive.root_path(parents, int(rng.integers(len(parents))))
+            path = [at + row for row in seq.pending]
+            seq.k, seq.v = np.concatenate([seq.k, rows.k[path]]), np.concatenate([seq.v, rows.v[path]])
+            at += len(parents)
+    ctl, pages = pool.control(seqs, [[], []])  # moves alone
+    pool.store(*np.zeros((2, 1, width), np.float32), ctl, pages)
+    for seq in seqs:
+        for cells, x in ((pool.k, seq.k), (pool.v, seq.v)):
+            found = cells[[pool.cell(seq, p) for p in range(len(x))]]
+            assert found.tobytes() == quantize(x, shape.kind).tobytes()
+
+
+@shapes
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_gather_brings_cells_in_order(native, device, shape, dtype):
+    rng = np.random.default_rng(7)
+    pool = Pool(native, device, shape, 8, 7)
+    seq = pool.sequence(random(rng, 300, shape.hkv * shape.d), random(rng, 300, shape.hkv * shape.d))
+    ctl, pages = step_ctl(Seq(n_past=200, n_rows=100)), np.array(seq.pages, np.int32)
+    for cells, x in ((pool.k, seq.k), (pool.v, seq.v)):
+        out = op_run(
+            native,
+            device,
+            "kv_gather",
+            [cells, ctl, pages],
+            (shape.d,),
+            shape=(512, shape.hkv * shape.d),
+            dtype=dtype,
+        )
+        expected = values(quantize(x, shape.kind)).astype(np.float32).astype(dtype)
+        assert out[:300].tobytes() == expected.tobytes()
+        assert not out[300:].any()
+
+
+@pytest.mark.parametrize(("first", "window"), [(0, 0), (1, 0), (0, 7), (1, 40)])
+def test_prefill_mask_shows_what_a_row_sees(native, device, first, window):
+    ctl = step_ctl(Seq(n_past=30, n_rows=17))
+    mask = op_run(native, device, "prefill_mask", [ctl], (first, window), shape=(17, 256), dtype=np.float16)
+    p, c = 30 + np.arange(17)[:, None], np.arange(256)[None]
+    seen = (c >= first) & (c <= p) & ((c > p - window) if window else True)
+    assert np.array_equal(mask, np.where(seen, 0, -np.inf))
+
+
+def test_choices_are_kept_and_become_tokens(native, device):
+    rng = np.random.default_rng(1)
+    choice = rng.integers(0, 1000, (5, ARGMAX_WIDTH)).astype(np.int32)
+    drafts = np.full((8, 2), -1, np.int32)
+    ctl = step_ctl(Seq(parents=[-1, 0, 1, 2], keep=[3, -1, 0, 7]))
+    expected = drafts.copy()
+    expected[[3, 0, 7]] = choice[[0, 2, 3], :2]
+    op_run(native, device, "keep", [choice, ctl, drafts], shape=(1,), dtype=np.int32)
+    assert np.array_equal(drafts, expected)
+    drafts[7, 0] = 2000  # beyond the vocabulary
+    tokens = np.array([5, -1, -4, -8, 0], np.int32)
+    found = op_run(native, device, "row_tokens", [tokens, drafts], (1000,), shape=(5,), dtype=np.int32)
+    assert found.tolist() == [5, drafts[0, 0], drafts[3, 0], 0, 0]

@@ -1,0 +1,133 @@
+"""Ctrl-C at any moment: exit 130, one line, and nothing of it is lost."""
+
+import json
+import signal
+import threading
+
+import drive
+import pytest
+from command_line import one_line
+
+from luce import _native
+from luce.generation import Generation
+
+
+def test_ctrl_c_while_text_streams_exits_130(process, endless):
+    running = process("ab", "-n", "200000", gguf=endless)
+    assert running.stdout.read(1)
+    running.send_signal(signal.SIGINT)
+    _, stderr = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert stderr.decode().splitlines() == ["Error: interrupted"]
+
+
+@pytest.mark.usefixtures("foreground")
+@pytest.mark.parametrize("verb", ["_begin", "_prefill", "_propose", "_verify", "_commit"])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_ctrl_c_in_any_state_exits_130(luce_, endless, monkeypatch, verb, as_json):
+    def interrupted(self):
+        monkeypatch.setattr(Generation, verb, original)
+        signal.raise_signal(signal.SIGINT)
+        return (yield from original(self))
+
+    original = getattr(Generation, verb)
+    monkeypatch.setattr(Generation, verb, interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    result = luce_("generate", "--gguf", endless, "ab", *(["--json"] if as_json else []))
+    assert result.exit_code == 130
+    assert one_line(result) == "Error: interrupted"
+    if as_json:
+        assert json.loads(result.stdout)["finish_reason"] == "cancelled"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.usefixtures("foreground")
+def test_a_second_ctrl_c_does_not_wait_for_the_round(luce_, endless, monkeypatch):
+    def interrupted(self):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("the second one was ignored")
+        yield
+
+    monkeypatch.setattr(Generation, "_verify", interrupted)
+    result = luce_("generate", "--gguf", endless, "ab")
+    assert result.exit_code == 130 and one_line(result) == "Error: interrupted"
+
+
+@pytest.mark.usefixtures("foreground")
+@pytest.mark.parametrize("place", ["probe", "Tokenizer", "plan", "Engine.__init__"])
+def test_ctrl_c_while_loading_exits_130(luce_, monkeypatch, place):
+    def interrupted(*args, **options):
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("it was ignored")
+
+    monkeypatch.setattr(f"luce.engine.{place}", interrupted)
+    result = luce_("generate", "--gguf", "{}", "ab")
+    assert result.exit_code == 130 and one_line(result) == "Error: interrupted"
+
+
+@pytest.mark.usefixtures("foreground")
+@pytest.mark.parametrize(("call", "budget"), [("prefill", 1), ("prefill", 9), ("commit", 2)])
+def test_ctrl_c_in_a_call_of_the_core_is_not_lost(luce_, monkeypatch, call, budget):
+    """Python sees the signal when the call returns: the text may be whole by then."""
+
+    def interrupted(self, *args):
+        result = original(self, *args)
+        monkeypatch.setattr(_native.Sequence, call, original)
+        signal.raise_signal(signal.SIGINT)
+        return result
+
+    original = getattr(_native.Sequence, call)
+    monkeypatch.setattr(_native.Sequence, call, interrupted)
+    result = luce_("generate", "--gguf", "{}", "ab", "-n", budget, "--json")
+    assert result.exit_code == 130 and one_line(result) == "Error: interrupted"
+    found = json.loads(result.stdout)
+    whole = len(found["tokens"]) == budget
+    assert found["finish_reason"] == ("length" if whole else "cancelled") and whole == (budget < 9)
+
+
+@pytest.mark.usefixtures("foreground")
+@pytest.mark.parametrize("call", ["draft", "verify"])
+def test_ctrl_c_cancels_the_next_step_of_the_core(luce_, endless, monkeypatch, call):
+    """Between the draft and the verify of a round too, where the generation itself is not asked."""
+    steps = []
+
+    def step(name, original):
+        def run(self, items):
+            steps.append(name)
+            if name == call and steps.count(name) == 2:
+                signal.raise_signal(signal.SIGINT)
+            return original(self, items)
+
+        return run
+
+    for name in ("draft", "verify"):
+        monkeypatch.setattr(_native.Engine, name, step(name, getattr(_native.Engine, name)))
+    head = ["--mtp-gguf", endless, "--mtp-gamma", "2"]
+    result = luce_("generate", "--gguf", endless, "ab", *head, "--json")
+    assert result.exit_code == 130 and one_line(result) == "Error: interrupted"
+    assert steps == ["draft", "verify"] * 2 if call == "verify" else ["draft", "verify", "draft"]
+
+
+def test_ctrl_c_stays_ignored_in_the_background(luce_, monkeypatch):
+    def interrupted(self):
+        signal.raise_signal(signal.SIGINT)
+        return (yield from original(self))
+
+    original = Generation._verify
+    monkeypatch.setattr(Generation, "_verify", interrupted)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert luce_("generate", "--gguf", "{}", "ab", "-n", "3").exit_code == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_cancel_waits_for_no_lock(native, tiny_gguf, device):
+    """A signal handler may have interrupted the one who holds it: cffi's, when it looks a function up."""
+    with drive.open_model(native, tiny_gguf, device) as model, drive.open_engine(model, n_ctx=64) as engine:
+        with native.ffi._lock:
+            thread = threading.Thread(target=engine.cancel, daemon=True)
+            thread.start()
+            thread.join(timeout=10)
+            assert not thread.is_alive()

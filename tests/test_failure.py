@@ -1,0 +1,111 @@
+"""Rows that are not finite: their sequence fails alone, says so, heals, and leaves nothing behind. (Not under
+sanitizers: ggml's own assertions end the process at a NaN.)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import drive
+import nan_model
+import numpy as np
+import pytest
+from nan_model import BAD, open_engine, tokens_of
+
+from luce._native import Engine, Library, Model, Rows
+from luce._native import Sequence as Timeline
+from luce.errors import NumericError, StateError
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return nan_model.write(tmp_path_factory.mktemp("failure") / "small.gguf", seed=81)
+
+
+@pytest.fixture
+def model(native: Library, path: Path, device: str) -> Model:
+    return drive.open_model(native, path, device, head=True)
+
+
+@pytest.fixture
+def engine(model: Model) -> Engine:
+    return open_engine(model)
+
+
+def started(engine: Engine, n: int = 3) -> list[Timeline]:
+    """Sequences with prompts of their own."""
+    sequences = [engine.sequence() for _ in range(n)]
+    for seed, sequence in enumerate(sequences):
+        drive.prefill(sequence, tokens_of(20 + seed, seed))
+    return sequences
+
+
+def test_an_item_that_is_not_finite_fails_alone(native: Library, engine: Engine, device: str) -> None:
+    """Status by item; choices of the failed one are not written, not even those of its good rows; its
+    neighbours' choices and states are those without it."""
+    sequences = started(engine)
+    first, bad, last = sequences
+    expected = [drive.verify(first, [1, 2]), drive.verify(last, [3])]
+    states = [first.dump(), last.dump()]
+    ffi = native.ffi
+    items = ffi.new("luce_verify_item[3]")
+    rows = [[1, 2], [5, 6, BAD, 8], [3]]
+    kept = [(native.ints(row), ffi.new("int32_t[]", [-77] * len(row))) for row in rows]
+    for item, sequence, row, (tokens, choices) in zip(items, sequences, rows, kept, strict=True):
+        item.sequence, item.n, item.status = sequence.handle, len(row), 99
+        item.tokens, item.choices = tokens, choices
+    status = native.lib.luce_engine_verify(engine.handle, items, 3)
+    assert status == NumericError.code
+    assert "position 23" in native.text(native.lib.luce_last_error())
+    assert [item.status for item in items] == [0, NumericError.code, 0]
+    assert list(kept[1][1]) == [-77] * 4
+    assert device != "cpu" or [list(kept[0][1]), list(kept[2][1])] == expected
+    assert [each.info.failed for each in sequences] == [0, 1, 0]
+    assert [first.dump(), last.dump()] == states
+    refused: list[Callable[[], object]] = [
+        lambda: bad.prefill([1]), lambda: drive.verify(bad, [1]), lambda: drive.draft(bad, 1, 1),
+        lambda: bad.commit([0]), lambda: bad.logits(0), lambda: bad.drafted(1), bad.dump, bad.checkpoint,
+    ]  # fmt: skip
+    for call in refused:
+        with pytest.raises(StateError, match="failed"):
+            call()
+    with pytest.raises(StateError, match="failed"):
+        engine.verify([Rows(first, [1]), Rows(bad, [1])])
+    bad.reset()
+    assert drive.decode(bad, tokens_of(5), 8, 2) == drive.decode(first, tokens_of(5), 8, 2)
+
+
+def test_every_failed_item_has_its_status(engine: Engine) -> None:
+    sequences = started(engine)
+    found = engine.verify([Rows(each, [BAD]) for each in sequences])
+    assert all(isinstance(each, NumericError) for each in found)
+    assert all(each.info.failed for each in sequences)
+    for each in sequences:
+        each.reset()
+    assert len({tuple(drive.greedy(each, [1, 2, 3], 6)) for each in sequences}) == 1
+
+
+@pytest.mark.parametrize("where", ["first page", "second page", "chunk"])
+def test_pages_of_nan_leave_nothing_behind(where: str, model: Model) -> None:
+    """Their cells, the slot and the log are given to a sequence that goes on in the middle of such a page."""
+    engine = open_engine(model, n_ctx=700, n_sequences=1, n_pages=3, n_rows=9)
+    fresh = open_engine(model, n_ctx=700, n_sequences=1, n_pages=3, n_rows=9)
+    prompts = {"first page": 100, "second page": 300, "chunk": 520}
+    with fresh.sequence() as sequence:
+        expected = drive.decode(sequence, tokens_of(prompts[where]), 20, (3, 0, 4), logits=True)
+        state = sequence.dump()
+    with engine.sequence() as sequence, pytest.raises(NumericError):
+        drive.prefill(sequence, [BAD] * 700)  # all three pages
+    for heal in ("close", "reset"):
+        with engine.sequence() as sequence:
+            if heal == "reset":
+                with pytest.raises(NumericError):
+                    drive.prefill(sequence, [BAD] * 256)
+                sequence.reset()
+            found = drive.decode(sequence, tokens_of(prompts[where]), 20, (3, 0, 4), logits=True)
+            assert (found.tokens, found.accepted) == (expected.tokens, expected.accepted)
+            assert np.stack(found.logits).tobytes() == np.stack(expected.logits).tobytes()
+            assert sequence.dump() == state
+            if heal == "reset":
+                with pytest.raises(NumericError):
+                    drive.verify(sequence, [BAD] * 9)

@@ -1,0 +1,214 @@
+"""Generations that are driven together: each gives what it gives alone, and fails alone."""
+
+import pytest
+from fake_core import (
+    EOS,
+    PROMPT,
+    Chain,
+    FakeEngine,
+    Faulty,
+    OnDevice,
+    Trees,
+    drive,
+    expected,
+    finish,
+    generation,
+    hashed,
+    scripted,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from luce.drafting import Draft, FixedGamma, NextN
+from luce.errors import ArgumentError, ContextFull, DeviceError, InternalError, NumericError
+from luce.generation import Failed, Finished, Prefilled, Round, State, Tokens, Warned
+from luce.loop import MAX_ROWS, Loop
+from luce.plan import Request
+
+PROMPTS = tuple(bytes([65 + at]) * (3 * at + 1) for at in range(8))
+
+
+def requests(n, max_tokens=20):
+    return [Request(tuple(prompt), max_tokens + at) for at, prompt in enumerate(PROMPTS[:n])]
+
+
+def alone(request, **engine):
+    return finish(FakeEngine(**engine), prompt=request.prompt, max_tokens=request.max_tokens)
+
+
+SOURCES = {
+    "plain": lambda sequence: None,
+    "chain": lambda sequence: Chain(sequence, hashed),
+    "wrong": lambda sequence: Chain(sequence, lambda history: 0, 3),
+    "device": lambda sequence: OnDevice(4),
+    "trees": lambda sequence: Trees(sequence, [[(0, True), (0, False), (1, True)], []], hashed),
+    "broken": lambda sequence: Faulty(RuntimeError("broken")),
+}
+
+
+def with_source(core, request, kind, **more):
+    one = generation(core, request, **more)
+    one._source = SOURCES[kind](one.sequence)
+    return one
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kinds=st.lists(st.sampled_from(sorted(SOURCES)), min_size=1, max_size=8),
+    n_chunk=st.integers(1, 9),
+    n_rows=st.integers(1, 9),
+    n_ctx=st.integers(24, 60),
+)
+def test_each_gives_what_it_gives_alone(kinds, n_chunk, n_rows, n_ctx):
+    asked = requests(len(kinds))
+    sizes = {"n_chunk": n_chunk, "n_rows": n_rows, "n_ctx": n_ctx}
+    core = FakeEngine(n_sequences=8, **sizes)
+    generations = [with_source(core, *each) for each in zip(asked, kinds, strict=True)]
+    found = drive(core, generations)
+    for request, events, one in zip(asked, found, generations, strict=True):
+        last, plain = events[-1], alone(request, **sizes)
+        assert (last.tokens, last.text, last.reason) == (plain.tokens, plain.text, plain.reason)
+        assert one.sequence.committed == [*request.prompt, *last.tokens[:-1]]
+    assert all(sum(widths) <= MAX_ROWS for verb, widths in core.calls if verb == "verify")
+
+
+def test_rounds_of_all_are_one_step():
+    core = FakeEngine(n_sequences=4)
+    drive(core, [generation(core, request, NextN(FixedGamma(2))) for request in requests(4, 13)])
+    verifies = [widths for verb, widths in core.calls if verb == "verify"]
+    drafts = [items for verb, items in core.calls if verb == "draft"]
+    assert [3, 3, 3, 3] in verifies and max(map(len, drafts)) == 4
+    assert len(drafts) <= len(verifies) < 4 * 6
+
+
+def test_prompts_are_read_between_rounds_in_the_order_they_came():
+    core = FakeEngine(n_sequences=3, n_chunk=4)
+    first, *others = (generation(core, Request(PROMPT, 30)) for _ in range(3))
+    loop = Loop(core, core.clock)
+    loop.add(first)
+    while not isinstance(first.want, type(None)) and core.count("verify") < 2:
+        loop.step()
+    before = len(core.calls)
+    for one in others:
+        loop.add(one)
+    while loop.running:
+        loop.step()
+    verbs = [verb for verb, _ in core.calls[before:] if verb in ("prefill", "verify")]
+    assert verbs[:8] == ["prefill", "verify"] * 4
+    assert not loop.running
+
+
+def test_many_share_the_rows_of_a_step():
+    core = FakeEngine(n_sequences=40)
+    asked = [Request((at,), 12) for at in range(40)]
+    found = drive(core, [generation(core, request, OnDevice()) for request in asked])
+    for request, events in zip(asked, found, strict=True):
+        assert events[-1].tokens == expected(hashed, 12, request.prompt)
+    assert max(sum(widths) for verb, widths in core.calls if verb == "verify") <= MAX_ROWS
+
+
+def test_those_whose_logits_are_not_finite_fail_alone():
+    def choose(history):
+        return None if history[0] == PROMPTS[1][0] and len(history) > 9 else hashed(history)
+
+    core, asked = FakeEngine(choose, n_sequences=3), requests(3)
+    found = drive(core, [generation(core, request, OnDevice(2)) for request in asked])
+    assert isinstance(found[1][-1].error, NumericError) and found[1][-1].state is State.VERIFY
+    for at in (0, 2):
+        assert found[at][-1].tokens == alone(asked[at]).tokens
+        assert not any(isinstance(event, Warned) for event in found[at])
+
+
+@pytest.mark.parametrize("draft", [Draft((1,) * 70), Draft((-1,)), Draft((1, 2), (-1, 0, 5)),
+                                   Draft(on_device=9)])  # fmt: skip
+def test_a_bad_draft_costs_only_its_own_source(draft):
+    core, asked = FakeEngine(n_sequences=3), requests(3)
+    sources = [OnDevice(2), Faulty(draft), OnDevice(2)]
+    found = drive(core, [generation(core, *each) for each in zip(asked, sources, strict=True)])
+    for at, events in enumerate(found):
+        assert events[-1].tokens == alone(asked[at]).tokens
+        assert any(isinstance(event, Warned) for event in events) == (at == 1)
+
+
+@pytest.mark.parametrize("error", [DeviceError, InternalError])
+def test_what_takes_the_step_along_fails_all_that_were_in_it(error):
+    core = FakeEngine(n_sequences=3, n_chunk=2, fail={"verify": (2, error("injected"))})
+    long = Request(tuple(PROMPT) * 3, 5)
+    found = drive(core, [generation(core, request) for request in (*requests(2), long)])
+    assert [isinstance(events[-1], Failed) for events in found] == [True, True, False]
+    assert found[2][-1].tokens == expected(hashed, 5, long.prompt)
+
+
+def test_a_prompt_that_fails_ends_alone():
+    core = FakeEngine(n_sequences=2, n_ctx=30)
+    found = drive(core, [generation(core, Request((1,) * 31, 5)), generation(core, Request(PROMPT, 5))])
+    assert isinstance(found[0][-1].error, ContextFull) and found[0][-1].state is State.IDLE
+    assert isinstance(found[1][-1], Finished)
+
+
+def test_one_is_cancelled_and_the_others_go_on():
+    core, asked, seen = FakeEngine(n_sequences=3), requests(3), []
+    first, second, third = (
+        generation(core, request, cancelled=lambda at=at: at == 1 and len(seen) > 7)
+        for at, request in enumerate(asked)
+    )
+    core.on_call = lambda verb: seen.append(verb) if verb == "commit" else None
+    found = drive(core, [first, second, third])
+    assert [events[-1].reason for events in found] == ["length", "cancelled", "length"]
+    assert found[1][-1].tokens == expected(hashed, len(found[1][-1].tokens), asked[1].prompt)
+    assert 0 < len(found[1][-1].tokens) < 20
+
+
+@pytest.mark.parametrize("verb", ["prefill", "draft", "verify"])
+def test_a_cancel_of_all_ends_all_within_a_step(verb):
+    def on_call(called):
+        if called == verb and core.count(verb) == 3:
+            loop.cancel()
+            cancelled_at.append(len(core.calls))
+
+    cancelled_at = []
+    core = FakeEngine(n_sequences=3, on_call=on_call)
+    loop, events = Loop(core, core.clock), []
+    for request in requests(3):
+        loop.add(generation(core, request, OnDevice(1)))
+    while loop.running:
+        events += [event for _, event in loop.step()]
+    assert [event.reason for event in events if isinstance(event, Finished)] == ["cancelled"] * 3
+    after = core.calls[cancelled_at[0]:]
+    assert not [verb for verb, _ in after if verb in ("prefill", "draft", "verify")]
+
+
+def test_a_stray_cancel_repeats_the_step_that_it_ended():
+    """The core's flag, that nobody of these set: an earlier generation's, which ended before it was seen."""
+    for verb in ("prefill", "draft", "verify"):
+        core = FakeEngine(n_sequences=2)
+        core.on_call = lambda called, core=core, verb=verb: (
+            core.cancel() if called == verb and core.count(verb) == 2 else None
+        )
+        asked = requests(2)
+        found = drive(core, [generation(core, request, OnDevice(3)) for request in asked])
+        assert [events[-1].tokens for events in found] == [alone(request).tokens for request in asked]
+        assert not any(isinstance(event, Warned) for events in found for event in events)
+
+
+def test_a_closed_loop_leaves_no_sequence_open():
+    core = FakeEngine(n_sequences=2)
+    loop = Loop(core, core.clock)
+    for request in requests(2):
+        loop.add(generation(core, request))
+    loop.step()
+    loop.close()
+    assert not core.open and not loop.running
+
+
+def test_events_of_each_come_in_its_own_order():
+    core = FakeEngine(scripted(PROMPT, [65, 66, EOS]), n_sequences=2, n_chunk=5)
+    for events in drive(core, [generation(core, Request(PROMPT, 9)) for _ in range(2)]):
+        kinds = [type(event) for event in events[1:]]
+        assert kinds == [Prefilled, Prefilled, Tokens, Round, Tokens, Round, Tokens, Finished]
+
+
+def test_a_generation_that_cannot_begin_is_one_failed_event():
+    core = FakeEngine()
+    (events,) = drive(core, [generation(core, Request((), 5))])
+    assert isinstance(events[-1].error, ArgumentError) and len(events) == 1

@@ -1,0 +1,194 @@
+"""What an engine costs and takes: seconds by width, memory as it was planned, pages, threads, and no leak."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import sys
+import threading
+from pathlib import Path
+
+import drive
+import nan_model
+import pytest
+from nan_model import BAD, open_engine, tokens_of
+
+from luce._native import File, Library, Model, Rows
+from luce.errors import NumericError
+from luce.structs import EngineParams
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return nan_model.write(tmp_path_factory.mktemp("resources") / "small.gguf", seed=82)
+
+
+@pytest.fixture
+def model(native: Library, path: Path, device: str) -> Model:
+    return drive.open_model(native, path, device, head=True)
+
+
+# ---- seconds
+
+
+def test_costs_are_listed_by_drafts_and_rows(native: Library, model: Model, device: str) -> None:
+    """Of every width on a GPU, on the CPU of those that half a second is enough for."""
+    engine = open_engine(model, n_rows=5, n_draft=4, n_sequences=4)
+    ffi, lib, n = native.ffi, native.lib, native.ffi.new("uint32_t *")
+    native.check(lib.luce_engine_costs(engine.handle, ffi.NULL, n))
+    count = n[0]
+    listed, n[0] = ffi.new("luce_cost[]", count + 1), count + 1
+    native.check(lib.luce_engine_costs(engine.handle, listed, n))
+    assert n[0] == count
+    found = [(cost.drafts, cost.rows) for cost in listed[0:count]]
+    assert found == sorted(found) and len(set(found)) == count
+    assert {(0, 1), (0, 2), (1, 1), (1, 2)} <= set(found)
+    assert device == "cpu" or {(0, 5), (0, 20), (1, 3), (1, 4)} <= set(found)
+    assert all(0 < cost.seconds < 60 for cost in listed[0:count])
+    n[0] = 1
+    native.check(lib.luce_engine_costs(engine.handle, listed, n))
+    assert n[0] == 1
+    assert engine.costs().verify(20) > 0 and engine.costs().draft(2) > 0
+    plain = drive.open_engine(model, n_ctx=64, n_rows=1)
+    assert plain.costs().draft(1) == 0 and plain.costs().verify(1) > 0
+
+
+# ---- memory and pages
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"n_ctx": 2048, "n_sequences": 16, "n_checkpoints": 0, "n_rows": 5},
+        {"n_sequences": 1, "n_checkpoints": 8, "n_draft": 0, "n_rows": 1, "kv_type": "q8_0"},
+        {"n_pages": 3, "n_ctx": 600, "kv_type": "f16"},
+        {"n_sequences": 64, "n_rows": 64, "n_draft": 8, "n_pages": 64},
+    ],
+    ids=str,
+)
+def test_an_engine_takes_no_more_than_was_planned(
+    params: dict[str, int | str], native: Library, path: Path, model: Model, device: str
+) -> None:
+    filled: dict[str, int | str] = {
+        "n_ctx": 300, "n_sequences": 3, "n_checkpoints": 1, "n_rows": 24, "n_draft": 4, "n_chunk": 256,
+        "n_threads": 1, "kv_type": "f32",
+    }  # fmt: skip
+    filled |= params
+    with File(path, native) as file:
+        plan = file.plan_memory(device, EngineParams(**filled), file)  # type: ignore[arg-type]
+    weights = 0 if device == "cpu" else plan.weights
+    assert plan.total == plan.kv + plan.state + plan.compute + plan.other + weights
+    engine = drive.open_engine(model, **filled)
+    assert plan.kv + plan.state <= engine.info.memory_bytes <= plan.total
+    assert engine.info.pages_free == engine.info.n_pages
+
+
+def test_default_pages_are_enough_for_all_sequences_at_once(model: Model) -> None:
+    """With a step's widest tree at the end of each context."""
+    engine = open_engine(model, n_checkpoints=0)
+    sequences = [engine.sequence() for _ in range(3)]
+    for seed, sequence in enumerate(sequences):
+        drive.prefill(sequence, tokens_of(298, seed))
+    assert len(engine.verify([Rows(each, [1] * 20, [-1] + [0] * 19) for each in sequences])) == 3
+    for sequence in sequences:
+        sequence.commit([0, 19])
+        assert sequence.info.n_past == 300 and len(sequence.dump()) > 0
+
+
+def test_pages_come_back(model: Model) -> None:
+    """Of resets and closes, also where a draft or rows that were not committed had taken them."""
+    engine = open_engine(model)
+    free = engine.info.pages_free
+    sequence = engine.sequence()
+    assert engine.info.pages_free == free, "an empty one has none"
+    drive.prefill(sequence, tokens_of(254))
+    assert engine.info.pages_free == free - 1
+    drive.draft(sequence, 1, 4)
+    assert engine.info.pages_free == free - 2 == free - sequence.info.n_pages
+    sequence.reset()
+    assert engine.info.pages_free == free and sequence.info.n_pages == 0
+    drive.prefill(sequence, tokens_of(256))
+    with pytest.raises(NumericError):
+        drive.verify(sequence, [BAD, 1])
+    assert engine.info.pages_free == free - 2
+    sequence.close()
+    assert engine.info.pages_free == free and engine.info.sequences_free == 3
+
+
+# ---- threads, and leaks
+
+
+def test_two_engines_in_two_threads(model: Model) -> None:
+    """Each decodes what it decodes alone; engines are opened and closed beside the steps of the other."""
+    prompts = [tokens_of(260, seed) for seed in (1, 2)]
+    with open_engine(model, n_ctx=400) as engine:
+        expected = [drive.decode(engine.sequence(), prompt, 30, 3) for prompt in prompts]
+    found: list[list[drive.Decoded]] = [[], []]
+
+    def work(at: int) -> None:
+        for _ in range(3):
+            with open_engine(model, n_ctx=400) as engine, engine.sequence() as sequence:
+                for _ in range(3):
+                    found[at].append(drive.decode(sequence, prompts[at], 30, 3))
+
+    threads = [threading.Thread(target=work, args=(at,)) for at in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [[each] * 9 for each in expected]
+
+
+def test_one_engine_in_several_threads(model: Model) -> None:
+    """Calls wait for each other: each thread drives a sequence of its own, between others' steps."""
+    engine = open_engine(model, n_ctx=400)
+    prompts = [tokens_of(257 + seed, seed) for seed in range(3)]
+    sequences = [engine.sequence() for _ in prompts]
+    expected = [drive.decode(each, prompt, 25, 3) for each, prompt in zip(sequences, prompts, strict=True)]
+    found: list[list[drive.Decoded]] = [[], [], []]
+
+    def work(at: int) -> None:
+        for _ in range(4):
+            found[at].append(drive.decode(sequences[at], prompts[at], 25, 3))
+
+    threads = [threading.Thread(target=work, args=(at,)) for at in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [[each] * 4 for each in expected]
+
+
+def test_a_hundred_engines_leak_nothing(native: Library, model: Model, device: str) -> None:
+    """Opened, used with drafts, a tree, a checkpoint and a failure, and closed. Device memory comes back to
+    the byte, host memory up to what allocators keep."""
+
+    def once() -> None:
+        engine = open_engine(model, n_ctx=600, n_rows=5, n_sequences=2)
+        with engine, engine.sequence() as one, engine.sequence() as two:
+            drive.prefill(one, tokens_of(256), last=False)
+            with one.checkpoint() as checkpoint:
+                drive.decode(two, tokens_of(10), 6, 3)
+                drive.verify(one, tokens_of(5), [-1, 0, 1, 1, 0])
+                checkpoint.to_host()
+                two.resume(checkpoint)
+            (failed,) = engine.verify([Rows(two, [BAD])])
+            assert isinstance(failed, NumericError)
+
+    def free() -> int:
+        gc.collect()
+        return next(each.memory_free for each in native.devices() if each.name.startswith(device))
+
+    for _ in range(10):
+        once()
+    before, peak = free(), peak_bytes()
+    for _ in range(90):
+        once()
+    assert device == "cpu" or free() == before
+    assert peak_bytes() - peak < 64 << 20, "90 engines of more than 1 MB each"
+
+
+def peak_bytes() -> int:
+    """Of this process's resident memory, ever."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
