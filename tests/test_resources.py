@@ -11,6 +11,7 @@ from pathlib import Path
 import drive
 import nan_model
 import pytest
+import tiny
 from nan_model import BAD, open_engine, tokens_of
 
 from luce._native import File, Library, Model, Rows
@@ -192,3 +193,18 @@ def test_a_hundred_engines_leak_nothing(native: Library, model: Model, device: s
 def peak_bytes() -> int:
     """Of this process's resident memory, ever."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+@pytest.mark.parametrize("n_ctx", [300, 700, 1111, 1900])
+@pytest.mark.parametrize("head", [False, True])
+def test_every_chunk_of_a_context_fits_the_buffers_that_were_counted(native, tmp_path, device, n_ctx, head):
+    """Chunks with and without a choice, of all lengths of context: none takes more than the largest did."""
+    config = tiny.Config(n_nextn=1, n_ctx=2048)
+    path = tiny.write(tmp_path / "model.gguf", config, tiny.layout(config, seed=2))
+    model = drive.open_model(native, path, device, head=head)
+    sequence = drive.open_sequence(model, n_ctx=n_ctx, n_draft=1 if head else 0, n_rows=2, n_chunk=256)
+    tokens = [1 + i % 50 for i in range(n_ctx)]
+    for last in (False, True):
+        sequence.reset()
+        for begin in range(0, n_ctx, 256):
+            sequence.prefill(tokens[begin : begin + 256], last)

@@ -104,15 +104,15 @@ LUCE_INLINE Floats half_to_float(Words x) {
 }
 
 // LANES F16 side by side.
-LUCE_INLINE Floats load_halves(const uint16_t *from) {
+LUCE_INLINE Floats load_halves(const void *from) {
 #if defined(LUCE_LANES_512)
-    return (Floats) _mm512_maskz_cvtph_ps(ALL, _mm256_loadu_si256(reinterpret_cast<const __m256i *>(from)));
+    return (Floats) _mm512_maskz_cvtph_ps(ALL, load<__m256i>(from));
 #elif defined(LUCE_LANES_256)
-    return (Floats) _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from)));
+    return (Floats) _mm256_cvtph_ps(load<__m128i>(from));
 #else
     Floats f;
     for (int l = 0; l < LANES; l++) {
-        f[l] = ggml_fp16_to_fp32(from[l]);
+        f[l] = ggml_fp16_to_fp32(load<ggml_fp16_t>(static_cast<const uint8_t *>(from) + 2 * l));
     }
     return f;
 #endif

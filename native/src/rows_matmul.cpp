@@ -55,7 +55,7 @@ template <class Type, int COLS> void multiply(const Tile &t) {
     Floats sums[COLS] = {};
     const PackedBlock *x = t.x;
     Rows rows = t.rows;
-    const uint8_t *ahead = t.rows.row(LANES); // the next group of rows, read from end to end
+    const uint8_t *ahead = t.rows.row(2 * LANES); // the group of rows after the next, from end to end
     for (int64_t b = 0; b < t.n_blocks; b += 8, rows.base += Type::BYTES) {
         const int n = int(std::min<int64_t>(8, t.n_blocks - b));
         Scales s;
@@ -143,13 +143,16 @@ void pack_block(const float *x, PackedBlock &out) {
     }
     const float inverse = 127.0f / largest;
     const float shift = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer
-    int32_t sums[2] = {};
-    for (int half = 0; half < 2; half++) {
-        for (int i = 0; i < 16; i++) {
-            const int32_t q = int32_t((x[16 * half + i] * inverse + shift) - shift);
-            out.q[16 * half + i] = int8_t(q);
-            sums[half] += q;
-        }
+    int32_t q[32], sums[2] = {};
+    for (int i = 0; i < 32; i++) {
+        q[i] = int32_t((x[i] * inverse + shift) - shift);
+    }
+    for (int i = 0; i < 32; i++) {
+        out.q[i] = int8_t(q[i]);
+    }
+    for (int i = 0; i < 16; i++) {
+        sums[0] += q[i];
+        sums[1] += q[16 + i];
     }
     out.d = largest / 127.0f;
     const int32_t all_sums[3] = {sums[0], sums[1], sums[0] + sums[1]};

@@ -33,20 +33,25 @@ LUCE_INLINE Floats signed_byte_to_float(Words w, int i) {
     return to_float((Ints) (w << (24 - 8 * i)) >> 24);
 }
 
-// F16 at `offset` of each of n blocks of `bytes`. By way of memory, since inserting halves into vectors is slower.
+// F16 at `offset` of each of n blocks of `bytes`. By way of general registers, since vectors have enough to do with
+// the weights, and four to a store, since stores are what it takes long for.
 LUCE_INLINE void load_block_halves(const Rows &r, int n, size_t bytes, size_t offset, Floats *out) {
-    uint16_t halves[8][LANES];
+    uint64_t fours[8][LANES / 4];
     for (int b = 0; b < n; b++) {
-        for (int l = 0; l < LANES; l++) {
-            halves[b][l] = load<uint16_t>(r.row(l) + b * bytes + offset);
+        for (int q = 0; q < LANES / 4; q++) {
+            uint64_t four = 0;
+            for (int i = 3; i >= 0; i--) {
+                four = four << 16 | load<uint16_t>(r.row(4 * q + i) + b * bytes + offset);
+            }
+            fours[b][q] = four;
         }
     }
     for (int b = 0; b < n; b++) {
-        out[b] = load_halves(halves[b]);
+        out[b] = load_halves(fours[b]);
     }
 }
 
-// 16 nibbles-and-nibbles of each row: the low ones are weights 0 to 15, the high ones 16 to 31.
+// 16 bytes of each row: the low nibbles are weights 0 to 15, the high ones 16 to 31.
 LUCE_INLINE void load_nibbles(const Rows &r, Words *w) {
     load_4(r, w);
     for (int j = 0; j < 4; j++) {

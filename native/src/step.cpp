@@ -52,7 +52,7 @@ uint64_t Step::allocated() const {
 // ---- graphs ----
 
 void Step::build_all() {
-    for (const StepShape &shape : largest_steps(params_.cache)) {
+    for (const StepShape &shape : sizing_steps(params_.cache)) {
         auto g = Graph::build(model_, cache_, in_.of(shape.kind), shape);
         if (!ggml_gallocr_reserve(galloc_.get(), g->nodes)) {
             fail(LUCE_E_MEMORY, "%s: allocating the compute buffer failed", model_.device().name.c_str());
@@ -277,7 +277,7 @@ void Step::time_all() {
     };
     constexpr double CPU_BUDGET = 0.5;
     const bool gpu = model_.device().gpu;
-    const int runs = gpu ? 3 : 2;
+    constexpr int RUNS = 2;
     const auto began = Clock::now();
     const std::vector<StepShape> shapes = step_shapes(params_.cache);
     if (gpu) {
@@ -297,7 +297,7 @@ void Step::time_all() {
         }
         run_trial(shape);
         double best = 1e30;
-        for (int i = 0; i < runs; i++) {
+        for (int i = 0; i < RUNS; i++) {
             const auto start = Clock::now();
             run_trial(shape);
             best = std::min(best, seconds(start));

@@ -52,6 +52,18 @@ std::vector<StepShape> largest_steps(const CacheParams &p) {
     return shapes;
 }
 
+std::vector<StepShape> sizing_steps(const CacheParams &p) {
+    std::vector<StepShape> shapes = largest_steps(p);
+    shapes.push_back({StepKind::prefill, shapes[0].rows, shapes[0].n_kv}); // its outputs are others
+    for (StepShape &shape : shapes) {
+        if (shape.prefill()) {
+            shape.rows += shape.rows / 16 + 16;
+            shape.n_kv += PAGE;
+        }
+    }
+    return shapes;
+}
+
 uint32_t Step::verify_width(uint32_t rows) const {
     return row_bucket(std::max(rows, 1u), most_rows(params_.cache));
 }
@@ -111,7 +123,7 @@ StepSizes Step::measure(const Model &model, const Cache &cache, const EnginePara
     sizes.inputs = in.prefill.size() + in.verify.size() + (cache.has_head() ? in.draft.size() : 0);
     ggml_gallocr_t galloc = ggml_gallocr_new(model.device().buffer_type());
     uint64_t n_nodes = 0;
-    for (const StepShape &shape : largest_steps(params.cache)) {
+    for (const StepShape &shape : sizing_steps(params.cache)) {
         auto g = Graph::build(model, cache, in.of(shape.kind), shape);
         check_supported(model.device(), g->nodes);
         size_t size = 0;

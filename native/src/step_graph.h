@@ -20,7 +20,10 @@ struct Step::Graph {
 
 // All widths of verifies and of drafts, ascending.
 std::vector<StepShape> step_shapes(const CacheParams &params);
-// The steps that bound every buffer: each kind at its largest, over a full context.
+// Each kind at its largest, over a full context.
 std::vector<StepShape> largest_steps(const CacheParams &params);
+// Graphs whose memory bounds that of every step. ggml's planning of a graph is not quite monotone: a smaller one may
+// take a little more than a larger one, so these have more rows and cells than any step.
+std::vector<StepShape> sizing_steps(const CacheParams &params);
 
 } // namespace luce
