@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -12,7 +11,7 @@ from typing import Any
 
 import click
 
-from luce import __version__, _native
+from luce import __version__, _native, stdout
 from luce.bench.cli import bench
 from luce.chat import chat_template
 from luce.command import BOX, MAX_U32, Commands, CtrlC, Finite, Interrupted, device_name
@@ -47,7 +46,7 @@ def cli(version: bool) -> None:
             core = _native.default().version
         except LuceError as error:
             core = f"not available: {printable(str(error))}"
-        click.echo(f"luce {__version__}, core {core}")
+        stdout.put(f"luce {__version__}, core {core}\n")
         click.get_current_context().exit()
 
 
@@ -146,7 +145,8 @@ def cli(version: bool) -> None:
 def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
     """Continue PROMPT: the text streams to stdout, everything else goes to stderr.
 
-    What is piped to stdin is the prompt, or goes before PROMPT on a line of its own.
+    What is piped to stdin is the prompt, or goes before PROMPT on a line of its own. Progress and the summary
+    are shown on a terminal alone; what else stderr gets are warnings, which --quiet silences, and errors.
 
     \b
     Examples:
@@ -162,6 +162,7 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
         raise click.BadParameter("a stop text is empty", param_hint="'--stop'")
     if problem := contradiction(flags):
         raise click.UsageError(problem)
+    stdout.put("")  # fails where it is closed, before there is work to lose
     text = read_prompt(prompt)
     with ExitStack() as opened, Display(flags["quiet"]) as display:
         files = opened.enter_context(Files(gguf or BOX, flags["mtp_gguf"], flags["device"]))
@@ -259,27 +260,28 @@ class Writer:
             self._display.warn(event.message)
         elif isinstance(event, Tokens) and event.text and not self._as_json:
             self._display.clear()
-            click.echo(event.text, nl=False)
+            stdout.put(event.text)
             self._line_open = not event.text.endswith("\n")
 
     def end(self, engine: Engine, options: Options, interrupted: bool) -> None:
         """After the terminal event: the last newline or the object, the summary, the exit code.
-        interrupted: Ctrl-C was pressed, be it in the last step."""
+        interrupted: Ctrl-C was pressed, be it in the last step. A file or a pipe gets no newline: it would
+        not be of the text."""
         self._display.clear()
-        if self._line_open:
-            click.echo()
+        if self._line_open and sys.stdout.isatty():
+            stdout.put("\n")
         if isinstance(self._last, Failed):
             raise self._last.error
         if not isinstance(self._last, Finished):
             raise AssertionError(f"the generation ended with {self._last}")
         if self._as_json:
-            click.echo(json.dumps(_as_json(self._last, engine, options), ensure_ascii=False))
-        if interrupted or self._last.reason == "cancelled":
-            raise Interrupted()
+            stdout.put_json(_as_json(self._last, engine, options))
         if self._last.truncated_by == "context":
             n_ctx = engine.info.n_ctx
             self._display.warn(f"the text ends because the context of {n_ctx} tokens (--ctx) is full")
         self._display.summary(self._last)
+        if interrupted or self._last.reason == "cancelled":
+            raise Interrupted()
 
 
 def _as_json(result: Finished, engine: Engine, options: Options) -> dict[str, Any]:
@@ -316,20 +318,17 @@ def probe_gguf(path: Path, as_json: bool, tensors: bool, ctx: int | None) -> Non
         facts = probe(file, ctx)
         if as_json:
             listed = {"tensors": [asdict(tensor) for tensor in file.tensors]} if tensors else {}
-            click.echo(json.dumps(facts.as_json() | listed, indent=2))
+            stdout.put_json(facts.as_json() | listed, indent=2)
         else:
-            click.echo(facts_text(facts))
+            stdout.put(facts_text(facts) + "\n")
             if tensors:
-                click.echo("\n" + tensors_text(file.tensors))
+                stdout.put("\n" + tensors_text(file.tensors) + "\n")
 
 
 cli.add_command(bench)
 
 
 def main() -> None:
-    """The `luce` command. Text that the terminal's encoding lacks is replaced, never a failure."""
-    for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
-            reconfigure(errors="replace")
+    """The `luce` command."""
+    stdout.prepare()
     cli(prog_name="luce")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 import click
 
+from luce import stdout
 from luce.errors import Cancelled, LuceError
 from luce.render import printable
 
@@ -23,6 +26,7 @@ REMEDIES = {  # what LuceError.concerns, in the words of the command line
     "chat_template": "--raw takes the prompt as it is",
     "sandbox": "--unsafe-check runs the checks with limits alone, --no-check skips them",
 }
+WRITING = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # to a stream fails
 BOX = Path(__file__).resolve().parent / "data" / "box.gguf"  # a small model that writes Python
 
 
@@ -40,17 +44,32 @@ class Commands(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta[COMMAND] = ["luce", *args]
-        return super().parse_args(ctx, args)
+        with one_line():
+            return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        try:
+        with one_line():
             return super().invoke(ctx)
-        except Cancelled:
-            raise Interrupted() from None
-        except LuceError as error:
-            raise click.ClickException(printable(with_remedy(error))) from error
-        except KeyboardInterrupt:
-            raise Interrupted() from None
+
+
+@contextmanager
+def one_line() -> Iterator[None]:
+    """What fails within becomes one line and exit 1, an interrupt one line and exit 130."""
+    try:
+        try:
+            yield
+        except OSError as error:
+            if error.filename is None and error.errno in WRITING:  # --help writes by itself
+                raise stdout.failed(error) from error
+            raise
+    except (Cancelled, KeyboardInterrupt):
+        raise Interrupted() from None
+    except LuceError as error:
+        raise click.ClickException(printable(with_remedy(error))) from error
+    except OSError as error:
+        raise click.ClickException(printable(str(error))) from error
+    except MemoryError as error:
+        raise click.ClickException("out of memory") from error
 
 
 def with_remedy(error: LuceError) -> str:

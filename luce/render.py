@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.status import Status
 from rich.table import Table
 
+from luce import stdout
 from luce.generation import Finished
 from luce.probe import Facts
 from luce.structs import Tensor
@@ -85,8 +87,9 @@ class Display:
     def warn(self, message: str) -> None:
         """One line, terminal or not."""
         self.clear()
-        if not self._quiet:
-            print(f"Warning: {printable(message)}", file=sys.stderr, flush=True)
+        if not self._quiet and sys.stderr is not None:
+            with suppress(OSError):  # there is nobody to tell
+                print(f"Warning: {printable(message)}", file=sys.stderr, flush=True)
 
     def summary(self, result: Finished) -> None:
         """The line at the end."""
@@ -131,9 +134,11 @@ def print_table(title: str, header: list[str], rows: list[list[str]], notes: str
     if rows and console.measure(table, options=console.options.update(width=10_000)).maximum > console.width:
         first, *others = zip(header, *rows, strict=True)
         table = _table(list(first), [list(column) for column in others])
-    console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
-    console.print(notes, style="dim", markup=False, highlight=False, soft_wrap=True)
-    console.print(table, markup=False, highlight=False)
+    with console.capture() as printed:
+        console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
+        console.print(notes, style="dim", markup=False, highlight=False, soft_wrap=True)
+        console.print(table, markup=False, highlight=False)
+    stdout.put(printed.get())
 
 
 def _table(header: list[str], rows: list[list[str]]) -> Table:

@@ -77,23 +77,30 @@ def luce_(native, tiny_gguf, device):
 
 
 @pytest.fixture
-def process(native, tiny_gguf, device):
-    """process(*args): `luce generate` of the tiny model as a process of its own."""
+def command(native):
+    """command(*args): `luce` as a process of its own."""
 
-    def start(*args, gguf=tiny_gguf, **options):
+    def start(*args, env=(), **options):
         folder = Path(luce.__file__).parent.parent
-        command = [sys.executable, "-c", PROGRAM, native.path.parent, HEADER, "generate", "--gguf", gguf]
+        words = [sys.executable, "-c", PROGRAM, native.path.parent, HEADER, *args]
         options = {
             "stdin": subprocess.DEVNULL,
             "stdout": subprocess.PIPE,
             "stderr": subprocess.PIPE,
+            "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         } | options
-        return subprocess.Popen(
-            [*map(str, command), "--device", device, *args],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])},
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-            **options,
-        )
+        path = {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+        return subprocess.Popen([*map(str, words)], env=os.environ | path | dict(env), **options)
+
+    return start
+
+
+@pytest.fixture
+def process(command, tiny_gguf, device):
+    """process(*args): `luce generate` of the tiny model as a process of its own."""
+
+    def start(*args, gguf=tiny_gguf, **options):
+        return command("generate", "--gguf", gguf, "--device", device, *args, **options)
 
     return start
 

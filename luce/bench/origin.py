@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 import shlex
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from luce import _native
+from luce.stdout import as_json
 
 CHECKOUT = Path(__file__).resolve().parent.parent.parent
 
@@ -89,5 +89,5 @@ def write_row(folder: Path, name: str, result: dict[str, Any]) -> Path:
     """Writes the row to DATE-NAME.json in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{result['date'][:10]}-{name}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    path.write_text(as_json(result, indent=1) + "\n", encoding="utf-8")
     return path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import click
 
+from luce import stdout
 from luce.bench import output
 from luce.bench.origin import command_text, device_text, origin, write_row
 from luce.command import COMMAND, Interrupted
@@ -44,11 +44,11 @@ class Report:
         try:
             if flags["form"] == "json":
                 head = {"bench": self.bench, "model": self.model.name, "device": device}
-                click.echo(json.dumps(head | body))
+                stdout.put_json(head | body)
             elif flags["form"] == "csv":
-                click.echo(output.as_csv(self.rows), nl=False)
+                stdout.put(output.as_csv(self.rows))
             elif flags["form"] == "md":
-                click.echo(f"{title}. {self.timing}\n\n{output.as_markdown(self.table)}", nl=False)
+                stdout.put(f"{title}. {self.timing}\n\n{output.as_markdown(self.table)}")
             else:
                 print_table(title, *self.table, self.timing)
         finally:  # a reader that has closed the pipe does not lose the row

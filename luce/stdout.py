@@ -1,0 +1,59 @@
+"""stdout: text as it was decoded, objects as JSON, and one error where it cannot be written."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from contextlib import suppress
+from typing import Any
+
+from luce.errors import LuceError
+
+
+def prepare() -> None:
+    """Text is UTF-8 in files and pipes. On a terminal of another encoding, what that lacks is replaced."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(encoding=None if stream.isatty() else "utf-8", errors="replace")
+
+
+def put(text: str) -> None:
+    """Writes `text` as it is, at once. LuceError: it cannot be written."""
+    if sys.stdout is None:
+        raise LuceError("stdout is closed")
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except (OSError, ValueError) as error:
+        raise failed(error) from error
+
+
+def put_json(value: Any, indent: int | None = None) -> None:
+    """Writes one object on a line of its own: ASCII alone, which every encoding has."""
+    put(as_json(value, indent) + "\n")
+
+
+def as_json(value: Any, indent: int | None = None) -> str:
+    """JSON has no NaN and no infinity: null stands for what is not a finite number."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def failed(error: Exception) -> LuceError:
+    """What a write to stdout that raised `error` means. From now on stdout takes everything and keeps
+    nothing: what it still holds back would fail again at the interpreter's end."""
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+    return LuceError(f"stdout cannot be written: {getattr(error, 'strerror', None) or error}")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
