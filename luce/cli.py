@@ -14,7 +14,16 @@ import click
 from luce import __version__, _native, stdout
 from luce.bench.cli import bench
 from luce.chat import chat_template
-from luce.command import BOX, MAX_U32, Commands, CtrlC, Finite, Interrupted, device_name
+from luce.command import (
+    BOX,
+    MAX_U32,
+    Commands,
+    CtrlC,
+    Finite,
+    Interrupted,
+    device_name,
+    without_temperature,
+)
 from luce.engine import Engine, Files
 from luce.errors import LuceError
 from luce.generation import Event, Failed, Finished, Prefilled, Started, Tokens, Warned
@@ -156,8 +165,6 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
       luce generate --gguf model.gguf --mtp-gamma 2 "def main("
       cat notes.txt | luce generate --gguf model.gguf --chat "Summarise this." -n 200
     """
-    if flags["system"] is not None and not flags["chat"]:
-        raise click.UsageError("--system needs --chat")
     if "" in flags["stops"]:
         raise click.BadParameter("a stop text is empty", param_hint="'--stop'")
     if problem := contradiction(flags):
@@ -182,12 +189,14 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
 
 
 def contradiction(flags: Mapping[str, Any]) -> str | None:
-    """What is wrong with flags of speculation that exclude each other."""
+    """What is wrong with flags that exclude each other, or of which one would be ignored."""
+    if flags["system"] is not None and not flags["chat"]:
+        return "--system needs --chat"
     if flags["spec"] == "off" and flags["mtp_gamma"] is not None:
         return "--mtp-gamma drafts with the NextN head, --spec off drafts nothing: give one of them"
     if flags["spec"] == "off" and flags["mtp_gguf"] is not None:
         return "--mtp-gguf names a NextN head to draft with, --spec off drafts nothing: give one of them"
-    return None
+    return without_temperature(flags["temp"], "top_k", "top_p", "min_p", "seed")
 
 
 def read_prompt(prompt: str | None) -> str:

@@ -13,6 +13,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from luce import stdout
 from luce.errors import Cancelled, LuceError
@@ -93,6 +94,19 @@ def device_name(ctx: click.Context, param: click.Parameter, value: str) -> str |
     if not re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", value):
         raise click.BadParameter(f"{value!r} is not auto, cpu, cuda or cuda:N.", ctx, param)
     return None if value == "auto" else value
+
+
+def given(name: str) -> bool:
+    """Whether the running command was given this option, be it with the value of its default."""
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
+def without_temperature(temperature: float, *names: str) -> str | None:
+    """What is wrong with options of sampling that were given where nothing is sampled."""
+    for name in names:
+        if temperature == 0 and given(name):
+            return f"--{name.replace('_', '-')} needs --temp above 0: greedy decoding ignores it"
+    return None
 
 
 class CtrlC:

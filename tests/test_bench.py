@@ -9,14 +9,15 @@ import signal
 from dataclasses import replace
 
 import pytest
+import tiny
 from click.testing import CliRunner
 
 from luce.bench import output, problems, sandbox
 from luce.bench.oracle_model import make_oracle
-from luce.bench.origin import command_text
+from luce.bench.origin import command_text, origin, parts, write_row
 from luce.bench.run import Bench
 from luce.cli import cli
-from luce.errors import LuceError
+from luce.errors import LuceError, NumericError
 from luce.probe import probe
 from luce.render import Display
 
@@ -314,6 +315,61 @@ def test_a_place_that_cannot_be_written_is_an_error_before_anything_runs(bench, 
         assert result.exit_code == 1 and result.stdout == "" and "cannot be written there" in result.stderr
     result = bench("oracle", "--shape", "mini", "--cache", tmp_path / "file" / "x")
     assert result.exit_code == 1 and "--cache names another folder" in result.stderr
+
+
+def test_an_error_in_the_middle_keeps_what_was_measured(bench, monkeypatch, tmp_path):
+    original = Bench.run
+
+    def breaks(self, cancelled):
+        for count, record in enumerate(original(self, cancelled), start=1):
+            if count == 5:
+                raise NumericError("the logits are not finite")
+            yield record
+
+    monkeypatch.setattr(Bench, "run", breaks)
+    result = bench("prompts", "-n", 4, "--modes", "plain,mtp:1", "--json", "--save", tmp_path, "--quiet")
+    assert result.exit_code == 1 and result.stderr == "Error: the logits are not finite\n"
+    found = json.loads(result.stdout)
+    assert [row["problems"] for row in found["modes"]] == [2, 2]
+    (row,) = tmp_path.iterdir()
+    assert json.loads(row.read_text())["failure"] == found["failure"] == "the logits are not finite"
+
+
+def test_rows_of_one_day_do_not_replace_each_other(tmp_path):
+    rows = [{"date": "2026-11-21T06:35Z", "row": row} for row in range(3)]
+    paths = [write_row(tmp_path, "oracle-gpu", row) for row in rows]
+    assert [path.name for path in paths] == [
+        "2026-11-21-oracle-gpu.json", "2026-11-21-oracle-gpu-2.json", "2026-11-21-oracle-gpu-3.json",
+    ]  # fmt: skip
+    assert [json.loads(path.read_text()) for path in paths] == rows
+
+
+def test_the_hash_of_a_split_model_covers_all_parts(tmp_path):
+    config = tiny.Config()
+    first = tiny.write(tmp_path / "m.gguf", config, tiny.layout(config, 1), tensors_per_part=20)
+    before = origin("x", "cpu", first, "luce", 1, "abc")["model"]
+    last = parts(first)[-1]
+    assert len(parts(first)) == 3 and sorted(tmp_path.iterdir()) == parts(first)
+    assert before["bytes"] == sum(path.stat().st_size for path in tmp_path.iterdir())
+    last.write_bytes(last.read_bytes()[:-1] + b"\x01")
+    assert origin("x", "cpu", first, "luce", 1, "abc")["model"]["sha256"] != before["sha256"]
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("prompts", "--json", "--csv"), "--json and --csv: give one of them"),
+        (("sweep", "--csv", "--md"), "--csv and --md"),
+        (("prompts", "--plot", "x.svg"), "'x.svg' does not end with .png"),
+        (("batch", "--commit", "abc"), "--commit is of the row that --save writes"),
+        (("prompts", "--seed", "1"), "--seed needs --temp above 0"),
+        (("prompts", "--modes", "plain", "--mtp-gguf", "head.gguf"), "no mode drafts"),
+    ],
+)
+def test_a_flag_that_would_be_ignored_is_a_usage_error(bench, monkeypatch, args, said):
+    monkeypatch.setattr(Bench, "run", None)
+    result = bench(*args)
+    assert result.exit_code == 2 and result.stdout == "" and said in result.stderr
 
 
 def test_a_closed_pipe_and_a_failing_plot_lose_no_row(bench, monkeypatch, tmp_path):

@@ -169,6 +169,15 @@ def test_an_empty_prompt_says_so(luce_):
             }.items()
             for value in values
         ),
+        *(
+            ["generate", "--gguf", "{}", "x", *flags]
+            for flags in (
+                ["--top-k", "40"],
+                ["--top-p", "0.9"],
+                ["--min-p", "0.1", "--temp", "0"],
+                ["--seed", "0"],
+            )
+        ),
         ["probe-gguf"],
         ["probe-gguf", "{}", "--ctx", "0"],
         ["no-such-command"],

@@ -19,10 +19,11 @@ from luce.bench.flags import (
     SAMPLING_OPTIONS,
     numbers,
     options,
+    require,
     rounds_option,
 )
 from luce.bench.oracle_model import SHAPES, Rule, make_oracle, wrong_tokens
-from luce.bench.report import Report
+from luce.bench.report import Measured, Report
 from luce.bench.run import Bench, Case, Record, Settings
 from luce.bench.summary import TIMING, summarise
 from luce.chat import chat_template
@@ -93,7 +94,7 @@ def measure(
     extra: dict[str, Any] | None = None,
 ) -> Report:
     """Runs all modes over the cases. after: looks at all records."""
-    output.require(flags["save"], flags["plot"])
+    require(flags)
     with ExitStack() as opened, Display(flags["quiet"]) as display, CtrlC() as ctrl_c:
         files = opened.enter_context(files_of(flags, model))
         display.spin("loading the model")
@@ -103,12 +104,17 @@ def measure(
             ctrl_c.on_press = run.cancel
             records: list[Record] = []
             display.count(flags["bench"], 0, run.total)
-            for record in run.run(lambda: ctrl_c.pressed):
+            measured = Measured(run.run(lambda: ctrl_c.pressed))
+            for record in measured:
                 records.append(record)
                 display.count(flags["bench"], len(records), run.total, running(records, names))
             device, threads = run.model.info.device, run.threads
         records = whole_turns(records, len(names))
-        more = after(records, display, lambda: ctrl_c.pressed)
+        more: dict[str, Any] = {}
+        try:
+            more = after(records, display, lambda: ctrl_c.pressed)
+        except LuceError as error:  # what was measured stays
+            measured.failure = measured.failure or error
         rows = [row.as_json() for row in summarise(records, names, **more)]
         report = Report(
             flags["bench"],
@@ -128,6 +134,7 @@ def measure(
             }
             | (extra or {}),
             ctrl_c.pressed,
+            measured.failure,
         )
     return report
 
@@ -279,7 +286,7 @@ def oracle(shape: str, accept: float, cache: Path, n_prompts: int, prompt_tokens
       luce bench oracle --shape 0.8b --modes plain,mtp:2
       luce bench oracle --shape 27b --accept 0.8 --modes plain,mtp:1,mtp:2,mtp:3 --save results
     """
-    output.require(flags["save"], flags["plot"])
+    require(flags)
     path = cache.expanduser() / "luce" / f"oracle-{shape}-{accept:g}.gguf"
     if not path.exists():
         with Display(flags["quiet"]) as display:
@@ -342,7 +349,7 @@ def run_sweep(
       luce bench sweep
       luce bench sweep --gguf model.gguf --rows 1,2,4,8 --ctx 0,4k,32k --plot cost.png
     """
-    output.require(flags["save"], flags["plot"])
+    require(flags)
     model = flags["gguf"] or BOX
     with ExitStack() as opened, Display(flags["quiet"]) as display, CtrlC() as ctrl_c:
         files = opened.enter_context(files_of(flags, model))
@@ -372,9 +379,10 @@ def run_sweep(
         sequence = opened.enter_context(engine.sequence())
         found = []
         display.count("contexts", 0, len(contexts))
-        for costs in sweep.costs(
-            sequence, loaded.info.n_vocab, contexts, rows, gammas, steps, cancelled=lambda: ctrl_c.pressed
-        ):
+        stopped: Stopped = lambda: ctrl_c.pressed  # noqa: E731
+        n_vocab = loaded.info.n_vocab
+        measured = Measured(sweep.costs(sequence, n_vocab, contexts, rows, gammas, steps, cancelled=stopped))
+        for costs in measured:
             found += [cost.as_json() for cost in costs]
             display.count("contexts", len({c["ctx"] for c in found}), len(contexts))
         report = Report(
@@ -388,6 +396,7 @@ def run_sweep(
             sweep.TIMING,
             {"steps": steps},
             ctrl_c.pressed,
+            measured.failure,
         )
     report.put(flags, output.plot_costs)
 
@@ -411,7 +420,7 @@ def run_batch(counts: list[int], **flags: Any) -> None:
       luce bench batch --sequences 1,4,16 --modes plain,mtp:2
       luce bench batch --gguf model.gguf -n 128 --save results
     """
-    output.require(flags["save"], flags["plot"])
+    require(flags)
     model = flags["gguf"] or BOX
     with ExitStack() as opened, Display(flags["quiet"]) as display, CtrlC() as ctrl_c:
         files = opened.enter_context(files_of(flags, model))
@@ -426,7 +435,8 @@ def run_batch(counts: list[int], **flags: Any) -> None:
         )
         found: list[dict[str, Any]] = []
         display.count("batch", 0, run.total)
-        for figures in run.run(lambda: ctrl_c.pressed):
+        measured = Measured(run.run(lambda: ctrl_c.pressed))
+        for figures in measured:
             found.append(figures.as_json())
             display.count("batch", len(found), run.total)
         extra = {key: flags[key] for key in ("max_tokens", "temp")}
@@ -441,5 +451,6 @@ def run_batch(counts: list[int], **flags: Any) -> None:
             batch.TIMING,
             extra,
             ctrl_c.pressed,
+            measured.failure,
         )
     report.put(flags, output.plot_batches)

@@ -9,8 +9,9 @@ from typing import Any
 
 import click
 
+from luce.bench import output
 from luce.bench.run import Mode, parse_modes
-from luce.command import MAX_U32, Finite, device_name
+from luce.command import MAX_U32, Finite, device_name, without_temperature
 from luce.plan import MAX_GAMMA
 
 
@@ -42,6 +43,7 @@ def numbers(low: int, high: int) -> Callable[[click.Context, click.Parameter, st
 
 
 Command = Callable[..., Any]
+FORMS = ("json", "csv", "md")
 MODEL_OPTIONS = (
     click.option("--gguf", type=click.Path(path_type=Path), help="The model.  [default: luce's own]"),
     click.option("--mtp-gguf", type=click.Path(path_type=Path), help="Take the NextN head from this GGUF."),
@@ -66,15 +68,31 @@ SAMPLING_OPTIONS = (
                  help="The same seed samples the same tokens, in every mode."),
 )  # fmt: skip
 OUTPUT_OPTIONS = (
-    click.option("--json", "form", flag_value="json", help="Print one object."),
-    click.option("--csv", "form", flag_value="csv", help="Print CSV, a line for each mode."),
-    click.option("--md", "form", flag_value="md", help="Print a Markdown table."),
+    click.option("--json", is_flag=True, help="Print one object."),
+    click.option("--csv", is_flag=True, help="Print CSV, a line for each mode."),
+    click.option("--md", is_flag=True, help="Print a Markdown table."),
     click.option("--save", type=click.Path(path_type=Path, file_okay=False),
                  help="Also write a result row (date, commit, device, model hash ...) to this folder."),
     click.option("--commit", help="Commit for the row.  [default: the checkout's]"),
     click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Also draw this PNG."),
     click.option("--quiet", is_flag=True, help="Nothing on stderr but errors."),
 )  # fmt: skip
+
+
+def require(flags: dict[str, Any]) -> None:
+    """UsageError: a flag would be ignored; LuceError: what is to be written cannot be. Asked before anything
+    runs."""
+    if len(forms := [f"--{form}" for form in FORMS if flags[form]]) > 1:
+        raise click.UsageError(f"{' and '.join(forms)}: give one of them")
+    if flags["commit"] is not None and flags["save"] is None:
+        raise click.UsageError("--commit is of the row that --save writes: give both")
+    if flags["plot"] is not None and flags["plot"].suffix != ".png":
+        raise click.BadParameter(f"{flags['plot'].name!r} does not end with .png", param_hint="'--plot'")
+    if "modes" in flags and flags.get("mtp_gguf") and all(mode.spec == "off" for mode in flags["modes"]):
+        raise click.UsageError("--mtp-gguf names a NextN head to draft with, and no mode drafts")
+    if "seed" in flags and (problem := without_temperature(flags["temp"], "seed")):
+        raise click.UsageError(problem)
+    output.require(flags["save"], flags["plot"])
 
 
 def options(*groups: tuple[Callable[[Command], Command], ...]) -> Callable[[Command], Command]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import re
 import shlex
 import subprocess
 from collections.abc import Sequence
 from datetime import datetime, timezone
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,22 @@ from luce.stdout import as_json
 CHECKOUT = Path(__file__).resolve().parent.parent.parent
 
 
-def file_hash(path: Path) -> str:
-    """SHA-256 of the whole file."""
+def parts(path: Path) -> list[Path]:
+    """The files of a model: of a split one ("x-00001-of-00003.gguf") all parts, in their order."""
+    split = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", path.name, re.S)
+    if split is None:
+        return [path]
+    name, count = split.groups()
+    return [path.with_name(f"{name}-{part:05d}-of-{count}.gguf") for part in range(1, int(count) + 1)]
+
+
+def file_hash(*paths: Path) -> str:
+    """SHA-256 of whole files, one after the other: of one file its own."""
     digest = hashlib.sha256()
-    with path.open("rb") as f:
-        while block := f.read(1 << 24):
-            digest.update(block)
+    for path in paths:
+        with path.open("rb") as f:
+            while block := f.read(1 << 24):
+                digest.update(block)
     return digest.hexdigest()
 
 
@@ -80,14 +92,25 @@ def origin(
         "commit": commit or checkout_commit() or "unknown",
         "device": device_text(device, threads),
         "driver": driver,
-        "model": {"file": model.name, "bytes": model.stat().st_size, "sha256": file_hash(model)},
+        "model": {
+            "file": model.name,
+            "bytes": sum(part.stat().st_size for part in parts(model)),
+            "sha256": file_hash(*parts(model)),
+        },
         "command": command,
     }
 
 
 def write_row(folder: Path, name: str, result: dict[str, Any]) -> Path:
-    """Writes the row to DATE-NAME.json in the folder."""
+    """Writes the row to DATE-NAME.json in the folder, or to DATE-NAME-2.json and so on: a row never replaces
+    another one."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{result['date'][:10]}-{name}.json"
-    path.write_text(as_json(result, indent=1) + "\n", encoding="utf-8")
+    for number in count(1):
+        path = folder / f"{result['date'][:10]}-{name}{'' if number == 1 else f'-{number}'}.json"
+        try:
+            with path.open("x", encoding="utf-8") as f:
+                f.write(as_json(result, indent=1) + "\n")
+        except FileExistsError:
+            continue
+        break
     return path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -153,9 +154,12 @@ def require(save: Path | None, plot: Path | None) -> None:
         if not os.path.isdir(plot.parent) or not os.access(written, os.W_OK):
             raise LuceError(f"{plot}: the plot cannot be written there")
     if save is not None:
-        folder = next(path for path in (save, *save.absolute().parents) if os.path.exists(path))
-        if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-            raise LuceError(f"{save}: the result row cannot be written there")
+        try:
+            save.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=save) as trial:
+                trial.write(bytes(1 << 16))
+        except OSError as error:
+            raise LuceError(f"{save}: the result row cannot be written there: {error.strerror}") from error
 
 
 def _finish(figure: Any, title: str, path: Path) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import click
 
@@ -15,6 +15,28 @@ from luce.bench.origin import command_text, device_text, origin, write_row
 from luce.command import COMMAND, Interrupted
 from luce.errors import LuceError
 from luce.render import print_table
+
+T = TypeVar("T")
+
+
+class Measured(Generic[T]):
+    """What is measured, up to a failure, which is kept so that what there is by then is not lost. A failure
+    before the first is raised."""
+
+    def __init__(self, measuring: Iterable[T]):
+        self._measuring = measuring
+        self.failure: Exception | None = None
+
+    def __iter__(self) -> Iterator[T]:
+        begun = False
+        try:
+            for each in self._measuring:
+                begun = True
+                yield each
+        except (LuceError, OSError, MemoryError) as error:
+            if not begun:
+                raise
+            self.failure = error
 
 
 @dataclass
@@ -31,35 +53,40 @@ class Report:
     timing: str
     extra: dict[str, Any]
     interrupted: bool = False
+    failure: Exception | None = None  # that ended it early
 
     def put(self, flags: dict[str, Any], plot: Callable[[Path, str, list[dict[str, Any]]], None]) -> None:
-        """To stdout, to --save and --plot; then Ctrl-C's exit, if that is why it ends here."""
+        """To stdout, to --save and --plot; then what ended it early, if anything did."""
         device = device_text(self.device, self.threads)
         title = f"{self.bench}: {self.model.name} on {device}"
         body = self.extra | {
             "timing": self.timing,
             "interrupted": self.interrupted,
+            "failure": None if self.failure is None else str(self.failure),
             self.rows_name: self.rows,
         }
         try:
-            if flags["form"] == "json":
+            if flags["json"]:
                 head = {"bench": self.bench, "model": self.model.name, "device": device}
                 stdout.put_json(head | body)
-            elif flags["form"] == "csv":
+            elif flags["csv"]:
                 stdout.put(output.as_csv(self.rows))
-            elif flags["form"] == "md":
+            elif flags["md"]:
                 stdout.put(f"{title}. {self.timing}\n\n{output.as_markdown(self.table)}")
             else:
                 print_table(title, *self.table, self.timing)
         finally:  # a reader that has closed the pipe does not lose the row
             if flags["save"] and self.rows:
-                self._save(flags["save"], body, flags["commit"])
+                self._save(flags, body)
             if flags["plot"] and self.rows:
                 plot(flags["plot"], title, self.rows)
+        if self.failure is not None:
+            raise self.failure
         if self.interrupted:
             raise Interrupted()
 
-    def _save(self, folder: Path, body: dict[str, Any], commit: str | None) -> None:
+    def _save(self, flags: dict[str, Any], body: dict[str, Any]) -> None:
+        folder, commit = flags["save"], flags["commit"]
         command = command_text(click.get_current_context().meta[COMMAND])
         kind = "cpu" if self.device == "cpu" else "gpu"
         about = self.model.stem.removeprefix(f"{self.bench}-")
@@ -68,4 +95,5 @@ class Report:
             path = write_row(folder, f"{self.bench}-{about}-{kind}", head | body)
         except OSError as error:
             raise LuceError(f"{folder}: the result row cannot be written: {error}") from error
-        click.echo(f"wrote {path}", err=True)
+        if not flags["quiet"]:
+            click.echo(f"wrote {path}", err=True)
