@@ -1,8 +1,13 @@
 """luce: exact speculative decoding of Qwen3.5/3.6 GGUF models."""
 
-from importlib.metadata import PackageNotFoundError, version
 
-try:
-    __version__ = version("luce")
-except PackageNotFoundError:  # run from a source tree that was never installed
-    __version__ = "0+unknown"
+def __getattr__(name: str) -> str:
+    """__version__, which takes a while to find: only for who asks for it."""
+    if name != "__version__":
+        raise AttributeError(f"module 'luce' has no attribute {name!r}")
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("luce")
+    except PackageNotFoundError:  # run from a source tree that was never installed
+        return "0+unknown"

@@ -1,62 +1,121 @@
-"""Messages to a prompt: the file's own chat template."""
+"""Messages to a prompt: the file's own chat template, in which only the template spells control tokens."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from datetime import datetime
-from typing import Any, NoReturn
-
-import jinja2
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, Protocol
 
 from luce.errors import LuceError, UnsupportedError
 from luce.probe import fact
+from luce.rendering import Renderer
+from luce.tokenizer import Tokenizer
 
 KEY = "tokenizer.chat_template"
 
 
-class ChatTemplate:
-    """A Jinja template in the environment that transformers gives it: sandboxed, trim_blocks,
-    lstrip_blocks, break and continue, raise_exception, strftime_now, tojson without HTML escapes."""
+class Template(Protocol):
+    """ChatTemplate, or one that is bounded."""
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> str: ...
+
+
+class BoundedTemplate:
+    """A ChatTemplate (template.py) with bounded time and memory, in a process of its own."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None):
-        """special_tokens: variables such as bos_token and eos_token. LuceError: it is malformed."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        self._special_tokens = dict(special_tokens or {})
+        self._renderer = Renderer(source, dict(special_tokens or {}))
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> str:
+        """As ChatTemplate.render, with its arguments; here a malformed template is an error too."""
         try:
-            self._template = environment.from_string(source)
-        except Exception as error:  # beside its own errors, what Python's compiler says of the result
-            raise LuceError(f"{KEY} is not a valid template: {_one_line(error)}") from error
+            return self._renderer.render(messages=messages, **how)
+        except LuceError as error:
+            said = str(error)
+            raise LuceError(said if said.startswith(KEY) else f"{KEY} failed: {said}") from None
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        enable_thinking: bool | None = None,
-    ) -> str:
-        """The prompt of `messages` ({"role", "content"}, ...). enable_thinking None leaves the choice
-        to the template. LuceError: what the template refuses or fails at."""
-        variables: dict[str, Any] = {"messages": messages, "tools": tools}
-        if enable_thinking is not None:
-            variables["enable_thinking"] = enable_thinking
-        try:
-            return self._template.render(
-                **self._special_tokens, **variables, add_generation_prompt=add_generation_prompt
-            )
-        except Exception as error:  # a template runs any expression, so it raises anything
-            raise LuceError(f"{KEY} failed: {_one_line(error)}") from error
+    def close(self) -> None:
+        """Ends the process; a later render starts another one."""
+        self._renderer.close()
 
 
-def chat_template(metadata: Mapping[str, Any]) -> ChatTemplate:
+def prompt_ids(
+    template: Template,
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    **how: Any,
+) -> list[int]:
+    """The prompt's tokens. Control tokens are those that the template spells: what messages and tools spell
+    stays text."""
+    guard = Guard(tokenizer.control, [messages, tools])
+    text = template.render(guard.marked(messages), tools=guard.marked(tools), **how)
+    ids: list[int] = []
+    for piece in guard.pieces(text):
+        token = tokenizer.control.get(piece)
+        ids += tokenizer.encode(guard.unmarked(piece), special=False) if token is None else [token]
+    return ids
+
+
+class Guard:
+    """Tells what users write from what a template does: in every spelling of a control token, and in what may
+    become one beside other text, one character has a stand-in, which no text has."""
+
+    def __init__(self, control: Iterable[str], texts: Any):
+        found = {text for text in control if text}
+        longest_first = "|".join(re.escape(text) for text in sorted(found, key=len, reverse=True))
+        self._control = re.compile(f"({longest_first or '(?!)'})")
+        self._spelled = re.compile(f"(?={longest_first or '(?!)'}).", re.S)
+        self._ends = {text[:at] for text in found for at in range(1, len(text))}
+        self._begins = {text[at:] for text in found for at in range(1, len(text))}
+        self._most = max(map(len, found), default=0)
+        used = set("".join(_strings(texts)))
+        private = chain(range(0xE000, 0xF900), range(0xF0000, 0x10FFFE))  # Unicode's areas for private use
+        free = (chr(code) for code in private if chr(code) not in used)
+        self._stand_in = {char: next(free) for char in sorted(set("".join(found)))}
+
+    def marked(self, value: Any) -> Any:
+        """`value` with stand-ins in all of its strings."""
+        if isinstance(value, str):
+            return self._marked(value)
+        if isinstance(value, Mapping):
+            return {self.marked(key): self.marked(each) for key, each in value.items()}
+        return [self.marked(each) for each in value] if isinstance(value, list | tuple) else value
+
+    def _marked(self, text: str) -> str:
+        at = {match.start() for match in self._spelled.finditer(text)}
+        near = range(1, min(self._most, len(text) + 1))
+        at |= {len(text) - length for length in near if text[len(text) - length :] in self._ends}
+        at |= {0 for length in near if text[:length] in self._begins}
+        letters = list(text)
+        for place in at:
+            letters[place] = self._stand_in.get(letters[place], letters[place])
+        return "".join(letters)
+
+    def unmarked(self, text: str) -> str:
+        """`text` as it was written."""
+        for char, stand_in in self._stand_in.items():  # JSON may have escaped it
+            text = text.replace(stand_in, char).replace(json.dumps(stand_in)[1:-1], char)
+        return text
+
+    def pieces(self, text: str) -> list[str]:
+        """`text` cut around each control token that it spells."""
+        return [piece for piece in self._control.split(text) if piece]
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _strings([*value, *value.values()])
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _strings(each)
+
+
+def chat_template(metadata: Mapping[str, Any]) -> BoundedTemplate:
     """The template of a file's metadata; UnsupportedError where it has none."""
     if KEY not in metadata:
         raise UnsupportedError("the file has no chat template", concerns="chat_template")
@@ -66,24 +125,4 @@ def chat_template(metadata: Mapping[str, Any]) -> ChatTemplate:
         token = fact(metadata, f"tokenizer.ggml.{name}_token_id", int, None)
         if token is not None and 0 <= token < len(tokens):
             special[f"{name}_token"] = tokens[token]
-    return ChatTemplate(fact(metadata, KEY, str), special)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return BoundedTemplate(fact(metadata, KEY, str), special)

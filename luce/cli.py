@@ -4,38 +4,39 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
-from luce import __version__, _native, stdout
-from luce.bench.cli import bench
-from luce.chat import chat_template
+import luce
+from luce import _native, stdout
 from luce.command import (
     BOX,
     MAX_U32,
     Commands,
     CtrlC,
+    FilePath,
     Finite,
     Interrupted,
     device_name,
     without_temperature,
 )
 from luce.engine import Engine, Files
-from luce.errors import LuceError
+from luce.errors import ContextFull, LuceError, about
 from luce.generation import Event, Failed, Finished, Prefilled, Started, Tokens, Warned
 from luce.plan import DEFAULT_GAMMA, MAX_GAMMA, SPECS, Options, Request, require_supported
 from luce.probe import probe
 from luce.render import Display, facts_text, printable, tensors_text
 from luce.structs import Sampling
-from luce.tokenizer import Tokenizer
+from luce.tokenizer import NFC_SHRINKS
 
 
 @click.group(
     cls=Commands,
+    later={"bench": "luce.bench.cli"},
     invoke_without_command=True,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -55,7 +56,7 @@ def cli(version: bool) -> None:
             core = _native.default().version
         except LuceError as error:
             core = f"not available: {printable(str(error))}"
-        stdout.put(f"luce {__version__}, core {core}\n")
+        stdout.put(f"luce {luce.__version__}, core {core}\n")
         click.get_current_context().exit()
 
 
@@ -63,7 +64,7 @@ def cli(version: bool) -> None:
 @click.argument("prompt", required=False)
 @click.option(
     "--gguf",
-    type=click.Path(path_type=Path),
+    type=FilePath(path_type=Path),
     help="The model: a GGUF, or the first of its parts.  [default: luce's own, which writes Python]",
 )
 @click.option(
@@ -131,6 +132,9 @@ def cli(version: bool) -> None:
 )
 @click.option("--system", help="System message of the chat.")
 @click.option(
+    "--special", is_flag=True, help="Control tokens that PROMPT spells, like <|im_end|>, are taken as such."
+)
+@click.option(
     "--spec",
     type=click.Choice(SPECS),
     help="Draft tokens and verify them together, the tokens stay the same: auto where the files have a NextN "
@@ -145,7 +149,7 @@ def cli(version: bool) -> None:
 )
 @click.option(
     "--mtp-gguf",
-    type=click.Path(path_type=Path),
+    type=FilePath(path_type=Path),
     help="Take the NextN head from this GGUF.  [default: the model's own]",
 )
 @click.option("--stop", "stops", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
@@ -170,12 +174,14 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
     if problem := contradiction(flags):
         raise click.UsageError(problem)
     stdout.put("")  # fails where it is closed, before there is work to lose
-    text = read_prompt(prompt)
     with ExitStack() as opened, Display(flags["quiet"]) as display:
         files = opened.enter_context(Files(gguf or BOX, flags["mtp_gguf"], flags["device"]))
+        with about(files.file.path):
+            require_supported(files.facts)
+        most = flags["ctx"] or files.facts.context_length or MAX_U32
+        text = read_prompt(prompt, most * files.tokenizer.longest * NFC_SHRINKS)
         display.spin("loading the model")
-        require_supported(files.facts)
-        request = make_request(prompt_ids(files.file.kv, files.tokenizer, text, flags), flags)
+        request = make_request(prompt_of(files, text, most, flags), flags)
         options, n_prompt = make_options(flags), len(request.prompt)
         engine = opened.enter_context(
             Engine.open(files, options, display.loading, n_prompt, request.max_tokens)
@@ -192,6 +198,8 @@ def contradiction(flags: Mapping[str, Any]) -> str | None:
     """What is wrong with flags that exclude each other, or of which one would be ignored."""
     if flags["system"] is not None and not flags["chat"]:
         return "--system needs --chat"
+    if flags["special"] and flags["chat"]:
+        return "--special is for --raw: in a chat only the template spells control tokens"
     if flags["spec"] == "off" and flags["mtp_gamma"] is not None:
         return "--mtp-gamma drafts with the NextN head, --spec off drafts nothing: give one of them"
     if flags["spec"] == "off" and flags["mtp_gguf"] is not None:
@@ -199,14 +207,22 @@ def contradiction(flags: Mapping[str, Any]) -> str | None:
     return without_temperature(flags["temp"], "top_k", "top_p", "min_p", "seed")
 
 
-def read_prompt(prompt: str | None) -> str:
-    """PROMPT, stdin where it is piped, or both: stdin first, then PROMPT on a line of its own."""
+def read_prompt(prompt: str | None, most: int = sys.maxsize - 1) -> str:
+    """PROMPT, stdin where it is piped, or both: stdin first, then PROMPT on a line of its own. ContextFull:
+    stdin gives more than `most` bytes, and no more of it was read."""
     piped = ""
     if sys.stdin is not None and not sys.stdin.isatty():
+        raw = bytearray()
         try:
-            piped = sys.stdin.buffer.read().decode()
+            while len(raw) <= most and (piece := sys.stdin.buffer.read(1 << 16)):
+                raw += piece
+            piped = raw.decode() if len(raw) <= most else ""
+        except OSError as error:
+            raise click.UsageError(f"stdin cannot be read: {error.strerror}") from None
         except UnicodeDecodeError:
             raise click.UsageError("stdin is not UTF-8 text") from None
+        if len(raw) > most:
+            raise ContextFull(f"stdin gives more than {most:,} bytes: more tokens than the context holds")
     if prompt is None and not piped:
         raise click.UsageError("no prompt: give PROMPT, or pipe it to stdin")
     if prompt is None or not piped:
@@ -214,14 +230,22 @@ def read_prompt(prompt: str | None) -> str:
     return piped + ("" if piped.endswith("\n") else "\n") + prompt
 
 
-def prompt_ids(kv: Mapping[str, Any], tokenizer: Tokenizer, text: str, flags: Mapping[str, Any]) -> list[int]:
-    """The prompt's tokens. A template spells out all special tokens itself, also the first one."""
+def prompt_of(files: Files, text: str, most: int, flags: Mapping[str, Any]) -> list[int]:
+    """The prompt's tokens; ContextFull where they are more than `most`. A template spells out all special
+    tokens itself, also the first one."""
     if not flags["chat"]:
-        return tokenizer.encode(text, add_bos=True)
-    messages = [{"role": "user", "content": text}]
-    if flags["system"] is not None:
-        messages.insert(0, {"role": "system", "content": flags["system"]})
-    return tokenizer.encode(chat_template(kv).render(messages))
+        ids = files.tokenizer.encode(text, special=flags["special"], add_bos=True, most=most)
+    else:
+        from luce.chat import chat_template, prompt_ids  # jinja2, which only this needs
+
+        messages = [{"role": "user", "content": text}]
+        if flags["system"] is not None:
+            messages.insert(0, {"role": "system", "content": flags["system"]})
+        with about(files.file.path), closing(chat_template(files.file.kv)) as template:
+            ids = prompt_ids(template, files.tokenizer, messages)
+    if len(ids) > most:
+        raise ContextFull(f"a prompt of {len(ids)} tokens or more, a context of {most}")
+    return ids
 
 
 def make_request(prompt: list[int], flags: Mapping[str, Any]) -> Request:
@@ -311,7 +335,7 @@ def _as_json(result: Finished, engine: Engine, options: Options) -> dict[str, An
 
 
 @cli.command("probe-gguf")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=FilePath(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one object.")
 @click.option("--tensors", is_flag=True, help="List every tensor too.")
 @click.option("--ctx", type=click.IntRange(1, MAX_U32), help="Positions to state the memory for.")
@@ -323,7 +347,7 @@ def probe_gguf(path: Path, as_json: bool, tensors: bool, ctx: int | None) -> Non
       luce probe-gguf model.gguf --ctx 32768
       luce probe-gguf model.gguf --json | jq .quantization
     """
-    with _native.File(path) as file:
+    with _native.File(path) as file, about(path):
         facts = probe(file, ctx)
         if as_json:
             listed = {"tensors": [asdict(tensor) for tensor in file.tensors]} if tensors else {}
@@ -332,9 +356,6 @@ def probe_gguf(path: Path, as_json: bool, tensors: bool, ctx: int | None) -> Non
             stdout.put(facts_text(facts) + "\n")
             if tensors:
                 stdout.put("\n" + tensors_text(file.tensors) + "\n")
-
-
-cli.add_command(bench)
 
 
 def main() -> None:

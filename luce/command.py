@@ -6,8 +6,9 @@ import errno
 import math
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -41,7 +42,21 @@ class Interrupted(click.ClickException):
 
 
 class Commands(click.Group):
-    """Failures that luce reports become one line and exit 1, an interrupt one line and exit 130."""
+    """Failures that luce reports become one line and exit 1, an interrupt one line and exit 130. later: the
+    modules of commands that are imported when they are wanted, where each has its command's name."""
+
+    def __init__(self, *args: Any, later: Mapping[str, str] | None = None, **options: Any):
+        super().__init__(*args, **options)
+        self._later = dict(later or {})
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), *self._later])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if module := self._later.get(cmd_name):
+            command: click.Command = getattr(import_module(module), cmd_name)
+            return command
+        return super().get_command(ctx, cmd_name)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta[COMMAND] = ["luce", *args]
@@ -77,6 +92,15 @@ def with_remedy(error: LuceError) -> str:
     """What a failure says, and what the command line has against it."""
     remedy = REMEDIES.get(error.concerns or "")
     return f"{error}; {remedy}" if remedy else str(error)
+
+
+class FilePath(click.Path):
+    """A path that is not empty, which would mean the working folder."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("the path is empty.", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 class Finite(click.FloatRange):

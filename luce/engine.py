@@ -13,7 +13,7 @@ from luce import _native
 from luce._native import File, Model, Progress
 from luce.costs import Costs
 from luce.drafting import DraftSource, FixedGamma, NextN
-from luce.errors import LuceError
+from luce.errors import LuceError, about
 from luce.gamma import AutoGamma, can_pay
 from luce.generation import Event, Failed, Generation, State
 from luce.loop import Loop
@@ -35,15 +35,20 @@ class Files:
 
     @cached_property
     def facts(self) -> Facts:
-        return probe(self.file, device=self.device or "auto")
+        with about(self.file.path):
+            return probe(self.file, device=self.device or "auto")
 
     @cached_property
     def head_facts(self) -> Facts | None:
-        return None if self.head is None else probe(self.head, device=self.device or "auto")
+        if self.head is None:
+            return None
+        with about(self.head.path):
+            return probe(self.head, device=self.device or "auto")
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        return Tokenizer(self.file.kv)
+        with about(self.file.path):
+            return Tokenizer(self.file.kv)
 
     def plan(self, options: Options, prompt: int = 0, new: int | None = None) -> Plan:
         """plan() of these files on their device; where auto would draft and the memory for it is not there,

@@ -1,5 +1,11 @@
 """Failures as exceptions: one class for each status of luce.h, each with its `code`."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 
 class LuceError(Exception):
     """Any failure that luce reports. str() is one line; `code` is the luce_status it stands for. concerns:
@@ -87,3 +93,14 @@ BY_CODE: dict[int, type[LuceError]] = {
         InternalError,
     )
 }
+
+
+@contextmanager
+def about(path: Path) -> Iterator[None]:
+    """What fails within is of this file: the error names it."""
+    try:
+        yield
+    except LuceError as error:
+        if str(path) in str(error):
+            raise
+        raise type(error)(f"{path}: {error}", error.concerns) from error

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tokenizers
@@ -22,6 +23,7 @@ SPLITS = {
     rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_BLANKS}",
 }
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
+_ADDED = (_CONTROL, _USER_DEFINED)  # matched in the text before it is cut into words
 _ENDS = ("<|im_end|>", "<|endoftext|>")  # control tokens that end a text whatever the keys say
 
 
@@ -36,11 +38,17 @@ _BYTES = _byte_alphabet()
 _UTF8_BYTES = frozenset(range(256)) - {0xC0, 0xC1, *range(0xF5, 0x100)}  # those that text can contain
 
 
+NFC_SHRINKS = 3  # how much shorter NFC may make a text, at most: three jamo are one syllable
+# Where a text may be cut: no word spans the end of a line that is followed by what is no blank.
+_LINE = re.compile(r".{65536,}?\n(?=[!-~])", re.S)
+
+
 class Tokenizer:
     """Built from a file's metadata. UnsupportedError names a tokenizer that luce lacks, FileError a
     key that is missing or malformed.
 
-    n_vocab: number of ids. eos_ids: ids that end a text. bos_id: put before a text if add_bos.
+    n_vocab: number of ids. eos_ids: ids that end a text. bos_id: put before a text if add_bos. control: the
+    control tokens' ids by their spelling. longest: bytes of the token that has most.
     """
 
     def __init__(self, metadata: Mapping[str, Any]):
@@ -60,9 +68,17 @@ class Tokenizer:
             [
                 AddedToken(token, normalized=False, special=kind == _CONTROL)
                 for token, kind in zip(self._tokens, self._types, strict=True)
-                if token and kind in (_CONTROL, _USER_DEFINED)
+                if token and kind in _ADDED
             ]
         )
+        self.control = {
+            token: index
+            for index, (token, kind) in enumerate(zip(self._tokens, self._types, strict=True))
+            if token and kind == _CONTROL
+        }
+        self.longest = max(len(token.encode()) for token in self._tokens)
+        spelled = [token for token, kind in zip(self._tokens, self._types, strict=True) if kind in _ADDED]
+        self._line = None if any("\n" in token for token in spelled) else _LINE
         self.bos_id = self._token_id(metadata, "bos")
         self.add_bos = fact(metadata, "tokenizer.ggml.add_bos_token", bool, False) and self.bos_id is not None
         self.eos_ids = self._ends(metadata, vocabulary)
@@ -84,16 +100,32 @@ class Tokenizer:
         """The vocabulary's own spelling of an id: "<|im_end|>", "Ġthe"."""
         return str(self._tokens[self._checked(token)])
 
-    def encode(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
+    def encode(
+        self, text: str, *, special: bool = True, add_bos: bool = False, most: int | None = None
+    ) -> list[int]:
         """Ids of NFC(text); control tokens spelled out in it are taken as such if `special`.
-        add_bos: begin with bos_id where the file asks for it. ArgumentError: not valid Unicode."""
+        add_bos: begin with bos_id where the file asks for it. most: of a text of many more tokens only the
+        first are returned, more than `most`. ArgumentError: not valid Unicode."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise ArgumentError("the text is not valid UTF-8") from error
         self._bpe.encode_special_tokens = not special
-        ids = self._bpe.encode(text, add_special_tokens=False).ids
-        return [self.bos_id, *ids] if add_bos and self.add_bos and self.bos_id is not None else ids
+        ids = [self.bos_id] if add_bos and self.add_bos and self.bos_id is not None else []
+        for piece in self._pieces(text):
+            ids += self._bpe.encode(piece, add_special_tokens=False).ids
+            if most is not None and len(ids) > most:
+                break
+        return ids
+
+    def _pieces(self, text: str) -> Iterator[str]:
+        """`text` in pieces that have its tokens."""
+        at = 0
+        while self._line and (match := self._line.match(text, at)):
+            yield match.group()
+            at = match.end()
+        if at < len(text) or not at:
+            yield text[at:]
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
         """Text of ids; control tokens have none unless `special`. Bytes that are not UTF-8 become

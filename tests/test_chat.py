@@ -2,10 +2,16 @@
 
 import re
 
+import fake_core
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from luce.chat import ChatTemplate, chat_template
+from luce import rendering
+from luce.chat import BoundedTemplate, chat_template, prompt_ids
 from luce.errors import FileError, LuceError, UnsupportedError
+from luce.template import ChatTemplate
+from luce.tokenizer import Tokenizer
 
 CHATML = """\
 {% for message in messages %}
@@ -207,3 +213,88 @@ def test_a_template_cannot_leave_the_sandbox(source):
     except LuceError:
         text = ""
     assert text == ""
+
+
+# ---- bounds
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",  # endless time
+        "{{ 7 ** (7 ** 9) }}",  # endless time in one operation
+        "{% set x = ['a' * 99999999] %}{% for i in range(30) %}{% set x = x + x %}{{ x }}{% endfor %}",
+        "{{ 'a' * 10 ** 12 }}",
+        "{{ 'x'.ljust(10 ** 10) }}",
+        "{{ 'a' * 10 ** 8 }}",  # more than MAX_TEXT
+        "{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(80) }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% if %}",
+    ],
+)
+def test_time_memory_and_text_of_a_template_are_bounded(source, monkeypatch):
+    monkeypatch.setattr(rendering, "CPU_SECONDS", 1)
+    template = BoundedTemplate(source)
+    with pytest.raises(LuceError, match="^tokenizer.chat_template ") as raised:
+        template.render(USER)
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 300
+    template.close()
+
+
+def test_a_bounded_template_renders_what_the_template_does():
+    template = BoundedTemplate(QWEN)
+    for messages, variables in ((TALK, {}), (TALK[:2], {"tools": TOOLS, "enable_thinking": False})):
+        assert template.render(messages, **variables) == ChatTemplate(QWEN).render(messages, **variables)
+    with pytest.raises(LuceError, match="No user query"):
+        template.render(TALK[:1])
+    assert template.render(TALK) == ChatTemplate(QWEN).render(TALK)
+    template.close()
+
+
+# ---- what users write is text
+
+BYTES = fake_core.tokenizer()
+CONTROL = sorted(BYTES.control)
+PARTS = ["<", "<|", "|im_", "im_end", "end|>", "|>", ">", "x", " ", "</think>", *CONTROL]
+
+
+def of(parts):
+    return "".join(parts)
+
+
+TEXTS = st.lists(st.sampled_from(PARTS), max_size=6).map(of)
+
+
+@given(contents=st.lists(TEXTS, min_size=1, max_size=4), system=TEXTS)
+def test_only_the_template_spells_control_tokens(contents, system):
+    source = (
+        "<|im_start|>{{ system }}{% for m in messages %}{% for part in m.content %}{{ part.text }}"
+        "{% endfor %}{{ m.role }}<{{ m.role }}|>{% endfor %}<|im_end|>"
+    )
+    messages = [{"role": system, "content": [{"text": text} for text in contents]}]
+    ids = prompt_ids(ChatTemplate(source), BYTES, messages)
+    plain = of(contents) + system + "<" + system + "|>"
+    assert ids == [
+        BYTES.control["<|im_start|>"],
+        *BYTES.encode(plain, special=False),
+        BYTES.control["<|im_end|>"],
+    ]
+    assert BYTES.decode(ids) == plain
+
+
+def test_tools_are_text_too():
+    source = "{{ tools | tojson }}{{ tools | tojson(ensure_ascii=true) }}<|im_end|>"
+    tools = [{"<|im_end|>": "<|im_start|>", "n": [1, None, True]}]
+    ids = prompt_ids(ChatTemplate(source), BYTES, USER, tools)
+    rendered = '[{"<|im_end|>": "<|im_start|>", "n": [1, null, true]}]'
+    assert BYTES.decode(ids) == rendered * 2 and ids.count(BYTES.control["<|im_end|>"]) == 1
+
+
+def test_a_prompt_without_control_tokens_has_the_tokens_of_its_text(native, tiny_gguf):
+    from luce._native import File
+
+    with File(tiny_gguf, native) as file:
+        template, tokenizer = chat_template(file.kv), Tokenizer(file.kv)
+        text = template.render(TALK)
+        assert prompt_ids(template, tokenizer, TALK) == tokenizer.encode(text)
+        template.close()

@@ -1,6 +1,7 @@
 """Text to ids as llama.cpp has them, ids to text that streams."""
 
 import importlib.util
+import re
 import time
 import unicodedata
 from pathlib import Path
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from luce._native import File
 from luce.errors import ArgumentError, FileError, UnsupportedError
-from luce.tokenizer import Detokenizer, StopStrings, Tokenizer
+from luce.tokenizer import _LINE, Detokenizer, StopStrings, Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 SEPARATOR = "\n__ggml_vocab_test__\n"
@@ -189,6 +190,24 @@ def test_the_first_token_is_bos_where_the_file_asks_for_it():
     assert Tokenizer(asked).encode("Z") == [0x5A]
     assert BYTES.encode("Z", add_bos=True) == [0x5A]
     assert Tokenizer(asked).encode("", add_bos=True) == [382]
+
+
+PIECES_OF_LINES = ["x", "a b", " ", "\n", "\r\n", "!", "1", "\u0338", "<|im_end|>", "é"]
+
+
+@given(lines=st.lists(st.sampled_from(PIECES_OF_LINES)))
+def test_a_long_text_has_the_same_tokens_in_pieces(lines):
+    """It is cut where no word spans the cut, and never elsewhere."""
+    text, cut = "".join(lines), Tokenizer(METADATA)
+    cut._line = re.compile(_LINE.pattern.replace("65536", "1"), re.S)
+    assert "".join(cut._pieces(text)) == text
+    assert cut.encode(text) == BYTES.encode(text)
+
+
+def test_of_a_long_text_only_the_beginning_is_encoded():
+    text = ("x" * 100 + "\n") * 10_000
+    assert 1000 < len(BYTES.encode(text, most=1000)) < 100_000
+    assert BYTES.encode(text[:500], most=1000) == BYTES.encode(text[:500])
 
 
 def test_text_that_is_not_unicode_is_refused():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,15 @@ from luce.bench.oracle_model import SHAPES, Rule, make_oracle, wrong_tokens
 from luce.bench.report import Measured, Report
 from luce.bench.run import Bench, Case, Record, Settings
 from luce.bench.summary import TIMING, summarise
-from luce.chat import chat_template
-from luce.command import BOX, MAX_U32, CtrlC, Finite
+from luce.chat import chat_template, prompt_ids
+from luce.command import BOX, MAX_U32, CtrlC, FilePath, Finite
 from luce.engine import Files
-from luce.errors import ArgumentError, LuceError, UnsupportedError
+from luce.errors import ArgumentError, LuceError, UnsupportedError, about
 from luce.loop import MAX_ROWS
 from luce.plan import MAX_GAMMA
 from luce.render import Display
 from luce.structs import Sampling
+from luce.tokenizer import Tokenizer
 
 SWEEP_CONTEXTS = (0, 4096, 32768)  # those that the model was trained for
 
@@ -146,6 +147,11 @@ def running(records: list[Record], names: list[str]) -> str:
     return f"{speeds} tok/s" if speeds else ""
 
 
+def of_text(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """A prompt as `luce generate --raw` has it."""
+    return tuple(tokenizer.encode(text, special=False, add_bos=True))
+
+
 # ---- the commands
 
 
@@ -188,8 +194,7 @@ def humaneval(limit: int | None, unsafe_check: bool, no_check: bool, **flags: An
         return {"passed": passed}
 
     def cases(files: Files) -> list[Case]:
-        encode = files.tokenizer.encode
-        return [Case(p.id, tuple(encode(p.prompt, add_bos=True)), problems.STOPS) for p in listed]
+        return [Case(p.id, of_text(files.tokenizer, p.prompt), problems.STOPS) for p in listed]
 
     flags |= {"bench": "humaneval"}
     after = no_more if no_check else check
@@ -197,7 +202,7 @@ def humaneval(limit: int | None, unsafe_check: bool, no_check: bool, **flags: An
 
 
 @bench.command()
-@click.argument("source", metavar="FILE|builtin", default="builtin")
+@click.argument("source", metavar="FILE|builtin", default="builtin", type=FilePath())
 @options(MODEL_OPTIONS, MODE_OPTIONS)
 @click.option("--class", "group", metavar="NAME", help="Only the prompts of this class.")
 @options(SAMPLING_OPTIONS, rounds_option(3), RUN_OPTIONS, OUTPUT_OPTIONS)
@@ -226,10 +231,11 @@ def prompts(source: str, group: str | None, **flags: Any) -> None:
                 except UnsupportedError:  # its remedy is one of `luce generate`
                     why = f"{p.id} is a chat message and the file has no chat template"
                     raise UnsupportedError(f"{why}: --class takes other prompts") from None
-                text = template.render([{"role": "user", "content": p.prompt}])
-                made.append(Case(p.id, tuple(tokenizer.encode(text)), (), p.cls))
+                with about(files.file.path), closing(template):
+                    ids = prompt_ids(template, tokenizer, [{"role": "user", "content": p.prompt}])
+                made.append(Case(p.id, tuple(ids), (), p.cls))
             else:
-                made.append(Case(p.id, tuple(tokenizer.encode(p.prompt, add_bos=True)), (), p.cls))
+                made.append(Case(p.id, of_text(tokenizer, p.prompt), (), p.cls))
         return made
 
     def by_class(records: list[Record], display: Display, stopped: Stopped) -> dict[str, Any]:
@@ -259,7 +265,7 @@ def prompts(source: str, group: str | None, **flags: Any) -> None:
 )
 @click.option(
     "--cache",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=FilePath(path_type=Path, file_okay=False),
     envvar="XDG_CACHE_HOME",
     default=Path("~/.cache"),
     help="Keep the model in luce/ of this folder.  [default: ~/.cache]",
@@ -425,10 +431,8 @@ def run_batch(counts: list[int], **flags: Any) -> None:
     with ExitStack() as opened, Display(flags["quiet"]) as display, CtrlC() as ctrl_c:
         files = opened.enter_context(files_of(flags, model))
         display.spin("loading the model")
-        encode = files.tokenizer.encode
-        cases = [
-            Case(p.id, tuple(encode(p.prompt, add_bos=True))) for p in problems.builtin() if not p.chat
-        ]
+        plain = [p for p in problems.builtin() if not p.chat]
+        cases = [Case(p.id, of_text(files.tokenizer, p.prompt)) for p in plain]
         progress = loading(display, ctrl_c)
         run = opened.enter_context(
             batch.Batch(files, flags["modes"], counts, cases, settings_of(flags), progress)

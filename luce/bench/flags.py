@@ -11,7 +11,7 @@ import click
 
 from luce.bench import output
 from luce.bench.run import Mode, parse_modes
-from luce.command import MAX_U32, Finite, device_name, without_temperature
+from luce.command import MAX_U32, FilePath, Finite, device_name, without_temperature
 from luce.plan import MAX_GAMMA
 
 
@@ -45,8 +45,8 @@ def numbers(low: int, high: int) -> Callable[[click.Context, click.Parameter, st
 Command = Callable[..., Any]
 FORMS = ("json", "csv", "md")
 MODEL_OPTIONS = (
-    click.option("--gguf", type=click.Path(path_type=Path), help="The model.  [default: luce's own]"),
-    click.option("--mtp-gguf", type=click.Path(path_type=Path), help="Take the NextN head from this GGUF."),
+    click.option("--gguf", type=FilePath(path_type=Path), help="The model.  [default: luce's own]"),
+    click.option("--mtp-gguf", type=FilePath(path_type=Path), help="Take the NextN head from this GGUF."),
 )
 RUN_OPTIONS = (
     click.option("--device", callback=device_name, default="auto", show_default=True,
@@ -71,10 +71,10 @@ OUTPUT_OPTIONS = (
     click.option("--json", is_flag=True, help="Print one object."),
     click.option("--csv", is_flag=True, help="Print CSV, a line for each mode."),
     click.option("--md", is_flag=True, help="Print a Markdown table."),
-    click.option("--save", type=click.Path(path_type=Path, file_okay=False),
+    click.option("--save", type=FilePath(path_type=Path, file_okay=False),
                  help="Also write a result row (date, commit, device, model hash ...) to this folder."),
     click.option("--commit", help="Commit for the row.  [default: the checkout's]"),
-    click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Also draw this PNG."),
+    click.option("--plot", type=FilePath(path_type=Path, dir_okay=False), help="Also draw this PNG."),
     click.option("--quiet", is_flag=True, help="Nothing on stderr but errors."),
 )  # fmt: skip
 

@@ -84,6 +84,8 @@ def from_jsonl(path: Path) -> list[Problem]:
     which names the file, the line and what is wrong with it.
     """
     try:
+        if path.is_fifo() or path.is_char_device():
+            raise FileError(f"{path} cannot be read: it is a device or a pipe")
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise FileError(f"{path} cannot be read: {error.strerror}") from error

@@ -190,14 +190,18 @@ const char *gguf_value_type_name(int32_t type) {
 }
 
 Mapping::Mapping(const std::string &path) {
-    const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    if (path.empty()) {
+        fail(LUCE_E_FILE, "the path of the file is empty");
+    }
+    const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK); // a FIFO would wait for its writer
     if (fd < 0) {
         fail(LUCE_E_FILE, "%s: %s", path.c_str(), strerror(errno));
     }
     struct stat st{};
     if (fstat(fd, &st) != 0 || !S_ISREG(st.st_mode)) {
         ::close(fd);
-        fail(LUCE_E_FILE, "%s: not a regular file", path.c_str());
+        fail(LUCE_E_FILE, "%s: %s, not a file that can be mapped", path.c_str(),
+             S_ISDIR(st.st_mode) ? "a folder" : "a device or a pipe");
     }
     size_ = uint64_t(st.st_size);
     if (size_ == 0) {

@@ -1,0 +1,77 @@
+"""A chat template as transformers runs it: Jinja in a sandbox, which bounds neither time nor memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from luce.errors import LuceError
+
+KEY = "tokenizer.chat_template"
+
+
+class ChatTemplate:
+    """A Jinja template in the environment that transformers gives it: sandboxed, trim_blocks,
+    lstrip_blocks, break and continue, raise_exception, strftime_now, tojson without HTML escapes."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None):
+        """special_tokens: variables such as bos_token and eos_token. LuceError: it is malformed."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        self._special_tokens = dict(special_tokens or {})
+        try:
+            self._template = environment.from_string(source)
+        except Exception as error:  # beside its own errors, what Python's compiler says of the result
+            raise LuceError(f"{KEY} is not a valid template: {_one_line(error)}") from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        enable_thinking: bool | None = None,
+    ) -> str:
+        """The prompt of `messages` ({"role", "content"}, ...). enable_thinking None leaves the choice
+        to the template. LuceError: what the template refuses or fails at."""
+        variables: dict[str, Any] = {"messages": messages, "tools": tools}
+        if enable_thinking is not None:
+            variables["enable_thinking"] = enable_thinking
+        try:
+            return self._template.render(
+                **self._special_tokens, **variables, add_generation_prompt=add_generation_prompt
+            )
+        except MemoryError:
+            raise
+        except Exception as error:  # a template runs any expression, so it raises anything
+            raise LuceError(f"{KEY} failed: {_one_line(error)}") from error
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
