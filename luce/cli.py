@@ -111,7 +111,11 @@ def cli(version: bool) -> None:
     type=click.IntRange(1, MAX_U32),
     help="Positions of the prompt and the text.  [default: 4096, or what the request needs]",
 )
-@click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads.  [default: one per core, to 16]")
+@click.option(
+    "--threads",
+    type=click.IntRange(1, 1024),
+    help="CPU threads.  [default: one for each usable CPU, to 16]",
+)
 @click.option(
     "--device",
     callback=device_name,

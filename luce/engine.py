@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
-from luce import _native
+from luce import _native, cpus
 from luce._native import File, Model, Progress
 from luce.costs import Costs
 from luce.drafting import DraftSource, FixedGamma, NextN
@@ -53,7 +53,8 @@ class Files:
     def plan(self, options: Options, prompt: int = 0, new: int | None = None) -> Plan:
         """plan() of these files on their device; where auto would draft and the memory for it is not there,
         plain."""
-        chosen = plan(self.facts, replace(options, device=self.device), self.head_facts, prompt, new)
+        options = replace(options, device=self.device)
+        chosen = plan(self.facts, options, self.head_facts, prompt, new, cpus.usable())
         if isinstance(chosen.draft, Auto):
             needed = self.file.plan_memory(chosen.device, chosen.params, self.head or self.file)
             return fitted(chosen, needed)

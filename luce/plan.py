@@ -13,6 +13,7 @@ DEFAULT_CTX = 4096
 DEFAULT_CHUNK = 512
 DEFAULT_GAMMA = 2  # where a chain is asked for without a length
 MAX_GAMMA = 8  # LUCE_MAX_DRAFT
+MAX_THREADS = 16  # that are taken without being asked for: more seldom help
 SPECS = ("auto", "off", "mtp")
 
 Where = Literal["embedded", "separate"]
@@ -126,10 +127,16 @@ class Plan:
 
 
 def plan(
-    facts: Facts, options: Options, head: Facts | None = None, prompt: int = 0, new: int | None = None
+    facts: Facts,
+    options: Options,
+    head: Facts | None = None,
+    prompt: int = 0,
+    new: int | None = None,
+    cpus: int = 0,
 ) -> Plan:
     """The plan of an engine for the model of `facts`. head: facts of the file to take the NextN head from;
-    prompt, new: tokens of the longest request that is known already, and how many it may add.
+    prompt, new: tokens of the longest request that is known already, and how many it may add; cpus: that this
+    process may use, 0: not known.
     UnsupportedError: luce cannot do it with these files; ArgumentError: the options contradict each other,
     or ask for more than the model has; ContextFull: the prompt alone is longer than the context."""
     require_supported(facts)
@@ -143,7 +150,7 @@ def plan(
         ctx=ctx,
         kv_type=options.kv_type or "f16",
         chunk=options.chunk or DEFAULT_CHUNK,
-        threads=options.threads or 0,
+        threads=options.threads or min(cpus, MAX_THREADS),
         sequences=options.sequences,
         checkpoints=options.checkpoints,
         pages=options.pages or 0,
@@ -153,7 +160,7 @@ def plan(
             "ctx": why_ctx,
             "kv_type": asked if options.kv_type else default,
             "chunk": asked if options.chunk else default,
-            "threads": asked if options.threads else "one per core, at most 16",
+            "threads": asked if options.threads else f"one for each usable CPU, at most {MAX_THREADS}",
             "sequences": default if options.sequences == 1 else asked,
             "checkpoints": asked if options.checkpoints else default,
             "pages": asked if options.pages else "enough for every sequence's whole context",

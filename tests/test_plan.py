@@ -41,6 +41,13 @@ def test_what_was_asked_wins(facts):
 
 
 @pytest.mark.parametrize(
+    ("cpus", "asked", "threads"), [(0, None, 0), (2, None, 2), (64, None, 16), (2, 9, 9)]
+)
+def test_threads_are_the_usable_cpus_unless_asked_for(facts, cpus, asked, threads):
+    assert plan(facts, Options(threads=asked), cpus=cpus).threads == threads
+
+
+@pytest.mark.parametrize(
     ("trained", "prompt", "max_tokens", "ctx"),
     [
         (262144, 10, 20, 4096),

@@ -194,13 +194,39 @@ class Handle:
         self.close()
 
 
+CPU_INFO = Path("/proc/cpuinfo")
+_OTHER_NAMES = {"lzcnt": "abm", "bmi": "bmi1"}  # /proc/cpuinfo's, where they differ from the compiler's
+
+_ALWAYS_NEEDED = ("avx2", "fma", "f16c")  # also by LUCE_NATIVE=OFF
+
+
+def _require_cpu(features: Path) -> None:
+    """LuceError where this CPU lacks what the library was built for: loading it would end in SIGILL."""
+    try:
+        needed = features.read_text(encoding="utf-8").split()
+        info = CPU_INFO.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # an older build, or no Linux: there is nothing to compare
+        return
+    flags = next((line for line in info.splitlines() if line.startswith("flags")), "").partition(":")[2]
+    found = set(flags.replace("_", "").split())
+    lacking = [name for name in needed if not {name, _OTHER_NAMES.get(name, name)} & found] if found else []
+    if any(name in _ALWAYS_NEEDED for name in lacking):
+        raise LuceError(f"luce needs a CPU with AVX2, FMA and F16C: this one lacks {', '.join(lacking)}")
+    if lacking:
+        raise LuceError(
+            f"this luce was built for another CPU: this one lacks {', '.join(lacking)}; build it on this "
+            "machine, or for all CPUs with -C cmake.define.LUCE_NATIVE=OFF"
+        )
+
+
 def load(lib_dir: Path, header: Path | None = None) -> Library:
     """The library in lib_dir (libluce.so or .dylib). Its header is luce/include/luce.h beside lib/
-    unless given. LuceError names the remedy where one is missing."""
+    unless given. LuceError names the remedy where one is missing, or where it is for another CPU."""
     header = header or lib_dir.parent / "include" / "luce.h"
     for name in ("libluce.so", "libluce.dylib"):
         path = lib_dir / name
         if path.exists() and header.exists():
+            _require_cpu(lib_dir / "cpu-features.txt")
             return Library(path, header)
     raise LuceError(
         f"no libluce and luce.h for {lib_dir}: run `pip install .`, and python outside of the source tree"

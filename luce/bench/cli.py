@@ -10,6 +10,7 @@ from typing import Any
 import click
 import numpy as np
 
+from luce import cpus
 from luce.bench import batch, output, problems, sandbox, sweep
 from luce.bench.flags import (
     MODE_OPTIONS,
@@ -31,7 +32,7 @@ from luce.command import BOX, MAX_U32, CtrlC, FilePath, Finite
 from luce.engine import Files
 from luce.errors import ArgumentError, LuceError, UnsupportedError, about
 from luce.loop import MAX_ROWS
-from luce.plan import MAX_GAMMA
+from luce.plan import MAX_GAMMA, MAX_THREADS
 from luce.render import Display
 from luce.structs import Sampling
 from luce.tokenizer import Tokenizer
@@ -376,7 +377,7 @@ def run_sweep(
             contexts,
             max(rows),
             max(gammas, default=0),
-            flags["threads"] or 0,
+            flags["threads"] or min(cpus.usable(), MAX_THREADS),
             flags["kv_type"],
             loading(display, ctrl_c),
         )

@@ -51,7 +51,8 @@ MODEL_OPTIONS = (
 RUN_OPTIONS = (
     click.option("--device", callback=device_name, default="auto", show_default=True,
                  metavar="auto|cpu|cuda[:N]", help="Where to run."),
-    click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads.  [default: all cores, to 16]"),
+    click.option("--threads", type=click.IntRange(1, 1024),
+                 help="CPU threads.  [default: one for each usable CPU, to 16]"),
     click.option("--kv-type", type=click.Choice(["f16", "q8_0", "q4_0", "f32"]),
                  help="Type of the KV cache.  [default: f16]"),
 )  # fmt: skip
