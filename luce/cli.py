@@ -15,6 +15,7 @@ import luce
 from luce import _native, stdout
 from luce.command import (
     BOX,
+    KV_TYPES,
     MAX_U32,
     Commands,
     CtrlC,
@@ -26,6 +27,7 @@ from luce.command import (
 )
 from luce.engine import Engine, Files
 from luce.errors import ContextFull, LuceError, about
+from luce.fit import fits
 from luce.generation import Event, Failed, Finished, Prefilled, Started, Tokens, Warned
 from luce.plan import DEFAULT_GAMMA, MAX_GAMMA, SPECS, Options, Request, require_supported
 from luce.probe import probe
@@ -126,7 +128,7 @@ def cli(version: bool) -> None:
 )
 @click.option(
     "--kv-type",
-    type=click.Choice(["f16", "q8_0", "q4_0", "f32"]),
+    type=click.Choice(KV_TYPES),
     help="Type of the KV cache.  [default: f16]",
 )
 @click.option(
@@ -343,23 +345,34 @@ def _as_json(result: Finished, engine: Engine, options: Options) -> dict[str, An
 @click.option("--json", "as_json", is_flag=True, help="Print one object.")
 @click.option("--tensors", is_flag=True, help="List every tensor too.")
 @click.option("--ctx", type=click.IntRange(1, MAX_U32), help="Positions to state the memory for.")
-def probe_gguf(path: Path, as_json: bool, tensors: bool, ctx: int | None) -> None:
-    """Say what a GGUF holds, whether luce can run it, and the memory that takes.
+@click.option("--kv-type", type=click.Choice(KV_TYPES), help="Type of the KV cache.  [default: f16]")
+@click.option("--mtp-gguf", type=FilePath(path_type=Path), help="Take the NextN head from this GGUF.")
+@click.option(
+    "--device",
+    callback=device_name,
+    default="auto",
+    show_default=True,
+    metavar="auto|cpu|cuda[:N]",
+    help="Whose memory it is to fit into.",
+)
+def probe_gguf(path: Path, as_json: bool, tensors: bool, **flags: Any) -> None:
+    """Say what a GGUF holds, whether luce can run it, and whether it fits into the memory.
 
     \b
     Examples:
       luce probe-gguf model.gguf --ctx 32768
       luce probe-gguf model.gguf --json | jq .quantization
     """
-    with _native.File(path) as file, about(path):
-        facts = probe(file, ctx)
+    with Files(path, flags["mtp_gguf"], flags["device"]) as files, about(path):
+        facts = probe(files.file, flags["ctx"], flags["device"] or "auto")
+        ways = fits(files, Options(ctx=flags["ctx"], kv_type=flags["kv_type"])) if facts.supported else []
         if as_json:
-            listed = {"tensors": [asdict(tensor) for tensor in file.tensors]} if tensors else {}
-            stdout.put_json(facts.as_json() | listed, indent=2)
+            listed = {"tensors": [asdict(tensor) for tensor in files.file.tensors]} if tensors else {}
+            stdout.put_json(facts.as_json() | {"fits": [asdict(way) for way in ways]} | listed, indent=2)
         else:
-            stdout.put(facts_text(facts) + "\n")
+            stdout.put(facts_text(facts, ways) + "\n")
             if tensors:
-                stdout.put("\n" + tensors_text(file.tensors) + "\n")
+                stdout.put("\n" + tensors_text(files.file.tensors) + "\n")
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from luce.errors import Cancelled, LuceError
 from luce.render import printable
 
 MAX_U32 = 2**32 - 1
+KV_TYPES = ("f16", "q8_0", "q4_0", "f32")
 COMMAND = "luce.command"  # in a context's meta: the words of the command line
 REMEDIES = {  # what LuceError.concerns, in the words of the command line
     "nextn_head": "--mtp-gguf PATH names a file that has one",

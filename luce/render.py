@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from rich.console import Console
@@ -13,6 +13,7 @@ from rich.status import Status
 from rich.table import Table
 
 from luce import stdout
+from luce.fit import Fit
 from luce.generation import Finished
 from luce.probe import Facts
 from luce.structs import Tensor
@@ -150,14 +151,16 @@ def _table(header: list[str], rows: list[list[str]]) -> Table:
     return table
 
 
-def printable(text: str) -> str:
-    """One line without control characters, for text that a file or an error brings."""
+def printable(text: str, most: int = 2000) -> str:
+    """One line without control characters, for text that a file or an error brings, of `most` characters."""
     line = " ".join(text.split())
+    if len(line) > most:
+        line = f"{line[:most]}... ({len(line) - most:,} more)"
     return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in line)
 
 
-def facts_text(facts: Facts) -> str:
-    """Facts for people: a line each, sizes in GiB or MiB."""
+def facts_text(facts: Facts, fits: Sequence[Fit] = ()) -> str:
+    """Facts for people: a line each, sizes in GiB or MiB. fits: the ways to run it."""
     lines: list[tuple[str, str]] = [
         ("kind", facts.kind),
         ("architecture", facts.architecture),
@@ -177,13 +180,20 @@ def facts_text(facts: Facts) -> str:
     ]
     if facts.dflash is not None:
         lines += [(f"  {name}", _or_dash(value)) for name, value in vars(facts.dflash).items()]
-    if facts.memory is not None:
-        names = ("weights", "kv", "state", "compute", "other")
-        parts = {name: size(getattr(facts.memory, name)) for name in names}
-        detail = ", ".join(f"{name} {part}" for name, part in parts.items())
-        lines.append((f"memory at {facts.context}", f"{size(facts.memory.total)} ({detail})"))
+    lines += [line for fit in fits for line in _fit_lines(fit)]
     lines.append(("supported", "yes" if facts.supported else "no: " + "; ".join(facts.reasons)))
     return "\n".join(f"{label:<16}{printable(value)}" for label, value in lines)
+
+
+def _fit_lines(fit: Fit) -> list[tuple[str, str]]:
+    names = ("weights", "kv", "state", "compute", "other")
+    parts = ", ".join(f"{name} {size(getattr(fit.memory, name))}" for name in names)
+    answer = "fits into" if fit.fits else "does not fit into"
+    largest = f"the longest context that fits is {fit.largest}" if fit.largest else "no context fits"
+    return [
+        (f"{fit.mode} at {fit.context}", f"{size(fit.total)}: {parts}"),
+        ("", f"{answer} the {size(fit.memory.device_free)} that are free; {largest}"),
+    ]
 
 
 def tensors_text(tensors: list[Tensor]) -> str:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import drive
 import numpy as np
@@ -297,7 +299,7 @@ def test_probe_lists_tensors(luce_, tiny_gguf, native):
 def test_probe_for_people(luce_):
     result = luce_("probe-gguf", "{}")
     assert result.exit_code == 0 and result.stderr == ""
-    for said in ("qwen35", "gpt2/qwen35", "56 tensors", "memory at 2048", "supported"):
+    for said in ("qwen35", "gpt2/qwen35", "56 tensors", "plain at 2048", "supported"):
         assert said in result.stdout
 
 
@@ -458,3 +460,35 @@ def test_a_malformed_tokenizer_is_one_line_that_names_file_and_key(luce_, tmp_pa
     path = rewritten(tmp_path / "odd.gguf")
     line = one_line(luce_("generate", "--gguf", path, "x"))
     assert line.startswith(f"Error: {path}: ") and key in line
+
+
+def test_a_lack_of_memory_is_one_line(luce_, monkeypatch):
+    def lacks(*args, **options):
+        raise MemoryError
+
+    for place in ("luce.engine.Tokenizer", "luce.engine.Loop", "luce.cli.probe"):
+        with monkeypatch.context() as patched:
+            patched.setattr(place, lacks)
+            result = luce_(*(("probe-gguf", "{}") if "cli" in place else ("generate", "--gguf", "{}", "x")))
+        assert result.exit_code == 1 and one_line(result) == "Error: out of memory"
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ("sys.modules['luce.cli'] = None", "luce cannot start: import of luce.cli halted"),
+        ("sys.modules['click'] = None", "luce cannot start: import of click halted"),
+        ("sys.meta_path.insert(0, type('F', (), {'find_spec': lambda *a: (1 for _ in ()).throw(MemoryError)}))",
+         "out of memory"),
+    ],
+    ids=range(3),
+)  # fmt: skip
+def test_what_fails_at_the_start_is_one_line(broken, said):
+    program = f"import sys; from luce.__main__ import main; {broken}; main()"
+    path = os.pathsep.join([os.path.dirname(os.path.dirname(luce.__file__)), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}
+    )
+    assert done.returncode == 1 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"Error: {said}")

@@ -11,7 +11,7 @@ import click
 
 from luce.bench import output
 from luce.bench.run import Mode, parse_modes
-from luce.command import MAX_U32, FilePath, Finite, device_name, without_temperature
+from luce.command import KV_TYPES, MAX_U32, FilePath, Finite, device_name, without_temperature
 from luce.plan import MAX_GAMMA
 
 
@@ -53,7 +53,7 @@ RUN_OPTIONS = (
                  metavar="auto|cpu|cuda[:N]", help="Where to run."),
     click.option("--threads", type=click.IntRange(1, 1024),
                  help="CPU threads.  [default: one for each usable CPU, to 16]"),
-    click.option("--kv-type", type=click.Choice(["f16", "q8_0", "q4_0", "f32"]),
+    click.option("--kv-type", type=click.Choice(KV_TYPES),
                  help="Type of the KV cache.  [default: f16]"),
 )  # fmt: skip
 MODE_OPTIONS = (

@@ -1,0 +1,70 @@
+"""Does a model fit into the device's memory, and with which context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from luce.engine import Files
+from luce.errors import LuceError
+from luce.plan import MAX_GAMMA, Options
+from luce.structs import EngineParams, Memory
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What it takes to run a model at `context` positions, in bytes. mode: "plain", or "drafts", with the
+    NextN head and the longest chains. total: the sum of the parts, of which the weights are only mapped on
+    a CPU. largest: the longest context that fits, 0 where none does."""
+
+    mode: str
+    context: int
+    memory: Memory
+    total: int
+    fits: bool
+    largest: int
+
+
+def fits(files: Files, options: Options) -> list[Fit]:
+    """A Fit for each way in which `luce generate` may open the files: plain, and with drafts where there is a
+    NextN head. What plan() refuses is raised."""
+    found = [_fit(files, "plain", replace(options, spec="off"))]
+    if files.head is not None or files.facts.nextn_predict_layers > 0:
+        found.append(_fit(files, "drafts", replace(options, spec="mtp", gamma=MAX_GAMMA)))
+    return found
+
+
+def _fit(files: Files, mode: str, options: Options) -> Fit:
+    chosen = files.plan(options)
+    head = (files.head or files.file) if chosen.drafts else None
+
+    def memory(context: int) -> Memory:
+        params: EngineParams = replace(chosen.params, n_ctx=context)
+        return files.file.plan_memory(chosen.device, params, head)
+
+    def holds(context: int) -> bool:
+        try:
+            needed = memory(context)
+        except LuceError:  # more pages than there can be
+            return False
+        return total(needed) <= needed.device_free
+
+    at = memory(chosen.ctx)
+    largest = _largest(holds, files.facts.context_length or chosen.ctx)
+    return Fit(mode, chosen.ctx, at, total(at), total(at) <= at.device_free, largest)
+
+
+def total(memory: Memory) -> int:
+    """All parts, also where the weights are only mapped."""
+    return memory.weights + memory.kv + memory.state + memory.compute + memory.other
+
+
+def _largest(holds: Callable[[int], bool], most: int) -> int:
+    """The greatest context that holds, by halving, to within a part in 256; 0 if none does."""
+    if holds(most):
+        return most
+    low, high = 0, most
+    while high - low > max(1, high >> 8):
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
