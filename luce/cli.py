@@ -106,7 +106,7 @@ def cli(version: bool) -> None:
     type=click.IntRange(0, 2**64 - 1),
     default=0,
     show_default=True,
-    help="The same seed samples the same tokens, on every run and in every mode.",
+    help="The same seed samples the same tokens, on every run; on the CPU also in every mode.",
 )
 @click.option(
     "--ctx",
@@ -143,8 +143,8 @@ def cli(version: bool) -> None:
 @click.option(
     "--spec",
     type=click.Choice(SPECS),
-    help="Draft tokens and verify them together, the tokens stay the same: auto where the files have a NextN "
-    "head and it pays, mtp always, off never.  [default: auto]",
+    help="Draft tokens and verify them together: auto where the files have a NextN head and it pays, mtp "
+    "always, off never. On the CPU the tokens stay the same, on CUDA all but near-ties.  [default: auto]",
 )
 @click.option(
     "--mtp-gamma",

@@ -1,6 +1,7 @@
 """What tools/convert_qwen35.py reads: config.json, the safetensors container, the tokenizer."""
 
 import json
+import os
 import struct
 
 import convert_qwen35
@@ -117,6 +118,11 @@ NORM = "model.norm.weight"
         ({"data_offsets": [0, 1 << 60]}, "truncated?"),
         ({"data_offsets": [256, 0]}, "truncated?"),
         ({"data_offsets": [0, 256]}, "overlap"),
+        ({"dtype": ["F32"]}, "is ['F32']"),
+        ({"dtype": {}}, "is {}"),
+        ({"shape": [1] * 100}, "has 100 dimensions"),
+        ({"shape": [10**30, 10**30]}, "takes 4"),
+        ({"shape": [64.0]}, "not a list of sizes"),
     ],
 )
 def test_damaged_entry_is_named(tmp_path, entry, named):
@@ -126,6 +132,41 @@ def test_damaged_entry_is_named(tmp_path, entry, named):
     with pytest.raises(LuceError, match="tensors? .*" + NORM if named != "overlap" else "overlap") as raised:
         Checkpoint(with_header(folder, header, body))
     assert named in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        (b'{"a":' * 100_000, "nested too deep"),
+        (b"[" * 100_000, "nested too deep"),
+        (b"[]", "does not hold a JSON object"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "header"),
+        (b"\xff\xfe", "header"),
+    ],
+    ids=range(5),
+)
+def test_a_hostile_header_is_named(tmp_path, header, said):
+    folder = checkpoint(tmp_path / "hf", GROUPED)
+    with pytest.raises(FileError, match="model.safetensors: the header.*") as raised:
+        Checkpoint(with_header(folder, header, b""))
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+@pytest.mark.parametrize("kind", ["fifo", "folder"])
+def test_what_is_no_file_is_named(tmp_path, capsys, name, kind):
+    folder = checkpoint(tmp_path / "hf", GROUPED)
+    (folder / name).unlink()
+    os.mkfifo(folder / name) if kind == "fifo" else (folder / name).mkdir()
+    assert name in failure(folder, capsys)
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999", "1" + "0" * 400, '"1"'])
+def test_a_number_that_is_none_is_named(tmp_path, capsys, value):
+    folder = checkpoint(tmp_path / "hf", GROUPED)
+    text = json.dumps(tiny.hf_config(GROUPED) | {"rms_norm_eps": 7.25})
+    (folder / "config.json").write_text(text.replace("7.25", value))
+    assert "key rms_norm_eps is " in failure(folder, capsys)
 
 
 def test_truncated_file_at_any_length(tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,12 +18,24 @@ _NAMES: dict[type, str] = {int: "an integer", float: "a number", bool: "true or 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file."""
+    if path.exists() and not path.is_file():
+        raise FileError(f"{path}: it is a folder, a device or a pipe")
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise FileError(f"{path}: {error}") from error
+        return parse_json(path.read_bytes(), str(path))
+    except OSError as error:
+        raise FileError(f"{path}: {error.strerror}") from error
+
+
+def parse_json(raw: bytes, where: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """The JSON object in `raw`; FileError, which begins with `where`, where it is none."""
+    try:
+        values = json.loads(raw, object_pairs_hook=pairs)
+    except RecursionError as error:
+        raise FileError(f"{where}: its JSON is nested too deep") from error
+    except ValueError as error:
+        raise FileError(f"{where}: {error}") from error
     if not isinstance(values, dict):
-        raise FileError(f"{path} does not hold a JSON object")
+        raise FileError(f"{where} does not hold a JSON object")
     return values
 
 
@@ -42,9 +56,9 @@ class Section:
             if default is REQUIRED:
                 raise FileError(f"{self.where}: key {key} is missing")
             return default
-        if kind is float and type(value) is int:
+        if kind is float and type(value) is int and abs(value) < 1 << 63:
             value = float(value)
-        if type(value) is not kind:
+        if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
             raise FileError(f"{self.where}: key {key} is {value!r}, expected {_NAMES[kind]}")
         return value
 

@@ -7,7 +7,6 @@ BF16, so a tensor's numbers are handed out as stored (BF16 as uint16), and `as_f
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from dataclasses import dataclass
@@ -15,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from hf_config import parse_json, read_json
 
 from luce.errors import FileError, UnsupportedError
 
 INDEX = "model.safetensors.index.json"
 MAX_HEADER = 100 << 20  # bytes; the reference reader's limit
+MAX_DIMS = 8
 
 _STORED = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4",
            "I16": "<i2", "I8": "i1", "U8": "u1", "BOOL": "?"}  # fmt: skip
@@ -96,8 +97,9 @@ def _shards(folder: Path) -> list[tuple[Path, list[str]]]:
             return [(single if single in files else files[0], [])]
         what = f"{len(files)} .safetensors files, but no {INDEX}" if files else "no .safetensors file"
         raise FileError(f"{folder} has {what}")
+    values = read_json(index)
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = values["weight_map"]
         by_file: dict[str, list[str]] = {}
         for name, file in weight_map.items():
             by_file.setdefault(str(file), []).append(name)
@@ -118,21 +120,18 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _read_header(path: Path) -> dict[str, Source]:
     """Every tensor of one file as a view of its mapping, all bounds checked."""
+    if path.exists() and not path.is_file():
+        raise FileError(f"{path}: it is a folder, a device or a pipe")
     try:
         data = np.memmap(path, np.uint8, "r")
     except (OSError, ValueError) as error:  # ValueError: an empty file
-        raise FileError(f"{path}: {error}") from error
+        raise FileError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     if data.size < 8:
         raise FileError(f"{path}: truncated: {data.size} bytes")
     (length,) = struct.unpack("<Q", data[:8].tobytes())
     if length > min(MAX_HEADER, data.size - 8):
         raise FileError(f"{path}: the header claims {length} bytes, the file has {data.size}")
-    try:
-        header = json.loads(data[8 : 8 + length].tobytes(), object_pairs_hook=_unique)
-    except ValueError as error:
-        raise FileError(f"{path}: the header is damaged: {error}") from error
-    if not isinstance(header, dict):
-        raise FileError(f"{path}: the header is not a JSON object")
+    header = parse_json(data[8 : 8 + length].tobytes(), f"{path}: the header", _unique)
     header.pop("__metadata__", None)
     body = data[8 + length :]
     spans = sorted((*_span(path, name, entry, body.size), name) for name, entry in header.items())
@@ -157,7 +156,7 @@ def _span(path: Path, name: str, entry: object, size: int) -> tuple[int, int]:
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise FileError(f"{path}: tensor {name} lacks dtype, shape or data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if dtype not in _STORED:
+    if not isinstance(dtype, str) or dtype not in _STORED:
         raise UnsupportedError(
             f"{path}: tensor {name} is {dtype}: luce converts {', '.join(_STORED)}; "
             "take the unquantised checkpoint"
@@ -165,6 +164,8 @@ def _span(path: Path, name: str, entry: object, size: int) -> tuple[int, int]:
     for values in (shape, offsets):
         if not isinstance(values, list) or not all(_is_extent(value) for value in values):
             raise FileError(f"{path}: tensor {name}: {values!r} is not a list of sizes")
+    if len(shape) > MAX_DIMS:
+        raise FileError(f"{path}: tensor {name} has {len(shape)} dimensions, at most {MAX_DIMS} are read")
     needed = math.prod(shape) * np.dtype(_STORED[dtype]).itemsize
     if len(offsets) != 2 or not 0 <= offsets[0] <= offsets[1] <= size:
         raise FileError(f"{path}: tensor {name}: offsets {offsets} do not lie in {size} bytes: truncated?")

@@ -66,7 +66,7 @@ SAMPLING_OPTIONS = (
     click.option("--temp", type=Finite(min=0), default=0.0, show_default=True,
                  help="Sampling temperature; 0 is greedy."),
     click.option("--seed", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True,
-                 help="The same seed samples the same tokens, in every mode."),
+                 help="The same seed samples the same tokens; on the CPU in every mode."),
 )  # fmt: skip
 OUTPUT_OPTIONS = (
     click.option("--json", is_flag=True, help="Print one object."),
