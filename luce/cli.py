@@ -38,7 +38,10 @@ from luce.tokenizer import NFC_SHRINKS
 
 @click.group(
     cls=Commands,
-    later={"bench": "luce.bench.cli"},
+    later={
+        "bench": ("luce.bench.cli", "Measure decoding: every mode beside plain, in one run."),
+        "convert": ("luce.convert.cli", "Convert a checkpoint to GGUF."),
+    },
     invoke_without_command=True,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -43,10 +43,10 @@ class Interrupted(click.ClickException):
 
 
 class Commands(click.Group):
-    """Failures that luce reports become one line and exit 1, an interrupt one line and exit 130. later: the
-    modules of commands that are imported when they are wanted, where each has its command's name."""
+    """Failures that luce reports become one line and exit 1, an interrupt one line and exit 130. later: of
+    commands that are imported when they are wanted, the module, where each has its own name, and its help."""
 
-    def __init__(self, *args: Any, later: Mapping[str, str] | None = None, **options: Any):
+    def __init__(self, *args: Any, later: Mapping[str, tuple[str, str]] | None = None, **options: Any):
         super().__init__(*args, **options)
         self._later = dict(later or {})
 
@@ -54,10 +54,21 @@ class Commands(click.Group):
         return sorted([*super().list_commands(ctx), *self._later])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if module := self._later.get(cmd_name):
-            command: click.Command = getattr(import_module(module), cmd_name)
+        if cmd_name in self._later:
+            try:
+                command: click.Command = getattr(import_module(self._later[cmd_name][0]), cmd_name)
+            except ImportError as error:
+                needed = f"luce {cmd_name} needs {error.name}: pip install 'luce[{cmd_name}]'"
+                raise click.ClickException(needed) from error
             return command
         return super().get_command(ctx, cmd_name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The list in --help, for which nothing is imported."""
+        rows = {name: command.get_short_help_str(limit=100) for name, command in self.commands.items()}
+        rows |= {name: short for name, (_, short) in self._later.items()}
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(rows.items()))
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta[COMMAND] = ["luce", *args]

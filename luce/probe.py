@@ -27,7 +27,7 @@ _FILE_TYPES = {
     32: "BF16",
     **dict(enumerate(("TQ1_0", "TQ2_0", "MXFP4_MOE", "NVFP4", "Q1_0", "Q2_0"), start=36)),
 }
-_DRAFTERS = ("dflash", "dflash-draft", "qwen35-dflash-draft", "gemma4-dflash-draft")
+DRAFTERS = ("dflash", "dflash-draft", "qwen35-dflash-draft", "gemma4-dflash-draft")
 _WITH_HEADS = ("qwen35", "qwen35moe")
 
 
@@ -161,7 +161,7 @@ def _number(kv: Mapping[str, Any], key: str) -> int | None:
 
 
 def _kind(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor]) -> str:
-    if architecture in _DRAFTERS:
+    if architecture in DRAFTERS:
         return "drafter"
     if not tensors or fact(kv, "general.type", str, "model") != "model":
         return "other"

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import convert_qwen35
 import numpy as np
 import tiny
+from click.testing import CliRunner
 from compare_weights import Weights
 
 from luce._native import File
+from luce.cli import cli
 from luce.qwen35_gguf import CHAT_TEMPLATE, CONTROL, MERGES, Config, byte_symbols
 from luce.tokenizer import SPLITS
 
@@ -145,15 +147,24 @@ def save_qwen35(folder: Path, c: Config, seed: int = 1, **options: Any) -> Path:
 def convert_qwen35_to_gguf(folder: Path, *options: str) -> Path:
     """out.gguf beside the folder."""
     out = folder.parent / "out.gguf"
-    assert convert_qwen35.main([str(folder), str(out), *options]) == 0
+    assert run(folder, out, *options) == 0
     return out
 
 
-def failure(main: Callable[[list[str]], int], args: list[str], capsys: Any) -> str:
+def run(*args: object) -> int:
+    """The exit status of `luce convert`, whose output is shown."""
+    result = CliRunner().invoke(cli, ["convert", *map(str, args)])
+    print(result.stdout, end="")
+    print(result.stderr, end="", file=sys.stderr)
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result.exit_code
+
+
+def failure(args: list[str], capsys: Any) -> str:
     """The last line that a failed conversion to args[1] says; it leaves nothing behind."""
     before = sorted(Path(args[1]).parent.iterdir())
-    assert main(args) == 1
+    assert run(*args) == 1
     assert sorted(Path(args[1]).parent.iterdir()) == before
     lines: list[str] = capsys.readouterr().err.splitlines()
-    assert lines[-1].startswith("error: ")
+    assert lines[-1].startswith("Error: ")
     return lines[-1]

@@ -313,6 +313,18 @@ def test_help_has_examples(luce_, command):
     assert "Examples:" in text and "luce " in text
 
 
+@pytest.mark.parametrize("name", ["bench", "convert"])
+def test_a_command_whose_extra_is_missing_says_so(luce_, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    for module in [module for module in sys.modules if module.startswith(("luce.bench", "luce.convert"))]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.delitem(sys.modules, "luce.qwen35_gguf", raising=False)
+    result = luce_(name, "--help")
+    assert result.exit_code == 1
+    assert one_line(result) == f"Error: luce {name} needs gguf: pip install 'luce[{name}]'"
+    assert name in luce_("--help").stdout
+
+
 def test_control_characters_do_not_reach_the_terminal():
     assert printable("a\x1b[31m\nb\tc\x00é") == "a\\x1b[31m b c\\x00é"
 

@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 
 import compare_weights
-import convert_dflash
 import gguf
 import hf_checkpoint as hf
 import numpy as np
@@ -12,8 +11,8 @@ import pytest
 import test_convert_dflash as dflash
 import test_convert_qwen35 as qwen35
 import tiny
-from weight_types import MIXES
 
+from luce.convert.weight_types import MIXES
 from luce.qwen35_gguf import add_keys
 
 GROUPED, WIDE = qwen35.GROUPED, qwen35.WIDE
@@ -151,7 +150,7 @@ def test_fused_experts_are_compared_half_by_half(tmp_path, capsys, good):
 @pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_K_M"])
 def test_drafters(tmp_path, capsys, kind):
     folder = hf.save(tmp_path / "hf", dflash.CONFIG, dflash.weights())
-    assert convert_dflash.main([str(folder), str(tmp_path / "d.gguf"), "--type", kind]) == 0
+    assert hf.run(str(folder), str(tmp_path / "d.gguf"), "--type", kind) == 0
     status, rows = rows_of(folder, tmp_path / "d.gguf", capsys)
     assert status == 0 and len(rows) == 3 + 11 * dflash.LAYERS
     assert all(row["error"] <= hf.ROUND_TRIP[row["type"]] for row in rows.values())
@@ -163,7 +162,7 @@ def test_reduced_vocabulary_is_compared(tmp_path, capsys):
         "d2t": np.array([0, 0, 2, 2, 2, 9, 9], np.int64),
     }
     folder = hf.save(tmp_path / "hf", dflash.config_with(draft_vocab_size=7), made)
-    assert convert_dflash.main([str(folder), str(tmp_path / "d.gguf")]) == 0
+    assert hf.run(str(folder), str(tmp_path / "d.gguf")) == 0
     status, rows = rows_of(folder, tmp_path / "d.gguf", capsys)
     assert status == 0 and rows["d2t"]["error"] == 0 and rows["d2t"]["type"] == "I64"
 

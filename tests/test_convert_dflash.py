@@ -1,19 +1,19 @@
-"""tools/convert_dflash.py: z-lab-style DFlash drafters to GGUF, and GGUF drafters requantised."""
+"""`luce convert`: z-lab-style DFlash drafters to GGUF, and GGUF drafters requantised."""
 
 import json
 import signal
 import subprocess
 import sys
 
-import convert_dflash
-import gguf_output
+import box_model
 import hf_checkpoint as hf
 import numpy as np
 import pytest
 import tiny
-from weight_types import MIXES
 
 from luce._native import File
+from luce.convert import gguf_output
+from luce.convert.weight_types import MIXES
 from luce.probe import probe
 
 E, FF, HEADS, KV, D, LAYERS, VOCAB = 256, 512, 4, 2, 64, 3, 384
@@ -85,13 +85,13 @@ def save(tmp_path, config=None, made=None, **options):
 
 def convert(folder, target, *options):
     out = folder.parent / "out.gguf"
-    assert convert_dflash.main([str(folder), str(out), "--target", str(target), *options]) == 0
+    assert hf.run(str(folder), str(out), "--target", str(target), *options) == 0
     return out
 
 
 def failure(folder, target, capsys, *options):
     args = [str(folder), str(folder.parent / "out.gguf"), "--target", str(target), *options]
-    return hf.failure(convert_dflash.main, args, capsys)
+    return hf.failure(args, capsys)
 
 
 # ---- what is written
@@ -153,13 +153,13 @@ def test_target_may_be_a_folder(tmp_path, target):
 
 def test_drafter_with_a_tokenizer_needs_no_target(tmp_path):
     folder = hf.save(tmp_path / "hf", CONFIG, weights())
-    assert convert_dflash.main([str(folder), str(tmp_path / "out.gguf")]) == 0
+    assert hf.run(str(folder), str(tmp_path / "out.gguf")) == 0
     assert hf.keys_of(tmp_path / "out.gguf")["tokenizer.ggml.mask_token_id"] == 300
 
 
 def test_drafter_without_a_tokenizer_asks_for_its_target(tmp_path, capsys):
     args = [str(save(tmp_path)), str(tmp_path / "out.gguf")]
-    assert "--target" in hf.failure(convert_dflash.main, args, capsys)
+    assert "--target" in hf.failure(args, capsys)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_mask_token_of_the_tokenizer_comes_last(tmp_path):
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings["mask_token"] = "<|endoftext|>"
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert convert_dflash.main([str(folder), str(tmp_path / "out.gguf")]) == 0
+    assert hf.run(str(folder), str(tmp_path / "out.gguf")) == 0
     assert hf.keys_of(tmp_path / "out.gguf")["tokenizer.ggml.mask_token_id"] == hf.N_TOKENS - 3
 
 
@@ -429,20 +429,18 @@ def test_reduced_vocabulary_that_points_nowhere(tmp_path, target, capsys, d2t):
 
 @pytest.mark.parametrize(
     "args",
-    [["out.gguf"], ["drafter", "out.gguf", "--requantize", "in.gguf"],
-     ["--requantize", "in.gguf", "out.gguf", "--target", "t.gguf"],
+    [["out.gguf"], [box_model.GGUF, "out.gguf", "--target", "t.gguf"],
+     [box_model.GGUF, "out.gguf", "--no-mtp"],
      ["drafter", "out.gguf", "--type", "Q3_K"], ["drafter", "out.gguf", "--threads", "-1"]],
 )  # fmt: skip
-def test_usage_errors_exit_2(args, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        convert_dflash.main(args)
-    assert stopped.value.code == 2
+def test_usage_errors_exit_2(args):
+    assert hf.run(*args) == 2
 
 
 def test_options_may_stand_between_the_paths(tmp_path, target):
     folder = save(tmp_path)
     args = [str(folder), "--target", str(target), "--type", "F16", str(tmp_path / "out.gguf")]
-    assert convert_dflash.main(args) == 0
+    assert hf.run(*args) == 0
 
 
 # ---- whole or not at all
@@ -461,9 +459,9 @@ def test_kill_in_the_middle_leaves_no_output(tmp_path, target):
     args = [str(folder), str(tmp_path / "out.gguf"), "--target", str(target)]
     code = (
         f"import sys; sys.path[:0] = {sys.path!r}\n"
-        "import convert_dflash, gguf_output, os, signal\n"
+        "import os, signal\nfrom luce.cli import cli\nfrom luce.convert import gguf_output\n"
         "gguf_output.Encoder.__call__ = lambda *args: os.kill(os.getpid(), signal.SIGKILL)\n"
-        f"convert_dflash.main({args!r})\n"
+        f"cli(['convert', *{args!r}])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()

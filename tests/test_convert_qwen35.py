@@ -1,4 +1,4 @@
-"""tools/convert_qwen35.py: safetensors of Qwen3.5/3.6 to GGUF."""
+"""`luce convert`: safetensors of Qwen3.5/3.6 to GGUF."""
 
 import itertools
 import signal
@@ -7,19 +7,18 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import convert_qwen35
 import drive
-import gguf_output
 import hf_checkpoint as hf
 import numpy as np
 import pytest
 import tiny
 from make_goldens import CASES
-from weight_types import MIXES, choose
 
+from luce.convert import gguf_output
+from luce.convert import qwen35 as convert_qwen35
+from luce.convert.weight_types import MIXES, choose
 from luce.errors import LuceError
 
-TOOLS = Path(convert_qwen35.__file__).parent
 GOLDENS = Path(__file__).parent / "goldens"
 GROUPED = tiny.Config(n_v_head=6, n_nextn=1)  # 3 v heads for each k head: they change places
 CONFIGS = {
@@ -40,7 +39,7 @@ convert = hf.convert_qwen35_to_gguf
 
 def failure(folder, capsys, *options):
     """The line that a conversion to out.gguf beside the folder fails with."""
-    return hf.failure(convert_qwen35.main, [str(folder), str(folder.parent / "out.gguf"), *options], capsys)
+    return hf.failure([str(folder), str(folder.parent / "out.gguf"), *options], capsys)
 
 
 # ---- the same tensors and keys as a GGUF made another way
@@ -111,8 +110,8 @@ def test_converted_file_gives_the_logits_of_transformers(tmp_path, name, native,
     c, seed = CASES[name]
     golden = np.load(GOLDENS / f"{name}.npz")
     path = convert(checkpoint(tmp_path / "hf", c, seed), "--type", "F32")
-    with drive.open_model(native, path, device) as model, drive.open_sequence(model) as session:
-        found = drive.chain_logits(session, golden["prompt"].tolist(), 8)
+    sequence = drive.open_sequence(drive.open_model(native, path, device), n_ctx=256)
+    found = drive.chain_logits(sequence, golden["prompt"].tolist(), 8)
     assert np.abs(found - golden["logits"]).max() < (1e-3 if device == "cpu" else drive.CUDA_BOUND)
 
 
@@ -130,7 +129,7 @@ def test_save_pretrained_gives_the_logits_of_transformers(tmp_path, native):
     tokens = np.random.default_rng(1).integers(0, 300, 24).tolist()
     with torch.no_grad():
         wanted = model(torch.tensor([tokens])).logits[0].numpy()
-    with drive.open_model(native, path) as opened, drive.open_sequence(opened) as session:
+    with drive.open_model(native, path) as opened, drive.open_session(opened) as session:
         found = drive.chain_logits(session, tokens, 6)
     assert np.abs(found - wanted).max() < 1e-3
 
@@ -191,9 +190,7 @@ def test_parts_are_those_that_were_asked_for(tmp_path, capsys):
     assert set(head) == shared | {name for name in every if name.startswith("blk.4.")}
     assert keys["qwen35.block_count"] == 5 and keys["qwen35.nextn_predict_layers"] == 1
     assert all(np.array_equal(part[name], every[name]) for part in (trunk, head) for name in part)
-    with pytest.raises(SystemExit) as stopped:
-        convert_qwen35.main([str(folder), "x.gguf", "--no-mtp", "--mtp-only"])
-    assert stopped.value.code == 2
+    assert hf.run(folder, "x.gguf", "--no-mtp", "--mtp-only") == 2
 
 
 def test_checkpoint_without_a_head(tmp_path, capsys):
@@ -357,13 +354,13 @@ def test_kill_in_the_middle_leaves_no_output(tmp_path):
     folder = checkpoint(tmp_path / "hf", GROUPED)
     code = (
         f"import sys; sys.path[:0] = {sys.path!r}\n"
-        "import convert_qwen35, gguf_output, os, signal\n"
+        "import os, signal\nfrom luce.cli import cli\nfrom luce.convert import gguf_output\n"
         "encode = gguf_output.Encoder.__call__\n"
         "def killed(self, name, kind, rows):\n"
         "    if name == 'blk.2.ffn_up.weight': os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return encode(self, name, kind, rows)\n"
         "gguf_output.Encoder.__call__ = killed\n"
-        f"convert_qwen35.main([{str(folder)!r}, {str(tmp_path / 'out.gguf')!r}])\n"
+        f"cli(['convert', {str(folder)!r}, {str(tmp_path / 'out.gguf')!r}])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
@@ -390,7 +387,7 @@ def test_bytes_that_change_on_the_disk_are_noticed(tmp_path, capsys, monkeypatch
 def test_output_that_cannot_be_written(tmp_path):
     folder = checkpoint(tmp_path / "hf", GROUPED)
     for out in (tmp_path, tmp_path / "absent" / "x.gguf"):
-        assert convert_qwen35.main([str(folder), str(out)]) == 1
+        assert hf.run(str(folder), str(out)) == 1
 
 
 def test_says_what_it_wrote(tmp_path, capsys):

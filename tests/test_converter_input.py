@@ -1,18 +1,17 @@
-"""What tools/convert_qwen35.py reads: config.json, the safetensors container, the tokenizer."""
+"""What `luce convert` reads: config.json, the safetensors container, the tokenizer."""
 
 import json
 import os
 import struct
 
-import convert_qwen35
 import hf_checkpoint as hf
 import pytest
 import tiny
 import tokenizers
-from hf_config import Section, rope_theta
-from safetensors_reader import Checkpoint
 
 from luce._native import File
+from luce.convert.hf_config import Section, rope_theta
+from luce.convert.safetensors_reader import Checkpoint
 from luce.errors import FileError, LuceError
 from luce.tokenizer import Tokenizer
 
@@ -25,7 +24,7 @@ convert = hf.convert_qwen35_to_gguf
 
 def failure(folder, capsys, *options):
     """The line that a conversion to out.gguf beside the folder fails with."""
-    return hf.failure(convert_qwen35.main, [str(folder), str(folder.parent / "out.gguf"), *options], capsys)
+    return hf.failure([str(folder), str(folder.parent / "out.gguf"), *options], capsys)
 
 
 # ---- RoPE base and other keys

@@ -1,6 +1,5 @@
-"""tools/convert_dflash.py --requantize: a GGUF drafter with its matrices as another type."""
+"""`luce convert` of a GGUF: a GGUF drafter with its matrices as another type."""
 
-import convert_dflash
 import gguf
 import hf_checkpoint as hf
 import numpy as np
@@ -11,7 +10,7 @@ save, convert = dflash.save, dflash.convert
 
 
 def requantized(source, out, kind="Q4_K_M"):
-    return convert_dflash.main(["--requantize", str(source), str(out), "--type", kind])
+    return hf.run(source, out, "--type", kind)
 
 
 def test_requantized_drafter_equals_one_converted_at_once(tmp_path, target):
@@ -57,8 +56,8 @@ def test_requantize_keeps_older_names_and_keys(tmp_path):
 
 
 def test_requantize_refuses_what_is_no_drafter(tmp_path, target, capsys):
-    args = ["--requantize", str(target), str(tmp_path / "x.gguf")]
-    assert convert_dflash.main(args) == 1
+    args = [target, tmp_path / "x.gguf"]
+    assert hf.run(*args) == 1
     assert "architecture qwen35 is not one of dflash" in capsys.readouterr().err
 
 

@@ -19,17 +19,13 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-import hf_dflash  # noqa: E402
-import hf_qwen35  # noqa: E402
-from gguf_output import Planned, tensor_bytes  # noqa: E402
-from hf_config import read_config  # noqa: E402
-from safetensors_reader import Checkpoint  # noqa: E402
-
-from luce._native import File  # noqa: E402
-from luce.errors import LuceError, UnsupportedError  # noqa: E402
-from luce.probe import fact  # noqa: E402
+from luce._native import File
+from luce.convert import hf_dflash, hf_qwen35
+from luce.convert.gguf_output import Planned, tensor_bytes
+from luce.convert.hf_config import read_config
+from luce.convert.safetensors_reader import Checkpoint
+from luce.errors import LuceError, UnsupportedError
+from luce.probe import fact
 
 EXAMPLES = """
 examples:

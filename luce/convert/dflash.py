@@ -1,11 +1,8 @@
-#!/usr/bin/env python3
 """Converts a DFlash drafter (z-lab's safetensors) to GGUF, or requantises a GGUF drafter."""
 
 from __future__ import annotations
 
-import argparse
 import re
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,35 +10,17 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+from luce import _native
+from luce.convert import hf_dflash
+from luce.convert.gguf_output import Planned, Written, slabs, tensor_bytes, write
+from luce.convert.gguf_tokenizer import add_hf_tokenizer, check_tokenizer, copy_keys
+from luce.convert.hf_config import read_config, rope_parameters, text_config
+from luce.convert.safetensors_reader import Checkpoint
+from luce.convert.weight_types import DEFAULT, MIXES, choose, is_matrix
+from luce.errors import FileError, UnsupportedError
+from luce.probe import DRAFTERS, fact
 
-import hf_dflash  # noqa: E402
-from gguf_output import Planned, Written, slabs, tensor_bytes, thread_count, write  # noqa: E402
-from gguf_tokenizer import add_hf_tokenizer, check_tokenizer, copy_keys  # noqa: E402
-from hf_config import read_config, rope_parameters, text_config  # noqa: E402
-from safetensors_reader import Checkpoint  # noqa: E402
-from weight_types import DEFAULT, MIXES, choose, is_matrix  # noqa: E402
-
-from luce import _native  # noqa: E402
-from luce.errors import FileError, LuceError, UnsupportedError  # noqa: E402
-from luce.probe import fact  # noqa: E402
-
-EXAMPLES = """
-examples:
-  convert_dflash.py Qwen3.6-27B-DFlash drafter.gguf --target qwen3.6-27b.gguf --type Q8_0
-  convert_dflash.py Qwen3.6-27B-DFlash drafter.gguf --target Qwen3.6-27B --type Q4_K_M
-  convert_dflash.py --requantize drafter-f16.gguf drafter-q4_k_m.gguf --type Q4_K_M
-
---target is the model that it drafts for, as GGUF or as Hugging Face folder: drafters are published
-without a tokenizer and take the target's. The file is written whole, read back and compared, or not
-at all.
-"""
-DRAFTERS = ("dflash", "dflash-draft", "qwen35-dflash-draft", "gemma4-dflash-draft")
 _REFUSED = re.compile(r"markov|selector|_conv_|conf_proj|sinks|rope_freqs|post_.*norm|layer_output_scale|hc_")
-
-
-def note(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -102,7 +81,7 @@ def convert(
     target: Path | None = None,
     name: str | None = None,
     threads: int = 0,
-    say: Callable[[str], None] = note,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Written:
     """The drafter in folder `drafter` as `out`. kind: a key of MIXES. target: a GGUF or a folder.
     LuceError names the key or tensor at fault."""
@@ -155,7 +134,11 @@ def _add_mask_token(w: gguf.GGUFWriter, c: hf_dflash.DFlash, target: Target) -> 
 
 
 def requantize(
-    source: Path, out: Path, kind: str = DEFAULT, threads: int = 0, say: Callable[[str], None] = note
+    source: Path,
+    out: Path,
+    kind: str = DEFAULT,
+    threads: int = 0,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Written:
     """A GGUF drafter with its matrices as `kind`, all keys and names as they are."""
     if out.exists() and out.samefile(source):
@@ -195,45 +178,3 @@ def _stored(file: _native.File, index: int) -> Planned:
         return slabs(data, lambda part: gguf.quants.dequantize(part, kind))
 
     return Planned(tensor.name, shape, (tensor.name,), rows)
-
-
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    made.add_argument("drafter", type=Path, nargs="?", help="folder with config.json and *.safetensors")
-    made.add_argument("out", type=Path, help="GGUF to write; replaced if it exists")
-    made.add_argument("--target", type=Path, metavar="GGUF-OR-DIR", help="the model that it drafts for")
-    made.add_argument("--requantize", type=Path, metavar="IN.gguf", help="take this GGUF instead of a folder")
-    made.add_argument("--type", choices=MIXES, default=DEFAULT, help="of the matrices (default: %(default)s)")
-    made.add_argument("--name", help="general.name (default: the folder's name)")
-    made.add_argument(
-        "--threads", type=thread_count, default=0, metavar="N", help="quantiser threads (default: all)"
-    )
-    return made
-
-
-def main(argv: list[str] | None = None) -> int:
-    made = parser()
-    args = made.parse_intermixed_args(argv)
-    if (args.drafter is None) == (args.requantize is None):
-        made.error("give either the drafter's folder or --requantize IN.gguf")
-    if args.requantize is not None and (args.target is not None or args.name is not None):
-        made.error("--requantize keeps the keys of its file: --target and --name do not go with it")
-    try:
-        if args.requantize is not None:
-            written = requantize(args.requantize, args.out, args.type, args.threads)
-        else:
-            written = convert(args.drafter, args.out, args.type, args.target, args.name, args.threads)
-    except (LuceError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted: nothing was written", file=sys.stderr)
-        return 130
-    print(f"wrote {written}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hf_config import parse_json, read_json
 
+from luce.convert.hf_config import parse_json, read_json
 from luce.errors import FileError, UnsupportedError
 
 INDEX = "model.safetensors.index.json"

@@ -13,9 +13,9 @@ from typing import Any
 import gguf
 import numpy as np
 import tokenizers
-from hf_config import Section, read_json, text_config
 
 from luce._native import File
+from luce.convert.hf_config import Section, read_json, text_config
 from luce.errors import FileError, UnsupportedError
 from luce.tokenizer import SPLITS, Tokenizer
 

@@ -10,7 +10,6 @@ import hashlib
 import os
 import sys
 import time
-from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,9 +19,9 @@ from typing import Any, BinaryIO
 
 import gguf
 import numpy as np
-from weight_types import QType
 
 from luce._native import File, Library
+from luce.convert.weight_types import QType
 from luce.errors import ArgumentError, FileError, UnsupportedError
 
 SLAB = 1 << 24  # weights that are F32 in memory at once
@@ -52,13 +51,6 @@ def slabs(matrix: np.ndarray, widen: Callable[[np.ndarray], np.ndarray]) -> Iter
     step = max(1, SLAB // flat.shape[1])
     for start in range(0, len(flat), step):
         yield widen(flat[start : start + step])
-
-
-def thread_count(text: str) -> int:
-    """--threads: 0 means all cores."""
-    if not text.isdecimal() or int(text) > 1024:
-        raise ArgumentTypeError(f"{text!r} is not a number of threads, 0 (all) to 1024")
-    return int(text)
 
 
 class Progress:

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from gguf_output import Planned, slabs
-from hf_config import Section, rope_parameters, rope_theta, text_config
-from safetensors_reader import Checkpoint, Source, as_f32
 
+from luce.convert.gguf_output import Planned, slabs
+from luce.convert.hf_config import Section, rope_parameters, rope_theta, text_config
+from luce.convert.safetensors_reader import Checkpoint, Source, as_f32
 from luce.errors import FileError, UnsupportedError
 from luce.qwen35_gguf import Config, tensor_shapes
 

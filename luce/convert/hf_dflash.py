@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import gguf
 import numpy as np
-from gguf_output import Planned, slabs
-from hf_config import Section, rope_parameters, rope_theta
-from safetensors_reader import Checkpoint, as_f32
 
+from luce.convert.gguf_output import Planned, slabs
+from luce.convert.hf_config import Section, rope_parameters, rope_theta
+from luce.convert.safetensors_reader import Checkpoint, as_f32
 from luce.errors import FileError, UnsupportedError
 
 ARCH = "dflash"

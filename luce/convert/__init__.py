@@ -1,0 +1,1 @@
+"""What `luce convert` runs: checkpoints to GGUF files."""

@@ -1,0 +1,109 @@
+"""`luce convert`: a checkpoint's folder, or a drafter's GGUF, to a GGUF."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from luce import cpus, stdout
+from luce.command import FilePath
+from luce.convert import dflash, qwen35
+from luce.convert.gguf_output import Written
+from luce.convert.hf_config import Section, read_config
+from luce.convert.weight_types import DEFAULT, MIXES
+from luce.errors import LuceError
+from luce.render import printable
+
+
+@click.command()
+@click.argument("source", metavar="CHECKPOINT", type=FilePath(path_type=Path))
+@click.argument("out", metavar="OUT.gguf", type=FilePath(path_type=Path))
+@click.option(
+    "--type",
+    "kind",
+    type=click.Choice(list(MIXES)),
+    default=DEFAULT,
+    show_default=True,
+    help="Of the matrices.",
+)
+@click.option("--no-mtp", is_flag=True, help="The trunk alone, without its NextN head.")
+@click.option("--mtp-only", is_flag=True, help="The NextN head alone, for --mtp-gguf.")
+@click.option(
+    "--tokenizer", type=FilePath(path_type=Path), metavar="DIR", help="Where tokenizer.json is, if elsewhere."
+)
+@click.option(
+    "--target",
+    type=FilePath(path_type=Path),
+    metavar="GGUF|DIR",
+    help="The model that a drafter drafts for: its tokenizer is taken.",
+)
+@click.option("--name", help="The model's name in the file.  [default: the folder's]")
+@click.option(
+    "--threads", type=click.IntRange(1, 1024), help="CPU threads.  [default: one for each usable CPU]"
+)
+@click.option("--quiet", is_flag=True, help="Nothing on stderr but errors.")
+def convert(source: Path, out: Path, kind: str, quiet: bool, **flags: Any) -> None:
+    """Convert CHECKPOINT to OUT.gguf, which is replaced if it exists.
+
+    CHECKPOINT is the folder of a Qwen3.5/3.6 model or of a DFlash drafter: config.json, *.safetensors and,
+    but for a drafter, the tokenizer. Or it is a drafter's GGUF, whose matrices get another type. The file
+    is written whole, read back and compared, or not at all.
+
+    \b
+    Examples:
+      luce convert Qwen3.5-9B qwen3.5-9b-q4_k_m.gguf --type Q4_K_M
+      luce convert Qwen3.5-9B head.gguf --type Q8_0 --mtp-only
+      luce convert Qwen3.6-27B-DFlash drafter.gguf --target qwen3.6-27b.gguf
+      luce convert drafter-f16.gguf drafter-q4_k_m.gguf --type Q4_K_M
+    """
+    flags["threads"] = flags["threads"] or cpus.usable()
+
+    def say(text: str) -> None:
+        if not quiet:
+            click.echo(printable(text), err=True)
+
+    try:
+        written = _written(source, out, kind, flags, say)
+    except OSError as error:
+        raise LuceError(f"{out}: {error}") from error
+    stdout.put(f"wrote {written}\n")
+
+
+def _written(source: Path, out: Path, kind: str, flags: dict[str, Any], say: qwen35.Say) -> Written:
+    if flags["no_mtp"] and flags["mtp_only"]:
+        raise click.UsageError("--no-mtp and --mtp-only: give one of them")
+    if is_gguf(source):
+        _refuse(flags, "a GGUF keeps its keys", "no_mtp", "mtp_only", "tokenizer", "target", "name")
+        return dflash.requantize(source, out, kind, flags["threads"], say)
+    if is_drafter(source):
+        _refuse(flags, "this is a drafter", "no_mtp", "mtp_only", "tokenizer")
+        return dflash.convert(source, out, kind, flags["target"], flags["name"], flags["threads"], say)
+    _refuse(flags, "this is no drafter", "target")
+    part = "trunk" if flags["no_mtp"] else "mtp" if flags["mtp_only"] else "all"
+    return qwen35.convert(source, out, kind, part, flags["tokenizer"], flags["name"], flags["threads"], say)
+
+
+def _refuse(flags: dict[str, Any], why: str, *names: str) -> None:
+    for name in names:
+        if flags[name]:
+            raise click.UsageError(f"{why}: --{name.replace('_', '-')} does not go with it")
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether it is a file that begins as a GGUF does."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as f:
+        return f.read(4) == b"GGUF"
+
+
+def is_drafter(path: Path) -> bool:
+    """Whether config.json is a DFlash drafter's."""
+    folder = path.parent if path.is_file() else path
+    if not (folder / "config.json").exists():
+        return False
+    config: Section = read_config(folder)
+    named = any("DFlash" in str(name) for name in config.get("architectures", list, []))
+    return named or "dflash_config" in config or "target_layer_ids" in config
