@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import click
 
@@ -21,19 +21,18 @@ from luce.command import (
     CtrlC,
     FilePath,
     Finite,
-    Interrupted,
     device_name,
     without_temperature,
 )
 from luce.engine import Engine, Files
-from luce.errors import ContextFull, LuceError, about
+from luce.errors import ContextFull, FileError, LuceError, about
 from luce.fit import fits
-from luce.generation import Event, Failed, Finished, Prefilled, Started, Tokens, Warned
 from luce.plan import DEFAULT_GAMMA, MAX_GAMMA, SPECS, Options, Request, require_supported
 from luce.probe import probe
-from luce.render import Display, facts_text, printable, tensors_text
+from luce.render import Display, devices_text, facts_text, printable, tensors_text
 from luce.structs import Sampling
 from luce.tokenizer import NFC_SHRINKS
+from luce.writer import Writer
 
 
 @click.group(
@@ -55,6 +54,10 @@ def cli(version: bool) -> None:
       luce generate "def fibonacci(n):"
       luce generate --gguf model.gguf "def main("
       luce probe-gguf model.gguf
+
+    \b
+    Completion of options, in bash (zsh and fish alike):
+      eval "$(_LUCE_COMPLETE=bash_source luce)"
     """
     if version:
         try:
@@ -67,8 +70,19 @@ def cli(version: bool) -> None:
 
 @cli.command()
 @click.argument("prompt", required=False)
+@click.option("-p", "--prompt", "named_prompt", help="PROMPT, as an option.")
 @click.option(
+    "-f",
+    "--file",
+    "prompt_file",
+    type=FilePath(path_type=Path),
+    help="Take the prompt from this file, instead of stdin.",
+)
+@click.option(
+    "-m",
     "--gguf",
+    "--model",
+    "gguf",
     type=FilePath(path_type=Path),
     help="The model: a GGUF, or the first of its parts.  [default: luce's own, which writes Python]",
 )
@@ -141,6 +155,11 @@ def cli(version: bool) -> None:
 )
 @click.option("--system", help="System message of the chat.")
 @click.option(
+    "--think/--no-think",
+    default=None,
+    help="Let the model think before it answers in a chat, or not.  [default: the template's]",
+)
+@click.option(
     "--special", is_flag=True, help="Control tokens that PROMPT spells, like <|im_end|>, are taken as such."
 )
 @click.option(
@@ -163,7 +182,11 @@ def cli(version: bool) -> None:
 )
 @click.option("--stop", "stops", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
 @click.option("--json", "as_json", is_flag=True, help="Print one object at the end instead of the text.")
+@click.option("--jsonl", is_flag=True, help="Print an object for each event as it happens, a line each.")
 @click.option("--quiet", is_flag=True, help="Nothing on stderr but errors.")
+@click.option(
+    "--verbose", is_flag=True, help="On stderr also the choices that were made and why, and the summary."
+)
 def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
     """Continue PROMPT: the text streams to stdout, everything else goes to stderr.
 
@@ -177,18 +200,22 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
       luce generate --gguf model.gguf --chat "What is a KV cache?" --temp 0.7 --seed 1
       luce generate --gguf model.gguf --mtp-gamma 2 "def main("
       cat notes.txt | luce generate --gguf model.gguf --chat "Summarise this." -n 200
+      luce generate -m model.gguf -f notes.txt --jsonl | jq -j .text
     """
     if "" in flags["stops"]:
         raise click.BadParameter("a stop text is empty", param_hint="'--stop'")
+    if prompt is not None and flags["named_prompt"] is not None:
+        raise click.UsageError("PROMPT and --prompt: give one of them")
+    prompt = prompt if prompt is not None else flags["named_prompt"]
     if problem := contradiction(flags):
         raise click.UsageError(problem)
     stdout.put("")  # fails where it is closed, before there is work to lose
-    with ExitStack() as opened, Display(flags["quiet"]) as display:
+    with ExitStack() as opened, Display(flags["quiet"], flags["verbose"]) as display:
         files = opened.enter_context(Files(gguf or BOX, flags["mtp_gguf"], flags["device"]))
         with about(files.file.path):
             require_supported(files.facts)
         most = flags["ctx"] or files.facts.context_length or MAX_U32
-        text = read_prompt(prompt, most * files.tokenizer.longest * NFC_SHRINKS)
+        text = read_prompt(prompt, most * files.tokenizer.longest * NFC_SHRINKS, flags["prompt_file"])
         display.spin("loading the model")
         request = make_request(prompt_of(files, text, most, flags), flags)
         options, n_prompt = make_options(flags), len(request.prompt)
@@ -197,16 +224,24 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
         )
         with CtrlC() as ctrl_c:
             ctrl_c.on_press = engine.cancel
-            writer = Writer(display, flags["as_json"])
+            display.explain(engine.plan)
+            form = "json" if flags["as_json"] else "jsonl" if flags["jsonl"] else "text"
+            writer = Writer(display, engine, options, form)
             for event in engine.generate(request, lambda: ctrl_c.pressed):
                 writer.on(event)
-            writer.end(engine, options, ctrl_c.pressed)
+            writer.end(ctrl_c.pressed)
 
 
 def contradiction(flags: Mapping[str, Any]) -> str | None:
     """What is wrong with flags that exclude each other, or of which one would be ignored."""
     if flags["system"] is not None and not flags["chat"]:
         return "--system needs --chat"
+    if flags["think"] is not None and not flags["chat"]:
+        return f"--{'think' if flags['think'] else 'no-think'} needs --chat"
+    if flags["as_json"] and flags["jsonl"]:
+        return "--json and --jsonl: give one of them"
+    if flags["quiet"] and flags["verbose"]:
+        return "--quiet and --verbose: give one of them"
     if flags["special"] and flags["chat"]:
         return "--special is for --raw: in a chat only the template spells control tokens"
     if flags["spec"] == "off" and flags["mtp_gamma"] is not None:
@@ -216,27 +251,38 @@ def contradiction(flags: Mapping[str, Any]) -> str | None:
     return without_temperature(flags["temp"], "top_k", "top_p", "min_p", "seed")
 
 
-def read_prompt(prompt: str | None, most: int = sys.maxsize - 1) -> str:
-    """PROMPT, stdin where it is piped, or both: stdin first, then PROMPT on a line of its own. ContextFull:
-    stdin gives more than `most` bytes, and no more of it was read."""
-    piped = ""
-    if sys.stdin is not None and not sys.stdin.isatty():
-        raw = bytearray()
+def read_prompt(prompt: str | None, most: int = sys.maxsize - 1, file: Path | None = None) -> str:
+    """PROMPT, what --file or else a piped stdin holds, or both: PROMPT last, on a line of its own.
+    ContextFull: there are more than `most` bytes, and no more of them were read."""
+    before = ""
+    if file is not None:
         try:
-            while len(raw) <= most and (piece := sys.stdin.buffer.read(1 << 16)):
-                raw += piece
-            piped = raw.decode() if len(raw) <= most else ""
+            with file.open("rb") as f:
+                before = read_text(f, str(file), most)
         except OSError as error:
-            raise click.UsageError(f"stdin cannot be read: {error.strerror}") from None
-        except UnicodeDecodeError:
-            raise click.UsageError("stdin is not UTF-8 text") from None
+            raise FileError(f"{file}: {error.strerror}") from error
+    elif sys.stdin is not None and not sys.stdin.isatty():
+        before = read_text(sys.stdin.buffer, "stdin", most)
+    if prompt is None and not before:
+        raise click.UsageError(f"{file} is empty" if file else "no prompt: give PROMPT, or pipe it to stdin")
+    if prompt is None or not before:
+        return before or prompt or ""
+    return before + ("" if before.endswith("\n") else "\n") + prompt
+
+
+def read_text(stream: BinaryIO, name: str, most: int) -> str:
+    """What a stream holds, at most so many bytes."""
+    raw = bytearray()
+    try:
+        while len(raw) <= most and (piece := stream.read(1 << 16)):
+            raw += piece
         if len(raw) > most:
-            raise ContextFull(f"stdin gives more than {most:,} bytes: more tokens than the context holds")
-    if prompt is None and not piped:
-        raise click.UsageError("no prompt: give PROMPT, or pipe it to stdin")
-    if prompt is None or not piped:
-        return piped or prompt or ""
-    return piped + ("" if piped.endswith("\n") else "\n") + prompt
+            raise ContextFull(f"{name} gives more than {most:,} bytes: more tokens than the context holds")
+        return raw.decode()
+    except OSError as error:
+        raise click.UsageError(f"{name} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise click.UsageError(f"{name} is not UTF-8 text") from None
 
 
 def prompt_of(files: Files, text: str, most: int, flags: Mapping[str, Any]) -> list[int]:
@@ -251,7 +297,7 @@ def prompt_of(files: Files, text: str, most: int, flags: Mapping[str, Any]) -> l
         if flags["system"] is not None:
             messages.insert(0, {"role": "system", "content": flags["system"]})
         with about(files.file.path), closing(chat_template(files.file.kv)) as template:
-            ids = prompt_ids(template, files.tokenizer, messages)
+            ids = prompt_ids(template, files.tokenizer, messages, enable_thinking=flags["think"])
     if len(ids) > most:
         raise ContextFull(f"a prompt of {len(ids)} tokens or more, a context of {most}")
     return ids
@@ -284,63 +330,15 @@ def make_options(flags: Mapping[str, Any]) -> Options:
     )
 
 
-class Writer:
-    """Events of one generation to stdout and to the display."""
-
-    def __init__(self, display: Display, as_json: bool):
-        self._display, self._as_json = display, as_json
-        self._line_open = False
-        self._last: Event | None = None
-
-    def on(self, event: Event) -> None:
-        self._last = event
-        if isinstance(event, Started):
-            self._display.spin(f"reading the prompt: {event.prompt_tokens} tokens")
-        elif isinstance(event, Prefilled):
-            self._display.prefill(event.done, event.total)
-        elif isinstance(event, Warned):
-            self._display.warn(event.message)
-        elif isinstance(event, Tokens) and event.text and not self._as_json:
-            self._display.clear()
-            stdout.put(event.text)
-            self._line_open = not event.text.endswith("\n")
-
-    def end(self, engine: Engine, options: Options, interrupted: bool) -> None:
-        """After the terminal event: the last newline or the object, the summary, the exit code.
-        interrupted: Ctrl-C was pressed, be it in the last step. A file or a pipe gets no newline: it would
-        not be of the text."""
-        self._display.clear()
-        if self._line_open and sys.stdout.isatty():
-            stdout.put("\n")
-        if isinstance(self._last, Failed):
-            raise self._last.error
-        if not isinstance(self._last, Finished):
-            raise AssertionError(f"the generation ended with {self._last}")
-        if self._as_json:
-            stdout.put_json(_as_json(self._last, engine, options))
-        if self._last.truncated_by == "context":
-            n_ctx = engine.info.n_ctx
-            self._display.warn(f"the text ends because the context of {n_ctx} tokens (--ctx) is full")
-        self._display.summary(self._last)
-        if interrupted or self._last.reason == "cancelled":
-            raise Interrupted()
-
-
-def _as_json(result: Finished, engine: Engine, options: Options) -> dict[str, Any]:
-    stats = asdict(result.stats) | {
-        "spec": options.resolved_spec,
-        "device": engine.model.info.device,
-        "threads": engine.info.n_threads,
-        "plan": engine.plan.as_json(),
-    }
-    return {
-        "text": result.text,
-        "tokens": list(result.tokens),
-        "prompt_tokens": result.prompt_tokens,
-        "finish_reason": result.reason,
-        "truncated_by": result.truncated_by,
-        "stats": stats,
-    }
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="Print a list of objects.")
+def devices(as_json: bool) -> None:
+    """List what luce can run on; the first is what --device auto takes."""
+    found = _native.default().devices()
+    if as_json:
+        stdout.put_json([asdict(device) for device in found], indent=2)
+    else:
+        stdout.put(devices_text(found) + "\n")
 
 
 @cli.command("probe-gguf")
@@ -366,8 +364,9 @@ def probe_gguf(path: Path, as_json: bool, tensors: bool, **flags: Any) -> None:
       luce probe-gguf model.gguf --ctx 32768
       luce probe-gguf model.gguf --json | jq .quantization
     """
-    with Files(path, flags["mtp_gguf"], flags["device"]) as files, about(path):
-        facts = probe(files.file, flags["ctx"], flags["device"] or "auto")
+    with Files(path, flags["mtp_gguf"], flags["device"]) as files:
+        with about(path):
+            facts = probe(files.file, flags["ctx"], flags["device"] or "auto")
         ways = fits(files, Options(ctx=flags["ctx"], kv_type=flags["kv_type"])) if facts.supported else []
         if as_json:
             listed = {"tensors": [asdict(tensor) for tensor in files.file.tensors]} if tensors else {}

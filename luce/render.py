@@ -15,18 +15,20 @@ from rich.table import Table
 from luce import stdout
 from luce.fit import Fit
 from luce.generation import Finished
+from luce.plan import Plan
 from luce.probe import Facts
-from luce.structs import Tensor
+from luce.structs import Device, Tensor
 
 BAR_AFTER = 2.0  # seconds that a prefill has to take, or to promise, for a bar
 
 
 class Display:
-    """Progress on stderr, and nothing at all unless that is a terminal. `quiet` silences warnings too."""
+    """Progress on stderr, and nothing at all unless that is a terminal. `quiet` silences warnings too,
+    `verbose` says more, also where there is no terminal."""
 
-    def __init__(self, quiet: bool = False, console: Console | None = None):
+    def __init__(self, quiet: bool = False, verbose: bool = False, console: Console | None = None):
         self._console = console or Console(stderr=True)
-        self._quiet = quiet
+        self._quiet, self._verbose = quiet, verbose
         self._on = self._console.is_terminal and not quiet
         self._live: Status | Progress | None = None
         self._since = 0.0
@@ -87,16 +89,32 @@ class Display:
 
     def warn(self, message: str) -> None:
         """One line, terminal or not."""
-        self.clear()
-        if not self._quiet and sys.stderr is not None:
-            with suppress(OSError):  # there is nobody to tell
-                print(f"Warning: {printable(message)}", file=sys.stderr, flush=True)
+        if not self._quiet:
+            self._print(f"Warning: {message}")
+
+    def explain(self, chosen: Plan) -> None:
+        """What was chosen and why, for who wants to know."""
+        if self._verbose:
+            for name, choice in chosen.as_json().items():
+                value = choice["value"]
+                shown = value["mode"] if isinstance(value, dict) else value
+                self._print(f"{name} {shown}: {choice['reason']}")
 
     def summary(self, result: Finished) -> None:
         """The line at the end."""
         self.clear()
         if self._on:
             self._console.print(summary_line(result), style="dim", markup=False, highlight=False)
+        elif self._verbose:
+            self._print(summary_line(result))
+        if self._verbose:
+            self._print(timing_line(result))
+
+    def _print(self, line: str) -> None:
+        self.clear()
+        if sys.stderr is not None:
+            with suppress(OSError):  # there is nobody to tell
+                print(printable(line), file=sys.stderr, flush=True)
 
     def __enter__(self) -> Display:
         return self
@@ -105,23 +123,35 @@ class Display:
         self.clear()
 
 
+_ENDS = {"stop": "the text is complete", "cancelled": "interrupted"}
+_TRUNCATED = {"max_tokens": "cut at -n tokens", "context": "cut where the context was full"}
+
+
 def summary_line(result: Finished) -> str:
-    """ "12 prompt tokens in 0.30 s; 64 tokens in 2.10 s, 30.0 tok/s; plain; length"; with drafts also
-    "mtp: 2.33 tokens a round, 40 of 54 drafts accepted (89% 59%), draft 0.20 verify 1.85 commit 0.01 s".
-    """
+    """ "read 12 tokens in 0.30 s; wrote 64 in 2.10 s, 30.0 a second; 40 of 54 drafted tokens were right;
+    cut at -n tokens"."""
     stats = result.stats
-    speed = "" if stats.tok_per_s is None else f", {stats.tok_per_s:.1f} tok/s"
-    mode = stats.mode
-    if stats.drafted and stats.mean_accepted_length is not None:
-        shares = " ".join(f"{share:.0%}" for share in stats.acceptance_by_position)
-        mode += (
-            f": {stats.mean_accepted_length:.2f} tokens a round, "
-            f"{stats.accepted} of {stats.drafted} drafts accepted ({shares}), "
-            f"draft {stats.draft_s:.2f} verify {stats.verify_s:.2f} commit {stats.commit_s:.2f} s"
-        )
+    speed = "" if stats.tok_per_s is None else f", {stats.tok_per_s:.1f} a second"
+    drafted = "nothing drafted"
+    if stats.drafted:
+        drafted = f"{stats.accepted} of {stats.drafted} drafted tokens were right"
+    end = _TRUNCATED.get(result.truncated_by or "", _ENDS.get(result.reason, result.reason))
     return (
-        f"{result.prompt_tokens} prompt tokens in {stats.prefill_s:.2f} s; "
-        f"{len(result.tokens)} tokens in {stats.decode_s:.2f} s{speed}; {mode}; {result.reason}"
+        f"read {result.prompt_tokens} tokens in {stats.prefill_s:.2f} s; "
+        f"wrote {len(result.tokens)} in {stats.decode_s:.2f} s{speed}; {drafted}; {end}"
+    )
+
+
+def timing_line(result: Finished) -> str:
+    """ "24 rounds of 2.33 tokens; drafts right by place: 89% 59%; drafting 0.20 s, verifying 1.85 s,
+    committing 0.01 s"."""
+    stats = result.stats
+    length = "" if stats.mean_accepted_length is None else f" of {stats.mean_accepted_length:.2f} tokens"
+    shares = " ".join(f"{share:.0%}" for share in stats.acceptance_by_position)
+    places = f"; drafts right by place: {shares}" if stats.drafted else ""
+    return (
+        f"{stats.rounds} rounds{length}{places}; drafting {stats.draft_s:.2f} s, "
+        f"verifying {stats.verify_s:.2f} s, committing {stats.commit_s:.2f} s"
     )
 
 
@@ -194,6 +224,15 @@ def _fit_lines(fit: Fit) -> list[tuple[str, str]]:
         (f"{fit.mode} at {fit.context}", f"{size(fit.total)}: {parts}"),
         ("", f"{answer} the {size(fit.memory.device_free)} that are free; {largest}"),
     ]
+
+
+def devices_text(devices: list[Device]) -> str:
+    """One device a line: what --device takes, its memory, what it is."""
+    return "\n".join(
+        f"{device.name:<8} {size(device.memory_free)} of {size(device.memory_total)} free  "
+        f"{printable(device.description)}"
+        for device in devices
+    )
 
 
 def tensors_text(tensors: list[Tensor]) -> str:

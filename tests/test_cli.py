@@ -1,8 +1,6 @@
 """The command line: exit codes, one line an error, streams kept apart."""
 
 import json
-import os
-import subprocess
 import sys
 
 import drive
@@ -19,9 +17,7 @@ from luce import _native
 from luce.cli import read_prompt
 from luce.errors import NumericError
 from luce.generation import Generation
-from luce.metadata import Metadata
 from luce.render import BAR_AFTER, printable
-from luce.tokenizer import Tokenizer
 
 
 def test_text_goes_to_stdout_and_nothing_else(luce_):
@@ -181,6 +177,10 @@ def test_an_empty_prompt_says_so(luce_):
                 ["--top-p", "0.9"],
                 ["--min-p", "0.1", "--temp", "0"],
                 ["--seed", "0"],
+                ["-p", "y"],
+                ["--no-think"],
+                ["--json", "--jsonl"],
+                ["--quiet", "--verbose"],
             )
         ),
         ["probe-gguf"],
@@ -307,7 +307,7 @@ def test_version_names_luce_and_its_core(luce_, native):
     assert luce_("--version").stdout == f"luce {luce.__version__}, core {native.version}\n"
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["probe-gguf"]])
+@pytest.mark.parametrize("command", [[], ["generate"], ["probe-gguf"], ["convert"]])
 def test_help_has_examples(luce_, command):
     text = luce_(*command, "--help").stdout
     assert "Examples:" in text and "luce " in text
@@ -364,143 +364,70 @@ def test_a_long_prefill_gets_a_bar(monkeypatch):
     assert "512/1024" not in shown(BAR_AFTER / 4)
 
 
-# ---- prompts and files that nobody means well with
-
-
-def test_control_tokens_that_a_prompt_spells_are_text(luce_):
-    """In a chat too, where the template spells some; --special takes the user's as such."""
-    asked = ("generate", "--gguf", "{}", "-n", "1", "--json")
-    counts = {}
-    for text in ("x", "<|im_end|>", "a<|im_start|>system"):
-        for how in ("--raw", "--chat", "--special"):
-            counts[text, how] = json.loads(luce_(*asked, how, text).stdout)["prompt_tokens"]
-    for text in ("<|im_end|>", "a<|im_start|>system"):
-        assert counts[text, "--raw"] == len(text)
-        assert counts[text, "--chat"] - counts["x", "--chat"] == len(text) - 1
-    assert counts["<|im_end|>", "--special"] == 1
-    assert luce_(*asked, "--chat", "--special", "x").exit_code == 2
-
-
-@pytest.mark.parametrize("how", ["--raw", "--chat"])
-def test_endless_stdin_is_refused(process, how):
-    with open("/dev/zero", "rb") as endless:
-        running = process(how, "--ctx", "2048", stdin=endless)
-        _, stderr = running.communicate(timeout=60)
-    assert running.returncode == 1
-    (line,) = stderr.decode().splitlines()
-    assert line.startswith("Error: stdin gives more than ") and "context" in line
-
-
-def test_a_prompt_far_beyond_the_context_is_not_tokenised_whole(luce_, monkeypatch):
-    """Its lines are, up to the first beyond it."""
-    encoded = []
-    pieces = Tokenizer._pieces
-
-    def counted(self, text):
-        for piece in pieces(self, text):
-            encoded.append(len(piece))
-            yield piece
-
-    monkeypatch.setattr(Tokenizer, "_pieces", counted)
-    line = "x = 1\n"
-    monkeypatch.setattr("luce.cli.NFC_SHRINKS", 10_000)
-    result = luce_("generate", "--gguf", "{}", "--ctx", "64", stdin=line * 100_000)
-    assert result.exit_code == 1 and "a context of 64" in one_line(result)
-    assert sum(encoded) < 100_000
-
-
-@pytest.fixture(params=["folder", "fifo", "device", "unreadable", "missing", "below a file", "too long"])
-def no_file(request, tmp_path):
-    path = tmp_path / "odd.gguf"
-    if request.param == "folder":
-        path.mkdir()
-    elif request.param == "fifo":
-        os.mkfifo(path)
-    elif request.param == "device":
-        return "/dev/null"
-    elif request.param == "unreadable":
-        path.write_text("GGUF")
-        path.chmod(0)
-        if os.access(path, os.R_OK):
-            pytest.skip("root reads everything")
-    elif request.param == "below a file":
-        path.write_text("x")
-        return path / "odd.gguf"
-    elif request.param == "too long":
-        return tmp_path / ("odd.gguf" * 1000)
-    return path
-
-
-FILE_COMMANDS = [
-    ("probe-gguf",),
-    ("generate", "x", "--gguf"),
-    ("generate", "x", "--gguf", "{}", "--mtp-gguf"),
-    ("bench", "prompts"),
-    ("bench", "sweep", "--gguf"),
-]
-
-
-@pytest.mark.parametrize("words", FILE_COMMANDS, ids=" ".join)
-def test_what_is_no_file_is_one_line_that_names_it(luce_, no_file, words):
-    result = luce_(*words, no_file)
-    assert result.exit_code == 1 and result.stdout == "" and str(no_file)[-8:] in one_line(result)
-
-
-@pytest.mark.parametrize("words", [*FILE_COMMANDS, ("bench", "prompts", "--save")], ids=" ".join)
-def test_an_empty_path_is_a_usage_error(luce_, words):
-    result = luce_(*words, "")
-    assert result.exit_code == 2 and "the path is empty" in result.stderr
-
-
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("flags", "piped", "joined"),
     [
-        ("tokenizer.ggml.model", 3),
-        ("tokenizer.ggml.tokens", 3),
-        ("tokenizer.ggml.merges", ["ab cd"]),
-        ("tokenizer.ggml.token_type", [float("nan")]),
-        ("tokenizer.ggml.eos_token_id", -1),
-        ("tokenizer.ggml.bos_token_id", 1.5),
-        ("tokenizer.ggml.add_bos_token", "yes"),
+        (["-p", "ask"], "", "ask"),
+        (["-f", "{file}"], "", "OF IT\n"),
+        (["-f", "{file}", "ask"], "", "OF IT\nask"),
+        (["-f", "{file}", "-p", "ask"], "not read", "OF IT\nask"),
+        (["-p", "ask"], "text", "text\nask"),
     ],
 )
-def test_a_malformed_tokenizer_is_one_line_that_names_file_and_key(luce_, tmp_path, key, value, monkeypatch):
-    original = Metadata.__getitem__
-    monkeypatch.setattr(
-        Metadata, "__getitem__", lambda self, name: value if name == key else original(self, name)
-    )
-    path = rewritten(tmp_path / "odd.gguf")
-    line = one_line(luce_("generate", "--gguf", path, "x"))
-    assert line.startswith(f"Error: {path}: ") and key in line
+def test_the_prompt_may_come_from_options(luce_, tmp_path, flags, piped, joined):
+    path = tmp_path / "prompt.txt"
+    path.write_text("OF IT\n")
+    words = [str(path) if word == "{file}" else word for word in flags]
+    found = luce_("generate", "-m", "{}", *words, "-n", "1", "--json", stdin=piped)
+    assert json.loads(found.stdout)["prompt_tokens"] == len(joined)
 
 
-def test_a_lack_of_memory_is_one_line(luce_, monkeypatch):
-    def lacks(*args, **options):
-        raise MemoryError
+def test_json_lines_are_the_events_as_they_happen(luce_, endless):
+    asked = ("generate", "--gguf", endless, "7" * 30, "--ctx", "40", "-n", "50")
+    lines = [json.loads(line) for line in luce_(*asked, "--jsonl").stdout.splitlines()]
+    assert lines[0] == {"event": "started", "prompt_tokens": 30}
+    assert [line["event"] for line in lines[1:-1]] == ["tokens"] * 11
+    last = lines[-1]
+    assert last["event"] == "finished" and last["truncated_by"] == "context"
+    assert sum((line["tokens"] for line in lines[1:-1]), []) == last["tokens"]
+    assert "".join(line["text"] for line in lines[1:-1]) == last["text"]
+    whole = json.loads(luce_(*asked, "--json").stdout)
+    assert set(last) - {"event"} == set(whole) and last["tokens"] == whole["tokens"]
 
-    for place in ("luce.engine.Tokenizer", "luce.engine.Loop", "luce.cli.probe"):
-        with monkeypatch.context() as patched:
-            patched.setattr(place, lacks)
-            result = luce_(*(("probe-gguf", "{}") if "cli" in place else ("generate", "--gguf", "{}", "x")))
-        assert result.exit_code == 1 and one_line(result) == "Error: out of memory"
+
+def test_json_lines_end_with_the_failure(luce_, monkeypatch):
+    def fails(self):
+        raise NumericError("injected")
+        yield
+
+    monkeypatch.setattr(Generation, "_verify", fails)
+    result = luce_("generate", "--gguf", "{}", "def main(", "--jsonl")
+    assert result.exit_code == 1 and one_line(result) == "Error: injected"
+    assert json.loads(result.stdout.splitlines()[-1]) == {"event": "failed", "message": "injected"}
 
 
-@pytest.mark.parametrize(
-    ("broken", "said"),
-    [
-        ("sys.modules['luce.cli'] = None", "luce cannot start: import of luce.cli halted"),
-        ("sys.modules['click'] = None", "luce cannot start: import of click halted"),
-        ("sys.meta_path.insert(0, type('F', (), {'find_spec': lambda *a: (1 for _ in ()).throw(MemoryError)}))",
-         "out of memory"),
-    ],
-    ids=range(3),
-)  # fmt: skip
-def test_what_fails_at_the_start_is_one_line(broken, said):
-    program = f"import sys; from luce.__main__ import main; {broken}; main()"
-    path = os.pathsep.join([os.path.dirname(os.path.dirname(luce.__file__)), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}
-    )
-    assert done.returncode == 1 and done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"Error: {said}")
+def test_verbose_says_what_was_chosen_and_why(luce_):
+    stderr = luce_("generate", "--gguf", "{}", "x", "-n", "3", "--verbose").stderr
+    for said in ("ctx 2048: the model was trained for 2048", "kv_type f16: the default",
+                 "draft plain: there is", "read 1 tokens in ", "wrote 3 in ", "of 1.00 tokens"):  # fmt: skip
+        assert said in stderr, stderr
+
+
+def test_thinking_is_what_was_asked_for(luce_, tmp_path):
+    template = "{{ 7 if enable_thinking is not defined else 88 if enable_thinking else 999 }}"
+    path = rewritten(tmp_path / "t.gguf", chat_template=template)
+    for flags, length in (([], 1), (["--think"], 2), (["--no-think"], 3)):
+        found = luce_("generate", "--gguf", path, "x", "--chat", "-n", "1", "--json", *flags)
+        assert json.loads(found.stdout)["prompt_tokens"] == length
+
+
+def test_devices_are_those_of_the_core(luce_, native):
+    listed = json.loads(luce_("devices", "--json").stdout)
+    assert [device["name"] for device in listed] == [device.name for device in native.devices()]
+    assert "cpu" in luce_("devices").stdout
+
+
+def test_completion_knows_commands_and_options(command):
+    for words, said in (("luce ", "bench"), ("luce generate --no-", "--no-think"), ("luce conv", "convert")):
+        asked = {"_LUCE_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        assert said in command(env=asked).communicate(timeout=60)[0].decode()

@@ -13,7 +13,7 @@ from luce.bench.oracle_model import make_oracle
 from luce.cli import cli
 from luce.generation import Finished
 from luce.plan import DEFAULT_GAMMA, MAX_GAMMA
-from luce.render import Display, summary_line
+from luce.render import Display, summary_line, timing_line
 from luce.stats import Stats
 
 CONFIG = tiny.Config(n_nextn=1)
@@ -160,17 +160,22 @@ def finished(**changes):
                   acceptance=40 / 54, acceptance_by_position=[24 / 27, 16 / 27], mean_accepted_length=2.333,
                   drafted_by_position=[27, 27], accepted_by_position=[24, 16],
                   rounds_by_drafts=[0, 0, 27], draft_s=0.2, verify_s=1.75, commit_s=0.01)  # fmt: skip
-    return Finished("length", "x", tuple(range(64)), 12, replace(stats, **changes))
+    return Finished("length", "x", tuple(range(64)), 12, replace(stats, **changes), "max_tokens")
 
 
 def test_the_summary_line():
-    assert summary_line(finished()) == (
-        "12 prompt tokens in 0.30 s; 64 tokens in 2.00 s, 31.5 tok/s; mtp: 2.33 tokens a round, "
-        "40 of 54 drafts accepted (89% 59%), draft 0.20 verify 1.75 commit 0.01 s; length"
-    )
+    read, end = "read 12 tokens in 0.30 s; wrote 64 in 2.00 s, 31.5 a second; ", "cut at -n tokens"
+    drafted = f"{read}40 of 54 drafted tokens were right; {end}"
+    assert summary_line(finished()) == drafted
     plain = finished(mode="plain", drafted=0, accepted=0, acceptance=None, acceptance_by_position=[])
-    assert summary_line(plain) == "12 prompt tokens in 0.30 s; 64 tokens in 2.00 s, 31.5 tok/s; plain; length"
+    assert summary_line(plain) == f"{read}nothing drafted; {end}"
+    assert summary_line(replace(plain, reason="stop", truncated_by=None)).endswith("the text is complete")
+    assert timing_line(finished()) == (
+        "27 rounds of 2.33 tokens; drafts right by place: 89% 59%; drafting 0.20 s, verifying 1.75 s, "
+        "committing 0.01 s"
+    )
+    assert "by place" not in timing_line(plain)
     out = io.StringIO()
     with Display(console=Console(file=out, force_terminal=True, width=200)) as display:
         display.summary(finished())
-    assert "40 of 54 drafts accepted (89% 59%)" in out.getvalue()
+    assert drafted in out.getvalue()

@@ -1,0 +1,157 @@
+"""Prompts, files and machines that nobody means well with: one line each, and no time lost."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import tiny
+from command_line import one_line
+
+import luce
+from luce.metadata import Metadata
+from luce.tokenizer import Tokenizer
+
+CONFIG = tiny.Config()
+
+
+def test_control_tokens_that_a_prompt_spells_are_text(luce_):
+    """In a chat too, where the template spells some; --special takes the user's as such."""
+    asked = ("generate", "--gguf", "{}", "-n", "1", "--json")
+    counts = {}
+    for text in ("x", "<|im_end|>", "a<|im_start|>system"):
+        for how in ("--raw", "--chat", "--special"):
+            counts[text, how] = json.loads(luce_(*asked, how, text).stdout)["prompt_tokens"]
+    for text in ("<|im_end|>", "a<|im_start|>system"):
+        assert counts[text, "--raw"] == len(text)
+        assert counts[text, "--chat"] - counts["x", "--chat"] == len(text) - 1
+    assert counts["<|im_end|>", "--special"] == 1
+    assert luce_(*asked, "--chat", "--special", "x").exit_code == 2
+
+
+@pytest.mark.parametrize("how", ["--raw", "--chat"])
+def test_endless_stdin_is_refused(process, how):
+    with open("/dev/zero", "rb") as endless:
+        running = process(how, "--ctx", "2048", stdin=endless)
+        _, stderr = running.communicate(timeout=60)
+    assert running.returncode == 1
+    (line,) = stderr.decode().splitlines()
+    assert line.startswith("Error: stdin gives more than ") and "context" in line
+
+
+def test_a_prompt_far_beyond_the_context_is_not_tokenised_whole(luce_, monkeypatch):
+    """Its lines are, up to the first beyond it."""
+    encoded = []
+    pieces = Tokenizer._pieces
+
+    def counted(self, text):
+        for piece in pieces(self, text):
+            encoded.append(len(piece))
+            yield piece
+
+    monkeypatch.setattr(Tokenizer, "_pieces", counted)
+    line = "x = 1\n"
+    monkeypatch.setattr("luce.cli.NFC_SHRINKS", 10_000)
+    result = luce_("generate", "--gguf", "{}", "--ctx", "64", stdin=line * 100_000)
+    assert result.exit_code == 1 and "a context of 64" in one_line(result)
+    assert sum(encoded) < 100_000
+
+
+@pytest.fixture(params=["folder", "fifo", "device", "unreadable", "missing", "below a file", "too long"])
+def no_file(request, tmp_path):
+    path = tmp_path / "odd.gguf"
+    if request.param == "folder":
+        path.mkdir()
+    elif request.param == "fifo":
+        os.mkfifo(path)
+    elif request.param == "device":
+        return "/dev/null"
+    elif request.param == "unreadable":
+        path.write_text("GGUF")
+        path.chmod(0)
+        if os.access(path, os.R_OK):
+            pytest.skip("root reads everything")
+    elif request.param == "below a file":
+        path.write_text("x")
+        return path / "odd.gguf"
+    elif request.param == "too long":
+        return tmp_path / ("odd.gguf" * 1000)
+    return path
+
+
+FILE_COMMANDS = [
+    ("probe-gguf",),
+    ("generate", "x", "--gguf"),
+    ("generate", "x", "--gguf", "{}", "--mtp-gguf"),
+    ("bench", "prompts"),
+    ("bench", "sweep", "--gguf"),
+]
+
+
+@pytest.mark.parametrize("words", FILE_COMMANDS, ids=" ".join)
+def test_what_is_no_file_is_one_line_that_names_it(luce_, no_file, words):
+    result = luce_(*words, no_file)
+    assert result.exit_code == 1 and result.stdout == "" and str(no_file)[-8:] in one_line(result)
+
+
+@pytest.mark.parametrize("words", [*FILE_COMMANDS, ("bench", "prompts", "--save")], ids=" ".join)
+def test_an_empty_path_is_a_usage_error(luce_, words):
+    result = luce_(*words, "")
+    assert result.exit_code == 2 and "the path is empty" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tokenizer.ggml.model", 3),
+        ("tokenizer.ggml.tokens", 3),
+        ("tokenizer.ggml.merges", ["ab cd"]),
+        ("tokenizer.ggml.token_type", [float("nan")]),
+        ("tokenizer.ggml.eos_token_id", -1),
+        ("tokenizer.ggml.bos_token_id", 1.5),
+        ("tokenizer.ggml.add_bos_token", "yes"),
+    ],
+)
+def test_a_malformed_tokenizer_is_one_line_that_names_file_and_key(luce_, tmp_path, key, value, monkeypatch):
+    original = Metadata.__getitem__
+    monkeypatch.setattr(
+        Metadata, "__getitem__", lambda self, name: value if name == key else original(self, name)
+    )
+    path = tiny.write(tmp_path / "odd.gguf", CONFIG, tiny.layout(CONFIG, 1))
+    line = one_line(luce_("generate", "--gguf", path, "x"))
+    assert line.startswith(f"Error: {path}: ") and key in line
+
+
+def test_a_lack_of_memory_is_one_line(luce_, monkeypatch):
+    def lacks(*args, **options):
+        raise MemoryError
+
+    for place in ("luce.engine.Tokenizer", "luce.engine.Loop", "luce.cli.probe"):
+        with monkeypatch.context() as patched:
+            patched.setattr(place, lacks)
+            result = luce_(*(("probe-gguf", "{}") if "cli" in place else ("generate", "--gguf", "{}", "x")))
+        assert result.exit_code == 1 and one_line(result) == "Error: out of memory"
+
+
+LACKS = "lambda *a: (1 for _ in ()).throw(MemoryError)"
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ("sys.modules['luce.cli'] = None", "luce cannot start: import of luce.cli halted"),
+        ("sys.modules['click'] = None", "luce cannot start: import of click halted"),
+        (f"sys.meta_path.insert(0, type('F', (), {{'find_spec': {LACKS}}}))", "out of memory"),
+    ],
+    ids=range(3),
+)  # fmt: skip
+def test_what_fails_at_the_start_is_one_line(broken, said):
+    program = f"import sys; from luce.__main__ import main; {broken}; main()"
+    path = os.pathsep.join([os.path.dirname(os.path.dirname(luce.__file__)), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}
+    )
+    assert done.returncode == 1 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"Error: {said}")
