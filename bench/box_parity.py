@@ -7,7 +7,7 @@ of the training checkpoint. Tokens: the prompts of tests/box_model.py, until lla
 shipped file with f16 KV and of the F32 conversion with f32 KV; where the two programs part, `gap` is the
 distance of luce's two largest logits there. llama-server also drafts with both of the box's drafters.
 
-    python bench/box_parity.py --f32 .box/export/box-f32.gguf --llama-server PATH
+    PYTHONPATH=tests python bench/box_parity.py --f32 .box/export/box-f32.gguf --llama-server PATH
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import box_model
+import drive
+import llamacpp
 import numpy as np
 
 from luce._native import File, Model
@@ -27,11 +29,6 @@ from luce.bench.origin import origin, write_row
 from luce.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests"), str(ROOT / "tools")]
-
-import box_model  # noqa: E402
-import drive  # noqa: E402
-import llamacpp  # noqa: E402
 
 
 def logit_error(path: Path, device: str, golden: dict[str, np.ndarray], name: str) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import llamacpp
 import numpy as np
 
 from luce.bench.batch import Batch
@@ -32,10 +33,6 @@ from luce.bench.run import PLAIN, WARM_UP_TOKENS, Case, Mode, Settings, parse_mo
 from luce.bench.summary import five_digits
 from luce.engine import Files
 from luce.errors import LuceError
-
-sys.path.append(str(Path(__file__).resolve().parent))
-
-import llamacpp  # noqa: E402
 
 Speeds = dict[tuple[str, int], list[float]]  # by name and number of sequences, of each round: tokens/s in all
 TIMING = " ".join(__doc__.split("\n\n")[1].split())

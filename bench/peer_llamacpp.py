@@ -34,6 +34,7 @@ from os import cpu_count
 from pathlib import Path
 from typing import Any
 
+import llamacpp
 import numpy as np
 
 from luce import _native
@@ -47,10 +48,6 @@ from luce.bench.summary import five_digits, quartiles, summarise
 from luce.engine import Files
 from luce.errors import LuceError
 from luce.structs import EngineParams
-
-sys.path.append(str(Path(__file__).resolve().parent))
-
-import llamacpp  # noqa: E402
 
 Row = dict[str, Any]
 TIMING = " ".join(__doc__.split("\n\n")[1].split())

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import gguf
 
+from luce.bpe import BYTE_SYMBOLS
+
 ARCH = "qwen35"
 ARCH_MOE = "qwen35moe"
 
@@ -185,18 +187,10 @@ def add_keys(w: gguf.GGUFWriter, c: Config, name: str, file_type: int) -> None:
         w.add_nextn_predict_layers(c.n_nextn)
 
 
-def byte_symbols() -> list[str]:
-    """GPT-2's printable symbol of each byte value."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    rest = [b for b in range(256) if b not in plain]
-    symbols = {b: chr(b) for b in plain} | {b: chr(256 + n) for n, b in enumerate(rest)}
-    return [symbols[b] for b in range(256)]
-
-
 def vocabulary(n_vocab: int, filler: str) -> tuple[list[str], list[int]]:
     """Token strings and types: 256 bytes (id = byte value), merge products, fillers (type 1 or, for
     the default "[PAD", 5 = unused), and the control tokens as the last three ids."""
-    tokens = byte_symbols() + [a + b for a, b in MERGES]
+    tokens = BYTE_SYMBOLS + [a + b for a, b in MERGES]
     n_fill = n_vocab - len(tokens) - len(CONTROL)
     if n_fill < 0:
         raise ValueError(f"vocabulary of {n_vocab} cannot hold {len(tokens) + len(CONTROL)} tokens")

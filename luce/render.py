@@ -1,4 +1,5 @@
-"""What people see on stderr: a spinner, a bar, one summary line; the only importer of rich."""
+"""What people see on stderr: a spinner, a bar, one summary line; the only importer of rich, where there is a
+terminal."""
 
 from __future__ import annotations
 
@@ -6,11 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.status import Status
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from luce import stdout
 from luce.fit import Fit
@@ -18,6 +15,12 @@ from luce.generation import Finished
 from luce.plan import Plan
 from luce.probe import Facts
 from luce.structs import Device, Tensor
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.status import Status
+    from rich.table import Table
 
 BAR_AFTER = 2.0  # seconds that a prefill has to take, or to promise, for a bar
 
@@ -27,65 +30,63 @@ class Display:
     `verbose` says more, also where there is no terminal."""
 
     def __init__(self, quiet: bool = False, verbose: bool = False, console: Console | None = None):
-        self._console = console or Console(stderr=True)
         self._quiet, self._verbose = quiet, verbose
-        self._on = self._console.is_terminal and not quiet
-        self._live: Status | Progress | None = None
+        terminal = console.is_terminal if console else sys.stderr is not None and sys.stderr.isatty()
+        self._on = terminal and not quiet
+        self._console = console or (_stderr() if self._on else None)
+        self._status: Status | None = None  # one of them at a time
+        self._bar: Progress | None = None
         self._since = 0.0
 
     def spin(self, label: str) -> None:
         """A spinner until the next call."""
         self.clear()
         self._since = time.perf_counter()
-        if self._on:
-            self._live = Status(label, console=self._console)
-            self._live.start()
+        if self._on and self._console:
+            self._status = self._console.status(label)
+            self._status.start()
 
     def loading(self, fraction: float) -> None:
         """Part of the weights that is loaded, 0..1."""
-        if isinstance(self._live, Status):
-            self._live.update(f"loading the model {fraction:4.0%}")
+        if self._status:
+            self._status.update(f"loading the model {fraction:4.0%}")
 
     def prefill(self, done: int, total: int) -> None:
         """Prompt tokens that are committed: a bar once the whole takes over two seconds."""
         elapsed = time.perf_counter() - self._since
-        if self._on and isinstance(self._live, Status) and elapsed * total / done > BAR_AFTER:
-            self.clear()
-            self._live = Progress(
-                TextColumn("reading the prompt"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                console=self._console,
-                transient=True,
-            )
-            self._live.add_task("prefill", total=total)
-            self._live.start()
-        if isinstance(self._live, Progress):
-            self._live.update(self._live.task_ids[0], completed=done)
+        if self._status and elapsed * total / done > BAR_AFTER:
+            self._start_bar("reading the prompt", total, auto_refresh=True)
+        if self._bar:
+            self._bar.update(self._bar.task_ids[0], completed=done)
 
     def count(self, label: str, done: int, total: int, figures: str = "") -> None:
         """A bar of `done` of `total`, with the running figures behind it. It is drawn in these calls alone:
         nothing of it falls into what is measured between them."""
         if not self._on:
             return
-        if not isinstance(self._live, Progress):
-            self.clear()
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-                       TimeRemainingColumn(), TextColumn("{task.fields[figures]}"))  # fmt: skip
-            self._live = Progress(*columns, console=self._console, transient=True, auto_refresh=False)
-            self._live.add_task(label, total=total, figures="")
-            self._live.start()
-        self._live.update(
-            self._live.task_ids[0], description=label, completed=done, total=total, figures=figures
-        )
-        self._live.refresh()
+        bar = self._bar or self._start_bar(label, total, auto_refresh=False)
+        bar.update(bar.task_ids[0], description=label, completed=done, total=total, figures=figures)
+        bar.refresh()
+
+    def _start_bar(self, label: str, total: int, auto_refresh: bool) -> Progress:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.clear()
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+                   TimeRemainingColumn(), TextColumn("{task.fields[figures]}"))  # fmt: skip
+        bar = Progress(*columns, console=self._console, transient=True, auto_refresh=auto_refresh)
+        bar.add_task(label, total=total, figures="")
+        bar.start()
+        self._bar = bar
+        return bar
 
     def clear(self) -> None:
         """Takes the spinner or the bar off the terminal: call it before anything is printed."""
-        live, self._live = self._live, None
-        if live is not None:
-            live.stop()
+        status, self._status = self._status, None
+        bar, self._bar = self._bar, None
+        for live in (status, bar):
+            if live is not None:
+                live.stop()
 
     def warn(self, message: str) -> None:
         """One line, terminal or not."""
@@ -103,7 +104,7 @@ class Display:
     def summary(self, result: Finished) -> None:
         """The line at the end."""
         self.clear()
-        if self._on:
+        if self._on and self._console:
             self._console.print(summary_line(result), style="dim", markup=False, highlight=False)
         elif self._verbose:
             self._print(summary_line(result))
@@ -121,6 +122,12 @@ class Display:
 
     def __exit__(self, *_: object) -> None:
         self.clear()
+
+
+def _stderr() -> Console:
+    from rich.console import Console
+
+    return Console(stderr=True)
 
 
 _ENDS = {"stop": "the text is complete", "cancelled": "interrupted"}
@@ -158,6 +165,8 @@ def timing_line(result: Finished) -> str:
 def print_table(title: str, header: list[str], rows: list[list[str]], notes: str) -> None:
     """A table on stdout under its title and notes; as wide as it must be where stdout is no terminal. On a
     terminal that is too narrow for it, rows become columns."""
+    from rich.console import Console
+
     console = Console()
     if not console.is_terminal:
         console = Console(width=200)
@@ -173,6 +182,8 @@ def print_table(title: str, header: list[str], rows: list[list[str]], notes: str
 
 
 def _table(header: list[str], rows: list[list[str]]) -> Table:
+    from rich.table import Table
+
     table = Table()
     for index, name in enumerate(header):  # no figure is cut where even that is too wide
         table.add_column(name, justify="right" if index else "left", overflow="fold")

@@ -10,31 +10,16 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
+from luce.bpe import BYTE_SYMBOLS, SPLITS
 from luce.errors import ArgumentError, FileError, UnsupportedError
 from luce.probe import fact, whole_numbers
 
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-# tokenizer.ggml.pre to the pre-tokenizer's regex; qwen35 counts marks (\p{M}) as parts of words
-SPLITS = {
-    "qwen2": rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}"
-    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_BLANKS}",
-    "qwen35": rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
-    rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_BLANKS}",
-}
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
 _ADDED = (_CONTROL, _USER_DEFINED)  # matched in the text before it is cut into words
 _ENDS = ("<|im_end|>", "<|endoftext|>")  # control tokens that end a text whatever the keys say
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable character for each byte: Latin-1 where it prints, else from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTES = _byte_alphabet()
+_BYTES = {symbol: byte for byte, symbol in enumerate(BYTE_SYMBOLS)}
 _UTF8_BYTES = frozenset(range(256)) - {0xC0, 0xC1, *range(0xF5, 0x100)}  # those that text can contain
 
 

@@ -8,20 +8,11 @@ import stat
 import sys
 from pathlib import Path
 
+import llamacpp
 import numpy as np
+import peer_llamacpp
 import pytest
-
-from luce._native import File
-from luce.bench.oracle_model import Rule, make_oracle
-from luce.bench.run import Case, Record, parse_modes
-from luce.stats import Tally
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "bench"))
-
-import llamacpp  # noqa: E402
-import peer_llamacpp  # noqa: E402
-from peer_llamacpp import (  # noqa: E402
+from peer_llamacpp import (
     Configuration,
     Task,
     Turns,
@@ -32,6 +23,12 @@ from peer_llamacpp import (  # noqa: E402
     server_row,
 )
 
+from luce._native import File
+from luce.bench.oracle_model import Rule, make_oracle
+from luce.bench.run import Case, Record, parse_modes
+from luce.stats import Tally
+
+ROOT = Path(__file__).resolve().parent.parent
 PLAIN, MTP2 = parse_modes("plain,mtp:2")
 
 # Each writes its arguments, a line of JSON, to the file `calls` beside it.

@@ -136,10 +136,8 @@ def test_a_program_is_main_and_alone(namespaces):
 
 @both
 def test_an_endless_loop_is_stopped(namespaces):
-    start = time.monotonic()
     verdict = check("while True:\n    pass", Limits(seconds=0.5), namespaces)
     assert verdict == Verdict(False, "timed out")
-    assert 0.5 <= time.monotonic() - start < 5
 
 
 @both
@@ -310,11 +308,9 @@ def test_no_open_file_of_the_caller_is_inherited(namespaces, tmp_path):
     "kill", ["os.killpg(0, 9)", "os.kill(os.getppid(), 9)", "os.kill(0, 9)", "os.kill(os.getppid(), 2)"]
 )
 def test_a_program_that_kills_around_itself_hurts_nobody(namespaces, kill):
-    start = time.monotonic()
     verdict = check(f"import os, time\n{kill}\ntime.sleep(0.2)\nassert False", namespaces=namespaces)
     assert not verdict.passed
     assert verdict.why.startswith("failed: ")
-    assert time.monotonic() - start < 5
 
 
 @confined

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools" / "box"))
 
-import train  # noqa: E402
-from box import corpus, delta, dflash, nextn, tokens  # noqa: E402
+from box import corpus, delta, dflash, nextn, tokens, train  # noqa: E402
 from box import store as box_store  # noqa: E402
 from box.model import Cache, Config, Trunk, full_block, linear, rms, rope_table, token_loss  # noqa: E402
 from box.optim import Optimizer  # noqa: E402

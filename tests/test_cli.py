@@ -325,6 +325,16 @@ def test_a_command_whose_extra_is_missing_says_so(luce_, monkeypatch, name):
     assert name in luce_("--help").stdout
 
 
+def test_what_few_runs_need_is_imported_by_them_alone(command):
+    """`luce generate` starts in the time of its imports."""
+    running = command("generate", "--help", env={"PYTHONPROFILEIMPORTTIME": "1"})
+    _, imported = running.communicate(timeout=60)
+    names = {line.rpartition("|")[2].strip() for line in imported.decode().splitlines()}
+    assert "luce.cli" in names
+    for name in ("rich", "jinja2", "gguf", "matplotlib", "luce.bench", "luce.convert", "importlib.metadata"):
+        assert name not in names
+
+
 def test_control_characters_do_not_reach_the_terminal():
     assert printable("a\x1b[31m\nb\tc\x00é") == "a\\x1b[31m b c\\x00é"
 

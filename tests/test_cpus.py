@@ -56,7 +56,7 @@ def test_generate_takes_the_cpus_of_its_affinity(process):
     ("flags", "said"),
     [
         ("sse4_2 avx2 fma f16c bmi1 abm avx512f avx512_vnni", None),
-        ("sse4_2 avx2 fma f16c bmi1 abm", "another CPU: this one lacks avx512f, avx512vnni; build it on this"),
+        ("sse4_2 avx2 fma f16c bmi1 abm", "another CPU: this one lacks avx512f, avx512vnni; build it"),
         ("sse4_2 avx bmi1 abm", "needs a CPU with AVX2, FMA and F16C: this one lacks avx2, fma, f16c"),
         ("", None),  # not told
     ],

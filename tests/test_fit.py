@@ -1,4 +1,4 @@
-"""Whether a model fits into the memory, and with which context: what probe says is what generate would take."""
+"""Whether a model fits into the memory, and with which context: what probe says is what generate takes."""
 
 import json
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import drive
+import make_goldens
 import numpy as np
 import pytest
 import ref
@@ -16,9 +16,6 @@ from luce._native import Library
 from luce._native import Sequence as Timeline
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
-
-import make_goldens  # noqa: E402
 
 CASES = make_goldens.CASES
 REF_BOUND = 1e-4  # float64 against transformers' F32: measured 1.1e-5 .. 3.6e-5

@@ -7,15 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import identity_report
 import numpy as np
 import pytest
 from drive import Decoded
 from identity import CUDA_GAP, Identity, Rule, greedy_rule
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "bench"))
-
-import identity_report  # noqa: E402
 
 
 def run(tokens: list[int], at: int = 0, logits: tuple[float, ...] = (0.0, 0.0, 0.0)) -> Decoded:

@@ -3,12 +3,12 @@ any chunks, the edges of the context, arguments, failures, and lifetimes."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import drive
+import make_goldens
 import numpy as np
 import pytest
 import ref
@@ -18,10 +18,6 @@ from tiny import Config
 from luce._native import File, Library, Model
 from luce._native import Sequence as Timeline
 from luce.errors import ArgumentError, ContextFull, FileError, LuceError, NumericError, StateError
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
-
-import make_goldens  # noqa: E402
 
 SMALL = Config()
 SEED = 31

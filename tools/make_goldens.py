@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Writes tests/goldens/*.npz: what transformers' Qwen3_5ForCausalLM computes, F32 on the CPU, for
-the tiny random models of CASES. Needs torch and transformers; run it after changing CASES.
+the tiny random models of CASES. Needs torch and transformers; run it after changing CASES:
+PYTHONPATH=tests python tools/make_goldens.py
 
 Each file: prompt (40 tokens), logits (40, vocab) teacher-forced, greedy (64 tokens that follow the
 prompt) and gap (64,), the distance between the two largest logits where each of them was chosen.
@@ -10,16 +11,13 @@ Tokens go in one by one, so transformers uses its recurrent rule; the chunked on
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 import numpy as np
+import tiny
+from tiny import Config
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
-
-import tiny  # noqa: E402
-from tiny import Config  # noqa: E402
 
 N_PROMPT = 40
 N_GREEDY = 64

@@ -15,9 +15,10 @@ import numpy as np
 import tokenizers
 
 from luce._native import File
+from luce.bpe import SPLITS
 from luce.convert.hf_config import Section, read_json, text_config
 from luce.errors import FileError, UnsupportedError
-from luce.tokenizer import SPLITS, Tokenizer
+from luce.tokenizer import Tokenizer
 
 Note = Callable[[str], None]
 

@@ -18,26 +18,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
+import box_model
 import gguf
 import numpy as np
+import ref
+import tiny
 import torch
+from make_goldens import run
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
+from box import nextn
+from box.model import Config, Trunk
+
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests")]
-
-import box_model  # noqa: E402
-import ref  # noqa: E402
-import tiny  # noqa: E402
-from make_goldens import run  # noqa: E402
-
-from box import nextn  # noqa: E402
-from box.model import Config, Trunk  # noqa: E402
 
 PROMPT = "import unittest\n\n\nclass TestQueue(unittest.TestCase):\n    def setUp(self):\n"
 MIN_GAP = 0.2  # between the two largest logits: Q8_0 moves each of them by up to 0.1

@@ -22,7 +22,6 @@ from pathlib import Path
 
 BEGAN = time.monotonic()  # before the imports that take long
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 
 from box import corpus, dflash, export, generate, nextn, store, tokens, trunk  # noqa: E402
 from box.card import write_card  # noqa: E402
