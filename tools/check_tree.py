@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Checks the rules of size, imports and layout that keep luce readable in an afternoon.
+"""Checks the rules of size and layout that keep luce readable in an afternoon, and what the core may not do.
+
+What Python may import, and how complex it may be, are ruff's rules (pyproject.toml).
 
 Prints one line for each breach, `path:line: what`, and exits 1 if there is any.
 """
@@ -21,8 +23,6 @@ TOP_LEVEL = {"pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE", "NOTICE
 TOP_LEVEL |= {"native", "luce", "tests", "bench", "tools"}
 C_SUFFIXES = {".c", ".h", ".cpp", ".cu", ".cuh"}
 SOURCE_SUFFIXES = C_SUFFIXES | {".py", ".sh"}
-ONE_IMPORTER = {"cffi": "luce/_native/library.py", "rich": "luce/render.py"}
-ENVIRONMENT_READER = "luce/cli.py"
 ENVIRONMENT_WRITER = "native/src/device.cpp"
 
 Breach = tuple[str, int, str]  # path, line, what
@@ -134,21 +134,6 @@ def check_abi(name: str, text: str) -> Iterator[Breach]:
 # ---- Python ----------------------------------------------------------------------------------------
 
 
-def imported(node: ast.AST) -> list[str]:
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-        return [node.module]
-    return []
-
-
-def reads_environment(node: ast.AST) -> bool:
-    names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
-    if isinstance(node, ast.ImportFrom) and node.module == "os":
-        return any(alias.name in names for alias in node.names)
-    return isinstance(node, ast.Attribute) and ast.unparse(node) in {f"os.{name}" for name in names}
-
-
 def check_python(name: str, text: str) -> Iterator[Breach]:
     try:
         module = ast.parse(text)
@@ -160,13 +145,6 @@ def check_python(name: str, text: str) -> Iterator[Breach]:
             size = (node.end_lineno or node.lineno) - node.lineno + 1
             if size > MAX_FUNCTION_LINES:
                 yield name, node.lineno, f"function {node.name} of {size} lines, at most {MAX_FUNCTION_LINES}"
-        if not name.startswith("luce/") or not isinstance(node, ast.stmt | ast.expr):
-            continue
-        for package in {module.partition(".")[0] for module in imported(node)}:
-            if ONE_IMPORTER.get(package, name) != name:
-                yield name, node.lineno, f"only {ONE_IMPORTER[package]} imports {package}"
-        if name != ENVIRONMENT_READER and reads_environment(node):
-            yield name, node.lineno, f"only {ENVIRONMENT_READER} reads the environment"
 
 
 # ---- all -------------------------------------------------------------------------------------------
