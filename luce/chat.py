@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
-from luce.errors import LuceError, UnsupportedError
+from luce.errors import FileError, LuceError, UnsupportedError
 from luce.probe import fact
 from luce.rendering import Renderer
 from luce.tokenizer import Tokenizer
@@ -65,6 +65,8 @@ class Guard:
 
     def __init__(self, control: Iterable[str], texts: Any):
         found = {text for text in control if text}
+        if max(map(len, found), default=0) > 256 or sum(map(len, found)) > 1 << 17:
+            raise FileError("tokenizer.ggml.tokens has control tokens of more letters than a chat can guard")
         longest_first = "|".join(re.escape(text) for text in sorted(found, key=len, reverse=True))
         self._control = re.compile(f"({longest_first or '(?!)'})")
         self._spelled = re.compile(f"(?={longest_first or '(?!)'}).", re.S)

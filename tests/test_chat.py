@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from luce import rendering
-from luce.chat import BoundedTemplate, chat_template, prompt_ids
+from luce.chat import BoundedTemplate, Guard, chat_template, prompt_ids
 from luce.errors import FileError, LuceError, UnsupportedError
 from luce.template import ChatTemplate
 from luce.tokenizer import Tokenizer
@@ -280,6 +280,12 @@ def test_only_the_template_spells_control_tokens(contents, system):
         BYTES.control["<|im_end|>"],
     ]
     assert BYTES.decode(ids) == plain
+
+
+@pytest.mark.parametrize("control", [["x" * 257], [f"<{number:020}>" for number in range(10_000)]], ids=len)
+def test_control_tokens_beyond_measure_are_refused(control):
+    with pytest.raises(FileError, match="control tokens"):
+        Guard(control, [])
 
 
 def test_tools_are_text_too():
