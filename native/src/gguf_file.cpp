@@ -193,7 +193,8 @@ Mapping::Mapping(const std::string &path) {
     if (path.empty()) {
         fail(LUCE_E_FILE, "the path of the file is empty");
     }
-    const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK); // a FIFO would wait for its writer
+    const int fd =
+        ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK); // a FIFO would wait for its writer
     if (fd < 0) {
         fail(LUCE_E_FILE, "%s: %s", path.c_str(), strerror(errno));
     }
