@@ -2,11 +2,11 @@
 # Everything that needs a GPU, in one call: build for it, check the kernels, run the whole test suite on the
 # device, measure the 27b oracle alone and beside llama.cpp. Meant for a machine without a network.
 #
-#   tools/gpu_check.sh [build] [kernels] [oracle] [bench] [sweep] [gap] [tests]     (default: all, in this order)
+#   tools/gpu_check.sh [build] [kernels] [oracle] [bench] [batch] [sweep] [gap] [tests]     (default: all, in this order)
 #
 # Reads from GPU_KIT (default .gpu, git-ignored), packed where there is a network:
 #   cache.tar.xz  luce's cache folder, as tools/fetch_ggml.py leaves it: `tar -C ~/.cache -cJf ... luce`
-#   peer.tar.xz   `peer/bin/` with llama-bench and llama-server of the same archive
+#   peer.tar.xz   `peer/bin/` with llama-bench, llama-batched-bench and llama-server of the same archive
 #   *.whl         cffi and gguf, where the machine's Python lacks them
 # Writes results, logs and bench rows to OUT (default .gpu/out).
 set -euo pipefail
@@ -16,7 +16,7 @@ out=${OUT:-$kit/out}
 work=${GPU_WORK:-/var/tmp/luce-gpu}
 shape=${GPU_SHAPE:-27b}
 mkdir -p "$out" "$work"
-stages=${*:-build kernels oracle bench sweep gap tests}
+stages=${*:-build kernels oracle bench batch sweep gap tests}
 export PATH=/usr/local/cuda/bin:$PATH PYTHONUNBUFFERED=1
 export LD_LIBRARY_PATH=/usr/local/cuda/lib64:$work/peer/bin:${LD_LIBRARY_PATH:-}
 
@@ -48,8 +48,11 @@ fi
 if want kernels; then
     say "kernels"
     mkdir -p "$work/kernels"
+    arch=$(nvidia-smi -i 0 --query-gpu=compute_cap --format=csv,noheader | tr -d .)
+    arch=${arch/#90/90a} # with Hopper's own instructions
     printf '%s\n' tests/cuda/*.cu native/kernels/*.cu | xargs -P "$(nproc)" -I{} sh -c \
-        'nvcc -std=c++17 -O3 -fmad=false -arch=native -Inative/kernels -c "$1" -o "$2/$(basename "$1").o"' _ {} "$work/kernels"
+        'nvcc -std=c++17 -O3 -fmad=false -gencode "arch=compute_$3,code=sm_$3" -Inative/kernels -c "$1" \
+            -o "$2/$(basename "$1").o"' _ {} "$work/kernels" "$arch"
     nvcc -o "$work/kernel_check" "$work"/kernels/*.o
     "$work/kernel_check" 2>&1 | tee "$out/kernels.txt"
 fi
@@ -66,6 +69,12 @@ if want bench; then
     python3 bench/peer_llamacpp.py "$XDG_CACHE_HOME/luce/oracle-$shape-0.8.gguf" --bin "$work/peer/bin" \
         --device cuda --threads 16 --modes plain,mtp:1,mtp:2,mtp:3 --synthetic "${SYNTHETIC:-2.9}" \
         --rounds "${ROUNDS:-3}" --commit "${COMMIT:-}" --save "$out" 2>&1 | tee "$out/bench.txt"
+fi
+if want batch; then
+    say "several sequences beside llama.cpp"
+    [[ -d $work/peer/bin ]] || tar -C "$work" -xJf "$kit/peer.tar.xz"
+    python3 bench/peer_batch.py "$XDG_CACHE_HOME/luce/oracle-$shape-0.8.gguf" --bin "$work/peer/bin" --device cuda \
+        --threads 16 --rounds "${ROUNDS:-3}" --commit "${COMMIT:-}" --save "$out" 2>&1 | tee "$out/batch.txt"
 fi
 if want sweep; then
     say "what a step costs, by rows and context"

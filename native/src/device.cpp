@@ -44,7 +44,7 @@ std::vector<Device> find_devices() {
     ggml_backend_reg_t reg = ggml_backend_cuda_reg();
     for (size_t i = 0; i < ggml_backend_reg_dev_count(reg); i++) {
         found.push_back({format("cuda:%zu", i), ggml_backend_reg_dev_get(reg, i), true, int(i),
-                         cuda::compute_capability(int(i)) >= 80});
+                         cuda::compute_capability(int(i)) == 90});
     }
 #endif
     found.push_back({"cpu", ggml_backend_reg_dev_get(ggml_backend_cpu_reg(), 0), false});

@@ -18,7 +18,7 @@ struct Device {
     bool gpu = false;
     int index = 0; // of the GPU, as CUDA counts
     bool own_matmul =
-        false; // luce's own matmul runs there (kernels/rowmm.h: compute capability 8.0 and later)
+        false; // luce's own matmul has been run on its kind: compute capability 9.0 (rowmm.h)
 
     ggml_backend_buffer_type_t buffer_type() const; // plain CPU memory, or the GPU's
     void memory(uint64_t *free, uint64_t *total) const;
