@@ -203,7 +203,7 @@ def test_no_figure_is_cut_on_a_narrow_terminal(
     columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(
-        "luce.render.Console",
+        "rich.console.Console",
         lambda **options: Console(force_terminal=True, width=columns, color_system=None),
     )
     rows = [
