@@ -41,6 +41,14 @@ def open_engine(model: Model, **params: int | str) -> Engine:
     return drive.open_engine(model, **filled | params)
 
 
+def started(engine: Engine, n: int = 3) -> list[Sequence]:
+    """Sequences with prompts of their own."""
+    sequences = [engine.sequence() for _ in range(n)]
+    for seed, sequence in enumerate(sequences):
+        drive.prefill(sequence, tokens_of(20 + seed, seed))
+    return sequences
+
+
 def state_of(engine: Engine, *sequences: Sequence) -> list[object]:
     """What a call that does nothing leaves as it was. Reading it drops rows that are verified."""
     infos: list[object] = [engine.info, *(each.info for each in sequences)]

@@ -10,10 +10,9 @@ import drive
 import nan_model
 import numpy as np
 import pytest
-from nan_model import BAD, open_engine, tokens_of
+from nan_model import BAD, open_engine, started, tokens_of
 
 from luce._native import Engine, Library, Model, Rows
-from luce._native import Sequence as Timeline
 from luce.errors import NumericError, StateError
 
 
@@ -30,14 +29,6 @@ def model(native: Library, path: Path, device: str) -> Model:
 @pytest.fixture
 def engine(model: Model) -> Engine:
     return open_engine(model)
-
-
-def started(engine: Engine, n: int = 3) -> list[Timeline]:
-    """Sequences with prompts of their own."""
-    sequences = [engine.sequence() for _ in range(n)]
-    for seed, sequence in enumerate(sequences):
-        drive.prefill(sequence, tokens_of(20 + seed, seed))
-    return sequences
 
 
 def test_an_item_that_is_not_finite_fails_alone(native: Library, engine: Engine, device: str) -> None:

@@ -11,10 +11,9 @@ import drive
 import nan_model
 import numpy as np
 import pytest
-from nan_model import SMALL, open_engine, state_of, tokens_of
+from nan_model import SMALL, open_engine, started, state_of, tokens_of
 
 from luce._native import Drafts, Engine, Library, Model, Rows
-from luce._native import Sequence as Timeline
 from luce.errors import (
     ArgumentError,
     Cancelled,
@@ -41,14 +40,6 @@ def model(native: Library, path: Path, device: str) -> Model:
 @pytest.fixture
 def engine(model: Model) -> Engine:
     return open_engine(model)
-
-
-def started(engine: Engine, n: int = 3) -> list[Timeline]:
-    """Sequences with prompts of their own."""
-    sequences = [engine.sequence() for _ in range(n)]
-    for seed, sequence in enumerate(sequences):
-        drive.prefill(sequence, tokens_of(20 + seed, seed))
-    return sequences
 
 
 # ---- what a step refuses

@@ -19,36 +19,6 @@ __global__ void fill_cells(__half *x, size_t n) {
     }
 }
 
-double median_us(const std::function<void(int)> &enqueue) {
-    void *graph = nullptr;
-    enqueue(0);
-    must(cuda::capture_begin(stream));
-    for (int i = 0; i < LAYERS; i++) {
-        enqueue(i);
-    }
-    must(cuda::capture_end(stream, &graph));
-    cudaEvent_t begin, end;
-    must(cudaEventCreate(&begin));
-    must(cudaEventCreate(&end));
-    Floats us;
-    for (int i = 0; i < REPLAYS + 3; i++) {
-        must(cudaEventRecord(begin, stream));
-        must(cuda::capture_launch(graph, stream));
-        must(cudaEventRecord(end, stream));
-        must(cudaEventSynchronize(end));
-        float ms = 0;
-        must(cudaEventElapsedTime(&ms, begin, end));
-        if (i >= 3) { // warm
-            us.push_back(ms * 1000);
-        }
-    }
-    cuda::capture_free(graph);
-    must(cudaEventDestroy(begin));
-    must(cudaEventDestroy(end));
-    std::nth_element(us.begin(), us.begin() + us.size() / 2, us.end());
-    return us[us.size() / 2] / LAYERS;
-}
-
 struct Cells { // of all layers
     int type, n_seqs, n_pages; // pages of a sequence
     int64_t cell_bytes;
@@ -119,10 +89,10 @@ void time_case(const Cells &cells, int context, const Ints &parents, int max_pag
     for (int i = 0; i < LAYERS; i++) {
         store(i);
     }
-    const double store_us = median_us(store), us = median_us([&](int i) {
+    const double store_us = median_us(store, REPLAYS, LAYERS), us = median_us([&](int i) {
         a.pool = cells.layer(i);
         must(cuda::attention(a, stream));
-    });
+    }, REPLAYS, LAYERS);
     const double bytes = 2.0 * cells.n_seqs * (context + rows) * double(cells.cell_bytes);
     printf("luce type %d context %6d seqs %d rows %2d %-6s %8.2f us %6.0f GB/s, store %.2f us\n", cells.type, context,
            cells.n_seqs, rows, name, us, bytes / us / 1e3, store_us);

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <cstring>
 #include <random>
 #include <string>
@@ -105,6 +106,48 @@ inline StepCtl blank_ctl() {
         row.seq = row.keep = -1;
     }
     return ctl;
+}
+
+// ---- timings ----
+
+// Median of a captured graph's replays, in us; the first few warm up.
+inline double median_us(const std::function<void()> &enqueue, int replays) {
+    void *graph = nullptr;
+    must(cuda::capture_begin(stream));
+    enqueue();
+    must(cuda::capture_end(stream, &graph));
+    cudaEvent_t begin, end;
+    must(cudaEventCreate(&begin));
+    must(cudaEventCreate(&end));
+    constexpr int WARM_UP = 3;
+    Floats us;
+    for (int i = 0; i < replays + WARM_UP; i++) {
+        must(cudaEventRecord(begin, stream));
+        must(cuda::capture_launch(graph, stream));
+        must(cudaEventRecord(end, stream));
+        must(cudaEventSynchronize(end));
+        float ms = 0;
+        must(cudaEventElapsedTime(&ms, begin, end));
+        if (i >= WARM_UP) {
+            us.push_back(ms * 1000);
+        }
+    }
+    cuda::capture_free(graph);
+    must(cudaEventDestroy(begin));
+    must(cudaEventDestroy(end));
+    std::nth_element(us.begin(), us.begin() + us.size() / 2, us.end());
+    return us[us.size() / 2];
+}
+
+// Of one op among `layers` that follow each other; each runs once before that, so that kernels are loaded.
+inline double median_us(const std::function<void(int)> &enqueue, int replays, int layers) {
+    enqueue(0);
+    const auto all = [&] {
+        for (int i = 0; i < layers; i++) {
+            enqueue(i);
+        }
+    };
+    return median_us(all, replays) / layers;
 }
 
 // ---- one DeltaNet layer on the device ----

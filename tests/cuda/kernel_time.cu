@@ -10,37 +10,6 @@
 static const Shape S27{16, 48, 128};
 constexpr int LAYERS = 48, R = MAX_ROWS, SLOTS = 16, REPLAYS = 40;
 
-// of one op among LAYERS that follow each other
-static double median_us(const std::function<void(int)> &enqueue) {
-    void *graph = nullptr;
-    enqueue(0);
-    must(cuda::capture_begin(stream));
-    for (int i = 0; i < LAYERS; i++) {
-        enqueue(i);
-    }
-    must(cuda::capture_end(stream, &graph));
-    cudaEvent_t begin, end;
-    must(cudaEventCreate(&begin));
-    must(cudaEventCreate(&end));
-    Floats us;
-    for (int i = 0; i < REPLAYS + 5; i++) {
-        must(cudaEventRecord(begin, stream));
-        must(cuda::capture_launch(graph, stream));
-        must(cudaEventRecord(end, stream));
-        must(cudaEventSynchronize(end));
-        float ms = 0;
-        must(cudaEventElapsedTime(&ms, begin, end));
-        if (i >= 5) { // warm
-            us.push_back(ms * 1000);
-        }
-    }
-    cuda::capture_free(graph);
-    must(cudaEventDestroy(begin));
-    must(cudaEventDestroy(end));
-    std::nth_element(us.begin(), us.begin() + us.size() / 2, us.end());
-    return us[us.size() / 2] / LAYERS;
-}
-
 // A spine of up to 16 rows, then branches of 4 from its deeper end upwards, in depth-first order.
 static Ints draft_tree(int T) {
     const int spine = std::min(16, T / 2);
@@ -72,9 +41,9 @@ static void time_layers(std::vector<std::unique_ptr<Layer>> &layers, DeltaMode m
         }
         layer->set_ctl(parts);
     }
-    const double conv_us = median_us([&](int i) { layers[i]->enqueue_conv(mode, width, x, conv); });
+    const double conv_us = median_us([&](int i) { layers[i]->enqueue_conv(mode, width, x, conv); }, REPLAYS, LAYERS);
     const double delta_us =
-        median_us([&](int i) { layers[i]->enqueue_delta(mode, width, conv, alpha, beta, out); });
+        median_us([&](int i) { layers[i]->enqueue_delta(mode, width, conv, alpha, beta, out); }, REPLAYS, LAYERS);
     const bool append = mode == DELTA_APPEND;
     const double row_bytes = 4.0 * S27.C(), state_bytes = 4.0 * S27.Hv * S27.S * S27.S;
     const double log_bytes = 4.0 * (S27.Hv + S27.Hk) * S27.S;
@@ -123,7 +92,7 @@ void time_kernels() {
     Device<float> logits(normals(size_t(n) * 16));
     Device<int32_t> picks(size_t(16) * ARGMAX_WIDTH);
     for (int T : {1, 16}) {
-        const double us = median_us([&](int) { must(cuda::argmax({logits.p, n, T, picks.p}, stream)); });
+        const double us = median_us([&](int) { must(cuda::argmax({logits.p, n, T, picks.p}, stream)); }, REPLAYS, LAYERS);
         printf("argmax of %2d rows (logits in L2) %6.2f us %5.0f GB/s\n", T, us, 4.0 * n * T / us / 1e3);
     }
 }

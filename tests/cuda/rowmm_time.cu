@@ -16,34 +16,6 @@ constexpr int64_t E = 5120, FF = 17408, QKV = 10240, Z = 6144, Q = 12288, KV = 1
 constexpr int Q4 = 12, Q5 = 13, Q6 = 14, Q8 = 8;
 constexpr int WIDTHS[] = {1, 2, 4, 8, 16, 32, 64};
 
-// Median of a graph's replays, in us.
-double median_us(const std::function<void()> &enqueue, int replays) {
-    void *graph = nullptr;
-    must(cuda::capture_begin(stream));
-    enqueue();
-    must(cuda::capture_end(stream, &graph));
-    cudaEvent_t begin, end;
-    must(cudaEventCreate(&begin));
-    must(cudaEventCreate(&end));
-    Floats us;
-    for (int i = 0; i < replays + 2; i++) {
-        must(cudaEventRecord(begin, stream));
-        must(cuda::capture_launch(graph, stream));
-        must(cudaEventRecord(end, stream));
-        must(cudaEventSynchronize(end));
-        float ms = 0;
-        must(cudaEventElapsedTime(&ms, begin, end));
-        if (i >= 2) {
-            us.push_back(ms * 1000);
-        }
-    }
-    cuda::capture_free(graph);
-    must(cudaEventDestroy(begin));
-    must(cudaEventDestroy(end));
-    std::nth_element(us.begin(), us.begin() + us.size() / 2, us.end());
-    return us[us.size() / 2];
-}
-
 // Packed weights of one type, as many as wanted: fragments of one random matrix over and over.
 struct Arena {
     int type;
