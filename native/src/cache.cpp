@@ -76,9 +76,19 @@ Cache::Cache(const Weights &weights, const HParams &hp, const NextN *head, const
             ggml_new_tensor_2d(ctx, GGML_TYPE_F32, hp.n_embd, n_slots * (2 * int64_t(params.n_rows) + 1) + 2);
         state_bytes_ += ggml_nbytes(hidden_);
     }
+    set_data(
+        reinterpret_cast<void *>(uintptr_t(256))); // until allocate(): not the graph allocator's business
+}
+
+void Cache::set_data(void *data) {
+    for (ggml_tensor *t = ggml_get_first_tensor(context_.get()); t;
+         t = ggml_get_next_tensor(context_.get(), t)) {
+        t->data = data;
+    }
 }
 
 void Cache::allocate(const Device &device) {
+    set_data(nullptr);
     buffer_.reset(ggml_backend_alloc_ctx_tensors_from_buft(context_.get(), device.buffer_type()));
     if (!buffer_) {
         fail(LUCE_E_MEMORY, "%s: allocating %s for the engine's caches failed", device.name.c_str(),

@@ -106,6 +106,8 @@ public:
     std::vector<Piece> state_pieces(int32_t slot, int32_t hidden) const;
 
 private:
+    void set_data(void *data); // of all tensors
+
     CacheParams params_;
     uint32_t max_pages_;
     std::vector<KvCells> kv_; // by trunk block; empty entries for DeltaNet
