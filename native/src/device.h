@@ -17,8 +17,7 @@ struct Device {
     ggml_backend_dev_t dev = nullptr;
     bool gpu = false;
     int index = 0; // of the GPU, as CUDA counts
-    bool own_matmul =
-        false; // luce's own matmul has been run on its kind: compute capability 9.0 (rowmm.h)
+    bool own_matmul = false; // luce's own matmul has been run on its kind (kernels/rowmm.h): capability 9.0
 
     ggml_backend_buffer_type_t buffer_type() const; // plain CPU memory, or the GPU's
     void memory(uint64_t *free, uint64_t *total) const;
