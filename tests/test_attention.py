@@ -18,7 +18,7 @@ from luce._native import Library
 ARGMAX_WIDTH = 126
 TYPES = {"f32": np.dtype("f4"), "f16": np.dtype("f2"), "q8_0": Q8_0, "q4_0": Q4_0}
 seeds = st.integers(0, 2**32 - 1)
-few = settings(max_examples=3, deadline=None)
+few = settings(max_examples=8, deadline=None)
 
 
 def random(rng: np.random.Generator, *shape: int) -> np.ndarray:

@@ -16,9 +16,9 @@
  *   Plain decoding is a round without candidates.
  *
  * What is promised: a sequence's tokens depend on the model, its prompt, seed and sampling alone: not on drafts,
- * on the sequences beside it, or on whether its prompt came from a checkpoint. (On CUDA this holds for compute
- * capability 9.0, but for weights of the IQ1, IQ2 and IQ3 types: other GPUs and those types have ggml's matmul,
- * which changes a row's last bits with the number of rows of a step.)
+ * on the sequences beside it, or on whether its prompt came from a checkpoint. (On CUDA the ops of a step
+ * are checked for it on compute capability 9.0, but for weights of the IQ1, IQ2 and IQ3 types: those and other GPUs
+ * have ggml's matmul, which changes a row's last bits with the number of rows of a step.)
  *
  * Conventions
  * - Every function returns a luce_status unless stated; results go to out-parameters, which are
