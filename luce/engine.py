@@ -15,7 +15,7 @@ from luce.costs import Costs
 from luce.drafting import DraftSource, FixedGamma, NextN
 from luce.errors import LuceError, about
 from luce.gamma import AutoGamma, can_pay
-from luce.generation import Event, Failed, Generation, State
+from luce.generation import Event, Failed, Generation, Prefixes, State
 from luce.loop import Loop
 from luce.plan import Auto, Mtp, Options, Plain, Plan, Request, fitted, plan
 from luce.probe import Facts, probe
@@ -117,11 +117,19 @@ class Engine:
             engine._opened = opened.pop_all()
         return engine
 
-    def generation(self, request: Request, cancelled: Callable[[], bool] = lambda: False) -> Generation:
-        """A generation on a sequence of its own, for a Loop; OutOfMemory where all sequences run."""
-        sequence = self.native.sequence()
+    def generation(
+        self,
+        request: Request,
+        cancelled: Callable[[], bool] = lambda: False,
+        prefixes: Prefixes | None = None,
+    ) -> Generation:
+        """A generation on a sequence of its own, for a Loop; OutOfMemory where all sequences run. prefixes:
+        where it may start, and what is kept of it."""
+        sequence, source = self.native.sequence(), self._source()
         try:
-            return Generation(sequence, self.info, self.tokenizer, request, self._source(), cancelled)
+            return Generation(
+                sequence, self.info, self.tokenizer, request, source, cancelled, prefixes=prefixes
+            )
         except BaseException:
             sequence.close()
             raise

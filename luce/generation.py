@@ -51,10 +51,12 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Chunk:
-    """The next tokens of a prompt, committed in one step. Told the choice after them if they are the last."""
+    """The next tokens of a prompt, committed in one step. Told the choice after them if they are the last.
+    left: tokens of the prompt after them."""
 
     tokens: tuple[int, ...]
     last: bool
+    left: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,9 +81,10 @@ Want = Chunk | Turn | Drafts | Rows
 
 @dataclass(frozen=True)
 class Started:
-    """The request is accepted; the prefill begins."""
+    """The request is accepted; the prefill begins after `cached` tokens, which a checkpoint holds."""
 
     prompt_tokens: int
+    cached: int = 0
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ class Warned:
 class Finished:
     """reason: "stop" (end of text or stop string), "length", "cancelled". truncated_by says what a "length"
     was: "max_tokens", the request's, or "context", which is full. tokens end with the end-of-text token or
-    the one that completed the stop string; text does not."""
+    the one that completed the stop string; text does not. cached: prompt tokens that were not read again."""
 
     reason: str
     text: str
@@ -119,6 +122,7 @@ class Finished:
     prompt_tokens: int
     stats: Stats
     truncated_by: str | None = None
+    cached: int = 0
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,17 @@ class Failed:
 
 Event = Started | Prefilled | Round | Tokens | Warned | Finished | Failed
 Verb = Generator[Event | Want, Any, State]  # yields events, and wants whose results it is sent
+
+
+class Prefixes(Protocol):
+    """Keeps beginnings of prompts, so that other prompts can start from them."""
+
+    def resume(self, sequence: Sequence, prompt: tuple[int, ...]) -> int:
+        """Brings the sequence to the end of the longest beginning of `prompt` that is kept, or empties it:
+        its tokens, a multiple of n_chunk and fewer than the prompt's."""
+
+    def reached(self, sequence: Sequence, prompt: tuple[int, ...]) -> None:
+        """The sequence is at the end of a whole chunk of `prompt`."""
 
 
 class Sizes(Protocol):
@@ -157,12 +172,14 @@ class Generation:
         source: DraftSource | None = None,
         cancelled: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.perf_counter,
+        prefixes: Prefixes | None = None,
     ):
         self.state = State.IDLE
         self.want: Want | None = None
         self.sequence, self.cancelled = sequence, cancelled
         self._clock, self._sizes, self._request = clock, sizes, request
         self._source, self._mode = source, source.name if source else "plain"
+        self._prefixes, self._cached = prefixes, 0  # tokens of the prompt that a checkpoint held
         self._eos = frozenset[int]() if request.ignore_eos else tokenizer.eos_ids
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopStrings(request.stops)
@@ -247,10 +264,13 @@ class Generation:
             raise ArgumentError("the prompt is empty: at least one token is needed")
         if len(prompt) > n_ctx:
             raise ContextFull(f"a prompt of {len(prompt)} tokens, a context of {n_ctx}")
-        self.sequence.reset()
-        self.sequence.set_sampling(self._request.sampling)
         self._began = self._clock()
-        yield Started(len(prompt))
+        if self._prefixes:
+            self._cached = self._prefixes.resume(self.sequence, prompt)
+        else:
+            self.sequence.reset()
+        self.sequence.set_sampling(self._request.sampling)
+        yield Started(len(prompt), self._cached)
         if self._source:
             try:
                 self._source.begin(self._budget)
@@ -261,9 +281,11 @@ class Generation:
     def _prefill(self) -> Verb:
         prompt, n_chunk = self._request.prompt, self._sizes.n_chunk
         choice = -1
-        for begin in range(0, len(prompt), n_chunk):
+        for begin in range(self._cached, len(prompt), n_chunk):
             end = min(begin + n_chunk, len(prompt))
-            choice = yield Chunk(prompt[begin:end], end == len(prompt))
+            choice = yield Chunk(prompt[begin:end], end == len(prompt), len(prompt) - end)
+            if self._prefixes and end == begin + n_chunk:
+                self._prefixes.reached(self.sequence, prompt)
             yield Prefilled(end, len(prompt))
         self._first_token = self._clock()
         if self._request.max_tokens == 0:
@@ -386,7 +408,8 @@ class Generation:
         decoded = max(len(self._tokens) - 1, 0)
         stats = self._tally.stats(self._mode, first - self._began, now - first, decoded)
         text, prompt = "".join(self._text), len(self._request.prompt)
-        return Finished(self._reason, text, tuple(self._tokens), prompt, stats, self._truncated_by)
+        ended_by, cached = self._truncated_by, self._cached
+        return Finished(self._reason, text, tuple(self._tokens), prompt, stats, ended_by, cached)
 
 
 def _require_within(draft: Draft, rows: int, depth: int) -> None:

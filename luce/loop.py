@@ -1,7 +1,7 @@
 """The loop: drives any number of generations in turn, with one step of the engine for all of them.
 
-Its turns alternate: a chunk of the prompt of one generation that has still to read it, then one round of all
-the others, which is one draft step and one verify step. One generation is the case of one.
+Its turns alternate: a chunk of the prompt of one generation that has still to read it, then rounds of all the
+others, each one draft step and one verify step. One generation is the case of one.
 """
 
 from __future__ import annotations
@@ -21,10 +21,20 @@ W = TypeVar("W", Chunk, Turn, Drafts, Rows)
 
 
 class Loop:
-    """Generations on sequences of one engine. `clock` gives seconds."""
+    """Generations on sequences of one engine. `clock` gives seconds. prefill_share, in 0..1 and above 0: the
+    part of the time that chunks of prompts may take while other generations decode; between two chunks there
+    is always a round."""
 
-    def __init__(self, engine: Engine, clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self,
+        engine: Engine,
+        clock: Callable[[], float] = time.perf_counter,
+        prefill_share: float = 1.0,
+    ):
         self._engine, self._clock = engine, clock
+        self._rounds_for = (1 - prefill_share) / prefill_share  # seconds of rounds, for one of chunks
+        self._owed = 0.0  # seconds of rounds before the next chunk
+        self._oldest_next = True
         self._running: list[Generation] = []
         self._cancelled = False
         self._chunk_next = True
@@ -50,14 +60,16 @@ class Loop:
     def step(self) -> Happened:
         """One turn; what happened in it and since the last one."""
         self._end_cancelled()
-        reading = self._wanting(Chunk)
+        reading, began = self._wanting(Chunk), self._clock()
         try:
             if reading and (self._chunk_next or len(reading) == len(self._running)):
                 self._chunk_next = False
-                self._step(reading[:1], self._prefill)
+                self._step([self._next_to_read(reading)], self._prefill)
+                self._owed = self._rounds_for * (self._clock() - began)
             else:
-                self._chunk_next = True
                 self._round()
+                self._owed -= self._clock() - began
+                self._chunk_next = self._owed <= 0
         except Cancelled:
             pass  # nothing was done: the next turn ends those who asked, and asks again for the others
         happened, self._happened = self._happened, []
@@ -76,6 +88,14 @@ class Loop:
         for generation in list(self._running):
             if everything or generation.cancelled():
                 self._note(generation, generation.cancel())
+
+    def _next_to_read(self, reading: Sequence[tuple[Generation, Chunk]]) -> tuple[Generation, Chunk]:
+        """In turn the oldest and the one with least left: short prompts wait for no long ones, and long ones
+        are read all the same."""
+        self._oldest_next = not self._oldest_next
+        if not self._oldest_next:
+            return reading[0]
+        return min(reading, key=lambda each: len(each[1].tokens) + each[1].left)
 
     def _prefill(self, of: Sequence[tuple[Generation, Chunk]]) -> list[int | None]:
         return [one.sequence.prefill(chunk.tokens, chunk.last) for one, chunk in of]
