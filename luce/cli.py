@@ -25,9 +25,18 @@ from luce.command import (
     without_temperature,
 )
 from luce.engine import Engine, Files
-from luce.errors import ContextFull, FileError, LuceError, about
+from luce.errors import ContextFull, FileError, LuceError, UnsupportedError, about
 from luce.fit import fits
-from luce.plan import DEFAULT_GAMMA, MAX_GAMMA, SPECS, Options, Request, require_supported
+from luce.plan import (
+    DEFAULT_BUDGET,
+    DEFAULT_GAMMA,
+    MAX_BUDGET,
+    MAX_GAMMA,
+    SPECS,
+    Options,
+    Request,
+    require_supported,
+)
 from luce.probe import probe
 from luce.render import Display, devices_text, facts_text, printable, tensors_text
 from luce.structs import Sampling
@@ -165,8 +174,9 @@ def cli(version: bool) -> None:
 @click.option(
     "--spec",
     type=click.Choice(SPECS),
-    help="Draft tokens and verify them together: auto where the files have a NextN head and it pays, mtp "
-    "always, off never. On the CPU the tokens stay the same, on CUDA all but near-ties.  [default: auto]",
+    help="Draft tokens and verify them together: with the NextN head (mtp), with what followed earlier in "
+    "the text (lookup), never (off), or as it pays (auto). On the CPU the tokens stay the same, on CUDA all "
+    "but near-ties.  [default: auto]",
 )
 @click.option(
     "--mtp-gamma",
@@ -179,6 +189,18 @@ def cli(version: bool) -> None:
     "--mtp-gguf",
     type=FilePath(path_type=Path),
     help="Take the NextN head from this GGUF.  [default: the model's own]",
+)
+@click.option(
+    "--draft",
+    type=FilePath(path_type=Path),
+    help="Draft with the DFlash drafter of this GGUF; alone it means --spec dflash.",
+)
+@click.option(
+    "--tree-budget",
+    type=click.IntRange(1, MAX_BUDGET),
+    metavar="N",
+    help=f"Verify at most N candidates a round, 1 to {MAX_BUDGET}.  [default: {DEFAULT_BUDGET} with --spec "
+    "lookup]",
 )
 @click.option("--stop", "stops", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
 @click.option("--json", "as_json", is_flag=True, help="Print one object at the end instead of the text.")
@@ -199,6 +221,7 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
       luce generate --gguf model.gguf "def main("
       luce generate --gguf model.gguf --chat "What is a KV cache?" --temp 0.7 --seed 1
       luce generate --gguf model.gguf --mtp-gamma 2 "def main("
+      luce generate --gguf model.gguf --spec lookup -f program.py
       cat notes.txt | luce generate --gguf model.gguf --chat "Summarise this." -n 200
       luce generate -m model.gguf -f notes.txt --jsonl | jq -j .text
     """
@@ -218,6 +241,8 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
         text = read_prompt(prompt, most * files.tokenizer.longest * NFC_SHRINKS, flags["prompt_file"])
         display.spin("loading the model")
         request = make_request(prompt_of(files, text, most, flags), flags)
+        if flags["draft"] is not None:
+            raise UnsupportedError("luce cannot draft with a DFlash drafter yet")
         options, n_prompt = make_options(flags), len(request.prompt)
         engine = opened.enter_context(
             Engine.open(files, options, display.loading, n_prompt, request.max_tokens)
@@ -244,11 +269,39 @@ def contradiction(flags: Mapping[str, Any]) -> str | None:
         return "--quiet and --verbose: give one of them"
     if flags["special"] and flags["chat"]:
         return "--special is for --raw: in a chat only the template spells control tokens"
-    if flags["spec"] == "off" and flags["mtp_gamma"] is not None:
-        return "--mtp-gamma drafts with the NextN head, --spec off drafts nothing: give one of them"
-    if flags["spec"] == "off" and flags["mtp_gguf"] is not None:
-        return "--mtp-gguf names a NextN head to draft with, --spec off drafts nothing: give one of them"
-    return without_temperature(flags["temp"], "top_k", "top_p", "min_p", "seed")
+    return misplaced(flags) or without_temperature(flags["temp"], "top_k", "top_p", "min_p", "seed")
+
+
+# What flags of drafting are of, and in which modes of --spec they are of use.
+_OF_DRAFTING = {
+    "mtp_gamma": ("drafts with the NextN head", ("auto", "mtp")),
+    "mtp_gguf": ("names a NextN head to draft with", ("auto", "mtp")),
+    "draft": ("names a DFlash drafter", ("auto", "dflash")),
+    "tree_budget": ("bounds the candidates of a tree or a lookup", ("auto", "dflash", "lookup")),
+}
+_SPECS = {
+    "off": "drafts nothing",
+    "mtp": "drafts chains of the NextN head",
+    "dflash": "drafts with a DFlash drafter",
+    "lookup": "drafts from the text",
+}
+
+
+def misplaced(flags: Mapping[str, Any]) -> str | None:
+    """What is wrong with flags of drafting that the mode would ignore. A chain's length alone asks for mtp, a
+    drafter alone for dflash."""
+    implied = {"mtp_gamma": "mtp", "draft": "dflash"}
+    asking = "spec" if flags["spec"] else next((name for name in implied if flags[name] is not None), None)
+    if asking is None:
+        return None
+    spec = flags["spec"] if asking == "spec" else implied[asking]
+    for name, (does, specs) in _OF_DRAFTING.items():
+        if flags[name] is not None and spec not in specs:
+            flag = "--" + name.replace("_", "-")
+            of = f"--spec {spec}" if asking == "spec" else f"--{asking.replace('_', '-')} without --spec"
+            remedy = "give one of them" if asking == "spec" else "--spec auto takes both"
+            return f"{flag} {does}, {of} {_SPECS[spec]}: {remedy}"
+    return None
 
 
 def read_prompt(prompt: str | None, most: int = sys.maxsize - 1, file: Path | None = None) -> str:
@@ -325,8 +378,9 @@ def make_options(flags: Mapping[str, Any]) -> Options:
         ctx=flags["ctx"],
         kv_type=flags["kv_type"],
         threads=flags["threads"],
-        spec=flags["spec"],
+        spec=flags["spec"] or (None if flags["draft"] is None else "dflash"),
         gamma=flags["mtp_gamma"],
+        budget=flags["tree_budget"],
     )
 
 

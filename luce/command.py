@@ -25,6 +25,7 @@ KV_TYPES = ("f16", "q8_0", "q4_0", "f32")
 COMMAND = "luce.command"  # in a context's meta: the words of the command line
 REMEDIES = {  # what LuceError.concerns, in the words of the command line
     "nextn_head": "--mtp-gguf PATH names a file that has one",
+    "drafter": "--draft PATH names a file that has one",
     "trunk": "--mtp-gguf PATH takes its head for the model of --gguf",
     "chat_template": "--raw takes the prompt as it is",
     "sandbox": "--unsafe-check runs the checks with limits alone, --no-check skips them",

@@ -101,6 +101,31 @@ class NextN:
         self._pace.learn(done)
 
 
+class Text(Protocol):
+    """A sequence's committed tokens (_native.Sequence)."""
+
+    def lookup(self, anchor: int, most: int) -> tuple[list[int], int]: ...
+
+
+class TextLookup:
+    """What followed earlier in the text, as many tokens as asked, in every round that finds such a place."""
+
+    name = "lookup"
+
+    def __init__(self, text: Text, budget: int):
+        self._text, self._budget = text, budget
+
+    def begin(self, budget: int) -> None:
+        pass
+
+    def draft(self, anchor: int, limits: Limits) -> Draft:
+        tokens, _ = self._text.lookup(anchor, min(self._budget, limits.rows, limits.depth))
+        return Draft(tuple(tokens))
+
+    def learn(self, done: Round) -> None:
+        pass
+
+
 class FixedGamma:
     """As many drafts as asked, in every round that can still use them."""
 

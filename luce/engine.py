@@ -12,12 +12,12 @@ from pathlib import Path
 from luce import _native, cpus
 from luce._native import File, Model, Progress
 from luce.costs import Costs
-from luce.drafting import DraftSource, FixedGamma, NextN
+from luce.drafting import DraftSource, FixedGamma, NextN, TextLookup
 from luce.errors import LuceError, about
 from luce.gamma import AutoGamma, can_pay
 from luce.generation import Event, Failed, Generation, Prefixes, State
 from luce.loop import Loop
-from luce.plan import Auto, Mtp, Options, Plain, Plan, Request, fitted, plan
+from luce.plan import Auto, Lookup, Mtp, Options, Plain, Plan, Request, fitted, plan
 from luce.probe import Facts, probe
 from luce.tokenizer import Tokenizer
 
@@ -125,8 +125,9 @@ class Engine:
     ) -> Generation:
         """A generation on a sequence of its own, for a Loop; OutOfMemory where all sequences run. prefixes:
         where it may start, and what is kept of it."""
-        sequence, source = self.native.sequence(), self._source()
+        sequence = self.native.sequence()
         try:
+            source = self._source(sequence)
             return Generation(
                 sequence, self.info, self.tokenizer, request, source, cancelled, prefixes=prefixes
             )
@@ -134,7 +135,7 @@ class Engine:
             sequence.close()
             raise
 
-    def _source(self) -> DraftSource | None:
+    def _source(self, sequence: _native.Sequence) -> DraftSource | None:
         match self.plan.draft:
             case Plain():
                 return None
@@ -142,6 +143,8 @@ class Engine:
                 return NextN(FixedGamma(gamma))
             case Auto(gamma=gamma):
                 return NextN(AutoGamma(gamma, self.costs))
+            case Lookup(budget=budget):
+                return TextLookup(sequence, budget)
 
     def generate(self, request: Request, cancelled: Callable[[], bool] = lambda: False) -> Iterator[Event]:
         """The events of one generation, up to exactly one Finished or Failed. `cancelled` is asked between

@@ -14,7 +14,9 @@ DEFAULT_CHUNK = 512
 DEFAULT_GAMMA = 2  # where a chain is asked for without a length
 MAX_GAMMA = 8  # LUCE_MAX_DRAFT
 MAX_THREADS = 16  # that are taken without being asked for: more seldom help
-SPECS = ("auto", "off", "mtp")
+DEFAULT_BUDGET = 15  # candidates of a round, where a lookup is asked for without a number
+MAX_BUDGET = 63  # LUCE_MAX_ROWS less the anchor's
+SPECS = ("auto", "off", "mtp", "dflash", "lookup")
 
 Where = Literal["embedded", "separate"]
 
@@ -36,7 +38,7 @@ class Options:
     """How an engine is asked for; None: not said. ctx: positions of a sequence; sequences: that run at once;
     checkpoints: on the device at once; pages: of KV, for all of these; chunk: prefill rows of a step.
     spec: who decides what is drafted, one of SPECS; gamma: drafts of the NextN head a round,
-    0..MAX_GAMMA."""
+    0..MAX_GAMMA; budget: candidates a round of a lookup or a tree, 1..MAX_BUDGET."""
 
     device: str | None = None
     ctx: int | None = None
@@ -48,6 +50,7 @@ class Options:
     chunk: int | None = None
     spec: str | None = None
     gamma: int | None = None
+    budget: int | None = None
 
     @property
     def resolved_spec(self) -> str:
@@ -60,6 +63,8 @@ class Plain:
     """Nothing is drafted."""
 
     mode: ClassVar[str] = "plain"
+    chain: ClassVar[int] = 0
+    candidates: ClassVar[int] = 0
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,12 @@ class Mtp:
     gamma: int
     head: Where
 
+    @property
+    def chain(self) -> int:
+        return self.gamma
+
+    candidates = chain
+
 
 @dataclass(frozen=True)
 class Auto:
@@ -79,8 +90,28 @@ class Auto:
     gamma: int
     head: Where
 
+    @property
+    def chain(self) -> int:
+        return self.gamma
 
-Drafting = Plain | Mtp | Auto
+    candidates = chain
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """What followed earlier in the text is drafted, at most `budget` >= 1 tokens of it."""
+
+    mode: ClassVar[str] = "lookup"
+    chain: ClassVar[int] = 0
+    budget: int
+
+    @property
+    def candidates(self) -> int:
+        return self.budget
+
+
+# Of each, chain: drafts of the NextN head a round, and candidates: of all sources, at most.
+Drafting = Plain | Mtp | Auto | Lookup
 
 
 @dataclass(frozen=True)
@@ -101,18 +132,18 @@ class Plan:
 
     @property
     def drafts(self) -> int:
-        """Drafts of a round, at most."""
-        return 0 if isinstance(self.draft, Plain) else self.draft.gamma
+        """Drafts of the NextN head a round, at most."""
+        return self.draft.chain
 
     @property
     def params(self) -> EngineParams:
-        """The engine's: a sequence has a row for its anchor and one for each draft."""
+        """The engine's: a sequence has a row for its anchor and one for each candidate."""
         return EngineParams(
             n_ctx=self.ctx,
             n_sequences=self.sequences,
             n_checkpoints=self.checkpoints,
             n_pages=self.pages,
-            n_rows=self.drafts + 1,
+            n_rows=self.draft.candidates + 1,
             n_draft=self.drafts,
             n_chunk=self.chunk,
             n_threads=self.threads,
@@ -175,6 +206,14 @@ def _drafting(facts: Facts, options: Options, head: Facts | None) -> tuple[Draft
         if asked is not None:
             raise ArgumentError(f"chains of {asked} drafts were asked for, and that nothing is drafted")
         return Plain(), "drafting is off, as asked"
+    if asked is not None and spec in ("dflash", "lookup"):
+        raise ArgumentError(f"chains of {asked} drafts were asked for, and that {spec} drafts")
+    if spec == "dflash":
+        raise UnsupportedError("there is no DFlash drafter to draft with", concerns="drafter")
+    if spec == "lookup":
+        budget = options.budget or DEFAULT_BUDGET
+        length = "as asked" if options.budget else f"by default {budget} a round"
+        return Lookup(budget), f"what followed earlier in the text, {length}"
     if head is not None and not _has_head(head):
         raise UnsupportedError(f"the head's file holds no NextN head: {_missing(head)}")
     where: Where | None = "separate" if head is not None else "embedded" if _has_head(facts) else None

@@ -206,6 +206,17 @@ class FakeSequence:
             raise ArgumentError("n")
         return self.chain[1:]
 
+    def lookup(self, anchor, most):
+        """The newest place where the last four tokens stood before; the core takes the longest match."""
+        self.engine.called("lookup", most)
+        text = [*self.committed, anchor]
+        for end in range(len(text) - 1, 3, -1):
+            if text[end - 4 : end] == text[-4:]:
+                for at in range(end, end + most):
+                    text.append(text[at])
+                return text[len(text) - most :] if most else [], 4
+        return [], 0
+
     def histories(self, item, n):
         """What each row of a verify follows, itself included."""
         self.usable()

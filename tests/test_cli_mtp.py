@@ -121,13 +121,60 @@ def test_the_object_tells_rounds_drafts_and_times(generate):
     "flags",
     [
         *(["--mtp-gamma", value] for value in ("-1", "9", "x", "1.5", "")),
-        *(["--spec", value] for value in ("dflash", "", "none")),
+        *(["--spec", value] for value in ("always", "", "none")),
     ],
     ids=" ".join,
 )
 def test_values_out_of_range_are_usage_errors(generate, flags):
     result = generate("combined", *flags)
     assert result.exit_code == 2 and flags[0] in result.stderr
+
+
+SPEC_MATRIX = [  # flags of drafting together: words of the usage error, or what is missing, or None
+    (["--spec", "lookup"], None),
+    (["--spec", "lookup", "--tree-budget", "63"], None),
+    (["--spec", "auto", "--tree-budget", "5"], None),
+    (["--tree-budget", "5"], None),
+    (["--spec", "lookup", "--mtp-gamma", "2"], "--mtp-gamma"),
+    (["--spec", "lookup", "--mtp-gguf", "head"], "--mtp-gguf"),
+    (["--spec", "lookup", "--draft", "trunk"], "--draft"),
+    (["--spec", "off", "--draft", "trunk"], "--draft"),
+    (["--spec", "off", "--tree-budget", "5"], "--tree-budget"),
+    (["--spec", "mtp", "--draft", "trunk"], "--draft"),
+    (["--spec", "mtp", "--tree-budget", "5"], "--tree-budget"),
+    (["--mtp-gamma", "2", "--tree-budget", "5"], "--tree-budget"),
+    (["--mtp-gamma", "2", "--draft", "trunk"], "--draft"),
+    (["--draft", "trunk", "--mtp-gguf", "head"], "--mtp-gguf"),
+    (["--spec", "dflash", "--mtp-gguf", "head"], "--mtp-gguf"),
+    (["--spec", "dflash", "--mtp-gamma", "2"], "--mtp-gamma"),
+    (["--tree-budget", "0"], "--tree-budget"),
+    (["--tree-budget", "64"], "--tree-budget"),
+]
+
+
+@pytest.mark.parametrize(("flags", "named"), SPEC_MATRIX, ids=lambda case: " ".join(case or ["works"]))
+def test_flags_of_drafting_that_would_be_ignored_are_usage_errors(generate, flags, named):
+    result = generate("combined", *flags)
+    if named is None:
+        assert result.exit_code == 0 and result.stdout == generate("combined", "--spec", "off").stdout
+    else:
+        assert result.exit_code == 2 and named in result.stderr
+
+
+def test_a_drafter_that_was_not_given_is_named(generate):
+    result = generate("combined", "--spec", "dflash")
+    assert result.exit_code == 1 and "--draft" in result.stderr
+
+
+@pytest.mark.parametrize("model", ["trunk", "oracle"])
+@pytest.mark.parametrize("sampling", [(), ("--temp", "1.5", "--seed", 7)])
+def test_lookups_print_the_same_tokens(generate, device, model, sampling):
+    """Of a model that has no head, and of one that walks in circles."""
+    asked = ("-n", 200, "--ctx", 256, "--json", *(sampling if device == "cpu" else ()))
+    plain = json.loads(generate(model, "--spec", "off", *asked).stdout)
+    for budget in (1, 15, 63):
+        found = json.loads(generate(model, "--spec", "lookup", "--tree-budget", budget, *asked).stdout)
+        assert found["tokens"] == plain["tokens"] and found["stats"]["mode"] == "lookup"
 
 
 @pytest.mark.parametrize(("head", "named"), [("text", "text.gguf"), ("missing", "missing.gguf"),

@@ -8,7 +8,20 @@ import pytest
 from luce._native import File
 from luce.errors import ArgumentError, ContextFull, UnsupportedError
 from luce.loop import MAX_ROWS
-from luce.plan import DEFAULT_GAMMA, MAX_GAMMA, SPECS, Auto, Mtp, Options, Plain, fitted, plan
+from luce.plan import (
+    DEFAULT_BUDGET,
+    DEFAULT_GAMMA,
+    MAX_BUDGET,
+    MAX_GAMMA,
+    SPECS,
+    Auto,
+    Lookup,
+    Mtp,
+    Options,
+    Plain,
+    fitted,
+    plan,
+)
 from luce.probe import probe
 from luce.structs import EngineParams, Memory
 
@@ -104,8 +117,12 @@ GAMMAS = (None, 0, 1, 2, MAX_GAMMA)
 
 def wanted(model, spec, gamma, head):
     """design.md's rules, once more: the choice or the error."""
-    if spec == "off":
-        return Plain() if gamma is None else ArgumentError
+    if spec in ("off", "lookup", "dflash") and gamma is not None:
+        return ArgumentError
+    if spec in ("off", "lookup"):
+        return Plain() if spec == "off" else Lookup(DEFAULT_BUDGET)
+    if spec == "dflash":
+        return UnsupportedError
     if head not in (None, "combined", "head"):
         return UnsupportedError
     where = "separate" if head else "embedded" if model == "combined" else None
@@ -135,7 +152,7 @@ def test_every_flag_against_every_kind_of_file(files, model, head):
         chosen = plan(*arguments)
         assert chosen.draft == expected, (spec, gamma)
         assert chosen.drafts == getattr(expected, "gamma", 0)
-        assert (chosen.params.n_rows, chosen.params.n_draft) == (chosen.drafts + 1, chosen.drafts)
+        assert (chosen.params.n_rows, chosen.params.n_draft) == (chosen.draft.candidates + 1, chosen.drafts)
         assert chosen.as_json()["draft"]["value"] == {"mode": expected.mode, **vars(expected)}
         assert all(chosen.reasons.values()) and set(chosen.reasons) == set(vars(chosen)) - {"reasons"}
 
@@ -178,3 +195,4 @@ def test_auto_is_plain_where_the_head_does_not_fit_into_memory(files, free):
 
 def test_the_longest_chain_and_the_widest_step_are_the_core_s(native):
     assert (native.lib.LUCE_MAX_DRAFT, native.lib.LUCE_MAX_ROWS) == (MAX_GAMMA, MAX_ROWS)
+    assert MAX_BUDGET == MAX_ROWS - 1

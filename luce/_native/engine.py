@@ -130,6 +130,8 @@ class Sequence(Handle):
         library.check(library.lib.luce_sequence_open(out, engine.handle))
         super().__init__(library, out[0], library.lib.luce_sequence_close)
         self.engine = engine
+        new = library.ffi.new
+        self._lookup = new("int32_t[]", library.lib.LUCE_MAX_ROWS), new("uint32_t *"), new("uint32_t *")
 
     @property
     def info(self) -> SequenceInfo:
@@ -158,6 +160,15 @@ class Sequence(Handle):
         tokens = self.library.ffi.new("int32_t[]", max(n, 1))
         self.library.check(self.library.lib.luce_sequence_get_draft(self.handle, tokens, n))
         return list(tokens[0:n])
+
+    def lookup(self, anchor: int, most: int) -> tuple[list[int], int]:
+        """What followed the last time that the committed tokens and then `anchor` stood as they do now: its
+        tokens, none or `most`, and how many tokens the two places have in common (Library.lookup)."""
+        tokens, n, matched = self._lookup
+        n[0] = min(max(most, 0), len(tokens))
+        (at,) = self.library.ints([anchor])
+        self.library.check(self.library.lib.luce_sequence_lookup(self.handle, at, tokens, n, matched))
+        return list(tokens[0 : n[0]]), int(matched[0])
 
     def accept(self, tokens: IntArray, parents: IntArray | None, choices: IntArray) -> tuple[list[int], int]:
         """Library.accept."""

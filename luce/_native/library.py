@@ -143,6 +143,14 @@ class Library:
         )
         return list(path[0 : n_path[0]]), int(anchor[0])
 
+    def lookup(self, tokens: IntArray, most: int) -> tuple[list[int], int]:
+        """The rule of lookup: what followed the longest match of the end of tokens (n,) in them, none or
+        `most` tokens, and the length of that match."""
+        draft, n = self.ffi.new("int32_t[]", max(most, 1)), self.ffi.new("uint32_t *", most)
+        matched = self.ffi.new("uint32_t *")
+        self.check(self.lib.luce_lookup(self.ints(tokens), len(tokens), draft, n, matched))
+        return list(draft[0 : n[0]]), int(matched[0])
+
     def type_info(self, type_id: int) -> TypeInfo:
         """Name and block layout of a ggml type id; ArgumentError for an id that ggml lacks."""
         return self.read(TypeInfo, self.lib.luce_type_get, type_id)

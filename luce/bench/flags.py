@@ -10,9 +10,8 @@ from typing import Any
 import click
 
 from luce.bench import output
-from luce.bench.run import Mode, parse_modes
+from luce.bench.run import NAMES, Mode, parse_modes
 from luce.command import KV_TYPES, MAX_U32, FilePath, Finite, device_name, without_temperature
-from luce.plan import MAX_GAMMA
 
 
 def modes_of(ctx: click.Context, param: click.Parameter, value: str) -> list[Mode]:
@@ -58,7 +57,7 @@ RUN_OPTIONS = (
 )  # fmt: skip
 MODE_OPTIONS = (
     click.option("--modes", callback=modes_of, default="plain,mtp,auto", show_default=True,
-                 help=f"Modes to measure, in turn: plain, mtp, mtp:1 to mtp:{MAX_GAMMA}, auto."),
+                 help=f"Modes to measure, in turn: {NAMES}."),
     click.option("-n", "--max-tokens", type=click.IntRange(1, MAX_U32), default=256, show_default=True,
                  help="New tokens of each generation, at most."),
 )  # fmt: skip

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from luce.engine import Engine, Files
 from luce.errors import ArgumentError
 from luce.generation import Failed, Finished
-from luce.plan import MAX_GAMMA, Options, Plain, Plan, Request
+from luce.plan import MAX_BUDGET, MAX_GAMMA, Options, Plain, Plan, Request
 from luce.stats import Stats
 from luce.structs import Sampling
 
@@ -24,27 +24,35 @@ WARM_UP_TOKENS = 32
 
 @dataclass(frozen=True)
 class Mode:
-    """A way to decode: spec and gamma of Options. Named "plain", "mtp", "mtp:N" or "auto"."""
+    """A way to decode: spec, gamma and budget of Options. It is named "plain", "auto", or by its spec and
+    number."""
 
     name: str
     spec: str
     gamma: int | None = None
+    budget: int | None = None
 
 
 def parse_modes(text: str) -> list[Mode]:
     """ "plain,mtp:3,auto" as modes; ValueError names what is not one."""
-    modes = []
-    for name in text.split(","):
-        kind, colon, number = name.strip().partition(":")
-        if kind == "mtp" and number.isdecimal() and 1 <= int(number) <= MAX_GAMMA:
-            modes.append(Mode(f"mtp:{int(number)}", "mtp", int(number)))
-        elif colon or kind not in (PLAIN, "mtp", "auto"):
-            raise ValueError(f"{name.strip()!r} is not plain, mtp, mtp:1 to mtp:{MAX_GAMMA} or auto")
-        else:
-            modes.append(Mode(kind, "off" if kind == PLAIN else kind))
+    modes = [_mode(name.strip()) for name in text.split(",")]
     if len({mode.name for mode in modes}) < len(modes):
         raise ValueError(f"a mode is named twice in {text!r}")
     return modes
+
+
+NUMBERED = {"mtp": MAX_GAMMA, "lookup": MAX_BUDGET, "dflash": MAX_BUDGET}  # modes that take a number
+NAMES = ", ".join([PLAIN, *(f"{kind}, {kind}:1 to {kind}:{most}" for kind, most in NUMBERED.items()), "auto"])
+
+
+def _mode(name: str) -> Mode:
+    kind, colon, number = name.partition(":")
+    if not colon and kind in (PLAIN, "auto", *NUMBERED):
+        return Mode(kind, "off" if kind == PLAIN else kind)
+    if kind in NUMBERED and number.isdecimal() and 1 <= int(number) <= NUMBERED[kind]:
+        n = int(number)
+        return Mode(f"{kind}:{n}", kind, gamma=n) if kind == "mtp" else Mode(f"{kind}:{n}", kind, budget=n)
+    raise ValueError(f"{name!r} is not {NAMES}")
 
 
 @dataclass(frozen=True)
@@ -81,9 +89,9 @@ class Record:
 
 
 def mode_plan(files: Files, mode: Mode, options: Options, prompt: int, new: int) -> Plan:
-    """The plan of a mode, whose spec and gamma go before those of `options`. ArgumentError where it is to
-    draft and cannot."""
-    chosen = files.plan(replace(options, spec=mode.spec, gamma=mode.gamma), prompt, new)
+    """The plan of a mode, whose spec, gamma and budget go before those of `options`. ArgumentError where it
+    is to draft and cannot."""
+    chosen = files.plan(replace(options, spec=mode.spec, gamma=mode.gamma, budget=mode.budget), prompt, new)
     if mode.spec != "off" and isinstance(chosen.draft, Plain):
         raise ArgumentError(f"mode {mode.name}: {chosen.reasons['draft']}", concerns="nextn_head")
     return chosen

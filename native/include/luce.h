@@ -339,6 +339,13 @@ LUCE_API luce_status luce_sequence_get_logits(luce_sequence *sequence, uint32_t 
  * the size; else *size bytes are there. Rows that are verified and not committed are dropped. */
 LUCE_API luce_status luce_sequence_dump(luce_sequence *sequence, void *data, uint64_t *size);
 
+/* A draft from the sequence's own text, on the host: what followed the last time that its committed tokens and then
+ * `anchor` stood as they do now (luce_lookup is the rule). *n: in, at most so many tokens, to `draft`; out, how many.
+ * The first call indexes the whole text, each further one what was committed since. Changes nothing, waits for no
+ * device. E_ARG, E_STATE. */
+LUCE_API luce_status luce_sequence_lookup(luce_sequence *sequence, int32_t anchor, int32_t *draft,
+                                          uint32_t *n, uint32_t *matched);
+
 /* ---- checkpoint: where sequences start --------------------------------------------------------- */
 
 /* The sequence's present position, which must be the end of a chunk of its prompt: n_past is a multiple of n_chunk,
@@ -389,6 +396,13 @@ LUCE_API luce_status luce_sample(const float *logits, uint32_t n, const luce_sam
  * none. parents NULL: a chain. path holds up to n rows; *next is the choice after the last accepted row: the new anchor. */
 LUCE_API luce_status luce_accept(const int32_t *tokens, const int32_t *parents, const int32_t *choices,
                                  uint32_t n, int32_t *path, uint32_t *n_path, int32_t *next);
+
+/* The rule of lookup: of the positions in tokens (n_tokens >= 1) before the last whose last four tokens are those at
+ * the end, the newest 32 are compared further back, over 256 tokens at most. The longest match is taken, of equal
+ * ones the newest; *matched is its length, 0 where there is none. What followed it goes to `draft`, and where that
+ * reaches the end of tokens it is followed by draft itself. *n: in, the most tokens; out, how many, 0 or all. */
+LUCE_API luce_status luce_lookup(const int32_t *tokens, uint32_t n_tokens, int32_t *draft, uint32_t *n,
+                                 uint32_t *matched);
 
 typedef struct luce_type_info {
     uint64_t struct_size;

@@ -222,6 +222,17 @@ luce_status luce_sequence_resume(luce_sequence *sequence, luce_checkpoint *check
     });
 }
 
+luce_status luce_sequence_lookup(luce_sequence *sequence, int32_t anchor, int32_t *draft, uint32_t *n,
+                                 uint32_t *matched) {
+    return guarded([&] {
+        const auto s = g_sequences.get(sequence);
+        need(draft, "draft");
+        need(n, "n");
+        need(matched, "matched");
+        locked(s, [&](Sequence &one) { *n = one.lookup(anchor, draft, *n, matched); });
+    });
+}
+
 // ---- checkpoint ----
 
 luce_status luce_checkpoint_make(luce_checkpoint **out, luce_sequence *sequence) {

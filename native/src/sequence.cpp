@@ -30,6 +30,7 @@ void Sequence::end_step(uint32_t first_row) {
 
 void Sequence::reset() {
     line_.clear();
+    lookup_.reset();
     failure_.clear();
     serial_ = 0;
 }
@@ -100,6 +101,15 @@ void Sequence::get_draft(int32_t *tokens, uint32_t n) {
     }
 }
 
+uint32_t Sequence::lookup(int32_t anchor, int32_t *draft, uint32_t most, uint32_t *matched) {
+    check_usable();
+    engine_->check_tokens(&anchor, 1);
+    if (!lookup_) {
+        lookup_ = std::make_unique<Lookup>(engine_->params().cache.n_ctx);
+    }
+    return lookup_->find(line_.tokens(), anchor, draft, most, matched);
+}
+
 void Sequence::commit(const int32_t *path, uint32_t n) {
     check_usable();
     if (line_.n_verified() == 0) {
@@ -145,6 +155,7 @@ void Sequence::resume(const Checkpoint &checkpoint) {
     }
     engine_->need_pages(checkpoint.pages_wanted());
     begin_step();
+    lookup_.reset();
     checkpoint.restore(line_);
     failure_.clear();
     serial_ = 0;

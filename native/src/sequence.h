@@ -2,6 +2,7 @@
 #pragma once
 
 #include "engine.h"
+#include "lookup.h"
 
 namespace luce {
 
@@ -16,6 +17,7 @@ public:
     void reset();
     void prefill(const int32_t *tokens, uint32_t n, int32_t *choice);
     void get_draft(int32_t *tokens, uint32_t n);
+    uint32_t lookup(int32_t anchor, int32_t *draft, uint32_t most, uint32_t *matched);
     void commit(const int32_t *path, uint32_t n);
     void read_logits(uint32_t row, float *out);
     void resume(const Checkpoint &checkpoint);
@@ -36,6 +38,7 @@ private:
     Timeline line_;
     luce_sampling sampling_{};
     std::vector<float> logits_; // of one row, for sampling
+    std::unique_ptr<Lookup> lookup_; // over line_'s tokens, from its first use on
     std::string failure_; // why it is failed; empty: it is not
     uint64_t serial_ = 0; // of the step that has its logits, and their first row there
     uint32_t first_row_ = 0;
