@@ -15,6 +15,8 @@ DECLARATION = """
 typedef struct luce_array { void *data; uint64_t ne[4]; int32_t type; } luce_array;
 luce_status luce_op_run(const char *device, const char *op, luce_array *args, uint32_t n_args,
                         const int32_t *params, uint32_t n_params, luce_array *out);
+luce_status luce_sampling_run(const uint32_t *words, const float *z, uint64_t n, float *minus_log,
+                              float *gumbel, float *bound, uint64_t *mass);
 """
 # ggml's blocks of 32 values; the innermost dimension of an array counts blocks.
 Q4_0 = np.dtype([("d", "<f2"), ("q", "u1", 16)])  # value i and i + 16 in the halves of byte i
@@ -40,6 +42,29 @@ class Weights:
     k: int
 
 
+def declare(ffi: Any) -> None:
+    if "luce_array" not in ffi.list_types()[0]:
+        ffi.cdef(DECLARATION)
+
+
+def sampling_run(native: Library, words: np.ndarray, z: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Of random words (n,) and z (n,): -log(u), noise and its bound F32, masses u64, each (n,)."""
+    ffi, n = native.ffi, len(words)
+    declare(ffi)
+    floats = [np.empty(n, np.float32) for _ in range(3)]
+    mass = np.empty(n, np.uint64)
+    native.check(
+        native.lib.luce_sampling_run(
+            ffi.from_buffer("uint32_t[]", words),
+            ffi.from_buffer("float[]", z),
+            n,
+            *(ffi.from_buffer("float[]", array) for array in floats),
+            ffi.from_buffer("uint64_t[]", mass),
+        )
+    )
+    return (*floats, mass)
+
+
 def op_run(
     native: Library,
     device: str,
@@ -53,8 +78,7 @@ def op_run(
     """What the op makes of `arrays`, of this shape and type. Shapes are numpy's (slowest first). The op may
     write to the arrays that it is documented to write to: they are changed in place."""
     ffi = native.ffi
-    if "luce_array" not in ffi.list_types()[0]:
-        ffi.cdef(DECLARATION)
+    declare(ffi)
     result = np.empty(shape, dtype)
     result.view(np.uint8)[...] = 0xFF  # poison: NaN, -1
     args, out = ffi.new("luce_array[]", max(len(arrays), 1)), ffi.new("luce_array *")

@@ -1,9 +1,13 @@
 """The pure rules: which rows are accepted, and which token is chosen of its logits."""
 
+import itertools
+
 import numpy as np
 import pytest
+import sampling_rule
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from op_run import sampling_run
 
 from luce.errors import NumericError
 from luce.structs import Sampling
@@ -72,8 +76,113 @@ def test_equal_logits_share_at_any_temperature(native):
     assert {native.sample(single, Sampling(temperature=1e-30, seed=4), at) for at in range(30)} == {1}
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("bad", [[np.nan], [np.inf], [-np.inf, -np.inf]])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_logit_that_is_not_finite_is_an_error(native, bad, temperature):
-    with pytest.raises(NumericError):
-        native.sample(np.array([1, bad, 2], np.float32), Sampling(temperature=temperature), 0)
+def test_logits_that_are_no_numbers_are_an_error(native, bad, temperature):
+    for row in (bad, [1, 2, *bad]) if np.inf in bad or len(bad) == 1 else (bad,):
+        with pytest.raises(NumericError):
+            native.sample(np.array(row, np.float32), Sampling(temperature=temperature), 0)
+
+
+def test_a_logit_of_minus_infinity_is_never_chosen(native):
+    """Whatever the filters: grammars use it."""
+    row = np.full(300, -np.inf, np.float32)
+    row[[7, 200]] = [-3.0, -4.0]
+    for filters in ({}, {"top_k": 3}, {"top_p": 0.99}, {"min_p": 0.01}, {"top_k": 250, "top_p": 0.999}):
+        for temperature in (0.0, 1e-30, 1.0, 1e30):
+            sampling = Sampling(temperature=temperature, seed=3, **filters)
+            chosen = {native.sample(row, sampling, at) for at in range(40)}
+            assert chosen == ({7, 200} if temperature >= 1 else {7})
+
+
+# ---- the rule against numpy's
+
+
+def test_the_reference_has_the_published_philox():
+    """Random123's known answers of philox4x32 with 10 rounds."""
+    of = sampling_rule.philox
+    assert of((0, 0, 0, 0), (0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
+    ones = 0xFFFFFFFF
+    assert of((ones,) * 4, (ones,) * 2) == (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)
+    pi = of((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0))
+    assert pi == (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)
+
+
+@given(seed=st.integers(0, 2**64 - 1), position=st.integers(0, 2**64 - 1), n=st.integers(1, 40))
+def test_equal_logits_take_the_largest_random_word(native, seed, position, n):
+    """Which says that the core's words are those of the reference, at every seed, position and id."""
+    words = sampling_rule.words(seed, position, n)
+    token = native.sample(np.zeros(n, np.float32), Sampling(temperature=1.0, seed=seed), position)
+    assert token == int(words.argmax())
+
+
+def test_the_noise_is_accurate_to_its_last_bits(native):
+    """exp, log and what is made of them against double precision, over the whole range and at its ends."""
+    rng = np.random.default_rng(5)
+    ends = [0, 1, 2, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 2, 2**32 - 1, 2**32 // 3, 2**32 // 3 * 2]
+    near = [abs(base - (1 << k)) for base in (0, 2**32) for k in range(32)]
+    words = np.concatenate([rng.integers(0, 2**32, 400_000), ends, near]).astype(np.uint32)
+    z = np.append(-27.5 * rng.random(len(words) - 4), [0, -27.5, -1e-7, -np.log(2) / 2]).astype(np.float32)
+    minus_log, gumbel, bound, mass = sampling_run(native, words, z)
+    exact = sampling_rule.minus_log_uniform(words)
+    assert ulps(minus_log, exact).max() <= 2
+    assert ulps(gumbel, -np.log(minus_log.astype(np.float64)), floor=0.5).max() <= 2
+    assert np.abs(gumbel + np.log(exact)).max() <= 3e-6
+    assert gumbel.min() > -3.14 and gumbel.max() < 22.88
+    assert (gumbel < bound).all()
+    exact = np.exp(z.astype(np.float64)) * 2.0**40
+    assert (np.abs(mass - np.floor(exact)) <= 1 + exact * 2.0**-23).all()
+    assert mass.min() >= 1 and mass[z == 0] == [2**40]
+
+
+def ulps(found, exact, floor=0.0):
+    """Errors in units of the last place of F32, near zero in those of `floor`."""
+    return np.abs(found - exact) / np.spacing(np.maximum(np.abs(exact), floor).astype(np.float32))
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    data=st.data(),
+    temperature=st.sampled_from([1e-30, 0.05, 0.7, 1.0, 1.5, 100.0, 1e30]),
+    top_k=st.sampled_from([0, 1, 2, 7, 40, 1000]),
+    top_p=st.sampled_from([0.0, 1e-9, 0.3, 0.5, 0.95, 1.0]),
+    min_p=st.sampled_from([0.0, 1e-9, 0.05, 0.5, 0.999]),
+    seed=st.integers(0, 2**64 - 1),
+    position=st.integers(0, 2**33),
+)
+def test_the_token_is_the_references(native, data, temperature, top_k, top_p, min_p, seed, position):
+    """Logits have many ties. The reference's doubles may differ where two scores all but tie."""
+    n, digits = data.draw(st.integers(1, 700)), data.draw(st.integers(0, 3))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    logits = np.round(rng.normal(0, data.draw(st.sampled_from([0.1, 3.0, 30.0])), n), digits)
+    logits = logits.astype(np.float32)
+    sampling = Sampling(temperature, top_k, top_p, min_p, seed)
+    scores = sampling_rule.scores(logits, sampling, position)
+    token = native.sample(logits, sampling, position)
+    assert np.isfinite(scores[token]) and scores[token] >= scores.max() - 1e-5 * max(1, abs(scores.max()))
+
+
+FILTERS = [
+    {"top_k": k, "top_p": p, "min_p": m} for k, p, m in itertools.product([0, 12], [0.0, 0.9], [0.0, 0.03])
+]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
+@pytest.mark.parametrize("filters", FILTERS, ids=lambda f: "-".join(map(str, f.values())))
+def test_tokens_have_the_frequencies_of_the_renormalised_softmax(native, filters, temperature):
+    """Chi-square over seeds and positions. The seeds are fixed, so it does not fail by chance."""
+    logits = np.random.default_rng(2).normal(0, 2, 40).astype(np.float32)
+    expected = sampling_rule.kept_probabilities(logits, Sampling(temperature, **filters))
+    draws = 6000
+    counts = np.zeros(40)
+    for draw in range(draws):
+        sampling = Sampling(temperature, seed=draw * 2**40 + 7, **filters)
+        counts[native.sample(logits, sampling, draw % 5)] += 1
+    assert not counts[expected == 0].any()
+    likely = expected * draws >= 5
+    observed = np.append(counts[likely], counts[~likely].sum())
+    wanted = np.append(expected[likely], expected[~likely].sum()) * draws
+    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
+    freedom = len(wanted) - 1
+    statistic = float(((observed - wanted) ** 2 / wanted).sum())
+    assert statistic < freedom + 4 * np.sqrt(2 * freedom) + 3, freedom

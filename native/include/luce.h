@@ -385,10 +385,13 @@ LUCE_API luce_status luce_sequence_resume(luce_sequence *sequence, luce_checkpoi
 
 /* ---- pure functions on host arrays -------------------------------------------------------------- */
 
-/* The sampling rule. position: of the token to be chosen. logits / temperature, top-k, softmax, top-p
- * (smallest set reaching p), min-p (relative to the largest), renormalise; candidates by probability,
- * then lower id; inverse CDF at u = first word of Philox4x32-10(key = seed, counter = position) / 2^32,
- * all in F32. E_NUMERIC when a logit is not finite. */
+/* The sampling rule, for the token to be chosen at `position`: z = (logit - largest) / temperature; kept are the first
+ * top_k in the order (logit descending, id ascending), of these the fewest first ones whose probabilities reach top_p,
+ * of these the ones at least min_p times as probable as the first. The token is the kept id with the largest z + G,
+ * the lowest one on a tie, where G = -log(-log(u)), u = (x + 1/2) / 2^32 and x is word id % 4 of Philox4x32-10(key =
+ * seed, counter = (position, id / 4)): an exact sample of the renormalised softmax (Gumbel-max). Probabilities are
+ * integers of 2^-40 of the largest, z and G are F32 with luce's own exp and log, so the CPU and a GPU choose alike of
+ * the same logits. A logit of -inf is never chosen. E_NUMERIC when one is NaN or +inf, or all are -inf. */
 LUCE_API luce_status luce_sample(const float *logits, uint32_t n, const luce_sampling *sampling,
                                  uint64_t position, int32_t *token);
 

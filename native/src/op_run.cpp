@@ -3,6 +3,7 @@
 #include "abi.h"
 #include "custom_op.h"
 #include "model.h"
+#include "sampler.h"
 
 #include <ggml-cpu.h>
 
@@ -182,5 +183,22 @@ luce_status luce_op_run(const char *device, const char *op, luce_array *args, ui
             need(params, "params");
         }
         run_op(device, op, args, n_args, params, n_params, out);
+    });
+}
+
+luce_status luce_sampling_run(const uint32_t *words, const float *z, uint64_t n, float *minus_log,
+                              float *gumbel, float *bound, uint64_t *mass) {
+    using namespace luce;
+    return guarded([&] {
+        for (const void *array : {(const void *) words, (const void *) z, (const void *) minus_log,
+                                  (const void *) gumbel, (const void *) bound, (const void *) mass}) {
+            need(array, "an array");
+        }
+        for (uint64_t i = 0; i < n; i++) {
+            minus_log[i] = minus_log_uniform(words[i]);
+            gumbel[i] = luce::gumbel(words[i]);
+            bound[i] = gumbel_bound(words[i]);
+            mass[i] = mass_of(z[i]);
+        }
     });
 }

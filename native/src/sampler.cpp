@@ -3,76 +3,134 @@
 #include "status.h"
 
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
-#include <numeric>
 #include <vector>
 
 namespace luce {
 namespace {
 
-// By logit, then lower id: the order of candidates everywhere.
-struct Better {
-    const float *logits;
-    bool operator()(int32_t a, int32_t b) const {
-        return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
-    }
+struct Candidate {
+    float x;
+    int32_t id;
 };
 
-int32_t argmax(const float *logits, uint32_t n) {
-    int32_t best = 0;
-    for (uint32_t i = 1; i < n; i++) {
-        best = logits[i] > logits[best] ? int32_t(i) : best;
+// The order of candidates everywhere.
+bool better(const Candidate &a, const Candidate &b) {
+    return a.x > b.x || (a.x == b.x && a.id < b.id);
+}
+
+int64_t argmax(const float *x, int64_t n) {
+    int64_t best = 0;
+    for (int64_t i = 1; i < n; i++) {
+        best = x[i] > x[best] ? i : best;
     }
     return best;
 }
 
-// Candidates in order, sorted only as far as they are asked for: a full sort of 248k ids costs more than
-// the rest of the rule together.
-class Candidates {
+// The largest z + G of the ids that it is shown.
+class Best {
 public:
-    Candidates(const float *logits, uint32_t n, uint32_t top_k) : better_{logits}, ids_(n) {
-        std::iota(ids_.begin(), ids_.end(), 0);
-        if (top_k > 0 && top_k < n) {
-            std::nth_element(ids_.begin(), ids_.begin() + (top_k - 1), ids_.end(), better_);
-            ids_.resize(top_k);
+    Best(const ChoiceCtl &ctl, uint64_t position, float x_max)
+        : ctl_(ctl), position_(position), x_max_(x_max) {}
+
+    void see(float x, int32_t id, uint32_t word) {
+        const float gap = half_gap(x, x_max_), z = z_of(gap, ctl_.scale);
+        if (z < Z_MIN || z + gumbel_bound(word) < score_) { // it cannot win
+            return;
+        }
+        const float score = score_of(gap, ctl_.scale, word);
+        if ((score > score_ || (score == score_ && id < id_)) &&
+            (ctl_.min_mass == 0 || mass_of(z) >= ctl_.min_mass)) {
+            score_ = score;
+            id_ = id;
         }
     }
-    size_t size() const { return ids_.size(); }
-    int32_t operator[](size_t i) {
-        while (i >= sorted_) {
-            const size_t end = std::min(ids_.size(), sorted_ == 0 ? size_t(128) : sorted_ * 8);
-            std::partial_sort(ids_.begin() + long(sorted_), ids_.begin() + long(end), ids_.end(), better_);
-            sorted_ = end;
+    void see(const Candidate &c) {
+        see(c.x, c.id, noise_words(ctl_.seed, position_, uint32_t(c.id) / 4).w[c.id % 4]);
+    }
+    // All ids of a row, four to a block of random words.
+    void see_all(const float *x, int64_t n) {
+        for (int64_t i = 0; i < n; i += 4) {
+            const int64_t end = std::min(n, i + 4);
+            float most = x[i];
+            for (int64_t j = i + 1; j < end; j++) {
+                most = std::max(most, x[j]);
+            }
+            const float z = z_of(half_gap(most, x_max_), ctl_.scale);
+            if (z < Z_MIN || z + NOISE_MAX < score_) {
+                continue;
+            }
+            const Words4 words = noise_words(ctl_.seed, position_, uint32_t(i / 4));
+            for (int64_t j = i; j < end; j++) {
+                see(x[j], int32_t(j), words.w[j - i]);
+            }
         }
-        return ids_[i];
     }
-    std::vector<int32_t> in_id_order() const {
-        std::vector<int32_t> ids = ids_;
-        std::sort(ids.begin(), ids.end());
-        return ids;
-    }
+    int32_t id() const { return id_; }
 
 private:
-    Better better_;
-    std::vector<int32_t> ids_;
-    size_t sorted_ = 0;
+    const ChoiceCtl &ctl_;
+    uint64_t position_;
+    float x_max_, score_ = -INFINITY;
+    int32_t id_ = INT32_MAX;
 };
 
-} // namespace
-
-uint32_t philox(uint64_t seed, uint64_t position) {
-    uint32_t c[4] = {uint32_t(position), uint32_t(position >> 32), 0, 0};
-    uint32_t k[2] = {uint32_t(seed), uint32_t(seed >> 32)};
-    for (int round = 0; round < 10; round++) {
-        const uint64_t a = uint64_t(0xD2511F53u) * c[0], b = uint64_t(0xCD9E8D57u) * c[2];
-        const uint32_t next[4] = {uint32_t(b >> 32) ^ c[1] ^ k[0], uint32_t(b),
-                                  uint32_t(a >> 32) ^ c[3] ^ k[1], uint32_t(a)};
-        std::copy(next, next + 4, c);
-        k[0] += 0x9E3779B9u;
-        k[1] += 0xBB67AE85u;
+// The first k in order, themselves in no order.
+std::vector<Candidate> first_k(const float *x, int64_t n, size_t k) {
+    std::vector<Candidate> kept;
+    kept.reserve(2 * k + 64);
+    float least = -INFINITY; // of k candidates seen so far
+    for (int64_t i = 0; i < n; i++) {
+        if (x[i] > least) { // an equal one has a higher id
+            kept.push_back({x[i], int32_t(i)});
+            if (kept.size() == 2 * k + 64) {
+                std::nth_element(kept.begin(), kept.begin() + long(k - 1), kept.end(), better);
+                kept.resize(k);
+                least = kept[k - 1].x;
+            }
+        }
     }
-    return c[0];
+    if (kept.size() > k) {
+        std::nth_element(kept.begin(), kept.begin() + long(k - 1), kept.end(), better);
+        kept.resize(k);
+    }
+    return kept;
 }
+
+// Of `candidates`, in no order, the fewest first ones that reach top_p of their mass. z goes into bins, best first,
+// and only the bin in which that happens is sorted.
+void keep_top_p(std::vector<Candidate> &candidates, const ChoiceCtl &ctl, float x_max) {
+    constexpr int BINS = 1024;
+    const auto z = [&](const Candidate &c) { return z_of(half_gap(c.x, x_max), ctl.scale); };
+    const auto bin = [&](const Candidate &c) {
+        return std::min(BINS - 1, int(std::max(z(c), Z_MIN) * (BINS / Z_MIN)));
+    };
+    std::vector<uint64_t> masses(BINS);
+    uint64_t total = 0, before = 0;
+    for (const Candidate &c : candidates) {
+        const uint64_t mass = mass_of(z(c));
+        masses[size_t(bin(c))] += mass;
+        total += mass;
+    }
+    const uint64_t need = needed_mass(total, ctl.top_p);
+    int last = 0;
+    while (before + masses[size_t(last)] < need) {
+        before += masses[size_t(last++)];
+    }
+    const auto middle = std::partition(candidates.begin(), candidates.end(),
+                                       [&](const Candidate &c) { return bin(c) < last; });
+    const auto end =
+        std::partition(middle, candidates.end(), [&](const Candidate &c) { return bin(c) == last; });
+    std::sort(middle, end, better);
+    auto kept = middle;
+    while (before < need) {
+        before += mass_of(z(*kept++));
+    }
+    candidates.erase(kept, candidates.end());
+}
+
+} // namespace
 
 void check_sampling(const luce_sampling &s) {
     if (!(s.temperature >= 0) || std::isinf(s.temperature)) {
@@ -89,63 +147,60 @@ void check_sampling(const luce_sampling &s) {
     }
 }
 
+ChoiceCtl choice_ctl(const luce_sampling &s) {
+    ChoiceCtl ctl{};
+    ctl.seed = s.seed;
+    ctl.scale = s.temperature == 0 ? 0.0f : float(std::min(2.0 / double(s.temperature), double(FLT_MAX)));
+    ctl.top_k = s.top_k;
+    ctl.top_p = s.top_p == 0 ? TOP_P_ONE : uint32_t(std::ceil(double(s.top_p) * TOP_P_ONE));
+    ctl.min_mass = uint64_t(std::ceil(double(s.min_p) * 0x1p40));
+    return ctl;
+}
+
+int32_t choose(const float *x, int64_t n, const ChoiceCtl &ctl, uint64_t position) {
+    const int64_t first = argmax(x, n);
+    if (ctl.scale == 0) {
+        return int32_t(first);
+    }
+    const float x_max = x[first];
+    Best best(ctl, position, x_max);
+    best.see({x_max, int32_t(first)}); // it is always kept
+    const bool top_k = ctl.top_k > 0 && ctl.top_k < n;
+    if (!top_k && ctl.top_p == TOP_P_ONE) {
+        best.see_all(x, n);
+        return best.id();
+    }
+    std::vector<Candidate> candidates;
+    if (top_k) {
+        candidates = first_k(x, n, size_t(ctl.top_k));
+    } else {
+        for (int64_t i = 0; i < n; i++) {
+            if (z_of(half_gap(x[i], x_max), ctl.scale) >= Z_MIN) {
+                candidates.push_back({x[i], int32_t(i)});
+            }
+        }
+    }
+    if (ctl.top_p < TOP_P_ONE) {
+        keep_top_p(candidates, ctl, x_max);
+    }
+    for (const Candidate &c : candidates) {
+        best.see(c);
+    }
+    return best.id();
+}
+
 int32_t sample(const float *logits, uint32_t n, const luce_sampling &s, uint64_t position) {
+    bool any = false;
     for (uint32_t i = 0; i < n; i++) {
-        if (!std::isfinite(logits[i])) {
+        if (std::isnan(logits[i]) || logits[i] == INFINITY) {
             fail(LUCE_E_NUMERIC, "logit %u of position %llu is not finite", i, (unsigned long long) position);
         }
+        any = any || logits[i] != -INFINITY;
     }
-    if (s.temperature == 0) {
-        return argmax(logits, n);
+    if (!any) {
+        fail(LUCE_E_NUMERIC, "the logits of position %llu are all -inf", (unsigned long long) position);
     }
-    // logits / temperature, top-k, softmax: weight(id) = exp(z - z_max), its sum taken in id order. Where the
-    // temperature is so near zero that z_max is not finite, what is below the largest logit weighs nothing.
-    Candidates candidates(logits, n, uint32_t(s.top_k));
-    const float largest = logits[candidates[0]], z_max = largest / s.temperature;
-    const auto weight = [&](int32_t id) {
-        return logits[id] == largest   ? 1.0f
-               : !std::isfinite(z_max) ? 0.0f
-                                       : std::exp(logits[id] / s.temperature - z_max);
-    };
-    float total = 0;
-    if (candidates.size() == n) {
-        for (uint32_t id = 0; id < n; id++) {
-            total += weight(int32_t(id));
-        }
-    } else {
-        for (const int32_t id : candidates.in_id_order()) {
-            total += weight(id);
-        }
-    }
-    // top-p and min-p each keep a prefix of the candidates; `kept` is that prefix's mass
-    const float top_p = s.top_p == 0 ? 1.0f : s.top_p;
-    size_t n_kept = candidates.size();
-    float kept = total;
-    if (top_p < 1 || s.min_p > 0) {
-        kept = 0;
-        for (size_t i = 0; i < candidates.size(); i++) {
-            const float w = weight(candidates[i]);
-            if (w < s.min_p) { // relative to the largest, whose weight is 1
-                n_kept = i;
-                break;
-            }
-            kept += w;
-            if (top_p < 1 && kept >= top_p * total) {
-                n_kept = i + 1;
-                break;
-            }
-        }
-    }
-    // inverse CDF over what is kept
-    const float u = float(philox(s.seed, position)) * 0x1p-32f;
-    float cumulative = 0;
-    for (size_t i = 0; i < n_kept; i++) {
-        cumulative += weight(candidates[i]);
-        if (cumulative > u * kept) {
-            return candidates[i];
-        }
-    }
-    return candidates[n_kept - 1]; // rounding left the sum below u * kept
+    return choose(logits, n, choice_ctl(s), position);
 }
 
 } // namespace luce

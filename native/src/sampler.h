@@ -1,7 +1,10 @@
-// Counter-based sampling: a token depends on its logits, its position and the seed only.
+// Counter-based sampling: a token depends on its logits, its position and the seed only. kernels/sampling.h has the
+// rule; this is its form over a row of the CPU.
 #pragma once
 
 #include "luce.h"
+
+#include "../kernels/sampling.h"
 
 #include <cstdint>
 
@@ -10,10 +13,13 @@ namespace luce {
 // Range check of every field; E_ARG names the one that is off.
 void check_sampling(const luce_sampling &sampling);
 
-// luce_sample in luce.h is the rule. E_NUMERIC when a logit is not finite.
-int32_t sample(const float *logits, uint32_t n, const luce_sampling &sampling, uint64_t position);
+// The same, as steps take it.
+ChoiceCtl choice_ctl(const luce_sampling &sampling);
 
-// First word of Philox4x32-10 with key = seed and counter = position (Salmon et al., SC 2011).
-uint32_t philox(uint64_t seed, uint64_t position);
+// The token of logits x (n) at a position; of -inf never. None of x may be NaN or +inf, and one must be finite.
+int32_t choose(const float *x, int64_t n, const ChoiceCtl &ctl, uint64_t position);
+
+// luce_sample in luce.h.
+int32_t sample(const float *logits, uint32_t n, const luce_sampling &sampling, uint64_t position);
 
 } // namespace luce

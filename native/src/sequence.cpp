@@ -49,7 +49,7 @@ int32_t Sequence::choose(uint32_t row, uint64_t position) {
     }
     logits_.resize(engine_->n_vocab());
     engine_->step().read_logits(row, logits_.data());
-    return sample(logits_.data(), engine_->n_vocab(), sampling_, position);
+    return luce::choose(logits_.data(), engine_->n_vocab(), choice_ctl(sampling_), position);
 }
 
 void Sequence::prefill(const int32_t *tokens, uint32_t n, int32_t *choice) {
