@@ -240,9 +240,10 @@ typedef struct luce_engine_info {
     uint64_t memory_bytes; /* allocated on the device by this engine's caches and buffers */
     uint32_t n_ctx, n_sequences, n_checkpoints, n_pages, n_rows, n_draft, n_chunk,
         n_threads; /* as resolved */
-    uint32_t pages_free;
+    uint32_t
+        pages_free; /* with those of checkpoints on their way to the host: who needs a page waits for them */
     uint32_t sequences_free; /* that may still be opened */
-    uint32_t checkpoints_free; /* that may still be on the device */
+    uint32_t checkpoints_free; /* that may still be on the device, counted in the same way */
 } luce_engine_info;
 LUCE_API luce_status luce_engine_get_info(luce_engine *engine, luce_engine_info *out);
 

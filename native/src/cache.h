@@ -50,6 +50,7 @@ class Pool {
 public:
     explicit Pool(uint32_t n);
     uint32_t n_free() const { return uint32_t(free_.size()); }
+    uint32_t users(int32_t id) const { return users_[size_t(id)]; }
     int32_t take(); // needs n_free() > 0
     void share(int32_t id) { users_[size_t(id)]++; }
     void release(int32_t id);

@@ -20,6 +20,10 @@ public:
     const std::vector<int32_t> &tokens() const { return tokens_; }
     uint32_t n_past() const { return uint32_t(tokens_.size()); }
     bool on_device() const { return slot_ >= 0 && !leaving_; }
+    bool leaving() const {
+        return leaving_;
+    } // its copy to the host runs; its pages and slot are free after it
+    const std::vector<int32_t> &pages() const { return pages_; } // on the device
     uint64_t size() const; // of save()
 
     void to_host();

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <thread>
 
 namespace luce {
@@ -131,6 +132,19 @@ luce_engine_info Engine::info() const {
     out.pages_free = cache_.pages.n_free();
     out.sequences_free = cache_.sequence_slots.n_free();
     out.checkpoints_free = cache_.checkpoint_slots.n_free();
+    std::map<int32_t, uint32_t>
+        leaving; // pages, and how many checkpoints hold them only until their copies end
+    for (const std::weak_ptr<Checkpoint> &each : leaving_) {
+        if (const std::shared_ptr<Checkpoint> checkpoint = each.lock(); checkpoint && checkpoint->leaving()) {
+            out.checkpoints_free++;
+            for (const int32_t page : checkpoint->pages()) {
+                leaving[page]++;
+            }
+        }
+    }
+    for (const auto &[page, users] : leaving) {
+        out.pages_free += users == cache_.pages.users(page);
+    }
     return out;
 }
 
