@@ -9,13 +9,14 @@ from luce.structs import Cost
 
 
 class Costs:
-    """Seconds of a verify by its rows, and of one more draft for each of several sequences. Widths that were
-    not measured lie on the line between their neighbours, wider ones on that of the last two."""
+    """Seconds of a verify by its rows, and of one more draft, or of a block, for each of several sequences.
+    Widths that were not measured lie on the line between their neighbours, wider ones on that of the last
+    two."""
 
     def __init__(self, measured: Iterable[Cost]):
-        self._lines: tuple[dict[int, float], dict[int, float]] = ({}, {})
+        self._lines: tuple[dict[int, float], ...] = ({}, {}, {})
         for cost in sorted(measured, key=lambda cost: cost.rows):
-            self._lines[min(cost.drafts, 1)][cost.rows] = max(cost.seconds, 0.0)
+            self._lines[cost.drafts][cost.rows] = max(cost.seconds, 0.0)
 
     def verify(self, rows: int) -> float:
         """Of a step with so many rows in all."""
@@ -24,6 +25,10 @@ class Costs:
     def draft(self, sequences: int = 1) -> float:
         """Of one more draft for each of so many sequences; 0 in an engine that does not draft."""
         return _on_line(self._lines[1], sequences)
+
+    def block(self, sequences: int = 1) -> float:
+        """Of a DFlash block for each of so many sequences; 0 in an engine that drafts none."""
+        return _on_line(self._lines[2], sequences)
 
 
 def _on_line(line: dict[int, float], width: int) -> float:

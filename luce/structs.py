@@ -64,7 +64,8 @@ class EngineParams:
     """How an engine is opened. 0 and None mean the core's default: n_ctx positions of a sequence
     min(trained, 4096), 1 sequence, no checkpoints, KV pages for as many full sequences (and one more with
     checkpoints), n_draft + 1 rows of a sequence in a step, no drafts, 512 rows of a prefill step, up to 16
-    CPU threads, f16 KV. n_draft > 0 needs a model with a head."""
+    CPU threads, f16 KV. n_draft > 0 needs a model with a head. blocks 1: DFlash blocks may be drafted, which
+    needs a model with a drafter; a sequence then has rows for a whole block."""
 
     n_ctx: int = 0
     n_sequences: int = 0
@@ -72,6 +73,7 @@ class EngineParams:
     n_pages: int = 0
     n_rows: int = 0
     n_draft: int = 0
+    blocks: int = 0
     n_chunk: int = 0
     n_threads: int = 0
     kv_type: str | None = None
@@ -103,7 +105,8 @@ class Tensor:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """An opened model; `device` as resolved. n_nextn: NextN blocks in its file; has_head: one is loaded."""
+    """An opened model; `device` as resolved. n_nextn: NextN blocks in its file; has_head: one is loaded;
+    block_size: rows of a DFlash block, 0 where no drafter is loaded."""
 
     STRUCT: ClassVar[str] = "luce_model_info"
 
@@ -117,6 +120,7 @@ class ModelInfo:
     n_nextn: int
     n_ctx_train: int
     has_head: int
+    block_size: int
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,7 @@ class EngineInfo:
     n_draft: int
     n_chunk: int
     n_threads: int
+    n_block: int
     pages_free: int
     sequences_free: int
     checkpoints_free: int
@@ -165,8 +170,8 @@ class CheckpointInfo:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a step took when the engine was opened. drafts 0: a verify of `rows` rows; 1: one more draft for
-    each of `rows` sequences."""
+    """What a step took when the engine was opened. drafts 0: a verify of `rows` rows; 1: one more draft of
+    the NextN head for each of `rows` sequences; 2: a DFlash block for each of them."""
 
     rows: int
     drafts: int

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import tiny
 
-from luce._native import Drafts, Engine, File, IntArray, Library, Model, Rows
+from luce._native import Drafts, Engine, File, IntArray, Library, Model, Rows, Source
 from luce._native import Sequence as Timeline
 from luce.structs import EngineParams, Memory
 
@@ -45,9 +45,12 @@ CUDA_BOUND = 0.25
 Head = None | bool | Path
 
 
-def open_model(native: Library, path: Path, device: str = "cpu", *, head: Head = None) -> Model:
+def open_model(
+    native: Library, path: Path, device: str = "cpu", *, head: Head = None, drafter: Path | None = None
+) -> Model:
     file = File(path, native)
-    return Model(file, device, head=_head_file(file, head))
+    own = None if drafter is None else File(drafter, native)
+    return Model(file, device, head=_head_file(file, head), drafter=own)
 
 
 def memory(
@@ -97,9 +100,9 @@ def start(sequence: Timeline, prompt: Sequence[int]) -> int:
     return choice
 
 
-def draft(sequence: Timeline, anchor: int, n: int) -> None:
+def draft(sequence: Timeline, anchor: int, n: int, source: Source = Source.NEXTN) -> None:
     """A chain of n drafts, which stay on the device."""
-    sequence.engine.draft([Drafts(sequence, anchor, n)])
+    sequence.engine.draft([Drafts(sequence, anchor, n, source)])
 
 
 def verify(sequence: Timeline, tokens: IntArray, parents: IntArray | None = None) -> list[int]:
@@ -151,25 +154,37 @@ class Decoded:
 
 
 def decode(
-    sequence: Timeline, prompt: Sequence[int], n: int, gamma: int | Sequence[int] = 0, *, logits: bool = False
+    sequence: Timeline,
+    prompt: Sequence[int],
+    n: int,
+    gamma: int | Sequence[int] = 0,
+    *,
+    logits: bool = False,
+    source: Source = Source.NEXTN,
 ) -> Decoded:
     """At least n tokens after the prompt, from an empty timeline. gamma: drafts of all rounds, or of each."""
     sequence.reset()
     out = Decoded([start(sequence, prompt)])
     if logits:
         out.logits.append(sequence.logits(0))
-    return go_on(sequence, out, n, gamma, logits=logits)
+    return go_on(sequence, out, n, gamma, logits=logits, source=source)
 
 
 def go_on(
-    sequence: Timeline, out: Decoded, n: int, gamma: int | Sequence[int] = 0, *, logits: bool = False
+    sequence: Timeline,
+    out: Decoded,
+    n: int,
+    gamma: int | Sequence[int] = 0,
+    *,
+    logits: bool = False,
+    source: Source = Source.NEXTN,
 ) -> Decoded:
     """Rounds until out holds n tokens, the last of which is the anchor."""
     while len(out.tokens) < n:
         size = gamma if isinstance(gamma, int) else gamma[len(out.accepted) % len(gamma)]
         anchor = out.tokens[-1]
         if size:
-            draft(sequence, anchor, size)
+            draft(sequence, anchor, size, source)
             choices = verify_draft(sequence, size)
             rows = [anchor, *sequence.drafted(size)]
         else:

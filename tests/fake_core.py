@@ -103,7 +103,8 @@ class FakeEngine:
     def info(self):
         return EngineInfo(
             memory_bytes=0, n_ctx=self.n_ctx, n_sequences=self.n_sequences, n_checkpoints=0, n_pages=1,
-            n_rows=self.n_rows, n_draft=self.n_draft, n_chunk=self.n_chunk, n_threads=1, pages_free=1,
+            n_rows=self.n_rows, n_draft=self.n_draft, n_chunk=self.n_chunk, n_threads=1, n_block=0,
+            pages_free=1,
             sequences_free=self.n_sequences - len(self.open), checkpoints_free=0,
         )  # fmt: skip
 

@@ -5,7 +5,7 @@ closed in any order. Every failed call raises the LuceError subclass of its luce
 one-line message.
 """
 
-from luce._native.engine import Checkpoint, Drafts, Engine, Rows, Sequence
+from luce._native.engine import Checkpoint, Drafts, Engine, Rows, Sequence, Source
 from luce._native.files import File, Model, Progress
 from luce._native.library import Handle, IntArray, Library, c_declarations, default, load, use
 
@@ -21,6 +21,7 @@ __all__ = [
     "Progress",
     "Rows",
     "Sequence",
+    "Source",
     "c_declarations",
     "default",
     "load",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections.abc
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +17,13 @@ from luce.errors import ArgumentError, NumericError
 from luce.structs import CheckpointInfo, Cost, EngineInfo, EngineParams, Sampling, SequenceInfo
 
 
+class Source(IntEnum):
+    """Who drafts on the device: the NextN head a chain, or the DFlash drafter a block (luce_source)."""
+
+    NEXTN = 0
+    DFLASH = 1
+
+
 @dataclass(frozen=True)
 class Drafts:
     """A chain of n drafts after the anchor of a sequence."""
@@ -23,6 +31,7 @@ class Drafts:
     sequence: Sequence
     anchor: int
     n: int
+    source: Source = Source.NEXTN
 
 
 @dataclass(frozen=True)
@@ -73,14 +82,17 @@ class Engine(Handle):
         return Sequence(self)
 
     def draft(self, items: collections.abc.Sequence[Drafts]) -> None:
-        """Chains of drafts after the anchors of several sequences, by the NextN head. They stay on the
+        """Chains of drafts after the anchors of several sequences, all of one source. They stay on the
         device: verify them with Rows without tokens, read them with Sequence.drafted. What is committed does
         not change."""
+        sources = {item.source for item in items} or {Source.NEXTN}
+        if len(sources) > 1:
+            raise ArgumentError("the drafts of one call come from one source")
         made = self.library.ffi.new("luce_draft_item[]", max(len(items), 1))
         for struct, item in zip(made, items, strict=False):
             struct.sequence, struct.n = item.sequence.handle, max(item.n, 0)
             (struct.anchor,) = self.library.ints([item.anchor])
-        self.library.check(self.library.lib.luce_engine_draft(self.handle, made, len(items)))
+        self.library.check(self.library.lib.luce_engine_draft(self.handle, sources.pop(), made, len(items)))
 
     def verify(self, items: collections.abc.Sequence[Rows]) -> list[list[int] | NumericError]:
         """One forward over the rows of several sequences, LUCE_MAX_ROWS in all. Of each item the target's

@@ -45,12 +45,16 @@ class File(Handle):
         return Tensor(name, type_name, tensor.type, shape, tensor.size_bytes)
 
     def plan_memory(
-        self, device: str = "auto", params: EngineParams | None = None, head: File | None = None
+        self,
+        device: str = "auto",
+        params: EngineParams | None = None,
+        head: File | None = None,
+        drafter: File | None = None,
     ) -> Memory:
         """What a model and one engine of it need, in bytes. Raises what opening the model would:
         UnsupportedError or FileError where luce cannot run the files."""
         library = self.library
-        model = _model_params(library, device, head)
+        model = _model_params(library, device, head, drafter)
         engine = engine_params(library, params or EngineParams())
         return library.read(
             Memory, library.lib.luce_plan_memory, self.handle, model.struct, engine.struct
@@ -65,14 +69,18 @@ class Params:
     kept: tuple[Any, ...]
 
 
-def _model_params(library: Library, device: str, head: File | None = None, progress: Any = None) -> Params:
+def _model_params(
+    library: Library, device: str, head: File | None, drafter: File | None, progress: Any = None
+) -> Params:
     name = library.ffi.new("char[]", device.encode())
     struct = library.struct("luce_model_params", device=name)
     if head is not None:
         struct.head = head.handle
+    if drafter is not None:
+        struct.drafter = drafter.handle
     if progress is not None:
         struct.progress = progress
-    return Params(struct, (name, head, progress))
+    return Params(struct, (name, head, drafter, progress))
 
 
 def engine_params(library: Library, params: EngineParams) -> Params:
@@ -84,7 +92,8 @@ def engine_params(library: Library, params: EngineParams) -> Params:
 
 
 class Model(Handle):
-    """Weights on a device, and the NextN head that `head` holds (the model's own file or another).
+    """Weights on a device, the NextN head that `head` holds (the model's own file or another), and the DFlash
+    drafter of `drafter`.
     `progress` may cancel (Cancelled); what it raises is raised here."""
 
     def __init__(
@@ -93,6 +102,7 @@ class Model(Handle):
         device: str = "auto",
         progress: Progress | None = None,
         head: File | None = None,
+        drafter: File | None = None,
     ):
         library = file.library
         raised: list[BaseException] = []
@@ -104,7 +114,7 @@ class Model(Handle):
                 error=1,
                 onerror=lambda kind, error, trace: raised.append(error),
             )
-        params = _model_params(library, device, head, callback)
+        params = _model_params(library, device, head, drafter, callback)
         out = library.ffi.new("luce_model **")
         status = library.lib.luce_model_open(out, file.handle, params.struct)
         if status == 0:

@@ -49,7 +49,7 @@
 extern "C" {
 #endif
 
-#define LUCE_ABI_VERSION 3 /* changes whenever a struct or a signature does */
+#define LUCE_ABI_VERSION 4 /* changes whenever a struct or a signature does */
 #define LUCE_MAX_ROWS 64 /* rows of one step over all its sequences: each has an anchor and its candidates */
 #define LUCE_MAX_DRAFT 8 /* drafts of a NextN chain */
 #define LUCE_PAGE 256 /* positions of a KV page */
@@ -163,6 +163,10 @@ typedef struct luce_model_params {
     luce_file *head; /* take the NextN head from this file: the model's own, or another that holds the
                            head alone or beside a trunk; NULL: no head. It must fit the trunk: E_FILE names
                            both values */
+    luce_file
+        *drafter; /* a DFlash drafter for this model, of llama.cpp's layout or an older one; NULL: none. It
+                           must fit the model: E_FILE names both values, or a key or tensor that is missing;
+                           E_UNSUPPORTED what luce does not implement */
     luce_progress_fn progress; /* may be NULL */
     void *progress_user;
 } luce_model_params;
@@ -183,8 +187,11 @@ typedef struct luce_engine_params {
     uint32_t n_checkpoints; /* checkpoints that may be on the device at once, 0..1024 */
     uint32_t n_pages; /* KV pages of all sequences and checkpoints; 0: enough for n_sequences full ones and,
                                with checkpoints, for one more */
-    uint32_t n_rows; /* most rows of one sequence in a step, 1..LUCE_MAX_ROWS; 0: n_draft + 1 */
+    uint32_t
+        n_rows; /* most rows of one sequence in a step, 1..LUCE_MAX_ROWS; 0: n_draft + 1, or the rows of a
+                        DFlash block where these are more */
     uint32_t n_draft; /* most drafts of a round, 0..LUCE_MAX_DRAFT; needs a model with a head */
+    uint32_t blocks; /* 1: DFlash blocks may be drafted; needs a model with a drafter. 0: none are */
     uint32_t n_chunk; /* most rows of a prefill step: a multiple of LUCE_PAGE, at most 4096; 0: 512 */
     uint32_t n_threads; /* CPU only; 0: one per core, at most 16 */
     const char *kv_type; /* "f16" (= NULL), "q8_0", "q4_0", "f32" */
@@ -224,6 +231,7 @@ typedef struct luce_model_info {
     uint32_t n_nextn; /* NextN blocks in the file */
     uint32_t n_ctx_train; /* context_length of the file */
     int32_t has_head; /* a NextN head is loaded: engines may draft */
+    uint32_t block_size; /* rows of a DFlash block, the anchor's among them; 0: no drafter is loaded */
 } luce_model_info;
 LUCE_API luce_status luce_model_get_info(luce_model *model, luce_model_info *out);
 
@@ -240,6 +248,7 @@ typedef struct luce_engine_info {
     uint64_t memory_bytes; /* allocated on the device by this engine's caches and buffers */
     uint32_t n_ctx, n_sequences, n_checkpoints, n_pages, n_rows, n_draft, n_chunk,
         n_threads; /* as resolved */
+    uint32_t n_block; /* rows of a DFlash block; 0: none are drafted */
     uint32_t
         pages_free; /* with those of checkpoints on their way to the host: who needs a page waits for them */
     uint32_t sequences_free; /* that may still be opened */
@@ -251,7 +260,8 @@ LUCE_API luce_status luce_engine_get_info(luce_engine *engine, luce_engine_info 
  * to the choices on the host. */
 typedef struct luce_cost {
     uint32_t rows; /* of the step */
-    uint32_t drafts; /* 0: a verify of `rows` rows; 1: one more draft for each of `rows` sequences */
+    uint32_t drafts; /* 0: a verify of `rows` rows; 1: one more draft of the NextN head for each of `rows`
+                        sequences; 2: a DFlash block for each of them */
     float seconds;
 } luce_cost;
 /* By drafts, then by rows; widths that are not listed lie between their neighbours. out NULL: *n becomes the number
@@ -263,17 +273,24 @@ LUCE_API luce_status luce_engine_costs(luce_engine *engine, luce_cost *out, uint
  * no last error. */
 LUCE_API luce_status luce_engine_cancel(luce_engine *engine);
 
-/* Drafts for several sequences, one chain each, with the NextN head on its own hidden state. The drafts stay on the
- * device, for luce_engine_verify(tokens = NULL); nothing committed is changed. Rows that are verified and not
- * committed are dropped. */
+typedef enum luce_source {
+    LUCE_SOURCE_NEXTN = 0, /* a chain: the head goes on from its own hidden state, a step a draft */
+    LUCE_SOURCE_DFLASH =
+        1 /* a block: the drafter's choices for the positions after the anchor, all in one step */
+} luce_source;
+
+/* Drafts for several sequences, one chain each, of one source. The drafts stay on the device, for
+ * luce_engine_verify(tokens = NULL); nothing committed is changed. Rows that are verified and not committed are
+ * dropped. */
 typedef struct luce_draft_item {
     luce_sequence *sequence; /* with at least one committed token */
     int32_t anchor;
-    uint32_t n; /* drafts, 1..n_draft */
+    uint32_t n; /* drafts: 1..n_draft of the head, 1..n_block - 1 of a block */
 } luce_draft_item;
-/* E_CONTEXT when n_past + n would reach n_ctx (a verify of them has a row more), E_STATE in an engine without drafts, E_MEMORY when pages run out: then
- * nothing was done. Does not wait for the device. */
-LUCE_API luce_status luce_engine_draft(luce_engine *engine, const luce_draft_item *items, uint32_t n_items);
+/* E_CONTEXT when n_past + n would reach n_ctx (a verify of them has a row more), E_STATE in an engine without drafts
+ * of the source, E_MEMORY when pages run out: then nothing was done. Does not wait for the device. */
+LUCE_API luce_status luce_engine_draft(luce_engine *engine, int32_t source /* luce_source */,
+                                       const luce_draft_item *items, uint32_t n_items);
 
 /* One forward over the rows of several sequences, LUCE_MAX_ROWS in all. Row 0 of an item is its anchor
  * (parents[0] = -1); row i > 0 follows row parents[i] < i, in depth-first order; it sees the committed tokens, its
@@ -335,7 +352,7 @@ LUCE_API luce_status luce_sequence_commit(luce_sequence *sequence, const int32_t
  * token), F32; n must be n_vocab. E_STATE when the engine has run another step since. */
 LUCE_API luce_status luce_sequence_get_logits(luce_sequence *sequence, uint32_t row, float *out, uint32_t n);
 
-/* The committed state as bytes, for tests and inspection: KV, recurrent state, the head's KV and hidden state,
+/* The committed state as bytes, for tests and inspection: KV, recurrent state, the drafters' KV, the hidden state,
  * tokens. Sequences with the same committed tokens give the same bytes, however their rounds went. data NULL: only
  * the size; else *size bytes are there. Rows that are verified and not committed are dropped. */
 LUCE_API luce_status luce_sequence_dump(luce_sequence *sequence, void *data, uint64_t *size);
@@ -372,7 +389,7 @@ LUCE_API luce_status luce_checkpoint_get_tokens(luce_checkpoint *checkpoint, int
 LUCE_API luce_status luce_checkpoint_to_host(luce_checkpoint *checkpoint);
 LUCE_API luce_status luce_checkpoint_to_device(luce_checkpoint *checkpoint);
 
-/* A checkpoint as bytes, and back, in any engine of the same model, kv_type, n_chunk and kind of head. The bytes carry
+/* A checkpoint as bytes, and back, in any engine of the same model, kv_type, n_chunk and kinds of drafters. The bytes carry
  * a version, the model's identity and a checksum: E_ARG names what does not fit. data NULL: only the size. A loaded
  * checkpoint is in host memory. */
 LUCE_API luce_status luce_checkpoint_save(luce_checkpoint *checkpoint, void *data, uint64_t *size);

@@ -37,7 +37,8 @@ struct SeqCtl {
         n_move; // pending rows whose trunk KV still lies where the verify wrote it; 0 where it needs no move
     int32_t n_move_head; // the same for the NextN head's KV
     int32_t pages; // index into the page table where this sequence's pages begin
-    int32_t reserved[2];
+    int32_t n_move_drafter; // the same for the DFlash drafter's KV
+    int32_t reserved;
     // Rows of the last verify that were accepted, counted from that verify's first row of this sequence, in commit
     // order: pending[i] >= i. They are committed positions n_past - n .. n_past - 1, n = n_replay or n_move.
     int32_t pending[MAX_ROWS];
@@ -124,12 +125,15 @@ struct KvPool {
     int64_t cell_bytes; // of k, and of v
 };
 
+// Whose KV a layer is: each has rows of its own to move (SeqCtl).
+enum KvOwner : int32_t { KV_TRUNK = 0, KV_HEAD = 1, KV_DRAFTER = 2 };
+
 // Moves pending rows down, then writes K and V of the step's rows. Rows with seq -1 are not written.
 struct KvStoreArgs {
     KvPool pool;
     int32_t T;
     int32_t append; // 1: a prefill of seqs[0] alone: row t is at n_past + t, T = n_rows, any number
-    int32_t head; // 1: n_move_head says how many rows move, 0: n_move
+    int32_t owner; // KvOwner
     const float *k; // [T][Hkv][D], normalised and rotated
     const float *v; // [T][Hkv][D]
     const StepCtl *ctl;
@@ -149,6 +153,7 @@ struct AttentionArgs {
     float scale; // of q.k
     float softcap; // > 0: scores become softcap * tanh(score / softcap)
     int32_t max_pages; // of one sequence: bounds the chunks of a row
+    int32_t block; // 1: the rows of a sequence, which are a chain, all see each other
     const float *q; // [T][H][D], normalised and rotated
     const float *gate; // null, or [T][H] rows of D values: out is multiplied by sigmoid(gate)
     int64_t gate_row, gate_head; // from one row or head of gate to the next, in values

@@ -100,7 +100,9 @@ __global__ void __launch_bounds__(THREADS) kv_store_kernel(KvStoreArgs a, int32_
     const int at = value ? column - columns : column;
     uint8_t *base = (value ? a.pool.v : a.pool.k) + int64_t(at) * Kv::BYTES;
     const int32_t *pages = a.pages + seq.pages;
-    const int32_t n = a.head != 0 ? seq.n_move_head : seq.n_move;
+    const int32_t n = a.owner == KV_TRUNK  ? seq.n_move
+                      : a.owner == KV_HEAD ? seq.n_move_head
+                                           : seq.n_move_drafter;
     if (n > 0) {
         if (blockIdx.z > 0) {
             return;

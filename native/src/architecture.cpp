@@ -4,11 +4,6 @@ namespace luce {
 
 static const Architecture *const ARCHITECTURES[] = {&QWEN35};
 
-static bool is_drafter(const std::string &name) {
-    return name == "dflash" || name == "dflash-draft" || name == "qwen35-dflash-draft" ||
-           name == "gemma4-dflash-draft";
-}
-
 const Architecture &architecture_of(const GgufFile &file) {
     const std::string name = file.string("general.architecture");
     std::string known;
@@ -18,7 +13,7 @@ const Architecture &architecture_of(const GgufFile &file) {
         }
         known += (known.empty() ? "" : ", ") + std::string(a->name);
     }
-    if (is_drafter(name)) {
+    if (is_dflash(name)) {
         fail(LUCE_E_UNSUPPORTED,
              "%s: architecture %s is a DFlash drafter: it drafts for a model, it is not one",
              file.path().c_str(), name.c_str());

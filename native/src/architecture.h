@@ -23,6 +23,13 @@ struct Architecture {
 
 extern const Architecture QWEN35; // qwen35.cpp, graph_qwen35.cpp
 
+// Whether general.architecture is that of a DFlash drafter, in any of its layouts (dflash.cpp, graph_dflash.cpp).
+bool is_dflash(const std::string &architecture);
+// The drafter of a file. E_UNSUPPORTED names what luce does not implement; E_FILE a key or tensor that is missing, or
+// both values where it does not fit the trunk.
+std::unique_ptr<DFlash> read_dflash(Model &model, const GgufFile &file, const HParams &trunk,
+                                    const Weights &weights);
+
 // E_UNSUPPORTED says what the file's architecture is, where luce does not run it.
 const Architecture &architecture_of(const GgufFile &file);
 

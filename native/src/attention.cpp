@@ -62,7 +62,9 @@ void store_head(const KvStoreArgs &a, int which, int head) {
     const int n_seqs = a.append != 0 ? 1 : a.ctl->n_seqs;
     for (int s = 0; s < n_seqs; s++) {
         const SeqCtl &seq = a.ctl->seqs[s];
-        const int n_move = a.head != 0 ? seq.n_move_head : seq.n_move;
+        const int n_move = a.owner == KV_TRUNK  ? seq.n_move
+                           : a.owner == KV_HEAD ? seq.n_move_head
+                                                : seq.n_move_drafter;
         const auto at = [&](int32_t position) {
             return cell_head(pool, which, cell_of(a.pages, seq, position), head);
         };
@@ -180,6 +182,7 @@ struct Unit {
     }
 
     int32_t position(int row) const { return a.ctl->rows[seq.row0 + row].position; }
+    int32_t last_seen(int row) const { return a.block != 0 ? seq.n_past + seq.n_rows - 1 : position(row); }
 
     // Positions [from, to) as rows of a tile: committed ones, then the ancestors of the row that `path` belongs to.
     void load(int which, int32_t from, int32_t to, const int *path, float *tile) const {
@@ -246,7 +249,7 @@ struct Unit {
             for (int p = p0; p < p1;) { // the heads of a row see the same keys
                 const int row = p / G, n_heads = std::min(p1, (row + 1) * G) - p;
                 const int32_t lowest = std::max(from, lowest_visible(position(row), a.first, a.window));
-                const int n = std::min(to, position(row) + 1) - lowest;
+                const int n = std::min(to, last_seen(row) + 1) - lowest;
                 if (n > 0) {
                     run_row(p, n_heads, int64_t(lowest - from) * D, n);
                 }

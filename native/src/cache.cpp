@@ -29,11 +29,14 @@ void Pool::release(int32_t id) {
 
 // ---- device memory ----
 
-Cache::Cache(const Weights &weights, const HParams &hp, const NextN *head, const CacheParams &params)
+Cache::Cache(const Weights &weights, const HParams &hp, const NextN *head, const DFlash *drafter,
+             const CacheParams &params)
     : pages(params.n_pages), sequence_slots(params.n_sequences), checkpoint_slots(params.n_checkpoints),
-      params_(params), max_pages_((params.n_ctx + params.n_rows + PAGE - 1) / PAGE) {
+      params_(params), max_pages_(params.max_pages()) {
     const size_t n_layer = weights.blocks.size();
-    const ggml_init_params init = {ggml_tensor_overhead() * (3 * n_layer + 6), nullptr, /*no_alloc=*/true};
+    const size_t n_drafter = drafter == nullptr ? 0 : drafter->layers.size();
+    const ggml_init_params init = {ggml_tensor_overhead() * (3 * n_layer + 2 * n_drafter + 6), nullptr,
+                                   /*no_alloc=*/true};
     context_.reset(ggml_init(init));
     ggml_context *ctx = context_.get();
     const int64_t n_slots = params.n_sequences + params.n_checkpoints,
@@ -64,7 +67,7 @@ Cache::Cache(const Weights &weights, const HParams &hp, const NextN *head, const
         d.log = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, log.log_size(), params.n_sequences);
         state_bytes_ += ggml_nbytes(d.state) + ggml_nbytes(d.window) + ggml_nbytes(d.log);
     }
-    drafts_ = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 2, std::max(params.n_draft, 1u) * params.n_sequences);
+    drafts_ = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 2, std::max(drafts_of_slot(), 1u) * params.n_sequences);
     state_bytes_ += ggml_nbytes(drafts_);
     if (params.rowmm_scratch > 0) {
         rowmm_scratch_ = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, int64_t(params.rowmm_scratch));
@@ -75,6 +78,9 @@ Cache::Cache(const Weights &weights, const HParams &hp, const NextN *head, const
         hidden_ =
             ggml_new_tensor_2d(ctx, GGML_TYPE_F32, hp.n_embd, n_slots * (2 * int64_t(params.n_rows) + 1) + 2);
         state_bytes_ += ggml_nbytes(hidden_);
+    }
+    for (size_t il = 0; il < n_drafter; il++) {
+        drafter_kv_.push_back(cells(drafter->layers[il].attention));
     }
     set_data(
         reinterpret_cast<void *>(uintptr_t(256))); // until allocate(): not the graph allocator's business
@@ -126,6 +132,9 @@ std::vector<Cache::Piece> Cache::pieces(const std::vector<int32_t> &page_list, u
     }
     if (has_head()) {
         kv(head_kv_, 1);
+    }
+    for (const KvCells &cells : drafter_kv_) {
+        kv(cells, 0);
     }
     const std::vector<Piece> state = state_pieces(slot, hidden);
     list.insert(list.end(), state.begin(), state.end());
@@ -213,6 +222,7 @@ void Timeline::fill(SeqCtl &seq, int32_t row0, int32_t n_rows, int32_t page_base
     seq.n_replay = int32_t(n_replay_);
     seq.n_move = int32_t(n_move_);
     seq.n_move_head = int32_t(n_move_head_);
+    seq.n_move_drafter = int32_t(n_move_drafter_);
     seq.pages = page_base;
     std::copy(pending_.begin(), pending_.end(), seq.pending);
 }
@@ -223,7 +233,7 @@ int32_t Timeline::next_hidden(int32_t row) const {
 
 void Timeline::paid() {
     fresh_ = false;
-    n_replay_ = n_move_ = n_move_head_ = 0;
+    n_replay_ = n_move_ = n_move_head_ = n_move_drafter_ = 0;
 }
 
 void Timeline::appended(const int32_t *tokens, uint32_t n) {
@@ -247,6 +257,15 @@ void Timeline::drafted(int32_t anchor, uint32_t n) {
     n_move_head_ = 0;
     parents_.clear(); // the head's KV of the verified rows is overwritten
     draft_anchor_ = anchor;
+    draft_entry_ = cache_.draft_entry(slot_, 0);
+    n_drafted_ = n;
+}
+
+void Timeline::drafted_block(int32_t anchor, uint32_t n) {
+    n_move_drafter_ = 0;
+    parents_.clear(); // the drafter's KV of the verified rows is overwritten
+    draft_anchor_ = anchor;
+    draft_entry_ = cache_.block_entry(slot_, 0);
     n_drafted_ = n;
 }
 
@@ -272,6 +291,7 @@ void Timeline::commit(const int32_t *path, uint32_t n) {
     n_replay_ = n;
     n_move_ = path[n - 1] == int32_t(n) - 1 ? 0 : n; // a prefix lies where it belongs
     n_move_head_ = cache_.has_head() ? n_move_ : 0;
+    n_move_drafter_ = cache_.has_drafter() ? n_move_ : 0;
     hidden_ = next_hidden(path[n - 1]);
     hidden_bank_ ^= 1;
     parents_.clear();

@@ -8,8 +8,9 @@
 //   replay       accepted rows that are in the DeltaNet log of the     commit            the next verify or prefill
 //                sequence's slot, and not yet in its state and window
 //   move         accepted rows of a tree whose KV lies where the       commit of a path  the next verify or prefill
-//                verify wrote it (position n_past + row), not where    that skips rows   (trunk); the next draft,
-//                it belongs (n_past + depth)                                             verify or prefill (head)
+//                verify wrote it (position n_past + row), not where    that skips rows   (trunk); the head's next
+//                it belongs (n_past + depth)                                             draft, the drafter's next
+//                                                                                        block too (their own)
 //   fresh        slot and window of a new timeline hold another's      reset, open       the next verify or prefill
 //                values and count as zeros
 //   hidden       the last committed row's hidden state lies among      commit, prefill   nobody: it is read there
@@ -18,11 +19,15 @@
 // The NextN head's KV row of position p comes from the target's hidden state at p - 1 and token p. Both are known in
 // the step that verifies token p, so that step writes it beside the trunk's rows; it is moved and dropped with them.
 // There is no row 0. What a draft writes there, the verify after it overwrites.
+// A DFlash drafter's KV row of position p comes from what the trunk's blocks put out for token p: the step that
+// verifies it writes it too, and it is moved and dropped with the trunk's rows. A block that is drafted lies behind the
+// committed positions; the verify after it overwrites it.
 #pragma once
 
 #include "../kernels/kernels.h"
 #include "model.h"
 
+#include <algorithm>
 #include <vector>
 
 namespace luce {
@@ -41,7 +46,10 @@ struct DeltaState {
 
 struct CacheParams {
     uint32_t n_ctx, n_sequences, n_checkpoints, n_pages, n_rows, n_draft, n_chunk;
+    uint32_t n_block = 0; // rows of a DFlash block; 0: the engine drafts none
     ggml_type kv_type;
+    // Of one sequence: a step's rows lie behind n_ctx positions at most.
+    uint32_t max_pages() const { return (n_ctx + std::max(n_rows, n_block) + PAGE - 1) / PAGE; }
     uint64_t rowmm_scratch = 0; // bytes that luce's own matmul wants on this device; 0: it does not run there
 };
 
@@ -63,8 +71,9 @@ private:
 // The device memory of an engine: described first, so that it can be counted, then allocated once.
 class Cache {
 public:
-    // head: null where the engine does not draft.
-    Cache(const Weights &weights, const HParams &hp, const NextN *head, const CacheParams &params);
+    // head, drafter: null where the engine does not draft with them.
+    Cache(const Weights &weights, const HParams &hp, const NextN *head, const DFlash *drafter,
+          const CacheParams &params);
 
     void allocate(const Device &device);
 
@@ -76,10 +85,12 @@ public:
     const DeltaState &delta(uint32_t block) const { return delta_[block]; }
     bool has_head() const { return hidden_ != nullptr; }
     const KvCells &head_kv() const { return head_kv_; }
+    bool has_drafter() const { return !drafter_kv_.empty(); }
+    const KvCells &drafter_kv(size_t layer) const { return drafter_kv_[layer]; }
     ggml_tensor *rowmm_scratch() const {
         return rowmm_scratch_;
     } // {bytes} I8: zeros between steps where it counts
-    ggml_tensor *drafts() const { return drafts_; } // {2, n_draft * n_sequences} I32: token, not-finite flag
+    ggml_tensor *drafts() const { return drafts_; } // {2, entries} I32: token, not-finite flag
     ggml_tensor *hidden() const {
         return hidden_;
     } // {E, rows} F32: the target's after output_norm, or the head's
@@ -91,12 +102,17 @@ public:
     int32_t hidden_zero() const {
         return hidden_unused() + 1;
     } // before a timeline's first token; never written
-    int32_t draft_entry(int32_t slot, int32_t i) const { return slot * int32_t(params_.n_draft) + i; }
+    // Entries of `drafts`: of a slot those of the NextN head's chain, then those of the DFlash block.
+    uint32_t drafts_of_slot() const { return params_.n_draft + std::max(params_.n_block, 1u) - 1; }
+    int32_t draft_entry(int32_t slot, int32_t i) const { return slot * int32_t(drafts_of_slot()) + i; }
+    int32_t block_entry(int32_t slot, int32_t i) const {
+        return draft_entry(slot, i) + int32_t(params_.n_draft);
+    }
 
     Pool pages, sequence_slots, checkpoint_slots; // a checkpoint's slot is numbered after those of sequences
 
     // All of a timeline that the device holds, in the order that saved bytes have: for each layer K and V of its
-    // pages, or state and window; the head's KV; the hidden row. n_past positions, whole pages.
+    // pages, or state and window; the head's KV; the drafter's; the hidden row. n_past positions, whole pages.
     struct Piece {
         ggml_tensor *tensor;
         size_t offset, size;
@@ -114,6 +130,7 @@ private:
     std::vector<KvCells> kv_; // by trunk block; empty entries for DeltaNet
     std::vector<DeltaState> delta_; // by trunk block; empty entries for attention
     KvCells head_kv_{};
+    std::vector<KvCells> drafter_kv_; // by its layer
     ggml_tensor *hidden_ = nullptr, *drafts_ = nullptr, *rowmm_scratch_ = nullptr;
     uint64_t kv_bytes_ = 0, state_bytes_ = 0;
     Context context_;
@@ -139,7 +156,7 @@ public:
     int32_t hidden() const { return hidden_; } // row of the last committed position
     const std::vector<int32_t> &pages() const { return pages_; }
     bool prompt_only() const { return prompt_only_; } // nothing but prefill in whole chunks brought it here
-    bool in_debt() const { return n_replay_ > 0 || n_move_ > 0 || n_move_head_ > 0; }
+    bool in_debt() const { return n_replay_ > 0 || n_move_ > 0 || n_move_head_ > 0 || n_move_drafter_ > 0; }
 
     // Pages that `n` more positions need beyond those it has; take() gets them, and needs as many free.
     uint32_t pages_wanted(uint32_t n) const;
@@ -152,7 +169,8 @@ public:
     // After a step has run:
     void appended(const int32_t *tokens, uint32_t n);
     void verified(std::vector<int32_t> tokens, std::vector<int32_t> parents); // rows are in the log
-    void drafted(int32_t anchor, uint32_t n);
+    void drafted(int32_t anchor, uint32_t n); // a chain of the NextN head
+    void drafted_block(int32_t anchor, uint32_t n); // the first n of a block
     void settled() { paid(); } // a step without rows of its own
     void check_path(const int32_t *path, uint32_t n) const; // E_ARG unless a path from the root
     void commit(const int32_t *path, uint32_t n);
@@ -160,6 +178,7 @@ public:
 
     int32_t draft_anchor() const { return draft_anchor_; }
     uint32_t n_drafted() const { return n_drafted_; } // of the last draft, until the timeline moves on
+    int32_t draft_entry(int32_t i) const { return draft_entry_ + i; } // of the last draft
 
 private:
     void paid();
@@ -170,12 +189,12 @@ private:
     std::vector<int32_t> tokens_, pages_;
     bool fresh_ = true, prompt_only_ = true;
     std::vector<int32_t> pending_; // accepted rows of the last verify
-    uint32_t n_replay_ = 0, n_move_ = 0, n_move_head_ = 0;
+    uint32_t n_replay_ = 0, n_move_ = 0, n_move_head_ = 0, n_move_drafter_ = 0;
     int32_t bank_ = 0; // of the log that holds the last verify's keys
     int32_t hidden_ = 0;
     int32_t hidden_bank_ = 0; // that hidden_ is in; the other one is written next
     std::vector<int32_t> parents_, verified_tokens_; // of the last verify, until it is committed or dropped
-    int32_t draft_anchor_ = 0;
+    int32_t draft_anchor_ = 0, draft_entry_ = 0;
     uint32_t n_drafted_ = 0;
 };
 

@@ -15,11 +15,11 @@ struct Header {
     uint32_t n_past;
     uint32_t n_chunk;
     uint32_t has_head;
-    uint32_t reserved;
+    uint32_t has_drafter;
 };
 constexpr char MAGIC[8] = {'L', 'U', 'C', 'E', 'C', 'H', 'K', 'P'},
                DUMP[8] = {'L', 'U', 'C', 'E', 'D', 'U', 'M', 'P'};
-constexpr uint32_t VERSION = 1;
+constexpr uint32_t VERSION = 2;
 
 // 64 bits at a time: states are hundreds of megabytes.
 uint64_t checksum(const uint8_t *data, uint64_t n) {
@@ -105,6 +105,7 @@ void finish(uint8_t *data, uint64_t size, const Engine &engine, const std::vecto
     h.n_past = uint32_t(tokens.size());
     h.n_chunk = engine.params().cache.n_chunk;
     h.has_head = engine.cache().has_head();
+    h.has_drafter = engine.cache().has_drafter();
     h.checksum = checksum(h, data);
     memcpy(data, &h, sizeof(h));
 }
@@ -134,6 +135,10 @@ Header read_header(const Engine &engine, const uint8_t *data, uint64_t size) {
     if (h.has_head != uint32_t(has_head)) {
         fail(LUCE_E_ARG, "the checkpoint was saved %s a NextN head, this engine is %s",
              h.has_head ? "with" : "without", has_head ? "with one" : "without");
+    }
+    if (h.has_drafter != uint32_t(engine.cache().has_drafter())) {
+        fail(LUCE_E_ARG, "the checkpoint was saved %s a DFlash drafter, this engine is %s",
+             h.has_drafter ? "with" : "without", h.has_drafter ? "without one" : "with one");
     }
     if (h.n_chunk != c.n_chunk || h.n_past % h.n_chunk != 0 || h.n_past == 0) {
         fail(LUCE_E_ARG, "the checkpoint has %u tokens in chunks of %u, this engine's chunks have %u",

@@ -75,7 +75,7 @@ KvStoreArgs kv_store_args(const ggml_tensor *dst) {
     a.pool = kv_pool(dst->src[2], dst->src[3], param(dst, 2));
     a.T = int32_t(dst->src[0]->ne[1]);
     a.append = param(dst, 0);
-    a.head = param(dst, 1);
+    a.owner = param(dst, 1);
     a.k = data<float>(dst->src[0]);
     a.v = data<float>(dst->src[1]);
     a.ctl = ctl(dst->src[4]);
@@ -101,6 +101,7 @@ AttentionArgs attention_args(const ggml_tensor *dst) {
         a.gate_row = 2 * int64_t(D) * a.H;
         a.gate_head = 2 * D;
     }
+    a.block = param(dst, 7);
     a.ctl = ctl(dst->src[4]);
     a.pages = data<int32_t>(dst->src[5]);
     a.out = data<float>(dst);

@@ -4,9 +4,9 @@
 // name            arguments (ggml shapes, fastest first)                                 params -> result
 // deltanet_conv   x{C,T} w{4,C} window{C,3,slots}* log{n,seqs}* ctl                        R n_slots Hk Hv S mode -> {C,T}
 // deltanet        x{C,T} alpha{Hv,T} beta{Hv,T} dt{Hv} a{Hv} state{S,S,Hv,slots}* log* ctl  the same -> {Hv*S,T}
-// kv_store        k{D*Hkv,T} v{D*Hkv,T} pool_k{D*Hkv,cells}* pool_v* ctl pages             append head D -> i32{1}
+// kv_store        k{D*Hkv,T} v{D*Hkv,T} pool_k{D*Hkv,cells}* pool_v* ctl pages             append owner D -> i32{1}
 // attention       q{D*H,T} q_gate{2*D*H,T} pool_k pool_v ctl pages
-//                     D first window max_pages scale softcap gated -> {D*H*T, then scratch}
+//                     D first window max_pages scale softcap gated block -> {D*H*T, then scratch}
 // kv_gather       pool{D*Hkv,cells} ctl pages                                              D -> f16 or f32{D*Hkv,n_kv}
 // prefill_mask    ctl                                                                      first window -> f16{n_kv,T}
 // argmax          logits{n,T}                                                              - -> i32{WIDTH,T}

@@ -41,8 +41,19 @@ const NextN *head_of(const Model &model, const EngineParams &params) {
     return params.cache.n_draft > 0 ? model.weights().head.get() : nullptr;
 }
 
+uint32_t block_rows(const Model &model, const luce_engine_params &params) {
+    if (params.blocks > 1) {
+        fail(LUCE_E_ARG, "blocks is %u, expected 0 or 1", params.blocks);
+    }
+    if (params.blocks == 1 && !model.weights().drafter) {
+        fail(LUCE_E_ARG, "blocks are to be drafted, but the model was opened without a DFlash drafter");
+    }
+    return params.blocks == 1 ? model.weights().drafter->block_size : 0;
+}
+
 Cache make_cache(const Model &model, const EngineParams &params) {
-    return Cache(model.weights(), model.hparams(), head_of(model, params), params.cache);
+    const DFlash *drafter = params.cache.n_block > 0 ? model.weights().drafter.get() : nullptr;
+    return Cache(model.weights(), model.hparams(), head_of(model, params), drafter, params.cache);
 }
 
 } // namespace
@@ -58,8 +69,10 @@ EngineParams Engine::resolve(const Model &model, const luce_engine_params *p) {
     c.n_sequences = in_range("n_sequences", p->n_sequences, 1, MAX_ROWS);
     c.n_checkpoints = p->n_checkpoints;
     c.n_draft = p->n_draft;
+    c.n_block = block_rows(model, *p);
     c.n_rows =
-        in_range("n_rows", p->n_rows, std::min(c.n_draft, uint32_t(LUCE_MAX_DRAFT)) + 1, LUCE_MAX_ROWS);
+        in_range("n_rows", p->n_rows, std::max(std::min(c.n_draft, uint32_t(LUCE_MAX_DRAFT)) + 1, c.n_block),
+                 LUCE_MAX_ROWS);
     c.n_chunk = in_range("n_chunk", p->n_chunk, 512, 4096);
     c.kv_type = kv_type_of(p->kv_type);
     out.n_threads = in_range("n_threads", p->n_threads, std::min(cores, 16u), 512);
@@ -82,9 +95,8 @@ EngineParams Engine::resolve(const Model &model, const luce_engine_params *p) {
         c.rowmm_scratch = uint64_t(cuda::rowmm_scratch_bytes());
     }
 #endif
-    const uint32_t full = (c.n_ctx + c.n_rows + PAGE - 1) / PAGE;
-    c.n_pages =
-        in_range("n_pages", p->n_pages, full * (c.n_sequences + (c.n_checkpoints > 0 ? 1 : 0)), 1u << 22);
+    c.n_pages = in_range("n_pages", p->n_pages,
+                         c.max_pages() * (c.n_sequences + (c.n_checkpoints > 0 ? 1 : 0)), 1u << 22);
     return out;
 }
 
@@ -127,6 +139,7 @@ luce_engine_info Engine::info() const {
     out.n_pages = c.n_pages;
     out.n_rows = c.n_rows;
     out.n_draft = c.n_draft;
+    out.n_block = c.n_block;
     out.n_chunk = c.n_chunk;
     out.n_threads = params_.n_threads;
     out.pages_free = cache_.pages.n_free();
@@ -188,19 +201,22 @@ void Engine::need_pages(uint32_t n) {
 
 // ---- the round ----
 
-void Engine::draft(const DraftItem *items, uint32_t n_items) {
+void Engine::draft(Source source, const DraftItem *items, uint32_t n_items) {
     check_cancelled();
     const CacheParams &c = params_.cache;
-    if (c.n_draft == 0) {
-        fail(LUCE_E_STATE, "the engine was opened without drafts (n_draft 0)");
+    const bool block = source == Source::dflash;
+    if ((block ? c.n_block : c.n_draft) == 0) {
+        fail(LUCE_E_STATE, "the engine was opened without drafts of this source (%s 0)",
+             block ? "blocks" : "n_draft");
     }
-    uint32_t pages = 0, longest = 0;
+    const uint32_t most = block ? c.n_block - 1 : c.n_draft;
+    uint32_t pages = 0;
     for (uint32_t i = 0; i < n_items; i++) {
         const DraftItem &item = items[i];
         const Timeline &line = item.sequence->line();
         item.sequence->check_usable();
-        if (item.n < 1 || item.n > c.n_draft) {
-            fail(LUCE_E_ARG, "a draft has 1 to %u tokens, got %u", c.n_draft, item.n);
+        if (item.n < 1 || item.n > most) {
+            fail(LUCE_E_ARG, "a draft has 1 to %u tokens, got %u", most, item.n);
         }
         check_tokens(&item.anchor, 1);
         if (line.n_past() == 0) {
@@ -210,13 +226,23 @@ void Engine::draft(const DraftItem *items, uint32_t n_items) {
             fail(LUCE_E_CONTEXT, "%u drafts would reach position %u of a context of %u", item.n,
                  line.n_past() + item.n, c.n_ctx);
         }
-        pages += line.pages_wanted(item.n);
-        longest = std::max(longest, item.n);
+        pages += line.pages_wanted(block ? c.n_block : item.n);
     }
     need_pages(pages);
     for (uint32_t i = 0; i < n_items; i++) {
-        items[i].sequence->line().take_pages(items[i].n);
+        items[i].sequence->line().take_pages(block ? c.n_block : items[i].n);
         items[i].sequence->begin_step();
+    }
+    block ? draft_blocks(items, n_items) : draft_chains(items, n_items);
+    for (uint32_t i = 0; i < n_items; i++) {
+        items[i].sequence->fail_with("");
+    }
+}
+
+void Engine::draft_chains(const DraftItem *items, uint32_t n_items) {
+    uint32_t longest = 0;
+    for (uint32_t i = 0; i < n_items; i++) {
+        longest = std::max(longest, items[i].n);
     }
     for (uint32_t link = 0; link < longest; link++) {
         Batch batch(step_->draft_host(link), cache_);
@@ -231,7 +257,22 @@ void Engine::draft(const DraftItem *items, uint32_t n_items) {
     }
     for (uint32_t i = 0; i < n_items; i++) {
         items[i].sequence->line().drafted(items[i].anchor, items[i].n);
-        items[i].sequence->fail_with("");
+    }
+}
+
+void Engine::draft_blocks(const DraftItem *items, uint32_t n_items) {
+    const DFlash &drafter = *model_->weights().drafter;
+    const uint32_t at_once = blocks_at_once(params_.cache);
+    for (uint32_t first = 0; first < n_items; first += at_once) {
+        const uint32_t n = std::min(at_once, n_items - first);
+        Batch batch(step_->block_host(first / at_once), cache_);
+        for (uint32_t i = 0; i < n; i++) {
+            batch.add_block(items[first + i].sequence->line(), items[first + i].anchor, drafter.mask_token);
+        }
+        step_->block(n * drafter.block_size, first / at_once, batch.n_pages());
+    }
+    for (uint32_t i = 0; i < n_items; i++) {
+        items[i].sequence->line().drafted_block(items[i].anchor, items[i].n);
     }
 }
 
@@ -295,7 +336,7 @@ void Engine::verify(VerifyItem *items, uint32_t n_items) {
         }
         tokens[i] = {line.draft_anchor()};
         for (int32_t d = 0; d + 1 < int32_t(item.n); d++) {
-            tokens[i].push_back(-1 - cache_.draft_entry(line.slot(), d));
+            tokens[i].push_back(-1 - line.draft_entry(d));
         }
     }
     need_pages(pages);

@@ -12,6 +12,9 @@ namespace luce {
 class Checkpoint;
 class Sequence;
 
+// Who drafts (luce_source).
+enum class Source { nextn, dflash };
+
 struct DraftItem {
     Sequence *sequence;
     int32_t anchor;
@@ -43,7 +46,7 @@ public:
     std::recursive_mutex &mutex() { return mutex_; } // calls on an engine wait for each other
     CancelFlag &cancel() { return cancel_; }
 
-    void draft(const DraftItem *items, uint32_t n);
+    void draft(Source source, const DraftItem *items, uint32_t n);
     void verify(VerifyItem *items, uint32_t n); // E_NUMERIC: done, but the statuses tell for which
 
     // For sequences and checkpoints:
@@ -58,6 +61,8 @@ public:
     void leaving(std::weak_ptr<Checkpoint> checkpoint) { leaving_.push_back(std::move(checkpoint)); }
 
 private:
+    void draft_chains(const DraftItem *items, uint32_t n);
+    void draft_blocks(const DraftItem *items, uint32_t n);
     std::vector<int32_t> check_item(const VerifyItem &item, uint32_t *depth) const;
 
     std::shared_ptr<const Model> model_;

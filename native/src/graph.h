@@ -18,4 +18,12 @@ StepOutputs build_qwen35(const StepBuild &build);
 // next link.
 void build_qwen35_draft(const StepBuild &build);
 
+// The rows' context for a DFlash drafter: K and V of each of its layers, from what the trunk's blocks put out
+// (outputs[il] {E, T}).
+void feed_dflash(const StepBuild &build, const DFlash &drafter, const std::vector<ggml_tensor *> &outputs);
+
+// A block for each of the step's sequences, whose rows are [anchor, mask, mask ..]: the choices of all rows are kept
+// but the anchors'.
+void build_dflash_block(const StepBuild &build);
+
 } // namespace luce

@@ -31,7 +31,7 @@ static ggml_tensor *nextn_input(const StepBuild &b, const NextN &head, ggml_tens
 
 // The head's KV of rows x {E, T}, the head's input.
 static KvLayer nextn_kv(const StepBuild &b, const NextN &head, ggml_tensor *x) {
-    const KvLayer kv = {b.cache.head_kv(), true};
+    const KvLayer kv = {b.cache.head_kv(), KV_HEAD};
     write_kv(b, rms_norm(b.ctx, x, head.block.attn_norm, head.rms_eps), *head.block.attention(), kv,
              head.rms_eps);
     return kv;
@@ -83,11 +83,12 @@ StepOutputs build_qwen35(const StepBuild &b) {
 
     ggml_tensor *mask = b.prefill() ? prefill_mask(b, 0) : nullptr;
     ggml_tensor *x = embed(b, w.token_embd); // {E, T}
+    std::vector<ggml_tensor *> outputs; // of the blocks
     for (uint32_t il = 0; il < hp.n_layer; il++) {
         const Block &block = w.blocks[il];
         ggml_tensor *h = rms_norm(ctx, x, block.attn_norm, hp.rms_eps);
         if (const Attention *attention = block.attention()) {
-            const KvLayer kv = {b.cache.kv(il), false};
+            const KvLayer kv = {b.cache.kv(il), KV_TRUNK};
             write_kv(b, h, *attention, kv, hp.rms_eps);
             h = attend(b, h, *attention, kv, mask, hp.rms_eps);
         } else {
@@ -96,6 +97,10 @@ StepOutputs build_qwen35(const StepBuild &b) {
         x = ggml_add(ctx, h, x);
         x = ggml_add(ctx, ffn(b, rms_norm(ctx, x, block.post_norm, hp.rms_eps), block.ffn), x);
         ggml_format_name(x, "l_out-%u", il);
+        outputs.push_back(x);
+    }
+    if (b.cache.has_drafter()) {
+        feed_dflash(b, *w.drafter, outputs);
     }
     if (b.prefill() && !b.cache.has_head()) {
         x = b.kind == StepKind::prefill ? x : last(ctx, x);

@@ -35,11 +35,13 @@ void check_rows(const int32_t *parents, uint32_t n) {
 }
 
 std::shared_ptr<Model> describe(const OpenFile &file, const luce_model_params *params) {
-    std::shared_ptr<GgufFile> head;
-    if (params != nullptr && params->head != nullptr) {
-        head = g_files.get(params->head)->gguf;
-    }
-    return Model::describe(file.gguf, head, find_device(params == nullptr ? nullptr : params->device));
+    const auto optional = [](luce_file *handle) {
+        return handle == nullptr ? nullptr : g_files.get(handle)->gguf;
+    };
+    const std::shared_ptr<GgufFile> head = params == nullptr ? nullptr : optional(params->head);
+    const std::shared_ptr<GgufFile> drafter = params == nullptr ? nullptr : optional(params->drafter);
+    return Model::describe(file.gguf, head, drafter,
+                           find_device(params == nullptr ? nullptr : params->device));
 }
 
 } // namespace
@@ -210,6 +212,7 @@ luce_status luce_model_get_info(luce_model *model, luce_model_info *out) {
         info.n_nextn = hp.n_nextn;
         info.n_ctx_train = hp.n_ctx_train;
         info.has_head = m->weights().head != nullptr;
+        info.block_size = m->weights().drafter ? m->weights().drafter->block_size : 0;
         put(out, info);
     });
 }

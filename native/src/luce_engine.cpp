@@ -76,18 +76,22 @@ static void check_items(const void *items, uint32_t n) {
     }
 }
 
-luce_status luce_engine_draft(luce_engine *engine, const luce_draft_item *items, uint32_t n_items) {
+luce_status luce_engine_draft(luce_engine *engine, int32_t source, const luce_draft_item *items,
+                              uint32_t n_items) {
     return guarded([&] {
         const auto e = g_engines.get(engine);
         const std::lock_guard<std::recursive_mutex> lock(e->mutex());
         check_items(items, n_items);
+        if (source != LUCE_SOURCE_NEXTN && source != LUCE_SOURCE_DFLASH) {
+            fail(LUCE_E_ARG, "source %d: there are %d and %d", source, LUCE_SOURCE_NEXTN, LUCE_SOURCE_DFLASH);
+        }
         std::vector<std::shared_ptr<Sequence>> kept;
         std::vector<DraftItem> list;
         for (uint32_t i = 0; i < n_items; i++) {
             kept.push_back(sequence_of(items[i].sequence, e.get(), i, kept));
             list.push_back({kept.back().get(), items[i].anchor, items[i].n});
         }
-        e->draft(list.data(), n_items);
+        e->draft(source == LUCE_SOURCE_DFLASH ? Source::dflash : Source::nextn, list.data(), n_items);
     });
 }
 

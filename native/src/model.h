@@ -15,6 +15,15 @@ namespace luce {
 
 constexpr uint32_t CONV_TAPS = 4;
 
+// RoPE beyond the trained context, by frequency (Peng et al., YaRN); factor 1: none.
+struct Yarn {
+    float factor = 1; // of the context
+    uint32_t n_ctx_trained = 0; // before it was stretched
+    float attention = 1; // scales queries and keys: 1 + 0.1 ln(factor) unless the file says otherwise
+    float beta_fast = 32,
+          beta_slow = 1; // turns over the trained context between which frequencies are blended
+};
+
 struct AttentionShape {
     uint32_t n_head = 0; // H: query heads
     uint32_t n_head_kv = 0; // Hkv
@@ -23,6 +32,7 @@ struct AttentionShape {
     float rope_base = 0;
     uint32_t window = 0; // keys that a row sees, itself included; 0: all
     float softcap = 0; // of scores; 0: none
+    Yarn yarn;
 };
 
 struct DeltaNetShape {
@@ -84,6 +94,33 @@ struct NextN {
     ggml_tensor *token_embd; // {E, V}  embed_tokens, or the trunk's
 };
 
+// One layer of a DFlash drafter: attention without a gate over context rows and the block.
+struct DFlashLayer {
+    Attention attention; // q is {E, D*H}
+    bool causal; // whether a block's rows see those before them only, or all of the block
+    ggml_tensor *attn_norm; // {E}
+    ggml_tensor *ffn_norm; // {E}
+    Ffn ffn;
+};
+
+// A block-diffusion drafter (DFlash): keys and values of committed positions come from what the trunk's layers in
+// `taps` put out; one forward over [anchor, mask, mask ..] drafts a whole block.
+struct DFlash {
+    uint32_t block_size; // rows of a block: the anchor and block_size - 1 drafts
+    int32_t mask_token;
+    std::vector<uint32_t> taps; // rising; t: the residual stream after trunk block t - 1
+    float rms_eps;
+    float embedding_scale; // of the block's embeddings
+    float softcap; // of logits; 0: none
+    ggml_tensor *fc; // {n_taps*E, E}
+    ggml_tensor *hidden_norm; // {E}
+    std::vector<DFlashLayer> layers;
+    ggml_tensor *norm; // {E}
+    ggml_tensor *token_embd; // {E, V}  its own, or the trunk's
+    ggml_tensor *output; // {E, rows of d2t or V}  its own, or the trunk's
+    ggml_tensor *d2t; // {rows of output} I64: the target's token of each row; null: all of the vocabulary
+};
+
 struct HParams {
     uint32_t n_vocab = 0; // V
     uint32_t n_embd = 0; // E
@@ -99,6 +136,7 @@ struct Weights {
     ggml_tensor *output; // {E, V}; token_embd where the file ties them
     std::vector<Block> blocks;
     std::unique_ptr<NextN> head; // null where none was asked for
+    std::unique_ptr<DFlash> drafter; // null where none was asked for
 };
 
 struct ContextFree {
@@ -112,9 +150,10 @@ class Model {
 public:
     // Reads hyperparameters and checks every tensor's presence, shape and type: no weight is touched.
     // The model can build graphs, for measuring, but not run until load().
-    // head: the file to take the NextN head from, maybe `file` itself, or null; it must fit the trunk.
+    // head: the file to take the NextN head from, maybe `file` itself, or null; drafter: a DFlash drafter's file, or
+    // null. Both must fit the trunk.
     static std::shared_ptr<Model> describe(std::shared_ptr<GgufFile> file, std::shared_ptr<GgufFile> head,
-                                           const Device &device);
+                                           std::shared_ptr<GgufFile> drafter, const Device &device);
 
     // Places the weights: in the mapping on the CPU, uploaded to a GPU. progress: 0..1, false cancels.
     void load(const std::function<bool(float)> &progress);
@@ -137,7 +176,7 @@ private:
     void place_packed();
 
     std::shared_ptr<GgufFile> file_;
-    std::shared_ptr<GgufFile> head_file_;
+    std::shared_ptr<GgufFile> head_file_, drafter_file_;
     const Device *device_ = nullptr;
     const Architecture *architecture_ = nullptr;
     HParams hp_;

@@ -124,13 +124,16 @@ ggml_tensor *embed(const StepBuild &b, ggml_tensor *table) {
     return ggml_get_rows(b.ctx, table, tokens); // {E, T}
 }
 
-// Plain NEOX RoPE: for text, M-RoPE's axes are all equal.
-static ggml_tensor *rope(const StepBuild &b, ggml_tensor *x, const AttentionShape &s) {
+ggml_tensor *rope(const StepBuild &b, ggml_tensor *x, const AttentionShape &s) {
     if (s.rope_dim == 0) {
         return x;
     }
-    return ggml_rope_ext(b.ctx, x, b.in.positions, nullptr, int(s.rope_dim), GGML_ROPE_TYPE_NEOX, 0,
-                         s.rope_base, 1.0f, 0.0f, 1.0f, 0.0f, 0.0f);
+    const Yarn &y = s.yarn; // ggml scales by 1 + 0.1 ln(factor) itself where it blends
+    const bool blends = y.factor > 1;
+    const float scale = blends ? y.attention / (1.0f + 0.1f * std::log(y.factor)) : 1.0f;
+    return ggml_rope_ext(b.ctx, x, b.in.positions, nullptr, int(s.rope_dim), GGML_ROPE_TYPE_NEOX,
+                         int(y.n_ctx_trained), s.rope_base, 1.0f / y.factor, blends ? 1.0f : 0.0f, scale,
+                         blends ? y.beta_fast : 0.0f, blends ? y.beta_slow : 0.0f);
 }
 
 void write_kv(const StepBuild &b, ggml_tensor *x, const Attention &w, const KvLayer &kv, float eps) {
@@ -142,7 +145,7 @@ void write_kv(const StepBuild &b, ggml_tensor *x, const Attention &w, const KvLa
     // expanded here, since attention reads the cells and not this node
     ggml_build_forward_expand(b.graph, add_op(b.ctx, "kv_store", GGML_TYPE_I32, 1, 1,
                                               {k, v, kv.cells.k, kv.cells.v, b.in.ctl, b.in.pages},
-                                              {b.prefill(), kv.head, int32_t(D)}));
+                                              {b.prefill(), kv.owner, int32_t(D)}));
 }
 
 ggml_tensor *prefill_mask(const StepBuild &b, int32_t window) {
@@ -194,6 +197,18 @@ static int64_t attention_room(const StepBuild &b, const AttentionShape &s, int64
     return 0;
 }
 
+ggml_tensor *attend_pages(const StepBuild &b, ggml_tensor *q, ggml_tensor *gate, const AttentionShape &s,
+                          const KvLayer &kv, bool block) {
+    const int64_t D = s.head_dim, H = s.n_head, T = q->ne[2];
+    q = ggml_reshape_2d(b.ctx, q, D * H, T);
+    ggml_tensor *o = // the result, then room for partial ones
+        add_op(b.ctx, "attention", GGML_TYPE_F32, D * H * T + attention_room(b, s, T), 1,
+               {q, gate == nullptr ? q : gate, kv.cells.k, kv.cells.v, b.in.ctl, b.in.pages},
+               {int32_t(D), kv.owner == KV_HEAD ? 1 : 0, int32_t(s.window), int32_t(b.cache.max_pages()),
+                bits(1.0f / std::sqrt(float(D))), bits(s.softcap), gate != nullptr, block});
+    return ggml_view_2d(b.ctx, o, D * H, T, D * H * sizeof(float), 0);
+}
+
 ggml_tensor *attend(const StepBuild &b, ggml_tensor *x, const Attention &w, const KvLayer &kv,
                     ggml_tensor *mask, float eps) {
     const AttentionShape &s = w.shape;
@@ -205,12 +220,7 @@ ggml_tensor *attend(const StepBuild &b, ggml_tensor *x, const Attention &w, cons
     if (b.prefill()) {
         return matmul(b, w.out, attend_prefill(b, q, q_gate, s, kv, mask));
     }
-    ggml_tensor *o = // the result, then room for partial ones
-        add_op(b.ctx, "attention", GGML_TYPE_F32, D * H * T + attention_room(b, s, T), 1,
-               {ggml_reshape_2d(b.ctx, q, D * H, T), q_gate, kv.cells.k, kv.cells.v, b.in.ctl, b.in.pages},
-               {int32_t(D), kv.head ? 1 : 0, int32_t(s.window), int32_t(b.cache.max_pages()),
-                bits(1.0f / std::sqrt(float(D))), bits(s.softcap), 1});
-    return matmul(b, w.out, ggml_view_2d(b.ctx, o, D * H, T, D * H * f, 0));
+    return matmul(b, w.out, attend_pages(b, q, q_gate, s, kv, false));
 }
 
 ggml_tensor *deltanet(const StepBuild &b, ggml_tensor *x, const DeltaNet &w, const DeltaState &state,

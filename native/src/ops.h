@@ -20,7 +20,7 @@ struct StepInputs {
     ggml_tensor *hidden_to; // {T} I64: where each row's hidden state goes; a prefill's last row's is entry 0
 };
 
-enum class StepKind { prefill, prefill_last, verify, draft };
+enum class StepKind { prefill, prefill_last, verify, draft, block };
 
 // What a graph is built from.
 struct StepBuild {
@@ -49,11 +49,14 @@ std::vector<ggml_tensor *> matmuls(const StepBuild &b, const std::vector<ggml_te
 // The embeddings of the step's tokens in a table {E, V} -> {E, T}.
 ggml_tensor *embed(const StepBuild &b, ggml_tensor *table);
 
-// Which layer's KV: a trunk block's, or the NextN head's, which has no row 0.
+// Which layer's KV: a trunk block's, a drafter's, or the NextN head's, which has no row 0.
 struct KvLayer {
     KvCells cells;
-    bool head;
+    KvOwner owner;
 };
+
+// RoPE of heads x {D, heads, T} at the rows' positions. Plain NEOX: for text, M-RoPE's axes are all equal.
+ggml_tensor *rope(const StepBuild &b, ggml_tensor *x, const AttentionShape &s);
 
 // K and V of the rows x {E, T} into their cells.
 void write_kv(const StepBuild &b, ggml_tensor *x, const Attention &w, const KvLayer &kv, float eps);
@@ -62,6 +65,11 @@ void write_kv(const StepBuild &b, ggml_tensor *x, const Attention &w, const KvLa
 // mask: of a prefill (prefill_mask), else null.
 ggml_tensor *attend(const StepBuild &b, ggml_tensor *x, const Attention &w, const KvLayer &kv,
                     ggml_tensor *mask, float eps);
+
+// The "attention" op of a step (not of a prefill) over what its rows see: q {D, H, T} -> {D*H, T}. gate: null, or
+// {2*D*H, T} with q(D) then gate(D) for each head. block: the rows of a sequence all see each other.
+ggml_tensor *attend_pages(const StepBuild &b, ggml_tensor *q, ggml_tensor *gate, const AttentionShape &s,
+                          const KvLayer &kv, bool block);
 
 // The mask of a prefill's rows over n_kv cells {n_kv, T} F16.
 ggml_tensor *prefill_mask(const StepBuild &b, int32_t window);

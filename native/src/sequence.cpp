@@ -88,12 +88,11 @@ void Sequence::get_draft(int32_t *tokens, uint32_t n) {
     if (n < 1 || n > line_.n_drafted()) {
         fail(LUCE_E_ARG, "the last draft has %u tokens, got %u", line_.n_drafted(), n);
     }
-    const auto entry = [&](uint32_t i) {
-        return engine_->step().drafted(engine_->cache().draft_entry(line_.slot(), int32_t(i)));
-    };
+    const auto entry = [&](uint32_t i) { return engine_->step().drafted(line_.draft_entry(int32_t(i))); };
     for (uint32_t i = 0; i < n; i++) {
         if (entry(i).not_finite) {
-            fail(LUCE_E_NUMERIC, "the logits of draft %u are not finite: the NextN head is damaged", i);
+            fail(LUCE_E_NUMERIC,
+                 "the logits of draft %u are not finite: the weights that drafted it are damaged", i);
         }
     }
     for (uint32_t i = 0; i < n; i++) {

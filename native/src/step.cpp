@@ -26,6 +26,9 @@ Step::Step(const Model &model, const Cache &cache, const EngineParams &params)
     if (cache.has_head()) {
         in_.draft.allocate(model.device());
     }
+    if (cache.has_drafter()) {
+        in_.block.allocate(model.device());
+    }
     const size_t n_results = MAX_ROWS + size_t(cache.drafts()->ne[1]);
     ggml_backend_buffer_type_t pinned =
         model.device().gpu ? ggml_backend_dev_host_buffer_type(model.device().dev) : nullptr;
@@ -45,8 +48,7 @@ Step::Step(const Model &model, const Cache &cache, const EngineParams &params)
 Step::~Step() = default;
 
 uint64_t Step::allocated() const {
-    return compute_size_ + in_.prefill.size() + in_.verify.size() +
-           (cache_.has_head() ? in_.draft.size() : 0);
+    return compute_size_ + in_.size(cache_);
 }
 
 // ---- graphs ----
@@ -190,18 +192,35 @@ void Step::verify(uint32_t width, uint32_t n_rows, uint32_t n_pages) {
     drafts_stale_ = drafting_ = false;
 }
 
-Region::Host Step::draft_host(uint32_t link) {
-    if (drafting_ && link == 0) {
+// Before the first step of a draft is filled: an earlier draft may still be read.
+void Step::wait_for_drafts(bool first) {
+    if (drafting_ && first) {
         synchronize();
         drafting_ = false;
     }
+}
+
+Region::Host Step::draft_host(uint32_t link) {
+    wait_for_drafts(link == 0);
     return in_.draft.host(link);
+}
+
+Region::Host Step::block_host(uint32_t index) {
+    wait_for_drafts(index == 0);
+    return in_.block.host(index);
 }
 
 void Step::draft(uint32_t width, uint32_t link, uint32_t n_pages) {
     Graph &g = graph({StepKind::draft, width, 0});
     drafting_ = drafts_stale_ = true;
     in_.draft.send(backend_.get(), link, n_pages);
+    compute(g);
+}
+
+void Step::block(uint32_t rows, uint32_t index, uint32_t n_pages) {
+    Graph &g = graph({StepKind::block, rows, 0});
+    drafting_ = drafts_stale_ = true;
+    in_.block.send(backend_.get(), index, n_pages);
     compute(g);
 }
 
@@ -232,6 +251,7 @@ void Step::run_trial(const StepShape &shape) {
     const Region::Host h = in_.of(shape.kind).host(0);
     const uint32_t per_sequence = shape.kind == StepKind::verify  ? params_.cache.n_rows
                                   : shape.kind == StepKind::draft ? 1
+                                  : shape.kind == StepKind::block ? params_.cache.n_block
                                                                   : shape.rows;
     memset(static_cast<void *>(h.ctl), 0, sizeof(StepCtl));
     for (uint32_t row = 0; row < shape.rows; row++) {
@@ -257,6 +277,10 @@ void Step::run_trial(const StepShape &shape) {
         case StepKind::verify: verify(shape.rows, shape.rows, h.ctl->n_seqs); break;
         case StepKind::draft:
             draft(shape.rows, 0, uint32_t(h.ctl->n_seqs));
+            synchronize();
+            break;
+        case StepKind::block:
+            block(shape.rows, 0, uint32_t(h.ctl->n_seqs));
             synchronize();
             break;
         default: // every position in the first page, which is enough to run
@@ -290,9 +314,10 @@ void Step::time_all() {
         capturing_ = true;
     }
     for (const StepShape &shape : shapes) {
-        const uint32_t drafts = shape.kind == StepKind::draft;
-        const bool power = (shape.rows & (shape.rows - 1)) == 0;
-        if (!gpu && shape.rows > 2 && (!power || seconds(began) > CPU_BUDGET)) {
+        const uint32_t rows = shape.kind == StepKind::block ? shape.rows / params_.cache.n_block : shape.rows;
+        const uint32_t drafts = shape.kind == StepKind::draft ? 1 : shape.kind == StepKind::block ? 2 : 0;
+        const bool power = (rows & (rows - 1)) == 0;
+        if (!gpu && rows > 2 && (!power || seconds(began) > CPU_BUDGET)) {
             continue;
         }
         run_trial(shape);
@@ -305,7 +330,7 @@ void Step::time_all() {
                 break;
             }
         }
-        costs_.push_back({shape.rows, drafts, float(best)});
+        costs_.push_back({rows, drafts, float(best)});
     }
     last_ = nullptr;
 }

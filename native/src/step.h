@@ -65,6 +65,7 @@ public:
     Region::Host prefill_host() { return in_.prefill.host(0); }
     Region::Host verify_host() { return in_.verify.host(0); }
     Region::Host draft_host(uint32_t link);
+    Region::Host block_host(uint32_t index);
 
     // n rows of one sequence after n_past; with `last`, greedy()[0] and logits of the last row. Waits.
     void prefill(uint32_t n, uint32_t n_past, bool last, uint32_t n_pages);
@@ -72,6 +73,8 @@ public:
     void verify(uint32_t width, uint32_t n_rows, uint32_t n_pages);
     // One link of the chains of a draft; enqueued, not waited for.
     void draft(uint32_t width, uint32_t link, uint32_t n_pages);
+    // A step of DFlash blocks, the index-th of a draft; enqueued, not waited for.
+    void block(uint32_t rows, uint32_t index, uint32_t n_pages);
 
     // Results of the last prefill or verify; logits are valid until the next step of any kind.
     const Greedy *greedy() const { return results_; }
@@ -86,6 +89,7 @@ private:
     struct Graph;
 
     Graph &graph(const StepShape &shape);
+    void wait_for_drafts(bool first);
     void compute(Graph &g);
     void enqueue_cuda(Graph &g, void *stream);
     void capture(Graph &g, void *stream); // only where luce is built with CUDA

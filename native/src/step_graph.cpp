@@ -39,6 +39,9 @@ std::vector<StepShape> step_shapes(const CacheParams &p) {
     };
     add(StepKind::verify, most_rows(p));
     add(StepKind::draft, p.n_draft > 0 ? p.n_sequences : 0);
+    for (uint32_t n = 1; n <= blocks_at_once(p); n++) {
+        shapes.push_back({StepKind::block, n * p.n_block, 0});
+    }
     return shapes;
 }
 
@@ -48,6 +51,9 @@ std::vector<StepShape> largest_steps(const CacheParams &p) {
         {StepKind::verify, most_rows(p), 0}};
     if (p.n_draft > 0) {
         shapes.push_back({StepKind::draft, p.n_sequences, 0});
+    }
+    if (p.n_block > 0) {
+        shapes.push_back({StepKind::block, blocks_at_once(p) * p.n_block, 0});
     }
     return shapes;
 }
@@ -75,7 +81,19 @@ uint32_t Step::draft_width(uint32_t sequences) const {
 Regions::Regions(const Cache &cache, const EngineParams &p)
     : prefill(std::min(p.cache.n_chunk, p.cache.n_ctx), cache.max_pages(), 1),
       verify(most_rows(p.cache), p.cache.n_sequences * cache.max_pages(), 1),
-      draft(p.cache.n_sequences, p.cache.n_sequences * cache.max_pages(), std::max(p.cache.n_draft, 1u)) {}
+      draft(p.cache.n_sequences, p.cache.n_sequences * cache.max_pages(), std::max(p.cache.n_draft, 1u)),
+      block(std::max(blocks_at_once(p.cache) * p.cache.n_block, 1u),
+            blocks_at_once(p.cache) * cache.max_pages(),
+            (p.cache.n_sequences - 1) / std::max(blocks_at_once(p.cache), 1u) + 1) {}
+
+uint32_t blocks_at_once(const CacheParams &p) {
+    return p.n_block == 0 ? 0 : std::min(uint32_t(MAX_ROWS) / p.n_block, p.n_sequences);
+}
+
+uint64_t Regions::size(const Cache &cache) const {
+    return prefill.size() + verify.size() + (cache.has_head() ? draft.size() : 0) +
+           (cache.has_drafter() ? block.size() : 0);
+}
 
 Step::Graph::~Graph() {
 #ifdef LUCE_USE_CUDA
@@ -87,7 +105,8 @@ std::unique_ptr<Step::Graph> Step::Graph::build(const Model &model, const Cache 
                                                 const StepShape &shape) {
     auto g = std::make_unique<Graph>();
     g->shape = shape;
-    const size_t n_nodes = 48 * (model.hparams().n_layer + 2) + 64;
+    const size_t n_drafter = cache.has_drafter() ? model.weights().drafter->layers.size() : 0;
+    const size_t n_nodes = 48 * (model.hparams().n_layer + n_drafter + 2) + 64;
     const ggml_init_params params = {ggml_tensor_overhead() * n_nodes +
                                          ggml_graph_overhead_custom(n_nodes, false),
                                      nullptr, /*no_alloc=*/true};
@@ -98,6 +117,8 @@ std::unique_ptr<Step::Graph> Step::Graph::build(const Model &model, const Cache 
                              shape.kind, shape.n_kv};
     if (shape.kind == StepKind::draft) {
         model.architecture().build_draft(build);
+    } else if (shape.kind == StepKind::block) {
+        build_dflash_block(build);
     } else {
         g->outputs = model.architecture().build_step(build);
     }
@@ -120,7 +141,7 @@ static void check_supported(const Device &device, ggml_cgraph *graph) {
 StepSizes Step::measure(const Model &model, const Cache &cache, const EngineParams &params) {
     Regions in(cache, params);
     StepSizes sizes;
-    sizes.inputs = in.prefill.size() + in.verify.size() + (cache.has_head() ? in.draft.size() : 0);
+    sizes.inputs = in.size(cache);
     ggml_gallocr_t galloc = ggml_gallocr_new(model.device().buffer_type());
     uint64_t n_nodes = 0;
     for (const StepShape &shape : sizing_steps(params.cache)) {

@@ -126,6 +126,19 @@ void Batch::add_draft(const Timeline &line, int32_t anchor, uint32_t i) {
     h_.hidden_to[seq.row0] = cache_.hidden_draft(line.slot());
 }
 
+void Batch::add_block(const Timeline &line, int32_t anchor, int32_t mask) {
+    const int32_t index = h_.ctl->n_seqs;
+    const SeqCtl &seq = add_sequence(line, cache_.params().n_block);
+    for (int32_t i = 0; i < seq.n_rows; i++) {
+        const int32_t row = seq.row0 + i, position = seq.n_past + i;
+        h_.ctl->rows[row] = {index, i == 0 ? -1 : row - 1, position,
+                             i == 0 ? -1 : cache_.block_entry(line.slot(), i - 1)};
+        h_.tokens[row] = i == 0 ? anchor : mask;
+        h_.positions[row] = position;
+        h_.hidden_from[row] = h_.hidden_to[row] = 0;
+    }
+}
+
 void Batch::fill_up(uint32_t width) {
     for (uint32_t row = n_rows(); row < width; row++) {
         h_.ctl->rows[row] = {-1, -1, 0, -1};

@@ -44,12 +44,22 @@ struct EngineParams {
     uint32_t n_threads;
 };
 
-// The regions of an engine, one for each kind of step; a draft's links have a mirror each.
+// Blocks of so many sequences fit into a step.
+uint32_t blocks_at_once(const CacheParams &params);
+
+// The regions of an engine, one for each kind of step; a draft's links, and a draft's steps of blocks, have a mirror
+// each.
 struct Regions {
-    Region prefill, verify, draft;
+    Region prefill, verify, draft, block;
     Regions(const Cache &cache, const EngineParams &params);
+    uint64_t size(const Cache &cache) const; // on the device, of those that the engine has
     Region &of(StepKind kind) {
-        return kind == StepKind::verify ? verify : kind == StepKind::draft ? draft : prefill;
+        switch (kind) {
+            case StepKind::verify: return verify;
+            case StepKind::draft: return draft;
+            case StepKind::block: return block;
+            default: return prefill;
+        }
     }
 };
 
@@ -63,6 +73,8 @@ public:
     void add_verify(const Timeline &line, uint32_t n, const int32_t *parents, const int32_t *tokens);
     // Row i of a draft's chain: one row at n_past + i, whose token is the anchor or the draft before.
     void add_draft(const Timeline &line, int32_t anchor, uint32_t i);
+    // A DFlash block after what is committed: [anchor, mask, mask ..], each row's choice kept but the anchor's.
+    void add_block(const Timeline &line, int32_t anchor, int32_t mask);
     // Rows that only fill the step's width.
     void fill_up(uint32_t width);
 

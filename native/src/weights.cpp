@@ -80,11 +80,11 @@ void WeightReader::forget(const std::string &prefix) {
     left_.erase(first, last);
 }
 
-void WeightReader::finish(const std::string &prefix) const {
+void WeightReader::finish(const std::string &prefix, const char *what) const {
     const auto unknown = left_.lower_bound(prefix);
     if (unknown != left_.end() && unknown->compare(0, prefix.size(), prefix) == 0) {
         fail(LUCE_E_UNSUPPORTED, "%s: tensor %s is not part of the %s that luce runs", file_.path().c_str(),
-             unknown->c_str(), m_.architecture().name);
+             unknown->c_str(), what == nullptr ? m_.architecture().name : what);
     }
 }
 
@@ -115,11 +115,24 @@ ggml_tensor *WeightReader::tied(const std::string &name, ggml_tensor *table) {
     if (!loading_ || !packs(table->type)) {
         return table;
     }
-    return take(name, {table->ne[0], table->ne[1]}, false, true);
+    return take(name, {table->ne[0], table->ne[1]}, Kind::matrix, true);
 }
 
-ggml_tensor *WeightReader::take(const std::string &name, std::vector<int64_t> shape, bool f32_only,
-                                bool required, bool rows) {
+ggml_tensor *WeightReader::ids(const std::string &name, int64_t n, int64_t end) {
+    ggml_tensor *tensor = take(name, {n}, Kind::ids, true);
+    const uint8_t *data = file_.tensor(name)->data;
+    for (int64_t i = 0, id; i < n; i++) {
+        memcpy(&id, data + size_t(i) * sizeof(id), sizeof(id));
+        if (id < 0 || id >= end) {
+            fail(LUCE_E_FILE, "%s: tensor %s: entry %lld is %lld, expected 0 to %lld", file_.path().c_str(),
+                 name.c_str(), (long long) i, (long long) id, (long long) end - 1);
+        }
+    }
+    return tensor;
+}
+
+ggml_tensor *WeightReader::take(const std::string &name, std::vector<int64_t> shape, Kind kind,
+                                bool required) {
     const char *path = file_.path().c_str();
     const GgufTensor *t = file_.tensor(name);
     if (t == nullptr) {
@@ -138,20 +151,26 @@ ggml_tensor *WeightReader::take(const std::string &name, std::vector<int64_t> sh
         fail(LUCE_E_FILE, "%s: tensor %s: expected shape %s, found %s", path, name.c_str(),
              shape_text(shape.data(), n).c_str(), shape_text(t->ne, t->n_dims).c_str());
     }
-    if (f32_only ? t->type != GGML_TYPE_F32 : !is_weight_type(t->type)) {
+    const bool fits = kind == Kind::f32   ? t->type == GGML_TYPE_F32
+                      : kind == Kind::ids ? t->type == GGML_TYPE_I64
+                                          : is_weight_type(t->type);
+    if (!fits) {
         fail(LUCE_E_UNSUPPORTED, "%s: tensor %s has type %s, expected %s", path, name.c_str(),
-             type_name(t->type), f32_only ? "F32" : "a type that luce multiplies on every device");
+             type_name(t->type),
+             kind == Kind::f32   ? "F32"
+             : kind == Kind::ids ? "I64"
+                                 : "a type that luce multiplies on every device");
     }
     left_.erase(name);
     if (!loading_) {
         return nullptr;
     }
     // CUDA cannot look rows up in IQ4_NL: the embedding is widened there
-    const bool widen = m_.device_->gpu && t->type == GGML_TYPE_IQ4_NL && rows;
+    const bool widen = m_.device_->gpu && t->type == GGML_TYPE_IQ4_NL && kind == Kind::table;
     ggml_tensor *tensor =
         ggml_new_tensor(m_.context_.get(), widen ? GGML_TYPE_F32 : t->type, GGML_MAX_DIMS, t->ne);
     ggml_set_name(tensor, name.c_str());
-    const bool packed = !f32_only && !rows && packs(t->type);
+    const bool packed = kind == Kind::matrix && packs(t->type);
     tensor->op_params[0] = packed ? PACKED : 0;
     m_.tensors_.emplace_back(tensor, t);
     m_.weight_bytes_ += packed ? packed_bytes(tensor) : ggml_nbytes(tensor);
@@ -159,7 +178,7 @@ ggml_tensor *WeightReader::take(const std::string &name, std::vector<int64_t> sh
 }
 
 std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file, std::shared_ptr<GgufFile> head,
-                                       const Device &device) {
+                                       std::shared_ptr<GgufFile> drafter, const Device &device) {
     auto model = std::make_shared<Model>();
     model->device_ = &device;
     model->architecture_ = &architecture_of(*file);
@@ -176,7 +195,8 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file, std::shar
     for (const GgufTensor &t : trunk.tensors()) {
         model->n_params_ += uint64_t(t.ne[0]) * uint64_t(t.ne[1]) * uint64_t(t.ne[2]) * uint64_t(t.ne[3]);
     }
-    const size_t n_tensors = trunk.tensors().size() + (head ? head->tensors().size() : 0) + 1;
+    const size_t n_tensors = trunk.tensors().size() + (head ? head->tensors().size() : 0) +
+                             (drafter ? drafter->tensors().size() : 0) + 1;
     const ggml_init_params params = {ggml_tensor_overhead() * n_tensors, nullptr, /*no_alloc=*/true};
     model->context_.reset(ggml_init(params));
     WeightReader reader(*model, trunk);
@@ -184,6 +204,10 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file, std::shar
     if (head) {
         model->weights_.head = model->architecture_->read_head(*model, *head, hp, model->weights_);
         model->head_file_ = std::move(head);
+    }
+    if (drafter) {
+        model->weights_.drafter = read_dflash(*model, *drafter, hp, model->weights_);
+        model->drafter_file_ = std::move(drafter);
     }
     return model;
 }
@@ -239,7 +263,8 @@ void Model::place_packed() {
 void Model::load(const std::function<bool(float)> &progress) {
     if (!device_->gpu) {
         std::vector<const Mapping *> parts;
-        for (const GgufFile *file : {file_.get(), head_file_ == file_ ? nullptr : head_file_.get()}) {
+        for (const GgufFile *file :
+             {file_.get(), head_file_ == file_ ? nullptr : head_file_.get(), drafter_file_.get()}) {
             for (size_t i = 0; file != nullptr && i < file->parts().size(); i++) {
                 parts.push_back(file->parts()[i].get());
             }

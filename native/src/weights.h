@@ -15,31 +15,34 @@ public:
 
     // A matrix {a, b} of any weight type.
     ggml_tensor *matrix(const std::string &name, int64_t a, int64_t b, bool required = true) {
-        return take(name, {a, b}, false, required);
+        return take(name, {a, b}, Kind::matrix, required);
     }
     // The same, of which rows are looked up.
     ggml_tensor *table(const std::string &name, int64_t a, int64_t b, bool required = true) {
-        return take(name, {a, b}, false, required, true);
+        return take(name, {a, b}, Kind::table, required);
     }
     // The matrix of a table that the file ties to it: the table itself, but for what is_packed() says.
     ggml_tensor *tied(const std::string &name, ggml_tensor *table);
+    // A list of ids {n}, I64; checked to lie in [0, end).
+    ggml_tensor *ids(const std::string &name, int64_t n, int64_t end);
     // A vector or small table that the graph reads as F32.
     ggml_tensor *f32(const std::string &name, std::vector<int64_t> shape, bool required = true) {
-        return take(name, std::move(shape), true, required);
+        return take(name, std::move(shape), Kind::f32, required);
     }
 
+    bool has(const std::string &name) const { return file_.tensor(name) != nullptr; }
     const GgufFile &file() const { return file_; }
     // Another reader of the same file, for checks alone.
     WeightReader checking() const { return WeightReader(m_, file_, false); }
 
     // Tensors that another reader takes, or that are not needed: those whose names begin with `prefix`.
     void forget(const std::string &prefix);
-    // E_UNSUPPORTED names a tensor that is left, of those whose names begin with `prefix`.
-    void finish(const std::string &prefix = "") const;
+    // E_UNSUPPORTED names a tensor that is left, of those whose names begin with `prefix`. what: was read.
+    void finish(const std::string &prefix = "", const char *what = nullptr) const;
 
 private:
-    ggml_tensor *take(const std::string &name, std::vector<int64_t> shape, bool f32_only, bool required,
-                      bool rows = false);
+    enum class Kind { matrix, table, f32, ids };
+    ggml_tensor *take(const std::string &name, std::vector<int64_t> shape, Kind kind, bool required);
 
     bool packs(ggml_type type) const;
 
