@@ -53,7 +53,7 @@ if want kernels; then
     printf '%s\n' tests/cuda/*.cu native/kernels/*.cu | xargs -P "$(nproc)" -I{} sh -c \
         'nvcc -std=c++17 -O3 -fmad=false -gencode "arch=compute_$3,code=sm_$3" -Inative/kernels -c "$1" \
             -o "$2/$(basename "$1").o"' _ {} "$work/kernels" "$arch"
-    nvcc -o "$work/kernel_check" "$work"/kernels/*.o
+    nvcc -o "$work/kernel_check" "$work"/kernels/*.o -lcublas
     "$work/kernel_check" 2>&1 | tee "$out/kernels.txt"
 fi
 

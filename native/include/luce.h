@@ -192,7 +192,8 @@ typedef struct luce_engine_params {
                         DFlash block where these are more */
     uint32_t n_draft; /* most drafts of a round, 0..LUCE_MAX_DRAFT; needs a model with a head */
     uint32_t blocks; /* 1: DFlash blocks may be drafted; needs a model with a drafter. 0: none are */
-    uint32_t n_chunk; /* most rows of a prefill step: a multiple of LUCE_PAGE, at most 4096; 0: 512 */
+    uint32_t n_chunk; /* most rows of a prefill step: a multiple of LUCE_PAGE, at most 4096; 0: 512, or
+                         2048 on a GPU that luce's own matmul runs on */
     uint32_t n_threads; /* CPU only; 0: one per core, at most 16 */
     const char *kv_type; /* "f16" (= NULL), "q8_0", "q4_0", "f32" */
 } luce_engine_params;

@@ -1,5 +1,7 @@
 #include "custom_op.h"
 
+#include "../kernels/rowmm.h"
+#include "gemm_op.h"
 #include "rowmm_op.h"
 #include "rows_matmul.h"
 
@@ -204,6 +206,18 @@ const CustomOp OPS[] = {
     {"rowmm_pack", "K,T > 1", nullptr, rowmm_pack_op},
     {"rowmm", "xP xS mK,A mK,B? mK,C? mK,D? > A", nullptr,
      [](const ggml_tensor *dst, void *stream) { return rowmm_op(dst, stream, param(dst, 0)); }},
+    {"gemm_pack", "K,T > 1", nullptr,
+     [](const ggml_tensor *dst, void *stream) { return gemm_pack_op(dst, stream, ROWMM_PLAIN, 0); }},
+    {"gemm_pack_norm", "K,T K > 1", nullptr,
+     [](const ggml_tensor *dst, void *stream) { return gemm_pack_op(dst, stream, ROWMM_RMS, real(dst, 0)); }},
+    {"gemm_pack_swiglu", "K,T K,T > 1", nullptr,
+     [](const ggml_tensor *dst, void *stream) { return gemm_pack_op(dst, stream, ROWMM_SWIGLU, 0); }},
+    {"gemm_pack_heads", "K,T K,T h > 1", nullptr,
+     [](const ggml_tensor *dst, void *stream) {
+         return gemm_pack_op(dst, stream, ROWMM_HEAD_RMS, real(dst, 0));
+     }},
+    {"unpack", "mK,N > K,N", nullptr, unpack_op},
+    {"gemm", "xP mK,N > N", nullptr, gemm_op},
 #endif
 };
 

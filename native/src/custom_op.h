@@ -16,7 +16,13 @@
 // rows_matmul     packed{64*K/32,T} or x{K,T}, 1 to 4 weights{K,N}: results side by side   - -> {sum of N*T}
 // rowmm_pack      x{K,T}                                                                   - -> i8{bytes}, of a GPU
 // rowmm           packed{bytes} scratch{bytes}* 1 to 4 packed weights{K,N}: side by side   T -> {sum of N*T}
-// ctl is {sizeof(StepCtl) / 4}, scale and softcap are the bits of floats.
+// gemm_pack       x{K,T}                                                                   - -> i8{bytes}, of a GPU
+// gemm_pack_norm  x{K,T} w{K}: RMS(x) * w                                                  eps -> i8{bytes}
+// gemm_pack_swiglu  gate{K,T} up{K,T}: silu(gate) * up                                     - -> i8{bytes}
+// gemm_pack_heads x{K,T} z{K,T} w{head}: RMS(x of a head) * w * silu(z)                    eps -> i8{bytes}
+// unpack          packed weights{K,N}                                                      - -> f16{K,N}
+// gemm            packed{bytes} f16 weights{K,N}                                           - -> {N,T}
+// ctl is {sizeof(StepCtl) / 4}, scale, softcap and eps are the bits of floats.
 // (*: written in place)
 #pragma once
 

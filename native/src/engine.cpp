@@ -73,7 +73,7 @@ EngineParams Engine::resolve(const Model &model, const luce_engine_params *p) {
     c.n_rows =
         in_range("n_rows", p->n_rows, std::max(std::min(c.n_draft, uint32_t(LUCE_MAX_DRAFT)) + 1, c.n_block),
                  LUCE_MAX_ROWS);
-    c.n_chunk = in_range("n_chunk", p->n_chunk, 512, 4096);
+    c.n_chunk = in_range("n_chunk", p->n_chunk, model.device().own_matmul ? 2048 : 512, 4096);
     c.kv_type = kv_type_of(p->kv_type);
     out.n_threads = in_range("n_threads", p->n_threads, std::min(cores, 16u), 512);
     if (c.n_checkpoints > 1024) {

@@ -1,6 +1,7 @@
 #include "ops.h"
 
 #include "custom_op.h"
+#include "gemm_op.h"
 #include "rowmm_op.h"
 #include "rows_matmul.h"
 
@@ -89,12 +90,17 @@ static void add_rowmm(const StepBuild &b, const std::vector<ggml_tensor *> &weig
 #endif
 
 // Steps have matmuls of luce's own, whose rows do not depend on each other, and of which further rows cost little: on
-// a CPU (rows_matmul) and on a GPU (rowmm). A prefill has them on a GPU, where weights lie in their order.
+// a CPU (rows_matmul) and on a GPU (rowmm). On a GPU weights lie in their order, so a prefill of few rows has them too,
+// and one of many writes the weights out for cuBLAS (gemm_op.h).
 std::vector<ggml_tensor *> matmuls(const StepBuild &b, const std::vector<ggml_tensor *> &weights,
                                    ggml_tensor *x) {
     std::vector<ggml_tensor *> out(weights.size());
 #ifdef LUCE_USE_CUDA
-    if (b.model.device().gpu) {
+    if (uses_gemm(b, x->ne[1])) {
+        for (size_t i = 0; i < weights.size(); i++) {
+            out[i] = add_gemm(b, weights[i], x);
+        }
+    } else if (b.model.device().gpu) {
         add_rowmm(b, weights, x, out);
     }
 #endif

@@ -12,15 +12,36 @@
 #include <cstring>
 
 #ifdef LUCE_USE_CUDA
+#include "../kernels/gemm.h"
+
 extern "C" void *luce_cuda_stream(ggml_backend_t backend); // cuda_stream.cu
 #endif
 
 namespace luce {
 
+static void close_gemm(void *stream) {
+#ifdef LUCE_USE_CUDA
+    cuda::gemm_close(stream);
+#else
+    (void) stream;
+#endif
+}
+
 Step::Step(const Model &model, const Cache &cache, const EngineParams &params)
     : model_(model), cache_(cache), params_(params),
-      backend_(make_backend(model.device(), int(params.n_threads))), in_(cache, params),
-      galloc_(ggml_gallocr_new(model.device().buffer_type()), ggml_gallocr_free) {
+      backend_(make_backend(model.device(), int(params.n_threads))), gemm_(nullptr, close_gemm),
+      in_(cache, params), galloc_(ggml_gallocr_new(model.device().buffer_type()), ggml_gallocr_free) {
+#ifdef LUCE_USE_CUDA
+    if (model.device().own_matmul) {
+        void *stream = luce_cuda_stream(backend_.get());
+        cuda::set_device(model.device().index);
+        if (const int error = cuda::gemm_open(stream); error != 0) {
+            fail(LUCE_E_DEVICE, "%s: opening cuBLAS failed: %s", model.device().name.c_str(),
+                 cuda::error_text(error));
+        }
+        gemm_.reset(stream);
+    }
+#endif
     in_.prefill.allocate(model.device());
     in_.verify.allocate(model.device());
     if (cache.has_head()) {

@@ -101,6 +101,7 @@ private:
     const Cache &cache_;
     EngineParams params_;
     Backend backend_;
+    std::unique_ptr<void, void (*)(void *)> gemm_; // the backend's stream, while cuBLAS is open for it
     Regions in_;
     Buffer results_buffer_; // pinned on a GPU
     Greedy *results_ = nullptr, *drafts_ = nullptr;

@@ -106,7 +106,7 @@ std::unique_ptr<Step::Graph> Step::Graph::build(const Model &model, const Cache 
     auto g = std::make_unique<Graph>();
     g->shape = shape;
     const size_t n_drafter = cache.has_drafter() ? model.weights().drafter->layers.size() : 0;
-    const size_t n_nodes = 48 * (model.hparams().n_layer + n_drafter + 2) + 64;
+    const size_t n_nodes = 64 * (model.hparams().n_layer + n_drafter + 2) + 64;
     const ggml_init_params params = {ggml_tensor_overhead() * n_nodes +
                                          ggml_graph_overhead_custom(n_nodes, false),
                                      nullptr, /*no_alloc=*/true};
@@ -155,7 +155,7 @@ StepSizes Step::measure(const Model &model, const Cache &cache, const EnginePara
     ggml_gallocr_free(galloc);
     if (model.device().gpu) {
         // A bound with room: beyond buffers and caches the 27b took 128 MB at most on an H200.
-        constexpr uint64_t BYTES_PER_NODE = 2048, POOLS = uint64_t(384) << 20;
+        constexpr uint64_t BYTES_PER_NODE = 2048, POOLS = uint64_t(416) << 20; // cuBLAS's workspace too
         sizes.other = step_shapes(params.cache).size() * n_nodes * BYTES_PER_NODE + POOLS;
     }
     return sizes;

@@ -25,6 +25,7 @@ void check_deltanet(bool all);
 void check_attention(bool all);
 void time_kernels();
 void check_rowmm(bool all);
+void check_gemm_kernels(bool all);
 void time_attention(bool all);
 void time_rowmm();
 

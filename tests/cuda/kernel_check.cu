@@ -1,6 +1,6 @@
 // Checks luce's CUDA kernels, then times them. Needs a GPU and nvcc, no ggml:
 //   nvcc -std=c++17 -O3 -fmad=false -arch=native -I native/kernels -o kernel_check
-//       tests/cuda/*.cu native/kernels/*.cu
+//       tests/cuda/*.cu native/kernels/*.cu -lcublas
 //   ./kernel_check          # or: ./kernel_check check, ./kernel_check time
 // `few` runs a tenth of the checks, for compute-sanitizer; `brief` times less of attention.
 #include "harness.h"
@@ -87,6 +87,7 @@ int main(int argc, char **argv) {
         check_deltanet(all);
         check_attention(all);
         check_rowmm(all);
+        check_gemm_kernels(all);
         if (all) {
             check_abandon();
         }

@@ -1,0 +1,107 @@
+// cuBLAS's product of F16 rows and F16 weights, and the rows' powers of two after it.
+#include "gemm.h"
+
+#include <cublas_v2.h>
+
+#include <map>
+#include <mutex>
+
+namespace luce {
+namespace {
+
+struct Library {
+    cublasHandle_t handle = nullptr;
+    void *workspace = nullptr;
+};
+std::mutex mutex; // several engines may open at once, each with a stream of its own
+std::map<void *, Library> libraries; // by stream
+
+int cuda_error(cublasStatus_t status) {
+    return int(status == CUBLAS_STATUS_SUCCESS ? cudaSuccess : cudaErrorUnknown);
+}
+
+void close(const Library &library) {
+    if (library.handle != nullptr) {
+        cublasDestroy(library.handle);
+    }
+    cudaFree(library.workspace);
+}
+
+// grid: rows. Few rows have a power of two other than one.
+constexpr int THREADS = 256;
+__global__ void __launch_bounds__(THREADS) scale_rows_kernel(float *out, const float *scales, int64_t N) {
+    const float scale = scales[blockIdx.x];
+    if (scale == 1.0f) {
+        return;
+    }
+    float *row = out + blockIdx.x * N;
+    for (int64_t n = threadIdx.x; n < N; n += THREADS) {
+        row[n] *= scale;
+    }
+}
+
+} // namespace
+
+int cuda::gemm_open(void *stream) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (libraries.count(stream) > 0) {
+        return int(cudaErrorInvalidValue);
+    }
+    Library library;
+    int error = cuda_error(cublasCreate(&library.handle));
+    if (error == 0) {
+        error = int(cudaMalloc(&library.workspace, size_t(GEMM_WORKSPACE)));
+    }
+    if (error == 0) {
+        error = cuda_error(cublasSetStream(library.handle, static_cast<cudaStream_t>(stream)));
+    }
+    if (error == 0) { // after the stream, which resets it
+        error = cuda_error(cublasSetWorkspace(library.handle, library.workspace, size_t(GEMM_WORKSPACE)));
+    }
+    if (error != 0) {
+        close(library);
+        return error;
+    }
+    libraries[stream] = library;
+    return 0;
+}
+
+void cuda::gemm_close(void *stream) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto found = libraries.find(stream);
+    if (found != libraries.end()) {
+        close(found->second);
+        libraries.erase(found);
+    }
+}
+
+int cuda::gemm(const GemmArgs &a, void *stream) {
+    if (a.T < 0 || a.N < 1 || a.N > INT32_MAX || !gemm_has(a.K)) {
+        return int(cudaErrorInvalidValue);
+    }
+    if (a.T == 0) {
+        return 0;
+    }
+    cublasHandle_t handle = nullptr;
+    {
+        const std::lock_guard<std::mutex> lock(mutex);
+        const auto found = libraries.find(stream);
+        if (found == libraries.end()) {
+            return int(cudaErrorInvalidResourceHandle);
+        }
+        handle = found->second.handle;
+    }
+    const float one = 1, zero = 0;
+    const float *scales = reinterpret_cast<const float *>(static_cast<const uint8_t *>(a.x) + a.T * a.K * 2);
+    // cuBLAS counts columns first: out^T {N, T} = (W^T {K, N})^T * x^T {K, T}
+    const int error = cuda_error(cublasGemmEx(
+        handle, CUBLAS_OP_T, CUBLAS_OP_N, int(a.N), a.T, int(a.K), &one, a.weights, CUDA_R_16F, int(a.K), a.x,
+        CUDA_R_16F, int(a.K), &zero, a.out, CUDA_R_32F, int(a.N), CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+    if (error != 0) {
+        return error;
+    }
+    scale_rows_kernel<<<a.T, THREADS, 0, static_cast<cudaStream_t>(stream)>>>(a.out, scales, a.N);
+    return int(cudaGetLastError());
+}
+
+} // namespace luce

@@ -1,0 +1,24 @@
+// A prefill's matmul on a GPU as graph ops (kernels/gemm.h): a weight matrix is written out as F16, multiplied with all
+// rows at once, and its room given to the next one. What a row's norm or gate gives is packed without being stored.
+#pragma once
+
+#include "ops.h"
+
+namespace luce {
+
+// Fewest rows of a step for which writing out all weights pays: the step's own matmul (rowmm) does fewer, and on an
+// H200 takes about as long for this many. A step's row count alone decides, so that a resumed prompt runs as a cold one.
+constexpr int64_t GEMM_ROWS = 128;
+
+// Whether a step multiplies so many rows in this way.
+bool uses_gemm(const StepBuild &b, int64_t T);
+
+// The product of packed weights {K, N} with x {K, T} -> {N, T}; null where it is not done here.
+ggml_tensor *add_gemm(const StepBuild &b, ggml_tensor *weight, ggml_tensor *x);
+
+// Launchers of the ops gemm_pack.., unpack and gemm (custom_op.h).
+int gemm_pack_op(const ggml_tensor *dst, void *stream, int32_t input, float eps);
+int unpack_op(const ggml_tensor *dst, void *stream);
+int gemm_op(const ggml_tensor *dst, void *stream);
+
+} // namespace luce

@@ -1,0 +1,172 @@
+// Checks of a prefill's matmul: what gemm_pack makes of its input, and the products, against double precision.
+#include "gemm.h"
+#include "harness.h"
+#include "rowmm_reference.h"
+
+namespace {
+
+struct PackInput {
+    int input, T, head;
+    int64_t K;
+    Floats x, y, w;
+};
+constexpr float EPS = 1e-6f;
+
+double silu(double x) {
+    return x / (1 + std::exp(-x));
+}
+
+PackInput random_input(int input, int T, int64_t K, int head) {
+    PackInput p{input, T, head, K, normals(size_t(T) * K), normals(size_t(T) * K, 2.0f),
+                normals(size_t(input == ROWMM_HEAD_RMS ? head : K))};
+    for (int t = 0; t < T; t++) { // rows that F16 would not hold
+        const float size[] = {1.0f, 1e-7f, 3e30f, 100.0f, 1e-30f, 40000.0f, 0.0f};
+        for (int64_t k = 0; k < K; k++) {
+            p.x[t * K + k] *= input == ROWMM_PLAIN || input == ROWMM_SWIGLU ? size[t % 7] : 1.0f;
+        }
+    }
+    return p;
+}
+
+// [T][K]
+Doubles computed(const PackInput &p) {
+    Doubles out(p.x.begin(), p.x.end());
+    const int64_t group = p.input == ROWMM_HEAD_RMS ? p.head : p.K;
+    for (int64_t at = 0; at < int64_t(out.size()); at += group) {
+        double sum = 0;
+        for (int64_t i = 0; i < group; i++) {
+            sum += double(p.x[at + i]) * p.x[at + i];
+        }
+        const double scale = 1 / std::sqrt(sum / double(group) + EPS);
+        for (int64_t i = 0; i < group; i++) {
+            double &v = out[at + i];
+            const double y = p.y[at + i];
+            v = p.input == ROWMM_PLAIN    ? v
+                : p.input == ROWMM_SWIGLU ? silu(v) * y
+                : p.input == ROWMM_RMS    ? v * scale * p.w[i]
+                                          : v * scale * p.w[i] * silu(y);
+        }
+    }
+    return out;
+}
+
+void pack(const PackInput &p, const Device<uint8_t> &out) {
+    Device<float> x(p.x), y(p.y), w(p.w);
+    RowmmPackArgs a{};
+    a.x = x.p;
+    a.x_row = a.y_row = a.K = p.K;
+    a.T = p.T;
+    a.out = out.p;
+    a.input = p.input;
+    a.head = p.head;
+    a.eps = EPS;
+    a.w = w.p;
+    a.y = y.p;
+    must(cuda::gemm_pack(a, stream));
+    must(cudaStreamSynchronize(stream));
+}
+
+struct Packed {
+    std::vector<__half> values;
+    Floats scales;
+};
+Packed unpacked(const Device<uint8_t> &out, int T, int64_t K) {
+    const std::vector<uint8_t> bytes = out.get();
+    Packed p{std::vector<__half>(size_t(T) * K), Floats(size_t(T))};
+    memcpy(p.values.data(), bytes.data(), p.values.size() * 2);
+    memcpy(p.scales.data(), &bytes[p.values.size() * 2], p.scales.size() * 4);
+    return p;
+}
+
+void check_pack(int input, int T, int64_t K, int head) {
+    const std::string what = "gemm_pack " + std::to_string(input) + " T " + std::to_string(T) + " K " + std::to_string(K);
+    const PackInput p = random_input(input, T, K, head);
+    const Doubles expected = computed(p);
+    Device<uint8_t> out(size_t(gemm_x_bytes(T, K)));
+    pack(p, out);
+    const Packed got = unpacked(out, T, K);
+    double worst = 0;
+    bool powers = true;
+    for (int t = 0; t < T; t++) {
+        double error = 0, size = 1e-300;
+        for (int64_t k = 0; k < K; k++) {
+            const double e = expected[t * K + k], g = double(__half2float(got.values[t * K + k])) * got.scales[t];
+            error += (g - e) * (g - e);
+            size += e * e;
+        }
+        int exponent;
+        powers = powers && std::frexp(got.scales[t], &exponent) == 0.5f;
+        worst = std::max(worst, std::isfinite(error) ? std::sqrt(error / size) : INFINITY);
+    }
+    expect(worst < 3e-4 && powers, what + " is off by " + std::to_string(worst));
+}
+
+// Weights are given in F16, so that only the activations are rounded.
+void check_gemm(int T, int64_t K, int64_t N) {
+    const std::string what = "gemm T " + std::to_string(T) + " K " + std::to_string(K) + " N " + std::to_string(N);
+    PackInput p = random_input(ROWMM_PLAIN, T, K, 0);
+    const int bad = T > 2 ? pick(T) : -1;
+    if (bad >= 0) {
+        p.x[bad * K + pick(int(K))] = pick(2) == 0 ? NAN : INFINITY;
+    }
+    std::vector<__half> weights(size_t(N) * K);
+    for (__half &w : weights) {
+        w = __float2half(normals(1, 0.02f)[0]);
+    }
+    Device<uint8_t> x(size_t(gemm_x_bytes(T, K)));
+    pack(p, x);
+    Device<__half> w(weights);
+    Device<float> out(size_t(T) * N);
+    must(cuda::gemm({T, K, N, x.p, w.p, out.p}, stream));
+    must(cudaStreamSynchronize(stream));
+    const Floats got = out.get();
+    out.poison();
+    must(cuda::gemm({T, K, N, x.p, w.p, out.p}, stream));
+    must(cudaStreamSynchronize(stream));
+    expect(same_bits(got, out.get()), what + " twice");
+    double worst = 0;
+    bool shows = true;
+    for (int i = 0; i < std::min(T, 24); i++) {
+        const int t = T <= 24 ? i : i < 4 ? T - 1 - i : pick(T);
+        double error = 0, size = 1e-300;
+        for (int64_t j = 0; j < std::min<int64_t>(N, 64); j++) {
+            const int64_t n = N <= 64 ? j : j < 8 ? N - 1 - j : pick(int(N));
+            double sum = 0;
+            for (int64_t k = 0; k < K; k++) {
+                sum += double(__half2float(weights[n * K + k])) * p.x[t * K + k];
+            }
+            error += (got[t * N + n] - sum) * (got[t * N + n] - sum);
+            size += sum * sum;
+            shows = shows && (t != bad || !std::isfinite(got[t * N + n]));
+        }
+        worst = t == bad ? worst : std::max(worst, std::isfinite(error) ? std::sqrt(error / size) : INFINITY);
+    }
+    printf("  %-40s error %.2e\n", what.c_str(), worst);
+    expect(worst < 1e-3, what + " is off by " + std::to_string(worst));
+    expect(shows, what + " shows what is not finite");
+}
+
+} // namespace
+
+void check_gemm_kernels(bool all) {
+    for (int input : {ROWMM_PLAIN, ROWMM_RMS, ROWMM_SWIGLU, ROWMM_HEAD_RMS}) {
+        for (int64_t K : {int64_t(256), int64_t(5120), int64_t(17408), GEMM_MAX_K}) {
+            check_pack(input, all ? 15 : 7, K, input == ROWMM_HEAD_RMS ? 16 << pick(4) : 0);
+        }
+        check_pack(input, 1, 128, 128);
+        check_pack(input, 3, 176, 16);
+    }
+    Device<float> nothing(8);
+    expect(cuda::gemm({1, 8, 1, nothing.p, nothing.p, nothing.p}, stream) != 0, "gemm needs gemm_open");
+    must(cuda::gemm_open(stream));
+    expect(cuda::gemm_open(stream) != 0, "gemm_open twice");
+    check_gemm(130, 256, 48);
+    check_gemm(1, 8, 1);
+    check_gemm(257, 136, 1001);
+    if (all) {
+        check_gemm(128, 5120, 10240);
+        check_gemm(515, 17408, 5120);
+    }
+    cuda::gemm_close(stream);
+    cuda::gemm_close(stream); // of nothing
+}
