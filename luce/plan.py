@@ -10,7 +10,6 @@ from luce.probe import Facts
 from luce.structs import EngineParams, Memory, Sampling
 
 DEFAULT_CTX = 4096
-DEFAULT_CHUNK = 512
 DEFAULT_GAMMA = 2  # where a chain is asked for without a length
 MAX_GAMMA = 8  # LUCE_MAX_DRAFT
 MAX_THREADS = 16  # that are taken without being asked for: more seldom help
@@ -116,8 +115,8 @@ Drafting = Plain | Mtp | Auto | Lookup
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model and its engine are opened. ctx in positions, chunk in prefill rows a step; pages and
-    threads 0: the core's default. reasons: a line for each of the other fields."""
+    """How a model and its engine are opened. ctx in positions, chunk in prefill rows a step; chunk,
+    pages and threads 0: the core's default. reasons: a line for each of the other fields."""
 
     device: str
     ctx: int
@@ -180,7 +179,7 @@ def plan(
         device=options.device or "auto",
         ctx=ctx,
         kv_type=options.kv_type or "f16",
-        chunk=options.chunk or DEFAULT_CHUNK,
+        chunk=options.chunk or 0,
         threads=options.threads or min(cpus, MAX_THREADS),
         sequences=options.sequences,
         checkpoints=options.checkpoints,
@@ -190,7 +189,7 @@ def plan(
             "device": asked if options.device else "a CUDA device if there is one, else the CPU",
             "ctx": why_ctx,
             "kv_type": asked if options.kv_type else default,
-            "chunk": asked if options.chunk else default,
+            "chunk": asked if options.chunk else "as many as the device prefills fastest",
             "threads": asked if options.threads else f"one for each usable CPU, at most {MAX_THREADS}",
             "sequences": default if options.sequences == 1 else asked,
             "checkpoints": asked if options.checkpoints else default,
