@@ -26,10 +26,12 @@ from enum import Enum
 from typing import Any, Protocol
 
 from luce._native import Drafts, Rows, Sequence
+from luce.choosing import Chooser
 from luce.drafting import Draft, DraftSource, Limits, Round
 from luce.errors import ArgumentError, Cancelled, ContextFull, OutOfMemory, StateError
 from luce.plan import Request
 from luce.stats import Stats, Tally
+from luce.structs import Logprobs
 from luce.tokenizer import Detokenizer, StopStrings, Tokenizer
 
 # What a call raises that did nothing: without the drafts that it was asked for, it may be asked again.
@@ -97,10 +99,12 @@ class Prefilled:
 
 @dataclass(frozen=True)
 class Tokens:
-    """New ids, and the text that is now certain: it may lag behind the ids, and ids may be empty."""
+    """New ids, and the text that is now certain: it may lag behind the ids, and ids may be empty. logprobs:
+    of each id, where they were asked for."""
 
     ids: tuple[int, ...]
     text: str
+    logprobs: tuple[Logprobs, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -180,6 +184,7 @@ class Generation:
         self._clock, self._sizes, self._request = clock, sizes, request
         self._source, self._mode = source, source.name if source else "plain"
         self._prefixes, self._cached = prefixes, 0  # tokens of the prompt that a checkpoint held
+        self._chooser = Chooser(sequence, request)
         self._eos = frozenset[int]() if request.ignore_eos else tokenizer.eos_ids
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopStrings(request.stops)
@@ -269,7 +274,7 @@ class Generation:
             self._cached = self._prefixes.resume(self.sequence, prompt)
         else:
             self.sequence.reset()
-        self.sequence.set_sampling(self._request.sampling)
+        self._chooser.begin()
         yield Started(len(prompt), self._cached)
         if self._source:
             try:
@@ -290,8 +295,8 @@ class Generation:
         self._first_token = self._clock()
         if self._request.max_tokens == 0:
             return (yield from self._end("length", "max_tokens"))
-        kept, text = self._take([choice])
-        return (yield from self._emit(kept, text))
+        kept, text = self._take([self._chooser.first(choice)])
+        return (yield from self._emit(kept, text, self._chooser.logprobs([0], kept)))
 
     def _propose(self) -> Verb:
         room = self._sizes.n_ctx - len(self._request.prompt) - len(self._tokens)  # after the anchor
@@ -341,8 +346,9 @@ class Generation:
                 self._draft, self._choices = Draft(), self._choices[:1]
                 yield self._without_source(error)
         rows = [self._tokens[-1], *drafted]
-        path, anchor = self.sequence.accept(rows, self._draft.parents, self._choices)
+        path, anchor = self._chooser.accept(rows, self._draft.parents, self._choices)
         kept, text = self._take([*(rows[row] for row in path[1:]), anchor])
+        logprobs = self._chooser.logprobs(path, kept)
         began = self._clock()
         self.sequence.commit(path[: len(kept)])
         accepted, commit_s = min(len(path) - 1, len(kept)), self._clock() - began
@@ -354,7 +360,7 @@ class Generation:
                 self._source.learn(done)
             except Exception as error:
                 yield self._without_source(error)
-        return (yield from self._emit(kept, text))
+        return (yield from self._emit(kept, text, logprobs))
 
     # ---- tokens and text
 
@@ -370,7 +376,9 @@ class Generation:
                 if met:
                     self._reason = "stop"
                     return tokens[:count], text
-                if len(self._tokens) + count == self._request.max_tokens:
+                if self._chooser.stopped and count == len(tokens):
+                    self._reason = "stop"
+                elif len(self._tokens) + count == self._request.max_tokens:
                     self._reason, self._truncated_by = "length", "max_tokens"
             if self._reason:
                 return tokens[:count], text + self._held()
@@ -381,10 +389,10 @@ class Generation:
         text, met = self._stops.push(self._detokenizer.flush())
         return text if met else text + self._stops.flush()
 
-    def _emit(self, ids: list[int], text: str) -> Verb:
+    def _emit(self, ids: list[int], text: str, logprobs: tuple[Logprobs, ...]) -> Verb:
         self._tokens += ids
         self._text.append(text)
-        yield Tokens(tuple(ids), text)
+        yield Tokens(tuple(ids), text, logprobs)
         return State.DONE if self._reason else State.DRAFT
 
     def _end(self, reason: str, truncated_by: str | None = None) -> Verb:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from luce.errors import ArgumentError, ContextFull, UnsupportedError
+from luce.grammar import Matcher
 from luce.probe import Facts
-from luce.structs import EngineParams, Memory, Sampling
+from luce.structs import EngineParams, Memory, Penalties, Sampling
 
 DEFAULT_CTX = 4096
 DEFAULT_GAMMA = 2  # where a chain is asked for without a length
@@ -23,13 +25,18 @@ Where = Literal["embedded", "separate"]
 @dataclass(frozen=True)
 class Request:
     """One generation. prompt: token ids; max_tokens: at most so many new ones, >= 0, None: until the context
-    is full; stops: texts to end before; ignore_eos: an end of text is a token like any other."""
+    is full; stops: texts to end before; ignore_eos: an end of text is a token like any other. grammar: makes
+    the matcher that the text is held to; logprobs: of each token, with so many of the most probable ones,
+    None: no."""
 
     prompt: tuple[int, ...]
     max_tokens: int | None = None
     sampling: Sampling = field(default_factory=Sampling)
     stops: tuple[str, ...] = ()
     ignore_eos: bool = False
+    penalties: Penalties = field(default_factory=Penalties)
+    grammar: Callable[[], Matcher] | None = None
+    logprobs: int | None = None
 
 
 @dataclass(frozen=True)

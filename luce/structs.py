@@ -60,6 +60,32 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Penalties:
+    """What changes logits before a choice (luce.h: luce_penalties): each (token, bias) of `bias` is added;
+    logits of tokens that occurred are divided by `repetition` where positive, else multiplied; of tokens that
+    were generated count * frequency + presence is subtracted."""
+
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def any(self) -> bool:
+        """Whether a logit can change."""
+        return self != Penalties()
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Natural logarithms of a token's probability, and of the most probable (token, ...) at its place, best
+    first. Of the model's softmax as it is, without temperature, penalties or a grammar."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
 class EngineParams:
     """How an engine is opened. 0 and None mean the core's default: n_ctx positions of a sequence
     min(trained, 4096), 1 sequence, no checkpoints, KV pages for as many full sequences (and one more with

@@ -10,6 +10,7 @@ import numpy as np
 
 from luce._native import IntArray, Library
 from luce.errors import ArgumentError
+from luce.structs import Penalties
 
 DECLARATION = """
 typedef struct luce_array { void *data; uint64_t ne[4]; int32_t type; } luce_array;
@@ -17,6 +18,8 @@ luce_status luce_op_run(const char *device, const char *op, luce_array *args, ui
                         const int32_t *params, uint32_t n_params, luce_array *out);
 luce_status luce_sampling_run(const uint32_t *words, const float *z, uint64_t n, float *minus_log,
                               float *gumbel, float *bound, uint64_t *mass);
+luce_status luce_penalise(float *logits, uint32_t n, const luce_penalties *penalties, const int32_t *tokens,
+                          uint32_t n_tokens);
 """
 # ggml's blocks of 32 values; the innermost dimension of an array counts blocks.
 Q4_0 = np.dtype([("d", "<f2"), ("q", "u1", 16)])  # value i and i + 16 in the halves of byte i
@@ -63,6 +66,18 @@ def sampling_run(native: Library, words: np.ndarray, z: np.ndarray) -> tuple[np.
         )
     )
     return (*floats, mass)
+
+
+def penalise(
+    native: Library, logits: np.ndarray, penalties: Penalties, tokens: IntArray, n_prompt: int = 0
+) -> np.ndarray:
+    """F32 logits (n_vocab,) as the penalties make them after `tokens`, of which the first n_prompt were not
+    generated."""
+    declare(native.ffi)
+    row, struct = np.array(logits, dtype=np.float32), native.penalties(penalties, n_prompt)
+    data, ids = native.ffi.from_buffer("float[]", row), native.ints(tokens)
+    native.check(native.lib.luce_penalise(data, row.size, struct, ids, len(tokens)))
+    return row
 
 
 def op_run(

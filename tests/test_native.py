@@ -143,6 +143,7 @@ def test_an_unknown_struct_size_is_refused(native, file, model, engine, sequence
         "luce_checkpoint_info": lambda s: lib.luce_checkpoint_get_info(checkpoint.handle, s),
         "luce_type_info": lambda s: lib.luce_type_get(0, s),
         "luce_sampling": lambda s: lib.luce_sequence_set_sampling(sequence.handle, s),
+        "luce_penalties": lambda s: lib.luce_sequence_set_penalties(sequence.handle, s),
         "luce_memory": lambda s: lib.luce_plan_memory(
             file.handle, native.struct("luce_model_params"), native.struct("luce_engine_params"), s
         ),

@@ -14,7 +14,16 @@ from luce._native.files import Model, engine_params
 from luce._native.library import Handle, IntArray
 from luce.costs import Costs
 from luce.errors import ArgumentError, NumericError
-from luce.structs import CheckpointInfo, Cost, EngineInfo, EngineParams, Sampling, SequenceInfo
+from luce.structs import (
+    CheckpointInfo,
+    Cost,
+    EngineInfo,
+    EngineParams,
+    Logprobs,
+    Penalties,
+    Sampling,
+    SequenceInfo,
+)
 
 
 class Source(IntEnum):
@@ -158,6 +167,11 @@ class Sequence(Handle):
         struct = self.library.sampling(sampling)
         self.library.check(self.library.lib.luce_sequence_set_sampling(self.handle, struct))
 
+    def set_penalties(self, penalties: Penalties, n_prompt: int) -> None:
+        """What choose() does to logits from now on. Tokens from position n_prompt on count as generated."""
+        struct = self.library.penalties(penalties, n_prompt)
+        self.library.check(self.library.lib.luce_sequence_set_penalties(self.handle, struct))
+
     def prefill(self, tokens: IntArray, last: bool = True) -> int | None:
         """Commits the next tokens (n,) of a prompt, n >= 1, which may not pass the end of a chunk. Returns
         the choice after them where they are the last ones of the prompt, else None."""
@@ -198,6 +212,28 @@ class Sequence(Handle):
         data = self.library.ffi.from_buffer("float[]", out)
         self.library.check(self.library.lib.luce_sequence_get_logits(self.handle, row, data, out.size))
         return out
+
+    def choose(self, row: int = 0, mask: bytes | None = None) -> int:
+        """The choice after a row that logits() has, with the penalties over the tokens before it, and of the
+        tokens that the mask allows: token i where bit i % 8 of byte i // 8 is set. ArgumentError where it
+        allows none."""
+        token = self.library.ffi.new("int32_t *")
+        bits = self.library.ffi.NULL if mask is None else self.library.ffi.from_buffer("uint8_t[]", mask)
+        size = 0 if mask is None else len(mask)
+        self.library.check(self.library.lib.luce_sequence_choose(self.handle, row, bits, size, token))
+        return int(token[0])
+
+    def logprobs(self, row: int, token: int, top: int = 0) -> Logprobs:
+        """Of `token` and the `top` most probable ones after a row that logits() has."""
+        logits = self.logits(row)
+        if not 0 <= token < logits.size or not 0 <= top <= logits.size:
+            raise ArgumentError(f"token {token} and the best {top}: there are {logits.size}")
+        shifted = logits.astype(np.float64) - logits.max()
+        all_of_them = shifted - np.log(np.exp(shifted).sum())
+        least = -np.partition(-logits, top - 1)[top - 1] if top else np.inf
+        best = np.flatnonzero(logits >= least)
+        best = best[np.argsort(-logits[best], kind="stable")][:top]  # the lowest id first on a tie
+        return Logprobs(float(all_of_them[token]), tuple((int(id), float(all_of_them[id])) for id in best))
 
     def dump(self) -> bytes:
         """The committed state as bytes: equal for sequences with the same committed tokens, however their

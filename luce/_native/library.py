@@ -13,7 +13,7 @@ import cffi  # type: ignore[import-untyped]
 import numpy as np
 
 from luce.errors import BY_CODE, ArgumentError, InternalError, LuceError, StateError
-from luce.structs import Device, Sampling, TypeInfo
+from luce.structs import Device, Penalties, Sampling, TypeInfo
 
 R = TypeVar("R", bound=Any)
 IntArray = Sequence[int] | np.ndarray
@@ -32,6 +32,7 @@ class Library:
 
     def __init__(self, path: Path, header: Path):
         self.path = path
+        self._points_to: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.ffi = cffi.FFI()
         self.ffi.cdef(c_declarations(header.read_text(encoding="utf-8")))
         try:
@@ -104,6 +105,24 @@ class Library:
     def sampling(self, sampling: Sampling) -> Any:
         """luce_sampling of `sampling`."""
         return self.struct("luce_sampling", **vars(sampling))
+
+    def penalties(self, penalties: Penalties, n_prompt: int) -> Any:
+        """luce_penalties of `penalties`, after a prompt of n_prompt tokens. Its bias list lives as long."""
+        bias = self.ffi.new("luce_logit_bias[]", max(len(penalties.bias), 1))
+        for entry, (token, value) in zip(bias, penalties.bias, strict=False):
+            (entry.token,) = self.ints([token])
+            entry.bias = value
+        made = self.struct(
+            "luce_penalties",
+            bias=bias,
+            n_bias=len(penalties.bias),
+            n_prompt=n_prompt,
+            repetition=penalties.repetition,
+            presence=penalties.presence,
+            frequency=penalties.frequency,
+        )
+        self._points_to[made] = bias
+        return made
 
     def bytes_of(self, function: Callable[..., int], handle: Any) -> bytes:
         """What function(handle, data, size) writes, which says its size where data is NULL."""

@@ -334,6 +334,35 @@ LUCE_API luce_status luce_sequence_get_info(luce_sequence *sequence, luce_sequen
 /* How choices are made from now on (luce_sample is the rule). Default: greedy. NULL: greedy. */
 LUCE_API luce_status luce_sequence_set_sampling(luce_sequence *sequence, const luce_sampling *sampling);
 
+/* What changes a row's logits before a choice, as a function of the tokens before it: first each bias is added; then,
+ * for every token that occurs before, a positive logit is divided by `repetition` and a negative one multiplied by it;
+ * then count * frequency + presence is subtracted for every token that was generated, count times. */
+typedef struct luce_logit_bias {
+    int32_t token;
+    float bias; /* finite */
+} luce_logit_bias;
+typedef struct luce_penalties {
+    uint64_t struct_size;
+    const luce_logit_bias *bias; /* n_bias of them; copied */
+    uint32_t n_bias;
+    uint32_t n_prompt; /* tokens from this position on count as generated */
+    float repetition; /* > 0; 0: 1, which is off */
+    float presence; /* finite; 0 is off */
+    float frequency; /* finite; 0 is off */
+} luce_penalties;
+
+/* What luce_sequence_choose does to logits from now on; NULL: nothing, which is the default. Prefill and verify choose
+ * of the logits as they are. */
+LUCE_API luce_status luce_sequence_set_penalties(luce_sequence *sequence, const luce_penalties *penalties);
+
+/* The choice after one row of the engine's last verify, or after its last prefill with a choice (row 0), with the
+ * sequence's penalties over the tokens before it (committed ones and the row's path), and of the tokens that the mask
+ * allows: bit i % 8 of byte i / 8 stands for token i, tokens beyond mask_size bytes are not allowed; mask NULL: all
+ * are. Walk from row 0 to the child whose token was chosen, and on: a row that is not accepted needs no mask. E_ARG
+ * where the mask allows none, E_STATE when the engine has run another step since: nothing was done. */
+LUCE_API luce_status luce_sequence_choose(luce_sequence *sequence, uint32_t row, const uint8_t *mask,
+                                          uint64_t mask_size, int32_t *token);
+
 /* Commits the next n >= 1 tokens of a prompt in one step, which may not pass the end of a chunk:
  * n_past % n_chunk + n <= n_chunk. Where a prompt is cut inside a chunk decides the last bits of what follows; cut it
  * at multiples of n_chunk only. choice NULL: more of the prompt follows; else it receives the token that is chosen

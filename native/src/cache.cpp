@@ -283,6 +283,15 @@ void Timeline::check_path(const int32_t *path, uint32_t n) const {
     }
 }
 
+std::vector<int32_t> Timeline::before(uint32_t row) const {
+    std::vector<int32_t> tokens = tokens_;
+    for (int32_t at = parents_.empty() ? -1 : int32_t(row); at >= 0; at = parents_[size_t(at)]) {
+        tokens.push_back(verified_tokens_[size_t(at)]);
+    }
+    std::reverse(tokens.begin() + long(tokens_.size()), tokens.end());
+    return tokens;
+}
+
 void Timeline::commit(const int32_t *path, uint32_t n) {
     for (uint32_t i = 0; i < n; i++) {
         tokens_.push_back(verified_tokens_[size_t(path[i])]);

@@ -174,6 +174,8 @@ public:
     void settled() { paid(); } // a step without rows of its own
     void check_path(const int32_t *path, uint32_t n) const; // E_ARG unless a path from the root
     void commit(const int32_t *path, uint32_t n);
+    // The tokens up to a row of the last verify, itself included; without one, the committed ones.
+    std::vector<int32_t> before(uint32_t row) const;
     void discard() { parents_.clear(); } // the verified rows are not wanted any more
 
     int32_t draft_anchor() const { return draft_anchor_; }

@@ -371,7 +371,7 @@ void Engine::verify(VerifyItem *items, uint32_t n_items) {
         items[i].status = LUCE_OK;
         try {
             for (uint32_t r = 0; r < items[i].n; r++) {
-                choices[r] = sequence.choose(row0 + r, sequence.line().n_past() + depth[row0 + r] + 1);
+                choices[r] = sequence.choice(row0 + r, sequence.line().n_past() + depth[row0 + r] + 1);
             }
             std::copy(choices, choices + items[i].n, items[i].choices);
         } catch (const Error &e) {

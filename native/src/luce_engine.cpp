@@ -168,6 +168,27 @@ luce_status luce_sequence_set_sampling(luce_sequence *sequence, const luce_sampl
     });
 }
 
+luce_status luce_sequence_set_penalties(luce_sequence *sequence, const luce_penalties *penalties) {
+    return guarded([&] {
+        const auto s = g_sequences.get(sequence);
+        check_optional(penalties, "penalties");
+        Penalties checked;
+        if (penalties != nullptr) {
+            checked = check_penalties(*penalties, s->engine()->n_vocab());
+        }
+        locked(s, [&](Sequence &one) { one.set_penalties(std::move(checked)); });
+    });
+}
+
+luce_status luce_sequence_choose(luce_sequence *sequence, uint32_t row, const uint8_t *mask,
+                                 uint64_t mask_size, int32_t *token) {
+    return guarded([&] {
+        const auto s = g_sequences.get(sequence);
+        need(token, "token");
+        locked(s, [&](Sequence &one) { *token = one.choose(row, mask, mask_size); });
+    });
+}
+
 luce_status luce_sequence_prefill(luce_sequence *sequence, const int32_t *tokens, uint32_t n,
                                   int32_t *choice) {
     return guarded([&] {

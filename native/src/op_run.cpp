@@ -2,6 +2,7 @@
 
 #include "abi.h"
 #include "custom_op.h"
+#include "logits.h"
 #include "model.h"
 #include "sampler.h"
 
@@ -200,5 +201,24 @@ luce_status luce_sampling_run(const uint32_t *words, const float *z, uint64_t n,
             bound[i] = gumbel_bound(words[i]);
             mass[i] = mass_of(z[i]);
         }
+    });
+}
+
+luce_status luce_penalise(float *logits, uint32_t n, const luce_penalties *penalties, const int32_t *tokens,
+                          uint32_t n_tokens) {
+    using namespace luce;
+    return guarded([&] {
+        need(logits, "logits");
+        check_struct(penalties, "penalties");
+        const Penalties checked = check_penalties(*penalties, n);
+        std::vector<int32_t> before;
+        for (uint32_t i = 0; i < n_tokens; i++) {
+            need(tokens, "tokens");
+            if (tokens[i] < 0 || uint32_t(tokens[i]) >= n) {
+                fail(LUCE_E_ARG, "token %u is %d, there are %u logits", i, tokens[i], n);
+            }
+            before.push_back(tokens[i]);
+        }
+        penalise(logits, n, checked, before);
     });
 }

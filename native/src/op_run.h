@@ -22,4 +22,8 @@ LUCE_API luce_status luce_op_run(const char *device, const char *op, luce_array 
 // masses of z.
 LUCE_API luce_status luce_sampling_run(const uint32_t *words, const float *z, uint64_t n, float *minus_log,
                                        float *gumbel, float *bound, uint64_t *mass);
+
+// What penalties make of n logits after n_tokens tokens, in place.
+LUCE_API luce_status luce_penalise(float *logits, uint32_t n, const luce_penalties *penalties,
+                                   const int32_t *tokens, uint32_t n_tokens);
 }

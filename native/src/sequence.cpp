@@ -35,7 +35,7 @@ void Sequence::reset() {
     serial_ = 0;
 }
 
-int32_t Sequence::choose(uint32_t row, uint64_t position) {
+int32_t Sequence::choice(uint32_t row, uint64_t position) {
     const Greedy &greedy = engine_->step().greedy()[row];
     if (greedy.not_finite) {
         fail(LUCE_E_NUMERIC,
@@ -75,7 +75,7 @@ void Sequence::prefill(const int32_t *tokens, uint32_t n, int32_t *choice) {
     end_step(0);
     if (choice != nullptr) {
         try {
-            *choice = choose(0, past + n);
+            *choice = this->choice(0, past + n);
         } catch (const Error &e) {
             fail_with(e.what());
             throw;
@@ -127,6 +127,22 @@ void Sequence::read_logits(uint32_t row, float *out) {
         fail(LUCE_E_ARG, "row %u: the last step had %u of this sequence", row, line_.n_verified());
     }
     engine_->step().read_logits(first_row_ + row, out);
+}
+
+const float *Sequence::logits(uint32_t row) {
+    logits_.resize(engine_->n_vocab());
+    read_logits(row, logits_.data());
+    return logits_.data();
+}
+
+int32_t Sequence::choose(uint32_t row, const uint8_t *mask, uint64_t mask_size) {
+    logits(row);
+    const std::vector<int32_t> before = line_.before(row);
+    penalise(logits_.data(), engine_->n_vocab(), penalties_, before);
+    if (mask != nullptr) {
+        apply_mask(logits_.data(), engine_->n_vocab(), mask, mask_size);
+    }
+    return luce::choose(logits_.data(), engine_->n_vocab(), choice_ctl(sampling_), before.size());
 }
 
 void Sequence::settle() {

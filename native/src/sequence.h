@@ -2,6 +2,7 @@
 #pragma once
 
 #include "engine.h"
+#include "logits.h"
 #include "lookup.h"
 
 namespace luce {
@@ -13,6 +14,7 @@ public:
     const std::shared_ptr<Engine> &engine() const { return engine_; }
     luce_sequence_info info() const;
     void set_sampling(const luce_sampling &sampling) { sampling_ = sampling; }
+    void set_penalties(Penalties penalties) { penalties_ = std::move(penalties); }
 
     void reset();
     void prefill(const int32_t *tokens, uint32_t n, int32_t *choice);
@@ -20,6 +22,10 @@ public:
     uint32_t lookup(int32_t anchor, int32_t *draft, uint32_t most, uint32_t *matched);
     void commit(const int32_t *path, uint32_t n);
     void read_logits(uint32_t row, float *out);
+    // The same in memory of its own, which the next call overwrites.
+    const float *logits(uint32_t row);
+    // luce_sequence_choose
+    int32_t choose(uint32_t row, const uint8_t *mask, uint64_t mask_size);
     void resume(const Checkpoint &checkpoint);
     void settle(); // debts are paid, verified rows dropped: the caches hold what is committed
 
@@ -30,14 +36,15 @@ public:
     void begin_step() { failure_ = "a step did not end"; } // failed until all of it has worked
     void end_step(uint32_t first_row); // whose logits are the engine's from this row on
     void fail_with(const std::string &why) { failure_ = why; }
-    // The target's choice after a row of the last step. position: of the token to be chosen.
-    int32_t choose(uint32_t row, uint64_t position);
+    // The target's choice after a row of the engine's last step. position: of the token to be chosen.
+    int32_t choice(uint32_t row, uint64_t position);
 
 private:
     std::shared_ptr<Engine> engine_;
     Timeline line_;
     luce_sampling sampling_{};
-    std::vector<float> logits_; // of one row, for sampling
+    Penalties penalties_;
+    std::vector<float> logits_; // of one row
     std::unique_ptr<Lookup> lookup_; // over line_'s tokens, from its first use on
     std::string failure_; // why it is failed; empty: it is not
     uint64_t serial_ = 0; // of the step that has its logits, and their first row there

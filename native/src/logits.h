@@ -1,0 +1,29 @@
+// What is done with one row of logits on the host before a choice: penalties and masks.
+#pragma once
+
+#include "luce.h"
+
+#include <cstdint>
+#include <vector>
+
+namespace luce {
+
+// luce_penalties with a bias list of its own.
+struct Penalties {
+    std::vector<luce_logit_bias> bias;
+    uint32_t n_prompt = 0;
+    float repetition = 1, presence = 0, frequency = 0;
+
+    bool none() const { return bias.empty() && repetition == 1 && presence == 0 && frequency == 0; }
+};
+
+// The same after a range check; E_ARG names the field that is off.
+Penalties check_penalties(const luce_penalties &penalties, uint32_t n_vocab);
+
+// What luce_penalties in luce.h says, after the tokens `before`.
+void penalise(float *logits, uint32_t n, const Penalties &penalties, const std::vector<int32_t> &before);
+
+// -inf where bit i % 8 of byte i / 8 is 0, or beyond the mask. E_ARG, and nothing done, where no token is left.
+void apply_mask(float *logits, uint32_t n, const uint8_t *mask, uint64_t mask_size);
+
+} // namespace luce
