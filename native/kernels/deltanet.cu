@@ -12,6 +12,7 @@
 #include "deltanet_block.cuh"
 #include "deltanet_part.cuh"
 #include "kernels.h"
+#include "overlap.cuh"
 
 #include <cuda_pipeline.h>
 #include <cuda_runtime.h>
@@ -320,6 +321,7 @@ template <int S, bool APPEND> struct Worker {
         } else {
             load();
         }
+        wait_for_previous(); // for the rows; what the step found in the caches is on its way
         const int pending_tiles = (n_pending + TILE - 1) / TILE;
         const int tiles = pending_tiles + (n_rows + TILE - 1) / TILE;
         for (int i = 0; i < STAGES - 1; i++) {
@@ -373,11 +375,16 @@ template <int S, bool APPEND>
 __global__ void __launch_bounds__(Layout<S>::THREADS, 3) deltanet_kernel(const __grid_constant__ Params a) {
     __shared__ Shared<S, APPEND> sh;
     extern __shared__ Cols save_space[];
+    let_next_start();
     Item item{0, 0};
     item.skip(blockIdx.x, Layout<S>::BLOCKS * a.shape.Hv);
     while (true) {
         Worker<S, APPEND> worker(a, sh, save_space, item);
-        if (!worker.read_control(item.seq) || !worker.run(item)) {
+        if (!worker.read_control(item.seq)) {
+            wait_for_previous();
+            return;
+        }
+        if (!worker.run(item)) {
             return;
         }
         __syncthreads(); // all have left this item's shared memory
@@ -410,8 +417,8 @@ template <int S> int launch(const DeltaArgs &args, cudaStream_t stream) {
     if (error != cudaSuccess) {
         return int(error);
     }
-    kernel<<<blocks, L::THREADS, bytes, stream>>>(a);
-    return int(cudaGetLastError());
+    const bool overlap = a.shape.mode == DELTA_VERIFY;
+    return int(launch_kernel(kernel, dim3(blocks), L::THREADS, bytes, stream, overlap, a));
 }
 
 } // namespace

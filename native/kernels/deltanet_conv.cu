@@ -5,6 +5,7 @@
 //     however many sequences. It alone reads and then replaces their windows and logged rows of that head.
 //   append: rows are split over blocks too; a second kernel moves the window once all have read it.
 #include "kernels.h"
+#include "overlap.cuh"
 
 #include <cstddef>
 
@@ -176,10 +177,9 @@ template <int S> __global__ void conv_verify_kernel(const __grid_constant__ Para
     const int first = blockIdx.y * GROUP;
     const bool normalise = blockIdx.x < 2 * a.shape.Hk;
 
+    let_next_start();
     Control ctl;
     ctl.load(*a.ctl, first + warp, lane);
-    Channels<S> row;
-    row.load(a.x + warp * C + c0, lane);
     Weights<S> w;
     w.load(a.w, c0, lane);
     if (threadIdx.x < T) {
@@ -187,8 +187,14 @@ template <int S> __global__ void conv_verify_kernel(const __grid_constant__ Para
         sh.parent[threadIdx.x] = a.ctl->rows[threadIdx.x].parent;
     }
     Committed<S> committed(a, ctl, c0);
-    if (first + warp < ctl.n_seqs()) {
+    const bool present = first + warp < ctl.n_seqs();
+    if (present) {
         committed.load(lane);
+    }
+    wait_for_previous();
+    Channels<S> row;
+    row.load(a.x + warp * C + c0, lane);
+    if (present) {
 #pragma unroll
         for (int i = 0; i < WINDOW; i++) {
             committed.row[i].store(sh.committed[warp][i], lane);
@@ -306,7 +312,7 @@ template <int S> int launch(const ConvArgs &args, cudaStream_t stream) {
         conv_window_kernel<S><<<heads, WARP, 0, stream>>>(a);
     } else {
         const dim3 grid(heads, (a.shape.max_seqs() + GROUP - 1) / GROUP);
-        conv_verify_kernel<S><<<grid, min(T, 16) * WARP, 0, stream>>>(a);
+        return int(launch_kernel(conv_verify_kernel<S>, grid, min(T, 16) * WARP, 0, stream, true, a));
     }
     return int(cudaGetLastError());
 }

@@ -128,6 +128,22 @@ struct KvPool {
 // Whose KV a layer is: each has rows of its own to move (SeqCtl).
 enum KvOwner : int32_t { KV_TRUNK = 0, KV_HEAD = 1, KV_DRAFTER = 2 };
 
+// RMS(head) * norm and NEOX RoPE of the query and key heads of rows: the first rope_dim values of a head rotate, value
+// i with i + rope_dim / 2 by the angle position * base^(-2 i / rope_dim).
+struct RopeHeads {
+    const float *x; // [T] rows of heads
+    int64_t x_row, x_head; // from one row or head to the next, in values
+    int32_t n_heads; // 0: none
+    const float *norm; // [D]
+    float *out; // [T][n_heads][D]
+};
+struct NormRopeArgs {
+    int32_t T, D, rope_dim;
+    float base, eps;
+    const int32_t *positions; // [T]
+    RopeHeads k, q;
+};
+
 // Moves pending rows down, then writes K and V of the step's rows. Rows with seq -1 are not written.
 struct KvStoreArgs {
     KvPool pool;
@@ -218,6 +234,7 @@ struct TokensArgs {
 namespace cuda {
 int conv(const ConvArgs &args, void *stream);
 int deltanet(const DeltaArgs &args, void *stream);
+int norm_rope(const NormRopeArgs &args, void *stream);
 int kv_store(const KvStoreArgs &args, void *stream);
 int attention(const AttentionArgs &args, void *stream);
 int kv_gather(const KvGatherArgs &args, void *stream);

@@ -6,6 +6,7 @@
 #include "attention_chunks.h"
 #include "kernels.h"
 #include "kv_types.cuh"
+#include "overlap.cuh"
 
 #include <cuda_runtime.h>
 
@@ -91,6 +92,8 @@ __device__ void move_rows(uint8_t *base, int64_t stride, const int32_t *pages, c
 template <int TYPE>
 __global__ void __launch_bounds__(THREADS) kv_store_kernel(KvStoreArgs a, int32_t columns) {
     using Kv = KvType<TYPE>;
+    let_next_start();
+    wait_for_previous();
     const int column = blockIdx.x * THREADS + threadIdx.x, s = blockIdx.y;
     if (column >= 2 * columns || s >= a.ctl->n_seqs) {
         return;
@@ -146,8 +149,9 @@ template <int TYPE> int store(const KvStoreArgs &a, cudaStream_t stream) {
     const unsigned x = unsigned((2 * columns + THREADS - 1) / THREADS);
     const unsigned seqs = a.append != 0 ? 1 : MAX_ROWS;
     const unsigned spread = a.append != 0 ? 1 : unsigned(a.T < SPREAD ? (a.T > 0 ? a.T : 1) : SPREAD);
-    kv_store_kernel<TYPE><<<dim3(x, seqs, spread), THREADS, 0, stream>>>(a, columns);
-    if (a.append != 0 && a.T > 0) {
+    const cudaError_t error =
+        launch_kernel(kv_store_kernel<TYPE>, dim3(x, seqs, spread), THREADS, 0, stream, true, a, columns);
+    if (error == cudaSuccess && a.append != 0 && a.T > 0) {
         const unsigned rows = unsigned((a.T + PREFILL_ROWS - 1) / PREFILL_ROWS);
         kv_append_kernel<TYPE><<<dim3(x, rows), THREADS, 0, stream>>>(a, columns);
     }

@@ -1,6 +1,5 @@
 // One launch of rowmm: what its blocks are to do (rowmm_plan.h), and which kernel does it (rowmm_kernel.cuh).
-#include "rowmm_plan.h"
-#include "rowmm_ptx.cuh"
+#include "rowmm_results.cuh"
 #include "rowmm_wgmma.cuh"
 
 #include <algorithm>
@@ -123,24 +122,16 @@ void plan(RowmmParams &p, const RowmmArgs &a, const Device &device) {
     cut(p, spans, n_spans);
 }
 
-// Where the blocks of the next launch begin to read.
-void plan_next(RowmmParams &p, const RowmmArgs &next, const Device &device) {
-    RowmmParams q = {};
-    plan(q, next, device);
-    p.next_ranges = q.ranges;
-    for (int i = 0; i < q.n_segments; i++) {
-        const RowmmWeights &w = next.weights[i];
-        p.next[i] = q.segments[i].packed;
-        p.next_end[i] = q.segments[i].packed + rowmm_packed_bytes(w.type, next.K, w.N);
-    }
-    for (int r = 0, i = 0; r < q.ranges; r++) {
-        while (i + 1 < q.n_segments && q.segments[i + 1].first_unit <= q.first[r]) {
-            i++;
-        }
-        const RowmmSegment &s = q.segments[i];
-        const int64_t unit = q.first[r] - s.first_unit, wide = std::min<int64_t>(unit, s.whole_units);
-        const int64_t bytes = (wide * FRAGMENTS + (unit - wide) * s.last_fragments) * s.fragment_bytes;
-        p.next_first[r] = uint32_t(i) << NEXT_MATRIX_SHIFT | uint32_t(bytes / NEXT_UNIT);
+// Adds the parts of the tile that begins in a range and does not end there. grid: ranges, rows; a thread has 4 outputs.
+constexpr int SUM_THREADS = 256;
+__global__ void __launch_bounds__(SUM_THREADS) sum_kernel(const __grid_constant__ RowmmParams p) {
+    let_next_start();
+    const int range = blockIdx.x, i = blockIdx.y * SUM_THREADS + threadIdx.x;
+    Edge edge;
+    edge.find(p, range, 1);
+    wait_for_previous();
+    if (edge.from == range && edge.to > range && i < p.rows * (TILE / 4)) {
+        add_parts(p, edge, i);
     }
 }
 
@@ -169,8 +160,13 @@ cudaError_t launch(RowmmParams &p, bool wide, const Device &device, cudaStream_t
         return error;
     }
     const int ranges = BLOCKS_PER_SM / k.blocks; // of a block
-    return launch_kernel(k.kernel, dim3((p.ranges + ranges - 1) / ranges), k.threads, bytes, stream, overlap,
-                         p);
+    const dim3 grid((p.ranges + ranges - 1) / ranges);
+    const cudaError_t launched = launch_kernel(k.kernel, grid, k.threads, bytes, stream, overlap, p);
+    if (launched != cudaSuccess || p.columns <= 8 * SETTLE_TILES) {
+        return launched;
+    }
+    const dim3 sums(p.ranges, (p.rows * (TILE / 4) + SUM_THREADS - 1) / SUM_THREADS);
+    return launch_kernel(sum_kernel, sums, SUM_THREADS, 0, stream, overlap, p);
 }
 
 // Its attributes say what it was compiled for.
@@ -199,7 +195,7 @@ int64_t cuda::rowmm_scratch_bytes() {
 
 int cuda::rowmm(const RowmmArgs &args, void *stream) {
     Device device;
-    if (!valid(args) || (args.next != nullptr && !valid(*args.next))) {
+    if (!valid(args)) {
         return int(cudaErrorInvalidValue);
     }
     if (args.T == 0) {
@@ -216,9 +212,6 @@ int cuda::rowmm(const RowmmArgs &args, void *stream) {
     const RowsLayout layout(args.T, rowmm_has_wgmma());
     p.columns = layout.columns;
     for (int row = 0; row < args.T; row += layout.set) {
-        if (args.next != nullptr && row + layout.set >= args.T) {
-            plan_next(p, *args.next, device);
-        }
         p.rows = std::min(args.T - row, layout.set);
         p.x = static_cast<const uint8_t *>(args.x) +
               row / layout.set * chunks_of(args.K) * chunk_bytes(p.columns);

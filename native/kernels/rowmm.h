@@ -100,9 +100,6 @@ struct RowmmArgs {
     // So whatever writes weights, and whatever still reads `out` or `scratch`, must not be the kernel right ahead
     // unless that one waits for its own predecessor (all kernels of rowmm do).
     int32_t overlap;
-    // Null, or the next launch of rowmm on the stream: at the end of this one the first weights of each block of that
-    // one are brought into L2, so that memory is busy while launches change (only its K and weights are read, here).
-    const RowmmArgs *next;
 };
 
 namespace cuda {

@@ -51,7 +51,7 @@ __device__ __forceinline__ void take_range(const RowmmParams &p, Taker<Shape<NT,
         }
         unit += units;
     }
-    if (edges[0].open || edges[1].open) {
+    if (NT <= SETTLE_TILES && (edges[0].open || edges[1].open)) {
         settle(p, edges);
     }
 }
@@ -87,8 +87,7 @@ __global__ void __launch_bounds__(Shape<NT, WIDE>::THREADS, Shape<NT, WIDE>::BLO
         while (segment + 1 < p.n_segments && p.segments[segment + 1].first_unit <= unit) {
             segment++;
         }
-        Filler<S>(p, rings, {p, segment, unit - p.segments[segment].first_unit, p.first[end] - unit})
-            .run(range, end - range);
+        Filler<S>(p, rings, {p, segment, unit - p.segments[segment].first_unit, p.first[end] - unit}).run();
     }
 }
 

@@ -8,13 +8,16 @@
 
 namespace luce {
 
-// Two steps' activations of rows 8 n .. 8 n + 7; a lane whose row is not there has zeros.
+// A lane's column of eight; of fewer rows than eight the last one stands for those that are not there.
+template <int NT> __device__ __forceinline__ int lane_column(int C, int lane) {
+    return NT == 1 ? min(lane / 4, C - 1) : lane / 4;
+}
+
+// Two steps' activations of rows 8 n .. 8 n + 7.
 template <int NT>
 __device__ __forceinline__ uint4 read_rows(const uint8_t *stage, int group, int n, int C, int lane) {
-    if (NT == 1 && lane / 4 >= C) {
-        return {0, 0, 0, 0};
-    }
-    return reinterpret_cast<const uint4 *>(stage)[(group * C + n * 8) * 4 + lane];
+    return reinterpret_cast<const uint4 *>(
+        stage)[(group * C + n * 8 + lane_column<NT>(C, lane)) * 4 + lane % 4];
 }
 
 // ---- mma.sync ----
@@ -108,10 +111,7 @@ __device__ __forceinline__ void add_unit(Sums<NT> &acc, const Sums<NT> &c, const
         const float2 down = word_at<float2>(tail + 32 * C + (n * 8 + lane % 4 * 2) * 4);
         float e[4] = {};
         if constexpr (has_minimum(TYPE)) {
-            uint2 sums = {0, 0};
-            if (NT > 1 || lane / 4 < C) {
-                sums = word_at<uint2>(tail + (n * 32 + lane) * 8);
-            }
+            const uint2 sums = word_at<uint2>(tail + ((n * 8 + lane_column<NT>(C, lane)) * 4 + lane % 4) * 8);
             const uint32_t m0 = weights.minimum(0), m1 = weights.minimum(1);
             mma(e, m0, m1, m0, m1, sums.x, sums.y);
         }

@@ -9,9 +9,8 @@
 
 namespace luce {
 
-constexpr int ROWMM_MAX_RANGES = 384; // so that parameters stay below 4 KB
+constexpr int ROWMM_MAX_RANGES = 512;
 constexpr int BLOCKS_PER_SM = 2;
-constexpr int NEXT_MATRIX_SHIFT = 29, NEXT_UNIT = 128;
 
 struct RowmmSegment {
     const uint8_t *packed;
@@ -37,10 +36,6 @@ struct RowmmParams {
     int32_t slots, slot_bytes; // of the ring of weights
     RowmmSegment segments[ROWMM_MAX_WEIGHTS];
     int32_t first[ROWMM_MAX_RANGES + 1]; // unit at which a range begins
-    // Of the next launch: where each of its ranges begins, in 128 bytes from the first byte of a matrix.
-    const uint8_t *next[ROWMM_MAX_WEIGHTS], *next_end[ROWMM_MAX_WEIGHTS];
-    int32_t next_ranges; // 0: there is none
-    uint32_t next_first[ROWMM_MAX_RANGES]; // the matrix in the upper 3 bits
 };
 
 // The kernels (rowmm_kernel.cuh), each compiled on its own: for up to 8, 16 and 32 rows with mma.sync, for up to 32 and

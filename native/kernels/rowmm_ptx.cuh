@@ -1,13 +1,14 @@
-// The instructions that rowmm needs beyond CUDA C++: the tensor core, asynchronous copies, launches that overlap.
+// The instructions that rowmm needs beyond CUDA C++: the tensor core, asynchronous copies.
 #pragma once
 
+#include "overlap.cuh"
+
 #include <cstdint>
-#include <cuda_runtime.h>
 
 namespace luce {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-#define ROWMM_BULK 1 // bulk copies that complete on an mbarrier, dependent launches
+#define ROWMM_BULK 1 // bulk copies that complete on an mbarrier
 #else
 #define ROWMM_BULK 0
 #endif
@@ -98,43 +99,11 @@ __device__ __forceinline__ void copies_end(uint32_t barrier) {
 #endif
 }
 
-// Into L2: `bytes` is a multiple of 16.
-__device__ __forceinline__ void bring_to_l2(const uint8_t *global, int bytes) {
-#if ROWMM_BULK
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
-#endif
-}
-
-// ---- launches that overlap: from sm_90 on, elsewhere nothing ----
-
-// What follows on the stream may start as soon as there is room.
-__device__ __forceinline__ void let_next_start() {
-#if ROWMM_BULK
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-// Everything ahead on the stream has ended and is visible.
-__device__ __forceinline__ void wait_for_previous() {
-#if ROWMM_BULK
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-// Launches with the attribute of a dependent launch where wanted.
-template <typename... P, typename... A>
-cudaError_t launch_kernel(void (*kernel)(P...), dim3 grid, int threads, size_t shared, cudaStream_t stream,
-                          bool overlap, const A &...args) {
-    cudaLaunchConfig_t config = {};
-    config.gridDim = grid;
-    config.blockDim = dim3(unsigned(threads));
-    config.dynamicSmemBytes = shared;
-    config.stream = stream;
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = &attribute;
-    config.numAttrs = overlap ? 1 : 0;
-    return cudaLaunchKernelEx(&config, kernel, P(args)...);
+// Adds 1, behind all that the block's threads wrote before its last barrier, ahead of all they read after the next.
+__device__ __forceinline__ uint32_t count_arrival(uint32_t *counter) {
+    uint32_t before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
 }
 
 } // namespace luce

@@ -1,10 +1,13 @@
 // From a block's sums to the outputs: tiles that are whole in a range go there at once, of others each range leaves its
-// part in scratch, and the block that is last adds the parts in the order of ranges.
+// part in scratch, to be added in the order of ranges: by the block that is last, of many rows by a kernel behind.
 #pragma once
 
 #include "rowmm_rings.cuh"
 
 namespace luce {
+
+constexpr int SETTLE_TILES =
+    2; // of 8 rows that the last block adds; of more the few last blocks would take too long
 
 __device__ __forceinline__ void write_out(const RowmmSegment &s, int t, int n, float x) {
     if (s.residual != nullptr) {
@@ -70,42 +73,40 @@ __device__ __forceinline__ float4 add(float4 a, float4 b) {
     return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
 }
 
-// The sums of a tile's parts, in the order of ranges.
-__device__ inline void add_parts(const RowmmParams &p, const Edge &edge) {
+// The sum of a tile's parts, in the order of ranges: of its i-th four outputs, row after row.
+__device__ __forceinline__ void add_parts(const RowmmParams &p, const Edge &edge, int i) {
     constexpr int AHEAD = 8; // loads in flight
     const RowmmSegment &s = p.segments[edge.segment];
     const int64_t step = int64_t(2) * p.rows * (TILE / 4);
-    for (int i = threadIdx.x; i < p.rows * (TILE / 4); i += TAKERS) {
-        const float4 *first = reinterpret_cast<const float4 *>(part_of(p, edge.from, edge.from)) + i;
-        const float4 *others = reinterpret_cast<const float4 *>(part_of(p, edge.from + 1, edge.from)) + i;
-        const int n_others = edge.to - edge.from;
-        float4 sum = __ldcg(first);
-        for (int r = 0; r < n_others; r += AHEAD) {
-            float4 x[AHEAD];
+    const float4 *first = reinterpret_cast<const float4 *>(part_of(p, edge.from, edge.from)) + i;
+    const float4 *others = reinterpret_cast<const float4 *>(part_of(p, edge.from + 1, edge.from)) + i;
+    const int n_others = edge.to - edge.from;
+    float4 sum = __ldcg(first);
+    for (int r = 0; r < n_others; r += AHEAD) {
+        float4 x[AHEAD];
 #pragma unroll
-            for (int j = 0; j < AHEAD; j++) {
-                x[j] = r + j < n_others ? __ldcg(others + (r + j) * step) : float4{};
-            }
-#pragma unroll
-            for (int j = 0; j < AHEAD; j++) {
-                sum = r + j < n_others ? add(sum, x[j]) : sum;
-            }
+        for (int j = 0; j < AHEAD; j++) {
+            x[j] = r + j < n_others ? __ldcg(others + (r + j) * step) : float4{};
         }
-        const int t = i / (TILE / 4), n = edge.tile * TILE + i % (TILE / 4) * 4;
-        if (s.vectors) { // then N is a multiple of 4
-            if (n < s.N) {
-                if (s.residual != nullptr) {
-                    sum = add(sum, *reinterpret_cast<const float4 *>(s.residual + t * s.residual_row + n));
-                }
-                *reinterpret_cast<float4 *>(s.out + t * s.out_row + n) = sum;
-            }
-        } else {
-            const float x[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                if (n + j < s.N) {
-                    write_out(s, t, n + j, x[j]);
-                }
+        for (int j = 0; j < AHEAD; j++) {
+            sum = r + j < n_others ? add(sum, x[j]) : sum;
+        }
+    }
+    const int t = i / (TILE / 4), n = edge.tile * TILE + i % (TILE / 4) * 4;
+    if (s.vectors) { // then N is a multiple of 4
+        if (n < s.N) {
+            if (s.residual != nullptr) {
+                sum = add(sum, *reinterpret_cast<const float4 *>(s.residual + t * s.residual_row + n));
+            }
+            *reinterpret_cast<float4 *>(s.out + t * s.out_row + n) = sum;
+        }
+    } else {
+        const float x[4] = {sum.x, sum.y, sum.z, sum.w};
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            if (n + j < s.N) {
+                write_out(s, t, n + j, x[j]);
             }
         }
     }
@@ -120,17 +121,15 @@ __device__ inline void settle(const RowmmParams &p, Edge (&edges)[2]) {
     takers_sync();
     if (threadIdx.x < 2 && edges[threadIdx.x].open) {
         Edge &edge = edges[threadIdx.x];
-        __threadfence();
-        edge.last = int(atomicAdd(p.counters + edge.from, 1u)) == edge.to - edge.from;
-        __threadfence();
+        edge.last = int(count_arrival(p.counters + edge.from)) == edge.to - edge.from;
         if (edge.last) {
             p.counters[edge.from] = 0; // for the next launch
         }
     }
     takers_sync();
     for (const Edge &edge : edges) {
-        if (edge.open && edge.last) {
-            add_parts(p, edge);
+        for (int i = threadIdx.x; edge.open && edge.last && i < p.rows * (TILE / 4); i += TAKERS) {
+            add_parts(p, edge, i);
         }
     }
 }

@@ -115,25 +115,10 @@ template <typename S> struct Filler {
         stage.next(S::STAGES);
         rows.next();
     }
-    // When all is on its way: what a block of the next launch will read first.
-    __device__ void fetch_next(int range, int ranges) const {
-        constexpr int BYTES = 65536; // of a range: as much as memory gives while launches change
-        for (int i = range; i < min(range + ranges, p.next_ranges); i++) {
-            const uint32_t first = p.next_first[i], matrix = first >> NEXT_MATRIX_SHIFT;
-            const uint8_t *from =
-                p.next[matrix] + int64_t(first & ((1u << NEXT_MATRIX_SHIFT) - 1)) * NEXT_UNIT;
-            const int64_t left = p.next_end[matrix] - from;
-            bring_to_l2(from, int(min(left, int64_t(BYTES))));
-        }
-    }
     // Weights do not depend on what runs before this launch, activations do.
-    __device__ void run(int range, int ranges) {
+    __device__ void run() {
         for (int i = 0; i < rings.slots; i++) {
             fetch_weights();
-        }
-        bool more = weights.left > 0;
-        if (!more) {
-            fetch_next(range, ranges);
         }
         wait_for_previous();
         for (int i = 0; i < S::STAGES; i++) {
@@ -144,10 +129,6 @@ template <typename S> struct Filler {
             freed.next(S::STAGES);
             fetch_weights();
             fetch_rows();
-            if (more && weights.left == 0) {
-                more = false;
-                fetch_next(range, ranges);
-            }
         }
     }
 };

@@ -72,6 +72,26 @@ KvPool kv_pool(const ggml_tensor *k, const ggml_tensor *v, int32_t D) {
     return pool;
 }
 
+// q_gate holds q(D) then gate(D) for each head.
+NormRopeArgs norm_rope_args(const ggml_tensor *dst) {
+    const ggml_tensor *k = dst->src[0], *q_gate = dst->src[3];
+    NormRopeArgs a{};
+    a.T = int32_t(k->ne[1]);
+    a.D = int32_t(dst->src[1]->ne[0]);
+    a.rope_dim = param(dst, 0);
+    a.base = real(dst, 1);
+    a.eps = real(dst, 2);
+    a.positions = data<int32_t>(dst->src[2]);
+    a.k = {data<float>(k),           k->ne[0],        a.D, int32_t(k->ne[0]) / a.D,
+           data<float>(dst->src[1]), data<float>(dst)};
+    if (q_gate != nullptr) {
+        a.q = {data<float>(q_gate),      q_gate->ne[0],
+               2 * int64_t(a.D),         int32_t(q_gate->ne[0]) / (2 * a.D),
+               data<float>(dst->src[4]), data<float>(dst) + k->ne[0] * a.T};
+    }
+    return a;
+}
+
 KvStoreArgs kv_store_args(const ggml_tensor *dst) {
     KvStoreArgs a{};
     a.pool = kv_pool(dst->src[2], dst->src[3], param(dst, 2));
@@ -189,10 +209,17 @@ void cpu_argmax(const ArgmaxArgs &a, int ith, int nth) {
 #define LUCE_CPU_OP(name, signature, cpu, args)                                                              \
     {name, signature, [](const ggml_tensor *dst, int ith, int nth) { cpu(args(dst), ith, nth); }, nullptr}
 
+#ifdef LUCE_USE_CUDA
+template <RowmmInput KIND> int pack_op(const ggml_tensor *dst, void *stream) {
+    return rowmm_pack_op(dst, stream, KIND, real(dst, 0));
+}
+#endif
+
 static_assert(ARGMAX_WIDTH == 126, "argmax says so");
 const CustomOp OPS[] = {
     LUCE_OP("deltanet_conv", "C,T 4,C C,3,s* l,q* ctl > C,T", cpu_conv, conv, conv_args),
     LUCE_OP("deltanet", "C,T h,T h,T h h S,S,h,s* l,q* ctl > S,h,T", cpu_deltanet, deltanet, delta_args),
+    LUCE_OP("norm_rope", "K,T h iT Q,T? h? > K,T", cpu_norm_rope, norm_rope, norm_rope_args),
     LUCE_OP("kv_store", "w,T w,T kw,c* kw,c* ctl ip > 1", cpu_kv_store, kv_store, kv_store_args),
     LUCE_OP("attention", "Q,T G,T kw,c kw,c ctl ip > Q,T", cpu_attention, attention, attention_args),
     LUCE_OP("kv_gather", "kw,c ctl ip > w", cpu_kv_gather, kv_gather, kv_gather_args),
@@ -203,9 +230,14 @@ const CustomOp OPS[] = {
     LUCE_CPU_OP("pack_rows", "K,T > 2,K,T", cpu_pack_rows, pack_args),
     LUCE_CPU_OP("rows_matmul", "xP,T mK,A mK,B? mK,C? mK,D? > A,T", cpu_rows_matmul, rows_matmul_args),
 #ifdef LUCE_USE_CUDA
-    {"rowmm_pack", "K,T > 1", nullptr, rowmm_pack_op},
+    {"rowmm_pack", "K,T > 1", nullptr, pack_op<ROWMM_PLAIN>},
+    {"rowmm_pack_rms", "K,T K > 1", nullptr, pack_op<ROWMM_RMS>},
+    {"rowmm_pack_swiglu", "K,T K,T > 1", nullptr, pack_op<ROWMM_SWIGLU>},
+    {"rowmm_pack_gated", "K,T h K,T > 1", nullptr, pack_op<ROWMM_HEAD_RMS>},
     {"rowmm", "xP xS mK,A mK,B? mK,C? mK,D? > A", nullptr,
-     [](const ggml_tensor *dst, void *stream) { return rowmm_op(dst, stream, param(dst, 0)); }},
+     [](const ggml_tensor *dst, void *stream) { return rowmm_op(dst, stream, param(dst, 0), false); }},
+    {"rowmm_add", "xP xS A,T mK,A > A", nullptr,
+     [](const ggml_tensor *dst, void *stream) { return rowmm_op(dst, stream, param(dst, 0), true); }},
     {"gemm_pack", "K,T > 1", nullptr,
      [](const ggml_tensor *dst, void *stream) { return gemm_pack_op(dst, stream, ROWMM_PLAIN, 0); }},
     {"gemm_pack_norm", "K,T K > 1", nullptr,
@@ -226,6 +258,12 @@ void run_on_cpu(ggml_tensor *dst, int ith, int nth, void *op) {
 }
 
 } // namespace
+
+int32_t bits_of_real(float x) {
+    int32_t bits;
+    memcpy(&bits, &x, sizeof(bits));
+    return bits;
+}
 
 int CustomOp::n_args() const {
     return int(std::count(signature, strchr(signature, '>'), ' ')); // one before the result too

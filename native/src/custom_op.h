@@ -4,6 +4,8 @@
 // name            arguments (ggml shapes, fastest first)                                 params -> result
 // deltanet_conv   x{C,T} w{4,C} window{C,3,slots}* log{n,seqs}* ctl                        R n_slots Hk Hv S mode -> {C,T}
 // deltanet        x{C,T} alpha{Hv,T} beta{Hv,T} dt{Hv} a{Hv} state{S,S,Hv,slots}* log* ctl  the same -> {Hv*S,T}
+// norm_rope       k{D*Hkv,T} k_norm{D} positions{T} [q_gate{2*D*H,T} q_norm{D}]            rope_dim base eps
+//                     -> {D*Hkv*T, then D*H*T}
 // kv_store        k{D*Hkv,T} v{D*Hkv,T} pool_k{D*Hkv,cells}* pool_v* ctl pages             append owner D -> i32{1}
 // attention       q{D*H,T} q_gate{2*D*H,T} pool_k pool_v ctl pages
 //                     D first window max_pages scale softcap gated block -> {D*H*T, then scratch}
@@ -14,8 +16,13 @@
 // row_tokens      tokens{T} drafts{2,n}                                                    n_vocab -> i32{T}
 // pack_rows       x{K,T}                                                                   - -> i8{64*K/32,T} blocks
 // rows_matmul     packed{64*K/32,T} or x{K,T}, 1 to 4 weights{K,N}: results side by side   - -> {sum of N*T}
-// rowmm_pack      x{K,T}                                                                   - -> i8{bytes}, of a GPU
+// Of a GPU with luce's own matmul alone (what is computed of x before it is packed: kernels/rowmm.h):
+// rowmm_pack      x{K,T}                                                                   eps -> i8{bytes}
+// rowmm_pack_rms  x{K,T} w{K}                                                              the same
+// rowmm_pack_swiglu  x{K,T} y{K,T}                                                         the same
+// rowmm_pack_gated   x{K,T} w{S} y{K,T}                                                    the same
 // rowmm           packed{bytes} scratch{bytes}* 1 to 4 packed weights{K,N}: side by side   T -> {sum of N*T}
+// rowmm_add       packed{bytes} scratch{bytes}* residual{N,T} packed weight{K,N}           T -> {N*T}
 // gemm_pack       x{K,T}                                                                   - -> i8{bytes}, of a GPU
 // gemm_pack_norm  x{K,T} w{K}: RMS(x) * w                                                  eps -> i8{bytes}
 // gemm_pack_swiglu  gate{K,T} up{K,T}: silu(gate) * up                                     - -> i8{bytes}
@@ -62,8 +69,11 @@ ggml_tensor *add_op(ggml_context *ctx, const char *name, ggml_type type, int64_t
 ggml_tensor *add_op(ggml_context *ctx, const CustomOp &op, ggml_type type, int64_t ne0, int64_t ne1,
                     ggml_tensor **args, int n_args, const int32_t *params, int n_params);
 
-// CPU reference implementations: thread ith of nth. (attention.h has the others.)
+int32_t bits_of_real(float x); // as params hold it
+
+// CPU reference implementations: thread ith of nth. (attention.h has more.)
 void cpu_conv(const ConvArgs &args, int ith, int nth);
 void cpu_deltanet(const DeltaArgs &args, int ith, int nth);
+void cpu_norm_rope(const NormRopeArgs &args, int ith, int nth);
 
 } // namespace luce

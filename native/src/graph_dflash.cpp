@@ -19,29 +19,30 @@ void feed_dflash(const StepBuild &b, const DFlash &d, const std::vector<ggml_ten
         ggml_tensor *x = outputs[tap - 1]; // {E, T}
         features = features == nullptr ? x : ggml_concat(b.ctx, features, x, 0);
     }
-    ggml_tensor *f = rms_norm(b.ctx, matmul(b, d.fc, features), d.hidden_norm, d.rms_eps); // {E, T}
+    ggml_tensor *f = rms_norm(b.ctx, matmul(b, d.fc, plain(features)), d.hidden_norm, d.rms_eps); // {E, T}
     ggml_format_name(f, "dflash_features");
     for (size_t il = 0; il < d.layers.size(); il++) {
-        write_kv(b, f, d.layers[il].attention, drafter_kv(b, il), d.rms_eps);
+        write_kv(b, plain(f), d.layers[il].attention, drafter_kv(b, il), d.rms_eps);
     }
 }
 
-// Attention of a block's normed rows x {E, T}, whose K and V it writes behind the context's -> {E, T}
-static ggml_tensor *attend_block(const StepBuild &b, const DFlash &d, size_t il, ggml_tensor *x) {
+// residual + attention of a block's rows x {E, T}, whose K and V it writes behind the context's -> {E, T}
+static ggml_tensor *attend_block(const StepBuild &b, const DFlash &d, size_t il, const MatmulInput &x,
+                                 ggml_tensor *residual) {
     const DFlashLayer &layer = d.layers[il];
     const Attention &a = layer.attention;
     const KvLayer kv = drafter_kv(b, il);
     write_kv(b, x, a, kv, d.rms_eps);
     ggml_tensor *q = matmul(b, a.q, x); // {D*H, T}
-    q = ggml_reshape_3d(b.ctx, q, a.shape.head_dim, a.shape.n_head, x->ne[1]); // {D, H, T}
+    q = ggml_reshape_3d(b.ctx, q, a.shape.head_dim, a.shape.n_head, q->ne[1]); // {D, H, T}
     q = rope(b, rms_norm(b.ctx, q, a.q_norm, d.rms_eps), a.shape);
-    return matmul(b, a.out, attend_pages(b, q, nullptr, a.shape, kv, !layer.causal));
+    return matmul(b, a.out, plain(attend_pages(b, q, nullptr, a.shape, kv, !layer.causal)), residual);
 }
 
 // Logits over the target's vocabulary; a token that the drafter does not have gets one that nothing chooses.
 static ggml_tensor *drafter_logits(const StepBuild &b, const DFlash &d, ggml_tensor *h) {
     constexpr float NEVER = -1e30f;
-    ggml_tensor *logits = matmul(b, d.output, h); // {V, T}, or {rows of d2t, T}
+    ggml_tensor *logits = matmul(b, d.output, plain(h)); // {V, T}, or {rows of d2t, T}
     if (d.softcap > 0) {
         logits = ggml_scale(b.ctx, ggml_tanh(b.ctx, ggml_scale(b.ctx, logits, 1.0f / d.softcap)), d.softcap);
     }
@@ -63,8 +64,8 @@ void build_dflash_block(const StepBuild &b) {
     }
     for (size_t il = 0; il < d.layers.size(); il++) {
         const DFlashLayer &layer = d.layers[il];
-        x = ggml_add(ctx, attend_block(b, d, il, rms_norm(ctx, x, layer.attn_norm, d.rms_eps)), x);
-        x = ggml_add(ctx, ffn(b, rms_norm(ctx, x, layer.ffn_norm, d.rms_eps), layer.ffn), x);
+        x = attend_block(b, d, il, rms(x, layer.attn_norm, d.rms_eps), x);
+        x = ffn(b, rms(x, layer.ffn_norm, d.rms_eps), layer.ffn, x);
     }
     ggml_tensor *logits = drafter_logits(b, d, rms_norm(ctx, x, d.norm, d.rms_eps)); // {V, T}
     ggml_tensor *choice = add_op(ctx, "argmax", GGML_TYPE_I32, ARGMAX_WIDTH, logits->ne[1], {logits});

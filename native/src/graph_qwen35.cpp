@@ -17,7 +17,7 @@ static ggml_tensor *first_entry(ggml_context *ctx, ggml_tensor *t) {
 
 static StepOutputs choose(const StepBuild &b, ggml_tensor *output, ggml_tensor *h) {
     StepOutputs out;
-    out.logits = matmul(b, output, h); // {V, n_out}
+    out.logits = matmul(b, output, plain(h)); // {V, n_out}
     out.choice = add_op(b.ctx, "argmax", GGML_TYPE_I32, ARGMAX_WIDTH, out.logits->ne[1], {out.logits});
     return out;
 }
@@ -26,15 +26,7 @@ static StepOutputs choose(const StepBuild &b, ggml_tensor *output, ggml_tensor *
 static ggml_tensor *nextn_input(const StepBuild &b, const NextN &head, ggml_tensor *h) {
     const float eps = head.rms_eps;
     ggml_tensor *e = rms_norm(b.ctx, embed(b, head.token_embd), head.enorm, eps); // {E, T}
-    return matmul(b, head.eh_proj, ggml_concat(b.ctx, e, rms_norm(b.ctx, h, head.hnorm, eps), 0));
-}
-
-// The head's KV of rows x {E, T}, the head's input.
-static KvLayer nextn_kv(const StepBuild &b, const NextN &head, ggml_tensor *x) {
-    const KvLayer kv = {b.cache.head_kv(), KV_HEAD};
-    write_kv(b, rms_norm(b.ctx, x, head.block.attn_norm, head.rms_eps), *head.block.attention(), kv,
-             head.rms_eps);
-    return kv;
+    return matmul(b, head.eh_proj, plain(ggml_concat(b.ctx, e, rms_norm(b.ctx, h, head.hnorm, eps), 0)));
 }
 
 void build_qwen35_draft(const StepBuild &b) {
@@ -43,15 +35,20 @@ void build_qwen35_draft(const StepBuild &b) {
     const Block &block = head.block;
     const float eps = head.rms_eps;
     ggml_tensor *x = nextn_input(b, head, ggml_get_rows(ctx, b.cache.hidden(), b.in.hidden_from)); // {E, T}
-    const KvLayer kv = nextn_kv(b, head, x);
-    ggml_tensor *h = rms_norm(ctx, x, block.attn_norm, eps);
-    x = ggml_add(ctx, attend(b, h, *block.attention(), kv, nullptr, eps), x);
-    x = ggml_add(ctx, ffn(b, rms_norm(ctx, x, block.post_norm, eps), block.ffn), x);
-    h = rms_norm(ctx, x, head.norm, eps);
+    const KvLayer kv = {b.cache.head_kv(), KV_HEAD};
+    x = attend(b, rms(x, block.attn_norm, eps), *block.attention(), kv, nullptr, eps, x);
+    x = ffn(b, rms(x, block.post_norm, eps), block.ffn, x);
+    ggml_tensor *h = rms_norm(ctx, x, head.norm, eps);
     ggml_build_forward_expand(b.graph, ggml_set_rows(ctx, b.cache.hidden(), h, b.in.hidden_to));
     const StepOutputs out = choose(b, head.output, h);
     ggml_build_forward_expand(
         b.graph, add_op(ctx, "keep", GGML_TYPE_I32, 1, 1, {out.choice, b.in.ctl, b.cache.drafts()}));
+}
+
+// The head's KV of rows x {E, T}, the head's input.
+static void nextn_kv(const StepBuild &b, const NextN &head, ggml_tensor *x) {
+    write_kv(b, rms(x, head.block.attn_norm, head.rms_eps), *head.block.attention(),
+             {b.cache.head_kv(), KV_HEAD}, head.rms_eps);
 }
 
 // The hidden states h {E, T} of the step's rows are kept, and the head's KV rows written: row p from the hidden
@@ -86,16 +83,13 @@ StepOutputs build_qwen35(const StepBuild &b) {
     std::vector<ggml_tensor *> outputs; // of the blocks
     for (uint32_t il = 0; il < hp.n_layer; il++) {
         const Block &block = w.blocks[il];
-        ggml_tensor *h = rms_norm(ctx, x, block.attn_norm, hp.rms_eps);
+        const MatmulInput h = rms(x, block.attn_norm, hp.rms_eps);
         if (const Attention *attention = block.attention()) {
-            const KvLayer kv = {b.cache.kv(il), KV_TRUNK};
-            write_kv(b, h, *attention, kv, hp.rms_eps);
-            h = attend(b, h, *attention, kv, mask, hp.rms_eps);
+            x = attend(b, h, *attention, {b.cache.kv(il), KV_TRUNK}, mask, hp.rms_eps, x);
         } else {
-            h = deltanet(b, h, *block.deltanet(), b.cache.delta(il), hp.rms_eps);
+            x = deltanet(b, h, *block.deltanet(), b.cache.delta(il), hp.rms_eps, x);
         }
-        x = ggml_add(ctx, h, x);
-        x = ggml_add(ctx, ffn(b, rms_norm(ctx, x, block.post_norm, hp.rms_eps), block.ffn), x);
+        x = ffn(b, rms(x, block.post_norm, hp.rms_eps), block.ffn, x);
         ggml_format_name(x, "l_out-%u", il);
         outputs.push_back(x);
     }

@@ -1,125 +1,11 @@
 #include "ops.h"
 
 #include "custom_op.h"
-#include "gemm_op.h"
-#include "rowmm_op.h"
-#include "rows_matmul.h"
 
 #include <cmath>
 #include <cstring>
 
 namespace luce {
-
-ggml_tensor *rms_norm(ggml_context *ctx, ggml_tensor *x, ggml_tensor *weight, float eps) {
-    return ggml_mul(ctx, ggml_rms_norm(ctx, x, eps), weight);
-}
-
-// x as rows_matmul takes it, made once for all weights that it meets.
-static ggml_tensor *packed(const StepBuild &b, ggml_tensor *x) {
-    for (const auto &[input, made] : b.packed) {
-        if (input == x) {
-            return made;
-        }
-    }
-    ggml_tensor *made = nullptr;
-    if (b.model.device().gpu) {
-#ifdef LUCE_USE_CUDA
-        made = add_op(b.ctx, "rowmm_pack", GGML_TYPE_I8, rowmm_op_bytes(x->ne[1], x->ne[0]), 1, {x});
-#endif
-    } else {
-        const int64_t bytes = x->ne[0] / 32 * int64_t(sizeof(PackedBlock));
-        made = add_op(b.ctx, "pack_rows", GGML_TYPE_I8, bytes, x->ne[1], {x});
-    }
-    b.packed.emplace_back(x, made);
-    return made;
-}
-
-// The products of those weights that take x in this form, in one op.
-static void add_rows_matmul(const StepBuild &b, RowsInput input, const std::vector<ggml_tensor *> &weights,
-                            ggml_tensor *x, std::vector<ggml_tensor *> &out) {
-    std::vector<ggml_tensor *> args = {nullptr};
-    int64_t values = 0;
-    for (ggml_tensor *w : weights) {
-        if (rows_input(w->type) == input) {
-            args.push_back(w);
-            values += w->ne[1] * x->ne[1];
-        }
-    }
-    if (args.size() == 1) {
-        return;
-    }
-    args[0] = input == RowsInput::packed ? packed(b, x) : x;
-    ggml_tensor *y = add_op(b.ctx, *find_op("rows_matmul"), GGML_TYPE_F32, values, 1, args.data(),
-                            int(args.size()), nullptr, 0);
-    size_t offset = 0;
-    for (size_t i = 0; i < weights.size(); i++) {
-        if (const int64_t N = weights[i]->ne[1]; rows_input(weights[i]->type) == input) {
-            out[i] = ggml_view_2d(b.ctx, y, N, x->ne[1], size_t(N) * sizeof(float), offset); // {N, T}
-            offset += size_t(N * x->ne[1]) * sizeof(float);
-        }
-    }
-}
-
-#ifdef LUCE_USE_CUDA
-// The products of packed weights, in one launch.
-static void add_rowmm(const StepBuild &b, const std::vector<ggml_tensor *> &weights, ggml_tensor *x,
-                      std::vector<ggml_tensor *> &out) {
-    std::vector<ggml_tensor *> args = {nullptr, b.cache.rowmm_scratch()};
-    int64_t values = 0;
-    for (ggml_tensor *w : weights) {
-        if (is_packed(w)) {
-            args.push_back(w);
-            values += w->ne[1] * x->ne[1];
-        }
-    }
-    if (args.size() == 2) {
-        return;
-    }
-    args[0] = packed(b, x);
-    const int32_t T = int32_t(x->ne[1]);
-    ggml_tensor *y =
-        add_op(b.ctx, *find_op("rowmm"), GGML_TYPE_F32, values, 1, args.data(), int(args.size()), &T, 1);
-    size_t offset = 0;
-    for (size_t i = 0; i < weights.size(); i++) {
-        if (const int64_t N = weights[i]->ne[1]; is_packed(weights[i])) {
-            out[i] = ggml_view_2d(b.ctx, y, N, T, size_t(N) * sizeof(float), offset); // {N, T}
-            offset += size_t(N) * size_t(T) * sizeof(float);
-        }
-    }
-}
-#endif
-
-// Steps have matmuls of luce's own, whose rows do not depend on each other, and of which further rows cost little: on
-// a CPU (rows_matmul) and on a GPU (rowmm). On a GPU weights lie in their order, so a prefill of few rows has them too,
-// and one of many writes the weights out for cuBLAS (gemm_op.h).
-std::vector<ggml_tensor *> matmuls(const StepBuild &b, const std::vector<ggml_tensor *> &weights,
-                                   ggml_tensor *x) {
-    std::vector<ggml_tensor *> out(weights.size());
-#ifdef LUCE_USE_CUDA
-    if (uses_gemm(b, x->ne[1])) {
-        for (size_t i = 0; i < weights.size(); i++) {
-            out[i] = add_gemm(b, weights[i], x);
-        }
-    } else if (b.model.device().gpu) {
-        add_rowmm(b, weights, x, out);
-    }
-#endif
-    if (!b.prefill() && !b.model.device().gpu) {
-        add_rows_matmul(b, RowsInput::packed, weights, x, out);
-        add_rows_matmul(b, RowsInput::f32, weights, x, out);
-    }
-    for (size_t i = 0; i < weights.size(); i++) {
-        if (out[i] == nullptr) {
-            out[i] = ggml_mul_mat(b.ctx, weights[i], x);
-            ggml_prec_set_acc(out[i], GGML_PREC_F32); // cuBLAS may sum F16 products in F16 otherwise
-        }
-    }
-    return out;
-}
-
-ggml_tensor *matmul(const StepBuild &b, ggml_tensor *weight, ggml_tensor *x) {
-    return matmuls(b, {weight}, x)[0];
-}
 
 ggml_tensor *embed(const StepBuild &b, ggml_tensor *table) {
     ggml_tensor *tokens = b.in.tokens;
@@ -142,26 +28,48 @@ ggml_tensor *rope(const StepBuild &b, ggml_tensor *x, const AttentionShape &s) {
                          blends ? y.beta_fast : 0.0f, blends ? y.beta_slow : 0.0f);
 }
 
-void write_kv(const StepBuild &b, ggml_tensor *x, const Attention &w, const KvLayer &kv, float eps) {
-    const int64_t D = w.shape.head_dim, Hkv = w.shape.n_head_kv, T = x->ne[1];
-    const auto y = matmuls(b, {w.k, w.v}, x);
-    ggml_tensor *k = y[0], *v = y[1]; // {D*Hkv, T}
-    k = rms_norm(b.ctx, ggml_reshape_3d(b.ctx, k, D, Hkv, T), w.k_norm, eps);
-    k = ggml_reshape_2d(b.ctx, rope(b, k, w.shape), D * Hkv, T); // {D*Hkv, T}
+// Heads of rows, normed and rotated.
+struct Rotated {
+    ggml_tensor *k; // {D*Hkv, T}
+    ggml_tensor *q; // {D*H, T}; null where no q was given
+};
+
+// Of k {D*Hkv, T} and q_gate {2*D*H, T}, as the weights give them.
+static Rotated norm_rope(const StepBuild &b, const Attention &w, float eps, ggml_tensor *k,
+                         ggml_tensor *q_gate) {
+    const int64_t K = k->ne[0], Q = q_gate == nullptr ? 0 : q_gate->ne[0] / 2, T = k->ne[1];
+    ggml_tensor *args[] = {k, w.k_norm, b.in.positions, q_gate, w.q_norm};
+    const int32_t params[] = {int32_t(w.shape.rope_dim), bits_of_real(w.shape.rope_base), bits_of_real(eps)};
+    ggml_tensor *y = add_op(b.ctx, *find_op("norm_rope"), GGML_TYPE_F32, (K + Q) * T, 1, args,
+                            q_gate == nullptr ? 3 : 5, params, 3);
+    const size_t f = sizeof(float);
+    return {ggml_view_2d(b.ctx, y, K, T, size_t(K) * f, 0),
+            Q == 0 ? nullptr : ggml_view_2d(b.ctx, y, Q, T, size_t(Q) * f, size_t(K * T) * f)};
+}
+
+static void store_kv(const StepBuild &b, ggml_tensor *k, ggml_tensor *v, const Attention &w,
+                     const KvLayer &kv) {
     // expanded here, since attention reads the cells and not this node
     ggml_build_forward_expand(b.graph, add_op(b.ctx, "kv_store", GGML_TYPE_I32, 1, 1,
                                               {k, v, kv.cells.k, kv.cells.v, b.in.ctl, b.in.pages},
-                                              {b.prefill(), kv.owner, int32_t(D)}));
+                                              {b.prefill(), kv.owner, int32_t(w.shape.head_dim)}));
+}
+
+void write_kv(const StepBuild &b, const MatmulInput &x, const Attention &w, const KvLayer &kv, float eps) {
+    const auto y = matmuls(b, {w.k, w.v}, x);
+    ggml_tensor *k = y[0]; // {D*Hkv, T}
+    if (w.shape.yarn.factor > 1) { // luce's op does not blend frequencies
+        const int64_t D = w.shape.head_dim, Hkv = w.shape.n_head_kv, T = k->ne[1];
+        k = rope(b, rms_norm(b.ctx, ggml_reshape_3d(b.ctx, k, D, Hkv, T), w.k_norm, eps), w.shape);
+        k = ggml_reshape_2d(b.ctx, k, D * Hkv, T);
+    } else {
+        k = norm_rope(b, w, eps, k, nullptr).k;
+    }
+    store_kv(b, k, y[1], w, kv);
 }
 
 ggml_tensor *prefill_mask(const StepBuild &b, int32_t window) {
     return add_op(b.ctx, "prefill_mask", GGML_TYPE_F16, b.n_kv, b.in.tokens->ne[0], {b.in.ctl}, {0, window});
-}
-
-static int32_t bits(float x) {
-    int32_t i;
-    memcpy(&i, &x, sizeof(i));
-    return i;
 }
 
 // A prefill: ggml's attention over the sequence's cells, put side by side. q {D, H, T} -> {D*H, T}
@@ -211,27 +119,26 @@ ggml_tensor *attend_pages(const StepBuild &b, ggml_tensor *q, ggml_tensor *gate,
         add_op(b.ctx, "attention", GGML_TYPE_F32, D * H * T + attention_room(b, s, T), 1,
                {q, gate == nullptr ? q : gate, kv.cells.k, kv.cells.v, b.in.ctl, b.in.pages},
                {int32_t(D), kv.owner == KV_HEAD ? 1 : 0, int32_t(s.window), int32_t(b.cache.max_pages()),
-                bits(1.0f / std::sqrt(float(D))), bits(s.softcap), gate != nullptr, block});
+                bits_of_real(1.0f / std::sqrt(float(D))), bits_of_real(s.softcap), gate != nullptr, block});
     return ggml_view_2d(b.ctx, o, D * H, T, D * H * sizeof(float), 0);
 }
 
-ggml_tensor *attend(const StepBuild &b, ggml_tensor *x, const Attention &w, const KvLayer &kv,
-                    ggml_tensor *mask, float eps) {
+ggml_tensor *attend(const StepBuild &b, const MatmulInput &x, const Attention &w, const KvLayer &kv,
+                    ggml_tensor *mask, float eps, ggml_tensor *residual) {
     const AttentionShape &s = w.shape;
-    const int64_t D = s.head_dim, H = s.n_head, T = x->ne[1];
-    const size_t f = sizeof(float);
-    ggml_tensor *q_gate = matmul(b, w.q, x);                                        // {2*D*H, T}
-    ggml_tensor *q = ggml_view_3d(b.ctx, q_gate, D, H, T, 2 * D * f, 2 * D * H * f, 0); // {D, H, T}
-    q = rope(b, rms_norm(b.ctx, q, w.q_norm, eps), s);
-    if (b.prefill()) {
-        return matmul(b, w.out, attend_prefill(b, q, q_gate, s, kv, mask));
-    }
-    return matmul(b, w.out, attend_pages(b, q, q_gate, s, kv, false));
+    const auto y = matmuls(b, {w.q, w.k, w.v}, x);
+    ggml_tensor *q_gate = y[0]; // {2*D*H, T}
+    const Rotated heads = norm_rope(b, w, eps, y[1], q_gate);
+    store_kv(b, heads.k, y[2], w, kv);
+    ggml_tensor *q = ggml_reshape_3d(b.ctx, heads.q, s.head_dim, s.n_head, heads.q->ne[1]); // {D, H, T}
+    ggml_tensor *o =
+        b.prefill() ? attend_prefill(b, q, q_gate, s, kv, mask) : attend_pages(b, q, q_gate, s, kv, false);
+    return matmul(b, w.out, plain(o), residual);
 }
 
-ggml_tensor *deltanet(const StepBuild &b, ggml_tensor *x, const DeltaNet &w, const DeltaState &state,
-                      float eps) {
-    const int64_t S = w.shape.state_size, Hv = w.shape.n_v_heads, C = w.shape.conv_dim(), T = x->ne[1];
+ggml_tensor *deltanet(const StepBuild &b, const MatmulInput &x, const DeltaNet &w, const DeltaState &state,
+                      float eps, ggml_tensor *residual) {
+    const int64_t S = w.shape.state_size, Hv = w.shape.n_v_heads, C = w.shape.conv_dim(), T = x.x->ne[1];
     const CacheParams &p = b.cache.params();
     const std::initializer_list<int32_t> params = {int32_t(p.n_rows),
                                                    int32_t(p.n_sequences),
@@ -250,14 +157,12 @@ ggml_tensor *deltanet(const StepBuild &b, ggml_tensor *x, const DeltaNet &w, con
     ggml_tensor *o = add_op(b.ctx, "deltanet", GGML_TYPE_F32, Hv * S, T,
                             {qkv, alpha, beta, w.dt, w.a, state.state, state.log, b.in.ctl}, params);
 
-    o = rms_norm(b.ctx, ggml_reshape_3d(b.ctx, o, S, Hv, T), w.norm, eps); // {S, Hv, T}
-    o = ggml_mul(b.ctx, o, ggml_silu(b.ctx, ggml_reshape_3d(b.ctx, z, S, Hv, T)));
-    return matmul(b, w.out, ggml_reshape_2d(b.ctx, o, S * Hv, T));
+    return matmul(b, w.out, gated_heads(o, w.norm, z, eps), residual);
 }
 
-ggml_tensor *ffn(const StepBuild &b, ggml_tensor *x, const Ffn &w) {
+ggml_tensor *ffn(const StepBuild &b, const MatmulInput &x, const Ffn &w, ggml_tensor *residual) {
     const auto y = matmuls(b, {w.gate, w.up}, x); // {FF, T} each
-    return matmul(b, w.down, ggml_swiglu_split(b.ctx, y[0], y[1]));
+    return matmul(b, w.down, swiglu(y[0], y[1]), residual);
 }
 
 } // namespace luce

@@ -2,9 +2,10 @@
 // T is the number of rows; shapes are in ggml order.
 #pragma once
 
+#include "../kernels/rowmm.h"
 #include "cache.h"
 
-#include <utility>
+#include <functional>
 #include <vector>
 
 namespace luce {
@@ -22,6 +23,31 @@ struct StepInputs {
 
 enum class StepKind { prefill, prefill_last, verify, draft, block };
 
+// What a weight {K, N} is multiplied with: values {K, T} made of x {K, T}. Luce's own matmul on a GPU computes them
+// while it packs its input (kernels/rowmm.h), elsewhere ggml's ops do.
+struct MatmulInput {
+    RowmmInput kind;
+    ggml_tensor *x;
+    ggml_tensor *w; // rms {K}, gated_heads {S}
+    ggml_tensor *y; // swiglu, gated_heads {K, T}
+    float eps;
+
+    bool operator==(const MatmulInput &o) const {
+        return kind == o.kind && x == o.x && w == o.w && y == o.y && eps == o.eps;
+    }
+};
+MatmulInput plain(ggml_tensor *x);
+MatmulInput rms(ggml_tensor *x, ggml_tensor *w, float eps); // RMS(x) * w
+MatmulInput swiglu(ggml_tensor *gate, ggml_tensor *up); // silu(gate) * up
+// RMS(x) * w * silu(gate), the mean over each head of S values
+MatmulInput gated_heads(ggml_tensor *x, ggml_tensor *w, ggml_tensor *gate, float eps);
+
+struct MadeInput {
+    MatmulInput input;
+    bool packed; // as a matmul of luce's own takes it
+    ggml_tensor *node;
+};
+
 // What a graph is built from.
 struct StepBuild {
     ggml_context *ctx;
@@ -31,7 +57,7 @@ struct StepBuild {
     StepInputs in;
     StepKind kind;
     int64_t n_kv; // prefill: cells that attention reads
-    mutable std::vector<std::pair<ggml_tensor *, ggml_tensor *>> packed = {}; // inputs of matmuls, and packed
+    mutable std::vector<MadeInput> inputs = {}; // of matmuls, so that none is made twice
 
     bool prefill() const { return kind == StepKind::prefill || kind == StepKind::prefill_last; }
 };
@@ -39,12 +65,20 @@ struct StepBuild {
 // RMS(x) * weight over the first dimension.
 ggml_tensor *rms_norm(ggml_context *ctx, ggml_tensor *x, ggml_tensor *weight, float eps);
 
-// weight {K, N} with x {K, T} -> {N, T}, summed in F32.
-ggml_tensor *matmul(const StepBuild &b, ggml_tensor *weight, ggml_tensor *x);
+// An input's values {K, T}, by ggml's ops.
+ggml_tensor *input_values(const StepBuild &b, const MatmulInput &input);
 
-// The same of at most 4 weights {K, N} with one x.
+// The op that makes an input, as it is or packed, once for all weights that it meets.
+ggml_tensor *made_input(const StepBuild &b, const MatmulInput &input, bool packed,
+                        const std::function<ggml_tensor *()> &make);
+
+// The products of at most 4 weights {K, N} with one input -> {N, T} each, summed in F32.
 std::vector<ggml_tensor *> matmuls(const StepBuild &b, const std::vector<ggml_tensor *> &weights,
-                                   ggml_tensor *x);
+                                   const MatmulInput &input);
+
+// One of them, and residual {N, T} added where it is not null.
+ggml_tensor *matmul(const StepBuild &b, ggml_tensor *weight, const MatmulInput &input,
+                    ggml_tensor *residual = nullptr);
 
 // The embeddings of the step's tokens in a table {E, V} -> {E, T}.
 ggml_tensor *embed(const StepBuild &b, ggml_tensor *table);
@@ -58,13 +92,13 @@ struct KvLayer {
 // RoPE of heads x {D, heads, T} at the rows' positions. Plain NEOX: for text, M-RoPE's axes are all equal.
 ggml_tensor *rope(const StepBuild &b, ggml_tensor *x, const AttentionShape &s);
 
-// K and V of the rows x {E, T} into their cells.
-void write_kv(const StepBuild &b, ggml_tensor *x, const Attention &w, const KvLayer &kv, float eps);
+// K and V of the rows x {E, T} into their cells, without attention over them.
+void write_kv(const StepBuild &b, const MatmulInput &x, const Attention &w, const KvLayer &kv, float eps);
 
-// Gated full attention of the rows x {E, T} -> {E, T}. Reads what write_kv, called before it, has written.
+// residual + gated full attention of the rows x {E, T} -> {E, T}, whose K and V it writes into their cells first.
 // mask: of a prefill (prefill_mask), else null.
-ggml_tensor *attend(const StepBuild &b, ggml_tensor *x, const Attention &w, const KvLayer &kv,
-                    ggml_tensor *mask, float eps);
+ggml_tensor *attend(const StepBuild &b, const MatmulInput &x, const Attention &w, const KvLayer &kv,
+                    ggml_tensor *mask, float eps, ggml_tensor *residual);
 
 // The "attention" op of a step (not of a prefill) over what its rows see: q {D, H, T} -> {D*H, T}. gate: null, or
 // {2*D*H, T} with q(D) then gate(D) for each head. block: the rows of a sequence all see each other.
@@ -74,11 +108,11 @@ ggml_tensor *attend_pages(const StepBuild &b, ggml_tensor *q, ggml_tensor *gate,
 // The mask of a prefill's rows over n_kv cells {n_kv, T} F16.
 ggml_tensor *prefill_mask(const StepBuild &b, int32_t window);
 
-// Gated DeltaNet, x {E, T} -> {E, T}.
-ggml_tensor *deltanet(const StepBuild &b, ggml_tensor *x, const DeltaNet &w, const DeltaState &state,
-                      float eps);
+// residual + gated DeltaNet of x {E, T} -> {E, T}.
+ggml_tensor *deltanet(const StepBuild &b, const MatmulInput &x, const DeltaNet &w, const DeltaState &state,
+                      float eps, ggml_tensor *residual);
 
-// SwiGLU: down(silu(gate x) * up x), x {E, T} -> {E, T}.
-ggml_tensor *ffn(const StepBuild &b, ggml_tensor *x, const Ffn &w);
+// residual + SwiGLU: down(silu(gate x) * up x), x {E, T} -> {E, T}.
+ggml_tensor *ffn(const StepBuild &b, const MatmulInput &x, const Ffn &w, ggml_tensor *residual);
 
 } // namespace luce

@@ -2,6 +2,8 @@
 // block as a step of its own.
 #pragma once
 
+#include "../kernels/rowmm.h"
+
 #include <ggml.h>
 
 namespace luce {
@@ -9,8 +11,8 @@ namespace luce {
 // Bytes that the packed activations of T rows of K values take.
 int64_t rowmm_op_bytes(int64_t T, int64_t K);
 
-// Launchers of the ops rowmm_pack and rowmm (custom_op.h).
-int rowmm_pack_op(const ggml_tensor *dst, void *stream);
-int rowmm_op(const ggml_tensor *dst, void *stream, int32_t T);
+// Launchers of the ops rowmm_pack.. and rowmm, rowmm_add (custom_op.h).
+int rowmm_pack_op(const ggml_tensor *dst, void *stream, RowmmInput input, float eps);
+int rowmm_op(const ggml_tensor *dst, void *stream, int32_t T, bool add);
 
 } // namespace luce

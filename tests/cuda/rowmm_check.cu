@@ -60,7 +60,6 @@ std::vector<Floats> run(const std::vector<const Matrix *> &matrices, const Float
     a.x = packed.p;
     a.scratch = scratch.memory.p;
     a.overlap = overlap;
-    a.next = overlap ? &a : nullptr; // any launch will do
     for (const Matrix *m : matrices) {
         out.emplace_back(new Device<float>(size_t(T) * m->N));
         a.weights[a.n_weights++] = m->weights(out.back()->p);

@@ -91,7 +91,7 @@ struct Bench {
         return a;
     }
     // All products of a step, in order: four of each layer, then the head.
-    std::vector<RowmmArgs> launches(int T, bool overlap, bool ahead) {
+    std::vector<RowmmArgs> launches(int T, bool overlap) {
         std::vector<RowmmArgs> all;
         for (auto &[type, arena] : arenas) {
             arena->used = 0;
@@ -106,9 +106,6 @@ struct Bench {
             all.push_back(launch(T, FF, {{layer % 2 == 0 ? Q4 : Q6, E}}, h.p, true, overlap));
         }
         all.push_back(launch(T, E, {{Q6, V}}, logits.p, false, overlap));
-        for (size_t i = 0; ahead && i + 1 < all.size(); i++) {
-            all[i].next = &all[i + 1];
-        }
         return all;
     }
     void step(const std::vector<RowmmArgs> &all, bool packs, bool products) {
@@ -190,17 +187,16 @@ void time_matrices(Bench &b) {
 void time_steps(Bench &b) {
     const struct {
         const char *name;
-        bool overlap, ahead, packs, products;
-    } modes[] = {{"overlapping launches, next weights into L2", true, true, true, true},
-                 {"overlapping launches", true, false, true, true},
-                 {"plain launches", false, false, true, true},
-                 {"overlapping, next weights into L2, products alone", true, true, false, true},
-                 {"overlapping, norms and gates alone", true, true, true, false}};
+        bool overlap, packs, products;
+    } modes[] = {{"overlapping launches", true, true, true},
+                 {"plain launches", false, true, true},
+                 {"overlapping, products alone", true, false, true},
+                 {"overlapping, norms and gates alone", true, true, false}};
     for (const auto &mode : modes) {
         printf("step of 64 layers and head, %s:\n", mode.name);
         double one = 0;
         for (int T : WIDTHS) {
-            const std::vector<RowmmArgs> all = b.launches(T, mode.overlap, mode.ahead);
+            const std::vector<RowmmArgs> all = b.launches(T, mode.overlap);
             const double us = median_us([&] { b.step(all, mode.packs, mode.products); }, 9);
             one = T == 1 ? us : one;
             printf("  %d: %.3f ms (%.2f, %.2f TB/s)", T, us / 1000, us / one, bytes_of(all) / us * 1e-6);
