@@ -25,7 +25,7 @@ from luce.command import (
     without_temperature,
 )
 from luce.engine import Engine, Files
-from luce.errors import ContextFull, FileError, LuceError, UnsupportedError, about
+from luce.errors import ContextFull, FileError, LuceError, about
 from luce.fit import fits
 from luce.plan import (
     DEFAULT_BUDGET,
@@ -174,9 +174,9 @@ def cli(version: bool) -> None:
 @click.option(
     "--spec",
     type=click.Choice(SPECS),
-    help="Draft tokens and verify them together: with the NextN head (mtp), with what followed earlier in "
-    "the text (lookup), never (off), or as it pays (auto). On the CPU the tokens stay the same, on CUDA all "
-    "but near-ties.  [default: auto]",
+    help="Draft tokens and verify them together: with the NextN head (mtp), with a DFlash drafter (dflash), "
+    "with what followed earlier in the text (lookup), never (off), or as it pays (auto). On the CPU the "
+    "tokens stay the same, on CUDA all but near-ties.  [default: auto]",
 )
 @click.option(
     "--mtp-gamma",
@@ -221,6 +221,7 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
       luce generate --gguf model.gguf "def main("
       luce generate --gguf model.gguf --chat "What is a KV cache?" --temp 0.7 --seed 1
       luce generate --gguf model.gguf --mtp-gamma 2 "def main("
+      luce generate --gguf model.gguf --draft drafter.gguf "def main("
       luce generate --gguf model.gguf --spec lookup -f program.py
       cat notes.txt | luce generate --gguf model.gguf --chat "Summarise this." -n 200
       luce generate -m model.gguf -f notes.txt --jsonl | jq -j .text
@@ -234,15 +235,13 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
         raise click.UsageError(problem)
     stdout.put("")  # fails where it is closed, before there is work to lose
     with ExitStack() as opened, Display(flags["quiet"], flags["verbose"]) as display:
-        files = opened.enter_context(Files(gguf or BOX, flags["mtp_gguf"], flags["device"]))
+        files = opened.enter_context(Files(gguf or BOX, flags["mtp_gguf"], flags["device"], flags["draft"]))
         with about(files.file.path):
             require_supported(files.facts)
         most = flags["ctx"] or files.facts.context_length or MAX_U32
         text = read_prompt(prompt, most * files.tokenizer.longest * NFC_SHRINKS, flags["prompt_file"])
         display.spin("loading the model")
         request = make_request(prompt_of(files, text, most, flags), flags)
-        if flags["draft"] is not None:
-            raise UnsupportedError("luce cannot draft with a DFlash drafter yet")
         options, n_prompt = make_options(flags), len(request.prompt)
         engine = opened.enter_context(
             Engine.open(files, options, display.loading, n_prompt, request.max_tokens)
@@ -402,6 +401,7 @@ def devices(as_json: bool) -> None:
 @click.option("--ctx", type=click.IntRange(1, MAX_U32), help="Positions to state the memory for.")
 @click.option("--kv-type", type=click.Choice(KV_TYPES), help="Type of the KV cache.  [default: f16]")
 @click.option("--mtp-gguf", type=FilePath(path_type=Path), help="Take the NextN head from this GGUF.")
+@click.option("--draft", type=FilePath(path_type=Path), help="Say what it takes with this DFlash drafter.")
 @click.option(
     "--device",
     callback=device_name,
@@ -418,7 +418,7 @@ def probe_gguf(path: Path, as_json: bool, tensors: bool, **flags: Any) -> None:
       luce probe-gguf model.gguf --ctx 32768
       luce probe-gguf model.gguf --json | jq .quantization
     """
-    with Files(path, flags["mtp_gguf"], flags["device"]) as files:
+    with Files(path, flags["mtp_gguf"], flags["device"], flags["draft"]) as files:
         with about(path):
             facts = probe(files.file, flags["ctx"], flags["device"] or "auto")
         ways = fits(files, Options(ctx=flags["ctx"], kv_type=flags["kv_type"])) if facts.supported else []

@@ -9,12 +9,14 @@ from typing import Protocol
 @dataclass(frozen=True)
 class Draft:
     """Candidates after an anchor. `tokens` are known to the host, with the parents of [anchor, *tokens]
-    (parents[0] = -1; None: a chain). Of `on_device` tokens only the number is known: the NextN head chains
-    them on the device, and the host reads them once they are verified."""
+    (parents[0] = -1; None: a chain). Of `on_device` tokens only the number is known: the NextN head, or with
+    `block` the DFlash drafter, makes a chain of them on the device, and the host reads them once they are
+    verified."""
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] | None = None
     on_device: int = 0
+    block: bool = False
 
     @property
     def size(self) -> int:
@@ -99,6 +101,24 @@ class NextN:
 
     def learn(self, done: Round) -> None:
         self._pace.learn(done)
+
+
+class Block:
+    """A block of the DFlash drafter a round, of which at most `budget` tokens are verified."""
+
+    name = "dflash"
+
+    def __init__(self, budget: int):
+        self._budget = budget
+
+    def begin(self, budget: int) -> None:
+        pass
+
+    def draft(self, anchor: int, limits: Limits) -> Draft:
+        return Draft(on_device=min(self._budget, limits.rows, limits.depth), block=True)
+
+    def learn(self, done: Round) -> None:
+        pass
 
 
 class Text(Protocol):

@@ -12,25 +12,34 @@ from pathlib import Path
 from luce import _native, cpus
 from luce._native import File, Model, Progress
 from luce.costs import Costs
-from luce.drafting import DraftSource, FixedGamma, NextN, TextLookup
+from luce.drafting import Block, DraftSource, FixedGamma, NextN, TextLookup
 from luce.errors import LuceError, about
 from luce.gamma import AutoGamma, can_pay
 from luce.generation import Event, Failed, Generation, Prefixes, State
 from luce.loop import Loop
-from luce.plan import Auto, Lookup, Mtp, Options, Plain, Plan, Request, fitted, plan
+from luce.plan import Auto, Dflash, Lookup, Mtp, Options, Plain, Plan, Request, fitted, plan
 from luce.probe import Facts, probe
+from luce.structs import Memory
 from luce.tokenizer import Tokenizer
 
 
 class Files:
-    """A model's GGUF, and another one to take the NextN head from; a context manager. Raises what opening
-    them does; nothing of them is loaded. device: where they are to run, None: what plan says of it."""
+    """A model's GGUF, another one to take the NextN head from, and one that holds a DFlash drafter; a context
+    manager. Raises what opening them does; nothing of them is loaded. device: where they are to run, None:
+    what plan says of it."""
 
-    def __init__(self, path: str | Path, head: str | Path | None = None, device: str | None = None):
+    def __init__(
+        self,
+        path: str | Path,
+        head: str | Path | None = None,
+        device: str | None = None,
+        drafter: str | Path | None = None,
+    ):
         self.device = device
         with ExitStack() as opened:
             self.file = opened.enter_context(File(path))
             self.head = opened.enter_context(File(head)) if head is not None else None
+            self.drafter = opened.enter_context(File(drafter)) if drafter is not None else None
             self._opened = opened.pop_all()
 
     @cached_property
@@ -46,6 +55,14 @@ class Files:
             return probe(self.head, device=self.device or "auto")
 
     @cached_property
+    def drafter_facts(self) -> tuple[str, Facts] | None:
+        """The path of the drafter's file, and what it says."""
+        if self.drafter is None:
+            return None
+        with about(self.drafter.path):
+            return str(self.drafter.path), probe(self.drafter, device=self.device or "auto")
+
+    @cached_property
     def tokenizer(self) -> Tokenizer:
         with about(self.file.path):
             return Tokenizer(self.file.kv)
@@ -54,17 +71,28 @@ class Files:
         """plan() of these files on their device; where auto would draft and the memory for it is not there,
         plain."""
         options = replace(options, device=self.device)
-        chosen = plan(self.facts, options, self.head_facts, prompt, new, cpus.usable())
+        chosen = plan(
+            self.facts, options, self.head_facts, prompt, new, cpus.usable(), self.drafter_facts
+        )
         if isinstance(chosen.draft, Auto):
-            needed = self.file.plan_memory(chosen.device, chosen.params, self.head or self.file)
-            return fitted(chosen, needed)
+            return fitted(chosen, self.memory(chosen))
         return chosen
 
-    def load(self, head: bool, progress: Progress | None = None) -> Model:
-        """The weights on the device, and those of the NextN head if it is wanted. Raises what the core does:
-        FileError where a head does not fit, OutOfMemory, Cancelled (from `progress`), DeviceError, ... and
-        leaves nothing open."""
-        return Model(self.file, self.device or "auto", progress, (self.head or self.file) if head else None)
+    def memory(self, chosen: Plan, ctx: int | None = None) -> Memory:
+        """What a plan needs, in bytes; ctx: of another context than its own."""
+        params = chosen.params if ctx is None else replace(chosen.params, n_ctx=ctx)
+        head, drafter = self._drafters(chosen.drafts > 0, chosen.blocks)
+        return self.file.plan_memory(chosen.device, params, head, drafter)
+
+    def load(self, head: bool, blocks: bool = False, progress: Progress | None = None) -> Model:
+        """The weights on the device, and those of the NextN head and of the DFlash drafter if they are
+        wanted. Raises what the core does: FileError where a drafter does not fit, OutOfMemory, Cancelled
+        (from `progress`), DeviceError, ... and leaves nothing open."""
+        return Model(self.file, self.device or "auto", progress, *self._drafters(head, blocks))
+
+    def _drafters(self, head: bool, blocks: bool) -> tuple[File | None, File | None]:
+        """The files of the NextN head and of the DFlash drafter, where they are wanted."""
+        return (self.head or self.file) if head else None, self.drafter if blocks else None
 
     def close(self) -> None:
         """Unmaps the files; a second call does nothing."""
@@ -79,9 +107,9 @@ class Files:
 
 class Engine:
     """The engine of a loaded model, opened as a plan says: requests in, events out; a context manager. The
-    model must have been loaded with the head that the plan names. plan: the one it was opened by; where that
-    was to draft as it pays, and no draft can pay by what steps cost here, nothing is drafted. Raises what the
-    core does."""
+    model must have been loaded with the drafters that the plan names. plan: the one it was opened by; where
+    that was to draft as it pays, and no draft can pay by what steps cost here, nothing is drafted. Raises
+    what the core does."""
 
     def __init__(self, model: Model, tokenizer: Tokenizer, chosen: Plan):
         self.model, self.tokenizer = model, tokenizer
@@ -112,7 +140,8 @@ class Engine:
             if not isinstance(files, Files):
                 files = opened.enter_context(Files(files, device=options.device))
             chosen, tokenizer = files.plan(options, prompt, new), files.tokenizer
-            engine = cls(opened.enter_context(files.load(chosen.drafts > 0, progress)), tokenizer, chosen)
+            model = opened.enter_context(files.load(chosen.drafts > 0, chosen.blocks, progress))
+            engine = cls(model, tokenizer, chosen)
             opened.push(engine._opened.pop_all())
             engine._opened = opened.pop_all()
         return engine
@@ -145,6 +174,8 @@ class Engine:
                 return NextN(AutoGamma(gamma, self.costs))
             case Lookup(budget=budget):
                 return TextLookup(sequence, budget)
+            case Dflash(budget=budget):
+                return Block(budget)
 
     def generate(self, request: Request, cancelled: Callable[[], bool] = lambda: False) -> Iterator[Event]:
         """The events of one generation, up to exactly one Finished or Failed. `cancelled` is asked between

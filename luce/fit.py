@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 from luce.engine import Files
 from luce.errors import LuceError
 from luce.plan import MAX_GAMMA, Options
-from luce.structs import EngineParams, Memory
+from luce.structs import Memory
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What it takes to run a model at `context` positions, in bytes. mode: "plain", or "drafts", with the
-    NextN head and the longest chains. total: the sum of the parts, of which the weights are only mapped on
-    a CPU. largest: the longest context that fits, 0 where none does."""
+    """What it takes to run a model at `context` positions, in bytes. mode: "plain", "drafts", with the NextN
+    head and the longest chains, or "dflash", with the drafter and its whole blocks. total: the sum of the
+    parts, of which the weights are only mapped on a CPU. largest: the longest context that fits, 0 where none
+    does."""
 
     mode: str
     context: int
@@ -26,30 +27,27 @@ class Fit:
 
 
 def fits(files: Files, options: Options) -> list[Fit]:
-    """A Fit for each way in which `luce generate` may open the files: plain, and with drafts where there is a
-    NextN head. What plan() refuses is raised."""
+    """A Fit for each way in which `luce generate` may open the files: plain, with drafts where there is a
+    NextN head, and with blocks where there is a DFlash drafter. What plan() refuses is raised."""
     found = [_fit(files, "plain", replace(options, spec="off"))]
     if files.head is not None or files.facts.nextn_predict_layers > 0:
         found.append(_fit(files, "drafts", replace(options, spec="mtp", gamma=MAX_GAMMA)))
+    if files.drafter is not None:
+        found.append(_fit(files, "dflash", replace(options, spec="dflash")))
     return found
 
 
 def _fit(files: Files, mode: str, options: Options) -> Fit:
     chosen = files.plan(options)
-    head = (files.head or files.file) if chosen.drafts else None
-
-    def memory(context: int) -> Memory:
-        params: EngineParams = replace(chosen.params, n_ctx=context)
-        return files.file.plan_memory(chosen.device, params, head)
 
     def holds(context: int) -> bool:
         try:
-            needed = memory(context)
+            needed = files.memory(chosen, context)
         except LuceError:  # more pages than there can be
             return False
         return total(needed) <= needed.device_free
 
-    at = memory(chosen.ctx)
+    at = files.memory(chosen)
     largest = _largest(holds, files.facts.context_length or chosen.ctx)
     return Fit(mode, chosen.ctx, at, total(at), total(at) <= at.device_free, largest)
 

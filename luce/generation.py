@@ -26,6 +26,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from luce._native import Drafts, Rows, Sequence
+from luce._native import Source as DeviceSource
 from luce.choosing import Chooser
 from luce.drafting import Draft, DraftSource, Limits, Round
 from luce.errors import ArgumentError, Cancelled, ContextFull, OutOfMemory, StateError
@@ -312,7 +313,8 @@ class Generation:
                 _require_within(draft, rows, depth)
                 self._draft_s = self._clock() - began
                 if draft.on_device:
-                    yield Drafts(self.sequence, self._tokens[-1], draft.on_device)
+                    source = DeviceSource.DFLASH if draft.block else DeviceSource.NEXTN
+                    yield Drafts(self.sequence, self._tokens[-1], draft.on_device, source)
                     self._draft_s += self._step_s
                 self._draft = draft
             except Cancelled:

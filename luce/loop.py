@@ -110,7 +110,8 @@ class Loop:
         self._step(self._wanting(Rows), lambda of: self._engine.verify([rows for _, rows in of]))
 
     def _draft(self, of: Sequence[tuple[Generation, Drafts]]) -> list[None]:
-        self._engine.draft([drafts for _, drafts in of])
+        for source in sorted({drafts.source for _, drafts in of}):
+            self._engine.draft([drafts for _, drafts in of if drafts.source == source])
         return [None] * len(of)
 
     def _wanting(self, kind: type[W]) -> list[tuple[Generation, W]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-from luce.errors import ArgumentError, ContextFull, UnsupportedError
+from luce.errors import ArgumentError, ContextFull, FileError, UnsupportedError
 from luce.grammar import Matcher
 from luce.probe import Facts
 from luce.structs import EngineParams, Memory, Penalties, Sampling
@@ -116,8 +116,23 @@ class Lookup:
         return self.budget
 
 
+@dataclass(frozen=True)
+class Dflash:
+    """The DFlash drafter of the file `path` drafts a block a round, of which `budget` >= 1 tokens are
+    verified."""
+
+    mode: ClassVar[str] = "dflash"
+    chain: ClassVar[int] = 0
+    path: str
+    budget: int
+
+    @property
+    def candidates(self) -> int:
+        return self.budget
+
+
 # Of each, chain: drafts of the NextN head a round, and candidates: of all sources, at most.
-Drafting = Plain | Mtp | Auto | Lookup
+Drafting = Plain | Mtp | Auto | Lookup | Dflash
 
 
 @dataclass(frozen=True)
@@ -142,6 +157,11 @@ class Plan:
         return self.draft.chain
 
     @property
+    def blocks(self) -> bool:
+        """Whether a DFlash drafter drafts."""
+        return isinstance(self.draft, Dflash)
+
+    @property
     def params(self) -> EngineParams:
         """The engine's: a sequence has a row for its anchor and one for each candidate."""
         return EngineParams(
@@ -151,6 +171,7 @@ class Plan:
             n_pages=self.pages,
             n_rows=self.draft.candidates + 1,
             n_draft=self.drafts,
+            blocks=int(self.blocks),
             n_chunk=self.chunk,
             n_threads=self.threads,
             kv_type=self.kv_type,
@@ -170,17 +191,18 @@ def plan(
     prompt: int = 0,
     new: int | None = None,
     cpus: int = 0,
+    drafter: tuple[str, Facts] | None = None,
 ) -> Plan:
     """The plan of an engine for the model of `facts`. head: facts of the file to take the NextN head from;
     prompt, new: tokens of the longest request that is known already, and how many it may add; cpus: that this
-    process may use, 0: not known.
+    process may use, 0: not known; drafter: path and facts of a DFlash drafter's file.
     UnsupportedError: luce cannot do it with these files; ArgumentError: the options contradict each other,
     or ask for more than the model has; ContextFull: the prompt alone is longer than the context."""
     require_supported(facts)
     ctx, why_ctx = _context(facts, options, prompt, new or 0)
     if prompt > ctx:
         raise ContextFull(f"a prompt of {prompt} tokens, a context of {ctx} ({why_ctx})")
-    drafting, why_draft = _drafting(facts, options, head)
+    drafting, why_draft = _drafting(facts, options, head, drafter)
     asked, default = "as asked", "the default"
     return Plan(
         device=options.device or "auto",
@@ -206,7 +228,9 @@ def plan(
     )
 
 
-def _drafting(facts: Facts, options: Options, head: Facts | None) -> tuple[Drafting, str]:
+def _drafting(
+    facts: Facts, options: Options, head: Facts | None, drafter: tuple[str, Facts] | None
+) -> tuple[Drafting, str]:
     spec, asked = options.resolved_spec, options.gamma
     if spec == "off":
         if asked is not None:
@@ -215,7 +239,9 @@ def _drafting(facts: Facts, options: Options, head: Facts | None) -> tuple[Draft
     if asked is not None and spec in ("dflash", "lookup"):
         raise ArgumentError(f"chains of {asked} drafts were asked for, and that {spec} drafts")
     if spec == "dflash":
-        raise UnsupportedError("there is no DFlash drafter to draft with", concerns="drafter")
+        return _dflash(options, drafter)
+    if drafter is not None and spec == "auto":
+        raise UnsupportedError("auto does not weigh a DFlash drafter yet, and one was given")
     if spec == "lookup":
         budget = options.budget or DEFAULT_BUDGET
         length = "as asked" if options.budget else f"by default {budget} a round"
@@ -236,6 +262,21 @@ def _drafting(facts: Facts, options: Options, head: Facts | None) -> tuple[Draft
     most = "at most as many as asked" if asked else f"at most {MAX_GAMMA}"
     who = "as asked" if options.spec else "the default"
     return Auto(asked or MAX_GAMMA, where), f"{who}: as many drafts as pay, {most}, by {of_file}"
+
+
+def _dflash(options: Options, drafter: tuple[str, Facts] | None) -> tuple[Drafting, str]:
+    if drafter is None:
+        raise UnsupportedError("there is no DFlash drafter to draft with", concerns="drafter")
+    path, facts = drafter
+    if facts.dflash is None:
+        raise UnsupportedError(f"{path} is no DFlash drafter: its architecture is {facts.architecture}")
+    if facts.dflash.block_size is None:
+        raise FileError(f"{path}: the drafter's block_size is missing")
+    most = facts.dflash.block_size - 1
+    if options.budget is not None and options.budget > most:
+        raise ArgumentError(f"{options.budget} candidates were asked for, the drafter's blocks have {most}")
+    length = "as asked" if options.budget else "all of its block"
+    return Dflash(path, options.budget or most), f"the DFlash drafter that was given, {length}"
 
 
 def _has_head(facts: Facts) -> bool:

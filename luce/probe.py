@@ -41,7 +41,10 @@ class Quantization:
 
 @dataclass(frozen=True)
 class DFlash:
-    """A drafter's settings as its file gives them; None where it does not."""
+    """A drafter's settings as its file gives them; None where it does not. target_layers: whose outputs are
+    tapped, from 1 on; causal: of all layers, causal_pattern: of each. target_embedding, target_vocabulary and
+    target_blocks (the fewest) say which models it drafts for; kv_bytes_per_position: of its context, in F16.
+    """
 
     block_size: int | None
     target_layers: list[int] | None
@@ -49,8 +52,13 @@ class DFlash:
     sliding_window: int | None
     sliding_window_pattern: list[bool] | None
     causal: bool | None
+    causal_pattern: list[bool] | None
     final_logit_softcapping: float | None
     embedding_scale: float | None
+    target_embedding: int | None
+    target_vocabulary: int | None
+    target_blocks: int | None
+    kv_bytes_per_position: int | None
 
 
 @dataclass(frozen=True)
@@ -152,7 +160,7 @@ def probe(file: File, ctx: int | None = None, device: str = "auto") -> Facts:
         reasons=reasons,
         context=context,
         memory=memory,
-        dflash=_dflash(kv, architecture) if kind == "drafter" else None,
+        dflash=_dflash(kv, architecture, tensors) if kind == "drafter" else None,
     )
 
 
@@ -220,8 +228,9 @@ def _tokenizer(kv: Mapping[str, Any]) -> str | None:
     return "/".join(part for part in parts if part) or None
 
 
-def _dflash(kv: Mapping[str, Any], architecture: str) -> DFlash:
-    """Older architectures put `dflash.` between the architecture's prefix and the key."""
+def _dflash(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor]) -> DFlash:
+    """Older architectures put `dflash.` between the architecture's prefix and the key, and count the layers
+    whose outputs are tapped from 0."""
 
     def key(name: str) -> str:
         prefixes = (architecture, f"{architecture}.dflash", "dflash")
@@ -230,15 +239,28 @@ def _dflash(kv: Mapping[str, Any], architecture: str) -> DFlash:
     def setting(name: str, kind: type[T]) -> T | None:
         return fact(kv, key(name), kind, None)
 
-    window = setting("attention.sliding_window", int)
-    pattern = whole_numbers(kv, key("attention.sliding_window_pattern"), None)
+    def pattern(name: str) -> list[bool] | None:
+        values = whole_numbers(kv, key(name), None)
+        return None if values is None else [bool(layer) for layer in values]
+
+    taps = whole_numbers(kv, key("target_layers"), None)
+    if taps is None and (older := whole_numbers(kv, key("target_layer_ids"), None)) is not None:
+        taps = [layer + 1 for layer in older]
+    shape = ("block_count", "attention.head_count_kv", "attention.key_length")
+    sizes = [setting(name, int) for name in shape]
+    mask = _number(kv, "tokenizer.ggml.mask_token_id")
     return DFlash(
         block_size=setting("block_size", int),
-        target_layers=whole_numbers(kv, key("target_layers"), None),
-        mask_token_id=_number(kv, "tokenizer.ggml.mask_token_id"),
-        sliding_window=window,
-        sliding_window_pattern=None if pattern is None else [bool(layer) for layer in pattern],
+        target_layers=taps,
+        mask_token_id=setting("mask_token_id", int) if mask is None else mask,
+        sliding_window=setting("attention.sliding_window", int),
+        sliding_window_pattern=pattern("attention.sliding_window_pattern"),
         causal=setting("attention.causal", bool),
+        causal_pattern=pattern("attention.causal_pattern"),
         final_logit_softcapping=setting("final_logit_softcapping", float),
         embedding_scale=setting("embedding_scale", float),
+        target_embedding=setting("embedding_length", int),
+        target_vocabulary=_vocab_size(kv, architecture, tensors),
+        target_blocks=max(taps) if taps else None,
+        kv_bytes_per_position=None if None in sizes else 2 * 2 * math.prod(size or 0 for size in sizes),
     )

@@ -223,7 +223,7 @@ def facts_text(facts: Facts, fits: Sequence[Fit] = ()) -> str:
         lines += [(f"  {name}", _or_dash(value)) for name, value in vars(facts.dflash).items()]
     lines += [line for fit in fits for line in _fit_lines(fit)]
     lines.append(("supported", "yes" if facts.supported else "no: " + "; ".join(facts.reasons)))
-    return "\n".join(f"{label:<16}{printable(value)}" for label, value in lines)
+    return "\n".join(f"{label:<15} {printable(value)}" for label, value in lines)
 
 
 def _fit_lines(fit: Fit) -> list[tuple[str, str]]:

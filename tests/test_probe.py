@@ -2,6 +2,7 @@
 
 import json
 
+import box_model
 import gguf
 import numpy as np
 import pytest
@@ -153,9 +154,21 @@ def test_a_drafter_tells_its_settings(facts_of, tmp_path, prefix):
         "sliding_window": 2048,
         "sliding_window_pattern": [True, False],
         "causal": False,
+        "causal_pattern": None,
         "final_logit_softcapping": None,
         "embedding_scale": None,
+        "target_embedding": None,
+        "target_vocabulary": None,
+        "target_blocks": 62,
+        "kv_bytes_per_position": None,
     }
+
+
+def test_the_drafter_of_the_box_says_what_it_fits(facts_of):
+    dflash = facts_of(box_model.DRAFTER).dflash
+    assert (dflash.block_size, dflash.mask_token_id, dflash.target_layers) == (16, 4095, [2, 5, 7, 10])
+    assert (dflash.target_embedding, dflash.target_vocabulary, dflash.target_blocks) == (256, 4096, 10)
+    assert dflash.kv_bytes_per_position == 4 * 2 * 2 * 64 * 2
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,9 @@ class Batch:
         options = Options(kv_type=settings.kv_type, threads=settings.threads, sequences=max(counts))
         self._plans = {m.name: mode_plan(files, m, options, longest, settings.max_tokens) for m in modes}
         self._files, self._counts, self._cases, self._settings = files, counts, cases, settings
-        self.model = files.load(any(chosen.drafts for chosen in self._plans.values()), progress)
+        plans = self._plans.values()
+        head, blocks = any(chosen.drafts for chosen in plans), any(chosen.blocks for chosen in plans)
+        self.model = files.load(head, blocks, progress)
         self.threads = 0  # of the engines, once one is open
 
     def run(self, cancelled: Callable[[], bool] = lambda: False) -> Iterator[Together]:

@@ -61,7 +61,7 @@ def settings_of(flags: dict[str, Any]) -> Settings:
 
 
 def files_of(flags: dict[str, Any], model: Path) -> Files:
-    return Files(model, flags.get("mtp_gguf"), flags["device"])
+    return Files(model, flags.get("mtp_gguf"), flags["device"], flags.get("draft"))
 
 
 Stopped = Callable[[], bool]

@@ -117,7 +117,8 @@ class Bench:
         plans = {m.name: mode_plan(files, m, options, longest, settings.max_tokens) for m in modes}
         with ExitStack() as opened:
             drafts = any(chosen.drafts for chosen in plans.values())
-            self.model = opened.enter_context(files.load(drafts, progress))
+            blocks = any(chosen.blocks for chosen in plans.values())
+            self.model = opened.enter_context(files.load(drafts, blocks, progress))
             self._engines = {
                 name: opened.enter_context(Engine(self.model, files.tokenizer, chosen))
                 for name, chosen in plans.items()

@@ -87,7 +87,7 @@ def open_engine(
     progress: Progress,
 ) -> tuple[Model, Engine]:  # fmt: skip
     """The model, with a head where drafts are wanted, and an engine for steps of `rows` rows."""
-    model = files.load(gamma > 0, progress)
+    model = files.load(gamma > 0, progress=progress)
     try:
         params = EngineParams(
             n_ctx=max(*contexts, 1) + max(rows, gamma + 1), n_rows=max(rows, gamma + 1), n_draft=gamma,
