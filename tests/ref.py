@@ -81,6 +81,7 @@ class Step:
     logits: np.ndarray  # (rows, V)
     hidden: np.ndarray  # (rows, E) after output_norm
     parents: list[int]
+    outputs: list[np.ndarray] = field(default_factory=list)  # (rows, E) of each block: the residual stream
     logs: dict[int, Log] = field(default_factory=dict)
     kv: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)  # (rows, Hkv, D) each
 
@@ -164,6 +165,7 @@ class Reference:
                 h, out.kv[i] = attention(c, w, h, positions, self.kv[i], up)
                 x = x + h
             x = x + ffn(w, rms_norm(x, w["post_attention_norm.weight"], c.eps))
+            out.outputs.append(x)
         out.hidden = rms_norm(x, self.w["output_norm.weight"], c.eps)
         head = self.w["token_embd.weight" if c.tied else "output.weight"]
         out.logits = out.hidden @ head.T

@@ -378,8 +378,9 @@ LUCE_API luce_status luce_sequence_get_draft(luce_sequence *sequence, int32_t *t
  * host: what has to move on the device is done at the start of the sequence's next step. */
 LUCE_API luce_status luce_sequence_commit(luce_sequence *sequence, const int32_t *path, uint32_t n);
 
-/* Logits of one row of the engine's last verify, or of its last prefill with a choice (row 0: the prompt's last
- * token), F32; n must be n_vocab. E_STATE when the engine has run another step since. */
+/* Logits of one row of the engine's last verify, of its last prefill with a choice (row 0: the prompt's last token),
+ * or of its last DFlash block (row i: the drafter's for the token at the anchor's position + i; of a token that it
+ * does not have -1e30), F32; n must be n_vocab. E_STATE when the engine has run another step since. */
 LUCE_API luce_status luce_sequence_get_logits(luce_sequence *sequence, uint32_t row, float *out, uint32_t n);
 
 /* The committed state as bytes, for tests and inspection: KV, recurrent state, the drafters' KV, the hidden state,

@@ -270,9 +270,10 @@ void Engine::draft_blocks(const DraftItem *items, uint32_t n_items) {
             batch.add_block(items[first + i].sequence->line(), items[first + i].anchor, drafter.mask_token);
         }
         step_->block(n * drafter.block_size, first / at_once, batch.n_pages());
-    }
-    for (uint32_t i = 0; i < n_items; i++) {
-        items[i].sequence->line().drafted_block(items[i].anchor, items[i].n);
+        for (uint32_t i = 0; i < n; i++) {
+            items[first + i].sequence->line().drafted_block(items[first + i].anchor, items[first + i].n);
+            items[first + i].sequence->end_step(i * drafter.block_size);
+        }
     }
 }
 

@@ -23,7 +23,7 @@ void build_qwen35_draft(const StepBuild &build);
 void feed_dflash(const StepBuild &build, const DFlash &drafter, const std::vector<ggml_tensor *> &outputs);
 
 // A block for each of the step's sequences, whose rows are [anchor, mask, mask ..]: the choices of all rows are kept
-// but the anchors'.
-void build_dflash_block(const StepBuild &build);
+// but the anchors'. Logits are of all rows, over the target's vocabulary.
+StepOutputs build_dflash_block(const StepBuild &build);
 
 } // namespace luce

@@ -55,7 +55,7 @@ static ggml_tensor *drafter_logits(const StepBuild &b, const DFlash &d, ggml_ten
     return ggml_reshape_2d(b.ctx, all, V, T);
 }
 
-void build_dflash_block(const StepBuild &b) {
+StepOutputs build_dflash_block(const StepBuild &b) {
     ggml_context *ctx = b.ctx;
     const DFlash &d = *b.model.weights().drafter;
     ggml_tensor *x = embed(b, d.token_embd); // {E, T}
@@ -69,8 +69,10 @@ void build_dflash_block(const StepBuild &b) {
     }
     ggml_tensor *logits = drafter_logits(b, d, rms_norm(ctx, x, d.norm, d.rms_eps)); // {V, T}
     ggml_tensor *choice = add_op(ctx, "argmax", GGML_TYPE_I32, ARGMAX_WIDTH, logits->ne[1], {logits});
+    ggml_set_output(logits);
     ggml_build_forward_expand(b.graph,
                               add_op(ctx, "keep", GGML_TYPE_I32, 1, 1, {choice, b.in.ctl, b.cache.drafts()}));
+    return {logits, choice};
 }
 
 } // namespace luce

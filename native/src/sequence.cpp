@@ -123,8 +123,11 @@ void Sequence::read_logits(uint32_t row, float *out) {
     if (serial_ == 0 || serial_ != engine_->step().serial()) {
         fail(LUCE_E_STATE, "the engine has run another step since: read logits before the next one");
     }
-    if (row > 0 && row >= line_.n_verified()) {
-        fail(LUCE_E_ARG, "row %u: the last step had %u of this sequence", row, line_.n_verified());
+    const uint32_t rows = line_.n_verified() > 0  ? line_.n_verified()
+                          : line_.n_drafted() > 0 ? line_.n_drafted() + 1
+                                                  : 1;
+    if (row >= rows) {
+        fail(LUCE_E_ARG, "row %u: the last step had %u of this sequence", row, rows);
     }
     engine_->step().read_logits(first_row_ + row, out);
 }

@@ -118,7 +118,7 @@ std::unique_ptr<Step::Graph> Step::Graph::build(const Model &model, const Cache 
     if (shape.kind == StepKind::draft) {
         model.architecture().build_draft(build);
     } else if (shape.kind == StepKind::block) {
-        build_dflash_block(build);
+        g->outputs = build_dflash_block(build);
     } else {
         g->outputs = model.architecture().build_step(build);
     }

@@ -1,0 +1,132 @@
+"""DFlash drafters against the arithmetic of the published PyTorch code (tools/make_dflash_goldens.py): the K
+and V of the context, and the logits of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import box_model
+import drive
+import gguf
+import numpy as np
+import pytest
+import ref
+import tiny_dflash
+from tiny import Config
+from tiny_dflash import BOX, CASES
+
+from luce._native import File, Library, Source
+from luce._native import Sequence as Timeline
+from luce.convert.hf_dflash import DFlash
+from luce.probe import probe
+
+GOLDENS = Path(__file__).resolve().parent / "goldens"
+CPU_BOUND = 1e-3  # max abs error, F32 weights, f32 KV; logits have standard deviations of 1.7 to 3
+NAMES = [*CASES, "box"]
+
+Files = tuple[Config, DFlash, Path, Path]
+
+
+def f32(source: Path, path: Path) -> Path:
+    """The drafter in the box with its weights as they are stored, dequantised."""
+    weights = ref.read_gguf(str(source))
+    return tiny_dflash.write(path, tiny_dflash.Case(box_model.CONFIG, BOX, 0), weights)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Callable[[str], Files]:
+    def make(name: str) -> Files:
+        if name == "box":
+            target = box_model.write_f32(tmp_path / "target.gguf")
+            return box_model.CONFIG, BOX, target, f32(box_model.DRAFTER, tmp_path / "drafter.gguf")
+        return CASES[name].target, CASES[name].drafter, *tiny_dflash.files(tmp_path, CASES[name])
+
+    return make
+
+
+def context_of(sequence: Timeline, target: Config, c: DFlash, n: int) -> np.ndarray:
+    """(layers, 2, n, Hkv, D) F32 of a dump: before the recurrent state, which is last."""
+    size = c.n_layer * 2 * n * c.n_head_kv * c.head_dim
+    recurrent = sum(target.is_recurrent(i) for i in range(target.n_layer))
+    state = target.state_size**2 * target.n_v_head + 3 * target.conv_dim
+    data = np.frombuffer(sequence.dump()[: -4 * recurrent * state], np.uint8)
+    return data[-4 * size :].view(np.float32).reshape(c.n_layer, 2, n, c.n_head_kv, c.head_dim)
+
+
+def error(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.abs(found - expected).max())
+
+
+def full(c: DFlash, logits: np.ndarray, d2t: np.ndarray | None) -> np.ndarray:
+    """Over the target's vocabulary; what a reduced one lacks is as the core has it."""
+    if d2t is None:
+        return logits
+    out = np.full((len(logits), c.n_vocab), -1e30, np.float32)
+    out[:, d2t] = logits
+    return out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_context_and_blocks_are_those_of_the_published_code(
+    name: str, files: Callable[[str], Files], native: Library, device: str
+) -> None:
+    golden = dict(np.load(GOLDENS / f"dflash-{name}.npz"))
+    target, c, model_path, drafter_path = files(name)
+    model = drive.open_model(native, model_path, device, drafter=drafter_path)
+    sequence = drive.open_sequence(model, n_ctx=128, blocks=1)
+    prompt, anchor, at = golden["prompt"].tolist(), int(golden["anchor"]), golden["at"]
+    tensors = tiny_dflash.weights(CASES[name]) if name in CASES else {}
+    expected = full(c, golden["logits"], tensors.get("d2t"))
+    bound = CPU_BOUND if device == "cpu" else drive.CUDA_BOUND
+    for width in (0, 1, 7):  # a prefill, or verifies of so many rows
+        sequence.reset()
+        if width:
+            drive.chain_logits(sequence, prompt, width)
+        else:
+            drive.prefill(sequence, prompt)
+        context = context_of(sequence, target, c, len(prompt))
+        assert error(context[:, 0][:, at], golden["k"]) <= bound
+        assert error(context[:, 1][:, at], golden["v"]) <= bound
+        for _ in range(2):  # a block leaves the context as it was
+            drive.draft(sequence, anchor, c.block_size - 1, Source.DFLASH)
+            logits = np.stack([sequence.logits(row) for row in golden["rows"]])
+            assert error(logits, expected) <= bound
+        drafts = sequence.drafted(c.block_size - 1)
+        assert [drafts[row - 1] for row in golden["rows"] if row] == [
+            int(row.argmax()) for number, row in zip(golden["rows"], expected, strict=True) if number
+        ]
+
+
+def test_cases_differ_where_it_matters() -> None:
+    drafters = [case.drafter for case in CASES.values()]
+    assert {c.head_dim for c in drafters} == {64, 128, 256}
+    assert {sorted(set(c.causal)) == [False, True] for c in drafters} == {True, False}
+    assert any(c.window for c in drafters) and any(c.yarn for c in drafters)
+    assert {c.yarn.attention_factor for c in drafters if c.yarn} == {None, 1.7}
+    assert len({c.block_size for c in drafters}) == 3
+    assert any("d2t" in case.own for case in CASES.values())
+    assert any(case.drafter.target_layer_ids[-1] == case.target.n_layer - 1 for case in CASES.values())
+
+
+def test_the_box_is_as_its_golden_takes_it() -> None:
+    facts = probe(File(box_model.DRAFTER))
+    found = facts.dflash
+    assert found is not None and facts.block_count == BOX.n_layer
+    assert found.target_layers == [layer + 1 for layer in BOX.target_layer_ids]
+    assert (found.block_size, found.mask_token_id, found.causal) == (BOX.block_size, BOX.mask_token_id, False)
+    reader = gguf.GGUFReader(box_model.DRAFTER)
+    for key, value in (("rope.freq_base", BOX.rope_base), ("attention.layer_norm_rms_epsilon", BOX.eps)):
+        assert np.isclose(reader.fields[f"dflash.{key}"].contents(), value, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_goldens_are_what_torch_computes(name: str) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    import make_dflash_goldens
+
+    made, golden = make_dflash_goldens.of_case(CASES[name]), dict(np.load(GOLDENS / f"dflash-{name}.npz"))
+    assert made.keys() == golden.keys()
+    for key, value in golden.items():
+        assert np.allclose(made[key], value, atol=1e-4), key
