@@ -48,10 +48,11 @@ def prompt_ids(
     tools: Sequence[Mapping[str, Any]] | None = None,
     **how: Any,
 ) -> list[int]:
-    """The prompt's tokens. Control tokens are those that the template spells: what messages and tools spell
-    stays text."""
-    guard = Guard(tokenizer.control, [messages, tools])
-    text = template.render(guard.marked(messages), tools=guard.marked(tools), **how)
+    """The prompt's tokens. Control tokens are those that the template spells: what messages, tools and `how`
+    (the template's variables) spell stays text."""
+    guard = Guard(tokenizer.control, [messages, tools, how])
+    variables = {name: guard.marked(value) for name, value in how.items()}
+    text = template.render(guard.marked(messages), tools=guard.marked(tools), **variables)
     ids: list[int] = []
     for piece in guard.pieces(text):
         token = tokenizer.control.get(piece)

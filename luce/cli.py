@@ -49,6 +49,7 @@ from luce.writer import Writer
     later={
         "bench": ("luce.bench.cli", "Measure decoding: every mode beside plain, in one run."),
         "convert": ("luce.convert.cli", "Convert a checkpoint to GGUF."),
+        "serve": ("luce.server.cli", "Answer requests over HTTP."),
     },
     invoke_without_command=True,
     no_args_is_help=True,

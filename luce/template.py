@@ -40,17 +40,14 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
-        enable_thinking: bool | None = None,
+        **variables: Any,
     ) -> str:
-        """The prompt of `messages` ({"role", "content"}, ...). enable_thinking None leaves the choice
-        to the template. LuceError: what the template refuses or fails at."""
-        variables: dict[str, Any] = {"messages": messages, "tools": tools}
-        if enable_thinking is not None:
-            variables["enable_thinking"] = enable_thinking
+        """The prompt of `messages` ({"role", "content"}, ...). variables: of the template's own, such as
+        enable_thinking; None leaves one to it. LuceError: what the template refuses or fails at."""
+        given = {name: value for name, value in variables.items() if value is not None}
+        given |= {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(
-                **self._special_tokens, **variables, add_generation_prompt=add_generation_prompt
-            )
+            return self._template.render(**(self._special_tokens | given))
         except MemoryError:
             raise
         except Exception as error:  # a template runs any expression, so it raises anything

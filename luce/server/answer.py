@@ -1,0 +1,227 @@
+"""One request under way: its prompt, its job, and what comes of it as pieces, for every API's form."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from luce.errors import ArgumentError, Cancelled, ContextFull, LuceError
+from luce.generation import Event, Failed, Finished, Started, Tokens
+from luce.plan import Request
+from luce.server.ask import Ask, Refused, ordered
+from luce.server.dialect import END_THINK, THINK, Call, Parser, Piece, Reasoning, Text
+from luce.server.models import Served
+from luce.server.scheduler import Busy, Job
+from luce.server.watch import Watch
+from luce.structs import Sampling
+
+KEEP_ALIVE = 15.0  # seconds without a piece, after which a stream says that it lives
+
+
+@dataclass(frozen=True)
+class Silence:
+    """Nothing has come for KEEP_ALIVE seconds."""
+
+
+@dataclass
+class Usage:
+    """Tokens of a request; cached: those of its prompt that were not read again."""
+
+    prompt: int = 0
+    cached: int = 0
+    completion: int = 0
+    reasoning: int = 0
+
+
+@dataclass
+class Whole:
+    """All pieces of an answer."""
+
+    reasoning: str = ""
+    text: str = ""
+    calls: list[Call] = field(default_factory=list)
+
+    def add(self, piece: Piece | Silence) -> None:
+        if isinstance(piece, Reasoning):
+            self.reasoning += piece.text
+        elif isinstance(piece, Text):
+            self.text += piece.text
+        elif isinstance(piece, Call):
+            self.calls.append(piece)
+
+
+class Answer:
+    """Of `ask` by a model. After begin(), pieces() gives what comes; then reason is "stop", "stop_string",
+    "length" or "calls". However it ends, end() has to be called: a job that still runs is cancelled by it."""
+
+    def __init__(self, model: Served, ask: Ask, watch: Watch):
+        self.model, self.ask = model, ask
+        self.usage, self.reason = Usage(), ""
+        self.stop_string: str | None = None
+        self.created = int(time.time())
+        self.finished: Finished | None = None
+        self._watch = watch
+        self._began = time.perf_counter()
+        self._first = self._last = 0.0  # when its first and its last tokens came
+        self._events: asyncio.Queue[list[Event]] = asyncio.Queue()
+        self._job: Job | None = None
+        self._parser = Parser()
+        self._done = False
+
+    async def begin(self) -> None:
+        """Makes the prompt and hands it to the engine. Refused: nothing of it runs."""
+        prompt = await self._prompt()
+        n_ctx, new = self.model.info.n_ctx, self.ask.max_tokens
+        if not prompt:
+            raise Refused(400, "the prompt is empty", param="prompt")
+        if len(prompt) > n_ctx:
+            said = f"the prompt has {len(prompt)} tokens, the context {n_ctx}"
+            raise Refused(400, said, "too_long", "messages")
+        self.usage.prompt = len(prompt)
+        sampling = {"seed": secrets.randbits(64)} | self.model.defaults | dict(self.ask.sampling)
+        try:
+            request = Request(tuple(prompt), new, Sampling(**sampling), self.ask.stops)
+        except LuceError as error:
+            raise Refused(400, str(error)) from error
+        loop = asyncio.get_running_loop()
+
+        def put(events: list[Event]) -> None:
+            with suppress(RuntimeError):  # the server has ended
+                loop.call_soon_threadsafe(self._events.put_nowait, events)
+
+        job = Job(request, put)
+        try:
+            self.model.scheduler.submit(job)
+        except Busy as busy:
+            self._watch.refused()
+            raise Refused(503, str(busy), "busy", retry_after=busy.retry_after) from busy
+        self._job = job
+
+    async def _prompt(self) -> list[int]:
+        ask = self.ask
+        if ask.prompt is not None:
+            if isinstance(ask.prompt, str):
+                return await self.model.encode(ask.prompt)
+            n_vocab = self.model.tokenizer.n_vocab
+            if any(not 0 <= token < n_vocab for token in ask.prompt):
+                raise Refused(400, f"a token is none of {n_vocab}", param="prompt")
+            return list(ask.prompt)
+        tools = [] if ask.choice == "none" else [tool.as_template for tool in ask.tools]
+        ids = await self.model.prompt(ordered(ask.messages), tools, ask.variables)
+        tail = self.model.tokenizer.decode(ids[-8:], special=True).rstrip()
+        schemas = {} if ask.choice == "none" else {tool.name: tool.parameters for tool in ask.tools}
+        self._parser = Parser(schemas, reasoning=tail.endswith(THINK) and not tail.endswith(END_THINK))
+        return ids
+
+    async def pieces(self) -> AsyncGenerator[Piece | Silence, None]:
+        """What comes, to the end. Refused: it failed."""
+        calls = 0
+        while True:
+            try:
+                events = await asyncio.wait_for(self._events.get(), KEEP_ALIVE)
+            except TimeoutError:
+                yield Silence()
+                continue
+            text, last = self._read(events)
+            pieces = self._cut(text, final=last is not None)
+            if isinstance(last, Failed):
+                raise _refused(last)
+            for piece in pieces:
+                yield piece
+                calls += isinstance(piece, Call)
+                if calls and not self.ask.parallel_calls:
+                    self.reason = "calls"
+                    return
+            if isinstance(last, Finished):
+                self.reason = self._reason(last, calls)
+                return
+
+    def _read(self, events: list[Event]) -> tuple[str, Event | None]:
+        """The text of events, and the one that was the last of all."""
+        text, last = "", None
+        for event in events:
+            if isinstance(event, Started):
+                self.usage.cached = event.cached
+                self._watch.started(time.perf_counter() - self._began, event.prompt_tokens, event.cached)
+            elif isinstance(event, Tokens):
+                self._count(event)
+                text += event.text
+            elif isinstance(event, Finished | Failed):
+                last = event
+                self.finished = event if isinstance(event, Finished) else None
+        return text, last
+
+    def _count(self, event: Tokens) -> None:
+        now = time.perf_counter()
+        if event.ids and not self.usage.completion:
+            self._first = now
+            self._watch.first_token(now - self._began)
+        elif event.ids:
+            self._watch.tokens(len(event.ids), now - self._last)
+        self._last = now
+        self.usage.completion += len(event.ids)
+
+    def _cut(self, text: str, final: bool) -> list[Piece]:
+        if self.ask.prompt is not None:  # a raw prompt has a raw answer
+            return [Text(text)] if text else []
+        pieces = self._parser.push(text)
+        return pieces + self._parser.flush() if final else pieces
+
+    def _reason(self, last: Finished, calls: int) -> str:
+        if last.reason == "cancelled":
+            raise Refused(503, "the request was cancelled", "failed")
+        if calls:
+            return "calls"
+        if last.reason == "stop" and self.ask.stops and last.tokens[-1] not in self.model.tokenizer.eos_ids:
+            text = self.model.tokenizer.decode(last.tokens)
+            found = [(text.find(stop) + len(stop), stop) for stop in self.ask.stops if stop in text]
+            self.stop_string = min(found)[1] if found else None
+            return "stop_string"
+        return last.reason
+
+    def end(self, error: str = "") -> None:
+        """Cancels what still runs, and notes how it went."""
+        if self._done:
+            return
+        self._done = True
+        if self._job is not None and self.finished is None:
+            self.model.scheduler.cancel(self._job)
+        seconds = time.perf_counter() - self._began
+        reason = error or self.reason or "gone"
+        self._watch.ended(self, reason, seconds, self._first - self._began if self._first else None)
+
+    def timings(self) -> dict[str, Any]:
+        """As llama.cpp's server gives them."""
+        if self.finished is None:
+            return {}
+        stats, usage = self.finished.stats, self.usage
+        read, decoded = usage.prompt - usage.cached, max(usage.completion - 1, 0)
+        return {
+            "cache_n": usage.cached,
+            "prompt_n": read,
+            "prompt_ms": 1000 * stats.prefill_s,
+            "prompt_per_token_ms": 1000 * stats.prefill_s / max(read, 1),
+            "prompt_per_second": read / stats.prefill_s if stats.prefill_s else 0.0,
+            "predicted_n": usage.completion,
+            "predicted_ms": 1000 * stats.decode_s,
+            "predicted_per_token_ms": 1000 * stats.decode_s / max(decoded, 1),
+            "predicted_per_second": stats.tok_per_s or 0.0,
+            "draft_n": stats.drafted,
+            "draft_n_accepted": stats.accepted,
+        }
+
+
+def _refused(last: Failed) -> Refused:
+    error = last.error
+    if isinstance(error, ContextFull):
+        return Refused(400, str(error), "too_long")
+    if isinstance(error, ArgumentError):
+        return Refused(400, str(error))
+    if isinstance(error, Cancelled):
+        return Refused(503, str(error), "busy", retry_after=5)
+    return Refused(500, str(error), "failed")

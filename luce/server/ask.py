@@ -1,0 +1,134 @@
+"""What a request asks for, whatever API it came by, and how it is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = dict[str, Any]
+EFFORTS = {
+    "minimal": "low", "low": "low", "medium": "medium", "high": "xhigh", "xhigh": "xhigh", "max": "xhigh"
+}  # fmt: skip
+
+
+class Refused(Exception):
+    """A request that is not answered. status: HTTP's; kind: "invalid", "too_long", "not_found", "busy",
+    "auth", "forbidden", "too_large" or "failed", which each API names in its own way; param: the field that
+    is to blame."""
+
+    def __init__(
+        self, status: int, message: str, kind: str = "invalid", param: str | None = None, retry_after: int = 0
+    ):
+        super().__init__(message)
+        self.status, self.message, self.kind, self.param = status, message, kind, param
+        self.retry_after = retry_after
+
+
+def refuse(message: str, param: str | None = None) -> Refused:
+    """The request asks for what cannot be, or not here."""
+    return Refused(400, message, param=param)
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call. parameters: a JSON schema."""
+
+    name: str
+    parameters: Mapping[str, Any]
+    description: str = ""
+    strict: bool = False
+
+    @property
+    def as_template(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request. prompt: raw text or tokens, or None where `messages` are to be put into the chat template,
+    each {"role", "content", ...} as templates take them; variables: of the template beside these. sampling:
+    the fields that were given, by their names in structs.Sampling. choice: of tools, "auto", "none",
+    "required", or the name of one. schema: what the text has to be as JSON, {} for any object, None for text.
+    logprobs: how many alternatives to list for each token, None: not even its own. max_tokens None: until the
+    context is full."""
+
+    model: str
+    messages: Sequence[Message] = ()
+    prompt: str | Sequence[int] | None = None
+    tools: Sequence[Tool] = ()
+    choice: str = "auto"
+    parallel_calls: bool = True
+    max_tokens: int | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    stops: tuple[str, ...] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    schema: Mapping[str, Any] | None = None
+    logprobs: int | None = None
+    stream: bool = False
+
+
+def text_of(content: Any, param: str, between: str = "") -> str:
+    """The text of a message's content: a string, or a list of parts, of which none may be but text."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+        if kind not in ("text", "input_text", "output_text", "refusal"):
+            raise refuse(f"a part of type {kind!r} is not supported: this model reads text alone", param)
+        text = part.get("text", part.get("refusal", "")) if isinstance(part, Mapping) else ""
+        if not isinstance(text, str):
+            raise refuse("the text of a part is no string", param)
+        texts.append(text)
+    return between.join(texts)
+
+
+def arguments_of(text: Any) -> dict[str, Any]:
+    """A call's arguments as templates take them; what is no JSON object is kept as one value."""
+    if isinstance(text, Mapping):
+        return dict(text)
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, TypeError, RecursionError):
+        found = text
+    return found if isinstance(found, dict) else {"arguments": found}
+
+
+def call_of(name: str, arguments: Any, id: str | None = None) -> dict[str, Any]:
+    """A call of an assistant's message, as templates take it."""
+    function = {"name": name, "arguments": arguments_of(arguments)}
+    return {"id": id or "", "type": "function", "function": function}
+
+
+def ordered(messages: Sequence[Message]) -> list[Message]:
+    """Messages that templates accept: one system message, the first; what comes later of it is a user's,
+    where it stands, so that the beginning of a prompt stays what it was."""
+    system = []
+    rest = list(messages)
+    while rest and rest[0]["role"] in ("system", "developer"):
+        system.append(rest.pop(0)["content"])
+    found: list[Message] = []
+    if text := "\n\n".join(filter(None, system)):
+        found.append({"role": "system", "content": text})
+    for message in rest:
+        moved = message["role"] in ("system", "developer")
+        found.append({**message, "role": "user"} if moved else message)
+    return found
+
+
+def thinking(effort: str | None, enable: bool | None = None) -> dict[str, Any]:
+    """A template's variables of how much to think."""
+    found: dict[str, Any] = {}
+    if effort == "none":
+        enable = False
+    elif effort is not None:
+        if effort not in EFFORTS:
+            raise refuse(f"{effort!r} is none of none, {', '.join(EFFORTS)}", "reasoning_effort")
+        found["reasoning_effort"] = EFFORTS[effort]
+    return found if enable is None else found | {"enable_thinking": enable}

@@ -1,0 +1,51 @@
+"""Bodies of requests, bounded and typed, and of answers."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from luce.server.ask import Refused
+
+MAX_BODY = 64 << 20  # bytes
+MAX_DEPTH = 128  # of nested objects and lists in a body
+
+B = TypeVar("B", bound=msgspec.Struct)
+
+
+async def read(request: Request, kind: type[B]) -> B:
+    """The body as its type. Refused: it is too large, too deep, no JSON, or of another form."""
+    raw = bytearray()
+    async for chunk in request.stream():
+        raw += chunk
+        if len(raw) > MAX_BODY:
+            raise Refused(413, f"the body is of more than {MAX_BODY >> 20} MiB", "too_large")
+    try:
+        found = msgspec.json.decode(bytes(raw))
+        _require_shallow(found)
+        return msgspec.convert(found, kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Refused(400, f"the body: {error}") from error
+    except RecursionError as error:
+        raise Refused(400, "the body is nested too deeply") from error
+
+
+def _require_shallow(value: Any) -> None:
+    level, depth = [value], 0
+    while level:
+        if depth > MAX_DEPTH:
+            raise Refused(400, "the body is nested too deeply")
+        inner: list[Any] = []
+        for each in level:
+            if isinstance(each, dict):
+                inner += each.values()
+            elif isinstance(each, list):
+                inner += each
+        level, depth = inner, depth + 1
+
+
+def reply(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, "application/json")

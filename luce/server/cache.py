@@ -1,0 +1,260 @@
+"""Beginnings of prompts that are kept, so that a prompt is read from where it differs from all before it.
+
+Kept are checkpoints, which the core can make at ends of chunks. They are made where they will be met again:
+before the first message of a user, after the last one, at the end of the prompt, every 4096 tokens. Each lies
+on the device (sharing pages with others), in host memory, or as a file (disk.py). Where room lacks, that one
+goes which saves least: the tokens that would have to be read again without it, fewer the longer it was not
+met, by its bytes.
+
+A prompt is resumed by its tokens, never by a hash, and from ends of chunks alone: the answer has the same
+bits. Everything here runs in the engine's thread.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from luce._native import Checkpoint, Engine, Sequence
+from luce.errors import LuceError, OutOfMemory
+from luce.server.disk import DiskCache
+from luce.tokenizer import Tokenizer
+
+EVERY = 4096  # tokens between checkpoints of a long prompt
+PAGE = 256  # positions: LUCE_PAGE
+
+
+@dataclass(eq=False)
+class Kept:
+    """The beginning of a prompt. checkpoint None: it is in a file alone; met: the number of the prompt that
+    last began with it."""
+
+    tokens: np.ndarray  # (n,) int32
+    size: int  # bytes, in host memory or in a file
+    met: int
+    checkpoint: Checkpoint | None = None
+    on_device: bool = False
+    path: Path | None = None
+
+    def begins(self, tokens: np.ndarray) -> bool:
+        """Whether this is a beginning of `tokens`, which go on after it."""
+        n = len(self.tokens)
+        return n < len(tokens) and np.array_equal(self.tokens, tokens[:n])
+
+
+class PrefixCache:
+    """Of one engine. host_bytes: of checkpoints in host memory, at most; disk: where they outlive the
+    process. hits, queries: tokens of prompts that were not read again, and of all prompts."""
+
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, host_bytes: int = 0, disk: DiskCache | None = None
+    ):
+        self._engine, self._host_bytes, self._disk = engine, host_bytes, disk
+        self._turns = Turns(tokenizer)
+        self._n_chunk = engine.info.n_chunk
+        self._kept: list[Kept] = []
+        self._wanted = dict[Sequence, frozenset[int]]()  # where the prompts that are read now want one
+        self._unsaved: list[Kept] = []
+        self._prompts = 0
+        self.hits = self.queries = 0
+        for tokens, path, size in disk.found() if disk else ():
+            self._kept.append(Kept(tokens, size, 0, path=path))
+
+    # ---- what a generation asks (generation.Prefixes)
+
+    def resume(self, sequence: Sequence, prompt: tuple[int, ...]) -> int:
+        """Brings the sequence to the end of the longest beginning that is kept, or empties it: its tokens."""
+        tokens = np.asarray(prompt, np.int32)
+        self._prompts += 1
+        self._wanted = {each: at for each, at in self._wanted.items() if each.is_open}
+        self._wanted[sequence] = self._turns.positions(prompt, self._n_chunk)
+        self.queries += len(tokens)
+        fitting = [kept for kept in self._kept if kept.begins(tokens)]
+        for kept in sorted(fitting, key=lambda each: len(each.tokens), reverse=True):
+            try:
+                self._restore(kept, sequence)
+            except LuceError:  # a damaged file, or no room for it: the next shorter one
+                continue
+            kept.met = self._prompts
+            self.hits += len(kept.tokens)
+            return len(kept.tokens)
+        sequence.reset()
+        return 0
+
+    def reached(self, sequence: Sequence, prompt: tuple[int, ...]) -> None:
+        """The sequence is at the end of a whole chunk of `prompt`: keeps that, where it will be met again."""
+        n_past = sequence.info.n_past
+        if n_past not in self._wanted.get(sequence, ()):
+            return
+        tokens = np.asarray(prompt[:n_past], np.int32)
+        if any(np.array_equal(kept.tokens, tokens) for kept in self._kept):
+            return
+        with suppress(LuceError):  # without it the prompt is read again one day, and nothing else
+            self._free_slot()
+            checkpoint = sequence.checkpoint()
+            kept = Kept(tokens, checkpoint.info.size_bytes, self._prompts, checkpoint, on_device=True)
+            self._kept.append(kept)
+            if self._disk:
+                self._unsaved.append(kept)
+
+    # ---- what the scheduler asks
+
+    def free_pages(self, n: int) -> None:
+        """Makes n pages free, as far as checkpoints hold them."""
+        if self._engine.info.pages_free >= n:
+            return
+        left = []
+        for kept in sorted(self._on_device(), key=self._worth):
+            if self._engine.info.pages_free >= n:
+                break
+            self._leave_device(kept)
+            if kept.checkpoint:
+                left.append(kept.checkpoint)
+                kept.checkpoint.to_host()  # again: waits for the copy, whose pages are free then
+
+    @property
+    def pending(self) -> bool:
+        """Whether something waits to be written to a file."""
+        return bool(self._unsaved)
+
+    def work(self) -> None:
+        """Hands one checkpoint to the thread that writes files, if that waits for one."""
+        if self._disk is None or not self._unsaved or self._disk.busy:
+            return
+        kept = self._unsaved.pop(0)
+        if kept.checkpoint is not None and kept in self._kept:
+            with suppress(LuceError):
+                kept.path = self._disk.write(kept.tokens, kept.checkpoint.save())
+            self._forget_files()
+
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """By place: how many, and their bytes."""
+        places = {"device": self._on_device(), "host": self._on_host()}
+        places["disk"] = [kept for kept in self._kept if kept.path]
+        return {name: (len(each), sum(kept.size for kept in each)) for name, each in places.items()}
+
+    def close(self) -> None:
+        """Drops all but the files."""
+        for kept in self._kept:
+            if kept.checkpoint:
+                kept.checkpoint.close()
+        self._kept, self._unsaved = [], []
+        if self._disk:
+            self._disk.close()
+
+    # ---- room
+
+    def _on_device(self) -> list[Kept]:
+        return [kept for kept in self._kept if kept.on_device]
+
+    def _on_host(self) -> list[Kept]:
+        return [kept for kept in self._kept if kept.checkpoint and not kept.on_device]
+
+    def _worth(self, kept: Kept) -> float:
+        """Tokens that would be read again without it, by how long it was not met."""
+        shorter = (len(other.tokens) for other in self._kept if other.begins(kept.tokens))
+        return (len(kept.tokens) - max(shorter, default=0)) / (1 + self._prompts - kept.met)
+
+    def _restore(self, kept: Kept, sequence: Sequence) -> None:
+        """The sequence at its end; the checkpoint on the device, where others share it, if there is room."""
+        if kept.checkpoint is None:
+            kept.checkpoint = self._loaded(kept)
+        if not kept.on_device:
+            with suppress(OutOfMemory):
+                self._free_slot(kept)
+                self.free_pages(len(kept.tokens) // PAGE)
+                kept.checkpoint.to_device()
+                kept.on_device = True
+        if not kept.on_device:
+            self.free_pages(len(kept.tokens) // PAGE)
+        sequence.resume(kept.checkpoint)
+        self._fit_host(None)
+
+    def _loaded(self, kept: Kept) -> Checkpoint:
+        assert self._disk is not None and kept.path is not None
+        try:
+            checkpoint = self._engine.load_checkpoint(self._disk.read(kept.path, kept.tokens))
+            if not np.array_equal(checkpoint.tokens, kept.tokens):
+                raise LuceError("the file is of other tokens")
+        except LuceError:
+            self._disk.remove(kept.path)
+            self._kept.remove(kept)
+            raise
+        return checkpoint
+
+    def _free_slot(self, but: Kept | None = None) -> None:
+        """Room for one more checkpoint on the device."""
+        if self._engine.info.n_checkpoints == 0:
+            raise OutOfMemory("the engine keeps no checkpoints on the device")
+        on_device = self._on_device()
+        if len(on_device) >= self._engine.info.n_checkpoints:
+            self._leave_device(min(on_device, key=self._worth))
+
+    def _leave_device(self, kept: Kept) -> None:
+        """To host memory, if it is worth its bytes there."""
+        kept.on_device = False
+        try:
+            if kept.checkpoint and self._fit_host(kept):
+                kept.checkpoint.to_host()
+                return
+        except LuceError:  # host memory lacks
+            pass
+        self._drop(kept)
+
+    def _fit_host(self, new: Kept | None) -> bool:
+        """Keeps checkpoints in host memory to its bytes: False where `new` is worth least of all."""
+        others = [kept for kept in self._on_host() if kept is not new]
+        total = sum(kept.size for kept in others) + (new.size if new else 0)
+        if new and new.size > self._host_bytes:
+            return False
+        for kept in sorted(others, key=lambda each: self._worth(each) / each.size):
+            if total <= self._host_bytes:
+                break
+            if new and self._worth(new) / new.size <= self._worth(kept) / kept.size:
+                return False
+            self._drop(kept)
+            total -= kept.size
+        return total <= self._host_bytes
+
+    def _drop(self, kept: Kept) -> None:
+        """Out of memory; what is in a file too stays there."""
+        if kept.checkpoint:
+            kept.checkpoint.close()
+        kept.checkpoint, kept.on_device = None, False
+        if kept.path is None:
+            self._kept.remove(kept)
+
+    def _forget_files(self) -> None:
+        """Those that the bound of the files took away."""
+        assert self._disk is not None
+        for kept in list(self._kept):
+            if kept.path and not self._disk.has(kept.path):
+                kept.path = None
+                if kept.checkpoint is None:
+                    self._kept.remove(kept)
+
+
+class Turns:
+    """Finds, in a prompt's tokens, where its parts end."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._begin = tokenizer.control.get("<|im_start|>")
+
+    def positions(self, prompt: tuple[int, ...], n_chunk: int) -> frozenset[int]:
+        """Ends of chunks, at or before: the first user's message, the end of the last one's that is no tool's
+        answer (templates write thoughts after it, and drop older ones), the end of the prompt; and every
+        EVERY tokens."""
+        begins = [at for at, token in enumerate(prompt) if token == self._begin] if self._begin else []
+        users = [at for at, begin in enumerate(begins) if self._is_user(prompt[begin + 1 : begin + 8])]
+        ends = {len(prompt) - 1, *range(EVERY, len(prompt), EVERY)}
+        if users:
+            ends |= {begins[users[0]], begins[users[-1] + 1] if users[-1] + 1 < len(begins) else 0}
+        return frozenset(end - end % n_chunk for end in ends) - {0}
+
+    def _is_user(self, tokens: tuple[int, ...]) -> bool:
+        text = self._tokenizer.decode(tokens)
+        return text.startswith("user") and "<tool_response>" not in text

@@ -1,0 +1,239 @@
+"""`luce serve`: options to models and a listening server."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+import uvicorn
+
+from luce.command import BOX, KV_TYPES, MAX_U32, FilePath, Finite, device_name
+from luce.errors import LuceError
+from luce.plan import DEFAULT_GAMMA, MAX_GAMMA, SPECS, Options
+from luce.server.app import LOOPBACK, Access, make_app
+from luce.server.models import Models, Settings
+from luce.server.watch import Watch
+
+GIB = 1 << 30
+MAX_HEADERS = 64 << 10  # bytes of a request's head
+
+
+def named_paths(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, Path]:
+    """name=path, or a path alone, whose name is its file's."""
+    found: dict[str, Path] = {}
+    for value in values:
+        name, equals, path = value.partition("=")
+        if not equals or "/" in name:
+            name, path = "", value
+        if not path:
+            raise click.BadParameter("the path is empty.", ctx, param)
+        name = name or re.sub(r"-\d{5}-of-\d{5}$", "", Path(path).stem)
+        if name in found:
+            raise click.BadParameter(f"two models are named {name!r}: name them, name=path.", ctx, param)
+        found[name] = Path(path)
+    return found or {"box": BOX}
+
+
+@click.command()
+@click.option(
+    "-m",
+    "--gguf",
+    "--model",
+    "models",
+    multiple=True,
+    callback=named_paths,
+    metavar="[NAME=]PATH",
+    help="A model; may be repeated, each is loaded at first use.  [default: luce's own]",
+)
+@click.option("--alias", help="The name of the model, where there is one.  [default: its file's]")
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen at.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0: a free one.")
+@click.option(
+    "--parallel", type=click.IntRange(1, 64), default=4, show_default=True, help="Requests that run at once."
+)
+@click.option(
+    "--ctx",
+    type=click.IntRange(1, MAX_U32),
+    help="Positions of each request.  [default: what fits, at most 32768 and what was trained]",
+)
+@click.option(
+    "--pages",
+    type=click.IntRange(1, MAX_U32),
+    help="KV pages of 256 positions.  [default: enough for all contexts]",
+)
+@click.option(
+    "--queue",
+    type=click.IntRange(0, 1 << 20),
+    default=64,
+    show_default=True,
+    help="Requests that may wait; more are turned away.",
+)
+@click.option(
+    "--prefill-share",
+    type=Finite(min=0, max=1, min_open=True),
+    default=0.75,
+    show_default=True,
+    help="Part of the time that prompts may take from requests that are being answered.",
+)
+@click.option(
+    "--checkpoints",
+    type=click.IntRange(0, 1 << 16),
+    default=16,
+    show_default=True,
+    help="Beginnings of prompts kept on the device; 0 keeps none.",
+)
+@click.option(
+    "--cache-ram",
+    type=Finite(min=0),
+    metavar="GIB",
+    help="Host memory for beginnings of prompts.  [default: a quarter of what is free]",
+)
+@click.option(
+    "--cache-dir",
+    type=FilePath(path_type=Path, file_okay=False),
+    help="A folder for beginnings of prompts, which outlive the server.  [default: none]",
+)
+@click.option(
+    "--cache-disk",
+    type=Finite(min=0),
+    default=32.0,
+    show_default=True,
+    metavar="GIB",
+    help="Bytes in that folder, for each model.",
+)
+@click.option("--api-key", "keys", multiple=True, help="Who asks must say this key; may be repeated.")
+@click.option("--no-auth", is_flag=True, help="Listen at an address of the network without a key.")
+@click.option(
+    "--threads", type=click.IntRange(1, 1024), help="CPU threads.  [default: one for each usable CPU, to 16]"
+)
+@click.option(
+    "--device",
+    callback=device_name,
+    default="auto",
+    show_default=True,
+    metavar="auto|cpu|cuda[:N]",
+    help="Where to run; auto takes CUDA if it is there.",
+)
+@click.option("--kv-type", type=click.Choice(KV_TYPES), help="Type of the KV cache.  [default: f16]")
+@click.option(
+    "--spec",
+    type=click.Choice(SPECS),
+    help="Draft tokens and verify them together: auto where it pays, mtp always, off never.  [default: auto]",
+)
+@click.option(
+    "--mtp-gamma",
+    type=click.IntRange(0, MAX_GAMMA),
+    metavar="N",
+    help=f"Drafts of a round, at most; with --spec mtp always.  [default there: {DEFAULT_GAMMA}]",
+)
+@click.option("--mtp-gguf", type=FilePath(path_type=Path), help="Take the NextN head from this GGUF.")
+@click.option("--log-json", is_flag=True, help="An object for each request on stderr, instead of a line.")
+@click.option("--quiet", is_flag=True, help="Nothing on stderr but errors.")  # fmt: skip
+def serve(models: Mapping[str, Path], **flags: Any) -> None:
+    """Answer requests over HTTP: OpenAI's, Anthropic's and Ollama's APIs.
+
+    A line for each request goes to stderr. Ctrl-C ends the server.
+
+    \b
+    Examples:
+      luce serve
+      luce serve --gguf model.gguf --ctx 65536 --parallel 8
+      luce serve --gguf big=a.gguf --gguf small=b.gguf --cache-dir prompts
+    """
+    if problem := contradiction(models, flags):
+        raise click.UsageError(problem)
+    if flags["alias"]:
+        models = {flags["alias"]: next(iter(models.values()))}
+    watch = Watch("" if flags["quiet"] else "json" if flags["log_json"] else "text")
+    served = Models(models, settings_of(flags))
+    for slot in served.slots.values():
+        if not slot.path.is_file():
+            raise LuceError(f"{slot.path}: no such file")
+    hosts = (*LOOPBACK, flags["host"]) if flags["host"] in LOOPBACK else ()
+    app = make_app(served, watch, Access(tuple(flags["keys"]), hosts))
+    Listener(app, served, flags).run()
+
+
+def contradiction(models: Mapping[str, Path], flags: Mapping[str, Any]) -> str | None:
+    """What is wrong with flags that exclude each other."""
+    if flags["alias"] and len(models) > 1:
+        return "--alias names one model: give names as --gguf NAME=PATH"
+    if flags["keys"] and flags["no_auth"]:
+        return "--api-key and --no-auth: give one of them"
+    if "" in flags["keys"]:
+        return "--api-key is empty"
+    if flags["host"] not in LOOPBACK and not flags["keys"] and not flags["no_auth"]:
+        return f"--host {flags['host']} lets others in: --api-key KEY asks them for a key, --no-auth does not"
+    if flags["spec"] == "off" and flags["mtp_gamma"] is not None:
+        return "--mtp-gamma drafts with the NextN head, --spec off drafts nothing: give one of them"
+    if flags["spec"] == "off" and flags["mtp_gguf"] is not None:
+        return "--mtp-gguf names a NextN head to draft with, --spec off drafts nothing: give one of them"
+    return None
+
+
+def settings_of(flags: Mapping[str, Any]) -> Settings:
+    """How the flags say that models are served."""
+    options = Options(
+        device=flags["device"],
+        ctx=flags["ctx"],
+        kv_type=flags["kv_type"],
+        threads=flags["threads"],
+        sequences=flags["parallel"],
+        checkpoints=flags["checkpoints"],
+        pages=flags["pages"],
+        spec=flags["spec"],
+        gamma=flags["mtp_gamma"],
+    )
+    ram = flags["cache_ram"]
+    return Settings(
+        options=options,
+        head=flags["mtp_gguf"],
+        host_bytes=None if ram is None else int(ram * GIB),
+        cache_dir=flags["cache_dir"],
+        disk_bytes=int(flags["cache_disk"] * GIB),
+        max_waiting=flags["queue"],
+        prefill_share=flags["prefill_share"],
+    )
+
+
+class Listener(uvicorn.Server):
+    """uvicorn, which says where it listens, and ends requests that run when it is to end."""
+
+    def __init__(self, app: Any, models: Models, flags: Mapping[str, Any]):
+        super().__init__(
+            uvicorn.Config(
+                app,
+                host=flags["host"],
+                port=flags["port"],
+                loop="auto",
+                http="h11",
+                ws="none",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                h11_max_incomplete_event_size=MAX_HEADERS,
+                timeout_graceful_shutdown=5,
+            )
+        )
+        self._models, self._quiet = models, flags["quiet"]
+
+    async def startup(self, sockets: Any = None) -> None:
+        """Loads the model, where there is one, before it listens."""
+        if len(self._models.slots) == 1:
+            await self._models.get(next(iter(self._models.slots)))
+        await super().startup(sockets)
+        if self.started and not self._quiet:
+            for listening in self.servers:
+                for socket in listening.sockets:
+                    host, port = socket.getsockname()[:2]
+                    shown = f"[{host}]" if ":" in host else host
+                    names = ", ".join(self._models.slots)
+                    click.echo(f"luce serves {names} at http://{shown}:{port}", err=True)
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """Ctrl-C: what runs ends now, and its clients are told."""
+        self._models.stop()
+        super().handle_exit(sig, frame)

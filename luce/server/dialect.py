@@ -1,0 +1,269 @@
+"""What Qwen's models write, as reasoning, text and calls of tools: a state machine over pieces of any size.
+
+<think>\\nREASONING\\n</think>\\n\\nTEXT\\n\\n<tool_call>\\n<function=NAME>\\n<parameter=KEY>\\nVALUE\\n</parameter>\\n
+</function>\\n</tool_call>
+
+Values are raw text where the tool's schema takes a string, else JSON. The format cannot escape its own marks:
+a value ends at the `</parameter>` that another parameter or the end of the function follows, a call where its
+last parameter, its function and itself end one after the other. The older form, a JSON object with "name" and
+"arguments", is read too. What does not parse is text. What is said does not depend on how the text is cut
+into pieces.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+THINK, END_THINK = "<think>", "</think>"
+CALL, END_CALL = "<tool_call>", "</tool_call>"
+FUNCTION = "<function="
+_BLANK = " \t\r\n"
+
+END_FUNCTION, END_PARAMETER = "</function>", "</parameter>"
+_HEAD = re.compile(r"<function=([^<>\n]{1,256})>")
+_PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>")
+_END_PARAMETER = re.compile(r"</parameter>(?=\s*(?:<parameter=[^<>\n]+>|\Z))")
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    text: str
+
+
+@dataclass(frozen=True)
+class Text:
+    text: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """A whole call; arguments: a JSON object."""
+
+    name: str
+    arguments: str
+
+
+Piece = Reasoning | Text | Call
+
+
+class Parser:
+    """Text in, pieces out. tools: the JSON schemas of the declared functions' parameters, by name; without
+    any, calls are text. reasoning: whether the prompt ends within `<think>`."""
+
+    def __init__(self, tools: Mapping[str, Any] | None = None, reasoning: bool = False):
+        self._tools = dict(tools or {})
+        self._reasoning = reasoning
+        self._may_think = not reasoning  # what begins with <think> is reasoning
+        self._trim = reasoning  # blanks before the first text of this kind are dropped
+        self._said = False  # some text of this kind
+        self._called = False  # a call came before it
+        self._blank = ""  # blanks that are said only if text of the same kind follows
+        self._text = ""  # what is not decided yet
+        self._searched = 0  # how much of it, for the end of a call
+
+    def push(self, text: str) -> list[Piece]:
+        """The pieces that are now certain."""
+        self._text += text
+        return list(self._drain(final=False))
+
+    def flush(self) -> list[Piece]:
+        """What is left once the text has ended."""
+        pieces = list(self._drain(final=True))
+        if self._blank and not self._reasoning and (self._said or not self._trim):
+            pieces.append(Text(self._blank))
+        self._blank = ""
+        return pieces
+
+    def _drain(self, final: bool) -> Iterator[Piece]:
+        while self._text:
+            mark, at = self._next_mark()
+            if mark is None:
+                at = len(self._text) - (0 if final else self._undecided())
+                yield from self._say(self._take(at))
+                return
+            yield from self._say(self._take(at))
+            if mark in (CALL, FUNCTION):
+                found = self._call(mark, final)
+                if found is None:
+                    return
+                self._searched = 0
+                yield from self._say(found) if isinstance(found, str) else self._called_now(found)
+            else:
+                self._take(len(mark))
+                if mark != END_CALL:
+                    self._begin(reasoning=mark == THINK)
+
+    def _take(self, n: int) -> str:
+        taken, self._text = self._text[:n], self._text[n:]
+        return taken
+
+    def _begin(self, reasoning: bool, called: bool = False) -> None:
+        """Text of another kind, or behind a call."""
+        self._reasoning, self._called, self._said, self._blank = reasoning, called, False, ""
+        self._trim, self._may_think = True, False
+
+    def _called_now(self, call: Call) -> Iterator[Piece]:
+        self._begin(reasoning=False, called=True)
+        yield call
+
+    # ---- text and marks
+
+    def _say(self, text: str) -> Iterator[Piece]:
+        text, self._blank = self._blank + text, ""
+        if not self._said and self._trim:
+            text = text.lstrip(_BLANK if self._reasoning else "\r\n")
+        solid = text.rstrip(_BLANK)
+        if self._reasoning or self._tools or not (solid or self._said):
+            text, self._blank = solid, text[len(solid) :]  # a mark may follow, before which they are nothing
+        if text:
+            self._said = True
+            yield Reasoning(text) if self._reasoning else Text(text)
+
+    def _marks(self) -> list[str]:
+        """What means something here."""
+        if self._reasoning:
+            return [END_THINK, CALL] if self._tools else [END_THINK]
+        return ([CALL, FUNCTION] if self._tools else []) + self._leading_marks()
+
+    def _leading_marks(self) -> list[str]:
+        """Those that count before all other text alone. A second end of the same thing is one too many."""
+        if self._reasoning or self._said:
+            return []
+        marks = [END_THINK, END_CALL] if self._called else [END_THINK]
+        return [*marks, THINK] if self._may_think else marks
+
+    def _next_mark(self) -> tuple[str | None, int]:
+        """The first mark in the text, and where it is."""
+        first: str | None = None
+        where, leading = len(self._text), self._leading_marks()
+        start = where - len(self._text.lstrip(_BLANK))
+        for mark in self._marks():
+            at = self._text.find(mark, 0, where + len(mark))
+            if 0 <= at < where and (mark not in leading or at == start):
+                first, where = mark, at
+        return first, where
+
+    def _undecided(self) -> int:
+        """Length of the text's end that may be the beginning of a mark."""
+        marks = self._marks()
+        longest = min(max(map(len, marks), default=1) - 1, len(self._text))
+        ends = ((n, self._text[-n:]) for n in range(longest, 0, -1))
+        return next((n for n, end in ends if any(mark.startswith(end) for mark in marks)), 0)
+
+    # ---- calls
+
+    def _call(self, mark: str, final: bool) -> Call | str | None:
+        """The call that the text begins with, which is taken off; or its mark, if it is none; None: that is
+        not certain yet."""
+        begin = len(mark) if mark == CALL else 0
+        inner = self._text[begin:]
+        body = inner.lstrip(_BLANK)
+        begin += len(inner) - len(body)
+        found: Call | str | None = ""
+        if mark == FUNCTION and self._said and "\n" not in self._blank:
+            pass  # in the middle of a line it is spoken of
+        elif not body or FUNCTION.startswith(body):
+            found = None
+        elif mark == CALL and body.startswith("{"):
+            found = self._ended(begin, END_CALL, _json_call)
+        elif body.startswith(FUNCTION):
+            head = _HEAD.match(body)
+            if head is None:
+                found = "" if re.search(r"[<>\n]", body[len(FUNCTION) :]) or len(body) > 300 else None
+            elif mark == CALL or head[1] in self._tools:
+                found = self._ended(begin, END_CALL if mark == CALL else END_FUNCTION, self._function_call)
+        if found == "" or (found is None and final):
+            return self._take(len(mark))
+        return found
+
+    def _ended(self, begin: int, end: str, parse: Callable[[str], Call | None]) -> Call | str | None:
+        """The call from `begin` up to the first `end` with which it parses."""
+        think = self._text.find(END_THINK) if self._reasoning else -1
+        at = self._text.find(end, max(begin, self._searched))
+        while at >= 0 and not 0 <= think < at:
+            inner = self._text[begin : at if end == END_CALL else at + len(end)]
+            if call := parse(inner):
+                self._take(at + len(end))
+                return call
+            at = self._text.find(end, at + 1)
+        self._searched = max(len(self._text) - len(end) + 1, 0)
+        return "" if think >= 0 else None  # reasoning went on: the call was spoken of
+
+    def _function_call(self, text: str) -> Call | None:
+        """<function=NAME> ... </function>"""
+        text = text.rstrip()
+        head = _HEAD.match(text)
+        if head is None or not text.endswith(END_FUNCTION):
+            return None
+        body = text[head.end() : -len(END_FUNCTION)]
+        schemas = _properties(self._tools.get(head[1].strip()))
+        arguments, at = dict[str, Any](), 0
+        while body[at:].strip():
+            key = _PARAMETER.match(body, at)
+            end = _END_PARAMETER.search(body, key.end()) if key else None
+            if key is None or end is None:
+                return None
+            value = body[key.end() : end.start()].removeprefix("\n").removesuffix("\n")
+            arguments[key[1].strip()] = _value(value, schemas.get(key[1].strip()))
+            at = end.end()
+        return Call(head[1].strip(), json.dumps(arguments, ensure_ascii=False))
+
+
+def _json_call(text: str) -> Call | None:
+    """{"name": ..., "arguments": {...}}"""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    name, arguments = found.get("name"), found.get("arguments", found.get("parameters", {}))
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return None
+    return Call(name, json.dumps(arguments, ensure_ascii=False))
+
+
+def _properties(schema: Any) -> Mapping[str, Any]:
+    found = schema.get("properties") if isinstance(schema, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def _value(text: str, schema: Any) -> Any:
+    """A parameter's value: raw text where a string is one of its types, unless it is null or JSON of another
+    of its types; where the schema says no type, text."""
+    types = _types(schema)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = {"true": True, "false": False, "none": None}.get(text.strip().lower(), text)
+    if isinstance(value, str):  # quoted JSON, where only a string will do, is what was meant as it is
+        return text
+    return value if _type_of(value) & types else text
+
+
+def _types(schema: Any) -> set[str]:
+    """The JSON types that a schema names; "string" alone where it names none."""
+    if not isinstance(schema, Mapping):
+        return {"string"}
+    found = set[str]()
+    named = schema.get("type")
+    found |= {named} if isinstance(named, str) else set(named) if isinstance(named, list) else set()
+    for key in ("anyOf", "oneOf", "allOf"):
+        for each in schema.get(key) or ():
+            found |= _types(each)
+    for value in [*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else ())]:
+        found |= _type_of(value)
+    return found or ({"object"} if "properties" in schema else {"string"})
+
+
+def _type_of(value: Any) -> set[str]:
+    if isinstance(value, bool):
+        return {"boolean"}
+    if isinstance(value, int):
+        return {"integer", "number"}
+    if isinstance(value, float):
+        return {"number", "integer"} if value.is_integer() else {"number"}
+    kinds = {str: "string", list: "array", dict: "object", type(None): "null"}
+    return {kinds[type(value)]}

@@ -1,0 +1,136 @@
+"""Checkpoints as files: they outlive the process, and a bound keeps them small.
+
+A file is written under another name and then renamed, so that a process that is killed leaves a whole file or
+none. Its tokens come first, for who looks for a beginning; the rest is the core's, with a checksum that it
+checks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import queue
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from luce.errors import FileError
+
+MAGIC = b"LUCEPFX1"
+_HEAD = struct.Struct("<8sQ")  # magic, number of tokens; then the tokens as int32, then the checkpoint
+SUFFIX = ".prefix"
+
+
+class DiskCache:
+    """A folder of one model's checkpoints, `max_bytes` in all; one thread writes. key: what the checkpoints
+    depend on beside their tokens."""
+
+    def __init__(self, folder: Path, key: str, max_bytes: int):
+        self._folder = folder / hashlib.sha256(key.encode()).hexdigest()[:16]
+        self._max_bytes = max_bytes
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for left in self._folder.glob("*.part"):
+                left.unlink()
+        except OSError as error:
+            raise FileError(f"{self._folder}: {error.strerror}") from error
+        self._work: queue.Queue[tuple[Path, np.ndarray, bytes] | None] = queue.Queue(maxsize=1)
+        self._written = dict[Path, bool]()  # handed to the thread: whether it is there
+        self._thread = threading.Thread(target=self._write_all, name="luce-cache", daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether the thread has not begun with what it was given last."""
+        return self._work.full()
+
+    def found(self) -> Iterator[tuple[np.ndarray, Path, int]]:
+        """Tokens, path and bytes of each file; what is none of ours is passed by."""
+        for path in sorted(self._folder.glob(f"*{SUFFIX}")):
+            with suppress(OSError, FileError, ValueError), path.open("rb") as file:
+                tokens = _read_tokens(file.read(_HEAD.size), file.read)
+                if path.name == _name(tokens):
+                    yield tokens, path, path.stat().st_size
+
+    def write(self, tokens: np.ndarray, data: bytes) -> Path:
+        """The path that the file will have; it is written later, or not at all."""
+        path = self._folder / _name(tokens)
+        self._written[path] = True
+        self._work.put((path, tokens, data))
+        return path
+
+    def read(self, path: Path, tokens: np.ndarray) -> bytes:
+        """The checkpoint of a file. FileError: it is not there, or not of these tokens."""
+        try:
+            with path.open("rb") as file:
+                found = _read_tokens(file.read(_HEAD.size), file.read)
+                if not np.array_equal(found, tokens):
+                    raise FileError(f"{path}: other tokens")
+                data = file.read()
+            os.utime(path)
+        except OSError as error:
+            raise FileError(f"{path}: {error.strerror}") from error
+        return data
+
+    def has(self, path: Path) -> bool:
+        """Whether it is there, or will be."""
+        return path.exists() or self._written.get(path, False)
+
+    def remove(self, path: Path) -> None:
+        with suppress(OSError):
+            path.unlink()
+
+    def close(self) -> None:
+        """After what it was given is written."""
+        self._work.put(None)
+        self._thread.join()
+
+    def _write_all(self) -> None:
+        while (item := self._work.get()) is not None:
+            path, tokens, data = item
+            part = path.with_suffix(".part")
+            try:
+                with part.open("wb") as file:
+                    file.write(_HEAD.pack(MAGIC, len(tokens)))
+                    file.write(tokens.astype("<i4").tobytes())
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                part.replace(path)
+            except OSError:
+                self.remove(part)
+            del item, data
+            self._bound(path)
+            self._written[path] = False
+
+    def _bound(self, newest: Path) -> None:
+        """Removes what was used longest ago, until the rest is within the bound."""
+        files = []
+        for path in self._folder.glob(f"*{SUFFIX}"):
+            with suppress(OSError):
+                stat = path.stat()
+                files.append((path == newest, stat.st_mtime_ns, stat.st_size, path))
+        total = sum(size for _, _, size, _ in files)
+        for _, _, size, path in sorted(files):
+            if total <= self._max_bytes:
+                break
+            self.remove(path)
+            total -= size
+
+
+def _name(tokens: np.ndarray) -> str:
+    return hashlib.sha256(tokens.astype("<i4").tobytes()).hexdigest()[:32] + SUFFIX
+
+
+def _read_tokens(head: bytes, read: object) -> np.ndarray:
+    magic, n = _HEAD.unpack(head) if len(head) == _HEAD.size else (b"", 0)
+    if magic != MAGIC or n > 1 << 24:
+        raise FileError("no checkpoint of a prompt")
+    raw = read(4 * n)  # type: ignore[operator]
+    if len(raw) != 4 * n:
+        raise FileError("the file is cut off")
+    return np.frombuffer(raw, "<i4").astype(np.int32)

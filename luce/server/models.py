@@ -1,0 +1,220 @@
+"""The models that are served: each has an engine, loaded at first use, unloaded when another needs memory."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from luce.chat import KEY, BoundedTemplate, chat_template, prompt_ids
+from luce.engine import Engine, Files
+from luce.errors import LuceError, OutOfMemory, about
+from luce.fit import total
+from luce.plan import Options
+from luce.server.ask import Refused
+from luce.server.cache import PrefixCache
+from luce.server.disk import DiskCache
+from luce.server.scheduler import Scheduler
+
+MAX_DEFAULT_CTX = 32768
+RECOMMENDED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.0}  # Qwen's own, for precise tasks
+KEYS = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}  # general.sampling.*
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How each model is served. host_bytes None: a quarter of the memory that is free."""
+
+    options: Options = field(default_factory=Options)
+    head: Path | None = None
+    host_bytes: int | None = None
+    cache_dir: Path | None = None
+    disk_bytes: int = 32 << 30
+    max_waiting: int = 64
+    prefill_share: float = 0.75
+
+
+class Served:
+    """A model that is loaded: files, engine, its thread, its cache. Raises what opening does."""
+
+    def __init__(self, path: Path, settings: Settings):
+        with ExitStack() as opened:
+            files = opened.enter_context(Files(path, settings.head, settings.options.device))
+            options = _with_context(files, settings.options)
+            self.engine = opened.enter_context(Engine.open(files, options))
+            self.info, self.tokenizer, self.facts = self.engine.info, files.tokenizer, files.facts
+            self.template: BoundedTemplate | None = None
+            self.template_source = str(files.file.kv[KEY]) if KEY in files.file.kv else ""
+            if KEY in files.file.kv:
+                with about(path):
+                    self.template = chat_template(files.file.kv)
+                opened.callback(self.template.close)
+            self.defaults = _sampling(files.file.kv)
+            self.cache = None
+            if self.info.n_checkpoints:
+                disk = _disk(self.engine, files, settings)
+                host = settings.host_bytes
+                host = _free_memory() // 4 if host is None else host
+                self.cache = PrefixCache(self.engine.native, self.tokenizer, host, disk)
+                opened.callback(self.cache.close)
+            self.scheduler = Scheduler(self.engine, self.cache, settings.max_waiting, settings.prefill_share)
+            opened.callback(self.scheduler.close)
+            self._prompts = opened.enter_context(ThreadPoolExecutor(1, "luce-prompts"))
+            self._opened = opened.pop_all()
+
+    async def prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+    ) -> list[int]:
+        """The tokens of a conversation. Refused: there is no template, or it fails."""
+        template = self.template
+        if template is None:
+            raise Refused(400, "the model has no chat template: ask /v1/completions")
+
+        def make() -> list[int]:
+            return prompt_ids(template, self.tokenizer, messages, list(tools) or None, **variables)
+
+        return await self._in_thread(make)
+
+    async def encode(self, text: str, add_bos: bool = True) -> list[int]:
+        """The tokens of plain text."""
+        return await self._in_thread(lambda: self.tokenizer.encode(text, special=False, add_bos=add_bos))
+
+    async def _in_thread(self, make: Callable[[], list[int]]) -> list[int]:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._prompts, make)
+        except LuceError as error:
+            raise Refused(400, str(error)) from error
+
+    def close(self) -> None:
+        """Ends what runs, then frees everything."""
+        self._opened.close()
+
+
+def _with_context(files: Files, options: Options) -> Options:
+    """Where nobody asked, as long a context as was trained and fits, within reason."""
+    if options.ctx is not None:
+        return options
+    ctx = min(files.facts.context_length or MAX_DEFAULT_CTX, MAX_DEFAULT_CTX)
+    while ctx > 4096:
+        chosen = files.plan(replace(options, ctx=ctx))
+        head = (files.head or files.file) if chosen.drafts else None
+        needed = files.file.plan_memory(chosen.device, chosen.params, head)
+        if total(needed) <= needed.device_free:
+            break
+        ctx //= 2
+    return replace(options, ctx=ctx)
+
+
+def _sampling(kv: Mapping[str, Any]) -> dict[str, Any]:
+    """The file's own sampling, else what Qwen recommends."""
+    found = {name: kv.get(f"general.sampling.{key}", RECOMMENDED[name]) for name, key in KEYS.items()}
+    return {name: type(RECOMMENDED[name])(value) for name, value in found.items()}
+
+
+def _disk(engine: Engine, files: Files, settings: Settings) -> DiskCache | None:
+    """The folder of this file's checkpoints; one for each way in which they differ."""
+    if settings.cache_dir is None:
+        return None
+    layout = [(tensor.name, tensor.type, tensor.shape) for tensor in files.file.tensors]
+    plan = engine.plan
+    key = [files.file.info.size_bytes, layout, plan.kv_type, engine.info.n_chunk, plan.drafts > 0]
+    return DiskCache(settings.cache_dir, repr(key), settings.disk_bytes)
+
+
+def _free_memory() -> int:
+    """Bytes of host memory that can be had."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 4 << 30
+
+
+@dataclass
+class Slot:
+    """A model by its name, loaded or not. used: when it was asked last, by the clock of day."""
+
+    path: Path
+    served: Served | None = None
+    used: float = 0.0
+    users: int = 0
+
+
+class Models:
+    """Models by their names. A single one answers to every name."""
+
+    def __init__(self, paths: Mapping[str, Path], settings: Settings):
+        self.slots = {name: Slot(path) for name, path in paths.items()}
+        self._settings = settings
+        self._loading = asyncio.Lock()
+
+    def name_of(self, asked: str) -> str:
+        """The name that a request means. Refused: it means none."""
+        if asked in self.slots:
+            return asked
+        if len(self.slots) == 1:
+            return next(iter(self.slots))
+        if asked == "any":
+            loaded = [(slot.used, name) for name, slot in self.slots.items() if slot.served]
+            if not loaded:
+                raise Refused(400, "model any is the one that was used last: none is loaded", param="model")
+            return max(loaded)[1]
+        known = ", ".join(self.slots)
+        raise Refused(404, f"model {asked!r} is not served here: {known}", "not_found", "model")
+
+    async def get(self, asked: str) -> Served:
+        """The model of a request, loaded. Refused: there is no such one, or it cannot be loaded now."""
+        slot = self.slots[self.name_of(asked)]
+        slot.used = time.time()
+        if slot.served is None:
+            slot.users += 1
+            try:
+                async with self._loading:
+                    if slot.served is None:
+                        slot.served = await self._load(slot)
+            finally:
+                slot.users -= 1
+        return slot.served
+
+    async def _load(self, slot: Slot) -> Served:
+        """Unloads others, those that were used longest ago first, as long as memory lacks."""
+        while True:
+            try:
+                return await asyncio.to_thread(Served, slot.path, self._settings)
+            except OutOfMemory as error:
+                idle = [
+                    other
+                    for other in self.slots.values()
+                    if other.served and other.served.scheduler.idle and not other.users
+                ]
+                if not idle:
+                    raise Refused(503, str(error), "busy", retry_after=10) from error
+                oldest = min(idle, key=lambda other: other.used)
+                served, oldest.served = oldest.served, None
+                assert served is not None
+                await asyncio.to_thread(served.close)
+            except LuceError as error:
+                raise Refused(500, str(error), "failed") from error
+
+    def stop(self) -> None:
+        """Ends what runs, soon; from a signal handler too."""
+        for slot in self.slots.values():
+            if slot.served is not None:
+                slot.served.scheduler.stop()
+
+    def close(self) -> None:
+        """Unloads all."""
+        for slot in self.slots.values():
+            served, slot.served = slot.served, None
+            if served is not None:
+                served.close()

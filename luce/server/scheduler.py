@@ -1,0 +1,193 @@
+"""The engine's thread: requests come in from any thread, their events go out as they happen.
+
+It runs a Loop: each turn is one chunk of a prompt or one round of all that decode. A request waits until a
+sequence is free and the pages of its longest possible text are there, so that none that runs ever lacks one.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from luce.engine import Engine
+from luce.errors import Cancelled, InternalError, LuceError
+from luce.generation import Event, Failed, Finished, Generation, State
+from luce.loop import MAX_ROWS, Loop
+from luce.plan import Request
+from luce.server.cache import PrefixCache
+
+PAGE = 256  # positions: LUCE_PAGE
+
+
+class Busy(Exception):
+    """As many requests wait as may. retry_after: seconds after which one of them should have ended."""
+
+    def __init__(self, retry_after: int):
+        super().__init__("the server is busy")
+        self.retry_after = retry_after
+
+
+@dataclass(eq=False)
+class Job:
+    """A request and where its events go: `put` is called in the engine's thread with what happened in a turn,
+    the last time with its Finished or Failed. cancelled: nobody wants it any more; any thread may say so."""
+
+    request: Request
+    put: Callable[[list[Event]], None]
+    cancelled: bool = False
+
+    def is_cancelled(self) -> bool:
+        return self.cancelled
+
+
+class Scheduler:
+    """One engine and its thread. max_waiting: requests that wait for a sequence; prefill_share: Loop's."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        cache: PrefixCache | None = None,
+        max_waiting: int = 64,
+        prefill_share: float = 0.75,
+    ):
+        self._engine, self._cache, self._max_waiting = engine, cache, max_waiting
+        self._share = prefill_share
+        self._loop = Loop(engine.native, prefill_share=prefill_share)
+        self._jobs = dict[Generation, Job]()
+        self._waiting = deque[Job]()
+        self._changed = threading.Condition()
+        self._stopping = False
+        self.pages_free = engine.info.n_pages  # after the last turn
+        self._seconds = deque[float](maxlen=32)  # that the last jobs took
+        self._thread = threading.Thread(target=self._run, name="luce-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def running(self) -> int:
+        """Requests that have a sequence."""
+        return len(self._jobs)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for one."""
+        return len(self._waiting)
+
+    @property
+    def idle(self) -> bool:
+        return not self._jobs and not self._waiting
+
+    def submit(self, job: Job) -> None:
+        """Runs a job as soon as there is room. Busy: as many wait as may."""
+        with self._changed:
+            free = self._engine.info.n_sequences - len(self._jobs)
+            if len(self._waiting) >= self._max_waiting + free:
+                raise Busy(self._retry_after())
+            if self._stopping:
+                raise Busy(5)
+            self._waiting.append(job)
+            self._changed.notify()
+
+    def cancel(self, job: Job) -> None:
+        """Ends a job within a turn; one that waits at once."""
+        job.cancelled = True
+        with self._changed:
+            if job in self._waiting:
+                self._waiting.remove(job)
+                job.put([Failed(Cancelled("cancelled"), State.IDLE)])
+
+    def stop(self) -> None:
+        """Ends all jobs soon, and takes no more; from a signal handler too, so it takes no lock."""
+        self._stopping = True
+        self._loop.cancel()
+
+    def close(self) -> None:
+        """Ends all jobs and the thread. The engine stays the caller's to close."""
+        self.stop()
+        with self._changed:
+            self._changed.notify()
+        self._thread.join()
+
+    def _retry_after(self) -> int:
+        mean = sum(self._seconds) / len(self._seconds) if self._seconds else 1.0
+        return min(max(math.ceil(mean), 1), 60)
+
+    # ---- in the thread
+
+    def _run(self) -> None:
+        while self._wait():
+            try:
+                self._turn()
+            except Exception as error:  # a defect: those that ran end with it, the others go on
+                self._end_all(InternalError(f"{type(error).__name__}: {error}"))
+        self._end_all(Cancelled("the server is shutting down"))
+
+    def _wait(self) -> bool:
+        """Until there is something to do; False where that is to stop."""
+        with self._changed:
+            while not self._stopping and not self._jobs and not self._waiting:
+                self._changed.wait(0.05 if self._cache and self._cache.pending else None)
+                if self._cache and self._cache.pending:
+                    break
+            return not self._stopping
+
+    def _turn(self) -> None:
+        self._admit()
+        if self._jobs:
+            self._step()
+        if self._cache:
+            self._cache.work()
+        self.pages_free = self._engine.native.info.pages_free
+
+    def _step(self) -> None:
+        if self._cache:
+            self._cache.free_pages(self._turn_pages())
+        happened = dict[Job, list[Event]]()
+        for generation, event in self._loop.step():
+            happened.setdefault(self._jobs[generation], []).append(event)
+            if isinstance(event, Finished | Failed):
+                del self._jobs[generation]
+            if isinstance(event, Finished):
+                self._seconds.append(event.stats.prefill_s + event.stats.decode_s)
+        for job, events in happened.items():
+            job.put(events)
+
+    def _admit(self) -> None:
+        while len(self._jobs) < self._engine.info.n_sequences:
+            with self._changed:
+                if not self._waiting or (self._jobs and not self._has_room(self._waiting[0])):
+                    return
+                job = self._waiting.popleft()
+            try:
+                generation = self._engine.generation(job.request, job.is_cancelled, self._cache)
+            except LuceError as error:
+                job.put([Failed(error, State.IDLE)])
+                continue
+            self._jobs[generation] = job
+            self._loop.add(generation)
+
+    def _has_room(self, job: Job) -> bool:
+        jobs = [*self._jobs.values(), job]
+        return sum(self._pages(each.request) for each in jobs) <= self._engine.info.n_pages
+
+    def _pages(self, request: Request) -> int:
+        """Of the longest text that may come of it, and of rows that are verified beyond it."""
+        n_ctx, prompt = self._engine.info.n_ctx, len(request.prompt)
+        most = n_ctx if request.max_tokens is None else min(prompt + request.max_tokens + MAX_ROWS, n_ctx)
+        return math.ceil(most / PAGE)
+
+    def _turn_pages(self) -> int:
+        """At most as many as one turn takes."""
+        return math.ceil(self._engine.info.n_chunk / PAGE) + 1 + len(self._jobs)
+
+    def _end_all(self, error: LuceError) -> None:
+        with self._changed:
+            waiting = list(self._waiting) if self._stopping else []
+            self._waiting = deque() if self._stopping else self._waiting
+        self._loop.close()
+        self._loop = Loop(self._engine.native, prefill_share=self._share)
+        jobs, self._jobs = [*self._jobs.values(), *waiting], {}
+        for job in jobs:
+            job.put([Failed(error, State.IDLE)])

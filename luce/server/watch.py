@@ -1,0 +1,125 @@
+"""What the server says about itself: metrics for Prometheus, and a line for each request."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+if TYPE_CHECKING:
+    from luce.server.answer import Answer
+    from luce.server.models import Models
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+
+
+class Watch:
+    """Counts what happens. log: "text" or "json", a line for each request on stderr; "": none."""
+
+    def __init__(self, log: str = "text"):
+        self._log = log
+        self.registry = registry = CollectorRegistry()
+
+        def counter(name: str, what: str, *labels: str) -> Counter:
+            return Counter(f"luce:{name}", what, labels, registry=registry)
+
+        def gauge(name: str, what: str, *labels: str) -> Gauge:
+            return Gauge(f"luce:{name}", what, labels, registry=registry)
+
+        def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"luce:{name}", what, buckets=buckets, registry=registry)
+
+        self._running = gauge("num_requests_running", "Requests that have a sequence.")
+        self._waiting = gauge("num_requests_waiting", "Requests that wait for a sequence.")
+        self._processing = gauge("requests_processing", "Requests that have a sequence.")
+        self._deferred = gauge("requests_deferred", "Requests that wait for a sequence.")
+        self._pages = gauge("kv_cache_usage_perc", "Part of the KV pages that is taken, 0..1.")
+        self._queries = counter("prefix_cache_queries", "Prompt tokens that were looked up.")
+        self._hits = counter("prefix_cache_hits", "Prompt tokens that were not read again.")
+        self._cache_bytes = gauge("prefix_cache_bytes", "Bytes of kept beginnings.", "place")
+        self._cache_entries = gauge("prefix_cache_entries", "Beginnings that are kept.", "place")
+        self._first_token = histogram(
+            "time_to_first_token_seconds", "From the request to its first token.", _SECONDS
+        )
+        self._between = histogram("inter_token_latency_seconds", "Between tokens of a request.", _BETWEEN)
+        self._waited = histogram("request_queue_time_seconds", "From the request to its start.", _SECONDS)
+        self._latency = histogram("e2e_request_latency_seconds", "From the request to its end.", _SECONDS)
+        self._drafted = counter("spec_decode_num_draft_tokens", "Tokens that were drafted.")
+        self._accepted = counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
+        self._prompt = counter("prompt_tokens", "Tokens of prompts.")
+        self._generated = counter("generation_tokens", "Tokens that were generated.")
+        self._requests = counter("requests", "Requests that ended, by why.", "finished_reason")
+
+    def refused(self) -> None:
+        """A request was turned away: the queue is full."""
+        self._requests.labels("refused").inc()
+
+    def started(self, waited: float, prompt: int, cached: int) -> None:
+        """A request has a sequence; so many tokens of its prompt need not be read again."""
+        self._waited.observe(waited)
+        self._queries.inc(prompt)
+        self._hits.inc(cached)
+
+    def first_token(self, seconds: float) -> None:
+        self._first_token.observe(seconds)
+
+    def tokens(self, n: int, seconds: float) -> None:
+        """n tokens came together, so long after those before them."""
+        for _ in range(n):
+            self._between.observe(seconds / n)
+
+    def ended(self, answer: Answer, reason: str, seconds: float, first: float | None) -> None:
+        """A request is over: counts it, and writes its line."""
+        usage, finished = answer.usage, answer.finished
+        stats = finished.stats if finished else None
+        self._requests.labels(reason if len(reason) < 20 else "failed").inc()
+        self._latency.observe(seconds)
+        self._prompt.inc(usage.prompt)
+        self._generated.inc(usage.completion)
+        if stats:
+            self._drafted.inc(stats.drafted)
+            self._accepted.inc(stats.accepted)
+        if self._log:
+            fields = {
+                "model": answer.ask.model,
+                "prompt": usage.prompt,
+                "cached": usage.cached,
+                "prefill_s": stats.prefill_s if stats else None,
+                "generated": usage.completion,
+                "tok_per_s": stats.tok_per_s if stats else None,
+                "accepted_length": stats.mean_accepted_length if stats else None,
+                "first_token_s": first,
+                "seconds": seconds,
+                "reason": reason,
+            }
+            self._write(fields)
+
+    def _write(self, fields: dict[str, Any]) -> None:
+        rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in fields.items()}
+        if self._log == "json":
+            line = json.dumps(rounded)
+        else:
+            known = {k: v for k, v in rounded.items() if v is not None}
+            line = " ".join(f"{k}={json.dumps(v) if isinstance(v, str) else v}" for k, v in known.items())
+        print(line, file=sys.stderr, flush=True)
+
+    def scrape(self, models: Models) -> bytes:
+        """All metrics as Prometheus reads them."""
+        served = [slot.served for slot in models.slots.values() if slot.served]
+        running = sum(model.scheduler.running for model in served)
+        waiting = sum(model.scheduler.waiting for model in served)
+        for gauge, value in ((self._running, running), (self._processing, running),
+                             (self._waiting, waiting), (self._deferred, waiting)):  # fmt: skip
+            gauge.set(value)
+        pages = sum(model.info.n_pages for model in served)
+        free = sum(model.scheduler.pages_free for model in served)
+        self._pages.set((pages - free) / pages if pages else 0.0)
+        caches = [model.cache for model in served if model.cache]
+        for place in ("device", "host", "disk"):
+            sizes = [cache.sizes()[place] for cache in caches]
+            self._cache_entries.labels(place).set(sum(count for count, _ in sizes))
+            self._cache_bytes.labels(place).set(sum(size for _, size in sizes))
+        return generate_latest(self.registry)

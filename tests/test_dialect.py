@@ -1,0 +1,141 @@
+"""What Qwen's models write, cut at every position: the same reasoning, text and calls."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from luce.server.dialect import Call, Parser, Reasoning, Text
+
+TOOLS = {
+    "read": {"type": "object", "properties": {"path": {"type": "string"}, "lines": {"type": "integer"}}},
+    "write": {
+        "type": "object",
+        "properties": {
+            "path": {"type": "string"},
+            "content": {"type": "string"},
+            "mode": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "options": {"type": "object"},
+            "append": {"type": "boolean"},
+        },
+    },
+    "now": {"type": "object", "properties": {}},
+}
+
+
+def written(name, **values):
+    """A call as the template spells it."""
+    parts = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function={name}>\n{parts}</function>\n</tool_call>"
+
+
+def call(name, **arguments):
+    return Call(name, json.dumps(arguments, ensure_ascii=False))
+
+
+READ = written("read", path="a.py", lines=3)
+# (name, text, whether the prompt ends within <think>, pieces)
+GOLDEN = [
+    ("text alone", "  Hello\n world \n", False, [Text("  Hello\n world \n")]),
+    ("thinking 3.5", "I see.\n</think>\n\nYes.", True, [Reasoning("I see."), Text("Yes.")]),
+    ("thinking it began itself", "<think>\nI see.\n</think>\n\nYes.", False,
+     [Reasoning("I see."), Text("Yes.")]),
+    ("no thought", "\n</think>\n\nYes.", True, [Text("Yes.")]),
+    ("two ends of thinking", "a\n</think>\n\n</think>\n\nYes", True, [Reasoning("a"), Text("Yes")]),
+    ("thinking cut", "I was just about", True, [Reasoning("I was just about")]),
+    ("a call", READ, False, [call("read", path="a.py", lines=3)]),
+    ("text and a call", f"I look.\n\n{READ}\n", False, [Text("I look."), call("read", path="a.py", lines=3)]),
+    ("a call in thinking", f"Let me look.\n{READ}", True,
+     [Reasoning("Let me look."), call("read", path="a.py", lines=3)]),
+    ("thinking, then a call", f"hm\n</think>\n\n{READ}", True,
+     [Reasoning("hm"), call("read", path="a.py", lines=3)]),
+    ("several calls", f"{READ}\n{written('now')}\n{READ}", False,
+     [call("read", path="a.py", lines=3), call("now"), call("read", path="a.py", lines=3)]),
+    ("text behind a call", f"{READ}\nDone.", False, [call("read", path="a.py", lines=3), Text("Done.")]),
+    ("a bare function", "<function=read>\n<parameter=path>\nx\n</parameter>\n</function>", False,
+     [call("read", path="x")]),
+    ("a bare function with half its frame",
+     "Now:\n<function=read>\n<parameter=path>\nx\n</parameter>\n</function>\n</tool_call>\nok", False,
+     [Text("Now:"), call("read", path="x"), Text("ok")]),
+    ("a bare function that is not declared", "<function=other>\n</function>", False,
+     [Text("<function=other>\n</function>")]),
+    ("spoken of within a line", "Write <function=now> and </function>.", False,
+     [Text("Write <function=now> and </function>.")]),
+    ("an undeclared tool", written("fly", to="home", n=3), False, [call("fly", to="home", n="3")]),
+    ("values with marks",
+     written("write", path="a", content="x </parameter> y </tool_call>\n</function> z"), False,
+     [call("write", path="a", content="x </parameter> y </tool_call>\n</function> z")]),
+    ("lines, umlauts and quotes", written("write", path="ä", content='\n "日本"\n\n\té\\n'), False,
+     [call("write", path="ä", content='\n "日本"\n\n\té\\n')]),
+    ("types", written("write", mode="null", options='{"a": [1, 2.5]}', append="True", path="12"), False,
+     [call("write", mode=None, options={"a": [1, 2.5]}, append=True, path="12")]),
+    ("a value that is none of its type", written("read", lines="many"), False, [call("read", lines="many")]),
+    ("an empty value", written("write", content=""), False, [call("write", content="")]),
+    ("JSON", '<tool_call>\n{"name": "read", "arguments": {"path": "</tool_call>"}}\n</tool_call>', False,
+     [call("read", path="</tool_call>")]),
+    ("cut by the token limit", "<tool_call>\n<function=read>\n<parameter=path>\na.p", False,
+     [Text("<tool_call>\n<function=read>\n<parameter=path>\na.p")]),
+    ("cut within its name", "Go: <tool_call>\n<func", False, [Text("Go: <tool_call>\n<func")]),
+    ("not a call", "a <tool_call> is a mark\n", False, [Text("a <tool_call> is a mark\n")]),
+    ("a parameter without its end",
+     f"<tool_call>\n<function=read>\n<parameter=path>\nx\n</function>\n</tool_call>\nHm. {'x' * 20}", False,
+     [Text(f"<tool_call>\n<function=read>\n<parameter=path>\nx\n</function>\n</tool_call>\nHm. {'x' * 20}")]),
+    ("a call that thinking speaks of",
+     f"I could say <tool_call>\n<function=now>\n so.\n</think>\n\n{READ}", True,
+     [Reasoning("I could say <tool_call>\n<function=now>\n so."), call("read", path="a.py", lines=3)]),
+    ("nothing", "", False, []),
+    ("blanks", "\n \n", False, [Text("\n \n")]),
+]  # fmt: skip
+
+
+def merged(pieces):
+    out = []
+    for piece in pieces:
+        if out and type(out[-1]) is type(piece) and not isinstance(piece, Call):
+            out[-1] = type(piece)(out[-1].text + piece.text)
+        else:
+            out.append(piece)
+    return out
+
+
+def parsed(parts, reasoning=False, tools=TOOLS):
+    parser = Parser(tools, reasoning)
+    pieces = [piece for part in parts for piece in parser.push(part)]
+    return merged(pieces + parser.flush())
+
+
+@pytest.mark.parametrize(("text", "reasoning", "pieces"), [g[1:] for g in GOLDEN], ids=[g[0] for g in GOLDEN])
+def test_transcripts_cut_anywhere(text, reasoning, pieces):
+    assert parsed([text], reasoning) == pieces
+    assert parsed(list(text), reasoning) == pieces
+    for at in range(1, len(text)):
+        assert parsed([text[:at], text[at:]], reasoning) == pieces, at
+
+
+MARKS = [
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "<function=read>", "</function>",
+    "<parameter=path>", "</parameter>", "\n", " ", "a", "<", "<function=", '{"name": "now"}', "é", READ,
+]  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.sampled_from(MARKS), max_size=14), st.booleans(), st.booleans(), st.data())
+def test_no_grouping_changes_what_is_said(words, reasoning, with_tools, data):
+    text, tools = "".join(words), TOOLS if with_tools else {}
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
+    parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert parsed(parts, reasoning, tools) == parsed([text], reasoning, tools)
+
+
+@given(st.dictionaries(st.sampled_from(["path", "content"]), st.text(max_size=40)))
+def test_arguments_come_back_as_they_were_written(arguments):
+    """Any text but what the format itself cannot say: a parameter's end before another one's beginning."""
+    values = {key: value for key, value in arguments.items() if "</parameter>" not in value}
+    values = {key: value for key, value in values.items() if "</tool_call>" not in value}
+    (found,) = parsed([written("write", **values)])
+    assert found.name == "write" and json.loads(found.arguments) == values
+
+
+def test_without_tools_calls_are_text():
+    assert parsed([f"x\n\n{READ}\n"], tools={}) == [Text(f"x\n\n{READ}\n")]
