@@ -136,14 +136,14 @@ def test_a_client_that_goes_frees_its_sequence(native, endless):
     how = settings(sequences=1, max_waiting=0, ctx=50_000, checkpoints=0, spec="off")
     with serving({"endless": endless}, how) as server:
         path, scheduler = f"{server.url}/v1/chat/completions", server.scheduler
-        with httpx.stream("POST", path, json={**FOREVER, "stream": True}) as response:
+        with httpx.stream("POST", path, json={**FOREVER, "stream": True}, timeout=60) as response:
             next(response.iter_bytes())
             until(lambda: scheduler.running == 1, "it runs")
-            refused = httpx.post(path, json=FOREVER)
+            refused = httpx.post(path, json=FOREVER, timeout=60)
             assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
         until(lambda: scheduler.idle, "the sequence of a stream is free")
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(path, json=FOREVER, timeout=httpx.Timeout(10, read=0.3))
+            httpx.post(path, json=FOREVER, timeout=httpx.Timeout(60, read=0.3))
         until(lambda: scheduler.idle, "the sequence of an answer is free")
         assert scheduler.pages_free == server.models.slots["endless"].served.info.n_pages
 

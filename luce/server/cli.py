@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,7 @@ def serve(models: Mapping[str, Path], **flags: Any) -> None:
             raise LuceError(f"{slot.path}: no such file")
     hosts = (*LOOPBACK, flags["host"]) if flags["host"] in LOOPBACK else ()
     app = make_app(served, watch, Access(tuple(flags["keys"]), hosts))
+    sys.setswitchinterval(0.001)  # the engine's thread waits for the others after each step: not for long
     Listener(app, served, flags).run()
 
 
