@@ -139,7 +139,6 @@ class Scheduler:
             self._step()
         if self._cache:
             self._cache.work()
-        self.pages_free = self._engine.native.info.pages_free
 
     def _step(self) -> None:
         if self._cache:
@@ -151,6 +150,7 @@ class Scheduler:
                 del self._jobs[generation]
             if isinstance(event, Finished):
                 self._seconds.append(event.stats.prefill_s + event.stats.decode_s)
+        self.pages_free = self._engine.native.info.pages_free
         for job, events in happened.items():
             job.put(events)
 
