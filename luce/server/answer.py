@@ -13,7 +13,7 @@ from typing import Any
 from luce.errors import ArgumentError, Cancelled, ContextFull, LuceError
 from luce.generation import Event, Failed, Finished, Started, Tokens
 from luce.plan import Request
-from luce.server.ask import Ask, Refused, ordered
+from luce.server.ask import Ask, Refused, TooLong, ordered
 from luce.server.dialect import END_THINK, THINK, Call, Parser, Piece, Reasoning, Text
 from luce.server.models import Served
 from luce.server.scheduler import Busy, Job
@@ -75,13 +75,12 @@ class Answer:
 
     async def begin(self) -> None:
         """Makes the prompt and hands it to the engine. Refused: nothing of it runs."""
-        prompt = await self._prompt()
+        prompt = await self.prompt()
         n_ctx, new = self.model.info.n_ctx, self.ask.max_tokens
         if not prompt:
             raise Refused(400, "the prompt is empty", param="prompt")
         if len(prompt) > n_ctx:
-            said = f"the prompt has {len(prompt)} tokens, the context {n_ctx}"
-            raise Refused(400, said, "too_long", "messages")
+            raise TooLong(len(prompt), n_ctx)
         self.usage.prompt = len(prompt)
         sampling = {"seed": secrets.randbits(64)} | self.model.defaults | dict(self.ask.sampling)
         try:
@@ -102,7 +101,8 @@ class Answer:
             raise Refused(503, str(busy), "busy", retry_after=busy.retry_after) from busy
         self._job = job
 
-    async def _prompt(self) -> list[int]:
+    async def prompt(self) -> list[int]:
+        """The prompt's tokens."""
         ask = self.ask
         if ask.prompt is not None:
             if isinstance(ask.prompt, str):
@@ -127,8 +127,7 @@ class Answer:
             except TimeoutError:
                 yield Silence()
                 continue
-            text, last = self._read(events)
-            pieces = self._cut(text, final=last is not None)
+            pieces, last = self._read(events)
             if isinstance(last, Failed):
                 raise _refused(last)
             for piece in pieces:
@@ -141,20 +140,24 @@ class Answer:
                 self.reason = self._reason(last, calls)
                 return
 
-    def _read(self, events: list[Event]) -> tuple[str, Event | None]:
-        """The text of events, and the one that was the last of all."""
-        text, last = "", None
+    def _read(self, events: list[Event]) -> tuple[list[Piece], Event | None]:
+        """The pieces that events add, and the event that was the last of all."""
+        pieces: list[Piece] = []
+        last: Event | None = None
         for event in events:
             if isinstance(event, Started):
                 self.usage.cached = event.cached
-                self._watch.started(time.perf_counter() - self._began, event.prompt_tokens, event.cached)
+                waited = time.perf_counter() - self._began
+                self._watch.started(waited, event.prompt_tokens, event.cached)
             elif isinstance(event, Tokens):
                 self._count(event)
-                text += event.text
+                pieces += self._cut(event.text)
             elif isinstance(event, Finished | Failed):
                 last = event
-                self.finished = event if isinstance(event, Finished) else None
-        return text, last
+        if isinstance(last, Finished):
+            self.finished = last
+            pieces += self._parser.flush()
+        return pieces, last
 
     def _count(self, event: Tokens) -> None:
         now = time.perf_counter()
@@ -165,12 +168,13 @@ class Answer:
             self._watch.tokens(len(event.ids), now - self._last)
         self._last = now
         self.usage.completion += len(event.ids)
+        if self._parser.reasoning:
+            self.usage.reasoning += len(event.ids)
 
-    def _cut(self, text: str, final: bool) -> list[Piece]:
+    def _cut(self, text: str) -> list[Piece]:
         if self.ask.prompt is not None:  # a raw prompt has a raw answer
             return [Text(text)] if text else []
-        pieces = self._parser.push(text)
-        return pieces + self._parser.flush() if final else pieces
+        return self._parser.push(text)
 
     def _reason(self, last: Finished, calls: int) -> str:
         if last.reason == "cancelled":

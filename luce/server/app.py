@@ -16,7 +16,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from luce.server import about, openai
+from luce.server import about, anthropic, ollama, openai, responses
 from luce.server.answer import Answer, Silence, Whole
 from luce.server.ask import Ask, Refused
 from luce.server.body import read, reply
@@ -181,6 +181,26 @@ async def completions(server: Server, request: Request) -> Response:
     )
 
 
+async def make_response(server: Server, request: Request) -> Response:
+    body = await read(request, responses.ResponsesBody)
+    ask = responses.responses_ask(body)
+    return await server.answer(request, ask, lambda a: responses.ResponsesForm(a, body), openai.error_body)
+
+
+# ---- Anthropic's
+
+
+async def messages(server: Server, request: Request) -> Response:
+    ask = anthropic.messages_ask(await read(request, anthropic.MessagesBody))
+    return await server.answer(request, ask, anthropic.MessagesForm, anthropic.error_body)
+
+
+async def count_tokens(server: Server, request: Request) -> Response:
+    ask = anthropic.messages_ask(await read(request, anthropic.MessagesBody))
+    answer = Answer(await server.models.get(ask.model), ask, server.watch)
+    return reply({"input_tokens": len(await answer.prompt())})
+
+
 class Guarded:
     """Turns away who has no key, and web pages of other sites."""
 
@@ -193,7 +213,9 @@ class Guarded:
         if scope["type"] == "http" and (refused := self._refused(scope)):
             body = openai.error_body(refused)
             if scope["path"].startswith("/v1/messages"):
-                body = {"type": "error", **body}
+                body = anthropic.error_body(refused)
+            elif scope["path"].startswith("/api/"):
+                body = ollama.error_body(refused)
             await reply(body, refused.status)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
@@ -235,6 +257,15 @@ def make_app(models: Models, watch: Watch, access: Access) -> ASGIApp:
     routes = [
         routed(server, "/v1/chat/completions", chat_completions, ["POST"]),
         routed(server, "/v1/completions", completions, ["POST"]),
+        routed(server, "/v1/responses", make_response, ["POST"]),
+        routed(server, "/v1/messages", messages, ["POST"], anthropic.error_body),
+        routed(server, "/v1/messages/count_tokens", count_tokens, ["POST"], anthropic.error_body),
+        routed(server, "/api/chat", ollama.chat, ["POST"], ollama.error_body),
+        routed(server, "/api/generate", ollama.generate, ["POST"], ollama.error_body),
+        routed(server, "/api/show", ollama.show, ["POST"], ollama.error_body),
+        routed(server, "/api/tags", ollama.tags, ["GET"], ollama.error_body),
+        routed(server, "/api/ps", ollama.ps, ["GET"], ollama.error_body),
+        routed(server, "/api/version", ollama.version, ["GET"], ollama.error_body),
         *about.routes(server, routed),
     ]
     return Guarded(Starlette(routes=routes, lifespan=lifespan), access)

@@ -26,6 +26,15 @@ class Refused(Exception):
         self.retry_after = retry_after
 
 
+class TooLong(Refused):
+    """The prompt is longer than the context; clients take older messages out of it, or sum them up."""
+
+    def __init__(self, tokens: int, most: int):
+        said = f"This model's maximum context length is {most} tokens, and the prompt has {tokens} tokens."
+        super().__init__(400, said, "too_long", "messages")
+        self.tokens, self.most = tokens, most
+
+
 def refuse(message: str, param: str | None = None) -> Refused:
     """The request asks for what cannot be, or not here."""
     return Refused(400, message, param=param)

@@ -65,6 +65,11 @@ class Parser:
         self._text = ""  # what is not decided yet
         self._searched = 0  # how much of it, for the end of a call
 
+    @property
+    def reasoning(self) -> bool:
+        """Whether what comes next is reasoning, as far as is known."""
+        return self._reasoning
+
     def push(self, text: str) -> list[Piece]:
         """The pieces that are now certain."""
         self._text += text

@@ -82,16 +82,9 @@ def sampling_of(body: Sampled) -> dict[str, Any]:
     """The fields of structs.Sampling that are given."""
     if body.n not in (None, 1):
         raise refuse("n: one answer for a request; send as many requests", "n")
-    found = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-    ranges = {"temperature": (0, 100), "top_p": (0, 1), "top_k": (-1, 2**31 - 1), "min_p": (0, 1)}
-    for name, value in found.items():
-        low, high = ranges[name]
-        if value is not None and not low <= value <= high:
-            raise refuse(f"{name} is {value}: it has to be from {low} to {high}", name)
-    if found["top_k"] == -1:
-        found["top_k"] = 0
-    if body.seed is not None:
-        found["seed"] = body.seed % 2**64
+    found = within(
+        temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, min_p=body.min_p, seed=body.seed
+    )
     for name in ("presence_penalty", "frequency_penalty"):
         if getattr(body, name):
             raise refuse(f"{name} is not supported yet", name)
@@ -100,7 +93,25 @@ def sampling_of(body: Sampled) -> dict[str, Any]:
             raise refuse(f"{name} is not supported yet", name)
     if body.logit_bias:
         raise refuse("logit_bias is not supported yet", "logit_bias")
-    return {name: value for name, value in found.items() if value is not None}
+    return found
+
+
+RANGES = {"temperature": (0, 100), "top_p": (0, 1), "top_k": (-1, 2**31 - 1), "min_p": (0, 1),
+          "seed": (-(2**63), 2**64 - 1)}  # fmt: skip
+
+
+def within(**given: float | None) -> dict[str, Any]:
+    """The fields of structs.Sampling that are given. Refused: one is out of its range."""
+    found: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    for name, value in found.items():
+        low, high = RANGES[name]
+        if not low <= value <= high:
+            raise refuse(f"{name} is {value}: it has to be from {low} to {high}", name)
+    if "top_k" in found:
+        found["top_k"] = max(int(found["top_k"]), 0)  # -1 is off, as 0
+    if "seed" in found:
+        found["seed"] = int(found["seed"]) % 2**64
+    return found
 
 
 def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:
@@ -226,6 +237,10 @@ class Form:
 
     def begin(self) -> Iterator[bytes]:
         """Before all pieces."""
+        return iter(())
+
+    def end(self) -> Iterator[bytes]:
+        """After all pieces."""
         return iter(())
 
     def silence(self) -> bytes:

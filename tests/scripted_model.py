@@ -1,0 +1,148 @@
+#!/usr/bin/env python3
+"""Writes a tiny qwen35 GGUF that says what a script holds: the model in the box cannot call tools by itself.
+
+Its blocks add nothing, so a token follows from the one before alone, as in an oracle model. The chat template
+ends in a control token that says which text of the script is due: that of the last user's message that spells
+"SAY NAME", and of its texts the one after as many answers of tools as have come since. All else is real:
+templates, tokens, engine, sampling, server.
+
+    python tests/scripted_model.py script.json model.gguf     # {"NAME": ["text", "text after an answer"]}
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import gguf
+import numpy as np
+import tiny
+
+from luce.bpe import BYTE_SYMBOLS
+from luce.qwen35_gguf import CONTROL, MERGES, Config, add_keys
+
+DEFAULT = "default"  # what is said where nobody names a text, or no tools are declared for its call
+
+TEMPLATE = """
+{%- macro call(c) %}{{ '<tool_call>\\n<function=' + c.function.name + '>\\n' }}
+{%- for key, value in c.function.arguments|items %}{{ '<parameter=' + key + '>\\n' }}
+{{- value if value is string else value|tojson }}{{ '\\n</parameter>\\n' }}{%- endfor %}
+{{- '</function>\\n</tool_call>' }}{%- endmacro %}
+{%- set at = namespace(name=DEFAULT, n=0) %}
+{%- if tools %}{{- '<|im_start|>system\\n# Tools\\n<tools>' }}
+{%- for tool in tools %}{{ '\\n' + tool|tojson }}{% endfor %}{{ '\\n</tools><|im_end|>\\n' }}{%- endif %}
+{%- for m in messages %}
+{%- if m.role == 'system' and not loop.first %}{{ raise_exception('late system message') }}{%- endif %}
+{%- if m.role == 'user' %}{%- for name, calls in SCRIPT %}
+{%- if ('SAY ' + name) in m.content and (tools or not calls) %}
+{%- set at.name = name %}{%- set at.n = 0 %}{%- endif %}
+{%- endfor %}{%- endif %}
+{%- if m.role == 'tool' %}{%- set at.n = at.n + 1 %}
+{{- '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' }}
+{%- else %}{{- '<|im_start|>' + m.role + '\\n' }}
+{%- if m.reasoning_content %}{{ '<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' }}{%- endif %}
+{{- m.content }}{%- for c in m.tool_calls or [] %}{{ '\\n\\n' + call(c) }}{%- endfor %}{{ '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
+{%- for name, n in LENGTHS %}{%- if name == at.name %}
+{{- '<|say:' + name + ':' + (([at.n, n - 1]|min)|string) + '|>' }}{%- endif %}{%- endfor %}{%- endif %}
+"""
+
+
+def pieces(text: str, used: set[str]) -> list[str]:
+    """The text in pieces of a few letters, of which no file has one twice."""
+    found: list[str] = []
+    at = 0
+    while at < len(text):
+        end = at + 3
+        while end < len(text) and text[at:end] in used:
+            end += 1
+        piece = text[at:end]
+        while piece in used:  # at the end of the text: together with what comes before
+            piece = found.pop() + piece
+        used.add(piece)
+        found.append(piece)
+        at = end
+    return found
+
+
+def spelled(text: str) -> str:
+    """In the byte alphabet, as vocabularies have it."""
+    return "".join(BYTE_SYMBOLS[byte] for byte in text.encode())
+
+
+def write(path: Path, script: Mapping[str, Sequence[str]], n_ctx: int = 65536) -> Path:
+    """The model of a script."""
+    script = {DEFAULT: ["Fine."], **script}
+    tokens = BYTE_SYMBOLS + [a + b for a, b in MERGES]
+    used, first = set[str](), dict[str, int]()
+    follows: list[tuple[int, int]] = []  # (token, the one after it); -1: the end of the text
+    for name, texts in script.items():
+        for n, text in enumerate(texts):
+            said = [spelled(piece) for piece in pieces(text, used)]
+            ids = range(len(tokens), len(tokens) + len(said))
+            tokens += said
+            first[f"<|say:{name}:{n}|>"] = ids[0]
+            follows += [*zip(ids, ids[1:], strict=False), (ids[-1], -1)]
+    if len(set(tokens)) < len(tokens):
+        raise ValueError("a piece is spelled like another token")
+    n_normal = len(tokens)
+    follows += [(n_normal + at, token) for at, token in enumerate(first.values())]
+    tokens += [*first, *CONTROL]
+    config = Config(n_layer=4, n_embd=256, n_ff=64, n_vocab=len(tokens), n_ctx=n_ctx)
+    _write(path, config, tokens, n_normal, _tensors(config, follows), _template(script))
+    return path
+
+
+def _tensors(config: Config, follows: Sequence[tuple[int, int]]) -> dict[str, np.ndarray]:
+    """Random blocks that add nothing; the head's row of a token is the embedding of those that it follows."""
+    tensors = tiny.layout(config, seed=1)
+    for name, tensor in tensors.items():
+        if name.endswith(("attn_output.weight", "ssm_out.weight", "ffn_down.weight")):
+            tensor[:] = 0
+    embedding = np.sign(tensors["token_embd.weight"]).astype(np.float32)
+    head = np.zeros_like(embedding)
+    for token, after in follows:
+        head[after] += embedding[token]
+    tensors["token_embd.weight"], tensors["output.weight"] = embedding, head
+    tensors["output_norm.weight"][:] = 1
+    return tensors
+
+
+def _template(script: Mapping[str, Sequence[str]]) -> str:
+    calls = [[name, any("<tool_call>" in text for text in texts)] for name, texts in script.items()]
+    lengths = [[name, len(texts)] for name, texts in script.items()]
+    known = {"SCRIPT": json.dumps(calls), "LENGTHS": json.dumps(lengths), "DEFAULT": json.dumps(DEFAULT)}
+    text = TEMPLATE.strip()
+    for name, value in known.items():
+        text = text.replace(name, value)
+    return text
+
+
+def _write(
+    path: Path, config: Config, tokens: list[str], n_normal: int, tensors: tiny.Weights, template: str
+) -> None:
+    w = gguf.GGUFWriter(path, config.arch)
+    add_keys(w, config, f"scripted-{path.stem}", file_type=0)
+    kinds = gguf.TokenType
+    w.add_tokenizer_model("gpt2")
+    w.add_tokenizer_pre("qwen35")
+    w.add_token_list(tokens)
+    w.add_token_types([kinds.NORMAL] * n_normal + [kinds.CONTROL] * (len(tokens) - n_normal))
+    w.add_token_merges([f"{a} {b}" for a, b in MERGES])
+    w.add_eos_token_id(len(tokens) - 1)
+    w.add_add_bos_token(False)
+    w.add_chat_template(template)
+    for name, tensor in tensors.items():
+        w.add_tensor(name, tensor)
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[2]), json.loads(Path(sys.argv[1]).read_text()))

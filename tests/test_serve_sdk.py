@@ -1,0 +1,228 @@
+"""The clients' own SDKs against a real server, with a model that says what its script holds."""
+
+import json
+
+import anthropic
+import openai
+import pytest
+import scripted_model
+from serving import serving, settings
+
+CALL = """<tool_call>
+<function=read>
+<parameter=path>
+/tmp/a b.txt
+</parameter>
+<parameter=lines>
+3
+</parameter>
+</function>
+</tool_call>"""
+THOUGHT = "<think>\nThe user greets me.\n</think>\n\n"
+SCRIPT = {
+    "hello": [f"{THOUGHT}Hello, wörld!"],
+    "read": [f"{THOUGHT}I look.\n\n{CALL}", "It says 42."],
+    "twice": [f"{CALL}\n{CALL.replace('3', '4')}", "Both are there."],
+    "broken": ["<tool_call>\n<function=read>\n<parameter=path>\nx"],
+}
+SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}, "lines": {"type": "integer"}}}
+ARGUMENTS = {"path": "/tmp/a b.txt", "lines": 3}
+
+
+@pytest.fixture(scope="module")
+def server(native, tmp_path_factory):
+    path = scripted_model.write(tmp_path_factory.mktemp("scripted") / "scripted.gguf", SCRIPT)
+    with serving({"scripted": path}, settings(ctx=4096), keys=["key"]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def chatgpt(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="key", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def claude(server):
+    with anthropic.Anthropic(base_url=server.url, api_key="key", max_retries=0) as client:
+        yield client
+
+
+TOOL = {"type": "function", "function": {"name": "read", "description": "Reads.", "parameters": SCHEMA}}
+GREEDY = {"temperature": 0, "max_tokens": 400}
+
+
+def say(name):
+    return [{"role": "user", "content": f"Please SAY {name} now"}]
+
+
+# ---- /v1/chat/completions
+
+
+def test_chat(chatgpt):
+    found = chatgpt.chat.completions.create(model="gpt-x", messages=say("hello"), **GREEDY)
+    type(found).model_validate(found.model_dump(), strict=True)
+    message = found.choices[0].message
+    assert (message.content, message.reasoning_content) == ("Hello, wörld!", "The user greets me.")
+    assert found.choices[0].finish_reason == "stop" and found.model == "gpt-x"
+    assert 0 < found.usage.completion_tokens_details.reasoning_tokens < found.usage.completion_tokens
+
+
+def test_chat_streams_and_calls_tools(chatgpt):
+    messages = say("read")
+    with chatgpt.chat.completions.stream(model="m", messages=messages, tools=[TOOL], **GREEDY) as stream:
+        kinds = {event.type for event in stream}
+        found = stream.get_final_completion().choices[0]
+    assert {"chunk", "content.delta", "tool_calls.function.arguments.done"} <= kinds
+    (call,) = found.message.tool_calls
+    assert found.finish_reason == "tool_calls" and found.message.content == "I look."
+    assert (call.function.name, json.loads(call.function.arguments)) == ("read", ARGUMENTS)
+    messages += [found.message, {"role": "tool", "tool_call_id": call.id, "content": "42"}]
+    found = chatgpt.chat.completions.create(model="m", messages=messages, tools=[TOOL], **GREEDY)
+    assert found.choices[0].message.content == "It says 42."
+
+
+def test_several_calls_or_one(chatgpt):
+    asked = {"model": "m", "messages": say("twice"), "tools": [TOOL], **GREEDY}
+    calls = chatgpt.chat.completions.create(**asked).choices[0].message.tool_calls
+    assert [json.loads(call.function.arguments)["lines"] for call in calls] == [3, 4]
+    one = chatgpt.chat.completions.create(parallel_tool_calls=False, **asked).choices[0]
+    assert len(one.message.tool_calls) == 1 and one.finish_reason == "tool_calls"
+
+
+def test_a_broken_call_and_tools_that_may_not_be_called(chatgpt):
+    found = chatgpt.chat.completions.create(model="m", messages=say("broken"), tools=[TOOL], **GREEDY)
+    assert found.choices[0].message.content == SCRIPT["broken"][0]
+    found = chatgpt.chat.completions.create(
+        model="m", messages=say("read"), tools=[TOOL], tool_choice="none", **GREEDY
+    )
+    assert found.choices[0].message.content == "Fine." and not found.choices[0].message.tool_calls
+
+
+def test_errors_are_the_sdks_own(chatgpt, claude, server):
+    long = [{"role": "user", "content": "words " * 5000}]
+    with pytest.raises(openai.BadRequestError) as error:
+        chatgpt.chat.completions.create(model="m", messages=long)
+    assert error.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError) as error:
+        chatgpt.chat.completions.create(model="m", messages=say("hello"), n=3)
+    assert error.value.param == "n"
+    with pytest.raises(openai.NotFoundError):
+        chatgpt.models.retrieve("nobody")
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long: [0-9]+ tokens > 4096 maximum"):
+        claude.messages.create(model="m", messages=long, max_tokens=5)
+    with pytest.raises(anthropic.AuthenticationError):
+        anthropic.Anthropic(base_url=server.url, api_key="wrong").messages.create(
+            model="m", messages=say("hello"), max_tokens=5
+        )
+    assert [model.id for model in chatgpt.models.list()] == ["scripted"]
+
+
+def test_completions(chatgpt):
+    found = chatgpt.completions.create(model="m", prompt="x", max_tokens=3, echo=True, temperature=0)
+    assert found.choices[0].text.startswith("x") and found.usage.completion_tokens == 3
+    parts = list(chatgpt.completions.create(model="m", prompt="x", max_tokens=3, stream=True, temperature=0))
+    assert "x" + "".join(part.choices[0].text for part in parts) == found.choices[0].text
+
+
+# ---- /v1/responses
+
+FUNCTION = {"type": "function", "name": "read", "parameters": SCHEMA, "strict": False}
+OTHERS = [{"type": "web_search"}, {"type": "namespace", "name": "mcp", "description": "x", "tools": []}]
+
+
+def test_responses_stream_calls_and_go_on(chatgpt):
+    asked = {"model": "m", "tools": [FUNCTION, *OTHERS], "instructions": "Be brief.", "temperature": 0}
+    items = [{"role": "developer", "content": "rules"}, *say("read")]
+    with chatgpt.responses.stream(input=items, store=False, **asked) as stream:
+        events = list(stream)
+        found = stream.get_final_response()
+    kinds = [event.type for event in events]
+    assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+    assert kinds.count("response.output_item.done") == 3
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    reasoning, message, call = found.output
+    assert reasoning.content[0].text == "The user greets me." and message.content[0].text == "I look."
+    assert (call.name, json.loads(call.arguments)) == ("read", ARGUMENTS)
+    sealed = reasoning.model_dump() | {"content": None}  # as codex sends it back
+    items += [
+        sealed,
+        message,
+        call,
+        {"type": "function_call_output", "call_id": call.call_id, "output": "42"},
+    ]
+    items = [item if isinstance(item, dict) else item.model_dump() for item in items]
+    assert chatgpt.responses.create(input=items, **asked).output_text == "It says 42."
+    with_thought = chatgpt.post("/../apply-template", cast_to=object, body={"messages": [
+        {"role": "assistant", "content": "a", "reasoning_content": "b"}]})  # fmt: skip
+    assert "<think>\nb\n</think>" in with_thought["prompt"]
+
+
+def test_responses_whole_and_cut(chatgpt):
+    found = chatgpt.responses.create(model="m", input="SAY hello", temperature=0)
+    type(found).model_validate(found.model_dump(), strict=False)
+    assert found.output_text == "Hello, wörld!" and found.status == "completed"
+    found = chatgpt.responses.create(model="m", input="SAY hello", temperature=0, max_output_tokens=2)
+    assert found.status == "incomplete" and found.incomplete_details.reason == "max_output_tokens"
+
+
+# ---- /v1/messages
+
+ANTHROPIC_TOOL = {"name": "read", "description": "Reads.", "input_schema": SCHEMA}
+SYSTEM = [{"type": "text", "text": "x-anthropic-billing-header: 1"}, {"type": "text", "text": "Be brief."}]
+
+
+def test_messages_stream_calls_and_go_on(claude):
+    asked = {"model": "claude-x", "max_tokens": 400, "system": SYSTEM,
+             "tools": [ANTHROPIC_TOOL, {"type": "web_search_20250305", "name": "web_search"}],
+             "thinking": {"type": "adaptive"}}  # fmt: skip
+    messages = say("read")
+    with claude.messages.stream(messages=messages, **asked) as stream:
+        kinds = [event.type for event in stream]
+        found = stream.get_final_message()
+    assert kinds[0] == "message_start" and kinds[-1] == "message_stop"
+    assert found.model == "claude-x" and found.stop_reason == "tool_use"
+    thought, text, call = found.content
+    assert (thought.thinking, text.text) == ("The user greets me.", "I look.") and thought.signature
+    assert (call.name, call.input) == ("read", ARGUMENTS)
+    answer = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "42"}]}
+    messages += [{"role": "assistant", "content": found.content}, {"role": "user", "content": [answer]},
+                 {"role": "system", "content": "late"}]  # fmt: skip
+    done = claude.messages.create(messages=messages, **asked)
+    type(done).model_validate(done.model_dump(), strict=False)
+    assert [block.text for block in done.content] == ["It says 42."] and done.stop_reason == "end_turn"
+    counted = claude.messages.count_tokens(
+        **{k: v for k, v in asked.items() if k != "max_tokens"}, messages=messages
+    )
+    usage = done.usage
+    assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+
+
+def test_stop_sequences_and_lengths(claude):
+    asked = {"model": "m", "messages": say("hello")}
+    found = claude.messages.create(max_tokens=100, stop_sequences=["lo,"], **asked)
+    assert (found.stop_reason, found.stop_sequence, found.content[-1].text) == ("stop_sequence", "lo,", "Hel")
+    assert claude.messages.create(max_tokens=1, **asked).stop_reason == "max_tokens"
+
+
+# ---- Ollama
+
+
+def test_ollamas_lines(server):
+    headers = {"Authorization": "Bearer key"}
+    options = {"temperature": 0, "num_predict": 400}
+    body = {"model": "scripted", "messages": say("read"), "tools": [TOOL], "options": options}
+    response = server.http.post("/api/chat", json=body, headers=headers)
+    lines = [json.loads(line) for line in response.text.splitlines()]
+    assert "".join(line["message"]["content"] for line in lines) == "I look."
+    (calls,) = [line["message"]["tool_calls"] for line in lines if "tool_calls" in line["message"]]
+    assert calls == [{"function": {"name": "read", "arguments": ARGUMENTS}}]
+    assert lines[-1]["done"] and lines[-1]["eval_count"] > 0
+    body = {"model": "scripted", "prompt": "SAY hello", "stream": False, "options": options}
+    found = server.http.post("/api/generate", json=body, headers=headers).json()
+    assert (found["response"], found["thinking"]) == ("Hello, wörld!", "The user greets me.")
+    for path in ("/api/tags", "/api/ps"):
+        assert [m["name"] for m in server.http.get(path, headers=headers).json()["models"]] == ["scripted"]
+    shown = server.http.post("/api/show", json={"model": "scripted"}, headers=headers).json()
+    assert shown["capabilities"] == ["completion", "tools", "thinking"]
+    assert server.http.get("/api/version", headers=headers).json()["version"]
