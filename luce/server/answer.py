@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from luce.errors import ArgumentError, Cancelled, ContextFull, LuceError
 from luce.generation import Event, Failed, Finished, Started, Tokens
+from luce.grammar import Matcher
 from luce.plan import Request
 from luce.server.ask import Ask, Refused, TooLong, ordered
 from luce.server.dialect import END_THINK, THINK, Call, Parser, Piece, Reasoning, Text
+from luce.server.grammar import call_grammar, json_grammar
 from luce.server.models import Served
 from luce.server.scheduler import Busy, Job
 from luce.server.watch import Watch
-from luce.structs import Sampling
+from luce.structs import Logprobs, Penalties, Sampling
 
 KEEP_ALIVE = 15.0  # seconds without a piece, after which a stream says that it lives
 
@@ -72,6 +74,7 @@ class Answer:
         self._job: Job | None = None
         self._parser = Parser()
         self._done = False
+        self._logprobs: list[tuple[int, Logprobs]] = []
 
     async def begin(self) -> None:
         """Makes the prompt and hands it to the engine. Refused: nothing of it runs."""
@@ -84,7 +87,15 @@ class Answer:
         self.usage.prompt = len(prompt)
         sampling = {"seed": secrets.randbits(64)} | self.model.defaults | dict(self.ask.sampling)
         try:
-            request = Request(tuple(prompt), new, Sampling(**sampling), self.ask.stops)
+            request = Request(
+                tuple(prompt),
+                new,
+                Sampling(**sampling),
+                self.ask.stops,
+                penalties=Penalties(**self.ask.penalties),
+                grammar=self._grammar(),
+                logprobs=self.ask.logprobs,
+            )
         except LuceError as error:
             raise Refused(400, str(error)) from error
         loop = asyncio.get_running_loop()
@@ -118,13 +129,31 @@ class Answer:
         self._parser = Parser(schemas, reasoning=tail.endswith(THINK) and not tail.endswith(END_THINK))
         return ids
 
+    def _grammar(self) -> Callable[[], Matcher] | None:
+        """What the text is held to. ArgumentError: a schema that cannot be."""
+        ask, thinks = self.ask, self._parser.reasoning
+        if ask.choice not in ("auto", "none"):
+            tools = [tool for tool in ask.tools if ask.choice in ("required", tool.name)]
+            lark = call_grammar(tools, thinks, required=True, many=ask.parallel_calls)
+        elif ask.schema is not None:
+            lark = json_grammar(dict(ask.schema), thinks)
+        elif ask.choice == "auto" and ask.tools and all(tool.strict for tool in ask.tools):
+            lark = call_grammar(ask.tools, thinks, required=False, many=ask.parallel_calls)
+        else:
+            return None
+        return self.model.grammars.factory(lark)
+
+    def take_logprobs(self) -> list[tuple[int, Logprobs]]:
+        """Tokens with their log-probabilities, of those that came since the last time."""
+        taken, self._logprobs = self._logprobs, []
+        return taken
+
     async def pieces(self) -> AsyncGenerator[Piece | Silence, None]:
         """What comes, to the end. Refused: it failed."""
         calls = 0
         while True:
-            try:
-                events = await asyncio.wait_for(self._events.get(), KEEP_ALIVE)
-            except TimeoutError:
+            events = await self._next_events()
+            if events is None:
                 yield Silence()
                 continue
             pieces, last = self._read(events)
@@ -139,6 +168,19 @@ class Answer:
             if isinstance(last, Finished):
                 self.reason = self._reason(last, calls)
                 return
+
+    async def _next_events(self) -> list[Event] | None:
+        """What happened since the last time; None: nothing for KEEP_ALIVE seconds. (asyncio.wait_for may
+        swallow a cancellation, wait does not.)"""
+        if self._events.empty():
+            getting = asyncio.ensure_future(self._events.get())
+            try:
+                done, _ = await asyncio.wait({getting}, timeout=KEEP_ALIVE)
+            finally:
+                if not getting.done():
+                    getting.cancel()
+            return getting.result() if done else None
+        return self._events.get_nowait()
 
     def _read(self, events: list[Event]) -> tuple[list[Piece], Event | None]:
         """The pieces that events add, and the event that was the last of all."""
@@ -167,6 +209,7 @@ class Answer:
         elif event.ids:
             self._watch.tokens(len(event.ids), now - self._last)
         self._last = now
+        self._logprobs += zip(event.ids, event.logprobs, strict=False)
         self.usage.completion += len(event.ids)
         if self._parser.reasoning:
             self.usage.reasoning += len(event.ids)

@@ -73,6 +73,7 @@ class Ask:
     parallel_calls: bool = True
     max_tokens: int | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    penalties: Mapping[str, Any] = field(default_factory=dict)
     stops: tuple[str, ...] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
     schema: Mapping[str, Any] | None = None

@@ -19,6 +19,7 @@ from luce.plan import Options
 from luce.server.ask import Refused
 from luce.server.cache import PrefixCache
 from luce.server.disk import DiskCache
+from luce.server.grammar import Grammars
 from luce.server.scheduler import Scheduler
 
 MAX_DEFAULT_CTX = 32768
@@ -55,6 +56,7 @@ class Served:
                     self.template = chat_template(files.file.kv)
                 opened.callback(self.template.close)
             self.defaults = _sampling(files.file.kv)
+            self.grammars = Grammars(self.tokenizer)
             self.cache = None
             if self.info.n_checkpoints:
                 disk = _disk(self.engine, files, settings)

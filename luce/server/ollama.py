@@ -16,7 +16,7 @@ from luce.server.ask import Ask, Message, Refused, call_of, refuse, thinking
 from luce.server.body import read, reply
 from luce.server.dialect import Call, Piece, Reasoning, Text
 from luce.server.models import Slot
-from luce.server.openai import Form, length_of, stops_of, tools_of, within
+from luce.server.openai import Form, length_of, penalties_of, stops_of, tools_of, within
 
 if TYPE_CHECKING:
     from luce.server.app import Server
@@ -71,12 +71,10 @@ def generate_ask(body: GenerateBody) -> Ask:
 
 def _common(body: Asked) -> dict[str, Any]:
     options = body.options or {}
-    for name in ("repeat_penalty", "presence_penalty", "frequency_penalty"):
-        if options.get(name) not in (None, 0, 1, 0.0, 1.0):
-            raise refuse(f"{name} is not supported yet", name)
     names = ("temperature", "top_p", "top_k", "min_p", "seed")
     given = {name: options[name] for name in names if options.get(name) is not None}
-    if not all(isinstance(value, int | float) for value in given.values()):
+    penalties = [options.get(f"{name}_penalty") for name in ("presence", "frequency", "repeat")]
+    if not all(isinstance(value, int | float) for value in (*given.values(), *filter(None, penalties))):
         raise refuse("an option is no number", "options")
     new = options.get("num_predict")
     if new is not None and not isinstance(new, int):
@@ -87,6 +85,7 @@ def _common(body: Asked) -> dict[str, Any]:
         "model": body.model,
         "max_tokens": length_of(None if new is not None and new < 0 else new),
         "sampling": within(**given),
+        "penalties": penalties_of(*penalties),
         "stops": stops_of(options.get("stop")),
         "variables": thinking(effort, body.think if isinstance(body.think, bool) else None),
         "schema": schema,

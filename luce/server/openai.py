@@ -85,19 +85,30 @@ def sampling_of(body: Sampled) -> dict[str, Any]:
     found = within(
         temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, min_p=body.min_p, seed=body.seed
     )
-    for name in ("presence_penalty", "frequency_penalty"):
-        if getattr(body, name):
-            raise refuse(f"{name} is not supported yet", name)
-    for name in ("repetition_penalty", "repeat_penalty"):
-        if getattr(body, name) not in (None, 1):
-            raise refuse(f"{name} is not supported yet", name)
-    if body.logit_bias:
-        raise refuse("logit_bias is not supported yet", "logit_bias")
     return found
 
 
+def penalties_of(
+    presence: float | None, frequency: float | None, repetition: float | None, bias: Any = None
+) -> dict[str, Any]:
+    """The fields of structs.Penalties that are given."""
+    found = within(presence=presence, frequency=frequency, repetition=repetition)
+    if bias:
+        try:
+            found["bias"] = tuple((int(token), float(value)) for token, value in bias.items())
+        except (ValueError, TypeError) as error:
+            raise refuse("logit_bias has tokens' ids as keys, and numbers", "logit_bias") from error
+    return found
+
+
+def body_penalties(body: Sampled) -> dict[str, Any]:
+    repetition = body.repetition_penalty if body.repetition_penalty is not None else body.repeat_penalty
+    return penalties_of(body.presence_penalty, body.frequency_penalty, repetition, body.logit_bias)
+
+
 RANGES = {"temperature": (0, 100), "top_p": (0, 1), "top_k": (-1, 2**31 - 1), "min_p": (0, 1),
-          "seed": (-(2**63), 2**64 - 1)}  # fmt: skip
+          "seed": (-(2**63), 2**64 - 1), "presence": (-2, 2), "frequency": (-2, 2),
+          "repetition": (0.01, 100)}  # fmt: skip
 
 
 def within(**given: float | None) -> dict[str, Any]:
@@ -106,6 +117,7 @@ def within(**given: float | None) -> dict[str, Any]:
     for name, value in found.items():
         low, high = RANGES[name]
         if not low <= value <= high:
+            name += "_penalty" if name in ("presence", "frequency", "repetition") else ""
             raise refuse(f"{name} is {value}: it has to be from {low} to {high}", name)
     if "top_k" in found:
         found["top_k"] = max(int(found["top_k"]), 0)  # -1 is off, as 0
@@ -271,15 +283,31 @@ class ChatForm(Form):
         if all.calls:
             message["tool_calls"] = [_call(call) for call in all.calls]
         reason = REASONS[self.answer.reason]
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
+        choice = {"index": 0, "message": message, "logprobs": self._logprobs(), "finish_reason": reason}
         return self._head("chat.completion") | {
             "choices": [choice],
             "usage": usage_of(self.answer),
             "timings": self.answer.timings(),
         }
 
+    def _logprobs(self) -> dict[str, Any] | None:
+        """Of the tokens since the last time."""
+        said = self.answer.take_logprobs()
+        if not said:
+            return None
+
+        def entry(token: int, logprob: float) -> dict[str, Any]:
+            raw = self.answer.model.tokenizer.bytes_of(token, special=True)
+            return {"token": raw.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(raw)}
+
+        content = [
+            entry(token, found.logprob) | {"top_logprobs": [entry(*each) for each in found.top]}
+            for token, found in said
+        ]
+        return {"content": content, "refusal": None}
+
     def _chunk(self, delta: dict[str, Any], reason: str | None = None, **more: Any) -> bytes:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
+        choice = {"index": 0, "delta": delta, "logprobs": self._logprobs(), "finish_reason": reason}
         usage = {"usage": None} if self._include_usage else {}
         return self.sse(self._head("chat.completion.chunk") | {"choices": [choice]} | usage | more)
 
@@ -320,10 +348,26 @@ class CompletionForm(Form):
         super().__init__(answer)
         self._id = "cmpl-" + secrets.token_hex(12)
         self._include_usage, self._before = include_usage, before
+        self._offset = len(before)
+
+    def _logprobs(self) -> dict[str, Any] | None:
+        """Of the tokens since the last time."""
+        said = self.answer.take_logprobs()
+        if not said:
+            return None
+        text_of = self.answer.model.tokenizer.decode
+        texts = [text_of([token], special=True) for token, _ in said]
+        begin, self._offset = self._offset, self._offset + sum(map(len, texts))
+        return {
+            "tokens": texts,
+            "token_logprobs": [found.logprob for _, found in said],
+            "top_logprobs": [{text_of([t], special=True): p for t, p in found.top} for _, found in said],
+            "text_offset": [begin + sum(map(len, texts[:at])) for at in range(len(texts))],
+        }
 
     def _object(self, text: str, reason: str | None, **more: Any) -> dict[str, Any]:
         answer = self.answer
-        choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
+        choice = {"index": 0, "text": text, "logprobs": self._logprobs(), "finish_reason": reason}
         head = {"id": self._id, "object": "text_completion", "created": answer.created}
         return head | {"model": answer.ask.model, "system_fingerprint": "luce", "choices": [choice]} | more
 
@@ -356,8 +400,8 @@ def chat_ask(body: ChatBody) -> Ask:
         raise refuse("audio is not supported", "audio")
     if body.functions:
         raise refuse("functions was replaced by tools", "functions")
-    if body.logprobs or body.top_logprobs:
-        raise refuse("logprobs is not supported yet", "logprobs")
+    if body.top_logprobs is not None and not (body.logprobs and 0 <= body.top_logprobs <= 20):
+        raise refuse("top_logprobs is from 0 to 20, and needs logprobs", "top_logprobs")
     if not body.messages:
         raise refuse("there is no message", "messages")
     tools = tools_of(body.tools)
@@ -374,9 +418,11 @@ def chat_ask(body: ChatBody) -> Ask:
         parallel_calls=body.parallel_tool_calls is not False,
         max_tokens=length_of(body.max_completion_tokens, body.max_tokens),
         sampling=sampling_of(body),
+        penalties=body_penalties(body),
         stops=stops_of(body.stop),
         variables=variables | (body.chat_template_kwargs or {}),
         schema=schema_of(body.response_format),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         stream=bool(body.stream),
     )
 
@@ -392,16 +438,18 @@ def completion_ask(body: CompletionBody) -> Ask:
         raise refuse("suffix is not supported", "suffix")
     if body.best_of not in (None, 1):
         raise refuse("best_of is not supported", "best_of")
-    if body.logprobs is not None:
-        raise refuse("logprobs is not supported yet", "logprobs")
+    if body.logprobs is not None and not 0 <= body.logprobs <= 20:
+        raise refuse("logprobs is from 0 to 20", "logprobs")
     new = length_of(body.max_tokens, body.n_predict, 16)
     return Ask(
         model=body.model,
         prompt=prompt,
         max_tokens=new,
         sampling=sampling_of(body),
+        penalties=body_penalties(body),
         stops=stops_of(body.stop),
         schema=schema_of(body.response_format),
+        logprobs=body.logprobs,
         stream=bool(body.stream),
     )
 

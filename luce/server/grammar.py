@@ -1,0 +1,159 @@
+"""What a text is held to: JSON of a schema, or calls of tools, as llguidance's grammars over a model's
+tokens."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+from luce.errors import ArgumentError
+from luce.grammar import Matcher
+from luce.server.ask import Tool
+from luce.tokenizer import Tokenizer
+
+WHITESPACE = r"( |\n[ \t]{0,40})?"  # between parts of JSON: bounded, so that no text is blank forever
+KEPT = 32  # grammars that are compiled already
+
+
+class Grammars:
+    """The grammars of one model's tokens."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._compiled: OrderedDict[str, Any] = OrderedDict()
+
+    @cached_property
+    def _tokens(self) -> LLTokenizer:
+        return LLTokenizer(
+            TokenizerWrapper(_Tokens(self._tokenizer)), eos_token=sorted(self._tokenizer.eos_ids)
+        )
+
+    def factory(self, lark: str) -> Callable[[], Matcher]:
+        """Makes matchers of a grammar in llguidance's Lark. ArgumentError: it has no such one."""
+        if lark not in self._compiled:
+            matcher = LLMatcher(self._tokens, lark, log_level=0)
+            if matcher.is_error():
+                raise ArgumentError(f"the schema: {' '.join(matcher.get_error().split())[:300]}")
+            self._compiled[lark] = matcher
+        self._compiled.move_to_end(lark)
+        while len(self._compiled) > KEPT:
+            self._compiled.popitem(last=False)
+        compiled = self._compiled[lark]
+        return lambda: _Matcher(compiled.deep_copy())
+
+
+class _Tokens:
+    """A vocabulary as llguidance takes it."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        control = set(tokenizer.control.values())
+        self._tokenizer = tokenizer
+        self.eos_token_id, self.bos_token_id = min(tokenizer.eos_ids), tokenizer.bos_id
+        self.special_token_ids = sorted(control | tokenizer.eos_ids)
+        ids = range(tokenizer.n_vocab)
+        self.tokens = [tokenizer.bytes_of(token, special=token in control) for token in ids]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._tokenizer.encode(text.decode("utf-8", "replace"), special=False)
+
+
+class _Matcher:
+    """llguidance's, whose errors are raised."""
+
+    def __init__(self, matcher: Any):
+        self._matcher = matcher
+
+    def mask(self) -> bytes:
+        found: bytes = self._matcher.compute_bitmask()
+        self._check()
+        return found
+
+    def consume(self, token: int) -> None:
+        self._matcher.consume_token(token)
+        self._check()
+
+    @property
+    def is_stopped(self) -> bool:
+        return bool(self._matcher.is_stopped())
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise ArgumentError(f"the grammar: {' '.join(self._matcher.get_error().split())[:300]}")
+
+
+# ---- grammars
+
+_THOUGHT = 'thought[suffix="</think>"]: /(?s:.*)/\n'
+
+
+def json_grammar(schema: dict[str, Any], thinks: bool) -> str:
+    """A JSON text of a schema, {} for any object. thinks: after thoughts that the prompt has begun."""
+    held = schema or {"type": "object"}
+    before = 'thought "\\n\\n"? ' if thinks else ""
+    return f"start: {before}json\n{_THOUGHT if thinks else ''}json: {_json(held)}\n"
+
+
+def call_grammar(tools: Sequence[Tool], thinks: bool, required: bool, many: bool) -> str:
+    """Text with calls of tools, each as the dialect spells it; where `required`, at least one, and at once
+    (after thoughts, if the prompt has begun some). many: more than one may follow."""
+    rules = []
+    for at, tool in enumerate(tools):
+        rules.append(_function(f"f{at}", tool))
+    names = " | ".join(f"f{at}" for at in range(len(tools)))
+    call = f'call: "<tool_call>\\n<function=" ({names}) "</function>\\n</tool_call>"\n'
+    rest = 'text[suffix="\\n</parameter>\\n"]: /(?s:.*)/\n'
+    before = 'thought "\\n\\n"? ' if thinks else ""
+    if required:
+        start = f"start: {before}call{' (BLANK call)*' if many else ''}\nBLANK: /\\n{{0,2}}/\n"
+    else:
+        free = 'lead[suffix="<tool_call>"]: /(?s:.*)/\nTAIL: /(?s:.*)/ & ~/(?s:.*<tool_call>.*)/\n'
+        call = call.replace('"<tool_call>\\n', '"\\n')
+        start = f"start: (lead call)* TAIL\n{free}" if many else f"start: TAIL | lead call\n{free}"
+        thinks = False
+    return start + (_THOUGHT if thinks else "") + call + rest + "".join(rules)
+
+
+def _function(rule: str, tool: Tool) -> str:
+    """The rules of one tool: its parameters in the order of its schema, those that are not required may
+    lack."""
+    properties = tool.parameters.get("properties") or {}
+    required = tool.parameters.get("required") or ()
+    parts, rules = [], ""
+    for at, (key, schema) in enumerate(properties.items()):
+        name = f"{rule}_{at}"
+        parts.append(name if key in required else f"{name}?")
+        rules += f"{name}: {_text(f'<parameter={key}>' + chr(10))} {_value(schema, tool)}\n"
+    head = _text(f"{tool.name}>\n")
+    return f"{rule}: {' '.join([head, *parts])}\n{rules}"
+
+
+def _value(schema: Any, tool: Tool) -> str:
+    """A parameter's value and its end."""
+    end = _text("\n</parameter>\n")
+    schema = schema if isinstance(schema, dict) else {}
+    choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if choices and all(isinstance(each, str) for each in choices):
+        return f"({' | '.join(_text(each) for each in choices)}) {end}"
+    kinds = schema.get("type")
+    if kinds == "string" or (
+        kinds is None and not {"$ref", "anyOf", "oneOf", "allOf", "enum"} & schema.keys()
+    ):
+        return "text"
+    if isinstance(kinds, list) and "string" in kinds:
+        return "text"
+    shared = {name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters}
+    return f"{_json(schema | shared)} {end}"
+
+
+def _json(schema: dict[str, Any]) -> str:
+    return f"%json {json.dumps(schema | {'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
+
+
+def _text(text: str) -> str:
+    """A literal."""
+    return json.dumps(text, ensure_ascii=False)
