@@ -41,7 +41,7 @@ def same(what, text):
 @pytest.mark.parametrize("temperature", [0, 1.2])
 def test_json_of_a_schema(client, temperature):
     found = client.chat.completions.parse(
-        response_format=Paint, temperature=temperature, max_tokens=200, **ASKED
+        response_format=Paint, temperature=temperature, max_tokens=500, **ASKED
     )
     message = found.choices[0].message
     assert message.parsed.colour in COLOURS and found.choices[0].finish_reason == "stop"
