@@ -291,6 +291,23 @@ def test_long_contexts_match_the_reference_in_plain_bits(native, device, kind, n
     assert pool.step([alone], [[-1]], rows.take([2]))[0].tobytes() == found[2].tobytes()
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("kind", ["f16", "f32"])
+def test_what_a_row_does_not_see_cannot_reach_it(native, device, kind, bad):
+    """Committed values at the window's edge that only the first rows see, and a sibling's own value."""
+    shape, rng, n = Shape(6, 1, 128, kind, window=100), np.random.default_rng(3), 200
+    pool = Pool(native, device, shape, 8, 3)
+    k, v = random(rng, n, 128), random(rng, n, 128)
+    v[[100, 102], [5, 77]] = bad  # below every window, and seen from positions 200 and 201
+    rows, parents = random_rows(rng, shape, 8), [-1, 0, 1, 2, 3, 2, 5, 6]
+    rows.v[4, 9] = bad  # row 4's own: rows 5 to 7 are beside it
+    seq = pool.sequence(k, v)
+    found, expected = pool.step([seq], [parents], rows), pool.expected(seq, parents, rows)
+    clean, sees = [2, 3, 5, 6, 7], [0, 1, 4]
+    close(found[clean], expected[clean], kind, device)
+    assert not np.isfinite(found[sees]).all(axis=(1, 2)).any()
+
+
 @shapes
 @given(seed=seeds)
 @few

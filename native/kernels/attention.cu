@@ -3,74 +3,89 @@
 // step's width and the device; how much there is to do, each block reads from the control block (attention_plan.cuh).
 #include "attention_f32.cuh"
 #include "attention_mma.cuh"
+#include "attention_wgmma.cuh"
 
 namespace luce {
 namespace {
 
 // ---- partial results ----
 
-// Blocks have 227 KB of shared memory from sm_90 to sm_10x, elsewhere 99 KB or more.
-constexpr bool big_blocks(int architecture) {
-    return architecture >= 900 && architecture < 1100;
-}
-#ifdef __CUDA_ARCH__
-constexpr bool BIG_BLOCKS = big_blocks(__CUDA_ARCH__);
+// Hopper's own instructions need code for sm_90a.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+constexpr bool WGMMA = true;
 #else
-constexpr bool BIG_BLOCKS = false;
+constexpr bool WGMMA = false;
 #endif
+
+template <int D, int TYPE> __device__ void tensor_attention(const AttentionParams &a, uint8_t *shared) {
+    using L = Layout<D, TYPE, WGMMA>;
+    Plan &plan = *reinterpret_cast<Plan *>(shared + L::PLAN);
+    if (threadIdx.x < L::SLOTS) {
+        init_barrier(shared_address(shared) + L::FULL + threadIdx.x * 8, LOAD_THREADS);
+        init_barrier(shared_address(shared) + L::EMPTY + threadIdx.x * 8, WARPS);
+    }
+    plan.make(a, L::MAX_M);
+    if (threadIdx.x < MATH_THREADS) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+        wgmma_units<D, TYPE>(a, plan, shared);
+#else
+        mma_units<D, TYPE>(a, plan, shared);
+#endif
+    } else {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+#endif
+        Loader<L>{a, plan, shared}.run();
+    }
+}
 
 template <int D, int TYPE>
 __global__ void __launch_bounds__(TYPE == KV_F32 ? F32_THREADS : MMA_THREADS, 1)
     attention_kernel(const __grid_constant__ AttentionParams a) {
-    extern __shared__ __align__(128) uint8_t shared[];
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;"); // combine_kernel may come up beside this one
-#endif
+    extern __shared__ __align__(1024) uint8_t shared[];
+    let_next_start(); // combine_kernel may come up as this one's blocks end
     if constexpr (TYPE == KV_F32) {
         f32_attention<D>(a, shared);
     } else {
-        mma_attention<D, TYPE, BIG_BLOCKS>(a, shared);
+        tensor_attention<D, TYPE>(a, shared);
     }
 }
 
-template <int D, int TYPE> cudaError_t launch_parts(AttentionParams &a, int blocks, cudaStream_t stream) {
-    cudaFuncAttributes attributes; // of the code that was compiled for this device
-    cudaError_t error = cudaFuncGetAttributes(&attributes, attention_kernel<D, TYPE>);
-    if (error != cudaSuccess) {
-        return error;
+template <int D, int TYPE>
+cudaError_t launch_parts(AttentionParams &a, int blocks, int capability, cudaStream_t stream) {
+    int bytes = int(sizeof(F32Layout<D>));
+    if constexpr (TYPE != KV_F32) { // Hopper may run code for sm_80 too, which needs less
+        bytes = capability == 9 ? Layout<D, TYPE, true>::BYTES : Layout<D, TYPE, false>::BYTES;
     }
-    int bytes = int(sizeof(F32Layout<D>)), most_pairs = F32_M;
-    if constexpr (TYPE != KV_F32) {
-        const bool big = big_blocks(10 * attributes.ptxVersion);
-        bytes = big ? MmaLayout<D, TYPE, true>::BYTES : MmaLayout<D, TYPE, false>::BYTES;
-        most_pairs = big ? MmaLayout<D, TYPE, true>::MAX_M : MmaLayout<D, TYPE, false>::MAX_M;
-    }
-    a.tile_rows = most_pairs / a.G;
     // on each call, since it holds for the current device only
-    error =
+    const cudaError_t error =
         cudaFuncSetAttribute(attention_kernel<D, TYPE>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) {
         return error;
     }
     const int threads = TYPE == KV_F32 ? F32_THREADS : MMA_THREADS;
-    attention_kernel<D, TYPE><<<blocks, threads, size_t(bytes), stream>>>(a);
-    return cudaGetLastError();
+    return launch_kernel(attention_kernel<D, TYPE>, dim3(blocks), threads, size_t(bytes), stream,
+                         capability >= 9, a);
 }
 
-template <int D> cudaError_t launch_type(AttentionParams &a, int blocks, cudaStream_t stream) {
+template <int D>
+cudaError_t launch_type(AttentionParams &a, int blocks, int capability, cudaStream_t stream) {
     switch (a.pool.type) {
-        case KV_F32: return launch_parts<D, KV_F32>(a, blocks, stream);
-        case KV_F16: return launch_parts<D, KV_F16>(a, blocks, stream);
-        case KV_Q4_0: return launch_parts<D, KV_Q4_0>(a, blocks, stream);
-        case KV_Q8_0: return launch_parts<D, KV_Q8_0>(a, blocks, stream);
+        case KV_F32: return launch_parts<D, KV_F32>(a, blocks, capability, stream);
+        case KV_F16: return launch_parts<D, KV_F16>(a, blocks, capability, stream);
+        case KV_Q4_0: return launch_parts<D, KV_Q4_0>(a, blocks, capability, stream);
+        case KV_Q8_0: return launch_parts<D, KV_Q8_0>(a, blocks, capability, stream);
         default: return cudaErrorInvalidValue;
     }
 }
 
 // ---- their sum ----
 
-constexpr int PARTS =
-    8; // chunk i is added by group i % PARTS of a block's threads, the groups' sums in order
+constexpr int COLUMNS = 64; // of a block
+// Chunk i is added by group i % PARTS of a block's threads, then the groups' sums in order.
+constexpr int PARTS = 16, COMBINE_THREADS = PARTS * COLUMNS / 4;
+constexpr int BATCH = 8; // chunks that are read at once
 
 __device__ float block_maximum(float x, float *shared) {
 #pragma unroll
@@ -91,19 +106,19 @@ __device__ float4 scale_add(float4 x, float w, float4 sum) {
     return {fmaf(x.x, w, sum.x), fmaf(x.y, w, sum.y), fmaf(x.z, w, sum.z), fmaf(x.w, w, sum.w)};
 }
 
-// grid: heads, rows. A thread has four columns.
-template <int D> __global__ void __launch_bounds__(PARTS *D / 4) combine_kernel(AttentionParams a) {
-    __shared__ float4 sums_of_parts[PARTS][D / 4];
-    __shared__ float weights_of_parts[PARTS], maxima[PARTS * D / 4 / WARP];
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory"); // until all of attention_kernel is in memory
-#endif
-    const int column = threadIdx.x % (D / 4), part = threadIdx.x / (D / 4);
+// grid: heads, rows, parts of D. A thread has four columns.
+template <int D> __global__ void __launch_bounds__(COMBINE_THREADS) combine_kernel(AttentionParams a) {
+    __shared__ float4 sums_of_parts[PARTS][COLUMNS / 4];
+    __shared__ float weights_of_parts[PARTS], maxima[COMBINE_THREADS / WARP];
+    let_next_start();
+    const int thread = threadIdx.x % (COLUMNS / 4), part = threadIdx.x / (COLUMNS / 4);
+    const int column = blockIdx.z * (COLUMNS / 4) + thread; // in fours
     const int64_t row = blockIdx.y, head = blockIdx.x, pair = row * a.H + head;
-    float4 *out = reinterpret_cast<float4 *>(a.out + pair * D) + column;
     const RowCtl ctl = a.ctl->rows[row];
     const int first = chunk_at(lowest_visible(ctl.position, a.first, a.window));
     const int last = ctl.seq < 0 ? -1 : chunk_at(ctl.position);
+    wait_for_previous(); // all of attention_kernel is in memory
+    float4 *out = reinterpret_cast<float4 *>(a.out + pair * D) + column;
     if (last < first) { // it sees nothing
         if (part == 0) {
             *out = {};
@@ -113,22 +128,31 @@ template <int D> __global__ void __launch_bounds__(PARTS *D / 4) combine_kernel(
     const float2 *sums = a.sums + pair * a.chunks;
     const float4 *partial = reinterpret_cast<const float4 *>(a.partial + pair * a.chunks * D) + column;
     float most = -INFINITY;
-    for (int c = first + int(threadIdx.x); c <= last; c += PARTS * D / 4) {
+    for (int c = first + int(threadIdx.x); c <= last; c += COMBINE_THREADS) {
         most = fmaxf(most, sums[c].x);
     }
     most = block_maximum(most, maxima);
     const float origin = most == -INFINITY ? 0.0f : most;
     float4 sum = {};
     float weight = 0;
-#pragma unroll 8
-    for (int c = first + (part + PARTS - first % PARTS) % PARTS; c <= last; c += PARTS) {
-        const float2 s = sums[c];
-        const float w = exp2_fast(s.x - origin);
-        weight = fmaf(s.y, w, weight);
-        sum = scale_add(partial[int64_t(c) * (D / 4)], w, sum);
+    for (int c0 = first + (part + PARTS - first % PARTS) % PARTS; c0 <= last; c0 += BATCH * PARTS) {
+        float2 s[BATCH];
+        float4 x[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) { // on their way together
+            const int c = c0 + i * PARTS;
+            s[i] = c <= last ? sums[c] : float2{-INFINITY, 0};
+            x[i] = c <= last ? partial[int64_t(c) * (D / 4)] : float4{};
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            const float w = exp2_fast(s[i].x - origin);
+            weight = fmaf(s[i].y, w, weight);
+            sum = scale_add(x[i], w, sum);
+        }
     }
-    sums_of_parts[part][column] = sum;
-    if (column == 0) {
+    sums_of_parts[part][thread] = sum;
+    if (thread == 0) {
         weights_of_parts[part] = weight;
     }
     __syncthreads();
@@ -139,7 +163,7 @@ template <int D> __global__ void __launch_bounds__(PARTS *D / 4) combine_kernel(
     weight = 0;
 #pragma unroll
     for (int p = 0; p < PARTS; p++) {
-        sum = scale_add(sums_of_parts[p][column], 1.0f, sum);
+        sum = scale_add(sums_of_parts[p][thread], 1.0f, sum);
         weight += weights_of_parts[p];
     }
     const float scale = weight == 0 ? 0.0f : 1.0f / weight;
@@ -155,20 +179,6 @@ int32_t most_chunks(const AttentionArgs &args) {
     return chunk_at(args.max_pages * PAGE - 1) + 1;
 }
 
-// From sm_90 on the second kernel's blocks come up while the first one's end, and wait there.
-template <int D> cudaError_t launch_combine(const AttentionParams &a, int capability, cudaStream_t stream) {
-    cudaLaunchAttribute overlap{};
-    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlap.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(a.H, a.T);
-    config.blockDim = dim3(PARTS * D / 4);
-    config.stream = stream;
-    config.attrs = &overlap;
-    config.numAttrs = capability >= 9 ? 1 : 0;
-    return cudaLaunchKernelEx(&config, combine_kernel<D>, a);
-}
-
 template <int D> int launch(AttentionParams &a, cudaStream_t stream) {
     int device = 0, blocks = 0, capability = 0;
     cudaError_t error = cudaGetDevice(&device);
@@ -179,10 +189,11 @@ template <int D> int launch(AttentionParams &a, cudaStream_t stream) {
         error = cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, device);
     }
     if (error == cudaSuccess) {
-        error = launch_type<D>(a, blocks, stream);
+        error = launch_type<D>(a, blocks, capability, stream);
     }
     if (error == cudaSuccess) {
-        error = launch_combine<D>(a, capability, stream);
+        error = launch_kernel(combine_kernel<D>, dim3(a.H, a.T, D / COLUMNS), COMBINE_THREADS, 0, stream,
+                              capability >= 9, a);
     }
     return int(error);
 }

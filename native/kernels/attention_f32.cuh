@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention_plan.cuh"
+#include "rowmm_ptx.cuh"
 
 namespace luce {
 namespace {
@@ -140,7 +141,8 @@ template <int D> struct F32Unit {
 
 template <int D> __device__ void f32_attention(const AttentionParams &a, uint8_t *shared) {
     F32Layout<D> &sh = *reinterpret_cast<F32Layout<D> *>(shared);
-    sh.plan.make(a);
+    sh.plan.make(a, F32_M);
+    wait_for_previous();
     for (Cursor unit(a, sh.plan); unit.valid(); unit.next()) {
         F32Unit<D>(a, sh, unit).run();
     }

@@ -1,6 +1,7 @@
 // How cells come into shared memory for the tensor cores: the layout of a block's shared memory, the ring of slots
 // that K and V of tiles pass through, and the four warps that fill it. They walk over all of the block's units ahead
-// of the warps that compute (attention_mma.cuh), so that memory never waits for the arithmetic.
+// of the warps that compute (attention_wgmma.cuh on Hopper, else attention_mma.cuh), so that memory never waits for
+// the arithmetic.
 #pragma once
 
 #include "attention_plan.cuh"
@@ -13,35 +14,69 @@ namespace {
 constexpr int WARPS = 8, MATH_THREADS = WARPS * WARP, LOAD_THREADS = 4 * WARP;
 constexpr int MMA_THREADS = MATH_THREADS + LOAD_THREADS;
 
-// What a tile of keys is part of, from the warp that loads to those that compute.
-struct TileInfo {
-    int32_t row, n_rows, head, chunk; // the unit; no rows: there is no more to do
-    int32_t begin, end; // keys of the unit
-    int32_t past; // the sequence's n_past
-    int32_t shared; // 1: a row may not see what another does
-};
-
-// BIG: 227 KB of shared memory for a block, else 99 KB.
-template <int D, int TYPE, bool BIG> struct MmaLayout {
+// WGMMA: 227 KB of shared memory and Hopper's instructions, else 99 KB. Rows of F16 lie in 16-byte words, whose order
+// is changed by the row so that eight rows of one column lie in different banks; for wgmma they lie in panels of 64
+// columns, one row after the other.
+template <int D, int TYPE, bool WGMMA> struct Layout {
     static constexpr bool PACKED = TYPE != KV_F16;
-    static constexpr int KEYS = BIG ? 64 : 32;
-    static constexpr int SLOTS = BIG ? 5 : 4; // of the ring: K and V of a tile by turns
-    static constexpr int MAX_M = BIG ? 96 : 48;
-    static constexpr int ROW = 2 * D, P_ROW = 2 * KEYS;
+    static constexpr int KEYS = WGMMA ? 64 : 32;
+    static constexpr int SLOTS = WGMMA ? 5 : 4; // of the ring: K and V of a tile by turns
+    static constexpr int MAX_M = WGMMA ? 96 : 48; // pairs of a unit
+    static constexpr int ROW = 2 * D, P_ROW = WGMMA ? 0 : 2 * KEYS;
+    static constexpr int NEXT_ROW = WGMMA ? 128 : ROW; // from one row of a tile to the next
     static constexpr int CELL = kv_bytes<TYPE>(D); // bytes of one head of a cell
     static constexpr int COPY = PACKED ? D / 16 : 16; // bytes of a copy: what blocks of 18 and 34 bytes allow
     static constexpr int SLOT = KEYS * CELL;
-    static constexpr int UNPACKED = SLOTS * SLOT; // K, then V
+    static constexpr int UNPACKED = (SLOTS * SLOT + 1023) / 1024 * 1024; // K, then V
     static constexpr int Q = UNPACKED + (PACKED ? 2 * KEYS * ROW : 0);
     static constexpr int P = Q + MAX_M * ROW;
     static constexpr int MAXIMA = P + MAX_M * P_ROW; // [16 * MT][warps that share a row's keys]
-    static constexpr int CELLS = MAXIMA + 4 * 96 * 4; // [KEYS] of a tile that is not whole
-    static constexpr int UNIT = CELLS + KEYS * 4, INFO = UNIT + int(sizeof(TileInfo)); // [SLOTS]
-    static constexpr int FULL = INFO + SLOTS * int(sizeof(TileInfo)),
-                         EMPTY = FULL + SLOTS * 8; // barriers of slots
+    static constexpr int CELLS = MAXIMA + (WGMMA ? 0 : 4 * 96 * 4); // [KEYS] of a tile that is not whole
+    static constexpr int BAD = CELLS + KEYS * 4; // [KEYS] bytes: the key's V is not finite
+    static constexpr int UNIT = BAD + KEYS, FULL = UNIT + int(sizeof(UnitInfo));
+    static constexpr int EMPTY = FULL + SLOTS * 8; // barriers of slots
     static constexpr int PLAN = EMPTY + SLOTS * 8;
     static constexpr int BYTES = PLAN + int(sizeof(Plan));
-    static_assert(BYTES <= (BIG ? 232448 : 101376), "a block's shared memory");
+    static_assert(BYTES <= (WGMMA ? 232448 : 101376), "a block's shared memory");
+
+    // Byte offset of a word of a row in a tile of `rows` rows.
+    __device__ static int place(int row, int word, int rows) {
+        return WGMMA ? word / 8 * rows * 128 + row * 128 + ((word ^ row) & 7) * 16 : swizzle<ROW>(row, word);
+    }
+    // Values of V that are not finite become 0, and their keys are marked in BAD; false where there are none. A
+    // weight of 0 hides from a row what it does not see, unless that is Inf or NaN.
+    __device__ static bool clean_values(uint8_t *shared, int values_at, int tid, int threads) {
+        bool bad = false;
+#pragma unroll 8
+        for (int u = tid; u < KEYS * D / 8; u += threads) {
+            bad |= !finite(
+                *reinterpret_cast<const uint4 *>(shared + values_at + place(u / (D / 8), u % (D / 8), KEYS)));
+        }
+        if (tid < KEYS) {
+            shared[BAD + tid] = 0;
+        }
+        if (!barrier_or(threads, bad)) {
+            return false;
+        }
+        for (int u = tid; u < KEYS * D / 8; u += threads) {
+            uint4 &x = *reinterpret_cast<uint4 *>(shared + values_at + place(u / (D / 8), u % (D / 8), KEYS));
+            if (!finite(x)) {
+                x = {finite_or_zero(x.x), finite_or_zero(x.y), finite_or_zero(x.z), finite_or_zero(x.w)};
+                shared[BAD + u / (D / 8)] = 1;
+            }
+        }
+        show_to_wgmma();
+        barrier(threads);
+        return true;
+    }
+    // Whether one of the marked keys lies in first + [0, KEYS) and in [from, to].
+    __device__ static bool sees_bad(const uint8_t *shared, int32_t first, int32_t from, int32_t to) {
+        bool sees = false;
+        for (int i = max(from - first, 0); i <= min(to - first, KEYS - 1); i++) {
+            sees = sees || shared[BAD + i] != 0;
+        }
+        return sees;
+    }
 };
 
 // A place in the ring.
@@ -57,8 +92,7 @@ template <int SLOTS> struct Ring {
     }
 };
 
-template <int D, int TYPE, bool BIG> struct MmaLoader {
-    using L = MmaLayout<D, TYPE, BIG>;
+template <typename L> struct Loader {
     static constexpr int KEYS = L::KEYS, WORDS = L::CELL / L::COPY;
     const AttentionParams &a;
     const Plan &plan;
@@ -66,6 +100,7 @@ template <int D, int TYPE, bool BIG> struct MmaLoader {
     const uint32_t base = shared_address(shared);
     const int tid = threadIdx.x - MATH_THREADS;
     Ring<L::SLOTS> ring;
+    int32_t next_at = -1, next_page; // an entry of the page table
 
     // Calls copy(row, word, place in the slot) for this thread's share of a tile's first n rows.
     template <typename Copy> __device__ void each(int n, Copy copy) const {
@@ -77,12 +112,12 @@ template <int D, int TYPE, bool BIG> struct MmaLoader {
         } else { // rows that are 8 apart have the same order of words
             constexpr int STEP = LOAD_THREADS / WORDS; // rows: 4, 8 or 16
             const int row = tid / WORDS, word = tid % WORDS;
-            const int even = swizzle<L::ROW>(row, word),
-                      odd = swizzle<L::ROW>(row + STEP, word) - STEP * L::ROW;
+            const int even = L::place(row, word, KEYS),
+                      odd = L::place(row + STEP, word, KEYS) - STEP * L::NEXT_ROW;
 #pragma unroll 8
             for (int i = 0; i < KEYS / STEP; i++) {
                 if (i * STEP + row < n) {
-                    copy(i * STEP + row, word, i * STEP * L::ROW + (i % 2 == 0 ? even : odd));
+                    copy(i * STEP + row, word, i * STEP * L::NEXT_ROW + (i % 2 == 0 ? even : odd));
                 }
             }
         }
@@ -105,11 +140,11 @@ template <int D, int TYPE, bool BIG> struct MmaLoader {
         }
         load_barrier();
     }
-    // Zeros stand for what no row sees, up to a whole step of 16 keys; those beyond are not used.
-    __device__ void copy_part(const uint8_t *head, int n) const {
+    // Zeros stand for what no row sees.
+    __device__ void copy_part(const uint8_t *head) const {
         const int32_t *cells = reinterpret_cast<const int32_t *>(shared + L::CELLS);
         const uint32_t to = base + ring.slot * L::SLOT;
-        each((n + 15) / 16 * 16, [&](int row, int word, int at) {
+        each(KEYS, [&](int row, int word, int at) {
             const int32_t cell = cells[row];
             const int64_t offset = cell >= 0 ? cell * a.pool.cell_bytes + word * L::COPY : 0;
             copy_async<L::COPY>(to + at, head + offset, cell >= 0);
@@ -117,19 +152,26 @@ template <int D, int TYPE, bool BIG> struct MmaLoader {
     }
     __device__ static void load_barrier() { asm volatile("bar.sync 2, %0;" ::"n"(LOAD_THREADS) : "memory"); }
 
-    __device__ TileInfo &open() {
-        wait_patiently(base + L::EMPTY + ring.slot * 8, ring.parity ^ 1);
-        return reinterpret_cast<TileInfo *>(shared + L::INFO)[ring.slot];
-    }
-    __device__ void send() {
-        arrive_after_copies(base + L::FULL + ring.slot * 8);
-        if (tid == 0) { // with what it has written of TileInfo
-            arrive(base + L::FULL + ring.slot * 8);
+    // The first cell of a committed page. The next one's is asked for at once: behind all the copies that are on
+    // their way an answer takes as long as they do.
+    __device__ int64_t first_cell(int seq, int32_t index) {
+        const int32_t at = plan.pages[seq] + index;
+        const int32_t page = at == next_at ? next_page : a.pages[at];
+        if (index < plan.n_past[seq] / PAGE) {
+            next_at = at + 1;
+            next_page = a.pages[next_at];
         }
-        ring.next();
+        return int64_t(page) * PAGE;
     }
+    // Up to `wait_for_previous`, only what no kernel writes is read.
     __device__ void run() {
-        for (Cursor unit(a, plan); unit.valid(); unit.next()) {
+        Cursor unit(a, plan);
+        if (unit.valid()) {
+            next_at = plan.pages[unit.seq()] + unit.begin / PAGE;
+            next_page = a.pages[next_at];
+        }
+        wait_for_previous();
+        for (; unit.valid(); unit.next()) {
             const int seq = unit.seq();
             const int32_t past = plan.n_past[seq];
             const int64_t head = unit.head * int64_t(L::CELL);
@@ -139,67 +181,87 @@ template <int D, int TYPE, bool BIG> struct MmaLoader {
                 if (!whole) {
                     find_cells(unit, key);
                 } else if (page < 0 || key % PAGE == 0) {
-                    page = plan.cell(a.pages, seq, key / PAGE * PAGE);
+                    page = first_cell(seq, key / PAGE);
                 }
                 for (int which = 0; which < 2; which++) {
-                    TileInfo &info = open();
-                    if (tid == 0 && key == unit.begin && which == 0) {
-                        const int shares = unit.segment().tail && unit.n_rows > 1;
-                        info = {unit.row,   unit.n_rows, unit.head, unit.chunk,
-                                unit.begin, unit.end,    past,      shares};
-                    }
                     const uint8_t *cells = (which == 0 ? a.pool.k : a.pool.v) + head;
+                    wait_patiently(base + L::EMPTY + ring.slot * 8, ring.parity ^ 1);
                     if (whole) {
                         copy_whole(cells + (page + key % PAGE) * a.pool.cell_bytes);
                     } else {
-                        copy_part(cells, min(KEYS, unit.end - key));
+                        copy_part(cells);
                     }
-                    send();
+                    arrive_after_copies(base + L::FULL + ring.slot * 8);
+                    ring.next();
                 }
             }
         }
-        open().n_rows = 0;
-        send();
     }
 };
 
-// What the computing warps keep in all their units.
-template <int D, int TYPE, bool BIG> struct MmaBlock {
-    using L = MmaLayout<D, TYPE, BIG>;
-    const AttentionParams &a;
-    const Plan &plan;
+// The side of the ring that computes, of one warp.
+template <typename L> struct Taker {
     uint8_t *shared;
-    const uint32_t base = shared_address(shared);
-    const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP;
     Ring<L::SLOTS> ring;
 
-    __device__ void wait() const { wait_barrier(base + L::FULL + ring.slot * 8, ring.parity); }
-    __device__ const TileInfo &info() const {
-        return reinterpret_cast<TileInfo *>(shared + L::INFO)[ring.slot];
+    __device__ void wait() const {
+        wait_barrier(shared_address(shared) + L::FULL + ring.slot * 8, ring.parity);
     }
     // This warp has left the slot.
     __device__ void leave() {
         __syncwarp();
-        if (lane == 0) {
-            arrive(base + L::EMPTY + ring.slot * 8);
+        if (threadIdx.x % WARP == 0) {
+            arrive(shared_address(shared) + L::EMPTY + ring.slot * 8);
         }
         ring.next();
     }
-    // Packed cells of the slot as rows of F16, in the buffer of K or V; the caller's barrier follows.
-    __device__ void unpack(int which) {
-        const uint8_t *from = shared + ring.slot * L::SLOT;
-        uint8_t *to = shared + L::UNPACKED + which * L::KEYS * L::ROW;
+};
+
+// A share of a tile of packed cells as rows of F16; the caller's barrier follows.
+template <int TYPE, typename L>
+__device__ void unpack(const uint8_t *from, uint8_t *to, int tid, int threads) {
+    constexpr int WORDS = L::ROW / 16;
 #pragma unroll 2
-        for (int u = tid; u < L::KEYS * D / 8; u += MATH_THREADS) {
-            const int row = u / (D / 8), word = u % (D / 8);
-            float x[8];
-            load_values<TYPE>(from + row * L::CELL, word * 8, x);
-            *reinterpret_cast<uint4 *>(to + swizzle<L::ROW>(row, word)) = {
-                pack_halves(x[0], x[1]), pack_halves(x[2], x[3]), pack_halves(x[4], x[5]),
-                pack_halves(x[6], x[7])};
+    for (int u = tid; u < L::KEYS * WORDS; u += threads) {
+        const int row = u / WORDS, word = u % WORDS;
+        float x[8];
+        load_values<TYPE>(from + row * L::CELL, word * 8, x);
+        *reinterpret_cast<uint4 *>(to + L::place(row, word, L::KEYS)) = {
+            pack_halves(x[0], x[1]), pack_halves(x[2], x[3]), pack_halves(x[4], x[5]),
+            pack_halves(x[6], x[7])};
+    }
+}
+
+// Q of a unit's pairs [pair0, pair0 + n) as rows of F16; zeros where there is no pair. Reads are on their way together.
+template <int D, typename L>
+__device__ void load_queries(const AttentionParams &a, const UnitInfo &unit, uint8_t *shared, int pair0,
+                             int n, int tid, int threads) {
+    constexpr int WORDS = 6; // of a thread at once
+    for (int x0 = tid; x0 < n * (D / 8); x0 += WORDS * threads) {
+        float4 q[WORDS][2];
+#pragma unroll
+        for (int j = 0; j < WORDS; j++) {
+            const int x = x0 + j * threads, pair = pair0 + x / (D / 8);
+            q[j][0] = q[j][1] = {};
+            if (x < n * (D / 8) && pair < unit.n_rows * a.G) {
+                const int64_t row = a.row_of(unit.row, pair), head = a.head_of(unit.head, pair);
+                const float4 *from =
+                    reinterpret_cast<const float4 *>(a.q + (row * a.H + head) * D + x % (D / 8) * 8);
+                q[j][0] = from[0];
+                q[j][1] = from[1];
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < WORDS; j++) {
+            const int x = x0 + j * threads, pair = pair0 + x / (D / 8);
+            if (x < n * (D / 8)) {
+                *reinterpret_cast<uint4 *>(shared + L::Q + L::place(pair, x % (D / 8), L::MAX_M)) = {
+                    pack_halves(q[j][0].x, q[j][0].y), pack_halves(q[j][0].z, q[j][0].w),
+                    pack_halves(q[j][1].x, q[j][1].y), pack_halves(q[j][1].z, q[j][1].w)};
+            }
         }
     }
-};
+}
 
 } // namespace
 } // namespace luce

@@ -1,5 +1,6 @@
-// Attention on the tensor cores, over F16 cells or cells that are unpacked to F16. Four warps of a block send K and V
-// of its units' tiles of KEYS keys through a ring in shared memory (attention_load.cuh); the other eight compute.
+// Attention on the tensor cores before and after Hopper, over F16 cells or cells that are unpacked to F16. Four warps
+// of a block send K and V of its units' tiles of KEYS keys through a ring in shared memory (attention_load.cuh); the
+// other eight compute.
 //
 // A tile: S = Q K^T, each warp some keys; the rows' maxima over warps through shared memory; P = exp2(S - maximum)
 // as F16 into shared memory; O = O * exp2(old maximum - maximum) + P V, each warp some columns. Every sum has one
@@ -15,25 +16,39 @@ namespace {
 
 constexpr uint32_t ONES = 0x3c003c00; // two F16
 
+// What the computing warps keep in all their units.
+template <int D, int TYPE> struct MmaBlock : Taker<Layout<D, TYPE, false>> {
+    using L = Layout<D, TYPE, false>;
+    const AttentionParams &a;
+    const Plan &plan;
+    const uint32_t base = shared_address(this->shared);
+    const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP;
+
+    __device__ MmaBlock(const AttentionParams &args, const Plan &p, uint8_t *block)
+        : Taker<L>{block, {}}, a(args), plan(p) {}
+    // Packed cells of the slot as rows of F16, in the buffer of K or V; the caller's barrier follows.
+    __device__ void unpack_slot(int which) {
+        uint8_t *slot = this->shared + this->ring.slot * L::SLOT;
+        unpack<TYPE, L>(slot, this->shared + L::UNPACKED + which * L::KEYS * L::ROW, tid, MATH_THREADS);
+    }
+};
+
 // One unit, of up to 16 * MT pairs. Warps share the work on scores and on values differently: of scores a warp has SM
 // tiles of 16 rows by N tiles of 8 keys, of values M tiles of rows by C tiles of 8 columns.
-template <int D, int TYPE, bool BIG, int MT> struct MmaUnit {
-    using L = MmaLayout<D, TYPE, BIG>;
+template <int D, int TYPE, int MT> struct MmaUnit {
+    using L = Layout<D, TYPE, false>;
     static constexpr int KEYS = L::KEYS;
-    static constexpr int M = MT > 3 ? MT / 2 : MT;
-    static constexpr int SHARE = WARPS / (MT / M); // warps that share rows of values
+    static constexpr int M = MT, SM = 1;
+    static constexpr int SHARE = WARPS; // warps that share rows of values
     static constexpr int C = D / 8 / SHARE;
-    static constexpr int SM = MT == 6 ? 3 : 1;
-    static constexpr int S_SHARE = MT == 1              ? 8
-                                   : MT == 2 || MT == 6 ? 4
-                                                        : 2; // warps that share rows of scores
+    static constexpr int S_SHARE = MT == 1 ? 8 : MT == 2 ? 4 : 2; // warps that share rows of scores
     static constexpr int N = KEYS / 8 / S_SHARE > 0 ? KEYS / 8 / S_SHARE : 1;
     static constexpr int N_WARPS = KEYS / 8 / N; // of them, those that have keys
     static constexpr bool SAME_ROWS = SM == M;
     static constexpr bool KEEP_Q = MT <= 2; // in registers
     static_assert(C > 0 && (!SAME_ROWS || S_SHARE == SHARE), "all warps have columns");
 
-    MmaBlock<D, TYPE, BIG> &b;
+    MmaBlock<D, TYPE> &b;
     const AttentionParams &a = b.a;
     const int lane = b.lane;
     const int part = b.warp % SHARE, m0 = b.warp / SHARE * M * 16; // of values: columns, first row
@@ -44,7 +59,7 @@ template <int D, int TYPE, bool BIG, int MT> struct MmaUnit {
     float most[M][2], s_most[SAME_ROWS ? 1 : SM][2];
     float o[M][C][4] = {}, sum[M][4] = {};
 
-    __device__ explicit MmaUnit(MmaBlock<D, TYPE, BIG> &block) : b(block) {
+    __device__ explicit MmaUnit(MmaBlock<D, TYPE> &block) : b(block) {
 #pragma unroll
         for (int i = 0; i < M; i++) {
             most[i][0] = most[i][1] = -INFINITY;
@@ -55,8 +70,8 @@ template <int D, int TYPE, bool BIG, int MT> struct MmaUnit {
         }
     }
     // Read from shared memory where it is needed, for want of registers.
-    __device__ const TileInfo &unit() const {
-        return *reinterpret_cast<const TileInfo *>(b.shared + L::UNIT);
+    __device__ const UnitInfo &unit() const {
+        return *reinterpret_cast<const UnitInfo *>(b.shared + L::UNIT);
     }
     __device__ int row_in(int first, int i, int half) const { return first + i * 16 + half * 8 + lane / 4; }
     __device__ int row_here(int first, int i, int half) const {
@@ -64,21 +79,8 @@ template <int D, int TYPE, bool BIG, int MT> struct MmaUnit {
     }
 
     __device__ void load_q() {
-        const TileInfo &u = unit();
-#pragma unroll 2
-        for (int x = b.tid; x < MT * 16 * (D / 8); x += MATH_THREADS) {
-            const int pair = x / (D / 8), word = x % (D / 8);
-            uint4 halves = {};
-            if (pair < u.n_rows * a.G) {
-                const int64_t row = a.row_of(u.row, pair), head = a.head_of(u.head, pair);
-                const float4 *q = reinterpret_cast<const float4 *>(a.q + (row * a.H + head) * D + word * 8);
-                const float4 x = q[0], y = q[1];
-                halves = {pack_halves(x.x, x.y), pack_halves(x.z, x.w), pack_halves(y.x, y.y),
-                          pack_halves(y.z, y.w)};
-            }
-            *reinterpret_cast<uint4 *>(b.shared + L::Q + swizzle<L::ROW>(pair, word)) = halves;
-        }
-        barrier<MATH_THREADS>();
+        load_queries<D, L>(a, unit(), b.shared, 0, MT * 16, b.tid, MATH_THREADS);
+        barrier(MATH_THREADS);
         if (KEEP_Q && scores) {
 #pragma unroll
             for (int d = 0; d < D / 16; d++) {
@@ -250,16 +252,13 @@ template <int D, int TYPE, bool BIG, int MT> struct MmaUnit {
     __device__ uint32_t weights_at() const {
         return b.base + L::P + swizzle<L::P_ROW>(m0 + lane % 16, lane / 16);
     }
-    // O += P V and sum += P 1, of n keys in whole steps of 16
-    __device__ void add_values(int values_at, int n) {
+    // O += P V and sum += P 1
+    __device__ void add_values(int values_at) {
         const uint32_t p0 = weights_at();
         const uint32_t v0 =
             b.base + values_at + swizzle<L::ROW>(lane % 16, part * C + (C > 1 ? lane / 16 : 0));
 #pragma unroll
         for (int k = 0; k < KEYS / 16; k++) {
-            if (k * 16 >= n) {
-                break;
-            }
             uint32_t p[M][4];
 #pragma unroll
             for (int i = 0; i < M; i++) {
@@ -286,64 +285,27 @@ template <int D, int TYPE, bool BIG, int MT> struct MmaUnit {
         }
     }
 
-    // ---- values that are not finite ----
-    // A weight of 0 hides a value from a row unless the value is Inf or NaN. Of the keys of a tile only a path's own
-    // rows are hidden from some of its rows; where such a value is not finite, the tile is added row by row.
-    __device__ bool finite(int values_at, int32_t first) const {
-        const int from = max(unit().past - first, 0), to = min(KEYS, unit().end - first);
-        bool good = true;
-        for (int u = here(b.tid) + from * (D / 8); u < to * (D / 8); u += MATH_THREADS) {
-            const uint4 words = *reinterpret_cast<const uint4 *>(b.shared + values_at +
-                                                                 swizzle<L::ROW>(u / (D / 8), u % (D / 8)));
-            for (const uint32_t w : {words.x, words.y, words.z, words.w}) {
-                good = good && (w & 0x7c00) != 0x7c00 && (w & 0x7c000000) != 0x7c000000;
-            }
+    // Rows that see a value which is not finite have no sum.
+    __device__ void clean(int values_at, int32_t first) {
+        if (!L::clean_values(b.shared, values_at, b.tid, MATH_THREADS)) {
+            return;
         }
-        return good;
-    }
-    __device__ void add_by_row(int values_at, int32_t first) {
-#pragma unroll 1
-        for (int r = unit().n_rows - 1; r >= 0; r--) { // more and more keys are hidden
-            const int32_t hidden = max(b.plan.position[unit().row + r] + 1 - first, 0);
-            barrier<MATH_THREADS>();
-            for (int u = here(b.tid) + hidden * (D / 8); u < KEYS * (D / 8); u += MATH_THREADS) {
-                *reinterpret_cast<uint4 *>(b.shared + values_at +
-                                           swizzle<L::ROW>(u / (D / 8), u % (D / 8))) = {};
-            }
-            barrier<MATH_THREADS>();
 #pragma unroll
-            for (int c = 0; c < C; c++) {
+        for (int i = 0; i < M; i++) {
 #pragma unroll
-                for (int i = 0; i < M; i++) {
-                    float x[4] = {o[i][c][0], o[i][c][1], o[i][c][2], o[i][c][3]};
-#pragma unroll 1
-                    for (int k = 0; k < KEYS / 16; k++) {
-                        uint32_t w[4], v[4];
-                        load_matrices(w, at_word(here(weights_at()), k * 2) + i * 16 * L::P_ROW);
-                        load_transposed(v, b.base + values_at +
-                                               swizzle<L::ROW>(k * 16 + here(lane) % 16, part * C + c));
-                        multiply(x, w, v[0], v[1]);
-                    }
-#pragma unroll
-                    for (int e = 0; e < 4; e++) {
-                        o[i][c][e] = a.row_of(0, row_here(m0, i, e / 2)) == r ? x[e] : o[i][c][e];
-                    }
+            for (int h = 0; h < 2; h++) {
+                const int row = min(a.row_of(unit().row, row_here(m0, i, h)), MAX_ROWS - 1);
+                const int32_t to = b.plan.position[row];
+                if (L::sees_bad(b.shared, first, lowest_visible(to, a.first, a.window), to)) {
+                    sum[i][2 * h] = NAN;
                 }
             }
         }
-#pragma unroll
-        for (int i = 0; i < M && part == 0; i++) {
-#pragma unroll 1
-            for (int k = 0; k < KEYS / 16; k++) {
-                uint32_t w[4];
-                load_matrices(w, at_word(weights_at(), k * 2) + i * 16 * L::P_ROW);
-                multiply(sum[i], w, ONES, ONES);
-            }
-        }
+        barrier(MATH_THREADS); // all have read the marks
     }
 
     __device__ void store() const {
-        const TileInfo u = unit();
+        const UnitInfo u = unit();
 #pragma unroll
         for (int i = 0; i < M; i++) {
 #pragma unroll
@@ -370,15 +332,15 @@ template <int D, int TYPE, bool BIG, int MT> struct MmaUnit {
         if (!L::PACKED) {
             b.leave();
         }
-        barrier<MATH_THREADS>(); // all have left the weights and the values of the tile before
+        barrier(MATH_THREADS); // all have left the weights and the values of the tile before
     }
     __device__ void run_tile(int32_t first) {
         b.wait();
         int keys_at = b.ring.slot * L::SLOT;
         if (L::PACKED) {
-            b.unpack(0);
+            b.unpack_slot(0);
             b.leave();
-            barrier<MATH_THREADS>();
+            barrier(MATH_THREADS);
             keys_at = L::UNPACKED;
         }
         if (scores) {
@@ -394,16 +356,15 @@ template <int D, int TYPE, bool BIG, int MT> struct MmaUnit {
         b.wait();
         int values_at = b.ring.slot * L::SLOT;
         if (L::PACKED) {
-            b.unpack(1);
+            b.unpack_slot(1);
             b.leave();
             values_at = L::UNPACKED + KEYS * L::ROW;
         }
-        barrier<MATH_THREADS>();
-        if (unit().shared == 0 || barrier_and<MATH_THREADS>(finite(values_at, first))) {
-            add_values(values_at, unit().end - first);
-        } else {
-            add_by_row(values_at, first);
+        barrier(MATH_THREADS);
+        if (unit().mixed(first, KEYS, a.window)) {
+            clean(values_at, first);
         }
+        add_values(values_at);
         if (!L::PACKED) {
             b.leave();
         }
@@ -418,56 +379,26 @@ template <int D, int TYPE, bool BIG, int MT> struct MmaUnit {
     }
 };
 
-template <int D, int TYPE, bool BIG>
-__device__ void compute_units(const AttentionParams &a, const Plan &plan, uint8_t *shared) {
-    using L = MmaLayout<D, TYPE, BIG>;
-    MmaBlock<D, TYPE, BIG> block{a, plan, shared};
-    for (;;) {
-        block.wait();
-        const int tiles = (block.info().n_rows * a.G + 15) / 16;
-        if (tiles == 0) {
-            return;
-        }
-        barrier<MATH_THREADS>(); // all have left the unit before
+template <int D, int TYPE>
+__device__ void mma_units(const AttentionParams &a, const Plan &plan, uint8_t *shared) {
+    using L = Layout<D, TYPE, false>;
+    MmaBlock<D, TYPE> block{a, plan, shared};
+    Cursor unit(a, plan);
+    wait_for_previous();
+    for (; unit.valid(); unit.next()) {
+        barrier(MATH_THREADS); // all have left the unit before
         if (block.tid == 0) {
-            *reinterpret_cast<TileInfo *>(shared + L::UNIT) = block.info();
+            *reinterpret_cast<UnitInfo *>(shared + L::UNIT) = unit.info();
         }
-        barrier<MATH_THREADS>();
+        barrier(MATH_THREADS);
+        const int tiles = (unit.n_rows * a.G + 15) / 16;
         if (tiles == 1) {
-            MmaUnit<D, TYPE, BIG, 1>(block).run();
+            MmaUnit<D, TYPE, 1>(block).run();
         } else if (tiles == 2) {
-            MmaUnit<D, TYPE, BIG, 2>(block).run();
-        } else if (tiles == 3) {
-            MmaUnit<D, TYPE, BIG, 3>(block).run();
-        } else if constexpr (BIG) {
-            if (tiles == 4) {
-                MmaUnit<D, TYPE, BIG, 4>(block).run();
-            } else {
-                MmaUnit<D, TYPE, BIG, 6>(block).run();
-            }
+            MmaUnit<D, TYPE, 2>(block).run();
+        } else {
+            MmaUnit<D, TYPE, 3>(block).run();
         }
-    }
-}
-
-template <int D, int TYPE, bool BIG>
-__device__ void mma_attention(const AttentionParams &a, uint8_t *shared) {
-    using L = MmaLayout<D, TYPE, BIG>;
-    Plan &plan = *reinterpret_cast<Plan *>(shared + L::PLAN);
-    if (threadIdx.x < L::SLOTS) {
-        init_barrier(shared_address(shared) + L::FULL + threadIdx.x * 8, LOAD_THREADS + 1);
-        init_barrier(shared_address(shared) + L::EMPTY + threadIdx.x * 8, WARPS);
-    }
-    plan.make(a);
-    if (threadIdx.x < MATH_THREADS) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
-#endif
-        compute_units<D, TYPE, BIG>(a, plan, shared);
-    } else {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
-#endif
-        MmaLoader<D, TYPE, BIG>{a, plan, shared}.run();
     }
 }
 

@@ -2,6 +2,8 @@
 // whose order is changed by the row so that eight rows of one column lie in different banks.
 #pragma once
 
+#include "rowmm_ptx.cuh"
+
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <stdint.h>
@@ -18,10 +20,6 @@ template <int BYTES> __device__ int swizzle(int row, int word) {
 // From the address of word w of a row to that of word w + x, where w and x have no bit in common.
 __device__ uint32_t at_word(uint32_t address, int x) {
     return (address ^ x % 8 * 16) + x / 8 * 128;
-}
-
-__device__ uint32_t shared_address(const void *p) {
-    return uint32_t(__cvta_generic_to_shared(p));
 }
 
 // BYTES from global memory, or zeros, on their way until a barrier says so.
@@ -73,18 +71,37 @@ __device__ void wait_patiently(uint32_t at, uint32_t parity) {
     __syncwarp();
 }
 
-// Among the first THREADS threads of the block.
-template <int THREADS> __device__ void barrier() {
-    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+// Among `threads` threads of the block, whole warps of those that compute.
+__device__ void barrier(int threads) {
+    asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
 }
-template <int THREADS> __device__ bool barrier_and(bool value) {
-    uint32_t all;
+__device__ bool barrier_or(int threads, bool value) {
+    uint32_t any;
     asm volatile(
-        "{ .reg .pred p, q; setp.ne.u32 p, %1, 0; bar.red.and.pred q, 1, %2, p; selp.u32 %0, 1, 0, q; }"
-        : "=r"(all)
-        : "r"(uint32_t(value)), "n"(THREADS)
+        "{ .reg .pred p, q; setp.ne.u32 p, %1, 0; bar.red.or.pred q, 1, %2, p; selp.u32 %0, 1, 0, q; }"
+        : "=r"(any)
+        : "r"(uint32_t(value)), "r"(threads)
         : "memory");
-    return all != 0;
+    return any != 0;
+}
+// What this thread has written, or has seen written by others' copies, the tensor cores may read in wgmma.
+__device__ void show_to_wgmma() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+// ---- values that are not finite ----
+
+__device__ bool finite(uint32_t halves) {
+    return (halves & 0x7c00) != 0x7c00 && (halves & 0x7c000000) != 0x7c000000;
+}
+__device__ bool finite(const uint4 &words) {
+    return finite(words.x) && finite(words.y) && finite(words.z) && finite(words.w);
+}
+__device__ uint32_t finite_or_zero(uint32_t halves) {
+    return halves & ((halves & 0x7c00) == 0x7c00 ? 0xffff0000 : ~0u) &
+           ((halves & 0x7c000000) == 0x7c000000 ? 0xffff : ~0u);
 }
 
 // ---- the tensor cores ----

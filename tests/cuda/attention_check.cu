@@ -241,6 +241,18 @@ std::vector<bool> spoil(const KvShape &s, const Ints &parents, Inputs &in, int f
     return sees;
 }
 
+// A committed V near the window's edge becomes NaN or Inf: deeper rows no longer see it. Adds the rows that do.
+void spoil_window(const KvShape &s, const Ints &parents, Floats &v, std::vector<bool> &sees) {
+    const int n = int(v.size()) / s.width(), at = n - s.window + pick(6);
+    if (s.window == 0 || at < s.first || at >= n) {
+        return;
+    }
+    v[size_t(at) * s.width() + pick(s.width())] = pick(2) == 0 ? NAN : INFINITY;
+    for (size_t r = 0; r < parents.size(); r++) {
+        sees[r] = sees[r] || at > n + int(path_to(parents, int(r)).size()) - 1 - s.window;
+    }
+}
+
 struct Case {
     Ints contexts;
     std::vector<Ints> parents; // of each sequence's rows
@@ -261,12 +273,16 @@ void check_case(const KvShape &s, const Case &c, const std::string &what) {
     std::vector<std::vector<bool>> sees;
     int row0 = 0;
     for (size_t i = 0; i < contexts.size(); i++) {
-        const Floats k = normals(size_t(c.contexts[i]) * s.width()), v = normals(k.size());
+        const Floats k = normals(size_t(c.contexts[i]) * s.width());
+        Floats v = normals(k.size());
+        sees.push_back(std::vector<bool>(c.parents[i].size()));
+        if (c.spoiled && s.type < 2) {
+            sees.back() = spoil(s, c.parents[i], in, row0);
+            spoil_window(s, c.parents[i], v, sees.back());
+        }
         kv.append(contexts[i], k, v);
         plain.append(copies[i], k, v);
         works.push_back({&contexts[i], c.parents[i], {}});
-        sees.push_back(c.spoiled && s.type < 2 ? spoil(s, c.parents[i], in, row0)
-                                               : std::vector<bool>(c.parents[i].size()));
         row0 += int(c.parents[i].size());
     }
     const int wide = std::min(MAX_ROWS, T + pick(4));
