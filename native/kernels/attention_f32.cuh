@@ -3,7 +3,7 @@
 #pragma once
 
 #include "attention_plan.cuh"
-#include "rowmm_ptx.cuh"
+#include "overlap.cuh"
 
 namespace luce {
 namespace {

@@ -2,6 +2,7 @@
 // whose order is changed by the row so that eight rows of one column lie in different banks.
 #pragma once
 
+#include "overlap.cuh"
 #include "rowmm_ptx.cuh"
 
 #include <cuda_fp16.h>
