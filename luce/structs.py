@@ -89,9 +89,10 @@ class Logprobs:
 class EngineParams:
     """How an engine is opened. 0 and None mean the core's default: n_ctx positions of a sequence
     min(trained, 4096), 1 sequence, no checkpoints, KV pages for as many full sequences (and one more with
-    checkpoints), n_draft + 1 rows of a sequence in a step, no drafts, 512 rows of a prefill step, up to 16
-    CPU threads, f16 KV. n_draft > 0 needs a model with a head. blocks 1: DFlash blocks may be drafted, which
-    needs a model with a drafter; a sequence then has rows for a whole block."""
+    checkpoints), n_draft + 1 rows of a sequence in a step, no drafts, none of a draft's next best candidates
+    (n_top), 512 rows of a prefill step, up to 16 CPU threads, f16 KV. n_draft > 0 needs a model with a
+    head. blocks 1: DFlash blocks may be drafted, which needs a model with a drafter; a sequence then has rows
+    for a whole block."""
 
     n_ctx: int = 0
     n_sequences: int = 0
@@ -100,6 +101,7 @@ class EngineParams:
     n_rows: int = 0
     n_draft: int = 0
     blocks: int = 0
+    n_top: int = 0
     n_chunk: int = 0
     n_threads: int = 0
     kv_type: str | None = None
@@ -162,6 +164,7 @@ class EngineInfo:
     n_pages: int
     n_rows: int
     n_draft: int
+    n_top: int
     n_chunk: int
     n_threads: int
     n_block: int

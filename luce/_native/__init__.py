@@ -7,7 +7,7 @@ one-line message.
 
 from luce._native.engine import Checkpoint, Drafts, Engine, Rows, Sequence, Source
 from luce._native.files import File, Model, Progress
-from luce._native.library import Handle, IntArray, Library, c_declarations, default, load, use
+from luce._native.library import Handle, IntArray, Library, Lists, c_declarations, default, load, use
 
 __all__ = [
     "Checkpoint",
@@ -17,6 +17,7 @@ __all__ = [
     "Handle",
     "IntArray",
     "Library",
+    "Lists",
     "Model",
     "Progress",
     "Rows",

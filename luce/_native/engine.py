@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from luce._native.files import Model, engine_params
-from luce._native.library import Handle, IntArray
+from luce._native.library import Handle, IntArray, Lists
 from luce.costs import Costs
 from luce.errors import ArgumentError, NumericError
 from luce.structs import (
@@ -186,6 +186,14 @@ class Sequence(Handle):
         tokens = self.library.ffi.new("int32_t[]", max(n, 1))
         self.library.check(self.library.lib.luce_sequence_get_draft(self.handle, tokens, n))
         return list(tokens[0:n])
+
+    def lists(self, depth: int, k: int, comb: bool = True) -> Lists:
+        """The k best candidates of each of the first `depth` drafts of the last draft, for Library.tree;
+        comb: it is a chain. NumericError as of drafted()."""
+        made = Lists(self.library, depth, k, comb)
+        get = self.library.lib.luce_sequence_get_lists
+        self.library.check(get(self.handle, made.ids, made.scores, depth, k))
+        return made
 
     def lookup(self, anchor: int, most: int) -> tuple[list[int], int]:
         """What followed the last time that the committed tokens and then `anchor` stood as they do now: its

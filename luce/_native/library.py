@@ -170,6 +170,22 @@ class Library:
         self.check(self.lib.luce_lookup(self.ints(tokens), len(tokens), draft, n, matched))
         return list(draft[0 : n[0]]), int(matched[0])
 
+    def tree(
+        self, anchor: int, lists: Lists | None, budget: int, chain: IntArray = ()
+    ) -> tuple[list[int], list[int], list[int]]:
+        """The draft tree: `budget` nodes of the lists, best first, joined with a chain. Tokens, parents and
+        sources (1 the lists', 2 the chain's, 3 of both) of its rows, depth first; row 0 is the anchor."""
+        most = 1 + budget + len(chain)
+        tokens, parents = self.ffi.new("int32_t[]", most), self.ffi.new("int32_t[]", most)
+        sources, n = self.ffi.new("uint8_t[]", most), self.ffi.new("uint32_t *")
+        struct = self.ffi.NULL if lists is None else lists.struct
+        self.check(
+            self.lib.luce_tree(
+                anchor, struct, budget, self.ints(chain), len(chain), tokens, parents, sources, n
+            )
+        )
+        return list(tokens[0 : n[0]]), list(parents[0 : n[0]]), list(sources[0 : n[0]])
+
     def type_info(self, type_id: int) -> TypeInfo:
         """Name and block layout of a ggml type id; ArgumentError for an id that ggml lacks."""
         return self.read(TypeInfo, self.lib.luce_type_get, type_id)
@@ -191,6 +207,23 @@ class Library:
             )
         )
         return made
+
+class Lists:
+    """The lists of a drafter, one for each depth, best first: ids int32[depth * k] and their scores
+    float[depth * k], C arrays. comb: they follow the first choices alone."""
+
+    def __init__(self, library: Library, depth: int, k: int, comb: bool):
+        self.depth, self.k = depth, k
+        self.ids = library.ffi.new("int32_t[]", max(depth * k, 1))
+        self.scores = library.ffi.new("float[]", max(depth * k, 1))
+        self.struct = library.struct(
+            "luce_lists", ids=self.ids, scores=self.scores, depth=depth, k=k, comb=int(comb)
+        )
+
+    def at(self, depth: int) -> list[int]:
+        """The ids at a depth, from 0."""
+        return list(self.ids[depth * self.k : (depth + 1) * self.k])
+
 
 class Handle:
     """A core object. `handle` is its C pointer; closed on exit, close() or collection."""

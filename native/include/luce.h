@@ -52,6 +52,7 @@ extern "C" {
 #define LUCE_ABI_VERSION 4 /* changes whenever a struct or a signature does */
 #define LUCE_MAX_ROWS 64 /* rows of one step over all its sequences: each has an anchor and its candidates */
 #define LUCE_MAX_DRAFT 8 /* drafts of a NextN chain */
+#define LUCE_MAX_TOP 63 /* candidates that are kept of a draft */
 #define LUCE_PAGE 256 /* positions of a KV page */
 #define LUCE_MAX_DIMS 4
 
@@ -192,6 +193,7 @@ typedef struct luce_engine_params {
                         DFlash block where these are more */
     uint32_t n_draft; /* most drafts of a round, 0..LUCE_MAX_DRAFT; needs a model with a head */
     uint32_t blocks; /* 1: DFlash blocks may be drafted; needs a model with a drafter. 0: none are */
+    uint32_t n_top; /* candidates kept of each draft (luce_sequence_get_lists), 0..LUCE_MAX_TOP */
     uint32_t n_chunk; /* most rows of a prefill step: a multiple of LUCE_PAGE, at most 4096; 0: 512, or
                          2048 on a GPU that luce's own matmul runs on */
     uint32_t n_threads; /* CPU only; 0: one per core, at most 16 */
@@ -247,7 +249,7 @@ LUCE_API luce_status luce_engine_close(luce_engine *engine);
 typedef struct luce_engine_info {
     uint64_t struct_size;
     uint64_t memory_bytes; /* allocated on the device by this engine's caches and buffers */
-    uint32_t n_ctx, n_sequences, n_checkpoints, n_pages, n_rows, n_draft, n_chunk,
+    uint32_t n_ctx, n_sequences, n_checkpoints, n_pages, n_rows, n_draft, n_top, n_chunk,
         n_threads; /* as resolved */
     uint32_t n_block; /* rows of a DFlash block; 0: none are drafted */
     uint32_t
@@ -374,6 +376,12 @@ LUCE_API luce_status luce_sequence_prefill(luce_sequence *sequence, const int32_
  * whose logits were not finite is E_NUMERIC; the sequence is not failed by it. */
 LUCE_API luce_status luce_sequence_get_draft(luce_sequence *sequence, int32_t *tokens, uint32_t n);
 
+/* Of each of the first `depth` drafts of the last draft the k <= n_top best candidates, ids and scores (depth, k):
+ * best first (the higher logit, then the lower id), with their log-probabilities over the whole vocabulary. A list
+ * that ends early ends with ids of -1. For luce_tree; waits for the device. E_NUMERIC as of luce_sequence_get_draft. */
+LUCE_API luce_status luce_sequence_get_lists(luce_sequence *sequence, int32_t *ids, float *scores,
+                                             uint32_t depth, uint32_t k);
+
 /* Appends rows path[0] = 0, path[1], ... of the last verify, each the child of the one before. Bookkeeping on the
  * host: what has to move on the device is done at the start of the sequence's next step. */
 LUCE_API luce_status luce_sequence_commit(luce_sequence *sequence, const int32_t *path, uint32_t n);
@@ -388,10 +396,8 @@ LUCE_API luce_status luce_sequence_get_logits(luce_sequence *sequence, uint32_t 
  * the size; else *size bytes are there. Rows that are verified and not committed are dropped. */
 LUCE_API luce_status luce_sequence_dump(luce_sequence *sequence, void *data, uint64_t *size);
 
-/* A draft from the sequence's own text, on the host: what followed the last time that its committed tokens and then
- * `anchor` stood as they do now (luce_lookup is the rule). *n: in, at most so many tokens, to `draft`; out, how many.
- * The first call indexes the whole text, each further one what was committed since. Changes nothing, waits for no
- * device. E_ARG, E_STATE. */
+/* luce_lookup of the committed tokens and then `anchor`. The first call indexes the whole text, each further one what
+ * was committed since. Changes nothing, waits for no device. E_ARG, E_STATE. */
 LUCE_API luce_status luce_sequence_lookup(luce_sequence *sequence, int32_t anchor, int32_t *draft,
                                           uint32_t *n, uint32_t *matched);
 
@@ -455,6 +461,24 @@ LUCE_API luce_status luce_accept(const int32_t *tokens, const int32_t *parents, 
  * reaches the end of tokens it is followed by draft itself. *n: in, the most tokens; out, how many, 0 or all. */
 LUCE_API luce_status luce_lookup(const int32_t *tokens, uint32_t n_tokens, int32_t *draft, uint32_t *n,
                                  uint32_t *matched);
+
+/* The draft tree: rows for luce_engine_verify. Of a drafter's lists, one for each depth, `budget` nodes are taken best
+ * first by the sum of scores along their path, a node after its parent and its better siblings; ties go to the
+ * lexicographically smaller path of ranks. comb 1: the lists follow the first choices alone, and only nodes of first
+ * choices have children; 0: each list holds for every node above it. Then a chain of n_chain tokens is joined, shared
+ * prefixes once. tokens, parents, sources: room for 1 + budget + n_chain <= LUCE_MAX_ROWS rows, of which *n are
+ * written, depth first, the anchor first. sources: whose candidate a row is, 1 the lists', 2 the chain's, 3 of both.
+ * lists may be NULL where budget is 0. E_ARG; E_NUMERIC where a score is NaN. */
+typedef struct luce_lists {
+    uint64_t struct_size;
+    const int32_t *ids; /* (depth, k) best first; < 0: the list ends before it */
+    const float *scores; /* (depth, k); -inf: the list ends before it */
+    uint32_t depth, k;
+    int32_t comb;
+} luce_lists;
+LUCE_API luce_status luce_tree(int32_t anchor, const luce_lists *lists, uint32_t budget, const int32_t *chain,
+                               uint32_t n_chain, int32_t *tokens, int32_t *parents, uint8_t *sources,
+                               uint32_t *n);
 
 typedef struct luce_type_info {
     uint64_t struct_size;

@@ -222,6 +222,27 @@ struct KeepArgs {
     int32_t *drafts; // [n][2]; in/out
 };
 
+// The k best candidates of each row, in the order (logit descending, id ascending), with their log-probabilities over
+// the whole vocabulary: entry rows[t].keep of `lists` becomes k ids and then the bits of k F32 scores. Where a row has
+// fewer than k logits above -inf, the list ends with ids of -1. (Rows with keep -1 are not looked at. Of a row with a
+// logit that is NaN or +inf the list is any list: its entry in `drafts` says so.)
+struct TopkArgs {
+    const float *logits; // [T][n], n <= TOPK_MAX_N
+    int64_t n;
+    int32_t T, k; // k: 1 .. TOPK_MAX
+    const StepCtl *ctl;
+    int32_t *lists; // [entries][2 * k]; in/out
+    int32_t *scratch; // [T][topk_scratch(k)]
+};
+constexpr int TOPK_MAX = 63;
+constexpr int TOPK_PART = 4096; // logits that one block sorts
+constexpr int TOPK_PARTS = 64;
+constexpr int64_t TOPK_MAX_N = int64_t(TOPK_PART) * TOPK_PARTS;
+// Of each part its k best, id and logit, and its largest logit and the sum of exp(logit - largest).
+constexpr int64_t topk_scratch(int32_t k) {
+    return int64_t(TOPK_PARTS) * (2 * k + 2);
+}
+
 // The tokens of a step's rows: tokens[t] >= 0 is the token itself, -1 - i stands for entry i of `drafts`.
 // (An entry beyond the vocabulary, of a draft that was not finite, becomes token 0.)
 struct TokensArgs {
@@ -241,6 +262,7 @@ int kv_gather(const KvGatherArgs &args, void *stream);
 int prefill_mask(const MaskArgs &args, void *stream);
 int argmax(const ArgmaxArgs &args, void *stream);
 int keep(const KeepArgs &args, void *stream);
+int topk(const TopkArgs &args, void *stream);
 int row_tokens(const TokensArgs &args, void *stream);
 const char *error_text(int error);
 int set_device(int device); // kernels launch on the current device of the calling thread

@@ -35,7 +35,7 @@ Cache::Cache(const Weights &weights, const HParams &hp, const NextN *head, const
       params_(params), max_pages_(params.max_pages()) {
     const size_t n_layer = weights.blocks.size();
     const size_t n_drafter = drafter == nullptr ? 0 : drafter->layers.size();
-    const ggml_init_params init = {ggml_tensor_overhead() * (3 * n_layer + 2 * n_drafter + 6), nullptr,
+    const ggml_init_params init = {ggml_tensor_overhead() * (3 * n_layer + 2 * n_drafter + 7), nullptr,
                                    /*no_alloc=*/true};
     context_.reset(ggml_init(init));
     ggml_context *ctx = context_.get();
@@ -69,6 +69,10 @@ Cache::Cache(const Weights &weights, const HParams &hp, const NextN *head, const
     }
     drafts_ = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 2, std::max(drafts_of_slot(), 1u) * params.n_sequences);
     state_bytes_ += ggml_nbytes(drafts_);
+    if (params.n_top > 0) {
+        lists_ = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 2 * int64_t(params.n_top), drafts_->ne[1]);
+        state_bytes_ += ggml_nbytes(lists_);
+    }
     if (params.rowmm_scratch > 0) {
         rowmm_scratch_ = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, int64_t(params.rowmm_scratch));
         state_bytes_ += ggml_nbytes(rowmm_scratch_);

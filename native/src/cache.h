@@ -47,6 +47,7 @@ struct DeltaState {
 struct CacheParams {
     uint32_t n_ctx, n_sequences, n_checkpoints, n_pages, n_rows, n_draft, n_chunk;
     uint32_t n_block = 0; // rows of a DFlash block; 0: the engine drafts none
+    uint32_t n_top = 0; // candidates that are kept of each draft; 0: the draft alone
     ggml_type kv_type;
     // Of one sequence: a step's rows lie behind n_ctx positions at most.
     uint32_t max_pages() const { return (n_ctx + std::max(n_rows, n_block) + PAGE - 1) / PAGE; }
@@ -91,6 +92,9 @@ public:
         return rowmm_scratch_;
     } // {bytes} I8: zeros between steps where it counts
     ggml_tensor *drafts() const { return drafts_; } // {2, entries} I32: token, not-finite flag
+    ggml_tensor *lists() const {
+        return lists_;
+    } // {2 * n_top, the same entries} I32: TopkArgs; null with n_top 0
     ggml_tensor *hidden() const {
         return hidden_;
     } // {E, rows} F32: the target's after output_norm, or the head's
@@ -131,7 +135,7 @@ private:
     std::vector<DeltaState> delta_; // by trunk block; empty entries for attention
     KvCells head_kv_{};
     std::vector<KvCells> drafter_kv_; // by its layer
-    ggml_tensor *hidden_ = nullptr, *drafts_ = nullptr, *rowmm_scratch_ = nullptr;
+    ggml_tensor *hidden_ = nullptr, *drafts_ = nullptr, *lists_ = nullptr, *rowmm_scratch_ = nullptr;
     uint64_t kv_bytes_ = 0, state_bytes_ = 0;
     Context context_;
     Buffer buffer_;

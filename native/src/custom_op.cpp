@@ -157,6 +157,19 @@ KeepArgs keep_args(const ggml_tensor *dst) {
     return {data<int32_t>(choice), int32_t(choice->ne[1]), ctl(dst->src[1]), data<int32_t>(dst->src[2])};
 }
 
+TopkArgs topk_args(const ggml_tensor *dst) {
+    const ggml_tensor *logits = dst->src[0];
+    TopkArgs a{};
+    a.logits = data<float>(logits);
+    a.n = logits->ne[0];
+    a.T = int32_t(logits->ne[1]);
+    a.k = param(dst, 0);
+    a.ctl = ctl(dst->src[1]);
+    a.lists = data<int32_t>(dst->src[2]);
+    a.scratch = data<int32_t>(dst);
+    return a;
+}
+
 TokensArgs tokens_args(const ggml_tensor *dst) {
     const ggml_tensor *tokens = dst->src[0];
     return {data<int32_t>(tokens), data<int32_t>(dst->src[1]), int32_t(tokens->ne[0]), param(dst, 0),
@@ -226,6 +239,7 @@ const CustomOp OPS[] = {
     LUCE_OP("prefill_mask", "ctl > 1", cpu_prefill_mask, prefill_mask, mask_args),
     LUCE_OP("argmax", "n,T > 126,T", cpu_argmax, argmax, argmax_args),
     LUCE_OP("keep", "iW,T ctl i2,n* > 1", cpu_keep, keep, keep_args),
+    LUCE_OP("topk", "n,T ctl iL,e* > 1,T", cpu_topk, topk, topk_args),
     LUCE_OP("row_tokens", "iT i2,n > T", cpu_row_tokens, row_tokens, tokens_args),
     LUCE_CPU_OP("pack_rows", "K,T > 2,K,T", cpu_pack_rows, pack_args),
     LUCE_CPU_OP("rows_matmul", "xP,T mK,A mK,B? mK,C? mK,D? > A,T", cpu_rows_matmul, rows_matmul_args),

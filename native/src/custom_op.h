@@ -13,6 +13,7 @@
 // prefill_mask    ctl                                                                      first window -> f16{n_kv,T}
 // argmax          logits{n,T}                                                              - -> i32{WIDTH,T}
 // keep            choice{WIDTH,T} ctl drafts{2,n}*                                         - -> i32{1}
+// topk            logits{n,T} ctl lists{2*k,entries}*                                      k -> i32{scratch,T}
 // row_tokens      tokens{T} drafts{2,n}                                                    n_vocab -> i32{T}
 // pack_rows       x{K,T}                                                                   - -> i8{64*K/32,T} blocks
 // rows_matmul     packed{64*K/32,T} or x{K,T}, 1 to 4 weights{K,N}: results side by side   - -> {sum of N*T}
@@ -72,6 +73,7 @@ ggml_tensor *add_op(ggml_context *ctx, const CustomOp &op, ggml_type type, int64
 int32_t bits_of_real(float x); // as params hold it
 
 // CPU reference implementations: thread ith of nth. (attention.h has more.)
+void cpu_topk(const TopkArgs &args, int ith, int nth);
 void cpu_conv(const ConvArgs &args, int ith, int nth);
 void cpu_deltanet(const DeltaArgs &args, int ith, int nth);
 void cpu_norm_rope(const NormRopeArgs &args, int ith, int nth);

@@ -70,6 +70,7 @@ EngineParams Engine::resolve(const Model &model, const luce_engine_params *p) {
     c.n_checkpoints = p->n_checkpoints;
     c.n_draft = p->n_draft;
     c.n_block = block_rows(model, *p);
+    c.n_top = p->n_top;
     c.n_rows =
         in_range("n_rows", p->n_rows, std::max(std::min(c.n_draft, uint32_t(LUCE_MAX_DRAFT)) + 1, c.n_block),
                  LUCE_MAX_ROWS);
@@ -85,6 +86,14 @@ EngineParams Engine::resolve(const Model &model, const luce_engine_params *p) {
     if (c.n_draft > LUCE_MAX_DRAFT || (c.n_draft > 0 && c.n_rows <= c.n_draft)) {
         fail(LUCE_E_ARG, "n_draft is %u, expected 0 to %d, and below n_rows, which is %u", c.n_draft,
              LUCE_MAX_DRAFT, c.n_rows);
+    }
+    if (c.n_top > TOPK_MAX || (c.n_top > 0 && c.n_draft == 0 && c.n_block == 0)) {
+        fail(LUCE_E_ARG, "n_top is %u, expected 0 to %d, and 0 in an engine without drafts", c.n_top,
+             TOPK_MAX);
+    }
+    if (c.n_top > 0 && model.hparams().n_vocab > TOPK_MAX_N) {
+        fail(LUCE_E_UNSUPPORTED, "lists of drafts are made of up to %lld tokens, the vocabulary has %u",
+             (long long) TOPK_MAX_N, model.hparams().n_vocab);
     }
     if (c.n_draft > 0 && !model.weights().head) {
         fail(LUCE_E_ARG, "n_draft is %u, but the model was opened without a NextN head", c.n_draft);
@@ -140,6 +149,7 @@ luce_engine_info Engine::info() const {
     out.n_rows = c.n_rows;
     out.n_draft = c.n_draft;
     out.n_block = c.n_block;
+    out.n_top = c.n_top;
     out.n_chunk = c.n_chunk;
     out.n_threads = params_.n_threads;
     out.pages_free = cache_.pages.n_free();

@@ -72,6 +72,7 @@ StepOutputs build_dflash_block(const StepBuild &b) {
     ggml_set_output(logits);
     ggml_build_forward_expand(b.graph,
                               add_op(ctx, "keep", GGML_TYPE_I32, 1, 1, {choice, b.in.ctl, b.cache.drafts()}));
+    keep_lists(b, logits);
     return {logits, choice};
 }
 

@@ -43,6 +43,7 @@ void build_qwen35_draft(const StepBuild &b) {
     const StepOutputs out = choose(b, head.output, h);
     ggml_build_forward_expand(
         b.graph, add_op(ctx, "keep", GGML_TYPE_I32, 1, 1, {out.choice, b.in.ctl, b.cache.drafts()}));
+    keep_lists(b, out.logits);
 }
 
 // The head's KV of rows x {E, T}, the head's input.

@@ -8,6 +8,7 @@
 #include "lookup.h"
 #include "quantize.h"
 #include "sampler.h"
+#include "tree.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -266,6 +267,35 @@ luce_status luce_lookup(const int32_t *tokens, uint32_t n_tokens, int32_t *draft
         }
         const std::vector<int32_t> text(tokens, tokens + n_tokens - 1);
         *n = Lookup(n_tokens).find(text, tokens[n_tokens - 1], draft, *n, matched);
+    });
+}
+
+luce_status luce_tree(int32_t anchor, const luce_lists *lists, uint32_t budget, const int32_t *chain,
+                      uint32_t n_chain, int32_t *tokens, int32_t *parents, uint8_t *sources, uint32_t *n) {
+    return guarded([&] {
+        TreeLists of{};
+        if (budget > 0) {
+            check_struct(lists, "lists");
+            need(lists->ids, "lists->ids");
+            need(lists->scores, "lists->scores");
+            of = {lists->ids, lists->scores, lists->depth, lists->k, lists->comb != 0};
+        }
+        if (n_chain > 0) {
+            need(chain, "chain");
+        }
+        need(tokens, "tokens");
+        need(parents, "parents");
+        need(sources, "sources");
+        need(n, "n");
+        if (budget >= LUCE_MAX_ROWS || n_chain >= LUCE_MAX_ROWS || budget + n_chain >= LUCE_MAX_ROWS) {
+            fail(LUCE_E_ARG, "a step has %d rows at most: an anchor, %u of a tree and %u of a chain are more",
+                 LUCE_MAX_ROWS, budget, n_chain);
+        }
+        const Tree tree = make_tree(anchor, of, budget, chain, n_chain);
+        std::copy(tree.tokens.begin(), tree.tokens.end(), tokens);
+        std::copy(tree.parents.begin(), tree.parents.end(), parents);
+        std::copy(tree.sources.begin(), tree.sources.end(), sources);
+        *n = uint32_t(tree.tokens.size());
     });
 }
 

@@ -209,6 +209,16 @@ luce_status luce_sequence_get_draft(luce_sequence *sequence, int32_t *tokens, ui
     });
 }
 
+luce_status luce_sequence_get_lists(luce_sequence *sequence, int32_t *ids, float *scores, uint32_t depth,
+                                    uint32_t k) {
+    return guarded([&] {
+        const auto s = g_sequences.get(sequence);
+        need(ids, "ids");
+        need(scores, "scores");
+        locked(s, [&](Sequence &one) { one.get_lists(ids, scores, depth, k); });
+    });
+}
+
 luce_status luce_sequence_commit(luce_sequence *sequence, const int32_t *path, uint32_t n) {
     return guarded([&] {
         const auto s = g_sequences.get(sequence);

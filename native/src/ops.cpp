@@ -165,4 +165,12 @@ ggml_tensor *ffn(const StepBuild &b, const MatmulInput &x, const Ffn &w, ggml_te
     return matmul(b, w.down, swiglu(y[0], y[1]), residual);
 }
 
+void keep_lists(const StepBuild &b, ggml_tensor *logits) {
+    if (const uint32_t k = b.cache.params().n_top; k > 0) {
+        ggml_build_forward_expand(b.graph,
+                                  add_op(b.ctx, "topk", GGML_TYPE_I32, topk_scratch(int32_t(k)),
+                                         logits->ne[1], {logits, b.in.ctl, b.cache.lists()}, {int32_t(k)}));
+    }
+}
+
 } // namespace luce

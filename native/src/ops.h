@@ -115,4 +115,7 @@ ggml_tensor *deltanet(const StepBuild &b, const MatmulInput &x, const DeltaNet &
 // residual + SwiGLU: down(silu(gate x) * up x), x {E, T} -> {E, T}.
 ggml_tensor *ffn(const StepBuild &b, const MatmulInput &x, const Ffn &w, ggml_tensor *residual);
 
+// Keeps the best candidates of each row of logits {V, T} in the cache's lists, where it has any.
+void keep_lists(const StepBuild &b, ggml_tensor *logits);
+
 } // namespace luce

@@ -3,6 +3,8 @@
 #include "checkpoint.h"
 #include "sampler.h"
 
+#include <cstring>
+
 namespace luce {
 
 Sequence::Sequence(std::shared_ptr<Engine> engine) : engine_(std::move(engine)), line_(engine_->cache()) {}
@@ -97,6 +99,20 @@ void Sequence::get_draft(int32_t *tokens, uint32_t n) {
     }
     for (uint32_t i = 0; i < n; i++) {
         tokens[i] = entry(i).token;
+    }
+}
+
+void Sequence::get_lists(int32_t *ids, float *scores, uint32_t depth, uint32_t k) {
+    const uint32_t n_top = engine_->params().cache.n_top;
+    if (k < 1 || k > n_top) {
+        fail(LUCE_E_ARG, "the engine keeps %u candidates of a draft, got %u", n_top, k);
+    }
+    std::vector<int32_t> drafts(depth);
+    get_draft(drafts.data(), depth);
+    for (uint32_t i = 0; i < depth; i++) {
+        const int32_t *list = engine_->step().listed(engine_->cache().draft_entry(line_.slot(), int32_t(i)));
+        std::copy(list, list + k, ids + size_t(i) * k);
+        memcpy(scores + size_t(i) * k, list + n_top, k * sizeof(float));
     }
 }
 

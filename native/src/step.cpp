@@ -234,6 +234,7 @@ Region::Host Step::block_host(uint32_t index) {
 void Step::draft(uint32_t width, uint32_t link, uint32_t n_pages) {
     Graph &g = graph({StepKind::draft, width, 0});
     drafting_ = drafts_stale_ = true;
+    lists_stale_ = cache_.lists() != nullptr;
     in_.draft.send(backend_.get(), link, n_pages);
     compute(g);
 }
@@ -241,6 +242,7 @@ void Step::draft(uint32_t width, uint32_t link, uint32_t n_pages) {
 void Step::block(uint32_t rows, uint32_t index, uint32_t n_pages) {
     Graph &g = graph({StepKind::block, rows, 0});
     drafting_ = drafts_stale_ = true;
+    lists_stale_ = cache_.lists() != nullptr;
     in_.block.send(backend_.get(), index, n_pages);
     compute(g);
 }
@@ -253,6 +255,17 @@ const Greedy &Step::drafted(int32_t entry) {
         drafts_stale_ = drafting_ = false;
     }
     return drafts_[entry];
+}
+
+const int32_t *Step::listed(int32_t entry) {
+    const ggml_tensor *lists = cache_.lists();
+    if (lists_stale_) {
+        lists_.resize(size_t(ggml_nelements(lists)));
+        ggml_backend_tensor_get_async(backend_.get(), lists, lists_.data(), 0, ggml_nbytes(lists));
+        synchronize();
+        lists_stale_ = false;
+    }
+    return lists_.data() + entry * lists->ne[0];
 }
 
 void Step::read_logits(uint32_t row, float *out) {
@@ -290,7 +303,10 @@ void Step::run_trial(const StepShape &shape) {
         h.positions[row] = seq.n_past + int32_t(i);
         h.hidden_from[row] = h.hidden_to[row] = cache_.has_head() ? cache_.hidden_unused() : 0;
         if (!shape.prefill()) {
-            h.ctl->rows[row] = {int32_t(index), i == 0 ? -1 : int32_t(row) - 1, h.positions[row], -1};
+            const bool keeps = shape.kind == StepKind::draft || (shape.kind == StepKind::block && i > 0);
+            const int32_t entry = cache_.draft_entry(int32_t(index), i > 0 ? int32_t(i) - 1 : 0);
+            h.ctl->rows[row] = {int32_t(index), i == 0 ? -1 : int32_t(row) - 1, h.positions[row],
+                                keeps ? entry : -1};
         }
     }
     h.ctl->n_rows = int32_t(shape.rows);

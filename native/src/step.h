@@ -78,6 +78,7 @@ public:
 
     // Results of the last prefill or verify; logits are valid until the next step of any kind.
     const Greedy *greedy() const { return results_; }
+    const int32_t *listed(int32_t entry); // of the cache's lists, in the same way
     const Greedy &drafted(int32_t entry); // of the cache's drafts; waits where no verify has done so
     void read_logits(uint32_t row, float *out);
     uint64_t serial() const { return serial_; } // of the last step
@@ -113,6 +114,8 @@ private:
     uint64_t serial_ = 0;
     bool drafting_ = false; // a draft is enqueued that nobody has waited for
     bool drafts_stale_ = false; // drafts_ is older than the device's
+    std::vector<int32_t> lists_; // the host's copy
+    bool lists_stale_ = false;
     bool capturing_ = false; // steps are captured on their first run
 };
 

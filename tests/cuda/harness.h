@@ -28,6 +28,8 @@ void check_rowmm(bool all);
 void check_gemm_kernels(bool all);
 void time_attention(bool all);
 void time_rowmm();
+void check_topk(bool all);
+void time_topk();
 
 inline void must(int error) {
     if (error != 0) {

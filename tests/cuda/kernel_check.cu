@@ -88,6 +88,7 @@ int main(int argc, char **argv) {
         check_attention(all);
         check_rowmm(all);
         check_gemm_kernels(all);
+        check_topk(all);
         if (all) {
             check_abandon();
         }
@@ -101,6 +102,7 @@ int main(int argc, char **argv) {
         time_kernels();
         time_attention(what != "brief");
         time_rowmm();
+        time_topk();
     }
     return n_failed == 0 ? 0 : 1;
 }

@@ -1,0 +1,128 @@
+#include "tree.h"
+
+#include "status.h"
+
+#include <algorithm>
+#include <cmath>
+#include <queue>
+
+namespace luce {
+namespace {
+
+constexpr uint32_t NONE = UINT32_MAX;
+
+// A node as it is found; its path of ranks is that of its parent and its own.
+struct Node {
+    int32_t token;
+    uint8_t sources;
+    uint32_t parent, depth, rank; // parent NONE: the anchor; depth from 0
+    double score;
+    std::vector<uint32_t> children; // by rank, then the chain's
+};
+
+class Builder {
+public:
+    Builder(const TreeLists &lists, int32_t anchor) : lists_(lists) {
+        nodes_.push_back({anchor, 0, NONE, 0, 0, 0.0, {}});
+    }
+
+    void take_best(uint32_t budget) {
+        const auto later = [this](const Candidate &a, const Candidate &b) { return before(b, a); };
+        std::priority_queue<Candidate, std::vector<Candidate>, decltype(later)> heap(later);
+        const auto offer = [&](uint32_t parent, uint32_t rank) {
+            const uint32_t depth = nodes_[parent].depth;
+            const size_t at = size_t(depth) * lists_.k + rank;
+            if (depth >= lists_.depth || rank >= lists_.k || lists_.ids[at] < 0) {
+                return;
+            }
+            if (std::isnan(lists_.scores[at])) {
+                fail(LUCE_E_NUMERIC, "the score of rank %u at depth %u is not a number", rank, depth + 1);
+            }
+            if (lists_.scores[at] > -INFINITY) {
+                heap.push({nodes_[parent].score + double(lists_.scores[at]), parent, rank});
+            }
+        };
+        offer(0, 0);
+        for (; budget > 0 && !heap.empty(); budget--) {
+            const Candidate best = heap.top();
+            heap.pop();
+            const uint32_t depth = nodes_[best.parent].depth;
+            const int32_t token = lists_.ids[size_t(depth) * lists_.k + best.rank];
+            const uint32_t node = add(best.parent, token, Tree::OF_LISTS);
+            nodes_[node].rank = best.rank;
+            nodes_[node].score = best.score;
+            offer(best.parent, best.rank + 1);
+            if (!lists_.comb || best.rank == 0) {
+                offer(node, 0);
+            }
+        }
+    }
+
+    void join(const int32_t *chain, uint32_t n) {
+        uint32_t at = 0;
+        for (uint32_t i = 0; i < n; i++) {
+            const auto &children = nodes_[at].children;
+            const auto same = std::find_if(children.begin(), children.end(),
+                                           [&](uint32_t child) { return nodes_[child].token == chain[i]; });
+            at = same != children.end() ? *same : add(at, chain[i], Tree::OF_CHAIN);
+            nodes_[at].sources |= Tree::OF_CHAIN;
+        }
+    }
+
+    Tree rows() const {
+        Tree tree;
+        write(0, -1, tree);
+        return tree;
+    }
+
+private:
+    struct Candidate {
+        double score;
+        uint32_t parent, rank;
+    };
+
+    std::vector<uint32_t> path(const Candidate &candidate) const {
+        std::vector<uint32_t> ranks = {candidate.rank};
+        for (uint32_t at = candidate.parent; at != 0; at = nodes_[at].parent) {
+            ranks.push_back(nodes_[at].rank);
+        }
+        std::reverse(ranks.begin(), ranks.end());
+        return ranks;
+    }
+
+    bool before(const Candidate &a, const Candidate &b) const {
+        return a.score != b.score ? a.score > b.score : path(a) < path(b);
+    }
+
+    uint32_t add(uint32_t parent, int32_t token, uint8_t source) {
+        const uint32_t at = uint32_t(nodes_.size());
+        nodes_.push_back({token, source, parent, nodes_[parent].depth + 1, 0, 0.0, {}});
+        nodes_[parent].children.push_back(at);
+        return at;
+    }
+
+    void write(uint32_t at, int32_t parent, Tree &tree) const {
+        const int32_t row = int32_t(tree.tokens.size());
+        tree.tokens.push_back(nodes_[at].token);
+        tree.parents.push_back(parent);
+        tree.sources.push_back(nodes_[at].sources);
+        for (const uint32_t child : nodes_[at].children) {
+            write(child, row, tree);
+        }
+    }
+
+    const TreeLists &lists_;
+    std::vector<Node> nodes_; // a node after its parent and its better siblings
+};
+
+} // namespace
+
+Tree make_tree(int32_t anchor, const TreeLists &lists, uint32_t budget, const int32_t *chain,
+               uint32_t n_chain) {
+    Builder builder(lists, anchor);
+    builder.take_best(budget);
+    builder.join(chain, n_chain);
+    return builder.rows();
+}
+
+} // namespace luce

@@ -1,0 +1,36 @@
+// The draft tree: which candidates one verify takes of a drafter's lists, and of a chain beside them.
+//
+// A drafter gives a list of its best tokens at each depth, best first, each with a score (a log-probability; when
+// sampling, one with the noise that the target will choose with). A node of the tree is a path of ranks, one at each
+// depth; its score is the sum of those along the path. Nodes are taken best first until the budget is spent, a node
+// before its children and before its next sibling. Ties go to the lexicographically smaller path of ranks. This is
+// DDTree: of log-probabilities, which are no more than 0, it is the tree of the budget with the largest expected
+// accepted length, under the drafter's own probabilities.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace luce {
+
+struct TreeLists {
+    const int32_t *ids; // (depth, k) best first; below 0: the list ends before it
+    const float *scores; // (depth, k); -inf: the list ends before it
+    uint32_t depth, k;
+    bool comb; // the lists follow the first choices alone (a chain's): only nodes on that path have children
+};
+
+struct Tree {
+    static constexpr uint8_t OF_LISTS = 1, OF_CHAIN = 2;
+
+    std::vector<int32_t> tokens, parents; // rows in depth-first order; row 0 is the anchor
+    std::vector<uint8_t> sources; // whose candidate a row is, bits; of the anchor 0
+};
+
+// The tree of `budget` nodes of the lists joined with a chain of n_chain tokens, whose shared prefix is there once.
+// E_NUMERIC where a score that is looked at is NaN.
+Tree make_tree(int32_t anchor, const TreeLists &lists, uint32_t budget, const int32_t *chain,
+               uint32_t n_chain);
+
+} // namespace luce

@@ -1,0 +1,106 @@
+// topk against a sort on the host: the ids exactly, ties and ends of lists included, scores to rounding.
+#include "harness.h"
+
+#include <numeric>
+
+namespace {
+
+struct Expected {
+    std::vector<int32_t> ids;
+    Doubles scores;
+};
+
+Expected expected_of(const float *x, int64_t n, int k) {
+    std::vector<int32_t> ids(size_t(n), 0);
+    std::iota(ids.begin(), ids.end(), 0);
+    std::stable_sort(ids.begin(), ids.end(), [x](int32_t i, int32_t j) { return x[i] > x[j]; });
+    double sum = 0;
+    for (int64_t i = 0; i < n; i++) {
+        sum += std::exp(double(x[i]) - x[ids[0]]);
+    }
+    Expected e;
+    for (int i = 0; i < k; i++) {
+        const bool there = i < n && x[ids[size_t(i)]] > -INFINITY;
+        e.ids.push_back(there ? ids[size_t(i)] : -1);
+        e.scores.push_back(there ? x[ids[size_t(i)]] - (x[ids[0]] + std::log(sum)) : -INFINITY);
+    }
+    return e;
+}
+
+// Rows whose choice is kept nowhere write nothing; the others write their entry alone, in any order.
+void check(int64_t n, int T, int k) {
+    Floats logits = normals(size_t(n) * T, 3.0f);
+    for (int t = 0; t < T; t++) {
+        float *x = &logits[size_t(t) * n];
+        for (int64_t i = 0; t % 4 == 1 && i < n; i++) {
+            x[i] = std::nearbyint(x[i] / 4); // ties, -0 and +0
+        }
+        if (t % 4 == 2) { // a list that ends
+            std::fill(x, x + n, -INFINITY);
+            for (int i = 0; i < k / 2 + 1; i++) {
+                x[pick(int(n))] = float(pick(3));
+            }
+        }
+        for (int64_t i = 0; t % 4 == 3 && i < n; i++) {
+            x[i] = float(i % 7 == 0) * 1e4f; // what is not near the largest has no mass
+        }
+    }
+    StepCtl ctl = blank_ctl();
+    for (int t = 0; t < T; t++) {
+        ctl.rows[t].keep = t % 5 == 4 ? -1 : T - 1 - t;
+    }
+    Device<float> in(logits);
+    Device<StepCtl> control(std::vector<StepCtl>{ctl});
+    Device<int32_t> lists(size_t(T) * 2 * k), scratch(size_t(T) * topk_scratch(k));
+    for (int run = 0; run < 2; run++) { // the second over what the first left
+        must(cuda::topk({in.p, n, T, k, control.p, lists.p, scratch.p}, stream));
+        must(cudaStreamSynchronize(stream));
+        const std::vector<int32_t> got = lists.get();
+        bool good = true;
+        for (int t = 0; t < T; t++) {
+            const int32_t *list = &got[size_t(T - 1 - t) * 2 * k];
+            const Expected e = expected_of(&logits[size_t(t) * n], n, k);
+            for (int i = 0; i < k; i++) {
+                float score;
+                memcpy(&score, &list[k + i], sizeof(score));
+                const double error = e.scores[size_t(i)] == score ? 0 : std::abs(e.scores[size_t(i)] - score);
+                good = good && (t % 5 == 4 ? list[i] == -1 && list[k + i] == -1
+                                           : list[i] == e.ids[size_t(i)] &&
+                                                 error <= 1e-5 * (1 + std::abs(e.scores[size_t(i)])));
+            }
+        }
+        expect(good, "topk n " + std::to_string(n) + " T " + std::to_string(T) + " k " + std::to_string(k));
+    }
+}
+
+} // namespace
+
+void check_topk(bool all) {
+    for (int64_t n : {1, 5, 100, 4096, 4097, 50'000, 248'320, 262'144}) {
+        for (int k : {1, 4, 8, 22, 63}) {
+            if (all || n == 4097) {
+                check(n, 1, k);
+                check(n, all ? 17 : 6, k);
+            }
+        }
+    }
+}
+
+// A chain's link keeps few of one row; a block's 15 rows as many as its tree may take.
+void time_topk() {
+    const int64_t n = 248'320;
+    Device<float> logits(normals(size_t(n) * 15, 3.0f));
+    StepCtl ctl = blank_ctl();
+    for (int t = 0; t < 15; t++) {
+        ctl.rows[t].keep = t;
+    }
+    Device<StepCtl> control(std::vector<StepCtl>{ctl});
+    Device<int32_t> lists(15 * 2 * TOPK_MAX), scratch(size_t(15) * topk_scratch(TOPK_MAX));
+    const int cases[][2] = {{1, 4}, {1, 8}, {15, 8}, {15, 22}, {15, 63}};
+    for (const auto &each : cases) {
+        const int T = each[0], k = each[1];
+        const double us = median_us(
+            [&] { must(cuda::topk({logits.p, n, T, k, control.p, lists.p, scratch.p}, stream)); }, 50);
+        printf("topk %2d rows of %lld, k %2d: %7.1f us\n", T, (long long) n, k, us);
+    }
+}

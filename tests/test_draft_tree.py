@@ -1,0 +1,190 @@
+"""The draft tree against all paths of ranks, the lists it is made of, and a chain's lists."""
+
+import itertools
+
+import drive
+import numpy as np
+import pytest
+import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from op_run import op_run
+from step_ctl import Seq, step_ctl
+
+from luce._native import Lists
+from luce.errors import ArgumentError, NumericError, StateError
+
+ANCHOR = 99
+
+
+def lists_of(native, ids, scores, comb=False):
+    made = Lists(native, len(ids), len(ids[0]), comb)
+    made.ids[0 : len(ids) * len(ids[0])] = list(np.ravel(ids))
+    made.scores[0 : len(ids) * len(ids[0])] = list(np.ravel(scores))
+    return made
+
+
+def paths_of(tokens, parents, ids):
+    """The path of ranks of each row but the first, which is the anchor."""
+    paths = {0: ()}
+    for row in range(1, len(tokens)):
+        above = paths[parents[row]]
+        paths[row] = (*above, ids[len(above)].index(tokens[row]))
+    return [paths[row] for row in range(1, len(tokens))]
+
+
+@st.composite
+def drafts(draw, best=0.0):
+    """ids and scores (depth, k), of a few values so that there are ties; a list may end early."""
+    depth, k = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    ids = [list(range(10 * d, 10 * d + k)) for d in range(depth)]
+    value = st.sampled_from([best, best - 0.5, best - 1.0, best - 1.5, best - 3.0, -np.inf])
+    scores = [sorted(draw(st.lists(value, min_size=k, max_size=k)), reverse=True) for _ in range(depth)]
+    return ids, scores
+
+
+def allowed(path, scores, comb):
+    return all(scores[d][r] > -np.inf for d, r in enumerate(path)) and not (comb and any(path[:-1]))
+
+
+@pytest.mark.sanitize
+@settings(max_examples=200, deadline=None)
+@given(drafts=drafts(), budget=st.integers(0, 63), comb=st.booleans())
+def test_the_tree_is_the_best_of_all_paths(native, drafts, budget, comb):
+    """Of log-probabilities: the nodes of the largest sums, ties to the smaller path."""
+    ids, scores = drafts
+    depth, k = len(ids), len(ids[0])
+    every = [path for n in range(1, depth + 1) for path in itertools.product(range(k), repeat=n)]
+    total = lambda path: sum(scores[d][r] for d, r in enumerate(path))  # noqa: E731
+    best = sorted(
+        (path for path in every if allowed(path, scores, comb)), key=lambda path: (-total(path), path)
+    )
+    tokens, parents, sources = native.tree(ANCHOR, lists_of(native, ids, scores, comb), budget)
+    found = paths_of(tokens, parents, ids)
+    assert found == sorted(best[:budget])  # depth first, better siblings first
+    assert (tokens[0], parents[0], sources[0]) == (ANCHOR, -1, 0) and set(sources[1:]) <= {1}
+
+
+@pytest.mark.sanitize
+@settings(max_examples=100, deadline=None)
+@given(drafts=drafts(best=1.5), budget=st.integers(0, 63))
+def test_a_node_comes_after_its_parent_and_its_better_siblings(native, drafts, budget):
+    """Also where scores hold noise and may be above 0."""
+    ids, scores = drafts
+    depth, k = len(ids), len(ids[0])
+    chosen: list[tuple[int, ...]] = []
+    while len(chosen) < budget:
+        open_ = [(*above, 0) for above in [(), *chosen] if len(above) < depth]
+        open_ += [(*path[:-1], path[-1] + 1) for path in chosen if path[-1] + 1 < k]
+        open_ = [path for path in open_ if path not in chosen and allowed(path, scores, False)]
+        if not open_:
+            break
+        chosen.append(min(open_, key=lambda path: (-sum(scores[d][r] for d, r in enumerate(path)), path)))
+    tokens, parents, _ = native.tree(ANCHOR, lists_of(native, ids, scores), budget)
+    assert paths_of(tokens, parents, ids) == sorted(chosen)
+
+
+@pytest.mark.sanitize
+@settings(max_examples=100, deadline=None)
+@given(drafts=drafts(), budget=st.integers(0, 40), chain=st.lists(st.integers(0, 33), max_size=20))
+def test_a_chain_is_joined_once(native, drafts, budget, chain):
+    """The paths are the tree's and the chain's, no two children of a row are alike, rows are depth first."""
+    ids, scores = drafts
+    lists = lists_of(native, ids, scores)
+    alone = native.tree(ANCHOR, lists, budget)
+    tokens, parents, sources = native.tree(ANCHOR, lists, budget, chain)
+
+    def words(tokens, parents, rows):
+        return {tuple(tokens[r] for r in drive.root_path(parents, row)) for row in rows}
+
+    prefixes = {(ANCHOR, *chain[:n]) for n in range(1, len(chain) + 1)}
+    expected = words(*alone[:2], range(1, len(alone[0])))
+    assert words(tokens, parents, range(1, len(tokens))) == expected | prefixes
+    assert len(tokens) == 1 + len(expected | prefixes)
+    of = lambda bit: words(tokens, parents, [row for row, s in enumerate(sources) if s & bit])  # noqa: E731
+    assert (of(1), of(2)) == (expected, prefixes)
+    path = [0]
+    for row in range(1, len(tokens)):
+        assert parents[row] in path, "depth first"
+        path = [*path[: path.index(parents[row]) + 1], row]
+
+
+def test_every_budget_of_a_block_is_spent(native):
+    rng = np.random.default_rng(3)
+    scores = np.sort(np.log(rng.random((15, 63), np.float32)))[:, ::-1]
+    ids = [list(range(100 * d, 100 * d + 63)) for d in range(15)]
+    for budget in range(1, 64):
+        tokens, parents, _ = native.tree(ANCHOR, lists_of(native, ids, scores), budget)
+        assert len(tokens) == len(set(zip(tokens, parents, strict=True))) == budget + 1
+
+
+@pytest.mark.sanitize
+def test_trees_at_their_ends(native):
+    assert native.tree(5, None, 0) == ([5], [-1], [0])
+    assert native.tree(5, None, 0, [6, 7]) == ([5, 6, 7], [-1, 0, 1], [0, 2, 2])
+    lists = lists_of(native, [[1, 2]], [[-1.0, -2.0]])
+    assert native.tree(5, lists, 9) == ([5, 1, 2], [-1, 0, 0], [0, 1, 1])
+    assert native.tree(5, lists_of(native, [[-1, 2]], [[-1.0, -2.0]]), 9) == ([5], [-1], [0])
+    for budget, chain in ((64, []), (60, [1] * 4), (0, [1] * 64)):
+        with pytest.raises(ArgumentError):
+            native.tree(5, lists, budget, chain)
+    with pytest.raises(NumericError):
+        native.tree(5, lists_of(native, [[1, 2]], [[np.nan, -2.0]]), 3)
+
+
+# ---- lists
+
+
+def topk(native, device, logits, k, keep):
+    lists = np.full((max(keep) + 2, 2 * k), -5, np.int32)
+    ctl = step_ctl(Seq(parents=[-1] * len(logits), keep=keep))
+    width = 64 * (2 * k + 2)
+    op_run(native, device, "topk", [logits, ctl, lists], [k], shape=(len(logits), width), dtype=np.int32)
+    return lists[:, :k], lists[:, k:].view(np.float32), lists
+
+
+@pytest.mark.parametrize("k", [1, 7, 63])
+@pytest.mark.parametrize("n", [5, 64, 5000])
+def test_lists_are_the_best_logits_in_order(native, device, k, n):
+    rng = np.random.default_rng(n)
+    logits = (np.round(rng.standard_normal((4, n)) * 8) / 8).astype(np.float32)  # ties
+    logits[2, 3:] = -np.inf
+    ids, scores, raw = topk(native, device, logits, k, [2, 0, 3, -1])
+    assert (raw[1] == -5).all() and (raw[4] == -5).all()  # nobody's entries
+    for row, at in enumerate([2, 0, 3]):
+        order = [i for i in np.argsort(-logits[row], kind="stable")[:k] if logits[row, i] > -np.inf]
+        assert ids[at].tolist() == [*order, *[-1] * (k - len(order))]
+        exact = logits[row].astype(np.float64)
+        exact = exact - exact.max() - np.log(np.exp(exact - exact.max()).sum())
+        assert np.abs(scores[at][: len(order)] - exact[order]).max() < 1e-5
+        assert np.isneginf(scores[at][len(order) :]).all()
+
+
+def test_the_lists_of_a_chain_begin_with_its_drafts(native, device, tmp_path):
+    config = tiny.Config(n_nextn=1)
+    path = tiny.write(tmp_path / "m.gguf", config, tiny.layout(config, 3))
+    model = drive.open_model(native, path, device, head=True)
+    engine = drive.open_engine(model, n_draft=5, n_top=6, n_sequences=2)
+    a, b = engine.sequence(), engine.sequence()
+    anchors = [drive.start(sequence, prompt) for sequence, prompt in ((a, [1, 2, 3]), (b, [9, 8]))]
+    for sequence, anchor, n in zip((a, b), anchors, (5, 3), strict=True):
+        drive.draft(sequence, anchor, n)
+    for sequence, n in ((a, 5), (b, 3)):
+        lists = sequence.lists(n, 6)
+        assert [lists.at(depth)[0] for depth in range(n)] == sequence.drafted(n)
+        for depth in range(n):
+            scores = list(lists.scores[6 * depth : 6 * depth + 6])
+            assert scores == sorted(scores, reverse=True) and sum(np.exp(scores)) < 1.0001
+            assert len(set(lists.at(depth))) == 6
+        assert a.lists(2, 1).at(1) == a.lists(2, 6).at(1)[:1]
+    for depth, k, error in ((4, 6, ArgumentError), (3, 7, ArgumentError), (3, 0, ArgumentError)):
+        with pytest.raises(error):
+            b.lists(depth, k)
+    drive.verify_draft(a, 5)
+    assert a.lists(5, 6).at(0)[0] == a.drafted(1)[0]  # until the timeline moves on
+    a.commit([0])
+    with pytest.raises((ArgumentError, StateError)):
+        a.lists(1, 1)
+    for wrong in ({"n_top": 64, "n_draft": 1}, {"n_top": 1}):
+        with pytest.raises(ArgumentError, match="n_top"):
+            drive.open_engine(model, **wrong)
