@@ -10,16 +10,15 @@ from functools import cached_property
 from pathlib import Path
 
 from luce import _native, cpus
-from luce._native import File, Model, Progress
-from luce.costs import Costs
-from luce.drafting import Block, DraftSource, FixedGamma, NextN, TextLookup
+from luce._native import File, Model, Progress, Source
+from luce.drafting import Drafter, DraftSource, Fixed, TextLookup
 from luce.errors import LuceError, about
-from luce.gamma import AutoGamma, can_pay
 from luce.generation import Event, Failed, Generation, Prefixes, State
 from luce.loop import Loop
-from luce.plan import Auto, Dflash, Lookup, Mtp, Options, Plain, Plan, Request, fitted, plan
+from luce.plan import Auto, Dflash, Drafting, Lookup, Mtp, Options, Plain, Plan, Request, plan, smaller
 from luce.probe import Facts, probe
-from luce.structs import Memory
+from luce.runner import Runner, chain_can_pay, lookup_can_pay
+from luce.structs import EngineParams, Memory
 from luce.tokenizer import Tokenizer
 
 
@@ -68,14 +67,12 @@ class Files:
             return Tokenizer(self.file.kv)
 
     def plan(self, options: Options, prompt: int = 0, new: int | None = None) -> Plan:
-        """plan() of these files on their device; where auto would draft and the memory for it is not there,
-        plain."""
+        """plan() of these files on their device; where auto would draft and the memory for it is not there, a
+        smaller one."""
         options = replace(options, device=self.device)
-        chosen = plan(
-            self.facts, options, self.head_facts, prompt, new, cpus.usable(), self.drafter_facts
-        )
-        if isinstance(chosen.draft, Auto):
-            return fitted(chosen, self.memory(chosen))
+        chosen = plan(self.facts, options, self.head_facts, prompt, new, cpus.usable(), self.drafter_facts)
+        while isinstance(chosen.draft, Auto) and (less := smaller(chosen, self.memory(chosen))):
+            chosen = less
         return chosen
 
     def memory(self, chosen: Plan, ctx: int | None = None) -> Memory:
@@ -114,11 +111,13 @@ class Engine:
     def __init__(self, model: Model, tokenizer: Tokenizer, chosen: Plan):
         self.model, self.tokenizer = model, tokenizer
         self._loops: list[Loop] = []
-        native = _native.Engine(model, chosen.params)
-        if isinstance(chosen.draft, Auto) and not can_pay(native.costs(), chosen.draft.gamma):
-            chosen = _without_drafts(chosen, native.costs())
-            native.close()  # a plain engine's steps need not keep the head's caches up to date
-            native = _native.Engine(model, chosen.params)
+        native = _native.Engine(model, _params(chosen, model))
+        if isinstance(chosen.draft, Auto):
+            paying = _paying(chosen, native)
+            if (paying.drafts, paying.blocks) != (chosen.drafts, chosen.blocks):
+                native.close()  # without a drafter, steps need not keep its caches up to date
+                native = _native.Engine(model, _params(paying, model))
+            chosen = paying
         self.plan, self.native = chosen, native
         self.info, self.costs = native.info, native.costs()
         self._opened = ExitStack()
@@ -168,14 +167,13 @@ class Engine:
         match self.plan.draft:
             case Plain():
                 return None
-            case Mtp(gamma=gamma):
-                return NextN(FixedGamma(gamma))
-            case Auto(gamma=gamma):
-                return NextN(AutoGamma(gamma, self.costs))
             case Lookup(budget=budget):
                 return TextLookup(sequence, budget)
-            case Dflash(budget=budget):
-                return Block(budget)
+            case Auto(budget=budget) as draft:
+                return Runner(sequence, self.costs, _drafters(draft, sequence, self.info.n_top), budget)
+            case Mtp(budget=budget) | Dflash(budget=budget) as draft:
+                (drafter,) = _drafters(draft, sequence, self.info.n_top)
+                return Fixed(drafter, drafter.most, budget)
 
     def generate(self, request: Request, cancelled: Callable[[], bool] = lambda: False) -> Iterator[Event]:
         """The events of one generation, up to exactly one Finished or Failed. `cancelled` is asked between
@@ -225,8 +223,36 @@ class Engine:
         self.close()
 
 
-def _without_drafts(chosen: Plan, costs: Costs) -> Plan:
-    """`chosen`, plain, since no draft can pay by what steps cost."""
-    ratio = costs.verify(2) / costs.verify(1)
-    why = f"no draft can pay here: a step of two rows costs {ratio:.2f} of one row, measured at the start"
-    return replace(chosen, draft=Plain(), reasons=chosen.reasons | {"draft": why})
+def _drafters(draft: Drafting, sequence: _native.Sequence, n_top: int) -> list[Drafter]:
+    """The model's drafters that a plan names."""
+    sizes = {Source.NEXTN: draft.chain, Source.DFLASH: draft.block}
+    return [Drafter(sequence, by, most, max(n_top, 1)) for by, most in sizes.items() if most]
+
+
+def _params(chosen: Plan, model: Model) -> EngineParams:
+    """On a CPU a row costs too much to be spent on a next best candidate: auto keeps none there."""
+    if isinstance(chosen.draft, Auto) and model.info.device == "cpu":
+        return replace(chosen.params, n_top=0)
+    return chosen.params
+
+
+def _paying(chosen: Plan, native: _native.Engine) -> Plan:
+    """`chosen`, without what cannot pay by what steps cost."""
+    assert isinstance(chosen.draft, Auto)
+    costs, draft = native.costs(), chosen.draft
+    with native.sequence() as sequence:
+        paying = {d.name for d in _drafters(draft, sequence, 0) if chain_can_pay(costs, [d])}
+    kept = replace(
+        draft, gamma=draft.gamma if "mtp" in paying else 0, block=draft.block if "dflash" in paying else 0
+    )
+    if kept == draft and (paying or lookup_can_pay(costs, draft.budget)):
+        return chosen
+    ratio = costs.verify(2) / costs.verify(1) if costs.verify(1) else 1.0
+    why = f"a step of two rows costs {ratio:.2f} of one row, measured at the start"
+    if paying or lookup_can_pay(costs, draft.budget):
+        lost = " and ".join(name for name, size in (("mtp", draft.gamma), ("dflash", draft.block))
+                            if size and name not in paying)  # fmt: skip
+        reason = f"{chosen.reasons['draft']}; but no draft of {lost} can pay here: {why}"
+        return replace(chosen, draft=kept, reasons=chosen.reasons | {"draft": reason})
+    reasons = chosen.reasons | {"draft": f"no draft can pay here: {why}"}
+    return replace(chosen, draft=Plain(), reasons=reasons)

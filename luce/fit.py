@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 
 from luce.engine import Files
 from luce.errors import LuceError
-from luce.plan import MAX_GAMMA, Options
+from luce.plan import AUTO_BUDGET, MAX_GAMMA, Options
 from luce.structs import Memory
 
 
 @dataclass(frozen=True)
 class Fit:
     """What it takes to run a model at `context` positions, in bytes. mode: "plain", "drafts", with the NextN
-    head and the longest chains, or "dflash", with the drafter and its whole blocks. total: the sum of the
-    parts, of which the weights are only mapped on a CPU. largest: the longest context that fits, 0 where none
-    does."""
+    head, the longest chains and the widest steps that auto takes, or "dflash", with the drafter and its whole
+    blocks. total: the sum of the parts, of which the weights are only mapped on a CPU. largest: the longest
+    context that fits, 0 where none does."""
 
     mode: str
     context: int
@@ -31,7 +31,7 @@ def fits(files: Files, options: Options) -> list[Fit]:
     NextN head, and with blocks where there is a DFlash drafter. What plan() refuses is raised."""
     found = [_fit(files, "plain", replace(options, spec="off"))]
     if files.head is not None or files.facts.nextn_predict_layers > 0:
-        found.append(_fit(files, "drafts", replace(options, spec="mtp", gamma=MAX_GAMMA)))
+        found.append(_fit(files, "drafts", replace(options, spec="mtp", gamma=MAX_GAMMA, budget=AUTO_BUDGET)))
     if files.drafter is not None:
         found.append(_fit(files, "dflash", replace(options, spec="dflash")))
     return found

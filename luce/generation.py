@@ -26,7 +26,6 @@ from enum import Enum
 from typing import Any, Protocol
 
 from luce._native import Drafts, Rows, Sequence
-from luce._native import Source as DeviceSource
 from luce.choosing import Chooser
 from luce.drafting import Draft, DraftSource, Limits, Round
 from luce.errors import ArgumentError, Cancelled, ContextFull, OutOfMemory, StateError
@@ -313,9 +312,13 @@ class Generation:
                 _require_within(draft, rows, depth)
                 self._draft_s = self._clock() - began
                 if draft.on_device:
-                    source = DeviceSource.DFLASH if draft.block else DeviceSource.NEXTN
-                    yield Drafts(self.sequence, self._tokens[-1], draft.on_device, source)
+                    yield Drafts(self.sequence, self._tokens[-1], draft.on_device, draft.by)
                     self._draft_s += self._step_s
+                if draft.grow:
+                    began = self._clock()
+                    draft = draft.grow()
+                    _require_within(draft, rows, depth)
+                    self._draft_s += self._clock() - began
                 self._draft = draft
             except Cancelled:
                 raise
@@ -354,8 +357,8 @@ class Generation:
         began = self._clock()
         self.sequence.commit(path[: len(kept)])
         accepted, commit_s = min(len(path) - 1, len(kept)), self._clock() - began
-        done = Round(self._draft.size, accepted, self._draft_s, self._verify_s, commit_s)
-        self._tally.add(self._draft, done)
+        done = Round(self._draft.size, accepted, self._draft_s, self._verify_s, commit_s, tuple(kept))
+        self._tally.add(self._draft, done, path[1 : 1 + accepted], self._mode)
         yield done
         if self._source:
             try:
@@ -424,5 +427,6 @@ class Generation:
 
 def _require_within(draft: Draft, rows: int, depth: int) -> None:
     """A draft that asks for more than it may would take the whole step's rows along."""
+    rows = max(rows, depth) if draft.grow else rows  # what it grows into is verified
     if draft.size > rows or max(draft.depths, default=0) > depth:
         raise ArgumentError(f"{draft.size} drafts to a depth of {max(draft.depths)}: {rows} to {depth} fit")

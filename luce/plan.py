@@ -15,6 +15,8 @@ DEFAULT_CTX = 4096
 DEFAULT_GAMMA = 2  # where a chain is asked for without a length
 MAX_GAMMA = 8  # LUCE_MAX_DRAFT
 MAX_THREADS = 16  # that are taken without being asked for: more seldom help
+NEXT_BEST = 8  # candidates that are kept of a draft where trees are made of chains
+AUTO_BUDGET = 31  # candidates of a round, at most, where luce chooses
 DEFAULT_BUDGET = 15  # candidates of a round, where a lookup is asked for without a number
 MAX_BUDGET = 63  # LUCE_MAX_ROWS less the anchor's
 SPECS = ("auto", "off", "mtp", "dflash", "lookup")
@@ -70,37 +72,59 @@ class Plain:
 
     mode: ClassVar[str] = "plain"
     chain: ClassVar[int] = 0
+    block: ClassVar[int] = 0
     candidates: ClassVar[int] = 0
+    ranks: ClassVar[int] = 0
 
 
 @dataclass(frozen=True)
 class Mtp:
-    """The NextN head of the model's file (embedded) or of another (separate) drafts `gamma` >= 1 tokens."""
+    """The NextN head of the model's file (embedded) or of another (separate) drafts `gamma` >= 1 tokens. With
+    a budget, a tree of so many candidates is made of them and of the next best ones."""
 
     mode: ClassVar[str] = "mtp"
+    block: ClassVar[int] = 0
     gamma: int
     head: Where
+    budget: int | None = None
 
     @property
     def chain(self) -> int:
         return self.gamma
 
-    candidates = chain
+    @property
+    def candidates(self) -> int:
+        return self.budget or self.gamma
+
+    @property
+    def ranks(self) -> int:
+        return min(self.budget or 0, NEXT_BEST)
 
 
 @dataclass(frozen=True)
 class Auto:
-    """The NextN head drafts as many tokens as pay, at most `gamma` >= 1."""
+    """All that is loaded drafts as it pays: the NextN head at most `gamma` tokens (0: there is none), the
+    DFlash drafter of the file `path` blocks of `block` (0: there is none), a lookup, and all together at most
+    `budget` >= 1 candidates."""
 
     mode: ClassVar[str] = "auto"
     gamma: int
-    head: Where
+    head: Where | None
+    budget: int
+    path: str | None = None
+    block: int = 0
 
     @property
     def chain(self) -> int:
         return self.gamma
 
-    candidates = chain
+    @property
+    def candidates(self) -> int:
+        return self.budget
+
+    @property
+    def ranks(self) -> int:
+        return min(self.budget, NEXT_BEST) if self.gamma or self.block else 0
 
 
 @dataclass(frozen=True)
@@ -109,6 +133,8 @@ class Lookup:
 
     mode: ClassVar[str] = "lookup"
     chain: ClassVar[int] = 0
+    block: ClassVar[int] = 0
+    ranks: ClassVar[int] = 0
     budget: int
 
     @property
@@ -118,20 +144,26 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Dflash:
-    """The DFlash drafter of the file `path` drafts a block a round, of which `budget` >= 1 tokens are
-    verified."""
+    """The DFlash drafter of the file `path` drafts a block of `block` >= 1 tokens a round. With a budget, a
+    tree of so many candidates is made of its lists."""
 
     mode: ClassVar[str] = "dflash"
     chain: ClassVar[int] = 0
     path: str
-    budget: int
+    block: int
+    budget: int | None
 
     @property
     def candidates(self) -> int:
-        return self.budget
+        return self.budget or self.block
+
+    @property
+    def ranks(self) -> int:
+        return self.budget or 0
 
 
-# Of each, chain: drafts of the NextN head a round, and candidates: of all sources, at most.
+# Of each, chain: drafts of the NextN head a round; block: those of a DFlash drafter; candidates: of all
+# sources, at most; ranks: candidates that are kept of each draft, 0 where the draft alone is.
 Drafting = Plain | Mtp | Auto | Lookup | Dflash
 
 
@@ -159,7 +191,7 @@ class Plan:
     @property
     def blocks(self) -> bool:
         """Whether a DFlash drafter drafts."""
-        return isinstance(self.draft, Dflash)
+        return self.draft.block > 0
 
     @property
     def params(self) -> EngineParams:
@@ -172,6 +204,7 @@ class Plan:
             n_rows=self.draft.candidates + 1,
             n_draft=self.drafts,
             blocks=int(self.blocks),
+            n_top=self.draft.ranks,
             n_chunk=self.chunk,
             n_threads=self.threads,
             kv_type=self.kv_type,
@@ -240,8 +273,6 @@ def _drafting(
         raise ArgumentError(f"chains of {asked} drafts were asked for, and that {spec} drafts")
     if spec == "dflash":
         return _dflash(options, drafter)
-    if drafter is not None and spec == "auto":
-        raise UnsupportedError("auto does not weigh a DFlash drafter yet, and one was given")
     if spec == "lookup":
         budget = options.budget or DEFAULT_BUDGET
         length = "as asked" if options.budget else f"by default {budget} a round"
@@ -249,34 +280,52 @@ def _drafting(
     if head is not None and not _has_head(head):
         raise UnsupportedError(f"the head's file holds no NextN head: {_missing(head)}")
     where: Where | None = "separate" if head is not None else "embedded" if _has_head(facts) else None
-    if where is None and spec == "mtp" and not (asked == 0 and options.spec is None):
-        raise UnsupportedError(f"no NextN head to draft with: {_missing(facts)}", concerns="nextn_head")
-    if asked == 0:
-        return Plain(), "no drafts, as asked"
-    if where is None:
-        return Plain(), "there is no NextN head"
-    of_file = "the head in the model's file" if where == "embedded" else "the head of its own file"
     if spec == "mtp":
+        if asked == 0 and (where is not None or options.spec is None):
+            return Plain(), "no drafts, as asked"
+        if where is None:
+            raise UnsupportedError(f"no NextN head to draft with: {_missing(facts)}", concerns="nextn_head")
         length = "as asked" if asked else f"by default {DEFAULT_GAMMA} a round"
-        return Mtp(asked or DEFAULT_GAMMA, where), f"{of_file}, {length}"
-    most = "at most as many as asked" if asked else f"at most {MAX_GAMMA}"
+        return Mtp(asked or DEFAULT_GAMMA, where, options.budget), f"{_OF_FILE[where]}, {length}"
+    return _auto(options, where if asked != 0 else None, drafter)
+
+
+_OF_FILE = {"embedded": "the head in the model's file", "separate": "the head of its own file"}
+
+
+def _auto(options: Options, where: Where | None, drafter: tuple[str, Facts] | None) -> tuple[Auto, str]:
+    """Sequences that draft together share the rows of a step."""
+    share = (MAX_BUDGET + 1) // max(options.sequences, 1) - 1
+    gamma = 0 if where is None else options.gamma or MAX_GAMMA
+    path, block = (None, 0) if drafter is None else (drafter[0], _block_of(drafter))
+    budget = options.budget or max(min(AUTO_BUDGET, share), gamma, block, 1)
+    gamma = min(gamma, budget)
     who = "as asked" if options.spec else "the default"
-    return Auto(asked or MAX_GAMMA, where), f"{who}: as many drafts as pay, {most}, by {of_file}"
+    sources = ["what followed earlier in the text"]
+    if where is not None:
+        sources.append(f"at most {gamma} by {_OF_FILE[where]}")
+    if path is not None:
+        sources.append(f"blocks of {block} by the DFlash drafter that was given")
+    why = f"{who}: as many drafts as pay, at most {budget} candidates a round: {', '.join(sources)}"
+    return Auto(gamma, where, budget, path, block), why
 
 
 def _dflash(options: Options, drafter: tuple[str, Facts] | None) -> tuple[Drafting, str]:
     if drafter is None:
         raise UnsupportedError("there is no DFlash drafter to draft with", concerns="drafter")
+    block = _block_of(drafter)
+    length = f"a tree of {options.budget}, as asked" if options.budget else f"all {block} drafts of its block"
+    return Dflash(drafter[0], block, options.budget), f"the DFlash drafter that was given, {length}"
+
+
+def _block_of(drafter: tuple[str, Facts]) -> int:
+    """Drafts of a block."""
     path, facts = drafter
     if facts.dflash is None:
         raise UnsupportedError(f"{path} is no DFlash drafter: its architecture is {facts.architecture}")
     if facts.dflash.block_size is None:
         raise FileError(f"{path}: the drafter's block_size is missing")
-    most = facts.dflash.block_size - 1
-    if options.budget is not None and options.budget > most:
-        raise ArgumentError(f"{options.budget} candidates were asked for, the drafter's blocks have {most}")
-    length = "as asked" if options.budget else "all of its block"
-    return Dflash(path, options.budget or most), f"the DFlash drafter that was given, {length}"
+    return facts.dflash.block_size - 1
 
 
 def _has_head(facts: Facts) -> bool:
@@ -290,12 +339,16 @@ def _missing(facts: Facts) -> str:
     return f"{facts.architecture}.nextn_predict_layers is 0 or missing"
 
 
-def fitted(chosen: Plan, memory: Memory) -> Plan:
-    """`chosen`, plain where the choice to draft was auto's and `memory` for it is not there."""
+def smaller(chosen: Plan, memory: Memory) -> Plan | None:
+    """Where the choice to draft was auto's and `memory` for it is not there, the plan to try in its stead:
+    without the NextN head, and then plain; else None."""
     if not isinstance(chosen.draft, Auto) or memory.total <= memory.device_free:
-        return chosen
-    why = f"with the NextN head {memory.total:,} bytes would be needed, {memory.device_free:,} are free"
-    return replace(chosen, draft=Plain(), reasons=chosen.reasons | {"draft": why})
+        return None
+    with_drafters = chosen.draft.gamma > 0 or chosen.draft.block > 0
+    what = "with the model's drafters" if with_drafters else "to verify lookups"
+    why = f"{what} {memory.total:,} bytes would be needed, {memory.device_free:,} are free"
+    draft = Auto(0, None, chosen.draft.budget) if with_drafters else Plain()
+    return replace(chosen, draft=draft, reasons=chosen.reasons | {"draft": why})
 
 
 def require_supported(facts: Facts) -> None:

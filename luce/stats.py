@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from luce.drafting import Draft, Round
@@ -14,7 +15,9 @@ class Stats:
 
     mode: the draft source, or "plain". acceptance: of all drafts; acceptance_by_position: of those at
     depth 1, 2 ..., with all that an earlier rejection made useless. rounds_by_drafts: how many rounds had
-    0, 1, 2 ... drafts. draft_s, verify_s, commit_s: in these calls; the rest of decode_s is the host's.
+    0, 1, 2 ... drafts. by_source: of each source rounds that it drafted in, its drafts, and those of them
+    that were accepted; what several proposed counts for each. draft_s, verify_s, commit_s: in these calls;
+    the rest of decode_s is the host's.
     """
 
     mode: str
@@ -33,6 +36,7 @@ class Stats:
     draft_s: float
     verify_s: float
     commit_s: float
+    by_source: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -45,14 +49,24 @@ class Tally:
     draft_s: float = 0.0
     verify_s: float = 0.0
     commit_s: float = 0.0
+    sources: dict[str, dict[str, int]] = field(default_factory=dict)
 
-    def add(self, draft: Draft, done: Round) -> None:
-        """A round, and what it verified."""
+    def add(self, draft: Draft, done: Round, path: Sequence[int], mode: str) -> None:
+        """A round, what it verified, and the rows that were accepted, counted from the anchor's. mode: the
+        source of drafts that name none."""
         _increment(self.rounds, done.drafted)
         for depth in draft.depths:
             _increment(self.drafted, depth - 1)
         for depth in range(done.accepted):
             _increment(self.accepted, depth)
+        proposed = [name.split("+") for name in draft.sources or (mode,) * draft.size]
+        right = {row - 1 for row in path}
+        for name in {name for names in proposed for name in names}:
+            of = self.sources.setdefault(name, {"rounds": 0, "drafted": 0, "accepted": 0})
+            rows = [row for row, names in enumerate(proposed) if name in names]
+            of["rounds"] += 1
+            of["drafted"] += len(rows)
+            of["accepted"] += len(right.intersection(rows))
         self.draft_s += done.draft_s
         self.verify_s += done.verify_s
         self.commit_s += done.commit_s
@@ -78,6 +92,7 @@ class Tally:
             draft_s=self.draft_s,
             verify_s=self.verify_s,
             commit_s=self.commit_s,
+            by_source={name: dict(self.sources[name]) for name in sorted(self.sources)},
         )
 
 

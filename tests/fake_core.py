@@ -12,7 +12,9 @@ import itertools
 import numpy as np
 import tiny  # noqa: F401  puts tools/ on the path
 
-from luce.drafting import Draft
+from luce._native import Lists, default
+from luce._native import Source as By
+from luce.drafting import Draft, Drafter, Fixed
 from luce.errors import ArgumentError, Cancelled, ContextFull, NumericError, OutOfMemory, StateError
 from luce.generation import Failed, Finished, Generation, Tokens
 from luce.loop import MAX_ROWS, Loop
@@ -218,6 +220,18 @@ class FakeSequence:
                 return text[len(text) - most :] if most else [], 4
         return [], 0
 
+    def lists(self, depth, k, comb=True):
+        """The chain's tokens and, as next best ones, those that follow them by number."""
+        self.engine.called("lists", (depth, k))
+        made = Lists(default(), depth, k, comb)
+        drafted = self.chain[1 : depth + 1]
+        made.ids[0 : depth * k] = [(token + rank) % 256 for token in drafted for rank in range(k)]
+        made.scores[0 : depth * k] = [-0.5 * rank for _ in range(depth) for rank in range(k)]
+        return made
+
+    def tree(self, anchor, lists, budget, chain=()):
+        return default().tree(anchor, lists, budget, chain)
+
     def histories(self, item, n):
         """What each row of a verify follows, itself included."""
         self.usable()
@@ -362,6 +376,21 @@ class Faulty(Source):
     def _maybe(self, verb):
         if isinstance(self._draft, Exception) and verb == self._raising:
             raise self._draft
+
+
+class Text:
+    """The sequence that was opened last, as draft sources see it."""
+
+    def __init__(self, core):
+        self.core = core
+
+    def __getattr__(self, name):
+        return getattr(self.core.last, name)
+
+
+def nextn(core, gamma, budget=None):
+    """The fake head's chains, or trees of them."""
+    return Fixed(Drafter(Text(core), By.NEXTN, 8, max(core.n_top, 1)), gamma, budget)
 
 
 def generation(core, request, source=None, cancelled=lambda: False):

@@ -208,7 +208,7 @@ def test_every_form_of_output(bench, tmp_path):
 
 def test_what_the_files_cannot_do_is_an_error_before_anything_runs(bench, tiny_gguf, monkeypatch):
     monkeypatch.setattr(Bench, "run", None)
-    for modes in ("plain,mtp", "auto"):
+    for modes in ("plain,mtp", "mtp:2,auto"):
         result = bench("prompts", "--gguf", tiny_gguf, "--modes", modes)
         assert result.exit_code == 1 and "NextN head" in result.stderr and result.stdout == ""
     result = bench("sweep", "--gguf", tiny_gguf, "--gammas", "2")

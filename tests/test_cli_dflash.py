@@ -18,12 +18,14 @@ def tokens_and_draft(result):
 @pytest.mark.parametrize("sampling", [(), ("--temp", 0.7, "--top-k", 20, "--top-p", 0.95, "--seed", 3)])
 def test_draft_prints_the_tokens_of_plain_decoding(luce_, sampling):
     plain, _, _ = tokens_and_draft(luce_(*RUN, "--spec", "off", *sampling))
-    for flags, budget in (((), 15), (("--spec", "dflash", "--tree-budget", 6), 6)):
+    for flags, budget in (((), None), *((("--spec", "dflash", "--tree-budget", n), n) for n in (1, 6, 63))):
         tokens, draft, stats = tokens_and_draft(luce_(*RUN, "--draft", box_model.DRAFTER, *flags, *sampling))
         assert tokens == plain
-        assert draft == {"mode": "dflash", "path": str(box_model.DRAFTER), "budget": budget}
+        assert draft == {"mode": "dflash", "path": str(box_model.DRAFTER), "block": 15, "budget": budget}
         assert stats["mode"] == "dflash" and stats["accepted"] > 0
-        assert len(stats["drafted_by_position"]) == budget
+        most = max(n for n, rounds in enumerate(stats["rounds_by_drafts"]) if rounds)
+        assert most == (budget or 15)
+        assert list(stats["by_source"]) == ["dflash"]
 
 
 def test_a_file_that_is_no_drafter_is_refused(luce_):

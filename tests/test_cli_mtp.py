@@ -83,12 +83,17 @@ def test_every_flag_of_speculation_against_every_file(generate, model, head, spe
         else:
             stats = stats_of(result)
             drafts = has_head and means != "off" and gamma != 0
-            assert (stats["mode"], stats["spec"]) == ("mtp" if drafts else "plain", means), flags
-            most = {"mtp": DEFAULT_GAMMA, "auto": MAX_GAMMA}.get(means) if gamma is None else gamma
-            where = "separate" if head else "embedded"
-            planned = {"mode": means, "gamma": most, "head": where} if drafts else {"mode": "plain"}
-            assert stats["plan"]["draft"]["value"] == planned, flags
-            assert len(stats["rounds_by_drafts"]) <= 1 + (most if drafts else 0)
+            planned = stats["plan"]["draft"]["value"]
+            assert stats["spec"] == means and stats["mode"] == planned["mode"], flags
+            if means == "auto":  # what steps cost decides
+                assert planned["mode"] in ("auto", "plain")
+                assert planned.get("gamma", 0) in (0, (MAX_GAMMA if gamma is None else gamma) * drafts), flags
+            elif drafts:
+                most, where = gamma or DEFAULT_GAMMA, "separate" if head else "embedded"
+                assert planned == {"mode": "mtp", "gamma": most, "head": where, "budget": None}, flags
+                assert len(stats["rounds_by_drafts"]) <= 1 + most
+            else:
+                assert planned == {"mode": "plain"}, flags
             assert json.loads(result.stdout)["tokens"] == tokens, flags
 
 

@@ -1,11 +1,26 @@
 """Drafts that stay on the device, and the NextN chain: over a fake core, with a clock of its own."""
 
 import pytest
-from fake_core import EOS, PROMPT, Chain, FakeEngine, OnDevice, Trees, expected, finish, hashed, run, scripted
+from fake_core import (
+    EOS,
+    PROMPT,
+    Chain,
+    FakeEngine,
+    OnDevice,
+    Text,
+    Trees,
+    expected,
+    finish,
+    hashed,
+    nextn,
+    run,
+    scripted,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luce.drafting import FixedGamma, NextN, Round
+from luce._native import Source
+from luce.drafting import Draft, Drafter, Fixed, Round
 from luce.errors import ArgumentError, ContextFull, DeviceError, NumericError, OutOfMemory, StateError
 from luce.generation import State, Warned
 from luce.plan import MAX_GAMMA
@@ -91,7 +106,10 @@ def test_a_source_learns_of_every_round_and_what_it_took():
     source = OnDevice(length=2)
     stats = finish(core, max_tokens=5, source=source).stats
     assert source.budgets == [5]
-    assert source.rounds == [Round(2, 2, 0.5, 3.0, 0.125), Round(0, 0, 0.0, 1.0, 0.125)]
+    tokens = expected(hashed, 5)
+    assert source.rounds == [
+        Round(2, 2, 0.5, 3.0, 0.125, tokens[1:4]), Round(0, 0, 0.0, 1.0, 0.125, tokens[4:]),
+    ]  # fmt: skip
     assert (stats.draft_s, stats.verify_s, stats.commit_s) == (0.5, 4.0, 0.25)
 
 
@@ -101,7 +119,7 @@ def test_a_source_learns_of_every_round_and_what_it_took():
 @pytest.mark.parametrize("gamma", range(MAX_GAMMA + 1))
 def test_a_chain_is_as_long_as_asked(gamma):
     core = FakeEngine()
-    last = finish(core, max_tokens=1 + 3 * (gamma + 1), source=NextN(FixedGamma(gamma)))
+    last = finish(core, max_tokens=1 + 3 * (gamma + 1), source=nextn(core, gamma))
     assert last.tokens == expected(hashed, 1 + 3 * (gamma + 1))
     assert last.stats.mode == "mtp"
     assert last.stats.rounds_by_drafts == [0] * gamma + [3]
@@ -117,16 +135,17 @@ def test_a_chain_is_as_long_as_asked(gamma):
     end=st.integers(0, 50),
 )
 def test_any_gamma_and_acceptance_gives_the_tokens_of_plain_decoding(gammas, right, budget, n_ctx, end):
-    class Any(FixedGamma):
-        def gamma(self, limit, sequences):
-            return min(gammas[len(core.calls) % len(gammas)], limit)
+    class Any(Fixed):
+        def draft(self, anchor, limits):
+            gamma = min(gammas[len(core.calls) % len(gammas)], limits.rows, limits.depth)
+            return self._drafter.draft(anchor, gamma) if gamma else Draft()
 
     choose = scripted(PROMPT, [*expected(hashed, end), EOS])
     guess = lambda history: choose(history) if right[len(history) % len(right)] else 0  # noqa: E731
     plain_core = FakeEngine(choose, n_ctx=n_ctx)
     plain = finish(plain_core, max_tokens=budget)
     core = FakeEngine(choose, n_ctx=n_ctx, guess=guess)
-    last = finish(core, max_tokens=budget, source=NextN(Any(0)))
+    last = finish(core, max_tokens=budget, source=Any(Drafter(Text(core), Source.NEXTN, MAX_GAMMA), 0))
     assert (last.tokens, last.text, last.reason) == (plain.tokens, plain.text, plain.reason)
     assert core.committed == plain_core.committed
     assert core.count("draft") == core.count("drafted")

@@ -12,7 +12,7 @@ from luce.costs import Costs
 from luce.engine import Engine, Files
 from luce.errors import Cancelled, ContextFull, OutOfMemory, StateError, UnsupportedError
 from luce.generation import Failed, Finished, Started, Tokens
-from luce.plan import MAX_GAMMA, Options, Plain, Request
+from luce.plan import MAX_GAMMA, Options, Request
 from luce.structs import Cost, Sampling
 
 OPTIONS = Options(ctx=128, threads=1)
@@ -147,7 +147,7 @@ def test_a_head_of_another_file(files, path, tiny_gguf, device, tmp_path):
         assert separate.tokens == embedded.tokens
         assert separate.stats.rounds_by_drafts == embedded.stats.rounds_by_drafts
     with Engine.open(Files(tiny_gguf, device=device), OPTIONS) as engine:
-        assert engine.plan.draft == Plain()
+        assert engine.info.n_draft == 0
 
 
 def test_drafts_of_the_box_are_accepted(native, device):

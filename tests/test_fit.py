@@ -8,7 +8,7 @@ import tiny
 from luce.engine import Engine, Files
 from luce.errors import ArgumentError
 from luce.fit import _largest, fits
-from luce.plan import Options
+from luce.plan import AUTO_BUDGET, Options
 from luce.structs import Memory
 
 CONFIG = tiny.Config(n_nextn=1, n_ctx=8192)
@@ -30,11 +30,11 @@ def test_the_parts_add_up_with_and_without_drafts(with_head, device):
     assert drafts.memory.weights > plain.memory.weights and drafts.memory.kv > plain.memory.kv
 
 
-@pytest.mark.parametrize("spec", ["off", "auto"])
-def test_it_is_what_generate_opens(with_head, device, spec):
+@pytest.mark.parametrize("drafts", [{"spec": "off"}, {"spec": "mtp", "gamma": 8, "budget": AUTO_BUDGET}])
+def test_it_is_what_generate_opens(with_head, device, drafts):
     with Files(with_head, device=device) as files:
-        way = fits(files, Options(ctx=300, kv_type="q8_0"))[spec == "auto"]
-        with Engine.open(files, Options(ctx=300, kv_type="q8_0", spec=spec)) as engine:
+        way = fits(files, Options(ctx=300, kv_type="q8_0"))[drafts["spec"] == "mtp"]
+        with Engine.open(files, Options(ctx=300, kv_type="q8_0", **drafts)) as engine:
             opened = engine.info.memory_bytes
     assert way.memory.kv + way.memory.state <= opened <= way.total - way.memory.weights
 

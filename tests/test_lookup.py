@@ -2,7 +2,7 @@
 
 import drive
 import pytest
-from fake_core import FakeEngine, expected, finish, hashed
+from fake_core import FakeEngine, Text, expected, finish, hashed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -99,11 +99,7 @@ def test_lookups_give_the_tokens_of_plain_decoding(budget, period, wrong, max_to
     plain_core, core = FakeEngine(choose, n_ctx=n_ctx), FakeEngine(choose, n_ctx=n_ctx)
     plain = finish(plain_core, max_tokens=max_tokens)
 
-    class Text:
-        def lookup(self, anchor, most):
-            return core.last.lookup(anchor, most)
-
-    last = finish(core, max_tokens=max_tokens, source=TextLookup(Text(), budget))
+    last = finish(core, max_tokens=max_tokens, source=TextLookup(Text(core), budget))
     assert (last.tokens, last.text, last.reason) == (plain.tokens, plain.text, plain.reason)
     assert core.committed == plain_core.committed
 
@@ -111,11 +107,7 @@ def test_lookups_give_the_tokens_of_plain_decoding(budget, period, wrong, max_to
 def test_a_lookup_drafts_as_many_as_asked():
     core = FakeEngine(lambda history: len(history) % 5)
 
-    class Text:
-        def lookup(self, anchor, most):
-            return core.last.lookup(anchor, most)
-
-    stats = finish(core, max_tokens=60, source=TextLookup(Text(), 7)).stats
+    stats = finish(core, max_tokens=60, source=TextLookup(Text(core), 7)).stats
     assert stats.mode == "lookup" and set(stats.rounds_by_drafts[1:7]) <= {0, 1}
     assert stats.acceptance == 1.0 and stats.rounds_by_drafts[7] > 4
     nothing = finish(FakeEngine(), max_tokens=9, source=TextLookup(FakeEngine().sequence(), 7))

@@ -14,12 +14,13 @@ from fake_core import (
     finish,
     generation,
     hashed,
+    nextn,
     scripted,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luce.drafting import Draft, FixedGamma, NextN
+from luce.drafting import Draft
 from luce.errors import ArgumentError, ContextFull, DeviceError, InternalError, NumericError
 from luce.generation import Failed, Finished, Prefilled, Round, State, Tokens, Warned
 from luce.loop import MAX_ROWS, Loop
@@ -74,7 +75,7 @@ def test_each_gives_what_it_gives_alone(kinds, n_chunk, n_rows, n_ctx):
 
 def test_rounds_of_all_are_one_step():
     core = FakeEngine(n_sequences=4)
-    drive(core, [generation(core, request, NextN(FixedGamma(2))) for request in requests(4, 13)])
+    drive(core, [generation(core, request, nextn(core, 2)) for request in requests(4, 13)])
     verifies = [widths for verb, widths in core.calls if verb == "verify"]
     drafts = [items for verb, items in core.calls if verb == "draft"]
     assert [3, 3, 3, 3] in verifies and max(map(len, drafts)) == 4

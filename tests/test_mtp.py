@@ -21,18 +21,18 @@ from drive import Decoded
 from identity import Identity
 from tiny import Config
 
-from luce._native import Checkpoint, File, Library, Model
+from luce._native import Checkpoint, File, Library, Model, Source
 from luce._native import Sequence as Timeline
 from luce.bench import oracle_model
 from luce.bench.oracle_model import SHAPES, Rule
 from luce.costs import Costs
-from luce.drafting import FixedGamma, NextN
+from luce.drafting import Drafter, DraftSource, Fixed
 from luce.errors import NumericError
-from luce.gamma import AutoGamma
 from luce.generation import Finished, Generation, Warned
 from luce.loop import Loop
 from luce.plan import MAX_GAMMA, Request
 from luce.qwen35_gguf import MERGES, vocabulary
+from luce.runner import Runner
 from luce.structs import Cost, Sampling
 from luce.tokenizer import Tokenizer
 
@@ -358,14 +358,26 @@ def test_a_pause_leaves_no_trace_in_the_drafts(
 # ---- through the orchestrator
 
 
+SourceOf = Callable[[Timeline], DraftSource]
+
+
+def chains(gamma: int) -> SourceOf:
+    return lambda sequence: Fixed(Drafter(sequence, Source.NEXTN, MAX_GAMMA), gamma)
+
+
+def as_it_pays(costs: Costs) -> SourceOf:
+    return lambda sequence: Runner(sequence, costs, [Drafter(sequence, Source.NEXTN, MAX_GAMMA)], MAX_GAMMA)
+
+
 def generate(
-    model: Model, pace: FixedGamma | AutoGamma | None, prompt: list[int], n: int
+    model: Model, source_of: SourceOf | None, prompt: list[int], n: int
 ) -> tuple[Finished, list[str]]:
     """The end and the warnings of a generation."""
     n_draft = MAX_GAMMA if model.info.has_head else 0
     engine = drive.open_engine(model, n_ctx=512, n_rows=n_draft + 1, n_draft=n_draft)
-    source, request, loop = NextN(pace) if pace else None, Request(tuple(prompt), n), Loop(engine)
-    loop.add(Generation(engine.sequence(), engine.info, tokenizer_of(model), request, source))
+    sequence, request, loop = engine.sequence(), Request(tuple(prompt), n), Loop(engine)
+    source = source_of(sequence) if source_of else None
+    loop.add(Generation(sequence, engine.info, tokenizer_of(model), request, source))
     events = []
     while loop.running:
         events += [event for _, event in loop.step()]
@@ -391,14 +403,16 @@ def test_budgets_of_all_sizes(
     model = drive.open_model(native, oracle_file(accept), device, head=True)
     expected = tuple(rule_of(accept).continuation(9, n))
     costs = Costs([Cost(1, 0, 1.0), Cost(9, 0, 2.0), Cost(1, 1, 0.1)])
-    for pace in (None, *map(FixedGamma, (0, 1, 5, 8)), AutoGamma(8, costs)):
-        last, warnings = generate(model, pace, [1, 9], n)
-        assert (last.tokens, last.reason, warnings) == (expected, "length", [])
-        assert last.stats.mode == ("mtp" if pace else "plain")
+    sources = {"plain": [None], "mtp": [chains(n) for n in (0, 1, 5, 8)], "auto": [as_it_pays(costs)]}
+    for mode, each in sources.items():
+        for source in each:
+            last, warnings = generate(model, source, [1, 9], n)
+            assert (last.tokens, last.reason, warnings) == (expected, "length", [])
+            assert last.stats.mode == mode
 
 
 def test_stats_are_those_of_the_rule(model_of: Callable[[str], Model]) -> None:
-    last, _ = generate(model_of("oracle"), FixedGamma(3), [1, 9], 200)
+    last, _ = generate(model_of("oracle"), chains(3), [1, 9], 200)
     rounds, stats = rounds_of(rule_of(0.75), last.tokens[0], 3, 200, 200), last.stats
     by_position = [(sum(d > i for d, _ in rounds), sum(a > i for _, a in rounds)) for i in range(3)]
     assert stats.rounds == len(rounds)
@@ -416,7 +430,7 @@ def test_a_head_that_is_not_finite_is_dropped(native: Library, tmp_path: Path, d
     damaged = tiny.write(tmp_path / "damaged.gguf", RANDOM, weights)
     expected, _ = generate(drive.open_model(native, path, device), None, [1, 2, 3], 30)
     found, warnings = generate(
-        drive.open_model(native, damaged, device, head=True), FixedGamma(4), [1, 2, 3], 30
+        drive.open_model(native, damaged, device, head=True), chains(4), [1, 2, 3], 30
     )
     assert found.tokens == expected.tokens
     assert len(warnings) == 1 and "not finite" in warnings[0]

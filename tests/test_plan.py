@@ -9,18 +9,20 @@ from luce._native import File
 from luce.errors import ArgumentError, ContextFull, UnsupportedError
 from luce.loop import MAX_ROWS
 from luce.plan import (
+    AUTO_BUDGET,
     DEFAULT_BUDGET,
     DEFAULT_GAMMA,
     MAX_BUDGET,
     MAX_GAMMA,
+    NEXT_BEST,
     SPECS,
     Auto,
     Lookup,
     Mtp,
     Options,
     Plain,
-    fitted,
     plan,
+    smaller,
 )
 from luce.probe import probe
 from luce.structs import EngineParams, Memory
@@ -37,7 +39,7 @@ def test_every_choice_of_a_plan_has_a_reason(facts):
     assert set(chosen.reasons) == set(vars(chosen)) - {"reasons"}
     assert all(chosen.reasons.values())
     assert (chosen.device, chosen.kv_type, chosen.threads) == ("auto", "f16", 0)
-    assert (chosen.sequences, chosen.checkpoints, chosen.draft) == (1, 0, Plain())
+    assert (chosen.sequences, chosen.checkpoints, chosen.draft) == (1, 0, Auto(0, None, AUTO_BUDGET))
 
 
 def test_what_was_asked_wins(facts):
@@ -46,7 +48,7 @@ def test_what_was_asked_wins(facts):
     chosen = plan(facts, options)
     assert (chosen.device, chosen.ctx, chosen.kv_type, chosen.threads) == ("cpu", 99, "q8_0", 3)
     assert chosen.params == EngineParams(
-        n_ctx=99, n_sequences=4, n_checkpoints=5, n_pages=6, n_rows=1, n_draft=0, n_chunk=256, n_threads=3,
+        n_ctx=99, n_sequences=4, n_checkpoints=5, n_pages=6, n_rows=16, n_draft=0, n_chunk=256, n_threads=3,
         kv_type="q8_0",
     )  # fmt: skip
     asked = [name for name, reason in chosen.reasons.items() if reason == "as asked"]
@@ -133,9 +135,11 @@ def wanted(model, spec, gamma, head):
         needed = spec == "mtp"
     if where is None and needed:
         return UnsupportedError
+    if spec == "mtp":
+        return Plain() if gamma == 0 else Mtp(gamma or DEFAULT_GAMMA, where)
     if where is None or gamma == 0:
-        return Plain()
-    return Auto(gamma or MAX_GAMMA, where) if spec == "auto" else Mtp(gamma or DEFAULT_GAMMA, where)
+        return Auto(0, None, AUTO_BUDGET)
+    return Auto(gamma or MAX_GAMMA, where, AUTO_BUDGET)
 
 
 @pytest.mark.parametrize("model", ["plain", "combined"])
@@ -152,6 +156,7 @@ def test_every_flag_against_every_kind_of_file(files, model, head):
         chosen = plan(*arguments)
         assert chosen.draft == expected, (spec, gamma)
         assert chosen.drafts == getattr(expected, "gamma", 0)
+        assert chosen.params.n_top == (NEXT_BEST if isinstance(expected, Auto) and expected.gamma else 0)
         assert (chosen.params.n_rows, chosen.params.n_draft) == (chosen.draft.candidates + 1, chosen.drafts)
         assert chosen.as_json()["draft"]["value"] == {"mode": expected.mode, **vars(expected)}
         assert all(chosen.reasons.values()) and set(chosen.reasons) == set(vars(chosen)) - {"reasons"}
@@ -180,17 +185,33 @@ def test_errors_say_what_is_missing_and_not_how_to_ask_for_it(files):
 
 
 @pytest.mark.parametrize("free", [99, 100])
-def test_auto_is_plain_where_the_head_does_not_fit_into_memory(files, free):
+def test_auto_is_smaller_where_its_drafts_do_not_fit_into_memory(files, free):
+    """Without the head first, then plain; what was asked for stays."""
     memory = Memory(weights=50, kv=20, state=10, compute=15, other=5, total=100, device_free=free)
     auto, asked = (plan(files["combined"], Options(spec=spec)) for spec in ("auto", "mtp"))
-    assert fitted(asked, memory) == asked
+    assert smaller(asked, memory) is None
     if free == 100:
-        assert fitted(auto, memory) == auto
+        assert smaller(auto, memory) is None
         return
-    chosen = fitted(auto, memory)
-    assert chosen.draft == Plain() and chosen.params.n_draft == 0
-    assert "100" in chosen.reasons["draft"] and "99" in chosen.reasons["draft"]
-    assert fitted(plan(files["plain"], Options()), memory).reasons["draft"] == "there is no NextN head"
+    headless = smaller(auto, memory)
+    assert headless.draft == Auto(0, None, AUTO_BUDGET) and headless.params.n_draft == 0
+    plain = smaller(headless, memory)
+    assert plain.draft == Plain() and plain.params.n_rows == 1 and smaller(plain, memory) is None
+    assert all(each in chosen.reasons["draft"] for each in ("100", "99") for chosen in (headless, plain))
+
+
+def test_sequences_of_auto_share_the_rows_of_a_step(files):
+    for sequences, budget in ((1, AUTO_BUDGET), (2, 31), (4, 15), (16, MAX_GAMMA), (64, MAX_GAMMA)):
+        chosen = plan(files["combined"], Options(sequences=sequences))
+        assert chosen.draft == Auto(MAX_GAMMA, "embedded", budget)
+    bound = plan(files["combined"], Options(budget=3))
+    assert bound.draft == Auto(3, "embedded", 3) and bound.params.n_rows == 4
+
+
+def test_a_chain_with_a_budget_is_a_tree(files):
+    chosen = plan(files["combined"], Options(spec="mtp", gamma=3, budget=12))
+    assert chosen.draft == Mtp(3, "embedded", 12)
+    assert (chosen.params.n_rows, chosen.params.n_draft, chosen.params.n_top) == (13, 3, NEXT_BEST)
 
 
 def test_the_longest_chain_and_the_widest_step_are_the_core_s(native):

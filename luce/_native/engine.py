@@ -188,12 +188,21 @@ class Sequence(Handle):
         return list(tokens[0:n])
 
     def lists(self, depth: int, k: int, comb: bool = True) -> Lists:
-        """The k best candidates of each of the first `depth` drafts of the last draft, for Library.tree;
-        comb: it is a chain. NumericError as of drafted()."""
+        """The k best candidates of each of the first `depth` drafts of the last draft, for tree(); of one,
+        the drafts themselves, with scores of 0. comb: it is a chain. NumericError as of drafted()."""
         made = Lists(self.library, depth, k, comb)
+        if k == 1:
+            made.ids[0:depth] = self.drafted(depth)
+            return made
         get = self.library.lib.luce_sequence_get_lists
         self.library.check(get(self.handle, made.ids, made.scores, depth, k))
         return made
+
+    def tree(
+        self, anchor: int, lists: Lists, budget: int, chain: IntArray = ()
+    ) -> tuple[list[int], list[int], list[int]]:
+        """Library.tree."""
+        return self.library.tree(anchor, lists, budget, chain)
 
     def lookup(self, anchor: int, most: int) -> tuple[list[int], int]:
         """What followed the last time that the committed tokens and then `anchor` stood as they do now: its

@@ -396,8 +396,7 @@ LUCE_API luce_status luce_sequence_get_logits(luce_sequence *sequence, uint32_t 
  * the size; else *size bytes are there. Rows that are verified and not committed are dropped. */
 LUCE_API luce_status luce_sequence_dump(luce_sequence *sequence, void *data, uint64_t *size);
 
-/* luce_lookup of the committed tokens and then `anchor`. The first call indexes the whole text, each further one what
- * was committed since. Changes nothing, waits for no device. E_ARG, E_STATE. */
+/* luce_lookup of the committed tokens and `anchor`; the first call indexes them all. Waits for no device. */
 LUCE_API luce_status luce_sequence_lookup(luce_sequence *sequence, int32_t anchor, int32_t *draft,
                                           uint32_t *n, uint32_t *matched);
 

@@ -1,0 +1,374 @@
+"""What steps cost between the widths that were measured, and what auto drafts by it."""
+
+import random
+
+import pytest
+from fake_core import FakeEngine, expected, finish, hashed
+from fake_core import Text as FakeText
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from luce._native import Source
+from luce.costs import Costs
+from luce.drafting import Drafter, Limits, Round
+from luce.plan import AUTO_BUDGET, MAX_GAMMA
+from luce.runner import Lookups, Runner
+from luce.structs import Cost
+
+# ---- costs
+
+
+def test_costs_lie_on_lines_between_the_measured_widths():
+    costs = Costs([Cost(8, 0, 14.0), Cost(1, 0, 10.0), Cost(4, 0, 12.0), Cost(1, 1, 0.5), Cost(3, 1, 1.5)])
+    assert [costs.verify(rows) for rows in (1, 2, 4, 6, 8)] == pytest.approx([10, 10 + 2 / 3, 12, 13, 14])
+    assert costs.verify(16) == 18.0  # by the last slope
+    assert [costs.draft(n) for n in (1, 2, 3, 5)] == [0.5, 1.0, 1.5, 2.5]
+
+
+def test_costs_that_were_not_measured_are_nothing():
+    assert Costs([]).verify(3) == Costs([]).draft(1) == 0.0
+    assert Costs([Cost(2, 0, 5.0)]).verify(1) == Costs([Cost(2, 0, 5.0)]).verify(9) == 5.0
+
+
+@given(
+    measured=st.dictionaries(st.integers(1, 64), st.floats(-1, 10), min_size=1),
+    rows=st.integers(1, 200),
+)
+def test_costs_are_never_negative(measured, rows):
+    costs = Costs(Cost(width, 0, seconds) for width, seconds in measured.items())
+    assert costs.verify(rows) >= 0.0
+    if rows in measured:
+        assert costs.verify(rows) == max(measured[rows], 0.0)
+
+
+# ---- a text without repetitions: the chains that auto picks
+
+
+def machine(step, draft):
+    """Costs of verify steps (ms) of 1, 2 .. rows, and of a draft."""
+    return Costs([Cost(rows, 0, ms) for rows, ms in enumerate(step, 1)] + [Cost(1, 1, draft)])
+
+
+MACHINES = {
+    "h200": machine([11.2 * r for r in (1, 1.06, 1.25, 1.48, 1.55, 1.7, 1.8, 1.9, 2.0)], 0.75),
+    "h200 to come": machine([11.2 * (1.02 + 0.0075 * r) if r else 11.2 for r in range(9)], 0.35),
+    "steps": machine([1, 1.1, 1.12, 1.5, 1.52, 1.9, 1.92, 2.3, 2.32], 0.05),
+    "half price": machine([1 + 0.45 * r for r in range(9)], 0.05),
+}
+CPU = machine([1, 2.17, 2.8, 3.4, 4.3, 5.1, 5.9, 6.7, 7.5], 0.1)
+
+
+def round_tokens(share, gamma):
+    return sum(share**i for i in range(gamma + 1))
+
+
+class Fresh:
+    """A text in which nothing repeats."""
+
+    def lookup(self, anchor, most):
+        return [], 0
+
+
+def runner(costs, gamma=MAX_GAMMA, text=None, ranks=1, budget=AUTO_BUDGET):
+    text = text or Fresh()
+    return Runner(text, costs, [Drafter(text, Source.NEXTN, gamma, ranks)], budget)
+
+
+def drafts(source, limit, sequences=1):
+    """How many it drafts."""
+    return source.draft(1, Limits(limit, limit, sequences)).on_device if limit else 0
+
+
+class Text:
+    """Decodes: a draft at position i is accepted with share(tokens so far)."""
+
+    def __init__(self, costs, share, seed=0):
+        self.costs, self.share, self.random = costs, share, random.Random(seed)
+
+    def decode(self, pace, tokens):
+        """(seconds, gamma of each round); `expected`: tokens of its rounds on average over all luck"""
+        pace.begin(tokens)
+        done, seconds, gammas, self.expected = 1, 0.0, [], 0.0
+        while done < tokens:
+            left = tokens - done - 1
+            gamma = drafts(pace, left)
+            assert 0 <= gamma <= min(left, MAX_GAMMA)
+            accepted = 0
+            while accepted < gamma and self.random.random() < self.share(done):
+                accepted += 1
+            self.expected += round_tokens(self.share(done), gamma)
+            seconds += self.costs.verify(gamma + 1) + gamma * self.costs.draft(1)
+            pace.learn(Round(gamma, accepted, 0.0, 0.0, 0.0, tuple(range(accepted + 1))))
+            done += accepted + 1
+            gammas.append(gamma)
+        return seconds, gammas
+
+
+def auto_rate(costs, share, tokens, runs=50):
+    """Tokens a second of so many runs, each as in a fresh process."""
+    texts = [Text(costs, share, seed) for seed in range(runs)]
+    seconds = sum(text.decode(runner(costs), tokens)[0] for text in texts)
+    return sum(text.expected for text in texts) / seconds
+
+
+def best_rate(costs, *shares):
+    """Of the best gamma over equal parts of a text with these shares."""
+
+    def seconds(gamma):
+        price = costs.verify(gamma + 1) + gamma * costs.draft(1)
+        return sum(price / round_tokens(share, gamma) for share in shares)
+
+    return len(shares) / min(map(seconds, range(MAX_GAMMA + 1)))
+
+
+@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("accepted", [0.0, 0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95])
+def test_auto_has_97_percent_of_the_best_gamma_over_256_tokens(name, accepted):
+    """In a fresh process, with all that it tries."""
+    costs = MACHINES[name]
+    assert auto_rate(costs, lambda done: accepted, 256) > 0.97 * best_rate(costs, accepted)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize(("before", "after"), [(0.9, 0.0), (0.0, 0.9), (0.8, 0.3), (0.3, 0.8)])
+def test_auto_follows_a_text_that_changes(name, before, after):
+    costs = MACHINES[name]
+    rate = auto_rate(costs, lambda done: before if done < 256 else after, 512, runs=15)
+    assert rate > 0.97 * best_rate(costs, before, after)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    steps=st.lists(st.floats(0.0, 1.5), min_size=MAX_GAMMA, max_size=MAX_GAMMA),
+    draft=st.floats(0, 0.5),
+    before=st.floats(0, 1),
+    after=st.floats(0, 1),
+    period=st.integers(10, 600),
+    seed=st.integers(0, 2**32),
+)
+def test_auto_is_never_slower_than_plain_by_more_than_3_percent(steps, draft, before, after, period, seed):
+    """In no run of 256 tokens, whatever rounds cost and whatever is accepted."""
+    widths = [1.0]
+    for step in steps:
+        widths.append(widths[-1] + step)
+    costs = machine(widths, draft)
+    share = lambda done: before if done // period % 2 == 0 else after  # noqa: E731
+    seconds, gammas = Text(costs, share, seed).decode(runner(costs), 256)
+    assert seconds <= 1.03 * 255, gammas
+
+
+@pytest.mark.parametrize("accepted", [0.0, 0.5, 0.95, 1.0])
+def test_auto_drafts_nothing_where_no_acceptance_can_pay(accepted):
+    for costs in (CPU, machine([1 + r for r in range(9)], 0.0), Costs([])):
+        _, gammas = Text(costs, lambda done: accepted).decode(runner(costs), 512)
+        assert not any(gammas)
+
+
+def test_trials_of_a_hopeless_text_are_few():
+    costs = MACHINES["h200"]
+    seconds, _ = Text(costs, lambda done: 0.0).decode(runner(costs), 4096)
+    assert seconds < 1.015 * 4095 * costs.verify(1)
+
+
+def test_auto_stays_within_its_bound_and_its_limit():
+    costs = MACHINES["h200 to come"]
+    auto = runner(costs, 3)
+    assert max(Text(costs, lambda done: 1.0).decode(auto, 512)[1]) == 3
+    assert [drafts(auto, limit) for limit in (0, 1, 2, 9)] == [0, 1, 2, 3]
+
+
+def test_what_pays_for_one_sequence_may_not_pay_for_many():
+    """Rows are cheap up to 8 of a step, and dear beyond."""
+    costs = Costs([Cost(1, 0, 1.0), Cost(8, 0, 1.1), Cost(64, 0, 8.0), Cost(1, 1, 0.01)])
+    auto = runner(costs)
+    Text(costs, lambda done: 0.8).decode(auto, 256)
+    gammas = [drafts(auto, MAX_GAMMA, sequences) for sequences in (1, 2, 4, 32)]
+    assert gammas == sorted(gammas, reverse=True) and gammas[0] > 3 and gammas[-1] == 0
+
+
+def test_auto_decodes_the_same_tokens_on_any_machine():
+    for costs in (*MACHINES.values(), CPU):
+        core = FakeEngine()
+        last = finish(core, max_tokens=300, source=runner(costs, text=FakeText(core)))
+        assert last.tokens == expected(core.choose, 300)
+        assert (last.stats.drafted > 0) == (costs is not CPU)
+
+
+# ---- texts that repeat, and all sources together
+
+
+class Repeats:
+    """A text of which a lookup knows what follows, right with a chance at its first token and another one at
+    each that follows right ones."""
+
+    def __init__(self, rng, first, later, fires=1.0, matched=9):
+        self.random, self.first, self.later, self.fires, self.matched = rng, first, later, fires, matched
+        self.right = 0  # tokens of the last proposal
+
+    def lookup(self, anchor, most):
+        if self.random.random() >= self.fires or not most:
+            self.right = 0
+            return [], 0
+        self.right = int(self.random.random() < self.first)
+        while self.right and self.right < most and self.random.random() < self.later:
+            self.right += 1
+        return [1] * self.right + [0] * (most - self.right), self.matched  # every right token is 1
+
+
+def decode(source, text, costs, tokens, share=0.0):
+    """(seconds, rounds by (lookup tokens, drafts)) of a text whose drafts are right with a share."""
+    source.begin(tokens)
+    done, seconds, rounds = 1, 0.0, []
+    while done < tokens:
+        left = max(tokens - done - 1, 1)
+        draft = source.draft(7, Limits(min(left, 31), left))
+        chain = draft.on_device
+        looked = source._choice.lookup
+        accepted = 0
+        while accepted < chain and text.random.random() < share:
+            accepted += 1
+        accepted = max(accepted, min(looked, text.right))
+        came = [1] * (accepted + 1) if text.right > accepted else [1] * accepted + [2]
+        seconds += costs.verify(1 + looked + chain) + chain * costs.draft(1)
+        source.learn(Round(looked + chain, accepted, 0.0, 0.0, 0.0, tuple(came)))
+        done += accepted + 1
+        rounds.append((looked, chain))
+    return seconds, rounds
+
+
+def line(*points, draft=0.1):
+    return Costs([*(Cost(rows, 0, ms) for rows, ms in points), Cost(1, 1, draft)])
+
+
+GPU = line((1, 1.0), (8, 1.07), (16, 1.2), (32, 1.5), (64, 2.4), draft=0.035)
+BOX = line((1, 1.0), (2, 1.25), (4, 1.6), (8, 2.4), (16, 4.2), (32, 8.0), draft=0.1)
+STEEP = line((1, 1.0), (2, 2.2), (4, 4.3), (64, 64.0), draft=0.5)
+
+
+@pytest.mark.parametrize(("costs", "best_size"), [(GPU, 31), (BOX, 15)])
+def test_code_that_repeats_goes_to_the_lookup(costs, best_size):
+    """As fast, but for its first rounds, as the best number of tokens in every round."""
+    text = Repeats(random.Random(1), 1.0, 1.0)
+    seconds, rounds = decode(runner(costs, text=text), text, costs, 1024, share=0.6)
+    fixed = 1024 / (best_size + 1) * costs.verify(best_size + 1)
+    assert seconds < fixed / 0.97
+    assert rounds[-2][0] >= best_size and rounds[-2][1] == 0, "no draft of the head beside what is certain"
+
+
+@pytest.mark.parametrize("costs", [GPU, BOX, STEEP], ids=["gpu", "box", "steep"])
+@pytest.mark.parametrize("fires", [0.2, 1.0])
+def test_lookups_that_are_wrong_cost_nothing(costs, fires):
+    """Proposals are followed unverified, so hopeless ones are hardly tried."""
+    for seed in range(5):
+        text = Repeats(random.Random(seed), 0.02, 0.5, fires)
+        seconds, _ = decode(runner(costs, text=text), text, costs, 256)
+        assert seconds <= 1.03 * 255 * costs.verify(1)
+
+
+def test_fresh_prose_goes_to_the_head():
+    text = Repeats(random.Random(2), 0.05, 0.3, fires=0.3)
+    seconds, rounds = decode(runner(GPU, text=text), text, GPU, 512, share=0.8)
+    assert 511 / seconds > 0.97 * best_rate(GPU, 0.8)
+    assert sum(chain for _, chain in rounds[20:]) > 10 * sum(looked for looked, _ in rounds[20:])
+
+
+def test_a_source_that_was_not_verified_is_learned_all_the_same():
+    learned = Lookups()
+    before = learned.chances(4, 9)
+    for _ in range(6):
+        learned.follow([5, 6, 7, 8], 9)
+        for token in (5, 6, 7, 8):  # one of each round, nothing drafted
+            learned.came([token])
+    after = learned.chances(4, 9)
+    assert before == [0.5, 0.25, 0.125, 0.0625] and after[3] > 0.6
+    assert after[0] > learned.chances(1, 300)[0] > 0.5, "other lengths start from what all show"
+    for _ in range(9):
+        learned.follow([5, 6], 9)
+        learned.came([4])
+    assert learned.chances(1, 9)[0] < 0.5 * after[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=st.lists(st.floats(0.0, 1.2), min_size=5, max_size=5),
+    draft=st.floats(0, 0.5),
+    first=st.floats(0, 1),
+    later=st.floats(0, 1),
+    fires=st.floats(0, 1),
+    share=st.floats(0, 1),
+    seed=st.integers(0, 2**32),
+)
+def test_all_sources_are_never_slower_than_plain_by_more_than_3_percent(
+    steps, draft, first, later, fires, share, seed
+):
+    points, ms = [(1, 1.0)], 1.0
+    for rows, step in zip((2, 4, 8, 16, 32), steps, strict=True):
+        ms += step * rows / 2
+        points.append((rows, ms))
+    costs = line(*points, draft=draft)
+    text = Repeats(random.Random(seed), first, later, fires)
+    seconds, _ = decode(runner(costs, text=text), text, costs, 256, share)
+    assert seconds <= 1.03 * 255
+
+
+def test_the_same_rounds_lead_to_the_same_drafts():
+    found = []
+    for _ in range(2):
+        text = Repeats(random.Random(3), 0.6, 0.8, 0.5)
+        found.append(decode(runner(GPU, text=text), text, GPU, 300, share=0.7))
+    assert found[0] == found[1]
+
+
+def test_next_best_candidates_are_taken_where_rows_are_cheap():
+    """Drafts are right with 0.6, and else the second best is; its row costs a hundredth of a step."""
+    source, sizes = runner(GPU, ranks=8), []
+    rng = random.Random(4)
+    source.begin(512)
+    for _ in range(100):
+        draft = source.draft(7, Limits(31, 31))
+        n, leaves = draft.on_device, source._choice.leaves
+        right = 0
+        while right < n and rng.random() < 0.6:
+            right += 1
+
+        class Seen:
+            def at(self, depth):
+                return [1, 2, 3]
+
+        source._drafters[0]._lists = Seen()
+        tokens = [1] * right + [2]
+        accepted = right + (right < n and leaves > 0)
+        source.learn(Round(n + leaves, accepted, 0, 0, 0, tuple(tokens)))
+        sizes.append((n, leaves))
+    assert all(n > 1 and leaves > 0 for n, leaves in sizes[10:])
+    cheap = line((1, 1.0), (2, 1.5), (4, 2.4), (32, 16.0), draft=0.02)
+    assert drafts(runner(cheap, ranks=8), 31) > 0 and runner(cheap, ranks=8)._choice.leaves == 0
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    costs=st.sampled_from([GPU, BOX]),
+    n_top=st.sampled_from([0, 4]),
+    period=st.integers(3, 40),
+    right=st.lists(st.booleans(), min_size=1, max_size=7),
+    budget=st.integers(1, 80),
+    n_ctx=st.integers(20, 90),
+    most=st.integers(1, 63),
+)
+def test_auto_gives_the_tokens_of_plain_decoding(costs, n_top, period, right, budget, n_ctx, most):
+    """Whatever it chooses, over a text that repeats by and by."""
+
+    def choose(history):
+        return hashed(history[-3:]) if len(history) % 11 == 0 else len(history) % period
+
+    guess = lambda history: choose(history) if right[len(history) % len(right)] else 0  # noqa: E731
+    plain_core = FakeEngine(choose, n_ctx=n_ctx)
+    plain = finish(plain_core, max_tokens=budget)
+    core = FakeEngine(choose, n_ctx=n_ctx, guess=guess, n_top=n_top)
+    source = runner(costs, text=FakeText(core), ranks=max(n_top, 1), budget=most)
+    last = finish(core, max_tokens=budget, source=source)
+    assert (last.tokens, last.text, last.reason) == (plain.tokens, plain.text, plain.reason)
+    assert core.committed == plain_core.committed
+    sources = last.stats.by_source
+    assert set(sources) <= {"lookup", "mtp"}
+    assert sum(of["accepted"] for of in sources.values()) >= last.stats.accepted
