@@ -5,6 +5,8 @@
 #include "attention_mma.cuh"
 #include "attention_wgmma.cuh"
 
+#include <algorithm>
+
 namespace luce {
 namespace {
 
@@ -82,59 +84,33 @@ cudaError_t launch_type(AttentionParams &a, int blocks, int capability, cudaStre
 
 // ---- their sum ----
 
-constexpr int COLUMNS = 64; // of a block
-// Chunk i is added by group i % PARTS of a block's threads, then the groups' sums in order.
-constexpr int PARTS = 16, COMBINE_THREADS = PARTS * COLUMNS / 4;
+// A block has 256 threads, of four columns each: for few chunks of all columns in a few groups, for many of 64 columns
+// in 16 groups, and the other columns are other blocks'. How many chunks a row has depends on its position.
+constexpr int COMBINE_THREADS = 256, MANY_COLUMNS = 64, FEW_CHUNKS = 8;
 constexpr int BATCH = 8; // chunks that are read at once
-
-__device__ float block_maximum(float x, float *shared) {
-#pragma unroll
-    for (int mask = WARP / 2; mask > 0; mask /= 2) {
-        x = fmaxf(x, __shfl_xor_sync(~0u, x, mask));
-    }
-    if (threadIdx.x % WARP == 0) {
-        shared[threadIdx.x / WARP] = x;
-    }
-    __syncthreads();
-    for (int w = 0; w < int(blockDim.x) / WARP; w++) {
-        x = fmaxf(x, shared[w]);
-    }
-    return x;
-}
 
 __device__ float4 scale_add(float4 x, float w, float4 sum) {
     return {fmaf(x.x, w, sum.x), fmaf(x.y, w, sum.y), fmaf(x.z, w, sum.z), fmaf(x.w, w, sum.w)};
 }
 
-// grid: heads, rows, parts of D. A thread has four columns.
-template <int D> __global__ void __launch_bounds__(COMBINE_THREADS) combine_kernel(AttentionParams a) {
-    __shared__ float4 sums_of_parts[PARTS][COLUMNS / 4];
-    __shared__ float weights_of_parts[PARTS], maxima[COMBINE_THREADS / WARP];
-    let_next_start();
-    const int thread = threadIdx.x % (COLUMNS / 4), part = threadIdx.x / (COLUMNS / 4);
-    const int column = blockIdx.z * (COLUMNS / 4) + thread; // in fours
-    const int64_t row = blockIdx.y, head = blockIdx.x, pair = row * a.H + head;
-    const RowCtl ctl = a.ctl->rows[row];
-    const int first = chunk_at(lowest_visible(ctl.position, a.first, a.window));
-    const int last = ctl.seq < 0 ? -1 : chunk_at(ctl.position);
-    wait_for_previous(); // all of attention_kernel is in memory
-    float4 *out = reinterpret_cast<float4 *>(a.out + pair * D) + column;
-    if (last < first) { // it sees nothing
-        if (part == 0) {
-            *out = {};
-        }
-        return;
-    }
+// Chunks first .. last of a row and head, of COLUMNS columns from `column0`: chunk i is added by group i % PARTS of the
+// threads, then the groups' sums in order, in units of the largest maximum so far.
+template <int D, int COLUMNS>
+__device__ void combine(const AttentionParams &a, int64_t row, int64_t head, int column0, int first,
+                        int last) {
+    constexpr int EACH = COLUMNS / 4, PARTS = COMBINE_THREADS / EACH;
+    __shared__ float4 sums_of_parts[PARTS][EACH];
+    __shared__ float2 weights_of_parts[PARTS];
+    const int thread = threadIdx.x % EACH, part = threadIdx.x / EACH, column = column0 + thread * 4;
+    const int64_t pair = row * a.H + head;
     const float2 *sums = a.sums + pair * a.chunks;
-    const float4 *partial = reinterpret_cast<const float4 *>(a.partial + pair * a.chunks * D) + column;
-    float most = -INFINITY;
-    for (int c = first + int(threadIdx.x); c <= last; c += COMBINE_THREADS) {
-        most = fmaxf(most, sums[c].x);
+    const float4 *partial = reinterpret_cast<const float4 *>(a.partial + pair * a.chunks * D + column);
+    float4 gate = {1, 1, 1, 1}, sum = {};
+    if (a.gate != nullptr && part == 0) {
+        const float *g = a.gate + row * a.gate_row + head * a.gate_head + column;
+        gate = {g[0], g[1], g[2], g[3]};
     }
-    most = block_maximum(most, maxima);
-    const float origin = most == -INFINITY ? 0.0f : most;
-    float4 sum = {};
-    float weight = 0;
+    float most = -INFINITY, weight = 0;
     for (int c0 = first + (part + PARTS - first % PARTS) % PARTS; c0 <= last; c0 += BATCH * PARTS) {
         float2 s[BATCH];
         float4 x[BATCH];
@@ -144,6 +120,15 @@ template <int D> __global__ void __launch_bounds__(COMBINE_THREADS) combine_kern
             s[i] = c <= last ? sums[c] : float2{-INFINITY, 0};
             x[i] = c <= last ? partial[int64_t(c) * (D / 4)] : float4{};
         }
+        float next = most;
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            next = fmaxf(next, s[i].x);
+        }
+        const float origin = next == -INFINITY ? 0.0f : next, factor = exp2_fast(most - origin);
+        most = next;
+        weight *= factor;
+        sum = scale_add(sum, factor, {});
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
             const float w = exp2_fast(s[i].x - origin);
@@ -153,26 +138,49 @@ template <int D> __global__ void __launch_bounds__(COMBINE_THREADS) combine_kern
     }
     sums_of_parts[part][thread] = sum;
     if (thread == 0) {
-        weights_of_parts[part] = weight;
+        weights_of_parts[part] = {most, weight};
     }
     __syncthreads();
     if (part != 0) {
         return;
     }
+    for (int p = 0; p < PARTS; p++) {
+        most = fmaxf(most, weights_of_parts[p].x);
+    }
     sum = {};
     weight = 0;
 #pragma unroll
     for (int p = 0; p < PARTS; p++) {
-        sum = scale_add(sums_of_parts[p][thread], 1.0f, sum);
-        weight += weights_of_parts[p];
+        const float w = exp2_fast(weights_of_parts[p].x - (most == -INFINITY ? 0.0f : most));
+        sum = scale_add(sums_of_parts[p][thread], w, sum);
+        weight = fmaf(weights_of_parts[p].y, w, weight);
     }
     const float scale = weight == 0 ? 0.0f : 1.0f / weight;
-    float4 gate = {1, 1, 1, 1};
     if (a.gate != nullptr) {
-        const float *g = a.gate + row * a.gate_row + head * a.gate_head + column * 4;
-        gate = {1 / (1 + expf(-g[0])), 1 / (1 + expf(-g[1])), 1 / (1 + expf(-g[2])), 1 / (1 + expf(-g[3]))};
+        gate = {1 / (1 + expf(-gate.x)), 1 / (1 + expf(-gate.y)), 1 / (1 + expf(-gate.z)),
+                1 / (1 + expf(-gate.w))};
     }
-    *out = {sum.x * scale * gate.x, sum.y * scale * gate.y, sum.z * scale * gate.z, sum.w * scale * gate.w};
+    *reinterpret_cast<float4 *>(a.out + pair * D + column) = {sum.x * scale * gate.x, sum.y * scale * gate.y,
+                                                              sum.z * scale * gate.z, sum.w * scale * gate.w};
+}
+
+// grid: heads, rows, parts of D
+template <int D> __global__ void __launch_bounds__(COMBINE_THREADS) combine_kernel(AttentionParams a) {
+    let_next_start();
+    const int64_t row = blockIdx.y, head = blockIdx.x;
+    const RowCtl ctl = a.ctl->rows[row];
+    const int first = chunk_at(lowest_visible(ctl.position, a.first, a.window));
+    const int last = ctl.seq < 0 ? -1 : chunk_at(ctl.position);
+    wait_for_previous(); // all of attention_kernel is in memory
+    if (last < first) { // it sees nothing
+        if (threadIdx.x < MANY_COLUMNS) {
+            a.out[(row * a.H + head) * D + blockIdx.z * MANY_COLUMNS + threadIdx.x] = 0;
+        }
+    } else if (last - first >= FEW_CHUNKS) {
+        combine<D, MANY_COLUMNS>(a, row, head, blockIdx.z * MANY_COLUMNS, first, last);
+    } else if (blockIdx.z == 0) {
+        combine<D, D>(a, row, head, 0, first, last);
+    }
 }
 
 int32_t most_chunks(const AttentionArgs &args) {
@@ -185,6 +193,7 @@ template <int D> int launch(AttentionParams &a, cudaStream_t stream) {
     if (error == cudaSuccess) {
         error = cudaDeviceGetAttribute(&blocks, cudaDevAttrMultiProcessorCount, device);
     }
+    blocks = std::min(blocks, MAX_WORKERS);
     if (error == cudaSuccess) {
         error = cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, device);
     }
@@ -192,8 +201,8 @@ template <int D> int launch(AttentionParams &a, cudaStream_t stream) {
         error = launch_type<D>(a, blocks, capability, stream);
     }
     if (error == cudaSuccess) {
-        error = launch_kernel(combine_kernel<D>, dim3(a.H, a.T, D / COLUMNS), COMBINE_THREADS, 0, stream,
-                              capability >= 9, a);
+        error = launch_kernel(combine_kernel<D>, dim3(a.H, a.T, D / MANY_COLUMNS), COMBINE_THREADS, 0, stream,
+                              true, a);
     }
     return int(error);
 }

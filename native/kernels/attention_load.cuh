@@ -31,7 +31,7 @@ template <int D, int TYPE, bool WGMMA> struct Layout {
     static constexpr int Q = UNPACKED + (PACKED ? 2 * KEYS * ROW : 0);
     static constexpr int P = Q + MAX_M * ROW;
     static constexpr int MAXIMA = P + MAX_M * P_ROW; // [16 * MT][warps that share a row's keys]
-    static constexpr int CELLS = MAXIMA + (WGMMA ? 0 : 4 * 96 * 4); // [KEYS] of a tile that is not whole
+    static constexpr int CELLS = MAXIMA + (WGMMA ? 0 : 4 * MAX_M * 4); // [KEYS] of a tile that is not whole
     static constexpr int BAD = CELLS + KEYS * 4; // [KEYS] bytes: the key's V is not finite
     static constexpr int UNIT = BAD + KEYS, FULL = UNIT + int(sizeof(UnitInfo));
     static constexpr int EMPTY = FULL + SLOTS * 8; // barriers of slots

@@ -1,7 +1,6 @@
 // What a step's attention has to do, and who does it. Each block reads the control block and makes the same plan in
-// shared memory: segments of units of work, laid out on a line, long chunks first. Worker w takes the units that begin
-// in the w-th stretch of the line. A unit's length is its share of a worker: where the busiest worker has time for n
-// chunks of a size, one of them is a n-th of a stretch. Who does a unit does not change what it computes.
+// shared memory: units of work by kind, costly kinds first, each kind shared out among the blocks so that the work of
+// all kinds up to it is even. Who does a unit does not change what it computes.
 //
 // A unit is one chunk of keys, one KV head and a tile of M (row, query head) pairs. A segment is many units:
 //   committed chunks of a sequence, for all its rows;
@@ -20,11 +19,16 @@ namespace {
 
 constexpr int WARP = 32;
 constexpr int TILE_KEYS = 64; // the measure of work; windows are cut to multiples of it
-constexpr int STRETCH = 1 << 16;
 constexpr int MAX_SEGMENTS = 2 * MAX_ROWS;
-constexpr int UNIT_KINDS = CHUNK_REGIONS + 1; // committed chunks of each region, and those of paths
+constexpr int MAX_WORKERS = 256;
+// Committed chunks of the regions from the last to the second, paths, committed chunks of the first region.
+constexpr int UNIT_KINDS = CHUNK_REGIONS + 1, PATHS = CHUNK_REGIONS - 1;
 constexpr int UNIT_COST = 1,
-              PATH_COST = 3; // what a unit costs beside its tiles, in tiles: committed chunks, paths
+              PATH_COST = 3; // what a unit costs beside its tiles, in tiles: of chunks, of paths
+
+__device__ constexpr int region_of_kind(int kind) {
+    return kind > PATHS ? 0 : CHUNK_REGIONS - 1 - kind;
+}
 
 struct AttentionParams : AttentionArgs {
     int32_t G; // query heads of a KV head
@@ -46,18 +50,28 @@ struct Segment {
     uint8_t seq, row, n_rows; // its rows, of the step
     uint8_t n_tiles, tile_rows;
     uint8_t tail; // 1: one path
-    int32_t chunk0, chunk1;
+    int32_t chunk0, chunk1; // none: no rows
 
-    __device__ int kind(int region) const { return tail ? CHUNK_REGIONS : region; }
+    // Its chunks of a kind, the first of them in `begin`.
+    __device__ int32_t chunks(int kind, int32_t &begin) const {
+        begin = chunk0;
+        int32_t end = chunk1;
+        if (kind != PATHS) {
+            const int region = region_of_kind(kind);
+            begin = max(begin, chunk_region(region).index);
+            end = region + 1 < CHUNK_REGIONS ? min(end, chunk_region(region + 1).index) : end;
+        }
+        return n_rows == 0 ? 0 : max(end - begin, 0);
+    }
 };
 
 struct Plan {
-    Segment segment[MAX_SEGMENTS];
-    int32_t start[MAX_SEGMENTS + 1]; // on the line; [n_segments] is its length
-    int32_t n_segments;
-    int32_t unit_length[UNIT_KINDS];
-    int32_t counts[MAX_SEGMENTS / WARP][UNIT_KINDS + 1]; // by warp: units of each kind, segments
-    int32_t tail_tiles[MAX_SEGMENTS / WARP]; // by warp: of the longest unit of a path
+    Segment segment[MAX_SEGMENTS]; // committed chunks of sequence i; the path that begins at row i - MAX_ROWS
+    int32_t ends[UNIT_KINDS]
+                [MAX_ROWS]; // units of a kind up to the i-th segment's last, among chunks or paths
+    int32_t first[UNIT_KINDS], last[UNIT_KINDS]; // units of this block: first .. last - 1
+    int32_t chunks[MAX_SEGMENTS / WARP], path_tiles[MAX_SEGMENTS / WARP]; // by warp: all; of the longest unit
+    int32_t done[UNIT_KINDS][MAX_WORKERS / WARP]; // by warp: units that its workers and those before have
     uint32_t begins[MAX_ROWS / WARP]; // bit: a path begins at the row, or it is of no sequence
     int32_t position[MAX_ROWS]; // of a row
     int8_t parent[MAX_ROWS], seq[MAX_ROWS];
@@ -76,19 +90,11 @@ struct Plan {
         }
         return first + at - position[first];
     }
-    // Chunks of a region in a segment end before this one; from it down there are so many.
-    __device__ static int32_t region_end(const Segment &s, int region) {
-        return region + 1 < CHUNK_REGIONS ? min(s.chunk1, chunk_region(region + 1).index) : s.chunk1;
-    }
-    __device__ static int32_t region_chunks(const Segment &s, int region) {
-        return max(region_end(s, region) - max(s.chunk0, chunk_region(region).index), 0);
-    }
-
     __device__ void read(const AttentionParams &a);
-    __device__ Segment find(const AttentionParams &a, int i, int tile_rows) const;
+    __device__ Segment find(const AttentionParams &a, int i) const;
     __device__ int longest(const AttentionParams &a, const Segment &s) const;
-    __device__ void measure();
-    __device__ void add_up();
+    __device__ void count(const AttentionParams &a, int most_rows);
+    __device__ void share_out();
     __device__ void make(const AttentionParams &a, int most_pairs);
 };
 
@@ -115,9 +121,8 @@ __device__ void Plan::read(const AttentionParams &a) {
     }
 }
 
-// Segment i before the empty ones are left out: committed chunks of sequence i, or the path that begins at row
-// i - MAX_ROWS.
-__device__ Segment Plan::find(const AttentionParams &a, int i, int tile_rows) const {
+// Segment i, of one tile.
+__device__ Segment Plan::find(const AttentionParams &a, int i) const {
     Segment s{};
     const uint64_t begin_bits = uint64_t(begins[1]) << 32 | begins[0];
     const bool tail = i >= MAX_ROWS;
@@ -140,8 +145,6 @@ __device__ Segment Plan::find(const AttentionParams &a, int i, int tile_rows) co
     }
     if (s.chunk0 < s.chunk1) {
         s.n_rows = uint8_t(n);
-        s.n_tiles = uint8_t(n <= tile_rows ? 1 : (n + tile_rows - 1) / tile_rows);
-        s.tile_rows = uint8_t(s.n_tiles == 1 ? n : (n + s.n_tiles - 1) / s.n_tiles);
     }
     return s;
 }
@@ -155,127 +158,108 @@ __device__ int Plan::longest(const AttentionParams &a, const Segment &s) const {
     return (max(end - begin, min(next, MAX_ROWS)) + TILE_KEYS - 1) / TILE_KEYS;
 }
 
-// How long units are, by one warp: lane i tries the work L + 1 + i for the busiest worker, L being the average.
-__device__ void Plan::measure() {
-    const int workers = int(gridDim.x);
-    int32_t units[UNIT_KINDS], tiles[UNIT_KINDS], length[UNIT_KINDS], all = 0, work = 0;
-    int64_t line = 0;
+// Segments and their units. Rows of a segment are cut to tiles where a unit can not have all, and where blocks would
+// have nothing to do otherwise.
+__device__ void Plan::count(const AttentionParams &a, int most_rows) {
+    const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP;
+    Segment mine{};
+    if (tid < MAX_SEGMENTS) { // two warps for committed chunks, two for paths
+        mine = find(a, tid);
+        const int32_t all = __reduce_add_sync(~0u, mine.n_rows > 0 ? mine.chunk1 - mine.chunk0 : 0);
+        const int32_t tiles =
+            __reduce_max_sync(~0u, tid >= MAX_ROWS && mine.n_rows > 0 ? longest(a, mine) : 0);
+        if (lane == 0) {
+            chunks[warp] = all;
+            path_tiles[warp] = tiles;
+        }
+    }
+    __syncthreads();
+    if (tid >= MAX_SEGMENTS) {
+        return;
+    }
+    const int32_t units = (chunks[0] + chunks[1] + chunks[2] + chunks[3]) * a.pool.Hkv;
+    const int rows = mine.n_rows, parts = max((rows + most_rows - 1) / most_rows, 1);
+    const int tiles = max(min(int(gridDim.x) / max(units, 1), rows), parts);
+    mine.tile_rows = uint8_t((rows + tiles - 1) / tiles);
+    mine.n_tiles = uint8_t(rows == 0 ? 0 : (rows + mine.tile_rows - 1) / mine.tile_rows);
+    segment[tid] = mine;
 #pragma unroll
     for (int k = 0; k < UNIT_KINDS; k++) {
-        units[k] = counts[0][k] + counts[1][k] + counts[2][k] + counts[3][k];
-        tiles[k] =
-            k < CHUNK_REGIONS ? (1 << chunk_region(k).shift) / TILE_KEYS : max(tail_tiles[2], tail_tiles[3]);
-        tiles[k] += k < CHUNK_REGIONS ? UNIT_COST : PATH_COST;
-        length[k] = STRETCH; // one for each worker
-        all += units[k];
-        work += units[k] * tiles[k];
-    }
-    if (all > workers) {
-        const int32_t most = work / workers + 1 + int(threadIdx.x);
-#pragma unroll
-        for (int k = 0; k < UNIT_KINDS; k++) {
-            if (units[k] > 0) {
-                const int32_t fit = max(most / tiles[k], 1);
-                length[k] = (STRETCH + fit - 1) / fit;
-                line += int64_t(units[k]) * length[k];
-            }
+        if ((k == PATHS) != (tid >= MAX_ROWS)) {
+            continue;
         }
-    }
-    const uint32_t enough = __ballot_sync(~0u, line <= int64_t(workers) * STRETCH);
-    if (int(threadIdx.x) == (enough == 0 ? WARP - 1 : __ffs(int(enough)) - 1)) {
+        int32_t begin, sum = mine.chunks(k, begin) * a.pool.Hkv * mine.n_tiles;
 #pragma unroll
-        for (int k = 0; k < UNIT_KINDS; k++) {
-            unit_length[k] = length[k];
+        for (int d = 1; d < WARP; d *= 2) {
+            const int32_t before = __shfl_up_sync(~0u, sum, d);
+            sum += lane >= d ? before : 0;
+        }
+        ends[k][tid % MAX_ROWS] = sum;
+    }
+}
+
+// Worker j has of each kind as many units as bring the work of workers 0 .. j, so far, closest to their share of it
+// from below; none where a larger unit is more than that. Thread j is worker j.
+__device__ void Plan::share_out() {
+    const int j = threadIdx.x, lane = j % WARP, warp = j / WARP, workers = int(gridDim.x),
+              me = int(blockIdx.x);
+    uint32_t all = 0, mine = 0; // work: of all workers; of workers 0 .. j
+    for (int k = 0; k < UNIT_KINDS; k++) {
+        const int32_t units = ends[k][MAX_ROWS - 1];
+        if (j == 0) {
+            first[k] = last[k] = 0;
+        }
+        if (units == 0) {
+            continue;
+        }
+        const int region = region_of_kind(k);
+        const uint32_t cost = k == PATHS ? max(path_tiles[2], path_tiles[3]) + PATH_COST
+                                         : (1 << chunk_region(region).shift) / TILE_KEYS + UNIT_COST;
+        all += units * cost;
+        int32_t n = units;
+        if (j < workers - 1) {
+            const uint32_t share = all * uint32_t(j + 1), has = mine * workers;
+            n = share > has ? min(units, int32_t((share - has) / (cost * workers))) : 0;
+        }
+#pragma unroll
+        for (int d = 1; d < WARP; d *= 2) {
+            const int32_t before = __shfl_up_sync(~0u, n, d);
+            n = lane >= d ? max(n, before) : n;
+        }
+        if (lane == WARP - 1 && warp < MAX_WORKERS / WARP) {
+            done[k][warp] = n;
+        }
+        __syncthreads();
+        for (int w = 0; w < min(warp, MAX_WORKERS / WARP); w++) {
+            n = max(n, done[k][w]);
+        }
+        mine += n * cost;
+        if (j + 1 == me) {
+            first[k] = n;
+        }
+        if (j == me) {
+            last[k] = n;
         }
     }
 }
 
-// start[1 ..] from lengths to sums of lengths, by one warp.
-__device__ void Plan::add_up() {
-    constexpr int EACH = MAX_SEGMENTS / WARP;
-    const int lane = threadIdx.x;
-    int32_t sum[EACH], total = 0;
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        const int at = lane * EACH + i;
-        total += at < n_segments ? start[at + 1] : 0;
-        sum[i] = total;
-    }
-    int32_t before = total;
-#pragma unroll
-    for (int d = 1; d < WARP; d *= 2) {
-        const int32_t other = __shfl_up_sync(~0u, before, d);
-        before += lane >= d ? other : 0;
-    }
-    before -= total;
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        start[lane * EACH + i + 1] = before + sum[i];
-    }
-    if (lane == 0) {
-        start[0] = 0;
-    }
-}
-
-// All threads of a block, MAX_SEGMENTS at least. A unit has at most so many pairs.
+// All threads of a block, MAX_WORKERS at least. A unit has at most so many pairs.
 __device__ void Plan::make(const AttentionParams &a, int most_pairs) {
-    const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP;
+    const int tid = threadIdx.x;
     read(a);
     __syncthreads();
-    Segment mine{};
-    uint32_t used = 0;
-    int32_t units[CHUNK_REGIONS] = {};
     if (tid < MAX_ROWS) {
         const uint64_t bits = (uint64_t(begins[1]) << 32 | begins[0]) << (MAX_ROWS - 1 - tid);
         path[tid] = uint8_t(bits == 0 ? 0 : tid - __clzll(int64_t(bits)));
     }
-    if (tid < MAX_SEGMENTS) { // two warps for committed chunks, two for paths
-        mine = find(a, tid, a.row_of(0, most_pairs));
-        used = __ballot_sync(~0u, mine.n_rows > 0);
-        const bool tail = tid >= MAX_ROWS;
-        int32_t all = 0;
-#pragma unroll
-        for (int r = 0; r < CHUNK_REGIONS; r++) {
-            units[r] = mine.n_rows > 0 ? region_chunks(mine, r) * a.pool.Hkv * mine.n_tiles : 0;
-            const int32_t of_region = __reduce_add_sync(~0u, units[r]);
-            all += of_region;
-            if (lane == 0) {
-                counts[warp][r] = tail ? 0 : of_region;
-            }
-        }
-        const int32_t tiles = __reduce_max_sync(~0u, tail && mine.n_rows > 0 ? longest(a, mine) : 0);
-        if (lane == 0) {
-            counts[warp][CHUNK_REGIONS] = tail ? all : 0;
-            counts[warp][UNIT_KINDS] = __popc(used);
-            tail_tiles[warp] = tiles;
-        }
+    count(a, a.row_of(0, most_pairs));
+    __syncthreads();
+    for (int u = tid; u < UNIT_KINDS * WARP;
+         u += int(blockDim.x)) { // the second warp's sums go on from the first's
+        ends[u / WARP][WARP + u % WARP] += ends[u / WARP][WARP - 1];
     }
     __syncthreads();
-    if (tid < WARP) {
-        measure();
-    }
-    __syncthreads();
-    if (mine.n_rows > 0) {
-        int at = __popc(used & ((1u << lane) - 1));
-        for (int w = 0; w < warp; w++) {
-            at += counts[w][UNIT_KINDS];
-        }
-        segment[at] = mine;
-        int32_t length = 0;
-#pragma unroll
-        for (int r = 0; r < CHUNK_REGIONS; r++) {
-            length += units[r] * unit_length[mine.kind(r)];
-        }
-        start[at + 1] = length;
-    }
-    __syncthreads();
-    if (tid < WARP) {
-        n_segments =
-            counts[0][UNIT_KINDS] + counts[1][UNIT_KINDS] + counts[2][UNIT_KINDS] + counts[3][UNIT_KINDS];
-        __syncwarp();
-        add_up();
-    }
+    share_out();
     __syncthreads();
 }
 
@@ -292,84 +276,63 @@ struct UnitInfo {
     }
 };
 
-// A walk over one worker's units: a segment's regions from the last to the first, in each KV head by KV head the chunks
-// in order, so that a worker's units mostly share their queries and follow each other in memory. Tiles of one chunk
-// are next to each other, so that one reads what the other has brought into L2.
+// A walk over one worker's units: kind by kind, in each segment KV head by KV head the chunks in order, so that a
+// worker's units mostly share their queries and follow each other in memory. Tiles of one chunk are next to each other,
+// so that one reads what the other has brought into L2.
 struct Cursor {
     const AttentionParams &a;
     const Plan &plan;
-    int32_t at, stop, length; // on the line; of the unit
-    int seg, region, chunks; // chunks: of the segment in the region
-    int32_t i, n; // units of them
+    int kind = 0, seg = 0; // seg: among those of the kind
+    int32_t i, stop; // units of the kind
     // the unit:
     int row, n_rows, head;
     int32_t chunk, begin, end, low; // keys; those below `low` no row sees
 
-    __device__ Cursor(const AttentionParams &args, const Plan &p) : a(args), plan(p) {
-        const int32_t all = p.start[p.n_segments], from = min(int32_t(blockIdx.x) * STRETCH, all);
-        at = from;
-        stop = blockIdx.x + 1 == gridDim.x ? all : min(from + STRETCH, all);
-        if (at >= stop) {
-            return;
-        }
-        seg = 0;
-        while (p.start[seg + 1] <= from) {
-            seg++;
-        }
-        at = p.start[seg];
-        open(CHUNK_REGIONS - 1);
-        for (;;) { // to the first unit that begins at `from` or later
-            i = min((from - at + length - 1) / length, n);
-            at += i * length;
-            if (i < n || region == 0) {
-                break;
-            }
-            open(region - 1);
-        }
+    __device__ Cursor(const AttentionParams &args, const Plan &p)
+        : a(args), plan(p), i(p.first[0]), stop(p.last[0]) {
         settle();
     }
-    __device__ bool valid() const { return at < stop; }
-    __device__ void open(int r) {
-        region = r;
-        chunks = plan.region_chunks(segment(), r);
-        n = chunks * a.pool.Hkv * segment().n_tiles;
-        i = 0;
-        length = plan.unit_length[segment().kind(r)];
-    }
+    __device__ bool valid() const { return kind < UNIT_KINDS; }
     __device__ void next() {
-        at += length;
         i++;
         settle();
     }
     // Unit i, or the first after it that has keys.
     __device__ void settle() {
-        for (; at < stop; at += length, i++) {
-            while (i == n) {
-                if (region == 0 && ++seg == plan.n_segments) {
-                    at = stop;
+        for (;; i++) {
+            while (i == stop) {
+                seg = 0;
+                if (++kind == UNIT_KINDS) {
                     return;
                 }
-                open(region == 0 ? CHUNK_REGIONS - 1 : region - 1);
+                i = plan.first[kind];
+                stop = plan.last[kind];
+            }
+            while (plan.ends[kind][seg] <= i) {
+                seg++;
             }
             const Segment &s = segment();
-            const int of_tiles = i / s.n_tiles, tile = i - of_tiles * s.n_tiles;
+            int32_t first_chunk;
+            const int32_t chunks = s.chunks(kind, first_chunk),
+                          at = i - (seg > 0 ? plan.ends[kind][seg - 1] : 0);
+            const int32_t of_tiles = at / s.n_tiles, tile = at - of_tiles * s.n_tiles;
             head = of_tiles / chunks;
-            chunk = max(s.chunk0, chunk_region(region).index) + of_tiles - head * chunks;
+            chunk = first_chunk + of_tiles - head * chunks;
             row = s.row + tile * s.tile_rows;
             n_rows = min(int(s.tile_rows), s.row + s.n_rows - row);
             begin = chunk_begin(chunk);
             end = chunk_begin(chunk + 1);
             low = lowest_visible(plan.n_past[s.seq], a.first, a.window);
-            if (s.tail && n_rows > 0) {
+            if (s.tail) {
                 end = min(end, plan.position[row + n_rows - 1] + 1);
             }
             begin += max(low - begin, 0) / TILE_KEYS * TILE_KEYS;
-            if (n_rows > 0 && begin < end) {
+            if (begin < end) {
                 return;
             }
         }
     }
-    __device__ const Segment &segment() const { return plan.segment[seg]; }
+    __device__ const Segment &segment() const { return plan.segment[kind == PATHS ? MAX_ROWS + seg : seg]; }
     __device__ int seq() const { return segment().seq; }
     __device__ int last_row() const { return row + n_rows - 1; }
     __device__ UnitInfo info() const {
