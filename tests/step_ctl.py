@@ -7,9 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from luce.structs import Sampling
+
 MAX_ROWS = 64
 PAGE = 256
-HEAD, ROW, SEQ = 4, 4, 12 + MAX_ROWS  # int32 values of StepCtl before its rows, of a RowCtl and of a SeqCtl
+HEAD, ROW, CHOICE = 4, 4, 8
+SEQ = 12 + MAX_ROWS + CHOICE  # int32 values of StepCtl before its rows, of a RowCtl and of a SeqCtl
 SIZE = HEAD + MAX_ROWS * (ROW + SEQ)
 UNUSED = -77  # what no op may rely on
 
@@ -30,12 +33,28 @@ class Seq:
     pages: int = 0
     n_rows: int | None = None  # of a prefill, which has no parents
     keep: Sequence[int] = ()  # by row, -1: nowhere
+    sampling: Sampling = Sampling()
 
     def depths(self) -> list[int]:
         depths: list[int] = []
         for parent in self.parents:
             depths.append(depths[parent] + 1 if parent >= 0 else 0)
         return depths
+
+
+def choice_ctl(sampling: Sampling) -> np.ndarray:
+    """ChoiceCtl as int32 (8,)."""
+    made = np.zeros(
+        1, [("seed", "u8"), ("min_mass", "u8"), ("scale", "f4"), ("top_k", "i4"), ("top_p", "u8")]
+    )
+    made["seed"] = sampling.seed
+    made["min_mass"] = np.ceil(np.float64(np.float32(sampling.min_p)) * 2**40)
+    if sampling.temperature > 0:
+        temperature = np.float64(np.float32(sampling.temperature))
+        made["scale"] = min(2 / temperature, float(np.finfo(np.float32).max))
+    made["top_k"] = sampling.top_k
+    made["top_p"] = np.ceil(np.float64(np.float32(sampling.top_p)) * 2**24) if sampling.top_p else 2**24
+    return made.view(np.int32)
 
 
 def step_ctl(*seqs: Seq) -> np.ndarray:
@@ -51,6 +70,7 @@ def step_ctl(*seqs: Seq) -> np.ndarray:
         debts = n * seq.replay, n * seq.move, n * seq.move_head
         parts[i, :10] = seq.slot, seq.fresh, row0, n_rows, seq.n_past, seq.bank, *debts, seq.pages
         parts[i, 12 : 12 + n] = seq.pending
+        parts[i, -CHOICE:] = choice_ctl(seq.sampling)
         for r, (parent, depth) in enumerate(zip(seq.parents, seq.depths(), strict=True)):
             keep = seq.keep[r] if seq.keep else -1
             rows[row0 + r] = i, row0 + parent if parent >= 0 else -1, seq.n_past + depth, keep

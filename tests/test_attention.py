@@ -15,7 +15,7 @@ from step_ctl import MAX_ROWS, PAGE, Seq, step_ctl
 
 from luce._native import Library
 
-ARGMAX_WIDTH = 126
+CHOICE_WIDTH = 5372
 TYPES = {"f32": np.dtype("f4"), "f16": np.dtype("f2"), "q8_0": Q8_0, "q4_0": Q4_0}
 seeds = st.integers(0, 2**32 - 1)
 few = settings(max_examples=8, deadline=None)
@@ -368,7 +368,7 @@ def test_prefill_mask_shows_what_a_row_sees(native, device, first, window):
 
 def test_choices_are_kept_and_become_tokens(native, device):
     rng = np.random.default_rng(1)
-    choice = rng.integers(0, 1000, (5, ARGMAX_WIDTH)).astype(np.int32)
+    choice = rng.integers(0, 1000, (5, CHOICE_WIDTH)).astype(np.int32)
     drafts = np.full((8, 2), -1, np.int32)
     ctl = step_ctl(Seq(parents=[-1, 0, 1, 2], keep=[3, -1, 0, 7]))
     expected = drafts.copy()

@@ -1,4 +1,4 @@
-"""luce's DeltaNet and argmax ops, each alone on --luce-device, against numpy; and the bits steps rely on."""
+"""luce's DeltaNet ops, each alone on --luce-device, against numpy; and the bits steps rely on."""
 
 from __future__ import annotations
 
@@ -256,30 +256,3 @@ def test_a_fresh_sequence_starts_from_zeros_whatever_its_slot_holds(native, devi
 def _append_both(a: Layer, b: Layer, rows: Rows) -> None:
     assert a.append(rows, 1).tobytes() == b.append(rows, 1).tobytes()
     assert a.state.tobytes() == b.state.tobytes() and a.window.tobytes() == b.window.tobytes()
-
-
-def argmax(native: Library, device: str, logits: np.ndarray) -> np.ndarray:
-    return op_run(native, device, "argmax", [logits], shape=(len(logits), 126), dtype=np.int32)[:, :2]
-
-
-@pytest.mark.parametrize("rows", [1, 2, 64])
-@pytest.mark.parametrize("n", [1, 31, 2048, 5003])
-def test_argmax_takes_the_lowest_of_the_largest(native, device, rows, n):
-    rng = np.random.default_rng(n)
-    logits = np.round(random(rng, rows, n) * 2) / 2  # many ties
-    assert argmax(native, device, logits).tolist() == [[int(i), 0] for i in logits.argmax(1)]
-
-
-def test_argmax_over_a_real_vocabulary_with_the_winner_at_every_edge(native, device):
-    logits = np.zeros((6, 248320), np.float32)
-    for row, i in enumerate([0, 1, 4000, 124160, 248318, 248319]):
-        logits[row, i] = 1
-    assert argmax(native, device, logits)[:, 0].tolist() == [0, 1, 4000, 124160, 248318, 248319]
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("where", [0, 1234, 4999])
-def test_argmax_reports_a_value_that_is_not_finite(native, device, bad, where):
-    logits = random(np.random.default_rng(1), 3, 5000)
-    logits[1, where] = bad
-    assert argmax(native, device, logits)[:, 1].tolist() == [0, 1, 0]

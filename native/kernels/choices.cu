@@ -10,9 +10,8 @@ __global__ void keep_kernel(KeepArgs a) { // a thread a row
     const int t = threadIdx.x;
     const int32_t at = a.ctl->rows[t].keep;
     if (at >= 0) {
-        const int32_t *choice = a.choice + int64_t(t) * ARGMAX_WIDTH;
-        a.drafts[2 * int64_t(at)] = choice[0];
-        a.drafts[2 * int64_t(at) + 1] = choice[1];
+        a.drafts[2 * int64_t(at)] = a.choice[t].token;
+        a.drafts[2 * int64_t(at) + 1] = a.choice[t].not_finite;
     }
 }
 

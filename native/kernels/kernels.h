@@ -3,6 +3,8 @@
 // Launchers enqueue on `stream` (a cudaStream_t) and return a cudaError_t as int, 0 for success.
 #pragma once
 
+#include "sampling.h"
+
 #include <stddef.h>
 #include <stdint.h>
 
@@ -15,7 +17,8 @@ constexpr int PAGE = 256; // positions of a KV page
 // The host writes it, every op of luce reads it. A step's graph is the same for all contexts, sequences and
 // trees: what differs from step to step is here.
 
-// One row of a step of at most MAX_ROWS rows (a prefill's rows need none: row t of n is at n_past + t).
+// One row of a step of at most MAX_ROWS rows. (A prefill has one, which stands for its last row; row t of n is at
+// n_past + t.)
 struct RowCtl {
     int32_t seq; // index into StepCtl::seqs; -1: a row that only fills the step's width
     int32_t parent; // the row of this step that it follows, -1: the sequence's committed tokens
@@ -42,6 +45,7 @@ struct SeqCtl {
     // Rows of the last verify that were accepted, counted from that verify's first row of this sequence, in commit
     // order: pending[i] >= i. They are committed positions n_past - n .. n_past - 1, n = n_replay or n_move.
     int32_t pending[MAX_ROWS];
+    ChoiceCtl choice;
 };
 
 struct StepCtl {
@@ -204,19 +208,41 @@ struct MaskArgs {
 
 // ---- choices -------------------------------------------------------------------------------------------
 
-// The greedy choice of each row, lowest id on a tie, and whether a logit is not finite.
-struct ArgmaxArgs {
+// The token that each row's logits are of, by its sequence's ChoiceCtl, and whether a logit is not finite. Rows with
+// seq -1 are greedy.
+constexpr int CHOICE_PARTS = 62; // of a row, which blocks look at side by side
+constexpr int CHOICE_LIST = 1024; // ids that bins leave open
+constexpr int64_t CHOICE_MAX_IDS = 1 << 24;
+struct ChoicePart {
+    int32_t id;
+    float value;
+};
+struct ChoiceRow {
+    int32_t token;
+    int32_t not_finite; // 1: a logit is not
+    // room of the CUDA kernels
+    ChoicePart most[CHOICE_PARTS]; // the largest logit of each part; id complemented where one is not finite
+    ChoicePart best[CHOICE_PARTS]; // the largest z + G
+    uint32_t n_listed;
+    uint32_t reserved;
+    uint64_t mass[SAMPLE_BINS];
+    uint32_t count[SAMPLE_BINS];
+    ChoicePart list[CHOICE_LIST];
+};
+constexpr int CHOICE_WIDTH = sizeof(ChoiceRow) / sizeof(int32_t);
+struct ChooseArgs {
     const float *logits; // [T][n]
     int64_t n;
     int32_t T;
-    int32_t *out; // [T][ARGMAX_WIDTH]: token id, 1 if a logit is not finite, then room for partial results
+    const StepCtl *ctl;
+    int32_t
+        ahead; // 1: a row's logits are of the position after its own; 0: of its own, as a block's masks are
+    ChoiceRow *out; // [T]
 };
-constexpr int ARGMAX_PARTS = 62;
-constexpr int ARGMAX_WIDTH = 2 + 2 * ARGMAX_PARTS;
 
 // Keeps choices on the device: entry rows[t].keep of `drafts` becomes {token, not-finite flag} of row t.
 struct KeepArgs {
-    const int32_t *choice; // [T][ARGMAX_WIDTH]
+    const ChoiceRow *choice; // [T]
     int32_t T;
     const StepCtl *ctl;
     int32_t *drafts; // [n][2]; in/out
@@ -260,7 +286,7 @@ int kv_store(const KvStoreArgs &args, void *stream);
 int attention(const AttentionArgs &args, void *stream);
 int kv_gather(const KvGatherArgs &args, void *stream);
 int prefill_mask(const MaskArgs &args, void *stream);
-int argmax(const ArgmaxArgs &args, void *stream);
+int choose(const ChooseArgs &args, void *stream);
 int keep(const KeepArgs &args, void *stream);
 int topk(const TopkArgs &args, void *stream);
 int row_tokens(const TokensArgs &args, void *stream);

@@ -150,6 +150,14 @@ LUCE_BOTH uint64_t mass_of(float z) {
     return uint64_t(p * bits_float(exponent << 23));
 }
 
+// Ranges of z for searches, best first: SAMPLE_BINS of equal width from 0 to Z_MIN.
+constexpr int SAMPLE_BINS = 1024;
+
+LUCE_BOTH int bin_of(float z) { // Z_MIN <= z <= 0
+    const int bin = int(z * (float(SAMPLE_BINS) / Z_MIN));
+    return bin < SAMPLE_BINS ? bin : SAMPLE_BINS - 1;
+}
+
 // ---- the rule, id by id ------------------------------------------------------------------------------------
 
 // Half of x - x_max: halves never overflow, and ChoiceCtl::scale makes up for it.

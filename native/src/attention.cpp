@@ -409,8 +409,8 @@ void cpu_prefill_mask(const MaskArgs &a, int ith, int nth) {
 void cpu_keep(const KeepArgs &a, int ith, int nth) {
     for (int t = ith; t < a.T; t += nth) {
         if (const int32_t at = a.ctl->rows[t].keep; at >= 0) {
-            a.drafts[2 * at] = a.choice[int64_t(t) * ARGMAX_WIDTH];
-            a.drafts[2 * at + 1] = a.choice[int64_t(t) * ARGMAX_WIDTH + 1];
+            a.drafts[2 * at] = a.choice[t].token;
+            a.drafts[2 * at + 1] = a.choice[t].not_finite;
         }
     }
 }

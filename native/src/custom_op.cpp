@@ -4,6 +4,7 @@
 #include "gemm_op.h"
 #include "rowmm_op.h"
 #include "rows_matmul.h"
+#include "sampler.h"
 
 #include <algorithm>
 #include <cmath>
@@ -147,14 +148,15 @@ MaskArgs mask_args(const ggml_tensor *dst) {
             param(dst, 1),       ctl(dst->src[0]), data<uint16_t>(dst)};
 }
 
-ArgmaxArgs argmax_args(const ggml_tensor *dst) {
+ChooseArgs choose_args(const ggml_tensor *dst) {
     const ggml_tensor *logits = dst->src[0];
-    return {data<float>(logits), logits->ne[0], int32_t(logits->ne[1]), data<int32_t>(dst)};
+    return {data<float>(logits), logits->ne[0], int32_t(logits->ne[1]),
+            ctl(dst->src[1]),    param(dst, 0), data<ChoiceRow>(dst)};
 }
 
 KeepArgs keep_args(const ggml_tensor *dst) {
     const ggml_tensor *choice = dst->src[0];
-    return {data<int32_t>(choice), int32_t(choice->ne[1]), ctl(dst->src[1]), data<int32_t>(dst->src[2])};
+    return {data<ChoiceRow>(choice), int32_t(choice->ne[1]), ctl(dst->src[1]), data<int32_t>(dst->src[2])};
 }
 
 TopkArgs topk_args(const ggml_tensor *dst) {
@@ -195,17 +197,15 @@ RowsMatmulArgs rows_matmul_args(const ggml_tensor *dst) {
     return a;
 }
 
-void cpu_argmax(const ArgmaxArgs &a, int ith, int nth) {
-    for (int row = ith; row < a.T; row += nth) {
-        const float *x = a.logits + row * a.n;
-        int64_t best = 0;
-        bool finite = true;
-        for (int64_t i = 0; i < a.n; i++) {
-            finite = finite && std::isfinite(x[i]);
-            best = x[i] > x[best] ? i : best;
-        }
-        a.out[row * ARGMAX_WIDTH] = int32_t(best);
-        a.out[row * ARGMAX_WIDTH + 1] = finite ? 0 : 1;
+void cpu_choose(const ChooseArgs &a, int ith, int nth) {
+    for (int t = ith; t < a.T; t += nth) {
+        const float *x = a.logits + t * a.n;
+        const RowCtl &row = a.ctl->rows[t];
+        const bool finite = std::all_of(x, x + a.n, [](float value) { return std::isfinite(value); });
+        const ChoiceCtl greedy{};
+        a.out[t].token = choose(x, a.n, finite && row.seq >= 0 ? a.ctl->seqs[row.seq].choice : greedy,
+                                uint64_t(row.position + a.ahead));
+        a.out[t].not_finite = finite ? 0 : 1;
     }
 }
 
@@ -228,7 +228,7 @@ template <RowmmInput KIND> int pack_op(const ggml_tensor *dst, void *stream) {
 }
 #endif
 
-static_assert(ARGMAX_WIDTH == 126, "argmax says so");
+static_assert(CHOICE_WIDTH == 5372, "choose says so");
 const CustomOp OPS[] = {
     LUCE_OP("deltanet_conv", "C,T 4,C C,3,s* l,q* ctl > C,T", cpu_conv, conv, conv_args),
     LUCE_OP("deltanet", "C,T h,T h,T h h S,S,h,s* l,q* ctl > S,h,T", cpu_deltanet, deltanet, delta_args),
@@ -237,7 +237,7 @@ const CustomOp OPS[] = {
     LUCE_OP("attention", "Q,T G,T kw,c kw,c ctl ip > Q,T", cpu_attention, attention, attention_args),
     LUCE_OP("kv_gather", "kw,c ctl ip > w", cpu_kv_gather, kv_gather, kv_gather_args),
     LUCE_OP("prefill_mask", "ctl > 1", cpu_prefill_mask, prefill_mask, mask_args),
-    LUCE_OP("argmax", "n,T > 126,T", cpu_argmax, argmax, argmax_args),
+    LUCE_OP("choose", "n,T ctl > 5372,T", cpu_choose, choose, choose_args),
     LUCE_OP("keep", "iW,T ctl i2,n* > 1", cpu_keep, keep, keep_args),
     LUCE_OP("topk", "n,T ctl iL,e* > 1,T", cpu_topk, topk, topk_args),
     LUCE_OP("row_tokens", "iT i2,n > T", cpu_row_tokens, row_tokens, tokens_args),

@@ -11,7 +11,7 @@
 //                     D first window max_pages scale softcap gated block -> {D*H*T, then scratch}
 // kv_gather       pool{D*Hkv,cells} ctl pages                                              D -> f16 or f32{D*Hkv,n_kv}
 // prefill_mask    ctl                                                                      first window -> f16{n_kv,T}
-// argmax          logits{n,T}                                                              - -> i32{WIDTH,T}
+// choose          logits{n,T} ctl                                                          ahead -> i32{WIDTH,T}
 // keep            choice{WIDTH,T} ctl drafts{2,n}*                                         - -> i32{1}
 // topk            logits{n,T} ctl lists{2*k,entries}*                                      k -> i32{scratch,T}
 // row_tokens      tokens{T} drafts{2,n}                                                    n_vocab -> i32{T}

@@ -258,7 +258,8 @@ void Engine::draft_chains(const DraftItem *items, uint32_t n_items) {
         Batch batch(step_->draft_host(link), cache_);
         for (uint32_t i = 0; i < n_items; i++) {
             if (items[i].n > link) {
-                batch.add_draft(items[i].sequence->line(), items[i].anchor, link);
+                batch.add_draft(items[i].sequence->line(), items[i].sequence->choice_ctl(), items[i].anchor,
+                                link);
             }
         }
         const uint32_t width = step_->draft_width(batch.n_rows());
@@ -277,7 +278,8 @@ void Engine::draft_blocks(const DraftItem *items, uint32_t n_items) {
         const uint32_t n = std::min(at_once, n_items - first);
         Batch batch(step_->block_host(first / at_once), cache_);
         for (uint32_t i = 0; i < n; i++) {
-            batch.add_block(items[first + i].sequence->line(), items[first + i].anchor, drafter.mask_token);
+            batch.add_block(items[first + i].sequence->line(), items[first + i].sequence->choice_ctl(),
+                            items[first + i].anchor, drafter.mask_token);
         }
         step_->block(n * drafter.block_size, first / at_once, batch.n_pages());
         for (uint32_t i = 0; i < n; i++) {
@@ -356,7 +358,8 @@ void Engine::verify(VerifyItem *items, uint32_t n_items) {
         Sequence &sequence = *items[i].sequence;
         sequence.begin_step();
         sequence.line().take_pages(items[i].n);
-        batch.add_verify(sequence.line(), items[i].n, parents[i].data(), tokens[i].data());
+        batch.add_verify(sequence.line(), sequence.choice_ctl(), items[i].n, parents[i].data(),
+                         tokens[i].data());
     }
     const uint32_t width = step_->verify_width(rows);
     batch.fill_up(width);

@@ -7,7 +7,7 @@ namespace luce {
 
 struct StepOutputs {
     ggml_tensor *logits = nullptr; // {V, n_out} F32; null where none were asked for
-    ggml_tensor *choice = nullptr; // {ARGMAX_WIDTH, n_out} I32: greedy id, not-finite flag (kernels.h)
+    ggml_tensor *choice = nullptr; // {CHOICE_WIDTH, n_out} I32: ChoiceRow (kernels.h)
 };
 
 // The trunk over the step's rows: a prefill has logits of its last row or none, a verify of all. Where the engine

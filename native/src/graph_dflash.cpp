@@ -68,7 +68,8 @@ StepOutputs build_dflash_block(const StepBuild &b) {
         x = ffn(b, rms(x, layer.ffn_norm, d.rms_eps), layer.ffn, x);
     }
     ggml_tensor *logits = drafter_logits(b, d, rms_norm(ctx, x, d.norm, d.rms_eps)); // {V, T}
-    ggml_tensor *choice = add_op(ctx, "argmax", GGML_TYPE_I32, ARGMAX_WIDTH, logits->ne[1], {logits});
+    ggml_tensor *choice =
+        add_op(ctx, "choose", GGML_TYPE_I32, CHOICE_WIDTH, logits->ne[1], {logits, b.in.ctl}, {/*ahead=*/0});
     ggml_set_output(logits);
     ggml_build_forward_expand(b.graph,
                               add_op(ctx, "keep", GGML_TYPE_I32, 1, 1, {choice, b.in.ctl, b.cache.drafts()}));

@@ -18,7 +18,8 @@ static ggml_tensor *first_entry(ggml_context *ctx, ggml_tensor *t) {
 static StepOutputs choose(const StepBuild &b, ggml_tensor *output, ggml_tensor *h) {
     StepOutputs out;
     out.logits = matmul(b, output, plain(h)); // {V, n_out}
-    out.choice = add_op(b.ctx, "argmax", GGML_TYPE_I32, ARGMAX_WIDTH, out.logits->ne[1], {out.logits});
+    out.choice = add_op(b.ctx, "choose", GGML_TYPE_I32, CHOICE_WIDTH, out.logits->ne[1],
+                        {out.logits, b.in.ctl}, {/*ahead=*/1});
     return out;
 }
 

@@ -164,7 +164,9 @@ luce_status luce_sequence_set_sampling(luce_sequence *sequence, const luce_sampl
         check_optional(sampling, "sampling");
         const luce_sampling greedy{};
         check_sampling(sampling == nullptr ? greedy : *sampling);
-        locked(s, [&](Sequence &one) { one.set_sampling(sampling == nullptr ? greedy : *sampling); });
+        locked(s, [&](Sequence &one) {
+            one.set_sampling(choice_ctl(sampling == nullptr ? greedy : *sampling));
+        });
     });
 }
 

@@ -20,7 +20,7 @@ bool better(const Candidate &a, const Candidate &b) {
     return a.x > b.x || (a.x == b.x && a.id < b.id);
 }
 
-int64_t argmax(const float *x, int64_t n) {
+int64_t first_largest(const float *x, int64_t n) {
     int64_t best = 0;
     for (int64_t i = 1; i < n; i++) {
         best = x[i] > x[best] ? i : best;
@@ -101,12 +101,9 @@ std::vector<Candidate> first_k(const float *x, int64_t n, size_t k) {
 // Of `candidates`, in no order, the fewest first ones that reach top_p of their mass. z goes into bins, best first,
 // and only the bin in which that happens is sorted.
 void keep_top_p(std::vector<Candidate> &candidates, const ChoiceCtl &ctl, float x_max) {
-    constexpr int BINS = 1024;
     const auto z = [&](const Candidate &c) { return z_of(half_gap(c.x, x_max), ctl.scale); };
-    const auto bin = [&](const Candidate &c) {
-        return std::min(BINS - 1, int(std::max(z(c), Z_MIN) * (BINS / Z_MIN)));
-    };
-    std::vector<uint64_t> masses(BINS);
+    const auto bin = [&](const Candidate &c) { return bin_of(std::max(z(c), Z_MIN)); };
+    std::vector<uint64_t> masses(SAMPLE_BINS);
     uint64_t total = 0, before = 0;
     for (const Candidate &c : candidates) {
         const uint64_t mass = mass_of(z(c));
@@ -158,7 +155,7 @@ ChoiceCtl choice_ctl(const luce_sampling &s) {
 }
 
 int32_t choose(const float *x, int64_t n, const ChoiceCtl &ctl, uint64_t position) {
-    const int64_t first = argmax(x, n);
+    const int64_t first = first_largest(x, n);
     if (ctl.scale == 0) {
         return int32_t(first);
     }

@@ -38,20 +38,15 @@ void Sequence::reset() {
 }
 
 int32_t Sequence::choice(uint32_t row, uint64_t position) {
-    const Greedy &greedy = engine_->step().greedy()[row];
-    if (greedy.not_finite) {
+    const Choice &choice = engine_->step().choices()[row];
+    if (choice.not_finite) {
         fail(LUCE_E_NUMERIC,
              "the logits of position %llu are not finite: the weights are damaged, or the model overflows; "
              "the "
              "sequence has failed",
              (unsigned long long) (position - 1));
     }
-    if (sampling_.temperature == 0) {
-        return greedy.token;
-    }
-    logits_.resize(engine_->n_vocab());
-    engine_->step().read_logits(row, logits_.data());
-    return luce::choose(logits_.data(), engine_->n_vocab(), choice_ctl(sampling_), position);
+    return choice.token;
 }
 
 void Sequence::prefill(const int32_t *tokens, uint32_t n, int32_t *choice) {
@@ -71,7 +66,7 @@ void Sequence::prefill(const int32_t *tokens, uint32_t n, int32_t *choice) {
     Step &step = engine_->step();
     begin_step();
     line_.take_pages(n);
-    const uint32_t n_pages = fill_prefill(step.prefill_host(), line_, tokens, n, engine_->cache());
+    const uint32_t n_pages = fill_prefill(step.prefill_host(), line_, choice_, tokens, n, engine_->cache());
     step.prefill(n, past, choice != nullptr, n_pages);
     line_.appended(tokens, n);
     end_step(0);
@@ -161,7 +156,7 @@ int32_t Sequence::choose(uint32_t row, const uint8_t *mask, uint64_t mask_size) 
     if (mask != nullptr) {
         apply_mask(logits_.data(), engine_->n_vocab(), mask, mask_size);
     }
-    return luce::choose(logits_.data(), engine_->n_vocab(), choice_ctl(sampling_), before.size());
+    return luce::choose(logits_.data(), engine_->n_vocab(), choice_, before.size());
 }
 
 void Sequence::settle() {
@@ -173,7 +168,7 @@ void Sequence::settle() {
     Step &step = engine_->step();
     begin_step();
     Batch batch(step.verify_host(), engine_->cache());
-    batch.add_verify(line_, 0, nullptr, nullptr);
+    batch.add_verify(line_, choice_, 0, nullptr, nullptr);
     const uint32_t width = step.verify_width(0);
     batch.fill_up(width);
     step.verify(width, 0, batch.n_pages());

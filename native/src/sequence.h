@@ -13,7 +13,7 @@ public:
 
     const std::shared_ptr<Engine> &engine() const { return engine_; }
     luce_sequence_info info() const;
-    void set_sampling(const luce_sampling &sampling) { sampling_ = sampling; }
+    void set_sampling(const ChoiceCtl &choice) { choice_ = choice; }
     void set_penalties(Penalties penalties) { penalties_ = std::move(penalties); }
 
     void reset();
@@ -33,6 +33,7 @@ public:
     // For the engine's steps:
     Timeline &line() { return line_; }
     const Timeline &line() const { return line_; }
+    const ChoiceCtl &choice_ctl() const { return choice_; }
     void check_usable() const;
     void begin_step() { failure_ = "a step did not end"; } // failed until all of it has worked
     void end_step(uint32_t first_row); // whose logits are the engine's from this row on
@@ -43,7 +44,7 @@ public:
 private:
     std::shared_ptr<Engine> engine_;
     Timeline line_;
-    luce_sampling sampling_{};
+    ChoiceCtl choice_{}; // how its tokens are chosen
     Penalties penalties_;
     std::vector<float> logits_; // of one row
     std::unique_ptr<Lookup> lookup_; // over line_'s tokens, from its first use on

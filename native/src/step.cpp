@@ -54,14 +54,14 @@ Step::Step(const Model &model, const Cache &cache, const EngineParams &params)
     ggml_backend_buffer_type_t pinned =
         model.device().gpu ? ggml_backend_dev_host_buffer_type(model.device().dev) : nullptr;
     results_buffer_.reset(ggml_backend_buft_alloc_buffer(pinned ? pinned : ggml_backend_cpu_buffer_type(),
-                                                         n_results * sizeof(Greedy)));
+                                                         n_results * sizeof(Choice)));
     if (!results_buffer_) {
         fail(LUCE_E_MEMORY, "allocating %s of host memory failed",
-             human_bytes(n_results * sizeof(Greedy)).c_str());
+             human_bytes(n_results * sizeof(Choice)).c_str());
     }
-    results_ = static_cast<Greedy *>(ggml_backend_buffer_get_base(results_buffer_.get()));
+    results_ = static_cast<Choice *>(ggml_backend_buffer_get_base(results_buffer_.get()));
     drafts_ = results_ + MAX_ROWS;
-    memset(static_cast<void *>(results_), 0, n_results * sizeof(Greedy));
+    memset(static_cast<void *>(results_), 0, n_results * sizeof(Choice));
     build_all();
     time_all();
 }
@@ -191,7 +191,7 @@ void Step::prefill(uint32_t n, uint32_t n_past, bool last, uint32_t n_pages) {
     in_.prefill.send(backend_.get(), 0, n_pages);
     compute(g);
     if (last) {
-        ggml_backend_tensor_get_async(backend_.get(), g.outputs.choice, results_, 0, sizeof(Greedy));
+        ggml_backend_tensor_get_async(backend_.get(), g.outputs.choice, results_, 0, sizeof(Choice));
     }
     synchronize();
     drafting_ = false;
@@ -202,8 +202,8 @@ void Step::verify(uint32_t width, uint32_t n_rows, uint32_t n_pages) {
     in_.verify.send(backend_.get(), 0, n_pages);
     compute(g);
     if (n_rows > 0) {
-        ggml_backend_tensor_get_2d_async(backend_.get(), g.outputs.choice, results_, 0, sizeof(Greedy),
-                                         n_rows, g.outputs.choice->nb[1], sizeof(Greedy));
+        ggml_backend_tensor_get_2d_async(backend_.get(), g.outputs.choice, results_, 0, sizeof(Choice),
+                                         n_rows, g.outputs.choice->nb[1], sizeof(Choice));
     }
     if (drafts_stale_) {
         ggml_backend_tensor_get_async(backend_.get(), cache_.drafts(), drafts_, 0,
@@ -247,7 +247,7 @@ void Step::block(uint32_t rows, uint32_t index, uint32_t n_pages) {
     compute(g);
 }
 
-const Greedy &Step::drafted(int32_t entry) {
+const Choice &Step::drafted(int32_t entry) {
     if (drafts_stale_) {
         ggml_backend_tensor_get_async(backend_.get(), cache_.drafts(), drafts_, 0,
                                       ggml_nbytes(cache_.drafts()));
@@ -302,7 +302,7 @@ void Step::run_trial(const StepShape &shape) {
         h.tokens[row] = 0;
         h.positions[row] = seq.n_past + int32_t(i);
         h.hidden_from[row] = h.hidden_to[row] = cache_.has_head() ? cache_.hidden_unused() : 0;
-        if (!shape.prefill()) {
+        if (row == 0 || !shape.prefill()) {
             const bool keeps = shape.kind == StepKind::draft || (shape.kind == StepKind::block && i > 0);
             const int32_t entry = cache_.draft_entry(int32_t(index), i > 0 ? int32_t(i) - 1 : 0);
             h.ctl->rows[row] = {int32_t(index), i == 0 ? -1 : int32_t(row) - 1, h.positions[row],

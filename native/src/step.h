@@ -37,7 +37,8 @@ struct StepSizes {
     uint64_t other = 0; // captured graphs and ggml's pools, an upper bound
 };
 
-struct Greedy {
+// What a row's sequence chooses after it (ChoiceRow).
+struct Choice {
     int32_t token;
     int32_t not_finite;
 };
@@ -67,7 +68,7 @@ public:
     Region::Host draft_host(uint32_t link);
     Region::Host block_host(uint32_t index);
 
-    // n rows of one sequence after n_past; with `last`, greedy()[0] and logits of the last row. Waits.
+    // n rows of one sequence after n_past; with `last`, choices()[0] and logits of the last row. Waits.
     void prefill(uint32_t n, uint32_t n_past, bool last, uint32_t n_pages);
     // A step of this width, whose first n_rows rows are wanted. Waits.
     void verify(uint32_t width, uint32_t n_rows, uint32_t n_pages);
@@ -77,9 +78,9 @@ public:
     void block(uint32_t rows, uint32_t index, uint32_t n_pages);
 
     // Results of the last prefill or verify; logits are valid until the next step of any kind.
-    const Greedy *greedy() const { return results_; }
+    const Choice *choices() const { return results_; }
     const int32_t *listed(int32_t entry); // of the cache's lists, in the same way
-    const Greedy &drafted(int32_t entry); // of the cache's drafts; waits where no verify has done so
+    const Choice &drafted(int32_t entry); // of the cache's drafts; waits where no verify has done so
     void read_logits(uint32_t row, float *out);
     uint64_t serial() const { return serial_; } // of the last step
 
@@ -105,7 +106,7 @@ private:
     std::unique_ptr<void, void (*)(void *)> gemm_; // the backend's stream, while cuBLAS is open for it
     Regions in_;
     Buffer results_buffer_; // pinned on a GPU
-    Greedy *results_ = nullptr, *drafts_ = nullptr;
+    Choice *results_ = nullptr, *drafts_ = nullptr;
     std::unique_ptr<struct ggml_gallocr, void (*)(struct ggml_gallocr *)> galloc_;
     uint64_t compute_size_ = 0;
     std::map<StepShape, std::unique_ptr<Graph>> graphs_;

@@ -90,17 +90,19 @@ Batch::Batch(Region::Host host, const Cache &cache) : h_(host), cache_(cache) {
     h_.ctl->n_rows = 0;
 }
 
-SeqCtl &Batch::add_sequence(const Timeline &line, uint32_t n_rows) {
+SeqCtl &Batch::add_sequence(const Timeline &line, const ChoiceCtl &choice, uint32_t n_rows) {
     SeqCtl &seq = h_.ctl->seqs[h_.ctl->n_seqs++];
     line.fill(seq, h_.ctl->n_rows, int32_t(n_rows), int32_t(n_pages_));
+    seq.choice = choice;
     n_pages_ = add_pages(h_, line, n_pages_);
     h_.ctl->n_rows += int32_t(n_rows);
     return seq;
 }
 
-void Batch::add_verify(const Timeline &line, uint32_t n, const int32_t *parents, const int32_t *tokens) {
+void Batch::add_verify(const Timeline &line, const ChoiceCtl &choice, uint32_t n, const int32_t *parents,
+                       const int32_t *tokens) {
     const int32_t index = h_.ctl->n_seqs;
-    const SeqCtl &seq = add_sequence(line, n);
+    const SeqCtl &seq = add_sequence(line, choice, n);
     for (uint32_t i = 0; i < n; i++) {
         const int32_t row = seq.row0 + int32_t(i), parent = parents[i] < 0 ? -1 : seq.row0 + parents[i];
         const int32_t position = parent < 0 ? seq.n_past : h_.positions[parent] + 1;
@@ -112,9 +114,9 @@ void Batch::add_verify(const Timeline &line, uint32_t n, const int32_t *parents,
     }
 }
 
-void Batch::add_draft(const Timeline &line, int32_t anchor, uint32_t i) {
+void Batch::add_draft(const Timeline &line, const ChoiceCtl &choice, int32_t anchor, uint32_t i) {
     const int32_t index = h_.ctl->n_seqs, entry = cache_.draft_entry(line.slot(), int32_t(i));
-    SeqCtl &seq = add_sequence(line, 1);
+    SeqCtl &seq = add_sequence(line, choice, 1);
     seq.n_past += int32_t(i); // what the chain has written so far counts as committed
     if (i > 0) {
         seq.n_move_head = 0;
@@ -126,9 +128,9 @@ void Batch::add_draft(const Timeline &line, int32_t anchor, uint32_t i) {
     h_.hidden_to[seq.row0] = cache_.hidden_draft(line.slot());
 }
 
-void Batch::add_block(const Timeline &line, int32_t anchor, int32_t mask) {
+void Batch::add_block(const Timeline &line, const ChoiceCtl &choice, int32_t anchor, int32_t mask) {
     const int32_t index = h_.ctl->n_seqs;
-    const SeqCtl &seq = add_sequence(line, cache_.params().n_block);
+    const SeqCtl &seq = add_sequence(line, choice, cache_.params().n_block);
     for (int32_t i = 0; i < seq.n_rows; i++) {
         const int32_t row = seq.row0 + i, position = seq.n_past + i;
         h_.ctl->rows[row] = {index, i == 0 ? -1 : row - 1, position,
@@ -148,11 +150,13 @@ void Batch::fill_up(uint32_t width) {
     }
 }
 
-uint32_t fill_prefill(Region::Host h, const Timeline &line, const int32_t *tokens, uint32_t n,
-                      const Cache &cache) {
+uint32_t fill_prefill(Region::Host h, const Timeline &line, const ChoiceCtl &choice, const int32_t *tokens,
+                      uint32_t n, const Cache &cache) {
     h.ctl->n_seqs = 1;
     h.ctl->n_rows = int32_t(n);
     line.fill(h.ctl->seqs[0], 0, int32_t(n), 0);
+    h.ctl->seqs[0].choice = choice;
+    h.ctl->rows[0] = {0, -1, int32_t(line.n_past() + n - 1), -1};
     for (uint32_t i = 0; i < n; i++) {
         h.tokens[i] = tokens[i];
         h.positions[i] = int32_t(line.n_past() + i);

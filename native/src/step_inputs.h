@@ -70,11 +70,12 @@ public:
 
     // n rows of a sequence, in depth-first order; parents count from the item's first row. token(i): of row i, or
     // -1 - e for entry e of the cache's drafts. n 0: its debts alone.
-    void add_verify(const Timeline &line, uint32_t n, const int32_t *parents, const int32_t *tokens);
+    void add_verify(const Timeline &line, const ChoiceCtl &choice, uint32_t n, const int32_t *parents,
+                    const int32_t *tokens);
     // Row i of a draft's chain: one row at n_past + i, whose token is the anchor or the draft before.
-    void add_draft(const Timeline &line, int32_t anchor, uint32_t i);
+    void add_draft(const Timeline &line, const ChoiceCtl &choice, int32_t anchor, uint32_t i);
     // A DFlash block after what is committed: [anchor, mask, mask ..], each row's choice kept but the anchor's.
-    void add_block(const Timeline &line, int32_t anchor, int32_t mask);
+    void add_block(const Timeline &line, const ChoiceCtl &choice, int32_t anchor, int32_t mask);
     // Rows that only fill the step's width.
     void fill_up(uint32_t width);
 
@@ -82,7 +83,7 @@ public:
     uint32_t n_pages() const { return n_pages_; }
 
 private:
-    SeqCtl &add_sequence(const Timeline &line, uint32_t n_rows);
+    SeqCtl &add_sequence(const Timeline &line, const ChoiceCtl &choice, uint32_t n_rows);
 
     Region::Host h_;
     const Cache &cache_;
@@ -90,7 +91,7 @@ private:
 };
 
 // The control block of a prefill of n rows; returns its number of page entries.
-uint32_t fill_prefill(Region::Host host, const Timeline &line, const int32_t *tokens, uint32_t n,
-                      const Cache &cache);
+uint32_t fill_prefill(Region::Host host, const Timeline &line, const ChoiceCtl &choice, const int32_t *tokens,
+                      uint32_t n, const Cache &cache);
 
 } // namespace luce

@@ -419,24 +419,27 @@ void check_mask(int T, int64_t n_kv, int first, int window) {
 void check_choices() {
     Device<StepCtl> ctl(1);
     StepCtl host = blank_ctl();
-    Ints choice(size_t(5) * ARGMAX_WIDTH), kept(16, -9), tokens{5, -1, -4, -8, 0};
-    for (size_t i = 0; i < choice.size(); i++) {
-        choice[i] = int(i);
+    std::vector<ChoiceRow> choice(5);
+    Ints kept(16, -9), tokens{5, -1, -4, -8, 0};
+    for (int row = 0; row < 5; row++) {
+        choice[row].token = 100 * row;
+        choice[row].not_finite = 100 * row + 1;
     }
     host.rows[0].keep = 3;
     host.rows[2].keep = 0;
     host.rows[3].keep = 7;
     ctl.set({host});
-    Device<int32_t> in(choice), drafts(kept), given(tokens), out(5);
+    Device<ChoiceRow> in(choice);
+    Device<int32_t> drafts(kept), given(tokens), out(5);
     must(cuda::keep({in.p, 5, ctl.p, drafts.p}, stream));
-    must(cuda::row_tokens({given.p, drafts.p, 5, 3 * ARGMAX_WIDTH, out.p}, stream));
+    must(cuda::row_tokens({given.p, drafts.p, 5, 300, out.p}, stream));
     must(cudaStreamSynchronize(stream));
     for (const auto &[row, at] : {std::pair(0, 3), {2, 0}, {3, 7}}) {
-        kept[2 * at] = row * ARGMAX_WIDTH;
-        kept[2 * at + 1] = row * ARGMAX_WIDTH + 1;
+        kept[2 * at] = 100 * row;
+        kept[2 * at + 1] = 100 * row + 1;
     }
     expect(drafts.get() == kept, "kept choices");
-    expect(out.get() == Ints({5, 2 * ARGMAX_WIDTH, 0, 0, 0}), "tokens of rows"); // row 3's is beyond the vocabulary
+    expect(out.get() == Ints({5, 200, 0, 0, 0}), "tokens of rows"); // row 3's is beyond the vocabulary
 }
 
 Ints any_tree(int T) {

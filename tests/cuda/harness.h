@@ -20,12 +20,14 @@ using Ints = std::vector<int>;
 
 inline cudaStream_t stream;
 
-// In deltanet_check.cu, attention_check.cu, kernel_time.cu and attention_time.cu. Not all: for a sanitizer.
+// In *_check.cu and *_time.cu. Not all: for a sanitizer.
 void check_deltanet(bool all);
 void check_attention(bool all);
 void time_kernels();
 void check_rowmm(bool all);
 void check_gemm_kernels(bool all);
+void check_choose(bool all);
+void time_choose();
 void time_attention(bool all);
 void time_rowmm();
 void check_topk(bool all);

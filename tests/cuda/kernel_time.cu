@@ -88,11 +88,4 @@ void time_kernels() {
     printf("%s, %d SMs, L2 %d MB; per layer (27B: Hk 16, Hv 48, S 128), %d slots\n", device.name,
            device.multiProcessorCount, device.l2CacheSize >> 20, SLOTS);
     time_deltanet();
-    const int64_t n = 248320;
-    Device<float> logits(normals(size_t(n) * 16));
-    Device<int32_t> picks(size_t(16) * ARGMAX_WIDTH);
-    for (int T : {1, 16}) {
-        const double us = median_us([&](int) { must(cuda::argmax({logits.p, n, T, picks.p}, stream)); }, REPLAYS, LAYERS);
-        printf("argmax of %2d rows (logits in L2) %6.2f us %5.0f GB/s\n", T, us, 4.0 * n * T / us / 1e3);
-    }
 }

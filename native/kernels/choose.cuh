@@ -1,0 +1,421 @@
+// The parts of choose.cu: rows, maxima, sums over bins, and the choice among what the bins leave open.
+#pragma once
+
+#include "kernels.h"
+
+#include <climits>
+#include <cmath>
+#include <cuda_runtime.h>
+
+namespace luce {
+namespace {
+
+constexpr int WARP = 32;
+constexpr int THREADS = 256;
+constexpr int PICK_THREADS = 1024;
+constexpr int UNROLL = 4; // 16-byte loads in flight
+
+// The largest value with the lowest id.
+struct Best {
+    float value = -INFINITY;
+    int32_t id = INT_MAX;
+
+    __device__ void see(float x, int32_t i) {
+        if (x > value || (x == value && i < id)) {
+            value = x;
+            id = i;
+        }
+    }
+    __device__ void reduce_warp() { // all lanes have the result
+#pragma unroll
+        for (int mask = WARP / 2; mask > 0; mask /= 2) {
+            const float x = __shfl_xor_sync(~0u, value, mask);
+            const int32_t i = __shfl_xor_sync(~0u, id, mask);
+            see(x, i);
+        }
+    }
+    template <int N> __device__ void reduce_block(Best *shared) { // warp 0 has the result
+        reduce_warp();
+        if (threadIdx.x % WARP == 0) {
+            shared[threadIdx.x / WARP] = *this;
+        }
+        __syncthreads();
+        if (threadIdx.x < WARP) {
+            *this = threadIdx.x < N / WARP ? shared[threadIdx.x] : Best();
+            reduce_warp();
+        }
+    }
+};
+
+struct Span {
+    int32_t begin, end;
+};
+
+__device__ Span part_of(int index, int32_t part, int64_t n) {
+    const int64_t begin = int64_t(index) * part;
+    return {int32_t(min(begin, n)), int32_t(min(begin + part, n))};
+}
+
+// f(values, id of the first) for all ids of a span whose begin is a multiple of 4, four at a time; -inf beyond its
+// end. All threads of a warp call f alike often.
+template <bool VECTOR, int N, typename F> __device__ void each(const float *x, Span span, F &&f) {
+    for (int32_t base = span.begin; base < span.end; base += 4 * N * UNROLL) {
+        float v[UNROLL][4];
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++) {
+            const int32_t id = base + 4 * (u * N + int32_t(threadIdx.x));
+            if (VECTOR) {
+                const float4 four = id < span.end ? *reinterpret_cast<const float4 *>(x + id)
+                                                  : make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
+                v[u][0] = four.x;
+                v[u][1] = four.y;
+                v[u][2] = four.z;
+                v[u][3] = four.w;
+            } else {
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    v[u][j] = id + j < span.end ? x[id + j] : -INFINITY;
+                }
+            }
+        }
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++) {
+            f(v[u], base + 4 * (u * N + int32_t(threadIdx.x)));
+        }
+    }
+}
+
+// ---- one row --------------------------------------------------------------------------------------------
+
+struct Row {
+    const float *x;
+    ChoiceRow *out;
+    ChoiceCtl c{}; // greedy for rows that only fill the step's width
+    uint64_t position = 0; // of the token to be chosen
+
+    __device__ Row(const ChooseArgs &a, int t) : x(a.logits + t * a.n), out(a.out + t) {
+        const RowCtl &row = a.ctl->rows[t];
+        if (row.seq >= 0) {
+            c = a.ctl->seqs[row.seq].choice;
+            position = uint64_t(row.position + a.ahead);
+        }
+    }
+    __device__ bool top_k(int64_t n) const { return c.top_k > 0 && c.top_k < n; }
+    __device__ bool filtered(int64_t n) const { return c.scale != 0 && (top_k(n) || c.top_p < TOP_P_ONE); }
+
+    // Of all parts, in every thread; *bad: a logit was not finite.
+    __device__ Best largest(bool *bad = nullptr) const {
+        Best best;
+        bool found = false;
+        for (int p = threadIdx.x % WARP; p < CHOICE_PARTS; p += WARP) {
+            const int32_t id = out->most[p].id;
+            found = found || id < 0;
+            best.see(out->most[p].value, id < 0 ? ~id : id);
+        }
+        best.reduce_warp();
+        if (bad != nullptr) {
+            *bad = __any_sync(~0u, found);
+        }
+        return best;
+    }
+    __device__ float score(float value, float x_max, int32_t id) const {
+        const Words4 words = noise_words(c.seed, position, uint32_t(id) / 4);
+        return score_of(half_gap(value, x_max), c.scale, words.w[id % 4]);
+    }
+    // An id that top-k and top-p keep.
+    __device__ void see(Best &best, float gap, float z, uint32_t word, int32_t id) const {
+        const float score = score_of(gap, c.scale, word);
+        if ((score > best.value || (score == best.value && id < best.id)) &&
+            (c.min_mass == 0 || mass_of(z) >= c.min_mass)) {
+            best.value = score;
+            best.id = id;
+        }
+    }
+    __device__ void see(Best &best, float value, float x_max, int32_t id) const {
+        const float gap = half_gap(value, x_max);
+        see(best, gap, z_of(gap, c.scale), noise_words(c.seed, position, uint32_t(id) / 4).w[id % 4], id);
+    }
+};
+
+// ---- counts and masses by bin ---------------------------------------------------------------------------
+
+// Adds one id to its bin, all lanes of a warp at once; bin -1: none. Where all share a bin, as flat logits do, it is
+// one addition.
+__device__ void add_by_warp(int bin, uint64_t mass, uint32_t *count, unsigned long long *sums) {
+    const unsigned there = __ballot_sync(~0u, bin >= 0);
+    if (there == 0) {
+        return;
+    }
+    const int leader = __ffs(int(there)) - 1, first = __shfl_sync(~0u, bin, leader);
+    if (__all_sync(~0u, bin < 0 || bin == first)) {
+#pragma unroll
+        for (int mask = WARP / 2; mask > 0; mask /= 2) {
+            mass += __shfl_xor_sync(~0u, mass, mask);
+        }
+        if (int(threadIdx.x) % WARP == leader) {
+            if (count != nullptr) {
+                atomicAdd(&count[first], uint32_t(__popc(there)));
+            }
+            atomicAdd(&sums[first], static_cast<unsigned long long>(mass));
+        }
+    } else if (bin >= 0) {
+        if (count != nullptr) {
+            atomicAdd(&count[bin], 1u);
+        }
+        if (mass > 0) {
+            atomicAdd(&sums[bin], static_cast<unsigned long long>(mass));
+        }
+    }
+}
+
+// The sum up to and with each thread's value, over the block.
+template <int N> __device__ uint64_t block_scan(uint64_t value, uint64_t *shared) {
+#pragma unroll
+    for (int d = 1; d < WARP; d *= 2) {
+        const uint64_t below = __shfl_up_sync(~0u, value, d);
+        value += int(threadIdx.x) % WARP >= d ? below : 0;
+    }
+    __syncthreads(); // shared may be in use
+    if (threadIdx.x % WARP == WARP - 1) {
+        shared[threadIdx.x / WARP] = value;
+    }
+    __syncthreads();
+    for (int w = 0; w < int(threadIdx.x) / WARP; w++) {
+        value += shared[w];
+    }
+    return value;
+}
+
+// Which bins are kept, as far as bins can tell.
+struct Cut {
+    int sure = SAMPLE_BINS; // bins below are kept
+    int open = SAMPLE_BINS; // bins sure .. open may be kept, in part
+    int k_bin = SAMPLE_BINS - 1; // where top-k ends
+    bool k_open = false; // in its middle, so that bin is listed too
+    int last = SAMPLE_BINS; // that matters
+
+    __device__ bool listed(int bin) const { return (bin >= sure && bin <= open) || (k_open && bin == k_bin); }
+};
+
+// Sums over bins 0 .. b, in shared memory.
+template <int N> struct Bins {
+    uint64_t mass[SAMPLE_BINS];
+    uint32_t count[SAMPLE_BINS];
+    uint64_t scratch[N / WARP];
+
+    __device__ void sum(const ChoiceRow &row) {
+        constexpr int EACH = SAMPLE_BINS / N;
+        const int first = int(threadIdx.x) * EACH;
+        uint64_t masses = 0, counts = 0;
+        for (int i = first; i < first + EACH; i++) {
+            masses += row.mass[i];
+            counts += row.count[i];
+        }
+        uint64_t mass_below = block_scan<N>(masses, scratch) - masses;
+        uint64_t count_below = block_scan<N>(counts, scratch) - counts;
+        for (int i = first; i < first + EACH; i++) {
+            mass[i] = mass_below += row.mass[i];
+            count[i] = uint32_t(count_below += row.count[i]);
+        }
+        __syncthreads();
+    }
+    __device__ uint64_t mass_below(int bin) const { return bin > 0 ? mass[bin - 1] : 0; }
+    __device__ uint32_t count_below(int bin) const { return bin > 0 ? count[bin - 1] : 0; }
+
+    // The first bin at whose end `sums` reach `need`, which the last one does.
+    template <typename T> __device__ static int reaches(const T *sums, uint64_t need) {
+        int low = 0, high = SAMPLE_BINS - 1;
+        while (low < high) {
+            const int middle = (low + high) / 2;
+            if (sums[middle] >= need) {
+                high = middle;
+            } else {
+                low = middle + 1;
+            }
+        }
+        return low;
+    }
+
+    __device__ Cut cut(const ChoiceCtl &c) const {
+        Cut cut;
+        if (c.top_k > 0 && uint32_t(c.top_k) < count[SAMPLE_BINS - 1]) {
+            cut.k_bin = reaches(count, uint64_t(c.top_k));
+            cut.k_open = count[cut.k_bin] > uint32_t(c.top_k);
+        }
+        if (c.top_p == TOP_P_ONE) {
+            cut.sure = cut.k_open ? cut.k_bin : cut.k_bin + 1;
+            cut.open = cut.sure - 1;
+        } else { // the total lies between those without and with the bin where top-k ends
+            const uint64_t least = cut.k_open ? mass_below(cut.k_bin) : mass[cut.k_bin];
+            cut.sure = reaches(mass, needed_mass(least, c.top_p));
+            cut.open = reaches(mass, needed_mass(mass[cut.k_bin], c.top_p));
+        }
+        cut.last = cut.k_open ? cut.k_bin : max(cut.open, cut.sure - 1);
+        return cut;
+    }
+};
+
+// ---- the choice among what bins leave open --------------------------------------------------------------
+
+// An id's place in the order: the better, the larger. Below 2^56.
+__device__ uint64_t place_of(float x, int32_t id) {
+    return uint64_t(order_key(x)) << 24 | uint32_t(CHOICE_MAX_IDS - 1 - id);
+}
+
+struct Pick {
+    Bins<PICK_THREADS> bins;
+    uint64_t place[CHOICE_LIST], mass[CHOICE_LIST];
+    int32_t bin[CHOICE_LIST];
+    unsigned long long digits[256], total;
+    uint64_t found; // place of the last id that is kept
+    uint64_t rest; // of what is needed, in the search
+};
+
+// The list in shared memory, a thread an id: its rank is counted.
+__device__ void pick_short(Pick &s, const Row &row, const Cut &cut, uint32_t n, float x_max, Best &best) {
+    const uint32_t i = threadIdx.x;
+    const bool mine = i < n;
+    const ChoicePart entry = mine ? row.out->list[i] : ChoicePart{0, -INFINITY};
+    const float z = z_of(half_gap(entry.value, x_max), row.c.scale);
+    const int bin = mine ? bin_of(z) : -1;
+    s.place[i] = place_of(entry.value, entry.id);
+    s.mass[i] = mine ? mass_of(z) : 0;
+    s.bin[i] = bin;
+    if (i == 0) {
+        s.total = cut.k_open ? s.bins.mass_below(cut.k_bin) : s.bins.mass[cut.k_bin];
+    }
+    __syncthreads();
+    bool kept = mine;
+    if (cut.k_open && bin == cut.k_bin) {
+        uint32_t rank = s.bins.count_below(bin);
+        for (uint32_t other = 0; other < n; other++) {
+            rank += s.bin[other] == bin && s.place[other] > s.place[i];
+        }
+        kept = rank < uint32_t(row.c.top_k);
+        if (kept) {
+            atomicAdd(&s.total, static_cast<unsigned long long>(s.mass[i]));
+        }
+    }
+    __syncthreads();
+    if (mine && !kept) {
+        s.bin[i] = -1;
+    }
+    __syncthreads();
+    if (row.c.top_p < TOP_P_ONE && kept) {
+        const uint64_t need = needed_mass(s.total, row.c.top_p);
+        const int last = s.bins.reaches(s.bins.mass, need);
+        uint64_t before = s.bins.mass_below(last);
+        for (uint32_t other = 0; bin == last && other < n; other++) {
+            before += s.bin[other] == bin && s.place[other] > s.place[i] ? s.mass[other] : 0;
+        }
+        kept = bin < last || (bin == last && before < need);
+    }
+    if (kept) {
+        row.see(best, entry.value, x_max, entry.id);
+    }
+}
+
+// Of the ids of one bin from place `least` on, in order, the last one of the first whose weights (masses, or 1 each)
+// reach `need`: its place, in every thread. Digit by digit, best first.
+__device__ uint64_t search(Pick &s, const Row &row, int64_t n, float x_max, int bin, uint64_t least,
+                           bool masses, uint64_t need) {
+    if (threadIdx.x == 0) {
+        s.found = 0;
+        s.rest = need;
+    }
+    for (int shift = 48; shift >= 0; shift -= 8) {
+        __syncthreads();
+        if (threadIdx.x < 256) {
+            s.digits[threadIdx.x] = 0;
+        }
+        __syncthreads();
+        const uint64_t above = s.found >> (shift + 8);
+        each<false, PICK_THREADS>(row.x, {0, int32_t(n)}, [&](const float (&v)[4], int32_t id) {
+            for (int j = 0; j < 4; j++) {
+                const float z = z_of(half_gap(v[j], x_max), row.c.scale);
+                const uint64_t place = place_of(v[j], id + j);
+                const bool there =
+                    z >= Z_MIN && bin_of(z) == bin && place >= least && place >> (shift + 8) == above;
+                add_by_warp(there ? int(place >> shift & 255) : -1,
+                            !there   ? 0
+                            : masses ? mass_of(z)
+                                     : 1,
+                            nullptr, s.digits);
+            }
+        });
+        __syncthreads();
+        const uint64_t rest = s.rest, mine = threadIdx.x < 256 ? s.digits[255 - threadIdx.x] : 0;
+        const uint64_t reached = block_scan<PICK_THREADS>(mine, s.bins.scratch);
+        if (reached >= rest && reached - mine < rest) {
+            s.found |= uint64_t(255 - threadIdx.x) << shift;
+            s.rest = rest - (reached - mine);
+        }
+    }
+    __syncthreads();
+    return s.found;
+}
+
+// The same as pick_short over the row itself.
+__device__ void pick_long(Pick &s, const Row &row, const Cut &cut, int64_t n, float x_max, Best &best) {
+    uint64_t k_least = 0, p_least = 0;
+    int last = cut.k_bin;
+    if (threadIdx.x == 0) {
+        s.total = cut.k_open ? s.bins.mass_below(cut.k_bin) : s.bins.mass[cut.k_bin];
+    }
+    if (cut.k_open) {
+        k_least = search(s, row, n, x_max, cut.k_bin, 0, false,
+                         uint64_t(row.c.top_k) - s.bins.count_below(cut.k_bin));
+    }
+    const auto in_top_k = [&](int bin, uint64_t place) {
+        return bin < cut.k_bin || (bin == cut.k_bin && place >= k_least);
+    };
+    if (row.c.top_p < TOP_P_ONE) {
+        if (cut.k_open) {
+            each<false, PICK_THREADS>(row.x, {0, int32_t(n)}, [&](const float (&v)[4], int32_t id) {
+                for (int j = 0; j < 4; j++) {
+                    const float z = z_of(half_gap(v[j], x_max), row.c.scale);
+                    const bool there =
+                        z >= Z_MIN && bin_of(z) == cut.k_bin && place_of(v[j], id + j) >= k_least;
+                    add_by_warp(there ? 0 : -1, there ? mass_of(z) : 0, nullptr, &s.total);
+                }
+            });
+        }
+        __syncthreads();
+        const uint64_t need = needed_mass(s.total, row.c.top_p);
+        last = s.bins.reaches(s.bins.mass, need);
+        p_least = search(s, row, n, x_max, last, last == cut.k_bin ? k_least : 0, true,
+                         need - s.bins.mass_below(last));
+    }
+    each<false, PICK_THREADS>(row.x, {0, int32_t(n)}, [&](const float (&v)[4], int32_t id) {
+        for (int j = 0; j < 4; j++) {
+            const float z = z_of(half_gap(v[j], x_max), row.c.scale);
+            if (!(z >= Z_MIN)) {
+                continue;
+            }
+            const int bin = bin_of(z);
+            const uint64_t place = place_of(v[j], id + j);
+            if (bin >= cut.sure && bin <= last && in_top_k(bin, place) && (bin < last || place >= p_least)) {
+                row.see(best, v[j], x_max, id + j);
+            }
+        }
+    });
+}
+
+// What the bins left open of a row with filters: each thread's best of it.
+__device__ void pick_listed(const Row &row, int64_t n, float x_max, Best &best) {
+    __shared__ Pick s;
+    s.bins.sum(*row.out);
+    const Cut cut = s.bins.cut(row.c);
+    const uint32_t n_listed = row.out->n_listed;
+    if (n_listed == 0) {
+        return;
+    }
+    if (n_listed <= CHOICE_LIST) {
+        pick_short(s, row, cut, n_listed, x_max, best);
+    } else {
+        pick_long(s, row, cut, n, x_max, best);
+    }
+}
+
+} // namespace
+} // namespace luce
