@@ -13,6 +13,7 @@ import click
 
 import luce
 from luce import _native, stdout
+from luce.choice_flags import choice_options, grammar_of, penalties_of
 from luce.command import (
     BOX,
     KV_TYPES,
@@ -135,6 +136,7 @@ def cli(version: bool) -> None:
     show_default=True,
     help="The same seed samples the same tokens, on every run; on the CPU also in every mode.",
 )
+@choice_options
 @click.option(
     "--ctx",
     type=click.IntRange(1, MAX_U32),
@@ -224,6 +226,8 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
       luce generate --gguf model.gguf --mtp-gamma 2 "def main("
       luce generate --gguf model.gguf --draft drafter.gguf "def main("
       luce generate --gguf model.gguf --spec lookup -f program.py
+      luce generate -m model.gguf --chat "Name a city." --json-schema '{"type": "string"}'
+      luce generate -m model.gguf --chat "Sing." --temp 1 --frequency-penalty 0.3 --logit-bias 198=-5
       cat notes.txt | luce generate --gguf model.gguf --chat "Summarise this." -n 200
       luce generate -m model.gguf -f notes.txt --jsonl | jq -j .text
     """
@@ -242,7 +246,7 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
         most = flags["ctx"] or files.facts.context_length or MAX_U32
         text = read_prompt(prompt, most * files.tokenizer.longest * NFC_SHRINKS, flags["prompt_file"])
         display.spin("loading the model")
-        request = make_request(prompt_of(files, text, most, flags), flags)
+        request = make_request(files, prompt_of(files, text, most, flags), flags)
         options, n_prompt = make_options(flags), len(request.prompt)
         engine = opened.enter_context(
             Engine.open(files, options, display.loading, n_prompt, request.max_tokens)
@@ -265,6 +269,8 @@ def contradiction(flags: Mapping[str, Any]) -> str | None:
         return f"--{'think' if flags['think'] else 'no-think'} needs --chat"
     if flags["as_json"] and flags["jsonl"]:
         return "--json and --jsonl: give one of them"
+    if flags["json_schema"] is not None and flags["grammar_file"] is not None:
+        return "--json-schema and --grammar: give one of them"
     if flags["quiet"] and flags["verbose"]:
         return "--quiet and --verbose: give one of them"
     if flags["special"] and flags["chat"]:
@@ -356,7 +362,7 @@ def prompt_of(files: Files, text: str, most: int, flags: Mapping[str, Any]) -> l
     return ids
 
 
-def make_request(prompt: list[int], flags: Mapping[str, Any]) -> Request:
+def make_request(files: Files, prompt: list[int], flags: Mapping[str, Any]) -> Request:
     """The flags that are one generation's."""
     return Request(
         prompt=tuple(prompt),
@@ -369,6 +375,8 @@ def make_request(prompt: list[int], flags: Mapping[str, Any]) -> Request:
             seed=flags["seed"],
         ),
         stops=flags["stops"],
+        penalties=penalties_of(flags, files.tokenizer.n_vocab),
+        grammar=grammar_of(flags, files.tokenizer),
     )
 
 

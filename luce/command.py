@@ -28,6 +28,7 @@ REMEDIES = {  # what LuceError.concerns, in the words of the command line
     "drafter": "--draft PATH names a file that has one",
     "trunk": "--mtp-gguf PATH takes its head for the model of --gguf",
     "chat_template": "--raw takes the prompt as it is",
+    "grammar": "pip install 'luce[grammar]'",
     "sandbox": "--unsafe-check runs the checks with limits alone, --no-check skips them",
 }
 WRITING = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # to a stream fails

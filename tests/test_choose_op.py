@@ -37,7 +37,9 @@ def choose(
     """[token, whether a logit is not finite] of each row; a sequence each."""
     rows = [Seq(parents=[-1], n_past=n, sampling=each) for each, n in zip(samplings, past, strict=True)]
     shape = (len(logits), CHOICE_WIDTH)
-    return op_run(native, device, "choose", [logits, step_ctl(*rows)], (1,), shape=shape, dtype=np.int32)[:, :2]
+    return op_run(native, device, "choose", [logits, step_ctl(*rows)], (1,), shape=shape, dtype=np.int32)[
+        :, :2
+    ]
 
 
 def check(native: Library, device: str, logits: np.ndarray, samplings: Sequence[Sampling]) -> None:

@@ -1,0 +1,132 @@
+"""The flags that change logits before a choice: penalties, logit bias, and grammars to hold the text to."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from luce.command import FilePath, Finite
+from luce.errors import FileError
+from luce.grammar import Grammars, Matcher
+from luce.structs import Penalties
+from luce.tokenizer import Tokenizer
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Bias(click.ParamType):
+    """ID=VALUE: a token id, and what is added to its logit."""
+
+    name = "ID=VALUE"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, float]:
+        if isinstance(value, tuple):
+            return value
+        token, _, bias = str(value).partition("=")
+        if not re.fullmatch(r"\d{1,9}", token) or not bias:
+            self.fail(f"{value!r} is not ID=VALUE, a token id and a number.", param, ctx)
+        return int(token), Finite(min=-100, max=100).convert(bias, param, ctx)
+
+
+_OPTIONS = (
+    click.option(
+        "--repetition-penalty",
+        type=Finite(min=0, min_open=True, max=100),
+        default=1.0,
+        show_default=True,
+        metavar="R",
+        help="Make tokens that occurred less likely: their logits are divided by R where positive, else "
+        "multiplied; 1 is off, 1.1 is mild.",
+    ),
+    click.option(
+        "--presence-penalty",
+        type=Finite(min=-2, max=2),
+        default=0.0,
+        show_default=True,
+        metavar="P",
+        help="Subtract P, -2 to 2, from the logit of each token that was generated.",
+    ),
+    click.option(
+        "--frequency-penalty",
+        type=Finite(min=-2, max=2),
+        default=0.0,
+        show_default=True,
+        metavar="P",
+        help="Subtract P, -2 to 2, as often as the token was generated.",
+    ),
+    click.option(
+        "--logit-bias",
+        type=Bias(),
+        multiple=True,
+        help="Add VALUE, -100 to 100, to the logit of token ID: 42=-100 all but forbids it; may be repeated.",
+    ),
+    click.option(
+        "--json-schema",
+        metavar="FILE|JSON",
+        help="Hold the text to JSON that is valid under this schema: a file, or the schema itself. "
+        "Needs the extra 'grammar'.",
+    ),
+    click.option(
+        "--grammar",
+        "grammar_file",
+        type=FilePath(path_type=Path),
+        metavar="FILE",
+        help="Hold the text to this grammar, in llguidance's form of Lark. Needs the extra 'grammar'.",
+    ),
+)
+
+
+def choice_options(command: F) -> F:
+    """Adds the flags to a command."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def penalties_of(flags: Mapping[str, Any], n_vocab: int) -> Penalties:
+    """Usage error: a bias of a token that the model does not have."""
+    for token, _ in flags["logit_bias"]:
+        if token >= n_vocab:
+            problem = f"token {token} is not one of the model's {n_vocab}"
+            raise click.BadParameter(problem, param_hint="'--logit-bias'")
+    return Penalties(
+        repetition=flags["repetition_penalty"],
+        presence=flags["presence_penalty"],
+        frequency=flags["frequency_penalty"],
+        bias=tuple(flags["logit_bias"]),
+    )
+
+
+def grammar_of(flags: Mapping[str, Any], tokenizer: Tokenizer) -> Callable[[], Matcher] | None:
+    """What the text is held to; None: nothing."""
+    schema, file = flags["json_schema"], flags["grammar_file"]
+    if schema is None and file is None:
+        return None
+    grammars = Grammars(tokenizer)
+    if file is not None:
+        return grammars.lark(_read(file))
+    return grammars.json_schema(schema if _is_json(schema) else _read(Path(schema)))
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return text.lstrip().startswith("{")  # what is wrong with it is told as of a schema
+    return True
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise FileError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise FileError(f"{path}: not UTF-8 text") from error
