@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Protocol
 
 from luce.errors import ArgumentError, UnsupportedError
 from luce.tokenizer import Tokenizer
 
-# Between the parts of a JSON text: bounded, so that no text is blanks without end.
-_BLANKS = r"( |\n[ ]{0,20})?"
+WHITESPACE = r"( |\n[ \t]{0,40})?"  # between parts of JSON: bounded, so that no text is blank forever
+KEPT = 32  # grammars that are compiled already
 
 
 class Matcher(Protocol):
@@ -35,12 +37,15 @@ class Grammars:
             import llguidance
         except ImportError as error:
             raise UnsupportedError("grammars need the package llguidance", concerns="grammar") from error
-        self._matcher = llguidance.LLMatcher
-        self._tokenizer = llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(_Vocabulary(tokenizer)),
-            n_vocab=tokenizer.n_vocab,
-            eos_token=sorted(tokenizer.eos_ids),
-        )
+        self._llguidance, self._tokenizer = llguidance, tokenizer
+        self._compiled: OrderedDict[str, Any] = OrderedDict()
+
+    @cached_property
+    def _tokens(self) -> Any:
+        """Made when it is first needed: it takes a second for a large vocabulary."""
+        ends = sorted(self._tokenizer.eos_ids) or None
+        wrapper = self._llguidance.TokenizerWrapper(_Vocabulary(self._tokenizer))
+        return self._llguidance.LLTokenizer(wrapper, eos_token=ends)
 
     def json_schema(self, schema: str | dict[str, Any]) -> Callable[[], Matcher]:
         """Of JSON texts that are valid under a JSON schema. ArgumentError: what of it cannot be held to."""
@@ -50,18 +55,28 @@ class Grammars:
             raise ArgumentError(f"the schema is no JSON: {error}") from error
         if not isinstance(parsed, dict):
             raise ArgumentError("the schema is no JSON object")
-        options: Any = {"whitespace_pattern": _BLANKS}
-        return self._compiled(self._matcher.grammar_from_json_schema(parsed, defaults=options))
+        options: Any = {"whitespace_pattern": WHITESPACE}
+        return self._walks(self._llguidance.LLMatcher.grammar_from_json_schema(parsed, defaults=options))
 
     def lark(self, grammar: str) -> Callable[[], Matcher]:
         """Of a grammar in llguidance's form of Lark. ArgumentError says where it is wrong."""
-        return self._compiled(self._matcher.grammar_from_lark(grammar))
+        return self._walks(self._llguidance.LLMatcher.grammar_from_lark(grammar))
 
-    def _compiled(self, grammar: str) -> Callable[[], Matcher]:
-        first = self._matcher(self._tokenizer, grammar, log_level=0)
-        if first.is_error():
-            raise ArgumentError("the grammar cannot be used: " + " ".join(first.get_error().split()))
+    def _walks(self, grammar: str) -> Callable[[], Matcher]:
+        if grammar not in self._compiled:
+            matcher = self._llguidance.LLMatcher(self._tokens, grammar, log_level=0)
+            if matcher.is_error():
+                raise ArgumentError(f"the grammar cannot be used: {_why(matcher)}")
+            self._compiled[grammar] = matcher
+        self._compiled.move_to_end(grammar)
+        while len(self._compiled) > KEPT:
+            self._compiled.popitem(last=False)
+        first = self._compiled[grammar]
         return lambda: _Walk(first.deep_copy())
+
+
+def _why(matcher: Any) -> str:
+    return " ".join(matcher.get_error().split())[:300]
 
 
 class _Walk:
@@ -84,8 +99,7 @@ class _Walk:
 
     def _check(self, good: bool) -> None:
         if not good:
-            why = self._matcher.get_error().partition("\n")[0]
-            raise ArgumentError(f"the grammar cannot be followed further: {why}")
+            raise ArgumentError(f"the grammar cannot be followed further: {_why(self._matcher)}")
 
 
 class _Vocabulary:
@@ -95,8 +109,9 @@ class _Vocabulary:
         self._tokenizer = tokenizer
         self.eos_token_id = min(tokenizer.eos_ids, default=0)
         self.bos_token_id = tokenizer.bos_id
-        self.tokens = [tokenizer.bytes_of(token, special=True) for token in range(tokenizer.n_vocab)]
-        self.special_token_ids = sorted(tokenizer.control.values())
+        control, ids = set(tokenizer.control.values()), range(tokenizer.n_vocab)
+        self.tokens = [tokenizer.bytes_of(token, special=token in control) for token in ids]
+        self.special_token_ids = sorted(control | tokenizer.eos_ids)
 
     def __call__(self, text: bytes | str) -> list[int]:
         spelled = text.decode("utf-8", "replace") if isinstance(text, bytes) else text

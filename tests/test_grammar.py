@@ -28,7 +28,7 @@ RECORD = {
     "$defs": {
         "point": {
             "type": "object",
-            "properties": {"x": {"type": "number"}, "é": {"const": "ü\n"}},
+            "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 500}, "é": {"const": "ü\n"}},
             "required": ["é"],
             "additionalProperties": False,
         }
@@ -45,8 +45,8 @@ SAMPLINGS = [
 @pytest.fixture(scope="module")
 def engines(device):
     with Files(GGUF, device=device) as files:
-        plain = Engine.open(files, Options(ctx=512, threads=1, spec="off"))
-        with plain, Engine.open(files, Options(ctx=512, threads=1, spec="mtp", gamma=3)) as drafting:
+        plain = Engine.open(files, Options(ctx=1024, threads=1, spec="off"))
+        with plain, Engine.open(files, Options(ctx=1024, threads=1, spec="mtp", gamma=3)) as drafting:
             yield plain, drafting
 
 
@@ -58,7 +58,7 @@ def grammars(engines):
 def text(engines, grammar, sampling, prompt=PROMPTS[0], **more):
     """The text that both engines write, with equal tokens, and how it ended."""
     ids = tuple(engines[0].tokenizer.encode(prompt))
-    ends = [list(one.generate(Request(ids, 300, sampling, grammar=grammar, **more)))[-1] for one in engines]
+    ends = [list(one.generate(Request(ids, 900, sampling, grammar=grammar, **more)))[-1] for one in engines]
     assert all(isinstance(end, Finished) for end in ends), ends
     assert ends[0].tokens == ends[1].tokens and ends[0].text == ends[1].text
     assert ends[0].reason == ends[1].reason
@@ -132,7 +132,7 @@ def test_the_command_line_takes_them(luce_, tmp_path):
     schema.write_text(json.dumps(RECORD))
     grammar.write_text('start: "no"')
     common = ("generate", "x = ", "--threads", "1", "--quiet")
-    result = luce_(*common, "-n", "300", "--json-schema", schema, "--temp", "1")
+    result = luce_(*common, "-n", "900", "--json-schema", schema, "--temp", "1")
     jsonschema.validate(json.loads(result.stdout), RECORD)
     assert luce_(*common, "--json-schema", '{"const": 7}').stdout == "7"
     assert luce_(*common, "--grammar", grammar, "--logit-bias", "5=-100").stdout == "no"

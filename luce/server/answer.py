@@ -141,7 +141,7 @@ class Answer:
             lark = call_grammar(ask.tools, thinks, required=False, many=ask.parallel_calls)
         else:
             return None
-        return self.model.grammars.factory(lark)
+        return self.model.grammars.lark(lark)
 
     def take_logprobs(self) -> list[tuple[int, Logprobs]]:
         """Tokens with their log-probabilities, of those that came since the last time."""

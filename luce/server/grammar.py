@@ -1,92 +1,13 @@
-"""What a text is held to: JSON of a schema, or calls of tools, as llguidance's grammars over a model's
-tokens."""
+"""What an answer is held to: JSON of a schema, or calls of tools, as grammars in llguidance's Lark."""
 
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from typing import Any
 
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
-
-from luce.errors import ArgumentError
-from luce.grammar import Matcher
+from luce.grammar import WHITESPACE
 from luce.server.ask import Tool
-from luce.tokenizer import Tokenizer
-
-WHITESPACE = r"( |\n[ \t]{0,40})?"  # between parts of JSON: bounded, so that no text is blank forever
-KEPT = 32  # grammars that are compiled already
-
-
-class Grammars:
-    """The grammars of one model's tokens."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
-        self._compiled: OrderedDict[str, Any] = OrderedDict()
-
-    @cached_property
-    def _tokens(self) -> LLTokenizer:
-        return LLTokenizer(
-            TokenizerWrapper(_Tokens(self._tokenizer)), eos_token=sorted(self._tokenizer.eos_ids)
-        )
-
-    def factory(self, lark: str) -> Callable[[], Matcher]:
-        """Makes matchers of a grammar in llguidance's Lark. ArgumentError: it has no such one."""
-        if lark not in self._compiled:
-            matcher = LLMatcher(self._tokens, lark, log_level=0)
-            if matcher.is_error():
-                raise ArgumentError(f"the schema: {' '.join(matcher.get_error().split())[:300]}")
-            self._compiled[lark] = matcher
-        self._compiled.move_to_end(lark)
-        while len(self._compiled) > KEPT:
-            self._compiled.popitem(last=False)
-        compiled = self._compiled[lark]
-        return lambda: _Matcher(compiled.deep_copy())
-
-
-class _Tokens:
-    """A vocabulary as llguidance takes it."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        control = set(tokenizer.control.values())
-        self._tokenizer = tokenizer
-        self.eos_token_id, self.bos_token_id = min(tokenizer.eos_ids), tokenizer.bos_id
-        self.special_token_ids = sorted(control | tokenizer.eos_ids)
-        ids = range(tokenizer.n_vocab)
-        self.tokens = [tokenizer.bytes_of(token, special=token in control) for token in ids]
-
-    def __call__(self, text: bytes) -> list[int]:
-        return self._tokenizer.encode(text.decode("utf-8", "replace"), special=False)
-
-
-class _Matcher:
-    """llguidance's, whose errors are raised."""
-
-    def __init__(self, matcher: Any):
-        self._matcher = matcher
-
-    def mask(self) -> bytes:
-        found: bytes = self._matcher.compute_bitmask()
-        self._check()
-        return found
-
-    def consume(self, token: int) -> None:
-        self._matcher.consume_token(token)
-        self._check()
-
-    @property
-    def is_stopped(self) -> bool:
-        return bool(self._matcher.is_stopped())
-
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            raise ArgumentError(f"the grammar: {' '.join(self._matcher.get_error().split())[:300]}")
-
-
-# ---- grammars
 
 _THOUGHT = 'thought[suffix="</think>"]: /(?s:.*)/\n'
 

@@ -15,11 +15,11 @@ from luce.chat import KEY, BoundedTemplate, chat_template, prompt_ids
 from luce.engine import Engine, Files
 from luce.errors import LuceError, OutOfMemory, about
 from luce.fit import total
+from luce.grammar import Grammars
 from luce.plan import Options
 from luce.server.ask import Refused
 from luce.server.cache import PrefixCache
 from luce.server.disk import DiskCache
-from luce.server.grammar import Grammars
 from luce.server.scheduler import Scheduler
 
 MAX_DEFAULT_CTX = 32768
