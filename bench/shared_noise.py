@@ -1,0 +1,117 @@
+#!/usr/bin/env python3
+"""How often the first draft of a NextN chain is accepted when sampling: measured in the core, and expected.
+
+Texts of the built-in prompts of `luce bench prompts` (those that are no chats) are sampled with one draft a
+round. At each of these rounds tests/ref.py computes the target's and the head's logits in double precision,
+and from them the probability that the draft is accepted: drawn greedily, p[argmax q]; with the target's
+noise, that both take the same id, sum over i of 1 / sum over j of max(p_j / p_i, q_j / q_i); by rejection
+sampling, which gives up the tokens of plain decoding, sum of min(p, q). `measured` is the core's share.
+
+    PYTHONPATH=tests python bench/shared_noise.py --save bench/results
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import box_model
+import numpy as np
+import ref
+
+from luce.bench import problems
+from luce.bench.origin import command_text, origin, write_row
+from luce.drafting import Round
+from luce.engine import Engine, Files
+from luce.generation import Finished
+from luce.plan import Options, Request
+from luce.stdout import as_json
+from luce.structs import Sampling
+
+GREEDY, SHARED, REJECTION = range(3)
+
+
+def softmax(logits: np.ndarray, temperature: float) -> np.ndarray:
+    weights = np.exp((logits - logits.max()) / temperature)
+    return np.asarray(weights / weights.sum())
+
+
+def accepted(p: np.ndarray, q: np.ndarray) -> tuple[float, float, float]:
+    """Probabilities that a draft of q is what p chooses: greedy, with shared noise, by rejection."""
+    likely = np.flatnonzero(np.minimum(p, q) > 1e-6)  # the others add up to less than 0.005
+    shared = sum(1 / np.maximum(p / p[i], q / q[i]).sum() for i in likely)
+    return float(p[q.argmax()]), float(shared), float(np.minimum(p, q).sum())
+
+
+def rounds_of(engine: Engine, request: Request) -> tuple[list[int], dict[int, bool]]:
+    """The text, prompt included, and of each round with a draft its anchor's position and whether the draft
+    was accepted."""
+    at, found = len(request.prompt), dict[int, bool]()
+    for event in engine.generate(request):
+        if isinstance(event, Round):
+            if event.drafted:
+                found[at] = event.accepted > 0
+            at += 1 + event.accepted
+    assert isinstance(event, Finished), event
+    return [*request.prompt, *event.tokens], found
+
+
+def expected(
+    weights: dict[str, np.ndarray], text: list[int], anchors: list[int], temperature: float
+) -> list[Any]:
+    trunk, head = ref.Reference(box_model.CONFIG, weights), ref.NextN(box_model.CONFIG, weights)
+    step, found = trunk.step(text), []
+    for anchor in anchors:
+        known = len(head.kv[0])
+        head.follow(text[known + 1 : anchor], step.hidden[known : anchor - 1])
+        q = softmax(head.draft([text[anchor]], step.hidden[anchor - 1])[0], temperature)
+        found.append(accepted(softmax(step.logits[anchor], temperature), q))
+    return found
+
+
+def measure(engine: Engine, temperature: float, args: argparse.Namespace) -> dict[str, Any]:
+    weights = ref.read_gguf(str(box_model.GGUF))
+    probabilities: list[Any] = []
+    right: list[bool] = []
+    for seed in range(args.seeds):
+        for problem in problems.builtin():
+            if problem.chat:
+                continue
+            prompt = tuple(engine.tokenizer.encode(problem.prompt))
+            request = Request(prompt, args.max_tokens, Sampling(temperature, seed=seed))
+            text, rounds = rounds_of(engine, request)
+            probabilities += expected(weights, text, list(rounds), temperature)
+            right += rounds.values()
+    means = np.mean(probabilities, axis=0)
+    return {
+        "temperature": temperature,
+        "rounds": len(right),
+        "measured": round(float(np.mean(right)), 4),
+        "expected_shared_noise": round(float(means[SHARED]), 4),
+        "expected_greedy_drafts": round(float(means[GREEDY]), 4),
+        "expected_rejection_sampling": round(float(means[REJECTION]), 4),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--max-tokens", type=int, default=96, help="of each text")
+    parser.add_argument("--seeds", type=int, default=1, help="texts of each prompt and temperature")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--commit", help="of the row; default: the checkout's")
+    parser.add_argument("--save", type=Path, help="write the row to this folder")
+    args = parser.parse_args()
+    options = Options(ctx=512, threads=args.threads, spec="mtp", gamma=1, device="cpu")
+    command = command_text(["bench/shared_noise.py", *sys.argv[1:]])
+    with Files(box_model.GGUF, device="cpu") as files, Engine.open(files, options) as engine:
+        row = origin("shared noise", "cpu", box_model.GGUF, command, args.threads, args.commit)
+        row["temperatures"] = [measure(engine, temperature, args) for temperature in (1.0, 0.7)]
+    print(as_json(row, indent=1))
+    if args.save:
+        print(write_row(args.save, "shared-noise-box-cpu", row))
+
+
+if __name__ == "__main__":
+    main()
