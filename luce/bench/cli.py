@@ -26,6 +26,7 @@ from luce.bench.flags import (
 from luce.bench.oracle_model import SHAPES, Rule, make_oracle, wrong_tokens
 from luce.bench.report import Measured, Report
 from luce.bench.run import Bench, Case, Record, Settings
+from luce.bench.serve_cli import serve_bench
 from luce.bench.summary import TIMING, summarise
 from luce.chat import chat_template, prompt_ids
 from luce.command import BOX, MAX_U32, CtrlC, FilePath, Finite
@@ -51,6 +52,9 @@ def bench() -> None:
       luce bench oracle --shape 27b --accept 0.8 --save results
       luce bench sweep --rows 1,2,4,8,16,32 --ctx 0,1k
     """
+
+
+bench.add_command(serve_bench)
 
 
 def settings_of(flags: dict[str, Any]) -> Settings:

@@ -92,6 +92,7 @@ class Answer:
                 new,
                 Sampling(**sampling),
                 self.ask.stops,
+                self.ask.ignore_eos,
                 penalties=Penalties(**self.ask.penalties),
                 grammar=self._grammar(),
                 logprobs=self.ask.logprobs,

@@ -62,8 +62,8 @@ class Ask:
     each {"role", "content", ...} as templates take them; variables: of the template beside these. sampling:
     the fields that were given, by their names in structs.Sampling. choice: of tools, "auto", "none",
     "required", or the name of one. schema: what the text has to be as JSON, {} for any object, None for text.
-    logprobs: how many alternatives to list for each token, None: not even its own. max_tokens None: until the
-    context is full."""
+    logprobs: how many alternatives to list for each token, None: not even its own. ignore_eos: as
+    plan.Request has it. max_tokens None: until the context is full."""
 
     model: str
     messages: Sequence[Message] = ()
@@ -79,6 +79,7 @@ class Ask:
     schema: Mapping[str, Any] | None = None
     logprobs: int | None = None
     stream: bool = False
+    ignore_eos: bool = False
 
 
 def text_of(content: Any, param: str, between: str = "") -> str:

@@ -250,7 +250,7 @@ class Turns:
         EVERY tokens."""
         begins = [at for at, token in enumerate(prompt) if token == self._begin] if self._begin else []
         users = [at for at, begin in enumerate(begins) if self._is_user(prompt[begin + 1 : begin + 8])]
-        ends = {len(prompt) - 1, *range(EVERY, len(prompt), EVERY)}
+        ends = {len(prompt), *range(EVERY, len(prompt), EVERY)}
         if users:
             ends |= {begins[users[0]], begins[users[-1] + 1] if users[-1] + 1 < len(begins) else 0}
         return frozenset(end - end % n_chunk for end in ends) - {0}

@@ -11,11 +11,12 @@ from typing import Any
 import click
 import uvicorn
 
+from luce.cli import misplaced
 from luce.command import BOX, KV_TYPES, MAX_U32, FilePath, Finite, device_name
 from luce.errors import LuceError
-from luce.plan import DEFAULT_GAMMA, MAX_GAMMA, SPECS, Options
+from luce.plan import DEFAULT_GAMMA, MAX_BUDGET, MAX_GAMMA, SPECS, Options
 from luce.server.app import LOOPBACK, Access, make_app
-from luce.server.models import Models, Settings
+from luce.server.models import CPU_CHUNK, GPU_CHUNK, Models, Settings
 from luce.server.watch import Watch
 
 GIB = 1 << 30
@@ -71,6 +72,12 @@ def named_paths(ctx: click.Context, param: click.Parameter, values: tuple[str, .
     default=64,
     show_default=True,
     help="Requests that may wait; more are turned away.",
+)
+@click.option(
+    "--chunk",
+    type=click.IntRange(256, 8192),
+    help="Prompt tokens of a step; beginnings of prompts are kept at its multiples.  "
+    f"[default: {GPU_CHUNK} on a GPU, else {CPU_CHUNK}]",
 )
 @click.option(
     "--prefill-share",
@@ -131,6 +138,13 @@ def named_paths(ctx: click.Context, param: click.Parameter, values: tuple[str, .
     help=f"Drafts of a round, at most; with --spec mtp always.  [default there: {DEFAULT_GAMMA}]",
 )
 @click.option("--mtp-gguf", type=FilePath(path_type=Path), help="Take the NextN head from this GGUF.")
+@click.option("--draft", type=FilePath(path_type=Path), help="Draft with the DFlash drafter of this GGUF.")
+@click.option(
+    "--tree-budget",
+    type=click.IntRange(1, MAX_BUDGET),
+    metavar="N",
+    help=f"Verify at most N candidates a round, 1 to {MAX_BUDGET}.",
+)
 @click.option("--log-json", is_flag=True, help="An object for each request on stderr, instead of a line.")
 @click.option("--quiet", is_flag=True, help="Nothing on stderr but errors.")  # fmt: skip
 def serve(models: Mapping[str, Path], **flags: Any) -> None:
@@ -169,11 +183,7 @@ def contradiction(models: Mapping[str, Path], flags: Mapping[str, Any]) -> str |
         return "--api-key is empty"
     if flags["host"] not in LOOPBACK and not flags["keys"] and not flags["no_auth"]:
         return f"--host {flags['host']} lets others in: --api-key KEY asks them for a key, --no-auth does not"
-    if flags["spec"] == "off" and flags["mtp_gamma"] is not None:
-        return "--mtp-gamma drafts with the NextN head, --spec off drafts nothing: give one of them"
-    if flags["spec"] == "off" and flags["mtp_gguf"] is not None:
-        return "--mtp-gguf names a NextN head to draft with, --spec off drafts nothing: give one of them"
-    return None
+    return misplaced(flags)
 
 
 def settings_of(flags: Mapping[str, Any]) -> Settings:
@@ -186,13 +196,16 @@ def settings_of(flags: Mapping[str, Any]) -> Settings:
         sequences=flags["parallel"],
         checkpoints=flags["checkpoints"],
         pages=flags["pages"],
-        spec=flags["spec"],
+        chunk=flags["chunk"],
+        spec=flags["spec"] or (None if flags["draft"] is None else "dflash"),
         gamma=flags["mtp_gamma"],
+        budget=flags["tree_budget"],
     )
     ram = flags["cache_ram"]
     return Settings(
         options=options,
         head=flags["mtp_gguf"],
+        drafter=flags["draft"],
         host_bytes=None if ram is None else int(ram * GIB),
         cache_dir=flags["cache_dir"],
         disk_bytes=int(flags["cache_disk"] * GIB),

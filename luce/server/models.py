@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from luce import _native
 from luce.chat import KEY, BoundedTemplate, chat_template, prompt_ids
 from luce.engine import Engine, Files
 from luce.errors import LuceError, OutOfMemory, about
@@ -23,6 +24,7 @@ from luce.server.disk import DiskCache
 from luce.server.scheduler import Scheduler
 
 MAX_DEFAULT_CTX = 32768
+GPU_CHUNK, CPU_CHUNK = 1024, 256  # prompt tokens of a step
 RECOMMENDED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.0}  # Qwen's own, for precise tasks
 KEYS = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}  # general.sampling.*
 
@@ -33,6 +35,7 @@ class Settings:
 
     options: Options = field(default_factory=Options)
     head: Path | None = None
+    drafter: Path | None = None
     host_bytes: int | None = None
     cache_dir: Path | None = None
     disk_bytes: int = 32 << 30
@@ -45,8 +48,10 @@ class Served:
 
     def __init__(self, path: Path, settings: Settings):
         with ExitStack() as opened:
-            files = opened.enter_context(Files(path, settings.head, settings.options.device))
-            options = _with_context(files, settings.options)
+            files = opened.enter_context(
+                Files(path, settings.head, settings.options.device, settings.drafter)
+            )
+            options = _with_defaults(files, settings.options)
             self.engine = opened.enter_context(Engine.open(files, options))
             self.info, self.tokenizer, self.facts = self.engine.info, files.tokenizer, files.facts
             self.template: BoundedTemplate | None = None
@@ -100,15 +105,17 @@ class Served:
         self._opened.close()
 
 
-def _with_context(files: Files, options: Options) -> Options:
-    """Where nobody asked, as long a context as was trained and fits, within reason."""
+def _with_defaults(files: Files, options: Options) -> Options:
+    """What nobody asked for: as long a context as was trained and fits, within reason, and chunks that are
+    short enough for others to go on between them."""
+    if options.chunk is None:
+        gpu = _native.default().devices()[0].is_gpu if options.device is None else options.device != "cpu"
+        options = replace(options, chunk=GPU_CHUNK if gpu else CPU_CHUNK)
     if options.ctx is not None:
         return options
     ctx = min(files.facts.context_length or MAX_DEFAULT_CTX, MAX_DEFAULT_CTX)
     while ctx > 4096:
-        chosen = files.plan(replace(options, ctx=ctx))
-        head = (files.head or files.file) if chosen.drafts else None
-        needed = files.file.plan_memory(chosen.device, chosen.params, head)
+        needed = files.memory(files.plan(replace(options, ctx=ctx)))
         if total(needed) <= needed.device_free:
             break
         ctx //= 2
@@ -127,7 +134,14 @@ def _disk(engine: Engine, files: Files, settings: Settings) -> DiskCache | None:
         return None
     layout = [(tensor.name, tensor.type, tensor.shape) for tensor in files.file.tensors]
     plan = engine.plan
-    key = [files.file.info.size_bytes, layout, plan.kv_type, engine.info.n_chunk, plan.drafts > 0]
+    key = [
+        files.file.info.size_bytes,
+        layout,
+        plan.kv_type,
+        engine.info.n_chunk,
+        plan.drafts > 0,
+        plan.blocks,
+    ]
     return DiskCache(settings.cache_dir, repr(key), settings.disk_bytes)
 
 

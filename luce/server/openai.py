@@ -39,6 +39,7 @@ class Sampled(msgspec.Struct, kw_only=True):
     repetition_penalty: float | None = None
     repeat_penalty: float | None = None
     response_format: dict[str, Any] | None = None
+    ignore_eos: bool | None = None
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
@@ -424,6 +425,7 @@ def chat_ask(body: ChatBody) -> Ask:
         schema=schema_of(body.response_format),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         stream=bool(body.stream),
+        ignore_eos=bool(body.ignore_eos),
     )
 
 
@@ -451,6 +453,7 @@ def completion_ask(body: CompletionBody) -> Ask:
         schema=schema_of(body.response_format),
         logprobs=body.logprobs,
         stream=bool(body.stream),
+        ignore_eos=bool(body.ignore_eos),
     )
 
 

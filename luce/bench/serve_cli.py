@@ -1,0 +1,109 @@
+"""`luce bench serve`: options to rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from luce import _native
+from luce.bench.flags import MODEL_OPTIONS, OUTPUT_OPTIONS, RUN_OPTIONS, numbers, options
+from luce.bench.report import Measured, Report
+from luce.bench.serve import TIMING, Client, Row, conversation, first_tokens, luce_server, streams, table
+from luce.command import BOX, MAX_U32
+from luce.engine import Files
+from luce.errors import ArgumentError, about
+from luce.plan import SPECS, Options, require_supported
+from luce.render import Display
+
+WITHOUT_PLOT = tuple(each for each in OUTPUT_OPTIONS if each is not OUTPUT_OPTIONS[5])
+
+
+@click.command("serve")
+@click.option("--modes", default="off,auto", show_default=True, help="What --spec is, in turn.")
+@click.option(
+    "--lengths",
+    callback=numbers(1, MAX_U32),
+    default="1k,8k,32k",
+    show_default=True,
+    help="Prompts whose first token is awaited; none longer than the model's context.",
+)
+@click.option(
+    "--streams",
+    "counts",
+    callback=numbers(1, 64),
+    default="1,2,4,8,16",
+    show_default=True,
+    help="Requests beside each other.",
+)
+@click.option(
+    "--prompt-tokens", type=click.IntRange(1, MAX_U32), default=128, show_default=True, help="Of each stream."
+)
+@click.option(
+    "-n",
+    "--max-tokens",
+    type=click.IntRange(2, MAX_U32),
+    default=128,
+    show_default=True,
+    help="New tokens of each stream.",
+)
+@click.option(
+    "--turns", type=click.IntRange(0, 1000), default=20, show_default=True, help="Of a conversation; 0: none."
+)
+@click.option(
+    "--conversation",
+    "length",
+    type=click.IntRange(100, MAX_U32),
+    default=30000,
+    show_default=True,
+    help="Tokens of its last prompt.",
+)
+@options(MODEL_OPTIONS, RUN_OPTIONS, WITHOUT_PLOT)  # fmt: skip
+def serve_bench(**flags: Any) -> None:
+    """First tokens, streams beside each other, and a conversation, over HTTP (needs luce[serve]).
+
+    \b
+    Examples:
+      luce bench serve --lengths 512,1k --conversation 1500
+      luce bench serve --gguf model.gguf --modes off,mtp,auto --save results
+    """
+    modes = flags["modes"].split(",")
+    if not set(modes) <= set(SPECS):
+        raise click.BadParameter(f"of {', '.join(SPECS)}.", param_hint="'--modes'")
+    model = flags["gguf"] or BOX
+    with Files(model, flags["mtp_gguf"], flags["device"]) as files:
+        with about(model):
+            require_supported(files.facts)
+        n_vocab, trained = files.tokenizer.n_vocab, files.facts.context_length or MAX_U32
+        chosen = files.plan(Options(threads=flags["threads"]))
+        device = files.device or _native.default().devices()[0].name
+    longest = max(*flags["lengths"], flags["length"] if flags["turns"] else 0)
+    needed = max(longest + 256, flags["prompt_tokens"] + flags["max_tokens"])
+    if needed > trained:
+        said = f"prompts of {longest} tokens and what follows: the model was trained for {trained}"
+        raise ArgumentError(f"{said}; --lengths and --conversation take less")
+    rows: list[Row] = []
+    with Display(flags["quiet"]) as display:
+        display.spin("measuring")
+        measured = Measured(_measure(flags, modes, needed, n_vocab))
+        rows += measured
+    listed = [row.as_json() for row in rows]
+    report = Report("serve", model, device, chosen.threads, "rows", listed, table(listed), TIMING,
+                    {name: flags[name] for name in ("prompt_tokens", "max_tokens", "turns")},
+                    failure=measured.failure)  # fmt: skip
+    report.put(flags | {"plot": None}, lambda *_: None)
+
+
+def _measure(flags: dict[str, Any], modes: list[str], ctx: int, n_vocab: int) -> Any:
+    for mode in modes:
+        given = ["--spec", mode, "--ctx", str(ctx), "--parallel", str(max(flags["counts"]))]
+        for name in ("device", "threads", "kv_type", "mtp_gguf"):
+            if flags[name] is not None and not (mode == "off" and name == "mtp_gguf"):
+                given += [f"--{name.replace('_', '-')}", str(flags[name])]
+        with luce_server(flags["gguf"] or BOX, *given) as url:
+            client = Client(url, n_vocab)
+            client.complete(client.tokens(32), 16)  # warms up
+            yield from first_tokens(client, mode, flags["lengths"])
+            yield from streams(client, mode, flags["counts"], flags["prompt_tokens"], flags["max_tokens"])
+            if flags["turns"]:
+                yield from conversation(client, mode, flags["turns"], flags["length"], 64)
