@@ -20,9 +20,12 @@ import gguf
 import numpy as np
 import tiny
 
+from luce._native import File
 from luce.bpe import BYTE_SYMBOLS
-from luce.qwen35_gguf import CONTROL, MERGES, Config, add_keys
+from luce.command import BOX
+from luce.qwen35_gguf import CONTROL, Config, add_keys
 
+NORMAL = int(gguf.TokenType.NORMAL)
 DEFAULT = "default"  # what is said where nobody names a text, or no tools are declared for its call
 
 TEMPLATE = """
@@ -74,11 +77,16 @@ def spelled(text: str) -> str:
     return "".join(BYTE_SYMBOLS[byte] for byte in text.encode())
 
 
-def write(path: Path, script: Mapping[str, Sequence[str]], n_ctx: int = 65536) -> Path:
+def write(path: Path, script: Mapping[str, Sequence[str]], n_ctx: int = 131072) -> Path:
     """The model of a script."""
     script = {DEFAULT: ["Fine."], **script}
-    tokens = BYTE_SYMBOLS + [a + b for a, b in MERGES]
-    used, first = set[str](), dict[str, int]()
+    with File(BOX) as box:  # whose words keep prompts short
+        kinds, listed = box.kv["tokenizer.ggml.token_type"], box.kv["tokenizer.ggml.tokens"]
+        tokens = [token for token, kind in zip(listed, kinds, strict=True) if kind == NORMAL]
+        merges = list(box.kv["tokenizer.ggml.merges"])
+    byte = {symbol: value for value, symbol in enumerate(BYTE_SYMBOLS)}
+    used = {bytes(byte[letter] for letter in token).decode("utf-8", "replace") for token in tokens}
+    first: dict[str, int] = {}
     follows: list[tuple[int, int]] = []  # (token, the one after it); -1: the end of the text
     for name, texts in script.items():
         for n, text in enumerate(texts):
@@ -93,7 +101,7 @@ def write(path: Path, script: Mapping[str, Sequence[str]], n_ctx: int = 65536) -
     follows += [(n_normal + at, token) for at, token in enumerate(first.values())]
     tokens += [*first, *CONTROL]
     config = Config(n_layer=4, n_embd=256, n_ff=64, n_vocab=len(tokens), n_ctx=n_ctx)
-    _write(path, config, tokens, n_normal, _tensors(config, follows), _template(script))
+    _write(path, config, (tokens, n_normal, merges), _tensors(config, follows), _template(script))
     return path
 
 
@@ -123,8 +131,9 @@ def _template(script: Mapping[str, Sequence[str]]) -> str:
 
 
 def _write(
-    path: Path, config: Config, tokens: list[str], n_normal: int, tensors: tiny.Weights, template: str
+    path: Path, config: Config, words: tuple[list[str], int, list[str]], tensors: tiny.Weights, template: str
 ) -> None:
+    tokens, n_normal, merges = words
     w = gguf.GGUFWriter(path, config.arch)
     add_keys(w, config, f"scripted-{path.stem}", file_type=0)
     kinds = gguf.TokenType
@@ -132,7 +141,7 @@ def _write(
     w.add_tokenizer_pre("qwen35")
     w.add_token_list(tokens)
     w.add_token_types([kinds.NORMAL] * n_normal + [kinds.CONTROL] * (len(tokens) - n_normal))
-    w.add_token_merges([f"{a} {b}" for a, b in MERGES])
+    w.add_token_merges(merges)
     w.add_eos_token_id(len(tokens) - 1)
     w.add_add_bos_token(False)
     w.add_chat_template(template)

@@ -1,0 +1,100 @@
+#!/usr/bin/env bash
+# Real agents against `luce serve`: codex, opencode, Claude Code and pi each answer a prompt, read a file and write
+# one. What the model says is scripted (tests/scripted_model.py); the clients, the server and the engine are the real
+# ones. Needs Node 20, npm, and luce with its test extra.
+#
+#     tools/clients.sh FOLDER [codex opencode claude pi]      # FOLDER keeps the npm packages
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+folder=$(mkdir -p "$1" && cd "$1" && pwd)
+shift
+clients=("${@:-codex}")
+(($#)) || clients=(codex opencode claude pi)
+declare -A packages=([codex]=@openai/codex [opencode]=opencode-ai [claude]=@anthropic-ai/claude-code
+    [pi]=@mariozechner/pi-coding-agent)
+python=${PYTHON:-python3}
+work=$(mktemp -d "$folder/run.XXXXXX")
+export HOME=$work/home LUCE_KEY=local
+mkdir -p "$work/files" "$HOME/.codex" "$HOME/.pi/agent"
+echo "the input" >"$work/files/in.txt"
+trap 'kill "$server" 2>/dev/null || true' EXIT
+
+for client in "${clients[@]}"; do
+    [[ -x $folder/node_modules/.bin/$client ]] || npm install --no-audit --no-fund --prefix "$folder" "${packages[$client]}"
+done
+
+"$python" - "$work" >"$work/script.json" <<'END'
+import json, sys
+files = sys.argv[1] + "/files/"
+def call(name, **values):
+    told = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function={name}>\n{told}</function>\n</tool_call>"
+def turns(name, read, write):
+    return ["I read the file.\n\n" + read, write, f"{name} is done."]
+print(json.dumps({
+    "codex": turns("codex", call("exec_command", cmd=f"cat {files}in.txt"),
+                   call("exec_command", cmd=f"echo copied by codex > {files}codex.txt")),
+    "opencode": turns("opencode", call("read", filePath=files + "in.txt"),
+                      call("write", content="copied by opencode", filePath=files + "opencode.txt")),
+    "claude": turns("claude", call("Read", file_path=files + "in.txt"),
+                    call("Write", file_path=files + "claude.txt", content="copied by claude")),
+    "pi": turns("pi", call("read", path=files + "in.txt"),
+                call("write", path=files + "pi.txt", content="copied by pi")),
+}))
+END
+PYTHONPATH=$root/tests${PYTHONPATH:+:$PYTHONPATH} "$python" "$root/tests/scripted_model.py" "$work/script.json" "$work/model.gguf"
+"$python" -m luce serve --gguf "scripted=$work/model.gguf" --port 0 --ctx 100000 --parallel 2 --device cpu 2>"$work/server.log" &
+server=$!
+for _ in $(seq 300); do
+    grep -q '^luce serves' "$work/server.log" && break
+    kill -0 "$server" || { cat "$work/server.log"; exit 1; }
+    sleep 0.2
+done
+url=$(sed -n 's/^luce serves .* at //p' "$work/server.log")
+
+cat >"$HOME/.codex/config.toml" <<END
+model = "scripted"
+model_provider = "luce"
+[model_providers.luce]
+name = "luce"
+base_url = "$url/v1"
+wire_api = "responses"
+env_key = "LUCE_KEY"
+END
+cat >"$HOME/.pi/agent/models.json" <<END
+{"providers": {"luce": {"baseUrl": "$url/v1", "api": "openai-completions", "apiKey": "local", "models": [
+  {"id": "scripted", "name": "scripted", "reasoning": false, "input": ["text"], "contextWindow": 90000,
+   "maxTokens": 4000, "cost": {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0}}]}}}
+END
+cat >"$work/opencode.json" <<END
+{"provider": {"luce": {"npm": "@ai-sdk/openai-compatible", "name": "luce",
+  "options": {"baseURL": "$url/v1", "apiKey": "local"}, "models": {"scripted": {"name": "scripted"}}}},
+ "permission": {"edit": "allow", "bash": "allow"}}
+END
+
+ask() { # ask CLIENT: one prompt, as each takes it
+    local program=$folder/node_modules/.bin/$1 prompt="Please SAY $1"
+    case $1 in
+    codex) "$program" exec --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox --json "$prompt" ;;
+    opencode) OPENCODE_CONFIG=$work/opencode.json "$program" run -m luce/scripted --format json "$prompt" ;;
+    claude) ANTHROPIC_BASE_URL=$url ANTHROPIC_AUTH_TOKEN=local ANTHROPIC_MODEL=scripted \
+        CLAUDE_CODE_MAX_CONTEXT_TOKENS=90000 CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1 \
+        "$program" -p "$prompt" --output-format json --allowedTools Read,Write ;;
+    pi) "$program" -p --no-session --provider luce --model scripted "$prompt" ;;
+    esac
+}
+
+failed=0
+cd "$work/files"
+for client in "${clients[@]}"; do
+    said=$work/$client.log
+    if ask "$client" </dev/null >"$said" 2>&1 && grep -q "$client is done" "$said" &&
+        [[ $(cat "$client.txt") == "copied by $client" ]]; then
+        echo "$client: ok, $("$folder/node_modules/.bin/$client" --version 2>/dev/null | head -1)"
+    else
+        echo "$client: FAILED, see $said"
+        failed=1
+    fi
+done
+grep -v '^luce serves' "$work/server.log" || true
+exit "$failed"
