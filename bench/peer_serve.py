@@ -46,16 +46,16 @@ def measure(args: argparse.Namespace, where: str) -> Iterator[Row]:
     for mode in args.modes:
         options = ["--spec", mode, "--ctx", str(ctx), "--parallel", str(most), "--device", args.device,
                    "--threads", str(args.threads)]  # fmt: skip
-        with luce_server(args.model, *options, *args.luce_option) as url:
-            yield from measured(args, f"luce {mode}", url)
+        with luce_server(args.model, *options, *args.luce_option) as server:
+            yield from measured(args, f"luce {mode}", server.url)
     drafts = ["--spec-type", "draft-mtp", "--spec-draft-n-max", str(args.draft)]
     for name, options in (("llama-server", []), ("llama-server drafts", drafts)):
         if args.no_server or (options and not args.draft):
             continue
         with llamacpp.LlamaServer(
             args.bin / "llama-server", args.model, args.threads, where, *options, n_ctx=ctx, slots=most
-        ) as server:
-            yield from measured(args, name, server.url)
+        ) as peer:
+            yield from measured(args, name, peer.url)
 
 
 def numbers(text: str) -> list[int]:

@@ -7,7 +7,7 @@ import httpx
 import numpy as np
 import pytest
 from drive import open_engine, open_model, prefill
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from serving import until
 
@@ -72,11 +72,12 @@ def cold(engine, prompt):
 PARTS = [words(1, 300), words(2, 520), words(3, 40), words(4, 700)]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     prompts=st.lists(st.lists(st.sampled_from(range(4)), min_size=1, max_size=2), min_size=2, max_size=7),
     host=st.sampled_from([0, 400_000, 1 << 30]),
 )
+@example(prompts=[[0, 1], [3], [1, 3], [0, 1], [3, 1], [1, 3], [3]], host=400_000)
 def test_a_resumed_prompt_is_the_cold_one(model, tokenizer, prompts, host):
     """With few places on the device, and none, few or many in host memory."""
     sizes = {"n_ctx": 2048, "n_sequences": 2, "n_checkpoints": 2, "n_chunk": CHUNK}
@@ -181,18 +182,17 @@ def start(folder, command):
 
 
 def test_a_server_that_is_killed_leaves_files_that_are_right_or_refused(command, tmp_path):
-    prompt = "def total(values):\n    result = 0\n    for value in values:\n        result += value\n" * 40
+    prompt = "def total(values):\n    result = 0\n    for value in values:\n        result += value\n" * 20
     asked = {"prompt": prompt, "max_tokens": 8, "temperature": 0}
     texts, cached = set(), []
-    for _ in range(3):
+    for _ in range(2):
         process, url = start(tmp_path, command)
         try:
             found = httpx.post(f"{url}/v1/completions", json=asked, timeout=60).json()
             texts.add(found["choices"][0]["text"])
             cached.append(found["usage"]["prompt_tokens_details"]["cached_tokens"])
-            if len(cached) == 2:
-                until(lambda: list(tmp_path.glob("*/*.prefix")), "a checkpoint is written")
+            until(lambda: list(tmp_path.glob("*/*.prefix")), "a checkpoint is written")
         finally:
             process.send_signal(signal.SIGKILL)
             process.communicate()
-    assert len(texts) == 1 and cached[0] == 0 and cached[2] > 0
+    assert len(texts) == 1 and cached[0] == 0 < cached[1]

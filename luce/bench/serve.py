@@ -161,9 +161,17 @@ def conversation(client: Client, mode: str, turns: int, length: int, new: int) -
     yield Row(mode, "conversation", lengths[-1], first_s=median(firsts), reused=share, seconds=seconds)
 
 
+@dataclass(frozen=True)
+class Running:
+    """A server as a process of its own."""
+
+    url: str
+    pid: int
+
+
 @contextmanager
-def luce_server(model: Path, *options: str) -> Iterator[str]:
-    """`luce serve` on a free port: its address."""
+def luce_server(model: Path, *options: str) -> Iterator[Running]:
+    """`luce serve` on a free port."""
     command = [sys.executable, "-m", "luce", "serve", "--gguf", str(model), "--port", "0", *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     assert process.stderr is not None
@@ -177,7 +185,7 @@ def luce_server(model: Path, *options: str) -> Iterator[str]:
             raise LuceError(f"luce serve ended: {' '.join(lines)[-2000:]}")
         stderr = process.stderr
         threading.Thread(target=lambda: [None for _ in stderr], daemon=True).start()
-        yield line.split()[-1]
+        yield Running(line.split()[-1], process.pid)
     finally:
         process.terminate()
         try:

@@ -100,8 +100,8 @@ def _measure(flags: dict[str, Any], modes: list[str], ctx: int, n_vocab: int) ->
         for name in ("device", "threads", "kv_type", "mtp_gguf"):
             if flags[name] is not None and not (mode == "off" and name == "mtp_gguf"):
                 given += [f"--{name.replace('_', '-')}", str(flags[name])]
-        with luce_server(flags["gguf"] or BOX, *given) as url:
-            client = Client(url, n_vocab)
+        with luce_server(flags["gguf"] or BOX, *given) as server:
+            client = Client(server.url, n_vocab)
             client.complete(client.tokens(32), 16)  # warms up
             yield from first_tokens(client, mode, flags["lengths"])
             yield from streams(client, mode, flags["counts"], flags["prompt_tokens"], flags["max_tokens"])

@@ -58,6 +58,7 @@ class PrefixCache:
         self._kept: list[Kept] = []
         self._wanted = dict[Sequence, frozenset[int]]()  # where the prompts that are read now want one
         self._unsaved: list[Kept] = []
+        self._held: Kept | None = None  # what a sequence is resumed from now: it is not dropped
         self._prompts = 0
         self.hits = self.queries = 0
         for tokens, path, size in disk.found() if disk else ():
@@ -110,6 +111,8 @@ class PrefixCache:
         for kept in sorted(self._on_device(), key=self._worth):
             if self._engine.info.pages_free >= n:
                 break
+            if kept is self._held:
+                continue
             self._leave_device(kept)
             if kept.checkpoint:
                 left.append(kept.checkpoint)
@@ -160,18 +163,22 @@ class PrefixCache:
 
     def _restore(self, kept: Kept, sequence: Sequence) -> None:
         """The sequence at its end; the checkpoint on the device, where others share it, if there is room."""
-        if kept.checkpoint is None:
-            kept.checkpoint = self._loaded(kept)
-        if not kept.on_device:
-            with suppress(OutOfMemory):
-                self._free_slot(kept)
-                self.free_pages(len(kept.tokens) // PAGE)
-                kept.checkpoint.to_device()
-                kept.on_device = True
-        if not kept.on_device:
-            self.free_pages(len(kept.tokens) // PAGE)
-        sequence.resume(kept.checkpoint)
-        self._fit_host(None)
+        self._held = kept
+        try:
+            checkpoint = kept.checkpoint = kept.checkpoint or self._loaded(kept)
+            pages = 0 if kept.on_device else len(kept.tokens) // PAGE
+            if not kept.on_device:
+                with suppress(OutOfMemory):
+                    self._free_slot()
+                    self.free_pages(pages)
+                    checkpoint.to_device()
+                    kept.on_device = True
+            if not kept.on_device:
+                self.free_pages(pages)
+            sequence.resume(checkpoint)
+        finally:
+            self._held = None
+            self._fit_host(None)
 
     def _loaded(self, kept: Kept) -> Checkpoint:
         assert self._disk is not None and kept.path is not None
@@ -185,7 +192,7 @@ class PrefixCache:
             raise
         return checkpoint
 
-    def _free_slot(self, but: Kept | None = None) -> None:
+    def _free_slot(self) -> None:
         """Room for one more checkpoint on the device."""
         if self._engine.info.n_checkpoints == 0:
             raise OutOfMemory("the engine keeps no checkpoints on the device")
@@ -213,6 +220,8 @@ class PrefixCache:
         for kept in sorted(others, key=lambda each: self._worth(each) / each.size):
             if total <= self._host_bytes:
                 break
+            if kept is self._held:
+                continue
             if new and self._worth(new) / new.size <= self._worth(kept) / kept.size:
                 return False
             self._drop(kept)

@@ -1,0 +1,144 @@
+#!/usr/bin/env python3
+"""Many clients at one server: random cancels, bad requests, long prompts, slow readers.
+
+Each answer has to be the one that the engine gives alone; each request has an end; nothing is left over. The
+suite runs a short form. Five minutes of it, with the memory of the server at each minute:
+
+    PYTHONPATH=tests python tests/serve_load.py --minutes 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+
+from luce.bench.serve import luce_server
+from luce.command import BOX
+from luce.engine import Engine, Files
+from luce.plan import Options, Request
+from luce.structs import Sampling
+
+CODE = Path(__file__).read_text()
+
+
+def cases(count: int, chunk: int, threads: int = 1, longest: int = 3000) -> list[tuple[dict, str]]:
+    """Requests with what the engine says to each alone: greedy and sampled, short prompts and long ones that
+    begin alike."""
+    rng, found = random.Random(1), []
+    with (
+        Files(BOX, device="cpu") as files,
+        Engine.open(files, Options(threads=threads, chunk=chunk)) as engine,
+    ):
+        for n in range(count):
+            prompt = CODE[: rng.choice([40, 300, 900, longest])] + f"\n# {rng.randrange(4)}\n"
+            sampling = {
+                "temperature": rng.choice([0.0, 0.8]),
+                "top_k": 30,
+                "top_p": 0.9,
+                "min_p": 0.0,
+                "seed": n,
+            }
+            new = rng.choice([1, 8, 40])
+            ids = files.tokenizer.encode(prompt, special=False, add_bos=True)
+            *_, last = engine.generate(Request(tuple(ids), new, Sampling(**sampling)))
+            found.append(({"prompt": prompt, "max_tokens": new, **sampling}, last.text))
+    return found
+
+
+BAD = ({"prompt": 3}, {"prompt": "a", "n": 4}, {"prompt": CODE * 3}, {"prompt": "a", "top_p": 7})
+
+
+class Load:
+    """Clients of one server. counts: of what happened; wrong: what must not have."""
+
+    def __init__(self, url: str, known: list[tuple[dict, str]]):
+        self._url, self._known = url, known
+        self.counts: Counter[str] = Counter()
+        self.wrong: list[str] = []
+
+    def run(self, clients: int, going: Callable[[int], bool]) -> None:
+        """Each client asks as long as going(requests that it has made)."""
+        threads = [threading.Thread(target=self._client, args=(n, going)) for n in range(clients)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _client(self, seed: int, going: Callable[[int], bool]) -> None:
+        rng, done = random.Random(seed), 0
+        with httpx.Client(base_url=self._url, timeout=300) as http:
+            while going(done) and not self.wrong:
+                try:
+                    self._ask(http, rng)
+                except Exception as error:  # no request may end without an answer
+                    self.wrong.append(f"{type(error).__name__}: {error}")
+                done += 1
+
+    def _ask(self, http: httpx.Client, rng: random.Random) -> None:
+        body, text = rng.choice(self._known)
+        act = rng.random()
+        if act < 0.1:
+            status = http.post("/v1/completions", json=rng.choice(BAD)).status_code
+            self._note("bad", status in (400, 413), f"a bad request got {status}")
+        elif act < 0.35:
+            more = {**body, "max_tokens": 100, "stream": True}
+            with http.stream("POST", "/v1/completions", json=more) as response:
+                for _, _ in zip(range(rng.randrange(4)), response.iter_raw(), strict=False):
+                    pass
+            self._note("gone", response.status_code in (200, 503), f"a stream got {response.status_code}")
+        else:
+            response = http.post("/v1/completions", json=body)
+            if response.status_code == 503:
+                self._note("busy", "retry-after" in response.headers, "503 without Retry-After")
+                return
+            said = response.json()["choices"][0]["text"] if response.status_code == 200 else response.text
+            self._note("right", said == text, f"{body} gave {said!r}, alone it gives {text!r}")
+
+    def _note(self, what: str, right: bool, wrong: str) -> None:
+        self.counts[what] += 1
+        if not right:
+            self.wrong.append(wrong)
+
+
+def _memory(pid: int) -> float:
+    """MiB that a process holds."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) / 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--slots", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    known = cases(48, 256, args.threads)
+    options = ["--parallel", args.slots, "--threads", args.threads, "--chunk", 256, "--device", "cpu"]
+    options += ["--queue", 40, "--cache-ram", 0.25]
+    with luce_server(BOX, *map(str, options)) as server:
+        load, until = Load(server.url, known), time.monotonic() + 60 * args.minutes
+        working = threading.Thread(target=load.run, args=(args.clients, lambda _: time.monotonic() < until))
+        working.start()
+        while working.is_alive():
+            working.join(60)
+            print(f"{_memory(server.pid):.0f} MiB, {dict(load.counts)}", flush=True)
+        time.sleep(1)
+        metrics = httpx.get(f"{server.url}/metrics").text.splitlines()
+        left = [
+            line for line in metrics if line.startswith(("luce:num_requests", "luce:prefix_cache_entries"))
+        ]
+        print("\n".join(left))
+    if load.wrong:
+        raise SystemExit("\n".join(load.wrong[:5]))
+
+
+if __name__ == "__main__":
+    main()
