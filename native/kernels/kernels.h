@@ -185,6 +185,12 @@ struct AttentionArgs {
 // Values of AttentionArgs.scratch for the largest context; needs T, H, max_pages and pool.D and .Hkv alone.
 int64_t attention_scratch(const AttentionArgs &args);
 
+// On CUDA the rows of a block, which all see each other, have a kernel of their own, with other partial results.
+constexpr int BLOCK_ATTENTION_SPLITS = 32;
+constexpr int64_t block_attention_scratch(int64_t T, int64_t H, int64_t D) {
+    return T * H * BLOCK_ATTENTION_SPLITS * (D + 2);
+}
+
 // Prefill: cells 0 .. n_kv - 1 of seqs[0], in order, as values that ggml's attention reads.
 struct KvGatherArgs {
     KvPool pool;
@@ -283,7 +289,8 @@ int conv(const ConvArgs &args, void *stream);
 int deltanet(const DeltaArgs &args, void *stream);
 int norm_rope(const NormRopeArgs &args, void *stream);
 int kv_store(const KvStoreArgs &args, void *stream);
-int attention(const AttentionArgs &args, void *stream);
+int attention(const AttentionArgs &args, void *stream); // block 0
+int block_attention(const AttentionArgs &args, void *stream); // block 1, no gate
 int kv_gather(const KvGatherArgs &args, void *stream);
 int prefill_mask(const MaskArgs &args, void *stream);
 int choose(const ChooseArgs &args, void *stream);

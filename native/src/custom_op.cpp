@@ -235,6 +235,8 @@ const CustomOp OPS[] = {
     LUCE_OP("norm_rope", "K,T h iT Q,T? h? > K,T", cpu_norm_rope, norm_rope, norm_rope_args),
     LUCE_OP("kv_store", "w,T w,T kw,c* kw,c* ctl ip > 1", cpu_kv_store, kv_store, kv_store_args),
     LUCE_OP("attention", "Q,T G,T kw,c kw,c ctl ip > Q,T", cpu_attention, attention, attention_args),
+    LUCE_OP("block_attention", "Q,T G,T kw,c kw,c ctl ip > Q,T", cpu_attention, block_attention,
+            attention_args),
     LUCE_OP("kv_gather", "kw,c ctl ip > w", cpu_kv_gather, kv_gather, kv_gather_args),
     LUCE_OP("prefill_mask", "ctl > 1", cpu_prefill_mask, prefill_mask, mask_args),
     LUCE_OP("choose", "n,T ctl > 5372,T", cpu_choose, choose, choose_args),

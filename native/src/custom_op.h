@@ -9,6 +9,7 @@
 // kv_store        k{D*Hkv,T} v{D*Hkv,T} pool_k{D*Hkv,cells}* pool_v* ctl pages             append owner D -> i32{1}
 // attention       q{D*H,T} q_gate{2*D*H,T} pool_k pool_v ctl pages
 //                     D first window max_pages scale softcap gated block -> {D*H*T, then scratch}
+// block_attention the same, of rows that all see each other (block 1), without a gate
 // kv_gather       pool{D*Hkv,cells} ctl pages                                              D -> f16 or f32{D*Hkv,n_kv}
 // prefill_mask    ctl                                                                      first window -> f16{n_kv,T}
 // choose          logits{n,T} ctl                                                          ahead -> i32{WIDTH,T}

@@ -95,7 +95,7 @@ AttentionShape read_attention(const Found &f) {
     a.yarn = read_yarn(f);
     const int64_t values = f.file.integer_or(f.key("attention.value_length"), a.head_dim, 1, 1024);
     if (values != a.head_dim) {
-        f.refuse(format("attention.key_length is %u and value_length %lld: they must be equal", a.head_dim,
+        f.refuse(format("attention.value_length is not attention.key_length: %u and %lld", a.head_dim,
                         (long long) values));
     }
     if (a.head_dim != 64 && a.head_dim != 128 && a.head_dim != 256) {

@@ -94,9 +94,12 @@ static ggml_tensor *attend_prefill(const StepBuild &b, ggml_tensor *q, ggml_tens
 }
 
 // Values that the attention op needs beside its result: the CPU's needs none.
-static int64_t attention_room(const StepBuild &b, const AttentionShape &s, int64_t T) {
+static int64_t attention_room(const StepBuild &b, const AttentionShape &s, int64_t T, bool block) {
 #ifdef LUCE_USE_CUDA
     if (b.model.device().gpu) {
+        if (block) {
+            return block_attention_scratch(T, s.n_head, s.head_dim);
+        }
         AttentionArgs shape{};
         shape.pool.Hkv = int32_t(s.n_head_kv);
         shape.pool.D = int32_t(s.head_dim);
@@ -106,7 +109,7 @@ static int64_t attention_room(const StepBuild &b, const AttentionShape &s, int64
         return attention_scratch(shape);
     }
 #else
-    (void) b, (void) s, (void) T;
+    (void) b, (void) s, (void) T, (void) block;
 #endif
     return 0;
 }
@@ -116,7 +119,8 @@ ggml_tensor *attend_pages(const StepBuild &b, ggml_tensor *q, ggml_tensor *gate,
     const int64_t D = s.head_dim, H = s.n_head, T = q->ne[2];
     q = ggml_reshape_2d(b.ctx, q, D * H, T);
     ggml_tensor *o = // the result, then room for partial ones
-        add_op(b.ctx, "attention", GGML_TYPE_F32, D * H * T + attention_room(b, s, T), 1,
+        add_op(b.ctx, block ? "block_attention" : "attention", GGML_TYPE_F32,
+               D * H * T + attention_room(b, s, T, block), 1,
                {q, gate == nullptr ? q : gate, kv.cells.k, kv.cells.v, b.in.ctl, b.in.pages},
                {int32_t(D), kv.owner == KV_HEAD ? 1 : 0, int32_t(s.window), int32_t(b.cache.max_pages()),
                 bits_of_real(1.0f / std::sqrt(float(D))), bits_of_real(s.softcap), gate != nullptr, block});

@@ -1,0 +1,215 @@
+"""Which drafters' files are read, in every layout, and what is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import drive
+import gguf
+import numpy as np
+import pytest
+import tiny
+import tiny_dflash
+from tiny import Weights
+from tiny_dflash import CASES
+
+from luce._native import File, Library, Source
+from luce.errors import FileError, LuceError, UnsupportedError
+from luce.probe import probe
+
+CASE = CASES["yarn-own-vocabulary"]  # has all that a file may have
+Keys = dict[str, gguf.GGUFValue]
+U32, F32, TEXT = gguf.GGUFValueType.UINT32, gguf.GGUFValueType.FLOAT32, gguf.GGUFValueType.STRING
+MASK_KEY = "tokenizer.ggml.mask_token_id"
+DEEPER = {"block_size": "dflash.block_size"}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("target") / "target.gguf"
+    return tiny.write(path, CASE.target, tiny.layout(CASE.target, CASE.seed))
+
+
+def moved(arch: str, moves: dict[str, str]) -> Callable[[Keys], None]:
+    """dflash.x becomes arch.x, or what `moves` says of x."""
+
+    def change(keys: Keys) -> None:
+        for key in [key for key in keys if key.startswith("dflash.")]:
+            name = key.removeprefix("dflash.")
+            keys[f"{arch}.{moves.get(name, name)}"] = keys.pop(key)
+
+    return change
+
+
+def zero_based(keys: Keys) -> None:
+    """The layers whose outputs are tapped, as older files count them; and their mask token."""
+    moved("qwen35-dflash-draft", DEEPER)(keys)
+    taps = keys.pop("qwen35-dflash-draft.target_layers")
+    layers = [layer - 1 for layer in taps.value]
+    keys["qwen35-dflash-draft.dflash.target_layer_ids"] = replace(taps, value=layers)
+    keys["qwen35-dflash-draft.dflash.mask_token_id"] = keys.pop(MASK_KEY)
+
+
+def older_name(name: str) -> str:
+    return {"fc.weight": "dflash.fc.weight", "enc.output_norm.weight": "dflash.hidden_norm.weight"}.get(
+        name, name
+    )
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dflash-draft": {"keys": moved("dflash-draft", DEEPER), "rename": older_name},
+    "qwen35-dflash-draft": {"keys": zero_based, "rename": older_name},
+    "gemma4-dflash-draft": {"keys": moved("gemma4-dflash-draft", {}), "rename": older_name},
+}
+
+
+def block_logits(native: Library, target: Path, drafter: Path) -> np.ndarray:
+    sequence = drive.open_sequence(drive.open_model(native, target, drafter=drafter), n_ctx=64, blocks=1)
+    drive.prefill(sequence, [5, 6, 7])
+    drive.draft(sequence, 8, 4, Source.DFLASH)
+    return np.stack([sequence.logits(row) for row in range(5)])
+
+
+@pytest.mark.parametrize("arch", LAYOUTS)
+def test_older_layouts_draft_the_same(arch: str, native: Library, target: Path, tmp_path: Path) -> None:
+    weights = tiny_dflash.weights(CASE)
+    new = tiny_dflash.write(tmp_path / "new.gguf", CASE, weights)
+    old = tiny_dflash.write(tmp_path / "old.gguf", CASE, weights, arch=arch, **LAYOUTS[arch])
+    assert np.array_equal(block_logits(native, target, new), block_logits(native, target, old))
+    told = [probe(File(path, native)).dflash for path in (new, old)]
+    assert told[0] is not None and told[0] == told[1]
+
+
+# ---- what is refused
+
+
+def without(*names: str) -> Callable[[Keys], None]:
+    def change(keys: Keys) -> None:
+        for name in names:
+            del keys[name]
+
+    return change
+
+
+def having(name: str, value: Any, kind: gguf.GGUFValueType | None = None) -> Callable[[Keys], None]:
+    """A key with another value, or one that was not there, of this type."""
+
+    def change(keys: Keys) -> None:
+        made = gguf.GGUFValue(value, kind) if kind else replace(keys[name], value=value)
+        keys[name] = made
+
+    return change
+
+
+MISSING = ("block_size", "target_layers", "rope.freq_base", "attention.head_count", "attention.head_count_kv",
+           "attention.key_length", "attention.layer_norm_rms_epsilon", "block_count", "feed_forward_length",
+           "embedding_length", "rope.scaling.factor", "rope.scaling.original_context_length")  # fmt: skip
+UNSUPPORTED = {
+    "selector_rank": (4, U32), "conv_kernel_size": (3, U32), "hyper_connection.count": (2, U32),
+    "attention.value_scale": (0.5, F32), "logit_scale": (2.0, F32), "hidden_act": ("gelu", TEXT),
+    "rope.scaling.type": ("linear", TEXT), "block_size": (65, U32), "attention.value_length": (32, U32),
+}  # fmt: skip
+WRONG: dict[str, tuple[Callable[[Keys], None], str]] = {
+    "taps": (having("dflash.target_layers", [2, 3, 5, 7]), "target_layers has 7.* a target that has 6"),
+    "order of taps": (having("dflash.target_layers", [2, 3, 3, 5]), "target_layers has 3: expected rising"),
+    "no taps": (having("dflash.target_layers", [0, 3, 4, 5]), "target_layers has 0"),
+    "embedding": (having("dflash.embedding_length", 64), "embedding_length is 64, the model's 128"),
+    "vocabulary": (having("dflash.vocab_size", 500), "has 500 tokens, the model's 512"),
+    "mask": (having(MASK_KEY, 512), "mask_token_id.*512"),
+    "no mask": (without(MASK_KEY), "mask_token_id is missing"),
+    "no pattern": (having("dflash.attention.sliding_window", 8, U32), "sliding_window_pattern is missing"),
+    "heads": (having("dflash.attention.head_count_kv", 4), "6 heads over 4 KV heads"),
+}
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_nothing_that_is_missing_is_guessed(
+    name: str, native: Library, target: Path, tmp_path: Path
+) -> None:
+    path = tiny_dflash.write(tmp_path / "d.gguf", CASE, {}, keys=without(f"dflash.{name}"))
+    refused(native, target, path, FileError, rf"key dflash\.{name} is missing")
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_a_key_that_luce_does_not_implement_is_named(
+    name: str, native: Library, target: Path, tmp_path: Path
+) -> None:
+    change = having(f"dflash.{name}", *UNSUPPORTED[name])
+    path = tiny_dflash.write(tmp_path / "d.gguf", CASE, {}, keys=change)
+    refused(native, target, path, UnsupportedError, name)
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_drafter_that_does_not_fit_is_refused_with_both_values(
+    what: str, native: Library, target: Path, tmp_path: Path
+) -> None:
+    change, message = WRONG[what]
+    path = tiny_dflash.write(tmp_path / "d.gguf", CASE, {}, keys=change)
+    refused(native, target, path, FileError, message)
+
+
+def test_gemmas_files_say_their_scale_and_cap(native: Library, target: Path, tmp_path: Path) -> None:
+    arch = "gemma4-dflash-draft"
+    for name in ("embedding_scale", "final_logit_softcapping"):
+
+        def change(keys: Keys, name: str = name) -> None:
+            moved(arch, {})(keys)
+            del keys[f"{arch}.{name}"]
+
+        path = tiny_dflash.write(tmp_path / "d.gguf", CASE, {}, arch=arch, keys=change)
+        refused(native, target, path, FileError, f"key {arch}.{name} is missing")
+
+
+ZERO = np.zeros((2, 128), np.float32)
+MORE = ("markov_w1.weight", "selector_hidden.weight", "blk.0.attn_conv_base", "blk.0.attn_sinks.weight",
+        "blk.1.post_attention_norm.weight", "blk.0.layer_output_scale.weight",
+        "rope_freqs.weight")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_a_tensor_that_luce_does_not_implement_is_named(
+    name: str, native: Library, target: Path, tmp_path: Path
+) -> None:
+    path = tiny_dflash.write(tmp_path / "d.gguf", CASE, tiny_dflash.weights(CASE) | {name: ZERO})
+    refused(native, target, path, UnsupportedError, f"tensor {name} is not part of the DFlash drafters")
+
+
+def lacking(name: str) -> Callable[[Weights], Weights]:
+    return lambda weights: {key: x for key, x in weights.items() if key != name}
+
+
+TENSORS: dict[str, tuple[Callable[[Weights], Weights], type[LuceError], str]] = {
+    "no values": (lacking("blk.0.attn_v.weight"), FileError, r"blk\.0\.attn_v\.weight is missing"),
+    "no fc": (lacking("fc.weight"), FileError, r"tensor fc\.weight is missing, expected \{512, 128\}"),
+    "no norm": (lacking("enc.output_norm.weight"), FileError, "enc.output_norm.weight is missing"),
+    "no head": (lacking("output.weight"), FileError, "d2t names 200 tokens: expected an output.weight"),
+    "a long d2t": (lambda w: w | {"d2t": np.arange(513)}, FileError, "d2t names 513 tokens"),
+    "a token beyond": (lambda w: w | {"d2t": w["d2t"] + 312}, FileError, "d2t: entry .* expected 0 to 511"),
+    "a token below": (lambda w: w | {"d2t": w["d2t"] - 500}, FileError, "d2t: entry 0 is -.* expected 0"),
+    "narrow d2t": (lambda w: w | {"d2t": w["d2t"].astype(np.int32)}, UnsupportedError, "I32, expected I64"),
+    "another shape": (lambda w: w | {"fc.weight": ZERO}, FileError, r"expected shape \{512, 128\}, found"),
+}
+
+
+@pytest.mark.parametrize("what", TENSORS)
+def test_a_tensor_that_is_missing_or_wrong_is_named(
+    what: str, native: Library, target: Path, tmp_path: Path
+) -> None:
+    change, kind, message = TENSORS[what]
+    path = tiny_dflash.write(tmp_path / "d.gguf", CASE, change(tiny_dflash.weights(CASE)))
+    refused(native, target, path, kind, message)
+
+
+def test_what_is_no_drafter_is_refused(native: Library, target: Path) -> None:
+    refused(native, target, target, FileError, "architecture qwen35 is not that of a DFlash drafter")
+
+
+def refused(native: Library, target: Path, drafter: Path, kind: type[LuceError], message: str) -> None:
+    """When it is opened, and when its memory is asked for."""
+    with pytest.raises(kind, match=message):
+        drive.open_model(native, target, drafter=drafter)
+    with pytest.raises(kind, match=message):
+        File(target, native).plan_memory("cpu", drafter=File(drafter, native))
