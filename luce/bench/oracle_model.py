@@ -370,6 +370,8 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="mini")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--accept", type=float, default=0.8, help="share of right drafts (default 0.8)")
+    parser.add_argument("--drafter", type=Path, help="GGUF to write with a DFlash drafter of the model")
+    parser.add_argument("--draft-accept", type=float, help="share of right drafts at each depth of its blocks")
     parser.add_argument("--tokens", type=int, metavar="N", help="print the N ids that follow --after")
     parser.add_argument("--after", type=int, default=0, help="last token of the prompt")
     args = parser.parse_args()
@@ -380,6 +382,11 @@ def main() -> None:
         make_oracle(args.out, args.shape, args.seed, args.accept, show_progress)
         size = args.out.stat().st_size
         print(f"{args.out}: {size / 2**30:.2f} GiB in {time.monotonic() - start:.1f} s", file=sys.stderr)
+    if args.drafter is not None:
+        from luce.bench.oracle_drafter import ACCEPT, make_drafter  # which builds on this module
+
+        share = ACCEPT if args.draft_accept is None else args.draft_accept
+        make_drafter(args.drafter, SHAPES[args.shape], Rule(SHAPES[args.shape].n_vocab, args.seed), share)
     if args.tokens is not None:
         rule = Rule(SHAPES[args.shape].n_vocab, args.seed, args.accept)
         print(*rule.continuation(args.after, args.tokens))
