@@ -229,3 +229,17 @@ def test_a_drafter_of_nan_gives_one_warning_and_the_same_tokens(
     warnings = [event.message for event in events if isinstance(event, Warned)]
     assert len(warnings) == 1 and "dflash drafting failed and is off" in warnings[0]
     assert ends[0] == ends[1] and len(ends[0]) == 24
+
+
+def test_lists_are_those_of_the_last_draft(model: Model) -> None:
+    """Of a block beside a NextN head whose chain was drafted first: the best of the block's own logits."""
+    sequence = drive.open_sequence(model, n_ctx=64, n_rows=8, n_draft=3, n_top=4, blocks=1)
+    drive.prefill(sequence, tokens_of(20))
+    drive.draft(sequence, 5, 3)
+    chain = sequence.lists(3, 4)
+    drafts, logits = block_of(sequence, 5)
+    lists = sequence.lists(7, 4, comb=False)
+    for depth in range(7):
+        assert lists.at(depth) == np.argsort(-logits[depth + 1], kind="stable")[:4].tolist()
+        assert lists.at(depth)[0] == drafts[depth]
+    assert [chain.at(depth) for depth in range(3)] != [lists.at(depth) for depth in range(3)]

@@ -23,6 +23,7 @@ from luce.bench.flags import (
     require,
     rounds_option,
 )
+from luce.bench.oracle_drafter import ACCEPT, make_drafter
 from luce.bench.oracle_model import SHAPES, Rule, make_oracle, wrong_tokens
 from luce.bench.report import Measured, Report
 from luce.bench.run import Bench, Case, Record, Settings
@@ -257,6 +258,17 @@ def prompts(source: str, group: str | None, **flags: Any) -> None:
     )
 
 
+def make_once(path: Path, make: Callable[[], object]) -> None:
+    """The file, unless it is there."""
+    if path.exists():
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        make()
+    except OSError as error:
+        raise LuceError(f"the oracle model cannot be made: {error}; --cache names another folder") from error
+
+
 @bench.command()
 @click.option(
     "--shape", type=click.Choice(list(SHAPES)), default="27b", show_default=True, help="Model shape."
@@ -267,6 +279,13 @@ def prompts(source: str, group: str | None, **flags: Any) -> None:
     default=0.8,
     show_default=True,
     help="Share of single drafts that are right.",
+)
+@click.option(
+    "--draft-accept",
+    type=Finite(min=0, max=1),
+    default=ACCEPT,
+    show_default=True,
+    help="Share of drafts that are right at each depth of a DFlash block; modes of dflash make a drafter.",
 )
 @click.option(
     "--cache",
@@ -287,29 +306,40 @@ def prompts(source: str, group: str | None, **flags: Any) -> None:
     "--prompt-tokens", type=click.IntRange(1, 1 << 20), default=32, show_default=True, help="Tokens of each."
 )
 @options(MODE_OPTIONS, rounds_option(3), RUN_OPTIONS, OUTPUT_OPTIONS)
-def oracle(shape: str, accept: float, cache: Path, n_prompts: int, prompt_tokens: int, **flags: Any) -> None:
+def oracle(
+    shape: str,
+    accept: float,
+    draft_accept: float,
+    cache: Path,
+    n_prompts: int,
+    prompt_tokens: int,
+    **flags: Any,
+) -> None:
     """A model of a real shape, with random weights, whose every token is known: real cost, checked tokens.
 
-    The file is made once (27b: 17 GiB) and kept in the cache folder.
+    The file is made once (27b: 17 GiB, and 3 GiB for its drafter) and kept in the cache folder.
 
     \b
     Examples:
       luce bench oracle --shape 0.8b --modes plain,mtp:2
       luce bench oracle --shape 27b --accept 0.8 --modes plain,mtp:1,mtp:2,mtp:3 --save results
+      luce bench oracle --shape 27b --modes plain,dflash,dflash:22
     """
     require(flags)
-    path = cache.expanduser() / "luce" / f"oracle-{shape}-{accept:g}.gguf"
-    if not path.exists():
-        with Display(flags["quiet"]) as display:
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                mib: Callable[[int, int], None] = lambda done, total: display.count(  # noqa: E731
-                    f"making {path.name}, MiB", done >> 20, total >> 20
-                )
-                make_oracle(path, shape, 0, accept, mib)
-            except OSError as error:
-                why = f"the oracle model cannot be made: {error}; --cache names another folder"
-                raise LuceError(why) from error
+    folder = cache.expanduser() / "luce"
+    path = folder / f"oracle-{shape}-{accept:g}.gguf"
+    with Display(flags["quiet"]) as display:
+        mib: Callable[[int, int], None] = lambda done, total: display.count(  # noqa: E731
+            f"making {path.name}, MiB", done >> 20, total >> 20
+        )
+        make_once(path, lambda: make_oracle(path, shape, 0, accept, mib))
+        if any(mode.spec == "dflash" for mode in flags["modes"]):
+            flags["draft"] = folder / f"oracle-{shape}-drafter-{draft_accept:g}.gguf"
+            display.spin(f"making {flags['draft'].name}")
+            rule = Rule(SHAPES[shape].n_vocab, 0)
+            make_once(
+                flags["draft"], lambda: make_drafter(flags["draft"], SHAPES[shape], rule, draft_accept)
+            )
     rule = Rule(SHAPES[shape].n_vocab, 0, accept)
     most = SHAPES[shape].n_ctx - prompt_tokens + 1  # the last token needs no place
     ids = np.random.default_rng(1).integers(0, rule.n_cycle, (n_prompts, prompt_tokens))
@@ -323,6 +353,8 @@ def oracle(shape: str, accept: float, cache: Path, n_prompts: int, prompt_tokens
 
     flags |= {"bench": "oracle"}
     extra = {"shape": shape, "accept": accept, "prompt_tokens": prompt_tokens}
+    if "draft" in flags:
+        extra["draft_accept"] = draft_accept
     measure(flags, path, cases, lambda *_: {"wrong": wrong}, extra).put(flags, output.plot_modes)
 
 

@@ -1,19 +1,20 @@
 """A DFlash drafter for an oracle model: real cost, and every draft known.
 
-A block's row i has to name the i-th token after the anchor, from the anchor alone. The drafter's own embedding of a
-token holds, side by side, codes of the tokens that are to be drafted after it, one slice of head_dim values for each
-depth. One KV head of the first layers is there for each depth: its value is that depth's slice, its key is the same
-for every anchor and zero for all else, and its query, the same for every mask, is turned so that RoPE makes the score
-high exactly at that distance: score(i) = sum of a_d cos(theta_d (i - depth)), with the amplitudes a_d that tell whole
-numbers from 0 to 15 apart best. So row i gets the anchor's slice i, and the drafter's own head, whose rows are the
-tokens' codes, names the token. Everything else is at noise level or zero, and costs what it costs.
+A block's row i has to name the i-th token after the anchor, from the anchor alone. The drafter's own
+embedding of a token holds, side by side, codes of the tokens that are to be drafted after it, one slice of
+head_dim values for each depth. One KV head of the first layers is there for each depth: its value is that
+depth's slice, its key is the same for every anchor and zero for all else, and its query, the same for every
+mask, is turned so that RoPE makes the score high exactly at that distance: score(i) = sum of a_d
+cos(theta_d (i - depth)), with the amplitudes a_d that tell whole numbers from 0 to 15 apart best. So row i
+gets the anchor's slice i, and the drafter's own head, whose rows are the tokens' codes, names the token.
+Everything else is at noise level or zero, and costs what it costs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import gguf
@@ -29,7 +30,7 @@ from luce.qwen35_gguf import Config, add_tokenizer
 ACCEPT = 0.9033  # of each draft: a round of a block of 16 gives 8.31 tokens, the new anchor among them
 FLAGS = 32  # values of slice 0 that say: an anchor; as many after them: a mask
 MARGIN = 24.0  # by which a matching depth's score is above 0, and those of other depths below
-ASIDE = -2  # the frequency that no query uses: where keys of masks lie, so that noise is not all that they are
+ASIDE = -2  # the frequency that no query uses: keys of masks lie there, so that they are not noise alone
 ROWS = 4096  # of a table that are made at once
 
 
@@ -186,15 +187,13 @@ class OracleDrafter:
             local = name.split(".", 2)[-1].removesuffix(".weight")
             layer = int(name.split(".")[1]) if name.startswith("blk.") else self.c.n_layer
             if "norm" in name:
-                norm = self.norm(name)
-                yield _rows(name, shape, lambda norm=norm: iter([norm[None]])), "F32"
+                yield _rows(name, shape, partial(_once, self.norm(name)[None])), "F32"
             elif name == "token_embd.weight":
                 yield _rows(name, shape, self.embedding), "Q4_K"
             elif name == "output.weight":
                 yield _rows(name, shape, self.head), "Q6_K"
             elif local.startswith("attn") and layer < self.c.n_layer and self.depth_of(layer, 0):
-                made = lambda layer=layer, local=local: iter([self.attention(layer, local)])  # noqa: E731
-                yield _rows(name, shape, made), "Q4_K"
+                yield _rows(name, shape, partial(_once, self.attention(layer, local))), "Q4_K"
             else:
                 std = NOISE if local in ("attn_output", "ffn_down") else shape[1] ** -0.5
                 n_blocks = shape[0] * shape[1] // 256
@@ -202,11 +201,17 @@ class OracleDrafter:
                 yield Planned(name, shape, (), lambda: iter(()), blocks.reshape(shape[0], -1), "Q4_K"), "Q4_K"
 
 
+def _once(matrix: np.ndarray) -> Iterator[np.ndarray]:
+    yield matrix
+
+
 def _rows(name: str, shape: tuple[int, ...], rows: Callable[[], Iterator[np.ndarray]]) -> Planned:
     return Planned(name, shape, (), rows)
 
 
-def make_drafter(path: Path, config: Config, rule: Rule, accept: float = ACCEPT, threads: int = 0) -> BlockRule:
+def make_drafter(
+    path: Path, config: Config, rule: Rule, accept: float = ACCEPT, threads: int = 0
+) -> BlockRule:
     """Writes the drafter of an oracle model's file, and returns what it drafts. accept: of each depth."""
     c = drafter_of(config)
     drafter = OracleDrafter(c, BlockRule(rule, c.block_size, accept))
@@ -216,5 +221,6 @@ def make_drafter(path: Path, config: Config, rule: Rule, accept: float = ACCEPT,
     add_tokenizer(writer, c.n_vocab, filler="Ġw")
     writer.add_mask_token_id(c.mask_token_id or 0)
     plan = list(drafter.planned())
-    write(path, writer, [p for p, _ in plan], {p.name: kind for p, kind in plan}, _native.default(), threads=threads)
+    types = {planned.name: kind for planned, kind in plan}
+    write(path, writer, [planned for planned, _ in plan], types, _native.default(), threads=threads)
     return drafter.blocks

@@ -371,12 +371,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--accept", type=float, default=0.8, help="share of right drafts (default 0.8)")
     parser.add_argument("--drafter", type=Path, help="GGUF to write with a DFlash drafter of the model")
-    parser.add_argument("--draft-accept", type=float, help="share of right drafts at each depth of its blocks")
+    parser.add_argument("--draft-accept", type=float, help="share of its right drafts at each depth")
     parser.add_argument("--tokens", type=int, metavar="N", help="print the N ids that follow --after")
     parser.add_argument("--after", type=int, default=0, help="last token of the prompt")
     args = parser.parse_args()
     if not 0 <= args.accept <= 1:
         parser.error("--accept is a share: 0 to 1")
+    if args.draft_accept is not None and not (args.drafter and 0 <= args.draft_accept <= 1):
+        parser.error("--draft-accept is a share, 0 to 1, of --drafter")
     start = time.monotonic()
     if args.out is not None:
         make_oracle(args.out, args.shape, args.seed, args.accept, show_progress)

@@ -105,7 +105,7 @@ void Sequence::get_lists(int32_t *ids, float *scores, uint32_t depth, uint32_t k
     std::vector<int32_t> drafts(depth);
     get_draft(drafts.data(), depth);
     for (uint32_t i = 0; i < depth; i++) {
-        const int32_t *list = engine_->step().listed(engine_->cache().draft_entry(line_.slot(), int32_t(i)));
+        const int32_t *list = engine_->step().listed(line_.draft_entry(int32_t(i)));
         std::copy(list, list + k, ids + size_t(i) * k);
         memcpy(scores + size_t(i) * k, list + n_top, k * sizeof(float));
     }
