@@ -218,9 +218,10 @@ void cpu_choose(const ChooseArgs &a, int ith, int nth) {
 #define LUCE_OP(name, signature, cpu, cuda, args)                                                            \
     {name, signature, [](const ggml_tensor *dst, int ith, int nth) { cpu(args(dst), ith, nth); },            \
      LUCE_CUDA_OP(cuda(args(dst), stream))}
-// The same of an op that CUDA does without.
+// The same of a matmul, which CUDA has others for: even.
 #define LUCE_CPU_OP(name, signature, cpu, args)                                                              \
-    {name, signature, [](const ggml_tensor *dst, int ith, int nth) { cpu(args(dst), ith, nth); }, nullptr}
+    {name, signature, [](const ggml_tensor *dst, int ith, int nth) { cpu(args(dst), ith, nth); }, nullptr,   \
+     true}
 
 #ifdef LUCE_USE_CUDA
 template <RowmmInput KIND> int pack_op(const ggml_tensor *dst, void *stream) {

@@ -55,6 +55,8 @@ struct CustomOp {
     void (*cpu)(const ggml_tensor *dst, int ith, int nth);
     int (*cuda)(const ggml_tensor *dst,
                 void *stream); // null where luce is built without CUDA; cpu is null of others
+    bool even =
+        false; // any number of parts costs the CPU the same: more than threads spread what each takes better
 
     int n_args() const; // at most
     int n_required() const; // at least
@@ -73,7 +75,8 @@ ggml_tensor *add_op(ggml_context *ctx, const CustomOp &op, ggml_type type, int64
 
 int32_t bits_of_real(float x); // as params hold it
 
-// CPU reference implementations: thread ith of nth. (attention.h has more.)
+// CPU reference implementations: part ith of nth, which run in any order and on any thread. (attention.h has
+// more.)
 void cpu_topk(const TopkArgs &args, int ith, int nth);
 void cpu_conv(const ConvArgs &args, int ith, int nth);
 void cpu_deltanet(const DeltaArgs &args, int ith, int nth);

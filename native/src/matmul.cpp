@@ -140,7 +140,8 @@ static void add_rowmm(const StepBuild &b, const std::vector<ggml_tensor *> &weig
 #endif
 
 // Steps have matmuls of luce's own, whose rows do not depend on each other, and of which further rows cost little: on
-// a CPU (rows_matmul) and on a GPU (rowmm). On a GPU weights lie in their order, so a prefill of few rows has them too,
+// a CPU (rows_matmul), where a prefill has them too, and on a GPU (rowmm), where weights lie in their order: a prefill of
+// few rows has them too,
 // and one of many writes the weights out for cuBLAS (gemm_op.h).
 static std::vector<ggml_tensor *> products(const StepBuild &b, const std::vector<ggml_tensor *> &weights,
                                            const MatmulInput &in, ggml_tensor *residual) {
@@ -156,7 +157,7 @@ static std::vector<ggml_tensor *> products(const StepBuild &b, const std::vector
         added = out[0] != nullptr;
     }
 #endif
-    if (!b.prefill() && !b.model.device().gpu) {
+    if (!b.model.device().gpu) {
         add_rows_matmul(b, RowsInput::packed, weights, input_values(b, in), out);
         add_rows_matmul(b, RowsInput::f32, weights, input_values(b, in), out);
     }

@@ -72,12 +72,13 @@ void multiply(const uint8_t *w, size_t row_bytes, const float *x, int64_t K, flo
     }
 }
 
-template <class Type, int R> void columns(const RowsMatmulArgs &a, const RowsWeight &w, int64_t n) {
+template <class Type, int R>
+void columns(const RowsMatmulArgs &a, const RowsWeight &w, int64_t n, int t0, int t1) {
     const uint8_t *rows = static_cast<const uint8_t *>(w.data) + size_t(n) * w.row_bytes;
     const float *x = static_cast<const float *>(a.x);
-    for (int t = 0; t < a.T; t += COLS) {
+    for (int t = t0; t < t1; t += COLS) {
         float *out = w.out + t * w.N + n;
-        switch (std::min(COLS, a.T - t)) {
+        switch (std::min(COLS, t1 - t)) {
             case 1: multiply<Type, R, 1>(rows, w.row_bytes, x + t * a.K, a.K, out, w.N); break;
             case 2: multiply<Type, R, 2>(rows, w.row_bytes, x + t * a.K, a.K, out, w.N); break;
             case 3: multiply<Type, R, 3>(rows, w.row_bytes, x + t * a.K, a.K, out, w.N); break;
@@ -86,23 +87,24 @@ template <class Type, int R> void columns(const RowsMatmulArgs &a, const RowsWei
     }
 }
 
-template <class Type> void run(const RowsMatmulArgs &a, const RowsWeight &w, int64_t n0, int64_t n1) {
+template <class Type>
+void run(const RowsMatmulArgs &a, const RowsWeight &w, int64_t n0, int64_t n1, int t0, int t1) {
     int64_t n = n0;
     for (; n + ROWS <= n1; n += ROWS) {
-        columns<Type, ROWS>(a, w, n);
+        columns<Type, ROWS>(a, w, n, t0, t1);
     }
     for (; n < n1; n++) {
-        columns<Type, 1>(a, w, n);
+        columns<Type, 1>(a, w, n, t0, t1);
     }
 }
 
 } // namespace
 
-void multiply_floats(const RowsMatmulArgs &a, const RowsWeight &w, int64_t n0, int64_t n1) {
+void multiply_floats(const RowsMatmulArgs &a, const RowsWeight &w, int64_t n0, int64_t n1, int t0, int t1) {
     switch (w.type) {
-        case GGML_TYPE_F32: run<F32>(a, w, n0, n1); break;
-        case GGML_TYPE_F16: run<F16>(a, w, n0, n1); break;
-        default: run<Bf16>(a, w, n0, n1);
+        case GGML_TYPE_F32: run<F32>(a, w, n0, n1, t0, t1); break;
+        case GGML_TYPE_F16: run<F16>(a, w, n0, n1, t0, t1); break;
+        default: run<Bf16>(a, w, n0, n1, t0, t1);
     }
 }
 

@@ -109,7 +109,7 @@ Rows group_rows(const RowsWeight &w, int64_t n0, std::vector<uint8_t> &scratch) 
     return {scratch.data(), w.row_bytes};
 }
 
-void run_packed(const RowsMatmulArgs &a, const RowsWeight &w, int64_t n0) {
+void run_packed(const RowsMatmulArgs &a, const RowsWeight &w, int64_t n0, int t0, int t1) {
     static thread_local std::vector<uint8_t> scratch;
     const Multiply *run = kernels(w.type);
     Tile t{};
@@ -118,10 +118,10 @@ void run_packed(const RowsMatmulArgs &a, const RowsWeight &w, int64_t n0) {
     t.x_pitch = a.T;
     t.out_pitch = w.N;
     t.n = int(std::min<int64_t>(LANES, w.N - n0));
-    for (int c = 0; c < a.T; c += TILE) {
+    for (int c = t0; c < t1; c += TILE) {
         t.x = static_cast<const PackedBlock *>(a.x) + c;
         t.out = w.out + c * w.N + n0;
-        run[std::min(TILE, a.T - c) - 1](t);
+        run[std::min(TILE, t1 - c) - 1](t);
     }
 }
 
@@ -179,8 +179,10 @@ void cpu_pack_rows(const PackArgs &a, int ith, int nth) {
     }
 }
 
-// Each thread takes a contiguous share of the groups of LANES rows of all matrices.
+// Each part is a contiguous share of the groups of LANES rows of all matrices. Rows of a prefill go through it some at a
+// time, so that they stay in a cache while the weights pass by.
 void cpu_rows_matmul(const RowsMatmulArgs &a, int ith, int nth) {
+    constexpr int ROWS_AT_ONCE = 64;
     int64_t total = 0;
     for (int i = 0; i < a.n_weights; i++) {
         total += (a.weights[i].N + LANES - 1) / LANES;
@@ -190,11 +192,15 @@ void cpu_rows_matmul(const RowsMatmulArgs &a, int ith, int nth) {
     for (int i = 0; i < a.n_weights; i++) {
         const RowsWeight &w = a.weights[i];
         const int64_t n = (w.N + LANES - 1) / LANES;
-        for (int64_t g = std::max<int64_t>(begin - before, 0); g < std::min(end - before, n); g++) {
-            if (rows_input(w.type) == RowsInput::packed) {
-                run_packed(a, w, g * LANES);
-            } else {
-                multiply_floats(a, w, g * LANES, std::min((g + 1) * LANES, w.N));
+        const int64_t first = std::max<int64_t>(begin - before, 0), last = std::min(end - before, n);
+        for (int t = 0; t < a.T; t += ROWS_AT_ONCE) {
+            const int t1 = std::min(a.T, t + ROWS_AT_ONCE);
+            for (int64_t g = first; g < last; g++) {
+                if (rows_input(w.type) == RowsInput::packed) {
+                    run_packed(a, w, g * LANES, t, t1);
+                } else {
+                    multiply_floats(a, w, g * LANES, std::min((g + 1) * LANES, w.N), t, t1);
+                }
             }
         }
         before += n;

@@ -1,4 +1,4 @@
-// Multiplies the weights of a matrix with the rows of a step, at most 64, on the CPU. Each weight is unpacked once
+// Multiplies the weights of a matrix with the rows of a step or a prefill on the CPU. Each weight is unpacked once
 // for up to 8 rows. A product of a weight row and a step's row is the same sequence of operations at any number of
 // rows and threads, so its bits are the same too.
 #pragma once

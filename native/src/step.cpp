@@ -5,6 +5,7 @@
 
 #include <ggml-alloc.h>
 #include <ggml-backend.h>
+#include <ggml-cpu.h>
 #include <ggml-impl.h> // ggml_graph_view
 
 #include <algorithm>
@@ -19,6 +20,8 @@ extern "C" void *luce_cuda_stream(ggml_backend_t backend); // cuda_stream.cu
 
 namespace luce {
 
+static constexpr int PARTS_PER_THREAD = 4; // of even ops
+
 static void close_gemm(void *stream) {
 #ifdef LUCE_USE_CUDA
     cuda::gemm_close(stream);
@@ -29,8 +32,9 @@ static void close_gemm(void *stream) {
 
 Step::Step(const Model &model, const Cache &cache, const EngineParams &params)
     : model_(model), cache_(cache), params_(params),
-      backend_(make_backend(model.device(), int(params.n_threads))), gemm_(nullptr, close_gemm),
-      in_(cache, params), galloc_(ggml_gallocr_new(model.device().buffer_type()), ggml_gallocr_free) {
+      backend_(make_backend(model.device(), int(params.n_threads))),
+      team_(model.device().gpu ? 1 : int(params.n_threads)), gemm_(nullptr, close_gemm), in_(cache, params),
+      galloc_(ggml_gallocr_new(model.device().buffer_type()), ggml_gallocr_free) {
 #ifdef LUCE_USE_CUDA
     if (model.device().own_matmul) {
         void *stream = luce_cuda_stream(backend_.get());
@@ -109,35 +113,73 @@ Step::Graph &Step::graph(const StepShape &shape) {
     return *slot;
 }
 
-void Step::enqueue_cuda(Graph &g, void *stream) {
+// Nodes that wait for nothing: ggml does nothing for them.
+static bool is_empty(const ggml_tensor *node) {
+    return node->op == GGML_OP_NONE || node->op == GGML_OP_VIEW || node->op == GGML_OP_RESHAPE ||
+           node->op == GGML_OP_PERMUTE || node->op == GGML_OP_TRANSPOSE;
+}
+
+// Whether a segment on the CPU is worth ggml's own threads, which meet after each node: all that one thread does
+// between our ops of a step takes less than to meet.
+static bool is_wide(const ggml_cgraph &segment) {
+    constexpr int64_t WORTH_MEETING = 1 << 22; // values
+    int64_t values = 0;
+    for (int i = 0; i < segment.n_nodes; i++) {
+        const ggml_tensor *node = segment.nodes[i];
+        if (node->op == GGML_OP_MUL_MAT || node->op == GGML_OP_FLASH_ATTN_EXT) {
+            return true;
+        }
+        values += is_empty(node) ? 0 : ggml_nelements(node);
+    }
+    return values >= WORTH_MEETING;
+}
+
+// The graph in its order: run_op(op, node) for our ops, ggml for what lies between them.
+template <class Ours> void Step::run_segments(Graph &g, const Ours &run_op) {
+    const Device &device = model_.device();
     const int n = ggml_graph_n_nodes(g.nodes);
+    bool work = false; // in the segment that began at `first`
     for (int first = 0, i = 0; i <= n; i++) {
-        const CustomOp *op = i < n ? custom_op(ggml_graph_node(g.nodes, i)) : nullptr;
-        if (i < n && op == nullptr) {
+        ggml_tensor *node = i < n ? ggml_graph_node(g.nodes, i) : nullptr;
+        const CustomOp *op = node != nullptr ? custom_op(node) : nullptr;
+        if (node != nullptr && op == nullptr) {
+            work = work || !is_empty(node);
             continue;
         }
-        if (i > first) {
+        if (work) {
             ggml_cgraph segment = ggml_graph_view(g.nodes, first, i);
+            if (!device.gpu) {
+                ggml_backend_cpu_set_n_threads(backend_.get(), is_wide(segment) ? int(params_.n_threads) : 1);
+            }
             if (ggml_backend_graph_compute_async(backend_.get(), &segment) != GGML_STATUS_SUCCESS) {
-                fail(LUCE_E_DEVICE, "%s: a step failed", model_.device().name.c_str());
+                fail(LUCE_E_DEVICE, "%s: a step failed", device.name.c_str());
             }
         }
-#ifdef LUCE_USE_CUDA
         if (op != nullptr) {
-            const int error = op->cuda(ggml_graph_node(g.nodes, i), stream);
-            if (error != 0) {
-                fail(LUCE_E_DEVICE, "%s: %s: %s", model_.device().name.c_str(), op->name,
-                     cuda::error_text(error));
-            }
+            run_op(*op, node);
         }
-#else
-        (void) stream;
-#endif
         first = i + 1;
+        work = false;
     }
 }
 
+void Step::run_cpu(Graph &g) {
+    set_row_invariant(backend_.get(), model_.device(), !g.shape.prefill());
+    run_segments(g, [&](const CustomOp &op, ggml_tensor *node) {
+        const int n_parts = team_.n_threads() * (op.even ? PARTS_PER_THREAD : 1);
+        team_.run(n_parts, [&](int part) { op.cpu(node, part, n_parts); });
+    });
+}
+
 #ifdef LUCE_USE_CUDA
+void Step::enqueue_cuda(Graph &g, void *stream) {
+    run_segments(g, [&](const CustomOp &op, ggml_tensor *node) {
+        if (const int error = op.cuda(node, stream); error != 0) {
+            fail(LUCE_E_DEVICE, "%s: %s: %s", model_.device().name.c_str(), op.name, cuda::error_text(error));
+        }
+    });
+}
+
 void Step::capture(Graph &g, void *stream) {
     int error = cuda::capture_begin(stream);
     if (error == 0) {
@@ -162,10 +204,7 @@ void Step::compute(Graph &g) {
     last_ = nullptr;
     serial_++;
     if (!device.gpu) {
-        set_row_invariant(backend_.get(), device, !g.shape.prefill());
-        if (ggml_backend_graph_compute(backend_.get(), g.nodes) != GGML_STATUS_SUCCESS) {
-            fail(LUCE_E_DEVICE, "cpu: a step failed");
-        }
+        run_cpu(g);
     }
 #ifdef LUCE_USE_CUDA
     if (device.gpu) {

@@ -5,13 +5,14 @@
 // synchronisation a round.
 // - No shape depends on a context: widths come from a fixed list (row_bucket), lengths are in the control block. Only
 //   a prefill's graph is built for the occasion, over cells in buckets (kv_bucket).
-// - CPU: prefill uses ggml's fast tiled kernels, all other steps the row-invariant ones.
-// - CUDA: a graph runs as segments between our ops, with our kernels launched in their places on the same
-//   stream; a step other than prefill is one captured CUDA graph.
+// - A graph runs as segments between our ops. CPU: a team of threads shares each of our ops, and ggml runs what lies
+//   between them (team.h says why); a prefill has ggml's tiled attention, all else the row-invariant kernels.
+// - CUDA: our kernels are launched in the places of our ops on the same stream; a step other than prefill is one captured CUDA graph.
 #pragma once
 
 #include "graph.h"
 #include "step_inputs.h"
+#include "team.h"
 
 #include <map>
 #include <memory>
@@ -93,8 +94,10 @@ private:
     Graph &graph(const StepShape &shape);
     void wait_for_drafts(bool first);
     void compute(Graph &g);
-    void enqueue_cuda(Graph &g, void *stream);
-    void capture(Graph &g, void *stream); // only where luce is built with CUDA
+    template <class Ours> void run_segments(Graph &g, const Ours &run_op);
+    void run_cpu(Graph &g);
+    void enqueue_cuda(Graph &g, void *stream); // both only where luce is built with CUDA
+    void capture(Graph &g, void *stream);
     void build_all();
     void run_trial(const StepShape &shape);
     void time_all();
@@ -103,6 +106,7 @@ private:
     const Cache &cache_;
     EngineParams params_;
     Backend backend_;
+    Team team_; // of the CPU; on a GPU the caller alone
     std::unique_ptr<void, void (*)(void *)> gemm_; // the backend's stream, while cuBLAS is open for it
     Regions in_;
     Buffer results_buffer_; // pinned on a GPU

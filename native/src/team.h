@@ -1,0 +1,63 @@
+// The CPU threads that share one op's work. A part is taken by whoever comes first: a thread that is not running,
+// since a neighbour has its CPU, delays no more than the part that it holds. (Threads that meet after every op, as
+// ggml's do, all wait for it at every op: a step of 200 ops then takes 200 times a scheduler's slice.) Where the caller
+// has had to wait for such a part, fewer helpers take part for a while.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace luce {
+
+class Team {
+public:
+    explicit Team(int n_threads); // the caller of run() is one of them
+    ~Team();
+    Team(const Team &) = delete;
+    Team &operator=(const Team &) = delete;
+
+    int n_threads() const { return int(helpers_.size()) + 1; }
+
+    // Calls part(0), .. part(n_parts - 1), each once, on any of the threads, and returns when all have returned.
+    // One caller at a time; a part must not throw.
+    template <class Part> void run(int n_parts, const Part &part) {
+        run(n_parts, [](const void *context, int i) { (*static_cast<const Part *>(context))(i); }, &part);
+    }
+
+private:
+    using Clock = std::chrono::steady_clock;
+    using Call = void (*)(const void *context, int part);
+    void run(int n_parts, Call call, const void *context);
+    bool take_part(); // false: none is left
+    void help(int index);
+    void wait_for_work(int index);
+    void wait_for_parts(int n_parts);
+    void adjust(bool stalled);
+
+    // serial (32 bits), parts (16), the next part (16): one word, so that a late thread cannot take a part of a job
+    // that it has not seen. call_ and context_ are read by holders of a part only, for whom the job waits.
+    std::atomic<uint64_t> job_{0};
+    alignas(64) std::atomic<int> done_{0};
+    Call call_ = nullptr;
+    const void *context_ = nullptr;
+
+    // Helpers that take parts: halved after a stall, doubled after `patience_` jobs without.
+    std::atomic<int> active_{0};
+    int calm_ = 0, patience_ = 0; // jobs
+
+    std::vector<std::thread> helpers_;
+    alignas(64) std::atomic<int> asleep_{0};
+    Clock::time_point woken_; // when sleeping helpers were woken last
+    std::atomic<bool> waiting_{false}; // the caller, asleep
+    std::mutex mutex_;
+    std::condition_variable wake_, rest_,
+        finished_; // of helpers without work, without a place, of the caller
+    std::atomic<bool> stop_{false};
+};
+
+} // namespace luce
