@@ -140,9 +140,8 @@ static void add_rowmm(const StepBuild &b, const std::vector<ggml_tensor *> &weig
 #endif
 
 // Steps have matmuls of luce's own, whose rows do not depend on each other, and of which further rows cost little: on
-// a CPU (rows_matmul), where a prefill has them too, and on a GPU (rowmm), where weights lie in their order: a prefill of
-// few rows has them too,
-// and one of many writes the weights out for cuBLAS (gemm_op.h).
+// a CPU (rows_matmul), where a prefill has them too, and on a GPU (rowmm). On a GPU weights lie in their order, so a
+// prefill of few rows has them too, and one of many writes the weights out for cuBLAS (gemm_op.h).
 static std::vector<ggml_tensor *> products(const StepBuild &b, const std::vector<ggml_tensor *> &weights,
                                            const MatmulInput &in, ggml_tensor *residual) {
     std::vector<ggml_tensor *> out(weights.size());
