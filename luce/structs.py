@@ -8,7 +8,8 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class Device:
-    """`name` is what Model takes; memory in bytes, free as of now."""
+    """A place where models run. `name` is what Model takes; memory is in bytes, and free as of now. exact: a
+    row of a step has the same bits beside any other rows there (luce.h says of which weights)."""
 
     STRUCT: ClassVar[str] = "luce_device_info"
 
@@ -17,6 +18,7 @@ class Device:
     memory_free: int
     memory_total: int
     is_gpu: int
+    exact: int
 
 
 @dataclass(frozen=True)

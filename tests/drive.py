@@ -25,6 +25,11 @@ WEIGHT_TYPES = (
 )  # fmt: skip
 
 
+def has_ggmls_matmul(kind: str) -> bool:
+    """Whether weights of this type are multiplied by ggml on every GPU: their steps are not exact there."""
+    return kind.startswith(("IQ1", "IQ2", "IQ3"))
+
+
 def type_of(kind: str) -> Callable[[str], str]:
     """`kind` for every matrix; the embedding of IQ files is a K-quant, as in published ones."""
 

@@ -214,14 +214,14 @@ def rounds(sequence: Timeline, prompt: Sequence[int], n: int, gamma: int) -> tup
 
 @pytest.mark.parametrize("gamma", [1, 2, 4])
 def test_drafts_change_no_token(
-    sequence: Timeline, prompts: list[list[int]], gamma: int, device: str
+    sequence: Timeline, prompts: list[list[int]], gamma: int, exact: bool
 ) -> None:
-    """On CUDA, until the kernels agree for any number of rows: only where two logits nearly tie."""
+    """Where steps are not exact, on some GPUs: only where two logits nearly tie."""
     for prompt in prompts:
         drafted, _ = rounds(sequence, prompt, 96, gamma)
         sequence.reset()
         plain = drive.greedy(sequence, prompt, 96)
-        if device == "cpu" or drafted == plain:
+        if exact or drafted == plain:
             assert drafted == plain
             continue
         at = next(i for i, (a, b) in enumerate(zip(drafted, plain, strict=True)) if a != b)

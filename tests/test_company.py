@@ -6,7 +6,7 @@ drafts or with trees, started and stopped at random, prefills between rounds, fo
 cancels, junk beside, rows of NaN, pages nearly out. Alone is plain decoding in an engine with one sequence
 and no head.
 
-On CUDA, where ggml's products differ between row counts, a row may differ from its own alone by CUDA_GAP, and
+On GPUs where ggml's products differ between row counts, a row may differ from its own alone by CUDA_GAP, and
 a text that has met a near-tie goes another way from there on; both are counted.
 """
 
@@ -76,7 +76,7 @@ class Bench:
     engine: Engine
     lone: Timeline
     texts: dict[tuple[int, int], Text] = field(default_factory=dict)
-    rows_compared: int = 0  # on CUDA, as the counts below
+    rows_compared: int = 0  # where steps are not exact, as the counts below
     rows_that_differ: int = 0
     texts_that_stray: int = 0
     max_abs_row_difference: float = 0.0
@@ -91,7 +91,7 @@ class Bench:
 
 @pytest.fixture(scope="module")
 def bench_of(
-    native: Library, device: str, tmp_path_factory: pytest.TempPathFactory
+    native: Library, device: str, exact: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str, str], Bench]:
     """bench_of(type, kv_type), made once: slots and pages are those that examples before have used."""
     folder = tmp_path_factory.mktemp("company")
@@ -108,7 +108,7 @@ def bench_of(
         many = {"n_sequences": N_SEQUENCES, "n_pages": N_PAGES, "n_checkpoints": N_CHECKPOINTS}
         engine = drive.open_engine(model, n_rows=16, n_draft=8, **many, **sizes)
         lone = drive.open_sequence(plain, n_rows=1, **sizes)
-        return Bench(model, kind == "F32", device == "cpu", engine, lone)
+        return Bench(model, kind == "F32", exact, engine, lone)
 
     return make
 

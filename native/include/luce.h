@@ -49,7 +49,7 @@
 extern "C" {
 #endif
 
-#define LUCE_ABI_VERSION 4 /* changes whenever a struct or a signature does */
+#define LUCE_ABI_VERSION 5 /* changes whenever a struct or a signature does */
 #define LUCE_MAX_ROWS 64 /* rows of one step over all its sequences: each has an anchor and its candidates */
 #define LUCE_MAX_DRAFT 8 /* drafts of a NextN chain */
 #define LUCE_MAX_TOP 63 /* candidates that are kept of a draft */
@@ -98,6 +98,8 @@ typedef struct luce_device_info {
     uint64_t memory_free; /* bytes, now */
     uint64_t memory_total; /* bytes */
     int32_t is_gpu;
+    int32_t exact; /* 1 where a row of a step has the same bits beside any other rows: on the CPU, and on a GPU whose
+                      matmuls are luce's own, but for weights of the IQ1, IQ2 and IQ3 types there */
 } luce_device_info;
 
 /* Number of devices; index 0 is what `auto` takes (a CUDA device if there is one, else the CPU). */
