@@ -7,7 +7,6 @@ token at its own position. Names and layout are those of z-lab's published draft
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from box import generate, tokens
+from box.fit import add_to, fit
 from box.model import (
     EPS,
     AttentionWeights,
@@ -34,8 +34,7 @@ from box.model import (
     rotate,
 )
 from box.nextn import distillation_loss, leading, rates, stops, walk
-from box.optim import Optimizer, decayed
-from box.store import Deadline, Store, compilation, prepare_torch, say
+from box.store import Deadline, Store, prepare_torch, say
 from box.trunk import load_trunk
 
 BLOCK = 16
@@ -231,19 +230,13 @@ def train(store: Store, config: Config, sizes: Sizes, s: Settings, until: float,
     if saved is not None:
         drafter.load_state_dict(saved)
     pool = generate.PoolBatches(store, s.batch, seed, device)
-    optimizer = Optimizer(drafter)
     loss_of = torch.compile(block_loss, dynamic=False) if s.compile else block_loss
     length = pool.groups[0][0].shape[1]
     table = rope_table(torch.arange(length, device=device), config.head_dim, config.rope_base)
     generator = torch.Generator().manual_seed(seed)
-    report = store.report("dflash") or {"curve": [], "steps": 0}
     embedding = trunk.embedding.detach()
-    pending: list[Tensor] = []
-    steps, said = 0, deadline.left()
-    while True:
-        progress = deadline.progress()
-        if progress >= 1 or (s.max_steps and steps >= s.max_steps):
-            break
+
+    def next_loss() -> Tensor:
         batch, prompt = pool.next()
         spots = torch.randperm(length - BLOCK + 1 - prompt, generator=generator)[: s.anchors] + prompt
         anchors = spots.sort().values.to(device)
@@ -253,28 +246,15 @@ def train(store: Store, config: Config, sizes: Sizes, s: Settings, until: float,
             x = trunk.embed(block_tokens(batch, anchors))
         mask = block_mask(anchors, length)
         w, wanted = drafter.weights(), batch[:, rows]
-        loss = loss_of(tapped, hidden, x, embedding, w, sizes.n_layer, mask, table, rows, wanted)
-        loss.backward()
-        optimizer.step(decayed(progress))
-        pending.append(loss.detach())
-        steps += 1
-        if steps == 1:
-            say(f"dflash: first step done, loss {pending[0].item():.3f}; {compilation()}")
-            deadline.restart()
-        if steps % 50 == 0:
-            mean = float(torch.stack(pending).mean())
-            pending = []
-            if not math.isfinite(mean):
-                raise FloatingPointError("the drafter's loss is not finite")
-            report["curve"].append([report["steps"] + steps, round(mean, 4)])
-            if said - deadline.left() > 5:
-                said = deadline.left()
-                say(f"dflash: step {steps} loss {mean:.4f} {said:.0f}s left")
-    report["steps"] += steps
+        return loss_of(tapped, hidden, x, embedding, w, sizes.n_layer, mask, table, rows, wanted)
+
+    report = store.report("dflash") or {"curve": [], "steps": 0}
+    fitted = fit("dflash", drafter, next_loss, deadline, s.max_steps)
+    add_to(report, fitted)
     report["parameters"] = count_parameters(drafter)
     report["taps"] = drafter.taps
     store.write_weights("dflash", drafter.state_dict())
     report["evaluation"] = evaluate(trunk, drafter, generate.held_out(store, device), s.eval_rows)
-    say(f"dflash: {steps} steps, {report['evaluation']}")
+    say(f"dflash: {fitted['steps']} steps, {report['evaluation']}")
     store.write_report("dflash", report)
     store.publish()

@@ -9,7 +9,6 @@ that for every start at once, with a mask over the keys of all passes.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from box import generate, tokens
+from box.fit import add_to, fit
 from box.model import (
     Block,
     Config,
@@ -33,8 +33,7 @@ from box.model import (
     rms,
     rope_table,
 )
-from box.optim import Optimizer, decayed
-from box.store import Deadline, Store, compilation, prepare_torch, say
+from box.store import Deadline, Store, prepare_torch, say
 from box.trunk import load_trunk
 
 STEP_WEIGHTS = (1.0, 0.8, 0.6)  # of the losses of a chain's steps
@@ -217,42 +216,23 @@ def train(store: Store, config: Config, s: Settings, until: float, seed: int) ->
     if saved is not None:
         head.load_state_dict(saved)
     pool = generate.PoolBatches(store, s.batch, seed, device)
-    optimizer = Optimizer(head)
     loss_of = torch.compile(chain_loss, dynamic=False) if s.compile else chain_loss
     length = pool.groups[0][0].shape[1]
     masks = [chain_mask(length, j, device) for j in range(1, len(STEP_WEIGHTS) + 1)]
     cos, sin = head_rope(config, length, device)
-    report = store.report("nextn") or {"curve": [], "steps": 0}
     embedding = trunk.embedding.detach()
-    pending: list[Tensor] = []
-    steps, said = 0, deadline.left()
-    while True:
-        progress = deadline.progress()
-        if progress >= 1 or (s.max_steps and steps >= s.max_steps):
-            break
+
+    def next_loss() -> Tensor:
         batch, _ = pool.next()
         hidden, embedded = inputs(trunk, batch)
-        loss = loss_of(hidden, embedded, embedding, head.weights(), masks, cos, sin)
-        loss.backward()
-        optimizer.step(decayed(progress))
-        pending.append(loss.detach())
-        steps += 1
-        if steps == 1:
-            say(f"nextn: first step done, loss {pending[0].item():.3f}; {compilation()}")
-            deadline.restart()
-        if steps % 50 == 0:
-            mean = float(torch.stack(pending).mean())
-            pending = []
-            if not math.isfinite(mean):
-                raise FloatingPointError("the NextN head's loss is not finite")
-            report["curve"].append([report["steps"] + steps, round(mean, 4)])
-            if said - deadline.left() > 5:
-                said = deadline.left()
-                say(f"nextn: step {steps} loss {mean:.4f} {said:.0f}s left")
-    report["steps"] += steps
+        return loss_of(hidden, embedded, embedding, head.weights(), masks, cos, sin)
+
+    report = store.report("nextn") or {"curve": [], "steps": 0}
+    fitted = fit("nextn", head, next_loss, deadline, s.max_steps)
+    add_to(report, fitted)
     report["parameters"] = count_parameters(head)
     store.write_weights("nextn", head.state_dict())
     report["evaluation"] = evaluate(trunk, head, generate.held_out(store, device), s.eval_rows)
-    say(f"nextn: {steps} steps, {report['evaluation']}")
+    say(f"nextn: {fitted['steps']} steps, {report['evaluation']}")
     store.write_report("nextn", report)
     store.publish()
