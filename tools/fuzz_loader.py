@@ -451,11 +451,11 @@ def main() -> None:
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
         fuzz = Fuzz(args, Path(folder))
-        began = time.monotonic()
+        began, commit = time.monotonic(), checkout_commit()
         with suppress(KeyboardInterrupt):  # what was done until then is reported
             fuzz.run()
         print(json.dumps({
-            "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%MZ"), "commit": checkout_commit(),
+            "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%MZ"), "commit": commit,
             "seed": args.seed, "first": args.first, "files": fuzz.done,
             "sanitizer": args.sanitizer,
             "seconds": round(time.monotonic() - began), "outcomes": dict(fuzz.outcomes.most_common()),
