@@ -122,7 +122,7 @@ def give_up_rights(proc: int) -> None:
 def set_limits(job: dict[str, Any]) -> None:
     limits = {
         "CPU": math.ceil(job["seconds"]) + 1,  # a single thread meets the wall time first
-        "AS": job["memory_bytes"],
+        "AS": job["memory_bytes"] // (job["processes"] if job["namespaces"] else 1),
         "NPROC": job["processes"],
         "FSIZE": job["file_bytes"],
         "NOFILE": job["open_files"],
@@ -202,6 +202,8 @@ def run_program(job: dict[str, Any], proc: int | None, nonce: bytes, report: int
 
 def run_init(job: dict[str, Any], proc: int, nonce: bytes, report: int) -> None:
     die_with_parent()
+    with contextlib.suppress(OSError):  # an ordinary user's right since Linux 6.12
+        write(proc, "sys/kernel/shmall", "0")  # shared segments would outlive the limits of their makers
     new_root(job["file_bytes"])
     os._exit(status_of(fork(lambda: run_program(job, proc, nonce, report))))
 

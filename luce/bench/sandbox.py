@@ -7,10 +7,13 @@ own. When it ends, or its time does, everything that it started ends with it. ja
 
 It passes if it runs to its end: only then jail.py reports a nonce, so leaving early is no pass. What remains:
 - a program that searches its interpreter for the nonce can forge a pass; that harms only the score;
-- memory_bytes holds for each process, and what the kernel keeps for them (shared segments, memfd) is extra;
+- memory_bytes is shared out among as many processes as there may be; what they keep in files that have no
+  name (memfd) is extra, at most open_files of file_bytes, and before Linux 6.12, for ordinary users, so are
+  System V's shared segments;
 - Python and the system's libraries can be read, and the kernel itself is the wall;
-- with limits alone the program has all the caller's rights to files, network and processes, what leaves its
-  process group outlives it, and for root the limit of processes has no effect.
+- with limits alone memory_bytes holds for each process, and the program has all the caller's rights to
+  files, network and processes, what leaves its process group outlives it, and for root the limit of
+  processes has no effect.
 """
 
 from __future__ import annotations
@@ -38,10 +41,10 @@ class Limits:
     """What one program may use."""
 
     seconds: float = 5.0  # wall time, above 0; CPU time of one process: a second more
-    memory_bytes: int = 512 << 20  # of address space, for each process
-    processes: int = 8  # and threads, at one time
-    file_bytes: int = 16 << 20  # of one file and, in namespaces, of all files together
-    open_files: int = 64
+    memory_bytes: int = 512 << 20  # of address space: in namespaces of all processes together, else of each
+    processes: int = 1  # and threads, at one time
+    file_bytes: int = 4 << 20  # of one file and, in namespaces, of all files together
+    open_files: int = 16
 
 
 @dataclass(frozen=True)
