@@ -98,7 +98,8 @@ typedef struct luce_device_info {
     uint64_t memory_free; /* bytes, now */
     uint64_t memory_total; /* bytes */
     int32_t is_gpu;
-    int32_t exact; /* 1 where a row of a step has the same bits beside any other rows: on the CPU, and on a GPU whose
+    int32_t
+        exact; /* 1 where a row of a step has the same bits beside any other rows: on the CPU, and on a GPU whose
                       matmuls are luce's own, but for weights of the IQ1, IQ2 and IQ3 types there */
 } luce_device_info;
 
