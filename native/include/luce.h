@@ -15,10 +15,10 @@
  *   4 commit  append the accepted rows to the sequence; rejected rows leave no trace
  *   Plain decoding is a round without candidates.
  *
- * What is promised: a sequence's tokens depend on the model, its prompt, seed and sampling alone: not on drafts,
- * on the sequences beside it, or on whether its prompt came from a checkpoint. (On CUDA the ops of a step
- * are checked for it on compute capability 9.0, but for weights of the IQ1, IQ2 and IQ3 types: those and other GPUs
- * have ggml's matmul, which changes a row's last bits with the number of rows of a step.)
+ * What is promised: a sequence's tokens depend on the model, its prompt, seed and sampling alone: not on drafts, on
+ * the sequences beside it, or on whether its prompt came from a checkpoint. (Of GPUs this holds for compute
+ * capability 9.0, but for weights of the IQ1, IQ2 and IQ3 types: those and other GPUs have ggml's matmul, which
+ * changes a row's last bits with the number of rows of a step.)
  *
  * Conventions
  * - Every function returns a luce_status unless stated; results go to out-parameters, which are
@@ -98,9 +98,7 @@ typedef struct luce_device_info {
     uint64_t memory_free; /* bytes, now */
     uint64_t memory_total; /* bytes */
     int32_t is_gpu;
-    int32_t
-        exact; /* 1 where a row of a step has the same bits beside any other rows: on the CPU, and on a GPU whose
-                      matmuls are luce's own, but for weights of the IQ1, IQ2 and IQ3 types there */
+    int32_t exact; /* 1: a row of a step has the same bits beside any others, as "What is promised" says */
 } luce_device_info;
 
 /* Number of devices; index 0 is what `auto` takes (a CUDA device if there is one, else the CPU). */
