@@ -15,10 +15,10 @@
  *   4 commit  append the accepted rows to the sequence; rejected rows leave no trace
  *   Plain decoding is a round without candidates.
  *
- * What is promised: a sequence's tokens depend on the model, its prompt, seed and sampling alone: not on drafts, on
- * the sequences beside it, or on whether its prompt came from a checkpoint. (Of GPUs this holds for compute
- * capability 9.0, but for weights of the IQ1, IQ2 and IQ3 types: those and other GPUs have ggml's matmul, which
- * changes a row's last bits with the number of rows of a step.)
+ * What is promised: a sequence's tokens depend on the model, its prompt, seed and sampling alone: not on drafts,
+ * on the sequences beside it, or on whether its prompt came from a checkpoint. (On CUDA the ops of a step are
+ * checked for it on compute capability 9.0, but for weights of the IQ1, IQ2 and IQ3 types: those and other GPUs
+ * have ggml's matmul, which changes a row's last bits with the number of rows of a step.)
  *
  * Conventions
  * - Every function returns a luce_status unless stated; results go to out-parameters, which are
@@ -260,8 +260,7 @@ typedef struct luce_engine_info {
 } luce_engine_info;
 LUCE_API luce_status luce_engine_get_info(luce_engine *engine, luce_engine_info *out);
 
-/* What steps cost over short contexts, measured when the engine was opened, as the caller sees them: from the call
- * to the choices on the host. */
+/* What steps cost over short contexts, measured at the engine's opening from the call to the choices on the host. */
 typedef struct luce_cost {
     uint32_t rows; /* of the step */
     uint32_t drafts; /* 0: a verify of `rows` rows; 1: one more draft of the NextN head for each of `rows`
