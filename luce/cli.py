@@ -15,7 +15,6 @@ import luce
 from luce import _native, stdout
 from luce.choice_flags import choice_options, grammar_of, penalties_of
 from luce.command import (
-    BOX,
     KV_TYPES,
     MAX_U32,
     Commands,
@@ -28,6 +27,7 @@ from luce.command import (
 from luce.engine import Engine, Files
 from luce.errors import ContextFull, FileError, LuceError, about
 from luce.fit import fits
+from luce.hub import hf_option, model_path
 from luce.plan import (
     DEFAULT_BUDGET,
     DEFAULT_GAMMA,
@@ -49,6 +49,7 @@ from luce.writer import Writer
     cls=Commands,
     later={
         "bench": ("luce.bench.cli", "Measure decoding: every mode beside plain, in one run."),
+        "chat": ("luce.talk", "Talk with a model in the terminal."),
         "convert": ("luce.convert.cli", "Convert a checkpoint to GGUF."),
         "serve": ("luce.server.cli", "Answer requests over HTTP."),
     },
@@ -97,6 +98,7 @@ def cli(version: bool) -> None:
     type=FilePath(path_type=Path),
     help="The model: a GGUF, or the first of its parts.  [default: luce's own, which writes Python]",
 )
+@hf_option
 @click.option(
     "-n",
     "--max-tokens",
@@ -240,7 +242,8 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
         raise click.UsageError(problem)
     stdout.put("")  # fails where it is closed, before there is work to lose
     with ExitStack() as opened, Display(flags["quiet"], flags["verbose"]) as display:
-        files = opened.enter_context(Files(gguf or BOX, flags["mtp_gguf"], flags["device"], flags["draft"]))
+        model = model_path(gguf, flags["hf"])
+        files = opened.enter_context(Files(model, flags["mtp_gguf"], flags["device"], flags["draft"]))
         with about(files.file.path):
             require_supported(files.facts)
         most = flags["ctx"] or files.facts.context_length or MAX_U32
@@ -404,7 +407,8 @@ def devices(as_json: bool) -> None:
 
 
 @cli.command("probe-gguf")
-@click.argument("path", type=FilePath(path_type=Path))
+@click.argument("path", type=FilePath(path_type=Path), required=False)
+@hf_option
 @click.option("--json", "as_json", is_flag=True, help="Print one object.")
 @click.option("--tensors", is_flag=True, help="List every tensor too.")
 @click.option("--ctx", type=click.IntRange(1, MAX_U32), help="Positions to state the memory for.")
@@ -419,7 +423,7 @@ def devices(as_json: bool) -> None:
     metavar="auto|cpu|cuda[:N]",
     help="Whose memory it is to fit into.",
 )
-def probe_gguf(path: Path, as_json: bool, tensors: bool, **flags: Any) -> None:
+def probe_gguf(path: Path | None, hf: str | None, as_json: bool, tensors: bool, **flags: Any) -> None:
     """Say what a GGUF holds, whether luce can run it, and whether it fits into the memory.
 
     \b
@@ -427,6 +431,9 @@ def probe_gguf(path: Path, as_json: bool, tensors: bool, **flags: Any) -> None:
       luce probe-gguf model.gguf --ctx 32768
       luce probe-gguf model.gguf --json | jq .quantization
     """
+    if path is None and hf is None:
+        raise click.UsageError("Missing argument 'PATH'.")
+    path = model_path(path, hf)
     with Files(path, flags["mtp_gguf"], flags["device"], flags["draft"]) as files:
         with about(path):
             facts = probe(files.file, flags["ctx"], flags["device"] or "auto")

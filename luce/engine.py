@@ -175,15 +175,23 @@ class Engine:
                 (drafter,) = _drafters(draft, sequence, self.info.n_top)
                 return Fixed(drafter, drafter.most, budget)
 
-    def generate(self, request: Request, cancelled: Callable[[], bool] = lambda: False) -> Iterator[Event]:
+    def generate(
+        self,
+        request: Request,
+        cancelled: Callable[[], bool] = lambda: False,
+        prefixes: Prefixes | None = None,
+    ) -> Iterator[Event]:
         """The events of one generation, up to exactly one Finished or Failed. `cancelled` is asked between
-        steps."""
-        with closing(self.run([request], cancelled)) as running:
+        steps. prefixes: as generation() has them."""
+        with closing(self.run([request], cancelled, prefixes)) as running:
             for _, event in running:
                 yield event
 
     def run(
-        self, requests: Sequence[Request], cancelled: Callable[[], bool] = lambda: False
+        self,
+        requests: Sequence[Request],
+        cancelled: Callable[[], bool] = lambda: False,
+        prefixes: Prefixes | None = None,
     ) -> Generator[tuple[int, Event], None, None]:
         """The events of several generations, as many at once as the engine has sequences: (index of the
         request, event)."""
@@ -194,7 +202,7 @@ class Engine:
                 while waiting and loop.running < self.info.n_sequences:
                     at = waiting.popleft()
                     try:
-                        generation = self.generation(requests[at], cancelled)
+                        generation = self.generation(requests[at], cancelled, prefixes)
                     except LuceError as error:
                         yield at, Failed(error, State.IDLE)
                     else:

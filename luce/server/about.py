@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import luce
-from luce.server.ask import Refused, ordered
+from luce.server.ask import Refused
 from luce.server.body import read, reply
 from luce.server.models import Slot
 from luce.server.openai import ChatBody, chat_ask
@@ -115,7 +115,7 @@ async def detokenize(server: Server, request: Request) -> Response:
 async def apply_template(server: Server, request: Request) -> Response:
     ask = chat_ask(await read(request, ChatBody))
     served = await server.models.get(ask.model)
-    tokens = await served.prompt(ordered(ask.messages), [t.as_template for t in ask.tools], ask.variables)
+    tokens = await served.prompt(ask)
     return reply({"prompt": served.tokenizer.decode(tokens, special=True), "tokens": tokens})
 
 

@@ -14,7 +14,7 @@ from luce.errors import ArgumentError, Cancelled, ContextFull, LuceError
 from luce.generation import Event, Failed, Finished, Started, Tokens
 from luce.grammar import Matcher
 from luce.plan import Request
-from luce.server.ask import Ask, Refused, TooLong, ordered
+from luce.server.ask import Ask, Refused, TooLong
 from luce.server.dialect import END_THINK, THINK, Call, Parser, Piece, Reasoning, Text
 from luce.server.grammar import call_grammar, json_grammar
 from luce.server.models import Served
@@ -63,6 +63,7 @@ class Answer:
 
     def __init__(self, model: Served, ask: Ask, watch: Watch):
         self.model, self.ask = model, ask
+        model.users += 1
         self.usage, self.reason = Usage(), ""
         self.stop_string: str | None = None
         self.created = int(time.time())
@@ -78,7 +79,7 @@ class Answer:
 
     async def begin(self) -> None:
         """Makes the prompt and hands it to the engine. Refused: nothing of it runs."""
-        prompt = await self.prompt()
+        prompt = await self._prompt()
         n_ctx, new = self.model.info.n_ctx, self.ask.max_tokens
         if not prompt:
             raise Refused(400, "the prompt is empty", param="prompt")
@@ -113,8 +114,7 @@ class Answer:
             raise Refused(503, str(busy), "busy", retry_after=busy.retry_after) from busy
         self._job = job
 
-    async def prompt(self) -> list[int]:
-        """The prompt's tokens."""
+    async def _prompt(self) -> list[int]:
         ask = self.ask
         if ask.prompt is not None:
             if isinstance(ask.prompt, str):
@@ -123,8 +123,7 @@ class Answer:
             if any(not 0 <= token < n_vocab for token in ask.prompt):
                 raise Refused(400, f"a token is none of {n_vocab}", param="prompt")
             return list(ask.prompt)
-        tools = [] if ask.choice == "none" else [tool.as_template for tool in ask.tools]
-        ids = await self.model.prompt(ordered(ask.messages), tools, ask.variables)
+        ids = await self.model.prompt(ask)
         tail = self.model.tokenizer.decode(ids[-8:], special=True).rstrip()
         schemas = {} if ask.choice == "none" else {tool.name: tool.parameters for tool in ask.tools}
         self._parser = Parser(schemas, reasoning=tail.endswith(THINK) and not tail.endswith(END_THINK))
@@ -237,6 +236,7 @@ class Answer:
         if self._done:
             return
         self._done = True
+        self.model.users -= 1
         if self._job is not None and self.finished is None:
             self.model.scheduler.cancel(self._job)
         seconds = time.perf_counter() - self._began

@@ -197,8 +197,8 @@ async def messages(server: Server, request: Request) -> Response:
 
 async def count_tokens(server: Server, request: Request) -> Response:
     ask = anthropic.messages_ask(await read(request, anthropic.MessagesBody))
-    answer = Answer(await server.models.get(ask.model), ask, server.watch)
-    return reply({"input_tokens": len(await answer.prompt())})
+    served = await server.models.get(ask.model)
+    return reply({"input_tokens": len(await served.prompt(ask))})
 
 
 class Guarded:

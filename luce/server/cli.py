@@ -14,6 +14,7 @@ import uvicorn
 from luce.cli import misplaced
 from luce.command import BOX, KV_TYPES, MAX_U32, FilePath, Finite, device_name
 from luce.errors import LuceError
+from luce.hub import fetch, hf_option
 from luce.plan import DEFAULT_GAMMA, MAX_BUDGET, MAX_GAMMA, SPECS, Options
 from luce.server.app import LOOPBACK, Access, make_app
 from luce.server.models import CPU_CHUNK, GPU_CHUNK, Models, Settings
@@ -36,7 +37,7 @@ def named_paths(ctx: click.Context, param: click.Parameter, values: tuple[str, .
         if name in found:
             raise click.BadParameter(f"two models are named {name!r}: name them, name=path.", ctx, param)
         found[name] = Path(path)
-    return found or {"box": BOX}
+    return found
 
 
 @click.command()
@@ -50,6 +51,7 @@ def named_paths(ctx: click.Context, param: click.Parameter, values: tuple[str, .
     metavar="[NAME=]PATH",
     help="A model; may be repeated, each is loaded at first use.  [default: luce's own]",
 )
+@hf_option
 @click.option("--alias", help="The name of the model, where there is one.  [default: its file's]")
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen at.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0: a free one.")
@@ -147,7 +149,7 @@ def named_paths(ctx: click.Context, param: click.Parameter, values: tuple[str, .
 )
 @click.option("--log-json", is_flag=True, help="An object for each request on stderr, instead of a line.")
 @click.option("--quiet", is_flag=True, help="Nothing on stderr but errors.")  # fmt: skip
-def serve(models: Mapping[str, Path], **flags: Any) -> None:
+def serve(models: Mapping[str, Path], hf: str | None, **flags: Any) -> None:
     """Answer requests over HTTP: OpenAI's, Anthropic's and Ollama's APIs.
 
     A line for each request goes to stderr. Ctrl-C ends the server.
@@ -158,6 +160,9 @@ def serve(models: Mapping[str, Path], **flags: Any) -> None:
       luce serve --gguf model.gguf --ctx 65536 --parallel 8
       luce serve --gguf big=a.gguf --gguf small=b.gguf --cache-dir prompts
     """
+    if hf is not None:
+        models = {**models, hf: fetch(hf)}
+    models = models or {"box": BOX}
     if problem := contradiction(models, flags):
         raise click.UsageError(problem)
     if flags["alias"]:

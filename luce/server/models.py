@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ from luce.errors import LuceError, OutOfMemory, about
 from luce.fit import total
 from luce.grammar import Grammars
 from luce.plan import Options
-from luce.server.ask import Refused
+from luce.server.ask import Ask, Refused, ordered
 from luce.server.cache import PrefixCache
 from luce.server.disk import DiskCache
 from luce.server.scheduler import Scheduler
@@ -60,6 +60,7 @@ class Served:
                 with about(path):
                     self.template = chat_template(files.file.kv)
                 opened.callback(self.template.close)
+            self.users = 0  # requests that hold it
             self.defaults = _sampling(files.file.kv)
             self.grammars = Grammars(self.tokenizer)
             self.cache = None
@@ -74,19 +75,15 @@ class Served:
             self._prompts = opened.enter_context(ThreadPoolExecutor(1, "luce-prompts"))
             self._opened = opened.pop_all()
 
-    async def prompt(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any],
-    ) -> list[int]:
+    async def prompt(self, ask: Ask) -> list[int]:
         """The tokens of a conversation. Refused: there is no template, or it fails."""
         template = self.template
         if template is None:
             raise Refused(400, "the model has no chat template: ask /v1/completions")
+        tools = [] if ask.choice == "none" else [tool.as_template for tool in ask.tools]
 
         def make() -> list[int]:
-            return prompt_ids(template, self.tokenizer, messages, list(tools) or None, **variables)
+            return prompt_ids(template, self.tokenizer, ordered(ask.messages), tools or None, **ask.variables)
 
         return await self._in_thread(make)
 
@@ -163,7 +160,6 @@ class Slot:
     path: Path
     served: Served | None = None
     used: float = 0.0
-    users: int = 0
 
 
 class Models:
@@ -193,13 +189,9 @@ class Models:
         slot = self.slots[self.name_of(asked)]
         slot.used = time.time()
         if slot.served is None:
-            slot.users += 1
-            try:
-                async with self._loading:
-                    if slot.served is None:
-                        slot.served = await self._load(slot)
-            finally:
-                slot.users -= 1
+            async with self._loading:
+                if slot.served is None:
+                    slot.served = await self._load(slot)
         return slot.served
 
     async def _load(self, slot: Slot) -> Served:
@@ -211,7 +203,7 @@ class Models:
                 idle = [
                     other
                     for other in self.slots.values()
-                    if other.served and other.served.scheduler.idle and not other.users
+                    if other.served and not other.served.users and other.served.scheduler.idle
                 ]
                 if not idle:
                     raise Refused(503, str(error), "busy", retry_after=10) from error

@@ -1,0 +1,184 @@
+"""`luce chat`: a conversation in the terminal. Each turn is read from where it differs from the one
+before."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import click
+
+from luce import stdout
+from luce.chat import BoundedTemplate, chat_template, prompt_ids
+from luce.command import KV_TYPES, MAX_U32, CtrlC, FilePath, Finite, device_name
+from luce.engine import Engine, Files
+from luce.errors import ContextFull, LuceError, about
+from luce.generation import Failed, Finished, Tokens
+from luce.hub import hf_option, model_path
+from luce.plan import SPECS, Options, Request, require_supported
+from luce.render import Display
+from luce.server.cache import PrefixCache
+from luce.server.dialect import END_THINK, THINK, Parser, Reasoning, Text
+from luce.structs import Sampling
+
+HELP = """\
+/help          this
+/clear         forget the conversation
+/system TEXT   say who the model is, and forget the conversation
+/think         let the model think before it answers, or no longer
+/quit          end; so does Ctrl-D
+A line that ends with \\ goes on in the next one. Ctrl-C stops an answer.
+"""
+QUOTE = '"""'
+
+
+@click.command()
+@click.option("-m", "--gguf", "--model", "gguf", type=FilePath(path_type=Path), help="The model.")
+@hf_option
+@click.option("--system", help="Who the model is.")
+@click.option("--think/--no-think", default=None, help="Let the model think before it answers, or not.")
+@click.option(
+    "-n",
+    "--max-tokens",
+    type=click.IntRange(1, MAX_U32),
+    default=2048,
+    show_default=True,
+    help="Of an answer, at most.",
+)
+@click.option("--temp", type=Finite(min=0), default=0.6, show_default=True, help="0 is greedy.")
+@click.option("--top-k", type=click.IntRange(0, 2**31 - 1), default=20, show_default=True)
+@click.option("--top-p", type=Finite(min=0, max=1, min_open=True), default=0.95, show_default=True)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**64 - 1),
+    default=0,
+    show_default=True,
+    help="The same seed gives the same conversation.",
+)
+@click.option(
+    "--ctx", type=click.IntRange(1, MAX_U32), help="Positions.  [default: 8192, or what was trained]"
+)
+@click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads.")
+@click.option(
+    "--device",
+    callback=device_name,
+    default="auto",
+    show_default=True,
+    metavar="auto|cpu|cuda[:N]",
+    help="Where to run.",
+)
+@click.option("--kv-type", type=click.Choice(KV_TYPES), help="Type of the KV cache.  [default: f16]")
+@click.option("--spec", type=click.Choice(SPECS), help="What is drafted.  [default: auto]")
+@click.option("--mtp-gguf", type=FilePath(path_type=Path), help="Take the NextN head from this GGUF.")
+def chat(gguf: Path | None, hf: str | None, **flags: Any) -> None:
+    """Talk with a model. /help says what else can be done.
+
+    \b
+    Examples:
+      luce chat --gguf model.gguf
+      luce chat --hf OWNER/REPO --system "You are terse."
+    """
+    path = model_path(gguf, hf)
+    with Files(path, flags["mtp_gguf"], flags["device"]) as files, Display() as display:
+        with about(path):
+            require_supported(files.facts)
+            template = chat_template(files.file.kv)
+        display.spin("loading the model")
+        ctx = flags["ctx"] or min(8192, files.facts.context_length or 8192)
+        options = Options(
+            ctx=ctx, kv_type=flags["kv_type"], threads=flags["threads"], spec=flags["spec"], checkpoints=8
+        )
+        with closing(template), Engine.open(files, options, display.loading) as engine:
+            display.clear()
+            talk = Talk(engine, template, flags)
+            for said in lines():
+                if not talk.hear(said):
+                    break
+
+
+def lines() -> Iterator[str]:
+    """What is typed, a message at a time, with a history of it where readline is there."""
+    with suppress(ImportError):
+        import readline  # noqa: F401  input() uses it
+    prompt, on = ("> ", ". ") if sys.stdin.isatty() else ("", "")
+    while True:
+        try:
+            text = input(prompt)
+            while text.endswith("\\") or text.count(QUOTE) % 2:
+                text = text.removesuffix("\\") + "\n" + input(on)
+        except KeyboardInterrupt:
+            stdout.put("\n")
+            continue
+        except EOFError:
+            return
+        yield text.replace(QUOTE, "").strip()
+
+
+class Talk:
+    """A conversation: what was said, and the beginnings of its prompts that are kept."""
+
+    def __init__(self, engine: Engine, template: BoundedTemplate, flags: dict[str, Any]):
+        self._engine, self._template, self._flags = engine, template, flags
+        self._cache = PrefixCache(engine.native, engine.tokenizer)
+        self._think: bool | None = flags["think"]
+        self._system: str | None = flags["system"]
+        self._messages: list[dict[str, Any]] = []
+
+    def hear(self, said: str) -> bool:
+        """A message or a command; False: that was all."""
+        command, _, rest = said.partition(" ")
+        if command == "/quit":
+            return False
+        if command == "/help":
+            stdout.put(HELP)
+        elif command in ("/clear", "/system"):
+            self._messages = []
+            self._system = rest or None if command == "/system" else self._system
+        elif command == "/think":
+            self._think = not self._think
+            stdout.put(f"thinking is {'on' if self._think else 'off'}\n")
+        elif command.startswith("/") and command[1:].isalpha():
+            stdout.put(f"{command} is no command: /help\n")
+        elif said:
+            self._messages.append({"role": "user", "content": said})
+            try:
+                self._messages.append(self._answer())
+            except LuceError as error:
+                self._messages.pop()
+                more = "; /clear begins anew" if isinstance(error, ContextFull) else ""
+                click.echo(f"Error: {error}{more}", err=True)
+        return True
+
+    def _answer(self) -> dict[str, Any]:
+        """The model's message, which is printed as it comes."""
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        tokenizer, flags = self._engine.tokenizer, self._flags
+        ids = prompt_ids(self._template, tokenizer, [*system, *self._messages], enable_thinking=self._think)
+        if len(ids) >= self._engine.info.n_ctx:
+            raise ContextFull(f"{len(ids)} tokens were said, a context of {self._engine.info.n_ctx}")
+        sampling = Sampling(flags["temp"], flags["top_k"], flags["top_p"], 0.0, flags["seed"])
+        if not flags["temp"]:
+            sampling = Sampling()
+        parser = Parser(reasoning=tokenizer.decode(ids[-8:], special=True).rstrip().endswith(THINK))
+        thought, text = "", ""
+        with CtrlC() as ctrl_c:
+            ctrl_c.on_press = self._engine.cancel
+            request = Request(tuple(ids), flags["max_tokens"], sampling)
+            for event in self._engine.generate(request, lambda: ctrl_c.pressed, self._cache):
+                if isinstance(event, Failed):
+                    raise event.error
+                if isinstance(event, Tokens):
+                    stdout.put(event.text)
+                    pieces = parser.push(event.text)
+                elif isinstance(event, Finished):
+                    pieces = parser.flush()
+                else:
+                    continue
+                thought += "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+                text += "".join(piece.text for piece in pieces if isinstance(piece, Text))
+        stdout.put("\n")
+        message = {"role": "assistant", "content": text.removesuffix(END_THINK)}
+        return message | ({"reasoning_content": thought} if thought else {})

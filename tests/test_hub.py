@@ -1,0 +1,91 @@
+"""Models of a hub: a stand-in on this machine says what the hub says."""
+
+import hashlib
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from huggingface_hub import constants
+
+from luce.errors import FileError
+from luce.hub import chosen, fetch, parts_of
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """hub(files): its address; asked: the paths that were asked for."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    servers = []
+
+    def start(files):
+        class Handler(BaseHTTPRequestHandler):
+            asked = []
+
+            def do_HEAD(self):
+                self.do_GET()
+
+            def do_GET(self):
+                self.asked.append((self.command, self.path))
+                name = self.path.partition("/resolve/main/")[2]
+                if self.path.startswith("/api/models/owner/repo/tree/main"):
+                    tree = [
+                        {"type": "file", "path": each, "size": len(files[each]), "oid": "0"} for each in files
+                    ]
+                    self._say(200, {}, json.dumps(tree).encode())
+                elif name in files:
+                    etag = hashlib.sha256(files[name]).hexdigest()
+                    self._say(200, {"X-Repo-Commit": COMMIT, "ETag": f'"{etag}"'}, files[name])
+                else:
+                    self._say(404, {"X-Error-Code": "EntryNotFound"}, b"{}")
+
+            def _say(self, status, headers, body):
+                self.send_response(status)
+                for key, value in {**headers, "Content-Length": len(body)}.items():
+                    self.send_header(key, str(value))
+                self.end_headers()
+                if self.command == "GET":
+                    self.wfile.write(body)
+
+            def log_message(self, *_):
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return f"http://127.0.0.1:{server.server_port}", Handler.asked
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_file_is_downloaded_once(hub):
+    url, asked = hub({"model-Q4_K_M.gguf": b"weights", "model-Q8_0.gguf": b"more", "README.md": b"x"})
+    path = fetch("owner/repo", url)
+    assert path.name == "model-Q4_K_M.gguf" and path.read_bytes() == b"weights"
+    assert fetch("owner/repo:model-Q8_0.gguf", url).read_bytes() == b"more"
+    before = [each for each in asked if each[0] == "GET" and "resolve" in each[1]]
+    assert fetch("owner/repo", url) == path
+    assert [each for each in asked if each[0] == "GET" and "resolve" in each[1]] == before
+
+
+def test_what_is_not_there_is_named(hub):
+    url, _ = hub({"a.gguf": b"1", "b.gguf": b"2"})
+    with pytest.raises(FileError, match="owner/repo:none.gguf"):
+        fetch("owner/repo:none.gguf", url)
+    with pytest.raises(FileError, match="a.gguf, b.gguf"):
+        fetch("owner/repo", url)
+    with pytest.raises(FileError, match="no REPO"):
+        fetch("../../etc/passwd", url)
+
+
+def test_parts_and_preferences():
+    assert parts_of("m-00001-of-00003.gguf") == [f"m-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
+    split = ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf", "mmproj-F16.gguf"]
+    assert chosen(split, "r") == split[0]
+    with pytest.raises(FileError, match="no GGUF"):
+        chosen(["mmproj-F16.gguf", "config.json"], "r")
