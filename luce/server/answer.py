@@ -86,6 +86,7 @@ class Answer:
         if len(prompt) > n_ctx:
             raise TooLong(len(prompt), n_ctx)
         self.usage.prompt = len(prompt)
+        grammar = await self.model.in_thread(self._grammar)
         sampling = {"seed": secrets.randbits(64)} | self.model.defaults | dict(self.ask.sampling)
         try:
             request = Request(
@@ -95,7 +96,7 @@ class Answer:
                 self.ask.stops,
                 self.ask.ignore_eos,
                 penalties=Penalties(**self.ask.penalties),
-                grammar=self._grammar(),
+                grammar=grammar,
                 logprobs=self.ask.logprobs,
             )
         except LuceError as error:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from luce import _native
 from luce.chat import KEY, BoundedTemplate, chat_template, prompt_ids
@@ -23,6 +23,7 @@ from luce.server.cache import PrefixCache
 from luce.server.disk import DiskCache
 from luce.server.scheduler import Scheduler
 
+T = TypeVar("T")
 MAX_DEFAULT_CTX = 32768
 GPU_CHUNK, CPU_CHUNK = 1024, 256  # prompt tokens of a step
 RECOMMENDED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.0}  # Qwen's own, for precise tasks
@@ -85,13 +86,14 @@ class Served:
         def make() -> list[int]:
             return prompt_ids(template, self.tokenizer, ordered(ask.messages), tools or None, **ask.variables)
 
-        return await self._in_thread(make)
+        return await self.in_thread(make)
 
     async def encode(self, text: str, add_bos: bool = True) -> list[int]:
         """The tokens of plain text."""
-        return await self._in_thread(lambda: self.tokenizer.encode(text, special=False, add_bos=add_bos))
+        return await self.in_thread(lambda: self.tokenizer.encode(text, special=False, add_bos=add_bos))
 
-    async def _in_thread(self, make: Callable[[], list[int]]) -> list[int]:
+    async def in_thread(self, make: Callable[[], T]) -> T:
+        """What takes a while, one at a time. Refused: it failed."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._prompts, make)
         except LuceError as error:

@@ -1,0 +1,67 @@
+"""Several models: loaded at first use, unloaded when another needs the memory, never while one is asked."""
+
+import shutil
+
+import httpx
+import pytest
+from serving import serving, settings, until
+
+from luce.errors import OutOfMemory
+from luce.server import models
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    """Memory for one model alone."""
+    held = []
+
+    class Narrow(models.Served):
+        def __init__(self, path, how):
+            if held:
+                raise OutOfMemory("needed 2, free 1")
+            super().__init__(path, how)
+            held.append(self)
+
+        def close(self):
+            held.remove(self)
+            super().close()
+
+    monkeypatch.setattr(models, "Served", Narrow)
+
+
+@pytest.fixture
+def two(narrow, endless, tmp_path):
+    """A server of two models, a and b."""
+    other = shutil.copy(endless, tmp_path / "b.gguf")
+    with serving({"a": endless, "b": other}, settings(ctx=20_000, checkpoints=0, spec="off")) as server:
+        yield server
+
+
+def ask(server, model, **more):
+    return server.post("/v1/completions", model=model, prompt="x", max_tokens=2, temperature=0, **more)
+
+
+def loaded(server):
+    return [each["id"] for each in server.http.get("/v1/models").json()["data"] if each["loaded"]]
+
+
+def test_models_come_and_go(two):
+    assert loaded(two) == []
+    refused = ask(two, "any")
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "model"
+    assert ask(two, "nobody").status_code == 404
+    assert ask(two, "a").status_code == 200 and loaded(two) == ["a"]
+    assert ask(two, "any").json()["model"] == "any"
+    assert ask(two, "b").status_code == 200 and loaded(two) == ["b"]
+    assert all(each["last_used_ms"] for each in two.http.get("/v1/models").json()["data"])
+
+
+def test_a_model_that_is_asked_stays(two):
+    asked = {"model": "a", "prompt": "x", "max_tokens": 19_000, "temperature": 0, "stream": True}
+    with httpx.stream("POST", f"{two.url}/v1/completions", json=asked, timeout=60) as response:
+        parts = response.iter_bytes()
+        next(parts)
+        refused = ask(two, "b")
+        assert refused.status_code == 503 and refused.headers["retry-after"] and loaded(two) == ["a"]
+    until(lambda: two.scheduler.idle, "the first model is free")
+    until(lambda: ask(two, "b").status_code == 200, "the second one takes its place")
