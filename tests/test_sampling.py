@@ -57,7 +57,7 @@ def test_a_temperature_near_zero_takes_a_largest_logit(native, row, temperature,
     for position in range(4):
         token = native.sample(logits, sampling, position)
         gap = float(logits.max()) - float(logits[token])
-        assert gap <= 88 * temperature, "exp of less is no number"
+        assert gap <= 28 * max(temperature, 6e-39), "it could never win"
 
 
 def test_equal_logits_share_at_any_temperature(native):

@@ -176,7 +176,7 @@ typedef struct luce_model_params {
 typedef struct luce_sampling {
     uint64_t struct_size;
     uint64_t seed;
-    float temperature; /* 0: greedy, the lowest id on a tie; >= 0 */
+    float temperature; /* 0: greedy, the lowest id on a tie; >= 0. Below 6e-39 it counts as 6e-39 */
     float top_p; /* (0, 1]; 0 = off (1) */
     float min_p; /* [0, 1); 0 = off */
     int32_t top_k; /* 0 = off; >= 0 */
