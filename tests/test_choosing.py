@@ -1,10 +1,12 @@
 """Penalties, masks and log-probabilities: by definition, by row, and with the tokens of plain decoding."""
 
+from contextlib import ExitStack
+
 import drive
 import numpy as np
 import pytest
 import tiny
-from box_model import GGUF, PROMPTS
+from box_model import DRAFTER, GGUF, PROMPTS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from op_run import penalise
@@ -192,10 +194,14 @@ class Turns:
 
 @pytest.fixture(scope="module")
 def engines(device):
-    with Files(GGUF, device=device) as files:
-        plain = Engine.open(files, Options(ctx=256, threads=1, spec="off"))
-        with plain, Engine.open(files, Options(ctx=256, threads=1, spec="mtp", gamma=3)) as drafting:
-            yield plain, drafting
+    """Plain, then one for each way to draft: chains, trees with blocks, the text's own words."""
+    ways = {"mtp": {"gamma": 3}, "dflash": {"budget": 12}, "lookup": {"budget": 6}}
+    with Files(GGUF, device=device, drafter=DRAFTER) as files, ExitStack() as opened:
+        options = [Options(ctx=256, threads=1, spec=spec, **more) for spec, more in ways.items()]
+        yield [
+            opened.enter_context(Engine.open(files, each))
+            for each in (Options(ctx=256, threads=1, spec="off"), *options)
+        ]
 
 
 def outcome(engine: Engine, request: Request) -> tuple[Finished, list[Logprobs]]:
@@ -213,17 +219,19 @@ def outcome(engine: Engine, request: Request) -> tuple[Finished, list[Logprobs]]
     ),
     turns=st.none() | st.integers(1, 40),
     top=st.sampled_from([None, 0, 3]),
+    way=st.integers(1, 3),
 )
-def test_drafts_change_no_token(engines, prompt, penalties, sampling, turns, top):
+def test_drafts_change_no_token(engines, prompt, penalties, sampling, turns, top, way):
     """With every mix of penalties, sampling, a grammar and log-probabilities."""
     ids = engines[0].tokenizer.encode(prompt)
     n_vocab = engines[0].model.info.n_vocab
     grammar = (lambda: Turns(n_vocab, 3, turns)) if turns else None
     request = Request(tuple(ids), 32, sampling, (), True, penalties, grammar, top)
-    (plain, plain_logprobs), (drafted, logprobs) = (outcome(engine, request) for engine in engines)
+    (plain, plain_logprobs), (drafted, logprobs) = (outcome(engines[at], request) for at in (0, way))
     assert (plain.tokens, plain.text, plain.reason) == (drafted.tokens, drafted.text, drafted.reason)
     assert plain.reason == ("stop" if turns and turns <= 32 else "length")
-    assert len(plain.tokens) == min(32, turns or 32) and drafted.stats.drafted > 0 or turns == 1
+    assert len(plain.tokens) == min(32, turns or 32)
+    assert drafted.stats.drafted > 0 or way == 3 or turns == 1
     assert logprobs == plain_logprobs and len(logprobs) == (0 if top is None else len(plain.tokens))
 
 
