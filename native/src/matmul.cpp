@@ -125,7 +125,10 @@ static void add_rowmm(const StepBuild &b, const std::vector<ggml_tensor *> &weig
     if (n == 0) {
         return;
     }
-    const MatmulInput form = all ? in : plain(input_values(b, in)); // ggml's matmul needs the values too
+    const bool packs =
+        in.kind != ROWMM_HEAD_RMS || in.w->ne[0] >= 32; // a head of fewer values it does not norm
+    const MatmulInput form =
+        all && packs ? in : plain(input_values(b, in)); // ggml's matmul needs the values too
     args[0] = made_input(b, form, true, [&] { return packed(b, form); });
     const CustomOp &op = *find_op(residual != nullptr ? "rowmm_add" : "rowmm");
     ggml_tensor *y = add_op(b.ctx, op, GGML_TYPE_F32, n, 1, args.data(), int(args.size()), &T, 1);
