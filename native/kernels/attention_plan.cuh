@@ -199,10 +199,26 @@ __device__ void Plan::count(const AttentionParams &a, int most_rows) {
 }
 
 // Worker j has of each kind as many units as bring the work of workers 0 .. j, so far, closest to their share of it
-// from below; none where a larger unit is more than that. Thread j is worker j.
+// from below; none where a larger unit is more than that. Thread j is worker j. Where there are no more units than
+// workers, the first ones have one each: these blocks come up first.
 __device__ void Plan::share_out() {
     const int j = threadIdx.x, lane = j % WARP, warp = j / WARP, workers = int(gridDim.x),
               me = int(blockIdx.x);
+    int32_t total = 0;
+#pragma unroll
+    for (int k = 0; k < UNIT_KINDS; k++) {
+        total += ends[k][MAX_ROWS - 1];
+    }
+    if (total <= workers) {
+        int32_t before = 0;
+        for (int k = 0; k < UNIT_KINDS && j == 0; k++) {
+            const int32_t units = ends[k][MAX_ROWS - 1];
+            first[k] = min(max(me - before, 0), units);
+            last[k] = min(max(me + 1 - before, 0), units);
+            before += units;
+        }
+        return;
+    }
     uint32_t all = 0, mine = 0; // work: of all workers; of workers 0 .. j
     for (int k = 0; k < UNIT_KINDS; k++) {
         const int32_t units = ends[k][MAX_ROWS - 1];
