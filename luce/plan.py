@@ -15,7 +15,7 @@ DEFAULT_CTX = 4096
 DEFAULT_GAMMA = 2  # where a chain is asked for without a length
 MAX_GAMMA = 8  # LUCE_MAX_DRAFT
 MAX_THREADS = 16  # that are taken without being asked for: more seldom help
-NEXT_BEST = 8  # candidates that are kept of a draft where trees are made of chains
+MAX_TOP = 63  # LUCE_MAX_TOP: candidates that are kept of a draft; samples come of all of them
 AUTO_BUDGET = 31  # candidates of a round, at most, where luce chooses
 DEFAULT_BUDGET = 15  # candidates of a round, where a lookup is asked for without a number
 MAX_BUDGET = 63  # LUCE_MAX_ROWS less the anchor's
@@ -98,7 +98,7 @@ class Mtp:
 
     @property
     def ranks(self) -> int:
-        return min(self.budget or 0, NEXT_BEST)
+        return MAX_TOP if self.budget else 0
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Auto:
 
     @property
     def ranks(self) -> int:
-        return min(self.budget, NEXT_BEST) if self.gamma or self.block else 0
+        return MAX_TOP if self.gamma or self.block else 0
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Dflash:
 
     @property
     def ranks(self) -> int:
-        return self.budget or 0
+        return MAX_TOP if self.budget else 0
 
 
 # Of each, chain: drafts of the NextN head a round; block: those of a DFlash drafter; candidates: of all

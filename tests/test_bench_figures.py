@@ -49,15 +49,33 @@ def record(mode: str, case: int, decode_s: float, turn: int = 0, tokens: int = 2
 
 
 def test_modes_are_read_and_named():
-    assert parse_modes("plain, mtp,mtp:3,auto,lookup,lookup:63,dflash:07") == [
+    assert parse_modes("plain, mtp,mtp:3,auto,lookup,lookup:63,dflash:07,mtp-tree:3:12") == [
         Mode("plain", "off"), Mode("mtp", "mtp"), Mode("mtp:3", "mtp", 3), Mode("auto", "auto"),
         Mode("lookup", "lookup"), Mode("lookup:63", "lookup", None, 63), Mode("dflash:7", "dflash", None, 7),
+        Mode("mtp-tree:3:12", "mtp", 3, 12),
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "plain,", "fast", "mtp:0", "mtp:9", "mtp:x", "plain:1", "auto:", "mtp:", "lookup:64", "lookup:0"],
+    [
+        "",
+        "plain,",
+        "fast",
+        "mtp:0",
+        "mtp:9",
+        "mtp:x",
+        "plain:1",
+        "auto:",
+        "mtp:",
+        "lookup:64",
+        "lookup:0",
+        "mtp-tree",
+        "mtp-tree:3",
+        "mtp-tree:9:12",
+        "mtp-tree:3:64",
+        "mtp-tree:0:3",
+    ],
 )
 def test_what_is_no_mode_is_named(text):
     with pytest.raises(ValueError, match="is not plain"):

@@ -134,8 +134,8 @@ def test_a_problem_without_a_test_makes_no_program():
 
 def test_the_built_in_prompts_are_of_three_classes():
     listed = problems.builtin()
-    counts = {cls: sum(p.cls == cls for p in listed) for cls in ("code", "narrative", "chat")}
-    assert counts == {"code": 6, "narrative": 6, "chat": 6}
+    counts = {cls: sum(p.cls == cls for p in listed) for cls in ("code", "narrative", "chat", "edit")}
+    assert counts == {"code": 6, "narrative": 6, "chat": 6, "edit": 6}
     assert len(listed) == 18
     assert len({p.id for p in listed}) == len({p.prompt for p in listed}) == 18
     assert all(p.chat == (p.cls == "chat") and not p.test for p in listed)

@@ -13,6 +13,7 @@ from step_ctl import Seq, step_ctl
 
 from luce._native import Lists
 from luce.errors import ArgumentError, NumericError, StateError
+from luce.structs import Sampling
 
 ANCHOR = 99
 
@@ -158,6 +159,44 @@ def test_lists_are_the_best_logits_in_order(native, device, k, n):
         exact = exact - exact.max() - np.log(np.exp(exact - exact.max()).sum())
         assert np.abs(scores[at][: len(order)] - exact[order]).max() < 1e-5
         assert np.isneginf(scores[at][len(order) :]).all()
+
+
+def test_lists_of_a_sequence_that_samples_hold_its_noise(native, device, tmp_path):
+    """After the draft: those with the largest sum of log-probability and noise, as luce_sample would choose
+    them one after the other; of those that the filters keep."""
+    config = tiny.Config(n_nextn=1)
+    path = tiny.write(tmp_path / "m.gguf", config, tiny.layout(config, 3))
+    engine = drive.open_engine(drive.open_model(native, path, device, head=True), n_draft=2, n_top=63)
+    sequence = engine.sequence()
+    anchor = drive.start(sequence, [1, 2, 3])
+
+    def listed(sampling):
+        sequence.set_sampling(sampling)
+        drive.draft(sequence, anchor, 2)
+        made = sequence.lists(2, 63)
+        return [
+            (made.at(depth), list(made.scores[63 * depth : 63 * depth + 63]), sequence.drafted(2)[depth])
+            for depth in range(2)
+        ]
+
+    ids, scores, _ = listed(Sampling())[0]
+    logits = np.full(384, -1e30, np.float32)
+    logits[ids] = scores
+    for seed in range(4):
+        sampling = Sampling(temperature=0.8, seed=seed)
+        found, noisy, drafted = listed(sampling)[0]
+        left, order = logits.copy(), []
+        while len(order) < 20:
+            order.append(native.sample(left, sampling, 4))  # of position 3 + 1
+            left[order[-1]] = -1e30
+        assert drafted == order[0], "the draft is drawn with the noise"
+        assert found[:20] == order
+        assert noisy == sorted(noisy, reverse=True)
+    kept, scores, drafted = listed(Sampling(temperature=0.8, top_k=5, seed=3))[0]
+    assert set(kept) - {-1, drafted} <= set(ids[:5]) and len(set(kept) - {-1}) in (5, 6)
+    assert np.isneginf(scores[6:]).all()
+    tight = listed(Sampling(temperature=0.8, top_p=1e-6, seed=3))[0]
+    assert set(tight[0]) - {-1, tight[2]} <= {ids[0]}
 
 
 def test_the_lists_of_a_chain_begin_with_its_drafts(native, device, tmp_path):

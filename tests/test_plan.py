@@ -14,7 +14,7 @@ from luce.plan import (
     DEFAULT_GAMMA,
     MAX_BUDGET,
     MAX_GAMMA,
-    NEXT_BEST,
+    MAX_TOP,
     SPECS,
     Auto,
     Lookup,
@@ -156,7 +156,7 @@ def test_every_flag_against_every_kind_of_file(files, model, head):
         chosen = plan(*arguments)
         assert chosen.draft == expected, (spec, gamma)
         assert chosen.drafts == getattr(expected, "gamma", 0)
-        assert chosen.params.n_top == (NEXT_BEST if isinstance(expected, Auto) and expected.gamma else 0)
+        assert chosen.params.n_top == (MAX_TOP if isinstance(expected, Auto) and expected.gamma else 0)
         assert (chosen.params.n_rows, chosen.params.n_draft) == (chosen.draft.candidates + 1, chosen.drafts)
         assert chosen.as_json()["draft"]["value"] == {"mode": expected.mode, **vars(expected)}
         assert all(chosen.reasons.values()) and set(chosen.reasons) == set(vars(chosen)) - {"reasons"}
@@ -211,7 +211,7 @@ def test_sequences_of_auto_share_the_rows_of_a_step(files):
 def test_a_chain_with_a_budget_is_a_tree(files):
     chosen = plan(files["combined"], Options(spec="mtp", gamma=3, budget=12))
     assert chosen.draft == Mtp(3, "embedded", 12)
-    assert (chosen.params.n_rows, chosen.params.n_draft, chosen.params.n_top) == (13, 3, NEXT_BEST)
+    assert (chosen.params.n_rows, chosen.params.n_draft, chosen.params.n_top) == (13, 3, MAX_TOP)
 
 
 def test_the_longest_chain_and_the_widest_step_are_the_core_s(native):

@@ -215,7 +215,8 @@ def humaneval(limit: int | None, unsafe_check: bool, no_check: bool, **flags: An
 def prompts(source: str, group: str | None, **flags: Any) -> None:
     """A user's prompts (JSONL: prompt, and id, class, chat if wanted), or the built-in ones.
 
-    The built-in ones are of three classes: code, narrative, chat.
+    The built-in ones are of four classes: code, narrative, chat, and edit, in which a file that was given is
+    returned with a small change.
 
     \b
     Examples:

@@ -46,7 +46,7 @@ FORMS = ("json", "csv", "md")
 MODEL_OPTIONS = (
     click.option("--gguf", type=FilePath(path_type=Path), help="The model.  [default: luce's own]"),
     click.option("--mtp-gguf", type=FilePath(path_type=Path), help="Take the NextN head from this GGUF."),
-    click.option("--draft", type=FilePath(path_type=Path), help="Modes of dflash draft with this GGUF."),
+    click.option("--draft", type=FilePath(path_type=Path), help="Modes dflash and auto use this drafter."),
 )
 RUN_OPTIONS = (
     click.option("--device", callback=device_name, default="auto", show_default=True,
@@ -91,8 +91,9 @@ def require(flags: dict[str, Any]) -> None:
         raise click.BadParameter(f"{flags['plot'].name!r} does not end with .png", param_hint="'--plot'")
     if "modes" in flags and flags.get("mtp_gguf") and all(mode.spec == "off" for mode in flags["modes"]):
         raise click.UsageError("--mtp-gguf names a NextN head to draft with, and no mode drafts")
-    if "modes" in flags and flags.get("draft") and all(mode.spec != "dflash" for mode in flags["modes"]):
-        raise click.UsageError("--draft names a DFlash drafter, and no mode is dflash")
+    drafting = {mode.spec for mode in flags.get("modes", ())} & {"dflash", "auto"}
+    if "modes" in flags and flags.get("draft") and not drafting:
+        raise click.UsageError("--draft names a DFlash drafter, and no mode is dflash or auto")
     if "seed" in flags and (problem := without_temperature(flags["temp"], "seed")):
         raise click.UsageError(problem)
     output.require(flags["save"], flags["plot"])

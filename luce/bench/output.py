@@ -43,6 +43,9 @@ def mode_table(rows: Sequence[dict[str, Any]]) -> Table:
         "accepted": lambda r: _share(r["acceptance"]),
         "by position": lambda r: " ".join(_share(x) for x in r["acceptance_by_position"]),
         "tokens/round": lambda r: _number(r["mean_accepted_length"] if r["drafted"] else None, 2),
+        "by source": lambda r: " ".join(
+            f"{name} {of['accepted_a_round']:.2f}" for name, of in r.get("by_source", {}).items()
+        ),
         "same tokens": lambda r: _of(r["same_tokens"], r["problems"]),
         "pass@1": lambda r: _share(r["pass_at_1"]),
         "wrong tokens": lambda r: _number(r["wrong_tokens"], 0),

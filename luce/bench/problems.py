@@ -37,7 +37,7 @@ class Problem:
 
     id: str
     prompt: str
-    cls: str  # humaneval, code, narrative, chat, or what the user's file says
+    cls: str  # humaneval, code, narrative, chat, edit, or what the user's file says
     chat: bool = False  # the prompt is a user's message, for the file's chat template
     test: str = ""  # defines check(candidate), which raises where the candidate is wrong
     entry_point: str = ""  # the function to test
@@ -73,7 +73,7 @@ def program(problem: Problem, completion: str) -> str:
 
 
 def builtin() -> list[Problem]:
-    """Prompts that come with luce, in the classes code, narrative and chat."""
+    """Prompts that come with luce, in the classes code, narrative, chat and edit."""
     return from_jsonl(PROMPTS)
 
 

@@ -7,6 +7,7 @@ machine hits all alike.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -42,13 +43,20 @@ def parse_modes(text: str) -> list[Mode]:
 
 
 NUMBERED = {"mtp": MAX_GAMMA, "lookup": MAX_BUDGET, "dflash": MAX_BUDGET}  # modes that take a number
-NAMES = ", ".join([PLAIN, *(f"{kind}, {kind}:1 to {kind}:{most}" for kind, most in NUMBERED.items()), "auto"])
+TREES = f"mtp-tree:DRAFTS:CANDIDATES (to {MAX_GAMMA}:{MAX_BUDGET})"
+NAMES = ", ".join(
+    [PLAIN, *(f"{kind}, {kind}:1 to {kind}:{most}" for kind, most in NUMBERED.items()), TREES, "auto"]
+)
 
 
 def _mode(name: str) -> Mode:
     kind, colon, number = name.partition(":")
     if not colon and kind in (PLAIN, "auto", *NUMBERED):
         return Mode(kind, "off" if kind == PLAIN else kind)
+    if kind == "mtp-tree" and (sizes := re.fullmatch(r"([1-9]\d?):([1-9]\d?)", number)):
+        gamma, budget = map(int, sizes.groups())
+        if gamma <= MAX_GAMMA and budget <= MAX_BUDGET:
+            return Mode(f"mtp-tree:{gamma}:{budget}", "mtp", gamma, budget)
     if kind in NUMBERED and number.isdecimal() and 1 <= int(number) <= NUMBERED[kind]:
         n = int(number)
         return Mode(f"{kind}:{n}", kind, gamma=n) if kind == "mtp" else Mode(f"{kind}:{n}", kind, budget=n)

@@ -23,6 +23,7 @@ class ModeRow:
     end_to_end_tok_per_s: new tokens by prefill and decoding time. speedup: median over prompts of tok_per_s
     by plain's on the same prompt in the same round. acceptance, acceptance_by_position: of all drafts, and of
     those at depth 1, 2 ... mean_accepted_length: tokens a round. draft_ms, verify_ms, commit_ms: means a
+    round. by_source: of each source rounds that it drafted in, drafts, accepted ones, and of these the mean a
     round. same_tokens: problems whose tokens equal plain's in every round. passed: problems whose answer
     passed its check, pass_at_1 their share. wrong_tokens: those that an oracle model did not allow.
     """
@@ -44,6 +45,7 @@ class ModeRow:
     draft_ms: float | None = None
     verify_ms: float | None = None
     commit_ms: float | None = None
+    by_source: dict[str, dict[str, float]] = field(default_factory=dict)
     same_tokens: int | None = None
     passed: int | None = None
     pass_at_1: float | None = None
@@ -122,6 +124,7 @@ def _row(
         draft_ms=per_round(sum(s.draft_s for s in stats)),
         verify_ms=per_round(sum(s.verify_s for s in stats)),
         commit_ms=per_round(sum(s.commit_s for s in stats)),
+        by_source=_by_source(records),
         same_tokens=len({r.case.id for r, _ in paired} - unlike) if paired else None,
         passed=sum(checked) if checked else None,
         pass_at_1=sum(checked) / len(checked) if checked else None,
@@ -139,6 +142,15 @@ def _by_position(records: Sequence[Record]) -> list[float]:
             drafted[at] += d
             accepted[at] += a
     return [a / d for a, d in zip(accepted, drafted, strict=True)]
+
+
+def _by_source(records: Sequence[Record]) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for name in sorted({name for r in records for name in r.stats.by_source}):
+        of = [r.stats.by_source[name] for r in records if name in r.stats.by_source]
+        found[name] = {key: sum(each[key] for each in of) for key in ("rounds", "drafted", "accepted")}
+        found[name]["accepted_a_round"] = five_digits(found[name]["accepted"] / found[name]["rounds"])
+    return found
 
 
 def _median(values: object) -> float | None:

@@ -376,9 +376,9 @@ LUCE_API luce_status luce_sequence_prefill(luce_sequence *sequence, const int32_
  * whose logits were not finite is E_NUMERIC; the sequence is not failed by it. */
 LUCE_API luce_status luce_sequence_get_draft(luce_sequence *sequence, int32_t *tokens, uint32_t n);
 
-/* Of each of the first `depth` drafts of the last draft the k <= n_top best candidates, ids and scores (depth, k):
- * best first (the higher logit, then the lower id), with their log-probabilities over the whole vocabulary. A list
- * that ends early ends with ids of -1. For luce_tree; waits for the device. E_NUMERIC as of luce_sequence_get_draft. */
+/* The k <= n_top best candidates of each of the first `depth` drafts of the last draft: ids and scores (depth, k), by
+ * log-probability over the whole vocabulary, then the lower id; of a sequence that samples after the draft itself by
+ * log-probability and noise, within its filters. -1 ends a list. Waits for the device; fails as get_draft does. */
 LUCE_API luce_status luce_sequence_get_lists(luce_sequence *sequence, int32_t *ids, float *scores,
                                              uint32_t depth, uint32_t k);
 
@@ -455,9 +455,9 @@ LUCE_API luce_status luce_accept(const int32_t *tokens, const int32_t *parents, 
                                  uint32_t n, int32_t *path, uint32_t *n_path, int32_t *next);
 
 /* The rule of lookup: of the positions in tokens (n_tokens >= 1) before the last whose last four tokens are those at
- * the end, the newest 32 are compared further back, over 256 tokens at most. The longest match is taken, of equal
- * ones the newest; *matched is its length, 0 where there is none. What followed it goes to `draft`, and where that
- * reaches the end of tokens it is followed by draft itself. *n: in, the most tokens; out, how many, 0 or all. */
+ * the end, the newest 32 are compared, over 256 tokens at most. The longest match is taken, of equal ones the newest;
+ * *matched is its length, 0 where there is none. What followed it goes to `draft`, and where that reaches the end of
+ * tokens, then draft itself. *n: in, the most tokens; out, how many, 0 or all. */
 LUCE_API luce_status luce_lookup(const int32_t *tokens, uint32_t n_tokens, int32_t *draft, uint32_t *n,
                                  uint32_t *matched);
 

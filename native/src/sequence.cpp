@@ -2,6 +2,7 @@
 
 #include "checkpoint.h"
 #include "sampler.h"
+#include "tree.h"
 
 #include <cstring>
 
@@ -106,8 +107,14 @@ void Sequence::get_lists(int32_t *ids, float *scores, uint32_t depth, uint32_t k
     get_draft(drafts.data(), depth);
     for (uint32_t i = 0; i < depth; i++) {
         const int32_t *list = engine_->step().listed(line_.draft_entry(int32_t(i)));
-        std::copy(list, list + k, ids + size_t(i) * k);
-        memcpy(scores + size_t(i) * k, list + n_top, k * sizeof(float));
+        std::vector<int32_t> best(list, list + n_top);
+        std::vector<float> score(n_top);
+        memcpy(score.data(), list + n_top, n_top * sizeof(float));
+        if (choice_.scale > 0) {
+            add_noise(choice_, line_.n_past() + i + 1, drafts[i], best.data(), score.data(), n_top);
+        }
+        std::copy(best.begin(), best.begin() + k, ids + size_t(i) * k);
+        std::copy(score.begin(), score.begin() + k, scores + size_t(i) * k);
     }
 }
 

@@ -117,6 +117,50 @@ private:
 
 } // namespace
 
+void add_noise(const ChoiceCtl &choice, uint64_t position, int32_t draft, int32_t *ids, float *scores,
+               uint32_t n) {
+    struct Candidate {
+        int32_t id;
+        float score;
+    };
+    const auto z = [&, first = scores[0]](uint32_t i) {
+        return z_of(half_gap(scores[i], first), choice.scale);
+    };
+    uint32_t n_kept = 0;
+    uint64_t total = 0, kept = 0;
+    const uint32_t most = choice.top_k > 0 ? std::min(n, uint32_t(choice.top_k)) : n;
+    for (; n_kept < most && ids[n_kept] >= 0; n_kept++) {
+        total += mass_of(z(n_kept));
+    }
+    const uint64_t needed = needed_mass(total, choice.top_p);
+    std::vector<Candidate> list;
+    for (uint32_t i = 0; i < n_kept && kept < needed; i++) {
+        const uint64_t mass = mass_of(z(i));
+        if (mass < choice.min_mass) {
+            break;
+        }
+        kept += mass;
+        const Words4 words = noise_words(choice.seed, position, uint32_t(ids[i]) / 4);
+        list.push_back({ids[i], score_of(half_gap(scores[i], scores[0]), choice.scale, words.w[ids[i] % 4])});
+    }
+    std::sort(list.begin(), list.end(), [](const Candidate &a, const Candidate &b) {
+        return a.score != b.score ? a.score > b.score : a.id < b.id;
+    });
+    const auto at =
+        std::find_if(list.begin(), list.end(), [draft](const Candidate &c) { return c.id == draft; });
+    const float best = list.empty() ? 0.0f : list[0].score;
+    if (at != list.end()) {
+        list.erase(at);
+    }
+    list.insert(list.begin(), {draft, best});
+    const float log_kept = std::log(std::max(float(kept) * 0x1p-40f, 1e-30f));
+    for (uint32_t i = 0; i < n; i++) {
+        const bool there = i < list.size();
+        ids[i] = there ? list[i].id : -1;
+        scores[i] = there ? list[i].score - log_kept : -INFINITY;
+    }
+}
+
 Tree make_tree(int32_t anchor, const TreeLists &lists, uint32_t budget, const int32_t *chain,
                uint32_t n_chain) {
     Builder builder(lists, anchor);

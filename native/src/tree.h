@@ -8,6 +8,8 @@
 // accepted length, under the drafter's own probabilities.
 #pragma once
 
+#include "../kernels/sampling.h"
+
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -20,6 +22,13 @@ struct TreeLists {
     uint32_t depth, k;
     bool comb; // the lists follow the first choices alone (a chain's): only nodes on that path have children
 };
+
+// Best candidates of a draft, in the order (logit descending, id ascending), become those that `choice` is likely to
+// take at `position`: of the ones that its filters keep, those with the largest log-probability and noise, best first,
+// with these sums as scores. The draft itself, which was chosen of all of the vocabulary, comes first. The filters'
+// sums are taken over the n candidates alone.
+void add_noise(const ChoiceCtl &choice, uint64_t position, int32_t draft, int32_t *ids, float *scores,
+               uint32_t n);
 
 struct Tree {
     static constexpr uint8_t OF_LISTS = 1, OF_CHAIN = 2;

@@ -1,0 +1,275 @@
+"""Same tokens, whoever drafts: every source, size and mixture of them over the real core, alone and in
+company of up to 8, at context edges, resumed and cancelled. Plain decoding with the same engine is what they
+are held to: its tokens, and its committed state byte for byte."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import drive
+import numpy as np
+import pytest
+import tiny
+import tiny_dflash
+from fake_core import TOKENIZER
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from luce._native import Source
+from luce.costs import Costs
+from luce.drafting import Draft, Drafter, Fixed, TextLookup
+from luce.generation import Finished, Generation, Warned
+from luce.loop import Loop
+from luce.plan import Request
+from luce.runner import Runner
+from luce.structs import Cost, Sampling
+
+N_CTX, N_CHUNK, MOST = 300, 256, 40
+CASE = tiny_dflash.Case(
+    tiny.Config(n_nextn=1), tiny_dflash.drafter(tiny.Config(), n_layer=2, target_layer_ids=(0, 2)), 5
+)
+COSTS = [
+    Costs([Cost(1, 0, 1.0), Cost(64, 0, 1.5), Cost(1, 1, 0.02), Cost(1, 2, 0.05)]),  # all is worth a try
+    Costs([Cost(1, 0, 1.0), Cost(2, 0, 1.2), Cost(16, 0, 4.0), Cost(1, 1, 0.1), Cost(1, 2, 0.2)]),
+]
+SAMPLINGS = [
+    Sampling(),
+    Sampling(temperature=0.7, top_k=20, top_p=0.95, seed=3),
+    Sampling(temperature=1.0, seed=4),
+    Sampling(temperature=1.0, min_p=0.05, seed=2**64 - 1),
+    Sampling(temperature=1.5, top_k=20, seed=5),
+]
+RNG = np.random.default_rng(8)
+PROMPTS = [
+    (1, 2, 3),
+    tuple(range(10, 22)) * 3,  # a lookup finds something from the start
+    tuple(int(t) for t in RNG.integers(0, 250, 60)),
+    tuple(int(t) for t in RNG.integers(0, 250, 20)) * 14,  # longer than a chunk: 280 of 300 positions
+]
+
+
+class Told:
+    """Proposes the true continuation as far as it is told to, and junk beside and behind it."""
+
+    name = "told"
+
+    def __init__(self, text, seed, tree):
+        self.text, self.tree, self.rng = text, tree, np.random.default_rng(seed)
+        self.done = 1
+
+    def begin(self, budget):
+        pass
+
+    def draft(self, anchor, limits):
+        n = int(self.rng.integers(0, limits.rows + 1)) + 1
+        parents = drive.random_tree(self.rng, n) if self.tree else [row - 1 for row in range(n)]
+        tokens, row = [anchor, *(int(t) for t in self.rng.integers(0, 384, n - 1))], 0
+        depths = [0] * n
+        for at in range(1, n):
+            depths[at] = depths[parents[at]] + 1
+        fitting = next((at for at in range(n) if depths[at] > limits.depth), n)
+        tokens, parents = tokens[:fitting], parents[:fitting]
+        for right in self.text[self.done :]:
+            children = [at for at in range(row + 1, len(parents)) if parents[at] == row]
+            if not children or self.rng.random() > 0.8:
+                break
+            row = int(self.rng.choice(children))
+            tokens[row] = right
+        return Draft(tuple(tokens[1:]), tuple(parents))
+
+    def learn(self, done):
+        self.done += len(done.tokens)
+
+
+class Bad:
+    """Fails in its own way after a few rounds."""
+
+    name = "bad"
+
+    def __init__(self, draft, after):
+        self._draft, self._left = draft, after
+
+    def begin(self, budget):
+        pass
+
+    def draft(self, anchor, limits):
+        self._left -= 1
+        if self._left >= 0:
+            return Draft()
+        if isinstance(self._draft, Exception):
+            raise self._draft
+        return self._draft
+
+    def learn(self, done):
+        pass
+
+
+BAD = [RuntimeError("broken"), Draft((10**6,)), Draft((-1,)), Draft((2**40,)), Draft((1,) * 400),
+       Draft((1, 2), (-1, 0, 5)), Draft(on_device=99)]  # fmt: skip
+
+
+def source_of(kind, size, number, sequence, text):
+    """A source of a kind, of a size 1..63."""
+    nextn = Drafter(sequence, Source.NEXTN, 8, 63)
+    block = Drafter(sequence, Source.DFLASH, 15, 63)
+    match kind:
+        case "mtp":
+            return Fixed(nextn, 1 + size % 8)
+        case "mtp-tree":
+            return Fixed(nextn, 1 + number % 8, size)
+        case "dflash":
+            return Fixed(block, min(size, 15))
+        case "dflash-tree":
+            return Fixed(block, 15, size)
+        case "lookup":
+            return TextLookup(sequence, size)
+        case "auto":
+            drafters = [[], [nextn], [block], [nextn, block]][number % 4]
+            return Runner(sequence, COSTS[number % 2], drafters, size)
+        case "chain" | "tree":
+            return Told(text, number, kind == "tree")
+        case "bad":
+            return Bad(BAD[number % len(BAD)], size % 4)
+    return None
+
+
+KINDS = ["mtp", "mtp-tree", "dflash", "dflash-tree", "lookup", "auto", "auto", "chain", "tree", "bad",
+"plain"]
+
+
+@dataclass
+class Bench:
+    """An engine, and what its sequences write plain."""
+
+    engine: object
+    texts: dict = field(default_factory=dict)
+
+    def plain(self, prompt, sampling):
+        """(tokens, committed bytes after each of them)"""
+        if (prompt, sampling) not in self.texts:
+            request = Request(PROMPTS[prompt], MOST, SAMPLINGS[sampling], ignore_eos=True)
+            with self.engine.sequence() as sequence:
+                one = Generation(sequence, self.engine.info, TOKENIZER, request)
+                states, loop = {}, Loop(self.engine)
+                close, sequence.close = sequence.close, lambda: None
+                loop.add(one)
+                while loop.running:
+                    for _, event in loop.step():
+                        last = event
+                    states[sequence.info.n_past] = sequence.dump()
+                close()
+            self.texts[prompt, sampling] = last.tokens, states
+        return self.texts[prompt, sampling]
+
+
+class Kept:
+    """A checkpoint of the first chunk of the one prompt that has one."""
+
+    def __init__(self):
+        self.checkpoint = None
+
+    def resume(self, sequence, prompt):
+        if self.checkpoint is None or list(prompt[:N_CHUNK]) != self.checkpoint.tokens:
+            sequence.reset()
+            return 0
+        sequence.resume(self.checkpoint)
+        return N_CHUNK
+
+    def reached(self, sequence, prompt):
+        self.checkpoint = self.checkpoint or sequence.checkpoint()
+
+
+@pytest.fixture(scope="module")
+def bench(native, device, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sources")
+    weights = tiny.layout(CASE.target, CASE.seed)
+    weights["output.weight"][4:] = 0  # texts of few tokens, so that all sources are right now and then
+    target = tiny.write(folder / "target.gguf", CASE.target, weights)
+    drafter = tiny_dflash.write(folder / "drafter.gguf", CASE, tiny_dflash.weights(CASE))
+    model = drive.open_model(native, target, device, head=True, drafter=drafter)
+    return Bench(drive.open_engine(
+        model, n_ctx=N_CTX, n_chunk=N_CHUNK, n_sequences=8, n_checkpoints=1, n_rows=64, n_draft=8, blocks=1,
+        n_top=63,
+    ))  # fmt: skip
+
+
+def check(bench, device, event, state, prompt, sampling):
+    """The end of a generation, and what it has committed, against plain decoding."""
+    tokens, plain_states = bench.plain(prompt, sampling)
+    assert isinstance(event, Finished), event
+    if event.reason != "cancelled":
+        assert len(event.tokens) == len(tokens)
+    if device == "cpu":
+        n_past, dump = state
+        assert event.tokens == tokens[: len(event.tokens)]
+        assert n_past in plain_states or event.reason == "cancelled"
+        assert dump == plain_states.get(n_past, dump)
+
+
+def same_in_company(bench, device, company, kept):
+    """Runs (kind, size, number, prompt, sampling, turns until it is cancelled) together, and holds each to
+    its plain text: accepted candidates by source."""
+    prefixes, loop, last, warned, running = (Kept() if kept else None), Loop(bench.engine), {}, {}, {}
+    cancels, states = {}, {}
+    for kind, size, number, prompt, sampling, cancelled in company:
+        tokens, _ = bench.plain(prompt, sampling)
+        sequence = bench.engine.sequence()
+        request = Request(PROMPTS[prompt], MOST, SAMPLINGS[sampling], ignore_eos=True)
+        source = source_of(kind, size, number, sequence, tokens)
+        one = Generation(sequence, bench.engine.info, TOKENIZER, request, source, prefixes=prefixes)
+        running[one], warned[one], cancels[one] = (kind, prompt, sampling), [], cancelled
+
+        def end(one=one, sequence=sequence, close=sequence.close):
+            states[one] = sequence.info.n_past, sequence.dump()
+            close()
+
+        sequence.close = end
+        loop.add(one)
+    for turn in range(2000):
+        for one, event in loop.step():
+            last[one] = event
+            warned[one] += [event.message] if isinstance(event, Warned) else []
+        for one, cancelled in cancels.items():
+            if cancelled == turn and one.want is not None:
+                one.cancelled = lambda: True
+        if not loop.running:
+            break
+    if prefixes and prefixes.checkpoint:
+        prefixes.checkpoint.close()
+    for one, (kind, prompt, sampling) in running.items():
+        assert len(warned[one]) <= (kind == "bad"), warned[one]
+        check(bench, device, last[one], states[one], prompt, sampling)
+    accepted = Counter()
+    for event in last.values():
+        accepted.update({name: of["accepted"] for name, of in event.stats.by_source.items()})
+    return accepted
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    company=st.lists(
+        st.tuples(
+            st.sampled_from(KINDS),
+            st.integers(1, 63),
+            st.integers(0, 2**20),
+            st.integers(0, len(PROMPTS) - 1),
+            st.integers(0, len(SAMPLINGS) - 1),
+            st.one_of(st.none(), st.integers(1, 12)),  # cancelled after so many turns
+        ),
+        min_size=4,
+        max_size=8,
+    ),
+    kept=st.booleans(),
+)
+def test_mixtures_give_the_tokens_and_bytes_of_plain_decoding(bench, device, company, kept):
+    same_in_company(bench, device, company, kept)
+
+
+@pytest.mark.parametrize("kind", sorted(set(KINDS)))
+def test_every_source_gives_the_tokens_and_bytes_of_plain_decoding(bench, device, kind):
+    """Eight at once, and some of what each source proposes is accepted."""
+    sizes = [1, 3, 8, 15, 22, 40, 63, 16]
+    company = [(kind, size, at, at % 4, (0, 1)[at > 3], None) for at, size in enumerate(sizes)]
+    accepted = same_in_company(bench, device, company, kept=True)
+    assert sum(accepted.values()) > 0 or kind in ("plain", "bad")
