@@ -124,7 +124,7 @@ class Auto:
 
     @property
     def ranks(self) -> int:
-        return MAX_TOP if self.gamma or self.block else 0
+        return MAX_TOP if self.block else 0
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, repeat
 from operator import mul
 
 from luce.costs import Costs
@@ -43,6 +43,7 @@ class Acceptance:
     FADE = 0.985  # and in a round without, so that a text that has changed is tried again
 
     def __init__(self, depths: int, ranks: int = 1):
+        self.ranks = ranks
         self._trials = [0.0] * depths
         self._hits = [[0.0] * ranks for _ in range(depths)]  # by depth and rank; rank 0: the draft itself
 
@@ -112,7 +113,7 @@ class Lookups:
             hope = (all_hits + 1) / (all_trials + 2)
             shares.append((hits + 2 * hope) / (trials + 2))
         first, later = shares
-        return [first * later**depth for depth in range(n)]
+        return list(accumulate(repeat(later, n - 1), mul, initial=first)) if n else []
 
     def follow(self, tokens: Sequence[int], matched: int) -> None:
         """A proposal; one that is still followed is followed on."""
@@ -151,76 +152,86 @@ class Choice:
     tokens: float = 1.0
     price: float = 1.0
 
-    @property
-    def rate(self) -> float:
-        """Tokens a plain round's time."""
-        return self.tokens / self.price
+
+PLAIN = Choice()
+Fields = tuple[int, int | None, int, int, float, float]  # of a Choice
 
 
 class Prices:
-    """Of the rounds of so many sequences that each do the same, in plain rounds of them."""
+    """Of the rounds of so many sequences that each do the same, in plain rounds of them. verify: of a step by
+    the rows of each; drafts: of 0, 1 .. drafts of each drafter."""
 
-    def __init__(self, costs: Costs, sequences: int):
-        plain = costs.verify(sequences)
+    def __init__(self, costs: Costs, drafters: Sequence[Drafter], sequences: int):
+        plain, most = costs.verify(sequences), MAX_ROWS // max(sequences, 1)
         self.known = plain > 0
-        most = MAX_ROWS // max(sequences, 1)
-        self.verify = [1.0] * (most + 1)
-        if self.known:
-            self.verify = [costs.verify(max(rows, 1) * sequences) / plain for rows in range(most + 1)]
-        self._costs, self._sequences, self._plain = costs, sequences, plain
-
-    def drafts(self, drafter: Drafter, n: int) -> float:
-        """Of n drafts of a drafter."""
-        return drafter.seconds(self._costs, n, self._sequences) / self._plain if n and self.known else 0.0
+        self.verify = [
+            costs.verify(max(rows, 1) * sequences) / plain if plain else 1.0 for rows in range(most + 1)
+        ]
+        self.drafts = [
+            [0.0, *(d.seconds(costs, n, sequences) / plain if plain else 0.0 for n in range(1, d.most + 1))]
+            for d in drafters
+        ]
 
 
 def best(
     prices: Prices,
     limits: Limits,
     lookup: Sequence[float],
-    drafters: Sequence[Drafter],
     learned: Sequence[Acceptance],
     most_lost: float,
 ) -> Choice:
     """The formula. lookup: chances of the lookup's tokens; learned: of each drafter. A round that could lose
-    more than most_lost plain rounds, with nothing accepted, is not considered."""
-    chosen = Choice()
-    rows = min(limits.rows, len(prices.verify) - 2)
-
-    def consider(choice: Choice) -> None:
-        nonlocal chosen
-        if choice.rate > chosen.rate and choice.price - 1 <= most_lost:
-            chosen = choice
-
+    more than most_lost plain rounds, with nothing accepted, is not considered. It runs in every round, beside
+    steps of less than a millisecond on small models: so it is plain arithmetic."""
+    verify, bound = prices.verify, 1 + most_lost
+    rows = min(limits.rows, len(verify) - 2)
+    top = MARGIN  # tokens a plain round's time
+    found: Fields = (0, None, 0, 0, 1.0, 1.0)
     if not prices.known:  # nothing was measured: nothing is known to pay
-        return chosen
+        return PLAIN
     lookup = lookup[: min(rows, limits.depth)]
-    for n, expected in enumerate(accumulate(lookup), start=1):
-        consider(Choice(n, tokens=1 + expected, price=prices.verify[1 + n]))
-    for index, drafter in enumerate(drafters):
-        n_max = min(drafter.most, rows, limits.depth)
-        chances = learned[index].chances(n_max)
-        alone = Choice()
-        for n, expected in enumerate(accumulate(chances), start=1):
-            price = prices.verify[1 + n] + prices.drafts(drafter, n)
-            choice = Choice(0, index, n, tokens=1 + expected, price=price)
-            alone = choice if choice.rate > alone.rate else alone
-            consider(choice)
-        if not alone.drafts:
-            continue
-        n, price = alone.drafts, prices.drafts(drafter, alone.drafts)
-        beside = [chance * (1 - (chances[d] if d < n else 0.0)) for d, chance in enumerate(lookup)]
-        for taken, gain in enumerate(accumulate(beside[: rows - n]), start=1):
-            consider(Choice(taken, index, n, 0, alone.tokens + gain, prices.verify[1 + n + taken] + price))
-        if chosen.drafter == index and drafter.ranks > 1:
-            base = chosen
-            room = rows - base.drafts - base.lookup
-            leaves = learned[index].leaves(base.drafts)[:room]
-            for more, gain in enumerate(accumulate(leaves), start=1):
-                price = prices.verify[1 + base.drafts + base.lookup + more]
-                price += prices.drafts(drafter, base.drafts)
-                consider(Choice(base.lookup, index, base.drafts, more, base.tokens + gain, price))
-    return chosen if chosen.rate > MARGIN else Choice()
+    if 1 + sum(lookup) <= top:  # no round is cheaper than a plain one
+        lookup = ()
+    tokens = 1.0
+    for n, chance in enumerate(lookup, start=1):
+        tokens += chance
+        if tokens > top * verify[1 + n] and verify[1 + n] <= bound:
+            top, found = tokens / verify[1 + n], (n, None, 0, 0, tokens, verify[1 + n])
+    for index, acceptance in enumerate(learned):
+        drafting = prices.drafts[index]
+        chances = acceptance.chances(min(len(drafting) - 1, rows, limits.depth))
+        rate, n, alone, tokens = 1.0, 0, 1.0, 1.0  # the best chain without a lookup: its rate, drafts, tokens
+        for size, chance in enumerate(chances, start=1):
+            tokens += chance
+            price = verify[1 + size] + drafting[size]
+            if tokens > rate * price:
+                rate, n, alone = tokens / price, size, tokens
+            if tokens > top * price and price <= bound:
+                top, found = tokens / price, (0, index, size, 0, tokens, price)
+        tokens = alone
+        for taken, chance in enumerate(lookup[: rows - n] if n else (), start=1):
+            tokens += chance * (1 - chances[taken - 1]) if taken <= n else chance
+            price = verify[1 + n + taken] + drafting[n]
+            if tokens > top * price and price <= bound:
+                top, found = tokens / price, (taken, index, n, 0, tokens, price)
+        if found[1] == index and acceptance.ranks > 1:
+            top, found = _with_leaves(top, found, acceptance, verify, rows, bound)
+    return Choice(*found) if top > MARGIN else PLAIN
+
+
+def _with_leaves(
+    top: float, found: Fields, acceptance: Acceptance, verify: Sequence[float], rows: int, bound: float
+) -> tuple[float, Fields]:
+    """The best choice with more and more of the drafter's next best candidates."""
+    looked, index, n, _, tokens, price = found
+    used = n + looked
+    drafting = price - verify[1 + used]
+    for more, gain in enumerate(acceptance.leaves(n)[: rows - used], start=1):
+        tokens += gain
+        price = verify[1 + used + more] + drafting
+        if tokens > top * price and price <= bound:
+            top, found = tokens / price, (looked, index, n, more, tokens, price)
+    return top, found
 
 
 def chain_can_pay(costs: Costs, drafters: Sequence[Drafter]) -> bool:
@@ -228,12 +239,12 @@ def chain_can_pay(costs: Costs, drafters: Sequence[Drafter]) -> bool:
     for."""
     learned = [Acceptance(drafter.most) for drafter in drafters]
     limits = Limits(MAX_ROWS - 1, MAX_ROWS - 1)
-    return best(Prices(costs, 1), limits, (), drafters, learned, HORIZON * ALLOWANCE).drafter is not None
+    return best(Prices(costs, drafters, 1), limits, (), learned, HORIZON * ALLOWANCE).drafter is not None
 
 
 def lookup_can_pay(costs: Costs, budget: int) -> bool:
     """Whether tokens of a lookup gain tokens a second if all are right."""
-    return best(Prices(costs, 1), Limits(budget, budget), [1.0] * budget, (), (), float(MAX_ROWS)).lookup > 0
+    return best(Prices(costs, (), 1), Limits(budget, budget), [1.0] * budget, (), MAX_ROWS).lookup > 0
 
 
 class Runner:
@@ -254,7 +265,7 @@ class Runner:
         """A text of at most `budget` tokens."""
         self._tokens, self._tokens_most = 0, budget
         self._lost = 0.0  # in plain rounds
-        self._choice = Choice()
+        self._choice = PLAIN
         self._lookups.reset()
 
     def draft(self, anchor: int, limits: Limits) -> Draft:
@@ -263,10 +274,10 @@ class Runner:
         self._lookups.follow(tokens, matched)
         prices = self._prices.get(limits.sequences)
         if prices is None:
-            prices = self._prices[limits.sequences] = Prices(self._costs, limits.sequences)
+            prices = self._prices[limits.sequences] = Prices(self._costs, self._drafters, limits.sequences)
         chances = self._lookups.chances(len(tokens), matched)
         most_lost = self._allowance() - self._lost
-        choice = best(prices, limits, chances, self._drafters, self._learned, most_lost)
+        choice = best(prices, limits, chances, self._learned, most_lost)
         self._choice, chain = choice, tokens[: choice.lookup]
         if choice.drafter is None:
             return Draft(tuple(chain), sources=("lookup",) * len(chain))

@@ -156,7 +156,7 @@ def test_every_flag_against_every_kind_of_file(files, model, head):
         chosen = plan(*arguments)
         assert chosen.draft == expected, (spec, gamma)
         assert chosen.drafts == getattr(expected, "gamma", 0)
-        assert chosen.params.n_top == (MAX_TOP if isinstance(expected, Auto) and expected.gamma else 0)
+        assert chosen.params.n_top == 0
         assert (chosen.params.n_rows, chosen.params.n_draft) == (chosen.draft.candidates + 1, chosen.drafts)
         assert chosen.as_json()["draft"]["value"] == {"mode": expected.mode, **vars(expected)}
         assert all(chosen.reasons.values()) and set(chosen.reasons) == set(vars(chosen)) - {"reasons"}
