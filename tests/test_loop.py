@@ -1,5 +1,7 @@
 """Generations that are driven together: each gives what it gives alone, and fails alone."""
 
+import itertools
+
 import pytest
 from fake_core import (
     EOS,
@@ -213,3 +215,34 @@ def test_a_generation_that_cannot_begin_is_one_failed_event():
     core = FakeEngine()
     (events,) = drive(core, [generation(core, Request((), 5))])
     assert isinstance(events[-1].error, ArgumentError) and len(events) == 1
+
+
+# ---- prompts beside rounds
+
+
+@pytest.mark.parametrize(("share", "rounds"), [(1.0, 1), (0.5, 4), (0.25, 12)])
+def test_rounds_have_their_share_of_the_time_while_prompts_are_read(share, rounds):
+    core = FakeEngine(n_sequences=2, n_chunk=4, seconds={"prefill": 1.0, "verify": 0.25})
+    loop = Loop(core, core.clock, share)
+    loop.add(generation(core, Request((65,), 200)))
+    loop.step()
+    loop.add(generation(core, Request(tuple(b"A" * 40), 1)))
+    while loop.running > 1:
+        loop.step()
+    verbs = [verb for verb, _ in core.calls if verb in ("prefill", "verify")]
+    chunks = [at for at, verb in enumerate(verbs) if verb == "prefill"][1:]
+    assert [after - before - 1 for before, after in itertools.pairwise(chunks)] == [rounds] * 9
+
+
+def test_a_short_prompt_waits_for_no_long_one_and_the_long_one_is_read():
+    core = FakeEngine(n_sequences=4, n_chunk=4)
+    long = generation(core, Request(tuple(b"A" * 80), 1))
+    shorts = [generation(core, Request(tuple(b"B" * 8), 1)) for _ in range(3)]
+    loop, ended = Loop(core, core.clock), []
+    for one in (long, *shorts):
+        loop.add(one)
+    while loop.running:
+        ended += [one for one, event in loop.step() if isinstance(event, Finished)]
+    assert ended == [*shorts, long]
+    read = [tokens[0] for verb, tokens in core.calls if verb == "prefill"]
+    assert read[:12].count(65) == 6  # every other chunk is the oldest's

@@ -4,9 +4,13 @@ import json
 
 import anthropic
 import openai
+import pydantic
 import pytest
 import scripted_model
 from serving import serving, settings
+
+from luce.server.answer import Answer
+from luce.server.ask import Refused
 
 CALL = """<tool_call>
 <function=read>
@@ -226,3 +230,55 @@ def test_ollamas_lines(server):
     shown = server.http.post("/api/show", json={"model": "scripted"}, headers=headers).json()
     assert shown["capabilities"] == ["completion", "tools", "thinking"]
     assert server.http.get("/api/version", headers=headers).json()["version"]
+
+
+# ---- the published types: every answer and every event is one of them
+
+
+def sse(response):
+    """The data of a stream's events."""
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: {")]
+    assert response.status_code == 200 and lines, response.text
+    return [json.loads(line) for line in lines]
+
+
+KINDS = {
+    "/v1/chat/completions": (openai.types.chat.ChatCompletion, openai.types.chat.ChatCompletionChunk),
+    "/v1/completions": (openai.types.Completion, openai.types.Completion),
+    "/v1/responses": (openai.types.responses.Response, openai.types.responses.ResponseStreamEvent),
+    "/v1/messages": (anthropic.types.Message, anthropic.types.RawMessageStreamEvent),
+}
+
+
+@pytest.mark.parametrize("name", ["read", "broken"])
+@pytest.mark.parametrize("path", KINDS)
+def test_every_answer_and_event_is_of_the_published_types(server, path, name):
+    whole, event = (pydantic.TypeAdapter(kind) for kind in KINDS[path])
+    extra = {"stream_options": {"include_usage": True}} if "completions" in path else {}
+    tools = {"/v1/chat/completions": [TOOL], "/v1/responses": [FUNCTION], "/v1/messages": [ANTHROPIC_TOOL]}
+    said = {"/v1/completions": {"prompt": "x", "logprobs": 2}, "/v1/responses": {"input": say(name)}}
+    body = {"model": "m", "max_tokens": 60, "thinking": {"type": "adaptive"}, "tools": tools.get(path)}
+    body |= said.get(path, {"messages": say(name)})
+    if path == "/v1/chat/completions":
+        body |= {"logprobs": True, "top_logprobs": 1}
+    headers = {"Authorization": "Bearer key"}
+    found = server.http.post(path, json=body, headers=headers)
+    whole.validate_python(found.json())
+    for each in sse(server.http.post(path, json={**body, "stream": True, **extra}, headers=headers)):
+        for choice in each.get("choices", ()) if path == "/v1/completions" else ():
+            choice["finish_reason"] = choice["finish_reason"] or "stop"  # null in the API, not in its types
+        event.validate_python(each)
+
+
+@pytest.mark.parametrize("path", KINDS)
+def test_an_error_after_the_stream_began_is_an_event(server, path, monkeypatch):
+    def failing(self, *_):
+        raise Refused(500, "the device failed", "failed")
+
+    monkeypatch.setattr(Answer, "_read", failing)
+    said = {"/v1/completions": {"prompt": "x"}, "/v1/responses": {"input": "a"}}
+    body = {"max_tokens": 4, "stream": True} | said.get(path, {"messages": say("hello")})
+    response = server.http.post(path, json=body, headers={"x-api-key": "key"})
+    last = sse(response)[-1]
+    assert "the device failed" in json.dumps(last)
+    assert last.get("type") == {"/v1/responses": "response.failed", "/v1/messages": "error"}.get(path)
