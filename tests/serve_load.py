@@ -97,6 +97,7 @@ class Load:
             response = http.post("/v1/completions", json=body)
             if response.status_code == 503:
                 self._note("busy", "retry-after" in response.headers, "503 without Retry-After")
+                time.sleep(0.2)
                 return
             said = response.json()["choices"][0]["text"] if response.status_code == 200 else response.text
             self._note("right", said == text, f"{body} gave {said!r}, alone it gives {text!r}")
@@ -122,7 +123,7 @@ def main() -> None:
     args = parser.parse_args()
     known = cases(48, 256, args.threads)
     options = ["--parallel", args.slots, "--threads", args.threads, "--chunk", 256, "--device", "cpu"]
-    options += ["--queue", 40, "--cache-ram", 0.25]
+    options += ["--queue", 52, "--cache-ram", 0.25]
     with luce_server(BOX, *map(str, options)) as server:
         load, until = Load(server.url, known), time.monotonic() + 60 * args.minutes
         working = threading.Thread(target=load.run, args=(args.clients, lambda _: time.monotonic() < until))

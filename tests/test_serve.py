@@ -1,6 +1,7 @@
 """The server over HTTP: what it answers, refuses and leaves behind."""
 
 import json
+import signal
 
 import httpx
 import pytest
@@ -195,3 +196,31 @@ def test_a_warm_answer_is_the_cold_one(server, alone):
     assert texts == {alone(asked["prompt"], 30, **SAMPLED)}
     drafts = [(each["timings"]["draft_n"], each["timings"]["draft_n_accepted"]) for each in found]
     assert drafts[1] == drafts[2]
+
+
+# ---- the command
+
+
+def test_the_command_listens_and_ends_with_ctrl_c(command, foreground):
+    options = ("serve", "--port", "0", "--threads", "1", "--log-json")
+    with command(*options, text=True) as process:
+        url = process.stderr.readline().split()[-1]
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "import ", **GREEDY}, timeout=60)
+        line = json.loads(process.stderr.readline())
+        assert line["generated"] == 24 == answer.json()["usage"]["completion_tokens"]
+        busy = command(*options[:2], url.rpartition(":")[2], text=True).communicate()[1]
+        assert busy.startswith("Error: cannot listen") and busy.count("\n") == 1
+        process.send_signal(signal.SIGINT)
+        assert process.communicate()[1] == "Error: interrupted\n" and process.returncode == 130
+
+
+def test_flags_that_exclude_each_other(luce_):
+    for words, said in (
+        (["--host", "0.0.0.0"], "--no-auth"),
+        (["--api-key", "a", "--no-auth"], "one of them"),
+        (["--gguf", "a=x", "--gguf", "b=y", "--alias", "c"], "--alias names one"),
+        (["--gguf", "x/a.gguf", "--gguf", "y/a.gguf"], "two models are named 'a'"),
+        (["--spec", "off", "--mtp-gamma", "2"], "--spec off drafts nothing"),
+    ):
+        result = luce_("serve", *words)
+        assert result.exit_code == 2 and said in result.stderr, result.stderr

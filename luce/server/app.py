@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -155,6 +156,9 @@ def routed(
             return refusal(refused, error_body)
         except ClientDisconnect:
             return Response(status_code=499)
+        except Exception as error:  # a defect: the client is told in its own form, the rest goes on
+            traceback.print_exc()
+            return refusal(Refused(500, f"{type(error).__name__}: {error}", "failed"), error_body)
 
     return Route(path, endpoint, methods=methods)
 

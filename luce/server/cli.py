@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +19,7 @@ from luce.errors import LuceError
 from luce.hub import fetch, hf_option
 from luce.plan import DEFAULT_GAMMA, MAX_BUDGET, MAX_GAMMA, SPECS, Options
 from luce.server.app import LOOPBACK, Access, make_app
+from luce.server.ask import Refused
 from luce.server.models import CPU_CHUNK, GPU_CHUNK, Models, Settings
 from luce.server.watch import Watch
 
@@ -175,7 +178,18 @@ def serve(models: Mapping[str, Path], hf: str | None, **flags: Any) -> None:
     hosts = (*LOOPBACK, flags["host"]) if flags["host"] in LOOPBACK else ()
     app = make_app(served, watch, Access(tuple(flags["keys"]), hosts))
     sys.setswitchinterval(0.001)  # the engine's thread waits for the others after each step: not for long
-    Listener(app, served, flags).run()
+    with listening(flags["host"], flags["port"]) as opened:
+        Listener(app, served, flags).run([opened])
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket that listens there, before anything is loaded."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        said = os.strerror(error.errno) if error.errno else error
+        raise LuceError(f"cannot listen at {host} port {port}: {said}") from error
 
 
 def contradiction(models: Mapping[str, Path], flags: Mapping[str, Any]) -> str | None:
@@ -243,15 +257,17 @@ class Listener(uvicorn.Server):
     async def startup(self, sockets: Any = None) -> None:
         """Loads the model, where there is one, before it listens."""
         if len(self._models.slots) == 1:
-            await self._models.get(next(iter(self._models.slots)))
+            try:
+                await self._models.get(next(iter(self._models.slots)))
+            except Refused as refused:
+                raise refused.__cause__ or LuceError(refused.message) from None
         await super().startup(sockets)
         if self.started and not self._quiet:
-            for listening in self.servers:
-                for socket in listening.sockets:
-                    host, port = socket.getsockname()[:2]
-                    shown = f"[{host}]" if ":" in host else host
-                    names = ", ".join(self._models.slots)
-                    click.echo(f"luce serves {names} at http://{shown}:{port}", err=True)
+            for each in sockets or ():
+                host, port = each.getsockname()[:2]
+                shown = f"[{host}]" if ":" in host else host
+                names = ", ".join(self._models.slots)
+                click.echo(f"luce serves {names} at http://{shown}:{port}", err=True)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         """Ctrl-C: what runs ends now, and its clients are told."""
