@@ -11,6 +11,7 @@ from serving import serving, settings, until
 from luce.command import BOX
 from luce.engine import Engine, Files
 from luce.plan import Options, Request
+from luce.server import answer
 from luce.structs import Sampling
 
 GREEDY = {"temperature": 0, "max_tokens": 24}
@@ -196,6 +197,12 @@ def test_a_warm_answer_is_the_cold_one(server, alone):
     assert texts == {alone(asked["prompt"], 30, **SAMPLED)}
     drafts = [(each["timings"]["draft_n"], each["timings"]["draft_n_accepted"]) for each in found]
     assert drafts[1] == drafts[2]
+
+
+def test_a_stream_says_that_it_lives(server, monkeypatch):
+    monkeypatch.setattr(answer, "KEEP_ALIVE", 0.001)
+    text = server.post("/v1/completions", prompt="# live\n" + LONG, max_tokens=1, stream=True).text
+    assert text.startswith(": keep-alive\n\n") and text.endswith("data: [DONE]\n\n")
 
 
 # ---- the command

@@ -12,7 +12,7 @@ def test_every_answer_is_the_one_alone_and_nothing_is_left(native):
         {"box": BOX}, settings(sequences=3, checkpoints=3, host_bytes=20 << 20, max_waiting=6)
     ) as server:
         load = Load(server.url, known)
-        load.run(10, lambda done: done < 4)
+        load.run(8, lambda done: done < 4)
         assert not load.wrong, load.wrong[0]
         assert load.counts["right"] and load.counts["gone"] and load.counts["bad"]
         until(lambda: server.scheduler.idle, "all sequences are free")

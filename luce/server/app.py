@@ -269,6 +269,7 @@ def make_app(models: Models, watch: Watch, access: Access) -> ASGIApp:
         routed(server, "/api/show", ollama.show, ["POST"], ollama.error_body),
         routed(server, "/api/tags", ollama.tags, ["GET"], ollama.error_body),
         routed(server, "/api/ps", ollama.ps, ["GET"], ollama.error_body),
+        routed(server, "/", ollama.alive, ["GET"], ollama.error_body),
         routed(server, "/api/version", ollama.version, ["GET"], ollama.error_body),
         *about.routes(server, routed),
     ]

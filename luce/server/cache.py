@@ -24,6 +24,7 @@ from luce.server.disk import DiskCache
 from luce.tokenizer import Tokenizer
 
 EVERY = 4096  # tokens between checkpoints of a long prompt
+MOVED = 8  # to host memory goes what saves at least one in so many of the tokens that are moved
 PAGE = 256  # positions: LUCE_PAGE
 
 
@@ -156,10 +157,14 @@ class PrefixCache:
     def _on_host(self) -> list[Kept]:
         return [kept for kept in self._kept if kept.checkpoint and not kept.on_device]
 
-    def _worth(self, kept: Kept) -> float:
-        """Tokens that would be read again without it, by how long it was not met."""
+    def _saves(self, kept: Kept) -> int:
+        """Tokens that would be read again without it."""
         shorter = (len(other.tokens) for other in self._kept if other.begins(kept.tokens))
-        return (len(kept.tokens) - max(shorter, default=0)) / (1 + self._prompts - kept.met)
+        return len(kept.tokens) - max(shorter, default=0)
+
+    def _worth(self, kept: Kept) -> float:
+        """What it saves, less the longer it was not met."""
+        return self._saves(kept) / (1 + self._prompts - kept.met)
 
     def _restore(self, kept: Kept, sequence: Sequence) -> None:
         """The sequence at its end; the checkpoint on the device, where others share it, if there is room."""
@@ -204,7 +209,8 @@ class PrefixCache:
         """To host memory, if it is worth its bytes there."""
         kept.on_device = False
         try:
-            if kept.checkpoint and self._fit_host(kept):
+            worth_a_copy = MOVED * self._saves(kept) >= len(kept.tokens)
+            if kept.checkpoint and worth_a_copy and self._fit_host(kept):
                 kept.checkpoint.to_host()
                 return
         except LuceError:  # host memory lacks

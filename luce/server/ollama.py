@@ -265,3 +265,8 @@ async def show(server: Server, request: Request) -> Response:
 
 async def version(server: Server, request: Request) -> Response:
     return reply({"version": VERSION})
+
+
+async def alive(server: Server, request: Request) -> Response:
+    """What Ollama's clients ask first."""
+    return Response("Ollama is running", media_type="text/plain")
