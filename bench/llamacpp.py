@@ -65,6 +65,18 @@ def llama_bench(
     return speed[False], speed[True]
 
 
+def llama_bench_prefill(
+    binary: Path, model: Path, lengths: Sequence[int], threads: int, device: str
+) -> dict[int, float]:
+    """Prefill tokens/s by length of the prompt, each in an empty context, after a warm-up of its own."""
+    command = [str(binary), "-m", str(model), "-p", ",".join(map(str, lengths)), "-n", "0",
+               "-t", str(threads), "-r", "1", "-fa", "1", *placement(device), "-o", "json"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise PeerError(f"llama-bench ended with {done.returncode}: {done.stderr[-2000:]}")
+    return {row["n_prompt"]: row["avg_ts"] for row in json.loads(done.stdout)}
+
+
 def llama_batched_bench(
     binary: Path, model: Path, n_prompt: int, n_gen: int, counts: Sequence[int], threads: int, device: str
 ) -> dict[int, float]:

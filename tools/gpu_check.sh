@@ -2,7 +2,8 @@
 # Everything that needs a GPU, in one call: build for it, check the kernels, run the whole test suite on the
 # device, measure the 27b oracle alone and beside llama.cpp. Meant for a machine without a network.
 #
-#   tools/gpu_check.sh [build] [kernels] [oracle] [bench] [batch] [sweep] [gap] [tests]     (default: all, in this order)
+#   tools/gpu_check.sh [build] [kernels] [oracle] [bench] [prefill] [batch] [sweep] [gap] [tests]
+#                                                                          (default: all, in this order)
 #
 # Reads from GPU_KIT (default .gpu, git-ignored), packed where there is a network:
 #   cache.tar.xz  luce's cache folder, as tools/fetch_ggml.py leaves it: `tar -C ~/.cache -cJf ... luce`
@@ -16,7 +17,7 @@ out=${OUT:-$kit/out}
 work=${GPU_WORK:-/var/tmp/luce-gpu}
 shape=${GPU_SHAPE:-27b}
 mkdir -p "$out" "$work"
-stages=${*:-build kernels oracle bench batch sweep gap tests}
+stages=${*:-build kernels oracle bench prefill batch sweep gap tests}
 export PATH=/usr/local/cuda/bin:$PATH PYTHONUNBUFFERED=1
 export LD_LIBRARY_PATH=/usr/local/cuda/lib64:$work/peer/bin:${LD_LIBRARY_PATH:-}
 
@@ -69,6 +70,12 @@ if want bench; then
     python3 bench/peer_llamacpp.py "$XDG_CACHE_HOME/luce/oracle-$shape-0.8.gguf" --bin "$work/peer/bin" \
         --device cuda --threads 16 --modes plain,mtp:1,mtp:2,mtp:3 --synthetic "${SYNTHETIC:-2.9}" \
         --rounds "${ROUNDS:-3}" --commit "${COMMIT:-}" --save "$out" 2>&1 | tee "$out/bench.txt"
+fi
+if want prefill; then
+    say "prefill beside llama.cpp"
+    [[ -d $work/peer/bin ]] || tar -C "$work" -xJf "$kit/peer.tar.xz"
+    python3 bench/peer_prefill.py "$XDG_CACHE_HOME/luce/oracle-$shape-0.8.gguf" --bin "$work/peer/bin" --device cuda \
+        --threads 16 --rounds "${ROUNDS:-3}" --commit "${COMMIT:-}" --save "$out" 2>&1 | tee "$out/prefill.txt"
 fi
 if want batch; then
     say "several sequences beside llama.cpp"

@@ -27,17 +27,40 @@ void close(const Library &library) {
     cudaFree(library.workspace);
 }
 
-// grid: rows. Few rows have a power of two other than one.
+// What cuBLAS leaves to do with a row: its power of two, which few rows have, and its residual.
+// grid: rows. N is a multiple of WIDTH.
 constexpr int THREADS = 256;
-__global__ void __launch_bounds__(THREADS) scale_rows_kernel(float *out, const float *scales, int64_t N) {
+template <int WIDTH> struct alignas(4 * WIDTH) Values {
+    float x[WIDTH];
+};
+template <int WIDTH>
+__global__ void __launch_bounds__(THREADS)
+    finish_kernel(float *out, const float *residual, const float *scales, int64_t N) {
     const float scale = scales[blockIdx.x];
-    if (scale == 1.0f) {
+    if (scale == 1.0f && residual == nullptr) {
         return;
     }
-    float *row = out + blockIdx.x * N;
-    for (int64_t n = threadIdx.x; n < N; n += THREADS) {
-        row[n] *= scale;
+    auto *row = reinterpret_cast<Values<WIDTH> *>(out + blockIdx.x * N);
+    const auto *more = reinterpret_cast<const Values<WIDTH> *>(residual + blockIdx.x * N);
+    for (int64_t n = threadIdx.x; n < N / WIDTH; n += THREADS) {
+        Values<WIDTH> v = row[n], r = {};
+        if (residual != nullptr) {
+            r = more[n];
+        }
+#pragma unroll
+        for (int i = 0; i < WIDTH; i++) {
+            v.x[i] = v.x[i] * scale + r.x[i];
+        }
+        row[n] = v;
     }
+}
+
+void finish(const GemmArgs &a, const float *scales, cudaStream_t stream) {
+    const bool wide =
+        a.N % 4 == 0 &&
+        (reinterpret_cast<uintptr_t>(a.out) | reinterpret_cast<uintptr_t>(a.residual)) % 16 == 0;
+    const auto kernel = wide ? finish_kernel<4> : finish_kernel<1>;
+    kernel<<<a.T, THREADS, 0, stream>>>(a.out, a.residual, scales, a.N);
 }
 
 } // namespace
@@ -100,7 +123,7 @@ int cuda::gemm(const GemmArgs &a, void *stream) {
     if (error != 0) {
         return error;
     }
-    scale_rows_kernel<<<a.T, THREADS, 0, static_cast<cudaStream_t>(stream)>>>(a.out, scales, a.N);
+    finish(a, scales, static_cast<cudaStream_t>(stream));
     return int(cudaGetLastError());
 }
 

@@ -35,7 +35,8 @@ struct GemmArgs {
     int64_t K, N;
     const void *x; // what gemm_pack left, for the same T and K
     const void *weights; // F16 [N][K], aligned to 16
-    float *out; // [T][N]
+    float *out; // [T][N], not residual itself
+    const float *residual; // null, or [T][N] that is added
 };
 
 namespace cuda {

@@ -37,8 +37,9 @@ template <typename Op> __device__ float over_block(float x, float (&shared)[MAX_
     return over_lanes(lane < warps ? shared[lane] : 0.0f, WARP, op);
 }
 
+// By the fast functions, right to some 1e-6 of x: the result is rounded to F16.
 __device__ float silu(float x) {
-    return x / (1 + expf(-x));
+    return __fdividef(x, 1 + __expf(-x));
 }
 __device__ float squares(const float4 &v) {
     return fmaf(v.w, v.w, fmaf(v.z, v.z, fmaf(v.y, v.y, v.x * v.x)));
@@ -51,6 +52,12 @@ __device__ float4 times(const float4 &a, float b) {
 }
 __device__ float4 silu(const float4 &a) {
     return {silu(a.x), silu(a.y), silu(a.z), silu(a.w)};
+}
+__device__ float sigmoid(float x) {
+    return __fdividef(1, 1 + __expf(-x));
+}
+__device__ float4 sigmoid(const float4 &a) {
+    return {sigmoid(a.x), sigmoid(a.y), sigmoid(a.z), sigmoid(a.w)};
 }
 __device__ float most(const float4 &v) {
     return fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
@@ -86,6 +93,9 @@ template <int OWN> __global__ void __launch_bounds__(MAX_WARPS *WARP) gemm_pack_
             sum += squares(v[j]);
         } else if (a.input == ROWMM_SWIGLU) {
             v[j] = product(silu(v[j]), i < n ? y[i] : float4{0, 0, 0, 0});
+        } else if (a.input == ROWMM_GATED) {
+            v[j] =
+                product(v[j], i < n ? sigmoid(y[i + i / (a.head / 4) * (a.head / 4)]) : float4{0, 0, 0, 0});
         } else if (a.input == ROWMM_HEAD_RMS) { // a head is a part of a warp
             const float mean = over_lanes(squares(v[j]), a.head / 4, Sum()) / float(a.head);
             const float4 scaled = product(times(v[j], rsqrtf(mean + a.eps)), w[i % (a.head / 4)]);
@@ -140,6 +150,7 @@ bool valid(const RowmmPackArgs &a) {
         case ROWMM_PLAIN: return true;
         case ROWMM_RMS: return w;
         case ROWMM_SWIGLU: return y;
+        case ROWMM_GATED: return y && a.head > 0 && a.head % 4 == 0 && a.K % a.head == 0;
         case ROWMM_HEAD_RMS:
             return w && y && (a.head == 16 || a.head == 32 || a.head == 64 || a.head == 128) &&
                    a.K % a.head == 0;

@@ -115,6 +115,9 @@ struct DeltaArgs {
     float *out; // [T][Hv*S]
 };
 
+// Bytes of scratch that deltanet_chunks wants, aligned to 16; 0: it does not do heads of this S (it does 64 and 128).
+int64_t deltanet_chunks_scratch(const DeltaShape &shape);
+
 // ---- attention -----------------------------------------------------------------------------------------
 
 // The KV of one attention layer: a pool of cells, PAGE to a page, shared by all sequences. Position p of a sequence
@@ -287,6 +290,7 @@ struct TokensArgs {
 namespace cuda {
 int conv(const ConvArgs &args, void *stream);
 int deltanet(const DeltaArgs &args, void *stream);
+int deltanet_chunks(const DeltaArgs &args, void *scratch, void *stream); // DELTA_APPEND, for long prefills
 int norm_rope(const NormRopeArgs &args, void *stream);
 int kv_store(const KvStoreArgs &args, void *stream);
 int attention(const AttentionArgs &args, void *stream); // block 0

@@ -53,6 +53,8 @@ enum RowmmInput : int32_t {
     ROWMM_SWIGLU = 2, // silu(x) * y
     ROWMM_HEAD_RMS =
         3, // x * rsqrt(mean(x^2) + eps) * w[k % head] * silu(y), mean over each head (DeltaNet's output)
+    ROWMM_GATED =
+        4, // x * sigmoid(y), where y's heads of `head` values lie 2 * head apart; gemm_pack (gemm.h) alone
 };
 
 struct RowmmPackArgs {
@@ -62,10 +64,11 @@ struct RowmmPackArgs {
     int64_t K;
     void *out; // [rowmm_x_bytes(T, K)], aligned to 16
     int32_t input; // RowmmInput
-    int32_t head; // ROWMM_HEAD_RMS: 32, 64, 128 or 256
+    int32_t head; // ROWMM_HEAD_RMS: 32, 64, 128 or 256; ROWMM_GATED: a multiple of 4
     float eps; // ROWMM_RMS, ROWMM_HEAD_RMS
     const float *w; // ROWMM_RMS: [K]; ROWMM_HEAD_RMS: [head]
-    const float *y; // ROWMM_SWIGLU, ROWMM_HEAD_RMS: [T] rows of K values
+    const float
+        *y; // ROWMM_SWIGLU, ROWMM_HEAD_RMS: [T] rows of K values; ROWMM_GATED: of 2 K, less the first head
     int64_t y_row;
     float *copy; // null, or [T][K]: the computed values in F32 as well
     int32_t overlap; // as in RowmmArgs

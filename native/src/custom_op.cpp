@@ -197,6 +197,13 @@ RowsMatmulArgs rows_matmul_args(const ggml_tensor *dst) {
     return a;
 }
 
+#ifdef LUCE_USE_CUDA
+int deltanet_chunks_op(const ggml_tensor *dst, void *stream) {
+    const DeltaArgs a = delta_args(dst);
+    return cuda::deltanet_chunks(a, a.out + int64_t(a.shape.T) * a.shape.Hv * a.shape.S, stream);
+}
+#endif
+
 void cpu_choose(const ChooseArgs &a, int ith, int nth) {
     for (int t = ith; t < a.T; t += nth) {
         const float *x = a.logits + t * a.n;
@@ -233,6 +240,9 @@ static_assert(CHOICE_WIDTH == 5372, "choose says so");
 const CustomOp OPS[] = {
     LUCE_OP("deltanet_conv", "C,T 4,C C,3,s* l,q* ctl > C,T", cpu_conv, conv, conv_args),
     LUCE_OP("deltanet", "C,T h,T h,T h h S,S,h,s* l,q* ctl > S,h,T", cpu_deltanet, deltanet, delta_args),
+#ifdef LUCE_USE_CUDA
+    {"deltanet_chunks", "C,T h,T h,T h h S,S,h,s* l,q* ctl > S,h,T", nullptr, deltanet_chunks_op},
+#endif
     LUCE_OP("norm_rope", "K,T h iT Q,T? h? > K,T", cpu_norm_rope, norm_rope, norm_rope_args),
     LUCE_OP("kv_store", "w,T w,T kw,c* kw,c* ctl ip > 1", cpu_kv_store, kv_store, kv_store_args),
     LUCE_OP("attention", "Q,T G,T kw,c kw,c ctl ip > Q,T", cpu_attention, attention, attention_args),
@@ -261,12 +271,15 @@ const CustomOp OPS[] = {
      [](const ggml_tensor *dst, void *stream) { return gemm_pack_op(dst, stream, ROWMM_RMS, real(dst, 0)); }},
     {"gemm_pack_swiglu", "K,T K,T > 1", nullptr,
      [](const ggml_tensor *dst, void *stream) { return gemm_pack_op(dst, stream, ROWMM_SWIGLU, 0); }},
+    {"gemm_pack_gated", "K,T D,H,T > 1", nullptr,
+     [](const ggml_tensor *dst, void *stream) { return gemm_pack_op(dst, stream, ROWMM_GATED, 0); }},
     {"gemm_pack_heads", "K,T K,T h > 1", nullptr,
      [](const ggml_tensor *dst, void *stream) {
          return gemm_pack_op(dst, stream, ROWMM_HEAD_RMS, real(dst, 0));
      }},
     {"unpack", "mK,N > K,N", nullptr, unpack_op},
     {"gemm", "xP mK,N > N", nullptr, gemm_op},
+    {"gemm_add", "xP mK,N N,T > N,T", nullptr, gemm_op},
 #endif
 };
 

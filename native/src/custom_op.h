@@ -4,6 +4,7 @@
 // name            arguments (ggml shapes, fastest first)                                 params -> result
 // deltanet_conv   x{C,T} w{4,C} window{C,3,slots}* log{n,seqs}* ctl                        R n_slots Hk Hv S mode -> {C,T}
 // deltanet        x{C,T} alpha{Hv,T} beta{Hv,T} dt{Hv} a{Hv} state{S,S,Hv,slots}* log* ctl  the same -> {Hv*S,T}
+// deltanet_chunks  the same, for a long prefill on a GPU                                   the same -> {Hv*S*T, then scratch}
 // norm_rope       k{D*Hkv,T} k_norm{D} positions{T} [q_gate{2*D*H,T} q_norm{D}]            rope_dim base eps
 //                     -> {D*Hkv*T, then D*H*T}
 // kv_store        k{D*Hkv,T} v{D*Hkv,T} pool_k{D*Hkv,cells}* pool_v* ctl pages             append owner D -> i32{1}
@@ -28,9 +29,11 @@
 // gemm_pack       x{K,T}                                                                   - -> i8{bytes}, of a GPU
 // gemm_pack_norm  x{K,T} w{K}: RMS(x) * w                                                  eps -> i8{bytes}
 // gemm_pack_swiglu  gate{K,T} up{K,T}: silu(gate) * up                                     - -> i8{bytes}
+// gemm_pack_gated x{K,T} gate{D,H,T}, heads 2 D apart: x * sigmoid(gate)                   - -> i8{bytes}
 // gemm_pack_heads x{K,T} z{K,T} w{head}: RMS(x of a head) * w * silu(z)                    eps -> i8{bytes}
 // unpack          packed weights{K,N}                                                      - -> f16{K,N}
 // gemm            packed{bytes} f16 weights{K,N}                                           - -> {N,T}
+// gemm_add        the same, residual{N,T}, which is added                                  - -> {N,T}
 // ctl is {sizeof(StepCtl) / 4}, scale, softcap and eps are the bits of floats.
 // (*: written in place)
 #pragma once

@@ -21,6 +21,9 @@ ggml_tensor *pack(const StepBuild &b, const MatmulInput &in) {
     if (in.kind == ROWMM_SWIGLU && side_by_side) {
         return op("gemm_pack_swiglu", {in.x, in.y});
     }
+    if (in.kind == ROWMM_GATED && ggml_is_contiguous(in.x)) {
+        return op("gemm_pack_gated", {in.x, in.y});
+    }
     if (in.kind == ROWMM_HEAD_RMS && side_by_side) {
         if (const int64_t head = in.w->ne[0]; head == 16 || head == 32 || head == 64 || head == 128) {
             return op("gemm_pack_heads", {in.x, in.y, in.w});
@@ -36,14 +39,18 @@ bool uses_gemm(const StepBuild &b, int64_t T) {
     return b.prefill() && b.model.device().own_matmul && T >= GEMM_ROWS;
 }
 
-ggml_tensor *add_gemm(const StepBuild &b, ggml_tensor *weight, const MatmulInput &input) {
+ggml_tensor *add_gemm(const StepBuild &b, ggml_tensor *weight, const MatmulInput &input,
+                      ggml_tensor *residual) {
     const int64_t K = weight->ne[0], N = weight->ne[1], T = input.x->ne[1];
     if (!uses_gemm(b, T) || !is_packed(weight) || !gemm_has(K)) {
         return nullptr;
     }
     ggml_tensor *rows = made_input(b, input, true, [&] { return pack(b, input); });
     ggml_tensor *w = add_op(b.ctx, "unpack", GGML_TYPE_F16, K, N, {weight}); // {K, N}
-    return add_op(b.ctx, "gemm", GGML_TYPE_F32, N, T, {rows, w});            // {N, T}
+    if (residual != nullptr) {
+        return add_op(b.ctx, "gemm_add", GGML_TYPE_F32, N, T, {rows, w, residual}); // {N, T}
+    }
+    return add_op(b.ctx, "gemm", GGML_TYPE_F32, N, T, {rows, w}); // {N, T}
 }
 
 int gemm_pack_op(const ggml_tensor *dst, void *stream, int32_t input, float eps) {
@@ -61,6 +68,10 @@ int gemm_pack_op(const ggml_tensor *dst, void *stream, int32_t input, float eps)
     } else if (input != ROWMM_PLAIN) {
         a.y = values(second);
     }
+    if (input == ROWMM_GATED) {
+        a.y_row = 2 * a.K;
+        a.head = int32_t(second->ne[0]);
+    }
     if (input == ROWMM_HEAD_RMS) {
         a.w = values(third);
         a.head = int32_t(third->ne[0]);
@@ -74,9 +85,10 @@ int unpack_op(const ggml_tensor *dst, void *stream) {
 }
 
 int gemm_op(const ggml_tensor *dst, void *stream) {
-    const ggml_tensor *w = dst->src[1];
+    const ggml_tensor *w = dst->src[1], *residual = dst->src[2];
     return cuda::gemm({int32_t(dst->ne[1]), w->ne[0], w->ne[1], dst->src[0]->data, w->data,
-                       static_cast<float *>(dst->data)},
+                       static_cast<float *>(dst->data),
+                       residual == nullptr ? nullptr : static_cast<const float *>(residual->data)},
                       stream);
 }
 

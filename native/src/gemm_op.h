@@ -13,8 +13,10 @@ constexpr int64_t GEMM_ROWS = 128;
 // Whether a step multiplies so many rows in this way.
 bool uses_gemm(const StepBuild &b, int64_t T);
 
-// The product of packed weights {K, N} with an input {K, T} -> {N, T}; null where it is not done here.
-ggml_tensor *add_gemm(const StepBuild &b, ggml_tensor *weight, const MatmulInput &input);
+// The product of packed weights {K, N} with an input {K, T} -> {N, T}, and residual {N, T} added where it is not null;
+// null where it is not done here.
+ggml_tensor *add_gemm(const StepBuild &b, ggml_tensor *weight, const MatmulInput &input,
+                      ggml_tensor *residual);
 
 // Launchers of the ops gemm_pack.., unpack and gemm (custom_op.h).
 int gemm_pack_op(const ggml_tensor *dst, void *stream, int32_t input, float eps);

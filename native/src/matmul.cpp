@@ -24,6 +24,10 @@ MatmulInput gated_heads(ggml_tensor *x, ggml_tensor *w, ggml_tensor *gate, float
     return {ROWMM_HEAD_RMS, x, w, gate, eps};
 }
 
+MatmulInput gated(ggml_tensor *x, ggml_tensor *gate) {
+    return {ROWMM_GATED, x, nullptr, gate, 0};
+}
+
 ggml_tensor *rms_norm(ggml_context *ctx, ggml_tensor *x, ggml_tensor *weight, float eps) {
     return ggml_mul(ctx, ggml_rms_norm(ctx, x, eps), weight);
 }
@@ -51,6 +55,10 @@ ggml_tensor *input_values(const StepBuild &b, const MatmulInput &in) {
         }
         if (in.kind == ROWMM_SWIGLU) {
             return ggml_swiglu_split(ctx, in.x, in.y);
+        }
+        if (in.kind == ROWMM_GATED) {
+            ggml_tensor *gate = ggml_cont_2d(ctx, in.y, in.x->ne[0], in.x->ne[1]); // {D*H, T}
+            return ggml_mul(ctx, in.x, ggml_sigmoid(ctx, gate));
         }
         const int64_t S = in.w->ne[0], H = in.x->ne[0] / S, T = in.x->ne[1];
         ggml_tensor *x = rms_norm(ctx, ggml_reshape_3d(ctx, in.x, S, H, T), in.w, in.eps); // {S, H, T}
@@ -125,8 +133,8 @@ static void add_rowmm(const StepBuild &b, const std::vector<ggml_tensor *> &weig
     if (n == 0) {
         return;
     }
-    const bool packs =
-        in.kind != ROWMM_HEAD_RMS || in.w->ne[0] >= 32; // a head of fewer values it does not norm
+    // what rowmm_pack does not compute: heads of fewer values, and attention's gate
+    const bool packs = in.kind != ROWMM_GATED && (in.kind != ROWMM_HEAD_RMS || in.w->ne[0] >= 32);
     const MatmulInput form =
         all && packs ? in : plain(input_values(b, in)); // ggml's matmul needs the values too
     args[0] = made_input(b, form, true, [&] { return packed(b, form); });
@@ -152,8 +160,9 @@ static std::vector<ggml_tensor *> products(const StepBuild &b, const std::vector
 #ifdef LUCE_USE_CUDA
     if (uses_gemm(b, in.x->ne[1])) {
         for (size_t i = 0; i < weights.size(); i++) {
-            out[i] = add_gemm(b, weights[i], in);
+            out[i] = add_gemm(b, weights[i], in, residual);
         }
+        added = out[0] != nullptr;
     } else if (b.model.device().gpu) {
         add_rowmm(b, weights, in, residual, out);
         added = out[0] != nullptr;

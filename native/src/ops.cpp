@@ -1,6 +1,7 @@
 #include "ops.h"
 
 #include "custom_op.h"
+#include "gemm_op.h"
 
 #include <cmath>
 #include <cstring>
@@ -73,10 +74,9 @@ ggml_tensor *prefill_mask(const StepBuild &b, int32_t window) {
 }
 
 // A prefill: ggml's attention over the sequence's cells, put side by side. q {D, H, T} -> {D*H, T}
-static ggml_tensor *attend_prefill(const StepBuild &b, ggml_tensor *q, ggml_tensor *q_gate,
-                                   const AttentionShape &s, const KvLayer &kv, ggml_tensor *mask) {
+static ggml_tensor *attend_prefill(const StepBuild &b, ggml_tensor *q, const AttentionShape &s,
+                                   const KvLayer &kv, ggml_tensor *mask) {
     const int64_t D = s.head_dim, H = s.n_head, Hkv = s.n_head_kv, T = q->ne[2];
-    const size_t f = sizeof(float);
     const ggml_type type = kv.cells.k->type == GGML_TYPE_F32 ? GGML_TYPE_F32 : GGML_TYPE_F16;
     const auto gathered = [&](ggml_tensor *pool) { // {D, n_kv, Hkv}
         ggml_tensor *t =
@@ -87,10 +87,7 @@ static ggml_tensor *attend_prefill(const StepBuild &b, ggml_tensor *q, ggml_tens
     ggml_tensor *o = ggml_flash_attn_ext(b.ctx, ggml_permute(b.ctx, q, 0, 2, 1, 3), K, V, mask,
                                          1.0f / std::sqrt(float(D)), 0.0f, s.softcap);
     ggml_prec_set_acc(o, GGML_PREC_F32);
-    o = ggml_reshape_2d(b.ctx, o, D * H, T); // {D*H, T}
-    ggml_tensor *gate = ggml_view_3d(b.ctx, q_gate, D, H, T, 2 * D * f, 2 * D * H * f, D * f);
-    gate = ggml_sigmoid(b.ctx, ggml_cont_2d(b.ctx, gate, D * H, T)); // {D*H, T}
-    return ggml_mul(b.ctx, o, gate);
+    return ggml_reshape_2d(b.ctx, o, D * H, T); // {D*H, T}
 }
 
 // Values that the attention op needs beside its result: the CPU's needs none.
@@ -135,9 +132,29 @@ ggml_tensor *attend(const StepBuild &b, const MatmulInput &x, const Attention &w
     const Rotated heads = norm_rope(b, w, eps, y[1], q_gate);
     store_kv(b, heads.k, y[2], w, kv);
     ggml_tensor *q = ggml_reshape_3d(b.ctx, heads.q, s.head_dim, s.n_head, heads.q->ne[1]); // {D, H, T}
-    ggml_tensor *o =
-        b.prefill() ? attend_prefill(b, q, q_gate, s, kv, mask) : attend_pages(b, q, q_gate, s, kv, false);
-    return matmul(b, w.out, plain(o), residual);
+    const size_t D = s.head_dim, H = s.n_head, f = sizeof(float);
+    ggml_tensor *gate =
+        ggml_view_3d(b.ctx, q_gate, s.head_dim, s.n_head, q->ne[2], 2 * D * f, 2 * D * H * f, D * f);
+    const MatmulInput o = b.prefill() ? gated(attend_prefill(b, q, s, kv, mask), gate)
+                                      : plain(attend_pages(b, q, q_gate, s, kv, false));
+    return matmul(b, w.out, o, residual);
+}
+
+// Values that the delta rule needs beside its result where a long prefill on a GPU is done by chunks; else 0.
+static int64_t chunks_room(const StepBuild &b, const DeltaNetShape &s, int64_t T) {
+#ifdef LUCE_USE_CUDA
+    if (uses_gemm(b, T)) {
+        DeltaShape shape{};
+        shape.T = int32_t(T);
+        shape.Hk = int32_t(s.n_k_heads);
+        shape.Hv = int32_t(s.n_v_heads);
+        shape.S = int32_t(s.state_size);
+        return (deltanet_chunks_scratch(shape) + 3) / 4;
+    }
+#else
+    (void) b, (void) s, (void) T;
+#endif
+    return 0;
 }
 
 ggml_tensor *deltanet(const StepBuild &b, const MatmulInput &x, const DeltaNet &w, const DeltaState &state,
@@ -158,8 +175,11 @@ ggml_tensor *deltanet(const StepBuild &b, const MatmulInput &x, const DeltaNet &
 
     qkv = add_op(b.ctx, "deltanet_conv", GGML_TYPE_F32, C, T,
                  {qkv, w.conv, state.window, state.log, b.in.ctl}, params);
-    ggml_tensor *o = add_op(b.ctx, "deltanet", GGML_TYPE_F32, Hv * S, T,
-                            {qkv, alpha, beta, w.dt, w.a, state.state, state.log, b.in.ctl}, params);
+    const int64_t room = chunks_room(b, w.shape, T);
+    ggml_tensor *o = // the result, then room for what chunks share
+        add_op(b.ctx, room > 0 ? "deltanet_chunks" : "deltanet", GGML_TYPE_F32, Hv * S * T + room, 1,
+               {qkv, alpha, beta, w.dt, w.a, state.state, state.log, b.in.ctl}, params);
+    o = ggml_view_2d(b.ctx, o, Hv * S, T, size_t(Hv * S) * sizeof(float), 0);
 
     return matmul(b, w.out, gated_heads(o, w.norm, z, eps), residual);
 }

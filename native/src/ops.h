@@ -29,7 +29,7 @@ struct MatmulInput {
     RowmmInput kind;
     ggml_tensor *x;
     ggml_tensor *w; // rms {K}, gated_heads {S}
-    ggml_tensor *y; // swiglu, gated_heads {K, T}
+    ggml_tensor *y; // swiglu, gated_heads {K, T}, gated {D, H, T}
     float eps;
 
     bool operator==(const MatmulInput &o) const {
@@ -41,6 +41,8 @@ MatmulInput rms(ggml_tensor *x, ggml_tensor *w, float eps); // RMS(x) * w
 MatmulInput swiglu(ggml_tensor *gate, ggml_tensor *up); // silu(gate) * up
 // RMS(x) * w * silu(gate), the mean over each head of S values
 MatmulInput gated_heads(ggml_tensor *x, ggml_tensor *w, ggml_tensor *gate, float eps);
+// x {D*H, T} * sigmoid(gate), gate {D, H, T} being the second half of each head of {2*D*H, T}
+MatmulInput gated(ggml_tensor *x, ggml_tensor *gate);
 
 struct MadeInput {
     MatmulInput input;

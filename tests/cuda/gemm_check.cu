@@ -17,7 +17,8 @@ double silu(double x) {
 }
 
 PackInput random_input(int input, int T, int64_t K, int head) {
-    PackInput p{input, T, head, K, normals(size_t(T) * K), normals(size_t(T) * K, 2.0f),
+    PackInput p{input, T, head, K, normals(size_t(T) * K),
+                normals(size_t(T) * K * (input == ROWMM_GATED ? 2 : 1), 2.0f),
                 normals(size_t(input == ROWMM_HEAD_RMS ? head : K))};
     for (int t = 0; t < T; t++) { // rows that F16 would not hold
         const float size[] = {1.0f, 1e-7f, 3e30f, 100.0f, 1e-30f, 40000.0f, 0.0f};
@@ -31,7 +32,7 @@ PackInput random_input(int input, int T, int64_t K, int head) {
 // [T][K]
 Doubles computed(const PackInput &p) {
     Doubles out(p.x.begin(), p.x.end());
-    const int64_t group = p.input == ROWMM_HEAD_RMS ? p.head : p.K;
+    const int64_t group = p.head > 0 ? p.head : p.K;
     for (int64_t at = 0; at < int64_t(out.size()); at += group) {
         double sum = 0;
         for (int64_t i = 0; i < group; i++) {
@@ -40,9 +41,10 @@ Doubles computed(const PackInput &p) {
         const double scale = 1 / std::sqrt(sum / double(group) + EPS);
         for (int64_t i = 0; i < group; i++) {
             double &v = out[at + i];
-            const double y = p.y[at + i];
+            const double y = p.y[p.input == ROWMM_GATED ? 2 * at + p.head + i : at + i];
             v = p.input == ROWMM_PLAIN    ? v
                 : p.input == ROWMM_SWIGLU ? silu(v) * y
+                : p.input == ROWMM_GATED  ? v / (1 + std::exp(-y))
                 : p.input == ROWMM_RMS    ? v * scale * p.w[i]
                                           : v * scale * p.w[i] * silu(y);
         }
@@ -54,14 +56,15 @@ void pack(const PackInput &p, const Device<uint8_t> &out) {
     Device<float> x(p.x), y(p.y), w(p.w);
     RowmmPackArgs a{};
     a.x = x.p;
-    a.x_row = a.y_row = a.K = p.K;
+    a.x_row = a.K = p.K;
     a.T = p.T;
     a.out = out.p;
     a.input = p.input;
     a.head = p.head;
     a.eps = EPS;
     a.w = w.p;
-    a.y = y.p;
+    a.y = p.input == ROWMM_GATED ? y.p + p.head : y.p;
+    a.y_row = p.input == ROWMM_GATED ? 2 * p.K : p.K;
     must(cuda::gemm_pack(a, stream));
     must(cudaStreamSynchronize(stream));
 }
@@ -116,12 +119,15 @@ void check_gemm(int T, int64_t K, int64_t N) {
     Device<uint8_t> x(size_t(gemm_x_bytes(T, K)));
     pack(p, x);
     Device<__half> w(weights);
-    Device<float> out(size_t(T) * N);
-    must(cuda::gemm({T, K, N, x.p, w.p, out.p}, stream));
+    const bool adds = pick(2) == 0;
+    const Floats more = normals(adds ? size_t(T) * N : 0);
+    Device<float> out(size_t(T) * N), added(more);
+    const float *residual = adds ? added.p : nullptr;
+    must(cuda::gemm({T, K, N, x.p, w.p, out.p, residual}, stream));
     must(cudaStreamSynchronize(stream));
     const Floats got = out.get();
     out.poison();
-    must(cuda::gemm({T, K, N, x.p, w.p, out.p}, stream));
+    must(cuda::gemm({T, K, N, x.p, w.p, out.p, residual}, stream));
     must(cudaStreamSynchronize(stream));
     expect(same_bits(got, out.get()), what + " twice");
     double worst = 0;
@@ -135,8 +141,9 @@ void check_gemm(int T, int64_t K, int64_t N) {
             for (int64_t k = 0; k < K; k++) {
                 sum += double(__half2float(weights[n * K + k])) * p.x[t * K + k];
             }
-            error += (got[t * N + n] - sum) * (got[t * N + n] - sum);
-            size += sum * sum;
+            const double e = adds ? sum + more[t * N + n] : sum;
+            error += (got[t * N + n] - e) * (got[t * N + n] - e);
+            size += e * e;
             shows = shows && (t != bad || !std::isfinite(got[t * N + n]));
         }
         worst = t == bad ? worst : std::max(worst, std::isfinite(error) ? std::sqrt(error / size) : INFINITY);
@@ -149,15 +156,15 @@ void check_gemm(int T, int64_t K, int64_t N) {
 } // namespace
 
 void check_gemm_kernels(bool all) {
-    for (int input : {ROWMM_PLAIN, ROWMM_RMS, ROWMM_SWIGLU, ROWMM_HEAD_RMS}) {
+    for (int input : {ROWMM_PLAIN, ROWMM_RMS, ROWMM_SWIGLU, ROWMM_GATED, ROWMM_HEAD_RMS}) {
         for (int64_t K : {int64_t(256), int64_t(5120), int64_t(17408), GEMM_MAX_K}) {
-            check_pack(input, all ? 15 : 7, K, input == ROWMM_HEAD_RMS ? 16 << pick(4) : 0);
+            check_pack(input, all ? 15 : 7, K, input >= ROWMM_HEAD_RMS ? 16 << pick(4) : 0);
         }
-        check_pack(input, 1, 128, 128);
-        check_pack(input, 3, 176, 16);
+        check_pack(input, 1, 128, input >= ROWMM_HEAD_RMS ? 128 : 0);
+        check_pack(input, 3, 176, input >= ROWMM_HEAD_RMS ? 16 : 0);
     }
     Device<float> nothing(8);
-    expect(cuda::gemm({1, 8, 1, nothing.p, nothing.p, nothing.p}, stream) != 0, "gemm needs gemm_open");
+    expect(cuda::gemm({1, 8, 1, nothing.p, nothing.p, nothing.p, nullptr}, stream) != 0, "gemm needs gemm_open");
     must(cuda::gemm_open(stream));
     expect(cuda::gemm_open(stream) != 0, "gemm_open twice");
     check_gemm(130, 256, 48);

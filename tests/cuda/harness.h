@@ -224,9 +224,16 @@ struct Layer {
             stream));
     }
 
+    void enqueue_chunks(int T, const Device<float> &conv, const Device<float> &alpha, const Device<float> &beta,
+                        const Device<uint8_t> &scratch, const Device<float> &out) const {
+        must(cuda::deltanet_chunks({delta_shape(T, DELTA_APPEND), conv.p, alpha.p, beta.p, dt.p, a.p, state.p, log.p,
+                                    ctl.p, out.p},
+                                   scratch.p, stream));
+    }
+
     // A step of T rows, those that no part fills being NaN. Afterwards no row of its sequences is pending;
-    // after a verify the caller accepts some.
-    Output run(DeltaMode mode, const std::vector<Part> &parts, int T) {
+    // after a verify the caller accepts some. chunks: by the kernels of long prefills.
+    Output run(DeltaMode mode, const std::vector<Part> &parts, int T, bool chunks = false) {
         set_ctl(parts);
         Floats x, alpha, beta;
         for (const Part &part : parts) {
@@ -239,7 +246,12 @@ struct Layer {
         beta.resize(size_t(T) * s.Hv, NAN);
         Device<float> dx(x), dalpha(alpha), dbeta(beta), conv(x.size()), out(size_t(T) * s.Hv * s.S);
         enqueue_conv(mode, T, dx, conv);
-        enqueue_delta(mode, T, conv, dalpha, dbeta, out);
+        Device<uint8_t> scratch(chunks ? size_t(deltanet_chunks_scratch(delta_shape(T, mode))) : 0);
+        if (chunks) {
+            enqueue_chunks(T, conv, dalpha, dbeta, scratch, out);
+        } else {
+            enqueue_delta(mode, T, conv, dalpha, dbeta, out);
+        }
         must(cudaStreamSynchronize(stream));
         for (const Part &part : parts) {
             Timeline &timeline = timelines[part.slot];
@@ -249,7 +261,9 @@ struct Layer {
         }
         return {conv.get(), out.get()};
     }
-    Output append(int slot, const Rows &rows) { return run(DELTA_APPEND, {{slot, rows, {}}}, rows.T); }
+    Output append(int slot, const Rows &rows, bool chunks = false) {
+        return run(DELTA_APPEND, {{slot, rows, {}}}, rows.T, chunks);
+    }
     void flush(int slot) { run(DELTA_VERIFY, {{slot, {0, {}, {}, {}}, {}}}, 1); }
 
     Snapshot snapshot() const { return {window.get(), state.get(), log.get(), timelines}; }
