@@ -220,7 +220,8 @@ def test_long_prompts(
     prompt, n, keep = prompt_of(n_prompt), 24, not exact
     whole = (n_prompt - 1) // 512 * 512  # in chunks, which the runs share
     for name in ("Q4_K", "oracle"):
-        sizes = {"n_ctx": n_prompt + 48, "n_checkpoints": 1, "n_rows": 9, "n_draft": 8, "kv_type": kv_type}
+        sizes = {"n_ctx": n_prompt + 48, "n_checkpoints": 1, "n_rows": 9, "n_draft": 8, "n_chunk": 512,
+                 "kv_type": kv_type}  # fmt: skip
         sequence = drive.open_sequence(model_of(name), **sizes)
         if whole:
             drive.prefill(sequence, prompt[:whole], last=False)
