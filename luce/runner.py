@@ -92,6 +92,7 @@ class Lookups:
     length of the match: 4 to 7 tokens, 8 to 15, and so on. What was proposed is followed until it is wrong,
     whether it was verified or not."""
 
+    HOPE = 0.8  # before any trial, which is worth two of them
     LENGTHS = 5  # classes
     FORGET = 0.97
 
@@ -105,12 +106,12 @@ class Lookups:
         return min(max(matched.bit_length() - 3, 0), self.LENGTHS - 1)
 
     def chances(self, n: int, matched: int) -> list[float]:
-        """That the first 1, 2 .. n tokens are all right, before any trial one half each (rule of succession);
-        a length of match starts from what all lengths show."""
+        """That the first 1, 2 .. n tokens are all right. A length of match starts from what all lengths show,
+        and they from hope."""
         pooled = [[sum(counts[i][j] for counts in self._counts) for j in (0, 1)] for i in (0, 1)]
         own, shares = self._counts[self._class_of(matched)], []
         for (hits, trials), (all_hits, all_trials) in zip(own, pooled, strict=True):
-            hope = (all_hits + 1) / (all_trials + 2)
+            hope = (all_hits + 2 * self.HOPE) / (all_trials + 2)
             shares.append((hits + 2 * hope) / (trials + 2))
         first, later = shares
         return list(accumulate(repeat(later, n - 1), mul, initial=first)) if n else []
