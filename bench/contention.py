@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """How decoding fares beside busy neighbours: builds of luce in turn, under each condition, many times.
 
-Each build writes text with the model in the box, plain and on as many threads as it is told, in a process
-that stays. A condition is a number of endless loops beside it, at the same priority or with luce at
+Each build, a source tree with its libraries installed, writes text with the model in the box, plain and on as
+many threads as it is told, in a process that stays. A condition is a number of endless loops beside it, at the same priority or with luce at
 `nice -n 19`. A sample is a short run of one build; builds take turns within a round, so that other load hits
 all alike. It is recorded how many tokens a second there were, and what part of the machine's CPUs the process
 had meanwhile.
 
-    python bench/contention.py openmp=OTHER/luce/lib now=luce/lib --rounds 5 --save bench/results
+    PYTHONPATH=. python bench/contention.py before=OTHER now=. --rounds 5 --save bench/results
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-from luce import _native, cpus
+from luce import cpus
 from luce.bench.origin import origin, write_row
 from luce.engine import Engine
 from luce.generation import Finished
@@ -40,9 +40,8 @@ def _is_over(end: float) -> bool:
     return time.perf_counter() > end
 
 
-def serve(library: Path, threads: int) -> None:
+def serve(threads: int) -> None:
     """For each line on stdin, a number of seconds: tokens, seconds and CPU seconds of that long, as JSON."""
-    _native.use(_native.load(library, ROOT / "native/include/luce.h"))
     with Engine.open(BOX, Options(spec="off", threads=threads, ctx=512)) as engine:
         request = Request(tuple(engine.tokenizer.encode("def fibonacci(n):\n")), TOKENS, ignore_eos=True)
         print("ready", flush=True)
@@ -71,10 +70,11 @@ def loops(count: int) -> Iterator[None]:
 class Build:
     """A process of one build at one priority."""
 
-    def __init__(self, library: str, threads: int, nice: int):
+    def __init__(self, folder: str, threads: int, nice: int):
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", library, "--threads", str(threads)],
+            [sys.executable, __file__, "--serve", "--threads", str(threads)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=lambda: os.nice(nice),
+            env=os.environ | {"PYTHONPATH": str(Path(folder).resolve())},
         )  # fmt: skip
         assert self.process.stdout is not None and self.process.stdout.readline() == "ready\n"
 
@@ -97,8 +97,8 @@ def measure(builds: dict[str, str], args: argparse.Namespace) -> dict[str, dict[
     with ExitStack() as opened:
         running: dict[tuple[str, int], Build] = {}
         for nice in sorted({nice for _, nice in CONDITIONS.values()}):
-            for name, library in builds.items():
-                running[name, nice] = Build(library, args.threads, nice)
+            for name, folder in builds.items():
+                running[name, nice] = Build(folder, args.threads, nice)
                 opened.callback(running[name, nice].close)
         for turn in range(args.rounds):
             for condition, (count, nice) in CONDITIONS.items():
@@ -120,16 +120,16 @@ def measure(builds: dict[str, str], args: argparse.Namespace) -> dict[str, dict[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure decoding beside busy neighbours.")
-    parser.add_argument("builds", nargs="*", metavar="NAME=DIR", help="a build's folder of libraries")
+    parser.add_argument("builds", nargs="*", metavar="NAME=DIR", help="a build's source tree")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.0, help="of a sample")
     parser.add_argument("--save", type=Path, metavar="DIR")
     parser.add_argument("--note", help="what else ran on the machine")
-    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        serve(args.serve, args.threads)
+        serve(args.threads)
         return
     load = os.getloadavg()
     builds = dict(one.split("=", 1) for one in args.builds)

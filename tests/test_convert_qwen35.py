@@ -129,8 +129,8 @@ def test_save_pretrained_gives_the_logits_of_transformers(tmp_path, native):
     tokens = np.random.default_rng(1).integers(0, 300, 24).tolist()
     with torch.no_grad():
         wanted = model(torch.tensor([tokens])).logits[0].numpy()
-    with drive.open_model(native, path) as opened, drive.open_session(opened) as session:
-        found = drive.chain_logits(session, tokens, 6)
+    with drive.open_model(native, path) as opened:
+        found = drive.chain_logits(drive.open_sequence(opened, n_ctx=64), tokens, 6)
     assert np.abs(found - wanted).max() < 1e-3
 
 
