@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """How decoding fares beside busy neighbours: builds of luce in turn, under each condition, many times.
 
-Each build, a source tree with its libraries installed, writes text with the model in the box, plain and on as
-many threads as it is told, in a process that stays. A condition is a number of endless loops beside it, at the same priority or with luce at
-`nice -n 19`. A sample is a short run of one build; builds take turns within a round, so that other load hits
-all alike. It is recorded how many tokens a second there were, and what part of the machine's CPUs the process
-had meanwhile.
+Each build, a source tree with its libraries installed, writes text with the model in the box, plain and on
+as many threads as it is told, in a process that stays. A condition is a number of endless loops beside it, at
+the same priority or with luce at `nice -n 19`. A sample is a short run of one build; builds take turns within
+a round, so that other load hits all alike. It is recorded how many tokens a second there were, and what part
+of the machine's CPUs the process had meanwhile.
 
     PYTHONPATH=. python bench/contention.py before=OTHER now=. --rounds 5 --save bench/results
 """
@@ -27,7 +27,7 @@ from pathlib import Path
 from luce import cpus
 from luce.bench.origin import origin, write_row
 from luce.engine import Engine
-from luce.generation import Finished
+from luce.generation import Tokens
 from luce.plan import Options, Request
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,7 +51,7 @@ def serve(threads: int) -> None:
             over = partial(_is_over, end)
             while not over():
                 for event in engine.generate(request, over):
-                    tokens += len(event.tokens) if isinstance(event, Finished) else 0
+                    tokens += len(event.ids) if isinstance(event, Tokens) else 0
             said = (tokens, time.perf_counter() - began, time.process_time() - cpu)
             print(json.dumps(said), flush=True)
 

@@ -119,19 +119,25 @@ static bool is_empty(const ggml_tensor *node) {
            node->op == GGML_OP_PERMUTE || node->op == GGML_OP_TRANSPOSE;
 }
 
-// Whether a segment on the CPU is worth ggml's own threads, which meet after each node: all that one thread does
-// between our ops of a step takes less than to meet.
-static bool is_wide(const ggml_cgraph &segment) {
-    constexpr int64_t WORTH_MEETING = 1 << 22; // values
-    int64_t values = 0;
-    for (int i = 0; i < segment.n_nodes; i++) {
-        const ggml_tensor *node = segment.nodes[i];
-        if (node->op == GGML_OP_MUL_MAT || node->op == GGML_OP_FLASH_ATTN_EXT) {
-            return true;
-        }
-        values += is_empty(node) ? 0 : ggml_nelements(node);
+// About how many values ggml multiplies or moves for a node.
+static int64_t work_of(const ggml_tensor *node) {
+    switch (node->op) {
+        case GGML_OP_MUL_MAT: return ggml_nelements(node->src[0]) * node->ne[1];
+        case GGML_OP_FLASH_ATTN_EXT:
+            return ggml_nelements(node->src[0]) * node->src[1]->ne[1]; // queries, keys
+        default: return is_empty(node) ? 0 : ggml_nelements(node);
     }
-    return values >= WORTH_MEETING;
+}
+
+// Whether a segment on the CPU is worth ggml's own threads, which meet after each node and then spin: all that one
+// thread does between our ops of a step takes less than to meet.
+static bool is_wide(const ggml_cgraph &segment) {
+    constexpr int64_t WORTH_MEETING = 1 << 22;
+    int64_t work = 0;
+    for (int i = 0; i < segment.n_nodes; i++) {
+        work += work_of(segment.nodes[i]);
+    }
+    return work >= WORTH_MEETING;
 }
 
 // The graph in its order: run_op(op, node) for our ops, ggml for what lies between them.
