@@ -96,12 +96,13 @@ def measure(builds: dict[str, str], args: argparse.Namespace) -> dict[str, dict[
     samples: dict[tuple[str, str], list[tuple[float, float]]] = {}
     with ExitStack() as opened:
         running: dict[tuple[str, int], Build] = {}
-        for nice in sorted({nice for _, nice in CONDITIONS.values()}):
+        for nice in sorted({CONDITIONS[condition][1] for condition in args.conditions}):
             for name, folder in builds.items():
                 running[name, nice] = Build(folder, args.threads, nice)
                 opened.callback(running[name, nice].close)
         for turn in range(args.rounds):
-            for condition, (count, nice) in CONDITIONS.items():
+            for condition in args.conditions:
+                count, nice = CONDITIONS[condition]
                 names = list(builds)[turn % len(builds) :] + list(builds)[: turn % len(builds)]
                 with loops(count):
                     for name in names:
@@ -122,6 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure decoding beside busy neighbours.")
     parser.add_argument("builds", nargs="*", metavar="NAME=DIR", help="a build's source tree")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--conditions", nargs="+", choices=CONDITIONS, default=list(CONDITIONS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.0, help="of a sample")
     parser.add_argument("--save", type=Path, metavar="DIR")

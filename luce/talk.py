@@ -13,7 +13,8 @@ import click
 
 from luce import stdout
 from luce.chat import BoundedTemplate, chat_template, prompt_ids
-from luce.command import KV_TYPES, MAX_U32, CtrlC, FilePath, Finite, device_name
+from luce.cli import misplaced
+from luce.command import KV_TYPES, MAX_U32, CtrlC, FilePath, Finite, device_name, without_temperature
 from luce.engine import Engine, Files
 from luce.errors import ContextFull, LuceError, about
 from luce.generation import Failed, Finished, Tokens
@@ -81,6 +82,9 @@ def chat(gguf: Path | None, hf: str | None, **flags: Any) -> None:
       luce chat --gguf model.gguf
       luce chat --hf OWNER/REPO --system "You are terse."
     """
+    drafting = {"mtp_gamma": None, "draft": None, "tree_budget": None} | flags
+    if problem := misplaced(drafting) or without_temperature(flags["temp"], "top_k", "top_p", "seed"):
+        raise click.UsageError(problem)
     path = model_path(gguf, hf)
     with Files(path, flags["mtp_gguf"], flags["device"]) as files, Display() as display:
         with about(path):

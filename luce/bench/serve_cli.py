@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from luce import _native
-from luce.bench.flags import MODEL_OPTIONS, OUTPUT_OPTIONS, RUN_OPTIONS, numbers, options
+from luce.bench.flags import MODEL_OPTIONS, OUTPUT_OPTIONS, RUN_OPTIONS, numbers, options, require
 from luce.bench.report import Measured, Report
 from luce.bench.serve import TIMING, Client, Row, conversation, first_tokens, luce_server, streams, table
 from luce.command import BOX, MAX_U32
@@ -70,6 +70,11 @@ def serve_bench(**flags: Any) -> None:
     modes = flags["modes"].split(",")
     if not set(modes) <= set(SPECS):
         raise click.BadParameter(f"of {', '.join(SPECS)}.", param_hint="'--modes'")
+    if flags["mtp_gguf"] and not {"mtp", "auto"} & set(modes):
+        raise click.UsageError("--mtp-gguf names a NextN head to draft with, and no mode does")
+    if flags["draft"] and not {"dflash", "auto"} & set(modes):
+        raise click.UsageError("--draft names a DFlash drafter, and no mode drafts with one")
+    require({name: value for name, value in flags.items() if name != "modes"} | {"plot": None})
     model = flags["gguf"] or BOX
     with Files(model, flags["mtp_gguf"], flags["device"]) as files:
         with about(model):

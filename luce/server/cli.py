@@ -14,7 +14,7 @@ import click
 import uvicorn
 
 from luce.cli import misplaced
-from luce.command import BOX, KV_TYPES, MAX_U32, FilePath, Finite, device_name
+from luce.command import BOX, KV_TYPES, MAX_U32, FilePath, Finite, device_name, given
 from luce.errors import LuceError
 from luce.hub import fetch, hf_option
 from luce.plan import DEFAULT_GAMMA, MAX_BUDGET, MAX_GAMMA, SPECS, Options
@@ -202,6 +202,8 @@ def contradiction(models: Mapping[str, Path], flags: Mapping[str, Any]) -> str |
         return "--api-key is empty"
     if flags["host"] not in LOOPBACK and not flags["keys"] and not flags["no_auth"]:
         return f"--host {flags['host']} lets others in: --api-key KEY asks them for a key, --no-auth does not"
+    if given("cache_disk") and flags["cache_dir"] is None:
+        return "--cache-disk bounds the folder of --cache-dir: give both"
     return misplaced(flags)
 
 
