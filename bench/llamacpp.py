@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import http.client
 import json
 import os
@@ -12,9 +13,13 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from luce import _native
+from luce.bench.origin import write_row
+from luce.errors import LuceError
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = ("llama-bench", "llama-server")
@@ -43,6 +48,31 @@ def build(folder: Path, cuda: bool) -> Path:
     except (OSError, subprocess.CalledProcessError) as error:
         raise PeerError(f"llama.cpp cannot be built: {error}") from error
     return folder / "bin"
+
+
+def compare(
+    program: str,
+    name: str,
+    args: argparse.Namespace,
+    measure: Callable[[argparse.Namespace], tuple[str, dict[str, Any]]],
+    table: Callable[[dict[str, Any]], str],
+    timing: str,
+) -> None:
+    """Builds llama.cpp if args.build says where, measures, prints the table on stderr and the row on stdout,
+    and writes the row to args.save. measure: gives the device and the row. name: of the row's file. Ends the
+    program where any of that fails."""
+    try:
+        if args.build:
+            cuda = args.device != "cpu" and any(d.name != "cpu" for d in _native.default().devices())
+            args.bin = build(args.build, cuda)
+        device, row = measure(args)
+        print(f"{args.model.name} on {row['device']}. {timing}\n\n{table(row)}", file=sys.stderr)
+        print(json.dumps(row, indent=1))
+        if args.save is not None:
+            kind = "cpu" if device == "cpu" else "gpu"
+            print(f"wrote {write_row(args.save, f'{name}-{args.model.stem}-{kind}', row)}", file=sys.stderr)
+    except (LuceError, PeerError, OSError) as error:
+        raise SystemExit(f"{program}: error: {error}") from None
 
 
 def placement(device: str) -> list[str]:

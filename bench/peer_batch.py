@@ -14,7 +14,6 @@ and llama-batched-bench take turns; llama-server is loaded for each configuratio
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections import defaultdict
@@ -27,12 +26,11 @@ import llamacpp
 import numpy as np
 
 from luce.bench.batch import Batch
-from luce.bench.origin import command_text, origin, write_row
+from luce.bench.origin import command_text, origin
 from luce.bench.output import as_markdown
 from luce.bench.run import PLAIN, WARM_UP_TOKENS, Case, Mode, Settings, parse_modes
 from luce.bench.summary import five_digits
 from luce.engine import Files
-from luce.errors import LuceError
 
 Speeds = dict[tuple[str, int], list[float]]  # by name and number of sequences, of each round: tokens/s in all
 TIMING = " ".join(__doc__.split("\n\n")[1].split())
@@ -155,17 +153,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    try:
-        if args.build:
-            args.bin = llamacpp.build(args.build, args.device != "cpu")
-        where, result = measure(args)
-        say(f"{args.model.name} on {result['device']}. {TIMING}\n\n{markdown(args, result)}")
-        print(json.dumps(result, indent=1))
-        if args.save is not None:
-            kind = "cpu" if where == "cpu" else "gpu"
-            say(f"wrote {write_row(args.save, f'batch-{args.model.stem}-{kind}', result)}")
-    except (LuceError, llamacpp.PeerError, OSError) as error:
-        raise SystemExit(f"peer_batch: error: {error}") from None
+    llamacpp.compare(Path(__file__).stem, "batch", args, measure, lambda row: markdown(args, row), TIMING)
 
 
 if __name__ == "__main__":

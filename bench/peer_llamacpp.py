@@ -23,7 +23,6 @@ that mean nothing. luce accepts its drafts where they are right, so such rows ar
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -37,16 +36,14 @@ from typing import Any
 import llamacpp
 import numpy as np
 
-from luce import _native
 from luce._native import Engine, File
 from luce._native import Sequence as Timeline
 from luce.bench.oracle_model import Rule, wrong_tokens
-from luce.bench.origin import command_text, origin, write_row
+from luce.bench.origin import command_text, origin
 from luce.bench.output import as_markdown
 from luce.bench.run import PLAIN, WARM_UP_TOKENS, Bench, Case, Mode, Record, Settings, parse_modes
 from luce.bench.summary import five_digits, quartiles, summarise
 from luce.engine import Files
-from luce.errors import LuceError
 from luce.structs import EngineParams
 
 Row = dict[str, Any]
@@ -418,18 +415,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    try:
-        if args.build:
-            cuda = args.device != "cpu" and any(d.name != "cpu" for d in _native.default().devices())
-            args.bin = llamacpp.build(args.build, cuda)
-        device, result = measure(args)
-        say(f"{args.model.name} on {result['device']}. {TIMING}\n\n{markdown(result)}")
-        print(json.dumps(result, indent=1))
-        if args.save is not None:
-            kind = "cpu" if device == "cpu" else "gpu"
-            say(f"wrote {write_row(args.save, f'peer-{args.model.stem}-{kind}', result)}")
-    except (LuceError, llamacpp.PeerError, OSError) as error:
-        raise SystemExit(f"peer_llamacpp: error: {error}") from None
+    llamacpp.compare(Path(__file__).stem, "peer", args, measure, markdown, TIMING)
 
 
 if __name__ == "__main__":
