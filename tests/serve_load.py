@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
-    known = cases(48, 256, args.threads)
+    known = cases(24, 256, args.threads)
     options = ["--parallel", args.slots, "--threads", args.threads, "--chunk", 256, "--device", "cpu"]
     options += ["--queue", 52, "--cache-ram", 0.25]
     with luce_server(BOX, *map(str, options)) as server:
