@@ -252,6 +252,7 @@ class Listener(uvicorn.Server):
                 server_header=False,
                 h11_max_incomplete_event_size=MAX_HEADERS,
                 timeout_graceful_shutdown=5,
+                timeout_keep_alive=75,
             )
         )
         self._models, self._quiet = models, flags["quiet"]
