@@ -16,7 +16,10 @@ class Costs:
     def __init__(self, measured: Iterable[Cost]):
         self._lines: tuple[dict[int, float], ...] = ({}, {}, {})
         for cost in sorted(measured, key=lambda cost: cost.rows):
-            self._lines[cost.drafts][cost.rows] = max(cost.seconds, 0.0)
+            line = self._lines[cost.drafts]
+            # rows may as well be spread over several narrower steps: what is dearer than these was disturbed
+            spread = (-(-cost.rows // rows) * seconds for rows, seconds in line.items())
+            line[cost.rows] = min(max(cost.seconds, 0.0), *spread) if line else max(cost.seconds, 0.0)
 
     def verify(self, rows: int) -> float:
         """Of a step with so many rows in all."""
