@@ -58,7 +58,8 @@ class Config:
     n_expert: int = 0  # 0: dense, n_ff is the FFN's width; else n_ff is not used
     n_expert_used: int = 0
     n_ff_expert: int = 0
-    n_ff_shared: int = 0  # of the shared expert
+    n_ff_shared: int = 0  # of the shared expert; 0: there is none
+    fused_experts: bool = False  # gate over up in one tensor, ffn_gate_up_exps
 
     @property
     def arch(self) -> str:
@@ -90,11 +91,15 @@ def _ffn_shapes(c: Config) -> Shapes:
     if not c.n_expert:
         return {"ffn_gate.weight": (ff, e), "ffn_up.weight": (ff, e), "ffn_down.weight": (e, ff)}
     n, ff, shared = c.n_expert, c.n_ff_expert, c.n_ff_shared
-    return {
-        "ffn_gate_inp.weight": (n, e),
-        "ffn_gate_exps.weight": (n, ff, e),
-        "ffn_up_exps.weight": (n, ff, e),
-        "ffn_down_exps.weight": (n, e, ff),
+    shapes: Shapes = {"ffn_gate_inp.weight": (n, e)}
+    if c.fused_experts:
+        shapes["ffn_gate_up_exps.weight"] = (n, 2 * ff, e)
+    else:
+        shapes |= {"ffn_gate_exps.weight": (n, ff, e), "ffn_up_exps.weight": (n, ff, e)}
+    shapes["ffn_down_exps.weight"] = (n, e, ff)
+    if not shared:
+        return shapes
+    return shapes | {
         "ffn_gate_inp_shexp.weight": (e,),
         "ffn_gate_shexp.weight": (shared, e),
         "ffn_up_shexp.weight": (shared, e),

@@ -115,6 +115,26 @@ def attention(
     return (o * sigmoid(gate)).reshape(n, -1) @ w["attn_output.weight"].T, (k, v)
 
 
+def moe(w: Weights, c: Config, x: np.ndarray) -> np.ndarray:
+    logits = x @ w["ffn_gate_inp.weight"].T  # (rows, experts)
+    if c.fused_experts:
+        gate, up = np.split(w["ffn_gate_up_exps.weight"], 2, axis=1)
+    else:
+        gate, up = w["ffn_gate_exps.weight"], w["ffn_up_exps.weight"]
+    out = np.zeros_like(x)
+    for t, row in enumerate(x):
+        chosen = np.argsort(-logits[t], kind="stable")[: c.n_expert_used]  # of equal ones the lowest id
+        share = np.exp(logits[t, chosen] - logits[t, chosen].max())
+        for e, weight in zip(chosen, share / share.sum(), strict=True):
+            h = silu(gate[e] @ row) * (up[e] @ row)
+            out[t] += weight * (w["ffn_down_exps.weight"][e] @ h)
+    if not c.n_ff_shared:
+        return out
+    names = ("gate", "up", "down")
+    shared = {f"ffn_{name}.weight": w[f"ffn_{name}_shexp.weight"] for name in names}
+    return out + sigmoid(x @ w["ffn_gate_inp_shexp.weight"])[:, None] * ffn(shared, x)
+
+
 def ffn(w: Weights, x: np.ndarray) -> np.ndarray:
     h = silu(x @ w["ffn_gate.weight"].T) * (x @ w["ffn_up.weight"].T)  # (rows, FF)
     return h @ w["ffn_down.weight"].T
@@ -164,7 +184,8 @@ class Reference:
             else:
                 h, out.kv[i] = attention(c, w, h, positions, self.kv[i], up)
                 x = x + h
-            x = x + ffn(w, rms_norm(x, w["post_attention_norm.weight"], c.eps))
+            h = rms_norm(x, w["post_attention_norm.weight"], c.eps)
+            x = x + (moe(w, c, h) if c.n_expert else ffn(w, h))
             out.outputs.append(x)
         out.hidden = rms_norm(x, self.w["output_norm.weight"], c.eps)
         head = self.w["token_embd.weight" if c.tied else "output.weight"]

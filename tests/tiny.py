@@ -70,10 +70,29 @@ def _block(c: Config, rng: _Random, recurrent: bool) -> Weights:
             "self_attn.q_norm.weight": norm(d),
             "self_attn.k_norm.weight": norm(d),
         }
+    if c.n_expert:
+        return w | _experts(c, rng)
     return w | {
         "mlp.gate_proj.weight": rng.matrix(c.n_ff, e),
         "mlp.up_proj.weight": rng.matrix(c.n_ff, e),
         "mlp.down_proj.weight": rng.matrix(e, c.n_ff, 2.0),
+    }
+
+
+def _experts(c: Config, rng: _Random) -> Weights:
+    e, n, ff, shared = c.n_embd, c.n_expert, c.n_ff_expert, c.n_ff_shared
+    w = {
+        "mlp.gate.weight": rng.matrix(n, e, 2.0),
+        "mlp.experts.gate_up_proj": np.stack([rng.matrix(2 * ff, e) for _ in range(n)]),
+        "mlp.experts.down_proj": np.stack([rng.matrix(e, ff, 2.0) for _ in range(n)]),
+    }
+    if not shared:
+        return w
+    return w | {
+        "mlp.shared_expert.gate_proj.weight": rng.matrix(shared, e),
+        "mlp.shared_expert.up_proj.weight": rng.matrix(shared, e),
+        "mlp.shared_expert.down_proj.weight": rng.matrix(e, shared, 2.0),
+        "mlp.shared_expert_gate.weight": rng.matrix(1, e),
     }
 
 
@@ -99,10 +118,14 @@ def weights(c: Config, seed: int) -> Weights:
 
 
 def hf_config(c: Config) -> dict[str, object]:
-    """Arguments of transformers' Qwen3_5TextConfig."""
+    """Arguments of transformers' Qwen3_5TextConfig, or Qwen3_5MoeTextConfig."""
     kinds = ["linear_attention" if c.is_recurrent(i) else "full_attention" for i in range(c.n_layer)]
-    return {
-        "vocab_size": c.n_vocab, "hidden_size": c.n_embd, "intermediate_size": c.n_ff,
+    experts = {
+        "num_experts": c.n_expert, "num_experts_per_tok": c.n_expert_used,
+        "moe_intermediate_size": c.n_ff_expert, "shared_expert_intermediate_size": c.n_ff_shared,
+    }  # fmt: skip
+    return (experts if c.n_expert else {"intermediate_size": c.n_ff}) | {
+        "vocab_size": c.n_vocab, "hidden_size": c.n_embd,
         "num_hidden_layers": c.n_layer, "num_attention_heads": c.n_head,
         "num_key_value_heads": c.n_head_kv, "head_dim": c.head_dim, "rms_norm_eps": c.eps,
         "max_position_embeddings": c.n_ctx, "tie_word_embeddings": c.tied, "layer_types": kinds,
@@ -137,6 +160,13 @@ NAMES = {
     "mlp.gate_proj.weight": "ffn_gate.weight",
     "mlp.up_proj.weight": "ffn_up.weight",
     "mlp.down_proj.weight": "ffn_down.weight",
+    "mlp.gate.weight": "ffn_gate_inp.weight",
+    "mlp.experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "mlp.experts.down_proj": "ffn_down_exps.weight",
+    "mlp.shared_expert.gate_proj.weight": "ffn_gate_shexp.weight",
+    "mlp.shared_expert.up_proj.weight": "ffn_up_shexp.weight",
+    "mlp.shared_expert.down_proj.weight": "ffn_down_shexp.weight",
+    "mlp.shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
     "fc.weight": "nextn.eh_proj.weight",
     "pre_fc_norm_embedding.weight": "nextn.enorm.weight",
     "pre_fc_norm_hidden.weight": "nextn.hnorm.weight",
@@ -185,16 +215,30 @@ def _transform(c: Config, name: str, x: np.ndarray) -> np.ndarray:
         return _tile(c, x, 0, 1)
     if name.endswith("out_proj.weight"):
         return _tile(c, x, 1, s)
-    return x
+    return x[0] if name.endswith("shared_expert_gate.weight") else x
 
 
 def to_gguf_layout(c: Config, hf: Weights) -> Weights:
     """The dict that GGUF stores, F32, in file order. Shapes are checked against the layout."""
     out = {_gguf_name(c, k): np.ascontiguousarray(_transform(c, k, v), np.float32) for k, v in hf.items()}
+    if not c.fused_experts:
+        out = _apart(c, out)
     shapes = tensor_shapes(c)
     if {k: v.shape for k, v in out.items()} != shapes:
         raise ValueError("weights do not match the layout")
     return {name: out[name] for name in shapes}
+
+
+def _apart(c: Config, tensors: Weights) -> Weights:
+    """With the experts' gate and up matrices as tensors of their own."""
+    out: Weights = {}
+    for name, x in tensors.items():
+        if "ffn_gate_up_exps" in name:
+            out[name.replace("gate_up", "gate")] = np.ascontiguousarray(x[:, : c.n_ff_expert])
+            out[name.replace("gate_up", "up")] = np.ascontiguousarray(x[:, c.n_ff_expert :])
+        else:
+            out[name] = x
+    return out
 
 
 def layout(c: Config, seed: int) -> Weights:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes tests/goldens/*.npz: what transformers' Qwen3_5ForCausalLM computes, F32 on the CPU, for
+"""Writes tests/goldens/*.npz: what transformers' Qwen3_5ForCausalLM and Qwen3_5MoeForCausalLM compute, F32 on the CPU, for
 the tiny random models of CASES. Needs torch and transformers; run it after changing CASES:
 PYTHONPATH=tests python tools/make_goldens.py
 
@@ -44,16 +44,28 @@ CASES: dict[str, tuple[Config, int]] = {
     "pattern": (
         Config(n_layer=5, recurrent=(False, True, True, False, True), n_embd=64, n_ff=96, n_head=4,
                n_head_kv=1, head_dim=64, rope_dim=32, n_k_head=1, n_v_head=4, state_size=64), 7),
+    "experts": (Config(n_expert=4, n_expert_used=2, n_ff_expert=48, n_ff_shared=80), 11),
+    "experts-one-used": (
+        Config(n_layer=5, interval=2, n_embd=96, n_expert=6, n_expert_used=1, n_ff_expert=64, n_ff_shared=32,
+               n_head=4, n_head_kv=2, rope_dim=32, n_k_head=2, n_v_head=4), 11),
+    "experts-16-tied": (
+        Config(n_embd=128, n_expert=16, n_expert_used=4, n_ff_expert=32, n_ff_shared=128, head_dim=128,
+               n_k_head=1, n_v_head=3, state_size=64, tied=True, fused_experts=True), 12),
+    "experts-all": (
+        Config(n_layer=3, interval=3, n_expert=4, n_expert_used=4, n_ff_expert=96, n_ff_shared=64,
+               rope_base=1e5, eps=1e-5, fused_experts=True), 17),
 }  # fmt: skip
 
 
 def build(c: Config, seed: int):  # type: ignore[no-untyped-def]
     """transformers' model with the weights of tiny.weights(c, seed)."""
     import torch
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+    import transformers
 
-    config = Qwen3_5TextConfig(**tiny.hf_config(c), attn_implementation="eager")
-    model = Qwen3_5ForCausalLM(config).eval().float()
+    kind = "Qwen3_5Moe" if c.n_expert else "Qwen3_5"
+    experts = {"experts_implementation": "eager"} if c.n_expert else {}
+    config = getattr(transformers, f"{kind}TextConfig")(**tiny.hf_config(c), attn_implementation="eager", **experts)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval().float()
     state = {k: torch.from_numpy(v) for k, v in tiny.weights(c, seed).items() if not k.startswith("mtp.")}
     if c.tied:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
@@ -85,7 +97,8 @@ def run(model, prompt: np.ndarray, min_gap: float = MIN_GAP) -> dict[str, np.nda
                 greedy.append(int(logits[-1].argmax()))
     rows = np.stack(logits)
     if np.abs(rows[:n_prompt] - chunked).max() > 1e-4:
-        raise RuntimeError("transformers' recurrent and chunked rules disagree")
+        worst = np.abs(rows[:n_prompt] - chunked).max()
+        raise RuntimeError(f"transformers' recurrent and chunked rules disagree by {worst}")
     top = np.sort(rows[n_prompt - 1 :], -1)
     gap = top[:, -1] - top[:, -2]
     if gap.min() < min_gap:
@@ -96,8 +109,12 @@ def run(model, prompt: np.ndarray, min_gap: float = MIN_GAP) -> dict[str, np.nda
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "tests" / "goldens")
-    out = parser.parse_args().out
+    parser.add_argument("names", nargs="*", help="of the cases to write; all where none are given")
+    args = parser.parse_args()
+    out = args.out
     for name, (config, seed) in CASES.items():
+        if args.names and name not in args.names:
+            continue
         made = golden(config, seed)
         np.savez_compressed(out / f"{name}.npz", **made)
         size = (out / f"{name}.npz").stat().st_size

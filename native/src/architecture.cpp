@@ -2,7 +2,7 @@
 
 namespace luce {
 
-static const Architecture *const ARCHITECTURES[] = {&QWEN35};
+static const Architecture *const ARCHITECTURES[] = {&QWEN35, &QWEN35MOE};
 
 const Architecture &architecture_of(const GgufFile &file) {
     const std::string name = file.string("general.architecture");

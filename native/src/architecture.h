@@ -21,7 +21,7 @@ struct Architecture {
     void (*build_draft)(const StepBuild &build);
 };
 
-extern const Architecture QWEN35; // qwen35.cpp, graph_qwen35.cpp
+extern const Architecture QWEN35, QWEN35MOE; // qwen35.cpp, graph_qwen35.cpp
 
 // Whether general.architecture is that of a DFlash drafter, in any of its layouts (dflash.cpp, graph_dflash.cpp).
 bool is_dflash(const std::string &architecture);

@@ -19,6 +19,9 @@
 // row_tokens      tokens{T} drafts{2,n}                                                    n_vocab -> i32{T}
 // pack_rows       x{K,T}                                                                   - -> i8{64*K/32,T} blocks
 // rows_matmul     packed{64*K/32,T} or x{K,T}, 1 to 4 weights{K,N}: results side by side   - -> {sum of N*T}
+// route           logits{n,T}                                                              - -> i32{2*n_used,T}
+// experts         route{2*n_used,T} packed or x{K,T or n_used*T} w{K,N,n} up{K,N,n}?       own fused -> {N,n_used*T}
+// experts_sum     route y{E,n_used*T}                                                      - -> {E,T}
 // Of a GPU with luce's own matmul alone (what is computed of x before it is packed: kernels/rowmm.h):
 // rowmm_pack      x{K,T}                                                                   eps -> i8{bytes}
 // rowmm_pack_rms  x{K,T} w{K}                                                              the same

@@ -1,10 +1,15 @@
-// qwen35 (dense Qwen3.5/3.6): blocks of DeltaNet or full attention, each followed by a SwiGLU FFN; and its NextN
-// head, which predicts the token after the next from a hidden state and the next token's embedding.
+// qwen35 and qwen35moe (Qwen3.5/3.6): blocks of DeltaNet or full attention, each followed by a SwiGLU FFN or by a
+// mixture of them; and the NextN head, which predicts the token after the next from a hidden state and the next token's embedding.
 #include "graph.h"
 
 #include "custom_op.h"
 
 namespace luce {
+
+static ggml_tensor *feed_forward(const StepBuild &b, const MatmulInput &x, const Block &block,
+                                 ggml_tensor *residual) {
+    return block.moe() != nullptr ? moe(b, x, *block.moe(), residual) : ffn(b, x, *block.dense(), residual);
+}
 
 // The last row {E, 1} of t {E, T}.
 static ggml_tensor *last(ggml_context *ctx, ggml_tensor *t) {
@@ -38,7 +43,7 @@ void build_qwen35_draft(const StepBuild &b) {
     ggml_tensor *x = nextn_input(b, head, ggml_get_rows(ctx, b.cache.hidden(), b.in.hidden_from)); // {E, T}
     const KvLayer kv = {b.cache.head_kv(), KV_HEAD};
     x = attend(b, rms(x, block.attn_norm, eps), *block.attention(), kv, nullptr, eps, x);
-    x = ffn(b, rms(x, block.post_norm, eps), block.ffn, x);
+    x = feed_forward(b, rms(x, block.post_norm, eps), block, x);
     ggml_tensor *h = rms_norm(ctx, x, head.norm, eps);
     ggml_build_forward_expand(b.graph, ggml_set_rows(ctx, b.cache.hidden(), h, b.in.hidden_to));
     const StepOutputs out = choose(b, head.output, h);
@@ -91,7 +96,7 @@ StepOutputs build_qwen35(const StepBuild &b) {
         } else {
             x = deltanet(b, h, *block.deltanet(), b.cache.delta(il), hp.rms_eps, x);
         }
-        x = ffn(b, rms(x, block.post_norm, hp.rms_eps), block.ffn, x);
+        x = feed_forward(b, rms(x, block.post_norm, hp.rms_eps), block, x);
         ggml_format_name(x, "l_out-%u", il);
         outputs.push_back(x);
     }

@@ -67,6 +67,13 @@ ggml_tensor *input_values(const StepBuild &b, const MatmulInput &in) {
     });
 }
 
+ggml_tensor *packed_rows(const StepBuild &b, ggml_tensor *x) {
+    return made_input(b, plain(x), true, [&] {
+        const int64_t bytes = x->ne[0] / 32 * int64_t(sizeof(PackedBlock));
+        return add_op(b.ctx, "pack_rows", GGML_TYPE_I8, bytes, x->ne[1], {x});
+    });
+}
+
 // The products of those weights that take x in this form, in one op.
 static void add_rows_matmul(const StepBuild &b, RowsInput form, const std::vector<ggml_tensor *> &weights,
                             ggml_tensor *x, std::vector<ggml_tensor *> &out) {
@@ -81,13 +88,7 @@ static void add_rows_matmul(const StepBuild &b, RowsInput form, const std::vecto
     if (args.size() == 1) {
         return;
     }
-    args[0] = x;
-    if (form == RowsInput::packed) {
-        args[0] = made_input(b, plain(x), true, [&] {
-            const int64_t bytes = x->ne[0] / 32 * int64_t(sizeof(PackedBlock));
-            return add_op(b.ctx, "pack_rows", GGML_TYPE_I8, bytes, x->ne[1], {x});
-        });
-    }
+    args[0] = form == RowsInput::packed ? packed_rows(b, x) : x;
     ggml_tensor *y = add_op(b.ctx, *find_op("rows_matmul"), GGML_TYPE_F32, values, 1, args.data(),
                             int(args.size()), nullptr, 0);
     size_t offset = 0;

@@ -72,14 +72,34 @@ struct Ffn { // SwiGLU
     ggml_tensor *down; // {FF, E}
 };
 
+struct MoeShape {
+    uint32_t n_expert = 0;
+    uint32_t n_used = 0; // experts of a row
+    uint32_t n_ff = 0; // FF of an expert
+};
+
+// A mixture of experts: each row has those that the router gives the largest logits, and a shared one, if there is
+// one, as far as its gate is open.
+struct Moe {
+    MoeShape shape;
+    ggml_tensor *router; // {E, n}
+    ggml_tensor *gate, *up; // {E, FF, n}; null where they are fused
+    ggml_tensor *gate_up; // {E, 2*FF, n}: an expert's gate, then its up; null where they are apart
+    ggml_tensor *down; // {FF, E, n}
+    ggml_tensor *shared_gate; // {E}; null: there is no shared expert
+    Ffn shared;
+};
+
 struct Block {
     std::variant<Attention, DeltaNet> mixer;
     ggml_tensor *attn_norm; // {E}
     ggml_tensor *post_norm; // {E}
-    Ffn ffn;
+    std::variant<Ffn, Moe> ffn;
 
     const Attention *attention() const { return std::get_if<Attention>(&mixer); }
     const DeltaNet *deltanet() const { return std::get_if<DeltaNet>(&mixer); }
+    const Ffn *dense() const { return std::get_if<Ffn>(&ffn); }
+    const Moe *moe() const { return std::get_if<Moe>(&ffn); }
 };
 
 // A NextN head: one attention block between its own norms and a language-model head.

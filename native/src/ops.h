@@ -74,6 +74,9 @@ ggml_tensor *input_values(const StepBuild &b, const MatmulInput &input);
 ggml_tensor *made_input(const StepBuild &b, const MatmulInput &input, bool packed,
                         const std::function<ggml_tensor *()> &make);
 
+// x {K, T} as the CPU's rows_matmul takes it.
+ggml_tensor *packed_rows(const StepBuild &b, ggml_tensor *x);
+
 // The products of at most 4 weights {K, N} with one input -> {N, T} each, summed in F32.
 std::vector<ggml_tensor *> matmuls(const StepBuild &b, const std::vector<ggml_tensor *> &weights,
                                    const MatmulInput &input);
@@ -113,6 +116,9 @@ ggml_tensor *prefill_mask(const StepBuild &b, int32_t window);
 // residual + gated DeltaNet of x {E, T} -> {E, T}.
 ggml_tensor *deltanet(const StepBuild &b, const MatmulInput &x, const DeltaNet &w, const DeltaState &state,
                       float eps, ggml_tensor *residual);
+
+// residual + a mixture of experts of x {E, T} -> {E, T} (moe.cpp).
+ggml_tensor *moe(const StepBuild &b, const MatmulInput &x, const Moe &w, ggml_tensor *residual);
 
 // residual + SwiGLU: down(silu(gate x) * up x), x {E, T} -> {E, T}.
 ggml_tensor *ffn(const StepBuild &b, const MatmulInput &x, const Ffn &w, ggml_tensor *residual);

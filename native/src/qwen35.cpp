@@ -1,6 +1,7 @@
-// qwen35 (dense Qwen3.5 and Qwen3.6): from a file's names to hyperparameters and checked tensors. Names and shapes
-// follow llama.cpp's GGUF convention for the architecture.
+// qwen35 and qwen35moe (Qwen3.5 and Qwen3.6, dense and with experts): from a file's names to hyperparameters and
+// checked tensors. Names and shapes follow llama.cpp's GGUF conventions for the two.
 #include "architecture.h"
+#include "experts.h"
 
 namespace luce {
 namespace {
@@ -8,15 +9,22 @@ namespace {
 // What blocks need beyond HParams.
 struct Qwen35 {
     HParams hp;
-    uint32_t n_ff = 0;
+    uint32_t n_ff = 0; // dense
+    MoeShape moe; // n_expert 0: dense
+    uint32_t n_ff_shared = 0;
     AttentionShape attention;
     DeltaNetShape deltanet;
     std::vector<bool> recurrent; // per trunk block: DeltaNet, else full attention
 };
 
+// Before the names of an architecture's own keys.
+std::string prefix_of(const GgufFile &file) {
+    return file.string("general.architecture") + ".";
+}
+
 std::vector<bool> recurrent_layers(const GgufFile &file, uint32_t n_layer, uint32_t n_all) {
     std::vector<bool> recurrent(n_layer);
-    const std::string key = "qwen35.attention.recurrent_layers";
+    const std::string key = prefix_of(file) + "attention.recurrent_layers";
     if (const GgufKv *kv = file.find(key); kv != nullptr && kv->type == GGUF_ARR) {
         const std::vector<int64_t> values = file.integers(key);
         if (values.size() != n_all && values.size() != n_layer) {
@@ -28,7 +36,7 @@ std::vector<bool> recurrent_layers(const GgufFile &file, uint32_t n_layer, uint3
         }
         return recurrent;
     }
-    const int64_t interval = file.integer_or("qwen35.full_attention_interval", 4, 1, 65536);
+    const int64_t interval = file.integer_or(prefix_of(file) + "full_attention_interval", 4, 1, 65536);
     for (uint32_t i = 0; i < n_layer; i++) {
         recurrent[i] = (i + 1) % interval != 0;
     }
@@ -36,7 +44,7 @@ std::vector<bool> recurrent_layers(const GgufFile &file, uint32_t n_layer, uint3
 }
 
 void check_rope_scaling(const GgufFile &file) {
-    const std::string key = "qwen35.rope.scaling.type";
+    const std::string key = prefix_of(file) + "rope.scaling.type";
     if (file.find(key) != nullptr && file.string(key) != "none") {
         fail(LUCE_E_UNSUPPORTED, "%s: key %s is '%s': luce has no RoPE scaling", file.path().c_str(),
              key.c_str(), file.string(key).c_str());
@@ -45,7 +53,7 @@ void check_rope_scaling(const GgufFile &file) {
 
 // E_UNSUPPORTED where luce has no kernels for a shape.
 void check(const GgufFile &file, const Qwen35 &q) {
-    const std::string p = "qwen35.";
+    const std::string p = prefix_of(file);
     const AttentionShape &a = q.attention;
     const DeltaNetShape &d = q.deltanet;
     const auto bad = [&](const std::string &what) {
@@ -81,8 +89,21 @@ void check(const GgufFile &file, const Qwen35 &q) {
     check_rope_scaling(file);
 }
 
+void read_experts(const GgufFile &file, Qwen35 &q) {
+    const std::string p = prefix_of(file);
+    q.moe.n_expert = uint32_t(file.integer(p + "expert_count", 1, 1 << 16));
+    q.moe.n_used = uint32_t(file.integer(p + "expert_used_count", 1, q.moe.n_expert));
+    q.moe.n_ff = uint32_t(file.integer(p + "expert_feed_forward_length", 1, 1 << 20));
+    q.n_ff_shared =
+        uint32_t(file.integer_or(p + "expert_shared_feed_forward_length", q.moe.n_ff, 1, 1 << 20));
+    if (q.moe.n_used > uint32_t(MAX_USED)) {
+        fail(LUCE_E_UNSUPPORTED, "%s: key %sexpert_used_count is %u: luce runs up to %d", file.path().c_str(),
+             p.c_str(), q.moe.n_used, int(MAX_USED));
+    }
+}
+
 Qwen35 read(const GgufFile &file) {
-    const std::string p = "qwen35.";
+    const std::string p = prefix_of(file);
     const auto u = [&](const char *key, int64_t lo, int64_t hi) {
         return uint32_t(file.integer(p + key, lo, hi));
     };
@@ -94,7 +115,11 @@ Qwen35 read(const GgufFile &file) {
     hp.n_ctx_train = u("context_length", 1, int64_t(1) << 30);
     hp.n_embd = u("embedding_length", 1, 1 << 20);
     hp.rms_eps = float(file.number(p + "attention.layer_norm_rms_epsilon"));
-    q.n_ff = u("feed_forward_length", 1, 1 << 20);
+    if (p == "qwen35moe.") {
+        read_experts(file, q);
+    } else {
+        q.n_ff = u("feed_forward_length", 1, 1 << 20);
+    }
     AttentionShape &a = q.attention;
     a.n_head = u("attention.head_count", 1, 4096);
     a.n_head_kv = uint32_t(file.integer_or(p + "attention.head_count_kv", a.n_head, 1, a.n_head));
@@ -110,15 +135,42 @@ Qwen35 read(const GgufFile &file) {
     return q;
 }
 
+Moe read_moe(WeightReader &r, const Qwen35 &q, const std::string &p) {
+    const int64_t E = q.hp.n_embd, FF = q.moe.n_ff, n = q.moe.n_expert, shared = q.n_ff_shared;
+    Moe m{};
+    m.shape = q.moe;
+    m.router = r.matrix(p + "ffn_gate_inp.weight", E, n);
+    if (r.has(p + "ffn_gate_up_exps.weight")) {
+        m.gate_up = r.experts(p + "ffn_gate_up_exps.weight", E, 2 * FF, n);
+    } else {
+        m.gate = r.experts(p + "ffn_gate_exps.weight", E, FF, n);
+        m.up = r.experts(p + "ffn_up_exps.weight", E, FF, n);
+    }
+    m.down = r.experts(p + "ffn_down_exps.weight", FF, E, n);
+    if (r.has(p + "ffn_gate_inp_shexp.weight")) {
+        m.shared_gate = r.matrix(p + "ffn_gate_inp_shexp.weight", E, 1);
+        m.shared.gate = r.matrix(p + "ffn_gate_shexp.weight", E, shared);
+        m.shared.up = r.matrix(p + "ffn_up_shexp.weight", E, shared);
+        m.shared.down = r.matrix(p + "ffn_down_shexp.weight", shared, E);
+    }
+    return m;
+}
+
 Block read_block(WeightReader &r, const Qwen35 &q, uint32_t il, bool recurrent) {
     const std::string p = "blk." + std::to_string(il) + ".";
     const int64_t E = q.hp.n_embd, FF = q.n_ff;
     Block b{};
     b.attn_norm = r.f32(p + "attn_norm.weight", {E});
     b.post_norm = r.f32(p + "post_attention_norm.weight", {E});
-    b.ffn.gate = r.matrix(p + "ffn_gate.weight", E, FF);
-    b.ffn.up = r.matrix(p + "ffn_up.weight", E, FF);
-    b.ffn.down = r.matrix(p + "ffn_down.weight", FF, E);
+    if (q.moe.n_expert > 0) {
+        b.ffn = read_moe(r, q, p);
+    } else {
+        Ffn f{};
+        f.gate = r.matrix(p + "ffn_gate.weight", E, FF);
+        f.up = r.matrix(p + "ffn_up.weight", E, FF);
+        f.down = r.matrix(p + "ffn_down.weight", FF, E);
+        b.ffn = f;
+    }
     if (recurrent) {
         const int64_t Hv = q.deltanet.n_v_heads, S = q.deltanet.state_size, C = q.deltanet.conv_dim();
         DeltaNet d{};
@@ -172,7 +224,7 @@ bool holds_trunk(const GgufFile &file) {
 }
 
 HParams hparams(const GgufFile &file) {
-    if (!holds_trunk(file) && file.find("qwen35.nextn_predict_layers") != nullptr) {
+    if (!holds_trunk(file) && file.find(prefix_of(file) + "nextn_predict_layers") != nullptr) {
         fail(LUCE_E_UNSUPPORTED,
              "%s holds only a NextN head (there is no blk.0): it drafts for a model, it is not one",
              file.path().c_str());
@@ -206,16 +258,16 @@ Weights read_trunk(WeightReader &reader, const HParams &hp) {
 
 // A head's hyperparameters, from a file that may hold nothing else; both values in the error where it does not
 // fit the trunk.
-Qwen35 read_head_shape(const GgufFile &file, const HParams &trunk) {
+Qwen35 read_head_shape(const GgufFile &file, const char *expected, const HParams &trunk) {
     const char *path = file.path().c_str();
     const std::string arch = file.string("general.architecture");
-    if (arch != "qwen35") {
-        fail(LUCE_E_FILE, "%s: the head's architecture is %s, the model's qwen35", path, arch.c_str());
+    if (arch != expected) {
+        fail(LUCE_E_FILE, "%s: the head's architecture is %s, the model's %s", path, arch.c_str(), expected);
     }
     Qwen35 q = read(file);
     HParams &hp = q.hp;
     if (hp.n_nextn == 0) {
-        fail(LUCE_E_FILE, "%s holds no NextN head: qwen35.nextn_predict_layers is 0 or missing", path);
+        fail(LUCE_E_FILE, "%s holds no NextN head: %s.nextn_predict_layers is 0 or missing", path, expected);
     }
     if (hp.n_embd != trunk.n_embd) {
         fail(LUCE_E_FILE, "%s: the head's embedding_length is %u, the model's %u", path, hp.n_embd,
@@ -236,7 +288,7 @@ Qwen35 read_head_shape(const GgufFile &file, const HParams &trunk) {
 
 std::unique_ptr<NextN> read_head(Model &model, const GgufFile &file, const HParams &trunk,
                                  const Weights &weights) {
-    const Qwen35 q = read_head_shape(file, trunk);
+    const Qwen35 q = read_head_shape(file, model.architecture().name, trunk);
     if (&file != &model.file()) { // the model's own file is checked with its trunk
         WeightReader checking(model, file, /*loading=*/false);
         if (holds_trunk(file)) {
@@ -256,5 +308,7 @@ std::unique_ptr<NextN> read_head(Model &model, const GgufFile &file, const HPara
 } // namespace
 
 const Architecture QWEN35 = {"qwen35", hparams, read_trunk, read_head, build_qwen35, build_qwen35_draft};
+const Architecture QWEN35MOE = {"qwen35moe", hparams,      read_trunk,
+                                read_head,   build_qwen35, build_qwen35_draft};
 
 } // namespace luce

@@ -179,6 +179,18 @@ void cpu_pack_rows(const PackArgs &a, int ith, int nth) {
     }
 }
 
+static_assert(ROWS_GROUP % LANES == 0, "a group must be whole lanes");
+
+void multiply_rows(const RowsMatmulArgs &a, const RowsWeight &w, int64_t n0, int64_t n1) {
+    if (rows_input(w.type) != RowsInput::packed) {
+        multiply_floats(a, w, n0, n1, 0, a.T);
+        return;
+    }
+    for (int64_t n = n0; n < n1; n += LANES) {
+        run_packed(a, w, n, 0, a.T);
+    }
+}
+
 // Each part is a contiguous share of the groups of LANES rows of all matrices. Rows of a prefill go through it some at a
 // time, so that they stay in a cache while the weights pass by.
 void cpu_rows_matmul(const RowsMatmulArgs &a, int ith, int nth) {

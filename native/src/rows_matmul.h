@@ -51,6 +51,12 @@ struct RowsMatmulArgs {
 enum class RowsInput { none, packed, f32 };
 RowsInput rows_input(ggml_type type); // none: it does not multiply this type
 
+// Weight rows that are multiplied together: shares of threads begin at multiples of it.
+constexpr int ROWS_GROUP = 16;
+
+// Rows n0 .. n1 - 1 of w, n0 a multiple of ROWS_GROUP, with all rows of the step.
+void multiply_rows(const RowsMatmulArgs &args, const RowsWeight &w, int64_t n0, int64_t n1);
+
 void cpu_pack_rows(const PackArgs &args, int ith, int nth);
 void cpu_rows_matmul(const RowsMatmulArgs &args, int ith, int nth);
 

@@ -1,0 +1,74 @@
+// The graph of a mixture of experts: router, the experts of each row, their weighted sum, and the shared expert.
+#include "custom_op.h"
+#include "ops.h"
+#include "rows_matmul.h"
+
+namespace luce {
+namespace {
+
+// x as luce's own op takes it for weights of this type.
+ggml_tensor *experts_input(const StepBuild &b, ggml_tensor *x, ggml_type type) {
+    return rows_input(type) == RowsInput::packed ? packed_rows(b, x) : x;
+}
+
+// Whether luce's own op multiplies these experts: two matrices of one op take x in the same form.
+bool has_own_op(const StepBuild &b, const Moe &w) {
+    const ggml_tensor *first = w.gate_up != nullptr ? w.gate_up : w.gate;
+    const ggml_tensor *second = w.gate_up != nullptr ? w.gate_up : w.up;
+    return !b.prefill() && !b.model.device().gpu && rows_input(first->type) != RowsInput::none &&
+           rows_input(first->type) == rows_input(second->type) && rows_input(w.down->type) != RowsInput::none;
+}
+
+// x {E, T} -> each row's results of its experts {E, n_used*T}: a step's rows, by luce's own op.
+ggml_tensor *experts_of_step(const StepBuild &b, ggml_tensor *x, ggml_tensor *route, const Moe &w) {
+    const int64_t pairs = int64_t(w.shape.n_used) * x->ne[1];
+    ggml_tensor *first = w.gate_up != nullptr ? w.gate_up : w.gate;
+    ggml_tensor *args[] = {route, experts_input(b, x, first->type), first, w.up};
+    const int32_t up[] = {0, w.gate_up != nullptr}, down[] = {1, 0};
+    ggml_tensor *h = add_op(b.ctx, *find_op("experts"), GGML_TYPE_F32, w.shape.n_ff, pairs, args,
+                            w.gate_up != nullptr ? 3 : 4, up, 2); // {FF, n_used*T}
+    ggml_tensor *last[] = {route, experts_input(b, h, w.down->type), w.down};
+    return add_op(b.ctx, *find_op("experts"), GGML_TYPE_F32, x->ne[0], pairs, last, 3, down, 2);
+}
+
+// The same by ggml.
+ggml_tensor *experts_of_ggml(const StepBuild &b, ggml_tensor *x, ggml_tensor *route, const Moe &w) {
+    ggml_context *ctx = b.ctx;
+    const int64_t E = x->ne[0], T = x->ne[1], used = w.shape.n_used;
+    ggml_tensor *ids = ggml_view_2d(ctx, route, used, T, route->nb[1], 0); // {n_used, T}
+    const auto product = [&](ggml_tensor *weight, ggml_tensor *rows) {
+        ggml_tensor *y = ggml_mul_mat_id(ctx, weight, rows, ids);
+        ggml_prec_set_acc(y, GGML_PREC_F32);
+        return y;
+    };
+    x = ggml_reshape_3d(ctx, x, E, 1, T);
+    ggml_tensor *h; // {FF, n_used, T}
+    if (w.gate_up != nullptr) {
+        ggml_tensor *y = product(w.gate_up, x); // {2*FF, n_used, T}
+        h = ggml_swiglu(ctx, y);
+    } else {
+        h = ggml_swiglu_split(ctx, product(w.gate, x), product(w.up, x));
+    }
+    return ggml_reshape_2d(ctx, product(w.down, h), E, used * T);
+}
+
+} // namespace
+
+ggml_tensor *moe(const StepBuild &b, const MatmulInput &input, const Moe &w, ggml_tensor *residual) {
+    ggml_context *ctx = b.ctx;
+    ggml_tensor *x = input_values(b, input);
+    const int64_t E = x->ne[0], T = x->ne[1];
+    ggml_tensor *route = add_op(ctx, "route", GGML_TYPE_I32, 2 * w.shape.n_used, T,
+                                {matmul(b, w.router, plain(x))}); // ids, weights
+    ggml_tensor *y = has_own_op(b, w) ? experts_of_step(b, x, route, w) : experts_of_ggml(b, x, route, w);
+    y = add_op(ctx, "experts_sum", GGML_TYPE_F32, E, T, {route, y});
+    if (w.shared_gate != nullptr) {
+        const auto gates = matmuls(b, {w.shared.gate, w.shared.up}, plain(x)); // {FF, T}
+        ggml_tensor *shared = matmul(b, w.shared.down, swiglu(gates[0], gates[1]));
+        ggml_tensor *open = ggml_sigmoid(ctx, matmul(b, w.shared_gate, plain(x))); // {1, T}
+        y = ggml_add(ctx, y, ggml_mul(ctx, shared, open));
+    }
+    return ggml_add(ctx, y, residual);
+}
+
+} // namespace luce
