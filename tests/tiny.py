@@ -264,8 +264,8 @@ def with_own_output(c: Config, tensors: Weights, seed: int) -> Weights:
 
 
 def quantizable(name: str) -> bool:
-    """Matrices that published files quantise; the rest (norms, conv, gates' biases) stays F32."""
-    return name.endswith(".weight") and "norm" not in name and "conv1d" not in name
+    """Matrices that published files quantise; the rest (norms, conv, gates' biases, routers) stays F32."""
+    return name.endswith(".weight") and not any(part in name for part in ("norm", "conv1d", "ffn_gate_inp"))
 
 
 def _encode(x: np.ndarray, type_name: str, quantize: Quantize | None) -> np.ndarray:
@@ -277,7 +277,8 @@ def _encode(x: np.ndarray, type_name: str, quantize: Quantize | None) -> np.ndar
         from luce import _native
 
         quantize = _native.default().quantize
-    return quantize(int(kind), x)
+    rows = quantize(int(kind), x.reshape(-1, x.shape[-1]))
+    return rows.reshape(*x.shape[:-1], -1)
 
 
 def write(

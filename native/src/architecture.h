@@ -19,6 +19,7 @@ struct Architecture {
 
     StepOutputs (*build_step)(const StepBuild &build);
     void (*build_draft)(const StepBuild &build);
+    bool cpu_only = false; // luce has no kernels for its ops on a GPU
 };
 
 extern const Architecture QWEN35, QWEN35MOE; // qwen35.cpp, graph_qwen35.cpp

@@ -95,7 +95,7 @@ void read_experts(const GgufFile &file, Qwen35 &q) {
     q.moe.n_used = uint32_t(file.integer(p + "expert_used_count", 1, q.moe.n_expert));
     q.moe.n_ff = uint32_t(file.integer(p + "expert_feed_forward_length", 1, 1 << 20));
     q.n_ff_shared =
-        uint32_t(file.integer_or(p + "expert_shared_feed_forward_length", q.moe.n_ff, 1, 1 << 20));
+        uint32_t(file.integer_or(p + "expert_shared_feed_forward_length", q.moe.n_ff, 0, 1 << 20));
     if (q.moe.n_used > uint32_t(MAX_USED)) {
         fail(LUCE_E_UNSUPPORTED, "%s: key %sexpert_used_count is %u: luce runs up to %d", file.path().c_str(),
              p.c_str(), q.moe.n_used, int(MAX_USED));
@@ -308,7 +308,7 @@ std::unique_ptr<NextN> read_head(Model &model, const GgufFile &file, const HPara
 } // namespace
 
 const Architecture QWEN35 = {"qwen35", hparams, read_trunk, read_head, build_qwen35, build_qwen35_draft};
-const Architecture QWEN35MOE = {"qwen35moe", hparams,      read_trunk,
-                                read_head,   build_qwen35, build_qwen35_draft};
+const Architecture QWEN35MOE = {"qwen35moe",        hparams,          read_trunk, read_head, build_qwen35,
+                                build_qwen35_draft, /*cpu_only=*/true};
 
 } // namespace luce

@@ -115,7 +115,6 @@ ggml_tensor *WeightReader::tied(const std::string &name, ggml_tensor *table) {
     if (!loading_ || !packs(table->type)) {
         return table;
     }
-<<<<<<< HEAD
     return take(name, {table->ne[0], table->ne[1]}, Kind::matrix, true);
 }
 
@@ -134,13 +133,6 @@ ggml_tensor *WeightReader::ids(const std::string &name, int64_t n, int64_t end) 
 
 ggml_tensor *WeightReader::take(const std::string &name, std::vector<int64_t> shape, Kind kind,
                                 bool required) {
-=======
-    return take(name, {table->ne[0], table->ne[1]}, Use::matrix, true);
-}
-
-ggml_tensor *WeightReader::take(const std::string &name, std::vector<int64_t> shape, Use use, bool required) {
-    const bool f32_only = use == Use::f32;
->>>>>>> 7ccafdc (Run qwen35moe on the CPU: router, row-invariant experts, shared expert, against transformers' goldens)
     const char *path = file_.path().c_str();
     const GgufTensor *t = file_.tensor(name);
     if (t == nullptr) {
@@ -174,19 +166,11 @@ ggml_tensor *WeightReader::take(const std::string &name, std::vector<int64_t> sh
         return nullptr;
     }
     // CUDA cannot look rows up in IQ4_NL: the embedding is widened there
-<<<<<<< HEAD
     const bool widen = m_.device_->gpu && t->type == GGML_TYPE_IQ4_NL && kind == Kind::table;
     ggml_tensor *tensor =
         ggml_new_tensor(m_.context_.get(), widen ? GGML_TYPE_F32 : t->type, GGML_MAX_DIMS, t->ne);
     ggml_set_name(tensor, name.c_str());
     const bool packed = kind == Kind::matrix && packs(t->type);
-=======
-    const bool widen = m_.device_->gpu && t->type == GGML_TYPE_IQ4_NL && use == Use::table;
-    ggml_tensor *tensor =
-        ggml_new_tensor(m_.context_.get(), widen ? GGML_TYPE_F32 : t->type, GGML_MAX_DIMS, t->ne);
-    ggml_set_name(tensor, name.c_str());
-    const bool packed = use == Use::matrix && packs(t->type);
->>>>>>> 7ccafdc (Run qwen35moe on the CPU: router, row-invariant experts, shared expert, against transformers' goldens)
     tensor->op_params[0] = packed ? PACKED : 0;
     m_.tensors_.emplace_back(tensor, t);
     m_.weight_bytes_ += packed ? packed_bytes(tensor) : ggml_nbytes(tensor);
@@ -202,6 +186,10 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file, std::shar
     const GgufFile &trunk = *model->file_;
     HParams &hp = model->hp_;
     hp = model->architecture_->read_hparams(trunk);
+    if (device.gpu && model->architecture_->cpu_only) {
+        fail(LUCE_E_UNSUPPORTED, "%s: %s runs on the CPU only: choose the device cpu", trunk.path().c_str(),
+             model->architecture_->name);
+    }
     const GgufTensor *embd = trunk.tensor("token_embd.weight");
     if (embd == nullptr || embd->n_dims != 2 || embd->ne[1] > (1 << 24)) {
         fail(LUCE_E_FILE, "%s: tensor token_embd.weight is %s", trunk.path().c_str(),

@@ -15,23 +15,15 @@ public:
 
     // A matrix {a, b} of any weight type.
     ggml_tensor *matrix(const std::string &name, int64_t a, int64_t b, bool required = true) {
-<<<<<<< HEAD
         return take(name, {a, b}, Kind::matrix, required);
     }
-    // The same, of which rows are looked up.
+    // A matrix {a, b} of each of n experts.
+    ggml_tensor *experts(const std::string &name, int64_t a, int64_t b, int64_t n) {
+        return take(name, {a, b, n}, Kind::experts, true);
+    }
+    // A matrix of which rows are looked up.
     ggml_tensor *table(const std::string &name, int64_t a, int64_t b, bool required = true) {
         return take(name, {a, b}, Kind::table, required);
-=======
-        return take(name, {a, b}, Use::matrix, required);
-    }
-    // A matrix {a, b} of each of n experts.
-    ggml_tensor *experts(const std::string &name, int64_t a, int64_t b, int64_t n, bool required = true) {
-        return take(name, {a, b, n}, Use::experts, required);
-    }
-    // The same, of which rows are looked up.
-    ggml_tensor *table(const std::string &name, int64_t a, int64_t b, bool required = true) {
-        return take(name, {a, b}, Use::table, required);
->>>>>>> 7ccafdc (Run qwen35moe on the CPU: router, row-invariant experts, shared expert, against transformers' goldens)
     }
     // The matrix of a table that the file ties to it: the table itself, but for what is_packed() says.
     ggml_tensor *tied(const std::string &name, ggml_tensor *table);
@@ -39,16 +31,11 @@ public:
     ggml_tensor *ids(const std::string &name, int64_t n, int64_t end);
     // A vector or small table that the graph reads as F32.
     ggml_tensor *f32(const std::string &name, std::vector<int64_t> shape, bool required = true) {
-<<<<<<< HEAD
         return take(name, std::move(shape), Kind::f32, required);
-=======
-        return take(name, std::move(shape), Use::f32, required);
->>>>>>> 7ccafdc (Run qwen35moe on the CPU: router, row-invariant experts, shared expert, against transformers' goldens)
     }
 
     bool has(const std::string &name) const { return file_.tensor(name) != nullptr; }
     const GgufFile &file() const { return file_; }
-    bool has(const std::string &name) const { return file_.tensor(name) != nullptr; }
     // Another reader of the same file, for checks alone.
     WeightReader checking() const { return WeightReader(m_, file_, false); }
 
@@ -58,13 +45,8 @@ public:
     void finish(const std::string &prefix = "", const char *what = nullptr) const;
 
 private:
-<<<<<<< HEAD
-    enum class Kind { matrix, table, f32, ids };
+    enum class Kind { matrix, table, experts, f32, ids };
     ggml_tensor *take(const std::string &name, std::vector<int64_t> shape, Kind kind, bool required);
-=======
-    enum class Use { matrix, table, experts, f32 };
-    ggml_tensor *take(const std::string &name, std::vector<int64_t> shape, Use use, bool required);
->>>>>>> 7ccafdc (Run qwen35moe on the CPU: router, row-invariant experts, shared expert, against transformers' goldens)
 
     bool packs(ggml_type type) const;
 

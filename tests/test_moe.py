@@ -1,0 +1,117 @@
+"""Mixtures of experts: the router's choice at its edges, experts that do not feel which rows chose them, and the
+same tokens with drafts as without. (What transformers computes: test_goldens.py.)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import drive
+import numpy as np
+import pytest
+import ref
+import tiny
+from op_run import op_run
+from tiny import Config
+
+from luce._native import Library
+from luce.structs import Sampling
+
+CONFIG = Config(n_layer=2, interval=2, n_embd=256, n_head=4, n_head_kv=2, n_k_head=2, n_v_head=4, state_size=64,
+                n_expert=8, n_expert_used=3, n_ff_expert=256, n_ff_shared=256, n_nextn=1)  # fmt: skip
+FUSED = Config(**{**CONFIG.__dict__, "fused_experts": True, "n_ff_shared": 0})
+CASES = {"F32": CONFIG, "Q4_K": CONFIG, "Q6_K": FUSED, "IQ3_S": CONFIG}  # luce multiplies all but the last itself
+
+
+@pytest.fixture(scope="module")
+def path_of(native: Library, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("moe")
+
+    def make(kind: str) -> Path:
+        path, c = folder / f"{kind}.gguf", CASES[kind]
+        if not path.exists():
+            tiny.write(path, c, tiny.layout(c, seed=5), drive.type_of(kind), quantize=native.quantize)
+        return path
+
+    return make
+
+
+def tokens_of(seed: int, n: int) -> list[int]:
+    return [int(t) for t in np.random.default_rng(seed).integers(0, CONFIG.n_vocab, n)]
+
+
+def test_experts_compute_what_their_weights_say(
+    native: Library, path_of: Callable[[str], Path], device: str
+) -> None:
+    """By a prefill and by steps, in F32: rounded activations could choose other experts."""
+    tokens = tokens_of(1, 24)
+    expected = ref.Reference(CONFIG, ref.read_gguf(str(path_of("F32")))).feed(tokens)
+    sequence = drive.open_sequence(drive.open_model(native, path_of("F32"), device), n_ctx=64)
+    assert np.abs(drive.chain_logits(sequence, tokens, 24) - expected).max() < 1e-3
+    sequence.reset()
+    drive.prefill(sequence, tokens)
+    assert np.abs(sequence.logits(0) - expected[-1]).max() < 1e-3
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_row_does_not_feel_who_shares_its_experts(
+    kind: str, native: Library, path_of: Callable[[str], Path], device: str
+) -> None:
+    model, prompt, tokens = drive.open_model(native, path_of(kind), device), tokens_of(1, 9), tokens_of(2, 64)
+    found = []
+    for n_threads, width in ((1, 1), (2, 1), (2, 5), (1, 16), (2, 64)):
+        sequence = drive.open_sequence(model, n_ctx=128, n_threads=n_threads)
+        drive.prefill(sequence, prompt)
+        found.append(drive.chain_logits(sequence, tokens, width).tobytes())
+    assert len(set(found)) == 1
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, top_k=40, top_p=0.95, seed=3)])
+@pytest.mark.parametrize("kind", ["F32", "Q6_K"])
+def test_drafts_change_no_token(
+    kind: str, sampling: Sampling, native: Library, path_of: Callable[[str], Path], device: str
+) -> None:
+    model = drive.open_model(native, path_of(kind), device, head=True)
+    sequence = drive.open_sequence(model, n_ctx=128, n_rows=9, n_draft=8)
+    sequence.set_sampling(sampling)
+    plain = drive.decode(sequence, tokens_of(4, 30), 40, logits=True)
+    for gamma in (1, 3, 8):
+        run = drive.decode(sequence, tokens_of(4, 30), 40, gamma, logits=True)
+        assert run.tokens == plain.tokens
+        assert np.stack(run.logits).tobytes() == np.stack(plain.logits).tobytes()
+
+
+# ---- the ops alone
+
+
+def routed(native: Library, logits: np.ndarray, n_used: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and weights (rows, n_used) of logits (rows, experts)."""
+    shape = (len(logits), 2 * n_used)
+    out = op_run(native, "cpu", "route", [logits.astype(np.float32)], shape=shape, dtype=np.int32)
+    return out[:, :n_used], out[:, n_used:].view(np.float32)
+
+
+def test_router_at_its_edges(native: Library) -> None:
+    """Of equal logits the lowest expert; weights that sum to 1, falling; NaN and infinities poison their own row."""
+    logits = np.array([[1, 1, 1, 1], [0, 3, 3, 2], [-1e30, -1e30, 5, -1e30], [1, np.nan, 0, 2],
+                       [np.inf, 0, 0, 0], [1e30, 0, 1e30, 0]])  # fmt: skip
+    ids, weights = routed(native, logits, 2)
+    assert ids[[0, 1, 2, 5]].tolist() == [[0, 1], [1, 2], [2, 0], [0, 2]]
+    assert np.allclose(weights[[0, 1, 2, 5]], [[0.5, 0.5], [0.5, 0.5], [1, 0], [0.5, 0.5]])
+    assert np.isnan(weights[[3, 4]]).all()
+    assert ((ids >= 0) & (ids < 4)).all()
+
+
+def test_all_rows_choose_one_expert_and_nobody_another(native: Library) -> None:
+    rng = np.random.default_rng(1)
+    x, w, up = (rng.standard_normal(shape).astype(np.float32) for shape in ((5, 40), (4, 24, 40), (4, 24, 40)))
+    logits = np.zeros((5, 4))
+    logits[:, 2], logits[:3, 0], logits[3:, 3] = 9, 5, 5
+    ids, _ = routed(native, logits, 2)
+    route = np.zeros((5, 4), np.int32)
+    route[:, :2] = ids
+    out = op_run(native, "cpu", "experts", [route, x, w, up], [0, 0], shape=(10, 24))
+    for pair, expert in enumerate(ids.ravel()):
+        expected = ref.silu(w[expert] @ x[pair // 2]) * (up[expert] @ x[pair // 2])
+        assert np.abs(out[pair] - expected).max() < 1e-4
+    assert 1 not in ids
