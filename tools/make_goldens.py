@@ -63,8 +63,8 @@ def build(c: Config, seed: int):  # type: ignore[no-untyped-def]
     import transformers
 
     kind = "Qwen3_5Moe" if c.n_expert else "Qwen3_5"
-    experts = {"experts_implementation": "eager"} if c.n_expert else {}
-    config = getattr(transformers, f"{kind}TextConfig")(**tiny.hf_config(c), attn_implementation="eager", **experts)
+    keys = tiny.hf_config(c) | ({"experts_implementation": "eager"} if c.n_expert else {})
+    config = getattr(transformers, f"{kind}TextConfig")(**keys, attn_implementation="eager")
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval().float()
     state = {k: torch.from_numpy(v) for k, v in tiny.weights(c, seed).items() if not k.startswith("mtp.")}
     if c.tied:
