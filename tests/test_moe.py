@@ -1,5 +1,5 @@
-"""Mixtures of experts: the router's choice at its edges, experts that do not feel which rows chose them, and the
-same tokens with drafts as without. (What transformers computes: test_goldens.py.)"""
+"""Mixtures of experts: the router's choice at its edges, experts that do not feel which rows chose them, and
+the same tokens with drafts as without. (What transformers computes: test_goldens.py.)"""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from tiny import Config
 from luce._native import Library
 from luce.structs import Sampling
 
-CONFIG = Config(n_layer=2, interval=2, n_embd=256, n_head=4, n_head_kv=2, n_k_head=2, n_v_head=4, state_size=64,
-                n_expert=8, n_expert_used=3, n_ff_expert=256, n_ff_shared=256, n_nextn=1)  # fmt: skip
+CONFIG = Config(n_layer=2, interval=2, n_embd=256, n_head=4, n_head_kv=2, n_k_head=2, n_v_head=4,
+                state_size=64, n_expert=8, n_expert_used=3, n_ff_expert=256, n_ff_shared=256,
+                n_nextn=1)  # fmt: skip
 FUSED = Config(**{**CONFIG.__dict__, "fused_experts": True, "n_ff_shared": 0})
-CASES = {"F32": CONFIG, "Q4_K": CONFIG, "Q6_K": FUSED, "IQ3_S": CONFIG}  # luce multiplies all but the last itself
+# luce multiplies all types but the last itself
+CASES = {"F32": CONFIG, "Q4_K": CONFIG, "Q6_K": FUSED, "IQ3_S": CONFIG}
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +94,7 @@ def routed(native: Library, logits: np.ndarray, n_used: int) -> tuple[np.ndarray
 
 
 def test_router_at_its_edges(native: Library) -> None:
-    """Of equal logits the lowest expert; weights that sum to 1, falling; NaN and infinities poison their own row."""
+    """Of equal logits the lowest expert; weights fall and sum to 1; what is not finite poisons its row."""
     logits = np.array([[1, 1, 1, 1], [0, 3, 3, 2], [-1e30, -1e30, 5, -1e30], [1, np.nan, 0, 2],
                        [np.inf, 0, 0, 0], [1e30, 0, 1e30, 0]])  # fmt: skip
     ids, weights = routed(native, logits, 2)
@@ -104,7 +106,8 @@ def test_router_at_its_edges(native: Library) -> None:
 
 def test_all_rows_choose_one_expert_and_nobody_another(native: Library) -> None:
     rng = np.random.default_rng(1)
-    x, w, up = (rng.standard_normal(shape).astype(np.float32) for shape in ((5, 40), (4, 24, 40), (4, 24, 40)))
+    shapes = ((5, 40), (4, 24, 40), (4, 24, 40))
+    x, w, up = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
     logits = np.zeros((5, 4))
     logits[:, 2], logits[:3, 0], logits[3:, 3] = 9, 5, 5
     ids, _ = routed(native, logits, 2)

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Writes tests/goldens/*.npz: what transformers' Qwen3_5ForCausalLM and Qwen3_5MoeForCausalLM compute, F32 on the CPU, for
-the tiny random models of CASES. Needs torch and transformers; run it after changing CASES:
+"""Writes tests/goldens/*.npz: what transformers' Qwen3_5ForCausalLM and Qwen3_5MoeForCausalLM compute, F32
+on the CPU, for the tiny random models of CASES. Needs torch and transformers; run it after changing CASES:
 PYTHONPATH=tests python tools/make_goldens.py
 
 Each file: prompt (40 tokens), logits (40, vocab) teacher-forced, greedy (64 tokens that follow the
