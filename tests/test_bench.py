@@ -363,6 +363,7 @@ def test_the_hash_of_a_split_model_covers_all_parts(tmp_path):
         (("prompts", "--plot", "x.svg"), "'x.svg' does not end with .png"),
         (("batch", "--commit", "abc"), "--commit is of the row that --save writes"),
         (("prompts", "--seed", "1"), "--seed needs --temp above 0"),
+        (("oracle", "--top-k", "20"), "--top-k needs --temp above 0"),
         (("prompts", "--modes", "plain", "--mtp-gguf", "head.gguf"), "no mode drafts"),
     ],
 )

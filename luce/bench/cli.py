@@ -59,7 +59,7 @@ bench.add_command(serve_bench)
 
 
 def settings_of(flags: dict[str, Any]) -> Settings:
-    sampling = Sampling(temperature=flags.get("temp", 0.0), seed=flags.get("seed", 0))
+    sampling = Sampling(flags["temp"], flags["top_k"], flags["top_p"], seed=flags["seed"])
     return Settings(
         flags["max_tokens"], flags.get("rounds", 1), sampling, flags["kv_type"], flags["threads"]
     )
@@ -135,7 +135,7 @@ def measure(
             {
                 "problems": len({r.case.id for r in records}),
                 "max_tokens": flags["max_tokens"],
-                "temp": flags.get("temp", 0.0),
+                **{key: flags[key] for key in ("temp", "top_k", "top_p")},
                 "rounds": flags["rounds"],
                 "threads": threads,
             }
@@ -306,7 +306,7 @@ def make_once(path: Path, make: Callable[[], object]) -> None:
 @click.option(
     "--prompt-tokens", type=click.IntRange(1, 1 << 20), default=32, show_default=True, help="Tokens of each."
 )
-@options(MODE_OPTIONS, rounds_option(3), RUN_OPTIONS, OUTPUT_OPTIONS)
+@options(MODE_OPTIONS, SAMPLING_OPTIONS, rounds_option(3), RUN_OPTIONS, OUTPUT_OPTIONS)
 def oracle(
     shape: str,
     accept: float,
@@ -318,11 +318,14 @@ def oracle(
 ) -> None:
     """A model of a real shape, with random weights, whose every token is known: real cost, checked tokens.
 
-    The file is made once (27b: 17 GiB, and 3 GiB for its drafter) and kept in the cache folder.
+    The file is made once (27b: 17 GiB, and 3 GiB for its drafter) and kept in the cache folder. Its
+    likeliest token leads by so much that sampling chooses it too: with --temp, the cost of sampling is measured,
+    and the tokens are still known.
 
     \b
     Examples:
       luce bench oracle --shape 0.8b --modes plain,mtp:2
+      luce bench oracle --shape 27b --temp 0.7 --top-k 20 --top-p 0.95
       luce bench oracle --shape 27b --accept 0.8 --modes plain,mtp:1,mtp:2,mtp:3 --save results
       luce bench oracle --shape 27b --modes plain,dflash,dflash:22
     """
@@ -481,7 +484,7 @@ def run_batch(counts: list[int], **flags: Any) -> None:
         for figures in measured:
             found.append(figures.as_json())
             display.count("batch", len(found), run.total)
-        extra = {key: flags[key] for key in ("max_tokens", "temp")}
+        extra = {key: flags[key] for key in ("max_tokens", "temp", "top_k", "top_p")}
         report = Report(
             "batch",
             model,

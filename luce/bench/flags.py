@@ -65,6 +65,10 @@ MODE_OPTIONS = (
 SAMPLING_OPTIONS = (
     click.option("--temp", type=Finite(min=0), default=0.0, show_default=True,
                  help="Sampling temperature; 0 is greedy."),
+    click.option("--top-k", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True,
+                 help="Keep the k likeliest tokens; 0 keeps all."),
+    click.option("--top-p", type=Finite(min=0, max=1, min_open=True), default=1.0, show_default=True,
+                 help="Keep the likeliest tokens that reach this share."),
     click.option("--seed", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True,
                  help="The same seed samples the same tokens; on the CPU in every mode."),
 )  # fmt: skip
@@ -94,7 +98,7 @@ def require(flags: dict[str, Any]) -> None:
     drafting = {mode.spec for mode in flags.get("modes", ())} & {"dflash", "auto"}
     if "modes" in flags and flags.get("draft") and not drafting:
         raise click.UsageError("--draft names a DFlash drafter, and no mode is dflash or auto")
-    if "seed" in flags and (problem := without_temperature(flags["temp"], "seed")):
+    if "seed" in flags and (problem := without_temperature(flags["temp"], "top_k", "top_p", "seed")):
         raise click.UsageError(problem)
     output.require(flags["save"], flags["plot"])
 
