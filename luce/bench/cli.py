@@ -318,9 +318,9 @@ def oracle(
 ) -> None:
     """A model of a real shape, with random weights, whose every token is known: real cost, checked tokens.
 
-    The file is made once (27b: 17 GiB, and 3 GiB for its drafter) and kept in the cache folder. Its
-    likeliest token leads by so much that sampling chooses it too: with --temp, the cost of sampling is measured,
-    and the tokens are still known.
+    The file is made once (27b: 17 GiB, and 3 GiB for its drafter) and kept in the cache folder.
+    Its likeliest token leads by so much that sampling chooses it too: with --temp, the cost of sampling is
+    measured, and the tokens are still known.
 
     \b
     Examples:
