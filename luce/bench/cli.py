@@ -332,6 +332,7 @@ def oracle(
     require(flags)
     folder = cache.expanduser() / "luce"
     path = folder / f"oracle-{shape}-{accept:g}.gguf"
+    rule = Rule(SHAPES[shape].n_vocab, 0, accept)
     with Display(flags["quiet"]) as display:
         mib: Callable[[int, int], None] = lambda done, total: display.count(  # noqa: E731
             f"making {path.name}, MiB", done >> 20, total >> 20
@@ -340,11 +341,9 @@ def oracle(
         if any(mode.spec == "dflash" for mode in flags["modes"]):
             flags["draft"] = folder / f"oracle-{shape}-drafter-{draft_accept:g}.gguf"
             display.spin(f"making {flags['draft'].name}")
-            rule = Rule(SHAPES[shape].n_vocab, 0)
             make_once(
                 flags["draft"], lambda: make_drafter(flags["draft"], SHAPES[shape], rule, draft_accept)
             )
-    rule = Rule(SHAPES[shape].n_vocab, 0, accept)
     most = SHAPES[shape].n_ctx - prompt_tokens + 1  # the last token needs no place
     ids = np.random.default_rng(1).integers(0, rule.n_cycle, (n_prompts, prompt_tokens))
 
