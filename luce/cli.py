@@ -63,7 +63,7 @@ def cli(version: bool) -> None:
 
     \b
     Examples:
-      luce generate "def fibonacci(n):"
+      luce generate "def is_even(n):"
       luce generate --gguf model.gguf "def main("
       luce probe-gguf model.gguf
 
@@ -222,7 +222,7 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
 
     \b
     Examples:
-      luce generate "def fibonacci(n):"
+      luce generate "def is_even(n):"
       luce generate --gguf model.gguf "def main("
       luce generate --gguf model.gguf --chat "What is a KV cache?" --temp 0.7 --seed 1
       luce generate --gguf model.gguf --mtp-gamma 2 "def main("

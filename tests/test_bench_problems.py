@@ -132,12 +132,12 @@ def test_a_problem_without_a_test_makes_no_program():
 # ---- the built-in prompts
 
 
-def test_the_built_in_prompts_are_of_three_classes():
+def test_the_built_in_prompts_are_of_four_classes():
     listed = problems.builtin()
     counts = {cls: sum(p.cls == cls for p in listed) for cls in ("code", "narrative", "chat", "edit")}
     assert counts == {"code": 6, "narrative": 6, "chat": 6, "edit": 6}
-    assert len(listed) == 18
-    assert len({p.id for p in listed}) == len({p.prompt for p in listed}) == 18
+    assert len(listed) == 24
+    assert len({p.id for p in listed}) == len({p.prompt for p in listed}) == 24
     assert all(p.chat == (p.cls == "chat") and not p.test for p in listed)
 
 

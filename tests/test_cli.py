@@ -197,9 +197,9 @@ def test_usage_errors_exit_2(luce_, args):
 
 
 def test_without_gguf_the_model_in_the_box_writes_python(luce_):
-    result = luce_("generate", "def fibonacci(n):", "-n", "60", "--threads", "2")
+    result = luce_("generate", "def is_prime(n):", "-n", "60", "--threads", "2")
     assert result.exit_code == 0, result.stderr
-    body = ast.parse("def fibonacci(n):" + result.stdout).body[0]
+    body = ast.parse("def is_prime(n):" + result.stdout).body[0]
     assert isinstance(body, ast.FunctionDef) and len(result.stdout.splitlines()) >= 3
 
 
@@ -421,7 +421,7 @@ def test_json_lines_end_with_the_failure(luce_, monkeypatch):
 def test_verbose_says_what_was_chosen_and_why(luce_):
     stderr = luce_("generate", "--gguf", "{}", "x", "-n", "3", "--verbose").stderr
     for said in ("ctx 2048: the model was trained for 2048", "kv_type f16: the default",
-                 "draft plain: there is", "read 1 tokens in ", "wrote 3 in ", "of 1.00 tokens"):  # fmt: skip
+                 "draft auto: the default", "read 1 tokens in ", "wrote 3 in ", "of 1.00 tokens"):  # fmt: skip
         assert said in stderr, stderr
 
 

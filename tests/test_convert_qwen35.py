@@ -397,10 +397,10 @@ def test_says_what_it_wrote(tmp_path, capsys):
     assert "luce runs this file: 4 blocks, NextN head" in said.err
 
 
-def test_file_that_luce_cannot_run_yet_is_written_and_said(tmp_path, capsys):
+def test_says_that_luce_runs_experts(tmp_path, capsys):
     config, weights = moe(GROUPED, "fused")
     convert(hf.save(tmp_path / "hf", config, weights))
-    assert "luce does not run this file yet" in capsys.readouterr().err
+    assert "luce runs this file: 4 blocks" in capsys.readouterr().err
 
 
 def test_wrong_checkpoint_path(tmp_path):
