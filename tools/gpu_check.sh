@@ -97,7 +97,7 @@ fi
 if want tests; then
     say "tests"
     failed=0
-    python3 -m pytest -q -p no:cacheprovider --luce-device cuda --maxfail=30 --durations=8 \
+    python3 -m pytest -q -n 0 -p no:cacheprovider --luce-device cuda --maxfail=30 --durations=8 \
         -o junit_family=xunit1 \
         --junitxml="$out/tests.xml" --tb=short 2>&1 | tee "$out/tests.txt" | tail -n 60 || failed=$?
     python3 bench/identity_report.py "$out/tests.xml" --commit "${COMMIT:-}" --save "$out" \
