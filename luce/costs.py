@@ -9,9 +9,9 @@ from luce.structs import Cost
 
 
 class Costs:
-    """Seconds of a verify by its rows, and of one more draft, or of a block, for each of several sequences.
-    Widths that were not measured lie on the line between their neighbours, wider ones on that of the last
-    two."""
+    """What steps cost in seconds: a verify by its rows, and one more draft or a block by the sequences that
+    share the step. A width that was not measured lies on the line between its neighbours. A wider one lies
+    on the line of the last two."""
 
     def __init__(self, measured: Iterable[Cost]):
         self._lines: tuple[dict[int, float], ...] = ({}, {}, {})
@@ -22,15 +22,17 @@ class Costs:
             line[cost.rows] = min(max(cost.seconds, 0.0), *spread) if line else max(cost.seconds, 0.0)
 
     def verify(self, rows: int) -> float:
-        """Of a step with so many rows in all."""
+        """Returns the seconds of a verify with so many rows in all."""
         return _on_line(self._lines[0], rows)
 
     def draft(self, sequences: int = 1) -> float:
-        """Of one more draft for each of so many sequences; 0 in an engine that does not draft."""
+        """Returns the seconds of one more draft of the NextN head for each of so many sequences; 0 in an
+        engine whose head does not draft."""
         return _on_line(self._lines[1], sequences)
 
     def block(self, sequences: int = 1) -> float:
-        """Of a DFlash block for each of so many sequences; 0 in an engine that drafts none."""
+        """Returns the seconds of a DFlash block for each of so many sequences; 0 in an engine that drafts
+        none."""
         return _on_line(self._lines[2], sequences)
 
 

@@ -1,4 +1,4 @@
-"""Draft sources: what may follow the anchor. They only propose: no token depends on them."""
+"""Draft sources propose what may follow the anchor. They only propose: no token depends on them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from luce.costs import Costs
 
 @dataclass(frozen=True)
 class Draft:
-    """Candidates after an anchor. `tokens` are known to the host, with the parents of [anchor, *tokens]
-    (parents[0] = -1; None: a chain). Of `on_device` tokens only the number is known: `by` drafts them on the
-    device, and the host reads them once they are verified. grow: makes of them, once they are drafted, the
-    draft that is verified in their stead. sources: who proposed each candidate, names joined with "+"; none:
-    the draft's one source."""
+    """The candidates after an anchor. Either the host knows them as `tokens`, or `by` drafts `on_device`
+    many on the device, and the host reads them once they are verified.
+
+    `parents` are those of [anchor, *tokens]: parents[0] is -1, and None means a chain. `grow`, where it is
+    set, is called once the drafts are there and returns the draft that is verified in their stead. `sources`
+    names who proposed each candidate, with names joined by "+"; where it is empty, all came from the one
+    draft source.
+    """
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] | None = None
@@ -43,9 +46,9 @@ class Draft:
 
 @dataclass(frozen=True)
 class Round:
-    """One round that is done: how many candidates it had, how many of them were accepted, the seconds of its
-    calls, and the tokens that it gave, the new anchor among them. Sequences that were in one step each count
-    all of its time."""
+    """One round that is done: how many candidates it had, how many of them were accepted, how many seconds
+    each of its calls took, and which tokens it gave. The new anchor is the last of these tokens. Sequences
+    that share a step each count all of its time."""
 
     drafted: int
     accepted: int
@@ -57,8 +60,8 @@ class Round:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the candidates of a round are bound to. rows: their number, and depth: how deep they may go, both
-    at least 1; sequences: how many share the step, this one counted."""
+    """What bounds the candidates of a round. `rows` is how many there may be and `depth` how deep they may
+    go, both at least 1. `sequences` is how many share the step, this one counted."""
 
     rows: int
     depth: int
@@ -66,19 +69,19 @@ class Limits:
 
 
 class DraftSource(Protocol):
-    """Proposes what may follow the anchor of one sequence. One that raises is dropped, and the generation
-    goes on plain."""
+    """Proposes what may follow the anchor of one sequence. A source that raises is dropped, and the
+    generation goes on without drafts."""
 
     name: str
 
     def begin(self, budget: int) -> None:
-        """A generation of at most `budget` tokens begins."""
+        """Says that a generation of at most `budget` tokens begins."""
 
     def draft(self, anchor: int, limits: Limits) -> Draft:
-        """Candidates for the next round, or none."""
+        """Returns candidates for the next round, or none."""
 
     def learn(self, done: Round) -> None:
-        """How a round went, also one without candidates."""
+        """Tells how a round went, also one that had no candidates."""
 
 
 class Text(Protocol):
@@ -92,7 +95,8 @@ class Text(Protocol):
 
 
 class TextLookup:
-    """What followed earlier in the text, as many tokens as asked, in every round that finds such a place."""
+    """Drafts what followed the same tokens earlier in the text. It drafts as many tokens as asked, in every
+    round that finds such a place."""
 
     name = "lookup"
 
@@ -111,9 +115,9 @@ class TextLookup:
 
 
 class Drafter:
-    """A drafter of the model: its NextN head, which chains at most `most` drafts, or a DFlash drafter, whose
-    block has as many. ranks: candidates that the engine keeps of each draft; with more than one, trees can be
-    made of them."""
+    """Drafts with a part of the model that runs on the device: its NextN head, which chains at most `most`
+    drafts, or a DFlash drafter, whose block has as many. `ranks` is how many candidates the engine keeps of
+    each draft. Trees need more than one."""
 
     def __init__(self, text: Text, by: Source, most: int, ranks: int = 1):
         self.name = "mtp" if by is Source.NEXTN else "dflash"
@@ -122,13 +126,13 @@ class Drafter:
         self._lists: Lists | None = None  # of the last draft, where the host has seen it
 
     def seconds(self, costs: Costs, n: int, sequences: int) -> float:
-        """What n >= 1 drafts cost for each of so many sequences: a chain costs by its length, a block does
-        not."""
+        """Returns the seconds of n >= 1 drafts for each of so many sequences. A chain costs by its length; a
+        block always costs the same."""
         return n * costs.draft(sequences) if self._by is Source.NEXTN else costs.block(sequences)
 
     def draft(self, anchor: int, n: int, budget: int | None = None, chain: Sequence[int] = ()) -> Draft:
-        """n drafts, one after the other, or where there is a budget the tree of so many candidates to that
-        depth; joined with a chain that the host knows."""
+        """Returns n drafts, one after the other. With a budget it returns a tree of so many candidates, at
+        most n deep, joined with a `chain` that the host knows."""
         self._lists = None
         drafted = Draft(on_device=n, by=self._by, sources=(self.name,) * n)
         if budget is None and not chain:
@@ -143,8 +147,9 @@ class Drafter:
         return Draft(tuple(tokens[1:]), tuple(parents), sources=tuple(names[bit] for bit in bits[1:]))
 
     def right(self, done: Round, n: int) -> tuple[int, int | None]:
-        """Of the last n drafts, verified in a round, how many were right before the first wrong one, and the
-        rank of the target's own token there (None: it is not known, or not a candidate)."""
+        """Returns how many of the last n drafts were right before the first wrong one, and at which rank of
+        the candidates the target's own token stood there. The rank is None where it is not known, or where
+        the token is no candidate."""
         if self._lists is None:
             return min(done.accepted, n), None
         for depth, token in enumerate(done.tokens[:n]):
@@ -155,8 +160,8 @@ class Drafter:
 
 
 class Fixed:
-    """As many drafts of one drafter as asked, in every round that can still use them; with a budget, a tree
-    of so many candidates."""
+    """Drafts as many tokens with one drafter as asked, in every round that can still use them. With a budget
+    it drafts a tree of so many candidates."""
 
     def __init__(self, drafter: Drafter, drafts: int, budget: int | None = None):
         self.name = drafter.name

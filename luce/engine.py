@@ -23,9 +23,9 @@ from luce.tokenizer import Tokenizer
 
 
 class Files:
-    """A model's GGUF, another one to take the NextN head from, and one that holds a DFlash drafter; a context
-    manager. Raises what opening them does; nothing of them is loaded. device: where they are to run, None:
-    what plan says of it."""
+    """The opened files of a model: its GGUF, another one that the NextN head is taken from, and one that
+    holds a DFlash drafter. It is a context manager. Nothing is loaded yet; raises what opening the files
+    raises. `device` is where they are to run; with None a plan decides."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Files:
 
     @cached_property
     def drafter_facts(self) -> tuple[str, Facts] | None:
-        """The path of the drafter's file, and what it says."""
+        """The path of the drafter's file, and the facts of it."""
         if self.drafter is None:
             return None
         with about(self.drafter.path):
@@ -67,8 +67,8 @@ class Files:
             return Tokenizer(self.file.kv)
 
     def plan(self, options: Options, prompt: int = 0, new: int | None = None) -> Plan:
-        """plan() of these files on their device; where auto would draft and the memory for it is not there, a
-        smaller one."""
+        """Returns the plan of these files on their device. Where auto would draft and lacks the memory for
+        it, the plan is a smaller one."""
         options = replace(options, device=self.device)
         chosen = plan(self.facts, options, self.head_facts, prompt, new, cpus.usable(), self.drafter_facts)
         while isinstance(chosen.draft, Auto) and (less := smaller(chosen, self.memory(chosen))):
@@ -76,19 +76,19 @@ class Files:
         return chosen
 
     def memory(self, chosen: Plan, ctx: int | None = None) -> Memory:
-        """What a plan needs, in bytes; ctx: of another context than its own."""
+        """Returns the memory that a plan needs, in bytes. `ctx` replaces the plan's context."""
         params = chosen.params if ctx is None else replace(chosen.params, n_ctx=ctx)
         head, drafter = self._drafters(chosen.drafts > 0, chosen.blocks)
         return self.file.plan_memory(chosen.device, params, head, drafter)
 
     def load(self, head: bool, blocks: bool = False, progress: Progress | None = None) -> Model:
-        """The weights on the device, and those of the NextN head and of the DFlash drafter if they are
-        wanted. Raises what the core does: FileError where a drafter does not fit, OutOfMemory, Cancelled
-        (from `progress`), DeviceError, ... and leaves nothing open."""
+        """Loads the weights onto the device, with those of the NextN head and of the DFlash drafter where
+        they are wanted. Raises what the core raises and then leaves nothing open: FileError where a drafter
+        does not fit, OutOfMemory, Cancelled (from `progress`), DeviceError and others."""
         return Model(self.file, self.device or "auto", progress, *self._drafters(head, blocks))
 
     def _drafters(self, head: bool, blocks: bool) -> tuple[File | None, File | None]:
-        """The files of the NextN head and of the DFlash drafter, where they are wanted."""
+        """Returns the files of the NextN head and of the DFlash drafter, where they are wanted."""
         return (self.head or self.file) if head else None, self.drafter if blocks else None
 
     def close(self) -> None:
@@ -103,10 +103,13 @@ class Files:
 
 
 class Engine:
-    """The engine of a loaded model, opened as a plan says: requests in, events out; a context manager. The
-    model must have been loaded with the drafters that the plan names. plan: the one it was opened by; where
-    that was to draft as it pays, and no draft can pay by what steps cost here, nothing is drafted. Raises
-    what the core does."""
+    """The engine of a loaded model, opened as a plan says. Requests go in and events come out. It is a
+    context manager.
+
+    The model must have been loaded with the drafters that the plan names. `plan` is the one that the engine
+    was opened by. Where auto was to draft and no draft can pay by what steps cost here, the plan drafts
+    nothing. Raises what the core raises.
+    """
 
     def __init__(self, model: Model, tokenizer: Tokenizer, chosen: Plan):
         self.model, self.tokenizer = model, tokenizer
@@ -132,8 +135,8 @@ class Engine:
         prompt: int = 0,
         new: int | None = None,
     ) -> Engine:
-        """Plans, loads and opens. prompt, new: what is known of the longest request (plan). Files that are
-        given open stay the caller's to close; the weights go with the engine."""
+        """Plans, loads and opens. `prompt` and `new` are what is known of the longest request (see plan).
+        Files that are given open stay the caller's to close; the weights are freed with the engine."""
         with ExitStack() as opened:
             options = options or Options()
             if not isinstance(files, Files):
@@ -151,8 +154,8 @@ class Engine:
         cancelled: Callable[[], bool] = lambda: False,
         prefixes: Prefixes | None = None,
     ) -> Generation:
-        """A generation on a sequence of its own, for a Loop; OutOfMemory where all sequences run. prefixes:
-        where it may start, and what is kept of it."""
+        """Returns a generation on a sequence of its own, for a Loop. Raises OutOfMemory where all sequences
+        are taken. `prefixes` says where it may start, and keeps the beginnings of prompts."""
         sequence = self.native.sequence()
         try:
             source = self._source(sequence)
@@ -181,8 +184,8 @@ class Engine:
         cancelled: Callable[[], bool] = lambda: False,
         prefixes: Prefixes | None = None,
     ) -> Iterator[Event]:
-        """The events of one generation, up to exactly one Finished or Failed. `cancelled` is asked between
-        steps. prefixes: as generation() has them."""
+        """Yields the events of one generation, up to exactly one Finished or Failed. `cancelled` is asked
+        between steps. `prefixes` is as in generation()."""
         with closing(self.run([request], cancelled, prefixes)) as running:
             for _, event in running:
                 yield event
@@ -193,8 +196,8 @@ class Engine:
         cancelled: Callable[[], bool] = lambda: False,
         prefixes: Prefixes | None = None,
     ) -> Generator[tuple[int, Event], None, None]:
-        """The events of several generations, as many at once as the engine has sequences: (index of the
-        request, event)."""
+        """Yields the events of several generations, each as (index of the request, event). As many run at
+        once as the engine has sequences."""
         loop, index, waiting = Loop(self.native), dict[Generation, int](), deque(range(len(requests)))
         self._loops.append(loop)
         try:
@@ -215,8 +218,8 @@ class Engine:
             loop.close()
 
     def cancel(self) -> None:
-        """Ends all generations that run, after the engine's present step at most. From any thread, and from
-        a signal handler."""
+        """Ends all generations that run, after the engine's present step at most. It may be called from any
+        thread and from a signal handler."""
         for loop in self._loops:
             loop.cancel()
 
@@ -232,20 +235,21 @@ class Engine:
 
 
 def _drafters(draft: Drafting, sequence: _native.Sequence, n_top: int) -> list[Drafter]:
-    """The model's drafters that a plan names."""
+    """Returns the model's drafters that a plan names."""
     sizes = {Source.NEXTN: draft.chain, Source.DFLASH: draft.block}
     return [Drafter(sequence, by, most, max(n_top, 1)) for by, most in sizes.items() if most]
 
 
 def _params(chosen: Plan, model: Model) -> EngineParams:
-    """On a CPU a row costs too much to be spent on a next best candidate: auto keeps none there."""
+    """Returns how the core opens the engine. On a CPU a row costs too much to be spent on a next best
+    candidate, so auto keeps none there."""
     if isinstance(chosen.draft, Auto) and model.info.device == "cpu":
         return replace(chosen.params, n_top=0)
     return chosen.params
 
 
 def _paying(chosen: Plan, native: _native.Engine) -> Plan:
-    """`chosen`, without what cannot pay by what steps cost."""
+    """Returns `chosen` without the draft sources that cannot pay by what steps cost."""
     assert isinstance(chosen.draft, Auto)
     costs, draft = native.costs(), chosen.draft
     with native.sequence() as sequence:

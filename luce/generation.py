@@ -53,8 +53,8 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Chunk:
-    """The next tokens of a prompt, committed in one step. Told the choice after them if they are the last.
-    left: tokens of the prompt after them."""
+    """Asks for the next tokens of a prompt to be committed in one step. The answer is the choice after them
+    where they are the prompt's last, else None. `left` counts the tokens of the prompt after them."""
 
     tokens: tuple[int, ...]
     last: bool
@@ -63,13 +63,13 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Turn:
-    """A round may begin. Told a Share."""
+    """Says that a round may begin. The answer is a Share."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """What a sequence gets of the next step: at most so many rows, its anchor's among them, of a step with
-    so many sequences."""
+    """What a sequence gets of the next step: at most `rows` rows, the anchor's among them, of a step that
+    `sequences` share."""
 
     rows: int
     sequences: int = 1
@@ -91,7 +91,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """`done` of `total` prompt tokens are committed."""
+    """Says that `done` of `total` prompt tokens are committed."""
 
     done: int
     total: int
@@ -99,8 +99,8 @@ class Prefilled:
 
 @dataclass(frozen=True)
 class Tokens:
-    """New ids, and the text that is now certain: it may lag behind the ids, and ids may be empty. logprobs:
-    of each id, where they were asked for."""
+    """Brings newly chosen ids, and the text that is now certain. The text may lag behind the ids, and ids
+    may be empty. `logprobs` has one entry for each id where the request asks for them."""
 
     ids: tuple[int, ...]
     text: str
@@ -109,16 +109,20 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Warned:
-    """Something was lost that does not change the tokens."""
+    """Says that something was lost that does not change the tokens."""
 
     message: str
 
 
 @dataclass(frozen=True)
 class Finished:
-    """reason: "stop" (end of text or stop string), "length", "cancelled". truncated_by says what a "length"
-    was: "max_tokens", the request's, or "context", which is full. tokens end with the end-of-text token or
-    the one that completed the stop string; text does not. cached: prompt tokens that were not read again."""
+    """Ends a generation that went well. `reason` is "stop" (an end of text or a stop string), "length" or
+    "cancelled". `truncated_by` says which bound a "length" met: "max_tokens" of the request, or the full
+    "context".
+
+    `tokens` end with the end-of-text token or with the one that completed the stop string; `text` does not.
+    `cached` counts the prompt's tokens that a checkpoint held.
+    """
 
     reason: str
     text: str
@@ -131,7 +135,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """`error` ended the generation in `state`; what was emitted before is right."""
+    """Says that `error` ended the generation in `state`. What was emitted before is right."""
 
     error: Exception
     state: State
@@ -145,15 +149,16 @@ class Prefixes(Protocol):
     """Keeps beginnings of prompts, so that other prompts can start from them."""
 
     def resume(self, sequence: Sequence, prompt: tuple[int, ...]) -> int:
-        """Brings the sequence to the end of the longest beginning of `prompt` that is kept, or empties it:
-        its tokens, a multiple of n_chunk and fewer than the prompt's."""
+        """Brings the sequence to the end of the longest kept beginning of `prompt`, or empties it. Returns
+        the number of tokens that it then has, which is a multiple of n_chunk and less than the prompt's."""
 
     def reached(self, sequence: Sequence, prompt: tuple[int, ...]) -> None:
-        """The sequence is at the end of a whole chunk of `prompt`."""
+        """Says that the sequence is at the end of a whole chunk of `prompt`, so that a checkpoint can be
+        made."""
 
 
 class Sizes(Protocol):
-    """What a generation has to know of its engine (EngineInfo)."""
+    """What a generation has to know of its engine (EngineInfo has it)."""
 
     @property
     def n_ctx(self) -> int: ...
@@ -164,8 +169,8 @@ class Sizes(Protocol):
 
 
 class Generation:
-    """One generation of one request on a sequence, which it empties first. want: what it waits for, None once
-    it has ended. `cancelled` is for who drives it to ask, between steps; `clock` gives seconds."""
+    """One generation of one request on a sequence, which it empties first. `want` is what it waits for, and
+    None once it has ended. Who drives it asks `cancelled` between steps. `clock` gives seconds."""
 
     def __init__(
         self,
@@ -205,20 +210,21 @@ class Generation:
     # ---- driven from outside
 
     def start(self) -> list[Event]:
-        """What happens up to the first want; call it once, before all else."""
+        """Returns what happens up to the first want. It is called once, before all else."""
         return self._go_on(lambda: next(self._routine))
 
     def tell(self, result: Any, seconds: float = 0.0) -> list[Event]:
-        """The result of what it wanted, and what the step took: what happens up to the next want."""
+        """Gives the generation the result of what it wanted, and the seconds of the step. Returns what
+        happens up to the next want."""
         self._step_s = seconds
         return self._go_on(lambda: self._routine.send(result))
 
     def fail(self, error: Exception) -> list[Event]:
-        """What it wanted raised `error`."""
+        """Says that what it wanted raised `error`. Returns what happens up to the next want."""
         return self._go_on(lambda: self._routine.throw(error))
 
     def cancel(self) -> list[Event]:
-        """Ends it, with what it has emitted."""
+        """Ends the generation with what it has emitted."""
         return self.fail(Cancelled("cancelled"))
 
     def _go_on(self, resume: Callable[[], Event | Want]) -> list[Event]:
@@ -237,7 +243,7 @@ class Generation:
     # ---- the states
 
     def _run(self) -> Generator[Event | Want, Any, None]:
-        """Events and wants, up to exactly one Finished or Failed."""
+        """Yields events and wants, up to exactly one Finished or Failed."""
         try:
             while self.state is not State.DONE:
                 try:
@@ -370,7 +376,7 @@ class Generation:
     # ---- tokens and text
 
     def _take(self, tokens: list[int]) -> tuple[list[int], str]:
-        """The tokens up to the first that ends the text, and the text that is certain with them."""
+        """Returns the tokens up to the first that ends the text, and the text that is certain with them."""
         text = ""
         for count, token in enumerate(tokens, start=1):
             if token in self._eos:
@@ -390,7 +396,8 @@ class Generation:
         return tokens, text
 
     def _held(self) -> str:
-        """Text held back that turned out to be neither half a character nor a stop string."""
+        """Returns the text that was held back and turned out to be neither half a character nor a stop
+        string."""
         text, met = self._stops.push(self._detokenizer.flush())
         return text if met else text + self._stops.flush()
 
@@ -401,7 +408,7 @@ class Generation:
         return State.DONE if self._reason else State.DRAFT
 
     def _end(self, reason: str, truncated_by: str | None = None) -> Verb:
-        """Ends between rounds, with the text that is still held back."""
+        """Ends the generation between rounds, with the text that is still held back."""
         self._reason, self._truncated_by = reason, truncated_by
         if text := self._held():
             self._text.append(text)
@@ -409,7 +416,8 @@ class Generation:
         return State.DONE
 
     def _without_source(self, error: Exception) -> Warned:
-        """Goes on plain; raises `error` where it took the sequence along."""
+        """Drops the draft source and goes on without drafts. Raises `error` where it made the sequence fail
+        too."""
         if self.sequence.info.failed:
             raise error
         self._source = None
@@ -426,7 +434,7 @@ class Generation:
 
 
 def _require_within(draft: Draft, rows: int, depth: int) -> None:
-    """A draft that asks for more than it may would take the whole step's rows along."""
+    """Refuses a draft that is larger than the round's limits, which would make the whole step fail."""
     rows = max(rows, depth) if draft.grow else rows  # what it grows into is verified
     if draft.size > rows or max(draft.depths, default=0) > depth:
         raise ArgumentError(f"{draft.size} drafts to a depth of {max(draft.depths)}: {rows} to {depth} fit")

@@ -1,7 +1,8 @@
-"""The loop: drives any number of generations in turn, with one step of the engine for all of them.
+"""The loop drives any number of generations in turn, with one step of the engine for all of them.
 
-Its turns alternate: a chunk of the prompt of one generation that has still to read it, then rounds of all the
-others, each one draft step and one verify step. One generation is the case of one.
+Its turns alternate. In one turn a generation that has not read its whole prompt reads a chunk of it. In the
+next turn all the others have a round, which is one draft step and one verify step. A single generation needs
+no other code.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ W = TypeVar("W", Chunk, Turn, Drafts, Rows)
 
 
 class Loop:
-    """Generations on sequences of one engine. `clock` gives seconds. prefill_share, in 0..1 and above 0: the
-    part of the time that chunks of prompts may take while other generations decode; between two chunks there
-    is always a round."""
+    """Runs generations on sequences of one engine. `clock` gives seconds. `prefill_share`, above 0 and at
+    most 1, is the part of the time that chunks of prompts may take while other generations decode. There is
+    always a round between two chunks."""
 
     def __init__(
         self,
@@ -42,23 +43,24 @@ class Loop:
 
     @property
     def running(self) -> int:
-        """Generations that have not ended."""
+        """The number of generations that have not ended."""
         return len(self._running)
 
     def add(self, generation: Generation) -> None:
-        """Runs a generation that was not started yet beside the others, and closes its sequence."""
+        """Runs a generation that was not started yet beside the others, and closes its sequence at its end.
+        """
         self._cancelled = self._cancelled and bool(self._running)
         self._running.append(generation)
         self._note(generation, generation.start())
 
     def cancel(self) -> None:
-        """Ends all that run, after the engine's present step at most. From any thread, and from a signal
-        handler."""
+        """Ends all generations that run, after the engine's present step at most. It may be called from any
+        thread and from a signal handler."""
         self._cancelled = True
         self._engine.cancel()
 
     def step(self) -> Happened:
-        """One turn; what happened in it and since the last one."""
+        """Takes one turn. Returns what happened in it and since the turn before."""
         self._end_cancelled()
         reading, began = self._wanting(Chunk), self._clock()
         try:
@@ -76,7 +78,7 @@ class Loop:
         return happened
 
     def close(self) -> None:
-        """Ends what still runs without another event."""
+        """Ends what still runs, without another event."""
         for generation in self._running:
             generation.sequence.close()
         self._running = []
@@ -90,8 +92,8 @@ class Loop:
                 self._note(generation, generation.cancel())
 
     def _next_to_read(self, reading: Sequence[tuple[Generation, Chunk]]) -> tuple[Generation, Chunk]:
-        """In turn the oldest and the one with least left: short prompts wait for no long ones, and long ones
-        are read all the same."""
+        """Picks in turn the oldest generation and the one with the least left to read. So a short prompt
+        does not wait for long ones, and a long one is read all the same."""
         self._oldest_next = not self._oldest_next
         if not self._oldest_next:
             return reading[0]
@@ -101,7 +103,8 @@ class Loop:
         return [one.sequence.prefill(chunk.tokens, chunk.last) for one, chunk in of]
 
     def _round(self) -> None:
-        """Of all that have read their prompts; but one that was interrupted is finished first."""
+        """Runs a round of all that have read their prompts. A round that was interrupted is finished first.
+        """
         if not self._wanting(Drafts) and not self._wanting(Rows):
             turns = self._wanting(Turn)
             for generation, _ in turns:
@@ -122,7 +125,8 @@ class Loop:
         of: Sequence[tuple[Generation, W]],
         call: Callable[[Sequence[tuple[Generation, W]]], Sequence[Any]],
     ) -> None:
-        """One call for what several want. What one of them alone is to blame for ends that one alone."""
+        """Makes one call for what several generations want. An error that one of them alone is to blame for
+        ends that one alone."""
         if not of:
             return
         began = self._clock()

@@ -1,4 +1,5 @@
-"""What to do, from what the files are and what was asked: a pure function, with a reason for each choice."""
+"""Decides how a model runs, from what the files hold and what was asked. It is a pure function that gives a
+reason for each choice."""
 
 from __future__ import annotations
 
@@ -26,10 +27,10 @@ Where = Literal["embedded", "separate"]
 
 @dataclass(frozen=True)
 class Request:
-    """One generation. prompt: token ids; max_tokens: at most so many new ones, >= 0, None: until the context
-    is full; stops: texts to end before; ignore_eos: an end of text is a token like any other. grammar: makes
-    the matcher that the text is held to; logprobs: of each token, with so many of the most probable ones,
-    None: no."""
+    """One generation. `prompt` holds token ids. At most `max_tokens` >= 0 new ones follow; None means until
+    the context is full. The text ends before any of `stops`. With `ignore_eos` an end-of-text token is a
+    token like any other. `grammar` makes the matcher that the text is held to. `logprobs` is how many of the
+    most probable tokens are listed beside each token; None lists nothing."""
 
     prompt: tuple[int, ...]
     max_tokens: int | None = None
@@ -43,10 +44,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Options:
-    """How an engine is asked for; None: not said. ctx: positions of a sequence; sequences: that run at once;
-    checkpoints: on the device at once; pages: of KV, for all of these; chunk: prefill rows of a step.
-    spec: who decides what is drafted, one of SPECS; gamma: drafts of the NextN head a round,
-    0..MAX_GAMMA; budget: candidates a round of a lookup or a tree, 1..MAX_BUDGET."""
+    """What was asked of an engine; None where nothing was said. `ctx` counts the positions of a sequence,
+    `sequences` those that run at once, `checkpoints` those that are on the device at once, `pages` the KV
+    pages of all of these, and `chunk` the rows of a prefill step.
+
+    `spec` says who decides what is drafted and is one of SPECS. `gamma` counts the drafts of the NextN head
+    in a round, 0..MAX_GAMMA. `budget` counts the candidates of a round of a lookup or a tree, 1..MAX_BUDGET.
+    """
 
     device: str | None = None
     ctx: int | None = None
@@ -62,7 +66,8 @@ class Options:
 
     @property
     def resolved_spec(self) -> str:
-        """A length alone asks for a chain of it, nothing at all for what pays."""
+        """The draft mode. Where only a length is given it is "mtp", and where nothing is given it is "auto".
+        """
         return self.spec or ("auto" if self.gamma is None else "mtp")
 
 
@@ -79,8 +84,9 @@ class Plain:
 
 @dataclass(frozen=True)
 class Mtp:
-    """The NextN head of the model's file (embedded) or of another (separate) drafts `gamma` >= 1 tokens. With
-    a budget, a tree of so many candidates is made of them and of the next best ones."""
+    """The NextN head drafts `gamma` >= 1 tokens a round. It is in the model's own file (embedded) or in
+    another one (separate). With a budget, its drafts and their next best candidates become a tree of so many
+    candidates."""
 
     mode: ClassVar[str] = "mtp"
     block: ClassVar[int] = 0
@@ -103,9 +109,9 @@ class Mtp:
 
 @dataclass(frozen=True)
 class Auto:
-    """All that is loaded drafts as it pays: the NextN head at most `gamma` tokens (0: there is none), the
-    DFlash drafter of the file `path` blocks of `block` (0: there is none), a lookup, and all together at most
-    `budget` >= 1 candidates."""
+    """Every loaded draft source drafts as it pays. The NextN head drafts at most `gamma` tokens (0 where
+    there is none), the DFlash drafter of the file `path` a block of `block` (0 where there is none), and a
+    lookup what it finds. All together have at most `budget` >= 1 candidates in a round."""
 
     mode: ClassVar[str] = "auto"
     gamma: int
@@ -129,7 +135,8 @@ class Auto:
 
 @dataclass(frozen=True)
 class Lookup:
-    """What followed earlier in the text is drafted, at most `budget` >= 1 tokens of it."""
+    """A lookup drafts at most `budget` >= 1 tokens a round: those that followed the same tokens earlier in
+    the text."""
 
     mode: ClassVar[str] = "lookup"
     chain: ClassVar[int] = 0
@@ -144,8 +151,8 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Dflash:
-    """The DFlash drafter of the file `path` drafts a block of `block` >= 1 tokens a round. With a budget, a
-    tree of so many candidates is made of its lists."""
+    """The DFlash drafter of the file `path` drafts a block of `block` >= 1 tokens a round. With a budget,
+    its lists of candidates become a tree of so many."""
 
     mode: ClassVar[str] = "dflash"
     chain: ClassVar[int] = 0
@@ -162,15 +169,17 @@ class Dflash:
         return MAX_TOP if self.budget else 0
 
 
-# Of each, chain: drafts of the NextN head a round; block: those of a DFlash drafter; candidates: of all
-# sources, at most; ranks: candidates that are kept of each draft, 0 where the draft alone is.
+# Each says what a round drafts at most. `chain` counts the drafts of the NextN head, `block` those of
+# a DFlash drafter, and `candidates` those of all sources. `ranks` counts the candidates that are kept of each
+# draft; 0 means that the draft alone is kept.
 Drafting = Plain | Mtp | Auto | Lookup | Dflash
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model and its engine are opened. ctx in positions, chunk in prefill rows a step; chunk,
-    pages and threads 0: the core's default. reasons: a line for each of the other fields."""
+    """How a model and its engine are opened. `ctx` is in positions and `chunk` in rows of a prefill step. A
+    `chunk`, `pages` or `threads` of 0 means the core's default. `reasons` has a line for each of the other
+    fields."""
 
     device: str
     ctx: int
@@ -185,7 +194,7 @@ class Plan:
 
     @property
     def drafts(self) -> int:
-        """Drafts of the NextN head a round, at most."""
+        """The most drafts of the NextN head in a round."""
         return self.draft.chain
 
     @property
@@ -195,7 +204,7 @@ class Plan:
 
     @property
     def params(self) -> EngineParams:
-        """The engine's: a sequence has a row for its anchor and one for each candidate."""
+        """How the core opens the engine: a sequence has a row for its anchor and one for each candidate."""
         return EngineParams(
             n_ctx=self.ctx,
             n_sequences=self.sequences,
@@ -211,7 +220,7 @@ class Plan:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """{field: {"value", "reason"}}; of draft the value is {"mode", ...}."""
+        """Returns {field: {"value", "reason"}}. The value of `draft` is {"mode", ...}."""
         values = {name: getattr(self, name) for name in self.reasons}
         values["draft"] = {"mode": self.draft.mode, **asdict(self.draft)}
         return {name: {"value": values[name], "reason": reason} for name, reason in self.reasons.items()}
@@ -226,11 +235,15 @@ def plan(
     cpus: int = 0,
     drafter: tuple[str, Facts] | None = None,
 ) -> Plan:
-    """The plan of an engine for the model of `facts`. head: facts of the file to take the NextN head from;
-    prompt, new: tokens of the longest request that is known already, and how many it may add; cpus: that this
-    process may use, 0: not known; drafter: path and facts of a DFlash drafter's file.
-    UnsupportedError: luce cannot do it with these files; ArgumentError: the options contradict each other,
-    or ask for more than the model has; ContextFull: the prompt alone is longer than the context."""
+    """Returns the plan of an engine for the model of `facts`. `head` has the facts of the file that the
+    NextN head is taken from, and `drafter` the path and facts of a DFlash drafter's file. `prompt` and `new`
+    count the tokens of the longest request that is known already, and those that it may add. `cpus` counts
+    the CPUs that this process may use; 0 means that it is not known.
+
+    Raises UnsupportedError where luce cannot run these files as asked, ArgumentError where the options
+    contradict each other or ask for more than the model has, and ContextFull where the prompt alone is
+    longer than the context.
+    """
     require_supported(facts)
     ctx, why_ctx = _context(facts, options, prompt, new or 0)
     if prompt > ctx:
@@ -294,7 +307,7 @@ _OF_FILE = {"embedded": "the head in the model's file", "separate": "the head of
 
 
 def _auto(options: Options, where: Where | None, drafter: tuple[str, Facts] | None) -> tuple[Auto, str]:
-    """Sequences that draft together share the rows of a step."""
+    """Decides what auto may draft. Sequences that draft together share the rows of a step."""
     share = (MAX_BUDGET + 1) // max(options.sequences, 1) - 1
     gamma = 0 if where is None else options.gamma or MAX_GAMMA
     path, block = (None, 0) if drafter is None else (drafter[0], _block_of(drafter))
@@ -319,7 +332,7 @@ def _dflash(options: Options, drafter: tuple[str, Facts] | None) -> tuple[Drafti
 
 
 def _block_of(drafter: tuple[str, Facts]) -> int:
-    """Drafts of a block."""
+    """Returns the number of drafts in a block."""
     path, facts = drafter
     if facts.dflash is None:
         raise UnsupportedError(f"{path} is no DFlash drafter: its architecture is {facts.architecture}")
@@ -333,15 +346,15 @@ def _has_head(facts: Facts) -> bool:
 
 
 def _missing(facts: Facts) -> str:
-    """Why there is no head in a file."""
+    """Says why a file has no head."""
     if facts.kind not in ("model", "head"):
         return "; ".join(facts.reasons)
     return f"{facts.architecture}.nextn_predict_layers is 0 or missing"
 
 
 def smaller(chosen: Plan, memory: Memory) -> Plan | None:
-    """Where the choice to draft was auto's and `memory` for it is not there, the plan to try in its stead:
-    without the NextN head, and then plain; else None."""
+    """Returns the plan to try next where auto chose to draft and `memory` for it is not there: first without
+    the NextN head, then without any drafts. Returns None where there is no smaller plan."""
     if not isinstance(chosen.draft, Auto) or memory.total <= memory.device_free:
         return None
     with_drafters = chosen.draft.gamma > 0 or chosen.draft.block > 0
@@ -352,7 +365,7 @@ def smaller(chosen: Plan, memory: Memory) -> Plan | None:
 
 
 def require_supported(facts: Facts) -> None:
-    """UnsupportedError with the reasons where luce cannot generate with the file."""
+    """Raises UnsupportedError, with the reasons, where luce cannot generate with the file."""
     if not facts.supported:
         raise UnsupportedError("; ".join(facts.reasons), concerns="trunk" if facts.kind == "head" else None)
 

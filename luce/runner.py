@@ -1,14 +1,16 @@
-"""Which candidates the next round verifies, where that is left to luce: those that give the most tokens a
-second.
+"""Decides which candidates the next round verifies, where that is left to luce: those that give the most
+tokens a second.
 
 There is one formula. Of all that can be drafted, a round takes what maximises
 
     expected tokens / (seconds of a verify of its rows + seconds of its drafts).
 
-What rounds cost is known once an engine is open (Costs), so only acceptance is learned: of a lookup from
-every token that comes, whether it was verified or not, of the model's drafters where they drafted. The tokens
-that are expected of several sources at once are 1 + the sum over depths of the chance that any of them is
-right so far, and the chances of the next best candidates beside a chain. No token depends on any of it.
+What rounds cost is known once an engine is open (Costs), so only acceptance is learned. That of a lookup is
+learned from every token that comes, whether or not it was verified. That of the model's drafters is learned
+where they drafted.
+
+The expected tokens of a round are 1, plus for each depth the chance that some source is right down to it,
+plus the chances of the next best candidates beside a chain. No token depends on any of this.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from operator import mul
 from luce.costs import Costs
 from luce.drafting import Draft, Drafter, Limits, Round, Text
 
-# What drafting that fails may cost, in parts of plain decoding. 3% over 256 tokens is the promise; the rest
-# of it is for what the costs of short contexts do not say. After them little: such texts stay hopeless.
+# What drafting that fails may cost, as a part of plain decoding: ALLOWANCE over the first HORIZON tokens, and
+# ALLOWANCE_BEYOND after them, since such texts seldom improve. The promise is 3% over 256 tokens. What it has
+# above ALLOWANCE covers costs of long contexts, which are not measured.
 HORIZON, ALLOWANCE, ALLOWANCE_BEYOND = 256, 0.025, 0.01
 MARGIN = 1.03  # drafting has to promise so much more than plain decoding: below, it is not worth a bet
 MAX_ROWS = 64  # LUCE_MAX_ROWS
@@ -33,8 +36,8 @@ NEXT_BEST = 8  # ranks of a draft's candidates that are learned
 
 
 class Acceptance:
-    """Of a drafter: the share of right drafts at each depth, of those that follow right ones, and of its next
-    best candidates there."""
+    """What is learned of one drafter. At each depth it is the share of right drafts among those that follow
+    right ones, and the share of each next best candidate."""
 
     HOPE = 0.95  # at the first depth before any trial: who does not hope does not try
     HOPE_WEIGHT = 2.0  # trials that it is worth
@@ -48,8 +51,8 @@ class Acceptance:
         self._hits = [[0.0] * ranks for _ in range(depths)]  # by depth and rank; rank 0: the draft itself
 
     def add(self, drafted: int, right: int, rank: int | None = None) -> None:
-        """A round: one trial at each depth up to the first wrong draft. rank: of the target's own token among
-        the candidates there, None: it is none of them."""
+        """Learns from a round: each depth up to the first wrong draft is one trial. `rank` is that of the
+        target's own token among the candidates there; None means that it is none of them."""
         keep = self.FORGET if drafted else self.FADE
         self._trials = [keep * x for x in self._trials]
         self._hits = [[keep * x for x in hits] for hits in self._hits]
@@ -61,7 +64,7 @@ class Acceptance:
                 self._hits[depth][rank] += 1
 
     def shares(self, n: int) -> list[float]:
-        """Of the drafts at depths 1 .. n."""
+        """Returns the share of right drafts at each depth 1 .. n."""
         share, weight, found = self.HOPE, self.HOPE_WEIGHT, []
         for hits, trials in zip(self._hits[:n], self._trials, strict=False):
             share, weight = (hits[0] + weight * share) / (trials + weight), self.NEXT_WEIGHT
@@ -69,12 +72,12 @@ class Acceptance:
         return found
 
     def chances(self, n: int) -> list[float]:
-        """That the first 1, 2 .. n drafts are all right."""
+        """Returns the chances that the first 1, 2 .. n drafts are all right."""
         return list(accumulate(self.shares(n), mul))
 
     def leaves(self, n: int) -> list[float]:
-        """The chances of the next best candidates beside a chain of n drafts, best first. Each is hoped to be
-        right in half of the cases in which those before it are not."""
+        """Returns the chances of the next best candidates beside a chain of n drafts, best first. Before any
+        trial, each is expected to be right in half of the cases in which those before it are not."""
         found, before = [], 1.0
         for depth, share in enumerate(self.shares(n)):
             rest = 1 - share
@@ -88,9 +91,9 @@ class Acceptance:
 
 
 class Lookups:
-    """Of lookups: the share of those whose first token is right, and of right tokens after right ones, by the
-    length of the match: 4 to 7 tokens, 8 to 15, and so on. What was proposed is followed until it is wrong,
-    whether it was verified or not."""
+    """What is learned of lookups: the share whose first token is right, and the share of right tokens after
+    right ones. Both are kept by the length of the match: 4 to 7 tokens, 8 to 15, and so on. A proposal is
+    followed until it is wrong, whether or not it was verified."""
 
     HOPE = 0.8  # before any trial, which is worth two of them
     LENGTHS = 5  # classes
@@ -106,8 +109,8 @@ class Lookups:
         return min(max(matched.bit_length() - 3, 0), self.LENGTHS - 1)
 
     def chances(self, n: int, matched: int) -> list[float]:
-        """That the first 1, 2 .. n tokens are all right. A length of match starts from what all lengths show,
-        and they from hope."""
+        """Returns the chances that the first 1, 2 .. n tokens are all right. A length of match without
+        trials starts from what all lengths show together."""
         pooled = [[sum(counts[i][j] for counts in self._counts) for j in (0, 1)] for i in (0, 1)]
         own, shares = self._counts[self._class_of(matched)], []
         for (hits, trials), (all_hits, all_trials) in zip(own, pooled, strict=True):
@@ -117,12 +120,12 @@ class Lookups:
         return list(accumulate(repeat(later, n - 1), mul, initial=first)) if n else []
 
     def follow(self, tokens: Sequence[int], matched: int) -> None:
-        """A proposal; one that is still followed is followed on."""
+        """Begins to follow a proposal, unless one is still followed."""
         if not self._followed and tokens:
             self._followed, self._at, self._class = tokens, 0, self._class_of(matched)
 
     def came(self, tokens: Iterable[int]) -> None:
-        """What the target chose since."""
+        """Learns from the tokens that the target has chosen since."""
         for token in tokens:
             if not self._followed:
                 return
@@ -134,7 +137,7 @@ class Lookups:
                 self._followed = ()
 
     def reset(self) -> None:
-        """Another text begins."""
+        """Forgets the proposal that is followed, since another text begins."""
         self._followed = ()
 
 
@@ -143,8 +146,9 @@ class Lookups:
 
 @dataclass(frozen=True)
 class Choice:
-    """Of a round: `lookup` tokens of the lookup's, the first `drafts` of a drafter (an index, None: none),
-    and `leaves` of its next best candidates. tokens: expected; price: in plain rounds."""
+    """What a round verifies: `lookup` tokens of the lookup, the first `drafts` of a drafter (its index; None
+    for no drafter), and `leaves` of that drafter's next best candidates. `tokens` is how many the round is
+    expected to give. `price` is what it costs, in plain rounds."""
 
     lookup: int = 0
     drafter: int | None = None
@@ -159,8 +163,9 @@ Fields = tuple[int, int | None, int, int, float, float]  # of a Choice
 
 
 class Prices:
-    """Of the rounds of so many sequences that each do the same, in plain rounds of them. verify: of a step by
-    the rows of each; drafts: of 0, 1 .. drafts of each drafter."""
+    """What rounds of so many sequences cost, where each does the same; the unit is a plain round of them.
+    `verify` has a step's price by the rows of each sequence, and `drafts` that of 0, 1 .. drafts of each
+    drafter."""
 
     def __init__(self, costs: Costs, drafters: Sequence[Drafter], sequences: int):
         plain, most = costs.verify(sequences), MAX_ROWS // max(sequences, 1)
@@ -181,9 +186,13 @@ def best(
     learned: Sequence[Acceptance],
     most_lost: float,
 ) -> Choice:
-    """The formula. lookup: chances of the lookup's tokens; learned: of each drafter. A round that could lose
-    more than most_lost plain rounds, with nothing accepted, is not considered. It runs in every round, beside
-    steps of less than a millisecond on small models: so it is plain arithmetic."""
+    """Returns the choice that the formula gives. `lookup` has the chances of the lookup's tokens, and
+    `learned` what is known of each drafter. A round that could lose more than `most_lost` plain rounds, were
+    nothing accepted, is not considered.
+
+    It runs in every round, beside steps of less than a millisecond on small models, so it is plain
+    arithmetic.
+    """
     verify, bound = prices.verify, 1 + most_lost
     rows = min(limits.rows, len(verify) - 2)
     top = MARGIN  # tokens a plain round's time
@@ -223,7 +232,7 @@ def best(
 def _with_leaves(
     top: float, found: Fields, acceptance: Acceptance, verify: Sequence[float], rows: int, bound: float
 ) -> tuple[float, Fields]:
-    """The best choice with more and more of the drafter's next best candidates."""
+    """Returns the best choice with more and more of the drafter's next best candidates."""
     looked, index, n, _, tokens, price = found
     used = n + looked
     drafting = price - verify[1 + used]
@@ -236,22 +245,22 @@ def _with_leaves(
 
 
 def chain_can_pay(costs: Costs, drafters: Sequence[Drafter]) -> bool:
-    """Whether some drafts of the model's drafters gain tokens a second if as many are right as may be hoped
-    for."""
+    """Says whether some drafts of the model's drafters gain tokens a second if as many are right as may be
+    hoped for."""
     learned = [Acceptance(drafter.most) for drafter in drafters]
     limits = Limits(MAX_ROWS - 1, MAX_ROWS - 1)
     return best(Prices(costs, drafters, 1), limits, (), learned, HORIZON * ALLOWANCE).drafter is not None
 
 
 def lookup_can_pay(costs: Costs, budget: int) -> bool:
-    """Whether tokens of a lookup gain tokens a second if all are right."""
+    """Says whether tokens of a lookup gain tokens a second if all of them are right."""
     return best(Prices(costs, (), 1), Limits(budget, budget), [1.0] * budget, (), MAX_ROWS).lookup > 0
 
 
 class Runner:
-    """All sources that an engine has, as they pay. A ledger of what was lost against plain decoding of the
-    same tokens bounds what may be tried: a round that could take it past the allowance is made smaller, or
-    plain."""
+    """Drafts with all sources that an engine has, as they pay. It keeps a ledger of what was lost against
+    plain decoding of the same tokens. A round that could take the loss past the allowance is made smaller,
+    or plain."""
 
     name = "auto"
 
@@ -263,7 +272,7 @@ class Runner:
         self.begin(HORIZON)
 
     def begin(self, budget: int) -> None:
-        """A text of at most `budget` tokens."""
+        """Begins a text of at most `budget` tokens."""
         self._tokens, self._tokens_most = 0, budget
         self._lost = 0.0  # in plain rounds
         self._choice = PLAIN
@@ -287,7 +296,7 @@ class Runner:
         return drafter.draft(anchor, choice.drafts, budget, chain)
 
     def learn(self, done: Round) -> None:
-        """A round that is over."""
+        """Learns from a round that is over."""
         choice = self._choice
         self._tokens += len(done.tokens)
         if done.drafted:
@@ -301,6 +310,6 @@ class Runner:
                 learned.add(0, 0)
 
     def _allowance(self) -> float:
-        """What may be lost up to now, in plain rounds."""
+        """Returns what may be lost up to now, in plain rounds."""
         within = ALLOWANCE * min(HORIZON, self._tokens_most)
         return within + ALLOWANCE_BEYOND * max(self._tokens - HORIZON, 0)
