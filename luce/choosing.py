@@ -15,7 +15,7 @@ from luce.structs import Logprobs
 
 
 class Chooser:
-    """The choices of one request on its sequence, after steps of the engine that it had rows in."""
+    """Makes the choices of one request on its sequence, after steps of the engine that it had rows in."""
 
     def __init__(self, sequence: Sequence, request: Request):
         self._sequence, self._request = sequence, request
@@ -30,18 +30,18 @@ class Chooser:
         return self._matcher is not None and self._matcher.is_stopped
 
     def begin(self) -> None:
-        """Before the prompt is read."""
+        """Prepares the sequence before the prompt is read."""
         self._sequence.set_sampling(self._request.sampling)
         if self._own:
             self._sequence.set_penalties(self._request.penalties, len(self._request.prompt))
 
     def first(self, choice: int) -> int:
-        """The token after the prompt; `choice`: the step's."""
+        """Returns the token after the prompt; `choice` is the step's own."""
         return self._choose(0) if self._own else choice
 
     def accept(self, rows: IntArray, parents: IntArray | None, choices: IntArray) -> tuple[list[int], int]:
-        """The accept rule with the request's own choices: (accepted rows from row 0 on, the choice after the
-        last). choices: the step's."""
+        """Applies the accept rule with the request's own choices. Returns the accepted rows from row 0 on,
+        and the choice after the last of them. `choices` are the step's own."""
         if not self._own:
             return self._sequence.accept(rows, parents, choices)
         parents = range(-1, len(rows) - 1) if parents is None else parents
@@ -55,7 +55,8 @@ class Chooser:
             path.append(row)
 
     def logprobs(self, path: Items[int], tokens: Items[int]) -> tuple[Logprobs, ...]:
-        """Of the tokens chosen after the rows of `path`, before they are committed; none if not asked for."""
+        """Returns the log-probabilities of the tokens chosen after the rows of `path`, before they are
+        committed. It returns none where they were not asked for."""
         top = self._request.logprobs
         if top is None:
             return ()

@@ -1,4 +1,4 @@
-"""How many CPUs this process may use: affinity and the quota of its control groups count."""
+"""Counts the CPUs that this process may use: its affinity and the quota of its control groups count."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 
 
 def usable(root: Path = Path("/")) -> int:
-    """At least 1. root: of the file system whose /proc and /sys say it."""
+    """Returns the number of usable CPUs, at least 1. `root` is that of the file system whose /proc and /sys
+    say it."""
     affinity = getattr(os, "sched_getaffinity", None)
     count = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     return max(1, min([count, *(math.ceil(quota) for quota in _quotas(root))]))

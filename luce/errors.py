@@ -8,8 +8,9 @@ from pathlib import Path
 
 
 class LuceError(Exception):
-    """Any failure that luce reports. str() is one line; `code` is the luce_status it stands for. concerns:
-    what a remedy would have to give ("nextn_head", "chat_template", ...), for who knows how to ask for it."""
+    """Any failure that luce reports. str() gives one line, and `code` is the luce_status that it stands for.
+    `concerns` names what a remedy would have to give ("nextn_head", "chat_template", ...), so that the
+    caller can say how to ask for it."""
 
     code = 10
 
@@ -31,7 +32,7 @@ class FileError(LuceError):
 
 
 class UnsupportedError(LuceError):
-    """The file is well-formed, but luce cannot do with it what was asked."""
+    """The file is well-formed, but luce cannot do what was asked with it."""
 
     code = 3
 
@@ -49,7 +50,7 @@ class ContextFull(LuceError):
 
 
 class NumericError(LuceError):
-    """Non-finite logits; the sequence is now failed."""
+    """Logits were not finite; the sequence is now failed."""
 
     code = 6
 
@@ -97,7 +98,7 @@ BY_CODE: dict[int, type[LuceError]] = {
 
 @contextmanager
 def about(path: Path) -> Iterator[None]:
-    """What fails within is of this file: the error names it."""
+    """An error that is raised within names this file."""
     try:
         yield
     except LuceError as error:

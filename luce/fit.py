@@ -1,4 +1,4 @@
-"""Does a model fit into the device's memory, and with which context."""
+"""Finds out whether a model fits into the device's memory, and with which context."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from luce.structs import Memory
 
 @dataclass(frozen=True)
 class Fit:
-    """What it takes to run a model at `context` positions, in bytes. mode: "plain", "drafts", with the NextN
-    head, the longest chains and the widest steps that auto takes, or "dflash", with the drafter and its whole
-    blocks. total: the sum of the parts, of which the weights are only mapped on a CPU. largest: the longest
-    context that fits, 0 where none does."""
+    """What it takes to run a model at `context` positions, in bytes. `mode` is "plain", "drafts" (with the
+    NextN head, and the longest chains and widest steps that auto takes) or "dflash" (with the drafter and
+    its whole blocks).
+
+    `total` is the sum of the parts; on a CPU the weights among them are only mapped. `largest` is the
+    longest context that fits, or 0 where none does.
+    """
 
     mode: str
     context: int
@@ -27,8 +30,8 @@ class Fit:
 
 
 def fits(files: Files, options: Options) -> list[Fit]:
-    """A Fit for each way in which `luce generate` may open the files: plain, with drafts where there is a
-    NextN head, and with blocks where there is a DFlash drafter. What plan() refuses is raised."""
+    """Returns a Fit for each way in which `luce generate` may open the files: plain, with drafts where there
+    is a NextN head, and with blocks where there is a DFlash drafter. Raises what plan() refuses."""
     found = [_fit(files, "plain", replace(options, spec="off"))]
     if files.head is not None or files.facts.nextn_predict_layers > 0:
         found.append(_fit(files, "drafts", replace(options, spec="mtp", gamma=MAX_GAMMA, budget=AUTO_BUDGET)))
@@ -58,7 +61,8 @@ def total(memory: Memory) -> int:
 
 
 def _largest(holds: Callable[[int], bool], most: int) -> int:
-    """The greatest context that holds, by halving, to within a part in 256; 0 if none does."""
+    """Returns the greatest context that holds, found by halving to within a part in 256, or 0 if none does.
+    """
     if holds(most):
         return most
     low, high = 0, most

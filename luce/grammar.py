@@ -1,4 +1,5 @@
-"""Grammars that a text is held to: what may come next after each token. llguidance reads and walks them."""
+"""Grammars that a text is held to: they say what may come next after each token. llguidance reads and walks
+them."""
 
 from __future__ import annotations
 
@@ -16,13 +17,13 @@ KEPT = 32  # grammars that are compiled already
 
 
 class Matcher(Protocol):
-    """Where one text is in its grammar. The first call of mask() is for its first token."""
+    """Knows where one text is in its grammar. The first call of mask() is for its first token."""
 
     def mask(self) -> bytes:
-        """The tokens that may come next: token i where bit i % 8 of byte i // 8 is set."""
+        """Returns the tokens that may come next: token i where bit i % 8 of byte i // 8 is set."""
 
     def consume(self, token: int) -> None:
-        """`token`, which the mask allowed, was chosen."""
+        """Says that `token`, which the mask allowed, was chosen."""
 
     @property
     def is_stopped(self) -> bool:
@@ -30,7 +31,8 @@ class Matcher(Protocol):
 
 
 class Grammars:
-    """Compiles grammars for the texts of one tokenizer. UnsupportedError: llguidance is not installed."""
+    """Compiles grammars for the texts of one tokenizer. Raises UnsupportedError where llguidance is not
+    installed."""
 
     def __init__(self, tokenizer: Tokenizer):
         try:
@@ -48,7 +50,8 @@ class Grammars:
         return self._llguidance.LLTokenizer(wrapper, eos_token=ends)
 
     def json_schema(self, schema: str | dict[str, Any]) -> Callable[[], Matcher]:
-        """Of JSON texts that are valid under a JSON schema. ArgumentError: what of it cannot be held to."""
+        """Compiles the grammar of JSON texts that are valid under a JSON schema. ArgumentError names what of
+        the schema cannot be held to."""
         try:
             parsed = json.loads(schema) if isinstance(schema, str) else schema
         except ValueError as error:
@@ -59,7 +62,7 @@ class Grammars:
         return self._walks(self._llguidance.LLMatcher.grammar_from_json_schema(parsed, defaults=options))
 
     def lark(self, grammar: str) -> Callable[[], Matcher]:
-        """Of a grammar in llguidance's form of Lark. ArgumentError says where it is wrong."""
+        """Compiles a grammar in llguidance's form of Lark. ArgumentError says where it is wrong."""
         return self._walks(self._llguidance.LLMatcher.grammar_from_lark(grammar))
 
     def _walks(self, grammar: str) -> Callable[[], Matcher]:
@@ -80,7 +83,7 @@ def _why(matcher: Any) -> str:
 
 
 class _Walk:
-    """A Matcher over llguidance's."""
+    """Is a Matcher over llguidance's."""
 
     def __init__(self, matcher: Any):
         self._matcher = matcher
@@ -103,7 +106,7 @@ class _Walk:
 
 
 class _Vocabulary:
-    """A Tokenizer as llguidance's TokenizerWrapper takes it."""
+    """Gives a Tokenizer the form of llguidance's TokenizerWrapper."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer

@@ -22,15 +22,17 @@ hf_option = click.option(
 
 
 def model_path(gguf: Path | None, hf: str | None) -> Path:
-    """The model that was asked for, be it by its path or by its place in the hub; else the one in the box."""
+    """Returns the model that was asked for, be it by its path or by its place in the hub; else the one in
+    the box."""
     if gguf is not None and hf is not None:
         raise click.UsageError("a path and --hf: give one of them")
     return fetch(hf) if hf is not None else gguf or BOX
 
 
 def fetch(reference: str, endpoint: str | None = None) -> Path:
-    """The file of REPO[:FILE], all parts of a split one: from the cache, or downloaded with a bar on stderr.
-    endpoint: another hub's address. FileError: there is no such repository or file."""
+    """Returns the file of REPO[:FILE], with all parts of a split one. It comes from the cache, or is
+    downloaded with a bar on stderr. `endpoint` is another hub's address. Raises FileError where there is no
+    such repository or file."""
     try:
         import huggingface_hub
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -51,7 +53,7 @@ def fetch(reference: str, endpoint: str | None = None) -> Path:
 
 
 def chosen(files: Sequence[str], repo: str) -> str:
-    """The one GGUF of a repository, or the first of a preferred type. FileError names what there is."""
+    """Picks the one GGUF of a repository, or the first of a preferred type. FileError names what there is."""
     models = sorted(f for f in files if f.endswith(".gguf") and "mmproj" not in f.lower())
     models = [f for f in models if not re.search(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", f)]
     if not models:
@@ -66,7 +68,7 @@ def chosen(files: Sequence[str], repo: str) -> str:
 
 
 def parts_of(name: str) -> list[str]:
-    """A file, or all parts of a split one."""
+    """Returns a file, or all parts of a split one."""
     match = FIRST_PART.fullmatch(name)
     if match is None:
         return [name]

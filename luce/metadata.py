@@ -21,8 +21,8 @@ _STRING, _ARRAY = 8, 9
 
 
 class Metadata(Mapping[str, Value]):
-    """A file's keys, decoded on demand: scalars as int, float, bool, str; arrays as numpy arrays
-    (copies), arrays of strings as list[str]. Strings that are not UTF-8 raise FileError."""
+    """A file's keys, decoded on demand. Scalars are int, float, bool or str; arrays are numpy arrays
+    (copies), and arrays of strings are list[str]. Strings that are not UTF-8 raise FileError."""
 
     def __init__(self, file: File):
         self._file = file

@@ -33,7 +33,7 @@ _WITH_HEADS = ("qwen35", "qwen35moe")
 
 @dataclass(frozen=True)
 class Quantization:
-    """Tensors of one weight type: how many, and their bytes."""
+    """How many tensors have one weight type, and their bytes."""
 
     tensors: int
     bytes: int
@@ -41,9 +41,11 @@ class Quantization:
 
 @dataclass(frozen=True)
 class DFlash:
-    """A drafter's settings as its file gives them; None where it does not. target_layers: whose outputs are
-    tapped, from 1 on; causal: of all layers, causal_pattern: of each. target_embedding, target_vocabulary and
-    target_blocks (the fewest) say which models it drafts for; kv_bytes_per_position: of its context, in F16.
+    """A drafter's settings as its file gives them; None where it does not. `target_layers` are the layers
+    whose outputs are tapped, counted from 1. `causal` holds for all layers, `causal_pattern` for each.
+
+    `target_embedding`, `target_vocabulary` and `target_blocks` (the fewest) say which models it drafts for.
+    `kv_bytes_per_position` is that of its context, in F16.
     """
 
     block_size: int | None
@@ -63,10 +65,10 @@ class DFlash:
 
 @dataclass(frozen=True)
 class Facts:
-    """What one GGUF holds. Sizes and memory in bytes; None where the file does not say.
+    """What one GGUF holds. Sizes and memory are in bytes; a value is None where the file does not give it.
 
-    kind: "model" (a trunk), "head" (NextN blocks without their trunk), "drafter", "other".
-    supported: luce can generate with it as a model; else `reasons` says why not.
+    `kind` is "model" (a trunk), "head" (NextN blocks without their trunk), "drafter" or "other". `supported`
+    says that luce can generate with it as a model; else `reasons` says why not.
     """
 
     kind: str
@@ -90,13 +92,13 @@ class Facts:
     dflash: DFlash | None
 
     def as_json(self) -> dict[str, Any]:
-        """The object that `luce probe-gguf --json` prints."""
+        """Returns the object that `luce probe-gguf --json` prints."""
         return asdict(self)
 
 
 def fact(kv: Mapping[str, Any], key: str, kind: type[T], default: Any = _MISSING) -> T:
-    """kv[key], which has to be of `kind` (an int passes for a float). FileError names the key, what
-    was expected and what was found; without a default also where the key is missing."""
+    """Returns kv[key], which has to be of `kind` (an int passes for a float). FileError names the key, what
+    was expected and what was found. It is also raised where the key is missing and there is no default."""
     if key not in kv:
         if default is _MISSING:
             raise FileError(f"key {key} is missing")
@@ -112,7 +114,8 @@ def fact(kv: Mapping[str, Any], key: str, kind: type[T], default: Any = _MISSING
 
 
 def whole_numbers(kv: Mapping[str, Any], key: str, default: Any = _MISSING) -> Any:
-    """fact of an array of numbers, which have to be integers or booleans: as a list."""
+    """Returns an array of numbers as a list; they have to be integers or booleans. Raises FileError as
+    fact() does."""
     values = fact(kv, key, np.ndarray, default)
     if values is default:
         return default
@@ -128,8 +131,8 @@ def _named(kind: type) -> str:
 
 
 def probe(file: File, ctx: int | None = None, device: str = "auto") -> Facts:
-    """Facts of `file`; memory is that of an engine with one sequence of `ctx` positions (None: as generate
-    would take). FileError where a key has the wrong type."""
+    """Returns the facts of `file`. Its memory is that of an engine with one sequence of `ctx` positions
+    (with None as many as generate would take). Raises FileError where a key has the wrong type."""
     kv, tensors = file.kv, file.tensors
     architecture = fact(kv, "general.architecture", str)
     kind = _kind(kv, architecture, tensors)
@@ -187,7 +190,7 @@ def _reasons_of_kind(kind: str, architecture: str) -> list[str]:
 
 
 def _file_type(kv: Mapping[str, Any], tensors: list[Tensor]) -> str | None:
-    """general.file_type by name, else the type that holds most bytes."""
+    """Returns general.file_type by name, else the type that holds most bytes."""
     named = _FILE_TYPES.get(_number(kv, "general.file_type") or 0)
     if "general.file_type" in kv and named:
         return named
@@ -196,7 +199,7 @@ def _file_type(kv: Mapping[str, Any], tensors: list[Tensor]) -> str | None:
 
 
 def _quantization(tensors: list[Tensor]) -> dict[str, Quantization]:
-    """Type name to its share, most bytes first."""
+    """Returns the share of each type by its name, most bytes first."""
     count = Counter(tensor.type_name for tensor in tensors)
     size: Counter[str] = Counter()
     for tensor in tensors:
@@ -212,7 +215,8 @@ def _elements(tensor: Tensor) -> int:
 
 
 def _vocab_size(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor]) -> int | None:
-    """Rows of token_embd {E, V}; else the key; else the tokenizer's tokens."""
+    """Returns the rows of token_embd {E, V}, else what the key says, else the number of the tokenizer's
+    tokens."""
     for tensor in tensors:
         if tensor.name == "token_embd.weight" and len(tensor.shape) > 1:
             return tensor.shape[1]
@@ -223,14 +227,14 @@ def _vocab_size(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor])
 
 
 def _tokenizer(kv: Mapping[str, Any]) -> str | None:
-    """ "gpt2/qwen35": model and pre-tokenizer."""
+    """Returns the model and the pre-tokenizer: "gpt2/qwen35"."""
     parts = [fact(kv, f"tokenizer.ggml.{key}", str, None) for key in ("model", "pre")]
     return "/".join(part for part in parts if part) or None
 
 
 def _dflash(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor]) -> DFlash:
-    """Older architectures put `dflash.` between the architecture's prefix and the key, and count the layers
-    whose outputs are tapped from 0."""
+    """Returns the drafter's settings. Older architectures put `dflash.` between the architecture's prefix
+    and the key, and count the layers whose outputs are tapped from 0."""
 
     def key(name: str) -> str:
         prefixes = (architecture, f"{architecture}.dflash", "dflash")

@@ -10,14 +10,16 @@ from luce.drafting import Draft, Round
 
 @dataclass(frozen=True)
 class Stats:
-    """Times in seconds. The first token comes from the prefill, so tok_per_s and
-    mean_accepted_length (tokens a round) count the others. None: nothing to divide by.
+    """What a generation took, with times in seconds. The first token comes from the prefill, so tok_per_s
+    and mean_accepted_length (tokens a round) count the others. A figure is None where there is nothing to
+    divide by.
 
-    mode: the draft source, or "plain". acceptance: of all drafts; acceptance_by_position: of those at
-    depth 1, 2 ..., with all that an earlier rejection made useless. rounds_by_drafts: how many rounds had
-    0, 1, 2 ... drafts. by_source: of each source rounds that it drafted in, its drafts, and those of them
-    that were accepted; what several proposed counts for each. draft_s, verify_s, commit_s: in these calls;
-    the rest of decode_s is the host's.
+    `mode` is the draft source, or "plain". `acceptance` is the accepted share of all drafts, and
+    `acceptance_by_position` that of the drafts at depth 1, 2 ..., where drafts after a rejected one count as
+    rejected. `rounds_by_drafts` counts the rounds with 0, 1, 2 ... drafts. `by_source` has for each source
+    the rounds that it drafted in, its drafts, and the accepted ones of these; what several sources proposed
+    counts for each. draft_s, verify_s and commit_s are spent in these calls; the rest of decode_s is the
+    host's.
     """
 
     mode: str
@@ -41,7 +43,7 @@ class Stats:
 
 @dataclass
 class Tally:
-    """Rounds as they happen."""
+    """Counts rounds as they happen."""
 
     rounds: list[int] = field(default_factory=list)  # by number of drafts
     drafted: list[int] = field(default_factory=list)  # by depth, from 1
@@ -52,7 +54,7 @@ class Tally:
     sources: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def add(self, draft: Draft, done: Round, path: Sequence[int], mode: str) -> None:
-        """A round, what it verified, and the rows that were accepted, counted from the anchor's. mode: the
+        """Counts a round, what it verified, and its accepted rows, which include the anchor's. `mode` is the
         source of drafts that name none."""
         _increment(self.rounds, done.drafted)
         for depth in draft.depths:
@@ -72,7 +74,7 @@ class Tally:
         self.commit_s += done.commit_s
 
     def stats(self, mode: str, prefill_s: float, decode_s: float, tokens: int) -> Stats:
-        """Of a generation with `tokens` after the first."""
+        """Returns the figures of a generation with `tokens` after the first."""
         rounds, drafted, accepted = sum(self.rounds), sum(self.drafted), sum(self.accepted)
         by_position = self.accepted + [0] * (len(self.drafted) - len(self.accepted))
         return Stats(

@@ -8,8 +8,9 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class Device:
-    """A place where models run. `name` is what Model takes; memory is in bytes, and free as of now. exact: a
-    row of a step has the same bits beside any other rows there (luce.h says of which weights)."""
+    """A place where models run. `name` is what Model takes. Memory is in bytes; the free part is as of now.
+    `exact` says that a row of a step has the same bits beside any other rows (luce.h says with which
+    weights)."""
 
     STRUCT: ClassVar[str] = "luce_device_info"
 
@@ -23,7 +24,8 @@ class Device:
 
 @dataclass(frozen=True)
 class TypeInfo:
-    """A ggml type: weights and bytes per block; is_weight: luce multiplies with it."""
+    """A ggml type, with the weights and the bytes of a block. `is_weight` says that luce multiplies with it.
+    """
 
     STRUCT: ClassVar[str] = "luce_type_info"
 
@@ -35,9 +37,9 @@ class TypeInfo:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the device; `total` is what a new model and engine together allocate. kv: pages; state: of
-    sequences and checkpoints; compute: activations, inputs and outputs; other: an upper bound of what the
-    captured graphs and the pools of ggml's kernels take."""
+    """Bytes on the device. `total` is what a new model and its engine together allocate. `kv` is that of
+    pages, `state` that of sequences and checkpoints, and `compute` that of activations, inputs and outputs.
+    `other` is an upper bound of what the captured graphs and the pools of ggml's kernels take."""
 
     STRUCT: ClassVar[str] = "luce_memory"
 
@@ -63,9 +65,9 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Penalties:
-    """What changes logits before a choice (luce.h: luce_penalties): each (token, bias) of `bias` is added;
-    logits of tokens that occurred are divided by `repetition` where positive, else multiplied; of tokens that
-    were generated count * frequency + presence is subtracted."""
+    """What changes logits before a choice (luce.h: luce_penalties). Each (token, bias) of `bias` is added.
+    The logit of a token that occurred is divided by `repetition` where it is positive, else multiplied by
+    it. From that of a generated token count * frequency + presence is subtracted."""
 
     repetition: float = 1.0
     presence: float = 0.0
@@ -81,7 +83,7 @@ class Penalties:
 @dataclass(frozen=True)
 class Logprobs:
     """Natural logarithms of a token's probability, and of the most probable (token, ...) at its place, best
-    first. Of the model's softmax as it is, without temperature, penalties or a grammar."""
+    first. The probabilities are the model's softmax as it is, without temperature, penalties or a grammar."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -89,12 +91,14 @@ class Logprobs:
 
 @dataclass(frozen=True)
 class EngineParams:
-    """How an engine is opened. 0 and None mean the core's default: n_ctx positions of a sequence
-    min(trained, 4096), 1 sequence, no checkpoints, KV pages for as many full sequences (and one more with
-    checkpoints), n_draft + 1 rows of a sequence in a step, no drafts, none of a draft's next best candidates
-    (n_top), 512 rows of a prefill step, up to 16 CPU threads, f16 KV. n_draft > 0 needs a model with a
-    head. blocks 1: DFlash blocks may be drafted, which needs a model with a drafter; a sequence then has rows
-    for a whole block."""
+    """How an engine is opened. 0 and None mean the core's default, which luce.h gives for each field
+    (luce_engine_params).
+
+    `n_ctx` counts the positions of a sequence, `n_pages` KV pages, `n_rows` the most rows of a sequence in a
+    step, `n_draft` the most drafts of the NextN head in a round, `n_top` the candidates that are kept of
+    each draft, and `n_chunk` the rows of a prefill step. n_draft > 0 needs a model with a head. `blocks` 1
+    lets DFlash blocks be drafted, which needs a model with a drafter.
+    """
 
     n_ctx: int = 0
     n_sequences: int = 0
@@ -135,8 +139,9 @@ class Tensor:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """An opened model; `device` as resolved. n_nextn: NextN blocks in its file; has_head: one is loaded;
-    block_size: rows of a DFlash block, 0 where no drafter is loaded."""
+    """An opened model; `device` is as resolved. `n_nextn` counts the NextN blocks in its file, and
+    `has_head` says that one is loaded. `block_size` counts the rows of a DFlash block; it is 0 where no
+    drafter is loaded."""
 
     STRUCT: ClassVar[str] = "luce_model_info"
 
@@ -155,7 +160,7 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """An opened engine: sizes as resolved, what is free now, bytes on the device."""
+    """An opened engine: its sizes as resolved, what is free now, and its bytes on the device."""
 
     STRUCT: ClassVar[str] = "luce_engine_info"
 
@@ -177,8 +182,8 @@ class EngineInfo:
 
 @dataclass(frozen=True)
 class SequenceInfo:
-    """A sequence: n_past committed tokens, n_verified rows that are not committed yet, KV pages that it
-    holds alone or shares. failed: only reset, resume and close work."""
+    """A sequence with n_past committed tokens and n_verified rows that are not committed yet. It holds
+    n_pages KV pages, alone or shared. Where it is `failed`, only reset, resume and close work."""
 
     STRUCT: ClassVar[str] = "luce_sequence_info"
 
@@ -190,7 +195,7 @@ class SequenceInfo:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A checkpoint of n_past committed tokens; size_bytes: what its save() returns."""
+    """A checkpoint of n_past committed tokens. `size_bytes` is the size of what its save() returns."""
 
     STRUCT: ClassVar[str] = "luce_checkpoint_info"
 
@@ -201,8 +206,8 @@ class CheckpointInfo:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a step took when the engine was opened. drafts 0: a verify of `rows` rows; 1: one more draft of
-    the NextN head for each of `rows` sequences; 2: a DFlash block for each of them."""
+    """What a step took when the engine was opened. With drafts 0 it is a verify of `rows` rows, with 1 one
+    more draft of the NextN head for each of `rows` sequences, and with 2 a DFlash block for each of them."""
 
     rows: int
     drafts: int

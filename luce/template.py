@@ -1,4 +1,4 @@
-"""A chat template as transformers runs it: Jinja in a sandbox, which bounds neither time nor memory."""
+"""Runs a chat template as transformers does: as Jinja in a sandbox, which bounds neither time nor memory."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The prompt of `messages` ({"role", "content"}, ...). variables: of the template's own, such as
-        enable_thinking; None leaves one to it. LuceError: what the template refuses or fails at."""
+        """Returns the prompt of `messages` ({"role", "content"}, ...). `variables` are the template's own,
+        such as enable_thinking; None leaves one to the template. LuceError says what the template refuses or
+        fails at."""
         given = {name: value for name, value in variables.items() if value is not None}
         given |= {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         try:

@@ -1,4 +1,4 @@
-"""Text to token ids and back: a GGUF's byte-level BPE, streaming text, stop strings."""
+"""Turns text into token ids and back: a GGUF's byte-level BPE, streaming text, and stop strings."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ _LINE = re.compile(r".{65536,}?\n(?=[!-~])", re.S)
 
 
 class Tokenizer:
-    """Built from a file's metadata. UnsupportedError names a tokenizer that luce lacks, FileError a
-    key that is missing or malformed.
+    """A tokenizer that is built from a file's metadata. UnsupportedError names a tokenizer that luce lacks,
+    and FileError a key that is missing or malformed.
 
-    n_vocab: number of ids. eos_ids: ids that end a text. bos_id: put before a text if add_bos. control: the
-    control tokens' ids by their spelling. longest: bytes of the token that has most.
+    `n_vocab` is the number of ids. `eos_ids` end a text. `bos_id` is put before a text where `add_bos` is
+    set. `control` gives the control tokens' ids by their spelling. `longest` is the number of bytes of the
+    token that has most.
     """
 
     def __init__(self, metadata: Mapping[str, Any]):
@@ -82,15 +83,16 @@ class Tokenizer:
         return frozenset(ends | {token for token in named if self._types[token] == _CONTROL})
 
     def text_of(self, token: int) -> str:
-        """The vocabulary's own spelling of an id: "<|im_end|>", "Ġthe"."""
+        """Returns the vocabulary's own spelling of an id: "<|im_end|>", "Ġthe"."""
         return str(self._tokens[self._checked(token)])
 
     def encode(
         self, text: str, *, special: bool = True, add_bos: bool = False, most: int | None = None
     ) -> list[int]:
-        """Ids of NFC(text); control tokens spelled out in it are taken as such if `special`.
-        add_bos: begin with bos_id where the file asks for it. most: of a text of many more tokens only the
-        first are returned, more than `most`. ArgumentError: not valid Unicode."""
+        """Returns the ids of NFC(text). Control tokens that are spelled out in it are taken as such if
+        `special`. `add_bos` begins with bos_id where the file asks for it. Of a text of many more tokens
+        than `most`, only the first are returned, which are more than `most`. Raises ArgumentError where the
+        text is not valid Unicode."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -104,7 +106,7 @@ class Tokenizer:
         return ids
 
     def _pieces(self, text: str) -> Iterator[str]:
-        """`text` in pieces that have its tokens."""
+        """Yields `text` in pieces that have its tokens."""
         at = 0
         while self._line and (match := self._line.match(text, at)):
             yield match.group()
@@ -113,12 +115,12 @@ class Tokenizer:
             yield text[at:]
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """Text of ids; control tokens have none unless `special`. Bytes that are not UTF-8 become
-        U+FFFD; ArgumentError for an id that is not in the vocabulary."""
+        """Returns the text of ids; control tokens have none unless `special`. Bytes that are not UTF-8
+        become U+FFFD. Raises ArgumentError for an id that is not in the vocabulary."""
         return b"".join(self.bytes_of(token, special=special) for token in ids).decode("utf-8", "replace")
 
     def bytes_of(self, token: int, *, special: bool = False) -> bytes:
-        """The bytes that one id adds to the text."""
+        """Returns the bytes that one id adds to the text."""
         spelled, kind = self._tokens[self._checked(token)], self._types[token]
         if kind == _NORMAL:
             try:
@@ -159,8 +161,8 @@ def _build(vocabulary: dict[str, int], merges: Sequence[str], split: str) -> tok
 
 
 class Detokenizer:
-    """Ids in, text out, never half a character: what push() and flush() return adds up to decode().
-    Invalid bytes become U+FFFD once nothing can complete them."""
+    """Takes ids and returns text, never half a character: what push() and flush() return adds up to
+    decode(). Invalid bytes become U+FFFD once nothing can complete them."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -170,13 +172,13 @@ class Detokenizer:
         return self._decoder.decode(self._tokenizer.bytes_of(token))
 
     def flush(self) -> str:
-        """What is left of an incomplete character, as U+FFFD."""
+        """Returns what is left of an incomplete character, as U+FFFD."""
         return self._decoder.decode(b"", final=True)
 
 
 class StopStrings:
-    """Text in, text out up to the stop string that is completed first. Text that may be the beginning
-    of one is held back; so the result does not depend on how the text is cut into pieces."""
+    """Takes text and returns it up to the stop string that is completed first. Text that may be the
+    beginning of one is held back, so the result does not depend on how the text is cut into pieces."""
 
     def __init__(self, stops: Sequence[str]):
         if not all(stops):
@@ -185,7 +187,8 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """(text that may be shown, whether a stop string was met). Nothing may follow a stop."""
+        """Returns the text that may be shown, and whether a stop string was met. Nothing may follow a stop.
+        """
         text = self._held + text
         found = [(text.find(stop) + len(stop), text.find(stop)) for stop in self._stops if stop in text]
         if found:
@@ -196,12 +199,12 @@ class StopStrings:
         return text[: len(text) - held], False
 
     def flush(self) -> str:
-        """The text held back, which turned out not to be a stop."""
+        """Returns the text held back, which turned out not to be a stop."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of text that is a beginning of stop, shorter than stop."""
+    """Returns the length of the longest end of text that is a beginning of stop, shorter than stop."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

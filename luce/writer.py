@@ -1,4 +1,4 @@
-"""Events of one generation to stdout and to the display."""
+"""Writes the events of one generation to stdout and to the display."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from luce.render import Display
 
 
 class Writer:
-    """form: "text", which streams; "json", one object at the end; "jsonl", an object for each event: started,
-    tokens ..., warning, and at the end finished, which is json's object, or failed."""
+    """Writes in one of three forms. "text" streams. "json" is one object at the end. "jsonl" is an object
+    for each event: started, tokens ..., warning, and at the end failed or finished, which is json's object.
+    """
 
     def __init__(self, display: Display, engine: Engine, options: Options, form: str):
         self._display, self._engine, self._options, self._form = display, engine, options, form

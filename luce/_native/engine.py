@@ -27,7 +27,7 @@ from luce.structs import (
 
 
 class Source(IntEnum):
-    """Who drafts on the device: the NextN head a chain, or the DFlash drafter a block (luce_source)."""
+    """Who drafts on the device (luce_source): the NextN head drafts a chain, the DFlash drafter a block."""
 
     NEXTN = 0
     DFLASH = 1
@@ -35,7 +35,7 @@ class Source(IntEnum):
 
 @dataclass(frozen=True)
 class Drafts:
-    """A chain of n drafts after the anchor of a sequence."""
+    """Asks for a chain of n drafts after the anchor of a sequence."""
 
     sequence: Sequence
     anchor: int
@@ -45,8 +45,8 @@ class Drafts:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one sequence in a verify step: `tokens` with their `parents` (None: a chain), or where tokens
-    is None the first n rows of the sequence's last draft: its anchor and n - 1 drafts."""
+    """The rows of one sequence in a verify step: `tokens` with their `parents` (None for a chain). Where
+    tokens is None they are the first n rows of the sequence's last draft: its anchor and n - 1 drafts."""
 
     sequence: Sequence
     tokens: IntArray | None = None
@@ -55,8 +55,8 @@ class Rows:
 
 
 class Engine(Handle):
-    """KV pages, recurrent slots, buffers and ready graphs of a model. Calls on one engine, its sequences and
-    checkpoints wait for each other; cancel() does not wait."""
+    """The working memory of a model: KV pages, recurrent slots, buffers and ready graphs. Calls on one
+    engine, its sequences and its checkpoints wait for each other; cancel() does not wait."""
 
     def __init__(self, model: Model, params: EngineParams | None = None):
         library = model.library
@@ -73,7 +73,7 @@ class Engine(Handle):
         return self.library.read(EngineInfo, self.library.lib.luce_engine_get_info, self.handle)
 
     def costs(self) -> Costs:
-        """What steps took when the engine was opened."""
+        """Returns what steps took when the engine was opened."""
         costs, n = self.library.lib.luce_engine_costs, self.library.ffi.new("uint32_t *")
         self.library.check(costs(self.handle, self.library.ffi.NULL, n))
         listed = self.library.ffi.new("luce_cost[]", n[0])
@@ -81,19 +81,19 @@ class Engine(Handle):
         return Costs(Cost(cost.rows, cost.drafts, cost.seconds) for cost in listed[0 : n[0]])
 
     def cancel(self) -> None:
-        """The prefill, draft or verify that runs now, or else the next one, raises Cancelled. From any
-        thread, and from a signal handler; a closed engine ignores it."""
+        """Makes the prefill, draft or verify that runs now, or else the next one, raise Cancelled. It may be
+        called from any thread and from a signal handler; a closed engine ignores it."""
         if self.is_open:
             self._cancel(self._pointer)
 
     def sequence(self) -> Sequence:
-        """An empty timeline; OutOfMemory where n_sequences are open."""
+        """Opens an empty timeline. Raises OutOfMemory where n_sequences are open."""
         return Sequence(self)
 
     def draft(self, items: collections.abc.Sequence[Drafts]) -> None:
-        """Chains of drafts after the anchors of several sequences, all of one source. They stay on the
-        device: verify them with Rows without tokens, read them with Sequence.drafted. What is committed does
-        not change."""
+        """Drafts a chain after the anchor of each of several sequences, all with one source. The drafts stay
+        on the device: Rows without tokens verify them, and Sequence.drafted reads them. What is committed
+        does not change."""
         sources = {item.source for item in items} or {Source.NEXTN}
         if len(sources) > 1:
             raise ArgumentError("the drafts of one call come from one source")
@@ -104,8 +104,8 @@ class Engine(Handle):
         self.library.check(self.library.lib.luce_engine_draft(self.handle, sources.pop(), made, len(items)))
 
     def verify(self, items: collections.abc.Sequence[Rows]) -> list[list[int] | NumericError]:
-        """One forward over the rows of several sequences, LUCE_MAX_ROWS in all. Of each item the target's
-        choice after each row (n,), or the error of a sequence whose logits were not finite."""
+        """Runs one forward over the rows of several sequences, LUCE_MAX_ROWS in all. Returns for each item
+        the target's choice after each row (n,), or the error of a sequence whose logits were not finite."""
         ffi, lib = self.library.ffi, self.library.lib
         made = ffi.new("luce_verify_item[]", max(len(items), 1))
         kept: list[Any] = []  # what made points to
@@ -134,8 +134,9 @@ class Engine(Handle):
         ]
 
     def load_checkpoint(self, data: bytes) -> Checkpoint:
-        """What Checkpoint.save returned, of this or another engine of the same model, kv_type, n_chunk and
-        kind of head; ArgumentError names what does not fit. It is in host memory."""
+        """Loads what Checkpoint.save returned, in this or another engine of the same model, kv_type, n_chunk
+        and kinds of drafters. The checkpoint is then in host memory. ArgumentError names what does not fit.
+        """
         buffer = self.library.ffi.from_buffer("char[]", data)
         out = self.library.ffi.new("luce_checkpoint **")
         self.library.check(self.library.lib.luce_checkpoint_load(out, self.handle, buffer, len(data)))
@@ -159,16 +160,17 @@ class Sequence(Handle):
         return self.library.read(SequenceInfo, self.library.lib.luce_sequence_get_info, self.handle)
 
     def reset(self) -> None:
-        """Back to an empty timeline; also heals a failed sequence."""
+        """Empties the timeline; this also heals a failed sequence."""
         self.library.check(self.library.lib.luce_sequence_reset(self.handle))
 
     def set_sampling(self, sampling: Sampling) -> None:
-        """How choices are made from now on."""
+        """Sets how choices are made after this call."""
         struct = self.library.sampling(sampling)
         self.library.check(self.library.lib.luce_sequence_set_sampling(self.handle, struct))
 
     def set_penalties(self, penalties: Penalties, n_prompt: int) -> None:
-        """What choose() does to logits from now on. Tokens from position n_prompt on count as generated."""
+        """Sets what choose() does to logits after this call. Tokens from position n_prompt on count as
+        generated."""
         struct = self.library.penalties(penalties, n_prompt)
         self.library.check(self.library.lib.luce_sequence_set_penalties(self.handle, struct))
 
@@ -181,15 +183,16 @@ class Sequence(Handle):
         return int(choice[0]) if last else None
 
     def drafted(self, n: int) -> list[int]:
-        """The n tokens of the last draft. NumericError where the head's logits were not finite; the
-        sequence goes on."""
+        """Returns the n tokens of the last draft. Raises NumericError where the drafter's logits were not
+        finite; the sequence can go on."""
         tokens = self.library.ffi.new("int32_t[]", max(n, 1))
         self.library.check(self.library.lib.luce_sequence_get_draft(self.handle, tokens, n))
         return list(tokens[0:n])
 
     def lists(self, depth: int, k: int, comb: bool = True) -> Lists:
-        """The k best candidates of each of the first `depth` drafts of the last draft, for tree(); of one,
-        the drafts themselves, with scores of 0. comb: it is a chain. NumericError as of drafted()."""
+        """Returns the k best candidates of each of the first `depth` drafts of the last draft, for tree().
+        With k = 1 these are the drafts themselves, with scores of 0. `comb` says that the drafts are a
+        chain. Raises NumericError as drafted() does."""
         made = Lists(self.library, depth, k, comb)
         if k == 1:
             made.ids[0:depth] = self.drafted(depth)
@@ -205,8 +208,9 @@ class Sequence(Handle):
         return self.library.tree(anchor, lists, budget, chain)
 
     def lookup(self, anchor: int, most: int) -> tuple[list[int], int]:
-        """What followed the last time that the committed tokens and then `anchor` stood as they do now: its
-        tokens, none or `most`, and how many tokens the two places have in common (Library.lookup)."""
+        """Looks for the last place where the text stood as it does after the committed tokens and `anchor`.
+        Returns the tokens that followed there, none or `most`, and how many tokens the two places have in
+        common (Library.lookup)."""
         tokens, n, matched = self._lookup
         n[0] = min(max(most, 0), len(tokens))
         (at,) = self.library.ints([anchor])
@@ -218,22 +222,23 @@ class Sequence(Handle):
         return self.library.accept(tokens, parents, choices)
 
     def commit(self, path: IntArray) -> None:
-        """Appends rows path (n,) of the last verify: path[0] = 0, each the child of the one before."""
+        """Appends the rows path (n,) of the last verify. path[0] is 0, and each row is a child of the one
+        before."""
         rows = self.library.ints(path)
         self.library.check(self.library.lib.luce_sequence_commit(self.handle, rows, len(rows)))
 
     def logits(self, row: int = 0) -> np.ndarray:
-        """F32 (n_vocab,) of a row of the engine's last verify, or row 0 of its last prefill with a choice;
-        StateError where the engine has run another step since."""
+        """Returns the logits F32 (n_vocab,) of a row of the engine's last verify, or of row 0 of its last
+        prefill with a choice. Raises StateError where the engine has run another step since."""
         out = np.empty(self.engine.n_vocab, np.float32)
         data = self.library.ffi.from_buffer("float[]", out)
         self.library.check(self.library.lib.luce_sequence_get_logits(self.handle, row, data, out.size))
         return out
 
     def choose(self, row: int = 0, mask: bytes | None = None) -> int:
-        """The choice after a row that logits() has, with the penalties over the tokens before it, and of the
-        tokens that the mask allows: token i where bit i % 8 of byte i // 8 is set. ArgumentError where it
-        allows none."""
+        """Returns the choice after a row that logits() has, with the penalties over the tokens before it.
+        Only tokens that the mask allows are chosen: token i where bit i % 8 of byte i // 8 is set. Raises
+        ArgumentError where it allows none."""
         token = self.library.ffi.new("int32_t *")
         bits = self.library.ffi.NULL if mask is None else self.library.ffi.from_buffer("uint8_t[]", mask)
         size = 0 if mask is None else len(mask)
@@ -241,7 +246,8 @@ class Sequence(Handle):
         return int(token[0])
 
     def logprobs(self, row: int, token: int, top: int = 0) -> Logprobs:
-        """Of `token` and the `top` most probable ones after a row that logits() has."""
+        """Returns the log-probabilities of `token` and of the `top` most probable tokens after a row that
+        logits() has."""
         logits = self.logits(row)
         if not 0 <= token < logits.size or not 0 <= top <= logits.size:
             raise ArgumentError(f"token {token} and the best {top}: there are {logits.size}")
@@ -253,20 +259,20 @@ class Sequence(Handle):
         return Logprobs(float(all_of_them[token]), tuple((int(id), float(all_of_them[id])) for id in best))
 
     def dump(self) -> bytes:
-        """The committed state as bytes: equal for sequences with the same committed tokens, however their
-        rounds went. Verified rows that are not committed are dropped."""
+        """Returns the committed state as bytes. They are equal for sequences with the same committed tokens,
+        however their rounds went. Verified rows that are not committed are dropped."""
         return self.library.bytes_of(self.library.lib.luce_sequence_dump, self.handle)
 
     def checkpoint(self) -> Checkpoint:
-        """The present position, which must be the end of a chunk of a prompt (StateError otherwise).
-        OutOfMemory where n_checkpoints are on the device."""
+        """Makes a checkpoint of the present position, which must be the end of a chunk of a prompt
+        (StateError otherwise). Raises OutOfMemory where n_checkpoints are on the device."""
         out = self.library.ffi.new("luce_checkpoint **")
         self.library.check(self.library.lib.luce_checkpoint_make(out, self.handle))
         return Checkpoint(self.engine, out[0])
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Goes to the position of a checkpoint of the same engine; also heals a failed sequence. What is
-        raised changes nothing."""
+        """Goes to the position of a checkpoint of the same engine; this also heals a failed sequence. A call
+        that raises changes nothing."""
         self.library.check(self.library.lib.luce_sequence_resume(self.handle, checkpoint.handle))
 
 
@@ -283,21 +289,21 @@ class Checkpoint(Handle):
 
     @cached_property
     def tokens(self) -> list[int]:
-        """The committed tokens (n_past,)."""
+        """Returns the committed tokens (n_past,)."""
         n = self.info.n_past
         tokens = self.library.ffi.new("int32_t[]", max(n, 1))
         self.library.check(self.library.lib.luce_checkpoint_get_tokens(self.handle, tokens, n))
         return list(tokens[0:n])
 
     def to_host(self) -> None:
-        """Moves it to host memory, beside the engine's steps."""
+        """Moves the checkpoint to host memory, beside the engine's steps."""
         self.library.check(self.library.lib.luce_checkpoint_to_host(self.handle))
 
     def to_device(self) -> None:
-        """Moves it to the device; OutOfMemory where pages or slots lack."""
+        """Moves the checkpoint to the device. Raises OutOfMemory where pages or slots lack."""
         self.library.check(self.library.lib.luce_checkpoint_to_device(self.handle))
 
     def save(self) -> bytes:
-        """All of it as bytes, with a version, the model's identity and a checksum, for
-        Engine.load_checkpoint."""
+        """Returns the whole checkpoint as bytes, for Engine.load_checkpoint. They carry a version, the
+        model's identity and a checksum."""
         return self.library.bytes_of(self.library.lib.luce_checkpoint_save, self.handle)

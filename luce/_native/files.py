@@ -16,7 +16,7 @@ Progress = Callable[[float], object]  # part done in 0..1; a true result cancels
 
 
 class File(Handle):
-    """A GGUF, all parts of a split one, memory-mapped: facts, no weights loaded."""
+    """A GGUF, with all parts of a split one, mapped into memory. It gives facts and loads no weights."""
 
     def __init__(self, path: str | Path, library: Library | None = None):
         library = library or default()
@@ -51,8 +51,8 @@ class File(Handle):
         head: File | None = None,
         drafter: File | None = None,
     ) -> Memory:
-        """What a model and one engine of it need, in bytes. Raises what opening the model would:
-        UnsupportedError or FileError where luce cannot run the files."""
+        """Returns what a model and one engine of it need, in bytes. Raises what opening the model would
+        raise: UnsupportedError or FileError where luce cannot run the files."""
         library = self.library
         model = _model_params(library, device, head, drafter)
         engine = engine_params(library, params or EngineParams())
@@ -63,7 +63,7 @@ class File(Handle):
 
 @dataclass
 class Params:
-    """A C struct and what it points to, which has to live as long."""
+    """A C struct together with what it points to, which has to live as long."""
 
     struct: Any
     kept: tuple[Any, ...]
@@ -84,7 +84,7 @@ def _model_params(
 
 
 def engine_params(library: Library, params: EngineParams) -> Params:
-    """luce_engine_params of `params`."""
+    """Returns `params` as luce_engine_params."""
     fields: dict[str, Any] = dict(vars(params))
     kv_type = fields.pop("kv_type")
     name = library.ffi.NULL if kv_type is None else library.ffi.new("char[]", kv_type.encode())
@@ -92,9 +92,8 @@ def engine_params(library: Library, params: EngineParams) -> Params:
 
 
 class Model(Handle):
-    """Weights on a device, the NextN head that `head` holds (the model's own file or another), and the DFlash
-    drafter of `drafter`.
-    `progress` may cancel (Cancelled); what it raises is raised here."""
+    """Weights on a device, with the NextN head that `head` holds (the model's own file or another) and the
+    DFlash drafter of `drafter`. `progress` may cancel (Cancelled); what it raises is raised here."""
 
     def __init__(
         self,

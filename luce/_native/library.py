@@ -1,4 +1,4 @@
-"""A loaded libluce: the only importer of cffi."""
+"""A loaded libluce. This is the only module that imports cffi."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ IntArray = Sequence[int] | np.ndarray
 
 
 def c_declarations(header: str) -> str:
-    """luce.h as cffi parses it: no comments, no C++ guards, no directives but integer constants."""
+    """Returns luce.h as cffi parses it: without comments, C++ guards and directives other than integer
+    constants."""
     text = re.sub(r"/\*.*?\*/", "", header, flags=re.S)
     text = re.sub(r"^#ifdef __cplusplus$.*?^#endif$", "", text, flags=re.S | re.M)
     text = re.sub(r"^#(?!define[ \t]+\w+[ \t]+\d+[ \t]*$).*$", "", text, flags=re.M)
@@ -53,7 +54,7 @@ class Library:
             raise BY_CODE.get(status, InternalError)(message or f"status {status}")
 
     def struct(self, name: str, **fields: Any) -> Any:
-        """A zeroed `name` with its struct_size set, and `fields`."""
+        """Returns a zeroed struct `name` with its struct_size and `fields` set."""
         made = self.ffi.new(f"{name} *")
         made.struct_size = self.ffi.sizeof(name)
         for field, value in fields.items():
@@ -61,7 +62,7 @@ class Library:
         return made
 
     def read(self, kind: type[R], function: Callable[..., int], *args: Any) -> R:
-        """`kind` filled from the struct kind.STRUCT that function(*args, struct) writes."""
+        """Returns `kind`, filled from the struct kind.STRUCT that function(*args, struct) writes."""
         struct = self.struct(kind.STRUCT)
         self.check(function(*args, struct))
         values = {field.name: getattr(struct, field.name) for field in fields(kind)}
@@ -72,11 +73,11 @@ class Library:
         return made
 
     def text(self, pointer: Any) -> str:
-        """A NUL-terminated string of the core, str."""
+        """Returns a NUL-terminated string of the core as str."""
         return str(self.ffi.string(pointer).decode("utf-8", "replace"))
 
     def ints(self, values: IntArray) -> Any:
-        """int32_t[] from token ids, row indices or parents; what does not fit raises ArgumentError."""
+        """Returns token ids, row indices or parents as int32_t[]. What does not fit raises ArgumentError."""
         array = np.ascontiguousarray(values, dtype=np.int64)
         if array.size and np.abs(array).max() >= 2**31:
             raise ArgumentError(f"{array[np.abs(array).argmax()]} does not fit into 32 bits")
@@ -84,17 +85,18 @@ class Library:
 
     @property
     def version(self) -> str:
-        """For people: "0.1.0 (ggml 0.25.3, cuda)"."""
+        """The version for people: "0.1.0 (ggml 0.25.3, cuda)"."""
         return self.text(self.lib.luce_version())
 
     def devices(self) -> list[Device]:
-        """All devices; the first is what "auto" takes."""
+        """Returns all devices; the first is what "auto" takes."""
         count = self.ffi.new("int32_t *")
         self.check(self.lib.luce_device_count(count))
         return [self.read(Device, self.lib.luce_device_get, index) for index in range(count[0])]
 
     def set_log(self, log: Callable[[int, str], None] | None) -> None:
-        """`log` gets (level 0 debug .. 3 error, text) from any thread; None discards."""
+        """Sets who gets the core's messages: `log` gets (level 0 debug .. 3 error, text) from any thread;
+        None discards them."""
         if log is None:
             callback = self.ffi.NULL
         else:
@@ -103,11 +105,12 @@ class Library:
         self._log = callback  # the core calls it until the next set_log
 
     def sampling(self, sampling: Sampling) -> Any:
-        """luce_sampling of `sampling`."""
+        """Returns `sampling` as luce_sampling."""
         return self.struct("luce_sampling", **vars(sampling))
 
     def penalties(self, penalties: Penalties, n_prompt: int) -> Any:
-        """luce_penalties of `penalties`, after a prompt of n_prompt tokens. Its bias list lives as long."""
+        """Returns `penalties` as luce_penalties, after a prompt of n_prompt tokens. Its bias list lives as
+        long."""
         bias = self.ffi.new("luce_logit_bias[]", max(len(penalties.bias), 1))
         for entry, (token, value) in zip(bias, penalties.bias, strict=False):
             (entry.token,) = self.ints([token])
@@ -125,7 +128,8 @@ class Library:
         return made
 
     def bytes_of(self, function: Callable[..., int], handle: Any) -> bytes:
-        """What function(handle, data, size) writes, which says its size where data is NULL."""
+        """Returns what function(handle, data, size) writes. The function gives its size where data is NULL.
+        """
         size = self.ffi.new("uint64_t *")
         self.check(function(handle, self.ffi.NULL, size))
         data = np.empty(size[0], np.uint8)
@@ -133,7 +137,7 @@ class Library:
         return data[: size[0]].tobytes()
 
     def sample(self, logits: np.ndarray, sampling: Sampling, position: int) -> int:
-        """The sampling rule on F32 logits (n_vocab,) for the token at `position`."""
+        """Applies the sampling rule to F32 logits (n_vocab,) for the token at `position`."""
         row = np.ascontiguousarray(logits, dtype=np.float32)
         token = self.ffi.new("int32_t *")
         data = self.ffi.from_buffer("float[]", row)
@@ -141,8 +145,8 @@ class Library:
         return int(token[0])
 
     def accept(self, tokens: IntArray, parents: IntArray | None, choices: IntArray) -> tuple[list[int], int]:
-        """The accept rule: (accepted rows from row 0 on, the choice after the last: the new anchor).
-        parents None: a chain."""
+        """Applies the accept rule. Returns the accepted rows from row 0 on, and the choice after the last of
+        them, which is the next anchor. parents None is a chain."""
         n = len(tokens)
         parents = range(-1, n - 1) if parents is None else parents
         if len(choices) != n or len(parents) != n:
@@ -163,8 +167,8 @@ class Library:
         return list(path[0 : n_path[0]]), int(anchor[0])
 
     def lookup(self, tokens: IntArray, most: int) -> tuple[list[int], int]:
-        """The rule of lookup: what followed the longest match of the end of tokens (n,) in them, none or
-        `most` tokens, and the length of that match."""
+        """Applies the rule of lookup to tokens (n,). Returns what followed the longest match of their end,
+        none or `most` tokens, and the length of that match."""
         draft, n = self.ffi.new("int32_t[]", max(most, 1)), self.ffi.new("uint32_t *", most)
         matched = self.ffi.new("uint32_t *")
         self.check(self.lib.luce_lookup(self.ints(tokens), len(tokens), draft, n, matched))
@@ -173,8 +177,9 @@ class Library:
     def tree(
         self, anchor: int, lists: Lists | None, budget: int, chain: IntArray = ()
     ) -> tuple[list[int], list[int], list[int]]:
-        """The draft tree: `budget` nodes of the lists, best first, joined with a chain. Tokens, parents and
-        sources (1 the lists', 2 the chain's, 3 of both) of its rows, depth first; row 0 is the anchor."""
+        """Makes the draft tree: `budget` nodes of the lists, best first, joined with a chain. Returns the
+        tokens, parents and sources (1 the lists', 2 the chain's, 3 of both) of its rows, depth first; row 0
+        is the anchor."""
         most = 1 + budget + len(chain)
         tokens, parents = self.ffi.new("int32_t[]", most), self.ffi.new("int32_t[]", most)
         sources, n = self.ffi.new("uint8_t[]", most), self.ffi.new("uint32_t *")
@@ -187,11 +192,12 @@ class Library:
         return list(tokens[0 : n[0]]), list(parents[0 : n[0]]), list(sources[0 : n[0]])
 
     def type_info(self, type_id: int) -> TypeInfo:
-        """Name and block layout of a ggml type id; ArgumentError for an id that ggml lacks."""
+        """Returns the name and block layout of a ggml type id. Raises ArgumentError for an id that ggml
+        lacks."""
         return self.read(TypeInfo, self.lib.luce_type_get, type_id)
 
     def quantize(self, type_id: int, rows: np.ndarray) -> np.ndarray:
-        """F32 (n_rows, n_per_row) to uint8 (n_rows, bytes per row) of a ggml type id."""
+        """Quantises F32 (n_rows, n_per_row) to uint8 (n_rows, bytes per row) of a ggml type id."""
         info = self.type_info(type_id)
         source = np.ascontiguousarray(rows, dtype=np.float32)
         if source.ndim != 2 or source.shape[1] % max(info.block_size, 1):
@@ -209,8 +215,8 @@ class Library:
         return made
 
 class Lists:
-    """The lists of a drafter, one for each depth, best first: ids int32[depth * k] and their scores
-    float[depth * k], C arrays. comb: they follow the first choices alone."""
+    """A drafter's lists of candidates, one for each depth, best first. Ids are int32[depth * k] and their
+    scores float[depth * k], both C arrays. `comb` says that the lists follow the first choices alone."""
 
     def __init__(self, library: Library, depth: int, k: int, comb: bool):
         self.depth, self.k = depth, k
@@ -221,12 +227,12 @@ class Lists:
         )
 
     def at(self, depth: int) -> list[int]:
-        """The ids at a depth, from 0."""
+        """Returns the ids at a depth, counted from 0."""
         return list(self.ids[depth * self.k : (depth + 1) * self.k])
 
 
 class Handle:
-    """A core object. `handle` is its C pointer; closed on exit, close() or collection."""
+    """A core object. `handle` is its C pointer. It is closed on exit, by close() or when it is collected."""
 
     def __init__(self, library: Library, pointer: Any, close: Callable[[Any], int]):
         self.library = library
@@ -261,7 +267,8 @@ _ALWAYS_NEEDED = ("avx2", "fma", "f16c")  # also by LUCE_NATIVE=OFF
 
 
 def _require_cpu(features: Path) -> None:
-    """LuceError where this CPU lacks what the library was built for: loading it would end in SIGILL."""
+    """Raises LuceError where this CPU lacks what the library was built for: loading it would end in SIGILL.
+    """
     try:
         needed = features.read_text(encoding="utf-8").split()
         info = CPU_INFO.read_text(encoding="utf-8", errors="replace")
@@ -280,8 +287,8 @@ def _require_cpu(features: Path) -> None:
 
 
 def load(lib_dir: Path, header: Path | None = None) -> Library:
-    """The library in lib_dir (libluce.so or .dylib). Its header is luce/include/luce.h beside lib/
-    unless given. LuceError names the remedy where one is missing, or where it is for another CPU."""
+    """Loads the library in lib_dir (libluce.so or .dylib). Its header is luce/include/luce.h beside lib/
+    unless given. Raises LuceError, which names the remedy, where one is missing or is for another CPU."""
     header = header or lib_dir.parent / "include" / "luce.h"
     for name in ("libluce.so", "libluce.dylib"):
         path = lib_dir / name
@@ -297,7 +304,7 @@ _chosen: Library | None = None
 
 
 def default() -> Library:
-    """The library that use() named, else the installed package's, loaded once."""
+    """Returns the library that use() named, else the installed package's. It is loaded once."""
     global _chosen
     if _chosen is None:
         _chosen = load(Path(__file__).resolve().parent.parent / "lib")
@@ -305,6 +312,6 @@ def default() -> Library:
 
 
 def use(library: Library) -> None:
-    """What default() returns from now on: a build that is not the installed one."""
+    """Sets what default() returns: a build that is not the installed one."""
     global _chosen
     _chosen = library

@@ -1,24 +1,24 @@
 /* luce: exact speculative decoding of Qwen3.5/3.6 GGUF models. The whole C ABI.
  *
  * The model of the thing
- *   file        an opened GGUF (all parts of a split one), memory-mapped: facts, no weights loaded
- *   model       weights on one device; immutable, shared by any number of engines
- *   engine      the working memory of a model: KV pages, recurrent slots, buffers, ready graphs
- *   sequence    one timeline in an engine: a committed prefix of tokens in the caches
- *   checkpoint  a position that any sequence of the engine can start from
+ *   file        is an opened GGUF (all parts of a split one), mapped into memory; no weights are loaded
+ *   model       is weights on one device; it is immutable, and any number of engines share it
+ *   engine      is the working memory of a model: KV pages, recurrent slots, buffers, ready graphs
+ *   sequence    is one timeline in an engine: a committed prefix of tokens in the caches
+ *   checkpoint  is a position that any sequence of the engine can start from
  *
  * The round (one loop serves every decoding mode)
- *   state of a sequence: `committed` tokens in the caches, and one `anchor` token, chosen but not yet in them.
- *   1 draft   candidates that may follow the anchor, or none
- *   2 verify  one forward over [anchor, candidates] of every sequence that takes part; nothing committed changes
+ *   A sequence has `committed` tokens in the caches, and one `anchor` token, which is chosen but not in them.
+ *   1 draft   propose candidates that may follow the anchor, or none
+ *   2 verify  run one forward over [anchor, candidates] of every sequence that takes part; it commits nothing
  *   3 accept  walk from the anchor to the child whose token is the target's own choice, and on
  *   4 commit  append the accepted rows to the sequence; rejected rows leave no trace
  *   Plain decoding is a round without candidates.
  *
- * What is promised: a sequence's tokens depend on the model, its prompt, seed and sampling alone: not on drafts,
- * on the sequences beside it, or on whether its prompt came from a checkpoint. (On CUDA the ops of a step are
- * checked for it on compute capability 9.0, but for weights of the IQ1, IQ2 and IQ3 types: those and other GPUs
- * have ggml's matmul, which changes a row's last bits with the number of rows of a step.)
+ * What is promised: a sequence's tokens depend on the model, its prompt, seed and sampling alone. They depend on no
+ * drafts, on no sequences beside it, and not on whether its prompt came from a checkpoint. (On CUDA the ops of a step
+ * are checked for it on compute capability 9.0. Weights of the IQ1, IQ2 and IQ3 types, and other GPUs, have ggml's
+ * matmul, which changes a row's last bits with the number of rows of a step.)
  *
  * Conventions
  * - Every function returns a luce_status unless stated; results go to out-parameters, which are
@@ -81,13 +81,13 @@ typedef struct luce_checkpoint luce_checkpoint;
 /* LUCE_ABI_VERSION of the loaded library; compare it before anything else. */
 LUCE_API int32_t luce_abi_version(void);
 
-/* For people: "0.1.0 (ggml 0.25.3, cuda)"; static storage. */
+/* The version for people: "0.1.0 (ggml 0.25.3, cuda)". The string is static. */
 LUCE_API const char *luce_version(void);
 
-/* Message of the calling thread's last failed call, one line; valid until its next failing call. */
+/* The message of the calling thread's last failed call is one line; it is valid until its next failing call. */
 LUCE_API const char *luce_last_error(void);
 
-/* level: 0 debug, 1 info, 2 warning, 3 error. Called from any thread. fn NULL: discard (default). */
+/* fn gets each message, from any thread. level: 0 debug, 1 info, 2 warning, 3 error. NULL discards (default). */
 typedef void (*luce_log_fn)(int32_t level, const char *text, void *user);
 LUCE_API luce_status luce_set_log(luce_log_fn fn, void *user);
 
@@ -101,7 +101,7 @@ typedef struct luce_device_info {
     int32_t exact; /* 1: a row of a step has the same bits beside any others, as "What is promised" says */
 } luce_device_info;
 
-/* Number of devices; index 0 is what `auto` takes (a CUDA device if there is one, else the CPU). */
+/* Counts the devices; index 0 is what `auto` takes (a CUDA device if there is one, else the CPU). */
 LUCE_API luce_status luce_device_count(int32_t *count);
 LUCE_API luce_status luce_device_get(int32_t index, luce_device_info *out);
 
@@ -156,7 +156,7 @@ LUCE_API luce_status luce_file_get_tensor(luce_file *file, uint64_t index, luce_
 
 /* ---- model: weights on a device --------------------------------------------------------------- */
 
-/* Called with the part done in 0..1; return non-zero to cancel (LUCE_E_CANCELLED). */
+/* It is called with the part done, in 0..1; it returns non-zero to cancel (LUCE_E_CANCELLED). */
 typedef int32_t (*luce_progress_fn)(float fraction, void *user);
 
 typedef struct luce_model_params {
@@ -212,14 +212,14 @@ typedef struct luce_memory {
     uint64_t device_free;
 } luce_memory;
 
-/* What a model and one engine of it would need, from the file alone: nothing is loaded or allocated
- * on the device. Runs every check that luce_model_open makes, so it also answers "can luce run this
- * file": E_UNSUPPORTED names the reason; E_FILE a missing key or a tensor's expected and found shape. */
+/* Counts what a model and one engine of it would need, from the file alone: nothing is loaded or allocated on the
+ * device. It runs every check that luce_model_open makes, so it also answers "can luce run this file": E_UNSUPPORTED
+ * names the reason, E_FILE a missing key or a tensor's expected and found shape. */
 LUCE_API luce_status luce_plan_memory(luce_file *file, const luce_model_params *model,
                                       const luce_engine_params *engine, luce_memory *out);
 
-/* Loads the weights. CPU: uses them in the mapping. CUDA: uploads with progress. E_MEMORY before
- * anything is allocated when the weights do not fit. params may be NULL. */
+/* Loads the weights: a CPU uses them in the mapping, a GPU has them uploaded, with progress. Where they do not fit,
+ * it is E_MEMORY before anything is allocated. params may be NULL. */
 LUCE_API luce_status luce_model_open(luce_model **out, luce_file *file, const luce_model_params *params);
 LUCE_API luce_status luce_model_close(luce_model *model);
 
@@ -241,9 +241,9 @@ LUCE_API luce_status luce_model_get_info(luce_model *model, luce_model_info *out
 
 /* ---- engine: the working memory of a model ------------------------------------------------------ */
 
-/* Counts and then allocates everything that a run needs on the device (E_MEMORY gives needed and free), builds
- * the graph of every step width and, on a GPU, captures it; runs each and times it (luce_engine_costs), so that no
- * request waits for a graph. Nothing is allocated on the device afterwards. params may be NULL. */
+/* Counts and then allocates everything that a run needs on the device (E_MEMORY gives needed and free). It builds
+ * the graph of every step width, captures it on a GPU, runs it and times it (luce_engine_costs), so that no request
+ * waits for a graph. Nothing is allocated on the device afterwards. params may be NULL. */
 LUCE_API luce_status luce_engine_open(luce_engine **out, luce_model *model, const luce_engine_params *params);
 LUCE_API luce_status luce_engine_close(luce_engine *engine);
 
@@ -260,20 +260,20 @@ typedef struct luce_engine_info {
 } luce_engine_info;
 LUCE_API luce_status luce_engine_get_info(luce_engine *engine, luce_engine_info *out);
 
-/* What steps cost over short contexts, measured at the engine's opening from the call to the choices on the host. */
+/* What a step costs over a short context: the time from the call to its choices on the host, at the opening. */
 typedef struct luce_cost {
     uint32_t rows; /* of the step */
     uint32_t drafts; /* 0: a verify of `rows` rows; 1: one more draft of the NextN head for each of `rows`
                         sequences; 2: a DFlash block for each of them */
     float seconds;
 } luce_cost;
-/* By drafts, then by rows; widths that are not listed lie between their neighbours. out NULL: *n becomes the number
- * of entries; else *n entries at most are written and counted. */
+/* The costs come in the order of drafts, then of rows; widths that are not listed lie between their neighbours. out
+ * NULL: *n becomes the number of entries; else *n entries at most are written and counted. */
 LUCE_API luce_status luce_engine_costs(luce_engine *engine, luce_cost *out, uint32_t *n);
 
 /* The engine's next prefill, draft or verify does nothing and returns E_CANCELLED; one that is running ends first,
- * after a step at most. May be called from any thread and from a signal handler, also while the engine works; sets
- * no last error. */
+ * after a step at most. It may be called from any thread and from a signal handler, also while the engine works. It
+ * sets no last error. */
 LUCE_API luce_status luce_engine_cancel(luce_engine *engine);
 
 typedef enum luce_source {
@@ -282,22 +282,22 @@ typedef enum luce_source {
         1 /* a block: the drafter's choices for the positions after the anchor, all in one step */
 } luce_source;
 
-/* Drafts for several sequences, one chain each, of one source. The drafts stay on the device, for
- * luce_engine_verify(tokens = NULL); nothing committed is changed. Rows that are verified and not committed are
+/* Drafts a chain for each of several sequences, all with one source. The drafts stay on the device, for
+ * luce_engine_verify(tokens = NULL). Nothing committed is changed; rows that are verified and not committed are
  * dropped. */
 typedef struct luce_draft_item {
     luce_sequence *sequence; /* with at least one committed token */
     int32_t anchor;
     uint32_t n; /* drafts: 1..n_draft of the head, 1..n_block - 1 of a block */
 } luce_draft_item;
-/* E_CONTEXT when n_past + n would reach n_ctx (a verify of them has a row more), E_STATE in an engine without drafts
- * of the source, E_MEMORY when pages run out: then nothing was done. Does not wait for the device. */
+/* It does not wait for the device. E_CONTEXT when n_past + n would reach n_ctx (a verify of them has a row more),
+ * E_STATE in an engine without drafts of the source, E_MEMORY when pages run out: then nothing was done. */
 LUCE_API luce_status luce_engine_draft(luce_engine *engine, int32_t source /* luce_source */,
                                        const luce_draft_item *items, uint32_t n_items);
 
-/* One forward over the rows of several sequences, LUCE_MAX_ROWS in all. Row 0 of an item is its anchor
- * (parents[0] = -1); row i > 0 follows row parents[i] < i, in depth-first order; it sees the committed tokens, its
- * ancestors and itself, at position n_past + depth. Committed state is unchanged; a second verify of a sequence
+/* Runs one forward over the rows of several sequences, LUCE_MAX_ROWS in all. Row 0 of an item is its anchor
+ * (parents[0] = -1), and row i > 0 follows row parents[i] < i, in depth-first order. A row sees the committed tokens,
+ * its ancestors and itself, at position n_past + depth. Committed state is unchanged; a second verify of a sequence
  * replaces its first. */
 typedef struct luce_verify_item {
     luce_sequence *sequence; /* each at most once */
@@ -317,11 +317,11 @@ LUCE_API luce_status luce_engine_verify(luce_engine *engine, luce_verify_item *i
 
 /* ---- sequence: one timeline ------------------------------------------------------------------- */
 
-/* E_MEMORY when n_sequences are open. Takes no device memory of its own. */
+/* Opens an empty timeline, which takes no device memory of its own. E_MEMORY when n_sequences are open. */
 LUCE_API luce_status luce_sequence_open(luce_sequence **out, luce_engine *engine);
 LUCE_API luce_status luce_sequence_close(luce_sequence *sequence);
 
-/* Back to an empty timeline; also heals a failed sequence. */
+/* Empties the timeline; this also heals a failed sequence. */
 LUCE_API luce_status luce_sequence_reset(luce_sequence *sequence);
 
 typedef struct luce_sequence_info {
@@ -333,12 +333,12 @@ typedef struct luce_sequence_info {
 } luce_sequence_info;
 LUCE_API luce_status luce_sequence_get_info(luce_sequence *sequence, luce_sequence_info *out);
 
-/* How choices are made from now on (luce_sample is the rule). Default: greedy. NULL: greedy. */
+/* Sets how choices are made after this call (luce_sample is the rule). The default, and NULL, is greedy. */
 LUCE_API luce_status luce_sequence_set_sampling(luce_sequence *sequence, const luce_sampling *sampling);
 
-/* What changes a row's logits before a choice, as a function of the tokens before it: first each bias is added; then,
- * for every token that occurs before, a positive logit is divided by `repetition` and a negative one multiplied by it;
- * then count * frequency + presence is subtracted for every token that was generated, count times. */
+/* What changes a row's logits before a choice, by the tokens before it. First each bias is added. Then the logit of
+ * every token that occurs before is divided by `repetition` where it is positive, and else multiplied by it. Then
+ * count * frequency + presence is subtracted from that of every token that was generated `count` times. */
 typedef struct luce_logit_bias {
     int32_t token;
     float bias; /* finite */
@@ -353,15 +353,15 @@ typedef struct luce_penalties {
     float frequency; /* finite; 0 is off */
 } luce_penalties;
 
-/* What luce_sequence_choose does to logits from now on; NULL: nothing, which is the default. Prefill and verify choose
- * of the logits as they are. */
+/* Sets what luce_sequence_choose does to logits after this call; NULL, the default, is nothing. Prefill and verify
+ * choose of the logits as they are. */
 LUCE_API luce_status luce_sequence_set_penalties(luce_sequence *sequence, const luce_penalties *penalties);
 
-/* The choice after one row of the engine's last verify, or after its last prefill with a choice (row 0), with the
- * sequence's penalties over the tokens before it (committed ones and the row's path), and of the tokens that the mask
- * allows: bit i % 8 of byte i / 8 stands for token i, tokens beyond mask_size bytes are not allowed; mask NULL: all
- * are. Walk from row 0 to the child whose token was chosen, and on: a row that is not accepted needs no mask. E_ARG
- * where the mask allows none, E_STATE when the engine has run another step since: nothing was done. */
+/* Chooses the token after one row of the engine's last verify, or after its last prefill with a choice (row 0). The
+ * sequence's penalties count the tokens before it: committed ones and the row's path. The mask says which tokens are
+ * allowed: token i where bit i % 8 of byte i / 8 is set, and none beyond mask_size bytes; NULL allows all. Walk from
+ * row 0 to the child whose token was chosen, and on: a row that is not accepted needs no mask. E_ARG where the mask
+ * allows none, E_STATE when the engine has run another step since: nothing was done. */
 LUCE_API luce_status luce_sequence_choose(luce_sequence *sequence, uint32_t row, const uint8_t *mask,
                                           uint64_t mask_size, int32_t *token);
 
@@ -372,13 +372,13 @@ LUCE_API luce_status luce_sequence_choose(luce_sequence *sequence, uint32_t row,
 LUCE_API luce_status luce_sequence_prefill(luce_sequence *sequence, const int32_t *tokens, uint32_t n,
                                            int32_t *choice);
 
-/* The n tokens of the last draft; waits for the device only where no verify has done so since. A draft
+/* Reads the n tokens of the last draft. It waits for the device only where no verify has done so since. A draft
  * whose logits were not finite is E_NUMERIC; the sequence is not failed by it. */
 LUCE_API luce_status luce_sequence_get_draft(luce_sequence *sequence, int32_t *tokens, uint32_t n);
 
-/* The k <= n_top best candidates of each of the first `depth` drafts of the last draft: ids and scores (depth, k), by
- * log-probability over the whole vocabulary, then the lower id; of a sequence that samples after the draft itself by
- * log-probability and noise, within its filters. -1 ends a list. Waits for the device; fails as get_draft does. */
+/* Reads the k <= n_top best candidates of the last draft's first `depth` tokens: ids and scores (depth, k), by log-
+ * probability over the whole vocabulary, then the lower id. A sequence that samples has the draft first, the rest by
+ * log-probability and noise, within its filters. -1 ends a list. It waits for the device and fails as get_draft does. */
 LUCE_API luce_status luce_sequence_get_lists(luce_sequence *sequence, int32_t *ids, float *scores,
                                              uint32_t depth, uint32_t k);
 
@@ -386,26 +386,26 @@ LUCE_API luce_status luce_sequence_get_lists(luce_sequence *sequence, int32_t *i
  * host: what has to move on the device is done at the start of the sequence's next step. */
 LUCE_API luce_status luce_sequence_commit(luce_sequence *sequence, const int32_t *path, uint32_t n);
 
-/* Logits of one row of the engine's last verify, of its last prefill with a choice (row 0: the prompt's last token),
- * or of its last DFlash block (row i: the drafter's for the token at the anchor's position + i; of a token that it
- * does not have -1e30), F32; n must be n_vocab. E_STATE when the engine has run another step since. */
+/* Reads the F32 logits of one row; n must be n_vocab. It is a row of the engine's last verify, row 0 of its last
+ * prefill with a choice (the prompt's last token), or row i of its last DFlash block: the drafter's for the token at
+ * the anchor's position + i, -1e30 where it lacks a token. E_STATE when the engine has run another step since. */
 LUCE_API luce_status luce_sequence_get_logits(luce_sequence *sequence, uint32_t row, float *out, uint32_t n);
 
-/* The committed state as bytes, for tests and inspection: KV, recurrent state, the drafters' KV, the hidden state,
- * tokens. Sequences with the same committed tokens give the same bytes, however their rounds went. data NULL: only
- * the size; else *size bytes are there. Rows that are verified and not committed are dropped. */
+/* Writes the committed state as bytes, for tests and inspection: KV, recurrent state, the drafters' KV, the hidden
+ * state, tokens. Sequences with the same committed tokens give the same bytes, however their rounds went. data NULL:
+ * only the size; else *size bytes are there. Rows that are verified and not committed are dropped. */
 LUCE_API luce_status luce_sequence_dump(luce_sequence *sequence, void *data, uint64_t *size);
 
-/* luce_lookup of the committed tokens and `anchor`; the first call indexes them all. Waits for no device. */
+/* Does luce_lookup over the committed tokens and `anchor`; the first call indexes them all. Waits for no device. */
 LUCE_API luce_status luce_sequence_lookup(luce_sequence *sequence, int32_t anchor, int32_t *draft,
                                           uint32_t *n, uint32_t *matched);
 
 /* ---- checkpoint: where sequences start --------------------------------------------------------- */
 
-/* The sequence's present position, which must be the end of a chunk of its prompt: n_past is a multiple of n_chunk,
- * and nothing but prefill brought it there (E_STATE otherwise), so that a prompt that is resumed runs the same
- * chunks as a cold one from there on and gives the same bits. Pages are shared, the recurrent state is copied on the
- * device beside nothing else: no call waits. E_MEMORY when n_checkpoints are on the device. */
+/* Keeps the sequence's present position, which must be the end of a chunk of its prompt: n_past is a multiple of
+ * n_chunk, and nothing but prefill brought it there (E_STATE otherwise). So a prompt that is resumed runs the same
+ * chunks as a cold one from there on, and gives the same bits. Pages are shared, and the recurrent state is copied on
+ * the device: no call waits. E_MEMORY when n_checkpoints are on the device. */
 LUCE_API luce_status luce_checkpoint_make(luce_checkpoint **out, luce_sequence *sequence);
 LUCE_API luce_status luce_checkpoint_close(luce_checkpoint *checkpoint);
 
@@ -417,7 +417,7 @@ typedef struct luce_checkpoint_info {
 } luce_checkpoint_info;
 LUCE_API luce_status luce_checkpoint_get_info(luce_checkpoint *checkpoint, luce_checkpoint_info *out);
 
-/* The n = n_past committed tokens. */
+/* Reads the committed tokens; n must be n_past. */
 LUCE_API luce_status luce_checkpoint_get_tokens(luce_checkpoint *checkpoint, int32_t *tokens, uint32_t n);
 
 /* Moves a checkpoint between the device and host memory (pinned on a GPU). The copy runs beside the engine's steps;
@@ -425,27 +425,27 @@ LUCE_API luce_status luce_checkpoint_get_tokens(luce_checkpoint *checkpoint, int
 LUCE_API luce_status luce_checkpoint_to_host(luce_checkpoint *checkpoint);
 LUCE_API luce_status luce_checkpoint_to_device(luce_checkpoint *checkpoint);
 
-/* A checkpoint as bytes, and back, in any engine of the same model, kv_type, n_chunk and kinds of drafters. The bytes carry
- * a version, the model's identity and a checksum: E_ARG names what does not fit. data NULL: only the size. A loaded
- * checkpoint is in host memory. */
+/* Write a checkpoint as bytes, and load it in any engine of the same model, kv_type, n_chunk and kinds of drafters.
+ * The bytes carry a version, the model's identity and a checksum: E_ARG names what does not fit. data NULL: only the
+ * size. A loaded checkpoint is in host memory. */
 LUCE_API luce_status luce_checkpoint_save(luce_checkpoint *checkpoint, void *data, uint64_t *size);
 LUCE_API luce_status luce_checkpoint_load(luce_checkpoint **out, luce_engine *engine, const void *data,
                                           uint64_t size);
 
-/* The sequence at the checkpoint's position; also heals a failed sequence. From the device only the recurrent state
- * is copied, KV pages are shared; from the host all of it. E_CONTEXT when n_ctx is too small for another step,
- * E_MEMORY when pages lack: the sequence is unchanged. */
+/* Puts the sequence at the checkpoint's position; this also heals a failed one. From the device only the recurrent
+ * state is copied, and KV pages are shared; from the host all of it is copied. E_CONTEXT when n_ctx is too small for
+ * another step, E_MEMORY when pages lack: the sequence is unchanged. */
 LUCE_API luce_status luce_sequence_resume(luce_sequence *sequence, luce_checkpoint *checkpoint);
 
 /* ---- pure functions on host arrays -------------------------------------------------------------- */
 
-/* The sampling rule, for the token to be chosen at `position`: z = (logit - largest) / temperature; kept are the first
- * top_k in the order (logit descending, id ascending), of these the fewest first ones whose probabilities reach top_p,
- * of these the ones at least min_p times as probable as the first. The token is the kept id with the largest z + G,
- * the lowest one on a tie, where G = -log(-log(u)), u = (x + 1/2) / 2^32 and x is word id % 4 of Philox4x32-10(key =
- * seed, counter = (position, id / 4)): an exact sample of the renormalised softmax (Gumbel-max). Probabilities are
- * integers of 2^-40 of the largest, z and G are F32 with luce's own exp and log, so the CPU and a GPU choose alike of
- * the same logits. A logit of -inf is never chosen. E_NUMERIC when one is NaN or +inf, or all are -inf. */
+/* Chooses the token at `position`. With z = (logit - largest) / temperature it keeps the first top_k in the order
+ * (logit descending, id ascending), of these the fewest first ones whose probabilities reach top_p, and of these the
+ * ones at least min_p times as probable as the first. The token is the kept id with the largest z + G, the lowest on a
+ * tie. G = -log(-log(u)), u = (x + 1/2) / 2^32, and x is word id % 4 of Philox4x32-10(key = seed, counter = (position,
+ * id / 4)): an exact sample of the renormalised softmax (Gumbel-max). Probabilities are integers of 2^-40 of the
+ * largest; z and G are F32 with luce's own exp and log. So the CPU and a GPU choose alike of the same logits. A logit
+ * of -inf is never chosen. E_NUMERIC when one is NaN or +inf, or all are -inf. */
 LUCE_API luce_status luce_sample(const float *logits, uint32_t n, const luce_sampling *sampling,
                                  uint64_t position, int32_t *token);
 
@@ -454,20 +454,20 @@ LUCE_API luce_status luce_sample(const float *logits, uint32_t n, const luce_sam
 LUCE_API luce_status luce_accept(const int32_t *tokens, const int32_t *parents, const int32_t *choices,
                                  uint32_t n, int32_t *path, uint32_t *n_path, int32_t *next);
 
-/* The rule of lookup: of the positions in tokens (n_tokens >= 1) before the last whose last four tokens are those at
- * the end, the newest 32 are compared, over 256 tokens at most. The longest match is taken, of equal ones the newest;
- * *matched is its length, 0 where there is none. What followed it goes to `draft`, and where that reaches the end of
- * tokens, then draft itself. *n: in, the most tokens; out, how many, 0 or all. */
+/* The rule of lookup: earlier positions in tokens (n_tokens >= 1) match where their last four tokens are those at the
+ * end. The newest 32 are compared, over 256 tokens at most. The longest match is taken, of equal ones the newest;
+ * *matched is its length, 0 where there is none. What followed it goes to `draft`; where that reaches the end of
+ * tokens, it goes on with draft itself. *n: in, the most tokens; out, how many, 0 or all. */
 LUCE_API luce_status luce_lookup(const int32_t *tokens, uint32_t n_tokens, int32_t *draft, uint32_t *n,
                                  uint32_t *matched);
 
-/* The draft tree: rows for luce_engine_verify. Of a drafter's lists, one for each depth, `budget` nodes are taken best
- * first by the sum of scores along their path, a node after its parent and its better siblings; ties go to the
- * lexicographically smaller path of ranks. comb 1: the lists follow the first choices alone, and only nodes of first
- * choices have children; 0: each list holds for every node above it. Then a chain of n_chain tokens is joined, shared
- * prefixes once. tokens, parents, sources: room for 1 + budget + n_chain <= LUCE_MAX_ROWS rows, of which *n are
- * written, depth first, the anchor first. sources: whose candidate a row is, 1 the lists', 2 the chain's, 3 of both.
- * lists may be NULL where budget is 0. E_ARG; E_NUMERIC where a score is NaN. */
+/* The draft tree makes rows for luce_engine_verify. A drafter has a list for each depth, of which `budget` nodes are
+ * taken, best first by the sum of scores along their path. A node comes after its parent and its better siblings; ties
+ * go to the lexicographically smaller path of ranks. comb 1: the lists follow the first choices alone, so only these
+ * have children; 0: each list holds for every node above it. Then a chain of n_chain tokens is joined, shared prefixes
+ * once. tokens, parents, sources: room for 1 + budget + n_chain <= LUCE_MAX_ROWS rows, of which *n are written, depth
+ * first, the anchor first. sources: whose candidate a row is, 1 the lists', 2 the chain's, 3 of both. lists may be
+ * NULL where budget is 0. E_ARG; E_NUMERIC where a score is NaN. */
 typedef struct luce_lists {
     uint64_t struct_size;
     const int32_t *ids; /* (depth, k) best first; < 0: the list ends before it */
@@ -486,10 +486,10 @@ typedef struct luce_type_info {
     uint32_t type_size; /* bytes per block */
     int32_t is_weight; /* luce multiplies with it on every device */
 } luce_type_info;
-/* E_ARG for an id that ggml does not have. */
+/* Describes a type; E_ARG for an id that ggml does not have. */
 LUCE_API luce_status luce_type_get(int32_t type, luce_type_info *out);
 
-/* F32 rows (n_rows x n_per_row, row-major) to `type`; dst_size must be exactly the result's size.
+/* Quantises F32 rows (n_rows x n_per_row, row-major) to `type`; dst_size must be exactly the result's size.
  * Types that want an importance matrix get a uniform one. */
 LUCE_API luce_status luce_quantize(int32_t type, const float *src, uint64_t n_rows, uint64_t n_per_row,
                                    void *dst, uint64_t dst_size);
