@@ -29,7 +29,7 @@ HELP = """\
 /help          this
 /clear         forget the conversation
 /system TEXT   say who the model is, and forget the conversation
-/think         let the model think before it answers, or no longer
+/think         switch thinking before the answer on or off
 /quit          end; so does Ctrl-D
 A line that ends with \\ goes on in the next one. Ctrl-C stops an answer.
 """

@@ -1,4 +1,4 @@
-"""Routes that say what is served, count tokens, and show metrics."""
+"""Routes that say what is served, count tokens and show metrics."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class DetokenizeBody(msgspec.Struct):
 
 
 def model_of(name: str, slot: Slot, created: int) -> dict[str, Any]:
-    """A model as /v1/models lists it."""
+    """Returns a model as /v1/models lists it."""
     served = slot.served
     found: dict[str, Any] = {
         "id": name,
@@ -80,7 +80,7 @@ async def metrics(server: Server, request: Request) -> Response:
 
 
 async def props(server: Server, request: Request) -> Response:
-    """How requests are answered that say nothing of it."""
+    """Returns the settings of requests that say nothing of them."""
     asked = request.query_params.get("model") or next(iter(server.models.slots))
     served = await server.models.get(asked)
     return reply(
@@ -120,7 +120,7 @@ async def apply_template(server: Server, request: Request) -> Response:
 
 
 def routes(server: Server, routed: Callable[..., Route]) -> list[Route]:
-    """These, on a server."""
+    """Returns these routes, on a server."""
     return [
         routed(server, "/v1/models", list_models, ["GET"]),
         routed(server, "/models", list_models, ["GET"]),

@@ -1,4 +1,5 @@
-"""One request under way: its prompt, its job, and what comes of it as pieces, for every API's form."""
+"""One request under way: its prompt, its job, and the pieces that come of it, in a form that serves every
+API."""
 
 from __future__ import annotations
 
@@ -27,12 +28,12 @@ KEEP_ALIVE = 15.0  # seconds without a piece, after which a stream says that it 
 
 @dataclass(frozen=True)
 class Silence:
-    """Nothing has come for KEEP_ALIVE seconds."""
+    """Says that nothing has come for KEEP_ALIVE seconds."""
 
 
 @dataclass
 class Usage:
-    """Tokens of a request; cached: those of its prompt that were not read again."""
+    """The tokens of a request. `cached` counts those of its prompt that were not read again."""
 
     prompt: int = 0
     cached: int = 0
@@ -42,7 +43,7 @@ class Usage:
 
 @dataclass
 class Whole:
-    """All pieces of an answer."""
+    """All pieces of an answer together."""
 
     reasoning: str = ""
     text: str = ""
@@ -58,8 +59,9 @@ class Whole:
 
 
 class Answer:
-    """Of `ask` by a model. After begin(), pieces() gives what comes; then reason is "stop", "stop_string",
-    "length" or "calls". However it ends, end() has to be called: a job that still runs is cancelled by it."""
+    """A model's answer to `ask`. After begin(), pieces() gives what comes; then `reason` is "stop",
+    "stop_string", "length" or "calls". However it ends, end() has to be called: it cancels a job that still
+    runs."""
 
     def __init__(self, model: Served, ask: Ask, watch: Watch):
         self.model, self.ask = model, ask
@@ -78,7 +80,7 @@ class Answer:
         self._logprobs: list[tuple[int, Logprobs]] = []
 
     async def begin(self) -> None:
-        """Makes the prompt and hands it to the engine. Refused: nothing of it runs."""
+        """Makes the prompt and hands it to the engine. Where it raises Refused, nothing runs."""
         prompt = await self._prompt()
         n_ctx, new = self.model.info.n_ctx, self.ask.max_tokens
         if not prompt:
@@ -131,7 +133,7 @@ class Answer:
         return ids
 
     def _grammar(self) -> Callable[[], Matcher] | None:
-        """What the text is held to. ArgumentError: a schema that cannot be."""
+        """Returns what the text is held to. Raises ArgumentError for a schema that no text can be held to."""
         ask, thinks = self.ask, self._parser.reasoning
         if ask.choice not in ("auto", "none"):
             tools = [tool for tool in ask.tools if ask.choice in ("required", tool.name)]
@@ -145,12 +147,12 @@ class Answer:
         return self.model.grammars.lark(lark)
 
     def take_logprobs(self) -> list[tuple[int, Logprobs]]:
-        """Tokens with their log-probabilities, of those that came since the last time."""
+        """Returns the tokens that came since the last call, with their log-probabilities."""
         taken, self._logprobs = self._logprobs, []
         return taken
 
     async def pieces(self) -> AsyncGenerator[Piece | Silence, None]:
-        """What comes, to the end. Refused: it failed."""
+        """Yields what comes, to the end. Raises Refused where the generation failed."""
         calls = 0
         while True:
             events = await self._next_events()
@@ -171,8 +173,8 @@ class Answer:
                 return
 
     async def _next_events(self) -> list[Event] | None:
-        """What happened since the last time; None: nothing for KEEP_ALIVE seconds. (asyncio.wait_for may
-        swallow a cancellation, wait does not.)"""
+        """Returns what happened since the last call, or None after KEEP_ALIVE seconds in which nothing did.
+        (asyncio.wait_for may swallow a cancellation; asyncio.wait does not.)"""
         if self._events.empty():
             getting = asyncio.ensure_future(self._events.get())
             try:
@@ -184,7 +186,7 @@ class Answer:
         return self._events.get_nowait()
 
     def _read(self, events: list[Event]) -> tuple[list[Piece], Event | None]:
-        """The pieces that events add, and the event that was the last of all."""
+        """Returns the pieces that events add, and the last event of all where it is among them."""
         pieces: list[Piece] = []
         last: Event | None = None
         for event in events:
@@ -245,7 +247,7 @@ class Answer:
         self._watch.ended(self, reason, seconds, self._first - self._began if self._first else None)
 
     def timings(self) -> dict[str, Any]:
-        """As llama.cpp's server gives them."""
+        """Returns the timings as llama.cpp's server gives them."""
         if self.finished is None:
             return {}
         stats, usage = self.finished.stats, self.usage

@@ -40,7 +40,7 @@ class MessagesBody(msgspec.Struct, kw_only=True):
 
 
 def messages_ask(body: MessagesBody) -> Ask:
-    """The request of a body. Refused: it asks for what is not there."""
+    """Returns the request of a body. Raises Refused where it asks for what is not there."""
     if not body.messages:
         raise refuse("messages: at least one is needed", "messages")
     if body.max_tokens is not None and body.max_tokens < 1:
@@ -74,13 +74,14 @@ def messages_ask(body: MessagesBody) -> Ask:
 
 
 def _system(system: str | list[dict[str, Any]] | None) -> str:
-    """One text, without what changes at each call."""
+    """Returns the system text as one, without what changes at each call."""
     blocks = [system] if isinstance(system, str) else [text_of([block], "system") for block in system or ()]
     return "\n".join(block for block in blocks if not block.startswith(BILLING))
 
 
 def _messages(message: Mapping[str, Any]) -> list[Message]:
-    """A message as templates take it: the answers of tools are messages of their own, before the text."""
+    """Returns a message as templates take it. The answers of tools are messages of their own, before the
+    text."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise refuse(f"{role!r} is no role", "messages")
@@ -129,7 +130,7 @@ def _choice(choice: Mapping[str, Any] | None, tools: list[Tool]) -> tuple[str, b
 
 
 def error_body(refused: Refused) -> dict[str, Any]:
-    """Anthropic's form of an error."""
+    """Returns Anthropic's form of an error."""
     message = refused.message
     if isinstance(refused, TooLong):  # clients know it by these words
         message = f"prompt is too long: {refused.tokens} tokens > {refused.most} maximum"
@@ -138,7 +139,7 @@ def error_body(refused: Refused) -> dict[str, Any]:
 
 
 class MessagesForm(Form):
-    """Of /v1/messages."""
+    """The form of /v1/messages."""
 
     def __init__(self, answer: Answer):
         super().__init__(answer)

@@ -30,7 +30,7 @@ ErrorBody = Callable[[Refused], dict[str, Any]]
 
 
 class Form(Protocol):
-    """How an API says an answer."""
+    """How an API spells an answer."""
 
     media_type: str
 
@@ -44,8 +44,9 @@ class Form(Protocol):
 
 @dataclass(frozen=True)
 class Access:
-    """Who may ask. keys: any of them; none: everyone. hosts: names of this machine that a request may be for,
-    which keeps web pages out that rebind a name; none: any."""
+    """Who may ask. `keys` holds the keys of which any is enough; empty, everyone may ask. `hosts` holds the
+    names of this machine that a request may be for, which keeps out web pages that rebind a name; empty, any
+    name will do."""
 
     keys: tuple[str, ...] = ()
     hosts: tuple[str, ...] = LOOPBACK
@@ -61,7 +62,7 @@ class Server:
     async def answer(
         self, request: Request, ask: Ask, form: Callable[[Answer], Form], error_body: ErrorBody
     ) -> Response:
-        """The response to an ask."""
+        """Returns the response to an ask."""
         if not ask.model:
             ask = replace(ask, model=self.models.name_of(""))
         answer = Answer(await self.models.get(ask.model), ask, self.watch)
@@ -94,7 +95,8 @@ async def _collect(answer: Answer) -> Whole:
 
 
 async def _stream(answer: Answer, form: Form) -> AsyncIterator[bytes]:
-    """The events of an answer, of which one is always the last; the client's going cancels it."""
+    """Yields the events of an answer, of which one is always the last. Where the client goes away, the
+    answer is cancelled."""
     try:
         for event in form.begin():
             yield event
@@ -116,7 +118,7 @@ async def _stream(answer: Answer, form: Form) -> AsyncIterator[bytes]:
 
 
 async def _or_gone(request: Request, work: Awaitable[Whole]) -> Whole:
-    """The result of `work`, unless the client goes before."""
+    """Returns the result of `work`, unless the client goes away before."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_gone(request))
     try:
@@ -147,7 +149,7 @@ Handler = Callable[[Server, Request], Awaitable[Response]]
 def routed(
     server: Server, path: str, handler: Handler, methods: list[str], error_body: ErrorBody = openai.error_body
 ) -> Route:
-    """A route whose refusals have the form of its API."""
+    """Makes a route whose refusals have the form of its API."""
 
     async def endpoint(request: Request) -> Response:
         try:
@@ -206,7 +208,7 @@ async def count_tokens(server: Server, request: Request) -> Response:
 
 
 class Guarded:
-    """Turns away who has no key, and web pages of other sites."""
+    """Turns away requests without a key and web pages of other sites."""
 
     def __init__(self, app: ASGIApp, access: Access):
         self._app = app
@@ -241,14 +243,14 @@ class Guarded:
 
 
 def _host(name: str) -> str:
-    """Without its port: "[::1]:8080" is "::1"."""
+    """Returns the host without its port: "[::1]:8080" gives "::1"."""
     if name.startswith("["):
         return name[1:].partition("]")[0]
     return name.partition(":")[0].lower()
 
 
 def make_app(models: Models, watch: Watch, access: Access) -> ASGIApp:
-    """The application; it closes the models at its end."""
+    """Returns the application, which closes the models at its end."""
     server = Server(models, watch)
 
     @asynccontextmanager

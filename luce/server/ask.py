@@ -1,4 +1,4 @@
-"""What a request asks for, whatever API it came by, and how it is refused."""
+"""Says what a request asks for, whatever API it came by, and how it is refused."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ EFFORTS = {
 
 
 class Refused(Exception):
-    """A request that is not answered. status: HTTP's; kind: "invalid", "too_long", "not_found", "busy",
-    "auth", "forbidden", "too_large" or "failed", which each API names in its own way; param: the field that
-    is to blame."""
+    """A request that is not answered. `status` is HTTP's. `kind` is "invalid", "too_long", "not_found",
+    "busy", "auth", "forbidden", "too_large" or "failed", which each API names in its own way. `param` is the
+    field that is to blame."""
 
     def __init__(
         self, status: int, message: str, kind: str = "invalid", param: str | None = None, retry_after: int = 0
@@ -27,7 +27,7 @@ class Refused(Exception):
 
 
 class TooLong(Refused):
-    """The prompt is longer than the context; clients take older messages out of it, or sum them up."""
+    """The prompt is longer than the context. Clients then drop older messages or sum them up."""
 
     def __init__(self, tokens: int, most: int):
         said = f"This model's maximum context length is {most} tokens, and the prompt has {tokens} tokens."
@@ -36,13 +36,13 @@ class TooLong(Refused):
 
 
 def refuse(message: str, param: str | None = None) -> Refused:
-    """The request asks for what cannot be, or not here."""
+    """Returns the refusal of a request that asks for what cannot be done, or not here."""
     return Refused(400, message, param=param)
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the model may call. parameters: a JSON schema."""
+    """A function that the model may call. `parameters` is a JSON schema."""
 
     name: str
     parameters: Mapping[str, Any]
@@ -51,19 +51,22 @@ class Tool:
 
     @property
     def as_template(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """Returns the tool as chat templates take it."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One request. prompt: raw text or tokens, or None where `messages` are to be put into the chat template,
-    each {"role", "content", ...} as templates take them; variables: of the template beside these. sampling:
-    the fields that were given, by their names in structs.Sampling. choice: of tools, "auto", "none",
-    "required", or the name of one. schema: what the text has to be as JSON, {} for any object, None for text.
-    logprobs: how many alternatives to list for each token, None: not even its own. ignore_eos: as
-    plan.Request has it. max_tokens None: until the context is full."""
+    """One request. `prompt` is raw text or tokens, or None where `messages` are to be put into the chat
+    template, each {"role", "content", ...} as templates take them. `variables` are the template's own beside
+    these. `sampling` has the fields that were given, by their names in structs.Sampling.
+
+    `choice` of tools is "auto", "none", "required" or the name of one. `schema` is what the text has to be
+    as JSON: {} for any object, None for text. `logprobs` is how many alternatives to list for each token;
+    None lists not even its own. `ignore_eos` is as in plan.Request. `max_tokens` None means until the
+    context is full.
+    """
 
     model: str
     messages: Sequence[Message] = ()
@@ -83,7 +86,7 @@ class Ask:
 
 
 def text_of(content: Any, param: str, between: str = "") -> str:
-    """The text of a message's content: a string, or a list of parts, of which none may be but text."""
+    """Returns the text of a message's content: a string, or a list of parts, which all have to be text."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -101,7 +104,7 @@ def text_of(content: Any, param: str, between: str = "") -> str:
 
 
 def arguments_of(text: Any) -> dict[str, Any]:
-    """A call's arguments as templates take them; what is no JSON object is kept as one value."""
+    """Returns a call's arguments as templates take them. What is no JSON object is kept as one value."""
     if isinstance(text, Mapping):
         return dict(text)
     try:
@@ -112,14 +115,14 @@ def arguments_of(text: Any) -> dict[str, Any]:
 
 
 def call_of(name: str, arguments: Any, id: str | None = None) -> dict[str, Any]:
-    """A call of an assistant's message, as templates take it."""
+    """Returns a call of an assistant's message, as templates take it."""
     function = {"name": name, "arguments": arguments_of(arguments)}
     return {"id": id or "", "type": "function", "function": function}
 
 
 def ordered(messages: Sequence[Message]) -> list[Message]:
-    """Messages that templates accept: one system message, the first; what comes later of it is a user's,
-    where it stands, so that the beginning of a prompt stays what it was."""
+    """Returns the messages in an order that templates accept: one system message, which is the first. Later
+    ones become a user's where they stand, so that the beginning of a prompt stays what it was."""
     system = []
     rest = list(messages)
     while rest and rest[0]["role"] in ("system", "developer"):
@@ -134,7 +137,7 @@ def ordered(messages: Sequence[Message]) -> list[Message]:
 
 
 def thinking(effort: str | None, enable: bool | None = None) -> dict[str, Any]:
-    """A template's variables of how much to think."""
+    """Returns a template's variables that say how much to think."""
     found: dict[str, Any] = {}
     if effort == "none":
         enable = False

@@ -1,4 +1,4 @@
-"""Bodies of requests, bounded and typed, and of answers."""
+"""Reads the bodies of requests, bounded and typed, and makes those of answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ B = TypeVar("B", bound=msgspec.Struct)
 
 
 async def read(request: Request, kind: type[B]) -> B:
-    """The body as its type. Refused: it is too large, too deep, no JSON, or of another form."""
+    """Returns the body as its type. Raises Refused where it is too large, too deep, no JSON, or of another
+    form."""
     raw = bytearray()
     async for chunk in request.stream():
         raw += chunk

@@ -1,12 +1,13 @@
-"""Beginnings of prompts that are kept, so that a prompt is read from where it differs from all before it.
+"""Keeps beginnings of prompts, so that a prompt is read only from where it differs from all before it.
 
-Kept are checkpoints, which the core can make at ends of chunks. They are made where they will be met again:
-before the first message of a user, after the last one, at the end of the prompt, every 4096 tokens. Each lies
-on the device (sharing pages with others), in host memory, or as a file (disk.py). Where room lacks, that one
-goes which saves least: the tokens that would have to be read again without it, fewer the longer it was not
-met, by its bytes.
+It keeps checkpoints, which the core can make at ends of chunks. They are made where they will be met again:
+before the first message of a user, after the last one, at the end of the prompt, and every 4096 tokens. Each
+lies on the device (sharing pages with others), in host memory, or as a file (disk.py).
 
-A prompt is resumed by its tokens, never by a hash, and from ends of chunks alone: the answer has the same
+Where room lacks, the checkpoint goes whose bytes save least. What it saves are the tokens that would have to
+be read again without it, and it counts less the longer it was not met.
+
+A prompt is resumed by its tokens, never by a hash, and from ends of chunks alone. So the answer has the same
 bits. Everything here runs in the engine's thread.
 """
 
@@ -30,8 +31,8 @@ PAGE = 256  # positions: LUCE_PAGE
 
 @dataclass(eq=False)
 class Kept:
-    """The beginning of a prompt. checkpoint None: it is in a file alone; met: the number of the prompt that
-    last began with it."""
+    """A kept beginning of a prompt. Where `checkpoint` is None it is in a file alone. `met` is the number of
+    the last prompt that began with it."""
 
     tokens: np.ndarray  # (n,) int32
     size: int  # bytes, in host memory or in a file
@@ -47,8 +48,9 @@ class Kept:
 
 
 class PrefixCache:
-    """Of one engine. host_bytes: of checkpoints in host memory, at most; disk: where they outlive the
-    process. hits, queries: tokens of prompts that were not read again, and of all prompts."""
+    """The kept beginnings of one engine. `host_bytes` bounds the checkpoints in host memory. `disk` is where
+    they outlive the process. `hits` counts the tokens of prompts that were not read again, and `queries`
+    those of all prompts."""
 
     def __init__(
         self, engine: Engine, tokenizer: Tokenizer, host_bytes: int = 0, disk: DiskCache | None = None
@@ -68,7 +70,8 @@ class PrefixCache:
     # ---- what a generation asks (generation.Prefixes)
 
     def resume(self, sequence: Sequence, prompt: tuple[int, ...]) -> int:
-        """Brings the sequence to the end of the longest beginning that is kept, or empties it: its tokens."""
+        """Brings the sequence to the end of the longest beginning that is kept, or empties it. Returns the
+        number of its tokens."""
         tokens = np.asarray(prompt, np.int32)
         self._prompts += 1
         self._wanted = {each: at for each, at in self._wanted.items() if each.is_open}
@@ -87,7 +90,8 @@ class PrefixCache:
         return 0
 
     def reached(self, sequence: Sequence, prompt: tuple[int, ...]) -> None:
-        """The sequence is at the end of a whole chunk of `prompt`: keeps that, where it will be met again."""
+        """Says that the sequence is at the end of a whole chunk of `prompt`, which is kept where it will be
+        met again."""
         n_past = sequence.info.n_past
         if n_past not in self._wanted.get(sequence, ()):
             return
@@ -125,7 +129,7 @@ class PrefixCache:
         return bool(self._unsaved)
 
     def work(self) -> None:
-        """Hands one checkpoint to the thread that writes files, if that waits for one."""
+        """Hands one checkpoint that waits for it to the thread that writes files."""
         if self._disk is None or not self._unsaved or self._disk.busy:
             return
         kept = self._unsaved.pop(0)
@@ -135,13 +139,13 @@ class PrefixCache:
             self._forget_files()
 
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """By place: how many, and their bytes."""
+        """Returns for each place how many checkpoints it holds, and their bytes."""
         places = {"device": self._on_device(), "host": self._on_host()}
         places["disk"] = [kept for kept in self._kept if kept.path]
         return {name: (len(each), sum(kept.size for kept in each)) for name, each in places.items()}
 
     def close(self) -> None:
-        """Drops all but the files."""
+        """Drops all checkpoints but the files."""
         for kept in self._kept:
             if kept.checkpoint:
                 kept.checkpoint.close()
@@ -158,16 +162,17 @@ class PrefixCache:
         return [kept for kept in self._kept if kept.checkpoint and not kept.on_device]
 
     def _saves(self, kept: Kept) -> int:
-        """Tokens that would be read again without it."""
+        """Returns how many tokens would be read again without it."""
         shorter = (len(other.tokens) for other in self._kept if other.begins(kept.tokens))
         return len(kept.tokens) - max(shorter, default=0)
 
     def _worth(self, kept: Kept) -> float:
-        """What it saves, less the longer it was not met."""
+        """Returns what it saves, less the longer it was not met."""
         return self._saves(kept) / (1 + self._prompts - kept.met)
 
     def _restore(self, kept: Kept, sequence: Sequence) -> None:
-        """The sequence at its end; the checkpoint on the device, where others share it, if there is room."""
+        """Puts the sequence at its end. If there is room, the checkpoint goes to the device, where others
+        share it."""
         self._held = kept
         try:
             checkpoint = kept.checkpoint = kept.checkpoint or self._loaded(kept)
@@ -198,7 +203,7 @@ class PrefixCache:
         return checkpoint
 
     def _free_slot(self) -> None:
-        """Room for one more checkpoint on the device."""
+        """Makes room for one more checkpoint on the device."""
         if self._engine.info.n_checkpoints == 0:
             raise OutOfMemory("the engine keeps no checkpoints on the device")
         on_device = self._on_device()
@@ -206,7 +211,7 @@ class PrefixCache:
             self._leave_device(min(on_device, key=self._worth))
 
     def _leave_device(self, kept: Kept) -> None:
-        """To host memory, if it is worth its bytes there."""
+        """Moves it to host memory, if it is worth its bytes there."""
         kept.on_device = False
         try:
             worth_a_copy = MOVED * self._saves(kept) >= len(kept.tokens)
@@ -218,7 +223,8 @@ class PrefixCache:
         self._drop(kept)
 
     def _fit_host(self, new: Kept | None) -> bool:
-        """Keeps checkpoints in host memory to its bytes: False where `new` is worth least of all."""
+        """Keeps checkpoints in host memory within its bytes. Returns False where `new` is worth least of
+        all."""
         others = [kept for kept in self._on_host() if kept is not new]
         total = sum(kept.size for kept in others) + (new.size if new else 0)
         if new and new.size > self._host_bytes:
@@ -235,7 +241,7 @@ class PrefixCache:
         return total <= self._host_bytes
 
     def _drop(self, kept: Kept) -> None:
-        """Out of memory; what is in a file too stays there."""
+        """Frees its memory; what is in a file too stays there."""
         if kept.checkpoint:
             kept.checkpoint.close()
         kept.checkpoint, kept.on_device = None, False
@@ -243,7 +249,7 @@ class PrefixCache:
             self._kept.remove(kept)
 
     def _forget_files(self) -> None:
-        """Those that the bound of the files took away."""
+        """Forgets those whose files went for the bound on files."""
         assert self._disk is not None
         for kept in list(self._kept):
             if kept.path and not self._disk.has(kept.path):
@@ -260,9 +266,9 @@ class Turns:
         self._begin = tokenizer.control.get("<|im_start|>")
 
     def positions(self, prompt: tuple[int, ...], n_chunk: int) -> frozenset[int]:
-        """Ends of chunks, at or before: the first user's message, the end of the last one's that is no tool's
-        answer (templates write thoughts after it, and drop older ones), the end of the prompt; and every
-        EVERY tokens."""
+        """Returns where checkpoints are worth making, rounded down to ends of chunks: before the first
+        message of a user, after the last one that is no tool's answer (templates write thoughts after it,
+        and drop older ones), at the end of the prompt, and every EVERY tokens."""
         begins = [at for at, token in enumerate(prompt) if token == self._begin] if self._begin else []
         users = [at for at, begin in enumerate(begins) if self._is_user(prompt[begin + 1 : begin + 8])]
         ends = {len(prompt), *range(EVERY, len(prompt), EVERY)}

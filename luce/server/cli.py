@@ -28,7 +28,7 @@ MAX_HEADERS = 64 << 10  # bytes of a request's head
 
 
 def named_paths(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, Path]:
-    """name=path, or a path alone, whose name is its file's."""
+    """Splits name=path. A path alone is named as its file."""
     found: dict[str, Path] = {}
     for value in values:
         name, equals, path = value.partition("=")
@@ -183,7 +183,7 @@ def serve(models: Mapping[str, Path], hf: str | None, **flags: Any) -> None:
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A socket that listens there, before anything is loaded."""
+    """Returns a socket that listens there, before anything is loaded."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
@@ -193,7 +193,7 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 def contradiction(models: Mapping[str, Path], flags: Mapping[str, Any]) -> str | None:
-    """What is wrong with flags that exclude each other."""
+    """Says what is wrong with flags that exclude each other."""
     if flags["alias"] and len(models) > 1:
         return "--alias names one model: give names as --gguf NAME=PATH"
     if flags["keys"] and flags["no_auth"]:
@@ -208,7 +208,7 @@ def contradiction(models: Mapping[str, Path], flags: Mapping[str, Any]) -> str |
 
 
 def settings_of(flags: Mapping[str, Any]) -> Settings:
-    """How the flags say that models are served."""
+    """Returns how the flags say that models are served."""
     options = Options(
         device=flags["device"],
         ctx=flags["ctx"],
@@ -236,7 +236,7 @@ def settings_of(flags: Mapping[str, Any]) -> Settings:
 
 
 class Listener(uvicorn.Server):
-    """uvicorn, which says where it listens, and ends requests that run when it is to end."""
+    """Is uvicorn's server, which also says where it listens, and ends running requests when it is to end."""
 
     def __init__(self, app: Any, models: Models, flags: Mapping[str, Any]):
         super().__init__(
@@ -273,6 +273,6 @@ class Listener(uvicorn.Server):
                 click.echo(f"luce serves {names} at http://{shown}:{port}", err=True)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """Ctrl-C: what runs ends now, and its clients are told."""
+        """Handles Ctrl-C: what runs ends now, and its clients are told."""
         self._models.stop()
         super().handle_exit(sig, frame)

@@ -41,7 +41,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Call:
-    """A whole call; arguments: a JSON object."""
+    """A whole call of a tool. `arguments` is a JSON object."""
 
     name: str
     arguments: str
@@ -51,8 +51,8 @@ Piece = Reasoning | Text | Call
 
 
 class Parser:
-    """Text in, pieces out. tools: the JSON schemas of the declared functions' parameters, by name; without
-    any, calls are text. reasoning: whether the prompt ends within `<think>`."""
+    """Takes text and returns pieces. `tools` has the JSON schemas of the declared functions' parameters by
+    name; without any, calls are text. `reasoning` says whether the prompt ends within `<think>`."""
 
     def __init__(self, tools: Mapping[str, Any] | None = None, reasoning: bool = False):
         self._tools = dict(tools or {})
@@ -71,12 +71,12 @@ class Parser:
         return self._reasoning
 
     def push(self, text: str) -> list[Piece]:
-        """The pieces that are now certain."""
+        """Returns the pieces that are now certain."""
         self._text += text
         return list(self._drain(final=False))
 
     def flush(self) -> list[Piece]:
-        """What is left once the text has ended."""
+        """Returns what is left once the text has ended."""
         pieces = list(self._drain(final=True))
         if self._blank and not self._reasoning and (self._said or not self._trim):
             pieces.append(Text(self._blank))

@@ -1,8 +1,8 @@
-"""Checkpoints as files: they outlive the process, and a bound keeps them small.
+"""Keeps checkpoints as files: they outlive the process, and a bound keeps them small.
 
-A file is written under another name and then renamed, so that a process that is killed leaves a whole file or
-none. Its tokens come first, for who looks for a beginning; the rest is the core's, with a checksum that it
-checks.
+A file is written under another name and then renamed, so that a process that is killed leaves a whole file
+or none. Its tokens come first, since a search for a beginning reads them alone. The rest is the core's, with
+a checksum that the core verifies.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ SUFFIX = ".prefix"
 
 
 class DiskCache:
-    """A folder of one model's checkpoints, `max_bytes` in all; one thread writes. key: what the checkpoints
-    depend on beside their tokens."""
+    """A folder of one model's checkpoints, with at most `max_bytes` in all. One thread writes. `key` says
+    what the checkpoints depend on beside their tokens."""
 
     def __init__(self, folder: Path, key: str, max_bytes: int):
         self._folder = folder / hashlib.sha256(key.encode()).hexdigest()[:16]
@@ -45,11 +45,11 @@ class DiskCache:
 
     @property
     def busy(self) -> bool:
-        """Whether the thread has not begun with what it was given last."""
+        """Whether the thread has still to begin with what it was given last."""
         return self._work.full()
 
     def found(self) -> Iterator[tuple[np.ndarray, Path, int]]:
-        """Tokens, path and bytes of each file; what is none of ours is passed by."""
+        """Yields the tokens, path and bytes of each file. Other files in the folder are passed by."""
         for path in sorted(self._folder.glob(f"*{SUFFIX}")):
             with suppress(OSError, FileError, ValueError), path.open("rb") as file:
                 tokens = _read_tokens(file.read(_HEAD.size), file.read)
@@ -57,14 +57,15 @@ class DiskCache:
                     yield tokens, path, path.stat().st_size
 
     def write(self, tokens: np.ndarray, data: bytes) -> Path:
-        """The path that the file will have; it is written later, or not at all."""
+        """Returns the path that the file will have. It is written later, or not at all."""
         path = self._folder / _name(tokens)
         self._written[path] = True
         self._work.put((path, tokens, data))
         return path
 
     def read(self, path: Path, tokens: np.ndarray) -> bytes:
-        """The checkpoint of a file. FileError: it is not there, or not of these tokens."""
+        """Returns the checkpoint of a file. Raises FileError where it is not there, or not of these tokens.
+        """
         try:
             with path.open("rb") as file:
                 found = _read_tokens(file.read(_HEAD.size), file.read)
@@ -77,7 +78,7 @@ class DiskCache:
         return data
 
     def has(self, path: Path) -> bool:
-        """Whether it is there, or will be."""
+        """Says whether the file is there, or will be."""
         return path.exists() or self._written.get(path, False)
 
     def remove(self, path: Path) -> None:
@@ -85,7 +86,7 @@ class DiskCache:
             path.unlink()
 
     def close(self) -> None:
-        """After what it was given is written."""
+        """Ends once everything that it was given is written."""
         self._work.put(None)
         self._thread.join()
 
@@ -108,7 +109,7 @@ class DiskCache:
             self._written[path] = False
 
     def _bound(self, newest: Path) -> None:
-        """Removes what was used longest ago, until the rest is within the bound."""
+        """Removes the files that were used longest ago, until the rest is within the bound."""
         files = []
         for path in self._folder.glob(f"*{SUFFIX}"):
             with suppress(OSError):

@@ -1,4 +1,4 @@
-"""What an answer is held to: JSON of a schema, or calls of tools, as grammars in llguidance's Lark."""
+"""Makes the grammars that an answer is held to, JSON of a schema or calls of tools, in llguidance's Lark."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ _THOUGHT = 'thought[suffix="</think>"]: /(?s:.*)/\n'
 
 
 def json_grammar(schema: dict[str, Any], thinks: bool) -> str:
-    """A JSON text of a schema, {} for any object. thinks: after thoughts that the prompt has begun."""
+    """Returns the grammar of JSON texts of a schema; {} is any object. `thinks` puts thoughts that the
+    prompt has begun before them."""
     held = schema or {"type": "object"}
     before = 'thought "\\n\\n"? ' if thinks else ""
     return f"start: {before}json\n{_THOUGHT if thinks else ''}json: {_json(held)}\n"
 
 
 def call_grammar(tools: Sequence[Tool], thinks: bool, required: bool, many: bool) -> str:
-    """Text with calls of tools, each as the dialect spells it; where `required`, at least one, and at once
-    (after thoughts, if the prompt has begun some). many: more than one may follow."""
+    """Returns the grammar of text with calls of tools, each as the dialect spells it. Where `required`,
+    there is at least one, and at once (after thoughts, if the prompt has begun some). `many` allows more
+    than one."""
     rules = []
     for at, tool in enumerate(tools):
         rules.append(_function(f"f{at}", tool))
@@ -40,8 +42,8 @@ def call_grammar(tools: Sequence[Tool], thinks: bool, required: bool, many: bool
 
 
 def _function(rule: str, tool: Tool) -> str:
-    """The rules of one tool: its parameters in the order of its schema, those that are not required may
-    lack."""
+    """Returns the rules of one tool. Its parameters come in the order of its schema; those that are not
+    required may be left out."""
     properties = tool.parameters.get("properties") or {}
     required = tool.parameters.get("required") or ()
     parts, rules = [], ""
@@ -54,7 +56,7 @@ def _function(rule: str, tool: Tool) -> str:
 
 
 def _value(schema: Any, tool: Tool) -> str:
-    """A parameter's value and its end."""
+    """Returns the rule of a parameter's value and its end."""
     end = _text("\n</parameter>\n")
     schema = schema if isinstance(schema, dict) else {}
     choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
@@ -76,5 +78,5 @@ def _json(schema: dict[str, Any]) -> str:
 
 
 def _text(text: str) -> str:
-    """A literal."""
+    """Returns a literal."""
     return json.dumps(text, ensure_ascii=False)

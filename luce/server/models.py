@@ -1,4 +1,5 @@
-"""The models that are served: each has an engine, loaded at first use, unloaded when another needs memory."""
+"""The models that are served. Each has an engine, is loaded at first use, and is unloaded when another needs
+memory."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ KEYS = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min
 
 @dataclass(frozen=True)
 class Settings:
-    """How each model is served. host_bytes None: a quarter of the memory that is free."""
+    """How each model is served. `host_bytes` None is a quarter of the memory that is free."""
 
     options: Options = field(default_factory=Options)
     head: Path | None = None
@@ -45,7 +46,7 @@ class Settings:
 
 
 class Served:
-    """A model that is loaded: files, engine, its thread, its cache. Raises what opening does."""
+    """A model that is loaded: its files, engine, thread and cache. Raises what opening them raises."""
 
     def __init__(self, path: Path, settings: Settings):
         with ExitStack() as opened:
@@ -77,7 +78,7 @@ class Served:
             self._opened = opened.pop_all()
 
     async def prompt(self, ask: Ask) -> list[int]:
-        """The tokens of a conversation. Refused: there is no template, or it fails."""
+        """Returns the tokens of a conversation. Raises Refused where there is no template, or it fails."""
         template = self.template
         if template is None:
             raise Refused(400, "the model has no chat template: ask /v1/completions")
@@ -89,11 +90,11 @@ class Served:
         return await self.in_thread(make)
 
     async def encode(self, text: str, add_bos: bool = True) -> list[int]:
-        """The tokens of plain text."""
+        """Returns the tokens of plain text."""
         return await self.in_thread(lambda: self.tokenizer.encode(text, special=False, add_bos=add_bos))
 
     async def in_thread(self, make: Callable[[], T]) -> T:
-        """What takes a while, one at a time. Refused: it failed."""
+        """Runs what takes a while in a thread, one call at a time. Raises Refused where it failed."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._prompts, make)
         except LuceError as error:
@@ -105,8 +106,8 @@ class Served:
 
 
 def _with_defaults(files: Files, options: Options) -> Options:
-    """What nobody asked for: as long a context as was trained and fits, within reason, and chunks that are
-    short enough for others to go on between them."""
+    """Fills in what nobody asked for: as long a context as was trained and fits, within reason, and chunks
+    that are short enough for others to go on between them."""
     if options.chunk is None:
         gpu = _native.default().devices()[0].is_gpu if options.device is None else options.device != "cpu"
         options = replace(options, chunk=GPU_CHUNK if gpu else CPU_CHUNK)
@@ -122,13 +123,13 @@ def _with_defaults(files: Files, options: Options) -> Options:
 
 
 def _sampling(kv: Mapping[str, Any]) -> dict[str, Any]:
-    """The file's own sampling, else what Qwen recommends."""
+    """Returns the file's own sampling, else what Qwen recommends."""
     found = {name: kv.get(f"general.sampling.{key}", RECOMMENDED[name]) for name, key in KEYS.items()}
     return {name: type(RECOMMENDED[name])(value) for name, value in found.items()}
 
 
 def _disk(engine: Engine, files: Files, settings: Settings) -> DiskCache | None:
-    """The folder of this file's checkpoints; one for each way in which they differ."""
+    """Returns the folder of this file's checkpoints. There is one for each way in which they differ."""
     if settings.cache_dir is None:
         return None
     layout = [(tensor.name, tensor.type, tensor.shape) for tensor in files.file.tensors]
@@ -145,7 +146,7 @@ def _disk(engine: Engine, files: Files, settings: Settings) -> DiskCache | None:
 
 
 def _free_memory() -> int:
-    """Bytes of host memory that can be had."""
+    """Returns the bytes of host memory that can be had."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -157,7 +158,7 @@ def _free_memory() -> int:
 
 @dataclass
 class Slot:
-    """A model by its name, loaded or not. used: when it was asked last, by the clock of day."""
+    """A model by its name, loaded or not. `used` is the time of day when it was asked last."""
 
     path: Path
     served: Served | None = None
@@ -165,7 +166,7 @@ class Slot:
 
 
 class Models:
-    """Models by their names. A single one answers to every name."""
+    """Holds models by their names. A single one answers to every name."""
 
     def __init__(self, paths: Mapping[str, Path], settings: Settings):
         self.slots = {name: Slot(path) for name, path in paths.items()}
@@ -173,7 +174,7 @@ class Models:
         self._loading = asyncio.Lock()
 
     def name_of(self, asked: str) -> str:
-        """The name that a request means. Refused: it means none."""
+        """Returns the name that a request means. Raises Refused where it means none."""
         if asked in self.slots:
             return asked
         if len(self.slots) == 1:
@@ -187,7 +188,8 @@ class Models:
         raise Refused(404, f"model {asked!r} is not served here: {known}", "not_found", "model")
 
     async def get(self, asked: str) -> Served:
-        """The model of a request, loaded. Refused: there is no such one, or it cannot be loaded now."""
+        """Returns the model of a request, loaded. Raises Refused where there is none of that name, or it
+        cannot be loaded now."""
         slot = self.slots[self.name_of(asked)]
         slot.used = time.time()
         if slot.served is None:
@@ -197,7 +199,8 @@ class Models:
         return slot.served
 
     async def _load(self, slot: Slot) -> Served:
-        """Unloads others, those that were used longest ago first, as long as memory lacks."""
+        """Loads a model. As long as memory lacks, it unloads others, those that were used longest ago first.
+        """
         while True:
             try:
                 return await asyncio.to_thread(Served, slot.path, self._settings)
@@ -217,13 +220,13 @@ class Models:
                 raise Refused(500, str(error), "failed") from error
 
     def stop(self) -> None:
-        """Ends what runs, soon; from a signal handler too."""
+        """Ends what runs, soon. It may be called from a signal handler."""
         for slot in self.slots.values():
             if slot.served is not None:
                 slot.served.scheduler.stop()
 
     def close(self) -> None:
-        """Unloads all."""
+        """Unloads all models."""
         for slot in self.slots.values():
             served, slot.served = slot.served, None
             if served is not None:

@@ -1,4 +1,4 @@
-"""Ollama's API: /api/chat and /api/generate as lines of JSON, and what it says about models."""
+"""Ollama's API: /api/chat and /api/generate as lines of JSON, and the routes that describe models."""
 
 from __future__ import annotations
 
@@ -110,12 +110,12 @@ def _message(message: dict[str, Any]) -> Message:
 
 
 def error_body(refused: Refused) -> dict[str, Any]:
-    """Ollama's form of an error."""
+    """Returns Ollama's form of an error."""
     return {"error": refused.message}
 
 
 class LinesForm(Form):
-    """Of /api/chat, and of /api/generate, which puts the text into `response`."""
+    """The form of /api/chat, and of /api/generate, which puts the text into `response`."""
 
     media_type = "application/x-ndjson"
 
@@ -268,5 +268,5 @@ async def version(server: Server, request: Request) -> Response:
 
 
 async def alive(server: Server, request: Request) -> Response:
-    """What Ollama's clients ask first."""
+    """Answers what Ollama's clients ask first."""
     return Response("Ollama is running", media_type="text/plain")

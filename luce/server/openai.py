@@ -80,7 +80,7 @@ class CompletionBody(Sampled, kw_only=True):
 
 
 def sampling_of(body: Sampled) -> dict[str, Any]:
-    """The fields of structs.Sampling that are given."""
+    """Returns the fields of structs.Sampling that are given."""
     if body.n not in (None, 1):
         raise refuse("n: one answer for a request; send as many requests", "n")
     found = within(
@@ -92,7 +92,7 @@ def sampling_of(body: Sampled) -> dict[str, Any]:
 def penalties_of(
     presence: float | None, frequency: float | None, repetition: float | None, bias: Any = None
 ) -> dict[str, Any]:
-    """The fields of structs.Penalties that are given."""
+    """Returns the fields of structs.Penalties that are given."""
     found = within(presence=presence, frequency=frequency, repetition=repetition)
     if bias:
         try:
@@ -113,7 +113,7 @@ RANGES = {"temperature": (0, 100), "top_p": (0, 1), "top_k": (-1, 2**31 - 1), "m
 
 
 def within(**given: float | None) -> dict[str, Any]:
-    """The fields of structs.Sampling that are given. Refused: one is out of its range."""
+    """Returns the fields of structs.Sampling that are given. Raises Refused where one is out of its range."""
     found: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     for name, value in found.items():
         low, high = RANGES[name]
@@ -135,7 +135,7 @@ def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:
 
 
 def length_of(*given: int | None) -> int | None:
-    """The first length that is given; -1 is none."""
+    """Returns the first length that is given; -1 counts as none."""
     value = next((each for each in given if each is not None), None)
     if value is not None and value < -1:
         raise refuse(f"max_tokens is {value}", "max_tokens")
@@ -143,7 +143,7 @@ def length_of(*given: int | None) -> int | None:
 
 
 def schema_of(form: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What response_format asks for: a JSON schema, {} for any object, None for text."""
+    """Returns what response_format asks for: a JSON schema, {} for any object, None for text."""
     kind = (form or {}).get("type", "text")
     if kind == "text":
         return None
@@ -176,7 +176,7 @@ def tool_of(function: dict[str, Any]) -> Tool:
 
 
 def choice_of(choice: str | dict[str, Any] | None, tools: list[Tool]) -> str:
-    """auto, none, required, or the name of a tool."""
+    """Returns "auto", "none", "required", or the name of a tool."""
     if isinstance(choice, dict):
         function = choice.get("function")
         name = function.get("name") if isinstance(function, dict) else choice.get("name")
@@ -191,7 +191,7 @@ def choice_of(choice: str | dict[str, Any] | None, tools: list[Tool]) -> str:
 
 
 def message_of(message: ChatMessage) -> Message:
-    """As templates take it."""
+    """Returns a message as templates take it."""
     if message.role not in ("system", "developer", "user", "assistant", "tool", "function"):
         raise refuse(f"{message.role!r} is no role", "messages")
     found: Message = {"role": message.role, "content": text_of(message.content, "messages")}
@@ -213,7 +213,7 @@ def message_of(message: ChatMessage) -> Message:
 
 
 def error_body(refused: Refused) -> dict[str, Any]:
-    """OpenAI's form of an error."""
+    """Returns OpenAI's form of an error."""
     kind = KINDS.get(refused.kind, "invalid_request_error" if refused.status < 500 else "server_error")
     code = CODES.get(refused.kind)
     return {"error": {"message": refused.message, "type": kind, "param": refused.param, "code": code}}
@@ -236,7 +236,7 @@ def usage_of(answer: Answer) -> dict[str, Any]:
 
 
 class Form:
-    """What the answers of an API have in common: whole(), or events as bytes."""
+    """What the answers of an API have in common: whole() is one body, the others give events as bytes."""
 
     media_type = "text/event-stream"
 
@@ -244,25 +244,25 @@ class Form:
         self.answer = answer
 
     def sse(self, data: Any, event: str | None = None) -> bytes:
-        """One event of a stream."""
+        """Returns one event of a stream."""
         head = f"event: {event}\n".encode() if event else b""
         return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
 
     def begin(self) -> Iterator[bytes]:
-        """Before all pieces."""
+        """Returns the events before all pieces."""
         return iter(())
 
     def end(self) -> Iterator[bytes]:
-        """After all pieces."""
+        """Returns the events after all pieces."""
         return iter(())
 
     def silence(self) -> bytes:
-        """That the stream lives."""
+        """Returns what tells the client that the stream lives."""
         return b": keep-alive\n\n"
 
 
 class ChatForm(Form):
-    """Of /v1/chat/completions."""
+    """The form of /v1/chat/completions."""
 
     def __init__(self, answer: Answer, include_usage: bool = False):
         super().__init__(answer)
@@ -292,7 +292,7 @@ class ChatForm(Form):
         }
 
     def _logprobs(self) -> dict[str, Any] | None:
-        """Of the tokens since the last time."""
+        """Returns the log-probabilities of the tokens since the last call."""
         said = self.answer.take_logprobs()
         if not said:
             return None
@@ -343,7 +343,7 @@ def _call(call: Call) -> dict[str, Any]:
 
 
 class CompletionForm(Form):
-    """Of /v1/completions. before: what is echoed."""
+    """The form of /v1/completions. `before` is the prompt's text where it is echoed."""
 
     def __init__(self, answer: Answer, include_usage: bool = False, before: str = ""):
         super().__init__(answer)
@@ -352,7 +352,7 @@ class CompletionForm(Form):
         self._offset = len(before)
 
     def _logprobs(self) -> dict[str, Any] | None:
-        """Of the tokens since the last time."""
+        """Returns the log-probabilities of the tokens since the last call."""
         said = self.answer.take_logprobs()
         if not said:
             return None
@@ -396,7 +396,7 @@ class CompletionForm(Form):
 
 
 def chat_ask(body: ChatBody) -> Ask:
-    """The request of a body. Refused: it asks for what is not there."""
+    """Returns the request of a body. Raises Refused where it asks for what is not there."""
     if body.audio is not None or (body.modalities and body.modalities != ["text"]):
         raise refuse("audio is not supported", "audio")
     if body.functions:
@@ -430,7 +430,7 @@ def chat_ask(body: ChatBody) -> Ask:
 
 
 def completion_ask(body: CompletionBody) -> Ask:
-    """The request of a body. Refused: it asks for what is not there."""
+    """Returns the request of a body. Raises Refused where it asks for what is not there."""
     prompt = body.prompt
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]

@@ -40,7 +40,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
 
 
 def responses_ask(body: ResponsesBody) -> Ask:
-    """The request of a body. Refused: it asks for what is not there."""
+    """Returns the request of a body. Raises Refused where it asks for what is not there."""
     for name in ("previous_response_id", "conversation", "background", "top_logprobs"):
         if getattr(body, name):
             raise refuse(f"{name} is not supported: send the whole conversation as input", name)
@@ -69,7 +69,8 @@ def responses_ask(body: ResponsesBody) -> Ask:
 
 
 def _messages(items: list[dict[str, Any]]) -> list[Message]:
-    """Items as messages: thoughts, text and calls that follow each other are one message of the assistant."""
+    """Returns items as messages. Thoughts, text and calls that follow each other are one message of the
+    assistant."""
     found: list[Message] = []
 
     def assistant(new: bool) -> Message:
@@ -105,7 +106,8 @@ def _messages(items: list[dict[str, Any]]) -> list[Message]:
 
 
 def _thought(item: Mapping[str, Any]) -> str:
-    """The thoughts of a reasoning item, as they were: from its content, or from what was sealed."""
+    """Returns the thoughts of a reasoning item as they were: from its content, or from its
+    encrypted_content."""
     sealed = item.get("encrypted_content")
     if isinstance(sealed, str) and sealed.startswith(SEALED):
         try:
@@ -118,7 +120,7 @@ def _thought(item: Mapping[str, Any]) -> str:
 
 
 class ResponsesForm(Form):
-    """Of /v1/responses."""
+    """The form of /v1/responses."""
 
     def __init__(self, answer: Answer, body: ResponsesBody):
         super().__init__(answer)
@@ -189,7 +191,7 @@ class ResponsesForm(Form):
         yield self._event("response.in_progress", response=self._response("in_progress"))
 
     def _at(self, content: bool = True) -> dict[str, Any]:
-        """Where the open item is."""
+        """Returns where the open item is."""
         assert self._item is not None
         at = {"item_id": self._item["id"], "output_index": len(self._output)}
         return at | {"content_index": 0} if content else at
@@ -277,7 +279,7 @@ def _call(call: Call) -> dict[str, Any]:
 
 
 def _done(item: dict[str, Any], text: str) -> dict[str, Any]:
-    """An item with its text."""
+    """Returns an item with its text."""
     done = item | {"status": "completed"}
     if item["type"] == "message":
         return done | {"content": [_part(text)]}

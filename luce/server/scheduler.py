@@ -1,7 +1,8 @@
-"""The engine's thread: requests come in from any thread, their events go out as they happen.
+"""The engine's thread: requests come in from any thread, and their events go out as they happen.
 
-It runs a Loop: each turn is one chunk of a prompt or one round of all that decode. A request waits until a
-sequence is free and the pages of its longest possible text are there, so that none that runs ever lacks one.
+It runs a Loop: each turn is one chunk of a prompt, or one round of all that decode. A request waits until a
+sequence is free and the pages of its longest possible text are there. So a request that runs never lacks a
+page.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ PAGE = 256  # positions: LUCE_PAGE
 
 
 class Busy(Exception):
-    """As many requests wait as may. retry_after: seconds after which one of them should have ended."""
+    """The queue is full. After `retry_after` seconds one of the requests in it should have ended."""
 
     def __init__(self, retry_after: int):
         super().__init__("the server is busy")
@@ -32,8 +33,9 @@ class Busy(Exception):
 
 @dataclass(eq=False)
 class Job:
-    """A request and where its events go: `put` is called in the engine's thread with what happened in a turn,
-    the last time with its Finished or Failed. cancelled: nobody wants it any more; any thread may say so."""
+    """A request and where its events go. `put` is called in the engine's thread with what happened in a
+    turn, the last time with its Finished or Failed. `cancelled` says that nobody wants it any more; any
+    thread may set it."""
 
     request: Request
     put: Callable[[list[Event]], None]
@@ -44,7 +46,8 @@ class Job:
 
 
 class Scheduler:
-    """One engine and its thread. max_waiting: requests that wait for a sequence; prefill_share: Loop's."""
+    """One engine and its thread. `max_waiting` bounds the requests that wait for a sequence. `prefill_share`
+    is the Loop's."""
 
     def __init__(
         self,
@@ -67,12 +70,12 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        """Requests that have a sequence."""
+        """The number of requests that have a sequence."""
         return len(self._jobs)
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for one."""
+        """The number of requests that wait for one."""
         return len(self._waiting)
 
     @property
@@ -80,7 +83,7 @@ class Scheduler:
         return not self._jobs and not self._waiting
 
     def submit(self, job: Job) -> None:
-        """Runs a job as soon as there is room. Busy: as many wait as may."""
+        """Runs a job as soon as there is room. Raises Busy where as many wait as may."""
         with self._changed:
             free = self._engine.info.n_sequences - len(self._jobs)
             if len(self._waiting) >= self._max_waiting + free:
@@ -91,7 +94,7 @@ class Scheduler:
             self._changed.notify()
 
     def cancel(self, job: Job) -> None:
-        """Ends a job within a turn; one that waits at once."""
+        """Ends a job within a turn; one that waits ends at once."""
         job.cancelled = True
         with self._changed:
             if job in self._waiting:
@@ -99,7 +102,7 @@ class Scheduler:
                 job.put([Failed(Cancelled("cancelled"), State.IDLE)])
 
     def stop(self) -> None:
-        """Ends all jobs soon, and takes no more; from a signal handler too, so it takes no lock."""
+        """Ends all jobs soon, and takes no more. A signal handler may call it, so it takes no lock."""
         self._stopping = True
         self._loop.cancel()
 
@@ -125,7 +128,7 @@ class Scheduler:
         self._end_all(Cancelled("the server is shutting down"))
 
     def _wait(self) -> bool:
-        """Until there is something to do; False where that is to stop."""
+        """Waits until there is something to do. Returns False where the thread is to stop."""
         with self._changed:
             while not self._stopping and not self._jobs and not self._waiting:
                 self._changed.wait(0.05 if self._cache and self._cache.pending else None)
@@ -173,13 +176,14 @@ class Scheduler:
         return sum(self._pages(each.request) for each in jobs) <= self._engine.info.n_pages
 
     def _pages(self, request: Request) -> int:
-        """Of the longest text that may come of it, and of rows that are verified beyond it."""
+        """Returns the pages of the longest text that may come of it, and of rows that are verified beyond
+        it."""
         n_ctx, prompt = self._engine.info.n_ctx, len(request.prompt)
         most = n_ctx if request.max_tokens is None else min(prompt + request.max_tokens + MAX_ROWS, n_ctx)
         return math.ceil(most / PAGE)
 
     def _turn_pages(self) -> int:
-        """At most as many as one turn takes."""
+        """Returns the most pages that one turn takes."""
         return math.ceil(self._engine.info.n_chunk / PAGE) + 1 + len(self._jobs)
 
     def _end_all(self, error: LuceError) -> None:

@@ -1,4 +1,4 @@
-"""What the server says about itself: metrics for Prometheus, and a line for each request."""
+"""What the server tells of itself: metrics for Prometheus, and a line for each request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
 class Watch:
-    """Counts what happens. log: "text" or "json", a line for each request on stderr; "": none."""
+    """Counts what happens. `log` is "text" or "json", for a line on stderr for each request, or "" for none.
+    """
 
     def __init__(self, log: str = "text"):
         self._log = log
@@ -54,11 +55,11 @@ class Watch:
         self._requests = counter("requests", "Requests that ended, by why.", "finished_reason")
 
     def refused(self) -> None:
-        """A request was turned away: the queue is full."""
+        """Counts a request that was turned away since the queue is full."""
         self._requests.labels("refused").inc()
 
     def started(self, waited: float, prompt: int, cached: int) -> None:
-        """A request has a sequence; so many tokens of its prompt need not be read again."""
+        """Counts a request that has a sequence, and the tokens of its prompt that need not be read again."""
         self._waited.observe(waited)
         self._queries.inc(prompt)
         self._hits.inc(cached)
@@ -67,12 +68,12 @@ class Watch:
         self._first_token.observe(seconds)
 
     def tokens(self, n: int, seconds: float) -> None:
-        """n tokens came together, so long after those before them."""
+        """Counts n tokens that came together, so many seconds after those before them."""
         for _ in range(n):
             self._between.observe(seconds / n)
 
     def ended(self, answer: Answer, reason: str, seconds: float, first: float | None) -> None:
-        """A request is over: counts it, and writes its line."""
+        """Counts a request that is over, and writes its line."""
         usage, finished = answer.usage, answer.finished
         stats = finished.stats if finished else None
         self._requests.labels(reason if len(reason) < 20 else "failed").inc()
@@ -107,7 +108,7 @@ class Watch:
         print(line, file=sys.stderr, flush=True)
 
     def scrape(self, models: Models) -> bytes:
-        """All metrics as Prometheus reads them."""
+        """Returns all metrics as Prometheus reads them."""
         served = [slot.served for slot in models.slots.values() if slot.served]
         running = sum(model.scheduler.running for model in served)
         waiting = sum(model.scheduler.waiting for model in served)
