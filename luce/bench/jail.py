@@ -1,13 +1,14 @@
 """The inside of sandbox.py: a script that confines itself, then runs a program. It imports nothing of luce.
 
-Reads a job from stdin, {program, namespaces, seconds, memory_bytes, ...}, and writes lines to stdout, the
+Reads a job from stdin, {program, namespaces, bwrap, seconds, ...}, and writes lines to stdout, the
 first of which counts: {passed, why}, or {cannot: the step that failed} where there is no sandbox to be had.
 
 Three processes, each forked from the one before, so that Python starts once:
   keeper   outside: keeps the time, reads the report, gives the verdict
   init     process 1 of new namespaces: makes the file system; when it dies, the kernel kills all in them
   program  gives up every right, sets the limits, runs the program
-With limits alone there is no init.
+Where bubblewrap works, bwrap is init: it makes the namespaces and the file system, and starts this script
+again, as the program. With limits alone there is no init.
 """
 
 import contextlib
@@ -22,16 +23,19 @@ import sys
 import time
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 NOBODY = 65534
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 1 << 17, 1 << 26, 1 << 27, 1 << 28, 1 << 29, 1 << 30
-NOSUID, NODEV, BIND, REC, PRIVATE = 1 << 1, 1 << 2, 1 << 12, 1 << 14, 1 << 18  # of mount()
+NOSUID, NODEV, REMOUNT, BIND, REC, PRIVATE = 1 << 1, 1 << 2, 1 << 5, 1 << 12, 1 << 14, 1 << 18  # of mount()
 DETACH = 2  # of umount2()
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
 READ_ONLY = (ctypes.c_uint64 * 4)(0b111, 0, 0, 0)  # struct mount_attr: set read-only, nosuid and nodev
 PDEATHSIG, SET_DUMPABLE, NO_NEW_PRIVS = 1, 4, 38  # of prctl()
 CAPABILITY_V3 = 0x20080522
+
+STARTED = b"\0"  # what run_inside() reports first: bwrap did its part
 
 LINUX = sys.platform == "linux"
 libc = ctypes.CDLL(None, use_errno=True)
@@ -75,18 +79,32 @@ def new_namespaces(flags: int, proc: int) -> None:
         write(proc, "self/gid_map", f"{NOBODY} {gid} 1")
 
 
-def new_root(size: int) -> None:
+def system_folders() -> dict[str, str]:
+    """What a program needs of the host, the system's libraries and this Python: folder to real folder."""
+    folders = {"/lib", "/lib64", "/usr/lib", "/usr/lib64", "/nix/store"}
+    folders |= {sys.base_prefix, sys.base_exec_prefix}
+    return {folder: os.path.realpath(folder) for folder in sorted(folders) if os.path.isdir(folder)}
+
+
+def tmpfs_options(job: dict[str, Any], mode: str) -> bytes:
+    return f"size={job['file_bytes']},nr_inodes=4096,mode={mode}".encode()
+
+
+def forbid_shared_segments(proc: int) -> None:
+    """System V's would outlive the limits of their makers. An ordinary user has this right since Linux 6.12."""
+    with contextlib.suppress(OSError):
+        write(proc, "sys/kernel/shmall", "0")
+
+
+def new_root(job: dict[str, Any]) -> None:
     """An empty tmpfs of that size with the system's libraries and this Python, read-only; /tmp is the cwd.
 
     The host's own files are not in it: not the home folders, /etc, /proc, /dev, no socket.
     """
-    folders = {"/lib", "/lib64", "/usr/lib", "/usr/lib64", "/nix/store"}
-    folders |= {sys.base_prefix, sys.base_exec_prefix}
-    sources = {folder: os.path.realpath(folder) for folder in sorted(folders) if os.path.isdir(folder)}
+    sources = system_folders()
     os.umask(0o022)
     call("mount", b"none", b"/", None, REC | PRIVATE, None)  # nothing below reaches the host's mounts
-    options = f"size={size},nr_inodes=4096,mode=755"
-    call("mount", b"tmpfs", b"/tmp", b"tmpfs", NOSUID | NODEV, options.encode())
+    call("mount", b"tmpfs", b"/tmp", b"tmpfs", NOSUID | NODEV, tmpfs_options(job, "755"))
     os.chdir("/tmp")
     os.mkdir("old")
     call("pivot_root", b".", b"old")
@@ -202,10 +220,44 @@ def run_program(job: dict[str, Any], proc: int | None, nonce: bytes, report: int
 
 def run_init(job: dict[str, Any], proc: int, nonce: bytes, report: int) -> None:
     die_with_parent()
-    with contextlib.suppress(OSError):  # an ordinary user's right since Linux 6.12
-        write(proc, "sys/kernel/shmall", "0")  # shared segments would outlive the limits of their makers
-    new_root(job["file_bytes"])
+    forbid_shared_segments(proc)
+    new_root(job)
     os._exit(status_of(fork(lambda: run_program(job, proc, nonce, report))))
+
+
+def run_bwrap(job: dict[str, Any], proc: int, nonce: bytes, report: int) -> None:
+    """Becomes bwrap, which becomes init and starts run_inside()."""
+    die_with_parent()
+    handed = os.memfd_create("job", 0)  # a file, since stdin is at its end for the program
+    os.write(handed, json.dumps({**job, "nonce": nonce.decode()}).encode())
+    os.lseek(handed, 0, os.SEEK_SET)
+    for fd in (proc, report):
+        os.set_inheritable(fd, True)
+    words = ["--die-with-parent", *(f"--unshare-{kind}" for kind in ("pid", "net", "ipc", "uts"))]
+    if os.geteuid() != 0:
+        words += ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
+    for right in ("SYS_ADMIN", "SETUID", "SETGID"):  # until give_up_rights()
+        words += ["--cap-add", f"CAP_{right}"]
+    for folder, source in system_folders().items():
+        for parent in list(Path(folder).parents)[-2::-1]:  # bwrap's own would be the caller's alone
+            words += ["--dir", str(parent)]
+        words += ["--ro-bind", source, folder]
+    words += ["--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", "/tmp", "--clearenv", "--"]
+    python = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", Path(__file__).read_text()]
+    os.execv(job["bwrap"], ["bwrap", *words, *python, *map(str, (handed, proc, report))])
+
+
+def run_inside(handed: int, proc: int, report: int) -> None:
+    """What bwrap leaves to do: the limits of the tmpfs; then the program."""
+    with open(handed) as file:
+        job = json.load(file)
+    os.write(report, STARTED)
+    os.environ.clear()
+    sys.argv[1:] = []
+    forbid_shared_segments(proc)
+    call("mount", None, b"/tmp", None, REMOUNT | NOSUID | NODEV, tmpfs_options(job, "1777"))
+    os.chmod("/tmp", 0o1777)
+    run_program(job, proc, job["nonce"].encode(), report)
 
 
 def verdict(report: bytes, nonce: bytes, status: int, late: bool) -> tuple[bool, str]:
@@ -223,7 +275,7 @@ def verdict(report: bytes, nonce: bytes, status: int, late: bool) -> tuple[bool,
 def keep(job: dict[str, Any]) -> None:
     nonce = os.urandom(16).hex().encode()
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY) if job["namespaces"] else None
-    if proc is not None:
+    if proc is not None and not job["bwrap"]:
         flags = NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS
         new_namespaces(flags if os.geteuid() == 0 else flags | NEWUSER, proc)
     die_with_parent()
@@ -233,6 +285,8 @@ def keep(job: dict[str, Any]) -> None:
         os.close(reading)
         if proc is None:
             run_program(job, None, nonce, report)
+        elif job["bwrap"]:
+            run_bwrap(job, proc, nonce, report)
         else:
             run_init(job, proc, nonce, report)
 
@@ -254,6 +308,9 @@ def keep(job: dict[str, Any]) -> None:
         heard = os.read(reading, 4096)
     except BlockingIOError:
         heard = b""
+    if job["bwrap"] and not heard.startswith(STARTED) and not late:
+        say(cannot=f"bwrap ended with status {status} before the program started")
+    heard = heard.removeprefix(STARTED)
     passed, why = verdict(heard, nonce, status, late)
     say(passed=passed, why=why)
 
@@ -261,6 +318,9 @@ def keep(job: dict[str, Any]) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # which process 1 is spared
     try:
-        keep(json.load(sys.stdin))
+        if sys.argv[1:]:
+            run_inside(*map(int, sys.argv[1:]))
+        else:
+            keep(json.load(sys.stdin))
     except OSError as error:
         say(cannot=reason(error))

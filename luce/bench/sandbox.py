@@ -3,7 +3,8 @@
 The program runs in Linux namespaces of its own (user, process, mount, network, ipc, uts), as nobody, without
 a capability or a way to get one. It sees the system's libraries and Python's folder, read-only, and a small
 tmpfs, where it starts; no file of the user, no network, no variable of the environment, no process but its
-own. When it ends, or its time does, everything that it started ends with it. jail.py is what happens inside.
+own. When it ends, or its time does, everything that it started ends with it. Bubblewrap makes the namespaces
+where it is installed and works, else jail.py, which is also what happens inside.
 
 It passes if it runs to its end: only then jail.py reports a nonce, so leaving early is no pass. What remains:
 - a program that searches its interpreter for the nonce can forge a pass; that harms only the score;
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -63,7 +65,12 @@ def check(program: str, limits: Limits = Limits(), namespaces: bool = True) -> V
     """
     if namespaces and sys.platform != "linux":
         raise UnsupportedError(f"no sandbox here: it needs Linux, this is {sys.platform}", concerns="sandbox")
-    job = json.dumps({"program": program, "namespaces": namespaces, **asdict(limits)})
+    return _check(program, limits, namespaces, bubblewrap() if namespaces else "")
+
+
+def _check(program: str, limits: Limits, namespaces: bool, bwrap: str) -> Verdict:
+    ways = {"namespaces": namespaces, "bwrap": bwrap}
+    job = json.dumps({"program": program, **ways, **asdict(limits)})
     with nullcontext("/") if namespaces else _temporary() as folder:
         status, said = _run(job, folder, limits.seconds + GRACE_S)
     if status is None:
@@ -78,6 +85,16 @@ def check(program: str, limits: Limits = Limits(), namespaces: bool = True) -> V
             raise InternalError(f"the check could not start: {cannot}")
         raise UnsupportedError(f"no sandbox here: {cannot}", concerns="sandbox")
     return Verdict(answer["passed"], _one_line(answer["why"]))
+
+
+@cache
+def bubblewrap() -> str:
+    """The path of bwrap where it is installed and a program runs in it, tried once; else empty."""
+    path = shutil.which("bwrap") if sys.platform == "linux" else None
+    try:
+        return path if path and _check(PROBE, Limits(), True, path).passed else ""
+    except (UnsupportedError, InternalError):
+        return ""
 
 
 @cache
