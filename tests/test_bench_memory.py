@@ -3,11 +3,9 @@
 import os
 
 import pytest
+from sandbox_ways import confined
 
-from luce.bench import sandbox
 from luce.bench.sandbox import Limits, Verdict, check
-
-confined = pytest.mark.skipif(sandbox.available() is not None, reason=str(sandbox.available()))
 
 HOARD = """
 import os

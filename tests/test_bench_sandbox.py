@@ -13,29 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from sandbox_ways import MISSING, both, confined, use
 
 from luce.bench import jail, sandbox
 from luce.bench.sandbox import Limits, Verdict, check
 from luce.errors import InternalError, UnsupportedError
 
-MISSING = sandbox.available()
-BWRAP = sandbox.bubblewrap()
 EARLY = Verdict(False, "failed: ended before its test did")
 
-needed = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
-OWN = pytest.param("own", marks=needed)
-CONFINED = [pytest.param("bwrap", marks=pytest.mark.skipif(not BWRAP, reason="no bwrap works here")), OWN]
-confined = pytest.mark.parametrize("namespaces", CONFINED, indirect=True)
-both = pytest.mark.parametrize("namespaces", [*CONFINED, "limits"], indirect=True)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
-
-
-@pytest.fixture(autouse=True)
-def namespaces(request, monkeypatch):
-    """check()'s argument, for each way in which this machine makes namespaces, and for none."""
-    way = getattr(request, "param", "own" if MISSING is None else "limits")
-    monkeypatch.setattr(sandbox, "bubblewrap", lambda: BWRAP if way == "bwrap" else "")
-    return way != "limits"
 
 
 def named(name):
@@ -394,7 +380,11 @@ def test_an_interrupt_ends_the_program(namespaces):
 def test_the_program_dies_with_its_caller(namespaces, tmp_path):
     name = f"die{os.getpid()}"
     program = named(name) + "time.sleep(60)"
-    call = f"from luce.bench.sandbox import *\ncheck({program!r}, Limits(seconds=30), {namespaces})"
+    call = (
+        "from luce.bench import sandbox\n"
+        f"sandbox.bubblewrap = lambda: {sandbox.bubblewrap()!r}\n"
+        f"sandbox.check({program!r}, sandbox.Limits(seconds=30), {namespaces})"
+    )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", call], env=environment) as caller:
         try:
@@ -430,6 +420,7 @@ def test_an_ordinary_user_has_the_sandbox_too():
         caller = (
             "import os, sys\nfrom pathlib import Path\nfrom luce.bench import sandbox\n"
             f"sandbox.JAIL, sys.executable = Path({str(copy)!r}), {python!r}\n"
+            f"sandbox.bubblewrap = lambda: {sandbox.bubblewrap()!r}\n"
             f"os.setgroups([]); os.setgid({jail.NOBODY}); os.setuid({jail.NOBODY})\n"
             "right = sandbox.check('import os, hashlib; assert os.getpid() == 2')\n"
             f"wrong = sandbox.check({f'open({str(copy)!r})'!r})\n"
@@ -501,5 +492,6 @@ def test_a_step_that_fails_is_named(monkeypatch, tmp_path):
     broken = tmp_path / "jail.py"
     broken.write_text(sandbox.JAIL.read_text().replace('b"/tmp", b"tmpfs"', 'b"/nowhere", b"tmpfs"'))
     monkeypatch.setattr(sandbox, "JAIL", broken)
+    use("own", monkeypatch)
     if MISSING is None:
         assert sandbox.available.__wrapped__() == "no sandbox here: mount: No such file or directory"

@@ -91,7 +91,7 @@ def tmpfs_options(job: dict[str, Any], mode: str) -> bytes:
 
 
 def forbid_shared_segments(proc: int) -> None:
-    """System V's would outlive the limits of their makers. An ordinary user has this right since Linux 6.12."""
+    """System V's would outlive the limits of their makers. Ordinary users may since Linux 6.12."""
     with contextlib.suppress(OSError):
         write(proc, "sys/kernel/shmall", "0")
 
@@ -252,7 +252,7 @@ def run_inside(handed: int, proc: int, report: int) -> None:
     with open(handed) as file:
         job = json.load(file)
     os.write(report, STARTED)
-    os.environ.clear()
+    os.environ.clear()  # noqa: TID251 - bwrap sets PWD
     sys.argv[1:] = []
     forbid_shared_segments(proc)
     call("mount", None, b"/tmp", None, REMOUNT | NOSUID | NODEV, tmpfs_options(job, "1777"))
