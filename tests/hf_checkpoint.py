@@ -18,7 +18,7 @@ from compare_weights import Weights
 from luce._native import File
 from luce.bpe import BYTE_SYMBOLS, SPLITS
 from luce.cli import cli
-from luce.qwen35_gguf import CHAT_TEMPLATE, CONTROL, MERGES, Config
+from luce.convert.qwen35_layout import CHAT_TEMPLATE, CONTROL, MERGES, Config
 
 N_TOKENS = 256 + len(MERGES) + len(CONTROL)
 _DTYPES = {"float32": "F32", "float16": "F16", "uint16": "BF16", "int64": "I64", "uint8": "U8"}
@@ -104,7 +104,7 @@ ROUND_TRIP = {
 
 
 def save_tokenizer(folder: Path) -> None:
-    """qwen35_gguf's byte-level tokenizer as Hugging Face's files: N_TOKENS ids, control tokens last."""
+    """qwen35_layout's byte-level tokenizer as Hugging Face's files: N_TOKENS ids, control tokens last."""
     tokens = BYTE_SYMBOLS + [a + b for a, b in MERGES]
     special = range(len(tokens), N_TOKENS)
     tokenizer = {

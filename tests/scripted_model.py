@@ -23,7 +23,7 @@ import tiny
 from luce._native import File
 from luce.bpe import BYTE_SYMBOLS
 from luce.command import BOX
-from luce.qwen35_gguf import CONTROL, Config, add_keys
+from luce.convert.qwen35_layout import CONTROL, Config, add_keys
 
 NORMAL = int(gguf.TokenType.NORMAL)
 DEFAULT = "default"  # what is said where nobody names a text, or no tools are declared for its call

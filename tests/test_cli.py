@@ -320,7 +320,7 @@ def test_a_command_whose_extra_is_missing_says_so(luce_, monkeypatch, name):
     monkeypatch.setitem(sys.modules, "gguf", None)
     for module in [module for module in sys.modules if module.startswith(("luce.bench", "luce.convert"))]:
         monkeypatch.delitem(sys.modules, module)
-    monkeypatch.delitem(sys.modules, "luce.qwen35_gguf", raising=False)
+    monkeypatch.delitem(sys.modules, "luce.convert.qwen35_layout", raising=False)
     result = luce_(name, "--help")
     assert result.exit_code == 1
     assert one_line(result) == f"Error: luce {name} needs gguf: pip install 'luce[{name}]'"

@@ -12,8 +12,8 @@ import test_convert_dflash as dflash
 import test_convert_qwen35 as qwen35
 import tiny
 
+from luce.convert.qwen35_layout import add_keys
 from luce.convert.weight_types import MIXES
-from luce.qwen35_gguf import add_keys
 
 GROUPED, WIDE = qwen35.GROUPED, qwen35.WIDE
 

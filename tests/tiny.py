@@ -13,7 +13,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from luce.qwen35_gguf import ARCH, CHAT_TEMPLATE, Config, add_keys, add_tokenizer, tensor_shapes
+from luce.convert.qwen35_layout import ARCH, CHAT_TEMPLATE, Config, add_keys, add_tokenizer, tensor_shapes
 
 Weights = dict[str, np.ndarray]
 TypeOf = Callable[[str], str]

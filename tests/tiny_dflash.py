@@ -14,7 +14,7 @@ from tiny import Config, Weights
 
 from luce.convert import hf_dflash
 from luce.convert.hf_dflash import DFlash, Yarn
-from luce.qwen35_gguf import add_tokenizer
+from luce.convert.qwen35_layout import add_tokenizer
 
 MASK = 300  # a token that no text has
 

@@ -25,7 +25,7 @@ from luce.bench.oracle_model import FILE_TYPE, NOISE, QType, Rule, noise_blocks,
 from luce.convert import hf_dflash
 from luce.convert.gguf_output import Planned, write
 from luce.convert.hf_dflash import DFlash
-from luce.qwen35_gguf import Config, add_tokenizer
+from luce.convert.qwen35_layout import Config, add_tokenizer
 
 ACCEPT = 0.9033  # of each draft: a round of a block of 16 gives 8.31 tokens, the new anchor among them
 FLAGS = 32  # values of slice 0 that say: an anchor; as many after them: a mask

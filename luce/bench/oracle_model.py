@@ -30,7 +30,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from luce.qwen35_gguf import ARCH, CONTROL, Config, add_keys, add_tokenizer, tensor_shapes
+from luce.convert.qwen35_layout import ARCH, CONTROL, Config, add_keys, add_tokenizer, tensor_shapes
 
 QType = gguf.GGMLQuantizationType
 CHUNK = 8 << 20  # bytes of a tensor made at once: part of what a seed means

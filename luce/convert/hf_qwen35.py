@@ -15,9 +15,9 @@ import numpy as np
 
 from luce.convert.gguf_output import Planned, slabs
 from luce.convert.hf_config import Section, rope_parameters, rope_theta, text_config
+from luce.convert.qwen35_layout import Config, tensor_shapes
 from luce.convert.safetensors_reader import Checkpoint, Source, as_f32
 from luce.errors import FileError, UnsupportedError
-from luce.qwen35_gguf import Config, tensor_shapes
 
 Array = np.ndarray
 PARTS = ("all", "trunk", "mtp")

@@ -12,10 +12,10 @@ from luce.convert import hf_qwen35
 from luce.convert.gguf_output import Planned, Written, write
 from luce.convert.gguf_tokenizer import add_hf_tokenizer, check_tokenizer
 from luce.convert.hf_config import read_config
+from luce.convert.qwen35_layout import Config, add_keys
 from luce.convert.safetensors_reader import Checkpoint
 from luce.convert.weight_types import DEFAULT, MIXES, choose
 from luce.errors import FileError, UnsupportedError
-from luce.qwen35_gguf import Config, add_keys
 
 Say = Callable[[str], None]  # tells the user
 
