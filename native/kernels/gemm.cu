@@ -1,7 +1,7 @@
 // cuBLAS's product of F16 rows and F16 weights, and the rows' powers of two after it.
 #include "gemm.h"
 
-#include <cublas_v2.h>
+#include "cublas_calls.h"
 
 #include <map>
 #include <mutex>
