@@ -1,7 +1,7 @@
-// How attention cuts a sequence into chunks: by the absolute position alone, so that each key is in the same chunk
-// for every row that sees it. A chunk's keys are summed from scratch and the chunks' results are combined in order.
-// Chunks are short where a context is short, so that it still fills a GPU, and grow with the distance: what partial
-// results cost to keep, write and read again grows slower than the context.
+// Attention cuts a sequence into chunks by the absolute position alone, so that each key is in the same chunk
+// for every row that sees it. A chunk's keys are summed from scratch and the chunks' results are combined in
+// order. Chunks are short where a context is short, so that it still fills a GPU, and grow with the distance:
+// what partial results cost to keep, write and read again grows slower than the context.
 #pragma once
 
 #include <stdint.h>

@@ -1,7 +1,7 @@
-// How cells come into shared memory for the tensor cores: the layout of a block's shared memory, the ring of slots
-// that K and V of tiles pass through, and the four warps that fill it. They walk over all of the block's units ahead
-// of the warps that compute (attention_wgmma.cuh on Hopper, else attention_mma.cuh), so that memory never waits for
-// the arithmetic.
+// Brings cells into shared memory for the tensor cores. Here are the layout of a block's shared memory, the
+// ring of slots that K and V of tiles pass through, and the four warps that fill it. They walk over all of
+// the block's units ahead of the warps that compute (attention_wgmma.cuh on Hopper, else attention_mma.cuh),
+// so that memory never waits for the arithmetic.
 #pragma once
 
 #include "attention_plan.cuh"

@@ -1,6 +1,7 @@
-// What a step's attention has to do, and who does it. Each block reads the control block and makes the same plan in
-// shared memory: units of work by kind, costly kinds first, each kind shared out among the blocks so that the work of
-// all kinds up to it is even. Who does a unit does not change what it computes.
+// Plans what a step's attention has to do, and which block does it. Each block reads the control block and
+// makes the same plan in shared memory: units of work by kind, costly kinds first, each kind shared out among
+// the blocks so that the work of all kinds up to it is even. Who does a unit does not change what it
+// computes.
 //
 // A unit is one chunk of keys, one KV head and a tile of M (row, query head) pairs. A segment is many units:
 //   committed chunks of a sequence, for all its rows;

@@ -1,4 +1,4 @@
-// How the chunked delta rule lays out what its two kernels share.
+// Says how the chunked delta rule lays out what its two kernels share.
 //
 // In a chunk of 32 rows from state S0, with G_t = g_0 + .. + g_t and rows beyond the prompt counting as k = q = g = 0:
 //   A_ij = beta_i exp(G_i - G_j) (k_i . k_j) for j < i;  T = (I + A)^-1 diag(beta)

@@ -1,5 +1,5 @@
-// luce's own ops as plain arguments: what both the CPU reference (custom_op.cpp, attention.cpp, deltanet.cpp) and
-// the CUDA launchers (*.cu) take. No ggml here: a kernel compiles and is tested alone.
+// The arguments of luce's own ops, which both the CPU reference (attention.cpp, deltanet.cpp and others in
+// src/) and the CUDA launchers (*.cu) take. There is no ggml here: a kernel compiles and is tested alone.
 // Launchers enqueue on `stream` (a cudaStream_t) and return a cudaError_t as int, 0 for success.
 #pragma once
 

@@ -1,4 +1,4 @@
-// How rowmm lays out weights and activations: plain sizes and offsets, for host and device.
+// Says how rowmm lays out weights and activations, as plain sizes and offsets for host and device.
 //
 // The tensor core multiplies tiles of 16 outputs x 16 k by 16 k x 8 rows. Which k are the 16 of one step is ours to
 // choose: of each block of 256, thread t of a group of four (t = lane % 4) has k = 64 t .. 64 t + 63, four a step. So

@@ -1,4 +1,4 @@
-// What a launch of rowmm does, as its blocks read it, and which part of it each block has.
+// Says what a launch of rowmm does, as its blocks read it, and which part of it each block has.
 //
 // All units of all weights of a launch, in order, are cut into `ranges` of about equal bytes; a block has one. The cut
 // depends on the weights' shapes and the device's multiprocessors alone. A tile (128 outputs, all of K) that two or

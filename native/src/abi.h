@@ -1,4 +1,4 @@
-// What the ABI's files share: the exception barrier, argument checks, the handles of models.
+// The ABI's files share what is here: the exception barrier, argument checks and the handles of models.
 #pragma once
 
 #include "handles.h"
@@ -8,7 +8,7 @@
 
 namespace luce {
 
-// Handles of models, which luce.cpp hands out and luce_engine.cpp takes.
+// The handles of models: luce.cpp hands them out, and luce_engine.cpp takes them.
 Handles<luce_model, Model> &model_handles();
 
 // Runs f; what it throws becomes a status and the thread's last error.

@@ -1,4 +1,4 @@
-// The accept rule: why speculation cannot change a token.
+// The accept rule. It is the reason why speculation cannot change a token.
 #pragma once
 
 #include <cstdint>
@@ -6,9 +6,10 @@
 
 namespace luce {
 
-// From row 0 (the anchor) step to the child whose token equals the target's choice after the current row;
-// stop where there is none. Every row on the path was chosen by the target itself, and so is *next, its
-// choice after the last row. parents: -1 for row 0, else a smaller row. Ties (twin children): lowest row.
+// Returns the accepted rows. From row 0 (the anchor) it steps to the child whose token equals the target's
+// choice after the current row, and stops where there is none. So the target itself chose every row on the
+// path, and also *next, its choice after the last row. parents holds -1 for row 0 and else a smaller row. Of
+// twin children, the lowest row is taken.
 std::vector<int32_t> accept(const int32_t *tokens, const int32_t *parents, const int32_t *choices, uint32_t n,
                             int32_t *next);
 

@@ -1,4 +1,4 @@
-// The architectures that luce runs: how each is read from a file, and how its steps are built.
+// Says for each architecture that luce runs how it is read from a file, and how its steps are built.
 #pragma once
 
 #include "graph.h"
@@ -9,7 +9,7 @@ namespace luce {
 struct Architecture {
     const char *name; // general.architecture
 
-    // Hyperparameters, but for n_vocab; E_UNSUPPORTED where the file holds no model that can generate.
+    // Reads the hyperparameters but n_vocab. E_UNSUPPORTED where the file holds no model that can generate.
     HParams (*read_hparams)(const GgufFile &file);
     // The trunk, taken from the reader; and every NextN head in the file is checked, whether or not it is loaded.
     Weights (*read_trunk)(WeightReader &reader, const HParams &hp);

@@ -1,4 +1,5 @@
-// The CPU's attention ops and those of the choices: thread ith of nth, none waits for another.
+// The CPU's ops of attention and of choices. Each call does the part of thread ith of nth; none waits for
+// another.
 #pragma once
 
 #include "../kernels/kernels.h"

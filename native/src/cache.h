@@ -1,5 +1,5 @@
-// What an engine remembers, and what a sequence owes: KV pages, recurrent slots and their logs, hidden rows.
-// Graphs write through these tensors; only this file knows what commit and undo mean.
+// The caches hold what an engine remembers: KV pages, recurrent slots and their logs, hidden rows. Graphs
+// write through these tensors; only this file knows what commit and undo mean.
 //
 // A step never waits for another step to tidy up: what a commit leaves undone is noted as a debt of the sequence, and
 // the sequence's next step pays it on the device before it does anything else. The debts:
@@ -141,7 +141,8 @@ private:
     Buffer buffer_;
 };
 
-// One sequence's bookkeeping: its committed tokens, where they lie, and its debts. It touches no device memory.
+// A timeline is one sequence's bookkeeping: its committed tokens, where they lie, and its debts. It touches
+// no device memory.
 class Timeline {
 public:
     explicit Timeline(Cache &cache); // takes a slot; E_MEMORY when all are taken
@@ -150,7 +151,8 @@ public:
     Timeline &operator=(const Timeline &) = delete;
 
     void clear(); // an empty timeline in the same slot
-    // At a checkpoint: its pages are shared; the caller copies its state to `slot()` and hidden row to hidden().
+    // Goes to a checkpoint and shares its pages. The caller copies its state to slot() and its hidden row to
+    // hidden().
     void resume(std::vector<int32_t> tokens, const std::vector<int32_t> &pages);
 
     const std::vector<int32_t> &tokens() const { return tokens_; } // committed

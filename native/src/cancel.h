@@ -1,4 +1,5 @@
-// A wish to stop that another thread or a signal handler may utter: lock-free, without memory of its own.
+// A flag that asks an engine to stop. Another thread or a signal handler may raise it, so it takes no lock
+// and no memory.
 #pragma once
 
 #include <atomic>
@@ -14,7 +15,7 @@ public:
     CancelFlag &operator=(const CancelFlag &) = delete;
 
     void name(uintptr_t handle); // what raise() is called with
-    bool take();                 // whether it was raised; it is not any more
+    bool take(); // returns whether it was raised, and lowers it
 
     // Raises the flag of a handle; false when there is none. Async-signal-safe.
     static bool raise(uintptr_t handle);

@@ -1,5 +1,6 @@
-// A position that sequences can start from: whole pages of KV, shared by count, and a copy of the recurrent state, the
-// conv windows and the last hidden row. It lives on the device (pages and a slot), in host memory, or as bytes.
+// A checkpoint is a position that sequences can start from. It has whole pages of KV, shared by count, and a
+// copy of the recurrent state, the conv windows and the last hidden row. It lives on the device (pages and a
+// slot), in host memory, or as bytes.
 //
 // Saved bytes: header | tokens i32[n_past] | body, the pieces of Cache::pieces one after the other. They depend on
 // the committed tokens alone. Host memory holds the body.
@@ -50,8 +51,8 @@ private:
     ggml_backend_event_t event_ = nullptr; // of its end; null on the CPU
 };
 
-// The committed state of a sequence as bytes, in the same form, but no checkpoint: prefill in chunks need not have
-// brought it there. Its size where data is null.
+// Writes the committed state of a sequence as bytes, in the form of a checkpoint, and returns their number.
+// Prefill in chunks need not have brought the sequence there. Where data is null it only returns the size.
 uint64_t dump(Sequence &sequence, uint8_t *data, uint64_t size);
 
 } // namespace luce

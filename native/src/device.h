@@ -1,4 +1,4 @@
-// Devices, their memory and backends. The only file that knows which backends ggml was built with.
+// Devices, their memory and backends. Only this file knows which backends ggml was built with.
 #pragma once
 
 #include "status.h"
@@ -24,10 +24,11 @@ struct Device {
     std::string description() const;
 };
 
-// All devices; the first is what "auto" takes.
+// Returns all devices; the first is what "auto" takes.
 const std::vector<Device> &devices();
 
-// name: null or "auto", "cpu", "cuda" (the first), "cuda:N". E_ARG lists what there is.
+// Returns the device of a name: null or "auto", "cpu", "cuda" (the first), "cuda:N". E_ARG lists what there
+// is.
 const Device &find_device(const char *name);
 
 struct BackendFree {

@@ -1,7 +1,7 @@
-// DFlash drafters: from a file's names to hyperparameters and checked tensors. Reads llama.cpp's layout (architecture
-// dflash) and the older ones, whose keys may have `dflash.` before their name and whose tensors may begin with it.
-// Nothing that a file leaves out is guessed, and what luce does not implement is refused by name: dropped in
-// silence, it would show as low acceptance and nothing else.
+// Reads a DFlash drafter from a file's names to hyperparameters and checked tensors. It reads llama.cpp's
+// layout (architecture dflash) and the older ones, whose keys may have `dflash.` before their name and whose
+// tensors may begin with it. Nothing that a file leaves out is guessed, and what luce does not implement is
+// refused by name: dropped in silence, it would show as low acceptance and nothing else.
 #include "architecture.h"
 
 #include <cmath>

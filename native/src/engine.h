@@ -1,5 +1,5 @@
-// The working memory of a model, and the verbs of the round over it. An engine runs steps for its sequences; what to
-// draft, when to stop and what to do on failure is the caller's.
+// An engine is the working memory of a model, with the verbs of the round over it. It runs steps for its
+// sequences. What to draft, when to stop and what to do on failure is the caller's to decide.
 #pragma once
 
 #include "cancel.h"
@@ -47,16 +47,18 @@ public:
     CancelFlag &cancel() { return cancel_; }
 
     void draft(Source source, const DraftItem *items, uint32_t n);
-    void verify(VerifyItem *items, uint32_t n); // E_NUMERIC: done, but the statuses tell for which
+    void verify(VerifyItem *items, uint32_t n); // E_NUMERIC: it was done; each status says for which item
 
     // For sequences and checkpoints:
     void check_tokens(const int32_t *tokens, uint32_t n) const;
     void check_cancelled();
-    // E_MEMORY unless so many pages can be taken; waits for checkpoints that are leaving the device where that helps.
+    // Makes sure that so many pages can be taken, else E_MEMORY. Waits for checkpoints that are leaving the
+    // device where that helps.
     void need_pages(uint32_t n);
-    bool reclaim(); // whether there was a checkpoint to wait for
+    bool reclaim(); // waits for one such checkpoint; returns whether there was one
 
-    // The stream beside the steps, on which checkpoints travel; null on the CPU, where copies are done at once.
+    // Checkpoints travel on this stream, beside the steps. It is null on the CPU, where copies are done at
+    // once.
     ggml_backend_t copies() const { return copies_.get(); }
     void leaving(std::weak_ptr<Checkpoint> checkpoint) { leaving_.push_back(std::move(checkpoint)); }
 

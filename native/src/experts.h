@@ -1,5 +1,6 @@
-// The experts of a mixture (MoE) on the CPU: which of them each row has, their products, and the weighted sum. An
-// expert's weights are read once for all rows that chose it, and what it gives a row does not depend on the others.
+// The experts of a mixture (MoE) on the CPU: the choice of a row's experts, their products, and the weighted
+// sum. An expert's weights are read once for all rows that chose it. What it gives a row does not depend on
+// the other rows.
 #pragma once
 
 #include "rows_matmul.h"
@@ -8,8 +9,9 @@ namespace luce {
 
 constexpr int32_t MAX_USED = 64; // experts of a row
 
-// logits [T][n] -> out [T][2*n_used]: the experts with the largest logits, falling, of equal ones the lowest first;
-// then the bits of their weights, softmax over them. A row whose logits are not finite has NaN for weights.
+// Takes logits [T][n] and gives out [T][2*n_used]: first the experts with the largest logits, in falling
+// order, of equal ones the lowest first; then the bits of their weights, a softmax over them. A row whose
+// logits are not finite has NaN for weights.
 struct RouteArgs {
     const float *logits;
     int32_t n, n_used, T;

@@ -1,16 +1,18 @@
-// A prefill's matmul on a GPU as graph ops (kernels/gemm.h): a weight matrix is written out as F16, multiplied with all
-// rows at once, and its room given to the next one. What a row's norm or gate gives is packed without being stored.
+// A prefill's matmul on a GPU as graph ops (kernels/gemm.h). A weight matrix is written out as F16 and
+// multiplied with all rows at once; then the next matrix takes its room. What a row's norm or gate gives is
+// packed without being stored.
 #pragma once
 
 #include "ops.h"
 
 namespace luce {
 
-// Fewest rows of a step for which writing out all weights pays: the step's own matmul (rowmm) does fewer, and on an
-// H200 takes about as long for this many. A step's row count alone decides, so that a resumed prompt runs as a cold one.
+// Writing out all weights pays for at least this many rows. Fewer rows have the step's own matmul (rowmm),
+// which takes about as long for this many on an H200. The row count alone decides, so that a resumed prompt
+// runs as a cold one.
 constexpr int64_t GEMM_ROWS = 128;
 
-// Whether a step multiplies so many rows in this way.
+// Says whether a step multiplies so many rows in this way.
 bool uses_gemm(const StepBuild &b, int64_t T);
 
 // The product of packed weights {K, N} with an input {K, T} -> {N, T}, and residual {N, T} added where it is not null;

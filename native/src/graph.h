@@ -1,4 +1,5 @@
-// Graph builders, one per architecture file. Pure: they add nodes to the graph and return its outputs.
+// Each architecture has a file with its graph builders. They only add nodes to the graph and return its
+// outputs.
 #pragma once
 
 #include "ops.h"
@@ -10,8 +11,8 @@ struct StepOutputs {
     ggml_tensor *choice = nullptr; // {CHOICE_WIDTH, n_out} I32: ChoiceRow (kernels.h)
 };
 
-// The trunk over the step's rows: a prefill has logits of its last row or none, a verify of all. Where the engine
-// drafts, the rows' hidden states are kept and the head's KV rows written too.
+// Builds the trunk over the step's rows. A prefill has logits of its last row or none, and a verify of all
+// rows. Where the engine drafts, the rows' hidden states are kept and the head's KV rows are written too.
 StepOutputs build_qwen35(const StepBuild &build);
 
 // One link of the NextN chains of the step's sequences: a row each, whose choice and hidden state are kept for the

@@ -1,5 +1,6 @@
-// qwen35 and qwen35moe (Qwen3.5/3.6): blocks of DeltaNet or full attention, each followed by a SwiGLU FFN or by a
-// mixture of them; and the NextN head, which predicts the token after the next from a hidden state and the next token's embedding.
+// The graphs of qwen35 and qwen35moe (Qwen3.5/3.6). A block is DeltaNet or full attention, followed by a
+// SwiGLU FFN or by a mixture of them. The NextN head predicts the token after the next, from a hidden state
+// and the next token's embedding.
 #include "graph.h"
 
 #include "custom_op.h"

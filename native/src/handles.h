@@ -1,5 +1,5 @@
-// Checked handles: what the ABI hands out are numbers that look like pointers. They are never dereferenced
-// and never reused, so a closed, foreign or made-up handle is an error and not a crash.
+// Handles are checked. The ABI hands out numbers that look like pointers, but are never dereferenced and
+// never reused. So a closed, foreign or made-up handle is an error and not a crash.
 #pragma once
 
 #include "status.h"

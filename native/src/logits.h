@@ -1,4 +1,4 @@
-// What is done with one row of logits on the host before a choice: penalties and masks.
+// The host changes a row of logits before a choice: by penalties and by a mask.
 #pragma once
 
 #include "luce.h"

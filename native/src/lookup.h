@@ -1,4 +1,4 @@
-// The lookup drafter: what followed the last time that the text stood where it stands now.
+// The lookup drafter proposes what followed the last time that the text stood where it stands now.
 //
 // Every four tokens of a text are hashed to the newest position where they end, and each position to the one before
 // it with the same hash. The positions whose last four tokens are the text's own are extended backwards; the longest

@@ -1,4 +1,5 @@
-// The ABI of files, models and pure functions: argument checks and handles. No logic. Engines: luce_engine.cpp.
+// The ABI of files, models and pure functions. It checks arguments and handles, and has no logic.
+// luce_engine.cpp has the ABI of engines.
 #include "luce.h"
 
 #include "abi.h"

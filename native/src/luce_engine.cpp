@@ -1,4 +1,4 @@
-// The ABI of engines, sequences and checkpoints: argument checks and handles. No logic.
+// The ABI of engines, sequences and checkpoints. It checks arguments and handles, and has no logic.
 #include "abi.h"
 #include "checkpoint.h"
 #include "sampler.h"

@@ -1,5 +1,6 @@
-// A loaded model: hyperparameters and weights with their shapes (ggml order: fastest first). What a layer's caches
-// and graph depend on is in its shape; which tensors a file holds and how they are named, an architecture knows.
+// A loaded model has hyperparameters, and weights with their shapes (ggml order: fastest first). What a
+// layer's caches and graph depend on is in its shape. Which tensors a file holds and how they are named, an
+// architecture knows.
 #pragma once
 
 #include "device.h"
@@ -78,8 +79,8 @@ struct MoeShape {
     uint32_t n_ff = 0; // FF of an expert
 };
 
-// A mixture of experts: each row has those that the router gives the largest logits, and a shared one, if there is
-// one, as far as its gate is open.
+// A mixture of experts. Each row has the experts to which the router gives the largest logits. If there is a
+// shared expert, each row has it too, scaled by its gate.
 struct Moe {
     MoeShape shape;
     ggml_tensor *router; // {E, n}
@@ -168,17 +169,18 @@ struct Architecture; // architecture.h
 
 class Model {
 public:
-    // Reads hyperparameters and checks every tensor's presence, shape and type: no weight is touched.
-    // The model can build graphs, for measuring, but not run until load().
-    // head: the file to take the NextN head from, maybe `file` itself, or null; drafter: a DFlash drafter's file, or
-    // null. Both must fit the trunk.
+    // Reads hyperparameters and checks every tensor's presence, shape and type; no weight is touched. The
+    // model can build graphs, for measuring, but it cannot run until load(). The NextN head is taken from the
+    // file `head`, which may be `file` itself or null; `drafter` is a DFlash drafter's file or null. Both
+    // must fit the trunk.
     static std::shared_ptr<Model> describe(std::shared_ptr<GgufFile> file, std::shared_ptr<GgufFile> head,
                                            std::shared_ptr<GgufFile> drafter, const Device &device);
 
-    // Places the weights: in the mapping on the CPU, uploaded to a GPU. progress: 0..1, false cancels.
+    // Places the weights: a CPU uses them in the mapping, a GPU has them uploaded. progress gets 0..1; false
+    // cancels.
     void load(const std::function<bool(float)> &progress);
 
-    // For measuring only: the weights count as placed, so that graphs over them can be sized.
+    // Lets the weights count as placed, so that graphs over them can be measured.
     void stand_in();
 
     const Device &device() const { return *device_; }
@@ -188,7 +190,8 @@ public:
     const Weights &weights() const { return weights_; }
     uint64_t weight_bytes() const { return weight_bytes_; } // on the device
     uint64_t n_params() const { return n_params_; } // of all tensors in the file
-    // Of the loaded tensors' names, types, shapes and first bytes: what a checkpoint belongs to.
+    // A hash of the loaded tensors' names, types, shapes and first bytes. It says which model a checkpoint
+    // belongs to.
     uint64_t identity() const;
 
 private:
@@ -213,7 +216,7 @@ private:
 // stay as they are.
 bool is_packed(const ggml_tensor *weight);
 
-// Types that ggml multiplies on the CPU and on CUDA.
+// Says whether ggml multiplies with a type on the CPU and on CUDA.
 bool is_weight_type(ggml_type type);
 
 // As GGUF files are named: "Q4_K", "BF16".

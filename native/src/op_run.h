@@ -1,5 +1,5 @@
-// One of luce's own ops alone, on host arrays: how tests compare a kernel with its reference. Exported for luce's
-// tests; no part of luce.h, and no promise.
+// Runs one of luce's own ops alone, on host arrays, so that tests can compare a kernel with its reference. It
+// is exported for luce's tests alone: it is no part of luce.h, and promises nothing.
 #pragma once
 
 #include "luce.h"

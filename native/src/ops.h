@@ -1,4 +1,4 @@
-// Graph blocks that architectures share. Building is pure: a block adds nodes and names nothing it did not get.
+// Architectures share these graph blocks. Building is pure: a block only adds nodes, over what it was given.
 // T is the number of rows; shapes are in ggml order.
 #pragma once
 

@@ -1,4 +1,4 @@
-// ggml's quantizers, for the converters and tests.
+// Gives the converters and tests ggml's quantizers.
 #pragma once
 
 #include "luce.h"

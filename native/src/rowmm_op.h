@@ -1,5 +1,5 @@
-// luce's matmul on a GPU as graph ops, over any number of rows: a prefill's are done ROWMM_MAX_ROWS at a time, each
-// block as a step of its own.
+// luce's matmul on a GPU as graph ops, over any number of rows. Those of a prefill are done ROWMM_MAX_ROWS at
+// a time, each block of rows as a step of its own.
 #pragma once
 
 #include "../kernels/rowmm.h"

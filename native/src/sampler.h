@@ -1,5 +1,5 @@
-// Counter-based sampling: a token depends on its logits, its position and the seed only. kernels/sampling.h has the
-// rule; this is its form over a row of the CPU.
+// Sampling is counter-based: a token depends only on its logits, its position, the seed and the settings.
+// kernels/sampling.h has the rule; this is its form over a row of the CPU.
 #pragma once
 
 #include "luce.h"
@@ -10,7 +10,7 @@
 
 namespace luce {
 
-// Range check of every field; E_ARG names the one that is off.
+// Checks the range of every field; E_ARG names the one that is off.
 void check_sampling(const luce_sampling &sampling);
 
 // The same, as steps take it.

@@ -1,4 +1,5 @@
-// One timeline in an engine, as its caller sees it: checks, choices, failure. What it remembers is its Timeline's.
+// A sequence is one timeline in an engine, as its caller sees it: it checks arguments, makes choices and
+// keeps failures. What it remembers is its Timeline's.
 #pragma once
 
 #include "engine.h"
@@ -23,12 +24,12 @@ public:
     uint32_t lookup(int32_t anchor, int32_t *draft, uint32_t most, uint32_t *matched);
     void commit(const int32_t *path, uint32_t n);
     void read_logits(uint32_t row, float *out);
-    // The same in memory of its own, which the next call overwrites.
+    // Returns the same in memory of its own, which the next call overwrites.
     const float *logits(uint32_t row);
     // luce_sequence_choose
     int32_t choose(uint32_t row, const uint8_t *mask, uint64_t mask_size);
     void resume(const Checkpoint &checkpoint);
-    void settle(); // debts are paid, verified rows dropped: the caches hold what is committed
+    void settle(); // pays debts and drops verified rows: the caches then hold what is committed
 
     // For the engine's steps:
     Timeline &line() { return line_; }

@@ -1,4 +1,4 @@
-// Errors inside the core: thrown as Error, turned into a status at the ABI (luce.cpp).
+// Errors inside the core are thrown as Error; the ABI (abi.h) turns them into a status.
 #pragma once
 
 #include "luce.h"

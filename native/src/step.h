@@ -1,13 +1,14 @@
-// The step executor: the only owner of graph allocation, reuse, capture and synchronisation.
+// The step executor alone owns graph allocation, reuse, capture and synchronisation.
 //
-// Order of life: measure the largest steps, allocate one buffer for all of them, build the graph of every step width,
-// run and time it; then for each step fill its region (step_inputs.h), run, read the choices: one host
-// synchronisation a round.
+// At its opening it measures the largest steps, allocates one buffer for all of them, builds the graph of
+// every step width, runs and times it. Then for each step it fills the step's region (step_inputs.h), runs,
+// and reads the choices. A round synchronises with the host once.
 // - No shape depends on a context: widths come from a fixed list (row_bucket), lengths are in the control block. Only
 //   a prefill's graph is built for the occasion, over cells in buckets (kv_bucket).
 // - A graph runs as segments between our ops. CPU: a team of threads shares each of our ops, and ggml runs what lies
 //   between them (team.h says why); a prefill has ggml's tiled attention, all else the row-invariant kernels.
-// - CUDA: our kernels are launched in the places of our ops on the same stream; a step other than prefill is one captured CUDA graph.
+// - CUDA: our kernels are launched in the places of our ops on the same stream. A step other than prefill is one
+//   captured CUDA graph.
 #pragma once
 
 #include "graph.h"
@@ -46,7 +47,7 @@ struct Choice {
 
 class Step {
 public:
-    // Describes only; the caches need not be allocated.
+    // Returns the sizes without allocating anything; the caches need not be allocated either.
     static StepSizes measure(const Model &model, const Cache &cache, const EngineParams &params);
 
     // Allocates everything, builds all graphs and times them.
@@ -58,7 +59,7 @@ public:
     const std::vector<luce_cost> &costs() const { return costs_; }
     uint64_t allocated() const;
 
-    // The widths that steps of `rows` rows, or drafts of so many sequences, really have.
+    // Returns the width that a step of `rows` rows, or a draft of so many sequences, really has.
     uint32_t verify_width(uint32_t rows) const;
     uint32_t draft_width(uint32_t sequences) const;
 
@@ -69,13 +70,14 @@ public:
     Region::Host draft_host(uint32_t link);
     Region::Host block_host(uint32_t index);
 
-    // n rows of one sequence after n_past; with `last`, choices()[0] and logits of the last row. Waits.
+    // Runs n rows of one sequence after n_past, and waits. With `last` it gives choices()[0] and logits of
+    // the last row.
     void prefill(uint32_t n, uint32_t n_past, bool last, uint32_t n_pages);
-    // A step of this width, whose first n_rows rows are wanted. Waits.
+    // Runs a step of this width, whose first n_rows rows are wanted, and waits.
     void verify(uint32_t width, uint32_t n_rows, uint32_t n_pages);
-    // One link of the chains of a draft; enqueued, not waited for.
+    // Enqueues one link of the chains of a draft, without waiting.
     void draft(uint32_t width, uint32_t link, uint32_t n_pages);
-    // A step of DFlash blocks, the index-th of a draft; enqueued, not waited for.
+    // Enqueues a step of DFlash blocks, the index-th of a draft, without waiting.
     void block(uint32_t rows, uint32_t index, uint32_t n_pages);
 
     // Results of the last prefill or verify; logits are valid until the next step of any kind.
@@ -124,7 +126,7 @@ private:
     bool capturing_ = false; // steps are captured on their first run
 };
 
-// Rows and cells rounded up to the fixed lists.
+// Round rows and cells up to the fixed lists.
 uint32_t row_bucket(uint32_t rows, uint32_t max_rows);
 uint32_t kv_bucket(uint32_t n);
 

@@ -1,4 +1,4 @@
-// A built step: which graph a shape stands for.
+// A built step: the graph that a shape stands for.
 #pragma once
 
 #include "step.h"

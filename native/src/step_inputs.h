@@ -1,4 +1,4 @@
-// Where a step's inputs lie, and how a step is put together from its sequences' rows.
+// Says where a step's inputs lie, and puts a step together from its sequences' rows.
 // Steps of each kind have a region of their own on the device, and host mirrors, so that the host can fill the next
 // step's inputs while the device still works on the last one's. A step's inputs are one copy to the device.
 #pragma once
@@ -10,7 +10,7 @@ namespace luce {
 // One kind of step's inputs: at most `rows` rows, `n_pages` page entries.
 class Region {
 public:
-    // `mirrors` host copies. Describes only, until allocate().
+    // The region has `mirrors` host copies. It has no memory until allocate().
     Region(uint32_t rows, uint32_t n_pages, uint32_t mirrors);
 
     void allocate(const Device &device);
@@ -24,10 +24,12 @@ public:
         int32_t *pages;
     };
     Host host(uint32_t mirror) const;
-    // GPU: enqueues the copy of a mirror, up to its first n_pages page entries. CPU: the one mirror is the region.
+    // Enqueues on a GPU the copy of a mirror, up to its first n_pages page entries. On a CPU the one mirror
+    // is the region.
     void send(ggml_backend_t backend, uint32_t mirror, uint32_t n_pages);
 
-    // The inputs of a step of `rows` rows. Before allocate(), for measuring, tensors without memory.
+    // Returns the inputs of a step of `rows` rows. Before allocate() they are tensors without memory, for
+    // measuring.
     StepInputs tensors(ggml_context *ctx, uint32_t rows) const;
 
 private:
@@ -44,7 +46,7 @@ struct EngineParams {
     uint32_t n_threads;
 };
 
-// Blocks of so many sequences fit into a step.
+// Returns how many sequences' blocks fit into a step.
 uint32_t blocks_at_once(const CacheParams &params);
 
 // The regions of an engine, one for each kind of step; a draft's links, and a draft's steps of blocks, have a mirror
@@ -68,15 +70,16 @@ class Batch {
 public:
     Batch(Region::Host host, const Cache &cache);
 
-    // n rows of a sequence, in depth-first order; parents count from the item's first row. token(i): of row i, or
-    // -1 - e for entry e of the cache's drafts. n 0: its debts alone.
+    // Adds n rows of a sequence, in depth-first order; parents count from the item's first row. token(i) is
+    // that of row i, or -1 - e for entry e of the cache's drafts. n 0 adds its debts alone.
     void add_verify(const Timeline &line, const ChoiceCtl &choice, uint32_t n, const int32_t *parents,
                     const int32_t *tokens);
-    // Row i of a draft's chain: one row at n_past + i, whose token is the anchor or the draft before.
+    // Adds row i of a draft's chain, at n_past + i. Its token is the anchor or the draft before.
     void add_draft(const Timeline &line, const ChoiceCtl &choice, int32_t anchor, uint32_t i);
-    // A DFlash block after what is committed: [anchor, mask, mask ..], each row's choice kept but the anchor's.
+    // Adds a DFlash block after what is committed: [anchor, mask, mask ..]. Each row's choice but the
+    // anchor's is kept.
     void add_block(const Timeline &line, const ChoiceCtl &choice, int32_t anchor, int32_t mask);
-    // Rows that only fill the step's width.
+    // Adds rows that only fill the step's width.
     void fill_up(uint32_t width);
 
     uint32_t n_rows() const { return uint32_t(h_.ctl->n_rows); }
@@ -90,7 +93,7 @@ private:
     uint32_t n_pages_ = 0;
 };
 
-// The control block of a prefill of n rows; returns its number of page entries.
+// Fills the control block of a prefill of n rows; returns its number of page entries.
 uint32_t fill_prefill(Region::Host host, const Timeline &line, const ChoiceCtl &choice, const int32_t *tokens,
                       uint32_t n, const Cache &cache);
 

@@ -1,7 +1,8 @@
-// The CPU threads that share one op's work. A part is taken by whoever comes first: a thread that is not running,
-// since a neighbour has its CPU, delays no more than the part that it holds. (Threads that meet after every op, as
-// ggml's do, all wait for it at every op: a step of 200 ops then takes 200 times a scheduler's slice.) Where the caller
-// has had to wait for such a part, fewer helpers take part for a while.
+// A team is the CPU threads that share one op's work. Whoever comes first takes the next part. So a thread
+// that is not running, since a neighbour has its CPU, delays no more than the part that it holds. (ggml's
+// threads meet after every op, so all wait for such a thread at every op: a step of 200 ops then takes 200
+// times a scheduler's slice.) Where the caller had to wait for such a part, fewer helpers take part for a
+// while.
 #pragma once
 
 #include <atomic>

@@ -1,4 +1,4 @@
-// The draft tree: which candidates one verify takes of a drafter's lists, and of a chain beside them.
+// The draft tree says which candidates one verify takes of a drafter's lists, and of a chain beside them.
 //
 // A drafter gives a list of its best tokens at each depth, best first, each with a score (a log-probability; when
 // sampling, one with the noise that the target will choose with). A node of the tree is a path of ranks, one at each

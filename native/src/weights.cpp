@@ -1,4 +1,4 @@
-// From a file's names to checked, placed tensors.
+// Takes tensors by their names from a file, checks and places them.
 #include "weights.h"
 
 #include "architecture.h"

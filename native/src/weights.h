@@ -1,5 +1,5 @@
-// Takes tensors out of a file one by one: presence, shape and type of each are checked, and what nobody took is
-// refused by name.
+// Takes tensors out of a file one by one. The presence, shape and type of each are checked, and a tensor that
+// nobody took is refused by name.
 #pragma once
 
 #include "model.h"
@@ -10,7 +10,7 @@ namespace luce {
 
 class WeightReader {
 public:
-    // loading false: tensors are checked only, and null is returned.
+    // With loading false, tensors are only checked, and null is returned.
     WeightReader(Model &model, const GgufFile &file, bool loading = true);
 
     // A matrix {a, b} of any weight type.
