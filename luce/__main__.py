@@ -1,11 +1,16 @@
 """The `luce` command and `python -m luce`."""
 
+import mmap
+import os
 import sys
+
+MIB = 1 << 20
 
 
 def main() -> None:
     """Runs the command line; what goes wrong while it is still being imported is one line as well."""
     try:
+        _require_room()
         from luce.cli import main as run
     except KeyboardInterrupt:
         _fail("interrupted", 130)
@@ -17,6 +22,19 @@ def main() -> None:
         run()
     except KeyboardInterrupt:
         _fail("interrupted", 130)
+
+
+def _require_room() -> None:
+    """Raises MemoryError where the address space does not suffice to import luce.
+
+    numpy's OpenBLAS, which takes 40 MiB a thread, ends the process or sends itself an interrupt where it finds
+    none, and CPython aborts where a MemoryError meets another. The figures are of Linux, x86-64 and numpy 2.
+    """
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        mmap.mmap(-1, (72 + 41 * min(threads, 64)) * MIB, mmap.MAP_PRIVATE, mmap.PROT_READ).close()
+    except OSError:
+        raise MemoryError from None
 
 
 def _fail(message: str, code: int) -> None:

@@ -15,6 +15,7 @@ from luce.metadata import Metadata
 from luce.tokenizer import Tokenizer
 
 CONFIG = tiny.Config()
+PACKAGE = os.path.dirname(os.path.dirname(luce.__file__))
 READ_ALL = 1 << 1 | 1 << 2  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
 
 
@@ -152,6 +153,29 @@ def test_a_lack_of_memory_is_one_line(luce_, monkeypatch):
         assert result.exit_code == 1 and one_line(result) == "Error: out of memory"
 
 
+def test_whatever_runs_out_of_address_space_is_one_line(tmp_path):
+    """From what Python alone takes to more than a short run does: an error line, or success."""
+    path = tiny.write(tmp_path / "tiny.gguf", CONFIG, tiny.layout(CONFIG, 1))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([PACKAGE, *sys.path])}
+    start = 72 + 41 * min(len(os.sched_getaffinity(0)), 64)  # MiB that luce asks for before it imports
+    outcomes = {}
+    for words in (["probe-gguf", path], ["generate", "--gguf", path, "--threads", "1", "-n", "8", "x"]):
+        for mib in (16, 60, start - 20, *range(start + 12, start + 36, 3), start + 200):
+            program = (
+                f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({mib << 20},) * 2)\n"
+                "from luce.__main__ import main; main()"
+            )
+            done = subprocess.run(
+                [sys.executable, "-c", program, *words], capture_output=True, text=True, env=environment
+            )
+            outcomes[words[0], mib - start] = done.returncode
+            lines = done.stderr.splitlines()
+            assert done.returncode in (0, 1), (words[0], mib, done.stderr)
+            if done.returncode == 1:
+                assert len(lines) == 1 and lines[0].startswith("Error: "), (words[0], mib, done.stderr)
+        assert outcomes[words[0], 16 - start] == 1 and outcomes[words[0], 200] == 0
+
+
 LACKS = "lambda *a: (1 for _ in ()).throw(MemoryError)"
 
 
@@ -166,7 +190,7 @@ LACKS = "lambda *a: (1 for _ in ()).throw(MemoryError)"
 )  # fmt: skip
 def test_what_fails_at_the_start_is_one_line(broken, said):
     program = f"import sys; from luce.__main__ import main; {broken}; main()"
-    path = os.pathsep.join([os.path.dirname(os.path.dirname(luce.__file__)), *sys.path])
+    path = os.pathsep.join([PACKAGE, *sys.path])
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}
     )

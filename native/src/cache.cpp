@@ -35,9 +35,7 @@ Cache::Cache(const Weights &weights, const HParams &hp, const NextN *head, const
       params_(params), max_pages_(params.max_pages()) {
     const size_t n_layer = weights.blocks.size();
     const size_t n_drafter = drafter == nullptr ? 0 : drafter->layers.size();
-    const ggml_init_params init = {ggml_tensor_overhead() * (3 * n_layer + 2 * n_drafter + 7), nullptr,
-                                   /*no_alloc=*/true};
-    context_.reset(ggml_init(init));
+    context_ = new_context(ggml_tensor_overhead() * (3 * n_layer + 2 * n_drafter + 7));
     ggml_context *ctx = context_.get();
     const int64_t n_slots = params.n_sequences + params.n_checkpoints,
                   n_cells = int64_t(params.n_pages) * PAGE;

@@ -6,8 +6,10 @@
 #include "device.h"
 #include "gguf_file.h"
 
+#include <cstdlib>
 #include <functional>
 #include <memory>
+#include <new>
 #include <string>
 #include <variant>
 #include <vector>
@@ -161,9 +163,23 @@ struct Weights {
 };
 
 struct ContextFree {
-    void operator()(ggml_context *c) const { ggml_free(c); }
+    void operator()(ggml_context *c) const {
+        void *const memory = ggml_get_mem_buffer(c);
+        ggml_free(c);
+        free(memory);
+    }
 };
 using Context = std::unique_ptr<ggml_context, ContextFree>;
+
+// An empty context that holds tensors without their data. ggml_init() would abort where it finds no memory: this
+// throws std::bad_alloc.
+inline Context new_context(size_t n_bytes) {
+    void *const memory = malloc(n_bytes);
+    if (memory == nullptr) {
+        throw std::bad_alloc();
+    }
+    return Context(ggml_init({n_bytes, memory, /*no_alloc=*/true}));
+}
 
 struct Architecture; // architecture.h
 

@@ -125,9 +125,7 @@ void run_op(const char *device_name, const char *name, luce_array *args, uint32_
         fail(LUCE_E_UNSUPPORTED, "%s has no op %s", device.name.c_str(), name);
     }
     const std::vector<bool> written = check_arrays(*op, args, n_args, *out);
-    const ggml_init_params init = {ggml_tensor_overhead() * (n_args + 2) + ggml_graph_overhead(), nullptr,
-                                   true};
-    Context context(ggml_init(init));
+    const Context context = new_context(ggml_tensor_overhead() * (n_args + 2) + ggml_graph_overhead());
     ggml_context *ctx = context.get();
     ggml_tensor *tensors[GGML_MAX_SRC] = {};
     for (uint32_t i = 0; i < n_args; i++) {

@@ -116,10 +116,7 @@ std::unique_ptr<Step::Graph> Step::Graph::build(const Model &model, const Cache 
     g->shape = shape;
     const size_t n_drafter = cache.has_drafter() ? model.weights().drafter->layers.size() : 0;
     const size_t n_nodes = 64 * (model.hparams().n_layer + n_drafter + 2) + 64;
-    const ggml_init_params params = {ggml_tensor_overhead() * n_nodes +
-                                         ggml_graph_overhead_custom(n_nodes, false),
-                                     nullptr, /*no_alloc=*/true};
-    g->context.reset(ggml_init(params));
+    g->context = new_context(ggml_tensor_overhead() * n_nodes + ggml_graph_overhead_custom(n_nodes, false));
     ggml_context *ctx = g->context.get();
     g->nodes = ggml_new_graph_custom(ctx, n_nodes, false);
     const StepBuild build = {ctx,        g->nodes,  model, cache, in.tensors(ctx, shape.rows),

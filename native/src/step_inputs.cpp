@@ -34,8 +34,7 @@ void Region::allocate(const Device &device) {
         host_ = static_cast<uint8_t *>(ggml_backend_buffer_get_base(pinned_.get()));
         memset(host_, 0, mirrors_ * size_);
     }
-    const ggml_init_params params = {ggml_tensor_overhead() * 2, nullptr, /*no_alloc=*/true};
-    context_.reset(ggml_init(params));
+    context_ = new_context(ggml_tensor_overhead() * 2);
     whole_ = ggml_new_tensor_1d(context_.get(), GGML_TYPE_I8, int64_t(size_));
     ggml_backend_tensor_alloc(device_.get(), whole_, ggml_backend_buffer_get_base(device_.get()));
 }

@@ -201,8 +201,7 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file, std::shar
     }
     const size_t n_tensors = trunk.tensors().size() + (head ? head->tensors().size() : 0) +
                              (drafter ? drafter->tensors().size() : 0) + 1;
-    const ggml_init_params params = {ggml_tensor_overhead() * n_tensors, nullptr, /*no_alloc=*/true};
-    model->context_.reset(ggml_init(params));
+    model->context_ = new_context(ggml_tensor_overhead() * n_tensors);
     WeightReader reader(*model, trunk);
     model->weights_ = model->architecture_->read_trunk(reader, hp);
     if (head) {
@@ -302,8 +301,7 @@ void Model::load(const std::function<bool(float)> &progress) {
     ggml_backend_buffer_set_usage(buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
     buffers_.push_back(std::move(buffer));
     const Buffer staging = allocate(*device_, staging_size, "the weights on their way");
-    const ggml_init_params params = {ggml_tensor_overhead() * 2, nullptr, /*no_alloc=*/true};
-    const Context staging_context(ggml_init(params));
+    const Context staging_context = new_context(ggml_tensor_overhead() * 2);
     ggml_tensor *through =
         ggml_new_tensor_1d(staging_context.get(), GGML_TYPE_I8, int64_t(std::max(staging_size, uint64_t(1))));
     ggml_backend_tensor_alloc(staging.get(), through, ggml_backend_buffer_get_base(staging.get()));
