@@ -27,8 +27,8 @@ def main() -> None:
 def _require_room() -> None:
     """Raises MemoryError where the address space does not suffice to import luce.
 
-    numpy's OpenBLAS, which takes 40 MiB a thread, ends the process or sends itself an interrupt where it finds
-    none, and CPython aborts where a MemoryError meets another. The figures are of Linux, x86-64 and numpy 2.
+    numpy's OpenBLAS takes 40 MiB a thread. Where it finds none, it ends the process or sends it an interrupt.
+    CPython aborts where one MemoryError meets another. The figures are of Linux, x86-64 and numpy 2.
     """
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:

@@ -160,7 +160,7 @@ def test_whatever_runs_out_of_address_space_is_one_line(tmp_path):
     start = 72 + 41 * min(len(os.sched_getaffinity(0)), 64)  # MiB that luce asks for before it imports
     outcomes = {}
     for words in (["probe-gguf", path], ["generate", "--gguf", path, "--threads", "1", "-n", "8", "x"]):
-        for mib in (16, 60, start - 20, *range(start + 12, start + 36, 3), start + 200):
+        for mib in (16, 60, start - 20, *range(start + 13, start + 30, 4), start + 200):
             program = (
                 f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({mib << 20},) * 2)\n"
                 "from luce.__main__ import main; main()"
