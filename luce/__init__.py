@@ -2,7 +2,7 @@
 
 
 def __getattr__(name: str) -> str:
-    """__version__, which takes a while to find: only for who asks for it."""
+    """Finds __version__ only for those who ask for it, since that takes a while."""
     if name != "__version__":
         raise AttributeError(f"module 'luce' has no attribute {name!r}")
     from importlib.metadata import PackageNotFoundError, version

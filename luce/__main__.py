@@ -8,7 +8,7 @@ MIB = 1 << 20
 
 
 def main() -> None:
-    """Runs the command line; what goes wrong while it is still being imported is one line as well."""
+    """Runs the command line. What goes wrong while it is still being imported is one line as well."""
     try:
         _require_room()
         from luce.cli import main as run

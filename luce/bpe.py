@@ -1,6 +1,6 @@
 """Byte-level BPE as Qwen's tokenizers have it: how text is cut into words, and how bytes are spelled.
 
-It needs no other module: what makes the model in the box takes it alone.
+It imports no other module of luce, so that the program that makes the model in the box can use it alone.
 """
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

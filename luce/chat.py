@@ -1,4 +1,4 @@
-"""Messages to a prompt: the file's own chat template, in which only the template spells control tokens."""
+"""Turns messages into a prompt by the file's own chat template. Only the template spells control tokens."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ class Template(Protocol):
 
 
 class BoundedTemplate:
-    """A ChatTemplate (template.py) with bounded time and memory, in a process of its own."""
+    """A ChatTemplate (template.py) whose time and memory are bounded, since it runs in a process of its own.
+    """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None):
         self._renderer = Renderer(source, dict(special_tokens or {}))
 
     def render(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> str:
-        """As ChatTemplate.render, with its arguments; here a malformed template is an error too."""
+        """Renders as ChatTemplate.render does, with its arguments. A malformed template is an error here
+        too."""
         try:
             return self._renderer.render(messages=messages, **how)
         except LuceError as error:
@@ -48,8 +50,8 @@ def prompt_ids(
     tools: Sequence[Mapping[str, Any]] | None = None,
     **how: Any,
 ) -> list[int]:
-    """The prompt's tokens. Control tokens are those that the template spells: what messages, tools and `how`
-    (the template's variables) spell stays text."""
+    """Returns the prompt's tokens. Control tokens are those that the template spells: what messages, tools
+    and `how` (the template's variables) spell stays text."""
     guard = Guard(tokenizer.control, [messages, tools, how])
     variables = {name: guard.marked(value) for name, value in how.items()}
     text = template.render(guard.marked(messages), tools=guard.marked(tools), **variables)
@@ -61,8 +63,8 @@ def prompt_ids(
 
 
 class Guard:
-    """Tells what users write from what a template does: in every spelling of a control token, and in what may
-    become one beside other text, one character has a stand-in, which no text has."""
+    """Tells what users write from what a template does. In every spelling of a control token, and in what
+    may become one beside other text, one character has a stand-in, which no text has."""
 
     def __init__(self, control: Iterable[str], texts: Any):
         found = {text for text in control if text}
@@ -80,7 +82,7 @@ class Guard:
         self._stand_in = {char: next(free) for char in sorted(set("".join(found)))}
 
     def marked(self, value: Any) -> Any:
-        """`value` with stand-ins in all of its strings."""
+        """Returns `value` with stand-ins in all of its strings."""
         if isinstance(value, str):
             return self._marked(value)
         if isinstance(value, Mapping):
@@ -98,13 +100,13 @@ class Guard:
         return "".join(letters)
 
     def unmarked(self, text: str) -> str:
-        """`text` as it was written."""
+        """Returns `text` as it was written."""
         for char, stand_in in self._stand_in.items():  # JSON may have escaped it
             text = text.replace(stand_in, char).replace(json.dumps(stand_in)[1:-1], char)
         return text
 
     def pieces(self, text: str) -> list[str]:
-        """`text` cut around each control token that it spells."""
+        """Returns `text` cut around each control token that it spells."""
         return [piece for piece in self._control.split(text) if piece]
 
 
@@ -119,7 +121,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def chat_template(metadata: Mapping[str, Any]) -> BoundedTemplate:
-    """The template of a file's metadata; UnsupportedError where it has none."""
+    """Returns the template of a file's metadata. Raises UnsupportedError where it has none."""
     if KEY not in metadata:
         raise UnsupportedError("the file has no chat template", concerns="chat_template")
     tokens = fact(metadata, "tokenizer.ggml.tokens", list, [])

@@ -20,7 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Bias(click.ParamType):
-    """ID=VALUE: a token id, and what is added to its logit."""
+    """Parses ID=VALUE: a token id, and what is added to its logit."""
 
     name = "ID=VALUE"
 
@@ -91,7 +91,7 @@ def choice_options(command: F) -> F:
 
 
 def penalties_of(flags: Mapping[str, Any], n_vocab: int) -> Penalties:
-    """Usage error: a bias of a token that the model does not have."""
+    """Returns the penalties. A bias of a token that the model does not have is a usage error."""
     for token, _ in flags["logit_bias"]:
         if token >= n_vocab:
             problem = f"token {token} is not one of the model's {n_vocab}"
@@ -105,7 +105,7 @@ def penalties_of(flags: Mapping[str, Any], n_vocab: int) -> Penalties:
 
 
 def grammar_of(flags: Mapping[str, Any], tokenizer: Tokenizer) -> Callable[[], Matcher] | None:
-    """What the text is held to; None: nothing."""
+    """Returns what the text is held to; None is nothing."""
     schema, file = flags["json_schema"], flags["grammar_file"]
     if schema is None and file is None:
         return None

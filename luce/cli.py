@@ -265,7 +265,7 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
 
 
 def contradiction(flags: Mapping[str, Any]) -> str | None:
-    """What is wrong with flags that exclude each other, or of which one would be ignored."""
+    """Says what is wrong with flags that exclude each other, or of which one would be ignored."""
     if flags["system"] is not None and not flags["chat"]:
         return "--system needs --chat"
     if flags["think"] is not None and not flags["chat"]:
@@ -297,8 +297,8 @@ _SPECS = {
 
 
 def misplaced(flags: Mapping[str, Any]) -> str | None:
-    """What is wrong with flags of drafting that the mode would ignore. A chain's length alone asks for mtp, a
-    drafter alone for dflash."""
+    """Says what is wrong with flags of drafting that the mode would ignore. A chain's length alone asks for
+    mtp, and a drafter alone for dflash."""
     implied = {"mtp_gamma": "mtp", "draft": "dflash"}
     asking = "spec" if flags["spec"] else next((name for name in implied if flags[name] is not None), None)
     if asking is None:
@@ -314,8 +314,8 @@ def misplaced(flags: Mapping[str, Any]) -> str | None:
 
 
 def read_prompt(prompt: str | None, most: int = sys.maxsize - 1, file: Path | None = None) -> str:
-    """PROMPT, what --file or else a piped stdin holds, or both: PROMPT last, on a line of its own.
-    ContextFull: there are more than `most` bytes, and no more of them were read."""
+    """Returns PROMPT, what --file or else a piped stdin holds, or both: PROMPT last, on a line of its own.
+    Raises ContextFull where there are more than `most` bytes, and then reads no more of them."""
     before = ""
     if file is not None:
         try:
@@ -333,7 +333,7 @@ def read_prompt(prompt: str | None, most: int = sys.maxsize - 1, file: Path | No
 
 
 def read_text(stream: BinaryIO, name: str, most: int) -> str:
-    """What a stream holds, at most so many bytes."""
+    """Returns what a stream holds, at most so many bytes."""
     raw = bytearray()
     try:
         while len(raw) <= most and (piece := stream.read(1 << 16)):
@@ -348,8 +348,8 @@ def read_text(stream: BinaryIO, name: str, most: int) -> str:
 
 
 def prompt_of(files: Files, text: str, most: int, flags: Mapping[str, Any]) -> list[int]:
-    """The prompt's tokens; ContextFull where they are more than `most`. A template spells out all special
-    tokens itself, also the first one."""
+    """Returns the prompt's tokens. Raises ContextFull where they are more than `most`. A template spells out
+    all special tokens itself, also the first one."""
     if not flags["chat"]:
         ids = files.tokenizer.encode(text, special=flags["special"], add_bos=True, most=most)
     else:
@@ -366,7 +366,7 @@ def prompt_of(files: Files, text: str, most: int, flags: Mapping[str, Any]) -> l
 
 
 def make_request(files: Files, prompt: list[int], flags: Mapping[str, Any]) -> Request:
-    """The flags that are one generation's."""
+    """Returns the flags that describe one generation."""
     return Request(
         prompt=tuple(prompt),
         max_tokens=flags["max_tokens"],
@@ -384,7 +384,7 @@ def make_request(files: Files, prompt: list[int], flags: Mapping[str, Any]) -> R
 
 
 def make_options(flags: Mapping[str, Any]) -> Options:
-    """The flags that are the engine's."""
+    """Returns the flags that describe the engine."""
     return Options(
         ctx=flags["ctx"],
         kv_type=flags["kv_type"],
@@ -448,6 +448,6 @@ def probe_gguf(path: Path | None, hf: str | None, as_json: bool, tensors: bool, 
 
 
 def main() -> None:
-    """The `luce` command."""
+    """Runs the `luce` command."""
     stdout.prepare()
     cli(prog_name="luce")

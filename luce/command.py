@@ -1,4 +1,4 @@
-"""What all commands share: failures as one line, option types, Ctrl-C, the model in the box."""
+"""What all commands share: failures as one line, option types, Ctrl-C, and the model in the box."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BOX = Path(__file__).resolve().parent / "data" / "box.gguf"  # a small model tha
 
 
 class Interrupted(click.ClickException):
-    """Ctrl-C: one line, exit 130."""
+    """Ctrl-C was pressed: it gives one line and exit 130."""
 
     exit_code = 130
 
@@ -45,8 +45,9 @@ class Interrupted(click.ClickException):
 
 
 class Commands(click.Group):
-    """Failures that luce reports become one line and exit 1, an interrupt one line and exit 130. later: of
-    commands that are imported when they are wanted, the module, where each has its own name, and its help."""
+    """Turns failures that luce reports into one line and exit 1, and an interrupt into one line and exit
+    130. `later` names commands that are imported only when they are wanted: for each the module, in which it
+    has its own name, and its help."""
 
     def __init__(self, *args: Any, later: Mapping[str, tuple[str, str]] | None = None, **options: Any):
         super().__init__(*args, **options)
@@ -66,7 +67,7 @@ class Commands(click.Group):
         return super().get_command(ctx, cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The list in --help, for which nothing is imported."""
+        """Writes the list in --help, for which nothing is imported."""
         rows = {name: command.get_short_help_str(limit=100) for name, command in self.commands.items()}
         rows |= {name: short for name, (_, short) in self._later.items()}
         with formatter.section("Commands"):
@@ -84,7 +85,7 @@ class Commands(click.Group):
 
 @contextmanager
 def one_line() -> Iterator[None]:
-    """What fails within becomes one line and exit 1, an interrupt one line and exit 130."""
+    """Turns what fails within into one line and exit 1, and an interrupt into one line and exit 130."""
     try:
         try:
             yield
@@ -103,13 +104,13 @@ def one_line() -> Iterator[None]:
 
 
 def with_remedy(error: LuceError) -> str:
-    """What a failure says, and what the command line has against it."""
+    """Returns what a failure says, and what the command line has against it."""
     remedy = REMEDIES.get(error.concerns or "")
     return f"{error}; {remedy}" if remedy else str(error)
 
 
 class FilePath(click.Path):
-    """A path that is not empty, which would mean the working folder."""
+    """A path that is not empty, since an empty one would mean the working folder."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "":
@@ -118,7 +119,7 @@ class FilePath(click.Path):
 
 
 class Finite(click.FloatRange):
-    """FloatRange that also refuses nan and inf, which no comparison catches."""
+    """A FloatRange that also refuses nan and inf, which no comparison catches."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = float(super().convert(value, param, ctx))
@@ -128,19 +129,19 @@ class Finite(click.FloatRange):
 
 
 def device_name(ctx: click.Context, param: click.Parameter, value: str) -> str | None:
-    """auto, which is None, cpu, cuda or cuda:N."""
+    """Checks a device's name: auto, which becomes None, cpu, cuda or cuda:N."""
     if not re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", value):
         raise click.BadParameter(f"{value!r} is not auto, cpu, cuda or cuda:N.", ctx, param)
     return None if value == "auto" else value
 
 
 def given(name: str) -> bool:
-    """Whether the running command was given this option, be it with the value of its default."""
+    """Says whether the running command was given this option, be it with the value of its default."""
     return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 def without_temperature(temperature: float, *names: str) -> str | None:
-    """What is wrong with options of sampling that were given where nothing is sampled."""
+    """Says what is wrong with options of sampling that were given where nothing is sampled."""
     for name in names:
         if temperature == 0 and given(name):
             return f"--{name.replace('_', '-')} needs --temp above 0: greedy decoding ignores it"
@@ -148,11 +149,12 @@ def without_temperature(temperature: float, *names: str) -> str | None:
 
 
 class CtrlC:
-    """The first Ctrl-C is a wish to stop: `pressed`, and `on_press` is called. The second one is the ordinary
+    """The first Ctrl-C asks to stop: it sets `pressed` and calls `on_press`. The second one is the ordinary
     interrupt. Where SIGINT is ignored (a background job), it stays so.
 
-    Python runs the handler once the call of the core that runs has returned, which is after a step at most;
-    what on_press does reaches the next call, and `pressed` is for who has no other call to make."""
+    Python runs the handler once the call of the core that runs has returned, which is after a step at most.
+    What on_press does reaches the next call; who has no other call to make reads `pressed`.
+    """
 
     def __init__(self) -> None:
         self.pressed = False

@@ -1,4 +1,4 @@
-"""What people see on stderr: a spinner, a bar, one summary line; the only importer of rich, where there is a
+"""Shows people a spinner, a bar and a summary line on stderr. Only this module imports rich, and only for a
 terminal."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BAR_AFTER = 2.0  # seconds that a prefill has to take, or to promise, for a bar
 
 
 class Display:
-    """Progress on stderr, and nothing at all unless that is a terminal. `quiet` silences warnings too,
+    """Shows progress on stderr, and nothing at all unless that is a terminal. `quiet` silences warnings too.
     `verbose` says more, also where there is no terminal."""
 
     def __init__(self, quiet: bool = False, verbose: bool = False, console: Console | None = None):
@@ -39,7 +39,7 @@ class Display:
         self._since = 0.0
 
     def spin(self, label: str) -> None:
-        """A spinner until the next call."""
+        """Shows a spinner until the next call."""
         self.clear()
         self._since = time.perf_counter()
         if self._on and self._console:
@@ -47,12 +47,12 @@ class Display:
             self._status.start()
 
     def loading(self, fraction: float) -> None:
-        """Part of the weights that is loaded, 0..1."""
+        """Shows the part of the weights that is loaded, 0..1."""
         if self._status:
             self._status.update(f"loading the model {fraction:4.0%}")
 
     def prefill(self, done: int, total: int) -> None:
-        """Prompt tokens that are committed: a bar once the whole takes over two seconds."""
+        """Shows the prompt tokens that are committed, as a bar once the whole takes over two seconds."""
         elapsed = time.perf_counter() - self._since
         if self._status and elapsed * total / done > BAR_AFTER:
             self._start_bar("reading the prompt", total, auto_refresh=True)
@@ -60,8 +60,8 @@ class Display:
             self._bar.update(self._bar.task_ids[0], completed=done)
 
     def count(self, label: str, done: int, total: int, figures: str = "") -> None:
-        """A bar of `done` of `total`, with the running figures behind it. It is drawn in these calls alone:
-        nothing of it falls into what is measured between them."""
+        """Shows a bar of `done` of `total`, with the running figures behind it. It is drawn in these calls
+        alone, so nothing of it falls into what is measured between them."""
         if not self._on:
             return
         bar = self._bar or self._start_bar(label, total, auto_refresh=False)
@@ -81,7 +81,7 @@ class Display:
         return bar
 
     def clear(self) -> None:
-        """Takes the spinner or the bar off the terminal: call it before anything is printed."""
+        """Takes the spinner or the bar off the terminal. It is called before anything is printed."""
         status, self._status = self._status, None
         bar, self._bar = self._bar, None
         for live in (status, bar):
@@ -89,12 +89,12 @@ class Display:
                 live.stop()
 
     def warn(self, message: str) -> None:
-        """One line, terminal or not."""
+        """Prints one line, on a terminal or not."""
         if not self._quiet:
             self._print(f"Warning: {message}")
 
     def explain(self, chosen: Plan) -> None:
-        """What was chosen and why, for who wants to know."""
+        """Says what was chosen and why, where --verbose asks for it."""
         if self._verbose:
             for name, choice in chosen.as_json().items():
                 value = choice["value"]
@@ -102,7 +102,7 @@ class Display:
                 self._print(f"{name} {shown}: {choice['reason']}")
 
     def summary(self, result: Finished) -> None:
-        """The line at the end."""
+        """Prints the line at the end."""
         self.clear()
         if self._on and self._console:
             self._console.print(summary_line(result), style="dim", markup=False, highlight=False)
@@ -135,8 +135,8 @@ _TRUNCATED = {"max_tokens": "cut at -n tokens", "context": "cut where the contex
 
 
 def summary_line(result: Finished) -> str:
-    """ "read 12 tokens in 0.30 s; wrote 64 in 2.10 s, 30.0 a second; 40 of 54 drafted tokens were right;
-    cut at -n tokens"."""
+    """Returns "read 12 tokens in 0.30 s; wrote 64 in 2.10 s, 30.0 a second; 40 of 54 drafted tokens were
+    right; cut at -n tokens"."""
     stats = result.stats
     speed = "" if stats.tok_per_s is None else f", {stats.tok_per_s:.1f} a second"
     drafted = "nothing drafted"
@@ -150,7 +150,7 @@ def summary_line(result: Finished) -> str:
 
 
 def timing_line(result: Finished) -> str:
-    """ "24 rounds of 2.33 tokens; drafts right by place: 89% 59%; drafting 0.20 s, verifying 1.85 s,
+    """Returns "24 rounds of 2.33 tokens; drafts right by place: 89% 59%; drafting 0.20 s, verifying 1.85 s,
     committing 0.01 s"."""
     stats = result.stats
     length = "" if stats.mean_accepted_length is None else f" of {stats.mean_accepted_length:.2f} tokens"
@@ -163,8 +163,8 @@ def timing_line(result: Finished) -> str:
 
 
 def print_table(title: str, header: list[str], rows: list[list[str]], notes: str) -> None:
-    """A table on stdout under its title and notes; as wide as it must be where stdout is no terminal. On a
-    terminal that is too narrow for it, rows become columns."""
+    """Prints a table on stdout under its title and notes. It is as wide as it must be where stdout is no
+    terminal. On a terminal that is too narrow for it, rows become columns."""
     from rich.console import Console
 
     console = Console()
@@ -193,7 +193,8 @@ def _table(header: list[str], rows: list[list[str]]) -> Table:
 
 
 def printable(text: str, most: int = 2000) -> str:
-    """One line without control characters, for text that a file or an error brings, of `most` characters."""
+    """Returns one line without control characters, of `most` characters, for text that a file or an error
+    brings."""
     line = " ".join(text.split())
     if len(line) > most:
         line = f"{line[:most]}... ({len(line) - most:,} more)"
@@ -201,7 +202,8 @@ def printable(text: str, most: int = 2000) -> str:
 
 
 def facts_text(facts: Facts, fits: Sequence[Fit] = ()) -> str:
-    """Facts for people: a line each, sizes in GiB or MiB. fits: the ways to run it."""
+    """Returns facts for people: a line each, with sizes in GiB or MiB. `fits` are the ways to run the model.
+    """
     lines: list[tuple[str, str]] = [
         ("kind", facts.kind),
         ("architecture", facts.architecture),
@@ -238,7 +240,7 @@ def _fit_lines(fit: Fit) -> list[tuple[str, str]]:
 
 
 def devices_text(devices: list[Device]) -> str:
-    """One device a line: what --device takes, its memory, what it is."""
+    """Returns a line for each device: what --device takes, its memory, and what it is."""
     return "\n".join(
         f"{device.name:<8} {size(device.memory_free)} of {size(device.memory_total)} free  "
         f"{printable(device.description)}"
@@ -247,7 +249,7 @@ def devices_text(devices: list[Device]) -> str:
 
 
 def tensors_text(tensors: list[Tensor]) -> str:
-    """One tensor a line: name, type, shape (fastest first), bytes."""
+    """Returns a line for each tensor: name, type, shape (fastest first), bytes."""
     columns: Callable[[Tensor], str] = lambda tensor: (  # noqa: E731
         f"{printable(tensor.name):<40} {tensor.type_name:<8} "
         f"{'x'.join(str(extent) for extent in tensor.shape):<20} {tensor.size_bytes:>14,}"
@@ -256,7 +258,7 @@ def tensors_text(tensors: list[Tensor]) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes for people: "17.2 GiB"."""
+    """Returns bytes for people: "17.2 GiB"."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= factor:
             return f"{count / factor:.1f} {unit}"

@@ -1,6 +1,7 @@
-"""A chat template in a process of its own: it may be of any file, and may ask for endless time and memory.
+"""Runs a chat template in a process of its own, since it may be of any file and may ask for endless time and
+memory.
 
-A request is a line of JSON on stdin, the answer one on stdout: {"text"} or {"error"}.
+A request is a line of JSON on stdin. The answer is one on stdout: {"text"} or {"error"}.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ answer_requests()
 
 
 class Renderer:
-    """Renders one template, one prompt at a time. The process starts with the first, and again after one that
-    was ended."""
+    """Renders one template, one prompt at a time. The process starts with the first prompt, and again after
+    it was ended."""
 
     def __init__(self, source: str, special_tokens: dict[str, str]):
         self._template = {"source": source, "special_tokens": special_tokens}
@@ -41,7 +42,8 @@ class Renderer:
         self._lock = threading.Lock()
 
     def render(self, **variables: Any) -> str:
-        """ChatTemplate.render. LuceError: what the template fails at, or that it takes too much."""
+        """Renders as ChatTemplate.render does. LuceError says what the template fails at, or that it takes
+        too much."""
         with self._lock:
             try:
                 answer = self._ask(self._template | {"variables": variables})
@@ -97,7 +99,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def answer_requests() -> None:
-    """What the process does: it ends with its stdin."""
+    """Is what the process does. It ends with its stdin."""
     import resource
 
     from luce.template import ChatTemplate

@@ -1,4 +1,4 @@
-"""stdout: text as it was decoded, objects as JSON, and one error where it cannot be written."""
+"""Writes to stdout: text as it was decoded, objects as JSON, and one error where it cannot be written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from luce.errors import LuceError
 
 
 def prepare() -> None:
-    """Text is UTF-8 in files and pipes. On a terminal of another encoding, what that lacks is replaced."""
+    """Makes text UTF-8 in files and pipes. On a terminal of another encoding, characters that it lacks are
+    replaced."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
@@ -21,7 +22,7 @@ def prepare() -> None:
 
 
 def put(text: str) -> None:
-    """Writes `text` as it is, at once. LuceError: it cannot be written."""
+    """Writes `text` as it is, at once. Raises LuceError where it cannot be written."""
     if sys.stdout is None:
         raise LuceError("stdout is closed")
     try:
@@ -32,18 +33,18 @@ def put(text: str) -> None:
 
 
 def put_json(value: Any, indent: int | None = None) -> None:
-    """Writes one object on a line of its own: ASCII alone, which every encoding has."""
+    """Writes one object on a line of its own, in ASCII alone, which every encoding has."""
     put(as_json(value, indent) + "\n")
 
 
 def as_json(value: Any, indent: int | None = None) -> str:
-    """JSON has no NaN and no infinity: null stands for what is not a finite number."""
+    """Returns a value that JSON can hold: null stands for a number that is not finite."""
     return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
 
 def failed(error: Exception) -> LuceError:
-    """What a write to stdout that raised `error` means. From now on stdout takes everything and keeps
-    nothing: what it still holds back would fail again at the interpreter's end."""
+    """Returns the error that a failed write to stdout stands for. After it stdout takes everything and keeps
+    nothing, since what it still holds back would fail again at the interpreter's end."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""`luce chat`: a conversation in the terminal. Each turn is read from where it differs from the one
+"""`luce chat` is a conversation in the terminal. Each turn is read only from where it differs from the one
 before."""
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def chat(gguf: Path | None, hf: str | None, **flags: Any) -> None:
 
 
 def lines() -> Iterator[str]:
-    """What is typed, a message at a time, with a history of it where readline is there."""
+    """Yields what is typed, a message at a time. It has a history where readline is there."""
     with suppress(ImportError):
         import readline  # noqa: F401  input() uses it
     prompt, on = ("> ", ". ") if sys.stdin.isatty() else ("", "")
@@ -132,7 +132,7 @@ class Talk:
         self._messages: list[dict[str, Any]] = []
 
     def hear(self, said: str) -> bool:
-        """A message or a command; False: that was all."""
+        """Takes a message or a command. Returns False where that was all."""
         command, _, rest = said.partition(" ")
         if command == "/quit":
             return False
@@ -157,7 +157,7 @@ class Talk:
         return True
 
     def _answer(self) -> dict[str, Any]:
-        """The model's message, which is printed as it comes."""
+        """Returns the model's message, which is printed as it comes."""
         system = [{"role": "system", "content": self._system}] if self._system else []
         tokenizer, flags = self._engine.tokenizer, self._flags
         ids = prompt_ids(self._template, tokenizer, [*system, *self._messages], enable_thinking=self._think)

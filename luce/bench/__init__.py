@@ -1,1 +1,1 @@
-"""What `luce bench` runs: problems, modes in turn, checked answers, one table."""
+"""`luce bench` runs what is here: problems, modes in turn, checked answers, one table."""

@@ -1,4 +1,4 @@
-"""Several sequences that decode together: what they give in all, and what each of them gets."""
+"""Measures sequences that decode together: what they give in all, and what each of them gets."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ TIMING = (
 
 @dataclass(frozen=True)
 class Together:
-    """So many sequences in one mode. tok_per_s: of all of them, tok_per_s_each: of one of them on average;
-    step_ms: of a round, on average; tokens_per_round: of one sequence; speedup: tok_per_s by that of the
-    first count of sequences in the same mode; acceptance None: nothing was drafted."""
+    """So many sequences in one mode. `tok_per_s` is that of all of them, `tok_per_s_each` that of one on
+    average. `step_ms` is the mean time of a round, and `tokens_per_round` is that of one sequence. `speedup`
+    divides tok_per_s by that of the first count of sequences in the same mode. `acceptance` is None where
+    nothing was drafted."""
 
     mode: str
     sequences: int
@@ -39,7 +40,7 @@ class Together:
     speedup: float = 1.0
 
     def as_json(self) -> dict[str, object]:
-        """All fields; figures with five digits."""
+        """Returns all fields, with figures of five digits."""
         return {k: five_digits(v) if isinstance(v, float) else v for k, v in vars(self).items()}
 
 
@@ -71,7 +72,7 @@ def together(
     clock: Callable[[], float] = time.perf_counter,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Together | None:
-    """Runs all requests at once until the first of them ends; None where it was cancelled."""
+    """Runs all requests at once until the first of them ends. Returns None where it was cancelled."""
     loop, window = Loop(engine.native), _Window()
     generations = [engine.generation(request, cancelled) for request in requests]
     reading, began, ended = set(generations), 0.0, 0.0
@@ -111,7 +112,7 @@ def together(
 
 
 class Batch:
-    """All modes, one after the other, each for all counts of sequences."""
+    """Runs all modes, one after the other, each for all counts of sequences."""
 
     def __init__(
         self,
@@ -134,7 +135,7 @@ class Batch:
         self.threads = 0  # of the engines, once one is open
 
     def run(self, cancelled: Callable[[], bool] = lambda: False) -> Iterator[Together]:
-        """The figures of each mode and count; ends early when cancelled."""
+        """Yields the figures of each mode and count. It ends early when cancelled."""
         most = max(self._counts)
         cases = [self._cases[at % len(self._cases)] for at in range(most)]
         requests = [
@@ -155,7 +156,7 @@ class Batch:
 
     @property
     def total(self) -> int:
-        """Figures of a whole run."""
+        """The number of figures of a whole run."""
         return len(self._plans) * len(self._counts)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The options that bench's commands share."""
+"""The options that the commands of `luce bench` share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def modes_of(ctx: click.Context, param: click.Parameter, value: str) -> list[Mod
 
 
 def numbers(low: int, high: int) -> Callable[[click.Context, click.Parameter, str | None], list[int] | None]:
-    """ "1,2,4k" as numbers within [low, high]; k is 1024."""
+    """Parses "1,2,4k" as numbers within [low, high]; k is 1024."""
 
     def parse(ctx: click.Context, param: click.Parameter, value: str | None) -> list[int] | None:
         if value is None:
@@ -85,8 +85,8 @@ OUTPUT_OPTIONS = (
 
 
 def require(flags: dict[str, Any]) -> None:
-    """UsageError: a flag would be ignored; LuceError: what is to be written cannot be. Asked before anything
-    runs."""
+    """Raises UsageError where a flag would be ignored, and LuceError where what is to be written cannot be.
+    It is called before anything runs."""
     if len(forms := [f"--{form}" for form in FORMS if flags[form]]) > 1:
         raise click.UsageError(f"{' and '.join(forms)}: give one of them")
     if flags["commit"] is not None and flags["save"] is None:
@@ -104,7 +104,7 @@ def require(flags: dict[str, Any]) -> None:
 
 
 def options(*groups: tuple[Callable[[Command], Command], ...]) -> Callable[[Command], Command]:
-    """The options of all groups, in this order."""
+    """Adds the options of all groups, in this order."""
     each = [option for group in groups for option in group]
     return lambda command: reduce(lambda made, option: option(made), reversed(each), command)
 

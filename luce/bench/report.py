@@ -1,4 +1,4 @@
-"""What a command of `luce bench` measured, in the form that was asked for."""
+"""Reports what a command of `luce bench` measured, in the form that was asked for."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ T = TypeVar("T")
 
 
 class Measured(Generic[T]):
-    """What is measured, up to a failure, which is kept so that what there is by then is not lost. A failure
-    before the first is raised."""
+    """Collects what is measured, up to a failure. The failure is kept, so that what there is by then is not
+    lost. One before the first result is raised."""
 
     def __init__(self, measuring: Iterable[T]):
         self._measuring = measuring
@@ -41,7 +41,7 @@ class Measured(Generic[T]):
 
 @dataclass
 class Report:
-    """What a command measured, for every form of output. extra: beside "modes" in the object."""
+    """What a command measured, for every form of output. `extra` goes beside "modes" in the object."""
 
     bench: str
     model: Path
@@ -56,7 +56,8 @@ class Report:
     failure: Exception | None = None  # that ended it early
 
     def put(self, flags: dict[str, Any], plot: Callable[[Path, str, list[dict[str, Any]]], None]) -> None:
-        """To stdout, to --save and --plot; then what ended it early, if anything did."""
+        """Writes to stdout, to --save and to --plot; then raises what ended the run early, if anything did.
+        """
         device = device_text(self.device, self.threads)
         title = f"{self.bench}: {self.model.name} on {device}"
         body = self.extra | {

@@ -1,4 +1,4 @@
-"""Modes in turn over the same prompts: each generation is one Record.
+"""Runs modes in turn over the same prompts: each generation is one Record.
 
 Every mode has an engine of its own on the one model, so plain pays for nothing that drafting needs. Each is
 warmed up. Then the modes take turns on every prompt, another one first each time, so that drift of the
@@ -25,7 +25,7 @@ WARM_UP_TOKENS = 32
 
 @dataclass(frozen=True)
 class Mode:
-    """A way to decode: spec, gamma and budget of Options. It is named "plain", "auto", or by its spec and
+    """A way to decode, by spec, gamma and budget of Options. It is named "plain", "auto", or by its spec and
     number."""
 
     name: str
@@ -35,7 +35,7 @@ class Mode:
 
 
 def parse_modes(text: str) -> list[Mode]:
-    """ "plain,mtp:3,auto" as modes; ValueError names what is not one."""
+    """Returns "plain,mtp:3,auto" as modes. ValueError names what is not one."""
     modes = [_mode(name.strip()) for name in text.split(",")]
     if len({mode.name for mode in modes}) < len(modes):
         raise ValueError(f"a mode is named twice in {text!r}")
@@ -65,7 +65,7 @@ def _mode(name: str) -> Mode:
 
 @dataclass(frozen=True)
 class Case:
-    """One prompt, as token ids. group: what its figures may be grouped by."""
+    """One prompt, as token ids. Its figures may be grouped by `group`."""
 
     id: str
     prompt: tuple[int, ...]
@@ -75,7 +75,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Settings:
-    """How all modes run. None: luce's default."""
+    """How all modes run; None means luce's default."""
 
     max_tokens: int = 256
     rounds: int = 1  # of all prompts
@@ -86,7 +86,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Record:
-    """One generation of one mode. round: 0, 1 ..."""
+    """One generation of one mode. `round` counts from 0."""
 
     case: Case
     mode: str
@@ -97,8 +97,8 @@ class Record:
 
 
 def mode_plan(files: Files, mode: Mode, options: Options, prompt: int, new: int) -> Plan:
-    """The plan of a mode, whose spec, gamma and budget go before those of `options`. ArgumentError where it
-    is to draft and cannot."""
+    """Returns the plan of a mode, whose spec, gamma and budget go before those of `options`. Raises
+    ArgumentError where it is to draft and cannot."""
     chosen = files.plan(replace(options, spec=mode.spec, gamma=mode.gamma, budget=mode.budget), prompt, new)
     if mode.spec != "off" and isinstance(chosen.draft, Plain):
         raise ArgumentError(f"mode {mode.name}: {chosen.reasons['draft']}", concerns="nextn_head")
@@ -106,8 +106,8 @@ def mode_plan(files: Files, mode: Mode, options: Options, prompt: int, new: int)
 
 
 class Bench:
-    """The modes' engines on one model; a context manager. What the files cannot do is an error here, before
-    anything runs: UnsupportedError, ArgumentError, ContextFull, OutOfMemory, ..."""
+    """The modes' engines on one model; it is a context manager. What the files cannot do is an error here,
+    before anything runs: UnsupportedError, ArgumentError, ContextFull, OutOfMemory and others."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class Bench:
         self.threads = next(iter(self._engines.values())).info.n_threads
 
     def cancel(self) -> None:
-        """Ends the generation that runs; from a signal handler too."""
+        """Ends the generation that runs. A signal handler may call it."""
         for engine in self._engines.values():
             engine.cancel()
 
@@ -164,7 +164,7 @@ class Bench:
 
     @property
     def total(self) -> int:
-        """Records of a whole run."""
+        """The number of records of a whole run."""
         return self.settings.rounds * len(self.cases) * len(self.modes)
 
     def __enter__(self) -> Bench:

@@ -1,4 +1,4 @@
-"""`luce bench serve`: options to rows."""
+"""`luce bench serve` turns options into rows of figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records to one row of figures for each mode: pure arithmetic."""
+"""Turns records into one row of figures for each mode, by pure arithmetic."""
 
 from __future__ import annotations
 
@@ -17,15 +17,20 @@ TIMING = (
 
 @dataclass(frozen=True)
 class ModeRow:
-    """One mode's figures; None: nothing to say.
+    """One mode's figures; None where there is nothing to say.
 
-    tok_per_s: median over records of the decoding speed, tok_per_s_spread its quartiles.
-    end_to_end_tok_per_s: new tokens by prefill and decoding time. speedup: median over prompts of tok_per_s
-    by plain's on the same prompt in the same round. acceptance, acceptance_by_position: of all drafts, and of
-    those at depth 1, 2 ... mean_accepted_length: tokens a round. draft_ms, verify_ms, commit_ms: means a
-    round. by_source: of each source rounds that it drafted in, drafts, accepted ones, and of these the mean a
-    round. same_tokens: problems whose tokens equal plain's in every round. passed: problems whose answer
-    passed its check, pass_at_1 their share. wrong_tokens: those that an oracle model did not allow.
+    `tok_per_s` is the median over records of the decoding speed, and `tok_per_s_spread` its quartiles.
+    `end_to_end_tok_per_s` counts prefill and decoding time. `speedup` is the median over prompts of
+    tok_per_s divided by plain's on the same prompt in the same round. `mean_accepted_length` is in tokens a
+    round. draft_ms, verify_ms and commit_ms are means a round.
+
+    `acceptance` is that of all drafts, `acceptance_by_position` that of those at depth 1, 2 ... `by_source`
+    has for each source the rounds that it drafted in, its drafts, the accepted ones, and the mean of these a
+    round.
+
+    `same_tokens` counts the problems whose tokens equal plain's in every round. `passed` counts those whose
+    answer passed its check, and `pass_at_1` is their share. `wrong_tokens` counts those that an oracle model
+    did not allow.
     """
 
     mode: str
@@ -52,7 +57,7 @@ class ModeRow:
     wrong_tokens: int | None = None
 
     def as_json(self) -> dict[str, object]:
-        """All fields; figures with five digits."""
+        """Returns all fields, with figures of five digits."""
         return {
             name: [five_digits(x) for x in value] if isinstance(value, list)
             else five_digits(value) if isinstance(value, float) else value
@@ -61,7 +66,7 @@ class ModeRow:
 
 
 def five_digits(value: float) -> float:
-    """As results keep figures."""
+    """Rounds a figure as results keep it."""
     return float(f"{value:.5g}")
 
 
@@ -71,8 +76,8 @@ def summarise(
     passed: Mapping[tuple[str, str], bool] | None = None,
     wrong: Callable[[Record], int] | None = None,
 ) -> list[ModeRow]:
-    """A row for each mode that has records. passed: by (mode, case id), of the answers of round 0 that were
-    checked. wrong: tokens of a record that are known to be wrong."""
+    """Returns a row for each mode that has records. `passed` tells by (mode, case id) whether the answers of
+    round 0 that were checked passed. `wrong` counts the tokens of a record that are known to be wrong."""
     plain = {(r.case.id, r.round): r for r in records if r.mode == PLAIN}
     rows = []
     for mode in modes:
@@ -159,7 +164,7 @@ def _median(values: object) -> float | None:
 
 
 def quartiles(values: Sequence[float]) -> list[float] | None:
-    """[first, third] quartile; of fewer than four values the least and the greatest."""
+    """Returns the [first, third] quartile, or of fewer than four values the least and the greatest."""
     if len(values) < 4:
         return [min(values), max(values)] if values else None
     first, _, third = statistics.quantiles(values, n=4, method="inclusive")

@@ -1,4 +1,4 @@
-"""What a step costs: verify steps by rows and by committed context, whole rounds by drafts."""
+"""Measures what a step costs: verify steps by rows and by committed context, and whole rounds by drafts."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ TIMING = (
 
 @dataclass(frozen=True)
 class Cost:
-    """One step or round. ratio: to one row at the same context. rows: verified; gamma: drafted before, 0 in
-    a step without drafts."""
+    """One step or round. `ratio` is to one row at the same context. `rows` were verified, and `gamma`
+    drafted before, which is 0 in a step without drafts."""
 
     ctx: int
     rows: int
@@ -49,8 +49,8 @@ def costs(
     clock: Callable[[], float] = time.perf_counter,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Iterator[list[Cost]]:
-    """For each context, in order, the costs of all row counts and then of all gammas, by steps with this
-    sequence alone. A context of 0 is one committed token. Ends early when cancelled."""
+    """Yields for each context, in order, the costs of all row counts and then of all gammas, by steps with
+    this sequence alone. A context of 0 is one committed token. It ends early when cancelled."""
     tokens = [int(t) for t in np.random.default_rng(1).integers(0, n_vocab - 16, max(*contexts, 1) + 64)]
     engine, chunk = sequence.engine, sequence.engine.info.n_chunk
     sequence.reset()
@@ -86,7 +86,7 @@ def open_engine(
     files: Files, contexts: Sequence[int], rows: int, gamma: int, threads: int, kv_type: str | None,
     progress: Progress,
 ) -> tuple[Model, Engine]:  # fmt: skip
-    """The model, with a head where drafts are wanted, and an engine for steps of `rows` rows."""
+    """Opens the model, with a head where drafts are wanted, and an engine for steps of `rows` rows."""
     model = files.load(gamma > 0, progress=progress)
     try:
         params = EngineParams(

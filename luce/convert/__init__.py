@@ -1,1 +1,1 @@
-"""What `luce convert` runs: checkpoints to GGUF files."""
+"""`luce convert` runs what is here: it turns checkpoints into GGUF files."""

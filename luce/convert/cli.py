@@ -1,4 +1,4 @@
-"""`luce convert`: a checkpoint's folder, or a drafter's GGUF, to a GGUF."""
+"""`luce convert` turns a checkpoint's folder, or a drafter's GGUF, into a GGUF."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _refuse(flags: dict[str, Any], why: str, *names: str) -> None:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether it is a file that begins as a GGUF does."""
+    """Says whether a file begins as a GGUF does."""
     if not path.is_file():
         return False
     with path.open("rb") as f:
@@ -100,7 +100,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def is_drafter(path: Path) -> bool:
-    """Whether config.json is a DFlash drafter's."""
+    """Says whether config.json is a DFlash drafter's."""
     folder = path.parent if path.is_file() else path
     if not (folder / "config.json").exists():
         return False

@@ -37,7 +37,7 @@ class Target:
 
 
 def gguf_target(path: Path) -> Target:
-    """A target from its GGUF; the tokenizer's keys are copied."""
+    """Returns a target from its GGUF; the tokenizer's keys are copied."""
     with _native.File(path) as file:
         arch = fact(file.kv, "general.architecture", str)
         n_nextn = fact(file.kv, f"{arch}.nextn_predict_layers", int, 0)
@@ -53,7 +53,7 @@ def gguf_target(path: Path) -> Target:
 
 
 def folder_target(path: Path, say: Callable[[str], None]) -> Target:
-    """A target, or the drafter itself, from a Hugging Face folder."""
+    """Returns a target, or the drafter itself, from a Hugging Face folder."""
     text = text_config(read_config(path))
     sizes = (text.size("hidden_size"), text.size("num_hidden_layers"), text.size("vocab_size"))
 
@@ -65,7 +65,8 @@ def folder_target(path: Path, say: Callable[[str], None]) -> Target:
 
 
 def find_target(drafter: Path, given: Path | None, say: Callable[[str], None]) -> tuple[Target, bool]:
-    """(target, whether it is the drafter's own folder): --target, else the folder if it has a tokenizer."""
+    """Returns the target, and whether it is the drafter's own folder. It is --target, else that folder if it
+    has a tokenizer."""
     own = drafter.parent if drafter.is_file() else drafter
     if given is not None:
         return (folder_target(given, say) if given.is_dir() else gguf_target(given)), False
@@ -83,8 +84,8 @@ def convert(
     threads: int = 0,
     say: Callable[[str], None] = lambda text: None,
 ) -> Written:
-    """The drafter in folder `drafter` as `out`. kind: a key of MIXES. target: a GGUF or a folder.
-    LuceError names the key or tensor at fault."""
+    """Writes the drafter in folder `drafter` to `out`. `kind` is a key of MIXES, and `target` a GGUF or a
+    folder. LuceError names the key or tensor at fault."""
     checkpoint = Checkpoint(drafter)
     c = hf_dflash.read_hparams(read_config(drafter))
     if (drafter / "mask_embedding.pt").exists():
@@ -116,7 +117,7 @@ def _check_target(c: hf_dflash.DFlash, target: Target) -> None:
 
 
 def _add_mask_token(w: gguf.GGUFWriter, c: hf_dflash.DFlash, target: Target) -> None:
-    """The config's, else the tokenizer's."""
+    """Adds the mask token's id, the config's or else the tokenizer's."""
     key = gguf.Keys.Tokenizer.MASK_ID
     given = w.kv_data[0].pop(key, None)  # from the tokenizer
     mask = c.mask_token_id if c.mask_token_id is not None else given.value if given else None
@@ -140,7 +141,7 @@ def requantize(
     threads: int = 0,
     say: Callable[[str], None] = lambda text: None,
 ) -> Written:
-    """A GGUF drafter with its matrices as `kind`, all keys and names as they are."""
+    """Writes a GGUF drafter with its matrices as `kind`, and with all keys and names as they are."""
     if out.exists() and out.samefile(source):
         raise FileError(f"{out} is the input: give the output another name")
     mix = MIXES[kind]
@@ -164,7 +165,7 @@ def requantize(
 
 
 def _stored(file: _native.File, index: int) -> Planned:
-    """Tensor `index` of the file: a matrix to be quantised anew, anything else as it is."""
+    """Returns tensor `index` of the file: a matrix to be quantised anew, anything else as it is."""
     tensor = file.tensors[index]
     if _REFUSED.search(tensor.name):
         raise UnsupportedError(f"tensor {tensor.name}: luce does not implement drafters that have it")

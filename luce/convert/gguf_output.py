@@ -30,8 +30,9 @@ F16_MAX = 65504.0
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor to be written. shape: numpy's order. rows(): its F32 values as (n, shape[-1]) arrays in
-    order. `stored` instead of rows: the bytes (n_rows, bytes per row) of type `stored_type`."""
+    """A tensor to be written. `shape` is in numpy's order. rows() gives its F32 values as (n, shape[-1])
+    arrays in order. In place of rows, `stored` has the bytes (n_rows, bytes per row) of type `stored_type`.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -46,7 +47,7 @@ class Planned:
 
 
 def slabs(matrix: np.ndarray, widen: Callable[[np.ndarray], np.ndarray]) -> Iterator[np.ndarray]:
-    """widen() of the rows of `matrix` (..., n), some at a time."""
+    """Yields widen() of the rows of `matrix` (..., n), some at a time."""
     flat = matrix.reshape(-1, matrix.shape[-1])
     step = max(1, SLAB // flat.shape[1])
     for start in range(0, len(flat), step):
@@ -54,7 +55,7 @@ def slabs(matrix: np.ndarray, widen: Callable[[np.ndarray], np.ndarray]) -> Iter
 
 
 class Progress:
-    """A line on stderr that rewrites itself on a terminal; elsewhere silent."""
+    """Shows a line on stderr that rewrites itself on a terminal. Elsewhere it is silent."""
 
     def __init__(self, total: int) -> None:
         self.total, self.done, self.last = max(total, 1), 0, 0.0
@@ -72,7 +73,7 @@ class Progress:
 
 
 class Encoder:
-    """F32 rows to the bytes of a type, on all cores: the core's quantiser leaves Python's lock."""
+    """Turns F32 rows into the bytes of a type, on all cores: the core's quantiser leaves Python's lock."""
 
     def __init__(self, library: Library, threads: int):
         self.library = library
@@ -94,7 +95,7 @@ class Encoder:
 
 @dataclass(frozen=True)
 class Written:
-    """What a file that was just written and read back holds."""
+    """What a file holds that was just written and read back."""
 
     path: Path
     size_bytes: int
@@ -110,7 +111,7 @@ class Written:
 
 @contextmanager
 def _hidden(path: Path) -> Iterator[Path]:
-    """A name beside `path` for the unfinished file, which is gone afterwards, or is `path`."""
+    """Gives a name beside `path` for the unfinished file, which at the end is gone or is `path`."""
     if path.is_dir() or not path.parent.is_dir():
         what = "it is" if path.is_dir() else "what it should lie in is not"
         raise FileError(f"{path} cannot be written: {what} a folder")
@@ -156,9 +157,9 @@ def write(
     check: Callable[[File], None] = lambda file: None,
     threads: int = 0,
 ) -> Written:
-    """The file at `path`: the writer's keys (made without a path) and the tensors, each in memory by
-    itself. types: tensor to ggml type. check: further demands on the finished file, before it gets its
-    name. LuceError and OSError leave no file."""
+    """Writes the file at `path`: the writer's keys (made without a path) and the tensors, each in memory by
+    itself. `types` maps a tensor to its ggml type. `check` makes further demands on the finished file,
+    before it gets its name. After LuceError and OSError there is no file."""
     plan = list(tensors)
     kinds = {t.name: t.stored_type if t.stored is not None else types[t.name] for t in plan}
     for t in plan:
@@ -198,7 +199,7 @@ def write(
 
 
 def tensor_bytes(file: File, index: int) -> np.ndarray:
-    """uint8 (size_bytes,): a view of tensor `index` in the file's mapping."""
+    """Returns uint8 (size_bytes,), a view of tensor `index` in the file's mapping."""
     library = file.library
     info = library.struct("luce_tensor_info")
     library.check(library.lib.luce_file_get_tensor(file.handle, index, info))
@@ -208,7 +209,7 @@ def tensor_bytes(file: File, index: int) -> np.ndarray:
 def _verify(
     file: File, plan: list[Planned], kinds: dict[str, str], hashes: dict[str, str], keys: dict[str, Any]
 ) -> None:
-    """The file as the core reads it, against what was meant."""
+    """Compares the file as the core reads it with what was meant."""
     found = [(t.name, t.type_name, t.shape) for t in file.tensors]
     meant = [(t.name, kinds[t.name], tuple(reversed(t.shape))) for t in plan]
     if found != meant:

@@ -1,7 +1,7 @@
-"""Tokenizer and chat template into a GGUF: from a Hugging Face folder, or from another GGUF.
+"""Puts a tokenizer and chat template into a GGUF, from a Hugging Face folder or from another GGUF.
 
-Read are tokenizer.json (vocabulary, merges, added tokens), tokenizer_config.json, generation_config.json
-and config.json (ids of eos, pad, bos, mask) and chat_template.jinja. Keys follow llama.cpp's.
+It reads tokenizer.json (vocabulary, merges, added tokens), tokenizer_config.json, generation_config.json and
+config.json (ids of eos, pad, bos, mask) and chat_template.jinja. Keys follow llama.cpp's.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ SAMPLE = (
 
 
 def add_hf_tokenizer(w: gguf.GGUFWriter, folder: Path, n_vocab: int, note: Note) -> None:
-    """Keys of the tokenizer in `folder` for a model with n_vocab embedding rows; ids that the tokenizer
-    leaves unused become "[PADn]" of type unused. note: called with what was left out."""
+    """Adds the keys of the tokenizer in `folder` for a model with n_vocab embedding rows. Ids that the
+    tokenizer leaves unused become "[PADn]" of type unused. `note` is called with what was left out."""
     path = folder / "tokenizer.json"
     if not path.exists():
         raise FileError(f"{path} is missing: copy it beside config.json, or name its folder: --tokenizer DIR")
@@ -80,7 +80,7 @@ def _tokens(top: Section, model: Section, n_vocab: int) -> tuple[list[str], list
 
 
 def _merges(model: Section) -> list[str]:
-    """Merges as "a b"; files hold them so, or as pairs."""
+    """Returns merges as "a b"; files hold them so, or as pairs."""
     merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", list)]
     for merge in merges:
         if merge.count(" ") != 1:
@@ -91,7 +91,7 @@ def _merges(model: Section) -> list[str]:
 
 
 def _pre_tokenizer(top: Section) -> str:
-    """tokenizer.ggml.pre: the name of the regex that splits text into words."""
+    """Returns tokenizer.ggml.pre: the name of the regex that splits text into words."""
     steps = top.get("pre_tokenizer", dict)
     found = [
         step.get("pattern", {}).get("Regex")
@@ -110,7 +110,7 @@ def _optional(folder: Path, name: str) -> Section:
 
 
 def _special(section: Section, name: str) -> str | None:
-    """tokenizer_config.json gives a token as a string, or as an object with `content`."""
+    """Returns a special token. tokenizer_config.json gives it as a string, or as an object with `content`."""
     value = section.values.get(f"{name}_token")
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else None
@@ -150,7 +150,7 @@ def _add_special_ids(w: gguf.GGUFWriter, folder: Path, ids: dict[str, int], note
 
 
 def _chat_template(folder: Path) -> str | list[dict[str, str]] | None:
-    """chat_template.jinja, which wins as in transformers, else tokenizer_config.json's."""
+    """Returns chat_template.jinja, which wins as in transformers, else tokenizer_config.json's."""
     path = folder / "chat_template.jinja"
     if path.exists():
         return path.read_text(encoding="utf-8")
@@ -163,7 +163,7 @@ def _chat_template(folder: Path) -> str | list[dict[str, str]] | None:
 
 
 def check_tokenizer(file: File, folder: Path) -> None:
-    """The finished file has to encode SAMPLE and every added token as tokenizers does with
+    """Checks that the finished file encodes SAMPLE and every added token as tokenizers does with
     tokenizer.json."""
     try:
         original = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -184,7 +184,7 @@ def check_tokenizer(file: File, folder: Path) -> None:
 
 
 def copy_keys(w: gguf.GGUFWriter, file: File, wanted: Callable[[str], bool]) -> None:
-    """The keys of `file` that are wanted, with their types."""
+    """Copies the keys of `file` that are wanted, with their types."""
     library = file.library
     for index, key in enumerate(file.kv):
         if not wanted(key):

@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face checkpoint: typed getters that name the key they miss."""
+"""Reads config.json of a Hugging Face checkpoint, by typed getters that name the key they miss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAMES: dict[type, str] = {int: "an integer", float: "a number", bool: "true or 
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file."""
+    """Returns the JSON object in a file."""
     if path.exists() and not path.is_file():
         raise FileError(f"{path}: it is a folder, a device or a pipe")
     try:
@@ -27,7 +27,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(raw: bytes, where: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """The JSON object in `raw`; FileError, which begins with `where`, where it is none."""
+    """Returns the JSON object in `raw`. Raises FileError, which begins with `where`, where it is none."""
     try:
         values = json.loads(raw, object_pairs_hook=pairs)
     except RecursionError as error:
@@ -50,7 +50,7 @@ class Section:
         return self.values.get(key) is not None
 
     def get(self, key: str, kind: type[T], default: Any = REQUIRED) -> T:
-        """values[key], of type `kind` (an int passes for a float); FileError names what is wrong."""
+        """Returns values[key], of type `kind` (an int passes for a float). FileError names what is wrong."""
         value = self.values.get(key)
         if value is None:
             if default is REQUIRED:
@@ -63,25 +63,25 @@ class Section:
         return value
 
     def size(self, key: str, default: Any = REQUIRED) -> int:
-        """A positive integer."""
+        """Returns a positive integer."""
         value = self.get(key, int, default)
         if value is not default and value < 1:
             raise FileError(f"{self.where}: key {key} is {value}, expected a positive integer")
         return value
 
     def strings(self, key: str, count: int) -> list[str]:
-        """A list of `count` strings."""
+        """Returns a list of `count` strings."""
         values = self.get(key, list)
         if len(values) != count or not all(isinstance(value, str) for value in values):
             raise FileError(f"{self.where}: key {key} is {values!r}, expected {count} strings")
         return values
 
     def section(self, key: str) -> Section:
-        """The object under `key`; an empty one where it is missing."""
+        """Returns the object under `key`, or an empty one where it is missing."""
         return Section(self.get(key, dict, {}), f"{self.where}: {key}")
 
     def only(self, key: str, wanted: object) -> None:
-        """UnsupportedError where `key` is given and is not what luce implements."""
+        """Raises UnsupportedError where `key` is given and is not what luce implements."""
         if key in self and self.values[key] != wanted:
             raise UnsupportedError(
                 f"{self.where}: key {key} is {self.values[key]!r}: luce implements {wanted!r}"
@@ -89,18 +89,18 @@ class Section:
 
 
 def read_config(folder: Path) -> Section:
-    """config.json of the folder (of a single .safetensors file: of the folder that it is in)."""
+    """Returns config.json of the folder. A single .safetensors file has that of its folder."""
     path = (folder.parent if folder.is_file() else folder) / "config.json"
     return Section(read_json(path), str(path))
 
 
 def text_config(config: Section) -> Section:
-    """The language model's part: `text_config` where there is one, else the whole."""
+    """Returns the language model's part: `text_config` where there is one, else the whole."""
     return config.section("text_config") if "text_config" in config else config
 
 
 def rope_parameters(config: Section) -> Section:
-    """`rope_parameters`; one set of them for each kind of layer passes where all sets are equal."""
+    """Returns `rope_parameters`. One set of them for each kind of layer passes where all sets are equal."""
     rope = config.section("rope_parameters")
     sets = [value for value in rope.values.values() if isinstance(value, dict)]
     if not sets:
@@ -111,7 +111,8 @@ def rope_parameters(config: Section) -> Section:
 
 
 def rope_theta(config: Section) -> float:
-    """RoPE's base: nested in rope_parameters, else at the top level, else an error: never a default."""
+    """Returns RoPE's base: nested in rope_parameters, else at the top level. A missing one is an error:
+    there is no default."""
     rope = rope_parameters(config)
     for section in (rope, config):
         if "rope_theta" in section:
