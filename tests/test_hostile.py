@@ -159,7 +159,7 @@ def test_whatever_runs_out_of_address_space_is_one_line(tmp_path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([PACKAGE, *sys.path])}
     start = 72 + 41 * min(len(os.sched_getaffinity(0)), 64)  # MiB that luce asks for before it imports
     outcomes = {}
-    for words in (["probe-gguf", path], ["generate", "--gguf", path, "--threads", "1", "-n", "8", "x"]):
+    for words in (["probe-gguf", path], ["generate", "--gguf", path, "-n", "8", "x"]):
         for mib in (16, 60, start - 20, *range(start + 13, start + 30, 4), start + 200):
             program = (
                 f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({mib << 20},) * 2)\n"
