@@ -18,16 +18,16 @@ static bool untouched(const float *x, size_t n) { // since Device::poison()
 
 constexpr double BOUND = 1e-5, CHUNKS_BOUND = 3e-5; // of the row by row kernel, and of products in split BF16
 
-// A layer with a sequence in each slot, and what the reference makes of each.
-struct Session {
+// A layer with a sequence in each slot, beside what the reference makes of each.
+struct Pair {
     Shape s;
     Layer layer;
     std::vector<Reference> refs;
     std::string name;
     double bound = BOUND;
 
-    Session(const Shape &shape, int R, int n_slots) : Session(shape, random_weights(shape), R, n_slots) {}
-    Session(const Shape &shape, const Weights &w, int R, int n_slots)
+    Pair(const Shape &shape, int R, int n_slots) : Pair(shape, random_weights(shape), R, n_slots) {}
+    Pair(const Shape &shape, const Weights &w, int R, int n_slots)
         : s(shape), layer(s, R, w, normals(size_t(n_slots) * 3 * s.C()),
                           normals(size_t(n_slots) * s.Hv * s.S * s.S, 0.3f)),
           name("S" + std::to_string(s.S) + " " + std::to_string(s.Hk) + "/" + std::to_string(s.Hv) + " R" +
@@ -194,51 +194,51 @@ struct Session {
 };
 
 static void check_rounds(const Shape &s, int R, int n_slots, int rounds, int long_append) {
-    Session session(s, R, n_slots);
+    Pair pair(s, R, n_slots);
     const int slot = pick(n_slots);
-    session.append(slot, 1);
-    session.append(slot, 2);
-    session.verify(slot, chain(1), "verify 1");
-    session.verify(slot, chain(1), "verify 1 after 1");
-    session.append(slot, 37);
-    session.verify(slot, chain(R), "verify chain R");
-    session.verify(slot, random_tree(R, 16, false), "verify tree R after R");
-    session.verify(slot, random_tree(R, 64, false), "verify deep tree");
-    session.append(slot, 3);
-    session.verify(slot, random_order(R), "verify unordered tree");
-    session.forget(slot);
-    session.append(slot, 5);
-    session.forget(slot);
-    session.verify(slot, random_tree(std::min(R, 12), 16, true), "verify fresh forest");
+    pair.append(slot, 1);
+    pair.append(slot, 2);
+    pair.verify(slot, chain(1), "verify 1");
+    pair.verify(slot, chain(1), "verify 1 after 1");
+    pair.append(slot, 37);
+    pair.verify(slot, chain(R), "verify chain R");
+    pair.verify(slot, random_tree(R, 16, false), "verify tree R after R");
+    pair.verify(slot, random_tree(R, 64, false), "verify deep tree");
+    pair.append(slot, 3);
+    pair.verify(slot, random_order(R), "verify unordered tree");
+    pair.forget(slot);
+    pair.append(slot, 5);
+    pair.forget(slot);
+    pair.verify(slot, random_tree(std::min(R, 12), 16, true), "verify fresh forest");
     for (int i = 0; i < rounds; i++) {
         const int T = i % 4 == 0 ? MAX_ROWS : 1 + pick(MAX_ROWS), n = 1 + pick(std::min(T, n_slots));
-        session.verify(session.random_parts(n, T), T,
+        pair.verify(pair.random_parts(n, T), T,
                        "verify " + std::to_string(T) + " rows of " + std::to_string(n));
     }
-    session.append(slot, long_append);
-    session.layer.flush(slot);
-    session.compare_committed(session.layer.snapshot(), slot, "flush of nothing");
+    pair.append(slot, long_append);
+    pair.layer.flush(slot);
+    pair.compare_committed(pair.layer.snapshot(), slot, "flush of nothing");
 }
 
 // Long prefills by chunks, between verifies whose rows they replay.
 static void check_chunks(const Shape &s, int T) {
-    Session session(s, 9, 3);
-    session.bound = CHUNKS_BOUND;
+    Pair pair(s, 9, 3);
+    pair.bound = CHUNKS_BOUND;
     const int slot = pick(3);
-    session.append(slot, T, true);
-    session.verify(slot, chain(9), "verify after chunks");
-    session.append(slot, 33, true);
-    session.verify(slot, random_tree(9, 16, false), "verify tree after chunks");
-    session.append(slot, 64, true);
-    session.forget(slot);
-    session.append(slot, 31, true);
-    session.append(slot, 1, true);
-    session.verify(slot, chain(3), "verify after short chunks");
+    pair.append(slot, T, true);
+    pair.verify(slot, chain(9), "verify after chunks");
+    pair.append(slot, 33, true);
+    pair.verify(slot, random_tree(9, 16, false), "verify tree after chunks");
+    pair.append(slot, 64, true);
+    pair.forget(slot);
+    pair.append(slot, 31, true);
+    pair.append(slot, 1, true);
+    pair.verify(slot, chain(3), "verify after short chunks");
 
     Rows rows = random_rows(s, 100);
     const int bad = 40; // in the second chunk
     rows.x[size_t(bad) * s.C() + 2 * s.Hk * s.S] = NAN; // v of the first head
-    const Floats out = session.layer.append(slot, rows, true).out;
+    const Floats out = pair.layer.append(slot, rows, true).out;
     bool shows = true;
     for (int t = 0; t < 100; t++) {
         const float *row = &out[size_t(t) * s.Hv * s.S];
@@ -246,39 +246,39 @@ static void check_chunks(const Shape &s, int T) {
         const bool others = std::all_of(row + s.S, row + s.Hv * s.S, [](float x) { return std::isfinite(x); });
         shows = shows && others && (t < 32 ? first : t < bad || !first);
     }
-    expect(shows, session.name + "chunks show what is not finite");
+    expect(shows, pair.name + "chunks show what is not finite");
 }
 
 // One append and the same rows in pieces end in the same bits.
 static void check_append_pieces(const Shape &s, int T) {
-    Session session(s, 8, 2);
+    Pair pair(s, 8, 2);
     const Rows rows = random_rows(s, T);
-    const Snapshot before = session.layer.snapshot();
-    const Output whole = session.layer.append(1, rows);
-    const Snapshot end = session.layer.snapshot();
-    session.layer.restore(before);
+    const Snapshot before = pair.layer.snapshot();
+    const Output whole = pair.layer.append(1, rows);
+    const Snapshot end = pair.layer.snapshot();
+    pair.layer.restore(before);
     Output pieces;
     for (int t = 0; t < T;) {
         Ints which;
         for (int n = 1 + pick(90); n > 0 && t < T; n--) {
             which.push_back(t++);
         }
-        const Output part = session.layer.append(1, take(s, rows, which));
+        const Output part = pair.layer.append(1, take(s, rows, which));
         pieces.conv.insert(pieces.conv.end(), part.conv.begin(), part.conv.end());
         pieces.out.insert(pieces.out.end(), part.out.begin(), part.out.end());
     }
     expect(same_bits(whole.conv, pieces.conv) && same_bits(whole.out, pieces.out),
-           session.name + "append in pieces");
-    expect(same_bits(end.state, session.layer.state.get()), session.name + "append in pieces: state");
-    expect(same_bits(end.window, session.layer.window.get()), session.name + "append in pieces: window");
+           pair.name + "append in pieces");
+    expect(same_bits(end.state, pair.layer.state.get()), pair.name + "append in pieces: state");
+    expect(same_bits(end.window, pair.layer.window.get()), pair.name + "append in pieces: window");
 }
 
 // A captured step, replayed with other sequences, rows, parents and pending rows, does what eager launches
 // do.
 static void check_captured_step(const Shape &s) {
     const int T = 24, n_slots = 5, rounds = 5;
-    Session session(s, T, n_slots);
-    Layer &layer = session.layer;
+    Pair pair(s, T, n_slots);
+    Layer &layer = pair.layer;
     Device<float> x(size_t(T) * s.C()), alpha(size_t(T) * s.Hv), beta(size_t(T) * s.Hv), conv(x.n),
         out(size_t(T) * s.Hv * s.S);
     void *step = nullptr;
@@ -287,7 +287,7 @@ static void check_captured_step(const Shape &s) {
     layer.enqueue_delta(DELTA_VERIFY, T, conv, alpha, beta, out);
     must(cuda::capture_end(stream, &step));
     for (int i = 0; i < rounds; i++) {
-        const std::vector<Part> parts = session.random_parts(1 + i, T);
+        const std::vector<Part> parts = pair.random_parts(1 + i, T);
         const Snapshot before = layer.snapshot();
         const Output eager = layer.run(DELTA_VERIFY, parts, T);
         const Snapshot expected = layer.snapshot();
@@ -309,11 +309,11 @@ static void check_captured_step(const Shape &s) {
         must(cuda::capture_launch(step, stream));
         must(cudaStreamSynchronize(stream));
         expect(same_bits(out.get(), eager.out) && same_bits(conv.get(), eager.conv),
-               session.name + "captured step");
+               pair.name + "captured step");
         const Snapshot got = layer.snapshot();
         expect(same_bits(got.state, expected.state) && same_bits(got.window, expected.window) &&
                    same_bits(got.log, expected.log),
-               session.name + "captured step: state, window, log");
+               pair.name + "captured step: state, window, log");
         layer.restore(expected);
         for (const Part &part : parts) {
             layer.timelines[part.slot].pending =

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from box import generate, tokens
+from box.fit import loop
 from box.model import Config, Trunk, count_parameters, token_loss
 from box.optim import Optimizer, decayed
-from box.store import Deadline, Store, compilation, prepare_torch, say
+from box.store import Deadline, Store, prepare_torch, say
 
 DOCUMENT_SHARE = 8  # one window in so many begins where a document does: prompts do, too
 CHECK_STEPS, SAVE_SECONDS = 10, 75.0
@@ -139,7 +140,7 @@ def take_step(
 
 
 class Run:
-    """One call's worth of training: the loop, its checks and what it reports."""
+    """One call's worth of training: its steps, its checks and what it reports."""
 
     def __init__(self, store: Store, config: Config, s: Settings, until: float, final: bool, seed: int):
         device = prepare_torch(seed)
@@ -165,35 +166,36 @@ class Run:
         parameters = self.report["parameters"] / 1e6
         say(f"{parameters:.2f}M parameters, {len(ids) / 1e6:.1f}M tokens, {name}, step {self.windows.drawn}")
 
-    def loop(self) -> None:
-        pending: list[Tensor] = []
-        said = saved = time.monotonic()
-        while (progress := self.deadline.progress()) < 1 and not 0 < self.s.max_steps <= self.steps:
-            rate = self.scale * (decayed(progress) if self.final else 1.0)
-            loss = take_step(self.trunk, self.loss_of, self.optimizer, self.windows, rate)
-            if loss is None:
-                continue
-            pending.append(loss)
+    def train(self) -> None:
+        self.said = self.saved = time.monotonic()
+        loop(
+            "trunk", self.take_step, self.look, CHECK_STEPS, self.deadline, self.s.max_steps, self.start_clock
+        )
+
+    def take_step(self, progress: float) -> Tensor | None:
+        self.rate = self.scale * (decayed(progress) if self.final else 1.0)
+        loss = take_step(self.trunk, self.loss_of, self.optimizer, self.windows, self.rate)
+        if loss is not None:
             self.steps += 1
             self.tokens += self.windows.batch * self.s.length
-            if self.steps == 1:  # compiled
-                say(f"first step done, loss {pending[0].item():.3f}; {compilation()}")
-                self.deadline.restart()
-                self.began, self.tokens = time.monotonic(), 0
-            if self.steps % CHECK_STEPS:
-                continue
-            mean, pending = float(torch.stack(pending).mean()), []
-            if not self.check(mean):
-                continue
-            now = time.monotonic()
-            if now - said > 4 or self.steps == CHECK_STEPS:
-                said = now
-                speed = self.tokens / max(now - self.began, 1e-3)
-                say(f"step {self.steps} epoch {self.windows.epoch} loss {mean:.4f} rate {rate:.2f} "
-                    f"{speed / 1e3:.0f}k tok/s {self.deadline.left():.0f}s left")  # fmt: skip
-            if now - saved > SAVE_SECONDS:
-                saved = now
-                self.save()
+        return loss
+
+    def start_clock(self) -> None:
+        self.began, self.tokens = time.monotonic(), 0
+
+    def look(self, steps: int, mean: float) -> None:
+        """Checks the loss, tells how far it is, and saves from time to time."""
+        if not self.check(mean):
+            return
+        now = time.monotonic()
+        if now - self.said > 4 or steps == CHECK_STEPS:
+            self.said = now
+            speed = self.tokens / max(now - self.began, 1e-3)
+            say(f"step {steps} epoch {self.windows.epoch} loss {mean:.4f} rate {self.rate:.2f} "
+                f"{speed / 1e3:.0f}k tok/s {self.deadline.left():.0f}s left")  # fmt: skip
+        if now - self.saved > SAVE_SECONDS:
+            self.saved = now
+            self.save()
 
     def check(self, mean: float) -> bool:
         """Whether the mean loss is finite; if not, the last good weights are back."""
@@ -232,7 +234,7 @@ class Run:
 
 def train(store: Store, config: Config, s: Settings, until: float, final: bool, seed: int) -> None:
     run = Run(store, config, s, until, final, seed)
-    run.loop()
+    run.train()
     run.report["samples"] = sample(store, run.trunk)
     run.save()
 
