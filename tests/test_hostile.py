@@ -153,6 +153,9 @@ def test_a_lack_of_memory_is_one_line(luce_, monkeypatch):
         assert result.exit_code == 1 and one_line(result) == "Error: out of memory"
 
 
+AMPLE = 4096  # MiB more than the command asks for before it imports
+
+
 def test_whatever_runs_out_of_address_space_is_one_line(tmp_path):
     """From what Python alone takes to more than a short run does: an error line, or success."""
     path = tiny.write(tmp_path / "tiny.gguf", CONFIG, tiny.layout(CONFIG, 1))
@@ -160,7 +163,7 @@ def test_whatever_runs_out_of_address_space_is_one_line(tmp_path):
     start = 72 + 41 * min(len(os.sched_getaffinity(0)), 64)  # MiB that luce asks for before it imports
     outcomes = {}
     for words in (["probe-gguf", path], ["generate", "--gguf", path, "-n", "8", "x"]):
-        for mib in (16, 60, start - 20, *range(start + 13, start + 30, 4), start + 200):
+        for mib in (16, 60, start - 20, *range(start + 13, start + 30, 4), start + AMPLE):
             program = (
                 f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({mib << 20},) * 2)\n"
                 "from luce.__main__ import main; main()"
@@ -173,7 +176,7 @@ def test_whatever_runs_out_of_address_space_is_one_line(tmp_path):
             assert done.returncode in (0, 1), (words[0], mib, done.stderr)
             if done.returncode == 1:
                 assert len(lines) == 1 and lines[0].startswith("Error: "), (words[0], mib, done.stderr)
-        assert outcomes[words[0], 16 - start] == 1 and outcomes[words[0], 200] == 0
+        assert outcomes[words[0], 16 - start] == 1 and outcomes[words[0], AMPLE] == 0
 
 
 LACKS = "lambda *a: (1 for _ in ()).throw(MemoryError)"
