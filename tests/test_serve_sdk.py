@@ -15,7 +15,7 @@ from luce.server.ask import Refused
 CALL = """<tool_call>
 <function=read>
 <parameter=path>
-/tmp/a b.txt
+notes/a b.txt
 </parameter>
 <parameter=lines>
 3
@@ -30,7 +30,7 @@ SCRIPT = {
     "broken": ["<tool_call>\n<function=read>\n<parameter=path>\nx"],
 }
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}, "lines": {"type": "integer"}}}
-ARGUMENTS = {"path": "/tmp/a b.txt", "lines": 3}
+ARGUMENTS = {"path": "notes/a b.txt", "lines": 3}
 
 
 @pytest.fixture(scope="module")

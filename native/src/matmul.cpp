@@ -1,6 +1,7 @@
 // Matmuls of a graph, and what is computed into their input.
 #include "ops.h"
 
+#include "../kernels/gemm.h"
 #include "custom_op.h"
 #include "gemm_op.h"
 #include "rowmm_op.h"
@@ -153,13 +154,14 @@ static void add_rowmm(const StepBuild &b, const std::vector<ggml_tensor *> &weig
 
 // Steps have matmuls of luce's own, whose rows do not depend on each other, and of which further rows cost little: on
 // a CPU (rows_matmul), where a prefill has them too, and on a GPU (rowmm). On a GPU weights lie in their order, so a
-// prefill of few rows has them too, and one of many writes the weights out for cuBLAS (gemm_op.h).
+// prefill of few rows has them too, and one of many writes the weights out for cuBLAS (gemm_op.h), but for K that
+// cuBLAS does not take: ggml's matmul could not read packed weights.
 static std::vector<ggml_tensor *> products(const StepBuild &b, const std::vector<ggml_tensor *> &weights,
                                            const MatmulInput &in, ggml_tensor *residual) {
     std::vector<ggml_tensor *> out(weights.size());
     bool added = false;
 #ifdef LUCE_USE_CUDA
-    if (uses_gemm(b, in.x->ne[1])) {
+    if (uses_gemm(b, in.x->ne[1]) && gemm_has(in.x->ne[0])) {
         for (size_t i = 0; i < weights.size(); i++) {
             out[i] = add_gemm(b, weights[i], in, residual);
         }
