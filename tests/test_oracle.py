@@ -18,10 +18,15 @@ from luce.bench.oracle_model import SHAPES, QType, Rule
 CONTINUED = 64
 
 
+@pytest.fixture(scope="module", params=["mini", "mini-moe"])
+def shape(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def mini(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Rule]:
-    path = tmp_path_factory.mktemp("oracle") / "mini.gguf"
-    return path, oracle_model.make_oracle(path, "mini", seed=3, accept=0.75)
+def mini(shape: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Rule]:
+    path = tmp_path_factory.mktemp("oracle") / f"{shape}.gguf"
+    return path, oracle_model.make_oracle(path, shape, seed=3, accept=0.75)
 
 
 def test_perm_is_one_cycle_that_spares_control_tokens() -> None:
@@ -40,10 +45,10 @@ def test_share_of_right_drafts(accept: float) -> None:
     assert right.mean() == pytest.approx(accept, abs=1 / rule.n_cycle)
 
 
-def test_same_seed_same_bytes(mini: tuple[Path, Rule], tmp_path: Path) -> None:
+def test_same_seed_same_bytes(shape: str, mini: tuple[Path, Rule], tmp_path: Path) -> None:
     again, other = tmp_path / "again.gguf", tmp_path / "other.gguf"
-    oracle_model.make_oracle(again, "mini", seed=3, accept=0.75)
-    oracle_model.make_oracle(other, "mini", seed=4, accept=0.75)
+    oracle_model.make_oracle(again, shape, seed=3, accept=0.75)
+    oracle_model.make_oracle(other, shape, seed=4, accept=0.75)
     digests = [hashlib.sha256(p.read_bytes()).hexdigest() for p in (mini[0], again, other)]
     assert digests[0] == digests[1] != digests[2]
 
@@ -57,10 +62,10 @@ def test_blocks_have_the_wanted_spread() -> None:
             assert abs(values.mean()) < 0.01 * std
 
 
-def test_weights_are_what_the_rule_needs(mini: tuple[Path, Rule]) -> None:
+def test_weights_are_what_the_rule_needs(shape: str, mini: tuple[Path, Rule]) -> None:
     path, rule = mini
     w = ref.read_gguf(str(path))
-    c = SHAPES["mini"]
+    c = SHAPES[shape]
     embedding, head = w["token_embd.weight"], w["output.weight"]
     tokens = np.arange(rule.n_cycle)
     assert (head[rule.perm[tokens]] == embedding[tokens]).all()
@@ -73,10 +78,35 @@ def test_weights_are_what_the_rule_needs(mini: tuple[Path, Rule]) -> None:
     assert (drafts == rule.draft(np.arange(rule.n_vocab))).all()
 
 
-def test_reference_follows_the_cycle(mini: tuple[Path, Rule]) -> None:
+def test_a_random_router_chooses_all_experts(tmp_path: Path) -> None:
+    """So that steps over different tokens cost what different tokens cost."""
+    c = SHAPES["mini-moe"]
+    oracle_model.make_oracle(tmp_path / "x.gguf", "mini-moe")
+    w = ref.read_gguf(str(tmp_path / "x.gguf"))
+    x = w["token_embd.weight"] / w["token_embd.weight"].std(-1, keepdims=True)
+    chosen = np.argsort(-x @ w["blk.1.ffn_gate_inp.weight"].T, -1)[:, : c.n_expert_used]
+    counts = np.bincount(chosen.ravel(), minlength=c.n_expert)
+    assert counts.min() > 0.8 * counts.mean() and counts.max() < 1.2 * counts.mean()
+
+
+def test_the_35b_has_its_published_shape() -> None:
+    c = SHAPES["35b-a3b"]
+    shapes = {t.name: t.shape for t in oracle_model.tensors_of(c)}
+    trunk = sum(np.prod(shape) for name, shape in shapes.items() if not name.startswith("blk.40."))
+    assert trunk / 1e9 == pytest.approx(34.66, abs=0.01)  # as llama.cpp counts Qwen3.5-35B-A3B
+    assert [i for i in range(40) if f"blk.{i}.attn_q.weight" in shapes] == list(range(3, 40, 4))
+    for block in (0, 40):
+        assert shapes[f"blk.{block}.ffn_gate_exps.weight"] == (256, 512, 2048)
+        assert shapes[f"blk.{block}.ffn_down_shexp.weight"] == (2048, 512)
+    assert shapes["blk.3.attn_q.weight"] == (2 * 16 * 256, 2048)
+    assert shapes["blk.3.attn_k.weight"] == (2 * 256, 2048)
+    assert shapes["blk.0.attn_qkv.weight"] == ((16 + 16 + 32) * 128, 2048)
+
+
+def test_reference_follows_the_cycle(shape: str, mini: tuple[Path, Rule]) -> None:
     path, rule = mini
     prompt = [72, 101, 108, 2046]
-    model = ref.Reference(SHAPES["mini"], ref.read_gguf(str(path)), np.float32)
+    model = ref.Reference(SHAPES[shape], ref.read_gguf(str(path)), np.float32)
     assert model.greedy(prompt, 32) == rule.continuation(prompt[-1], 32)
 
 

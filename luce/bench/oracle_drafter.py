@@ -36,14 +36,15 @@ ROWS = 4096  # of a table that are made at once
 
 def drafter_of(c: Config) -> DFlash:
     """Returns the drafter's shape for a target. That for the 27b has 5 layers, 32/8 heads of 128, and blocks
-    of 16."""
+    of 16. Its FFN is as wide as the target's, and three times the embedding where that has experts."""
     dim = 128 if c.n_embd >= 2048 else 64
     heads = min(32, c.n_embd // dim)
     kv_heads, n_layer = min(8, heads // 2), 5
     block = min(16, c.n_embd // dim, kv_heads * n_layer + 1)
+    n_ff = 3 * c.n_embd if c.n_expert else c.n_ff
     taps = tuple(sorted({round(1 + i * (c.n_layer - 4) / 4) for i in range(5)}))
     return DFlash(
-        n_layer=n_layer, n_embd=c.n_embd, n_ff=c.n_ff, n_head=heads, n_head_kv=kv_heads, head_dim=dim,
+        n_layer=n_layer, n_embd=c.n_embd, n_ff=n_ff, n_head=heads, n_head_kv=kv_heads, head_dim=dim,
         rope_dim=dim, n_ctx=c.n_ctx, n_vocab=c.n_vocab, n_vocab_draft=c.n_vocab, rope_base=1e7, eps=1e-6,
         block_size=block, target_layer_ids=taps, mask_token_id=c.n_vocab - 2, sliding=(False,) * n_layer,
         window=None, causal=(False,) * n_layer, softcap=None, embedding_scale=None, yarn=None,

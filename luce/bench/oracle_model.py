@@ -10,8 +10,11 @@ The NextN head passes the newest token's `nextn.embed_tokens` row on: a copy of 
 share of 1 - accept of its rows exchanged; drafts after those tokens are wrong, all others right. It
 has a head of its own, a copy of the target's.
 
-Types: Q4_K, but Q5_K for DeltaNet's attn_qkv, Q6_K for the head and every second ffn_down, F32 for
-norms, conv and gate biases. The same seed gives the same bytes, whatever the number of threads.
+A mixture's router is random, and tells rows of different tokens apart: its experts are chosen evenly, and
+a step of several rows reads more of them than one of trained experts, which neighbours share.
+
+Types: Q4_K, but Q5_K for DeltaNet's attn_qkv, Q6_K for the head and every second block's ffn_down, F32 for
+norms, conv, gate biases and routers. The same seed gives the same bytes, whatever the number of threads.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from luce.convert.qwen35_layout import ARCH, CONTROL, Config, add_keys, add_tokenizer, tensor_shapes
+from luce.convert.qwen35_layout import CONTROL, Config, add_keys, add_tokenizer, tensor_shapes
 
 QType = gguf.GGMLQuantizationType
 CHUNK = 8 << 20  # bytes of a tensor made at once: part of what a seed means
@@ -41,12 +44,20 @@ _LARGE = Config(
     n_head=16, n_head_kv=4, head_dim=256, rope_dim=64, n_k_head=16, n_v_head=32, state_size=128,
     n_vocab=248320, n_ctx=262144, n_nextn=1,
 )  # fmt: skip
+_MINI = Config(
+    n_layer=4, n_embd=256, n_ff=512, n_head=4, n_head_kv=2, n_v_head=4, state_size=64, n_vocab=2048,
+    n_ctx=8192, n_nextn=1,
+)  # fmt: skip
 SHAPES = {
     "27b": replace(_LARGE, n_layer=64, n_embd=5120, n_ff=17408, n_head=24, n_v_head=48),
     "9b": replace(_LARGE, n_layer=32, n_embd=4096, n_ff=12288),
     "0.8b": replace(_LARGE, n_layer=24, n_embd=1024, n_ff=3584, n_head=8, n_head_kv=2, n_v_head=16),
-    "mini": Config(n_layer=4, n_embd=256, n_ff=512, n_head=4, n_head_kv=2, n_v_head=4, state_size=64,
-                   n_vocab=2048, n_ctx=8192, n_nextn=1),
+    "35b-a3b": replace(_LARGE, n_layer=40, n_embd=2048, n_head_kv=2, n_expert=256, n_expert_used=8,
+                       n_ff_expert=512, n_ff_shared=512),
+    "3b-a0.6b": replace(_LARGE, n_layer=24, n_embd=1024, n_head=8, n_head_kv=2, n_v_head=16, n_vocab=65536,
+                        n_expert=64, n_expert_used=8, n_ff_expert=512, n_ff_shared=512),  # 2 GB, for a CPU
+    "mini": _MINI,
+    "mini-moe": replace(_MINI, n_expert=16, n_expert_used=4, n_ff_expert=256, n_ff_shared=256),
 }  # fmt: skip
 
 
@@ -199,13 +210,13 @@ class Tensor:
 
 
 def type_of(c: Config, name: str) -> QType:
-    if not name.endswith(".weight") or "norm" in name or "conv1d" in name:
+    if not name.endswith(".weight") or any(part in name for part in ("norm", "conv1d", "ffn_gate_inp")):
         return QType.F32
     if name in ("output.weight", f"blk.{c.n_layer}.nextn.shared_head_head.weight"):
         return QType.Q6_K
     if name.endswith("attn_qkv.weight"):
         return QType.Q5_K
-    if name.endswith("ffn_down.weight") and int(name.split(".")[1]) % 2 == 1:
+    if ".ffn_down" in name and int(name.split(".")[1]) % 2 == 1:
         return QType.Q6_K
     return QType.Q4_K
 
@@ -227,7 +238,8 @@ class Oracle:
     tensors: list[Tensor] = field(default_factory=list)
 
     def f32(self, t: Tensor) -> np.ndarray:
-        """Small tensors: norms 1, conv taps, decays and biases in the range of trained models."""
+        """Small tensors: norms 1, conv taps, decays and biases in the range of trained models, routers of
+        logits with standard deviation 1."""
         low, high = 1.0, 1.0
         if t.name.endswith("ssm_a"):
             low, high = -1.0, -0.05
@@ -235,6 +247,9 @@ class Oracle:
             low, high = -4.0, 1.0
         elif t.name.endswith("conv1d.weight"):
             low, high = -0.8, 0.8
+        elif "ffn_gate_inp" in t.name:
+            high = (3 / t.shape[-1]) ** 0.5
+            low = -high
         unit = random_words(t.n_blocks, self.rule.seed, 3, t.index) * 2.0**-64
         return (low + (high - low) * unit).astype("<f4")
 
@@ -247,7 +262,7 @@ class Oracle:
         std = t.shape[-1] ** -0.5
         if t.name == "token_embd.weight":
             std = 1.0
-        elif t.name.endswith(("attn_output.weight", "ssm_out.weight", "ffn_down.weight")):
+        elif t.name.endswith(("attn_output.weight", "ssm_out.weight")) or ".ffn_down" in t.name:
             std = NOISE
         return noise_blocks(t.kind, n, std, self.rule.seed, 4, t.index, first)
 
@@ -285,7 +300,7 @@ class Oracle:
 
     def write_header(self, path: Path, name: str) -> None:
         c = self.config
-        w = gguf.GGUFWriter(path, ARCH)
+        w = gguf.GGUFWriter(path, c.arch)
         add_keys(w, c, f"luce oracle {name}", FILE_TYPE)
         w.add_uint64("oracle.seed", self.rule.seed)
         w.add_float64("oracle.accept", self.rule.accept)
