@@ -4,11 +4,12 @@ import mmap
 import os
 import sys
 
-MIB = 1 << 20
+ROOM = 104 << 20  # bytes of address space: what importing luce.cli takes, and a little more
 
 
 def main() -> None:
     """Runs the command line. What goes wrong while it is still being imported is one line as well."""
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
     try:
         _require_room()
         from luce.cli import main as run
@@ -27,12 +28,12 @@ def main() -> None:
 def _require_room() -> None:
     """Raises MemoryError where the address space does not suffice to import luce.
 
-    numpy's OpenBLAS takes 40 MiB a thread. Where it finds none, it ends the process or sends it an interrupt.
-    CPython aborts where one MemoryError meets another. The figures are of Linux, x86-64 and numpy 2.
+    Where numpy's OpenBLAS finds no memory as it is loaded, it ends the process. CPython aborts where one
+    MemoryError meets another. OpenBLAS takes 40 MiB for each of its threads, so main() gives it one: luce
+    multiplies little with numpy, and one thread starts sooner.
     """
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        mmap.mmap(-1, (72 + 41 * min(threads, 64)) * MIB, mmap.MAP_PRIVATE, mmap.PROT_READ).close()
+        mmap.mmap(-1, ROOM, mmap.MAP_PRIVATE, mmap.PROT_READ).close()
     except OSError:
         raise MemoryError from None
 

@@ -11,6 +11,7 @@ import tiny
 from command_line import one_line
 
 import luce
+from luce.__main__ import ROOM
 from luce.metadata import Metadata
 from luce.tokenizer import Tokenizer
 
@@ -166,7 +167,7 @@ def run(program, *words):
 def test_whatever_runs_out_of_address_space_is_one_line(tmp_path):
     """From what Python alone takes to more than a short run does: an error line, or success."""
     path = tiny.write(tmp_path / "tiny.gguf", CONFIG, tiny.layout(CONFIG, 1))
-    start = 72 + 41 * min(len(os.sched_getaffinity(0)), 64)  # MiB that luce asks for before it imports
+    start = ROOM >> 20  # MiB that luce asks for before it imports
     outcomes = {}
     for words in (["probe-gguf", path], ["generate", "--gguf", path, "-n", "8", "x"]):
         for mib in (16, 60, start - 20, *range(start + 13, start + 30, 4), start + AMPLE):
@@ -182,6 +183,28 @@ def test_whatever_runs_out_of_address_space_is_one_line(tmp_path):
                 assert len(lines) == 1 and lines[0].startswith("Error: "), (words[0], mib, done.stderr)
         assert outcomes[words[0], 16 - start][0] == 1
         assert outcomes[words[0], AMPLE] == (0, ""), outcomes
+
+
+def test_the_room_to_start_holds_the_imports():
+    """It holds them whatever number of threads OpenBLAS was meant to have."""
+    program = (
+        "from luce import __main__\n"
+        "def taken():\n"
+        "    (line,) = (line for line in open('/proc/self/status') if 'VmPeak' in line)\n"
+        "    return int(line.split()[1]) << 10\n"
+        "def instead():\n"
+        "    before = taken()\n"
+        "    import luce.cli\n"
+        "    print(taken() - before)\n"
+        "    raise KeyboardInterrupt\n"
+        "__main__._require_room = instead\n"
+        "__main__.main()\n"
+    )
+    environment = {"PYTHONPATH": os.pathsep.join([PACKAGE, *sys.path]), "OPENBLAS_NUM_THREADS": "64"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | environment
+    )
+    assert done.returncode == 130 and ROOM / 2 < int(done.stdout) <= ROOM, done
 
 
 LACKS = "lambda *a: (1 for _ in ()).throw(MemoryError)"
