@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -28,6 +29,7 @@ _FILE_TYPES = {
     **dict(enumerate(("TQ1_0", "TQ2_0", "MXFP4_MOE", "NVFP4", "Q1_0", "Q2_0"), start=36)),
 }
 DRAFTERS = ("dflash", "dflash-draft", "qwen35-dflash-draft", "gemma4-dflash-draft")
+_BLOCK = re.compile(r"blk\.(\d{1,9})\.")
 _WITH_HEADS = ("qwen35", "qwen35moe")
 
 
@@ -69,6 +71,10 @@ class Facts:
 
     `kind` is "model" (a trunk), "head" (NextN blocks without their trunk), "drafter" or "other". `supported`
     says that luce can generate with it as a model; else `reasons` says why not.
+
+    `experts` is how many each mixture has, `experts_used` how many of them a token goes through.
+    `active_parameters` and `bytes_per_token` are the weights that a plain step of one token reads: of the
+    trunk, with the experts that are used, and one row of an embedding that is not the output matrix too.
     """
 
     kind: str
@@ -82,6 +88,10 @@ class Facts:
     embedding_length: int | None
     context_length: int | None
     vocab_size: int | None
+    experts: int | None
+    experts_used: int | None
+    active_parameters: int | None
+    bytes_per_token: int | None
     quantization: dict[str, Quantization]
     tokenizer: str | None
     chat_template: bool
@@ -139,6 +149,7 @@ def probe(file: File, ctx: int | None = None, device: str = "auto") -> Facts:
     context_length = _number(kv, f"{architecture}.context_length")
     context = ctx or (None if context_length is None else min(context_length, 4096))
     memory, reasons = None, _reasons_of_kind(kind, architecture)
+    active, read = _of_a_token(kv, architecture, tensors) if kind == "model" else (None, None)
     if kind == "model":
         try:
             memory = file.plan_memory(device, EngineParams(n_ctx=context or 0))
@@ -156,6 +167,10 @@ def probe(file: File, ctx: int | None = None, device: str = "auto") -> Facts:
         embedding_length=_number(kv, f"{architecture}.embedding_length"),
         context_length=context_length,
         vocab_size=_vocab_size(kv, architecture, tensors),
+        experts=_number(kv, f"{architecture}.expert_count"),
+        experts_used=_number(kv, f"{architecture}.expert_used_count"),
+        active_parameters=active,
+        bytes_per_token=read,
         quantization=_quantization(tensors),
         tokenizer=_tokenizer(kv),
         chat_template="tokenizer.chat_template" in kv,
@@ -208,10 +223,29 @@ def _quantization(tensors: list[Tensor]) -> dict[str, Quantization]:
 
 
 def _elements(tensor: Tensor) -> int:
-    total = 1
-    for extent in tensor.shape:
-        total *= extent
-    return total
+    return math.prod(tensor.shape)
+
+
+def _of_a_token(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor]) -> tuple[int, int]:
+    """Returns the weights that a plain step of one token reads, and their bytes."""
+    experts = _number(kv, f"{architecture}.expert_count") or 1
+    used = _number(kv, f"{architecture}.expert_used_count") or experts
+    nextn = _number(kv, f"{architecture}.nextn_predict_layers") or 0
+    trunk = (_number(kv, f"{architecture}.block_count") or 0) - nextn
+    has_output = any(tensor.name == "output.weight" for tensor in tensors)
+    elements = size = 0
+    for tensor in tensors:
+        block = _BLOCK.match(tensor.name)
+        if block and int(block[1]) >= trunk > 0:
+            continue
+        part, whole = 1, 1
+        if "_exps." in tensor.name:
+            part, whole = used, experts
+        elif tensor.name == "token_embd.weight" and has_output and len(tensor.shape) > 1:
+            whole = tensor.shape[1]
+        elements += _elements(tensor) * part // whole
+        size += tensor.size_bytes * part // whole
+    return elements, size
 
 
 def _vocab_size(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor]) -> int | None:

@@ -211,6 +211,7 @@ def facts_text(facts: Facts, fits: Sequence[Fit] = ()) -> str:
         ("file type", _or_dash(facts.file_type)),
         ("size", f"{size(facts.size_bytes)}, {facts.parameters:,} parameters"),
         ("blocks", _blocks(facts)),
+        *_token_lines(facts),
         ("embedding", _or_dash(facts.embedding_length)),
         ("context", _or_dash(facts.context_length)),
         ("vocabulary", _or_dash(facts.vocab_size)),
@@ -226,6 +227,17 @@ def facts_text(facts: Facts, fits: Sequence[Fit] = ()) -> str:
     lines += [line for fit in fits for line in _fit_lines(fit)]
     lines.append(("supported", "yes" if facts.supported else "no: " + "; ".join(facts.reasons)))
     return "\n".join(f"{label:<15} {printable(value)}" for label, value in lines)
+
+
+def _token_lines(facts: Facts) -> list[tuple[str, str]]:
+    """What a token goes through, of a model."""
+    if facts.active_parameters is None or facts.bytes_per_token is None:
+        return []
+    read = size(facts.bytes_per_token)
+    lines = [("a token reads", f"{read}, {facts.active_parameters:,} parameters")]
+    if facts.experts:
+        lines.insert(0, ("experts", f"{facts.experts}, of these {_or_dash(facts.experts_used)} for a token"))
+    return lines
 
 
 def _fit_lines(fit: Fit) -> list[tuple[str, str]]:

@@ -1,6 +1,7 @@
 """What probe says of models, heads, drafters and everything else."""
 
 import json
+from dataclasses import replace
 
 import box_model
 import gguf
@@ -11,11 +12,12 @@ import tiny
 from luce._native import File
 from luce.errors import FileError
 from luce.probe import fact, probe
+from luce.render import facts_text, size
 
 KEYS = {
     "kind", "architecture", "name", "file_type", "size_bytes", "parameters", "block_count",
-    "nextn_predict_layers", "embedding_length", "context_length", "vocab_size", "quantization", "tokenizer",
-    "chat_template", "supported", "reasons", "context", "memory", "dflash",
+    "nextn_predict_layers", "embedding_length", "context_length", "vocab_size", "experts", "experts_used",
+    "active_parameters", "bytes_per_token", "quantization", "tokenizer", "chat_template", "supported", "reasons", "context", "memory", "dflash",
 }  # fmt: skip
 
 
@@ -95,6 +97,43 @@ def test_a_mix_is_counted_by_type(native, facts_of, tmp_path):
         "Q4_K": 1,
     }
     assert facts.quantization["Q6_K"].bytes == 210 * config.n_vocab
+
+
+MIXTURE = tiny.Config(n_embd=256, n_expert=8, n_expert_used=2, n_ff_expert=256, n_ff_shared=256, n_nextn=1)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_mixture_says_what_a_token_reads(facts_of, tmp_path, tied, fused):
+    """All of the trunk but the experts that are not used, and the embedding where it is looked up alone."""
+    config = replace(MIXTURE, tied=tied, fused_experts=fused)
+    path = tiny.write(tmp_path / "x.gguf", config, tiny.layout(config, 1), "Q8_0")
+    facts, read = facts_of(path), 0
+    for tensor in gguf.GGUFReader(path).tensors:
+        if tensor.name == "token_embd.weight":
+            read += int(tensor.n_elements) if tied else config.n_embd
+        elif not tensor.name.startswith("blk.4."):
+            read += int(tensor.n_elements) // (4 if "_exps" in tensor.name else 1)
+    assert (facts.experts, facts.experts_used, facts.active_parameters) == (8, 2, read)
+    assert 1.06 * read < facts.bytes_per_token < 1.2 * read  # 34 bytes for 32 weights, and some are F32
+    text = facts_text(facts)
+    assert "\nexperts         8, of these 2 for a token\n" in text
+    assert f"\na token reads   {size(facts.bytes_per_token)}, {read:,} parameters\n" in text
+
+
+def test_a_dense_model_reads_all_of_its_trunk(facts_of, tiny_gguf):
+    facts, config = facts_of(tiny_gguf), tiny.Config()
+    lookup = (config.n_vocab - 1) * config.n_embd
+    assert (facts.experts, facts.experts_used) == (None, None)
+    assert facts.active_parameters == facts.parameters - lookup
+    assert facts.bytes_per_token == 4 * facts.active_parameters
+    assert "experts" not in facts_text(facts)
+
+
+def test_what_is_no_model_reads_nothing_for_a_token(facts_of):
+    facts = facts_of(box_model.DRAFTER)
+    assert (facts.active_parameters, facts.bytes_per_token) == (None, None)
+    assert "a token reads" not in facts_text(facts)
 
 
 def test_the_file_type_is_what_the_key_says(facts_of, tmp_path):
