@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import gguf
 import numpy as np
 import tiny
 
@@ -39,6 +40,33 @@ def type_of(kind: str) -> Callable[[str], str]:
         return "Q4_K" if name == "token_embd.weight" and kind.startswith("IQ") else kind
 
     return pick
+
+
+SLOW = [tiny.QType[kind] for kind in WEIGHT_TYPES if has_ggmls_matmul(kind)]  # seconds to begin with
+
+
+def quantize(native: Library, kind: int, rows: np.ndarray) -> np.ndarray:
+    """The core's blocks; of slow types random ones, as large as `rows`: any bits of theirs are weights."""
+    if kind not in SLOW:
+        return native.quantize(kind, rows)
+    n, size = gguf.GGML_QUANT_SIZES[tiny.QType(kind)]
+    shape = (rows.shape[0], rows.shape[1] // n, size)
+    blocks = np.random.default_rng(rows.shape).integers(0, 256, shape, np.uint8)
+    spread = gguf.quants.dequantize(with_scale(blocks[0], kind, 1.0), tiny.QType(kind)).std()
+    return with_scale(blocks, kind, float(rows.std() / spread)).reshape(shape[0], -1)
+
+
+def with_scale(blocks: np.ndarray, kind: int, scale: float) -> np.ndarray:
+    """The blocks with this F16 scale: their first value, but of IQ1_M the high bits of its last four."""
+    made, bits = blocks.copy(), np.array(scale, np.float16).view(np.uint16)
+    if kind == tiny.QType.IQ1_M:
+        words = made[..., -8:].view(np.uint16)
+        words &= 0x0FFF
+        words |= (bits >> np.array([0, 4, 8, 12], np.uint16)) << 12
+    else:
+        made[..., :2] = bits.reshape(1).view(np.uint8)
+    return made
+
 
 # Max abs logit error of F32 weights on CUDA, where cuBLAS multiplies F32 as TF32 (10 bits) from 4 rows on.
 # Measured on an H100 over the goldens: 0.040 to 0.206, of logits with standard deviation 2 to 3.5. The

@@ -115,25 +115,6 @@ def test_converted_file_gives_the_logits_of_transformers(tmp_path, name, native,
     assert np.abs(found - golden["logits"]).max() < (1e-3 if device == "cpu" else drive.CUDA_BOUND)
 
 
-def test_save_pretrained_gives_the_logits_of_transformers(tmp_path, native):
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(3)
-    config = transformers.Qwen3_5TextConfig(**tiny.hf_config(replace(GROUPED, n_nextn=0)))
-    model = transformers.Qwen3_5ForCausalLM(config).eval().float()
-    for norm in (p for name, p in model.named_parameters() if name.endswith("norm.weight")):
-        torch.nn.init.uniform_(norm, -0.5, 0.5)
-    model.save_pretrained(tmp_path / "hf")
-    hf.save_tokenizer(tmp_path / "hf")
-    path = convert(tmp_path / "hf", "--type", "F32")
-    tokens = np.random.default_rng(1).integers(0, 300, 24).tolist()
-    with torch.no_grad():
-        wanted = model(torch.tensor([tokens])).logits[0].numpy()
-    with drive.open_model(native, path) as opened:
-        found = drive.chain_logits(drive.open_sequence(opened, n_ctx=64), tokens, 6)
-    assert np.abs(found - wanted).max() < 1e-3
-
-
 # ---- types
 
 
@@ -211,76 +192,6 @@ def test_tied_head_that_was_saved_too_is_left_out(tmp_path, capsys):
     assert (
         "output.weight" not in hf.types_of(path) and "lm_head.weight is left out" in capsys.readouterr().err
     )
-
-
-# ---- experts
-
-
-def moe(c, experts):
-    """(config, weights): c with n_expert experts of width 48 and a shared one of 80, as stored
-    "fused" (n, 2 FF, E), "fused.weight" or "each"."""
-    n, ff, shared, e = 4, 48, 80, c.n_embd
-    config = {k: v for k, v in tiny.hf_config(c).items() if k != "intermediate_size"}
-    config |= {"num_experts": n, "num_experts_per_tok": 2, "moe_intermediate_size": ff,
-               "shared_expert_intermediate_size": shared}  # fmt: skip
-    weights = {k: v for k, v in tiny.weights(c, 1).items() if ".mlp." not in k}
-    for prefix in {k.rsplit(".input_layernorm", 1)[0] for k in weights if "input_layernorm" in k}:
-        rng = np.random.default_rng(len(prefix) + ord(prefix[-1]))
-        draw = lambda *shape: rng.uniform(-1, 1, shape).astype(np.float32)  # noqa: B023, E731
-        gate, up, down = draw(n, ff, e), draw(n, ff, e), draw(n, e, ff)
-        mlp = f"{prefix}.mlp"
-        weights |= {f"{mlp}.gate.weight": draw(n, e), f"{mlp}.shared_expert_gate.weight": draw(1, e)}
-        weights |= {f"{mlp}.shared_expert.{p}_proj.weight": draw(shared, e) for p in ("gate", "up")}
-        weights[f"{mlp}.shared_expert.down_proj.weight"] = draw(e, shared)
-        if experts == "each":
-            for i, (name, x) in itertools.product(range(n), {"gate": gate, "up": up, "down": down}.items()):
-                weights[f"{mlp}.experts.{i}.{name}_proj.weight"] = x[i]
-        else:
-            end = ".weight" if experts == "fused.weight" else ""
-            weights[f"{mlp}.experts.gate_up_proj{end}"] = np.concatenate([gate, up], 1)
-            weights[f"{mlp}.experts.down_proj{end}"] = down
-    return config, weights
-
-
-def test_experts_however_stored_give_the_same_file(tmp_path):
-    made = {}
-    for experts in ("fused", "fused.weight", "each"):
-        (tmp_path / experts).mkdir()
-        config, weights = moe(GROUPED, experts)
-        made[experts] = convert(hf.save(tmp_path / experts / "hf", config, weights), "--type", "F32")
-    assert len({path.read_bytes() for path in made.values()}) == 1
-    found, keys = hf.tensors_of(made["fused"]), hf.keys_of(made["fused"])
-    for i, prefix in ((0, "model.layers.0"), (3, "model.layers.3"), (4, "mtp.layers.0")):
-        gate_up = moe(GROUPED, "fused")[1][f"{prefix}.mlp.experts.gate_up_proj"]
-        assert found[f"blk.{i}.ffn_gate_exps.weight"].shape == (4, 48, 64)
-        assert np.array_equal(found[f"blk.{i}.ffn_gate_exps.weight"], gate_up[:, :48])
-        assert np.array_equal(found[f"blk.{i}.ffn_up_exps.weight"], gate_up[:, 48:])
-        assert found[f"blk.{i}.ffn_down_exps.weight"].shape == (4, 64, 48)
-        assert found[f"blk.{i}.ffn_gate_inp_shexp.weight"].shape == (64,)
-    assert keys["general.architecture"] == "qwen35moe" and "qwen35moe.feed_forward_length" not in keys
-    sizes = (
-        "expert_count",
-        "expert_used_count",
-        "expert_feed_forward_length",
-        "expert_shared_feed_forward_length",
-    )
-    assert [keys[f"qwen35moe.{key}"] for key in sizes] == [4, 2, 48, 80]
-
-
-def test_router_stays_f32(tmp_path):
-    config, weights = moe(GROUPED, "fused")
-    types = hf.types_of(convert(hf.save(tmp_path / "hf", config, weights), "--type", "Q8_0"))
-    assert types["blk.0.ffn_gate_inp.weight"] == types["blk.0.ffn_gate_inp_shexp.weight"] == "F32"
-    assert types["blk.0.ffn_gate_exps.weight"] == "Q8_0"
-
-
-def test_expert_of_another_shape(tmp_path, capsys):
-    config, weights = moe(GROUPED, "each")
-    weights["model.layers.1.mlp.experts.2.up_proj.weight"] = np.zeros((47, 64), np.float32)
-    folder = hf.save(tmp_path / "hf", config, weights)
-    said = failure(folder, capsys)
-    assert "model.layers.1.mlp.experts.2.up_proj.weight: expected shape (48, 64)" in said
-    assert "found (47, 64)" in said
 
 
 # ---- tensors that are wrong
@@ -395,12 +306,6 @@ def test_says_what_it_wrote(tmp_path, capsys):
     said = capsys.readouterr()
     assert str(path) in said.out and "verified" in said.out and "Q8_0" in said.out
     assert "luce runs this file: 4 blocks, NextN head" in said.err
-
-
-def test_says_that_luce_runs_experts(tmp_path, capsys):
-    config, weights = moe(GROUPED, "fused")
-    convert(hf.save(tmp_path / "hf", config, weights))
-    assert "luce runs this file: 4 blocks" in capsys.readouterr().err
 
 
 def test_wrong_checkpoint_path(tmp_path):

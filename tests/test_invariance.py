@@ -9,12 +9,11 @@ from functools import partial
 from pathlib import Path
 
 import drive
-import gguf
 import numpy as np
 import pytest
 import ref
 import tiny
-from tiny import Config, QType
+from tiny import Config
 
 from luce._native import Library, Model
 
@@ -57,32 +56,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("invariance")
 
 
-SLOW = [QType[kind] for kind in drive.WEIGHT_TYPES if drive.has_ggmls_matmul(kind)]  # seconds to begin with
-
-
-def quantize(native: Library, kind: int, rows: np.ndarray) -> np.ndarray:
-    """The core's blocks; of slow types random ones, as large as `rows`: any bits of theirs are weights."""
-    if kind not in SLOW:
-        return native.quantize(kind, rows)
-    n, size = gguf.GGML_QUANT_SIZES[QType(kind)]
-    shape = (rows.shape[0], rows.shape[1] // n, size)
-    blocks = np.random.default_rng(rows.shape).integers(0, 256, shape, np.uint8)
-    spread = gguf.quants.dequantize(with_scale(blocks[0], kind, 1.0), QType(kind)).std()
-    return with_scale(blocks, kind, float(rows.std() / spread)).reshape(shape[0], -1)
-
-
-def with_scale(blocks: np.ndarray, kind: int, scale: float) -> np.ndarray:
-    """The blocks with this F16 scale: their first value, but of IQ1_M the high bits of its last four."""
-    made, bits = blocks.copy(), np.array(scale, np.float16).view(np.uint16)
-    if kind == QType.IQ1_M:
-        words = made[..., -8:].view(np.uint16)
-        words &= 0x0FFF
-        words |= (bits >> np.array([0, 4, 8, 12], np.uint16)) << 12
-    else:
-        made[..., :2] = bits.reshape(1).view(np.uint8)
-    return made
-
-
 @pytest.fixture
 def path_of(native: Library, folder: Path) -> Callable[[str], Path]:
     """A model of each weight type, made once."""
@@ -91,7 +64,7 @@ def path_of(native: Library, folder: Path) -> Callable[[str], Path]:
         path = folder / f"{kind}.gguf"
         if not path.exists():
             weights = tiny.layout(CONFIG, SEED)
-            tiny.write(path, CONFIG, weights, drive.type_of(kind), quantize=partial(quantize, native))
+            tiny.write(path, CONFIG, weights, drive.type_of(kind), quantize=partial(drive.quantize, native))
         return path
 
     return make

@@ -4,9 +4,11 @@ the same tokens with drafts as without. (What transformers computes: test_golden
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import drive
+import gguf
 import numpy as np
 import pytest
 import ref
@@ -14,7 +16,7 @@ import tiny
 from op_run import op_run
 from tiny import Config
 
-from luce._native import Library
+from luce._native import File, Library
 from luce.structs import Sampling
 
 CONFIG = Config(n_layer=2, interval=2, n_embd=256, n_head=4, n_head_kv=2, n_k_head=2, n_v_head=4,
@@ -32,7 +34,8 @@ def path_of(native: Library, tmp_path_factory: pytest.TempPathFactory) -> Callab
     def make(kind: str) -> Path:
         path, c = folder / f"{kind}.gguf", CASES[kind]
         if not path.exists():
-            tiny.write(path, c, tiny.layout(c, seed=5), drive.type_of(kind), quantize=native.quantize)
+            tiny.write(path, c, tiny.layout(c, seed=5), drive.type_of(kind),
+                       quantize=partial(drive.quantize, native))  # fmt: skip
         return path
 
     return make
@@ -53,6 +56,45 @@ def test_experts_compute_what_their_weights_say(
     sequence.reset()
     drive.prefill(sequence, tokens)
     assert np.abs(sequence.logits(0) - expected[-1]).max() < 1e-3
+
+
+def test_forms_of_a_mixtures_file_say_the_same(
+    native: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """Experts fused or apart, the shared one's gate as {E} or {E, 1}, with a width of dense FFNs or without,
+    the head in the same file or in its own: the same bits, drafts too."""
+    c = Config(**{**CONFIG.__dict__, "n_nextn": 1})
+    fused = Config(**{**c.__dict__, "fused_experts": True})
+    weights = tiny.layout(c, 5)
+    column = {k: x[None] if "gate_inp_shexp" in k else x for k, x in weights.items()}
+    paths = [
+        tiny.write(tmp_path / "plain.gguf", c, weights),
+        tiny.write(tmp_path / "column.gguf", c, column),
+        tiny.write(tmp_path / "fused.gguf", fused, tiny.layout(fused, 5)),
+        tiny.write(tmp_path / "trunk.gguf", Config(**{**c.__dict__, "n_nextn": 0}),
+                   {k: x for k, x in weights.items() if not k.startswith("blk.2.")}),
+    ]  # fmt: skip
+    head = tiny.write(tmp_path / "head.gguf", c, tiny.head_only(c, weights))
+    add_keys = tiny.add_keys
+
+    def with_width(w: gguf.GGUFWriter, *args: object, **more: object) -> None:
+        add_keys(w, *args, **more)  # type: ignore[arg-type]
+        w.add_feed_forward_length(512)
+
+    monkeypatch.setattr(tiny, "add_keys", with_width)
+    paths.append(tiny.write(tmp_path / "width.gguf", c, weights))
+    results = []
+    for path in paths:
+        with File(path, native) as file:
+            named = {tensor.name: tensor.shape for tensor in file.tensors}
+        wanted = (256, 1) if path.name == "column.gguf" else (256,)
+        assert tuple(named["blk.0.ffn_gate_inp_shexp.weight"]) == wanted
+        assert ("blk.0.ffn_gate_up_exps.weight" in named) == (path.name == "fused.gguf")
+        model = drive.open_model(native, path, device, head=head if path.name == "trunk.gguf" else True)
+        sequence = drive.open_sequence(model, n_ctx=64, n_rows=4, n_draft=3)
+        made = drive.decode(sequence, tokens_of(1, 9), 20, 3, logits=True)
+        results.append((made.tokens, made.accepted, np.stack(made.logits).tobytes()))
+    assert all(result == results[0] for result in results)
 
 
 @pytest.mark.parametrize("kind", CASES)

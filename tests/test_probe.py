@@ -17,7 +17,8 @@ from luce.render import facts_text, size
 KEYS = {
     "kind", "architecture", "name", "file_type", "size_bytes", "parameters", "block_count",
     "nextn_predict_layers", "embedding_length", "context_length", "vocab_size", "experts", "experts_used",
-    "active_parameters", "bytes_per_token", "quantization", "tokenizer", "chat_template", "supported", "reasons", "context", "memory", "dflash",
+    "active_parameters", "bytes_per_token", "quantization", "tokenizer", "chat_template", "supported",
+    "reasons", "context", "memory", "dflash",
 }  # fmt: skip
 
 
