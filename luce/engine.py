@@ -108,14 +108,15 @@ class Engine:
 
     The model must have been loaded with the drafters that the plan names. `plan` is the one that the engine
     was opened by. Where auto was to draft and no draft can pay by what steps cost here, the plan drafts
-    nothing. Raises what the core raises.
+    nothing; `keep_drafters` leaves it as it is, so that checkpoints hold the same whatever was measured.
+    Raises what the core raises.
     """
 
-    def __init__(self, model: Model, tokenizer: Tokenizer, chosen: Plan):
+    def __init__(self, model: Model, tokenizer: Tokenizer, chosen: Plan, keep_drafters: bool = False):
         self.model, self.tokenizer = model, tokenizer
         self._loops: list[Loop] = []
         native = _native.Engine(model, _params(chosen, model))
-        if isinstance(chosen.draft, Auto):
+        if isinstance(chosen.draft, Auto) and not keep_drafters:
             paying = _paying(chosen, native)
             if (paying.drafts, paying.blocks) != (chosen.drafts, chosen.blocks):
                 native.close()  # without a drafter, steps need not keep its caches up to date
@@ -134,6 +135,7 @@ class Engine:
         progress: Progress | None = None,
         prompt: int = 0,
         new: int | None = None,
+        keep_drafters: bool = False,
     ) -> Engine:
         """Plans, loads and opens. `prompt` and `new` are what is known of the longest request (see plan).
         Files that are given open stay the caller's to close; the weights are freed with the engine."""
@@ -143,7 +145,7 @@ class Engine:
                 files = opened.enter_context(Files(files, device=options.device))
             chosen, tokenizer = files.plan(options, prompt, new), files.tokenizer
             model = opened.enter_context(files.load(chosen.drafts > 0, chosen.blocks, progress))
-            engine = cls(model, tokenizer, chosen)
+            engine = cls(model, tokenizer, chosen, keep_drafters)
             opened.push(engine._opened.pop_all())
             engine._opened = opened.pop_all()
         return engine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -264,7 +265,7 @@ def test_a_failed_sequence_has_no_checkpoint_and_is_healed_by_one(model_of: Call
 def saved(model_of: Callable[..., Model]) -> bytes:
     sequence = open_engine(model_of(), n_sequences=1, kv_type="f16").sequence()
     sequence.prefill(tokens_of(256), last=False)
-    return sequence.checkpoint().save()
+    return bytes(sequence.checkpoint().save())
 
 
 MISFITS: dict[str, tuple[dict[str, object], dict[str, int | str], str]] = {
@@ -365,6 +366,78 @@ def test_a_context_without_room_is_an_error_that_changes_nothing(model_of: Calla
         else:
             sequence.resume(checkpoint)
             assert sequence.prefill([1]) is not None
+
+
+# ---- beside the steps
+
+
+@pytest.fixture
+def large(native: Library, folder: Path, device: str) -> tuple[Engine, Timeline, Checkpoint]:
+    """A checkpoint of 32 MiB, and another sequence, which decodes."""
+    c = replace(SMALL, n_layer=2, interval=2, n_head=16, n_head_kv=16, head_dim=256, n_nextn=0)
+    path = tiny.write(folder / "large.gguf", c, tiny.layout(c, SEED))
+    engine = open_engine(drive.open_model(native, path, device), n_draft=0, kv_type="f32", n_ctx=1280)
+    source, sequence = engine.sequence(), engine.sequence()
+    for begin in range(0, 1024, 256):
+        source.prefill(tokens_of(1024)[begin : begin + 256], last=False)
+    drive.prefill(sequence, [1, 2])
+    return engine, sequence, source.checkpoint()
+
+
+class Saving:
+    """luce_checkpoint_save in a thread. data: what it writes, header last, and after the tokens a piece at a
+    time."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        library, size = checkpoint.library, checkpoint.info.size_bytes
+        self.data = np.zeros(size, np.uint8)
+        save, handle = library.lib.luce_checkpoint_save, checkpoint.handle
+        n, into = library.ffi.new("uint64_t *", size), library.ffi.from_buffer("char[]", self.data)
+        self.status = 0
+        self._thread = threading.Thread(target=lambda: setattr(self, "status", save(handle, into, n)))
+        self._thread.start()
+        while self._thread.is_alive() and not self.data[HEADER : HEADER + 8].any():
+            pass
+
+    @property
+    def under_way(self) -> bool:
+        return not self.data[:8].any()
+
+    def join(self) -> int:
+        self._thread.join()
+        return self.status
+
+
+def test_steps_go_on_beside_a_save(large: tuple[Engine, Timeline, Checkpoint]) -> None:
+    """A step is begun and ended within it, and its bytes are those of a save with nothing beside it."""
+    _, sequence, checkpoint = large
+    alone, ended_within = bytes(checkpoint.save()), 0
+    for n in range(8):
+        saving = Saving(checkpoint)
+        if n % 3:
+            [checkpoint.to_device, checkpoint.to_host][n % 2]()
+        drive.verify(sequence, [3])
+        ended_within += saving.under_way
+        assert saving.join() == 0 and saving.data.tobytes() == alone
+    assert ended_within > 0
+
+
+def test_a_checkpoint_that_is_closed_while_it_is_saved(large: tuple[Engine, Timeline, Checkpoint]) -> None:
+    """Its pages are free at once, and the save fails; unless it was over before."""
+    engine, _, checkpoint = large
+    source, failed = engine.load_checkpoint(checkpoint.save()), 0
+    checkpoint.close()
+    free = engine.info.pages_free
+    for _ in range(8):
+        copy = engine.load_checkpoint(source.save())
+        copy.to_device()
+        saving = Saving(copy)
+        copy.close()
+        assert engine.info.pages_free == free
+        status = saving.join()
+        assert status in (0, StateError.code) and (status == 0) != saving.under_way
+        failed += status != 0
+    assert failed > 0
 
 
 # ---- lifetimes

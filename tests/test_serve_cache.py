@@ -1,7 +1,11 @@
 """Beginnings of prompts that are kept: what is resumed is what a cold prompt gives, whatever was dropped."""
 
+import os
 import signal
 import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 
 import httpx
 import numpy as np
@@ -9,11 +13,15 @@ import pytest
 from drive import open_engine, open_model, prefill
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from serving import until
+from serving import serving, until
+from serving import settings as serve_settings
 
-from luce._native import File
+from luce._native import Checkpoint, Engine, File
+from luce.command import BOX
+from luce.costs import Costs
 from luce.server.cache import PrefixCache
 from luce.server.disk import DiskCache
+from luce.structs import Cost
 from luce.tokenizer import Tokenizer
 
 CHUNK = 256
@@ -164,7 +172,7 @@ def test_files_outlive_the_cache_and_damaged_ones_are_dropped(opened, tokenizer,
 
 def test_files_are_bounded(tmp_path):
     disk = DiskCache(tmp_path, "key", 5000)
-    paths = [disk.write(np.arange(n, dtype=np.int32), bytes(2000)) for n in (1, 2, 3)]
+    paths = [disk.write(np.arange(n, dtype=np.int32), lambda: bytes(2000)) for n in (1, 2, 3)]
     disk.close()
     assert [path.exists() for path in paths] == [False, True, True]
     again = DiskCache(tmp_path, "key", 5000)
@@ -181,18 +189,103 @@ def start(folder, command):
     return process, line.strip().rpartition(" ")[2]
 
 
+LONG = "def total(values):\n    result = 0\n    for value in values:\n        result += value\n" * 20
+
+
+@contextmanager
+def killed(folder, command):
+    """ask() of a server that is killed in the end: (text, cached tokens) of one prompt."""
+    process, url = start(folder, command)
+
+    def ask():
+        asked = {"prompt": LONG, "max_tokens": 8, "temperature": 0}
+        found = httpx.post(f"{url}/v1/completions", json=asked, timeout=60).json()
+        return found["choices"][0]["text"], found["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    try:
+        yield ask
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+
+
 def test_a_server_that_is_killed_leaves_files_that_are_right_or_refused(command, tmp_path):
-    prompt = "def total(values):\n    result = 0\n    for value in values:\n        result += value\n" * 20
-    asked = {"prompt": prompt, "max_tokens": 8, "temperature": 0}
-    texts, cached = set(), []
-    for _ in range(2):
-        process, url = start(tmp_path, command)
-        try:
-            found = httpx.post(f"{url}/v1/completions", json=asked, timeout=60).json()
-            texts.add(found["choices"][0]["text"])
+    """Killed after a checkpoint was written, and in the middle of it."""
+    with killed(tmp_path, command) as ask:
+        text, cached = ask()
+        assert cached == 0
+        until(lambda: list(tmp_path.glob("*/*.prefix")), "a checkpoint is written")
+    (path,) = tmp_path.glob("*/*.prefix")
+    whole, part = path.read_bytes(), path.with_suffix(".part")
+    with killed(tmp_path, command) as ask:
+        found, cached = ask()
+        assert found == text and cached > 0
+    path.unlink()
+    with ExitStack() as opened:
+        with killed(tmp_path, command) as ask:
+            os.mkfifo(part)  # what is written there waits for who reads it
+            assert ask() == (text, 0)
+            half = opened.enter_context(part.open("rb")).read(4096)
+    assert whole.startswith(half) and not path.exists()
+    part.unlink()
+    part.write_bytes(half)
+    path.write_bytes(half)  # as a disk may leave it that loses its power
+    with killed(tmp_path, command) as ask:
+        assert not part.exists() and ask() == (text, 0)
+        until(lambda: path.exists() and path.read_bytes() == whole, "it is written again")
+
+
+def test_files_fit_the_next_server_whatever_its_steps_cost(native, tmp_path, monkeypatch):
+    """Drafts that did not pay when it was opened may pay the next time, and the other way round."""
+    cached = []
+    for price in (1.0, 9.0, 1.0):  # of two rows, where one row costs 1
+        listed = [Cost(1, 0, 1.0), Cost(2, 0, price), Cost(64, 0, 64 * price), Cost(1, 1, 0.1)]
+        monkeypatch.setattr(Engine, "costs", lambda engine, listed=listed: Costs(listed))
+        with serving({"box": BOX}, serve_settings(cache_dir=tmp_path)) as server:
+            found = server.post("/v1/completions", prompt=LONG, max_tokens=4, temperature=0).json()
             cached.append(found["usage"]["prompt_tokens_details"]["cached_tokens"])
             until(lambda: list(tmp_path.glob("*/*.prefix")), "a checkpoint is written")
-        finally:
-            process.send_signal(signal.SIGKILL)
-            process.communicate()
-    assert len(texts) == 1 and cached[0] == 0 < cached[1]
+    assert cached[0] == 0 < cached[1] == cached[2]
+
+
+# ---- beside the work
+
+
+class Gate:
+    """Holds a call of `inner` until it is opened."""
+
+    def __init__(self, inner):
+        self.inner, self.entered, self.opened = inner, threading.Event(), threading.Event()
+
+    def __call__(self, *args):
+        self.entered.set()
+        assert self.opened.wait(30)
+        return self.inner(*args)
+
+
+def test_streams_move_while_a_checkpoint_is_saved_or_loaded(native, tmp_path, monkeypatch):
+    """As long as the save or the load lasts, others are answered; what waits for the load is then warm."""
+
+    def asked(server, prompt, n=8):
+        found = server.post("/v1/completions", prompt=prompt, max_tokens=n, temperature=0).json()
+        return found["choices"][0]["text"], found["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    save, load = Gate(Checkpoint.save), Gate(Engine.load_checkpoint)
+    monkeypatch.setattr(Checkpoint, "save", lambda checkpoint: save(checkpoint))
+    monkeypatch.setattr(Engine, "load_checkpoint", lambda engine, data: load(engine, data))
+    with serving({"box": BOX}, serve_settings(cache_dir=tmp_path)) as server:
+        text, cached = asked(server, LONG)
+        assert save.entered.wait(30) and cached == 0
+        assert asked(server, LONG)[0] == text
+        save.opened.set()
+    with serving({"box": BOX}, serve_settings(cache_dir=tmp_path)) as server, ThreadPoolExecutor(2) as pool:
+        body = {"prompt": "import os\n", "max_tokens": 400, "temperature": 0, "stream": True, "ignore_eos": True}
+        with server.http.stream("POST", "/v1/completions", json=body) as response:
+            parts = response.iter_text()
+            next(parts)
+            warm = pool.submit(asked, server, LONG)
+            assert load.entered.wait(30)
+            assert "[DONE]" in "".join(parts) and not warm.done()
+        load.opened.set()
+        found, cached = warm.result()
+        assert found == text and cached > 0

@@ -56,7 +56,8 @@ class Rows:
 
 class Engine(Handle):
     """The working memory of a model: KV pages, recurrent slots, buffers and ready graphs. Calls on one
-    engine, its sequences and its checkpoints wait for each other; cancel() does not wait."""
+    engine, its sequences and its checkpoints wait for each other, but for cancel() and for saving and loading
+    checkpoints."""
 
     def __init__(self, model: Model, params: EngineParams | None = None):
         library = model.library
@@ -133,9 +134,10 @@ class Engine(Handle):
             for struct, n in zip(made, widths, strict=False)
         ]
 
-    def load_checkpoint(self, data: bytes) -> Checkpoint:
+    def load_checkpoint(self, data: bytes | memoryview) -> Checkpoint:
         """Loads what Checkpoint.save returned, in this or another engine of the same model, kv_type, n_chunk
         and kinds of drafters. The checkpoint is then in host memory. ArgumentError names what does not fit.
+        The engine's steps go on beside it, in other threads.
         """
         buffer = self.library.ffi.from_buffer("char[]", data)
         out = self.library.ffi.new("luce_checkpoint **")
@@ -261,7 +263,7 @@ class Sequence(Handle):
     def dump(self) -> bytes:
         """Returns the committed state as bytes. They are equal for sequences with the same committed tokens,
         however their rounds went. Verified rows that are not committed are dropped."""
-        return self.library.bytes_of(self.library.lib.luce_sequence_dump, self.handle)
+        return bytes(self.library.bytes_of(self.library.lib.luce_sequence_dump, self.handle))
 
     def checkpoint(self) -> Checkpoint:
         """Makes a checkpoint of the present position, which must be the end of a chunk of a prompt
@@ -303,7 +305,8 @@ class Checkpoint(Handle):
         """Moves the checkpoint to the device. Raises OutOfMemory where pages or slots lack."""
         self.library.check(self.library.lib.luce_checkpoint_to_device(self.handle))
 
-    def save(self) -> bytes:
+    def save(self) -> memoryview:
         """Returns the whole checkpoint as bytes, for Engine.load_checkpoint. They carry a version, the
-        model's identity and a checksum."""
+        model's identity and a checksum. The engine's steps go on beside it, in other threads; LuceError
+        where one of them closes the checkpoint meanwhile."""
         return self.library.bytes_of(self.library.lib.luce_checkpoint_save, self.handle)

@@ -127,14 +127,14 @@ class Library:
         self._points_to[made] = bias
         return made
 
-    def bytes_of(self, function: Callable[..., int], handle: Any) -> bytes:
+    def bytes_of(self, function: Callable[..., int], handle: Any) -> memoryview:
         """Returns what function(handle, data, size) writes. The function gives its size where data is NULL.
         """
         size = self.ffi.new("uint64_t *")
         self.check(function(handle, self.ffi.NULL, size))
         data = np.empty(size[0], np.uint8)
         self.check(function(handle, self.ffi.from_buffer("char[]", data), size))
-        return data[: size[0]].tobytes()
+        return memoryview(data)  # to copy it would keep all threads of Python waiting
 
     def sample(self, logits: np.ndarray, sampling: Sampling, position: int) -> int:
         """Applies the sampling rule to F32 logits (n_vocab,) for the token at `position`."""

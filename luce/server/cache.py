@@ -8,11 +8,13 @@ Where room lacks, the checkpoint goes whose bytes save least. What it saves are 
 be read again without it, and it counts less the longer it was not met.
 
 A prompt is resumed by its tokens, never by a hash, and from ends of chunks alone. So the answer has the same
-bits. Everything here runs in the engine's thread.
+bits. Everything here runs in the engine's thread, but for what takes long: files are written and read in threads
+of their own, beside the engine's steps.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +64,9 @@ class PrefixCache:
         self._wanted = dict[Sequence, frozenset[int]]()  # where the prompts that are read now want one
         self._unsaved: list[Kept] = []
         self._held: Kept | None = None  # what a sequence is resumed from now: it is not dropped
+        self._reader = ThreadPoolExecutor(1, "luce-cache-read")
+        self._reading: tuple[Kept, Future[Checkpoint]] | None = None
+        self._done = 0  # DiskCache.done, when files were looked for last
         self._prompts = 0
         self.hits = self.queries = 0
         for tokens, path, size in disk.found() if disk else ():
@@ -108,6 +113,25 @@ class PrefixCache:
 
     # ---- what the scheduler asks
 
+    def fetch(self, prompt: tuple[int, ...], wait: bool) -> bool:
+        """Reads the longest beginning of a prompt that will be resumed soon, if it is in a file alone.
+        Returns False as long as that goes on, unless it is to `wait` for it."""
+        if self._disk is None or not any(kept.checkpoint is None for kept in self._kept):
+            return True
+        if self._reading is None:
+            tokens = np.asarray(prompt, np.int32)
+            fitting = [kept for kept in self._kept if kept.begins(tokens)]
+            kept = max(fitting, key=lambda each: len(each.tokens), default=None)
+            if kept is None or kept.checkpoint is not None:
+                return True
+            self._reading = kept, self._reader.submit(self._read, kept)
+        kept, reading = self._reading
+        if not reading.done() and not wait:
+            return False
+        self._reading = None
+        self._take(kept, reading)
+        return True
+
     def free_pages(self, n: int) -> None:
         """Makes n pages free, as far as checkpoints hold them."""
         if self._engine.info.pages_free >= n:
@@ -130,13 +154,14 @@ class PrefixCache:
 
     def work(self) -> None:
         """Hands one checkpoint that waits for it to the thread that writes files."""
+        if self._disk and self._disk.done != self._done:
+            self._done = self._disk.done
+            self._forget_files()
         if self._disk is None or not self._unsaved or self._disk.busy:
             return
         kept = self._unsaved.pop(0)
         if kept.checkpoint is not None and kept in self._kept:
-            with suppress(LuceError):
-                kept.path = self._disk.write(kept.tokens, kept.checkpoint.save())
-            self._forget_files()
+            kept.path = self._disk.write(kept.tokens, kept.checkpoint.save)
 
     def sizes(self) -> dict[str, tuple[int, int]]:
         """Returns for each place how many checkpoints it holds, and their bytes."""
@@ -145,13 +170,14 @@ class PrefixCache:
         return {name: (len(each), sum(kept.size for kept in each)) for name, each in places.items()}
 
     def close(self) -> None:
-        """Drops all checkpoints but the files."""
+        """Drops all checkpoints but the files, once those that are being written are there."""
+        self._reader.shutdown()
+        if self._disk:
+            self._disk.close()
         for kept in self._kept:
             if kept.checkpoint:
                 kept.checkpoint.close()
         self._kept, self._unsaved = [], []
-        if self._disk:
-            self._disk.close()
 
     # ---- room
 
@@ -191,16 +217,31 @@ class PrefixCache:
             self._fit_host(None)
 
     def _loaded(self, kept: Kept) -> Checkpoint:
+        """Returns the checkpoint of a file, which is forgotten where it is damaged."""
+        reading = self._reader.submit(self._read, kept)
+        self._take(kept, reading)
+        return reading.result()
+
+    def _read(self, kept: Kept) -> Checkpoint:
         assert self._disk is not None and kept.path is not None
-        try:
-            checkpoint = self._engine.load_checkpoint(self._disk.read(kept.path, kept.tokens))
-            if not np.array_equal(checkpoint.tokens, kept.tokens):
-                raise LuceError("the file is of other tokens")
-        except LuceError:
-            self._disk.remove(kept.path)
-            self._kept.remove(kept)
-            raise
+        checkpoint = self._engine.load_checkpoint(self._disk.read(kept.path, kept.tokens))
+        if not np.array_equal(checkpoint.tokens, kept.tokens):
+            raise LuceError("the file is of other tokens")
         return checkpoint
+
+    def _take(self, kept: Kept, reading: Future[Checkpoint]) -> None:
+        """Keeps what was read of a file, or forgets the file."""
+        try:
+            checkpoint = reading.result()
+        except LuceError:
+            if self._disk and kept.path:
+                self._disk.remove(kept.path)
+            kept.path = None
+            if kept.checkpoint is None and kept in self._kept:
+                self._kept.remove(kept)
+        else:
+            if kept.checkpoint is None and kept in self._kept:
+                kept.checkpoint = checkpoint
 
     def _free_slot(self) -> None:
         """Makes room for one more checkpoint on the device."""

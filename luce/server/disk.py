@@ -12,22 +12,26 @@ import os
 import queue
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
-from luce.errors import FileError
+from luce.errors import FileError, LuceError
 
 MAGIC = b"LUCEPFX1"
 _HEAD = struct.Struct("<8sQ")  # magic, number of tokens; then the tokens as int32, then the checkpoint
 SUFFIX = ".prefix"
 
 
+Save = Callable[[], bytes | memoryview]  # Checkpoint.save
+
+
 class DiskCache:
-    """A folder of one model's checkpoints, with at most `max_bytes` in all. One thread writes. `key` says
-    what the checkpoints depend on beside their tokens."""
+    """A folder of one model's checkpoints, with at most `max_bytes` in all. One thread saves and writes them,
+    beside the engine's. `key` says what the checkpoints depend on beside their tokens. `done` counts what
+    was handed to the thread and is over, written or not."""
 
     def __init__(self, folder: Path, key: str, max_bytes: int):
         self._folder = folder / hashlib.sha256(key.encode()).hexdigest()[:16]
@@ -38,7 +42,8 @@ class DiskCache:
                 left.unlink()
         except OSError as error:
             raise FileError(f"{self._folder}: {error.strerror}") from error
-        self._work: queue.Queue[tuple[Path, np.ndarray, bytes] | None] = queue.Queue(maxsize=1)
+        self.done = 0
+        self._work: queue.Queue[tuple[Path, np.ndarray, Save] | None] = queue.Queue(maxsize=1)
         self._written = dict[Path, bool]()  # handed to the thread: whether it is there
         self._thread = threading.Thread(target=self._write_all, name="luce-cache", daemon=True)
         self._thread.start()
@@ -56,11 +61,12 @@ class DiskCache:
                 if path.name == _name(tokens):
                     yield tokens, path, path.stat().st_size
 
-    def write(self, tokens: np.ndarray, data: bytes) -> Path:
-        """Returns the path that the file will have. It is written later, or not at all."""
+    def write(self, tokens: np.ndarray, save: Save) -> Path:
+        """Returns the path that the file will have. What `save` returns in the thread is written later, or
+        nothing is, where it raises LuceError or the disk is full."""
         path = self._folder / _name(tokens)
         self._written[path] = True
-        self._work.put((path, tokens, data))
+        self._work.put((path, tokens, save))
         return path
 
     def read(self, path: Path, tokens: np.ndarray) -> bytes:
@@ -92,21 +98,26 @@ class DiskCache:
 
     def _write_all(self) -> None:
         while (item := self._work.get()) is not None:
-            path, tokens, data = item
-            part = path.with_suffix(".part")
-            try:
-                with part.open("wb") as file:
-                    file.write(_HEAD.pack(MAGIC, len(tokens)))
-                    file.write(tokens.astype("<i4").tobytes())
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                part.replace(path)
-            except OSError:
-                self.remove(part)
-            del item, data
-            self._bound(path)
+            path, tokens, save = item
+            with suppress(LuceError, OSError):
+                self._write(path, tokens, save())
+                self._bound(path)
             self._written[path] = False
+            self.done += 1
+
+    def _write(self, path: Path, tokens: np.ndarray, data: bytes | memoryview) -> None:
+        part = path.with_suffix(".part")
+        try:
+            with part.open("wb") as file:
+                file.write(_HEAD.pack(MAGIC, len(tokens)))
+                file.write(tokens.astype("<i4").tobytes())
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        except OSError:
+            self.remove(part)
+            raise
 
     def _bound(self, newest: Path) -> None:
         """Removes the files that were used longest ago, until the rest is within the bound."""

@@ -54,7 +54,9 @@ class Served:
                 Files(path, settings.head, settings.options.device, settings.drafter)
             )
             options = _with_defaults(files, settings.options)
-            self.engine = opened.enter_context(Engine.open(files, options))
+            # files have to fit the next server too, whose steps may measure otherwise
+            keep = settings.cache_dir is not None
+            self.engine = opened.enter_context(Engine.open(files, options, keep_drafters=keep))
             self.info, self.tokenizer, self.facts = self.engine.info, files.tokenizer, files.facts
             self.template: BoundedTemplate | None = None
             self.template_source = str(files.file.kv[KEY]) if KEY in files.file.kv else ""

@@ -162,7 +162,13 @@ class Scheduler:
             with self._changed:
                 if not self._waiting or (self._jobs and not self._has_room(self._waiting[0])):
                     return
-                job = self._waiting.popleft()
+                job = self._waiting[0]
+            if self._cache and not self._cache.fetch(job.request.prompt, wait=not self._jobs):
+                return
+            with self._changed:
+                if not self._waiting or self._waiting[0] is not job:  # it was cancelled meanwhile
+                    continue
+                self._waiting.popleft()
             try:
                 generation = self._engine.generation(job.request, job.is_cancelled, self._cache)
             except LuceError as error:

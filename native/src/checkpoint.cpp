@@ -1,5 +1,6 @@
 #include "checkpoint.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace luce {
@@ -21,22 +22,39 @@ constexpr char MAGIC[8] = {'L', 'U', 'C', 'E', 'C', 'H', 'K', 'P'},
                DUMP[8] = {'L', 'U', 'C', 'E', 'D', 'U', 'M', 'P'};
 constexpr uint32_t VERSION = 2;
 
-// 64 bits at a time: states are hundreds of megabytes.
-uint64_t checksum(const uint8_t *data, uint64_t n) {
-    uint64_t hash = 0x9e3779b97f4a7c15u ^ n;
-    for (uint64_t i = 0; i < n; i += 8) {
-        uint64_t word = 0;
-        memcpy(&word, data + i, size_t(n - i < 8 ? n - i : 8));
-        hash = (hash ^ word) * 0xff51afd7ed558ccdu;
-        hash ^= hash >> 32;
+constexpr uint64_t PIECE = uint64_t(2) << 20; // bytes that save() reads while it holds the engine: under 1 ms
+
+// Of n bytes, 64 bits at a time: states are hundreds of megabytes. They may come in parts, of which all but the
+// last are multiples of 8.
+class Checksum {
+public:
+    explicit Checksum(uint64_t n) : hash_(0x9e3779b97f4a7c15u ^ n) {}
+
+    Checksum &add(const uint8_t *data, uint64_t n) {
+        for (uint64_t i = 0; i < n; i += 8) {
+            uint64_t word = 0;
+            memcpy(&word, data + i, size_t(n - i < 8 ? n - i : 8));
+            hash_ = (hash_ ^ word) * 0xff51afd7ed558ccdu;
+            hash_ ^= hash_ >> 32;
+        }
+        return *this;
     }
-    return hash;
+    uint64_t value() const { return hash_; }
+
+private:
+    uint64_t hash_;
+};
+
+// Of a header and of `rest`, the bytes after it.
+uint64_t checksum(Header header, const Checksum &rest) {
+    header.checksum = 0;
+    const auto *data = reinterpret_cast<const uint8_t *>(&header);
+    return Checksum(sizeof(header)).add(data, sizeof(header)).value() ^ rest.value();
 }
 
-uint64_t checksum(Header header, const uint8_t *data) {
-    header.checksum = 0;
-    const uint64_t of_header = checksum(reinterpret_cast<const uint8_t *>(&header), sizeof(header));
-    return of_header ^ checksum(data + sizeof(header), header.size - sizeof(header));
+uint64_t checksum(const Header &header, const uint8_t *data) {
+    const uint64_t rest = header.size - sizeof(header);
+    return checksum(header, Checksum(rest).add(data + sizeof(header), rest));
 }
 
 uint64_t total(const std::vector<Cache::Piece> &pieces) {
@@ -59,11 +77,25 @@ ggml_tensor bytes(const Cache::Piece &p) {
     return t;
 }
 
-void fetch(ggml_backend_t stream, const std::vector<Cache::Piece> &pieces, uint8_t *to) {
+// n bytes of all pieces, from their byte `begin` on.
+void fetch(ggml_backend_t stream, const std::vector<Cache::Piece> &pieces, uint8_t *to, uint64_t begin,
+           uint64_t n) {
     for (const Cache::Piece &p : pieces) {
-        ggml_backend_tensor_get_async(stream, p.tensor, to, p.offset, p.size);
-        to += p.size;
+        if (n == 0) {
+            return;
+        }
+        const uint64_t skipped = std::min(begin, uint64_t(p.size)), taken = std::min(n, p.size - skipped);
+        begin -= skipped;
+        if (taken > 0) {
+            ggml_backend_tensor_get_async(stream, p.tensor, to, p.offset + skipped, taken);
+            to += taken;
+            n -= taken;
+        }
     }
+}
+
+void fetch(ggml_backend_t stream, const std::vector<Cache::Piece> &pieces, uint8_t *to) {
+    fetch(stream, pieces, to, 0, total(pieces));
 }
 
 void send(ggml_backend_t stream, const std::vector<Cache::Piece> &pieces, const uint8_t *from) {
@@ -90,12 +122,8 @@ uint64_t header_and_tokens(uint32_t n_past) {
     return sizeof(Header) + n_past * sizeof(int32_t);
 }
 
-// Header and tokens before a body that is in its place.
-void finish(uint8_t *data, uint64_t size, const Engine &engine, const std::vector<int32_t> &tokens,
-            const char (&magic)[8]) {
-    if (!tokens.empty()) {
-        memcpy(data + sizeof(Header), tokens.data(), tokens.size() * sizeof(int32_t));
-    }
+Header header_of(uint64_t size, const Engine &engine, const std::vector<int32_t> &tokens,
+                 const char (&magic)[8]) {
     Header h{};
     memcpy(h.magic, magic, sizeof(magic));
     h.version = VERSION;
@@ -106,8 +134,13 @@ void finish(uint8_t *data, uint64_t size, const Engine &engine, const std::vecto
     h.n_chunk = engine.params().cache.n_chunk;
     h.has_head = engine.cache().has_head();
     h.has_drafter = engine.cache().has_drafter();
-    h.checksum = checksum(h, data);
-    memcpy(data, &h, sizeof(h));
+    return h;
+}
+
+void put_tokens(uint8_t *data, const std::vector<int32_t> &tokens) {
+    if (!tokens.empty()) {
+        memcpy(data + sizeof(Header), tokens.data(), tokens.size() * sizeof(int32_t));
+    }
 }
 
 Header read_header(const Engine &engine, const uint8_t *data, uint64_t size) {
@@ -157,9 +190,20 @@ Checkpoint::Checkpoint(std::shared_ptr<Engine> engine, std::vector<int32_t> toke
 }
 
 Checkpoint::~Checkpoint() {
+    close();
+    ggml_backend_event_free(event_);
+}
+
+void Checkpoint::close() {
     settle();
     release_device();
-    ggml_backend_event_free(event_);
+    host_.reset();
+}
+
+void Checkpoint::check_open() const {
+    if (slot_ < 0 && !host_) {
+        fail(LUCE_E_STATE, "the checkpoint was closed meanwhile");
+    }
 }
 
 // The body's pieces are the same for all checkpoints of n_past tokens, wherever they lie.
@@ -259,6 +303,7 @@ void Checkpoint::to_device() {
     if (slot_ >= 0) {
         return;
     }
+    check_open();
     engine_->need_pages(n_past() / PAGE);
     take_device();
     for (uint32_t i = 0; i < n_past() / PAGE; i++) {
@@ -289,6 +334,7 @@ void Checkpoint::settle() {
 }
 
 void Checkpoint::restore(Timeline &line) const {
+    check_open();
     Cache &cache = engine_->cache();
     ggml_backend_t stream = engine_->step().backend();
     if (slot_ >= 0) { // also while it leaves
@@ -313,16 +359,35 @@ void Checkpoint::restore(Timeline &line) const {
     ggml_backend_synchronize(stream);
 }
 
-void Checkpoint::save(uint8_t *data) {
-    settle();
-    uint8_t *body = data + header_and_tokens(n_past());
-    if (slot_ >= 0) {
-        fetch(engine_->step().backend(), pieces(), body);
-        ggml_backend_synchronize(engine_->step().backend());
-    } else {
-        memcpy(body, base(host_), total(pieces()));
+void Checkpoint::read(uint64_t begin, uint64_t n, uint8_t *to) const {
+    check_open();
+    if (host_ && !leaving_) {
+        memcpy(to, base(host_) + begin, n);
+        return;
     }
-    finish(data, size(), *engine_, tokens_, MAGIC);
+    ggml_backend_t stream = engine_->step().backend();
+    fetch(stream, pieces(), to, begin, n);
+    ggml_backend_synchronize(stream);
+}
+
+void Checkpoint::save(uint8_t *data, uint64_t size) {
+    const uint64_t body = header_and_tokens(n_past());
+    put_tokens(data, tokens_);
+    Checksum rest(size - sizeof(Header));
+    rest.add(data + sizeof(Header), body - sizeof(Header));
+    for (uint64_t at = body; at < size; at += PIECE) {
+        const uint64_t n = std::min(PIECE, size - at);
+        {
+            const std::lock_guard<std::recursive_mutex> lock(engine_->mutex());
+            read(at - body, n, data + at);
+        }
+        rest.add(data + at, n); // steps that waited for the piece run meanwhile
+    }
+    Header h = header_of(size, *engine_, tokens_, MAGIC);
+    h.checksum = checksum(h, rest);
+    memcpy(data, &h, sizeof(h));
+    const std::lock_guard<std::recursive_mutex> lock(engine_->mutex());
+    settle();
 }
 
 std::shared_ptr<Checkpoint> Checkpoint::load(std::shared_ptr<Engine> engine, const uint8_t *data,
@@ -365,7 +430,10 @@ uint64_t dump(Sequence &sequence, uint8_t *data, uint64_t size) {
     sequence.settle();
     fetch(engine.step().backend(), pieces(), data + header_and_tokens(line.n_past()));
     ggml_backend_synchronize(engine.step().backend());
-    finish(data, needed, engine, line.tokens(), DUMP);
+    put_tokens(data, line.tokens());
+    Header h = header_of(needed, engine, line.tokens(), DUMP);
+    h.checksum = checksum(h, data);
+    memcpy(data, &h, sizeof(h));
     return needed;
 }
 

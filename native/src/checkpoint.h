@@ -13,6 +13,7 @@ namespace luce {
 class Checkpoint : public std::enable_shared_from_this<Checkpoint> {
 public:
     static std::shared_ptr<Checkpoint> make(Sequence &sequence);
+    // It takes no lock: what it reads of the engine never changes.
     static std::shared_ptr<Checkpoint> load(std::shared_ptr<Engine> engine, const uint8_t *data,
                                             uint64_t size);
     ~Checkpoint();
@@ -30,7 +31,11 @@ public:
     void to_host();
     void to_device();
     void settle(); // waits for a copy that is on its way, and gives back what it leaves
-    void save(uint8_t *data);
+    // Gives back all that it holds; what runs on it in another thread fails with E_STATE.
+    void close();
+    // Writes size() bytes. It is called without the engine's lock, which it takes for a piece of them at a time: steps
+    // go on beside it, and the checkpoint may be moved meanwhile.
+    void save(uint8_t *data, uint64_t size);
     uint32_t pages_wanted() const { return slot_ >= 0 ? 0 : n_past() / PAGE; } // that restore() needs free
     void restore(Timeline &line) const; // the timeline becomes this position
 
@@ -41,6 +46,8 @@ private:
     void take_device(); // pages and a slot; E_MEMORY when they lack
     void release_device();
     Buffer host_memory() const;
+    void check_open() const;
+    void read(uint64_t begin, uint64_t n, uint8_t *to) const; // n bytes of the body
 
     std::shared_ptr<Engine> engine_;
     std::vector<int32_t> tokens_;

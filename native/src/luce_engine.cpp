@@ -281,7 +281,10 @@ luce_status luce_checkpoint_make(luce_checkpoint **out, luce_sequence *sequence)
 }
 
 luce_status luce_checkpoint_close(luce_checkpoint *checkpoint) {
-    return guarded([&] { g_checkpoints.remove(checkpoint); });
+    return guarded([&] {
+        locked(g_checkpoints.get(checkpoint), [](Checkpoint &c) { c.close(); }); // also where it is being saved
+        g_checkpoints.remove(checkpoint);
+    });
 }
 
 luce_status luce_checkpoint_get_info(luce_checkpoint *checkpoint, luce_checkpoint_info *out) {
@@ -321,16 +324,16 @@ luce_status luce_checkpoint_save(luce_checkpoint *checkpoint, void *data, uint64
     return guarded([&] {
         const auto c = g_checkpoints.get(checkpoint);
         need(size, "size");
-        locked(c, [&](Checkpoint &one) {
-            if (data != nullptr && *size < one.size()) {
+        uint64_t needed = 0;
+        locked(c, [&](Checkpoint &one) { needed = one.size(); });
+        if (data != nullptr) {
+            if (*size < needed) {
                 fail(LUCE_E_ARG, "size is %llu, the checkpoint takes %llu bytes", (unsigned long long) *size,
-                     (unsigned long long) one.size());
+                     (unsigned long long) needed);
             }
-            if (data != nullptr) {
-                one.save(static_cast<uint8_t *>(data));
-            }
-            *size = one.size();
-        });
+            c->save(static_cast<uint8_t *>(data), needed);
+        }
+        *size = needed;
     });
 }
 
@@ -340,7 +343,6 @@ luce_status luce_checkpoint_load(luce_checkpoint **out, luce_engine *engine, con
         need(out, "out");
         need(data, "data");
         const auto e = g_engines.get(engine);
-        const std::lock_guard<std::recursive_mutex> lock(e->mutex());
         *out = g_checkpoints.add(Checkpoint::load(e, static_cast<const uint8_t *>(data), size));
     });
 }
