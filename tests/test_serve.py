@@ -228,6 +228,8 @@ def test_flags_that_exclude_each_other(luce_):
         (["--gguf", "a=x", "--gguf", "b=y", "--alias", "c"], "--alias names one"),
         (["--gguf", "x/a.gguf", "--gguf", "y/a.gguf"], "two models are named 'a'"),
         (["--spec", "off", "--mtp-gamma", "2"], "--spec off drafts nothing"),
+        (["--chunk", "300"], "300 is no multiple of 256: 256 or 512 is"),
+        (["--chunk", "4352"], "range 256<=x<=4096"),
     ):
         result = luce_("serve", *words)
         assert result.exit_code == 2 and said in result.stderr, result.stderr

@@ -20,10 +20,12 @@ from luce.hub import fetch, hf_option
 from luce.plan import DEFAULT_GAMMA, MAX_BUDGET, MAX_GAMMA, SPECS, Options
 from luce.server.app import LOOPBACK, Access, make_app
 from luce.server.ask import Refused
+from luce.server.cache import PAGE
 from luce.server.models import CPU_CHUNK, GPU_CHUNK, Models, Settings
 from luce.server.watch import Watch
 
 GIB = 1 << 30
+MAX_CHUNK = 4096  # as luce.h bounds n_chunk
 MAX_HEADERS = 64 << 10  # bytes of a request's head
 
 
@@ -41,6 +43,14 @@ def named_paths(ctx: click.Context, param: click.Parameter, values: tuple[str, .
             raise click.BadParameter(f"two models are named {name!r}: name them, name=path.", ctx, param)
         found[name] = Path(path)
     return found
+
+
+def whole_pages(ctx: click.Context, param: click.Parameter, value: int | None) -> int | None:
+    """Refuses a chunk that ends within a page: beginnings of prompts have whole pages."""
+    if value is not None and value % PAGE:
+        near = value - value % PAGE
+        raise click.BadParameter(f"{value} is no multiple of {PAGE}: {near} or {near + PAGE} is.", ctx, param)
+    return value
 
 
 @click.command()
@@ -80,8 +90,9 @@ def named_paths(ctx: click.Context, param: click.Parameter, values: tuple[str, .
 )
 @click.option(
     "--chunk",
-    type=click.IntRange(256, 8192),
-    help="Prompt tokens of a step; beginnings of prompts are kept at its multiples.  "
+    type=click.IntRange(PAGE, MAX_CHUNK),
+    callback=whole_pages,
+    help=f"Prompt tokens of a step, a multiple of {PAGE}; beginnings of prompts are kept at its multiples.  "
     f"[default: {GPU_CHUNK} on a GPU, else {CPU_CHUNK}]",
 )
 @click.option(
