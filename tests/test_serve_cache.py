@@ -279,7 +279,7 @@ def test_streams_move_while_a_checkpoint_is_saved_or_loaded(native, tmp_path, mo
         assert asked(server, LONG)[0] == text
         save.opened.set()
     with serving({"box": BOX}, serve_settings(cache_dir=tmp_path)) as server, ThreadPoolExecutor(2) as pool:
-        body = {"prompt": "import os\n", "max_tokens": 400, "temperature": 0, "stream": True, "ignore_eos": True}
+        body = {"prompt": "import os\n", "max_tokens": 400, "stream": True, "ignore_eos": True}
         with server.http.stream("POST", "/v1/completions", json=body) as response:
             parts = response.iter_text()
             next(parts)

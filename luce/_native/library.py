@@ -134,7 +134,7 @@ class Library:
         self.check(function(handle, self.ffi.NULL, size))
         data = np.empty(size[0], np.uint8)
         self.check(function(handle, self.ffi.from_buffer("char[]", data), size))
-        return memoryview(data)  # to copy it would keep all threads of Python waiting
+        return data.data  # to copy it would keep all threads of Python waiting
 
     def sample(self, logits: np.ndarray, sampling: Sampling, position: int) -> int:
         """Applies the sampling rule to F32 logits (n_vocab,) for the token at `position`."""

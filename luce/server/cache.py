@@ -8,8 +8,8 @@ Where room lacks, the checkpoint goes whose bytes save least. What it saves are 
 be read again without it, and it counts less the longer it was not met.
 
 A prompt is resumed by its tokens, never by a hash, and from ends of chunks alone. So the answer has the same
-bits. Everything here runs in the engine's thread, but for what takes long: files are written and read in threads
-of their own, beside the engine's steps.
+bits. Everything here runs in the engine's thread, but files are written and read in threads of their own,
+beside the engine's steps.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@
  *   not know is LUCE_E_ARG. (Structs that are passed as arrays have none.) In option structs 0 means "the
  *   default" for every field.
  * - Text is UTF-8. Strings handed out live as long as the handle they came from.
- * - Calls on one engine, its sequences and checkpoints wait for each other, but for luce_engine_cancel and for saving
- *   and loading checkpoints. Different engines run beside each other on different threads.
+ * - Calls on one engine, its sequences and checkpoints wait for each other; luce_engine_cancel does not, and
+ *   saving and loading hardly do. Different engines run beside each other on different threads.
  * - The library prints nothing, reads no files but those named, and never exits the process.
  */
 #ifndef LUCE_H
@@ -425,11 +425,9 @@ LUCE_API luce_status luce_checkpoint_get_tokens(luce_checkpoint *checkpoint, int
 LUCE_API luce_status luce_checkpoint_to_host(luce_checkpoint *checkpoint);
 LUCE_API luce_status luce_checkpoint_to_device(luce_checkpoint *checkpoint);
 
-/* Write a checkpoint as bytes, and load it in any engine of the same model, kv_type, n_chunk and kinds of drafters.
- * The bytes carry a version, the model's identity and a checksum: E_ARG names what does not fit. data NULL: only the
- * size. A loaded checkpoint is in host memory. Other calls on the engine run beside these two, in other threads: a save
- * keeps them waiting for a piece of 2 MiB at most, and a load not at all. E_STATE when the checkpoint was closed while
- * it was saved. */
+/* Write a checkpoint as bytes, and load it, into host memory, in any engine of the same model, kv_type, n_chunk and
+ * kinds of drafters. The bytes carry a version, the model's identity and a checksum: E_ARG names what does not fit.
+ * data NULL: only the size. A save keeps the engine waiting for 2 MiB at a time; E_STATE: it was closed meanwhile. */
 LUCE_API luce_status luce_checkpoint_save(luce_checkpoint *checkpoint, void *data, uint64_t *size);
 LUCE_API luce_status luce_checkpoint_load(luce_checkpoint **out, luce_engine *engine, const void *data,
                                           uint64_t size);

@@ -282,7 +282,7 @@ luce_status luce_checkpoint_make(luce_checkpoint **out, luce_sequence *sequence)
 
 luce_status luce_checkpoint_close(luce_checkpoint *checkpoint) {
     return guarded([&] {
-        locked(g_checkpoints.get(checkpoint), [](Checkpoint &c) { c.close(); }); // also where it is being saved
+        locked(g_checkpoints.get(checkpoint), [](Checkpoint &c) { c.close(); }); // others may hold it still
         g_checkpoints.remove(checkpoint);
     });
 }
