@@ -5,7 +5,10 @@ Reads what tests recorded: `pytest --luce-device cuda --junitxml tests.xml`. The
 compared up to their first difference, which is then one token; what follows is another text. The tests fail
 where a difference is no near-tie (tests/identity.py), so a row says something only where none failed.
 
-    python bench/identity_report.py tests.xml --device "NVIDIA H100 80GB HBM3" --commit 0123abc --save FOLDER
+    python bench/identity_report.py tests*.xml --device "NVIDIA H100 80GB HBM3" --commit 0123abc --save FOLDER
+
+The suite may have run in parts, each with a file of its own. The largest errors that tests report are printed
+too: tests/drive.py's CUDA_BOUND is set by them.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import argparse
 import json
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -71,18 +75,21 @@ def ranges(rows: list[Row]) -> dict[str, dict[str, list[float]]]:
     return out
 
 
-def report(path: Path) -> Row:
-    """date, suite, total, tests and others of a result row."""
-    suite = ElementTree.parse(path).getroot()
-    suite = suite if suite.tag == "testsuite" else suite[0]
-    rows = recorded(suite)
+def report(paths: Sequence[Path]) -> Row:
+    """date, suite, total, tests and others of a result row, of a suite that ran in as many parts."""
+    roots = [ElementTree.parse(path).getroot() for path in paths]
+    suites = [root if root.tag == "testsuite" else root[0] for root in roots]
+    rows = [row for suite in suites for row in recorded(suite)]
     identity = [row for row in rows if "runs_compared" in row]
     if not identity:
-        raise SystemExit(f"{path}: no test recorded compared runs")
-    when = datetime.fromisoformat(suite.get("timestamp", "")).astimezone(timezone.utc)
+        raise SystemExit(f"{', '.join(map(str, paths))}: no test recorded compared runs")
+    when = min(datetime.fromisoformat(suite.get("timestamp", "")) for suite in suites)
     return {
-        "date": when.strftime("%Y-%m-%dT%H:%MZ"),
-        "suite": {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")},
+        "date": when.astimezone(timezone.utc).strftime("%Y-%m-%dT%H:%MZ"),
+        "suite": {
+            name: sum(int(suite.get(name, 0)) for suite in suites)
+            for name in ("tests", "failures", "errors", "skipped")
+        },
         "total": total(identity),
         "tests": identity,
         "others": ranges([row for row in rows if "runs_compared" not in row]),
@@ -95,12 +102,19 @@ def table(found: Row) -> str:
     lines = ["".join(f"{head:>11}" for head in heads) + "  test"]
     for row in [*found["tests"], found["total"] | {"test": "all"}]:
         lines.append("".join(f"{row[name]:11g}" for name in names) + f"  {row['test']}")
+    errors = [
+        (figures[name][1], name, test)
+        for test, figures in found["others"].items()
+        for name in figures
+        if name.endswith("_error")
+    ]
+    lines += [f"{value:11g}  {name} of {test}" for value, name, test in sorted(errors, reverse=True)]
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("xml", type=Path, help="of pytest --junitxml")
+    parser.add_argument("xml", type=Path, nargs="+", help="of pytest --junitxml")
     parser.add_argument("--device", required=True, help='what the tests ran on: "NVIDIA H100 80GB HBM3"')
     parser.add_argument("--commit", help="of luce there; default: of this checkout")
     parser.add_argument("--save", type=Path, help="folder for the result row")
@@ -112,7 +126,8 @@ def main() -> None:
         "date": found["date"],
         "commit": args.commit or checkout_commit() or "unknown",
         "device": args.device,
-        "command": "pytest --luce-device cuda --junitxml tests.xml; bench/identity_report.py tests.xml",
+        "command": " ".join(["pytest --luce-device cuda --junitxml tests.xml; bench/identity_report.py",
+                             *(path.name for path in args.xml)]),
     } | found
     print(json.dumps(row, indent=1))
     if args.save is not None:

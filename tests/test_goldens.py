@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from luce._native import Sequence as Timeline
 
 ROOT = Path(__file__).resolve().parent.parent
 
-CASES = make_goldens.CASES
+CASES = make_goldens.CASES | make_goldens.LONG_CASES
+CHUNK = 256  # of a prompt, where not all of it goes in at once
+GEMM_H = ROOT / "native" / "src" / "gemm_op.h"
 REF_BOUND = 1e-4  # float64 against transformers' F32: measured 1.1e-5 .. 3.6e-5
 CPU_BOUND = 1e-3  # max abs logit error of the core, F32 weights, f32 KV; logits have std 2 .. 3.5
 
@@ -36,11 +39,11 @@ def golden(case: str) -> dict[str, np.ndarray]:
 def sequence(case: str, native: Library, device: str, tmp_path: Path) -> Timeline:
     config, seed = CASES[case]
     path = tiny.write(tmp_path / "f32.gguf", config, tiny.layout(config, seed))
-    return drive.open_sequence(drive.open_model(native, path, device), n_ctx=256)
+    return drive.open_sequence(drive.open_model(native, path, device), n_ctx=512)
 
 
 def test_cases_differ_where_it_matters() -> None:
-    configs = [c for c, _ in CASES.values()]
+    configs = [c for c, _ in make_goldens.CASES.values()]
     assert {c.head_dim for c in configs} == {64, 128, 256}
     assert {c.state_size for c in configs} == {16, 32, 64, 128}
     assert {c.tied for c in configs} == {True, False}
@@ -49,18 +52,29 @@ def test_cases_differ_where_it_matters() -> None:
     assert len({c.rope_base for c in configs}) >= 4
 
 
+def test_long_cases_reach_both_ways_of_a_gpus_prefill() -> None:
+    """Chunks of a prompt of which each is long enough for cuBLAS, and input widths that it takes or not."""
+    (rows,) = re.findall(r"GEMM_ROWS = (\d+);", GEMM_H.read_text())
+    assert make_goldens.N_LONG - CHUNK >= int(rows)
+    assert {n < int(rows) for n in make_goldens.LONG_AT} == {True, False}
+    configs = [c for c, _ in make_goldens.LONG_CASES.values()]
+    assert {64, 128} < {c.state_size for c in configs}  # the DeltaNet chunks have these two alone
+    assert {c.n_embd % 8 == 0 for c in configs} == {c.n_ff % 8 == 0 for c in configs} == {True, False}
+
+
 def test_reference_agrees_with_transformers(case: str, golden: dict[str, np.ndarray]) -> None:
     config, seed = CASES[case]
     weights = tiny.layout(config, seed)
-    logits = ref.Reference(config, weights).feed(golden["prompt"])
-    assert np.abs(logits - golden["logits"]).max() <= REF_BOUND
-    assert ref.Reference(config, weights).greedy(golden["prompt"], 64) == golden["greedy"].tolist()
+    logits = ref.Reference(config, weights).feed([*golden["prompt"], *golden["greedy"][:-1]])
+    assert np.abs(logits[kept(golden)] - golden["logits"]).max() <= REF_BOUND
+    assert logits[len(golden["prompt"]) - 1 :].argmax(-1).tolist() == golden["greedy"].tolist()
 
 
 def test_goldens_are_what_transformers_computes(case: str, golden: dict[str, np.ndarray]) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    made = make_goldens.golden(*CASES[case])
+    make = make_goldens.golden if case in make_goldens.CASES else make_goldens.long_golden
+    made = make(*CASES[case])
     assert made["prompt"].tolist() == golden["prompt"].tolist()
     assert np.abs(made["logits"] - golden["logits"]).max() <= REF_BOUND
     assert made["greedy"].tolist() == golden["greedy"].tolist()
@@ -85,18 +99,28 @@ def test_reference_tree_rows_equal_their_root_paths() -> None:
         assert np.abs(timeline.conv[i] - plain.conv[i]).max() < 1e-12
 
 
+def kept(golden: dict[str, np.ndarray]) -> np.ndarray:
+    """The positions of the prompt whose logits a golden has."""
+    return golden.get("at", np.arange(len(golden["prompt"])))
+
+
 def core_error(sequence: Timeline, golden: dict[str, np.ndarray]) -> float:
-    """Max abs logit error over every position, by prefill of each prefix and by verify steps."""
-    prompt, expected = golden["prompt"], golden["logits"]
-    worst = 0.0
-    for n in range(1, len(prompt) + 1):
-        sequence.reset()
-        drive.prefill(sequence, prompt[:n])
-        worst = max(worst, float(np.abs(sequence.logits(0) - expected[n - 1]).max()))
+    """Max abs logit error over all positions that are kept, by prefill of each prefix and by verify steps."""
+    prompt, expected, at = golden["prompt"], golden["logits"], kept(golden)
+    worst = prefill_error(sequence, golden)
     for width in (1, 7, 40):
         sequence.reset()
         logits = drive.chain_logits(sequence, prompt, width)
-        worst = max(worst, float(np.abs(logits - expected).max()))
+        worst = max(worst, float(np.abs(logits[at] - expected).max()))
+    return worst
+
+
+def prefill_error(sequence: Timeline, golden: dict[str, np.ndarray]) -> float:
+    worst = 0.0
+    for position, row in zip(kept(golden), golden["logits"], strict=True):
+        sequence.reset()
+        drive.prefill(sequence, golden["prompt"][: position + 1])
+        worst = max(worst, float(np.abs(sequence.logits(0) - row).max()))
     return worst
 
 
@@ -122,3 +146,30 @@ def test_core_agrees_with_transformers(
         sequence.commit([0])
     clear = golden["gap"] > 2 * error
     assert np.array(choices)[clear].tolist() == greedy[clear].tolist()
+
+
+@pytest.mark.parametrize(
+    "case, kind",
+    [*((case, "F32") for case in make_goldens.LONG_CASES),
+     *(("long-s64-uneven", kind) for kind in ("F16", "BF16"))],
+)  # fmt: skip
+def test_long_prompts_in_parts(
+    case: str,
+    kind: str,
+    golden: dict[str, np.ndarray],
+    native: Library,
+    device: str,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """A prompt of two calls, with weights that a GPU keeps in an order of its own."""
+    config, seed = CASES[case]
+    weights = tiny.layout(config, seed)
+    path = tiny.write(tmp_path / "model.gguf", config, weights, kind)
+    if kind != "F32":  # of the rounded weights
+        logits = ref.Reference(config, ref.read_gguf(str(path))).feed(golden["prompt"])
+        golden = golden | {"logits": logits[kept(golden)]}
+    sequence = drive.open_sequence(drive.open_model(native, path, device), n_ctx=512, n_chunk=CHUNK)
+    error = prefill_error(sequence, golden)
+    record_property("max_abs_logit_error", error)
+    assert error <= (CPU_BOUND if device == "cpu" else drive.CUDA_BOUND)

@@ -151,11 +151,18 @@ def test_the_row_sums_what_the_tests_recorded(
         ("test_some::test_far", "failure", 0),
     ]
     assert row["others"] == {"test_some::test_errors": {"max_abs_logit_error": [1e-5, 0.5]}}
-    assert len(shown.err.splitlines()) == 5 and "test_near[Q4_K]" in shown.err
+    assert len(shown.err.splitlines()) == 6 and "test_near[Q4_K]" in shown.err
+    assert shown.err.splitlines()[-1].split() == "0.5 max_abs_logit_error of test_some::test_errors".split()
+
+
+def test_parts_of_a_suite_make_one_row(xml: Path) -> None:
+    row = identity_report.report([xml, xml])
+    assert row["suite"] == {"tests": 14, "failures": 2, "errors": 0, "skipped": 2}
+    assert row["total"]["runs_compared"] == 12 and len(row["tests"]) == 6
 
 
 def test_a_run_that_compared_nothing_is_no_row(tmp_path: Path) -> None:
     path = tmp_path / "tests.xml"
     path.write_text('<testsuites><testsuite timestamp="2026-11-21T05:00:00+00:00"/></testsuites>')
     with pytest.raises(SystemExit, match="no test recorded compared runs"):
-        identity_report.report(path)
+        identity_report.report([path])

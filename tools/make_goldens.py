@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Writes tests/goldens/*.npz: what transformers' Qwen3_5ForCausalLM and Qwen3_5MoeForCausalLM compute, F32
-on the CPU, for the tiny random models of CASES. Needs torch and transformers; run it after changing CASES:
-PYTHONPATH=tests python tools/make_goldens.py
+on the CPU, for the tiny random models of CASES and LONG_CASES. Needs torch and transformers; run it after
+changing these: PYTHONPATH=tests python tools/make_goldens.py
 
-Each file: prompt (40 tokens), logits (40, vocab) teacher-forced, greedy (64 tokens that follow the
-prompt) and gap (64,), the distance between the two largest logits where each of them was chosen.
+Each file: prompt (40 tokens, or 400 of LONG_CASES), logits (rows, vocab) teacher-forced, greedy (64 tokens
+that follow the prompt, or 24) and gap, the distance between the two largest logits where each of them was
+chosen. A long case keeps the logits of the prompt's positions `at` alone; the others keep them all.
 Tokens go in one by one, so transformers uses its recurrent rule; the chunked one has to agree.
 """
 
@@ -56,6 +57,24 @@ CASES: dict[str, tuple[Config, int]] = {
                rope_base=1e5, eps=1e-5, fused_experts=True), 17),
 }  # fmt: skip
 
+# A long prompt on a GPU writes its weights out for cuBLAS (native/src/gemm_op.h) and does DeltaNet by chunks;
+# 400 tokens are long enough for both even after a first call of 256. The cases differ in which way they take:
+# chunks have an S of 64 or 128, and cuBLAS takes input widths that are multiples of 8; 100 and 180 are none.
+N_LONG = 400
+N_LONG_GREEDY = 24
+LONG_AT = (63, 126, 127, 128, 190, 255, 256, 319, 382, 383, 384, 399)  # of the prompt's tokens
+LONG_CASES: dict[str, tuple[Config, int]] = {
+    "long-s128": (
+        Config(n_layer=3, interval=3, n_embd=160, n_ff=224, n_head=3, n_head_kv=1, head_dim=128, rope_dim=64,
+               n_k_head=1, n_v_head=2, state_size=128), 21),
+    "long-s64-uneven": (
+        Config(n_layer=3, interval=2, n_embd=100, n_ff=180, n_head=4, n_head_kv=2, n_k_head=2, n_v_head=4,
+               state_size=64, rope_base=1e5), 22),
+    "long-s32-tied": (
+        Config(n_layer=3, interval=3, n_embd=128, n_ff=96, n_head=2, n_head_kv=2, head_dim=256, rope_dim=32,
+               n_k_head=4, n_v_head=4, tied=True), 23),
+}  # fmt: skip
+
 
 def build(c: Config, seed: int):  # type: ignore[no-untyped-def]
     """transformers' model with the weights of tiny.weights(c, seed)."""
@@ -74,11 +93,42 @@ def build(c: Config, seed: int):  # type: ignore[no-untyped-def]
 
 
 def golden(c: Config, seed: int) -> dict[str, np.ndarray]:
-    raw = np.random.PCG64(1000 + seed).random_raw(N_PROMPT)
-    return run(build(c, seed), (raw % np.uint64(c.n_vocab)).astype(np.int32))
+    return run(build(c, seed), random_prompt(c, seed, N_PROMPT))
 
 
-def run(model, prompt: np.ndarray, min_gap: float = MIN_GAP) -> dict[str, np.ndarray]:  # type: ignore[no-untyped-def]
+def long_golden(c: Config, seed: int) -> dict[str, np.ndarray]:
+    """The prompt in one call, by transformers' chunked rule; main() compares its recurrent one."""
+    import torch
+
+    model, prompt = build(c, seed), random_prompt(c, seed, N_LONG)
+    with torch.no_grad():
+        out = model(torch.from_numpy(prompt).long()[None], use_cache=True)
+        rows = [out.logits[0, -1].numpy()]
+        while len(rows) < N_LONG_GREEDY:
+            token = torch.tensor([[int(rows[-1].argmax())]])
+            step = model(token, past_key_values=out.past_key_values, use_cache=True)
+            rows.append(step.logits[0, -1].numpy())
+    return {"prompt": prompt, "at": np.array(LONG_AT), "logits": out.logits[0].numpy()[list(LONG_AT)],
+            **choices(np.stack(rows))}  # fmt: skip
+
+
+def choices(rows: np.ndarray, min_gap: float = MIN_GAP) -> dict[str, np.ndarray]:
+    """greedy and gap of logits (tokens, V). A choice closer than min_gap is an error."""
+    top = np.sort(rows, -1)
+    gap = top[:, -1] - top[:, -2]
+    if gap.min() < min_gap:
+        raise RuntimeError(f"a greedy choice is decided by {gap.min()}: take another seed or prompt")
+    return {"greedy": rows.argmax(-1).astype(np.int32), "gap": gap}
+
+
+def random_prompt(c: Config, seed: int, n: int) -> np.ndarray:
+    raw = np.random.PCG64(1000 + seed).random_raw(n)
+    return (raw % np.uint64(c.n_vocab)).astype(np.int32)
+
+
+def run(  # type: ignore[no-untyped-def]
+    model, prompt: np.ndarray, min_gap: float = MIN_GAP, n_greedy: int = N_GREEDY
+) -> dict[str, np.ndarray]:
     """prompt, logits, greedy and gap of a transformers model. A choice closer than min_gap is an error."""
     import torch
 
@@ -88,7 +138,7 @@ def run(model, prompt: np.ndarray, min_gap: float = MIN_GAP) -> dict[str, np.nda
         cache = None
         logits: list[np.ndarray] = []
         greedy: list[int] = []
-        for i in range(n_prompt + N_GREEDY - 1):
+        for i in range(n_prompt + n_greedy - 1):
             token = int(prompt[i]) if i < n_prompt else greedy[-1]
             out = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
             cache = out.past_key_values
@@ -99,11 +149,7 @@ def run(model, prompt: np.ndarray, min_gap: float = MIN_GAP) -> dict[str, np.nda
     if np.abs(rows[:n_prompt] - chunked).max() > 1e-4:
         worst = np.abs(rows[:n_prompt] - chunked).max()
         raise RuntimeError(f"transformers' recurrent and chunked rules disagree by {worst}")
-    top = np.sort(rows[n_prompt - 1 :], -1)
-    gap = top[:, -1] - top[:, -2]
-    if gap.min() < min_gap:
-        raise RuntimeError(f"a greedy choice is decided by {gap.min()}: take another seed or prompt")
-    return {"prompt": prompt, "logits": rows[:n_prompt], "greedy": np.array(greedy, np.int32), "gap": gap}
+    return {"prompt": prompt, "logits": rows[:n_prompt], **choices(rows[n_prompt - 1 :], min_gap)}
 
 
 def main() -> None:
@@ -112,10 +158,15 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="of the cases to write; all where none are given")
     args = parser.parse_args()
     out = args.out
-    for name, (config, seed) in CASES.items():
+    for name, (config, seed) in (CASES | LONG_CASES).items():
         if args.names and name not in args.names:
             continue
-        made = golden(config, seed)
+        made = (golden if name in CASES else long_golden)(config, seed)
+        if name in LONG_CASES:
+            one_by_one = run(build(config, seed), made["prompt"], n_greedy=N_LONG_GREEDY)
+            worst = np.abs(one_by_one["logits"][list(LONG_AT)] - made["logits"]).max()
+            if worst > 1e-4 or one_by_one["greedy"].tolist() != made["greedy"].tolist():
+                raise RuntimeError(f"{name}: the recurrent rule gives other tokens, or logits {worst} off")
         np.savez_compressed(out / f"{name}.npz", **made)
         size = (out / f"{name}.npz").stat().st_size
         different = len(set(made["greedy"].tolist()))
