@@ -267,8 +267,8 @@ typedef struct luce_cost {
                         sequences; 2: a DFlash block for each of them */
     float seconds;
 } luce_cost;
-/* The costs come in the order of drafts, then of rows; widths that are not listed lie between their neighbours. out
- * NULL: *n becomes the number of entries; else *n entries at most are written and counted. */
+/* The costs come in the order of drafts, then of rows, for each number of rows from 1 to the most that a step can have.
+ * out NULL: *n becomes the number of entries; else *n entries at most are written and counted. */
 LUCE_API luce_status luce_engine_costs(luce_engine *engine, luce_cost *out, uint32_t *n);
 
 /* The engine's next prefill, draft or verify does nothing and returns E_CANCELLED; one that is running ends first,

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <map>
 
 #ifdef LUCE_USE_CUDA
 #include "../kernels/gemm.h"
@@ -373,9 +374,24 @@ void Step::run_trial(const StepShape &shape) {
     }
 }
 
+// The line through the timed widths next to `width`, beyond the last one that of the last two.
+static double on_line(const std::map<uint32_t, double> &timed, uint32_t width) {
+    auto above = timed.lower_bound(width);
+    if (above == timed.end()) {
+        --above;
+    }
+    if (above->first == width || timed.size() == 1) {
+        return above->second;
+    }
+    const auto below = std::prev(above == timed.begin() ? std::next(above) : above);
+    const double slope = (above->second - below->second) / double(above->first - below->first);
+    const bool beyond = width > above->first; // there, what noise makes fall is taken as level
+    return above->second + (beyond ? std::max(slope, 0.0) : slope) * (double(width) - double(above->first));
+}
+
 // A GPU runs each shape once as it is, so that ggml's pools are full-grown and kernels loaded, and then captures it.
 // A CPU has nothing to make ready, and there a step's cost is nearly a line: powers of two are timed, for half a
-// second in all.
+// second in all, and the widths between them lie on it. Any number of rows costs what the width costs that it gets.
 void Step::time_all() {
     using Clock = std::chrono::steady_clock;
     const auto seconds = [](Clock::time_point from) {
@@ -395,11 +411,17 @@ void Step::time_all() {
         }
         capturing_ = true;
     }
+    struct Kind {
+        std::map<uint32_t, double> timed; // seconds by width
+        std::vector<uint32_t> widths;     // rising
+    } kinds[3];                           // by luce_cost.drafts
     for (const StepShape &shape : shapes) {
-        const uint32_t rows = shape.kind == StepKind::block ? shape.rows / params_.cache.n_block : shape.rows;
-        const uint32_t drafts = shape.kind == StepKind::draft ? 1 : shape.kind == StepKind::block ? 2 : 0;
-        const bool power = (rows & (rows - 1)) == 0;
-        if (!gpu && rows > 2 && (!power || seconds(began) > CPU_BUDGET)) {
+        const uint32_t width =
+            shape.kind == StepKind::block ? shape.rows / params_.cache.n_block : shape.rows;
+        Kind &kind = kinds[shape.kind == StepKind::draft ? 1 : shape.kind == StepKind::block ? 2 : 0];
+        kind.widths.push_back(width);
+        const bool power = (width & (width - 1)) == 0;
+        if (!gpu && width > 2 && (!power || seconds(began) > CPU_BUDGET)) {
             continue;
         }
         run_trial(shape);
@@ -412,7 +434,15 @@ void Step::time_all() {
                 break;
             }
         }
-        costs_.push_back({rows, drafts, float(best)});
+        kind.timed[width] = best;
+    }
+    for (uint32_t drafts = 0; drafts < 3; drafts++) {
+        uint32_t rows = 1;
+        for (const uint32_t width : kinds[drafts].widths) {
+            for (; rows <= width; rows++) {
+                costs_.push_back({rows, drafts, float(on_line(kinds[drafts].timed, width))});
+            }
+        }
     }
     last_ = nullptr;
 }
