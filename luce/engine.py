@@ -17,7 +17,7 @@ from luce.generation import Event, Failed, Generation, Prefixes, State
 from luce.loop import Loop
 from luce.plan import Auto, Dflash, Drafting, Lookup, Mtp, Options, Plain, Plan, Request, plan, smaller
 from luce.probe import Facts, probe
-from luce.runner import Runner, chain_can_pay, lookup_can_pay
+from luce.runner import Known, Runner, chain_can_pay, lookup_can_pay
 from luce.structs import EngineParams, Memory
 from luce.tokenizer import Tokenizer
 
@@ -124,6 +124,7 @@ class Engine:
             chosen = paying
         self.plan, self.native = chosen, native
         self.info, self.costs = native.info, native.costs()
+        self._known = Known()
         self._opened = ExitStack()
         self._opened.enter_context(native)
 
@@ -175,7 +176,8 @@ class Engine:
             case Lookup(budget=budget):
                 return TextLookup(sequence, budget)
             case Auto(budget=budget) as draft:
-                return Runner(sequence, self.costs, _drafters(draft, sequence, self.info.n_top), budget)
+                drafters = _drafters(draft, sequence, self.info.n_top)
+                return Runner(sequence, self.costs, drafters, budget, self._known)
             case Mtp(budget=budget) | Dflash(budget=budget) as draft:
                 (drafter,) = _drafters(draft, sequence, self.info.n_top)
                 return Fixed(drafter, drafter.most, budget)

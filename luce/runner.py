@@ -7,7 +7,7 @@ There is one formula. Of all that can be drafted, a round takes what maximises
 
 What rounds cost is known once an engine is open (Costs), so only acceptance is learned. That of a lookup is
 learned from every token that comes, whether or not it was verified. That of the model's drafters is learned
-where they drafted.
+where they drafted. A text starts from what the engine's earlier texts have shown (Known).
 
 The expected tokens of a round are 1, plus for each depth the chance that some source is right down to it,
 plus the chances of the next best candidates beside a chain. No token depends on any of this.
@@ -30,6 +30,8 @@ HORIZON, ALLOWANCE, ALLOWANCE_BEYOND = 256, 0.025, 0.01
 MARGIN = 1.03  # drafting has to promise so much more than plain decoding: below, it is not worth a bet
 MAX_ROWS = 64  # LUCE_MAX_ROWS
 NEXT_BEST = 8  # ranks of a draft's candidates that are learned
+FORGET = 0.97  # weight that what was learned keeps with each round, and with each text: about 33 of them count
+KNOWN = 8.0  # trials that earlier texts are worth at the start of a text, at most
 
 
 # ---- what is learned
@@ -42,20 +44,33 @@ class Acceptance:
     HOPE = 0.95  # at the first depth before any trial: who does not hope does not try
     HOPE_WEIGHT = 2.0  # trials that it is worth
     NEXT_WEIGHT = 4.0  # trials that the share of a depth is worth at the next one: they are alike
-    FORGET = 0.97  # weight that a trial keeps in a round with drafts: about 33 of them count
-    FADE = 0.985  # and in a round without, so that a text that has changed is tried again
+    FADE = 0.985  # weight that a trial keeps in a round without drafts, so that a text that changed is tried
 
-    def __init__(self, depths: int, ranks: int = 1):
-        self.ranks = ranks
+    def __init__(self, depths: int, ranks: int = 1, known: Acceptance | None = None):
+        """Starts from what is `known`, which learns along."""
+        self.ranks, self._known = ranks, known
         self._trials = [0.0] * depths
         self._hits = [[0.0] * ranks for _ in range(depths)]  # by depth and rank; rank 0: the draft itself
+        if known:
+            known.fade(FORGET)
+            parts = [min(1.0, KNOWN / trials) if trials else 0.0 for trials in known._trials]
+            self._trials = [part * trials for part, trials in zip(parts, known._trials, strict=True)]
+            self._hits = [[part * x for x in hits] for part, hits in zip(parts, known._hits, strict=True)]
+
+    def fade(self, keep: float) -> None:
+        """Leaves that part of the weight to all that was learned."""
+        self._trials = [keep * x for x in self._trials]
+        self._hits = [[keep * x for x in hits] for hits in self._hits]
 
     def add(self, drafted: int, right: int, rank: int | None = None) -> None:
         """Learns from a round: each depth up to the first wrong draft is one trial. `rank` is that of the
         target's own token among the candidates there; None means that it is none of them."""
-        keep = self.FORGET if drafted else self.FADE
-        self._trials = [keep * x for x in self._trials]
-        self._hits = [[keep * x for x in hits] for hits in self._hits]
+        self.fade(FORGET if drafted else self.FADE)
+        self._count(drafted, right, rank)
+        if self._known:
+            self._known._count(drafted, right, rank)
+
+    def _count(self, drafted: int, right: int, rank: int | None) -> None:
         for depth in range(min(right + 1, drafted)):
             self._trials[depth] += 1
             if depth < right:
@@ -97,11 +112,18 @@ class Lookups:
 
     HOPE = 0.8  # before any trial, which is worth two of them
     LENGTHS = 5  # classes
-    FORGET = 0.97
 
-    def __init__(self) -> None:
+    def __init__(self, known: Lookups | None = None) -> None:
+        """Starts from what is `known`, which learns along."""
         # (hits, trials) of first tokens, and of later ones
         self._counts = [[[0.0, 0.0], [0.0, 0.0]] for _ in range(self.LENGTHS)]
+        self._known = known
+        if known:
+            for own, shown in zip(self._counts, known._counts, strict=True):
+                for kind, (hits, trials) in enumerate(shown):
+                    shown[kind] = [FORGET * hits, FORGET * trials]
+                    part = min(1.0, KNOWN / trials) if trials else 0.0
+                    own[kind] = [part * hits, part * trials]
         self._followed: Sequence[int] = ()
         self._at, self._class = 0, 0
 
@@ -130,8 +152,11 @@ class Lookups:
             if not self._followed:
                 return
             right, kind = self._followed[self._at] == token, min(self._at, 1)
-            counts = self._counts[self._class][kind]
-            counts[:] = [self.FORGET * counts[0] + right, self.FORGET * counts[1] + 1]
+            hits, trials = self._counts[self._class][kind]
+            self._counts[self._class][kind] = [FORGET * hits + right, FORGET * trials + 1]
+            if self._known:
+                hits, trials = self._known._counts[self._class][kind]
+                self._known._counts[self._class][kind] = [hits + right, trials + 1]
             self._at += 1
             if not right or self._at == len(self._followed):
                 self._followed = ()
@@ -139,6 +164,24 @@ class Lookups:
     def reset(self) -> None:
         """Forgets the proposal that is followed, since another text begins."""
         self._followed = ()
+
+
+class Known:
+    """What the texts of one engine have shown. With each text that begins, the earlier ones count less."""
+
+    def __init__(self) -> None:
+        self._drafters: dict[str, Acceptance] = {}
+        self._lookups = Lookups()
+
+    def acceptance(self, drafter: Drafter) -> Acceptance:
+        """Returns what a text that begins expects of a drafter."""
+        ranks = min(drafter.ranks, NEXT_BEST)
+        known = self._drafters.setdefault(drafter.name, Acceptance(drafter.most, ranks))
+        return Acceptance(drafter.most, ranks, known)
+
+    def lookups(self) -> Lookups:
+        """Returns what a text that begins expects of lookups."""
+        return Lookups(self._lookups)
 
 
 # ---- what is chosen
@@ -264,10 +307,12 @@ class Runner:
 
     name = "auto"
 
-    def __init__(self, text: Text, costs: Costs, drafters: Sequence[Drafter], budget: int):
+    def __init__(
+        self, text: Text, costs: Costs, drafters: Sequence[Drafter], budget: int, known: Known | None = None
+    ):
         self._text, self._costs, self._drafters, self._budget = text, costs, drafters, budget
-        self._learned = [Acceptance(d.most, min(d.ranks, NEXT_BEST)) for d in drafters]
-        self._lookups = Lookups()
+        known = known or Known()
+        self._learned, self._lookups = [known.acceptance(d) for d in drafters], known.lookups()
         self._prices: dict[int, Prices] = {}  # by sequences
         self.begin(HORIZON)
 
