@@ -1,0 +1,148 @@
+"""Replays texts by counted costs: which drafts would have been right at each position is recorded once, so that
+any way to draft can be priced on any machine's table of costs, without a clock.
+
+A trace of a text has for each position of an anchor how many of eight NextN drafts are right, and how many
+tokens a lookup proposes there, how many of these are right, and how long its match is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from luce._native import Source
+from luce.costs import Costs
+from luce.drafting import Drafter, Limits, Round
+from luce.plan import AUTO_BUDGET
+from luce.runner import Known, Runner
+from luce.structs import Cost
+
+RECORDED = Path(__file__).parent.parent / "bench" / "results" / "2026-11-21-traces-box-cpu.json"
+GAMMA, WRONG = 8, -1
+
+# Verifies by width and a draft, in plain steps of the machine.
+MACHINES = {  # 27b on an H200 (2026-11-21-steps-h200.txt, after), the box on two cores (prompts-box-cpu-3: verify_ms)
+    "27b on an H200": ({1: 1, 2: 1.03, 3: 1.04, 4: 1.05, 6: 1.07, 8: 1.09, 9: 1.25, 10: 1.27, 12: 1.29, 16: 1.32,
+                        20: 1.46, 24: 1.49, 32: 1.58}, 0.055),
+    "box on two cores": ({1: 1, 2: 1.25, 3: 1.55, 4: 1.83, 5: 2.1, 6: 2.35, 7: 2.6, 8: 2.85, 9: 3.15, 10: 3.4, 12: 4,
+                          16: 5.2, 20: 6.5, 24: 7.7, 32: 10.2}, 0.14),
+    "box on one core": ({1: 1, 2: 1.1, 3: 1.3, 4: 1.55, 5: 1.8, 6: 2.05, 7: 2.3, 8: 2.6, 9: 2.9, 10: 3.2, 12: 3.8,
+                         16: 5, 20: 6.25, 24: 7.5, 32: 10}, 0.1),
+    "between": ({1: 1, 2: 1.05, 3: 1.12, 4: 1.2, 5: 1.28, 6: 1.35, 7: 1.42, 8: 1.5, 9: 1.6, 10: 1.7, 12: 1.9, 16: 2.3,
+                 20: 2.8, 24: 3.2, 32: 4}, 0.06),
+    "dear rows": ({1: 1, 2: 1.6, 3: 2.2, 4: 2.9, 5: 3.5, 6: 4.1, 7: 4.8, 8: 5.4, 9: 6, 10: 6.6, 12: 7.8, 16: 10.2,
+                   20: 12.6, 24: 15, 32: 20}, 0.1),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A text. `drafts` has a count of right drafts by position; `lookups` has (proposed, right, matched)."""
+
+    id: str
+    cls: str
+    drafts: Sequence[int]
+    lookups: Sequence[tuple[int, int, int]]
+
+
+def recorded(path: Path = RECORDED) -> list[Trace]:
+    """What bench/auto_by_costs.py wrote: a digit and "proposed:right:matched" for each position."""
+    return [
+        Trace(
+            each["id"],
+            each["cls"],
+            [int(digit) for digit in each["drafts"]],
+            [tuple(map(int, entry.split(":"))) for entry in each["lookups"].split()],  # type: ignore[misc]
+        )
+        for each in json.loads(path.read_text())["traces"]
+    ]
+
+
+def machine(verify: dict[int, float], draft: float) -> Costs:
+    """Costs of a machine whose steps have these widths (in any unit), so that other rows cost the next one."""
+    width = {rows: min(w for w in verify if w >= rows) for rows in range(1, max(verify) + 1)}
+    return Costs([*(Cost(rows, 0, verify[w]) for rows, w in width.items()), Cost(1, 1, draft)])
+
+
+class Text:
+    """A text that is replayed, at the position of its anchor. Its true token at position i is i."""
+
+    def __init__(self, trace: Trace):
+        self.trace, self.at = trace, 0
+
+    def lookup(self, anchor: int, most: int) -> tuple[list[int], int]:
+        proposed, right, matched = self.trace.lookups[self.at]
+        tokens = [self.at + 1 + i if i < right else WRONG for i in range(proposed)]
+        return tokens[:most], matched
+
+    def lists(self, depth: int, k: int, comb: bool = True) -> Any:
+        raise NotImplementedError
+
+    tree: Any = lists
+
+
+Way = Callable[[Text, int, int], tuple[int, int]]  # a text, most rows, depth -> (drafts, tokens of the lookup)
+
+
+def mtp(gamma: int) -> Way:
+    return lambda text, rows, depth: (min(gamma, depth), 0)
+
+
+def lookup(most: int) -> Way:
+    return lambda text, rows, depth: (0, len(text.lookup(0, min(most, depth))[0]))
+
+
+FIXED = {f"mtp:{n}": mtp(n) for n in range(1, GAMMA + 1)} | {
+    f"lookup:{n}": lookup(n) for n in (3, 5, 7, 8, 11, 15, 19, 23, 31)
+}
+
+
+def cost_of(trace: Trace, costs: Costs, way: Way, learn: Callable[[Round], None] = lambda done: None) -> float:
+    """What the rounds of a text cost, from its first token to its last."""
+    text, end, seconds = Text(trace), len(trace.drafts), 0.0
+    while text.at < end:
+        depth = end - text.at - 1  # the last token is chosen, not drafted
+        drafts, looked = way(text, AUTO_BUDGET, depth) if depth else (0, 0)
+        right = min(drafts, trace.drafts[text.at]), min(looked, trace.lookups[text.at][1])
+        candidates = drafts + looked - min(right)  # what both propose and is right is verified once
+        seconds += costs.verify(1 + candidates) + drafts * costs.draft(1)
+        came = range(text.at + 1, text.at + 2 + max(right))
+        learn(Round(candidates, max(right), 0.0, 0.0, 0.0, tuple(came)))
+        text.at += len(came)
+    return seconds
+
+
+def auto_cost(trace: Trace, costs: Costs, known: Known) -> float:
+    """The same, of auto."""
+    runner: list[Runner] = []
+
+    def way(text: Text, rows: int, depth: int) -> tuple[int, int]:
+        if not runner:
+            runner.append(Runner(text, costs, [Drafter(text, Source.NEXTN, GAMMA)], AUTO_BUDGET, known))
+            runner[0].begin(len(trace.drafts) + 1)
+        runner[0].draft(text.at, Limits(min(rows, depth), depth))
+        return runner[0]._choice.drafts, runner[0]._choice.lookup
+
+    return cost_of(trace, costs, way, lambda done: runner[0].learn(done) if runner else None)
+
+
+def rates(traces: Sequence[Trace], cost: Callable[[Trace], float]) -> dict[str, float]:
+    """Tokens a unit of cost, by class of texts."""
+    tokens, seconds = dict[str, int](), dict[str, float]()
+    for trace in traces:
+        tokens[trace.cls] = tokens.get(trace.cls, 0) + len(trace.drafts)
+        seconds[trace.cls] = seconds.get(trace.cls, 0.0) + cost(trace)
+    return {cls: tokens[cls] / seconds[cls] for cls in tokens}
+
+
+def against_the_best(traces: Sequence[Trace], costs: Costs) -> dict[str, tuple[float, str]]:
+    """Auto's rate as a part of that of the best fixed way, plain decoding included, and its name; by class."""
+    known = Known()
+    auto = rates(traces, lambda trace: auto_cost(trace, costs, known))
+    fixed = {name: rates(traces, lambda t, way=way: cost_of(t, costs, way)) for name, way in FIXED.items()}
+    fixed["plain"] = dict.fromkeys(auto, 1 / costs.verify(1))
+    best = {cls: max((of[cls], name) for name, of in fixed.items()) for cls in auto}
+    return {cls: (auto[cls] / rate, name) for cls, (rate, name) in best.items()}
