@@ -80,8 +80,7 @@ def record(files: Files, engine: Engine, most: int) -> list[dict[str, str]]:
 def ratios(path: Path) -> list[dict[str, Any]]:
     """Auto against the best fixed way, by machine and class."""
     found = []
-    for name, (verify, draft) in replay.MACHINES.items():
-        costs = replay.machine(verify, draft)
+    for name, costs in replay.MACHINES.items():
         by_class = replay.against_the_best(replay.recorded(path), costs).items()
         classes = {cls: {"ratio": round(ratio, 4), "best": best} for cls, (ratio, best) in by_class}
         found.append({"machine": name, "classes": classes})

@@ -30,7 +30,7 @@ HORIZON, ALLOWANCE, ALLOWANCE_BEYOND = 256, 0.025, 0.01
 MARGIN = 1.03  # drafting has to promise so much more than plain decoding: below, it is not worth a bet
 MAX_ROWS = 64  # LUCE_MAX_ROWS
 NEXT_BEST = 8  # ranks of a draft's candidates that are learned
-FORGET = 0.97  # weight that what was learned keeps with each round, and with each text: about 33 of them count
+FORGET = 0.97  # weight that what was learned keeps with each round, and with each text: about 33 count
 KNOWN = 8.0  # trials that earlier texts are worth at the start of a text, at most
 
 

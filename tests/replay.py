@@ -1,5 +1,5 @@
-"""Replays texts by counted costs: which drafts would have been right at each position is recorded once, so that
-any way to draft can be priced on any machine's table of costs, without a clock.
+"""Replays texts by counted costs: which drafts would have been right at each position is recorded once, so
+that any way to draft can be priced on any machine's table of costs, without a clock.
 
 A trace of a text has for each position of an anchor how many of eight NextN drafts are right, and how many
 tokens a lookup proposes there, how many of these are right, and how long its match is.
@@ -23,18 +23,19 @@ from luce.structs import Cost
 RECORDED = Path(__file__).parent.parent / "bench" / "results" / "2026-11-21-traces-box-cpu.json"
 GAMMA, WRONG = 8, -1
 
-# Verifies by width and a draft, in plain steps of the machine.
-MACHINES = {  # 27b on an H200 (2026-11-21-steps-h200.txt, after), the box on two cores (prompts-box-cpu-3: verify_ms)
-    "27b on an H200": ({1: 1, 2: 1.03, 3: 1.04, 4: 1.05, 6: 1.07, 8: 1.09, 9: 1.25, 10: 1.27, 12: 1.29, 16: 1.32,
-                        20: 1.46, 24: 1.49, 32: 1.58}, 0.055),
-    "box on two cores": ({1: 1, 2: 1.25, 3: 1.55, 4: 1.83, 5: 2.1, 6: 2.35, 7: 2.6, 8: 2.85, 9: 3.15, 10: 3.4, 12: 4,
-                          16: 5.2, 20: 6.5, 24: 7.7, 32: 10.2}, 0.14),
-    "box on one core": ({1: 1, 2: 1.1, 3: 1.3, 4: 1.55, 5: 1.8, 6: 2.05, 7: 2.3, 8: 2.6, 9: 2.9, 10: 3.2, 12: 3.8,
-                         16: 5, 20: 6.25, 24: 7.5, 32: 10}, 0.1),
-    "between": ({1: 1, 2: 1.05, 3: 1.12, 4: 1.2, 5: 1.28, 6: 1.35, 7: 1.42, 8: 1.5, 9: 1.6, 10: 1.7, 12: 1.9, 16: 2.3,
-                 20: 2.8, 24: 3.2, 32: 4}, 0.06),
-    "dear rows": ({1: 1, 2: 1.6, 3: 2.2, 4: 2.9, 5: 3.5, 6: 4.1, 7: 4.8, 8: 5.4, 9: 6, 10: 6.6, 12: 7.8, 16: 10.2,
-                   20: 12.6, 24: 15, 32: 20}, 0.1),
+# Machines: a draft's cost, and that of a verify by its width, in plain steps. The first is of
+# 2026-11-21-steps-h200.txt (after), the second of the verify_ms of 2026-11-21-prompts-box-cpu-3.json.
+_TABLES = {
+    "27b on an H200": (0.055, "1:1 2:1.03 3:1.04 4:1.05 6:1.07 8:1.09 9:1.25 10:1.27 12:1.29 16:1.32 20:1.46 "
+                       "24:1.49 32:1.58"),
+    "box on two cores": (0.14, "1:1 2:1.25 3:1.55 4:1.83 5:2.1 6:2.35 7:2.6 8:2.85 9:3.15 10:3.4 12:4 "
+                         "16:5.2 20:6.5 24:7.7 32:10.2"),
+    "box on one core": (0.1, "1:1 2:1.1 3:1.3 4:1.55 5:1.8 6:2.05 7:2.3 8:2.6 9:2.9 10:3.2 12:3.8 16:5 "
+                        "20:6.25 24:7.5 32:10"),
+    "between": (0.06, "1:1 2:1.05 3:1.12 4:1.2 5:1.28 6:1.35 7:1.42 8:1.5 9:1.6 10:1.7 12:1.9 16:2.3 20:2.8 "
+                "24:3.2 32:4"),
+    "dear rows": (0.1, "1:1 2:1.6 3:2.2 4:2.9 5:3.5 6:4.1 7:4.8 8:5.4 9:6 10:6.6 12:7.8 16:10.2 20:12.6 "
+                  "24:15 32:20"),
 }  # fmt: skip
 
 
@@ -62,9 +63,17 @@ def recorded(path: Path = RECORDED) -> list[Trace]:
 
 
 def machine(verify: dict[int, float], draft: float) -> Costs:
-    """Costs of a machine whose steps have these widths (in any unit), so that other rows cost the next one."""
+    """Costs of a machine whose steps have these widths, in any unit: other rows cost the next width."""
     width = {rows: min(w for w in verify if w >= rows) for rows in range(1, max(verify) + 1)}
     return Costs([*(Cost(rows, 0, verify[w]) for rows, w in width.items()), Cost(1, 1, draft)])
+
+
+def _parsed(draft: float, table: str) -> Costs:
+    entries = (entry.split(":") for entry in table.split())
+    return machine({int(width): float(cost) for width, cost in entries}, draft)
+
+
+MACHINES = {name: _parsed(*table) for name, table in _TABLES.items()}
 
 
 class Text:
@@ -84,7 +93,7 @@ class Text:
     tree: Any = lists
 
 
-Way = Callable[[Text, int, int], tuple[int, int]]  # a text, most rows, depth -> (drafts, tokens of the lookup)
+Way = Callable[[Text, int, int], tuple[int, int]]  # text, most rows, depth -> drafts, tokens of the lookup
 
 
 def mtp(gamma: int) -> Way:
@@ -100,7 +109,9 @@ FIXED = {f"mtp:{n}": mtp(n) for n in range(1, GAMMA + 1)} | {
 }
 
 
-def cost_of(trace: Trace, costs: Costs, way: Way, learn: Callable[[Round], None] = lambda done: None) -> float:
+def cost_of(
+    trace: Trace, costs: Costs, way: Way, learn: Callable[[Round], None] = lambda done: None
+) -> float:
     """What the rounds of a text cost, from its first token to its last."""
     text, end, seconds = Text(trace), len(trace.drafts), 0.0
     while text.at < end:
@@ -139,7 +150,7 @@ def rates(traces: Sequence[Trace], cost: Callable[[Trace], float]) -> dict[str, 
 
 
 def against_the_best(traces: Sequence[Trace], costs: Costs) -> dict[str, tuple[float, str]]:
-    """Auto's rate as a part of that of the best fixed way, plain decoding included, and its name; by class."""
+    """By class: auto's rate as a part of that of the best fixed way, plain included, and its name."""
     known = Known()
     auto = rates(traces, lambda trace: auto_cost(trace, costs, known))
     fixed = {name: rates(traces, lambda t, way=way: cost_of(t, costs, way)) for name, way in FIXED.items()}

@@ -13,7 +13,7 @@ TRACES = replay.recorded()
 @pytest.mark.parametrize("name", replay.MACHINES)
 def test_auto_has_97_percent_of_the_best_fixed_way_on_every_class_of_prompts(name):
     """One after the other in one engine, as `luce bench prompts` runs them."""
-    found = replay.against_the_best(TRACES, replay.machine(*replay.MACHINES[name]))
+    found = replay.against_the_best(TRACES, replay.MACHINES[name])
     assert set(found) == {"code", "narrative", "chat", "edit"}
     assert min(found.values())[0] > 0.97, found
 
@@ -29,7 +29,7 @@ def test_a_hopeless_text_is_at_most_3_percent_slower_than_plain_whatever_came_be
     name, earlier, fires, matched
 ):
     """However much the texts before have gained, and however often a wrong lookup is found."""
-    costs, known = replay.machine(*replay.MACHINES[name]), Known()
+    costs, known = replay.MACHINES[name], Known()
     for trace in earlier:
         replay.auto_cost(trace, costs, known)
     lookups = [(31, 0, matched) if fires[at % len(fires)] else (0, 0, 0) for at in range(255)]
@@ -40,7 +40,7 @@ def test_a_hopeless_text_is_at_most_3_percent_slower_than_plain_whatever_came_be
 
 def test_a_text_starts_from_what_the_texts_before_it_have_shown():
     edit = [trace for trace in TRACES if trace.cls == "edit"]
-    costs, known = replay.machine(*replay.MACHINES["27b on an H200"]), Known()
+    costs, known = replay.MACHINES["27b on an H200"], Known()
     warm = sum(replay.auto_cost(trace, costs, known) for trace in edit)
     fresh = sum(replay.auto_cost(trace, costs, Known()) for trace in edit)
     assert warm < 0.95 * fresh
