@@ -26,7 +26,7 @@ from luce.bench.cli import of_text
 from luce.bench.origin import command_text, origin, write_row
 from luce.chat import chat_template, prompt_ids
 from luce.engine import Engine, Files
-from luce.plan import Options
+from luce.plan import AUTO_BUDGET, Options
 from luce.stdout import as_json
 from luce.structs import Sampling
 
@@ -49,7 +49,7 @@ def trace_of(engine: Engine, prompt: tuple[int, ...], most: int) -> dict[str, st
         tokens.append(choice)
         while len(tokens) < most and tokens[-1] not in engine.tokenizer.eos_ids:
             anchor = tokens[-1]
-            found.append(sequence.lookup(anchor, replay.AUTO_BUDGET))
+            found.append(sequence.lookup(anchor, AUTO_BUDGET))
             engine.native.draft([Drafts(sequence, anchor, replay.GAMMA, Source.NEXTN)])
             lists = sequence.lists(replay.GAMMA, 1)
             heads.append([lists.at(depth)[0] for depth in range(replay.GAMMA)])

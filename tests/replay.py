@@ -153,7 +153,11 @@ def against_the_best(traces: Sequence[Trace], costs: Costs) -> dict[str, tuple[f
     """By class: auto's rate as a part of that of the best fixed way, plain included, and its name."""
     known = Known()
     auto = rates(traces, lambda trace: auto_cost(trace, costs, known))
-    fixed = {name: rates(traces, lambda t, way=way: cost_of(t, costs, way)) for name, way in FIXED.items()}
+
+    def of(way: Way) -> dict[str, float]:
+        return rates(traces, lambda trace: cost_of(trace, costs, way))
+
+    fixed = {name: of(way) for name, way in FIXED.items()}
     fixed["plain"] = dict.fromkeys(auto, 1 / costs.verify(1))
     best = {cls: max((of[cls], name) for name, of in fixed.items()) for cls in auto}
     return {cls: (auto[cls] / rate, name) for cls, (rate, name) in best.items()}
