@@ -18,6 +18,12 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#ifdef __CUDACC__
+#define ROWMM_BOTH __host__ __device__
+#else
+#define ROWMM_BOTH
+#endif
+
 namespace luce {
 
 constexpr int ROWMM_MAX_ROWS = 64;

@@ -19,12 +19,6 @@
 
 #include "rowmm.h"
 
-#ifdef __CUDACC__
-#define ROWMM_BOTH __host__ __device__
-#else
-#define ROWMM_BOTH
-#endif
-
 namespace luce {
 
 // ggml's numbers

@@ -1,60 +1,23 @@
 // Activations of a step into rowmm's order (rowmm_layout.h), with the norm or gate before it. A warp has 256 values of
 // one row, a lane 8 in sequence: 16 bytes of F16. A row's values depend on that row alone.
+#include "rowmm_pack.cuh"
 #include "rowmm_plan.h"
 #include "rowmm_ptx.cuh"
-
-#include <cuda_fp16.h>
 
 namespace luce {
 namespace {
 
-constexpr int WARP = 32;
-constexpr int OWN = 8; // values of a lane
 constexpr int CHUNK_WARPS = 4; // warps of a block without a row's mean
 constexpr int ROW_WARPS = 32; // most warps of a block that has a row
 constexpr int ROW_CHUNKS =
     4; // most chunks of such a warp: the fewer warps, the sooner there is room for them
 
-__device__ float warp_sum(float x, int lanes) {
-    for (int mask = lanes / 2; mask > 0; mask /= 2) {
-        x += __shfl_xor_sync(~0u, x, mask);
-    }
-    return x;
-}
-
-// Values k .. k + 7 of a row of K, zeros beyond its end.
-__device__ void load(float (&v)[OWN], const float *row, int64_t k, int64_t K) {
-    const float *p = row + k;
-    if (k + OWN <= K && reinterpret_cast<uintptr_t>(p) % 16 == 0) {
-        const float4 a = reinterpret_cast<const float4 *>(p)[0], b = reinterpret_cast<const float4 *>(p)[1];
-        v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
-        v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
-    } else {
-#pragma unroll
-        for (int i = 0; i < OWN; i++) {
-            v[i] = k + i < K ? p[i] : 0.0f;
-        }
-    }
-}
-
 __device__ float silu(float x) {
     return x / (1 + expf(-x));
 }
-__device__ float squares(const float (&v)[OWN]) {
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < OWN; i++) {
-        sum = fmaf(v[i], v[i], sum);
-    }
-    return sum;
-}
-
-// The chunk's power of two brings its largest value to 512 .. 1023, so that sums of 32 fit F16 too. A value that is
-// not finite stays what it is, and its column's products with it.
 __device__ void store(const RowmmPackArgs &a, const RowsLayout &layout, const float (&v)[OWN], int row,
                       int64_t chunk, int lane) {
-    const int t = lane / 8, j = lane % 8;
-    const int C = layout.columns, column = row % layout.set;
+    const int C = layout.columns;
     uint8_t *out =
         static_cast<uint8_t *>(a.out) + (row / layout.set * chunks_of(a.K) + chunk) * chunk_bytes(C);
     const int64_t k = chunk * CHUNK + lane * OWN;
@@ -66,39 +29,7 @@ __device__ void store(const RowmmPackArgs &a, const RowsLayout &layout, const fl
             a.copy[int64_t(row) * a.K + k + i] = v[i];
         }
     }
-    for (int mask = WARP / 2; mask > 0; mask /= 2) {
-        most = fmaxf(most, __shfl_xor_sync(~0u, most, mask));
-    }
-    const uint32_t exponent = max(__float_as_uint(most) >> 23, 10u); // so that both powers of two are normal
-    const float up = __uint_as_float((263 - exponent) << 23), down = __uint_as_float((exponent - 9) << 23);
-    __half2 packed[OWN / 2];
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < OWN / 2; i++) {
-        packed[i] = __floats2half2_rn(v[2 * i] * up, v[2 * i + 1] * up);
-        const float2 x = __half22float2(packed[i]);
-        sum += x.x + x.y;
-    }
-    if (layout.wide) {
-#pragma unroll
-        for (int i = 0; i < OWN / 2; i++) { // pair i % 2 of step 2 j + i / 2
-            reinterpret_cast<__half2 *>(out)[((j * 4 + i) * C + column) * 4 + t] = packed[i];
-        }
-    } else {
-        reinterpret_cast<uint4 *>(out)[(j * C + column) * 4 + t] = *reinterpret_cast<uint4 *>(packed);
-    }
-    sum = warp_sum(sum, 4); // of 32 values
-    const float other = __shfl_down_sync(~0u, sum, 4);
-    if (j == 0) { // of k = 64 t and 64 t + 32 onwards, as hi + lo
-        const __half2 high = __floats2half2_rn(sum, other);
-        const float2 x = __half22float2(high);
-        __half2 *sums = reinterpret_cast<__half2 *>(out + chunk_sums(C)) + (column * 4 + t) * 2;
-        sums[0] = high;
-        sums[1] = __floats2half2_rn(sum - x.x, other - x.y);
-    }
-    if (lane == 0) {
-        reinterpret_cast<float *>(out + chunk_sums(C) + 32 * C)[column] = down;
-    }
+    pack_chunk(out, C, row % layout.set, layout.wide, v, most, lane);
 }
 
 // grid: chunks / CHUNK_WARPS, rows.
@@ -109,15 +40,15 @@ __global__ void __launch_bounds__(CHUNK_WARPS *WARP) pack_chunks_kernel(RowmmPac
                   k = chunk * CHUNK + lane * OWN;
     float v[OWN], y[OWN], w[OWN];
     if (a.input == ROWMM_HEAD_RMS) {
-        load(w, a.w, k % a.head, a.head);
+        load_values(w, a.w, k % a.head, a.head);
     }
     wait_for_previous();
     if (chunk >= chunks_of(a.K)) { // a whole warp
         return;
     }
-    load(v, a.x + row * a.x_row, k, a.K);
+    load_values(v, a.x + row * a.x_row, k, a.K);
     if (a.input != ROWMM_PLAIN) {
-        load(y, a.y + row * a.y_row, k, a.K);
+        load_values(y, a.y + row * a.y_row, k, a.K);
     }
     if (a.input == ROWMM_SWIGLU) {
 #pragma unroll
@@ -144,11 +75,11 @@ __global__ void __launch_bounds__(CHUNKS == 2 ? ROW_WARPS / 2 * WARP : ROW_WARPS
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP,
               row = blockIdx.x;
     float v[CHUNKS][OWN], w[OWN], sum = 0;
-    load(w, a.w, warp * CHUNK + lane * OWN, a.K); // of the first chunk
+    load_values(w, a.w, warp * CHUNK + lane * OWN, a.K); // of the first chunk
     wait_for_previous();
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
-        load(v[c], a.x + row * a.x_row, int64_t(warp + c * warps) * CHUNK + lane * OWN, a.K);
+        load_values(v[c], a.x + row * a.x_row, int64_t(warp + c * warps) * CHUNK + lane * OWN, a.K);
         sum += squares(v[c]);
     }
     sum = warp_sum(sum, WARP);
@@ -163,7 +94,7 @@ __global__ void __launch_bounds__(CHUNKS == 2 ? ROW_WARPS / 2 * WARP : ROW_WARPS
         const int64_t chunk = warp + c * warps;
         if (chunk < chunks_of(a.K)) {
             if (c > 0) {
-                load(w, a.w, chunk * CHUNK + lane * OWN, a.K);
+                load_values(w, a.w, chunk * CHUNK + lane * OWN, a.K);
             }
 #pragma unroll
             for (int i = 0; i < OWN; i++) {

@@ -99,6 +99,25 @@ __device__ __forceinline__ void copies_end(uint32_t barrier) {
 #endif
 }
 
+// ---- copies of 16 bytes into shared memory, by the lane itself ----
+
+__device__ __forceinline__ void copy_16(void *shared, const void *global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global)
+                 : "memory");
+}
+// Closes a group of a lane's copies; waits until all but its newest N groups have arrived.
+__device__ __forceinline__ void copies_commit() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int N> __device__ __forceinline__ void copies_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// Brings the line at p to L2; p may be any address of device memory.
+__device__ __forceinline__ void prefetch_l2(const void *p) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
 // Adds 1, behind all that the block's threads wrote before its last barrier, ahead of all they read after the next.
 __device__ __forceinline__ uint32_t count_arrival(uint32_t *counter) {
     uint32_t before;

@@ -32,6 +32,8 @@ void time_attention(bool all);
 void time_rowmm();
 void check_topk(bool all);
 void time_topk();
+void check_moe(bool all);
+void time_moe();
 
 inline void must(int error) {
     if (error != 0) {

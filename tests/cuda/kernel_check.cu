@@ -2,7 +2,8 @@
 //   nvcc -std=c++17 -O3 -fmad=false -arch=native -I native/kernels -o kernel_check
 //       tests/cuda/*.cu native/kernels/*.cu -lcublas
 //   ./kernel_check          # or: ./kernel_check check, ./kernel_check time
-// `few` runs a tenth of the checks, for compute-sanitizer; `brief` times less of attention; `choose`: of choices alone.
+// `few` runs a tenth of the checks, for compute-sanitizer; `brief` times less of attention; `choose`, `moe`: of
+// choices or of the mixture of experts alone.
 #include "harness.h"
 
 // ---- captures ----
@@ -38,17 +39,17 @@ static void check_abandon() {
 int main(int argc, char **argv) {
     const std::string what = argc > 1 ? argv[1] : "";
     const bool timings = what == "time" || what == "brief", checks = what == "check" || what == "few";
-    const bool choose = what == "choose";
-    if (argc > 2 || (!what.empty() && !timings && !checks && !choose)) {
-        printf("usage: kernel_check [check|few|time|brief|choose]\n");
+    const bool choose = what == "choose", moe = what == "moe";
+    if (argc > 2 || (!what.empty() && !timings && !checks && !choose && !moe)) {
+        printf("usage: kernel_check [check|few|time|brief|choose|moe]\n");
         return 2;
     }
     must(cuda::set_device(0));
     must(cudaStreamCreate(&stream));
-    if (choose) {
-        check_choose(true);
+    if (choose || moe) {
+        (choose ? check_choose : check_moe)(true);
         printf("%d checks, %d failed\n", n_checks, n_failed);
-        time_choose();
+        (choose ? time_choose : time_moe)();
         return n_failed == 0 ? 0 : 1;
     }
     if (!timings) {
@@ -59,6 +60,7 @@ int main(int argc, char **argv) {
         check_gemm_kernels(all);
         check_topk(all);
         check_choose(all);
+        check_moe(all);
         if (all) {
             check_abandon();
         }
@@ -70,6 +72,7 @@ int main(int argc, char **argv) {
         time_rowmm();
         time_topk();
         time_choose();
+        time_moe();
     }
     return n_failed == 0 ? 0 : 1;
 }

@@ -1,0 +1,102 @@
+// A mixture of experts on a GPU, in four launches: route, up, down, sum.
+//
+//   route  v = RMS(x) * norm; the router's logits, in F32; each row's experts and their weights; the list of work
+//   up     h = silu(gate v) * (up v) for each row and each of its experts
+//   down   y = down h
+//   sum    out = residual + sum over ranks of weight * y + sigmoid(shared gate . v) * y of the shared expert
+//
+// Rows are grouped by expert on the device, into items of one expert and up to 8 of its rows: nothing synchronises with
+// the host, and the shapes of all launches depend on T and the layer alone, so that all can be captured. An item's
+// weights are read once, and items of one expert follow each other, so that memory is read once for all of them.
+//
+// A row's bits are the same at every T, position and company: a row is one column of the tensor core's tile, and its
+// sums are split and ordered by the weights' shapes alone. Weights and activations enter products as rowmm's do
+// (rowmm.h); the router's logits are sums of F32 products. An expert that nobody chose is not read.
+//
+// No ggml here. Launchers enqueue on `stream` and return a cudaError_t as int. Needs sm_80 or later.
+#pragma once
+
+#include "rowmm.h"
+
+namespace luce {
+
+constexpr int MOE_MAX_ROWS = 512; // of one launch
+constexpr int MOE_MAX_EXPERTS = 512;
+constexpr int MOE_MAX_USED = 32;
+constexpr int64_t MOE_MAX_E = 6144, MOE_MAX_FF = 6144; // what a block's shared memory holds
+
+// What the launches of a layer share.
+struct MoeDims {
+    int32_t T; // rows, 0 .. MOE_MAX_ROWS
+    int32_t n_expert, n_used; // of a row
+    int64_t E, FF; // an expert's matrices are {E, FF} twice and {FF, E}; E is a multiple of 4
+    int64_t FF_shared; // the shared expert's; 0: there is none
+
+    constexpr ROWMM_BOTH bool shared() const { return FF_shared > 0; }
+    // A row has a place for each of its experts, by rank, then all rows have one for the shared expert.
+    constexpr ROWMM_BOTH int64_t places() const { return int64_t(T) * (n_used + (shared() ? 1 : 0)); }
+    constexpr ROWMM_BOTH int64_t h_row() const {
+        return FF > FF_shared ? FF : FF_shared;
+    } // values of a place in h
+};
+
+// Whether a layer of this shape, with T of MOE_MAX_ROWS or less, can be done here.
+bool moe_has(const MoeDims &dims);
+
+// Bytes of what route leaves to the others, and where it has the routes: [T][n_used] I32 expert ids by falling weight,
+// [T][n_used] F32 weights, and [T] F32 sigmoids of the shared gate.
+int64_t moe_routed_bytes(const MoeDims &dims);
+int64_t moe_ids_offset(const MoeDims &dims);
+int64_t moe_weights_offset(const MoeDims &dims);
+int64_t moe_open_offset(const MoeDims &dims);
+
+// Bytes that must be zero before the first route; each leaves them zero.
+constexpr int64_t MOE_COUNTER_BYTES = 1024;
+
+struct MoeRouteArgs {
+    MoeDims dims;
+    const float *x; // [T][E], aligned to 16
+    const float *norm; // [E], aligned to 16
+    float eps;
+    const float *router; // [n_expert][E], aligned to 16
+    const float *shared_gate; // [E], aligned to 16; null where there is no shared expert
+    void *counters; // [MOE_COUNTER_BYTES]; launches that may run at once need their own
+    void *routed; // [moe_routed_bytes(dims)], aligned to 16
+    int32_t overlap; // as in RowmmArgs
+};
+
+// Matrices that each expert has one of, packed by rowmm_permute one behind the other.
+struct MoeMatrix {
+    int32_t type;
+    const void *packed; // of expert 0, aligned to 16
+    int64_t expert_bytes; // from one expert's to the next, a multiple of 16
+};
+
+// up: two matrices (gate, up) {E, FF}, input null; down: one {FF, E} in `first`.
+struct MoeMatmulArgs {
+    MoeDims dims;
+    MoeMatrix first, second; // of the experts
+    MoeMatrix shared_first, shared_second; // of the shared expert, where there is one
+    const void *routed; // what route left
+    const float *h; // down: [places][h_row], what up left; aligned to 16
+    float *out; // up: h; down: y, [places][E]; aligned to 16
+    int32_t overlap;
+};
+
+struct MoeSumArgs {
+    MoeDims dims;
+    const void *routed;
+    const float *y; // aligned to 16
+    const float *residual; // [T][E], aligned to 16
+    float *out; // [T][E], aligned to 16; may be residual
+    int32_t overlap;
+};
+
+namespace cuda {
+int moe_route(const MoeRouteArgs &args, void *stream);
+int moe_up(const MoeMatmulArgs &args, void *stream);
+int moe_down(const MoeMatmulArgs &args, void *stream);
+int moe_sum(const MoeSumArgs &args, void *stream);
+} // namespace cuda
+
+} // namespace luce

@@ -1,0 +1,93 @@
+// A warp's 256 values of one row into a chunk of rowmm's activations (rowmm_layout.h). A lane has 8 values in sequence: 16
+// bytes of F16.
+#pragma once
+
+#include "rowmm_fields.cuh"
+
+#include <cuda_fp16.h>
+
+namespace luce {
+
+constexpr int OWN = 8; // values of a lane
+
+__device__ __forceinline__ float warp_sum(float x, int lanes) {
+    for (int mask = lanes / 2; mask > 0; mask /= 2) {
+        x += __shfl_xor_sync(~0u, x, mask);
+    }
+    return x;
+}
+
+// Values k .. k + 7 of a row of K, zeros beyond its end.
+__device__ __forceinline__ void load_values(float (&v)[OWN], const float *row, int64_t k, int64_t K) {
+    const float *p = row + k;
+    if (k + OWN <= K && reinterpret_cast<uintptr_t>(p) % 16 == 0) {
+        const float4 a = reinterpret_cast<const float4 *>(p)[0], b = reinterpret_cast<const float4 *>(p)[1];
+        v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
+        v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+    } else {
+#pragma unroll
+        for (int i = 0; i < OWN; i++) {
+            v[i] = k + i < K ? p[i] : 0.0f;
+        }
+    }
+}
+
+__device__ __forceinline__ float squares(const float (&v)[OWN]) {
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        sum = fmaf(v[i], v[i], sum);
+    }
+    return sum;
+}
+
+__device__ __forceinline__ float largest(const float (&v)[OWN]) {
+    float most = 0;
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        most = fmaxf(most, fabsf(v[i]));
+    }
+    return most;
+}
+
+// The chunk's power of two brings its largest value to 512 .. 1023, so that sums of 32 fit F16 too. A value that is
+// not finite stays what it is, and its column's products with it. most: the lane's largest value.
+__device__ __forceinline__ void pack_chunk(uint8_t *out, int C, int column, bool wide, const float (&v)[OWN],
+                                           float most, int lane) {
+    const int t = lane / 8, j = lane % 8;
+    for (int mask = WARP / 2; mask > 0; mask /= 2) {
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, mask));
+    }
+    const uint32_t exponent = max(__float_as_uint(most) >> 23, 10u); // so that both powers of two are normal
+    const float up = __uint_as_float((263 - exponent) << 23), down = __uint_as_float((exponent - 9) << 23);
+    __half2 packed[OWN / 2];
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < OWN / 2; i++) {
+        packed[i] = __floats2half2_rn(v[2 * i] * up, v[2 * i + 1] * up);
+        const float2 x = __half22float2(packed[i]);
+        sum += x.x + x.y;
+    }
+    if (wide) {
+#pragma unroll
+        for (int i = 0; i < OWN / 2; i++) { // pair i % 2 of step 2 j + i / 2
+            reinterpret_cast<__half2 *>(out)[((j * 4 + i) * C + column) * 4 + t] = packed[i];
+        }
+    } else {
+        reinterpret_cast<uint4 *>(out)[(j * C + column) * 4 + t] = *reinterpret_cast<uint4 *>(packed);
+    }
+    sum = warp_sum(sum, 4); // of 32 values
+    const float other = __shfl_down_sync(~0u, sum, 4);
+    if (j == 0) { // of k = 64 t and 64 t + 32 onwards, as hi + lo
+        const __half2 high = __floats2half2_rn(sum, other);
+        const float2 x = __half22float2(high);
+        __half2 *sums = reinterpret_cast<__half2 *>(out + chunk_sums(C)) + (column * 4 + t) * 2;
+        sums[0] = high;
+        sums[1] = __floats2half2_rn(sum - x.x, other - x.y);
+    }
+    if (lane == 0) {
+        reinterpret_cast<float *>(out + chunk_sums(C) + 32 * C)[column] = down;
+    }
+}
+
+} // namespace luce

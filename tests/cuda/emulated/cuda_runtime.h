@@ -1,0 +1,266 @@
+// What luce's kernels use of CUDA, on a CPU: a block's threads are contexts of their own on one thread, which change where
+// they wait for each other. Memory is the host's, launches run when they are made. (tests/test_emulated_kernels.py)
+#pragma once
+
+#include <algorithm>
+#include <climits>
+#include <cmath>
+#include <csetjmp>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <type_traits>
+#include <ucontext.h>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __host__
+#define __shared__ static
+#define __align__(n) alignas(n)
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+
+struct uint2 { uint32_t x, y; };
+struct alignas(16) uint4 { uint32_t x, y, z, w; };
+struct float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct dim3 {
+    unsigned x, y, z;
+    dim3(unsigned a = 1, unsigned b = 1, unsigned c = 1) : x(a), y(b), z(c) {}
+};
+inline dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+// ---- a block ----
+
+namespace emulated {
+
+constexpr int WARP = 32;
+struct Fiber {
+    ucontext_t start;
+    jmp_buf at;
+    std::vector<char> stack;
+    bool begun, done;
+};
+inline std::vector<std::unique_ptr<Fiber>> fibers;
+inline int current, alive;
+inline jmp_buf launcher;
+inline std::function<void()> body;
+inline uint8_t *dynamic_shared;
+
+inline void enter();
+// On with thread i, which is not done.
+inline void resume(int i) {
+    Fiber &f = *fibers[size_t(i)];
+    current = i;
+    threadIdx.x = unsigned(i);
+    if (f.begun) {
+        _longjmp(f.at, 1);
+    }
+    f.begun = true;
+    setcontext(&f.start);
+}
+inline void next() {
+    const int n = int(blockDim.x);
+    int i = current;
+    do {
+        i = i + 1 == n ? 0 : i + 1;
+    } while (fibers[size_t(i)]->done);
+    resume(i);
+}
+inline void yield() {
+    if (_setjmp(fibers[size_t(current)]->at) == 0) {
+        next();
+    }
+}
+inline void enter() {
+    body();
+    fibers[size_t(current)]->done = true;
+    if (--alive == 0) {
+        _longjmp(launcher, 1);
+    }
+    next();
+}
+
+// Where n threads wait for each other.
+struct Barrier {
+    int n = 0;
+    unsigned turn = 0;
+    void wait(int total) {
+        const unsigned now = turn;
+        if (++n == total) {
+            n = 0;
+            turn++;
+        }
+        while (turn == now) {
+            yield();
+        }
+    }
+};
+inline Barrier block_barrier, warp_barriers[1024 / WARP];
+
+// What each lane of a warp shows the others; two turns, so that one wait an exchange is enough.
+struct Exchange {
+    uint64_t words[2][WARP][8];
+    int turn[WARP];
+};
+inline Exchange exchanges[1024 / WARP];
+template <typename T> const uint64_t (*exchange(const T &mine))[8] {
+    static_assert(sizeof(T) <= sizeof(uint64_t[8]));
+    const int warp = int(threadIdx.x) / WARP, lane = int(threadIdx.x) % WARP;
+    Exchange &e = exchanges[warp];
+    const int turn = e.turn[lane] ^= 1;
+    memcpy(e.words[turn][lane], &mine, sizeof(mine));
+    warp_barriers[warp].wait(WARP);
+    return e.words[turn];
+}
+template <typename T> T of_lane(const uint64_t (*words)[8], int lane) {
+    T x;
+    memcpy(&x, words[lane], sizeof(x));
+    return x;
+}
+
+template <typename F> void launch(dim3 grid, int threads, size_t shared, const F &kernel) {
+    std::vector<uint8_t> room(shared + 128);
+    dynamic_shared = room.data() + (128 - reinterpret_cast<uintptr_t>(room.data()) % 128);
+    blockDim = dim3(unsigned(threads));
+    gridDim = grid;
+    body = kernel;
+    while (fibers.size() < size_t(threads)) {
+        fibers.emplace_back(new Fiber);
+        fibers.back()->stack.resize(1 << 17);
+    }
+    memset(exchanges, 0, sizeof(exchanges));
+    for (unsigned y = 0; y < grid.y; y++) {
+        for (unsigned x = 0; x < grid.x; x++) {
+            blockIdx = dim3(x, y);
+            memset(room.data(), 0xff, room.size());
+            for (int i = 0; i < threads; i++) {
+                Fiber &f = *fibers[size_t(i)];
+                f.begun = f.done = false;
+                getcontext(&f.start);
+                f.start.uc_stack.ss_sp = f.stack.data();
+                f.start.uc_stack.ss_size = f.stack.size();
+                f.start.uc_link = nullptr;
+                makecontext(&f.start, enter, 0);
+            }
+            alive = threads;
+            if (_setjmp(launcher) == 0) {
+                resume(0);
+            }
+        }
+    }
+}
+
+} // namespace emulated
+
+// ---- intrinsics ----
+
+inline void __syncthreads() { emulated::block_barrier.wait(int(blockDim.x)); }
+inline void __syncwarp() { emulated::warp_barriers[threadIdx.x / 32].wait(32); }
+template <typename T> T __shfl_sync(uint32_t, T x, int lane) {
+    return emulated::of_lane<T>(emulated::exchange(x), lane % 32);
+}
+template <typename T> T __shfl_xor_sync(uint32_t, T x, int mask) {
+    return emulated::of_lane<T>(emulated::exchange(x), int(threadIdx.x % 32) ^ mask);
+}
+template <typename T> T __shfl_up_sync(uint32_t, T x, int n) {
+    const int lane = int(threadIdx.x % 32);
+    return emulated::of_lane<T>(emulated::exchange(x), lane < n ? lane : lane - n);
+}
+template <typename T> T __shfl_down_sync(uint32_t, T x, int n) {
+    const int lane = int(threadIdx.x % 32);
+    return emulated::of_lane<T>(emulated::exchange(x), lane + n > 31 ? lane : lane + n);
+}
+inline bool __all_sync(uint32_t, bool x) {
+    const auto words = emulated::exchange(x);
+    bool all = true;
+    for (int lane = 0; lane < 32; lane++) {
+        all = all && emulated::of_lane<bool>(words, lane);
+    }
+    return all;
+}
+inline uint32_t __match_any_sync(uint32_t, int x) {
+    const auto words = emulated::exchange(x);
+    uint32_t same = 0;
+    for (int lane = 0; lane < 32; lane++) {
+        same |= uint32_t(emulated::of_lane<int>(words, lane) == x) << lane;
+    }
+    return same;
+}
+template <typename T> T atomicAdd(T *p, T x) {
+    const T before = *p;
+    *p += x;
+    return before;
+}
+template <typename A, typename B> std::common_type_t<A, B> min(A a, B b) {
+    using T = std::common_type_t<A, B>;
+    return T(a) < T(b) ? T(a) : T(b);
+}
+template <typename A, typename B> std::common_type_t<A, B> max(A a, B b) {
+    using T = std::common_type_t<A, B>;
+    return T(a) < T(b) ? T(b) : T(a);
+}
+using std::isfinite;
+using std::isinf;
+using std::isnan;
+inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline uint32_t __float_as_uint(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+inline float __uint_as_float(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+inline int __popc(uint32_t x) { return __builtin_popcount(x); }
+inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
+    const uint64_t bytes = uint64_t(high) << 32 | low;
+    uint32_t out = 0;
+    for (int i = 0; i < 4; i++) {
+        out |= uint32_t(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    }
+    return out;
+}
+template <typename T> T __ldcg(const T *p) { return *p; }
+template <typename T> void __stcg(T *p, T x) { *p = x; }
+
+// ---- the runtime ----
+
+using cudaStream_t = void *;
+using cudaEvent_t = void *;
+using cudaError_t = int;
+enum { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9 };
+enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
+enum { cudaFuncAttributeMaxDynamicSharedMemorySize };
+template <typename F> cudaError_t cudaFuncSetAttribute(F *, int, int) { return cudaSuccess; }
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline cudaError_t cudaMalloc(void **p, size_t n) {
+    *p = aligned_alloc(256, (n + 255) / 256 * 256);
+    return *p == nullptr;
+}
+inline cudaError_t cudaFree(void *p) {
+    free(p);
+    return cudaSuccess;
+}
+inline cudaError_t cudaMemset(void *p, int byte, size_t n) {
+    memset(p, byte, n);
+    return cudaSuccess;
+}
+inline cudaError_t cudaMemcpy(void *to, const void *from, size_t n, cudaMemcpyKind) {
+    memcpy(to, from, n);
+    return cudaSuccess;
+}
+inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaEventCreate(cudaEvent_t *) { return cudaSuccess; }
+inline cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
+inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
+inline cudaError_t cudaEventElapsedTime(float *, cudaEvent_t, cudaEvent_t) { return cudaErrorInvalidValue; }

@@ -1,0 +1,22 @@
+// Runs kernel checks on a CPU.
+#include "harness.h"
+
+const char *luce::cuda::error_text(int error) {
+    return error == 1 ? "an argument is not valid" : "an error of the emulation";
+}
+int luce::cuda::capture_begin(void *) {
+    return 1;
+}
+int luce::cuda::capture_end(void *, void **) {
+    return 1;
+}
+int luce::cuda::capture_launch(void *, void *) {
+    return 1;
+}
+void luce::cuda::capture_free(void *) {}
+
+int main() {
+    check_moe(false);
+    printf("%d checks, %d failed\n", n_checks, n_failed);
+    return n_failed == 0 ? 0 : 1;
+}

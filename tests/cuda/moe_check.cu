@@ -1,0 +1,222 @@
+// Checks of the mixture of experts: against double precision, and that a row's bits depend on that row alone, whoever
+// shares its experts.
+#include "moe_reference.h"
+
+using namespace moe_test;
+
+namespace {
+
+Routed run(Mixture &l, const Floats &x, bool overlap, int replays = 1) {
+    MoeDims d = l.dims;
+    d.T = int32_t(x.size() / size_t(d.E));
+    Buffers b(d, x);
+    if (replays == 1) {
+        b.enqueue(l, overlap);
+    } else {
+        void *graph = nullptr;
+        must(cuda::capture_begin(stream));
+        b.enqueue(l, overlap);
+        must(cuda::capture_end(stream, &graph));
+        for (int i = 0; i < replays; i++) {
+            must(cuda::capture_launch(graph, stream));
+        }
+        must(cudaStreamSynchronize(stream));
+        cuda::capture_free(graph);
+    }
+    must(cudaStreamSynchronize(stream));
+    const std::vector<uint8_t> after = l.counters.get();
+    expect(std::all_of(after.begin(), after.end(), [](uint8_t c) { return c == 0; }), "moe leaves its counters at zero");
+    return b.get();
+}
+
+Floats random_rows(int T, int64_t E) {
+    Floats x = normals(size_t(T) * E);
+    for (float &v : x) {
+        v *= pick(100) == 0 ? 8.0f : 1.0f;
+    }
+    return x;
+}
+
+// Whether a row's experts are those with the largest logits, in falling order, and its weights their softmax.
+bool good_route(const Mixture &l, const Expected &e, const int32_t *ids, const float *weights) {
+    constexpr double NEAR = 2e-5; // of F32 sums
+    const int used = l.dims.n_used;
+    std::vector<bool> taken(size_t(l.dims.n_expert), false);
+    double total = 0, least = INFINITY;
+    for (int r = 0; r < used; r++) {
+        if (ids[r] < 0 || ids[r] >= l.dims.n_expert || taken[size_t(ids[r])]) {
+            return false;
+        }
+        taken[size_t(ids[r])] = true;
+        const double x = e.logits[size_t(ids[r])];
+        if (x > least + NEAR) {
+            return false;
+        }
+        least = std::min(least, x);
+        total += std::exp(x - e.logits[size_t(ids[0])]);
+    }
+    for (int n = 0; n < l.dims.n_expert; n++) {
+        if (!taken[size_t(n)] && e.logits[size_t(n)] > least + NEAR) {
+            return false;
+        }
+    }
+    for (int r = 0; r < used; r++) {
+        const double w = std::exp(e.logits[size_t(ids[r])] - e.logits[size_t(ids[0])]) / total;
+        if (!(std::fabs(weights[r] - w) < 1e-4)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// The rms of what is wrong over the rms of what is expected, of the rows in `some`.
+double error_of(const Mixture &l, const Floats &x, const Routed &got, const Ints &some, bool &routes) {
+    const int64_t E = l.dims.E;
+    const int used = l.dims.n_used;
+    double error = 0, size = 0;
+    for (int t : some) {
+        const Expected e = expected_row(l, &x[size_t(t * E)], &got.ids[size_t(t * used)]);
+        routes = routes && good_route(l, e, &got.ids[size_t(t * used)], &got.weights[size_t(t * used)]);
+        for (int64_t i = 0; i < E; i++) {
+            const double expected = e.ffn[size_t(i)], found = double(got.out[size_t(t * E + i)]) - x[size_t(t * E + i)];
+            error += (found - expected) * (found - expected);
+            size += expected * expected;
+        }
+    }
+    return std::sqrt(error / size);
+}
+
+// Rows of `base` again, in other widths and companies: among junk, NaN and inf, more than once.
+void check_company(Mixture &l, const Floats &x, const Routed &base, const Ints &widths, bool captures,
+                   const std::string &what) {
+    const int64_t E = l.dims.E, n_base = int64_t(x.size()) / E;
+    for (int T : widths) {
+        Floats in(size_t(T) * E);
+        Ints from(T, -1);
+        const int sure = pick(T);
+        for (int t = 0; t < T; t++) {
+            const int junk = t == sure ? 9 : pick(6); // about half are rows of the base
+            from[t] = junk < 3 ? -1 : pick(int(n_base));
+            for (int64_t k = 0; k < E; k++) {
+                float &v = in[size_t(t * E + k)];
+                v = junk == 0 ? NAN : junk == 1 ? (k % 7 == 0 ? INFINITY : 3e38f) : float(pick(1000)) * 1e30f;
+                v = from[t] >= 0 ? x[size_t(from[t] * E + k)] : v;
+            }
+        }
+        const Routed got = run(l, in, T % 2 == 1, captures && T % 3 == 0 ? 2 : 1);
+        bool same = true, shows = true;
+        for (int t = 0; t < T; t++) {
+            const float *row = &got.out[size_t(t * E)];
+            if (from[t] >= 0) {
+                same = same && same_bits(row, &base.out[size_t(from[t] * E)], size_t(E));
+            } else if (std::isnan(in[size_t(t * E)])) {
+                shows = shows && std::none_of(row, row + E, [](float v) { return std::isfinite(v); });
+            }
+        }
+        expect(same, "moe bits of " + what + " at " + std::to_string(T) + " rows");
+        expect(shows, "moe shows NaN of " + what + " at " + std::to_string(T) + " rows");
+    }
+}
+
+std::string name(const MoeDims &d, const Types &t) {
+    const auto type = [](int id) { return std::string(rowmm_test::type_of(id).name); };
+    return type(t.gate) + "/" + type(t.up) + "/" + type(t.down) + "/" + type(t.shared) + " " + std::to_string(d.E) + "x" +
+           std::to_string(d.FF) + "+" + std::to_string(d.FF_shared) + ", " + std::to_string(d.n_used) + " of " +
+           std::to_string(d.n_expert);
+}
+
+void check_mixture(const MoeDims &dims, const Types &types, int n_base, const Ints &widths, bool captures) {
+    Mixture l(dims, types, uint32_t(dims.n_expert) * 100 + uint32_t(types.down));
+    const std::string what = name(dims, types);
+    const Floats x = random_rows(n_base, dims.E);
+    const Routed base = run(l, x, false);
+    Ints some;
+    for (int i = 0; i < std::min(n_base, 6); i++) {
+        some.push_back(i * n_base / std::min(n_base, 6));
+    }
+    bool routes = true;
+    const double error = error_of(l, x, base, some, routes);
+    printf("  moe %-50s error %.2e\n", what.c_str(), error);
+    expect(error < 2e-3, "moe " + what + " is off by " + std::to_string(error));
+    expect(routes, "moe routes of " + what);
+    check_company(l, x, base, widths, captures, what);
+}
+
+// Router rows that are all zero but for one value of v make any choice: x[0] is the same in all rows.
+Mixture &steer(Mixture &l, Floats &x, const Floats &favour) {
+    const int64_t E = l.dims.E;
+    for (size_t t = 0; t < x.size() / size_t(E); t++) {
+        x[t * size_t(E)] = 4;
+    }
+    l.norm[0] = 1;
+    l.d_norm.set(l.norm);
+    Floats router(size_t(l.dims.n_expert * E), 0.0f);
+    for (int n = 0; n < l.dims.n_expert; n++) {
+        router[size_t(n * E)] = favour[size_t(n)];
+    }
+    l.set_router(router);
+    return l;
+}
+
+// Ties go to the lowest ids; all rows on the same experts; what nobody chose may be anything.
+void check_choices(int T) {
+    const MoeDims dims = {0, 8, 3, 256, 64, 0};
+    Mixture l(dims, {8, 8, 8, 8}, 77);
+    Floats x = random_rows(T, dims.E);
+    steer(l, x, {1, 1, 5, 3, 1, 5, 5, 2});
+    const Routed all = run(l, x, true);
+    bool ids = true, weights = true;
+    for (int t = 0; t < T; t++) {
+        ids = ids && all.ids[size_t(t * 3)] == 2 && all.ids[size_t(t * 3 + 1)] == 5 && all.ids[size_t(t * 3 + 2)] == 6;
+        for (int r = 0; r < 3; r++) {
+            weights = weights && std::fabs(all.weights[size_t(t * 3 + r)] - 1.0f / 3) < 1e-6f;
+        }
+    }
+    expect(ids, "moe takes the lowest of equal experts");
+    expect(weights, "moe gives equal experts equal weights");
+    bool routes = true;
+    expect(error_of(l, x, all, {0, T - 1}, routes) < 2e-3, "moe of rows that all chose the same");
+    for (Matrices *m : {&l.gate, &l.up, &l.down}) {
+        must(cudaMemset(m->packed.p, 0xff, size_t(2 * m->bytes()))); // experts 0 and 1
+        must(cudaMemset(m->packed.p + 7 * m->bytes(), 0xff, size_t(m->bytes())));
+    }
+    expect(same_bits(run(l, x, false).out, all.out), "moe reads no expert that nobody chose");
+    steer(l, x, {1, 1, INFINITY, 3, 1, 5, 5, 2});
+    const Routed bad = run(l, x, true);
+    bool first = true, nan = true;
+    for (int t = 0; t < T; t++) {
+        for (int r = 0; r < 3; r++) {
+            first = first && bad.ids[size_t(t * 3 + r)] == r;
+            nan = nan && std::isnan(bad.weights[size_t(t * 3 + r)]);
+        }
+    }
+    expect(first && nan, "moe shows a router's logit that is not finite");
+}
+
+} // namespace
+
+// `all` false: small shapes and few widths, for compute-sanitizer and the emulation.
+void check_moe(bool all) {
+    const MoeDims small = {0, 8, 3, 512, 256, 64};
+    check_choices(all ? 64 : 11);
+    check_mixture(small, {12, 12, 14, 8}, all ? 64 : 10, all ? Ints{1, 2, 3, 7, 8, 9, 16, 17, 33, 64} : Ints{1, 9}, all);
+    check_mixture({0, 5, 2, 1060, 40, 24}, {1, 0, 30, 1}, 9, {1, 12}, all); // 5 chunks in 4 parts
+    if (!all) {
+        return;
+    }
+    const Ints widths = {1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 20, 24, 32, 40, 48, 63, 64, 100, 300, 512};
+    for (int type : {12, 14, 8, 1, 13}) { // Q4_K, Q6_K, Q8_0, F16, Q5_K
+        check_mixture({0, 16, 4, 512, 512, 256}, {type, type, type, type}, 64, widths, true);
+    }
+    for (const rowmm_test::Type &t : rowmm_test::TYPES) { // each beside another
+        check_mixture({0, 4, 1, 256, 512, 256}, {t.id, 12, t.id, t.id}, 20, {1, 5, 40}, true);
+        check_mixture({0, 6, 6, 512, 256, 0}, {12, t.id, t.id, 12}, 20, {1, 5, 40}, true);
+        if (t.values < 256) {
+            check_mixture({0, 4, 2, 288, 96, 32}, {t.id, t.id, t.id, t.id}, 20, {1, 6, 64}, true);
+        }
+    }
+    check_mixture({0, 256, 8, 256, 256, 256}, {12, 12, 14, 8}, 64, widths, true);
+    check_mixture({0, 512, 10, 256, 32, 0}, {8, 8, 8, 8}, 64, {1, 8, 64, 512}, true);
+    check_mixture({0, 12, 8, 2048, 512, 512}, {12, 12, 14, 8}, 64, widths, true);
+    check_mixture({0, 4, 2, 6144, 1536, 768}, {12, 13, 12, 14}, 64, {1, 2, 9, 64}, true);
+}

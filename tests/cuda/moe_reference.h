@@ -1,0 +1,181 @@
+// A mixture of experts of random weights, and what its formulas give in double precision.
+#pragma once
+
+#include "harness.h"
+#include "moe.h"
+#include "rowmm_reference.h"
+
+#include <numeric>
+
+namespace moe_test {
+
+using rowmm_test::Bytes;
+
+// Matrices [n][N][K] of one type: as ggml has them, as numbers, and packed on the device.
+struct Matrices {
+    int type = 0;
+    int64_t K = 0, N = 0, n = 0;
+    Floats values;
+    Device<uint8_t> packed;
+
+    Matrices(int type, int64_t K, int64_t N, int64_t n, uint32_t seed)
+        : type(type), K(K), N(N), n(n), packed(size_t(n * rowmm_packed_bytes(type, K, N))) {
+        const Bytes blocks = rowmm_test::random_weights(type, K, N * n, seed);
+        values = rowmm_test::dequantised(type, blocks);
+        Device<uint8_t> src(blocks);
+        for (int64_t e = 0; e < n; e++) {
+            must(cuda::rowmm_permute({type, K, N, src.p + e * (blocks.size() / size_t(n)), packed.p + e * bytes()}, stream));
+        }
+        must(cudaStreamSynchronize(stream));
+    }
+    int64_t bytes() const { return rowmm_packed_bytes(type, K, N); }
+    MoeMatrix matrix() const { return {type, packed.p, bytes()}; }
+    // The product of expert e's matrix with x.
+    Doubles times(int64_t e, const Doubles &x) const {
+        Doubles out(static_cast<size_t>(N));
+        for (int64_t i = 0; i < N; i++) {
+            const float *w = &values[size_t((e * N + i) * K)];
+            double sum = 0;
+            for (int64_t k = 0; k < K; k++) {
+                sum += w[k] * x[size_t(k)];
+            }
+            out[size_t(i)] = sum;
+        }
+        return out;
+    }
+};
+
+struct Types {
+    int gate, up, down, shared;
+};
+
+// A layer. dims.T is a run's.
+struct Mixture {
+    MoeDims dims;
+    Floats router, norm, shared_gate;
+    Matrices gate, up, down, gate_s, up_s, down_s;
+    Device<float> d_router, d_norm, d_shared_gate;
+    Device<uint8_t> counters{size_t(MOE_COUNTER_BYTES)};
+
+    static constexpr float EPS = 1e-6f;
+
+    Mixture(const MoeDims &dims, const Types &t, uint32_t seed)
+        : dims(dims), router(normals(size_t(dims.n_expert * dims.E), 0.05f)), norm(normals(size_t(dims.E), 0.3f)),
+          shared_gate(normals(size_t(dims.E), 0.05f)), gate(t.gate, dims.E, dims.FF, dims.n_expert, seed),
+          up(t.up, dims.E, dims.FF, dims.n_expert, seed + 1), down(t.down, dims.FF, dims.E, dims.n_expert, seed + 2),
+          gate_s(t.shared, dims.E, ff(dims), 1, seed + 3), up_s(t.shared, dims.E, ff(dims), 1, seed + 4),
+          down_s(t.shared, ff(dims), dims.E, 1, seed + 5), d_router(router), d_norm(norm), d_shared_gate(shared_gate) {
+        for (float &w : norm) {
+            w += 1;
+        }
+        d_norm.set(norm);
+        must(cudaMemset(counters.p, 0, counters.n));
+    }
+    static int64_t ff(const MoeDims &d) { return d.shared() ? d.FF_shared : d.FF; } // then not used
+    void set_router(const Floats &to) {
+        router = to;
+        d_router.set(to);
+    }
+};
+
+// What the launches of a layer leave, of T rows.
+struct Routed {
+    std::vector<int32_t> ids;
+    Floats weights, open, out; // [T][n_used], [T], [T][E]
+};
+
+struct Buffers {
+    MoeDims dims;
+    Device<float> x, h, y, out;
+    Device<uint8_t> routed;
+
+    Buffers(const MoeDims &d, const Floats &rows)
+        : dims(d), x(rows), h(size_t(d.places() * d.h_row())), y(size_t(d.places() * d.E)), out(rows.size()),
+          routed(size_t(moe_routed_bytes(d))) {}
+
+    void enqueue(Mixture &l, bool overlap) {
+        must(cuda::moe_route({dims, x.p, l.d_norm.p, Mixture::EPS, l.d_router.p, l.d_shared_gate.p, l.counters.p, routed.p,
+                              overlap}, stream));
+        MoeMatmulArgs a = {dims, l.gate.matrix(), l.up.matrix(), l.gate_s.matrix(), l.up_s.matrix(), routed.p,
+                           nullptr, h.p, overlap};
+        must(cuda::moe_up(a, stream));
+        a.first = l.down.matrix();
+        a.shared_first = l.down_s.matrix();
+        a.h = h.p;
+        a.out = y.p;
+        must(cuda::moe_down(a, stream));
+        must(cuda::moe_sum({dims, routed.p, y.p, x.p, out.p, overlap}, stream));
+    }
+    Routed get() const {
+        const std::vector<uint8_t> bytes = routed.get();
+        Routed r{std::vector<int32_t>(size_t(dims.T * dims.n_used)), Floats(size_t(dims.T * dims.n_used)),
+                 Floats(dims.shared() ? size_t(dims.T) : 0), out.get()};
+        memcpy(r.ids.data(), &bytes[size_t(moe_ids_offset(dims))], r.ids.size() * 4);
+        memcpy(r.weights.data(), &bytes[size_t(moe_weights_offset(dims))], r.weights.size() * 4);
+        if (!r.open.empty()) {
+            memcpy(r.open.data(), &bytes[size_t(moe_open_offset(dims))], r.open.size() * 4);
+        }
+        return r;
+    }
+};
+
+// ---- in double precision ----
+
+inline double silu(double x) {
+    return x / (1 + std::exp(-x));
+}
+
+struct Expected {
+    Doubles logits; // of the experts
+    Doubles ffn; // what is added to the row, by the experts in `ids` and their weights
+};
+
+inline Expected expected_row(const Mixture &l, const float *x, const int32_t *ids) {
+    const MoeDims &d = l.dims;
+    Doubles v(static_cast<size_t>(d.E));
+    double squares = 0;
+    for (int64_t k = 0; k < d.E; k++) {
+        squares += double(x[k]) * x[k];
+    }
+    for (int64_t k = 0; k < d.E; k++) {
+        v[size_t(k)] = x[k] / std::sqrt(squares / double(d.E) + Mixture::EPS) * l.norm[size_t(k)];
+    }
+    const auto dot = [&](const float *w) {
+        double sum = 0;
+        for (int64_t k = 0; k < d.E; k++) {
+            sum += w[k] * v[size_t(k)];
+        }
+        return sum;
+    };
+    Expected e{Doubles(), Doubles(static_cast<size_t>(d.E))};
+    for (int n = 0; n < d.n_expert; n++) {
+        e.logits.push_back(dot(&l.router[size_t(n * d.E)]));
+    }
+    double top = -1e300, total = 0;
+    for (int r = 0; r < d.n_used; r++) {
+        top = std::max(top, e.logits[size_t(ids[r])]);
+    }
+    for (int r = 0; r < d.n_used; r++) {
+        total += std::exp(e.logits[size_t(ids[r])] - top);
+    }
+    const auto add = [&](const Matrices &gate, const Matrices &up, const Matrices &down, int64_t expert, double weight) {
+        Doubles h = gate.times(expert, v);
+        const Doubles u = up.times(expert, v);
+        for (size_t i = 0; i < h.size(); i++) {
+            h[i] = silu(h[i]) * u[i];
+        }
+        const Doubles y = down.times(expert, h);
+        for (size_t i = 0; i < y.size(); i++) {
+            e.ffn[i] += weight * y[i];
+        }
+    };
+    for (int r = 0; r < d.n_used; r++) {
+        add(l.gate, l.up, l.down, ids[r], std::exp(e.logits[size_t(ids[r])] - top) / total);
+    }
+    if (d.shared()) {
+        add(l.gate_s, l.up_s, l.down_s, 0, 1 / (1 + std::exp(-dot(l.shared_gate.data()))));
+    }
+    return e;
+}
+
+} // namespace moe_test

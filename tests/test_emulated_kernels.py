@@ -1,0 +1,49 @@
+"""CUDA kernels whose checks run on a CPU too: the same sources are compiled as C++ over an emulation of a
+block's threads and of the tensor core. This proves indices, layouts, and who waits for whom in a block. It
+says nothing of a device's rounding, of memory order between blocks, or of speed."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+KERNELS, CHECKS = ROOT / "native/kernels", ROOT / "tests/cuda"
+
+
+def as_cpp(text: str) -> str:
+    """Launches and dynamic shared memory in C++; what else CUDA adds are macros."""
+    text = re.sub(r"extern __shared__ [^;]*?(\w+)\[\];", r"uint8_t *\1 = emulated::dynamic_shared;", text)
+    return re.sub(
+        r"(\w+(?:<\w+>)?)\s*<<<(.*?),(.*?),([^,]*?),\s*(\w+)>>>\((.*?)\);",
+        r"emulated::launch(\2, \3, \4, [&] { \1(\6); });",
+        text,
+        flags=re.S,
+    )
+
+
+def build(folder: Path, kernels: list[str], checks: list[str]) -> Path:
+    for source in [*KERNELS.glob("*.h"), *KERNELS.glob("*.cuh"), *CHECKS.glob("*.h")]:
+        (folder / source.name).write_text(as_cpp(source.read_text()))
+    for header in (CHECKS / "emulated").iterdir():
+        shutil.copy(header, folder)
+    objects = []
+    for source in [*(KERNELS / name for name in kernels), *(CHECKS / name for name in checks)]:
+        (folder / source.name).with_suffix(".cpp").write_text(as_cpp(source.read_text()))
+    commands = []
+    for source in folder.glob("*.cpp"):
+        objects.append(str(source.with_suffix(".o")))
+        command = ["c++", "-std=c++17", "-O1", "-w", "-ffp-contract=off", "-I", str(folder)]
+        command += ["-include", "cuda_runtime.h", "-c", str(source)]
+        commands.append(subprocess.Popen([*command, "-o", objects[-1]], cwd=folder))
+    assert all(command.wait() == 0 for command in commands)
+    subprocess.run(["c++", *objects, "-o", str(folder / "check")], check=True)
+    return folder / "check"
+
+
+def test_mixture_of_experts(tmp_path: Path) -> None:
+    program = build(tmp_path, ["rowmm_permute.cu", "moe_route.cu", "moe_matmul.cu"], ["moe_check.cu"])
+    run = subprocess.run([program], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
