@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import tiny
 from click.testing import CliRunner
+from hypothesis import Phase, settings
 
 import luce
 from luce import _native
@@ -32,12 +33,22 @@ def pytest_addoption(parser):
         "--luce-lib", type=Path, metavar="DIR", help="test the libluce in DIR instead of the installed one"
     )
     parser.addoption("--luce-device", default="cpu", help="where models run: cpu (default), cuda, cuda:N")
+    parser.addoption("--luce-device-only", action="store_true", help="only tests that run models there")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "sanitize: loader and ABI tests that sanitizer builds run as well")
+    # For hours that are dear: a failure is shown as it was found.
+    settings.register_profile("unshrunk", phases=[Phase.explicit, Phase.reuse, Phase.generate])
     if folder := config.getoption("--luce-lib"):
         _native.use(_native.load(folder, HEADER))
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--luce-device-only"):
+        others = [item for item in items if "device" not in item.fixturenames]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if "device" in item.fixturenames]
 
 
 @pytest.fixture(scope="session")

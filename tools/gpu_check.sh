@@ -1,109 +1,311 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call: build for it, check the kernels, run the whole test suite on the
-# device, measure the 27b oracle alone and beside llama.cpp. Meant for a machine without a network.
+# Everything that needs a GPU, for a machine without a network: stages in the order of what they are worth, each within
+# a limit of its own. What has ended well is not run again, so a second call goes on where the first was cut.
 #
-#   tools/gpu_check.sh [build] [kernels] [oracle] [bench] [prefill] [batch] [sweep] [gap] [tests]
-#                                                                          (default: all, in this order)
+#   tools/gpu_check.sh [STAGE ...]      (in the order given; default: all of them, in this order)
+#     build     the library, and its kernels' checks
+#     oracle    the oracle model, which is made beside the stages after this one, until one needs it
+#     kernels   the kernels against double precision, a process for each part
+#     suite     the tests that use the device, in slices; how far tokens and logits are from where they belong
+#     peer      decoding beside llama.cpp: plain, with drafts, auto
+#     auto      drafts of fixed length, then auto in a process of its own
+#     sampled   the same model sampled, beside greedy
+#     sweep     what a step costs by rows and context
+#     prefill   prompts beside llama.cpp, by length
+#     dflash    blocks and trees of a DFlash drafter
+#     zero      what auto costs where no draft is right
+#     batch     several sequences beside llama.cpp, whose server has as many slots
+#     serve     the servers beside each other
+#     sanitize  the reduced kernel checks under memcheck, racecheck and synccheck, all at once
+#     gap       rows that change other rows' bits in ggml, by op
 #
 # Reads from GPU_KIT (default .gpu, git-ignored), packed where there is a network:
 #   cache.tar.xz  luce's cache folder, as tools/fetch_ggml.py leaves it: `tar -C ~/.cache -cJf ... luce`
 #   peer.tar.xz   `peer/bin/` with llama-bench, llama-batched-bench and llama-server of the same archive
-#   *.whl         cffi and gguf, where the machine's Python lacks them
-# Writes results, logs and bench rows to OUT (default .gpu/out).
-set -euo pipefail
+#   *.whl         what the machine's Python lacks of luce[test]
+# Writes results, logs and rows to OUT (default .gpu/out). Keeps what it made and what is done in GPU_WORK (default
+# /var/tmp/luce-gpu). WITHIN: seconds for all of it; a stage that finds too little left is cut or left out, and said.
+# SLICE, WORKERS: of the suite. COMMIT: of the rows, where this is no checkout. GPU_DEVICE=cpu and GPU_SHAPE=mini try the
+# stages that measure without a GPU.
+set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-kit=$(realpath "${GPU_KIT:-.gpu}")
-out=${OUT:-$kit/out}
+kit=$(realpath -m "${GPU_KIT:-.gpu}")
+out=$(realpath -m "${OUT:-$kit/out}")
 work=${GPU_WORK:-/var/tmp/luce-gpu}
+device=${GPU_DEVICE:-cuda}
 shape=${GPU_SHAPE:-27b}
-mkdir -p "$out" "$work"
-stages=${*:-build kernels oracle bench prefill batch sweep gap tests}
-export PATH=/usr/local/cuda/bin:$PATH PYTHONUNBUFFERED=1
+zero_shape=${ZERO_SHAPE:-9b}
+rounds=${ROUNDS:-2}
+within=${WITHIN:-100000}
+slice=${SLICE:-110}
+workers=${WORKERS:-12}
+threads=${THREADS:-16}
+all="build oracle kernels suite peer auto sampled sweep prefill dflash zero batch serve sanitize gap"
+stages=${*:-$all}
+for stage in $stages; do
+    [[ " $all " == *" $stage "* ]] || { echo "no stage $stage; there are $all" >&2; exit 2; }
+done
+mkdir -p "$out" "$work/done"
+export PATH=/usr/local/cuda/bin:$PATH PYTHONUNBUFFERED=1 XDG_CACHE_HOME=$work/cache
 export LD_LIBRARY_PATH=/usr/local/cuda/lib64:$work/peer/bin:${LD_LIBRARY_PATH:-}
+export PYTHONPATH=$work/site:$PWD${PYTHONPATH:+:$PYTHONPATH}
+oracle=$XDG_CACHE_HOME/luce/oracle-$shape-0.8.gguf
+bad=()
+making=
 
-want() { [[ " $stages " == *" $1 "* ]]; }
 say() { printf '\n==== %s (%d s)\n' "$*" $SECONDS; }
+left() { echo $((within - SECONDS)); }
+brief() { cut -c1-"${2:-200}" | tail -n "$1"; }
+table() { grep '^|' "$out/$1.txt" | grep -v '^| ---' | brief 40 230; }
+
+# run NAME LIMIT COMMAND..: once, in at most LIMIT seconds and what is left; its output goes to OUT/NAME.txt, which is
+# given out again after an earlier call's success. Its status is COMMAND's; 124: cut.
+run() {
+    local name=$1 limit=$2 begin=$SECONDS status=0
+    shift 2
+    if [[ -e $work/done/$name ]]; then
+        echo "-- $name: done before"
+        return 0
+    fi
+    (($(left) < limit)) && limit=$(left)
+    if ((limit < 10)); then
+        echo "-- $name: LEFT OUT, no time"
+        bad+=("$name")
+        return 125
+    fi
+    timeout --foreground -s INT -k 15 "$limit" "$@" >"$out/$name.txt" 2>&1 || status=$?
+    if ((status == 0)); then
+        touch "$work/done/$name"
+        echo "-- $name: ok, $((SECONDS - begin)) s"
+    else
+        bad+=("$name")
+        echo "-- $name: $( ((status == 124)) && echo CUT || echo "FAILED with $status"), $((SECONDS - begin)) s"
+        brief "${show:-12}" <"$out/$name.txt"
+    fi
+    return "$status"
+}
+
+have_peer() { [[ -d $work/peer/bin ]] || tar -C "$work" -xJf "$kit/peer.tar.xz"; }
+make_oracle() { nice python3 tools/make_oracle.py --shape "$shape" --accept 0.8 "$oracle" >"$out/oracle.txt" 2>&1; }
+have_oracle() {
+    [[ -z $making ]] || wait "$making"
+    making=
+    [[ -e $oracle ]] || make_oracle || { brief 5 <"$out/oracle.txt"; exit 1; }
+}
+# luce's bench of the oracle model: bench NAME LIMIT OPTIONS..
+bench() {
+    local name=$1 limit=$2
+    shift 2
+    run "$name" "$limit" python3 -m luce bench oracle --cache "$XDG_CACHE_HOME" --device "$device" --threads "$threads" \
+        --commit "${COMMIT:-}" --save "$out" --quiet --md "$@" && table "$name"
+}
+# beside llama.cpp: peer NAME LIMIT SCRIPT OPTIONS..
+peer() {
+    local name=$1 limit=$2 script=$3
+    shift 3
+    run "$name" "$limit" python3 "bench/$script" "$oracle" --bin "$work/peer/bin" --device "$device" --threads "$threads" \
+        --commit "${COMMIT:-}" --save "$out" "$@" && table "$name"
+}
+trap '[[ -z $making ]] || kill "$making" 2>/dev/null' EXIT
 
 if compgen -G "$kit/*.whl" >/dev/null && [[ ! -d $work/site ]]; then
     python3 -m pip install -q --no-index --no-deps --no-compile --target "$work/site" "$kit"/*.whl
 fi
-export PYTHONPATH=$work/site:$PWD XDG_CACHE_HOME=$work/cache
 if [[ ! -d $work/cache ]]; then
     mkdir "$work/cache"
-    tar -C "$work/cache" -xJf "$kit/cache.tar.xz"
+    [[ ! -e $kit/cache.tar.xz ]] || tar -C "$work/cache" -xJf "$kit/cache.tar.xz"
 fi
 
-if want build; then
-    say "build"
-    if [[ -f $kit/prebuilt.tar.xz ]]; then # for a quick second look only; records come from a build here
-        tar -C luce -xJf "$kit/prebuilt.tar.xz"
-    else
-        cmake -G Ninja -S . -B "$work/build" -DLUCE_CUDA=ON >"$out/cmake.log" 2>&1
-        grep "luce:" "$out/cmake.log"
-        cmake --build "$work/build" -j "$(nproc)" >"$out/build.log" 2>&1 || { tail -n 30 "$out/build.log"; exit 1; }
-        cmake --install "$work/build" --prefix . >/dev/null
-    fi
-    python3 -c 'from luce._native import default as d; print(d().version, [x.description for x in d().devices()])'
-fi
-
-if want kernels; then
-    say "kernels"
-    mkdir -p "$work/kernels"
+build_library() {
+    cmake -G Ninja -S . -B "$work/build" -DLUCE_CUDA=ON && grep CUDA_ARCHITECTURES "$work/build/CMakeCache.txt" &&
+        cmake --build "$work/build" -j "$(nproc)" && cmake --install "$work/build" --prefix .
+}
+build_checks() {
+    local arch
     arch=$(nvidia-smi -i 0 --query-gpu=compute_cap --format=csv,noheader | tr -d .)
     arch=${arch/#90/90a} # with Hopper's own instructions
+    mkdir -p "$work/kernels"
     printf '%s\n' tests/cuda/*.cu native/kernels/*.cu | xargs -P "$(nproc)" -I{} sh -c \
         'nvcc -std=c++17 -O3 -fmad=false -gencode "arch=compute_$3,code=sm_$3" -Inative/kernels -c "$1" \
-            -o "$2/$(basename "$1").o"' _ {} "$work/kernels" "$arch"
-    nvcc -o "$work/kernel_check" "$work"/kernels/*.o -lcublas
-    "$work/kernel_check" 2>&1 | tee "$out/kernels.txt"
-fi
+            -o "$2/$(basename "$1").o"' _ {} "$work/kernels" "$arch" &&
+        nvcc -o "$work/kernel_check" "$work"/kernels/*.o -lcublas
+}
+export -f build_library build_checks
+export work
+stage_build() {
+    say "build"
+    run build-library 900 bash -c build_library && run build-checks 300 bash -c build_checks || exit 1
+}
+stage_oracle() {
+    mkdir -p "${oracle%/*}"
+    if [[ ! -e $oracle ]]; then
+        make_oracle &
+        making=$!
+    fi
+}
 
-if want oracle; then # makes the model too, which the next stage measures
-    say "oracle $shape"
-    python3 -m luce bench oracle --shape "$shape" --accept 0.8 --cache "$XDG_CACHE_HOME" --device cuda --threads 16 \
-        --modes plain,mtp:1,mtp:2,mtp:3,auto --rounds "${ROUNDS:-3}" --commit "${COMMIT:-}" --save "$out" --quiet --md |
-        tee "$out/oracle.txt"
-fi
-if want bench; then
+# Parts of kernel_check, each a process: parts_at_once NAME LIMIT WHICH [SANITIZER OPTIONS ..] prints what failed, and a
+# line for each part. One part's kernels wait for its reference on the CPU, so they share a GPU well.
+parts_at_once() {
+    local name=$1 limit=$2 which=$3 part parts
+    shift 3
+    parts=$("$work/kernel_check" help | sed 's/.*parts: *//')
+    (($(left) < limit)) && limit=$(left)
+    ((limit > 10)) || { echo "-- $name: LEFT OUT, no time"; bad+=("$name"); return; }
+    for part in $parts; do
+        [[ -e $work/done/$name-$part ]] || (
+            begin=$SECONDS status=0
+            timeout -k 5 "$limit" "$@" "$work/kernel_check" "$which" "$part" >"$out/$name-$part.txt" 2>&1 || status=$?
+            ((status)) || touch "$work/done/$name-$part"
+            grep -E '^FAILED|^CUDA error|=== (Error|Warning|Invalid|Barrier|Race)' "$out/$name-$part.txt" | brief 5
+            printf '%s %s: %s, %s, %d s\n' "$name" "$part" "$( ((status == 124)) && echo CUT || echo "status $status")" \
+                "$(grep -hE 'checks, |SUMMARY' "$out/$name-$part.txt" | tr -s '\n=' ' ')" $((SECONDS - begin))
+        ) &
+        waiting+=($!)
+    done
+}
+parts_done() { # after all of parts_at_once; an oracle that is being made goes on
+    local name part
+    ((${#waiting[@]} == 0)) || wait "${waiting[@]}"
+    for name in "$@"; do
+        for part in $("$work/kernel_check" help | sed 's/.*parts: *//'); do
+            [[ -e $work/done/$name-$part ]] || bad+=("$name-$part")
+        done
+    done
+}
+stage_kernels() {
+    waiting=()
+    say "kernels"
+    parts_at_once kernels "${KERNELS_LIMIT:-150}" check
+    parts_done kernels
+}
+
+# The tests that use the device. Two files of them count its memory, or fill it, and run by themselves.
+ALONE="tests/test_resources.py tests/test_company.py"
+FIRST="tests/test_goldens.py tests/test_model.py tests/test_mtp.py tests/test_invariance.py tests/test_head.py
+       tests/test_sequences.py tests/test_checkpoint.py tests/test_engine.py tests/test_pages.py tests/test_dflash.py"
+tests() {
+    local name=$1 limit=$2 show=1
+    shift 2
+    run "$name" "$limit" python3 -m pytest -v -p no:cacheprovider -p no:benchmark --maxprocesses 64 --luce-device "$device" \
+        --luce-device-only --tb=short -o junit_family=xunit1 --junitxml "$out/$name.xml" "$@"
+    local status=$?
+    sed -nE 's/^(\[gw[0-9]+\] \[ *[0-9]+%\] )?(PASSED|FAILED|ERROR|SKIPPED|XFAIL) (tests\/.*[^ ]) *$/\2 \3/p;
+             s/^(tests\/.*[^ ]) (PASSED|FAILED|ERROR|SKIPPED|XFAIL).*$/\2 \1/p' "$out/$name.txt" >>"$work/tested.txt"
+    return $status
+}
+stage_suite() {
+    say "suite"
+    local files=() file number before
+    for file in $FIRST tests/test_*.py; do
+        [[ " $ALONE ${files[*]} " == *" $file "* ]] || files+=("$file")
+    done
+    [[ -s $work/tests.txt ]] || python3 -m pytest --collect-only -q -n 0 -p no:cacheprovider --luce-device "$device" \
+        --luce-device-only ${TESTS:-"${files[@]}"} 2>"$out/collect.txt" | grep '::' >"$work/tests.txt"
+    touch "$work/tested.txt"
+    while :; do # tests that a cut slice had not ended are in the next
+        sed 's/^[A-Z]* //' "$work/tested.txt" | grep -vxFf - "$work/tests.txt" >"$work/slice.txt"
+        before=$(wc -l <"$work/slice.txt")
+        ((before > 0)) || break
+        number=$(find "$out" -name 'suite-*.txt' | wc -l)
+        (($(left) > 15)) || break
+        rm -f "$work/done/suite-$number"
+        tests "suite-$number" "$slice" -n "$workers" "@$work/slice.txt"
+        sed 's/^[A-Z]* //' "$work/tested.txt" | grep -vxFf - "$work/tests.txt" >"$work/slice.txt"
+        (($(wc -l <"$work/slice.txt") < before)) || break # one that hangs
+    done
+    if [[ -z ${TESTS:-} ]]; then
+        tests company "$slice" -n 3 --hypothesis-profile unshrunk tests/test_company.py
+        tests resources "$slice" -n 0 tests/test_resources.py
+    fi
+    echo "tests: $(sort -u "$work/tested.txt" | cut -d' ' -f1 | sort | uniq -c | tr -s '\n ' ' '); not run:" \
+        "$(wc -l <"$work/slice.txt")"
+    grep -E '^(FAILED|ERROR)' "$work/tested.txt" | sort -u | brief 40 150
+    head -n 5 "$work/slice.txt" | sed 's/^/not run: /'
+    grep -hE '^E  +[^ ]' "$out"/suite-*.txt "$out"/{company,resources}.txt 2>/dev/null | sort | uniq -c | sort -rn | brief 12
+    python3 bench/identity_report.py $(find "$out" -name 'suite-*.xml') $(find "$out" -name company.xml) \
+        --commit "${COMMIT:-}" --save "$out" --device "$(nvidia-smi -i 0 --query-gpu=name --format=csv,noheader 2>&1 || echo cpu)" \
+        2>"$out/identity.txt" >/dev/null || echo "no row of token identity"
+    grep -E ' (all|test)$|_error of' "$out/identity.txt" | brief 14 120
+}
+modes=plain,mtp:1,mtp:2,mtp:3,auto
+greedy=(--shape "$shape" --accept 0.8)
+stage_peer() {
     say "beside llama.cpp"
-    [[ -d $work/peer/bin ]] || tar -C "$work" -xJf "$kit/peer.tar.xz"
-    python3 bench/peer_llamacpp.py "$XDG_CACHE_HOME/luce/oracle-$shape-0.8.gguf" --bin "$work/peer/bin" \
-        --device cuda --threads 16 --modes plain,mtp:1,mtp:2,mtp:3 --synthetic "${SYNTHETIC:-2.9}" \
-        --rounds "${ROUNDS:-3}" --commit "${COMMIT:-}" --save "$out" 2>&1 | tee "$out/bench.txt"
-fi
-if want prefill; then
-    say "prefill beside llama.cpp"
-    [[ -d $work/peer/bin ]] || tar -C "$work" -xJf "$kit/peer.tar.xz"
-    python3 bench/peer_prefill.py "$XDG_CACHE_HOME/luce/oracle-$shape-0.8.gguf" --bin "$work/peer/bin" --device cuda \
-        --threads 16 --rounds "${ROUNDS:-3}" --commit "${COMMIT:-}" --save "$out" 2>&1 | tee "$out/prefill.txt"
-fi
-if want batch; then
-    say "several sequences beside llama.cpp"
-    [[ -d $work/peer/bin ]] || tar -C "$work" -xJf "$kit/peer.tar.xz"
-    python3 bench/peer_batch.py "$XDG_CACHE_HOME/luce/oracle-$shape-0.8.gguf" --bin "$work/peer/bin" --device cuda \
-        --threads 16 --rounds "${ROUNDS:-3}" --commit "${COMMIT:-}" --save "$out" 2>&1 | tee "$out/batch.txt"
-fi
-if want sweep; then
+    have_oracle
+    have_peer
+    peer peer 220 peer_llamacpp.py --modes "$modes" --rounds "$rounds" ${SYNTHETIC:+--synthetic "$SYNTHETIC"}
+}
+stage_auto() {
+    say "auto: beside drafts of fixed length, and in a process of its own"
+    have_oracle
+    bench fixed 90 "${greedy[@]}" --modes plain,mtp:2,mtp:3,mtp:4,mtp:5,mtp:6,auto --rounds 1
+    bench auto 60 "${greedy[@]}" --modes auto --rounds 1
+}
+stage_sampled() {
+    say "sampled, and greedy"
+    have_oracle
+    bench sampled 90 "${greedy[@]}" --modes plain,mtp:2,auto --rounds "$rounds" --temp 0.7 --top-k 20 --top-p 0.95
+    bench greedy 90 "${greedy[@]}" --modes plain,mtp:2,auto --rounds "$rounds"
+}
+stage_sweep() {
     say "what a step costs, by rows and context"
-    python3 -m luce bench sweep --gguf "$XDG_CACHE_HOME/luce/oracle-$shape-0.8.gguf" --device cuda --ctx 0,4k \
-        --rows 1,2,3,4,6,8,16,32,64 --commit "${COMMIT:-}" --save "$out" --quiet --md | tee "$out/sweep.txt"
-fi
-if want gap; then
+    have_oracle
+    run sweep 150 python3 -m luce bench sweep --gguf "$oracle" --device "$device" --threads "$threads" \
+        --ctx "${SWEEP_CTX:-0,4k,32k,100k}" --rows "${SWEEP_ROWS:-1,2,4,8,16,32,64}" --gammas 1,3 --steps 12 \
+        --commit "${COMMIT:-}" --save "$out" --quiet --md && table sweep
+}
+stage_prefill() {
+    say "prefill beside llama.cpp"
+    have_oracle
+    have_peer
+    peer prefill 150 peer_prefill.py --lengths "${LENGTHS:-512,2048,8192}" --rounds "$rounds"
+}
+stage_dflash() {
+    say "blocks and trees of DFlash"
+    have_oracle
+    bench dflash 150 "${greedy[@]}" --modes plain,dflash,dflash:22 --draft-accept "${DRAFT_ACCEPT:-0.9033}" --rounds 1
+}
+stage_zero() {
+    say "no draft is right"
+    bench zero 150 --shape "$zero_shape" --accept 0 --modes plain,mtp:1,auto --rounds "$rounds"
+}
+stage_batch() {
+    say "several sequences beside llama.cpp"
+    have_oracle
+    have_peer
+    peer batch 240 peer_batch.py --counts "${COUNTS:-1,4,16}" --modes plain,mtp:2 --n-gen 96 --rounds 1
+}
+stage_serve() {
+    say "servers"
+    have_oracle
+    have_peer
+    run serve 260 python3 bench/peer_serve.py "$oracle" --bin "$work/peer/bin" --device "$device" --threads "$threads" \
+        --modes auto --lengths "${SERVE_LENGTHS:-1k,8k,30000}" --counts "${COUNTS:-1,4,16}" --prompt-tokens 128 \
+        --n-gen 128 --turns "${TURNS:-12}" --conversation "${CONVERSATION:-30000}" --commit "${COMMIT:-}" --save "$out" &&
+        table serve
+}
+stage_sanitize() {
+    say "kernels under compute-sanitizer"
+    waiting=()
+    for tool in memcheck racecheck synccheck; do
+        parts_at_once "$tool" "${SANITIZE_LIMIT:-150}" few compute-sanitizer --tool "$tool" --error-exitcode 9
+    done
+    parts_done memcheck racecheck synccheck
+}
+stage_gap() {
     say "rows that change other rows' bits, by op"
     g++ -std=c++17 -O2 -I "$work"/cache/luce/ggml-*/ggml/include bench/row_gap.cpp -o "$work/row_gap" \
-        -L luce/lib -lluce-ggml -lluce-ggml-base -lluce-ggml-cpu -Wl,-rpath,"$PWD/luce/lib",--allow-shlib-undefined
-    "$work/row_gap" gpu 2>/dev/null | tee "$out/row-gap.jsonl"
-fi
-if want tests; then
-    say "tests"
-    failed=0
-    python3 -m pytest -q -n 0 -p no:cacheprovider --luce-device cuda --maxfail=30 --durations=8 \
-        -o junit_family=xunit1 \
-        --junitxml="$out/tests.xml" --tb=short 2>&1 | tee "$out/tests.txt" | tail -n 60 || failed=$?
-    python3 bench/identity_report.py "$out/tests.xml" --commit "${COMMIT:-}" --save "$out" \
-        --device "$(nvidia-smi -i 0 --query-gpu=name --format=csv,noheader)" >/dev/null ||
-        echo "no row of token identity"
-    ((failed == 0)) || exit "$failed"
-fi
+        -L luce/lib -lluce-ggml -lluce-ggml-base -lluce-ggml-cpu -Wl,-rpath,"$PWD/luce/lib",--allow-shlib-undefined &&
+        run gap 60 "$work/row_gap" gpu && brief 30 <"$out/gap.txt"
+}
 
-say "done"
+for stage in $stages; do
+    if [[ $stage != build && -z ${told:-} ]]; then
+        python3 -c 'from luce._native import default as d; print(d().version, [x.description for x in d().devices()])' || exit 1
+        told=yes
+    fi
+    "stage_$stage"
+done
+say "done; ${bad[*]:-nothing} failed or was cut"
+((${#bad[@]} == 0))

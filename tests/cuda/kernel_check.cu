@@ -1,9 +1,9 @@
 // Checks luce's CUDA kernels, then times them. Needs a GPU and nvcc, no ggml:
 //   nvcc -std=c++17 -O3 -fmad=false -arch=native -I native/kernels -o kernel_check
 //       tests/cuda/*.cu native/kernels/*.cu -lcublas
-//   ./kernel_check          # or: ./kernel_check check, ./kernel_check time
-// `few` runs a tenth of the checks, for compute-sanitizer; `brief` times less of attention; `choose`, `moe`: of
-// choices or of the mixture of experts alone.
+//   ./kernel_check          # or: ./kernel_check check, ./kernel_check time, ./kernel_check few rowmm topk
+// `few` runs a tenth of the checks, for compute-sanitizer; `brief` times less of attention. Parts that are named run
+// alone.
 #include "harness.h"
 
 // ---- captures ----
@@ -36,43 +36,66 @@ static void check_abandon() {
     works("after a failed end");
 }
 
+namespace {
+
+struct KernelPart {
+    const char *name;
+    void (*check)(bool all);
+    void (*time)(bool all); // null: there is nothing to time
+};
+
+const KernelPart PARTS[] = {
+    {"deltanet", check_deltanet, [](bool) { time_kernels(); }},
+    {"attention", check_attention, time_attention},
+    {"rowmm", check_rowmm, [](bool) { time_rowmm(); }},
+    {"gemm", check_gemm_kernels, nullptr},
+    {"topk", check_topk, [](bool) { time_topk(); }},
+    {"choose", check_choose, [](bool) { time_choose(); }},
+    {"moe", check_moe, [](bool) { time_moe(); }},
+    {"capture", [](bool) { check_abandon(); }, nullptr},
+};
+
+int usage() {
+    printf("usage: kernel_check [check|few|time|brief] [part ...], of these parts:");
+    for (const KernelPart &part : PARTS) {
+        printf(" %s", part.name);
+    }
+    printf("\n");
+    return 2;
+}
+
+} // namespace
+
 int main(int argc, char **argv) {
+    setvbuf(stdout, nullptr, _IOLBF, 0); // so that a run which is cut short has said what it did
     const std::string what = argc > 1 ? argv[1] : "";
     const bool timings = what == "time" || what == "brief", checks = what == "check" || what == "few";
-    const bool choose = what == "choose", moe = what == "moe";
-    if (argc > 2 || (!what.empty() && !timings && !checks && !choose && !moe)) {
-        printf("usage: kernel_check [check|few|time|brief|choose|moe]\n");
-        return 2;
+    const std::vector<std::string> wanted(argv + std::min(argc, 2), argv + argc);
+    const auto known = [](const std::string &name) {
+        return std::any_of(std::begin(PARTS), std::end(PARTS), [&](const KernelPart &p) { return name == p.name; });
+    };
+    if ((!what.empty() && !timings && !checks) || !std::all_of(wanted.begin(), wanted.end(), known)) {
+        return usage();
     }
+    const auto wants = [&](const KernelPart &part) {
+        return wanted.empty() || std::find(wanted.begin(), wanted.end(), part.name) != wanted.end();
+    };
     must(cuda::set_device(0));
     must(cudaStreamCreate(&stream));
-    if (choose || moe) {
-        (choose ? check_choose : check_moe)(true);
-        printf("%d checks, %d failed\n", n_checks, n_failed);
-        (choose ? time_choose : time_moe)();
-        return n_failed == 0 ? 0 : 1;
+    for (const KernelPart &part : PARTS) {
+        if (!timings && wants(part)) {
+            const int before = n_checks;
+            part.check(what != "few");
+            printf("%s: %d checks\n", part.name, n_checks - before);
+        }
     }
     if (!timings) {
-        const bool all = what != "few";
-        check_deltanet(all);
-        check_attention(all);
-        check_rowmm(all);
-        check_gemm_kernels(all);
-        check_topk(all);
-        check_choose(all);
-        check_moe(all);
-        if (all) {
-            check_abandon();
-        }
         printf("%d checks, %d failed\n", n_checks, n_failed);
     }
-    if (!checks) {
-        time_kernels();
-        time_attention(what != "brief");
-        time_rowmm();
-        time_topk();
-        time_choose();
-        time_moe();
+    for (const KernelPart &part : PARTS) {
+        if (!checks && part.time != nullptr && wants(part)) {
+            part.time(what != "brief");
+        }
     }
     return n_failed == 0 ? 0 : 1;
 }

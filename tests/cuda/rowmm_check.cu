@@ -298,7 +298,8 @@ void check_rowmm(bool all) {
         check_pack(ROWMM_HEAD_RMS, T, 512, 64);
     }
     if (!all) {
-        }
+        return;
+    }
     const Ints few = {1, 2, 6, 8, 11, 16, 21, 32, 50, 64};
     const Matrix qkv(13, 5120, 1040, 1), z(12, 5120, 640, 2), alpha(8, 5120, 48, 3), beta(0, 5120, 48, 4);
     check_matrices({&qkv, &z, &alpha, &beta}, few, "qkv, z, alpha, beta", 1e-3);
