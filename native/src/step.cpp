@@ -124,6 +124,7 @@ static bool is_empty(const ggml_tensor *node) {
 static int64_t work_of(const ggml_tensor *node) {
     switch (node->op) {
         case GGML_OP_MUL_MAT: return ggml_nelements(node->src[0]) * node->ne[1];
+        case GGML_OP_MUL_MAT_ID: return node->src[0]->ne[0] * ggml_nelements(node); // K a value
         case GGML_OP_FLASH_ATTN_EXT:
             return ggml_nelements(node->src[0]) * node->src[1]->ne[1]; // queries, keys
         default: return is_empty(node) ? 0 : ggml_nelements(node);
@@ -326,7 +327,8 @@ void Step::read_logits(uint32_t row, float *out) {
 // ---- what steps cost ----
 
 // Runs a step of the shape over sequences that hold nothing: slots and pages are not in use yet, and a new timeline
-// counts them as empty.
+// counts them as empty. Every row has another token, from run to run too: rows of one token would all choose the same
+// experts, and a step over them would read fewer weights than one over a text.
 void Step::run_trial(const StepShape &shape) {
     const Region::Host h = in_.of(shape.kind).host(0);
     const uint32_t per_sequence = shape.kind == StepKind::verify  ? params_.cache.n_rows
@@ -345,7 +347,8 @@ void Step::run_trial(const StepShape &shape) {
         seq.pages = int32_t(index);
         h.pages[index] = int32_t(index % params_.cache.n_pages);
         h.ctl->n_seqs = int32_t(index + 1);
-        h.tokens[row] = 0;
+        tried_ += 2654435761u; // 2^32 divided by the golden ratio: far from those before
+        h.tokens[row] = int32_t(uint64_t(tried_) * model_.hparams().n_vocab >> 32);
         h.positions[row] = seq.n_past + int32_t(i);
         h.hidden_from[row] = h.hidden_to[row] = cache_.has_head() ? cache_.hidden_unused() : 0;
         if (row == 0 || !shape.prefill()) {

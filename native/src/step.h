@@ -118,6 +118,7 @@ private:
     std::map<StepShape, std::unique_ptr<Graph>> graphs_;
     Graph *last_ = nullptr; // whose logits are in the compute buffer
     std::vector<luce_cost> costs_;
+    uint32_t tried_ = 0; // the token of the last trial's last row, as a part of the vocabulary in 2^-32
     uint64_t serial_ = 0;
     bool drafting_ = false; // a draft is enqueued that nobody has waited for
     bool drafts_stale_ = false; // drafts_ is older than the device's
