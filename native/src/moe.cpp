@@ -15,12 +15,12 @@ ggml_tensor *experts_input(const StepBuild &b, ggml_tensor *x, ggml_type type) {
 bool has_own_op(const StepBuild &b, const Moe &w) {
     const ggml_tensor *first = w.gate_up != nullptr ? w.gate_up : w.gate;
     const ggml_tensor *second = w.gate_up != nullptr ? w.gate_up : w.up;
-    return !b.prefill() && !b.model.device().gpu && rows_input(first->type) != RowsInput::none &&
+    return !b.model.device().gpu && rows_input(first->type) != RowsInput::none &&
            rows_input(first->type) == rows_input(second->type) && rows_input(w.down->type) != RowsInput::none;
 }
 
-// x {E, T} -> each row's results of its experts {E, n_used*T}: a step's rows, by luce's own op.
-ggml_tensor *experts_of_step(const StepBuild &b, ggml_tensor *x, ggml_tensor *route, const Moe &w) {
+// x {E, T} -> each row's results of its experts {E, n_used*T}, by luce's own op.
+ggml_tensor *experts_of_luce(const StepBuild &b, ggml_tensor *x, ggml_tensor *route, const Moe &w) {
     const int64_t pairs = int64_t(w.shape.n_used) * x->ne[1];
     ggml_tensor *first = w.gate_up != nullptr ? w.gate_up : w.gate;
     ggml_tensor *args[] = {route, experts_input(b, x, first->type), first, w.up};
@@ -60,7 +60,7 @@ ggml_tensor *moe(const StepBuild &b, const MatmulInput &input, const Moe &w, ggm
     const int64_t E = x->ne[0], T = x->ne[1];
     ggml_tensor *route = add_op(ctx, "route", GGML_TYPE_I32, 2 * w.shape.n_used, T,
                                 {matmul(b, w.router, plain(x))}); // ids, weights
-    ggml_tensor *y = has_own_op(b, w) ? experts_of_step(b, x, route, w) : experts_of_ggml(b, x, route, w);
+    ggml_tensor *y = has_own_op(b, w) ? experts_of_luce(b, x, route, w) : experts_of_ggml(b, x, route, w);
     y = add_op(ctx, "experts_sum", GGML_TYPE_F32, E, T, {route, y});
     if (w.shared_gate != nullptr) {
         const auto gates = matmuls(b, {w.shared.gate, w.shared.up}, plain(x)); // {FF, T}
