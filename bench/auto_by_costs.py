@@ -32,13 +32,13 @@ from luce.structs import Sampling
 
 
 def prefix(proposed: list[int], tokens: list[int]) -> int:
-    """How many of the proposed tokens are right before the first wrong one."""
+    """Counts the proposed tokens that are right before the first wrong one."""
     wrong = (at for at, (one, true) in enumerate(zip(proposed, tokens, strict=False)) if one != true)
     return next(wrong, min(len(proposed), len(tokens)))
 
 
 def trace_of(engine: Engine, prompt: tuple[int, ...], most: int) -> dict[str, str]:
-    """A trace of the first `most` tokens after a prompt, as replay.recorded reads it."""
+    """Returns a trace of the first `most` tokens after a prompt, as replay.recorded reads it."""
     chunk, tokens, heads, found = engine.info.n_chunk, list[int](), list[list[int]](), []
     with engine.native.sequence() as sequence:
         sequence.set_sampling(Sampling())
@@ -78,7 +78,7 @@ def record(files: Files, engine: Engine, most: int) -> list[dict[str, str]]:
 
 
 def ratios(path: Path) -> list[dict[str, Any]]:
-    """Auto against the best fixed way, by machine and class."""
+    """Divides auto by the best fixed way, by machine and class."""
     found = []
     for name, costs in replay.MACHINES.items():
         by_class = replay.against_the_best(replay.recorded(path), costs).items()

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def logit_error(path: Path, device: str, golden: dict[str, np.ndarray], name: str) -> dict[str, Any]:
-    """Of one file against the golden's set `name`, and how many of its greedy tokens come out."""
+    """Compares one file with the golden's set `name`, and counts how many of its greedy tokens come out."""
     prompt, greedy = golden["prompt"].tolist(), golden[f"{name}greedy"].tolist()
     with File(path) as file, Model(file, device) as model:
         sequence = drive.open_sequence(model, n_ctx=256, n_threads=2)
@@ -68,7 +68,7 @@ def logits(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def tokens(args: argparse.Namespace, path: Path, kv_type: str) -> list[dict[str, Any]]:
-    """Greedy tokens of both programs on one file, prompt by prompt."""
+    """Compares the greedy tokens of both programs on one file, prompt by prompt."""
     rows = []
     kv = ("-ctk", kv_type, "-ctv", kv_type)
     with (
@@ -97,7 +97,7 @@ def tokens(args: argparse.Namespace, path: Path, kv_type: str) -> list[dict[str,
 
 
 def drafts(args: argparse.Namespace) -> dict[str, float]:
-    """Tokens a round that llama.cpp gets from the box's drafters, over all prompts."""
+    """Counts the tokens a round that llama.cpp gets from the box's drafters, over all prompts."""
     with File(box_model.GGUF) as file:
         tokenizer = Tokenizer(file.kv)
     drafter = str(box_model.DRAFTER)

@@ -41,7 +41,8 @@ def _is_over(end: float) -> bool:
 
 
 def serve(threads: int) -> None:
-    """For each line on stdin, a number of seconds: tokens, seconds and CPU seconds of that long, as JSON."""
+    """Writes, for each line on stdin, a number of seconds, what that long gave as JSON: tokens, seconds and
+    CPU seconds."""
     with Engine.open(BOX, Options(spec="off", threads=threads, ctx=512)) as engine:
         request = Request(tuple(engine.tokenizer.encode("def fibonacci(n):\n")), TOKENS, ignore_eos=True)
         print("ready", flush=True)
@@ -79,7 +80,7 @@ class Build:
         assert self.process.stdout is not None and self.process.stdout.readline() == "ready\n"
 
     def sample(self, seconds: float) -> tuple[float, float]:
-        """Tokens a second, and the part of all CPUs that it had."""
+        """Returns tokens a second, and the part of all CPUs that the process had."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(f"{seconds}\n")
         self.process.stdin.flush()

@@ -46,7 +46,7 @@ def outcome(case: ElementTree.Element) -> str:
 
 
 def recorded(suite: ElementTree.Element) -> list[Row]:
-    """The tests that recorded something: name, outcome and their figures."""
+    """Returns the tests that recorded something: name, outcome and their figures."""
     rows = []
     for case in suite.iter("testcase"):
         figures = {p.get("name", ""): number(p.get("value", "")) for p in case.iter("property")}
@@ -57,14 +57,14 @@ def recorded(suite: ElementTree.Element) -> list[Row]:
 
 
 def total(rows: list[Row]) -> Row:
-    """Of tests that compared runs: sums, and the largest of each distance."""
+    """Adds up what tests that compared runs recorded, with the largest of each distance."""
     sums = {name: sum(row[name] for row in rows) for name in COUNTS}
     share = {"share_of_tokens_that_differ": number(str(sums["runs_that_differ"] / sums["tokens_compared"]))}
     return {"tests": len(rows)} | sums | share | {name: max(row[name] for row in rows) for name in LARGEST}
 
 
 def ranges(rows: list[Row]) -> dict[str, dict[str, list[float]]]:
-    """Smallest and largest of all else that was recorded, by test function."""
+    """Returns the smallest and largest of all else that was recorded, by test function."""
     out: dict[str, dict[str, list[float]]] = {}
     for row in rows:
         of_test = out.setdefault(row["test"].partition("[")[0], {})
@@ -76,7 +76,7 @@ def ranges(rows: list[Row]) -> dict[str, dict[str, list[float]]]:
 
 
 def report(paths: Sequence[Path]) -> Row:
-    """date, suite, total, tests and others of a result row, of a suite that ran in as many parts."""
+    """Makes a result row (date, suite, total, tests and others) of a suite that ran in as many parts."""
     roots = [ElementTree.parse(path).getroot() for path in paths]
     suites = [root if root.tag == "testsuite" else root[0] for root in roots]
     rows = [row for suite in suites for row in recorded(suite)]

@@ -1,4 +1,4 @@
-"""llama.cpp of luce's own source archive as the peer: its build and its programs."""
+"""Builds llama.cpp of luce's own source archive as the peer, and runs its programs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class PeerError(Exception):
 
 
 def build(folder: Path, cuda: bool) -> Path:
-    """The folder of PROGRAMS, built in `folder`: weight repacking off, GGML_NATIVE on, as luce is."""
+    """Returns the folder of PROGRAMS, built in `folder`. Weight repacking is off and GGML_NATIVE on, as luce
+    has it."""
     fetch = [sys.executable, str(ROOT / "tools" / "fetch_ggml.py"), "--peer"]
     options = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_CPU_REPACK=OFF", "-DGGML_NATIVE=ON",
                "-DBUILD_SHARED_LIBS=ON", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF",
@@ -76,7 +77,7 @@ def compare(
 
 
 def placement(device: str) -> list[str]:
-    """The options that put all of a model on one device, as the core names it: "cpu", "cuda:0"."""
+    """Returns the options that put all of a model on one device, as the core names it: "cpu", "cuda:0"."""
     if device == "cpu":
         return ["-dev", "none", "-ngl", "0"]  # without -dev, a CUDA build still multiplies prompts on the GPU
     return ["-dev", f"CUDA{device.partition(':')[2] or 0}", "-ngl", "99"]
@@ -85,7 +86,7 @@ def placement(device: str) -> list[str]:
 def llama_bench(
     binary: Path, model: Path, n_prompt: int, n_gen: int, threads: int, device: str
 ) -> tuple[float, float]:
-    """(prefill tokens/s, decoded tokens/s) of one run."""
+    """Returns prefill tokens/s and decoded tokens/s of one run."""
     command = [str(binary), "-m", str(model), "-p", str(n_prompt), "-n", str(n_gen), "-t", str(threads),
                "-r", "1", "-fa", "1", *placement(device), "-o", "json"]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
@@ -98,7 +99,8 @@ def llama_bench(
 def llama_bench_prefill(
     binary: Path, model: Path, lengths: Sequence[int], threads: int, device: str
 ) -> dict[int, float]:
-    """Prefill tokens/s by length of the prompt, each in an empty context, after a warm-up of its own."""
+    """Returns prefill tokens/s by length of the prompt, each in an empty context, after a warm-up of its own.
+    """
     command = [str(binary), "-m", str(model), "-p", ",".join(map(str, lengths)), "-n", "0",
                "-t", str(threads), "-r", "1", "-fa", "1", *placement(device), "-o", "json"]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
@@ -110,7 +112,7 @@ def llama_bench_prefill(
 def llama_batched_bench(
     binary: Path, model: Path, n_prompt: int, n_gen: int, counts: Sequence[int], threads: int, device: str
 ) -> dict[int, float]:
-    """Decoded tokens/s in all, by number of sequences that decode together."""
+    """Returns decoded tokens/s in all, by number of sequences that decode together."""
     context = max(counts) * (n_prompt + n_gen)
     command = [str(binary), "-m", str(model), "-npp", str(n_prompt), "-ntg", str(n_gen),
                "-npl", ",".join(map(str, counts)), "-c", str(context), "-t", str(threads), "-fa", "on",
@@ -171,7 +173,8 @@ class LlamaServer:
         raise PeerError(f"llama-server did not come up within {START_S} s: {self._log_tail()}")
 
     def complete(self, prompt: list[int], n: int, seed: int = 0) -> dict[str, Any]:
-        """Greedy: {tokens, timings} of n new tokens after a prompt of ids. seed: of forced acceptance."""
+        """Returns {tokens, timings} of n new greedy tokens after a prompt of ids. `seed` is that of forced
+        acceptance."""
         body = {"prompt": prompt, "n_predict": n, "temperature": 0, "seed": seed, "cache_prompt": False,
                 "return_tokens": True}  # fmt: skip
         request = urllib.request.Request(

@@ -41,13 +41,14 @@ def say(text: str) -> None:
 
 
 def prompts(n_vocab: int, n_tokens: int, count: int) -> list[list[int]]:
-    """Random prompts, without the last 16 ids, which are control tokens."""
+    """Makes random prompts, without the last 16 ids, which are control tokens."""
     rng = np.random.default_rng(1)
     return [[int(t) for t in rng.integers(0, n_vocab - 16, n_tokens)] for _ in range(count)]
 
 
 def take_turns(args: argparse.Namespace, speeds: Speeds) -> tuple[str, int, list[list[int]]]:
-    """luce and llama-batched-bench in turn: the device and the threads that the core has, and the prompts."""
+    """Runs luce and llama-batched-bench in turn. Returns the device and the threads that the core has, and
+    the prompts."""
     device = None if args.device == "auto" else args.device
     with Files(args.model, device=device) as files:
         texts = prompts(len(files.file.kv["tokenizer.ggml.tokens"]), args.prompt_tokens, max(args.counts))
@@ -94,7 +95,7 @@ def ask_servers(args: argparse.Namespace, where: str, texts: Sequence[list[int]]
 
 
 def measure(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """The device, as the core names it, and the result row."""
+    """Returns the device, as the core names it, and the result row."""
     speeds: Speeds = defaultdict(list)
     where, threads, texts = take_turns(args, speeds)
     if not args.no_server:
@@ -114,7 +115,7 @@ def measure(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
 
 
 def markdown(args: argparse.Namespace, result: dict[str, Any]) -> str:
-    """A line for each name, a column for each number of sequences."""
+    """Makes a table with a line for each name and a column for each number of sequences."""
     found = {(r["name"], r["sequences"]): r["tok_per_s"] for r in result["tokens_per_second_in_all"]}
     names = list(dict.fromkeys(name for name, _ in found))
 

@@ -59,8 +59,8 @@ def say(text: str) -> None:
 
 @dataclass(frozen=True)
 class Task:
-    """What both sides do: prefill `long`; decode n_gen tokens after `short`. expected: the tokens that an
-    oracle file must say, None for other files."""
+    """What both sides do: they prefill `long`, and decode n_gen tokens after `short`. `expected` has the
+    tokens that an oracle file must say; it is None for other files."""
 
     long: list[int]
     short: list[int]
@@ -68,20 +68,20 @@ class Task:
     expected: list[int] | None
 
     def wrong(self, tokens: Sequence[int]) -> int:
-        """Tokens that are not the expected ones, or missing."""
+        """Counts tokens that are not the expected ones, or missing."""
         assert self.expected is not None
         return wrong_tokens(tokens, self.expected)
 
 
 def oracle_rule(kv: Mapping[str, Any]) -> Rule | None:
-    """The known answers of an oracle file, from its metadata; None for other files."""
+    """Returns the known answers of an oracle file, from its metadata; None for other files."""
     if "oracle.seed" not in kv:
         return None
     return Rule(len(kv["tokenizer.ggml.tokens"]), kv["oracle.seed"], kv["oracle.accept"])
 
 
 def task_of(kv: Mapping[str, Any], n_prompt: int, prompt_tokens: int, n_gen: int) -> Task:
-    """Random prompts; the short one of an oracle file is the first of `luce bench oracle`."""
+    """Makes random prompts; the short one of an oracle file is the first of `luce bench oracle`."""
     rule = oracle_rule(kv)
     n_ids = (
         rule.n_cycle if rule else len(kv["tokenizer.ggml.tokens"]) - 16
@@ -98,7 +98,7 @@ def task_of(kv: Mapping[str, Any], n_prompt: int, prompt_tokens: int, n_gen: int
 
 @dataclass
 class Turns:
-    """What luce and llama-bench gave in turn; speeds in tokens/s."""
+    """What luce and llama-bench gave in turn; speeds are in tokens/s."""
 
     device: str  # as the core names it
     threads: int
@@ -151,7 +151,7 @@ def speed_fields(name: str, values: Sequence[float]) -> Row:
 
 
 def luce_rows(modes: Sequence[Mode], turns: Turns, task: Task) -> list[Row]:
-    """The rows of `luce bench oracle`, and the time of a round, all of it."""
+    """Returns the rows of `luce bench oracle`, and the time of a round, all of it."""
     wrong = (lambda record: task.wrong(record.tokens)) if task.expected else None
     rows = []
     for row in summarise(turns.records, [mode.name for mode in modes], wrong=wrong):
@@ -178,8 +178,9 @@ def bench_row(turns: Turns) -> Row:
 
 @dataclass(frozen=True)
 class Configuration:
-    """How a llama-server is loaded, and luce's mode of as many drafts. forced: the mean accepted length, with
-    the target's token, at which it accepts drafts by chance; None: where they are right."""
+    """How a llama-server is loaded, and luce's mode of as many drafts. `forced` is the mean accepted length,
+    with the target's token, at which it accepts drafts by chance; with None it accepts them where they are
+    right."""
 
     mode: Mode
     forced: float | None = None
@@ -197,8 +198,9 @@ class Configuration:
 
 
 def forced_length(value: float, drafts: int) -> float | None:
-    """The mean accepted length that an entry of --synthetic asks of rounds of so many drafts: itself, or,
-    below 1, that of drafts which each pass with this chance after those before. None: no round is so long."""
+    """Returns the mean accepted length that an entry of --synthetic asks of rounds of so many drafts: itself,
+    or, below 1, that of drafts which each pass with this chance after those before. None says that no round
+    is so long."""
     if value < 1:
         return five_digits(sum(value**i for i in range(drafts + 1)))
     return value if value <= drafts + 1 else None
@@ -215,7 +217,8 @@ def configurations(modes: Sequence[Mode], synthetic: Sequence[float]) -> list[Co
 
 
 def server_answers(args: argparse.Namespace, turns: Turns, task: Task, options: list[str]) -> list[Row]:
-    """Those of all rounds. Each round has a seed of its own, which decides what is accepted by chance."""
+    """Returns the answers of all rounds. Each round has a seed of its own, which decides what is accepted by
+    chance."""
     n_ctx = len(task.short) + task.n_gen + 64
     with llamacpp.LlamaServer(
         args.bin / "llama-server", args.model, turns.threads, turns.device, *options, n_ctx=n_ctx
@@ -228,7 +231,7 @@ def server_answers(args: argparse.Namespace, turns: Turns, task: Task, options: 
 
 
 def server_row(configuration: Configuration, answers: Sequence[Row], task: Task, luce: Row) -> Row:
-    """luce: the row that it is compared with."""
+    """Makes the row of a server. `luce` is the row that it is compared with."""
     timings = [answer["timings"] for answer in answers]
     drafted = sum(t.get("draft_n", 0) for t in timings)
     accepted = [t.get("draft_n_accepted", 0) for t in timings]
@@ -267,7 +270,8 @@ def ratio(a: float | None, b: float | None) -> float | None:
 
 
 def ratios(peer: Row, luce: Row, prefill: float | None = None) -> Row:
-    """How many times faster luce is. decode: tokens/s, not of forced drafts; round: the time of one."""
+    """Says how many times faster luce is: `decode` by tokens/s, not of forced drafts, and `round` by the time
+    of one."""
     forced = peer.get("forced_length") is not None
     found = {
         "prefill": ratio(prefill, peer.get("prefill_tok_per_s")),
@@ -278,7 +282,7 @@ def ratios(peer: Row, luce: Row, prefill: float | None = None) -> Row:
 
 
 def markdown(result: Row) -> str:
-    """The table of a result row."""
+    """Makes the table of a result row."""
 
     def number(value: float | None, digits: int) -> str:
         return "" if value is None else f"{value:,.{digits}f}"
@@ -316,7 +320,7 @@ def markdown(result: Row) -> str:
 
 
 def measure(args: argparse.Namespace) -> tuple[str, Row]:
-    """The device, as the core names it, and the result row."""
+    """Returns the device, as the core names it, and the result row."""
     with File(args.model) as file:
         task = task_of(file.kv, args.n_prompt, args.prompt_tokens, args.n_gen)
         turns = take_turns(args, task)
@@ -358,7 +362,7 @@ def count(text: str) -> int:
 
 
 def checked_modes(text: str) -> list[Mode]:
-    """ValueError says what is wrong with --modes."""
+    """Checks --modes. ValueError says what is wrong with it."""
     modes = parse_modes(text)
     if PLAIN not in [mode.name for mode in modes]:
         raise ValueError("--modes needs plain, which the others are compared with")
@@ -366,7 +370,7 @@ def checked_modes(text: str) -> list[Mode]:
 
 
 def checked_lengths(text: str, modes: Sequence[Mode]) -> list[float]:
-    """ValueError says what is wrong with --synthetic."""
+    """Checks --synthetic. ValueError says what is wrong with it."""
     lengths = [float(part) for part in text.split(",")] if text else []
     most = max(mode.gamma or 0 for mode in modes)
     if lengths and not most:

@@ -35,7 +35,7 @@ TIMING = " ".join(__doc__.split("\n\n")[1].split())
 
 
 def measure(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """The device, as the core names it, and the result row."""
+    """Returns the device, as the core names it, and the result row."""
     device = None if args.device == "auto" else args.device
     ours: Speeds = defaultdict(list)
     peers: Speeds = defaultdict(list)
@@ -70,7 +70,7 @@ def measure(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
 
 
 def markdown(args: argparse.Namespace, result: dict[str, Any]) -> str:
-    """A line for each side, a column for each length."""
+    """Makes a table with a line for each side and a column for each length."""
     found = {(r["name"], r["tokens"]): r["tok_per_s"] for r in result["prefill"]}
     lines = [[name, *(f"{found[name, n]:,.0f}" for n in args.lengths)] for name in ("luce", "llama-bench")]
     return as_markdown((["prefill in tok/s, by tokens", *map(str, args.lengths)], lines))

@@ -20,13 +20,13 @@ Points = list[tuple[int, float]]  # drafts a round, tokens a second
 
 
 def drafts(mode: str) -> int | None:
-    """ "plain" and "mtp:N" as numbers; None for auto."""
+    """Reads "plain" and "mtp:N" as numbers; auto is None."""
     kind, _, number = mode.partition(":")
     return {"plain": 0, "mtp": int(number or 0)}.get(kind)
 
 
 def points(row: dict[str, Any]) -> tuple[Points, Points]:
-    """Of luce, and of llama-server."""
+    """Returns the points of luce, and of llama-server."""
     luce = [(drafts(mode["mode"]), mode["tok_per_s"]) for mode in row["luce"]]
     servers = [one for one in row["llamacpp"] if one["name"].startswith("llama-server")]
     server = [(drafts(one["compared_with"].removeprefix("luce ")), one["tok_per_s"]) for one in servers]

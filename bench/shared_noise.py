@@ -46,8 +46,8 @@ def accepted(p: np.ndarray, q: np.ndarray) -> tuple[float, float, float]:
 
 
 def rounds_of(engine: Engine, request: Request) -> tuple[list[int], dict[int, bool]]:
-    """The text, prompt included, and of each round with a draft its anchor's position and whether the draft
-    was accepted."""
+    """Returns the text, prompt included, and of each round with a draft its anchor's position and whether the
+    draft was accepted."""
     at, found = len(request.prompt), dict[int, bool]()
     for event in engine.generate(request):
         if isinstance(event, Round):

@@ -1,4 +1,5 @@
-"""The command line: flags to a request, events to stdout. Usage errors exit 2, failures 1, Ctrl-C 130."""
+"""Defines the command line: flags to a request, events to stdout. Usage errors exit 2, failures 1, Ctrl-C
+130."""
 
 from __future__ import annotations
 

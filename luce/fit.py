@@ -56,7 +56,7 @@ def _fit(files: Files, mode: str, options: Options) -> Fit:
 
 
 def total(memory: Memory) -> int:
-    """All parts, also where the weights are only mapped."""
+    """Adds up all parts, also where the weights are only mapped."""
     return memory.weights + memory.kv + memory.state + memory.compute + memory.other
 
 

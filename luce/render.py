@@ -230,7 +230,7 @@ def facts_text(facts: Facts, fits: Sequence[Fit] = ()) -> str:
 
 
 def _token_lines(facts: Facts) -> list[tuple[str, str]]:
-    """What a token goes through, of a model."""
+    """Returns lines on what a token of a model goes through."""
     if facts.active_parameters is None or facts.bytes_per_token is None:
         return []
     read = size(facts.bytes_per_token)

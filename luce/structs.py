@@ -1,4 +1,4 @@
-"""The structs of luce.h as Python values. STRUCT: the C name of one that the core fills."""
+"""Holds the structs of luce.h as Python values. STRUCT is the C name of one that the core fills."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen (luce.h: luce_sample). temperature 0 is greedy; 0 turns a filter off."""
+    """How a token is chosen (luce.h: luce_sample). A temperature of 0 is greedy, and 0 turns a filter off."""
 
     temperature: float = 0.0
     top_k: int = 0

@@ -21,7 +21,8 @@ class ChatTemplate:
     lstrip_blocks, break and continue, raise_exception, strftime_now, tojson without HTML escapes."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None):
-        """special_tokens: variables such as bos_token and eos_token. LuceError: it is malformed."""
+        """Parses a template. `special_tokens` are variables such as bos_token and eos_token. Raises LuceError
+        where it is malformed."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )

@@ -43,9 +43,9 @@ class Writer:
                 self._line_open = not event.text.endswith("\n")
 
     def end(self, interrupted: bool) -> None:
-        """After the terminal event: the last newline or the object, the summary, the exit code.
-        interrupted: Ctrl-C was pressed, be it in the last step. A file or a pipe gets no newline: it would
-        not be of the text."""
+        """Writes what follows the terminal event: the last newline or the object, and the summary. It ends
+        with the exit code. `interrupted` says that Ctrl-C was pressed, be it in the last step. A file or a
+        pipe gets no newline, which would not be of the text."""
         self._display.clear()
         if self._line_open and sys.stdout.isatty():
             stdout.put("\n")

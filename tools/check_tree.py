@@ -69,12 +69,13 @@ def _blank(match: re.Match[str]) -> str:
 
 
 def plain_code(text: str) -> str:
-    """The code with comments, strings and directives blanked, and every line where it was."""
+    """Returns the code with comments, strings and directives blanked, and every line where it was."""
     return _DIRECTIVE.sub(_blank, _SKIPPED.sub(_blank, text))
 
 
 def c_functions(code: str) -> Iterator[tuple[int, int]]:
-    """First and last line of each function body with its head; what lies within one is part of it."""
+    """Yields the first and last line of each function body with its head; what lies within one is part of it.
+    """
     scopes: list[str] = []  # of each open brace: "scope", "function" or "other"
     head, start = 0, 0  # where the current declaration begins, and the current function's head
     for mark in re.finditer(r"[{};]", code):

@@ -42,7 +42,7 @@ SHARED = ("token_embd.weight", "output_norm.weight", "output.weight")  # a head 
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor. status: ok, above, missing (in the GGUF), extra (only there) or shape."""
+    """One tensor. `status` is ok, above, missing (in the GGUF), extra (only there) or shape."""
 
     name: str
     type: str
@@ -62,14 +62,14 @@ class Weights:
         return name in self.index
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """numpy's order."""
+        """Returns numpy's order of a shape."""
         return tuple(reversed(self.file.tensors[self.index[name]].shape))
 
     def type_name(self, name: str) -> str:
         return self.file.tensors[self.index[name]].type_name
 
     def rows(self, name: str, start: int, count: int) -> np.ndarray:
-        """F32 or, for integers, int64 rows [start, start + count) of the tensor as a matrix."""
+        """Returns F32 or, for integers, int64 rows [start, start + count) of the tensor as a matrix."""
         kind = gguf.GGMLQuantizationType(self.file.tensors[self.index[name]].type)
         data = tensor_bytes(self.file, self.index[name])
         rows = data.reshape(math.prod(self.shape(name)[:-1]), -1)[start : start + count].copy()
@@ -77,7 +77,7 @@ class Weights:
 
 
 def planned(folder: Path, weights: Weights) -> list[Planned]:
-    """What the checkpoint says that the GGUF should hold."""
+    """Returns what the checkpoint says that the GGUF should hold."""
     kv = weights.file.kv
     arch = fact(kv, "general.architecture", str)
     checkpoint, config = Checkpoint(folder), read_config(folder)
@@ -102,7 +102,7 @@ def planned(folder: Path, weights: Weights) -> list[Planned]:
 
 
 def relative_error(tensor: Planned, weights: Weights) -> float:
-    """||gguf - hf|| / ||hf|| in F64 sums; 0 / 0 is 0."""
+    """Computes ||gguf - hf|| / ||hf|| in F64 sums, where 0 / 0 is 0."""
     name, offset, per_expert = tensor.name, 0, 0
     if name not in weights:  # gate over up in one tensor {E, 2 FF, n_expert}
         per_expert = tensor.shape[1]
@@ -122,7 +122,7 @@ def relative_error(tensor: Planned, weights: Weights) -> float:
 
 
 def _pieces(tensor: Planned, limit: int) -> Iterator[np.ndarray]:
-    """The checkpoint's rows; where limit > 0, in pieces that do not cross a multiple of it."""
+    """Yields the checkpoint's rows; where limit > 0, in pieces that do not cross a multiple of it."""
     if tensor.stored is not None:
         yield tensor.stored.view(np.int64)
         return
@@ -139,7 +139,7 @@ def _fused(name: str) -> str:
 
 
 def compare(folder: Path, path: Path, limit: float = DEFAULT_MAX) -> list[Row]:
-    """A row for each tensor of either side, in file order."""
+    """Yields a row for each tensor of either side, in file order."""
     rows = []
     with File(path) as file:
         weights = Weights(file)

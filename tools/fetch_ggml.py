@@ -42,7 +42,7 @@ PEER_PARTS = {".": "."}
 
 
 class FetchError(Exception):
-    """What failed and what to do about it, in one line."""
+    """It says what failed and what to do about it, in one line."""
 
 
 def say(text: str) -> None:
@@ -66,7 +66,7 @@ def sha256_of(path: Path) -> str:
 
 
 def tree_digest(root: Path) -> str:
-    """One hash over the names and contents of all files below root, the stamp excepted."""
+    """Returns one hash over the names and contents of all files below root, the stamp excepted."""
     digest = hashlib.sha256()
     for path in sorted(p for p in root.rglob("*") if p.is_file() and p != root / STAMP):
         digest.update(f"{path.relative_to(root).as_posix()}\0{sha256_of(path)}\n".encode())
@@ -74,7 +74,7 @@ def tree_digest(root: Path) -> str:
 
 
 def is_complete(root: Path) -> bool:
-    """Whether root is what a former run wrote, unchanged."""
+    """Says whether root is what a former run wrote, unchanged."""
     try:
         stamp = json.loads((root / STAMP).read_text())
     except (OSError, ValueError):
@@ -83,7 +83,7 @@ def is_complete(root: Path) -> bool:
 
 
 def find_pip() -> list[str]:
-    """A pip to run: pip's isolated build environments hide it unless the interpreter is clean (-I)."""
+    """Finds a pip to run: pip's isolated build environments hide it unless the interpreter is clean (-I)."""
     for command in ([sys.executable, "-m", "pip"], [sys.executable, "-I", "-m", "pip"]):
         if subprocess.run([*command, "--version"], capture_output=True, check=False).returncode == 0:
             return command
@@ -111,7 +111,7 @@ def download(folder: Path) -> Path:
 
 
 def destination(name: str, parts: dict[str, str]) -> PurePosixPath | None:
-    """Where an archive member goes, relative to the new folder; None if it is not wanted."""
+    """Says where an archive member goes, relative to the new folder; None if it is not wanted."""
     path = PurePosixPath(name)
     try:
         inner = path.relative_to(SOURCE)
@@ -163,7 +163,8 @@ def replace(new: Path, final: Path) -> None:
 
 
 def ensure(cache: Path, archive: Path | None, peer: bool) -> Path:
-    """The folder of ggml (or of llama.cpp with peer) in the cache, fetched if it is not there."""
+    """Returns the folder of ggml (or of llama.cpp with peer) in the cache, and fetches it if it is not there.
+    """
     final = cache / f"{'peer' if peer else 'ggml'}-{VERSION}"
     result = final if peer else final / "ggml"
     if is_complete(final):

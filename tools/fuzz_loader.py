@@ -109,8 +109,8 @@ def take_apart(path: Path, beside: tuple[Path, ...] = ()) -> Seed:
 
 
 def make_seeds(folder: Path) -> list[Seed]:
-    """A model with its head, in types of weights, as version 2, in parts, the head alone, and the drafter in
-    the box."""
+    """Makes a model with its head, in types of weights, as version 2, in parts, the head alone, and the
+    drafter in the box."""
     config = tiny.Config(n_nextn=1)
     tensors = tiny.layout(config, seed=1)
     whole = tiny.write(folder / "whole.gguf", config, tensors)
@@ -165,13 +165,14 @@ def _flip(rng: random.Random, data: bytes) -> bytes:
 
 
 def _name_end(entry: bytes) -> int | None:
-    """Where a key's or tensor's name ends; None where an earlier mutation has broken it."""
+    """Says where a key's or tensor's name ends; None where an earlier mutation has broken it."""
     end = _text_end(entry, 0) if len(entry) >= 8 else len(entry)
     return end if end + 4 <= len(entry) else None
 
 
 def _key_entry(rng: random.Random, entry: bytes) -> bytes:
-    """One field of a key: its name's length, its type, an array's type or length, its value, its bytes."""
+    """Changes one field of a key: its name's length, its type, an array's type or length, its value, its
+    bytes."""
     kind = _name_end(entry)
     if kind is None:
         return _flip(rng, entry)
@@ -194,7 +195,7 @@ def _key_entry(rng: random.Random, entry: bytes) -> bytes:
 
 
 def _tensor_entry(rng: random.Random, entry: bytes) -> bytes:
-    """One field of a tensor: its name, number of dimensions, a dimension, its type, its offset."""
+    """Changes one field of a tensor: its name, number of dimensions, a dimension, its type, its offset."""
     dims = _name_end(entry)
     if dims is None:
         return _flip(rng, entry)
@@ -214,7 +215,7 @@ def _tensor_entry(rng: random.Random, entry: bytes) -> bytes:
 
 
 def _entries(rng: random.Random, entries: list[bytes], change: Callable[..., bytes]) -> list[bytes]:
-    """One entry changed, left out, repeated, or in the place of another."""
+    """Changes one entry, leaves it out, repeats it, or puts it in the place of another."""
     if not entries:
         return entries
     made, at = list(entries), rng.randrange(len(entries))
@@ -258,7 +259,7 @@ def _mutate(rng: random.Random, p: Parts) -> Parts:
 
 
 def make_case(seeds: list[Seed], seed: int, number: int) -> tuple[Seed, bytes, int]:
-    """The valid file it comes from, its header, and the bytes of weights after it."""
+    """Returns the valid file that a case comes from, its header, and the bytes of weights after it."""
     rng = random.Random(f"{seed}:{number}")
     base = rng.choice(seeds)
     parts = Parts(base.version, base.keys, base.tensors, len(base.keys), len(base.tensors), base.n_data)
@@ -295,7 +296,8 @@ class Case:
         return folder / parts[0]
 
     def run(self, number: int) -> tuple[str, str]:
-        """What became of it: ("opened", ""), or the error's kind and its text without numbers and names."""
+        """Says what became of a file: ("opened", ""), or the error's kind and its text without numbers and
+        names."""
         path = self.write(number)
         try:
             with File(path, self.library) as file:
@@ -312,7 +314,7 @@ class Case:
         return "opened", ""
 
     def _read(self, file: File) -> None:
-        """Every key, string and tensor, and the ends of each tensor's bytes."""
+        """Reads every key, string and tensor, and the ends of each tensor's bytes."""
         lib, ffi = self.library.lib, self.library.ffi
         info, kv, tensor = file.info, self.library.struct("luce_kv"), self.library.struct("luce_tensor_info")
         for index in range(info.n_kv):
@@ -355,7 +357,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 def _sanitizer() -> dict[str, str]:
-    """What a Python that is built without the sanitizer needs for a library that is built with it."""
+    """Returns what a Python that is built without the sanitizer needs for a library that is built with it."""
     names = [subprocess.run(["gcc", f"-print-file-name={name}"], capture_output=True, text=True, check=True)
              .stdout.strip() for name in ("libasan.so", "libstdc++.so")]  # fmt: skip
     return {
@@ -389,7 +391,7 @@ class Fuzz:
             text=True)
 
     def _wait(self, worker: subprocess.Popen[str]) -> str | None:
-        """None when it has done all; else what happened to it."""
+        """Waits for a worker. Returns None when it has done all, else what happened to it."""
         at, since = self._at(), time.monotonic()
         while True:
             try:

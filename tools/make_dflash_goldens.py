@@ -61,7 +61,7 @@ def config_of(c: DFlash) -> Qwen3Config:
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """x (heads, rows, D)."""
+    """Rotates x (heads, rows, D)."""
     cos, sin = rope
     return x * cos + rotate_half(x) * sin
 
@@ -78,7 +78,7 @@ class Attention(nn.Module):
         self.dim, self.groups = c.head_dim, c.n_head // c.n_head_kv
 
     def keys_values(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """(Hkv, rows, D) each, of context features or of a block's rows."""
+        """Returns keys and values, (Hkv, rows, D) each, of context features or of a block's rows."""
         k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.dim))).transpose(0, 1)
         return rotate(k, rope), self.v_proj(x).unflatten(-1, (-1, self.dim)).transpose(0, 1)
 
@@ -123,13 +123,15 @@ class DFlashDraftModel(nn.Module):
         return cos[0], sin[0]
 
     def context(self, streams: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """K and V of each layer for the positions of the target's streams (T, E), those of its blocks."""
+        """Returns K and V of each layer for the positions of the target's streams (T, E), those of its
+        blocks."""
         features = self.hidden_norm(self.fc(torch.cat([streams[i] for i in self.c.target_layer_ids], -1)))
         rope = self.rope(0, len(features))
         return [layer.self_attn.keys_values(features, rope) for layer in self.layers]
 
     def block(self, x: Tensor, context: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """x (B, E), the rows' embeddings, after the context's positions: normed hidden states (B, E)."""
+        """Returns the normed hidden states (B, E) of x (B, E), the rows' embeddings, after the context's
+        positions."""
         n, rows = context[0][0].shape[1], len(x)
         rope, c = self.rope(n, rows), self.c
         query, key = n + torch.arange(rows)[:, None], torch.arange(n + rows)[None]
@@ -142,7 +144,7 @@ class DFlashDraftModel(nn.Module):
 
 
 def published(tensors: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-    """The tensors of a GGUF by the published model's names, but those of both ends."""
+    """Returns the tensors of a GGUF by the published model's names, but those of both ends."""
     names = dict(hf_dflash.TOP)
     for i in range(sum(name.endswith("attn_q.weight") for name in tensors)):
         names |= {f"blk.{i}.{a}": f"layers.{i}.{b}" for a, b in hf_dflash.BLOCK.items()}
@@ -158,7 +160,8 @@ def golden(
     ends: tuple[np.ndarray, np.ndarray],
     keep: tuple[list[int], list[int]],
 ) -> dict[str, np.ndarray]:
-    """streams: of the target's blocks over the prompt; ends: the target's embedding and head."""
+    """Makes a golden. `streams` are those of the target's blocks over the prompt, and `ends` the target's
+    embedding and head."""
     model = DFlashDraftModel(c).eval().float()
     model.load_state_dict(published(tensors), strict=True)
     embedding = torch.from_numpy(tensors.get("token_embd.weight", ends[0]))
@@ -192,7 +195,8 @@ def of_case(case: Case) -> dict[str, np.ndarray]:
 
 
 def of_box() -> dict[str, np.ndarray]:
-    """The first choice after the box's golden prompt, and its block; all weights as they are stored."""
+    """Returns the first choice after the box's golden prompt, and its block; all weights are as they are
+    stored."""
     text = dict(np.load(ROOT / "tests" / "goldens" / "box.npz"))
     weights = ref.read_gguf(str(box_model.GGUF))
     step = ref.Reference(box_model.CONFIG, weights).step(text["prompt"])

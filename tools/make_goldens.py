@@ -77,7 +77,7 @@ LONG_CASES: dict[str, tuple[Config, int]] = {
 
 
 def build(c: Config, seed: int):  # type: ignore[no-untyped-def]
-    """transformers' model with the weights of tiny.weights(c, seed)."""
+    """Returns transformers' model with the weights of tiny.weights(c, seed)."""
     import torch
     import transformers
 
@@ -97,7 +97,7 @@ def golden(c: Config, seed: int) -> dict[str, np.ndarray]:
 
 
 def long_golden(c: Config, seed: int) -> dict[str, np.ndarray]:
-    """The prompt in one call, by transformers' chunked rule; main() compares its recurrent one."""
+    """Runs the prompt in one call, by transformers' chunked rule; main() compares its recurrent one."""
     import torch
 
     model, prompt = build(c, seed), random_prompt(c, seed, N_LONG)
@@ -113,7 +113,7 @@ def long_golden(c: Config, seed: int) -> dict[str, np.ndarray]:
 
 
 def choices(rows: np.ndarray, min_gap: float = MIN_GAP) -> dict[str, np.ndarray]:
-    """greedy and gap of logits (tokens, V). A choice closer than min_gap is an error."""
+    """Returns greedy and gap of logits (tokens, V). A choice closer than min_gap is an error."""
     top = np.sort(rows, -1)
     gap = top[:, -1] - top[:, -2]
     if gap.min() < min_gap:
@@ -129,7 +129,8 @@ def random_prompt(c: Config, seed: int, n: int) -> np.ndarray:
 def run(  # type: ignore[no-untyped-def]
     model, prompt: np.ndarray, min_gap: float = MIN_GAP, n_greedy: int = N_GREEDY
 ) -> dict[str, np.ndarray]:
-    """prompt, logits, greedy and gap of a transformers model. A choice closer than min_gap is an error."""
+    """Returns prompt, logits, greedy and gap of a transformers model. A choice closer than min_gap is an
+    error."""
     import torch
 
     n_prompt = len(prompt)

@@ -206,7 +206,7 @@ class Sequence(Handle):
     def tree(
         self, anchor: int, lists: Lists, budget: int, chain: IntArray = ()
     ) -> tuple[list[int], list[int], list[int]]:
-        """Library.tree."""
+        """Calls Library.tree."""
         return self.library.tree(anchor, lists, budget, chain)
 
     def lookup(self, anchor: int, most: int) -> tuple[list[int], int]:
@@ -220,7 +220,7 @@ class Sequence(Handle):
         return list(tokens[0 : n[0]]), int(matched[0])
 
     def accept(self, tokens: IntArray, parents: IntArray | None, choices: IntArray) -> tuple[list[int], int]:
-        """Library.accept."""
+        """Calls Library.accept."""
         return self.library.accept(tokens, parents, choices)
 
     def commit(self, path: IntArray) -> None:

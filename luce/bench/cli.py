@@ -58,7 +58,7 @@ bench.add_command(serve_bench)
 
 
 def of_text(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """A prompt as `luce generate --raw` has it."""
+    """Returns a prompt as `luce generate --raw` has it."""
     return tuple(tokenizer.encode(text, special=False, add_bos=True))
 
 
@@ -165,7 +165,7 @@ def prompts(source: str, group: str | None, **flags: Any) -> None:
 
 
 def make_once(path: Path, make: Callable[[], object]) -> None:
-    """The file, unless it is there."""
+    """Makes the file, unless it is there."""
     if path.exists():
         return
     try:

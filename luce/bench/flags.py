@@ -1,4 +1,4 @@
-"""The options that the commands of `luce bench` share."""
+"""Declares the options that the commands of `luce bench` share."""
 
 from __future__ import annotations
 

@@ -1,14 +1,13 @@
-"""The inside of sandbox.py: a script that confines itself, then runs a program. It imports nothing of luce.
+"""Confines itself, then runs a program: this script is the inside of sandbox.py. It imports nothing of luce.
 
-Reads a job from stdin, {program, namespaces, bwrap, seconds, ...}, and writes lines to stdout, the
-first of which counts: {passed, why}, or {cannot: the step that failed} where there is no sandbox to be had.
+It reads a job from stdin, {program, namespaces, bwrap, seconds, ...}, and writes lines to stdout. The first
+of them counts: {passed, why}, or {cannot: the step that failed} where there is no sandbox to be had.
 
-Three processes, each forked from the one before, so that Python starts once:
-  keeper   outside: keeps the time, reads the report, gives the verdict
-  init     process 1 of new namespaces: makes the file system; when it dies, the kernel kills all in them
-  program  gives up every right, sets the limits, runs the program
-Where bubblewrap works, bwrap is init: it makes the namespaces and the file system, and starts this script
-again, as the program. With limits alone there is no init.
+There are three processes. Each is forked from the one before, so that Python starts once. The keeper stays
+outside: it keeps the time, reads the report and gives the verdict. Init is process 1 of new namespaces: it
+makes the file system, and when it dies, the kernel kills all in them. The program gives up every right, sets
+the limits and runs what it was given. Where bubblewrap works, bwrap is init: it makes the namespaces and the
+file system, and starts this script again, as the program. With limits alone there is no init.
 """
 
 import contextlib
@@ -42,7 +41,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def call(name: str, *args: Any) -> None:
-    """A system call by libc's function of that name. Raises OSError, which names it."""
+    """Makes a system call by libc's function of that name. Raises OSError, which names it."""
     if getattr(libc, name)(*args) == -1:
         error = ctypes.get_errno()
         raise OSError(error, f"{name}: {os.strerror(error)}")
@@ -65,7 +64,8 @@ def write(proc: int, name: str, text: str) -> None:
 
 
 def new_namespaces(flags: int, proc: int) -> None:
-    """With NEWUSER, this process is nobody, with all rights over the new user namespace and none outside."""
+    """Moves this process into new namespaces. With NEWUSER it is nobody there, with all rights over the new
+    user namespace and none outside."""
     uid, gid = os.geteuid(), os.getegid()
     try:
         call("unshare", flags)
@@ -80,7 +80,8 @@ def new_namespaces(flags: int, proc: int) -> None:
 
 
 def system_folders() -> dict[str, str]:
-    """What a program needs of the host, the system's libraries and this Python: folder to real folder."""
+    """Returns what a program needs of the host, as folder to real folder: the system's libraries and this
+    Python."""
     folders = {"/lib", "/lib64", "/usr/lib", "/usr/lib64", "/nix/store"}
     folders |= {sys.base_prefix, sys.base_exec_prefix}
     return {folder: os.path.realpath(folder) for folder in sorted(folders) if os.path.isdir(folder)}
@@ -91,15 +92,17 @@ def tmpfs_options(job: dict[str, Any], mode: str) -> bytes:
 
 
 def forbid_shared_segments(proc: int) -> None:
-    """System V's would outlive the limits of their makers. Ordinary users may since Linux 6.12."""
+    """Forbids System V's shared segments, which would outlive the limits of their makers. Ordinary users may
+    do so since Linux 6.12."""
     with contextlib.suppress(OSError):
         write(proc, "sys/kernel/shmall", "0")
 
 
 def new_root(job: dict[str, Any]) -> None:
-    """An empty tmpfs of that size with the system's libraries and this Python, read-only; /tmp is the cwd.
+    """Makes an empty tmpfs of that size the root, with the system's libraries and this Python in it,
+    read-only, and /tmp the working folder.
 
-    The host's own files are not in it: not the home folders, /etc, /proc, /dev, no socket.
+    The host's own files are not in it: there are no home folders, no /etc, /proc or /dev, and no socket.
     """
     sources = system_folders()
     os.umask(0o022)
@@ -126,7 +129,7 @@ def new_root(job: dict[str, Any]) -> None:
 
 
 def give_up_rights(proc: int) -> None:
-    """Become nobody, in a user namespace that cannot make another one, without a capability."""
+    """Becomes nobody, without a capability, in a user namespace that cannot make another one."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -167,7 +170,7 @@ def say(**line: Any) -> None:
 
 
 def fork(work: Callable[[], None]) -> int:
-    """The id of a new process, which ends when work does."""
+    """Runs work in a new process, which ends with it. Returns the id of that process."""
     child = os.fork()
     if child:
         return child
@@ -248,7 +251,7 @@ def run_bwrap(job: dict[str, Any], proc: int, nonce: bytes, report: int) -> None
 
 
 def run_inside(handed: int, proc: int, report: int) -> None:
-    """What bwrap leaves to do: the limits of the tmpfs; then the program."""
+    """Does what bwrap leaves to do: it limits the tmpfs, then runs the program."""
     with open(handed) as file:
         job = json.load(file)
     os.write(report, STARTED)

@@ -1,13 +1,13 @@
-"""A DFlash drafter for an oracle model: real cost, and every draft known.
+"""Makes a DFlash drafter for an oracle model: what it costs is real, and every draft is known.
 
 A block's row i has to name the i-th token after the anchor, from the anchor alone. The drafter's own
 embedding of a token holds, side by side, codes of the tokens that are to be drafted after it, one slice of
 head_dim values for each depth. One KV head of the first layers is there for each depth: its value is that
 depth's slice, its key is the same for every anchor and zero for all else, and its query, the same for every
-mask, is turned so that RoPE makes the score high exactly at that distance: score(i) = sum of a_d
-cos(theta_d (i - depth)), with the amplitudes a_d that tell whole numbers from 0 to 15 apart best. So row i
-gets the anchor's slice i, and the drafter's own head, whose rows are the tokens' codes, names the token.
-Everything else is at noise level or zero, and costs what it costs.
+mask, is turned so that RoPE makes the score high exactly at that distance: score(i) = sum of a_d cos(theta_d
+(i - depth)), with the amplitudes a_d that tell whole numbers from 0 to 15 apart best. So row i gets the
+anchor's slice i, and the drafter's own head, whose rows are the tokens' codes, names the token. Everything
+else is at noise level or zero, and costs what it costs.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class BlockRule:
 
 
 def amplitudes(c: DFlash) -> tuple[np.ndarray, float]:
-    """Of each RoPE frequency (D/2,), such that sum of a cos(theta m) is +1 or more at m = 0 and -1 or less at
-    the other distances of a block; and the worst of both."""
+    """Returns an amplitude a of each RoPE frequency (D/2,), such that the sum of a cos(theta m) is +1 or more
+    at m = 0 and -1 or less at the other distances of a block. Returns the worst of both beside it."""
     theta = c.rope_base ** (-np.arange(c.head_dim // 2) / (c.head_dim // 2))
     cosines = np.cos(np.outer(np.arange(c.block_size), theta))  # (distances, D/2)
     cosines[:, ASIDE] = 0
@@ -127,7 +127,8 @@ class OracleDrafter:
             yield rows
 
     def head(self) -> Iterator[np.ndarray]:
-        """A row is the token's code, in slice 1; those after the cycle are never drafted."""
+        """Yields the rows of the head: a row is the token's code, in slice 1. Tokens after the cycle are
+        never drafted."""
         c, dim = self.c, self.c.head_dim
         for first in range(0, c.n_vocab, ROWS):
             tokens = np.arange(first, min(first + ROWS, c.n_vocab))
@@ -138,12 +139,12 @@ class OracleDrafter:
             yield rows
 
     def depth_of(self, layer: int, kv_head: int) -> int:
-        """The depth that a KV head is there for; 0: none."""
+        """Returns the depth that a KV head is there for; 0 is none."""
         depth = layer * self.c.n_head_kv + kv_head + 1
         return depth if depth < self.c.block_size else 0
 
     def attention(self, layer: int, local: str) -> np.ndarray:
-        """attn_q, attn_k, attn_v or attn_output of a layer that has depths to copy."""
+        """Returns attn_q, attn_k, attn_v or attn_output of a layer that has depths to copy."""
         c, dim, group = self.c, self.c.head_dim, self.c.n_head // self.c.n_head_kv
         theta = c.rope_base ** (-np.arange(dim // 2) / (dim // 2))
         a, _ = amplitudes(c)
@@ -185,7 +186,7 @@ class OracleDrafter:
         return values
 
     def planned(self) -> Iterator[tuple[Planned, str]]:
-        """Each tensor and its type."""
+        """Returns each tensor and its type."""
         for index, (name, shape) in enumerate(self.shapes.items()):
             local = name.split(".", 2)[-1].removesuffix(".weight")
             layer = int(name.split(".")[1]) if name.startswith("blk.") else self.c.n_layer

@@ -62,7 +62,7 @@ SHAPES = {
 
 
 def random_words(n: int, *seed: int) -> np.ndarray:
-    """n uint64 straight from PCG64, so the same on every numpy."""
+    """Returns n uint64 straight from PCG64, which are the same on every numpy."""
     bits = np.random.Generator(np.random.PCG64(seed))
     return bits.integers(0, 2**64, n, dtype=np.uint64)
 
@@ -101,15 +101,15 @@ class Rule:
         return swap
 
     def successor(self, tokens: np.ndarray) -> np.ndarray:
-        """The target's greedy choice after each token, whatever came before it."""
+        """Returns the target's greedy choice after each token, whatever came before it."""
         return self.perm[tokens]
 
     def draft(self, tokens: np.ndarray) -> np.ndarray:
-        """The NextN head's choice after each token."""
+        """Returns the NextN head's choice after each token."""
         return self.perm[self.swap[tokens]]
 
     def continuation(self, last: int, n: int) -> list[int]:
-        """The n tokens after `last`."""
+        """Returns the n tokens after `last`."""
         out = [last]
         while len(out) <= n:
             out.append(int(self.perm[out[-1]]))
@@ -117,7 +117,7 @@ class Rule:
 
 
 def wrong_tokens(found: Sequence[int], expected: Sequence[int]) -> int:
-    """Tokens that are not the expected ones, missing or too many."""
+    """Counts tokens that are not the expected ones, missing or too many."""
     differ = sum(a != b for a, b in zip(found, expected, strict=False))
     return differ + abs(len(expected) - len(found))
 
@@ -127,8 +127,9 @@ def wrong_tokens(found: Sequence[int], expected: Sequence[int]) -> int:
 
 
 def _k_header(d: float, offset: int) -> np.ndarray:
-    """d, dmin = d/2 and the packed 6-bit pairs (scale 1, min `offset`): Q4_K's and Q5_K's 16 bytes.
-    A weight is d*q - dmin*offset: with offset 15 (Q4_K) or 31 (Q5_K) symmetric around 0."""
+    """Returns d, dmin = d/2 and the packed 6-bit pairs (scale 1, min `offset`), which are the 16 bytes of
+    Q4_K and Q5_K. A weight is d*q - dmin*offset: with offset 15 (Q4_K) or 31 (Q5_K) it is symmetric around 0.
+    """
     half = np.float16(d / 2)
     low = [1] * 4 + [offset & 0x3F | (offset >> 4) << 6] * 4 + [1 | (offset & 0xF) << 4] * 4
     return np.concatenate([np.array([half + half, half], "<f2").view(np.uint8), np.array(low, np.uint8)])
@@ -144,7 +145,7 @@ def _uniform_std(levels: int) -> float:
 
 
 def noise_blocks(kind: QType, n: int, std: float, *seed: int) -> np.ndarray:
-    """n blocks (n, bytes) of weights with the given standard deviation."""
+    """Returns n blocks (n, bytes) of weights with the given standard deviation."""
     size = gguf.GGML_QUANT_SIZES[kind][1]
     blocks = random_words(-(-n * size // 8), *seed).view(np.uint8)[: n * size].reshape(n, size)
     if kind == QType.Q4_K:
@@ -158,7 +159,7 @@ def noise_blocks(kind: QType, n: int, std: float, *seed: int) -> np.ndarray:
 
 
 def q4_to_q6(blocks: np.ndarray) -> np.ndarray:
-    """The same weights as Q6_K, exactly: d*(q - 7.5) = (d/2)*((2q + 17) - 32)."""
+    """Returns the same weights as Q6_K, exactly: d*(q - 7.5) = (d/2)*((2q + 17) - 32)."""
     n = len(blocks)
     qs = blocks[:, 16:].reshape(n, 4, 32)  # element 64j + l in the low, 64j + 32 + l in the high half
     q = 2 * np.stack([qs & 0xF, qs >> 4], 2).reshape(n, 2, 4, 32) + np.uint8(17)
@@ -173,7 +174,8 @@ def q4_to_q6(blocks: np.ndarray) -> np.ndarray:
 
 
 def pass_through_blocks(first: int, n: int, n_embd: int) -> np.ndarray:
-    """Q4_K blocks of eh_proj (E, 2E) = [identity, 0]: the embedding, without the hidden state."""
+    """Returns the Q4_K blocks of eh_proj (E, 2E) = [identity, 0], which lets the embedding pass without the
+    hidden state."""
     out = np.zeros((n, 144), np.uint8)
     out[:, :16] = _k_header(1.0, 0)
     index = np.arange(first, first + n)
@@ -238,8 +240,8 @@ class Oracle:
     tensors: list[Tensor] = field(default_factory=list)
 
     def f32(self, t: Tensor) -> np.ndarray:
-        """Small tensors: norms 1, conv taps, decays and biases in the range of trained models, routers of
-        logits with standard deviation 1."""
+        """Returns a small tensor: norms are 1, and conv taps, decays and biases lie in the range of trained
+        models. A router gives logits of standard deviation 1."""
         low, high = 1.0, 1.0
         if t.name.endswith("ssm_a"):
             low, high = -1.0, -0.05
@@ -292,7 +294,7 @@ class Oracle:
         return t.name == "output.weight" or t.name.endswith(("embed_tokens.weight", "head_head.weight"))
 
     def chunks(self, t: Tensor) -> Iterator[tuple[Tensor, int, int]]:
-        """(tensor, first block, blocks): whole rows, about CHUNK bytes."""
+        """Yields (tensor, first block, blocks), each of whole rows and about CHUNK bytes."""
         per_row = t.shape[-1] // gguf.GGML_QUANT_SIZES[t.kind][0]
         step = max(1, CHUNK // (per_row * t.block_bytes)) * per_row
         for first in range(0, t.n_blocks, step):
@@ -318,8 +320,8 @@ class Oracle:
         os.truncate(path, -(-end // 32) * 32)
 
     def write(self, path: Path, name: str, progress: Callable[[int], None]) -> None:
-        """Everything random first, then what copies the embedding; then rename into place. progress: bytes
-        that are written."""
+        """Writes everything random first, then what copies the embedding, and then renames the file into
+        place. `progress` gets the bytes that are written."""
         done = 0
         self.tensors = tensors_of(self.config)
         partial = path.with_name(path.name + ".partial")
@@ -374,7 +376,7 @@ def make_oracle(
 
 
 def show_progress(done: int, total: int) -> None:
-    """One line on stderr, where that is a terminal."""
+    """Shows one line on stderr, where that is a terminal."""
     if sys.stderr.isatty():
         print(f"\r{done / total:6.1%} ", end="", file=sys.stderr)
 

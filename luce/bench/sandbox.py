@@ -89,7 +89,8 @@ def _check(program: str, limits: Limits, namespaces: bool, bwrap: str) -> Verdic
 
 @cache
 def bubblewrap() -> str:
-    """The path of bwrap where it is installed and a program runs in it, tried once; else empty."""
+    """Returns the path of bwrap where it is installed and a program runs in it, which is tried once; else an
+    empty text."""
     path = shutil.which("bwrap") if sys.platform == "linux" else None
     try:
         return path if path and _check(PROBE, Limits(), True, path).passed else ""
@@ -104,7 +105,8 @@ def way(namespaces: bool) -> str:
 
 @cache
 def available() -> str | None:
-    """None where check() has its namespaces on this machine, tried once; else one line that says why not."""
+    """Returns None where check() has its namespaces on this machine, which is tried once; else one line that
+    says why not."""
     try:
         verdict = check(PROBE)
     except UnsupportedError as error:
@@ -113,7 +115,7 @@ def available() -> str | None:
 
 
 def _run(job: str, folder: str, seconds: float) -> tuple[int | None, bytes]:
-    """Exit status of jail.py, None where it outlived the seconds, and what it said."""
+    """Returns the exit status of jail.py, None where it outlived the seconds, and what it said."""
     with subprocess.Popen(
         [sys.executable, "-I", "-S", "-B", str(JAIL)],
         stdin=subprocess.PIPE,

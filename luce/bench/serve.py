@@ -1,11 +1,11 @@
-"""A server under load: its first tokens, streams beside each other, a conversation that grows.
+"""Loads a server and measures it: its first tokens, streams beside each other, a conversation that grows.
 
-Prompts are random tokens. cold: the first token after a prompt that was never read; warm: after the same
-prompt and 64 tokens more. streams: so many requests at once, each of its own prompt: tokens after each one's
-first, over the time from the first of these to the last token of all. conversation: an agent's, each turn the
-whole of it again and as much more, as tools answer; what is reused is the part of each turn's prompt that the
-one before had. Measured by a client over HTTP, any server that answers /v1/completions as OpenAI's does and
-says `timings`.
+Prompts are random tokens. A cold first token follows a prompt that was never read; a warm one follows the
+same prompt and 64 tokens more. Streams are so many requests at once, each with a prompt of its own: what
+counts are the tokens after each one's first, over the time from the first of these to the last token of all.
+A conversation is like an agent's: each turn sends the whole of it again and as much more, as tools answer.
+What is reused is the part of each turn's prompt that the one before had. A client measures over HTTP any
+server that answers /v1/completions as OpenAI's does and says `timings`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TIMING = " ".join(__doc__.split("\n\n")[1].split())
 
 @dataclass(frozen=True)
 class Answered:
-    """One request, by the client's clock. cached: prompt tokens that were not read again."""
+    """One request, by the client's clock. `cached` counts the prompt's tokens that were not read again."""
 
     asked: float
     first: float
@@ -51,7 +51,8 @@ class Answered:
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured; None: it is not of this measure. In seconds, tokens and tokens a second."""
+    """What was measured, in seconds, tokens and tokens a second. A field is None where it is not of this
+    measure."""
 
     mode: str
     measure: str
@@ -77,11 +78,11 @@ class Client:
         self._rng, self._n_vocab = np.random.default_rng(seed), n_vocab
 
     def tokens(self, n: int) -> list[int]:
-        """Random ones, none of the last 16, which are control tokens."""
+        """Returns random tokens, none of the last 16, which are control tokens."""
         return [int(token) for token in self._rng.integers(0, self._n_vocab - 16, n)]
 
     def complete(self, prompt: Sequence[int], n: int) -> Answered:
-        """n greedy tokens after a prompt."""
+        """Returns what came of n greedy tokens after a prompt."""
         body = {"prompt": list(prompt), "max_tokens": n, "temperature": 0, "stream": True, "ignore_eos": True,
                 "stream_options": {"include_usage": True}, "cache_prompt": True}  # fmt: skip
         connection = http.client.HTTPConnection(self._host, self._port, timeout=ANSWER_S)
@@ -111,7 +112,7 @@ class Client:
 
 
 def first_tokens(client: Client, mode: str, lengths: Sequence[int]) -> Iterator[Row]:
-    """Cold and warm, by the length of the prompt."""
+    """Measures cold and warm first tokens, by the length of the prompt."""
     for n in lengths:
         prompt = client.tokens(n)
         cold = client.complete(prompt, 4)
@@ -171,7 +172,7 @@ class Running:
 
 @contextmanager
 def luce_server(model: Path, *options: str) -> Iterator[Running]:
-    """`luce serve` on a free port."""
+    """Runs `luce serve` on a free port."""
     command = [sys.executable, "-m", "luce", "serve", "--gguf", str(model), "--port", "0", *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     assert process.stderr is not None
@@ -196,7 +197,7 @@ def luce_server(model: Path, *options: str) -> Iterator[Running]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Row.as_json() of each, without the single turns."""
+    """Makes a table of Row.as_json() of each row, without the single turns."""
     header = ["mode", "measure", "prompt", "streams", "first token ms", "tok/s", "each", "reused", "s"]
 
     def cell(value: float | None, digits: int = 1, scale: float = 1.0) -> str:

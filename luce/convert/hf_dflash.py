@@ -1,7 +1,7 @@
-"""DFlash drafters (z-lab's DFlashDraftModel) as the tensors and keys of a GGUF of architecture dflash.
+"""Plans DFlash drafters (z-lab's DFlashDraftModel) as the tensors and keys of a GGUF of architecture dflash.
 
-Sources: z-lab/dflash (dflash/model.py), llama.cpp's dflash (its names and keys). Everything comes from
-config.json, where `dflash_config` overrides the top level; what luce does not implement is refused by
+The sources are z-lab/dflash (dflash/model.py) and llama.cpp's dflash (its names and keys). Everything comes
+from config.json, where `dflash_config` overrides the top level. What luce does not implement is refused by
 name: a key or tensor that is silently dropped shows as low acceptance and nothing else.
 """
 
@@ -49,7 +49,7 @@ _REFUSED = ("attention_value_scale", "output_multiplier", "markov_rank", "markov
 
 @dataclass(frozen=True)
 class Yarn:
-    """RoPE scaling by YaRN; None: the reader's default."""
+    """RoPE scaling by YaRN. None means the reader's default."""
 
     factor: float
     n_ctx_original: int
@@ -149,7 +149,7 @@ def _target_layers(both: Section) -> tuple[int, ...]:
 
 
 def _layer_kinds(config: Section, n_layer: int) -> list[str]:
-    """layer_types; without them, what transformers' Qwen3Config makes of max_window_layers."""
+    """Returns layer_types; without them, what transformers' Qwen3Config makes of max_window_layers."""
     if "layer_types" in config:
         kinds = config.strings("layer_types", n_layer)
         unknown = set(kinds) - {"full_attention", "sliding_attention"}
@@ -163,8 +163,8 @@ def _layer_kinds(config: Section, n_layer: int) -> list[str]:
 
 
 def _window(config: Section, own: Section, kinds: list[str]) -> tuple[tuple[bool, ...], int | None]:
-    """(which layers have a window, its size). dflash_config.use_swa means all of them or none; else
-    those of layer_types, where use_sliding_window is true, as in transformers' Qwen3Config."""
+    """Returns which layers have a window, and its size. dflash_config.use_swa means all of them or none. Else
+    they are those of layer_types, where use_sliding_window is true, as in transformers' Qwen3Config."""
     sliding = tuple(kind == "sliding_attention" for kind in kinds)
     if "use_swa" in own:
         sliding = (own.get("use_swa", bool),) * len(kinds)
@@ -177,7 +177,7 @@ def _window(config: Section, own: Section, kinds: list[str]) -> tuple[tuple[bool
 
 
 def _causal(config: Section, own: Section, kinds: list[str]) -> tuple[bool, ...]:
-    """Per layer: is_causal, else dflash_config.causal, else exactly where attention slides."""
+    """Returns for each layer is_causal, else dflash_config.causal, else whether its attention slides."""
     for section, key in ((config, "is_causal"), (own, "causal")):
         if key in section:
             return (section.get(key, bool),) * len(kinds)
@@ -185,7 +185,7 @@ def _causal(config: Section, own: Section, kinds: list[str]) -> tuple[bool, ...]
 
 
 def _yarn(config: Section, rope: Section) -> Yarn | None:
-    """RoPE scaling from rope_parameters, or from rope_scaling as older configs have it."""
+    """Reads RoPE scaling from rope_parameters, or from rope_scaling as older configs have it."""
     scaling = rope if "rope_type" in rope or "type" in rope else config.section("rope_scaling")
     kind = scaling.get("rope_type", str, None) or scaling.get("type", str, "default")
     if kind == "default":
@@ -207,11 +207,11 @@ def _yarn(config: Section, rope: Section) -> Yarn | None:
 
 
 def add_keys(w: gguf.GGUFWriter, c: DFlash, name: str, file_type: int, m_rope: bool) -> None:
-    """Every key but the tokenizer's and the mask token's. m_rope: the target has M-RoPE; the drafter
-    then has the degenerate sections {rope_dim/2, 0, 0, 0} that llama.cpp looks for.
+    """Adds every key but the tokenizer's and the mask token's. `m_rope` says that the target has M-RoPE. The
+    drafter then has the degenerate sections {rope_dim/2, 0, 0, 0} that llama.cpp looks for.
 
-    dflash.attention.causal is one bool. Where layers differ it is left out (llama.cpp: non-causal
-    everywhere) and dflash.attention.causal_pattern holds a bool for each layer.
+    dflash.attention.causal is one bool. Where layers differ it is left out (llama.cpp: non-causal everywhere)
+    and dflash.attention.causal_pattern holds a bool for each layer.
     """
     w.add_type("model")
     w.add_name(name)
@@ -264,7 +264,8 @@ def _add_yarn(w: gguf.GGUFWriter, yarn: Yarn) -> None:
 
 
 def tensor_shapes(c: DFlash, own: set[str]) -> dict[str, tuple[int, ...]]:
-    """Tensors in file order, numpy's shapes. own: which of OPTIONAL the checkpoint has."""
+    """Returns the tensors in file order, with numpy's shapes. `own` says which of OPTIONAL the checkpoint
+    has."""
     e, q, kv = c.n_embd, c.n_head * c.head_dim, c.n_head_kv * c.head_dim
     block = {
         "attn_norm.weight": (e,),
@@ -291,7 +292,7 @@ def tensor_shapes(c: DFlash, own: set[str]) -> dict[str, tuple[int, ...]]:
 
 
 def plain_names(checkpoint: Checkpoint) -> dict[str, str]:
-    """Names without `model.` to the checkpoint's own; t2d and RoPE's constants follow from the rest."""
+    """Maps names without `model.` to the checkpoint's own; t2d and RoPE's constants follow from the rest."""
     names: dict[str, str] = {}
     for name in checkpoint.names:
         plain = name.removeprefix("model.")
@@ -309,7 +310,7 @@ def source_name(name: str) -> str:
 
 
 def plan(c: DFlash, checkpoint: Checkpoint) -> list[Planned]:
-    """Every tensor of the file. FileError names one that is missing or has another shape,
+    """Returns every tensor of the file. FileError names one that is missing or has another shape, and
     UnsupportedError one of the checkpoint that luce does not implement."""
     names = plain_names(checkpoint)
     shapes = tensor_shapes(c, {name for name, plain in OPTIONAL.items() if plain in names})
@@ -343,8 +344,8 @@ def _tensor(
 
 
 def target_ids(d2t: np.ndarray, n_vocab: int) -> np.ndarray:
-    """int64 (n,): the target's id of each row of a reduced vocabulary. Checkpoints hold either that or,
-    more often, its distance from the row's index; distances repeat, ids do not."""
+    """Returns int64 (n,): the target's id of each row of a reduced vocabulary. Checkpoints hold either that
+    or, more often, its distance from the row's index; distances repeat, ids do not."""
     if d2t.dtype.kind not in "iu":
         raise UnsupportedError(f"tensor d2t holds {d2t.dtype}, expected integers")
     ids = d2t.astype(np.int64)

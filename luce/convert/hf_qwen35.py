@@ -1,8 +1,9 @@
-"""Qwen3.5/3.6 checkpoints (dense and MoE, with mtp.*) as the tensors that a GGUF holds.
+"""Plans Qwen3.5/3.6 checkpoints (dense and MoE, with mtp.*) as the tensors that a GGUF holds.
 
-Sources: transformers' Qwen3_5ForCausalLM and Qwen3_5MoeForCausalLM, llama.cpp's qwen35 and qwen35moe.
-Published checkpoints are `Qwen3_5ForConditionalGeneration`: the language model is under
-`model.language_model.`, the vision tower under `model.visual.` (dropped), the MTP head under `mtp.`.
+The sources are transformers' Qwen3_5ForCausalLM and Qwen3_5MoeForCausalLM, and llama.cpp's qwen35 and
+qwen35moe. Published checkpoints are `Qwen3_5ForConditionalGeneration`: the language model is under
+`model.language_model.`, the vision tower, which is dropped, under `model.visual.`, and the MTP head under
+`mtp.`.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ EXPERTS = {"ffn_gate_exps.weight": "gate_proj", "ffn_up_exps.weight": "up_proj",
 
 
 def plain_names(checkpoint: Checkpoint, part: str = "all") -> dict[str, str]:
-    """`layers.0...`, `embed_tokens...`, `lm_head...` or `mtp...` to the checkpoint's own name; part
-    "trunk": without `mtp...`."""
+    """Maps `layers.0...`, `embed_tokens...`, `lm_head...` or `mtp...` to the checkpoint's own name. The part
+    "trunk" has no `mtp...`."""
     names: dict[str, str] = {}
     for name in checkpoint.names:
         plain = re.sub(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?", "", name)
@@ -86,7 +87,7 @@ def plain_names(checkpoint: Checkpoint, part: str = "all") -> dict[str, str]:
 
 
 def read_hparams(config: Section, names: dict[str, str]) -> Config:
-    """The GGUF's hyperparameters from config.json. A missing key is an error that names it."""
+    """Reads the GGUF's hyperparameters from config.json. A missing key is an error that names it."""
     text = text_config(config)
     for key, value in (("hidden_act", "silu"), ("attention_bias", False), ("attn_output_gate", True)):
         text.only(key, value)
@@ -130,7 +131,8 @@ def read_hparams(config: Section, names: dict[str, str]) -> Config:
 
 
 def _pattern(text: Section, n_layer: int) -> tuple[int, tuple[bool, ...] | None]:
-    """(interval, None) where every interval-th block has full attention, else (1, True = DeltaNet)."""
+    """Returns (interval, None) where every interval-th block has full attention, else 1 and for each block
+    whether it is a DeltaNet."""
     if "layer_types" not in text:
         return text.size("full_attention_interval"), None
     kinds = text.strings("layer_types", n_layer)
@@ -152,7 +154,8 @@ def _is_tied(config: Section, text: Section, names: dict[str, str]) -> bool:
 
 
 def _n_nextn(text: Section, names: dict[str, str]) -> int:
-    """NextN blocks that the checkpoint holds; 0 where the config has one that was not saved."""
+    """Counts the NextN blocks that the checkpoint holds; there are 0 where the config has one that was not
+    saved."""
     layers = {name.split(".")[2] for name in names if name.startswith("mtp.layers.")}
     if layers and (len(layers) > 1 or text.get("mtp_num_hidden_layers", int, 1) > 1):
         raise UnsupportedError(
@@ -174,7 +177,7 @@ class _Builder:
     names: dict[str, str]
 
     def source(self, name: str, plain: str, shape: tuple[int, ...]) -> Source:
-        """The checkpoint's tensor, of this shape."""
+        """Returns the checkpoint's tensor, which has to have this shape."""
         if plain not in self.names:
             raise FileError(f"tensor {plain} is missing in {self.checkpoint.path}: {name} is made from it")
         source = self.checkpoint[self.names[plain]]
@@ -183,7 +186,7 @@ class _Builder:
         return source
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Planned:
-        """The plan of one GGUF tensor; shapes are checked now, numbers read later."""
+        """Returns the plan of one GGUF tensor. Shapes are checked now, and numbers are read later."""
         top = TOP.get(name)
         if top is not None:
             return self.one(name, top, shape, shape)
@@ -212,7 +215,7 @@ class _Builder:
         return Planned(name, shape, (source.name,), rows)
 
     def experts(self, name: str, prefix: str, projection: str, shape: tuple[int, ...]) -> Planned:
-        """(n_expert, out, in): one matrix for each expert, or all stacked, gate over up."""
+        """Returns (n_expert, out, in), from one matrix for each expert or from all stacked, gate over up."""
         n, out, inner = shape
         fused = prefix + ("down_proj" if projection == "down_proj" else "gate_up_proj")
         fused = fused if fused in self.names else f"{fused}.weight"
@@ -238,13 +241,14 @@ class _Builder:
 
 
 def _tile(c: Config, x: Array, axis: int, width: int) -> Array:
-    """v heads of `width` entries each along `axis`: grouped by k head (Hk, r) to tiled (r, Hk)."""
+    """Reorders v heads of `width` entries each along `axis`, from grouped by k head (Hk, r) to tiled (r, Hk).
+    """
     grouped = (*x.shape[:axis], c.n_k_head, c.n_v_head // c.n_k_head, width, *x.shape[axis + 1 :])
     return x.reshape(grouped).swapaxes(axis, axis + 1).reshape(x.shape)
 
 
 def _reorder(c: Config, local: str, x: Array) -> Array:
-    """The order of v heads: transformers has them grouped by k head, GGUF tiled."""
+    """Changes the order of v heads: transformers has them grouped by k head, GGUF tiled."""
     if c.n_k_head == c.n_v_head:
         return x
     s = c.state_size
@@ -259,7 +263,8 @@ def _reorder(c: Config, local: str, x: Array) -> Array:
 
 
 def _compute(local: str, x: Array) -> Array:
-    """transformers' norms are stored less 1, but for DeltaNet's; A enters as -exp(A_log)."""
+    """Applies what the file stores otherwise: transformers' norms are stored less 1, but for DeltaNet's, and
+    A enters as -exp(A_log)."""
     if local == "ssm_a":
         return -np.exp(x)
     zero_centred = local.endswith("norm.weight") and local != "ssm_norm.weight"
@@ -267,8 +272,9 @@ def _compute(local: str, x: Array) -> Array:
 
 
 def wanted_shapes(c: Config, part: str, names: dict[str, str]) -> dict[str, tuple[int, ...]]:
-    """Tensors of the file, in file order. part "mtp": the head's blocks, and the embedding, the last
-    norm and the output matrix that it shares with the trunk, so that llama.cpp opens it alone."""
+    """Returns the tensors of the file, in file order. The part "mtp" has the head's blocks, and the
+    embedding, the last norm and the output matrix that it shares with the trunk, so that llama.cpp opens it
+    alone."""
     shapes = dict(tensor_shapes(c))
     if c.n_nextn:
         shapes |= {
@@ -283,8 +289,8 @@ def wanted_shapes(c: Config, part: str, names: dict[str, str]) -> dict[str, tupl
 
 
 def plan(c: Config, part: str, checkpoint: Checkpoint, names: dict[str, str]) -> list[Planned]:
-    """Every tensor of the file with where it comes from. FileError names one that is missing or has
-    another shape, UnsupportedError one of the checkpoint that has no place in the file."""
+    """Returns every tensor of the file with where it comes from. FileError names one that is missing or has
+    another shape, and UnsupportedError one of the checkpoint that has no place in the file."""
     if c.n_v_head % c.n_k_head:
         raise FileError(f"linear_num_value_heads {c.n_v_head} is no multiple of {c.n_k_head} key heads")
     builder = _Builder(c, checkpoint, names)
@@ -298,7 +304,8 @@ def plan(c: Config, part: str, checkpoint: Checkpoint, names: dict[str, str]) ->
 
 
 def _left_out(c: Config, part: str, plain: str) -> bool:
-    """Rightly not in the file: the trunk beside the head, the copy of a tied embedding, constants."""
+    """Says whether a tensor is rightly not in the file: the trunk beside the head, the copy of a tied
+    embedding, constants."""
     if plain.endswith("rotary_emb.inv_freq") or (c.tied and plain == "lm_head.weight"):
         return True
     return part == "mtp" and not plain.startswith("mtp.")

@@ -30,8 +30,8 @@ def convert(
     threads: int = 0,
     say: Say = lambda text: None,
 ) -> Written:
-    """The checkpoint in `folder` as `out`. kind: a key of MIXES. part: "all" (trunk, and NextN head
-    where there is one), "trunk" or "mtp". LuceError names the key or tensor at fault."""
+    """Writes the checkpoint in `folder` as `out`. `kind` is a key of MIXES. `part` is "all" (the trunk, and
+    the NextN head where there is one), "trunk" or "mtp". LuceError names the key or tensor at fault."""
     checkpoint = Checkpoint(folder)
     names = hf_qwen35.plain_names(checkpoint, part)
     c = hf_qwen35.read_hparams(read_config(folder), names)
@@ -60,7 +60,8 @@ def convert(
 
 
 def _can_run(file: _native.File, c: Config, plan: list[Planned]) -> str:
-    """A line about what luce does with the file; FileError where the core finds fault with it."""
+    """Returns a line about what luce does with the file. Raises FileError where the core finds fault with it.
+    """
     if not any(t.name.startswith("blk.0.") for t in plan):
         return "a NextN head alone: it drafts for the trunk that it was made with"
     try:

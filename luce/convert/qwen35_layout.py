@@ -1,7 +1,7 @@
-"""The qwen35 GGUF layout: keys, tensor names and shapes, and a small byte-level tokenizer.
+"""Lays out a qwen35 GGUF: keys, tensor names and shapes, and a small byte-level tokenizer.
 
-Shared by what writes test models (tests/tiny.py) and the oracle (luce/bench/oracle_model.py). Shapes are
-numpy's: slowest first, so a matrix is (out, in) and GGUF stores its dimensions reversed.
+What writes test models (tests/tiny.py) and the oracle (luce/bench/oracle_model.py) share it. Shapes are
+numpy's, slowest first, so a matrix is (out, in) and GGUF stores its dimensions reversed.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _ffn_shapes(c: Config) -> Shapes:
 
 
 def block_shapes(c: Config, i: int) -> Shapes:
-    """Tensors of block i, without the `blk.i.` prefix."""
+    """Returns the tensors of block i, without the `blk.i.` prefix."""
     e, d = c.n_embd, c.head_dim
     shapes: Shapes = {"attn_norm.weight": (e,)}
     if c.is_recurrent(i):
@@ -144,7 +144,7 @@ def block_shapes(c: Config, i: int) -> Shapes:
 
 
 def tensor_shapes(c: Config) -> Shapes:
-    """Every tensor of the file, in file order. `nextn.embed_tokens` is optional and left out."""
+    """Returns every tensor of the file, in file order. `nextn.embed_tokens` is optional and left out."""
     shapes: Shapes = {"token_embd.weight": (c.n_vocab, c.n_embd)}
     for i in range(c.n_layer + c.n_nextn):
         shapes |= {f"blk.{i}.{name}": shape for name, shape in block_shapes(c, i).items()}
@@ -155,7 +155,7 @@ def tensor_shapes(c: Config) -> Shapes:
 
 
 def add_keys(w: gguf.GGUFWriter, c: Config, name: str, file_type: int) -> None:
-    """Every key that a qwen35 file needs, but the tokenizer's."""
+    """Adds every key that a qwen35 file needs, but the tokenizer's."""
     w.add_name(name)
     w.add_file_type(file_type)
     w.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -193,8 +193,8 @@ def add_keys(w: gguf.GGUFWriter, c: Config, name: str, file_type: int) -> None:
 
 
 def vocabulary(n_vocab: int, filler: str) -> tuple[list[str], list[int]]:
-    """Token strings and types: 256 bytes (id = byte value), merge products, fillers (type 1 or, for
-    the default "[PAD", 5 = unused), and the control tokens as the last three ids."""
+    """Returns token strings and types: 256 bytes (the id is the byte's value), merge products, fillers (of
+    type 1 or, for the default "[PAD", 5, which is unused), and the control tokens as the last three ids."""
     tokens = BYTE_SYMBOLS + [a + b for a, b in MERGES]
     n_fill = n_vocab - len(tokens) - len(CONTROL)
     if n_fill < 0:

@@ -1,8 +1,8 @@
-"""Safetensors checkpoints, one file or sharded: names, shapes and the stored numbers, memory-mapped.
+"""Reads safetensors checkpoints, of one file or several, memory-mapped: names, shapes and the stored numbers.
 
-The format (huggingface/safetensors, README "Format"): u64 little-endian header length, a JSON header
-{name: {dtype, shape, data_offsets}} and the data; offsets count from the data's start. numpy has no
-BF16, so a tensor's numbers are handed out as stored (BF16 as uint16), and `as_f32` widens them.
+The format (huggingface/safetensors, README "Format") is a u64 little-endian header length, a JSON header
+{name: {dtype, shape, data_offsets}} and the data; offsets count from the data's start. numpy has no BF16, so
+a tensor's numbers are handed out as stored (BF16 as uint16), and `as_f32` widens them.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Source:
 
 
 def as_f32(stored: np.ndarray, dtype: str) -> np.ndarray:
-    """F32 of numbers as stored; exact for BF16, F16 and F32."""
+    """Returns numbers that are stored as a type in F32. That is exact for BF16, F16 and F32."""
     if dtype == "BF16":
         return (stored.astype(np.uint32) << 16).view(np.float32)
     return np.ascontiguousarray(stored, np.float32)
 
 
 class Checkpoint:
-    """Tensors by name. `folder` may also be the path of a single .safetensors file."""
+    """The tensors of a checkpoint by name. `folder` may also be the path of a single .safetensors file."""
 
     def __init__(self, folder: Path):
         self.path = folder
@@ -71,7 +71,7 @@ class Checkpoint:
         return name in self._tensors
 
     def __getitem__(self, name: str) -> Source:
-        """The tensor, which has to hold floating-point numbers."""
+        """Returns the tensor, which has to hold floating-point numbers."""
         source = self.any_type(name)
         if source.dtype not in _FLOATS:
             raise UnsupportedError(f"tensor {name} is {source.dtype}, expected one of {', '.join(_FLOATS)}")
@@ -84,7 +84,7 @@ class Checkpoint:
 
 
 def _shards(folder: Path) -> list[tuple[Path, list[str]]]:
-    """Files, each with the names that the index puts there."""
+    """Returns the files, each with the names that the index puts there."""
     if folder.is_file():
         return [(folder, [])]
     if not folder.is_dir():
@@ -119,7 +119,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _read_header(path: Path) -> dict[str, Source]:
-    """Every tensor of one file as a view of its mapping, all bounds checked."""
+    """Returns every tensor of one file as a view of its mapping. All bounds are checked."""
     if path.exists() and not path.is_file():
         raise FileError(f"{path}: it is a folder, a device or a pipe")
     try:
@@ -152,7 +152,7 @@ def _is_extent(value: object) -> bool:
 
 
 def _span(path: Path, name: str, entry: object, size: int) -> tuple[int, int]:
-    """The checked data_offsets of one entry."""
+    """Returns the data_offsets of one entry, checked."""
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise FileError(f"{path}: tensor {name} lacks dtype, shape or data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]

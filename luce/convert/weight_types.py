@@ -1,11 +1,11 @@
-"""Which ggml type each tensor of a converted file gets: llama.cpp's mixes, with two exceptions.
+"""Chooses the ggml type of each tensor of a converted file: llama.cpp's mixes, with two exceptions.
 
-Q4_K_M and Q5_K_M (llama-quant.cpp): Q4_K or Q5_K, but Q6_K for the output matrix (and the embedding
-where it serves as one), and, in the first and last eighth of the blocks and every third between, for
-attn_v, attn_qkv and ffn_down. The exceptions: ssm_alpha and ssm_beta stay at Q8_0, since they decide
-what the state forgets and are a thousandth of the weights; and a row that does not fit into blocks of
-256 falls back to Q8_0, not to a legacy 4 or 5 bit type.
-Whatever the type, F32 are: everything with one dimension, norms, conv1d and the experts' router.
+Q4_K_M and Q5_K_M (llama-quant.cpp) take Q4_K or Q5_K. They take Q6_K for the output matrix (and the embedding
+where it serves as one), and, in the first and last eighth of the blocks and every third between, for attn_v,
+attn_qkv and ffn_down. The exceptions: ssm_alpha and ssm_beta stay at Q8_0, since they decide what the state
+forgets and are a thousandth of the weights; and a row that does not fit into blocks of 256 falls back to
+Q8_0, not to a legacy 4 or 5 bit type. Whatever the type, everything with one dimension, norms, conv1d and the
+experts' router are F32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ QType: type[gguf.GGMLQuantizationType] = gguf.GGMLQuantizationType
 
 @dataclass(frozen=True)
 class Mix:
-    """`base` for every matrix; `better`, where there is one, for those that deserve more bits."""
+    """A mix has `base` for every matrix, and `better`, where there is one, for those that deserve more bits.
+    """
 
     file_type: int  # general.file_type: llama.cpp's llama_ftype
     base: str
@@ -44,13 +45,13 @@ _DECAY = re.compile(r"blk\.\d+\.ssm_(?:alpha|beta)\.weight")
 
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether the tensor takes the file's type; the rest is F32."""
+    """Says whether the tensor takes the file's type; the rest is F32."""
     small = "norm" in name or "conv1d" in name or "ffn_gate_inp" in name
     return name.endswith(".weight") and len(shape) > 1 and not small
 
 
 def fitting(kind: str, row: int) -> str:
-    """The type itself, or where its blocks do not divide the row: Q8_0, else F16."""
+    """Returns the type itself, or where its blocks do not divide the row Q8_0, else F16."""
     for choice in (kind, "Q8_0", "F16"):
         if row % gguf.GGML_QUANT_SIZES[QType[choice]][0] == 0:
             return choice
@@ -75,8 +76,8 @@ class Fallback:
 def choose(
     mix: Mix, tensors: Iterable[tuple[str, tuple[int, ...]]], tied: bool
 ) -> tuple[dict[str, str], list[Fallback]]:
-    """Type of each (name, shape), shapes slowest first; and what fell back. tied: the embedding is the
-    output matrix too."""
+    """Returns the type of each (name, shape), with shapes slowest first, and what fell back. `tied` says that
+    the embedding is the output matrix too."""
     shapes = dict(tensors)
     blocks = sorted({int(name.split(".")[1]) for name in shapes if name.startswith("blk.")})
     rank = {block: i for i, block in enumerate(blocks)}

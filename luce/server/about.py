@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class TokenizeBody(msgspec.Struct):
-    """prompt: another name of content."""
+    """The body of /tokenize. `prompt` is another name of `content`."""
 
     content: str | None = None
     prompt: str | None = None

@@ -44,7 +44,7 @@ class Kept:
     path: Path | None = None
 
     def begins(self, tokens: np.ndarray) -> bool:
-        """Whether this is a beginning of `tokens`, which go on after it."""
+        """Says whether this is a beginning of `tokens`, which go on after it."""
         n = len(self.tokens)
         return n < len(tokens) and np.array_equal(self.tokens, tokens[:n])
 

@@ -107,7 +107,7 @@ class Parser:
         return taken
 
     def _begin(self, reasoning: bool, called: bool = False) -> None:
-        """Text of another kind, or behind a call."""
+        """Begins a text of another kind, or behind a call."""
         self._reasoning, self._called, self._said, self._blank = reasoning, called, False, ""
         self._trim, self._may_think = True, False
 
@@ -129,20 +129,21 @@ class Parser:
             yield Reasoning(text) if self._reasoning else Text(text)
 
     def _marks(self) -> list[str]:
-        """What means something here."""
+        """Returns what means something here."""
         if self._reasoning:
             return [END_THINK, CALL] if self._tools else [END_THINK]
         return ([CALL, FUNCTION] if self._tools else []) + self._leading_marks()
 
     def _leading_marks(self) -> list[str]:
-        """Those that count before all other text alone. A second end of the same thing is one too many."""
+        """Returns the marks that count before all other text alone. A second end of the same thing is one too
+        many."""
         if self._reasoning or self._said:
             return []
         marks = [END_THINK, END_CALL] if self._called else [END_THINK]
         return [*marks, THINK] if self._may_think else marks
 
     def _next_mark(self) -> tuple[str | None, int]:
-        """The first mark in the text, and where it is."""
+        """Returns the first mark in the text, and where it is."""
         first: str | None = None
         where, leading = len(self._text), self._leading_marks()
         start = where - len(self._text.lstrip(_BLANK))
@@ -153,7 +154,7 @@ class Parser:
         return first, where
 
     def _undecided(self) -> int:
-        """Length of the text's end that may be the beginning of a mark."""
+        """Returns the length of the text's end that may be the beginning of a mark."""
         marks = self._marks()
         longest = min(max(map(len, marks), default=1) - 1, len(self._text))
         ends = ((n, self._text[-n:]) for n in range(longest, 0, -1))
@@ -162,8 +163,8 @@ class Parser:
     # ---- calls
 
     def _call(self, mark: str, final: bool) -> Call | str | None:
-        """The call that the text begins with, which is taken off; or its mark, if it is none; None: that is
-        not certain yet."""
+        """Returns the call that the text begins with, which is taken off; or its mark, if it is none; or None
+        where that is not certain yet."""
         begin = len(mark) if mark == CALL else 0
         inner = self._text[begin:]
         body = inner.lstrip(_BLANK)
@@ -186,7 +187,7 @@ class Parser:
         return found
 
     def _ended(self, begin: int, end: str, parse: Callable[[str], Call | None]) -> Call | str | None:
-        """The call from `begin` up to the first `end` with which it parses."""
+        """Returns the call from `begin` up to the first `end` with which it parses."""
         think = self._text.find(END_THINK) if self._reasoning else -1
         at = self._text.find(end, max(begin, self._searched))
         while at >= 0 and not 0 <= think < at:
@@ -199,7 +200,7 @@ class Parser:
         return "" if think >= 0 else None  # reasoning went on: the call was spoken of
 
     def _function_call(self, text: str) -> Call | None:
-        """<function=NAME> ... </function>"""
+        """Reads <function=NAME> ... </function>."""
         text = text.rstrip()
         head = _HEAD.match(text)
         if head is None or not text.endswith(END_FUNCTION):
@@ -219,7 +220,7 @@ class Parser:
 
 
 def _json_call(text: str) -> Call | None:
-    """{"name": ..., "arguments": {...}}"""
+    """Reads {"name": ..., "arguments": {...}}."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -236,8 +237,8 @@ def _properties(schema: Any) -> Mapping[str, Any]:
 
 
 def _value(text: str, schema: Any) -> Any:
-    """A parameter's value: raw text where a string is one of its types, unless it is null or JSON of another
-    of its types; where the schema says no type, text."""
+    """Returns a parameter's value. It is raw text where a string is one of its types, unless it is null or
+    JSON of another of its types, and where the schema says no type."""
     types = _types(schema)
     try:
         value = json.loads(text)
@@ -249,7 +250,7 @@ def _value(text: str, schema: Any) -> Any:
 
 
 def _types(schema: Any) -> set[str]:
-    """The JSON types that a schema names; "string" alone where it names none."""
+    """Returns the JSON types that a schema names; "string" alone where it names none."""
     if not isinstance(schema, Mapping):
         return {"string"}
     found = set[str]()

@@ -1,4 +1,5 @@
-"""Stage card: the model card, every figure of it from the stages' reports or from the files beside it."""
+"""Runs the stage card: it writes the model card, every figure of it from the stages' reports or from the
+files beside it."""
 
 from __future__ import annotations
 

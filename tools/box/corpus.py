@@ -96,7 +96,7 @@ def permissive(term: str) -> bool:
 
 
 def licence_of(meta: importlib.metadata.PackageMetadata) -> str | None:
-    """The licence if METADATA names only permissive ones, else None."""
+    """Returns the licence if METADATA names only permissive ones, else None."""
     expression = meta.get("License-Expression")
     if expression:
         expression = re.sub(r"\s+WITH\s+\S+", "", expression)
@@ -153,7 +153,7 @@ def derived_from_humaneval(text: str) -> bool:
 
 
 def clean(text: str) -> str | None:
-    """The text without licence header, or None if it is no code to learn from."""
+    """Returns the text without its licence header, or None if it is no code to learn from."""
     text = "\n".join(line.rstrip() for line in text.replace("\r\n", "\n").expandtabs(4).split("\n"))
     head = re.match(r"(?:#[^\n]*\n|\n)*", text)
     header = head.group() if head else ""
@@ -172,7 +172,7 @@ def clean(text: str) -> str | None:
 
 
 def shingles(text: str) -> np.ndarray:
-    """uint64 hashes of every run of four code lines, blanks and comments skipped."""
+    """Returns uint64 hashes of every run of four code lines, with blanks and comments skipped."""
     lines = (line.strip() for line in text.split("\n"))
     codes = [zlib.crc32(line.encode()) for line in lines if line and not line.startswith("#")]
     h = np.array(codes, np.uint64)
@@ -185,7 +185,7 @@ def shingles(text: str) -> np.ndarray:
 
 
 def functions_of(text: str) -> list[tuple[str, str, str]]:
-    """Documented top-level functions of 3 to 40 lines: (signature, first sentence, code)."""
+    """Returns documented top-level functions of 3 to 40 lines, as (signature, first sentence, code)."""
     try:
         module = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
@@ -240,8 +240,8 @@ def is_held_out(document: Document) -> bool:
 
 
 def collect(workers: int, limit: int = 0) -> tuple[list[Document], list[Document], dict[str, object]]:
-    """Training documents, held-out documents, and what the model card says of them.
-    limit: read about so many files only."""
+    """Returns training documents, held-out documents, and what the model card says of them. With `limit` it
+    reads about so many files only."""
     packages, refused = sources()
     jobs = [(source.name, path) for source in packages for path, _ in source.files]
     total = len(jobs)

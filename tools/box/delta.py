@@ -17,13 +17,14 @@ CHUNK = 64
 
 
 def l2norm(x: Tensor) -> Tensor:
-    """F32 x / sqrt(sum(x^2) + 1e-6) over the last axis: the model's constant, not the RMS epsilon."""
+    """Computes F32 x / sqrt(sum(x^2) + 1e-6) over the last axis. That is the model's constant, not the RMS
+    epsilon."""
     x = x.float()
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
 def small_matmul(x: Tensor, y: Tensor) -> Tensor:
-    """x @ y in true F32 whatever the TF32 setting; for blocks of at most 16 x 16."""
+    """Computes x @ y in true F32 whatever the TF32 setting, for blocks of at most 16 x 16."""
     return (x.unsqueeze(-1) * y.unsqueeze(-3)).sum(-2)
 
 
@@ -36,10 +37,11 @@ def _blocks(a: Tensor, size: int, row: int, step: int) -> Tensor:
 
 
 def inverse_of_unit_lower(a: Tensor) -> Tensor:
-    """(I + a)^-1 for strictly lower a (n, C, C), F32, C a power of two from 8 on.
+    """Computes (I + a)^-1 for strictly lower a (n, C, C), F32, with C a power of two from 8 on.
 
-    Neumann's product on 8 x 8 diagonal blocks, where its powers cannot grow large, then pairs of
-    blocks are merged: stable also where all keys of a chunk are alike."""
+    It takes Neumann's product on 8 x 8 diagonal blocks, where its powers cannot grow large, then merges pairs
+    of blocks. So it is stable also where all keys of a chunk are alike.
+    """
     eye = torch.eye(8, dtype=a.dtype, device=a.device)
     base = _blocks(a, 8, 0, 1)  # (n, C/8, 8, 8)
     square = small_matmul(base, base)
@@ -58,7 +60,7 @@ def inverse_of_unit_lower(a: Tensor) -> Tensor:
 
 
 class _Inverse(torch.autograd.Function):
-    """inverse_of_unit_lower, kept in `dtype`; backward is -T^T dT T^T."""
+    """inverse_of_unit_lower, whose result is kept in `dtype`. Its backward is -T^T dT T^T."""
 
     @staticmethod
     def forward(ctx, a: Tensor, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
@@ -102,9 +104,9 @@ class _Scan(torch.autograd.Function):
 def chunked(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, first: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """q, k (B, T, Hk, K), raw; v (B, T, Hv, V); g, beta (B, T, Hv) F32; T a multiple of CHUNK;
-    v head h has k head h // (Hv / Hk). Returns o (B, T, Hv, V) in v's type and the last state
-    (B, Hv, K, V) F32."""
+    """Runs the rule by chunks over q, k (B, T, Hk, K), raw; v (B, T, Hv, V); g, beta (B, T, Hv) F32. T is a
+    multiple of CHUNK, and v head h has k head h // (Hv / Hk). Returns o (B, T, Hv, V) in v's type and the
+    last state (B, Hv, K, V) F32."""
     b, t, hk, dk = q.shape
     hv, dv = v.shape[2:]
     r, nc, dtype = hv // hk, t // CHUNK, v.dtype
@@ -147,8 +149,8 @@ def chunked(
 
 
 def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One row: q, k (B, Hk, K), raw; v (B, Hv, V); g, beta (B, Hv); state (B, Hv, K, V) F32.
-    Returns o (B, Hv, V) in v's type and the new state."""
+    """Runs one row: q, k (B, Hk, K), raw; v (B, Hv, V); g, beta (B, Hv); state (B, Hv, K, V) F32. Returns o
+    (B, Hv, V) in v's type and the new state."""
     r = v.shape[1] // q.shape[1]
     q = (l2norm(q) * q.shape[-1] ** -0.5).repeat_interleave(r, 1).unsqueeze(-1)  # (B, Hv, K, 1)
     k = l2norm(k).repeat_interleave(r, 1).unsqueeze(-1)

@@ -59,7 +59,7 @@ class Sizes:
 
 
 def target_layers(n: int, n_layer: int) -> list[int]:
-    """The trunk's layers whose outputs a drafter of n layers taps, evenly from the second on."""
+    """Returns the trunk's layers whose outputs a drafter of n layers taps, evenly from the second on."""
     return [round(1 + i * (n_layer - 4) / (n - 1)) for i in range(n)] if n > 1 else [n_layer // 2]
 
 
@@ -111,15 +111,16 @@ def plain_rms(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def features(tapped: Sequence[Tensor], w: Weights) -> Tensor:
-    """Residual streams (B, T, E) of the tapped layers -> context features (B, T, E)."""
+    """Makes context features (B, T, E) of the residual streams (B, T, E) of the tapped layers."""
     return plain_rms(linear(torch.cat(list(tapped), -1), w["fc.weight"]), w["hidden_norm.weight"])
 
 
 def draft_hidden(
     context: Tensor, x: Tensor, w: Weights, n_layer: int, mask: Tensor, table: Table, rows: Tensor
 ) -> Tensor:
-    """context (B, T, E) features at positions 0 .. T-1; x (B, R, E) embedded rows at positions `rows`
-    (R,); mask (R, T + R); table: cos, sin by position. Returns the normed hidden states (B, R, E)."""
+    """Returns the normed hidden states (B, R, E) of x (B, R, E), the embedded rows at positions `rows` (R,).
+    `context` (B, T, E) has the features at positions 0 .. T-1, `mask` is (R, T + R), and `table` holds cos
+    and sin by position."""
     cos, sin = table
     t = context.shape[1]
     for i in range(n_layer):
@@ -143,19 +144,20 @@ def draft_hidden(
 
 
 def block_rows(anchors: Tensor) -> Tensor:
-    """anchors (A,) -> the positions of all rows (A * BLOCK,)."""
+    """Returns the positions of all rows (A * BLOCK,) of blocks at anchors (A,)."""
     return (anchors[:, None] + torch.arange(BLOCK, device=anchors.device)).flatten()
 
 
 def block_mask(anchors: Tensor, length: int) -> Tensor:
-    """(A * BLOCK, length + A * BLOCK) bool: the context before the anchor, and the own block."""
+    """Returns (A * BLOCK, length + A * BLOCK) bool: a row sees the context before its anchor, and its own
+    block."""
     owner = torch.arange(len(anchors), device=anchors.device).repeat_interleave(BLOCK)
     before = torch.arange(length, device=anchors.device)[None] < anchors[owner][:, None]
     return torch.cat([before, owner[:, None] == owner[None]], 1)
 
 
 def block_tokens(batch: Tensor, anchors: Tensor) -> Tensor:
-    """(B, A * BLOCK): each anchor's token and its masks."""
+    """Returns (B, A * BLOCK): each anchor's token and its masks."""
     rows = torch.full((len(batch), len(anchors), BLOCK), tokens.special_id(tokens.MASK), device=batch.device)
     rows[:, :, 0] = batch[:, anchors]
     return rows.flatten(1)
@@ -165,8 +167,9 @@ def block_loss(
     tapped: list[Tensor], hidden: Tensor, x: Tensor, embedding: Tensor, w: Weights, n_layer: int,
     mask: Tensor, table: Table, rows: Tensor, targets: Tensor
 ) -> Tensor:  # fmt: skip
-    """tapped, hidden (B, T, E) of the trunk; x, rows, mask as draft_hidden's; targets (B, R) the tokens at
-    `rows`. The first row of each block is the anchor, which drafts nothing."""
+    """Computes the loss of blocks. `tapped` and `hidden` (B, T, E) are the trunk's, x, rows and mask are
+    draft_hidden's, and targets (B, R) are the tokens at `rows`. The first row of each block is the anchor,
+    which drafts nothing."""
     mine = draft_hidden(features(tapped, w), x, w, n_layer, mask, table, rows)
     drafts = mine.unflatten(1, (-1, BLOCK))[:, :, 1:]  # (B, A, 15, E)
     seen = hidden[:, rows - 1].unflatten(1, (-1, BLOCK))[:, :, 1:]  # what the trunk predicts there
@@ -184,7 +187,7 @@ def block_loss(
 
 @torch.no_grad()
 def evaluate(trunk: Trunk, drafter: Drafter, sets: list[tuple[Tensor, int]], rows: int) -> dict[str, object]:
-    """Greedy acceptance of whole blocks against the trunk's greedy continuation."""
+    """Measures greedy acceptance of whole blocks against the trunk's greedy continuation."""
     rounds: list[int] = []
     hits_at, tries_at = np.zeros(BLOCK - 1), np.zeros(BLOCK - 1)
     w = drafter.weights()

@@ -14,8 +14,8 @@ from box.store import Store, say
 
 
 def export(store: Store, config: Config, sizes: Sizes, folder: Path) -> list[Path]:
-    """folder/box (trunk and NextN head, tokenizer, template) and folder/box-dflash; each only if trained.
-    Tensors are those of the checkpoints: matrices F16, the rest F32."""
+    """Writes folder/box (trunk and NextN head, tokenizer, template) and folder/box-dflash, each only if it
+    was trained. Tensors are those of the checkpoints: matrices are F16, the rest F32."""
     written = []
     trunk = folder / "box"
     trunk.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def export(store: Store, config: Config, sizes: Sizes, folder: Path) -> list[Pat
 
 
 def plot(store: Store) -> None:
-    """state/box-loss.png and state/box-acceptance.png from the reports."""
+    """Draws state/box-loss.png and state/box-acceptance.png from the reports."""
     import matplotlib
 
     matplotlib.use("Agg")

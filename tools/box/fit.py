@@ -76,6 +76,6 @@ def fit(
 
 
 def add_to(report: dict[str, Any], fitted: dict[str, Any]) -> None:
-    """A call's steps behind those of the calls before it."""
+    """Adds a call's steps behind those of the calls before it."""
     report["curve"] += [[report["steps"] + step, loss] for step, loss in fitted["curve"]]
     report["steps"] += fitted["steps"]

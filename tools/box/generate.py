@@ -17,7 +17,8 @@ PREFILL_ROWS = 128  # sequences prefilled at once
 
 
 def choose(logits: Tensor, temperature: Tensor) -> Tensor:
-    """logits (N, V), temperature (N,); 0 is greedy. Gumbel-max: argmax(logits + t * noise)."""
+    """Chooses from logits (N, V) at temperature (N,), where 0 is greedy, by Gumbel-max: argmax(logits + t *
+    noise)."""
     logits = logits.float()
     noise = -torch.log(-torch.log(torch.rand_like(logits).clamp_(1e-20, 1 - 1e-7)))
     return (logits + temperature[:, None] * noise).argmax(-1)
@@ -27,7 +28,7 @@ def choose(logits: Tensor, temperature: Tensor) -> Tensor:
 def continue_batch(
     trunk: Trunk, prompts: Tensor, count: int, temperature: Tensor, eager: bool = False
 ) -> Tensor:
-    """prompts (N, P), P a multiple of 64 -> their next `count` tokens (N, count)."""
+    """Returns the next `count` tokens (N, count) of prompts (N, P), with P a multiple of 64."""
     capacity = prompts.shape[1] + count
     parts, hidden = [], []
     for rows in prompts.split(PREFILL_ROWS):
@@ -51,7 +52,7 @@ def continue_batch(
 
 @torch.no_grad()
 def continue_text(trunk: Trunk, prompt: list[int], count: int) -> list[int]:
-    """Greedy, up to a control token; by whole forwards, for a few short samples."""
+    """Continues a text greedily, up to a control token. It runs whole forwards, for a few short samples."""
     ids = list(prompt)
     for _ in range(count):
         hidden, _ = trunk(torch.tensor([ids], device=trunk.embedding.device), eager=True)
@@ -79,7 +80,7 @@ class Pool:
 def prompts_from(
     ids: np.ndarray, starts: np.ndarray, n: int, length: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """n prompts (n, length), every other one from a document's beginning."""
+    """Returns n prompts (n, length), every other one from a document's beginning."""
     at = rng.integers(0, len(ids) - length, n)
     usable = starts[starts < len(ids) - length]
     if len(usable):
@@ -88,14 +89,14 @@ def prompts_from(
 
 
 def temperatures(n: int, rng: np.random.Generator) -> np.ndarray:
-    """Half greedy, half sampled at 0.5 to 1."""
+    """Returns temperatures: half are greedy, half 0.5 to 1."""
     t = rng.uniform(0.5, 1.0, n).astype(np.float32)
     t[rng.random(n) < 0.5] = 0
     return t
 
 
 def build_pool(store: Store, trunk: Trunk, p: Pool, until: float, seed: int, device: Any) -> None:
-    """work/pool/train-P.npy (n, length) int16 and held-out-P.npy (n, P + held_out_count)."""
+    """Writes work/pool/train-P.npy (n, length) int16 and held-out-P.npy (n, P + held_out_count)."""
     deadline = Deadline(until, p.reserve)
     folder = store.work / "pool"
     folder.mkdir(parents=True, exist_ok=True)
@@ -149,7 +150,7 @@ class PoolBatches:
 
 
 def held_out(store: Store, device: Any) -> list[tuple[Tensor, int]]:
-    """Held-out prompts with the trunk's greedy continuation: (tokens (n, T), prompt length) each."""
+    """Returns held-out prompts with the trunk's greedy continuation: (tokens (n, T), prompt length) each."""
     found = []
     for path in sorted((store.work / "pool").glob("held-out-*.npy")):
         whole = torch.from_numpy(np.load(path).astype(np.int64))

@@ -43,14 +43,14 @@ ANCHORS = (0, 40)  # of the greedy tokens: where the head's logits are kept
 
 
 def stored(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The state with every matrix through Q8_0."""
+    """Returns the state with every matrix put through Q8_0."""
     q8 = gguf.GGMLQuantizationType.Q8_0
     through = lambda x: gguf.quants.dequantize(gguf.quants.quantize(x, q8), q8).reshape(x.shape)  # noqa: E731
     return {name: through(x) if x.ndim == 2 else x for name, x in state.items()}
 
 
 def check_same(config: tiny.Config, state: dict[str, np.ndarray], file: Path) -> None:
-    """The state is what the GGUF holds."""
+    """Checks that the state is what the GGUF holds."""
     mine, theirs = tiny.to_gguf_layout(config, state), ref.read_gguf(str(file))
     if mine.keys() != theirs.keys():
         raise RuntimeError(f"{file.name} holds other tensors: {sorted(mine.keys() ^ theirs.keys())}")
@@ -69,8 +69,8 @@ def model(folder: Path, state: dict[str, np.ndarray]) -> Qwen3_5ForCausalLM:
 
 
 def head_logits(config: Config, state: dict[str, np.ndarray], golden: dict[str, np.ndarray]) -> np.ndarray:
-    """(N, N_DRAFT, V): the head's logits for each draft after the anchors greedy[0], greedy[1] ..., the
-    chain going on with its own choices."""
+    """Returns (N, N_DRAFT, V): the head's logits for each draft after the anchors greedy[0], greedy[1] ...,
+    where the chain goes on with its own choices."""
     trunk, head = Trunk(config), nextn.NextN(config)
     tensors = {name: torch.from_numpy(x) for name, x in state.items()}
     trunk.load_state_dict({k: x for k, x in tensors.items() if not k.startswith("mtp.")})

@@ -1,7 +1,7 @@
-"""Qwen3.5 in torch: the trunk as transformers' Qwen3_5ForCausalLM names and computes it.
+"""Computes Qwen3.5 in torch: the trunk as transformers' Qwen3_5ForCausalLM names and computes it.
 
 Blocks are plain functions of (x, weights), compiled once for each kind, so that twelve blocks cost two
-compilations. `forward` takes whole windows (training, prefill, evaluation), `step` one token for
+compilations. `forward` takes whole windows (training, prefill, evaluation), and `step` takes one token for
 each of many sequences (generation). Weights stay F32; activations take the model's `dtype`.
 """
 
@@ -43,7 +43,7 @@ class Config:
         return (layer + 1) % self.interval == 0
 
     def hf(self, eos_id: int) -> dict[str, object]:
-        """config.json of the trunk and its one NextN layer."""
+        """Returns config.json of the trunk and its one NextN layer."""
         kinds = ["full_attention" if self.is_full(i) else "linear_attention" for i in range(self.n_layer)]
         half = self.head_dim // 2
         return {
@@ -68,7 +68,7 @@ class Config:
 
 
 def rms(x: Tensor, weight: Tensor | None = None) -> Tensor:
-    """RMSNorm over the last axis, in F32; `weight` is zero-centred."""
+    """Computes RMSNorm over the last axis, in F32; `weight` is zero-centred."""
     y = x.float()
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + EPS)
     return (y if weight is None else y * (1.0 + weight)).to(x.dtype)
@@ -79,7 +79,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rope_table(positions: Tensor, dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """cos and sin (..., dim) F32 of NEOX RoPE at integer `positions` (...)."""
+    """Returns cos and sin (..., dim) F32 of NEOX RoPE at integer `positions` (...)."""
     inverse = base ** (-torch.arange(0, dim, 2, device=positions.device, dtype=torch.float32) / dim)
     angle = positions.float().unsqueeze(-1) * inverse
     angle = torch.cat([angle, angle], -1)
@@ -87,7 +87,7 @@ def rope_table(positions: Tensor, dim: int, base: float) -> tuple[Tensor, Tensor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (..., T, H, D) by cos, sin (T, D)."""
+    """Rotates x (..., T, H, D) by cos, sin (T, D)."""
     y = x.float()
     low, high = y.chunk(2, -1)
     turned = torch.cat([-high, low], -1)
@@ -100,7 +100,7 @@ def feed_forward(x: Tensor, w: Weights) -> Tensor:
 
 
 def attention_inputs(x: Tensor, w: Weights, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-    """q (B, T, H, D), k, v (B, T, Hkv, D), rotated; gate (B, T, H*D)."""
+    """Returns q (B, T, H, D) and k, v (B, T, Hkv, D), rotated, and the gate (B, T, H*D)."""
     dim = w["self_attn.q_norm.weight"].shape[0]
     q, gate = linear(x, w["self_attn.q_proj.weight"]).unflatten(-1, (-1, 2 * dim)).chunk(2, -1)
     k = linear(x, w["self_attn.k_proj.weight"]).unflatten(-1, (-1, dim))
@@ -116,7 +116,7 @@ def finish_block(x: Tensor, mixed: Tensor, w: Weights) -> Tensor:
 
 
 def full_block(x: Tensor, w: Weights, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x (B, T, E) through a full-attention block; also its k and v (B, Hkv, T, D)."""
+    """Puts x (B, T, E) through a full-attention block. Returns also its k and v (B, Hkv, T, D)."""
     q, k, v, gate = attention_inputs(rms(x, w["input_layernorm.weight"]), w, cos, sin)
     repeat = q.shape[2] // k.shape[2]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -129,7 +129,8 @@ def full_block(x: Tensor, w: Weights, cos: Tensor, sin: Tensor) -> tuple[Tensor,
 def full_step(
     x: Tensor, w: Weights, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, position: int
 ) -> Tensor:
-    """x (N, 1, E) at `position`; its k and v are written into the caches (N, Hkv, capacity, D)."""
+    """Puts x (N, 1, E) at `position` through a full-attention block, and writes its k and v into the caches
+    (N, Hkv, capacity, D)."""
     q, k, v, gate = attention_inputs(rms(x, w["input_layernorm.weight"]), w, cos, sin)
     keys[:, :, position] = k[:, 0]
     values[:, :, position] = v[:, 0]
@@ -141,7 +142,7 @@ def full_step(
 
 
 def _delta_heads(conv: Tensor, x: Tensor, w: Weights) -> tuple[Tensor, ...]:
-    """q, k, v by head after the convolution, g and beta (..., Hv) F32."""
+    """Returns q, k, v by head after the convolution, and g and beta (..., Hv) F32."""
     hv, dim = w["linear_attn.A_log"].shape[0], w["linear_attn.norm.weight"].shape[0]
     n_k = (conv.shape[-1] - hv * dim) // 2
     q, k, v = (t.unflatten(-1, (-1, dim)) for t in conv.split([n_k, n_k, hv * dim], -1))
@@ -157,8 +158,8 @@ def _delta_out(o: Tensor, x: Tensor, w: Weights) -> Tensor:
 
 
 def delta_block(x: Tensor, w: Weights) -> tuple[Tensor, Tensor, Tensor]:
-    """x (B, T, E), T a multiple of 64, through a DeltaNet block from zero state; also the last three
-    rows before the convolution (B, 3, C) and the last state (B, Hv, K, V)."""
+    """Puts x (B, T, E), with T a multiple of 64, through a DeltaNet block from zero state. Returns also the
+    last three rows before the convolution (B, 3, C) and the last state (B, Hv, K, V)."""
     y = rms(x, w["input_layernorm.weight"])
     rows = linear(y, w["linear_attn.in_proj_qkv.weight"])  # (B, T, C)
     padded = F.pad(rows, (0, 0, TAPS - 1, 0)).float()
@@ -172,7 +173,8 @@ def delta_block(x: Tensor, w: Weights) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def delta_step(x: Tensor, w: Weights, tail: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x (N, E) one row later; returns its output and the new tail and state."""
+    """Puts x (N, E), one row later, through a DeltaNet block. Returns its output and the new tail and state.
+    """
     y = rms(x, w["input_layernorm.weight"])
     rows = torch.cat([tail, linear(y, w["linear_attn.in_proj_qkv.weight"]).unsqueeze(1)], 1)  # (N, 4, C)
     conv = F.silu((rows.float() * w["linear_attn.conv1d.weight"][:, 0].T).sum(1)).to(x.dtype)
@@ -304,9 +306,9 @@ class Trunk(nn.Module):
     def forward(
         self, tokens: Tensor, taps: Sequence[int] = (), cache: Cache | None = None, eager: bool = False
     ) -> tuple[Tensor, list[Tensor]]:
-        """tokens (B, T) from position 0 -> hidden after the output norm (B, T, E), and the residual
-        stream after each tapped block. T is padded to a multiple of 64 inside; a cache needs one.
-        eager: not compiled, for shapes that are rare; so is a prefill into a cache."""
+        """Runs tokens (B, T) from position 0. Returns the hidden states after the output norm (B, T, E), and
+        the residual stream after each tapped block. T is padded to a multiple of 64 inside; a cache needs
+        one. `eager` says that it is not compiled, for shapes that are rare; nor is a prefill into a cache."""
         length = tokens.shape[1]
         pad = -length % delta.CHUNK
         if pad and cache is not None:
@@ -359,7 +361,7 @@ class Trunk(nn.Module):
 
 
 def token_loss(hidden: Tensor, embedding: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy of hidden (..., E) against targets (...)."""
+    """Computes the mean cross-entropy of hidden (..., E) against targets (...)."""
     logits = F.linear(hidden, embedding.to(hidden.dtype)).float()
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 

@@ -65,7 +65,7 @@ class NextN(nn.Module):
         self.layers = nn.ModuleList([Block(c, full=True)])
 
     def start_from(self, trunk: Trunk) -> None:
-        """The block begins as the trunk's last full-attention block, the norm as its output norm."""
+        """Begins with the trunk's last full-attention block as the block, and its output norm as the norm."""
         last = [block for block in trunk.model.layers if block.full][-1]
         self.layers[0].load_state_dict(last.state_dict())
         self.norm.load_state_dict(trunk.model.norm.state_dict())
@@ -75,8 +75,9 @@ class NextN(nn.Module):
 
 
 def chain_mask(length: int, step: int, device: Any) -> Tensor:
-    """(T, step * T) bool: what row r of pass `step` (1, 2 ...) sees of the keys of passes 1 .. step.
-    Of pass 1 the rows 1 .. r - step + 1, of each later pass j the row r - step + j. Row 0 sees itself."""
+    """Returns (T, step * T) bool: what row r of pass `step` (1, 2 ...) sees of the keys of passes 1 .. step.
+    Of pass 1 it sees the rows 1 .. r - step + 1, of each later pass j the row r - step + j. Row 0 sees
+    itself."""
     r = torch.arange(length, device=device)[:, None]
     c = torch.arange(length, device=device)[None]
     parts = [(c >= 1) & (c <= r - step + 1)]
@@ -89,7 +90,8 @@ def chain_mask(length: int, step: int, device: Any) -> Tensor:
 def chain(
     hidden: Tensor, embedded: Tensor, w: Weights, masks: list[Tensor], cos: Tensor, sin: Tensor
 ) -> list[Tensor]:
-    """hidden, embedded (B, T, E) of the trunk -> the head's hidden states (B, T, E) of each pass."""
+    """Returns the head's hidden states (B, T, E) of each pass, from hidden, embedded (B, T, E) of the trunk.
+    """
     prefix = rms(embedded, w["pre_fc_norm_embedding.weight"])
     keys: list[Tensor] = []
     values: list[Tensor] = []
@@ -110,7 +112,8 @@ def chain(
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, hard: float = HARD) -> Tensor:
-    """Per row: cross-entropy of student logits (..., V) against the teacher's distribution and choice."""
+    """Computes for each row the cross-entropy of student logits (..., V) against the teacher's distribution
+    and choice."""
     logq = student.float().log_softmax(-1)
     soft = -(teacher.float().softmax(-1) * logq).sum(-1)
     choice = teacher.argmax(-1, keepdim=True)
@@ -121,7 +124,7 @@ def chain_loss(
     hidden: Tensor, embedded: Tensor, output: Tensor, w: Weights, masks: list[Tensor],
     cos: Tensor, sin: Tensor
 ) -> Tensor:  # fmt: skip
-    """The chain's passes against the trunk's own predictions; output (V, E) is the output matrix."""
+    """Compares the chain's passes with the trunk's own predictions; output (V, E) is the output matrix."""
     output = output.to(hidden.dtype)
     teacher = F.linear(hidden, output)
     total = hidden.new_zeros((), dtype=torch.float32)
@@ -145,7 +148,8 @@ def head_rope(c: Config, length: int, device: Any) -> tuple[Tensor, Tensor]:
 
 
 def walk(accepted: np.ndarray, first: int) -> list[int]:
-    """Tokens each round emits (accepted drafts + 1) from anchor `first` on; accepted (T,) per anchor."""
+    """Returns the tokens that each round emits (accepted drafts + 1) from anchor `first` on; accepted (T,) is
+    given for each anchor."""
     rounds, at = [], first
     while at < len(accepted):
         rounds.append(int(accepted[at]) + 1)
@@ -154,13 +158,14 @@ def walk(accepted: np.ndarray, first: int) -> list[int]:
 
 
 def stops(truth: np.ndarray, prompt: int) -> list[int]:
-    """For each row of tokens (n, T) where its text ends: the first <|endoftext|> after the prompt, or T."""
+    """Returns for each row of tokens (n, T) where its text ends: at the first <|endoftext|> after the prompt,
+    or at T."""
     ended = truth[:, prompt:] == tokens.special_id(tokens.END)
     return [prompt + int(row.argmax()) if row.any() else truth.shape[1] for row in ended]
 
 
 def leading(hits: np.ndarray) -> np.ndarray:
-    """hits (..., n) bool -> how many lead without a miss."""
+    """Counts how many of hits (..., n) bool lead without a miss."""
     return np.cumprod(hits, -1).sum(-1)
 
 
@@ -170,7 +175,8 @@ def rates(hits: np.ndarray, tries: np.ndarray) -> list[float]:
 
 @torch.no_grad()
 def evaluate(trunk: Trunk, head: NextN, sets: list[tuple[Tensor, int]], rows: int) -> dict[str, object]:
-    """Greedy acceptance against the trunk's own greedy continuation, as rounds of gamma 1, 2 and 3."""
+    """Measures greedy acceptance against the trunk's own greedy continuation, as rounds of gamma 1, 2 and 3.
+    """
     steps = len(STEP_WEIGHTS)
     device = trunk.embedding.device
     rounds: dict[int, list[int]] = {gamma: [] for gamma in range(1, steps + 1)}

@@ -1,4 +1,4 @@
-"""torch.optim's Muon for the matrices of the blocks and its Adam for the rest, with the schedule.
+"""Trains with torch.optim's Muon for the matrices of the blocks and its Adam for the rest, with the schedule.
 
 Muon (Jordan et al. 2024) is momentum that five Newton-Schulz steps make orthogonal.
 """
@@ -42,7 +42,7 @@ class Optimizer:
         return min(1.0, (self.steps + 1) / WARMUP_STEPS)
 
     def step(self, rate: float) -> Tensor:
-        """One step at `rate` (0..1, before warm-up); returns the gradient's norm and clears it."""
+        """Takes one step at `rate` (0..1, before warm-up). Returns the gradient's norm and clears it."""
         rate *= self.warmup()
         self.steps += 1
         norm = nn.utils.clip_grad_norm_([*self.muon, *self.adam], CLIP)
@@ -55,5 +55,5 @@ class Optimizer:
 
 
 def decayed(progress: float) -> float:
-    """Rate in a final call at `progress` (0..1) through it: linear to zero."""
+    """Returns the rate in a final call at `progress` (0..1) through it: it is linear to zero."""
     return max(0.0, 1.0 - progress)

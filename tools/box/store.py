@@ -65,7 +65,7 @@ class Store:
         temporary.replace(path)
 
     def weights(self, name: str) -> dict[str, Tensor] | None:
-        """A checkpoint widened to F32, or None."""
+        """Returns a checkpoint widened to F32, or None."""
         path = self.state / f"{name}.safetensors"
         if not path.exists():
             return None
@@ -117,7 +117,7 @@ def unpack(parts: Path, state: Path) -> None:
 
 
 def compilation() -> str:
-    """What was compiled so far, and the memory it took: a fall-back to eager shows here."""
+    """Says what was compiled so far, and the memory it took: a fall-back to eager shows here."""
     stats = torch._dynamo.utils.counters["stats"]
     peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
     return f"{stats.get('unique_graphs', 0)} graphs compiled, {peak:.1f} GiB at most"
@@ -128,7 +128,7 @@ def device() -> torch.device:
 
 
 def prepare_torch(seed: int) -> torch.device:
-    """Seeds, TF32 for what stays F32, and compilation that falls back to eager where it fails."""
+    """Sets seeds, TF32 for what stays F32, and compilation that falls back to eager where it fails."""
     torch.manual_seed(seed)
     torch.set_float32_matmul_precision("high")
     torch.backends.cuda.enable_cudnn_sdp(False)  # builds a plan for every new length: 0.1 s a token

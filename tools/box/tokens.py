@@ -1,4 +1,5 @@
-"""Tokenizer and token streams: byte-level BPE with qwen35's pre-tokenizer, ChatML, documents to ids."""
+"""Makes the tokenizer and token streams: byte-level BPE with qwen35's pre-tokenizer, ChatML, documents to
+ids."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ def sample_texts(documents: list[Document], limit: int = SAMPLE_BYTES) -> list[s
 
 
 def chat_pieces(name: str, told: str, code: str, rng: random.Random) -> list[str]:
-    """A ChatML conversation as text between control tokens, which alternate: start, text, end, text ..."""
+    """Returns a ChatML conversation as text between control tokens, which alternate: start, text, end, text
+    ..."""
     signature = name if len(name) < 100 else name.partition("(")[0]
     told = told if told.endswith((".", ":", "?")) else told + "."
     turns = [("user", rng.choice(ASKS).format(signature=signature, told=told))]
@@ -92,7 +94,7 @@ def chat_pieces(name: str, told: str, code: str, rng: random.Random) -> list[str
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    """Ids; control tokens spelled out in a text are text."""
+    """Returns ids; control tokens that are spelled out in a text are text."""
     tokenizer.encode_special_tokens = True
     ids: list[list[int]] = []
     for at in range(0, len(texts), ENCODE_BATCH):  # encodings are large while they live
@@ -102,7 +104,7 @@ def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
 
 
 def line_ends(tokenizer: Tokenizer) -> dict[int, list[int]]:
-    """Tokens like "):\\n", and the same text as two or more: "):" and the newlines."""
+    r"""Returns tokens like "):\n", and the same text as two or more: "):" and the newlines."""
     ends = {}
     for token in range(tokenizer.get_vocab_size() - len(SPECIAL)):
         text = tokenizer.decode([token])
@@ -114,8 +116,8 @@ def line_ends(tokenizer: Tokenizer) -> dict[int, list[int]]:
 
 
 def split_line_ends(ids: np.ndarray, ends: dict[int, list[int]], rng: np.random.Generator) -> np.ndarray:
-    """The ids with SPLIT_SHARE of `ends` as their parts: a prompt may stop before a newline, and there its
-    last token is one that otherwise no newline ever follows."""
+    """Returns the ids with SPLIT_SHARE of `ends` as their parts. A prompt may stop before a newline, and
+    there its last token is one that otherwise no newline ever follows."""
     chosen = np.flatnonzero(np.isin(ids, list(ends)) & (rng.random(len(ids)) < SPLIT_SHARE))
     parts = [ends[int(ids[at])] for at in chosen]
     counts = np.ones(len(ids), np.int64)
@@ -130,9 +132,9 @@ def split_line_ends(ids: np.ndarray, ends: dict[int, list[int]], rng: np.random.
 def encode_documents(
     tokenizer: Tokenizer, documents: list[Document], seed: int, extras: bool = True
 ) -> tuple[np.ndarray, np.ndarray, dict[str, int]]:
-    """All documents in a shuffled order, each ended by <|endoftext|>: ids (n,) int16, where documents
-    start (m,) int64, and counts. With extras, single functions and conversations are mixed in, and line ends
-    are split."""
+    """Encodes all documents in a shuffled order, each ended by <|endoftext|>. Returns ids (n,) int16, where
+    documents start (m,) int64, and counts. With extras, single functions and conversations are mixed in, and
+    line ends are split."""
     rng = random.Random(seed)
     end = special_id(END)
     plain = _encode(tokenizer, [d.text for d in documents])
@@ -170,7 +172,7 @@ def encode_documents(
 
 
 def tokenizer_config() -> dict[str, object]:
-    """tokenizer_config.json as transformers and the converter read it."""
+    """Returns tokenizer_config.json as transformers and the converter read it."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": False, "add_prefix_space": False,
         "eos_token": END_TURN, "pad_token": END, "mask_token": MASK, "model_max_length": 2048,

@@ -57,7 +57,7 @@ class Sizes:
 
 
 def data(place: Store, limit: int, workers: int, seed: int) -> None:
-    """work/corpus and state/tokenizer.json; a tokenizer that is there already is kept."""
+    """Makes work/corpus and state/tokenizer.json. A tokenizer that is there already is kept."""
     training, held_out, facts = corpus.collect(workers, limit)
     say(f"{len(training)} training files, {facts['training_bytes']} bytes")
     path = place.state / "tokenizer.json"
@@ -77,7 +77,7 @@ def data(place: Store, limit: int, workers: int, seed: int) -> None:
 
 
 def run(stage: str, place: Store, sizes: Sizes, until: float, arguments: argparse.Namespace) -> None:
-    """One stage, ended `until` seconds after the command began."""
+    """Runs one stage, which is ended `until` seconds after the command began."""
     seed = arguments.seed
     if stage == "data":
         data(place, sizes.file_limit, arguments.workers, seed)

@@ -1,8 +1,8 @@
-"""Stage trunk: next-token training on the corpus, bounded by wall-clock time.
+"""Runs the stage trunk: next-token training on the corpus, bounded by wall-clock time.
 
-The rate is constant in every call but the final one, where it falls linearly to zero over the whole
-call: so any number of calls can be lost or added and the last still ends decayed. Momenta are not
-saved; after a resume the rate warms up again.
+The rate is constant in every call but the final one, where it falls linearly to zero over the whole call. So
+any number of calls can be lost or added and the last still ends decayed. Momenta are not saved; after a
+resume the rate warms up again.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Windows:
 
 
 def held_out_windows(ids: np.ndarray, length: int, count: int, device: Any) -> Tensor:
-    """Up to `count` windows (n, length + 1), evenly spread."""
+    """Returns up to `count` windows (n, length + 1), evenly spread."""
     starts = np.linspace(0, len(ids) - length - 1, count).astype(np.int64)
     rows = np.unique(starts)[:, None] + np.arange(length + 1)
     return torch.from_numpy(ids[rows].astype(np.int64)).to(device)
@@ -92,7 +92,7 @@ def held_out_loss(trunk: Trunk, windows: Tensor, batch: int) -> float:
 
 
 def load_trunk(store: Store, config: Config, device: Any, compile_blocks: bool) -> Trunk:
-    """The trunk in its checkpoint, or fresh; BF16 activations on a GPU."""
+    """Returns the trunk in its checkpoint, or a fresh one; its activations are BF16 on a GPU."""
     trunk = Trunk(config, torch.bfloat16 if device.type == "cuda" else torch.float32).to(device)
     saved = store.weights("trunk")
     if saved is not None:
@@ -121,7 +121,7 @@ class Snapshot:
 def take_step(
     trunk: Trunk, loss_of: Any, optimizer: Optimizer, windows: Windows, rate: float
 ) -> Tensor | None:
-    """The loss of one step, or None where the batch did not fit: it is halved then."""
+    """Returns the loss of one step, or None where the batch did not fit: it is halved then."""
     try:
         batch = windows.next()
         hidden, _ = trunk(batch[:, :-1])
@@ -198,7 +198,7 @@ class Run:
             self.save()
 
     def check(self, mean: float) -> bool:
-        """Whether the mean loss is finite; if not, the last good weights are back."""
+        """Says whether the mean loss is finite; if it is not, the last good weights are back."""
         if not math.isfinite(mean):
             self.snapshot.restore()
             self.optimizer.reset()
@@ -240,7 +240,7 @@ def train(store: Store, config: Config, s: Settings, until: float, final: bool, 
 
 
 def sample(store: Store, trunk: Trunk) -> list[str]:
-    """Greedy continuations of PROMPTS, printed for whoever watches."""
+    """Prints greedy continuations of PROMPTS for whoever watches."""
     tokenizer = tokens.load_tokenizer(store.state / "tokenizer.json")
     texts = []
     for prompt in PROMPTS:
