@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
+from itertools import pairwise
 
 from luce.structs import Cost
 
@@ -11,24 +12,29 @@ from luce.structs import Cost
 class Costs:
     """What steps cost in seconds: a verify by its rows, and one more draft or a block by the sequences that
     share the step. A width that was not measured lies on the line between its neighbours. A wider one lies
-    on the line of the last two."""
+    on the line of the last two.
+
+    A machine that was disturbed makes what it measures dearer, never cheaper. So a step costs no more than
+    several narrower ones for its rows, and no more than a wider one."""
 
     def __init__(self, measured: Iterable[Cost]):
-        self._lines: tuple[dict[int, float], ...] = ({}, {}, {})
+        self._lines: tuple[dict[int, float], ...] = ({}, {}, {}, {})
         for cost in sorted(measured, key=lambda cost: cost.rows):
-            line = self._lines[cost.drafts]
-            # rows may as well be spread over several narrower steps: what is dearer than these was disturbed
+            line, dear = self._lines[cost.drafts], max(cost.seconds, 0.0)
             spread = (-(-cost.rows // rows) * seconds for rows, seconds in line.items())
-            line[cost.rows] = min(max(cost.seconds, 0.0), *spread) if line else max(cost.seconds, 0.0)
+            line[cost.rows] = min(dear, *spread) if line else dear
+        for line in self._lines:
+            for narrower, wider in reversed(list(pairwise(line))):
+                line[narrower] = min(line[narrower], line[wider])
 
     def verify(self, rows: int) -> float:
         """Returns the seconds of a verify with so many rows in all."""
         return _on_line(self._lines[0], rows)
 
-    def draft(self, sequences: int = 1) -> float:
+    def draft(self, sequences: int = 1, part: bool = False) -> float:
         """Returns the seconds of one more draft of the NextN head for each of so many sequences; 0 in an
-        engine whose head does not draft."""
-        return _on_line(self._lines[1], sequences)
+        engine whose head does not draft. `part` means among a part of the vocabulary."""
+        return _on_line(self._lines[3 if part else 1], sequences)
 
     def block(self, sequences: int = 1) -> float:
         """Returns the seconds of a DFlash block for each of so many sequences; 0 in an engine that drafts

@@ -117,18 +117,20 @@ class TextLookup:
 class Drafter:
     """Drafts with a part of the model that runs on the device: its NextN head, which chains at most `most`
     drafts, or a DFlash drafter, whose block has as many. `ranks` is how many candidates the engine keeps of
-    each draft. Trees need more than one."""
+    each draft. Trees need more than one. `part` is how many tokens Source.PART drafts among."""
 
-    def __init__(self, text: Text, by: Source, most: int, ranks: int = 1):
-        self.name = "mtp" if by is Source.NEXTN else "dflash"
-        self.most, self.ranks = most, ranks
+    def __init__(self, text: Text, by: Source, most: int, ranks: int = 1, part: int = 0):
+        self.name = {Source.NEXTN: "mtp", Source.PART: "mtp-part", Source.DFLASH: "dflash"}[by]
+        self.most, self.ranks, self._part = most, ranks, part
         self._text, self._by = text, by
         self._lists: Lists | None = None  # of the last draft, where the host has seen it
 
     def seconds(self, costs: Costs, n: int, sequences: int) -> float:
         """Returns the seconds of n >= 1 drafts for each of so many sequences. A chain costs by its length; a
         block always costs the same."""
-        return n * costs.draft(sequences) if self._by is Source.NEXTN else costs.block(sequences)
+        if self._by is Source.DFLASH:
+            return costs.block(sequences)
+        return n * costs.draft(sequences, self._by is Source.PART)
 
     def draft(self, anchor: int, n: int, budget: int | None = None, chain: Sequence[int] = ()) -> Draft:
         """Returns n drafts, one after the other. With a budget it returns a tree of so many candidates, at
@@ -141,7 +143,7 @@ class Drafter:
 
     def _grow(self, anchor: int, n: int, budget: int | None, chain: Sequence[int]) -> Draft:
         k, size = (1, n) if budget is None else (min(self.ranks, budget), budget)
-        self._lists = self._text.lists(n, k, self._by is Source.NEXTN)
+        self._lists = self._text.lists(n, k, self._by is not Source.DFLASH)
         tokens, parents, bits = self._text.tree(anchor, self._lists, size, chain)
         names = ("", self.name, "lookup", f"{self.name}+lookup")
         return Draft(tuple(tokens[1:]), tuple(parents), sources=tuple(names[bit] for bit in bits[1:]))
@@ -157,6 +159,19 @@ class Drafter:
             if token != candidates[0]:
                 return depth, candidates.index(token) if token in candidates else None
         return min(len(done.tokens), n), None
+
+    def shown_by(self, other: Drafter, done: Round, n: int) -> tuple[int, int]:
+        """Returns how many drafts of this drafter the last n drafts of another one are worth as trials, and
+        how many of these would have been right. The head chooses the same among all tokens and among a part
+        of them as long as its choice is of the part. So a draft that was right and is of the part would be
+        right in both ways, nearly always, and one that missed a token of the part would miss it in both."""
+        if {self._by, other._by} != {Source.NEXTN, Source.PART}:
+            return 0, 0
+        right, _ = other.right(done, n)
+        if self._by is Source.PART:
+            return n, next((at for at in range(right) if done.tokens[at] >= self._part), right)
+        outside = right < len(done.tokens) and done.tokens[right] >= other._part
+        return right if outside else n, right
 
 
 class Fixed:

@@ -15,10 +15,23 @@ from luce.drafting import Drafter, DraftSource, Fixed, TextLookup
 from luce.errors import LuceError, about
 from luce.generation import Event, Failed, Generation, Prefixes, State
 from luce.loop import Loop
-from luce.plan import Auto, Dflash, Drafting, Lookup, Mtp, Options, Plain, Plan, Request, plan, smaller
+from luce.plan import (
+    PART,
+    Auto,
+    Dflash,
+    Drafting,
+    Lookup,
+    Mtp,
+    Options,
+    Plain,
+    Plan,
+    Request,
+    plan,
+    smaller,
+)
 from luce.probe import Facts, probe
 from luce.runner import Known, Runner, chain_can_pay, lookup_can_pay
-from luce.structs import EngineParams, Memory
+from luce.structs import EngineInfo, EngineParams, Memory
 from luce.tokenizer import Tokenizer
 
 
@@ -176,10 +189,10 @@ class Engine:
             case Lookup(budget=budget):
                 return TextLookup(sequence, budget)
             case Auto(budget=budget) as draft:
-                drafters = _drafters(draft, sequence, self.info.n_top)
+                drafters = _drafters(draft, sequence, self.info)
                 return Runner(sequence, self.costs, drafters, budget, self._known)
             case Mtp(budget=budget) | Dflash(budget=budget) as draft:
-                (drafter,) = _drafters(draft, sequence, self.info.n_top)
+                drafter = _drafters(draft, sequence, self.info)[-1]
                 return Fixed(drafter, drafter.most, budget)
 
     def generate(
@@ -238,17 +251,21 @@ class Engine:
         self.close()
 
 
-def _drafters(draft: Drafting, sequence: _native.Sequence, n_top: int) -> list[Drafter]:
+def _drafters(draft: Drafting, sequence: _native.Sequence, info: EngineInfo) -> list[Drafter]:
     """Returns the model's drafters that a plan names."""
-    sizes = {Source.NEXTN: draft.chain, Source.DFLASH: draft.block}
-    return [Drafter(sequence, by, most, max(n_top, 1)) for by, most in sizes.items() if most]
+    part = draft.chain if info.n_part else 0
+    sizes = {Source.NEXTN: draft.chain, Source.PART: part, Source.DFLASH: draft.block}
+    ranks = max(info.n_top, 1)
+    return [Drafter(sequence, by, most, ranks, info.n_part) for by, most in sizes.items() if most]
 
 
 def _params(chosen: Plan, model: Model) -> EngineParams:
     """Returns how the core opens the engine. On a CPU a row costs too much to be spent on a next best
-    candidate, so auto keeps none there."""
+    candidate, so auto keeps none there. The head drafts among a part of a large vocabulary there too; on a
+    GPU that was not measured yet."""
     if isinstance(chosen.draft, Auto) and model.info.device == "cpu":
-        return replace(chosen.params, n_top=0)
+        part = PART if chosen.draft.gamma and model.info.n_vocab >= 2 * PART else 0
+        return replace(chosen.params, n_top=0, n_part=part)
     return chosen.params
 
 
@@ -257,7 +274,8 @@ def _paying(chosen: Plan, native: _native.Engine) -> Plan:
     assert isinstance(chosen.draft, Auto)
     costs, draft = native.costs(), chosen.draft
     with native.sequence() as sequence:
-        paying = {d.name for d in _drafters(draft, sequence, 0) if chain_can_pay(costs, [d])}
+        paying = {d.name for d in _drafters(draft, sequence, native.info) if chain_can_pay(costs, [d])}
+    paying = {"mtp" if name == "mtp-part" else name for name in paying}
     kept = replace(
         draft, gamma=draft.gamma if "mtp" in paying else 0, block=draft.block if "dflash" in paying else 0
     )

@@ -17,6 +17,9 @@ DEFAULT_GAMMA = 2  # where a chain is asked for without a length
 MAX_GAMMA = 8  # LUCE_MAX_DRAFT
 MAX_THREADS = 16  # that are taken without being asked for: more seldom help
 MAX_TOP = 63  # LUCE_MAX_TOP: candidates that are kept of a draft; samples come of all of them
+# Tokens of the part of a large vocabulary that the head drafts among. A BPE's first tokens are its most
+# frequent: of Qwen's first 151,643 these are 96 to 98% of the tokens of English and code, 30% of Chinese.
+PART = 65536
 AUTO_BUDGET = 31  # candidates of a round, at most, where luce chooses
 DEFAULT_BUDGET = 15  # candidates of a round, where a lookup is asked for without a number
 MAX_BUDGET = 63  # LUCE_MAX_ROWS less the anchor's
@@ -50,6 +53,7 @@ class Options:
 
     `spec` says who decides what is drafted and is one of SPECS. `gamma` counts the drafts of the NextN head
     in a round, 0..MAX_GAMMA. `budget` counts the candidates of a round of a lookup or a tree, 1..MAX_BUDGET.
+    With `part` chains of "mtp" are drafted among so many first tokens of the vocabulary alone.
     """
 
     device: str | None = None
@@ -63,6 +67,7 @@ class Options:
     spec: str | None = None
     gamma: int | None = None
     budget: int | None = None
+    part: int = 0
 
     @property
     def resolved_spec(self) -> str:
@@ -86,13 +91,14 @@ class Plain:
 class Mtp:
     """The NextN head drafts `gamma` >= 1 tokens a round. It is in the model's own file (embedded) or in
     another one (separate). With a budget, its drafts and their next best candidates become a tree of so many
-    candidates."""
+    candidates. With a part, it drafts among so many first tokens of the vocabulary."""
 
     mode: ClassVar[str] = "mtp"
     block: ClassVar[int] = 0
     gamma: int
     head: Where
     budget: int | None = None
+    part: int = 0
 
     @property
     def chain(self) -> int:
@@ -214,6 +220,7 @@ class Plan:
             n_draft=self.drafts,
             blocks=int(self.blocks),
             n_top=self.draft.ranks,
+            n_part=self.draft.part if isinstance(self.draft, Mtp) else 0,
             n_chunk=self.chunk,
             n_threads=self.threads,
             kv_type=self.kv_type,
@@ -299,7 +306,8 @@ def _drafting(
         if where is None:
             raise UnsupportedError(f"no NextN head to draft with: {_missing(facts)}", concerns="nextn_head")
         length = "as asked" if asked else f"by default {DEFAULT_GAMMA} a round"
-        return Mtp(asked or DEFAULT_GAMMA, where, options.budget), f"{_OF_FILE[where]}, {length}"
+        chosen = Mtp(asked or DEFAULT_GAMMA, where, options.budget, options.part)
+        return chosen, f"{_OF_FILE[where]}, {length}"
     return _auto(options, where if asked != 0 else None, drafter)
 
 

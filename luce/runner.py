@@ -348,11 +348,12 @@ class Runner:
             self._lost += choice.price - len(done.tokens)
         self._lookups.came(done.tokens)
         for index, (drafter, learned) in enumerate(zip(self._drafters, self._learned, strict=True)):
-            if index == choice.drafter and done.drafted:
-                right, rank = drafter.right(done, choice.drafts)
-                learned.add(choice.drafts, right, rank)
-            else:
+            if choice.drafter is None or not done.drafted:
                 learned.add(0, 0)
+            elif index == choice.drafter:
+                learned.add(choice.drafts, *drafter.right(done, choice.drafts))
+            else:
+                learned.add(*drafter.shown_by(self._drafters[choice.drafter], done, choice.drafts))
 
     def _allowance(self) -> float:
         """Returns what may be lost up to now, in plain rounds."""

@@ -96,8 +96,9 @@ class EngineParams:
 
     `n_ctx` counts the positions of a sequence, `n_pages` KV pages, `n_rows` the most rows of a sequence in a
     step, `n_draft` the most drafts of the NextN head in a round, `n_top` the candidates that are kept of
-    each draft, and `n_chunk` the rows of a prefill step. n_draft > 0 needs a model with a head. `blocks` 1
-    lets DFlash blocks be drafted, which needs a model with a drafter.
+    each draft, `n_part` the first tokens of the vocabulary that Source.PART drafts among, and `n_chunk` the
+    rows of a prefill step. n_draft > 0 needs a model with a head. `blocks` 1 lets DFlash blocks be drafted,
+    which needs a model with a drafter.
     """
 
     n_ctx: int = 0
@@ -108,6 +109,7 @@ class EngineParams:
     n_draft: int = 0
     blocks: int = 0
     n_top: int = 0
+    n_part: int = 0
     n_chunk: int = 0
     n_threads: int = 0
     kv_type: str | None = None
@@ -172,6 +174,7 @@ class EngineInfo:
     n_rows: int
     n_draft: int
     n_top: int
+    n_part: int
     n_chunk: int
     n_threads: int
     n_block: int
@@ -207,7 +210,8 @@ class CheckpointInfo:
 @dataclass(frozen=True)
 class Cost:
     """What a step took when the engine was opened. With drafts 0 it is a verify of `rows` rows, with 1 one
-    more draft of the NextN head for each of `rows` sequences, and with 2 a DFlash block for each of them."""
+    more draft of the NextN head for each of `rows` sequences, with 2 a DFlash block for each of them, and
+    with 3 one more draft of the head among a part of the vocabulary for each of them."""
 
     rows: int
     drafts: int

@@ -105,7 +105,7 @@ class FakeEngine:
     def info(self):
         return EngineInfo(
             memory_bytes=0, n_ctx=self.n_ctx, n_sequences=self.n_sequences, n_checkpoints=0, n_pages=1,
-            n_rows=self.n_rows, n_draft=self.n_draft, n_top=self.n_top, n_chunk=self.n_chunk,
+            n_rows=self.n_rows, n_draft=self.n_draft, n_top=self.n_top, n_part=0, n_chunk=self.n_chunk,
             n_threads=1, n_block=0, pages_free=1,
             sequences_free=self.n_sequences - len(self.open), checkpoints_free=0,
         )  # fmt: skip

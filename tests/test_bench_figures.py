@@ -49,10 +49,10 @@ def record(mode: str, case: int, decode_s: float, turn: int = 0, tokens: int = 2
 
 
 def test_modes_are_read_and_named():
-    assert parse_modes("plain, mtp,mtp:3,auto,lookup,lookup:63,dflash:07,mtp-tree:3:12") == [
+    assert parse_modes("plain, mtp,mtp:3,auto,lookup,lookup:63,dflash:07,mtp-tree:3:12,mtp-part:2:64k") == [
         Mode("plain", "off"), Mode("mtp", "mtp"), Mode("mtp:3", "mtp", 3), Mode("auto", "auto"),
         Mode("lookup", "lookup"), Mode("lookup:63", "lookup", None, 63), Mode("dflash:7", "dflash", None, 7),
-        Mode("mtp-tree:3:12", "mtp", 3, 12),
+        Mode("mtp-tree:3:12", "mtp", 3, 12), Mode("mtp-part:2:64k", "mtp", 2, part=65536),
     ]  # fmt: skip
 
 
@@ -75,6 +75,9 @@ def test_modes_are_read_and_named():
         "mtp-tree:9:12",
         "mtp-tree:3:64",
         "mtp-tree:0:3",
+        "mtp-part:3",
+        "mtp-part:9:64k",
+        "mtp-part:3:0",
     ],
 )
 def test_what_is_no_mode_is_named(text):

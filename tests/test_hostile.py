@@ -157,9 +157,9 @@ def test_a_lack_of_memory_is_one_line(luce_, monkeypatch):
 AMPLE = 1024  # MiB more than the command asks for before it imports
 
 
-def run(program, *words, **variables):
+def run(program, *words):
     """Runs Python code on the luce that is tested: `python -c` looks into the working directory first."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | variables
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", program, *words]
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=PACKAGE)
 
@@ -185,35 +185,6 @@ def test_whatever_runs_out_of_address_space_is_one_line(tmp_path):
         assert outcomes[words[0], AMPLE] == (0, ""), outcomes
 
 
-def test_a_thread_that_lacks_memory_is_an_error():
-    """Parts of an op on several threads: what one throws reaches the caller when all have ended."""
-    program = (
-        "import resource\n"
-        "import numpy as np\n"
-        "from op_run import op_run\n"
-        "from step_ctl import Seq, step_ctl\n"
-        "from luce import _native\n"
-        "from luce.errors import OutOfMemory\n"
-        "def run(n):\n"
-        "    lists, ctl = np.zeros((2, 2), np.int32), step_ctl(Seq(parents=[-1, -1], keep=[0, 1]))\n"
-        "    arrays = [np.ones((2, n), np.float32), ctl, lists]\n"
-        "    op_run(_native.default(), 'cpu', 'topk', arrays, [1], shape=(2, 256), dtype=np.int32)\n"
-        "run(1 << 10)\n"
-        "(line,) = (line for line in open('/proc/self/status') if 'VmSize' in line)\n"
-        "taken = int(line.split()[1]) << 10\n"
-        "n = 16 << 20\n"  # 128 MiB, twice, and then 64 MiB for each of two rows
-        "resource.setrlimit(resource.RLIMIT_AS, (taken + 16 * n + (n << 1),) * 2)\n"
-        "for _ in range(2):\n"
-        "    try:\n"
-        "        run(n)\n"
-        "    except OutOfMemory as error:\n"
-        "        print(error)\n"
-        "run(1 << 10)\n"
-    )
-    done = run(program)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "out of host memory\n" * 2, "")
-
-
 def test_the_room_to_start_holds_the_imports():
     """It holds them whatever number of threads OpenBLAS was meant to have."""
     program = (
@@ -229,7 +200,10 @@ def test_the_room_to_start_holds_the_imports():
         "__main__._require_room = instead\n"
         "__main__.main()\n"
     )
-    done = run(program, OPENBLAS_NUM_THREADS="64")
+    environment = {"PYTHONPATH": os.pathsep.join([PACKAGE, *sys.path]), "OPENBLAS_NUM_THREADS": "64"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | environment
+    )
     assert done.returncode == 130 and ROOM / 2 < int(done.stdout) <= ROOM, done
 
 

@@ -71,7 +71,7 @@ def test_blocks_are_accepted_as_the_rule_says(
 def test_bench_oracle_makes_and_measures_it(luce_: object, tmp_path: Path) -> None:
     assert callable(luce_)
     args = ["bench", "oracle", "--shape", "mini", "--modes", "plain,dflash", "-n", 40, "--rounds", 1]
-    result = luce_(*args, "--cache", tmp_path, "--draft-accept", 1, "--json", "--quiet")
+    result = luce_(*args, "--cache", tmp_path, "--draft-accept", 1, "--json", "--quiet", "--threads", 1)
     assert result.exit_code == 0, result.stderr
     printed = json.loads(result.stdout)
     rows = {row["mode"]: row for row in printed["modes"]}

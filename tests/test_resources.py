@@ -63,6 +63,7 @@ def test_costs_are_listed_by_drafts_and_rows(native: Library, model: Model, devi
     [
         {},
         {"n_ctx": 2048, "n_sequences": 16, "n_checkpoints": 0, "n_rows": 5},
+        {"n_sequences": 2, "n_draft": 3, "n_part": 128},
         {"n_sequences": 1, "n_checkpoints": 8, "n_draft": 0, "n_rows": 1, "kv_type": "q8_0"},
         {"n_pages": 3, "n_ctx": 600, "kv_type": "f16"},
         {"n_sequences": 64, "n_rows": 64, "n_draft": 8, "n_pages": 64},

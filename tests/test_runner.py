@@ -36,15 +36,17 @@ def test_costs_that_were_not_measured_are_nothing():
 )
 def test_costs_are_never_negative(measured, rows):
     costs = Costs(Cost(width, 0, seconds) for width, seconds in measured.items())
-    assert costs.verify(rows) >= 0.0
+    assert 0.0 <= costs.verify(rows) <= costs.verify(rows + 1)
     if rows in measured:
         assert costs.verify(rows) <= max(measured[rows], 0.0)
 
 
-def test_a_step_costs_no_more_than_narrower_ones_for_its_rows():
+def test_a_step_costs_no_more_than_narrower_ones_for_its_rows_and_than_a_wider_one():
     """A machine that is busy while it is measured makes single widths dear."""
     costs = Costs([Cost(1, 0, 1.0), Cost(2, 0, 9.0), Cost(8, 0, 2.0), Cost(16, 0, 7.5), Cost(32, 0, 7.0)])
     assert [costs.verify(rows) for rows in (1, 2, 8, 16, 32)] == [1.0, 2.0, 2.0, 4.0, 7.0]
+    costs = Costs([Cost(1, 0, 1.0), Cost(2, 0, 1.9), Cost(4, 0, 1.2), Cost(8, 0, 1.5)])
+    assert [costs.verify(rows) for rows in (1, 2, 4, 8)] == [1.0, 1.2, 1.2, 1.5]
 
 
 # ---- a text without repetitions: the chains that auto picks

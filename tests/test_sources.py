@@ -30,8 +30,11 @@ CASE = tiny_dflash.Case(
     tiny.Config(n_nextn=1), tiny_dflash.drafter(tiny.Config(), n_layer=2, target_layer_ids=(0, 2)), 5
 )
 COSTS = [
-    Costs([Cost(1, 0, 1.0), Cost(64, 0, 1.5), Cost(1, 1, 0.02), Cost(1, 2, 0.05)]),  # all is worth a try
-    Costs([Cost(1, 0, 1.0), Cost(2, 0, 1.2), Cost(16, 0, 4.0), Cost(1, 1, 0.1), Cost(1, 2, 0.2)]),
+    Costs(Cost(*each) for each in verifies + drafts)
+    for verifies, drafts in (  # the first: all is worth a try
+        ([(1, 0, 1.0), (64, 0, 1.5)], [(1, 1, 0.02), (1, 2, 0.05), (1, 3, 0.01)]),
+        ([(1, 0, 1.0), (2, 0, 1.2), (16, 0, 4.0)], [(1, 1, 0.1), (1, 2, 0.2), (1, 3, 0.05)]),
+    )
 ]
 SAMPLINGS = [
     Sampling(),
@@ -112,10 +115,12 @@ BAD = [RuntimeError("broken"), Draft((10**6,)), Draft((-1,)), Draft((2**40,)), D
 def source_of(kind, size, number, sequence, text):
     """A source of a kind, of a size 1..63."""
     nextn = Drafter(sequence, Source.NEXTN, 8, 63)
-    block = Drafter(sequence, Source.DFLASH, 15, 63)
+    block, part = Drafter(sequence, Source.DFLASH, 15, 63), Drafter(sequence, Source.PART, 8, 63, 128)
     match kind:
         case "mtp":
             return Fixed(nextn, 1 + size % 8)
+        case "mtp-part":
+            return Fixed(part, 1 + size % 8, size if number % 2 else None)
         case "mtp-tree":
             return Fixed(nextn, 1 + number % 8, size)
         case "dflash":
@@ -125,7 +130,7 @@ def source_of(kind, size, number, sequence, text):
         case "lookup":
             return TextLookup(sequence, size)
         case "auto":
-            drafters = [[], [nextn], [block], [nextn, block]][number % 4]
+            drafters = [[], [nextn], [nextn, part], [block], [nextn, part, block]][number % 5]
             return Runner(sequence, COSTS[number % 2], drafters, size)
         case "chain" | "tree":
             return Told(text, number, kind == "tree")
@@ -134,8 +139,8 @@ def source_of(kind, size, number, sequence, text):
     return None
 
 
-KINDS = ["mtp", "mtp-tree", "dflash", "dflash-tree", "lookup", "auto", "auto", "chain", "tree", "bad",
-"plain"]
+KINDS = ["mtp", "mtp-part", "mtp-tree", "dflash", "dflash-tree", "lookup", "auto", "auto", "chain", "tree",
+"bad", "plain"]
 
 
 @dataclass
@@ -190,7 +195,7 @@ def bench(native, device, tmp_path_factory):
     model = drive.open_model(native, target, device, head=True, drafter=drafter)
     return Bench(drive.open_engine(
         model, n_ctx=N_CTX, n_chunk=N_CHUNK, n_sequences=8, n_checkpoints=1, n_rows=64, n_draft=8, blocks=1,
-        n_top=63,
+        n_top=63, n_part=128,
     ))  # fmt: skip
 
 

@@ -27,10 +27,12 @@ from luce.structs import (
 
 
 class Source(IntEnum):
-    """Who drafts on the device (luce_source): the NextN head drafts a chain, the DFlash drafter a block."""
+    """Who drafts on the device (luce_source): the NextN head drafts a chain, the DFlash drafter a block. PART
+    is the head that chooses among the first tokens of the vocabulary, which costs less."""
 
     NEXTN = 0
     DFLASH = 1
+    PART = 2
 
 
 @dataclass(frozen=True)

@@ -25,13 +25,14 @@ WARM_UP_TOKENS = 32
 
 @dataclass(frozen=True)
 class Mode:
-    """A way to decode, by spec, gamma and budget of Options. It is named "plain", "auto", or by its spec and
-    number."""
+    """A way to decode, by spec, gamma, budget and part of Options. It is named "plain", "auto", or by its
+    spec and numbers."""
 
     name: str
     spec: str
     gamma: int | None = None
     budget: int | None = None
+    part: int = 0
 
 
 def parse_modes(text: str) -> list[Mode]:
@@ -44,8 +45,9 @@ def parse_modes(text: str) -> list[Mode]:
 
 NUMBERED = {"mtp": MAX_GAMMA, "lookup": MAX_BUDGET, "dflash": MAX_BUDGET}  # modes that take a number
 TREES = f"mtp-tree:DRAFTS:CANDIDATES (to {MAX_GAMMA}:{MAX_BUDGET})"
+PARTS = "mtp-part:DRAFTS:TOKENS (among the first TOKENS of the vocabulary; k is 1024)"
 NAMES = ", ".join(
-    [PLAIN, *(f"{kind}, {kind}:1 to {kind}:{most}" for kind, most in NUMBERED.items()), TREES, "auto"]
+    [PLAIN, *(f"{kind}, {kind}:1 to {kind}:{most}" for kind, most in NUMBERED.items()), TREES, PARTS, "auto"]
 )
 
 
@@ -57,6 +59,9 @@ def _mode(name: str) -> Mode:
         gamma, budget = map(int, sizes.groups())
         if gamma <= MAX_GAMMA and budget <= MAX_BUDGET:
             return Mode(f"mtp-tree:{gamma}:{budget}", "mtp", gamma, budget)
+    if kind == "mtp-part" and (sizes := re.fullmatch(r"([1-8]):([1-9]\d{0,6})(k?)", number)):
+        part = int(sizes[2]) * (1024 if sizes[3] else 1)
+        return Mode(name, "mtp", int(sizes[1]), part=part)
     if kind in NUMBERED and number.isdecimal() and 1 <= int(number) <= NUMBERED[kind]:
         n = int(number)
         return Mode(f"{kind}:{n}", kind, gamma=n) if kind == "mtp" else Mode(f"{kind}:{n}", kind, budget=n)
@@ -99,7 +104,8 @@ class Record:
 def mode_plan(files: Files, mode: Mode, options: Options, prompt: int, new: int) -> Plan:
     """Returns the plan of a mode, whose spec, gamma and budget go before those of `options`. Raises
     ArgumentError where it is to draft and cannot."""
-    chosen = files.plan(replace(options, spec=mode.spec, gamma=mode.gamma, budget=mode.budget), prompt, new)
+    asked = replace(options, spec=mode.spec, gamma=mode.gamma, budget=mode.budget, part=mode.part)
+    chosen = files.plan(asked, prompt, new)
     if mode.spec != "off" and isinstance(chosen.draft, Plain):
         raise ArgumentError(f"mode {mode.name}: {chosen.reasons['draft']}", concerns="nextn_head")
     return chosen

@@ -7,32 +7,26 @@ from typing import Any
 import click
 
 from luce import _native
-from luce.bench.flags import MODEL_OPTIONS, OUTPUT_OPTIONS, numbers, require
+from luce.bench.flags import MODEL_OPTIONS, OUTPUT_OPTIONS, RUN_OPTIONS, numbers, options, require
 from luce.bench.report import Measured, Report
 from luce.bench.serve import TIMING, Client, Row, conversation, first_tokens, luce_server, streams, table
 from luce.command import BOX, MAX_U32
 from luce.engine import Files
 from luce.errors import ArgumentError, about
-from luce.flags import RUN, given, options
 from luce.plan import SPECS, Options, require_supported
 from luce.render import Display
 
-OF_USE = {"mtp_gguf": ("mtp", "auto"), "draft": ("dflash", "auto")}  # modes by the files that they read
+WITHOUT_PLOT = tuple(each for each in OUTPUT_OPTIONS if each is not OUTPUT_OPTIONS[5])
 
 
 @click.command("serve")
-@click.option(
-    "--modes",
-    default="off,auto",
-    show_default=True,
-    help="Serve with each of these values of --spec, in turn.",
-)
+@click.option("--modes", default="off,auto", show_default=True, help="What --spec is, in turn.")
 @click.option(
     "--lengths",
     callback=numbers(1, MAX_U32),
     default="1k,8k,32k",
     show_default=True,
-    help="Await the first token of prompts of these lengths; the model's context bounds them.",
+    help="Prompts whose first token is awaited; none longer than the model's context.",
 )
 @click.option(
     "--streams",
@@ -40,14 +34,10 @@ OF_USE = {"mtp_gguf": ("mtp", "auto"), "draft": ("dflash", "auto")}  # modes by 
     callback=numbers(1, 64),
     default="1,2,4,8,16",
     show_default=True,
-    help="Send so many requests beside each other.",
+    help="Requests beside each other.",
 )
 @click.option(
-    "--prompt-tokens",
-    type=click.IntRange(1, MAX_U32),
-    default=128,
-    show_default=True,
-    help="Give each stream a prompt of so many tokens.",
+    "--prompt-tokens", type=click.IntRange(1, MAX_U32), default=128, show_default=True, help="Of each stream."
 )
 @click.option(
     "-n",
@@ -55,14 +45,10 @@ OF_USE = {"mtp_gguf": ("mtp", "auto"), "draft": ("dflash", "auto")}  # modes by 
     type=click.IntRange(2, MAX_U32),
     default=128,
     show_default=True,
-    help="Ask for so many new tokens in each stream.",
+    help="New tokens of each stream.",
 )
 @click.option(
-    "--turns",
-    type=click.IntRange(0, 1000),
-    default=20,
-    show_default=True,
-    help="Hold a conversation of so many turns; 0 holds none.",
+    "--turns", type=click.IntRange(0, 1000), default=20, show_default=True, help="Of a conversation; 0: none."
 )
 @click.option(
     "--conversation",
@@ -70,11 +56,11 @@ OF_USE = {"mtp_gguf": ("mtp", "auto"), "draft": ("dflash", "auto")}  # modes by 
     type=click.IntRange(100, MAX_U32),
     default=30000,
     show_default=True,
-    help="Let its last prompt have so many tokens.",
+    help="Tokens of its last prompt.",
 )
-@options(MODEL_OPTIONS, RUN, OUTPUT_OPTIONS)
+@options(MODEL_OPTIONS, RUN_OPTIONS, WITHOUT_PLOT)  # fmt: skip
 def serve_bench(**flags: Any) -> None:
-    """Measure first tokens, streams beside each other, and a conversation, over HTTP (needs luce[serve]).
+    """First tokens, streams beside each other, and a conversation, over HTTP (needs luce[serve]).
 
     \b
     Examples:
@@ -84,15 +70,13 @@ def serve_bench(**flags: Any) -> None:
     modes = flags["modes"].split(",")
     if not set(modes) <= set(SPECS):
         raise click.BadParameter(f"of {', '.join(SPECS)}.", param_hint="'--modes'")
-    for name, of_use in OF_USE.items():
-        if flags[name] and not set(of_use) & set(modes):
-            said = f"--{name.replace('_', '-')} names a file that only {' and '.join(of_use)} draft with"
-            raise click.UsageError(f"{said}, and --modes has none of them")
-    if given("length") and not flags["turns"]:
-        raise click.UsageError("--conversation is a length: --turns 0 has no conversation")
+    if flags["mtp_gguf"] and not {"mtp", "auto"} & set(modes):
+        raise click.UsageError("--mtp-gguf names a NextN head to draft with, and no mode does")
+    if flags["draft"] and not {"dflash", "auto"} & set(modes):
+        raise click.UsageError("--draft names a DFlash drafter, and no mode drafts with one")
     require({name: value for name, value in flags.items() if name != "modes"} | {"plot": None})
     model = flags["gguf"] or BOX
-    with Files(model, flags["mtp_gguf"], flags["device"], flags["draft"]) as files:
+    with Files(model, flags["mtp_gguf"], flags["device"]) as files:
         with about(model):
             require_supported(files.facts)
         n_vocab, trained = files.tokenizer.n_vocab, files.facts.context_length or MAX_U32
@@ -117,11 +101,11 @@ def serve_bench(**flags: Any) -> None:
 
 def _measure(flags: dict[str, Any], modes: list[str], ctx: int, n_vocab: int) -> Any:
     for mode in modes:
-        words = ["--spec", mode, "--ctx", str(ctx), "--parallel", str(max(flags["counts"]))]
-        for name in ("device", "threads", "kv_type", "mtp_gguf", "draft"):
-            if flags[name] is not None and mode in OF_USE.get(name, (mode,)):
-                words += [f"--{name.replace('_', '-')}", str(flags[name])]
-        with luce_server(flags["gguf"] or BOX, *words) as server:
+        given = ["--spec", mode, "--ctx", str(ctx), "--parallel", str(max(flags["counts"]))]
+        for name in ("device", "threads", "kv_type", "mtp_gguf"):
+            if flags[name] is not None and not (mode == "off" and name == "mtp_gguf"):
+                given += [f"--{name.replace('_', '-')}", str(flags[name])]
+        with luce_server(flags["gguf"] or BOX, *given) as server:
             client = Client(server.url, n_vocab)
             client.complete(client.tokens(32), 16)  # warms up
             yield from first_tokens(client, mode, flags["lengths"])

@@ -195,6 +195,7 @@ typedef struct luce_engine_params {
     uint32_t n_draft; /* most drafts of a round, 0..LUCE_MAX_DRAFT; needs a model with a head */
     uint32_t blocks; /* 1: DFlash blocks may be drafted; needs a model with a drafter. 0: none are */
     uint32_t n_top; /* candidates kept of each draft (luce_sequence_get_lists), 0..LUCE_MAX_TOP */
+    uint32_t n_part; /* tokens that LUCE_SOURCE_PART drafts among: a multiple of 128; 0: no such source */
     uint32_t n_chunk; /* most rows of a prefill step: a multiple of LUCE_PAGE, at most 4096; 0: 512, or
                          2048 on a GPU that luce's own matmul runs on */
     uint32_t n_threads; /* CPU only; 0: one per core, at most 16 */
@@ -250,11 +251,10 @@ LUCE_API luce_status luce_engine_close(luce_engine *engine);
 typedef struct luce_engine_info {
     uint64_t struct_size;
     uint64_t memory_bytes; /* allocated on the device by this engine's caches and buffers */
-    uint32_t n_ctx, n_sequences, n_checkpoints, n_pages, n_rows, n_draft, n_top, n_chunk,
+    uint32_t n_ctx, n_sequences, n_checkpoints, n_pages, n_rows, n_draft, n_top, n_part, n_chunk,
         n_threads; /* as resolved */
     uint32_t n_block; /* rows of a DFlash block; 0: none are drafted */
-    uint32_t
-        pages_free; /* with those of checkpoints on their way to the host: who needs a page waits for them */
+    uint32_t pages_free; /* with those of checkpoints on their way to the host: one waits for them */
     uint32_t sequences_free; /* that may still be opened */
     uint32_t checkpoints_free; /* that may still be on the device, counted in the same way */
 } luce_engine_info;
@@ -264,7 +264,7 @@ LUCE_API luce_status luce_engine_get_info(luce_engine *engine, luce_engine_info 
 typedef struct luce_cost {
     uint32_t rows; /* of the step */
     uint32_t drafts; /* 0: a verify of `rows` rows; 1: one more draft of the NextN head for each of `rows`
-                        sequences; 2: a DFlash block for each of them */
+                        sequences; 2: a DFlash block for each of them; 3: as 1, of LUCE_SOURCE_PART */
     float seconds;
 } luce_cost;
 /* The costs come in the order of drafts, then of rows, for each number of rows from 1 to the most that a step can have.
@@ -278,8 +278,8 @@ LUCE_API luce_status luce_engine_cancel(luce_engine *engine);
 
 typedef enum luce_source {
     LUCE_SOURCE_NEXTN = 0, /* a chain: the head goes on from its own hidden state, a step a draft */
-    LUCE_SOURCE_DFLASH =
-        1 /* a block: the drafter's choices for the positions after the anchor, all in one step */
+    LUCE_SOURCE_DFLASH = 1, /* a block: choices for the positions after the anchor, all in one step */
+    LUCE_SOURCE_PART = 2 /* as NEXTN, but the head chooses among the first n_part tokens alone */
 } luce_source;
 
 /* Drafts a chain for each of several sequences, all with one source. The drafts stay on the device, for

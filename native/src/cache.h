@@ -48,6 +48,7 @@ struct CacheParams {
     uint32_t n_ctx, n_sequences, n_checkpoints, n_pages, n_rows, n_draft, n_chunk;
     uint32_t n_block = 0; // rows of a DFlash block; 0: the engine drafts none
     uint32_t n_top = 0; // candidates that are kept of each draft; 0: the draft alone
+    uint32_t n_part = 0; // the first tokens of the vocabulary, among which the head may draft; 0: it does not
     ggml_type kv_type;
     // Of one sequence: a step's rows lie behind n_ctx positions at most.
     uint32_t max_pages() const { return (n_ctx + std::max(n_rows, n_block) + PAGE - 1) / PAGE; }

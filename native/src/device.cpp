@@ -13,7 +13,7 @@ extern "C" void *luce_cuda_stream(ggml_backend_t backend); // cuda_stream.cu
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <exception>
+#include <system_error>
 #include <thread>
 
 namespace luce {
@@ -70,8 +70,8 @@ void parallel_copy(void *dst, const uint8_t *src, size_t n) {
         for (; next < n_threads; next++) {
             threads.emplace_back(part, next);
         }
-    } catch (const std::exception &) {
-        // no more threads are to be had, or no memory for them: this one does the rest
+    } catch (const std::system_error &) {
+        // no more threads are to be had: this one does the rest
     }
     for (; next < n_threads; next++) {
         part(next);
@@ -165,17 +165,11 @@ static void permute([[maybe_unused]] const Device &device, [[maybe_unused]] cons
 #ifdef LUCE_USE_CUDA
     const ggml_tensor *w = item.packed;
     cuda::set_device(device.index);
-    const int64_t N = w->ne[1] * w->ne[2] / item.n_packed;
-    const int64_t from = int64_t(item.size) / item.n_packed, to = rowmm_packed_bytes(w->type, w->ne[0], N);
-    for (int64_t i = 0; i < item.n_packed; i++) {
-        const uint8_t *src = static_cast<const uint8_t *>(item.tensor->data) + i * from;
-        uint8_t *dst = static_cast<uint8_t *>(w->data) + i * to;
-        if (const int error =
-                cuda::rowmm_permute({w->type, w->ne[0], N, src, dst}, luce_cuda_stream(backend));
-            error != 0) {
-            fail(LUCE_E_DEVICE, "%s: permuting %s failed: %s", device.name.c_str(), w->name,
-                 cuda::error_text(error));
-        }
+    const int error = cuda::rowmm_permute({w->type, w->ne[0], w->ne[1], item.tensor->data, w->data},
+                                          luce_cuda_stream(backend));
+    if (error != 0) {
+        fail(LUCE_E_DEVICE, "%s: permuting %s failed: %s", device.name.c_str(), w->name,
+             cuda::error_text(error));
     }
 #endif
 }

@@ -4,7 +4,7 @@
 #include "sequence.h"
 
 #ifdef LUCE_USE_CUDA
-#include "../kernels/moe.h"
+#include "../kernels/rowmm.h"
 #endif
 
 #include <algorithm>
@@ -71,6 +71,7 @@ EngineParams Engine::resolve(const Model &model, const luce_engine_params *p) {
     c.n_draft = p->n_draft;
     c.n_block = block_rows(model, *p);
     c.n_top = p->n_top;
+    c.n_part = p->n_part;
     c.n_rows =
         in_range("n_rows", p->n_rows, std::max(std::min(c.n_draft, uint32_t(LUCE_MAX_DRAFT)) + 1, c.n_block),
                  LUCE_MAX_ROWS);
@@ -95,13 +96,17 @@ EngineParams Engine::resolve(const Model &model, const luce_engine_params *p) {
         fail(LUCE_E_UNSUPPORTED, "lists of drafts are made of up to %lld tokens, the vocabulary has %u",
              (long long) TOPK_MAX_N, model.hparams().n_vocab);
     }
+    if (c.n_part > 0 && (c.n_part % 128 != 0 || c.n_part >= model.hparams().n_vocab || c.n_draft == 0)) {
+        fail(LUCE_E_ARG, "n_part is %u, expected 0, or with n_draft a multiple of 128 below %u", c.n_part,
+             model.hparams().n_vocab);
+    }
     if (c.n_draft > 0 && !model.weights().head) {
         fail(LUCE_E_ARG, "n_draft is %u, but the model was opened without a NextN head", c.n_draft);
     }
 #ifdef LUCE_USE_CUDA
     if (model.device().own_matmul) {
         cuda::set_device(model.device().index);
-        c.rowmm_scratch = uint64_t(cuda::rowmm_scratch_bytes() + MOE_COUNTER_BYTES);
+        c.rowmm_scratch = uint64_t(cuda::rowmm_scratch_bytes());
     }
 #endif
     c.n_pages = in_range("n_pages", p->n_pages,
@@ -150,6 +155,7 @@ luce_engine_info Engine::info() const {
     out.n_draft = c.n_draft;
     out.n_block = c.n_block;
     out.n_top = c.n_top;
+    out.n_part = c.n_part;
     out.n_chunk = c.n_chunk;
     out.n_threads = params_.n_threads;
     out.pages_free = cache_.pages.n_free();
@@ -187,22 +193,16 @@ void Engine::check_cancelled() {
     }
 }
 
-void Engine::leaving(std::weak_ptr<Checkpoint> checkpoint) {
-    const auto has_left = [](const std::weak_ptr<Checkpoint> &each) {
-        const std::shared_ptr<Checkpoint> known = each.lock();
-        return !known || !known->leaving();
-    };
-    leaving_.erase(std::remove_if(leaving_.begin(), leaving_.end(), has_left), leaving_.end());
-    leaving_.push_back(std::move(checkpoint));
-}
-
-void Engine::reclaim() {
+bool Engine::reclaim() {
+    bool any = false;
     for (const std::weak_ptr<Checkpoint> &each : leaving_) {
         if (const std::shared_ptr<Checkpoint> checkpoint = each.lock()) {
             checkpoint->settle();
+            any = true;
         }
     }
     leaving_.clear();
+    return any;
 }
 
 void Engine::need_pages(uint32_t n) {
@@ -220,10 +220,12 @@ void Engine::need_pages(uint32_t n) {
 void Engine::draft(Source source, const DraftItem *items, uint32_t n_items) {
     check_cancelled();
     const CacheParams &c = params_.cache;
-    const bool block = source == Source::dflash;
-    if ((block ? c.n_block : c.n_draft) == 0) {
+    const bool block = source == Source::dflash, part = source == Source::part;
+    if ((block ? c.n_block : part ? c.n_part : c.n_draft) == 0) {
         fail(LUCE_E_STATE, "the engine was opened without drafts of this source (%s 0)",
-             block ? "blocks" : "n_draft");
+             block  ? "blocks"
+             : part ? "n_part"
+                    : "n_draft");
     }
     const uint32_t most = block ? c.n_block - 1 : c.n_draft;
     uint32_t pages = 0;
@@ -249,13 +251,13 @@ void Engine::draft(Source source, const DraftItem *items, uint32_t n_items) {
         items[i].sequence->line().take_pages(block ? c.n_block : items[i].n);
         items[i].sequence->begin_step();
     }
-    block ? draft_blocks(items, n_items) : draft_chains(items, n_items);
+    block ? draft_blocks(items, n_items) : draft_chains(items, n_items, part);
     for (uint32_t i = 0; i < n_items; i++) {
         items[i].sequence->fail_with("");
     }
 }
 
-void Engine::draft_chains(const DraftItem *items, uint32_t n_items) {
+void Engine::draft_chains(const DraftItem *items, uint32_t n_items, bool part) {
     uint32_t longest = 0;
     for (uint32_t i = 0; i < n_items; i++) {
         longest = std::max(longest, items[i].n);
@@ -270,7 +272,7 @@ void Engine::draft_chains(const DraftItem *items, uint32_t n_items) {
         }
         const uint32_t width = step_->draft_width(batch.n_rows());
         batch.fill_up(width);
-        step_->draft(width, link, batch.n_pages());
+        step_->draft(width, link, batch.n_pages(), part);
     }
     for (uint32_t i = 0; i < n_items; i++) {
         items[i].sequence->line().drafted(items[i].anchor, items[i].n);
@@ -290,8 +292,7 @@ void Engine::draft_blocks(const DraftItem *items, uint32_t n_items) {
         step_->block(n * drafter.block_size, first / at_once, batch.n_pages());
         for (uint32_t i = 0; i < n; i++) {
             items[first + i].sequence->line().drafted_block(items[first + i].anchor, items[first + i].n);
-            items[first + i].sequence->end_step(Sequence::Rows::block, items[first + i].n + 1,
-                                                i * drafter.block_size);
+            items[first + i].sequence->end_step(i * drafter.block_size);
         }
     }
 }
@@ -383,7 +384,7 @@ void Engine::verify(VerifyItem *items, uint32_t n_items) {
             }
         }
         line.verified(std::move(tokens[i]), std::move(parents[i]));
-        sequence.end_step(Sequence::Rows::verified, items[i].n, row0);
+        sequence.end_step(row0);
     }
     std::string first_failure;
     for (uint32_t i = 0, row0 = 0; i < n_items; row0 += items[i].n, i++) {

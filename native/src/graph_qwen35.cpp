@@ -36,6 +36,13 @@ static ggml_tensor *nextn_input(const StepBuild &b, const NextN &head, ggml_tens
     return matmul(b, head.eh_proj, plain(ggml_concat(b.ctx, e, rms_norm(b.ctx, h, head.hnorm, eps), 0)));
 }
 
+// The first n rows of a matrix {K, N}. On a GPU packed weights lie in tiles of 128 rows, so n is a multiple of that.
+static ggml_tensor *first_rows(ggml_context *ctx, ggml_tensor *weight, int64_t n) {
+    ggml_tensor *part = ggml_view_2d(ctx, weight, weight->ne[0], n, weight->nb[1], 0);
+    part->op_params[0] = weight->op_params[0]; // is_packed
+    return part;
+}
+
 void build_qwen35_draft(const StepBuild &b) {
     ggml_context *ctx = b.ctx;
     const NextN &head = *b.model.weights().head;
@@ -47,7 +54,11 @@ void build_qwen35_draft(const StepBuild &b) {
     x = feed_forward(b, rms(x, block.post_norm, eps), block, x);
     ggml_tensor *h = rms_norm(ctx, x, head.norm, eps);
     ggml_build_forward_expand(b.graph, ggml_set_rows(ctx, b.cache.hidden(), h, b.in.hidden_to));
-    const StepOutputs out = choose(b, head.output, h);
+    ggml_tensor *output = head.output;
+    if (b.kind == StepKind::draft_part) {
+        output = first_rows(ctx, output, b.cache.params().n_part);
+    }
+    const StepOutputs out = choose(b, output, h);
     ggml_build_forward_expand(
         b.graph, add_op(ctx, "keep", GGML_TYPE_I32, 1, 1, {out.choice, b.in.ctl, b.cache.drafts()}));
     keep_lists(b, out.logits);

@@ -29,11 +29,7 @@ luce_status luce_engine_open(luce_engine **out, luce_model *model, const luce_en
 }
 
 luce_status luce_engine_close(luce_engine *engine) {
-    return guarded([&] {
-        const auto e = g_engines.get(engine);
-        e->cancel().name(0); // sequences may keep it alive
-        g_engines.remove(engine);
-    });
+    return guarded([&] { g_engines.remove(engine); });
 }
 
 luce_status luce_engine_get_info(luce_engine *engine, luce_engine_info *out) {
@@ -86,8 +82,8 @@ luce_status luce_engine_draft(luce_engine *engine, int32_t source, const luce_dr
         const auto e = g_engines.get(engine);
         const std::lock_guard<std::recursive_mutex> lock(e->mutex());
         check_items(items, n_items);
-        if (source != LUCE_SOURCE_NEXTN && source != LUCE_SOURCE_DFLASH) {
-            fail(LUCE_E_ARG, "source %d: there are %d and %d", source, LUCE_SOURCE_NEXTN, LUCE_SOURCE_DFLASH);
+        if (source < LUCE_SOURCE_NEXTN || source > LUCE_SOURCE_PART) {
+            fail(LUCE_E_ARG, "source %d: there are %d to %d", source, LUCE_SOURCE_NEXTN, LUCE_SOURCE_PART);
         }
         std::vector<std::shared_ptr<Sequence>> kept;
         std::vector<DraftItem> list;
@@ -95,7 +91,7 @@ luce_status luce_engine_draft(luce_engine *engine, int32_t source, const luce_dr
             kept.push_back(sequence_of(items[i].sequence, e.get(), i, kept));
             list.push_back({kept.back().get(), items[i].anchor, items[i].n});
         }
-        e->draft(source == LUCE_SOURCE_DFLASH ? Source::dflash : Source::nextn, list.data(), n_items);
+        e->draft(Source(source), list.data(), n_items);
     });
 }
 

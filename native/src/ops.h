@@ -21,7 +21,8 @@ struct StepInputs {
     ggml_tensor *hidden_to; // {T} I64: where each row's hidden state goes; a prefill's last row's is entry 0
 };
 
-enum class StepKind { prefill, prefill_last, verify, draft, block };
+// draft_part is a draft that chooses among the first tokens of the vocabulary alone.
+enum class StepKind { prefill, prefill_last, verify, draft, draft_part, block };
 
 // What a weight {K, N} is multiplied with: values {K, T} made of x {K, T}. Luce's own matmul on a GPU computes them
 // while it packs its input (kernels/rowmm.h), elsewhere ggml's ops do.

@@ -11,7 +11,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
-#include <map>
 
 #ifdef LUCE_USE_CUDA
 #include "../kernels/gemm.h"
@@ -35,7 +34,7 @@ Step::Step(const Model &model, const Cache &cache, const EngineParams &params)
     : model_(model), cache_(cache), params_(params),
       backend_(make_backend(model.device(), int(params.n_threads))),
       team_(model.device().gpu ? 1 : int(params.n_threads)), gemm_(nullptr, close_gemm), in_(cache, params),
-      galloc_(new_graph_allocator(model.device())) {
+      galloc_(ggml_gallocr_new(model.device().buffer_type()), ggml_gallocr_free) {
 #ifdef LUCE_USE_CUDA
     if (model.device().own_matmul) {
         void *stream = luce_cuda_stream(backend_.get());
@@ -102,7 +101,8 @@ Step::Graph &Step::graph(const StepShape &shape) {
     slot.reset();
     auto built = Graph::build(model_, cache_, in_.of(shape.kind), shape);
     // a graph that does not fit must not be given to galloc_, which would free the buffer under all others
-    const GraphAllocator trial = new_graph_allocator(model_.device());
+    std::unique_ptr<struct ggml_gallocr, void (*)(struct ggml_gallocr *)> trial(
+        ggml_gallocr_new(model_.device().buffer_type()), ggml_gallocr_free);
     size_t size = 0;
     ggml_gallocr_reserve_n_size(trial.get(), built->nodes, nullptr, nullptr, &size);
     if (size > compute_size_ || !ggml_gallocr_alloc_graph(galloc_.get(), built->nodes)) {
@@ -277,8 +277,8 @@ Region::Host Step::block_host(uint32_t index) {
     return in_.block.host(index);
 }
 
-void Step::draft(uint32_t width, uint32_t link, uint32_t n_pages) {
-    Graph &g = graph({StepKind::draft, width, 0});
+void Step::draft(uint32_t width, uint32_t link, uint32_t n_pages, bool part) {
+    Graph &g = graph({part ? StepKind::draft_part : StepKind::draft, width, 0});
     drafting_ = drafts_stale_ = true;
     lists_stale_ = cache_.lists() != nullptr;
     in_.draft.send(backend_.get(), link, n_pages);
@@ -322,131 +322,4 @@ void Step::read_logits(uint32_t row, float *out) {
     ggml_backend_tensor_get_async(backend_.get(), logits, out, row * logits->nb[1], logits->nb[1]);
     synchronize();
 }
-
-// ---- what steps cost ----
-
-// Runs a step of the shape over sequences that hold nothing: slots and pages are not in use yet, and a new timeline
-// counts them as empty. Every row has another token, from run to run too: rows of one token would all choose the same
-// experts, and a step over them would read fewer weights than one over a text.
-void Step::run_trial(const StepShape &shape) {
-    const Region::Host h = in_.of(shape.kind).host(0);
-    const uint32_t per_sequence = shape.kind == StepKind::verify  ? params_.cache.n_rows
-                                  : shape.kind == StepKind::draft ? 1
-                                  : shape.kind == StepKind::block ? params_.cache.n_block
-                                                                  : shape.rows;
-    memset(static_cast<void *>(h.ctl), 0, sizeof(StepCtl));
-    for (uint32_t row = 0; row < shape.rows; row++) {
-        const uint32_t index = row / per_sequence, i = row % per_sequence;
-        SeqCtl &seq = h.ctl->seqs[index];
-        seq.slot = int32_t(index);
-        seq.fresh = 1;
-        seq.row0 = int32_t(row - i);
-        seq.n_rows = int32_t(i + 1);
-        seq.n_past = shape.kind == StepKind::draft ? 1 : 0; // the head has no row 0
-        seq.pages = int32_t(index);
-        h.pages[index] = int32_t(index % params_.cache.n_pages);
-        h.ctl->n_seqs = int32_t(index + 1);
-        tried_ += 2654435761u; // 2^32 divided by the golden ratio: far from those before
-        h.tokens[row] = int32_t(uint64_t(tried_) * model_.hparams().n_vocab >> 32);
-        h.positions[row] = seq.n_past + int32_t(i);
-        h.hidden_from[row] = h.hidden_to[row] = cache_.has_head() ? cache_.hidden_unused() : 0;
-        if (row == 0 || !shape.prefill()) {
-            const bool keeps = shape.kind == StepKind::draft || (shape.kind == StepKind::block && i > 0);
-            const int32_t entry = cache_.draft_entry(int32_t(index), i > 0 ? int32_t(i) - 1 : 0);
-            h.ctl->rows[row] = {int32_t(index), i == 0 ? -1 : int32_t(row) - 1, h.positions[row],
-                                keeps ? entry : -1};
-        }
-    }
-    h.ctl->n_rows = int32_t(shape.rows);
-    switch (shape.kind) {
-        case StepKind::verify: verify(shape.rows, shape.rows, h.ctl->n_seqs); break;
-        case StepKind::draft:
-            draft(shape.rows, 0, uint32_t(h.ctl->n_seqs));
-            synchronize();
-            break;
-        case StepKind::block:
-            block(shape.rows, 0, uint32_t(h.ctl->n_seqs));
-            synchronize();
-            break;
-        default: // every position in the first page, which is enough to run
-            for (uint32_t i = 0; i < cache_.max_pages(); i++) {
-                h.pages[i] = 0;
-            }
-            prefill(shape.rows, shape.n_kv - shape.rows, true, cache_.max_pages());
-    }
-}
-
-// The line through the timed widths next to `width`, beyond the last one that of the last two.
-static double on_line(const std::map<uint32_t, double> &timed, uint32_t width) {
-    auto above = timed.lower_bound(width);
-    if (above == timed.end()) {
-        --above;
-    }
-    if (above->first == width || timed.size() == 1) {
-        return above->second;
-    }
-    const auto below = std::prev(above == timed.begin() ? std::next(above) : above);
-    const double slope = (above->second - below->second) / double(above->first - below->first);
-    const bool beyond = width > above->first; // there, what noise makes fall is taken as level
-    return above->second + (beyond ? std::max(slope, 0.0) : slope) * (double(width) - double(above->first));
-}
-
-// A GPU runs each shape once as it is, so that ggml's pools are full-grown and kernels loaded, and then captures it.
-// A CPU has nothing to make ready, and there a step's cost is nearly a line: powers of two are timed, for half a
-// second in all, and the widths between them lie on it. Any number of rows costs what the width costs that it gets.
-void Step::time_all() {
-    using Clock = std::chrono::steady_clock;
-    const auto seconds = [](Clock::time_point from) {
-        return std::chrono::duration<double>(Clock::now() - from).count();
-    };
-    constexpr double CPU_BUDGET = 0.5;
-    const bool gpu = model_.device().gpu;
-    constexpr int RUNS = 2;
-    const auto began = Clock::now();
-    const std::vector<StepShape> shapes = step_shapes(params_.cache);
-    if (gpu) {
-        for (const StepShape &shape : largest_steps(params_.cache)) {
-            run_trial(shape);
-        }
-        for (const StepShape &shape : shapes) {
-            run_trial(shape);
-        }
-        capturing_ = true;
-    }
-    struct Kind {
-        std::map<uint32_t, double> timed; // seconds by width
-        std::vector<uint32_t> widths;     // rising
-    } kinds[3];                           // by luce_cost.drafts
-    for (const StepShape &shape : shapes) {
-        const uint32_t width =
-            shape.kind == StepKind::block ? shape.rows / params_.cache.n_block : shape.rows;
-        Kind &kind = kinds[shape.kind == StepKind::draft ? 1 : shape.kind == StepKind::block ? 2 : 0];
-        kind.widths.push_back(width);
-        const bool power = (width & (width - 1)) == 0;
-        if (!gpu && width > 2 && (!power || seconds(began) > CPU_BUDGET)) {
-            continue;
-        }
-        run_trial(shape);
-        double best = 1e30;
-        for (int i = 0; i < RUNS; i++) {
-            const auto start = Clock::now();
-            run_trial(shape);
-            best = std::min(best, seconds(start));
-            if (!gpu && seconds(began) > CPU_BUDGET) {
-                break;
-            }
-        }
-        kind.timed[width] = best;
-    }
-    for (uint32_t drafts = 0; drafts < 3; drafts++) {
-        uint32_t rows = 1;
-        for (const uint32_t width : kinds[drafts].widths) {
-            for (; rows <= width; rows++) {
-                costs_.push_back({rows, drafts, float(on_line(kinds[drafts].timed, width))});
-            }
-        }
-    }
-    last_ = nullptr;
-}
-
 } // namespace luce

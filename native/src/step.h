@@ -22,9 +22,6 @@
 
 namespace luce {
 
-using GraphAllocator = std::unique_ptr<struct ggml_gallocr, void (*)(struct ggml_gallocr *)>;
-GraphAllocator new_graph_allocator(const Device &device);
-
 struct StepShape {
     StepKind kind;
     uint32_t rows;
@@ -34,6 +31,7 @@ struct StepShape {
         return std::tie(kind, rows, n_kv) < std::tie(o.kind, o.rows, o.n_kv);
     }
     bool prefill() const { return kind == StepKind::prefill || kind == StepKind::prefill_last; }
+    bool draft() const { return kind == StepKind::draft || kind == StepKind::draft_part; }
 };
 
 struct StepSizes {
@@ -78,8 +76,8 @@ public:
     void prefill(uint32_t n, uint32_t n_past, bool last, uint32_t n_pages);
     // Runs a step of this width, whose first n_rows rows are wanted, and waits.
     void verify(uint32_t width, uint32_t n_rows, uint32_t n_pages);
-    // Enqueues one link of the chains of a draft, without waiting.
-    void draft(uint32_t width, uint32_t link, uint32_t n_pages);
+    // Enqueues one link of the chains of a draft, without waiting. `part`: it chooses among n_part tokens.
+    void draft(uint32_t width, uint32_t link, uint32_t n_pages, bool part);
     // Enqueues a step of DFlash blocks, the index-th of a draft, without waiting.
     void block(uint32_t rows, uint32_t index, uint32_t n_pages);
 
@@ -116,7 +114,7 @@ private:
     Regions in_;
     Buffer results_buffer_; // pinned on a GPU
     Choice *results_ = nullptr, *drafts_ = nullptr;
-    GraphAllocator galloc_;
+    std::unique_ptr<struct ggml_gallocr, void (*)(struct ggml_gallocr *)> galloc_;
     uint64_t compute_size_ = 0;
     std::map<StepShape, std::unique_ptr<Graph>> graphs_;
     Graph *last_ = nullptr; // whose logits are in the compute buffer

@@ -58,7 +58,8 @@ struct Regions {
     Region &of(StepKind kind) {
         switch (kind) {
             case StepKind::verify: return verify;
-            case StepKind::draft: return draft;
+            case StepKind::draft:
+            case StepKind::draft_part: return draft;
             case StepKind::block: return block;
             default: return prefill;
         }

@@ -5,7 +5,6 @@
 
 #ifdef LUCE_USE_CUDA
 #include "../kernels/rowmm.h"
-#include "moe_op.h"
 #endif
 
 #include <ggml-cpu.h>
@@ -96,15 +95,6 @@ bool is_packed(const ggml_tensor *weight) {
     return weight->op_params[0] == PACKED;
 }
 
-// A tensor's matrices {K, N}, one behind the other: one, or those of its experts.
-struct Matrices {
-    int64_t n, N;
-};
-static Matrices matrices_of(const ggml_tensor *weight) {
-    const int64_t parts = weight->op_params[1];
-    return {weight->ne[2] * parts, weight->ne[1] / parts};
-}
-
 bool WeightReader::packs([[maybe_unused]] ggml_type type) const {
 #ifdef LUCE_USE_CUDA
     return m_.device_->own_matmul && rowmm_has_type(type);
@@ -115,8 +105,7 @@ bool WeightReader::packs([[maybe_unused]] ggml_type type) const {
 
 static uint64_t packed_bytes([[maybe_unused]] const ggml_tensor *weight) {
 #ifdef LUCE_USE_CUDA
-    const Matrices m = matrices_of(weight);
-    return uint64_t(m.n * rowmm_packed_bytes(weight->type, weight->ne[0], m.N));
+    return uint64_t(rowmm_packed_bytes(weight->type, weight->ne[0], weight->ne[1]));
 #else
     return 0;
 #endif
@@ -142,8 +131,8 @@ ggml_tensor *WeightReader::ids(const std::string &name, int64_t n, int64_t end) 
     return tensor;
 }
 
-ggml_tensor *WeightReader::take(const std::string &name, std::vector<int64_t> shape, Kind kind, bool required,
-                                int32_t parts) {
+ggml_tensor *WeightReader::take(const std::string &name, std::vector<int64_t> shape, Kind kind,
+                                bool required) {
     const char *path = file_.path().c_str();
     const GgufTensor *t = file_.tensor(name);
     if (t == nullptr) {
@@ -176,15 +165,13 @@ ggml_tensor *WeightReader::take(const std::string &name, std::vector<int64_t> sh
     if (!loading_) {
         return nullptr;
     }
-    // CUDA cannot look rows up in IQ4_NL: the embedding is widened there; and a router is F32
-    const bool widen = m_.device_->gpu && ((t->type == GGML_TYPE_IQ4_NL && kind == Kind::table) ||
-                                           (t->type != GGML_TYPE_F32 && kind == Kind::router));
+    // CUDA cannot look rows up in IQ4_NL: the embedding is widened there
+    const bool widen = m_.device_->gpu && t->type == GGML_TYPE_IQ4_NL && kind == Kind::table;
     ggml_tensor *tensor =
         ggml_new_tensor(m_.context_.get(), widen ? GGML_TYPE_F32 : t->type, GGML_MAX_DIMS, t->ne);
     ggml_set_name(tensor, name.c_str());
-    const bool packed = (kind == Kind::matrix || kind == Kind::experts) && packs(t->type);
+    const bool packed = kind == Kind::matrix && packs(t->type);
     tensor->op_params[0] = packed ? PACKED : 0;
-    tensor->op_params[1] = parts;
     m_.tensors_.emplace_back(tensor, t);
     m_.weight_bytes_ += packed ? packed_bytes(tensor) : ggml_nbytes(tensor);
     return tensor;
@@ -213,8 +200,7 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file, std::shar
         model->n_params_ += uint64_t(t.ne[0]) * uint64_t(t.ne[1]) * uint64_t(t.ne[2]) * uint64_t(t.ne[3]);
     }
     const size_t n_tensors = trunk.tensors().size() + (head ? head->tensors().size() : 0) +
-                             (drafter ? drafter->tensors().size() : 0) +
-                             2; // tied: the trunk's, the drafter's
+                             (drafter ? drafter->tensors().size() : 0) + 1;
     model->context_ = new_context(ggml_tensor_overhead() * n_tensors);
     WeightReader reader(*model, trunk);
     model->weights_ = model->architecture_->read_trunk(reader, hp);
@@ -226,16 +212,6 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file, std::shar
         model->weights_.drafter = read_dflash(*model, *drafter, hp, model->weights_);
         model->drafter_file_ = std::move(drafter);
     }
-#ifdef LUCE_USE_CUDA
-    for (const Block &block : model->weights_.blocks) {
-        if (block.moe() != nullptr) {
-            check_moe(device, trunk.path().c_str(), *block.moe());
-        }
-    }
-    if (model->weights_.head && model->weights_.head->block.moe() != nullptr) {
-        check_moe(device, model->head_file_->path().c_str(), *model->weights_.head->block.moe());
-    }
-#endif
     return model;
 }
 
@@ -331,10 +307,9 @@ void Model::load(const std::function<bool(float)> &progress) {
     ggml_backend_tensor_alloc(staging.get(), through, ggml_backend_buffer_get_base(staging.get()));
     std::vector<Upload> items;
     std::vector<std::vector<float>> widened; // each lives until it is uploaded
-    uint64_t total = 0;
     for (auto &[tensor, source] : tensors_) {
         if (is_packed(tensor)) {
-            items.push_back({through, source->data, source->size, tensor, matrices_of(tensor).n});
+            items.push_back({through, source->data, source->size, tensor});
             continue;
         }
         if (tensor->type == source->type) {
@@ -346,10 +321,8 @@ void Model::load(const std::function<bool(float)> &progress) {
         items.push_back(
             {tensor, reinterpret_cast<const uint8_t *>(wide.data()), wide.size() * sizeof(float)});
     }
-    for (const Upload &item : items) {
-        total += item.size;
-    }
-    upload(*device_, items, [&](uint64_t done) { return progress(float(double(done) / double(total))); });
+    upload(*device_, items,
+           [&](uint64_t done) { return progress(float(double(done) / double(weight_bytes_))); });
 }
 
 } // namespace luce

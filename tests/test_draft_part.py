@@ -1,0 +1,132 @@
+"""Chains that the NextN head drafts among the first tokens of the vocabulary alone: fewer rows of its output
+are read, and where the choice among all tokens is one of these, it is the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import drive
+import numpy as np
+import pytest
+import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from luce._native import Library, Model, Source
+from luce._native import Sequence as Timeline
+from luce.drafting import Drafter, Round
+from luce.errors import ArgumentError, StateError
+from luce.structs import Sampling
+
+PART = 128
+
+
+@pytest.fixture(scope="module")
+def model(native: Library, device: str, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    config = tiny.Config(n_nextn=1)
+    path: Path = tmp_path_factory.mktemp("part") / "tiny.gguf"
+    return drive.open_model(native, tiny.write(path, config, tiny.layout(config, seed=2)), device, head=True)
+
+
+@pytest.fixture(scope="module")
+def sequence(model: Model) -> Timeline:
+    return drive.open_sequence(model, n_ctx=200, n_rows=9, n_draft=8, n_top=5, n_part=PART)
+
+
+def drafts(sequence: Timeline, anchor: int, n: int, source: Source) -> list[int]:
+    drive.draft(sequence, anchor, n, source)
+    return sequence.drafted(n)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=3)], ids=str)
+def test_drafts_are_those_among_all_tokens_up_to_the_first_beyond_the_part(
+    sequence: Timeline, sampling: Sampling
+) -> None:
+    rng = np.random.default_rng(5)
+    sequence.reset()
+    sequence.set_sampling(sampling)
+    drive.start(sequence, [1, 2, 3])
+    shared, beyond = 0, 0
+    for _ in range(60):
+        anchor = int(rng.integers(0, sequence.engine.n_vocab))
+        every = drafts(sequence, anchor, 8, Source.NEXTN)
+        part = drafts(sequence, anchor, 8, Source.PART)
+        same = next((at for at, token in enumerate(every) if token >= PART), 8)
+        assert part[:same] == every[:same] and max(part) < PART
+        shared, beyond = shared + same, beyond + (same < 8)
+        drive.verify(sequence, [anchor])
+        sequence.commit([0])
+    assert shared > 10 and beyond > 10
+
+
+def test_lists_are_of_the_part(sequence: Timeline) -> None:
+    sequence.reset()
+    sequence.set_sampling(Sampling())
+    drive.start(sequence, [1, 2, 3])
+    part = drafts(sequence, 7, 4, Source.PART)
+    lists = sequence.lists(4, 5)
+    found = [lists.at(depth) for depth in range(4)]
+    assert [ids[0] for ids in found] == part
+    assert all(len(set(ids)) == 5 and max(ids) < PART for ids in found)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"n_part": 100}, {"n_part": 1 << 20}, {"n_part": PART, "n_draft": 0}], ids=str
+)
+def test_parts_that_cannot_be_are_refused(model: Model, wrong: dict[str, int]) -> None:
+    with pytest.raises(ArgumentError, match="n_part"):
+        drive.open_engine(model, **{"n_ctx": 64, "n_rows": 4, "n_draft": 2} | wrong)
+
+
+def test_an_engine_without_a_part_has_no_such_source(model: Model) -> None:
+    sequence = drive.open_sequence(model, n_ctx=64, n_rows=4, n_draft=2)
+    drive.start(sequence, [1, 2, 3])
+    with pytest.raises(StateError, match="n_part"):
+        drive.draft(sequence, 5, 2, Source.PART)
+
+
+def test_a_draft_among_a_part_has_a_cost_of_its_own(sequence: Timeline, model: Model) -> None:
+    costs = sequence.engine.costs()
+    assert costs.draft(1) > 0 and costs.draft(1, part=True) > 0
+    assert drive.open_engine(model, n_ctx=64, n_rows=4, n_draft=2).costs().draft(1, part=True) == 0
+
+
+# ---- what rounds of one head show of the other
+
+
+class Drafted:
+    """A round's lists: the choices at each depth."""
+
+    def __init__(self, choices: list[int]):
+        self._choices = choices
+
+    def at(self, depth: int) -> list[int]:
+        return [self._choices[depth]]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    target=st.lists(st.integers(0, 9), min_size=2, max_size=9),
+    every=st.lists(st.integers(0, 9), min_size=8, max_size=8),
+    other=st.lists(st.integers(0, 4), min_size=8, max_size=8),
+)
+def test_a_round_of_one_shows_what_the_other_would_have_had(
+    target: list[int], every: list[int], other: list[int]
+) -> None:
+    """Tokens below 5 are of the part; `other` is what is chosen of it where the choice is none of it."""
+    n = len(target) - 1
+    first_outside = next((at for at, token in enumerate(every) if token >= 5), 8)
+    part = every[:first_outside] + other[first_outside:]
+    drafters = [Drafter(None, by, 8, 1, 5) for by in (Source.NEXTN, Source.PART)]  # type: ignore[arg-type]
+    right = {}
+    for drafter, choices in zip(drafters, (every, part), strict=True):
+        right[drafter] = next((at for at in range(n) if choices[at] != target[at]), n)
+    whole, among = drafters
+    tokens = {drafter: tuple(target[: right[drafter] + 1]) for drafter in drafters}  # and the next choice
+    whole._lists, among._lists = Drafted(every), Drafted(part)  # type: ignore[assignment]
+    trials, hits = among.shown_by(whole, Round(n, right[whole], 0, 0, 0, tokens[whole]), n)
+    assert trials == n and hits <= right[among], "what both would have is right"
+    trials, hits = whole.shown_by(among, Round(n, right[among], 0, 0, 0, tokens[among]), n)
+    assert hits == right[among] and trials in (hits, n)
+    if hits < trials:
+        assert right[whole] <= hits, "what the part misses and has, the whole misses too"
