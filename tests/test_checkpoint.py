@@ -33,15 +33,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model_of(native: Library, folder: Path, device: str) -> Callable[..., Model]:
-    """model_of("F32"): SMALL; of another type: WIDE. head=False: without its head."""
+    """model_of("F32"): SMALL; of another type: WIDE; "Q4_K experts": a mixture of it. head=False: without its
+    head."""
 
     def make(kind: str = "F32", head: bool = True, seed: int = SEED) -> Model:
         path = folder / f"{kind}-{seed}.gguf"
         if not path.exists():
-            c = SMALL if kind == "F32" else WIDE
+            c = SMALL if kind == "F32" else tiny.with_experts(WIDE) if "experts" in kind else WIDE
             weights = tiny.layout(c, seed)
             weights = nan_model.spoil(weights) if kind == "F32" else weights
-            tiny.write(path, c, weights, kind, quantize=native.quantize)
+            tiny.write(path, c, weights, kind.split()[0], quantize=native.quantize)
         return drive.open_model(native, path, device, head=head)
 
     return make
@@ -81,7 +82,8 @@ def checkpoints_of(sequence: Timeline, prompt: list[int]) -> list[Checkpoint]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "kv_type", "n_chunk"), [("F32", "f32", 256), ("Q4_K", "q8_0", 512), ("Q4_K", "f16", 256)]
+    ("kind", "kv_type", "n_chunk"),
+    [("F32", "f32", 256), ("Q4_K", "q8_0", 512), ("Q4_K", "f16", 256), ("Q4_K experts", "f16", 512)],
 )
 def test_a_resumed_prompt_is_a_cold_one(
     kind: str, kv_type: str, n_chunk: int, model_of: Callable[..., Model]

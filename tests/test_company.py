@@ -35,6 +35,7 @@ CONFIGS = {
     "Q4_K": Config(n_layer=2, interval=2, n_embd=256, n_ff=256, n_head=4, n_head_kv=2, n_v_head=4,
                    state_size=64, n_nextn=1),
 }  # fmt: skip
+CONFIGS |= {f"{kind} experts": tiny.with_experts(c) for kind, c in CONFIGS.items()}
 SEED = 71
 BAD = 7  # a token of NaN
 N_VOCAB = 384
@@ -93,22 +94,22 @@ class Bench:
 def bench_of(
     native: Library, device: str, exact: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str, str], Bench]:
-    """bench_of(type, kv_type), made once: slots and pages are those that examples before have used."""
+    """bench_of(a key of CONFIGS, kv_type), made once: examples before have used its slots and pages."""
     folder = tmp_path_factory.mktemp("company")
 
     @cache
     def make(kind: str, kv_type: str) -> Bench:
-        c = CONFIGS[kind]
+        c, type_name = CONFIGS[kind], kind.split()[0]
         weights = tiny.layout(c, SEED)
-        weights["token_embd.weight"][BAD] = np.nan if kind == "F32" else 0
+        weights["token_embd.weight"][BAD] = np.nan if type_name == "F32" else 0
         weights["output.weight"][BAD] = 0  # never among the largest: nothing chooses or drafts it
-        path = tiny.write(folder / f"{kind}.gguf", c, weights, kind, quantize=native.quantize)
+        path = tiny.write(folder / f"{kind}.gguf", c, weights, type_name, quantize=native.quantize)
         model, plain = (drive.open_model(native, path, device, head=head) for head in (True, None))
         sizes = {"n_ctx": 640, "n_chunk": 256, "kv_type": kv_type}
         many = {"n_sequences": N_SEQUENCES, "n_pages": N_PAGES, "n_checkpoints": N_CHECKPOINTS}
         engine = drive.open_engine(model, n_rows=16, n_draft=8, **many, **sizes)
         lone = drive.open_sequence(plain, n_rows=1, **sizes)
-        return Bench(model, kind == "F32", exact, engine, lone)
+        return Bench(model, type_name == "F32", exact, engine, lone)
 
     return make
 
@@ -423,7 +424,10 @@ def note(record_property: Callable[[str, object], None]) -> Iterator[list[Bench]
             record_property(name, getattr(bench, name))
 
 
-@pytest.mark.parametrize(("kind", "kv_type"), [("F32", "f32"), ("Q4_K", "q8_0"), ("Q4_K", "f16")])
+@pytest.mark.parametrize(
+    ("kind", "kv_type"),
+    [("F32", "f32"), ("Q4_K", "q8_0"), ("Q4_K", "f16"), ("F32 experts", "f32"), ("Q4_K experts", "f16")],
+)
 @settings(
     max_examples=10,
     deadline=None,

@@ -9,6 +9,7 @@ import box_model
 import drive
 import numpy as np
 import pytest
+import tiny
 import tiny_dflash
 from tiny_dflash import CASES
 
@@ -81,11 +82,14 @@ def test_the_drafter_of_the_box_is_accepted_as_when_it_was_trained(
 N_PROMPT = 300  # over a page and a chunk
 
 
-@pytest.fixture(scope="module")
-def random_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+@pytest.fixture(scope="module", params=["dense", "experts"])
+def random_files(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
     """A target with a NextN head, and a drafter with windows and causal layers."""
     case = CASES["causal-windows"]
-    case = replace(case, target=replace(case.target, n_nextn=1))
+    target = replace(case.target, n_nextn=1)
+    case = replace(case, target=tiny.with_experts(target) if request.param == "experts" else target)
     return tiny_dflash.files(tmp_path_factory.mktemp("random"), case)
 
 

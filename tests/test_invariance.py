@@ -20,6 +20,7 @@ from luce._native import Library, Model
 # Rows of 256 weights, as K-quants need.
 CONFIG = Config(n_layer=2, interval=2, n_embd=256, n_ff=256, n_head=4, n_head_kv=2, head_dim=64, rope_dim=16,
                 n_k_head=2, n_v_head=4, state_size=64, n_ctx=2048)  # fmt: skip
+EXPERTS = tiny.with_experts(CONFIG)
 SEED = 21
 WIDTHS = (2, 5, 8, 16, 33, 64)
 # Relative logit error on the CPU; CUDA multiplies F32 as TF32 (measured on an H100: 1.6e-3).
@@ -58,13 +59,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def path_of(native: Library, folder: Path) -> Callable[[str], Path]:
-    """A model of each weight type, made once."""
+    """A model of each weight type, made once; "Q4_K experts": a mixture."""
 
     def make(kind: str) -> Path:
         path = folder / f"{kind}.gguf"
         if not path.exists():
-            weights = tiny.layout(CONFIG, SEED)
-            tiny.write(path, CONFIG, weights, drive.type_of(kind), quantize=partial(drive.quantize, native))
+            c, type_of = EXPERTS if "experts" in kind else CONFIG, drive.type_of(kind.split()[0])
+            tiny.write(path, c, tiny.layout(c, SEED), type_of, quantize=partial(drive.quantize, native))
         return path
 
     return make
@@ -135,7 +136,7 @@ def test_width_changes_no_bit_far_into_the_context(
     check_widths(model_of("Q8_0"), same, tokens_of(1, n_prompt), kv_type=kv_type)
 
 
-@pytest.mark.parametrize("kind", ["F32", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("kind", ["F32", "Q4_K", "Q6_K", "F32 experts", "Q4_K experts"])
 @pytest.mark.parametrize("n_rows", [3, 16, 23, 64])
 def test_tree_rows_equal_plain_decoding_of_their_path(
     kind: str, n_rows: int, model_of: Callable[[str], Model], same: Same
@@ -155,12 +156,14 @@ def test_tree_rows_equal_plain_decoding_of_their_path(
         same(np.stack([tree.logits(r) for r in path]), expected)
 
 
-@pytest.mark.parametrize("kv_type", ["f32", "f16", "q8_0", "q4_0"])
+@pytest.mark.parametrize(
+    ("kind", "kv_type"), [*(("Q4_K", kv) for kv in ("f32", "f16", "q8_0", "q4_0")), ("Q4_K experts", "f16")]
+)
 def test_any_accept_pattern_leaves_what_plain_decoding_leaves(
-    kv_type: str, model_of: Callable[[str], Model], same: Same
+    kind: str, kv_type: str, model_of: Callable[[str], Model], same: Same
 ) -> None:
     rng = np.random.default_rng(7)
-    model, prompt = model_of("Q4_K"), tokens_of(5, 17)
+    model, prompt = model_of(kind), tokens_of(5, 17)
     tree, plain = (drive.open_sequence(model, n_ctx=512, kv_type=kv_type) for _ in range(2))
     drive.prefill(tree, prompt)
     drive.prefill(plain, prompt)
@@ -179,8 +182,9 @@ def test_any_accept_pattern_leaves_what_plain_decoding_leaves(
         assert tree.info.n_past == plain.info.n_past
 
 
-def test_accepting_all_rows_of_full_steps(model_of: Callable[[str], Model], same: Same) -> None:
-    model, prompt = model_of("Q4_K"), tokens_of(9, 5)
+@pytest.mark.parametrize("kind", ["Q4_K", "Q4_K experts"])
+def test_accepting_all_rows_of_full_steps(kind: str, model_of: Callable[[str], Model], same: Same) -> None:
+    model, prompt = model_of(kind), tokens_of(9, 5)
     wide, plain = (drive.open_sequence(model, n_ctx=512) for _ in range(2))
     drive.prefill(wide, prompt)
     drive.prefill(plain, prompt)
@@ -190,7 +194,7 @@ def test_accepting_all_rows_of_full_steps(model_of: Callable[[str], Model], same
 
 
 @pytest.mark.parametrize("kv_type", ["f32", "f16", "q8_0", "q4_0"])
-@pytest.mark.parametrize("kind", ["F32", "Q4_K"])
+@pytest.mark.parametrize("kind", ["F32", "Q4_K", "Q4_K experts"])
 def test_two_runs_give_the_same_bits(kind: str, kv_type: str, model_of: Callable[[str], Model]) -> None:
     """On every device: no floating-point atomics, no races. Plain steps and wide ones."""
     model, prompt, tokens = model_of(kind), tokens_of(1, 70), tokens_of(2, 40)

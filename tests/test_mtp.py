@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import box_model
@@ -38,6 +39,7 @@ from luce.tokenizer import Tokenizer
 
 RANDOM = Config(n_layer=2, interval=2, n_embd=256, n_ff=256, n_head=4, n_head_kv=2, state_size=64,
                 n_v_head=4, n_ctx=65536, n_nextn=1)  # fmt: skip
+EXPERTS = tiny.with_experts(RANDOM)
 GAMMAS = range(1, MAX_GAMMA + 1)
 SAMPLINGS = {
     "greedy": Sampling(),
@@ -61,15 +63,15 @@ def same(exact: bool, record_property: Callable[[str, object], None]) -> Iterato
 
 
 @pytest.fixture(scope="session")
-def oracle_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[[float], Path]:
-    """oracle_file(accept): the mini shape, made once."""
-    folder, made = tmp_path_factory.mktemp("oracles"), {}
+def oracle_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """oracle_file(accept): the mini shape, or another, made once."""
+    folder = tmp_path_factory.mktemp("oracles")
 
-    def make(accept: float) -> Path:
-        if accept not in made:
-            made[accept] = folder / f"{accept}.gguf"
-            oracle_model.make_oracle(made[accept], "mini", seed=3, accept=accept)
-        return made[accept]
+    def make(accept: float, shape: str = "mini") -> Path:
+        path = folder / f"{shape}-{accept}.gguf"
+        if not path.exists():
+            oracle_model.make_oracle(path, shape, seed=3, accept=accept)
+        return path
 
     return make
 
@@ -80,13 +82,14 @@ def rule_of(accept: float) -> Rule:
 
 @pytest.fixture(scope="session")
 def random_file(native: Library, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """random_file(type): a random model of that weight type, made once."""
+    """random_file(type): a random model of that weight type, made once; "Q4_K experts": a mixture."""
     folder, made = tmp_path_factory.mktemp("random"), {}
 
     def make(kind: str) -> Path:
         if kind not in made:
-            weights = tiny.layout(RANDOM, 5)
-            made[kind] = tiny.write(folder / f"{kind}.gguf", RANDOM, weights, kind, quantize=native.quantize)
+            c, type_name = EXPERTS if "experts" in kind else RANDOM, kind.split()[0]
+            path, weights = folder / f"{kind}.gguf", tiny.layout(c, 5)
+            made[kind] = tiny.write(path, c, weights, type_name, quantize=native.quantize)
         return made[kind]
 
     return make
@@ -95,14 +98,15 @@ def random_file(native: Library, tmp_path_factory: pytest.TempPathFactory) -> Ca
 @pytest.fixture
 def model_of(
     native: Library,
-    oracle_file: Callable[[float], Path],
+    oracle_file: Callable[..., Path],
     random_file: Callable[[str], Path],
     device: str,
 ) -> Callable[[str], Model]:
     """model_of("oracle"), of acceptance 0.75, or of the type of a random model."""
 
     def make(name: str) -> Model:
-        path = oracle_file(0.75) if name == "oracle" else random_file(name)
+        shape = {"oracle": "mini", "oracle experts": "mini-moe"}.get(name)
+        path = oracle_file(0.75, shape) if shape else random_file(name)
         return drive.open_model(native, path, device, head=True)
 
     return make
@@ -155,9 +159,15 @@ def test_every_token_is_the_choice_of_its_logits(
         assert run.tokens == [rule(logits, at) for at, logits in enumerate(run.logits)]
 
 
-@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("name", ["F32", "Q4_K", "oracle"])
+@pytest.mark.parametrize(
+    ("name", "kv_type"),
+    [
+        *product(("F32", "Q4_K", "oracle"), ("f16", "q8_0")),
+        ("Q4_K experts", "f16"),
+        ("oracle experts", "q8_0"),
+    ],
+)
 def test_every_gamma_gives_the_tokens_of_plain_decoding(
     name: str,
     sampling: str,
@@ -168,7 +178,7 @@ def test_every_gamma_gives_the_tokens_of_plain_decoding(
     same: Same,
 ) -> None:
     chosen, n = SAMPLINGS[sampling], 40
-    if name == "oracle":
+    if "oracle" in name:
         chosen = replace(chosen, temperature=HOT[sampling])
     model = model_of(name)
     sequence = drive.open_sequence(model, n_ctx=256, n_rows=9, n_draft=8, kv_type=kv_type)
@@ -186,7 +196,7 @@ def test_every_gamma_gives_the_tokens_of_plain_decoding(
     without = drive.open_sequence(model, n_ctx=256, n_rows=1, kv_type=kv_type)
     without.set_sampling(chosen)
     same(drive.decode(without, prompt, n, 0, logits=keep), plain, n, rule)
-    if name == "oracle":
+    if "oracle" in name:
         assert accepted > 50, "rounds of all kinds are wanted"
         oracle = plain.tokens[:1] + rule_of(0.75).continuation(plain.tokens[0], n - 1)
         assert (plain.tokens == oracle) is (sampling == "greedy")
@@ -430,9 +440,7 @@ def test_a_head_that_is_not_finite_is_dropped(native: Library, tmp_path: Path, d
     weights[f"blk.{RANDOM.n_layer}.nextn.hnorm.weight"][:] = np.nan
     damaged = tiny.write(tmp_path / "damaged.gguf", RANDOM, weights)
     expected, _ = generate(drive.open_model(native, path, device), None, [1, 2, 3], 30)
-    found, warnings = generate(
-        drive.open_model(native, damaged, device, head=True), chains(4), [1, 2, 3], 30
-    )
+    found, warnings = generate(drive.open_model(native, damaged, device, head=True), chains(4), [1, 2, 3], 30)
     assert found.tokens == expected.tokens
     assert len(warnings) == 1 and "not finite" in warnings[0]
     assert found.stats.drafted == 0

@@ -68,13 +68,16 @@ def test_blocks_are_accepted_as_the_rule_says(
         assert found.accepted == accepted
 
 
-def test_bench_oracle_makes_and_measures_it(luce_: object, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", ["mini", "mini-moe"])
+def test_bench_oracle_makes_and_measures_it(shape: str, luce_: object, tmp_path: Path) -> None:
     assert callable(luce_)
-    args = ["bench", "oracle", "--shape", "mini", "--modes", "plain,dflash", "-n", 40, "--rounds", 1]
+    modes = "plain,dflash,mtp:3,lookup,auto"
+    args = ["bench", "oracle", "--shape", shape, "--modes", modes, "-n", 40, "--rounds", 1]
     result = luce_(*args, "--cache", tmp_path, "--draft-accept", 1, "--json", "--quiet", "--threads", 1)
     assert result.exit_code == 0, result.stderr
     printed = json.loads(result.stdout)
     rows = {row["mode"]: row for row in printed["modes"]}
-    assert rows["dflash"]["wrong_tokens"] == rows["plain"]["wrong_tokens"] == 0
+    assert len(rows) == 5 and {row["wrong_tokens"] for row in rows.values()} == {0}
+    assert rows["mtp:3"]["accepted"] > 0
     assert rows["dflash"]["mean_accepted_length"] > 3.5  # blocks of 4
-    assert (tmp_path / "luce" / "oracle-mini-drafter-1.gguf").exists()
+    assert (tmp_path / "luce" / f"oracle-{shape}-drafter-1.gguf").exists()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -23,7 +24,8 @@ QType = gguf.GGMLQuantizationType
 Quantize = Callable[[int, np.ndarray], np.ndarray]
 
 __all__ = ["ARCH", "CHAT_TEMPLATE", "Config", "Weights", "copy", "head_only", "hf_config", "layout",
-           "quantizable", "to_gguf_layout", "weights", "with_own_output", "write", "write_v2"]  # fmt: skip
+           "quantizable", "to_gguf_layout", "weights", "with_experts", "with_own_output", "write",
+           "write_v2"]  # fmt: skip
 
 
 # ---- weights in transformers' layout
@@ -239,6 +241,11 @@ def _apart(c: Config, tensors: Weights) -> Weights:
         else:
             out[name] = x
     return out
+
+
+def with_experts(c: Config) -> Config:
+    """The model with eight experts, of which three are used, and a shared one, each as wide as its FFN."""
+    return replace(c, n_expert=8, n_expert_used=3, n_ff_expert=c.n_ff, n_ff_shared=c.n_ff)
 
 
 def layout(c: Config, seed: int) -> Weights:
