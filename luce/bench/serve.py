@@ -2,9 +2,11 @@
 
 Prompts are random tokens. A cold first token follows a prompt that was never read; a warm one follows the
 same prompt and 64 tokens more. Streams are so many requests at once, each with a prompt of its own: what
-counts are the tokens after each one's first, over the time from the first of these to the last token of all.
-A conversation is like an agent's: each turn sends the whole of it again and as much more, as tools answer.
-What is reused is the part of each turn's prompt that the one before had. A client measures over HTTP any
+counts are all new tokens over the time from the first request to the last token. What is named decoding are
+those after each one's first, over the time from the first of these to the last token: one server still reads
+prompts in that time and another has read all of them. A conversation is like an agent's: each turn sends the
+whole of it again and as much more, as tools answer. What is reused is the part of each turn's prompt that the
+one before had. A client measures over HTTP any
 server that answers /v1/completions as OpenAI's does and says `timings`.
 """
 
@@ -60,6 +62,7 @@ class Row:
     streams: int = 1
     first_s: float | None = None
     tok_per_s: float | None = None
+    tok_per_s_decoding: float | None = None
     tok_per_s_each: float | None = None
     reused: float | None = None
     seconds: float | None = None
@@ -128,7 +131,8 @@ def streams(client: Client, mode: str, counts: Sequence[int], prompt: int, new: 
         prompts = [client.tokens(prompt) for _ in range(count)]
         with ThreadPoolExecutor(count) as pool:
             found = list(pool.map(lambda tokens: client.complete(tokens, new), prompts))
-        seconds = max(each.last for each in found) - min(each.first for each in found)
+        last = max(each.last for each in found)
+        seconds, decoding = (last - min(getattr(each, at) for each in found) for at in ("asked", "first"))
         drafted = sum(each.drafted for each in found)
         yield Row(
             mode,
@@ -136,7 +140,8 @@ def streams(client: Client, mode: str, counts: Sequence[int], prompt: int, new: 
             prompt,
             count,
             first_s=median(each.first - each.asked for each in found),
-            tok_per_s=sum(each.tokens - 1 for each in found) / seconds,
+            tok_per_s=sum(each.tokens for each in found) / seconds,
+            tok_per_s_decoding=sum(each.tokens - 1 for each in found) / decoding,
             tok_per_s_each=median((each.tokens - 1) / (each.last - each.first) for each in found),
             seconds=seconds,
             accepted=sum(each.accepted for each in found) / drafted if drafted else None,
@@ -198,13 +203,15 @@ def luce_server(model: Path, *options: str) -> Iterator[Running]:
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     """Makes a table of Row.as_json() of each row, without the single turns."""
-    header = ["mode", "measure", "prompt", "streams", "first token ms", "tok/s", "each", "reused", "s"]
+    header = ["mode", "measure", "prompt", "streams", "first token ms", "tok/s", "decoding", "each",
+              "reused", "s"]  # fmt: skip
 
     def cell(value: float | None, digits: int = 1, scale: float = 1.0) -> str:
         return "" if value is None else f"{value * scale:.{digits}f}"
 
     return header, [
         [r["mode"], r["measure"], str(r["prompt"]), str(r["streams"]), cell(r["first_s"], 1, 1000),
-         cell(r["tok_per_s"]), cell(r["tok_per_s_each"]), cell(r["reused"], 3), cell(r["seconds"], 2)]
+         cell(r["tok_per_s"]), cell(r["tok_per_s_decoding"]), cell(r["tok_per_s_each"]),
+         cell(r["reused"], 3), cell(r["seconds"], 2)]
         for r in rows if not r["measure"].startswith("turn")
     ]  # fmt: skip
