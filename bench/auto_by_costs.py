@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,7 @@ import replay
 
 from luce._native import Drafts, Rows, Source
 from luce.bench import problems
-from luce.bench.cli import of_text
 from luce.bench.origin import command_text, origin, write_row
-from luce.chat import chat_template, prompt_ids
 from luce.engine import Engine, Files
 from luce.plan import AUTO_BUDGET, Options
 from luce.stdout import as_json
@@ -66,15 +63,10 @@ def trace_of(engine: Engine, prompt: tuple[int, ...], most: int) -> dict[str, st
 
 
 def record(files: Files, engine: Engine, most: int) -> list[dict[str, str]]:
-    traces = []
-    with closing(chat_template(files.file.kv)) as template:
-        for each in problems.builtin():
-            prompt = of_text(engine.tokenizer, each.prompt)
-            if each.chat:
-                message = {"role": "user", "content": each.prompt}
-                prompt = tuple(prompt_ids(template, engine.tokenizer, [message]))
-            traces.append({"id": each.id, "cls": each.cls, **trace_of(engine, prompt, most)})
-    return traces
+    return [
+        {"id": each.id, "cls": each.cls, **trace_of(engine, problems.tokens_of(each, files), most)}
+        for each in problems.builtin()
+    ]
 
 
 def ratios(path: Path) -> list[dict[str, Any]]:

@@ -10,7 +10,9 @@ from dataclasses import replace
 
 import pytest
 import tiny
+from box_model import DRAFTER
 from click.testing import CliRunner
+from test_requantize_dflash import requantized
 
 from luce.bench import output, problems, sandbox
 from luce.bench.oracle_model import make_oracle
@@ -423,3 +425,21 @@ def test_modes_take_turns_and_each_is_first_at_times(device):
             order = [(r.round, r.case.id, r.mode) for r in run.run()]
     assert len(order) == len(set(order)) == run.total == 12
     assert [order[i][2] for i in (0, 3, 6, 9)] == ["plain", "mtp", "mtp", "auto"]
+
+
+def test_several_drafters_are_compared_side_by_side(bench, tmp_path, exact):
+    """A drafter of each type, converted from the box's: the same tokens, and what each had accepted."""
+    drafters = []
+    for kind in ("F16", "Q4_K_M"):
+        drafters += ["--draft", tmp_path / f"{kind}.gguf"]
+        assert requantized(DRAFTER, drafters[-1], kind) == 0
+    args = ("--class", "code", "--rounds", 1, "-n", 12, "--modes", "plain,dflash:22", "--json")
+    result = bench("prompts", "builtin", *args, *drafters)
+    modes = modes_of(result)
+    assert list(modes) == ["plain", "dflash:22@F16", "dflash:22@Q4_K_M"]
+    assert of(result)["drafters"] == ["F16.gguf", "Q4_K_M.gguf"]
+    drafted = [modes[name]["by_source"]["dflash"] for name in modes if name != "plain"]
+    assert all(each["accepted"] > 0 for each in drafted) and drafted[0] != drafted[1]
+    assert not exact or all(row["same_tokens"] == 6 for row in modes.values())
+    same_name = bench("prompts", "--modes", "dflash", "--draft", drafters[1], "--draft", drafters[1])
+    assert same_name.exit_code == 1 and "need names of their own: F16, F16" in same_name.stderr

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ import numpy as np
 from luce import cpus
 from luce.bench import batch, output, problems, sandbox, sweep
 from luce.bench.flags import (
+    DRAFT_OPTION,
+    DRAFTS_OPTION,
     MODE_OPTIONS,
     MODEL_OPTIONS,
     OUTPUT_OPTIONS,
@@ -26,18 +28,16 @@ from luce.bench.flags import (
 from luce.bench.oracle_drafter import ACCEPT, make_drafter
 from luce.bench.oracle_model import SHAPES, Rule, make_oracle, wrong_tokens
 from luce.bench.report import Measured, Report
-from luce.bench.run import Bench, Case, Record, Settings
+from luce.bench.run import Bench, Case, Record, Settings, with_drafters
 from luce.bench.serve_cli import serve_bench
 from luce.bench.summary import TIMING, summarise
-from luce.chat import chat_template, prompt_ids
 from luce.command import BOX, MAX_U32, CtrlC, FilePath, Finite
 from luce.engine import Files
-from luce.errors import ArgumentError, LuceError, UnsupportedError, about
+from luce.errors import ArgumentError, LuceError
 from luce.loop import MAX_ROWS
 from luce.plan import MAX_GAMMA, MAX_THREADS
 from luce.render import Display
 from luce.structs import Sampling
-from luce.tokenizer import Tokenizer
 
 SWEEP_CONTEXTS = (0, 4096, 32768)  # those that the model was trained for
 
@@ -65,8 +65,8 @@ def settings_of(flags: dict[str, Any]) -> Settings:
     )
 
 
-def files_of(flags: dict[str, Any], model: Path) -> Files:
-    return Files(model, flags.get("mtp_gguf"), flags["device"], flags.get("draft"))
+def files_of(flags: dict[str, Any], model: Path, drafter: Path | None) -> Files:
+    return Files(model, flags.get("mtp_gguf"), flags["device"], drafter)
 
 
 Stopped = Callable[[], bool]
@@ -102,10 +102,12 @@ def measure(
 ) -> Report:
     """Runs all modes over the cases. after: looks at all records."""
     require(flags)
+    drafters = flags.get("drafters", ())
+    flags["modes"] = with_drafters(flags["modes"], drafters)
     with ExitStack() as opened, Display(flags["quiet"]) as display, CtrlC() as ctrl_c:
-        files = opened.enter_context(files_of(flags, model))
+        files = [opened.enter_context(files_of(flags, model, each)) for each in drafters or (None,)]
         display.spin("loading the model")
-        cases, names = cases_of(files), [mode.name for mode in flags["modes"]]
+        cases, names = cases_of(files[0]), [mode.name for mode in flags["modes"]]
         progress = loading(display, ctrl_c)
         with Bench(files, flags["modes"], cases, settings_of(flags), progress) as run:
             ctrl_c.on_press = run.cancel
@@ -138,6 +140,7 @@ def measure(
                 **{key: flags[key] for key in ("temp", "top_k", "top_p")},
                 "rounds": flags["rounds"],
                 "threads": threads,
+                "drafters": [each.name for each in drafters],
             }
             | (extra or {}),
             ctrl_c.pressed,
@@ -153,16 +156,11 @@ def running(records: list[Record], names: list[str]) -> str:
     return f"{speeds} tok/s" if speeds else ""
 
 
-def of_text(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """Returns a prompt as `luce generate --raw` has it."""
-    return tuple(tokenizer.encode(text, special=False, add_bos=True))
-
-
 # ---- the commands
 
 
 @bench.command()
-@options(MODEL_OPTIONS, MODE_OPTIONS)
+@options(MODEL_OPTIONS, DRAFTS_OPTION, MODE_OPTIONS)
 @click.option("--limit", type=click.IntRange(1, 164), help="Only the first so many problems.")
 @click.option("--unsafe-check", is_flag=True, help="Check answers without namespaces, with the limits alone.")
 @click.option("--no-check", is_flag=True, help="Do not run the answers.")
@@ -200,7 +198,7 @@ def humaneval(limit: int | None, unsafe_check: bool, no_check: bool, **flags: An
         return {"passed": passed}
 
     def cases(files: Files) -> list[Case]:
-        return [Case(p.id, of_text(files.tokenizer, p.prompt), problems.STOPS) for p in listed]
+        return [Case(p.id, problems.tokens_of(p, files), problems.STOPS) for p in listed]
 
     flags |= {"bench": "humaneval"}
     after = no_more if no_check else check
@@ -209,7 +207,7 @@ def humaneval(limit: int | None, unsafe_check: bool, no_check: bool, **flags: An
 
 @bench.command()
 @click.argument("source", metavar="FILE|builtin", default="builtin", type=FilePath())
-@options(MODEL_OPTIONS, MODE_OPTIONS)
+@options(MODEL_OPTIONS, DRAFTS_OPTION, MODE_OPTIONS)
 @click.option("--class", "group", metavar="NAME", help="Only the prompts of this class.")
 @options(SAMPLING_OPTIONS, rounds_option(3), RUN_OPTIONS, OUTPUT_OPTIONS)
 def prompts(source: str, group: str | None, **flags: Any) -> None:
@@ -222,6 +220,7 @@ def prompts(source: str, group: str | None, **flags: Any) -> None:
     Examples:
       luce bench prompts builtin --class code
       luce bench prompts mine.jsonl --gguf model.gguf --modes plain,mtp:3 --csv
+      luce bench prompts --draft f16.gguf --draft q4.gguf --modes plain,dflash:22
     """
     listed = problems.builtin() if source == "builtin" else problems.from_jsonl(Path(source))
     chosen = [p for p in listed if group in (None, p.cls)]
@@ -230,20 +229,7 @@ def prompts(source: str, group: str | None, **flags: Any) -> None:
         raise ArgumentError(f"no prompt is of class {group!r}: there are {there}")
 
     def cases(files: Files) -> list[Case]:
-        made, tokenizer = [], files.tokenizer
-        for p in chosen:
-            if p.chat:
-                try:
-                    template = chat_template(files.file.kv)
-                except UnsupportedError:  # its remedy is one of `luce generate`
-                    why = f"{p.id} is a chat message and the file has no chat template"
-                    raise UnsupportedError(f"{why}: --class takes other prompts") from None
-                with about(files.file.path), closing(template):
-                    ids = prompt_ids(template, tokenizer, [{"role": "user", "content": p.prompt}])
-                made.append(Case(p.id, tuple(ids), (), p.cls))
-            else:
-                made.append(Case(p.id, of_text(tokenizer, p.prompt), (), p.cls))
-        return made
+        return [Case(p.id, problems.tokens_of(p, files), (), p.cls) for p in chosen]
 
     def by_class(records: list[Record], display: Display, stopped: Stopped) -> dict[str, Any]:
         names = [mode.name for mode in flags["modes"]]
@@ -339,11 +325,10 @@ def oracle(
         )
         make_once(path, lambda: make_oracle(path, shape, 0, accept, mib))
         if any(mode.spec == "dflash" for mode in flags["modes"]):
-            flags["draft"] = folder / f"oracle-{shape}-drafter-{draft_accept:g}.gguf"
-            display.spin(f"making {flags['draft'].name}")
-            make_once(
-                flags["draft"], lambda: make_drafter(flags["draft"], SHAPES[shape], rule, draft_accept)
-            )
+            drafter = folder / f"oracle-{shape}-drafter-{draft_accept:g}.gguf"
+            display.spin(f"making {drafter.name}")
+            make_once(drafter, lambda: make_drafter(drafter, SHAPES[shape], rule, draft_accept))
+            flags["drafters"] = (drafter,)
     most = SHAPES[shape].n_ctx - prompt_tokens + 1  # the last token needs no place
     ids = np.random.default_rng(1).integers(0, rule.n_cycle, (n_prompts, prompt_tokens))
 
@@ -356,13 +341,13 @@ def oracle(
 
     flags |= {"bench": "oracle"}
     extra = {"shape": shape, "accept": accept, "prompt_tokens": prompt_tokens}
-    if "draft" in flags:
+    if "drafters" in flags:
         extra["draft_accept"] = draft_accept
     measure(flags, path, cases, lambda *_: {"wrong": wrong}, extra).put(flags, output.plot_modes)
 
 
 @bench.command("sweep")
-@options(MODEL_OPTIONS)
+@options(MODEL_OPTIONS, DRAFT_OPTION)
 @click.option(
     "--rows",
     callback=numbers(1, MAX_ROWS),
@@ -398,7 +383,7 @@ def run_sweep(
     require(flags)
     model = flags["gguf"] or BOX
     with ExitStack() as opened, Display(flags["quiet"]) as display, CtrlC() as ctrl_c:
-        files = opened.enter_context(files_of(flags, model))
+        files = opened.enter_context(files_of(flags, model, flags["draft"]))
         facts = files.facts
         trained, most = facts.context_length or MAX_U32, max(*rows, max(gammas or [0]) + 1)
         if contexts is None:
@@ -448,7 +433,7 @@ def run_sweep(
 
 
 @bench.command("batch")
-@options(MODEL_OPTIONS, MODE_OPTIONS)
+@options(MODEL_OPTIONS, DRAFT_OPTION, MODE_OPTIONS)
 @click.option(
     "--sequences",
     "counts",
@@ -469,10 +454,10 @@ def run_batch(counts: list[int], **flags: Any) -> None:
     require(flags)
     model = flags["gguf"] or BOX
     with ExitStack() as opened, Display(flags["quiet"]) as display, CtrlC() as ctrl_c:
-        files = opened.enter_context(files_of(flags, model))
+        files = opened.enter_context(files_of(flags, model, flags["draft"]))
         display.spin("loading the model")
         plain = [p for p in problems.builtin() if not p.chat]
-        cases = [Case(p.id, of_text(files.tokenizer, p.prompt)) for p in plain]
+        cases = [Case(p.id, problems.tokens_of(p, files)) for p in plain]
         progress = loading(display, ctrl_c)
         run = opened.enter_context(
             batch.Batch(files, flags["modes"], counts, cases, settings_of(flags), progress)

@@ -46,8 +46,14 @@ FORMS = ("json", "csv", "md")
 MODEL_OPTIONS = (
     click.option("--gguf", type=FilePath(path_type=Path), help="The model.  [default: luce's own]"),
     click.option("--mtp-gguf", type=FilePath(path_type=Path), help="Take the NextN head from this GGUF."),
+)
+DRAFT_OPTION = (
     click.option("--draft", type=FilePath(path_type=Path), help="Modes dflash and auto use this drafter."),
 )
+DRAFTS_OPTION = (
+    click.option("--draft", "drafters", type=FilePath(path_type=Path), multiple=True,
+                 help="Modes dflash and auto use this drafter; of several, each in turn."),
+)  # fmt: skip
 RUN_OPTIONS = (
     click.option("--device", callback=device_name, default="auto", show_default=True,
                  metavar="auto|cpu|cuda[:N]", help="Where to run."),
@@ -96,7 +102,8 @@ def require(flags: dict[str, Any]) -> None:
     if "modes" in flags and flags.get("mtp_gguf") and all(mode.spec == "off" for mode in flags["modes"]):
         raise click.UsageError("--mtp-gguf names a NextN head to draft with, and no mode drafts")
     drafting = {mode.spec for mode in flags.get("modes", ())} & {"dflash", "auto"}
-    if "modes" in flags and flags.get("draft") and not drafting:
+    drafter = flags.get("draft") or flags.get("drafters")
+    if "modes" in flags and drafter and not drafting:
         raise click.UsageError("--draft names a DFlash drafter, and no mode is dflash or auto")
     if "seed" in flags and (problem := without_temperature(flags["temp"], "top_k", "top_p", "seed")):
         raise click.UsageError(problem)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from luce.errors import ArgumentError, FileError, UnsupportedError
+from luce.chat import chat_template, prompt_ids
+from luce.engine import Files
+from luce.errors import ArgumentError, FileError, UnsupportedError, about
 
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
 KEYS = {"id": str, "prompt": str, "class": str, "chat": bool}  # of a line of a file of prompts
@@ -41,6 +44,20 @@ class Problem:
     chat: bool = False  # the prompt is a user's message, for the file's chat template
     test: str = ""  # defines check(candidate), which raises where the candidate is wrong
     entry_point: str = ""  # the function to test
+
+
+def tokens_of(problem: Problem, files: Files) -> tuple[int, ...]:
+    """Returns a problem's prompt as token ids, as `luce generate` has it: a chat by the file's template, all
+    else as it is. Raises UnsupportedError where a chat needs a template that the file lacks."""
+    if not problem.chat:
+        return tuple(files.tokenizer.encode(problem.prompt, special=False, add_bos=True))
+    try:
+        template = chat_template(files.file.kv)
+    except UnsupportedError:  # its remedy is one of `luce generate`
+        why = f"{problem.id} is a chat message and the file has no chat template"
+        raise UnsupportedError(f"{why}: --class takes other prompts") from None
+    with about(files.file.path), closing(template):
+        return tuple(prompt_ids(template, files.tokenizer, [{"role": "user", "content": problem.prompt}]))
 
 
 def humaneval() -> list[Problem]:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from luce.engine import Engine, Files
 from luce.errors import ArgumentError
@@ -26,13 +27,30 @@ WARM_UP_TOKENS = 32
 @dataclass(frozen=True)
 class Mode:
     """A way to decode, by spec, gamma, budget and part of Options. It is named "plain", "auto", or by its
-    spec and numbers."""
+    spec and numbers. `drafter` is the index of its DFlash drafter among those that are compared."""
 
     name: str
     spec: str
     gamma: int | None = None
     budget: int | None = None
     part: int = 0
+    drafter: int = 0
+
+
+def with_drafters(modes: Sequence[Mode], drafters: Sequence[Path]) -> list[Mode]:
+    """Returns the modes where several drafters are compared: each that uses one, once for each of them, as
+    "dflash:22@NAME". Raises ArgumentError where two drafters have the same name."""
+    if len(drafters) < 2:
+        return list(modes)
+    names = [drafter.stem for drafter in drafters]
+    if len(set(names)) < len(names):
+        raise ArgumentError(f"drafters that are compared need names of their own: {', '.join(names)}")
+    made: list[Mode] = []
+    for mode in modes:
+        uses = mode.spec in ("dflash", "auto")
+        each = [replace(mode, name=f"{mode.name}@{name}", drafter=at) for at, name in enumerate(names)]
+        made += each if uses else [mode]
+    return made
 
 
 def parse_modes(text: str) -> list[Mode]:
@@ -113,11 +131,12 @@ def mode_plan(files: Files, mode: Mode, options: Options, prompt: int, new: int)
 
 class Bench:
     """The modes' engines on one model; it is a context manager. What the files cannot do is an error here,
-    before anything runs: UnsupportedError, ArgumentError, ContextFull, OutOfMemory and others."""
+    before anything runs: UnsupportedError, ArgumentError, ContextFull, OutOfMemory and others. Where several
+    drafters are compared, `files` has the model with each of them, and it is loaded as often."""
 
     def __init__(
         self,
-        files: Files,
+        files: Files | Sequence[Files],
         modes: Sequence[Mode],
         cases: Sequence[Case],
         settings: Settings,
@@ -128,16 +147,19 @@ class Bench:
         self.modes, self.cases, self.settings = list(modes), list(cases), settings
         longest = max(len(case.prompt) for case in cases)
         options = Options(kv_type=settings.kv_type, threads=settings.threads)
-        plans = {m.name: mode_plan(files, m, options, longest, settings.max_tokens) for m in modes}
+        each = [files] if isinstance(files, Files) else list(files)
+        self._engines: dict[str, Engine] = {}
         with ExitStack() as opened:
-            drafts = any(chosen.drafts for chosen in plans.values())
-            blocks = any(chosen.blocks for chosen in plans.values())
-            self.model = opened.enter_context(files.load(drafts, blocks, progress))
-            self._engines = {
-                name: opened.enter_context(Engine(self.model, files.tokenizer, chosen))
-                for name, chosen in plans.items()
-            }
+            for at, one in enumerate(each):
+                of = [mode for mode in modes if mode.drafter == at]
+                plans = {m.name: mode_plan(one, m, options, longest, settings.max_tokens) for m in of}
+                drafts = any(chosen.drafts for chosen in plans.values())
+                blocks = any(chosen.blocks for chosen in plans.values())
+                model = opened.enter_context(one.load(drafts, blocks, progress))
+                for name, chosen in plans.items():
+                    self._engines[name] = opened.enter_context(Engine(model, one.tokenizer, chosen))
             self._opened = opened.pop_all()
+        self.model = self._engines[modes[0].name].model
         self.threads = next(iter(self._engines.values())).info.n_threads
 
     def cancel(self) -> None:

@@ -7,7 +7,15 @@ from typing import Any
 import click
 
 from luce import _native
-from luce.bench.flags import MODEL_OPTIONS, OUTPUT_OPTIONS, RUN_OPTIONS, numbers, options, require
+from luce.bench.flags import (
+    DRAFT_OPTION,
+    MODEL_OPTIONS,
+    OUTPUT_OPTIONS,
+    RUN_OPTIONS,
+    numbers,
+    options,
+    require,
+)
 from luce.bench.report import Measured, Report
 from luce.bench.serve import TIMING, Client, Row, conversation, first_tokens, luce_server, streams, table
 from luce.command import BOX, MAX_U32
@@ -58,7 +66,7 @@ WITHOUT_PLOT = tuple(each for each in OUTPUT_OPTIONS if each is not OUTPUT_OPTIO
     show_default=True,
     help="Tokens of its last prompt.",
 )
-@options(MODEL_OPTIONS, RUN_OPTIONS, WITHOUT_PLOT)  # fmt: skip
+@options(MODEL_OPTIONS, DRAFT_OPTION, RUN_OPTIONS, WITHOUT_PLOT)  # fmt: skip
 def serve_bench(**flags: Any) -> None:
     """First tokens, streams beside each other, and a conversation, over HTTP (needs luce[serve]).
 
