@@ -1,7 +1,8 @@
-"""Logits and greedy tokens against transformers: the numpy reference, then the core."""
+"""Logits and greedy tokens against transformers and llama.cpp: the numpy reference, then the core."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import tiny
 
 from luce._native import Library
 from luce._native import Sequence as Timeline
+from luce.convert.qwen35_layout import CONTROL
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -78,6 +80,18 @@ def test_goldens_are_what_transformers_computes(case: str, golden: dict[str, np.
     assert made["prompt"].tolist() == golden["prompt"].tolist()
     assert np.abs(made["logits"] - golden["logits"]).max() <= REF_BOUND
     assert made["greedy"].tolist() == golden["greedy"].tolist()
+
+
+def test_llamacpp_writes_the_same_tokens(
+    case: str, golden: dict[str, np.ndarray], sequence: Timeline, device: str
+) -> None:
+    """llama.cpp's own greedy tokens of the same file, up to a token that ended its text."""
+    recorded = json.loads((ROOT / "tests" / "goldens" / "llamacpp.json").read_text())
+    tokens, (config, _) = recorded[case], CASES[case]
+    assert len(tokens) == len(golden["greedy"]) or tokens[-1] >= config.n_vocab - len(CONTROL)
+    assert tokens == golden["greedy"][: len(tokens)].tolist()
+    if device == "cpu":
+        assert drive.greedy(sequence, golden["prompt"], len(tokens)) == tokens
 
 
 def test_reference_tree_rows_equal_their_root_paths() -> None:
