@@ -3,6 +3,7 @@
 #include "../kernels/rowmm.h"
 #include "experts.h"
 #include "gemm_op.h"
+#include "moe_op.h"
 #include "rowmm_op.h"
 #include "rows_matmul.h"
 #include "sampler.h"
@@ -268,6 +269,16 @@ void cpu_choose(const ChooseArgs &a, int ith, int nth) {
      true}
 
 #ifdef LUCE_USE_CUDA
+MoeOp moe_params(const ggml_tensor *dst) {
+    return {{param(dst, 0), param(dst, 1), param(dst, 2), param(dst, 3), param(dst, 4), param(dst, 5)},
+            param(dst, 6) != 0,
+            real(dst, 7)};
+}
+template <int (*LAUNCH)(const ggml_tensor *, void *, const MoeOp &)>
+int moe_op(const ggml_tensor *dst, void *stream) {
+    return LAUNCH(dst, stream, moe_params(dst));
+}
+
 template <RowmmInput KIND> int pack_op(const ggml_tensor *dst, void *stream) {
     return rowmm_pack_op(dst, stream, KIND, real(dst, 0));
 }
@@ -320,6 +331,10 @@ const CustomOp OPS[] = {
     {"unpack", "mK,N > K,N", nullptr, unpack_op},
     {"gemm", "xP mK,N > N", nullptr, gemm_op},
     {"gemm_add", "xP mK,N N,T > N,T", nullptr, gemm_op},
+    {"moe_route", "E,T E xS E,n E? > 1", nullptr, moe_op<moe_route_op>},
+    {"moe_up", "xR mE,F,n mE,G,m? mE,H,l? mE,I,k? > 1", nullptr, moe_op<moe_up_op>},
+    {"moe_down", "xR H mF,E,n mG,E? > 1", nullptr, moe_op<moe_down_op>},
+    {"moe_sum", "xR Y E,T > E,T", nullptr, moe_op<moe_sum_op>},
 #endif
 };
 

@@ -37,6 +37,11 @@
 // unpack          packed weights{K,N}                                                      - -> f16{K,N}
 // gemm            packed{bytes} f16 weights{K,N}                                           - -> {N,T}
 // gemm_add        the same, residual{N,T}, which is added                                  - -> {N,T}
+// moe_route       x{E,T} norm{E} scratch{bytes}* router{E,n} shared_gate{E}?: kernels/moe.h  dims -> i8{bytes}
+// moe_up          routed{bytes} gate{E,FF,n} up{E,FF,n}? shared gate{E,FFs}? shared up?    dims -> {places of FF}
+// moe_down        routed{bytes} h{places of FF} down{FF,E,n} shared down{FFs,E}?           dims -> {places of E}
+// moe_sum         routed{bytes} y{places of E} residual{E,T}                               dims -> {E,T}
+//                     (dims: T n_expert n_used E FF FF_shared fused eps)
 // ctl is {sizeof(StepCtl) / 4}, scale, softcap and eps are the bits of floats.
 // (*: written in place)
 #pragma once

@@ -165,11 +165,17 @@ static void permute([[maybe_unused]] const Device &device, [[maybe_unused]] cons
 #ifdef LUCE_USE_CUDA
     const ggml_tensor *w = item.packed;
     cuda::set_device(device.index);
-    const int error = cuda::rowmm_permute({w->type, w->ne[0], w->ne[1], item.tensor->data, w->data},
-                                          luce_cuda_stream(backend));
-    if (error != 0) {
-        fail(LUCE_E_DEVICE, "%s: permuting %s failed: %s", device.name.c_str(), w->name,
-             cuda::error_text(error));
+    const int64_t N = w->ne[1] * w->ne[2] / item.n_packed;
+    const int64_t from = int64_t(item.size) / item.n_packed, to = rowmm_packed_bytes(w->type, w->ne[0], N);
+    for (int64_t i = 0; i < item.n_packed; i++) {
+        const uint8_t *src = static_cast<const uint8_t *>(item.tensor->data) + i * from;
+        uint8_t *dst = static_cast<uint8_t *>(w->data) + i * to;
+        if (const int error =
+                cuda::rowmm_permute({w->type, w->ne[0], N, src, dst}, luce_cuda_stream(backend));
+            error != 0) {
+            fail(LUCE_E_DEVICE, "%s: permuting %s failed: %s", device.name.c_str(), w->name,
+                 cuda::error_text(error));
+        }
     }
 #endif
 }

@@ -59,6 +59,7 @@ struct Upload {
     uint64_t size;
     ggml_tensor *packed =
         nullptr; // where not null, `tensor` is passed through, and its permuted weights go there
+    int64_t n_packed = 1; // matrices that it holds, each permuted alone
 };
 void upload(const Device &device, const std::vector<Upload> &items,
             const std::function<bool(uint64_t)> &progress);

@@ -4,7 +4,7 @@
 #include "sequence.h"
 
 #ifdef LUCE_USE_CUDA
-#include "../kernels/rowmm.h"
+#include "../kernels/moe.h"
 #endif
 
 #include <algorithm>
@@ -106,7 +106,7 @@ EngineParams Engine::resolve(const Model &model, const luce_engine_params *p) {
 #ifdef LUCE_USE_CUDA
     if (model.device().own_matmul) {
         cuda::set_device(model.device().index);
-        c.rowmm_scratch = uint64_t(cuda::rowmm_scratch_bytes());
+        c.rowmm_scratch = uint64_t(cuda::rowmm_scratch_bytes() + MOE_COUNTER_BYTES);
     }
 #endif
     c.n_pages = in_range("n_pages", p->n_pages,

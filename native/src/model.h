@@ -229,7 +229,7 @@ private:
 
 // On a GPU with luce's own matmul, a matrix of a type that it has lies in its order (kernels/rowmm.h) and not in
 // ggml's: type and shape are the file's, the bytes are for that matmul alone. Tables, of which rows are looked up,
-// stay as they are.
+// stay as they are. Each matrix of a tensor's experts is packed alone.
 bool is_packed(const ggml_tensor *weight);
 
 // Says whether ggml multiplies with a type on the CPU and on CUDA.

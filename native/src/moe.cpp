@@ -1,5 +1,6 @@
 // The graph of a mixture of experts: router, the experts of each row, their weighted sum, and the shared expert.
 #include "custom_op.h"
+#include "moe_op.h"
 #include "ops.h"
 #include "rows_matmul.h"
 
@@ -15,7 +16,7 @@ ggml_tensor *experts_input(const StepBuild &b, ggml_tensor *x, ggml_type type) {
 bool has_own_op(const StepBuild &b, const Moe &w) {
     const ggml_tensor *first = w.gate_up != nullptr ? w.gate_up : w.gate;
     const ggml_tensor *second = w.gate_up != nullptr ? w.gate_up : w.up;
-    return !b.model.device().gpu && rows_input(first->type) != RowsInput::none &&
+    return rows_input(first->type) != RowsInput::none &&
            rows_input(first->type) == rows_input(second->type) && rows_input(w.down->type) != RowsInput::none;
 }
 
@@ -55,6 +56,11 @@ ggml_tensor *experts_of_ggml(const StepBuild &b, ggml_tensor *x, ggml_tensor *ro
 } // namespace
 
 ggml_tensor *moe(const StepBuild &b, const MatmulInput &input, const Moe &w, ggml_tensor *residual) {
+#ifdef LUCE_USE_CUDA
+    if (b.model.device().gpu) {
+        return moe_on_gpu(b, input, w, residual);
+    }
+#endif
     ggml_context *ctx = b.ctx;
     ggml_tensor *x = input_values(b, input);
     const int64_t E = x->ne[0], T = x->ne[1];

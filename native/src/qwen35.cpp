@@ -139,16 +139,16 @@ Moe read_moe(WeightReader &r, const Qwen35 &q, const std::string &p) {
     const int64_t E = q.hp.n_embd, FF = q.moe.n_ff, n = q.moe.n_expert, shared = q.n_ff_shared;
     Moe m{};
     m.shape = q.moe;
-    m.router = r.matrix(p + "ffn_gate_inp.weight", E, n);
+    m.router = r.router(p + "ffn_gate_inp.weight", E, n);
     if (r.has(p + "ffn_gate_up_exps.weight")) {
-        m.gate_up = r.experts(p + "ffn_gate_up_exps.weight", E, 2 * FF, n);
+        m.gate_up = r.experts(p + "ffn_gate_up_exps.weight", E, 2 * FF, n, 2);
     } else {
         m.gate = r.experts(p + "ffn_gate_exps.weight", E, FF, n);
         m.up = r.experts(p + "ffn_up_exps.weight", E, FF, n);
     }
     m.down = r.experts(p + "ffn_down_exps.weight", FF, E, n);
     if (r.has(p + "ffn_gate_inp_shexp.weight")) {
-        m.shared_gate = r.matrix(p + "ffn_gate_inp_shexp.weight", E, 1);
+        m.shared_gate = r.router(p + "ffn_gate_inp_shexp.weight", E, 1);
         m.shared.gate = r.matrix(p + "ffn_gate_shexp.weight", E, shared);
         m.shared.up = r.matrix(p + "ffn_up_shexp.weight", E, shared);
         m.shared.down = r.matrix(p + "ffn_down_shexp.weight", shared, E);

@@ -5,6 +5,7 @@
 
 #ifdef LUCE_USE_CUDA
 #include "../kernels/rowmm.h"
+#include "moe_op.h"
 #endif
 
 #include <ggml-cpu.h>
@@ -95,6 +96,15 @@ bool is_packed(const ggml_tensor *weight) {
     return weight->op_params[0] == PACKED;
 }
 
+// A tensor's matrices {K, N}, one behind the other: one, or those of its experts.
+struct Matrices {
+    int64_t n, N;
+};
+static Matrices matrices_of(const ggml_tensor *weight) {
+    const int64_t parts = weight->op_params[1];
+    return {weight->ne[2] * parts, weight->ne[1] / parts};
+}
+
 bool WeightReader::packs([[maybe_unused]] ggml_type type) const {
 #ifdef LUCE_USE_CUDA
     return m_.device_->own_matmul && rowmm_has_type(type);
@@ -105,7 +115,8 @@ bool WeightReader::packs([[maybe_unused]] ggml_type type) const {
 
 static uint64_t packed_bytes([[maybe_unused]] const ggml_tensor *weight) {
 #ifdef LUCE_USE_CUDA
-    return uint64_t(rowmm_packed_bytes(weight->type, weight->ne[0], weight->ne[1]));
+    const Matrices m = matrices_of(weight);
+    return uint64_t(m.n * rowmm_packed_bytes(weight->type, weight->ne[0], m.N));
 #else
     return 0;
 #endif
@@ -131,8 +142,8 @@ ggml_tensor *WeightReader::ids(const std::string &name, int64_t n, int64_t end) 
     return tensor;
 }
 
-ggml_tensor *WeightReader::take(const std::string &name, std::vector<int64_t> shape, Kind kind,
-                                bool required) {
+ggml_tensor *WeightReader::take(const std::string &name, std::vector<int64_t> shape, Kind kind, bool required,
+                                int32_t parts) {
     const char *path = file_.path().c_str();
     const GgufTensor *t = file_.tensor(name);
     if (t == nullptr) {
@@ -165,13 +176,15 @@ ggml_tensor *WeightReader::take(const std::string &name, std::vector<int64_t> sh
     if (!loading_) {
         return nullptr;
     }
-    // CUDA cannot look rows up in IQ4_NL: the embedding is widened there
-    const bool widen = m_.device_->gpu && t->type == GGML_TYPE_IQ4_NL && kind == Kind::table;
+    // CUDA cannot look rows up in IQ4_NL: the embedding is widened there; and a router is F32
+    const bool widen = m_.device_->gpu && ((t->type == GGML_TYPE_IQ4_NL && kind == Kind::table) ||
+                                           (t->type != GGML_TYPE_F32 && kind == Kind::router));
     ggml_tensor *tensor =
         ggml_new_tensor(m_.context_.get(), widen ? GGML_TYPE_F32 : t->type, GGML_MAX_DIMS, t->ne);
     ggml_set_name(tensor, name.c_str());
-    const bool packed = kind == Kind::matrix && packs(t->type);
+    const bool packed = (kind == Kind::matrix || kind == Kind::experts) && packs(t->type);
     tensor->op_params[0] = packed ? PACKED : 0;
+    tensor->op_params[1] = parts;
     m_.tensors_.emplace_back(tensor, t);
     m_.weight_bytes_ += packed ? packed_bytes(tensor) : ggml_nbytes(tensor);
     return tensor;
@@ -212,6 +225,16 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file, std::shar
         model->weights_.drafter = read_dflash(*model, *drafter, hp, model->weights_);
         model->drafter_file_ = std::move(drafter);
     }
+#ifdef LUCE_USE_CUDA
+    for (const Block &block : model->weights_.blocks) {
+        if (block.moe() != nullptr) {
+            check_moe(device, trunk.path().c_str(), *block.moe());
+        }
+    }
+    if (model->weights_.head && model->weights_.head->block.moe() != nullptr) {
+        check_moe(device, model->head_file_->path().c_str(), *model->weights_.head->block.moe());
+    }
+#endif
     return model;
 }
 
@@ -309,7 +332,7 @@ void Model::load(const std::function<bool(float)> &progress) {
     std::vector<std::vector<float>> widened; // each lives until it is uploaded
     for (auto &[tensor, source] : tensors_) {
         if (is_packed(tensor)) {
-            items.push_back({through, source->data, source->size, tensor});
+            items.push_back({through, source->data, source->size, tensor, matrices_of(tensor).n});
             continue;
         }
         if (tensor->type == source->type) {

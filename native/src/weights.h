@@ -17,9 +17,13 @@ public:
     ggml_tensor *matrix(const std::string &name, int64_t a, int64_t b, bool required = true) {
         return take(name, {a, b}, Kind::matrix, required);
     }
-    // A matrix {a, b} of each of n experts.
-    ggml_tensor *experts(const std::string &name, int64_t a, int64_t b, int64_t n) {
-        return take(name, {a, b, n}, Kind::experts, true);
+    // A matrix {a, b} of each of n experts, which holds so many matrices one behind the other.
+    ggml_tensor *experts(const std::string &name, int64_t a, int64_t b, int64_t n, int32_t parts = 1) {
+        return take(name, {a, b, n}, Kind::experts, true, parts);
+    }
+    // A matrix {a, b} that a GPU multiplies in F32.
+    ggml_tensor *router(const std::string &name, int64_t a, int64_t b) {
+        return take(name, {a, b}, Kind::router, true);
     }
     // A matrix of which rows are looked up.
     ggml_tensor *table(const std::string &name, int64_t a, int64_t b, bool required = true) {
@@ -45,8 +49,9 @@ public:
     void finish(const std::string &prefix = "", const char *what = nullptr) const;
 
 private:
-    enum class Kind { matrix, table, experts, f32, ids };
-    ggml_tensor *take(const std::string &name, std::vector<int64_t> shape, Kind kind, bool required);
+    enum class Kind { matrix, table, experts, router, f32, ids };
+    ggml_tensor *take(const std::string &name, std::vector<int64_t> shape, Kind kind, bool required,
+                      int32_t parts = 1);
 
     bool packs(ggml_type type) const;
 

@@ -1,0 +1,186 @@
+#include "moe_op.h"
+
+#ifdef LUCE_USE_CUDA
+
+#include "custom_op.h"
+
+#include <algorithm>
+
+namespace luce {
+namespace {
+
+MoeDims dims_of(const Moe &w, int64_t E, int64_t T) {
+    const int64_t shared = w.shared_gate == nullptr ? 0 : w.shared.gate->ne[1];
+    return {int32_t(T), int32_t(w.shape.n_expert), int32_t(w.shape.n_used), E, w.shape.n_ff, shared};
+}
+
+MoeDims full(MoeDims dims) {
+    dims.T = MOE_MAX_ROWS;
+    return dims;
+}
+
+// Over the launches of all rows: run(first row, dims of the launch, launches before it).
+template <class Run> int each_launch(const MoeDims &all, const Run &run) {
+    for (int32_t t = 0; t < all.T; t += MOE_MAX_ROWS) {
+        MoeDims dims = all;
+        dims.T = std::min(all.T - t, MOE_MAX_ROWS);
+        if (const int error = run(t, dims, t / MOE_MAX_ROWS); error != 0) {
+            return error;
+        }
+    }
+    return 0;
+}
+
+int64_t routed_bytes(const MoeDims &all) {
+    int64_t bytes = 0;
+    each_launch(all, [&](int32_t, const MoeDims &dims, int64_t) {
+        bytes += moe_routed_bytes(dims);
+        return 0;
+    });
+    return bytes;
+}
+
+float *values(const ggml_tensor *t) {
+    return static_cast<float *>(t->data);
+}
+uint8_t *routed_of(const ggml_tensor *t, const MoeDims &all, int64_t launch) {
+    return static_cast<uint8_t *>(t->data) + launch * moe_routed_bytes(full(all));
+}
+
+// Part `part` of each expert's matrices; `parts` lie in one tensor, one behind the other.
+MoeMatrix matrix(const ggml_tensor *w, int part, int parts) {
+    const int64_t bytes = rowmm_packed_bytes(w->type, w->ne[0], w->ne[1] / parts);
+    return {w->type, static_cast<const uint8_t *>(w->data) + part * bytes, parts * bytes};
+}
+
+} // namespace
+
+void check_moe(const Device &device, const char *path, const Moe &moe) {
+    if (!device.gpu) {
+        return;
+    }
+    const char *const remedy = "choose the device cpu";
+    if (!device.own_matmul) {
+        fail(LUCE_E_UNSUPPORTED, "%s: luce's experts have not been run on a GPU like %s: %s", path,
+             device.name.c_str(), remedy);
+    }
+    for (const ggml_tensor *w :
+         {moe.gate, moe.up, moe.gate_up, moe.down, moe.shared.gate, moe.shared.up, moe.shared.down}) {
+        if (w != nullptr && !is_packed(w)) {
+            fail(LUCE_E_UNSUPPORTED, "%s: tensor %s has type %s, of which luce has no experts on a GPU: %s",
+                 path, w->name, type_name(w->type), remedy);
+        }
+    }
+    if (!moe_has(dims_of(moe, moe.router->ne[0], 1))) {
+        fail(LUCE_E_UNSUPPORTED,
+             "%s: %u of %u experts of %u values are more than luce has on a GPU (%d of %d of %lld): %s", path,
+             moe.shape.n_used, moe.shape.n_expert, moe.shape.n_ff, MOE_MAX_USED, MOE_MAX_EXPERTS,
+             (long long) MOE_MAX_FF, remedy);
+    }
+}
+
+ggml_tensor *moe_on_gpu(const StepBuild &b, const MatmulInput &input, const Moe &w, ggml_tensor *residual) {
+    const int64_t E = input.x->ne[0], T = input.x->ne[1];
+    if (input.kind != ROWMM_RMS || input.x != residual) {
+        fail(LUCE_E_INTERNAL, "a mixture of experts takes its input's norm itself");
+    }
+    ggml_tensor *x = ggml_is_contiguous(input.x) ? input.x : ggml_cont(b.ctx, input.x);
+    const MoeDims dims = dims_of(w, E, T);
+    const bool fused = w.gate_up != nullptr, shared = dims.shared();
+    const int32_t params[] = {dims.T,
+                              dims.n_expert,
+                              dims.n_used,
+                              int32_t(E),
+                              w.shape.n_ff > 0 ? int32_t(w.shape.n_ff) : 0,
+                              int32_t(dims.FF_shared),
+                              fused,
+                              bits_of_real(input.eps)};
+    const auto add = [&](const char *name, ggml_type type, int64_t ne0, int64_t ne1,
+                         std::vector<ggml_tensor *> args) {
+        return add_op(b.ctx, *find_op(name), type, ne0, ne1, args.data(), int(args.size()), params, 8);
+    };
+    std::vector<ggml_tensor *> route = {x, input.w, b.cache.rowmm_scratch(), w.router};
+    std::vector<ggml_tensor *> up = {nullptr, fused ? w.gate_up : w.gate}, down = {nullptr, nullptr, w.down};
+    if (!fused) {
+        up.push_back(w.up);
+    }
+    if (shared) {
+        route.push_back(w.shared_gate);
+        up.insert(up.end(), {w.shared.gate, w.shared.up});
+        down.push_back(w.shared.down);
+    }
+    ggml_tensor *routed = add("moe_route", GGML_TYPE_I8, routed_bytes(dims), 1, route);
+    up[0] = down[0] = routed;
+    down[1] = add("moe_up", GGML_TYPE_F32, dims.places() * dims.h_row(), 1, up);
+    ggml_tensor *y = add("moe_down", GGML_TYPE_F32, dims.places() * E, 1, down);
+    return add("moe_sum", GGML_TYPE_F32, E, T, {routed, y, x}); // {E, T}
+}
+
+int moe_route_op(const ggml_tensor *dst, void *stream, const MoeOp &op) {
+    const ggml_tensor *scratch = dst->src[2], *gate = dst->src[4];
+    return each_launch(op.dims, [&](int32_t t, const MoeDims &dims, int64_t launch) {
+        MoeRouteArgs a{};
+        a.dims = dims;
+        a.x = values(dst->src[0]) + t * dims.E;
+        a.norm = values(dst->src[1]);
+        a.eps = op.eps;
+        a.router = values(dst->src[3]);
+        a.shared_gate = gate == nullptr ? nullptr : values(gate);
+        a.counters = static_cast<uint8_t *>(scratch->data) + scratch->ne[0] - MOE_COUNTER_BYTES;
+        a.routed = routed_of(dst, op.dims, launch);
+        a.overlap = 1;
+        return cuda::moe_route(a, stream);
+    });
+}
+
+int moe_up_op(const ggml_tensor *dst, void *stream, const MoeOp &op) {
+    const int shared = op.fused ? 2 : 3;
+    return each_launch(op.dims, [&](int32_t, const MoeDims &dims, int64_t launch) {
+        MoeMatmulArgs a{};
+        a.dims = dims;
+        a.first = op.fused ? matrix(dst->src[1], 0, 2) : matrix(dst->src[1], 0, 1);
+        a.second = op.fused ? matrix(dst->src[1], 1, 2) : matrix(dst->src[2], 0, 1);
+        if (dims.shared()) {
+            a.shared_first = matrix(dst->src[shared], 0, 1);
+            a.shared_second = matrix(dst->src[shared + 1], 0, 1);
+        }
+        a.routed = routed_of(dst->src[0], op.dims, launch);
+        a.out = values(dst) + launch * full(dims).places() * dims.h_row();
+        a.overlap = 1;
+        return cuda::moe_up(a, stream);
+    });
+}
+
+int moe_down_op(const ggml_tensor *dst, void *stream, const MoeOp &op) {
+    return each_launch(op.dims, [&](int32_t, const MoeDims &dims, int64_t launch) {
+        const int64_t places = launch * full(dims).places();
+        MoeMatmulArgs a{};
+        a.dims = dims;
+        a.first = matrix(dst->src[2], 0, 1);
+        if (dims.shared()) {
+            a.shared_first = matrix(dst->src[3], 0, 1);
+        }
+        a.routed = routed_of(dst->src[0], op.dims, launch);
+        a.h = values(dst->src[1]) + places * dims.h_row();
+        a.out = values(dst) + places * dims.E;
+        a.overlap = 1;
+        return cuda::moe_down(a, stream);
+    });
+}
+
+int moe_sum_op(const ggml_tensor *dst, void *stream, const MoeOp &op) {
+    return each_launch(op.dims, [&](int32_t t, const MoeDims &dims, int64_t launch) {
+        MoeSumArgs a{};
+        a.dims = dims;
+        a.routed = routed_of(dst->src[0], op.dims, launch);
+        a.y = values(dst->src[1]) + launch * full(dims).places() * dims.E;
+        a.residual = values(dst->src[2]) + t * dims.E;
+        a.out = values(dst) + t * dims.E;
+        a.overlap = 1;
+        return cuda::moe_sum(a, stream);
+    });
+}
+
+} // namespace luce
+
+#endif
