@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -247,3 +248,17 @@ def test_lists_are_those_of_the_last_draft(model: Model) -> None:
         assert lists.at(depth) == np.argsort(-logits[depth + 1], kind="stable")[:4].tolist()
         assert lists.at(depth)[0] == drafts[depth]
     assert [chain.at(depth) for depth in range(3)] != [lists.at(depth) for depth in range(3)]
+    with pytest.raises(StateError, match="drafter's"):  # a token is the target's choice
+        sequence.choose(0)
+
+
+def test_more_lists_than_were_drafted_take_no_memory(native: Library, model: Model) -> None:
+    sequence = drive.open_sequence(model, n_ctx=64, n_rows=8, n_draft=3, n_top=4)
+    drive.prefill(sequence, tokens_of(20))
+    drive.draft(sequence, 5, 3)
+    ids, scores = native.ffi.new("int32_t[]", 4), native.ffi.new("float[]", 4)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
+    for depth in (0, 4, 2**29):
+        status = native.lib.luce_sequence_get_lists(sequence.handle, ids, scores, depth, 1)
+        assert status == ArgumentError.code
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < peak + (1 << 20)

@@ -78,6 +78,21 @@ def test_an_engine_without_slots_resumes_from_host_memory(model: Model) -> None:
     assert sequence.info.n_pages == 2 == engine.info.n_pages - engine.info.pages_free
 
 
+def test_a_checkpoint_that_comes_and_goes_is_counted_once(model: Model) -> None:
+    """Pages and slots of copies that are on their way to the host count as free."""
+    engine = open_engine(model, n_ctx=1024, n_checkpoints=2)
+    sequence = engine.sequence()
+    drive.prefill(sequence, tokens_of(512), last=False)
+    free = engine.info
+    with sequence.checkpoint() as checkpoint:
+        sequence.reset()
+        for _ in range(5):
+            checkpoint.to_device()
+            checkpoint.to_host()
+            assert engine.info.checkpoints_free == 2
+            assert engine.info.pages_free == free.pages_free + 2
+
+
 def test_pages_that_are_out_are_an_error_that_changes_nothing(model: Model) -> None:
     """Of every call that takes some; the message says how many are needed and free."""
     engine = open_engine(model, n_ctx=1024, n_pages=5)

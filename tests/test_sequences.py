@@ -269,6 +269,9 @@ def test_logits_are_those_of_the_engines_last_step(engine: Engine) -> None:
     third.logits(0)
     engine.verify([Rows(second, [1, 2]), Rows(first, [3])])
     assert first.logits(0).tobytes() != second.logits(0).tobytes()
+    rejected = second.logits(1).tobytes()
+    second.commit([0])  # which is no step
+    assert second.logits(1).tobytes() == rejected
     with pytest.raises(StateError):
         third.logits(0)
     with pytest.raises(ArgumentError):
@@ -359,8 +362,10 @@ def test_a_cancel_of_one_engine_is_not_anothers(native: Library, model: Model) -
     with pytest.raises(Cancelled):
         drive.verify(first, [1])
     handle = engines[0].handle
-    first.close()
     engines[0].close()
+    assert native.lib.luce_engine_cancel(handle) == ArgumentError.code, "its sequence keeps it alive"
+    first.prefill([1])
+    first.close()
     engines[0].cancel()  # a closed one ignores it
     message = native.text(native.lib.luce_last_error())
     for gone in (handle, native.ffi.NULL):

@@ -287,11 +287,11 @@ void Checkpoint::to_host() {
     }
     host_ = host_memory();
     if (ggml_backend_t stream = engine_->copies()) {
+        engine_->leaving(weak_from_this());
         follow(event_, engine_->step().backend(), stream);
         fetch(stream, pieces(), base(host_));
         ggml_backend_event_record(event_, stream);
         leaving_ = true;
-        engine_->leaving(weak_from_this());
     } else {
         fetch(engine_->step().backend(), pieces(), base(host_));
         release_device();
@@ -334,7 +334,6 @@ void Checkpoint::settle() {
 }
 
 void Checkpoint::restore(Timeline &line) const {
-    check_open();
     Cache &cache = engine_->cache();
     ggml_backend_t stream = engine_->step().backend();
     if (slot_ >= 0) { // also while it leaves

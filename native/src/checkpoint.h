@@ -33,6 +33,7 @@ public:
     void settle(); // waits for a copy that is on its way, and gives back what it leaves
     // Gives back all that it holds; what runs on it in another thread fails with E_STATE.
     void close();
+    void check_open() const;
     // Writes size() bytes. It is called without the engine's lock, which it takes for a piece of them at a time: steps
     // go on beside it, and the checkpoint may be moved meanwhile.
     void save(uint8_t *data, uint64_t size);
@@ -46,7 +47,6 @@ private:
     void take_device(); // pages and a slot; E_MEMORY when they lack
     void release_device();
     Buffer host_memory() const;
-    void check_open() const;
     void read(uint64_t begin, uint64_t n, uint8_t *to) const; // n bytes of the body
 
     std::shared_ptr<Engine> engine_;

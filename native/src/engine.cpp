@@ -193,16 +193,22 @@ void Engine::check_cancelled() {
     }
 }
 
-bool Engine::reclaim() {
-    bool any = false;
+void Engine::leaving(std::weak_ptr<Checkpoint> checkpoint) {
+    const auto has_left = [](const std::weak_ptr<Checkpoint> &each) {
+        const std::shared_ptr<Checkpoint> known = each.lock();
+        return !known || !known->leaving();
+    };
+    leaving_.erase(std::remove_if(leaving_.begin(), leaving_.end(), has_left), leaving_.end());
+    leaving_.push_back(std::move(checkpoint));
+}
+
+void Engine::reclaim() {
     for (const std::weak_ptr<Checkpoint> &each : leaving_) {
         if (const std::shared_ptr<Checkpoint> checkpoint = each.lock()) {
             checkpoint->settle();
-            any = true;
         }
     }
     leaving_.clear();
-    return any;
 }
 
 void Engine::need_pages(uint32_t n) {
@@ -292,7 +298,8 @@ void Engine::draft_blocks(const DraftItem *items, uint32_t n_items) {
         step_->block(n * drafter.block_size, first / at_once, batch.n_pages());
         for (uint32_t i = 0; i < n; i++) {
             items[first + i].sequence->line().drafted_block(items[first + i].anchor, items[first + i].n);
-            items[first + i].sequence->end_step(i * drafter.block_size);
+            items[first + i].sequence->end_step(Sequence::Rows::block, items[first + i].n + 1,
+                                                i * drafter.block_size);
         }
     }
 }
@@ -384,7 +391,7 @@ void Engine::verify(VerifyItem *items, uint32_t n_items) {
             }
         }
         line.verified(std::move(tokens[i]), std::move(parents[i]));
-        sequence.end_step(row0);
+        sequence.end_step(Sequence::Rows::verified, items[i].n, row0);
     }
     std::string first_failure;
     for (uint32_t i = 0, row0 = 0; i < n_items; row0 += items[i].n, i++) {

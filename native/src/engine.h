@@ -52,15 +52,15 @@ public:
     // For sequences and checkpoints:
     void check_tokens(const int32_t *tokens, uint32_t n) const;
     void check_cancelled();
-    // Makes sure that so many pages can be taken, else E_MEMORY. Waits for checkpoints that are leaving the
+    // Makes sure that so many pages can be taken, else E_MEMORY. It waits for checkpoints that are leaving the
     // device where that helps.
     void need_pages(uint32_t n);
-    bool reclaim(); // waits for one such checkpoint; returns whether there was one
+    void reclaim(); // waits for all such checkpoints, whose pages and slots are free then
 
     // Checkpoints travel on this stream, beside the steps. It is null on the CPU, where copies are done at
     // once.
     ggml_backend_t copies() const { return copies_.get(); }
-    void leaving(std::weak_ptr<Checkpoint> checkpoint) { leaving_.push_back(std::move(checkpoint)); }
+    void leaving(std::weak_ptr<Checkpoint> checkpoint); // one whose copy to the host is about to begin
 
 private:
     void draft_chains(const DraftItem *items, uint32_t n, bool part);

@@ -29,7 +29,11 @@ luce_status luce_engine_open(luce_engine **out, luce_model *model, const luce_en
 }
 
 luce_status luce_engine_close(luce_engine *engine) {
-    return guarded([&] { g_engines.remove(engine); });
+    return guarded([&] {
+        const auto e = g_engines.get(engine);
+        e->cancel().name(0); // sequences may keep it alive
+        g_engines.remove(engine);
+    });
 }
 
 luce_status luce_engine_get_info(luce_engine *engine, luce_engine_info *out) {

@@ -25,9 +25,11 @@ void Sequence::check_usable() const {
     }
 }
 
-void Sequence::end_step(uint32_t first_row) {
+void Sequence::end_step(Rows rows, uint32_t n_rows, uint32_t first_row) {
     failure_.clear();
     serial_ = engine_->step().serial();
+    rows_ = rows;
+    n_rows_ = n_rows;
     first_row_ = first_row;
 }
 
@@ -70,7 +72,7 @@ void Sequence::prefill(const int32_t *tokens, uint32_t n, int32_t *choice) {
     const uint32_t n_pages = fill_prefill(step.prefill_host(), line_, choice_, tokens, n, engine_->cache());
     step.prefill(n, past, choice != nullptr, n_pages);
     line_.appended(tokens, n);
-    end_step(0);
+    end_step(Rows::prompt, 1, 0);
     if (choice != nullptr) {
         try {
             *choice = this->choice(0, past + n);
@@ -81,11 +83,15 @@ void Sequence::prefill(const int32_t *tokens, uint32_t n, int32_t *choice) {
     }
 }
 
-void Sequence::get_draft(int32_t *tokens, uint32_t n) {
+void Sequence::check_drafted(uint32_t n) const {
     check_usable();
     if (n < 1 || n > line_.n_drafted()) {
         fail(LUCE_E_ARG, "the last draft has %u tokens, got %u", line_.n_drafted(), n);
     }
+}
+
+void Sequence::get_draft(int32_t *tokens, uint32_t n) {
+    check_drafted(n);
     const auto entry = [&](uint32_t i) { return engine_->step().drafted(line_.draft_entry(int32_t(i))); };
     for (uint32_t i = 0; i < n; i++) {
         if (entry(i).not_finite) {
@@ -103,6 +109,7 @@ void Sequence::get_lists(int32_t *ids, float *scores, uint32_t depth, uint32_t k
     if (k < 1 || k > n_top) {
         fail(LUCE_E_ARG, "the engine keeps %u candidates of a draft, got %u", n_top, k);
     }
+    check_drafted(depth);
     std::vector<int32_t> drafts(depth);
     get_draft(drafts.data(), depth);
     for (uint32_t i = 0; i < depth; i++) {
@@ -141,11 +148,8 @@ void Sequence::read_logits(uint32_t row, float *out) {
     if (serial_ == 0 || serial_ != engine_->step().serial()) {
         fail(LUCE_E_STATE, "the engine has run another step since: read logits before the next one");
     }
-    const uint32_t rows = line_.n_verified() > 0  ? line_.n_verified()
-                          : line_.n_drafted() > 0 ? line_.n_drafted() + 1
-                                                  : 1;
-    if (row >= rows) {
-        fail(LUCE_E_ARG, "row %u: the last step had %u of this sequence", row, rows);
+    if (row >= n_rows_) {
+        fail(LUCE_E_ARG, "row %u: the last step had %u of this sequence", row, n_rows_);
     }
     engine_->step().read_logits(first_row_ + row, out);
 }
@@ -158,6 +162,10 @@ const float *Sequence::logits(uint32_t row) {
 
 int32_t Sequence::choose(uint32_t row, const uint8_t *mask, uint64_t mask_size) {
     logits(row);
+    if (rows_ == Rows::block || (rows_ == Rows::verified && line_.n_verified() == 0)) {
+        fail(LUCE_E_STATE, "there is nothing to choose: its last rows are %s",
+             rows_ == Rows::block ? "a drafter's" : "committed");
+    }
     const std::vector<int32_t> before = line_.before(row);
     penalise(logits_.data(), engine_->n_vocab(), penalties_, before);
     if (mask != nullptr) {
@@ -189,6 +197,7 @@ void Sequence::resume(const Checkpoint &checkpoint) {
         fail(LUCE_E_CONTEXT, "a checkpoint of %u tokens leaves no room in a context of %u",
              checkpoint.n_past(), c.n_ctx);
     }
+    checkpoint.check_open();
     engine_->need_pages(checkpoint.pages_wanted());
     begin_step();
     lookup_.reset();

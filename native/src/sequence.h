@@ -37,12 +37,16 @@ public:
     const ChoiceCtl &choice_ctl() const { return choice_; }
     void check_usable() const;
     void begin_step() { failure_ = "a step did not end"; } // failed until all of it has worked
-    void end_step(uint32_t first_row); // whose logits are the engine's from this row on
+    // What the rows of a step are, whose logits may be read after it.
+    enum class Rows { prompt, verified, block };
+    void end_step(Rows rows, uint32_t n_rows, uint32_t first_row); // n_rows of the engine's from first_row on
     void fail_with(const std::string &why) { failure_ = why; }
     // The target's choice after a row of the engine's last step. position: of the token to be chosen.
     int32_t choice(uint32_t row, uint64_t position);
 
 private:
+    void check_drafted(uint32_t n) const; // E_ARG unless the last draft has so many tokens
+
     std::shared_ptr<Engine> engine_;
     Timeline line_;
     ChoiceCtl choice_{}; // how its tokens are chosen
@@ -50,8 +54,9 @@ private:
     std::vector<float> logits_; // of one row
     std::unique_ptr<Lookup> lookup_; // over line_'s tokens, from its first use on
     std::string failure_; // why it is failed; empty: it is not
-    uint64_t serial_ = 0; // of the step that has its logits, and their first row there
-    uint32_t first_row_ = 0;
+    uint64_t serial_ = 0; // of the step that has its logits
+    Rows rows_ = Rows::prompt; // of that step, n_rows_ from first_row_ on
+    uint32_t n_rows_ = 0, first_row_ = 0;
 };
 
 } // namespace luce
