@@ -185,6 +185,35 @@ def test_whatever_runs_out_of_address_space_is_one_line(tmp_path):
         assert outcomes[words[0], AMPLE] == (0, ""), outcomes
 
 
+def test_a_thread_that_lacks_memory_is_an_error():
+    """Parts of an op on several threads: what one throws reaches the caller when all have ended."""
+    program = (
+        "import resource\n"
+        "import numpy as np\n"
+        "from op_run import op_run\n"
+        "from step_ctl import Seq, step_ctl\n"
+        "from luce import _native\n"
+        "from luce.errors import OutOfMemory\n"
+        "def run(n):\n"
+        "    lists, ctl = np.zeros((2, 2), np.int32), step_ctl(Seq(parents=[-1, -1], keep=[0, 1]))\n"
+        "    arrays = [np.ones((2, n), np.float32), ctl, lists]\n"
+        "    op_run(_native.default(), 'cpu', 'topk', arrays, [1], shape=(2, 256), dtype=np.int32)\n"
+        "run(1 << 10)\n"
+        "(line,) = (line for line in open('/proc/self/status') if 'VmSize' in line)\n"
+        "taken = int(line.split()[1]) << 10\n"
+        "n = 16 << 20\n"  # 128 MiB, twice, and then 64 MiB for each of two rows
+        "resource.setrlimit(resource.RLIMIT_AS, (taken + 16 * n + (n << 1),) * 2)\n"
+        "for _ in range(2):\n"
+        "    try:\n"
+        "        run(n)\n"
+        "    except OutOfMemory as error:\n"
+        "        print(error)\n"
+        "run(1 << 10)\n"
+    )
+    done = run(program)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "out of host memory\n" * 2, "")
+
+
 def test_the_room_to_start_holds_the_imports():
     """It holds them whatever number of threads OpenBLAS was meant to have."""
     program = (

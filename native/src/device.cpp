@@ -13,7 +13,7 @@ extern "C" void *luce_cuda_stream(ggml_backend_t backend); // cuda_stream.cu
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <system_error>
+#include <exception>
 #include <thread>
 
 namespace luce {
@@ -70,8 +70,8 @@ void parallel_copy(void *dst, const uint8_t *src, size_t n) {
         for (; next < n_threads; next++) {
             threads.emplace_back(part, next);
         }
-    } catch (const std::system_error &) {
-        // no more threads are to be had: this one does the rest
+    } catch (const std::exception &) {
+        // no more threads are to be had, or no memory for them: this one does the rest
     }
     for (; next < n_threads; next++) {
         part(next);

@@ -5,8 +5,7 @@
 #include "logits.h"
 #include "model.h"
 #include "sampler.h"
-
-#include <ggml-cpu.h>
+#include "team.h"
 
 #include <cstdlib>
 #include <cstring>
@@ -18,6 +17,8 @@ extern "C" void *luce_cuda_stream(ggml_backend_t backend); // cuda_stream.cu
 
 namespace luce {
 namespace {
+
+constexpr int N_THREADS = 2; // of a CPU: parts of an op meet each other
 
 ggml_tensor *make_tensor(ggml_context *ctx, const luce_array &array) {
     if (array.type != GGML_TYPE_I32 && array.type != GGML_TYPE_I8 && !is_weight_type(ggml_type(array.type))) {
@@ -116,16 +117,14 @@ void run_op(const char *device_name, const char *name, luce_array *args, uint32_
             const int32_t *params, uint32_t n_params, luce_array *out) {
     const Device &device = find_device(device_name);
     const CustomOp *op = find_op(name);
-    if (op == nullptr || int(n_args) > op->n_args() || int(n_args) < op->n_required() || n_params > 8 ||
-        (device.gpu && op->cuda == nullptr)) {
-        fail(LUCE_E_ARG, "op %s with %u arguments and %u params does not exist there", name, n_args,
-             n_params);
+    if (op == nullptr || int(n_args) > op->n_args() || int(n_args) < op->n_required() || n_params > 8) {
+        fail(LUCE_E_ARG, "op %s with %u arguments and %u params does not exist", name, n_args, n_params);
     }
     if (device.gpu ? op->cuda == nullptr : op->cpu == nullptr) {
         fail(LUCE_E_UNSUPPORTED, "%s has no op %s", device.name.c_str(), name);
     }
     const std::vector<bool> written = check_arrays(*op, args, n_args, *out);
-    const Context context = new_context(ggml_tensor_overhead() * (n_args + 2) + ggml_graph_overhead());
+    const Context context = new_context(ggml_tensor_overhead() * (n_args + 2));
     ggml_context *ctx = context.get();
     ggml_tensor *tensors[GGML_MAX_SRC] = {};
     for (uint32_t i = 0; i < n_args; i++) {
@@ -134,7 +133,7 @@ void run_op(const char *device_name, const char *name, luce_array *args, uint32_
     make_tensor(ctx, *out); // checks the shape
     ggml_tensor *result = add_op(ctx, *op, ggml_type(out->type), int64_t(out->ne[0]), int64_t(out->ne[1]),
                                  tensors, int(n_args), params, int(n_params));
-    Backend backend = make_backend(device, 2);
+    Backend backend = make_backend(device, N_THREADS);
     Buffer buffer(ggml_backend_alloc_ctx_tensors_from_buft(ctx, device.buffer_type()));
     if (!buffer) {
         fail(LUCE_E_MEMORY, "%s: allocating the op's arrays failed", device.name.c_str());
@@ -151,9 +150,8 @@ void run_op(const char *device_name, const char *name, luce_array *args, uint32_
         }
 #endif
     } else {
-        ggml_cgraph *graph = ggml_new_graph(ctx);
-        ggml_build_forward_expand(graph, result);
-        ggml_backend_graph_compute(backend.get(), graph);
+        Team team(N_THREADS);
+        team.run(N_THREADS, [&](int part) { op->cpu(result, part, N_THREADS); });
     }
     ggml_backend_synchronize(backend.get());
     for (uint32_t i = 0; i < n_args; i++) {

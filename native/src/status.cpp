@@ -92,8 +92,12 @@ std::string human_bytes(uint64_t n) {
     return format(unit == 0 ? "%.0f %s" : "%.1f %s", value, units[unit]);
 }
 
-void set_last_error(const std::string &message) {
-    t_last_error = message;
+void set_last_error(const char *message) noexcept {
+    try {
+        t_last_error = message;
+    } catch (...) {
+        t_last_error = "out of memory"; // short enough for the string itself to hold
+    }
 }
 
 const char *last_error() {

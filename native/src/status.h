@@ -34,8 +34,8 @@ std::string format(const char *fmt, ...) LUCE_PRINTF(1, 2);
 // "17.2 GiB", "640 MiB"
 std::string human_bytes(uint64_t n);
 
-// The calling thread's last error.
-void set_last_error(const std::string &message);
+// The calling thread's last error. Where there is no memory for the message, one is kept that needs none.
+void set_last_error(const char *message) noexcept;
 const char *last_error();
 
 // The log callback; discards while none is set.

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
-#include <system_error>
+#include <utility>
 
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
@@ -38,8 +38,8 @@ Team::Team(int n_threads) {
         for (int i = 1; i < n_threads; i++) {
             helpers_.emplace_back([this, i] { help(i - 1); });
         }
-    } catch (const std::system_error &) {
-        // no more threads are to be had: fewer do the work
+    } catch (const std::exception &) {
+        // no more threads are to be had, or no memory for them: fewer do the work
     }
     active_ = int(helpers_.size());
     patience_ = MIN_PATIENCE;
@@ -65,7 +65,12 @@ bool Team::take_part() {
     if (!parts_left(job)) {
         return false; // others were faster; a job has room for as many such takes as there are threads
     }
-    call_(context_, int(job & MASK));
+    try {
+        call_(context_, int(job & MASK));
+    } catch (...) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        failure_ = failure_ ? failure_ : std::current_exception();
+    }
     done_++;
     if (waiting_) {
         const std::lock_guard<std::mutex> lock(mutex_);
@@ -104,6 +109,9 @@ void Team::run(int n_parts, Call call, const void *context) {
     // Helpers that run are done at most a part later than this thread.
     const auto allowed = (finished - began) / std::max(taken, 1) * 2 + std::chrono::microseconds(200);
     adjust(Clock::now() - finished > allowed);
+    if (failure_) {
+        std::rethrow_exception(std::exchange(failure_, nullptr));
+    }
 }
 
 void Team::wait_for_parts(int n_parts) {

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -25,7 +26,7 @@ public:
     int n_threads() const { return int(helpers_.size()) + 1; }
 
     // Calls part(0), .. part(n_parts - 1), each once, on any of the threads, and returns when all have returned.
-    // One caller at a time; a part must not throw.
+    // One caller at a time. What a part throws is thrown here, after all have returned: of several, the first.
     template <class Part> void run(int n_parts, const Part &part) {
         run(n_parts, [](const void *context, int i) { (*static_cast<const Part *>(context))(i); }, &part);
     }
@@ -46,6 +47,8 @@ private:
     alignas(64) std::atomic<int> done_{0};
     Call call_ = nullptr;
     const void *context_ = nullptr;
+    std::exception_ptr
+        failure_; // what a part threw; guarded by mutex_ until done_ says that all have returned
 
     // Helpers that take parts: halved after a stall, doubled after `patience_` jobs without.
     std::atomic<int> active_{0};
