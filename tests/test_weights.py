@@ -117,6 +117,14 @@ def test_a_key_of_the_wrong_type_or_range_is_named(
     assert f"qwen35.{key}" in text
 
 
+@pytest.mark.parametrize("key", ["rope.freq_base", "attention.layer_norm_rms_epsilon"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e300], ids=str)  # F32 does not hold the last
+def test_a_number_that_is_not_finite_is_named(opened: Callable[..., File], key: str, value: float) -> None:
+    odd = GGUFValue(value, gguf.GGUFValueType.FLOAT64)
+    text = message(opened(keys=lambda kv: kv.update({f"qwen35.{key}": odd})), FileError)
+    assert f"qwen35.{key} is not finite" in text
+
+
 @pytest.mark.parametrize(
     "key, value",
     [

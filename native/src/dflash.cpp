@@ -153,12 +153,14 @@ std::vector<uint32_t> read_taps(const Found &f, uint32_t n_layer) {
     const std::string key = f.key(older ? "target_layer_ids" : "target_layers");
     std::vector<uint32_t> taps;
     for (const int64_t value : f.file.integers(key)) {
-        const int64_t tap = value + (older ? 1 : 0);
-        if (tap < 1 || tap > n_layer || (!taps.empty() && tap <= taps.back())) {
+        const int64_t first = older ? 0 : 1;
+        const bool known = value >= first && value - first < n_layer;
+        const uint32_t tap = known ? uint32_t(value - first) + 1 : 0;
+        if (!known || (!taps.empty() && tap <= taps.back())) {
             f.bad(format("key %s has %lld: expected rising layers of a target that has %u", key.c_str(),
                          (long long) value, n_layer));
         }
-        taps.push_back(uint32_t(tap));
+        taps.push_back(tap);
     }
     if (taps.empty()) {
         f.bad("key " + key + " is empty");

@@ -379,7 +379,7 @@ double GgufFile::number(const std::string &key) const {
              gguf_value_type_name(kv->type));
     }
     const double value = kv->type == GGUF_F32 ? double(load<float>(kv->data)) : load<double>(kv->data);
-    if (!std::isfinite(value)) {
+    if (!std::isfinite(float(value))) {
         fail(LUCE_E_FILE, "%s: key %s is not finite", path_.c_str(), key.c_str());
     }
     return value;

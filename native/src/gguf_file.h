@@ -83,7 +83,7 @@ public:
     // is E_FILE naming the key. The one-argument forms require the key.
     int64_t integer(const std::string &key, int64_t lo, int64_t hi) const;
     int64_t integer_or(const std::string &key, int64_t fallback, int64_t lo, int64_t hi) const;
-    double number(const std::string &key) const; // f32 or f64, finite
+    double number(const std::string &key) const; // f32, or f64 that is finite as f32 too
     std::string string(const std::string &key) const;
     std::vector<int64_t> integers(const std::string &key) const; // array of integers or bools
     std::vector<std::string_view> strings(const GgufKv &kv) const;

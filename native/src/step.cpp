@@ -34,7 +34,7 @@ Step::Step(const Model &model, const Cache &cache, const EngineParams &params)
     : model_(model), cache_(cache), params_(params),
       backend_(make_backend(model.device(), int(params.n_threads))),
       team_(model.device().gpu ? 1 : int(params.n_threads)), gemm_(nullptr, close_gemm), in_(cache, params),
-      galloc_(ggml_gallocr_new(model.device().buffer_type()), ggml_gallocr_free) {
+      galloc_(new_graph_allocator(model.device())) {
 #ifdef LUCE_USE_CUDA
     if (model.device().own_matmul) {
         void *stream = luce_cuda_stream(backend_.get());
@@ -101,8 +101,7 @@ Step::Graph &Step::graph(const StepShape &shape) {
     slot.reset();
     auto built = Graph::build(model_, cache_, in_.of(shape.kind), shape);
     // a graph that does not fit must not be given to galloc_, which would free the buffer under all others
-    std::unique_ptr<struct ggml_gallocr, void (*)(struct ggml_gallocr *)> trial(
-        ggml_gallocr_new(model_.device().buffer_type()), ggml_gallocr_free);
+    const GraphAllocator trial = new_graph_allocator(model_.device());
     size_t size = 0;
     ggml_gallocr_reserve_n_size(trial.get(), built->nodes, nullptr, nullptr, &size);
     if (size > compute_size_ || !ggml_gallocr_alloc_graph(galloc_.get(), built->nodes)) {

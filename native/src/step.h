@@ -22,6 +22,9 @@
 
 namespace luce {
 
+using GraphAllocator = std::unique_ptr<struct ggml_gallocr, void (*)(struct ggml_gallocr *)>;
+GraphAllocator new_graph_allocator(const Device &device);
+
 struct StepShape {
     StepKind kind;
     uint32_t rows;
@@ -114,7 +117,7 @@ private:
     Regions in_;
     Buffer results_buffer_; // pinned on a GPU
     Choice *results_ = nullptr, *drafts_ = nullptr;
-    std::unique_ptr<struct ggml_gallocr, void (*)(struct ggml_gallocr *)> galloc_;
+    GraphAllocator galloc_;
     uint64_t compute_size_ = 0;
     std::map<StepShape, std::unique_ptr<Graph>> graphs_;
     Graph *last_ = nullptr; // whose logits are in the compute buffer

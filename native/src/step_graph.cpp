@@ -109,6 +109,10 @@ uint64_t Regions::size(const Cache &cache) const {
            (cache.has_drafter() ? block.size() : 0);
 }
 
+GraphAllocator new_graph_allocator(const Device &device) {
+    return GraphAllocator(ggml_gallocr_new(device.buffer_type()), ggml_gallocr_free);
+}
+
 Step::Graph::~Graph() {
 #ifdef LUCE_USE_CUDA
     cuda::capture_free(captured);
@@ -153,17 +157,16 @@ StepSizes Step::measure(const Model &model, const Cache &cache, const EnginePara
     Regions in(cache, params);
     StepSizes sizes;
     sizes.inputs = in.size(cache);
-    ggml_gallocr_t galloc = ggml_gallocr_new(model.device().buffer_type());
+    const GraphAllocator galloc = new_graph_allocator(model.device());
     uint64_t n_nodes = 0;
     for (const StepShape &shape : sizing_steps(params.cache)) {
         auto g = Graph::build(model, cache, in.of(shape.kind), shape);
         check_supported(model.device(), g->nodes);
         size_t size = 0;
-        ggml_gallocr_reserve_n_size(galloc, g->nodes, nullptr, nullptr, &size);
+        ggml_gallocr_reserve_n_size(galloc.get(), g->nodes, nullptr, nullptr, &size);
         sizes.compute = std::max<uint64_t>(sizes.compute, size);
         n_nodes = std::max<uint64_t>(n_nodes, uint64_t(ggml_graph_n_nodes(g->nodes)));
     }
-    ggml_gallocr_free(galloc);
     if (model.device().gpu) {
         // A bound with room: beyond buffers and caches the 27b took 128 MB at most on an H200.
         constexpr uint64_t BYTES_PER_NODE = 2048, POOLS = uint64_t(416) << 20; // cuBLAS's workspace too

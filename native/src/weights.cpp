@@ -213,7 +213,8 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file, std::shar
         model->n_params_ += uint64_t(t.ne[0]) * uint64_t(t.ne[1]) * uint64_t(t.ne[2]) * uint64_t(t.ne[3]);
     }
     const size_t n_tensors = trunk.tensors().size() + (head ? head->tensors().size() : 0) +
-                             (drafter ? drafter->tensors().size() : 0) + 1;
+                             (drafter ? drafter->tensors().size() : 0) +
+                             2; // tied: the trunk's, the drafter's
     model->context_ = new_context(ggml_tensor_overhead() * n_tensors);
     WeightReader reader(*model, trunk);
     model->weights_ = model->architecture_->read_trunk(reader, hp);
@@ -330,6 +331,7 @@ void Model::load(const std::function<bool(float)> &progress) {
     ggml_backend_tensor_alloc(staging.get(), through, ggml_backend_buffer_get_base(staging.get()));
     std::vector<Upload> items;
     std::vector<std::vector<float>> widened; // each lives until it is uploaded
+    uint64_t total = 0;
     for (auto &[tensor, source] : tensors_) {
         if (is_packed(tensor)) {
             items.push_back({through, source->data, source->size, tensor, matrices_of(tensor).n});
@@ -344,8 +346,10 @@ void Model::load(const std::function<bool(float)> &progress) {
         items.push_back(
             {tensor, reinterpret_cast<const uint8_t *>(wide.data()), wide.size() * sizeof(float)});
     }
-    upload(*device_, items,
-           [&](uint64_t done) { return progress(float(double(done) / double(weight_bytes_))); });
+    for (const Upload &item : items) {
+        total += item.size;
+    }
+    upload(*device_, items, [&](uint64_t done) { return progress(float(double(done) / double(total))); });
 }
 
 } // namespace luce
