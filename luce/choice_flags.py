@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -15,8 +15,6 @@ from luce.errors import FileError
 from luce.grammar import Grammars, Matcher
 from luce.structs import Penalties
 from luce.tokenizer import Tokenizer
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Bias(click.ParamType):
@@ -35,7 +33,7 @@ class Bias(click.ParamType):
         return int(token), Finite(min=-100, max=100).convert(bias, param, ctx)
 
 
-_OPTIONS = (
+CHOICES = (
     click.option(
         "--repetition-penalty",
         type=Finite(min=0, min_open=True, max=100),
@@ -71,23 +69,16 @@ _OPTIONS = (
         "--json-schema",
         metavar="FILE|JSON",
         help="Hold the text to JSON that is valid under this schema: a file, or the schema itself. "
-        "Needs the extra 'grammar'.",
+        "This needs the extra 'grammar'.",
     ),
     click.option(
         "--grammar",
         "grammar_file",
         type=FilePath(path_type=Path),
         metavar="FILE",
-        help="Hold the text to this grammar, in llguidance's form of Lark. Needs the extra 'grammar'.",
+        help="Hold the text to this grammar, in llguidance's form of Lark. This needs the extra 'grammar'.",
     ),
 )
-
-
-def choice_options(command: F) -> F:
-    """Adds the flags to a command."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
 
 
 def penalties_of(flags: Mapping[str, Any], n_vocab: int) -> Penalties:

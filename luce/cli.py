@@ -14,34 +14,31 @@ import click
 
 import luce
 from luce import _native, stdout
-from luce.choice_flags import choice_options, grammar_of, penalties_of
-from luce.command import (
-    KV_TYPES,
-    MAX_U32,
-    Commands,
-    CtrlC,
-    FilePath,
-    Finite,
-    device_name,
-    without_temperature,
-)
+from luce.choice_flags import CHOICES, grammar_of, penalties_of
+from luce.command import MAX_U32, Commands, CtrlC, FilePath
 from luce.engine import Engine, Files
 from luce.errors import ContextFull, FileError, LuceError, about
 from luce.fit import fits
-from luce.hub import hf_option, model_path
-from luce.plan import (
-    DEFAULT_BUDGET,
-    DEFAULT_GAMMA,
-    MAX_BUDGET,
-    MAX_GAMMA,
-    SPECS,
-    Options,
-    Request,
-    require_supported,
+from luce.flags import (
+    DEVICE,
+    DRAFTING,
+    HEAD,
+    KV_TYPE,
+    MODEL,
+    QUIET,
+    RUN,
+    idle_sampling,
+    idle_threads,
+    misplaced,
+    options,
+    options_of,
+    sampling,
+    sampling_of,
 )
+from luce.hub import hf_option, model_path
+from luce.plan import Options, Request, require_supported
 from luce.probe import probe
 from luce.render import Display, devices_text, facts_text, printable, tensors_text
-from luce.structs import Sampling
 from luce.tokenizer import NFC_SHRINKS
 from luce.writer import Writer
 
@@ -83,7 +80,7 @@ def cli(version: bool) -> None:
 
 @cli.command()
 @click.argument("prompt", required=False)
-@click.option("-p", "--prompt", "named_prompt", help="PROMPT, as an option.")
+@click.option("-p", "--prompt", "named_prompt", help="Take PROMPT from this option.")
 @click.option(
     "-f",
     "--file",
@@ -91,14 +88,7 @@ def cli(version: bool) -> None:
     type=FilePath(path_type=Path),
     help="Take the prompt from this file, instead of stdin.",
 )
-@click.option(
-    "-m",
-    "--gguf",
-    "--model",
-    "gguf",
-    type=FilePath(path_type=Path),
-    help="The model: a GGUF, or the first of its parts.  [default: luce's own, which writes Python]",
-)
+@options(MODEL)
 @hf_option
 @click.option(
     "-n",
@@ -108,67 +98,19 @@ def cli(version: bool) -> None:
     show_default=True,
     help="Stop after so many tokens.",
 )
-@click.option(
-    "--temp", type=Finite(min=0), default=0.0, show_default=True, help="Sampling temperature; 0 is greedy."
-)
-@click.option(
-    "--top-k",
-    type=click.IntRange(0, 2**31 - 1),
-    default=0,
-    show_default=True,
-    help="Sample from the k most probable tokens; 0 is off. Needs --temp.",
-)
-@click.option(
-    "--top-p",
-    type=Finite(min=0, max=1, min_open=True),
-    default=1.0,
-    show_default=True,
-    help="Sample from the fewest tokens that reach p; 1 is off. Needs --temp.",
-)
-@click.option(
-    "--min-p",
-    type=Finite(min=0, max=1, max_open=True),
-    default=0.0,
-    show_default=True,
-    help="Sample from tokens at least p times as probable as the first. Needs --temp.",
-)
-@click.option(
-    "--seed",
-    type=click.IntRange(0, 2**64 - 1),
-    default=0,
-    show_default=True,
-    help="The same seed samples the same tokens, on every run; on the CPU also in every mode.",
-)
-@choice_options
+@options(sampling(), CHOICES)
 @click.option(
     "--ctx",
     type=click.IntRange(1, MAX_U32),
-    help="Positions of the prompt and the text.  [default: 4096, or what the request needs]",
+    help="Make room for so many tokens of prompt and text.  [default: 4096, or what the request needs]",
 )
-@click.option(
-    "--threads",
-    type=click.IntRange(1, 1024),
-    help="CPU threads.  [default: one for each usable CPU, to 16]",
-)
-@click.option(
-    "--device",
-    callback=device_name,
-    default="auto",
-    show_default=True,
-    metavar="auto|cpu|cuda[:N]",
-    help="Where to run; auto takes CUDA if it is there.",
-)
-@click.option(
-    "--kv-type",
-    type=click.Choice(KV_TYPES),
-    help="Type of the KV cache.  [default: f16]",
-)
+@options(RUN)
 @click.option(
     "--chat/--raw",
     default=False,
     help="Put the prompt into the file's chat template, or take it as it is.  [default: raw]",
 )
-@click.option("--system", help="System message of the chat.")
+@click.option("--system", help="Begin the chat with this system message.")
 @click.option(
     "--think/--no-think",
     default=None,
@@ -177,43 +119,13 @@ def cli(version: bool) -> None:
 @click.option(
     "--special", is_flag=True, help="Control tokens that PROMPT spells, like <|im_end|>, are taken as such."
 )
-@click.option(
-    "--spec",
-    type=click.Choice(SPECS),
-    help="Draft tokens and verify them together: with the NextN head (mtp), with a DFlash drafter (dflash), "
-    "with what followed earlier in the text (lookup), never (off), or as it pays (auto). On the CPU the "
-    "tokens stay the same, on CUDA all but near-ties.  [default: auto]",
-)
-@click.option(
-    "--mtp-gamma",
-    type=click.IntRange(0, MAX_GAMMA),
-    metavar="N",
-    help=f"Draft N tokens a round with the NextN head, 0 to {MAX_GAMMA}; with --spec auto at most N.  "
-    f"[default: {DEFAULT_GAMMA} with --spec mtp]",
-)
-@click.option(
-    "--mtp-gguf",
-    type=FilePath(path_type=Path),
-    help="Take the NextN head from this GGUF.  [default: the model's own]",
-)
-@click.option(
-    "--draft",
-    type=FilePath(path_type=Path),
-    help="Draft with the DFlash drafter of this GGUF; alone it means --spec dflash.",
-)
-@click.option(
-    "--tree-budget",
-    type=click.IntRange(1, MAX_BUDGET),
-    metavar="N",
-    help=f"Verify at most N candidates a round, 1 to {MAX_BUDGET}.  [default: {DEFAULT_BUDGET} with --spec "
-    "lookup]",
-)
+@options(DRAFTING)
 @click.option("--stop", "stops", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
 @click.option("--json", "as_json", is_flag=True, help="Print one object at the end instead of the text.")
 @click.option("--jsonl", is_flag=True, help="Print an object for each event as it happens, a line each.")
-@click.option("--quiet", is_flag=True, help="Nothing on stderr but errors.")
+@options(QUIET)
 @click.option(
-    "--verbose", is_flag=True, help="On stderr also the choices that were made and why, and the summary."
+    "--verbose", is_flag=True, help="Also print on stderr what was chosen and why, and the summary."
 )
 def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
     """Continue PROMPT: the text streams to stdout, everything else goes to stderr.
@@ -251,15 +163,15 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
         text = read_prompt(prompt, most * files.tokenizer.longest * NFC_SHRINKS, flags["prompt_file"])
         display.spin("loading the model")
         request = make_request(files, prompt_of(files, text, most, flags), flags)
-        options, n_prompt = make_options(flags), len(request.prompt)
+        asked, n_prompt = options_of(flags), len(request.prompt)
         engine = opened.enter_context(
-            Engine.open(files, options, display.loading, n_prompt, request.max_tokens)
+            Engine.open(files, asked, display.loading, n_prompt, request.max_tokens)
         )
         with CtrlC() as ctrl_c:
             ctrl_c.on_press = engine.cancel
             display.explain(engine.plan)
             form = "json" if flags["as_json"] else "jsonl" if flags["jsonl"] else "text"
-            writer = Writer(display, engine, options, form)
+            writer = Writer(display, engine, asked, form)
             for event in engine.generate(request, lambda: ctrl_c.pressed):
                 writer.on(event)
             writer.end(ctrl_c.pressed)
@@ -279,39 +191,7 @@ def contradiction(flags: Mapping[str, Any]) -> str | None:
         return "--quiet and --verbose: give one of them"
     if flags["special"] and flags["chat"]:
         return "--special is for --raw: in a chat only the template spells control tokens"
-    return misplaced(flags) or without_temperature(flags["temp"], "top_k", "top_p", "min_p", "seed")
-
-
-# What flags of drafting are of, and in which modes of --spec they are of use.
-_OF_DRAFTING = {
-    "mtp_gamma": ("drafts with the NextN head", ("auto", "mtp")),
-    "mtp_gguf": ("names a NextN head to draft with", ("auto", "mtp")),
-    "draft": ("names a DFlash drafter", ("auto", "dflash")),
-    "tree_budget": ("bounds the candidates of a tree or a lookup", ("auto", "dflash", "lookup")),
-}
-_SPECS = {
-    "off": "drafts nothing",
-    "mtp": "drafts chains of the NextN head",
-    "dflash": "drafts with a DFlash drafter",
-    "lookup": "drafts from the text",
-}
-
-
-def misplaced(flags: Mapping[str, Any]) -> str | None:
-    """Says what is wrong with flags of drafting that the mode would ignore. A chain's length alone asks for
-    mtp, and a drafter alone for dflash."""
-    implied = {"mtp_gamma": "mtp", "draft": "dflash"}
-    asking = "spec" if flags["spec"] else next((name for name in implied if flags[name] is not None), None)
-    if asking is None:
-        return None
-    spec = flags["spec"] if asking == "spec" else implied[asking]
-    for name, (does, specs) in _OF_DRAFTING.items():
-        if flags[name] is not None and spec not in specs:
-            flag = "--" + name.replace("_", "-")
-            of = f"--spec {spec}" if asking == "spec" else f"--{asking.replace('_', '-')} without --spec"
-            remedy = "give one of them" if asking == "spec" else "--spec auto takes both"
-            return f"{flag} {does}, {of} {_SPECS[spec]}: {remedy}"
-    return None
+    return misplaced(flags) or idle_sampling(flags) or idle_threads(flags)
 
 
 def read_prompt(prompt: str | None, most: int = sys.maxsize - 1, file: Path | None = None) -> str:
@@ -371,28 +251,10 @@ def make_request(files: Files, prompt: list[int], flags: Mapping[str, Any]) -> R
     return Request(
         prompt=tuple(prompt),
         max_tokens=flags["max_tokens"],
-        sampling=Sampling(
-            temperature=flags["temp"],
-            top_k=flags["top_k"],
-            top_p=flags["top_p"],
-            min_p=flags["min_p"],
-            seed=flags["seed"],
-        ),
+        sampling=sampling_of(flags),
         stops=flags["stops"],
         penalties=penalties_of(flags, files.tokenizer.n_vocab),
         grammar=grammar_of(flags, files.tokenizer),
-    )
-
-
-def make_options(flags: Mapping[str, Any]) -> Options:
-    """Returns the flags that describe the engine."""
-    return Options(
-        ctx=flags["ctx"],
-        kv_type=flags["kv_type"],
-        threads=flags["threads"],
-        spec=flags["spec"] or (None if flags["draft"] is None else "dflash"),
-        gamma=flags["mtp_gamma"],
-        budget=flags["tree_budget"],
     )
 
 
@@ -412,18 +274,12 @@ def devices(as_json: bool) -> None:
 @hf_option
 @click.option("--json", "as_json", is_flag=True, help="Print one object.")
 @click.option("--tensors", is_flag=True, help="List every tensor too.")
-@click.option("--ctx", type=click.IntRange(1, MAX_U32), help="Positions to state the memory for.")
-@click.option("--kv-type", type=click.Choice(KV_TYPES), help="Type of the KV cache.  [default: f16]")
-@click.option("--mtp-gguf", type=FilePath(path_type=Path), help="Take the NextN head from this GGUF.")
-@click.option("--draft", type=FilePath(path_type=Path), help="Say what it takes with this DFlash drafter.")
 @click.option(
-    "--device",
-    callback=device_name,
-    default="auto",
-    show_default=True,
-    metavar="auto|cpu|cuda[:N]",
-    help="Whose memory it is to fit into.",
+    "--ctx", type=click.IntRange(1, MAX_U32), help="State the memory for a context of so many tokens."
 )
+@options(KV_TYPE, HEAD)
+@click.option("--draft", type=FilePath(path_type=Path), help="Say what it takes with this DFlash drafter.")
+@options(DEVICE)
 def probe_gguf(path: Path | None, hf: str | None, as_json: bool, tensors: bool, **flags: Any) -> None:
     """Say what a GGUF holds, whether luce can run it, and whether it fits into the memory.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import math
-import re
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,14 +13,12 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from luce import stdout
 from luce.errors import Cancelled, LuceError
 from luce.render import printable
 
 MAX_U32 = 2**32 - 1
-KV_TYPES = ("f16", "q8_0", "q4_0", "f32")
 COMMAND = "luce.command"  # in a context's meta: the words of the command line
 REMEDIES = {  # what LuceError.concerns, in the words of the command line
     "nextn_head": "--mtp-gguf PATH names a file that has one",
@@ -126,26 +123,6 @@ class Finite(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number.", param, ctx)
         return number
-
-
-def device_name(ctx: click.Context, param: click.Parameter, value: str) -> str | None:
-    """Checks a device's name: auto, which becomes None, cpu, cuda or cuda:N."""
-    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", value):
-        raise click.BadParameter(f"{value!r} is not auto, cpu, cuda or cuda:N.", ctx, param)
-    return None if value == "auto" else value
-
-
-def given(name: str) -> bool:
-    """Says whether the running command was given this option, be it with the value of its default."""
-    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
-
-
-def without_temperature(temperature: float, *names: str) -> str | None:
-    """Says what is wrong with options of sampling that were given where nothing is sampled."""
-    for name in names:
-        if temperature == 0 and given(name):
-            return f"--{name.replace('_', '-')} needs --temp above 0: greedy decoding ignores it"
-    return None
 
 
 class CtrlC:

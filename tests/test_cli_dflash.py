@@ -6,7 +6,7 @@ import box_model
 import pytest
 
 PROMPT = "def fibonacci(n):\n"
-RUN = ("generate", "--gguf", box_model.GGUF, PROMPT, "-n", 40, "--ctx", 512, "--json", "--threads", 1)
+RUN = ("generate", "--gguf", box_model.GGUF, PROMPT, "-n", 40, "--ctx", 512, "--json")
 
 
 def tokens_and_draft(result):
@@ -51,7 +51,7 @@ def test_bench_runs_blocks_beside_plain(luce_, tmp_path):
     (tmp_path / "p.jsonl").write_text(json.dumps({"id": "f", "prompt": PROMPT}) + "\n")
     result = luce_(
         "bench", "prompts", tmp_path / "p.jsonl", "--modes", "plain,dflash,dflash:4", "-n", 24, "--json",
-        "--threads", 1, "--draft", box_model.DRAFTER, "--gguf", box_model.GGUF, "--quiet",
+        "--draft", box_model.DRAFTER, "--gguf", box_model.GGUF, "--quiet",
     )  # fmt: skip
     assert result.exit_code == 0, result.stderr
     modes = {row["mode"]: row for row in json.loads(result.stdout)["modes"]}

@@ -5,32 +5,28 @@ import click
 import pytest
 
 from luce.cli import cli
+from luce.structs import Device
 
 # Options that do something whatever else is given, by command; "*" for all.
 ALWAYS = {
-    "*": "--gguf --model --threads --device --kv-type --ctx --max-tokens --spec --modes --rounds --save"
+    "*": "--gguf --model --device --kv-type --ctx --max-tokens --spec --modes --rounds --save"
     " --quiet",
     "generate": "--prompt --file --temp --repetition-penalty --presence-penalty --frequency-penalty"
     " --logit-bias --chat --stop --tree-budget",
-    "chat": "--system --think --temp --mtp-gguf",
+    "chat": "--system --think --temp",
     "probe-gguf": "--tensors --json --mtp-gguf --draft --hf",
     "devices": "--json",
-    "convert": "--type --tokenizer --target --name",
+    "convert": "--threads --type --tokenizer --target --name",
     "bench humaneval": "--limit --temp --md",
     "bench prompts": "--class --temp --md",
-    "bench oracle": "--shape --accept --draft-accept --cache --prompts --prompt-tokens --md",
-    "bench sweep": "--mtp-gguf --draft --rows --gammas --steps --md",
+    "bench oracle": "--temp --shape --accept --cache --prompts --prompt-tokens --md",
+    "bench sweep": "--mtp-gguf --rows --gammas --steps --md",
     "bench batch": "--sequences --temp --md",
-    "bench serve": "--lengths --streams --prompt-tokens --turns --conversation --md",
-    "serve": "--hf --host --port --parallel --pages --queue --chunk --prefill-share --checkpoints --cache-ram"
-    " --cache-dir --log-json --mtp-gguf",
+    "bench serve": "--lengths --streams --prompt-tokens --turns --md",
+    "serve": "--hf --host --port --parallel --pages --queue --chunk --prefill-share --checkpoints",
 }
 # What each of the others is ignored with, and said to be.
 IGNORED = [
-    ("generate", "--top-k", "x --top-k 5"),
-    ("generate", "--top-p", "x --top-p 0.5"),
-    ("generate", "--min-p", "x --min-p 0.5"),
-    ("generate", "--seed", "x --seed 1 --temp 0"),
     ("generate", "--hf", "x --hf a/b --model m.gguf"),
     ("generate", "--json-schema", "x --json-schema {} --grammar g"),
     ("generate", "--grammar", "x --json-schema {} --grammar g"),
@@ -38,54 +34,54 @@ IGNORED = [
     ("generate", "--think", "x --think"),
     ("generate", "--no-think", "x --no-think"),
     ("generate", "--special", "x --special --chat"),
-    ("generate", "--mtp-gamma", "x --mtp-gamma 2 --spec off"),
-    ("generate", "--mtp-gguf", "x --mtp-gguf h --spec off"),
-    ("generate", "--draft", "x --draft d --spec mtp"),
-    ("generate", "--tree-budget", "x --tree-budget 5 --spec off"),
     ("generate", "--json", "x --json --jsonl"),
     ("generate", "--jsonl", "x --json --jsonl"),
     ("generate", "--verbose", "x --quiet --verbose"),
     ("generate", "--prompt", "x --prompt y"),
-    ("chat", "--top-k", "--temp 0 --top-k 5"),
-    ("chat", "--top-p", "--temp 0 --top-p 0.5"),
-    ("chat", "--seed", "--temp 0 --seed 1"),
     ("chat", "--hf", "--hf a/b --model m.gguf"),
-    ("chat", "--mtp-gguf", "--spec off --mtp-gguf h"),
     ("convert", "--no-mtp", "in out --no-mtp --mtp-only"),
     ("convert", "--mtp-only", "in out --no-mtp --mtp-only"),
     ("serve", "--api-key", "--api-key k --no-auth"),
     ("serve", "--no-auth", "--api-key k --no-auth"),
     ("serve", "--cache-disk", "--cache-disk 1"),
     ("serve", "--alias", "--alias a --gguf b=x --gguf c=y"),
-    ("serve", "--mtp-gamma", "--mtp-gamma 2 --spec off"),
-    ("serve", "--draft", "--draft d --spec mtp"),
-    ("serve", "--tree-budget", "--tree-budget 5 --spec off"),
+    ("serve", "--log-json", "--log-json --quiet"),
+    ("serve", "--cache-ram", "--cache-ram 1 --checkpoints 0"),
+    ("serve", "--cache-dir", "--cache-dir d --checkpoints 0"),
+    ("bench oracle", "--draft-accept", "--draft-accept 0.5"),
+    ("bench serve", "--conversation", "--conversation 1000 --turns 0"),
     ("bench humaneval", "--unsafe-check", "--unsafe-check --no-check"),
     ("bench humaneval", "--no-check", "--unsafe-check --no-check"),
-] + [
-    (f"bench {kind}", flag, args.replace("PLAIN", "off" if kind == "serve" else "plain"))
-    for kind, flags in {
-        "humaneval": "gguf seed form plot",
-        "prompts": "gguf seed form plot",
-        "oracle": "form plot",
-        "sweep": "form plot",
-        "batch": "gguf seed form plot",
-        "serve": "gguf form",
-    }.items()
-    for flag, args in {
-        "gguf": [("--mtp-gguf", "--modes PLAIN --mtp-gguf h"), ("--draft", "--modes PLAIN --draft d")],
-        "seed": [("--seed", "--seed 1")],
-        "form": [("--json", "--json --csv"), ("--csv", "--csv --md"), ("--commit", "--commit abc")],
-        "plot": [("--plot", "--plot x.svg")],
-    }.items()
-    if flag in flags
-    for flag, args in args
+]
+SAMPLES = ["--top-k 5", "--top-p 0.5", "--min-p 0.5", "--seed 1"]  # without a temperature
+DRAFTS = ["--mtp-gamma 2 --spec off", "--mtp-gguf h --spec off", "--draft d --spec mtp",
+          "--tree-budget 5 --spec off"]  # fmt: skip
+THREADS = ["--threads 2 --device cuda", "--threads 1 --device cuda:7"]
+FORMS = ["--json --csv", "--csv --md", "--commit abc"]
+BENCH = ["--mtp-gguf h --modes plain", "--draft d --modes plain", *SAMPLES, *FORMS, "--plot x.svg", *THREADS]
+IGNORED += [
+    (command, words.split()[0], f"{before}{words}")
+    for command, before, several in (
+        ("generate", "x --temp 0 ", SAMPLES),
+        ("generate", "x ", [*DRAFTS, *THREADS]),
+        ("chat", "--temp 0 ", SAMPLES),
+        ("chat", "", [*DRAFTS, *THREADS]),
+        ("serve", "", [*DRAFTS, *THREADS]),
+        ("bench humaneval", "", BENCH),
+        ("bench prompts", "", BENCH),
+        ("bench batch", "", BENCH),
+        ("bench oracle", "", [*SAMPLES, *FORMS, "--plot x.svg", *THREADS]),
+        ("bench sweep", "", [*FORMS, "--plot x.svg", *THREADS]),
+        ("bench serve", "--modes off ", ["--mtp-gguf h", "--draft d", *FORMS, *THREADS]),
+    )
+    for words in several
 ]
 
 
 def commands(group=cli, path=()):
-    """Name and command of all that take options."""
-    for name, command in group.commands.items():
+    """Name and command of all that take options, also of those that are imported later."""
+    for name in group.list_commands(click.Context(group)):
+        command = group.get_command(click.Context(group), name)
         if isinstance(command, click.Group):
             yield from commands(command, (*path, name))
         else:
@@ -107,3 +103,10 @@ def test_every_option_is_in_the_table():
 def test_a_flag_that_would_be_ignored_is_named_in_a_usage_error(luce_, command, flag, args):
     result = luce_(*command.split(), *args.split())
     assert result.exit_code == 2 and flag in result.stderr, result.stderr
+
+
+def test_threads_are_refused_where_auto_takes_a_gpu(luce_, native, monkeypatch):
+    gpu = Device("cuda:0", "a GPU", 1 << 34, 1 << 34, is_gpu=1, exact=1)
+    monkeypatch.setattr(type(native), "devices", lambda self: [gpu])
+    result = luce_("generate", "x", "--threads", "2", "--device", "auto")
+    assert result.exit_code == 2 and "cuda:0 uses none: --device cpu does" in result.stderr

@@ -131,7 +131,7 @@ def test_the_command_line_takes_them(luce_, tmp_path):
     schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
     schema.write_text(json.dumps(RECORD))
     grammar.write_text('start: "no"')
-    common = ("generate", "x = ", "--threads", "1", "--quiet")
+    common = ("generate", "x = ", "--quiet")
     result = luce_(*common, "-n", "900", "--json-schema", schema, "--temp", "1")
     jsonschema.validate(json.loads(result.stdout), RECORD)
     assert luce_(*common, "--json-schema", '{"const": 7}').stdout == "7"

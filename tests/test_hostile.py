@@ -157,9 +157,9 @@ def test_a_lack_of_memory_is_one_line(luce_, monkeypatch):
 AMPLE = 1024  # MiB more than the command asks for before it imports
 
 
-def run(program, *words):
+def run(program, *words, **variables):
     """Runs Python code on the luce that is tested: `python -c` looks into the working directory first."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | variables
     command = [sys.executable, "-c", program, *words]
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=PACKAGE)
 
@@ -229,10 +229,7 @@ def test_the_room_to_start_holds_the_imports():
         "__main__._require_room = instead\n"
         "__main__.main()\n"
     )
-    environment = {"PYTHONPATH": os.pathsep.join([PACKAGE, *sys.path]), "OPENBLAS_NUM_THREADS": "64"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | environment
-    )
+    done = run(program, OPENBLAS_NUM_THREADS="64")
     assert done.returncode == 130 and ROOM / 2 < int(done.stdout) <= ROOM, done
 
 

@@ -73,7 +73,7 @@ def test_bench_oracle_makes_and_measures_it(shape: str, luce_: object, tmp_path:
     assert callable(luce_)
     modes = "plain,dflash,mtp:3,lookup,auto"
     args = ["bench", "oracle", "--shape", shape, "--modes", modes, "-n", 40, "--rounds", 1]
-    result = luce_(*args, "--cache", tmp_path, "--draft-accept", 1, "--json", "--quiet", "--threads", 1)
+    result = luce_(*args, "--cache", tmp_path, "--draft-accept", 1, "--json", "--quiet")
     assert result.exit_code == 0, result.stderr
     printed = json.loads(result.stdout)
     rows = {row["mode"]: row for row in printed["modes"]}

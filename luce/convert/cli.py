@@ -14,6 +14,7 @@ from luce.convert.gguf_output import Written
 from luce.convert.hf_config import Section, read_config
 from luce.convert.weight_types import DEFAULT, MIXES
 from luce.errors import LuceError
+from luce.flags import QUIET, options
 from luce.render import printable
 
 
@@ -26,24 +27,26 @@ from luce.render import printable
     type=click.Choice(list(MIXES)),
     default=DEFAULT,
     show_default=True,
-    help="Of the matrices.",
+    help="Store the matrices in this type.",
 )
-@click.option("--no-mtp", is_flag=True, help="The trunk alone, without its NextN head.")
-@click.option("--mtp-only", is_flag=True, help="The NextN head alone, for --mtp-gguf.")
+@click.option("--no-mtp", is_flag=True, help="Write the trunk alone, without its NextN head.")
+@click.option("--mtp-only", is_flag=True, help="Write the NextN head alone, for --mtp-gguf.")
 @click.option(
-    "--tokenizer", type=FilePath(path_type=Path), metavar="DIR", help="Where tokenizer.json is, if elsewhere."
+    "--tokenizer", type=FilePath(path_type=Path), metavar="DIR", help="Read tokenizer.json from this folder."
 )
 @click.option(
     "--target",
     type=FilePath(path_type=Path),
     metavar="GGUF|DIR",
-    help="The model that a drafter drafts for: its tokenizer is taken.",
+    help="Take the tokenizer of this model, which the drafter drafts for.",
 )
-@click.option("--name", help="The model's name in the file.  [default: the folder's]")
+@click.option("--name", help="Write this name of the model into the file.  [default: the folder's]")
 @click.option(
-    "--threads", type=click.IntRange(1, 1024), help="CPU threads.  [default: one for each usable CPU]"
+    "--threads",
+    type=click.IntRange(1, 1024),
+    help="Use so many CPU threads.  [default: one for each usable CPU]",
 )
-@click.option("--quiet", is_flag=True, help="Nothing on stderr but errors.")
+@options(QUIET)
 def convert(source: Path, out: Path, kind: str, quiet: bool, **flags: Any) -> None:
     """Convert CHECKPOINT to OUT.gguf, which is replaced if it exists.
 

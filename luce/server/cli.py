@@ -13,11 +13,10 @@ from typing import Any
 import click
 import uvicorn
 
-from luce.cli import misplaced
-from luce.command import BOX, KV_TYPES, MAX_U32, FilePath, Finite, device_name, given
+from luce.command import BOX, MAX_U32, FilePath, Finite
 from luce.errors import LuceError
+from luce.flags import DRAFTING, QUIET, RUN, given, idle_threads, misplaced, options, options_of
 from luce.hub import fetch, hf_option
-from luce.plan import DEFAULT_GAMMA, MAX_BUDGET, MAX_GAMMA, SPECS, Options
 from luce.server.app import LOOPBACK, Access, make_app
 from luce.server.ask import Refused
 from luce.server.cache import PAGE
@@ -62,37 +61,48 @@ def whole_pages(ctx: click.Context, param: click.Parameter, value: int | None) -
     multiple=True,
     callback=named_paths,
     metavar="[NAME=]PATH",
-    help="A model; may be repeated, each is loaded at first use.  [default: luce's own]",
+    help="Serve this model, loaded at first use; may be repeated.  [default: luce's own]",
 )
 @hf_option
-@click.option("--alias", help="The name of the model, where there is one.  [default: its file's]")
-@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen at.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0: a free one.")
+@click.option("--alias", help="Give the only model this name.  [default: its file's]")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Listen at this address.")
 @click.option(
-    "--parallel", type=click.IntRange(1, 64), default=4, show_default=True, help="Requests that run at once."
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8080,
+    show_default=True,
+    help="Listen at this port; 0 takes a free one.",
+)
+@click.option(
+    "--parallel",
+    type=click.IntRange(1, 64),
+    default=4,
+    show_default=True,
+    help="Run at most so many requests at once.",
 )
 @click.option(
     "--ctx",
     type=click.IntRange(1, MAX_U32),
-    help="Positions of each request.  [default: what fits, at most 32768 and what was trained]",
+    help="Make room for so many tokens a request.  [default: what fits, at most 32768 and what was trained]",
 )
 @click.option(
     "--pages",
     type=click.IntRange(1, MAX_U32),
-    help="KV pages of 256 positions.  [default: enough for all contexts]",
+    help="Keep so many KV pages of 256 positions.  [default: enough for all contexts]",
 )
 @click.option(
     "--queue",
     type=click.IntRange(0, 1 << 20),
     default=64,
     show_default=True,
-    help="Requests that may wait; more are turned away.",
+    help="Let at most so many requests wait; more are turned away.",
 )
 @click.option(
     "--chunk",
     type=click.IntRange(PAGE, MAX_CHUNK),
     callback=whole_pages,
-    help=f"Prompt tokens of a step, a multiple of {PAGE}; beginnings of prompts are kept at its multiples.  "
+    help=f"Read so many tokens of a prompt in a step, a multiple of {PAGE}; beginnings are kept at its "
+    "multiples.  "
     f"[default: {GPU_CHUNK} on a GPU, else {CPU_CHUNK}]",
 )
 @click.option(
@@ -100,25 +110,25 @@ def whole_pages(ctx: click.Context, param: click.Parameter, value: int | None) -
     type=Finite(min=0, max=1, min_open=True),
     default=0.75,
     show_default=True,
-    help="Part of the time that prompts may take from requests that are being answered.",
+    help="Let prompts take at most this part of the time from requests that are being answered.",
 )
 @click.option(
     "--checkpoints",
     type=click.IntRange(0, 1 << 16),
     default=16,
     show_default=True,
-    help="Beginnings of prompts kept on the device; 0 keeps none.",
+    help="Keep so many beginnings of prompts on the device; 0 keeps none anywhere.",
 )
 @click.option(
     "--cache-ram",
     type=Finite(min=0),
     metavar="GIB",
-    help="Host memory for beginnings of prompts.  [default: a quarter of what is free]",
+    help="Keep beginnings of prompts in so much host memory.  [default: a quarter of what is free]",
 )
 @click.option(
     "--cache-dir",
     type=FilePath(path_type=Path, file_okay=False),
-    help="A folder for beginnings of prompts, which outlive the server.  [default: none]",
+    help="Keep beginnings of prompts in this folder too, where they outlive the server.",
 )
 @click.option(
     "--cache-disk",
@@ -126,43 +136,17 @@ def whole_pages(ctx: click.Context, param: click.Parameter, value: int | None) -
     default=32.0,
     show_default=True,
     metavar="GIB",
-    help="Bytes in that folder, for each model.",
+    help="Let that folder hold so much for each model.",
 )
-@click.option("--api-key", "keys", multiple=True, help="Who asks must say this key; may be repeated.")
+@click.option(
+    "--api-key", "keys", multiple=True, help="Answer only those who give this key; may be repeated."
+)
 @click.option("--no-auth", is_flag=True, help="Listen at an address of the network without a key.")
+@options(RUN, DRAFTING)
 @click.option(
-    "--threads", type=click.IntRange(1, 1024), help="CPU threads.  [default: one for each usable CPU, to 16]"
+    "--log-json", is_flag=True, help="Print an object for each request on stderr, instead of a line."
 )
-@click.option(
-    "--device",
-    callback=device_name,
-    default="auto",
-    show_default=True,
-    metavar="auto|cpu|cuda[:N]",
-    help="Where to run; auto takes CUDA if it is there.",
-)
-@click.option("--kv-type", type=click.Choice(KV_TYPES), help="Type of the KV cache.  [default: f16]")
-@click.option(
-    "--spec",
-    type=click.Choice(SPECS),
-    help="Draft tokens and verify them together: auto where it pays, mtp always, off never.  [default: auto]",
-)
-@click.option(
-    "--mtp-gamma",
-    type=click.IntRange(0, MAX_GAMMA),
-    metavar="N",
-    help=f"Drafts of a round, at most; with --spec mtp always.  [default there: {DEFAULT_GAMMA}]",
-)
-@click.option("--mtp-gguf", type=FilePath(path_type=Path), help="Take the NextN head from this GGUF.")
-@click.option("--draft", type=FilePath(path_type=Path), help="Draft with the DFlash drafter of this GGUF.")
-@click.option(
-    "--tree-budget",
-    type=click.IntRange(1, MAX_BUDGET),
-    metavar="N",
-    help=f"Verify at most N candidates a round, 1 to {MAX_BUDGET}.",
-)
-@click.option("--log-json", is_flag=True, help="An object for each request on stderr, instead of a line.")
-@click.option("--quiet", is_flag=True, help="Nothing on stderr but errors.")  # fmt: skip
+@options(QUIET)
 def serve(models: Mapping[str, Path], hf: str | None, **flags: Any) -> None:
     """Answer requests over HTTP: OpenAI's, Anthropic's and Ollama's APIs.
 
@@ -204,7 +188,7 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 def contradiction(models: Mapping[str, Path], flags: Mapping[str, Any]) -> str | None:
-    """Says what is wrong with flags that exclude each other."""
+    """Says what is wrong with flags that exclude each other, or of which one would be ignored."""
     if flags["alias"] and len(models) > 1:
         return "--alias names one model: give names as --gguf NAME=PATH"
     if flags["keys"] and flags["no_auth"]:
@@ -215,27 +199,28 @@ def contradiction(models: Mapping[str, Path], flags: Mapping[str, Any]) -> str |
         return f"--host {flags['host']} lets others in: --api-key KEY asks them for a key, --no-auth does not"
     if given("cache_disk") and flags["cache_dir"] is None:
         return "--cache-disk bounds the folder of --cache-dir: give both"
-    return misplaced(flags)
+    if flags["quiet"] and flags["log_json"]:
+        return "--quiet and --log-json: give one of them"
+    if flags["checkpoints"] == 0:
+        for name in ("cache_ram", "cache_dir"):
+            if flags[name] is not None:
+                return f"--{name.replace('_', '-')} is for beginnings of prompts: --checkpoints 0 keeps none"
+    return misplaced(flags) or idle_threads(flags)
 
 
 def settings_of(flags: Mapping[str, Any]) -> Settings:
     """Returns how the flags say that models are served."""
-    options = Options(
+    asked = options_of(
+        flags,
         device=flags["device"],
-        ctx=flags["ctx"],
-        kv_type=flags["kv_type"],
-        threads=flags["threads"],
         sequences=flags["parallel"],
         checkpoints=flags["checkpoints"],
         pages=flags["pages"],
         chunk=flags["chunk"],
-        spec=flags["spec"] or (None if flags["draft"] is None else "dflash"),
-        gamma=flags["mtp_gamma"],
-        budget=flags["tree_budget"],
     )
     ram = flags["cache_ram"]
     return Settings(
-        options=options,
+        options=asked,
         head=flags["mtp_gguf"],
         drafter=flags["draft"],
         host_bytes=None if ram is None else int(ram * GIB),
