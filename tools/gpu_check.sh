@@ -157,10 +157,10 @@ parts_at_once() {
             begin=$SECONDS status=0
             timeout -k 5 "$limit" "$@" "$work/kernel_check" "$which" "$part" >"$out/$name-$part.txt" 2>&1 || status=$?
             ((status)) || touch "$work/done/$name-$part"
-            printf '%s %s: %s, %s, %d s\n%s' "$name" "$part" "$( ((status == 124)) && echo CUT || echo "status $status")" \
-                "$(grep -hE 'checks, |SUMMARY' "$out/$name-$part.txt" | tr -s '\n=' ' ')" $((SECONDS - begin)) \
+            echo "$name $part: $( ((status == 124)) && echo CUT || echo "status $status")," \
+                "$(grep -hE 'checks, |SUMMARY' "$out/$name-$part.txt" | tr -s '\n=' ' ') $((SECONDS - begin)) s" \
                 "$(grep -E '^FAILED|^CUDA error|=== (Error|Warning|Invalid|Barrier|Race)' "$out/$name-$part.txt" |
-                    brief 5 | sed 's/$/\n/')"
+                    brief 5 | sed '1s/^/\n/')"
         ) &
         waiting+=($!)
     done
