@@ -73,8 +73,9 @@ def servers(args: argparse.Namespace, model: Path, where: str) -> dict[str, Abst
     ctx, most = max(*args.lengths, args.conversation if args.turns else 0) + 256, max(args.counts)
     found: dict[str, AbstractContextManager[Any]] = {}
     for mode in args.modes:
-        options = ["--spec", mode, "--ctx", str(ctx), "--parallel", str(most), "--device", args.device,
-                   "--threads", str(args.threads)]  # fmt: skip
+        options = ["--spec", mode, "--ctx", str(ctx), "--parallel", str(most), "--device", args.device]
+        if where == "cpu":  # elsewhere luce refuses the option, which a GPU has no use for
+            options += ["--threads", str(args.threads)]
         found[f"luce {mode}"] = luce_server(model, *options, *args.luce_option)
     drafts = ["--spec-type", "draft-mtp", "--spec-draft-n-max", str(args.draft)]
     for name, options in ((PLAIN, []), (DRAFTS, drafts)):

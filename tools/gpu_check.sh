@@ -40,6 +40,8 @@ within=${WITHIN:-100000}
 slice=${SLICE:-110}
 workers=${WORKERS:-12}
 threads=${THREADS:-16}
+own_threads=() # luce's: a model on a GPU uses none
+[[ $device != cpu ]] || own_threads=(--threads "$threads")
 all="build oracle kernels suite peer auto sampled sweep prefill dflash zero batch serve sanitize gap"
 stages=${*:-$all}
 for stage in $stages; do
@@ -96,7 +98,7 @@ have_oracle() {
 bench() {
     local name=$1 limit=$2
     shift 2
-    run "$name" "$limit" python3 -m luce bench oracle --cache "$XDG_CACHE_HOME" --device "$device" --threads "$threads" \
+    run "$name" "$limit" python3 -m luce bench oracle --cache "$XDG_CACHE_HOME" --device "$device" "${own_threads[@]}" \
         --commit "${COMMIT:-}" --save "$out" --quiet --md "$@" && table "$name"
 }
 # beside llama.cpp: peer NAME LIMIT SCRIPT OPTIONS..
@@ -252,7 +254,7 @@ stage_sampled() {
 stage_sweep() {
     say "what a step costs, by rows and context"
     have_oracle
-    run sweep 150 python3 -m luce bench sweep --gguf "$oracle" --device "$device" --threads "$threads" \
+    run sweep 150 python3 -m luce bench sweep --gguf "$oracle" --device "$device" "${own_threads[@]}" \
         --ctx "${SWEEP_CTX:-0,4k,32k,100k}" --rows "${SWEEP_ROWS:-1,2,4,8,16,32,64}" --gammas 1,3 --steps 12 \
         --commit "${COMMIT:-}" --save "$out" --quiet --md && table sweep
 }
