@@ -29,5 +29,5 @@ PROMPTS = (
 
 
 def write_f32(path: Path) -> Path:
-    """box.gguf's weights, dequantised, as an F32 file (with a test tokenizer)."""
+    """Writes box.gguf's weights, dequantised, as an F32 file (with a test tokenizer)."""
     return tiny.write(path, CONFIG, ref.read_gguf(str(GGUF)))

@@ -53,26 +53,27 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def native():
-    """The core under test."""
+    """Gives the core under test."""
     return _native.default()
 
 
 @pytest.fixture(scope="session")
 def device(request):
-    """The device of --luce-device."""
+    """Gives the device of --luce-device."""
     return request.config.getoption("--luce-device")
 
 
 @pytest.fixture(scope="session")
 def exact(native, device):
-    """Whether runs have to agree to the last bit there: everywhere but on GPUs that have ggml's matmuls."""
+    """Says whether runs have to agree to the last bit there: they do everywhere but on GPUs that have ggml's
+    matmuls."""
     kind = device.partition(":")[0]
     return bool(next(one for one in native.devices() if one.name in (device, f"{kind}:0", kind)).exact)
 
 
 @pytest.fixture(scope="session")
 def tiny_gguf(tmp_path_factory):
-    """A random Qwen3.5 of 4 blocks, F32, with a byte-level tokenizer and a chat template."""
+    """Makes a random Qwen3.5 of 4 blocks, F32, with a byte-level tokenizer and a chat template."""
     config = tiny.Config()
     path = tmp_path_factory.mktemp("models") / "tiny.gguf"
     return tiny.write(path, config, tiny.layout(config, seed=1))
@@ -83,7 +84,7 @@ def tiny_gguf(tmp_path_factory):
 
 @pytest.fixture
 def luce_(native, tiny_gguf, device):
-    """luce_(*args, stdin=...): the command in this process; {} stands for the tiny model."""
+    """Gives luce_(*args, stdin=...), which runs the command in this process; {} stands for the tiny model."""
 
     def run(*args, stdin=None):
         args = [str(tiny_gguf) if arg == "{}" else str(arg) for arg in args]
@@ -96,7 +97,7 @@ def luce_(native, tiny_gguf, device):
 
 @pytest.fixture
 def command(native):
-    """command(*args): `luce` as a process of its own."""
+    """Gives command(*args), which starts `luce` as a process of its own."""
 
     def start(*args, env=(), **options):
         folder = Path(luce.__file__).parent.parent
@@ -115,7 +116,7 @@ def command(native):
 
 @pytest.fixture
 def process(command, tiny_gguf, device):
-    """process(*args): `luce generate` of the tiny model as a process of its own."""
+    """Gives process(*args), which starts `luce generate` of the tiny model as a process of its own."""
 
     def start(*args, gguf=tiny_gguf, **options):
         return command("generate", "--gguf", gguf, "--device", device, *args, **options)
@@ -125,7 +126,7 @@ def process(command, tiny_gguf, device):
 
 @pytest.fixture(scope="session")
 def endless(tmp_path_factory):
-    """A tiny model with a context of 250000 that never chooses an end of text."""
+    """Makes a tiny model with a context of 250000 that never chooses an end of text."""
     config = tiny.Config(n_ctx=250_000, n_nextn=1)
     tensors = tiny.layout(config, seed=1)
     tensors["output.weight"][256:] = 0  # (V, E): greedy takes bytes only
@@ -134,7 +135,8 @@ def endless(tmp_path_factory):
 
 @pytest.fixture
 def foreground():
-    """SIGINT as a shell's foreground job has it, also where the tests themselves were started with `&`."""
+    """Handles SIGINT as a shell's foreground job does, also where the tests themselves were started with `&`.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -142,7 +144,7 @@ def foreground():
 
 @pytest.fixture
 def namespaces(request, monkeypatch):
-    """The argument of luce.bench.sandbox.check for a way of sandbox_ways.py: bwrap, own or limits."""
+    """Gives the argument of luce.bench.sandbox.check for a way of sandbox_ways.py: bwrap, own or limits."""
     import sandbox_ways
 
     return sandbox_ways.use(request.param, monkeypatch)

@@ -1,7 +1,7 @@
-"""What the tests do with a model: open engines and sequences, decode, grow random trees.
+"""Does with a model what the tests need: opens engines and sequences, decodes, grows random trees.
 
-A sequence that a test drives alone: `open_sequence(model)`, then prefill, draft, verify, step, decode ... of
-this module, whose steps have this sequence alone.
+A test that drives a sequence alone opens it with `open_sequence(model)`. It then takes prefill, draft,
+verify, step, decode ... of this module, whose steps have this sequence alone.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ WEIGHT_TYPES = (
 
 
 def has_ggmls_matmul(kind: str) -> bool:
-    """Whether weights of this type are multiplied by ggml on every GPU: their steps are not exact there."""
+    """Says whether ggml multiplies weights of this type on every GPU: their steps are not exact there."""
     return kind.startswith(("IQ1", "IQ2", "IQ3"))
 
 
 def type_of(kind: str) -> Callable[[str], str]:
-    """`kind` for every matrix; the embedding of IQ files is a K-quant, as in published ones."""
+    """Returns `kind` for every matrix; the embedding of IQ files is a K-quant, as in published ones."""
 
     def pick(name: str) -> str:
         if not tiny.quantizable(name):
@@ -46,7 +46,8 @@ SLOW = [tiny.QType[kind] for kind in WEIGHT_TYPES if has_ggmls_matmul(kind)]  # 
 
 
 def quantize(native: Library, kind: int, rows: np.ndarray) -> np.ndarray:
-    """The core's blocks; of slow types random ones, as large as `rows`: any bits of theirs are weights."""
+    """Returns the core's blocks. Of slow types it returns random ones, as large as `rows`: any bits of theirs
+    are weights."""
     if kind not in SLOW:
         return native.quantize(kind, rows)
     n, size = gguf.GGML_QUANT_SIZES[tiny.QType(kind)]
@@ -57,7 +58,8 @@ def quantize(native: Library, kind: int, rows: np.ndarray) -> np.ndarray:
 
 
 def with_scale(blocks: np.ndarray, kind: int, scale: float) -> np.ndarray:
-    """The blocks with this F16 scale: their first value, but of IQ1_M the high bits of its last four."""
+    """Returns the blocks with this F16 scale. It is their first value, but of IQ1_M the high bits of the last
+    four."""
     made, bits = blocks.copy(), np.array(scale, np.float16).view(np.uint16)
     if kind == tiny.QType.IQ1_M:
         words = made[..., -8:].view(np.uint16)
@@ -90,7 +92,7 @@ def open_model(
 def memory(
     native: Library, path: Path, device: str = "cpu", *, head: Head = None, n_draft: int = 0
 ) -> Memory:
-    """What an engine with a sequence of 64 positions that drafts would need."""
+    """Returns what an engine with a sequence of 64 positions that drafts would need."""
     file = File(path, native)
     params = EngineParams(n_ctx=64, n_draft=n_draft)
     return file.plan_memory(device, params, _head_file(file, head))
@@ -103,14 +105,14 @@ def _head_file(file: File, head: Head) -> File | None:
 
 
 def open_engine(model: Model, **params: int | str) -> Engine:
-    """f32 KV, 64 rows and 1 thread unless said otherwise: threads that wait for each other on a busy machine
-    cost tests five times what they save (test_invariance compares 1 and 2)."""
+    """Opens an engine with f32 KV, 64 rows and 1 thread unless said otherwise. Threads that wait for each
+    other on a busy machine cost tests five times what they save (test_invariance compares 1 and 2)."""
     filled = {"n_rows": 64, "n_threads": 1, "kv_type": "f32"} | params
     return Engine(model, EngineParams(**filled))  # type: ignore[arg-type]
 
 
 def open_sequence(model: Model, **params: int | str) -> Timeline:
-    """The one sequence of an engine of its own, which is its `engine`."""
+    """Opens the one sequence of an engine of its own, which is its `engine`."""
     return open_engine(model, **params).sequence()
 
 
@@ -118,7 +120,8 @@ def open_sequence(model: Model, **params: int | str) -> Timeline:
 
 
 def prefill(sequence: Timeline, tokens: Sequence[int], *, last: bool = True) -> int | None:
-    """All of a prompt, or its next part, cut where chunks end: the choice after it if it is the last part."""
+    """Reads all of a prompt, or its next part, cut where chunks end. Returns the choice after it if it is the
+    last part."""
     chunk, past = sequence.engine.info.n_chunk, sequence.info.n_past
     ends = [*range(chunk - past % chunk, len(tokens), chunk), len(tokens)]
     choice = None
@@ -128,24 +131,24 @@ def prefill(sequence: Timeline, tokens: Sequence[int], *, last: bool = True) -> 
 
 
 def start(sequence: Timeline, prompt: Sequence[int]) -> int:
-    """prefill of a whole prompt: the first token after it."""
+    """Reads a whole prompt. Returns the first token after it."""
     choice = prefill(sequence, prompt)
     assert choice is not None
     return choice
 
 
 def draft(sequence: Timeline, anchor: int, n: int, source: Source = Source.NEXTN) -> None:
-    """A chain of n drafts, which stay on the device."""
+    """Drafts a chain of n, which stay on the device."""
     sequence.engine.draft([Drafts(sequence, anchor, n, source)])
 
 
 def verify(sequence: Timeline, tokens: IntArray, parents: IntArray | None = None) -> list[int]:
-    """The target's choice after each row; raises NumericError where the logits were not finite."""
+    """Returns the target's choice after each row; raises NumericError where the logits were not finite."""
     return _alone(sequence, Rows(sequence, tokens, parents))
 
 
 def verify_draft(sequence: Timeline, n: int) -> list[int]:
-    """verify of the last draft's anchor and its first n tokens."""
+    """Verifies the last draft's anchor and its first n tokens."""
     return _alone(sequence, Rows(sequence, n=n + 1))
 
 
@@ -160,7 +163,7 @@ def _alone(sequence: Timeline, rows: Rows) -> list[int]:
 
 
 def step(sequence: Timeline, token: int) -> np.ndarray:
-    """Plain decoding of one token: its logits."""
+    """Decodes one token plainly. Returns its logits."""
     verify(sequence, [token])
     logits = sequence.logits(0)
     sequence.commit([0])
@@ -168,7 +171,7 @@ def step(sequence: Timeline, token: int) -> np.ndarray:
 
 
 def greedy(sequence: Timeline, prompt: Sequence[int], n: int) -> list[int]:
-    """The n tokens that follow the prompt."""
+    """Returns the n tokens that follow the prompt."""
     out = [start(sequence, prompt)]
     while len(out) < n:
         (choice,) = verify(sequence, out[-1:])
@@ -179,8 +182,8 @@ def greedy(sequence: Timeline, prompt: Sequence[int], n: int) -> list[int]:
 
 @dataclass
 class Decoded:
-    """tokens: after the prompt; accepted: drafts of each round; logits: (V,) that chose each token, where
-    they were asked for."""
+    """What was decoded: the tokens after the prompt, the accepted drafts of each round, and the logits (V,)
+    that chose each token, where they were asked for."""
 
     tokens: list[int]
     accepted: list[int] = field(default_factory=list)
@@ -196,7 +199,8 @@ def decode(
     logits: bool = False,
     source: Source = Source.NEXTN,
 ) -> Decoded:
-    """At least n tokens after the prompt, from an empty timeline. gamma: drafts of all rounds, or of each."""
+    """Decodes at least n tokens after the prompt, from an empty timeline. `gamma` counts the drafts of all
+    rounds, or of each."""
     sequence.reset()
     out = Decoded([start(sequence, prompt)])
     if logits:
@@ -238,8 +242,8 @@ def decode_together(
     n: int,
     gamma: int | Sequence[int] = 0,
 ) -> list[Decoded]:
-    """At least n tokens after each prompt, all sequences of one engine in each step. gamma: drafts of all
-    sequences, or of each; those that have n tokens leave the steps."""
+    """Decodes at least n tokens after each prompt, with all sequences of one engine in each step. `gamma`
+    counts the drafts of all sequences, or of each. Those that have n tokens leave the steps."""
     engine = sequences[0].engine
     gammas = [gamma] * len(sequences) if isinstance(gamma, int) else gamma
     out = []
@@ -287,7 +291,7 @@ def random_tree(rng: np.random.Generator, n: int) -> list[int]:
 
 
 def root_path(parents: Sequence[int], row: int) -> list[int]:
-    """Rows from row 0 down to `row`."""
+    """Returns the rows from row 0 down to `row`."""
     rows = [row]
     while parents[rows[-1]] >= 0:
         rows.append(parents[rows[-1]])

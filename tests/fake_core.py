@@ -1,8 +1,8 @@
-"""A deterministic stand-in for an engine: generations and their loop at full speed, with failures.
+"""Stands in for an engine, deterministically: generations and their loop run at full speed, with failures.
 
 It is strict where the core is: it checks its arguments as luce.h says before it does anything, and keeps what
-each sequence has `committed`, so that a test sees what a generation left in the caches. With draft sources,
-and what runs generations over it.
+each sequence has `committed`, so that a test sees what a generation left in the caches. Draft sources are
+here too, and what runs generations over it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EOS = N_VOCAB - 1
 
 
 def metadata():
-    """A file's tokenizer keys: ids 0..255 are bytes, the last three are control tokens."""
+    """Returns a file's tokenizer keys: ids 0..255 are bytes, the last three are control tokens."""
     tokens, types = vocabulary(N_VOCAB, "[PAD")
     return {
         "tokenizer.ggml.model": "gpt2",
@@ -41,12 +41,12 @@ def metadata():
 
 
 def tokenizer():
-    """Of `metadata`; EOS ends a text."""
+    """Makes the tokenizer of `metadata`; EOS ends a text."""
     return Tokenizer(metadata())
 
 
 def hashed(history):
-    """A byte that depends on every token so far, and never ends the text."""
+    """Returns a byte that depends on every token so far, and never ends the text."""
     state = 7
     for token in history:
         state = (state * 6364136223846793005 + token * 1442695040888963407 + 1) % 2**64
@@ -55,7 +55,7 @@ def hashed(history):
 
 
 def scripted(prompt, script):
-    """What follows the prompt is `script`, token by token, and then hashed."""
+    """Follows the prompt with `script`, token by token, and then with hashed."""
 
     def choose(history):
         index = len(history) - len(prompt)
@@ -65,9 +65,10 @@ def scripted(prompt, script):
 
 
 class FakeEngine:
-    """choose(history) is the target, guess(history) the head. fail: {verb: (call number from 0, exception)};
-    seconds: {verb: what a call takes, or a function of its detail} for `clock`. Calls of the engine and of
-    its sequences are counted together. on_call(verb) runs within each call: what a signal does."""
+    """An engine whose target is choose(history) and whose head is guess(history). `fail` is {verb: (call
+    number from 0, exception)}, and `seconds` is {verb: what a call takes, or a function of its detail} for
+    `clock`. Calls of the engine and of its sequences are counted together. on_call(verb) runs within each
+    call and does what a signal does."""
 
     def __init__(self, choose=None, n_ctx=4096, n_rows=64, n_chunk=512, fail=None, guess=None, n_draft=8,
                  n_sequences=1, seconds=None, on_call=lambda verb: None, n_top=0):  # fmt: skip
@@ -210,7 +211,8 @@ class FakeSequence:
         return self.chain[1:]
 
     def lookup(self, anchor, most):
-        """The newest place where the last four tokens stood before; the core takes the longest match."""
+        """Finds the newest place where the last four tokens stood before; the core takes the longest match.
+        """
         self.engine.called("lookup", most)
         text = [*self.committed, anchor]
         for end in range(len(text) - 1, 3, -1):
@@ -221,7 +223,7 @@ class FakeSequence:
         return [], 0
 
     def lists(self, depth, k, comb=True):
-        """The chain's tokens and, as next best ones, those that follow them by number."""
+        """Returns the chain's tokens and, as next best ones, those that follow them by number."""
         self.engine.called("lists", (depth, k))
         made = Lists(default(), depth, k, comb)
         drafted = self.chain[1 : depth + 1]
@@ -233,7 +235,7 @@ class FakeSequence:
         return default().tree(anchor, lists, budget, chain)
 
     def histories(self, item, n):
-        """What each row of a verify follows, itself included."""
+        """Returns what each row of a verify follows, itself included."""
         self.usable()
         tokens, parents = item.tokens, item.parents
         if tokens is None:
@@ -285,7 +287,8 @@ PROMPT = tuple(b"a prompt")
 
 
 class Source:
-    """A draft source that keeps what it was told. core: an engine, for its last sequence, or a sequence."""
+    """A draft source that keeps what it was told. `core` is an engine, for its last sequence, or a sequence.
+    """
 
     def __init__(self, core=None):
         self.core = core
@@ -389,17 +392,17 @@ class Text:
 
 
 def nextn(core, gamma, budget=None):
-    """The fake head's chains, or trees of them."""
+    """Makes a source of the fake head's chains, or of trees of them."""
     return Fixed(Drafter(Text(core), By.NEXTN, 8, max(core.n_top, 1)), gamma, budget)
 
 
 def generation(core, request, source=None, cancelled=lambda: False):
-    """Of a request on a new sequence of the fake engine."""
+    """Makes a generation of a request on a new sequence of the fake engine."""
     return Generation(core.sequence(), core.info, TOKENIZER, request, source, cancelled, core.clock)
 
 
 def drive(core, generations):
-    """The events of each generation, driven together."""
+    """Returns the events of each generation, driven together."""
     loop, events = Loop(core, core.clock), {one: [] for one in generations}
     for one in generations:
         loop.add(one)
@@ -416,7 +419,8 @@ def drive(core, generations):
 
 
 def well_formed(events):
-    """One terminal event, the last; and the text and tokens of a Finished are those that were emitted."""
+    """Checks that one terminal event is the last, and that the text and tokens of a Finished are those that
+    were emitted."""
     terminal = [event for event in events if isinstance(event, Finished | Failed)]
     assert terminal == events[-1:], "exactly one terminal event, and it is the last"
     if isinstance(events[-1], Finished):
@@ -426,20 +430,20 @@ def well_formed(events):
 
 
 def run(core, source=None, cancelled=lambda: False, prompt=PROMPT, max_tokens=20, **asked):
-    """The events of a generation; **asked: more of a Request."""
+    """Returns the events of a generation; `asked` is more of a Request."""
     one = generation(core, Request(prompt, max_tokens, **asked), source, cancelled)
     return drive(core, [one])[0]
 
 
 def finish(core, **asked):
-    """The Finished of a generation."""
+    """Returns the Finished of a generation."""
     last = run(core, **asked)[-1]
     assert isinstance(last, Finished), last
     return last
 
 
 def expected(choose, count, prompt=PROMPT):
-    """What plain decoding emits."""
+    """Returns what plain decoding emits."""
     history = tuple(prompt)
     for _ in range(count):
         history = (*history, choose(history))

@@ -1,5 +1,5 @@
-"""For the converters' tests: Hugging Face checkpoints by hand (no torch, no safetensors package), and
-what a GGUF holds."""
+"""Writes Hugging Face checkpoints by hand for the converters' tests (without torch or the safetensors
+package), and reads what a GGUF holds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DTYPES = {"float32": "F32", "float16": "F16", "uint16": "BF16", "int64": "I64",
 
 
 def bf16(x: np.ndarray) -> np.ndarray:
-    """BF16 (rounded towards zero) as uint16, which save_file stores as BF16."""
+    """Returns BF16 (rounded towards zero) as uint16, which save_file stores as BF16."""
     return (np.ascontiguousarray(x, np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 
@@ -49,7 +49,7 @@ def save(
     tokenizer: bool = True,
     shards: int = 1,
 ) -> Path:
-    """A folder as save_pretrained leaves it, with tokenizer and template."""
+    """Writes a folder as save_pretrained leaves it, with tokenizer and template."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     if shards == 1:
@@ -69,7 +69,7 @@ def save(
 
 
 def tensors_of(path: Path) -> dict[str, np.ndarray]:
-    """Name to dequantised weights (numpy's order of dimensions) of a GGUF, as the core reads it."""
+    """Maps names to dequantised weights (in numpy's order of dimensions) of a GGUF, as the core reads it."""
     with File(path) as file:
         weights = Weights(file)
         rows = {name: weights.rows(name, 0, 1 << 40) for name in weights.index}
@@ -104,7 +104,8 @@ ROUND_TRIP = {
 
 
 def save_tokenizer(folder: Path) -> None:
-    """qwen35_layout's byte-level tokenizer as Hugging Face's files: N_TOKENS ids, control tokens last."""
+    """Writes qwen35_layout's byte-level tokenizer as Hugging Face's files: N_TOKENS ids, with the control
+    tokens last."""
     tokens = BYTE_SYMBOLS + [a + b for a, b in MERGES]
     special = range(len(tokens), N_TOKENS)
     tokenizer = {
@@ -140,19 +141,19 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def save_qwen35(folder: Path, c: Config, seed: int = 1, **options: Any) -> Path:
-    """tiny.weights(c, seed) and its config."""
+    """Writes tiny.weights(c, seed) and its config."""
     return save(folder, tiny.hf_config(c), tiny.weights(c, seed), **options)
 
 
 def convert_qwen35_to_gguf(folder: Path, *options: str) -> Path:
-    """out.gguf beside the folder."""
+    """Writes out.gguf beside the folder."""
     out = folder.parent / "out.gguf"
     assert run(folder, out, *options) == 0
     return out
 
 
 def run(*args: object) -> int:
-    """The exit status of `luce convert`, whose output is shown."""
+    """Returns the exit status of `luce convert`, whose output is shown."""
     result = CliRunner().invoke(cli, ["convert", *map(str, args)])
     print(result.stdout, end="")
     print(result.stderr, end="", file=sys.stderr)
@@ -161,7 +162,7 @@ def run(*args: object) -> int:
 
 
 def failure(args: list[str], capsys: Any) -> str:
-    """The last line that a failed conversion to args[1] says; it leaves nothing behind."""
+    """Returns the last line that a failed conversion to args[1] says; it leaves nothing behind."""
     before = sorted(Path(args[1]).parent.iterdir())
     assert run(*args) == 1
     assert sorted(Path(args[1]).parent.iterdir()) == before

@@ -1,4 +1,4 @@
-"""Whether two runs print the same tokens, and how far apart they are where they may not.
+"""Says whether two runs print the same tokens, and how far apart they are where they may not.
 
 Where steps are exact (the device says so) tokens are equal, always. On other GPUs, where ggml's kernels
 differ between row counts, the first difference of a pair of runs may only be a near-tie: the logits that
@@ -43,8 +43,8 @@ class Identity:
     max_choice_gap_in_differences: float = 0.0
 
     def compare(self, exact: bool, found: Decoded, plain: Decoded, n: int, rule: Rule = greedy_rule) -> None:
-        """The first n tokens, which `rule` chose. Where they need not be equal, both runs need the logits
-        that chose them."""
+        """Compares the first n tokens, which `rule` chose. Where they need not be equal, both runs need the
+        logits that chose them."""
         pairs = zip(found.tokens[:n], plain.tokens[:n], strict=True)
         at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         self.runs_compared += 1

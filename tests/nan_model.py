@@ -1,5 +1,5 @@
-"""A small random model with a head, in which one token is NaN: it fails whoever reads it, and nobody else may
-notice."""
+"""Makes a small random model with a head, in which one token is NaN: it fails whoever reads it, and nobody
+else may notice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BAD = 7  # the token
 
 
 def spoil(weights: Weights) -> Weights:
-    """With the embedding of BAD NaN, and its logit 0: nothing chooses or drafts it."""
+    """Makes the embedding of BAD NaN, and its logit 0: nothing chooses or drafts it."""
     weights["token_embd.weight"][BAD] = np.nan
     weights["output.weight"][BAD] = 0
     return weights
@@ -28,13 +28,14 @@ def write(path: Path, seed: int) -> Path:
 
 
 def tokens_of(n: int, seed: int = 1) -> list[int]:
-    """n tokens that are not BAD."""
+    """Returns n tokens that are not BAD."""
     tokens = np.random.default_rng(seed).integers(0, SMALL.n_vocab, n)
     return [int(t) for t in np.where(tokens == BAD, BAD + 1, tokens)]
 
 
 def open_engine(model: Model, **params: int | str) -> Engine:
-    """Of three sequences of 300 positions and one checkpoint, with rows for drafts and trees."""
+    """Opens an engine of three sequences of 300 positions and one checkpoint, with rows for drafts and trees.
+    """
     filled: dict[str, int | str] = {
         "n_ctx": 300, "n_sequences": 3, "n_checkpoints": 1, "n_rows": 24, "n_draft": 4, "n_chunk": 256,
     }  # fmt: skip
@@ -50,6 +51,6 @@ def started(engine: Engine, n: int = 3) -> list[Sequence]:
 
 
 def state_of(engine: Engine, *sequences: Sequence) -> list[object]:
-    """What a call that does nothing leaves as it was. Reading it drops rows that are verified."""
+    """Returns what a call that does nothing leaves as it was. Reading it drops rows that are verified."""
     infos: list[object] = [engine.info, *(each.info for each in sequences)]
     return [*infos, *(b"" if each.info.failed else each.dump() for each in sequences)]

@@ -51,7 +51,8 @@ def declare(ffi: Any) -> None:
 
 
 def sampling_run(native: Library, words: np.ndarray, z: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Of random words (n,) and z (n,): -log(u), noise and its bound F32, masses u64, each (n,)."""
+    """Returns, of random words (n,) and z (n,), -log(u), noise and its bound in F32, and masses as u64, each
+    (n,)."""
     ffi, n = native.ffi, len(words)
     declare(ffi)
     floats = [np.empty(n, np.float32) for _ in range(3)]
@@ -71,8 +72,8 @@ def sampling_run(native: Library, words: np.ndarray, z: np.ndarray) -> tuple[np.
 def penalise(
     native: Library, logits: np.ndarray, penalties: Penalties, tokens: IntArray, n_prompt: int = 0
 ) -> np.ndarray:
-    """F32 logits (n_vocab,) as the penalties make them after `tokens`, of which the first n_prompt were not
-    generated."""
+    """Returns F32 logits (n_vocab,) as the penalties make them after `tokens`, of which the first n_prompt
+    were not generated."""
     declare(native.ffi)
     row, struct = np.array(logits, dtype=np.float32), native.penalties(penalties, n_prompt)
     data, ids = native.ffi.from_buffer("float[]", row), native.ints(tokens)
@@ -90,8 +91,8 @@ def op_run(
     shape: Sequence[int],
     dtype: Any = np.float32,
 ) -> np.ndarray:
-    """What the op makes of `arrays`, of this shape and type. Shapes are numpy's (slowest first). The op may
-    write to the arrays that it is documented to write to: they are changed in place."""
+    """Returns what the op makes of `arrays`, of this shape and type. Shapes are numpy's (slowest first). The
+    op may write to the arrays that it is documented to write to: they are changed in place."""
     ffi = native.ffi
     declare(ffi)
     result = np.empty(shape, dtype)

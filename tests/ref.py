@@ -1,9 +1,9 @@
-"""The whole model in numpy, readable: what every kernel and graph of the core has to compute.
+"""Computes the whole model in numpy, readably: it is what every kernel and graph of the core has to compute.
 
-Weights are the dict of a GGUF file, matrices (out, in). A step takes rows with a parent each: a row
-starts from its parent's recurrent state and conv window, and attends to the committed tokens, its
-ancestors and itself. It changes nothing committed and returns the log from which `commit` replays
-the accepted rows. dtype float64 for the truth, float32 to see what rounding does.
+Weights are the dict of a GGUF file, with matrices (out, in). A step takes rows with a parent each: a row
+starts from its parent's recurrent state and conv window, and attends to the committed tokens, its ancestors
+and itself. It changes nothing committed and returns the log from which `commit` replays the accepted rows. A
+dtype of float64 is for the truth, float32 shows what rounding does.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def l2_norm(x: np.ndarray) -> np.ndarray:
 
 
 def rope(x: np.ndarray, positions: np.ndarray, n_rot: int, base: float) -> np.ndarray:
-    """NEOX: dimension i turns with i + n_rot/2; dimensions from n_rot on stay. x (rows, heads, D)."""
+    """Rotates x (rows, heads, D) as NEOX does: dimension i turns with i + n_rot/2, and dimensions from n_rot
+    on stay."""
     half = n_rot // 2
     angle = positions[:, None] * float(base) ** (-np.arange(half) / half)  # (rows, half)
     cos, sin = (f(angle)[:, None, :].astype(x.dtype) for f in (np.cos, np.sin))
@@ -50,8 +51,8 @@ def rope(x: np.ndarray, positions: np.ndarray, n_rot: int, base: float) -> np.nd
 def delta_step(
     s: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, decay: np.ndarray, beta: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One row of the recurrence. s (Hv, S_k, S_v); q, k, v (Hv, S); decay, beta (Hv,).
-    Returns the new state, delta (Hv, S_v), and o (Hv, S_v) before its norm."""
+    """Runs one row of the recurrence over s (Hv, S_k, S_v); q, k, v (Hv, S); decay, beta (Hv,). Returns the
+    new state, delta (Hv, S_v), and o (Hv, S_v) before its norm."""
     d = decay[:, None, None] * s
     delta = beta[:, None] * (v - np.einsum("hkv,hk->hv", d, k))
     s = delta_update(s, k, delta, decay)
@@ -60,7 +61,7 @@ def delta_step(
 
 
 def delta_update(s: np.ndarray, k: np.ndarray, delta: np.ndarray, decay: np.ndarray) -> np.ndarray:
-    """What commit replays from the log."""
+    """Does what commit replays from the log."""
     return decay[:, None, None] * s + k[:, :, None] * delta[:, None, :]
 
 
@@ -94,8 +95,8 @@ def attention(
     past: tuple[np.ndarray, np.ndarray],
     parents: Sequence[int],
 ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
-    """A full-attention block's mixer over normed rows x (rows, E): its output, and its K and V
-    (rows, Hkv, D). past: K and V (n, Hkv, D) that every row sees."""
+    """Mixes normed rows x (rows, E) as a full-attention block does. Returns its output, and its K and V
+    (rows, Hkv, D). `past` holds K and V (n, Hkv, D) that every row sees."""
     n = len(x)
     q, gate = np.split((x @ w["attn_q.weight"].T).reshape(n, c.n_head, 2 * c.head_dim), 2, -1)
     k = (x @ w["attn_k.weight"].T).reshape(n, c.n_head_kv, c.head_dim)
@@ -146,7 +147,7 @@ def block_weights(weights: Weights, i: int) -> Weights:
 
 
 def tree_positions(parents: Sequence[int]) -> list[int]:
-    """Depth of each row below row 0."""
+    """Returns the depth of each row below row 0."""
     depth: list[int] = []
     for p in parents:
         depth.append(depth[p] + 1 if p >= 0 else 0)
@@ -170,7 +171,7 @@ class Reference:
         self.conv = {i: np.zeros((c.conv_kernel - 1, c.conv_dim), dtype) for i in linear}  # oldest first
 
     def step(self, tokens: Sequence[int], parents: Sequence[int] | None = None) -> Step:
-        """One forward over rows; parents[0] = -1, parents[i] < i; None: a chain."""
+        """Runs one forward over rows, where parents[0] = -1 and parents[i] < i; None is a chain."""
         c = self.c
         up = list(parents) if parents is not None else list(range(-1, len(tokens) - 1))
         positions = self.n_past + np.array(tree_positions(up))
@@ -261,8 +262,8 @@ class NextN:
     def _rows(
         self, tokens: Sequence[int], hidden: np.ndarray, kv: tuple[np.ndarray, np.ndarray]
     ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
-        """Rows (token p, hidden of p - 1 (E,)) after those of kv: the head's hidden states (rows, E) after
-        its norm, and kv with them."""
+        """Runs rows (token p, hidden of p - 1 (E,)) after those of kv. Returns the head's hidden states
+        (rows, E) after its norm, and kv with them."""
         c, w = self.c, self.w
         e = rms_norm(w["nextn.embed_tokens.weight"][np.asarray(tokens)], w["nextn.enorm.weight"], c.eps)
         h = rms_norm(hidden, w["nextn.hnorm.weight"], c.eps)
@@ -292,7 +293,7 @@ class NextN:
 
 
 def _path(parents: Sequence[int], row: int) -> list[int]:
-    """Rows from row 0 down to `row`."""
+    """Returns the rows from row 0 down to `row`."""
     rows = [row]
     while parents[rows[-1]] >= 0:
         rows.append(parents[rows[-1]])
@@ -300,7 +301,7 @@ def _path(parents: Sequence[int], row: int) -> list[int]:
 
 
 def read_gguf(path: str) -> Weights:
-    """All tensors of a file, dequantised to F32: what the core's arithmetic should amount to."""
+    """Returns all tensors of a file, dequantised to F32: what the core's arithmetic should amount to."""
     dequantize = gguf.quants.dequantize
     return {
         t.name: dequantize(t.data, t.tensor_type).reshape(t.shape[::-1].tolist())

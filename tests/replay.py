@@ -50,7 +50,7 @@ class Trace:
 
 
 def recorded(path: Path = RECORDED) -> list[Trace]:
-    """What bench/auto_by_costs.py wrote: a digit and "proposed:right:matched" for each position."""
+    """Reads what bench/auto_by_costs.py wrote: a digit and "proposed:right:matched" for each position."""
     return [
         Trace(
             each["id"],
@@ -112,7 +112,7 @@ FIXED = {f"mtp:{n}": mtp(n) for n in range(1, GAMMA + 1)} | {
 def cost_of(
     trace: Trace, costs: Costs, way: Way, learn: Callable[[Round], None] = lambda done: None
 ) -> float:
-    """What the rounds of a text cost, from its first token to its last."""
+    """Returns what the rounds of a text cost, from its first token to its last."""
     text, end, seconds = Text(trace), len(trace.drafts), 0.0
     while text.at < end:
         depth = end - text.at - 1  # the last token is chosen, not drafted
@@ -127,7 +127,7 @@ def cost_of(
 
 
 def auto_cost(trace: Trace, costs: Costs, known: Known) -> float:
-    """The same, of auto."""
+    """Returns the same, of auto."""
     runner: list[Runner] = []
 
     def way(text: Text, rows: int, depth: int) -> tuple[int, int]:
@@ -141,7 +141,7 @@ def auto_cost(trace: Trace, costs: Costs, known: Known) -> float:
 
 
 def rates(traces: Sequence[Trace], cost: Callable[[Trace], float]) -> dict[str, float]:
-    """Tokens a unit of cost, by class of texts."""
+    """Returns tokens a unit of cost, by class of texts."""
     tokens, seconds = dict[str, int](), dict[str, float]()
     for trace in traces:
         tokens[trace.cls] = tokens.get(trace.cls, 0) + len(trace.drafts)
@@ -150,7 +150,8 @@ def rates(traces: Sequence[Trace], cost: Callable[[Trace], float]) -> dict[str, 
 
 
 def against_the_best(traces: Sequence[Trace], costs: Costs) -> dict[str, tuple[float, str]]:
-    """By class: auto's rate as a part of that of the best fixed way, plain included, and its name."""
+    """Returns, by class, auto's rate as a part of that of the best fixed way, plain included, and the name of
+    that way."""
     known = Known()
     auto = rates(traces, lambda trace: auto_cost(trace, costs, known))
 

@@ -1,4 +1,4 @@
-"""The sampling rule of luce.h in numpy and double precision, written from its words alone."""
+"""Computes the sampling rule of luce.h in numpy and double precision, written from its words alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ M32 = (1 << 32) - 1
 
 
 def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, ...]:
-    """Philox4x32-10 as Random123's paper gives it: 32-bit words in, 32-bit words out."""
+    """Computes Philox4x32-10 as Random123's paper gives it: 32-bit words go in, 32-bit words come out."""
     c, k = list(counter), list(key)
     for _ in range(10):
         low, high = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
@@ -20,21 +20,21 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
 
 
 def words(seed: int, position: int, n: int) -> np.ndarray:
-    """The random words (n,) of ids 0 .. n - 1 at a position."""
+    """Returns the random words (n,) of ids 0 .. n - 1 at a position."""
     halves = (position & M32, position >> 32)
     blocks = [philox((*halves, group, 0), (seed & M32, seed >> 32)) for group in range((n + 3) // 4)]
     return np.array(blocks, np.uint64).ravel()[:n]
 
 
 def minus_log_uniform(word: np.ndarray) -> np.ndarray:
-    """-log((word + 1/2) / 2^32), exact to double's last bits at both ends."""
+    """Computes -log((word + 1/2) / 2^32), exact to double's last bits at both ends."""
     word = word.astype(np.float64)
     near_one = (2.0**32 - 1 - word + 0.5) / 2.0**32
     return np.where(word < 2**31, -np.log((word + 0.5) / 2.0**32), -np.log1p(-near_one))
 
 
 def scores(logits: np.ndarray, sampling: Sampling, position: int) -> np.ndarray:
-    """z + G of every id (n,), -inf where the rule does not keep it."""
+    """Returns z + G of every id (n,), which is -inf where the rule does not keep it."""
     x = logits.astype(np.float64)
     with np.errstate(over="ignore"):
         z = (x - x.max()) / np.float64(np.float32(sampling.temperature))
@@ -52,7 +52,7 @@ def scores(logits: np.ndarray, sampling: Sampling, position: int) -> np.ndarray:
 
 
 def kept_probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """The renormalised softmax (n,) of what is kept."""
+    """Returns the renormalised softmax (n,) of what is kept."""
     x = logits.astype(np.float64)
     p = np.exp((x - x.max()) / sampling.temperature) * np.isfinite(scores(logits, sampling, 0))
     return p / p.sum()

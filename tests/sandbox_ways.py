@@ -1,4 +1,4 @@
-"""The ways in which this machine confines a program: a test of luce.bench.sandbox runs in each."""
+"""Lists the ways in which this machine confines a program: a test of luce.bench.sandbox runs in each."""
 
 import pytest
 
@@ -24,6 +24,6 @@ def both(test):
 
 
 def use(way, monkeypatch):
-    """check() takes this way from now on. Returns its argument `namespaces`."""
+    """Lets check() take this way from now on. Returns its argument `namespaces`."""
     monkeypatch.setattr(sandbox, "bubblewrap", lambda: BWRAP if way == "bwrap" else "")
     return way != "limits"

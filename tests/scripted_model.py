@@ -56,7 +56,7 @@ TEMPLATE = """
 
 
 def pieces(text: str, used: set[str]) -> list[str]:
-    """The text in pieces of a few letters, of which no file has one twice."""
+    """Cuts the text into pieces of a few letters, of which no file has one twice."""
     found: list[str] = []
     at = 0
     while at < len(text):
@@ -73,12 +73,12 @@ def pieces(text: str, used: set[str]) -> list[str]:
 
 
 def spelled(text: str) -> str:
-    """In the byte alphabet, as vocabularies have it."""
+    """Spells a text in the byte alphabet, as vocabularies have it."""
     return "".join(BYTE_SYMBOLS[byte] for byte in text.encode())
 
 
 def write(path: Path, script: Mapping[str, Sequence[str]], n_ctx: int = 131072) -> Path:
-    """The model of a script."""
+    """Writes the model of a script."""
     script = {DEFAULT: ["Fine."], **script}
     with File(BOX) as box:  # whose words keep prompts short
         kinds, listed = box.kv["tokenizer.ggml.token_type"], box.kv["tokenizer.ggml.tokens"]
@@ -106,7 +106,8 @@ def write(path: Path, script: Mapping[str, Sequence[str]], n_ctx: int = 131072) 
 
 
 def _tensors(config: Config, follows: Sequence[tuple[int, int]]) -> dict[str, np.ndarray]:
-    """Random blocks that add nothing; the head's row of a token is the embedding of those that it follows."""
+    """Returns random blocks that add nothing; the head's row of a token is the embedding of those that it
+    follows."""
     tensors = tiny.layout(config, seed=1)
     for name, tensor in tensors.items():
         if name.endswith(("attn_output.weight", "ssm_out.weight", "ffn_down.weight")):

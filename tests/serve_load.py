@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Many clients at one server: random cancels, bad requests, long prompts, slow readers.
+"""Sends many clients to one server: random cancels, bad requests, long prompts, slow readers.
 
-Each answer has to be the one that the engine gives alone; each request has an end; nothing is left over. The
-suite runs a short form. Five minutes of it, with the memory of the server at each minute:
+Each answer has to be the one that the engine gives alone, each request has an end, and nothing is left over.
+The suite runs a short form. This runs five minutes of it, and says the memory of the server at each minute:
 
-    PYTHONPATH=tests python tests/serve_load.py --minutes 5
+PYTHONPATH=tests python tests/serve_load.py --minutes 5
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Load:
         self.wrong: list[str] = []
 
     def run(self, clients: int, going: Callable[[int], bool]) -> None:
-        """Each client asks as long as going(requests that it has made)."""
+        """Lets each client ask as long as going(requests that it has made)."""
         threads = [threading.Thread(target=self._client, args=(n, going)) for n in range(clients)]
         for thread in threads:
             thread.start()
@@ -109,7 +109,7 @@ class Load:
 
 
 def _memory(pid: int) -> float:
-    """MiB that a process holds."""
+    """Returns the MiB that a process holds."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) / 1024
 

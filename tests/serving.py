@@ -1,4 +1,4 @@
-"""A server in this process, on a free port: the real one, in a thread."""
+"""Runs a server in this process, on a free port: the real one, in a thread."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ CHUNK = 256  # prefill rows of a step: small, so that short prompts have checkpo
 
 
 def settings(*, host_bytes=1 << 30, cache_dir=None, max_waiting=64, **options):
-    """Two sequences of one thread, unless said otherwise."""
+    """Returns settings of two sequences of one thread, unless said otherwise."""
     filled = {"device": "cpu", "threads": 1, "sequences": 2, "checkpoints": 4, "chunk": CHUNK} | options
     return Settings(Options(**filled), host_bytes=host_bytes, cache_dir=cache_dir, max_waiting=max_waiting)
 
 
 class Serving:
-    """url: of the server; models: what it serves."""
+    """A server that runs: `url` is its address, and `models` what it serves."""
 
     def __init__(self, paths, how, access, watch):
         self.models = Models(paths, how)

@@ -1,4 +1,4 @@
-"""The control block of a step (StepCtl in kernels.h) as the int32 array that luce's ops take."""
+"""Makes the control block of a step (StepCtl in kernels.h) as the int32 array that luce's ops take."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Seq:
 
 
 def choice_ctl(sampling: Sampling) -> np.ndarray:
-    """ChoiceCtl as int32 (8,)."""
+    """Returns ChoiceCtl as int32 (8,)."""
     made = np.zeros(
         1, [("seed", "u8"), ("min_mass", "u8"), ("scale", "f4"), ("top_k", "i4"), ("top_p", "u8")]
     )
@@ -58,7 +58,7 @@ def choice_ctl(sampling: Sampling) -> np.ndarray:
 
 
 def step_ctl(*seqs: Seq) -> np.ndarray:
-    """int32 (SIZE,): the sequences one after another, then rows that only fill the step's width."""
+    """Returns int32 (SIZE,): the sequences one after another, then rows that only fill the step's width."""
     ctl = np.full(SIZE, UNUSED, np.int32)
     rows = ctl[HEAD : HEAD + MAX_ROWS * ROW].reshape(MAX_ROWS, ROW)  # seq, parent, position, keep
     parts = ctl[HEAD + MAX_ROWS * ROW :].reshape(MAX_ROWS, SEQ)

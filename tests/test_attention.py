@@ -30,7 +30,7 @@ def bits(x: float) -> int:
 
 
 def quantize(x: np.ndarray, kind: str) -> np.ndarray:
-    """x as a cell holds it, rounded as ggml's reference quantiser rounds."""
+    """Returns x as a cell holds it, rounded as ggml's reference quantiser rounds."""
     if kind in ("f32", "f16"):
         return x.astype(TYPES[kind])
     blocks = x.reshape(*x.shape[:-1], x.shape[-1] // 32, 32)
@@ -52,7 +52,7 @@ def quantize(x: np.ndarray, kind: str) -> np.ndarray:
 
 
 def values(cells: np.ndarray) -> np.ndarray:
-    """What cells hold, as float64."""
+    """Returns what cells hold, as float64."""
     if cells.dtype == Q8_0:
         x = cells["q"] * cells["d"].astype(np.float64)[..., None]
     elif cells.dtype == Q4_0:
@@ -132,7 +132,7 @@ class Pool:
         return seq.pages[position // PAGE] * PAGE + position % PAGE
 
     def sequence(self, k: np.ndarray, v: np.ndarray, room: int = MAX_ROWS) -> Context:
-        """A sequence that has committed k and v, written as a prefill writes them."""
+        """Returns a sequence that has committed k and v, written as a prefill writes them."""
         seq = Context([self.free.pop() for _ in range(-(-(len(k) + room) // PAGE))], k[:0], v[:0])
         if len(k) > 0:
             self.append(seq, k, v)
@@ -144,7 +144,7 @@ class Pool:
         seq.k, seq.v = np.concatenate([seq.k, k]), np.concatenate([seq.v, v])
 
     def control(self, seqs: Sequence[Context], trees: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-        """The control block of a step and its page table; the sequences' moves are paid with it."""
+        """Returns the control block of a step and its page table; the sequences' moves are paid with it."""
         parts, pages = [], []
         for seq, parents in zip(seqs, trees, strict=True):
             parts.append(
@@ -161,7 +161,7 @@ class Pool:
         op_run(self.native, self.device, "kv_store", args, (append, 0, self.s.d), shape=(1,), dtype=np.int32)
 
     def attend(self, rows: Rows, ctl: np.ndarray, pages: np.ndarray) -> np.ndarray:
-        """(T, H, D)"""
+        """Returns (T, H, D)."""
         s, t = self.s, len(rows.q)
         max_pages = max(1, len(pages))
         params = (s.d, s.first, s.window, max_pages, bits(s.d**-0.5), bits(s.softcap), int(s.gated))
@@ -175,14 +175,14 @@ class Pool:
     def step(
         self, seqs: Sequence[Context], trees: Sequence[list[int]], rows: Rows, junk: int = 0
     ) -> np.ndarray:
-        """One step of all sequences with `junk` rows behind them that belong to none."""
+        """Runs one step of all sequences, with `junk` rows behind them that belong to none."""
         ctl, pages = self.control(seqs, trees)
         rows = Rows(*(np.pad(x, ((0, junk), (0, 0)), constant_values=np.nan) for x in vars(rows).values()))
         self.store(rows.k, rows.v, ctl, pages)
         return self.attend(rows, ctl, pages)
 
     def expected(self, seq: Context, parents: list[int], rows: Rows) -> np.ndarray:
-        """float64 (T, H, D) of one sequence's rows."""
+        """Returns float64 (T, H, D) of one sequence's rows."""
         s = self.s
         out = np.zeros((len(parents), s.h, s.d))
         k, v = (values(quantize(np.concatenate(x), s.kind)) for x in ((seq.k, rows.k), (seq.v, rows.v)))
@@ -209,7 +209,7 @@ class Pool:
 
 
 def chunk_at(position: int) -> int:
-    """attention_chunks.h"""
+    """Does what attention_chunks.h does."""
     for begin, size, index in ((65536, 1024, 176), (16384, 512, 80), (4096, 256, 32), (0, 128, 0)):
         if position >= begin:
             return index + (position - begin) // size
@@ -217,7 +217,8 @@ def chunk_at(position: int) -> int:
 
 
 def close(found: np.ndarray, expected: np.ndarray, kind: str, device: str) -> None:
-    """The CPU sums in float32. CUDA's tensor cores take q and weights as F16 (11 bits) unless KV is F32."""
+    """Compares results. The CPU sums in float32. CUDA's tensor cores take q and weights as F16 (11 bits)
+    unless KV is F32."""
     bound = 1e-5 if device == "cpu" or kind == "f32" else 4e-3
     assert np.linalg.norm(found - expected) <= bound * max(np.linalg.norm(expected), 1e-3)
 
@@ -294,7 +295,8 @@ def test_long_contexts_match_the_reference_in_plain_bits(native, device, kind, n
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("kind", ["f16", "f32"])
 def test_what_a_row_does_not_see_cannot_reach_it(native, device, kind, bad):
-    """Committed values at the window's edge that only the first rows see, and a sibling's own value."""
+    """Committed values at the window's edge, which only the first rows see, and a sibling's own value are
+    NaN."""
     shape, rng, n = Shape(6, 1, 128, kind, window=100), np.random.default_rng(3), 200
     pool = Pool(native, device, shape, 8, 3)
     k, v = random(rng, n, 128), random(rng, n, 128)

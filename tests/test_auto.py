@@ -12,7 +12,7 @@ TRACES = replay.recorded()
 
 @pytest.mark.parametrize("name", replay.MACHINES)
 def test_auto_has_97_percent_of_the_best_fixed_way_on_every_class_of_prompts(name):
-    """One after the other in one engine, as `luce bench prompts` runs them."""
+    """The prompts run one after the other in one engine, as `luce bench prompts` runs them."""
     found = replay.against_the_best(TRACES, replay.MACHINES[name])
     assert set(found) == {"code", "narrative", "chat", "edit"}
     assert min(found.values())[0] > 0.97, found
@@ -28,7 +28,7 @@ def test_auto_has_97_percent_of_the_best_fixed_way_on_every_class_of_prompts(nam
 def test_a_hopeless_text_is_at_most_3_percent_slower_than_plain_whatever_came_before(
     name, earlier, fires, matched
 ):
-    """However much the texts before have gained, and however often a wrong lookup is found."""
+    """That holds however much the texts before have gained, and however often a wrong lookup is found."""
     costs, known = replay.MACHINES[name], Known()
     for trace in earlier:
         replay.auto_cost(trace, costs, known)

@@ -32,7 +32,7 @@ MODE_KEYS = {
 
 @pytest.fixture
 def bench(device, tmp_path):
-    """bench(command, *args): the command in this process."""
+    """Gives bench(command, *args), which runs the command in this process."""
 
     def run(*args):
         threads = ["--threads", "1"] if device == "cpu" else []

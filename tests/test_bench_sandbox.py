@@ -25,12 +25,12 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
 
 
 def named(name):
-    """A program's start: the process, and what it forks, is listed by that name."""
+    """Begins a program so that the process, and what it forks, is listed by that name."""
     return f"import ctypes, os, time\nctypes.CDLL(None).prctl(15, {name.encode()!r}, 0, 0, 0)\n"
 
 
 def processes(name):
-    """Living processes of that name."""
+    """Returns the living processes of that name."""
     found = []
     for folder in Path("/proc").iterdir():
         try:
@@ -395,7 +395,7 @@ def test_the_program_dies_with_its_caller(namespaces, tmp_path):
 
 
 def nobodys_python():
-    """A Python 3.10+ that user nobody can run, or None."""
+    """Returns a Python 3.10+ that user nobody can run, or None."""
     nobody = {"user": jail.NOBODY, "group": jail.NOBODY, "extra_groups": []}
     for python in (os.path.realpath(sys.executable), "/usr/bin/python3", "/usr/local/bin/python3"):
         try:

@@ -20,7 +20,7 @@ CASES = {
 
 
 def values(cells: np.ndarray) -> np.ndarray:
-    """What cells (.., blocks) hold, as float64 (.., values)."""
+    """Returns what cells (.., blocks) hold, as float64 (.., values)."""
     if cells.dtype not in (Q8_0, Q4_0):
         return cells.astype(np.float64)
     q = cells["q"] if cells.dtype == Q8_0 else np.concatenate([cells["q"] & 15, cells["q"] >> 4], -1)

@@ -44,14 +44,14 @@ def prompts(native: Library) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def sequence(native: Library, device: str) -> Timeline:
-    """box.gguf as it ships, f32 KV, with its NextN head."""
+    """Opens box.gguf as it ships, with f32 KV and its NextN head."""
     file = File(box_model.GGUF, native)
     model = Model(file, device, head=file)
     return drive.open_sequence(model, n_ctx=512, n_draft=4)
 
 
 def errors(sequence: Timeline, prompt: np.ndarray, expected: np.ndarray) -> float:
-    """Max abs logit error by verify steps of several widths and by one prefill."""
+    """Returns the max abs logit errors by verify steps of several widths and by one prefill."""
     worst = 0.0
     for width in (1, 7, len(prompt)):
         sequence.reset()
@@ -62,7 +62,7 @@ def errors(sequence: Timeline, prompt: np.ndarray, expected: np.ndarray) -> floa
 
 
 def check_greedy(sequence: Timeline, golden: Golden, name: str, error: float) -> None:
-    """The golden's greedy tokens, or, where `error` could change some, the others step by step."""
+    """Checks the golden's greedy tokens, or, where `error` could change some, the others step by step."""
     prompt, greedy = golden["prompt"], golden[f"{name}greedy"]
     sequence.reset()
     if golden[f"{name}gap"].min() > 2 * error:
@@ -77,9 +77,9 @@ def check_greedy(sequence: Timeline, golden: Golden, name: str, error: float) ->
 
 
 def check_drafts(sequence: Timeline, golden: Golden, name: str, bound: float) -> int:
-    """The golden's drafts after every anchor, by one timeline that goes on token by token and, where logits
-    were kept, from a prefill of all before. A chain counts up to where two logits are closer than 2 * bound.
-    Returns how many drafts were compared."""
+    """Checks the golden's drafts after every anchor, by one timeline that goes on token by token and, where
+    logits were kept, from a prefill of all before. A chain counts up to where two logits are closer than 2 *
+    bound. Returns how many drafts were compared."""
     expected = golden[f"{name}drafts"]
     prompt, greedy = golden["prompt"].tolist(), golden[f"{name}greedy"].tolist()
     clear = np.minimum.accumulate(golden[f"{name}draft_gap"], 1) > 2 * bound  # (N, 3)
@@ -119,7 +119,7 @@ def test_reference_agrees_with_transformers(golden: Golden) -> None:
 def test_core_in_f32_agrees_with_transformers(
     native: Library, device: str, golden: Golden, tmp_path: Path, record_property: Record
 ) -> None:
-    """box.gguf's weights in an F32 file."""
+    """The file holds box.gguf's weights in F32."""
     path = box_model.write_f32(tmp_path / "box-f32.gguf")
     sequence = drive.open_sequence(drive.open_model(native, path, device), n_ctx=256)
     error = errors(sequence, golden["prompt"], golden["stored_logits"])
@@ -130,7 +130,7 @@ def test_core_in_f32_agrees_with_transformers(
 
 
 def test_reference_head_agrees_with_torch(golden: Golden, record_property: Record) -> None:
-    """ref.NextN, with which test_head compares the core, against the head that the box trained."""
+    """ref.NextN, with which test_head compares the core, is held to the head that the box trained."""
     weights = ref.read_gguf(str(box_model.GGUF))
     trunk, head = ref.Reference(box_model.CONFIG, weights), ref.NextN(box_model.CONFIG, weights)
     text = [*golden["prompt"].tolist(), *golden["stored_greedy"].tolist()]
@@ -199,7 +199,7 @@ def test_checkpoint_in_f32_agrees_with_transformers(
 
 
 def rounds(sequence: Timeline, prompt: Sequence[int], n: int, gamma: int) -> tuple[list[int], list[int]]:
-    """At least n greedy tokens by rounds of gamma drafts, and how many each round accepted."""
+    """Returns at least n greedy tokens by rounds of gamma drafts, and how many each round accepted."""
     sequence.reset()
     tokens, accepted = [drive.prefill(sequence, prompt)], []
     while len(tokens) < n:
@@ -216,7 +216,7 @@ def rounds(sequence: Timeline, prompt: Sequence[int], n: int, gamma: int) -> tup
 def test_drafts_change_no_token(
     sequence: Timeline, prompts: list[list[int]], gamma: int, exact: bool
 ) -> None:
-    """Where steps are not exact, on some GPUs: only where two logits nearly tie."""
+    """Where steps are not exact, on some GPUs, they differ only where two logits nearly tie."""
     for prompt in prompts:
         drafted, _ = rounds(sequence, prompt, 96, gamma)
         sequence.reset()

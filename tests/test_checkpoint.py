@@ -33,8 +33,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model_of(native: Library, folder: Path, device: str) -> Callable[..., Model]:
-    """model_of("F32"): SMALL; of another type: WIDE; "Q4_K experts": a mixture of it. head=False: without its
-    head."""
+    """Gives model_of("F32"), which is SMALL, or of another type WIDE; "Q4_K experts" is a mixture of it. With
+    head=False it has no head."""
 
     def make(kind: str = "F32", head: bool = True, seed: int = SEED) -> Model:
         path = folder / f"{kind}-{seed}.gguf"
@@ -61,8 +61,8 @@ def open_engine(model: Model, **params: int | str) -> Engine:
 def follow(
     sequence: Timeline, rest: list[int], anchor: int | None = None
 ) -> tuple[Decoded, list[bytes], bytes]:
-    """What comes after the rest of a prompt: tokens, acceptance and drafts, logits, and the state at the end.
-    anchor: where the prompt is over."""
+    """Returns what comes after the rest of a prompt: tokens, acceptance and drafts, logits, and the state at
+    the end. `anchor` is given where the prompt is over."""
     first = drive.start(sequence, rest) if rest else anchor
     assert first is not None
     out = Decoded([first], [], [sequence.logits(0)] if rest else [])
@@ -72,7 +72,7 @@ def follow(
 
 
 def checkpoints_of(sequence: Timeline, prompt: list[int]) -> list[Checkpoint]:
-    """At every end of a chunk of the prompt, in a sequence of their own."""
+    """Returns checkpoints at every end of a chunk of the prompt, made in a sequence of their own."""
     n_chunk, made = sequence.engine.info.n_chunk, []
     sequence.reset()
     for end in range(n_chunk, len(prompt) + 1, n_chunk):
@@ -88,8 +88,9 @@ def checkpoints_of(sequence: Timeline, prompt: list[int]) -> list[Checkpoint]:
 def test_a_resumed_prompt_is_a_cold_one(
     kind: str, kv_type: str, n_chunk: int, model_of: Callable[..., Model]
 ) -> None:
-    """For every position and every way that a checkpoint can go, in its engine and in another: tokens, what
-    was accepted, logits and state, bit for bit. On every device: all steps are the same ones."""
+    """For every position and every way that a checkpoint can go, in its engine and in another, tokens, what
+    was accepted, logits and state are the same, bit for bit. That holds on every device: all steps are the
+    same ones."""
     model, prompt = model_of(kind), tokens_of(1025)
     alone = open_engine(model, n_sequences=1, n_checkpoints=0, n_chunk=n_chunk, kv_type=kv_type).sequence()
     engine = open_engine(model, n_chunk=n_chunk, kv_type=kv_type)
@@ -126,7 +127,7 @@ def test_a_resumed_prompt_is_a_cold_one(
 def test_the_sequence_that_a_checkpoint_is_of_goes_on_as_if_there_were_none(
     model_of: Callable[..., Model],
 ) -> None:
-    """Made in the middle of a prompt, at its end, and with verified rows and a draft in between."""
+    """It is made in the middle of a prompt, at its end, and with verified rows and a draft in between."""
     model, prompt = model_of(), tokens_of(600)
     engine = open_engine(model, n_sequences=1, n_checkpoints=2)
     sequence = engine.sequence()
@@ -158,7 +159,7 @@ def test_a_checkpoint_at_the_very_end_of_a_prompt(model_of: Callable[..., Model]
 
 
 def test_checkpoints_of_checkpoints(model_of: Callable[..., Model]) -> None:
-    """A chain of resumes, each a chunk longer, through the host, with junk decoded in between."""
+    """A chain of resumes goes through the host, each a chunk longer, with junk decoded in between."""
     model, prompt = model_of(), tokens_of(900)
     engine = open_engine(model, n_sequences=2)
     sequence, junk = engine.sequence(), engine.sequence()
@@ -177,7 +178,8 @@ def test_checkpoints_of_checkpoints(model_of: Callable[..., Model]) -> None:
 
 
 def test_five_texts_from_one_prompt(model_of: Callable[..., Model]) -> None:
-    """The same acceptance each time, whatever was decoded in between, and in a fork beside the first."""
+    """The acceptance is the same each time, whatever was decoded in between, and in a fork beside the first.
+    """
     engine = open_engine(model_of(), n_checkpoints=1)
     sequence, other = engine.sequence(), engine.sequence()
     prompt = tokens_of(300)
@@ -310,8 +312,8 @@ def test_another_head_is_refused(native: Library, folder: Path, device: str) -> 
 
 
 def test_damaged_bytes_are_refused(saved: bytes, model_of: Callable[..., Model]) -> None:
-    """Cut anywhere, grown, with any bit of the header, the first tokens and some of the rest flipped, or with
-    fields exchanged for others that look right."""
+    """They are cut anywhere, grown, have any bit of the header, the first tokens and some of the rest
+    flipped, or fields exchanged for others that look right."""
     engine = open_engine(model_of(), kv_type="f16")
     before, rng = engine.info, np.random.default_rng(1)
     cuts = [0, 1, 7, 8, HEADER - 1, HEADER, HEADER + 4, HEADER + 1024, len(saved) // 2, len(saved) - 1]
@@ -375,7 +377,7 @@ def test_a_context_without_room_is_an_error_that_changes_nothing(model_of: Calla
 
 @pytest.fixture
 def large(native: Library, folder: Path, device: str) -> tuple[Engine, Timeline, Checkpoint]:
-    """A checkpoint of 32 MiB, and another sequence, which decodes."""
+    """Gives a checkpoint of 32 MiB, and another sequence, which decodes."""
     c = replace(SMALL, n_layer=2, interval=2, n_head=16, n_head_kv=16, head_dim=256, n_nextn=0)
     path = tiny.write(folder / "large.gguf", c, tiny.layout(c, SEED))
     engine = open_engine(drive.open_model(native, path, device), n_draft=0, kv_type="f32", n_ctx=1280)
@@ -387,7 +389,7 @@ def large(native: Library, folder: Path, device: str) -> tuple[Engine, Timeline,
 
 
 class Saving:
-    """luce_checkpoint_save in a thread. data: what it writes, header last, and after the tokens a piece at a
+    """luce_checkpoint_save in a thread. It writes `data`: the header last, and after the tokens a piece at a
     time."""
 
     def __init__(self, checkpoint: Checkpoint):

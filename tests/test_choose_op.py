@@ -34,7 +34,7 @@ SAMPLINGS = [
 def choose(
     native: Library, device: str, logits: np.ndarray, samplings: Sequence[Sampling], past: Sequence[int]
 ) -> np.ndarray:
-    """[token, whether a logit is not finite] of each row; a sequence each."""
+    """Returns [token, whether a logit is not finite] of each row, of a sequence each."""
     rows = [Seq(parents=[-1], n_past=n, sampling=each) for each, n in zip(samplings, past, strict=True)]
     shape = (len(logits), CHOICE_WIDTH)
     return op_run(native, device, "choose", [logits, step_ctl(*rows)], (1,), shape=shape, dtype=np.int32)[
@@ -63,7 +63,7 @@ def test_rows_are_chosen_each_with_its_own_settings(native, device, n):
 
 @pytest.mark.parametrize("spread", [0.0, 1e-6, 1.0, 8.0])
 def test_a_real_vocabulary(native, device, spread):
-    """Flat logits too, where thousands of ids share a range of z."""
+    """Logits are flat too, where thousands of ids share a range of z."""
     logits = np.random.default_rng(3).normal(0, spread, (len(SAMPLINGS), 248_320)).astype(np.float32)
     check(native, device, logits, SAMPLINGS)
 

@@ -29,8 +29,8 @@ PENALTIES = st.builds(
 
 
 def processed(logits: np.ndarray, penalties: Penalties, tokens: list[int], n_prompt: int) -> np.ndarray:
-    """Bias; transformers' RepetitionPenaltyLogitsProcessor; OpenAI's mu - c * frequency - (c > 0) * presence.
-    All in F32."""
+    """Applies the bias, transformers' RepetitionPenaltyLogitsProcessor, and OpenAI's mu - c * frequency - (c
+    > 0) * presence, all in F32."""
     scores = logits.copy()
     for token, bias in penalties.bias:
         scores[token] += np.float32(bias)
@@ -196,7 +196,8 @@ class Turns:
 
 @pytest.fixture(scope="module")
 def engines(device):
-    """Plain, then one for each way to draft: chains, trees with blocks, the text's own words."""
+    """Opens a plain engine, then one for each way to draft: chains, trees with blocks, the text's own words.
+    """
     ways = {"mtp": {"gamma": 3}, "dflash": {"budget": 12}, "lookup": {"budget": 6}}
     with Files(GGUF, device=device, drafter=DRAFTER) as files, ExitStack() as opened:
         options = [Options(ctx=256, threads=1, spec=spec, **more) for spec, more in ways.items()]
@@ -224,7 +225,7 @@ def outcome(engine: Engine, request: Request) -> tuple[Finished, list[Logprobs]]
     way=st.integers(1, 3),
 )
 def test_drafts_change_no_token(engines, prompt, penalties, sampling, turns, top, way):
-    """With every mix of penalties, sampling, a grammar and log-probabilities."""
+    """That holds with every mix of penalties, sampling, a grammar and log-probabilities."""
     ids = engines[0].tokenizer.encode(prompt)
     n_vocab = engines[0].model.info.n_vocab
     grammar = (lambda: Turns(n_vocab, 3, turns)) if turns else None

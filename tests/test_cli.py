@@ -244,7 +244,7 @@ def test_a_model_that_gives_nan_fails_with_one_line(luce_, tmp_path):
 
 
 def rewritten(path, **keys):
-    """The tiny model with other keys in its metadata."""
+    """Writes the tiny model with other keys in its metadata."""
     config = tiny.Config()
     return tiny.write(path, config, tiny.layout(config, 1), **keys)
 

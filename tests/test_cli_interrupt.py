@@ -89,7 +89,8 @@ def test_ctrl_c_in_a_call_of_the_core_is_not_lost(luce_, monkeypatch, call, budg
 @pytest.mark.usefixtures("foreground")
 @pytest.mark.parametrize("call", ["draft", "verify"])
 def test_ctrl_c_cancels_the_next_step_of_the_core(luce_, endless, monkeypatch, call):
-    """Between the draft and the verify of a round too, where the generation itself is not asked."""
+    """It does so between the draft and the verify of a round too, where the generation itself is not asked.
+    """
     steps = []
 
     def step(name, original):

@@ -28,7 +28,7 @@ def oracle(path):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A trunk, a trunk with a head, a head alone, one that does not fit, and no model at all."""
+    """Makes a trunk, a trunk with a head, a head alone, one that does not fit, and no model at all."""
     folder, weights = tmp_path_factory.mktemp("mtp"), tiny.layout(CONFIG, 1)
     small = replace(CONFIG, n_embd=96)
     misfit = tiny.head_only(small, tiny.layout(small, 1))
@@ -46,7 +46,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture
 def generate(native, files, device):
-    """generate(model, *flags): names of files stand for their paths."""
+    """Gives generate(model, *flags), where names of files stand for their paths."""
 
     def run(model, *flags):
         args = ["generate", "--gguf", str(files[model]), PROMPT, "--device", device, "-n", "12"]
@@ -99,7 +99,8 @@ def test_every_flag_of_speculation_against_every_file(generate, model, head, spe
 
 @pytest.mark.parametrize("gamma", range(MAX_GAMMA + 1))
 def test_any_gamma_prints_the_same_tokens(generate, exact, gamma):
-    """Where a near-tie may fall otherwise, on some GPUs (tests/test_mtp.py), of a model that has none."""
+    """Where a near-tie may fall otherwise, on some GPUs (tests/test_mtp.py), the model is one that has none.
+    """
     model, samplings = "oracle", [()]
     if exact:
         model, samplings = "combined", [(), ("--temp", "1.5", "--seed", 7), ("--temp", "2", "--top-k", "50")]
@@ -174,7 +175,7 @@ def test_a_drafter_that_was_not_given_is_named(generate):
 @pytest.mark.parametrize("model", ["trunk", "oracle"])
 @pytest.mark.parametrize("sampling", [(), ("--temp", "1.5", "--seed", 7)])
 def test_lookups_print_the_same_tokens(generate, exact, model, sampling):
-    """Of a model that has no head, and of one that walks in circles."""
+    """One model has no head, and one walks in circles."""
     asked = ("-n", 200, "--ctx", 256, "--json", *(sampling if exact else ()))
     plain = json.loads(generate(model, "--spec", "off", *asked).stdout)
     for budget in (1, 15, 63):

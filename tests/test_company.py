@@ -1,10 +1,10 @@
-"""Same tokens in company: whatever else runs in its engine, a sequence has the logits and tokens that it has
-alone, bit for bit.
+"""Holds tokens to be the same in company: whatever else runs in its engine, a sequence has the logits and
+tokens that it has alone, bit for bit.
 
 Hypothesis makes schedules: up to 16 sequences with different prompts and sampling, plain, with chains of
-drafts or with trees, started and stopped at random, prefills between rounds, forks, checkpoints that move,
-cancels, junk beside, rows of NaN, pages nearly out. Alone is plain decoding in an engine with one sequence
-and no head.
+drafts or with trees, are started and stopped at random. Prefills come between rounds, sequences fork,
+checkpoints move, calls are cancelled, junk runs beside, rows are NaN, and pages are nearly out. Alone means
+plain decoding in an engine with one sequence and no head.
 
 On GPUs where ggml's products differ between row counts, a row may differ from its own alone by CUDA_GAP, and
 a text that has met a near-tie goes another way from there on; both are counted.
@@ -61,7 +61,7 @@ PROMPTS = [junk(1, 2), junk(2, 3), junk(5, 4), junk(17, 5), junk(40, 6), junk(3,
 
 @dataclass(frozen=True)
 class Text:
-    """Its tokens after the prompt, and the logits that chose each."""
+    """The tokens of a text after the prompt, and the logits that chose each."""
 
     tokens: list[int]
     logits: list[np.ndarray]
@@ -94,7 +94,7 @@ class Bench:
 def bench_of(
     native: Library, device: str, exact: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str, str], Bench]:
-    """bench_of(a key of CONFIGS, kv_type), made once: examples before have used its slots and pages."""
+    """Gives bench_of(a key of CONFIGS, kv_type), made once: examples before have used its slots and pages."""
     folder = tmp_path_factory.mktemp("company")
 
     @cache
@@ -154,7 +154,8 @@ class Runner:
             self.check(choice, 0)
 
     def candidates(self, rng: np.random.Generator, most: int) -> tuple[list[int], list[int]]:
-        """A tree of junk after the anchor, which may hold the true continuation and near misses of it."""
+        """Makes a tree of junk after the anchor, which may hold the true continuation and near misses of it.
+        """
         n = int(rng.integers(1, most + 1)) if self.mode == "tree" else most
         parents, tokens = drive.random_tree(rng, n), junk(n, int(rng.integers(1 << 30)))
         tokens[0] = self.tokens[-1]
@@ -208,7 +209,8 @@ class Company:
         return [self.engine.info, *(each.sequence.info for each in [*self.runners, *self.junk])]
 
     def attempt(self, call: Callable[[], object], rng: np.random.Generator) -> bool:
-        """Whether there was memory for it; else nothing was done, and something is given up for later."""
+        """Says whether there was memory for it; else nothing was done, and something is given up for later.
+        """
         before = self.infos()
         try:
             call()
@@ -266,7 +268,7 @@ class Company:
             self.attempt(reading[int(rng.integers(len(reading)))].prefill, rng)
 
     def keep(self, rng: np.random.Generator) -> None:
-        """A checkpoint of a sequence that is at the end of a chunk; of a new one, if there is none."""
+        """Takes a checkpoint of a sequence that is at the end of a chunk; of a new one, if there is none."""
         ends = [one for one in self.runners if one.reading and one.sequence.info.n_past in (256, 512)]
         if not ends and len(self.runners) + len(self.junk) < N_SEQUENCES:
             one = self.add(int(rng.integers(PROMPTS.index(LONG[:257]), len(PROMPTS))), rng)
@@ -280,7 +282,7 @@ class Company:
                     one.sequence.checkpoint()
 
     def fork(self, rng: np.random.Generator) -> None:
-        """A new sequence, or one that runs, goes on from a checkpoint of its prompt."""
+        """Lets a new sequence, or one that runs, go on from a checkpoint of its prompt."""
         if not self.checkpoints:
             return
         checkpoint = self.checkpoints[int(rng.integers(len(self.checkpoints)))]
@@ -303,7 +305,7 @@ class Company:
         self.attempt(resume, rng)
 
     def move(self, rng: np.random.Generator) -> None:
-        """A checkpoint travels, or ends."""
+        """Lets a checkpoint travel, or end."""
         if not self.checkpoints:
             return
         at = int(rng.integers(len(self.checkpoints)))
@@ -321,7 +323,7 @@ class Company:
             checkpoint.to_host()
 
     def cancel(self, rng: np.random.Generator) -> None:
-        """The next call does nothing at all."""
+        """Cancels, so that the next call does nothing at all."""
         if self.runners:
             runner, before = self.runners[int(rng.integers(len(self.runners)))], self.infos()
             self.engine.cancel()
@@ -330,11 +332,11 @@ class Company:
             assert self.infos() == before
 
     def round(self, rng: np.random.Generator, everyone: bool = False) -> None:
-        """A draft and a verify of some of those that decode, in one step."""
+        """Runs a draft and a verify of some of those that decode, in one step."""
         self.one_round(rng, everyone, bad=None)
 
     def nan(self, rng: np.random.Generator) -> None:
-        """The same, with a row of NaN in one of the sequences, which alone fails."""
+        """Does the same, with a row of NaN in one of the sequences, which alone fails."""
         if self.runners:
             self.one_round(rng, False, bad=self.runners[int(rng.integers(len(self.runners)))])
 
@@ -399,7 +401,8 @@ class Company:
                     self.close(one)
 
     def heal(self, runner: Runner, rng: np.random.Generator) -> None:
-        """What has failed refuses to go on, and is reset, or closed with the NaN in its slot and pages."""
+        """Sees what has failed refuse to go on, and resets it, or closes it with the NaN in its slot and
+        pages."""
         if runner.sequence.info.failed:
             with pytest.raises(StateError):
                 runner.sequence.prefill([1])

@@ -20,7 +20,7 @@ GROUPED, WIDE = qwen35.GROUPED, qwen35.WIDE
 
 
 def rows_of(folder, path, capsys, *options):
-    """(exit status, rows by name) of --json."""
+    """Returns (exit status, rows by name) of --json."""
     capsys.readouterr()
     status = compare_weights.main([str(folder), str(path), "--json", *options])
     report = json.loads(capsys.readouterr().out)
@@ -29,7 +29,7 @@ def rows_of(folder, path, capsys, *options):
 
 
 def other_file(tmp_path, c, change):
-    """A GGUF whose tensors were changed after a right conversion."""
+    """Makes a GGUF whose tensors were changed after a right conversion."""
     tensors = tiny.layout(c, 1)
     change(tensors)
     return tiny.write(tmp_path / "other.gguf", c, tensors)
@@ -52,7 +52,7 @@ def test_agrees_with_a_file_made_another_way(tmp_path, capsys):
 
 
 def test_heads_in_the_wrong_order_stand_out(tmp_path, capsys):
-    """v heads left grouped, as transformers has them: five of six are in another's place."""
+    """v heads are left grouped, as transformers has them: five of six are in another's place."""
     hf_weights = tiny.weights(GROUPED, 1)
     name = "blk.0.attn_gate.weight"
     grouped = hf_weights["model.layers.0.linear_attn.in_proj_z.weight"]

@@ -35,7 +35,7 @@ GGUF_NAMES = {
 
 
 def config_with(**changes):
-    """CONFIG with keys changed, or removed (None); dflash_config's keys are given as dflash={...}."""
+    """Returns CONFIG with keys changed, or removed (None); dflash_config's keys are given as dflash={...}."""
     config = json.loads(json.dumps(CONFIG))
     for place, values in ((config["dflash_config"], changes.pop("dflash", {})), (config, changes)):
         for key, value in values.items():
@@ -61,7 +61,7 @@ def weights(ff=FF, n_taps=3):
 
 
 def expected(made):
-    """The GGUF's tensors: other names, the same numbers."""
+    """Returns the GGUF's tensors, which have other names and the same numbers."""
     top = {"fc": "fc", "hidden_norm": "enc.output_norm", "norm": "output_norm"}
     wanted = {}
     for name, x in made.items():

@@ -25,7 +25,7 @@ convert = hf.convert_qwen35_to_gguf
 
 
 def test_a_mixtures_tensors_have_the_bits_of_the_test_models(tmp_path):
-    """The head's experts too."""
+    """The head's experts have them too."""
     found = hf.tensors_of(convert(hf.save_qwen35(tmp_path / "hf", MIXTURE), "--type", "F32"))
     wanted = tiny.layout(MIXTURE, 1)
     assert list(found) == list(wanted)
@@ -80,7 +80,7 @@ class Shapes(dict):
 
 
 def test_every_tensor_of_transformers_35b_has_its_place():
-    """The vision tower aside. transformers' defaults are 35B-A3B's sizes."""
+    """Only the vision tower has none. transformers' defaults are 35B-A3B's sizes."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     config = transformers.Qwen3_5MoeConfig()
@@ -105,7 +105,7 @@ def test_every_tensor_of_transformers_35b_has_its_place():
 
 
 def moe(c, experts):
-    """(config, weights): c with n_expert experts of width 48 and a shared one of 80, as stored
+    """Returns (config, weights) of c with n_expert experts of width 48 and a shared one of 80, as stored
     "fused" (n, 2 FF, E), "fused.weight" or "each"."""
     n, ff, shared, e = 4, 48, 80, c.n_embd
     config = {k: v for k, v in tiny.hf_config(c).items() if k != "intermediate_size"}

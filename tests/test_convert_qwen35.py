@@ -38,7 +38,7 @@ convert = hf.convert_qwen35_to_gguf
 
 
 def failure(folder, capsys, *options):
-    """The line that a conversion to out.gguf beside the folder fails with."""
+    """Returns the line that a conversion to out.gguf beside the folder fails with."""
     return hf.failure([str(folder), str(folder.parent / "out.gguf"), *options], capsys)
 
 
@@ -65,7 +65,8 @@ def test_keys_are_those_of_the_test_models(tmp_path, name):
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model.", ""])
 def test_published_layout_gives_the_same_file(tmp_path, prefix):
-    """text_config, model.language_model.*, a vision tower, model.mtp.*: as ForConditionalGeneration."""
+    """It has text_config, model.language_model.*, a vision tower and model.mtp.*, as ForConditionalGeneration
+    has them."""
     plain = convert(checkpoint(tmp_path / "hf", GROUPED)).read_bytes()
     weights = {}
     for name, x in tiny.weights(GROUPED, 1).items():
@@ -106,7 +107,7 @@ def test_every_norm_of_the_head_gets_its_one(tmp_path):
 
 @pytest.mark.parametrize("name", ["base", "grouped-s64-d128", "tied-grouped"])
 def test_converted_file_gives_the_logits_of_transformers(tmp_path, name, native, device, record_property):
-    """Teacher-forced against the goldens that transformers made of the same weights."""
+    """The goldens were made by transformers of the same weights, and their tokens are given to both."""
     c, seed = CASES[name]
     golden = np.load(GOLDENS / f"{name}.npz")
     path = convert(checkpoint(tmp_path / "hf", c, seed), "--type", "F32")

@@ -23,7 +23,7 @@ convert = hf.convert_qwen35_to_gguf
 
 
 def failure(folder, capsys, *options):
-    """The line that a conversion to out.gguf beside the folder fails with."""
+    """Returns the line that a conversion to out.gguf beside the folder fails with."""
     return hf.failure([str(folder), str(folder.parent / "out.gguf"), *options], capsys)
 
 

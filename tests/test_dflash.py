@@ -32,7 +32,7 @@ SAMPLINGS = {
 
 @pytest.fixture(scope="module")
 def box(native: Library, device: str) -> Model:
-    """The model in the box with both of its drafters."""
+    """Opens the model in the box with both of its drafters."""
     return drive.open_model(native, box_model.GGUF, device, head=True, drafter=box_model.DRAFTER)
 
 
@@ -46,7 +46,7 @@ def prompts(native: Library) -> list[list[int]]:
 def test_blocks_of_the_box_give_the_tokens_and_bytes_of_plain_decoding(
     sampling: str, box: Model, prompts: list[list[int]]
 ) -> None:
-    """Whole blocks, shorter ones and chains of the NextN head in turn."""
+    """Whole blocks, shorter ones and chains of the NextN head take turns."""
     engine = drive.open_engine(box, n_ctx=256, n_sequences=2, n_rows=16, n_draft=3, blocks=1)
     blocks, plain = engine.sequence(), engine.sequence()
     accepted = []
@@ -87,7 +87,7 @@ N_PROMPT = 300  # over a page and a chunk
 def random_files(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path]:
-    """A target with a NextN head, and a drafter with windows and causal layers."""
+    """Makes a target with a NextN head, and a drafter with windows and causal layers."""
     case = CASES["causal-windows"]
     target = replace(case.target, n_nextn=1)
     case = replace(case, target=tiny.with_experts(target) if request.param == "experts" else target)
@@ -104,14 +104,15 @@ def tokens_of(n: int, seed: int = 1) -> list[int]:
 
 
 def block_of(sequence: Timeline, anchor: int, n: int = 7) -> tuple[list[int], np.ndarray]:
-    """The drafts of a block, and its logits (rows, V)."""
+    """Returns the drafts of a block, and its logits (rows, V)."""
     drive.draft(sequence, anchor, n, Source.DFLASH)
     logits = np.stack([sequence.logits(row) for row in range(n + 1)])
     return sequence.drafted(n), logits
 
 
 def random_round(sequence: Timeline, rng: np.random.Generator) -> list[int]:
-    """A block, a chain, or nothing, then rows of a tree of which a random path is committed: its tokens."""
+    """Runs a block, a chain, or nothing, then rows of a tree of which a random path is committed. Returns its
+    tokens."""
     rows = tokens_of(int(rng.integers(1, 20)), int(rng.integers(1 << 30)))
     for source in rng.permutation([Source.NEXTN, Source.DFLASH])[: int(rng.integers(0, 3))]:
         drive.draft(sequence, rows[0], int(rng.integers(1, 4)), Source(source))
@@ -124,7 +125,8 @@ def random_round(sequence: Timeline, rng: np.random.Generator) -> list[int]:
 
 @pytest.mark.parametrize("kv_type", ["f32", "q8_0"])
 def test_rounds_of_both_drafters_leave_the_bytes_of_plain_decoding(model: Model, kv_type: str) -> None:
-    """In any order, over the end of a page; rejected rows leave nothing, and blocks draft the same after."""
+    """They run in any order, over the end of a page. Rejected rows leave nothing, and blocks draft the same
+    after."""
     params: dict[str, int | str] = {"n_ctx": 512, "n_rows": 20, "n_draft": 3, "kv_type": kv_type}
     engine = drive.open_engine(model, n_sequences=2, blocks=1, **params)
     sequence, plain = engine.sequence(), engine.sequence()
@@ -142,7 +144,8 @@ def test_rounds_of_both_drafters_leave_the_bytes_of_plain_decoding(model: Model,
 
 
 def test_sequences_in_company_draft_what_they_draft_alone(model: Model) -> None:
-    """More blocks than fit into one step, of sequences of different lengths; junk rows beside them."""
+    """There are more blocks than fit into one step, of sequences of different lengths, and junk rows beside
+    them."""
     engine = drive.open_engine(model, n_ctx=400, n_sequences=11, blocks=1, n_rows=8)
     sequences = [engine.sequence() for _ in range(11)]
     alone = []
@@ -157,7 +160,8 @@ def test_sequences_in_company_draft_what_they_draft_alone(model: Model) -> None:
 
 
 def test_a_checkpoint_brings_the_drafters_context(model: Model) -> None:
-    """From the device, from host memory and from bytes: block and committed bytes are a cold prompt's."""
+    """From the device, from host memory and from bytes, the block and the committed bytes are a cold
+    prompt's."""
     params: dict[str, int | str] = {"n_ctx": 400, "n_chunk": 256, "n_draft": 2, "n_rows": 8}
     engine = drive.open_engine(model, n_sequences=2, n_checkpoints=2, blocks=1, **params)
     cold, warm = engine.sequence(), engine.sequence()
@@ -237,7 +241,8 @@ def test_a_drafter_of_nan_gives_one_warning_and_the_same_tokens(
 
 
 def test_lists_are_those_of_the_last_draft(model: Model) -> None:
-    """Of a block beside a NextN head whose chain was drafted first: the best of the block's own logits."""
+    """Those of a block, beside a NextN head whose chain was drafted first, are the best of the block's own
+    logits."""
     sequence = drive.open_sequence(model, n_ctx=64, n_rows=8, n_draft=3, n_top=4, blocks=1)
     drive.prefill(sequence, tokens_of(20))
     drive.draft(sequence, 5, 3)

@@ -34,7 +34,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def moved(arch: str, moves: dict[str, str]) -> Callable[[Keys], None]:
-    """dflash.x becomes arch.x, or what `moves` says of x."""
+    """Turns dflash.x into arch.x, or into what `moves` says of x."""
 
     def change(keys: Keys) -> None:
         for key in [key for key in keys if key.startswith("dflash.")]:
@@ -45,7 +45,7 @@ def moved(arch: str, moves: dict[str, str]) -> Callable[[Keys], None]:
 
 
 def zero_based(keys: Keys) -> None:
-    """The layers whose outputs are tapped, as older files count them; and their mask token."""
+    """Returns the layers whose outputs are tapped, as older files count them, and their mask token."""
     moved("qwen35-dflash-draft", DEEPER)(keys)
     taps = keys.pop("qwen35-dflash-draft.target_layers")
     layers = [layer - 1 for layer in taps.value]
@@ -95,7 +95,7 @@ def without(*names: str) -> Callable[[Keys], None]:
 
 
 def having(name: str, value: Any, kind: gguf.GGUFValueType | None = None) -> Callable[[Keys], None]:
-    """A key with another value, or one that was not there, of this type."""
+    """Returns a key with another value, or one that was not there, of this type."""
 
     def change(keys: Keys) -> None:
         made = gguf.GGUFValue(value, kind) if kind else replace(keys[name], value=value)
@@ -208,7 +208,7 @@ def test_what_is_no_drafter_is_refused(native: Library, target: Path) -> None:
 
 
 def refused(native: Library, target: Path, drafter: Path, kind: type[LuceError], message: str) -> None:
-    """When it is opened, and when its memory is asked for."""
+    """Checks that the file is refused when it is opened, and when its memory is asked for."""
     with pytest.raises(kind, match=message):
         drive.open_model(native, target, drafter=drafter)
     with pytest.raises(kind, match=message):

@@ -29,7 +29,7 @@ Files = tuple[Config, DFlash, Path, Path]
 
 
 def f32(source: Path, path: Path) -> Path:
-    """The drafter in the box with its weights as they are stored, dequantised."""
+    """Makes the drafter in the box with its weights as they are stored, dequantised."""
     weights = ref.read_gguf(str(source))
     return tiny_dflash.write(path, tiny_dflash.Case(box_model.CONFIG, BOX, 0), weights)
 
@@ -46,7 +46,7 @@ def files(tmp_path: Path) -> Callable[[str], Files]:
 
 
 def context_of(sequence: Timeline, target: Config, c: DFlash, n: int) -> np.ndarray:
-    """(layers, 2, n, Hkv, D) F32 of a dump: before the recurrent state, which is last."""
+    """Returns (layers, 2, n, Hkv, D) F32 of a dump, which comes before the recurrent state, the last part."""
     size = c.n_layer * 2 * n * c.n_head_kv * c.head_dim
     recurrent = sum(target.is_recurrent(i) for i in range(target.n_layer))
     state = target.state_size**2 * target.n_v_head + 3 * target.conv_dim
@@ -59,7 +59,7 @@ def error(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 def full(c: DFlash, logits: np.ndarray, d2t: np.ndarray | None) -> np.ndarray:
-    """Over the target's vocabulary; what a reduced one lacks is as the core has it."""
+    """Spreads logits over the target's vocabulary; what a reduced one lacks is as the core has it."""
     if d2t is None:
         return logits
     out = np.full((len(logits), c.n_vocab), -1e30, np.float32)

@@ -25,7 +25,7 @@ TOOLS = {
 
 
 def written(name, **values):
-    """A call as the template spells it."""
+    """Spells a call as the template does."""
     parts = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
     return f"<tool_call>\n<function={name}>\n{parts}</function>\n</tool_call>"
 
@@ -130,7 +130,8 @@ def test_no_grouping_changes_what_is_said(words, reasoning, with_tools, data):
 
 @given(st.dictionaries(st.sampled_from(["path", "content"]), st.text(max_size=40)))
 def test_arguments_come_back_as_they_were_written(arguments):
-    """Any text but what the format itself cannot say: a parameter's end before another one's beginning."""
+    """They are any text but what the format itself cannot say: a parameter's end before another one's
+    beginning."""
     values = {key: value for key, value in arguments.items() if "</parameter>" not in value}
     values = {key: value for key, value in values.items() if "</tool_call>" not in value}
     (found,) = parsed([written("write", **values)])

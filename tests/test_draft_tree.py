@@ -26,7 +26,7 @@ def lists_of(native, ids, scores, comb=False):
 
 
 def paths_of(tokens, parents, ids):
-    """The path of ranks of each row but the first, which is the anchor."""
+    """Returns the path of ranks of each row but the first, which is the anchor."""
     paths = {0: ()}
     for row in range(1, len(tokens)):
         above = paths[parents[row]]
@@ -36,7 +36,7 @@ def paths_of(tokens, parents, ids):
 
 @st.composite
 def drafts(draw, best=0.0):
-    """ids and scores (depth, k), of a few values so that there are ties; a list may end early."""
+    """Draws ids and scores (depth, k), of a few values so that there are ties; a list may end early."""
     depth, k = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     ids = [list(range(10 * d, 10 * d + k)) for d in range(depth)]
     value = st.sampled_from([best, best - 0.5, best - 1.0, best - 1.5, best - 3.0, -np.inf])
@@ -52,7 +52,7 @@ def allowed(path, scores, comb):
 @settings(max_examples=200, deadline=None)
 @given(drafts=drafts(), budget=st.integers(0, 63), comb=st.booleans())
 def test_the_tree_is_the_best_of_all_paths(native, drafts, budget, comb):
-    """Of log-probabilities: the nodes of the largest sums, ties to the smaller path."""
+    """Its nodes have the largest sums of log-probabilities, and ties go to the smaller path."""
     ids, scores = drafts
     depth, k = len(ids), len(ids[0])
     every = [path for n in range(1, depth + 1) for path in itertools.product(range(k), repeat=n)]
@@ -70,7 +70,7 @@ def test_the_tree_is_the_best_of_all_paths(native, drafts, budget, comb):
 @settings(max_examples=100, deadline=None)
 @given(drafts=drafts(best=1.5), budget=st.integers(0, 63))
 def test_a_node_comes_after_its_parent_and_its_better_siblings(native, drafts, budget):
-    """Also where scores hold noise and may be above 0."""
+    """It does so also where scores hold noise and may be above 0."""
     ids, scores = drafts
     depth, k = len(ids), len(ids[0])
     chosen: list[tuple[int, ...]] = []
@@ -162,8 +162,8 @@ def test_lists_are_the_best_logits_in_order(native, device, k, n):
 
 
 def test_lists_of_a_sequence_that_samples_hold_its_noise(native, device, tmp_path):
-    """After the draft: those with the largest sum of log-probability and noise, as luce_sample would choose
-    them one after the other; of those that the filters keep."""
+    """After the draft they have, of those that the filters keep, the largest sums of log-probability and
+    noise, as luce_sample would choose them one after the other."""
     config = tiny.Config(n_nextn=1)
     path = tiny.write(tmp_path / "m.gguf", config, tiny.layout(config, 3))
     engine = drive.open_engine(drive.open_model(native, path, device, head=True), n_draft=2, n_top=63)

@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model_of(native: Library, folder: Path, device: str) -> Callable[..., Model]:
-    """model_of("F32"): SMALL; of another type: WIDE. head=False: without its head."""
+    """Gives model_of("F32"), which is SMALL, or of another type WIDE. With head=False it has no head."""
 
     def make(kind: str = "F32", head: bool = True) -> Model:
         path = folder / f"{kind}.gguf"
@@ -45,7 +45,7 @@ def tokens_of(n: int, seed: int = 1) -> list[int]:
 
 
 def random_round(sequence: Timeline, rng: np.random.Generator, n_draft: int) -> list[int]:
-    """One round of any kind, with a random part of it accepted: the tokens it committed."""
+    """Runs one round of any kind, with a random part of it accepted. Returns the tokens it committed."""
     rows = [int(t) for t in rng.integers(0, SMALL.n_vocab, int(rng.integers(1, 25)))]
     parents = drive.random_tree(rng, len(rows)) if rng.random() < 0.5 else list(range(-1, len(rows) - 1))
     kinds = ["rows", "draft", "draft, fewer rows", "draft, other rows", "two verifies", "two drafts"]
@@ -109,7 +109,7 @@ def test_any_rounds_leave_the_bytes_of_plain_decoding(
 
 
 def test_prefill_after_any_round_pays_what_it_left(model_of: Callable[..., Model], exact: bool) -> None:
-    """A prompt that goes on after a tree was committed, or after rows that never were."""
+    """A prompt goes on after a tree was committed, or after rows that never were."""
     engine = drive.open_engine(model_of(), n_ctx=512, n_sequences=2, n_rows=32, n_draft=8)
     sequence, plain = engine.sequence(), engine.sequence()
     for seed in range(6):

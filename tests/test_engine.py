@@ -21,7 +21,7 @@ CONFIG = tiny.Config(n_nextn=1)
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    """A tiny model with a head."""
+    """Makes a tiny model with a head."""
     return tiny.write(tmp_path_factory.mktemp("engine") / "x.gguf", CONFIG, tiny.layout(CONFIG, 1))
 
 
@@ -69,7 +69,8 @@ def test_auto_is_plain_where_no_draft_can_pay(files, monkeypatch, dear, mode):
 
 @pytest.mark.parametrize("asked", [{"spec": "off"}, {"gamma": 2}, {"spec": "auto"}], ids=str)
 def test_many_give_the_tokens_that_each_gives_alone(files, exact, asked):
-    """More of them than sequences, greedy and sampled. Where steps are not exact, near-ties may differ."""
+    """There are more of them than sequences, greedy and sampled. Where steps are not exact, near-ties may
+    differ."""
     requests = [ask(at, 12 + 3 * at) for at in range(4)]
     requests += [ask(at, 16, sampling=Sampling(temperature=1.5, seed=at)) for at in range(3)]
     with Engine.open(files, replace(OPTIONS, spec="off")) as engine:

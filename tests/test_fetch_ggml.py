@@ -24,7 +24,7 @@ FILES = {
 
 
 def make_archive(path: Path, files: dict[str, bytes], links: dict[str, str] | None = None) -> str:
-    """A source distribution with these files below llama.cpp; returns its sha256."""
+    """Makes a source distribution with these files below llama.cpp. Returns its sha256."""
     with tarfile.open(path, "w:gz") as tar:
         for name, content in files.items():
             member = tarfile.TarInfo(f"{fetch_ggml.SOURCE}/{name}")

@@ -1,5 +1,5 @@
-"""No flag is ignored in silence: every option of every command is of use always, or there is a usage error
-that names it where it would be of none."""
+"""Holds that no flag is ignored in silence: every option of every command is of use always, or there is a
+usage error that names it where it would be of none."""
 
 import click
 import pytest
@@ -79,7 +79,7 @@ IGNORED += [
 
 
 def commands(group=cli, path=()):
-    """Name and command of all that take options, also of those that are imported later."""
+    """Yields the name and command of all that take options, also of those that are imported later."""
     for name in group.list_commands(click.Context(group)):
         command = group.get_command(click.Context(group), name)
         if isinstance(command, click.Group):

@@ -279,7 +279,7 @@ def test_cancelled_between_chunks_and_rounds(asked):
 @pytest.mark.parametrize("verb", ["prefill", "draft", "verify"])
 @pytest.mark.parametrize("number", [0, 2])
 def test_a_cancel_reaches_the_call_that_runs(verb, number):
-    """From within the call, as a signal comes: the call does nothing, and no other one follows."""
+    """It comes from within the call, as a signal does: the call does nothing, and no other one follows."""
 
     def on_call(called):
         if called == verb and core.count(verb) == number + 1:

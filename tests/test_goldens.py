@@ -95,7 +95,7 @@ def test_llamacpp_writes_the_same_tokens(
 
 
 def test_reference_tree_rows_equal_their_root_paths() -> None:
-    """The reference's own claims: a tree's row is its path, and replaying the log is decoding."""
+    """The reference's own claims hold: a tree's row is its path, and replaying the log is decoding."""
     rng = np.random.default_rng(5)
     config, seed = CASES["grouped-s64-d128"]
     weights = tiny.layout(config, seed)
@@ -114,12 +114,13 @@ def test_reference_tree_rows_equal_their_root_paths() -> None:
 
 
 def kept(golden: dict[str, np.ndarray]) -> np.ndarray:
-    """The positions of the prompt whose logits a golden has."""
+    """Returns the positions of the prompt whose logits a golden has."""
     return golden.get("at", np.arange(len(golden["prompt"])))
 
 
 def core_error(sequence: Timeline, golden: dict[str, np.ndarray]) -> float:
-    """Max abs logit error over all positions that are kept, by prefill of each prefix and by verify steps."""
+    """Returns the max abs logit error over all positions that are kept, by prefill of each prefix and by
+    verify steps."""
     prompt, expected, at = golden["prompt"], golden["logits"], kept(golden)
     worst = prefill_error(sequence, golden)
     for width in (1, 7, 40):
@@ -176,7 +177,7 @@ def test_long_prompts_in_parts(
     tmp_path: Path,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """A prompt of two calls, with weights that a GPU keeps in an order of its own."""
+    """A prompt takes two calls, with weights that a GPU keeps in an order of its own."""
     config, seed = CASES[case]
     weights = tiny.layout(config, seed)
     path = tiny.write(tmp_path / "model.gguf", config, weights, kind)

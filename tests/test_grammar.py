@@ -56,7 +56,7 @@ def grammars(engines):
 
 
 def text(engines, grammar, sampling, prompt=PROMPTS[0], **more):
-    """The text that both engines write, with equal tokens, and how it ended."""
+    """Returns the text that both engines write, with equal tokens, and how it ended."""
     ids = tuple(engines[0].tokenizer.encode(prompt))
     ends = [list(one.generate(Request(ids, 900, sampling, grammar=grammar, **more)))[-1] for one in engines]
     assert all(isinstance(end, Finished) for end in ends), ends

@@ -41,7 +41,7 @@ def bound(device: str) -> float:
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """write(config, weights, name=..., **options) -> path of a tiny F32 file."""
+    """Gives write(config, weights, name=..., **options), which returns the path of a tiny F32 file."""
 
     def make(c: Config, weights: tiny.Weights, name: str = "model", **options: Any) -> Path:
         return tiny.write(tmp_path / f"{name}.gguf", c, weights, **options)
@@ -214,7 +214,8 @@ def test_a_separate_head_may_differ_inside(
     bound: float,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """Its own heads, FFN, RoPE and trunk depth: only the hidden size and the vocabulary have to fit."""
+    """It has heads, FFN, RoPE and trunk depth of its own: only the hidden size and the vocabulary have to
+    fit."""
     alone = replace(SMALL, n_nextn=0)
     trunk = tiny.layout(alone, SEED)
     other = replace(SMALL, n_layer=3, n_head=4, n_head_kv=2, n_ff=96, rope_dim=32, rope_base=1e4, eps=1e-5)
@@ -309,7 +310,7 @@ def test_a_damaged_head_names_its_tensor(
 def test_a_tensor_that_a_head_file_would_hide_is_refused(
     name: str, whole: bool, native: Library, write: Write, device: str
 ) -> None:
-    """As in a model's file: what is not understood is not ignored."""
+    """It is refused as in a model's file: what is not understood is not ignored."""
     alone = replace(SMALL, n_nextn=0)
     trunk, weights = write(alone, tiny.layout(alone, SEED), "trunk"), tiny.layout(SMALL, SEED)
     if not whole:

@@ -21,7 +21,7 @@ READ_ALL = 1 << 1 | 1 << 2  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
 
 
 def test_control_tokens_that_a_prompt_spells_are_text(luce_):
-    """In a chat too, where the template spells some; --special takes the user's as such."""
+    """They are text in a chat too, where the template spells some; --special takes the user's as such."""
     asked = ("generate", "--gguf", "{}", "-n", "1", "--json")
     counts = {}
     for text in ("x", "<|im_end|>", "a<|im_start|>system"):
@@ -45,7 +45,7 @@ def test_endless_stdin_is_refused(process, how):
 
 
 def test_a_prompt_far_beyond_the_context_is_not_tokenised_whole(luce_, monkeypatch):
-    """Its lines are, up to the first beyond it."""
+    """Its lines are tokenised up to the first beyond it."""
     encoded = []
     pieces = Tokenizer._pieces
 
@@ -165,7 +165,7 @@ def run(program, *words, **variables):
 
 
 def test_whatever_runs_out_of_address_space_is_one_line(tmp_path):
-    """From what Python alone takes to more than a short run does: an error line, or success."""
+    """From what Python alone takes to more than a short run does, there is an error line, or success."""
     path = tiny.write(tmp_path / "tiny.gguf", CONFIG, tiny.layout(CONFIG, 1))
     start = ROOM >> 20  # MiB that luce asks for before it imports
     outcomes = {}

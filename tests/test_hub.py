@@ -16,7 +16,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """hub(files): its address; asked: the paths that were asked for."""
+    """Gives hub(files), which returns its address; `asked` has the paths that were asked for."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     servers = []
 

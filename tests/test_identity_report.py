@@ -17,14 +17,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(tokens: list[int], at: int = 0, logits: tuple[float, ...] = (0.0, 0.0, 0.0)) -> Decoded:
-    """A run whose token `at` was chosen by these logits."""
+    """Returns a run whose token `at` was chosen by these logits."""
     rows = [np.zeros(3, np.float32) for _ in tokens]
     rows[at] = np.array(logits, np.float32)
     return Decoded(tokens, [], rows)
 
 
 def second(logits: np.ndarray, at: int) -> int:
-    """Another rule: the second largest."""
+    """Takes the second largest, which is another rule."""
     return int(np.argsort(logits)[-2])
 
 
@@ -111,7 +111,7 @@ def test_nothing_recorded():
 
 @pytest.fixture
 def xml(tmp_path: Path) -> Path:
-    """What pytest writes of TESTS."""
+    """Returns what pytest writes of TESTS."""
     (tmp_path / "test_some.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib"]
     command += ["-o", f"pythonpath={ROOT / 'tests'}", "--rootdir", str(tmp_path), "--junitxml=tests.xml"]

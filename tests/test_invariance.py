@@ -59,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def path_of(native: Library, folder: Path) -> Callable[[str], Path]:
-    """A model of each weight type, made once; "Q4_K experts": a mixture."""
+    """Makes a model of each weight type, once; "Q4_K experts" is a mixture."""
 
     def make(kind: str) -> Path:
         path = folder / f"{kind}.gguf"
@@ -101,7 +101,7 @@ def test_weight_type_computes_what_its_weights_say(
     device: str,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """No exact comparison: activations are rounded to 8 bits beside quantised weights."""
+    """No comparison is exact: activations are rounded to 8 bits beside quantised weights."""
     path, tokens = path_of(kind), tokens_of(1, 24)
     expected = ref.Reference(CONFIG, ref.read_gguf(str(path))).feed(tokens)
     sequence = drive.open_sequence(drive.open_model(native, path, device), n_ctx=64)
@@ -196,7 +196,7 @@ def test_accepting_all_rows_of_full_steps(kind: str, model_of: Callable[[str], M
 @pytest.mark.parametrize("kv_type", ["f32", "f16", "q8_0", "q4_0"])
 @pytest.mark.parametrize("kind", ["F32", "Q4_K", "Q4_K experts"])
 def test_two_runs_give_the_same_bits(kind: str, kv_type: str, model_of: Callable[[str], Model]) -> None:
-    """On every device: no floating-point atomics, no races. Plain steps and wide ones."""
+    """On every device there are no floating-point atomics and no races. Steps are plain and wide."""
     model, prompt, tokens = model_of(kind), tokens_of(1, 70), tokens_of(2, 40)
     runs = []
     for _ in range(3):

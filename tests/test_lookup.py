@@ -13,7 +13,7 @@ GRAM, TRIALS, LONGEST = 4, 32, 256
 
 
 def rule(tokens, most):
-    """luce.h's, word for word."""
+    """Applies luce.h's rule, word for word."""
     n, best, matched = len(tokens), None, 0
     ends = [end for end in range(n - 2, GRAM - 2, -1) if tokens[end - 3 : end + 1] == tokens[-4:]]
     for end in ends[:TRIALS]:
@@ -57,7 +57,7 @@ def test_lookup_at_its_ends(native):
 
 
 def test_a_sequence_looks_at_its_own_tokens(native, tiny_gguf, device):
-    """As they grow by prefill and by rounds, after a reset and after a resume."""
+    """It does so as they grow by prefill and by rounds, after a reset and after a resume."""
     model = drive.open_model(native, tiny_gguf, device)
     sequence = drive.open_sequence(model, n_ctx=600, n_chunk=256, n_checkpoints=1)
     text = [10, 11, 12, 13, 14, 15] * 43 + [20, 21, 22]
@@ -90,7 +90,7 @@ def test_a_sequence_looks_at_its_own_tokens(native, tiny_gguf, device):
     n_ctx=st.integers(9, 80),
 )
 def test_lookups_give_the_tokens_of_plain_decoding(budget, period, wrong, max_tokens, n_ctx):
-    """Of a target that repeats itself, but not always."""
+    """The target repeats itself, but not always."""
 
     def choose(history):
         at = len(history) // (wrong * period)

@@ -182,7 +182,8 @@ def test_a_cancel_of_all_ends_all_within_a_step(verb):
 
 
 def test_a_stray_cancel_repeats_the_step_that_it_ended():
-    """The core's flag, that nobody of these set: an earlier generation's, which ended before it was seen."""
+    """It is the core's flag, which nobody of these set: an earlier generation did, which ended before it was
+    seen."""
     for verb in ("prefill", "draft", "verify"):
         core = FakeEngine(n_sequences=2)
         core.on_call = lambda called, core=core, verb=verb: (

@@ -31,7 +31,7 @@ def bound(device: str) -> float:
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., Path]:
-    """write(config, weights) -> path of a tiny F32 model."""
+    """Gives write(config, weights), which returns the path of a tiny F32 model."""
 
     def make(c: Config = SMALL, weights: tiny.Weights | None = None) -> Path:
         return tiny.write(tmp_path / "model.gguf", c, tiny.layout(c, SEED) if weights is None else weights)
@@ -85,7 +85,7 @@ def test_layer_pattern_against_the_reference(
 def test_tree_against_the_reference(
     case: str, native: Library, write: Callable[..., Path], device: str, bound: float
 ) -> None:
-    """64 rows, once bushy and once a chain with leaves, after steps that were committed in part."""
+    """It has 64 rows, once bushy and once a chain with leaves, after steps that were committed in part."""
     c, seed = make_goldens.CASES[case]
     weights = tiny.layout(c, seed)
     timeline = ref.Reference(c, weights)
@@ -107,7 +107,7 @@ def test_tree_against_the_reference(
 
 
 def test_key_forms_and_containers_say_the_same(native: Library, tmp_path: Path, device: str) -> None:
-    """interval or array of layers; with NextN; version 2; split: the same bits."""
+    """An interval or an array of layers, NextN, version 2 and a split file give the same bits."""
     weights = tiny.layout(SMALL, SEED)
     plain = tiny.write(tmp_path / "plain.gguf", SMALL, weights)
     array = replace(SMALL, recurrent=(True, True, True, False))

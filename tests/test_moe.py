@@ -48,7 +48,7 @@ def tokens_of(seed: int, n: int) -> list[int]:
 def test_experts_compute_what_their_weights_say(
     native: Library, path_of: Callable[[str], Path], device: str
 ) -> None:
-    """By a prefill and by steps, in F32: rounded activations could choose other experts."""
+    """They do so by a prefill and by steps, in F32: rounded activations could choose other experts."""
     tokens = tokens_of(1, 24)
     expected = ref.Reference(CONFIG, ref.read_gguf(str(path_of("F32")))).feed(tokens)
     sequence = drive.open_sequence(drive.open_model(native, path_of("F32"), device), n_ctx=64)
@@ -136,7 +136,8 @@ def routed(native: Library, logits: np.ndarray, n_used: int) -> tuple[np.ndarray
 
 
 def test_router_at_its_edges(native: Library) -> None:
-    """Of equal logits the lowest expert; weights fall and sum to 1; what is not finite poisons its row."""
+    """Of equal logits it takes the lowest expert, weights fall and sum to 1, and what is not finite poisons
+    its row."""
     logits = np.array([[1, 1, 1, 1], [0, 3, 3, 2], [-1e30, -1e30, 5, -1e30], [1, np.nan, 0, 2],
                        [np.inf, 0, 0, 0], [1e30, 0, 1e30, 0]])  # fmt: skip
     ids, weights = routed(native, logits, 2)

@@ -55,7 +55,7 @@ Same = Callable[..., None]
 
 @pytest.fixture
 def same(exact: bool, record_property: Callable[[str, object], None]) -> Iterator[Same]:
-    """same(found, plain, n, rule=greedy_rule): the first n tokens."""
+    """Compares the first n tokens: same(found, plain, n, rule=greedy_rule)."""
     counts = Identity()
     yield partial(counts.compare, exact)
     for name, value in asdict(counts).items():
@@ -64,7 +64,7 @@ def same(exact: bool, record_property: Callable[[str, object], None]) -> Iterato
 
 @pytest.fixture(scope="session")
 def oracle_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """oracle_file(accept): the mini shape, or another, made once."""
+    """Gives oracle_file(accept), a file of the mini shape, or of another, made once."""
     folder = tmp_path_factory.mktemp("oracles")
 
     def make(accept: float, shape: str = "mini") -> Path:
@@ -82,7 +82,7 @@ def rule_of(accept: float) -> Rule:
 
 @pytest.fixture(scope="session")
 def random_file(native: Library, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """random_file(type): a random model of that weight type, made once; "Q4_K experts": a mixture."""
+    """Gives random_file(type), a random model of that weight type, made once; "Q4_K experts" is a mixture."""
     folder, made = tmp_path_factory.mktemp("random"), {}
 
     def make(kind: str) -> Path:
@@ -102,7 +102,7 @@ def model_of(
     random_file: Callable[[str], Path],
     device: str,
 ) -> Callable[[str], Model]:
-    """model_of("oracle"), of acceptance 0.75, or of the type of a random model."""
+    """Gives model_of("oracle"), of acceptance 0.75, or of the type of a random model."""
 
     def make(name: str) -> Model:
         shape = {"oracle": "mini", "oracle experts": "mini-moe"}.get(name)
@@ -117,12 +117,13 @@ def prompt_of(n: int, n_vocab: int = RANDOM.n_vocab, seed: int = 1) -> list[int]
 
 
 def walk(rule: Rule, anchor: int, gamma: int, n: int) -> list[int]:
-    """Accepted drafts of each round until n tokens are there, the first of them the anchor."""
+    """Returns the accepted drafts of each round until n tokens are there, the first of them the anchor."""
     return [accepted for _, accepted in rounds_of(rule, anchor, gamma, n, n + gamma)]
 
 
 def rounds_of(rule: Rule, anchor: int, gamma: int, n: int, budget: int) -> list[tuple[int, int]]:
-    """(drafted, accepted) of each round until n tokens are there, with no drafts past `budget` tokens."""
+    """Returns (drafted, accepted) of each round until n tokens are there, with no drafts past `budget`
+    tokens."""
     rounds, have = [], 1
     while have < n:
         drafted = min(gamma, budget - have - 1)
@@ -136,7 +137,7 @@ def rounds_of(rule: Rule, anchor: int, gamma: int, n: int, budget: int) -> list[
 
 
 def rule_of_choice(native: Library, sampling: Sampling, n_prompt: int) -> identity.Rule:
-    """How the tokens after a prompt are chosen of their logits."""
+    """Returns how the tokens after a prompt are chosen of their logits."""
     if sampling.temperature == 0:
         return identity.greedy_rule
     return lambda logits, at: native.sample(logits, sampling, n_prompt + at)
@@ -149,7 +150,7 @@ def rule_of_choice(native: Library, sampling: Sampling, n_prompt: int) -> identi
 def test_every_token_is_the_choice_of_its_logits(
     sampling: str, native: Library, model_of: Callable[[str], Model]
 ) -> None:
-    """By the rule for logits on the host, wherever the core chooses."""
+    """It is so by the rule for logits on the host, wherever the core chooses."""
     sequence = drive.open_sequence(model_of("Q4_K"), n_ctx=256, n_rows=9, n_draft=8)
     sequence.set_sampling(SAMPLINGS[sampling])
     prompt = prompt_of(30)
@@ -252,7 +253,7 @@ def test_long_prompts(
 
 
 def test_a_prompt_far_longer_than_any_default(model_of: Callable[[str], Model], same: Same) -> None:
-    """9000 tokens at a context of 65536: the head's context is the sequence's."""
+    """It has 9000 tokens at a context of 65536: the head's context is the sequence's."""
     model, prompt = model_of("Q4_K"), prompt_of(9000)
     sizes = {"n_ctx": 65536, "n_rows": 4, "n_draft": 3, "n_chunk": 1024, "n_checkpoints": 1}
     sequence = drive.open_sequence(model, n_pages=48, kv_type="q8_0", **sizes)
@@ -275,7 +276,7 @@ def test_chunks_do_not_change_acceptance(n_chunk: int, model_of: Callable[[str],
 def test_layouts_of_files_decode_the_same(
     native: Library, oracle_file: Callable[[float], Path], tmp_path: Path, device: str
 ) -> None:
-    """The head in the model's file, alone in another, or in another beside a trunk."""
+    """The head is in the model's file, alone in another, or in another beside a trunk."""
     both, c = oracle_file(0.75), SHAPES["mini"]
     mine = f"blk.{c.n_layer}."
     alone = replace(c, n_nextn=0)
@@ -327,7 +328,7 @@ def test_the_same_prompt_has_the_same_acceptance_every_time(model_of: Callable[[
 
 @pytest.mark.parametrize("pause", [1, 9, 63, 64, 65, 600])
 def test_after_a_pause_acceptance_is_that_of_the_rule(pause: int, model_of: Callable[[str], Model]) -> None:
-    """Drafts, plain rounds, drafts again."""
+    """Drafts come, then plain rounds, then drafts again."""
     rule, sequence = rule_of(0.75), drive.open_sequence(model_of("oracle"), n_ctx=1024, n_rows=9, n_draft=8)
     found = drive.decode(sequence, [1, 2], 20, 4)
     drive.go_on(sequence, found, len(found.tokens) + pause, 0)
@@ -345,7 +346,8 @@ def test_a_pause_leaves_no_trace_in_the_drafts(
     exact: bool,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """The same text, with drafts before each token and with none for a while: the same drafts after it."""
+    """The same text with drafts before each token, and with none for a while, has the same drafts after it.
+    """
     model, text = model_of(kind), prompt_of(pause + 30, seed=2)
     paused, always = (
         drive.open_sequence(model, n_ctx=1024, n_rows=9, n_draft=8, kv_type="f16") for _ in range(2)
@@ -383,7 +385,7 @@ def as_it_pays(costs: Costs) -> SourceOf:
 def generate(
     model: Model, source_of: SourceOf | None, prompt: list[int], n: int
 ) -> tuple[Finished, list[str]]:
-    """The end and the warnings of a generation."""
+    """Returns the end and the warnings of a generation."""
     n_draft = MAX_GAMMA if model.info.has_head else 0
     engine = drive.open_engine(model, n_ctx=512, n_rows=n_draft + 1, n_draft=n_draft)
     sequence, request, loop = engine.sequence(), Request(tuple(prompt), n), Loop(engine)

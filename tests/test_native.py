@@ -30,7 +30,7 @@ HANDLES = tuple(f"luce_{kind} *" for kind in ("file", "model", "engine", "sequen
 
 
 def statuses(native):
-    """Name to cffi's type of every function of luce.h that returns a status."""
+    """Maps the name of every function of luce.h that returns a status to cffi's type of it."""
     names = [name for name in dir(native.lib) if name.startswith("luce_")]
     kinds = {name: native.ffi.typeof(getattr(native.lib, name)) for name in names}
     return {name: kind for name, kind in kinds.items() if kind.result.cname == "luce_status"}
@@ -130,7 +130,7 @@ def test_closed_wrong_and_foreign_handles_are_refused(native, tiny_gguf):
 
 @pytest.mark.parametrize("wrong", [0, 1, -1])
 def test_an_unknown_struct_size_is_refused(native, file, model, engine, sequence, checkpoint, wrong):
-    """Every struct that the library reads or writes, with size 0, one less and one more."""
+    """Every struct that the library reads or writes has size 0, one less and one more."""
     lib, out = native.lib, native.ffi.new("void *[1]")
     ints, sources = native.ffi.new("int32_t[64]"), native.ffi.new("uint8_t[64]")
     count = native.ffi.new("uint32_t *", 64)
@@ -210,7 +210,7 @@ def test_indices_past_the_end_are_refused(native, file):
 
 @pytest.fixture(scope="module")
 def values():
-    """A key of each GGUF type and an array of each."""
+    """Writes a key of each GGUF type and an array of each."""
     scalars = {"UINT8": 200, "INT8": -3, "UINT16": 60000, "INT16": -300, "UINT32": 2**32 - 1,
                "INT32": -(2**31), "UINT64": 2**64 - 1, "INT64": -(2**63), "FLOAT32": 0.5,
                "FLOAT64": 0.1, "BOOL": True, "STRING": "naïve"}  # fmt: skip
@@ -319,7 +319,7 @@ def test_the_log_callback_can_be_set_and_unset(native, file, device):
 
 
 def test_the_log_callback_may_log_and_call_the_core(native):
-    """ggml logs through it, from several threads: what it does in turn, also setting another, waits for no
+    """ggml logs through it, from several threads. What it does in turn, also setting another, waits for no
     lock that is held."""
     ggml = ctypes.CDLL(str(native.path.with_name(native.path.name.replace("libluce", "libluce-ggml-base"))))
     ggml_log, lines = ggml.ggml_log_internal, []

@@ -80,12 +80,13 @@ class Layer:
         return other
 
     def forget(self, slot: int) -> None:
-        """The slot holds nothing, and junk."""
+        """Empties the slot, and fills it with junk."""
         self.window[slot], self.state[slot], self.log[slot] = np.nan, np.nan, np.nan
         self.timelines[slot] = Timeline(fresh=True)
 
     def run(self, mode: int, parts: Sequence[Part], width: int) -> np.ndarray:
-        """(width, Hv, S): what leaves the recurrence. Rows of no part are NaN, and none is written."""
+        """Returns (width, Hv, S): what leaves the recurrence. Rows of no part are NaN, and none is written.
+        """
         seqs = []
         for part in parts:
             line, n_rows = self.timelines[part.slot], len(part.rows.x)
@@ -121,7 +122,7 @@ class Layer:
         self.run(VERIFY, [Part(slot, self.rows(0))], 1)
 
     def reference(self, rows: Rows, parents: Sequence[int]) -> tuple[np.ndarray, list[np.ndarray]]:
-        """float64: (T, Hv, S) outputs of rows of slot 0, and the state after each."""
+        """Returns float64 (T, Hv, S) outputs of rows of slot 0, and the state after each."""
         states: list[np.ndarray] = []
         out = []
         for t, parent in enumerate(parents):
@@ -146,7 +147,7 @@ def chain(n: int) -> list[int]:
 
 
 def close(found: np.ndarray, expected: np.ndarray) -> None:
-    """float32 sums of up to 64 dependent updates against float64: relative to the largest value."""
+    """Compares float32 sums of up to 64 dependent updates with float64, relative to the largest value."""
     assert np.abs(found - expected).max() <= 2e-5 * max(1.0, np.abs(expected).max())
 
 

@@ -79,7 +79,7 @@ def test_weights_are_what_the_rule_needs(shape: str, mini: tuple[Path, Rule]) ->
 
 
 def test_a_random_router_chooses_all_experts(tmp_path: Path) -> None:
-    """So that steps over different tokens cost what different tokens cost."""
+    """So steps over different tokens cost what different tokens cost."""
     c = SHAPES["mini-moe"]
     oracle_model.make_oracle(tmp_path / "x.gguf", "mini-moe")
     w = ref.read_gguf(str(tmp_path / "x.gguf"))

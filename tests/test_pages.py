@@ -94,7 +94,7 @@ def test_a_checkpoint_that_comes_and_goes_is_counted_once(model: Model) -> None:
 
 
 def test_pages_that_are_out_are_an_error_that_changes_nothing(model: Model) -> None:
-    """Of every call that takes some; the message says how many are needed and free."""
+    """That holds of every call that takes some; the message says how many are needed and free."""
     engine = open_engine(model, n_ctx=1024, n_pages=5)
     first, second = engine.sequence(), engine.sequence()
     drive.prefill(first, tokens_of(512), last=False)
@@ -167,7 +167,7 @@ class Accounts:
 
 
 def grown(pages: list[object], n_past: int, n: int) -> list[object]:
-    """The pages of a sequence that is to hold n positions more."""
+    """Returns the pages of a sequence that is to hold n positions more."""
     return pages + [object() for _ in range(-(-(n_past + n) // 256) - len(pages))]
 
 
@@ -177,8 +177,8 @@ OPERATIONS += ["host", "device", "resume", "resume", "resume", "load"]
 
 @pytest.mark.parametrize("seed", range(8))
 def test_every_page_is_accounted_for(seed: int, model: Model, device: str) -> None:
-    """Random operations on sequences and checkpoints, with pages and slots running out: after each one the
-    engine's figures are those of the books, and states are those of sequences alone. A fork takes no page
+    """Random operations run on sequences and checkpoints, with pages and slots running out. After each one
+    the engine's figures are those of the books, and states are those of sequences alone. A fork takes no page
     beyond what it then writes."""
     rng = np.random.default_rng(seed)
     engine = open_engine(model, n_ctx=768, n_sequences=4, n_checkpoints=3, n_pages=7)
@@ -198,7 +198,7 @@ def test_every_page_is_accounted_for(seed: int, model: Model, device: str) -> No
 
 
 def operation(name: str, books: Accounts, rng: np.random.Generator, device: str) -> None:
-    """One operation, on the engine and in the books; none where there is nothing to do it to."""
+    """Does one operation, on the engine and in the books; none where there is nothing to do it to."""
     engine, sequences, checkpoints = books.engine, books.sequences, books.checkpoints
     if name == "open":
         if len(sequences) < 4:

@@ -104,7 +104,7 @@ def test_a_file_that_is_not_supported_has_no_plan(facts):
 
 @pytest.fixture(scope="module")
 def files(facts):
-    """name: facts of every kind of file."""
+    """Maps names to facts of every kind of file."""
     return {
         "plain": facts,
         "combined": replace(facts, nextn_predict_layers=1),
@@ -118,7 +118,7 @@ GAMMAS = (None, 0, 1, 2, MAX_GAMMA)
 
 
 def wanted(model, spec, gamma, head):
-    """design.md's rules, once more: the choice or the error."""
+    """Applies design.md's rules, once more. Returns the choice or the error."""
     if spec in ("off", "lookup", "dflash") and gamma is not None:
         return ArgumentError
     if spec in ("off", "lookup"):
@@ -186,7 +186,7 @@ def test_errors_say_what_is_missing_and_not_how_to_ask_for_it(files):
 
 @pytest.mark.parametrize("free", [99, 100])
 def test_auto_is_smaller_where_its_drafts_do_not_fit_into_memory(files, free):
-    """Without the head first, then plain; what was asked for stays."""
+    """It is without the head first, then plain; what was asked for stays."""
     memory = Memory(weights=50, kv=20, state=10, compute=15, other=5, total=100, device_free=free)
     auto, asked = (plan(files["combined"], Options(spec=spec)) for spec in ("auto", "mtp"))
     assert smaller(asked, memory) is None

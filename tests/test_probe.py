@@ -23,7 +23,7 @@ KEYS = {
 
 
 def write(path, architecture="qwen35", keys=(), tensors=()):
-    """A GGUF of (key, value) pairs and of (name, F32 array) pairs."""
+    """Writes a GGUF of (key, value) pairs and of (name, F32 array) pairs."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in dict(keys).items():
         if isinstance(value, list):
@@ -106,7 +106,8 @@ MIXTURE = tiny.Config(n_embd=256, n_expert=8, n_expert_used=2, n_ff_expert=256, 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_mixture_says_what_a_token_reads(facts_of, tmp_path, tied, fused):
-    """All of the trunk but the experts that are not used, and the embedding where it is looked up alone."""
+    """It is all of the trunk but the experts that are not used, and the embedding where it is looked up
+    alone."""
     config = replace(MIXTURE, tied=tied, fused_experts=fused)
     path = tiny.write(tmp_path / "x.gguf", config, tiny.layout(config, 1), "Q8_0")
     facts, read = facts_of(path), 0

@@ -88,7 +88,7 @@ def test_an_engine_takes_what_was_planned(
 
 
 def test_default_pages_are_enough_for_all_sequences_at_once(model: Model) -> None:
-    """With a step's widest tree at the end of each context."""
+    """Each ends its context with a step's widest tree."""
     engine = open_engine(model, n_checkpoints=0)
     sequences = [engine.sequence() for _ in range(3)]
     for seed, sequence in enumerate(sequences):
@@ -100,7 +100,7 @@ def test_default_pages_are_enough_for_all_sequences_at_once(model: Model) -> Non
 
 
 def test_pages_come_back(model: Model) -> None:
-    """Of resets and closes, also where a draft or rows that were not committed had taken them."""
+    """Resets and closes give them back, also where a draft or rows that were not committed had taken them."""
     engine = open_engine(model)
     free = engine.info.pages_free
     sequence = engine.sequence()
@@ -123,7 +123,8 @@ def test_pages_come_back(model: Model) -> None:
 
 
 def test_two_engines_in_two_threads(model: Model) -> None:
-    """Each decodes what it decodes alone; engines are opened and closed beside the steps of the other."""
+    """Each decodes what it decodes alone, while engines are opened and closed beside the steps of the other.
+    """
     prompts = [tokens_of(260, seed) for seed in (1, 2)]
     with open_engine(model, n_ctx=400) as engine:
         expected = [drive.decode(engine.sequence(), prompt, 30, 3) for prompt in prompts]
@@ -164,8 +165,8 @@ def test_one_engine_in_several_threads(model: Model) -> None:
 
 
 def test_a_hundred_engines_leak_nothing(native: Library, model: Model, device: str) -> None:
-    """Opened, used with drafts, a tree, a checkpoint and a failure, and closed. Device memory comes back to
-    the byte, host memory up to what allocators keep."""
+    """They are opened, used with drafts, a tree, a checkpoint and a failure, and closed. Device memory comes
+    back to the byte, host memory up to what allocators keep."""
 
     def once() -> None:
         engine = open_engine(model, n_ctx=600, n_rows=5, n_sequences=2)
@@ -193,7 +194,7 @@ def test_a_hundred_engines_leak_nothing(native: Library, model: Model, device: s
 
 
 def peak_bytes() -> int:
-    """Of this process's resident memory, ever."""
+    """Returns the most resident memory that this process ever had."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

@@ -29,7 +29,7 @@ def random(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def weights_of(native: Library, kind: str, k: int, n: int, seed: int = 0) -> tuple[Weights, np.ndarray]:
-    """A random matrix, and the (n, k) values that its blocks stand for."""
+    """Returns a random matrix, and the (n, k) values that its blocks stand for."""
     values = random(np.random.default_rng(seed), n, k) + np.float32(0.2)
     type_id = GGMLQuantizationType[kind]
     rows = native.quantize(int(type_id), values)
@@ -42,7 +42,7 @@ def pack(native: Library, x: np.ndarray) -> np.ndarray:
 
 
 def multiply(native: Library, matrices: list[Weights], x: np.ndarray) -> list[np.ndarray]:
-    """(T, N) of each matrix."""
+    """Returns (T, N) of each matrix."""
     floats = matrices[0].type_id in [int(GGMLQuantizationType[kind]) for kind in FLOATS]
     rows, t = x if floats else pack(native, x), len(x)
     sizes = [t * len(each.rows) for each in matrices]

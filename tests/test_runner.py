@@ -83,7 +83,7 @@ def runner(costs, gamma=MAX_GAMMA, text=None, ranks=1, budget=AUTO_BUDGET):
 
 
 def drafts(source, limit, sequences=1):
-    """How many it drafts."""
+    """Returns how many it drafts."""
     return source.draft(1, Limits(limit, limit, sequences)).on_device if limit else 0
 
 
@@ -113,14 +113,14 @@ class Text:
 
 
 def auto_rate(costs, share, tokens, runs=50):
-    """Tokens a second of so many runs, each as in a fresh process."""
+    """Returns tokens a second of so many runs, each as in a fresh process."""
     texts = [Text(costs, share, seed) for seed in range(runs)]
     seconds = sum(text.decode(runner(costs), tokens)[0] for text in texts)
     return sum(text.expected for text in texts) / seconds
 
 
 def best_rate(costs, *shares):
-    """Of the best gamma over equal parts of a text with these shares."""
+    """Returns the rate of the best gamma over equal parts of a text with these shares."""
 
     def seconds(gamma):
         price = costs.verify(gamma + 1) + gamma * costs.draft(1)
@@ -132,7 +132,7 @@ def best_rate(costs, *shares):
 @pytest.mark.parametrize("name", MACHINES)
 @pytest.mark.parametrize("accepted", [0.0, 0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95])
 def test_auto_has_97_percent_of_the_best_gamma_over_256_tokens(name, accepted):
-    """In a fresh process, with all that it tries."""
+    """It has them in a fresh process, with all that it tries."""
     costs = MACHINES[name]
     assert auto_rate(costs, lambda done: accepted, 256) > 0.97 * best_rate(costs, accepted)
 
@@ -155,7 +155,7 @@ def test_auto_follows_a_text_that_changes(name, before, after):
     seed=st.integers(0, 2**32),
 )
 def test_auto_is_never_slower_than_plain_by_more_than_3_percent(steps, draft, before, after, period, seed):
-    """In no run of 256 tokens, whatever rounds cost and whatever is accepted."""
+    """It is so in no run of 256 tokens, whatever rounds cost and whatever is accepted."""
     widths = [1.0]
     for step in steps:
         widths.append(widths[-1] + step)
@@ -255,7 +255,7 @@ STEEP = line((1, 1.0), (2, 2.2), (4, 4.3), (64, 64.0), draft=0.5)
 
 @pytest.mark.parametrize(("costs", "best_size"), [(GPU, 31), (BOX, 15)])
 def test_code_that_repeats_goes_to_the_lookup(costs, best_size):
-    """As fast, but for its first rounds, as the best number of tokens in every round."""
+    """It is as fast, but for its first rounds, as the best number of tokens in every round."""
     text = Repeats(random.Random(1), 1.0, 1.0)
     seconds, rounds = decode(runner(costs, text=text), text, costs, 1024, share=0.6)
     fixed = 1024 / (best_size + 1) * costs.verify(best_size + 1)
@@ -364,7 +364,7 @@ def test_next_best_candidates_are_taken_where_rows_are_cheap():
     most=st.integers(1, 63),
 )
 def test_auto_gives_the_tokens_of_plain_decoding(costs, n_top, period, right, budget, n_ctx, most):
-    """Whatever it chooses, over a text that repeats by and by."""
+    """It does so whatever it chooses, over a text that repeats by and by."""
 
     def choose(history):
         return hashed(history[-3:]) if len(history) % 11 == 0 else len(history) % period

@@ -51,7 +51,7 @@ def test_greedy_takes_the_lowest_id_of_the_largest(native, row):
     seed=st.integers(0, 2**64 - 1),
 )
 def test_a_temperature_near_zero_takes_a_largest_logit(native, row, temperature, filters, seed):
-    """However large logits become when they are divided by it."""
+    """It does so however large logits become when they are divided by it."""
     logits = np.array(row, np.float32)
     sampling = Sampling(temperature=temperature, seed=seed, **filters)
     for position in range(4):
@@ -61,7 +61,7 @@ def test_a_temperature_near_zero_takes_a_largest_logit(native, row, temperature,
 
 
 def test_equal_logits_share_at_any_temperature(native):
-    """Near zero and at 1e30, and what is larger at the former takes all."""
+    """They share near zero and at 1e30, and what is larger at the former takes all."""
     tied = np.array([3, 5, 5, 1], np.float32)
     for temperature in (1e-45, 1e-30, 1e30, 3e38):
         expected = {1, 2} if temperature < 1 else {0, 1, 2, 3}
@@ -85,7 +85,7 @@ def test_logits_that_are_no_numbers_are_an_error(native, bad, temperature):
 
 
 def test_a_logit_of_minus_infinity_is_never_chosen(native):
-    """Whatever the filters: grammars use it."""
+    """It never is, whatever the filters: grammars use it."""
     row = np.full(300, -np.inf, np.float32)
     row[[7, 200]] = [-3.0, -4.0]
     for filters in ({}, {"top_k": 3}, {"top_p": 0.99}, {"min_p": 0.01}, {"top_k": 250, "top_p": 0.999}):
@@ -110,14 +110,15 @@ def test_the_reference_has_the_published_philox():
 
 @given(seed=st.integers(0, 2**64 - 1), position=st.integers(0, 2**64 - 1), n=st.integers(1, 40))
 def test_equal_logits_take_the_largest_random_word(native, seed, position, n):
-    """Which says that the core's words are those of the reference, at every seed, position and id."""
+    """That says that the core's words are those of the reference, at every seed, position and id."""
     words = sampling_rule.words(seed, position, n)
     token = native.sample(np.zeros(n, np.float32), Sampling(temperature=1.0, seed=seed), position)
     assert token == int(words.argmax())
 
 
 def test_the_noise_is_accurate_to_its_last_bits(native):
-    """exp, log and what is made of them against double precision, over the whole range and at its ends."""
+    """exp, log and what is made of them are held to double precision, over the whole range and at its ends.
+    """
     rng = np.random.default_rng(5)
     ends = [0, 1, 2, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 2, 2**32 - 1, 2**32 // 3, 2**32 // 3 * 2]
     near = [abs(base - (1 << k)) for base in (0, 2**32) for k in range(32)]
@@ -170,7 +171,7 @@ FILTERS = [
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
 @pytest.mark.parametrize("filters", FILTERS, ids=lambda f: "-".join(map(str, f.values())))
 def test_tokens_have_the_frequencies_of_the_renormalised_softmax(native, filters, temperature):
-    """Chi-square over seeds and positions. The seeds are fixed, so it does not fail by chance."""
+    """A chi-square test runs over seeds and positions. The seeds are fixed, so it does not fail by chance."""
     logits = np.random.default_rng(2).normal(0, 2, 40).astype(np.float32)
     expected = sampling_rule.kept_probabilities(logits, Sampling(temperature, **filters))
     draws = 6000

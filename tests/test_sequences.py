@@ -46,7 +46,8 @@ def engine(model: Model) -> Engine:
 
 
 def test_any_bad_item_of_a_verify_refuses_all(model: Model, engine: Engine) -> None:
-    """Beside good ones, before or after them: nothing is computed, nobody's state changes, all go on."""
+    """It stands beside good ones, before or after them. Nothing is computed, nobody's state changes, and all
+    go on."""
     sequences = started(engine)
     good, other, bad = sequences
     foreign, closed = (open_engine(model).sequence() for _ in range(2))
@@ -178,7 +179,7 @@ def test_a_second_verify_replaces_the_first(engine: Engine) -> None:
 
 
 def test_fewer_rows_than_were_drafted(engine: Engine) -> None:
-    """Of several sequences, each of its own draft, some of which are not verified at all."""
+    """Several sequences verify rows of their own drafts, and some none at all."""
     sequences = started(engine)
     engine.draft([Drafts(each, at + 1, 4) for at, each in enumerate(sequences)])
     rows = [[at + 1, *each.drafted(4)] for at, each in enumerate(sequences)]
@@ -197,7 +198,7 @@ def test_fewer_rows_than_were_drafted(engine: Engine) -> None:
 
 
 def test_drafts_of_separate_calls_are_each_sequences_own(engine: Engine) -> None:
-    """One drafts after the other has, and again: all are verified together from the device."""
+    """One drafts after the other, and again: all are verified together from the device."""
     sequences = started(engine)
     expected = []
     for at, each in enumerate(sequences):
@@ -283,7 +284,7 @@ def test_logits_are_those_of_the_engines_last_step(engine: Engine) -> None:
 
 
 def test_sampling_is_each_sequences_own(engine: Engine) -> None:
-    """In one step greedy and sampled rows, each by its own seed."""
+    """One step has greedy and sampled rows, each by its own seed."""
     settings = [Sampling(), Sampling(temperature=1.5, seed=3), Sampling(temperature=1.5, seed=4)]
     sequences, alone = [engine.sequence() for _ in settings], []
     for sequence, sampling in zip(sequences, settings, strict=True):
@@ -323,7 +324,8 @@ def test_a_cancel_takes_the_next_call_and_no_other(engine: Engine) -> None:
 
 
 def test_a_cancel_from_another_thread_ends_a_long_prompt(model: Model) -> None:
-    """While steps run, one after the other: within a step, at a chunk's end, from where it goes on."""
+    """While steps run, one after the other, it takes effect within a step, at a chunk's end, from where the
+    prompt goes on."""
     engine = open_engine(model, n_ctx=2048, n_sequences=2)
     sequence, plain = engine.sequence(), engine.sequence()
     prompt, steps = tokens_of(2048), 0

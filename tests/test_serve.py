@@ -26,7 +26,7 @@ def server(native):
 
 @pytest.fixture(scope="module")
 def alone(native):
-    """alone(prompt, n, **sampling): the text after a raw prompt, without a server."""
+    """Gives alone(prompt, n, **sampling), the text after a raw prompt, without a server."""
     with Files(BOX, device="cpu") as files, Engine.open(files, Options(threads=1, chunk=256)) as engine:
 
         def run(prompt, n, **sampling):
@@ -38,7 +38,7 @@ def alone(native):
 
 
 def events(response):
-    """The data of a stream's events, as JSON; the last one is [DONE]."""
+    """Returns the data of a stream's events, as JSON; the last one is [DONE]."""
     lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line.startswith("data: ")]
     assert lines.pop() == "[DONE]"
     return [json.loads(line) for line in lines]

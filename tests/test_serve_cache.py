@@ -41,7 +41,7 @@ def tokenizer(native, tiny_gguf):
 
 @pytest.fixture
 def opened(model):
-    """opened(**params): an engine with two sequences that ends with the test."""
+    """Gives opened(**params), an engine with two sequences that ends with the test."""
     engines = []
 
     def run(**params):
@@ -87,7 +87,7 @@ PARTS = [words(1, 300), words(2, 520), words(3, 40), words(4, 700)]
 )
 @example(prompts=[[0, 1], [3], [1, 3], [0, 1], [3, 1], [1, 3], [3]], host=400_000)
 def test_a_resumed_prompt_is_the_cold_one(model, tokenizer, prompts, host):
-    """With few places on the device, and none, few or many in host memory."""
+    """There are few places on the device, and none, few or many in host memory."""
     sizes = {"n_ctx": 2048, "n_sequences": 2, "n_checkpoints": 2, "n_chunk": CHUNK}
     with open_engine(model, **sizes) as engine, engine.sequence() as sequence:
         cache = PrefixCache(engine, tokenizer, host)
@@ -194,7 +194,7 @@ LONG = "def total(values):\n    result = 0\n    for value in values:\n        re
 
 @contextmanager
 def killed(folder, command):
-    """ask() of a server that is killed in the end: (text, cached tokens) of one prompt."""
+    """Asks a server that is killed in the end. ask() returns (text, cached tokens) of one prompt."""
     process, url = start(folder, command)
 
     def ask():
@@ -210,7 +210,7 @@ def killed(folder, command):
 
 
 def test_a_server_that_is_killed_leaves_files_that_are_right_or_refused(command, tmp_path):
-    """Killed after a checkpoint was written, and in the middle of it."""
+    """It is killed after a checkpoint was written, and in the middle of it."""
     with killed(tmp_path, command) as ask:
         text, cached = ask()
         assert cached == 0

@@ -12,7 +12,7 @@ from luce.server import models
 
 @pytest.fixture
 def narrow(monkeypatch):
-    """Memory for one model alone."""
+    """Leaves memory for one model alone."""
     held = []
 
     class Narrow(models.Served):
@@ -31,7 +31,7 @@ def narrow(monkeypatch):
 
 @pytest.fixture
 def two(narrow, endless, tmp_path):
-    """A server of two models, a and b."""
+    """Runs a server of two models, a and b."""
     other = shutil.copy(endless, tmp_path / "b.gguf")
     with serving({"a": endless, "b": other}, settings(ctx=20_000, checkpoints=0, spec="off")) as server:
         yield server

@@ -236,7 +236,7 @@ def test_ollamas_lines(server):
 
 
 def sse(response):
-    """The data of a stream's events."""
+    """Returns the data of a stream's events."""
     lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: {")]
     assert response.status_code == 200 and lines, response.text
     return [json.loads(line) for line in lines]

@@ -113,7 +113,7 @@ BAD = [RuntimeError("broken"), Draft((10**6,)), Draft((-1,)), Draft((2**40,)), D
 
 
 def source_of(kind, size, number, sequence, text):
-    """A source of a kind, of a size 1..63."""
+    """Makes a source of a kind, of a size 1..63."""
     nextn = Drafter(sequence, Source.NEXTN, 8, 63)
     block, part = Drafter(sequence, Source.DFLASH, 15, 63), Drafter(sequence, Source.PART, 8, 63, 128)
     match kind:
@@ -151,7 +151,7 @@ class Bench:
     texts: dict = field(default_factory=dict)
 
     def plain(self, prompt, sampling):
-        """(tokens, committed bytes after each of them)"""
+        """Returns (tokens, committed bytes after each of them)."""
         if (prompt, sampling) not in self.texts:
             request = Request(PROMPTS[prompt], MOST, SAMPLINGS[sampling], ignore_eos=True)
             with self.engine.sequence() as sequence:
@@ -200,7 +200,7 @@ def bench(native, device, tmp_path_factory):
 
 
 def check(bench, device, event, state, prompt, sampling):
-    """The end of a generation, and what it has committed, against plain decoding."""
+    """Compares the end of a generation, and what it has committed, with plain decoding."""
     tokens, plain_states = bench.plain(prompt, sampling)
     assert isinstance(event, Finished), event
     if event.reason != "cancelled":
@@ -273,7 +273,7 @@ def test_mixtures_give_the_tokens_and_bytes_of_plain_decoding(bench, device, com
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS)))
 def test_every_source_gives_the_tokens_and_bytes_of_plain_decoding(bench, device, kind):
-    """Eight at once, and some of what each source proposes is accepted."""
+    """Eight run at once, and some of what each source proposes is accepted."""
     sizes = [1, 3, 8, 15, 22, 40, 63, 16]
     company = [(kind, size, at, at % 4, (0, 1)[at > 3], None) for at, size in enumerate(sizes)]
     accepted = same_in_company(bench, device, company, kept=True)

@@ -15,12 +15,12 @@ PIECES = [b"\x1b", b"[31", b"m", "é".encode(), b"\r\x00\x07", b"\xff"]
 
 @pytest.fixture
 def odd_text(monkeypatch):
-    """Every token stands for a piece of an escape sequence, a control character or half a character."""
+    """Lets every token stand for a piece of an escape sequence, a control character or half a character."""
     monkeypatch.setattr(Tokenizer, "bytes_of", lambda self, token, special=False: PIECES[token % len(PIECES)])
 
 
 def test_text_is_written_as_it_was_decoded(luce_, odd_text, endless):
-    """Also without the newline that a terminal gets at the end."""
+    """That is so also without the newline that a terminal gets at the end."""
     asked = ("generate", "--gguf", endless, "ab", "-n", "40")
     text = json.loads(luce_(*asked, "--json").stdout)["text"]
     assert "\x1b" in text and luce_(*asked).stdout_bytes == text.encode()
@@ -98,7 +98,8 @@ def test_a_stderr_that_is_closed_changes_nothing(process, endless):
 
 
 def shown_on_a_terminal(process, *args, interrupt=False, **options):
-    """(stdout, what a terminal showed as stderr, exit code) of a process whose stderr is a terminal."""
+    """Returns (stdout, what a terminal showed as stderr, exit code) of a process whose stderr is a terminal.
+    """
     ours, theirs = os.openpty()
     running = process(*args, stderr=theirs, **options)
     os.close(theirs)

@@ -23,7 +23,7 @@ METADATA = fake_core.metadata()
 
 
 def fetched():
-    """The folder with llama.cpp's vocabulary and its expected ids, fetched with ggml where missing."""
+    """Gives the folder with llama.cpp's vocabulary and its expected ids, fetched with ggml where missing."""
     spec = importlib.util.spec_from_file_location("fetch_ggml", ROOT / "tools" / "fetch_ggml.py")
     fetch = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(fetch)
@@ -43,7 +43,7 @@ def qwen(native, vocab):
 
 @pytest.fixture(scope="module")
 def cases(vocab):
-    """(text, llama.cpp's ids); newlines are part of the texts."""
+    """Returns (text, llama.cpp's ids); newlines are part of the texts."""
     texts = (vocab / "ggml-vocab-qwen35.gguf.inp").read_bytes().decode().split(SEPARATOR)
     ids = (vocab / "ggml-vocab-qwen35.gguf.out").read_text().split("\n")
     assert len(texts) == 51 and len(ids) in (51, 52)

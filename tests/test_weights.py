@@ -22,7 +22,7 @@ Edit = Callable[[dict[str, GGUFValue]], object]
 
 @pytest.fixture
 def opened(native: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., File]:
-    """A tiny file with its tensors and keys changed."""
+    """Opens a tiny file with its tensors and keys changed."""
 
     def make(
         tensors: Callable[[Weights], object] = lambda w: None,

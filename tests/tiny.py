@@ -1,7 +1,7 @@
-"""Tiny random Qwen3.5 models, made once in transformers' layout and written as GGUF.
+"""Makes tiny random Qwen3.5 models, in transformers' layout first and then as GGUF.
 
-`weights(config, seed)` is transformers' state dict (numpy, F32). `to_gguf_layout` applies the
-conversion that published GGUF files have had. `write` stores it, whole or in parts, any type.
+`weights(config, seed)` is transformers' state dict (numpy, F32). `to_gguf_layout` applies the conversion that
+published GGUF files have had. `write` stores it, whole or in parts, in any type.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class _Random:
         return (low + (high - low) * (raw * 2.0**-53)).astype(np.float32).reshape(shape)
 
     def matrix(self, out: int, inner: int, gain: float = 1.0) -> np.ndarray:
-        """Standard deviation gain / sqrt(inner): inputs of size 1 give outputs of size `gain`."""
+        """Draws a matrix of standard deviation gain / sqrt(inner): inputs of size 1 give outputs of size
+        `gain`."""
         half = gain * (3.0 / inner) ** 0.5
         return self.uniform(-half, half, out, inner)
 
@@ -99,7 +100,7 @@ def _experts(c: Config, rng: _Random) -> Weights:
 
 
 def weights(c: Config, seed: int) -> Weights:
-    """transformers' state dict (and `mtp.*`, which it ignores). The embedding is small beside what
+    """Returns transformers' state dict (and `mtp.*`, which it ignores). The embedding is small beside what
     the blocks add, so that with tied weights the output does not just repeat its input."""
     rng = _Random(seed)
     w = {"model.embed_tokens.weight": rng.uniform(-0.5, 0.5, c.n_vocab, c.n_embd)}
@@ -192,7 +193,7 @@ def _gguf_name(c: Config, name: str) -> str:
 
 
 def _tile(c: Config, x: np.ndarray, axis: int, per_head: int) -> np.ndarray:
-    """v heads from grouped (Hk, r) to tiled (r, Hk) order along `axis`."""
+    """Reorders v heads from grouped (Hk, r) to tiled (r, Hk) along `axis`."""
     x = np.moveaxis(x, axis, 0)
     grouped = x.reshape(c.n_k_head, c.n_v_head // c.n_k_head, per_head, *x.shape[1:])
     return np.moveaxis(grouped.swapaxes(0, 1).reshape(x.shape), 0, axis)
@@ -221,7 +222,7 @@ def _transform(c: Config, name: str, x: np.ndarray) -> np.ndarray:
 
 
 def to_gguf_layout(c: Config, hf: Weights) -> Weights:
-    """The dict that GGUF stores, F32, in file order. Shapes are checked against the layout."""
+    """Returns the dict that GGUF stores, F32, in file order. Shapes are checked against the layout."""
     out = {_gguf_name(c, k): np.ascontiguousarray(_transform(c, k, v), np.float32) for k, v in hf.items()}
     if not c.fused_experts:
         out = _apart(c, out)
@@ -232,7 +233,7 @@ def to_gguf_layout(c: Config, hf: Weights) -> Weights:
 
 
 def _apart(c: Config, tensors: Weights) -> Weights:
-    """With the experts' gate and up matrices as tensors of their own."""
+    """Returns the weights with the experts' gate and up matrices as tensors of their own."""
     out: Weights = {}
     for name, x in tensors.items():
         if "ffn_gate_up_exps" in name:
@@ -253,13 +254,13 @@ def layout(c: Config, seed: int) -> Weights:
 
 
 def head_only(c: Config, tensors: Weights, *top: str) -> Weights:
-    """What a file of its NextN head holds: the block after the trunk, and tensors of the top that it may
-    repeat, like token_embd.weight."""
+    """Returns what a file of its NextN head holds: the block after the trunk, and tensors of the top that it
+    may repeat, like token_embd.weight."""
     return {name: x for name, x in tensors.items() if name in top or name.startswith(f"blk.{c.n_layer}.")}
 
 
 def with_own_output(c: Config, tensors: Weights, seed: int) -> Weights:
-    """With an embedding and an output of the NextN head's own."""
+    """Returns the weights with an embedding and an output of the NextN head's own."""
     rng = _Random(seed)
     return tensors | {
         f"blk.{c.n_layer}.nextn.embed_tokens.weight": rng.uniform(-0.5, 0.5, c.n_vocab, c.n_embd),
@@ -276,7 +277,7 @@ def quantizable(name: str) -> bool:
 
 
 def _encode(x: np.ndarray, type_name: str, quantize: Quantize | None) -> np.ndarray:
-    """Rows of x as `type_name`: F32, F16, or the stored bytes."""
+    """Returns rows of x as `type_name`: F32, F16, or the stored bytes."""
     kind = QType[type_name]
     if type_name in ("F32", "F16", "BF16"):
         return gguf.quants.quantize(x, kind)
@@ -320,7 +321,7 @@ def write(
 
 
 def copy(source: Path, path: Path, c: Config, keep: Callable[[str], bool]) -> Path:
-    """The tensors of `source` that `keep` names, as they are, in a file with the keys of `c`."""
+    """Writes the tensors of `source` that `keep` names, as they are, in a file with the keys of `c`."""
     w = gguf.GGUFWriter(path, c.arch)
     add_keys(w, c, f"tiny-{path.stem}", file_type=0)
     add_tokenizer(w, c.n_vocab)
@@ -335,7 +336,7 @@ def copy(source: Path, path: Path, c: Config, keep: Callable[[str], bool]) -> Pa
 
 
 def write_v2(source: Path, path: Path) -> Path:
-    """Version 2 differs from little-endian version 3 in the version number alone."""
+    """Writes version 2, which differs from little-endian version 3 in the version number alone."""
     data = bytearray(source.read_bytes())
     data[4:8] = struct.pack("<I", 2)
     path.write_bytes(data)

@@ -1,4 +1,5 @@
-"""Random DFlash drafters for tests: hyperparameters, weights (numpy, F32, by GGUF's names) and files."""
+"""Makes random DFlash drafters for tests: hyperparameters, weights (numpy, F32, by GGUF's names) and files.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ MASK = 300  # a token that no text has
 
 @dataclass(frozen=True)
 class Case:
-    """A target and a drafter of it. own: which of token_embd.weight, output.weight and d2t it has."""
+    """A target and a drafter of it. `own` says which of token_embd.weight, output.weight and d2t it has."""
 
     target: Config
     drafter: DFlash
@@ -30,7 +31,8 @@ class Case:
 
 
 def drafter(target: Config, **changes: object) -> DFlash:
-    """Two layers over the second and the last but one block, blocks of 16 that are not causal."""
+    """Returns a drafter of two layers over the second and the last but one block, with blocks of 16 that are
+    not causal."""
     made = DFlash(
         n_layer=2, n_embd=target.n_embd, n_ff=96, n_head=2, n_head_kv=1, head_dim=64, rope_dim=64,
         n_ctx=target.n_ctx, n_vocab=target.n_vocab, n_vocab_draft=target.n_vocab, rope_base=1e6, eps=1e-6,
@@ -93,7 +95,8 @@ def write(
     rename: Callable[[str], str] = lambda name: name,
     keys: Callable[[dict[str, gguf.GGUFValue]], None] = lambda keys: None,
 ) -> Path:
-    """A drafter's GGUF, F32. arch and rename: another layout's; keys: changes what is written."""
+    """Writes a drafter's GGUF, F32. `arch` and `rename` give another layout, and `keys` changes what is
+    written."""
     w = gguf.GGUFWriter(path, arch)
     c = case.drafter
     hf_dflash.add_keys(w, c, f"tiny-{path.stem}", file_type=0, m_rope=True)
@@ -110,6 +113,6 @@ def write(
 
 
 def files(folder: Path, case: Case) -> tuple[Path, Path]:
-    """The target's file and the drafter's."""
+    """Returns the target's file and the drafter's."""
     target = tiny.write(folder / "target.gguf", case.target, tiny.layout(case.target, case.seed))
     return target, write(folder / "drafter.gguf", case, weights(case))
