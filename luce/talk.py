@@ -33,7 +33,8 @@ from luce.hub import hf_option, model_path
 from luce.plan import Request, require_supported
 from luce.render import Display
 from luce.server.cache import PrefixCache
-from luce.server.dialect import END_THINK, THINK, Parser, Reasoning, Text
+from luce.server.dialect import END_THINK, THINK, Parser
+from luce.server.pieces import Reasoning, Text
 
 HELP = """\
 /help          this

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luce.server.dialect import Call, Parser, Reasoning, Text
+from luce.server.dialect import Parser
+from luce.server.pieces import Arguments, Call, CallBegin, CallEnd, Reasoning, Text
 
 TOOLS = {
     "read": {"type": "object", "properties": {"path": {"type": "string"}, "lines": {"type": "integer"}}},
@@ -140,3 +141,87 @@ def test_arguments_come_back_as_they_were_written(arguments):
 
 def test_without_tools_calls_are_text():
     assert parsed([f"x\n\n{READ}\n"], tools={}) == [Text(f"x\n\n{READ}\n")]
+
+
+# ---- calls that a grammar forces, while they are written
+
+
+def streamed(parts, held="strict", reasoning=False):
+    """The pieces of forced calls: adjacent ones merged, each whole call as one."""
+    parser = Parser(TOOLS, reasoning, held)
+    pieces = [piece for part in parts for piece in parser.push(part)] + parser.flush()
+    found, name, arguments = [], "", ""
+    for piece in pieces:
+        match piece:
+            case CallBegin(name):
+                arguments = ""
+            case Arguments(text):
+                arguments += text
+            case CallEnd(True):
+                found.append(Call(name, arguments))
+            case CallEnd(False):
+                found.append((name, arguments))
+            case _:
+                found.append(piece)
+    return merged(found)
+
+
+def forced(name, **values):
+    """A call as the grammar lets it be written: JSON where the schema takes no text."""
+    return written(name, **{key: v if isinstance(v, str) else json.dumps(v) for key, v in values.items()})
+
+
+WRITE = {"path": "ä </parameter> b", "content": '\n "日本"\n\té\\n</tool_call>', "mode": "fast",
+         "options": {"a": [1, 2.5]}, "append": True}  # fmt: skip
+
+
+@pytest.mark.parametrize("held", ["strict", "required"])
+def test_forced_calls_cut_anywhere(held):
+    text = f"I see.\n</think>\n\n{forced('write', **WRITE)}\n{forced('now')}\n{READ}"
+    pieces = [Reasoning("I see."), call("write", **WRITE), call("now"), call("read", path="a.py", lines=3)]
+    assert streamed([text], held, reasoning=True) == pieces
+    assert streamed(list(text), held, reasoning=True) == pieces
+    for at in range(1, len(text)):
+        assert streamed([text[:at], text[at:]], held, reasoning=True) == pieces, at
+
+
+def test_forced_calls_say_what_is_certain_at_once():
+    """Text values letter by letter, others once they have ended."""
+    parser, said = Parser(TOOLS, held="required"), []
+    for letter in forced("write", path="a.py", options={"a": 1}):
+        said += [piece.text if isinstance(piece, Arguments) else piece for piece in parser.push(letter)]
+    assert said[:-1] == [CallBegin("write"), "{", '"path": "', *"a.py", '"', ', "options": ', '{"a": 1}', "}"]
+    assert said[-1] == CallEnd()
+
+
+@pytest.mark.parametrize("at", range(len("Now:\n\n"), len(f"Now:\n\n{READ}")))
+def test_a_forced_call_that_is_cut_is_text_too(at):
+    text = f"Now:\n\n{READ}"[:at]
+    found = streamed(list(text))
+    begun = [piece for piece in found if isinstance(piece, tuple)]
+    assert "".join(piece.text for piece in found if isinstance(piece, Text)) == text
+    assert len(begun) == ("=read>\n" in text)
+    assert not begun or json.dumps({"path": "a.py", "lines": 3}).startswith(begun[0][1])
+
+
+def test_thoughts_may_speak_of_calls_where_one_is_required():
+    text = f"I could say <tool_call>\n<function=now>\n so.\n</think>\n\n{READ}"
+    pieces = [Reasoning("I could say <tool_call>\n<function=now>\n so."), call("read", path="a.py", lines=3)]
+    assert streamed(list(text), "required", reasoning=True) == pieces
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(["path", "content"]), st.text(max_size=30)), max_size=2,
+             unique_by=lambda each: each[0]),
+    st.data(),
+)  # fmt: skip
+def test_no_grouping_changes_a_forced_call(values, data):
+    """And its arguments come back as they were written: any text but a line `</parameter>`."""
+    values = {key: value for key, value in values if "\n</parameter>\n" not in f"\n{value}\n"}
+    text = f"x{forced('write', **values)}y"
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
+    parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    before, found, after = streamed(parts)
+    assert (before, after) == (Text("x"), Text("y"))
+    assert found == call("write", **values) and json.loads(found.arguments) == values

@@ -1,6 +1,7 @@
 """The clients' own SDKs against a real server, with a model that says what its script holds."""
 
 import json
+from itertools import count
 
 import anthropic
 import openai
@@ -9,6 +10,7 @@ import pytest
 import scripted_model
 from serving import serving, settings
 
+from luce.server import answer
 from luce.server.answer import Answer
 from luce.server.ask import Refused
 
@@ -127,6 +129,16 @@ def test_completions(chatgpt):
     assert found.choices[0].text.startswith("x") and found.usage.completion_tokens == 3
     parts = list(chatgpt.completions.create(model="m", prompt="x", max_tokens=3, stream=True, temperature=0))
     assert "x" + "".join(part.choices[0].text for part in parts) == found.choices[0].text
+
+
+def test_a_stream_lives_while_a_call_is_held_back(server, monkeypatch):
+    """It is certain at its end alone, and much may happen before."""
+    monkeypatch.setattr(answer, "monotonic", count().__next__)  # which nobody waits by
+    monkeypatch.setattr(answer, "KEEP_ALIVE", 4)
+    body = {"messages": say("read"), "tools": [TOOL], "stream": True, **GREEDY}
+    text = server.http.post("/v1/chat/completions", json=body, headers={"x-api-key": "key"}).text
+    held = text[text.rindex('"content":"') : text.index('"tool_calls":[')]
+    assert held.count(": keep-alive\n\n") >= 3
 
 
 # ---- /v1/responses

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any
 
 from luce.errors import ArgumentError, Cancelled, ContextFull, LuceError
@@ -16,9 +17,10 @@ from luce.generation import Event, Failed, Finished, Started, Tokens
 from luce.grammar import Matcher
 from luce.plan import Request
 from luce.server.ask import Ask, Refused, TooLong
-from luce.server.dialect import END_THINK, THINK, Call, Parser, Piece, Reasoning, Text
+from luce.server.dialect import END_THINK, THINK, Parser
 from luce.server.grammar import call_grammar, json_grammar
 from luce.server.models import Served
+from luce.server.pieces import Arguments, Call, CallBegin, CallEnd, Piece, Reasoning, Text, in_parts
 from luce.server.scheduler import Busy, Job
 from luce.server.watch import Watch
 from luce.structs import Logprobs, Penalties, Sampling
@@ -48,14 +50,21 @@ class Whole:
     reasoning: str = ""
     text: str = ""
     calls: list[Call] = field(default_factory=list)
+    _name: str = ""  # of the call that is open
+    _arguments: str = ""
 
     def add(self, piece: Piece | Silence) -> None:
-        if isinstance(piece, Reasoning):
-            self.reasoning += piece.text
-        elif isinstance(piece, Text):
-            self.text += piece.text
-        elif isinstance(piece, Call):
-            self.calls.append(piece)
+        match piece:
+            case Reasoning(text):
+                self.reasoning += text
+            case Text(text):
+                self.text += text
+            case CallBegin(name):
+                self._name, self._arguments = name, ""
+            case Arguments(text):
+                self._arguments += text
+            case CallEnd(whole):
+                self.calls += [Call(self._name, self._arguments)] if whole else []
 
 
 class Answer:
@@ -129,18 +138,27 @@ class Answer:
         ids = await self.model.prompt(ask)
         tail = self.model.tokenizer.decode(ids[-8:], special=True).rstrip()
         schemas = {} if ask.choice == "none" else {tool.name: tool.parameters for tool in ask.tools}
-        self._parser = Parser(schemas, reasoning=tail.endswith(THINK) and not tail.endswith(END_THINK))
+        reasoning = tail.endswith(THINK) and not tail.endswith(END_THINK)
+        self._parser = Parser(schemas, reasoning, self._held_to_calls())
         return ids
+
+    def _held_to_calls(self) -> str:
+        """Returns whether a grammar makes calls well-formed, as Parser takes it."""
+        ask = self.ask
+        if ask.choice not in ("auto", "none"):
+            return "required"
+        strict = ask.choice == "auto" and ask.tools and all(tool.strict for tool in ask.tools)
+        return "strict" if strict and ask.schema is None else ""
 
     def _grammar(self) -> Callable[[], Matcher] | None:
         """Returns what the text is held to. Raises ArgumentError for a schema that no text can be held to."""
-        ask, thinks = self.ask, self._parser.reasoning
-        if ask.choice not in ("auto", "none"):
+        ask, thinks, held = self.ask, self._parser.reasoning, self._held_to_calls()
+        if held == "required":
             tools = [tool for tool in ask.tools if ask.choice in ("required", tool.name)]
             lark = call_grammar(tools, thinks, required=True, many=ask.parallel_calls)
         elif ask.schema is not None:
             lark = json_grammar(dict(ask.schema), thinks)
-        elif ask.choice == "auto" and ask.tools and all(tool.strict for tool in ask.tools):
+        elif held == "strict":
             lark = call_grammar(ask.tools, thinks, required=False, many=ask.parallel_calls)
         else:
             return None
@@ -152,19 +170,20 @@ class Answer:
         return taken
 
     async def pieces(self) -> AsyncGenerator[Piece | Silence, None]:
-        """Yields what comes, to the end. Raises Refused where the generation failed."""
-        calls = 0
+        """Yields what comes, to the end, each call in parts. Raises Refused where the generation failed."""
+        calls, said = 0, monotonic()
         while True:
-            events = await self._next_events()
-            if events is None:
-                yield Silence()
-                continue
+            events = await self._next_events(KEEP_ALIVE - (monotonic() - said))
             pieces, last = self._read(events)
             if isinstance(last, Failed):
                 raise _refused(last)
-            for piece in pieces:
+            if not pieces and monotonic() - said >= KEEP_ALIVE:  # also where a long call is held back
+                yield Silence()
+                said = monotonic()
+            for piece in in_parts(pieces):
                 yield piece
-                calls += isinstance(piece, Call)
+                said = monotonic()
+                calls += isinstance(piece, CallEnd) and piece.whole
                 if calls and not self.ask.parallel_calls:
                     self.reason = "calls"
                     return
@@ -172,17 +191,17 @@ class Answer:
                 self.reason = self._reason(last, calls)
                 return
 
-    async def _next_events(self) -> list[Event] | None:
-        """Returns what happened since the last call, or None after KEEP_ALIVE seconds in which nothing did.
+    async def _next_events(self, patience: float) -> list[Event]:
+        """Returns what happened since the last call, or nothing after so many seconds in which nothing did.
         (asyncio.wait_for may swallow a cancellation; asyncio.wait does not.)"""
         if self._events.empty():
             getting = asyncio.ensure_future(self._events.get())
             try:
-                done, _ = await asyncio.wait({getting}, timeout=KEEP_ALIVE)
+                done, _ = await asyncio.wait({getting}, timeout=max(patience, 0))
             finally:
                 if not getting.done():
                     getting.cancel()
-            return getting.result() if done else None
+            return getting.result() if done else []
         return self._events.get_nowait()
 
     def _read(self, events: list[Event]) -> tuple[list[Piece], Event | None]:

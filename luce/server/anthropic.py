@@ -11,8 +11,8 @@ import msgspec
 
 from luce.server.answer import Answer, Whole
 from luce.server.ask import Ask, Message, Refused, Tool, TooLong, call_of, refuse, text_of, thinking
-from luce.server.dialect import Call, Piece, Reasoning, Text
 from luce.server.openai import Form, stops_of, within
+from luce.server.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text
 
 REASONS = {"stop": "end_turn", "stop_string": "stop_sequence", "length": "max_tokens", "calls": "tool_use"}
 KINDS = {
@@ -180,7 +180,7 @@ class MessagesForm(Form):
             content.append({"type": "thinking", "thinking": all.reasoning, "signature": SIGNATURE})
         if all.text:
             content.append({"type": "text", "text": all.text})
-        content += [_block(call) | {"input": json.loads(call.arguments)} for call in all.calls]
+        content += [_block(call.name) | {"input": json.loads(call.arguments)} for call in all.calls]
         return self._message(content, ended=True)
 
     def begin(self) -> Iterator[bytes]:
@@ -214,9 +214,11 @@ class MessagesForm(Form):
                 if self._open != "text":
                     yield from self._start("text", {"type": "text", "text": ""})
                 yield self._delta(type="text_delta", text=text)
-            case Call(_, arguments):
-                yield from self._start("tool_use", _block(piece))
-                yield self._delta(type="input_json_delta", partial_json=arguments)
+            case CallBegin(name):
+                yield from self._start("tool_use", _block(name))
+            case Arguments(text):
+                yield self._delta(type="input_json_delta", partial_json=text)
+            case CallEnd():
                 yield from self._stop()
 
     def silence(self) -> bytes:
@@ -232,5 +234,5 @@ class MessagesForm(Form):
         yield self.sse(error_body(refused), "error")
 
 
-def _block(call: Call) -> dict[str, Any]:
-    return {"type": "tool_use", "id": "toolu_" + secrets.token_hex(12), "name": call.name, "input": {}}
+def _block(name: str) -> dict[str, Any]:
+    return {"type": "tool_use", "id": "toolu_" + secrets.token_hex(12), "name": name, "input": {}}

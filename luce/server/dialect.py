@@ -8,6 +8,10 @@ a value ends at the `</parameter>` that another parameter or the end of the func
 last parameter, its function and itself end one after the other. The older form, a JSON object with "name" and
 "arguments", is read too. What does not parse is text. What is said does not depend on how the text is cut
 into pieces.
+
+A call that turns out to be none is text. So a call is returned once it has ended: before, it may still be cut
+off, and what was said of it could not be taken back. Only where a grammar holds the text to well-formed calls
+(forced.py), they are returned while they are written.
 """
 
 from __future__ import annotations
@@ -15,46 +19,26 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from luce.server.forced import CALL, END_CALL, END_FUNCTION, FUNCTION, ForcedCall
+from luce.server.pieces import Call, Piece, Reasoning, Text, properties, undecided, value_of
+
 THINK, END_THINK = "<think>", "</think>"
-CALL, END_CALL = "<tool_call>", "</tool_call>"
-FUNCTION = "<function="
 _BLANK = " \t\r\n"
 
-END_FUNCTION, END_PARAMETER = "</function>", "</parameter>"
 _HEAD = re.compile(r"<function=([^<>\n]{1,256})>")
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>")
 _END_PARAMETER = re.compile(r"</parameter>(?=\s*(?:<parameter=[^<>\n]+>|\Z))")
 
 
-@dataclass(frozen=True)
-class Reasoning:
-    text: str
-
-
-@dataclass(frozen=True)
-class Text:
-    text: str
-
-
-@dataclass(frozen=True)
-class Call:
-    """A whole call of a tool. `arguments` is a JSON object."""
-
-    name: str
-    arguments: str
-
-
-Piece = Reasoning | Text | Call
-
-
 class Parser:
     """Takes text and returns pieces. `tools` has the JSON schemas of the declared functions' parameters by
-    name; without any, calls are text. `reasoning` says whether the prompt ends within `<think>`."""
+    name; without any, calls are text. `reasoning` says whether the prompt ends within `<think>`. `held` says
+    that a grammar holds the text to well-formed calls: "strict" wherever one begins, "required" where there
+    has to be one, which is after all thoughts."""
 
-    def __init__(self, tools: Mapping[str, Any] | None = None, reasoning: bool = False):
+    def __init__(self, tools: Mapping[str, Any] | None = None, reasoning: bool = False, held: str = ""):
         self._tools = dict(tools or {})
         self._reasoning = reasoning
         self._may_think = not reasoning  # what begins with <think> is reasoning
@@ -64,6 +48,8 @@ class Parser:
         self._blank = ""  # blanks that are said only if text of the same kind follows
         self._text = ""  # what is not decided yet
         self._searched = 0  # how much of it, for the end of a call
+        self._held = held
+        self._writing: ForcedCall | None = None  # the call that is written now
 
     @property
     def reasoning(self) -> bool:
@@ -84,14 +70,19 @@ class Parser:
         return pieces
 
     def _drain(self, final: bool) -> Iterator[Piece]:
-        while self._text:
+        while self._text or (final and self._writing):
+            if self._writing:
+                yield from self._go_on(self._writing, final)
+                continue
             mark, at = self._next_mark()
             if mark is None:
-                at = len(self._text) - (0 if final else self._undecided())
+                at = len(self._text) - (0 if final else undecided(self._text, self._marks()))
                 yield from self._say(self._take(at))
                 return
             yield from self._say(self._take(at))
-            if mark in (CALL, FUNCTION):
+            if mark == CALL and self._held:
+                self._writing = ForcedCall(self._tools)
+            elif mark in (CALL, FUNCTION):
                 found = self._call(mark, final)
                 if found is None:
                     return
@@ -115,6 +106,19 @@ class Parser:
         self._begin(reasoning=False, called=True)
         yield call
 
+    def _go_on(self, call: ForcedCall, final: bool) -> Iterator[Piece]:
+        """Reads on in a call that is written."""
+        yield from call.push(self._take(len(self._text)))
+        if call.rest is None and not final:
+            return
+        self._writing = None
+        if call.rest is not None:
+            self._text = call.rest
+            self._begin(reasoning=False, called=True)
+        else:
+            yield from call.cut()
+            yield from self._say(call.read)
+
     # ---- text and marks
 
     def _say(self, text: str) -> Iterator[Piece]:
@@ -131,7 +135,8 @@ class Parser:
     def _marks(self) -> list[str]:
         """Returns what means something here."""
         if self._reasoning:
-            return [END_THINK, CALL] if self._tools else [END_THINK]
+            calls = self._tools and self._held != "required"
+            return [END_THINK, CALL] if calls else [END_THINK]
         return ([CALL, FUNCTION] if self._tools else []) + self._leading_marks()
 
     def _leading_marks(self) -> list[str]:
@@ -206,7 +211,7 @@ class Parser:
         if head is None or not text.endswith(END_FUNCTION):
             return None
         body = text[head.end() : -len(END_FUNCTION)]
-        schemas = _properties(self._tools.get(head[1].strip()))
+        schemas = properties(self._tools.get(head[1].strip()))
         arguments, at = dict[str, Any](), 0
         while body[at:].strip():
             key = _PARAMETER.match(body, at)
@@ -214,7 +219,7 @@ class Parser:
             if key is None or end is None:
                 return None
             value = body[key.end() : end.start()].removeprefix("\n").removesuffix("\n")
-            arguments[key[1].strip()] = _value(value, schemas.get(key[1].strip()))
+            arguments[key[1].strip()] = value_of(value, schemas.get(key[1].strip()))
             at = end.end()
         return Call(head[1].strip(), json.dumps(arguments, ensure_ascii=False))
 
@@ -229,47 +234,3 @@ def _json_call(text: str) -> Call | None:
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
     return Call(name, json.dumps(arguments, ensure_ascii=False))
-
-
-def _properties(schema: Any) -> Mapping[str, Any]:
-    found = schema.get("properties") if isinstance(schema, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
-
-
-def _value(text: str, schema: Any) -> Any:
-    """Returns a parameter's value. It is raw text where a string is one of its types, unless it is null or
-    JSON of another of its types, and where the schema says no type."""
-    types = _types(schema)
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = {"true": True, "false": False, "none": None}.get(text.strip().lower(), text)
-    if isinstance(value, str):  # quoted JSON, where only a string will do, is what was meant as it is
-        return text
-    return value if _type_of(value) & types else text
-
-
-def _types(schema: Any) -> set[str]:
-    """Returns the JSON types that a schema names; "string" alone where it names none."""
-    if not isinstance(schema, Mapping):
-        return {"string"}
-    found = set[str]()
-    named = schema.get("type")
-    found |= {named} if isinstance(named, str) else set(named) if isinstance(named, list) else set()
-    for key in ("anyOf", "oneOf", "allOf"):
-        for each in schema.get(key) or ():
-            found |= _types(each)
-    for value in [*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else ())]:
-        found |= _type_of(value)
-    return found or ({"object"} if "properties" in schema else {"string"})
-
-
-def _type_of(value: Any) -> set[str]:
-    if isinstance(value, bool):
-        return {"boolean"}
-    if isinstance(value, int):
-        return {"integer", "number"}
-    if isinstance(value, float):
-        return {"number", "integer"} if value.is_integer() else {"number"}
-    kinds = {str: "string", list: "array", dict: "object", type(None): "null"}
-    return {kinds[type(value)]}

@@ -14,9 +14,9 @@ from starlette.responses import Response
 from luce.server.answer import Answer, Whole
 from luce.server.ask import Ask, Message, Refused, call_of, refuse, thinking
 from luce.server.body import read, reply
-from luce.server.dialect import Call, Piece, Reasoning, Text
 from luce.server.models import Slot
 from luce.server.openai import Form, length_of, penalties_of, stops_of, tools_of, within
+from luce.server.pieces import Arguments, Call, CallBegin, CallEnd, Piece, Reasoning, Text
 
 if TYPE_CHECKING:
     from luce.server.app import Server
@@ -122,6 +122,7 @@ class LinesForm(Form):
     def __init__(self, answer: Answer, chat: bool):
         super().__init__(answer)
         self._chat = chat
+        self._call = Call("", "")  # the one that is open: this API has no parts of calls
 
     def _object(self, reasoning: str = "", text: str = "", calls: list[Call] | None = None) -> dict[str, Any]:
         head = {"model": self.answer.ask.model, "created_at": _now(), "done": False}
@@ -161,8 +162,12 @@ class LinesForm(Form):
                 yield self._line(self._object(reasoning=text))
             case Text(text):
                 yield self._line(self._object(text=text))
-            case Call():
-                yield self._line(self._object(calls=[piece]))
+            case CallBegin(name):
+                self._call = Call(name, "")
+            case Arguments(text):
+                self._call = Call(self._call.name, self._call.arguments + text)
+            case CallEnd(whole=True):
+                yield self._line(self._object(calls=[self._call]))
 
     def silence(self) -> bytes:
         return self._line(self._object())

@@ -10,7 +10,7 @@ import msgspec
 
 from luce.server.answer import Answer, Whole
 from luce.server.ask import Ask, Message, Refused, Tool, call_of, refuse, text_of, thinking
-from luce.server.dialect import Call, Piece, Reasoning, Text
+from luce.server.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text
 
 REASONS = {"stop": "stop", "stop_string": "stop", "length": "length", "calls": "tool_calls"}
 KINDS = {"not_found": "not_found_error", "auth": "authentication_error", "forbidden": "permission_error"}
@@ -282,7 +282,7 @@ class ChatForm(Form):
         if all.reasoning:
             message["reasoning_content"] = all.reasoning
         if all.calls:
-            message["tool_calls"] = [_call(call) for call in all.calls]
+            message["tool_calls"] = [_call(call.name, call.arguments) for call in all.calls]
         reason = REASONS[self.answer.reason]
         choice = {"index": 0, "message": message, "logprobs": self._logprobs(), "finish_reason": reason}
         return self._head("chat.completion") | {
@@ -321,8 +321,12 @@ class ChatForm(Form):
                 yield self._chunk({"reasoning_content": text})
             case Text(text):
                 yield self._chunk({"content": text})
-            case Call():
-                yield self._chunk({"tool_calls": [{"index": self._calls, **_call(piece)}]})
+            case CallBegin(name):
+                yield self._chunk({"tool_calls": [{"index": self._calls, **_call(name)}]})
+            case Arguments(text):
+                part = {"index": self._calls, "function": {"arguments": text}}
+                yield self._chunk({"tool_calls": [part]})
+            case CallEnd():
                 self._calls += 1
 
     def end(self) -> Iterator[bytes]:
@@ -337,8 +341,8 @@ class ChatForm(Form):
         yield b"data: [DONE]\n\n"
 
 
-def _call(call: Call) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
+def _call(name: str, arguments: str = "") -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
     return {"id": "call_" + secrets.token_hex(12), "type": "function", "function": function}
 
 

@@ -11,8 +11,8 @@ import msgspec
 
 from luce.server.answer import Answer, Whole
 from luce.server.ask import Ask, Message, Refused, call_of, refuse, text_of, thinking
-from luce.server.dialect import Call, Piece, Reasoning, Text
 from luce.server.openai import Form, choice_of, error_body, length_of, schema_of, tool_of, within
+from luce.server.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text
 
 SEALED = "luce:"  # before thoughts that come back as encrypted_content: they are no secret, only text
 
@@ -178,7 +178,7 @@ class ResponsesForm(Form):
             self._output.append(_done(_reasoning(), all.reasoning))
         if all.text or not all.calls:
             self._output.append(_done(_message(), all.text))
-        self._output += [_done(_call(call), call.arguments) for call in all.calls]
+        self._output += [_done(_call(call.name), call.arguments) for call in all.calls]
         return self._ended()
 
     def _event(self, kind: str, **values: Any) -> bytes:
@@ -203,7 +203,7 @@ class ResponsesForm(Form):
         if item["type"] == "message":
             yield self._event("response.content_part.added", **self._at(), part=_part(""))
 
-    def _stop(self) -> Iterator[bytes]:
+    def _stop(self, status: str = "completed") -> Iterator[bytes]:
         item, text = self._item, self._text
         if item is None:
             return
@@ -212,11 +212,11 @@ class ResponsesForm(Form):
             yield self._event("response.content_part.done", **self._at(), part=_part(text))
         elif item["type"] == "reasoning":
             yield self._event("response.reasoning_text.done", **self._at(), text=text)
-        else:
+        elif status == "completed":
             yield self._event(
                 "response.function_call_arguments.done", **self._at(False), name=item["name"], arguments=text
             )
-        done = _done(item, text)
+        done = _done(item, text) | {"status": status}
         yield self._event("response.output_item.done", output_index=len(self._output), item=done)
         self._output.append(done)
         self._item = None
@@ -236,13 +236,13 @@ class ResponsesForm(Form):
                     yield from self._start(_message())
                 self._text += text
                 yield self._event("response.output_text.delta", **self._at(), delta=text, logprobs=[])
-            case Call(_, arguments):
-                yield from self._start(_call(piece))
-                self._text = arguments
-                yield self._event(
-                    "response.function_call_arguments.delta", **self._at(False), delta=arguments
-                )
-                yield from self._stop()
+            case CallBegin(name):
+                yield from self._start(_call(name))
+            case Arguments(text):
+                self._text += text
+                yield self._event("response.function_call_arguments.delta", **self._at(False), delta=text)
+            case CallEnd(whole):
+                yield from self._stop("completed" if whole else "incomplete")
 
     def end(self) -> Iterator[bytes]:
         if not self._output and self._item is None:  # an answer without a word is a message too
@@ -273,9 +273,9 @@ def _reasoning() -> dict[str, Any]:
     return {"id": _id("rs"), "type": "reasoning", "status": "in_progress", "summary": [], "content": []}
 
 
-def _call(call: Call) -> dict[str, Any]:
+def _call(name: str) -> dict[str, Any]:
     return {"id": _id("fc"), "type": "function_call", "status": "in_progress", "call_id": _id("call"),
-            "name": call.name, "arguments": ""}  # fmt: skip
+            "name": name, "arguments": ""}  # fmt: skip
 
 
 def _done(item: dict[str, Any], text: str) -> dict[str, Any]:
