@@ -214,6 +214,68 @@ def test_a_thread_that_lacks_memory_is_an_error():
     assert (done.returncode, done.stdout, done.stderr) == (0, "out of host memory\n" * 2, "")
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A model whose choices by top-p take megabytes."""
+    config = tiny.Config(n_vocab=1 << 18)
+    path = tmp_path_factory.mktemp("wide") / "wide.gguf"
+    return tiny.write(path, config, tiny.layout(config, 1), tokenizer=False)
+
+
+WIDE = """
+import os, resource, sys
+import drive
+from luce import _native
+from luce.errors import DeviceError, StateError
+from luce.structs import Sampling
+
+def open_sequence(n_threads):
+    model = drive.open_model(_native.default(), sys.argv[1])
+    sequence = drive.open_sequence(model, n_threads=n_threads)
+    sequence.set_sampling(Sampling(temperature=1.0, top_p=0.99))
+    return sequence
+"""
+
+
+def test_a_step_that_lacks_memory_fails_its_sequence(wide):
+    """It is no OutOfMemory, of which callers know that nothing was done."""
+    program = WIDE + """
+sequence = open_sequence(2)
+(line,) = (line for line in open("/proc/self/status") if "VmSize" in line)
+resource.setrlimit(resource.RLIMIT_AS, (int(line.split()[1]) << 10, resource.RLIM_INFINITY))
+for call in (lambda: sequence.prefill([1, 2, 3]), lambda: drive.verify(sequence, [1])):
+    try:
+        call()
+    except (DeviceError, StateError) as error:
+        print(error)
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+sequence.reset()
+drive.decode(sequence, [1, 2, 3], 4)
+"""
+    done = run(program, wide)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        "a step found no host memory",
+        "the sequence has failed (a step did not end): reset, resume or close it",
+    ]
+
+
+def test_threads_that_cannot_be_had_are_no_error(wide):
+    """Fewer do the work. Each would want a stack of more than the address space."""
+    program = WIDE + """
+if len(sys.argv) == 2:
+    resource.setrlimit(resource.RLIMIT_STACK, (1 << 34, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 33, resource.RLIM_INFINITY))
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    os.execv(sys.executable, [*sys.orig_argv, "again"])
+many, one = (drive.decode(open_sequence(n), [1, 2, 3], 4).tokens for n in (8, 1))
+print(many == one)
+print(len(os.listdir("/proc/self/task")))
+"""
+    done = run(program, wide)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n1\n", "")
+
+
 def test_the_room_to_start_holds_the_imports():
     """It holds them whatever number of threads OpenBLAS was meant to have."""
     program = (

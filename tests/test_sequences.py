@@ -188,6 +188,7 @@ def test_fewer_rows_than_were_drafted(engine: Engine) -> None:
         found = engine.verify(step[::-1])[::-1]
         said = [Rows(each, row[:n]) for each, row, n in zip(sequences, rows, numbers, strict=True)]
         assert engine.verify(said) == found
+    engine.verify([Rows(sequences[1], [3, 4, 5])])  # other tokens, which these rows replace
     engine.verify([Rows(sequences[1], n=3)])
     sequences[1].commit([0, 1])
     committed = np.frombuffer(sequences[1].dump(), "<i4", 23, offset=56)

@@ -164,6 +164,10 @@ Timeline::Timeline(Cache &cache) : cache_(cache) {
         fail(LUCE_E_MEMORY, "all %u sequences of the engine are open: close one, or open it with more",
              cache.params().n_sequences);
     }
+    // all that it will hold: what a step or a commit has begun to book does not lack memory
+    tokens_.reserve(cache.params().n_ctx);
+    pages_.reserve(cache.max_pages());
+    pending_.reserve(MAX_ROWS);
     slot_ = cache.sequence_slots.take();
     clear();
 }
@@ -192,13 +196,13 @@ void Timeline::clear() {
     n_drafted_ = 0;
 }
 
-void Timeline::resume(std::vector<int32_t> tokens, const std::vector<int32_t> &pages) {
+void Timeline::resume(const std::vector<int32_t> &tokens, const std::vector<int32_t> &pages) {
     for (const int32_t page : pages) { // before its own are given back: they may be the same
         cache_.pages.share(page);
     }
     clear();
-    tokens_ = std::move(tokens);
-    pages_ = pages;
+    tokens_.assign(tokens.begin(), tokens.end());
+    pages_.assign(pages.begin(), pages.end());
     hidden_ = cache_.hidden_row(slot_, 0, 0);
     fresh_ = false;
 }

@@ -154,7 +154,7 @@ public:
     void clear(); // an empty timeline in the same slot
     // Goes to a checkpoint and shares its pages. The caller copies its state to slot() and its hidden row to
     // hidden().
-    void resume(std::vector<int32_t> tokens, const std::vector<int32_t> &pages);
+    void resume(const std::vector<int32_t> &tokens, const std::vector<int32_t> &pages);
 
     const std::vector<int32_t> &tokens() const { return tokens_; } // committed
     uint32_t n_past() const { return uint32_t(tokens_.size()); }

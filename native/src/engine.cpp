@@ -253,14 +253,16 @@ void Engine::draft(Source source, const DraftItem *items, uint32_t n_items) {
         pages += line.pages_wanted(block ? c.n_block : item.n);
     }
     need_pages(pages);
-    for (uint32_t i = 0; i < n_items; i++) {
-        items[i].sequence->line().take_pages(block ? c.n_block : items[i].n);
-        items[i].sequence->begin_step();
-    }
-    block ? draft_blocks(items, n_items) : draft_chains(items, n_items, part);
-    for (uint32_t i = 0; i < n_items; i++) {
-        items[i].sequence->fail_with("");
-    }
+    in_step([&] {
+        for (uint32_t i = 0; i < n_items; i++) {
+            items[i].sequence->begin_step();
+            items[i].sequence->line().take_pages(block ? c.n_block : items[i].n);
+        }
+        block ? draft_blocks(items, n_items) : draft_chains(items, n_items, part);
+        for (uint32_t i = 0; i < n_items; i++) {
+            items[i].sequence->fail_with("");
+        }
+    });
 }
 
 void Engine::draft_chains(const DraftItem *items, uint32_t n_items, bool part) {
@@ -368,31 +370,7 @@ void Engine::verify(VerifyItem *items, uint32_t n_items) {
         }
     }
     need_pages(pages);
-    Batch batch(step_->verify_host(), cache_);
-    for (uint32_t i = 0; i < n_items; i++) {
-        Sequence &sequence = *items[i].sequence;
-        sequence.begin_step();
-        sequence.line().take_pages(items[i].n);
-        batch.add_verify(sequence.line(), sequence.choice_ctl(), items[i].n, parents[i].data(),
-                         tokens[i].data());
-    }
-    const uint32_t width = step_->verify_width(rows);
-    batch.fill_up(width);
-    step_->verify(width, rows, batch.n_pages());
-
-    const uint32_t vocab = n_vocab();
-    for (uint32_t i = 0, row0 = 0; i < n_items; row0 += items[i].n, i++) {
-        Sequence &sequence = *items[i].sequence;
-        Timeline &line = sequence.line();
-        for (int32_t &token : tokens[i]) {
-            if (token < 0) { // what the kernel made of the draft (TokensArgs)
-                token = step_->drafted(-1 - token).token;
-                token = uint32_t(token) < vocab ? token : 0;
-            }
-        }
-        line.verified(std::move(tokens[i]), std::move(parents[i]));
-        sequence.end_step(Sequence::Rows::verified, items[i].n, row0);
-    }
+    in_step([&] { run_rows(items, n_items, parents, tokens); });
     std::string first_failure;
     for (uint32_t i = 0, row0 = 0; i < n_items; row0 += items[i].n, i++) {
         Sequence &sequence = *items[i].sequence;
@@ -411,6 +389,34 @@ void Engine::verify(VerifyItem *items, uint32_t n_items) {
     }
     if (!first_failure.empty()) {
         throw Error(LUCE_E_NUMERIC, first_failure);
+    }
+}
+
+void Engine::run_rows(const VerifyItem *items, uint32_t n_items, std::vector<std::vector<int32_t>> &parents,
+                      std::vector<std::vector<int32_t>> &tokens) {
+    Batch batch(step_->verify_host(), cache_);
+    for (uint32_t i = 0; i < n_items; i++) {
+        Sequence &sequence = *items[i].sequence;
+        sequence.begin_step();
+        sequence.line().take_pages(items[i].n);
+        batch.add_verify(sequence.line(), sequence.choice_ctl(), items[i].n, parents[i].data(),
+                         tokens[i].data());
+    }
+    const uint32_t rows = batch.n_rows(), width = step_->verify_width(rows);
+    batch.fill_up(width);
+    step_->verify(width, rows, batch.n_pages());
+    const uint32_t vocab = n_vocab();
+    for (uint32_t i = 0, row0 = 0; i < n_items; row0 += items[i].n, i++) {
+        Sequence &sequence = *items[i].sequence;
+        Timeline &line = sequence.line();
+        for (int32_t &token : tokens[i]) {
+            if (token < 0) { // what the kernel made of the draft (TokensArgs)
+                token = step_->drafted(-1 - token).token;
+                token = uint32_t(token) < vocab ? token : 0;
+            }
+        }
+        line.verified(std::move(tokens[i]), std::move(parents[i]));
+        sequence.end_step(Sequence::Rows::verified, items[i].n, row0);
     }
 }
 

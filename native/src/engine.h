@@ -6,6 +6,7 @@
 #include "step.h"
 
 #include <mutex>
+#include <new>
 
 namespace luce {
 
@@ -50,6 +51,15 @@ public:
     void verify(VerifyItem *items, uint32_t n); // E_NUMERIC: it was done; each status says for which item
 
     // For sequences and checkpoints:
+    // Runs a step, whose sequences count as failed until it has ended. What finds no host memory in it is E_DEVICE: of
+    // E_MEMORY callers know that nothing was done.
+    template <typename F> void in_step(const F &step) {
+        try {
+            step();
+        } catch (const std::bad_alloc &) {
+            fail(LUCE_E_DEVICE, "a step found no host memory");
+        }
+    }
     void check_tokens(const int32_t *tokens, uint32_t n) const;
     void check_cancelled();
     // Makes sure that so many pages can be taken, else E_MEMORY. It waits for checkpoints that are leaving the
@@ -66,6 +76,9 @@ private:
     void draft_chains(const DraftItem *items, uint32_t n, bool part);
     void draft_blocks(const DraftItem *items, uint32_t n);
     std::vector<int32_t> check_item(const VerifyItem &item, uint32_t *depth) const;
+    // Runs the checked rows of a verify; drafts on the device are -1 - entry in tokens.
+    void run_rows(const VerifyItem *items, uint32_t n_items, std::vector<std::vector<int32_t>> &parents,
+                  std::vector<std::vector<int32_t>> &tokens);
 
     std::shared_ptr<const Model> model_;
     EngineParams params_;

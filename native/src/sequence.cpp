@@ -66,13 +66,16 @@ void Sequence::prefill(const int32_t *tokens, uint32_t n, int32_t *choice) {
         fail(LUCE_E_CONTEXT, "%u tokens after %u do not fit into a context of %u", n, past, c.n_ctx);
     }
     engine_->need_pages(line_.pages_wanted(n));
-    Step &step = engine_->step();
-    begin_step();
-    line_.take_pages(n);
-    const uint32_t n_pages = fill_prefill(step.prefill_host(), line_, choice_, tokens, n, engine_->cache());
-    step.prefill(n, past, choice != nullptr, n_pages);
-    line_.appended(tokens, n);
-    end_step(Rows::prompt, 1, 0);
+    engine_->in_step([&] {
+        Step &step = engine_->step();
+        begin_step();
+        line_.take_pages(n);
+        const uint32_t n_pages =
+            fill_prefill(step.prefill_host(), line_, choice_, tokens, n, engine_->cache());
+        step.prefill(n, past, choice != nullptr, n_pages);
+        line_.appended(tokens, n);
+        end_step(Rows::prompt, 1, 0);
+    });
     if (choice != nullptr) {
         try {
             *choice = this->choice(0, past + n);
@@ -180,15 +183,17 @@ void Sequence::settle() {
     if (!line_.in_debt()) {
         return;
     }
-    Step &step = engine_->step();
-    begin_step();
-    Batch batch(step.verify_host(), engine_->cache());
-    batch.add_verify(line_, choice_, 0, nullptr, nullptr);
-    const uint32_t width = step.verify_width(0);
-    batch.fill_up(width);
-    step.verify(width, 0, batch.n_pages());
-    line_.settled();
-    fail_with("");
+    engine_->in_step([&] {
+        Step &step = engine_->step();
+        begin_step();
+        Batch batch(step.verify_host(), engine_->cache());
+        batch.add_verify(line_, choice_, 0, nullptr, nullptr);
+        const uint32_t width = step.verify_width(0);
+        batch.fill_up(width);
+        step.verify(width, 0, batch.n_pages());
+        line_.settled();
+        fail_with("");
+    });
 }
 
 void Sequence::resume(const Checkpoint &checkpoint) {
@@ -199,11 +204,13 @@ void Sequence::resume(const Checkpoint &checkpoint) {
     }
     checkpoint.check_open();
     engine_->need_pages(checkpoint.pages_wanted());
-    begin_step();
-    lookup_.reset();
-    checkpoint.restore(line_);
-    failure_.clear();
-    serial_ = 0;
+    engine_->in_step([&] {
+        begin_step();
+        lookup_.reset();
+        checkpoint.restore(line_);
+        failure_.clear();
+        serial_ = 0;
+    });
 }
 
 } // namespace luce

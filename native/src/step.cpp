@@ -70,7 +70,13 @@ Step::Step(const Model &model, const Cache &cache, const EngineParams &params)
     time_all();
 }
 
-Step::~Step() = default;
+Step::~Step() {
+#ifdef LUCE_USE_CUDA
+    if (model_.device().gpu) {
+        cuda::set_device(model_.device().index); // for what cuBLAS and captured graphs give back
+    }
+#endif
+}
 
 uint64_t Step::allocated() const {
     return compute_size_ + in_.size(cache_);
@@ -155,7 +161,7 @@ template <class Ours> void Step::run_segments(Graph &g, const Ours &run_op) {
         if (work) {
             ggml_cgraph segment = ggml_graph_view(g.nodes, first, i);
             if (!device.gpu) {
-                ggml_backend_cpu_set_n_threads(backend_.get(), is_wide(segment) ? int(params_.n_threads) : 1);
+                ggml_backend_cpu_set_n_threads(backend_.get(), is_wide(segment) ? team_.n_threads() : 1);
             }
             if (ggml_backend_graph_compute_async(backend_.get(), &segment) != GGML_STATUS_SUCCESS) {
                 fail(LUCE_E_DEVICE, "%s: a step failed", device.name.c_str());
