@@ -20,6 +20,8 @@ luce_status luce_sampling_run(const uint32_t *words, const float *z, uint64_t n,
                               float *gumbel, float *bound, uint64_t *mass);
 luce_status luce_penalise(float *logits, uint32_t n, const luce_penalties *penalties, const int32_t *tokens,
                           uint32_t n_tokens);
+luce_status luce_lookup(const int32_t *tokens, uint32_t n_tokens, int32_t *draft, uint32_t *n,
+                        uint32_t *matched);
 """
 # ggml's blocks of 32 values; the innermost dimension of an array counts blocks.
 Q4_0 = np.dtype([("d", "<f2"), ("q", "u1", 16)])  # value i and i + 16 in the halves of byte i
@@ -79,6 +81,16 @@ def penalise(
     data, ids = native.ffi.from_buffer("float[]", row), native.ints(tokens)
     native.check(native.lib.luce_penalise(data, row.size, struct, ids, len(tokens)))
     return row
+
+
+def lookup(native: Library, tokens: IntArray, most: int) -> tuple[list[int], int]:
+    """Returns what followed the longest match of the end of tokens (n,), none or `most` tokens, and how long
+    that match is."""
+    ffi = native.ffi
+    declare(ffi)
+    draft, n, matched = ffi.new("int32_t[]", max(most, 1)), ffi.new("uint32_t *", most), ffi.new("uint32_t *")
+    native.check(native.lib.luce_lookup(native.ints(tokens), len(tokens), draft, n, matched))
+    return list(draft[0 : n[0]]), int(matched[0])
 
 
 def op_run(

@@ -5,6 +5,7 @@ import pytest
 from fake_core import FakeEngine, Text, expected, finish, hashed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from op_run import lookup
 
 from luce.drafting import TextLookup
 from luce.errors import ArgumentError
@@ -13,7 +14,7 @@ GRAM, TRIALS, LONGEST = 4, 32, 256
 
 
 def rule(tokens, most):
-    """Applies luce.h's rule, word for word."""
+    """Applies the rule of luce_sequence_lookup, word for word."""
     n, best, matched = len(tokens), None, 0
     ends = [end for end in range(n - 2, GRAM - 2, -1) if tokens[end - 3 : end + 1] == tokens[-4:]]
     for end in ends[:TRIALS]:
@@ -40,20 +41,20 @@ def rule(tokens, most):
 @pytest.mark.sanitize
 def test_lookup_is_its_rule(native, words, order, most):
     tokens = [token for at in order for token in words[at % len(words)]]
-    assert native.lookup(tokens, most) == rule(tokens, most)
+    assert lookup(native, tokens, most) == rule(tokens, most)
 
 
 @pytest.mark.sanitize
 def test_lookup_at_its_ends(native):
-    assert native.lookup([1, 2, 3, 4], 5) == ([], 0)
-    assert native.lookup([7] * 5, 3) == ([7] * 3, 4)
-    assert native.lookup([7] * 1000, 2) == ([7] * 2, LONGEST)
-    assert native.lookup([1, 2, 3, 4, 9, 1, 2, 3, 4], 7) == ([9, 1, 2, 3, 4, 9, 1], 4)  # goes on periodically
+    assert lookup(native, [1, 2, 3, 4], 5) == ([], 0)
+    assert lookup(native, [7] * 5, 3) == ([7] * 3, 4)
+    assert lookup(native, [7] * 1000, 2) == ([7] * 2, LONGEST)
+    assert lookup(native, [1, 2, 3, 4, 9, 1, 2, 3, 4], 7) == ([9, 1, 2, 3, 4, 9, 1], 4)  # periodic
     newest = [1, 2, 3, 4, 9, 1, 2, 3, 4, 8, 1, 2, 3, 4]
-    assert native.lookup(newest, 1) == ([8], 4)
-    assert native.lookup([6, *newest[:5], 5, *newest[1:10], 6, 1, 2, 3, 4], 1) == ([9], 5)  # the longest
+    assert lookup(native, newest, 1) == ([8], 4)
+    assert lookup(native, [6, *newest[:5], 5, *newest[1:10], 6, 1, 2, 3, 4], 1) == ([9], 5)  # the longest
     with pytest.raises(ArgumentError):
-        native.lookup([], 1)
+        lookup(native, [], 1)
 
 
 def test_a_sequence_looks_at_its_own_tokens(native, tiny_gguf, device):
@@ -61,7 +62,7 @@ def test_a_sequence_looks_at_its_own_tokens(native, tiny_gguf, device):
     model = drive.open_model(native, tiny_gguf, device)
     sequence = drive.open_sequence(model, n_ctx=600, n_chunk=256, n_checkpoints=1)
     text = [10, 11, 12, 13, 14, 15] * 43 + [20, 21, 22]
-    agrees = lambda tokens, anchor: sequence.lookup(anchor, 9) == native.lookup([*tokens, anchor], 9)  # noqa: E731
+    agrees = lambda tokens, anchor: sequence.lookup(anchor, 9) == lookup(native, [*tokens, anchor], 9)  # noqa: E731
     assert sequence.lookup(5, 9) == ([], 0)
     drive.prefill(sequence, text[:256])
     checkpoint = sequence.checkpoint()

@@ -58,7 +58,7 @@ BAD = {
     "utils_folder": ("luce/utils/a.py", "", 1, "utils"),
     "utils_file": ("luce/utils.py", "", 1, "utils"),
     "internal_header": ("native/src/internal.h", "", 1, "internal.h"),
-    "abi_too_wide": ("native/include/luce.h", "LUCE_API int f(void);\n" * 53, 1, "53 functions"),
+    "abi_too_wide": ("native/include/luce.h", "LUCE_API int f(void);\n" * 52, 1, "52 functions"),
     "top_level_file": ("setup.py", "", 1, "setup.py does not belong"),
     "top_level_folder": ("docs/a.md", "", 1, "docs does not belong"),
 }
@@ -76,7 +76,7 @@ GOOD = {
     ".ci/run": "",
     ".gitignore": "",
     "LICENSE": "",
-    "native/include/luce.h": "#define LUCE_API\n/*\nLUCE_API\n*/\n" + "LUCE_API int f(void);\n" * 52,
+    "native/include/luce.h": "#define LUCE_API\n/*\nLUCE_API\n*/\n" + "LUCE_API int f(void);\n" * 51,
     "native/src/device.cpp": '// no getenv here\nint f() { setenv("getenv", "{", 1); return 1\'000; }\n',
     "native/src/graph_x.cpp": c_function(150),
     "native/src/a.cpp": "\n".join(

@@ -214,7 +214,7 @@ class Sequence(Handle):
     def lookup(self, anchor: int, most: int) -> tuple[list[int], int]:
         """Looks for the last place where the text stood as it does after the committed tokens and `anchor`.
         Returns the tokens that followed there, none or `most`, and how many tokens the two places have in
-        common (Library.lookup)."""
+        common."""
         tokens, n, matched = self._lookup
         n[0] = min(max(most, 0), len(tokens))
         (at,) = self.library.ints([anchor])

@@ -166,14 +166,6 @@ class Library:
         )
         return list(path[0 : n_path[0]]), int(anchor[0])
 
-    def lookup(self, tokens: IntArray, most: int) -> tuple[list[int], int]:
-        """Applies the rule of lookup to tokens (n,). Returns what followed the longest match of their end,
-        none or `most` tokens, and the length of that match."""
-        draft, n = self.ffi.new("int32_t[]", max(most, 1)), self.ffi.new("uint32_t *", most)
-        matched = self.ffi.new("uint32_t *")
-        self.check(self.lib.luce_lookup(self.ints(tokens), len(tokens), draft, n, matched))
-        return list(draft[0 : n[0]]), int(matched[0])
-
     def tree(
         self, anchor: int, lists: Lists | None, budget: int, chain: IntArray = ()
     ) -> tuple[list[int], list[int], list[int]]:

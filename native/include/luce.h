@@ -49,7 +49,7 @@
 extern "C" {
 #endif
 
-#define LUCE_ABI_VERSION 5 /* changes whenever a struct or a signature does */
+#define LUCE_ABI_VERSION 6 /* changes whenever a struct or a signature does */
 #define LUCE_MAX_ROWS 64 /* rows of one step over all its sequences: each has an anchor and its candidates */
 #define LUCE_MAX_DRAFT 8 /* drafts of a NextN chain */
 #define LUCE_MAX_TOP 63 /* candidates that are kept of a draft */
@@ -361,7 +361,7 @@ LUCE_API luce_status luce_sequence_set_penalties(luce_sequence *sequence, const 
  * sequence's penalties count the tokens before it: committed ones and the row's path. The mask says which tokens are
  * allowed: token i where bit i % 8 of byte i / 8 is set, and none beyond mask_size bytes; NULL allows all. Walk from
  * row 0 to the child whose token was chosen, and on: a row that is not accepted needs no mask. E_ARG where the mask
- * allows none, E_STATE when the engine has run another step since: nothing was done. */
+ * allows none, E_STATE when the engine has run another step since, or the rows are committed: nothing was done. */
 LUCE_API luce_status luce_sequence_choose(luce_sequence *sequence, uint32_t row, const uint8_t *mask,
                                           uint64_t mask_size, int32_t *token);
 
@@ -396,7 +396,11 @@ LUCE_API luce_status luce_sequence_get_logits(luce_sequence *sequence, uint32_t 
  * only the size; else *size bytes are there. Rows that are verified and not committed are dropped. */
 LUCE_API luce_status luce_sequence_dump(luce_sequence *sequence, void *data, uint64_t *size);
 
-/* Does luce_lookup over the committed tokens and `anchor`; the first call indexes them all. Waits for no device. */
+/* Drafts what followed where the text stood before: the committed tokens, then `anchor`. Earlier positions match where
+ * their last four tokens are those at the end. The newest 32 are compared, over 256 tokens at most. The longest match
+ * is taken, of equal ones the newest; *matched is its length, 0 where there is none. What followed it goes to `draft`;
+ * where that reaches the end of the text, it goes on with draft itself. *n: in, the most tokens; out, how many, 0 or
+ * all. The first call indexes all tokens. It waits for no device. */
 LUCE_API luce_status luce_sequence_lookup(luce_sequence *sequence, int32_t anchor, int32_t *draft,
                                           uint32_t *n, uint32_t *matched);
 
@@ -453,13 +457,6 @@ LUCE_API luce_status luce_sample(const float *logits, uint32_t n, const luce_sam
  * none. parents NULL: a chain. path holds up to n rows; *next is the choice after the last accepted row: the new anchor. */
 LUCE_API luce_status luce_accept(const int32_t *tokens, const int32_t *parents, const int32_t *choices,
                                  uint32_t n, int32_t *path, uint32_t *n_path, int32_t *next);
-
-/* The rule of lookup: earlier positions in tokens (n_tokens >= 1) match where their last four tokens are those at the
- * end. The newest 32 are compared, over 256 tokens at most. The longest match is taken, of equal ones the newest;
- * *matched is its length, 0 where there is none. What followed it goes to `draft`; where that reaches the end of
- * tokens, it goes on with draft itself. *n: in, the most tokens; out, how many, 0 or all. */
-LUCE_API luce_status luce_lookup(const int32_t *tokens, uint32_t n_tokens, int32_t *draft, uint32_t *n,
-                                 uint32_t *matched);
 
 /* The draft tree makes rows for luce_engine_verify. A drafter has a list for each depth, of which `budget` nodes are
  * taken, best first by the sum of scores along their path. A node comes after its parent and its better siblings; ties

@@ -6,7 +6,6 @@
 #include "accept.h"
 #include "architecture.h"
 #include "engine.h"
-#include "lookup.h"
 #include "quantize.h"
 #include "sampler.h"
 #include "tree.h"
@@ -254,21 +253,6 @@ luce_status luce_accept(const int32_t *tokens, const int32_t *parents, const int
         const std::vector<int32_t> accepted = accept(tokens, parents, choices, n, next);
         std::copy(accepted.begin(), accepted.end(), path);
         *n_path = uint32_t(accepted.size());
-    });
-}
-
-luce_status luce_lookup(const int32_t *tokens, uint32_t n_tokens, int32_t *draft, uint32_t *n,
-                        uint32_t *matched) {
-    return guarded([&] {
-        need(tokens, "tokens");
-        need(draft, "draft");
-        need(n, "n");
-        need(matched, "matched");
-        if (n_tokens < 1) {
-            fail(LUCE_E_ARG, "there are no tokens to look at");
-        }
-        const std::vector<int32_t> text(tokens, tokens + n_tokens - 1);
-        *n = Lookup(n_tokens).find(text, tokens[n_tokens - 1], draft, *n, matched);
     });
 }
 

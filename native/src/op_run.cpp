@@ -3,6 +3,7 @@
 #include "abi.h"
 #include "custom_op.h"
 #include "logits.h"
+#include "lookup.h"
 #include "model.h"
 #include "sampler.h"
 #include "team.h"
@@ -216,5 +217,21 @@ luce_status luce_penalise(float *logits, uint32_t n, const luce_penalties *penal
             before.push_back(tokens[i]);
         }
         penalise(logits, n, checked, before);
+    });
+}
+
+luce_status luce_lookup(const int32_t *tokens, uint32_t n_tokens, int32_t *draft, uint32_t *n,
+                        uint32_t *matched) {
+    using namespace luce;
+    return guarded([&] {
+        need(tokens, "tokens");
+        need(draft, "draft");
+        need(n, "n");
+        need(matched, "matched");
+        if (n_tokens < 1) {
+            fail(LUCE_E_ARG, "there are no tokens to look at");
+        }
+        const std::vector<int32_t> text(tokens, tokens + n_tokens - 1);
+        *n = Lookup(n_tokens).find(text, tokens[n_tokens - 1], draft, *n, matched);
     });
 }

@@ -1,5 +1,6 @@
-// Runs one of luce's own ops alone, on host arrays, so that tests can compare a kernel with its reference. It
-// is exported for luce's tests alone: it is no part of luce.h, and promises nothing.
+// Runs one of luce's own ops alone, on host arrays, so that tests can compare a kernel with its reference; and rules of
+// the core that luce.h states. All of it is exported for luce's tests alone: it is no part of luce.h, and promises
+// nothing.
 #pragma once
 
 #include "luce.h"
@@ -26,4 +27,8 @@ LUCE_API luce_status luce_sampling_run(const uint32_t *words, const float *z, ui
 // What penalties make of n logits after n_tokens tokens, in place.
 LUCE_API luce_status luce_penalise(float *logits, uint32_t n, const luce_penalties *penalties,
                                    const int32_t *tokens, uint32_t n_tokens);
+
+// luce_sequence_lookup over n_tokens >= 1 tokens, of which the last is the anchor.
+LUCE_API luce_status luce_lookup(const int32_t *tokens, uint32_t n_tokens, int32_t *draft, uint32_t *n,
+                                 uint32_t *matched);
 }
