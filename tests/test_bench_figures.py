@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,23 @@ def test_what_is_no_mode_is_named(text):
 def test_a_mode_named_twice_is_refused():
     with pytest.raises(ValueError, match="named twice"):
         parse_modes("mtp:2,plain,mtp:2")
+
+
+def test_what_each_source_had_accepted_is_added_up():
+    """Of a generation with both, one with the lookup alone, and one that drafted nothing."""
+    of = lambda rounds, drafted, accepted: {  # noqa: E731
+        "rounds": rounds, "drafted": drafted, "accepted": accepted,
+    }  # fmt: skip
+    sources = [{"lookup": of(4, 40, 30), "mtp": of(6, 12, 9)}, {"lookup": of(6, 50, 20)}, {}]
+    records = [record("auto", at % 3, 1.0) for at in range(3)]
+    records = [
+        replace(r, stats=replace(r.stats, by_source=by)) for r, by in zip(records, sources, strict=True)
+    ]
+    (row,) = summarise(records, ["auto"])
+    assert row.by_source == {
+        "lookup": of(10, 90, 50) | {"accepted_a_round": 5.0}, "mtp": of(6, 12, 9) | {"accepted_a_round": 1.5},
+    }  # fmt: skip
+    assert "lookup 5.00 mtp 1.50" in str(output.mode_table([row.as_json()]))
 
 
 def test_speeds_are_medians_and_ratios_are_of_pairs():

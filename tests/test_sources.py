@@ -4,6 +4,7 @@ are held to: its tokens, and its committed state byte for byte."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -85,6 +86,31 @@ class Told:
         self.done += len(done.tokens)
 
 
+class Always:
+    """Drafts a chain that is always wrong, always right, random, or right but slow."""
+
+    name = "always"
+
+    def __init__(self, text, how):
+        self.text, self.how, self.rng, self.done = text, how, np.random.default_rng(1), 1
+
+    def begin(self, budget):
+        pass
+
+    def draft(self, anchor, limits):
+        right = self.text[self.done : self.done + min(limits.rows, limits.depth, 7)]
+        if self.how == "slow":
+            time.sleep(0.002)
+        if self.how == "wrong":
+            right = [(token + 1) % 384 for token in right]
+        if self.how == "random":
+            right = [int(token) for token in self.rng.integers(0, 384, len(right))]
+        return Draft(tuple(right))
+
+    def learn(self, done):
+        self.done += len(done.tokens)
+
+
 class Bad:
     """Fails in its own way after a few rounds."""
 
@@ -134,11 +160,14 @@ def source_of(kind, size, number, sequence, text):
             return Runner(sequence, COSTS[number % 2], drafters, size)
         case "chain" | "tree":
             return Told(text, number, kind == "tree")
+        case "wrong" | "right" | "random" | "slow":
+            return Always(text, kind)
         case "bad":
             return Bad(BAD[number % len(BAD)], size % 4)
     return None
 
 
+ALWAYS = {"wrong": 0, "random": 0.1, "right": 1, "slow": 1}  # and what is accepted of them, at most
 KINDS = ["mtp", "mtp-part", "mtp-tree", "dflash", "dflash-tree", "lookup", "auto", "auto", "chain", "tree",
 "bad", "plain"]
 
@@ -212,9 +241,9 @@ def check(bench, device, event, state, prompt, sampling):
         assert dump == plain_states.get(n_past, dump)
 
 
-def same_in_company(bench, device, company, kept):
+def same_in_company(bench, device, company, kept, of="accepted"):
     """Runs (kind, size, number, prompt, sampling, turns until it is cancelled) together, and holds each to
-    its plain text: accepted candidates by source."""
+    its plain text: accepted candidates by source, or drafted ones."""
     prefixes, loop, last, warned, running = (Kept() if kept else None), Loop(bench.engine), {}, {}, {}
     cancels, states = {}, {}
     for kind, size, number, prompt, sampling, cancelled in company:
@@ -247,7 +276,7 @@ def same_in_company(bench, device, company, kept):
         check(bench, device, last[one], states[one], prompt, sampling)
     accepted = Counter()
     for event in last.values():
-        accepted.update({name: of["accepted"] for name, of in event.stats.by_source.items()})
+        accepted.update({name: counts[of] for name, counts in event.stats.by_source.items()})
     return accepted
 
 
@@ -278,3 +307,13 @@ def test_every_source_gives_the_tokens_and_bytes_of_plain_decoding(bench, device
     company = [(kind, size, at, at % 4, (0, 1)[at > 3], None) for at, size in enumerate(sizes)]
     accepted = same_in_company(bench, device, company, kept=True)
     assert sum(accepted.values()) > 0 or kind in ("plain", "bad")
+
+
+@pytest.mark.parametrize("how", ALWAYS)
+def test_sources_that_are_always_wrong_right_random_or_slow_change_no_token(bench, device, how):
+    company = [(how, 0, 0, at % 4, at % 5, None) for at in range(5)]
+    counts = same_in_company(bench, device, company, kept=False, of="drafted")
+    accepted = same_in_company(bench, device, company, kept=False)
+    assert counts["always"] > 100
+    assert accepted["always"] <= ALWAYS[how] * counts["always"]
+    assert ALWAYS[how] < 1 or accepted == counts
