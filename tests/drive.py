@@ -82,11 +82,17 @@ Head = None | bool | Path
 
 
 def open_model(
-    native: Library, path: Path, device: str = "cpu", *, head: Head = None, drafter: Path | None = None
+    native: Library,
+    path: Path,
+    device: str = "cpu",
+    *,
+    head: Head = None,
+    drafter: Path | None = None,
+    cpu_experts: int = 0,
 ) -> Model:
     file = File(path, native)
     own = None if drafter is None else File(drafter, native)
-    return Model(file, device, head=_head_file(file, head), drafter=own)
+    return Model(file, device, head=_head_file(file, head), drafter=own, cpu_experts=cpu_experts)
 
 
 def memory(

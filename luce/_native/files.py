@@ -50,11 +50,12 @@ class File(Handle):
         params: EngineParams | None = None,
         head: File | None = None,
         drafter: File | None = None,
+        cpu_experts: int = 0,
     ) -> Memory:
         """Returns what a model and one engine of it need, in bytes. Raises what opening the model would
         raise: UnsupportedError or FileError where luce cannot run the files."""
         library = self.library
-        model = _model_params(library, device, head, drafter)
+        model = _model_params(library, device, head, drafter, cpu_experts)
         engine = engine_params(library, params or EngineParams())
         return library.read(
             Memory, library.lib.luce_plan_memory, self.handle, model.struct, engine.struct
@@ -70,10 +71,15 @@ class Params:
 
 
 def _model_params(
-    library: Library, device: str, head: File | None, drafter: File | None, progress: Any = None
+    library: Library,
+    device: str,
+    head: File | None,
+    drafter: File | None,
+    cpu_experts: int,
+    progress: Any = None,
 ) -> Params:
     name = library.ffi.new("char[]", device.encode())
-    struct = library.struct("luce_model_params", device=name)
+    struct = library.struct("luce_model_params", device=name, n_cpu_experts=cpu_experts)
     if head is not None:
         struct.head = head.handle
     if drafter is not None:
@@ -93,7 +99,8 @@ def engine_params(library: Library, params: EngineParams) -> Params:
 
 class Model(Handle):
     """Weights on a device, with the NextN head that `head` holds (the model's own file or another) and the
-    DFlash drafter of `drafter`. `progress` may cancel (Cancelled); what it raises is raised here."""
+    DFlash drafter of `drafter`. Of the first `cpu_experts` layers the experts stay in host memory, where the
+    CPU multiplies them. `progress` may cancel (Cancelled); what it raises is raised here."""
 
     def __init__(
         self,
@@ -102,6 +109,7 @@ class Model(Handle):
         progress: Progress | None = None,
         head: File | None = None,
         drafter: File | None = None,
+        cpu_experts: int = 0,
     ):
         library = file.library
         raised: list[BaseException] = []
@@ -113,7 +121,7 @@ class Model(Handle):
                 error=1,
                 onerror=lambda kind, error, trace: raised.append(error),
             )
-        params = _model_params(library, device, head, drafter, callback)
+        params = _model_params(library, device, head, drafter, cpu_experts, callback)
         out = library.ffi.new("luce_model **")
         status = library.lib.luce_model_open(out, file.handle, params.struct)
         if status == 0:

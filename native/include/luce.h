@@ -162,15 +162,15 @@ typedef int32_t (*luce_progress_fn)(float fraction, void *user);
 typedef struct luce_model_params {
     uint64_t struct_size;
     const char *device; /* "auto" (= NULL), "cpu", "cuda", "cuda:N" */
-    luce_file *head; /* take the NextN head from this file: the model's own, or another that holds the
-                           head alone or beside a trunk; NULL: no head. It must fit the trunk: E_FILE names
-                           both values */
-    luce_file
-        *drafter; /* a DFlash drafter for this model, of llama.cpp's layout or an older one; NULL: none. It
-                           must fit the model: E_FILE names both values, or a key or tensor that is missing;
-                           E_UNSUPPORTED what luce does not implement */
+    luce_file *head; /* of the NextN head: this file or another; NULL: none. E_FILE: it does not fit */
+    /* A DFlash drafter for this model, of llama.cpp's layout or an older one; NULL: none. It must fit the model:
+     * E_FILE names both values, or what is missing; E_UNSUPPORTED what luce does not implement. */
+    luce_file *drafter;
     luce_progress_fn progress; /* may be NULL */
     void *progress_user;
+    /* Of so many layers, from the first, the CPU multiplies the experts, in host memory, with the engine's
+     * threads. E_ARG: there are fewer layers, or no experts. E_UNSUPPORTED names a type that it does not have. */
+    uint32_t n_cpu_experts;
 } luce_model_params;
 
 typedef struct luce_sampling {

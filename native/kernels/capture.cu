@@ -59,6 +59,20 @@ void cuda::capture_abandon(void *stream) {
     cudaGetLastError(); // what failed is known to the caller; the next launch must not report it again
 }
 
+int cuda::to_host(void *pinned, const void *device, size_t bytes, void *stream) {
+    return int(
+        cudaMemcpyAsync(pinned, device, bytes, cudaMemcpyDeviceToHost, static_cast<cudaStream_t>(stream)));
+}
+
+int cuda::to_device(void *device, const void *pinned, size_t bytes, void *stream) {
+    return int(
+        cudaMemcpyAsync(device, pinned, bytes, cudaMemcpyHostToDevice, static_cast<cudaStream_t>(stream)));
+}
+
+int cuda::call_on_host(void (*call)(void *), void *context, void *stream) {
+    return int(cudaLaunchHostFunc(static_cast<cudaStream_t>(stream), call, context));
+}
+
 int cuda::capture_launch(void *executable, void *stream) {
     return int(cudaGraphLaunch(static_cast<cudaGraphExec_t>(executable), static_cast<cudaStream_t>(stream)));
 }

@@ -305,6 +305,12 @@ const char *error_text(int error);
 int set_device(int device); // kernels launch on the current device of the calling thread
 int compute_capability(int device); // 90 for 9.0
 
+// Copies between a device and pinned host memory, and a call of the host, on a thread of the driver's: in the stream's
+// order, also of a captured step. The call must not call CUDA.
+int to_host(void *pinned, const void *device, size_t bytes, void *stream);
+int to_device(void *device, const void *pinned, size_t bytes, void *stream);
+int call_on_host(void (*call)(void *), void *context, void *stream);
+
 // A step captured once and replayed: begin, enqueue the step, end; then launch any number of times. capture_abandon
 // ends a recording that failed, so that the stream can be used again.
 int capture_begin(void *stream);

@@ -62,6 +62,7 @@ struct MoeRouteArgs {
     const float *shared_gate; // [E], aligned to 16; null where there is no shared expert
     void *counters; // [MOE_COUNTER_BYTES]; launches that may run at once need their own
     void *routed; // [moe_routed_bytes(dims)], aligned to 16
+    float *values; // null, or [T][E]: v as well, aligned to 16
     int32_t overlap; // as in RowmmArgs
 };
 
@@ -86,7 +87,10 @@ struct MoeMatmulArgs {
 struct MoeSumArgs {
     MoeDims dims;
     const void *routed;
-    const float *y; // aligned to 16
+    const float *y; // aligned to 16; unused where there are sums and no shared expert
+    const float *
+        sums; // null, or [T][E], aligned to 16: the experts' weighted sums, made elsewhere. Then y is [T][E],
+    // of the shared expert
     const float *residual; // [T][E], aligned to 16
     float *out; // [T][E], aligned to 16; may be residual
     int32_t overlap;

@@ -252,6 +252,11 @@ __global__ void __launch_bounds__(THREADS) moe_route_kernel(const __grid_constan
         load_values(own, v + warp * d.E, chunk * CHUNK + lane * OWN, d.E);
         uint8_t *record = p.of<uint8_t>(p.at.rows) + (row0 + warp) * row_record(d.E);
         pack_chunk(record + chunk * chunk_bytes(1), 1, 0, false, own, largest(own), lane);
+        for (int i = 0; p.a.values != nullptr && i < OWN; i++) {
+            if (const int64_t k = chunk * CHUNK + lane * OWN + i; k < d.E) {
+                p.a.values[(row0 + warp) * d.E + k] = own[i];
+            }
+        }
     }
     uint32_t *counters = static_cast<uint32_t *>(p.a.counters);
     if (!is_last(counters + 1 + blockIdx.y, gridDim.x)) {
@@ -292,7 +297,10 @@ __global__ void __launch_bounds__(SUM_THREADS) moe_sum_kernel(const __grid_const
     const float *weights = reinterpret_cast<const float *>(routed + p.at.weights) + row * d.n_used;
     const float4 *y = reinterpret_cast<const float4 *>(p.a.y) + i;
     float4 sum = {};
-    for (int first = 0; first < d.n_used; first += AHEAD) {
+    if (p.a.sums != nullptr) {
+        sum = reinterpret_cast<const float4 *>(p.a.sums)[row * n + i];
+    }
+    for (int first = p.a.sums != nullptr ? d.n_used : 0; first < d.n_used; first += AHEAD) {
         float4 of_rank[AHEAD];
 #pragma unroll
         for (int r = 0; r < AHEAD; r++) {
@@ -305,7 +313,7 @@ __global__ void __launch_bounds__(SUM_THREADS) moe_sum_kernel(const __grid_const
     }
     if (d.shared()) {
         const float open = reinterpret_cast<const float *>(routed + p.at.open)[row];
-        const float4 s = y[(int64_t(d.T) * d.n_used + row) * n];
+        const float4 s = y[((p.a.sums != nullptr ? 0 : int64_t(d.T) * d.n_used) + row) * n];
         sum = {sum.x + s.x * open, sum.y + s.y * open, sum.z + s.z * open, sum.w + s.w * open};
     }
     const float4 r = reinterpret_cast<const float4 *>(p.a.residual)[row * n + i];
@@ -362,8 +370,8 @@ int cuda::moe_route(const MoeRouteArgs &args, void *stream) {
 
 int cuda::moe_sum(const MoeSumArgs &args, void *stream) {
     const MoeDims &d = args.dims;
-    if (!moe_has(d) || !aligned(args.routed) || !aligned(args.y) || !aligned(args.residual) ||
-        !aligned(args.out)) {
+    if (!moe_has(d) || !aligned(args.routed) || ((args.sums == nullptr || d.shared()) && !aligned(args.y)) ||
+        (args.sums != nullptr && !aligned(args.sums)) || !aligned(args.residual) || !aligned(args.out)) {
         return int(cudaErrorInvalidValue);
     }
     if (d.T == 0) {

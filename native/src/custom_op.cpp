@@ -4,6 +4,7 @@
 #include "experts.h"
 #include "gemm_op.h"
 #include "moe_op.h"
+#include "ram_op.h"
 #include "rowmm_op.h"
 #include "rows_matmul.h"
 #include "sampler.h"
@@ -242,6 +243,14 @@ ExpertsSumArgs experts_sum_args(const ggml_tensor *dst) {
             dst->ne[0],           data<float>(dst)};
 }
 
+// By one thread: a step has its team do it (RamStage).
+void cpu_ram_experts(const ggml_tensor *dst, int ith, int) {
+    if (ith == 0) {
+        RamExperts().run(ram_experts_args(dst),
+                         [](const std::function<void(int, int)> &part) { part(0, 1); });
+    }
+}
+
 void cpu_choose(const ChooseArgs &a, int ith, int nth) {
     for (int t = ith; t < a.T; t += nth) {
         const float *x = a.logits + t * a.n;
@@ -271,7 +280,8 @@ void cpu_choose(const ChooseArgs &a, int ith, int nth) {
 #ifdef LUCE_USE_CUDA
 MoeOp moe_params(const ggml_tensor *dst) {
     return {{param(dst, 0), param(dst, 1), param(dst, 2), param(dst, 3), param(dst, 4), param(dst, 5)},
-            param(dst, 6) != 0,
+            (param(dst, 6) & MOE_FUSED) != 0,
+            (param(dst, 6) & MOE_VALUES) != 0,
             real(dst, 7)};
 }
 template <int (*LAUNCH)(const ggml_tensor *, void *, const MoeOp &)>
@@ -306,6 +316,7 @@ const CustomOp OPS[] = {
     LUCE_CPU_OP("rows_matmul", "xP,T mK,A mK,B? mK,C? mK,D? > A,T", cpu_rows_matmul, rows_matmul_args),
     LUCE_CPU_OP("route", "n,T > T", cpu_route, route_args),
     LUCE_CPU_OP("experts", "iU,T xP,R mK,N,n mK,N,n? > R", cpu_experts, experts_args),
+    {"ram_experts", "xR xV mF,E,n mE,G,n mE,F,n? > 1", cpu_ram_experts, nullptr, false, true},
     LUCE_CPU_OP("experts_sum", "iU,T E,P > E,T", cpu_experts_sum, experts_sum_args),
 #ifdef LUCE_USE_CUDA
     {"rowmm_pack", "K,T > 1", nullptr, pack_op<ROWMM_PLAIN>},
@@ -334,7 +345,7 @@ const CustomOp OPS[] = {
     {"moe_route", "E,T E xS E,n E? > 1", nullptr, moe_op<moe_route_op>},
     {"moe_up", "xR mE,F,n mE,G,m? mE,H,l? mE,I,k? > 1", nullptr, moe_op<moe_up_op>},
     {"moe_down", "xR H mF,E,n mG,E? > 1", nullptr, moe_op<moe_down_op>},
-    {"moe_sum", "xR Y E,T > E,T", nullptr, moe_op<moe_sum_op>},
+    {"moe_sum", "xR Y E,T E,T? > E,T", nullptr, moe_op<moe_sum_op>},
 #endif
 };
 

@@ -22,6 +22,7 @@
 // route           logits{n,T}                                                              - -> i32{2*n_used,T}
 // experts         route{2*n_used,T} packed or x{K,T or n_used*T} w{K,N,n} up{K,N,n}?       own fused -> {N,n_used*T}
 // experts_sum     route y{E,n_used*T}                                                      - -> {E,T}
+// ram_experts     route values{E,T} down{FF,E,n} gate{E,FF,n} up{E,FF,n}?, on any device   (ram_op.h) -> {E,T}
 // Of a GPU with luce's own matmul alone (what is computed of x before it is packed: kernels/rowmm.h):
 // rowmm_pack      x{K,T}                                                                   eps -> i8{bytes}
 // rowmm_pack_rms  x{K,T} w{K}                                                              the same
@@ -40,7 +41,7 @@
 // moe_route       x{E,T} norm{E} scratch{bytes}* router{E,n} shared_gate{E}?: kernels/moe.h  dims -> i8{bytes}
 // moe_up          routed{bytes} gate{E,FF,n} up{E,FF,n}? shared gate{E,FFs}? shared up?    dims -> {places of FF}
 // moe_down        routed{bytes} h{places of FF} down{FF,E,n} shared down{FFs,E}?           dims -> {places of E}
-// moe_sum         routed{bytes} y{places of E} residual{E,T}                               dims -> {E,T}
+// moe_sum         routed{bytes} y{places of E} residual{E,T} sums{E,T}?: then y of shared  dims -> {E,T}
 //                     (dims: T n_expert n_used E FF FF_shared fused eps)
 // ctl is {sizeof(StepCtl) / 4}, scale, softcap and eps are the bits of floats.
 // (*: written in place)
@@ -68,6 +69,8 @@ struct CustomOp {
                 void *stream); // null where luce is built without CUDA; cpu is null of others
     bool even =
         false; // any number of parts costs the CPU the same: more than threads spread what each takes better
+
+    bool on_team = false; // the CPU's team runs it, whatever device the step is on (ram_op.h)
 
     int n_args() const; // at most
     int n_required() const; // at least

@@ -42,7 +42,8 @@ std::shared_ptr<Model> describe(const OpenFile &file, const luce_model_params *p
     const std::shared_ptr<GgufFile> head = params == nullptr ? nullptr : optional(params->head);
     const std::shared_ptr<GgufFile> drafter = params == nullptr ? nullptr : optional(params->drafter);
     return Model::describe(file.gguf, head, drafter,
-                           find_device(params == nullptr ? nullptr : params->device));
+                           find_device(params == nullptr ? nullptr : params->device),
+                           params == nullptr ? 0 : params->n_cpu_experts);
 }
 
 } // namespace

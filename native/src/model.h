@@ -91,6 +91,7 @@ struct Moe {
     ggml_tensor *down; // {FF, E, n}
     ggml_tensor *shared_gate; // {E}; null: there is no shared expert
     Ffn shared;
+    bool in_ram = false; // gate, up and down stay in host memory, and are multiplied there
 };
 
 struct Block {
@@ -188,9 +189,11 @@ public:
     // Reads hyperparameters and checks every tensor's presence, shape and type; no weight is touched. The
     // model can build graphs, for measuring, but it cannot run until load(). The NextN head is taken from the
     // file `head`, which may be `file` itself or null; `drafter` is a DFlash drafter's file or null. Both
-    // must fit the trunk.
+    // must fit the trunk. The experts of the first n_cpu_experts layers stay in host memory: E_ARG where there are
+    // fewer such layers.
     static std::shared_ptr<Model> describe(std::shared_ptr<GgufFile> file, std::shared_ptr<GgufFile> head,
-                                           std::shared_ptr<GgufFile> drafter, const Device &device);
+                                           std::shared_ptr<GgufFile> drafter, const Device &device,
+                                           uint32_t n_cpu_experts = 0);
 
     // Places the weights: a CPU uses them in the mapping, a GPU has them uploaded. progress gets 0..1; false
     // cancels.
@@ -209,10 +212,13 @@ public:
     // A hash of the loaded tensors' names, types, shapes and first bytes. It says which model a checkpoint
     // belongs to.
     uint64_t identity() const;
+    // The mixture of the first layer whose experts stay in host memory, null: none.
+    const Moe *in_ram() const;
 
 private:
     friend class WeightReader;
     void place_packed();
+    void place_mapped(bool all);
 
     std::shared_ptr<GgufFile> file_;
     std::shared_ptr<GgufFile> head_file_, drafter_file_;
@@ -225,6 +231,7 @@ private:
     std::vector<Buffer> buffers_;
     uint64_t weight_bytes_ = 0;
     uint64_t n_params_ = 0;
+    uint32_t n_cpu_experts_ = 0;
 };
 
 // On a GPU with luce's own matmul, a matrix of a type that it has lies in its order (kernels/rowmm.h) and not in

@@ -2,6 +2,7 @@
 #include "custom_op.h"
 #include "moe_op.h"
 #include "ops.h"
+#include "ram_op.h"
 #include "rows_matmul.h"
 
 namespace luce {
@@ -13,7 +14,7 @@ ggml_tensor *experts_input(const StepBuild &b, ggml_tensor *x, ggml_type type) {
 }
 
 // Whether luce's own op multiplies these experts: two matrices of one op take x in the same form.
-bool has_own_op(const StepBuild &b, const Moe &w) {
+bool has_own_op(const Moe &w) {
     const ggml_tensor *first = w.gate_up != nullptr ? w.gate_up : w.gate;
     const ggml_tensor *second = w.gate_up != nullptr ? w.gate_up : w.up;
     return rows_input(first->type) != RowsInput::none &&
@@ -58,7 +59,7 @@ ggml_tensor *experts_of_ggml(const StepBuild &b, ggml_tensor *x, ggml_tensor *ro
 ggml_tensor *moe(const StepBuild &b, const MatmulInput &input, const Moe &w, ggml_tensor *residual) {
 #ifdef LUCE_USE_CUDA
     if (b.model.device().gpu) {
-        return moe_on_gpu(b, input, w, residual);
+        return (w.in_ram ? moe_beside_ram : moe_on_gpu)(b, input, w, residual);
     }
 #endif
     ggml_context *ctx = b.ctx;
@@ -66,8 +67,13 @@ ggml_tensor *moe(const StepBuild &b, const MatmulInput &input, const Moe &w, ggm
     const int64_t E = x->ne[0], T = x->ne[1];
     ggml_tensor *route = add_op(ctx, "route", GGML_TYPE_I32, 2 * w.shape.n_used, T,
                                 {matmul(b, w.router, plain(x))}); // ids, weights
-    ggml_tensor *y = has_own_op(b, w) ? experts_of_luce(b, x, route, w) : experts_of_ggml(b, x, route, w);
-    y = add_op(ctx, "experts_sum", GGML_TYPE_F32, E, T, {route, y});
+    ggml_tensor *y;
+    if (w.in_ram) {
+        y = ram_experts_of(b, route, x, w, E, T);
+    } else {
+        y = has_own_op(w) ? experts_of_luce(b, x, route, w) : experts_of_ggml(b, x, route, w);
+        y = add_op(ctx, "experts_sum", GGML_TYPE_F32, E, T, {route, y});
+    }
     if (w.shared_gate != nullptr) {
         const auto gates = matmuls(b, {w.shared.gate, w.shared.up}, plain(x)); // {FF, T}
         ggml_tensor *shared = matmul(b, w.shared.down, swiglu(gates[0], gates[1]));

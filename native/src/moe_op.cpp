@@ -3,6 +3,7 @@
 #ifdef LUCE_USE_CUDA
 
 #include "custom_op.h"
+#include "ram_op.h"
 
 #include <algorithm>
 
@@ -14,37 +15,11 @@ MoeDims dims_of(const Moe &w, int64_t E, int64_t T) {
     return {int32_t(T), int32_t(w.shape.n_expert), int32_t(w.shape.n_used), E, w.shape.n_ff, shared};
 }
 
-MoeDims full(MoeDims dims) {
-    dims.T = MOE_MAX_ROWS;
-    return dims;
-}
-
-// Over the launches of all rows: run(first row, dims of the launch, launches before it).
-template <class Run> int each_launch(const MoeDims &all, const Run &run) {
-    for (int32_t t = 0; t < all.T; t += MOE_MAX_ROWS) {
-        MoeDims dims = all;
-        dims.T = std::min(all.T - t, MOE_MAX_ROWS);
-        if (const int error = run(t, dims, t / MOE_MAX_ROWS); error != 0) {
-            return error;
-        }
-    }
-    return 0;
-}
-
-int64_t routed_bytes(const MoeDims &all) {
-    int64_t bytes = 0;
-    each_launch(all, [&](int32_t, const MoeDims &dims, int64_t) {
-        bytes += moe_routed_bytes(dims);
-        return 0;
-    });
-    return bytes;
-}
-
 float *values(const ggml_tensor *t) {
     return static_cast<float *>(t->data);
 }
 uint8_t *routed_of(const ggml_tensor *t, const MoeDims &all, int64_t launch) {
-    return static_cast<uint8_t *>(t->data) + launch * moe_routed_bytes(full(all));
+    return static_cast<uint8_t *>(t->data) + launch * moe_routed_bytes(moe_full(all));
 }
 
 // Part `part` of each expert's matrices; `parts` lie in one tensor, one behind the other.
@@ -53,7 +28,49 @@ MoeMatrix matrix(const ggml_tensor *w, int part, int parts) {
     return {w->type, static_cast<const uint8_t *>(w->data) + part * bytes, parts * bytes};
 }
 
+// What the nodes of a layer share.
+struct Layer {
+    const StepBuild &b;
+    const MatmulInput &input;
+    const Moe &w;
+    MoeDims dims;
+    ggml_tensor *x; // {E, T}
+
+    Layer(const StepBuild &build, const MatmulInput &in, const Moe &moe, ggml_tensor *residual)
+        : b(build), input(in), w(moe), dims(dims_of(moe, in.x->ne[0], in.x->ne[1])),
+          x(ggml_is_contiguous(in.x) ? in.x : ggml_cont(build.ctx, in.x)) {
+        if (in.kind != ROWMM_RMS || in.x != residual) {
+            fail(LUCE_E_INTERNAL, "a mixture of experts takes its input's norm itself");
+        }
+    }
+    ggml_tensor *add(const char *name, ggml_type type, int64_t ne0, int64_t ne1,
+                     std::vector<ggml_tensor *> args) const {
+        const int32_t flags = (w.gate_up != nullptr ? MOE_FUSED : 0) | (w.in_ram ? MOE_VALUES : 0);
+        const int32_t params[] = {dims.T,          dims.n_expert,          dims.n_used,
+                                  int32_t(dims.E), int32_t(dims.FF),       int32_t(dims.FF_shared),
+                                  flags,           bits_of_real(input.eps)};
+        return add_op(b.ctx, *find_op(name), type, ne0, ne1, args.data(), int(args.size()), params, 8);
+    }
+    ggml_tensor *route() const {
+        std::vector<ggml_tensor *> args = {x, input.w, b.cache.rowmm_scratch(), w.router};
+        if (dims.shared()) {
+            args.push_back(w.shared_gate);
+        }
+        const int64_t values = w.in_ram ? dims.T * dims.E * int64_t(sizeof(float)) : 0;
+        return add("moe_route", GGML_TYPE_I8, moe_all_routed_bytes(dims) + values, 1, args);
+    }
+};
+
 } // namespace
+
+int64_t moe_all_routed_bytes(const MoeDims &all) {
+    int64_t bytes = 0;
+    moe_each_launch(all, [&](int32_t, const MoeDims &dims, int64_t) {
+        bytes += moe_routed_bytes(dims);
+        return 0;
+    });
+    return bytes;
+}
 
 void check_moe(const Device &device, const char *path, const Moe &moe) {
     if (!device.gpu) {
@@ -66,7 +83,7 @@ void check_moe(const Device &device, const char *path, const Moe &moe) {
     }
     for (const ggml_tensor *w :
          {moe.gate, moe.up, moe.gate_up, moe.down, moe.shared.gate, moe.shared.up, moe.shared.down}) {
-        if (w != nullptr && !is_packed(w)) {
+        if (w != nullptr && !is_packed(w) && !(moe.in_ram && w->ne[2] > 1)) {
             fail(LUCE_E_UNSUPPORTED, "%s: tensor %s has type %s, of which luce has no experts on a GPU: %s",
                  path, w->name, type_name(w->type), remedy);
         }
@@ -80,45 +97,41 @@ void check_moe(const Device &device, const char *path, const Moe &moe) {
 }
 
 ggml_tensor *moe_on_gpu(const StepBuild &b, const MatmulInput &input, const Moe &w, ggml_tensor *residual) {
-    const int64_t E = input.x->ne[0], T = input.x->ne[1];
-    if (input.kind != ROWMM_RMS || input.x != residual) {
-        fail(LUCE_E_INTERNAL, "a mixture of experts takes its input's norm itself");
-    }
-    ggml_tensor *x = ggml_is_contiguous(input.x) ? input.x : ggml_cont(b.ctx, input.x);
-    const MoeDims dims = dims_of(w, E, T);
-    const bool fused = w.gate_up != nullptr, shared = dims.shared();
-    const int32_t params[] = {dims.T,
-                              dims.n_expert,
-                              dims.n_used,
-                              int32_t(E),
-                              w.shape.n_ff > 0 ? int32_t(w.shape.n_ff) : 0,
-                              int32_t(dims.FF_shared),
-                              fused,
-                              bits_of_real(input.eps)};
-    const auto add = [&](const char *name, ggml_type type, int64_t ne0, int64_t ne1,
-                         std::vector<ggml_tensor *> args) {
-        return add_op(b.ctx, *find_op(name), type, ne0, ne1, args.data(), int(args.size()), params, 8);
-    };
-    std::vector<ggml_tensor *> route = {x, input.w, b.cache.rowmm_scratch(), w.router};
-    std::vector<ggml_tensor *> up = {nullptr, fused ? w.gate_up : w.gate}, down = {nullptr, nullptr, w.down};
-    if (!fused) {
+    const Layer layer(b, input, w, residual);
+    const MoeDims &dims = layer.dims;
+    ggml_tensor *routed = layer.route();
+    std::vector<ggml_tensor *> up = {routed, w.gate_up != nullptr ? w.gate_up : w.gate};
+    std::vector<ggml_tensor *> down = {routed, nullptr, w.down};
+    if (w.gate_up == nullptr) {
         up.push_back(w.up);
     }
-    if (shared) {
-        route.push_back(w.shared_gate);
+    if (dims.shared()) {
         up.insert(up.end(), {w.shared.gate, w.shared.up});
         down.push_back(w.shared.down);
     }
-    ggml_tensor *routed = add("moe_route", GGML_TYPE_I8, routed_bytes(dims), 1, route);
-    up[0] = down[0] = routed;
-    down[1] = add("moe_up", GGML_TYPE_F32, dims.places() * dims.h_row(), 1, up);
-    ggml_tensor *y = add("moe_down", GGML_TYPE_F32, dims.places() * E, 1, down);
-    return add("moe_sum", GGML_TYPE_F32, E, T, {routed, y, x}); // {E, T}
+    down[1] = layer.add("moe_up", GGML_TYPE_F32, dims.places() * dims.h_row(), 1, up);
+    ggml_tensor *y = layer.add("moe_down", GGML_TYPE_F32, dims.places() * dims.E, 1, down);
+    return layer.add("moe_sum", GGML_TYPE_F32, dims.E, dims.T, {routed, y, layer.x}); // {E, T}
+}
+
+// The shared expert is the device's, and comes before the host's part in the order of sources: of a graph's order.
+ggml_tensor *moe_beside_ram(const StepBuild &b, const MatmulInput &input, const Moe &w,
+                            ggml_tensor *residual) {
+    const Layer layer(b, input, w, residual);
+    const MoeDims &dims = layer.dims;
+    ggml_tensor *routed = layer.route();
+    ggml_tensor *sums = ram_experts_of(b, routed, nullptr, w, dims.E, dims.T);
+    ggml_tensor *shared = sums; // where there is none
+    if (dims.shared()) {
+        const auto gates = matmuls(b, {w.shared.gate, w.shared.up}, input);
+        shared = matmul(b, w.shared.down, swiglu(gates[0], gates[1]));
+    }
+    return layer.add("moe_sum", GGML_TYPE_F32, dims.E, dims.T, {routed, shared, layer.x, sums}); // {E, T}
 }
 
 int moe_route_op(const ggml_tensor *dst, void *stream, const MoeOp &op) {
     const ggml_tensor *scratch = dst->src[2], *gate = dst->src[4];
-    return each_launch(op.dims, [&](int32_t t, const MoeDims &dims, int64_t launch) {
+    return moe_each_launch(op.dims, [&](int32_t t, const MoeDims &dims, int64_t launch) {
         MoeRouteArgs a{};
         a.dims = dims;
         a.x = values(dst->src[0]) + t * dims.E;
@@ -128,6 +141,11 @@ int moe_route_op(const ggml_tensor *dst, void *stream, const MoeOp &op) {
         a.shared_gate = gate == nullptr ? nullptr : values(gate);
         a.counters = static_cast<uint8_t *>(scratch->data) + scratch->ne[0] - MOE_COUNTER_BYTES;
         a.routed = routed_of(dst, op.dims, launch);
+        if (op.values) {
+            a.values =
+                reinterpret_cast<float *>(static_cast<uint8_t *>(dst->data) + moe_all_routed_bytes(op.dims)) +
+                t * dims.E;
+        }
         a.overlap = 1;
         return cuda::moe_route(a, stream);
     });
@@ -135,7 +153,7 @@ int moe_route_op(const ggml_tensor *dst, void *stream, const MoeOp &op) {
 
 int moe_up_op(const ggml_tensor *dst, void *stream, const MoeOp &op) {
     const int shared = op.fused ? 2 : 3;
-    return each_launch(op.dims, [&](int32_t, const MoeDims &dims, int64_t launch) {
+    return moe_each_launch(op.dims, [&](int32_t, const MoeDims &dims, int64_t launch) {
         MoeMatmulArgs a{};
         a.dims = dims;
         a.first = op.fused ? matrix(dst->src[1], 0, 2) : matrix(dst->src[1], 0, 1);
@@ -145,15 +163,15 @@ int moe_up_op(const ggml_tensor *dst, void *stream, const MoeOp &op) {
             a.shared_second = matrix(dst->src[shared + 1], 0, 1);
         }
         a.routed = routed_of(dst->src[0], op.dims, launch);
-        a.out = values(dst) + launch * full(dims).places() * dims.h_row();
+        a.out = values(dst) + launch * moe_full(dims).places() * dims.h_row();
         a.overlap = 1;
         return cuda::moe_up(a, stream);
     });
 }
 
 int moe_down_op(const ggml_tensor *dst, void *stream, const MoeOp &op) {
-    return each_launch(op.dims, [&](int32_t, const MoeDims &dims, int64_t launch) {
-        const int64_t places = launch * full(dims).places();
+    return moe_each_launch(op.dims, [&](int32_t, const MoeDims &dims, int64_t launch) {
+        const int64_t places = launch * moe_full(dims).places();
         MoeMatmulArgs a{};
         a.dims = dims;
         a.first = matrix(dst->src[2], 0, 1);
@@ -169,14 +187,16 @@ int moe_down_op(const ggml_tensor *dst, void *stream, const MoeOp &op) {
 }
 
 int moe_sum_op(const ggml_tensor *dst, void *stream, const MoeOp &op) {
-    return each_launch(op.dims, [&](int32_t t, const MoeDims &dims, int64_t launch) {
+    const ggml_tensor *sums = dst->src[3];
+    return moe_each_launch(op.dims, [&](int32_t t, const MoeDims &dims, int64_t launch) {
         MoeSumArgs a{};
         a.dims = dims;
         a.routed = routed_of(dst->src[0], op.dims, launch);
-        a.y = values(dst->src[1]) + launch * full(dims).places() * dims.E;
+        a.y = values(dst->src[1]) + (sums == nullptr ? launch * moe_full(dims).places() : t) * dims.E;
+        a.sums = sums == nullptr ? nullptr : values(sums) + t * dims.E;
         a.residual = values(dst->src[2]) + t * dims.E;
         a.out = values(dst) + t * dims.E;
-        a.overlap = 1;
+        a.overlap = sums == nullptr; // a copy is ahead
         return cuda::moe_sum(a, stream);
     });
 }

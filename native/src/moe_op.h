@@ -13,10 +13,18 @@ void check_moe(const Device &device, const char *path, const Moe &moe);
 // residual + the mixture of experts of an input {E, T} that is an RMS norm of residual -> {E, T}.
 ggml_tensor *moe_on_gpu(const StepBuild &b, const MatmulInput &input, const Moe &w, ggml_tensor *residual);
 
+// The same where the experts are in host memory (ram_op.h).
+ggml_tensor *moe_beside_ram(const StepBuild &b, const MatmulInput &input, const Moe &w,
+                            ggml_tensor *residual);
+
+// Bits of a param.
+constexpr int32_t MOE_FUSED = 1, MOE_VALUES = 2;
+
 // What the params of an op say (custom_op.h). dims.T: all rows.
 struct MoeOp {
     MoeDims dims;
     bool fused; // gate and up are one tensor
+    bool values; // route leaves the rows' values too, behind all else: [T][E] F32
     float eps;
 };
 
@@ -25,5 +33,26 @@ int moe_route_op(const ggml_tensor *dst, void *stream, const MoeOp &op);
 int moe_up_op(const ggml_tensor *dst, void *stream, const MoeOp &op);
 int moe_down_op(const ggml_tensor *dst, void *stream, const MoeOp &op);
 int moe_sum_op(const ggml_tensor *dst, void *stream, const MoeOp &op);
+
+// The dims of a launch of MOE_MAX_ROWS.
+inline MoeDims moe_full(MoeDims dims) {
+    dims.T = MOE_MAX_ROWS;
+    return dims;
+}
+
+// Over the launches of all rows, until one fails: run(first row, dims of the launch, launches before it).
+template <class Run> int moe_each_launch(const MoeDims &all, const Run &run) {
+    for (int32_t t = 0; t < all.T; t += MOE_MAX_ROWS) {
+        MoeDims dims = all;
+        dims.T = all.T - t < MOE_MAX_ROWS ? all.T - t : MOE_MAX_ROWS;
+        if (const int error = run(t, dims, int64_t(t / MOE_MAX_ROWS)); error != 0) {
+            return error;
+        }
+    }
+    return 0;
+}
+
+// Bytes of what route leaves of all rows, launch after launch.
+int64_t moe_all_routed_bytes(const MoeDims &all);
 
 } // namespace luce

@@ -135,18 +135,19 @@ Qwen35 read(const GgufFile &file) {
     return q;
 }
 
-Moe read_moe(WeightReader &r, const Qwen35 &q, const std::string &p) {
+Moe read_moe(WeightReader &r, const Qwen35 &q, const std::string &p, bool in_ram) {
     const int64_t E = q.hp.n_embd, FF = q.moe.n_ff, n = q.moe.n_expert, shared = q.n_ff_shared;
     Moe m{};
     m.shape = q.moe;
+    m.in_ram = in_ram;
     m.router = r.router(p + "ffn_gate_inp.weight", E, n);
     if (r.has(p + "ffn_gate_up_exps.weight")) {
-        m.gate_up = r.experts(p + "ffn_gate_up_exps.weight", E, 2 * FF, n, 2);
+        m.gate_up = r.experts(p + "ffn_gate_up_exps.weight", E, 2 * FF, n, in_ram, 2);
     } else {
-        m.gate = r.experts(p + "ffn_gate_exps.weight", E, FF, n);
-        m.up = r.experts(p + "ffn_up_exps.weight", E, FF, n);
+        m.gate = r.experts(p + "ffn_gate_exps.weight", E, FF, n, in_ram);
+        m.up = r.experts(p + "ffn_up_exps.weight", E, FF, n, in_ram);
     }
-    m.down = r.experts(p + "ffn_down_exps.weight", FF, E, n);
+    m.down = r.experts(p + "ffn_down_exps.weight", FF, E, n, in_ram);
     if (r.has(p + "ffn_gate_inp_shexp.weight")) {
         m.shared_gate = r.router(p + "ffn_gate_inp_shexp.weight", E, 1);
         m.shared.gate = r.matrix(p + "ffn_gate_shexp.weight", E, shared);
@@ -163,7 +164,7 @@ Block read_block(WeightReader &r, const Qwen35 &q, uint32_t il, bool recurrent) 
     b.attn_norm = r.f32(p + "attn_norm.weight", {E});
     b.post_norm = r.f32(p + "post_attention_norm.weight", {E});
     if (q.moe.n_expert > 0) {
-        b.ffn = read_moe(r, q, p);
+        b.ffn = read_moe(r, q, p, il < q.hp.n_layer && r.in_ram(il));
     } else {
         Ffn f{};
         f.gate = r.matrix(p + "ffn_gate.weight", E, FF);

@@ -33,8 +33,8 @@ static void close_gemm(void *stream) {
 Step::Step(const Model &model, const Cache &cache, const EngineParams &params)
     : model_(model), cache_(cache), params_(params),
       backend_(make_backend(model.device(), int(params.n_threads))),
-      team_(model.device().gpu ? 1 : int(params.n_threads)), gemm_(nullptr, close_gemm), in_(cache, params),
-      galloc_(new_graph_allocator(model.device())) {
+      team_(model.device().gpu && model.in_ram() == nullptr ? 1 : int(params.n_threads)),
+      gemm_(nullptr, close_gemm), in_(cache, params), galloc_(new_graph_allocator(model.device())) {
 #ifdef LUCE_USE_CUDA
     if (model.device().own_matmul) {
         void *stream = luce_cuda_stream(backend_.get());
@@ -66,6 +66,11 @@ Step::Step(const Model &model, const Cache &cache, const EngineParams &params)
     results_ = static_cast<Choice *>(ggml_backend_buffer_get_base(results_buffer_.get()));
     drafts_ = results_ + MAX_ROWS;
     memset(static_cast<void *>(results_), 0, n_results * sizeof(Choice));
+    if (const Moe *moe = model.in_ram(); moe != nullptr && model.device().gpu) {
+        const uint32_t rows =
+            std::max(uint32_t(MAX_ROWS), std::min(params.cache.n_chunk, params.cache.n_ctx));
+        ram_.allocate(model.device(), int32_t(rows), *moe, model.hparams().n_embd);
+    }
     build_all();
     time_all();
 }
@@ -178,6 +183,10 @@ template <class Ours> void Step::run_segments(Graph &g, const Ours &run_op) {
 void Step::run_cpu(Graph &g) {
     set_row_invariant(backend_.get(), model_.device(), !g.shape.prefill());
     run_segments(g, [&](const CustomOp &op, ggml_tensor *node) {
+        if (op.on_team) {
+            ram_.run(node);
+            return;
+        }
         const int n_parts = team_.n_threads() * (op.even ? PARTS_PER_THREAD : 1);
         team_.run(n_parts, [&](int part) { op.cpu(node, part, n_parts); });
     });
@@ -185,8 +194,16 @@ void Step::run_cpu(Graph &g) {
 
 #ifdef LUCE_USE_CUDA
 void Step::enqueue_cuda(Graph &g, void *stream) {
+    g.calls.clear(); // what was enqueued before has run, and a captured step is not enqueued again
     run_segments(g, [&](const CustomOp &op, ggml_tensor *node) {
-        if (const int error = op.cuda(node, stream); error != 0) {
+        int error;
+        if (op.on_team) {
+            g.calls.push_back(std::make_unique<RamStage::Call>(RamStage::Call{&ram_, node}));
+            error = ram_.enqueue(*g.calls.back(), stream);
+        } else {
+            error = op.cuda(node, stream);
+        }
+        if (error != 0) {
             fail(LUCE_E_DEVICE, "%s: %s: %s", model_.device().name.c_str(), op.name, cuda::error_text(error));
         }
     });

@@ -12,6 +12,7 @@
 #pragma once
 
 #include "graph.h"
+#include "ram_op.h"
 #include "step_inputs.h"
 #include "team.h"
 
@@ -112,7 +113,8 @@ private:
     const Cache &cache_;
     EngineParams params_;
     Backend backend_;
-    Team team_; // of the CPU; on a GPU the caller alone
+    Team team_; // of the CPU; on a GPU the caller alone, where no experts are in host memory
+    RamStage ram_{team_};
     std::unique_ptr<void, void (*)(void *)> gemm_; // the backend's stream, while cuBLAS is open for it
     Regions in_;
     Buffer results_buffer_; // pinned on a GPU

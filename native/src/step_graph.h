@@ -12,6 +12,7 @@ struct Step::Graph {
     StepOutputs outputs;
     StepShape shape;
     void *captured = nullptr;
+    std::vector<std::unique_ptr<RamStage::Call>> calls; // of the host, as long as a capture may run
 
     ~Graph();
     static std::unique_ptr<Graph> build(const Model &model, const Cache &cache, const Region &in,

@@ -2,6 +2,7 @@
 #include "weights.h"
 
 #include "architecture.h"
+#include "ram_op.h"
 
 #ifdef LUCE_USE_CUDA
 #include "../kernels/rowmm.h"
@@ -90,7 +91,7 @@ void WeightReader::finish(const std::string &prefix, const char *what) const {
 }
 
 // A leaf has no op, so its parameters are free for this mark.
-constexpr int32_t PACKED = 0x7061636b;
+constexpr int32_t PACKED = 0x7061636b, IN_RAM = 0x72616d;
 
 bool is_packed(const ggml_tensor *weight) {
     return weight->op_params[0] == PACKED;
@@ -103,6 +104,15 @@ struct Matrices {
 static Matrices matrices_of(const ggml_tensor *weight) {
     const int64_t parts = weight->op_params[1];
     return {weight->ne[2] * parts, weight->ne[1] / parts};
+}
+
+// Whether the tensor stays in the mapping, whatever device the model is on.
+static bool is_in_ram(const ggml_tensor *weight) {
+    return weight->op_params[2] == IN_RAM;
+}
+
+bool WeightReader::in_ram(uint32_t layer) const {
+    return layer < m_.n_cpu_experts_;
 }
 
 bool WeightReader::packs([[maybe_unused]] ggml_type type) const {
@@ -185,13 +195,17 @@ ggml_tensor *WeightReader::take(const std::string &name, std::vector<int64_t> sh
     const bool packed = (kind == Kind::matrix || kind == Kind::experts) && packs(t->type);
     tensor->op_params[0] = packed ? PACKED : 0;
     tensor->op_params[1] = parts;
+    tensor->op_params[2] = kind == Kind::ram_experts ? IN_RAM : 0;
     m_.tensors_.emplace_back(tensor, t);
-    m_.weight_bytes_ += packed ? packed_bytes(tensor) : ggml_nbytes(tensor);
+    if (!is_in_ram(tensor) || !m_.device_->gpu) {
+        m_.weight_bytes_ += packed ? packed_bytes(tensor) : ggml_nbytes(tensor);
+    }
     return tensor;
 }
 
 std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file, std::shared_ptr<GgufFile> head,
-                                       std::shared_ptr<GgufFile> drafter, const Device &device) {
+                                       std::shared_ptr<GgufFile> drafter, const Device &device,
+                                       uint32_t n_cpu_experts) {
     auto model = std::make_shared<Model>();
     model->device_ = &device;
     model->architecture_ = &architecture_of(*file);
@@ -203,6 +217,11 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file, std::shar
         fail(LUCE_E_UNSUPPORTED, "%s: %s runs on the CPU only: choose the device cpu", trunk.path().c_str(),
              model->architecture_->name);
     }
+    if (n_cpu_experts > hp.n_layer) {
+        fail(LUCE_E_ARG, "n_cpu_experts is %u, %s has %u layers", n_cpu_experts, trunk.path().c_str(),
+             hp.n_layer);
+    }
+    model->n_cpu_experts_ = n_cpu_experts;
     const GgufTensor *embd = trunk.tensor("token_embd.weight");
     if (embd == nullptr || embd->n_dims != 2 || embd->ne[1] > (1 << 24)) {
         fail(LUCE_E_FILE, "%s: tensor token_embd.weight is %s", trunk.path().c_str(),
@@ -226,6 +245,15 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file, std::shar
         model->weights_.drafter = read_dflash(*model, *drafter, hp, model->weights_);
         model->drafter_file_ = std::move(drafter);
     }
+    for (const Block &block : model->weights_.blocks) {
+        if (n_cpu_experts > 0 && block.moe() == nullptr) {
+            fail(LUCE_E_ARG, "n_cpu_experts is %u, and %s has no experts: its architecture is %s",
+                 n_cpu_experts, trunk.path().c_str(), model->architecture_->name);
+        }
+        if (block.moe() != nullptr && block.moe()->in_ram) {
+            check_ram_experts(trunk.path().c_str(), *block.moe());
+        }
+    }
 #ifdef LUCE_USE_CUDA
     for (const Block &block : model->weights_.blocks) {
         if (block.moe() != nullptr) {
@@ -237,6 +265,11 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file, std::shar
     }
 #endif
     return model;
+}
+
+const Moe *Model::in_ram() const {
+    const Moe *first = weights_.blocks.empty() ? nullptr : weights_.blocks[0].moe();
+    return first != nullptr && first->in_ram ? first : nullptr;
 }
 
 uint64_t Model::identity() const {
@@ -287,25 +320,30 @@ void Model::place_packed() {
     buffers_.push_back(std::move(buffer));
 }
 
+// Tensors where the files are mapped: all, or experts that stay in host memory.
+void Model::place_mapped(bool all) {
+    std::vector<const Mapping *> parts;
+    for (const GgufFile *file :
+         {file_.get(), head_file_ == file_ ? nullptr : head_file_.get(), drafter_file_.get()}) {
+        for (size_t i = 0; file != nullptr && i < file->parts().size(); i++) {
+            parts.push_back(file->parts()[i].get());
+        }
+    }
+    for (const Mapping *part : parts) {
+        void *base = const_cast<uint8_t *>(part->data());
+        buffers_.emplace_back(ggml_backend_cpu_buffer_from_ptr(base, part->size()));
+        for (auto &[tensor, source] : tensors_) {
+            if ((all || is_in_ram(tensor)) && source->data >= part->data() &&
+                source->data < part->data() + part->size()) {
+                ggml_backend_tensor_alloc(buffers_.back().get(), tensor, const_cast<uint8_t *>(source->data));
+            }
+        }
+    }
+}
+
 void Model::load(const std::function<bool(float)> &progress) {
     if (!device_->gpu) {
-        std::vector<const Mapping *> parts;
-        for (const GgufFile *file :
-             {file_.get(), head_file_ == file_ ? nullptr : head_file_.get(), drafter_file_.get()}) {
-            for (size_t i = 0; file != nullptr && i < file->parts().size(); i++) {
-                parts.push_back(file->parts()[i].get());
-            }
-        }
-        for (const Mapping *part : parts) {
-            void *base = const_cast<uint8_t *>(part->data());
-            buffers_.emplace_back(ggml_backend_cpu_buffer_from_ptr(base, part->size()));
-            for (auto &[tensor, source] : tensors_) {
-                if (source->data >= part->data() && source->data < part->data() + part->size()) {
-                    ggml_backend_tensor_alloc(buffers_.back().get(), tensor,
-                                              const_cast<uint8_t *>(source->data));
-                }
-            }
-        }
+        place_mapped(true);
         if (!progress(1.0f)) {
             fail(LUCE_E_CANCELLED, "loading was cancelled");
         }
@@ -317,6 +355,7 @@ void Model::load(const std::function<bool(float)> &progress) {
     }
     check_memory(*device_, weight_bytes_ + staging_size, "the model's weights");
     place_packed();
+    place_mapped(false);
     Buffer buffer(ggml_backend_alloc_ctx_tensors_from_buft(context_.get(), device_->buffer_type()));
     if (!buffer) {
         fail(LUCE_E_MEMORY, "%s: allocating %s for the weights failed", device_->name.c_str(),
@@ -333,6 +372,9 @@ void Model::load(const std::function<bool(float)> &progress) {
     std::vector<std::vector<float>> widened; // each lives until it is uploaded
     uint64_t total = 0;
     for (auto &[tensor, source] : tensors_) {
+        if (is_in_ram(tensor)) {
+            continue;
+        }
         if (is_packed(tensor)) {
             items.push_back({through, source->data, source->size, tensor, matrices_of(tensor).n});
             continue;

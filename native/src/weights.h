@@ -17,10 +17,14 @@ public:
     ggml_tensor *matrix(const std::string &name, int64_t a, int64_t b, bool required = true) {
         return take(name, {a, b}, Kind::matrix, required);
     }
-    // A matrix {a, b} of each of n experts, which holds so many matrices one behind the other.
-    ggml_tensor *experts(const std::string &name, int64_t a, int64_t b, int64_t n, int32_t parts = 1) {
-        return take(name, {a, b, n}, Kind::experts, true, parts);
+    // A matrix {a, b} of each of n experts, which holds so many matrices one behind the other. in_ram: it stays in
+    // host memory on any device.
+    ggml_tensor *experts(const std::string &name, int64_t a, int64_t b, int64_t n, bool in_ram,
+                         int32_t parts = 1) {
+        return take(name, {a, b, n}, in_ram ? Kind::ram_experts : Kind::experts, true, parts);
     }
+    // Whether the experts of a layer of the trunk are to stay there.
+    bool in_ram(uint32_t layer) const;
     // A matrix {a, b} that a GPU multiplies in F32.
     ggml_tensor *router(const std::string &name, int64_t a, int64_t b) {
         return take(name, {a, b}, Kind::router, true);
@@ -49,7 +53,7 @@ public:
     void finish(const std::string &prefix = "", const char *what = nullptr) const;
 
 private:
-    enum class Kind { matrix, table, experts, router, f32, ids };
+    enum class Kind { matrix, table, experts, ram_experts, router, f32, ids };
     ggml_tensor *take(const std::string &name, std::vector<int64_t> shape, Kind kind, bool required,
                       int32_t parts = 1);
 

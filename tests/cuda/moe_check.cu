@@ -193,12 +193,48 @@ void check_choices(int T) {
     expect(first && nan, "moe shows a router's logit that is not finite");
 }
 
+// Of experts that are multiplied elsewhere: route hands out the rows' values, and sum takes the weighted sums.
+void check_elsewhere(int T) {
+    const MoeDims dims = {T, 8, 3, 260, 32, 64};
+    Mixture l(dims, {1, 1, 8, 1}, 78);
+    l.dims = dims;
+    const Floats x = random_rows(T, dims.E);
+    Buffers b(dims, x);
+    b.enqueue(l, false);
+    must(cudaStreamSynchronize(stream));
+    const Routed whole = b.get();
+    const Floats y = b.y.get(), values = b.values.get();
+    Floats sums(x.size(), 0.0f);
+    double worst = 0;
+    for (int t = 0; t < T; t++) {
+        double squares = 0;
+        for (int64_t k = 0; k < dims.E; k++) {
+            squares += double(x[size_t(t * dims.E + k)]) * x[size_t(t * dims.E + k)];
+        }
+        for (int64_t k = 0; k < dims.E; k++) {
+            const size_t at = size_t(t * dims.E + k);
+            const double v = x[at] / std::sqrt(squares / double(dims.E) + Mixture::EPS) * l.norm[size_t(k)];
+            worst = std::max(worst, std::fabs(values[at] - v) / (std::fabs(v) + 1e-3));
+            for (int r = 0; r < dims.n_used; r++) {
+                const size_t place = size_t(t * dims.n_used + r);
+                sums[at] = std::fma(whole.weights[place], y[place * size_t(dims.E) + size_t(k)], sums[at]);
+            }
+        }
+    }
+    expect(worst < 1e-5, "moe values are off by " + std::to_string(worst));
+    Device<float> d_sums(sums), out(x.size());
+    must(cuda::moe_sum({dims, b.routed.p, b.y.p + T * dims.n_used * dims.E, d_sums.p, b.x.p, out.p, 0}, stream));
+    must(cudaStreamSynchronize(stream));
+    expect(same_bits(out.get(), whole.out), "moe adds sums that were made elsewhere");
+}
+
 } // namespace
 
 // `all` false: small shapes and few widths, for compute-sanitizer and the emulation.
 void check_moe(bool all) {
     const MoeDims small = {0, 8, 3, 512, 256, 64};
     check_choices(all ? 64 : 11);
+    check_elsewhere(all ? 40 : 3);
     check_mixture(small, {12, 12, 14, 8}, all ? 64 : 10, all ? Ints{1, 2, 3, 7, 8, 9, 16, 17, 33, 64} : Ints{1, 9}, all);
     check_mixture({0, 5, 2, 1060, 40, 24}, {1, 0, 30, 1}, 9, {1, 12}, all); // 5 chunks in 4 parts
     if (!all) {

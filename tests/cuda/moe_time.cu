@@ -61,14 +61,15 @@ struct MoeBench {
         const TimedLayer &l = *layers[size_t(layer)];
         for (int i = from; i < to; i++) {
             if (i == 0) {
-                must(cuda::moe_route({d, x.p, norm.p, 1e-6f, l.router.p, gate.p, counters.p, routed.p, overlap}, stream));
+                must(cuda::moe_route({d, x.p, norm.p, 1e-6f, l.router.p, gate.p, counters.p, routed.p,
+                                      nullptr, overlap}, stream));
             } else if (i == 1) {
                 must(cuda::moe_up({d, l.gate.matrix(), l.up.matrix(), l.gate_s.matrix(), l.up_s.matrix(), routed.p, nullptr,
                                    h.p, overlap}, stream));
             } else if (i == 2) {
                 must(cuda::moe_down({d, l.down.matrix(), {}, l.down_s.matrix(), {}, routed.p, h.p, y.p, overlap}, stream));
             } else {
-                must(cuda::moe_sum({d, routed.p, y.p, x.p, out.p, overlap}, stream));
+                must(cuda::moe_sum({d, routed.p, y.p, nullptr, x.p, out.p, overlap}, stream));
             }
         }
     }
