@@ -272,7 +272,8 @@ class NextN:
         parents = range(-1, len(tokens) - 1)
         mixed, new = attention(c, w, rms_norm(x, w["attn_norm.weight"], c.eps), positions, kv, parents)
         x = x + mixed
-        x = x + ffn(w, rms_norm(x, w["post_attention_norm.weight"], c.eps))
+        h = rms_norm(x, w["post_attention_norm.weight"], c.eps)
+        x = x + (moe(w, c, h) if c.n_expert else ffn(w, h))
         kv = (np.concatenate([kv[0], new[0]]), np.concatenate([kv[1], new[1]]))
         return rms_norm(x, w["nextn.shared_head_norm.weight"], c.eps), kv
 

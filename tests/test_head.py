@@ -121,6 +121,8 @@ CONFIGS = {
     "odd-sizes": replace(SMALL, n_embd=160, n_ff=96, n_head=5, n_head_kv=5, rope_dim=8, eps=1e-5),
     "two-heads": replace(SMALL, n_nextn=2, n_layer=2),
     "flags": replace(SMALL, n_layer=3, recurrent=(True, False, True)),
+    "experts": tiny.with_experts(SMALL),
+    "experts-fused": replace(SMALL, n_expert=6, n_expert_used=1, n_ff_expert=48, fused_experts=True),
 }  # fmt: skip
 
 
