@@ -171,7 +171,7 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
             ctrl_c.on_press = engine.cancel
             display.explain(engine.plan)
             form = "json" if flags["as_json"] else "jsonl" if flags["jsonl"] else "text"
-            writer = Writer(display, engine, asked, form)
+            writer = Writer(display, engine, asked, form, request.grammar is not None)
             for event in engine.generate(request, lambda: ctrl_c.pressed):
                 writer.on(event)
             writer.end(ctrl_c.pressed)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from luce._native import File
-from luce.errors import FileError, UnsupportedError
+from luce.errors import ArgumentError, FileError, UnsupportedError
 from luce.structs import EngineParams, Memory, Tensor
 
 T = TypeVar("T")
@@ -142,11 +142,14 @@ def _named(kind: type) -> str:
 
 def probe(file: File, ctx: int | None = None, device: str = "auto") -> Facts:
     """Returns the facts of `file`. Its memory is that of an engine with one sequence of `ctx` positions
-    (with None as many as generate would take). Raises FileError where a key has the wrong type."""
+    (with None as many as generate would take). Raises FileError where a key has the wrong type, and
+    ArgumentError where the model was trained for fewer positions."""
     kv, tensors = file.kv, file.tensors
     architecture = fact(kv, "general.architecture", str)
     kind = _kind(kv, architecture, tensors)
     context_length = _number(kv, f"{architecture}.context_length")
+    if ctx is not None and context_length is not None and ctx > context_length:
+        raise ArgumentError(f"a context of {ctx} was asked, the model was trained for {context_length}")
     context = ctx or (None if context_length is None else min(context_length, 4096))
     memory, reasons = None, _reasons_of_kind(kind, architecture)
     active, read = _of_a_token(kv, architecture, tensors) if kind == "model" else (None, None)

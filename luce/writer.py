@@ -18,10 +18,13 @@ from luce.render import Display
 class Writer:
     """Writes in one of three forms. "text" streams. "json" is one object at the end. "jsonl" is an object
     for each event: started, tokens ..., warning, and at the end failed or finished, which is json's object.
-    """
+    `has_grammar` says that the text is held to one, which it may be too short for."""
 
-    def __init__(self, display: Display, engine: Engine, options: Options, form: str):
+    def __init__(
+        self, display: Display, engine: Engine, options: Options, form: str, has_grammar: bool = False
+    ):
         self._display, self._engine, self._options, self._form = display, engine, options, form
+        self._has_grammar = has_grammar
         self._line_open = False
         self._last: Event | None = None
 
@@ -61,6 +64,9 @@ class Writer:
         if self._last.truncated_by == "context":
             n_ctx = self._engine.info.n_ctx
             self._display.warn(f"the text ends because the context of {n_ctx} tokens (--ctx) is full")
+        elif self._has_grammar and self._last.truncated_by == "max_tokens":
+            n = len(self._last.tokens)
+            self._display.warn(f"the text ends after {n} tokens (-n), where its grammar would go on")
         self._display.summary(self._last)
         if interrupted or self._last.reason == "cancelled":
             raise Interrupted()

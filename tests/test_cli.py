@@ -218,8 +218,9 @@ def test_what_is_not_a_gguf_is_one_line_and_exit_1(luce_, tmp_path, command, con
 
 
 def test_a_context_past_the_trained_one_names_both(luce_):
-    line = one_line(luce_("generate", "--gguf", "{}", "x", "--ctx", "5000"))
-    assert "5000" in line and "2048" in line
+    for asked in (("generate", "--gguf", "{}", "x"), ("probe-gguf", "{}")):
+        line = one_line(luce_(*asked, "--ctx", "5000"))
+        assert "a context of 5000 was asked, the model was trained for 2048" in line
 
 
 def test_a_device_that_is_not_there_is_named(luce_):

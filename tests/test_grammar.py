@@ -134,6 +134,8 @@ def test_the_command_line_takes_them(luce_, tmp_path):
     common = ("generate", "x = ", "--quiet")
     result = luce_(*common, "-n", "900", "--json-schema", schema, "--temp", "1")
     jsonschema.validate(json.loads(result.stdout), RECORD)
+    cut = luce_(*common[:-1], "-n", "2", "--json-schema", schema)
+    assert cut.exit_code == 0 and "after 2 tokens (-n), where its grammar would go on" in cut.stderr
     assert luce_(*common, "--json-schema", '{"const": 7}').stdout == "7"
     assert luce_(*common, "--grammar", grammar, "--logit-bias", "5=-100").stdout == "no"
     plain = luce_(*common, "-n", "20").stdout
