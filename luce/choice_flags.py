@@ -16,6 +16,8 @@ from luce.grammar import Grammars, Matcher
 from luce.structs import Penalties
 from luce.tokenizer import Tokenizer
 
+MAX_GRAMMAR = 16 << 20  # bytes of a grammar's or a schema's file
+
 
 class Bias(click.ParamType):
     """Parses ID=VALUE: a token id, and what is added to its logit."""
@@ -116,7 +118,11 @@ def _is_json(text: str) -> bool:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            raw = file.read(MAX_GRAMMAR + 1)
+        if len(raw) > MAX_GRAMMAR:
+            raise FileError(f"{path}: more than {MAX_GRAMMAR >> 20} MiB: a grammar or a schema has fewer")
+        return raw.decode()
     except OSError as error:
         raise FileError(f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -106,6 +106,10 @@ FILE_COMMANDS = [
     ("generate", "x", "--gguf", "{}", "--mtp-gguf"),
     ("bench", "prompts"),
     ("bench", "sweep", "--gguf"),
+    ("bench", "batch", "--gguf"),
+    ("generate", "x", "--gguf", "{}", "--draft"),
+    ("chat", "--gguf"),
+    ("serve", "--port", "0", "--gguf"),
 ]
 
 
@@ -113,6 +117,12 @@ FILE_COMMANDS = [
 def test_what_is_no_file_is_one_line_that_names_it(luce_, no_file, words):
     result = luce_(*words, no_file)
     assert result.exit_code == 1 and result.stdout == "" and str(no_file)[-8:] in one_line(result)
+
+
+@pytest.mark.parametrize("flag", ["--grammar", "--json-schema"])
+def test_an_endless_grammar_is_refused(luce_, flag):
+    result = luce_("generate", "--gguf", "{}", "x", flag, "/dev/zero")
+    assert result.exit_code == 1 and "/dev/zero: more than 16 MiB" in one_line(result)
 
 
 @pytest.mark.parametrize("words", [*FILE_COMMANDS, ("bench", "prompts", "--save")], ids=" ".join)

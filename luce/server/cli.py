@@ -13,6 +13,7 @@ from typing import Any
 import click
 import uvicorn
 
+from luce._native import File
 from luce.command import BOX, MAX_U32, FilePath, Finite
 from luce.errors import LuceError
 from luce.flags import DRAFTING, QUIET, RUN, given, idle_threads, misplaced, options, options_of
@@ -167,9 +168,8 @@ def serve(models: Mapping[str, Path], hf: str | None, **flags: Any) -> None:
         models = {flags["alias"]: next(iter(models.values()))}
     watch = Watch("" if flags["quiet"] else "json" if flags["log_json"] else "text")
     served = Models(models, settings_of(flags))
-    for slot in served.slots.values():
-        if not slot.path.is_file():
-            raise LuceError(f"{slot.path}: no such file")
+    for slot in served.slots.values():  # also those that are loaded later
+        File(slot.path).close()
     hosts = (*LOOPBACK, flags["host"]) if flags["host"] in LOOPBACK else ()
     app = make_app(served, watch, Access(tuple(flags["keys"]), hosts))
     sys.setswitchinterval(0.001)  # the engine's thread waits for the others after each step: not for long
