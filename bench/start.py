@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Measures how long `luce generate` takes to start: whole processes, which read the box and write one token.
 
-A process counts from its start to its end, in seconds of the clock and in CPU seconds of all its threads.
-Three are run in turn. One prints the help, and has then imported what a generation needs. One writes a token. One
+A process counts from its start to its end, in seconds of the clock and in CPU seconds of its threads. Three
+are run in turn. One prints the help, and has then imported what a generation needs. One writes a token. One
 writes it without drafts, and times no wide steps as it opens. The least seconds of the clock say what a quiet
 machine takes; the CPU seconds say it on a busy one too.
 

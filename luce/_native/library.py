@@ -35,7 +35,12 @@ class Library:
         self.path = path
         self._points_to: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.ffi = cffi.FFI()
-        self.ffi.cdef(c_declarations(header.read_text(encoding="utf-8")))
+        declarations = c_declarations(header.read_text(encoding="utf-8"))
+        self.ffi.cdef(declarations)
+        # cffi parses each type's name when it meets it first, for a millisecond: here all are one type's
+        structs = re.findall(r"^\} (\w+);", declarations, flags=re.M)
+        pointers = self.ffi.typeof(f"void (*)({' *, '.join(structs)} *)").args
+        self._pointers = dict(zip(structs, pointers, strict=True))
         try:
             self.lib: Any = self.ffi.dlopen(str(path))
             found = self.lib.luce_abi_version()
@@ -55,8 +60,8 @@ class Library:
 
     def struct(self, name: str, **fields: Any) -> Any:
         """Returns a zeroed struct `name` with its struct_size and `fields` set."""
-        made = self.ffi.new(f"{name} *")
-        made.struct_size = self.ffi.sizeof(name)
+        made = self.ffi.new(self._pointers[name])
+        made.struct_size = self.ffi.sizeof(made[0])
         for field, value in fields.items():
             setattr(made, field, value)
         return made
