@@ -103,6 +103,7 @@ __device__ void conv_row(const Weights<S> &w, const Channels<S> (&taps)[TAPS], b
 // next, so all of it is loaded before nvcc can wait for one value to branch on it.
 struct Control {
     static constexpr int WORDS = sizeof(SeqCtl) / sizeof(int32_t), N = WORDS / WARP + 1;
+    static_assert(N == 3, "get() looks into three words");
     int32_t word[N];
 
     __device__ void load(const StepCtl &ctl, int seq, int lane) {

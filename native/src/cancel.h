@@ -1,5 +1,5 @@
-// A flag that asks an engine to stop. Another thread or a signal handler may raise it, so it takes no lock
-// and no memory.
+// An engine has a flag that asks it to stop. Another thread or a signal handler may raise it, so raising it takes no
+// lock and no memory.
 #pragma once
 
 #include <atomic>

@@ -1,5 +1,5 @@
-// luce's own ops in ggml graphs. In the graph an op is a ggml_custom_4d whose CPU callback is the
-// reference implementation; on CUDA, step.cpp launches the kernel in its place on the same stream.
+// luce has ops of its own in ggml graphs, each a ggml_custom_4d that ggml itself never runs: step.cpp cuts the graph at
+// it. On a CPU it runs the op's reference implementation there, on CUDA it launches the op's kernel on the same stream.
 //
 // name            arguments (ggml shapes, fastest first)                                 params -> result
 // deltanet_conv   x{C,T} w{4,C} window{C,3,slots}* log{n,seqs}* ctl                        R n_slots Hk Hv S mode -> {C,T}

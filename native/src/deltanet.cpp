@@ -1,4 +1,4 @@
-// CPU reference of the DeltaNet ops. The order of every sum is fixed and does not depend on how many rows or
+// Computes the DeltaNet ops on the CPU, as their reference. The order of every sum is fixed and does not depend on how many rows or
 // sequences there are, so a row's bits are the same in plain decoding, in any verify step and in a replay.
 #include "custom_op.h"
 
@@ -27,8 +27,8 @@ float softplus(float x) {
 struct Sequence {
     const SeqCtl &seq;
     const RowCtl *rows; // null in an append, whose rows are a chain
-    int row0, n_rows;   // of the step
-    bool write_back;    // a verify leaves other committed values than it found
+    int row0, n_rows; // of the step
+    bool write_back; // a verify leaves other committed values than it found
 
     Sequence(const DeltaShape &s, const StepCtl &ctl, int i)
         : seq(ctl.seqs[i]), rows(s.mode == DELTA_APPEND ? nullptr : ctl.rows), row0(rows ? seq.row0 : 0),
@@ -125,9 +125,9 @@ void conv_head(const ConvArgs &a, const Sequence &part, int64_t c0, bool normali
 template <int W> struct Columns {
     const DeltaArgs &a;
     const Sequence &part;
-    int h;             // v head
-    int j0;            // first column
-    float *log;        // of the sequence's slot
+    int h; // v head
+    int j0; // first column
+    float *log; // of the sequence's slot
     float S[MAX_S][W]; // [k][v]
 
     Columns(const DeltaArgs &args, const Sequence &sequence, int head, int column)

@@ -1,4 +1,5 @@
-// Devices, their memory and backends. Only this file knows which backends ggml was built with.
+// Lists the devices, and says what their memory and backends are. Only this file knows which backends ggml was built
+// with.
 #pragma once
 
 #include "status.h"

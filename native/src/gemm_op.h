@@ -1,4 +1,4 @@
-// A prefill's matmul on a GPU as graph ops (kernels/gemm.h). A weight matrix is written out as F16 and
+// Makes graph ops of a prefill's matmul on a GPU (kernels/gemm.h). A weight matrix is written out as F16 and
 // multiplied with all rows at once; then the next matrix takes its room. What a row's norm or gate gives is
 // packed without being stored.
 #pragma once

@@ -1,5 +1,5 @@
-// A GGUF file, mapped and checked: typed, bounds-checked getters that throw instead of aborting.
-// Reads v2 and v3 and split files in place: nothing is copied, so a 248k vocabulary costs one scan.
+// Maps a GGUF file and checks it. The getters are typed, check their bounds, and throw instead of aborting. v2, v3 and
+// split files are read in place: nothing is copied, so a 248k vocabulary costs one scan.
 #pragma once
 
 #include "status.h"
@@ -35,8 +35,8 @@ const char *gguf_value_type_name(int32_t type);
 struct GgufKv {
     std::string name;
     int32_t type = 0;
-    int32_t elem_type = 0;         // of an array, else = type
-    uint64_t count = 1;            // array elements; bytes of a string; else 1
+    int32_t elem_type = 0; // of an array, else = type
+    uint64_t count = 1; // array elements; bytes of a string; else 1
     const uint8_t *data = nullptr; // first value byte, unaligned
 };
 
@@ -45,7 +45,7 @@ struct GgufTensor {
     ggml_type type = GGML_TYPE_F32;
     uint32_t n_dims = 0;
     int64_t ne[GGML_MAX_DIMS] = {1, 1, 1, 1};
-    uint64_t size = 0;             // bytes
+    uint64_t size = 0; // bytes
     const uint8_t *data = nullptr; // in the mapping
 };
 

@@ -1,4 +1,4 @@
-// The graphs of qwen35 and qwen35moe (Qwen3.5/3.6). A block is DeltaNet or full attention, followed by a
+// Builds the graphs of qwen35 and qwen35moe (Qwen3.5/3.6). A block is DeltaNet or full attention, followed by a
 // SwiGLU FFN or by a mixture of them. The NextN head predicts the token after the next, from a hidden state
 // and the next token's embedding.
 #include "graph.h"
@@ -21,9 +21,9 @@ static ggml_tensor *first_entry(ggml_context *ctx, ggml_tensor *t) {
     return ggml_view_1d(ctx, t, 1, 0);
 }
 
-static StepOutputs choose(const StepBuild &b, ggml_tensor *output, ggml_tensor *h) {
+static StepOutputs choose(const StepBuild &b, ggml_tensor *logits) {
     StepOutputs out;
-    out.logits = matmul(b, output, plain(h)); // {V, n_out}
+    out.logits = logits; // {V, n_out}
     out.choice = add_op(b.ctx, "choose", GGML_TYPE_I32, CHOICE_WIDTH, out.logits->ne[1],
                         {out.logits, b.in.ctl}, {/*ahead=*/1});
     return out;
@@ -36,11 +36,18 @@ static ggml_tensor *nextn_input(const StepBuild &b, const NextN &head, ggml_tens
     return matmul(b, head.eh_proj, plain(ggml_concat(b.ctx, e, rms_norm(b.ctx, h, head.hnorm, eps), 0)));
 }
 
-// The first n rows of a matrix {K, N}. On a GPU packed weights lie in tiles of 128 rows, so n is a multiple of that.
-static ggml_tensor *first_rows(ggml_context *ctx, ggml_tensor *weight, int64_t n) {
-    ggml_tensor *part = ggml_view_2d(ctx, weight, weight->ne[0], n, weight->nb[1], 0);
-    part->op_params[0] = weight->op_params[0]; // is_packed
-    return part;
+// The logits of the first n tokens: the product of the first n rows of a matrix {K, V}. On a GPU packed weights lie in
+// tiles of 128 rows, so n is a multiple of that. Behind the last row of F32 and BF16 ones lie the scales of all rows
+// (rowmm_layout.h), so these are multiplied whole.
+static ggml_tensor *first_logits(const StepBuild &b, ggml_tensor *output, ggml_tensor *h, int64_t n) {
+    ggml_context *ctx = b.ctx;
+    if (is_packed(output) && (output->type == GGML_TYPE_F32 || output->type == GGML_TYPE_BF16)) {
+        ggml_tensor *all = matmul(b, output, plain(h)); // {V, T}
+        return ggml_cont(ctx, ggml_view_2d(ctx, all, n, all->ne[1], all->nb[1], 0)); // {n, T}
+    }
+    ggml_tensor *part = ggml_view_2d(ctx, output, output->ne[0], n, output->nb[1], 0); // {K, n}
+    part->op_params[0] = output->op_params[0]; // is_packed
+    return matmul(b, part, plain(h)); // {n, T}
 }
 
 void build_qwen35_draft(const StepBuild &b) {
@@ -54,11 +61,9 @@ void build_qwen35_draft(const StepBuild &b) {
     x = feed_forward(b, rms(x, block.post_norm, eps), block, x);
     ggml_tensor *h = rms_norm(ctx, x, head.norm, eps);
     ggml_build_forward_expand(b.graph, ggml_set_rows(ctx, b.cache.hidden(), h, b.in.hidden_to));
-    ggml_tensor *output = head.output;
-    if (b.kind == StepKind::draft_part) {
-        output = first_rows(ctx, output, b.cache.params().n_part);
-    }
-    const StepOutputs out = choose(b, output, h);
+    const StepOutputs out =
+        choose(b, b.kind == StepKind::draft_part ? first_logits(b, head.output, h, b.cache.params().n_part)
+                                                 : matmul(b, head.output, plain(h)));
     ggml_build_forward_expand(
         b.graph, add_op(ctx, "keep", GGML_TYPE_I32, 1, 1, {out.choice, b.in.ctl, b.cache.drafts()}));
     keep_lists(b, out.logits);
@@ -129,7 +134,8 @@ StepOutputs build_qwen35(const StepBuild &b) {
     if (b.kind == StepKind::prefill) {
         return {};
     }
-    const StepOutputs out = choose(b, w.output, b.prefill() && x->ne[1] > 1 ? last(ctx, x) : x);
+    ggml_tensor *rows = b.prefill() && x->ne[1] > 1 ? last(ctx, x) : x;
+    const StepOutputs out = choose(b, matmul(b, w.output, plain(rows)));
     ggml_set_output(out.logits);
     ggml_set_output(out.choice);
     ggml_build_forward_expand(b.graph, out.choice);

@@ -1,4 +1,4 @@
-// Vectors whose lanes are rows of a weight matrix, in AVX-512 (16 lanes), AVX2 (8) or plain C++ (4). A lane's
+// Here are vectors whose lanes are rows of a weight matrix, in AVX-512 (16 lanes), AVX2 (8) or plain C++ (4). A lane's
 // arithmetic depends on its own row alone, and each operation rounds once. So results do not depend on a
 // row's lane.
 #pragma once

@@ -1,4 +1,4 @@
-// Matmuls of a graph, and what is computed into their input.
+// Adds matmuls to a graph, with what is computed into their input.
 #include "ops.h"
 
 #include "../kernels/gemm.h"

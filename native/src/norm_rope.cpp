@@ -1,4 +1,4 @@
-// The norm and rotation of query and key heads on the CPU.
+// Norms and rotates query and key heads on the CPU.
 #include "custom_op.h"
 
 #include <cmath>

@@ -1,4 +1,4 @@
-// luce's matmul on a GPU as graph ops, over any number of rows. Those of a prefill are done ROWMM_MAX_ROWS at
+// Makes graph ops of luce's matmul on a GPU, over any number of rows. Those of a prefill are done ROWMM_MAX_ROWS at
 // a time, each block of rows as a step of its own.
 #pragma once
 

@@ -1,4 +1,4 @@
-// rows_matmul of F32, F16 and BF16 weights.
+// Does rows_matmul's work for F32, F16 and BF16 weights.
 #pragma once
 
 #include "rows_matmul.h"

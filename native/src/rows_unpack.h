@@ -1,5 +1,5 @@
-// The quantised weight types as rows_matmul reads them: LANES rows at once, a chunk of 256 weights after the other
-// (the last may be shorter). For each type:
+// Says how rows_matmul reads each quantised weight type: LANES rows at once, a chunk of 256 weights after the other
+// (the last may be shorter). A type has
 //   BYTES     of a chunk of 256
 //   BIAS      what the unpacked bytes are too large by
 //   SIGNED    bytes are signed (lanes.h: from_signed), else 0 .. 63

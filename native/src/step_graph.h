@@ -1,4 +1,4 @@
-// A built step: the graph that a shape stands for.
+// Builds the graph that a step's shape stands for, and says which shapes an engine has.
 #pragma once
 
 #include "step.h"

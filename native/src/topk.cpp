@@ -1,4 +1,4 @@
-// The CPU reference of topk (TopkArgs).
+// Lists the best candidates of a row's logits on the CPU (TopkArgs).
 #include "custom_op.h"
 
 #include <algorithm>
