@@ -22,6 +22,7 @@ from luce.fit import fits
 from luce.flags import (
     DEVICE,
     DRAFTING,
+    EXPERTS,
     HEAD,
     KV_TYPE,
     MODEL,
@@ -104,7 +105,7 @@ def cli(version: bool) -> None:
     type=click.IntRange(1, MAX_U32),
     help="Make room for so many tokens of prompt and text.  [default: 4096, or what the request needs]",
 )
-@options(RUN)
+@options(RUN, EXPERTS)
 @click.option(
     "--chat/--raw",
     default=False,

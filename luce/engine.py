@@ -28,6 +28,8 @@ from luce.plan import (
     Request,
     plan,
     smaller,
+    trunk_layers,
+    with_room,
 )
 from luce.probe import Facts, probe
 from luce.runner import Known, Runner, chain_can_pay, lookup_can_pay
@@ -84,6 +86,8 @@ class Files:
         it, the plan is a smaller one."""
         options = replace(options, device=self.device)
         chosen = plan(self.facts, options, self.head_facts, prompt, new, cpus.usable(), self.drafter_facts)
+        if options.cpu_experts == "auto":
+            chosen = with_room(chosen, trunk_layers(self.facts), self.memory)
         while isinstance(chosen.draft, Auto) and (less := smaller(chosen, self.memory(chosen))):
             chosen = less
         return chosen
@@ -92,13 +96,16 @@ class Files:
         """Returns the memory that a plan needs, in bytes. `ctx` replaces the plan's context."""
         params = chosen.params if ctx is None else replace(chosen.params, n_ctx=ctx)
         head, drafter = self._drafters(chosen.drafts > 0, chosen.blocks)
-        return self.file.plan_memory(chosen.device, params, head, drafter)
+        return self.file.plan_memory(chosen.device, params, head, drafter, chosen.cpu_experts)
 
-    def load(self, head: bool, blocks: bool = False, progress: Progress | None = None) -> Model:
+    def load(
+        self, head: bool, blocks: bool = False, progress: Progress | None = None, cpu_experts: int = 0
+    ) -> Model:
         """Loads the weights onto the device, with those of the NextN head and of the DFlash drafter where
-        they are wanted. Raises what the core raises and then leaves nothing open: FileError where a drafter
-        does not fit, OutOfMemory, Cancelled (from `progress`), DeviceError and others."""
-        return Model(self.file, self.device or "auto", progress, *self._drafters(head, blocks))
+        they are wanted. The experts of the first `cpu_experts` layers stay in host memory. Raises what the
+        core raises and then leaves nothing open: FileError where a drafter does not fit, OutOfMemory,
+        Cancelled (from `progress`), DeviceError and others."""
+        return Model(self.file, self.device or "auto", progress, *self._drafters(head, blocks), cpu_experts)
 
     def _drafters(self, head: bool, blocks: bool) -> tuple[File | None, File | None]:
         """Returns the files of the NextN head and of the DFlash drafter, where they are wanted."""
@@ -158,7 +165,9 @@ class Engine:
             if not isinstance(files, Files):
                 files = opened.enter_context(Files(files, device=options.device))
             chosen, tokenizer = files.plan(options, prompt, new), files.tokenizer
-            model = opened.enter_context(files.load(chosen.drafts > 0, chosen.blocks, progress))
+            model = opened.enter_context(
+                files.load(chosen.drafts > 0, chosen.blocks, progress, chosen.cpu_experts)
+            )
             engine = cls(model, tokenizer, chosen, keep_drafters)
             opened.push(engine._opened.pop_all())
             engine._opened = opened.pop_all()

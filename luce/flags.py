@@ -38,6 +38,15 @@ def device_name(ctx: click.Context, param: click.Parameter, value: str) -> str |
     return None if value == "auto" else value
 
 
+def experts_in_ram(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
+    """Checks a number of layers, or auto."""
+    if value is None or value == "auto":
+        return value
+    if not re.fullmatch(r"\d{1,4}", value):
+        raise click.BadParameter(f"{value!r} is neither a number of layers nor auto.", ctx, param)
+    return int(value)
+
+
 MODEL = (
     click.option("-m", "--gguf", "--model", "gguf", type=FilePath(path_type=Path),
                  help="Run the model of this GGUF; of a split one, name the first part.  "
@@ -62,14 +71,24 @@ THREADS = (
                  "CPU, to 16]"),
 )  # fmt: skip
 QUIET = (click.option("--quiet", is_flag=True, help="Print nothing on stderr but errors."),)
+EXPERTS = (
+    click.option("--cpu-experts", callback=experts_in_ram, metavar="N|auto",
+                 help="Keep the experts of the first N layers in host memory, where the CPU multiplies them, "
+                 "and the rest of the model on the GPU; auto keeps those that the GPU has no room for."),
+)  # fmt: skip
 RUN = (*DEVICE, *THREADS, *KV_TYPE)
 
 
 def idle_threads(flags: Mapping[str, Any]) -> str | None:
-    """Says what is wrong with --threads where the model runs on a GPU."""
-    if flags["threads"] is None:
+    """Says what is wrong with --threads where the model runs on a GPU, and with --cpu-experts where it does
+    not."""
+    experts = flags.get("cpu_experts") is not None
+    if flags["threads"] is None and not experts:
         return None
     device = flags["device"] or next(iter(_native.default().devices())).name
+    if experts:
+        why = "--cpu-experts is for a model on a GPU: on the CPU all experts are in host memory"
+        return why if device == "cpu" else None
     return None if device == "cpu" else f"--threads are the CPU's, and {device} uses none: --device cpu does"
 
 
@@ -171,6 +190,7 @@ def options_of(flags: Mapping[str, Any], **more: Any) -> Options:
         ctx=flags["ctx"],
         kv_type=flags["kv_type"],
         threads=flags["threads"],
+        cpu_experts=flags["cpu_experts"],
         spec=flags["spec"] or (None if flags["draft"] is None else "dflash"),
         gamma=flags["mtp_gamma"],
         budget=flags["tree_budget"],

@@ -51,6 +51,9 @@ class Options:
     `sequences` those that run at once, `checkpoints` those that are on the device at once, `pages` the KV
     pages of all of these, and `chunk` the rows of a prefill step.
 
+    `cpu_experts` counts the layers, from the first, whose experts stay in host memory, where the CPU
+    multiplies them; with "auto" it is as few as leave room on the device.
+
     `spec` says who decides what is drafted and is one of SPECS. `gamma` counts the drafts of the NextN head
     in a round, 0..MAX_GAMMA. `budget` counts the candidates of a round of a lookup or a tree, 1..MAX_BUDGET.
     With `part` chains of "mtp" are drafted among so many first tokens of the vocabulary alone.
@@ -64,6 +67,7 @@ class Options:
     checkpoints: int = 0
     pages: int | None = None
     chunk: int | None = None
+    cpu_experts: int | Literal["auto"] | None = None
     spec: str | None = None
     gamma: int | None = None
     budget: int | None = None
@@ -195,6 +199,7 @@ class Plan:
     sequences: int
     checkpoints: int
     pages: int
+    cpu_experts: int
     draft: Drafting
     reasons: dict[str, str]
 
@@ -256,6 +261,7 @@ def plan(
     if prompt > ctx:
         raise ContextFull(f"a prompt of {prompt} tokens, a context of {ctx} ({why_ctx})")
     drafting, why_draft = _drafting(facts, options, head, drafter)
+    cpu_experts, why_experts = _cpu_experts(facts, options)
     asked, default = "as asked", "the default"
     return Plan(
         device=options.device or "auto",
@@ -266,6 +272,7 @@ def plan(
         sequences=options.sequences,
         checkpoints=options.checkpoints,
         pages=options.pages or 0,
+        cpu_experts=cpu_experts,
         draft=drafting,
         reasons={
             "device": asked if options.device else "a CUDA device if there is one, else the CPU",
@@ -276,9 +283,53 @@ def plan(
             "sequences": default if options.sequences == 1 else asked,
             "checkpoints": asked if options.checkpoints else default,
             "pages": asked if options.pages else "enough for every sequence's whole context",
+            "cpu_experts": why_experts,
             "draft": why_draft,
         },
     )
+
+
+def _cpu_experts(facts: Facts, options: Options) -> tuple[int, str]:
+    """Decides how many layers have their experts in host memory: with "auto" none, before memory is counted.
+    """
+    asked = options.cpu_experts
+    if asked is None:
+        return 0, "experts are where the model is, the default"
+    if facts.experts is None:
+        raise ArgumentError("experts were asked to stay in host memory, and the model has none")
+    if asked == "auto":
+        return 0, "all experts have room on the device"
+    layers = trunk_layers(facts)
+    if asked > layers:
+        what = f"experts of {asked} layers were asked to stay in host memory"
+        raise ArgumentError(f"{what}, the model has {layers}")
+    return asked, "as asked"
+
+
+def trunk_layers(facts: Facts) -> int:
+    """The layers of the model without those of its NextN heads."""
+    return (facts.block_count or 0) - facts.nextn_predict_layers
+
+
+def with_room(chosen: Plan, layers: int, memory: Callable[[Plan], Memory]) -> Plan:
+    """Returns the plan with as few of `layers` layers' experts in host memory as leave room on the device for
+    the others, or those of all layers where nothing does. `memory` counts what a plan needs; more layers in
+    host memory need less of the device."""
+    needed = memory(chosen)
+    if needed.total <= needed.device_free:
+        return chosen
+
+    def at(n: int) -> Plan:
+        why = f"with all experts on the device {needed.total:,} bytes would be needed"
+        free = f"{needed.device_free:,} are free"
+        return replace(chosen, cpu_experts=n, reasons=chosen.reasons | {"cpu_experts": f"{why}, {free}"})
+
+    low, high = 0, layers  # low does not fit
+    while high - low > 1:
+        middle = (low + high) // 2
+        found = memory(at(middle))
+        low, high = (low, middle) if found.total <= found.device_free else (middle, high)
+    return at(high)
 
 
 def _drafting(

@@ -18,6 +18,7 @@ from luce.engine import Engine, Files
 from luce.errors import ContextFull, LuceError, about
 from luce.flags import (
     DRAFTING,
+    EXPERTS,
     MODEL,
     RUN,
     idle_sampling,
@@ -66,7 +67,7 @@ QUOTE = '"""'
     type=click.IntRange(1, MAX_U32),
     help="Make room for so many tokens.  [default: 8192, or what was trained]",
 )
-@options(RUN, DRAFTING)
+@options(RUN, EXPERTS, DRAFTING)
 def chat(gguf: Path | None, hf: str | None, **flags: Any) -> None:
     """Talk with a model. /help says what else can be done.
 

@@ -23,6 +23,7 @@ from luce.plan import (
     Plain,
     plan,
     smaller,
+    with_room,
 )
 from luce.probe import probe
 from luce.structs import EngineParams, Memory
@@ -52,7 +53,7 @@ def test_what_was_asked_wins(facts):
         kv_type="q8_0",
     )  # fmt: skip
     asked = [name for name, reason in chosen.reasons.items() if reason == "as asked"]
-    assert set(asked) == set(vars(chosen)) - {"reasons", "draft"}
+    assert set(asked) == set(vars(chosen)) - {"reasons", "draft", "cpu_experts"}  # it has no experts
 
 
 @pytest.mark.parametrize(
@@ -217,3 +218,42 @@ def test_a_chain_with_a_budget_is_a_tree(files):
 def test_the_longest_chain_and_the_widest_step_are_the_core_s(native):
     assert (native.lib.LUCE_MAX_DRAFT, native.lib.LUCE_MAX_ROWS) == (MAX_GAMMA, MAX_ROWS)
     assert MAX_BUDGET == MAX_ROWS - 1
+
+
+MIXTURE = {"experts": 8, "block_count": 41, "nextn_predict_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("mixture", "asked", "found"),
+    [
+        (MIXTURE, None, 0),
+        (MIXTURE, 0, 0),
+        (MIXTURE, 40, 40),
+        (MIXTURE, 41, "41 layers .* has 40"),
+        ({"experts": None}, 1, "has none"),
+        ({"experts": None}, "auto", "has none"),
+    ],
+)
+def test_experts_in_host_memory_are_of_layers_that_there_are(facts, mixture, asked, found):
+    model, options = replace(facts, **mixture), Options(cpu_experts=asked)
+    if isinstance(found, str):
+        with pytest.raises(ArgumentError, match=found):
+            plan(model, options)
+    else:
+        assert plan(model, options).cpu_experts == found
+
+
+def test_auto_keeps_as_few_experts_in_host_memory_as_leave_room(facts):
+    """Of 40 layers of 10 bytes beside 100: one layer less would not fit."""
+    chosen = plan(replace(facts, **MIXTURE), Options(cpu_experts="auto"))
+    for free in range(60, 520, 7):
+
+        def memory(at, free=free):
+            total = 100 + 10 * (40 - at.cpu_experts)
+            return Memory(weights=total, kv=0, state=0, compute=0, other=0, total=total, device_free=free)
+
+        found = with_room(chosen, 40, memory)
+        assert memory(found).total <= free or found.cpu_experts == 40
+        fewer = replace(found, cpu_experts=found.cpu_experts - 1)
+        assert found.cpu_experts == 0 or memory(fewer).total > free
+        assert (f"{free:,} are free" in found.reasons["cpu_experts"]) == (found.cpu_experts > 0)

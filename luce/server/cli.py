@@ -16,7 +16,7 @@ import uvicorn
 from luce._native import File
 from luce.command import BOX, MAX_U32, FilePath, Finite
 from luce.errors import LuceError
-from luce.flags import DRAFTING, QUIET, RUN, given, idle_threads, misplaced, options, options_of
+from luce.flags import DRAFTING, EXPERTS, QUIET, RUN, given, idle_threads, misplaced, options, options_of
 from luce.hub import fetch, hf_option
 from luce.server.app import LOOPBACK, Access, make_app
 from luce.server.ask import Refused
@@ -143,7 +143,7 @@ def whole_pages(ctx: click.Context, param: click.Parameter, value: int | None) -
     "--api-key", "keys", multiple=True, help="Answer only those who give this key; may be repeated."
 )
 @click.option("--no-auth", is_flag=True, help="Listen at an address of the network without a key.")
-@options(RUN, DRAFTING)
+@options(RUN, EXPERTS, DRAFTING)
 @click.option(
     "--log-json", is_flag=True, help="Print an object for each request on stderr, instead of a line."
 )
