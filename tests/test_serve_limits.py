@@ -1,0 +1,95 @@
+"""What bounds a server: pages, bodies, headers, other sites' pages, and what it says of itself."""
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
+
+import httpx
+import pytest
+from serving import serving, settings, until
+
+from luce.command import BOX
+from luce.loop import MAX_ROWS
+from luce.server import body, models
+from luce.server.cli import MAX_HEADERS
+
+PAGE = 256
+
+
+@pytest.fixture(scope="module")
+def server(native):
+    with serving({"box": BOX}) as running:
+        yield running
+
+
+def prompt(n):
+    """Some hundred tokens that begin unlike those of another n."""
+    return f"# {n}\n" + f"def total_{n}(values):\n    return sum(values)\n" * 42
+
+
+def test_requests_wait_for_pages_and_each_gets_its_answer(native):
+    """Where pages lack for all at once: checkpoints go first, then the newest request waits."""
+    asked = [{"prompt": prompt(n), "max_tokens": 100, "ignore_eos": True, "temperature": 0} for n in range(6)]
+
+    def answers(pool, **how):
+        with serving({"box": BOX}, settings(sequences=3, checkpoints=6, ctx=1024, **how)) as server:
+            found = list(pool.map(lambda one: server.post("/v1/completions", **one).json(), asked))
+            until(lambda: server.scheduler.idle, "all have ended")
+            return found[0]["usage"]["prompt_tokens"], [one["choices"][0]["text"] for one in found]
+
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(6) as all_of_them:
+        tokens, expected = answers(one)
+        most, taken = (-(-(tokens + 100 + rows) // PAGE) for rows in (MAX_ROWS, 0))
+        pages = 2 * most + 1  # of two requests, and one for checkpoints
+        assert pages < 3 * taken
+        assert answers(all_of_them, pages=pages, host_bytes=1 << 20)[1] == expected
+
+
+def test_bodies_and_headers_are_bounded(server, monkeypatch):
+    monkeypatch.setattr(body, "MAX_BODY", 1000)
+    refused = server.post("/v1/completions", prompt="x" * 1000)
+    assert refused.status_code == 413 and refused.json()["error"]["message"]
+    assert server.post("/v1/messages", messages=["x" * 1000]).json()["type"] == "error"
+    for size, right in ((MAX_HEADERS // 2, 200), (2 * MAX_HEADERS, 400)):
+        assert server.http.get("/health", headers={"X": "x" * size}).status_code == right
+
+
+def test_web_pages_are_told_nothing(server):
+    """No header lets a page of another site read an answer, and what it asks before is refused."""
+    headers = {"Origin": "http://localhost:3000", "Access-Control-Request-Method": "POST"}
+    asked = server.http.options("/v1/completions", headers=headers)
+    said = server.http.get("/v1/models", headers=headers)
+    assert asked.status_code == 405 and said.status_code == 200
+    assert not [name for one in (asked, said) for name in one.headers if name.startswith("access-control")]
+
+
+def test_paths_reach_no_files(server):
+    for path in ("/../../etc/passwd", "/v1/models/../../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd"):
+        found = httpx.get(httpx.URL(server.url).copy_with(raw_path=path.encode()))
+        assert found.status_code == 404 and "root:" not in found.text
+
+
+def test_what_it_says_of_itself(server):
+    said = server.http.get("/props").json()
+    assert said["default_generation_settings"]["params"] == models.RECOMMENDED and said["total_slots"] == 2
+    text = "def f(ä):\n"
+    tokens = server.post("/tokenize", content=text).json()["tokens"]
+    assert server.post("/detokenize", tokens=tokens).json() == {"content": text}
+    assert server.post("/detokenize", tokens=[1 << 20]).status_code == 400
+
+
+def test_a_files_own_sampling_comes_first():
+    kv = {"general.sampling.temp": 1, "general.sampling.top_k": 40.0}
+    assert models._sampling(kv) == {**models.RECOMMENDED, "temperature": 1.0, "top_k": 40}
+
+
+def test_without_its_extra_the_command_says_what_to_install(luce_):
+    held = {name: module for name, module in sys.modules.items() if name.startswith("luce.server")}
+    with mock.patch.dict(sys.modules, {"uvicorn": None}):
+        for name in held:
+            del sys.modules[name]
+        result = luce_("serve")
+    assert (result.exit_code, result.stderr) == (
+        1,
+        "Error: luce serve needs uvicorn: pip install 'luce[serve]'\n",
+    )
