@@ -7,6 +7,8 @@ where a difference is no near-tie (tests/identity.py), so a row says something o
 
     python bench/identity_report.py tests*.xml --device "NVIDIA H100 80GB HBM3" --commit 0123abc --save FOLDER
 
+With --against, a recorded row is a ratchet: counts and sizes of differences may only fall.
+
 The suite may have run in parts, each with a file of its own. The largest errors that tests report are printed
 too: tests/drive.py's CUDA_BOUND is set by them.
 """
@@ -32,6 +34,7 @@ COUNTS = (
     "tokens_compared",
     "tokens_after_a_difference",
 )
+RATCHET = ("runs_that_differ", "greedy_runs_that_differ", "max_abs_logit_difference_there")  # may only fall
 LARGEST = ("max_abs_logit_difference_there", "max_choice_gap_there", "max_choice_gap_in_differences")
 
 
@@ -96,6 +99,22 @@ def report(paths: Sequence[Path]) -> Row:
     }
 
 
+def risen(found: Row, recorded: Row) -> list[str]:
+    """Returns a line for each count or size of differences that is above that of a recorded row: by test, and
+    the share of tokens in all. A test that the row lacks may not differ at all."""
+    before = {row["test"]: row for row in recorded["tests"]}
+    lines = []
+    for row in found["tests"]:
+        for name in RATCHET:
+            bound = before.get(row["test"], {}).get(name, 0)
+            if row[name] > bound:
+                lines.append(f"{row['test']}: {name} is {row[name]:g}, recorded {bound:g}")
+    share, bound = (each["total"]["share_of_tokens_that_differ"] for each in (found, recorded))
+    if share > bound:
+        lines.append(f"all tests: share_of_tokens_that_differ is {share:g}, recorded {bound:g}")
+    return lines
+
+
 def table(found: Row) -> str:
     heads = ("runs", "differ", "tokens", "after", "logits", "gap", "gap/logits")
     names = ("runs_compared", "runs_that_differ", "tokens_compared", "tokens_after_a_difference", *LARGEST)
@@ -118,6 +137,7 @@ def main() -> None:
     parser.add_argument("--device", required=True, help='what the tests ran on: "NVIDIA H100 80GB HBM3"')
     parser.add_argument("--commit", help="of luce there; default: of this checkout")
     parser.add_argument("--save", type=Path, help="folder for the result row")
+    parser.add_argument("--against", type=Path, help="a recorded row: exit 1 where differences have risen")
     args = parser.parse_args()
     found = report(args.xml)
     print(table(found), file=sys.stderr)
@@ -132,6 +152,8 @@ def main() -> None:
     print(json.dumps(row, indent=1))
     if args.save is not None:
         write_row(args.save, "identity", row)
+    if args.against is not None and (lines := risen(found, json.loads(args.against.read_text()))):
+        sys.exit("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -166,3 +166,27 @@ def test_a_run_that_compared_nothing_is_no_row(tmp_path: Path) -> None:
     path.write_text('<testsuites><testsuite timestamp="2026-11-21T05:00:00+00:00"/></testsuites>')
     with pytest.raises(SystemExit, match="no test recorded compared runs"):
         identity_report.report([path])
+
+
+def test_differences_may_only_fall(xml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = identity_report.report([xml])
+    assert identity_report.risen(found, found) == []
+    less = json.loads(json.dumps(found))
+    near = next(test for test in less["tests"] if "near" in test["test"])
+    near["runs_that_differ"], near["max_abs_logit_difference_there"] = 1, 0.1
+    less["total"]["share_of_tokens_that_differ"] = 0.005
+    name = "test_some::test_near[Q4_K]"
+    expected = [
+        f"{name}: runs_that_differ is 2, recorded 1",
+        f"{name}: max_abs_logit_difference_there is 0.123, recorded 0.1",
+        "all tests: share_of_tokens_that_differ is 0.00995, recorded 0.005",
+    ]
+    assert identity_report.risen(found, less) == expected and identity_report.risen(less, found) == []
+    unknown = found | {"tests": [test for test in found["tests"] if test["test"] != name]}
+    assert [line.partition(":")[0] for line in identity_report.risen(found, unknown)] == ["test_some"] * 3
+    row = tmp_path / "row.json"
+    row.write_text(json.dumps(less))
+    monkeypatch.setattr(sys, "argv", ["identity_report.py", str(xml), "--device", "x", "--against", str(row)])
+    with pytest.raises(SystemExit) as ended:
+        identity_report.main()
+    assert str(ended.value) == "\n".join(expected)
