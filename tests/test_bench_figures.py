@@ -222,20 +222,20 @@ class Steps:
 
 
 def test_sweep_compares_with_one_row_at_the_same_context():
-    session = Steps()
-    by_context = list(sweep.costs(session, 100, [40, 0], [2, 4], [1], 3, clock=lambda: session.now))
+    sequence = Steps()
+    by_context = list(sweep.costs(sequence, 100, [40, 0], [2, 4], [1], 3, clock=lambda: sequence.now))
     assert [[(c.ctx, c.rows, c.gamma) for c in costs] for costs in by_context] == [
         [(ctx, 2, 0), (ctx, 4, 0), (ctx, 2, 1)] for ctx in (0, 40)
     ]
-    assert session.past == 40
+    assert sequence.past == 40
     for costs in by_context:
         assert [c.ms for c in costs] == pytest.approx([2000, 4000, 2500])
         assert [c.ratio for c in costs] == pytest.approx([2.0, 4.0, 2.5])
 
 
 def test_a_sweep_that_is_cancelled_yields_what_is_whole():
-    session, calls = Steps(), iter(range(10**6))
-    found = list(sweep.costs(session, 100, [0, 40], [1], [], 3, lambda: session.now, lambda: next(calls) > 8))
+    steps, calls = Steps(), iter(range(10**6))
+    found = list(sweep.costs(steps, 100, [0, 40], [1], [], 3, lambda: steps.now, lambda: next(calls) > 8))
     assert [c[0].ctx for c in found] == [0]
 
 

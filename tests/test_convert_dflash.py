@@ -1,6 +1,7 @@
 """`luce convert`: z-lab-style DFlash drafters to GGUF, and GGUF drafters requantised."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -458,11 +459,12 @@ def test_kill_in_the_middle_leaves_no_output(tmp_path, target):
     folder = save(tmp_path)
     args = [str(folder), str(tmp_path / "out.gguf"), "--target", str(target)]
     code = (
-        f"import sys; sys.path[:0] = {sys.path!r}\n"
         "import os, signal\nfrom luce.cli import cli\nfrom luce.convert import gguf_output\n"
         "gguf_output.Encoder.__call__ = lambda *args: os.kill(os.getpid(), signal.SIGKILL)\n"
         f"cli(['convert', *{args!r}])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, timeout=120, env=environment, cwd=tmp_path)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     assert not list(tmp_path.glob("*.gguf"))

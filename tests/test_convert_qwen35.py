@@ -1,6 +1,7 @@
 """`luce convert`: safetensors of Qwen3.5/3.6 to GGUF."""
 
 import itertools
+import os
 import signal
 import subprocess
 import sys
@@ -267,7 +268,6 @@ def test_failure_in_the_middle_keeps_what_was_there(tmp_path, capsys, monkeypatc
 def test_kill_in_the_middle_leaves_no_output(tmp_path):
     folder = checkpoint(tmp_path / "hf", GROUPED)
     code = (
-        f"import sys; sys.path[:0] = {sys.path!r}\n"
         "import os, signal\nfrom luce.cli import cli\nfrom luce.convert import gguf_output\n"
         "encode = gguf_output.Encoder.__call__\n"
         "def killed(self, name, kind, rows):\n"
@@ -276,7 +276,9 @@ def test_kill_in_the_middle_leaves_no_output(tmp_path):
         "gguf_output.Encoder.__call__ = killed\n"
         f"cli(['convert', {str(folder)!r}, {str(tmp_path / 'out.gguf')!r}])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, timeout=120, env=environment, cwd=tmp_path)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     assert not list(tmp_path.glob("*.gguf"))
     convert(folder)

@@ -66,7 +66,7 @@ def test_drafts_that_are_not_finite_cost_their_round_alone():
     assert events[-1].tokens == expected(hashed, 20)
 
 
-def test_a_draft_that_takes_the_session_along_is_a_failure():
+def test_a_draft_that_takes_the_sequence_along_is_a_failure():
     class Breaks(Chain):
         def draft(self, anchor, limits):
             self.core.last.failed = 1

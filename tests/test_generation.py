@@ -259,7 +259,7 @@ def test_what_was_emitted_before_a_failure_is_right():
 
 
 @pytest.mark.parametrize("verb", ["prefill", "verify", "commit"])
-def test_a_session_is_usable_after_a_failure(verb):
+def test_a_sequence_is_usable_after_a_failure(verb):
     core = FakeEngine(fail={verb: (0, NumericError("nan"))})
     assert isinstance(run(core)[-1], Failed)
     assert finish(core).tokens == expected(hashed, 20)

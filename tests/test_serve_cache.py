@@ -138,7 +138,7 @@ def test_pages_come_back_when_they_are_needed(opened, tokenizer):
 def test_files_outlive_the_cache_and_damaged_ones_are_dropped(opened, tokenizer, tmp_path):
     prompt = words(9, 1000)
 
-    def session(spoil=lambda path: None):
+    def after_a_start(spoil=lambda path: None):
         engine = opened()
         disk = DiskCache(tmp_path, "key", 1 << 30)
         cache = PrefixCache(engine, tokenizer, 0, disk)
@@ -157,16 +157,16 @@ def test_files_outlive_the_cache_and_damaged_ones_are_dropped(opened, tokenizer,
         data[-100] ^= 1
         path.write_bytes(data)
 
-    assert session() == (0, True)
+    assert after_a_start() == (0, True)
     (path,) = tmp_path.glob("*/*.prefix")
-    assert session() == (768, True)
-    assert session(flip) == (0, True)
-    assert session() == (768, True)
-    assert session(lambda path: path.write_bytes(path.read_bytes()[:5000])) == (0, True)
-    assert session(lambda path: path.unlink()) == (0, True)
+    assert after_a_start() == (768, True)
+    assert after_a_start(flip) == (0, True)
+    assert after_a_start() == (768, True)
+    assert after_a_start(lambda path: path.write_bytes(path.read_bytes()[:5000])) == (0, True)
+    assert after_a_start(lambda path: path.unlink()) == (0, True)
     path.write_bytes(b"none of ours")
     (path.parent / "half.part").write_bytes(b"x")
-    assert session() == (0, True)
+    assert after_a_start() == (0, True)
     assert not list(tmp_path.glob("*/*.part"))
 
 
