@@ -162,6 +162,20 @@ def test_router_stays_f32(tmp_path):
     assert types["blk.0.ffn_gate_exps.weight"] == "Q8_0"
 
 
+def test_experts_have_the_types_of_their_mix(tmp_path, native):
+    """Each expert is quantised by itself; rows of down that do not fit fall back, and luce runs the file."""
+    c = replace(MIXTURE, n_embd=256, n_ff_expert=256, n_ff_shared=96, head_dim=128, state_size=64)
+    path = convert(hf.save_qwen35(tmp_path / "hf", c), "--type", "Q4_K_M")
+    found, types, wanted = hf.tensors_of(path), hf.types_of(path), tiny.layout(c, 1)
+    assert all(hf.relative_error(found[name], x) <= hf.ROUND_TRIP[types[name]] for name, x in wanted.items())
+    assert {types[f"blk.{i}.ffn_{m}_exps.weight"] for i in range(5) for m in ("gate", "up")} == {"Q4_K"}
+    assert {types[f"blk.{i}.ffn_down_exps.weight"] for i in range(5)} == {"Q4_K", "Q6_K"}
+    assert {types[f"blk.{i}.ffn_down_shexp.weight"] for i in range(5)} == {"Q8_0"}
+    with drive.open_model(native, path, head=True) as model:
+        sequence = drive.open_sequence(model, n_ctx=64, n_draft=2)
+        assert len(drive.decode(sequence, [1, 2, 3], 8, 2).tokens) >= 8
+
+
 def test_expert_of_another_shape(tmp_path, capsys):
     config, weights = moe(GROUPED, "each")
     weights["model.layers.1.mlp.experts.2.up_proj.weight"] = np.zeros((47, 64), np.float32)

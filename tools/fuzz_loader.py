@@ -109,19 +109,21 @@ def take_apart(path: Path, beside: tuple[Path, ...] = ()) -> Seed:
 
 
 def make_seeds(folder: Path) -> list[Seed]:
-    """Makes a model with its head, in types of weights, as version 2, in parts, the head alone, and the
-    drafter in the box."""
+    """Makes a model with its head, in types of weights, as version 2, in parts, the head alone, one with
+    experts, and the drafter in the box."""
     config = tiny.Config(n_nextn=1)
     tensors = tiny.layout(config, seed=1)
     whole = tiny.write(folder / "whole.gguf", config, tensors)
     quantised = tiny.write(folder / "quantised.gguf", config, tensors, "Q8_0")
     older = tiny.write_v2(whole, folder / "older.gguf")
+    mixture = tiny.with_experts(tiny.Config(n_layer=2, interval=2, n_nextn=1, n_ff=32))
+    experts = tiny.write(folder / "experts.gguf", mixture, tiny.layout(mixture, seed=1))
     head = tiny.write(folder / "head.gguf", config, tiny.head_only(config, tensors), tokenizer=False)
     first = tiny.write(folder / "split.gguf", config, tensors, tensors_per_part=30)
     parts = sorted(folder.glob("split-*.gguf"))
     second = parts[1]
     return [
-        *[take_apart(path) for path in (whole, quantised, older, head)],
+        *[take_apart(path) for path in (whole, quantised, older, head, experts)],
         take_apart(first, tuple(path for path in parts if path != first)),
         take_apart(second, tuple(path for path in parts if path != second)),
         take_apart(ROOT / "luce/data/box-dflash.gguf"),
