@@ -149,6 +149,10 @@ def test_a_mask_without_a_token_and_a_late_choice_are_refused(sequence):
     sequence.commit([0])
     with pytest.raises(StateError, match="committed"):  # the token after it is not this row's alone
         sequence.choose(0)
+    drive.verify(sequence, [6])
+    sequence.dump()  # which drops them
+    with pytest.raises(StateError, match="dropped"):
+        sequence.choose(0)
     sequence.reset()
     with pytest.raises(StateError):
         sequence.choose(0)

@@ -1,5 +1,6 @@
 #include "engine.h"
 
+#include "accept.h"
 #include "checkpoint.h"
 #include "sequence.h"
 
@@ -323,11 +324,11 @@ std::vector<int32_t> Engine::check_item(const VerifyItem &item, uint32_t *depth)
     }
     std::vector<int32_t> parents(item.n);
     for (uint32_t i = 0; i < item.n; i++) {
-        const int32_t parent = item.parents == nullptr ? int32_t(i) - 1 : item.parents[i];
-        if (i == 0 ? parent != -1 : (parent < 0 || parent >= int32_t(i))) {
-            fail(LUCE_E_ARG, "row %u has parent %d, expected %s", i, parent,
-                 i == 0 ? "-1" : "an earlier row");
-        }
+        parents[i] = item.parents == nullptr ? int32_t(i) - 1 : item.parents[i];
+    }
+    check_parents(parents.data(), item.n);
+    for (uint32_t i = 0; i < item.n; i++) {
+        const int32_t parent = parents[i];
         // depth-first: a row follows the one before it, or one of that row's ancestors
         int32_t up = int32_t(i) - 1;
         while (up >= 0 && up != parent) {
@@ -336,7 +337,6 @@ std::vector<int32_t> Engine::check_item(const VerifyItem &item, uint32_t *depth)
         if (i > 0 && up < 0) {
             fail(LUCE_E_ARG, "row %u with parent %d is not in depth-first order", i, parent);
         }
-        parents[i] = parent;
         depth[i] = parent < 0 ? 0 : depth[parent] + 1;
         if (line.n_past() + depth[i] >= c.n_ctx) {
             fail(LUCE_E_CONTEXT, "row %u would be at position %u of a context of %u", i,

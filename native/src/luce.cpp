@@ -26,15 +26,6 @@ template <size_t N> void copy_text(char (&dst)[N], const std::string &text) {
     snprintf(dst, N, "%s", text.c_str());
 }
 
-void check_rows(const int32_t *parents, uint32_t n) {
-    for (uint32_t i = 0; i < n; i++) {
-        if (i == 0 ? parents[i] != -1 : (parents[i] < 0 || parents[i] >= int32_t(i))) {
-            fail(LUCE_E_ARG, "row %u has parent %d, expected %s", i, parents[i],
-                 i == 0 ? "-1" : "an earlier row");
-        }
-    }
-}
-
 std::shared_ptr<Model> describe(const OpenFile &file, const luce_model_params *params) {
     const auto optional = [](luce_file *handle) {
         return handle == nullptr ? nullptr : g_files.get(handle)->gguf;
@@ -250,7 +241,7 @@ luce_status luce_accept(const int32_t *tokens, const int32_t *parents, const int
             chain[i] = int32_t(i) - 1;
         }
         parents = parents == nullptr ? chain : parents;
-        check_rows(parents, n);
+        check_parents(parents, n);
         const std::vector<int32_t> accepted = accept(tokens, parents, choices, n, next);
         std::copy(accepted.begin(), accepted.end(), path);
         *n_path = uint32_t(accepted.size());

@@ -167,7 +167,7 @@ int32_t Sequence::choose(uint32_t row, const uint8_t *mask, uint64_t mask_size) 
     logits(row);
     if (rows_ == Rows::block || (rows_ == Rows::verified && line_.n_verified() == 0)) {
         fail(LUCE_E_STATE, "there is nothing to choose: its last rows are %s",
-             rows_ == Rows::block ? "a drafter's" : "committed");
+             rows_ == Rows::block ? "a drafter's" : "committed, or dropped");
     }
     const std::vector<int32_t> before = line_.before(row);
     penalise(logits_.data(), engine_->n_vocab(), penalties_, before);
