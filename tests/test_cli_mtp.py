@@ -90,7 +90,8 @@ def test_every_flag_of_speculation_against_every_file(generate, model, head, spe
                 assert planned.get("gamma", 0) in (0, (MAX_GAMMA if gamma is None else gamma) * drafts), flags
             elif drafts:
                 most, where = gamma or DEFAULT_GAMMA, "separate" if head else "embedded"
-                assert planned == {"mode": "mtp", "gamma": most, "head": where, "budget": None, "part": 0}, flags
+                expected = {"mode": "mtp", "gamma": most, "head": where, "budget": None, "part": 0}
+                assert planned == expected, flags
                 assert len(stats["rounds_by_drafts"]) <= 1 + most
             else:
                 assert planned == {"mode": "plain"}, flags
