@@ -18,6 +18,7 @@ namespace {
 
 constexpr int LANES = 16; // partial sums of a dot product
 constexpr int TILE = 64; // keys that are dequantised at once
+constexpr int AHEAD = 12, LINE = 64; // cells that are fetched before they are read, and bytes of a cache line
 constexpr int KEYS = 4; // keys that are added to an accumulator at once
 
 // ---- cells -------------------------------------------------------------------------------------------
@@ -186,7 +187,14 @@ struct Unit {
 
     // Positions [from, to) as rows of a tile: committed ones, then the ancestors of the row that `path` belongs to.
     void load(int which, int32_t from, int32_t to, const int *path, float *tile) const {
+        const auto bytes = int64_t(head_bytes(a.pool));
         for (int32_t p = from; p < to; p++) {
+            if (const int32_t ahead = p + AHEAD; ahead < to && ahead < seq.n_past) {
+                const uint8_t *next = cell_head(a.pool, which, cell_of(a.pages, seq, ahead), head);
+                for (int64_t i = 0; i < bytes; i += LINE) {
+                    __builtin_prefetch(next + i);
+                }
+            }
             const int32_t at = p < seq.n_past ? p : seq.n_past + path[p - seq.n_past];
             to_float(ggml_type(a.pool.type), cell_head(a.pool, which, cell_of(a.pages, seq, at), head),
                      tile + int64_t(p - from) * D, D);
