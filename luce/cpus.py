@@ -17,7 +17,7 @@ def usable(root: Path = Path("/")) -> int:
 
 
 def _quotas(root: Path) -> list[float]:
-    """CPUs' worth of time that the process's control groups, each with its parents, are given."""
+    """Returns the CPUs' worth of time that the process's control groups, each with its parents, are given."""
     found: list[float | None] = []
     with suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():

@@ -67,8 +67,8 @@ KV_TYPE = (
 )
 THREADS = (
     click.option("--threads", type=click.IntRange(1, 512),
-                 help="Use so many CPU threads; a model on a GPU uses none.  [default: one for each usable "
-                 "CPU, to 16]"),
+                 help="Use so many CPU threads; a model on a GPU uses them for --cpu-experts alone.  "
+                 "[default: one for each usable CPU, to 16]"),
 )  # fmt: skip
 QUIET = (click.option("--quiet", is_flag=True, help="Print nothing on stderr but errors."),)
 EXPERTS = (
@@ -89,7 +89,9 @@ def idle_threads(flags: Mapping[str, Any]) -> str | None:
     if experts:
         why = "--cpu-experts is for a model on a GPU: on the CPU all experts are in host memory"
         return why if device == "cpu" else None
-    return None if device == "cpu" else f"--threads are the CPU's, and {device} uses none: --device cpu does"
+    if device == "cpu":
+        return None
+    return f"--threads are the CPU's, and {device} uses none: --device cpu does"
 
 
 # ---- sampling

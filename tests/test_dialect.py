@@ -186,7 +186,7 @@ def test_forced_calls_cut_anywhere(held):
 
 
 def test_forced_calls_say_what_is_certain_at_once():
-    """Text values letter by letter, others once they have ended."""
+    """Text values come letter by letter, others once they have ended."""
     parser, said = Parser(TOOLS, held="required"), []
     for letter in forced("write", path="a.py", options={"a": 1}):
         said += [piece.text if isinstance(piece, Arguments) else piece for piece in parser.push(letter)]
@@ -217,7 +217,7 @@ def test_thoughts_may_speak_of_calls_where_one_is_required():
     st.data(),
 )  # fmt: skip
 def test_no_grouping_changes_a_forced_call(values, data):
-    """And its arguments come back as they were written: any text but a line `</parameter>`."""
+    """Its arguments come back as they were written: any text but a line `</parameter>`."""
     values = {key: value for key, value in values if "\n</parameter>\n" not in f"\n{value}\n"}
     text = f"x{forced('write', **values)}y"
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))

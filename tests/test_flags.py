@@ -5,6 +5,7 @@ import click
 import pytest
 
 from luce.cli import cli
+from luce.flags import idle_threads
 from luce.structs import Device
 
 # Options that do something whatever else is given, by command; "*" for all.
@@ -113,3 +114,5 @@ def test_threads_are_refused_where_auto_takes_a_gpu(luce_, native, monkeypatch):
     monkeypatch.setattr(type(native), "devices", lambda self: [gpu])
     result = luce_("generate", "x", "--threads", "2", "--device", "auto")
     assert result.exit_code == 2 and "cuda:0 uses none: --device cpu does" in result.stderr
+    with_experts = {"threads": 2, "device": None, "cpu_experts": "auto"}
+    assert idle_threads(with_experts) is None, "the CPU multiplies these"
