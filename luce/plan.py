@@ -336,6 +336,8 @@ def _drafting(
     facts: Facts, options: Options, head: Facts | None, drafter: tuple[str, Facts] | None
 ) -> tuple[Drafting, str]:
     spec, asked = options.resolved_spec, options.gamma
+    if options.part and spec != "mtp":
+        raise ArgumentError(f"drafts among {options.part} tokens were asked for, and {spec}, not mtp")
     if spec == "off":
         if asked is not None:
             raise ArgumentError(f"chains of {asked} drafts were asked for, and that nothing is drafted")

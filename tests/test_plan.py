@@ -257,3 +257,13 @@ def test_auto_keeps_as_few_experts_in_host_memory_as_leave_room(facts):
         fewer = replace(found, cpu_experts=found.cpu_experts - 1)
         assert found.cpu_experts == 0 or memory(fewer).total > free
         assert (f"{free:,} are free" in found.reasons["cpu_experts"]) == (found.cpu_experts > 0)
+
+
+def test_a_part_of_the_vocabulary_is_for_chains_that_are_asked_for(facts):
+    head = replace(facts, nextn_predict_layers=1)
+    chosen = plan(head, Options(spec="mtp", gamma=2, part=128))
+    assert chosen.draft == Mtp(2, "embedded", part=128) and chosen.params.n_part == 128
+    assert plan(head, Options(spec="mtp", gamma=2)).params.n_part == 0
+    for spec in set(SPECS) - {"mtp"}:
+        with pytest.raises(ArgumentError, match="among 128 tokens were asked for"):
+            plan(head, Options(spec=spec, part=128))
