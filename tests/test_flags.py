@@ -41,6 +41,7 @@ IGNORED = [
     ("generate", "--prompt", "x --prompt y"),
     ("generate", "--cpu-experts", "x --cpu-experts 2 --device cpu"),
     ("chat", "--cpu-experts", "--cpu-experts auto --device cpu"),
+    ("bench oracle", "--cpu-experts", "--cpu-experts 2 --device cpu"),
     ("serve", "--cpu-experts", "--cpu-experts 2 --device cpu"),
     ("chat", "--hf", "--hf a/b --model m.gguf"),
     ("convert", "--no-mtp", "in out --no-mtp --mtp-only"),

@@ -33,7 +33,7 @@ from luce.bench.summary import summarise
 from luce.command import BOX, MAX_U32, CtrlC, FilePath, Finite
 from luce.engine import Files
 from luce.errors import ArgumentError, LuceError
-from luce.flags import HEAD, MODEL, RUN, given, options, sampling
+from luce.flags import EXPERTS, HEAD, MODEL, RUN, given, options, sampling
 from luce.loop import MAX_ROWS
 from luce.plan import MAX_GAMMA, MAX_THREADS
 from luce.render import Display
@@ -202,7 +202,7 @@ def make_once(path: Path, make: Callable[[], object]) -> None:
     show_default=True,
     help="Give each so many tokens.",
 )
-@options(MODE_OPTIONS, sampling(), rounds_option(3), RUN, OUTPUT_OPTIONS, PLOT)
+@options(MODE_OPTIONS, sampling(), rounds_option(3), RUN, EXPERTS, OUTPUT_OPTIONS, PLOT)
 def oracle(
     shape: str,
     accept: float,
@@ -256,6 +256,8 @@ def oracle(
 
     flags |= {"bench": "oracle"}
     extra = {"shape": shape, "accept": accept, "prompt_tokens": prompt_tokens}
+    if flags["cpu_experts"] is not None:
+        extra["cpu_experts"] = flags["cpu_experts"]
     if "drafters" in flags:
         extra["draft_accept"] = draft_accept
     measure(flags, path, cases, lambda *_: {"wrong": wrong}, extra).put(flags, output.plot_modes)

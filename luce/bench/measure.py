@@ -25,7 +25,12 @@ After = Callable[[list[Record], Display, Stopped], dict[str, Any]]  # more argum
 def settings_of(flags: dict[str, Any]) -> Settings:
     """Returns how the flags say that all modes run."""
     return Settings(
-        flags["max_tokens"], flags.get("rounds", 1), sampling_of(flags), flags["kv_type"], flags["threads"]
+        flags["max_tokens"],
+        flags.get("rounds", 1),
+        sampling_of(flags),
+        flags["kv_type"],
+        flags["threads"],
+        flags.get("cpu_experts"),
     )
 
 

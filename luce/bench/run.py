@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from luce.engine import Engine, Files
 from luce.errors import ArgumentError
@@ -105,6 +106,7 @@ class Settings:
     sampling: Sampling = field(default_factory=Sampling)
     kv_type: str | None = None
     threads: int | None = None
+    cpu_experts: int | Literal["auto"] | None = None
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,9 @@ class Bench:
             raise ArgumentError("there are no prompts to run")
         self.modes, self.cases, self.settings = list(modes), list(cases), settings
         longest = max(len(case.prompt) for case in cases)
-        options = Options(kv_type=settings.kv_type, threads=settings.threads)
+        options = Options(
+            kv_type=settings.kv_type, threads=settings.threads, cpu_experts=settings.cpu_experts
+        )
         each = [files] if isinstance(files, Files) else list(files)
         self._engines: dict[str, Engine] = {}
         with ExitStack() as opened:
@@ -155,7 +159,8 @@ class Bench:
                 plans = {m.name: mode_plan(one, m, options, longest, settings.max_tokens) for m in of}
                 drafts = any(chosen.drafts for chosen in plans.values())
                 blocks = any(chosen.blocks for chosen in plans.values())
-                model = opened.enter_context(one.load(drafts, blocks, progress))
+                experts = max(chosen.cpu_experts for chosen in plans.values())  # one placement for all
+                model = opened.enter_context(one.load(drafts, blocks, progress, experts))
                 for name, chosen in plans.items():
                     self._engines[name] = opened.enter_context(Engine(model, one.tokenizer, chosen))
             self._opened = opened.pop_all()

@@ -140,7 +140,7 @@ void RamStage::called(void *context) {
     a.out = at.out;
     try {
         stage.multiply(a);
-    } catch (const std::exception &) {
+    } catch (...) {
         std::fill_n(at.out, int64_t(a.T) * a.E, NAN);
     }
 }
