@@ -24,18 +24,9 @@ RowsWeight weight(const ggml_tensor *w, int part, int parts) {
             nullptr};
 }
 
-// What crosses, in pinned memory: x [rows][E], out [rows][E], ids and weights [rows][n_used] each.
-struct Crossing {
-    float *x, *out;
-    uint8_t *routes;
-};
+// Bytes of an array that crosses, in pinned memory.
 uint64_t padded(uint64_t bytes) {
     return (bytes + 255) / 256 * 256;
-}
-Crossing crossing(void *base, uint64_t rows, uint64_t E) {
-    uint8_t *p = static_cast<uint8_t *>(base);
-    const uint64_t values = padded(rows * E * sizeof(float));
-    return {reinterpret_cast<float *>(p), reinterpret_cast<float *>(p + values), p + 2 * values};
 }
 
 } // namespace
@@ -110,6 +101,17 @@ void RamStage::run(const ggml_tensor *node) {
 }
 
 #ifdef LUCE_USE_CUDA
+
+// What crosses, in pinned memory: x [rows][E], out [rows][E], ids and weights [rows][n_used] each.
+struct Crossing {
+    float *x, *out;
+    uint8_t *routes;
+};
+static Crossing crossing(void *base, uint64_t rows, uint64_t E) {
+    uint8_t *p = static_cast<uint8_t *>(base);
+    const uint64_t values = padded(rows * E * sizeof(float));
+    return {reinterpret_cast<float *>(p), reinterpret_cast<float *>(p + values), p + 2 * values};
+}
 
 static MoeDims dims_of(const ggml_tensor *node) {
     return {param(node, ROWS),  int32_t(node->src[2]->ne[2]), param(node, USED),
