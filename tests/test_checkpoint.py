@@ -295,6 +295,20 @@ def test_another_engines_bytes_are_refused_by_name(
     assert engine.info == before
 
 
+def test_what_other_arithmetic_computed_is_refused(native: Library, folder: Path, device: str) -> None:
+    """A cold prompt would have other last bits with its experts on the CPU, and on another kind of GPU."""
+    config = tiny.Config(n_expert=4, n_expert_used=2, n_ff_expert=32, n_ff_shared=32)
+    path = tiny.write(folder / "experts.gguf", config, tiny.layout(config, SEED))
+    models = [drive.open_model(native, path, device, cpu_experts=n) for n in (0, 1)]
+    engines = [drive.open_engine(model, n_ctx=512, n_chunk=256, n_checkpoints=1) for model in models]
+    sequence = engines[0].sequence()
+    sequence.prefill(tokens_of(256), last=False)
+    data = sequence.checkpoint().save()
+    engines[0].load_checkpoint(data)
+    with pytest.raises(ArgumentError, match="another kind of device"):
+        engines[1].load_checkpoint(data)
+
+
 def test_another_head_is_refused(native: Library, folder: Path, device: str) -> None:
     trunk = replace(SMALL, n_nextn=0)
     path = tiny.write(folder / "trunk.gguf", trunk, tiny.layout(trunk, SEED))

@@ -159,7 +159,7 @@ Header read_header(const Engine &engine, const uint8_t *data, uint64_t size) {
              (unsigned long long) size, (unsigned long long) h.size);
     }
     if (h.model != engine.model().identity()) {
-        fail(LUCE_E_ARG, "the checkpoint was saved with another model");
+        fail(LUCE_E_ARG, "the checkpoint was saved with another model, or on another kind of device");
     }
     if (h.kv_type != uint32_t(c.kv_type)) {
         fail(LUCE_E_ARG, "the checkpoint was saved with kv_type %s, this engine has %s",

@@ -209,8 +209,9 @@ public:
     const Weights &weights() const { return weights_; }
     uint64_t weight_bytes() const { return weight_bytes_; } // on the device
     uint64_t n_params() const { return n_params_; } // of all tensors in the file
-    // A hash of the loaded tensors' names, types, shapes and first bytes. It says which model a checkpoint
-    // belongs to.
+    // A hash of the loaded tensors' names, types, shapes and first bytes, and of what computes with them: the kind of
+    // device, and how many layers' experts the CPU has. It says which model a checkpoint belongs to, and whether a cold
+    // prompt would have its bits.
     uint64_t identity() const;
     // The mixture of the first layer whose experts stay in host memory, null: none.
     const Moe *in_ram() const;

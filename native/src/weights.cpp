@@ -285,6 +285,9 @@ uint64_t Model::identity() const {
         add(source->ne, sizeof(source->ne));
         add(source->data, size_t(std::min<uint64_t>(source->size, 256)));
     }
+    const std::string where = device_->gpu ? device_->description() : device_->name;
+    add(where.data(), where.size());
+    add(&n_cpu_experts_, sizeof(n_cpu_experts_));
     return hash;
 }
 
