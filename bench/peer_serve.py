@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -121,10 +122,10 @@ def medians(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def ratios(rows: Rows) -> dict[str, Any]:
-    """What luce is measured against: {luce's mode: {"reused": the least share of a turn, "warm_of_cold": the
-    first token of the last turn over llama-server's cold one of the longest prompt, "streams" and
-    "decoding": {count: luce's tokens a second over the peer's}}}. The peer of modes that draft is
-    llama-server with drafts, if it was asked."""
+    """What luce is measured against, by its mode: "reused", the share of the conversation;
+    "reused_least", that of the turn with the least; "warm_of_cold", the first token of the last turn over
+    llama-server's cold one of the longest prompt; "streams" and "decoding", by count, luce's tokens a
+    second over the peer's. The peer of modes that draft is llama-server with drafts, if it was asked."""
     modes = list(dict.fromkeys(row["mode"] for row in rows))
     found: dict[str, Any] = {}
     for mode in (each for each in modes if each.startswith("luce")):
@@ -140,7 +141,8 @@ def ratios(rows: Rows) -> dict[str, Any]:
 
         found[mode] = {
             "peer": peer,
-            "reused": min((row["reused"] for row in turns if row["reused"] is not None), default=None),
+            "reused": next((row["reused"] for row in own if row["measure"] == "conversation"), None),
+            "reused_least": min((row["reused"] for row in turns if row["reused"] is not None), default=None),
             "warm_of_cold": turns[-1]["first_s"] / cold[-1]["first_s"] if turns and cold else None,
             "streams": over("tok_per_s"),
             "decoding": over("tok_per_s_decoding"),
@@ -197,6 +199,7 @@ def main() -> None:
     args = arguments()
     if not args.no_server and args.bin is None:
         raise SystemExit("peer_serve: error: --bin DIR holds llama-server, or say --no-server")
+    load = [round(each, 1) for each in os.getloadavg()]
     try:
         with Files(args.model) as files:
             args.n_vocab = files.tokenizer.n_vocab
@@ -211,7 +214,7 @@ def main() -> None:
     command = command_text(["bench/peer_serve.py", args.model.name, *sys.argv[2:]])
     head = origin("peer serve", where, args.model, command, args.threads, args.commit)
     middle = medians(rows)
-    result = head | {"timing": TIMING, "ratios": ratios(middle), "rows": middle}
+    result = head | {"timing": TIMING, "load_at_start": load, "ratios": ratios(middle), "rows": middle}
     say(f"\n{as_markdown(table(middle))}\n{json.dumps(result['ratios'], indent=1)}")
     print(json.dumps(result, indent=1))
     if args.save is not None:

@@ -35,6 +35,7 @@ def test_each_mode_is_held_against_its_peer():
     rows += [row("llama-server", "cold", 1024, first_s=1.0), row("llama-server", "cold", 8192, first_s=8.0)]
     turns = [(9.0, None), (3.0, 0.9), (2.0, 1.0)]
     rows += [row("luce auto", f"turn {n}", 100 * n, first_s=s, reused=r) for n, (s, r) in enumerate(turns)]
+    rows.append(row("luce auto", "conversation", 300, first_s=3.0, reused=0.95, seconds=14.0))
     found = peer_serve.ratios(peer_serve.medians(rows))
     plain, drafting = found["luce off"], found["luce auto"]
     assert (
@@ -42,7 +43,7 @@ def test_each_mode_is_held_against_its_peer():
         and plain["reused"] is plain["warm_of_cold"] is None
     )
     assert drafting["peer"] == "llama-server drafts" and drafting["streams"] == {"4": 0.5}
-    assert (drafting["reused"], drafting["warm_of_cold"]) == (0.9, 0.25)
+    assert (drafting["reused"], drafting["reused_least"], drafting["warm_of_cold"]) == (0.95, 0.9, 0.25)
 
 
 def test_a_copy_says_that_it_was_trained_for_more(tmp_path):
