@@ -46,7 +46,7 @@ class Renderer:
         too much."""
         with self._lock:
             try:
-                answer = self._ask(self._template | {"variables": variables})
+                answer = self._ask(self._template | {"variables": variables, "seconds": CPU_SECONDS})
             except BaseException:
                 self.close()
                 raise
@@ -108,9 +108,9 @@ def answer_requests() -> None:
     with suppress(ValueError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     for line in sys.stdin.buffer:
-        used = int(time.process_time()) + 1
-        resource.setrlimit(resource.RLIMIT_CPU, (used + CPU_SECONDS, resource.RLIM_INFINITY))
         request = json.loads(line)
+        used = int(time.process_time()) + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (used + request["seconds"], resource.RLIM_INFINITY))
         answer: dict[str, str] = {}
         try:
             template = ChatTemplate(request["source"], request["special_tokens"])

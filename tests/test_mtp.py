@@ -222,8 +222,10 @@ def test_the_box_prints_the_same_code_at_every_gamma(
         assert accepted > 100, "a trained head"
 
 
-@pytest.mark.parametrize("n_prompt", [511, 513, 2048, 4095, 4096, 4097, 6000])
-@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+@pytest.mark.parametrize(
+    ("n_prompt", "kv_type"),
+    [*((n, "f16") for n in (511, 513, 2048, 4095, 4096, 4097, 6000)), (513, "q8_0"), (4097, "q8_0")],
+)
 def test_long_prompts(
     n_prompt: int, kv_type: str, model_of: Callable[[str], Model], exact: bool, same: Same
 ) -> None:
