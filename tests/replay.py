@@ -77,7 +77,10 @@ MACHINES = {name: _parsed(*table) for name, table in _TABLES.items()}
 
 
 class Text:
-    """A text that is replayed, at the position of its anchor. Its true token at position i is i."""
+    """A text that is replayed, at the position of its anchor. Its true token at position i is i.
+
+    A trace holds no lists of candidates, so whoever asks for one is replayed in a way that was not recorded.
+    """
 
     def __init__(self, trace: Trace):
         self.trace, self.at = trace, 0

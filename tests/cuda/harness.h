@@ -115,6 +115,24 @@ inline StepCtl blank_ctl() {
     return ctl;
 }
 
+// Runs what `enqueue` puts on the stream, and waits: once as it is, or several times from a captured graph.
+inline void run_times(int times, const std::function<void()> &enqueue) {
+    if (times == 1) {
+        enqueue();
+    } else {
+        void *graph = nullptr;
+        must(cuda::capture_begin(stream));
+        enqueue();
+        must(cuda::capture_end(stream, &graph));
+        for (int i = 0; i < times; i++) {
+            must(cuda::capture_launch(graph, stream));
+        }
+        must(cudaStreamSynchronize(stream));
+        cuda::capture_free(graph);
+    }
+    must(cudaStreamSynchronize(stream));
+}
+
 // ---- timings ----
 
 // Median of a captured graph's replays, in us; the first few warm up.

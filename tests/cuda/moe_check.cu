@@ -10,20 +10,7 @@ Routed run(Mixture &l, const Floats &x, bool overlap, int replays = 1) {
     MoeDims d = l.dims;
     d.T = int32_t(x.size() / size_t(d.E));
     Buffers b(d, x);
-    if (replays == 1) {
-        b.enqueue(l, overlap);
-    } else {
-        void *graph = nullptr;
-        must(cuda::capture_begin(stream));
-        b.enqueue(l, overlap);
-        must(cuda::capture_end(stream, &graph));
-        for (int i = 0; i < replays; i++) {
-            must(cuda::capture_launch(graph, stream));
-        }
-        must(cudaStreamSynchronize(stream));
-        cuda::capture_free(graph);
-    }
-    must(cudaStreamSynchronize(stream));
+    run_times(replays, [&] { b.enqueue(l, overlap); });
     const std::vector<uint8_t> after = l.counters.get();
     expect(std::all_of(after.begin(), after.end(), [](uint8_t c) { return c == 0; }), "moe leaves its counters at zero");
     return b.get();

@@ -70,20 +70,7 @@ std::vector<Floats> run(const std::vector<const Matrix *> &matrices, const Float
         must(cuda::rowmm_pack(pack, stream));
         must(cuda::rowmm(a, stream));
     };
-    if (replays == 1) {
-        enqueue();
-    } else {
-        void *graph = nullptr;
-        must(cuda::capture_begin(stream));
-        enqueue();
-        must(cuda::capture_end(stream, &graph));
-        for (int i = 0; i < replays; i++) {
-            must(cuda::capture_launch(graph, stream));
-        }
-        must(cudaStreamSynchronize(stream));
-        cuda::capture_free(graph);
-    }
-    must(cudaStreamSynchronize(stream));
+    run_times(replays, enqueue);
     std::vector<Floats> result;
     for (const auto &o : out) {
         result.push_back(o->get());
