@@ -115,11 +115,16 @@ def sampling(temp: float = 0.0, top_k: int = 0, top_p: float = 1.0) -> tuple[Opt
     )  # fmt: skip
 
 
+def warmest(flags: Mapping[str, Any]) -> float:
+    """Returns the temperature, or the highest of several."""
+    return float(max(flags["temps"]) if "temps" in flags else flags["temp"])
+
+
 def sampling_of(flags: Mapping[str, Any]) -> Sampling:
     """Returns how tokens are sampled. Greedy decoding has no use for the defaults of the other options."""
-    if flags["temp"] == 0:
+    if warmest(flags) == 0:
         return Sampling()
-    return Sampling(flags["temp"], flags["top_k"], flags["top_p"], flags["min_p"], flags["seed"])
+    return Sampling(warmest(flags), flags["top_k"], flags["top_p"], flags["min_p"], flags["seed"])
 
 
 def given(name: str) -> bool:
@@ -130,7 +135,7 @@ def given(name: str) -> bool:
 def idle_sampling(flags: Mapping[str, Any]) -> str | None:
     """Says what is wrong with options of sampling that were given where nothing is sampled."""
     for name in ("top_k", "top_p", "min_p", "seed"):
-        if flags["temp"] == 0 and given(name):
+        if warmest(flags) == 0 and given(name):
             return f"--{name.replace('_', '-')} needs --temp above 0: greedy decoding ignores it"
     return None
 

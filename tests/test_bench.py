@@ -140,6 +140,17 @@ def test_oracle_is_made_once_and_every_token_is_checked(bench, tmp_path):
     assert path.stat().st_mtime_ns == made
 
 
+def test_modes_are_measured_at_several_temperatures(bench):
+    args = ("oracle", "--shape", "mini", "-n", 24, "--rounds", 1, "--modes", "plain,dflash", "--json")
+    result = bench(*args, "--temp", "0,0.7, 1.5", "--top-k", 20)
+    modes = modes_of(result)
+    assert list(modes) == [f"{mode} T={t}" for t in ("0", "0.7", "1.5") for mode in ("plain", "dflash")]
+    assert {(row["wrong_tokens"], row["same_tokens"]) for row in modes.values()} == {(0, 1)}
+    assert of(result)["temp"] == [0, 0.7, 1.5] and of(result)["top_k"] == 20
+    drafted = [modes[name]["by_source"] for name in modes if "dflash" in name]
+    assert drafted[0] == drafted[1] == drafted[2], "the oracle's tokens are as sure at every temperature"
+
+
 def test_wrong_tokens_are_counted(bench, monkeypatch):
     from luce.bench.oracle_model import Rule
 
@@ -369,6 +380,7 @@ def test_the_hash_of_a_split_model_covers_all_parts(tmp_path):
         (("batch", "--commit", "abc"), "--commit is of the row that --save writes"),
         (("prompts", "--seed", "1"), "--seed needs --temp above 0"),
         (("oracle", "--top-k", "20"), "--top-k needs --temp above 0"),
+        (("prompts", "--temp", "0,nan"), "nan is not a finite number"),
         (("prompts", "--modes", "plain", "--mtp-gguf", "head.gguf"), "no mode drafts"),
     ],
 )

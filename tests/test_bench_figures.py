@@ -12,11 +12,12 @@ from rich.console import Console
 
 from luce._native import Drafts, Rows
 from luce.bench import output, sweep
-from luce.bench.run import Case, Mode, Record, parse_modes
+from luce.bench.run import Case, Mode, Record, Settings, parse_modes, with_temperatures
 from luce.bench.summary import quartiles, summarise
 from luce.errors import LuceError
 from luce.render import Display, print_table
 from luce.stats import Stats
+from luce.structs import Sampling
 
 CASES = [Case(f"p{i}", tuple(range(10 * (i + 1)))) for i in range(3)]
 
@@ -89,6 +90,28 @@ def test_what_is_no_mode_is_named(text):
 def test_a_mode_named_twice_is_refused():
     with pytest.raises(ValueError, match="named twice"):
         parse_modes("mtp:2,plain,mtp:2")
+
+
+def test_every_mode_runs_at_every_temperature_and_beside_plain_at_the_same_one():
+    modes = parse_modes("plain,mtp:3,auto")
+    assert with_temperatures(modes, [0.7]) == modes
+    warm = with_temperatures(modes, [0.0, 0.7])
+    assert [mode.name for mode in warm] == [
+        "plain T=0", "mtp:3 T=0", "auto T=0", "plain T=0.7", "mtp:3 T=0.7", "auto T=0.7",
+    ]  # fmt: skip
+    assert {mode.plain for mode in warm[:3]} == {"plain T=0"} and warm[4].plain == "plain T=0.7"
+    assert len({mode.opened for mode in warm}) == 4, "what auto learns at one temperature is of that one"
+    asked = Settings(sampling=Sampling(0.7, top_k=20, seed=5))
+    assert asked.at(0.0) == Sampling() and asked.at(None) == asked.sampling
+    assert asked.at(1.5) == Sampling(1.5, top_k=20, seed=5)
+    records = [
+        replace(record(mode, 0, seconds, last=last), mode=f"{mode} T={t}", plain=f"plain T={t}")
+        for mode, t, seconds, last in [
+            ("plain", 0, 1.0, 1), ("mtp", 0, 0.5, 1), ("plain", 1, 2.0, 2), ("mtp", 1, 0.5, 3),
+        ]
+    ]  # fmt: skip
+    rows = summarise(records, [r.mode for r in records])
+    assert [(row.speedup, row.same_tokens) for row in rows] == [(1.0, 1), (2.0, 1), (1.0, 1), (4.0, 0)]
 
 
 def test_what_each_source_had_accepted_is_added_up():

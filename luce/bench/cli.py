@@ -19,6 +19,7 @@ from luce.bench.flags import (
     MODEL_OPTIONS,
     OUTPUT_OPTIONS,
     PLOT,
+    TEMPERATURES,
     numbers,
     require,
     rounds_option,
@@ -65,7 +66,7 @@ bench.add_command(serve_bench)
 @click.option("--limit", type=click.IntRange(1, 164), help="Run only the first so many problems.")
 @click.option("--unsafe-check", is_flag=True, help="Check answers without namespaces, with the limits alone.")
 @click.option("--no-check", is_flag=True, help="Do not run the answers.")
-@options(sampling(), rounds_option(1), RUN, OUTPUT_OPTIONS, PLOT)
+@options(TEMPERATURES, rounds_option(1), RUN, OUTPUT_OPTIONS, PLOT)
 def humaneval(limit: int | None, unsafe_check: bool, no_check: bool, **flags: Any) -> None:
     """Run the 164 HumanEval problems: speed, acceptance, pass@1, and answers that equal plain's.
 
@@ -111,7 +112,7 @@ def humaneval(limit: int | None, unsafe_check: bool, no_check: bool, **flags: An
 @click.argument("source", metavar="FILE|builtin", default="builtin", type=FilePath())
 @options(MODEL_OPTIONS, DRAFTS_OPTION, MODE_OPTIONS)
 @click.option("--class", "group", metavar="NAME", help="Run only the prompts of this class.")
-@options(sampling(), rounds_option(3), RUN, OUTPUT_OPTIONS, PLOT)
+@options(TEMPERATURES, rounds_option(3), RUN, OUTPUT_OPTIONS, PLOT)
 def prompts(source: str, group: str | None, **flags: Any) -> None:
     """Run a user's prompts (JSONL: prompt, and id, class, chat if wanted), or the built-in ones.
 
@@ -123,6 +124,7 @@ def prompts(source: str, group: str | None, **flags: Any) -> None:
       luce bench prompts builtin --class code
       luce bench prompts mine.jsonl --gguf model.gguf --modes plain,mtp:3 --csv
       luce bench prompts --draft f16.gguf --draft q4.gguf --modes plain,dflash:22
+      luce bench prompts --draft drafter.gguf --modes plain,dflash,dflash:22,dflash:63 --temp 0,0.7,1,1.5
     """
     listed = problems.builtin() if source == "builtin" else problems.from_jsonl(Path(source))
     chosen = [p for p in listed if group in (None, p.cls)]
@@ -202,7 +204,7 @@ def make_once(path: Path, make: Callable[[], object]) -> None:
     show_default=True,
     help="Give each so many tokens.",
 )
-@options(MODE_OPTIONS, sampling(), rounds_option(3), RUN, EXPERTS, OUTPUT_OPTIONS, PLOT)
+@options(MODE_OPTIONS, TEMPERATURES, rounds_option(3), RUN, EXPERTS, OUTPUT_OPTIONS, PLOT)
 def oracle(
     shape: str,
     accept: float,
@@ -223,7 +225,7 @@ def oracle(
     \b
     Examples:
       luce bench oracle --shape 0.8b --modes plain,mtp:2
-      luce bench oracle --shape 27b --temp 0.7 --top-k 20 --top-p 0.95
+      luce bench oracle --shape 27b --temp 0,0.7 --top-k 20 --top-p 0.95
       luce bench oracle --shape 27b --accept 0.8 --modes plain,mtp:1,mtp:2,mtp:3 --save results
       luce bench oracle --shape 27b --modes plain,dflash,dflash:22
     """

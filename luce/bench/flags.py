@@ -10,8 +10,8 @@ import click
 
 from luce.bench import output
 from luce.bench.run import NAMES, Mode, parse_modes
-from luce.command import MAX_U32, FilePath
-from luce.flags import HEAD, MODEL, QUIET, Option, idle_sampling, idle_threads
+from luce.command import MAX_U32, FilePath, Finite
+from luce.flags import HEAD, MODEL, QUIET, Option, idle_sampling, idle_threads, sampling
 
 
 def modes_of(ctx: click.Context, param: click.Parameter, value: str) -> list[Mode]:
@@ -41,6 +41,11 @@ def numbers(low: int, high: int) -> Callable[[click.Context, click.Parameter, st
     return parse
 
 
+def temperatures(ctx: click.Context, param: click.Parameter, value: str) -> list[float]:
+    """Parses "0,0.7,1" as temperatures."""
+    return list(dict.fromkeys(Finite(min=0).convert(part.strip(), param, ctx) for part in value.split(",")))
+
+
 FORMS = ("json", "csv", "md")
 MODEL_OPTIONS = (*MODEL, *HEAD)
 DRAFT_OPTION = (
@@ -57,6 +62,11 @@ MODE_OPTIONS = (
                  help=f"Measure these modes, in turn: {NAMES}."),
     click.option("-n", "--max-tokens", type=click.IntRange(1, MAX_U32), default=256, show_default=True,
                  help="Stop each generation after so many tokens."),
+)  # fmt: skip
+TEMPERATURES: tuple[Option, ...] = (
+    click.option("--temp", "temps", callback=temperatures, default="0", show_default=True,
+                 help="Sample at this temperature, and of several (0,0.7,1) at each in turn; 0 is greedy."),
+    *sampling()[1:],
 )  # fmt: skip
 OUTPUT_OPTIONS = (
     click.option("--json", is_flag=True, help="Print one object."),
@@ -85,7 +95,7 @@ def require(flags: dict[str, Any]) -> None:
     drafter = flags.get("draft") or flags.get("drafters")
     if "modes" in flags and drafter and not drafting:
         raise click.UsageError("--draft names a DFlash drafter, and no mode is dflash or auto")
-    if problem := (idle_sampling(flags) if "temp" in flags else None) or idle_threads(flags):
+    if problem := (idle_sampling(flags) if "top_k" in flags else None) or idle_threads(flags):
         raise click.UsageError(problem)
     output.require(flags["save"], flags["plot"])
 

@@ -10,7 +10,7 @@ from typing import Any
 from luce.bench import output
 from luce.bench.flags import require
 from luce.bench.report import Measured, Report
-from luce.bench.run import Bench, Case, Record, Settings, with_drafters
+from luce.bench.run import Bench, Case, Record, Settings, with_drafters, with_temperatures
 from luce.bench.summary import TIMING, summarise
 from luce.command import CtrlC
 from luce.engine import Files
@@ -70,7 +70,8 @@ def measure(
     and `extra` goes beside the figures. Ctrl-C and failures end it early, with what was measured by then."""
     require(flags)
     drafters = flags.get("drafters", ())
-    flags["modes"] = with_drafters(flags["modes"], drafters)
+    temps = flags["temps"]
+    flags["modes"] = with_temperatures(with_drafters(flags["modes"], drafters), temps)
     with ExitStack() as opened, Display(flags["quiet"]) as display, CtrlC() as ctrl_c:
         files = [opened.enter_context(files_of(flags, model, each)) for each in drafters or (None,)]
         display.spin("loading the model")
@@ -104,7 +105,8 @@ def measure(
             {
                 "problems": len({r.case.id for r in records}),
                 "max_tokens": flags["max_tokens"],
-                **{key: flags[key] for key in ("temp", "top_k", "top_p", "min_p")},
+                "temp": temps[0] if len(temps) == 1 else temps,
+                **{key: flags[key] for key in ("top_k", "top_p", "min_p")},
                 "rounds": flags["rounds"],
                 "threads": threads,
                 "drafters": [each.name for each in drafters],

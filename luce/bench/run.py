@@ -28,7 +28,8 @@ WARM_UP_TOKENS = 32
 @dataclass(frozen=True)
 class Mode:
     """A way to decode, by spec, gamma, budget and part of Options. It is named "plain", "auto", or by its
-    spec and numbers. `drafter` is the index of its DFlash drafter among those that are compared."""
+    spec and numbers. `drafter` is the index of its DFlash drafter among those that are compared. Its
+    `temperature` goes before that of the settings, and `plain` names the mode that it is compared with."""
 
     name: str
     spec: str
@@ -36,6 +37,25 @@ class Mode:
     budget: int | None = None
     part: int = 0
     drafter: int = 0
+    temperature: float | None = None
+    plain: str = PLAIN
+
+    @property
+    def opened(self) -> Mode:
+        """What an engine is opened for. Modes share one where it does not learn."""
+        return replace(self, name="", plain="", temperature=self.temperature if self.spec == "auto" else None)
+
+
+def with_temperatures(modes: Sequence[Mode], temperatures: Sequence[float]) -> list[Mode]:
+    """Returns the modes where several temperatures are compared: each once for each of them, as
+    "mtp:3 T=0.7"."""
+    if len(temperatures) < 2:
+        return list(modes)
+    return [
+        replace(mode, name=f"{mode.name} T={t:g}", temperature=t, plain=f"{mode.plain} T={t:g}")
+        for t in temperatures
+        for mode in modes
+    ]
 
 
 def with_drafters(modes: Sequence[Mode], drafters: Sequence[Path]) -> list[Mode]:
@@ -108,10 +128,16 @@ class Settings:
     threads: int | None = None
     cpu_experts: int | Literal["auto"] | None = None
 
+    def at(self, temperature: float | None) -> Sampling:
+        """Returns how tokens are sampled at a temperature; None means that of these settings."""
+        if temperature is None:
+            return self.sampling
+        return replace(self.sampling, temperature=temperature) if temperature else Sampling()
+
 
 @dataclass(frozen=True)
 class Record:
-    """One generation of one mode. `round` counts from 0."""
+    """One generation of one mode, which is compared with the mode `plain`. `round` counts from 0."""
 
     case: Case
     mode: str
@@ -119,6 +145,7 @@ class Record:
     tokens: tuple[int, ...]
     text: str
     stats: Stats
+    plain: str = PLAIN
 
 
 def mode_plan(files: Files, mode: Mode, options: Options, prompt: int, new: int) -> Plan:
@@ -152,19 +179,19 @@ class Bench:
             kv_type=settings.kv_type, threads=settings.threads, cpu_experts=settings.cpu_experts
         )
         each = [files] if isinstance(files, Files) else list(files)
-        self._engines: dict[str, Engine] = {}
+        self._engines: dict[Mode, Engine] = {}  # by Mode.opened
         with ExitStack() as opened:
             for at, one in enumerate(each):
                 of = [mode for mode in modes if mode.drafter == at]
-                plans = {m.name: mode_plan(one, m, options, longest, settings.max_tokens) for m in of}
+                plans = {m.opened: mode_plan(one, m, options, longest, settings.max_tokens) for m in of}
                 drafts = any(chosen.drafts for chosen in plans.values())
                 blocks = any(chosen.blocks for chosen in plans.values())
                 experts = max(chosen.cpu_experts for chosen in plans.values())  # one placement for all
                 model = opened.enter_context(one.load(drafts, blocks, progress, experts))
-                for name, chosen in plans.items():
-                    self._engines[name] = opened.enter_context(Engine(model, one.tokenizer, chosen))
+                for mode, chosen in plans.items():
+                    self._engines[mode] = opened.enter_context(Engine(model, one.tokenizer, chosen))
             self._opened = opened.pop_all()
-        self.model = self._engines[modes[0].name].model
+        self.model = self._engines[modes[0].opened].model
         self.threads = next(iter(self._engines.values())).info.n_threads
 
     def cancel(self) -> None:
@@ -172,10 +199,10 @@ class Bench:
         for engine in self._engines.values():
             engine.cancel()
 
-    def _generate(self, mode: str, case: Case, max_tokens: int, cancelled: Callable[[], bool]) -> Finished:
-        request = Request(case.prompt, max_tokens, self.settings.sampling, case.stops)
+    def _generate(self, mode: Mode, case: Case, max_tokens: int, cancelled: Callable[[], bool]) -> Finished:
+        request = Request(case.prompt, max_tokens, self.settings.at(mode.temperature), case.stops)
         last = None
-        for event in self._engines[mode].generate(request, cancelled):
+        for event in self._engines[mode.opened].generate(request, cancelled):
             last = event
         if isinstance(last, Failed):
             raise last.error
@@ -185,15 +212,15 @@ class Bench:
     def run(self, cancelled: Callable[[], bool] = lambda: False) -> Iterator[Record]:
         """Warms every mode up, then yields a record for each generation; ends early when cancelled."""
         for mode in self.modes:
-            self._generate(mode.name, self.cases[0], min(WARM_UP_TOKENS, self.settings.max_tokens), cancelled)
+            self._generate(mode, self.cases[0], min(WARM_UP_TOKENS, self.settings.max_tokens), cancelled)
         for turn in range(self.settings.rounds):
             for index, case in enumerate(self.cases):
                 first = (turn + index) % len(self.modes)
                 for mode in self.modes[first:] + self.modes[:first]:
-                    done = self._generate(mode.name, case, self.settings.max_tokens, cancelled)
+                    done = self._generate(mode, case, self.settings.max_tokens, cancelled)
                     if cancelled():
                         return
-                    yield Record(case, mode.name, turn, done.tokens, done.text, done.stats)
+                    yield Record(case, mode.name, turn, done.tokens, done.text, done.stats, mode.plain)
 
     @property
     def total(self) -> int:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from luce.bench.run import PLAIN, Record
+from luce.bench.run import Record
 
 TIMING = (
     "tok/s: decoding, from the first new token to the end, all of a round. prefill: the prompt. end to end: "
@@ -78,7 +78,7 @@ def summarise(
 ) -> list[ModeRow]:
     """Returns a row for each mode that has records. `passed` tells by (mode, case id) whether the answers of
     round 0 that were checked passed. `wrong` counts the tokens of a record that are known to be wrong."""
-    plain = {(r.case.id, r.round): r for r in records if r.mode == PLAIN}
+    plain = {(r.mode, r.case.id, r.round): r for r in records if r.mode == r.plain}
     rows = []
     for mode in modes:
         of_mode = [r for r in records if r.mode == mode]
@@ -90,14 +90,15 @@ def summarise(
 def _row(
     mode: str,
     records: Sequence[Record],
-    plain: Mapping[tuple[str, int], Record],
+    plain: Mapping[tuple[str, str, int], Record],
     passed: Mapping[tuple[str, str], bool] | None,
     wrong: Callable[[Record], int] | None,
 ) -> ModeRow:
     stats = [r.stats for r in records]
     speeds = [s.tok_per_s for s in stats if s.tok_per_s]
     ids = {r.case.id for r in records}
-    paired = [(r, plain[r.case.id, r.round]) for r in records if (r.case.id, r.round) in plain]
+    found = [(r, plain.get((r.plain, r.case.id, r.round))) for r in records]
+    paired = [(r, p) for r, p in found if p is not None]
     unlike = {r.case.id for r, p in paired if r.tokens != p.tokens}
     ratios = [r.stats.tok_per_s / p.stats.tok_per_s for r, p in paired
               if r.stats.tok_per_s and p.stats.tok_per_s]  # fmt: skip
