@@ -6,8 +6,8 @@ files: its header is taken apart into keys and tensors, one to four mutations ch
 lengths, names and order, or cut and overwrite bytes, and it is written to a file in memory (the weights are a
 hole of zeros). The loader opens the file, hands out every key, string and tensor, and plans the memory of an
 engine; with every 16th file that opens, `probe` and the tokenizer read it as well. A worker process does
-that, best with a sanitizer build; where it dies, hangs, or meets an error that is not for users, the case is
-kept in --findings and the next worker goes on.
+that, best with a sanitizer build, which also ends it at 1 GB in one allocation or 2 GB in all. Where it dies,
+hangs, or meets an error that is not for users, the case is kept in --findings and the next worker goes on.
 
     cmake -B build-asan -DLUCE_SANITIZE=ON && cmake --build build-asan
     cmake --install build-asan --prefix build-asan/package
@@ -364,7 +364,7 @@ def _sanitizer() -> dict[str, str]:
              .stdout.strip() for name in ("libasan.so", "libstdc++.so")]  # fmt: skip
     return {
         "LD_PRELOAD": " ".join(names),
-        "ASAN_OPTIONS": "detect_leaks=0:max_allocation_size_mb=1024",
+        "ASAN_OPTIONS": "detect_leaks=0:max_allocation_size_mb=1024:hard_rss_limit_mb=2048",
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
 
