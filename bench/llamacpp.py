@@ -172,11 +172,11 @@ class LlamaServer:
                 time.sleep(0.1)
         raise PeerError(f"llama-server did not come up within {START_S} s: {self._log_tail()}")
 
-    def complete(self, prompt: list[int], n: int, seed: int = 0) -> dict[str, Any]:
+    def complete(self, prompt: list[int], n: int, seed: int = 0, **fields: Any) -> dict[str, Any]:
         """Returns {tokens, timings} of n new greedy tokens after a prompt of ids. `seed` is that of forced
-        acceptance."""
+        acceptance. `fields` are of the request's body, beside or in place of those here."""
         body = {"prompt": prompt, "n_predict": n, "temperature": 0, "seed": seed, "cache_prompt": False,
-                "return_tokens": True}  # fmt: skip
+                "return_tokens": True} | fields  # fmt: skip
         request = urllib.request.Request(
             self.url + "/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )

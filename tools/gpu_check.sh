@@ -17,6 +17,7 @@
 #     batch     several sequences beside llama.cpp, whose server has as many slots
 #     serve     the servers beside each other
 #     sanitize  the reduced kernel checks under memcheck, racecheck and synccheck, all at once
+#     kl        how far logits are from the same weights in F32, beside llama.cpp's
 #     gap       rows that change other rows' bits in ggml, by op
 #
 # Reads from GPU_KIT (default .gpu, git-ignored), packed where there is a network:
@@ -42,7 +43,7 @@ workers=${WORKERS:-12}
 threads=${THREADS:-16}
 own_threads=() # luce's: a model on a GPU uses none
 [[ $device != cpu ]] || own_threads=(--threads "$threads")
-all="build oracle kernels suite peer auto sampled sweep prefill dflash zero batch serve sanitize gap"
+all="build oracle kernels suite peer auto sampled sweep prefill dflash zero batch serve sanitize kl gap"
 stages=${*:-$all}
 for stage in $stages; do
     [[ " $all " == *" $stage "* ]] || { echo "no stage $stage; there are $all" >&2; exit 2; }
@@ -296,6 +297,13 @@ stage_sanitize() {
         parts_at_once "$tool" "${SANITIZE_LIMIT:-150}" few compute-sanitizer --tool "$tool" --error-exitcode 9
     done
     parts_done memcheck racecheck synccheck
+}
+stage_kl() {
+    say "logits beside llama.cpp's, by their distance from the same weights in F32"
+    have_peer
+    PYTHONPATH=$PYTHONPATH:$PWD/tests run kl 120 python3 bench/kl.py luce/data/box.gguf --bin "$work/peer/bin" \
+        --device "$device" --threads "$threads" --random "${KL_TYPES:-Q4_K_M,Q8_0}" --shape "${KL_SHAPE:-mid}" \
+        --tokens 384 --commit "${COMMIT:-}" --save "$out" && table kl
 }
 stage_gap() {
     say "rows that change other rows' bits, by op"
