@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from luce._native import IntArray, Library
+from luce._native import Engine, IntArray, Library
 from luce.errors import ArgumentError
 from luce.structs import Penalties
 
@@ -20,6 +20,7 @@ luce_status luce_sampling_run(const uint32_t *words, const float *z, uint64_t n,
                               float *gumbel, float *bound, uint64_t *mass);
 luce_status luce_penalise(float *logits, uint32_t n, const luce_penalties *penalties, const int32_t *tokens,
                           uint32_t n_tokens);
+luce_status luce_engine_counts(luce_engine *engine, uint64_t *steps, uint64_t *synchronisations);
 luce_status luce_lookup(const int32_t *tokens, uint32_t n_tokens, int32_t *draft, uint32_t *n,
                         uint32_t *matched);
 """
@@ -91,6 +92,15 @@ def lookup(native: Library, tokens: IntArray, most: int) -> tuple[list[int], int
     draft, n, matched = ffi.new("int32_t[]", max(most, 1)), ffi.new("uint32_t *", most), ffi.new("uint32_t *")
     native.check(native.lib.luce_lookup(native.ints(tokens), len(tokens), draft, n, matched))
     return list(draft[0 : n[0]]), int(matched[0])
+
+
+def counts(engine: Engine) -> tuple[int, int]:
+    """Returns how many steps an engine has run, and how often it has waited for its device."""
+    ffi = engine.library.ffi
+    declare(ffi)
+    steps, waits = ffi.new("uint64_t *"), ffi.new("uint64_t *")
+    engine.library.check(engine.library.lib.luce_engine_counts(engine.handle, steps, waits))
+    return int(steps[0]), int(waits[0])
 
 
 def op_run(

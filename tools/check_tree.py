@@ -24,6 +24,12 @@ TOP_LEVEL |= {"native", "luce", "tests", "bench", "tools"}
 C_SUFFIXES = {".c", ".h", ".cpp", ".cu", ".cuh"}
 SOURCE_SUFFIXES = C_SUFFIXES | {".py", ".sh"}
 ENVIRONMENT_WRITER = "native/src/device.cpp"
+# What an engine waits for is counted in one file; the others upload weights, and run one op for tests.
+WAITER, OTHER_WAITERS = "native/src/step.cpp", {"native/src/device.cpp", "native/src/op_run.cpp"}
+_WAIT = re.compile(
+    r"\bggml_backend_(?:(?:event_)?synchronize|graph_compute|tensor_[gs]et(?:_2d)?)\b"
+    r"|\bcuda(?:(?:Device|Stream|Event)Synchronize|Memcpy|Memset)\b"
+)
 
 Breach = tuple[str, int, str]  # path, line, what
 
@@ -120,6 +126,9 @@ def check_c(name: str, text: str) -> Iterator[Breach]:
         yield name, line_of(code, match), f"the one setenv of the core is in {ENVIRONMENT_WRITER}"
     for match in re.finditer(r"\b(?:printf|fprintf|puts|fputs|cout|cerr|exit|abort)\b", code):
         yield name, line_of(code, match), f"the core prints nothing and never exits: {match.group()}"
+    waits = [match for match in _WAIT.finditer(code) if name not in OTHER_WAITERS]
+    for match in waits[2:] if name == WAITER else waits:
+        yield name, line_of(code, match), f"{match.group()}: an engine waits in {WAITER}, where it is counted"
     if name.startswith("native/kernels/"):
         for match in re.finditer(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"\n]+)', text, re.M):
             if re.search(r"ggml|gguf", match.group(1)):

@@ -354,7 +354,8 @@ typedef struct luce_penalties {
 } luce_penalties;
 
 /* Sets what luce_sequence_choose does to logits after this call; NULL, the default, is nothing. Prefill and verify
- * choose of the logits as they are. */
+ * choose of the logits as they are. Where it is not NULL, each step brings the logits of the sequence's rows to the host
+ * beside its choices, so that luce_sequence_choose does not wait for the device. E_MEMORY: the host has no room. */
 LUCE_API luce_status luce_sequence_set_penalties(luce_sequence *sequence, const luce_penalties *penalties);
 
 /* Chooses the token after one row of the engine's last verify, or after its last prefill with a choice (row 0). The

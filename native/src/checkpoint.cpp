@@ -195,7 +195,11 @@ Checkpoint::~Checkpoint() {
 }
 
 void Checkpoint::close() {
-    settle();
+    if (leaving_ || arriving_) { // nobody waits for the copy here: the engine's next step comes after it
+        ggml_backend_event_wait(engine_->step().backend(), event_);
+        engine_->step().keep(host_);
+        leaving_ = arriving_ = false;
+    }
     release_device();
     host_.reset();
 }
@@ -242,7 +246,7 @@ void Checkpoint::release_device() {
     slot_ = -1;
 }
 
-Buffer Checkpoint::host_memory() const {
+HostMemory Checkpoint::host_memory() const {
     const uint64_t size = total(pieces());
     const Device &device = engine_->model().device();
     ggml_backend_buffer_type_t type = device.gpu ? ggml_backend_dev_host_buffer_type(device.dev) : nullptr;
@@ -254,7 +258,7 @@ Buffer Checkpoint::host_memory() const {
     return buffer;
 }
 
-static uint8_t *base(const Buffer &buffer) {
+static uint8_t *base(const HostMemory &buffer) {
     return static_cast<uint8_t *>(ggml_backend_buffer_get_base(buffer.get()));
 }
 
@@ -324,7 +328,7 @@ void Checkpoint::settle() {
     if (!leaving_ && !arriving_) {
         return;
     }
-    ggml_backend_event_synchronize(event_);
+    engine_->step().wait(event_);
     if (leaving_) {
         release_device();
     } else {
@@ -355,7 +359,7 @@ void Checkpoint::restore(Timeline &line) const {
         cache.pages.release(page);
     }
     send(stream, cache.pieces(pages, n_past(), line.slot(), line.hidden()), base(host_));
-    ggml_backend_synchronize(stream);
+    engine_->step().keep(host_); // nothing waits here: a step after it does
 }
 
 void Checkpoint::read(uint64_t begin, uint64_t n, uint8_t *to) const {
@@ -366,7 +370,7 @@ void Checkpoint::read(uint64_t begin, uint64_t n, uint8_t *to) const {
     }
     ggml_backend_t stream = engine_->step().backend();
     fetch(stream, pieces(), to, begin, n);
-    ggml_backend_synchronize(stream);
+    engine_->step().synchronize();
 }
 
 void Checkpoint::save(uint8_t *data, uint64_t size) {
@@ -428,7 +432,7 @@ uint64_t dump(Sequence &sequence, uint8_t *data, uint64_t size) {
     }
     sequence.settle();
     fetch(engine.step().backend(), pieces(), data + header_and_tokens(line.n_past()));
-    ggml_backend_synchronize(engine.step().backend());
+    engine.step().synchronize();
     put_tokens(data, line.tokens());
     Header h = header_of(needed, engine, line.tokens(), DUMP);
     h.checksum = checksum(h, data);

@@ -10,6 +10,9 @@
 
 namespace luce {
 
+// Shared with copies to the device that are on their way (Step::keep).
+using HostMemory = std::shared_ptr<struct ggml_backend_buffer>;
+
 class Checkpoint : public std::enable_shared_from_this<Checkpoint> {
 public:
     static std::shared_ptr<Checkpoint> make(Sequence &sequence);
@@ -46,14 +49,14 @@ private:
     std::vector<Cache::Piece> pieces() const; // on the device
     void take_device(); // pages and a slot; E_MEMORY when they lack
     void release_device();
-    Buffer host_memory() const;
+    HostMemory host_memory() const;
     void read(uint64_t begin, uint64_t n, uint8_t *to) const; // n bytes of the body
 
     std::shared_ptr<Engine> engine_;
     std::vector<int32_t> tokens_;
     std::vector<int32_t> pages_; // on the device, with slot_
     int32_t slot_ = -1; // of Cache::checkpoint_slots; -1: not on the device
-    Buffer host_; // body; null: not in host memory
+    HostMemory host_; // body, which nothing changes; null: not in host memory
     bool leaving_ = false, arriving_ = false; // a copy is on its way
     ggml_backend_event_t event_ = nullptr; // of its end; null on the CPU
 };

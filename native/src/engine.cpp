@@ -401,6 +401,9 @@ void Engine::run_rows(const VerifyItem *items, uint32_t n_items, std::vector<std
         sequence.line().take_pages(items[i].n);
         batch.add_verify(sequence.line(), sequence.choice_ctl(), items[i].n, parents[i].data(),
                          tokens[i].data());
+        if (sequence.chooses()) {
+            step_->fetch_logits(batch.n_rows() - items[i].n, items[i].n);
+        }
     }
     const uint32_t rows = batch.n_rows(), width = step_->verify_width(rows);
     batch.fill_up(width);

@@ -1,6 +1,7 @@
 // The ABI of engines, sequences and checkpoints. It checks arguments and handles, and has no logic.
 #include "abi.h"
 #include "checkpoint.h"
+#include "op_run.h"
 #include "sampler.h"
 
 #include <algorithm>
@@ -53,6 +54,17 @@ luce_status luce_engine_costs(luce_engine *engine, luce_cost *out, uint32_t *n) 
         const uint32_t count = out == nullptr ? uint32_t(costs.size()) : std::min(*n, uint32_t(costs.size()));
         std::copy(costs.begin(), costs.begin() + (out == nullptr ? 0 : count), out);
         *n = count;
+    });
+}
+
+luce_status luce_engine_counts(luce_engine *engine, uint64_t *steps, uint64_t *synchronisations) {
+    return guarded([&] {
+        const auto e = g_engines.get(engine);
+        const std::lock_guard<std::recursive_mutex> lock(e->mutex());
+        need(steps, "steps");
+        need(synchronisations, "synchronisations");
+        *steps = e->step().steps();
+        *synchronisations = e->step().synchronisations();
     });
 }
 
@@ -178,11 +190,7 @@ luce_status luce_sequence_set_penalties(luce_sequence *sequence, const luce_pena
     return guarded([&] {
         const auto s = g_sequences.get(sequence);
         check_optional(penalties, "penalties");
-        Penalties checked;
-        if (penalties != nullptr) {
-            checked = check_penalties(*penalties, s->engine()->n_vocab());
-        }
-        locked(s, [&](Sequence &one) { one.set_penalties(std::move(checked)); });
+        locked(s, [&](Sequence &one) { one.set_penalties(penalties); });
     });
 }
 

@@ -28,6 +28,9 @@ LUCE_API luce_status luce_sampling_run(const uint32_t *words, const float *z, ui
 LUCE_API luce_status luce_penalise(float *logits, uint32_t n, const luce_penalties *penalties,
                                    const int32_t *tokens, uint32_t n_tokens);
 
+// How many steps an engine has run, those of its opening among them, and how often it has waited for its device.
+LUCE_API luce_status luce_engine_counts(luce_engine *engine, uint64_t *steps, uint64_t *synchronisations);
+
 // luce_sequence_lookup over n_tokens >= 1 tokens, of which the last is the anchor.
 LUCE_API luce_status luce_lookup(const int32_t *tokens, uint32_t n_tokens, int32_t *draft, uint32_t *n,
                                  uint32_t *matched);

@@ -19,6 +19,16 @@ luce_sequence_info Sequence::info() const {
     return out;
 }
 
+void Sequence::set_penalties(const luce_penalties *penalties) {
+    Penalties checked;
+    if (penalties != nullptr) {
+        checked = check_penalties(*penalties, engine_->n_vocab());
+        engine_->step().have_logits();
+    }
+    penalties_ = std::move(checked);
+    chooses_ = penalties != nullptr;
+}
+
 void Sequence::check_usable() const {
     if (!failure_.empty()) {
         fail(LUCE_E_STATE, "the sequence has failed (%s): reset, resume or close it", failure_.c_str());
@@ -72,6 +82,9 @@ void Sequence::prefill(const int32_t *tokens, uint32_t n, int32_t *choice) {
         line_.take_pages(n);
         const uint32_t n_pages =
             fill_prefill(step.prefill_host(), line_, choice_, tokens, n, engine_->cache());
+        if (chooses_ && choice != nullptr) {
+            step.fetch_logits(0, 1);
+        }
         step.prefill(n, past, choice != nullptr, n_pages);
         line_.appended(tokens, n);
         end_step(Rows::prompt, 1, 0);
@@ -113,10 +126,11 @@ void Sequence::get_lists(int32_t *ids, float *scores, uint32_t depth, uint32_t k
         fail(LUCE_E_ARG, "the engine keeps %u candidates of a draft, got %u", n_top, k);
     }
     check_drafted(depth);
+    const int32_t *lists = engine_->step().listed(line_.draft_entry(0)); // with the drafts, in one wait
     std::vector<int32_t> drafts(depth);
     get_draft(drafts.data(), depth);
     for (uint32_t i = 0; i < depth; i++) {
-        const int32_t *list = engine_->step().listed(line_.draft_entry(int32_t(i)));
+        const int32_t *list = lists + size_t(i) * 2 * n_top;
         std::vector<int32_t> best(list, list + n_top);
         std::vector<float> score(n_top);
         memcpy(score.data(), list + n_top, n_top * sizeof(float));

@@ -15,7 +15,8 @@ public:
     const std::shared_ptr<Engine> &engine() const { return engine_; }
     luce_sequence_info info() const;
     void set_sampling(const ChoiceCtl &choice) { choice_ = choice; }
-    void set_penalties(Penalties penalties) { penalties_ = std::move(penalties); }
+    // luce_sequence_set_penalties; without any the caller does not choose itself.
+    void set_penalties(const luce_penalties *penalties);
 
     void reset();
     void prefill(const int32_t *tokens, uint32_t n, int32_t *choice);
@@ -35,6 +36,7 @@ public:
     Timeline &line() { return line_; }
     const Timeline &line() const { return line_; }
     const ChoiceCtl &choice_ctl() const { return choice_; }
+    bool chooses() const { return chooses_; }
     void check_usable() const;
     void begin_step() { failure_ = "a step did not end"; } // failed until all of it has worked
     // What the rows of a step are, whose logits may be read after it.
@@ -51,6 +53,7 @@ private:
     Timeline line_;
     ChoiceCtl choice_{}; // how its tokens are chosen
     Penalties penalties_;
+    bool chooses_ = false; // its rows' logits come to the host with each step
     std::vector<float> logits_; // of one row
     std::unique_ptr<Lookup> lookup_; // over line_'s tokens, from its first use on
     std::string failure_; // why it is failed; empty: it is not

@@ -55,17 +55,19 @@ Step::Step(const Model &model, const Cache &cache, const EngineParams &params)
         in_.block.allocate(model.device());
     }
     const size_t n_results = MAX_ROWS + size_t(cache.drafts()->ne[1]);
+    const size_t list_bytes = cache.lists() == nullptr ? 0 : ggml_nbytes(cache.lists());
+    const size_t bytes = n_results * sizeof(Choice) + list_bytes;
     ggml_backend_buffer_type_t pinned =
         model.device().gpu ? ggml_backend_dev_host_buffer_type(model.device().dev) : nullptr;
-    results_buffer_.reset(ggml_backend_buft_alloc_buffer(pinned ? pinned : ggml_backend_cpu_buffer_type(),
-                                                         n_results * sizeof(Choice)));
+    results_buffer_.reset(
+        ggml_backend_buft_alloc_buffer(pinned ? pinned : ggml_backend_cpu_buffer_type(), bytes));
     if (!results_buffer_) {
-        fail(LUCE_E_MEMORY, "allocating %s of host memory failed",
-             human_bytes(n_results * sizeof(Choice)).c_str());
+        fail(LUCE_E_MEMORY, "allocating %s of host memory failed", human_bytes(bytes).c_str());
     }
     results_ = static_cast<Choice *>(ggml_backend_buffer_get_base(results_buffer_.get()));
     drafts_ = results_ + MAX_ROWS;
-    memset(static_cast<void *>(results_), 0, n_results * sizeof(Choice));
+    lists_ = reinterpret_cast<int32_t *>(results_ + n_results);
+    memset(static_cast<void *>(results_), 0, bytes);
     if (const Moe *moe = model.in_ram(); moe != nullptr && model.device().gpu) {
         const uint32_t rows =
             std::max(uint32_t(MAX_ROWS), std::min(params.cache.n_chunk, params.cache.n_ctx));
@@ -231,7 +233,8 @@ void Step::capture(Graph &g, void *stream) {
 void Step::compute(Graph &g) {
     const Device &device = model_.device();
     last_ = nullptr;
-    serial_++;
+    fetched_ = 0;
+    steps_++;
     if (!device.gpu) {
         run_cpu(g);
     }
@@ -260,6 +263,7 @@ void Step::prefill(uint32_t n, uint32_t n_past, bool last, uint32_t n_pages) {
     compute(g);
     if (last) {
         ggml_backend_tensor_get_async(backend_.get(), g.outputs.choice, results_, 0, sizeof(Choice));
+        enqueue_logits(g);
     }
     synchronize();
     drafting_ = false;
@@ -272,6 +276,7 @@ void Step::verify(uint32_t width, uint32_t n_rows, uint32_t n_pages) {
     if (n_rows > 0) {
         ggml_backend_tensor_get_2d_async(backend_.get(), g.outputs.choice, results_, 0, sizeof(Choice),
                                          n_rows, g.outputs.choice->nb[1], sizeof(Choice));
+        enqueue_logits(g);
     }
     if (drafts_stale_) {
         ggml_backend_tensor_get_async(backend_.get(), cache_.drafts(), drafts_, 0,
@@ -315,25 +320,69 @@ void Step::block(uint32_t rows, uint32_t index, uint32_t n_pages) {
     compute(g);
 }
 
-const Choice &Step::drafted(int32_t entry) {
+// The host's copies of drafts, and of lists too where these are wanted, in one wait.
+void Step::fetch_drafts(bool lists) {
+    lists = lists && lists_stale_;
+    if (!drafts_stale_ && !lists) {
+        return;
+    }
     if (drafts_stale_) {
         ggml_backend_tensor_get_async(backend_.get(), cache_.drafts(), drafts_, 0,
                                       ggml_nbytes(cache_.drafts()));
-        synchronize();
-        drafts_stale_ = drafting_ = false;
     }
+    if (lists) {
+        ggml_backend_tensor_get_async(backend_.get(), cache_.lists(), lists_, 0, ggml_nbytes(cache_.lists()));
+    }
+    synchronize();
+    drafts_stale_ = drafting_ = false;
+    lists_stale_ = lists_stale_ && !lists;
+}
+
+const Choice &Step::drafted(int32_t entry) {
+    fetch_drafts(false);
     return drafts_[entry];
 }
 
 const int32_t *Step::listed(int32_t entry) {
-    const ggml_tensor *lists = cache_.lists();
-    if (lists_stale_) {
-        lists_.resize(size_t(ggml_nelements(lists)));
-        ggml_backend_tensor_get_async(backend_.get(), lists, lists_.data(), 0, ggml_nbytes(lists));
-        synchronize();
-        lists_stale_ = false;
+    fetch_drafts(true);
+    return lists_ + entry * cache_.lists()->ne[0];
+}
+
+void Step::have_logits() {
+    if (logits_buffer_) {
+        return;
     }
-    return lists_.data() + entry * lists->ne[0];
+    const Device &device = model_.device();
+    const size_t bytes = size_t(verify_width(MAX_ROWS)) * model_.hparams().n_vocab * sizeof(float);
+    ggml_backend_buffer_type_t pinned = device.gpu ? ggml_backend_dev_host_buffer_type(device.dev) : nullptr;
+    logits_buffer_.reset(
+        ggml_backend_buft_alloc_buffer(pinned ? pinned : ggml_backend_cpu_buffer_type(), bytes));
+    if (!logits_buffer_) {
+        fail(LUCE_E_MEMORY, "allocating %s of host memory for logits failed", human_bytes(bytes).c_str());
+    }
+}
+
+float *Step::host_logits(uint32_t row) const {
+    return static_cast<float *>(ggml_backend_buffer_get_base(logits_buffer_.get())) +
+           size_t(row) * model_.hparams().n_vocab;
+}
+
+// Copies of the rows that were asked for, runs of them at once.
+void Step::enqueue_logits(const Graph &g) {
+    const ggml_tensor *logits = g.outputs.logits;
+    fetched_ = fetched_next_;
+    fetched_next_ = 0;
+    for (uint32_t row = 0; row < uint32_t(logits->ne[1]);) {
+        uint32_t end = row;
+        while (end < uint32_t(logits->ne[1]) && (fetched_ >> end & 1) != 0) {
+            end++;
+        }
+        if (end > row) {
+            ggml_backend_tensor_get_async(backend_.get(), logits, host_logits(row), row * logits->nb[1],
+                                          (end - row) * logits->nb[1]);
+        }
+        row = end + 1;
+    }
 }
 
 void Step::read_logits(uint32_t row, float *out) {
@@ -341,7 +390,23 @@ void Step::read_logits(uint32_t row, float *out) {
         fail(LUCE_E_STATE, "there are no logits of row %u: the engine has run another step since", row);
     }
     const ggml_tensor *logits = last_->outputs.logits;
+    if ((fetched_ >> row & 1) != 0) {
+        memcpy(out, host_logits(row), logits->nb[1]);
+        return;
+    }
     ggml_backend_tensor_get_async(backend_.get(), logits, out, row * logits->nb[1], logits->nb[1]);
     synchronize();
 }
+
+void Step::synchronize() {
+    synchronisations_++;
+    ggml_backend_synchronize(backend_.get());
+    kept_.clear();
+}
+
+void Step::wait(ggml_backend_event_t event) {
+    synchronisations_++;
+    ggml_backend_event_synchronize(event);
+}
+
 } // namespace luce

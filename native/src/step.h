@@ -80,6 +80,12 @@ public:
     void prefill(uint32_t n, uint32_t n_past, bool last, uint32_t n_pages);
     // Runs a step of this width, whose first n_rows rows are wanted, and waits.
     void verify(uint32_t width, uint32_t n_rows, uint32_t n_pages);
+    // The next prefill's or verify's logits of rows first .. first + n - 1 come to the host with its choices: reading
+    // them waits for nothing. have_logits() comes before; it is E_MEMORY where the host has no room for them.
+    void have_logits();
+    void fetch_logits(uint32_t first, uint32_t n) {
+        fetched_next_ |= (n < 64 ? (uint64_t(1) << n) - 1 : ~uint64_t(0)) << first;
+    }
     // Enqueues one link of the chains of a draft, without waiting. `part`: it chooses among n_part tokens.
     void draft(uint32_t width, uint32_t link, uint32_t n_pages, bool part);
     // Enqueues a step of DFlash blocks, the index-th of a draft, without waiting.
@@ -90,16 +96,26 @@ public:
     const int32_t *listed(int32_t entry); // of the cache's lists, in the same way
     const Choice &drafted(int32_t entry); // of the cache's drafts; waits where no verify has done so
     void read_logits(uint32_t row, float *out);
-    uint64_t serial() const { return serial_; } // of the last step
+    uint64_t serial() const { return steps_; } // of the last step
 
     ggml_backend_t backend() const { return backend_.get(); }
-    void synchronize() { ggml_backend_synchronize(backend_.get()); }
+    // Every wait of an engine for its device is one of these two: for all that is enqueued, or for an event of another
+    // stream. They are counted, and so are steps: what a round costs beside its kernels.
+    void synchronize();
+    void wait(ggml_backend_event_t event);
+    uint64_t steps() const { return steps_; }
+    uint64_t synchronisations() const { return synchronisations_; }
+    // Keeps what enqueued copies read until the next synchronize().
+    void keep(std::shared_ptr<struct ggml_backend_buffer> source) { kept_.push_back(std::move(source)); }
 
 private:
     struct Graph;
 
     Graph &graph(const StepShape &shape);
     void wait_for_drafts(bool first);
+    void fetch_drafts(bool lists);
+    void enqueue_logits(const Graph &g);
+    float *host_logits(uint32_t row) const;
     void compute(Graph &g);
     template <class Ours> void run_segments(Graph &g, const Ours &run_op);
     void run_cpu(Graph &g);
@@ -112,24 +128,28 @@ private:
     const Model &model_;
     const Cache &cache_;
     EngineParams params_;
+    std::vector<std::shared_ptr<struct ggml_backend_buffer>> kept_; // freed after all that reads them
     Backend backend_;
     Team team_; // of the CPU; on a GPU the caller alone, where no experts are in host memory
     RamStage ram_{team_};
     std::unique_ptr<void, void (*)(void *)> gemm_; // the backend's stream, while cuBLAS is open for it
     Regions in_;
     Buffer results_buffer_; // pinned on a GPU
-    Choice *results_ = nullptr, *drafts_ = nullptr;
+    Choice *results_ = nullptr, *drafts_ = nullptr; // in it, with lists_
     GraphAllocator galloc_;
     uint64_t compute_size_ = 0;
     std::map<StepShape, std::unique_ptr<Graph>> graphs_;
     Graph *last_ = nullptr; // whose logits are in the compute buffer
     std::vector<luce_cost> costs_;
     uint32_t tried_ = 0; // the token of the last trial's last row, as a part of the vocabulary in 2^-32
-    uint64_t serial_ = 0;
+    uint64_t steps_ = 0, synchronisations_ = 0;
     bool drafting_ = false; // a draft is enqueued that nobody has waited for
     bool drafts_stale_ = false; // drafts_ is older than the device's
-    std::vector<int32_t> lists_; // the host's copy
+    int32_t *lists_ = nullptr; // the host's copy
     bool lists_stale_ = false;
+    Buffer logits_buffer_; // of all rows of a step, pinned on a GPU; null until have_logits()
+    uint64_t fetched_next_ = 0,
+             fetched_ = 0; // rows, a bit each: whose logits will come, and have come to the host
     bool capturing_ = false; // steps are captured on their first run
 };
 

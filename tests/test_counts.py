@@ -1,0 +1,238 @@
+"""What a round costs in steps and in waits for the device, as the engine itself counts them: nothing between
+rounds costs either. The counts are the same on every device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import box_model
+import drive
+import nan_model
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nan_model import SMALL, tokens_of
+from op_run import counts
+
+from luce._native import Checkpoint, Drafts, Engine, Library, Model, Rows, Source
+from luce._native import Sequence as Timeline
+from luce.errors import StateError
+from luce.structs import Penalties, Sampling
+
+NOTHING, STEP = (0, 0), (1, 1)
+LONG = tokens_of(256, seed=5)
+
+
+@pytest.fixture(scope="module")
+def model(native: Library, tmp_path_factory: pytest.TempPathFactory, device: str) -> Model:
+    path = nan_model.write(tmp_path_factory.mktemp("counts") / "small.gguf", seed=84)
+    return drive.open_model(native, path, device, head=True)
+
+
+@pytest.fixture
+def engine(model: Model) -> Engine:
+    return open_engine(model)
+
+
+@pytest.fixture(scope="module")
+def large(model: Model) -> Engine:
+    """Opens an engine with pages and slots for all that a test keeps."""
+    return open_engine(model, n_top=0, n_part=0, n_checkpoints=8, n_pages=40)
+
+
+def open_engine(model: Model, **params: int | str) -> Engine:
+    return nan_model.open_engine(
+        model, **{"n_ctx": 1100, "n_checkpoints": 3, "n_top": 4, "n_part": 128} | params
+    )
+
+
+class Meter:
+    """Says what calls on an engine cost."""
+
+    def __init__(self, engine: Engine):
+        self.engine, self.before = engine, counts(engine)
+
+    def __call__(self, *results: Any) -> tuple[int, int]:
+        """Returns (steps, waits) since the last time; what is given are the calls that were made since."""
+        before, self.before = self.before, counts(self.engine)
+        return self.before[0] - before[0], self.before[1] - before[1]
+
+
+def test_rounds_cost_a_step_for_each_draft_and_one_for_the_rows(engine: Engine) -> None:
+    """All sequences of a round share them. The host waits once a round, and once more where it builds a tree
+    from lists."""
+    sequences = nan_model.started(engine)
+    cost = Meter(engine)
+    plain = engine.verify([Rows(each, [3]) for each in sequences])
+    assert cost(plain) == STEP
+    assert cost([each.commit([0]) for each in sequences]) == NOTHING
+    for source in (Source.NEXTN, Source.PART):
+        engine.draft([Drafts(each, 3, 4, source) for each in sequences])
+        assert cost() == (4, 0)
+        engine.verify([Rows(each, n=5) for each in sequences])
+        assert cost() == STEP
+        assert cost([each.drafted(4) for each in sequences]) == NOTHING
+        assert cost([each.commit([0, 1]) for each in sequences]) == NOTHING
+    engine.draft([Drafts(each, 3, 3) for each in sequences])
+    assert cost() == (3, 0)
+    assert cost([each.lists(3, 4) for each in sequences]) == (0, 1)
+    assert cost([each.drafted(3) for each in sequences]) == NOTHING
+    engine.verify([Rows(each, [3, 1, 2, 4], [-1, 0, 0, 2]) for each in sequences])
+    assert cost() == STEP
+    for each in sequences:  # rows 2 and 3 lie where the verify wrote them: the next step moves them
+        each.commit([0, 2, 3])
+    assert cost() == NOTHING
+    engine.verify([Rows(each, [5]) for each in sequences])
+    assert cost() == STEP
+
+
+def test_dflash_blocks_cost_a_step_for_each_full_one(native: Library, device: str) -> None:
+    model = drive.open_model(native, box_model.GGUF, device, drafter=box_model.DRAFTER)
+    engine = drive.open_engine(model, n_ctx=300, n_sequences=3, blocks=1, n_top=4)
+    sequences = [engine.sequence() for _ in range(3)]
+    for each in sequences:
+        drive.prefill(each, tokens_of(20))
+    cost = Meter(engine)
+    size = engine.info.n_block - 1
+    engine.draft([Drafts(each, 3, size, Source.DFLASH) for each in sequences])
+    assert cost() == (1, 0)
+    assert cost([each.lists(size, 4) for each in sequences]) == (0, 1)
+    engine.verify([Rows(each, n=size + 1) for each in sequences])
+    assert cost() == STEP
+    assert cost([each.commit([0]) for each in sequences]) == NOTHING
+
+
+def test_choices_of_the_caller_cost_nothing_beside_the_step(engine: Engine) -> None:
+    """With penalties set, the rows' logits come with the step, after a prompt and after each verify, and
+    they are those that are read without; a row of another sequence is waited for."""
+    one, other = engine.sequence(), engine.sequence()
+    cost = Meter(engine)
+    one.set_penalties(Penalties(presence=0.5), 20)
+    assert cost() == NOTHING
+    for each in (one, other):
+        drive.prefill(each, tokens_of(20), last=each is one)
+        assert cost() == STEP
+        if each is one:
+            assert cost(one.choose(0), one.logits(0)) == NOTHING
+    engine.verify([Rows(other, [3, 4]), Rows(one, [5, 6, 8], [-1, 0, 0])])
+    assert cost() == STEP
+    found = [one.logits(row) for row in range(3)]
+    assert cost([one.choose(row, b"\xff" * (SMALL.n_vocab // 8)) for row in range(3)]) == NOTHING
+    assert cost(other.logits(1)) == (0, 1)
+    one.set_penalties(Penalties(), 0)
+    engine.verify([Rows(one, [5, 6, 8], [-1, 0, 0]), Rows(other, [3, 4])])
+    assert np.stack(found).tobytes() == np.stack([one.logits(row) for row in range(3)]).tobytes()
+    assert cost() == STEP
+    engine.verify([Rows(other, [3, 4])])
+    other.logits(0)
+    assert cost() == (1, 2), "nobody chooses: logits do not travel"
+
+
+class Random:
+    """Random calls on an engine, and what each may cost."""
+
+    def __init__(self, engine: Engine):
+        self.engine, self.cost = engine, Meter(engine)
+        self.sequences: list[Timeline] = []
+        self.checkpoints: list[Checkpoint] = []
+
+    def run(self, calls: list[tuple[int, int]]) -> None:
+        kinds: list[Callable[[np.random.Generator], tuple[int, int]]] = [
+            self.open, self.read, self.keep, self.fork, self.step, self.commit, self.commit, self.roll_back,
+            self.settings, self.close, self.drop,
+        ]  # fmt: skip
+        try:
+            for kind, seed in calls:
+                call = kinds[kind % len(kinds)]
+                expected = call(np.random.default_rng(seed))
+                assert self.cost() == expected, call.__name__
+        finally:
+            for each in [*self.sequences, *self.checkpoints]:
+                each.close()
+        assert self.cost() == NOTHING
+
+    def any(self, rng: np.random.Generator) -> Timeline | None:
+        return self.sequences[int(rng.integers(len(self.sequences)))] if self.sequences else None
+
+    def open(self, rng: np.random.Generator) -> tuple[int, int]:
+        if self.engine.info.sequences_free:
+            self.sequences.append(self.engine.sequence())
+        return NOTHING
+
+    def read(self, rng: np.random.Generator) -> tuple[int, int]:
+        one = self.any(rng)
+        if one is None or one.info.n_past not in (0, 256):
+            return NOTHING
+        one.prefill(LONG, last=bool(rng.integers(2)))
+        return STEP
+
+    def keep(self, rng: np.random.Generator) -> tuple[int, int]:
+        one = self.any(rng)
+        if one is not None and one.info.n_past in (256, 512) and len(self.checkpoints) < 8:
+            try:
+                self.checkpoints.append(one.checkpoint())
+            except StateError:
+                return NOTHING  # rounds brought it there
+            if rng.random() < 0.5:
+                self.checkpoints[-1].to_host()
+        return NOTHING
+
+    def fork(self, rng: np.random.Generator) -> tuple[int, int]:
+        one = self.any(rng)
+        if one is not None and self.checkpoints:
+            one.resume(self.checkpoints[int(rng.integers(len(self.checkpoints)))])
+        return NOTHING
+
+    def step(self, rng: np.random.Generator) -> tuple[int, int]:
+        ready = [each for each in self.sequences if 0 < each.info.n_past < 900]
+        if not ready:
+            return NOTHING
+        if rng.random() < 0.5:
+            self.engine.draft([Drafts(each, 1, 2) for each in ready])
+            self.engine.verify([Rows(each, n=3) for each in ready])
+            return 3, 1
+        trees = [drive.random_tree(rng, 8) for _ in ready]
+        self.engine.verify([Rows(each, tokens_of(8), tree) for each, tree in zip(ready, trees, strict=True)])
+        self.trees = {each.handle: tree for each, tree in zip(ready, trees, strict=True)}
+        return STEP
+
+    def commit(self, rng: np.random.Generator) -> tuple[int, int]:
+        for one in self.sequences:
+            n = one.info.n_verified
+            if n == 8:
+                one.commit(drive.root_path(self.trees[one.handle], int(rng.integers(n))))
+            elif n > 0:
+                one.commit(range(int(rng.integers(1, n + 1))))
+        return NOTHING
+
+    def roll_back(self, rng: np.random.Generator) -> tuple[int, int]:
+        if (one := self.any(rng)) is not None:
+            one.reset()
+        return NOTHING
+
+    def settings(self, rng: np.random.Generator) -> tuple[int, int]:
+        if (one := self.any(rng)) is not None:
+            one.set_sampling(Sampling(temperature=float(rng.random()), seed=1))
+            one.lookup(1, 4)
+        return NOTHING
+
+    def close(self, rng: np.random.Generator) -> tuple[int, int]:
+        if (one := self.any(rng)) is not None and rng.random() < 0.3:
+            self.sequences.remove(one)
+            one.close()
+        return NOTHING
+
+    def drop(self, rng: np.random.Generator) -> tuple[int, int]:
+        if self.checkpoints and rng.random() < 0.5:
+            self.checkpoints.pop(0).close()
+        return NOTHING
+
+
+@settings(max_examples=12, deadline=None)
+@given(calls=st.lists(st.tuples(st.integers(0, 10), st.integers(0, 2**32 - 1)), min_size=30, max_size=60))
+def test_nothing_between_rounds_costs_anything(large: Engine, calls: list[tuple[int, int]]) -> None:
+    """Committing (paths of trees too), dropping rows, resets, checkpoints on the device and on their way to
+    the host, forks of both, and what else is no step."""
+    Random(large).run([(0, 0), (1, 1), (2, 1), (3, 1), *calls])
