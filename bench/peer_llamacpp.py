@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""luce beside llama.cpp on one file, in one run: prefill, plain decoding, drafting with the NextN head.
+"""luce beside llama.cpp on one file, in one run: prefill, plain decoding, drafting with the NextN head and
+with a DFlash drafter.
 
 Prefill is --n-prompt random tokens into an empty context: in luce to the choice of the next token, in
 llama-bench to the logits. Decoding of luce and llama-server starts when the first new token is out, after a
@@ -12,12 +13,16 @@ Medians over rounds, quartiles in brackets (of fewer than four rounds: least and
 
 llama.cpp is that of the source archive of luce's ggml: `--build DIR` builds it there, `--bin DIR` takes a
 folder with llama-bench and llama-server. llama-server drafts N tokens (draft-mtp) for every mtp:N of --modes,
-and its drafts are accepted where they are right. `--synthetic` adds rows in which it accepts drafts by chance
-(--spec-synth-len), whatever they say: its cost at an acceptance that these weights do not have, with tokens
-that mean nothing. luce accepts its drafts where they are right, so such rows are compared by time a round.
+and for the modes of dflash the blocks of the same drafter's file (draft-dflash), which it verifies as chains:
+it has no trees. Its drafts are accepted where they are right. `--synthetic` adds rows in which it accepts
+drafts by chance (--spec-synth-len), whatever they say: its cost at an acceptance that these weights do not
+have, with tokens that mean nothing. luce accepts its drafts where they are right, so such rows are compared
+by time a round. With several --temp luce's modes run at each, and llama-server greedily.
 
     python bench/peer_llamacpp.py model.gguf --device cpu --threads 2 --build /somewhere/peer
     python bench/peer_llamacpp.py oracle-27b-0.8.gguf --bin peer/bin --modes plain,mtp:3 --synthetic 2.9,0.9
+    python bench/peer_llamacpp.py oracle-27b-0.8.gguf --draft oracle-27b-drafter-0.9033.gguf --bin peer/bin \
+        --modes plain,dflash,dflash:22 --temp 0,0.7 --top-k 20 --top-p 0.95
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from os import cpu_count
 from pathlib import Path
@@ -35,18 +40,28 @@ from typing import Any
 
 import llamacpp
 import numpy as np
+from peer_table import Row, markdown, ratio, ratios
 
 from luce._native import Engine, File
 from luce._native import Sequence as Timeline
 from luce.bench.oracle_model import Rule, wrong_tokens
 from luce.bench.origin import command_text, origin
-from luce.bench.output import as_markdown
-from luce.bench.run import PLAIN, WARM_UP_TOKENS, Bench, Case, Mode, Record, Settings, parse_modes
+from luce.bench.run import (
+    PLAIN,
+    WARM_UP_TOKENS,
+    Bench,
+    Case,
+    Mode,
+    Record,
+    Settings,
+    parse_modes,
+    with_temperatures,
+)
 from luce.bench.summary import five_digits, quartiles, summarise
 from luce.engine import Files
-from luce.structs import EngineParams
+from luce.probe import probe
+from luce.structs import EngineParams, Sampling
 
-Row = dict[str, Any]
 TIMING = " ".join(__doc__.split("\n\n")[1].split())
 
 
@@ -119,19 +134,21 @@ def prefill_speed(sequence: Timeline, prompt: list[int]) -> float:
 
 def take_turns(args: argparse.Namespace, task: Task) -> Turns:
     device = None if args.device == "auto" else args.device
-    settings = Settings(args.n_gen, args.rounds, threads=args.threads)
+    sampling = Sampling(max(args.temps), args.top_k, args.top_p)
+    settings = Settings(args.n_gen, args.rounds, sampling, threads=args.threads)
+    modes = with_temperatures(args.modes, args.temps)
     case = Case("random", tuple(task.short))
     params = EngineParams(n_ctx=len(task.long) + 1, n_threads=args.threads)
     with (
-        Files(args.model, device=device) as files,
-        Bench(files, args.modes, [case], settings) as bench,
+        Files(args.model, device=device, drafter=args.draft) as files,
+        Bench(files, modes, [case], settings) as bench,
         Engine(bench.model, params) as engine,
         engine.sequence() as sequence,
     ):
         turns, generations = Turns(bench.model.info.device, bench.threads), bench.run()
         prefill_speed(sequence, task.long)  # warm-up
         for turn in range(args.rounds):
-            turns.records += islice(generations, len(args.modes))
+            turns.records += islice(generations, len(modes))
             turns.prefill.append(prefill_speed(sequence, task.long))
             prefill, decode = llamacpp.llama_bench(
                 args.bin / "llama-bench", args.model, len(task.long), task.n_gen, turns.threads, turns.device
@@ -178,12 +195,14 @@ def bench_row(turns: Turns) -> Row:
 
 @dataclass(frozen=True)
 class Configuration:
-    """How a llama-server is loaded, and luce's mode of as many drafts. `forced` is the mean accepted length,
-    with the target's token, at which it accepts drafts by chance; with None it accepts them where they are
-    right."""
+    """How a llama-server is loaded: as luce's mode drafts, but without trees. `forced` is the mean accepted
+    length, with the target's token, at which it accepts drafts by chance; with None it accepts them where
+    they are right. `drafter` is the file of a DFlash drafter, and `drafts` how many a round has."""
 
     mode: Mode
     forced: float | None = None
+    drafts: int = 0
+    drafter: Path | None = None
 
     @property
     def name(self) -> str:
@@ -192,9 +211,18 @@ class Configuration:
 
     @property
     def options(self) -> list[str]:
-        drafts = ["--spec-type", "draft-mtp", "--spec-draft-n-max", str(self.mode.gamma)]
+        kind = ["--spec-type", "draft-dflash" if self.drafter else "draft-mtp"]
+        drafts = [*kind, "--spec-draft-n-max", str(self.drafts)]
         forced = ["--spec-synth-len", str(self.forced)]
-        return (drafts if self.mode.gamma else []) + (forced if self.forced is not None else [])
+        return [
+            *(["-md", str(self.drafter)] if self.drafter else []),
+            *(drafts if self.drafts else []),
+            *(forced if self.forced is not None else []),
+        ]
+
+    def beside(self, modes: Sequence[Mode]) -> list[Mode]:
+        """Returns luce's modes of the same drafts: those with a tree too."""
+        return [mode for mode in modes if (mode.spec, mode.gamma) == (self.mode.spec, self.mode.gamma)]
 
 
 def forced_length(value: float, drafts: int) -> float | None:
@@ -206,13 +234,23 @@ def forced_length(value: float, drafts: int) -> float | None:
     return value if value <= drafts + 1 else None
 
 
-def configurations(modes: Sequence[Mode], synthetic: Sequence[float]) -> list[Configuration]:
+def configurations(
+    modes: Sequence[Mode], synthetic: Sequence[float], drafter: tuple[Path, int] | None = None
+) -> list[Configuration]:
+    """Returns how llama-server is loaded, once for each way that llama.cpp has. `drafter` is the file of a
+    DFlash drafter, and how many drafts a block of it has."""
     found = []
     for mode in modes:
-        if mode.name == PLAIN or mode.gamma:
-            found.append(Configuration(mode))
-        lengths = [forced_length(value, mode.gamma) for value in synthetic] if mode.gamma else []
-        found += [Configuration(mode, length) for length in lengths if length is not None]
+        if mode.name == PLAIN:
+            one = Configuration(mode)
+        elif mode.gamma:
+            one = Configuration(Mode(f"mtp:{mode.gamma}", "mtp", mode.gamma), drafts=mode.gamma)
+        elif mode.spec == "dflash" and drafter:
+            one = Configuration(Mode("dflash", "dflash"), None, drafter[1], drafter[0])
+        else:
+            continue
+        lengths = [forced_length(value, one.drafts) for value in synthetic] if one.drafts else []
+        found += [one, *(replace(one, forced=length) for length in lengths if length is not None)]
     return list(dict.fromkeys(found))
 
 
@@ -246,7 +284,7 @@ def server_row(configuration: Configuration, answers: Sequence[Row], task: Task,
         wrong = sum(task.wrong(answer["tokens"]) for answer in answers)
     return {
         "name": configuration.name,
-        "options": configuration.options,
+        "options": [Path(word).name if Path(word).is_absolute() else word for word in configuration.options],
         "compared_with": against,
         **speed_fields("tok_per_s", [t["predicted_per_second"] for t in timings]),
         "ms_per_round": five_digits(
@@ -262,83 +300,61 @@ def server_row(configuration: Configuration, answers: Sequence[Row], task: Task,
     }
 
 
-# ---- one table, one row
+# ---- the result row
 
 
-def ratio(a: float | None, b: float | None) -> float | None:
-    return five_digits(a / b) if a and b else None
+def by_temperature(mode: Mode, temps: Sequence[float]) -> dict[float, str]:
+    """Returns the names of a mode at each temperature."""
+    return dict(zip(temps, (each.name for each in with_temperatures([mode], temps)), strict=True))
 
 
-def ratios(peer: Row, luce: Row, prefill: float | None = None) -> Row:
-    """Says how many times faster luce is: `decode` by tokens/s, not of forced drafts, and `round` by the time
-    of one."""
-    forced = peer.get("forced_length") is not None
-    found = {
-        "prefill": ratio(prefill, peer.get("prefill_tok_per_s")),
-        "decode": None if forced else ratio(luce["tok_per_s"], peer["tok_per_s"]),
-        "round": ratio(peer["ms_per_round"], luce["ms_per_round"]),
-    }
-    return {"llamacpp": peer["name"], "luce": luce["mode"]} | found
+def sampled(modes: Sequence[Mode], temps: Sequence[float], luce: Mapping[str, Row]) -> list[Row]:
+    """Divides the speed of each mode at a temperature above 0 by that of greedy decoding in the same mode."""
+    found = []
+    for mode in modes:
+        names = by_temperature(mode, temps)
+        greedy = luce[names[0]]["tok_per_s"]
+        found += [{"mode": name, "of_greedy": ratio(luce[name]["tok_per_s"], greedy)}
+                  for t, name in names.items() if t]  # fmt: skip
+    return found
 
 
-def markdown(result: Row) -> str:
-    """Makes the table of a result row."""
-
-    def number(value: float | None, digits: int) -> str:
-        return "" if value is None else f"{value:,.{digits}f}"
-
-    def speed(row: Row, name: str, digits: int) -> str:
-        if row.get(name) is None:
-            return ""
-        low, high = row[f"{name}_spread"]
-        return f"{number(row[name], digits)} [{number(low, digits)} {number(high, digits)}]"
-
-    def cells(name: str, row: Row, prefill: Row, against: Row) -> list[str]:
-        drafts = row.get("drafted")
-        return [
-            name,
-            speed(row, "tok_per_s", 1),
-            speed(prefill, "prefill_tok_per_s", 0),
-            number(row["ms_per_round"], 2),
-            number(row["mean_accepted_length"], 2) if drafts else "",
-            f"{row['acceptance']:.0%}" if drafts else "",
-            number(row.get("wrong_tokens"), 0),
-            *(number(against.get(what), 2) for what in ("prefill", "decode", "round")),
-        ]
-
-    header = ["", "tok/s", "prefill", "ms/round", "tokens/round", "accepted", "wrong tokens",
-              "luce: x prefill", "x tok/s", "x round"]  # fmt: skip
-    ours = [
-        cells(f"luce {row['mode']}", row, result["luce_prefill"] if row["mode"] == PLAIN else {}, {})
-        for row in result["luce"]
-    ]
-    peers = [
-        cells(row["name"], row, row, against)
-        for row, against in zip(result["llamacpp"], result["ratios"], strict=True)
-    ]
-    return as_markdown((header, ours + peers))
+def block_of(drafter: Path) -> int:
+    """Returns how many drafts a block of a DFlash drafter's file has."""
+    with File(drafter) as file:
+        facts = probe(file).dflash
+    if facts is None or facts.block_size is None:
+        raise llamacpp.PeerError(f"{drafter} is no DFlash drafter of a known block size")
+    return facts.block_size - 1
 
 
 def measure(args: argparse.Namespace) -> tuple[str, Row]:
     """Returns the device, as the core names it, and the result row."""
+    drafter = (args.draft, block_of(args.draft)) if args.draft else None
     with File(args.model) as file:
         task = task_of(file.kv, args.n_prompt, args.prompt_tokens, args.n_gen)
         turns = take_turns(args, task)
-    luce = {row["mode"]: row for row in luce_rows(args.modes, turns, task)}
+    every = with_temperatures(args.modes, args.temps)
+    luce = {row["mode"]: row for row in luce_rows(every, turns, task)}
+    greedy = {mode.name: luce[by_temperature(mode, args.temps)[0]] for mode in args.modes}
     prefill = speed_fields("prefill_tok_per_s", turns.prefill)
     peers = [bench_row(turns)]
-    compared = [ratios(peers[0], luce[PLAIN], prefill["prefill_tok_per_s"])]
-    for configuration in configurations(args.modes, args.synthetic):
-        against = luce[configuration.mode.name]
+    compared = [ratios(peers[0], greedy[PLAIN], prefill["prefill_tok_per_s"])]
+    for configuration in configurations(args.modes, args.synthetic, drafter):
         answers = server_answers(args, turns, task, configuration.options)
-        peers.append(server_row(configuration, answers, task, against))
-        compared.append(ratios(peers[-1], against))
+        for mode in configuration.beside(args.modes):
+            peers.append(server_row(configuration, answers, task, greedy[mode.name]))
+            compared.append(ratios(peers[-1], greedy[mode.name]))
         say(f"{configuration.name}: {peers[-1]['tok_per_s']:.1f} tok/s")
     command = ["bench/peer_llamacpp.py", args.model.name, "--device", args.device]
     for name in ("threads", "n_prompt", "prompt_tokens", "n_gen", "rounds"):
         command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     command += ["--build" if args.build else "--bin", str(args.build or args.bin)]
     command += ["--modes", ",".join(mode.name for mode in args.modes)]
+    command += ["--draft", args.draft.name] if args.draft else []
+    if len(args.temps) > 1:
+        command += ["--temp", ",".join(f"{t:g}" for t in args.temps)]
+        command += ["--top-k", str(args.top_k), "--top-p", f"{args.top_p:g}"]
     command += ["--synthetic", ",".join(f"{v:g}" for v in args.synthetic)] if args.synthetic else []
     head = origin(
         "peer llama.cpp", turns.device, args.model, command_text(command), turns.threads, args.commit
@@ -349,10 +365,22 @@ def measure(args: argparse.Namespace) -> tuple[str, Row]:
         "luce": list(luce.values()),
         "llamacpp": peers,
         "ratios": compared,
+        "sampled": sampled(args.modes, args.temps, luce),
     }
 
 
 # ---- the command
+
+
+MAX_BLOCK = 63  # drafts of a block, at most
+
+
+def temperatures(text: str) -> list[float]:
+    """Parses --temp."""
+    temps = [float(part) for part in text.split(",")]
+    if 0 not in temps or not all(0 <= t < float("inf") for t in temps):
+        raise ValueError
+    return temps
 
 
 def count(text: str) -> int:
@@ -361,20 +389,24 @@ def count(text: str) -> int:
     return number
 
 
-def checked_modes(text: str) -> list[Mode]:
-    """Checks --modes. ValueError says what is wrong with it."""
+def checked_modes(text: str, draft: Path | None) -> list[Mode]:
+    """Checks --modes and --draft. ValueError says what is wrong with them."""
     modes = parse_modes(text)
     if PLAIN not in [mode.name for mode in modes]:
         raise ValueError("--modes needs plain, which the others are compared with")
+    if any(mode.spec == "dflash" for mode in modes) and draft is None:
+        raise ValueError("modes of dflash need a drafter: --draft names it")
+    if draft is not None and not {mode.spec for mode in modes} & {"dflash", "auto"}:
+        raise ValueError("--draft names a DFlash drafter, and no mode is dflash or auto")
     return modes
 
 
 def checked_lengths(text: str, modes: Sequence[Mode]) -> list[float]:
-    """Checks --synthetic. ValueError says what is wrong with it."""
+    """Checks --synthetic. ValueError says what is wrong with it. A block is checked once it is known."""
     lengths = [float(part) for part in text.split(",")] if text else []
-    most = max(mode.gamma or 0 for mode in modes)
+    most = max(MAX_BLOCK if mode.spec == "dflash" else mode.gamma or 0 for mode in modes)
     if lengths and not most:
-        raise ValueError("--synthetic needs an mtp:N in --modes")
+        raise ValueError("--synthetic needs an mtp:N or dflash in --modes")
     for value in lengths:
         if not 0 <= value <= most + 1:
             raise ValueError(f"--synthetic {value:g}: rounds of {most} drafts accept 1 to {most + 1} tokens")
@@ -393,7 +425,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=count, default=32, help="tokens before those decoded")
     parser.add_argument("--n-gen", type=count, default=256, help="tokens that decoding is measured with")
     parser.add_argument("--rounds", type=count, default=3)
-    parser.add_argument("--modes", default="plain,mtp:2,mtp:3", help="plain, mtp:N and auto (luce alone)")
+    parser.add_argument(
+        "--modes", default="plain,mtp:2,mtp:3", help="plain, mtp:N, dflash, dflash:N and auto (luce alone)"
+    )
+    parser.add_argument("--draft", type=Path, help="file of the DFlash drafter of both")
+    parser.add_argument(
+        "--temp", dest="temps", type=temperatures, default="0", help="of luce's modes; 0 is among them"
+    )
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument(
         "--synthetic",
         default="",
@@ -405,7 +445,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--save", type=Path, metavar="DIR", help="folder for the result row")
     args = parser.parse_args()
     try:
-        args.modes = checked_modes(args.modes)
+        args.modes = checked_modes(args.modes, args.draft)
         args.synthetic = checked_lengths(args.synthetic, args.modes)
     except ValueError as error:
         parser.error(str(error))
@@ -419,7 +459,8 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    llamacpp.compare(Path(__file__).stem, "peer", args, measure, markdown, TIMING)
+    name = "peer-dflash" if args.draft else "peer"
+    llamacpp.compare(Path(__file__).stem, name, args, measure, markdown, TIMING)
 
 
 if __name__ == "__main__":

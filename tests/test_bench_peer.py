@@ -24,7 +24,8 @@ from peer_llamacpp import (
 )
 
 from luce._native import File
-from luce.bench.oracle_model import Rule, make_oracle
+from luce.bench.oracle_drafter import make_drafter
+from luce.bench.oracle_model import SHAPES, Rule, make_oracle
 from luce.bench.run import Case, Record, parse_modes
 from luce.stats import Tally
 
@@ -182,6 +183,39 @@ def test_the_programs_are_asked_for_the_same(command, programs: Path, device: st
     assert [call for call in calls if call[0] == "asked"] == asked * 3
 
 
+def test_a_dflash_drafter_drafts_on_both_sides(
+    command, programs: Path, oracle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """luce drafts blocks and trees, greedily and sampled; llama-server drafts blocks of the same file."""
+    drafter = tmp_path / "drafter.gguf"
+    make_drafter(drafter, SHAPES["mini"], Rule(2048))
+    command("--rounds", "1", "--modes", "plain,dflash,dflash:5", "--draft", str(drafter),
+            "--temp", "0,0.7", "--top-k", "20", "--save", str(tmp_path / "rows"))  # fmt: skip
+    shown = capsys.readouterr()
+    result = json.loads(shown.out)
+    (path,) = (tmp_path / "rows").iterdir()
+    assert "-peer-dflash-oracle-mini-" in path.name
+    assert "--draft drafter.gguf --temp 0,0.7 --top-k 20 --top-p 1" in result["command"]
+    modes = ["plain T=0", "dflash T=0", "dflash:5 T=0", "plain T=0.7", "dflash T=0.7", "dflash:5 T=0.7"]
+    assert [(row["mode"], row["wrong_tokens"]) for row in result["luce"]] == [(mode, 0) for mode in modes]
+    assert all("dflash" in row["by_source"] for row in result["luce"] if "dflash" in row["mode"])
+    block, tree = result["llamacpp"][2:]
+    assert block["name"] == tree["name"] == "llama-server dflash" and block["drafted"] == 30
+    assert block["options"] == [
+        "-md", "drafter.gguf", "--spec-type", "draft-dflash", "--spec-draft-n-max", "3",
+    ]  # fmt: skip
+    assert [row["luce"] for row in result["ratios"][2:]] == ["dflash T=0", "dflash:5 T=0"]
+    assert "| dflash:5 T=0 |" in shown.err
+    speed = {row["mode"]: row["tok_per_s"] for row in result["luce"]}
+    assert {row["mode"]: row["of_greedy"] for row in result["sampled"]} == {
+        f"{mode} T=0.7": pytest.approx(speed[f"{mode} T=0.7"] / speed[f"{mode} T=0"], rel=1e-4)
+        for mode in ("plain", "dflash", "dflash:5")
+    }
+    servers = [json.loads(line) for line in (programs / "calls").read_text().splitlines()]
+    asked = [call[call.index("--no-webui") + 1 :] for call in servers if call[0] == "llama-server"]
+    assert asked == [[], ["-md", str(drafter), *block["options"][2:]]], "it is loaded once for both modes"
+
+
 def test_the_short_prompt_is_that_of_bench_oracle(oracle: Path) -> None:
     with File(oracle) as file:
         task = peer_llamacpp.task_of(file.kv, 64, 32, 10)
@@ -198,12 +232,19 @@ def test_entries_of_synthetic_are_lengths_or_chances(value: float, drafts: int, 
 
 
 def test_a_server_is_loaded_once_for_each_configuration() -> None:
-    assert configurations(parse_modes("plain,mtp,mtp:1,mtp:2,auto"), [2.44, 0.8]) == [
+    modes = parse_modes("plain,mtp,mtp:1,mtp:2,mtp-tree:2:9,auto,dflash:22,dflash,dflash:8")
+    drafter = Path("drafter.gguf")
+    found = configurations(modes, [2.44, 0.8], (drafter, 2))
+    assert found == [
         Configuration(PLAIN),
-        *(Configuration(parse_modes("mtp:1")[0], forced) for forced in (None, 1.8)),
-        *(Configuration(MTP2, forced) for forced in (None, 2.44)),
+        *(Configuration(parse_modes("mtp:1")[0], forced, 1) for forced in (None, 1.8)),
+        *(Configuration(MTP2, forced, 2) for forced in (None, 2.44)),
+        *(Configuration(parse_modes("dflash")[0], forced, 2, drafter) for forced in (None, 2.44)),
     ]
     assert Configuration(PLAIN).options == []
+    beside = [[mode.name for mode in one.beside(modes)] for one in found]
+    trees = ["dflash:22", "dflash", "dflash:8"]
+    assert beside == [["plain"], *[["mtp:1"]] * 2, *[["mtp:2", "mtp-tree:2:9"]] * 2, trees, trees]
 
 
 def test_a_round_of_luce_is_all_of_its_decoding() -> None:
@@ -243,6 +284,9 @@ def test_a_row_sums_the_rounds() -> None:
         (["--modes", "mtp:2"], "--modes needs plain"),
         (["--modes", "plain,fast"], "'fast' is not plain, mtp"),
         (["--modes", "plain", "--synthetic", "2"], "--synthetic needs an mtp:N"),
+        (["--modes", "plain,dflash"], "modes of dflash need a drafter: --draft names it"),
+        (["--modes", "plain,mtp:2", "--draft", "x.gguf"], "no mode is dflash or auto"),
+        (["--temp", "0.7"], "invalid temperatures value: '0.7'"),
         (["--synthetic", "4.5"], "rounds of 3 drafts accept 1 to 4 tokens"),
         (["--synthetic", "nan"], "rounds of 3 drafts accept 1 to 4 tokens"),
         (["--synthetic", "many"], "'many'"),

@@ -4,7 +4,7 @@
 #
 #   tools/gpu_check.sh [STAGE ...]      (in the order given; default: all of them, in this order)
 #     build     the library, and its kernels' checks
-#     oracle    the oracle model, which is made beside the stages after this one, until one needs it
+#     oracle    the oracle model and its DFlash drafter, made beside the stages after this one, until one needs them
 #     kernels   the kernels against double precision, a process for each part
 #     suite     the tests that use the device, in slices; how far tokens and logits are from where they belong
 #     peer      decoding beside llama.cpp: plain, with drafts, auto
@@ -12,7 +12,7 @@
 #     sampled   the same model sampled, beside greedy
 #     sweep     what a step costs by rows and context
 #     prefill   prompts beside llama.cpp, by length
-#     dflash    blocks and trees of a DFlash drafter
+#     dflash    blocks and trees of a DFlash drafter beside llama.cpp's blocks of the same file, greedy and sampled
 #     zero      what auto costs where no draft is right
 #     batch     several sequences beside llama.cpp, whose server has as many slots
 #     serve     the servers beside each other
@@ -53,8 +53,11 @@ export PATH=/usr/local/cuda/bin:$PATH PYTHONUNBUFFERED=1 XDG_CACHE_HOME=$work/ca
 export LD_LIBRARY_PATH=/usr/local/cuda/lib64:$work/peer/bin:${LD_LIBRARY_PATH:-}
 export PYTHONPATH=$work/site:$PWD${PYTHONPATH:+:$PYTHONPATH}
 oracle=$XDG_CACHE_HOME/luce/oracle-$shape-0.8.gguf
+draft_accept=${DRAFT_ACCEPT:-0.9033} # of each draft: 8.31 tokens a round of a block of 16
+drafter=$XDG_CACHE_HOME/luce/oracle-$shape-drafter-$draft_accept.gguf
 bad=()
 making=
+making_drafter=
 
 say() { printf '\n==== %s (%d s)\n' "$*" $SECONDS; }
 left() { echo $((within - SECONDS)); }
@@ -90,10 +93,19 @@ run() {
 
 have_peer() { [[ -d $work/peer/bin ]] || tar -C "$work" -xJf "$kit/peer.tar.xz"; }
 make_oracle() { nice python3 tools/make_oracle.py --shape "$shape" --accept 0.8 "$oracle" >"$out/oracle.txt" 2>&1; }
+make_drafter() {
+    nice python3 tools/make_oracle.py --shape "$shape" --drafter "$drafter" --draft-accept "$draft_accept" \
+        >"$out/drafter.txt" 2>&1
+}
 have_oracle() {
     [[ -z $making ]] || wait "$making"
     making=
     [[ -e $oracle ]] || make_oracle || { brief 5 <"$out/oracle.txt"; exit 1; }
+}
+have_drafter() {
+    [[ -z $making_drafter ]] || wait "$making_drafter"
+    making_drafter=
+    [[ -e $drafter ]] || make_drafter || { brief 5 <"$out/drafter.txt"; exit 1; }
 }
 # luce's bench of the oracle model: bench NAME LIMIT OPTIONS..
 bench() {
@@ -109,7 +121,7 @@ peer() {
     run "$name" "$limit" python3 "bench/$script" "$oracle" --bin "$work/peer/bin" --device "$device" --threads "$threads" \
         --commit "${COMMIT:-}" --save "$out" "$@" && table "$name"
 }
-trap '[[ -z $making ]] || kill "$making" 2>/dev/null' EXIT
+trap '[[ -z $making$making_drafter ]] || kill $making $making_drafter 2>/dev/null' EXIT
 
 if compgen -G "$kit/*.whl" >/dev/null && [[ ! -d $work/site ]]; then
     python3 -m pip install -q --no-index --no-deps --no-compile --target "$work/site" "$kit"/*.whl
@@ -144,6 +156,10 @@ stage_oracle() {
     if [[ ! -e $oracle ]]; then
         make_oracle &
         making=$!
+    fi
+    if [[ ! -e $drafter && " $stages " == *" dflash "* ]]; then
+        make_drafter &
+        making_drafter=$!
     fi
 }
 
@@ -267,9 +283,12 @@ stage_prefill() {
     peer prefill 150 peer_prefill.py --lengths "${LENGTHS:-512,2048,8192}" --rounds "$rounds"
 }
 stage_dflash() {
-    say "blocks and trees of DFlash"
+    say "blocks and trees of DFlash beside llama.cpp, greedy and sampled"
     have_oracle
-    bench dflash 150 "${greedy[@]}" --modes plain,dflash,dflash:22 --draft-accept "${DRAFT_ACCEPT:-0.9033}" --rounds 1
+    have_drafter
+    have_peer
+    peer dflash 120 peer_llamacpp.py --draft "$drafter" --modes plain,dflash,dflash:22 --temp 0,0.7 --top-k 20 \
+        --top-p 0.95 --prompt-tokens 128 --n-gen 256 --rounds "$rounds" && grep 'of its greedy' "$out/dflash.txt"
 }
 stage_zero() {
     say "no draft is right"
