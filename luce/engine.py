@@ -268,14 +268,21 @@ def _drafters(draft: Drafting, sequence: _native.Sequence, info: EngineInfo) -> 
     return [Drafter(sequence, by, most, ranks, info.n_part) for by, most in sizes.items() if most]
 
 
+# Where auto's head drafts among a part of a large vocabulary too. On a GPU ("cuda") it was not measured yet.
+PART_ON = frozenset({"cpu"})
+
+
 def _params(chosen: Plan, model: Model) -> EngineParams:
     """Returns how the core opens the engine. On a CPU a row costs too much to be spent on a next best
-    candidate, so auto keeps none there. The head drafts among a part of a large vocabulary there too; on a
-    GPU that was not measured yet."""
-    if isinstance(chosen.draft, Auto) and model.info.device == "cpu":
-        part = PART if chosen.draft.gamma and model.info.n_vocab >= 2 * PART else 0
-        return replace(chosen.params, n_top=0, n_part=part)
-    return chosen.params
+    candidate, so auto keeps none there."""
+    if not isinstance(chosen.draft, Auto):
+        return chosen.params
+    kind, large = model.info.device.partition(":")[0], model.info.n_vocab >= 2 * PART
+    return replace(
+        chosen.params,
+        n_top=0 if kind == "cpu" else chosen.params.n_top,
+        n_part=PART if chosen.draft.gamma and large and kind in PART_ON else 0,
+    )
 
 
 def _paying(chosen: Plan, native: _native.Engine) -> Plan:

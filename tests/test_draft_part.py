@@ -12,10 +12,14 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from luce import engine
 from luce._native import Library, Model, Source
 from luce._native import Sequence as Timeline
+from luce.command import BOX
 from luce.drafting import Drafter, Round
 from luce.errors import ArgumentError, StateError
+from luce.generation import Finished
+from luce.plan import Options, Request
 from luce.structs import Sampling
 
 PART = 128
@@ -89,6 +93,29 @@ def test_a_draft_among_a_part_has_a_cost_of_its_own(sequence: Timeline, model: M
     costs = sequence.engine.costs()
     assert costs.draft(1) > 0 and costs.draft(1, part=True) > 0
     assert drive.open_engine(model, n_ctx=64, n_rows=4, n_draft=2).costs().draft(1, part=True) == 0
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_auto_drafts_among_a_part_on_the_devices_that_are_named(
+    device: str, exact: bool, monkeypatch: pytest.MonkeyPatch, on: bool
+) -> None:
+    """It does so on the CPU. Wherever it is switched on, the tokens are those of plain decoding."""
+    assert "cpu" in engine.PART_ON
+    kind = device.partition(":")[0]
+    monkeypatch.setattr(engine, "PART_ON", frozenset({kind} if on else ()))
+    monkeypatch.setattr(engine, "PART", 1024)  # of the box's 4096 tokens
+    tokens = {}
+    for spec in ("off", "auto"):
+        options = Options(ctx=256, threads=1, spec=spec, device=device)
+        with engine.Engine.open(BOX, options, keep_drafters=True) as opened:
+            request = Request(tuple(opened.tokenizer.encode("def add(a, b):\n")), 48)
+            *_, last = opened.generate(request)
+            assert isinstance(last, Finished)
+            tokens[spec] = last.tokens
+            drafters = [d.name for d in getattr(opened._source(opened.native.sequence()), "_drafters", [])]
+    assert opened.info.n_part == (1024 if on else 0)
+    assert drafters == (["mtp", "mtp-part"] if on else ["mtp"])
+    assert not exact or tokens["auto"] == tokens["off"]
 
 
 # ---- what rounds of one head show of the other
