@@ -28,9 +28,7 @@ _FILE_TYPES = {
     32: "BF16",
     **dict(enumerate(("TQ1_0", "TQ2_0", "MXFP4_MOE", "NVFP4", "Q1_0", "Q2_0"), start=36)),
 }
-DRAFTERS = ("dflash", "dflash-draft", "qwen35-dflash-draft", "gemma4-dflash-draft")
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.")
-_WITH_HEADS = ("qwen35", "qwen35moe")
 
 
 @dataclass(frozen=True)
@@ -189,14 +187,20 @@ def _number(kv: Mapping[str, Any], key: str) -> int | None:
     return fact(kv, key, int, None)
 
 
+def is_drafter(architecture: str) -> bool:
+    """Says whether general.architecture is that of a DFlash drafter. Older files have `dflash-draft`, which
+    the target's architecture and a dash may precede."""
+    return architecture in ("dflash", "dflash-draft") or architecture.endswith("-dflash-draft")
+
+
 def _kind(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor]) -> str:
-    if architecture in DRAFTERS:
+    if is_drafter(architecture):
         return "drafter"
     if not tensors or fact(kv, "general.type", str, "model") != "model":
         return "other"
     trunk = any(tensor.name.startswith("blk.0.") for tensor in tensors)
     heads = _number(kv, f"{architecture}.nextn_predict_layers") or 0
-    return "head" if architecture in _WITH_HEADS and heads > 0 and not trunk else "model"
+    return "head" if heads > 0 and not trunk else "model"
 
 
 def _reasons_of_kind(kind: str, architecture: str) -> list[str]:
@@ -264,7 +268,7 @@ def _vocab_size(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor])
 
 
 def _tokenizer(kv: Mapping[str, Any]) -> str | None:
-    """Returns the model and the pre-tokenizer: "gpt2/qwen35"."""
+    """Returns the model and the pre-tokenizer: "gpt2/llama-bpe"."""
     parts = [fact(kv, f"tokenizer.ggml.{key}", str, None) for key in ("model", "pre")]
     return "/".join(part for part in parts if part) or None
 

@@ -58,7 +58,7 @@ def test_requantize_keeps_older_names_and_keys(tmp_path):
 def test_requantize_refuses_what_is_no_drafter(tmp_path, target, capsys):
     args = [target, tmp_path / "x.gguf"]
     assert hf.run(*args) == 1
-    assert "architecture qwen35 is not one of dflash" in capsys.readouterr().err
+    assert "architecture qwen35 is not that of a DFlash drafter" in capsys.readouterr().err
 
 
 def test_requantize_refuses_its_own_input(tmp_path, target, capsys):

@@ -44,7 +44,7 @@ BAD = {
         1,
         "function of 82 lines",
     ),
-    "graph_builder_too_long": ("native/src/graph_x.cpp", c_function(151), 1, "at most 150"),
+    "graph_builder_too_long": ("native/src/graph_some_model.cpp", c_function(151), 1, "at most 150"),
     "py_function_too_long": ("tools/a.py", py_function(81), 1, "function f of 81 lines"),
     "py_syntax_error": ("luce/a.py", "x = 1\ndef\n", 2, "cannot be parsed"),
     "getenv_in_core": ("native/src/a.cpp", '\nauto x = std::getenv("A");\n', 2, "no environment variables"),
@@ -54,6 +54,13 @@ BAD = {
     "core_aborts": ("native/src/a.cpp", "void f() {\n    std::abort();\n}\n", 2, "never exits"),
     "kernel_uses_ggml": ("native/kernels/a.cu", '\n#include "ggml-impl.h"\n', 2, "no ggml headers"),
     "kernel_header_uses_ggml": ("native/kernels/a.cuh", "# include <ggml.h>\n", 1, "no ggml headers"),
+    "another_wait": ("native/src/a.cpp", "int x = cudaStreamSynchronize(s);\n", 1, "where it is counted"),
+    "third_wait": (
+        "native/src/step.cpp",
+        "int a = ggml_backend_synchronize(b);\n" * 2 + "int c = ggml_backend_tensor_get(t);\n",
+        3,
+        "where it is counted",
+    ),
     "common_folder": ("native/common/a.cpp", "", 1, "no common/"),
     "utils_folder": ("luce/utils/a.py", "", 1, "utils"),
     "utils_file": ("luce/utils.py", "", 1, "utils"),
@@ -78,7 +85,7 @@ GOOD = {
     "LICENSE": "",
     "native/include/luce.h": "#define LUCE_API\n/*\nLUCE_API\n*/\n" + "LUCE_API int f(void);\n" * 51,
     "native/src/device.cpp": '// no getenv here\nint f() { setenv("getenv", "{", 1); return 1\'000; }\n',
-    "native/src/graph_x.cpp": c_function(150),
+    "native/src/graph_some_model.cpp": c_function(150),
     "native/src/a.cpp": "\n".join(
         [
             "namespace luce {",
@@ -106,6 +113,22 @@ GOOD = {
 
 def test_near_misses_pass(tmp_path):
     assert breaches(tmp_path, GOOD) == []
+
+
+def test_an_architecture_is_named_in_its_own_files_and_the_table(tmp_path):
+    files = {
+        "native/src/graph_gemma4.cpp": "int Gemma4;\n",
+        "native/src/graph_dflash.cpp": "int gemma3;\n",
+        "native/src/architecture.cpp": '#include "gemma4.h"\nint row = GEMMA4;\n',
+        "native/src/step.cpp": '#  include "gemma4.h"\nint dflash;\n',
+        "luce/convert/gemma4_names.py": "gemma4 = 1\n",
+        "luce/convert/cli.py": "from luce.convert import gemma4_names as model\n",
+        "tests/test_x.py": "gemma4 = 1\n",
+    }
+    assert breaches(tmp_path, files) == []
+    bad = {"native/src/step.cpp": "\nint GEMMA4;\n", "luce/probe.py": 'x = "gemma4"\n'}
+    found = breaches(tmp_path, bad)
+    assert [(path, at) for path, at, _ in found] == [("luce/probe.py", 1), ("native/src/step.cpp", 2)]
 
 
 def test_exit_status_and_report(tmp_path, capsys):

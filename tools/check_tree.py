@@ -31,6 +31,10 @@ _WAIT = re.compile(
     r"|\bcuda(?:(?:Device|Stream|Event)Synchronize|Memcpy|Memset)\b"
 )
 
+# An architecture NAME has native/src/graph_NAME.cpp and a row in the table. The drafter goes with any.
+ARCHITECTURE_TABLE, PRE_TOKENIZERS = "native/src/architecture.cpp", "luce/bpe.py"
+_GRAPH_FILE, NO_ARCHITECTURE = re.compile(r"native/src/graph_(\w+)\.cpp"), {"dflash"}
+
 Breach = tuple[str, int, str]  # path, line, what
 
 
@@ -112,7 +116,7 @@ def line_of(text: str, match: re.Match[str]) -> int:
 
 def check_c(name: str, text: str) -> Iterator[Breach]:
     code = plain_code(text)
-    graph = re.fullmatch(r"native/src/graph_\w+\.cpp", name)
+    graph = _GRAPH_FILE.fullmatch(name)
     limit = MAX_GRAPH_FUNCTION_LINES if graph else MAX_FUNCTION_LINES
     for first, last in c_functions(code):
         if last - first + 1 > limit:
@@ -141,6 +145,19 @@ def check_abi(name: str, text: str) -> Iterator[Breach]:
         yield name, 1, f"{count} functions in the ABI, at most {MAX_ABI_FUNCTIONS}"
 
 
+def check_architecture(name: str, text: str, architectures: set[str]) -> Iterator[Breach]:
+    """Finds names of architectures outside their own files, the core's table of them, and lines that include
+    or import what is named after one. A pre-tokenizer may have a model's name too."""
+    if not name.startswith(("native/", "luce/")) or name in (ARCHITECTURE_TABLE, PRE_TOKENIZERS):
+        return
+    for architecture in architectures:
+        if architecture in PurePosixPath(name).name:
+            continue
+        for number, line in enumerate(text.splitlines(), 1):
+            if architecture in line.lower() and not re.match(r"\s*(#\s*include|import|from)\b", line):
+                yield name, number, f"{architecture} outside its own files: see {ARCHITECTURE_TABLE}"
+
+
 # ---- Python ----------------------------------------------------------------------------------------
 
 
@@ -162,7 +179,10 @@ def check_python(name: str, text: str) -> Iterator[Breach]:
 
 def check_tree(root: Path) -> list[Breach]:
     breaches: list[Breach] = []
-    for name in tree_files(root):
+    names = tree_files(root)
+    graphs = [match.group(1) for match in map(_GRAPH_FILE.fullmatch, names) if match]
+    architectures = set(graphs) - NO_ARCHITECTURE
+    for name in names:
         breaches += check_names(name)
         suffix = PurePosixPath(name).suffix
         if suffix not in SOURCE_SUFFIXES:
@@ -175,6 +195,7 @@ def check_tree(root: Path) -> list[Breach]:
             breaches += check_python(name, text)
         if suffix in C_SUFFIXES:
             breaches += check_c(name, text)
+        breaches += check_architecture(name, text, architectures)
         if name == "native/include/luce.h":
             breaches += check_abi(name, text)
     return breaches

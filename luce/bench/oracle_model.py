@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes a qwen35 GGUF of any real shape whose greedy continuation is known.
+"""Writes a Qwen3.5 GGUF of any real shape whose greedy continuation is known.
 
 The blocks are random quantised weights, so a step costs what the real model's costs, but their
 output projections are at noise level: the residual stream keeps the embedding of the newest token.

@@ -9,7 +9,8 @@ import click
 
 from luce import cpus, stdout
 from luce.command import FilePath
-from luce.convert import dflash, qwen35
+from luce.convert import dflash
+from luce.convert import qwen35 as model
 from luce.convert.gguf_output import Written
 from luce.convert.hf_config import Section, read_config
 from luce.convert.weight_types import DEFAULT, MIXES
@@ -74,7 +75,7 @@ def convert(source: Path, out: Path, kind: str, quiet: bool, **flags: Any) -> No
     stdout.put(f"wrote {written}\n")
 
 
-def _written(source: Path, out: Path, kind: str, flags: dict[str, Any], say: qwen35.Say) -> Written:
+def _written(source: Path, out: Path, kind: str, flags: dict[str, Any], say: model.Say) -> Written:
     if flags["no_mtp"] and flags["mtp_only"]:
         raise click.UsageError("--no-mtp and --mtp-only: give one of them")
     if is_gguf(source):
@@ -85,7 +86,7 @@ def _written(source: Path, out: Path, kind: str, flags: dict[str, Any], say: qwe
         return dflash.convert(source, out, kind, flags["target"], flags["name"], flags["threads"], say)
     _refuse(flags, "this is no drafter", "target")
     part = "trunk" if flags["no_mtp"] else "mtp" if flags["mtp_only"] else "all"
-    return qwen35.convert(source, out, kind, part, flags["tokenizer"], flags["name"], flags["threads"], say)
+    return model.convert(source, out, kind, part, flags["tokenizer"], flags["name"], flags["threads"], say)
 
 
 def _refuse(flags: dict[str, Any], why: str, *names: str) -> None:

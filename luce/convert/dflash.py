@@ -18,7 +18,7 @@ from luce.convert.hf_config import read_config, rope_parameters, text_config
 from luce.convert.safetensors_reader import Checkpoint
 from luce.convert.weight_types import DEFAULT, MIXES, choose, is_matrix
 from luce.errors import FileError, UnsupportedError
-from luce.probe import DRAFTERS, fact
+from luce.probe import fact, is_drafter
 
 _REFUSED = re.compile(r"markov|selector|_conv_|conf_proj|sinks|rope_freqs|post_.*norm|layer_output_scale|hc_")
 
@@ -147,8 +147,8 @@ def requantize(
     mix = MIXES[kind]
     with _native.File(source) as file:
         arch = fact(file.kv, "general.architecture", str)
-        if arch not in DRAFTERS:
-            raise UnsupportedError(f"{source}: architecture {arch} is not one of {', '.join(DRAFTERS)}")
+        if not is_drafter(arch):
+            raise UnsupportedError(f"{source}: architecture {arch} is not that of a DFlash drafter")
         plan = [_stored(file, index) for index in range(len(file.tensors))]
         matrices = [(t.name, t.shape) for t in plan if t.stored is None]
         types, fallbacks = choose(mix, matrices, tied=False)

@@ -226,7 +226,7 @@ LUCE_API luce_status luce_model_close(luce_model *model);
 
 typedef struct luce_model_info {
     uint64_t struct_size;
-    char architecture[32]; /* "qwen35" */
+    char architecture[32]; /* general.architecture of the file */
     char device[32]; /* "cpu", "cuda:0" */
     uint64_t n_params; /* weights, all tensors */
     uint64_t weight_bytes;

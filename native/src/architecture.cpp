@@ -1,7 +1,10 @@
 #include "architecture.h"
 
+#include "qwen35.h"
+
 namespace luce {
 
+// The table: an architecture is a row here and files of its own.
 static const Architecture *const ARCHITECTURES[] = {&QWEN35, &QWEN35MOE};
 
 const Architecture &architecture_of(const GgufFile &file) {

@@ -1,4 +1,5 @@
-// Says for each architecture that luce runs how it is read from a file, and how its steps are built.
+// Says for each architecture that luce runs how it is read from a file, and how its steps are built. A new one is a row
+// of the table in architecture.cpp and files of its own: no other file knows an architecture's name.
 #pragma once
 
 #include "graph.h"
@@ -14,6 +15,7 @@ struct Architecture {
     // The trunk, taken from the reader; and every NextN head in the file is checked, whether or not it is loaded.
     Weights (*read_trunk)(WeightReader &reader, const HParams &hp);
     // The NextN head of a file that may hold nothing else; both values in the error where it does not fit the trunk.
+    // Null, as build_draft, where luce knows no heads of the architecture.
     std::unique_ptr<NextN> (*read_head)(Model &model, const GgufFile &file, const HParams &trunk,
                                         const Weights &weights);
 
@@ -21,8 +23,6 @@ struct Architecture {
     void (*build_draft)(const StepBuild &build);
     bool cpu_only = false; // luce has no kernels for its ops on a GPU
 };
-
-extern const Architecture QWEN35, QWEN35MOE; // qwen35.cpp, graph_qwen35.cpp
 
 // Whether general.architecture is that of a DFlash drafter, in any of its layouts (dflash.cpp, graph_dflash.cpp).
 bool is_dflash(const std::string &architecture);

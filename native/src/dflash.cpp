@@ -1,6 +1,6 @@
 // Reads a DFlash drafter from a file's names to hyperparameters and checked tensors. It reads llama.cpp's
-// layout (architecture dflash) and the older ones, whose keys may have `dflash.` before their name and whose
-// tensors may begin with it. Nothing that a file leaves out is guessed, and what luce does not implement is
+// layout (architecture dflash) and the older ones (dflash-draft, which the target's architecture and a dash may
+// precede), whose keys may have `dflash.` before their name and whose tensors may begin with it. Nothing that a file leaves out is guessed, and what luce does not implement is
 // refused by name: dropped in silence, it would show as low acceptance and nothing else.
 #include "architecture.h"
 
@@ -236,8 +236,10 @@ void read_ends(WeightReader &r, const Found &f, const HParams &trunk, const Weig
 } // namespace
 
 bool is_dflash(const std::string &architecture) {
-    return architecture == "dflash" || architecture == "dflash-draft" ||
-           architecture == "qwen35-dflash-draft" || architecture == "gemma4-dflash-draft";
+    const std::string older = "dflash-draft", end = "-" + older;
+    return architecture == "dflash" || architecture == older ||
+           (architecture.size() > end.size() &&
+            architecture.compare(architecture.size() - end.size(), end.size(), end) == 0);
 }
 
 std::unique_ptr<DFlash> read_dflash(Model &model, const GgufFile &file, const HParams &trunk,

@@ -1,5 +1,5 @@
-// Each architecture has a file with its graph builders. They only add nodes to the graph and return its
-// outputs.
+// Each architecture has a file with its graph builders (architecture.h is the table of them), and so has the DFlash
+// drafter, which goes with any. They only add nodes to the graph and return its outputs.
 #pragma once
 
 #include "ops.h"
@@ -10,14 +10,6 @@ struct StepOutputs {
     ggml_tensor *logits = nullptr; // {V, n_out} F32; null where none were asked for
     ggml_tensor *choice = nullptr; // {CHOICE_WIDTH, n_out} I32: ChoiceRow (kernels.h)
 };
-
-// Builds the trunk over the step's rows. A prefill has logits of its last row or none, and a verify of all
-// rows. Where the engine drafts, the rows' hidden states are kept and the head's KV rows are written too.
-StepOutputs build_qwen35(const StepBuild &build);
-
-// One link of the NextN chains of the step's sequences: a row each, whose choice and hidden state are kept for the
-// next link.
-void build_qwen35_draft(const StepBuild &build);
 
 // The rows' context for a DFlash drafter: K and V of each of its layers, from what the trunk's blocks put out
 // (outputs[il] {E, T}).

@@ -1,9 +1,8 @@
 // Builds the graphs of qwen35 and qwen35moe (Qwen3.5/3.6). A block is DeltaNet or full attention, followed by a
 // SwiGLU FFN or by a mixture of them. The NextN head predicts the token after the next, from a hidden state
 // and the next token's embedding.
-#include "graph.h"
-
 #include "custom_op.h"
+#include "qwen35.h"
 
 namespace luce {
 

@@ -1,6 +1,7 @@
 // qwen35 and qwen35moe (Qwen3.5 and Qwen3.6, dense and with experts): from a file's names to hyperparameters and
 // checked tensors. Names and shapes follow llama.cpp's GGUF conventions for the two.
-#include "architecture.h"
+#include "qwen35.h"
+
 #include "experts.h"
 
 namespace luce {

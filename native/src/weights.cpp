@@ -238,6 +238,10 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file, std::shar
     WeightReader reader(*model, trunk);
     model->weights_ = model->architecture_->read_trunk(reader, hp);
     if (head) {
+        if (model->architecture_->read_head == nullptr) {
+            fail(LUCE_E_UNSUPPORTED, "%s: luce has no NextN heads of %s", head->path().c_str(),
+                 model->architecture_->name);
+        }
         model->weights_.head = model->architecture_->read_head(*model, *head, hp, model->weights_);
         model->head_file_ = std::move(head);
     }
