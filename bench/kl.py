@@ -44,6 +44,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TEXT = ROOT / "luce" / "bench" / "jail.py"  # which is newer than what the box was trained on
 GOLDEN = ROOT / "tests" / "goldens" / "box.npz"
 WIDTH = 64  # rows of the reference's steps
+SMALLEST = -104.0  # of log-probabilities: llama-server's are logarithms of F32, which has none below
 METHOD = " ".join(__doc__.split("\n\n")[1].split())
 
 # Random models. The tiny one has every kind of layer, the middle one matrices of a 2b's size in three layers.
@@ -147,15 +148,17 @@ def llamacpp_logprobs(
     """Returns what llama-server computes on the device. A request has one token more than the one before it,
     and its answer the log-probabilities of all tokens after it. Raises PeerError where more than that token
     was read."""
+    with File(path) as file:
+        letter = Tokenizer(file.kv).encode("a")[0]
+    # What is chosen changes no probability, but a choice that ends in half a character would be kept back.
+    fields: dict[str, Any] = {"n_probs": n_vocab, "logit_bias": [[letter, 1e6]]}
     found = []
     n_ctx = max(map(len, windows)) + 8
     with llamacpp.LlamaServer(folder / "llama-server", path, threads, device, n_ctx=n_ctx) as server:
         for tokens in windows:
             rows = []
             for end in range(n_prompt, len(tokens) + 1):
-                answer = server.complete(
-                    tokens[:end], 1, n_probs=n_vocab, cache_prompt=end > n_prompt, samplers=[]
-                )
+                answer = server.complete(tokens[:end], 1, cache_prompt=end > n_prompt, **fields)
                 read = answer["timings"]["prompt_n"]
                 if end > n_prompt and read != 1:
                     raise llamacpp.PeerError(f"llama-server read {read} tokens, not 1")
@@ -171,7 +174,7 @@ def _all_logprobs(answer: dict[str, Any], n_vocab: int) -> np.ndarray:
         raise llamacpp.PeerError(f"llama-server gave {len(ids)} probabilities of {n_vocab} tokens")
     row = np.empty(n_vocab)
     row[ids] = [entry["logprob"] for entry in listed]
-    return row
+    return np.maximum(row, SMALLEST)
 
 
 # ---- figures

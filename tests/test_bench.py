@@ -140,6 +140,28 @@ def test_oracle_is_made_once_and_every_token_is_checked(bench, tmp_path):
     assert path.stat().st_mtime_ns == made
 
 
+def test_an_oracle_of_another_type_is_another_file(bench, tmp_path):
+    args = (
+        "oracle",
+        "--shape",
+        "mini",
+        "--type",
+        "Q8_0",
+        "-n",
+        24,
+        "--rounds",
+        1,
+        "--modes",
+        "plain,mtp:1",
+        "--json",
+    )
+    result = bench(*args, "--save", tmp_path)
+    assert {row["wrong_tokens"] for row in modes_of(result).values()} == {0}
+    assert [p.name for p in (tmp_path / "cache" / "luce").iterdir()] == ["oracle-mini-q8_0-0.8.gguf"]
+    (row,) = (json.loads(p.read_text()) for p in tmp_path.glob("*-oracle-mini-q8_0-0.8-*.json"))
+    assert row["type"] == of(result)["type"] == "Q8_0"
+
+
 def test_modes_are_measured_at_several_temperatures(bench):
     args = ("oracle", "--shape", "mini", "-n", 24, "--rounds", 1, "--modes", "plain,dflash", "--json")
     result = bench(*args, "--temp", "0,0.7, 1.5", "--top-k", 20)

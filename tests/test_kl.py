@@ -47,6 +47,7 @@ class Handler(BaseHTTPRequestHandler):
         order = np.random.default_rng(n).permutation(len(row))[: asked["n_probs"]]
         order = order[1:] if fault == "lacks one" else order
         listed = [{"id": int(i), "logprob": float(row[i])} for i in order]
+        assert dict(asked["logit_bias"])[97] == 1e6  # so that no choice is kept back
         read = 1 if asked["cache_prompt"] and fault != "reads all" else n
         self.put({"timings": {"prompt_n": read}, "completion_probabilities": [{"top_logprobs": listed}]})
 
@@ -129,8 +130,9 @@ def test_a_peer_that_does_something_else_is_an_error(
     tmp_path: Path, server, fault: str, message: str
 ) -> None:
     folder = server(np.log(np.full((4, 16), 1 / 16)), fault)
+    path = tiny.write(tmp_path / "x.gguf", CONFIG, {})  # a tokenizer is what is needed of it
     with pytest.raises(llamacpp.PeerError, match=message):
-        kl.llamacpp_logprobs(tmp_path / "x.gguf", [[1, 2, 3, 4]], 2, "cpu", 1, folder, 16)
+        kl.llamacpp_logprobs(path, [[1, 2, 3, 4]], 2, "cpu", 1, folder, 16)
 
 
 def test_the_f32_copy_has_the_weights_of_the_file(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import ref
+import tiny
 
 from luce._native import Library
 from luce.bench import oracle_model
@@ -18,15 +19,22 @@ from luce.bench.oracle_model import SHAPES, QType, Rule
 CONTINUED = 64
 
 
-@pytest.fixture(scope="module", params=["mini", "mini-moe"])
-def shape(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture(scope="module", params=["mini mixed", "mini-moe mixed", "mini Q6_K", "mini Q8_0"])
+def made(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """The shape and the type of the matrices."""
+    shape, kind = str(request.param).split()
+    return shape, kind
 
 
 @pytest.fixture(scope="module")
-def mini(shape: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Rule]:
-    path = tmp_path_factory.mktemp("oracle") / f"{shape}.gguf"
-    return path, oracle_model.make_oracle(path, shape, seed=3, accept=0.75)
+def shape(made: tuple[str, str]) -> str:
+    return made[0]
+
+
+@pytest.fixture(scope="module")
+def mini(made: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Rule]:
+    path = tmp_path_factory.mktemp("oracle") / "x.gguf"
+    return path, oracle_model.make_oracle(path, made[0], seed=3, accept=0.75, kind=made[1])
 
 
 def test_perm_is_one_cycle_that_spares_control_tokens() -> None:
@@ -45,16 +53,16 @@ def test_share_of_right_drafts(accept: float) -> None:
     assert right.mean() == pytest.approx(accept, abs=1 / rule.n_cycle)
 
 
-def test_same_seed_same_bytes(shape: str, mini: tuple[Path, Rule], tmp_path: Path) -> None:
+def test_same_seed_same_bytes(made: tuple[str, str], mini: tuple[Path, Rule], tmp_path: Path) -> None:
     again, other = tmp_path / "again.gguf", tmp_path / "other.gguf"
-    oracle_model.make_oracle(again, shape, seed=3, accept=0.75)
-    oracle_model.make_oracle(other, shape, seed=4, accept=0.75)
+    oracle_model.make_oracle(again, made[0], seed=3, accept=0.75, kind=made[1])
+    oracle_model.make_oracle(other, made[0], seed=4, accept=0.75, kind=made[1])
     digests = [hashlib.sha256(p.read_bytes()).hexdigest() for p in (mini[0], again, other)]
     assert digests[0] == digests[1] != digests[2]
 
 
 def test_blocks_have_the_wanted_spread() -> None:
-    for kind in (QType.Q4_K, QType.Q5_K, QType.Q6_K):
+    for kind in (QType.Q4_K, QType.Q5_K, QType.Q6_K, QType.Q8_0):
         for std in (1.0, 0.0625, oracle_model.NOISE):
             blocks = oracle_model.noise_blocks(kind, 4096, std, 1, 2)
             values = gguf.quants.dequantize(blocks, kind)
@@ -76,6 +84,13 @@ def test_weights_are_what_the_rule_needs(shape: str, mini: tuple[Path, Rule]) ->
     assert (passed == embedding[rule.swap]).all()
     drafts = (passed @ w[nextn + "shared_head_head.weight"].T).argmax(-1)
     assert (drafts == rule.draft(np.arange(rule.n_vocab))).all()
+
+
+def test_matrices_have_the_type_that_was_asked_for(made: tuple[str, str], mini: tuple[Path, Rule]) -> None:
+    types = {t.name: t.tensor_type.name for t in gguf.GGUFReader(mini[0]).tensors}
+    matrices = {kind for name, kind in types.items() if tiny.quantizable(name)}
+    assert matrices == ({"Q4_K", "Q5_K", "Q6_K"} if made[1] == "mixed" else {made[1]})
+    assert {kind for name, kind in types.items() if not tiny.quantizable(name)} == {"F32"}
 
 
 def test_a_random_router_chooses_all_experts(tmp_path: Path) -> None:

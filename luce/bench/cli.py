@@ -26,7 +26,7 @@ from luce.bench.flags import (
 )
 from luce.bench.measure import Stopped, files_of, loading, measure, no_more, settings_of
 from luce.bench.oracle_drafter import ACCEPT, make_drafter
-from luce.bench.oracle_model import SHAPES, Rule, make_oracle, wrong_tokens
+from luce.bench.oracle_model import SHAPES, TYPES, Rule, make_oracle, wrong_tokens
 from luce.bench.report import Measured, Report
 from luce.bench.run import Case, Record
 from luce.bench.serve_cli import serve_bench
@@ -169,6 +169,14 @@ def make_once(path: Path, make: Callable[[], object]) -> None:
     help="Make a model of this shape.",
 )
 @click.option(
+    "--type",
+    "kind",
+    type=click.Choice(list(TYPES)),
+    default="mixed",
+    show_default=True,
+    help="Make its matrices of this type; mixed is Q4_K with some Q5_K and Q6_K.",
+)
+@click.option(
     "--accept",
     type=Finite(min=0, max=1),
     default=0.8,
@@ -207,6 +215,7 @@ def make_once(path: Path, make: Callable[[], object]) -> None:
 @options(MODE_OPTIONS, TEMPERATURES, rounds_option(3), RUN, EXPERTS, OUTPUT_OPTIONS, PLOT)
 def oracle(
     shape: str,
+    kind: str,
     accept: float,
     draft_accept: float,
     cache: Path,
@@ -228,19 +237,21 @@ def oracle(
       luce bench oracle --shape 27b --temp 0,0.7 --top-k 20 --top-p 0.95
       luce bench oracle --shape 27b --accept 0.8 --modes plain,mtp:1,mtp:2,mtp:3 --save results
       luce bench oracle --shape 27b --modes plain,dflash,dflash:22
+      luce bench oracle --shape 9b --type Q8_0 --modes plain
     """
     drafts_blocks = any(mode.spec == "dflash" for mode in flags["modes"])
     if given("draft_accept") and not drafts_blocks:
         raise click.UsageError("--draft-accept is of a DFlash drafter, and no mode is dflash")
     require(flags)
     folder = cache.expanduser() / "luce"
-    path = folder / f"oracle-{shape}-{accept:g}.gguf"
+    typed = shape if kind == "mixed" else f"{shape}-{kind.lower()}"
+    path = folder / f"oracle-{typed}-{accept:g}.gguf"
     rule = Rule(SHAPES[shape].n_vocab, 0, accept)
     with Display(flags["quiet"]) as display:
         mib: Callable[[int, int], None] = lambda done, total: display.count(  # noqa: E731
             f"making {path.name}, MiB", done >> 20, total >> 20
         )
-        make_once(path, lambda: make_oracle(path, shape, 0, accept, mib))
+        make_once(path, lambda: make_oracle(path, shape, 0, accept, mib, kind))
         if drafts_blocks:
             drafter = folder / f"oracle-{shape}-drafter-{draft_accept:g}.gguf"
             display.spin(f"making {drafter.name}")
@@ -257,7 +268,7 @@ def oracle(
         return wrong_tokens(record.tokens, expected)
 
     flags |= {"bench": "oracle"}
-    extra = {"shape": shape, "accept": accept, "prompt_tokens": prompt_tokens}
+    extra = {"shape": shape, "type": kind, "accept": accept, "prompt_tokens": prompt_tokens}
     if flags["cpu_experts"] is not None:
         extra["cpu_experts"] = flags["cpu_experts"]
     if "drafters" in flags:

@@ -21,7 +21,8 @@ import gguf
 import numpy as np
 
 from luce import _native
-from luce.bench.oracle_model import FILE_TYPE, NOISE, QType, Rule, noise_blocks, random_words
+from luce.bench.oracle_blocks import QType, noise_blocks, random_words
+from luce.bench.oracle_model import FILE_TYPE, NOISE, Rule
 from luce.convert import hf_dflash
 from luce.convert.gguf_output import Planned, write
 from luce.convert.hf_dflash import DFlash

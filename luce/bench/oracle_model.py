@@ -13,8 +13,9 @@ has a head of its own, a copy of the target's.
 A mixture's router is random, and tells rows of different tokens apart: its experts are chosen evenly, and
 a step of several rows reads more of them than one of trained experts, which neighbours share.
 
-Types: Q4_K, but Q5_K for DeltaNet's attn_qkv, Q6_K for the head and every second block's ffn_down, F32 for
-norms, conv, gate biases and routers. The same seed gives the same bytes, whatever the number of threads.
+Types: Q4_K, but Q5_K for DeltaNet's attn_qkv, Q6_K for the head and every second block's ffn_down ("mixed");
+or Q6_K or Q8_0 for all of these. Norms, conv, gate biases and routers are F32. The same seed gives the same
+bytes, whatever the number of threads.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ from pathlib import Path
 import gguf
 import numpy as np
 
+from luce.bench.oracle_blocks import QType, noise_blocks, pass_through_blocks, q4_to_q6, random_words, silent
 from luce.convert.qwen35_layout import CONTROL, Config, add_keys, add_tokenizer, tensor_shapes
 
-QType = gguf.GGMLQuantizationType
 CHUNK = 8 << 20  # bytes of a tensor made at once: part of what a seed means
 NOISE = 1e-4  # standard deviation of the output projections
 FILE_TYPE = 15  # "mostly Q4_K, medium"
+TYPES = {"mixed": FILE_TYPE, "Q6_K": 18, "Q8_0": 7}  # of a file's matrices, with general.file_type
 
 _LARGE = Config(
     n_head=16, n_head_kv=4, head_dim=256, rope_dim=64, n_k_head=16, n_v_head=32, state_size=128,
@@ -59,12 +61,6 @@ SHAPES = {
     "mini": _MINI,
     "mini-moe": replace(_MINI, n_expert=16, n_expert_used=4, n_ff_expert=256, n_ff_shared=256),
 }  # fmt: skip
-
-
-def random_words(n: int, *seed: int) -> np.ndarray:
-    """Returns n uint64 straight from PCG64, which are the same on every numpy."""
-    bits = np.random.Generator(np.random.PCG64(seed))
-    return bits.integers(0, 2**64, n, dtype=np.uint64)
 
 
 # ---- what the model says
@@ -122,71 +118,6 @@ def wrong_tokens(found: Sequence[int], expected: Sequence[int]) -> int:
     return differ + abs(len(expected) - len(found))
 
 
-# ---- blocks of the quantised types; every scale is 1 and every offset half the range, so that a
-# weight is d * (q - middle) for a uniform q
-
-
-def _k_header(d: float, offset: int) -> np.ndarray:
-    """Returns d, dmin = d/2 and the packed 6-bit pairs (scale 1, min `offset`), which are the 16 bytes of
-    Q4_K and Q5_K. A weight is d*q - dmin*offset: with offset 15 (Q4_K) or 31 (Q5_K) it is symmetric around 0.
-    """
-    half = np.float16(d / 2)
-    low = [1] * 4 + [offset & 0x3F | (offset >> 4) << 6] * 4 + [1 | (offset & 0xF) << 4] * 4
-    return np.concatenate([np.array([half + half, half], "<f2").view(np.uint8), np.array(low, np.uint8)])
-
-
-def _q6_tail(d: float, signs: tuple[int, int]) -> np.ndarray:
-    """Q6_K's 16 scales and d. A weight is d*scale*(q - 32)."""
-    return np.concatenate([np.array(signs * 8, np.int8).view(np.uint8), np.array([d], "<f2").view(np.uint8)])
-
-
-def _uniform_std(levels: int) -> float:
-    return float(np.sqrt((levels**2 - 1) / 12))
-
-
-def noise_blocks(kind: QType, n: int, std: float, *seed: int) -> np.ndarray:
-    """Returns n blocks (n, bytes) of weights with the given standard deviation."""
-    size = gguf.GGML_QUANT_SIZES[kind][1]
-    blocks = random_words(-(-n * size // 8), *seed).view(np.uint8)[: n * size].reshape(n, size)
-    if kind == QType.Q4_K:
-        blocks[:, :16] = _k_header(std / _uniform_std(16), 15)
-    elif kind == QType.Q5_K:
-        blocks[:, :16] = _k_header(std / _uniform_std(32), 31)
-    else:
-        # scales of both signs: q - 32 has mean -1/2
-        blocks[:, 192:] = _q6_tail(std / _uniform_std(64), (1, -1))
-    return blocks
-
-
-def q4_to_q6(blocks: np.ndarray) -> np.ndarray:
-    """Returns the same weights as Q6_K, exactly: d*(q - 7.5) = (d/2)*((2q + 17) - 32)."""
-    n = len(blocks)
-    qs = blocks[:, 16:].reshape(n, 4, 32)  # element 64j + l in the low, 64j + 32 + l in the high half
-    q = 2 * np.stack([qs & 0xF, qs >> 4], 2).reshape(n, 2, 4, 32) + np.uint8(17)
-    low, high = q & 0xF, q >> 4  # (n, half, quarter, 32)
-    out = np.empty((n, 210), np.uint8)
-    out[:, :128] = (low[:, :, :2] | low[:, :, 2:] << 4).reshape(n, 128)
-    quarters = [high[:, :, i] << 2 * i for i in range(4)]
-    out[:, 128:192] = np.bitwise_or.reduce(quarters).reshape(n, 64)
-    out[:, 192:208] = 1
-    out[:, 208:] = blocks[:, 2:4]  # d of Q6_K = dmin of Q4_K = d/2
-    return out
-
-
-def pass_through_blocks(first: int, n: int, n_embd: int) -> np.ndarray:
-    """Returns the Q4_K blocks of eh_proj (E, 2E) = [identity, 0], which lets the embedding pass without the
-    hidden state."""
-    out = np.zeros((n, 144), np.uint8)
-    out[:, :16] = _k_header(1.0, 0)
-    index = np.arange(first, first + n)
-    per_row = 2 * n_embd // 256
-    row, column = index // per_row, index % per_row
-    hit = np.flatnonzero(row // 256 == column)  # the block of the row that holds its diagonal
-    inside = row[hit] % 256
-    out[hit, 16 + inside // 64 * 32 + inside % 32] = np.where(inside % 64 < 32, 1, 16)
-    return out
-
-
 # ---- the file
 
 
@@ -211,10 +142,12 @@ class Tensor:
         return self.n_blocks * self.block_bytes
 
 
-def type_of(c: Config, name: str) -> QType:
+def type_of(c: Config, name: str, kind: str = "mixed") -> QType:
     if not name.endswith(".weight") or any(part in name for part in ("norm", "conv1d", "ffn_gate_inp")):
         return QType.F32
-    if name in ("output.weight", f"blk.{c.n_layer}.nextn.shared_head_head.weight"):
+    if kind != "mixed":
+        return gguf.GGMLQuantizationType[kind]
+    if is_head(name):
         return QType.Q6_K
     if name.endswith("attn_qkv.weight"):
         return QType.Q5_K
@@ -223,11 +156,15 @@ def type_of(c: Config, name: str) -> QType:
     return QType.Q4_K
 
 
-def tensors_of(c: Config) -> list[Tensor]:
+def is_head(name: str) -> bool:
+    return name == "output.weight" or name.endswith("nextn.shared_head_head.weight")
+
+
+def tensors_of(c: Config, kind: str = "mixed") -> list[Tensor]:
     shapes = tensor_shapes(c)
     for name in ("embed_tokens", "shared_head_head"):
         shapes[f"blk.{c.n_layer}.nextn.{name}.weight"] = (c.n_vocab, c.n_embd)
-    return [Tensor(name, i, shape, type_of(c, name)) for i, (name, shape) in enumerate(shapes.items())]
+    return [Tensor(name, i, shape, type_of(c, name, kind)) for i, (name, shape) in enumerate(shapes.items())]
 
 
 @dataclass
@@ -236,6 +173,7 @@ class Oracle:
 
     config: Config
     rule: Rule
+    kind: str = "mixed"  # of TYPES
     fd: int = -1
     tensors: list[Tensor] = field(default_factory=list)
 
@@ -260,7 +198,7 @@ class Oracle:
         if t.kind == QType.F32:
             return self.f32(t)[first : first + n]
         if t.name.endswith("eh_proj.weight"):
-            return pass_through_blocks(first, n, self.config.n_embd)
+            return pass_through_blocks(t.kind, first, n, self.config.n_embd)
         std = t.shape[-1] ** -0.5
         if t.name == "token_embd.weight":
             std = 1.0
@@ -270,17 +208,22 @@ class Oracle:
 
     def copy(self, t: Tensor, first: int, n: int) -> np.ndarray:
         """Blocks of a head or of nextn.embed_tokens: rows of the embedding, already in the file."""
-        per_row = t.shape[-1] // 256
+        embedding = self.tensors[0]
+        per_row = t.shape[-1] // gguf.GGML_QUANT_SIZES[t.kind][0]
         rows = np.arange(first // per_row, (first + n) // per_row)
         source = self.rule.swap
-        if t.kind == QType.Q6_K:
+        if is_head(t.name):
             source = np.empty(t.shape[0], np.int64)
             source[self.rule.perm[: self.rule.n_cycle]] = np.arange(self.rule.n_cycle)
             source[self.rule.n_cycle :] = 0
-        made = self.embedding_rows(source[rows]).reshape(n, 144)
-        if t.kind == QType.Q6_K:
+        made = self.embedding_rows(source[rows]).reshape(n, embedding.block_bytes)
+        if t.kind != embedding.kind:
             made = q4_to_q6(made)
-            made.reshape(len(rows), -1, 210)[rows >= self.rule.n_cycle, :, 208:] = 0  # never predicted
+        if is_head(t.name):
+            predicted = max(
+                0, self.rule.n_cycle - int(rows[0])
+            )  # of these rows; the others are the last ones
+            silent(made[predicted * per_row :], t.kind)
         return made
 
     def embedding_rows(self, rows: np.ndarray) -> np.ndarray:
@@ -291,7 +234,7 @@ class Oracle:
         ])  # fmt: skip
 
     def copies(self, t: Tensor) -> bool:
-        return t.name == "output.weight" or t.name.endswith(("embed_tokens.weight", "head_head.weight"))
+        return is_head(t.name) or t.name.endswith("nextn.embed_tokens.weight")
 
     def chunks(self, t: Tensor) -> Iterator[tuple[Tensor, int, int]]:
         """Yields (tensor, first block, blocks), each of whole rows and about CHUNK bytes."""
@@ -303,7 +246,7 @@ class Oracle:
     def write_header(self, path: Path, name: str) -> None:
         c = self.config
         w = gguf.GGUFWriter(path, c.arch)
-        add_keys(w, c, f"luce oracle {name}", FILE_TYPE)
+        add_keys(w, c, f"luce oracle {name}", TYPES[self.kind])
         w.add_uint64("oracle.seed", self.rule.seed)
         w.add_float64("oracle.accept", self.rule.accept)
         add_tokenizer(w, c.n_vocab, filler="Ġw")
@@ -323,7 +266,7 @@ class Oracle:
         """Writes everything random first, then what copies the embedding, and then renames the file into
         place. `progress` gets the bytes that are written."""
         done = 0
-        self.tensors = tensors_of(self.config)
+        self.tensors = tensors_of(self.config, self.kind)
         partial = path.with_name(path.name + ".partial")
         try:
             self.write_header(partial, name)
@@ -363,11 +306,12 @@ def make_oracle(
     seed: int = 0,
     accept: float = 0.8,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    kind: str = "mixed",
 ) -> Rule:
-    """Writes the file and returns its rule. progress: bytes that are written, of how many."""
+    """Writes the file and returns its rule. progress: bytes that are written, of how many. kind: of TYPES."""
     config = SHAPES[shape]
-    oracle = Oracle(config, Rule(config.n_vocab, seed, accept))
-    total = sum(t.n_bytes for t in tensors_of(config))
+    oracle = Oracle(config, Rule(config.n_vocab, seed, accept), kind)
+    total = sum(t.n_bytes for t in tensors_of(config, kind))
     free = shutil.disk_usage(path.parent).free
     if total > free:
         raise OSError(f"{path}: needs {total / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
@@ -385,6 +329,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write a model with a known greedy continuation.")
     parser.add_argument("out", type=Path, nargs="?", help="GGUF to write; none: write nothing")
     parser.add_argument("--shape", choices=SHAPES, default="mini")
+    parser.add_argument("--type", choices=TYPES, default="mixed", help="of the matrices")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--accept", type=float, default=0.8, help="share of right drafts (default 0.8)")
     parser.add_argument("--drafter", type=Path, help="GGUF to write with a DFlash drafter of the model")
@@ -398,7 +343,7 @@ def main() -> None:
         parser.error("--draft-accept is a share, 0 to 1, of --drafter")
     start = time.monotonic()
     if args.out is not None:
-        make_oracle(args.out, args.shape, args.seed, args.accept, show_progress)
+        make_oracle(args.out, args.shape, args.seed, args.accept, show_progress, args.type)
         size = args.out.stat().st_size
         print(f"{args.out}: {size / 2**30:.2f} GiB in {time.monotonic() - start:.1f} s", file=sys.stderr)
     if args.drafter is not None:
