@@ -333,6 +333,7 @@ def measure(args: argparse.Namespace) -> tuple[str, Row]:
     drafter = (args.draft, block_of(args.draft)) if args.draft else None
     with File(args.model) as file:
         task = task_of(file.kv, args.n_prompt, args.prompt_tokens, args.n_gen)
+        read = probe(file, device="cpu").bytes_per_token
         turns = take_turns(args, task)
     every = with_temperatures(args.modes, args.temps)
     luce = {row["mode"]: row for row in luce_rows(every, turns, task)}
@@ -361,6 +362,7 @@ def measure(args: argparse.Namespace) -> tuple[str, Row]:
     )
     return turns.device, head | {
         "timing": TIMING,
+        "bytes_per_token": read,  # of weights, which a plain step reads
         "luce_prefill": {"n_prompt": args.n_prompt} | prefill,
         "luce": list(luce.values()),
         "llamacpp": peers,

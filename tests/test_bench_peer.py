@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import llamacpp
+import memory_share
 import numpy as np
 import peer_llamacpp
 import pytest
@@ -132,6 +133,7 @@ def test_one_command_measures_both_sides(
     assert path.name == f"{result['date'][:10]}-peer-oracle-mini-0.8-{kind}.json"
     assert result["commit"] == "0123abc" and "--synthetic 3.5,0.5" in result["command"]
     assert "Outside the timing windows: loading" in result["timing"]
+    assert 0 < result["bytes_per_token"] < result["model"]["bytes"]  # the NextN head is not of a plain step
 
     assert [row["mode"] for row in result["luce"]] == ["plain", "mtp:2", "mtp:3", "auto"]
     for row in result["luce"]:
@@ -351,3 +353,21 @@ def test_a_build_makes_all_programs_once(tmp_path: Path, monkeypatch: pytest.Mon
     cmake.write_text("#!/bin/sh\nexit 1\n")
     with pytest.raises(llamacpp.PeerError, match="llama.cpp cannot be built"):
         llamacpp.build(tmp_path / "peer", cuda=False)
+
+
+def test_shares_of_the_memory_are_of_the_weights_that_a_plain_step_reads() -> None:
+    row = {
+        "version": "1", "commit": "x", "device": "a GPU", "driver": "d", "date": "2026-11-21", "command": "c",
+        "model": {"file": "a.gguf"}, "bytes_per_token": 8_000_000_000,
+        "luce": [{"mode": "mtp:2", "tok_per_s": 900.0}, {"mode": "plain", "tok_per_s": 440.0}],
+        "llamacpp": [{"name": "llama-bench", "tok_per_s": 220.0}, {"name": "llama-server", "tok_per_s": 1.0}],
+    }  # fmt: skip
+    speed = {"read_bytes_per_s": 4.4e12, "copy_bytes_per_s": 2e12, "nominal_bytes_per_s": 4.8e12}
+    result = memory_share.measure([row, row | {"date": "2026-11-22"}], speed)
+    assert result["date"] == "2026-11-22" and result["memory"] == speed
+    file = result["files"][0]
+    assert (file["luce"]["share_of_read_speed"], file["luce"]["share_of_nominal"]) == (0.8, 0.73333)
+    assert file["llama.cpp"]["share_of_read_speed"] == 0.4 and file["luce"]["bytes_per_s"] == 3.52e12
+    assert "| a.gguf | luce | 440.0 | 8.00 | 3.520 | 80.0% | 73.3% |" in memory_share.markdown(result)
+    with pytest.raises(ValueError, match="several devices"):
+        memory_share.measure([row, row | {"device": "another"}], speed)

@@ -13,6 +13,7 @@
 #     sweep     what a step costs by rows and context
 #     prefill   prompts beside llama.cpp, by length
 #     dflash    blocks and trees of a DFlash drafter beside llama.cpp's blocks of the same file, greedy and sampled
+#     nineb     8b-like files of Q8_0 and Q6_K beside llama.cpp: plain steps as a share of what memory allows
 #     zero      what auto costs where no draft is right
 #     batch     several sequences beside llama.cpp, whose server has as many slots
 #     serve     the servers beside each other
@@ -36,6 +37,7 @@ work=${GPU_WORK:-/var/tmp/luce-gpu}
 device=${GPU_DEVICE:-cuda}
 shape=${GPU_SHAPE:-27b}
 zero_shape=${ZERO_SHAPE:-9b}
+nineb_shape=${NINEB_SHAPE:-9b}
 rounds=${ROUNDS:-2}
 within=${WITHIN:-100000}
 slice=${SLICE:-110}
@@ -43,7 +45,7 @@ workers=${WORKERS:-12}
 threads=${THREADS:-16}
 own_threads=() # luce's: a model on a GPU uses none
 [[ $device != cpu ]] || own_threads=(--threads "$threads")
-all="build oracle kernels suite peer auto sampled sweep prefill dflash zero batch serve sanitize kl gap"
+all="build oracle kernels suite peer auto sampled sweep prefill dflash nineb zero batch serve sanitize kl gap"
 stages=${*:-$all}
 for stage in $stages; do
     [[ " $all " == *" $stage "* ]] || { echo "no stage $stage; there are $all" >&2; exit 2; }
@@ -289,6 +291,24 @@ stage_dflash() {
     have_peer
     peer dflash 120 peer_llamacpp.py --draft "$drafter" --modes plain,dflash,dflash:22 --temp 0,0.7 --top-k 20 \
         --top-p 0.95 --prompt-tokens 128 --n-gen 256 --rounds "$rounds" && grep 'of its greedy' "$out/dflash.txt"
+}
+stage_nineb() {
+    say "plain steps as a share of what the memory's speed allows"
+    have_peer
+    local type file rows=()
+    if [[ ! -e $work/read-speed.json ]]; then # by hand where there is no GPU
+        run read-speed 90 bash -c 'nvcc -O3 -arch=native -o "$1/read_speed" bench/read_speed.cu &&
+            "$1/read_speed" >"$1/read-speed.part" && mv "$1/read-speed.part" "$1/read-speed.json"' _ "$work" || return
+    fi
+    mkdir -p "${oracle%/*}"
+    for type in ${NINEB_TYPES:-Q8_0 Q6_K}; do
+        file=$XDG_CACHE_HOME/luce/oracle-$nineb_shape-${type,,}-0.8.gguf
+        [[ -e $file ]] || run "make-$type" 120 python3 tools/make_oracle.py --shape "$nineb_shape" --type "$type" "$file"
+        oracle=$file peer "nineb-$type" 150 peer_llamacpp.py --modes plain --rounds "$rounds" &&
+            rows+=("$(find "$out" -name "*-peer-$(basename "$file" .gguf)-*" | sort -V | tail -n 1)")
+    done
+    ((${#rows[@]} == 0)) || { run share 20 python3 bench/memory_share.py "${rows[@]}" \
+        --read-speed "$work/read-speed.json" --save "$out" && table share; }
 }
 stage_zero() {
     say "no draft is right"
