@@ -76,6 +76,7 @@ class Share:
 
 
 Want = Chunk | Turn | Drafts | Rows
+WANTS = (Chunk, Turn, Drafts, Rows)
 
 
 # ---- what happens in a generation
@@ -232,7 +233,7 @@ class Generation:
         self.want = None
         try:
             item = resume()
-            while not isinstance(item, Chunk | Turn | Drafts | Rows):
+            while not isinstance(item, WANTS):
                 events.append(item)
                 item = next(self._routine)
             self.want = item

@@ -44,6 +44,7 @@ class Tokenizer:
             raise UnsupportedError(f"tokenizer {kind}/{pre}: luce has gpt2 with {', '.join(SPLITS)}")
         self._tokens = fact(metadata, "tokenizer.ggml.tokens", list)
         self._types = _token_types(metadata, len(self._tokens))
+        self._bytes = dict[int, bytes]()  # of tokens that were printed before
         self.n_vocab = len(self._tokens)
         vocabulary = {token: index for index, token in enumerate(self._tokens)}
         lacking = [byte for char, byte in _BYTES.items() if char not in vocabulary and byte in _UTF8_BYTES]
@@ -121,12 +122,16 @@ class Tokenizer:
 
     def bytes_of(self, token: int, *, special: bool = False) -> bytes:
         """Returns the bytes that one id adds to the text."""
+        if (known := self._bytes.get(token)) is not None:
+            return known
         spelled, kind = self._tokens[self._checked(token)], self._types[token]
         if kind == _NORMAL:
             try:
-                return bytes(_BYTES[char] for char in spelled)
+                found = bytes(_BYTES[char] for char in spelled)
             except KeyError:  # not spelled in the byte alphabet: as tokenizers does, its own UTF-8
-                return bytes(spelled.encode())
+                found = bytes(spelled.encode())
+            self._bytes[token] = found
+            return found
         printed = kind == _USER_DEFINED or (special and kind in (_CONTROL, _UNKNOWN))
         return spelled.encode() if printed else b""
 
@@ -189,6 +194,8 @@ class StopStrings:
     def push(self, text: str) -> tuple[str, bool]:
         """Returns the text that may be shown, and whether a stop string was met. Nothing may follow a stop.
         """
+        if not self._stops:
+            return text, False
         text = self._held + text
         found = [(text.find(stop) + len(stop), text.find(stop)) for stop in self._stops if stop in text]
         if found:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -70,7 +69,7 @@ class Library:
         """Returns `kind`, filled from the struct kind.STRUCT that function(*args, struct) writes."""
         struct = self.struct(kind.STRUCT)
         self.check(function(*args, struct))
-        values = {field.name: getattr(struct, field.name) for field in fields(kind)}
+        values = {name: getattr(struct, name) for name in kind.__match_args__}
         texts = {
             name: self.text(value) for name, value in values.items() if isinstance(value, self.ffi.CData)
         }
@@ -83,10 +82,11 @@ class Library:
 
     def ints(self, values: IntArray) -> Any:
         """Returns token ids, row indices or parents as int32_t[]. What does not fit raises ArgumentError."""
-        array = np.ascontiguousarray(values, dtype=np.int64)
-        if array.size and np.abs(array).max() >= 2**31:
-            raise ArgumentError(f"{array[np.abs(array).argmax()]} does not fit into 32 bits")
-        return self.ffi.from_buffer("int32_t[]", array.astype(np.int32))
+        listed = values.tolist() if isinstance(values, np.ndarray) else list(values)
+        try:
+            return self.ffi.new("int32_t[]", listed)
+        except OverflowError:
+            raise ArgumentError(f"{max(listed, key=abs)} does not fit into 32 bits") from None
 
     @property
     def version(self) -> str:
@@ -153,6 +153,8 @@ class Library:
         """Applies the accept rule. Returns the accepted rows from row 0 on, and the choice after the last of
         them, which is the next anchor. parents None is a chain."""
         n = len(tokens)
+        if n == 1 == len(choices) and parents is None:  # nothing was drafted
+            return [0], int(choices[0])
         parents = range(-1, n - 1) if parents is None else parents
         if len(choices) != n or len(parents) != n:
             raise ArgumentError("tokens, parents and choices differ in length")

@@ -7,7 +7,6 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
@@ -20,7 +19,7 @@ from luce.server.ask import Ask, Refused, TooLong
 from luce.server.dialect import END_THINK, THINK, Parser
 from luce.server.grammar import call_grammar, json_grammar
 from luce.server.models import Served
-from luce.server.pieces import Arguments, Call, CallBegin, CallEnd, Piece, Reasoning, Text, in_parts
+from luce.server.pieces import Arguments, Call, CallBegin, CallEnd, Piece, Reasoning, Text, in_parts, joined
 from luce.server.scheduler import Busy, Job
 from luce.server.watch import Watch
 from luce.structs import Logprobs, Penalties, Sampling
@@ -82,7 +81,8 @@ class Answer:
         self._watch = watch
         self._began = time.perf_counter()
         self._first = self._last = 0.0  # when its first and its last tokens came
-        self._events: asyncio.Queue[list[Event]] = asyncio.Queue()
+        self._events: list[Event] = []  # that nobody has read yet
+        self._awaited: asyncio.Future[None] | None = None  # by who waits for events
         self._job: Job | None = None
         self._parser = Parser()
         self._done = False
@@ -112,13 +112,7 @@ class Answer:
             )
         except LuceError as error:
             raise Refused(400, str(error)) from error
-        loop = asyncio.get_running_loop()
-
-        def put(events: list[Event]) -> None:
-            with suppress(RuntimeError):  # the server has ended
-                loop.call_soon_threadsafe(self._events.put_nowait, events)
-
-        job = Job(request, put)
+        job = Job(request, self._put)
         try:
             self.model.scheduler.submit(job)
         except Busy as busy:
@@ -180,7 +174,7 @@ class Answer:
             if not pieces and monotonic() - said >= KEEP_ALIVE:  # also where a long call is held back
                 yield Silence()
                 said = monotonic()
-            for piece in in_parts(pieces):
+            for piece in in_parts(joined(pieces)):
                 yield piece
                 said = monotonic()
                 calls += isinstance(piece, CallEnd) and piece.whole
@@ -193,16 +187,26 @@ class Answer:
 
     async def _next_events(self, patience: float) -> list[Event]:
         """Returns what happened since the last call, or nothing after so many seconds in which nothing did.
-        (asyncio.wait_for may swallow a cancellation; asyncio.wait does not.)"""
-        if self._events.empty():
-            getting = asyncio.ensure_future(self._events.get())
+        """
+        if not self._events:
+            loop = asyncio.get_running_loop()
+            self._awaited = loop.create_future()
+            timer = loop.call_later(max(patience, 0), self._wake)
             try:
-                done, _ = await asyncio.wait({getting}, timeout=max(patience, 0))
+                await self._awaited
             finally:
-                if not getting.done():
-                    getting.cancel()
-            return getting.result() if done else []
-        return self._events.get_nowait()
+                timer.cancel()
+                self._awaited = None
+        events, self._events = self._events, []
+        return events
+
+    def _put(self, events: list[Event]) -> None:
+        self._events += events
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._awaited is not None and not self._awaited.done():
+            self._awaited.set_result(None)
 
     def _read(self, events: list[Event]) -> tuple[list[Piece], Event | None]:
         """Returns the pieces that events add, and the last event of all where it is among them."""
@@ -216,7 +220,7 @@ class Answer:
             elif isinstance(event, Tokens):
                 self._count(event)
                 pieces += self._cut(event.text)
-            elif isinstance(event, Finished | Failed):
+            elif isinstance(event, (Finished, Failed)):
                 last = event
         if isinstance(last, Finished):
             self.finished = last

@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from luce.plan import Options
 from luce.server.ask import Ask, Refused, ordered
 from luce.server.cache import PrefixCache
 from luce.server.disk import DiskCache
-from luce.server.scheduler import Scheduler
+from luce.server.scheduler import Happened, Scheduler, put_all
 
 T = TypeVar("T")
 MAX_DEFAULT_CTX = 32768
@@ -46,9 +46,10 @@ class Settings:
 
 
 class Served:
-    """A model that is loaded: its files, engine, thread and cache. Raises what opening them raises."""
+    """A model that is loaded: its files, engine, thread and cache. What happens to its requests is put in
+    the thread of `loop`. Raises what opening them raises."""
 
-    def __init__(self, path: Path, settings: Settings):
+    def __init__(self, path: Path, settings: Settings, loop: asyncio.AbstractEventLoop):
         with ExitStack() as opened:
             files = opened.enter_context(
                 Files(path, settings.head, settings.options.device, settings.drafter)
@@ -74,7 +75,14 @@ class Served:
                 host = _free_memory() // 4 if host is None else host
                 self.cache = PrefixCache(self.engine.native, self.tokenizer, host, disk)
                 opened.callback(self.cache.close)
-            self.scheduler = Scheduler(self.engine, self.cache, settings.max_waiting, settings.prefill_share)
+
+            def hand_over(happened: Happened) -> None:
+                with suppress(RuntimeError):  # the server has ended
+                    loop.call_soon_threadsafe(put_all, happened)
+
+            self.scheduler = Scheduler(
+                self.engine, self.cache, settings.max_waiting, settings.prefill_share, hand_over
+            )
             opened.callback(self.scheduler.close)
             self._prompts = opened.enter_context(ThreadPoolExecutor(1, "luce-prompts"))
             self._opened = opened.pop_all()
@@ -203,9 +211,10 @@ class Models:
     async def _load(self, slot: Slot) -> Served:
         """Loads a model. As long as memory lacks, it unloads others, those that were used longest ago first.
         """
+        loop = asyncio.get_running_loop()
         while True:
             try:
-                return await asyncio.to_thread(Served, slot.path, self._settings)
+                return await asyncio.to_thread(Served, slot.path, self._settings, loop)
             except OutOfMemory as error:
                 idle = [
                     other

@@ -58,6 +58,23 @@ def in_parts(pieces: Iterable[Piece]) -> Iterator[Piece]:
             yield piece
 
 
+def joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Yields the pieces with neighbours of text, or of reasoning, as one. There are some where events came
+    faster than they were read."""
+    last: Reasoning | Text | None = None
+    for piece in pieces:
+        if last is not None and isinstance(piece, type(last)):
+            last = type(last)(last.text + piece.text)
+            continue
+        if last is not None:
+            yield last
+        last = piece if isinstance(piece, (Reasoning, Text)) else None
+        if last is None:
+            yield piece
+    if last is not None:
+        yield last
+
+
 def undecided(text: str, marks: Sequence[str]) -> int:
     """Returns the length of the text's end that may be the beginning of a mark."""
     longest = min(max(map(len, marks), default=1) - 1, len(text))

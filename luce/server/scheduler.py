@@ -33,9 +33,8 @@ class Busy(Exception):
 
 @dataclass(eq=False)
 class Job:
-    """A request and where its events go. `put` is called in the engine's thread with what happened in a
-    turn, the last time with its Finished or Failed. `cancelled` says that nobody wants it any more; any
-    thread may set it."""
+    """A request and where its events go. `put` is called with what happened in a turn, the last time with
+    its Finished or Failed. `cancelled` says that nobody wants it any more; any thread may set it."""
 
     request: Request
     put: Callable[[list[Event]], None]
@@ -45,9 +44,19 @@ class Job:
         return self.cancelled
 
 
+Happened = dict[Job, list[Event]]
+
+
+def put_all(happened: Happened) -> None:
+    """Gives each job what happened to it."""
+    for job, events in happened.items():
+        job.put(events)
+
+
 class Scheduler:
     """One engine and its thread. `max_waiting` bounds the requests that wait for a sequence. `prefill_share`
-    is the Loop's."""
+    is the Loop's. `hand_over` gets what happened in a turn and calls put_all with it, in any thread: once for
+    all jobs, since it costs the engine's thread about as much for one as for many."""
 
     def __init__(
         self,
@@ -55,9 +64,10 @@ class Scheduler:
         cache: PrefixCache | None = None,
         max_waiting: int = 64,
         prefill_share: float = 0.75,
+        hand_over: Callable[[Happened], None] = put_all,
     ):
         self._engine, self._cache, self._max_waiting = engine, cache, max_waiting
-        self._share = prefill_share
+        self._share, self._hand_over = prefill_share, hand_over
         self._loop = Loop(engine.native, prefill_share=prefill_share)
         self._jobs = dict[Generation, Job]()
         self._waiting = deque[Job]()
@@ -99,7 +109,7 @@ class Scheduler:
         with self._changed:
             if job in self._waiting:
                 self._waiting.remove(job)
-                job.put([Failed(Cancelled("cancelled"), State.IDLE)])
+                self._hand_over({job: [Failed(Cancelled("cancelled"), State.IDLE)]})
 
     def stop(self) -> None:
         """Ends all jobs soon, and takes no more. A signal handler may call it, so it takes no lock."""
@@ -146,16 +156,15 @@ class Scheduler:
     def _step(self) -> None:
         if self._cache:
             self._cache.free_pages(self._turn_pages())
-        happened = dict[Job, list[Event]]()
+        happened: Happened = {}
         for generation, event in self._loop.step():
             happened.setdefault(self._jobs[generation], []).append(event)
-            if isinstance(event, Finished | Failed):
+            if isinstance(event, (Finished, Failed)):
                 del self._jobs[generation]
             if isinstance(event, Finished):
                 self._seconds.append(event.stats.prefill_s + event.stats.decode_s)
         self.pages_free = self._engine.native.info.pages_free
-        for job, events in happened.items():
-            job.put(events)
+        self._hand_over(happened)
 
     def _admit(self) -> None:
         while len(self._jobs) < self._engine.info.n_sequences:
@@ -172,7 +181,7 @@ class Scheduler:
             try:
                 generation = self._engine.generation(job.request, job.is_cancelled, self._cache)
             except LuceError as error:
-                job.put([Failed(error, State.IDLE)])
+                self._hand_over({job: [Failed(error, State.IDLE)]})
                 continue
             self._jobs[generation] = job
             self._loop.add(generation)
@@ -199,5 +208,4 @@ class Scheduler:
         self._loop.close()
         self._loop = Loop(self._engine.native, prefill_share=self._share)
         jobs, self._jobs = [*self._jobs.values(), *waiting], {}
-        for job in jobs:
-            job.put([Failed(error, State.IDLE)])
+        self._hand_over({job: [Failed(error, State.IDLE)] for job in jobs})
