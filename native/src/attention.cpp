@@ -188,15 +188,16 @@ struct Unit {
     // Positions [from, to) as rows of a tile: committed ones, then the ancestors of the row that `path` belongs to.
     void load(int which, int32_t from, int32_t to, const int *path, float *tile) const {
         const auto bytes = int64_t(head_bytes(a.pool));
+        const uint8_t *cells = (which == 0 ? a.pool.k : a.pool.v) + head * bytes;
         for (int32_t p = from; p < to; p++) {
             if (const int32_t ahead = p + AHEAD; ahead < to && ahead < seq.n_past) {
-                const uint8_t *next = cell_head(a.pool, which, cell_of(a.pages, seq, ahead), head);
+                const uint8_t *next = cells + cell_of(a.pages, seq, ahead) * a.pool.cell_bytes;
                 for (int64_t i = 0; i < bytes; i += LINE) {
                     __builtin_prefetch(next + i);
                 }
             }
             const int32_t at = p < seq.n_past ? p : seq.n_past + path[p - seq.n_past];
-            to_float(ggml_type(a.pool.type), cell_head(a.pool, which, cell_of(a.pages, seq, at), head),
+            to_float(ggml_type(a.pool.type), cells + cell_of(a.pages, seq, at) * a.pool.cell_bytes,
                      tile + int64_t(p - from) * D, D);
         }
     }

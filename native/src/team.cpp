@@ -16,6 +16,10 @@ constexpr int SPINS = 2000;
 constexpr int MIN_PATIENCE = 64, MAX_PATIENCE = 1 << 16; // jobs: less than a step, and hundreds of steps
 constexpr std::chrono::microseconds
     WAKE_EVERY(200); // who slept through a step's first ops may miss the others
+// A wait for a thread that does not run lasts a few milliseconds. So a few of them in a row use up the credit, but one
+// in a step of that length does not. One job saves at most as much as few jobs take: what is more is a caller that
+// did not run.
+constexpr std::chrono::microseconds MOST_CREDIT(20000), MOST_SAVED(500);
 constexpr uint64_t PART = 1, PARTS = PART << 16, SERIAL = PARTS << 16, MASK = 0xffff;
 
 void relax() {
@@ -42,6 +46,7 @@ Team::Team(int n_threads) {
         // no more threads are to be had, or no memory for them: fewer do the work
     }
     active_ = int(helpers_.size());
+    credit_ = MOST_CREDIT;
     patience_ = MIN_PATIENCE;
 }
 
@@ -106,9 +111,7 @@ void Team::run(int n_parts, Call call, const void *context) {
     }
     const Clock::time_point finished = Clock::now();
     wait_for_parts(n_parts);
-    // Helpers that run are done at most a part later than this thread.
-    const auto allowed = (finished - began) / std::max(taken, 1) * 2 + std::chrono::microseconds(200);
-    adjust(Clock::now() - finished > allowed);
+    weigh(finished - began, Clock::now() - finished, taken, n_parts);
     if (failure_) {
         std::rethrow_exception(std::exchange(failure_, nullptr));
     }
@@ -128,11 +131,21 @@ void Team::wait_for_parts(int n_parts) {
     waiting_ = false;
 }
 
+// With half as many helpers a job that all had equal shares of would have taken about twice as long.
+void Team::weigh(Clock::duration took, Clock::duration waited, int taken, int n_parts) {
+    const Clock::duration saved = std::min<Clock::duration>(took, MOST_SAVED);
+    const int helped = n_parts - taken, fair = std::max(taken, 1) * active_;
+    credit_ += helped < fair ? saved * helped / fair : saved;
+    credit_ = std::min<Clock::duration>(credit_ - waited, MOST_CREDIT);
+    adjust(credit_ < Clock::duration::zero());
+}
+
 void Team::adjust(bool stalled) {
     const int all = int(helpers_.size());
     calm_++;
     if (stalled) {
         active_ = active_ / 2;
+        credit_ = MOST_CREDIT / 2;
         patience_ = std::min(2 * patience_, MAX_PATIENCE);
         calm_ = 0;
     } else if (calm_ >= patience_) {

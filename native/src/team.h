@@ -1,8 +1,8 @@
 // A team is the CPU threads that share one op's work. Whoever comes first takes the next part. So a thread
 // that is not running, since a neighbour has its CPU, delays no more than the part that it holds. (ggml's
 // threads meet after every op, so all wait for such a thread at every op: a step of 200 ops then takes 200
-// times a scheduler's slice.) Where the caller had to wait for such a part, fewer helpers take part for a
-// while.
+// times a scheduler's slice.) Where the caller waits longer for such parts than helpers save it, fewer of them take
+// part for a while.
 #pragma once
 
 #include <atomic>
@@ -39,6 +39,7 @@ private:
     void help(int index);
     void wait_for_work(int index);
     void wait_for_parts(int n_parts);
+    void weigh(Clock::duration took, Clock::duration waited, int taken, int n_parts);
     void adjust(bool stalled);
 
     // serial (32 bits), parts (16), the next part (16): one word, so that a late thread cannot take a part of a job
@@ -50,8 +51,9 @@ private:
     std::exception_ptr
         failure_; // what a part threw; guarded by mutex_ until done_ says that all have returned
 
-    // Helpers that take parts: halved after a stall, doubled after `patience_` jobs without.
+    // Helpers that take parts: halved when they cost more than they save, doubled after `patience_` jobs.
     std::atomic<int> active_{0};
+    Clock::duration credit_; // what they saved lately, less what the caller waited for them
     int calm_ = 0, patience_ = 0; // jobs
 
     std::vector<std::thread> helpers_;
