@@ -27,11 +27,12 @@ from luce.drafting import Draft, Drafter, Limits, Round, Text
 # ALLOWANCE_BEYOND after them, since such texts seldom improve. The promise is 3% over 256 tokens. What it has
 # above ALLOWANCE covers costs of long contexts, which are not measured.
 HORIZON, ALLOWANCE, ALLOWANCE_BEYOND = 256, 0.025, 0.01
+BET = 0.5  # part of what may still be lost that one round may lose: a bad beginning leaves some for later
 MARGIN = 1.03  # drafting has to promise so much more than plain decoding: below, it is not worth a bet
 MAX_ROWS = 64  # LUCE_MAX_ROWS
 NEXT_BEST = 8  # ranks of a draft's candidates that are learned
 FORGET = 0.97  # weight that what was learned keeps with each round, and with each text: about 33 count
-KNOWN = 8.0  # trials that earlier texts are worth at the start of a text, at most
+KNOWN = 8.0  # trials that earlier texts are worth at the start of a text, at most: bench/auto_by_costs.py
 
 
 # ---- what is learned
@@ -292,7 +293,8 @@ def chain_can_pay(costs: Costs, drafters: Sequence[Drafter]) -> bool:
     hoped for."""
     learned = [Acceptance(drafter.most) for drafter in drafters]
     limits = Limits(MAX_ROWS - 1, MAX_ROWS - 1)
-    return best(Prices(costs, drafters, 1), limits, (), learned, HORIZON * ALLOWANCE).drafter is not None
+    most_lost = BET * HORIZON * ALLOWANCE
+    return best(Prices(costs, drafters, 1), limits, (), learned, most_lost).drafter is not None
 
 
 def lookup_can_pay(costs: Costs, budget: int) -> bool:
@@ -331,7 +333,7 @@ class Runner:
         if prices is None:
             prices = self._prices[limits.sequences] = Prices(self._costs, self._drafters, limits.sequences)
         chances = self._lookups.chances(len(tokens), matched)
-        most_lost = self._allowance() - self._lost
+        most_lost = BET * (self._allowance() - self._lost)
         choice = best(prices, limits, chances, self._learned, most_lost)
         self._choice, chain = choice, tokens[: choice.lookup]
         if choice.drafter is None:

@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from luce._native import Source
+from luce.bench.oracle_model import Rule
 from luce.costs import Costs
 from luce.drafting import Drafter, Limits, Round
 from luce.plan import AUTO_BUDGET
@@ -21,6 +24,7 @@ from luce.runner import Known, Runner
 from luce.structs import Cost
 
 RECORDED = Path(__file__).parent.parent / "bench" / "results" / "2026-11-21-traces-box-cpu.json"
+HELD_OUT = RECORDED.with_name("2026-11-22-traces-held-out-box-cpu.json")  # nothing was chosen on these
 GAMMA, WRONG = 8, -1
 
 # Machines: a draft's cost, and that of a verify by its width, in plain steps. The first is of
@@ -62,6 +66,19 @@ def recorded(path: Path = RECORDED) -> list[Trace]:
     ]
 
 
+def oracles() -> list[Trace]:
+    """Texts of oracle models, one for each of several shares of right drafts: no token comes twice, so a
+    lookup finds nothing."""
+    found = []
+    for seed, share in enumerate((0.15, 0.4, 0.6, 0.8, 0.95)):
+        rule = Rule(2048, seed, share)
+        tokens = np.array(rule.continuation(seed, 200 + GAMMA))
+        right = rule.draft(tokens[:-1]) == tokens[1:]
+        drafts = [next((n for n in range(GAMMA) if not right[at + n]), GAMMA) for at in range(199)]
+        found.append(Trace(f"oracle {share}", f"oracle {share}", drafts, [(0, 0, 0)] * 199))
+    return found
+
+
 def machine(verify: dict[int, float], draft: float) -> Costs:
     """Costs of a machine whose steps have these widths, in any unit: other rows cost the next width."""
     width = {rows: min(w for w in verify if w >= rows) for rows in range(1, max(verify) + 1)}
@@ -74,6 +91,15 @@ def _parsed(draft: float, table: str) -> Costs:
 
 
 MACHINES = {name: _parsed(*table) for name, table in _TABLES.items()}
+
+# Machines that nothing was chosen on: estimates of the 27b on an H200 by ggml's kernels and at its limits, of
+# a mixture whose rows read experts of their own, and of a GPU whose head is dear beside its steps.
+OTHER_MACHINES = {name: _parsed(*table) for name, table in {
+    "ggml's kernels": (0.067, "1:1 2:1.06 4:1.48 8:2.18 16:2.2 32:2.47 64:3.4"),
+    "at its limits": (0.03, "1:1 2:1.02 4:1.04 8:1.08 16:1.15 32:1.4 64:2"),
+    "a mixture": (0.12, "1:1 2:1.4 3:1.7 4:2 6:2.4 8:2.8 12:3.4 16:3.9 24:4.6 32:5.1"),
+    "a dear head": (0.3, "1:1 2:1.03 4:1.05 8:1.1 16:1.3 32:1.7"),
+}.items()}  # fmt: skip
 
 
 class Text:

@@ -37,12 +37,14 @@ COSTS = [
         ([(1, 0, 1.0), (2, 0, 1.2), (16, 0, 4.0)], [(1, 1, 0.1), (1, 2, 0.2), (1, 3, 0.05)]),
     )
 ]
+FILTERS = [{}, {"top_k": 20}, {"top_p": 0.95}, {"min_p": 0.05}, {"top_k": 20, "top_p": 0.95, "min_p": 0.05}]
 SAMPLINGS = [
     Sampling(),
-    Sampling(temperature=0.7, top_k=20, top_p=0.95, seed=3),
-    Sampling(temperature=1.0, seed=4),
-    Sampling(temperature=1.0, min_p=0.05, seed=2**64 - 1),
-    Sampling(temperature=1.5, top_k=20, seed=5),
+    *(
+        Sampling(temperature, seed=2**64 - 1 - at, **filters)
+        for temperature in (0.7, 1.0, 1.5)
+        for at, filters in enumerate(FILTERS)
+    ),
 ]
 RNG = np.random.default_rng(8)
 PROMPTS = [
@@ -307,6 +309,17 @@ def test_every_source_gives_the_tokens_and_bytes_of_plain_decoding(bench, device
     company = [(kind, size, at, at % 4, (0, 1)[at > 3], None) for at, size in enumerate(sizes)]
     accepted = same_in_company(bench, device, company, kept=True)
     assert sum(accepted.values()) > 0 or kind in ("plain", "bad")
+
+
+@pytest.mark.parametrize("first", range(1, 64, 8))
+def test_every_budget_at_every_temperature_gives_the_tokens_of_plain_decoding(bench, device, first):
+    """Budgets 1 to 63 of trees, blocks and combs in turn, eight at once, each sampled in another way."""
+    kinds = ["dflash-tree", "mtp-tree"]
+    company = [
+        (kinds[size % 2], size, size, size % 2, size % len(SAMPLINGS), None)
+        for size in range(first, min(first + 8, 64))
+    ]
+    assert sum(same_in_company(bench, device, company, kept=False).values()) > 0
 
 
 @pytest.mark.parametrize("how", ALWAYS)
