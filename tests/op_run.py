@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,8 @@ luce_status luce_sampling_run(const uint32_t *words, const float *z, uint64_t n,
 luce_status luce_penalise(float *logits, uint32_t n, const luce_penalties *penalties, const int32_t *tokens,
                           uint32_t n_tokens);
 luce_status luce_engine_counts(luce_engine *engine, uint64_t *steps, uint64_t *synchronisations);
+luce_status luce_fault(int32_t fault, uint64_t after);
+luce_status luce_leave_device(int32_t index);
 luce_status luce_lookup(const int32_t *tokens, uint32_t n_tokens, int32_t *draft, uint32_t *n,
                         uint32_t *matched);
 """
@@ -101,6 +105,31 @@ def counts(engine: Engine) -> tuple[int, int]:
     steps, waits = ffi.new("uint64_t *"), ffi.new("uint64_t *")
     engine.library.check(engine.library.lib.luce_engine_counts(engine.handle, steps, waits))
     return int(steps[0]), int(waits[0])
+
+
+class Fault(IntEnum):
+    """What luce_fault makes fail: a graph that is being built, one that is too large, an op in a step."""
+
+    GRAPH = 1
+    SIZE = 2
+    OP = 3
+
+
+@contextmanager
+def fault(native: Library, kind: Fault, after: int = 0) -> Iterator[None]:
+    """Lets the core fail once, after so many points of that kind, or not at all where it comes to fewer."""
+    declare(native.ffi)
+    native.check(native.lib.luce_fault(kind, after))
+    try:
+        yield
+    finally:
+        native.check(native.lib.luce_fault(0, 0))
+
+
+def leave_device(native: Library, index: int = -1) -> None:
+    """Makes GPU `index` this thread's current device, where there is one, and none that luce knows of."""
+    declare(native.ffi)
+    native.check(native.lib.luce_leave_device(index))
 
 
 def op_run(

@@ -24,8 +24,10 @@ TOP_LEVEL |= {"native", "luce", "tests", "bench", "tools"}
 C_SUFFIXES = {".c", ".h", ".cpp", ".cu", ".cuh"}
 SOURCE_SUFFIXES = C_SUFFIXES | {".py", ".sh"}
 ENVIRONMENT_WRITER = "native/src/device.cpp"
-# What an engine waits for is counted in one file; the others upload weights, and run one op for tests.
-WAITER, OTHER_WAITERS = "native/src/step.cpp", {"native/src/device.cpp", "native/src/op_run.cpp"}
+# What an engine waits for is counted in one file. The others upload weights, run one op for tests, and end a
+# step that failed, which is counted too.
+WAITER = "native/src/step.cpp"
+OTHER_WAITERS = {"native/src/device.cpp", "native/src/op_run.cpp", "native/kernels/capture.cu"}
 _WAIT = re.compile(
     r"\bggml_backend_(?:(?:event_)?synchronize|graph_compute|tensor_[gs]et(?:_2d)?)\b"
     r"|\bcuda(?:(?:Device|Stream|Event)Synchronize|Memcpy|Memset)\b"

@@ -291,7 +291,8 @@ typedef struct luce_draft_item {
     uint32_t n; /* drafts: 1..n_draft of the head, 1..n_block - 1 of a block */
 } luce_draft_item;
 /* It does not wait for the device. E_CONTEXT when n_past + n would reach n_ctx (a verify of them has a row more),
- * E_STATE in an engine without drafts of the source, E_MEMORY when pages run out: then nothing was done. */
+ * E_STATE in an engine without drafts of the source, E_MEMORY when pages run out: then nothing was done. E_DEVICE,
+ * E_INTERNAL: a step failed, and its sequences are failed; others have their drafts, or are as they were. */
 LUCE_API luce_status luce_engine_draft(luce_engine *engine, int32_t source /* luce_source */,
                                        const luce_draft_item *items, uint32_t n_items);
 

@@ -21,6 +21,11 @@ int cuda::set_device(int device) {
     return int(cudaSetDevice(device));
 }
 
+int cuda::current_device() {
+    int device = -1;
+    return cudaGetDevice(&device) == cudaSuccess ? device : -1;
+}
+
 // Relaxed: ggml may allocate from its pools while the step is recorded.
 int cuda::capture_begin(void *stream) {
     return int(cudaStreamBeginCapture(static_cast<cudaStream_t>(stream), cudaStreamCaptureModeRelaxed));
@@ -71,6 +76,11 @@ int cuda::to_device(void *device, const void *pinned, size_t bytes, void *stream
 
 int cuda::call_on_host(void (*call)(void *), void *context, void *stream) {
     return int(cudaLaunchHostFunc(static_cast<cudaStream_t>(stream), call, context));
+}
+
+void cuda::finish(void *stream) {
+    cudaStreamSynchronize(static_cast<cudaStream_t>(stream));
+    cudaGetLastError(); // the caller knows what failed; the next launch must not report it again
 }
 
 int cuda::capture_launch(void *executable, void *stream) {

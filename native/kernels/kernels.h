@@ -303,6 +303,7 @@ int topk(const TopkArgs &args, void *stream);
 int row_tokens(const TokensArgs &args, void *stream);
 const char *error_text(int error);
 int set_device(int device); // kernels launch on the current device of the calling thread
+int current_device(); // of the calling thread; -1 after an error
 int compute_capability(int device); // 90 for 9.0
 
 // Copies between a device and pinned host memory, and a call of the host, on a thread of the driver's: in the stream's
@@ -310,6 +311,9 @@ int compute_capability(int device); // 90 for 9.0
 int to_host(void *pinned, const void *device, size_t bytes, void *stream);
 int to_device(void *device, const void *pinned, size_t bytes, void *stream);
 int call_on_host(void (*call)(void *), void *context, void *stream);
+
+// Waits for all that is enqueued, whatever came of it.
+void finish(void *stream);
 
 // A step captured once and replayed: begin, enqueue the step, end; then launch any number of times. capture_abandon
 // ends a recording that failed, so that the stream can be used again.

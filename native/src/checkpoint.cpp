@@ -289,17 +289,19 @@ void Checkpoint::to_host() {
     if (slot_ < 0) {
         return;
     }
-    host_ = host_memory();
+    const std::vector<Cache::Piece> list = pieces();
+    HostMemory memory = host_memory();
     if (ggml_backend_t stream = engine_->copies()) {
         engine_->leaving(weak_from_this());
         follow(event_, engine_->step().backend(), stream);
-        fetch(stream, pieces(), base(host_));
+        fetch(stream, list, base(memory));
         ggml_backend_event_record(event_, stream);
         leaving_ = true;
     } else {
-        fetch(engine_->step().backend(), pieces(), base(host_));
+        fetch(engine_->step().backend(), list, base(memory));
         release_device();
     }
+    host_ = std::move(memory); // nothing is half done where memory lacks
 }
 
 void Checkpoint::to_device() {
@@ -309,17 +311,25 @@ void Checkpoint::to_device() {
     }
     check_open();
     engine_->need_pages(n_past() / PAGE);
+    pages_.reserve(n_past() / PAGE);
     take_device();
     for (uint32_t i = 0; i < n_past() / PAGE; i++) {
         pages_.push_back(engine_->cache().pages.take());
     }
+    std::vector<Cache::Piece> list;
+    try {
+        list = pieces();
+    } catch (...) {
+        release_device();
+        throw;
+    }
     if (ggml_backend_t stream = engine_->copies()) {
         follow(event_, engine_->step().backend(), stream); // steps that used these pages before
-        send(stream, pieces(), base(host_));
+        send(stream, list, base(host_));
         ggml_backend_event_record(event_, stream);
         arriving_ = true;
     } else {
-        send(engine_->step().backend(), pieces(), base(host_));
+        send(engine_->step().backend(), list, base(host_));
         host_.reset();
     }
 }

@@ -109,6 +109,41 @@ const Device &find_device(const char *name) {
     fail(LUCE_E_ARG, "no device '%s': this machine has %s%s", wanted.c_str(), have.c_str(), hint);
 }
 
+// The device that this thread's launches go to, as luce knows it: its address, and on a GPU what CUDA says too.
+static thread_local const Device *current = nullptr;
+
+void make_current(const Device &device) {
+#ifdef LUCE_USE_CUDA
+    if (device.gpu) {
+        if (const int error = cuda::set_device(device.index); error != 0) {
+            fail(LUCE_E_DEVICE, "%s: %s", device.name.c_str(), cuda::error_text(error));
+        }
+    }
+#endif
+    current = &device;
+}
+
+void check_current(const Device &device) {
+    bool same = current == &device;
+#ifdef LUCE_USE_CUDA
+    same = same && (!device.gpu || cuda::current_device() == device.index);
+#endif
+    if (!same) {
+        fail(LUCE_E_INTERNAL, "an op of %s would run on another device", device.name.c_str());
+    }
+}
+
+void leave_current([[maybe_unused]] int index) {
+#ifdef LUCE_USE_CUDA
+    for (const Device &device : devices()) {
+        if (device.gpu && device.index == index) {
+            cuda::set_device(index);
+        }
+    }
+#endif
+    current = nullptr;
+}
+
 ggml_backend_buffer_type_t Device::buffer_type() const {
     return gpu ? ggml_backend_dev_buffer_type(dev) : ggml_backend_cpu_buffer_type();
 }
@@ -164,7 +199,7 @@ static void permute([[maybe_unused]] const Device &device, [[maybe_unused]] cons
                     [[maybe_unused]] ggml_backend_t backend) {
 #ifdef LUCE_USE_CUDA
     const ggml_tensor *w = item.packed;
-    cuda::set_device(device.index);
+    make_current(device);
     const int64_t N = w->ne[1] * w->ne[2] / item.n_packed;
     const int64_t from = int64_t(item.size) / item.n_packed, to = rowmm_packed_bytes(w->type, w->ne[0], N);
     for (int64_t i = 0; i < item.n_packed; i++) {

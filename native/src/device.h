@@ -32,6 +32,12 @@ const std::vector<Device> &devices();
 // is.
 const Device &find_device(const char *name);
 
+// CUDA launches on the calling thread's current device, which other code may change between any two calls of luce.
+void make_current(const Device &device); // before whatever launches, in each call
+void check_current(const Device &device); // E_INTERNAL where launches would go to another one
+void leave_current(
+    int index); // for tests: makes GPU `index` current where there is one, and no device of luce's
+
 struct BackendFree {
     void operator()(ggml_backend_t b) const { ggml_backend_free(b); }
 };

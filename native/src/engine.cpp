@@ -106,7 +106,7 @@ EngineParams Engine::resolve(const Model &model, const luce_engine_params *p) {
     }
 #ifdef LUCE_USE_CUDA
     if (model.device().own_matmul) {
-        cuda::set_device(model.device().index);
+        make_current(model.device());
         c.rowmm_scratch = uint64_t(cuda::rowmm_scratch_bytes() + MOE_COUNTER_BYTES);
     }
 #endif
@@ -254,56 +254,65 @@ void Engine::draft(Source source, const DraftItem *items, uint32_t n_items) {
         pages += line.pages_wanted(block ? c.n_block : item.n);
     }
     need_pages(pages);
-    in_step([&] {
-        for (uint32_t i = 0; i < n_items; i++) {
-            items[i].sequence->begin_step();
-            items[i].sequence->line().take_pages(block ? c.n_block : items[i].n);
-        }
-        block ? draft_blocks(items, n_items) : draft_chains(items, n_items, part);
-        for (uint32_t i = 0; i < n_items; i++) {
-            items[i].sequence->fail_with("");
-        }
-    });
+    block ? draft_blocks(items, n_items) : draft_chains(items, n_items, part);
 }
 
+// A step for each link, of those whose chains are so long: one that fails takes these sequences along alone.
 void Engine::draft_chains(const DraftItem *items, uint32_t n_items, bool part) {
     uint32_t longest = 0;
     for (uint32_t i = 0; i < n_items; i++) {
         longest = std::max(longest, items[i].n);
     }
     for (uint32_t link = 0; link < longest; link++) {
-        Batch batch(step_->draft_host(link), cache_);
-        for (uint32_t i = 0; i < n_items; i++) {
-            if (items[i].n > link) {
-                batch.add_draft(items[i].sequence->line(), items[i].sequence->choice_ctl(), items[i].anchor,
-                                link);
-            }
-        }
-        const uint32_t width = step_->draft_width(batch.n_rows());
-        batch.fill_up(width);
-        step_->draft(width, link, batch.n_pages(), part);
-    }
-    for (uint32_t i = 0; i < n_items; i++) {
-        items[i].sequence->line().drafted(items[i].anchor, items[i].n);
+        in_step([&] { draft_link(items, n_items, link, part); });
     }
 }
 
+void Engine::draft_link(const DraftItem *items, uint32_t n_items, uint32_t link, bool part) {
+    Batch batch(step_->draft_host(link), cache_);
+    for (uint32_t i = 0; i < n_items; i++) {
+        if (items[i].n > link) {
+            Sequence &sequence = *items[i].sequence;
+            if (link == 0) {
+                sequence.begin_step();
+                sequence.line().take_pages(items[i].n);
+            }
+            batch.add_draft(sequence.line(), sequence.choice_ctl(), items[i].anchor, link);
+        }
+    }
+    const uint32_t width = step_->draft_width(batch.n_rows());
+    batch.fill_up(width);
+    step_->draft(width, link, batch.n_pages(), part);
+    for (uint32_t i = 0; i < n_items; i++) {
+        if (items[i].n == link + 1) {
+            items[i].sequence->line().drafted(items[i].anchor, items[i].n);
+            items[i].sequence->fail_with("");
+        }
+    }
+}
+
+// A step for as many blocks as it has room for.
 void Engine::draft_blocks(const DraftItem *items, uint32_t n_items) {
-    const DFlash &drafter = *model_->weights().drafter;
     const uint32_t at_once = blocks_at_once(params_.cache);
     for (uint32_t first = 0; first < n_items; first += at_once) {
-        const uint32_t n = std::min(at_once, n_items - first);
-        Batch batch(step_->block_host(first / at_once), cache_);
-        for (uint32_t i = 0; i < n; i++) {
-            batch.add_block(items[first + i].sequence->line(), items[first + i].sequence->choice_ctl(),
-                            items[first + i].anchor, drafter.mask_token);
-        }
-        step_->block(n * drafter.block_size, first / at_once, batch.n_pages());
-        for (uint32_t i = 0; i < n; i++) {
-            items[first + i].sequence->line().drafted_block(items[first + i].anchor, items[first + i].n);
-            items[first + i].sequence->end_step(Sequence::Rows::block, items[first + i].n + 1,
-                                                i * drafter.block_size);
-        }
+        in_step(
+            [&] { draft_some_blocks(items + first, std::min(at_once, n_items - first), first / at_once); });
+    }
+}
+
+void Engine::draft_some_blocks(const DraftItem *items, uint32_t n_items, uint32_t index) {
+    const DFlash &drafter = *model_->weights().drafter;
+    Batch batch(step_->block_host(index), cache_);
+    for (uint32_t i = 0; i < n_items; i++) {
+        Sequence &sequence = *items[i].sequence;
+        sequence.begin_step();
+        sequence.line().take_pages(drafter.block_size);
+        batch.add_block(sequence.line(), sequence.choice_ctl(), items[i].anchor, drafter.mask_token);
+    }
+    step_->block(n_items * drafter.block_size, index, batch.n_pages());
+    for (uint32_t i = 0; i < n_items; i++) {
+        items[i].sequence->line().drafted_block(items[i].anchor, items[i].n);
+        items[i].sequence->end_step(Sequence::Rows::block, items[i].n + 1, i * drafter.block_size);
     }
 }
 

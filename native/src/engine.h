@@ -51,13 +51,18 @@ public:
     void verify(VerifyItem *items, uint32_t n); // E_NUMERIC: it was done; each status says for which item
 
     // For sequences and checkpoints:
-    // Runs a step, whose sequences count as failed until it has ended. What finds no host memory in it is E_DEVICE: of
-    // E_MEMORY callers know that nothing was done.
+    // Runs one step, whose sequences count as failed until it has ended. What finds no host memory in it is E_DEVICE, and
+    // other codes of which callers know that nothing was done are E_INTERNAL.
     template <typename F> void in_step(const F &step) {
         try {
             step();
         } catch (const std::bad_alloc &) {
             fail(LUCE_E_DEVICE, "a step found no host memory");
+        } catch (const Error &e) {
+            if (e.code() != LUCE_E_DEVICE && e.code() != LUCE_E_INTERNAL) {
+                fail(LUCE_E_INTERNAL, "a step failed: %s", e.what());
+            }
+            throw;
         }
     }
     void check_tokens(const int32_t *tokens, uint32_t n) const;
@@ -74,7 +79,9 @@ public:
 
 private:
     void draft_chains(const DraftItem *items, uint32_t n, bool part);
+    void draft_link(const DraftItem *items, uint32_t n, uint32_t link, bool part);
     void draft_blocks(const DraftItem *items, uint32_t n);
+    void draft_some_blocks(const DraftItem *items, uint32_t n, uint32_t index);
     std::vector<int32_t> check_item(const VerifyItem &item, uint32_t *depth) const;
     // Runs the checked rows of a verify; drafts on the device are -1 - entry in tokens.
     void run_rows(const VerifyItem *items, uint32_t n_items, std::vector<std::vector<int32_t>> &parents,

@@ -2,6 +2,7 @@
 
 #include "abi.h"
 #include "custom_op.h"
+#include "faults.h"
 #include "logits.h"
 #include "lookup.h"
 #include "model.h"
@@ -143,9 +144,10 @@ void run_op(const char *device_name, const char *name, luce_array *args, uint32_
         ggml_backend_tensor_set(tensors[i], args[i].data, 0, ggml_nbytes(tensors[i]));
     }
     ggml_backend_tensor_set(result, out->data, 0, ggml_nbytes(result)); // tests poison it
+    make_current(device);
+    check_current(device);
     if (device.gpu) {
 #ifdef LUCE_USE_CUDA
-        cuda::set_device(device.index);
         if (const int error = op->cuda(result, luce_cuda_stream(backend.get())); error != 0) {
             fail(LUCE_E_DEVICE, "%s: %s: %s", device.name.c_str(), name, cuda::error_text(error));
         }
@@ -182,6 +184,21 @@ luce_status luce_op_run(const char *device, const char *op, luce_array *args, ui
         }
         run_op(device, op, args, n_args, params, n_params, out);
     });
+}
+
+luce_status luce_fault(int32_t fault, uint64_t after) {
+    using namespace luce;
+    return guarded([&] {
+        if (fault < int32_t(Fault::none) || fault > int32_t(Fault::op)) {
+            fail(LUCE_E_ARG, "there is no fault %d", fault);
+        }
+        ask_for(Fault(fault), after);
+    });
+}
+
+luce_status luce_leave_device(int32_t index) {
+    using namespace luce;
+    return guarded([&] { leave_current(index); });
 }
 
 luce_status luce_sampling_run(const uint32_t *words, const float *z, uint64_t n, float *minus_log,

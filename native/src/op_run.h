@@ -31,6 +31,14 @@ LUCE_API luce_status luce_penalise(float *logits, uint32_t n, const luce_penalti
 // How many steps an engine has run, those of its opening among them, and how often it has waited for its device.
 LUCE_API luce_status luce_engine_counts(luce_engine *engine, uint64_t *steps, uint64_t *synchronisations);
 
+// Asks for one failure (faults.h): fault 1 as a graph is built, 2 of a graph that is too large, 3 at one of luce's ops in
+// a step, each after so many of its kind; 0 for none. It is the process's, whichever engine comes to it first.
+LUCE_API luce_status luce_fault(int32_t fault, uint64_t after);
+
+// Makes another device the calling thread's current one, as a caller's own CUDA code may: GPU `index`, where there is
+// one, and else none that luce has.
+LUCE_API luce_status luce_leave_device(int32_t index);
+
 // luce_sequence_lookup over n_tokens >= 1 tokens, of which the last is the anchor.
 LUCE_API luce_status luce_lookup(const int32_t *tokens, uint32_t n_tokens, int32_t *draft, uint32_t *n,
                                  uint32_t *matched);

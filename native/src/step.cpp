@@ -1,6 +1,7 @@
 #include "step.h"
 
 #include "custom_op.h"
+#include "faults.h"
 #include "step_graph.h"
 
 #include <ggml-alloc.h>
@@ -38,7 +39,7 @@ Step::Step(const Model &model, const Cache &cache, const EngineParams &params)
 #ifdef LUCE_USE_CUDA
     if (model.device().own_matmul) {
         void *stream = luce_cuda_stream(backend_.get());
-        cuda::set_device(model.device().index);
+        make_current(model.device());
         if (const int error = cuda::gemm_open(stream); error != 0) {
             fail(LUCE_E_DEVICE, "%s: opening cuBLAS failed: %s", model.device().name.c_str(),
                  cuda::error_text(error));
@@ -78,11 +79,11 @@ Step::Step(const Model &model, const Cache &cache, const EngineParams &params)
 }
 
 Step::~Step() {
-#ifdef LUCE_USE_CUDA
-    if (model_.device().gpu) {
-        cuda::set_device(model_.device().index); // for what cuBLAS and captured graphs give back
+    try {
+        make_current(model_.device()); // for what cuBLAS and captured graphs give back
+    } catch (const Error &) {
+        // a device that has failed takes nothing back
     }
-#endif
 }
 
 uint64_t Step::allocated() const {
@@ -117,7 +118,8 @@ Step::Graph &Step::graph(const StepShape &shape) {
     const GraphAllocator trial = new_graph_allocator(model_.device());
     size_t size = 0;
     ggml_gallocr_reserve_n_size(trial.get(), built->nodes, nullptr, nullptr, &size);
-    if (size > compute_size_ || !ggml_gallocr_alloc_graph(galloc_.get(), built->nodes)) {
+    if (size > compute_size_ || fails_here(Fault::size) ||
+        !ggml_gallocr_alloc_graph(galloc_.get(), built->nodes)) {
         fail(LUCE_E_INTERNAL, "a step of %u rows over %u cells takes %s, the compute buffer has %s",
              shape.rows, shape.n_kv, human_bytes(size).c_str(), human_bytes(compute_size_).c_str());
     }
@@ -175,6 +177,11 @@ template <class Ours> void Step::run_segments(Graph &g, const Ours &run_op) {
             }
         }
         if (op != nullptr) {
+            check_current(device);
+            if (fails_here(Fault::op)) {
+                fail(LUCE_E_DEVICE, "%s: %s failed, since a test asked for it", device.name.c_str(),
+                     op->name);
+            }
             run_op(*op, node);
         }
         first = i + 1;
@@ -235,18 +242,24 @@ void Step::compute(Graph &g) {
     last_ = nullptr;
     fetched_ = 0;
     steps_++;
+    make_current(device);
     if (!device.gpu) {
         run_cpu(g);
     }
 #ifdef LUCE_USE_CUDA
     if (device.gpu) {
         void *stream = luce_cuda_stream(backend_.get());
-        cuda::set_device(device.index);
         if (capturing_ && g.captured == nullptr && !g.shape.prefill()) {
             capture(g, stream);
         }
         if (g.captured == nullptr) {
-            enqueue_cuda(g, stream);
+            try {
+                enqueue_cuda(g, stream);
+            } catch (...) { // what was enqueued reads the graph, and calls the host with it: it ends first
+                synchronisations_++;
+                cuda::finish(stream);
+                throw;
+            }
         } else if (const int error = cuda::capture_launch(g.captured, stream); error != 0) {
             fail(LUCE_E_DEVICE, "%s: a step failed: %s", device.name.c_str(), cuda::error_text(error));
         }

@@ -2,6 +2,7 @@
 
 #include "architecture.h"
 #include "custom_op.h"
+#include "faults.h"
 
 #include <ggml-alloc.h>
 
@@ -121,6 +122,9 @@ Step::Graph::~Graph() {
 
 std::unique_ptr<Step::Graph> Step::Graph::build(const Model &model, const Cache &cache, const Region &in,
                                                 const StepShape &shape) {
+    if (fails_here(Fault::graph)) {
+        throw std::bad_alloc();
+    }
     auto g = std::make_unique<Graph>();
     g->shape = shape;
     const size_t n_drafter = cache.has_drafter() ? model.weights().drafter->layers.size() : 0;

@@ -1,0 +1,52 @@
+// operator new for a process that this is preloaded into: of the allocations that code in one range of addresses makes
+// on the thread that armed it, the one after `passed` others fails.
+#include <cstdint>
+#include <cstdlib>
+#include <new>
+
+static thread_local long left = -1;
+static thread_local uintptr_t begin, end;
+
+extern "C" void arm(long passed, uintptr_t first, uintptr_t last) {
+    left = passed;
+    begin = first;
+    end = last;
+}
+
+// Whether none has failed since.
+extern "C" int disarm() {
+    const int waiting = left >= 0;
+    left = -1;
+    return waiting;
+}
+
+static void *take(size_t size, const void *caller) {
+    const auto from = reinterpret_cast<uintptr_t>(caller);
+    if (left >= 0 && begin <= from && from < end && left-- == 0) {
+        throw std::bad_alloc();
+    }
+    void *memory = malloc(size == 0 ? 1 : size);
+    if (memory == nullptr) {
+        throw std::bad_alloc();
+    }
+    return memory;
+}
+
+void *operator new(size_t size) {
+    return take(size, __builtin_return_address(0));
+}
+void *operator new[](size_t size) {
+    return take(size, __builtin_return_address(0));
+}
+void operator delete(void *memory) noexcept {
+    free(memory);
+}
+void operator delete[](void *memory) noexcept {
+    free(memory);
+}
+void operator delete(void *memory, size_t) noexcept {
+    free(memory);
+}
+void operator delete[](void *memory, size_t) noexcept {
+    free(memory);
+}

@@ -1,0 +1,144 @@
+"""Runs each call on an engine with every one of the core's own allocations failing in turn, in a process that
+failing_new.cpp is preloaded into, and prints for each call how many of them there were.
+
+A call that raises OutOfMemory has done nothing. One that raises DeviceError has failed its sequences. The
+same call then works, and leaves what it would have left.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import drive
+import nan_model
+from nan_model import tokens_of
+
+from luce import _native
+from luce._native import Checkpoint, Drafts, Engine, Rows
+from luce._native import Sequence as Timeline
+from luce.errors import DeviceError, OutOfMemory
+from luce.structs import Penalties, Sampling
+
+_preloaded = ctypes.CDLL(None)
+_preloaded.arm.argtypes = [ctypes.c_long, ctypes.c_uint64, ctypes.c_uint64]
+MASK = b"\xff" * (nan_model.SMALL.n_vocab // 8)
+
+
+def code_of(library: Path) -> tuple[int, int]:
+    """Returns the addresses of a loaded library's code."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if line.endswith(library.name) and "r-xp" in line:
+            first, last = line.split()[0].split("-")
+            return int(first, 16), int(last, 16)
+    raise AssertionError(f"{library} is not loaded")
+
+
+@dataclass
+class Stage:
+    """Two sequences, a checkpoint for the calls, and one that all begin with."""
+
+    engine: Engine
+    one: Timeline
+    two: Timeline
+    kept: Checkpoint
+    start: Checkpoint
+    made: list[Timeline | Checkpoint] = field(default_factory=list)
+
+    def begin(self) -> None:
+        for each in self.made:
+            each.close()
+        self.made.clear()
+        self.kept.to_device()
+        for seed, each in enumerate((self.one, self.two)):
+            each.resume(self.start)
+            each.set_sampling(Sampling(temperature=0.8, top_p=0.9, top_k=20, seed=seed))
+            each.set_penalties(Penalties(presence=0.5), 4)
+
+    def rows(self) -> None:
+        """Verifies rows of a tree, after drafts."""
+        self.begin()
+        for each in (self.one, self.two):
+            self.engine.draft([Drafts(each, 3, 2)])
+            drive.verify(each, [3, 4, 5], [-1, 0, 0])
+
+    def on_host(self) -> None:
+        """Has the checkpoint in host memory."""
+        self.begin()
+        self.kept.to_host()
+
+    def infos(self) -> list[object]:
+        return [self.engine.info, self.one.info, self.two.info, self.kept.info]
+
+
+# What comes before each call, and the call.
+CALLS: dict[str, tuple[Callable[[Stage], None], Callable[[Stage], object]]] = {
+    "open": (Stage.begin, lambda s: s.made.append(s.engine.sequence())),
+    "prefill": (Stage.begin, lambda s: s.one.prefill(tokens_of(9))),
+    "draft": (Stage.begin, lambda s: s.engine.draft([Drafts(s.one, 1, 2), Drafts(s.two, 1, 1)])),
+    "verify": (Stage.begin, lambda s: s.engine.verify([Rows(s.one, [1, 2], [-1, 0]), Rows(s.two, [4])])),
+    "choose": (Stage.rows, lambda s: s.two.choose(1, MASK)),
+    "commit": (Stage.rows, lambda s: s.one.commit([0, 2])),
+    "lookup": (Stage.rows, lambda s: s.one.lookup(3, 2)),
+    "reset": (Stage.rows, lambda s: s.one.reset()),
+    "make": (Stage.begin, lambda s: s.made.append(s.one.checkpoint())),
+    "resume": (Stage.rows, lambda s: s.one.resume(s.kept)),
+    "resume_from_host": (Stage.on_host, lambda s: s.one.resume(s.kept)),
+    "save": (Stage.begin, lambda s: s.kept.save()),
+    "load": (Stage.begin, lambda s: s.made.append(s.engine.load_checkpoint(SAVED[0]))),
+    "to_host": (Stage.begin, lambda s: s.kept.to_host()),
+    "to_device": (Stage.on_host, lambda s: s.kept.to_device()),
+}
+SAVED: list[bytes] = []
+
+
+def fail_each(
+    stage: Stage, begin: Callable[[Stage], None], call: Callable[[Stage], object], code: tuple[int, int]
+) -> int:
+    """Returns how many allocations the call has."""
+    begin(stage)
+    call(stage)
+    expected = stage.one.dump()
+    failed = 0
+    while True:
+        begin(stage)
+        before, error = stage.infos(), None
+        _preloaded.arm(failed, *code)
+        try:
+            call(stage)
+        except (OutOfMemory, DeviceError) as raised:
+            error = raised
+        done = _preloaded.disarm()
+        if error is None and not done:
+            failed += 1  # it was caught, and something else done instead
+            continue
+        if error is None:
+            return failed
+        failed += 1
+        if isinstance(error, OutOfMemory):
+            assert stage.infos() == before, (error, before, stage.infos())
+            assert stage.kept.save() == SAVED[0]
+        else:
+            assert stage.one.info.failed or stage.two.info.failed, error
+            begin(stage)
+        call(stage)
+        assert stage.one.dump() == expected
+
+
+def main(path: Path) -> None:
+    native = _native.default()
+    code = code_of(native.path)
+    engine = nan_model.open_engine(drive.open_model(native, path, head=True), n_ctx=600, n_checkpoints=3)
+    one = engine.sequence()
+    one.prefill(tokens_of(256), last=False)
+    stage = Stage(engine, one, engine.sequence(), one.checkpoint(), one.checkpoint())
+    SAVED.append(bytes(stage.kept.save()))
+    for name, (begin, call) in CALLS.items():
+        print(name, fail_each(stage, begin, call, code))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
