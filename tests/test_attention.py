@@ -83,6 +83,9 @@ SHAPES = [
     Shape(6, 2, 128, "f16", first=1),
     Shape(4, 2, 64, "f16", window=100, gated=False),
     Shape(4, 1, 128, "f32", softcap=5.0, window=300, first=1),
+    Shape(24, 1, 128, "f16"),  # more heads of one KV head than a CUDA unit takes
+    Shape(34, 2, 64, "f32", window=150),
+    Shape(48, 1, 64, "q8_0", gated=False),
 ]
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.h}-{s.hkv}-{s.d}-{s.kind}")
 

@@ -223,13 +223,18 @@ int cuda::attention(const AttentionArgs &args, void *stream) {
         return 0;
     }
     if (args.T < 0 || args.T > MAX_ROWS || args.max_pages <= 0 || pool.Hkv <= 0 || args.H % pool.Hkv != 0 ||
-        args.H / pool.Hkv > F32_M || !aligned(args.q, 16) || !aligned(args.out, 16) ||
-        !aligned(args.scratch, 16) || !aligned(pool.k, 16) || !aligned(pool.v, 16)) {
+        !aligned(args.q, 16) || !aligned(args.out, 16) || !aligned(args.scratch, 16) ||
+        !aligned(pool.k, 16) || !aligned(pool.v, 16)) {
         return int(cudaErrorInvalidValue);
     }
     AttentionParams a{};
     static_cast<AttentionArgs &>(a) = args;
     a.G = args.H / pool.Hkv;
+    while (a.G > F32_M || args.H / pool.Hkv % a.G != 0) { // as many as a unit has room for, in equal parts
+        a.G--;
+    }
+    a.groups = args.H / a.G;
+    a.groups_of_head = a.groups / pool.Hkv;
     a.per_G = (65536 + a.G - 1) / a.G;
     a.chunks = most_chunks(args);
     const float log2e = 1.44269504f;

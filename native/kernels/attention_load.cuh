@@ -174,7 +174,7 @@ template <typename L> struct Loader {
         for (; unit.valid(); unit.next()) {
             const int seq = unit.seq();
             const int32_t past = plan.n_past[seq];
-            const int64_t head = unit.head * int64_t(L::CELL);
+            const int64_t head = a.kv_head(unit.head) * int64_t(L::CELL);
             int64_t page = -1; // its first cell
             for (int32_t key = unit.begin; key < unit.end; key += KEYS) {
                 const bool whole = key >= unit.low && key + KEYS <= min(unit.end, past);

@@ -3,7 +3,8 @@
 // the blocks so that the work of all kinds up to it is even. Who does a unit does not change what it
 // computes.
 //
-// A unit is one chunk of keys, one KV head and a tile of M (row, query head) pairs. A segment is many units:
+// A unit is one chunk of keys, a group of query heads that read one KV head, and a tile of M (row, query head) pairs.
+// A segment is many units:
 //   committed chunks of a sequence, for all its rows;
 //   the chunks from that of n_past on, for one path: rows that each follow the one before. In depth-first order a
 //   new path begins where a row's parent is not the row before it, and what the path's rows see is in logical order
@@ -32,7 +33,8 @@ __device__ constexpr int region_of_kind(int kind) {
 }
 
 struct AttentionParams : AttentionArgs {
-    int32_t G; // query heads of a KV head
+    int32_t G; // query heads of a group: those of a KV head, or where these are many, a part of them
+    int32_t groups, groups_of_head; // of all heads; of a KV head
     int32_t per_G; // 2^16 / G rounded up: pair * per_G >> 16 is pair / G
     int32_t chunks; // most of a sequence
     // To units of log2: score * score_scale, or tanh(score * score_scale) * score_cap.
@@ -42,9 +44,8 @@ struct AttentionParams : AttentionArgs {
 
     // A pair of a unit: row and head of the step.
     __device__ int row_of(int first_row, int pair) const { return first_row + (pair * per_G >> 16); }
-    __device__ int head_of(int kv_head, int pair) const {
-        return kv_head * G + pair - (pair * per_G >> 16) * G;
-    }
+    __device__ int head_of(int group, int pair) const { return group * G + pair - (pair * per_G >> 16) * G; }
+    __device__ int kv_head(int group) const { return groups_of_head == 1 ? group : group / groups_of_head; }
 };
 
 struct Segment {
@@ -178,7 +179,7 @@ __device__ void Plan::count(const AttentionParams &a, int most_rows) {
     if (tid >= MAX_SEGMENTS) {
         return;
     }
-    const int32_t units = (chunks[0] + chunks[1] + chunks[2] + chunks[3]) * a.pool.Hkv;
+    const int32_t units = (chunks[0] + chunks[1] + chunks[2] + chunks[3]) * a.groups;
     const int rows = mine.n_rows, parts = max((rows + most_rows - 1) / most_rows, 1);
     const int tiles = max(min(int(gridDim.x) / max(units, 1), rows), parts);
     mine.tile_rows = uint8_t((rows + tiles - 1) / tiles);
@@ -189,7 +190,7 @@ __device__ void Plan::count(const AttentionParams &a, int most_rows) {
         if ((k == PATHS) != (tid >= MAX_ROWS)) {
             continue;
         }
-        int32_t begin, sum = mine.chunks(k, begin) * a.pool.Hkv * mine.n_tiles;
+        int32_t begin, sum = mine.chunks(k, begin) * a.groups * mine.n_tiles;
 #pragma unroll
         for (int d = 1; d < WARP; d *= 2) {
             const int32_t before = __shfl_up_sync(~0u, sum, d);
@@ -220,7 +221,7 @@ __device__ void Plan::share_out() {
         }
         return;
     }
-    uint32_t all = 0, mine = 0; // work: of all workers; of workers 0 .. j
+    uint64_t all = 0, mine = 0; // work: of all workers; of workers 0 .. j
     for (int k = 0; k < UNIT_KINDS; k++) {
         const int32_t units = ends[k][MAX_ROWS - 1];
         if (j == 0) {
@@ -232,11 +233,12 @@ __device__ void Plan::share_out() {
         const int region = region_of_kind(k);
         const uint32_t cost = k == PATHS ? max(path_tiles[2], path_tiles[3]) + PATH_COST
                                          : (1 << chunk_region(region).shift) / TILE_KEYS + UNIT_COST;
-        all += units * cost;
+        all += uint64_t(units) * cost;
         int32_t n = units;
         if (j < workers - 1) {
-            const uint32_t share = all * uint32_t(j + 1), has = mine * workers;
-            n = share > has ? min(units, int32_t((share - has) / (cost * workers))) : 0;
+            const uint64_t share = all * uint32_t(j + 1), has = mine * uint32_t(workers);
+            // in F32, which is exact up to 2^24 and short: beyond it some worker has a unit more
+            n = share > has ? min(units, int32_t(float(share - has) / float(cost * workers))) : 0;
         }
 #pragma unroll
         for (int d = 1; d < WARP; d *= 2) {
@@ -250,7 +252,7 @@ __device__ void Plan::share_out() {
         for (int w = 0; w < min(warp, MAX_WORKERS / WARP); w++) {
             n = max(n, done[k][w]);
         }
-        mine += n * cost;
+        mine += uint64_t(n) * cost;
         if (j + 1 == me) {
             first[k] = n;
         }
@@ -293,7 +295,7 @@ struct UnitInfo {
     }
 };
 
-// A walk over one worker's units: kind by kind, in each segment KV head by KV head the chunks in order, so that a
+// A walk over one worker's units: kind by kind, in each segment group by group the chunks in order, so that a
 // worker's units mostly share their queries and follow each other in memory. Tiles of one chunk are next to each other,
 // so that one reads what the other has brought into L2.
 struct Cursor {
@@ -302,7 +304,7 @@ struct Cursor {
     int kind = 0, seg = 0; // seg: among those of the kind
     int32_t i, stop; // units of the kind
     // the unit:
-    int row, n_rows, head;
+    int row, n_rows, head; // head: the group of query heads
     int32_t chunk, begin, end, low; // keys; those below `low` no row sees
 
     __device__ Cursor(const AttentionParams &args, const Plan &p)

@@ -6,8 +6,24 @@
 
 namespace luce {
 
+// cuBLAS's own text comes from its library, which this file does without.
+static const char *cublas_text(int status) {
+    switch (status) {
+        case 1: return "cuBLAS could not be initialised: its library or the device lacks memory";
+        case 3: return "cuBLAS found no device memory";
+        case 7: return "cuBLAS refused a value";
+        case 8: return "cuBLAS does not have this operation on this GPU";
+        case 11: return "cuBLAS could not reach device memory";
+        case 13: return "cuBLAS could not run a kernel";
+        case 14: return "cuBLAS failed within";
+        case 15: return "cuBLAS does not support this product";
+        default: return "cuBLAS failed";
+    }
+}
+
 const char *cuda::error_text(int error) {
-    return cudaGetErrorString(cudaError_t(error));
+    return error >= CUBLAS_ERRORS ? cublas_text(error - CUBLAS_ERRORS)
+                                  : cudaGetErrorString(cudaError_t(error));
 }
 
 int cuda::compute_capability(int device) {

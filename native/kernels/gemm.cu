@@ -17,7 +17,7 @@ std::mutex mutex; // several engines may open at once, each with a stream of its
 std::map<void *, Library> libraries; // by stream
 
 int cuda_error(cublasStatus_t status) {
-    return int(status == CUBLAS_STATUS_SUCCESS ? cudaSuccess : cudaErrorUnknown);
+    return status == CUBLAS_STATUS_SUCCESS ? 0 : CUBLAS_ERRORS + int(status);
 }
 
 void close(const Library &library) {

@@ -11,6 +11,7 @@
 // No ggml here. Launchers enqueue on `stream` and return a cudaError_t as int; nothing synchronises.
 #pragma once
 
+#include "kernels.h"
 #include "rowmm.h"
 
 namespace luce {

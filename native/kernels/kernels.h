@@ -287,6 +287,9 @@ struct TokensArgs {
     int32_t *out; // [T]
 };
 
+// What launchers that use cuBLAS return of its statuses: beyond CUDA's own codes.
+constexpr int CUBLAS_ERRORS = 20000;
+
 namespace cuda {
 int conv(const ConvArgs &args, void *stream);
 int deltanet(const DeltaArgs &args, void *stream);
@@ -301,7 +304,7 @@ int choose(const ChooseArgs &args, void *stream);
 int keep(const KeepArgs &args, void *stream);
 int topk(const TopkArgs &args, void *stream);
 int row_tokens(const TokensArgs &args, void *stream);
-const char *error_text(int error);
+const char *error_text(int error); // of what a launcher returned
 int set_device(int device); // kernels launch on the current device of the calling thread
 int current_device(); // of the calling thread; -1 after an error
 int compute_capability(int device); // 90 for 9.0
