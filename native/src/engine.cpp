@@ -117,7 +117,10 @@ EngineParams Engine::resolve(const Model &model, const luce_engine_params *p) {
 
 luce_memory Engine::plan(const Model &model, const EngineParams &params) {
     const Cache cache = make_cache(model, params);
-    const StepSizes sizes = Step::measure(model, cache, params);
+    return memory_of(model, cache, Step::measure(model, cache, params));
+}
+
+luce_memory Engine::memory_of(const Model &model, const Cache &cache, const StepSizes &sizes) {
     luce_memory m{};
     m.weights = model.weight_bytes();
     m.kv = cache.kv_bytes();
@@ -132,13 +135,14 @@ luce_memory Engine::plan(const Model &model, const EngineParams &params) {
 
 Engine::Engine(std::shared_ptr<const Model> model, const EngineParams &params)
     : model_(std::move(model)), params_(params), cache_(make_cache(*model_, params)) {
-    const luce_memory need = plan(*model_, params);
+    const StepSizes sizes = Step::measure(*model_, cache_, params);
+    const luce_memory need = memory_of(*model_, cache_, sizes);
     check_memory(
         model_->device(), need.kv + need.state + need.compute + need.other,
         format("an engine of %u sequences with %u positions", params.cache.n_sequences, params.cache.n_ctx)
             .c_str());
     cache_.allocate(model_->device());
-    step_ = std::make_unique<Step>(*model_, cache_, params_);
+    step_ = std::make_unique<Step>(*model_, cache_, params_, sizes);
     if (model_->device().gpu) {
         copies_ = make_backend(model_->device(), 1);
     }

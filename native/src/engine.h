@@ -78,6 +78,7 @@ public:
     void leaving(std::weak_ptr<Checkpoint> checkpoint); // one whose copy to the host is about to begin
 
 private:
+    static luce_memory memory_of(const Model &model, const Cache &cache, const StepSizes &sizes);
     void draft_chains(const DraftItem *items, uint32_t n, bool part);
     void draft_link(const DraftItem *items, uint32_t n, uint32_t link, bool part);
     void draft_blocks(const DraftItem *items, uint32_t n);

@@ -31,7 +31,7 @@ static void close_gemm(void *stream) {
 #endif
 }
 
-Step::Step(const Model &model, const Cache &cache, const EngineParams &params)
+Step::Step(const Model &model, const Cache &cache, const EngineParams &params, const StepSizes &sizes)
     : model_(model), cache_(cache), params_(params),
       backend_(make_backend(model.device(), int(params.n_threads))),
       team_(model.device().gpu && model.in_ram() == nullptr ? 1 : int(params.n_threads)),
@@ -74,7 +74,7 @@ Step::Step(const Model &model, const Cache &cache, const EngineParams &params)
             std::max(uint32_t(MAX_ROWS), std::min(params.cache.n_chunk, params.cache.n_ctx));
         ram_.allocate(model.device(), int32_t(rows), *moe, model.hparams().n_embd);
     }
-    build_all();
+    build_all(sizes.largest);
     time_all();
 }
 
@@ -92,12 +92,10 @@ uint64_t Step::allocated() const {
 
 // ---- graphs ----
 
-void Step::build_all() {
-    for (const StepShape &shape : sizing_steps(params_.cache)) {
-        auto g = Graph::build(model_, cache_, in_.of(shape.kind), shape);
-        if (!ggml_gallocr_reserve(galloc_.get(), g->nodes)) {
-            fail(LUCE_E_MEMORY, "%s: allocating the compute buffer failed", model_.device().name.c_str());
-        }
+void Step::build_all(const StepShape &largest) {
+    const auto g = Graph::build(model_, cache_, in_.of(largest.kind), largest);
+    if (!ggml_gallocr_reserve(galloc_.get(), g->nodes)) {
+        fail(LUCE_E_MEMORY, "%s: allocating the compute buffer failed", model_.device().name.c_str());
     }
     compute_size_ = ggml_gallocr_get_buffer_size(galloc_.get(), 0);
     for (const StepShape &shape : step_shapes(params_.cache)) {
@@ -251,6 +249,9 @@ void Step::compute(Graph &g) {
         void *stream = luce_cuda_stream(backend_.get());
         if (capturing_ && g.captured == nullptr && !g.shape.prefill()) {
             capture(g, stream);
+        }
+        if (!launching_) {
+            return;
         }
         if (g.captured == nullptr) {
             try {

@@ -40,6 +40,7 @@ struct StepShape {
 
 struct StepSizes {
     uint64_t compute = 0; // activations and outputs
+    StepShape largest{}; // the step that takes as much
     uint64_t inputs = 0;
     uint64_t other = 0; // captured graphs and ggml's pools, an upper bound
 };
@@ -55,8 +56,8 @@ public:
     // Returns the sizes without allocating anything; the caches need not be allocated either.
     static StepSizes measure(const Model &model, const Cache &cache, const EngineParams &params);
 
-    // Allocates everything, builds all graphs and times them.
-    Step(const Model &model, const Cache &cache, const EngineParams &params);
+    // Allocates everything, builds all graphs and times them; `sizes` are what measure() says.
+    Step(const Model &model, const Cache &cache, const EngineParams &params, const StepSizes &sizes);
     ~Step();
     Step(const Step &) = delete;
     Step &operator=(const Step &) = delete;
@@ -121,7 +122,7 @@ private:
     void run_cpu(Graph &g);
     void enqueue_cuda(Graph &g, void *stream); // both only where luce is built with CUDA
     void capture(Graph &g, void *stream);
-    void build_all();
+    void build_all(const StepShape &largest);
     void run_trial(const StepShape &shape);
     void time_all();
 
@@ -151,6 +152,7 @@ private:
     uint64_t fetched_next_ = 0,
              fetched_ = 0; // rows, a bit each: whose logits will come, and have come to the host
     bool capturing_ = false; // steps are captured on their first run
+    bool launching_ = true; // false: a step is captured and does not run
 };
 
 // Round rows and cells up to the fixed lists.

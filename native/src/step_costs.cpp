@@ -138,15 +138,15 @@ void Step::time_all() {
         kind.timed[width_of(shape)] = best;
     };
     if (gpu) { // once as they are, so that ggml's pools are full-grown and kernels loaded; then captured, then timed
-        for (const StepShape &shape : largest_steps(params_.cache)) {
-            run_trial(shape);
-        }
-        for (const StepShape &shape : shapes) {
-            run_trial(shape);
+        run_trial(largest_steps(params_.cache)[0]); // a prefill
+        for (auto shape = shapes.rbegin(); shape != shapes.rend(); ++shape) { // widest first
+            run_trial(*shape);
         }
         capturing_ = true;
         for (const StepShape &shape : shapes) {
+            launching_ = false;
             run_trial(shape);
+            launching_ = true;
             time(kinds[drafts_of(shape.kind)], shape);
         }
     } else {

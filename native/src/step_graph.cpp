@@ -168,7 +168,10 @@ StepSizes Step::measure(const Model &model, const Cache &cache, const EnginePara
         check_supported(model.device(), g->nodes);
         size_t size = 0;
         ggml_gallocr_reserve_n_size(galloc.get(), g->nodes, nullptr, nullptr, &size);
-        sizes.compute = std::max<uint64_t>(sizes.compute, size);
+        if (size >= sizes.compute) {
+            sizes.compute = size;
+            sizes.largest = shape;
+        }
         n_nodes = std::max<uint64_t>(n_nodes, uint64_t(ggml_graph_n_nodes(g->nodes)));
     }
     if (model.device().gpu) {
