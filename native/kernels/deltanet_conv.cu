@@ -6,6 +6,7 @@
 //   append: rows are split over blocks too; a second kernel moves the window once all have read it.
 #include "kernels.h"
 #include "overlap.cuh"
+#include "rowmm_parts.cuh"
 
 #include <cstddef>
 
@@ -169,16 +170,76 @@ template <int S> struct Shared {
     int32_t seq[MAX_ROWS], parent[MAX_ROWS]; // of the step's rows
 };
 
+// The rows of a step: as they are, or a head's summed from parts into shared memory.
+template <int S> struct Rows {
+    const float *x;
+    int64_t stride;
+    int64_t c0;
+
+    __device__ const float *at(int t) const { return x + t * stride + c0; }
+};
+
+// The results n .. n + 127 of T rows of a weight that has N, by all warps of a block: to `out`, out_row from row to row.
+constexpr int SUM_TILE = 128;
+__device__ void sum_parts(const RowmmParts &parts, int weight, int64_t n, int64_t N, int T, float *out,
+                          int64_t out_row) {
+    const int lane = threadIdx.x % WARP, n_warps = blockDim.x / WARP;
+    const bool present = n + lane * 4 < N;
+    for (int t = threadIdx.x / WARP; t < T; t += n_warps) {
+        const LaneParts<1> of(parts, weight, t, present ? n + lane * 4 : 0);
+        if (t < n_warps) {
+            wait_for_previous();
+        }
+        float4 x[8][1];
+        float v[4] = {};
+        of.fetch(x, 0);
+        of.add(x, v);
+        if (present) {
+            *reinterpret_cast<float4 *>(out + t * out_row + lane * 4) = {v[0], v[1], v[2], v[3]};
+        }
+    }
+}
+
+// What conv_verify_kernel needs to add up parts: how many values z, beta and alpha have, and where they go.
+struct Summed {
+    RowmmParts parts;
+    int32_t N[3];
+    float *out[3];
+};
+struct NotSummed {};
+
+// What blocks behind the heads' do: tile `tile` of z, beta and alpha in order.
+__device__ void sum_others(const Summed &sums, int tile, int T) {
+    for (int i = 0; i < 3 && blockIdx.y == 0; i++) {
+        const int tiles = (sums.N[i] + SUM_TILE - 1) / SUM_TILE, n = tile * SUM_TILE;
+        if (tile < tiles) {
+            sum_parts(sums.parts, i + 1, n, sums.N[i], T, sums.out[i] + n, sums.N[i]);
+            break;
+        }
+        tile -= tiles;
+    }
+    wait_for_previous();
+}
+
 // grid: heads, groups of sequences; a warp for each row of the step up to GROUP, and so for each sequence of
 // a group. Rows -1, -2, -3 are the committed ones, newest first, each the parent of the one before it.
-template <int S> __global__ void conv_verify_kernel(const __grid_constant__ Params a) {
+template <int S, typename Sums>
+__global__ void conv_verify_kernel(const __grid_constant__ Params a, const __grid_constant__ Sums sums) {
+    constexpr bool SUMMED = sizeof(Sums) == sizeof(Summed);
     __shared__ Shared<S> sh;
+    extern __shared__ __align__(16) float summed[]; // [T][S]
     const int lane = threadIdx.x % WARP, warp = warp_index(), n_warps = blockDim.x / WARP, T = a.shape.T;
     const int64_t C = a.C, c0 = int64_t(blockIdx.x) * S;
     const int first = blockIdx.y * GROUP;
     const bool normalise = blockIdx.x < 2 * a.shape.Hk;
 
     let_next_start();
+    if constexpr (SUMMED) {
+        if (const int behind = int(blockIdx.x) - 2 * a.shape.Hk - a.shape.Hv; behind >= 0) {
+            sum_others(sums, behind, T);
+            return;
+        }
+    }
     Control ctl;
     ctl.load(*a.ctl, first + warp, lane);
     Weights<S> w;
@@ -192,9 +253,15 @@ template <int S> __global__ void conv_verify_kernel(const __grid_constant__ Para
     if (present) {
         committed.load(lane);
     }
+    Rows<S> rows{a.x, C, c0};
+    if constexpr (SUMMED) {
+        sum_parts(sums.parts, 0, c0, C, T, summed, S);
+        rows = {summed, S, 0};
+        __syncthreads();
+    }
     wait_for_previous();
     Channels<S> row;
-    row.load(a.x + warp * C + c0, lane);
+    row.load(rows.at(warp), lane);
     if (present) {
 #pragma unroll
         for (int i = 0; i < WINDOW; i++) {
@@ -216,7 +283,7 @@ template <int S> __global__ void conv_verify_kernel(const __grid_constant__ Para
         }
         Channels<S> taps[TAPS];
         if (t != warp) {
-            row.load(a.x + t * C + c0, lane);
+            row.load(rows.at(t), lane);
         }
         taps[TAPS - 1] = row;
         int from = t;
@@ -224,7 +291,7 @@ template <int S> __global__ void conv_verify_kernel(const __grid_constant__ Para
         for (int tap = WINDOW - 1; tap >= 0; tap--) {
             from = from >= 0 ? sh.parent[from] : from - 1;
             if (from >= 0) {
-                taps[tap].load(a.x + from * C + c0, lane);
+                taps[tap].load(rows.at(from), lane);
             } else {
                 taps[tap].load(sh.committed[i][WINDOW + from], lane);
             }
@@ -313,12 +380,53 @@ template <int S> int launch(const ConvArgs &args, cudaStream_t stream) {
         conv_window_kernel<S><<<heads, WARP, 0, stream>>>(a);
     } else {
         const dim3 grid(heads, (a.shape.max_seqs() + GROUP - 1) / GROUP);
-        return int(launch_kernel(conv_verify_kernel<S>, grid, min(T, 16) * WARP, 0, stream, true, a));
+        return int(launch_kernel(conv_verify_kernel<S, NotSummed>, grid, min(T, 16) * WARP, 0, stream, true,
+                                 a, NotSummed()));
     }
     return int(cudaGetLastError());
 }
 
+int launch_summed(const ConvPartsArgs &args, cudaStream_t stream) {
+    constexpr int S = SUM_TILE;
+    const DeltaShape &s = args.shape;
+    Summed sums = {};
+    if (const cudaError_t error = rowmm_parts_of(*args.parts, sums.parts); error != cudaSuccess) {
+        return int(error);
+    }
+    int blocks = 2 * s.Hk + s.Hv;
+    for (int i = 0; i < 3; i++) {
+        sums.N[i] = int32_t(args.parts->weights[i + 1].N);
+        sums.out[i] = args.others[i];
+        blocks += (sums.N[i] + SUM_TILE - 1) / SUM_TILE;
+    }
+    const dim3 grid(blocks, (s.max_seqs() + GROUP - 1) / GROUP);
+    const size_t bytes = size_t(s.T) * S * sizeof(float);
+    // on each call, since it holds for the current device only
+    const cudaError_t error = cudaFuncSetAttribute(conv_verify_kernel<S, Summed>,
+                                                   cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
+    if (error != cudaSuccess) {
+        return int(error);
+    }
+    return int(launch_kernel(conv_verify_kernel<S, Summed>, grid, min(s.T, 16) * WARP, bytes, stream, true,
+                             Params(args), sums));
+}
+
 } // namespace
+
+int cuda::conv_parts(const ConvPartsArgs &args, void *stream) {
+    const DeltaShape &s = args.shape;
+    const RowmmArgs *parts = args.parts;
+    if (s.T < 1 || s.T > MAX_ROWS || s.n_slots < 1 || s.mode != DELTA_VERIFY || s.S != SUM_TILE ||
+        parts == nullptr || parts->n_weights != 4 || parts->T != s.T || parts->weights[0].N != s.conv_dim()) {
+        return int(cudaErrorInvalidValue);
+    }
+    for (int i = 1; i < 4; i++) {
+        if (parts->weights[i].N % 4 != 0) {
+            return int(cudaErrorInvalidValue);
+        }
+    }
+    return launch_summed(args, static_cast<cudaStream_t>(stream));
+}
 
 int cuda::conv(const ConvArgs &args, void *stream) {
     const DeltaShape &s = args.shape;

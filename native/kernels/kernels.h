@@ -99,6 +99,14 @@ struct ConvArgs {
     float *out; // [T][C]
 };
 
+// The same in a verify where the products that are its input, with qkv, z, beta and alpha, have stayed parts (rowmm.h):
+// it adds them up too. S is 128.
+struct RowmmArgs;
+struct ConvPartsArgs : ConvArgs { // x is not used
+    const RowmmArgs *parts; // of four weights
+    float *others[3]; // [T][N] of z, beta and alpha
+};
+
 // The gated delta rule, one v head h with k head h % Hk:
 //   D = exp(g)*S; delta = beta*(v - D^T k); S = fma(k, delta, D); o = (S^T q)/sqrt(S)
 // with g = a*softplus(alpha + dt), beta = sigmoid(b).
@@ -292,6 +300,7 @@ constexpr int CUBLAS_ERRORS = 20000;
 
 namespace cuda {
 int conv(const ConvArgs &args, void *stream);
+int conv_parts(const ConvPartsArgs &args, void *stream);
 int deltanet(const DeltaArgs &args, void *stream);
 int deltanet_chunks(const DeltaArgs &args, void *scratch, void *stream); // DELTA_APPEND, for long prefills
 int norm_rope(const NormRopeArgs &args, void *stream);

@@ -35,7 +35,7 @@ bool aligned(const void *p) {
 
 bool valid(const RowmmArgs &a) {
     if (a.T < 0 || a.T > ROWMM_MAX_ROWS || a.n_weights < 1 || a.n_weights > ROWMM_MAX_WEIGHTS ||
-        !aligned(a.x) || !aligned(a.scratch)) {
+        !aligned(a.x) || !aligned(a.scratch) || !aligned(a.parts)) {
         return false;
     }
     int64_t units = 0;
@@ -81,9 +81,9 @@ void cut(RowmmParams &p, const Span *spans, int n_spans) {
 }
 
 void plan(RowmmParams &p, const RowmmArgs &a, const Device &device) {
-    constexpr int64_t UNIT_COST = 2048; // in bytes: barriers and activations
+    constexpr int64_t UNIT_COST = 49152; // in bytes: a unit takes nearly as long whatever its type
     Span spans[2 * ROWMM_MAX_WEIGHTS];
-    int n_spans = 0, units = 0;
+    int n_spans = 0, units = 0, tiles = 0;
     p.n_segments = a.n_weights;
     for (int i = 0; i < a.n_weights; i++) {
         const RowmmWeights &w = a.weights[i];
@@ -109,6 +109,8 @@ void plan(RowmmParams &p, const RowmmArgs &a, const Device &device) {
                     aligned(w.residual);
         s.first_unit = units;
         units += s.n_units;
+        s.first_tile = tiles;
+        tiles += int(tiles_of(w.N));
         if (s.whole_units > 0) {
             spans[n_spans++] = {s.whole_units, int64_t(FRAGMENTS) * s.fragment_bytes + UNIT_COST};
         }
@@ -126,12 +128,11 @@ void plan(RowmmParams &p, const RowmmArgs &a, const Device &device) {
 constexpr int SUM_THREADS = 256;
 __global__ void __launch_bounds__(SUM_THREADS) sum_kernel(const __grid_constant__ RowmmParams p) {
     let_next_start();
-    const int range = blockIdx.x, i = blockIdx.y * SUM_THREADS + threadIdx.x;
-    Edge edge;
-    edge.find(p, range, 1);
+    const int range = blockIdx.x, i = blockIdx.y * blockDim.x + threadIdx.x;
+    const OpenTile tile(p, range);
     wait_for_previous();
-    if (edge.from == range && edge.to > range && i < p.rows * (TILE / 4)) {
-        add_parts(p, edge, i);
+    if (tile.from == range && tile.to > range && i < p.rows * (TILE / 4)) {
+        add_parts(p, tile, i);
     }
 }
 
@@ -143,7 +144,7 @@ cudaError_t launch(RowmmParams &p, bool wide, const Device &device, cudaStream_t
                           : !wide           ? rowmm_kernel_32()
                           : p.columns <= 32 ? rowmm_kernel_32_wide()
                                             : rowmm_kernel_64_wide();
-    constexpr int STATIC = 256; // what the kernel has besides, at most
+    constexpr int STATIC = 512; // what the kernel has besides, at most
     const int share = device.shared_sm / (p.columns <= 32 ? 2 : 1) - device.shared_reserved - STATIC;
     p.slots = std::min((share - k.row_bytes) / p.slot_bytes, ROWMM_MAX_SLOTS);
     if (p.slots < 2) {
@@ -162,11 +163,12 @@ cudaError_t launch(RowmmParams &p, bool wide, const Device &device, cudaStream_t
     const int ranges = BLOCKS_PER_SM / k.blocks; // of a block
     const dim3 grid((p.ranges + ranges - 1) / ranges);
     const cudaError_t launched = launch_kernel(k.kernel, grid, k.threads, bytes, stream, overlap, p);
-    if (launched != cudaSuccess || p.columns <= 8 * SETTLE_TILES) {
+    if (launched != cudaSuccess || p.parts != nullptr) {
         return launched;
     }
-    const dim3 sums(p.ranges, (p.rows * (TILE / 4) + SUM_THREADS - 1) / SUM_THREADS);
-    return launch_kernel(sum_kernel, sums, SUM_THREADS, 0, stream, overlap, p);
+    const int threads = std::min(p.rows * (TILE / 4), SUM_THREADS);
+    const dim3 sums(p.ranges, (p.rows * (TILE / 4) + threads - 1) / threads);
+    return launch_kernel(sum_kernel, sums, threads, 0, stream, overlap, p);
 }
 
 // Its attributes say what it was compiled for.
@@ -180,8 +182,42 @@ bool rowmm_has_wgmma() {
            attributes.maxThreadsPerBlock == 64;
 }
 
-int64_t cuda::rowmm_counter_bytes() {
-    return ROWMM_MAX_RANGES * int64_t(sizeof(uint32_t));
+static int64_t tiles_of_all(const RowmmArgs &args) {
+    int64_t tiles = 0;
+    for (int i = 0; i < args.n_weights; i++) {
+        tiles += tiles_of(args.weights[i].N);
+    }
+    return tiles;
+}
+
+int64_t rowmm_parts_bytes(const RowmmArgs &args) {
+    const int64_t rows = args.T <= SET ? args.T : (args.T + SET - 1) / SET * SET; // of any layout, at least
+    return (ROWMM_MAX_RANGES + tiles_of_all(args)) * rows * TILE * int64_t(sizeof(float));
+}
+
+cudaError_t rowmm_parts_of(const RowmmArgs &args, RowmmParts &parts) {
+    Device device;
+    if (!valid(args) || args.parts == nullptr || args.n_weights > 4) {
+        return cudaErrorInvalidValue;
+    }
+    const cudaError_t error = device.read();
+    if (error != cudaSuccess) {
+        return error;
+    }
+    RowmmParams p = {};
+    plan(p, args, device);
+    const RowsLayout layout(args.T, rowmm_has_wgmma());
+    parts.parts = args.parts;
+    parts.set = layout.set;
+    parts.rows = std::min(args.T, layout.set);
+    parts.set_size = (p.ranges + tiles_of_all(args)) * parts.rows * TILE;
+    parts.ranges = p.ranges;
+    for (int i = 0; i < args.n_weights; i++) {
+        const RowmmSegment &s = p.segments[i];
+        parts.weights[i] = {s.first_unit, s.first_tile, s.units_k};
+    }
+    std::copy(p.first, p.first + p.ranges + 1, parts.first);
+    return cudaSuccess;
 }
 
 int64_t cuda::rowmm_scratch_bytes() {
@@ -189,8 +225,7 @@ int64_t cuda::rowmm_scratch_bytes() {
     if (device.read() != cudaSuccess) {
         return 0;
     }
-    return rowmm_counter_bytes() +
-           int64_t(device.ranges()) * 2 * ROWMM_MAX_ROWS * TILE * int64_t(sizeof(float));
+    return int64_t(device.ranges()) * 2 * ROWMM_MAX_ROWS * TILE * int64_t(sizeof(float));
 }
 
 int cuda::rowmm(const RowmmArgs &args, void *stream) {
@@ -207,10 +242,18 @@ int cuda::rowmm(const RowmmArgs &args, void *stream) {
     }
     RowmmParams p = {};
     plan(p, args, device);
-    p.counters = static_cast<uint32_t *>(args.scratch);
-    p.partial = reinterpret_cast<float *>(static_cast<uint8_t *>(args.scratch) + rowmm_counter_bytes());
+    p.partial = static_cast<float *>(args.scratch);
+    p.parts = args.parts;
     const RowsLayout layout(args.T, rowmm_has_wgmma());
     p.columns = layout.columns;
+    p.part_rows = std::min(args.T, layout.set);
+    if (args.normed != 0) {
+        p.n_squares = int32_t(chunks_of(args.K));
+        p.K = float(args.K);
+        p.eps = args.eps;
+        p.squares = reinterpret_cast<const float *>(static_cast<const uint8_t *>(args.x) +
+                                                    squares_offset(args.T, args.K));
+    }
     for (int row = 0; row < args.T; row += layout.set) {
         p.rows = std::min(args.T - row, layout.set);
         p.x = static_cast<const uint8_t *>(args.x) +
@@ -220,6 +263,8 @@ int cuda::rowmm(const RowmmArgs &args, void *stream) {
         if (launched != cudaSuccess) {
             return int(launched);
         }
+        p.squares += p.squares == nullptr ? 0 : int64_t(layout.set) * p.n_squares;
+        p.parts += p.parts == nullptr ? 0 : (p.ranges + tiles_of_all(args)) * int64_t(p.part_rows) * TILE;
         for (int i = 0; i < p.n_segments; i++) {
             RowmmSegment &s = p.segments[i];
             s.out += layout.set * s.out_row;

@@ -55,7 +55,8 @@ struct RowmmPermuteArgs {
 // What rowmm_pack computes of its input before it packs it.
 enum RowmmInput : int32_t {
     ROWMM_PLAIN = 0, // x
-    ROWMM_RMS = 1, // x * rsqrt(mean(x^2) + eps) * w[k], mean over the row
+    ROWMM_RMS =
+        1, // x * w[k]; the product applies rsqrt(mean(x^2) + eps), mean over the row (RowmmArgs.normed)
     ROWMM_SWIGLU = 2, // silu(x) * y
     ROWMM_HEAD_RMS =
         3, // x * rsqrt(mean(x^2) + eps) * w[k % head] * silu(y), mean over each head (DeltaNet's output)
@@ -63,6 +64,7 @@ enum RowmmInput : int32_t {
         4, // x * sigmoid(y), where y's heads of `head` values lie 2 * head apart; gemm_pack (gemm.h) alone
 };
 
+struct RowmmArgs;
 struct RowmmPackArgs {
     const float *x; // [T] rows of K values
     int64_t x_row; // values from one row of x to the next
@@ -70,17 +72,20 @@ struct RowmmPackArgs {
     int64_t K;
     void *out; // [rowmm_x_bytes(T, K)], aligned to 16
     int32_t input; // RowmmInput
-    int32_t head; // ROWMM_HEAD_RMS: 32, 64, 128 or 256; ROWMM_GATED: a multiple of 4
-    float eps; // ROWMM_RMS, ROWMM_HEAD_RMS
+    int32_t head; // ROWMM_HEAD_RMS: 16, 32, 64, 128 or 256; ROWMM_GATED: a multiple of 4
+    float eps; // ROWMM_HEAD_RMS; ROWMM_RMS of gemm_pack
     const float *w; // ROWMM_RMS: [K]; ROWMM_HEAD_RMS: [head]
     const float
         *y; // ROWMM_SWIGLU, ROWMM_HEAD_RMS: [T] rows of K values; ROWMM_GATED: of 2 K, less the first head
     int64_t y_row;
-    float *copy; // null, or [T][K]: the computed values in F32 as well
+    // Null, or the launch that left parts (RowmmArgs.parts), of which this one makes the sums. ROWMM_RMS: x plus its
+    // one weight's results is what is packed; ROWMM_SWIGLU: its two weights' results stand for x and y. K % 8 == 0.
+    const RowmmArgs *parts;
+    float *copy; // null, or [T][K]: ROWMM_RMS: x, summed; else the values that are packed
     int32_t overlap; // as in RowmmArgs
 };
 
-// Bytes of packed activations; grows with T.
+// Bytes of packed activations; grows with T. The last [T][K / 256] F32, of ROWMM_RMS, are sums of squares of x.
 int64_t rowmm_x_bytes(int32_t T, int64_t K);
 
 // ---- the product ----
@@ -99,23 +104,27 @@ struct RowmmArgs {
     int32_t T; // 1 .. ROWMM_MAX_ROWS
     int64_t K; // of all weights
     const void *x; // what rowmm_pack left, for the same T and K
+    int32_t normed; // 1: x was packed as ROWMM_RMS
+    float eps; // of that norm
     int32_t n_weights;
     RowmmWeights
         weights[ROWMM_MAX_WEIGHTS]; // which ones share a launch is part of the arithmetic: keep it fixed
     void
         *scratch; // [cuda::rowmm_scratch_bytes()], aligned to 16; launches that may run at once need one each
-    // 1: the launch may begin before the kernel ahead of it on the stream has ended (programmatic dependent launch,
-    // from sm_90 on, also inside a captured graph): it reads weights while it waits, and touches nothing else before.
-    // So whatever writes weights, and whatever still reads `out` or `scratch`, must not be the kernel right ahead
-    // unless that one waits for its own predecessor (all kernels of rowmm do).
+    // Null, or [rowmm_parts_bytes()], aligned to 16: here the results are left as partial sums for the next
+    // kernel to add (rowmm_parts.cuh), which spares one; `out`, `residual` and `scratch` are not used. At most 4 weights.
+    float *parts;
+    // 1: the launch may begin before the kernel ahead of it on the stream has ended (overlap.cuh): it reads weights
+    // while it waits, and touches nothing else before.
     int32_t overlap;
 };
 
+// Bytes of the parts of these weights' results, on any device.
+int64_t rowmm_parts_bytes(const RowmmArgs &args);
+
 namespace cuda {
-// Of the current device, for any T and shape. Its first rowmm_counter_bytes() must be zero before the first launch;
-// each launch leaves them zero.
+// Of the current device, for any T and shape.
 int64_t rowmm_scratch_bytes();
-int64_t rowmm_counter_bytes();
 
 int rowmm_permute(const RowmmPermuteArgs &args, void *stream);
 int rowmm_unpack(const RowmmPermuteArgs &args, void *stream);

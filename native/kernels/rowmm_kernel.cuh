@@ -7,18 +7,12 @@
 namespace luce {
 
 template <int NT, bool WIDE>
-__device__ __forceinline__ void take_range(const RowmmParams &p, Taker<Shape<NT, WIDE>> &ring, int range) {
-    __shared__ Edge edges[2];
+__device__ __forceinline__ void take_range(const RowmmParams &p, Taker<Shape<NT, WIDE>> &ring, int range,
+                                           const float *scales) {
     const int begin = p.first[range], end = p.first[range + 1], warp = threadIdx.x / WARP;
-    takers_sync(); // the edges of the range before are done with
-    if (threadIdx.x < 2) {
-        edges[threadIdx.x].find(p, range, threadIdx.x);
-    }
-    takers_sync();
-    int segment = edges[0].segment;
-    wait_for_previous();
+    int segment = 0;
     for (int unit = begin; unit < end;) {
-        if (segment + 1 < p.n_segments && p.segments[segment + 1].first_unit <= unit) {
+        while (segment + 1 < p.n_segments && p.segments[segment + 1].first_unit <= unit) {
             segment++;
         }
         const RowmmSegment &s = p.segments[segment];
@@ -45,14 +39,17 @@ __device__ __forceinline__ void take_range(const RowmmParams &p, Taker<Shape<NT,
             default: multiply<TYPE_IQ4_XS, NT, WIDE>(acc, ring, units, C, present); break;
         }
         if (warp < fragments) {
-            const int edge = unit == begin ? 0 : 1;
-            const bool part = edges[edge].open && (edge == 0 || unit + units == end);
-            write_tile<NT>(p, s, acc, tile, part ? part_of(p, range, edges[edge].from) : nullptr);
+            if (p.squares != nullptr) {
+                barrier_wait(ring.rings.scales_full(), 0);
+            }
+            const bool whole = units == s.units_k;
+            float *part = p.parts != nullptr
+                              ? p.parts + (range + s.first_tile + tile) * int64_t(p.part_rows) * TILE
+                          : whole ? nullptr
+                                  : part_of(p, range, (unit - s.first_unit) % s.units_k != 0);
+            write_tile<NT>(p, s, acc, tile, part, p.squares != nullptr ? scales : nullptr);
         }
         unit += units;
-    }
-    if (NT <= SETTLE_TILES && (edges[0].open || edges[1].open)) {
-        settle(p, edges);
     }
 }
 
@@ -65,6 +62,7 @@ __global__ void __launch_bounds__(Shape<NT, WIDE>::THREADS, Shape<NT, WIDE>::BLO
     }
 #endif
     extern __shared__ __align__(128) uint8_t shared[];
+    __shared__ float scales[Shape<NT, WIDE>::COLUMNS];
     using S = Shape<NT, WIDE>;
     // A multiprocessor's blocks, b and b + gridDim / 2 as a rule, have neighbouring ranges: they are even in sum.
     const int pairs = p.ranges / 2, b = blockIdx.x;
@@ -78,10 +76,16 @@ __global__ void __launch_bounds__(Shape<NT, WIDE>::THREADS, Shape<NT, WIDE>::BLO
     __syncthreads();
     if (threadIdx.x < TAKERS) {
         Taker<S> ring{rings};
-        for (int r = range; r < end; r++) {
-            take_range<NT, WIDE>(p, ring, r);
+        wait_for_previous();
+        if (p.squares != nullptr && threadIdx.x < SCALE_WARPS * WARP) {
+            find_scales(p, rings, scales);
         }
-    } else if (threadIdx.x % WARP < COPY_LANES) {
+        for (int r = range; r < end; r++) {
+            take_range<NT, WIDE>(p, ring, r, scales);
+        }
+        return;
+    }
+    if (threadIdx.x % WARP < COPY_LANES) {
         const int unit = p.first[range];
         int segment = 0;
         while (segment + 1 < p.n_segments && p.segments[segment + 1].first_unit <= unit) {

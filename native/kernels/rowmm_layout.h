@@ -14,6 +14,7 @@
 //     wide   [16 steps][2 of their pairs][C / 8][8 columns][4 t][2], as wgmma reads them from shared memory
 //   F16 [C][4 t][2 hi, 2 lo]: sums of the values over k = 64 t .. + 31 and 64 t + 32 .. + 63, as hi + lo
 //   F32 [C or more]: one over the column's power of two
+// and behind all chunks, of inputs that are normed, F32 [rows][chunks]: sums of squares before the norm.
 // A kernel has up to 32 rows of narrow chunks (more rows are several sets of chunks), 64 of wide ones.
 #pragma once
 
@@ -145,6 +146,10 @@ constexpr ROWMM_BOTH int chunk_tail(int C) {
 } // bytes of sums and scales
 constexpr ROWMM_BOTH int chunk_bytes(int C) {
     return chunk_sums(C) + chunk_tail(C);
+}
+// Offset of the sums of squares behind the chunks of T rows.
+inline ROWMM_BOTH int64_t squares_offset(int T, int64_t K) {
+    return (T + SET - 1) / SET * chunks_of(K) * chunk_bytes(RowsLayout(T, false).columns); // wide: the same
 }
 
 } // namespace luce

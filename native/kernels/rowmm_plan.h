@@ -1,15 +1,17 @@
 // Says what a launch of rowmm does, as its blocks read it, and which part of it each block has.
 //
 // All units of all weights of a launch, in order, are cut into `ranges` of about equal bytes; a block has one. The cut
-// depends on the weights' shapes and the device's multiprocessors alone. A tile (128 outputs, all of K) that two or
-// more ranges share is summed by the block that finishes last, in the order of ranges, from partial sums in scratch.
+// depends on the weights' shapes and the device's multiprocessors alone. What a range has of a tile (128 outputs, all
+// of K) is a part; the parts of a tile are added in the order of ranges, by a kernel behind or by whoever reads them.
 #pragma once
 
 #include "rowmm_layout.h"
 
+#include <cuda_runtime.h>
+
 namespace luce {
 
-constexpr int ROWMM_MAX_RANGES = 512;
+constexpr int ROWMM_MAX_RANGES = 384;
 constexpr int BLOCKS_PER_SM = 2;
 
 struct RowmmSegment {
@@ -20,6 +22,7 @@ struct RowmmSegment {
     int64_t out_row, residual_row;
     int32_t N, type;
     int32_t first_unit, n_units; // in the launch; of this matrix
+    int32_t first_tile; // in the launch
     int32_t units_k; // units along K
     int32_t whole_units; // units of tiles of 128 outputs: those that follow are narrower
     int32_t last_fragments; // of each of those
@@ -30,13 +33,29 @@ struct RowmmSegment {
 struct RowmmParams {
     const uint8_t *x;
     float *partial; // [ranges][2: the tile it began in the middle, the tile it left unfinished][rows][TILE]
-    uint32_t *counters; // [ranges] how many ranges have left their part of the tile that begins in this one
+    float *parts; // null, or of all tiles: [range + tile][part_rows][TILE]
+    const float *squares; // null, or [rows][n_squares] sums of squares of x before its norm
+    int32_t n_squares, part_rows;
+    float K, eps; // of the norm
     int32_t columns, rows; // of a chunk of x; how many of them are rows
     int32_t n_segments, ranges;
     int32_t slots, slot_bytes; // of the ring of weights
     RowmmSegment segments[ROWMM_MAX_WEIGHTS];
     int32_t first[ROWMM_MAX_RANGES + 1]; // unit at which a range begins
 };
+
+// Where the parts of a launch lie, for whoever adds them.
+struct RowmmParts {
+    const float *parts; // [set][range + tile][rows][TILE]
+    int64_t set_size; // values
+    int32_t set, rows; // rows of a set of the step; of a set of parts
+    int32_t ranges;
+    struct {
+        int32_t first_unit, first_tile, units_k;
+    } weights[4];
+    int32_t first[ROWMM_MAX_RANGES + 1];
+};
+cudaError_t rowmm_parts_of(const RowmmArgs &args, RowmmParts &parts);
 
 // The kernels (rowmm_kernel.cuh), each compiled on its own: for up to 8, 16 and 32 rows with mma.sync, for up to 32 and
 // 64 with wgmma. mma.sync and wgmma give the same bits.

@@ -1,13 +1,10 @@
 // From a block's sums to the outputs: tiles that are whole in a range go there at once, of others each range leaves its
-// part in scratch, to be added in the order of ranges: by the block that is last, of many rows by a kernel behind.
+// part in scratch, to be added in the order of ranges by a kernel behind. Or all tiles stay parts (RowmmArgs.parts).
 #pragma once
 
 #include "rowmm_rings.cuh"
 
 namespace luce {
-
-constexpr int SETTLE_TILES =
-    2; // of 8 rows that the last block adds; of more the few last blocks would take too long
 
 __device__ __forceinline__ void write_out(const RowmmSegment &s, int t, int n, float x) {
     if (s.residual != nullptr) {
@@ -16,42 +13,38 @@ __device__ __forceinline__ void write_out(const RowmmSegment &s, int t, int n, f
     s.out[t * s.out_row + n] = x;
 }
 
-// A tile at one end of a range: 0 where it begins, 1 where it ends (not open if that is the same tile).
-struct Edge {
+// The tile that a range leaves unfinished.
+struct OpenTile {
     int segment, tile;
-    int from, to; // the ranges that have a part of it
-    bool open; // it is not whole in this range
-    bool last; // this range was the last to leave its part
+    int from, to; // the ranges that have a part of it; from == to: it is whole
 
-    __device__ void find(const RowmmParams &p, int range, int end) {
-        const int unit = end == 0 ? p.first[range] : p.first[range + 1] - 1;
-        segment = 0;
+    // Where range r ends.
+    __device__ OpenTile(const RowmmParams &p, int r) : segment(0), from(r), to(r) {
+        const int unit = p.first[r + 1] - 1;
         while (segment + 1 < p.n_segments && p.segments[segment + 1].first_unit <= unit) {
             segment++;
         }
         const RowmmSegment &s = p.segments[segment];
         tile = (unit - s.first_unit) / s.units_k;
         const int begin = s.first_unit + tile * s.units_k;
-        from = to = range;
         while (p.first[from] > begin) {
             from--;
         }
         while (p.first[to + 1] < begin + s.units_k) {
             to++;
         }
-        open = from < to && !(end == 1 && p.first[range] >= begin); // end 0 has found it
     }
 };
 
-// Where range r leaves its part of a tile that begins in range `from`: in the middle of range r, or further on.
-__device__ __forceinline__ float *part_of(const RowmmParams &p, int r, int from) {
-    return p.partial + (int64_t(r) * 2 + (r == from ? 1 : 0)) * p.rows * TILE;
+// Where range r leaves its part of a tile that it begins, or that it began in the middle.
+__device__ __forceinline__ float *part_of(const RowmmParams &p, int r, bool middle) {
+    return p.partial + (int64_t(r) * 2 + (middle ? 0 : 1)) * p.rows * TILE;
 }
 
-// What a warp has of a tile: into `out`, or into the range's part of it where others have parts as well.
+// What a warp has of a tile: into `out`, or into the range's part of it. scales: null, or of each row.
 template <int NT>
 __device__ void write_tile(const RowmmParams &p, const RowmmSegment &s, const Sums<NT> &acc, int tile,
-                           float *part) {
+                           float *part, const float *scales) {
     const int lane = threadIdx.x % WARP;
 #pragma unroll
     for (int k = 0; k < 4; k++) {
@@ -60,10 +53,14 @@ __device__ void write_tile(const RowmmParams &p, const RowmmSegment &s, const Su
 #pragma unroll
         for (int j = 0; j < NT; j++) {
             const int t = j * 8 + lane % 4 * 2 + k % 2;
-            if (t < p.rows && part != nullptr) {
-                __stcg(part + t * TILE + o, acc[j][k] * scale);
-            } else if (t < p.rows && n < s.N) {
-                write_out(s, t, n, acc[j][k] * scale);
+            if (t >= p.rows) {
+                continue;
+            }
+            const float x = acc[j][k] * scale * (scales == nullptr ? 1.0f : scales[t]);
+            if (part != nullptr) {
+                __stcg(part + t * TILE + o, x);
+            } else if (n < s.N) {
+                write_out(s, t, n, x);
             }
         }
     }
@@ -74,13 +71,13 @@ __device__ __forceinline__ float4 add(float4 a, float4 b) {
 }
 
 // The sum of a tile's parts, in the order of ranges: of its i-th four outputs, row after row.
-__device__ __forceinline__ void add_parts(const RowmmParams &p, const Edge &edge, int i) {
+__device__ __forceinline__ void add_parts(const RowmmParams &p, const OpenTile &open, int i) {
     constexpr int AHEAD = 8; // loads in flight
-    const RowmmSegment &s = p.segments[edge.segment];
+    const RowmmSegment &s = p.segments[open.segment];
     const int64_t step = int64_t(2) * p.rows * (TILE / 4);
-    const float4 *first = reinterpret_cast<const float4 *>(part_of(p, edge.from, edge.from)) + i;
-    const float4 *others = reinterpret_cast<const float4 *>(part_of(p, edge.from + 1, edge.from)) + i;
-    const int n_others = edge.to - edge.from;
+    const float4 *first = reinterpret_cast<const float4 *>(part_of(p, open.from, false)) + i;
+    const float4 *others = reinterpret_cast<const float4 *>(part_of(p, open.from + 1, true)) + i;
+    const int n_others = open.to - open.from;
     float4 sum = __ldcg(first);
     for (int r = 0; r < n_others; r += AHEAD) {
         float4 x[AHEAD];
@@ -93,7 +90,7 @@ __device__ __forceinline__ void add_parts(const RowmmParams &p, const Edge &edge
             sum = r + j < n_others ? add(sum, x[j]) : sum;
         }
     }
-    const int t = i / (TILE / 4), n = edge.tile * TILE + i % (TILE / 4) * 4;
+    const int t = i / (TILE / 4), n = open.tile * TILE + i % (TILE / 4) * 4;
     if (s.vectors) { // then N is a multiple of 4
         if (n < s.N) {
             if (s.residual != nullptr) {
@@ -108,28 +105,6 @@ __device__ __forceinline__ void add_parts(const RowmmParams &p, const Edge &edge
             if (n + j < s.N) {
                 write_out(s, t, n + j, x[j]);
             }
-        }
-    }
-}
-
-__device__ __forceinline__ void takers_sync() { // without the filling warp
-    asm volatile("bar.sync 1, %0;" ::"n"(TAKERS) : "memory");
-}
-
-// At the end of a range: whoever is the last to leave its part of a tile adds the tile up.
-__device__ inline void settle(const RowmmParams &p, Edge (&edges)[2]) {
-    takers_sync();
-    if (threadIdx.x < 2 && edges[threadIdx.x].open) {
-        Edge &edge = edges[threadIdx.x];
-        edge.last = int(count_arrival(p.counters + edge.from)) == edge.to - edge.from;
-        if (edge.last) {
-            p.counters[edge.from] = 0; // for the next launch
-        }
-    }
-    takers_sync();
-    for (const Edge &edge : edges) {
-        for (int i = threadIdx.x; edge.open && edge.last && i < p.rows * (TILE / 4); i += TAKERS) {
-            add_parts(p, edge, i);
         }
     }
 }

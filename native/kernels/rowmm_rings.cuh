@@ -16,10 +16,11 @@ template <int NT, bool WIDE> struct Shape {
     static constexpr int COLUMNS = 8 * NT;
     static constexpr int STAGES = NT <= 2 ? 4 : 2; // of activations of a unit
     static constexpr int VALUES = 8 * COLUMNS * 64, STAGE = VALUES + chunk_tail(COLUMNS);
-    static constexpr int BARRIERS = 256; // bytes
+    static constexpr int BARRIERS = 256; // bytes, for all of Rings
     static constexpr int ROW_BYTES = BARRIERS + STAGES * STAGE;
 };
 constexpr int TAKERS = FRAGMENTS * WARP; // threads that take from the rings
+constexpr int SCALE_WARPS = ROWMM_MAX_ROWS / WARP; // takers that find the scales of normed rows
 
 // What a warp adds up: rows 2 t, 2 t + 1 of output g, then of g + 8.
 template <int NT> using Sums = float[NT][4];
@@ -33,6 +34,7 @@ template <typename S> struct Rings {
     __device__ uint32_t stage_full(int i) const { return shared_address(shared) + 8 * i; }
     __device__ uint32_t stage_free(int i) const { return shared_address(shared) + 8 * (S::STAGES + i); }
     __device__ uint32_t slot_full(int i) const { return shared_address(shared) + 8 * (2 * S::STAGES + i); }
+    __device__ uint32_t scales_full() const { return slot_full(ROWMM_MAX_SLOTS); }
     __device__ uint8_t *stage(int i) const { return shared + S::BARRIERS + i * S::STAGE; }
     __device__ uint8_t *slot(int i) const { return shared + S::ROW_BYTES + i * slot_bytes; }
 
@@ -44,9 +46,30 @@ template <typename S> struct Rings {
         for (int i = 0; i < slots; i++) {
             barrier_init(slot_full(i), COPY_LANES);
         }
+        barrier_init(scales_full(), SCALE_WARPS);
         barrier_init_done();
     }
 };
+
+// What results of a row are multiplied with: x was packed before its norm was known. (Not by the last warp: a lane that
+// waits for the launch ahead would hold up the one that fetches.)
+template <typename S>
+__device__ __forceinline__ void find_scales(const RowmmParams &p, const Rings<S> &rings, float *scales) {
+    const int t = threadIdx.x;
+    if (t < p.rows) {
+        const float *squares = p.squares + int64_t(t) * p.n_squares;
+        float sum = 0;
+#pragma unroll 8
+        for (int i = 0; i < p.n_squares; i++) {
+            sum += __ldcg(squares + i);
+        }
+        scales[t] = rsqrtf(sum / p.K + p.eps);
+    }
+    __syncwarp();
+    if (t % WARP == 0) {
+        barrier_arrive(rings.scales_full());
+    }
+}
 
 // A place in a ring of n, and the parity of the barrier's phase there.
 struct Place {

@@ -289,6 +289,19 @@ int moe_op(const ggml_tensor *dst, void *stream) {
     return LAUNCH(dst, stream, moe_params(dst));
 }
 
+int conv_parts_op(const ggml_tensor *dst, void *stream) {
+    const RowmmArgs launch = parts_launch(dst->src[0]);
+    ConvPartsArgs a{conv_args(dst), &launch, {}};
+    a.shape.T = launch.T;
+    a.x = nullptr;
+    float *out = a.out + a.shape.conv_dim() * a.shape.T;
+    for (int i = 0; i < 3; i++) {
+        a.others[i] = out;
+        out += launch.weights[i + 1].N * launch.T;
+    }
+    return cuda::conv_parts(a, stream);
+}
+
 template <RowmmInput KIND> int pack_op(const ggml_tensor *dst, void *stream) {
     return rowmm_pack_op(dst, stream, KIND, real(dst, 0));
 }
@@ -323,10 +336,12 @@ const CustomOp OPS[] = {
     {"rowmm_pack_rms", "K,T K > 1", nullptr, pack_op<ROWMM_RMS>},
     {"rowmm_pack_swiglu", "K,T K,T > 1", nullptr, pack_op<ROWMM_SWIGLU>},
     {"rowmm_pack_gated", "K,T h K,T > 1", nullptr, pack_op<ROWMM_HEAD_RMS>},
-    {"rowmm", "xP xS mK,A mK,B? mK,C? mK,D? > A", nullptr,
-     [](const ggml_tensor *dst, void *stream) { return rowmm_op(dst, stream, param(dst, 0), false); }},
-    {"rowmm_add", "xP xS A,T mK,A > A", nullptr,
-     [](const ggml_tensor *dst, void *stream) { return rowmm_op(dst, stream, param(dst, 0), true); }},
+    {"rowmm", "xP xS mK,A mK,B? mK,C? mK,D? > A", nullptr, rowmm_op},
+    {"rowmm_add", "xP xS A,T mK,A > A", nullptr, rowmm_op},
+    {"rowmm_parts", "xP mK,A mK,B? mK,C? mK,D? > A", nullptr, rowmm_parts_op},
+    {"deltanet_conv_parts", "xP 4,C C,3,s* l,q* ctl > C", nullptr, conv_parts_op},
+    {"rowmm_parts_rms", "K,T K xP > K,T", nullptr, rowmm_parts_rms_op},
+    {"rowmm_parts_swiglu", "xP > 1", nullptr, rowmm_parts_swiglu_op},
     {"gemm_pack", "K,T > 1", nullptr,
      [](const ggml_tensor *dst, void *stream) { return gemm_pack_op(dst, stream, ROWMM_PLAIN, 0); }},
     {"gemm_pack_norm", "K,T K > 1", nullptr,
@@ -354,6 +369,12 @@ void run_on_cpu(ggml_tensor *dst, int ith, int nth, void *op) {
 }
 
 } // namespace
+
+#ifdef LUCE_USE_CUDA
+RowmmOp rowmm_op_of(const ggml_tensor *dst) {
+    return {param(dst, 0), param(dst, 1), real(dst, 2)};
+}
+#endif
 
 int32_t bits_of_real(float x) {
     int32_t bits;

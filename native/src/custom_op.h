@@ -28,8 +28,13 @@
 // rowmm_pack_rms  x{K,T} w{K}                                                              the same
 // rowmm_pack_swiglu  x{K,T} y{K,T}                                                         the same
 // rowmm_pack_gated   x{K,T} w{S} y{K,T}                                                    the same
-// rowmm           packed{bytes} scratch{bytes}* 1 to 4 packed weights{K,N}: side by side   T -> {sum of N*T}
-// rowmm_add       packed{bytes} scratch{bytes}* residual{N,T} packed weight{K,N}           T -> {N*T}
+// rowmm           packed{bytes} scratch{bytes}* 1 to 4 packed weights{K,N}: side by side   T normed eps -> {sum of N*T}
+// rowmm_add       packed{bytes} scratch{bytes}* residual{N,T} packed weight{K,N}           the same -> {N*T}
+// rowmm_parts     packed{bytes} 1 to 4 packed weights{K,N}                                 the same -> {parts}
+// deltanet_conv_parts  parts of qkv, z, beta, alpha; w window* log* ctl as deltanet_conv     its params
+//                     -> {C*T, then z{Hv*S,T}, beta{Hv,T}, alpha{Hv,T}}
+// rowmm_parts_rms x{K,T} w{K} parts                                                        - -> {K*T: x + sum; packed}
+// rowmm_parts_swiglu  parts                                                                - -> i8{bytes}
 // gemm_pack       x{K,T}                                                                   - -> i8{bytes}, of a GPU
 // gemm_pack_norm  x{K,T} w{K}: RMS(x) * w                                                  eps -> i8{bytes}
 // gemm_pack_swiglu  gate{K,T} up{K,T}: silu(gate) * up                                     - -> i8{bytes}

@@ -10,7 +10,7 @@ namespace {
 
 // An input as gemm takes it.
 ggml_tensor *pack(const StepBuild &b, const MatmulInput &in) {
-    const int64_t bytes = gemm_x_bytes(in.x->ne[1], in.x->ne[0]);
+    const int64_t bytes = gemm_x_bytes(in.T, in.K);
     const auto op = [&](const char *name, std::initializer_list<ggml_tensor *> args) {
         return add_op(b.ctx, name, GGML_TYPE_I8, bytes, 1, args, {bits_of_real(in.eps)});
     };
@@ -41,7 +41,7 @@ bool uses_gemm(const StepBuild &b, int64_t T) {
 
 ggml_tensor *add_gemm(const StepBuild &b, ggml_tensor *weight, const MatmulInput &input,
                       ggml_tensor *residual) {
-    const int64_t K = weight->ne[0], N = weight->ne[1], T = input.x->ne[1];
+    const int64_t K = weight->ne[0], N = weight->ne[1], T = input.T;
     if (!uses_gemm(b, T) || !is_packed(weight) || !gemm_has(K)) {
         return nullptr;
     }

@@ -26,23 +26,23 @@ void feed_dflash(const StepBuild &b, const DFlash &d, const std::vector<ggml_ten
     }
 }
 
-// residual + attention of a block's rows x {E, T}, whose K and V it writes behind the context's -> {E, T}
-static ggml_tensor *attend_block(const StepBuild &b, const DFlash &d, size_t il, const MatmulInput &x,
-                                 ggml_tensor *residual) {
+// s.x + attention of a block's rows s.normed, whose K and V it writes behind the context's.
+static Stream attend_block(const StepBuild &b, const DFlash &d, size_t il, const Stream &s) {
     const DFlashLayer &layer = d.layers[il];
     const Attention &a = layer.attention;
     const KvLayer kv = drafter_kv(b, il);
-    write_kv(b, x, a, kv, d.rms_eps);
-    ggml_tensor *q = matmul(b, a.q, x); // {D*H, T}
+    write_kv(b, s.normed, a, kv, d.rms_eps);
+    ggml_tensor *q = matmul(b, a.q, s.normed); // {D*H, T}
     q = ggml_reshape_3d(b.ctx, q, a.shape.head_dim, a.shape.n_head, q->ne[1]); // {D, H, T}
     q = rope(b, rms_norm(b.ctx, q, a.q_norm, d.rms_eps), a.shape);
-    return matmul(b, a.out, plain(attend_pages(b, q, nullptr, a.shape, kv, !layer.causal)), residual);
+    return matmul_add(b, a.out, plain(attend_pages(b, q, nullptr, a.shape, kv, !layer.causal)), s.x,
+                      {layer.ffn_norm, d.rms_eps});
 }
 
 // Logits over the target's vocabulary; a token that the drafter does not have gets one that nothing chooses.
-static ggml_tensor *drafter_logits(const StepBuild &b, const DFlash &d, ggml_tensor *h) {
+static ggml_tensor *drafter_logits(const StepBuild &b, const DFlash &d, const MatmulInput &h) {
     constexpr float NEVER = -1e30f;
-    ggml_tensor *logits = matmul(b, d.output, plain(h)); // {V, T}, or {rows of d2t, T}
+    ggml_tensor *logits = matmul(b, d.output, h); // {V, T}, or {rows of d2t, T}
     if (d.softcap > 0) {
         logits = ggml_scale(b.ctx, ggml_tanh(b.ctx, ggml_scale(b.ctx, logits, 1.0f / d.softcap)), d.softcap);
     }
@@ -62,12 +62,12 @@ StepOutputs build_dflash_block(const StepBuild &b) {
     if (d.embedding_scale != 1) {
         x = ggml_scale(ctx, x, d.embedding_scale);
     }
+    Stream s = {x, rms(x, d.layers[0].attn_norm, d.rms_eps)};
     for (size_t il = 0; il < d.layers.size(); il++) {
-        const DFlashLayer &layer = d.layers[il];
-        x = attend_block(b, d, il, rms(x, layer.attn_norm, d.rms_eps), x);
-        x = ffn(b, rms(x, layer.ffn_norm, d.rms_eps), layer.ffn, x);
+        s = ffn(b, attend_block(b, d, il, s), d.layers[il].ffn,
+                {il + 1 < d.layers.size() ? d.layers[il + 1].attn_norm : d.norm, d.rms_eps});
     }
-    ggml_tensor *logits = drafter_logits(b, d, rms_norm(ctx, x, d.norm, d.rms_eps)); // {V, T}
+    ggml_tensor *logits = drafter_logits(b, d, s.normed); // {V, T}
     ggml_tensor *choice =
         add_op(ctx, "choose", GGML_TYPE_I32, CHOICE_WIDTH, logits->ne[1], {logits, b.in.ctl}, {/*ahead=*/0});
     ggml_set_output(logits);

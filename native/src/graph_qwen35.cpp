@@ -6,9 +6,12 @@
 
 namespace luce {
 
-static ggml_tensor *feed_forward(const StepBuild &b, const MatmulInput &x, const Block &block,
-                                 ggml_tensor *residual) {
-    return block.moe() != nullptr ? moe(b, x, *block.moe(), residual) : ffn(b, x, *block.dense(), residual);
+static Stream feed_forward(const StepBuild &b, const Stream &s, const Block &block, const Norm &next) {
+    if (block.moe() == nullptr) {
+        return ffn(b, s, *block.dense(), next);
+    }
+    ggml_tensor *x = moe(b, s.normed, *block.moe(), s.x);
+    return {x, rms(x, next.weight, next.eps)};
 }
 
 // The last row {E, 1} of t {E, T}.
@@ -56,13 +59,14 @@ void build_qwen35_draft(const StepBuild &b) {
     const float eps = head.rms_eps;
     ggml_tensor *x = nextn_input(b, head, ggml_get_rows(ctx, b.cache.hidden(), b.in.hidden_from)); // {E, T}
     const KvLayer kv = {b.cache.head_kv(), KV_HEAD};
-    x = attend(b, rms(x, block.attn_norm, eps), *block.attention(), kv, nullptr, eps, x);
-    x = feed_forward(b, rms(x, block.post_norm, eps), block, x);
-    ggml_tensor *h = rms_norm(ctx, x, head.norm, eps);
+    Stream s =
+        attend(b, {x, rms(x, block.attn_norm, eps)}, *block.attention(), kv, nullptr, {block.post_norm, eps});
+    s = feed_forward(b, s, block, {head.norm, eps});
+    ggml_tensor *h = input_values(b, s.normed);
     ggml_build_forward_expand(b.graph, ggml_set_rows(ctx, b.cache.hidden(), h, b.in.hidden_to));
     const StepOutputs out =
         choose(b, b.kind == StepKind::draft_part ? first_logits(b, head.output, h, b.cache.params().n_part)
-                                                 : matmul(b, head.output, plain(h)));
+                                                 : matmul(b, head.output, s.normed));
     ggml_build_forward_expand(
         b.graph, add_op(ctx, "keep", GGML_TYPE_I32, 1, 1, {out.choice, b.in.ctl, b.cache.drafts()}));
     keep_lists(b, out.logits);
@@ -102,39 +106,37 @@ StepOutputs build_qwen35(const StepBuild &b) {
     const Weights &w = b.model.weights();
 
     ggml_tensor *mask = b.prefill() ? prefill_mask(b, 0) : nullptr;
+    const float eps = hp.rms_eps;
     ggml_tensor *x = embed(b, w.token_embd); // {E, T}
+    Stream s = {x, rms(x, w.blocks[0].attn_norm, eps)};
     std::vector<ggml_tensor *> outputs; // of the blocks
     for (uint32_t il = 0; il < hp.n_layer; il++) {
         const Block &block = w.blocks[il];
-        const MatmulInput h = rms(x, block.attn_norm, hp.rms_eps);
+        const Norm post = {block.post_norm, eps};
+        const Norm next = {il + 1 < hp.n_layer ? w.blocks[il + 1].attn_norm : w.output_norm, eps};
         if (const Attention *attention = block.attention()) {
-            x = attend(b, h, *attention, {b.cache.kv(il), KV_TRUNK}, mask, hp.rms_eps, x);
+            s = attend(b, s, *attention, {b.cache.kv(il), KV_TRUNK}, mask, post);
         } else {
-            x = deltanet(b, h, *block.deltanet(), b.cache.delta(il), hp.rms_eps, x);
+            s = deltanet(b, s, *block.deltanet(), b.cache.delta(il), post);
         }
-        x = feed_forward(b, rms(x, block.post_norm, hp.rms_eps), block, x);
-        ggml_format_name(x, "l_out-%u", il);
-        outputs.push_back(x);
+        s = feed_forward(b, s, block, next);
+        ggml_format_name(s.x, "l_out-%u", il);
+        outputs.push_back(s.x);
     }
     if (b.cache.has_drafter()) {
         feed_dflash(b, *w.drafter, outputs);
     }
-    if (b.prefill() && !b.cache.has_head()) {
-        x = b.kind == StepKind::prefill ? x : last(ctx, x);
-    }
-    if (b.kind == StepKind::prefill && !b.cache.has_head()) {
-        ggml_build_forward_expand(b.graph, x);
-        return {};
-    }
-    x = rms_norm(ctx, x, w.output_norm, hp.rms_eps); // {E, T}, or {E, 1}
     if (b.cache.has_head()) {
-        feed_head(b, *w.head, x);
+        feed_head(b, *w.head, input_values(b, s.normed));
     }
     if (b.kind == StepKind::prefill) {
+        ggml_build_forward_expand(b.graph, s.x);
         return {};
     }
-    ggml_tensor *rows = b.prefill() && x->ne[1] > 1 ? last(ctx, x) : x;
-    const StepOutputs out = choose(b, matmul(b, w.output, plain(rows)));
+    // the logits' input is the same whether a head has been fed or not
+    const bool one = b.prefill() && s.x->ne[1] > 1;
+    const StepOutputs out =
+        choose(b, matmul(b, w.output, one ? rms(last(ctx, s.x), w.output_norm, eps) : s.normed));
     ggml_set_output(out.logits);
     ggml_set_output(out.choice);
     ggml_build_forward_expand(b.graph, out.choice);

@@ -7,26 +7,29 @@
 #include "rowmm_op.h"
 #include "rows_matmul.h"
 
+#include <algorithm>
+#include <array>
+
 namespace luce {
 
 MatmulInput plain(ggml_tensor *x) {
-    return {ROWMM_PLAIN, x, nullptr, nullptr, 0};
+    return {ROWMM_PLAIN, x, nullptr, nullptr, 0, x->ne[0], x->ne[1]};
 }
 
 MatmulInput rms(ggml_tensor *x, ggml_tensor *w, float eps) {
-    return {ROWMM_RMS, x, w, nullptr, eps};
+    return {ROWMM_RMS, x, w, nullptr, eps, x->ne[0], x->ne[1]};
 }
 
 MatmulInput swiglu(ggml_tensor *gate, ggml_tensor *up) {
-    return {ROWMM_SWIGLU, gate, nullptr, up, 0};
+    return {ROWMM_SWIGLU, gate, nullptr, up, 0, gate->ne[0], gate->ne[1]};
 }
 
 MatmulInput gated_heads(ggml_tensor *x, ggml_tensor *w, ggml_tensor *gate, float eps) {
-    return {ROWMM_HEAD_RMS, x, w, gate, eps};
+    return {ROWMM_HEAD_RMS, x, w, gate, eps, x->ne[0], x->ne[1]};
 }
 
 MatmulInput gated(ggml_tensor *x, ggml_tensor *gate) {
-    return {ROWMM_GATED, x, nullptr, gate, 0};
+    return {ROWMM_GATED, x, nullptr, gate, 0, x->ne[0], x->ne[1]};
 }
 
 ggml_tensor *rms_norm(ggml_context *ctx, ggml_tensor *x, ggml_tensor *weight, float eps) {
@@ -58,10 +61,10 @@ ggml_tensor *input_values(const StepBuild &b, const MatmulInput &in) {
             return ggml_swiglu_split(ctx, in.x, in.y);
         }
         if (in.kind == ROWMM_GATED) {
-            ggml_tensor *gate = ggml_cont_2d(ctx, in.y, in.x->ne[0], in.x->ne[1]); // {D*H, T}
+            ggml_tensor *gate = ggml_cont_2d(ctx, in.y, in.K, in.T); // {D*H, T}
             return ggml_mul(ctx, in.x, ggml_sigmoid(ctx, gate));
         }
-        const int64_t S = in.w->ne[0], H = in.x->ne[0] / S, T = in.x->ne[1];
+        const int64_t S = in.w->ne[0], H = in.K / S, T = in.T;
         ggml_tensor *x = rms_norm(ctx, ggml_reshape_3d(ctx, in.x, S, H, T), in.w, in.eps); // {S, H, T}
         x = ggml_mul(ctx, x, ggml_silu(ctx, ggml_reshape_3d(ctx, in.y, S, H, T)));
         return ggml_reshape_2d(ctx, x, S * H, T);
@@ -103,16 +106,28 @@ static void add_rows_matmul(const StepBuild &b, RowsInput form, const std::vecto
 
 #ifdef LUCE_USE_CUDA
 static ggml_tensor *packed(const StepBuild &b, const MatmulInput &in) {
-    const int64_t bytes = rowmm_op_bytes(in.x->ne[1], in.x->ne[0]);
+    const int64_t bytes = rowmm_op_bytes(in.T, in.K);
     const int32_t eps = bits_of_real(in.eps);
     switch (in.kind) {
         case ROWMM_RMS: return add_op(b.ctx, "rowmm_pack_rms", GGML_TYPE_I8, bytes, 1, {in.x, in.w}, {eps});
         case ROWMM_SWIGLU:
+            if (in.y == nullptr) {
+                return add_op(b.ctx, "rowmm_parts_swiglu", GGML_TYPE_I8, bytes, 1, {in.x});
+            }
             return add_op(b.ctx, "rowmm_pack_swiglu", GGML_TYPE_I8, bytes, 1, {in.x, in.y}, {eps});
         case ROWMM_HEAD_RMS:
             return add_op(b.ctx, "rowmm_pack_gated", GGML_TYPE_I8, bytes, 1, {in.x, in.w, in.y}, {eps});
         default: return add_op(b.ctx, "rowmm_pack", GGML_TYPE_I8, bytes, 1, {in.x}, {eps});
     }
+}
+
+// How an input was packed, as the ops rowmm.. take it.
+static std::array<int32_t, 3> params_of(const MatmulInput &in) {
+    return {int32_t(in.T), in.kind == ROWMM_RMS, bits_of_real(in.eps)};
+}
+
+static bool all_packed(const std::vector<ggml_tensor *> &weights) {
+    return std::all_of(weights.begin(), weights.end(), is_packed);
 }
 
 // The products of packed weights, in one launch. A residual is added to that of the one weight there is.
@@ -122,26 +137,25 @@ static void add_rowmm(const StepBuild &b, const std::vector<ggml_tensor *> &weig
     if (residual != nullptr) {
         args.push_back(residual);
     }
-    const int32_t T = int32_t(in.x->ne[1]);
-    bool all = true;
+    const int32_t T = int32_t(in.T);
     int64_t n = 0;
     for (ggml_tensor *w : weights) {
         if (is_packed(w)) {
             args.push_back(w);
             n += w->ne[1] * T;
         }
-        all = all && is_packed(w);
     }
     if (n == 0) {
         return;
     }
-    // what rowmm_pack does not compute: heads of fewer values, and attention's gate
-    const bool packs = in.kind != ROWMM_GATED && (in.kind != ROWMM_HEAD_RMS || in.w->ne[0] >= 32);
-    const MatmulInput form =
-        all && packs ? in : plain(input_values(b, in)); // ggml's matmul needs the values too
+    // What rowmm_pack does not compute is attention's gate; ggml's matmul needs the values too.
+    const bool packs = in.kind != ROWMM_GATED && all_packed(weights);
+    const MatmulInput form = packs ? in : plain(input_values(b, in));
     args[0] = made_input(b, form, true, [&] { return packed(b, form); });
+    const auto params = params_of(form);
     const CustomOp &op = *find_op(residual != nullptr ? "rowmm_add" : "rowmm");
-    ggml_tensor *y = add_op(b.ctx, op, GGML_TYPE_F32, n, 1, args.data(), int(args.size()), &T, 1);
+    ggml_tensor *y = add_op(b.ctx, op, GGML_TYPE_F32, n, 1, args.data(), int(args.size()), params.data(),
+                            int(params.size()));
     size_t offset = 0;
     for (size_t i = 0; i < weights.size(); i++) {
         if (const int64_t N = weights[i]->ne[1]; is_packed(weights[i])) {
@@ -149,6 +163,23 @@ static void add_rowmm(const StepBuild &b, const std::vector<ggml_tensor *> &weig
             offset += size_t(N) * size_t(T) * sizeof(float);
         }
     }
+}
+
+// Whether products with these weights may stay parts, which the next kernel adds up.
+static bool leaves_parts(const StepBuild &b, const std::vector<ggml_tensor *> &weights) {
+    return !b.prefill() && all_packed(weights) &&
+           std::all_of(weights.begin(), weights.end(),
+                       [](const ggml_tensor *w) { return w->ne[1] % 8 == 0; });
+}
+
+static ggml_tensor *add_parts(const StepBuild &b, const std::vector<ggml_tensor *> &weights,
+                              const MatmulInput &in) {
+    std::vector<ggml_tensor *> args = {made_input(b, in, true, [&] { return packed(b, in); })};
+    args.insert(args.end(), weights.begin(), weights.end());
+    const int64_t n = rowmm_parts_op_bytes(in.T, weights) / int64_t(sizeof(float));
+    const auto params = params_of(in);
+    return add_op(b.ctx, *find_op("rowmm_parts"), GGML_TYPE_F32, n, 1, args.data(), int(args.size()),
+                  params.data(), int(params.size()));
 }
 #endif
 
@@ -161,7 +192,7 @@ static std::vector<ggml_tensor *> products(const StepBuild &b, const std::vector
     std::vector<ggml_tensor *> out(weights.size());
     bool added = false;
 #ifdef LUCE_USE_CUDA
-    if (uses_gemm(b, in.x->ne[1]) && gemm_has(in.x->ne[0])) {
+    if (uses_gemm(b, in.T) && gemm_has(in.K)) {
         for (size_t i = 0; i < weights.size(); i++) {
             out[i] = add_gemm(b, weights[i], in, residual);
         }
@@ -192,9 +223,72 @@ std::vector<ggml_tensor *> matmuls(const StepBuild &b, const std::vector<ggml_te
     return products(b, weights, input, nullptr);
 }
 
-ggml_tensor *matmul(const StepBuild &b, ggml_tensor *weight, const MatmulInput &input,
-                    ggml_tensor *residual) {
-    return products(b, {weight}, input, residual)[0];
+ggml_tensor *matmul(const StepBuild &b, ggml_tensor *weight, const MatmulInput &input) {
+    return products(b, {weight}, input, nullptr)[0];
+}
+
+DeltaInputs delta_inputs(const StepBuild &b, const MatmulInput &x, const DeltaNet &w, const DeltaState &state,
+                         const std::vector<int32_t> &params) {
+    const int64_t C = w.shape.conv_dim(), T = x.T;
+    const std::vector<ggml_tensor *> weights = {w.qkv, w.gate, w.beta, w.alpha};
+#ifdef LUCE_USE_CUDA
+    if (w.shape.state_size == 128 && leaves_parts(b, weights)) {
+        ggml_tensor *args[] = {add_parts(b, weights, x), w.conv, state.window, state.log, b.in.ctl};
+        int64_t n = 0;
+        for (const ggml_tensor *weight : weights) {
+            n += weight->ne[1] * T;
+        }
+        ggml_tensor *y = add_op(b.ctx, *find_op("deltanet_conv_parts"), GGML_TYPE_F32, n, 1, args, 5,
+                                params.data(), int(params.size()));
+        ggml_tensor *views[4];
+        size_t offset = 0;
+        for (size_t i = 0; i < 4; i++) {
+            const size_t row = size_t(weights[i]->ne[1]) * sizeof(float);
+            views[i] = ggml_view_2d(b.ctx, y, weights[i]->ne[1], T, row, offset);
+            offset += row * size_t(T);
+        }
+        return {views[0], views[1], views[2], views[3]};
+    }
+#endif
+    const auto y = matmuls(b, weights, x);
+    ggml_tensor *args[] = {y[0], w.conv, state.window, state.log, b.in.ctl};
+    ggml_tensor *qkv = add_op(b.ctx, *find_op("deltanet_conv"), GGML_TYPE_F32, C, T, args, 5, params.data(),
+                              int(params.size()));
+    return {qkv, y[1], y[2], y[3]};
+}
+
+Stream matmul_add(const StepBuild &b, ggml_tensor *weight, const MatmulInput &input, ggml_tensor *residual,
+                  const Norm &next) {
+#ifdef LUCE_USE_CUDA
+    if (leaves_parts(b, {weight})) {
+        const int64_t E = residual->ne[0], T = residual->ne[1], packed = rowmm_op_bytes(T, E) / 4;
+        ggml_tensor *y = add_op(b.ctx, "rowmm_parts_rms", GGML_TYPE_F32, E * T + packed, 1,
+                                {residual, next.weight, add_parts(b, {weight}, input)});
+        ggml_tensor *x = ggml_view_2d(b.ctx, y, E, T, size_t(E) * sizeof(float), 0);
+        const MatmulInput normed = rms(x, next.weight, next.eps);
+        made_input(b, normed, true,
+                   [&] { return ggml_view_1d(b.ctx, y, packed, size_t(E * T) * sizeof(float)); });
+        return {x, normed};
+    }
+#endif
+    ggml_tensor *x = products(b, {weight}, input, residual)[0];
+    return {x, rms(x, next.weight, next.eps)};
+}
+
+// silu(gate * input) * (up * input), as `down` takes it.
+static MatmulInput swiglu(const StepBuild &b, const Ffn &w, const MatmulInput &input) {
+    const int64_t FF = w.gate->ne[1];
+#ifdef LUCE_USE_CUDA
+    if (leaves_parts(b, {w.gate, w.up, w.down})) {
+        return {ROWMM_SWIGLU, add_parts(b, {w.gate, w.up}, input), nullptr, nullptr, 0, FF, input.T};
+    }
+#endif
+    const auto y = matmuls(b, {w.gate, w.up}, input); // {FF, T} each
+    return swiglu(y[0], y[1]);
+}
+
+Stream ffn(const StepBuild &b, const Stream &s, const Ffn &w, const Norm &next) {
+    return matmul_add(b, w.down, swiglu(b, w, s.normed), s.x, next);
 }
 
 } // namespace luce

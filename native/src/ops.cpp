@@ -124,20 +124,20 @@ ggml_tensor *attend_pages(const StepBuild &b, ggml_tensor *q, ggml_tensor *gate,
     return ggml_view_2d(b.ctx, o, D * H, T, D * H * sizeof(float), 0);
 }
 
-ggml_tensor *attend(const StepBuild &b, const MatmulInput &x, const Attention &w, const KvLayer &kv,
-                    ggml_tensor *mask, float eps, ggml_tensor *residual) {
-    const AttentionShape &s = w.shape;
-    const auto y = matmuls(b, {w.q, w.k, w.v}, x);
+Stream attend(const StepBuild &b, const Stream &s, const Attention &w, const KvLayer &kv, ggml_tensor *mask,
+              const Norm &next) {
+    const auto y = matmuls(b, {w.q, w.k, w.v}, s.normed);
     ggml_tensor *q_gate = y[0]; // {2*D*H, T}
-    const Rotated heads = norm_rope(b, w, eps, y[1], q_gate);
+    const Rotated heads = norm_rope(b, w, next.eps, y[1], q_gate);
     store_kv(b, heads.k, y[2], w, kv);
-    ggml_tensor *q = ggml_reshape_3d(b.ctx, heads.q, s.head_dim, s.n_head, heads.q->ne[1]); // {D, H, T}
-    const size_t D = s.head_dim, H = s.n_head, f = sizeof(float);
+    const AttentionShape &shape = w.shape;
+    const size_t D = shape.head_dim, H = shape.n_head, f = sizeof(float);
+    ggml_tensor *q = ggml_reshape_3d(b.ctx, heads.q, int64_t(D), int64_t(H), heads.q->ne[1]); // {D, H, T}
     ggml_tensor *gate =
-        ggml_view_3d(b.ctx, q_gate, s.head_dim, s.n_head, q->ne[2], 2 * D * f, 2 * D * H * f, D * f);
-    const MatmulInput o = b.prefill() ? gated(attend_prefill(b, q, s, kv, mask), gate)
-                                      : plain(attend_pages(b, q, q_gate, s, kv, false));
-    return matmul(b, w.out, o, residual);
+        ggml_view_3d(b.ctx, q_gate, shape.head_dim, shape.n_head, q->ne[2], 2 * D * f, 2 * D * H * f, D * f);
+    const MatmulInput o = b.prefill() ? gated(attend_prefill(b, q, shape, kv, mask), gate)
+                                      : plain(attend_pages(b, q, q_gate, shape, kv, false));
+    return matmul_add(b, w.out, o, s.x, next);
 }
 
 // Values that the delta rule needs beside its result where a long prefill on a GPU is done by chunks; else 0.
@@ -157,36 +157,21 @@ static int64_t chunks_room(const StepBuild &b, const DeltaNetShape &s, int64_t T
     return 0;
 }
 
-ggml_tensor *deltanet(const StepBuild &b, const MatmulInput &x, const DeltaNet &w, const DeltaState &state,
-                      float eps, ggml_tensor *residual) {
-    const int64_t S = w.shape.state_size, Hv = w.shape.n_v_heads, C = w.shape.conv_dim(), T = x.x->ne[1];
+Stream deltanet(const StepBuild &b, const Stream &s, const DeltaNet &w, const DeltaState &state,
+                const Norm &next) {
+    const int64_t S = w.shape.state_size, Hv = w.shape.n_v_heads, T = s.normed.T;
     const CacheParams &p = b.cache.params();
-    const std::initializer_list<int32_t> params = {int32_t(p.n_rows),
-                                                   int32_t(p.n_sequences),
-                                                   int32_t(w.shape.n_k_heads),
-                                                   int32_t(Hv),
-                                                   int32_t(S),
-                                                   b.prefill() ? DELTA_APPEND : DELTA_VERIFY};
-
-    const auto y = matmuls(b, {w.qkv, w.gate, w.beta, w.alpha}, x);
-    ggml_tensor *qkv = y[0];                 // {C, T}
-    ggml_tensor *z = y[1];                   // {Hv*S, T}
-    ggml_tensor *beta = y[2], *alpha = y[3]; // {Hv, T}
-
-    qkv = add_op(b.ctx, "deltanet_conv", GGML_TYPE_F32, C, T,
-                 {qkv, w.conv, state.window, state.log, b.in.ctl}, params);
+    const int32_t mode = b.prefill() ? DELTA_APPEND : DELTA_VERIFY;
+    const std::vector<int32_t> params = {
+        int32_t(p.n_rows), int32_t(p.n_sequences), int32_t(w.shape.n_k_heads), int32_t(Hv), int32_t(S), mode};
+    const DeltaInputs in = delta_inputs(b, s.normed, w, state, params);
+    ggml_tensor *args[] = {in.qkv, in.alpha, in.beta, w.dt, w.a, state.state, state.log, b.in.ctl};
     const int64_t room = chunks_room(b, w.shape, T);
     ggml_tensor *o = // the result, then room for what chunks share
-        add_op(b.ctx, room > 0 ? "deltanet_chunks" : "deltanet", GGML_TYPE_F32, Hv * S * T + room, 1,
-               {qkv, alpha, beta, w.dt, w.a, state.state, state.log, b.in.ctl}, params);
+        add_op(b.ctx, *find_op(room > 0 ? "deltanet_chunks" : "deltanet"), GGML_TYPE_F32, Hv * S * T + room,
+               1, args, 8, params.data(), int(params.size()));
     o = ggml_view_2d(b.ctx, o, Hv * S, T, size_t(Hv * S) * sizeof(float), 0);
-
-    return matmul(b, w.out, gated_heads(o, w.norm, z, eps), residual);
-}
-
-ggml_tensor *ffn(const StepBuild &b, const MatmulInput &x, const Ffn &w, ggml_tensor *residual) {
-    const auto y = matmuls(b, {w.gate, w.up}, x); // {FF, T} each
-    return matmul(b, w.down, swiglu(y[0], y[1]), residual);
+    return matmul_add(b, w.out, gated_heads(o, w.norm, in.z, next.eps), s.x, next);
 }
 
 void keep_lists(const StepBuild &b, ggml_tensor *logits) {

@@ -1,5 +1,27 @@
 // Architectures share these graph blocks. Building is pure: a block only adds nodes, over what it was given.
 // T is the number of rows; shapes are in ggml order.
+//
+// What a layer of a step launches on a GPU with luce's own matmul, and what is fused there. A launch ends where each value
+// needs all of the launch before, or another grid; all are dependent launches (overlap.cuh), so that a matmul fills its
+// rings with weights while the small kernel ahead of it runs.
+//   DeltaNet (10)        qkv z beta alpha    rowmm_parts           one pass over x; its results stay partial sums
+//                        conv                deltanet_conv_parts   adds them up; SiLU, l2 norms, window and log
+//                        delta rule          deltanet              decay and beta from alpha and b, log
+//                        gated norm          rowmm_pack_gated      RMS of a head * SiLU(z), packed to F16
+//                        out                 rowmm_parts
+//                        residual, norm      rowmm_parts_rms       adds the parts up; x, squares of x, packed x * w
+//   and the FFN          gate up             rowmm_parts           applies the norm's scale to its sums
+//                        SwiGLU              rowmm_parts_swiglu    adds the parts up, packs
+//                        down                rowmm_parts
+//                        residual, norm      rowmm_parts_rms       of the next block
+//   attention (12)       q k v               rowmm                 in two kernels: the products, the sums of their parts
+//                        q k norms, RoPE     norm_rope
+//                        cells               kv_store              moves accepted rows first
+//                        attention           attention             in two kernels: chunks, then their sum and the gate
+//                        pack                rowmm_pack
+//                        out, residual ..    as above
+// Of ggml-cuda a step keeps get_rows (embeddings in any type), and for a NextN head, once a step, set_rows, concat and
+// three norms whose F32 values are stored or put side by side.
 #pragma once
 
 #include "../kernels/rowmm.h"
@@ -24,14 +46,15 @@ struct StepInputs {
 // draft_part is a draft that chooses among the first tokens of the vocabulary alone.
 enum class StepKind { prefill, prefill_last, verify, draft, draft_part, block };
 
-// What a weight {K, N} is multiplied with: values {K, T} made of x {K, T}. Luce's own matmul on a GPU computes them
-// while it packs its input (kernels/rowmm.h), elsewhere ggml's ops do.
+// What a weight {K, N} is multiplied with: values {K, T} made of x. Luce's own matmul on a GPU computes them while it
+// packs its input (kernels/rowmm.h), elsewhere ggml's ops do.
 struct MatmulInput {
     RowmmInput kind;
-    ggml_tensor *x;
+    ggml_tensor *x; // {K, T}; swiglu: with a null y, the parts that a matmul with gate and up has left
     ggml_tensor *w; // rms {K}, gated_heads {S}
     ggml_tensor *y; // swiglu, gated_heads {K, T}, gated {D, H, T}
     float eps;
+    int64_t K, T;
 
     bool operator==(const MatmulInput &o) const {
         return kind == o.kind && x == o.x && w == o.w && y == o.y && eps == o.eps;
@@ -44,6 +67,16 @@ MatmulInput swiglu(ggml_tensor *gate, ggml_tensor *up); // silu(gate) * up
 MatmulInput gated_heads(ggml_tensor *x, ggml_tensor *w, ggml_tensor *gate, float eps);
 // x {D*H, T} * sigmoid(gate), gate {D, H, T} being the second half of each head of {2*D*H, T}
 MatmulInput gated(ggml_tensor *x, ggml_tensor *gate);
+
+// The rows {E, T} between blocks, and the norm of them that the next matmul takes.
+struct Stream {
+    ggml_tensor *x;
+    MatmulInput normed;
+};
+struct Norm {
+    ggml_tensor *weight; // {E}
+    float eps;
+};
 
 struct MadeInput {
     MatmulInput input;
@@ -82,9 +115,21 @@ ggml_tensor *packed_rows(const StepBuild &b, ggml_tensor *x);
 std::vector<ggml_tensor *> matmuls(const StepBuild &b, const std::vector<ggml_tensor *> &weights,
                                    const MatmulInput &input);
 
-// One of them, and residual {N, T} added where it is not null.
-ggml_tensor *matmul(const StepBuild &b, ggml_tensor *weight, const MatmulInput &input,
-                    ggml_tensor *residual = nullptr);
+ggml_tensor *matmul(const StepBuild &b, ggml_tensor *weight, const MatmulInput &input);
+
+// residual + the product, and its norm. Luce's own matmul leaves its results in parts, and the kernel that packs the
+// norm adds them up.
+Stream matmul_add(const StepBuild &b, ggml_tensor *weight, const MatmulInput &input, ggml_tensor *residual,
+                  const Norm &next);
+
+// What the gated delta rule takes: the projections of x, and qkv after its conv. params: of the op deltanet_conv.
+struct DeltaInputs {
+    ggml_tensor *qkv; // {C, T}
+    ggml_tensor *z; // {Hv*S, T}
+    ggml_tensor *beta, *alpha; // {Hv, T}
+};
+DeltaInputs delta_inputs(const StepBuild &b, const MatmulInput &x, const DeltaNet &w, const DeltaState &state,
+                         const std::vector<int32_t> &params);
 
 // The embeddings of the step's tokens in a table {E, V} -> {E, T}.
 ggml_tensor *embed(const StepBuild &b, ggml_tensor *table);
@@ -101,10 +146,10 @@ ggml_tensor *rope(const StepBuild &b, ggml_tensor *x, const AttentionShape &s);
 // K and V of the rows x {E, T} into their cells, without attention over them.
 void write_kv(const StepBuild &b, const MatmulInput &x, const Attention &w, const KvLayer &kv, float eps);
 
-// residual + gated full attention of the rows x {E, T} -> {E, T}, whose K and V it writes into their cells first.
-// mask: of a prefill (prefill_mask), else null.
-ggml_tensor *attend(const StepBuild &b, const MatmulInput &x, const Attention &w, const KvLayer &kv,
-                    ggml_tensor *mask, float eps, ggml_tensor *residual);
+// s.x + gated full attention of s.normed, whose K and V it writes into their cells first. mask: of a prefill
+// (prefill_mask), else null. next: the norm that follows.
+Stream attend(const StepBuild &b, const Stream &s, const Attention &w, const KvLayer &kv, ggml_tensor *mask,
+              const Norm &next);
 
 // The "attention" op of a step (not of a prefill) over what its rows see: q {D, H, T} -> {D*H, T}. gate: null, or
 // {2*D*H, T} with q(D) then gate(D) for each head. block: the rows of a sequence all see each other.
@@ -114,15 +159,15 @@ ggml_tensor *attend_pages(const StepBuild &b, ggml_tensor *q, ggml_tensor *gate,
 // The mask of a prefill's rows over n_kv cells {n_kv, T} F16.
 ggml_tensor *prefill_mask(const StepBuild &b, int32_t window);
 
-// residual + gated DeltaNet of x {E, T} -> {E, T}.
-ggml_tensor *deltanet(const StepBuild &b, const MatmulInput &x, const DeltaNet &w, const DeltaState &state,
-                      float eps, ggml_tensor *residual);
+// s.x + gated DeltaNet of s.normed.
+Stream deltanet(const StepBuild &b, const Stream &s, const DeltaNet &w, const DeltaState &state,
+                const Norm &next);
 
 // residual + a mixture of experts of x {E, T} -> {E, T} (moe.cpp).
 ggml_tensor *moe(const StepBuild &b, const MatmulInput &x, const Moe &w, ggml_tensor *residual);
 
-// residual + SwiGLU: down(silu(gate x) * up x), x {E, T} -> {E, T}.
-ggml_tensor *ffn(const StepBuild &b, const MatmulInput &x, const Ffn &w, ggml_tensor *residual);
+// s.x + SwiGLU of s.normed: down(silu(gate x) * up x).
+Stream ffn(const StepBuild &b, const Stream &s, const Ffn &w, const Norm &next);
 
 // Keeps the best candidates of each row of logits {V, T} in the cache's lists, where it has any.
 void keep_lists(const StepBuild &b, ggml_tensor *logits);

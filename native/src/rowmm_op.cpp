@@ -2,7 +2,10 @@
 
 #ifdef LUCE_USE_CUDA
 
+#include "custom_op.h"
+
 #include <algorithm>
+#include <cstring>
 
 namespace luce {
 
@@ -47,38 +50,98 @@ int rowmm_pack_op(const ggml_tensor *dst, void *stream, RowmmInput input, float 
     return 0;
 }
 
-int rowmm_op(const ggml_tensor *dst, void *stream, int32_t T, bool add) {
-    const int first = add ? 3 : 2; // weight
-    const int64_t K = dst->src[first]->ne[0];
+// The launch of a node without its inputs and outputs; weights are its arguments from `first` on.
+static RowmmArgs launch_of(const ggml_tensor *node, int first) {
+    const RowmmOp op = rowmm_op_of(node);
+    RowmmArgs a{};
+    a.K = node->src[first]->ne[0];
+    a.T = op.T;
+    a.normed = op.normed;
+    a.eps = op.eps;
+    a.overlap = 1;
+    for (int i = first; i < GGML_MAX_SRC && node->src[i] != nullptr; i++) {
+        const ggml_tensor *w = node->src[i];
+        a.weights[a.n_weights++] = {w->type, w->ne[1], w->data, nullptr, w->ne[1], nullptr, 0};
+    }
+    return a;
+}
+
+int rowmm_op(const ggml_tensor *dst, void *stream) {
+    const bool add = strcmp(custom_op(dst)->name, "rowmm_add") == 0;
+    const int32_t T = rowmm_op_of(dst).T;
     const uint8_t *x = static_cast<const uint8_t *>(dst->src[0]->data);
     for (int32_t t = 0; t < T; t += ROWMM_MAX_ROWS) {
-        RowmmArgs a{};
+        RowmmArgs a = launch_of(dst, add ? 3 : 2);
         a.T = std::min(T - t, ROWMM_MAX_ROWS);
-        a.K = K;
         a.x = x;
         a.scratch = dst->src[1]->data;
-        a.overlap = 1;
         float *out = static_cast<float *>(dst->data);
-        for (int i = first; i < GGML_MAX_SRC && dst->src[i] != nullptr; i++) {
-            const ggml_tensor *w = dst->src[i];
-            RowmmWeights &weights = a.weights[a.n_weights++];
-            weights.type = w->type;
-            weights.N = w->ne[1];
-            weights.packed = w->data;
-            weights.out = out + t * w->ne[1];
-            weights.out_row = w->ne[1];
+        for (int i = 0; i < a.n_weights; i++) {
+            RowmmWeights &weights = a.weights[i];
+            weights.out = out + t * weights.N;
             if (add) {
                 weights.residual = rows(dst->src[2], t);
                 weights.residual_row = int64_t(dst->src[2]->nb[1] / sizeof(float));
             }
-            out += T * w->ne[1];
+            out += T * weights.N;
         }
         if (const int error = cuda::rowmm(a, stream); error != 0) {
             return error;
         }
-        x += rowmm_x_bytes(ROWMM_MAX_ROWS, K);
+        x += rowmm_x_bytes(ROWMM_MAX_ROWS, a.K);
     }
     return 0;
+}
+
+// ---- parts ----
+
+int64_t rowmm_parts_op_bytes(int64_t T, const std::vector<ggml_tensor *> &weights) {
+    RowmmArgs a{};
+    a.T = int32_t(T);
+    for (const ggml_tensor *w : weights) {
+        a.weights[a.n_weights++].N = w->ne[1];
+    }
+    return rowmm_parts_bytes(a);
+}
+
+RowmmArgs parts_launch(const ggml_tensor *node) {
+    RowmmArgs a = launch_of(node, 1);
+    a.x = node->src[0]->data;
+    a.parts = static_cast<float *>(node->data);
+    return a;
+}
+
+int rowmm_parts_op(const ggml_tensor *dst, void *stream) {
+    return cuda::rowmm(parts_launch(dst), stream);
+}
+
+int rowmm_parts_rms_op(const ggml_tensor *dst, void *stream) {
+    const ggml_tensor *x = dst->src[0];
+    const RowmmArgs launch = parts_launch(dst->src[2]);
+    RowmmPackArgs a{};
+    a.x = rows(x, 0);
+    a.x_row = int64_t(x->nb[1] / sizeof(float));
+    a.T = launch.T;
+    a.K = x->ne[0];
+    a.copy = static_cast<float *>(dst->data);
+    a.out = a.copy + a.K * a.T;
+    a.input = ROWMM_RMS;
+    a.w = static_cast<const float *>(dst->src[1]->data);
+    a.parts = &launch;
+    a.overlap = 1;
+    return cuda::rowmm_pack(a, stream);
+}
+
+int rowmm_parts_swiglu_op(const ggml_tensor *dst, void *stream) {
+    const RowmmArgs launch = parts_launch(dst->src[0]);
+    RowmmPackArgs a{};
+    a.T = launch.T;
+    a.K = launch.weights[0].N;
+    a.out = dst->data;
+    a.input = ROWMM_SWIGLU;
+    a.parts = &launch;
+    a.overlap = 1;
+    return cuda::rowmm_pack(a, stream);
 }
 
 } // namespace luce

@@ -6,13 +6,28 @@
 
 #include <ggml.h>
 
+#include <vector>
+
 namespace luce {
 
 // Bytes that the packed activations of T rows of K values take.
 int64_t rowmm_op_bytes(int64_t T, int64_t K);
 
-// Launchers of the ops rowmm_pack.. and rowmm, rowmm_add (custom_op.h).
+// Bytes of the parts that a step of T rows leaves of these weights.
+int64_t rowmm_parts_op_bytes(int64_t T, const std::vector<ggml_tensor *> &weights);
+
+// Launchers of the ops rowmm_pack.. and of those whose input is parts, rowmm.. (custom_op.h). normed, eps: how x was
+// packed.
 int rowmm_pack_op(const ggml_tensor *dst, void *stream, RowmmInput input, float eps);
-int rowmm_op(const ggml_tensor *dst, void *stream, int32_t T, bool add);
+int rowmm_parts_rms_op(const ggml_tensor *dst, void *stream);
+int rowmm_parts_swiglu_op(const ggml_tensor *dst, void *stream);
+struct RowmmOp {
+    int32_t T, normed;
+    float eps;
+};
+RowmmOp rowmm_op_of(const ggml_tensor *dst); // of its params
+int rowmm_op(const ggml_tensor *dst, void *stream); // rowmm, rowmm_add
+int rowmm_parts_op(const ggml_tensor *dst, void *stream);
+RowmmArgs parts_launch(const ggml_tensor *node); // of a rowmm_parts
 
 } // namespace luce

@@ -1,5 +1,8 @@
 // Checks the DeltaNet ops against a reference in double precision, and against themselves bit by bit.
 #include "harness.h"
+#include "rowmm_reference.h"
+
+#include <memory>
 
 static double error(const double *expected, const float *got, size_t n) {
     double diff = 0, norm = 1e-30;
@@ -323,6 +326,68 @@ static void check_captured_step(const Shape &s) {
     cuda::capture_free(step);
 }
 
+// The conv over products that have stayed parts does what it does over the same products added up.
+static void check_conv_parts(int T, int n_seqs) {
+    const Shape s = {2, 4, 128};
+    const int64_t K = 512, N[4] = {s.C(), int64_t(s.Hv) * s.S, s.Hv, s.Hv};
+    const int types[4] = {13, 12, 0, 8}; // Q5_K, Q4_K, F32, Q8_0
+    Session session(s, T, n_seqs);
+    Layer &layer = session.layer;
+    Device<uint8_t> packed(size_t(rowmm_x_bytes(T, K))), scratch(size_t(cuda::rowmm_scratch_bytes()));
+    Device<float> x(normals(size_t(T) * K));
+    std::vector<std::unique_ptr<Device<uint8_t>>> weights;
+    std::vector<std::unique_ptr<Device<float>>> plain, summed;
+    RowmmArgs a = {};
+    a.T = T;
+    a.K = K;
+    a.x = packed.p;
+    a.scratch = scratch.p;
+    a.overlap = 1;
+    for (int i = 0; i < 4; i++) {
+        const Device<uint8_t> blocks(rowmm_test::random_weights(types[i], K, N[i], uint32_t(i) + 50));
+        weights.emplace_back(new Device<uint8_t>(size_t(rowmm_packed_bytes(types[i], K, N[i]))));
+        must(cuda::rowmm_permute({types[i], K, N[i], blocks.p, weights[i]->p}, stream));
+        must(cudaStreamSynchronize(stream));
+        plain.emplace_back(new Device<float>(size_t(T) * N[i]));
+        summed.emplace_back(new Device<float>(size_t(T) * N[i]));
+        a.weights[a.n_weights++] = {types[i], N[i], weights[i]->p, plain[i]->p, N[i], nullptr, 0};
+    }
+    RowmmPackArgs pack = {};
+    pack.x = x.p;
+    pack.x_row = pack.K = K;
+    pack.T = T;
+    pack.out = packed.p;
+    const std::vector<Part> rows = session.random_parts(n_seqs, T);
+    const Snapshot before = layer.snapshot();
+    layer.set_ctl(rows);
+    must(cuda::rowmm_pack(pack, stream));
+    must(cuda::rowmm(a, stream));
+    layer.enqueue_conv(DELTA_VERIFY, T, *plain[0], *summed[0]);
+    must(cudaStreamSynchronize(stream));
+    const Floats expected = summed[0]->get();
+    const Snapshot after = layer.snapshot();
+    layer.restore(before);
+    layer.set_ctl(rows);
+    summed[0]->poison();
+    Device<float> parts(size_t(rowmm_parts_bytes(a)) / sizeof(float));
+    parts.poison();
+    a.parts = parts.p;
+    must(cuda::rowmm(a, stream));
+    ConvPartsArgs conv = {{layer.delta_shape(T, DELTA_VERIFY), nullptr, layer.w.p, layer.window.p, layer.log.p,
+                           layer.ctl.p, summed[0]->p},
+                          &a,
+                          {summed[1]->p, summed[2]->p, summed[3]->p}};
+    must(cuda::conv_parts(conv, stream));
+    must(cudaStreamSynchronize(stream));
+    const Snapshot got = layer.snapshot();
+    const std::string name = session.name + "conv of parts, " + std::to_string(T) + " rows";
+    expect(same_bits(summed[0]->get(), expected), name);
+    for (int i = 1; i < 4; i++) {
+        expect(same_bits(summed[i]->get(), plain[i]->get()), name + ", results of weight " + std::to_string(i));
+    }
+    expect(same_bits(got.window, after.window) && same_bits(got.log, after.log), name + ": window, log");
+}
+
 void check_deltanet(bool all) {
     const std::vector<Shape> shapes = {{4, 4, 16}, {2, 6, 32}, {4, 8, 64}, {2, 2, 128}};
     for (const Shape &s : shapes) {
@@ -338,6 +403,9 @@ void check_deltanet(bool all) {
         if (deltanet_chunks_scratch({1, 1, 1, s.Hk, s.Hv, s.S, DELTA_APPEND}) > 0) {
             check_chunks(s, 200);
         }
+    }
+    for (int T : {1, 5, 16, 40, 64}) {
+        check_conv_parts(T, T == 1 ? 1 : 2);
     }
     if (all) {
         check_rounds({16, 48, 128}, 16, 4, 6, 200);

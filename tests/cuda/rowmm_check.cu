@@ -29,11 +29,7 @@ struct Matrix {
 // Scratch as an engine has it: counters at zero, the rest junk.
 struct Scratch {
     Device<uint8_t> memory;
-    Scratch() : memory(size_t(cuda::rowmm_scratch_bytes())) { clear(); }
-    void clear() {
-        memory.poison();
-        must(cudaMemset(memory.p, 0, size_t(cuda::rowmm_counter_bytes())));
-    }
+    Scratch() : memory(size_t(cuda::rowmm_scratch_bytes())) { memory.poison(); }
 };
 
 RowmmPackArgs plain(const Device<float> &x, int T, int64_t K, const Device<uint8_t> &out) {
@@ -75,9 +71,6 @@ std::vector<Floats> run(const std::vector<const Matrix *> &matrices, const Float
     for (const auto &o : out) {
         result.push_back(o->get());
     }
-    const std::vector<uint8_t> after = scratch.memory.get();
-    expect(std::all_of(after.begin(), after.begin() + cuda::rowmm_counter_bytes(), [](uint8_t b) { return b == 0; }),
-           "rowmm leaves its counters at zero");
     return result;
 }
 
@@ -209,12 +202,20 @@ void check_pack(int input, int T, int64_t K, int head) {
     must(cuda::rowmm_pack(a, stream));
     must(cudaStreamSynchronize(stream));
     const Floats got = copy.get();
-    const int64_t mean = input == ROWMM_RMS ? K : head;
+    const int64_t mean = head;
+    if (input == ROWMM_RMS) { // check_norm has the rest
+        bool same = true;
+        for (int t = 0; t < T; t++) {
+            same = same && same_bits(&got[size_t(t) * K], &x[size_t(t) * x_row], size_t(K));
+        }
+        expect(same, "rowmm_pack keeps x before its norm");
+        return;
+    }
     double worst = 0;
     for (int t = 0; t < T; t++) {
         for (int64_t k = 0; k < K; k++) {
             double squares = 0, e = x[t * x_row + k];
-            if (input == ROWMM_RMS || input == ROWMM_HEAD_RMS) {
+            if (input == ROWMM_HEAD_RMS) {
                 for (int64_t i = k / mean * mean; i < k / mean * mean + mean; i++) {
                     squares += double(x[t * x_row + i]) * x[t * x_row + i];
                 }
@@ -260,6 +261,128 @@ void check_residual() {
     expect(good, "rowmm adds a residual in place");
 }
 
+// A chain x -> first -> (+ x, norm) -> gate, up -> SwiGLU -> down, whose results stay parts up to the last.
+struct Chain {
+    int64_t K, F;
+    Matrix first{12, K, K, 31}, gate{12, K, F, 32}, up{14, K, F, 33}, down{13, F, K, 34};
+    Floats x = random_rows(ROWMM_MAX_ROWS, K), norm = normals(size_t(K));
+
+    Chain(int64_t width, int64_t inner) : K(width), F(inner) {
+        for (int64_t k = 0; k < K; k++) {
+            x[3 * K + k] *= 1e15f; // a row far from the others
+        }
+    }
+
+    struct Results {
+        Floats sum, gated, out, normed; // normed: of gate alone, added up by the launch itself
+        bool same(const Results &o) const {
+            const auto begins = [](const Floats &few, const Floats &many) {
+                return same_bits(few.data(), many.data(), few.size());
+            };
+            return begins(sum, o.sum) && begins(gated, o.gated) && begins(out, o.out) && begins(normed, o.normed);
+        }
+    };
+
+    RowmmArgs args(int T, int64_t k, const Device<uint8_t> &from, const Scratch &scratch,
+                   const std::vector<RowmmWeights> &weights) const {
+        RowmmArgs a = {};
+        a.T = T;
+        a.K = k;
+        a.x = from.p;
+        a.scratch = scratch.memory.p;
+        a.overlap = 1;
+        a.n_weights = int(weights.size());
+        std::copy(weights.begin(), weights.end(), a.weights);
+        return a;
+    }
+    Results run(int T) const {
+        Scratch scratch;
+        Device<float> dx(Floats(x.begin(), x.begin() + T * K)), w(norm), sum(size_t(T) * K), act(size_t(T) * F),
+            out(size_t(T) * K), one(size_t(T) * F);
+        const auto packed_rows = [&](int64_t n) { return Device<uint8_t>(size_t(rowmm_x_bytes(T, n))); };
+        const Device<uint8_t> packed = packed_rows(K), normed = packed_rows(K), gated = packed_rows(F);
+        RowmmArgs m1 = args(T, K, packed, scratch, {first.weights(nullptr)});
+        RowmmArgs m2 = args(T, K, normed, scratch, {gate.weights(nullptr), up.weights(nullptr)});
+        m2.normed = 1;
+        m2.eps = 1e-5f;
+        RowmmArgs alone = m2;
+        alone.n_weights = 1;
+        alone.weights[0].out = one.p;
+        Device<float> p1(size_t(rowmm_parts_bytes(m1)) / 4), p2(size_t(rowmm_parts_bytes(m2)) / 4);
+        p1.poison();
+        p2.poison();
+        m1.parts = p1.p;
+        m2.parts = p2.p;
+        RowmmPackArgs rms = plain(dx, T, K, normed), swiglu = plain(dx, T, F, gated);
+        rms.input = ROWMM_RMS;
+        rms.w = w.p;
+        rms.parts = &m1;
+        rms.copy = sum.p;
+        swiglu.input = ROWMM_SWIGLU;
+        swiglu.parts = &m2;
+        swiglu.copy = act.p;
+        rms.overlap = swiglu.overlap = 1;
+        must(cuda::rowmm_pack(plain(dx, T, K, packed), stream));
+        must(cuda::rowmm(m1, stream));
+        must(cuda::rowmm_pack(rms, stream));
+        must(cuda::rowmm(alone, stream));
+        must(cuda::rowmm(m2, stream));
+        must(cuda::rowmm_pack(swiglu, stream));
+        must(cuda::rowmm(args(T, F, gated, scratch, {down.weights(out.p)}), stream));
+        must(cudaStreamSynchronize(stream));
+        return {sum.get(), act.get(), out.get(), one.get()};
+    }
+
+    static Doubles products(const Matrix &m, const Floats &from, int T) {
+        std::vector<int> all(size_t(m.N));
+        std::iota(all.begin(), all.end(), 0);
+        return product(dequantised(m.type, m.blocks), from, m.K, T, all);
+    }
+    static void expect_near(const Floats &got, const Doubles &expected, int T, int64_t N, double bound,
+                            const char *what) {
+        std::vector<int> all(size_t(N), 0);
+        std::iota(all.begin(), all.end(), 0);
+        const double error = relative_error(got, expected, T, N, all);
+        expect(error < bound, std::string("rowmm chain, ") + what + ", is off by " + std::to_string(error));
+    }
+    // Each result against doubles, from the one before it as it was found.
+    void compare(const Results &got, int T) const {
+        Doubles sum = products(first, x, T);
+        for (size_t i = 0; i < sum.size(); i++) {
+            sum[i] += x[i];
+        }
+        expect_near(got.sum, sum, T, K, 1e-3, "sum");
+        Floats h(size_t(T) * K);
+        for (int t = 0; t < T; t++) {
+            double squares = 0;
+            for (int64_t k = 0; k < K; k++) {
+                squares += double(got.sum[t * K + k]) * got.sum[t * K + k];
+            }
+            for (int64_t k = 0; k < K; k++) {
+                h[t * K + k] = float(got.sum[t * K + k] * norm[k] / std::sqrt(squares / double(K) + 1e-5));
+            }
+        }
+        Doubles g = products(gate, h, T);
+        const Doubles u = products(up, h, T);
+        expect_near(got.normed, g, T, F, 1e-3, "normed");
+        for (size_t i = 0; i < g.size(); i++) {
+            g[i] = g[i] / (1 + std::exp(-g[i])) * u[i];
+        }
+        expect_near(got.gated, g, T, F, 2e-3, "gated");
+        expect_near(got.out, products(down, got.gated, T), T, K, 1e-3, "down");
+    }
+};
+
+// The chain is right at the first of the widths, and has the same bits at the others.
+void check_chain(int64_t K, int64_t F, const Ints &widths) {
+    const Chain chain(K, F);
+    const Chain::Results base = chain.run(widths[0]);
+    chain.compare(base, widths[0]);
+    for (int T : widths) {
+        expect(chain.run(T).same(base), "rowmm chain bits at " + std::to_string(T) + " rows");
+    }
+}
+
 } // namespace
 
 // `all` false: small shapes, for compute-sanitizer.
@@ -276,6 +399,7 @@ void check_rowmm(bool all) {
         }
     }
     check_residual();
+    check_chain(512, 768, all ? Ints{64, 1, 2, 7, 8, 9, 16, 17, 33, 50} : Ints{40, 1, 9});
     for (int T : {1, 7, 40}) {
         check_pack(ROWMM_PLAIN, T, 288, 0);
         check_pack(ROWMM_RMS, T, 5120, 0);
@@ -283,6 +407,7 @@ void check_rowmm(bool all) {
         check_pack(ROWMM_SWIGLU, T, 17408 / 8, 0);
         check_pack(ROWMM_HEAD_RMS, T, 6144 / 4, 128);
         check_pack(ROWMM_HEAD_RMS, T, 512, 64);
+        check_pack(ROWMM_HEAD_RMS, T, 512, 16);
     }
     if (!all) {
         return;

@@ -48,11 +48,11 @@ struct Part {
 
 struct Bench {
     std::map<int, std::unique_ptr<Arena>> arenas;
-    Device<float> h, proj, mid, act, norm, logits; // rows of E, of a projection, ...
+    Device<float> h, proj, mid, norm, logits, parts; // rows of E, of a projection, ...
     Device<uint8_t> x, scratch;
 
-    Bench() : h(normals(64 * E)), proj(64 * 2 * FF), mid(normals(64 * FF)), act(64 * FF), norm(normals(E)),
-              logits(size_t(64) * V), x(size_t(rowmm_x_bytes(64, FF))), scratch(size_t(cuda::rowmm_scratch_bytes())) {
+    Bench() : h(normals(64 * E)), proj(64 * 2 * FF), mid(normals(64 * FF)), norm(normals(E)),
+              logits(size_t(64) * V), parts(size_t(64) * 1000 * 128), x(size_t(rowmm_x_bytes(64, FF))), scratch(size_t(cuda::rowmm_scratch_bytes())) {
         must(cudaMemset(scratch.p, 0, scratch.n));
         must(cudaMemset(proj.p, 0, proj.n * 4));
         must(cudaMemset(x.p, 0, x.n));
@@ -61,10 +61,10 @@ struct Bench {
             arenas[type].reset(new Arena(type, bytes));
         }
     }
-    void pack(int T, int64_t K, const float *from, int input, const float *y, int64_t y_row, bool overlap) {
+    RowmmPackArgs pack_args(int T, int64_t K, const float *from, int input, bool overlap) {
         RowmmPackArgs a = {};
         a.x = from;
-        a.x_row = input == ROWMM_SWIGLU ? FF : K;
+        a.x_row = K;
         a.T = T;
         a.K = K;
         a.out = x.p;
@@ -72,12 +72,10 @@ struct Bench {
         a.head = 128;
         a.eps = 1e-6f;
         a.w = norm.p;
-        a.y = y;
-        a.y_row = y_row;
         a.overlap = overlap;
-        must(cuda::rowmm_pack(a, stream));
+        return a;
     }
-    RowmmArgs launch(int T, int64_t K, const std::vector<Part> &parts, float *out, bool add, bool overlap) {
+    RowmmArgs launch(int T, int64_t K, const std::vector<Part> &parts, float *out, bool overlap) {
         RowmmArgs a = {};
         a.T = T;
         a.K = K;
@@ -85,7 +83,7 @@ struct Bench {
         a.scratch = scratch.p;
         a.overlap = overlap;
         for (const Part &p : parts) {
-            a.weights[a.n_weights++] = {p.type, p.N, arenas[p.type]->next(K, p.N), out, p.N, add ? out : nullptr, p.N};
+            a.weights[a.n_weights++] = {p.type, p.N, arenas[p.type]->next(K, p.N), out, p.N, nullptr, 0};
             out += T * p.N;
         }
         return a;
@@ -96,29 +94,52 @@ struct Bench {
         for (auto &[type, arena] : arenas) {
             arena->used = 0;
         }
+        const auto normed = [&](RowmmArgs a) {
+            a.normed = 1;
+            a.eps = 1e-6f;
+            all.push_back(a);
+        };
+        const auto parted = [&](RowmmArgs a) {
+            a.parts = parts.p;
+            all.push_back(a);
+        };
         for (int layer = 0; layer < 64; layer++) {
             const bool attention = layer % 4 == 3;
             const std::vector<Part> in = attention ? std::vector<Part>{{Q4, Q}, {Q4, KV}, {Q6, KV}}
                                                    : std::vector<Part>{{Q5, QKV}, {Q4, Z}, {Q8, 48}, {Q8, 48}};
-            all.push_back(launch(T, E, in, proj.p, false, overlap));
-            all.push_back(launch(T, Z, {{Q4, E}}, h.p, true, overlap));
-            all.push_back(launch(T, E, {{Q4, FF}, {Q4, FF}}, proj.p, false, overlap));
-            all.push_back(launch(T, FF, {{layer % 2 == 0 ? Q4 : Q6, E}}, h.p, true, overlap));
+            normed(launch(T, E, in, proj.p, overlap));
+            parted(launch(T, Z, {{Q4, E}}, nullptr, overlap));
+            RowmmArgs gate_up = launch(T, E, {{Q4, FF}, {Q4, FF}}, nullptr, overlap);
+            gate_up.parts = parts.p;
+            normed(gate_up);
+            parted(launch(T, FF, {{layer % 2 == 0 ? Q4 : Q6, E}}, nullptr, overlap));
         }
-        all.push_back(launch(T, E, {{Q6, V}}, logits.p, false, overlap));
+        normed(launch(T, E, {{Q6, V}}, logits.p, overlap));
         return all;
     }
     void step(const std::vector<RowmmArgs> &all, bool packs, bool products) {
         const int T = all[0].T;
         const bool overlap = all[0].overlap != 0;
         for (size_t i = 0; i < all.size(); i++) {
-            const bool attention = i / 4 % 4 == 3;
-            switch (packs ? i % 4 : 4) {
-                case 0: case 2: pack(T, E, h.p, ROWMM_RMS, nullptr, 0, overlap); break;
-                case 1:
-                    pack(T, Z, mid.p, attention ? ROWMM_PLAIN : ROWMM_HEAD_RMS, proj.p + T * QKV, Z, overlap);
+            RowmmPackArgs a = {};
+            switch (i % 4) {
+                case 0:
+                case 2:
+                    a = pack_args(T, E, h.p, ROWMM_RMS, overlap);
+                    a.parts = i > 0 ? &all[i - 1] : nullptr;
+                    a.copy = h.p;
                     break;
-                case 3: pack(T, FF, proj.p, ROWMM_SWIGLU, proj.p + T * FF, FF, overlap); break;
+                case 1:
+                    a = pack_args(T, Z, mid.p, i / 4 % 4 == 3 ? ROWMM_PLAIN : ROWMM_HEAD_RMS, overlap);
+                    a.y = proj.p + T * QKV;
+                    a.y_row = Z;
+                    break;
+                default:
+                    a = pack_args(T, FF, nullptr, ROWMM_SWIGLU, overlap);
+                    a.parts = &all[i - 1];
+            }
+            if (packs) {
+                must(cuda::rowmm_pack(a, stream));
             }
             if (products) {
                 must(cuda::rowmm(all[i], stream));
@@ -159,7 +180,7 @@ void time_matrices(Bench &b) {
         for (const auto &s : shapes) {
             printf("%-28s", s.name);
             for (int T : WIDTHS) {
-                b.pack(T, s.K, b.mid.p, ROWMM_PLAIN, nullptr, 0, false);
+                must(cuda::rowmm_pack(b.pack_args(T, s.K, b.mid.p, ROWMM_PLAIN, false), stream));
                 int64_t bytes = 0;
                 for (const Part &p : s.parts) {
                     bytes += rowmm_packed_bytes(p.type, s.K, p.N);
@@ -167,7 +188,7 @@ void time_matrices(Bench &b) {
                 const int turns = int(std::min<int64_t>(100, std::max<int64_t>(3, 1000000000 / bytes)));
                 std::vector<RowmmArgs> all;
                 for (int i = 0; i < turns; i++) {
-                    all.push_back(b.launch(T, s.K, s.parts, s.parts[0].N == V ? b.logits.p : b.proj.p, false, overlap));
+                    all.push_back(b.launch(T, s.K, s.parts, s.parts[0].N == V ? b.logits.p : b.proj.p, overlap));
                 }
                 const double us = median_us([&] {
                     for (const RowmmArgs &a : all) {
