@@ -74,24 +74,28 @@ __global__ void __launch_bounds__(Shape<NT, WIDE>::THREADS, Shape<NT, WIDE>::BLO
         rings.init();
     }
     __syncthreads();
+    const int unit = p.first[range];
+    int segment = 0;
+    while (segment + 1 < p.n_segments && p.segments[segment + 1].first_unit <= unit) {
+        segment++;
+    }
+    const Walk begin{p, segment, unit - p.segments[segment].first_unit, p.first[end] - unit};
     if (threadIdx.x < TAKERS) {
-        Taker<S> ring{rings};
         wait_for_previous();
-        if (p.squares != nullptr && threadIdx.x < SCALE_WARPS * WARP) {
+        if (threadIdx.x < COPY_LANES) {
+            Filler<S>(p, rings, begin).fetch_first_rows();
+        }
+        if (p.squares != nullptr) {
             find_scales(p, rings, scales);
         }
+        Taker<S> ring{rings};
         for (int r = range; r < end; r++) {
             take_range<NT, WIDE>(p, ring, r, scales);
         }
-        return;
-    }
-    if (threadIdx.x % WARP < COPY_LANES) {
-        const int unit = p.first[range];
-        int segment = 0;
-        while (segment + 1 < p.n_segments && p.segments[segment + 1].first_unit <= unit) {
-            segment++;
-        }
-        Filler<S>(p, rings, {p, segment, unit - p.segments[segment].first_unit, p.first[end] - unit}).run();
+    } else if (threadIdx.x % WARP < COPY_LANES) {
+        Filler<S> filler(p, rings, begin);
+        filler.fetch_first_weights();
+        filler.go_on();
     }
 }
 

@@ -20,7 +20,6 @@ template <int NT, bool WIDE> struct Shape {
     static constexpr int ROW_BYTES = BARRIERS + STAGES * STAGE;
 };
 constexpr int TAKERS = FRAGMENTS * WARP; // threads that take from the rings
-constexpr int SCALE_WARPS = ROWMM_MAX_ROWS / WARP; // takers that find the scales of normed rows
 
 // What a warp adds up: rows 2 t, 2 t + 1 of output g, then of g + 8.
 template <int NT> using Sums = float[NT][4];
@@ -46,27 +45,30 @@ template <typename S> struct Rings {
         for (int i = 0; i < slots; i++) {
             barrier_init(slot_full(i), COPY_LANES);
         }
-        barrier_init(scales_full(), SCALE_WARPS);
+        barrier_init(scales_full(), FRAGMENTS);
         barrier_init_done();
     }
 };
 
-// What results of a row are multiplied with: x was packed before its norm was known. (Not by the last warp: a lane that
-// waits for the launch ahead would hold up the one that fetches.)
+// What results of a row are multiplied with: x was packed before its norm was known. Each taker has every eighth row.
 template <typename S>
 __device__ __forceinline__ void find_scales(const RowmmParams &p, const Rings<S> &rings, float *scales) {
-    const int t = threadIdx.x;
-    if (t < p.rows) {
-        const float *squares = p.squares + int64_t(t) * p.n_squares;
+    const int lane = threadIdx.x % WARP;
+#pragma unroll 2
+    for (int t = threadIdx.x / WARP; t < p.rows; t += FRAGMENTS) {
         float sum = 0;
-#pragma unroll 8
-        for (int i = 0; i < p.n_squares; i++) {
-            sum += __ldcg(squares + i);
+        for (int i = lane; i < p.n_squares; i += WARP) {
+            sum += __ldcg(p.squares + int64_t(t) * p.n_squares + i);
         }
-        scales[t] = rsqrtf(sum / p.K + p.eps);
+#pragma unroll
+        for (int mask = WARP / 2; mask > 0; mask /= 2) {
+            sum += __shfl_xor_sync(~0u, sum, mask);
+        }
+        if (lane == 0) {
+            scales[t] = rsqrtf(sum / p.K + p.eps);
+        }
     }
-    __syncwarp();
-    if (t % WARP == 0) {
+    if (lane == 0) {
         barrier_arrive(rings.scales_full());
     }
 }
@@ -96,6 +98,8 @@ struct Walk {
         }
     }
 };
+
+constexpr int IN_FLIGHT = 1; // units of weights of a block, before the launch ahead has ended
 
 // What the last warp does. A slot of weights is free when the stage of the same unit is.
 template <typename S> struct Filler {
@@ -138,14 +142,28 @@ template <typename S> struct Filler {
         stage.next(S::STAGES);
         rows.next();
     }
-    // Weights do not depend on what runs before this launch, activations do.
-    __device__ void run() {
-        for (int i = 0; i < rings.slots; i++) {
+    // The first weights, which do not depend on what runs before this launch. Few are on their way at once, for memory
+    // has to answer the launch ahead at the same time.
+    __device__ void fetch_first_weights() {
+        for (int i = 0; i < rings.slots && weights.left > 0; i++) {
+            if (COPY_LANES == 1 && i >= IN_FLIGHT) {
+                barrier_wait(rings.slot_full(i - IN_FLIGHT), 0);
+            }
             fetch_weights();
         }
-        wait_for_previous();
+    }
+    // The first rows, once they are there: by a taker, which knows first.
+    __device__ void fetch_first_rows() {
         for (int i = 0; i < S::STAGES; i++) {
             fetch_rows();
+        }
+    }
+    // All else.
+    __device__ void go_on() {
+        wait_for_previous();
+        for (int i = 0; i < S::STAGES && rows.left > 0; i++) {
+            stage.next(S::STAGES);
+            rows.next();
         }
         while (rows.left > 0 || weights.left > 0) {
             barrier_wait(rings.stage_free(freed.i), freed.parity);
