@@ -331,8 +331,8 @@ static void check_conv_parts(int T, int n_seqs) {
     const Shape s = {2, 4, 128};
     const int64_t K = 512, N[4] = {s.C(), int64_t(s.Hv) * s.S, s.Hv, s.Hv};
     const int types[4] = {13, 12, 0, 8}; // Q5_K, Q4_K, F32, Q8_0
-    Session session(s, T, n_seqs);
-    Layer &layer = session.layer;
+    Pair pair(s, T, n_seqs);
+    Layer &layer = pair.layer;
     Device<uint8_t> packed(size_t(rowmm_x_bytes(T, K))), scratch(size_t(cuda::rowmm_scratch_bytes()));
     Device<float> x(normals(size_t(T) * K));
     std::vector<std::unique_ptr<Device<uint8_t>>> weights;
@@ -357,7 +357,7 @@ static void check_conv_parts(int T, int n_seqs) {
     pack.x_row = pack.K = K;
     pack.T = T;
     pack.out = packed.p;
-    const std::vector<Part> rows = session.random_parts(n_seqs, T);
+    const std::vector<Part> rows = pair.random_parts(n_seqs, T);
     const Snapshot before = layer.snapshot();
     layer.set_ctl(rows);
     must(cuda::rowmm_pack(pack, stream));
@@ -380,7 +380,7 @@ static void check_conv_parts(int T, int n_seqs) {
     must(cuda::conv_parts(conv, stream));
     must(cudaStreamSynchronize(stream));
     const Snapshot got = layer.snapshot();
-    const std::string name = session.name + "conv of parts, " + std::to_string(T) + " rows";
+    const std::string name = pair.name + "conv of parts, " + std::to_string(T) + " rows";
     expect(same_bits(summed[0]->get(), expected), name);
     for (int i = 1; i < 4; i++) {
         expect(same_bits(summed[i]->get(), plain[i]->get()), name + ", results of weight " + std::to_string(i));
