@@ -277,10 +277,10 @@ Stream matmul_add(const StepBuild &b, ggml_tensor *weight, const MatmulInput &in
 
 // silu(gate * input) * (up * input), as `down` takes it.
 static MatmulInput swiglu(const StepBuild &b, const Ffn &w, const MatmulInput &input) {
-    const int64_t FF = w.gate->ne[1];
 #ifdef LUCE_USE_CUDA
     if (leaves_parts(b, {w.gate, w.up, w.down})) {
-        return {ROWMM_SWIGLU, add_parts(b, {w.gate, w.up}, input), nullptr, nullptr, 0, FF, input.T};
+        ggml_tensor *parts = add_parts(b, {w.gate, w.up}, input);
+        return {ROWMM_SWIGLU, parts, nullptr, nullptr, 0, w.gate->ne[1], input.T};
     }
 #endif
     const auto y = matmuls(b, {w.gate, w.up}, input); // {FF, T} each
