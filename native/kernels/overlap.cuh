@@ -1,7 +1,8 @@
-// Launches that overlap (programmatic dependent launch, from sm_90 on, also in a captured graph; elsewhere these do
-// nothing): a kernel's blocks may start as soon as all blocks of the one ahead have said let_next_start(), and wait in
-// wait_for_previous() until all that is ahead on the stream has ended and can be seen. Before that a kernel reads
-// only what no kernel of the step writes ahead of it: weights, the control block, a layer's caches; and writes nothing.
+// Launches that overlap (programmatic dependent launch, in code for sm_90 and later, also in a captured graph;
+// elsewhere these do nothing): a kernel's blocks may start as soon as all blocks of the one ahead have said
+// let_next_start(), and wait in wait_for_previous() until all that is ahead on the stream has ended and can be seen.
+// Before that a kernel reads only what no kernel of the step writes ahead of it: weights, the control block, a layer's
+// caches; and writes nothing.
 // Each kernel that is launched so waits, so that "the one ahead has ended" means that all ahead of it have.
 #pragma once
 
@@ -20,16 +21,13 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
-// Launches a kernel, where `overlap` is wanted and the device has it with the attribute of a dependent launch.
+// Launches a kernel, where `overlap` is wanted with the attribute of a dependent launch. What was compiled for an older
+// architecture does not wait, whatever device it runs on, so the kernel's own code is asked and not the device.
 template <typename... P, typename... A>
 cudaError_t launch_kernel(void (*kernel)(P...), dim3 grid, int threads, size_t shared, cudaStream_t stream,
                           bool overlap, const A &...args) {
-    int device = 0, capability = 0; // asked on each call, since they hold for the current device only
-    cudaError_t error = cudaGetDevice(&device);
-    if (error == cudaSuccess) {
-        error = cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, device);
-    }
-    if (error != cudaSuccess) {
+    cudaFuncAttributes compiled = {};
+    if (const cudaError_t error = cudaFuncGetAttributes(&compiled, kernel); error != cudaSuccess) {
         return error;
     }
     cudaLaunchConfig_t config = {};
@@ -41,7 +39,7 @@ cudaError_t launch_kernel(void (*kernel)(P...), dim3 grid, int threads, size_t s
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
     config.attrs = &attribute;
-    config.numAttrs = overlap && capability >= 9 ? 1 : 0;
+    config.numAttrs = overlap && compiled.ptxVersion >= 90 ? 1 : 0;
     return cudaLaunchKernelEx(&config, kernel, P(args)...);
 }
 
