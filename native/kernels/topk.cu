@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(THREADS) topk_parts_kernel(TopkArgs a) {
 // grid: rows.
 __global__ void __launch_bounds__(PICK_THREADS) topk_pick_kernel(TopkArgs a, int parts, int n_sort) {
     __shared__ Key keys[TOPK_PART];
-    __shared__ float log_sum;
+    __shared__ float largest_logit, log_sum; // of all, the sum over what the largest leaves
     const int32_t keep = a.ctl->rows[blockIdx.x].keep;
     if (keep < 0) {
         return;
@@ -129,14 +129,15 @@ __global__ void __launch_bounds__(PICK_THREADS) topk_pick_kernel(TopkArgs a, int
             const float of_part = __int_as_float(part[2 * a.k]);
             sum += of_part > -INFINITY ? __int_as_float(part[2 * a.k + 1]) * expf(of_part - largest) : 0.0f;
         }
-        log_sum = largest + logf(sum);
+        largest_logit = largest;
+        log_sum = logf(sum);
     }
     sort(keys, n_sort);
     int32_t *list = a.lists + int64_t(keep) * 2 * a.k;
     for (int i = threadIdx.x; i < a.k; i += PICK_THREADS) {
         const Key key = i < n_sort ? keys[i] : 0;
         list[i] = key == 0 ? -1 : int32_t(~uint32_t(key));
-        list[a.k + i] = __float_as_int(key == 0 ? -INFINITY : logit_of(key) - log_sum);
+        list[a.k + i] = __float_as_int(key == 0 ? -INFINITY : logit_of(key) - largest_logit - log_sum);
     }
 }
 
