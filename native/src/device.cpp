@@ -159,8 +159,23 @@ std::string Device::description() const {
     return ggml_backend_dev_description(dev);
 }
 
+std::mutex &device_lock() {
+    static std::mutex lock;
+    return lock;
+}
+
+void BackendFree::operator()(ggml_backend_t b) const {
+    const std::lock_guard<std::mutex> alone(device_lock());
+    ggml_backend_free(b);
+}
+
+static Backend start(const Device &device) {
+    const std::lock_guard<std::mutex> alone(device_lock());
+    return Backend(ggml_backend_dev_init(device.dev, nullptr));
+}
+
 Backend make_backend(const Device &device, int n_threads) {
-    Backend backend(ggml_backend_dev_init(device.dev, nullptr));
+    Backend backend = start(device);
     if (!backend) {
         fail(LUCE_E_DEVICE, "%s: the device could not be started", device.name.c_str());
     }

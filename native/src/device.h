@@ -8,6 +8,7 @@
 
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -38,8 +39,12 @@ void check_current(const Device &device); // E_INTERNAL where launches would go 
 void leave_current(
     int index); // for tests: makes GPU `index` current where there is one, and no device of luce's
 
+// Held while a step is captured, and while a backend or a handle of cuBLAS is made or given back: those wait for the
+// whole device, which ends the captures of other threads.
+std::mutex &device_lock();
+
 struct BackendFree {
-    void operator()(ggml_backend_t b) const { ggml_backend_free(b); }
+    void operator()(ggml_backend_t b) const;
 };
 struct BufferFree {
     void operator()(ggml_backend_buffer_t b) const { ggml_backend_buffer_free(b); }
