@@ -25,6 +25,7 @@ static constexpr int PARTS_PER_THREAD = 4; // of even ops
 
 static void close_gemm(void *stream) {
 #ifdef LUCE_USE_CUDA
+    const std::lock_guard<std::mutex> alone(device_lock());
     cuda::gemm_close(stream);
 #else
     (void) stream;
@@ -40,6 +41,7 @@ Step::Step(const Model &model, const Cache &cache, const EngineParams &params, c
     if (model.device().own_matmul) {
         void *stream = luce_cuda_stream(backend_.get());
         make_current(model.device());
+        const std::lock_guard<std::mutex> alone(device_lock());
         if (const int error = cuda::gemm_open(stream); error != 0) {
             fail(LUCE_E_DEVICE, "%s: opening cuBLAS failed: %s", model.device().name.c_str(),
                  cuda::error_text(error));
@@ -217,6 +219,7 @@ void Step::enqueue_cuda(Graph &g, void *stream) {
 }
 
 void Step::capture(Graph &g, void *stream) {
+    const std::lock_guard<std::mutex> alone(device_lock());
     int error = cuda::capture_begin(stream);
     if (error == 0) {
         try {

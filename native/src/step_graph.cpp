@@ -163,7 +163,11 @@ StepSizes Step::measure(const Model &model, const Cache &cache, const EnginePara
     sizes.inputs = in.size(cache);
     const GraphAllocator galloc = new_graph_allocator(model.device());
     uint64_t n_nodes = 0;
-    for (const StepShape &shape : sizing_steps(params.cache)) {
+    std::vector<StepShape> shapes = sizing_steps(params.cache);
+    for (const StepShape &shape : step_shapes(params.cache)) { // a step of fewer rows can take more
+        shapes.push_back(shape);
+    }
+    for (const StepShape &shape : shapes) {
         auto g = Graph::build(model, cache, in.of(shape.kind), shape);
         check_supported(model.device(), g->nodes);
         size_t size = 0;
