@@ -22,11 +22,12 @@ constexpr bool WGMMA = false;
 template <int D, int TYPE> __device__ void tensor_attention(const AttentionParams &a, uint8_t *shared) {
     using L = Layout<D, TYPE, WGMMA>;
     Plan &plan = *reinterpret_cast<Plan *>(shared + L::PLAN);
-    if (threadIdx.x < L::SLOTS) {
+    plan.make(a, L::MAX_M);
+    if (threadIdx.x < L::SLOTS) { // not beside the plan's writes: racecheck takes those 4 KiB further for this one
         init_barrier(shared_address(shared) + L::FULL + threadIdx.x * 8, LOAD_THREADS);
         init_barrier(shared_address(shared) + L::EMPTY + threadIdx.x * 8, WARPS);
     }
-    plan.make(a, L::MAX_M);
+    __syncthreads();
     if (threadIdx.x < MATH_THREADS) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
         asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
