@@ -21,7 +21,6 @@ struct Architecture {
 
     StepOutputs (*build_step)(const StepBuild &build);
     void (*build_draft)(const StepBuild &build);
-    bool cpu_only = false; // luce has no kernels for its ops on a GPU
 };
 
 // Whether general.architecture is that of a DFlash drafter, in any of its layouts (dflash.cpp, graph_dflash.cpp).

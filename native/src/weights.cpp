@@ -213,10 +213,6 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file, std::shar
     const GgufFile &trunk = *model->file_;
     HParams &hp = model->hp_;
     hp = model->architecture_->read_hparams(trunk);
-    if (device.gpu && model->architecture_->cpu_only) {
-        fail(LUCE_E_UNSUPPORTED, "%s: %s runs on the CPU only: choose the device cpu", trunk.path().c_str(),
-             model->architecture_->name);
-    }
     if (n_cpu_experts > hp.n_layer) {
         fail(LUCE_E_ARG, "n_cpu_experts is %u, %s has %u layers", n_cpu_experts, trunk.path().c_str(),
              hp.n_layer);
