@@ -80,6 +80,7 @@ def humaneval(limit: int | None, unsafe_check: bool, no_check: bool, **flags: An
     """
     if unsafe_check and no_check:
         raise click.UsageError("--unsafe-check runs the answers, --no-check does not: give one of them")
+    require(flags)
     listed = problems.humaneval()[:limit]
     if not (unsafe_check or no_check) and (missing := sandbox.available()):
         raise LuceError(f"the answers cannot be checked: {missing}", concerns="sandbox")
