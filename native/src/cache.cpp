@@ -75,6 +75,10 @@ Cache::Cache(const Weights &weights, const HParams &hp, const NextN *head, const
         rowmm_scratch_ = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, int64_t(params.rowmm_scratch));
         state_bytes_ += ggml_nbytes(rowmm_scratch_);
     }
+    if (params.gemm_scratch > 0) {
+        gemm_scratch_ = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, int64_t(params.gemm_scratch));
+        state_bytes_ += ggml_nbytes(gemm_scratch_);
+    }
     if (head != nullptr) {
         head_kv_ = cells(*head->block.attention());
         hidden_ =

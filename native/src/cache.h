@@ -53,6 +53,8 @@ struct CacheParams {
     // Of one sequence: a step's rows lie behind n_ctx positions at most.
     uint32_t max_pages() const { return (n_ctx + std::max(n_rows, n_block) + PAGE - 1) / PAGE; }
     uint64_t rowmm_scratch = 0; // bytes that luce's own matmul wants on this device; 0: it does not run there
+    uint64_t gemm_scratch =
+        0; // bytes of the largest matrix that a prefill writes out for cuBLAS; 0: it does not
 };
 
 // A bag of equal things that are taken and given back; pages are shared by count.
@@ -92,6 +94,7 @@ public:
     ggml_tensor *rowmm_scratch() const {
         return rowmm_scratch_;
     } // {bytes} I8: zeros between steps where it counts
+    ggml_tensor *gemm_scratch() const { return gemm_scratch_; } // {bytes} I8
     ggml_tensor *drafts() const { return drafts_; } // {2, entries} I32: token, not-finite flag
     ggml_tensor *lists() const {
         return lists_;
@@ -136,7 +139,8 @@ private:
     std::vector<DeltaState> delta_; // by trunk block; empty entries for attention
     KvCells head_kv_{};
     std::vector<KvCells> drafter_kv_; // by its layer
-    ggml_tensor *hidden_ = nullptr, *drafts_ = nullptr, *lists_ = nullptr, *rowmm_scratch_ = nullptr;
+    ggml_tensor *hidden_ = nullptr, *drafts_ = nullptr, *lists_ = nullptr, *rowmm_scratch_ = nullptr,
+                *gemm_scratch_ = nullptr;
     uint64_t kv_bytes_ = 0, state_bytes_ = 0;
     Context context_;
     Buffer buffer_;

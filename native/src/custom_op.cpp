@@ -354,9 +354,8 @@ const CustomOp OPS[] = {
      [](const ggml_tensor *dst, void *stream) {
          return gemm_pack_op(dst, stream, ROWMM_HEAD_RMS, real(dst, 0));
      }},
-    {"unpack", "mK,N > K,N", nullptr, unpack_op},
-    {"gemm", "xP mK,N > N", nullptr, gemm_op},
-    {"gemm_add", "xP mK,N N,T > N,T", nullptr, gemm_op},
+    {"gemm", "xP mK,N xS* > N", nullptr, gemm_op},
+    {"gemm_add", "xP mK,N xS* N,T > N,T", nullptr, gemm_op},
     {"moe_route", "E,T E xS E,n E? > 1", nullptr, moe_op<moe_route_op>},
     {"moe_up", "xR mE,F,n mE,G,m? mE,H,l? mE,I,k? > 1", nullptr, moe_op<moe_up_op>},
     {"moe_down", "xR H mF,E,n mG,E? > 1", nullptr, moe_op<moe_down_op>},

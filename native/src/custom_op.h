@@ -40,8 +40,7 @@
 // gemm_pack_swiglu  gate{K,T} up{K,T}: silu(gate) * up                                     - -> i8{bytes}
 // gemm_pack_gated x{K,T} gate{D,H,T}, heads 2 D apart: x * sigmoid(gate)                   - -> i8{bytes}
 // gemm_pack_heads x{K,T} z{K,T} w{head}: RMS(x of a head) * w * silu(z)                    eps -> i8{bytes}
-// unpack          packed weights{K,N}                                                      - -> f16{K,N}
-// gemm            packed{bytes} f16 weights{K,N}                                           - -> {N,T}
+// gemm            packed{bytes} packed weights{K,N} scratch{bytes}*                        - -> {N,T}
 // gemm_add        the same, residual{N,T}, which is added                                  - -> {N,T}
 // moe_route       x{E,T} norm{E} scratch{bytes}* router{E,n} shared_gate{E}?: kernels/moe.h  dims -> i8{bytes}
 // moe_up          routed{bytes} gate{E,FF,n} up{E,FF,n}? shared gate{E,FFs}? shared up?    dims -> {places of FF}

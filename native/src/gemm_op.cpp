@@ -42,15 +42,16 @@ bool uses_gemm(const StepBuild &b, int64_t T) {
 ggml_tensor *add_gemm(const StepBuild &b, ggml_tensor *weight, const MatmulInput &input,
                       ggml_tensor *residual) {
     const int64_t K = weight->ne[0], N = weight->ne[1], T = input.T;
-    if (!uses_gemm(b, T) || !is_packed(weight) || !gemm_has(K)) {
+    if (!uses_gemm(b, T) || !is_packed(weight) || !gemm_has(K) ||
+        size_t(K * N * 2) > ggml_nbytes(b.cache.gemm_scratch())) {
         return nullptr;
     }
     ggml_tensor *rows = made_input(b, input, true, [&] { return pack(b, input); });
-    ggml_tensor *w = add_op(b.ctx, "unpack", GGML_TYPE_F16, K, N, {weight}); // {K, N}
     if (residual != nullptr) {
-        return add_op(b.ctx, "gemm_add", GGML_TYPE_F32, N, T, {rows, w, residual}); // {N, T}
+        return add_op(b.ctx, "gemm_add", GGML_TYPE_F32, N, T,
+                      {rows, weight, b.cache.gemm_scratch(), residual});
     }
-    return add_op(b.ctx, "gemm", GGML_TYPE_F32, N, T, {rows, w}); // {N, T}
+    return add_op(b.ctx, "gemm", GGML_TYPE_F32, N, T, {rows, weight, b.cache.gemm_scratch()}); // {N, T}
 }
 
 int gemm_pack_op(const ggml_tensor *dst, void *stream, int32_t input, float eps) {
@@ -79,15 +80,13 @@ int gemm_pack_op(const ggml_tensor *dst, void *stream, int32_t input, float eps)
     return cuda::gemm_pack(a, stream);
 }
 
-int unpack_op(const ggml_tensor *dst, void *stream) {
-    const ggml_tensor *w = dst->src[0];
-    return cuda::rowmm_unpack({w->type, w->ne[0], w->ne[1], w->data, dst->data}, stream);
-}
-
 int gemm_op(const ggml_tensor *dst, void *stream) {
-    const ggml_tensor *w = dst->src[1], *residual = dst->src[2];
-    return cuda::gemm({int32_t(dst->ne[1]), w->ne[0], w->ne[1], dst->src[0]->data, w->data,
-                       static_cast<float *>(dst->data),
+    const ggml_tensor *x = dst->src[0], *w = dst->src[1], *scratch = dst->src[2], *residual = dst->src[3];
+    const int64_t K = w->ne[0], N = w->ne[1];
+    if (const int error = cuda::rowmm_unpack({w->type, K, N, w->data, scratch->data}, stream); error != 0) {
+        return error;
+    }
+    return cuda::gemm({int32_t(dst->ne[1]), K, N, x->data, scratch->data, static_cast<float *>(dst->data),
                        residual == nullptr ? nullptr : static_cast<const float *>(residual->data)},
                       stream);
 }

@@ -1,5 +1,5 @@
-// Makes graph ops of a prefill's matmul on a GPU (kernels/gemm.h). A weight matrix is written out as F16 and
-// multiplied with all rows at once; then the next matrix takes its room. What a row's norm or gate gives is
+// Makes graph ops of a prefill's matmul on a GPU (kernels/gemm.h). A weight matrix is written out as F16 in the cache's
+// scratch and multiplied with all rows at once; then the next matrix takes its room. What a row's norm or gate gives is
 // packed without being stored.
 #pragma once
 
@@ -20,9 +20,8 @@ bool uses_gemm(const StepBuild &b, int64_t T);
 ggml_tensor *add_gemm(const StepBuild &b, ggml_tensor *weight, const MatmulInput &input,
                       ggml_tensor *residual);
 
-// Launchers of the ops gemm_pack.., unpack and gemm (custom_op.h).
+// Launchers of the ops gemm_pack.. and gemm.. (custom_op.h).
 int gemm_pack_op(const ggml_tensor *dst, void *stream, int32_t input, float eps);
-int unpack_op(const ggml_tensor *dst, void *stream);
 int gemm_op(const ggml_tensor *dst, void *stream);
 
 } // namespace luce

@@ -192,13 +192,15 @@ static std::vector<ggml_tensor *> products(const StepBuild &b, const std::vector
     std::vector<ggml_tensor *> out(weights.size());
     bool added = false;
 #ifdef LUCE_USE_CUDA
-    if (uses_gemm(b, in.T) && gemm_has(in.K)) {
+    if (b.model.device().gpu) {
+        bool any = false; // of those that are packed: all or none, since they share K and T
         for (size_t i = 0; i < weights.size(); i++) {
             out[i] = add_gemm(b, weights[i], in, residual);
+            any = any || out[i] != nullptr;
         }
-        added = out[0] != nullptr;
-    } else if (b.model.device().gpu) {
-        add_rowmm(b, weights, in, residual, out);
+        if (!any) {
+            add_rowmm(b, weights, in, residual, out);
+        }
         added = out[0] != nullptr;
     }
 #endif

@@ -209,6 +209,8 @@ public:
     const Weights &weights() const { return weights_; }
     uint64_t weight_bytes() const { return weight_bytes_; } // on the device
     uint64_t n_params() const { return n_params_; } // of all tensors in the file
+    // Values of the largest matrix but for those over the vocabulary, of which a prefill wants one row.
+    uint64_t largest_layer_matrix() const;
     // A hash of the loaded tensors' names, types, shapes and first bytes, and of what computes with them: the kind of
     // device, and how many layers' experts the CPU has. It says which model a checkpoint belongs to, and whether a cold
     // prompt would have its bits.

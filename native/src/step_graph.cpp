@@ -61,26 +61,17 @@ std::vector<StepShape> largest_steps(const CacheParams &p) {
 }
 
 // What the allocator takes does not grow evenly with a prefill's rows and cells: a mixture's of 484 rows over 1792 cells
-// took 11% more than one of 560 rows over 2304. So every bucket of cells is sized. It is least even where weights are
-// written out for cuBLAS, as large for any rows: of the 27b's steps of up to 2048 rows some took 19% more than a step of
-// 2192. There one of half as many rows again is sized, and the largest over a few contexts.
+// took 11% more than one of 560 rows over 2304. So every bucket of cells is sized.
 std::vector<StepShape> sizing_steps(const CacheParams &p) {
     std::vector<StepShape> shapes = largest_steps(p);
     const StepShape largest = shapes[0];
-    const bool own_matmul = p.rowmm_scratch > 0;
     const uint32_t n = largest.rows;
-    shapes[0].rows += (own_matmul ? n / 2 : n / 16) + 16;
+    shapes[0].rows += n / 8 + 16;
     shapes[0].n_kv += PAGE;
     shapes.push_back({StepKind::prefill, shapes[0].rows, shapes[0].n_kv}); // its outputs are others
-    for (uint32_t n_kv = kv_bucket(n); !own_matmul && n_kv <= largest.n_kv; n_kv = kv_bucket(n_kv + 1)) {
+    for (uint32_t n_kv = kv_bucket(n); n_kv <= largest.n_kv; n_kv = kv_bucket(n_kv + 1)) {
         shapes.push_back({StepKind::prefill, shapes[0].rows, n_kv});
-    }
-    for (const StepKind kind : {StepKind::prefill, StepKind::prefill_last}) {
-        for (const uint32_t n_kv : {kv_bucket(n), std::min(kv_bucket(2 * n), largest.n_kv), largest.n_kv}) {
-            if (own_matmul) {
-                shapes.push_back({kind, n, n_kv});
-            }
-        }
+        shapes.push_back({StepKind::prefill_last, n, n_kv});
     }
     return shapes;
 }

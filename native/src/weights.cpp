@@ -291,6 +291,18 @@ uint64_t Model::identity() const {
     return hash;
 }
 
+uint64_t Model::largest_layer_matrix() const {
+    int64_t largest = 0;
+    for (const auto &[tensor, source] : tensors_) {
+        const bool output = tensor == weights_.output || (weights_.head && tensor == weights_.head->output) ||
+                            (weights_.drafter && tensor == weights_.drafter->output);
+        if (!output && is_packed(tensor)) {
+            largest = std::max(largest, ggml_nelements(tensor));
+        }
+    }
+    return uint64_t(largest);
+}
+
 void Model::stand_in() {
     for (auto &[tensor, source] : tensors_) {
         tensor->data = const_cast<uint8_t *>(source->data);
