@@ -296,7 +296,7 @@ uint64_t Model::largest_layer_matrix() const {
     for (const auto &[tensor, source] : tensors_) {
         const bool output = tensor == weights_.output || (weights_.head && tensor == weights_.head->output) ||
                             (weights_.drafter && tensor == weights_.drafter->output);
-        if (!output && is_packed(tensor)) {
+        if (!output && is_packed(tensor) && matrices_of(tensor).n == 1) { // experts have ops of their own
             largest = std::max(largest, ggml_nelements(tensor));
         }
     }
