@@ -310,6 +310,7 @@ std::unique_ptr<NextN> read_head(Model &model, const GgufFile &file, const HPara
 } // namespace
 
 const Architecture QWEN35 = {"qwen35", hparams, read_trunk, read_head, build_qwen35, build_qwen35_draft};
-const Architecture QWEN35MOE = {"qwen35moe", hparams, read_trunk, read_head, build_qwen35, build_qwen35_draft};
+const Architecture QWEN35MOE = {"qwen35moe", hparams,      read_trunk,
+                                read_head,   build_qwen35, build_qwen35_draft};
 
 } // namespace luce

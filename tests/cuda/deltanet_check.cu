@@ -92,7 +92,8 @@ struct Pair {
         if (chunks) {
             layer.restore(before);
             const Output again = layer.append(slot, rows, chunks);
-            expect(same_bits(got.out, again.out) && same_bits(part_of(after.state, slot), part_of(layer.snapshot().state, slot)),
+            expect(same_bits(got.out, again.out) &&
+                       same_bits(part_of(after.state, slot), part_of(layer.snapshot().state, slot)),
                    name + what + " twice");
         }
         for (int other = 0; other < layer.n_slots; other++) {
@@ -216,7 +217,7 @@ static void check_rounds(const Shape &s, int R, int n_slots, int rounds, int lon
     for (int i = 0; i < rounds; i++) {
         const int T = i % 4 == 0 ? MAX_ROWS : 1 + pick(MAX_ROWS), n = 1 + pick(std::min(T, n_slots));
         pair.verify(pair.random_parts(n, T), T,
-                       "verify " + std::to_string(T) + " rows of " + std::to_string(n));
+                    "verify " + std::to_string(T) + " rows of " + std::to_string(n));
     }
     pair.append(slot, long_append);
     pair.layer.flush(slot);
@@ -246,7 +247,8 @@ static void check_chunks(const Shape &s, int T) {
     for (int t = 0; t < 100; t++) {
         const float *row = &out[size_t(t) * s.Hv * s.S];
         const bool first = std::all_of(row, row + s.S, [](float x) { return std::isfinite(x); });
-        const bool others = std::all_of(row + s.S, row + s.Hv * s.S, [](float x) { return std::isfinite(x); });
+        const bool others =
+            std::all_of(row + s.S, row + s.Hv * s.S, [](float x) { return std::isfinite(x); });
         shows = shows && others && (t < 32 ? first : t < bad || !first);
     }
     expect(shows, pair.name + "chunks show what is not finite");
@@ -373,8 +375,8 @@ static void check_conv_parts(int T, int n_seqs) {
     parts.poison();
     a.parts = parts.p;
     must(cuda::rowmm(a, stream));
-    ConvPartsArgs conv = {{layer.delta_shape(T, DELTA_VERIFY), nullptr, layer.w.p, layer.window.p, layer.log.p,
-                           layer.ctl.p, summed[0]->p},
+    ConvPartsArgs conv = {{layer.delta_shape(T, DELTA_VERIFY), nullptr, layer.w.p, layer.window.p,
+                           layer.log.p, layer.ctl.p, summed[0]->p},
                           &a,
                           {summed[1]->p, summed[2]->p, summed[3]->p}};
     must(cuda::conv_parts(conv, stream));
@@ -383,7 +385,8 @@ static void check_conv_parts(int T, int n_seqs) {
     const std::string name = pair.name + "conv of parts, " + std::to_string(T) + " rows";
     expect(same_bits(summed[0]->get(), expected), name);
     for (int i = 1; i < 4; i++) {
-        expect(same_bits(summed[i]->get(), plain[i]->get()), name + ", results of weight " + std::to_string(i));
+        expect(same_bits(summed[i]->get(), plain[i]->get()),
+               name + ", results of weight " + std::to_string(i));
     }
     expect(same_bits(got.window, after.window) && same_bits(got.log, after.log), name + ": window, log");
 }

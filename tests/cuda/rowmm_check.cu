@@ -43,8 +43,8 @@ RowmmPackArgs plain(const Device<float> &x, int T, int64_t K, const Device<uint8
 }
 
 // All outputs of one launch, matrix after matrix: [T][N] each. `replays` > 1: from a captured graph.
-std::vector<Floats> run(const std::vector<const Matrix *> &matrices, const Floats &x, int T, bool overlap = false,
-                        int replays = 1) {
+std::vector<Floats> run(const std::vector<const Matrix *> &matrices, const Floats &x, int T,
+                        bool overlap = false, int replays = 1) {
     const int64_t K = matrices[0]->K;
     Scratch scratch;
     Device<float> dx(x);
@@ -92,7 +92,8 @@ std::vector<int> some_outputs(int64_t N, int most) {
 }
 
 // rms of (got - expected) over rms of expected
-double relative_error(const Floats &got, const Doubles &expected, int T, int64_t N, const std::vector<int> &outputs) {
+double relative_error(const Floats &got, const Doubles &expected, int T, int64_t N,
+                      const std::vector<int> &outputs) {
     double error = 0, size = 0;
     for (int t = 0; t < T; t++) {
         for (size_t i = 0; i < outputs.size(); i++) {
@@ -187,7 +188,8 @@ void check_unpack(const Matrix &m) {
 
 void check_pack(int input, int T, int64_t K, int head) {
     const int64_t x_row = K + 12, y_row = K + 4;
-    const Floats x = normals(size_t(T) * x_row, 3.0f), y = normals(size_t(T) * y_row, 2.0f), w = normals(size_t(K));
+    const Floats x = normals(size_t(T) * x_row, 3.0f), y = normals(size_t(T) * y_row, 2.0f),
+                 w = normals(size_t(K));
     Device<float> dx(x), dy(y), dw(w), copy(size_t(T) * K);
     Device<uint8_t> out(size_t(rowmm_x_bytes(T, K)));
     RowmmPackArgs a = plain(dx, T, K, out);
@@ -279,7 +281,8 @@ struct Chain {
             const auto begins = [](const Floats &few, const Floats &many) {
                 return same_bits(few.data(), many.data(), few.size());
             };
-            return begins(sum, o.sum) && begins(gated, o.gated) && begins(out, o.out) && begins(normed, o.normed);
+            return begins(sum, o.sum) && begins(gated, o.gated) && begins(out, o.out) &&
+                   begins(normed, o.normed);
         }
     };
 
@@ -297,8 +300,8 @@ struct Chain {
     }
     Results run(int T) const {
         Scratch scratch;
-        Device<float> dx(Floats(x.begin(), x.begin() + T * K)), w(norm), sum(size_t(T) * K), act(size_t(T) * F),
-            out(size_t(T) * K), one(size_t(T) * F);
+        Device<float> dx(Floats(x.begin(), x.begin() + T * K)), w(norm), sum(size_t(T) * K),
+            act(size_t(T) * F), out(size_t(T) * K), one(size_t(T) * F);
         const auto packed_rows = [&](int64_t n) { return Device<uint8_t>(size_t(rowmm_x_bytes(T, n))); };
         const Device<uint8_t> packed = packed_rows(K), normed = packed_rows(K), gated = packed_rows(F);
         RowmmArgs m1 = args(T, K, packed, scratch, {first.weights(nullptr)});
@@ -387,7 +390,8 @@ void check_chain(int64_t K, int64_t F, const Ints &widths) {
 
 // `all` false: small shapes, for compute-sanitizer.
 void check_rowmm(bool all) {
-    const Ints widths = all ? Ints{1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 47, 63, 64} : Ints{1, 5, 9, 17, 40};
+    const Ints widths =
+        all ? Ints{1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 47, 63, 64} : Ints{1, 5, 9, 17, 40};
     for (const Type &t : TYPES) {
         const Matrix odd(t.id, 512, 200, uint32_t(t.id) + 1);
         check_unpack(odd);

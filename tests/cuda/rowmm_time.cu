@@ -27,8 +27,8 @@ struct Arena {
         Device<uint8_t> src(random_weights(type, K, N, 7)), packed((size_t(one)));
         must(cuda::rowmm_permute({type, K, N, src.p, packed.p}, stream));
         for (int64_t at = 0; at < bytes; at += one) {
-            must(cudaMemcpyAsync(memory.p + at, packed.p, size_t(std::min(one, bytes - at)), cudaMemcpyDeviceToDevice,
-                                 stream));
+            must(cudaMemcpyAsync(memory.p + at, packed.p, size_t(std::min(one, bytes - at)),
+                                 cudaMemcpyDeviceToDevice, stream));
         }
         must(cudaStreamSynchronize(stream));
     }
@@ -51,8 +51,10 @@ struct Bench {
     Device<float> h, proj, mid, norm, logits, parts; // rows of E, of a projection, ...
     Device<uint8_t> x, scratch;
 
-    Bench() : h(normals(64 * E)), proj(64 * 2 * FF), mid(normals(64 * FF)), norm(normals(E)),
-              logits(size_t(64) * V), parts(size_t(64) * 1000 * 128), x(size_t(rowmm_x_bytes(64, FF))), scratch(size_t(cuda::rowmm_scratch_bytes())) {
+    Bench()
+        : h(normals(64 * E)), proj(64 * 2 * FF), mid(normals(64 * FF)), norm(normals(E)),
+          logits(size_t(64) * V), parts(size_t(64) * 1000 * 128), x(size_t(rowmm_x_bytes(64, FF))),
+          scratch(size_t(cuda::rowmm_scratch_bytes())) {
         must(cudaMemset(scratch.p, 0, scratch.n));
         must(cudaMemset(proj.p, 0, proj.n * 4));
         must(cudaMemset(x.p, 0, x.n));
@@ -105,8 +107,9 @@ struct Bench {
         };
         for (int layer = 0; layer < 64; layer++) {
             const bool attention = layer % 4 == 3;
-            const std::vector<Part> in = attention ? std::vector<Part>{{Q4, Q}, {Q4, KV}, {Q6, KV}}
-                                                   : std::vector<Part>{{Q5, QKV}, {Q4, Z}, {Q8, 48}, {Q8, 48}};
+            const std::vector<Part> in = attention
+                                             ? std::vector<Part>{{Q4, Q}, {Q4, KV}, {Q6, KV}}
+                                             : std::vector<Part>{{Q5, QKV}, {Q4, Z}, {Q8, 48}, {Q8, 48}};
             normed(launch(T, E, in, proj.p, overlap));
             parted(launch(T, Z, {{Q4, E}}, nullptr, overlap));
             RowmmArgs gate_up = launch(T, E, {{Q4, FF}, {Q4, FF}}, nullptr, overlap);
@@ -134,9 +137,7 @@ struct Bench {
                     a.y = proj.p + T * QKV;
                     a.y_row = Z;
                     break;
-                default:
-                    a = pack_args(T, FF, nullptr, ROWMM_SWIGLU, overlap);
-                    a.parts = &all[i - 1];
+                default: a = pack_args(T, FF, nullptr, ROWMM_SWIGLU, overlap); a.parts = &all[i - 1];
             }
             if (packs) {
                 must(cuda::rowmm_pack(a, stream));
@@ -164,15 +165,22 @@ void time_matrices(Bench &b) {
         int64_t K;
         std::vector<Part> parts;
     } shapes[] = {
-        {"k 5120->1024 Q4_K", E, {{Q4, KV}}},        {"z 5120->6144 Q4_K", E, {{Q4, Z}}},
-        {"out 6144->5120 Q4_K", Z, {{Q4, E}}},       {"qkv 5120->10240 Q5_K", E, {{Q5, QKV}}},
-        {"q 5120->12288 Q4_K", E, {{Q4, Q}}},        {"DeltaNet in, mixed", E, {{Q5, QKV}, {Q4, Z}, {Q8, 48}, {Q8, 48}}},
-        {"gate, up 5120->34816 Q4_K", E, {{Q4, FF}, {Q4, FF}}}, {"down 17408->5120 Q4_K", FF, {{Q4, E}}},
-        {"down 17408->5120 Q6_K", FF, {{Q6, E}}},    {"5120->17408 Q8_0", E, {{Q8, FF}}},
-        {"5120->17408 F16", E, {{1, FF}}},           {"head 5120->248320 Q6_K", E, {{Q6, V}}},
+        {"k 5120->1024 Q4_K", E, {{Q4, KV}}},
+        {"z 5120->6144 Q4_K", E, {{Q4, Z}}},
+        {"out 6144->5120 Q4_K", Z, {{Q4, E}}},
+        {"qkv 5120->10240 Q5_K", E, {{Q5, QKV}}},
+        {"q 5120->12288 Q4_K", E, {{Q4, Q}}},
+        {"DeltaNet in, mixed", E, {{Q5, QKV}, {Q4, Z}, {Q8, 48}, {Q8, 48}}},
+        {"gate, up 5120->34816 Q4_K", E, {{Q4, FF}, {Q4, FF}}},
+        {"down 17408->5120 Q4_K", FF, {{Q4, E}}},
+        {"down 17408->5120 Q6_K", FF, {{Q6, E}}},
+        {"5120->17408 Q8_0", E, {{Q8, FF}}},
+        {"5120->17408 F16", E, {{1, FF}}},
+        {"head 5120->248320 Q6_K", E, {{Q6, V}}},
     };
     for (int overlap = 1; overlap >= 0; overlap--) {
-        printf("rowmm alone, %s: us (TB/s) at rows\n%-28s", overlap ? "overlapping launches" : "plain launches", "");
+        printf("rowmm alone, %s: us (TB/s) at rows\n%-28s",
+               overlap ? "overlapping launches" : "plain launches", "");
         for (int T : WIDTHS) {
             printf("%16d", T);
         }
@@ -188,13 +196,17 @@ void time_matrices(Bench &b) {
                 const int turns = int(std::min<int64_t>(100, std::max<int64_t>(3, 1000000000 / bytes)));
                 std::vector<RowmmArgs> all;
                 for (int i = 0; i < turns; i++) {
-                    all.push_back(b.launch(T, s.K, s.parts, s.parts[0].N == V ? b.logits.p : b.proj.p, overlap));
+                    all.push_back(
+                        b.launch(T, s.K, s.parts, s.parts[0].N == V ? b.logits.p : b.proj.p, overlap));
                 }
-                const double us = median_us([&] {
-                    for (const RowmmArgs &a : all) {
-                        must(cuda::rowmm(a, stream));
-                    }
-                }, 5) / turns;
+                const double us = median_us(
+                                      [&] {
+                                          for (const RowmmArgs &a : all) {
+                                              must(cuda::rowmm(a, stream));
+                                          }
+                                      },
+                                      5) /
+                                  turns;
                 printf(" %8.1f (%4.2f)", us, bytes / us * 1e-6);
             }
             printf("\n");
@@ -233,9 +245,12 @@ void time_layouts() {
         const double bytes = double(rowmm_packed_bytes(type, E, N));
         Device<uint8_t> src(random_weights(type, E, N, 3)), packed((size_t(bytes)));
         Device<__half> out(size_t(N) * E);
-        const double in = median_us([&] { must(cuda::rowmm_permute({type, E, N, src.p, packed.p}, stream)); }, 5);
-        const double back = median_us([&] { must(cuda::rowmm_unpack({type, E, N, packed.p, out.p}, stream)); }, 5);
-        printf("rowmm_permute %-5s %7.1f us, %4.0f GB/s of weights; rowmm_unpack %7.1f us, %4.2f TB/s read and written\n",
+        const double in =
+            median_us([&] { must(cuda::rowmm_permute({type, E, N, src.p, packed.p}, stream)); }, 5);
+        const double back =
+            median_us([&] { must(cuda::rowmm_unpack({type, E, N, packed.p, out.p}, stream)); }, 5);
+        printf("rowmm_permute %-5s %7.1f us, %4.0f GB/s of weights; rowmm_unpack %7.1f us, %4.2f TB/s read "
+               "and written\n",
                type_of(type).name, in, bytes / in / 1e3, back, (bytes + 2.0 * N * E) / back * 1e-6);
     }
 }
