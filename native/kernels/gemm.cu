@@ -35,7 +35,7 @@ template <int WIDTH> struct alignas(4 * WIDTH) Values {
 };
 template <int WIDTH>
 __global__ void __launch_bounds__(THREADS)
-    finish_kernel(float *out, const float *residual, const float *scales, int64_t N) {
+    scale_results_kernel(float *out, const float *residual, const float *scales, int64_t N) {
     const float scale = scales[blockIdx.x];
     if (scale == 1.0f && residual == nullptr) {
         return;
@@ -55,11 +55,11 @@ __global__ void __launch_bounds__(THREADS)
     }
 }
 
-void finish(const GemmArgs &a, const float *scales, cudaStream_t stream) {
+void scale_results(const GemmArgs &a, const float *scales, cudaStream_t stream) {
     const bool wide =
         a.N % 4 == 0 &&
         (reinterpret_cast<uintptr_t>(a.out) | reinterpret_cast<uintptr_t>(a.residual)) % 16 == 0;
-    const auto kernel = wide ? finish_kernel<4> : finish_kernel<1>;
+    const auto kernel = wide ? scale_results_kernel<4> : scale_results_kernel<1>;
     kernel<<<a.T, THREADS, 0, stream>>>(a.out, a.residual, scales, a.N);
 }
 
@@ -123,7 +123,7 @@ int cuda::gemm(const GemmArgs &a, void *stream) {
     if (error != 0) {
         return error;
     }
-    finish(a, scales, static_cast<cudaStream_t>(stream));
+    scale_results(a, scales, static_cast<cudaStream_t>(stream));
     return int(cudaGetLastError());
 }
 
