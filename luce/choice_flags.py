@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from luce.command import FilePath, Finite
+from luce.command import FilePath, Finite, text_file
 from luce.errors import FileError
 from luce.grammar import Grammars, Matcher
 from luce.structs import Penalties
@@ -117,13 +117,10 @@ def _is_json(text: str) -> bool:
 
 
 def _read(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_GRAMMAR + 1)
+    with text_file(path) as file:
+        raw = file.read(MAX_GRAMMAR + 1)
         if len(raw) > MAX_GRAMMAR:
             raise FileError(f"{path}: more than {MAX_GRAMMAR >> 20} MiB: a grammar or a schema has fewer")
+        if not raw:
+            raise FileError(f"{path}: empty")
         return raw.decode()
-    except OSError as error:
-        raise FileError(f"{path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise FileError(f"{path}: not UTF-8 text") from error

@@ -15,7 +15,7 @@ import click
 import luce
 from luce import _native, stdout
 from luce.choice_flags import CHOICES, grammar_of, penalties_of
-from luce.command import MAX_U32, Commands, CtrlC, FilePath
+from luce.command import MAX_U32, Commands, CtrlC, FilePath, text_file
 from luce.engine import Engine, Files
 from luce.errors import ContextFull, FileError, LuceError, about
 from luce.fit import fits
@@ -200,15 +200,19 @@ def read_prompt(prompt: str | None, most: int = sys.maxsize - 1, file: Path | No
     Raises ContextFull where there are more than `most` bytes, and then reads no more of them."""
     before = ""
     if file is not None:
-        try:
-            with file.open("rb") as f:
-                before = read_text(f, str(file), most)
-        except OSError as error:
-            raise FileError(f"{file}: {error.strerror}") from error
+        with text_file(file) as f:
+            before = read_text(f, str(file), most)
+        if prompt is None and not before:
+            raise FileError(f"{file}: empty")
     elif sys.stdin is not None and not sys.stdin.isatty():
-        before = read_text(sys.stdin.buffer, "stdin", most)
+        try:
+            before = read_text(sys.stdin.buffer, "stdin", most)
+        except OSError as error:
+            raise click.UsageError(f"stdin cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise click.UsageError("stdin is not UTF-8 text") from None
     if prompt is None and not before:
-        raise click.UsageError(f"{file} is empty" if file else "no prompt: give PROMPT, or pipe it to stdin")
+        raise click.UsageError("no prompt: give PROMPT, or pipe it to stdin")
     if prompt is None or not before:
         return before or prompt or ""
     return before + ("" if before.endswith("\n") else "\n") + prompt
@@ -217,16 +221,11 @@ def read_prompt(prompt: str | None, most: int = sys.maxsize - 1, file: Path | No
 def read_text(stream: BinaryIO, name: str, most: int) -> str:
     """Returns what a stream holds, at most so many bytes."""
     raw = bytearray()
-    try:
-        while len(raw) <= most and (piece := stream.read(1 << 16)):
-            raw += piece
-        if len(raw) > most:
-            raise ContextFull(f"{name} gives more than {most:,} bytes: more tokens than the context holds")
-        return raw.decode()
-    except OSError as error:
-        raise click.UsageError(f"{name} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise click.UsageError(f"{name} is not UTF-8 text") from None
+    while len(raw) <= most and (piece := stream.read(1 << 16)):
+        raw += piece
+    if len(raw) > most:
+        raise ContextFull(f"{name} gives more than {most:,} bytes: more tokens than the context holds")
+    return raw.decode()
 
 
 def prompt_of(files: Files, text: str, most: int, flags: Mapping[str, Any]) -> list[int]:

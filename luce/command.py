@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import click
 
 from luce import stdout
-from luce.errors import Cancelled, LuceError
+from luce.errors import Cancelled, FileError, LuceError
 from luce.render import printable
 
 MAX_U32 = 2**32 - 1
@@ -104,6 +105,20 @@ def with_remedy(error: LuceError) -> str:
     """Returns what a failure says, and what the command line has against it."""
     remedy = REMEDIES.get(error.concerns or "")
     return f"{error}; {remedy}" if remedy else str(error)
+
+
+@contextmanager
+def text_file(path: Path) -> Iterator[BinaryIO]:
+    """Opens a file of text, or a pipe: one that nobody writes to is empty, and is not waited for.
+    What the system refuses, or is not UTF-8, is a FileError that names the file."""
+    try:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            os.set_blocking(file.fileno(), True)
+            yield file
+    except OSError as error:
+        raise FileError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise FileError(f"{path}: not UTF-8 text") from error
 
 
 class FilePath(click.Path):

@@ -119,6 +119,25 @@ def test_what_is_no_file_is_one_line_that_names_it(luce_, no_file, words):
     assert result.exit_code == 1 and result.stdout == "" and str(no_file)[-8:] in one_line(result)
 
 
+@pytest.mark.parametrize("flag", ["-f", "--grammar", "--json-schema"])
+def test_text_that_is_no_file_is_one_line_that_names_it(luce_, no_file, flag):
+    """A pipe that nobody writes to is empty, and is not waited for."""
+    result = luce_("generate", "--gguf", "{}", *([] if flag == "-f" else ["x"]), flag, no_file)
+    assert result.exit_code == 1 and result.stdout == "" and str(no_file)[-8:] in one_line(result)
+
+
+def test_text_may_come_from_a_pipe(luce_, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    writer = os.open(pipe, os.O_WRONLY)
+    os.write(writer, b"seven b")
+    os.close(writer)
+    result = luce_("generate", "--gguf", "{}", "-f", pipe, "-n", "1", "--json")
+    os.close(reader)
+    assert json.loads(result.stdout)["prompt_tokens"] == len("seven b")
+
+
 @pytest.mark.parametrize("flag", ["--grammar", "--json-schema"])
 def test_an_endless_grammar_is_refused(luce_, flag):
     result = luce_("generate", "--gguf", "{}", "x", flag, "/dev/zero")
