@@ -210,6 +210,15 @@ def test_thoughts_may_speak_of_calls_where_one_is_required():
     assert streamed(list(text), "required", reasoning=True) == pieces
 
 
+@pytest.mark.parametrize("odd", ["NaN", "-Infinity", "1e999", r'"\ud800"', "[" * 5000])
+def test_a_call_has_no_value_that_json_lacks(odd):
+    """Such a call of the older dialect is text, and such a parameter of the newer one is text."""
+    older = '<tool_call>{"name": "write", "arguments": {"options": ' + odd + "}}</tool_call>"
+    assert {type(piece) for piece in parsed([older])} == {Text}
+    (found,) = parsed([written("write", options=odd)])
+    assert found == call("write", options=odd)
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(["path", "content"]), st.text(max_size=30)), max_size=2,

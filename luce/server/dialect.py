@@ -21,6 +21,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import msgspec
+
 from luce.server.forced import CALL, END_CALL, END_FUNCTION, FUNCTION, ForcedCall
 from luce.server.pieces import Call, Piece, Reasoning, Text, properties, undecided, value_of
 
@@ -227,7 +229,7 @@ class Parser:
 def _json_call(text: str) -> Call | None:
     """Reads {"name": ..., "arguments": {...}}."""
     try:
-        found = json.loads(text)
+        found = msgspec.json.decode(text)  # refuses NaN, numbers beyond F64 and half a surrogate pair
     except (ValueError, RecursionError):
         return None
     name, arguments = found.get("name"), found.get("arguments", found.get("parameters", {}))

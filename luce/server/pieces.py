@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def value_of(text: str, schema: Any) -> Any:
     JSON of another of its types, and where the schema says no type."""
     types = types_of(schema)
     try:
-        value = json.loads(text)
+        value = msgspec.json.decode(text)  # refuses NaN, numbers beyond F64 and half a surrogate pair
     except (ValueError, RecursionError):
         value = {"true": True, "false": False, "none": None}.get(text.strip().lower(), text)
     if isinstance(value, str):  # quoted JSON, where only a string will do, is what was meant as it is
