@@ -1,4 +1,4 @@
-"""The model in the box as the tests see it: its files, its hyperparameters, the same weights in F32."""
+"""Gives the model in the box as the tests see it: its files, its hyperparameters, the same weights in F32."""
 
 from __future__ import annotations
 

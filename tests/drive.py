@@ -188,8 +188,8 @@ def greedy(sequence: Timeline, prompt: Sequence[int], n: int) -> list[int]:
 
 @dataclass
 class Decoded:
-    """What was decoded: the tokens after the prompt, the accepted drafts of each round, and the logits (V,)
-    that chose each token, where they were asked for."""
+    """Decoded is what was decoded: the tokens after the prompt, the accepted drafts of each round, and the
+    logits (V,) that chose each token, where they were asked for."""
 
     tokens: list[int]
     accepted: list[int] = field(default_factory=list)
@@ -223,7 +223,7 @@ def go_on(
     logits: bool = False,
     source: Source = Source.NEXTN,
 ) -> Decoded:
-    """Rounds until out holds n tokens, the last of which is the anchor."""
+    """Runs rounds until out holds n tokens, the last of which is the anchor."""
     while len(out.tokens) < n:
         size = gamma if isinstance(gamma, int) else gamma[len(out.accepted) % len(gamma)]
         anchor = out.tokens[-1]
@@ -276,7 +276,7 @@ def decode_together(
 
 
 def chain_logits(sequence: Timeline, tokens: Sequence[int], width: int) -> np.ndarray:
-    """Logits (rows, V) of tokens verified and committed `width` at a time."""
+    """Returns logits (rows, V) of tokens verified and committed `width` at a time."""
     out = []
     for i in range(0, len(tokens), width):
         rows = tokens[i : i + width]
@@ -287,7 +287,8 @@ def chain_logits(sequence: Timeline, tokens: Sequence[int], width: int) -> np.nd
 
 
 def random_tree(rng: np.random.Generator, n: int) -> list[int]:
-    """Parents of n rows in depth-first order: each new row hangs below some row of the last path."""
+    """Returns the parents of n rows in depth-first order: each new row hangs below some row of the last
+    path."""
     parents, path = [-1], [0]
     for row in range(1, n):
         keep = int(rng.integers(1, len(path) + 1)) if rng.random() < 0.5 else len(path)

@@ -65,9 +65,9 @@ def scripted(prompt, script):
 
 
 class FakeEngine:
-    """An engine whose target is choose(history) and whose head is guess(history). `fail` is {verb: (call
-    number from 0, exception)}, and `seconds` is {verb: what a call takes, or a function of its detail} for
-    `clock`. Calls of the engine and of its sequences are counted together. on_call(verb) runs within each
+    """This is an engine whose target is choose(history) and whose head is guess(history). `fail` is {verb:
+    (call number from 0, exception)}, and `seconds` is {verb: what a call takes, or a function of its detail}
+    for `clock`. Calls of the engine and of its sequences are counted together. on_call(verb) runs within each
     call and does what a signal does."""
 
     def __init__(self, choose=None, n_ctx=4096, n_rows=64, n_chunk=512, fail=None, guess=None, n_draft=8,
@@ -99,7 +99,7 @@ class FakeEngine:
 
     @property
     def committed(self):
-        """Of the sequence that was opened last."""
+        """Returns those of the sequence that was opened last."""
         return self.last.committed
 
     @property
@@ -164,7 +164,7 @@ class FakeEngine:
 
 
 class FakeSequence:
-    """One timeline of a FakeEngine."""
+    """This is one timeline of a FakeEngine."""
 
     def __init__(self, engine):
         self.engine = engine
@@ -287,8 +287,8 @@ PROMPT = tuple(b"a prompt")
 
 
 class Source:
-    """A draft source that keeps what it was told. `core` is an engine, for its last sequence, or a sequence.
-    """
+    """This is a draft source that keeps what it was told. `core` is an engine, for its last sequence, or a
+    sequence."""
 
     def __init__(self, core=None):
         self.core = core
@@ -382,7 +382,7 @@ class Faulty(Source):
 
 
 class Text:
-    """The sequence that was opened last, as draft sources see it."""
+    """This is the sequence that was opened last, as draft sources see it."""
 
     def __init__(self, core):
         self.core = core

@@ -29,7 +29,7 @@ def greedy_rule(logits: np.ndarray, at: int) -> int:
 
 @dataclass
 class Identity:
-    """Counts over all pairs of runs of a test; a failed comparison is counted too."""
+    """Identity counts over all pairs of runs of a test; a failed comparison is counted too."""
 
     runs_compared: int = 0
     runs_that_differ: int = 0

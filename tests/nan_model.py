@@ -43,7 +43,7 @@ def open_engine(model: Model, **params: int | str) -> Engine:
 
 
 def started(engine: Engine, n: int = 3) -> list[Sequence]:
-    """Sequences with prompts of their own."""
+    """Opens sequences with prompts of their own."""
     sequences = [engine.sequence() for _ in range(n)]
     for seed, sequence in enumerate(sequences):
         drive.prefill(sequence, tokens_of(20 + seed, seed))

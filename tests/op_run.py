@@ -45,7 +45,8 @@ TYPES = {
 
 @dataclass
 class Weights:
-    """A matrix as a file holds it: rows of k values of a ggml type, whose blocks are `rows` (N, bytes)."""
+    """This is a matrix as a file holds it: rows of k values of a ggml type, whose blocks are `rows` (N,
+    bytes)."""
 
     rows: np.ndarray
     type_id: int

@@ -67,7 +67,7 @@ def delta_update(s: np.ndarray, k: np.ndarray, delta: np.ndarray, decay: np.ndar
 
 @dataclass
 class Log:
-    """What a step records for each row of a DeltaNet layer."""
+    """A log is what a step records for each row of a DeltaNet layer."""
 
     k: np.ndarray  # (rows, Hk, S) l2-normalised
     delta: np.ndarray  # (rows, Hv, S)
@@ -77,7 +77,7 @@ class Log:
 
 @dataclass
 class Step:
-    """Rows that are computed and not committed."""
+    """A step has rows that are computed and not committed."""
 
     logits: np.ndarray  # (rows, V)
     hidden: np.ndarray  # (rows, E) after output_norm
@@ -155,7 +155,7 @@ def tree_positions(parents: Sequence[int]) -> list[int]:
 
 
 class Reference:
-    """One timeline of one model."""
+    """This is one timeline of one model."""
 
     def __init__(self, c: Config, weights: Weights, dtype: type = np.float64) -> None:
         self.c = c
@@ -232,7 +232,7 @@ class Reference:
         self.n_past += len(rows)
 
     def feed(self, tokens: Sequence[int]) -> np.ndarray:
-        """Commits a chain; logits (rows, V)."""
+        """Commits a chain, and returns logits (rows, V)."""
         step = self.step(tokens)
         self.commit(step, range(len(tokens)))
         return step.logits
@@ -245,8 +245,8 @@ class Reference:
 
 
 class NextN:
-    """The NextN head beside a trunk's timeline. Its KV row of position p comes from the trunk's hidden
-    state at p - 1 and token p; there is no row 0. `c` is the head's own configuration, `weights` its
+    """This is the NextN head beside a trunk's timeline. Its KV row of position p comes from the trunk's
+    hidden state at p - 1 and token p; there is no row 0. `c` is the head's own configuration, `weights` its
     file's with, where it lacks them, the trunk's embedding, output norm and output."""
 
     def __init__(self, c: Config, weights: Weights, dtype: type = np.float64) -> None:
@@ -283,7 +283,7 @@ class NextN:
             _, self.kv = self._rows(tokens, hidden, self.kv)
 
     def draft(self, chain: Sequence[int], hidden: np.ndarray) -> np.ndarray:
-        """Logits (rows, V) after each token of a chain that begins with the anchor; hidden (E,): the
+        """Returns logits (rows, V) after each token of a chain that begins with the anchor; hidden (E,): the
         trunk's at the last committed token. A chained row takes the head's own hidden state."""
         kv, logits = self.kv, []
         for token in chain:

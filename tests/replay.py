@@ -45,7 +45,8 @@ _TABLES = {
 
 @dataclass(frozen=True)
 class Trace:
-    """A text. `drafts` has a count of right drafts by position; `lookups` has (proposed, right, matched)."""
+    """A trace is a text. `drafts` has a count of right drafts by position; `lookups` has (proposed, right,
+    matched)."""
 
     id: str
     cls: str
@@ -80,7 +81,8 @@ def oracles() -> list[Trace]:
 
 
 def machine(verify: dict[int, float], draft: float) -> Costs:
-    """Costs of a machine whose steps have these widths, in any unit: other rows cost the next width."""
+    """Returns the costs of a machine whose steps have these widths, in any unit: other rows cost the next
+    width."""
     width = {rows: min(w for w in verify if w >= rows) for rows in range(1, max(verify) + 1)}
     return Costs([*(Cost(rows, 0, verify[w]) for rows, w in width.items()), Cost(1, 1, draft)])
 
@@ -103,7 +105,7 @@ OTHER_MACHINES = {name: _parsed(*table) for name, table in {
 
 
 class Text:
-    """A text that is replayed, at the position of its anchor. Its true token at position i is i.
+    """This is a text that is replayed, at the position of its anchor. Its true token at position i is i.
 
     A trace holds no lists of candidates, so whoever asks for one is replayed in a way that was not recorded.
     """

@@ -36,8 +36,8 @@ CODE = Path(__file__).read_text()
 
 
 def cases(count: int, chunk: int, threads: int = 1, longest: int = 3000) -> list[tuple[dict, str]]:
-    """Requests with what the engine says to each alone: greedy and sampled, short prompts and long ones that
-    begin alike."""
+    """Returns requests with what the engine says to each alone: greedy and sampled, short prompts and long
+    ones that begin alike."""
     rng, found = random.Random(1), []
     with (
         Files(BOX, device="cpu") as files,
@@ -74,7 +74,7 @@ BAD = ({"prompt": 3}, {"prompt": "a", "n": 4}, {"prompt": CODE * 3}, {"prompt": 
 
 
 class Load:
-    """Clients of one server. counts: of what happened; wrong: what must not have."""
+    """These are clients of one server. `counts` is what happened, and `wrong` what must not have."""
 
     def __init__(self, url: str, known: list[tuple[dict, str]]):
         self._url, self._known = url, known

@@ -24,7 +24,7 @@ def settings(*, host_bytes=1 << 30, cache_dir=None, max_waiting=64, **options):
 
 
 class Serving:
-    """A server that runs: `url` is its address, and `models` what it serves."""
+    """This is a server that runs: `url` is its address, and `models` what it serves."""
 
     def __init__(self, paths, how, access, watch):
         self.models = Models(paths, how)
@@ -42,7 +42,7 @@ class Serving:
 
     @property
     def scheduler(self):
-        """Of the one model that is loaded."""
+        """Returns that of the one model that is loaded."""
         (slot,) = [slot for slot in self.models.slots.values() if slot.served]
         return slot.served.scheduler
 

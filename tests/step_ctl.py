@@ -19,7 +19,8 @@ UNUSED = -77  # what no op may rely on
 
 @dataclass
 class Seq:
-    """One sequence's part of a step. Rows are counted from its own first one, after `n_past` tokens."""
+    """This is one sequence's part of a step. Rows are counted from its own first one, after `n_past`
+    tokens."""
 
     slot: int = 0
     parents: Sequence[int] = ()  # of its rows, depth first, -1: the committed tokens

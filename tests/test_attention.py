@@ -1,4 +1,5 @@
-"""Paged KV and attention, each op alone on --luce-device, against numpy; and the bits that steps rely on."""
+"""Checks paged KV and attention, each op alone on --luce-device, against numpy; and the bits that steps rely
+on."""
 
 from __future__ import annotations
 
@@ -92,7 +93,7 @@ shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.h}-{s.hkv}-
 
 @dataclass
 class Rows:
-    """Inputs of some rows."""
+    """These are inputs of some rows."""
 
     q: np.ndarray  # (T, H * D)
     gate: np.ndarray  # (T, 2 * D * H)
@@ -111,7 +112,7 @@ def random_rows(rng: np.random.Generator, s: Shape, n: int) -> Rows:
 
 @dataclass
 class Context:
-    """One timeline: its pages, and the K and V that it has committed."""
+    """This is one timeline: its pages, and the K and V that it has committed."""
 
     pages: list[int]
     k: np.ndarray  # (n_past, Hkv * D)
@@ -120,7 +121,7 @@ class Context:
 
 
 class Pool:
-    """The KV of one layer, driven through op_run. What no sequence has written is NaN."""
+    """This is the KV of one layer, driven through op_run. What no sequence has written is NaN."""
 
     def __init__(self, native: Library, device: str, s: Shape, n_pages: int, seed: int):
         self.native, self.device, self.s = native, device, s

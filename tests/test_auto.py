@@ -1,4 +1,4 @@
-"""Auto against the best fixed way to draft, on recorded texts and by counted costs."""
+"""Compares auto with the best fixed way to draft, on recorded texts and by counted costs."""
 
 import pytest
 import replay

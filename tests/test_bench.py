@@ -1,4 +1,4 @@
-"""`luce bench` on the model in the box and on a small oracle: every command, every form of output."""
+"""Runs `luce bench` on the model in the box and on a small oracle: every command, every form of output."""
 
 from __future__ import annotations
 

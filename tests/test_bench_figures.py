@@ -1,4 +1,5 @@
-"""The arithmetic of `luce bench`: modes, turns, figures, tables. No model, and a clock of our own."""
+"""Checks the arithmetic of `luce bench`: modes, turns, figures, tables. It has no model, and a clock of its
+own."""
 
 from __future__ import annotations
 
@@ -115,7 +116,7 @@ def test_every_mode_runs_at_every_temperature_and_beside_plain_at_the_same_one()
 
 
 def test_what_each_source_had_accepted_is_added_up():
-    """Of a generation with both, one with the lookup alone, and one that drafted nothing."""
+    """They are of a generation with both, one with the lookup alone, and one that drafted nothing."""
     of = lambda rounds, drafted, accepted: {  # noqa: E731
         "rounds": rounds, "drafted": drafted, "accepted": accepted,
     }  # fmt: skip
@@ -219,7 +220,8 @@ def test_plots_are_written(tmp_path: Path):
 
 
 class Steps:
-    """A sequence whose steps take as many seconds as they have rows, by its clock; drafts half of that."""
+    """This is a sequence whose steps take as many seconds as they have rows, by its clock; drafts half of
+    that."""
 
     def __init__(self) -> None:
         self.now, self.past = 0.0, 0

@@ -1,4 +1,4 @@
-"""What a HumanEval answer may take in all: its processes together, and what would outlive them."""
+"""Bounds what a HumanEval answer may take in all: its processes together, and what would outlive them."""
 
 import os
 

@@ -1,4 +1,5 @@
-"""bench/peer_llamacpp.py from end to end, with small programs in place of llama.cpp's, and its arithmetic."""
+"""Runs bench/peer_llamacpp.py from end to end, with small programs in place of llama.cpp's, and its
+arithmetic."""
 
 from __future__ import annotations
 

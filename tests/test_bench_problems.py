@@ -1,4 +1,4 @@
-"""The problems of `luce bench`: HumanEval, the built-in prompts, a user's file."""
+"""Reads the problems of `luce bench`: HumanEval, the built-in prompts, a user's file."""
 
 import ast
 import importlib

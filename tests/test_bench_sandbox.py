@@ -1,4 +1,4 @@
-"""The sandbox of `luce bench`: what a program can do to its verdict, to the host, and to pytest: nothing."""
+"""Checks that a program in the sandbox of `luce bench` can do nothing to its verdict, the host or pytest."""
 
 import json
 import os

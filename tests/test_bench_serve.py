@@ -1,4 +1,4 @@
-"""What is computed of measures of servers; bench/peer_serve.py's parts of a run."""
+"""Checks what is computed of measures of servers; bench/peer_serve.py's parts of a run."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""Attention of a block, whose rows all see each other, alone on --luce-device against numpy."""
+"""Checks attention of a block, whose rows all see each other, alone on --luce-device against numpy."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The model in the box: real weights against transformers, its head against torch, speculation on them, what
-ships."""
+"""Checks the model in the box: real weights against transformers, its head against torch, speculation on
+them, what ships."""
 
 from __future__ import annotations
 

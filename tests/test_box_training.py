@@ -1,4 +1,4 @@
-"""The training code of the model in the box, on the CPU with toy sizes."""
+"""Runs the training code of the model in the box, on the CPU with toy sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates: what transformers' apply_chat_template renders, and what is refused."""
+"""Checks chat templates: what transformers' apply_chat_template renders, and what is refused."""
 
 import re
 

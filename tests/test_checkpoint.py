@@ -1,4 +1,5 @@
-"""Checkpoints: a resumed prompt goes on with the bits of a cold one, and what does not fit is refused."""
+"""Checks checkpoints: a resumed prompt goes on with the bits of a cold one, and what does not fit is
+refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The op that chooses tokens, on --luce-device: every row as luce_sample chooses of the same logits."""
+"""Checks the op that chooses tokens, on --luce-device: every row as luce_sample chooses of the same
+logits."""
 
 from __future__ import annotations
 

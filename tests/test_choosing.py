@@ -1,4 +1,5 @@
-"""Penalties, masks and log-probabilities: by definition, by row, and with the tokens of plain decoding."""
+"""Checks penalties, masks and log-probabilities: by definition, by row, and with the tokens of plain
+decoding."""
 
 from contextlib import ExitStack
 
@@ -179,7 +180,8 @@ def test_logprobs_are_those_of_the_softmax(sequence):
 
 
 class Turns:
-    """A grammar in which token after token has another remainder, until one of `last` ends the text."""
+    """This is a grammar in which token after token has another remainder, until one of `last` ends the
+    text."""
 
     def __init__(self, n_vocab: int, seed: int, last: int):
         self._n, self._rng, self._left = n_vocab, np.random.default_rng(seed), last

@@ -1,4 +1,4 @@
-"""The command line: exit codes, one line an error, streams kept apart."""
+"""Checks the command line: exit codes, one line an error, streams kept apart."""
 
 import ast
 import json

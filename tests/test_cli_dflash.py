@@ -1,4 +1,4 @@
-"""`luce generate --draft`, and what the other commands say and do with a DFlash drafter."""
+"""Runs `luce generate --draft`, and what the other commands say and do with a DFlash drafter."""
 
 import json
 

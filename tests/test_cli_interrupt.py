@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment: exit 130, one line, and nothing of it is lost."""
+"""Presses Ctrl-C at any moment: exit 130, one line, and nothing of it is lost."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""`luce generate` with a NextN head: the flags over real files, what it prints, and the same tokens."""
+"""Runs `luce generate` with a NextN head: the flags over real files, what it prints, and the same tokens."""
 
 import io
 import json

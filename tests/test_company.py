@@ -61,7 +61,7 @@ PROMPTS = [junk(1, 2), junk(2, 3), junk(5, 4), junk(17, 5), junk(40, 6), junk(3,
 
 @dataclass(frozen=True)
 class Text:
-    """The tokens of a text after the prompt, and the logits that chose each."""
+    """A text is its tokens after the prompt, and the logits that chose each."""
 
     tokens: list[int]
     logits: list[np.ndarray]
@@ -69,7 +69,7 @@ class Text:
 
 @dataclass
 class Bench:
-    """A model and what its sequences write alone."""
+    """This is a model and what its sequences write alone."""
 
     model: Model
     poisons: bool  # BAD is a row of NaN: no quantised type can hold one
@@ -115,7 +115,7 @@ def bench_of(
 
 
 class Runner:
-    """One sequence on its way through its prompt and its text."""
+    """This is one sequence on its way through its prompt and its text."""
 
     def __init__(self, bench: Bench, sequence: Timeline, prompt: int, sampling: int, mode: str | int):
         self.bench, self.sequence, self.prompt, self.mode = bench, sequence, PROMPTS[prompt], mode
@@ -129,7 +129,7 @@ class Runner:
         return not self.tokens
 
     def check(self, token: int, row: int) -> None:
-        """A token and the row of logits that chose it, against those of the text alone."""
+        """Compares a token and the row of logits that chose it with those of the text alone."""
         at, bench = len(self.tokens), self.bench
         self.tokens.append(token)
         found, expected = self.sequence.logits(row), self.text.logits[at]
@@ -170,14 +170,14 @@ class Runner:
 
 
 class Junk:
-    """A sequence that decodes what nobody checks, beside the others."""
+    """This is a sequence that decodes what nobody checks, beside the others."""
 
     def __init__(self, sequence: Timeline):
         self.sequence = sequence
 
 
 class Company:
-    """The schedule's hands: each operation takes a number, from which it makes its choices."""
+    """These are the schedule's hands: each operation takes a number, from which it makes its choices."""
 
     def __init__(self, bench: Bench):
         self.bench, self.engine = bench, bench.engine

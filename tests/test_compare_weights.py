@@ -1,4 +1,4 @@
-"""tools/compare_weights.py: the relative error of a GGUF's tensors against its checkpoint."""
+"""Runs tools/compare_weights.py: the relative error of a GGUF's tensors against its checkpoint."""
 
 import json
 from dataclasses import replace

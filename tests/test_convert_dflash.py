@@ -1,4 +1,4 @@
-"""`luce convert`: z-lab-style DFlash drafters to GGUF, and GGUF drafters requantised."""
+"""Runs `luce convert`: z-lab-style DFlash drafters to GGUF, and GGUF drafters requantised."""
 
 import json
 import os

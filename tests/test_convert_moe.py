@@ -1,4 +1,4 @@
-"""`luce convert`: mixtures of experts, however they are stored; and what transformers itself saves."""
+"""Runs `luce convert`: mixtures of experts, however they are stored; and what transformers itself saves."""
 
 import itertools
 from dataclasses import replace
@@ -73,7 +73,7 @@ def test_save_pretrained_gives_the_logits_of_transformers(tmp_path, native, c):
 
 
 class Shapes(dict):
-    """A checkpoint's names and shapes without its numbers."""
+    """These are a checkpoint's names and shapes without its numbers."""
 
     path = Path("35b")
     names = property(list)

@@ -1,4 +1,4 @@
-"""`luce convert`: safetensors of Qwen3.5/3.6 to GGUF."""
+"""Runs `luce convert`: safetensors of Qwen3.5/3.6 to GGUF."""
 
 import itertools
 import os

@@ -1,4 +1,4 @@
-"""What `luce convert` reads: config.json, the safetensors container, the tokenizer."""
+"""Checks what `luce convert` reads: config.json, the safetensors container, the tokenizer."""
 
 import json
 import os

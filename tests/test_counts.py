@@ -131,7 +131,7 @@ def test_choices_of_the_caller_cost_nothing_beside_the_step(engine: Engine) -> N
 
 
 class Random:
-    """Random calls on an engine, and what each may cost."""
+    """Makes random calls on an engine, and says what each may cost."""
 
     def __init__(self, engine: Engine):
         self.engine, self.cost = engine, Meter(engine)

@@ -1,4 +1,4 @@
-"""The CPUs that count: what affinity and the control groups' quotas leave, and what a build needs of one."""
+"""Counts the CPUs: what affinity and the control groups' quotas leave, and what a build needs of one."""
 
 import json
 import os

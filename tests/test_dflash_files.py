@@ -1,4 +1,4 @@
-"""Which drafters' files are read, in every layout, and what is refused by name."""
+"""Checks which drafters' files are read, in every layout, and what is refused by name."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""DFlash drafters against the arithmetic of the published PyTorch code (tools/make_dflash_goldens.py): the K
-and V of the context, and the logits of a block."""
+"""Compares DFlash drafters with the arithmetic of the published PyTorch code (tools/make_dflash_goldens.py):
+the K and V of the context, and the logits of a block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Qwen's models write, cut at every position: the same reasoning, text and calls."""
+"""Reads what Qwen's models write, cut at every position: the same reasoning, text and calls."""
 
 import json
 
@@ -147,7 +147,7 @@ def test_without_tools_calls_are_text():
 
 
 def streamed(parts, held="strict", reasoning=False):
-    """The pieces of forced calls: adjacent ones merged, each whole call as one."""
+    """Returns the pieces of forced calls: adjacent ones merged, each whole call as one."""
     parser = Parser(TOOLS, reasoning, held)
     pieces = [piece for part in parts for piece in parser.push(part)] + parser.flush()
     found, name, arguments = [], "", ""
@@ -167,7 +167,7 @@ def streamed(parts, held="strict", reasoning=False):
 
 
 def forced(name, **values):
-    """A call as the grammar lets it be written: JSON where the schema takes no text."""
+    """Spells a call as the grammar lets it be written: JSON where the schema takes no text."""
     return written(name, **{key: v if isinstance(v, str) else json.dumps(v) for key, v in values.items()})
 
 

@@ -122,7 +122,7 @@ def test_auto_drafts_among_a_part_on_the_devices_that_are_named(
 
 
 class Drafted:
-    """A round's lists: the choices at each depth."""
+    """These are a round's lists: the choices at each depth."""
 
     def __init__(self, choices: list[int]):
         self._choices = choices

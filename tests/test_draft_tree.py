@@ -1,4 +1,4 @@
-"""The draft tree against all paths of ranks, the lists it is made of, and a chain's lists."""
+"""Compares the draft tree with all paths of ranks, the lists it is made of, and a chain's lists."""
 
 import itertools
 

@@ -1,4 +1,5 @@
-"""The committed state as bytes: after any rounds it is that of plain decoding; reading it changes nothing."""
+"""Reads the committed state as bytes: after any rounds it is that of plain decoding; reading it changes
+nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CUDA kernels whose checks run on a CPU too: the same sources are compiled as C++ over an emulation of a
+"""Runs checks of CUDA kernels on a CPU too: the same sources are compiled as C++ over an emulation of a
 block's threads and of the tensor core. This proves indices, layouts, and who waits for whom in a block. It
 says nothing of a device's rounding, of memory order between blocks, or of speed."""
 

@@ -1,4 +1,4 @@
-"""Opened engines on real models: one generation and many, with the same tokens."""
+"""Opens engines on real models: one generation and many, with the same tokens."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""tools/fetch_ggml.py with small archives of its own making; the real one is used by every build."""
+"""Runs tools/fetch_ggml.py with small archives of its own making; the real one is used by every build."""
 
 import hashlib
 import io

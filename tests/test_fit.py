@@ -1,4 +1,5 @@
-"""Whether a model fits into the memory, and with which context: what probe says is what generate takes."""
+"""Says whether a model fits into the memory, and with which context: what probe says is what generate
+takes."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A few of tools/fuzz_loader.py's mutated files; bench/results has what a million of them did."""
+"""Opens a few of tools/fuzz_loader.py's mutated files; bench/results has what a million of them did."""
 
 from collections import Counter
 

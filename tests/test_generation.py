@@ -1,4 +1,4 @@
-"""The state machine, over a fake core: what is emitted, what is committed, how it ends."""
+"""Runs the state machine, over a fake core: what is emitted, what is committed, how it ends."""
 
 import itertools
 

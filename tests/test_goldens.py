@@ -1,4 +1,5 @@
-"""Logits and greedy tokens against transformers and llama.cpp: the numpy reference, then the core."""
+"""Compares logits and greedy tokens with those of transformers and llama.cpp: the numpy reference, then the
+core."""
 
 from __future__ import annotations
 

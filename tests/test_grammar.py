@@ -1,4 +1,5 @@
-"""Grammars: texts that are held to one, with the same tokens whatever drafts; and what bad ones give."""
+"""Checks grammars: texts that are held to one, with the same tokens whatever drafts; and what bad ones
+give."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The NextN head through the core: its drafts against the numpy reference, every layout of files, heads
+"""Runs the NextN head through the core: its drafts against the numpy reference, every layout of files, heads
 that do not fit, and what a draft refuses."""
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def small(native: Library, write: Write, device: str) -> Model:
 
 
 class Trunk:
-    """The reference's timeline with its head: what the core's sequence keeps."""
+    """This is the reference's timeline with its head: what the core's sequence keeps."""
 
     def __init__(self, c: Config, weights: tiny.Weights, head: Config, head_weights: tiny.Weights):
         self.trunk, self.head = ref.Reference(c, weights), ref.NextN(head, weights | head_weights)
@@ -85,8 +85,8 @@ def check_drafts(
     n_prompt: int = 50,
     **params: int | str,
 ) -> None:
-    """Rounds whose rows are accepted at random: each draft is the reference's choice after the same chain,
-    but where two of its logits are closer than `bound`."""
+    """Runs rounds whose rows are accepted at random: each draft is the reference's choice after the same
+    chain, but where two of its logits are closer than `bound`."""
     rng = np.random.default_rng(1)
     n_vocab = model.info.n_vocab
     sequence = drive.open_sequence(model, n_ctx=768, n_draft=8, **params)

@@ -1,4 +1,4 @@
-"""Prompts, files and machines that nobody means well with: one line each, and no time lost."""
+"""Gives prompts, files and machines that nobody means well with: one line each, and no time lost."""
 
 import ctypes
 import json
@@ -245,7 +245,7 @@ def test_a_thread_that_lacks_memory_is_an_error():
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
-    """A model whose choices by top-p take megabytes."""
+    """This is a model whose choices by top-p take megabytes."""
     config = tiny.Config(n_vocab=1 << 18)
     path = tmp_path_factory.mktemp("wide") / "wide.gguf"
     return tiny.write(path, config, tiny.layout(config, 1), tokenizer=False)

@@ -1,4 +1,4 @@
-"""Models of a hub: a stand-in on this machine says what the hub says."""
+"""Takes models of a hub: a stand-in on this machine says what the hub says."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""What may differ between two runs, how it is counted, and the result row that is made of the counts."""
+"""Says what may differ between two runs, how it is counted, and the result row that is made of the counts."""
 
 from __future__ import annotations
 

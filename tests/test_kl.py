@@ -1,4 +1,5 @@
-"""bench/kl.py: its arithmetic, its reference against transformers, all of it beside a small llama-server."""
+"""Runs bench/kl.py: its arithmetic, its reference against transformers, all of it beside a small
+llama-server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lookup drafter: the rule against its own words, and what a sequence finds in its text."""
+"""Checks the lookup drafter: the rule against its own words, and what a sequence finds in its text."""
 
 import drive
 import pytest

@@ -1,5 +1,5 @@
-"""Mixtures of experts: the router's choice at its edges, experts that do not feel which rows chose them, and
-the same tokens with drafts as without. (What transformers computes: test_goldens.py.)"""
+"""Checks mixtures of experts: the router's choice at its edges, experts that do not feel which rows chose
+them, and the same tokens with drafts as without. (What transformers computes: test_goldens.py.)"""
 
 from __future__ import annotations
 

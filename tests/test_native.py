@@ -1,4 +1,4 @@
-"""The ABI through cffi: what it refuses, what it decodes, how handles end."""
+"""Calls the ABI through cffi: what it refuses, what it decodes, how handles end."""
 
 import ctypes
 import gc

@@ -1,4 +1,4 @@
-"""luce's DeltaNet ops, each alone on --luce-device, against numpy; and the bits steps rely on."""
+"""Runs luce's DeltaNet ops, each alone on --luce-device, against numpy; and the bits steps rely on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def random(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 @dataclass
 class Rows:
-    """Inputs of some rows of one DeltaNet layer."""
+    """These are inputs of some rows of one DeltaNet layer."""
 
     x: np.ndarray  # (T, C)
     alpha: np.ndarray  # (T, Hv)
@@ -37,7 +37,7 @@ class Rows:
 
 @dataclass
 class Timeline:
-    """What the host keeps of a slot's sequence."""
+    """A timeline is what the host keeps of a slot's sequence."""
 
     pending: list[int] = field(default_factory=list)  # accepted rows of its last verify
     bank: int = 0
@@ -46,7 +46,8 @@ class Timeline:
 
 @dataclass
 class Part:
-    """One sequence's part of a step; parents are counted from its own first row, a prefill has none."""
+    """This is one sequence's part of a step; parents are counted from its own first row, a prefill has
+    none."""
 
     slot: int
     rows: Rows
@@ -54,7 +55,7 @@ class Part:
 
 
 class Layer:
-    """One DeltaNet layer's weights, and by slot its states and logs, driven through op_run."""
+    """A layer is one DeltaNet layer's weights, and by slot its states and logs, driven through op_run."""
 
     def __init__(
         self, native: Library, device: str, hk: int, hv: int, s: int, *, n_log: int, seed: int, slots: int = 1

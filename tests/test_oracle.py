@@ -21,7 +21,7 @@ CONTINUED = 64
 
 @pytest.fixture(scope="module", params=["mini mixed", "mini-moe mixed", "mini Q6_K", "mini Q8_0"])
 def made(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """The shape and the type of the matrices."""
+    """These are the shape and the type of the matrices."""
     shape, kind = str(request.param).split()
     return shape, kind
 

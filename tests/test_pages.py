@@ -129,7 +129,7 @@ def test_pages_that_are_out_are_an_error_that_changes_nothing(model: Model) -> N
 
 
 class Accounts:
-    """What pages an engine's sequences and checkpoints must hold, and what their states must be."""
+    """Says what pages an engine's sequences and checkpoints must hold, and what their states must be."""
 
     def __init__(self, engine: Engine, alone: Timeline, exact: bool) -> None:
         self.engine, self.alone, self.exact = engine, alone, exact
@@ -138,7 +138,7 @@ class Accounts:
         self.states: dict[tuple[tuple[str, int], ...], bytes] = {}
 
     def check(self) -> None:
-        """Counts, and of one sequence the state."""
+        """Checks counts, and of one sequence the state."""
         info = self.engine.info
         held = {id(page) for _, pages, _ in [*self.sequences, *self.checkpoints] for page in pages or ()}
         on_device = sum(pages is not None for _, pages, _ in self.checkpoints)

@@ -1,4 +1,4 @@
-"""What plan decides, and the reasons it gives."""
+"""Checks what plan decides, and the reasons it gives."""
 
 from dataclasses import replace
 from itertools import product

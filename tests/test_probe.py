@@ -1,4 +1,4 @@
-"""What probe says of models, heads, drafters and everything else."""
+"""Checks what probe says of models, heads, drafters and everything else."""
 
 import json
 from dataclasses import replace

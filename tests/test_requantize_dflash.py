@@ -1,4 +1,4 @@
-"""`luce convert` of a GGUF: a GGUF drafter with its matrices as another type."""
+"""Runs `luce convert` on a GGUF: a GGUF drafter with its matrices as another type."""
 
 import gguf
 import hf_checkpoint as hf

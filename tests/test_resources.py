@@ -1,4 +1,5 @@
-"""What an engine costs and takes: seconds by width, memory as it was planned, pages, threads, and no leak."""
+"""Checks what an engine costs and takes: seconds by width, memory as it was planned, pages, threads, and no
+leak."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The CPU's matmul of steps: each weight type against numpy, and a row's bits beside any other rows."""
+"""Checks the CPU's matmul of steps: each weight type against numpy, and a row's bits beside any other
+rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What steps cost between the widths that were measured, and what auto drafts by it."""
+"""Checks what steps cost between the widths that were measured, and what auto drafts by it."""
 
 import random
 
@@ -53,7 +53,7 @@ def test_a_step_costs_no_more_than_narrower_ones_for_its_rows_and_than_a_wider_o
 
 
 def machine(step, draft):
-    """Costs of verify steps (ms) of 1, 2 .. rows, and of a draft."""
+    """Returns the costs of verify steps (ms) of 1, 2 .. rows, and of a draft."""
     return Costs([Cost(rows, 0, ms) for rows, ms in enumerate(step, 1)] + [Cost(1, 1, draft)])
 
 
@@ -71,7 +71,7 @@ def round_tokens(share, gamma):
 
 
 class Fresh:
-    """A text in which nothing repeats."""
+    """This is a text in which nothing repeats."""
 
     def lookup(self, anchor, most):
         return [], 0
@@ -206,8 +206,8 @@ def test_auto_decodes_the_same_tokens_on_any_machine():
 
 
 class Repeats:
-    """A text of which a lookup knows what follows, right with a chance at its first token and another one at
-    each that follows right ones."""
+    """This is a text of which a lookup knows what follows, right with a chance at its first token and another
+    one at each that follows right ones."""
 
     def __init__(self, rng, first, later, fires=1.0, matched=9):
         self.random, self.first, self.later, self.fires, self.matched = rng, first, later, fires, matched
@@ -224,7 +224,7 @@ class Repeats:
 
 
 def decode(source, text, costs, tokens, share=0.0):
-    """(seconds, rounds by (lookup tokens, drafts)) of a text whose drafts are right with a share."""
+    """Returns (seconds, rounds by (lookup tokens, drafts)) of a text whose drafts are right with a share."""
     source.begin(tokens)
     done, seconds, rounds = 1, 0.0, []
     while done < tokens:

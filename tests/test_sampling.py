@@ -1,4 +1,4 @@
-"""The pure rules: which rows are accepted, and which token is chosen of its logits."""
+"""Checks the pure rules: which rows are accepted, and which token is chosen of its logits."""
 
 import itertools
 
@@ -99,7 +99,7 @@ def test_a_logit_of_minus_infinity_is_never_chosen(native):
 
 
 def test_the_reference_has_the_published_philox():
-    """Random123's known answers of philox4x32 with 10 rounds."""
+    """It gives Random123's known answers of philox4x32 with 10 rounds."""
     of = sampling_rule.philox
     assert of((0, 0, 0, 0), (0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
     ones = 0xFFFFFFFF
@@ -137,7 +137,7 @@ def test_the_noise_is_accurate_to_its_last_bits(native):
 
 
 def ulps(found, exact, floor=0.0):
-    """Errors in units of the last place of F32, near zero in those of `floor`."""
+    """Returns errors in units of the last place of F32, near zero in those of `floor`."""
     return np.abs(found - exact) / np.spacing(np.maximum(np.abs(exact), floor).astype(np.float32))
 
 

@@ -1,4 +1,4 @@
-"""Many sequences of one engine: what calls refuse and that they then change nothing, rows and drafts and
+"""Runs many sequences of one engine: what calls refuse and that they then change nothing, rows and drafts and
 their order, cancelling."""
 
 from __future__ import annotations

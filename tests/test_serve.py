@@ -1,4 +1,4 @@
-"""The server over HTTP: what it answers, refuses and leaves behind."""
+"""Asks the server over HTTP: what it answers, refuses and leaves behind."""
 
 import json
 import signal

@@ -1,4 +1,5 @@
-"""Beginnings of prompts that are kept: what is resumed is what a cold prompt gives, whatever was dropped."""
+"""Resumes beginnings of prompts that are kept: what is resumed is what a cold prompt gives, whatever was
+dropped."""
 
 import os
 import signal

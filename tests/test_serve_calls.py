@@ -1,4 +1,5 @@
-"""Calls that a grammar forces, over the clients' own SDKs: their arguments come while they are written."""
+"""Checks calls that a grammar forces, over the clients' own SDKs: their arguments come while they are
+written."""
 
 import json
 
@@ -49,7 +50,7 @@ def arguments(whole):
 
 
 def chat(chatgpt, **more):
-    """(content, tool calls as (name, [arguments]), finish_reason) of a stream."""
+    """Returns (content, tool calls as (name, [arguments]), finish_reason) of a stream."""
     content, calls, reason = "", [], None
     for part in chatgpt.chat.completions.create(stream=True, **ASKED, **more):
         (choice,) = part.choices

@@ -1,5 +1,5 @@
-"""What a text is held to: schemas, calls that are required, penalties, log-probabilities; with drafts and
-without."""
+"""Checks what a text is held to: schemas, calls that are required, penalties, log-probabilities; with drafts
+and without."""
 
 import json
 import math
@@ -15,7 +15,7 @@ COLOURS = ["red", "green", "dark blue"]
 
 
 class Paint(pydantic.BaseModel):
-    """A schema with the usual parts."""
+    """This is a schema with the usual parts."""
 
     colour: str = pydantic.Field(json_schema_extra={"enum": COLOURS})
     layers: list[bool] = pydantic.Field(min_length=1, max_length=3)

@@ -1,4 +1,4 @@
-"""What bounds a server: pages, bodies, headers, other sites' pages, and what it says of itself."""
+"""Checks what bounds a server: pages, bodies, headers, other sites' pages, and what it says of itself."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +23,7 @@ def server(native):
 
 
 def prompt(n):
-    """Some hundred tokens that begin unlike those of another n."""
+    """Returns some hundred tokens that begin unlike those of another n."""
     return f"# {n}\n" + f"def total_{n}(values):\n    return sum(values)\n" * 42
 
 

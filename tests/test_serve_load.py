@@ -1,4 +1,4 @@
-"""Clients that come and go: tests/serve_load.py's short form."""
+"""Lets clients come and go: tests/serve_load.py's short form."""
 
 from serve_load import Load, cases
 from serving import CHUNK, serving, settings, until

@@ -1,4 +1,5 @@
-"""Several models: loaded at first use, unloaded when another needs the memory, never while one is asked."""
+"""Serves several models: loaded at first use, unloaded when another needs the memory, never while one is
+asked."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""The clients' own SDKs against a real server, with a model that says what its script holds."""
+"""Runs the clients' own SDKs against a real server, with a model that says what its script holds."""
 
 import json
 from itertools import count

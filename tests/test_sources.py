@@ -176,7 +176,7 @@ KINDS = ["mtp", "mtp-part", "mtp-tree", "dflash", "dflash-tree", "lookup", "auto
 
 @dataclass
 class Bench:
-    """An engine, and what its sequences write plain."""
+    """This is an engine, and what its sequences write plain."""
 
     engine: object
     texts: dict = field(default_factory=dict)
@@ -200,7 +200,7 @@ class Bench:
 
 
 class Kept:
-    """A checkpoint of the first chunk of the one prompt that has one."""
+    """This is a checkpoint of the first chunk of the one prompt that has one."""
 
     def __init__(self):
         self.checkpoint = None

@@ -1,4 +1,4 @@
-"""`luce chat`: a conversation over stdin, as a process of its own and in this one."""
+"""Runs `luce chat`: a conversation over stdin, as a process of its own and in this one."""
 
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""Text to ids as llama.cpp has them, ids to text that streams."""
+"""Turns text into ids as llama.cpp does, and ids into text that streams."""
 
 import importlib.util
 import re

@@ -1,4 +1,4 @@
-"""tools/check_tree.py: each rule fires on a small bad tree, and its near misses pass."""
+"""Runs tools/check_tree.py: each rule fires on a small bad tree, and its near misses pass."""
 
 from pathlib import Path
 

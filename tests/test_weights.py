@@ -1,4 +1,4 @@
-"""What a file must hold: a missing, misshapen or unknown key or tensor is one error that names it."""
+"""Says what a file must hold: a missing, misshapen or unknown key or tensor is one error that names it."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ __all__ = ["ARCH", "CHAT_TEMPLATE", "Config", "Weights", "copy", "head_only", "h
 
 
 class _Random:
-    """Uniform numbers straight from PCG64's output: the same bits on every numpy and machine."""
+    """Draws uniform numbers straight from PCG64's output: the same bits on every numpy and machine."""
 
     def __init__(self, seed: int) -> None:
         self.bits = np.random.PCG64(seed)
@@ -121,7 +121,7 @@ def weights(c: Config, seed: int) -> Weights:
 
 
 def hf_config(c: Config) -> dict[str, object]:
-    """Arguments of transformers' Qwen3_5TextConfig, or Qwen3_5MoeTextConfig."""
+    """Returns the arguments of transformers' Qwen3_5TextConfig, or Qwen3_5MoeTextConfig."""
     kinds = ["linear_attention" if c.is_recurrent(i) else "full_attention" for i in range(c.n_layer)]
     experts = {
         "num_experts": c.n_expert, "num_experts_per_tok": c.n_expert_used,
@@ -245,7 +245,8 @@ def _apart(c: Config, tensors: Weights) -> Weights:
 
 
 def with_experts(c: Config) -> Config:
-    """The model with eight experts, of which three are used, and a shared one, each as wide as its FFN."""
+    """Returns the model with eight experts, of which three are used, and a shared one, each as wide as its
+    FFN."""
     return replace(c, n_expert=8, n_expert_used=3, n_ff_expert=c.n_ff, n_ff_shared=c.n_ff)
 
 
@@ -272,7 +273,8 @@ def with_own_output(c: Config, tensors: Weights, seed: int) -> Weights:
 
 
 def quantizable(name: str) -> bool:
-    """Matrices that published files quantise; the rest (norms, conv, gates' biases, routers) stays F32."""
+    """Names the matrices that published files quantise; the rest (norms, conv, gates' biases, routers) stays
+    F32."""
     return name.endswith(".weight") and not any(part in name for part in ("norm", "conv1d", "ffn_gate_inp"))
 
 

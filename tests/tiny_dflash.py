@@ -22,7 +22,8 @@ MASK = 300  # a token that no text has
 
 @dataclass(frozen=True)
 class Case:
-    """A target and a drafter of it. `own` says which of token_embd.weight, output.weight and d2t it has."""
+    """A case is a target and a drafter of it. `own` says which of token_embd.weight, output.weight and d2t it
+    has."""
 
     target: Config
     drafter: DFlash
