@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""The model in the box against others that compute it: transformers' F32 logits, llama.cpp's greedy tokens.
+"""Compares the model in the box with others that compute it: transformers' F32 logits, llama.cpp's greedy
+tokens.
 
 Logits: max abs error of the core over every position of tests/goldens/box.npz, f32 KV, by verify steps of 1,
 7 and all rows; for the shipped file, for the same weights in F32, and with --f32 for an F32 conversion

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How decoding fares beside busy neighbours: builds of luce in turn, under each condition, many times.
+"""Says how decoding fares beside busy neighbours: builds of luce in turn, under each condition, many times.
 
 Each build, a source tree with its libraries installed, writes text with the model in the box, plain and on
 as many threads as it is told, in a process that stays. A condition is a number of endless loops beside it, at
@@ -69,7 +69,7 @@ def loops(count: int) -> Iterator[None]:
 
 
 class Build:
-    """A process of one build at one priority."""
+    """This is a process of one build at one priority."""
 
     def __init__(self, folder: str, threads: int, nice: int):
         self.process = subprocess.Popen(

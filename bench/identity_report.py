@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""How often drafting changed a token on a device whose kernels differ between row counts, as a result row.
+"""Says how often drafting changed a token on a device whose kernels differ between row counts, as a result
+row.
 
 Reads what tests recorded: `pytest --luce-device cuda --junitxml tests.xml`. The tokens of a pair of runs are
 compared up to their first difference, which is then one token; what follows is another text. The tests fail

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""How far logits on a device are from those of the same weights in F32, beside llama.cpp's on the same file.
+"""Says how far logits on a device are from those of the same weights in F32, beside llama.cpp's on the same
+file.
 
 The reference dequantises a file's weights (by the gguf package) and computes in F32 throughout, KV too, on
 luce's CPU; the row says how far it is from transformers' logits on the box. luce and llama.cpp run the file

@@ -28,7 +28,7 @@ START_S, ANSWER_S = 600, 1800  # a server that has said nothing for so long is g
 
 
 class PeerError(Exception):
-    """What one of llama.cpp's programs failed with."""
+    """This is what one of llama.cpp's programs failed with."""
 
 
 def build(folder: Path, cuda: bool) -> Path:

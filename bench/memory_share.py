@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""How much of the memory's speed plain decoding reaches, of rows that bench/peer_llamacpp.py has recorded.
+"""Says how much of the memory's speed plain decoding reaches, of rows that bench/peer_llamacpp.py has
+recorded.
 
 A plain step reads the weights of the trunk once; caches and activations are not counted. Its share is those
 bytes times tokens a second, over what a kernel that only reads reaches on the same device

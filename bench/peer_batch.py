@@ -72,7 +72,7 @@ def take_turns(args: argparse.Namespace, speeds: Speeds) -> tuple[str, int, list
 
 
 def server_speed(server: llamacpp.LlamaServer, texts: Sequence[list[int]], n_gen: int) -> float:
-    """Tokens/s in all of one request for each text, asked at once."""
+    """Returns tokens/s in all of one request for each text, asked at once."""
     with ThreadPoolExecutor(len(texts)) as pool:
         answers = list(pool.map(lambda text: server.complete(text, n_gen), texts))
     tokens = sum(len(answer["tokens"]) - 1 for answer in answers)

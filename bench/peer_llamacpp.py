@@ -74,8 +74,8 @@ def say(text: str) -> None:
 
 @dataclass(frozen=True)
 class Task:
-    """What both sides do: they prefill `long`, and decode n_gen tokens after `short`. `expected` has the
-    tokens that an oracle file must say; it is None for other files."""
+    """This is what both sides do: they prefill `long`, and decode n_gen tokens after `short`. `expected` has
+    the tokens that an oracle file must say; it is None for other files."""
 
     long: list[int]
     short: list[int]
@@ -113,7 +113,7 @@ def task_of(kv: Mapping[str, Any], n_prompt: int, prompt_tokens: int, n_gen: int
 
 @dataclass
 class Turns:
-    """What luce and llama-bench gave in turn; speeds are in tokens/s."""
+    """This is what luce and llama-bench gave in turn; speeds are in tokens/s."""
 
     device: str  # as the core names it
     threads: int
@@ -195,9 +195,9 @@ def bench_row(turns: Turns) -> Row:
 
 @dataclass(frozen=True)
 class Configuration:
-    """How a llama-server is loaded: as luce's mode drafts, but without trees. `forced` is the mean accepted
-    length, with the target's token, at which it accepts drafts by chance; with None it accepts them where
-    they are right. `drafter` is the file of a DFlash drafter, and `drafts` how many a round has."""
+    """Says how a llama-server is loaded: as luce's mode drafts, but without trees. `forced` is the mean
+    accepted length, with the target's token, at which it accepts drafts by chance; with None it accepts them
+    where they are right. `drafter` is the file of a DFlash drafter, and `drafts` how many a round has."""
 
     mode: Mode
     forced: float | None = None

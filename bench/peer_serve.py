@@ -51,7 +51,7 @@ def say(text: str) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a run. long: it is of long prompts."""
+    """This is a part of a run. `long` says that it is of long prompts."""
 
     long: bool
     measure: Callable[..., Iterator[Row]]  # client, mode, then these
@@ -59,7 +59,7 @@ class Part:
 
 
 def parts(args: argparse.Namespace) -> Iterator[Part]:
-    """Of one run; the streams args.repeat times."""
+    """Returns those of one run, with the streams args.repeat times."""
     for _ in range(args.repeat):
         for count in args.counts:
             yield Part(False, streams, ([count], args.prompt_tokens, args.n_gen))
@@ -70,7 +70,7 @@ def parts(args: argparse.Namespace) -> Iterator[Part]:
 
 
 def servers(args: argparse.Namespace, model: Path, where: str) -> dict[str, AbstractContextManager[Any]]:
-    """By name; each gives what has a url."""
+    """Returns them by name; each gives what has a url."""
     ctx, most = max(*args.lengths, args.conversation if args.turns else 0) + 256, max(args.counts)
     found: dict[str, AbstractContextManager[Any]] = {}
     for mode in args.modes:
@@ -106,7 +106,7 @@ def measure(args: argparse.Namespace, model: Path, where: str) -> Iterator[Row]:
 
 
 def medians(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """One row for all that measure the same, in the order of their first ones."""
+    """Returns one row for all that measure the same, in the order of their first ones."""
     same: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         same.setdefault((row.mode, row.measure, row.prompt, row.streams), []).append(row.as_json())
@@ -122,10 +122,10 @@ def medians(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def ratios(rows: Rows) -> dict[str, Any]:
-    """What luce is measured against, by its mode: "reused", the share of the conversation;
+    """Says what luce is measured against, by its mode: "reused", the share of the conversation;
     "reused_least", that of the turn with the least; "warm_of_cold", the first token of the last turn over
-    llama-server's cold one of the longest prompt; "streams" and "decoding", by count, luce's tokens a
-    second over the peer's. The peer of modes that draft is llama-server with drafts, if it was asked."""
+    llama-server's cold one of the longest prompt; "streams" and "decoding", by count, luce's tokens a second
+    over the peer's. The peer of modes that draft is llama-server with drafts, if it was asked."""
     modes = list(dict.fromkeys(row["mode"] for row in rows))
     found: dict[str, Any] = {}
     for mode in (each for each in modes if each.startswith("luce")):
@@ -184,7 +184,7 @@ def arguments() -> argparse.Namespace:
 
 
 def with_context(model: Path, context: int | None, folder: Path) -> Path:
-    """A copy of the file that says it was trained for so many positions, or the file itself."""
+    """Returns a copy of the file that says it was trained for so many positions, or the file itself."""
     if context is None:
         return model
     copy = Path(shutil.copy(model, folder / model.name))

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""How often the first draft of a NextN chain is accepted when sampling: measured in the core, and expected.
+"""Says how often the first draft of a NextN chain is accepted when sampling: measured in the core, and
+expected.
 
 Texts of the built-in prompts of `luce bench prompts` (those that are no chats) are sampled with one draft a
 round. At each of these rounds tests/ref.py computes the target's and the head's logits in double precision,
@@ -39,7 +40,8 @@ def softmax(logits: np.ndarray, temperature: float) -> np.ndarray:
 
 
 def accepted(p: np.ndarray, q: np.ndarray) -> tuple[float, float, float]:
-    """Probabilities that a draft of q is what p chooses: greedy, with shared noise, by rejection."""
+    """Returns the probabilities that a draft of q is what p chooses: greedy, with shared noise, by
+    rejection."""
     likely = np.flatnonzero(np.minimum(p, q) > 1e-6)  # the others add up to less than 0.005
     shared = sum(1 / np.maximum(p / p[i], q / q[i]).sum() for i in likely)
     return float(p[q.argmax()]), float(shared), float(np.minimum(p, q).sum())

@@ -1,4 +1,4 @@
-"""The `luce` command and `python -m luce`."""
+"""Has the `luce` command and `python -m luce`."""
 
 import mmap
 import os

@@ -1,4 +1,4 @@
-"""Byte-level BPE as Qwen's tokenizers have it: how text is cut into words, and how bytes are spelled.
+"""Has byte-level BPE as Qwen's tokenizers have it: how text is cut into words, and how bytes are spelled.
 
 It imports no other module of luce, so that the program that makes the model in the box can use it alone.
 """

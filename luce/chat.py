@@ -23,8 +23,8 @@ class Template(Protocol):
 
 
 class BoundedTemplate:
-    """A ChatTemplate (template.py) whose time and memory are bounded, since it runs in a process of its own.
-    """
+    """This is a ChatTemplate (template.py) whose time and memory are bounded, since it runs in a process of
+    its own."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None):
         self._renderer = Renderer(source, dict(special_tokens or {}))

@@ -1,4 +1,5 @@
-"""The flags that change logits before a choice: penalties, logit bias, and grammars to hold the text to."""
+"""Has the flags that change logits before a choice: penalties, logit bias, and grammars to hold the text
+to."""
 
 from __future__ import annotations
 

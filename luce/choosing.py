@@ -1,4 +1,5 @@
-"""What a request asks of its choices beyond sampling: penalties, a logit bias, a grammar, log-probabilities.
+"""Says what a request asks of its choices beyond sampling: penalties, a logit bias, a grammar,
+log-probabilities.
 
 They depend on the tokens before a choice, so they act after the verify, along the path that is accepted: rows
 that are not accepted need no mask, and drafts pay as ever. The tokens are those of plain decoding.
@@ -26,7 +27,7 @@ class Chooser:
 
     @property
     def stopped(self) -> bool:
-        """Whether the grammar lets nothing follow the last choice."""
+        """Says whether the grammar lets nothing follow the last choice."""
         return self._matcher is not None and self._matcher.is_stopped
 
     def begin(self) -> None:

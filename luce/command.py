@@ -1,4 +1,4 @@
-"""What all commands share: failures as one line, option types, Ctrl-C, and the model in the box."""
+"""Says what all commands share: failures as one line, option types, Ctrl-C, and the model in the box."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def text_file(path: Path) -> Iterator[BinaryIO]:
 
 
 class FilePath(click.Path):
-    """A path that is not empty, since an empty one would mean the working folder."""
+    """This is a path that is not empty, since an empty one would mean the working folder."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "":
@@ -131,7 +131,7 @@ class FilePath(click.Path):
 
 
 class Finite(click.FloatRange):
-    """A FloatRange that also refuses nan and inf, which no comparison catches."""
+    """This is a FloatRange that also refuses nan and inf, which no comparison catches."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = float(super().convert(value, param, ctx))

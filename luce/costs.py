@@ -1,4 +1,4 @@
-"""What steps cost, from what an engine measured when it was opened."""
+"""Says what steps cost, from what an engine measured when it was opened."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from luce.structs import Cost
 
 
 class Costs:
-    """What steps cost in seconds: a verify by its rows, and one more draft or a block by the sequences that
-    share the step. A width that was not measured lies on the line between its neighbours. A wider one lies
-    on the line of the last two.
+    """This is what steps cost in seconds: a verify by its rows, and one more draft or a block by the
+    sequences that share the step. A width that was not measured lies on the line between its neighbours. A
+    wider one lies on the line of the last two.
 
     A machine that was disturbed makes what it measures dearer, never cheaper. So a step costs no more than
     several narrower ones for its rows, and no more than a wider one."""

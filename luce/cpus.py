@@ -30,7 +30,7 @@ def _quotas(root: Path) -> list[float]:
 
 
 def _up(top: Path, path: str) -> list[Path]:
-    """The group's folder and those above it; in a container `top` may be the group itself."""
+    """Yields the group's folder and those above it; in a container `top` may be the group itself."""
     parts = [part for part in path.split("/") if part not in ("", "..")]
     return [top.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
 

@@ -12,8 +12,8 @@ from luce.costs import Costs
 
 @dataclass(frozen=True)
 class Draft:
-    """The candidates after an anchor. Either the host knows them as `tokens`, or `by` drafts `on_device`
-    many on the device, and the host reads them once they are verified.
+    """These are the candidates after an anchor. Either the host knows them as `tokens`, or `by` drafts
+    `on_device` many on the device, and the host reads them once they are verified.
 
     `parents` are those of [anchor, *tokens]: parents[0] is -1, and None means a chain. `grow`, where it is
     set, is called once the drafts are there and returns the draft that is verified in their stead. `sources`
@@ -30,12 +30,12 @@ class Draft:
 
     @property
     def size(self) -> int:
-        """The number of candidates."""
+        """Returns the number of candidates."""
         return self.on_device or len(self.tokens)
 
     @property
     def depths(self) -> list[int]:
-        """The depth of each candidate: 1 for a child of the anchor, 2 for a child of that one."""
+        """Returns the depth of each candidate: 1 for a child of the anchor, 2 for a child of that one."""
         if self.parents is None:
             return list(range(1, self.size + 1))
         depths = [0]
@@ -46,9 +46,9 @@ class Draft:
 
 @dataclass(frozen=True)
 class Round:
-    """One round that is done: how many candidates it had, how many of them were accepted, how many seconds
-    each of its calls took, and which tokens it gave. The new anchor is the last of these tokens. Sequences
-    that share a step each count all of its time."""
+    """This is one round that is done: how many candidates it had, how many of them were accepted, how many
+    seconds each of its calls took, and which tokens it gave. The new anchor is the last of these tokens.
+    Sequences that share a step each count all of its time."""
 
     drafted: int
     accepted: int
@@ -60,8 +60,8 @@ class Round:
 
 @dataclass(frozen=True)
 class Limits:
-    """What bounds the candidates of a round. `rows` is how many there may be and `depth` how deep they may
-    go, both at least 1. `sequences` is how many share the step, this one counted."""
+    """This is what bounds the candidates of a round. `rows` is how many there may be and `depth` how deep
+    they may go, both at least 1. `sequences` is how many share the step, this one counted."""
 
     rows: int
     depth: int
@@ -85,7 +85,7 @@ class DraftSource(Protocol):
 
 
 class Text(Protocol):
-    """A sequence, as draft sources see it (_native.Sequence)."""
+    """This is a sequence, as draft sources see it (_native.Sequence)."""
 
     def lookup(self, anchor: int, most: int) -> tuple[list[int], int]: ...
     def lists(self, depth: int, k: int, comb: bool = True) -> Lists: ...

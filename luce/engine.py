@@ -1,4 +1,4 @@
-"""A model that is ready to run: files, weights, engine, tokenizer and the plan they were opened by."""
+"""Has a model that is ready to run: files, weights, engine, tokenizer and the plan they were opened by."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from luce.tokenizer import Tokenizer
 
 
 class Files:
-    """The opened files of a model: its GGUF, another one that the NextN head is taken from, and one that
-    holds a DFlash drafter. It is a context manager. Nothing is loaded yet; raises what opening the files
+    """These are the opened files of a model: its GGUF, another one that the NextN head is taken from, and one
+    that holds a DFlash drafter. It is a context manager. Nothing is loaded yet; raises what opening the files
     raises. `device` is where they are to run; with None a plan decides."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Files:
 
     @cached_property
     def drafter_facts(self) -> tuple[str, Facts] | None:
-        """The path of the drafter's file, and the facts of it."""
+        """Returns the path of the drafter's file, and the facts of it."""
         if self.drafter is None:
             return None
         with about(self.drafter.path):
@@ -123,8 +123,8 @@ class Files:
 
 
 class Engine:
-    """The engine of a loaded model, opened as a plan says. Requests go in and events come out. It is a
-    context manager.
+    """This is the engine of a loaded model, opened as a plan says. Requests go in and events come out. It is
+    a context manager.
 
     The model must have been loaded with the drafters that the plan names. `plan` is the one that the engine
     was opened by. Where auto was to draft and no draft can pay by what steps cost here, the plan drafts

@@ -1,4 +1,4 @@
-"""Failures as exceptions: one class for each status of luce.h, each with its `code`."""
+"""Has failures as exceptions: one class for each status of luce.h, each with its `code`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 class LuceError(Exception):
-    """Any failure that luce reports. str() gives one line, and `code` is the luce_status that it stands for.
-    `concerns` names what a remedy would have to give ("nextn_head", "chat_template", ...), so that the
-    caller can say how to ask for it."""
+    """This is any failure that luce reports. str() gives one line, and `code` is the luce_status that it
+    stands for. `concerns` names what a remedy would have to give ("nextn_head", "chat_template", ...), so
+    that the caller can say how to ask for it."""
 
     code = 10
 
@@ -38,7 +38,7 @@ class UnsupportedError(LuceError):
 
 
 class OutOfMemory(LuceError):
-    """Not enough memory; the message gives needed and free."""
+    """There is not enough memory; the message gives needed and free."""
 
     code = 4
 
@@ -74,7 +74,7 @@ class DeviceError(LuceError):
 
 
 class InternalError(LuceError):
-    """A defect of luce."""
+    """This is a defect of luce."""
 
     code = 10
 

@@ -13,9 +13,9 @@ from luce.structs import Memory
 
 @dataclass(frozen=True)
 class Fit:
-    """What it takes to run a model at `context` positions, in bytes. `mode` is "plain", "drafts" (with the
-    NextN head, and the longest chains and widest steps that auto takes) or "dflash" (with the drafter and
-    its whole blocks).
+    """This is what it takes to run a model at `context` positions, in bytes. `mode` is "plain", "drafts"
+    (with the NextN head, and the longest chains and widest steps that auto takes) or "dflash" (with the
+    drafter and its whole blocks).
 
     `total` is the sum of the parts; on a CPU the weights among them are only mapped. `largest` is the
     longest context that fits, or 0 where none does.

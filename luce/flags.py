@@ -1,4 +1,4 @@
-"""The options that several commands share, each declared once, and what is wrong with those that would be
+"""Has the options that several commands share, each declared once, and what is wrong with those that would be
 ignored."""
 
 from __future__ import annotations

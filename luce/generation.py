@@ -1,4 +1,4 @@
-"""One generation: the round of luce.h as a state machine of one sequence, driven in turn with others.
+"""Has one generation: the round of luce.h as a state machine of one sequence, driven in turn with others.
 
   IDLE     begin    check the request, empty the timeline
   PREFILL  prefill  commit a chunk of the prompt; after the last one its choice is the first anchor
@@ -68,8 +68,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Share:
-    """What a sequence gets of the next step: at most `rows` rows, the anchor's among them, of a step that
-    `sequences` share."""
+    """This is what a sequence gets of the next step: at most `rows` rows, the anchor's among them, of a step
+    that `sequences` share."""
 
     rows: int
     sequences: int = 1
@@ -159,7 +159,7 @@ class Prefixes(Protocol):
 
 
 class Sizes(Protocol):
-    """What a generation has to know of its engine (EngineInfo has it)."""
+    """This is what a generation has to know of its engine (EngineInfo has it)."""
 
     @property
     def n_ctx(self) -> int: ...
@@ -170,8 +170,8 @@ class Sizes(Protocol):
 
 
 class Generation:
-    """One generation of one request on a sequence, which it empties first. `want` is what it waits for, and
-    None once it has ended. Who drives it asks `cancelled` between steps. `clock` gives seconds."""
+    """This is one generation of one request on a sequence, which it empties first. `want` is what it waits
+    for, and None once it has ended. Who drives it asks `cancelled` between steps. `clock` gives seconds."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""Grammars that a text is held to: they say what may come next after each token. llguidance reads and walks
-them."""
+"""Has grammars that a text is held to: they say what may come next after each token. llguidance reads and
+walks them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Matcher(Protocol):
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the text is complete and nothing may follow it."""
+        """Says whether the text is complete and nothing may follow it."""
 
 
 class Grammars:
@@ -44,7 +44,7 @@ class Grammars:
 
     @cached_property
     def _tokens(self) -> Any:
-        """Made when it is first needed: it takes a second for a large vocabulary."""
+        """It is made when it is first needed: it takes a second for a large vocabulary."""
         ends = sorted(self._tokenizer.eos_ids) or None
         wrapper = self._llguidance.TokenizerWrapper(_Vocabulary(self._tokenizer))
         return self._llguidance.LLTokenizer(wrapper, eos_token=ends)

@@ -1,4 +1,4 @@
-"""Models of a hub: REPO[:FILE] is downloaded into huggingface-hub's cache, once (needs luce[hub])."""
+"""Takes models of a hub: REPO[:FILE] is downloaded into huggingface-hub's cache, once (needs luce[hub])."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Loop:
 
     @property
     def running(self) -> int:
-        """The number of generations that have not ended."""
+        """Returns the number of generations that have not ended."""
         return len(self._running)
 
     def add(self, generation: Generation) -> None:

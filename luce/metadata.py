@@ -1,4 +1,4 @@
-"""The keys of a GGUF as Python values."""
+"""Has the keys of a GGUF as Python values."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _STRING, _ARRAY = 8, 9
 
 
 class Metadata(Mapping[str, Value]):
-    """A file's keys, decoded on demand. Scalars are int, float, bool or str; arrays are numpy arrays
-    (copies), and arrays of strings are list[str]. Strings that are not UTF-8 raise FileError."""
+    """These are a file's keys, decoded on demand. Scalars are int, float, bool or str; arrays are numpy
+    arrays (copies), and arrays of strings are list[str]. Strings that are not UTF-8 raise FileError."""
 
     def __init__(self, file: File):
         self._file = file

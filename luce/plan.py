@@ -30,10 +30,10 @@ Where = Literal["embedded", "separate"]
 
 @dataclass(frozen=True)
 class Request:
-    """One generation. `prompt` holds token ids. At most `max_tokens` >= 0 new ones follow; None means until
-    the context is full. The text ends before any of `stops`. With `ignore_eos` an end-of-text token is a
-    token like any other. `grammar` makes the matcher that the text is held to. `logprobs` is how many of the
-    most probable tokens are listed beside each token; None lists nothing."""
+    """This is one generation. `prompt` holds token ids. At most `max_tokens` >= 0 new ones follow; None means
+    until the context is full. The text ends before any of `stops`. With `ignore_eos` an end-of-text token is
+    a token like any other. `grammar` makes the matcher that the text is held to. `logprobs` is how many of
+    the most probable tokens are listed beside each token; None lists nothing."""
 
     prompt: tuple[int, ...]
     max_tokens: int | None = None
@@ -47,9 +47,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked of an engine; None where nothing was said. `ctx` counts the positions of a sequence,
-    `sequences` those that run at once, `checkpoints` those that are on the device at once, `pages` the KV
-    pages of all of these, and `chunk` the rows of a prefill step.
+    """This is what was asked of an engine; None where nothing was said. `ctx` counts the positions of a
+    sequence, `sequences` those that run at once, `checkpoints` those that are on the device at once, `pages`
+    the KV pages of all of these, and `chunk` the rows of a prefill step.
 
     `cpu_experts` counts the layers, from the first, whose experts stay in host memory, where the CPU
     multiplies them; with "auto" it is as few as leave room on the device.
@@ -75,8 +75,8 @@ class Options:
 
     @property
     def resolved_spec(self) -> str:
-        """The draft mode. Where only a length is given it is "mtp", and where nothing is given it is "auto".
-        """
+        """Returns the draft mode. Where only a length is given it is "mtp", and where nothing is given it is
+        "auto"."""
         return self.spec or ("auto" if self.gamma is None else "mtp")
 
 
@@ -187,9 +187,9 @@ Drafting = Plain | Mtp | Auto | Lookup | Dflash
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model and its engine are opened. `ctx` is in positions and `chunk` in rows of a prefill step. A
-    `chunk`, `pages` or `threads` of 0 means the core's default. `reasons` has a line for each of the other
-    fields."""
+    """Says how a model and its engine are opened. `ctx` is in positions and `chunk` in rows of a prefill
+    step. A `chunk`, `pages` or `threads` of 0 means the core's default. `reasons` has a line for each of the
+    other fields."""
 
     device: str
     ctx: int
@@ -205,17 +205,18 @@ class Plan:
 
     @property
     def drafts(self) -> int:
-        """The most drafts of the NextN head in a round."""
+        """Returns the most drafts of the NextN head in a round."""
         return self.draft.chain
 
     @property
     def blocks(self) -> bool:
-        """Whether a DFlash drafter drafts."""
+        """Says whether a DFlash drafter drafts."""
         return self.draft.block > 0
 
     @property
     def params(self) -> EngineParams:
-        """How the core opens the engine: a sequence has a row for its anchor and one for each candidate."""
+        """Says how the core opens the engine: a sequence has a row for its anchor and one for each
+        candidate."""
         return EngineParams(
             n_ctx=self.ctx,
             n_sequences=self.sequences,
@@ -307,7 +308,7 @@ def _cpu_experts(facts: Facts, options: Options) -> tuple[int, str]:
 
 
 def trunk_layers(facts: Facts) -> int:
-    """The layers of the model without those of its NextN heads."""
+    """Returns the layers of the model without those of its NextN heads."""
     return (facts.block_count or 0) - facts.nextn_predict_layers
 
 

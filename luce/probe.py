@@ -1,4 +1,4 @@
-"""What a GGUF says: facts of the file, no decisions (those are plan.py's)."""
+"""Says what a GGUF says: facts of the file, no decisions (those are plan.py's)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _BLOCK = re.compile(r"blk\.(\d{1,9})\.")
 
 @dataclass(frozen=True)
 class Quantization:
-    """How many tensors have one weight type, and their bytes."""
+    """Says how many tensors have one weight type, and their bytes."""
 
     tensors: int
     bytes: int
@@ -41,8 +41,8 @@ class Quantization:
 
 @dataclass(frozen=True)
 class DFlash:
-    """A drafter's settings as its file gives them; None where it does not. `target_layers` are the layers
-    whose outputs are tapped, counted from 1. `causal` holds for all layers, `causal_pattern` for each.
+    """These are a drafter's settings as its file gives them; None where it does not. `target_layers` are the
+    layers whose outputs are tapped, counted from 1. `causal` holds for all layers, `causal_pattern` for each.
 
     `target_embedding`, `target_vocabulary` and `target_blocks` (the fewest) say which models it drafts for.
     `kv_bytes_per_position` is that of its context, in F16.
@@ -65,7 +65,8 @@ class DFlash:
 
 @dataclass(frozen=True)
 class Facts:
-    """What one GGUF holds. Sizes and memory are in bytes; a value is None where the file does not give it.
+    """This is what one GGUF holds. Sizes and memory are in bytes; a value is None where the file does not
+    give it.
 
     `kind` is "model" (a trunk), "head" (NextN blocks without their trunk), "drafter" or "other". `supported`
     says that luce can generate with it as a model; else `reasons` says why not.

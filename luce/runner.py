@@ -39,8 +39,8 @@ KNOWN = 8.0  # trials that earlier texts are worth at the start of a text, at mo
 
 
 class Acceptance:
-    """What is learned of one drafter. At each depth it is the share of right drafts among those that follow
-    right ones, and the share of each next best candidate."""
+    """This is what is learned of one drafter. At each depth it is the share of right drafts among those that
+    follow right ones, and the share of each next best candidate."""
 
     HOPE = 0.95  # at the first depth before any trial: who does not hope does not try
     HOPE_WEIGHT = 2.0  # trials that it is worth
@@ -107,9 +107,9 @@ class Acceptance:
 
 
 class Lookups:
-    """What is learned of lookups: the share whose first token is right, and the share of right tokens after
-    right ones. Both are kept by the length of the match: 4 to 7 tokens, 8 to 15, and so on. A proposal is
-    followed until it is wrong, whether or not it was verified."""
+    """This is what is learned of lookups: the share whose first token is right, and the share of right tokens
+    after right ones. Both are kept by the length of the match: 4 to 7 tokens, 8 to 15, and so on. A proposal
+    is followed until it is wrong, whether or not it was verified."""
 
     HOPE = 0.8  # before any trial, which is worth two of them
     LENGTHS = 5  # classes
@@ -168,7 +168,8 @@ class Lookups:
 
 
 class Known:
-    """What the texts of one engine have shown. With each text that begins, the earlier ones count less."""
+    """This is what the texts of one engine have shown. With each text that begins, the earlier ones count
+    less."""
 
     def __init__(self) -> None:
         self._drafters: dict[str, Acceptance] = {}
@@ -190,9 +191,9 @@ class Known:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a round verifies: `lookup` tokens of the lookup, the first `drafts` of a drafter (its index; None
-    for no drafter), and `leaves` of that drafter's next best candidates. `tokens` is how many the round is
-    expected to give. `price` is what it costs, in plain rounds."""
+    """This is what a round verifies: `lookup` tokens of the lookup, the first `drafts` of a drafter (its
+    index; None for no drafter), and `leaves` of that drafter's next best candidates. `tokens` is how many the
+    round is expected to give. `price` is what it costs, in plain rounds."""
 
     lookup: int = 0
     drafter: int | None = None
@@ -207,9 +208,9 @@ Fields = tuple[int, int | None, int, int, float, float]  # of a Choice
 
 
 class Prices:
-    """What rounds of so many sequences cost, where each does the same; the unit is a plain round of them.
-    `verify` has a step's price by the rows of each sequence, and `drafts` that of 0, 1 .. drafts of each
-    drafter."""
+    """This is what rounds of so many sequences cost, where each does the same; the unit is a plain round of
+    them. `verify` has a step's price by the rows of each sequence, and `drafts` that of 0, 1 .. drafts of
+    each drafter."""
 
     def __init__(self, costs: Costs, drafters: Sequence[Drafter], sequences: int):
         plain, most = costs.verify(sequences), MAX_ROWS // max(sequences, 1)

@@ -1,4 +1,4 @@
-"""What a generation took: rounds, drafts by position, seconds."""
+"""Says what a generation took: rounds, drafts by position, seconds."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from luce.drafting import Draft, Round
 
 @dataclass(frozen=True)
 class Stats:
-    """What a generation took, with times in seconds. The first token comes from the prefill, so tok_per_s
-    and mean_accepted_length (tokens a round) count the others. A figure is None where there is nothing to
-    divide by.
+    """This is what a generation took, with times in seconds. The first token comes from the prefill, so
+    tok_per_s and mean_accepted_length (tokens a round) count the others. A figure is None where there is
+    nothing to divide by.
 
     `mode` is the draft source, or "plain". `acceptance` is the accepted share of all drafts, and
     `acceptance_by_position` that of the drafts at depth 1, 2 ..., where drafts after a rejected one count as

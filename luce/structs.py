@@ -8,8 +8,8 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class Device:
-    """A place where models run. `name` is what Model takes. Memory is in bytes; the free part is as of now.
-    `exact` says that a row of a step has the same bits beside any other rows (luce.h says with which
+    """This is a place where models run. `name` is what Model takes. Memory is in bytes; the free part is as
+    of now. `exact` says that a row of a step has the same bits beside any other rows (luce.h says with which
     weights)."""
 
     STRUCT: ClassVar[str] = "luce_device_info"
@@ -24,8 +24,8 @@ class Device:
 
 @dataclass(frozen=True)
 class TypeInfo:
-    """A ggml type, with the weights and the bytes of a block. `is_weight` says that luce multiplies with it.
-    """
+    """This is a ggml type, with the weights and the bytes of a block. `is_weight` says that luce multiplies
+    with it."""
 
     STRUCT: ClassVar[str] = "luce_type_info"
 
@@ -37,9 +37,9 @@ class TypeInfo:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the device. `total` is what a new model and its engine together allocate. `kv` is that of
-    pages, `state` that of sequences and checkpoints, and `compute` that of activations, inputs and outputs.
-    `other` is an upper bound of what the captured graphs and the pools of ggml's kernels take."""
+    """These are bytes on the device. `total` is what a new model and its engine together allocate. `kv` is
+    that of pages, `state` that of sequences and checkpoints, and `compute` that of activations, inputs and
+    outputs. `other` is an upper bound of what the captured graphs and the pools of ggml's kernels take."""
 
     STRUCT: ClassVar[str] = "luce_memory"
 
@@ -54,7 +54,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen (luce.h: luce_sample). A temperature of 0 is greedy, and 0 turns a filter off."""
+    """Says how a token is chosen (luce.h: luce_sample). A temperature of 0 is greedy, and 0 turns a filter
+    off."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -65,9 +66,9 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Penalties:
-    """What changes logits before a choice (luce.h: luce_penalties). Each (token, bias) of `bias` is added.
-    The logit of a token that occurred is divided by `repetition` where it is positive, else multiplied by
-    it. From that of a generated token count * frequency + presence is subtracted."""
+    """This is what changes logits before a choice (luce.h: luce_penalties). Each (token, bias) of `bias` is
+    added. The logit of a token that occurred is divided by `repetition` where it is positive, else multiplied
+    by it. From that of a generated token count * frequency + presence is subtracted."""
 
     repetition: float = 1.0
     presence: float = 0.0
@@ -76,14 +77,15 @@ class Penalties:
 
     @property
     def any(self) -> bool:
-        """Whether a logit can change."""
+        """Says whether a logit can change."""
         return self != Penalties()
 
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Natural logarithms of a token's probability, and of the most probable (token, ...) at its place, best
-    first. The probabilities are the model's softmax as it is, without temperature, penalties or a grammar."""
+    """These are natural logarithms of a token's probability, and of the most probable (token, ...) at its
+    place, best first. The probabilities are the model's softmax as it is, without temperature, penalties or a
+    grammar."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -91,7 +93,7 @@ class Logprobs:
 
 @dataclass(frozen=True)
 class EngineParams:
-    """How an engine is opened. 0 and None mean the core's default, which luce.h gives for each field
+    """Says how an engine is opened. 0 and None mean the core's default, which luce.h gives for each field
     (luce_engine_params).
 
     `n_ctx` counts the positions of a sequence, `n_pages` KV pages, `n_rows` the most rows of a sequence in a
@@ -117,7 +119,7 @@ class EngineParams:
 
 @dataclass(frozen=True)
 class FileInfo:
-    """Facts of the container; sizes in bytes over all parts."""
+    """These are facts of the container, with sizes in bytes over all parts."""
 
     STRUCT: ClassVar[str] = "luce_file_info"
 
@@ -130,7 +132,7 @@ class FileInfo:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor; `shape` in ggml order, fastest first."""
+    """This is one tensor, whose `shape` is in ggml order, fastest first."""
 
     name: str
     type_name: str
@@ -141,8 +143,8 @@ class Tensor:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """An opened model; `device` is as resolved. `n_nextn` counts the NextN blocks in its file, and
-    `has_head` says that one is loaded. `block_size` counts the rows of a DFlash block; it is 0 where no
+    """This is an opened model, whose `device` is as resolved. `n_nextn` counts the NextN blocks in its file,
+    and `has_head` says that one is loaded. `block_size` counts the rows of a DFlash block; it is 0 where no
     drafter is loaded."""
 
     STRUCT: ClassVar[str] = "luce_model_info"
@@ -162,7 +164,7 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """An opened engine: its sizes as resolved, what is free now, and its bytes on the device."""
+    """This is an opened engine: its sizes as resolved, what is free now, and its bytes on the device."""
 
     STRUCT: ClassVar[str] = "luce_engine_info"
 
@@ -185,8 +187,8 @@ class EngineInfo:
 
 @dataclass(frozen=True)
 class SequenceInfo:
-    """A sequence with n_past committed tokens and n_verified rows that are not committed yet. It holds
-    n_pages KV pages, alone or shared. Where it is `failed`, only reset, resume and close work."""
+    """This is a sequence with n_past committed tokens and n_verified rows that are not committed yet. It
+    holds n_pages KV pages, alone or shared. Where it is `failed`, only reset, resume and close work."""
 
     STRUCT: ClassVar[str] = "luce_sequence_info"
 
@@ -198,7 +200,8 @@ class SequenceInfo:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A checkpoint of n_past committed tokens. `size_bytes` is the size of what its save() returns."""
+    """This is a checkpoint of n_past committed tokens. `size_bytes` is the size of what its save()
+    returns."""
 
     STRUCT: ClassVar[str] = "luce_checkpoint_info"
 
@@ -209,9 +212,9 @@ class CheckpointInfo:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a step took when the engine was opened. With drafts 0 it is a verify of `rows` rows, with 1 one
-    more draft of the NextN head for each of `rows` sequences, with 2 a DFlash block for each of them, and
-    with 3 one more draft of the head among a part of the vocabulary for each of them."""
+    """This is what a step took when the engine was opened. With drafts 0 it is a verify of `rows` rows, with
+    1 one more draft of the NextN head for each of `rows` sequences, with 2 a DFlash block for each of them,
+    and with 3 one more draft of the head among a part of the vocabulary for each of them."""
 
     rows: int
     drafts: int

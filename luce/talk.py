@@ -113,7 +113,7 @@ def lines() -> Iterator[str]:
 
 
 class Talk:
-    """A conversation: what was said, and the beginnings of its prompts that are kept."""
+    """This is a conversation: what was said, and the beginnings of its prompts that are kept."""
 
     def __init__(self, engine: Engine, template: BoundedTemplate, flags: dict[str, Any]):
         self._engine, self._template, self._flags = engine, template, flags

@@ -17,7 +17,7 @@ KEY = "tokenizer.chat_template"
 
 
 class ChatTemplate:
-    """A Jinja template in the environment that transformers gives it: sandboxed, trim_blocks,
+    """This is a Jinja template in the environment that transformers gives it: sandboxed, trim_blocks,
     lstrip_blocks, break and continue, raise_exception, strftime_now, tojson without HTML escapes."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None):

@@ -29,8 +29,8 @@ _LINE = re.compile(r".{65536,}?\n(?=[!-~])", re.S)
 
 
 class Tokenizer:
-    """A tokenizer that is built from a file's metadata. UnsupportedError names a tokenizer that luce lacks,
-    and FileError a key that is missing or malformed.
+    """This is a tokenizer that is built from a file's metadata. UnsupportedError names a tokenizer that luce
+    lacks, and FileError a key that is missing or malformed.
 
     `n_vocab` is the number of ids. `eos_ids` end a text. `bos_id` is put before a text where `add_bos` is
     set. `control` gives the control tokens' ids by their spelling. `longest` is the number of bytes of the

@@ -41,7 +41,7 @@ Breach = tuple[str, int, str]  # path, line, what
 
 
 def tree_files(root: Path) -> list[str]:
-    """Files that git tracks or would; without git, every file."""
+    """Returns the files that git tracks or would; without git, every file."""
     if (root / ".git").exists():
         command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")

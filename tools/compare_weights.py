@@ -42,7 +42,7 @@ SHARED = ("token_embd.weight", "output_norm.weight", "output.weight")  # a head 
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor. `status` is ok, above, missing (in the GGUF), extra (only there) or shape."""
+    """This is one tensor. `status` is ok, above, missing (in the GGUF), extra (only there) or shape."""
 
     name: str
     type: str
@@ -52,7 +52,7 @@ class Row:
 
 
 class Weights:
-    """The GGUF's side: types, shapes and dequantised rows by name."""
+    """This is the GGUF's side: types, shapes and dequantised rows by name."""
 
     def __init__(self, file: File):
         self.file = file

@@ -60,7 +60,8 @@ EDGES = (0, 1, 2, 3, 7, 8, 31, 32, 64, 255, 256, 4096, 65535, 2**31 - 1, 2**31, 
 
 @dataclass(frozen=True)
 class Seed:
-    """A valid file: version, its keys and tensors as the bytes of each, and the bytes of its weights."""
+    """This is a valid file: version, its keys and tensors as the bytes of each, and the bytes of its
+    weights."""
 
     name: str
     version: int
@@ -135,7 +136,7 @@ def make_seeds(folder: Path) -> list[Seed]:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a case is put together from; `raw` changes the bytes of the whole header at the end."""
+    """This is what a case is put together from; `raw` changes the bytes of the whole header at the end."""
 
     version: int
     keys: list[bytes]
@@ -370,7 +371,7 @@ def _sanitizer() -> dict[str, str]:
 
 
 class Fuzz:
-    """The workers one after the other, what they said, and the findings."""
+    """These are the workers one after the other, what they said, and the findings."""
 
     def __init__(self, args: argparse.Namespace, folder: Path):
         self.args, self.folder = args, folder

@@ -1,4 +1,4 @@
-"""The working memory of a model, its timelines, and the positions that they can start from."""
+"""Has the working memory of a model, its timelines, and the positions that they can start from."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from luce.structs import (
 
 
 class Source(IntEnum):
-    """Who drafts on the device (luce_source): the NextN head drafts a chain, the DFlash drafter a block. PART
-    is the head that chooses among the first tokens of the vocabulary, which costs less."""
+    """Says who drafts on the device (luce_source): the NextN head drafts a chain, the DFlash drafter a block.
+    PART is the head that chooses among the first tokens of the vocabulary, which costs less."""
 
     NEXTN = 0
     DFLASH = 1
@@ -47,8 +47,9 @@ class Drafts:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one sequence in a verify step: `tokens` with their `parents` (None for a chain). Where
-    tokens is None they are the first n rows of the sequence's last draft: its anchor and n - 1 drafts."""
+    """These are the rows of one sequence in a verify step: `tokens` with their `parents` (None for a chain).
+    Where tokens is None they are the first n rows of the sequence's last draft: its anchor and n - 1
+    drafts."""
 
     sequence: Sequence
     tokens: IntArray | None = None
@@ -57,9 +58,9 @@ class Rows:
 
 
 class Engine(Handle):
-    """The working memory of a model: KV pages, recurrent slots, buffers and ready graphs. Calls on one
-    engine, its sequences and its checkpoints wait for each other, but for cancel() and for saving and loading
-    checkpoints."""
+    """This is the working memory of a model: KV pages, recurrent slots, buffers and ready graphs. Calls on
+    one engine, its sequences and its checkpoints wait for each other, but for cancel() and for saving and
+    loading checkpoints."""
 
     def __init__(self, model: Model, params: EngineParams | None = None):
         library = model.library
@@ -148,7 +149,7 @@ class Engine(Handle):
 
 
 class Sequence(Handle):
-    """One timeline in an engine: a committed prefix of tokens in the caches."""
+    """This is one timeline in an engine: a committed prefix of tokens in the caches."""
 
     def __init__(self, engine: Engine):
         library = engine.library
@@ -281,7 +282,7 @@ class Sequence(Handle):
 
 
 class Checkpoint(Handle):
-    """A position that any sequence of its engine can start from. Sequence.checkpoint and
+    """This is a position that any sequence of its engine can start from. Sequence.checkpoint and
     Engine.load_checkpoint make them."""
 
     def __init__(self, engine: Engine, pointer: Any):

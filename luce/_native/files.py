@@ -1,4 +1,4 @@
-"""A GGUF and the weights that are loaded from it."""
+"""Has a GGUF and the weights that are loaded from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ Progress = Callable[[float], object]  # part done in 0..1; a true result cancels
 
 
 class File(Handle):
-    """A GGUF, with all parts of a split one, mapped into memory. It gives facts and loads no weights."""
+    """This is a GGUF, with all parts of a split one, mapped into memory. It gives facts and loads no
+    weights."""
 
     def __init__(self, path: str | Path, library: Library | None = None):
         library = library or default()
@@ -64,7 +65,7 @@ class File(Handle):
 
 @dataclass
 class Params:
-    """A C struct together with what it points to, which has to live as long."""
+    """This is a C struct together with what it points to, which has to live as long."""
 
     struct: Any
     kept: tuple[Any, ...]

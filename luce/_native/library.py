@@ -1,4 +1,4 @@
-"""A loaded libluce. This is the only module that imports cffi."""
+"""Has a loaded libluce. This is the only module that imports cffi."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def c_declarations(header: str) -> str:
 
 
 class Library:
-    """A loaded libluce. `ffi` and `lib` are cffi's; the methods are the functions without a handle."""
+    """This is a loaded libluce. `ffi` and `lib` are cffi's; the methods are the functions without a
+    handle."""
 
     def __init__(self, path: Path, header: Path):
         self.path = path
@@ -90,7 +91,7 @@ class Library:
 
     @property
     def version(self) -> str:
-        """The version for people: "0.1.0 (ggml 0.25.3, cuda)"."""
+        """Returns the version for people: "0.1.0 (ggml 0.25.3, cuda)"."""
         return self.text(self.lib.luce_version())
 
     def devices(self) -> list[Device]:
@@ -214,8 +215,9 @@ class Library:
         return made
 
 class Lists:
-    """A drafter's lists of candidates, one for each depth, best first. Ids are int32[depth * k] and their
-    scores float[depth * k], both C arrays. `comb` says that the lists follow the first choices alone."""
+    """These are a drafter's lists of candidates, one for each depth, best first. Ids are int32[depth * k] and
+    their scores float[depth * k], both C arrays. `comb` says that the lists follow the first choices
+    alone."""
 
     def __init__(self, library: Library, depth: int, k: int, comb: bool):
         self.depth, self.k = depth, k
@@ -231,7 +233,8 @@ class Lists:
 
 
 class Handle:
-    """A core object. `handle` is its C pointer. It is closed on exit, by close() or when it is collected."""
+    """This is a core object. `handle` is its C pointer. It is closed on exit, by close() or when it is
+    collected."""
 
     def __init__(self, library: Library, pointer: Any, close: Callable[[Any], int]):
         self.library = library

@@ -23,10 +23,10 @@ TIMING = (
 
 @dataclass(frozen=True)
 class Together:
-    """So many sequences in one mode. `tok_per_s` is that of all of them, `tok_per_s_each` that of one on
-    average. `step_ms` is the mean time of a round, and `tokens_per_round` is that of one sequence. `speedup`
-    divides tok_per_s by that of the first count of sequences in the same mode. `acceptance` is None where
-    nothing was drafted."""
+    """These are so many sequences in one mode. `tok_per_s` is that of all of them, `tok_per_s_each` that of
+    one on average. `step_ms` is the mean time of a round, and `tokens_per_round` is that of one sequence.
+    `speedup` divides tok_per_s by that of the first count of sequences in the same mode. `acceptance` is None
+    where nothing was drafted."""
 
     mode: str
     sequences: int
@@ -46,7 +46,7 @@ class Together:
 
 @dataclass
 class _Window:
-    """What happened in the steps that are measured."""
+    """This is what happened in the steps that are measured."""
 
     steps: int = 0
     rounds: int = 0
@@ -156,7 +156,7 @@ class Batch:
 
     @property
     def total(self) -> int:
-        """The number of figures of a whole run."""
+        """Returns the number of figures of a whole run."""
         return len(self._plans) * len(self._counts)
 
     def close(self) -> None:

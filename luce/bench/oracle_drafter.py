@@ -63,7 +63,8 @@ class BlockRule:
 
     @cached_property
     def drafts(self) -> np.ndarray:
-        """The draft of each depth from 1 on after each token, as (block_size, n_vocab). Row 0 is not used."""
+        """Returns the draft of each depth from 1 on after each token, as (block_size, n_vocab). Row 0 is not
+        used."""
         n, after = self.rule.n_cycle, np.arange(self.rule.n_vocab)
         made = np.zeros((self.block_size, self.rule.n_vocab), np.int64)
         for depth in range(1, self.block_size):
@@ -102,14 +103,14 @@ def amplitudes(c: DFlash) -> tuple[np.ndarray, float]:
 
 @dataclass
 class OracleDrafter:
-    """The tensors, planned for gguf_output.write."""
+    """These are the tensors, planned for gguf_output.write."""
 
     c: DFlash
     blocks: BlockRule
 
     @cached_property
     def codes(self) -> np.ndarray:
-        """(n_vocab, D) F32 of 16 levels and standard deviation 1."""
+        """Returns (n_vocab, D) F32 of 16 levels and standard deviation 1."""
         n = self.c.n_vocab * self.c.head_dim
         nibbles = random_words(-(-n // 16), self.blocks.rule.seed, 6).view(np.uint8)
         levels = np.stack([nibbles & 15, nibbles >> 4], -1).reshape(-1)[:n].astype(np.float32)

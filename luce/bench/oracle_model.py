@@ -68,7 +68,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Rule:
-    """The known answers of an oracle file: its metadata keys are oracle.seed and oracle.accept."""
+    """These are the known answers of an oracle file: its metadata keys are oracle.seed and oracle.accept."""
 
     n_vocab: int
     seed: int = 0
@@ -80,7 +80,7 @@ class Rule:
 
     @cached_property
     def perm(self) -> np.ndarray:
-        """(n_vocab,) the token that follows each; the first n_cycle entries are one cycle."""
+        """Returns (n_vocab,) the token that follows each; the first n_cycle entries are one cycle."""
         order = np.argsort(random_words(self.n_cycle, self.seed, 1), kind="stable")
         perm = np.empty(self.n_vocab, np.int64)
         perm[order] = np.roll(order, -1)
@@ -89,7 +89,7 @@ class Rule:
 
     @cached_property
     def swap(self) -> np.ndarray:
-        """(n_vocab,) the embedding row that `nextn.embed_tokens` holds for each token."""
+        """Returns (n_vocab,) the embedding row that `nextn.embed_tokens` holds for each token."""
         n = round((1 - self.accept) * self.n_cycle)
         chosen = np.argsort(random_words(self.n_cycle, self.seed, 2), kind="stable")[:n]
         swap = np.arange(self.n_vocab)
@@ -169,7 +169,7 @@ def tensors_of(c: Config, kind: str = "mixed") -> list[Tensor]:
 
 @dataclass
 class Oracle:
-    """One file being written. Every method that makes bytes depends on the seed alone."""
+    """This is one file being written. Every method that makes bytes depends on the seed alone."""
 
     config: Config
     rule: Rule

@@ -1,4 +1,5 @@
-"""The problems that are generated and checked: HumanEval, luce's small set of prompts, or a user's file."""
+"""Has the problems that are generated and checked: HumanEval, luce's small set of prompts, or a user's
+file."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ STOPS = (
 
 @dataclass(frozen=True)
 class Problem:
-    """A prompt, and for HumanEval the test that a completion has to pass."""
+    """This is a prompt, and for HumanEval the test that a completion has to pass."""
 
     id: str
     prompt: str

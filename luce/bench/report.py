@@ -41,7 +41,8 @@ class Measured(Generic[T]):
 
 @dataclass
 class Report:
-    """What a command measured, for every form of output. `extra` goes beside "modes" in the object."""
+    """This is what a command measured, for every form of output. `extra` goes beside "modes" in the
+    object."""
 
     bench: str
     model: Path

@@ -27,8 +27,8 @@ WARM_UP_TOKENS = 32
 
 @dataclass(frozen=True)
 class Mode:
-    """A way to decode, by spec, gamma, budget and part of Options. It is named "plain", "auto", or by its
-    spec and numbers. `drafter` is the index of its DFlash drafter among those that are compared. Its
+    """This is a way to decode, by spec, gamma, budget and part of Options. It is named "plain", "auto", or by
+    its spec and numbers. `drafter` is the index of its DFlash drafter among those that are compared. Its
     `temperature` goes before that of the settings, and `plain` names the mode that it is compared with."""
 
     name: str
@@ -42,7 +42,7 @@ class Mode:
 
     @property
     def opened(self) -> Mode:
-        """What an engine is opened for. Modes share one where it does not learn."""
+        """Says what an engine is opened for. Modes share one where it does not learn."""
         return replace(self, name="", plain="", temperature=self.temperature if self.spec == "auto" else None)
 
 
@@ -109,7 +109,7 @@ def _mode(name: str) -> Mode:
 
 @dataclass(frozen=True)
 class Case:
-    """One prompt, as token ids. Its figures may be grouped by `group`."""
+    """This is one prompt, as token ids. Its figures may be grouped by `group`."""
 
     id: str
     prompt: tuple[int, ...]
@@ -119,7 +119,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Settings:
-    """How all modes run; None means luce's default."""
+    """Says how all modes run; None means luce's default."""
 
     max_tokens: int = 256
     rounds: int = 1  # of all prompts
@@ -137,7 +137,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Record:
-    """One generation of one mode, which is compared with the mode `plain`. `round` counts from 0."""
+    """This is one generation of one mode, which is compared with the mode `plain`. `round` counts from 0."""
 
     case: Case
     mode: str
@@ -159,9 +159,10 @@ def mode_plan(files: Files, mode: Mode, options: Options, prompt: int, new: int)
 
 
 class Bench:
-    """The modes' engines on one model; it is a context manager. What the files cannot do is an error here,
-    before anything runs: UnsupportedError, ArgumentError, ContextFull, OutOfMemory and others. Where several
-    drafters are compared, `files` has the model with each of them, and it is loaded as often."""
+    """These are the modes' engines on one model; it is a context manager. What the files cannot do is an
+    error here, before anything runs: UnsupportedError, ArgumentError, ContextFull, OutOfMemory and others.
+    Where several drafters are compared, `files` has the model with each of them, and it is loaded as
+    often."""
 
     def __init__(
         self,
@@ -224,7 +225,7 @@ class Bench:
 
     @property
     def total(self) -> int:
-        """The number of records of a whole run."""
+        """Returns the number of records of a whole run."""
         return self.settings.rounds * len(self.cases) * len(self.modes)
 
     def __enter__(self) -> Bench:

@@ -40,7 +40,7 @@ GRACE_S = 10.0  # for starting and ending; the time itself is kept in jail.py
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use."""
+    """This is what one program may use."""
 
     seconds: float = 5.0  # wall time, above 0; CPU time of one process: a second more
     memory_bytes: int = 512 << 20  # of address space: in namespaces of all processes together, else of each
@@ -51,7 +51,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a program."""
+    """This is what became of a program."""
 
     passed: bool
     why: str  # one printable line: passed, timed out, memory, or failed: the traceback's last line

@@ -40,7 +40,8 @@ TIMING = " ".join(__doc__.split("\n\n")[1].split())
 
 @dataclass(frozen=True)
 class Answered:
-    """One request, by the client's clock. `cached` counts the prompt's tokens that were not read again."""
+    """This is one request, by the client's clock. `cached` counts the prompt's tokens that were not read
+    again."""
 
     asked: float
     first: float
@@ -53,8 +54,8 @@ class Answered:
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured, in seconds, tokens and tokens a second. A field is None where it is not of this
-    measure."""
+    """This is what was measured, in seconds, tokens and tokens a second. A field is None where it is not of
+    this measure."""
 
     mode: str
     measure: str
@@ -169,7 +170,7 @@ def conversation(client: Client, mode: str, turns: int, length: int, new: int) -
 
 @dataclass(frozen=True)
 class Running:
-    """A server as a process of its own."""
+    """This is a server as a process of its own."""
 
     url: str
     pid: int

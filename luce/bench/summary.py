@@ -17,7 +17,7 @@ TIMING = (
 
 @dataclass(frozen=True)
 class ModeRow:
-    """One mode's figures; None where there is nothing to say.
+    """These are one mode's figures; None where there is nothing to say.
 
     `tok_per_s` is the median over records of the decoding speed, and `tok_per_s_spread` its quartiles.
     `end_to_end_tok_per_s` counts prefill and decoding time. `speedup` is the median over prompts of

@@ -24,7 +24,7 @@ TIMING = (
 
 @dataclass(frozen=True)
 class Cost:
-    """One step or round. `ratio` is to one row at the same context. `rows` were verified, and `gamma`
+    """This is one step or round. `ratio` is to one row at the same context. `rows` were verified, and `gamma`
     drafted before, which is 0 in a step without drafts."""
 
     ctx: int

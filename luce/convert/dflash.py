@@ -25,7 +25,7 @@ _REFUSED = re.compile(r"markov|selector|_conv_|conf_proj|sinks|rope_freqs|post_.
 
 @dataclass(frozen=True)
 class Target:
-    """The model that is drafted for, as far as the drafter's file depends on it."""
+    """This is the model that is drafted for, as far as the drafter's file depends on it."""
 
     path: Path
     n_embd: int

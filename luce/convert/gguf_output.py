@@ -30,9 +30,9 @@ F16_MAX = 65504.0
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor to be written. `shape` is in numpy's order. rows() gives its F32 values as (n, shape[-1])
-    arrays in order. In place of rows, `stored` has the bytes (n_rows, bytes per row) of type `stored_type`.
-    """
+    """This is a tensor to be written. `shape` is in numpy's order. rows() gives its F32 values as (n,
+    shape[-1]) arrays in order. In place of rows, `stored` has the bytes (n_rows, bytes per row) of type
+    `stored_type`."""
 
     name: str
     shape: tuple[int, ...]
@@ -95,7 +95,7 @@ class Encoder:
 
 @dataclass(frozen=True)
 class Written:
-    """What a file holds that was just written and read back."""
+    """This is what a file holds that was just written and read back."""
 
     path: Path
     size_bytes: int

@@ -40,7 +40,7 @@ def parse_json(raw: bytes, where: str, pairs: Callable[[list[tuple[str, Any]]], 
 
 
 class Section:
-    """An object of a config. A key that is null counts as missing, as in transformers."""
+    """This is an object of a config. A key that is null counts as missing, as in transformers."""
 
     def __init__(self, values: dict[str, Any], where: str):
         self.values = values

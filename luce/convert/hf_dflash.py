@@ -49,7 +49,7 @@ _REFUSED = ("attention_value_scale", "output_multiplier", "markov_rank", "markov
 
 @dataclass(frozen=True)
 class Yarn:
-    """RoPE scaling by YaRN. None means the reader's default."""
+    """This is RoPE scaling by YaRN. None means the reader's default."""
 
     factor: float
     n_ctx_original: int
@@ -304,7 +304,7 @@ def plain_names(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def source_name(name: str) -> str:
-    """GGUF's name to z-lab's."""
+    """Turns GGUF's name into z-lab's."""
     match = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
     return f"layers.{match[1]}.{BLOCK[match[2]]}" if match else (TOP | OPTIONAL)[name]
 

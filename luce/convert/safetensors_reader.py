@@ -29,7 +29,7 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class Source:
-    """One tensor: `stored` has its shape and holds its numbers as the file does."""
+    """This is one tensor: `stored` has its shape and holds its numbers as the file does."""
 
     name: str
     dtype: str
@@ -48,7 +48,8 @@ def as_f32(stored: np.ndarray, dtype: str) -> np.ndarray:
 
 
 class Checkpoint:
-    """The tensors of a checkpoint by name. `folder` may also be the path of a single .safetensors file."""
+    """These are the tensors of a checkpoint by name. `folder` may also be the path of a single .safetensors
+    file."""
 
     def __init__(self, folder: Path):
         self.path = folder

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class TokenizeBody(msgspec.Struct):
-    """The body of /tokenize. `prompt` is another name of `content`."""
+    """This is the body of /tokenize. `prompt` is another name of `content`."""
 
     content: str | None = None
     prompt: str | None = None

@@ -1,4 +1,4 @@
-"""One request under way: its prompt, its job, and the pieces that come of it, in a form that serves every
+"""Has one request under way: its prompt, its job, and the pieces that come of it, in a form that serves every
 API."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Silence:
 
 @dataclass
 class Usage:
-    """The tokens of a request. `cached` counts those of its prompt that were not read again."""
+    """These are the tokens of a request. `cached` counts those of its prompt that were not read again."""
 
     prompt: int = 0
     cached: int = 0
@@ -44,7 +44,7 @@ class Usage:
 
 @dataclass
 class Whole:
-    """All pieces of an answer together."""
+    """These are all pieces of an answer together."""
 
     reasoning: str = ""
     text: str = ""
@@ -67,7 +67,7 @@ class Whole:
 
 
 class Answer:
-    """A model's answer to `ask`. After begin(), pieces() gives what comes; then `reason` is "stop",
+    """This is a model's answer to `ask`. After begin(), pieces() gives what comes; then `reason` is "stop",
     "stop_string", "length" or "calls". However it ends, end() has to be called: it cancels a job that still
     runs."""
 

@@ -1,4 +1,4 @@
-"""Anthropic's /v1/messages and /v1/messages/count_tokens: their bodies, answers and events."""
+"""Has Anthropic's /v1/messages and /v1/messages/count_tokens: their bodies, answers and events."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def error_body(refused: Refused) -> dict[str, Any]:
 
 
 class MessagesForm(Form):
-    """The form of /v1/messages."""
+    """This is the form of /v1/messages."""
 
     def __init__(self, answer: Answer):
         super().__init__(answer)

@@ -30,7 +30,7 @@ ErrorBody = Callable[[Refused], dict[str, Any]]
 
 
 class Form(Protocol):
-    """How an API spells an answer."""
+    """Says how an API spells an answer."""
 
     media_type: str
 
@@ -44,16 +44,16 @@ class Form(Protocol):
 
 @dataclass(frozen=True)
 class Access:
-    """Who may ask. `keys` holds the keys of which any is enough; empty, everyone may ask. `hosts` holds the
-    names of this machine that a request may be for, which keeps out web pages that rebind a name; empty, any
-    name will do."""
+    """Says who may ask. `keys` holds the keys of which any is enough; empty, everyone may ask. `hosts` holds
+    the names of this machine that a request may be for, which keeps out web pages that rebind a name; empty,
+    any name will do."""
 
     keys: tuple[str, ...] = ()
     hosts: tuple[str, ...] = LOOPBACK
 
 
 class Server:
-    """What the routes share."""
+    """This is what the routes share."""
 
     def __init__(self, models: Models, watch: Watch):
         self.models, self.watch = models, watch

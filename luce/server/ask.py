@@ -14,9 +14,9 @@ EFFORTS = {
 
 
 class Refused(Exception):
-    """A request that is not answered. `status` is HTTP's. `kind` is "invalid", "too_long", "not_found",
-    "busy", "auth", "forbidden", "too_large" or "failed", which each API names in its own way. `param` is the
-    field that is to blame."""
+    """This is a request that is not answered. `status` is HTTP's. `kind` is "invalid", "too_long",
+    "not_found", "busy", "auth", "forbidden", "too_large" or "failed", which each API names in its own way.
+    `param` is the field that is to blame."""
 
     def __init__(
         self, status: int, message: str, kind: str = "invalid", param: str | None = None, retry_after: int = 0
@@ -42,7 +42,7 @@ def refuse(message: str, param: str | None = None) -> Refused:
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the model may call. `parameters` is a JSON schema."""
+    """This is a function that the model may call. `parameters` is a JSON schema."""
 
     name: str
     parameters: Mapping[str, Any]
@@ -58,9 +58,9 @@ class Tool:
 
 @dataclass(frozen=True)
 class Ask:
-    """One request. `prompt` is raw text or tokens, or None where `messages` are to be put into the chat
-    template, each {"role", "content", ...} as templates take them. `variables` are the template's own beside
-    these. `sampling` has the fields that were given, by their names in structs.Sampling.
+    """This is one request. `prompt` is raw text or tokens, or None where `messages` are to be put into the
+    chat template, each {"role", "content", ...} as templates take them. `variables` are the template's own
+    beside these. `sampling` has the fields that were given, by their names in structs.Sampling.
 
     `choice` of tools is "auto", "none", "required" or the name of one. `schema` is what the text has to be
     as JSON: {} for any object, None for text. `logprobs` is how many alternatives to list for each token;

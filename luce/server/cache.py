@@ -33,8 +33,8 @@ PAGE = 256  # positions: LUCE_PAGE
 
 @dataclass(eq=False)
 class Kept:
-    """A kept beginning of a prompt. Where `checkpoint` is None it is in a file alone. `met` is the number of
-    the last prompt that began with it."""
+    """This is a kept beginning of a prompt. Where `checkpoint` is None it is in a file alone. `met` is the
+    number of the last prompt that began with it."""
 
     tokens: np.ndarray  # (n,) int32
     size: int  # bytes, in host memory or in a file
@@ -50,9 +50,9 @@ class Kept:
 
 
 class PrefixCache:
-    """The kept beginnings of one engine. `host_bytes` bounds the checkpoints in host memory. `disk` is where
-    they outlive the process. `hits` counts the tokens of prompts that were not read again, and `queries`
-    those of all prompts."""
+    """These are the kept beginnings of one engine. `host_bytes` bounds the checkpoints in host memory. `disk`
+    is where they outlive the process. `hits` counts the tokens of prompts that were not read again, and
+    `queries` those of all prompts."""
 
     def __init__(
         self, engine: Engine, tokenizer: Tokenizer, host_bytes: int = 0, disk: DiskCache | None = None
@@ -149,7 +149,7 @@ class PrefixCache:
 
     @property
     def pending(self) -> bool:
-        """Whether something waits to be written to a file."""
+        """Says whether something waits to be written to a file."""
         return bool(self._unsaved)
 
     def work(self) -> None:

@@ -1,4 +1,4 @@
-"""`luce serve`: options to models and a listening server."""
+"""`luce serve` turns options into models and a listening server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What Qwen's models write, as reasoning, text and calls of tools: a state machine over pieces of any size.
+"""Says what Qwen's models write, as reasoning, text and calls of tools: a state machine over pieces of any
+size.
 
 <think>\\nREASONING\\n</think>\\n\\nTEXT\\n\\n<tool_call>\\n<function=NAME>\\n<parameter=KEY>\\nVALUE\\n</parameter>\\n
 </function>\\n</tool_call>
@@ -55,7 +56,7 @@ class Parser:
 
     @property
     def reasoning(self) -> bool:
-        """Whether what comes next is reasoning, as far as is known."""
+        """Says whether what comes next is reasoning, as far as is known."""
         return self._reasoning
 
     def push(self, text: str) -> list[Piece]:

@@ -29,9 +29,9 @@ Save = Callable[[], bytes | memoryview]  # Checkpoint.save
 
 
 class DiskCache:
-    """A folder of one model's checkpoints, with at most `max_bytes` in all. One thread saves and writes them,
-    beside the engine's. `key` says what the checkpoints depend on beside their tokens. `done` counts what
-    was handed to the thread and is over, written or not."""
+    """This is a folder of one model's checkpoints, with at most `max_bytes` in all. One thread saves and
+    writes them, beside the engine's. `key` says what the checkpoints depend on beside their tokens. `done`
+    counts what was handed to the thread and is over, written or not."""
 
     def __init__(self, folder: Path, key: str, max_bytes: int):
         self._folder = folder / hashlib.sha256(key.encode()).hexdigest()[:16]
@@ -50,7 +50,7 @@ class DiskCache:
 
     @property
     def busy(self) -> bool:
-        """Whether the thread has still to begin with what it was given last."""
+        """Says whether the thread has still to begin with what it was given last."""
         return self._work.full()
 
     def found(self) -> Iterator[tuple[np.ndarray, Path, int]]:

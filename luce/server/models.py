@@ -1,5 +1,5 @@
-"""The models that are served. Each has an engine, is loaded at first use, and is unloaded when another needs
-memory."""
+"""Has the models that are served. Each has an engine, is loaded at first use, and is unloaded when another
+needs memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KEYS = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min
 
 @dataclass(frozen=True)
 class Settings:
-    """How each model is served. `host_bytes` None is a quarter of the memory that is free."""
+    """Says how each model is served. `host_bytes` None is a quarter of the memory that is free."""
 
     options: Options = field(default_factory=Options)
     head: Path | None = None
@@ -46,8 +46,8 @@ class Settings:
 
 
 class Served:
-    """A model that is loaded: its files, engine, thread and cache. What happens to its requests is put in
-    the thread of `loop`. Raises what opening them raises."""
+    """This is a model that is loaded: its files, engine, thread and cache. What happens to its requests is
+    put in the thread of `loop`. Raises what opening them raises."""
 
     def __init__(self, path: Path, settings: Settings, loop: asyncio.AbstractEventLoop):
         with ExitStack() as opened:
@@ -168,7 +168,7 @@ def _free_memory() -> int:
 
 @dataclass
 class Slot:
-    """A model by its name, loaded or not. `used` is the time of day when it was asked last."""
+    """This is a model by its name, loaded or not. `used` is the time of day when it was asked last."""
 
     path: Path
     served: Served | None = None

@@ -1,4 +1,4 @@
-"""Ollama's API: /api/chat and /api/generate as lines of JSON, and the routes that describe models."""
+"""Has Ollama's API: /api/chat and /api/generate as lines of JSON, and the routes that describe models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 class Asked(msgspec.Struct, kw_only=True):
-    """What both bodies have in common."""
+    """This is what both bodies have in common."""
 
     model: str = ""
     stream: bool | None = None
@@ -115,7 +115,7 @@ def error_body(refused: Refused) -> dict[str, Any]:
 
 
 class LinesForm(Form):
-    """The form of /api/chat, and of /api/generate, which puts the text into `response`."""
+    """This is the form of /api/chat, and of /api/generate, which puts the text into `response`."""
 
     media_type = "application/x-ndjson"
 

@@ -1,4 +1,4 @@
-"""OpenAI's /v1/chat/completions and /v1/completions: their bodies, answers and events."""
+"""Has OpenAI's /v1/chat/completions and /v1/completions: their bodies, answers and events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_STOPS, MAX_STOP = 16, 1024  # stop strings, and letters of one
 
 
 class Sampled(msgspec.Struct, kw_only=True):
-    """What both bodies have in common."""
+    """This is what both bodies have in common."""
 
     model: str = ""
     stream: bool | None = None
@@ -236,7 +236,8 @@ def usage_of(answer: Answer) -> dict[str, Any]:
 
 
 class Form:
-    """What the answers of an API have in common: whole() is one body, the others give events as bytes."""
+    """This is what the answers of an API have in common: whole() is one body, the others give events as
+    bytes."""
 
     media_type = "text/event-stream"
 
@@ -262,7 +263,7 @@ class Form:
 
 
 class ChatForm(Form):
-    """The form of /v1/chat/completions."""
+    """This is the form of /v1/chat/completions."""
 
     def __init__(self, answer: Answer, include_usage: bool = False):
         super().__init__(answer)
@@ -347,7 +348,7 @@ def _call(name: str, arguments: str = "") -> dict[str, Any]:
 
 
 class CompletionForm(Form):
-    """The form of /v1/completions. `before` is the prompt's text where it is echoed."""
+    """This is the form of /v1/completions. `before` is the prompt's text where it is echoed."""
 
     def __init__(self, answer: Answer, include_usage: bool = False, before: str = ""):
         super().__init__(answer)

@@ -1,4 +1,4 @@
-"""What a model's text is cut into: reasoning, text and calls, and the values of calls' parameters."""
+"""Says what a model's text is cut into: reasoning, text and calls, and the values of calls' parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Call:
-    """A whole call of a tool. `arguments` is a JSON object."""
+    """This is a whole call of a tool. `arguments` is a JSON object."""
 
     name: str
     arguments: str
@@ -29,7 +29,7 @@ class Call:
 
 @dataclass(frozen=True)
 class CallBegin:
-    """A call of a tool whose arguments come in pieces of their JSON, up to a CallEnd."""
+    """This is a call of a tool whose arguments come in pieces of their JSON, up to a CallEnd."""
 
     name: str
 
@@ -41,8 +41,8 @@ class Arguments:
 
 @dataclass(frozen=True)
 class CallEnd:
-    """The end of a call. `whole` is False where the text ended within it: its text, from the mark on, follows
-    as Text."""
+    """This is the end of a call. `whole` is False where the text ended within it: its text, from the mark on,
+    follows as Text."""
 
     whole: bool = True
 

@@ -1,4 +1,4 @@
-"""OpenAI's /v1/responses: its body, answer and events. Nothing is stored between requests."""
+"""Has OpenAI's /v1/responses: its body, answer and events. Nothing is stored between requests."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _thought(item: Mapping[str, Any]) -> str:
 
 
 class ResponsesForm(Form):
-    """The form of /v1/responses."""
+    """This is the form of /v1/responses."""
 
     def __init__(self, answer: Answer, body: ResponsesBody):
         super().__init__(answer)

@@ -1,4 +1,4 @@
-"""The engine's thread: requests come in from any thread, and their events go out as they happen.
+"""Has the engine's thread: requests come in from any thread, and their events go out as they happen.
 
 It runs a Loop: each turn is one chunk of a prompt, or one round of all that decode. A request waits until a
 sequence is free and the pages of its longest possible text are there. So a request that runs never lacks a
@@ -33,8 +33,8 @@ class Busy(Exception):
 
 @dataclass(eq=False)
 class Job:
-    """A request and where its events go. `put` is called with what happened in a turn, the last time with
-    its Finished or Failed. `cancelled` says that nobody wants it any more; any thread may set it."""
+    """This is a request and where its events go. `put` is called with what happened in a turn, the last time
+    with its Finished or Failed. `cancelled` says that nobody wants it any more; any thread may set it."""
 
     request: Request
     put: Callable[[list[Event]], None]
@@ -54,9 +54,9 @@ def put_all(happened: Happened) -> None:
 
 
 class Scheduler:
-    """One engine and its thread. `max_waiting` bounds the requests that wait for a sequence. `prefill_share`
-    is the Loop's. `hand_over` gets what happened in a turn and calls put_all with it, in any thread: once for
-    all jobs, since it costs the engine's thread about as much for one as for many."""
+    """This is one engine and its thread. `max_waiting` bounds the requests that wait for a sequence.
+    `prefill_share` is the Loop's. `hand_over` gets what happened in a turn and calls put_all with it, in any
+    thread: once for all jobs, since it costs the engine's thread about as much for one as for many."""
 
     def __init__(
         self,
@@ -80,12 +80,12 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        """The number of requests that have a sequence."""
+        """Returns the number of requests that have a sequence."""
         return len(self._jobs)
 
     @property
     def waiting(self) -> int:
-        """The number of requests that wait for one."""
+        """Returns the number of requests that wait for one."""
         return len(self._waiting)
 
     @property

@@ -1,4 +1,4 @@
-"""What the server tells of itself: metrics for Prometheus, and a line for each request."""
+"""Says what the server tells of itself: metrics for Prometheus, and a line for each request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text the box is trained on: Python found on this machine under permissive licences.
+"""Has the text the box is trained on: Python found on this machine under permissive licences.
 
 Sources are the standard library and every installed distribution whose METADATA names only permissive
 licences. Left out: vendored folders (their licence is not the METADATA's), generated files and tables,
@@ -71,7 +71,7 @@ HUMANEVAL_COMMON = [
 
 @dataclass
 class Source:
-    """A package: its files are (absolute path, name within it)."""
+    """This is a package: its files are (absolute path, name within it)."""
 
     name: str
     version: str
@@ -114,7 +114,7 @@ def licence_of(meta: importlib.metadata.PackageMetadata) -> str | None:
 
 
 def sources() -> tuple[list[Source], list[str]]:
-    """Packages to read, and those left out as "name version: licence"."""
+    """Returns packages to read, and those left out as "name version: licence"."""
     found: dict[str, Source] = {}
     refused: list[str] = []
     for dist in importlib.metadata.distributions():
@@ -221,7 +221,7 @@ def read_document(job: tuple[str, str]) -> Document | None:
 
 
 def deduplicate(documents: Iterable[Document]) -> tuple[list[Document], int]:
-    """Documents in order, without those mostly seen before; and how many were dropped."""
+    """Returns documents in order, without those mostly seen before, and how many were dropped."""
     seen: set[int] = set()
     kept, dropped = [], 0
     for document in documents:

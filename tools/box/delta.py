@@ -1,4 +1,4 @@
-"""The gated delta rule in torch: chunked for training, one token at a time for generation.
+"""Has the gated delta rule in torch: chunked for training, one token at a time for generation.
 
     D = exp(g) * S;  delta = beta * (v - D^T k);  S = D + k delta^T;  o = S^T q / sqrt(S_k)
 

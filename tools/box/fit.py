@@ -1,4 +1,4 @@
-"""The training loop, which the trunk and both drafters share; and what the drafters do in it."""
+"""Has the training loop, which the trunk and both drafters share; and what the drafters do in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trunk's own continuations: batched generation, and stage pool, which the draft heads learn from."""
+"""Has the trunk's own continuations: batched generation, and stage pool, which the draft heads learn from."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def continue_text(trunk: Trunk, prompt: list[int], count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Pool:
-    """Sequences of `length`, for each prompt length a share of them."""
+    """Has sequences of `length`, for each prompt length a share of them."""
 
     length: int = 768
     prompts: tuple[int, ...] = (64, 256, 512)
@@ -129,7 +129,7 @@ def build_pool(store: Store, trunk: Trunk, p: Pool, until: float, seed: int, dev
 
 
 class PoolBatches:
-    """Endless batches (tokens (B, length), prompt length) from work/pool."""
+    """Gives endless batches (tokens (B, length), prompt length) from work/pool."""
 
     def __init__(self, store: Store, batch: int, seed: int, device: Any):
         self.groups = []

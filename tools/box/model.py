@@ -23,7 +23,7 @@ Weights = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of the trunk. Rows of every matrix divide by 256, as K-quants want."""
+    """These are sizes of the trunk. Rows of every matrix divide by 256, as K-quants want."""
 
     n_vocab: int = 4096
     n_embd: int = 256
@@ -192,7 +192,7 @@ def matrix(out: int, inner: int, gain: float = 1.0) -> nn.Linear:
 
 
 class Norm(nn.Module):
-    """A norm's weight; zeros for the zero-centred ones."""
+    """This is a norm's weight; zeros for the zero-centred ones."""
 
     def __init__(self, n: int, value: float = 0.0):
         super().__init__()
@@ -237,7 +237,7 @@ class FeedForwardWeights(nn.Module):
 
 
 class Block(nn.Module):
-    """One block's weights; `weights()` hands them to the functions above by their local names."""
+    """These are one block's weights; `weights()` hands them to the functions above by their local names."""
 
     def __init__(self, c: Config, full: bool):
         super().__init__()
@@ -265,7 +265,7 @@ class Inner(nn.Module):
 
 
 class Cache:
-    """What generation remembers of N sequences: for a DeltaNet block the tail (N, 3, C) and the state
+    """This is what generation remembers of N sequences: for a DeltaNet block the tail (N, 3, C) and the state
     (N, Hv, K, V), for a full one keys and values (N, Hkv, capacity, D)."""
 
     def __init__(self, capacity: int):
@@ -342,7 +342,7 @@ class Trunk(nn.Module):
         return room[0], room[1]
 
     def step(self, tokens: Tensor, cache: Cache, eager: bool = False) -> Tensor:
-        """One token (N,) for each sequence -> hidden after the output norm (N, E)."""
+        """Takes one token (N,) for each sequence -> hidden after the output norm (N, E)."""
         run_delta = delta_step if eager else self._delta_step
         x = self.embed(tokens)
         cos, sin = self.rope(cache.length, 1)

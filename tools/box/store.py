@@ -1,4 +1,4 @@
-"""What a stage leaves behind, and how it travels.
+"""Says what a stage leaves behind, and how it travels.
 
 `work/state` is small and complete: tokenizer, checkpoints, reports. publish() writes it as a tar cut
 into parts below the size that one returned file may have; on a machine without it, unpack() restores
@@ -31,7 +31,7 @@ class Deadline:
         self.begin = time.monotonic()
 
     def restart(self) -> None:
-        """Progress counts from now: after compilation."""
+        """Counts progress from now: after compilation."""
         self.begin = time.monotonic()
 
     def progress(self) -> float:
@@ -72,7 +72,7 @@ class Store:
         return {key: value.float() for key, value in load_file(path).items()}
 
     def write_weights(self, name: str, tensors: dict[str, Tensor]) -> None:
-        """Matrices as F16 (ten bits of mantissa; weights are far from its limits), the rest F32."""
+        """Writes matrices as F16 (ten bits of mantissa; weights are far from its limits), the rest F32."""
         kept = {}
         for key, value in tensors.items():
             value = value.detach().float().cpu()

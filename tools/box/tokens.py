@@ -68,7 +68,7 @@ def special_id(name: str) -> int:
 
 
 def sample_texts(documents: list[Document], limit: int = SAMPLE_BYTES) -> list[str]:
-    """Documents by their hash, which is as good as chance, up to `limit` bytes."""
+    """Returns documents by their hash, which is as good as chance, up to `limit` bytes."""
     texts, size = [], 0
     for document in sorted(documents, key=lambda d: d.digest):
         texts.append(document.text)

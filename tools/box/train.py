@@ -32,7 +32,8 @@ STAGES = ("data", "trunk", "pool", "nextn", "dflash", "plot", "export", "card")
 
 
 class Sizes:
-    """Settings of every stage. smoke: the real shapes, a handful of steps. toy: for a CPU in seconds."""
+    """These are settings of every stage. smoke: the real shapes, a handful of steps. toy: for a CPU in
+    seconds."""
 
     def __init__(self, smoke: bool = False, toy: bool = False):
         self.config, self.drafter = Config(), dflash.Sizes()

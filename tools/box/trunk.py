@@ -38,7 +38,7 @@ class Settings:
 
 
 class Windows:
-    """Endless batches of token windows (B, length + 1). Each epoch goes through the stream once in
+    """Gives endless batches of token windows (B, length + 1). Each epoch goes through the stream once in
     random order, from a random offset; `drawn` is all that a resume needs."""
 
     def __init__(self, ids: np.ndarray, starts: np.ndarray, length: int, batch: int, seed: int, device: Any):
@@ -103,7 +103,7 @@ def load_trunk(store: Store, config: Config, device: Any, compile_blocks: bool) 
 
 
 class Snapshot:
-    """The last weights known good, for a loss that stops being finite."""
+    """These are the last weights known good, for a loss that stops being finite."""
 
     def __init__(self, trunk: Trunk):
         self.parameters: list[Tensor] = list(trunk.parameters())
@@ -140,7 +140,7 @@ def take_step(
 
 
 class Run:
-    """One call's worth of training: its steps, its checks and what it reports."""
+    """This is one call's worth of training: its steps, its checks and what it reports."""
 
     def __init__(self, store: Store, config: Config, s: Settings, until: float, final: bool, seed: int):
         device = prepare_torch(seed)
@@ -211,7 +211,7 @@ class Run:
         return True
 
     def save(self) -> None:
-        """Weights and report, unless something in them is not finite."""
+        """Saves weights and report, unless something in them is not finite."""
         loss = held_out_loss(self.trunk, self.held_out, min(self.s.batch, 16))
         if not math.isfinite(loss):
             say("held-out loss is not finite: not saved")
