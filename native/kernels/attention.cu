@@ -1,6 +1,7 @@
-// Attention of a step's rows over paged KV, in two kernels: one block a multiprocessor leaves each chunk's partial
-// results in scratch, then a block for each row and head adds them up in the order of chunks. The grid depends on the
-// step's width and the device; how much there is to do, each block reads from the control block (attention_plan.cuh).
+// Computes attention of a step's rows over paged KV, in two kernels. In the first, one block a multiprocessor
+// leaves each chunk's partial results in scratch. In the second, a block for each row and head adds them up
+// in the order of chunks. The grid depends on the step's width and the device. Each block reads from the
+// control block how much there is to do (attention_plan.cuh).
 #include "attention_f32.cuh"
 #include "attention_mma.cuh"
 #include "attention_wgmma.cuh"
@@ -62,7 +63,7 @@ cudaError_t launch_parts(AttentionParams &a, int blocks, int capability, cudaStr
     if constexpr (TYPE != KV_F32) { // Hopper may run code for sm_80 too, which needs less
         bytes = capability == 9 ? Layout<D, TYPE, true>::BYTES : Layout<D, TYPE, false>::BYTES;
     }
-    // on each call, since it holds for the current device only
+    // It is set on each call, since it holds for the current device only.
     const cudaError_t error =
         cudaFuncSetAttribute(attention_kernel<D, TYPE>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) {
@@ -86,17 +87,19 @@ cudaError_t launch_type(AttentionParams &a, int blocks, int capability, cudaStre
 
 // ---- their sum ----
 
-// A block has 256 threads, of four columns each: for few chunks of all columns in a few groups, for many of 64 columns
-// in 16 groups, and the other columns are other blocks'. How many chunks a row has depends on its position.
+// A block has 256 threads, of four columns each. For few chunks it has all columns in a few groups. For many
+// chunks it has 64 columns in 16 groups, and other blocks have the other columns. A row's position decides
+// how many chunks it has.
 constexpr int COMBINE_THREADS = 256, MANY_COLUMNS = 64, FEW_CHUNKS = 8;
-constexpr int BATCH = 8; // chunks that are read at once
+constexpr int BATCH = 8; // as many chunks are read at once
 
 __device__ float4 scale_add(float4 x, float w, float4 sum) {
     return {fmaf(x.x, w, sum.x), fmaf(x.y, w, sum.y), fmaf(x.z, w, sum.z), fmaf(x.w, w, sum.w)};
 }
 
-// Chunks first .. last of a row and head, of COLUMNS columns from `column0`: chunk i is added by group i % PARTS of the
-// threads, then the groups' sums in order, in units of the largest maximum so far.
+// Sums chunks first .. last of a row and head, of COLUMNS columns from `column0`. Group i % PARTS of the
+// threads adds chunk i, and then the groups' sums are added in order. They are in units of the largest
+// maximum so far.
 template <int D, int COLUMNS>
 __device__ void combine(const AttentionParams &a, int64_t row, int64_t head, int column0, int first,
                         int last) {
@@ -117,7 +120,7 @@ __device__ void combine(const AttentionParams &a, int64_t row, int64_t head, int
         float2 s[BATCH];
         float4 x[BATCH];
 #pragma unroll
-        for (int i = 0; i < BATCH; i++) { // on their way together
+        for (int i = 0; i < BATCH; i++) { // the reads are on their way together
             const int c = c0 + i * PARTS;
             s[i] = c <= last ? sums[c] : float2{-INFINITY, 0};
             x[i] = c <= last ? partial[int64_t(c) * (D / 4)] : float4{};
@@ -166,15 +169,15 @@ __device__ void combine(const AttentionParams &a, int64_t row, int64_t head, int
                                                               sum.z * scale * gate.z, sum.w * scale * gate.w};
 }
 
-// grid: heads, rows, parts of D
+// The grid is heads, rows, parts of D.
 template <int D> __global__ void __launch_bounds__(COMBINE_THREADS) combine_kernel(AttentionParams a) {
     let_next_start();
     const int64_t row = blockIdx.y, head = blockIdx.x;
     const RowCtl ctl = a.ctl->rows[row];
     const int first = chunk_at(lowest_visible(ctl.position, a.first, a.window));
     const int last = ctl.seq < 0 ? -1 : chunk_at(ctl.position);
-    wait_for_previous(); // all of attention_kernel is in memory
-    if (last < first) { // it sees nothing
+    wait_for_previous(); // all that attention_kernel wrote is in memory
+    if (last < first) { // the row sees nothing
         if (threadIdx.x < MANY_COLUMNS) {
             a.out[(row * a.H + head) * D + blockIdx.z * MANY_COLUMNS + threadIdx.x] = 0;
         }

@@ -1,7 +1,8 @@
-// Attention of a DFlash block: the rows of a sequence all see each other and the context before them. Each sequence's
-// keys are cut into SPLITS parts of whole tiles, which depend on its own length alone; a block of threads takes one
-// part for one KV head, a warp some of the (row, head) pairs that share it; a second kernel adds the parts up in order.
-// A draft decides no token: this is plain F32, and made to be short.
+// Computes attention of a DFlash block, where the rows of a sequence all see each other and the context
+// before them. Each sequence's keys are cut into SPLITS parts of whole tiles, which depend on its own length
+// alone. A block of threads takes one part for one KV head, and a warp takes some of the (row, head) pairs
+// that share it. A second kernel adds the parts up in order. A draft decides no token, so this is plain F32,
+// and made to be short.
 #include "attention_chunks.h"
 #include "kernels.h"
 #include "kv_types.cuh"
@@ -12,15 +13,15 @@ namespace luce {
 namespace {
 
 constexpr int WARP = 32, WARPS = 8, THREADS = WARP * WARPS;
-constexpr int TILE = WARP; // keys at once: a lane each
+constexpr int TILE = WARP; // each lane has one of these keys
 constexpr int SPLITS = BLOCK_ATTENTION_SPLITS;
-constexpr int QUERY_VALUES = 8192; // of the pairs that a block of threads works on at once
+constexpr int QUERY_VALUES = 8192; // a block of threads works on so many values of queries at once
 
 template <int D> struct Shape {
-    static constexpr int PAIRS = QUERY_VALUES / D; // at once
-    static constexpr int MINE = PAIRS / WARPS; // of a warp
-    static constexpr int LANE = D / WARP; // values of a lane
-    static constexpr int KEY = D + 1; // from key to key: lanes read different banks
+    static constexpr int PAIRS = QUERY_VALUES / D; // pairs that are worked on at once
+    static constexpr int MINE = PAIRS / WARPS; // those of a warp
+    static constexpr int LANE = D / WARP; // values that a lane has
+    static constexpr int KEY = D + 1; // the distance from key to key, so that lanes read different banks
     static constexpr size_t SHARED = (QUERY_VALUES + TILE * KEY + TILE * D) * sizeof(float);
 };
 
@@ -40,12 +41,13 @@ __device__ float warp_sum(float x) {
     return x;
 }
 
-// A part's largest score, its sum of e^(score - largest), and that of e^(score - largest) * v.
+// Returns where a part's largest score lies, with its sum of e^(score - largest) and that of e^(score -
+// largest) * v.
 __device__ float *part_of(const AttentionArgs &a, int row, int head, int split) {
     return a.scratch + ((int64_t(row) * a.H + head) * SPLITS + split) * (a.pool.D + 2);
 }
 
-// Keys first .. first + TILE - 1 of one KV head and their values, zeros from `end` on.
+// Loads keys first .. first + TILE - 1 of one KV head and their values, and zeros from `end` on.
 template <int TYPE, int D>
 __device__ void load_tile(const AttentionArgs &a, const SeqCtl &seq, int head, int32_t first, int32_t end,
                           float *keys, float *values) {
@@ -69,7 +71,7 @@ __device__ void load_tile(const AttentionArgs &a, const SeqCtl &seq, int head, i
     }
 }
 
-// A warp's pairs: sums over the keys so far.
+// Sums are those of a warp's pairs over the keys so far.
 template <int D> struct Sums {
     using S = Shape<D>;
     float most[S::MINE], sum[S::MINE], out[S::MINE][S::LANE];
@@ -86,7 +88,8 @@ template <int D> struct Sums {
         }
     }
 
-    // A tile's keys and values to pair m; score: of the lane's key, -inf where it is not seen.
+    // Adds a tile's keys and values to pair m. `score` is that of the lane's key, and -inf where it is not
+    // seen.
     __device__ void add(int m, float score, const float *values, int lane) {
         const float largest = fmaxf(most[m], warp_max(score));
         const float base = largest == -INFINITY ? 0.0f : largest;
@@ -118,7 +121,7 @@ template <int D> struct Sums {
     }
 };
 
-// The score of a query with the lane's key.
+// Returns the score of a query with the lane's key.
 template <int D> __device__ float score_of(const AttentionArgs &a, const float *q, const float *k) {
     float score = 0;
     for (int d = 0; d < D; d++) {
@@ -128,7 +131,7 @@ template <int D> __device__ float score_of(const AttentionArgs &a, const float *
     return a.softcap > 0 ? a.softcap * tanhf(score / a.softcap) : score;
 }
 
-// grid: KV heads * SPLITS, sequences.
+// The grid is KV heads * SPLITS, sequences.
 template <int TYPE, int D> __global__ void __launch_bounds__(THREADS) parts_kernel(AttentionArgs a) {
     using S = Shape<D>;
     extern __shared__ float shared[];
@@ -143,7 +146,7 @@ template <int TYPE, int D> __global__ void __launch_bounds__(THREADS) parts_kern
     const int32_t end = seq.n_past + seq.n_rows, low = lowest_visible(seq.n_past, a.first, a.window);
     const int32_t tiles = (end - low + TILE - 1) / TILE, each = (tiles + SPLITS - 1) / SPLITS;
     const int32_t from = low + split * each * TILE;
-    const int32_t to = min(end, from + each * TILE); // from >= to: an empty part
+    const int32_t to = min(end, from + each * TILE); // with from >= to the part is empty
 
     for (int pair0 = 0; pair0 < pairs; pair0 += S::PAIRS) {
         __syncthreads(); // the last pairs are done with
@@ -153,7 +156,7 @@ template <int TYPE, int D> __global__ void __launch_bounds__(THREADS) parts_kern
             queries[i] = pair < pairs ? a.q[(row * a.H + head * G + pair % G) * D + i % D] : 0.0f;
         }
         Sums<D> sums;
-        const int mine = pair0 + warp * S::MINE; // the warp's first
+        const int mine = pair0 + warp * S::MINE; // the first one of the warp
         for (int32_t first = from; first < to; first += TILE) {
             __syncthreads();
             load_tile<TYPE, D>(a, seq, head, first, to, keys, values);
@@ -178,7 +181,7 @@ template <int TYPE, int D> __global__ void __launch_bounds__(THREADS) parts_kern
     }
 }
 
-// grid: rows, heads; a thread a value.
+// The grid is rows, heads, with a thread for each value.
 __global__ void combine_kernel(AttentionArgs a) {
     const int row = blockIdx.x, head = blockIdx.y, d = threadIdx.x;
     float *out = a.out + (int64_t(row) * a.H + head) * a.pool.D;
@@ -207,7 +210,7 @@ template <int TYPE, int D> int run(const AttentionArgs &a, cudaStream_t stream) 
     if (error != cudaSuccess) {
         return int(error);
     }
-    // no more sequences than rows
+    // There are no more sequences than rows.
     parts_kernel<TYPE, D><<<dim3(unsigned(a.pool.Hkv * SPLITS), unsigned(a.T)), THREADS, SHARED, stream>>>(a);
     combine_kernel<<<dim3(unsigned(a.T), unsigned(a.H)), D, 0, stream>>>(a);
     return int(cudaGetLastError());

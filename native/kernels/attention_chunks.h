@@ -1,7 +1,7 @@
 // Attention cuts a sequence into chunks by the absolute position alone, so that each key is in the same chunk
 // for every row that sees it. A chunk's keys are summed from scratch and the chunks' results are combined in
-// order. Chunks are short where a context is short, so that it still fills a GPU, and grow with the distance:
-// what partial results cost to keep, write and read again grows slower than the context.
+// order. Chunks are short where a context is short, so that it still fills a GPU. They grow with the
+// distance, so that the cost of keeping partial results grows slower than the context.
 #pragma once
 
 #include <stdint.h>
@@ -30,19 +30,19 @@ LUCE_HOST_DEVICE inline int region_of_chunk(int32_t chunk) {
     return (chunk >= 32) + (chunk >= 80) + (chunk >= 176);
 }
 
-// The chunk that holds a position.
+// Returns the chunk that holds a position.
 LUCE_HOST_DEVICE inline int32_t chunk_at(int32_t position) {
     const ChunkRegion r = chunk_region((position >= 4096) + (position >= 16384) + (position >= 65536));
     return r.index + ((position - r.begin) >> r.shift);
 }
 
-// The first position of a chunk; chunk i ends where chunk i + 1 begins.
+// Returns the first position of a chunk. Chunk i ends where chunk i + 1 begins.
 LUCE_HOST_DEVICE inline int32_t chunk_begin(int32_t chunk) {
     const ChunkRegion r = chunk_region(region_of_chunk(chunk));
     return r.begin + ((chunk - r.index) << r.shift);
 }
 
-// The lowest position that any row of a sequence sees: its first row is at n_past.
+// Returns the lowest position that any row of a sequence sees, where its first row is at n_past.
 LUCE_HOST_DEVICE inline int32_t lowest_visible(int32_t position, int32_t first, int32_t window) {
     const int32_t low = window > 0 ? position - window + 1 : 0;
     return low > first ? low : first;

@@ -1,5 +1,5 @@
-// Attention over F32 cells in F32: what tests and goldens compare with. A warp has two of a unit's pairs; in a score
-// a lane has a key, in a sum it has columns. A key that a row does not see is skipped.
+// Computes attention over F32 cells in F32, which tests and goldens compare with. A warp has two of a unit's
+// pairs. In a score a lane has a key, and in a sum it has columns. A key that a row does not see is skipped.
 #pragma once
 
 #include "attention_plan.cuh"
@@ -9,13 +9,13 @@ namespace luce {
 namespace {
 
 constexpr int F32_THREADS = 256;
-constexpr int F32_M = 16; // pairs of a unit
+constexpr int F32_M = 16; // a unit has as many pairs
 
 template <int D> struct F32Layout {
     static constexpr int KEYS = WARP;
-    static constexpr int ROW = D + 4; // floats: eight rows of one column lie in different banks
-    static constexpr int PAIRS = F32_M / (F32_THREADS / WARP); // of a warp
-    static constexpr int COLUMNS = D / WARP; // of a lane: lane, lane + 32 ..
+    static constexpr int ROW = D + 4; // floats, so that eight rows of one column lie in different banks
+    static constexpr int PAIRS = F32_M / (F32_THREADS / WARP); // those of a warp
+    static constexpr int COLUMNS = D / WARP; // those of a lane: lane, lane + 32 ..
     float q[F32_M][D];
     float k[KEYS][ROW], v[KEYS][ROW];
     Plan plan;

@@ -14,37 +14,38 @@ namespace {
 constexpr int WARPS = 8, MATH_THREADS = WARPS * WARP, LOAD_THREADS = 4 * WARP;
 constexpr int MMA_THREADS = MATH_THREADS + LOAD_THREADS;
 
-// WGMMA: 227 KB of shared memory and Hopper's instructions, else 99 KB. Rows of F16 lie in 16-byte words, whose order
-// is changed by the row so that eight rows of one column lie in different banks; for wgmma they lie in panels of 64
-// columns, one row after the other.
+// With WGMMA it is for 227 KB of shared memory and Hopper's instructions, and otherwise for 99 KB. Rows of
+// F16 lie in 16-byte words, whose order is changed by the row so that eight rows of one column lie in
+// different banks. For wgmma they lie in panels of 64 columns, one row after the other.
 template <int D, int TYPE, bool WGMMA> struct Layout {
     static constexpr bool PACKED = TYPE != KV_F16;
     static constexpr int KEYS = WGMMA ? 64 : 32;
-    static constexpr int SLOTS = WGMMA ? 5 : 4; // of the ring: K and V of a tile by turns
-    static constexpr int MAX_M = WGMMA ? 96 : 48; // pairs of a unit
+    static constexpr int SLOTS = WGMMA ? 5 : 4; // the ring's slots hold K and V of a tile by turns
+    static constexpr int MAX_M = WGMMA ? 96 : 48; // a unit has at most as many pairs
     static constexpr int ROW = 2 * D, P_ROW = WGMMA ? 0 : 2 * KEYS;
-    static constexpr int NEXT_ROW = WGMMA ? 128 : ROW; // from one row of a tile to the next
+    static constexpr int NEXT_ROW = WGMMA ? 128 : ROW; // the distance from one row of a tile to the next
     static constexpr int CELL = kv_bytes<TYPE>(D); // bytes of one head of a cell
-    static constexpr int COPY = PACKED ? D / 16 : 16; // bytes of a copy: what blocks of 18 and 34 bytes allow
+    // a copy has so many bytes, as blocks of 18 and 34 bytes allow.
+    static constexpr int COPY = PACKED ? D / 16 : 16;
     static constexpr int SLOT = KEYS * CELL;
-    static constexpr int UNPACKED = (SLOTS * SLOT + 1023) / 1024 * 1024; // K, then V
+    static constexpr int UNPACKED = (SLOTS * SLOT + 1023) / 1024 * 1024; // K comes first, then V
     static constexpr int Q = UNPACKED + (PACKED ? 2 * KEYS * ROW : 0);
     static constexpr int P = Q + MAX_M * ROW;
     static constexpr int MAXIMA = P + MAX_M * P_ROW; // [16 * MT][warps that share a row's keys]
     static constexpr int CELLS = MAXIMA + (WGMMA ? 0 : 4 * MAX_M * 4); // [KEYS] of a tile that is not whole
-    static constexpr int BAD = CELLS + KEYS * 4; // [KEYS] bytes: the key's V is not finite
+    static constexpr int BAD = CELLS + KEYS * 4; // [KEYS] bytes, which say that the key's V is not finite
     static constexpr int UNIT = BAD + KEYS, FULL = UNIT + int(sizeof(UnitInfo));
     static constexpr int EMPTY = FULL + SLOTS * 8; // barriers of slots
     static constexpr int PLAN = EMPTY + SLOTS * 8;
     static constexpr int BYTES = PLAN + int(sizeof(Plan));
     static_assert(BYTES <= (WGMMA ? 232448 : 101376), "a block's shared memory");
 
-    // Byte offset of a word of a row in a tile of `rows` rows.
+    // Returns the byte offset of a word of a row in a tile of `rows` rows.
     __device__ static int place(int row, int word, int rows) {
         return WGMMA ? word / 8 * rows * 128 + row * 128 + ((word ^ row) & 7) * 16 : swizzle<ROW>(row, word);
     }
-    // Values of V that are not finite become 0, and their keys are marked in BAD; false where there are none. A
-    // weight of 0 hides from a row what it does not see, unless that is Inf or NaN.
+    // Replaces values of V that are not finite by 0, and marks their keys in BAD. It returns false where
+    // there are none. A weight of 0 hides from a row what it does not see, unless that is Inf or NaN.
     __device__ static bool clean_values(uint8_t *shared, int values_at, int tid, int threads) {
         bool bad = false;
 #pragma unroll 8
@@ -69,7 +70,7 @@ template <int D, int TYPE, bool WGMMA> struct Layout {
         barrier(threads);
         return true;
     }
-    // Whether one of the marked keys lies in first + [0, KEYS) and in [from, to].
+    // Says whether one of the marked keys lies in first + [0, KEYS) and in [from, to].
     __device__ static bool sees_bad(const uint8_t *shared, int32_t first, int32_t from, int32_t to) {
         bool sees = false;
         for (int i = max(from - first, 0); i <= min(to - first, KEYS - 1); i++) {
@@ -79,7 +80,7 @@ template <int D, int TYPE, bool WGMMA> struct Layout {
     }
 };
 
-// A place in the ring.
+// A Ring is a place in the ring.
 template <int SLOTS> struct Ring {
     int slot = 0;
     uint32_t parity = 0;
@@ -110,7 +111,7 @@ template <typename L> struct Loader {
                 copy(u / WORDS, u % WORDS, u * L::COPY);
             }
         } else { // rows that are 8 apart have the same order of words
-            constexpr int STEP = LOAD_THREADS / WORDS; // rows: 4, 8 or 16
+            constexpr int STEP = LOAD_THREADS / WORDS; // there are 4, 8 or 16 rows
             const int row = tid / WORDS, word = tid % WORDS;
             const int even = L::place(row, word, KEYS),
                       odd = L::place(row + STEP, word, KEYS) - STEP * L::NEXT_ROW;
@@ -122,7 +123,7 @@ template <typename L> struct Loader {
             }
         }
     }
-    // A tile of committed keys in one page.
+    // Copies a tile of committed keys that lie in one page.
     __device__ void copy_whole(const uint8_t *first) const {
         const uint32_t to = base + ring.slot * L::SLOT;
         const int64_t stride = a.pool.cell_bytes;
@@ -130,7 +131,8 @@ template <typename L> struct Loader {
             copy_async<L::COPY>(to + at, first + row * stride + word * L::COPY, true);
         });
     }
-    // The cells of any tile: by ancestors from n_past on, -1 for what no row sees.
+    // Finds the cells of any tile. From n_past on they are found by ancestors, and -1 stands for what no row
+    // sees.
     __device__ void find_cells(const Cursor &unit, int32_t key) const {
         int32_t *cells = reinterpret_cast<int32_t *>(shared + L::CELLS);
         load_barrier(); // all have left the cells before
@@ -140,7 +142,7 @@ template <typename L> struct Loader {
         }
         load_barrier();
     }
-    // Zeros stand for what no row sees.
+    // Copies a part of a tile. Zeros stand for what no row sees.
     __device__ void copy_part(const uint8_t *head) const {
         const int32_t *cells = reinterpret_cast<const int32_t *>(shared + L::CELLS);
         const uint32_t to = base + ring.slot * L::SLOT;
@@ -152,8 +154,8 @@ template <typename L> struct Loader {
     }
     __device__ static void load_barrier() { asm volatile("bar.sync 2, %0;" ::"n"(LOAD_THREADS) : "memory"); }
 
-    // The first cell of a committed page. The next one's is asked for at once: behind all the copies that are on
-    // their way an answer takes as long as they do.
+    // Returns the first cell of a committed page. The next one's is asked for at once, since behind all the
+    // copies that are on their way an answer takes as long as they do.
     __device__ int64_t first_cell(int seq, int32_t index) {
         const int32_t at = plan.pages[seq] + index;
         const int32_t page = at == next_at ? next_page : a.pages[at];
@@ -163,7 +165,7 @@ template <typename L> struct Loader {
         }
         return int64_t(page) * PAGE;
     }
-    // Up to `wait_for_previous`, only what no kernel writes is read.
+    // Runs the ring. Up to `wait_for_previous`, it reads only what no kernel writes.
     __device__ void run() {
         Cursor unit(a, plan);
         if (unit.valid()) {
@@ -175,7 +177,7 @@ template <typename L> struct Loader {
             const int seq = unit.seq();
             const int32_t past = plan.n_past[seq];
             const int64_t head = a.kv_head(unit.head) * int64_t(L::CELL);
-            int64_t page = -1; // its first cell
+            int64_t page = -1; // the page's first cell
             for (int32_t key = unit.begin; key < unit.end; key += KEYS) {
                 const bool whole = key >= unit.low && key + KEYS <= min(unit.end, past);
                 if (!whole) {
@@ -199,7 +201,7 @@ template <typename L> struct Loader {
     }
 };
 
-// The side of the ring that computes, of one warp.
+// A Taker is the side of the ring that computes, for one warp.
 template <typename L> struct Taker {
     uint8_t *shared;
     Ring<L::SLOTS> ring;
@@ -207,7 +209,7 @@ template <typename L> struct Taker {
     __device__ void wait() const {
         wait_barrier(shared_address(shared) + L::FULL + ring.slot * 8, ring.parity);
     }
-    // This warp has left the slot.
+    // Says that this warp has left the slot.
     __device__ void leave() {
         __syncwarp();
         if (threadIdx.x % WARP == 0) {
@@ -217,7 +219,7 @@ template <typename L> struct Taker {
     }
 };
 
-// A share of a tile of packed cells as rows of F16; the caller's barrier follows.
+// Unpacks a share of a tile of packed cells to rows of F16. The caller's barrier follows.
 template <int TYPE, typename L>
 __device__ void unpack(const uint8_t *from, uint8_t *to, int tid, int threads) {
     constexpr int WORDS = L::ROW / 16;
@@ -232,11 +234,12 @@ __device__ void unpack(const uint8_t *from, uint8_t *to, int tid, int threads) {
     }
 }
 
-// Q of a unit's pairs [pair0, pair0 + n) as rows of F16; zeros where there is no pair. Reads are on their way together.
+// Loads Q of a unit's pairs [pair0, pair0 + n) as rows of F16, with zeros where there is no pair. Reads are
+// on their way together.
 template <int D, typename L>
 __device__ void load_queries(const AttentionParams &a, const UnitInfo &unit, uint8_t *shared, int pair0,
                              int n, int tid, int threads) {
-    constexpr int WORDS = 6; // of a thread at once
+    constexpr int WORDS = 6; // a thread has so many at once
     for (int x0 = tid; x0 < n * (D / 8); x0 += WORDS * threads) {
         float4 q[WORDS][2];
 #pragma unroll

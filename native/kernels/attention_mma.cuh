@@ -1,12 +1,12 @@
-// Attention on the tensor cores before and after Hopper, over F16 cells or cells that are unpacked to F16. Four warps
-// of a block send K and V of its units' tiles of KEYS keys through a ring in shared memory (attention_load.cuh); the
-// other eight compute.
+// Computes attention on the tensor cores before and after Hopper, over F16 cells or cells that are unpacked
+// to F16. Four warps of a block send K and V of its units' tiles of KEYS keys through a ring in shared memory
+// (attention_load.cuh). The other eight compute.
 //
-// A tile: S = Q K^T, each warp some keys; the rows' maxima over warps through shared memory; P = exp2(S - maximum)
-// as F16 into shared memory; O = O * exp2(old maximum - maximum) + P V, each warp some columns. Every sum has one
-// order, for any number of rows: over D in two chains (even and odd steps of 16), over keys in steps of 16 by
-// position. A key that a row does not see has weight 0, and a cell that no row of the unit sees is not read: zeros
-// stand for it.
+// A tile is computed in these steps. For S = Q K^T, each warp has some keys. The rows' maxima over warps pass
+// through shared memory. P = exp2(S - maximum) goes as F16 into shared memory. For O = O * exp2(old maximum -
+// maximum) + P V, each warp has some columns. Every sum has one order, for any number of rows: over D in two
+// chains (even and odd steps of 16), over keys in steps of 16 by position. A key that a row does not see has
+// weight 0. A cell that no row of the unit sees is not read, and zeros stand for it.
 #pragma once
 
 #include "attention_load.cuh"
@@ -14,9 +14,9 @@
 namespace luce {
 namespace {
 
-constexpr uint32_t ONES = 0x3c003c00; // two F16
+constexpr uint32_t ONES = 0x3c003c00; // it holds two F16
 
-// What the computing warps keep in all their units.
+// This is what the computing warps keep in all their units.
 template <int D, int TYPE> struct MmaBlock : Taker<Layout<D, TYPE, false>> {
     using L = Layout<D, TYPE, false>;
     const AttentionParams &a;
@@ -26,26 +26,27 @@ template <int D, int TYPE> struct MmaBlock : Taker<Layout<D, TYPE, false>> {
 
     __device__ MmaBlock(const AttentionParams &args, const Plan &p, uint8_t *block)
         : Taker<L>{block, {}}, a(args), plan(p) {}
-    // Packed cells of the slot as rows of F16, in the buffer of K or V; the caller's barrier follows.
+    // Unpacks the slot's packed cells to rows of F16, in the buffer of K or V. The caller's barrier follows.
     __device__ void unpack_slot(int which) {
         uint8_t *slot = this->shared + this->ring.slot * L::SLOT;
         unpack<TYPE, L>(slot, this->shared + L::UNPACKED + which * L::KEYS * L::ROW, tid, MATH_THREADS);
     }
 };
 
-// One unit, of up to 16 * MT pairs. Warps share the work on scores and on values differently: of scores a warp has SM
-// tiles of 16 rows by N tiles of 8 keys, of values M tiles of rows by C tiles of 8 columns.
+// An MmaUnit is one unit, of up to 16 * MT pairs. Warps share the work on scores and on values differently:
+// of scores a warp has SM tiles of 16 rows by N tiles of 8 keys, and of values M tiles of rows by C tiles of
+// 8 columns.
 template <int D, int TYPE, int MT> struct MmaUnit {
     using L = Layout<D, TYPE, false>;
     static constexpr int KEYS = L::KEYS;
     static constexpr int M = MT, SM = 1;
-    static constexpr int SHARE = WARPS; // warps that share rows of values
+    static constexpr int SHARE = WARPS; // as many warps share rows of values
     static constexpr int C = D / 8 / SHARE;
-    static constexpr int S_SHARE = MT == 1 ? 8 : MT == 2 ? 4 : 2; // warps that share rows of scores
+    static constexpr int S_SHARE = MT == 1 ? 8 : MT == 2 ? 4 : 2; // as many warps share rows of scores
     static constexpr int N = KEYS / 8 / S_SHARE > 0 ? KEYS / 8 / S_SHARE : 1;
-    static constexpr int N_WARPS = KEYS / 8 / N; // of them, those that have keys
+    static constexpr int N_WARPS = KEYS / 8 / N; // as many of them have keys
     static constexpr bool SAME_ROWS = SM == M;
-    static constexpr bool KEEP_Q = MT <= 2; // in registers
+    static constexpr bool KEEP_Q = MT <= 2; // whether Q stays in registers
     static_assert(C > 0 && (!SAME_ROWS || S_SHARE == SHARE), "all warps have columns");
 
     MmaBlock<D, TYPE> &b;
@@ -53,9 +54,10 @@ template <int D, int TYPE, int MT> struct MmaUnit {
     const int lane = b.lane;
     const int part = b.warp % SHARE, m0 = b.warp / SHARE * M * 16; // of values: columns, first row
     const int s_part = b.warp % S_SHARE, s0 = b.warp / S_SHARE * SM * 16; // of scores: keys, first row
-    const bool scores = s_part < N_WARPS && s0 < MT * 16; // this warp has some
+    const bool scores = s_part < N_WARPS && s0 < MT * 16; // this warp has some of them
     uint32_t kept_q[KEEP_Q ? D / 16 : 1][4];
-    // maximum so far of rows lane / 4 and lane / 4 + 8 of each tile: of values, and of scores where these are others
+    // These are the maxima so far of rows lane / 4 and lane / 4 + 8 of each tile: of values, and of scores
+    // where these are others.
     float most[M][2], s_most[SAME_ROWS ? 1 : SM][2];
     float o[M][C][4] = {}, sum[M][4] = {};
 
@@ -69,7 +71,7 @@ template <int D, int TYPE, int MT> struct MmaUnit {
             s_most[i][0] = s_most[i][1] = -INFINITY;
         }
     }
-    // Read from shared memory where it is needed, for want of registers.
+    // Reads it from shared memory where it is needed, for want of registers.
     __device__ const UnitInfo &unit() const {
         return *reinterpret_cast<const UnitInfo *>(b.shared + L::UNIT);
     }
@@ -90,7 +92,8 @@ template <int D, int TYPE, int MT> struct MmaUnit {
     }
     __device__ uint32_t q_at() const { return b.base + L::Q + swizzle<L::ROW>(s0 + lane % 16, lane / 16); }
 
-    // Scores of this warp's rows and keys, in units of log2; -inf where a row does not see the key.
+    // Computes the scores of this warp's rows and keys, in units of log2, which are -inf where a row does not
+    // see the key.
     __device__ void score(int keys_at, int32_t first, float (&s)[SM][N][4]) {
         float odd[SM][N][4];
 #pragma unroll
@@ -150,7 +153,7 @@ template <int D, int TYPE, int MT> struct MmaUnit {
             for (int n = 0; n < N; n++) {
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
-                    // tanh, to 2^-22 absolutely
+                    // This is tanh, to 2^-22 absolutely.
                     const float power = exp2_fast(s[i][n][e] * 2.88539008f);
                     s[i][n][e] = (1.0f - __fdividef(2.0f, power + 1.0f)) * a.score_cap;
                 }
@@ -206,7 +209,7 @@ template <int D, int TYPE, int MT> struct MmaUnit {
         return x;
     }
 
-    // Weights into shared memory.
+    // Writes weights into shared memory.
     __device__ void weigh(const float (&s)[SM][N][4]) {
         uint8_t *out = b.shared + L::P + swizzle<L::P_ROW>(s0 + lane / 4, s_part * N) + lane % 4 * 4;
 #pragma unroll
@@ -229,7 +232,7 @@ template <int D, int TYPE, int MT> struct MmaUnit {
             }
         }
     }
-    // What was summed before to the new maximum.
+    // Scales what was summed before to the new maximum.
     __device__ void shrink() {
 #pragma unroll
         for (int i = 0; i < M; i++) {
@@ -252,7 +255,7 @@ template <int D, int TYPE, int MT> struct MmaUnit {
     __device__ uint32_t weights_at() const {
         return b.base + L::P + swizzle<L::P_ROW>(m0 + lane % 16, lane / 16);
     }
-    // O += P V and sum += P 1
+    // Computes O += P V and sum += P 1.
     __device__ void add_values(int values_at) {
         const uint32_t p0 = weights_at();
         const uint32_t v0 =
@@ -266,7 +269,7 @@ template <int D, int TYPE, int MT> struct MmaUnit {
             }
 #pragma unroll
             for (int c = 0; c < C; c += 2) {
-                uint32_t v[4]; // of one column tile the second half is not used
+                uint32_t v[4]; // where there is one column tile, the second half is not used
                 load_transposed(v, at_word(v0, c) + k * 16 * L::ROW);
 #pragma unroll
                 for (int i = 0; i < M; i++) {
@@ -285,7 +288,7 @@ template <int D, int TYPE, int MT> struct MmaUnit {
         }
     }
 
-    // Rows that see a value which is not finite have no sum.
+    // Leaves rows that see a value which is not finite without a sum.
     __device__ void clean(int values_at, int32_t first) {
         if (!L::clean_values(b.shared, values_at, b.tid, MATH_THREADS)) {
             return;

@@ -20,13 +20,14 @@ namespace luce {
 namespace {
 
 constexpr int WARP = 32;
-constexpr int TILE_KEYS = 64; // the measure of work; windows are cut to multiples of it
+constexpr int TILE_KEYS = 64; // work is measured in tiles, and windows are cut to multiples of them
 constexpr int MAX_SEGMENTS = 2 * MAX_ROWS;
 constexpr int MAX_WORKERS = 256;
-// Committed chunks of the regions from the last to the second, paths, committed chunks of the first region.
+// The kinds are committed chunks of the regions from the last to the second, paths, and committed chunks of
+// the first region.
 constexpr int UNIT_KINDS = CHUNK_REGIONS + 1, PATHS = CHUNK_REGIONS - 1;
-constexpr int UNIT_COST = 1,
-              PATH_COST = 3; // what a unit costs beside its tiles, in tiles: of chunks, of paths
+// What a unit of chunks or of paths costs beside its tiles, in tiles.
+constexpr int UNIT_COST = 1, PATH_COST = 3;
 
 __device__ constexpr int region_of_kind(int kind) {
     return kind > PATHS ? 0 : CHUNK_REGIONS - 1 - kind;
@@ -36,13 +37,13 @@ struct AttentionParams : AttentionArgs {
     int32_t G; // query heads of a group: those of a KV head, or where these are many, a part of them
     int32_t groups, groups_of_head; // of all heads; of a KV head
     int32_t per_G; // 2^16 / G rounded up: pair * per_G >> 16 is pair / G
-    int32_t chunks; // most of a sequence
-    // To units of log2: score * score_scale, or tanh(score * score_scale) * score_cap.
+    int32_t chunks; // the most that a sequence has
+    // These turn scores into units of log2: score * score_scale, or tanh(score * score_scale) * score_cap.
     float score_scale, score_cap;
     float *partial; // [T][H][chunks][D] sums of weight * v
     float2 *sums; // [T][H][chunks] {maximum, sum of weights}, of scores in units of log2
 
-    // A pair of a unit: row and head of the step.
+    // Returns the row and the head of the step that a unit's pair stands for.
     __device__ int row_of(int first_row, int pair) const { return first_row + (pair * per_G >> 16); }
     __device__ int head_of(int group, int pair) const { return group * G + pair - (pair * per_G >> 16) * G; }
     __device__ int kv_head(int group) const { return groups_of_head == 1 ? group : group / groups_of_head; }
@@ -51,10 +52,10 @@ struct AttentionParams : AttentionArgs {
 struct Segment {
     uint8_t seq, row, n_rows; // its rows, of the step
     uint8_t n_tiles, tile_rows;
-    uint8_t tail; // 1: one path
-    int32_t chunk0, chunk1; // none: no rows
+    uint8_t tail; // 1 for one path
+    int32_t chunk0, chunk1; // none where there are no rows
 
-    // Its chunks of a kind, the first of them in `begin`.
+    // Returns its chunks of a kind, and the first of them in `begin`.
     __device__ int32_t chunks(int kind, int32_t &begin) const {
         begin = chunk0;
         int32_t end = chunk1;
@@ -68,23 +69,27 @@ struct Segment {
 };
 
 struct Plan {
-    Segment segment[MAX_SEGMENTS]; // committed chunks of sequence i; the path that begins at row i - MAX_ROWS
-    int32_t ends[UNIT_KINDS]
-                [MAX_ROWS]; // units of a kind up to the i-th segment's last, among chunks or paths
-    int32_t first[UNIT_KINDS], last[UNIT_KINDS]; // units of this block: first .. last - 1
-    int32_t chunks[MAX_SEGMENTS / WARP], path_tiles[MAX_SEGMENTS / WARP]; // by warp: all; of the longest unit
+    // First the committed chunks of each sequence; entry i may be the path that begins at row i - MAX_ROWS.
+    Segment segment[MAX_SEGMENTS];
+    // The units of a kind up to the i-th segment's last, among chunks or paths.
+    int32_t ends[UNIT_KINDS][MAX_ROWS];
+    int32_t first[UNIT_KINDS], last[UNIT_KINDS]; // this block has units first .. last - 1
+    // By warp: those of all, and of the longest unit.
+    int32_t chunks[MAX_SEGMENTS / WARP], path_tiles[MAX_SEGMENTS / WARP];
     int32_t done[UNIT_KINDS][MAX_WORKERS / WARP]; // by warp: units that its workers and those before have
-    uint32_t begins[MAX_ROWS / WARP]; // bit: a path begins at the row, or it is of no sequence
-    int32_t position[MAX_ROWS]; // of a row
+    // a bit says that a path begins at the row, or that it is of no sequence.
+    uint32_t begins[MAX_ROWS / WARP];
+    int32_t position[MAX_ROWS]; // that of a row
     int8_t parent[MAX_ROWS], seq[MAX_ROWS];
-    uint8_t path[MAX_ROWS]; // first row of the row's path
-    int32_t n_past[MAX_ROWS], pages[MAX_ROWS]; // of a sequence
+    uint8_t path[MAX_ROWS]; // the first row of the row's path
+    int32_t n_past[MAX_ROWS], pages[MAX_ROWS]; // those of a sequence
     uint8_t row0[MAX_ROWS], n_rows[MAX_ROWS];
 
     __device__ int64_t cell(const int32_t *table, int seq_index, int32_t at) const {
         return int64_t(table[pages[seq_index] + at / PAGE]) * PAGE + at % PAGE;
     }
-    // The row at a position of `row`'s path, from n_past to the row's own. Rows of a path follow each other.
+    // Returns the row at a position of `row`'s path, from n_past to the row's own. Rows of a path follow each
+    // other.
     __device__ int ancestor(int row, int32_t at) const {
         int first = path[row];
         while (at < position[first]) {
@@ -100,7 +105,7 @@ struct Plan {
     __device__ void make(const AttentionParams &a, int most_pairs);
 };
 
-// Rows and sequences into shared memory.
+// Reads rows and sequences into shared memory.
 __device__ void Plan::read(const AttentionParams &a) {
     const int i = threadIdx.x;
     if (i >= MAX_ROWS) {
@@ -123,7 +128,7 @@ __device__ void Plan::read(const AttentionParams &a) {
     }
 }
 
-// Segment i, of one tile.
+// Returns segment i, of one tile.
 __device__ Segment Plan::find(const AttentionParams &a, int i) const {
     Segment s{};
     const uint64_t begin_bits = uint64_t(begins[1]) << 32 | begins[0];
@@ -151,7 +156,7 @@ __device__ Segment Plan::find(const AttentionParams &a, int i) const {
     return s;
 }
 
-// Tiles of the longest unit of a path.
+// Returns how many tiles the longest unit of a path has.
 __device__ int Plan::longest(const AttentionParams &a, const Segment &s) const {
     const int32_t begin = max(chunk_begin(s.chunk0), lowest_visible(n_past[s.seq], a.first, a.window));
     const int32_t end = min(chunk_begin(s.chunk0 + 1), position[s.row + s.n_rows - 1] + 1);
@@ -160,12 +165,12 @@ __device__ int Plan::longest(const AttentionParams &a, const Segment &s) const {
     return (max(end - begin, min(next, MAX_ROWS)) + TILE_KEYS - 1) / TILE_KEYS;
 }
 
-// Segments and their units. Rows of a segment are cut to tiles where a unit can not have all, and where blocks would
-// have nothing to do otherwise.
+// Counts segments and their units. Rows of a segment are cut to tiles where a unit can not have all, and
+// where blocks would have nothing to do otherwise.
 __device__ void Plan::count(const AttentionParams &a, int most_rows) {
     const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP;
     Segment mine{};
-    if (tid < MAX_SEGMENTS) { // two warps for committed chunks, two for paths
+    if (tid < MAX_SEGMENTS) { // two warps are for committed chunks, two for paths
         mine = find(a, tid);
         const int32_t all = __reduce_add_sync(~0u, mine.n_rows > 0 ? mine.chunk1 - mine.chunk0 : 0);
         const int32_t tiles =
@@ -200,9 +205,10 @@ __device__ void Plan::count(const AttentionParams &a, int most_rows) {
     }
 }
 
-// Worker j has of each kind as many units as bring the work of workers 0 .. j, so far, closest to their share of it
-// from below; none where a larger unit is more than that. Thread j is worker j. Where there are no more units than
-// workers, the first ones have one each: these blocks come up first.
+// Shares out the units. Worker j has of each kind as many units as bring the work of workers 0 .. j, so far,
+// closest to their share of it from below, and none where a larger unit is more than that. Thread j is worker
+// j. Where there are no more units than workers, the first ones have one each, since these blocks come up
+// first.
 __device__ void Plan::share_out() {
     const int j = threadIdx.x, lane = j % WARP, warp = j / WARP, workers = int(gridDim.x),
               me = int(blockIdx.x);
@@ -221,7 +227,7 @@ __device__ void Plan::share_out() {
         }
         return;
     }
-    uint64_t all = 0, mine = 0; // work: of all workers; of workers 0 .. j
+    uint64_t all = 0, mine = 0; // work of all workers, and of workers 0 .. j
     for (int k = 0; k < UNIT_KINDS; k++) {
         const int32_t units = ends[k][MAX_ROWS - 1];
         if (j == 0) {
@@ -262,7 +268,8 @@ __device__ void Plan::share_out() {
     }
 }
 
-// All threads of a block, MAX_WORKERS at least. A unit has at most so many pairs.
+// Makes the plan with all threads of a block, which are MAX_WORKERS at least. A unit has at most most_pairs
+// pairs.
 __device__ void Plan::make(const AttentionParams &a, int most_pairs) {
     const int tid = threadIdx.x;
     read(a);
@@ -282,14 +289,14 @@ __device__ void Plan::make(const AttentionParams &a, int most_pairs) {
     __syncthreads();
 }
 
-// What there is to do for a unit.
+// UnitInfo says what there is to do for a unit.
 struct UnitInfo {
     int32_t row, n_rows, head, chunk;
     int32_t begin, end; // keys
     int32_t past; // the sequence's n_past
-    int32_t hides; // 1: a row may not see what another does
+    int32_t hides; // 1 where a row may not see what another does
 
-    // Whether cells of the tile at `first` may be loaded that some row of the unit does not see.
+    // Says whether cells of the tile at `first` may be loaded that some row of the unit does not see.
     __device__ bool mixed(int32_t first, int keys, int32_t window) const {
         return hides != 0 && (first + keys > past || (window > 0 && first < past + MAX_ROWS - window));
     }
@@ -301,11 +308,11 @@ struct UnitInfo {
 struct Cursor {
     const AttentionParams &a;
     const Plan &plan;
-    int kind = 0, seg = 0; // seg: among those of the kind
+    int kind = 0, seg = 0; // seg counts among those of the kind
     int32_t i, stop; // units of the kind
-    // the unit:
+    // these say which unit it is
     int row, n_rows, head; // head: the group of query heads
-    int32_t chunk, begin, end, low; // keys; those below `low` no row sees
+    int32_t chunk, begin, end, low; // keys; no row sees those below `low`
 
     __device__ Cursor(const AttentionParams &args, const Plan &p)
         : a(args), plan(p), i(p.first[0]), stop(p.last[0]) {
@@ -316,7 +323,7 @@ struct Cursor {
         i++;
         settle();
     }
-    // Unit i, or the first after it that has keys.
+    // Goes to unit i, or to the first one after it that has keys.
     __device__ void settle() {
         for (;; i++) {
             while (i == stop) {
@@ -358,7 +365,8 @@ struct Cursor {
         const int hides = (segment().tail != 0 && n_rows > 1) || a.window > 0;
         return {row, n_rows, head, chunk, begin, end, plan.n_past[seq()], hides};
     }
-    // Cell of a key of the unit: below n_past as it was committed, from there on by the ancestors of the last row.
+    // Returns the cell of a key of the unit. Below n_past it is where it was committed, and from there on it
+    // is found by the ancestors of the last row.
     __device__ int64_t cell(int32_t key) const {
         const int s = seq();
         const int32_t past = plan.n_past[s];

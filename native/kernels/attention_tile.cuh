@@ -1,5 +1,5 @@
-// Tiles in shared memory and the tensor cores' instructions on them (sm_80 and later): rows of F16 in 16-byte words,
-// whose order is changed by the row so that eight rows of one column lie in different banks.
+// Has tiles in shared memory and the tensor cores' instructions on them (sm_80 and later). Rows of F16 lie in
+// 16-byte words, whose order is changed by the row so that eight rows of one column lie in different banks.
 #pragma once
 
 #include "overlap.cuh"
@@ -12,18 +12,18 @@
 namespace luce {
 namespace {
 
-// Byte offset of word `word` of row `row`, of rows of BYTES bytes.
+// Returns the byte offset of word `word` of row `row`, of rows of BYTES bytes.
 template <int BYTES> __device__ int swizzle(int row, int word) {
     static_assert(BYTES >= 64 && (BYTES == 64 || BYTES % 128 == 0), "rows of 32 values, or of 64 and more");
     return row * BYTES + 16 * (BYTES == 64 ? word ^ (row >> 1 & 3) : word ^ (row & 7));
 }
 
-// From the address of word w of a row to that of word w + x, where w and x have no bit in common.
+// Goes from the address of word w of a row to that of word w + x, where w and x have no bit in common.
 __device__ uint32_t at_word(uint32_t address, int x) {
     return (address ^ x % 8 * 16) + x / 8 * 128;
 }
 
-// BYTES from global memory, or zeros, on their way until a barrier says so.
+// Copies BYTES from global memory, or zeros. They are on their way until a barrier says that they are there.
 template <int BYTES> __device__ void copy_async(uint32_t to, const void *from, bool valid) {
     const int n = valid ? BYTES : 0;
     if (BYTES == 16) {
@@ -42,13 +42,13 @@ __device__ void init_barrier(uint32_t at, int count) {
 __device__ void arrive(uint32_t at) {
     asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(at) : "memory");
 }
-// This thread arrives when its copies so far have arrived.
+// Lets this thread arrive when its copies so far have arrived.
 __device__ void arrive_after_copies(uint32_t at) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(at) : "memory");
 }
 __device__ bool phase_ended(uint32_t at, uint32_t parity) {
     uint32_t done;
-#if __CUDA_ARCH__ >= 900 // sleeps for a while where it has to wait
+#if __CUDA_ARCH__ >= 900 // it sleeps for a while where it has to wait
     asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
 #else
     asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
@@ -62,7 +62,7 @@ __device__ void wait_barrier(uint32_t at, uint32_t parity) {
     while (!phase_ended(at, parity)) {
     }
 }
-// The same where there is time: a warp that polls takes the shared memory from those that compute.
+// Waits where there is time: a warp that polls takes the shared memory from those that compute.
 __device__ void wait_patiently(uint32_t at, uint32_t parity) {
     if (threadIdx.x % 32 == 0) {
         while (!phase_ended(at, parity)) {
@@ -72,7 +72,7 @@ __device__ void wait_patiently(uint32_t at, uint32_t parity) {
     __syncwarp();
 }
 
-// Among `threads` threads of the block, whole warps of those that compute.
+// Waits among `threads` threads of the block, which are whole warps of those that compute.
 __device__ void barrier(int threads) {
     asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
 }
@@ -85,7 +85,7 @@ __device__ bool barrier_or(int threads, bool value) {
         : "memory");
     return any != 0;
 }
-// What this thread has written, or has seen written by others' copies, the tensor cores may read in wgmma.
+// Lets the tensor cores read in wgmma what this thread has written, or has seen written by others' copies.
 __device__ void show_to_wgmma() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -120,8 +120,8 @@ __device__ void load_transposed(uint32_t (&m)[4], uint32_t at) {
                  : "memory");
 }
 
-// c += a (16 x 16) * b (16 x 8). Thread `lane` holds of c: rows lane / 4 (c[0], c[1]) and lane / 4 + 8 (c[2], c[3]),
-// columns lane % 4 * 2 and the next.
+// Computes c += a (16 x 16) * b (16 x 8). Of c, thread `lane` holds rows lane / 4 (c[0], c[1]) and lane / 4 +
+// 8 (c[2], c[3]), in columns lane % 4 * 2 and the next.
 __device__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
@@ -129,8 +129,8 @@ __device__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uin
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// x, of which the compiler knows nothing: what is rarely needed is then computed where it is needed, instead of ahead
-// of a loop that has no registers to keep it.
+// Returns x, of which the compiler then knows nothing. So what is rarely needed is computed where it is
+// needed, and not ahead of a loop that has no registers to keep it.
 __device__ int here(int x) {
     asm volatile("" : "+r"(x));
     return x;

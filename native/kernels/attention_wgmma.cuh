@@ -1,11 +1,13 @@
-// Attention on Hopper's tensor cores, over F16 cells or cells that are unpacked to F16. Four warps of a block send K
-// and V of its units' tiles of 64 keys through a ring in shared memory (attention_load.cuh). Two warpgroups compute,
-// each for 64 of the unit's pairs by itself; the second one leaves tiles of smaller units untouched.
+// Computes attention on Hopper's tensor cores, over F16 cells or cells that are unpacked to F16. Four warps
+// of a block send K and V of its units' tiles of 64 keys through a ring in shared memory
+// (attention_load.cuh). Two warpgroups compute, each for 64 of the unit's pairs by itself. The second one
+// leaves tiles of smaller units untouched.
 //
-// A tile: S = Q K^T in registers, P = exp2(S - maximum) as F16 in the same registers, O = O * exp2(old maximum -
-// maximum) + P V. Every sum has one order, for any number of rows: over D and over keys in steps of 16, of weights
-// first over a thread's keys, then over the four threads that share a row. A key that a row does not see has weight 0,
-// and a cell that no row of the unit sees is not read: zeros stand for it.
+// A tile is computed in these steps: S = Q K^T in registers, P = exp2(S - maximum) as F16 in the same
+// registers, O = O * exp2(old maximum - maximum) + P V. Every sum has one order, for any number of rows: over
+// D and over keys in steps of 16. Weights are summed first over a thread's keys, then over the four threads
+// that share a row. A key that a row does not see has weight 0. A cell that no row of the unit sees is not
+// read, and zeros stand for it.
 #pragma once
 
 #include "attention_load.cuh"
@@ -14,9 +16,10 @@
 namespace luce {
 namespace {
 
-constexpr int GROUP_THREADS = 128, GROUP_PAIRS = 64; // of a warpgroup
+constexpr int GROUP_THREADS = 128, GROUP_PAIRS = 64; // a warpgroup has so many
 
-// A matrix in shared memory in rows of 128 bytes, swizzled; eight rows are 1024 bytes.
+// Returns the descriptor of a matrix in shared memory in rows of 128 bytes, swizzled. Eight rows are 1024
+// bytes.
 __device__ uint64_t wgmma_matrix(uint32_t address) {
     constexpr uint32_t EIGHT_ROWS = 1024 / 16, SWIZZLED = 1u << 30;
     const uint32_t low = (address & 0x3ffff) >> 4 | EIGHT_ROWS << 16;
@@ -30,7 +33,7 @@ __device__ uint64_t wgmma_matrix(uint32_t address) {
     LUCE_C4(c, 0), LUCE_C4(c, 1), LUCE_C4(c, 2), LUCE_C4(c, 3), LUCE_C4(c, 4), LUCE_C4(c, 5), LUCE_C4(c, 6), \
         LUCE_C4(c, 7)
 
-// c (64 x 64) += or = a (64 x 16, by rows) * b (64 columns x 16, by columns), both in shared memory.
+// Computes c (64 x 64) += or = a (64 x 16, by rows) * b (64 columns x 16, by columns), both in shared memory.
 __device__ void wgmma_by_rows(float (&c)[8][4], uint64_t a, uint64_t b, bool add) {
 #if ROWMM_WGMMA
     asm volatile(
@@ -42,7 +45,7 @@ __device__ void wgmma_by_rows(float (&c)[8][4], uint64_t a, uint64_t b, bool add
         : "l"(a), "l"(b), "r"(int(add)));
 #endif
 }
-// c (64 x 64) += a (64 x 16, in registers) * b (16 x 64, by rows, in shared memory).
+// Computes c (64 x 64) += a (64 x 16, in registers) * b (16 x 64, by rows, in shared memory).
 __device__ void wgmma_by_columns(float (&c)[8][4], const uint32_t (&a)[4], uint64_t b) {
 #if ROWMM_WGMMA
     asm volatile(
@@ -61,7 +64,8 @@ __device__ void group_barrier(int group) {
     asm volatile("bar.sync %0, %1;" ::"r"(3 + group), "n"(GROUP_THREADS) : "memory");
 }
 
-// Up to 64 pairs of a unit, of one warpgroup. A thread has rows lane / 4 and lane / 4 + 8 of its warp's 16.
+// A WgmmaUnit is up to 64 pairs of a unit, for one warpgroup. A thread has rows lane / 4 and lane / 4 + 8 of
+// its warp's 16.
 template <int D, int TYPE> struct WgmmaUnit {
     using L = Layout<D, TYPE, true>;
     static constexpr int KEYS = L::KEYS, PANELS = D / 64, N = KEYS / 8;
@@ -71,14 +75,14 @@ template <int D, int TYPE> struct WgmmaUnit {
     const Plan &plan;
     Taker<L> &ring;
     const UnitInfo unit;
-    const int group, threads; // of the unit: those that compute, of both groups
+    const int group, threads; // `threads` counts those of both groups that compute
     const int tid = threadIdx.x % GROUP_THREADS, lane = tid % WARP;
-    const int pair = group * GROUP_PAIRS + tid / WARP * 16 + lane / 4; // of the first row
-    const bool used = pair - lane / 4 < unit.n_rows * a.G; // this warp has pairs
+    const int pair = group * GROUP_PAIRS + tid / WARP * 16 + lane / 4; // that of the first row
+    const bool used = pair - lane / 4 < unit.n_rows * a.G; // says that this warp has pairs
     uint8_t *const shared = ring.shared;
     const uint32_t base = shared_address(shared);
     int32_t from[2], to[2]; // what the thread's rows see
-    float most[2] = {-INFINITY, -INFINITY}, sum[2] = {}; // of weights: over this thread's keys
+    float most[2] = {-INFINITY, -INFINITY}, sum[2] = {}; // sums of weights over this thread's keys
     float o[PANELS][8][4] = {};
 
     __device__ WgmmaUnit(const AttentionParams &args, const Plan &p, Taker<L> &taker, const UnitInfo &u)
@@ -107,7 +111,7 @@ template <int D, int TYPE> struct WgmmaUnit {
 #pragma unroll
         for (int n = 0; n < N; n++) {
 #pragma unroll
-            for (int e = 0; e < 4; e++) { // tanh, to 2^-22 absolutely
+            for (int e = 0; e < 4; e++) { // this is tanh, to 2^-22 absolutely
                 const float power = exp2_fast(s[n][e] * a.score_scale * 2.88539008f);
                 s[n][e] = (1.0f - __fdividef(2.0f, power + 1.0f)) * a.score_cap;
             }
@@ -123,9 +127,10 @@ template <int D, int TYPE> struct WgmmaUnit {
             }
         }
     }
-    // Weights as the A matrices of steps of 16 keys; what was summed before goes to the new maximum.
+    // Leaves weights as the A matrices of steps of 16 keys, and scales what was summed before to the new
+    // maximum.
     __device__ void weigh(int32_t first, float (&s)[N][4], uint32_t (&p)[KEYS / 16][4]) {
-        const float scale = a.softcap > 0 ? 1.0f : a.score_scale; // to units of log2
+        const float scale = a.softcap > 0 ? 1.0f : a.score_scale; // it brings scores to units of log2
         if (a.softcap > 0) {
             cap(s);
         }
@@ -196,7 +201,7 @@ template <int D, int TYPE> struct WgmmaUnit {
         }
     }
 
-    // The next slot's K (0) or V (1) as F16, where it is; a packed slot is left.
+    // Returns the next slot's K (0) or V (1) as F16, where it is. A packed slot is left.
     __device__ int take(int which) {
         ring.wait();
         if (!L::PACKED) {
@@ -281,7 +286,7 @@ __device__ void wgmma_units(const AttentionParams &a, const Plan &plan, uint8_t 
     Taker<L> ring{shared};
     const int group = threadIdx.x / GROUP_THREADS, tid = threadIdx.x % GROUP_THREADS;
     const int first_pair = group * GROUP_PAIRS;
-    int rows = -1, head = -1; // of the queries in shared memory
+    int rows = -1, head = -1; // of the queries that are in shared memory
     Cursor cursor(a, plan);
     wait_for_previous();
     for (; cursor.valid(); cursor.next()) {

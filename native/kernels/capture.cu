@@ -1,5 +1,5 @@
-// A step as one CUDA graph: recorded once from its stream, then replayed. What may change between replays is
-// only what the captured pointers point to.
+// Records a step as one CUDA graph, once from its stream, and replays it. Between replays, only what the
+// captured pointers point to may change.
 #include "kernels.h"
 
 #include <cuda_runtime.h>
@@ -42,12 +42,12 @@ int cuda::current_device() {
     return cudaGetDevice(&device) == cudaSuccess ? device : -1;
 }
 
-// Relaxed: ggml may allocate from its pools while the step is recorded.
+// The mode is relaxed, since ggml may allocate from its pools while the step is recorded.
 int cuda::capture_begin(void *stream) {
     return int(cudaStreamBeginCapture(static_cast<cudaStream_t>(stream), cudaStreamCaptureModeRelaxed));
 }
 
-// *executable is null after an error. A failed recording is ended too, so that the stream is usable again.
+// After an error *executable is null. A failed recording is ended too, so that the stream is usable again.
 int cuda::capture_end(void *stream, void **executable) {
     *executable = nullptr;
     cudaGraph_t graph = nullptr;
@@ -60,14 +60,14 @@ int cuda::capture_end(void *stream, void **executable) {
         cudaGraphDestroy(graph);
     }
     if (error != cudaSuccess) {
-        cudaGetLastError(); // it is reported here; the next launch must not report it again
+        cudaGetLastError(); // it is reported here, and the next launch must not report it again
         return int(error);
     }
     *executable = exec;
     return 0;
 }
 
-// Also of a recording that something has invalidated. Does nothing where none is going on.
+// Ends a recording, also one that something has invalidated. It does nothing where none is going on.
 void cuda::capture_abandon(void *stream) {
     const cudaStream_t st = static_cast<cudaStream_t>(stream);
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -77,7 +77,7 @@ void cuda::capture_abandon(void *stream) {
             cudaGraphDestroy(graph);
         }
     }
-    cudaGetLastError(); // what failed is known to the caller; the next launch must not report it again
+    cudaGetLastError(); // the caller knows what failed, and the next launch must not report it again
 }
 
 int cuda::to_host(void *pinned, const void *device, size_t bytes, void *stream) {

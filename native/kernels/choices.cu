@@ -1,4 +1,4 @@
-// Choices that stay on the device: a step keeps its rows' tokens, a later step starts from them.
+// Keeps choices on the device: a step keeps its rows' tokens, and a later step starts from them.
 #include "kernels.h"
 
 #include <cuda_runtime.h>
@@ -6,7 +6,7 @@
 namespace luce {
 namespace {
 
-__global__ void keep_kernel(KeepArgs a) { // a thread a row
+__global__ void keep_kernel(KeepArgs a) { // a thread has a row
     const int t = threadIdx.x;
     const int32_t at = a.ctl->rows[t].keep;
     if (at >= 0) {
@@ -15,7 +15,7 @@ __global__ void keep_kernel(KeepArgs a) { // a thread a row
     }
 }
 
-__global__ void row_tokens_kernel(TokensArgs a) { // a thread a row
+__global__ void row_tokens_kernel(TokensArgs a) { // a thread has a row
     const int t = blockIdx.x * blockDim.x + threadIdx.x;
     if (t < a.T) {
         const int32_t given = a.tokens[t], token = given >= 0 ? given : a.drafts[2 * int64_t(-1 - given)];

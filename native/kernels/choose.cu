@@ -1,5 +1,6 @@
-// The token of each row by the rule of sampling.h, in four kernels; a row never leaves the device. Maxima with ties to
-// the lowest id, counts and sums of integer masses are the same in any order, so it has the bits of the CPU.
+// Chooses the token of each row by the rule of sampling.h, in four kernels, and a row never leaves the
+// device. Maxima with ties to the lowest id, counts and sums of integer masses are the same in any order, so
+// the result has the bits of the CPU.
 //   most   CHOICE_PARTS blocks a row: the largest logit of each part
 //   bins   where top-k or top-p ask for it: how many ids, and which mass, lie in each of SAMPLE_BINS ranges of z. That
 //          tells of every range but one or a few whether it is kept
@@ -12,7 +13,7 @@
 namespace luce {
 namespace {
 
-// grid: parts, rows
+// The grid is parts, rows.
 template <bool VECTOR> __global__ void __launch_bounds__(THREADS) most_kernel(ChooseArgs a, int32_t part) {
     __shared__ Best shared[THREADS / WARP];
     const Row row(a, blockIdx.y);
@@ -44,7 +45,7 @@ template <bool VECTOR> __global__ void __launch_bounds__(THREADS) most_kernel(Ch
     }
 }
 
-// grid: parts, rows
+// The grid is parts, rows.
 template <bool VECTOR> __global__ void __launch_bounds__(THREADS) bins_kernel(ChooseArgs a, int32_t part) {
     __shared__ unsigned long long mass[SAMPLE_BINS];
     __shared__ uint32_t count[SAMPLE_BINS];
@@ -75,7 +76,7 @@ template <bool VECTOR> __global__ void __launch_bounds__(THREADS) bins_kernel(Ch
     }
 }
 
-// grid: parts, rows
+// The grid is parts, rows.
 template <bool VECTOR> __global__ void __launch_bounds__(THREADS) noise_kernel(ChooseArgs a, int32_t part) {
     __shared__ Best shared[THREADS / WARP];
     __shared__ Bins<THREADS> bins;
@@ -127,7 +128,7 @@ template <bool VECTOR> __global__ void __launch_bounds__(THREADS) noise_kernel(C
     }
 }
 
-// grid: rows
+// The grid is rows.
 __global__ void __launch_bounds__(PICK_THREADS) pick_kernel(ChooseArgs a) {
     __shared__ Best shared[PICK_THREADS / WARP];
     const Row row(a, blockIdx.x);
@@ -145,7 +146,7 @@ __global__ void __launch_bounds__(PICK_THREADS) pick_kernel(ChooseArgs a) {
         best.reduce_block<PICK_THREADS>(shared);
     }
     if (threadIdx.x == 0) {
-        row.out->token = best.id == INT_MAX ? 0 : best.id; // nothing but NaN
+        row.out->token = best.id == INT_MAX ? 0 : best.id; // there is nothing but NaN
         row.out->not_finite = bad ? 1 : 0;
     }
 }

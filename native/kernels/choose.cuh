@@ -1,4 +1,4 @@
-// The parts of choose.cu: rows, maxima, sums over bins, and the choice among what the bins leave open.
+// Has the parts of choose.cu: rows, maxima, sums over bins, and the choice among what the bins leave open.
 #pragma once
 
 #include "kernels.h"
@@ -13,9 +13,9 @@ namespace {
 constexpr int WARP = 32;
 constexpr int THREADS = 256;
 constexpr int PICK_THREADS = 1024;
-constexpr int UNROLL = 4; // 16-byte loads in flight
+constexpr int UNROLL = 4; // so many 16-byte loads are in flight
 
-// The largest value with the lowest id.
+// Best is the largest value with the lowest id.
 struct Best {
     float value = -INFINITY;
     int32_t id = INT_MAX;
@@ -56,8 +56,8 @@ __device__ Span part_of(int index, int32_t part, int64_t n) {
     return {int32_t(min(begin, n)), int32_t(min(begin + part, n))};
 }
 
-// f(values, id of the first) for all ids of a span whose begin is a multiple of 4, four at a time; -inf beyond its
-// end. All threads of a warp call f alike often.
+// Calls f(values, id of the first) for all ids of a span whose begin is a multiple of 4, four at a time, with
+// -inf beyond its end. All threads of a warp call f alike often.
 template <bool VECTOR, int N, typename F> __device__ void each(const float *x, Span span, F &&f) {
     for (int32_t base = span.begin; base < span.end; base += 4 * N * UNROLL) {
         float v[UNROLL][4];
@@ -90,8 +90,8 @@ template <bool VECTOR, int N, typename F> __device__ void each(const float *x, S
 struct Row {
     const float *x;
     ChoiceRow *out;
-    ChoiceCtl c{}; // greedy for rows that only fill the step's width
-    uint64_t position = 0; // of the token to be chosen
+    ChoiceCtl c{}; // it is greedy for rows that only fill the step's width
+    uint64_t position = 0; // that of the token to be chosen
 
     __device__ Row(const ChooseArgs &a, int t) : x(a.logits + t * a.n), out(a.out + t) {
         const RowCtl &row = a.ctl->rows[t];
@@ -103,7 +103,7 @@ struct Row {
     __device__ bool top_k(int64_t n) const { return c.top_k > 0 && c.top_k < n; }
     __device__ bool filtered(int64_t n) const { return c.scale != 0 && (top_k(n) || c.top_p < TOP_P_ONE); }
 
-    // Of all parts, in every thread; *bad: a logit was not finite.
+    // Returns the largest of all parts, in every thread. *bad says that a logit was not finite.
     __device__ Best largest(bool *bad = nullptr) const {
         Best best;
         bool found = false;
@@ -122,7 +122,7 @@ struct Row {
         const Words4 words = noise_words(c.seed, position, uint32_t(id) / 4);
         return score_of(half_gap(value, x_max), c.scale, words.w[id % 4]);
     }
-    // An id that top-k and top-p keep.
+    // Shows it an id that top-k and top-p keep.
     __device__ void see(Best &best, float gap, float z, uint32_t word, int32_t id) const {
         const float score = score_of(gap, c.scale, word);
         if ((score > best.value || (score == best.value && id < best.id)) &&
@@ -139,8 +139,8 @@ struct Row {
 
 // ---- counts and masses by bin ---------------------------------------------------------------------------
 
-// Adds one id to its bin, all lanes of a warp at once; bin -1: none. Where all share a bin, as flat logits do, it is
-// one addition.
+// Adds one id to its bin, for all lanes of a warp at once. Bin -1 means none. Where all share a bin, as flat
+// logits do, it is one addition.
 __device__ void add_by_warp(int bin, uint64_t mass, uint32_t *count, unsigned long long *sums) {
     const unsigned there = __ballot_sync(~0u, bin >= 0);
     if (there == 0) {
@@ -168,7 +168,7 @@ __device__ void add_by_warp(int bin, uint64_t mass, uint32_t *count, unsigned lo
     }
 }
 
-// The sum up to and with each thread's value, over the block.
+// Returns the sum up to and with each thread's value, over the block.
 template <int N> __device__ uint64_t block_scan(uint64_t value, uint64_t *shared) {
 #pragma unroll
     for (int d = 1; d < WARP; d *= 2) {
@@ -186,18 +186,18 @@ template <int N> __device__ uint64_t block_scan(uint64_t value, uint64_t *shared
     return value;
 }
 
-// Which bins are kept, as far as bins can tell.
+// A cut says which bins are kept, as far as bins can tell.
 struct Cut {
-    int sure = SAMPLE_BINS; // bins below are kept
+    int sure = SAMPLE_BINS; // bins below it are kept
     int open = SAMPLE_BINS; // bins sure .. open may be kept, in part
-    int k_bin = SAMPLE_BINS - 1; // where top-k ends
-    bool k_open = false; // in its middle, so that bin is listed too
-    int last = SAMPLE_BINS; // that matters
+    int k_bin = SAMPLE_BINS - 1; // top-k ends there
+    bool k_open = false; // it ends in its middle, so that bin is listed too
+    int last = SAMPLE_BINS; // the last bin that matters
 
     __device__ bool listed(int bin) const { return (bin >= sure && bin <= open) || (k_open && bin == k_bin); }
 };
 
-// Sums over bins 0 .. b, in shared memory.
+// Bins are sums over bins 0 .. b, in shared memory.
 template <int N> struct Bins {
     uint64_t mass[SAMPLE_BINS];
     uint32_t count[SAMPLE_BINS];
@@ -222,7 +222,7 @@ template <int N> struct Bins {
     __device__ uint64_t mass_below(int bin) const { return bin > 0 ? mass[bin - 1] : 0; }
     __device__ uint32_t count_below(int bin) const { return bin > 0 ? count[bin - 1] : 0; }
 
-    // The first bin at whose end `sums` reach `need`, which the last one does.
+    // Returns the first bin at whose end `sums` reach `need`, which the last one does.
     template <typename T> __device__ static int reaches(const T *sums, uint64_t need) {
         int low = 0, high = SAMPLE_BINS - 1;
         while (low < high) {
@@ -257,7 +257,7 @@ template <int N> struct Bins {
 
 // ---- the choice among what bins leave open --------------------------------------------------------------
 
-// An id's place in the order: the better, the larger. Below 2^56.
+// Returns an id's place in the order. A better one has a larger place, and all are below 2^56.
 __device__ uint64_t place_of(float x, int32_t id) {
     return uint64_t(order_key(x)) << 24 | uint32_t(CHOICE_MAX_IDS - 1 - id);
 }
@@ -267,11 +267,11 @@ struct Pick {
     uint64_t place[CHOICE_LIST], mass[CHOICE_LIST];
     int32_t bin[CHOICE_LIST];
     unsigned long long digits[256], total;
-    uint64_t found; // place of the last id that is kept
-    uint64_t rest; // of what is needed, in the search
+    uint64_t found; // the place of the last id that is kept
+    uint64_t rest; // what the search still needs
 };
 
-// The list in shared memory, a thread an id: its rank is counted.
+// Picks from the list in shared memory, where a thread has an id and counts its rank.
 __device__ void pick_short(Pick &s, const Row &row, const Cut &cut, uint32_t n, float x_max, Best &best) {
     const uint32_t i = threadIdx.x;
     const bool mine = i < n;
@@ -315,8 +315,8 @@ __device__ void pick_short(Pick &s, const Row &row, const Cut &cut, uint32_t n, 
     }
 }
 
-// Of the ids of one bin from place `least` on, in order, the last one of the first whose weights (masses, or 1 each)
-// reach `need`: its place, in every thread. Digit by digit, best first.
+// Searches the ids of one bin from place `least` on, in order, for the last one of the first whose weights
+// (masses, or 1 each) reach `need`. Every thread gets its place. It goes digit by digit, best first.
 __device__ uint64_t search(Pick &s, const Row &row, int64_t n, float x_max, int bin, uint64_t least,
                            bool masses, uint64_t need) {
     if (threadIdx.x == 0) {
@@ -355,7 +355,7 @@ __device__ uint64_t search(Pick &s, const Row &row, int64_t n, float x_max, int 
     return s.found;
 }
 
-// The same as pick_short over the row itself.
+// Does the same as pick_short over the row itself.
 __device__ void pick_long(Pick &s, const Row &row, const Cut &cut, int64_t n, float x_max, Best &best) {
     uint64_t k_least = 0, p_least = 0;
     int last = cut.k_bin;
@@ -401,7 +401,7 @@ __device__ void pick_long(Pick &s, const Row &row, const Cut &cut, int64_t n, fl
     });
 }
 
-// What the bins left open of a row with filters: each thread's best of it.
+// Picks what the bins left open of a row with filters, into each thread's best of it.
 __device__ void pick_listed(const Row &row, int64_t n, float x_max, Best &best) {
     __shared__ Pick s;
     s.bins.sum(*row.out);

@@ -1,5 +1,5 @@
-// What luce calls of cuBLAS: by cuBLAS's own header where there is one; else declared here, so that the kernels
-// compile on a machine that has nvcc alone. (Linking needs cuBLAS.)
+// Declares what luce calls of cuBLAS. It takes cuBLAS's own header where there is one. Elsewhere it declares
+// the calls here, so that the kernels compile on a machine that has nvcc alone. (Linking needs cuBLAS.)
 #pragma once
 
 #if __has_include(<cublas_v2.h>)

@@ -1,9 +1,9 @@
-// The gated delta rule over the rows of a step.
-// An item of work is up to 32 columns (v dimensions) of one v head's state of one sequence; columns never
-// meet, so items do not either. The grid is what the device holds at once, or less: a block takes every
+// Computes the gated delta rule over the rows of a step.
+// An item of work is up to 32 columns (v dimensions) of one v head's state of one sequence. Columns never
+// meet, so items do not either. The grid is what the device holds at once, or less. A block takes every
 // gridDim-th item of the sequences that the step has, so a step captured for many costs one no more.
-// A thread keeps 4 columns by S / 16 k entries in registers from the first row to the last; 16 lanes of a
-// warp share 4 columns and sum over k by a butterfly, in the same order for every row, so a row's bits depend
+// A thread keeps 4 columns by S / 16 k entries in registers from the first row to the last. 16 lanes of a
+// warp share 4 columns and sum over k by a butterfly, in the same order for every row. So a row's bits depend
 // on its ancestors only. Rows come through shared memory, TILE at a time, STAGES - 1 tiles ahead.
 //
 // In a tree, the registers keep the parent's state over its leaves, so siblings follow at no cost. A row
@@ -20,7 +20,7 @@
 namespace luce {
 namespace {
 
-// One item as one thread sees it. Rows are counted from the sequence's first one.
+// A worker is one item as one thread sees it. Rows are counted from the sequence's first one.
 template <int S, bool APPEND> struct Worker {
     using L = Layout<S>;
     const Params &a;
@@ -28,14 +28,16 @@ template <int S, bool APPEND> struct Worker {
     Cols *saves; // [n_saves][K][THREADS], each thread's own
     const int tid = threadIdx.x, lane = tid % WARP;
     const int lane_k = lane / 2; // 0 .. LANES - 1
-    const int group = (tid / WARP * 2 + lane % 2) * COLS; // first column in the block
+    const int group = (tid / WARP * 2 + lane % 2) * COLS; // the first column, in the block
     const int h, kh, j0;
     int bank, n_pending, row0, n_rows, n_seqs;
-    const float *x; // of the first row
+    const float *x; // that of the first row
     float *log, *state;
     Part<S> part;
-    float out[COLS] = {}; // this thread's part of S^T q of the last row, reduced beside the next row's D^T k
-    int held = -1; // in a tree: the row whose state the registers hold, and those whose states are saved
+    // This thread's part of S^T q of the last row, which is reduced beside the next row's D^T k.
+    float out[COLS] = {};
+    // In a tree, these are the row whose state the registers hold and those whose states are saved.
+    int held = -1;
     int saved[SAVES];
 
     __device__ Worker(const Params &args, Shared<S, APPEND> &shared, Cols *save_space, const Item &item)
@@ -48,8 +50,8 @@ template <int S, bool APPEND> struct Worker {
         }
     }
 
-    // Where sequence i has its rows and its slot; false where the step has no such sequence. All else waits
-    // for these values, so the block loads them at once, by words.
+    // Reads where sequence i has its rows and its slot, and returns false where the step has no such
+    // sequence. All else waits for these values, so the block loads them at once, by words.
     __device__ bool read_control(int i) {
         constexpr int WORDS = sizeof(SeqCtl) / sizeof(int32_t), N = WORDS / L::THREADS + 1;
         const int32_t *words = reinterpret_cast<const int32_t *>(&a.ctl->seqs[i]);
@@ -96,8 +98,8 @@ template <int S, bool APPEND> struct Worker {
         }
     }
 
-    // exp(g), beta and, in a verify, parents of rows t0 .. t0 + THREADS, one thread a row. True where the row
-    // does not follow the one before it.
+    // Reads exp(g), beta and, in a verify, parents of rows t0 .. t0 + THREADS, one thread a row. It returns
+    // true where the row does not follow the one before it.
     __device__ bool read_rows(int t0) {
         const int t = t0 + tid;
         if (t >= n_rows) {
@@ -115,8 +117,8 @@ template <int S, bool APPEND> struct Worker {
         return parent != t - 1;
     }
 
-    // Rows t0 .. t0 + n - 1, or pending rows p0 .. p0 + n - 1, into a tile: at most one copy of each kind a
-    // thread.
+    // Rows t0 .. t0 + n - 1, or pending rows p0 .. p0 + n - 1, go into a tile, with at most one copy of each
+    // kind a thread.
     static_assert(TILE * S / 4 <= L::THREADS, "a tile's rows are copied at once");
 
     __device__ void stage_rows(Tile<S> &tile, int t0, int n) {
@@ -146,7 +148,8 @@ template <int S, bool APPEND> struct Worker {
 
     // ---- trees ----
 
-    // Every row's ancestors, one thread a row, and which rows have children; the caller's barrier follows.
+    // Finds every row's ancestors, one thread a row, and which rows have children. The caller's barrier
+    // follows.
     __device__ void find_ancestors() {
         if (tid < n_rows) {
             if (sh.parent[tid] >= 0) {
@@ -177,7 +180,7 @@ template <int S, bool APPEND> struct Worker {
         }
     }
 
-    // The state after row `parent`, -1 for the committed one.
+    // Enters the state after row `parent`, where -1 stands for the committed one.
     __device__ void enter(int parent) {
         const int depth = parent < 0 ? -1 : sh.depth[parent];
         int from = -1;
@@ -215,7 +218,7 @@ template <int S, bool APPEND> struct Worker {
         }
     }
 
-    // o of row t, in one lane of those that hold the same column
+    // Writes o of row t, in one lane of those that hold the same column.
     __device__ void emit(int t, float sum) {
         if (t >= 0 && lane < 2 * COLS) {
             a.out[(int64_t(row0 + t) * a.shape.Hv + h) * S + j0 + group + own_column(lane)] =
@@ -229,7 +232,7 @@ template <int S, bool APPEND> struct Worker {
         emit(n_rows - 1, sum[0]);
     }
 
-    // Row r of a tile, row t of the sequence; the o of row t - 1 is emitted on the way.
+    // Runs row r of a tile, which is row t of the sequence, and emits the o of row t - 1 on the way.
     template <bool KEEP> __device__ void run_row(const Tile<S> &tile, int r, int t) {
         const int own = group + own_column(lane);
         const float decay = sh.decay[t % L::THREADS], beta = sh.beta[t % L::THREADS];
@@ -275,7 +278,7 @@ template <int S, bool APPEND> struct Worker {
         }
     }
 
-    // Keys and decays are logged by the head's first block, keys by the first v head of their k head.
+    // Logs keys and decays. The head's first block logs them, and the first v head of a k head logs its keys.
     __device__ void log_keys(const Tile<S> &tile, int t0, int n) {
         if (j0 != 0) {
             return;
@@ -292,7 +295,7 @@ template <int S, bool APPEND> struct Worker {
 
     // ---- all of it ----
 
-    // One commit for each call, so that the waits can count.
+    // Stages copies with one commit for each call, so that the waits can count.
     __device__ void stage(int i, int pending_tiles, int tiles) {
         Tile<S> &tile = sh.tile[i % STAGES];
         if (i < pending_tiles) {
@@ -303,7 +306,7 @@ template <int S, bool APPEND> struct Worker {
         }
         __pipeline_commit();
     }
-    // Asks L2 for an item's state, a thread a row of W columns.
+    // Asks L2 for an item's state, where a thread has a row of W columns.
     __device__ void prefetch(const Item &item) const {
         const int64_t row = int64_t(item.at / L::BLOCKS) * S + tid;
         const float *of_slot = a.state + a.ctl->seqs[item.seq].slot * a.state_size;
@@ -313,7 +316,7 @@ template <int S, bool APPEND> struct Worker {
         }
     }
 
-    // Moves `item` on to the block's next one; false where it has none.
+    // Moves `item` on to the block's next one, and returns false where it has none.
     __device__ bool run(Item &item) {
         const bool fresh = sh.ctl.seq.fresh;
         if (fresh) {
@@ -321,7 +324,7 @@ template <int S, bool APPEND> struct Worker {
         } else {
             load();
         }
-        wait_for_previous(); // for the rows; what the step found in the caches is on its way
+        wait_for_previous(); // it waits for the rows; what the step found in the caches is on its way
         const int pending_tiles = (n_pending + TILE - 1) / TILE;
         const int tiles = pending_tiles + (n_rows + TILE - 1) / TILE;
         for (int i = 0; i < STAGES - 1; i++) {
@@ -369,8 +372,8 @@ template <int S, bool APPEND> struct Worker {
     }
 };
 
-// grid: any number of blocks up to the items of all sequences. Three blocks on an SM keep the memory busy
-// where there are many sequences; four would spill registers.
+// The grid is any number of blocks up to the items of all sequences. Three blocks on an SM keep the memory
+// busy where there are many sequences. Four would spill registers.
 template <int S, bool APPEND>
 __global__ void __launch_bounds__(Layout<S>::THREADS, 3) deltanet_kernel(const __grid_constant__ Params a) {
     __shared__ Shared<S, APPEND> sh;
@@ -397,7 +400,7 @@ template <int S> int launch(const DeltaArgs &args, cudaStream_t stream) {
     const auto kernel = a.shape.mode == DELTA_APPEND ? deltanet_kernel<S, true> : deltanet_kernel<S, false>;
     const int bytes = a.n_saves * L::STATE_BYTES;
     int blocks = L::BLOCKS * a.shape.Hv * a.shape.max_seqs(), device = 0, n_sms = 0, per_sm = 0;
-    // Asked on each call, since the answers hold for the current device only.
+    // These are asked on each call, since the answers hold for the current device only.
     cudaError_t error = cudaSuccess;
     if (bytes > 0) {
         error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
@@ -410,8 +413,8 @@ template <int S> int launch(const DeltaArgs &args, cudaStream_t stream) {
         if (error == cudaSuccess) {
             error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, L::THREADS, bytes);
         }
-        // One less than there is room for: a grid that fills an H200 exactly is not spread evenly, and then
-        // some SMs get three of one sequence's items while others get one.
+        // This is one less than there is room for. A grid that fills an H200 exactly is not spread evenly,
+        // and then some SMs get three of one sequence's items while others get one.
         blocks = min(blocks, n_sms * per_sm - 1);
     }
     if (error != cudaSuccess) {

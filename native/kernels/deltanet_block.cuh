@@ -1,4 +1,4 @@
-// What a block of the gated delta rule works on: its arguments, its items and its shared memory.
+// Says what a block of the gated delta rule works on: its arguments, its items and its shared memory.
 #pragma once
 
 #include "deltanet_part.cuh"
@@ -9,17 +9,17 @@ namespace {
 
 constexpr int TILE = 4;
 constexpr int STAGES = 3;
-constexpr int SAVES = 3; // states in shared memory: with 4 an SM holds two blocks, not three
-constexpr int STRIDE = 5; // depths from one saved state to the next
+constexpr int SAVES = 3; // states in shared memory; with 4 an SM holds two blocks, not three
+constexpr int STRIDE = 5; // the depths from one saved state to the next
 constexpr int TREE_ROWS = 4; // up to here a replay from the committed state is short enough
 
-// What a kernel takes: the arguments and, since DeltaShape's layout is for the host, where things are in a
-// slot's log.
+// Params are what a kernel takes: the arguments and, since DeltaShape's layout is for the host, where things
+// are in a slot's log.
 struct Params : DeltaArgs {
     int64_t C; // channels of a row of x
     int n_saves;
-    int64_t state_size, log_size, delta, key[2], decay[2]; // the last two by bank
-    int64_t delta_row, key_row, decay_row; // from one row to the next
+    int64_t state_size, log_size, delta, key[2], decay[2]; // the last two are by bank
+    int64_t delta_row, key_row, decay_row; // the distances from one row to the next
 
     explicit Params(const DeltaArgs &args) : DeltaArgs(args), C(shape.conv_dim()) {
         n_saves = shape.mode == DELTA_APPEND || shape.T <= TREE_ROWS ? 0 : SAVES;
@@ -36,12 +36,13 @@ struct Params : DeltaArgs {
     }
 };
 
-// Columns at * W .. of the step's sequence `seq`: at counts column blocks, then v heads.
+// An item is columns at * W .. of the step's sequence `seq`. `at` counts column blocks, then v heads.
 struct Item {
     int seq, at;
 
     __device__ void skip(int n, int n_of_seq) {
-        for (at += n; at >= n_of_seq; at -= n_of_seq) { // no division: the first item must be known at once
+        // Without a division, since the first item must be known at once.
+        for (at += n; at >= n_of_seq; at -= n_of_seq) {
             seq++;
         }
     }
@@ -50,11 +51,11 @@ struct Item {
 template <int S> struct Tile {
     alignas(16) float q[TILE][S];
     float k[TILE][S];
-    float v[TILE][Layout<S>::W]; // of a pending row: its delta
-    float decay[TILE]; // of a pending row
+    float v[TILE][Layout<S>::W]; // the delta of a pending row
+    float decay[TILE]; // that of a pending row
 };
 
-// What the control block says of an item's sequence.
+// Control is what the control block says of an item's sequence.
 struct Control {
     SeqCtl seq;
     int32_t n_seqs;
@@ -67,11 +68,11 @@ template <int S, bool APPEND> struct Shared {
     float decay[APPEND ? Layout<S>::THREADS : MAX_ROWS]; // exp(g) of row t at t % THREADS
     float beta[APPEND ? Layout<S>::THREADS : MAX_ROWS];
     Control ctl;
-    // Of the sequence's rows:
-    int8_t parent[MAX_ROWS]; // counted from the sequence's first row too
+    // The following are of the sequence's rows.
+    int8_t parent[MAX_ROWS]; // it is counted from the sequence's first row too
     uint8_t inner[MAX_ROWS]; // 1 if the row has children
     uint8_t depth[MAX_ROWS];
-    uint8_t up[MAX_ROWS][MAX_ROWS]; // up[t][i]: the i-th ancestor of row t, itself at 0
+    uint8_t up[MAX_ROWS][MAX_ROWS]; // up[t][i] is the i-th ancestor of row t, and row t itself at 0
 };
 
 } // namespace

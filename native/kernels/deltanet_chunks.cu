@@ -1,9 +1,11 @@
-// The gated delta rule over a long chain of rows, in chunks (deltanet_chunks.cuh): what does not depend on the state is
-// done for all chunks at once, and the state passes through a chunk in four products on the tensor core.
+// Computes the gated delta rule over a long chain of rows, in chunks (deltanet_chunks.cuh). What does not
+// depend on the state is done for all chunks at once, and the state passes through a chunk in four products
+// on the tensor core.
 //
-// T is made in F32 by forward substitution; the products are mma_bf16.cuh's, with F32 sums. Beside the row by row
-// kernel o and the state are off by some 1e-5 of their size. A row's bits depend on its place in the call, so that a
-// prompt's prefill is a function of its chunks. What is not finite shows in its whole chunk and in all that follow.
+// T is made in F32 by forward substitution. The products are mma_bf16.cuh's, with F32 sums. Beside the row by
+// row kernel o and the state are off by some 1e-5 of their size. A row's bits depend on its place in the
+// call, so that a prompt's prefill is a function of its chunks. What is not finite shows in its whole chunk
+// and in all that follow.
 #include "deltanet_chunks.cuh"
 
 namespace luce {
@@ -16,13 +18,13 @@ constexpr int A_ROW = ROWS + 4;
 
 template <int S> struct PrepareShared {
     static constexpr int ROW = S + 4, ROW_VALUES = 2 * ROWS * ROW;
-    static constexpr int HEADS = ROW_VALUES / (ROWS * A_ROW); // v heads at once, a warp each
+    static constexpr int HEADS = ROW_VALUES / (ROWS * A_ROW); // v heads at once, where each has a warp
     static_assert(HEADS * WARP <= PREPARE_THREADS, "a v head has a warp");
-    alignas(16) float values[ROW_VALUES]; // keys, then queries; later A of each warp
+    alignas(16) float values[ROW_VALUES]; // first keys, then queries, and later A of each warp
     float kk[ROWS][ROWS + 1], qk[ROWS][ROWS + 1];
 };
 
-// Keys and queries into shared memory, and split into scratch.
+// Loads keys and queries into shared memory, and splits them into scratch.
 template <int S> __device__ void split_rows(const ChunkParams &a, float *values, int chunk, int kh) {
     using C = Chunk<S>;
     uint8_t *out = a.keys + (int64_t(chunk) * a.shape.Hk + kh) * C::KEYS;
@@ -41,7 +43,7 @@ template <int S> __device__ void split_rows(const ChunkParams &a, float *values,
     }
 }
 
-// k_i . k_j and q_i . k_j: a thread has rows i and i + 16 of columns j and j + 16.
+// Computes k_i . k_j and q_i . k_j, where a thread has rows i and i + 16 of columns j and j + 16.
 template <int S> __device__ void multiply_rows(PrepareShared<S> &sh) {
     constexpr int ROW = PrepareShared<S>::ROW, HALF = ROWS / 2;
     static_assert(HALF * HALF == PREPARE_THREADS, "a thread for each four products");
@@ -80,7 +82,7 @@ __device__ void store_split(uint8_t *high, int square, int row, int lane, float 
     *reinterpret_cast<uint16_t *>(at + square) = uint16_t(s.low);
 }
 
-// One v head, a warp: lane j has column j of A, T and P, and row j's gate.
+// Prepares one v head with a warp: lane j has column j of A, T and P, and row j's gate.
 template <int S>
 __device__ void prepare_head(const ChunkParams &a, PrepareShared<S> &sh, float *A, int chunk, int h) {
     using C = Chunk<S>;
@@ -136,20 +138,20 @@ __global__ void __launch_bounds__(PREPARE_THREADS) prepare_kernel(const __grid_c
 
 // ---- the second kernel: a block has 64 columns (v dimensions) of one v head's state, a warp 16 ----
 
-// The state is held transposed, as accumulators of tiles of 16 v x 8 k: lane 4 g + t has v = g and g + 8, k = 2 t and
-// 2 t + 1. So is what follows from it, with rows of the chunk in place of k: each product's result is the next one's
-// left side as it is.
+// A walker holds the state transposed, as accumulators of tiles of 16 v x 8 k. Lane 4 g + t has v = g and g +
+// 8, k = 2 t and 2 t + 1. So it is with what follows from it, with rows of the chunk in place of k. Each
+// product's result is the next one's left side as it is.
 template <int S> struct Walker {
     using C = Chunk<S>;
     const ChunkParams &a;
     const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4, warp = threadIdx.x / WARP;
-    const int h, kh, v0; // v0: the block's first v dimension
+    const int h, kh, v0; // v0 is the block's first v dimension
     float s[S / 8][4];
 
     __device__ Walker(const ChunkParams &args)
         : a(args), h(blockIdx.x / (S / SPAN)), kh(h % args.shape.Hk), v0(blockIdx.x % (S / SPAN) * SPAN) {}
 
-    static __device__ int part(int e) { return e / 2 * 8; } // of v, element e of a tile
+    static __device__ int part(int e) { return e / 2 * 8; } // the v of element e of a tile
     __device__ int v_of(int e) const { return v0 + warp * 16 + g + part(e); }
     __device__ int k_of(int tile, int e) const { return tile * 8 + 2 * t + e % 2; }
 
@@ -165,7 +167,7 @@ template <int S> struct Walker {
             }
         }
         const float *log = a.log + seq.slot * a.log_size;
-        for (int p = 0; p < seq.n_replay; p++) { // the same bits as in the row by row kernel
+        for (int p = 0; p < seq.n_replay; p++) { // the bits are those of the row by row kernel
             const int64_t row = seq.pending[p];
             const float *key = log + a.key[seq.bank] + row * a.key_row + kh * S;
             const float *delta = log + a.delta + row * a.delta_row + h * S;
@@ -208,19 +210,20 @@ template <int S> struct Walker {
         }
     }
 
-    // Where this lane's row of a group of matrices is: rows 16 p .. + 15, groups 2 c and 2 c + 1 of a row.
+    // Returns where this lane's row of a group of matrices is: rows 16 p .. + 15, groups 2 c and 2 c + 1 of a
+    // row.
     __device__ int rows_at(int p, int c) const {
         return C::at(p * 16 + lane / 16 * 8 + lane % 8, 2 * c + lane / 8 % 2);
     }
     __device__ int square_rows_at(int p, int c) const {
         return square_at(p * 16 + lane / 16 * 8 + lane % 8, 2 * c + lane / 8 % 2);
     }
-    // The same to be transposed: rows 16 c .. + 15, groups 2 p and 2 p + 1.
+    // Returns the same for matrices that are to be transposed: rows 16 c .. + 15, groups 2 p and 2 p + 1.
     __device__ int columns_at(int c, int p) const {
         return C::at(c * 16 + lane / 8 % 2 * 8 + lane % 8, 2 * p + lane / 16);
     }
 
-    // c[0 .. 3] += S^T K^T, c[4 .. 7] += S^T Q^T
+    // Computes c[0 .. 3] += S^T K^T and c[4 .. 7] += S^T Q^T.
     __device__ void meet_state(const uint8_t *stage, float (*c)[4]) const {
 #pragma unroll
         for (int k = 0; k < S / 16; k++) {
@@ -234,9 +237,9 @@ template <int S> struct Walker {
             multiply(c, Left(s[2 * k], s[2 * k + 1]), right);
         }
     }
-    // c += x M^T, where M is T or P: nothing is above its diagonal
+    // Computes c += x M^T, where M is T or P, which have nothing above their diagonals.
     __device__ void meet_square(const uint8_t *high_at, const float (*x)[4], float (*c)[4]) const {
-        Right first[2], second[1]; // of the left 16 columns, of the others
+        Right first[2], second[1]; // of the left 16 columns, and of the others
         for (int p = 0; p < 2; p++) {
             load_matrices(first[p].high, high_at + square_rows_at(p, 0));
             load_matrices(first[p].low, high_at + C::SQUARE + square_rows_at(p, 0));
@@ -246,7 +249,7 @@ template <int S> struct Walker {
         multiply(c, Left(x[0], x[1]), first);
         multiply(c + 2, Left(x[2], x[3]), second);
     }
-    // S^T += x K
+    // Computes S^T += x K.
     __device__ void advance(const uint8_t *stage, const float (*x)[4]) {
 #pragma unroll
         for (int r = 0; r < ROWS / 16; r++) {
@@ -318,7 +321,7 @@ template <int S> struct Walker {
     }
 };
 
-// grid: spans of v dimensions of a head, then v heads.
+// The grid is spans of v dimensions of a head, then v heads.
 template <int S>
 __global__ void __launch_bounds__(SPAN_WARPS *WARP) walk_kernel(const __grid_constant__ ChunkParams a) {
     extern __shared__ uint8_t stages[];

@@ -1,9 +1,9 @@
-// Causal conv of 4 taps, SiLU, and the l2 norm of q and k heads.
-// A warp computes one row of one head: a lane holds S / 32 neighbouring channels, so a row is one coalesced
-// load and the norm is one butterfly sum, in the same order for every row.
-//   verify: one block a head computes the rows of up to GROUP sequences: a step has at most MAX_ROWS rows,
-//     however many sequences. It alone reads and then replaces their windows and logged rows of that head.
-//   append: rows are split over blocks too; a second kernel moves the window once all have read it.
+// Computes the causal conv of 4 taps, SiLU, and the l2 norm of q and k heads.
+// A warp computes one row of one head. A lane holds S / 32 neighbouring channels, so a row is one coalesced
+// load. The norm is one butterfly sum, in the same order for every row.
+// In a verify, one block a head computes the rows of up to GROUP sequences: a step has at most MAX_ROWS rows,
+// however many sequences. It alone reads and then replaces their windows and logged rows of that head.
+// In an append, rows are split over blocks too, and a second kernel moves the window once all have read it.
 #include "kernels.h"
 #include "overlap.cuh"
 #include "rowmm_parts.cuh"
@@ -23,17 +23,18 @@ constexpr int APPEND_RUN = 16; // neighbouring rows of one warp, which slides th
 
 constexpr int GROUP = 16; // sequences of a block
 
-// What a kernel takes: the arguments and, since DeltaShape's layout is for the host, its strides.
+// Params are what a kernel takes: the arguments and, since DeltaShape's layout is for the host, its strides.
 struct Params : ConvArgs {
     int64_t C; // channels of a row
-    int64_t log_row; // from one logged row to the next
-    int64_t log_size; // from one slot's log to the next
+    int64_t log_row; // the distance from one logged row to the next
+    int64_t log_size; // the distance from one slot's log to the next
 
     explicit Params(const ConvArgs &args)
         : ConvArgs(args), C(shape.conv_dim()), log_row(shape.log_qkv(1)), log_size(shape.log_size()) {}
 };
 
-// The channels of one lane of a head, moved in one access. Of a head of 16, half the lanes hold nothing.
+// Channels are those of one lane of a head, moved in one access. Of a head of 16, half the lanes hold
+// nothing.
 template <int S> struct alignas(S < WARP ? 4 : S / WARP * 4) Channels {
     static constexpr int N = S < WARP ? 1 : S / WARP;
     float x[N];
@@ -61,8 +62,8 @@ template <int S> struct Weights {
     }
 };
 
-// The same in all lanes, so that nvcc knows it: a warp that might have split at a branch on it checks before
-// each shuffle that it has not.
+// Returns what is the same in all lanes, so that nvcc knows it. A warp that might have split at a branch on
+// it checks before each shuffle that it has not.
 __device__ int warp_index() {
     return __shfl_sync(~0u, threadIdx.x / WARP, 0);
 }
@@ -71,7 +72,7 @@ __device__ float silu(float x) {
     return x / (1.0f + expf(-x));
 }
 
-// One row from its four taps, oldest first.
+// Computes one row from its four taps, oldest first.
 template <int S>
 __device__ void conv_row(const Weights<S> &w, const Channels<S> (&taps)[TAPS], bool normalise, float *out,
                          int lane) {
@@ -100,8 +101,8 @@ __device__ void conv_row(const Weights<S> &w, const Channels<S> (&taps)[TAPS], b
     y.store(out, lane);
 }
 
-// What the control block says of one sequence, and n_seqs, in the lanes of a warp. It decides what is loaded
-// next, so all of it is loaded before nvcc can wait for one value to branch on it.
+// Control is what the control block says of one sequence, and n_seqs, in the lanes of a warp. It decides what
+// is loaded next, so all of it is loaded before nvcc can wait for one value to branch on it.
 struct Control {
     static constexpr int WORDS = sizeof(SeqCtl) / sizeof(int32_t), N = WORDS / WARP + 1;
     static_assert(N == 3, "get() looks into three words");
@@ -115,7 +116,7 @@ struct Control {
             word[n] = *(w < WORDS ? words + w : &ctl.n_seqs);
         }
     }
-    // The value at an offset of SeqCtl.
+    // Returns the value at an offset of SeqCtl.
     __device__ int get(size_t offset) const {
         const int w = int(offset / sizeof(int32_t));
         return __shfl_sync(~0u, w < WARP ? word[0] : w < 2 * WARP ? word[1] : word[2], w % WARP);
@@ -123,13 +124,13 @@ struct Control {
     __device__ int n_seqs() const { return get(sizeof(SeqCtl)); }
 };
 
-// The last three committed rows of one head of one sequence, oldest first: of the window followed by the
-// pending rows.
+// Committed are the last three committed rows of one head of one sequence, oldest first. They are taken of
+// the window followed by the pending rows.
 template <int S> struct Committed {
     int slot;
     bool moved; // they are not what the window holds
-    float *window; // of the slot
-    const float *from[WINDOW]; // null: zeros
+    float *window; // that of the slot
+    const float *from[WINDOW]; // null stands for zeros
     Channels<S> row[WINDOW];
 
     __device__ Committed(const Params &a, const Control &ctl, int64_t c0)
@@ -163,11 +164,11 @@ template <int S> struct Committed {
     }
 };
 
-// What a block knows of its sequences, by their place in its group.
+// Shared is what a block knows of its sequences, by their place in its group.
 template <int S> struct Shared {
     alignas(16) float committed[GROUP][WINDOW][S];
     int32_t slot[GROUP], row0[GROUP];
-    int32_t seq[MAX_ROWS], parent[MAX_ROWS]; // of the step's rows
+    int32_t seq[MAX_ROWS], parent[MAX_ROWS]; // those of the step's rows
 };
 
 // The rows of a step: as they are, or a head's summed from parts into shared memory.
@@ -221,8 +222,9 @@ __device__ void sum_others(const Summed &sums, int tile, int T) {
     wait_for_previous();
 }
 
-// grid: heads, groups of sequences; a warp for each row of the step up to GROUP, and so for each sequence of
-// a group. Rows -1, -2, -3 are the committed ones, newest first, each the parent of the one before it.
+// The grid is heads, groups of sequences. There is a warp for each row of the step up to GROUP, and so for
+// each sequence of a group. Rows -1, -2, -3 are the committed ones, newest first, each the parent of the one
+// before it.
 template <int S, typename Sums>
 __global__ void conv_verify_kernel(const __grid_constant__ Params a, const __grid_constant__ Sums sums) {
     constexpr bool SUMMED = sizeof(Sums) == sizeof(Summed);
@@ -278,7 +280,7 @@ __global__ void conv_verify_kernel(const __grid_constant__ Params a, const __gri
     __syncthreads(); // from here the log may be written
     for (int t = warp; t < T; t += n_warps) {
         const int i = sh.seq[t] - first;
-        if (i < 0 || i >= GROUP) { // of another block, or of no sequence
+        if (i < 0 || i >= GROUP) { // it is of another block, or of no sequence
             continue;
         }
         Channels<S> taps[TAPS];
@@ -301,7 +303,7 @@ __global__ void conv_verify_kernel(const __grid_constant__ Params a, const __gri
     }
 }
 
-// grid: heads, runs of APPEND_WARPS * APPEND_RUN rows.
+// The grid is heads, runs of APPEND_WARPS * APPEND_RUN rows.
 template <int S>
 __global__ void __launch_bounds__(APPEND_WARPS *WARP) conv_append_kernel(const __grid_constant__ Params a) {
     const int lane = threadIdx.x % WARP, warp = warp_index();
@@ -345,7 +347,8 @@ __global__ void __launch_bounds__(APPEND_WARPS *WARP) conv_append_kernel(const _
     }
 }
 
-// The window after an append: the last three of the committed rows and the T new ones. grid: heads.
+// Writes the window after an append: the last three of the committed rows and the T new ones. The grid is
+// heads.
 template <int S>
 __global__ void __launch_bounds__(WARP) conv_window_kernel(const __grid_constant__ Params a) {
     const int lane = threadIdx.x, T = a.shape.T;
@@ -364,7 +367,8 @@ __global__ void __launch_bounds__(WARP) conv_window_kernel(const __grid_constant
         committed.load(lane);
     }
 #pragma unroll
-    for (int i = 0; i < WINDOW; i++) { // row T + i of the committed and the new ones; T is at least 1
+    // This is row T + i of the committed and the new ones, where T is at least 1.
+    for (int i = 0; i < WINDOW; i++) {
         const Channels<S> old = T == 1 ? committed.row[(i + 1) % WINDOW] : committed.row[WINDOW - 1];
         committed.row[i] = T + i >= WINDOW ? row[i] : old;
     }

@@ -1,8 +1,8 @@
-// One thread's part of a DeltaNet state and the arithmetic on it: a rectangle of 4 columns (v dimensions) by
-// S / 16 k entries, in registers. 16 lanes of a warp hold the same columns; a warp holds two such groups, by
-// the lowest bit of the lane, so that neighbouring lanes load neighbouring columns. Every sum has one order:
-// over a lane's k entries, then the butterfly of reduce(). Products are rounded before they are added except
-// where fmaf says otherwise (-fmad=false), so an update and its replay agree in each bit.
+// Has one thread's part of a DeltaNet state and the arithmetic on it. The part is a rectangle of 4 columns (v
+// dimensions) by S / 16 k entries, in registers. 16 lanes of a warp hold the same columns. A warp holds two
+// such groups, by the lowest bit of the lane, so that neighbouring lanes load neighbouring columns. Every sum
+// has one order: over a lane's k entries, then the butterfly of reduce(). Products are rounded before they
+// are added except where fmaf says otherwise (-fmad=false), so an update and its replay agree in each bit.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,15 +11,15 @@ namespace luce {
 namespace {
 
 constexpr int WARP = 32;
-constexpr int LANES = 16; // lanes that share a group of columns
+constexpr int LANES = 16; // as many lanes share a group of columns
 constexpr int COLS = 4; // columns of a group
 
 template <int S> struct Layout {
     static constexpr int W = S < 32 ? S : 32; // columns of a block
-    static constexpr int THREADS = W / COLS * LANES; // at least MAX_ROWS
+    static constexpr int THREADS = W / COLS * LANES; // there are at least MAX_ROWS
     static constexpr int K = S / LANES; // k entries of a thread
-    static constexpr int VEC = K < 4 ? K : 4; // of which so many are neighbours
-    static constexpr int BLOCKS = S / W; // of a head
+    static constexpr int VEC = K < 4 ? K : 4; // as many of them are neighbours
+    static constexpr int BLOCKS = S / W; // blocks of a head
     static constexpr int STATE_BYTES = S * W * int(sizeof(float));
 };
 
@@ -27,12 +27,13 @@ template <int N> struct alignas(4 * N) Pack {
     float x[N];
 };
 using Cols = Pack<COLS>;
-// To device memory in one access: nvcc splits the assignment of a struct that lives in registers.
+// Stores to device memory in one access, since nvcc splits the assignment of a struct that lives in
+// registers.
 __device__ void store(Cols *to, const Cols &from) {
     __stwb(reinterpret_cast<float4 *>(to), make_float4(from.x[0], from.x[1], from.x[2], from.x[3]));
 }
 
-// The k entries of one lane out of a row of S: VEC neighbours, then LANES * VEC further on.
+// A slice is the k entries of one lane out of a row of S: VEC neighbours, then those LANES * VEC further on.
 template <int S> struct Slice {
     using L = Layout<S>;
     float x[L::K];
@@ -54,14 +55,14 @@ __device__ float softplus(float x) {
     return x > 20.0f ? x : log1pf(expf(x));
 }
 
-// A value that is the same in all lanes of a warp, so that nvcc knows it: a warp that might have split at a
-// branch on it checks before each shuffle that it has not, and takes a third longer over a row.
+// Returns a value that is the same in all lanes of a warp, so that nvcc knows it. A warp that might have
+// split at a branch on it checks before each shuffle that it has not, and takes a third longer over a row.
 __device__ int uniform(int x) {
     return __shfl_sync(~0u, x, 0);
 }
 
-// c ? a : b without a branch. nvcc makes branches of `?:` beside shuffles, and a diverged warp shuffles at a
-// third of the speed.
+// Returns c ? a : b without a branch. nvcc makes branches of `?:` beside shuffles, and a diverged warp
+// shuffles at a third of the speed.
 __device__ float pick(bool c, float a, float b) {
     float value;
     asm("{ .reg .pred p; setp.ne.b32 p, %3, 0; selp.f32 %0, %1, %2, p; }"
@@ -70,8 +71,9 @@ __device__ float pick(bool c, float a, float b) {
     return value;
 }
 
-// The sums of N groups of columns over the 16 lanes. The first two steps hand half of the columns over, so
-// that each lane ends with the sums of one column, own_column(). N are done at once to hide the latency.
+// Computes the sums of N groups of columns over the 16 lanes. The first two steps hand half of the columns
+// over, so that each lane ends with the sums of one column, own_column(). N are done at once to hide the
+// latency.
 template <int N> __device__ void reduce(const float (&acc)[N][COLS], int lane, float (&sum)[N]) {
     const bool high = lane & 2, odd = lane & 4;
     float a[N], b[N];
@@ -105,11 +107,11 @@ __device__ Cols gather(float own, int lane) {
     return all;
 }
 
-// One thread's part of the state.
+// A Part is one thread's part of the state.
 template <int S> struct Part {
     Cols s[Layout<S>::K];
 
-    // S = fma(k, delta, exp(g)*S): a known row again
+    // Applies a known row again: S = fma(k, delta, exp(g)*S).
     __device__ void replay(const Slice<S> &k, float decay, const Cols &delta) {
 #pragma unroll
         for (int i = 0; i < Layout<S>::K; i++) {
@@ -119,8 +121,8 @@ template <int S> struct Part {
             }
         }
     }
-    // A new row in two steps. Without KEEP the state stays as it was.
-    // D = exp(g)*S, and this thread's part of D^T k
+    // A new row is applied in two steps. Without KEEP the state stays as it was.
+    // The first one computes D = exp(g)*S, and this thread's part of D^T k.
     template <bool KEEP> __device__ void predict(const Slice<S> &k, float decay, float (&acc)[COLS]) {
 #pragma unroll
         for (int i = 0; i < Layout<S>::K; i++) {
@@ -132,7 +134,7 @@ template <int S> struct Part {
             }
         }
     }
-    // S = fma(k, delta, D), and this thread's part of S^T q
+    // The second one computes S = fma(k, delta, D), and this thread's part of S^T q.
     template <bool KEEP>
     __device__ void advance(const Slice<S> &q, const Slice<S> &k, float decay, const Cols &delta,
                             float (&acc)[COLS]) {

@@ -1,4 +1,4 @@
-// cuBLAS's product of F16 rows and F16 weights, and the rows' powers of two after it.
+// Computes cuBLAS's product of F16 rows and F16 weights, and applies the rows' powers of two after it.
 #include "gemm.h"
 
 #include "cublas_calls.h"
@@ -14,7 +14,7 @@ struct Library {
     void *workspace = nullptr;
 };
 std::mutex mutex; // several engines may open at once, each with a stream of its own
-std::map<void *, Library> libraries; // by stream
+std::map<void *, Library> libraries; // they are by stream
 
 int cuda_error(cublasStatus_t status) {
     return status == CUBLAS_STATUS_SUCCESS ? 0 : CUBLAS_ERRORS + int(status);
@@ -27,8 +27,8 @@ void close(const Library &library) {
     cudaFree(library.workspace);
 }
 
-// What cuBLAS leaves to do with a row: its power of two, which few rows have, and its residual.
-// grid: rows. N is a multiple of WIDTH.
+// Does what cuBLAS leaves to do with a row: its power of two, which few rows have, and its residual. The grid
+// is rows. N is a multiple of WIDTH.
 constexpr int THREADS = 256;
 template <int WIDTH> struct alignas(4 * WIDTH) Values {
     float x[WIDTH];
@@ -78,7 +78,7 @@ int cuda::gemm_open(void *stream) {
     if (error == 0) {
         error = cuda_error(cublasSetStream(library.handle, static_cast<cudaStream_t>(stream)));
     }
-    if (error == 0) { // after the stream, which resets it
+    if (error == 0) { // it comes after the stream, which resets it
         error = cuda_error(cublasSetWorkspace(library.handle, library.workspace, size_t(GEMM_WORKSPACE)));
     }
     if (error != 0) {
@@ -116,7 +116,7 @@ int cuda::gemm(const GemmArgs &a, void *stream) {
     }
     const float one = 1, zero = 0;
     const float *scales = reinterpret_cast<const float *>(static_cast<const uint8_t *>(a.x) + a.T * a.K * 2);
-    // cuBLAS counts columns first: out^T {N, T} = (W^T {K, N})^T * x^T {K, T}
+    // cuBLAS counts columns first, so this is out^T {N, T} = (W^T {K, N})^T * x^T {K, T}.
     const int error = cuda_error(cublasGemmEx(
         handle, CUBLAS_OP_T, CUBLAS_OP_N, int(a.N), a.T, int(a.K), &one, a.weights, CUDA_R_16F, int(a.K), a.x,
         CUDA_R_16F, int(a.K), &zero, a.out, CUDA_R_32F, int(a.N), CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));

@@ -1,14 +1,16 @@
-// A prefill's matmul, for many rows at once: out[t][n] = sum_k W[n][k] * x[t][k], on cuBLAS.
+// Computes a prefill's matmul on cuBLAS, for many rows at once: out[t][n] = sum_k W[n][k] * x[t][k].
 //
-// Weights are written out as F16 (rowmm_unpack), one matrix at a time, and activations are rounded to F16; products
-// are summed in F32. A row whose values F16 would not hold well (its largest below 2^-6 or from 2^15 on) is brought
-// into range by a power of two, and its results back, so that any finite F32 is in range. What is not finite shows in
-// its own row alone. Weights lose what F16 does not hold: F32 and BF16 weights of 65520 and more are not finite here.
-// Against exact weights and activations a product of 5120 terms is off by 4e-4 of the result's rms or less.
+// Weights are written out as F16 (rowmm_unpack), one matrix at a time, and activations are rounded to F16.
+// Products are summed in F32. A row whose values F16 would not hold well (its largest below 2^-6 or from 2^15
+// on) is brought into range by a power of two, and its results back, so that any finite F32 is in range. What
+// is not finite shows in its own row alone. Weights lose what F16 does not hold: F32 and BF16 weights of
+// 65520 and more are not finite here. Against exact weights and activations a product of 5120 terms is off by
+// 4e-4 of the result's rms or less.
 //
-// The order of a row's sums is cuBLAS's choice by the product's shape: equal calls give equal bits on one device, but a
-// row's bits may depend on how many others there are. So a prefill's are a function of its chunk of the prompt.
-// No ggml here. Launchers enqueue on `stream` and return a cudaError_t as int; nothing synchronises.
+// cuBLAS chooses the order of a row's sums by the product's shape. Equal calls give equal bits on one device,
+// but a row's bits may depend on how many others there are. So a prefill's are a function of its chunk of the
+// prompt. No ggml is used here. Launchers enqueue on `stream` and return a cudaError_t as int, and nothing
+// synchronises.
 #pragma once
 
 #include "kernels.h"
@@ -17,16 +19,16 @@
 namespace luce {
 
 constexpr int64_t GEMM_MAX_K = 32768;
-constexpr int64_t GEMM_WORKSPACE = int64_t(32)
-                                   << 20; // bytes that cuBLAS has for each stream: NVIDIA's advice
+// Bytes that cuBLAS has for each stream, as NVIDIA advises.
+constexpr int64_t GEMM_WORKSPACE = int64_t(32) << 20;
 
-// Whether products over K values are done here.
+// Says whether products over K values are done here.
 constexpr bool gemm_has(int64_t K) {
     return K > 0 && K % 8 == 0 && K <= GEMM_MAX_K;
 }
 
-// Bytes of the activations of T rows: F16 [T][K], then one F32 power of two for each row, by which its results are
-// multiplied.
+// Returns the bytes of the activations of T rows: F16 [T][K], then one F32 power of two for each row, by
+// which its results are multiplied.
 constexpr int64_t gemm_x_bytes(int64_t T, int64_t K) {
     return T * K * 2 + T * 4;
 }
@@ -36,17 +38,18 @@ struct GemmArgs {
     int64_t K, N;
     const void *x; // what gemm_pack left, for the same T and K
     const void *weights; // F16 [N][K], aligned to 16
-    float *out; // [T][N], not residual itself
+    float *out; // [T][N], which is not residual itself
     const float *residual; // null, or [T][N] that is added
 };
 
 namespace cuda {
-// cuBLAS for the products on a stream: opened before the first, closed after the last. Needs GEMM_WORKSPACE.
+// Opens cuBLAS for the products on a stream, before the first one. gemm_close is called after the last. It
+// needs GEMM_WORKSPACE.
 int gemm_open(void *stream);
 void gemm_close(void *stream);
 
-// As rowmm_pack, for any T, x_row and y_row being multiples of 4 and all rows aligned to 16. ROWMM_HEAD_RMS takes heads
-// of 16, 32, 64 or 128. `copy` must be null.
+// Packs as rowmm_pack does, for any T, where x_row and y_row are multiples of 4 and all rows are aligned to
+// 16. ROWMM_HEAD_RMS takes heads of 16, 32, 64 or 128. `copy` must be null.
 int gemm_pack(const RowmmPackArgs &args, void *stream);
 int gemm(const GemmArgs &args, void *stream);
 } // namespace cuda

@@ -1,5 +1,5 @@
-// Activations of a prefill to F16 rows, with the norm or gate before them. A block has a row, in registers from the
-// first read to the last write; a row's values depend on that row alone.
+// Turns activations of a prefill into F16 rows, with the norm or gate before them. A block has a row, in
+// registers from the first read to the last write. A row's values depend on that row alone.
 #include "gemm.h"
 
 #include <algorithm>
@@ -10,7 +10,7 @@ namespace {
 
 constexpr int WARP = 32;
 constexpr int MAX_WARPS = 32;
-constexpr int MAX_OWN = 8; // most vectors of 4 values that a thread has
+constexpr int MAX_OWN = 8; // a thread has at most so many vectors of 4 values
 static_assert(GEMM_MAX_K == MAX_WARPS * WARP * MAX_OWN * 4, "the largest block holds the longest row");
 
 struct Sum {
@@ -26,7 +26,8 @@ template <typename Op> __device__ float over_lanes(float x, int lanes, Op op) {
     }
     return x;
 }
-// Over the block, in one order: lanes, then warps. `shared` is free again when the next call's is another.
+// Combines values over the block, in one order: lanes, then warps. `shared` is free again when the next
+// call's is another.
 template <typename Op> __device__ float over_block(float x, float (&shared)[MAX_WARPS], Op op) {
     const int lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
     x = over_lanes(x, WARP, op);
@@ -37,7 +38,7 @@ template <typename Op> __device__ float over_block(float x, float (&shared)[MAX_
     return over_lanes(lane < warps ? shared[lane] : 0.0f, WARP, op);
 }
 
-// By the fast functions, right to some 1e-6 of x: the result is rounded to F16.
+// Computes it by the fast functions, right to some 1e-6 of x, since the result is rounded to F16.
 __device__ float silu(float x) {
     return __fdividef(x, 1 + __expf(-x));
 }
@@ -63,8 +64,8 @@ __device__ float most(const float4 &v) {
     return fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
 }
 
-// The exponent by which a row whose largest value is `x` is divided: none where F16 holds it well, else that which
-// brings it to 512 .. 1023. A value that is not finite stays what it is.
+// Returns the exponent by which a row whose largest value is `x` is divided. It is 0 where F16 holds the row
+// well, else the one that brings it to 512 .. 1023. A value that is not finite stays what it is.
 __device__ int row_exponent(float x) {
     const int exponent = int(__float_as_uint(x) >> 23) - 127;
     if (x == 0.0f || exponent == 128 || (exponent >= -6 && exponent < 15)) {
@@ -76,7 +77,7 @@ __device__ float power_of_two(int exponent) {
     return __uint_as_float(uint32_t(exponent + 127) << 23);
 }
 
-// grid: rows. Vector i of the row belongs to thread i % blockDim.x.
+// The grid is rows. Vector i of the row belongs to thread i % blockDim.x.
 template <int OWN> __global__ void __launch_bounds__(MAX_WARPS *WARP) gemm_pack_kernel(RowmmPackArgs a) {
     __shared__ float sums[MAX_WARPS], maxima[MAX_WARPS];
     const int64_t row = blockIdx.x, n = a.K / 4;
@@ -96,7 +97,7 @@ template <int OWN> __global__ void __launch_bounds__(MAX_WARPS *WARP) gemm_pack_
         } else if (a.input == ROWMM_GATED) {
             v[j] =
                 product(v[j], i < n ? sigmoid(y[i + i / (a.head / 4) * (a.head / 4)]) : float4{0, 0, 0, 0});
-        } else if (a.input == ROWMM_HEAD_RMS) { // a head is a part of a warp
+        } else if (a.input == ROWMM_HEAD_RMS) { // here a head is a part of a warp
             const float mean = over_lanes(squares(v[j]), a.head / 4, Sum()) / float(a.head);
             const float4 scaled = product(times(v[j], rsqrtf(mean + a.eps)), w[i % (a.head / 4)]);
             v[j] = product(scaled, i < n ? silu(y[i]) : float4{0, 0, 0, 0});
@@ -169,8 +170,8 @@ int cuda::gemm_pack(const RowmmPackArgs &args, void *stream) {
     }
     const cudaStream_t st = static_cast<cudaStream_t>(stream);
     const int vectors = int(args.K / 4);
-    const int warps =
-        std::clamp((vectors + 5 * WARP - 1) / (5 * WARP), 4, MAX_WARPS); // about 5 vectors a thread
+    // a thread then has about 5 vectors.
+    const int warps = std::clamp((vectors + 5 * WARP - 1) / (5 * WARP), 4, MAX_WARPS);
     switch ((vectors + warps * WARP - 1) / (warps * WARP)) {
         case 1: launch<1>(args, warps, st); break;
         case 2: launch<2>(args, warps, st); break;

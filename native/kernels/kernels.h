@@ -1,6 +1,6 @@
-// The arguments of luce's own ops, which both the CPU reference (attention.cpp, deltanet.cpp and others in
-// src/) and the CUDA launchers (*.cu) take. There is no ggml here: a kernel compiles and is tested alone.
-// Launchers enqueue on `stream` (a cudaStream_t) and return a cudaError_t as int, 0 for success.
+// Has the arguments of luce's own ops, which both the CPU reference (attention.cpp, deltanet.cpp and others
+// in src/) and the CUDA launchers (*.cu) take. No ggml is used here, so a kernel compiles and is tested
+// alone. Launchers enqueue on `stream` (a cudaStream_t) and return a cudaError_t as int, 0 for success.
 #pragma once
 
 #include "sampling.h"
@@ -10,40 +10,42 @@
 
 namespace luce {
 
-constexpr int MAX_ROWS = 64; // rows of one step, over all its sequences
-constexpr int PAGE = 256; // positions of a KV page
+constexpr int MAX_ROWS = 64; // a step has at most as many rows, over all its sequences
+constexpr int PAGE = 256; // a KV page has as many positions
 
 // ---- the control block of a step ---------------------------------------------------------------------
 // The host writes it, every op of luce reads it. A step's graph is the same for all contexts, sequences and
 // trees: what differs from step to step is here.
 
-// One row of a step of at most MAX_ROWS rows. (A prefill has one, which stands for its last row; row t of n is at
-// n_past + t.)
+// RowCtl is one row of a step of at most MAX_ROWS rows. (A prefill has one, which stands for its last row;
+// row t of n is at n_past + t.)
 struct RowCtl {
-    int32_t seq; // index into StepCtl::seqs; -1: a row that only fills the step's width
-    int32_t parent; // the row of this step that it follows, -1: the sequence's committed tokens
-    int32_t position; // of the row's token: the sequence's n_past + depth
-    int32_t keep; // drafts: where the row's choice is kept (KeepArgs), -1: nowhere
+    int32_t seq; // the index into StepCtl::seqs; -1 says that the row only fills the step's width
+    int32_t parent; // the row of this step that it follows; -1 means the sequence's committed tokens
+    int32_t position; // that of the row's token: the sequence's n_past + depth
+    int32_t keep; // the entry of `drafts` where the row's choice is kept (KeepArgs); -1 means nowhere
 };
 
-// One sequence's part of a step: rows row0 .. row0 + n_rows - 1, in depth-first order, parents before children.
-// n_rows may be 0: then only the debts of the sequence are paid.
+// SeqCtl is one sequence's part of a step: rows row0 .. row0 + n_rows - 1, in depth-first order, parents
+// before children. n_rows may be 0: then only the debts of the sequence are paid.
 struct SeqCtl {
-    int32_t slot; // of the recurrent state, window and log
-    int32_t fresh; // 1: nothing is committed, state and window count as zeros whatever the slot holds
+    int32_t slot; // that of the recurrent state, window and log
+    // 1 says that nothing is committed: state and window count as zeros whatever the slot holds.
+    int32_t fresh;
     int32_t row0, n_rows;
     int32_t n_past; // committed positions before this step's rows
-    int32_t
-        bank; // of the slot's log that holds the pending rows' keys and decays; new rows use the other one
+    // The slot's log has the pending rows' keys and decays in this bank; new rows use the other one.
+    int32_t bank;
     int32_t n_replay; // pending rows that the recurrent state does not hold yet
-    int32_t
-        n_move; // pending rows whose trunk KV still lies where the verify wrote it; 0 where it needs no move
+    // Pending rows whose trunk KV still lies where the verify wrote it; 0 where it needs no move.
+    int32_t n_move;
     int32_t n_move_head; // the same for the NextN head's KV
-    int32_t pages; // index into the page table where this sequence's pages begin
+    int32_t pages; // where this sequence's pages begin in the page table
     int32_t n_move_drafter; // the same for the DFlash drafter's KV
     int32_t reserved;
-    // Rows of the last verify that were accepted, counted from that verify's first row of this sequence, in commit
-    // order: pending[i] >= i. They are committed positions n_past - n .. n_past - 1, n = n_replay or n_move.
+    // pending has the rows of the last verify that were accepted, counted from that verify's first row of
+    // this sequence, in commit order: pending[i] >= i. They are committed positions n_past - n .. n_past - 1,
+    // n = n_replay or n_move.
     int32_t pending[MAX_ROWS];
     ChoiceCtl choice;
 };
@@ -58,28 +60,29 @@ struct StepCtl {
 
 // ---- DeltaNet ------------------------------------------------------------------------------------------
 
-// How a DeltaNet op treats the recurrent state. In both modes it first replays the pending rows from the log onto
-// the state.
+// DeltaMode says how a DeltaNet op treats the recurrent state. In both modes it first replays the pending
+// rows from the log onto the state.
 enum DeltaMode : int32_t {
-    DELTA_VERIFY =
-        0, // rows have parents; the log is written; the state holds what was committed before the step
-    DELTA_APPEND =
-        1, // a prefill of seqs[0] alone: a chain that is committed at once, any number of rows; no log
+    // Rows have parents, the log is written, and the state holds what was committed before the step.
+    DELTA_VERIFY = 0,
+    // It is a prefill of seqs[0] alone: any number of rows in a chain, committed at once without a log.
+    DELTA_APPEND = 1,
 };
 
 struct DeltaShape {
-    int32_t T; // rows of this call: the step's width
-    int32_t R; // rows of a slot's log: most rows that one sequence has in a verify
+    int32_t T; // rows of this call, which are the step's width
+    int32_t R; // a slot's log has as many rows as one sequence has in a verify at most
     int32_t n_slots;
     int32_t Hk, Hv, S;
     int32_t mode;
 
     int64_t conv_dim() const { return int64_t(2 * Hk + Hv) * S; }
-    // Most sequences of a step of T rows: no more than there are slots. (A step without rows of its own pays one
-    // sequence's debts, so there is always room for one.)
+    // Returns the most sequences that a step of T rows has, which is no more than there are slots. (A step
+    // without rows of its own pays one sequence's debts, so there is always room for one.)
     int32_t max_seqs() const { return mode == DELTA_APPEND ? 1 : T < n_slots ? T : n_slots; }
-    // The log of one slot of one layer, F32: raw attn_qkv rows and deltas once (a channel's or column's owner reads
-    // its old rows before it writes new ones), keys and decays in two banks (they have many readers).
+    // The log of one slot of one layer is F32. It has raw attn_qkv rows and deltas once, since a channel's or
+    // column's owner reads its old rows before it writes new ones. It has keys and decays in two banks, since
+    // they have many readers.
     int64_t log_qkv(int row) const { return row * conv_dim(); }
     int64_t log_delta(int row) const { return R * conv_dim() + int64_t(row) * Hv * S; }
     int64_t log_key(int bank, int row) const { return log_delta(R) + (int64_t(bank) * R + row) * Hk * S; }
@@ -87,8 +90,9 @@ struct DeltaShape {
     int64_t log_size() const { return log_decay(2, 0); }
 };
 
-// Causal conv of 4 taps over a row's ancestors, SiLU, then q and k l2-normalised per head:
-// x * rsqrt(sum(x^2) + 1e-6). Row order of channels: q(Hk*S), k(Hk*S), v(Hv*S). Rows with seq -1 are not written.
+// The conv op is a causal conv of 4 taps over a row's ancestors, SiLU, and then q and k l2-normalised per
+// head: x * rsqrt(sum(x^2) + 1e-6). Channels of a row are ordered q(Hk*S), k(Hk*S), v(Hv*S). Rows with seq -1
+// are not written.
 struct ConvArgs {
     DeltaShape shape;
     const float *x; // [T][C] raw attn_qkv rows
@@ -107,7 +111,7 @@ struct ConvPartsArgs : ConvArgs { // x is not used
     float *others[3]; // [T][N] of z, beta and alpha
 };
 
-// The gated delta rule, one v head h with k head h % Hk:
+// The delta op is the gated delta rule, where v head h has k head h % Hk:
 //   D = exp(g)*S; delta = beta*(v - D^T k); S = fma(k, delta, D); o = (S^T q)/sqrt(S)
 // with g = a*softplus(alpha + dt), beta = sigmoid(b).
 struct DeltaArgs {
@@ -123,32 +127,33 @@ struct DeltaArgs {
     float *out; // [T][Hv*S]
 };
 
-// Bytes of scratch that deltanet_chunks wants, aligned to 16; 0: it does not do heads of this S (it does 64 and 128).
+// Returns the bytes of scratch that deltanet_chunks wants, aligned to 16. 0 means that it does not do heads
+// of this S (it does 64 and 128).
 int64_t deltanet_chunks_scratch(const DeltaShape &shape);
 
 // ---- attention -----------------------------------------------------------------------------------------
 
-// The KV of one attention layer: a pool of cells, PAGE to a page, shared by all sequences. Position p of a sequence
-// is in cell pages[seq.pages + p / PAGE] * PAGE + p % PAGE. A verify writes its row r of a sequence at position
-// n_past + (r - row0), also in a tree, where the row's own position may be smaller: a commit leaves the accepted
-// rows there as pending, and the next step moves them down before it does anything else.
+// The KV of one attention layer is a pool of cells, PAGE to a page, shared by all sequences. Position p of a
+// sequence is in cell pages[seq.pages + p / PAGE] * PAGE + p % PAGE. A verify writes its row r of a sequence
+// at position n_past + (r - row0), also in a tree, where the row's own position may be smaller. A commit
+// leaves the accepted rows there as pending, and the next step moves them down before it does anything else.
 // A cell holds the layer's KV heads, each D values of `type`: ggml's F32 (0), F16 (1), Q4_0 (2) or Q8_0 (8).
 struct KvPool {
     uint8_t *k, *v; // [cells][Hkv][D]
-    int32_t type; // of both
+    int32_t type; // the type of both
     int32_t Hkv, D;
-    int64_t cell_bytes; // of k, and of v
+    int64_t cell_bytes; // bytes of a cell of k, and of v
 };
 
-// Whose KV a layer is: each has rows of its own to move (SeqCtl).
+// KvOwner says whose KV a layer is. Each owner has rows of its own to move (SeqCtl).
 enum KvOwner : int32_t { KV_TRUNK = 0, KV_HEAD = 1, KV_DRAFTER = 2 };
 
-// RMS(head) * norm and NEOX RoPE of the query and key heads of rows: the first rope_dim values of a head rotate, value
-// i with i + rope_dim / 2 by the angle position * base^(-2 i / rope_dim).
+// norm_rope computes RMS(head) * norm and NEOX RoPE of the query and key heads of rows. The first rope_dim
+// values of a head rotate, value i with i + rope_dim / 2 by the angle position * base^(-2 i / rope_dim).
 struct RopeHeads {
     const float *x; // [T] rows of heads
-    int64_t x_row, x_head; // from one row or head to the next, in values
-    int32_t n_heads; // 0: none
+    int64_t x_row, x_head; // the distance from one row or head to the next, in values
+    int32_t n_heads; // 0 where there are none
     const float *norm; // [D]
     float *out; // [T][n_heads][D]
 };
@@ -159,11 +164,11 @@ struct NormRopeArgs {
     RopeHeads k, q;
 };
 
-// Moves pending rows down, then writes K and V of the step's rows. Rows with seq -1 are not written.
+// kv_store moves pending rows down, then writes K and V of the step's rows. Rows with seq -1 are not written.
 struct KvStoreArgs {
     KvPool pool;
     int32_t T;
-    int32_t append; // 1: a prefill of seqs[0] alone: row t is at n_past + t, T = n_rows, any number
+    int32_t append; // 1 for a prefill of seqs[0] alone: row t is at n_past + t, and T = n_rows is any number
     int32_t owner; // KvOwner
     const float *k; // [T][Hkv][D], normalised and rotated
     const float *v; // [T][Hkv][D]
@@ -171,29 +176,30 @@ struct KvStoreArgs {
     const int32_t *pages;
 };
 
-// Softmax attention of a step's rows over what they see: committed positions first .. n_past - 1, then the row's
-// ancestors by depth and itself, in the cells that KvStore has written. Keys are summed in logical order, position
-// by position, in fixed chunks that depend on the absolute position alone; partial results of chunks are combined
-// in order. So a row's bits depend on its own sequence only: not on the step's width, the tree beside it, the
-// order of pages or other sequences. Query head h reads KV head h / (H / Hkv).
+// attention is softmax attention of a step's rows over what they see: committed positions first .. n_past -
+// 1, then the row's ancestors by depth and itself, in the cells that KvStore has written. Keys are summed in
+// logical order, position by position, in fixed chunks that depend on the absolute position alone. Partial
+// results of chunks are combined in order. So a row's bits depend on its own sequence only: not on the step's
+// width, the tree beside it, the order of pages or other sequences. Query head h reads KV head h / (H / Hkv).
 struct AttentionArgs {
     KvPool pool;
     int32_t T, H;
-    int32_t first; // lowest position that is visible (the NextN head has no row 0)
-    int32_t window; // > 0: a row at p sees keys above p - window only
-    float scale; // of q.k
-    float softcap; // > 0: scores become softcap * tanh(score / softcap)
-    int32_t max_pages; // of one sequence: bounds the chunks of a row
-    int32_t block; // 1: the rows of a sequence, which are a chain, all see each other
+    int32_t first; // the lowest position that is visible (the NextN head has no row 0)
+    int32_t window; // where it is > 0, a row at p sees keys above p - window only
+    float scale; // scales q.k
+    float softcap; // where it is > 0, scores become softcap * tanh(score / softcap)
+    int32_t max_pages; // pages of one sequence, which bound the chunks of a row
+    int32_t block; // 1 where the rows of a sequence, which are a chain, all see each other
     const float *q; // [T][H][D], normalised and rotated
     const float *gate; // null, or [T][H] rows of D values: out is multiplied by sigmoid(gate)
-    int64_t gate_row, gate_head; // from one row or head of gate to the next, in values
+    int64_t gate_row, gate_head; // the distance from one row or head of gate to the next, in values
     const StepCtl *ctl;
     const int32_t *pages;
-    float *out; // [T][H][D]; of rows with seq -1 it is zeros
+    float *out; // [T][H][D]; rows with seq -1 get zeros
     float *scratch; // [attention_scratch(args)] partial results
 };
-// Values of AttentionArgs.scratch for the largest context; needs T, H, max_pages and pool.D and .Hkv alone.
+// Returns the values of AttentionArgs.scratch for the largest context. It needs T, H, max_pages and pool.D
+// and .Hkv alone.
 int64_t attention_scratch(const AttentionArgs &args);
 
 // On CUDA the rows of a block, which all see each other, have a kernel of their own, with other partial results.
@@ -202,19 +208,20 @@ constexpr int64_t block_attention_scratch(int64_t T, int64_t H, int64_t D) {
     return T * H * BLOCK_ATTENTION_SPLITS * (D + 2);
 }
 
-// Prefill: cells 0 .. n_kv - 1 of seqs[0], in order, as values that ggml's attention reads.
+// kv_gather is for prefill: it writes cells 0 .. n_kv - 1 of seqs[0], in order, as values that ggml's
+// attention reads.
 struct KvGatherArgs {
     KvPool pool;
     int64_t n_kv;
     const StepCtl *ctl;
     const int32_t *pages;
-    int32_t which; // 0: k, 1: v
+    int32_t which; // 0 means k, 1 means v
     int32_t out_type; // F32 or F16
     void *out; // [n_kv][Hkv*D]; zeros from n_past + n_rows on
 };
 
-// Prefill: the mask of T rows of seqs[0] over n_kv cells: 0 where row t at p = n_past + t sees cell c
-// (first <= c <= p, and c > p - window where there is one), else -inf.
+// prefill_mask is the mask of T rows of seqs[0] over n_kv cells. It is 0 where row t at p = n_past + t sees
+// cell c (first <= c <= p, and c > p - window where there is one), else -inf.
 struct MaskArgs {
     int32_t T;
     int64_t n_kv;
@@ -225,10 +232,10 @@ struct MaskArgs {
 
 // ---- choices -------------------------------------------------------------------------------------------
 
-// The token that each row's logits are of, by its sequence's ChoiceCtl, and whether a logit is not finite. Rows with
-// seq -1 are greedy.
-constexpr int CHOICE_PARTS = 62; // of a row, which blocks look at side by side
-constexpr int CHOICE_LIST = 1024; // ids that bins leave open
+// choose gives the token that each row's logits stand for, by its sequence's ChoiceCtl, and says whether a
+// logit is not finite. Rows with seq -1 are greedy.
+constexpr int CHOICE_PARTS = 62; // parts of a row, which blocks look at side by side
+constexpr int CHOICE_LIST = 1024; // the most ids that bins leave open
 constexpr int64_t CHOICE_MAX_IDS = 1 << 24;
 struct ChoicePart {
     int32_t id;
@@ -236,9 +243,10 @@ struct ChoicePart {
 };
 struct ChoiceRow {
     int32_t token;
-    int32_t not_finite; // 1: a logit is not
-    // room of the CUDA kernels
-    ChoicePart most[CHOICE_PARTS]; // the largest logit of each part; id complemented where one is not finite
+    int32_t not_finite; // 1 where a logit is not
+    // The CUDA kernels use the rest as room.
+    // The largest logit of each part; id is complemented where one is not finite.
+    ChoicePart most[CHOICE_PARTS];
     ChoicePart best[CHOICE_PARTS]; // the largest z + G
     uint32_t n_listed;
     uint32_t reserved;
@@ -252,12 +260,13 @@ struct ChooseArgs {
     int64_t n;
     int32_t T;
     const StepCtl *ctl;
-    int32_t
-        ahead; // 1: a row's logits are of the position after its own; 0: of its own, as a block's masks are
+    // 1: a row's logits are of the position after its own; 0: of its own, as a block's masks are.
+    int32_t ahead;
     ChoiceRow *out; // [T]
 };
 
-// Keeps choices on the device: entry rows[t].keep of `drafts` becomes {token, not-finite flag} of row t.
+// keep leaves choices on the device: entry rows[t].keep of `drafts` becomes {token, not-finite flag} of row
+// t.
 struct KeepArgs {
     const ChoiceRow *choice; // [T]
     int32_t T;
@@ -265,10 +274,11 @@ struct KeepArgs {
     int32_t *drafts; // [n][2]; in/out
 };
 
-// The k best candidates of each row, in the order (logit descending, id ascending), with their log-probabilities over
-// the whole vocabulary: entry rows[t].keep of `lists` becomes k ids and then the bits of k F32 scores. Where a row has
-// fewer than k logits above -inf, the list ends with ids of -1. (Rows with keep -1 are not looked at. Of a row with a
-// logit that is NaN or +inf the list is any list: its entry in `drafts` says so.)
+// topk lists the k best candidates of each row, in the order (logit descending, id ascending), with their
+// log-probabilities over the whole vocabulary. Entry rows[t].keep of `lists` becomes k ids and then the bits
+// of k F32 scores. Where a row has fewer than k logits above -inf, the list ends with ids of -1. (Rows with
+// keep -1 are not looked at. Of a row with a logit that is NaN or +inf the list is any list: its entry in
+// `drafts` says so.)
 struct TopkArgs {
     const float *logits; // [T][n], n <= TOPK_MAX_N
     int64_t n;
@@ -278,16 +288,16 @@ struct TopkArgs {
     int32_t *scratch; // [T][topk_scratch(k)]
 };
 constexpr int TOPK_MAX = 63;
-constexpr int TOPK_PART = 4096; // logits that one block sorts
+constexpr int TOPK_PART = 4096; // one block sorts so many logits
 constexpr int TOPK_PARTS = 64;
 constexpr int64_t TOPK_MAX_N = int64_t(TOPK_PART) * TOPK_PARTS;
-// Of each part its k best, id and logit, and its largest logit and the sum of exp(logit - largest).
+// Of each part there are its k best, id and logit, its largest logit, and the sum of exp(logit - largest).
 constexpr int64_t topk_scratch(int32_t k) {
     return int64_t(TOPK_PARTS) * (2 * k + 2);
 }
 
-// The tokens of a step's rows: tokens[t] >= 0 is the token itself, -1 - i stands for entry i of `drafts`.
-// (An entry beyond the vocabulary, of a draft that was not finite, becomes token 0.)
+// row_tokens gives the tokens of a step's rows. tokens[t] >= 0 is the token itself, and -1 - i stands for
+// entry i of `drafts`. (An entry beyond the vocabulary, of a draft that was not finite, becomes token 0.)
 struct TokensArgs {
     const int32_t *tokens; // [T]
     const int32_t *drafts; // [n][2]
@@ -302,11 +312,12 @@ namespace cuda {
 int conv(const ConvArgs &args, void *stream);
 int conv_parts(const ConvPartsArgs &args, void *stream);
 int deltanet(const DeltaArgs &args, void *stream);
-int deltanet_chunks(const DeltaArgs &args, void *scratch, void *stream); // DELTA_APPEND, for long prefills
+// It takes DELTA_APPEND, for long prefills.
+int deltanet_chunks(const DeltaArgs &args, void *scratch, void *stream);
 int norm_rope(const NormRopeArgs &args, void *stream);
 int kv_store(const KvStoreArgs &args, void *stream);
-int attention(const AttentionArgs &args, void *stream); // block 0
-int block_attention(const AttentionArgs &args, void *stream); // block 1, no gate
+int attention(const AttentionArgs &args, void *stream); // it takes block 0
+int block_attention(const AttentionArgs &args, void *stream); // it takes block 1, without a gate
 int kv_gather(const KvGatherArgs &args, void *stream);
 int prefill_mask(const MaskArgs &args, void *stream);
 int choose(const ChooseArgs &args, void *stream);
@@ -316,10 +327,10 @@ int row_tokens(const TokensArgs &args, void *stream);
 const char *error_text(int error); // of what a launcher returned
 int set_device(int device); // kernels launch on the current device of the calling thread
 int current_device(); // of the calling thread; -1 after an error
-int compute_capability(int device); // 90 for 9.0
+int compute_capability(int device); // returns 90 for 9.0
 
-// Copies between a device and pinned host memory, and a call of the host, on a thread of the driver's: in the stream's
-// order, also of a captured step. The call must not call CUDA.
+// These copy between a device and pinned host memory, and call the host on a thread of the driver's, in the
+// stream's order, also in a captured step. The call must not call CUDA.
 int to_host(void *pinned, const void *device, size_t bytes, void *stream);
 int to_device(void *device, const void *pinned, size_t bytes, void *stream);
 int call_on_host(void (*call)(void *), void *context, void *stream);
@@ -327,8 +338,8 @@ int call_on_host(void (*call)(void *), void *context, void *stream);
 // Waits for all that is enqueued, whatever came of it.
 void finish(void *stream);
 
-// A step captured once and replayed: begin, enqueue the step, end; then launch any number of times. capture_abandon
-// ends a recording that failed, so that the stream can be used again.
+// A step is captured once and replayed: begin, enqueue the step, end; then launch any number of times.
+// capture_abandon ends a recording that failed, so that the stream can be used again.
 int capture_begin(void *stream);
 int capture_end(void *stream, void **executable);
 void capture_abandon(void *stream);

@@ -1,8 +1,8 @@
-// Cells of the paged KV: moving accepted rows down, writing new ones, and what a prefill hands to ggml's attention.
-// In a step one thread owns the same values (one block, or 16 bytes) of a sequence's cells at all positions: it moves
-// first, then writes, so no thread waits for another. A source is never a cell that an earlier move has filled
-// (pending[i] >= i), so a batch may be read before any of it is written; batches run in order, since a later move may
-// fill an earlier one's source.
+// Works on cells of the paged KV: it moves accepted rows down, writes new ones, and hands a prefill's to
+// ggml's attention. In a step one thread owns the same values (one block, or 16 bytes) of a sequence's cells
+// at all positions. It moves first, then writes, so no thread waits for another. A source is never a cell
+// that an earlier move has filled (pending[i] >= i), so a batch may be read before any of it is written.
+// Batches run in order, since a later move may fill an earlier one's source.
 #include "attention_chunks.h"
 #include "kernels.h"
 #include "kv_types.cuh"
@@ -14,9 +14,9 @@ namespace luce {
 namespace {
 
 constexpr int THREADS = 128;
-constexpr int BATCH = 8; // moves at once
-constexpr int SPREAD = 16; // blocks that share a sequence's rows where none has to move
-constexpr int PREFILL_ROWS = 4; // of a block in a prefill
+constexpr int BATCH = 8; // as many moves at once
+constexpr int SPREAD = 16; // as many blocks share a sequence's rows where none has to move
+constexpr int PREFILL_ROWS = 4; // rows of a block in a prefill
 
 __device__ int64_t cell_of(const int32_t *pages, int32_t position) {
     return int64_t(pages[position / PAGE]) * PAGE + position % PAGE;
@@ -49,14 +49,14 @@ template <int TYPE> __device__ void write_values(const float *x, uint8_t *to) {
     }
 }
 
-template <int BYTES> struct Words { // of a move
+template <int BYTES> struct Words { // what a move carries
     using Word = uint16_t;
 };
 template <> struct Words<16> {
     using Word = uint4;
 };
 
-// One thread's values of the pending rows of a sequence, at `base` + cell * stride.
+// Moves one thread's values of the pending rows of a sequence, at `base` + cell * stride.
 template <int TYPE>
 __device__ void move_rows(uint8_t *base, int64_t stride, const int32_t *pages, const SeqCtl &seq, int32_t n) {
     constexpr int BYTES = KvType<TYPE>::BYTES;
@@ -88,7 +88,7 @@ __device__ void move_rows(uint8_t *base, int64_t stride, const int32_t *pages, c
     }
 }
 
-// grid: a cell's blocks of k and v, sequences, SPREAD. Moves, then rows row0 .. of `n_rows`.
+// Moves, then writes rows row0 .. of `n_rows`. The grid is a cell's blocks of k and v, sequences, SPREAD.
 template <int TYPE>
 __global__ void __launch_bounds__(THREADS) kv_store_kernel(KvStoreArgs a, int32_t columns) {
     using Kv = KvType<TYPE>;
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(THREADS) kv_store_kernel(KvStoreArgs a, int32_
     }
 }
 
-// A prefill's rows, after its moves. grid: a cell's blocks of k and v, rows.
+// Writes a prefill's rows, after its moves. The grid is a cell's blocks of k and v, rows.
 template <int TYPE>
 __global__ void __launch_bounds__(THREADS) kv_append_kernel(KvStoreArgs a, int32_t columns) {
     using Kv = KvType<TYPE>;
@@ -160,7 +160,7 @@ template <int TYPE> int store(const KvStoreArgs &a, cudaStream_t stream) {
 
 // ---- for ggml's attention ----
 
-// grid: 8 values a thread, over all cells of the result.
+// The grid gives each thread 8 values, over all cells of the result.
 template <int TYPE, typename Out>
 __global__ void __launch_bounds__(THREADS) kv_gather_kernel(KvGatherArgs a) {
     const int words = a.pool.Hkv * a.pool.D / 8;
@@ -200,7 +200,7 @@ template <int TYPE> int gather(const KvGatherArgs &a, cudaStream_t stream) {
     return int(cudaGetLastError());
 }
 
-// grid: cells, rows.
+// The grid is cells, rows.
 __global__ void __launch_bounds__(THREADS) prefill_mask_kernel(MaskArgs a) {
     const int64_t c = int64_t(blockIdx.x) * THREADS + threadIdx.x;
     const int t = blockIdx.y;

@@ -1,4 +1,5 @@
-// The types of KV cells: ggml's F32, F16, Q4_0 and Q8_0 (numbered as there), their blocks and their rounding.
+// Has the types of KV cells: ggml's F32, F16, Q4_0 and Q8_0 (numbered as there), their blocks and their
+// rounding.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -12,7 +13,7 @@ constexpr int KV_F32 = 0, KV_F16 = 1, KV_Q4_0 = 2, KV_Q8_0 = 8;
 
 template <int TYPE> struct KvType;
 template <> struct KvType<KV_F32> {
-    static constexpr int VALUES = 4, BYTES = 16; // of a block, or of what a thread takes at once
+    static constexpr int VALUES = 4, BYTES = 16; // those of a block, or of what a thread takes at once
 };
 template <> struct KvType<KV_F16> {
     static constexpr int VALUES = 8, BYTES = 16;
@@ -28,7 +29,7 @@ template <int TYPE> constexpr int kv_bytes(int values) {
     return values / KvType<TYPE>::VALUES * KvType<TYPE>::BYTES;
 }
 
-// Value i of a quantised block: q * d, exact in F32.
+// Returns value i of a quantised block, which is q * d and exact in F32.
 template <int TYPE> __device__ float block_value(const uint8_t *block, int i) {
     const float d = __half2float(*reinterpret_cast<const __half *>(block));
     if (TYPE == KV_Q8_0) {
@@ -38,7 +39,7 @@ template <int TYPE> __device__ float block_value(const uint8_t *block, int i) {
     return d * float((i < 16 ? byte & 15 : byte >> 4) - 8);
 }
 
-// Values i .. i + 7 of a row of cells, i a multiple of 8.
+// Loads values i .. i + 7 of a row of cells, where i is a multiple of 8.
 template <int TYPE> __device__ void load_values(const uint8_t *row, int i, float (&x)[8]) {
     if (TYPE == KV_F32) {
         const float4 a = *reinterpret_cast<const float4 *>(row + i * 4);
@@ -60,13 +61,13 @@ template <int TYPE> __device__ void load_values(const uint8_t *row, int i, float
     }
 }
 
-// A block as ggml's reference quantiser writes it, in words of 2 bytes.
+// Writes a block as ggml's reference quantiser does, in words of 2 bytes.
 template <int TYPE>
 __device__ void quantize_block(const float (&x)[32], uint16_t (&words)[KvType<TYPE>::BYTES / 2]) {
     float most = 0, signed_most = 0;
 #pragma unroll
     for (int i = 0; i < 32; i++) {
-        if (fabsf(x[i]) > most) { // the first on a tie
+        if (fabsf(x[i]) > most) { // it takes the first on a tie
             most = fabsf(x[i]);
             signed_most = x[i];
         }

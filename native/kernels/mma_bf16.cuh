@@ -1,6 +1,7 @@
-// Products of F32 values on the tensor core: a value is the sum of two BF16 numbers, high + low, to 2^-17 of it, and a
-// product is the sum of three: high * high, high * low and low * high. So an F32 product is right to about 2^-16, in
-// the whole range of F32, at a third of the tensor core's BF16 rate. Needs sm_80 or later.
+// Multiplies F32 values on the tensor core. A value is the sum of two BF16 numbers, high + low, to 2^-17 of
+// it, and a product is the sum of three: high * high, high * low and low * high. So an F32 product is right
+// to about 2^-16, in the whole range of F32, at a third of the tensor core's BF16 rate. It needs sm_80 or
+// later.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +9,7 @@
 
 namespace luce {
 
-// Two neighbours: the first in the low half of a word.
+// Split holds two neighbours, the first in the low half of a word.
 struct Split {
     uint32_t high, low;
 };
@@ -19,7 +20,7 @@ __device__ __forceinline__ Split split(float a, float b) {
     return {*reinterpret_cast<const uint32_t *>(&high), *reinterpret_cast<const uint32_t *>(&low)};
 }
 
-// A 16 x 16 of the left side, from the accumulators of two tiles of 16 x 8 side by side.
+// Left is a 16 x 16 of the left side, from the accumulators of two tiles of 16 x 8 side by side.
 struct Left {
     uint32_t high[4], low[4];
 
@@ -35,14 +36,14 @@ struct Left {
 };
 
 #ifndef LUCE_NO_PTX // a test may bring its own
-// c[16 x 8] += a[16 x 16] * b[16 x 8]
+// Computes c[16 x 8] += a[16 x 16] * b[16 x 8].
 __device__ __forceinline__ void mma_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
         "{%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-// Four matrices of 8 x 8, whose rows are at the addresses that lanes 8 m .. 8 m + 7 give.
+// Loads four matrices of 8 x 8, whose rows are at the addresses that lanes 8 m .. 8 m + 7 give.
 __device__ __forceinline__ void load_matrices(uint32_t (&m)[4], const uint8_t *row) {
     const uint32_t at = uint32_t(__cvta_generic_to_shared(row));
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -57,7 +58,7 @@ __device__ __forceinline__ void load_transposed(uint32_t (&m)[4], const uint8_t 
                  : "r"(at)
                  : "memory");
 }
-// 16 bytes to shared memory, zeros where `there` is false; complete after copies_wait.
+// Copies 16 bytes to shared memory, or zeros where `there` is false. They are complete after copies_wait.
 __device__ __forceinline__ void copy_16(uint8_t *shared, const void *global, bool there) {
     const uint32_t at = uint32_t(__cvta_generic_to_shared(shared));
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(global), "r"(there ? 16 : 0)
@@ -68,12 +69,12 @@ __device__ __forceinline__ void copies_wait() {
 }
 #endif
 
-// Two tiles of the right side, 16 x 16: words 2 j and 2 j + 1 are tile j's.
+// Right is two tiles of the right side, 16 x 16: words 2 j and 2 j + 1 are tile j's.
 struct Right {
     uint32_t high[4], low[4];
 };
 
-// c[j] += a * tile j of N of them: part by part, so that no product waits for the one before it.
+// Computes c[j] += a * tile j of N of them, part by part, so that no product waits for the one before it.
 template <int N> __device__ __forceinline__ void multiply(float (*c)[4], const Left &a, const Right (&b)[N]) {
 #pragma unroll
     for (int part = 0; part < 3; part++) {

@@ -1,5 +1,5 @@
-// The norm and rotation of query and key heads: a warp has a head of a row, a lane D / 32 neighbouring values. A head's
-// bits depend on that head alone.
+// Norms and rotates query and key heads. A warp has a head of a row, and a lane has D / 32 neighbouring
+// values. A head's bits depend on that head alone.
 #include "kernels.h"
 #include "overlap.cuh"
 
@@ -7,9 +7,9 @@ namespace luce {
 namespace {
 
 constexpr int WARP = 32;
-constexpr int WARPS = 4; // of a block
+constexpr int WARPS = 4; // warps of a block
 
-// grid: the heads of k and q in blocks of WARPS, rows.
+// The grid is the heads of k and q in blocks of WARPS, rows.
 template <int D> __global__ void __launch_bounds__(WARPS *WARP) norm_rope_kernel(NormRopeArgs a) {
     constexpr int OWN = D / WARP;
     __shared__ float shared[WARPS][D];
@@ -19,7 +19,7 @@ template <int D> __global__ void __launch_bounds__(WARPS *WARP) norm_rope_kernel
     const RopeHeads &heads = is_q ? a.q : a.k;
     const int head = is_q ? at - a.k.n_heads : at, half = a.rope_dim / 2;
     const int64_t row = blockIdx.y;
-    float cosine[OWN], sine[OWN]; // of values lane * OWN + i
+    float cosine[OWN], sine[OWN]; // those of values lane * OWN + i
     if (head < heads.n_heads) {
 #pragma unroll
         for (int i = 0; i < OWN; i++) {
@@ -35,7 +35,7 @@ template <int D> __global__ void __launch_bounds__(WARPS *WARP) norm_rope_kernel
         }
     }
     wait_for_previous();
-    if (head >= heads.n_heads) { // a whole warp
+    if (head >= heads.n_heads) { // a whole warp leaves
         return;
     }
     const float *x = heads.x + row * heads.x_row + head * heads.x_head + lane * OWN;

@@ -1,14 +1,15 @@
-// The sampling rule (luce_sample in luce.h) as plain functions that CPU and CUDA share. Every rounding is spelled out
-// (fmaf where two operations round once; the compilers contract nothing), so both have the same bits of one row.
+// Has the sampling rule (luce_sample in luce.h) as plain functions that CPU and CUDA share. Every rounding is
+// spelled out (fmaf where two operations round once; the compilers contract nothing), so both have the same
+// bits of one row.
 //
 //   z_i   = (x_i - x_max) / temperature
 //   keep  = the first top_k in the order (x descending, id ascending); of these the fewest whose masses reach top_p of
 //           their sum; of these the ones with a mass of min_p or more
 //   token = the id in keep with the largest z_i + G_i, the lowest one on a tie
 //
-// Masses are integers, so their sums do not depend on an order: mass_i = floor(exp(z_i) * 2^40).
-// G_i is Gumbel noise of (seed, position, id) alone. It lies in (-3.14, 22.88), so an id with z < Z_MIN is never
-// chosen, and where z is not below Z_MIN the mass is not 0.
+// Masses are integers, so their sums do not depend on an order: mass_i = floor(exp(z_i) * 2^40). G_i is
+// Gumbel noise of (seed, position, id) alone. It lies in (-3.14, 22.88), so an id with z < Z_MIN is never
+// chosen. Where z is not below Z_MIN the mass is not 0.
 #pragma once
 
 #include <math.h>
@@ -23,13 +24,13 @@
 
 namespace luce {
 
-// How a sequence's tokens are chosen, as kernels take it.
+// ChoiceCtl says how a sequence's tokens are chosen, as kernels take it.
 struct ChoiceCtl {
     uint64_t seed;
-    uint64_t min_mass; // min_p in units of 2^-40; 0: off
-    float scale; // 2 / temperature, at most FLT_MAX; 0: greedy
-    int32_t top_k; // 0: off
-    uint32_t top_p; // in units of 2^-24; TOP_P_ONE: off
+    uint64_t min_mass; // min_p in units of 2^-40; 0 means off
+    float scale; // 2 / temperature, at most FLT_MAX; 0 means greedy
+    int32_t top_k; // 0 means off
+    uint32_t top_p; // in units of 2^-24; TOP_P_ONE means off
     uint32_t reserved;
 };
 constexpr uint32_t TOP_P_ONE = 1u << 24;
@@ -54,7 +55,7 @@ struct Words4 {
     uint32_t w[4];
 };
 
-// Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers, SC 2011).
+// Computes Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers, SC 2011).
 LUCE_BOTH Words4 philox(uint64_t key, uint64_t counter_lo, uint64_t counter_hi) {
     uint32_t c0 = uint32_t(counter_lo), c1 = uint32_t(counter_lo >> 32);
     uint32_t c2 = uint32_t(counter_hi), c3 = uint32_t(counter_hi >> 32);
@@ -71,7 +72,7 @@ LUCE_BOTH Words4 philox(uint64_t key, uint64_t counter_lo, uint64_t counter_hi) 
     return {{c0, c1, c2, c3}};
 }
 
-// The words of ids 4 * group .. 4 * group + 3 at a position.
+// Returns the words of ids 4 * group .. 4 * group + 3 at a position.
 LUCE_BOTH Words4 noise_words(uint64_t seed, uint64_t position, uint32_t group) {
     return philox(seed, position, group);
 }
@@ -80,7 +81,7 @@ LUCE_BOTH Words4 noise_words(uint64_t seed, uint64_t position, uint32_t group) {
 
 constexpr float LN2_HI = 0x1.63p-1f, LN2_LO = -0x1.bd0106p-13f; // LN2_HI times a small integer is exact
 
-// e * log(2) + log(1 + f) for f in [-1/3, 1/3].
+// Computes e * log(2) + log(1 + f) for f in [-1/3, 1/3].
 LUCE_BOTH float log_parts(int32_t e, float f) {
     float p = -0x1.080fe0p-3f;
     p = fmaf(p, f, 0x1.1e7170p-3f);
@@ -95,18 +96,19 @@ LUCE_BOTH float log_parts(int32_t e, float f) {
     return fmaf(float(e), LN2_HI, fmaf(float(e), LN2_LO, l));
 }
 
-// The power of two that brings a normal x > 0 into [2/3, 4/3): x = 2^e * m.
+// Returns the power of two that brings a normal x > 0 into [2/3, 4/3): x = 2^e * m.
 LUCE_BOTH int32_t log_exponent(float x) {
     return int32_t(float_bits(x) - 0x3f2aaaabu) >> 23;
 }
 
-// log(x) of a normal x > 0.
+// Computes log(x) of a normal x > 0.
 LUCE_BOTH float log_of(float x) {
     const int32_t e = log_exponent(x);
     return log_parts(e, bits_float(float_bits(x) - (uint32_t(e) << 23)) - 1.0f);
 }
 
-// -log(u), u = (word + 1/2) / 2^32. Above one half it is computed from 1 - u, so it is accurate at both ends.
+// Computes -log(u), u = (word + 1/2) / 2^32. Above one half it is computed from 1 - u, so it is accurate at
+// both ends.
 LUCE_BOTH float minus_log_uniform(uint32_t word) {
     const bool upper = word >> 31;
     const uint32_t from_end = upper ? ~word : word;
@@ -116,12 +118,13 @@ LUCE_BOTH float minus_log_uniform(uint32_t word) {
     return -log_parts(e, fmaf(upper ? -q : q, s, upper ? s - 1.0f : -1.0f));
 }
 
-// Gumbel noise of a random word: -log(-log(u)).
+// Returns the Gumbel noise of a random word: -log(-log(u)).
 LUCE_BOTH float gumbel(uint32_t word) {
     return -log_of(minus_log_uniform(word));
 }
 
-// No less than gumbel(word), for little: -log(-log u) <= -log(1 - u), which leading ones of the word bound.
+// Returns no less than gumbel(word), at little cost: -log(-log u) <= -log(1 - u), which leading ones of the
+// word bound.
 LUCE_BOTH float gumbel_bound(uint32_t word) {
     const uint32_t rest = ~word;
 #ifdef __CUDA_ARCH__
@@ -132,7 +135,7 @@ LUCE_BOTH float gumbel_bound(uint32_t word) {
     return fmaf(float(leading), 0.6932f, 0.6942f);
 }
 
-// floor(exp(z) * 2^40) for z in [Z_MIN, 0], 0 below.
+// Computes floor(exp(z) * 2^40) for z in [Z_MIN, 0], and 0 below.
 LUCE_BOTH uint64_t mass_of(float z) {
     if (!(z >= Z_MIN)) {
         return 0;
@@ -150,17 +153,17 @@ LUCE_BOTH uint64_t mass_of(float z) {
     return uint64_t(p * bits_float(exponent << 23));
 }
 
-// Ranges of z for searches, best first: SAMPLE_BINS of equal width from 0 to Z_MIN.
+// Searches use ranges of z, best first: SAMPLE_BINS of equal width from 0 to Z_MIN.
 constexpr int SAMPLE_BINS = 1024;
 
-LUCE_BOTH int bin_of(float z) { // Z_MIN <= z <= 0
+LUCE_BOTH int bin_of(float z) { // it takes Z_MIN <= z <= 0
     const int bin = int(z * (float(SAMPLE_BINS) / Z_MIN));
     return bin < SAMPLE_BINS ? bin : SAMPLE_BINS - 1;
 }
 
 // ---- the rule, id by id ------------------------------------------------------------------------------------
 
-// Half of x - x_max: halves never overflow, and ChoiceCtl::scale makes up for it.
+// Returns half of x - x_max. Halves never overflow, and ChoiceCtl::scale makes up for it.
 LUCE_BOTH float half_gap(float x, float x_max) {
     return fmaf(x, 0.5f, -0.5f * x_max);
 }
@@ -169,19 +172,20 @@ LUCE_BOTH float z_of(float gap, float scale) {
     return gap * scale;
 }
 
-// z + G, rounded once.
+// Computes z + G, rounded once.
 LUCE_BOTH float score_of(float gap, float scale, uint32_t word) {
     return fmaf(gap, scale, gumbel(word));
 }
 
-// The mass that a prefix must reach: at least top_p of the total, which is below 2^60; at least 1.
+// Returns the mass that a prefix must reach: at least top_p of the total, which is below 2^60, and at least
+// 1.
 LUCE_BOTH uint64_t needed_mass(uint64_t total, uint32_t top_p) {
     const uint64_t low = (total & 0xFFFFFFu) * top_p;
     const uint64_t need = (total >> 24) * top_p + ((low + 0xFFFFFFu) >> 24);
     return need > 0 ? need : 1;
 }
 
-// Logits in the order of keys: a < b as floats where key(a) < key(b), and -0 is 0.
+// Maps logits to keys of the same order: a < b as floats where key(a) < key(b), and -0 is 0.
 LUCE_BOTH uint32_t order_key(float x) {
     const uint32_t bits = float_bits(x + 0.0f);
     return bits >> 31 ? ~bits : bits | 0x80000000u;

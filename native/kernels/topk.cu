@@ -1,6 +1,7 @@
-// The best candidates of each row and their log-probabilities, in two kernels: a block sorts a part of the row and
-// leaves its best; one block a row sorts those of all parts. A key holds the logit and the complement of the id, so an
-// order of keys is the order of candidates, ties included, whatever the parts are.
+// Lists the best candidates of each row and their log-probabilities, in two kernels. In the first, a block
+// sorts a part of the row and leaves its best. In the second, one block a row sorts those of all parts. A key
+// holds the logit and the complement of the id, so an order of keys is the order of candidates, ties
+// included, whatever the parts are.
 #include "kernels.h"
 
 #include <climits>
@@ -16,9 +17,9 @@ constexpr int PICK_THREADS = 1024;
 
 using Key = unsigned long long;
 
-// Larger for a larger logit, then for a smaller id. NaN counts as -inf.
+// Returns a key that is larger for a larger logit, then for a smaller id. NaN counts as -inf.
 __device__ Key key_of(float x, uint32_t id) {
-    const uint32_t bits = __float_as_uint(isnan(x) ? -INFINITY : x + 0.0f); // one zero
+    const uint32_t bits = __float_as_uint(isnan(x) ? -INFINITY : x + 0.0f); // there is one zero
     const uint32_t ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
     return Key(ordered) << 32 | ~id;
 }
@@ -28,7 +29,7 @@ __device__ float logit_of(Key key) {
     return __uint_as_float(ordered & 0x80000000u ? ordered & 0x7fffffffu : ~ordered);
 }
 
-// keys[0 .. n - 1] in descending order, n a power of two (bitonic).
+// Sorts keys[0 .. n - 1] into descending order, where n is a power of two (bitonic).
 __device__ void sort(Key *keys, int n) {
     for (int length = 2; length <= n; length *= 2) {
         for (int step = length / 2; step > 0; step /= 2) {
@@ -64,12 +65,12 @@ __device__ float reduce(float x, bool largest, float *shared) {
     return x;
 }
 
-// The row's scratch: for each part k ids, k logits, the part's largest logit and its sum.
+// Returns the row's scratch, which has for each part k ids, k logits, the part's largest logit and its sum.
 __device__ int32_t *part_of(const TopkArgs &a, int row, int part) {
     return a.scratch + (int64_t(row) * TOPK_PARTS + part) * (2 * a.k + 2);
 }
 
-// grid: parts, rows.
+// The grid is parts, rows.
 __global__ void __launch_bounds__(THREADS) topk_parts_kernel(TopkArgs a) {
     __shared__ Key keys[TOPK_PART];
     __shared__ float shared[THREADS / WARP];
@@ -102,7 +103,7 @@ __global__ void __launch_bounds__(THREADS) topk_parts_kernel(TopkArgs a) {
     }
 }
 
-// grid: rows.
+// The grid is rows.
 __global__ void __launch_bounds__(PICK_THREADS) topk_pick_kernel(TopkArgs a, int parts, int n_sort) {
     __shared__ Key keys[TOPK_PART];
     __shared__ float largest_logit, log_sum; // of all, the sum over what the largest leaves

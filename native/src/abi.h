@@ -11,7 +11,7 @@ namespace luce {
 // The handles of models: luce.cpp hands them out, and luce_engine.cpp takes them.
 Handles<luce_model, Model> &model_handles();
 
-// Runs f; what it throws becomes a status and the thread's last error.
+// Runs f. What it throws becomes a status and the thread's last error.
 template <typename F> luce_status guarded(F &&f) noexcept {
     try {
         f();

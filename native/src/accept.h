@@ -6,13 +6,13 @@
 
 namespace luce {
 
-// E_ARG unless row 0 has the parent -1, and every other row one that comes before it.
+// Fails with E_ARG unless row 0 has the parent -1 and every other row has a parent that comes before it.
 void check_parents(const int32_t *parents, uint32_t n);
 
 // Returns the accepted rows. From row 0 (the anchor) it steps to the child whose token equals the target's
 // choice after the current row, and stops where there is none. So the target itself chose every row on the
-// path, and also *next, its choice after the last row. The parents are checked. Of
-// twin children, the lowest row is taken.
+// path. It also chose *next, which follows the last row. The caller has checked the parents. Of twin
+// children, the lowest row is taken.
 std::vector<int32_t> accept(const int32_t *tokens, const int32_t *parents, const int32_t *choices, uint32_t n,
                             int32_t *next);
 

@@ -1,6 +1,6 @@
-// Attention on the CPU. A row's sums have one order, key by key in logical order and chunk by chunk, whatever rows
-// are beside it: a tile of K or V is dequantised once for all rows and heads that share it, but each row reads its
-// own keys of it only.
+// Computes attention on the CPU. A row's sums have one order, key by key in logical order and chunk by chunk,
+// whatever rows are beside it. A tile of K or V is dequantised once for all rows and heads that share it, but
+// each row reads only its own keys of it.
 #include "attention.h"
 
 #include "../kernels/attention_chunks.h"
@@ -16,10 +16,11 @@
 namespace luce {
 namespace {
 
-constexpr int LANES = 16; // partial sums of a dot product
-constexpr int TILE = 64; // keys that are dequantised at once
-constexpr int AHEAD = 12, LINE = 64; // cells that are fetched before they are read, and bytes of a cache line
-constexpr int KEYS = 4; // keys that are added to an accumulator at once
+constexpr int LANES = 16; // a dot product has as many partial sums
+constexpr int TILE = 64; // as many keys are dequantised at once
+// Cells are fetched so far ahead of their reading; a cache line has so many bytes.
+constexpr int AHEAD = 12, LINE = 64;
+constexpr int KEYS = 4; // as many keys are added to an accumulator at once
 
 // ---- cells -------------------------------------------------------------------------------------------
 
@@ -55,7 +56,7 @@ void from_float(ggml_type type, const float *from, void *to, int64_t n) {
     }
 }
 
-// One KV head of k or v: the moves first, since a new row may overwrite what a move reads.
+// Stores one KV head of k or v. The moves come first, since a new row may overwrite what a move reads.
 void store_head(const KvStoreArgs &a, int which, int head) {
     const KvPool &pool = a.pool;
     const size_t bytes = head_bytes(pool);
@@ -82,7 +83,7 @@ void store_head(const KvStoreArgs &a, int which, int head) {
 
 // ---- arithmetic --------------------------------------------------------------------------------------
 
-// out[n * stride] = q[n] . k for N rows of q
+// Computes out[n * stride] = q[n] . k for N rows of q.
 template <int N> void dots(const float *q, const float *k, int D, float *out, int stride) {
     float sum[N][LANES] = {};
     for (int i = 0; i < D; i += LANES) {
@@ -102,7 +103,7 @@ template <int N> void dots(const float *q, const float *k, int D, float *out, in
     }
 }
 
-// acc += p[0] * v[0] + p[1] * v[1] .. in this order, n rows of v
+// Computes acc += p[0] * v[0] + p[1] * v[1] .. in this order, over n rows of v.
 void add_values(float *__restrict acc, const float *__restrict v, const float *p, int n, int D) {
     int i = 0;
     for (; i + KEYS <= n; i += KEYS) {
@@ -120,9 +121,10 @@ void add_values(float *__restrict acc, const float *__restrict v, const float *p
     }
 }
 
-// e^x for x <= 0, to 2 ulp; 0 far down. No call and no branch, so that loops over it become vector code.
+// Returns e^x for x <= 0, to 2 ulp, and 0 far down. It has no call and no branch, so that loops over it
+// become vector code.
 float exp_below(float x) {
-    const float shift = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer
+    const float shift = 12582912.0f; // this is 1.5 * 2^23: adding it rounds to an integer
     const float clamped = x < -104.0f ? -104.0f : x;
     const float n = std::fma(clamped, 1.44269504f, shift) - shift;
     const float r = std::fma(n, -1.42860677e-6f, std::fma(n, -0.693145752f, clamped)); // |r| <= ln(2)/2
@@ -133,7 +135,8 @@ float exp_below(float x) {
     y = std::fma(y, r, 0.5f);
     y = std::fma(y, r, 1.0f);
     y = std::fma(y, r, 1.0f);
-    const int32_t exponent = n == n ? int32_t(n) : 0; // two factors, since 2^-150 alone is no number
+    // There are two factors, since 2^-150 alone is no number.
+    const int32_t exponent = n == n ? int32_t(n) : 0;
     const int32_t half = exponent >> 1;
     const uint32_t low = uint32_t(half + 127) << 23, high = uint32_t(exponent - half + 127) << 23;
     float a, b;
@@ -144,28 +147,29 @@ float exp_below(float x) {
 
 // ---- attention ---------------------------------------------------------------------------------------
 
-// max, sum of e^(score - max), sum of e^(score - max) * v (apart, D values)
+// Sums are the largest score, and the sum of e^(score - max). The sum of e^(score - max) * v (D values) lies
+// elsewhere.
 struct Sums {
     float max = -INFINITY, sum = 0;
 };
 
-// Row `first` to `last` of one sequence that lie on one path: each follows the one before it.
+// A group is rows `first` to `last` of one sequence that lie on one path: each follows the one before it.
 struct Group {
     int first, last;
 };
 
-// One sequence's query heads of one KV head, or some of the (row, head) pairs of them: one thread's unit of work.
+// A unit is one thread's work: one sequence's query heads of one KV head, or some of their (row, head) pairs.
 struct Unit {
     const AttentionArgs &a;
     const SeqCtl &seq;
-    int head; // KV head
-    int begin, end; // pairs: row of the sequence * G + head of the KV head's group
+    int head; // the KV head
+    int begin, end; // pairs, each being row of the sequence * G + head of the KV head's group
     const int D, G;
-    const int32_t low; // lowest position that a row sees
-    std::vector<float> &memory; // of the thread
+    const int32_t low; // the lowest position that a row sees
+    std::vector<float> &memory; // the thread's own
     float *keys, *values, *scores; // [TILE][D], [TILE][D], [G][TILE]
     float *chunk, *total; // [pairs][D]
-    std::vector<Sums> &sums; // chunk's, then total's
+    std::vector<Sums> &sums; // first the chunk's, then the total's
 
     Unit(const AttentionArgs &args, const SeqCtl &s, int kv_head, int first, int last,
          std::vector<float> &floats, std::vector<Sums> &pair_sums)
@@ -185,7 +189,8 @@ struct Unit {
     int32_t position(int row) const { return a.ctl->rows[seq.row0 + row].position; }
     int32_t last_seen(int row) const { return a.block != 0 ? seq.n_past + seq.n_rows - 1 : position(row); }
 
-    // Positions [from, to) as rows of a tile: committed ones, then the ancestors of the row that `path` belongs to.
+    // Loads positions [from, to) as rows of a tile: committed ones, then the ancestors of the row that `path`
+    // belongs to.
     void load(int which, int32_t from, int32_t to, const int *path, float *tile) const {
         const auto bytes = int64_t(head_bytes(a.pool));
         const uint8_t *cells = (which == 0 ? a.pool.k : a.pool.v) + head * bytes;
@@ -218,7 +223,7 @@ struct Unit {
         }
     }
 
-    // One head's scores of n keys become weights; what was summed before is scaled to the new maximum.
+    // Turns one head's scores of n keys into weights, and scales what was summed before to the new maximum.
     void soften(float *x, int n, Sums &s, float *acc) const {
         float most = s.max;
         for (int i = 0; i < n; i++) {
@@ -245,7 +250,7 @@ struct Unit {
         }
     }
 
-    // The pairs [p0, p1) over the keys of one chunk up to position `last`.
+    // Runs the pairs [p0, p1) over the keys of one chunk up to position `last`.
     void run_chunk(int p0, int p1, int32_t index, int32_t last, const int *path) {
         const int32_t end_of_chunk = std::min(chunk_begin(index + 1), last + 1);
         for (int32_t t0 = chunk_begin(index); t0 < end_of_chunk; t0 += TILE) {
@@ -286,7 +291,7 @@ struct Unit {
         const float most = c.max > t.max ? c.max : t.max;
         const float of_chunk = c.max == -INFINITY ? 0.0f : exp_below(c.max - most);
         const float of_total = t.max == -INFINITY ? 0.0f : exp_below(t.max - most);
-        if (c.sum != 0) { // also where it is NaN
+        if (c.sum != 0) { // it also does so where the sum is NaN
             t.sum = t.sum * of_total + c.sum * (c.max == -INFINITY ? 1.0f : of_chunk);
             for (int d = 0; d < D; d++) {
                 out[d] = std::fma(acc[d], c.max == -INFINITY ? 1.0f : of_chunk, out[d] * of_total);
@@ -315,7 +320,8 @@ struct Unit {
         }
     }
 
-    // Committed chunks for all rows at once, then for each path what lies in the chunk of n_past and behind it.
+    // Runs the committed chunks for all rows at once, and then for each path what lies in the chunk of n_past
+    // and behind it.
     void run() {
         const int32_t shared = chunk_at(seq.n_past);
         for (int32_t c = chunk_at(low); c < shared; c++) {
@@ -352,7 +358,7 @@ void cpu_kv_store(const KvStoreArgs &a, int ith, int nth) {
     }
 }
 
-// Units are a sequence's KV heads; where these are fewer than threads, each is cut by its (row, head) pairs.
+// A unit is a sequence's KV head. Where these are fewer than threads, each is cut by its (row, head) pairs.
 void cpu_attention(const AttentionArgs &a, int ith, int nth) {
     static thread_local std::vector<float> floats;
     static thread_local std::vector<Sums> sums;

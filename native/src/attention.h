@@ -1,5 +1,5 @@
-// The CPU's ops of attention and of choices. Each call does the part of thread ith of nth; none waits for
-// another.
+// The CPU runs its ops of attention and of choices here. Each call does the part of thread ith of nth, and
+// none waits for another.
 #pragma once
 
 #include "../kernels/kernels.h"
@@ -7,7 +7,7 @@
 namespace luce {
 
 void cpu_kv_store(const KvStoreArgs &args, int ith, int nth);
-void cpu_attention(const AttentionArgs &args, int ith, int nth); // leaves args.scratch alone
+void cpu_attention(const AttentionArgs &args, int ith, int nth); // does not touch args.scratch
 void cpu_kv_gather(const KvGatherArgs &args, int ith, int nth);
 void cpu_prefill_mask(const MaskArgs &args, int ith, int nth);
 void cpu_keep(const KeepArgs &args, int ith, int nth);

@@ -88,8 +88,8 @@ Cache::Cache(const Weights &weights, const HParams &hp, const NextN *head, const
     for (size_t il = 0; il < n_drafter; il++) {
         drafter_kv_.push_back(cells(drafter->layers[il].attention));
     }
-    set_data(
-        reinterpret_cast<void *>(uintptr_t(256))); // until allocate(): not the graph allocator's business
+    // Until allocate() nothing is for the graph allocator to place.
+    set_data(reinterpret_cast<void *>(uintptr_t(256)));
 }
 
 void Cache::set_data(void *data) {
@@ -168,7 +168,8 @@ Timeline::Timeline(Cache &cache) : cache_(cache) {
         fail(LUCE_E_MEMORY, "all %u sequences of the engine are open: close one, or open it with more",
              cache.params().n_sequences);
     }
-    // all that it will hold: what a step or a commit has begun to book does not lack memory
+    // Room is taken for all that it will hold, so that what a step or a commit has begun to book does not
+    // lack memory.
     tokens_.reserve(cache.params().n_ctx);
     pages_.reserve(cache.max_pages());
     pending_.reserve(MAX_ROWS);
@@ -201,7 +202,7 @@ void Timeline::clear() {
 }
 
 void Timeline::resume(const std::vector<int32_t> &tokens, const std::vector<int32_t> &pages) {
-    for (const int32_t page : pages) { // before its own are given back: they may be the same
+    for (const int32_t page : pages) { // these come before its own are given back, since they may be the same
         cache_.pages.share(page);
     }
     clear();

@@ -32,7 +32,7 @@
 
 namespace luce {
 
-// The pools of one attention layer.
+// KvCells are the pools of one attention layer.
 struct KvCells {
     ggml_tensor *k; // {D*Hkv, n_pages*PAGE}
     ggml_tensor *v; // {D*Hkv, n_pages*PAGE}
@@ -46,18 +46,20 @@ struct DeltaState {
 
 struct CacheParams {
     uint32_t n_ctx, n_sequences, n_checkpoints, n_pages, n_rows, n_draft, n_chunk;
-    uint32_t n_block = 0; // rows of a DFlash block; 0: the engine drafts none
-    uint32_t n_top = 0; // candidates that are kept of each draft; 0: the draft alone
-    uint32_t n_part = 0; // the first tokens of the vocabulary, among which the head may draft; 0: it does not
+    uint32_t n_block = 0; // rows of a DFlash block; 0 means that the engine drafts none
+    uint32_t n_top = 0; // candidates that are kept of each draft; 0 means the draft alone
+    // The head may draft among this many first tokens of the vocabulary; 0 means that it does not.
+    uint32_t n_part = 0;
     ggml_type kv_type;
-    // Of one sequence: a step's rows lie behind n_ctx positions at most.
+    // Returns how many pages one sequence can need. The rows of a step may lie behind n_ctx positions.
     uint32_t max_pages() const { return (n_ctx + std::max(n_rows, n_block) + PAGE - 1) / PAGE; }
-    uint64_t rowmm_scratch = 0; // bytes that luce's own matmul wants on this device; 0: it does not run there
+    // Bytes that luce's own matmul wants on this device; 0 means that it does not run there.
+    uint64_t rowmm_scratch = 0;
     uint64_t gemm_scratch =
         0; // bytes of the largest matrix that a prefill writes out for cuBLAS; 0: it does not
 };
 
-// A bag of equal things that are taken and given back; pages are shared by count.
+// A pool is a bag of equal things that are taken and given back. Pages are shared by count.
 class Pool {
 public:
     explicit Pool(uint32_t n);
@@ -72,10 +74,11 @@ private:
     std::vector<uint32_t> users_;
 };
 
-// The device memory of an engine: described first, so that it can be counted, then allocated once.
+// The cache is the device memory of an engine. It is described first, so that it can be counted, and then
+// allocated once.
 class Cache {
 public:
-    // head, drafter: null where the engine does not draft with them.
+    // head and drafter are null where the engine does not draft with them.
     Cache(const Weights &weights, const HParams &hp, const NextN *head, const DFlash *drafter,
           const CacheParams &params);
 
@@ -91,26 +94,25 @@ public:
     const KvCells &head_kv() const { return head_kv_; }
     bool has_drafter() const { return !drafter_kv_.empty(); }
     const KvCells &drafter_kv(size_t layer) const { return drafter_kv_[layer]; }
-    ggml_tensor *rowmm_scratch() const {
-        return rowmm_scratch_;
-    } // {bytes} I8: zeros between steps where it counts
+    // {bytes} I8; where matmuls count in it, it is zero between steps.
+    ggml_tensor *rowmm_scratch() const { return rowmm_scratch_; }
     ggml_tensor *gemm_scratch() const { return gemm_scratch_; } // {bytes} I8
     ggml_tensor *drafts() const { return drafts_; } // {2, entries} I32: token, not-finite flag
     ggml_tensor *lists() const {
         return lists_;
     } // {2 * n_top, the same entries} I32: TopkArgs; null with n_top 0
-    ggml_tensor *hidden() const {
-        return hidden_;
-    } // {E, rows} F32: the target's after output_norm, or the head's
+    // {E, rows} F32: the target's after output_norm, or the head's.
+    ggml_tensor *hidden() const { return hidden_; }
 
-    // Rows of `hidden`. A slot has two banks of n_rows, which verifies write in turn, and one row of its drafts.
+    // hidden_row() counts rows of `hidden`. A slot has two banks of n_rows rows, which verifies write in
+    // turn, and one row for its drafts.
     int32_t hidden_row(int32_t slot, int32_t bank, int32_t row) const;
     int32_t hidden_draft(int32_t slot) const { return hidden_row(slot, 2, 0); }
-    int32_t hidden_unused() const; // rows that fill a step's width write here
-    int32_t hidden_zero() const {
-        return hidden_unused() + 1;
-    } // before a timeline's first token; never written
-    // Entries of `drafts`: of a slot those of the NextN head's chain, then those of the DFlash block.
+    int32_t hidden_unused() const; // rows that only fill a step's width write here
+    // It stands before a timeline's first token, and is never written.
+    int32_t hidden_zero() const { return hidden_unused() + 1; }
+    // A slot has these entries of `drafts`: first those of the NextN head's chain, then those of the DFlash
+    // block.
     uint32_t drafts_of_slot() const { return params_.n_draft + std::max(params_.n_block, 1u) - 1; }
     int32_t draft_entry(int32_t slot, int32_t i) const { return slot * int32_t(drafts_of_slot()) + i; }
     int32_t block_entry(int32_t slot, int32_t i) const {
@@ -119,24 +121,25 @@ public:
 
     Pool pages, sequence_slots, checkpoint_slots; // a checkpoint's slot is numbered after those of sequences
 
-    // All of a timeline that the device holds, in the order that saved bytes have: for each layer K and V of its
-    // pages, or state and window; the head's KV; the drafter's; the hidden row. n_past positions, whole pages.
+    // pieces() lists all of a timeline that the device holds, in the order that saved bytes have: for each
+    // layer the K and V of its pages, or its state and window; the head's KV; the drafter's KV; the hidden
+    // row. It covers n_past positions in whole pages.
     struct Piece {
         ggml_tensor *tensor;
         size_t offset, size;
     };
     std::vector<Piece> pieces(const std::vector<int32_t> &page_list, uint32_t n_past, int32_t slot,
                               int32_t hidden) const;
-    // Of pieces(): the recurrent state and the hidden row alone.
+    // Returns the part of pieces() that is the recurrent state and the hidden row.
     std::vector<Piece> state_pieces(int32_t slot, int32_t hidden) const;
 
 private:
-    void set_data(void *data); // of all tensors
+    void set_data(void *data); // sets the data of all tensors
 
     CacheParams params_;
     uint32_t max_pages_;
-    std::vector<KvCells> kv_; // by trunk block; empty entries for DeltaNet
-    std::vector<DeltaState> delta_; // by trunk block; empty entries for attention
+    std::vector<KvCells> kv_; // by trunk block; entries are empty for DeltaNet
+    std::vector<DeltaState> delta_; // by trunk block; entries are empty for attention
     KvCells head_kv_{};
     std::vector<KvCells> drafter_kv_; // by its layer
     ggml_tensor *hidden_ = nullptr, *drafts_ = nullptr, *lists_ = nullptr, *rowmm_scratch_ = nullptr,
@@ -150,47 +153,53 @@ private:
 // no device memory.
 class Timeline {
 public:
-    explicit Timeline(Cache &cache); // takes a slot; E_MEMORY when all are taken
+    explicit Timeline(Cache &cache); // takes a slot; fails with E_MEMORY when all are taken
     ~Timeline();
     Timeline(const Timeline &) = delete;
     Timeline &operator=(const Timeline &) = delete;
 
-    void clear(); // an empty timeline in the same slot
-    // Goes to a checkpoint and shares its pages. The caller copies its state to slot() and its hidden row to
-    // hidden().
+    void clear(); // makes an empty timeline in the same slot
+    // Goes to a checkpoint and shares its pages. The caller copies the checkpoint's state to slot() and its
+    // hidden row to hidden().
     void resume(const std::vector<int32_t> &tokens, const std::vector<int32_t> &pages);
 
-    const std::vector<int32_t> &tokens() const { return tokens_; } // committed
+    const std::vector<int32_t> &tokens() const { return tokens_; } // the committed ones
     uint32_t n_past() const { return uint32_t(tokens_.size()); }
     uint32_t n_verified() const { return uint32_t(parents_.size()); }
     int32_t slot() const { return slot_; }
-    int32_t hidden() const { return hidden_; } // row of the last committed position
+    int32_t hidden() const { return hidden_; } // the row of the last committed position
     const std::vector<int32_t> &pages() const { return pages_; }
-    bool prompt_only() const { return prompt_only_; } // nothing but prefill in whole chunks brought it here
+    // True while nothing but prefill in whole chunks brought it here.
+    bool prompt_only() const { return prompt_only_; }
     bool in_debt() const { return n_replay_ > 0 || n_move_ > 0 || n_move_head_ > 0 || n_move_drafter_ > 0; }
 
-    // Pages that `n` more positions need beyond those it has; take() gets them, and needs as many free.
+    // Returns how many pages `n` more positions need beyond those that it has. take_pages() takes them, and
+    // as many have to be free.
     uint32_t pages_wanted(uint32_t n) const;
     void take_pages(uint32_t n);
 
-    // This sequence's part of a step; page_base: where its pages are in the step's table.
+    // Fills in this sequence's part of a step. page_base says where its pages are in the step's table.
     void fill(SeqCtl &seq, int32_t row0, int32_t n_rows, int32_t page_base) const;
-    int32_t next_hidden(int32_t row) const; // where the next verify or prefill writes hidden state of its row
+    // Where the next verify or prefill writes the hidden state of its row.
+    int32_t next_hidden(int32_t row) const;
 
-    // After a step has run:
+    // A step that has run is booked with one of these:
     void appended(const int32_t *tokens, uint32_t n);
-    void verified(std::vector<int32_t> tokens, std::vector<int32_t> parents); // rows are in the log
-    void drafted(int32_t anchor, uint32_t n); // a chain of the NextN head
-    void drafted_block(int32_t anchor, uint32_t n); // the first n of a block
-    void settled() { paid(); } // a step without rows of its own
-    void check_path(const int32_t *path, uint32_t n) const; // E_ARG unless a path from the root
+    void verified(std::vector<int32_t> tokens, std::vector<int32_t> parents); // its rows are in the log
+    void drafted(int32_t anchor, uint32_t n); // it drafted a chain of the NextN head
+    void drafted_block(int32_t anchor, uint32_t n); // it drafted a block, whose first n are wanted
+    void settled() { paid(); } // it had no rows of its own
+    // Fails with E_ARG unless it is a path from the root.
+    void check_path(const int32_t *path, uint32_t n) const;
     void commit(const int32_t *path, uint32_t n);
-    // The tokens up to a row of the last verify, itself included; without one, the committed ones.
+    // Returns the tokens up to a row of the last verify, itself included. Without a verify it returns the
+    // committed ones.
     std::vector<int32_t> before(uint32_t row) const;
-    void discard() { parents_.clear(); } // the verified rows are not wanted any more
+    void discard() { parents_.clear(); } // says that the verified rows are not wanted any more
 
     int32_t draft_anchor() const { return draft_anchor_; }
-    uint32_t n_drafted() const { return n_drafted_; } // of the last draft, until the timeline moves on
+    // Counts those of the last draft, until the timeline moves on.
+    uint32_t n_drafted() const { return n_drafted_; }
     int32_t draft_entry(int32_t i) const { return draft_entry_ + i; } // of the last draft
 
 private:
@@ -203,9 +212,9 @@ private:
     bool fresh_ = true, prompt_only_ = true;
     std::vector<int32_t> pending_; // accepted rows of the last verify
     uint32_t n_replay_ = 0, n_move_ = 0, n_move_head_ = 0, n_move_drafter_ = 0;
-    int32_t bank_ = 0; // of the log that holds the last verify's keys
+    int32_t bank_ = 0; // the bank of the log that holds the last verify's keys
     int32_t hidden_ = 0;
-    int32_t hidden_bank_ = 0; // that hidden_ is in; the other one is written next
+    int32_t hidden_bank_ = 0; // the bank that hidden_ is in; the other one is written next
     std::vector<int32_t> parents_, verified_tokens_; // of the last verify, until it is committed or dropped
     int32_t draft_anchor_ = 0, draft_entry_ = 0;
     uint32_t n_drafted_ = 0;

@@ -9,15 +9,15 @@ namespace luce {
 
 class CancelFlag {
 public:
-    CancelFlag(); // E_MEMORY when MOST engines are open
+    CancelFlag(); // fails with E_MEMORY when MOST engines are open
     ~CancelFlag();
     CancelFlag(const CancelFlag &) = delete;
     CancelFlag &operator=(const CancelFlag &) = delete;
 
-    void name(uintptr_t handle); // what raise() is called with
+    void name(uintptr_t handle); // says what raise() is called with
     bool take(); // returns whether it was raised, and lowers it
 
-    // Raises the flag of a handle; false when there is none. Async-signal-safe.
+    // Raises the flag of a handle, and returns false when there is none. It is async-signal-safe.
     static bool raise(uintptr_t handle);
 
 private:

@@ -8,11 +8,11 @@ namespace {
 
 struct Header {
     char magic[8];     // "LUCECHKP"
-    uint32_t version;  // of this layout
-    uint32_t kv_type;  // ggml type id
+    uint32_t version; // the number of this layout
+    uint32_t kv_type; // ggml's id of the type
     uint64_t model;    // Model::identity
-    uint64_t size;     // of everything
-    uint64_t checksum; // of everything, itself taken as 0
+    uint64_t size; // counts everything
+    uint64_t checksum; // covers everything, with itself taken as 0
     uint32_t n_past;
     uint32_t n_chunk;
     uint32_t has_head;
@@ -22,10 +22,11 @@ constexpr char MAGIC[8] = {'L', 'U', 'C', 'E', 'C', 'H', 'K', 'P'},
                DUMP[8] = {'L', 'U', 'C', 'E', 'D', 'U', 'M', 'P'};
 constexpr uint32_t VERSION = 2;
 
-constexpr uint64_t PIECE = uint64_t(2) << 20; // bytes that save() reads while it holds the engine: under 1 ms
+// save() reads as many bytes while it holds the engine, which takes under 1 ms.
+constexpr uint64_t PIECE = uint64_t(2) << 20;
 
-// Of n bytes, 64 bits at a time: states are hundreds of megabytes. They may come in parts, of which all but the
-// last are multiples of 8.
+// Sums n bytes, 64 bits at a time, since states are hundreds of megabytes. They may come in parts, of which
+// all but the last are multiples of 8.
 class Checksum {
 public:
     explicit Checksum(uint64_t n) : hash_(0x9e3779b97f4a7c15u ^ n) {}
@@ -45,7 +46,7 @@ private:
     uint64_t hash_;
 };
 
-// Of a header and of `rest`, the bytes after it.
+// Returns the checksum of a header and of `rest`, the bytes after it.
 uint64_t checksum(Header header, const Checksum &rest) {
     header.checksum = 0;
     const auto *data = reinterpret_cast<const uint8_t *>(&header);
@@ -65,7 +66,7 @@ uint64_t total(const std::vector<Cache::Piece> &pieces) {
     return size;
 }
 
-// A piece as a tensor of bytes, for ggml's copies.
+// Returns a piece as a tensor of bytes, for ggml's copies.
 ggml_tensor bytes(const Cache::Piece &p) {
     ggml_tensor t = *p.tensor;
     t.type = GGML_TYPE_I8;
@@ -77,7 +78,7 @@ ggml_tensor bytes(const Cache::Piece &p) {
     return t;
 }
 
-// n bytes of all pieces, from their byte `begin` on.
+// Copies n bytes of all pieces, from their byte `begin` on.
 void fetch(ggml_backend_t stream, const std::vector<Cache::Piece> &pieces, uint8_t *to, uint64_t begin,
            uint64_t n) {
     for (const Cache::Piece &p : pieces) {
@@ -112,7 +113,7 @@ void copy(ggml_backend_t stream, const std::vector<Cache::Piece> &from, const st
     }
 }
 
-// `later` goes on when `stream` is where it is now.
+// Lets `later` go on when `stream` is where it is now.
 void follow(ggml_backend_event_t event, ggml_backend_t stream, ggml_backend_t later) {
     ggml_backend_event_record(event, stream);
     ggml_backend_event_wait(later, event);
@@ -324,7 +325,7 @@ void Checkpoint::to_device() {
         throw;
     }
     if (ggml_backend_t stream = engine_->copies()) {
-        follow(event_, engine_->step().backend(), stream); // steps that used these pages before
+        follow(event_, engine_->step().backend(), stream); // waits for steps that used these pages before
         send(stream, list, base(host_));
         ggml_backend_event_record(event_, stream);
         arriving_ = true;
@@ -350,7 +351,7 @@ void Checkpoint::settle() {
 void Checkpoint::restore(Timeline &line) const {
     Cache &cache = engine_->cache();
     ggml_backend_t stream = engine_->step().backend();
-    if (slot_ >= 0) { // also while it leaves
+    if (slot_ >= 0) { // this is so while it leaves, too
         if (arriving_) {
             ggml_backend_event_wait(stream, event_);
         }
@@ -365,7 +366,7 @@ void Checkpoint::restore(Timeline &line) const {
         pages.push_back(cache.pages.take());
     }
     line.resume(tokens_, pages);
-    for (const int32_t page : pages) { // they are the sequence's alone
+    for (const int32_t page : pages) { // these pages are the sequence's alone
         cache.pages.release(page);
     }
     send(stream, cache.pieces(pages, n_past(), line.slot(), line.hidden()), base(host_));

@@ -17,7 +17,7 @@
 namespace luce {
 namespace {
 
-// params follow ggml's own {function, n_tasks, userdata} in op_params
+// In op_params, the params follow ggml's own {function, n_tasks, userdata}.
 constexpr size_t PARAMS_AT = 8;
 static_assert(GGML_MAX_OP_PARAMS / sizeof(int32_t) >= PARAMS_AT + 8, "op_params must hold our params");
 
@@ -64,7 +64,7 @@ DeltaArgs delta_args(const ggml_tensor *dst) {
             data<float>(dst)};
 }
 
-// Heads of D values side by side in a cell.
+// Returns a pool whose cells have heads of D values side by side.
 KvPool kv_pool(const ggml_tensor *k, const ggml_tensor *v, int32_t D) {
     KvPool pool{};
     pool.k = data<uint8_t>(k);
@@ -213,7 +213,7 @@ RouteArgs route_args(const ggml_tensor *dst) {
             data<int32_t>(dst)};
 }
 
-// Fused matrices are an expert's gate, then its up.
+// Where the matrices are fused, they are an expert's gate, then its up.
 ExpertsArgs experts_args(const ggml_tensor *dst) {
     const ggml_tensor *route = dst->src[0], *x = dst->src[1];
     ExpertsArgs a{};
@@ -243,7 +243,7 @@ ExpertsSumArgs experts_sum_args(const ggml_tensor *dst) {
             dst->ne[0],           data<float>(dst)};
 }
 
-// By one thread: a step has its team do it (RamStage).
+// One thread runs it alone here. A step has its team run it (RamStage).
 void cpu_ram_experts(const ggml_tensor *dst, int ith, int) {
     if (ith == 0) {
         RamExperts().run(ram_experts_args(dst),
@@ -268,11 +268,11 @@ void cpu_choose(const ChooseArgs &a, int ith, int nth) {
 #else
 #define LUCE_CUDA_OP(call) nullptr
 #endif
-// An op `name` whose arguments are those that `args` makes of a node.
+// LUCE_OP is an op `name` whose arguments are those that `args` makes of a node.
 #define LUCE_OP(name, signature, cpu, cuda, args)                                                            \
     {name, signature, [](const ggml_tensor *dst, int ith, int nth) { cpu(args(dst), ith, nth); },            \
      LUCE_CUDA_OP(cuda(args(dst), stream))}
-// The same of a matmul, which CUDA has others for: even.
+// LUCE_CPU_OP is the same for a matmul that CUDA has other ops for. It is even.
 #define LUCE_CPU_OP(name, signature, cpu, args)                                                              \
     {name, signature, [](const ggml_tensor *dst, int ith, int nth) { cpu(args(dst), ith, nth); }, nullptr,   \
      true}
@@ -382,7 +382,7 @@ int32_t bits_of_real(float x) {
 }
 
 int CustomOp::n_args() const {
-    return int(std::count(signature, strchr(signature, '>'), ' ')); // one before the result too
+    return int(std::count(signature, strchr(signature, '>'), ' ')); // there is one before the result, too
 }
 
 int CustomOp::n_required() const {
@@ -402,7 +402,7 @@ const CustomOp *custom_op(const ggml_tensor *node) {
     if (node->op != GGML_OP_CUSTOM) {
         return nullptr;
     }
-    struct { // the layout that ggml_custom_4d writes
+    struct { // ggml_custom_4d writes this layout
         ggml_custom_op_t fun;
         int n_tasks;
         void *userdata;

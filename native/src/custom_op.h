@@ -63,38 +63,39 @@ namespace luce {
 
 struct CustomOp {
     const char *name;
-    // Each argument's extents, fastest first, separated by blanks: a number, or a letter that stands for one value
-    // throughout. ctl: a control block. Before them the type where it is not F32: i for I32, k for that of KV, x for
-    // activations, packed or F32, m for that of a weight matrix. After them * where the op writes to the argument, ?
-    // where it may be absent. Behind > the extents that the result has at least.
+    // The signature gives each argument's extents, fastest first, separated by blanks. An extent is a number,
+    // or a letter that stands for one value throughout; ctl is a control block. Before the extents stands the
+    // type where it is not F32: i is I32, k is that of KV, x is that of activations, packed or F32, and m is
+    // that of a weight matrix. After them stands * where the op writes to the argument, and ? where it may be
+    // absent. Behind > are the extents that the result has at least.
     const char *signature;
     void (*cpu)(const ggml_tensor *dst, int ith, int nth);
-    int (*cuda)(const ggml_tensor *dst,
-                void *stream); // null where luce is built without CUDA; cpu is null of others
-    bool even =
-        false; // any number of parts costs the CPU the same: more than threads spread what each takes better
+    // Null where luce is built without CUDA; cpu is null where only a GPU has the op.
+    int (*cuda)(const ggml_tensor *dst, void *stream);
+    // Any number of parts costs the CPU the same, so more parts than threads spread the work better.
+    bool even = false;
 
     bool on_team = false; // the CPU's team runs it, whatever device the step is on (ram_op.h)
 
-    int n_args() const; // at most
-    int n_required() const; // at least
+    int n_args() const; // counts the arguments that it takes at most
+    int n_required() const; // counts those that it takes at least
 };
 
-const CustomOp *find_op(const char *name); // nullptr when there is none
+const CustomOp *find_op(const char *name); // returns nullptr when there is none
 
-// The op that `node` stands for, nullptr for ggml's own nodes.
+// Returns the op that `node` stands for, and nullptr for ggml's own nodes.
 const CustomOp *custom_op(const ggml_tensor *node);
 
-// Adds an op to a graph. params: at most 8.
+// Adds an op to a graph, with at most 8 params.
 ggml_tensor *add_op(ggml_context *ctx, const char *name, ggml_type type, int64_t ne0, int64_t ne1,
                     std::initializer_list<ggml_tensor *> args, std::initializer_list<int32_t> params = {});
 ggml_tensor *add_op(ggml_context *ctx, const CustomOp &op, ggml_type type, int64_t ne0, int64_t ne1,
                     ggml_tensor **args, int n_args, const int32_t *params, int n_params);
 
-int32_t bits_of_real(float x); // as params hold it
+int32_t bits_of_real(float x); // returns x as params hold it
 
-// CPU reference implementations: part ith of nth, which run in any order and on any thread. (attention.h has
-// more.)
+// These are CPU reference implementations. Each call does part ith of nth, and parts run in any order and on
+// any thread. attention.h has more of them.
 void cpu_topk(const TopkArgs &args, int ith, int nth);
 void cpu_conv(const ConvArgs &args, int ith, int nth);
 void cpu_deltanet(const DeltaArgs &args, int ith, int nth);

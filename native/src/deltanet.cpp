@@ -23,11 +23,11 @@ float softplus(float x) {
     return x > 20.0f ? x : std::log1p(std::exp(x));
 }
 
-// What both ops know of a sequence's part of the step.
+// A Sequence is what both ops know of a sequence's part of the step.
 struct Sequence {
     const SeqCtl &seq;
     const RowCtl *rows; // null in an append, whose rows are a chain
-    int row0, n_rows; // of the step
+    int row0, n_rows; // these are rows of the step
     bool write_back; // a verify leaves other committed values than it found
 
     Sequence(const DeltaShape &s, const StepCtl &ctl, int i)
@@ -43,7 +43,7 @@ int n_seqs(const DeltaShape &s, const StepCtl &ctl) {
 
 // ---- conv ----
 
-// The last three committed raw rows of one head, oldest first.
+// A window is the last three committed raw rows of one head, oldest first.
 struct Window {
     float row[TAPS - 1][MAX_S];
 
@@ -53,11 +53,11 @@ struct Window {
     }
 };
 
-// out[t], from row t and its ancestors, which lie before the step where `window` takes over.
+// Computes out[t] from row t and its ancestors. Those that lie before the step are taken from `window`.
 void conv_row(const ConvArgs &a, const Sequence &part, const Window &window, int t, int64_t c0,
               bool normalise) {
     const int64_t C = a.shape.conv_dim(), n = a.shape.S;
-    const float *taps[TAPS]; // oldest first
+    const float *taps[TAPS]; // the oldest comes first
     int row = t, from_window = TAPS - 1;
     for (int i = TAPS - 1; i >= 0; i--) {
         taps[i] = row >= 0 ? a.x + row * C + c0 : window.row[--from_window];
@@ -82,7 +82,7 @@ void conv_row(const ConvArgs &a, const Sequence &part, const Window &window, int
     }
 }
 
-// Channels c0 .. c0 + S - 1: one head of q, k or v.
+// Computes channels c0 .. c0 + S - 1, which are one head of q, k or v.
 void conv_head(const ConvArgs &a, const Sequence &part, int64_t c0, bool normalise) {
     const DeltaShape &s = a.shape;
     const int64_t C = s.conv_dim(), n = s.S;
@@ -121,13 +121,13 @@ void conv_head(const ConvArgs &a, const Sequence &part, int64_t c0, bool normali
 
 // ---- the recurrence ----
 
-// W columns (v dimensions) of one head's state: the unit of work of the recurrence.
+// Columns are W columns (v dimensions) of one head's state. They are the unit of work of the recurrence.
 template <int W> struct Columns {
     const DeltaArgs &a;
     const Sequence &part;
-    int h; // v head
-    int j0; // first column
-    float *log; // of the sequence's slot
+    int h; // the v head
+    int j0; // the first column
+    float *log; // the log of the sequence's slot
     float S[MAX_S][W]; // [k][v]
 
     Columns(const DeltaArgs &args, const Sequence &sequence, int head, int column)
@@ -149,7 +149,7 @@ template <int W> struct Columns {
         }
     }
 
-    // S = fma(k, delta, exp(g)*S): a logged row again
+    // Applies a logged row again: S = fma(k, delta, exp(g)*S).
     void replay(const float *k, float decay, const float *delta) {
         for (int i = 0; i < a.shape.S; i++) {
             for (int j = 0; j < W; j++) {
@@ -158,7 +158,7 @@ template <int W> struct Columns {
         }
     }
 
-    // D = exp(g)*S; delta = beta*(v - D^T k); S = fma(k, delta, D); o = S^T q
+    // Applies a row: D = exp(g)*S; delta = beta*(v - D^T k); S = fma(k, delta, D); o = S^T q.
     void update(const float *q, const float *k, const float *v, float decay, float beta, float *delta,
                 float *o) {
         float acc[W] = {};
@@ -186,7 +186,7 @@ float row_decay(const DeltaArgs &a, int t, int h) {
     return std::exp(a.a[h] * softplus(a.alpha[int64_t(t) * a.shape.Hv + h] + a.dt[h]));
 }
 
-// Makes `parent`'s state the one in cols: its ancestors' deltas again, onto the committed state.
+// Makes `parent`'s state the one in cols, by applying its ancestors' deltas again onto the committed state.
 template <int W> void enter(Columns<W> &cols, int parent) {
     const DeltaArgs &a = cols.a;
     const DeltaShape &s = a.shape;
@@ -202,7 +202,8 @@ template <int W> void enter(Columns<W> &cols, int parent) {
     }
 }
 
-// Rows in order. A row that does not follow the one before it starts from its parent's state, rebuilt.
+// Runs the rows in order. A row that does not follow the one before it starts from its parent's state, which
+// is rebuilt.
 template <int W> void run_rows(Columns<W> &cols) {
     const DeltaArgs &a = cols.a;
     const DeltaShape &s = a.shape;

@@ -20,7 +20,7 @@ namespace luce {
 namespace {
 
 void forward_log(ggml_log_level level, const char *text, void *) {
-    static const int levels[] = {0, 0, 1, 2, 3, 0}; // none, debug, info, warn, error, cont
+    static const int levels[] = {0, 0, 1, 2, 3, 0}; // these are none, debug, info, warn, error, cont
     std::string line(text);
     while (!line.empty() && line.back() == '\n') {
         line.pop_back();
@@ -34,9 +34,9 @@ std::vector<Device> find_devices() {
     ggml_log_set(forward_log, nullptr);
     std::vector<Device> found;
 #ifdef LUCE_USE_CUDA
-    // luce captures whole steps itself; ggml's own graphs would capture pieces of them (design: step).
-    // ggml's programmatic dependent launches lose a dependency around F16 attention on Hopper: logits were
-    // off by 1.6 and differed between runs (ggml 0.25.3; tests/test_model.py: two runs, same bits).
+    // luce captures whole steps itself, and ggml's own graphs would capture pieces of them. ggml's
+    // programmatic dependent launches lose a dependency around F16 attention on Hopper: logits were off by
+    // 1.6 and differed between runs (ggml 0.25.3; tests/test_model.py compares the bits of two runs).
     for (const auto &[name, value] :
          {std::pair("GGML_CUDA_DISABLE_GRAPHS", "1"), std::pair("GGML_CUDA_PDL", "0")}) {
         setenv(name, value, 1);
@@ -51,7 +51,8 @@ std::vector<Device> find_devices() {
     return found;
 }
 
-// memcpy from a mapping is bound by page faults: several threads fault in parallel
+// Copies with several threads, since memcpy from a mapping is bound by page faults and threads fault in
+// parallel.
 void parallel_copy(void *dst, const uint8_t *src, size_t n) {
     const size_t n_threads =
         std::min<size_t>({4, n >> 20, std::max(1u, std::thread::hardware_concurrency())});
@@ -71,7 +72,7 @@ void parallel_copy(void *dst, const uint8_t *src, size_t n) {
             threads.emplace_back(part, next);
         }
     } catch (const std::exception &) {
-        // no more threads are to be had, or no memory for them: this one does the rest
+        // No more threads are to be had, or no memory for them, and this one does the rest.
     }
     for (; next < n_threads; next++) {
         part(next);
@@ -209,7 +210,7 @@ void check_memory(const Device &device, uint64_t need, const char *what) {
     }
 }
 
-// From ggml's layout, which has arrived in item.tensor, to that of luce's own matmul.
+// Converts from ggml's layout, which has arrived in item.tensor, to that of luce's own matmul.
 static void permute([[maybe_unused]] const Device &device, [[maybe_unused]] const Upload &item,
                     [[maybe_unused]] ggml_backend_t backend) {
 #ifdef LUCE_USE_CUDA
@@ -251,7 +252,7 @@ void upload(const Device &device, const std::vector<Upload> &items,
         for (uint64_t at = 0; at < item.size; turn ^= 1) {
             const size_t n = size_t(std::min<uint64_t>(slot_size, item.size - at));
             void *slot = ggml_backend_buffer_get_base(slots[turn].get());
-            parallel_copy(slot, item.data + at, n); // while the other slot's transfer runs
+            parallel_copy(slot, item.data + at, n); // this runs while the other slot is transferred
             ggml_backend_synchronize(backend.get());
             ggml_backend_tensor_set_async(backend.get(), item.tensor, slot, at, n);
             at += n;
@@ -261,7 +262,8 @@ void upload(const Device &device, const std::vector<Upload> &items,
                 fail(LUCE_E_CANCELLED, "loading was cancelled");
             }
         }
-        if (item.packed != nullptr) { // on the stream of the copies: the next item may overwrite what is read
+        // It is on the stream of the copies, since the next item may overwrite what is read.
+        if (item.packed != nullptr) {
             permute(device, item, backend.get());
         }
     }

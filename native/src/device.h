@@ -18,10 +18,10 @@ struct Device {
     std::string name; // "cpu", "cuda:0"
     ggml_backend_dev_t dev = nullptr;
     bool gpu = false;
-    int index = 0; // of the GPU, as CUDA counts
+    int index = 0; // the GPU's number, as CUDA counts
     bool own_matmul = false; // luce's own matmul has been run on its kind (kernels/rowmm.h): capability 9.0
 
-    ggml_backend_buffer_type_t buffer_type() const; // plain CPU memory, or the GPU's
+    ggml_backend_buffer_type_t buffer_type() const; // is plain CPU memory, or the GPU's
     void memory(uint64_t *free, uint64_t *total) const;
     std::string description() const;
 };
@@ -29,8 +29,8 @@ struct Device {
 // Returns all devices; the first is what "auto" takes.
 const std::vector<Device> &devices();
 
-// Returns the device of a name: null or "auto", "cpu", "cuda" (the first), "cuda:N". E_ARG lists what there
-// is.
+// Returns the device of a name, which is null or "auto", "cpu", "cuda" (the first), or "cuda:N". E_ARG lists
+// what there is.
 const Device &find_device(const char *name);
 
 // CUDA launches on the calling thread's current device, which other code may change between any two calls of luce.
@@ -52,26 +52,27 @@ struct BufferFree {
 using Backend = std::unique_ptr<struct ggml_backend, BackendFree>;
 using Buffer = std::unique_ptr<struct ggml_backend_buffer, BufferFree>;
 
-// One stream of work on a device. CPU: n_threads threads.
+// Makes one stream of work on a device. On a CPU it has n_threads threads.
 Backend make_backend(const Device &device, int n_threads);
 
-// CPU only: the row-invariant kernels (steps) or the fast tiled ones (prefill); see graph rules in step.h.
+// Chooses on a CPU between the row-invariant kernels (steps) and the fast tiled ones (prefill). step.h says
+// which graph has which.
 void set_row_invariant(ggml_backend_t backend, const Device &device, bool on);
 
 Buffer allocate(const Device &device, size_t size, const char *what);
 
-// E_MEMORY with both figures when `need` bytes are not free on the device.
+// Fails with E_MEMORY and both figures when `need` bytes are not free on the device.
 void check_memory(const Device &device, uint64_t need, const char *what);
 
-// Copies host bytes into device tensors through two pinned buffers, so that reading the file and the
-// transfer overlap. progress: bytes done; returns false to cancel (E_CANCELLED).
+// Copies host bytes into device tensors through two pinned buffers, so that reading the file and the transfer
+// overlap. progress gets the bytes done, and returns false to cancel (E_CANCELLED).
 struct Upload {
     ggml_tensor *tensor;
     const uint8_t *data;
     uint64_t size;
-    ggml_tensor *packed =
-        nullptr; // where not null, `tensor` is passed through, and its permuted weights go there
-    int64_t n_packed = 1; // matrices that it holds, each permuted alone
+    // Where not null, `tensor` is passed through, and its permuted weights go there.
+    ggml_tensor *packed = nullptr;
+    int64_t n_packed = 1; // counts the matrices that it holds, each of which is permuted alone
 };
 void upload(const Device &device, const std::vector<Upload> &items,
             const std::function<bool(uint64_t)> &progress);

@@ -1,7 +1,8 @@
 // Reads a DFlash drafter from a file's names to hyperparameters and checked tensors. It reads llama.cpp's
 // layout (architecture dflash) and the older ones (dflash-draft, which the target's architecture and a dash may
-// precede), whose keys may have `dflash.` before their name and whose tensors may begin with it. Nothing that a file leaves out is guessed, and what luce does not implement is
-// refused by name: dropped in silence, it would show as low acceptance and nothing else.
+// precede), whose keys may have `dflash.` before their name and whose tensors may begin with it. Nothing that a file
+// leaves out is guessed. What luce does not implement is refused by name: dropped in silence, it would show as low
+// acceptance and nothing else.
 #include "architecture.h"
 
 #include <cmath>
@@ -13,7 +14,7 @@ struct Found {
     const GgufFile &file;
     std::string arch;
 
-    // A key's full name: that of the prefix which has it, else the first one.
+    // Returns a key's full name: that of the prefix which has it, else the first one.
     std::string key(const char *name) const {
         for (const std::string &prefix : {arch, arch + ".dflash", std::string("dflash")}) {
             if (file.find(prefix + "." + name) != nullptr) {
@@ -24,7 +25,7 @@ struct Found {
     }
     bool has(const char *name) const { return file.find(key(name)) != nullptr; }
     uint32_t size(const char *name, int64_t hi) const { return uint32_t(file.integer(key(name), 1, hi)); }
-    // A tensor's full name: the first of these that the file has, else the first.
+    // Returns a tensor's full name: the first of these that the file has, else the first.
     std::string tensor(std::initializer_list<const char *> names) const {
         for (const char *name : names) {
             if (file.tensor(name) != nullptr) {
@@ -41,7 +42,8 @@ struct Found {
     }
 };
 
-// Keys of kin of DFlash and of features that luce has no graph for, unless they have the value that means none.
+// Refuses keys of kin of DFlash and of features that luce has no graph for, unless they have the value that
+// means none.
 void refuse_keys(const Found &f) {
     for (const char *name : {"selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size",
                              "hyper_connection.count", "expert_count", "markov_rank"}) {
@@ -108,7 +110,7 @@ AttentionShape read_attention(const Found &f) {
     return a;
 }
 
-// One value for each layer.
+// Returns one value for each layer.
 std::vector<bool> pattern(const Found &f, const char *name, uint32_t n_layer) {
     const std::vector<int64_t> values = f.file.integers(f.key(name));
     if (values.size() != n_layer) {
@@ -118,7 +120,8 @@ std::vector<bool> pattern(const Found &f, const char *name, uint32_t n_layer) {
     return std::vector<bool>(values.begin(), values.end());
 }
 
-// Which layers' blocks are causal: one key for all, or a pattern. Neither means none, as in llama.cpp.
+// Says which layers' blocks are causal, by one key for all or by a pattern. Without either none is, as in
+// llama.cpp.
 std::vector<bool> causal_layers(const Found &f, uint32_t n_layer) {
     if (f.has("attention.causal_pattern")) {
         if (f.has("attention.causal")) {
@@ -130,7 +133,7 @@ std::vector<bool> causal_layers(const Found &f, uint32_t n_layer) {
     return std::vector<bool>(n_layer, f.file.integer_or(f.key("attention.causal"), 0, 0, 1) != 0);
 }
 
-// The window of each layer, 0 where it sees everything.
+// Returns the window of each layer, which is 0 where it sees everything.
 std::vector<uint32_t> windows(const Found &f, uint32_t n_layer) {
     std::vector<uint32_t> out(n_layer, 0);
     const int64_t window = f.file.integer_or(f.key("attention.sliding_window"), 0, 0, int64_t(1) << 30);
@@ -175,7 +178,7 @@ int32_t read_mask_token(const Found &f, uint32_t n_vocab) {
     return int32_t(f.file.integer(key, 0, int64_t(n_vocab) - 1));
 }
 
-// Both values where the drafter's embedding or vocabulary is not the target's.
+// Fails with both values where the drafter's embedding or vocabulary is not the target's.
 void check_target(const Found &f, const HParams &trunk) {
     const uint32_t n_embd = f.size("embedding_length", 1 << 20);
     if (n_embd != trunk.n_embd) {
@@ -213,7 +216,8 @@ DFlashLayer read_layer(WeightReader &r, const AttentionShape &shape, int64_t E, 
     return layer;
 }
 
-// Embedding and head: its own where the file has them, else the target's. An embedding alone is the head too.
+// Reads embedding and head: the drafter's own where the file has them, else the target's. A drafter with an
+// embedding alone uses it as its head too.
 void read_ends(WeightReader &r, const Found &f, const HParams &trunk, const Weights &weights, DFlash &d) {
     const int64_t E = trunk.n_embd, V = trunk.n_vocab;
     const GgufTensor *d2t = f.file.tensor("d2t");
@@ -259,7 +263,8 @@ std::unique_ptr<DFlash> read_dflash(Model &model, const GgufFile &file, const HP
     d->taps = read_taps(f, trunk.n_layer);
     d->mask_token = read_mask_token(f, trunk.n_vocab);
     d->rms_eps = float(file.number(f.key("attention.layer_norm_rms_epsilon")));
-    const bool gemma = f.arch == "gemma4-dflash-draft"; // scales and caps always: no default stands for them
+    // This file has to give scales and caps: no default stands for them.
+    const bool gemma = f.arch == "gemma4-dflash-draft";
     d->embedding_scale =
         gemma || f.has("embedding_scale") ? float(file.number(f.key("embedding_scale"))) : 1.0f;
     d->softcap = gemma || f.has("final_logit_softcapping")

@@ -167,8 +167,8 @@ luce_engine_info Engine::info() const {
     out.pages_free = cache_.pages.n_free();
     out.sequences_free = cache_.sequence_slots.n_free();
     out.checkpoints_free = cache_.checkpoint_slots.n_free();
-    std::map<int32_t, uint32_t>
-        leaving; // pages, and how many checkpoints hold them only until their copies end
+    // For each page, how many checkpoints hold it only until their copies end.
+    std::map<int32_t, uint32_t> leaving;
     for (const std::weak_ptr<Checkpoint> &each : leaving_) {
         if (const std::shared_ptr<Checkpoint> checkpoint = each.lock(); checkpoint && checkpoint->leaving()) {
             out.checkpoints_free++;
@@ -321,7 +321,7 @@ void Engine::draft_some_blocks(const DraftItem *items, uint32_t n_items, uint32_
     }
 }
 
-// Parents of an item's rows, and their depths.
+// Returns the parents of an item's rows, and writes their depths.
 std::vector<int32_t> Engine::check_item(const VerifyItem &item, uint32_t *depth) const {
     const CacheParams &c = params_.cache;
     const Timeline &line = item.sequence->line();
@@ -343,7 +343,7 @@ std::vector<int32_t> Engine::check_item(const VerifyItem &item, uint32_t *depth)
     check_parents(parents.data(), item.n);
     for (uint32_t i = 0; i < item.n; i++) {
         const int32_t parent = parents[i];
-        // depth-first: a row follows the one before it, or one of that row's ancestors
+        // Rows are in depth-first order: each follows the one before it, or one of that row's ancestors.
         int32_t up = int32_t(i) - 1;
         while (up >= 0 && up != parent) {
             up = parents[size_t(up)];
@@ -427,7 +427,7 @@ void Engine::run_rows(const VerifyItem *items, uint32_t n_items, std::vector<std
         Sequence &sequence = *items[i].sequence;
         Timeline &line = sequence.line();
         for (int32_t &token : tokens[i]) {
-            if (token < 0) { // what the kernel made of the draft (TokensArgs)
+            if (token < 0) { // the kernel did the same to the draft (TokensArgs)
                 token = step_->drafted(-1 - token).token;
                 token = uint32_t(token) < vocab ? token : 0;
             }

@@ -48,7 +48,8 @@ public:
     CancelFlag &cancel() { return cancel_; }
 
     void draft(Source source, const DraftItem *items, uint32_t n);
-    void verify(VerifyItem *items, uint32_t n); // E_NUMERIC: it was done; each status says for which item
+    // E_NUMERIC means that it was done; each status says for which item.
+    void verify(VerifyItem *items, uint32_t n);
 
     // For sequences and checkpoints:
     // Runs one step, whose sequences count as failed until it has ended. What finds no host memory in it is E_DEVICE, and
@@ -67,15 +68,16 @@ public:
     }
     void check_tokens(const int32_t *tokens, uint32_t n) const;
     void check_cancelled();
-    // Makes sure that so many pages can be taken, else E_MEMORY. It waits for checkpoints that are leaving the
-    // device where that helps.
+    // Makes sure that so many pages can be taken, else fails with E_MEMORY. It waits for checkpoints that are
+    // leaving the device where that helps.
     void need_pages(uint32_t n);
     void reclaim(); // waits for all such checkpoints, whose pages and slots are free then
 
     // Checkpoints travel on this stream, beside the steps. It is null on the CPU, where copies are done at
     // once.
     ggml_backend_t copies() const { return copies_.get(); }
-    void leaving(std::weak_ptr<Checkpoint> checkpoint); // one whose copy to the host is about to begin
+    // Takes note of one whose copy to the host is about to begin.
+    void leaving(std::weak_ptr<Checkpoint> checkpoint);
 
 private:
     static luce_memory memory_of(const Model &model, const Cache &cache, const StepSizes &sizes);
@@ -84,7 +86,7 @@ private:
     void draft_blocks(const DraftItem *items, uint32_t n);
     void draft_some_blocks(const DraftItem *items, uint32_t n, uint32_t index);
     std::vector<int32_t> check_item(const VerifyItem &item, uint32_t *depth) const;
-    // Runs the checked rows of a verify; drafts on the device are -1 - entry in tokens.
+    // Runs the checked rows of a verify. In tokens, a draft that is on the device is written as -1 - entry.
     void run_rows(const VerifyItem *items, uint32_t n_items, std::vector<std::vector<int32_t>> &parents,
                   std::vector<std::vector<int32_t>> &tokens);
 
@@ -101,7 +103,7 @@ private:
 // Ends a sequence or checkpoint while no call runs on its engine, whichever thread holds it last.
 struct DeleteLocked {
     template <typename Object> void operator()(Object *object) const {
-        const std::shared_ptr<Engine> engine = object->engine(); // outlives the lock on it
+        const std::shared_ptr<Engine> engine = object->engine(); // the engine has to outlive the lock on it
         const std::lock_guard<std::recursive_mutex> lock(engine->mutex());
         delete object;
     }

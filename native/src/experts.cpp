@@ -14,7 +14,7 @@ void route_row(const float *logits, int32_t n, int32_t n_used, int32_t *out) {
     ids.resize(size_t(n));
     std::iota(ids.begin(), ids.end(), 0);
     const bool finite = std::all_of(logits, logits + n, [](float x) { return std::isfinite(x); });
-    if (finite) { // else the order of the experts does not matter
+    if (finite) { // if not, the order of the experts does not matter
         std::partial_sort(ids.begin(), ids.begin() + n_used, ids.end(), [&](int32_t a, int32_t b) {
             return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
         });
@@ -31,9 +31,9 @@ void route_row(const float *logits, int32_t n, int32_t n_used, int32_t *out) {
     memcpy(out + n_used, weights, size_t(n_used) * sizeof(float));
 }
 
-// Rows and ranks, t * n_used + rank, by expert and then rising.
+// Chosen has rows and ranks, as t * n_used + rank, by expert and then rising.
 struct Chosen {
-    std::vector<int32_t> first; // of expert e: pairs[first[e] .. first[e + 1])
+    std::vector<int32_t> first; // those of expert e are pairs[first[e] .. first[e + 1])
     std::vector<int32_t> pairs;
 
     explicit Chosen(const ExpertsArgs &a) : first(size_t(a.n_expert) + 1), pairs(size_t(a.T * a.n_used)) {
@@ -51,7 +51,7 @@ struct Chosen {
     }
 };
 
-// An expert with the inputs of its rows side by side.
+// An Expert has the inputs of its rows side by side.
 class Expert {
 public:
     void take(const ExpertsArgs &a, const int32_t *pairs, int32_t n, int32_t e) {
@@ -86,7 +86,7 @@ public:
         }
     }
 
-    // Values n0 .. n1 - 1 of the results of its rows.
+    // Computes values n0 .. n1 - 1 of the results of its rows.
     void multiply(const ExpertsArgs &a, const int32_t *pairs, int64_t n0, int64_t n1) {
         const int64_t N = a.weights[0].N;
         for (int32_t i = 0; i < a.n_weights; i++) {

@@ -1,37 +1,39 @@
-// The experts of a mixture (MoE) on the CPU: the choice of a row's experts, their products, and the weighted
-// sum. An expert's weights are read once for all rows that chose it. What it gives a row does not depend on
-// the other rows.
+// The CPU computes the experts of a mixture (MoE) here: the choice of a row's experts, their products, and
+// the weighted sum. An expert's weights are read once for all rows that chose it. What it gives a row does
+// not depend on the other rows.
 #pragma once
 
 #include "rows_matmul.h"
 
 namespace luce {
 
-constexpr int32_t MAX_USED = 64; // experts of a row
+constexpr int32_t MAX_USED = 64; // a row has at most this many experts
 
-// Takes logits [T][n] and gives out [T][2*n_used]: first the experts with the largest logits, in falling
-// order, of equal ones the lowest first; then the bits of their weights, a softmax over them. A row whose
-// logits are not finite has NaN for weights.
+// route takes logits [T][n] and gives out [T][2*n_used]. First come the experts with the largest logits, in
+// falling order, of equal ones the lowest first. Then come the bits of their weights, which are a softmax
+// over their logits. A row whose logits are not finite has NaN for weights.
 struct RouteArgs {
     const float *logits;
     int32_t n, n_used, T;
     int32_t *out;
 };
 
-// Each row's product with each of its experts, out [T][n_used][N]: of one matrix w x, or of two silu(w0 x) * (w1 x).
+// experts computes each row's product with each of its experts, out [T][n_used][N]. Of one matrix it is w x,
+// and of two it is silu(w0 x) * (w1 x).
 struct ExpertsArgs {
     const int32_t *route; // [T][2*n_used]
     int32_t n_expert, n_used, T;
     int32_t n_weights; // 1 or 2
-    RowsWeight weights[2]; // of expert 0; out is not used
-    size_t expert_bytes[2]; // from one expert's matrix to the next
+    RowsWeight weights[2]; // those of expert 0; out is not used
+    size_t expert_bytes[2]; // the distance from one expert's matrix to the next
     int64_t K;
     bool own_input; // x has a row for each row and rank, [T][n_used]; else one for each row, [T]
-    const void *x; // as rows_matmul takes it
+    const void *x; // its form is the one that rows_matmul takes
     float *out;
 };
 
-// y [T][n_used][E] -> out [T][E]: the sum by rank, each times its weight.
+// experts_sum takes y [T][n_used][E] and gives out [T][E]: the sum by rank, where each is multiplied by its
+// weight.
 struct ExpertsSumArgs {
     const int32_t *route;
     const float *y;

@@ -8,7 +8,7 @@
 namespace luce {
 namespace {
 
-// An input as gemm takes it.
+// Returns an input as gemm takes it.
 ggml_tensor *pack(const StepBuild &b, const MatmulInput &in) {
     const int64_t bytes = gemm_x_bytes(in.T, in.K);
     const auto op = [&](const char *name, std::initializer_list<ggml_tensor *> args) {

@@ -15,8 +15,8 @@ constexpr int64_t GEMM_ROWS = 128;
 // Says whether a step multiplies so many rows in this way.
 bool uses_gemm(const StepBuild &b, int64_t T);
 
-// The product of packed weights {K, N} with an input {K, T} -> {N, T}, and residual {N, T} added where it is not null;
-// null where it is not done here.
+// Returns the product of packed weights {K, N} with an input {K, T}, with residual {N, T} added where it is
+// not null -> {N, T}. It returns null where the product is not done here.
 ggml_tensor *add_gemm(const StepBuild &b, ggml_tensor *weight, const MatmulInput &input,
                       ggml_tensor *residual);
 

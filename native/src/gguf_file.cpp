@@ -13,7 +13,7 @@
 namespace luce {
 namespace {
 
-// Bytes of a scalar value type; 0 for strings, arrays and unknown types.
+// Returns the bytes of a scalar value type, and 0 for strings, arrays and unknown types.
 size_t value_size(int32_t type) {
     switch (type) {
         case GGUF_U8:
@@ -37,7 +37,7 @@ template <typename T> T load(const uint8_t *p) {
     return v;
 }
 
-// A cursor that cannot leave the file.
+// A Reader is a cursor that cannot leave the file.
 class Reader {
 public:
     Reader(const std::string &path, const Mapping &map) : path_(path), data_(map.data()), size_(map.size()) {}
@@ -58,7 +58,7 @@ public:
     }
     template <typename T> T value(const char *what) { return load<T>(bytes(sizeof(T), what)); }
 
-    // u64 length, then that many bytes
+    // Reads a u64 length, then that many bytes.
     std::string_view string(const char *what) {
         const uint64_t n = value<uint64_t>(what);
         return {reinterpret_cast<const char *>(bytes(n, what)), size_t(n)};
@@ -117,7 +117,7 @@ GgufKv read_kv(Reader &in) {
     return kv;
 }
 
-// The tensor's description; `data` holds its offset into the data section until the header has ended.
+// Reads a tensor's description. `data` holds its offset into the data section until the header has ended.
 GgufTensor read_tensor(Reader &in, uint64_t *offset) {
     GgufTensor t;
     t.name = std::string(in.string("a tensor's name"));
@@ -162,7 +162,7 @@ bool is_integer(int32_t type) {
     return value_size(type) != 0 && type != GGUF_F32 && type != GGUF_F64;
 }
 
-// A u64 above int64's range reads as its maximum: no range check lets it pass.
+// Reads a u64 above int64's range as its maximum, which no range check lets pass.
 int64_t read_integer(int32_t type, const uint8_t *p) {
     switch (type) {
         case GGUF_U8: return load<uint8_t>(p);
@@ -193,8 +193,8 @@ Mapping::Mapping(const std::string &path) {
     if (path.empty()) {
         fail(LUCE_E_FILE, "the path of the file is empty");
     }
-    const int fd =
-        ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK); // a FIFO would wait for its writer
+    // Without O_NONBLOCK a FIFO would wait for its writer.
+    const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (fd < 0) {
         fail(LUCE_E_FILE, "%s: %s", path.c_str(), strerror(errno));
     }
@@ -232,7 +232,7 @@ std::shared_ptr<GgufFile> GgufFile::open(const std::string &path) {
     return file;
 }
 
-// part: 0 for the first, whose keys are the file's; later parts say only which part they are.
+// Reads a part. Part 0 is the first, whose keys are the file's. Later parts say only which part they are.
 void GgufFile::read_part(const std::string &path, int64_t part) {
     const bool first = part == 0;
     parts_.push_back(std::make_unique<Mapping>(path));
@@ -249,7 +249,7 @@ void GgufFile::read_part(const std::string &path, int64_t part) {
     }
     const uint64_t n_tensors = in.value<uint64_t>("the tensor count");
     const uint64_t n_kv = in.value<uint64_t>("the key count");
-    // the smallest key takes 8 + 1 + 4 + 1 bytes, the smallest tensor 8 + 1 + 4 + 8 + 4 + 8
+    // The smallest key takes 8 + 1 + 4 + 1 bytes, and the smallest tensor 8 + 1 + 4 + 8 + 4 + 8.
     if (n_kv > in.left() / 14 || n_tensors > in.left() / 33) {
         in.damaged(format("%llu keys and %llu tensors do not fit into the file", (unsigned long long) n_kv,
                           (unsigned long long) n_tensors));
@@ -412,7 +412,7 @@ std::vector<std::string_view> GgufFile::strings(const GgufKv &kv) const {
         fail(LUCE_E_ARG, "key %s is not an array of strings", kv.name.c_str());
     }
     std::vector<std::string_view> out(kv.count);
-    const uint8_t *p = kv.data; // scanned when the file was opened
+    const uint8_t *p = kv.data; // it was scanned when the file was opened
     for (auto &s : out) {
         const uint64_t n = load<uint64_t>(p);
         s = {reinterpret_cast<const char *>(p + 8), size_t(n)};

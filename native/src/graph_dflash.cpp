@@ -1,4 +1,5 @@
-// The DFlash drafter: context rows from the trunk's layers, and blocks that are drafted in one forward.
+// Builds the graphs of the DFlash drafter: context rows from the trunk's layers, and blocks that are drafted
+// in one forward.
 //   context   F = RMS(fc [outputs of the tapped blocks]) * hidden_norm of each committed position; a layer's K and V
 //             are k_norm(Wk F), rotated to the position, and Wv F, without the layer's own norm
 //   block     rows [anchor, mask, mask ..] at the anchor's position and those after it; a layer's rows see the context
@@ -39,7 +40,8 @@ static Stream attend_block(const StepBuild &b, const DFlash &d, size_t il, const
                       {layer.ffn_norm, d.rms_eps});
 }
 
-// Logits over the target's vocabulary; a token that the drafter does not have gets one that nothing chooses.
+// Computes logits over the target's vocabulary. A token that the drafter does not have gets one that nothing
+// chooses.
 static ggml_tensor *drafter_logits(const StepBuild &b, const DFlash &d, const MatmulInput &h) {
     constexpr float NEVER = -1e30f;
     ggml_tensor *logits = matmul(b, d.output, h); // {V, T}, or {rows of d2t, T}

@@ -1,6 +1,6 @@
-// Builds the graphs of qwen35 and qwen35moe (Qwen3.5/3.6). A block is DeltaNet or full attention, followed by a
-// SwiGLU FFN or by a mixture of them. The NextN head predicts the token after the next, from a hidden state
-// and the next token's embedding.
+// Builds the graphs of qwen35 and qwen35moe (Qwen3.5/3.6). A block is DeltaNet or full attention, followed by
+// a SwiGLU FFN or by a mixture of them. The NextN head predicts the token after the next one, from a hidden
+// state and the next token's embedding.
 #include "custom_op.h"
 #include "qwen35.h"
 
@@ -14,7 +14,7 @@ static Stream feed_forward(const StepBuild &b, const Stream &s, const Block &blo
     return {x, rms(x, next.weight, next.eps)};
 }
 
-// The last row {E, 1} of t {E, T}.
+// Returns the last row {E, 1} of t {E, T}.
 static ggml_tensor *last(ggml_context *ctx, ggml_tensor *t) {
     return ggml_view_2d(ctx, t, t->ne[0], 1, t->nb[1], size_t(t->ne[1] - 1) * t->nb[1]);
 }
@@ -31,16 +31,16 @@ static StepOutputs choose(const StepBuild &b, ggml_tensor *logits) {
     return out;
 }
 
-// x = eh_proj [RMS(embed(token))*enorm ; RMS(h)*hnorm], h {E, T} -> {E, T}
+// Computes the head's input x = eh_proj [RMS(embed(token))*enorm ; RMS(h)*hnorm], h {E, T} -> {E, T}.
 static ggml_tensor *nextn_input(const StepBuild &b, const NextN &head, ggml_tensor *h) {
     const float eps = head.rms_eps;
     ggml_tensor *e = rms_norm(b.ctx, embed(b, head.token_embd), head.enorm, eps); // {E, T}
     return matmul(b, head.eh_proj, plain(ggml_concat(b.ctx, e, rms_norm(b.ctx, h, head.hnorm, eps), 0)));
 }
 
-// The logits of the first n tokens: the product of the first n rows of a matrix {K, V}. On a GPU packed weights lie in
-// tiles of 128 rows, so n is a multiple of that. Behind the last row of F32 and BF16 ones lie the scales of all rows
-// (rowmm_layout.h), so these are multiplied whole.
+// Computes the logits of the first n tokens, which are the product of the first n rows of a matrix {K, V}. On
+// a GPU packed weights lie in tiles of 128 rows, so n is a multiple of that. Behind the last row of F32 and
+// BF16 ones lie the scales of all rows (rowmm_layout.h), so these are multiplied whole.
 static ggml_tensor *first_logits(const StepBuild &b, ggml_tensor *output, ggml_tensor *h, int64_t n) {
     ggml_context *ctx = b.ctx;
     if (is_packed(output) && (output->type == GGML_TYPE_F32 || output->type == GGML_TYPE_BF16)) {
@@ -72,18 +72,18 @@ void build_qwen35_draft(const StepBuild &b) {
     keep_lists(b, out.logits);
 }
 
-// The head's KV of rows x {E, T}, the head's input.
+// Writes the head's KV of rows x {E, T}, the head's input.
 static void nextn_kv(const StepBuild &b, const NextN &head, ggml_tensor *x) {
     write_kv(b, rms(x, head.block.attn_norm, head.rms_eps), *head.block.attention(),
              {b.cache.head_kv(), KV_HEAD}, head.rms_eps);
 }
 
-// The hidden states h {E, T} of the step's rows are kept, and the head's KV rows written: row p from the hidden
-// state at p - 1 and token p.
+// Keeps the hidden states h {E, T} of the step's rows, and writes the head's KV rows: row p comes from the
+// hidden state at p - 1 and token p.
 static void feed_head(const StepBuild &b, const NextN &head, ggml_tensor *h) {
     ggml_context *ctx = b.ctx;
     ggml_tensor *hidden = b.cache.hidden(), *before;
-    if (b.prefill()) { // each row follows the one above it
+    if (b.prefill()) { // here each row follows the one above it
         const int64_t T = h->ne[1];
         before = ggml_get_rows(ctx, hidden, first_entry(ctx, b.in.hidden_from)); // {E, 1}
         if (T > 1) {
@@ -93,7 +93,7 @@ static void feed_head(const StepBuild &b, const NextN &head, ggml_tensor *h) {
         nextn_kv(b, head, nextn_input(b, head, before));
         ggml_build_forward_expand(b.graph,
                                   ggml_set_rows(ctx, hidden, last(ctx, h), first_entry(ctx, b.in.hidden_to)));
-    } else { // each row follows its parent, which may be a row of this step
+    } else { // here each row follows its parent, which may be a row of this step
         ggml_build_forward_expand(b.graph, ggml_set_rows(ctx, hidden, h, b.in.hidden_to));
         before = ggml_get_rows(ctx, hidden, b.in.hidden_from); // {E, T}
         nextn_kv(b, head, nextn_input(b, head, before));
@@ -109,7 +109,7 @@ StepOutputs build_qwen35(const StepBuild &b) {
     const float eps = hp.rms_eps;
     ggml_tensor *x = embed(b, w.token_embd); // {E, T}
     Stream s = {x, rms(x, w.blocks[0].attn_norm, eps)};
-    std::vector<ggml_tensor *> outputs; // of the blocks
+    std::vector<ggml_tensor *> outputs; // those of the blocks
     for (uint32_t il = 0; il < hp.n_layer; il++) {
         const Block &block = w.blocks[il];
         const Norm post = {block.post_norm, eps};

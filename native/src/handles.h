@@ -32,7 +32,7 @@ public:
         return it->second;
     }
     void remove(Handle *handle) {
-        const std::shared_ptr<Object> last = get(handle); // destroyed outside the lock
+        const std::shared_ptr<Object> last = get(handle); // the object is destroyed outside the lock
         std::lock_guard<std::mutex> lock(mutex_);
         objects_.erase(reinterpret_cast<uintptr_t>(handle));
     }

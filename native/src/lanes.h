@@ -1,6 +1,6 @@
-// Here are vectors whose lanes are rows of a weight matrix, in AVX-512 (16 lanes), AVX2 (8) or plain C++ (4). A lane's
-// arithmetic depends on its own row alone, and each operation rounds once. So results do not depend on a
-// row's lane.
+// Here are vectors whose lanes are rows of a weight matrix. They are AVX-512 (16 lanes), AVX2 (8) or plain
+// C++ (4). A lane's arithmetic depends on its own row alone, and each operation rounds once. So results do
+// not depend on a row's lane.
 #pragma once
 
 #include <ggml.h>
@@ -17,7 +17,7 @@ namespace luce::lanes {
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #define LUCE_LANES_512
 constexpr int LANES = 16;
-// GCC 12 warns of what intrinsics without a mask leave undefined: none is.
+// GCC 12 warns that intrinsics without a mask leave lanes undefined. With a full mask none is.
 constexpr __mmask16 ALL = 0xffff;
 constexpr __mmask8 ALL_8 = 0xff;
 #elif defined(__AVX2__)
@@ -29,14 +29,14 @@ constexpr int LANES = 4;
 
 #define LUCE_INLINE static inline __attribute__((always_inline))
 
-typedef uint32_t Words __attribute__((vector_size(4 * LANES))); // four bytes of each row
+typedef uint32_t Words __attribute__((vector_size(4 * LANES))); // holds four bytes of each row
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 
-// The same place of LANES rows.
+// Rows point at the same place of LANES rows.
 struct Rows {
     const uint8_t *base;
-    size_t stride; // from row to row
+    size_t stride; // the distance from row to row
 
     Rows at(size_t offset) const { return {base + offset, stride}; }
     const uint8_t *row(int i) const { return base + size_t(i) * stride; }
@@ -52,7 +52,7 @@ LUCE_INLINE uint32_t word_at(const void *from) {
     return load<uint32_t>(from);
 }
 
-// x in all lanes
+// Returns x in all lanes.
 LUCE_INLINE Words all(uint32_t x) {
     return Words{} + x;
 }
@@ -73,7 +73,7 @@ LUCE_INLINE Floats to_float(Ints x) {
     return __builtin_convertvector(x, Floats);
 }
 
-// a * b + c, rounded once
+// Returns a * b + c, rounded once.
 LUCE_INLINE Floats fma(Floats a, Floats b, Floats c) {
 #if defined(LUCE_LANES_512)
     return (Floats) _mm512_fmadd_ps((__m512) a, (__m512) b, (__m512) c);
@@ -87,7 +87,7 @@ LUCE_INLINE Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// F16 in the low half of each word, whose high half is ignored.
+// Takes an F16 in the low half of each word, and ignores the high half.
 LUCE_INLINE Floats half_to_float(Words x) {
 #if defined(LUCE_LANES_512)
     return (Floats) _mm512_maskz_cvtph_ps(ALL, _mm512_maskz_cvtepi32_epi16(ALL, (__m512i) x));
@@ -104,7 +104,7 @@ LUCE_INLINE Floats half_to_float(Words x) {
 #endif
 }
 
-// LANES F16 side by side.
+// Loads LANES F16 that lie side by side.
 LUCE_INLINE Floats load_halves(const void *from) {
 #if defined(LUCE_LANES_512)
     return (Floats) _mm512_maskz_cvtph_ps(ALL, load<__m256i>(from));
@@ -119,7 +119,8 @@ LUCE_INLINE Floats load_halves(const void *from) {
 #endif
 }
 
-// Into the second-level cache: a processor does not foresee reads of LANES rows side by side.
+// Fetches bytes into the second-level cache, since a processor does not foresee reads of LANES rows side by
+// side.
 LUCE_INLINE void prefetch(const uint8_t *from, size_t n) {
     for (size_t i = 0; i < n; i += 64) {
         __builtin_prefetch(from + i, 0, 2);
@@ -129,7 +130,7 @@ LUCE_INLINE void prefetch(const uint8_t *from, size_t n) {
 // ---- from rows to lanes ----
 
 #if defined(LUCE_LANES_512)
-// The 4 x 4 words of each 128-bit part, transposed.
+// Transposes the 4 x 4 words of each 128-bit part.
 LUCE_INLINE void transpose_parts(const __m512i *z, __m512i *out) {
     const __m512i a = _mm512_maskz_unpacklo_epi32(ALL, z[0], z[1]),
                   b = _mm512_maskz_unpackhi_epi32(ALL, z[0], z[1]);
@@ -162,7 +163,7 @@ LUCE_INLINE __m128i part(const Rows &r, int row) {
 }
 #endif
 
-// One word of each row.
+// Loads one word of each row.
 LUCE_INLINE Words load_1(const Rows &r) {
     uint32_t words[LANES];
     for (int l = 0; l < LANES; l++) {
@@ -171,7 +172,7 @@ LUCE_INLINE Words load_1(const Rows &r) {
     return load<Words>(words);
 }
 
-// words[j] = word j of 16 bytes of each row
+// Loads 16 bytes of each row, so that words[j] is word j of them.
 LUCE_INLINE void load_4(const Rows &r, Words *words) {
 #if defined(LUCE_LANES_512)
     __m512i z[4], t[4];
@@ -201,10 +202,10 @@ LUCE_INLINE void load_4(const Rows &r, Words *words) {
 #endif
 }
 
-// words[j] = word j of 32 bytes of each row
+// Loads 32 bytes of each row, so that words[j] is word j of them.
 LUCE_INLINE void load_8(const Rows &r, Words *words) {
 #if defined(LUCE_LANES_512)
-    __m512i z[4], low[4], high[4]; // rows 0 to 7, and 8 to 15; words j and 4 + j alternate by part
+    __m512i z[4], low[4], high[4]; // they hold rows 0 to 7 and 8 to 15; words j and 4 + j alternate by part
     for (int i = 0; i < 4; i++) {
         z[i] = _mm512_maskz_inserti64x4(ALL_8, _mm512_castsi256_si512(half(r, i)), half(r, 4 + i), 1);
     }
@@ -225,7 +226,7 @@ LUCE_INLINE void load_8(const Rows &r, Words *words) {
 
 // ---- bytes ----
 
-// table[b] for each byte b < 16
+// Returns table[b] for each byte b < 16.
 LUCE_INLINE Words lookup(const int8_t *table, Words b) {
 #if defined(LUCE_LANES_512)
     return (Words) _mm512_shuffle_epi8(_mm512_maskz_broadcast_i32x4(ALL, load<__m128i>(table)), (__m512i) b);
@@ -241,8 +242,8 @@ LUCE_INLINE Words lookup(const int8_t *table, Words b) {
 #endif
 }
 
-// How weights lie in bytes: 0 .. 63, or -128 .. 127. VNNI multiplies unsigned by signed bytes, so there signed
-// weights are 128 too large, which the sum of the activations makes good, exactly, in integers.
+// Weights lie in bytes as 0 .. 63 or as -128 .. 127. VNNI multiplies unsigned by signed bytes, so for it
+// signed weights are 128 too large. The sum of the activations makes that good, exactly, in integers.
 LUCE_INLINE Words from_signed(Words w) {
 #if defined(LUCE_LANES_512)
     return w ^ 0x80808080u;
@@ -257,8 +258,9 @@ constexpr int SIGNED_BIAS = 128;
 constexpr int SIGNED_BIAS = 0;
 #endif
 
-// sum + the products of four bytes of each row with four activations of -127 .. 127. On AVX2 two products share 16
-// bits: 2 * 63 * 127 fits, and so does 2 * 128 * 127 = 32512 of signed weights, whose signs move to the activations.
+// Returns sum + the products of four bytes of each row with four activations of -127 .. 127. On AVX2 two
+// products share 16 bits: 2 * 63 * 127 fits, and so does 2 * 128 * 127 = 32512 of signed weights, whose signs
+// move to the activations.
 template <bool SIGNED> LUCE_INLINE Ints dot(Ints sum, Words w, const int8_t *x) {
 #if defined(LUCE_LANES_512)
     return (Ints) _mm512_dpbusd_epi32((__m512i) sum, (__m512i) w, _mm512_set1_epi32(int(word_at(x))));

@@ -38,7 +38,7 @@ Penalties check_penalties(const luce_penalties &p, uint32_t n_vocab) {
     return out;
 }
 
-// Logits stay finite, however large what is added to them.
+// Keeps logits finite, however large what is added to them.
 static float bounded(float x) {
     return std::min(std::max(x, -FLT_MAX), FLT_MAX);
 }
@@ -50,7 +50,7 @@ void penalise(float *logits, uint32_t n, const Penalties &p, const std::vector<i
     if (p.repetition == 1 && p.presence == 0 && p.frequency == 0) {
         return;
     }
-    std::vector<uint32_t> count(n); // of generated tokens
+    std::vector<uint32_t> count(n); // counts each of the generated tokens
     std::vector<uint8_t> seen(n);
     for (size_t i = 0; i < before.size(); i++) {
         const size_t token = size_t(before[i]);

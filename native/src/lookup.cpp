@@ -48,7 +48,7 @@ uint32_t Lookup::find(const std::vector<int32_t> &text, int32_t anchor, int32_t 
     for (uint32_t trial = 0; trial < TRIALS && at != 0; trial++, at = before_[at - 1]) {
         const size_t end = at - 1;
         if (text[end] != anchor) {
-            continue; // another four tokens with the same hash
+            continue; // these are another four tokens with the same hash
         }
         uint32_t length = 1;
         while (length < LONGEST && length <= end && text[end - length] == text[n - length]) {
@@ -66,7 +66,8 @@ uint32_t Lookup::find(const std::vector<int32_t> &text, int32_t anchor, int32_t 
         *matched = 0;
         return 0;
     }
-    for (uint32_t i = 0; i < most; i++) { // the text's token after the match, the anchor, or the draft itself
+    // Each is the text's token after the match, the anchor, or the draft itself.
+    for (uint32_t i = 0; i < most; i++) {
         const size_t from = best + 1 + i;
         out[i] = from < n ? text[from] : from == n ? anchor : out[from - n - 1];
     }

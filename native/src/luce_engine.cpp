@@ -72,7 +72,7 @@ luce_status luce_engine_cancel(luce_engine *engine) {
     return CancelFlag::raise(reinterpret_cast<uintptr_t>(engine)) ? LUCE_OK : LUCE_E_ARG;
 }
 
-// The sequence of item i of a step, which must be of engine e and not in an item before.
+// Returns the sequence of item i of a step, which must be of engine e and not in an item before.
 static std::shared_ptr<Sequence> sequence_of(luce_sequence *handle, const Engine *e, uint32_t i,
                                              const std::vector<std::shared_ptr<Sequence>> &before) {
     const auto s = g_sequences.get(handle);
@@ -143,7 +143,7 @@ luce_status luce_engine_verify(luce_engine *engine, luce_verify_item *items, uin
 
 // ---- sequence ----
 
-// f on a sequence or checkpoint, while no other call runs on its engine.
+// Runs f on a sequence or checkpoint, while no other call runs on its engine.
 template <typename Object, typename F> static void locked(const std::shared_ptr<Object> &object, F &&f) {
     const std::lock_guard<std::recursive_mutex> lock(object->engine()->mutex());
     f(*object);

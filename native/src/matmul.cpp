@@ -78,7 +78,7 @@ ggml_tensor *packed_rows(const StepBuild &b, ggml_tensor *x) {
     });
 }
 
-// The products of those weights that take x in this form, in one op.
+// Multiplies those weights that take x in this form, in one op.
 static void add_rows_matmul(const StepBuild &b, RowsInput form, const std::vector<ggml_tensor *> &weights,
                             ggml_tensor *x, std::vector<ggml_tensor *> &out) {
     std::vector<ggml_tensor *> args = {nullptr};
@@ -130,7 +130,7 @@ static bool all_packed(const std::vector<ggml_tensor *> &weights) {
     return std::all_of(weights.begin(), weights.end(), is_packed);
 }
 
-// The products of packed weights, in one launch. A residual is added to that of the one weight there is.
+// Multiplies packed weights in one launch. Where there is one weight, a residual may be added to its product.
 static void add_rowmm(const StepBuild &b, const std::vector<ggml_tensor *> &weights, const MatmulInput &in,
                       ggml_tensor *residual, std::vector<ggml_tensor *> &out) {
     std::vector<ggml_tensor *> args = {nullptr, b.cache.rowmm_scratch()};
@@ -183,10 +183,11 @@ static ggml_tensor *add_parts(const StepBuild &b, const std::vector<ggml_tensor 
 }
 #endif
 
-// Steps have matmuls of luce's own, whose rows do not depend on each other, and of which further rows cost little: on
-// a CPU (rows_matmul), where a prefill has them too, and on a GPU (rowmm). On a GPU weights lie in their order, so a
-// prefill of few rows has them too, and one of many writes the weights out for cuBLAS (gemm_op.h), but for K that
-// cuBLAS does not take: ggml's matmul could not read packed weights.
+// Chooses who multiplies. Steps have matmuls of luce's own, whose rows do not depend on each other, and of
+// which further rows cost little. On a CPU (rows_matmul) a prefill has them too. On a GPU (rowmm) weights lie
+// in the order of these matmuls, and ggml's matmul could not read them. So there a prefill of few rows has
+// them too. One of many rows writes the weights out for cuBLAS (gemm_op.h), but for K that cuBLAS does not
+// take.
 static std::vector<ggml_tensor *> products(const StepBuild &b, const std::vector<ggml_tensor *> &weights,
                                            const MatmulInput &in, ggml_tensor *residual) {
     std::vector<ggml_tensor *> out(weights.size());
@@ -211,7 +212,7 @@ static std::vector<ggml_tensor *> products(const StepBuild &b, const std::vector
     for (size_t i = 0; i < weights.size(); i++) {
         if (out[i] == nullptr) {
             out[i] = ggml_mul_mat(b.ctx, weights[i], input_values(b, in));
-            ggml_prec_set_acc(out[i], GGML_PREC_F32); // cuBLAS may sum F16 products in F16 otherwise
+            ggml_prec_set_acc(out[i], GGML_PREC_F32); // otherwise cuBLAS may sum F16 products in F16
         }
         if (residual != nullptr && !added) {
             out[i] = ggml_add(b.ctx, out[i], residual);

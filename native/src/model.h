@@ -1,6 +1,6 @@
-// A loaded model has hyperparameters, and weights with their shapes (ggml order: fastest first). What a
-// layer's caches and graph depend on is in its shape. Which tensors a file holds and how they are named, an
-// architecture knows.
+// A loaded model has hyperparameters, and weights with their shapes (ggml order: fastest first). A layer's
+// shape has what its caches and graph depend on. An architecture knows which tensors a file holds and how
+// they are named.
 #pragma once
 
 #include "device.h"
@@ -18,23 +18,24 @@ namespace luce {
 
 constexpr uint32_t CONV_TAPS = 4;
 
-// RoPE beyond the trained context, by frequency (Peng et al., YaRN); factor 1: none.
+// Yarn stretches RoPE beyond the trained context, by frequency (Peng et al., YaRN). Factor 1 means that it
+// does not.
 struct Yarn {
-    float factor = 1; // of the context
-    uint32_t n_ctx_trained = 0; // before it was stretched
+    float factor = 1; // how much longer the context is
+    uint32_t n_ctx_trained = 0; // the context before it was stretched
     float attention = 1; // scales queries and keys: 1 + 0.1 ln(factor) unless the file says otherwise
-    float beta_fast = 32,
-          beta_slow = 1; // turns over the trained context between which frequencies are blended
+    // Between these turns over the trained context, frequencies are blended.
+    float beta_fast = 32, beta_slow = 1;
 };
 
 struct AttentionShape {
     uint32_t n_head = 0; // H: query heads
     uint32_t n_head_kv = 0; // Hkv
     uint32_t head_dim = 0; // D
-    uint32_t rope_dim = 0; // first dims of a head that rotate
+    uint32_t rope_dim = 0; // the first dims of a head rotate
     float rope_base = 0;
-    uint32_t window = 0; // keys that a row sees, itself included; 0: all
-    float softcap = 0; // of scores; 0: none
+    uint32_t window = 0; // keys that a row sees, itself included; 0 means all
+    float softcap = 0; // bounds scores; 0 means that nothing does
     Yarn yarn;
 };
 
@@ -45,7 +46,7 @@ struct DeltaNetShape {
     uint32_t conv_dim() const { return (2 * n_k_heads + n_v_heads) * state_size; } // C
 };
 
-// Gated full attention.
+// This is gated full attention.
 struct Attention {
     AttentionShape shape;
     ggml_tensor *q; // {E, 2*D*H}  per head: q(D) then gate(D)
@@ -69,7 +70,7 @@ struct DeltaNet {
     ggml_tensor *out; // {Hv*S, E}
 };
 
-struct Ffn { // SwiGLU
+struct Ffn { // This is a SwiGLU layer.
     ggml_tensor *gate; // {E, FF}
     ggml_tensor *up; // {E, FF}
     ggml_tensor *down; // {FF, E}
@@ -81,15 +82,15 @@ struct MoeShape {
     uint32_t n_ff = 0; // FF of an expert
 };
 
-// A mixture of experts. Each row has the experts to which the router gives the largest logits. If there is a
-// shared expert, each row has it too, scaled by its gate.
+// This is a mixture of experts. Each row has the experts to which the router gives the largest logits. If
+// there is a shared expert, each row has it too, scaled by its gate.
 struct Moe {
     MoeShape shape;
     ggml_tensor *router; // {E, n}
     ggml_tensor *gate, *up; // {E, FF, n}; null where they are fused
     ggml_tensor *gate_up; // {E, 2*FF, n}: an expert's gate, then its up; null where they are apart
     ggml_tensor *down; // {FF, E, n}
-    ggml_tensor *shared_gate; // {E}; null: there is no shared expert
+    ggml_tensor *shared_gate; // {E}; null means that there is no shared expert
     Ffn shared;
     bool in_ram = false; // gate, up and down stay in host memory, and are multiplied there
 };
@@ -106,7 +107,7 @@ struct Block {
     const Moe *moe() const { return std::get_if<Moe>(&ffn); }
 };
 
-// A NextN head: one attention block between its own norms and a language-model head.
+// A NextN head is one attention block between its own norms and a language-model head.
 struct NextN {
     Block block;
     float rms_eps;
@@ -118,31 +119,32 @@ struct NextN {
     ggml_tensor *token_embd; // {E, V}  embed_tokens, or the trunk's
 };
 
-// One layer of a DFlash drafter: attention without a gate over context rows and the block.
+// A layer of a DFlash drafter has attention without a gate, over context rows and the block.
 struct DFlashLayer {
     Attention attention; // q is {E, D*H}
-    bool causal; // whether a block's rows see those before them only, or all of the block
+    bool causal; // whether a block's rows see only those before them, or all of the block
     ggml_tensor *attn_norm; // {E}
     ggml_tensor *ffn_norm; // {E}
     Ffn ffn;
 };
 
-// A block-diffusion drafter (DFlash): keys and values of committed positions come from what the trunk's layers in
-// `taps` put out; one forward over [anchor, mask, mask ..] drafts a whole block.
+// DFlash is a block-diffusion drafter. The keys and values of committed positions come from what the trunk's
+// layers in `taps` put out. One forward over [anchor, mask, mask ..] drafts a whole block.
 struct DFlash {
-    uint32_t block_size; // rows of a block: the anchor and block_size - 1 drafts
+    uint32_t block_size; // a block's rows are the anchor and block_size - 1 drafts
     int32_t mask_token;
-    std::vector<uint32_t> taps; // rising; t: the residual stream after trunk block t - 1
+    std::vector<uint32_t> taps; // they rise; t is the residual stream after trunk block t - 1
     float rms_eps;
-    float embedding_scale; // of the block's embeddings
-    float softcap; // of logits; 0: none
+    float embedding_scale; // scales the block's embeddings
+    float softcap; // bounds logits; 0 means that nothing does
     ggml_tensor *fc; // {n_taps*E, E}
     ggml_tensor *hidden_norm; // {E}
     std::vector<DFlashLayer> layers;
     ggml_tensor *norm; // {E}
     ggml_tensor *token_embd; // {E, V}  its own, or the trunk's
     ggml_tensor *output; // {E, rows of d2t or V}  its own, or the trunk's
-    ggml_tensor *d2t; // {rows of output} I64: the target's token of each row; null: all of the vocabulary
+    // {rows of output} I64: the target's token of each row; null means all of the vocabulary.
+    ggml_tensor *d2t;
 };
 
 struct HParams {
@@ -172,8 +174,8 @@ struct ContextFree {
 };
 using Context = std::unique_ptr<ggml_context, ContextFree>;
 
-// An empty context that holds tensors without their data. ggml_init() would abort where it finds no memory: this
-// throws std::bad_alloc.
+// Returns an empty context that holds tensors without their data. ggml_init() would abort where it finds no
+// memory, and this throws std::bad_alloc.
 inline Context new_context(size_t n_bytes) {
     void *const memory = malloc(n_bytes);
     if (memory == nullptr) {
@@ -186,17 +188,17 @@ struct Architecture; // architecture.h
 
 class Model {
 public:
-    // Reads hyperparameters and checks every tensor's presence, shape and type; no weight is touched. The
-    // model can build graphs, for measuring, but it cannot run until load(). The NextN head is taken from the
-    // file `head`, which may be `file` itself or null; `drafter` is a DFlash drafter's file or null. Both
-    // must fit the trunk. The experts of the first n_cpu_experts layers stay in host memory: E_ARG where there are
-    // fewer such layers.
+    // Reads hyperparameters and checks every tensor's presence, shape and type, and touches no weight. The
+    // model can then build graphs, for measuring, but it cannot run until load(). The NextN head is taken
+    // from the file `head`, which may be `file` itself or null. `drafter` is a DFlash drafter's file or null.
+    // Both must fit the trunk. The experts of the first n_cpu_experts layers stay in host memory; E_ARG says
+    // that there are fewer such layers.
     static std::shared_ptr<Model> describe(std::shared_ptr<GgufFile> file, std::shared_ptr<GgufFile> head,
                                            std::shared_ptr<GgufFile> drafter, const Device &device,
                                            uint32_t n_cpu_experts = 0);
 
-    // Places the weights: a CPU uses them in the mapping, a GPU has them uploaded. progress gets 0..1; false
-    // cancels.
+    // Places the weights. A CPU uses them in the mapping, and a GPU has them uploaded. progress gets 0..1,
+    // and returns false to cancel.
     void load(const std::function<bool(float)> &progress);
 
     // Lets the weights count as placed, so that graphs over them can be measured.
@@ -207,15 +209,15 @@ public:
     const Architecture &architecture() const { return *architecture_; }
     const HParams &hparams() const { return hp_; }
     const Weights &weights() const { return weights_; }
-    uint64_t weight_bytes() const { return weight_bytes_; } // on the device
-    uint64_t n_params() const { return n_params_; } // of all tensors in the file
+    uint64_t weight_bytes() const { return weight_bytes_; } // counts those on the device
+    uint64_t n_params() const { return n_params_; } // counts the values of all tensors in the file
     // Values of the largest matrix but for those over the vocabulary, of which a prefill wants one row.
     uint64_t largest_layer_matrix() const;
-    // A hash of the loaded tensors' names, types, shapes and first bytes, and of what computes with them: the kind of
-    // device, and how many layers' experts the CPU has. It says which model a checkpoint belongs to, and whether a cold
-    // prompt would have its bits.
+    // Returns a hash of the loaded tensors' names, types, shapes and first bytes, and of what computes with
+    // them: the kind of device, and how many layers' experts the CPU has. It says which model a checkpoint
+    // belongs to, and whether a cold prompt would have its bits.
     uint64_t identity() const;
-    // The mixture of the first layer whose experts stay in host memory, null: none.
+    // Returns the mixture of the first layer whose experts stay in host memory, or null where there is none.
     const Moe *in_ram() const;
 
 private:
@@ -237,15 +239,16 @@ private:
     uint32_t n_cpu_experts_ = 0;
 };
 
-// On a GPU with luce's own matmul, a matrix of a type that it has lies in its order (kernels/rowmm.h) and not in
-// ggml's: type and shape are the file's, the bytes are for that matmul alone. Tables, of which rows are looked up,
-// stay as they are. Each matrix of a tensor's experts is packed alone.
+// Says whether a matrix lies in the order of luce's own matmul (kernels/rowmm.h) and not in ggml's. On a GPU
+// with that matmul, every matrix of a type that it has does. Type and shape are the file's, but the bytes are
+// for that matmul alone. Tables, of which rows are looked up, stay as they are. Each matrix of a tensor's
+// experts is packed alone.
 bool is_packed(const ggml_tensor *weight);
 
 // Says whether ggml multiplies with a type on the CPU and on CUDA.
 bool is_weight_type(ggml_type type);
 
-// As GGUF files are named: "Q4_K", "BF16".
+// Returns a type's name as GGUF files have it: "Q4_K", "BF16".
 const char *type_name(ggml_type type);
 
 } // namespace luce

@@ -7,7 +7,7 @@
 namespace luce {
 namespace {
 
-// One head x -> out.
+// Norms and rotates one head x into out.
 void rotate_head(const NormRopeArgs &a, const RopeHeads &heads, const float *x, const float *angles,
                  float *out) {
     const int half = a.rope_dim / 2;

@@ -20,7 +20,7 @@ extern "C" void *luce_cuda_stream(ggml_backend_t backend); // cuda_stream.cu
 namespace luce {
 namespace {
 
-constexpr int N_THREADS = 2; // of a CPU: parts of an op meet each other
+constexpr int N_THREADS = 2; // a CPU has two, so that parts of an op meet each other
 
 ggml_tensor *make_tensor(ggml_context *ctx, const luce_array &array) {
     if (array.type != GGML_TYPE_I32 && array.type != GGML_TYPE_I8 && !is_weight_type(ggml_type(array.type))) {
@@ -40,7 +40,7 @@ ggml_tensor *make_tensor(ggml_context *ctx, const luce_array &array) {
     return ggml_new_tensor(ctx, ggml_type(array.type), GGML_MAX_DIMS, ne);
 }
 
-// One argument of a signature, taken off its front.
+// An Argument is one argument of a signature, taken off its front.
 struct Argument {
     std::vector<std::string> extents;
     char type = 'f';
@@ -89,7 +89,7 @@ void check_argument(const char *op, uint32_t index, const Argument &a, const luc
     }
 }
 
-// Checks what there is against the op's signature: which arguments are written.
+// Checks the arguments that there are against the op's signature, and says which of them are written.
 std::vector<bool> check_arrays(const CustomOp &op, const luce_array *args, uint32_t n_args,
                                const luce_array &out) {
     std::map<std::string, uint64_t> known;
@@ -132,7 +132,7 @@ void run_op(const char *device_name, const char *name, luce_array *args, uint32_
     for (uint32_t i = 0; i < n_args; i++) {
         tensors[i] = make_tensor(ctx, args[i]);
     }
-    make_tensor(ctx, *out); // checks the shape
+    make_tensor(ctx, *out); // this checks the shape
     ggml_tensor *result = add_op(ctx, *op, ggml_type(out->type), int64_t(out->ne[0]), int64_t(out->ne[1]),
                                  tensors, int(n_args), params, int(n_params));
     Backend backend = make_backend(device, N_THREADS);

@@ -1,6 +1,6 @@
-// Runs one of luce's own ops alone, on host arrays, so that tests can compare a kernel with its reference; and rules of
-// the core that luce.h states. All of it is exported for luce's tests alone: it is no part of luce.h, and promises
-// nothing.
+// Runs one of luce's own ops alone, on host arrays, so that tests can compare a kernel with its reference. It
+// also has rules of the core that luce.h states. All of it is exported for luce's tests alone: it is no part
+// of luce.h, and promises nothing.
 #pragma once
 
 #include "luce.h"
@@ -10,21 +10,21 @@ extern "C" {
 typedef struct luce_array {
     void *data;
     uint64_t ne[LUCE_MAX_DIMS]; // fastest first
-    int32_t type; // ggml type id: 0 F32, 24 I8, 26 I32, a type of KV or of weights
+    int32_t type; // ggml's id of the type: 0 is F32, 24 I8, 26 I32, else a type of KV or of weights
 } luce_array;
 
-// Argument i is read from args[i].data and, where the op writes to it, copied back; out is what the result holds
-// before the op (tests poison it), and the result. Names, arguments and params: custom_op.h. E_ARG names an argument
-// whose shape does not fit the others'.
+// Runs an op. Argument i is read from args[i].data and, where the op writes to it, copied back. out is what
+// the result holds before the op (tests poison it), and then the result. custom_op.h lists names, arguments
+// and params. E_ARG names an argument whose shape does not fit the others'.
 LUCE_API luce_status luce_op_run(const char *device, const char *op, luce_array *args, uint32_t n_args,
                                  const int32_t *params, uint32_t n_params, luce_array *out);
 
-// The functions of kernels/sampling.h on n values each: -log(u) and the noise of random words, their bound, and the
-// masses of z.
+// Runs the functions of kernels/sampling.h on n values each: -log(u) and the noise of random words, their
+// bound, and the masses of z.
 LUCE_API luce_status luce_sampling_run(const uint32_t *words, const float *z, uint64_t n, float *minus_log,
                                        float *gumbel, float *bound, uint64_t *mass);
 
-// What penalties make of n logits after n_tokens tokens, in place.
+// Changes n logits in place as penalties do after n_tokens tokens.
 LUCE_API luce_status luce_penalise(float *logits, uint32_t n, const luce_penalties *penalties,
                                    const int32_t *tokens, uint32_t n_tokens);
 
@@ -39,7 +39,7 @@ LUCE_API luce_status luce_fault(int32_t fault, uint64_t after);
 // one, and else none that luce has.
 LUCE_API luce_status luce_leave_device(int32_t index);
 
-// luce_sequence_lookup over n_tokens >= 1 tokens, of which the last is the anchor.
+// Does what luce_sequence_lookup does over n_tokens >= 1 tokens, of which the last is the anchor.
 LUCE_API luce_status luce_lookup(const int32_t *tokens, uint32_t n_tokens, int32_t *draft, uint32_t *n,
                                  uint32_t *matched);
 }

@@ -21,7 +21,7 @@ ggml_tensor *rope(const StepBuild &b, ggml_tensor *x, const AttentionShape &s) {
     if (s.rope_dim == 0) {
         return x;
     }
-    const Yarn &y = s.yarn; // ggml scales by 1 + 0.1 ln(factor) itself where it blends
+    const Yarn &y = s.yarn; // where it blends, ggml scales by 1 + 0.1 ln(factor) itself
     const bool blends = y.factor > 1;
     const float scale = blends ? y.attention / (1.0f + 0.1f * std::log(y.factor)) : 1.0f;
     return ggml_rope_ext(b.ctx, x, b.in.positions, nullptr, int(s.rope_dim), GGML_ROPE_TYPE_NEOX,
@@ -29,13 +29,13 @@ ggml_tensor *rope(const StepBuild &b, ggml_tensor *x, const AttentionShape &s) {
                          blends ? y.beta_fast : 0.0f, blends ? y.beta_slow : 0.0f);
 }
 
-// Heads of rows, normed and rotated.
+// Rotated holds heads of rows, normed and rotated.
 struct Rotated {
     ggml_tensor *k; // {D*Hkv, T}
     ggml_tensor *q; // {D*H, T}; null where no q was given
 };
 
-// Of k {D*Hkv, T} and q_gate {2*D*H, T}, as the weights give them.
+// Norms and rotates k {D*Hkv, T} and q_gate {2*D*H, T}, as the weights give them.
 static Rotated norm_rope(const StepBuild &b, const Attention &w, float eps, ggml_tensor *k,
                          ggml_tensor *q_gate) {
     const int64_t K = k->ne[0], Q = q_gate == nullptr ? 0 : q_gate->ne[0] / 2, T = k->ne[1];
@@ -50,7 +50,7 @@ static Rotated norm_rope(const StepBuild &b, const Attention &w, float eps, ggml
 
 static void store_kv(const StepBuild &b, ggml_tensor *k, ggml_tensor *v, const Attention &w,
                      const KvLayer &kv) {
-    // expanded here, since attention reads the cells and not this node
+    // It is expanded here, since attention reads the cells and not this node.
     ggml_build_forward_expand(b.graph, add_op(b.ctx, "kv_store", GGML_TYPE_I32, 1, 1,
                                               {k, v, kv.cells.k, kv.cells.v, b.in.ctl, b.in.pages},
                                               {b.prefill(), kv.owner, int32_t(w.shape.head_dim)}));
@@ -73,7 +73,8 @@ ggml_tensor *prefill_mask(const StepBuild &b, int32_t window) {
     return add_op(b.ctx, "prefill_mask", GGML_TYPE_F16, b.n_kv, b.in.tokens->ne[0], {b.in.ctl}, {0, window});
 }
 
-// A prefill: ggml's attention over the sequence's cells, put side by side. q {D, H, T} -> {D*H, T}
+// Computes a prefill's attention by ggml's op over the sequence's cells, put side by side. q {D, H, T} ->
+// {D*H, T}
 static ggml_tensor *attend_prefill(const StepBuild &b, ggml_tensor *q, const AttentionShape &s,
                                    const KvLayer &kv, ggml_tensor *mask) {
     const int64_t D = s.head_dim, H = s.n_head, Hkv = s.n_head_kv, T = q->ne[2];
@@ -90,7 +91,7 @@ static ggml_tensor *attend_prefill(const StepBuild &b, ggml_tensor *q, const Att
     return ggml_reshape_2d(b.ctx, o, D * H, T); // {D*H, T}
 }
 
-// Values that the attention op needs beside its result: the CPU's needs none.
+// Returns how many values the attention op needs beside its result. The CPU's needs none.
 static int64_t attention_room(const StepBuild &b, const AttentionShape &s, int64_t T, bool block) {
 #ifdef LUCE_USE_CUDA
     if (b.model.device().gpu) {
@@ -115,7 +116,7 @@ ggml_tensor *attend_pages(const StepBuild &b, ggml_tensor *q, ggml_tensor *gate,
                           const KvLayer &kv, bool block) {
     const int64_t D = s.head_dim, H = s.n_head, T = q->ne[2];
     q = ggml_reshape_2d(b.ctx, q, D * H, T);
-    ggml_tensor *o = // the result, then room for partial ones
+    ggml_tensor *o = // this has the result, then room for partial ones
         add_op(b.ctx, block ? "block_attention" : "attention", GGML_TYPE_F32,
                D * H * T + attention_room(b, s, T, block), 1,
                {q, gate == nullptr ? q : gate, kv.cells.k, kv.cells.v, b.in.ctl, b.in.pages},
@@ -140,7 +141,8 @@ Stream attend(const StepBuild &b, const Stream &s, const Attention &w, const KvL
     return matmul_add(b, w.out, o, s.x, next);
 }
 
-// Values that the delta rule needs beside its result where a long prefill on a GPU is done by chunks; else 0.
+// Returns how many values the delta rule needs beside its result where a long prefill on a GPU is done by
+// chunks, and 0 elsewhere.
 static int64_t chunks_room(const StepBuild &b, const DeltaNetShape &s, int64_t T) {
 #ifdef LUCE_USE_CUDA
     if (uses_gemm(b, T)) {
@@ -167,7 +169,7 @@ Stream deltanet(const StepBuild &b, const Stream &s, const DeltaNet &w, const De
     const DeltaInputs in = delta_inputs(b, s.normed, w, state, params);
     ggml_tensor *args[] = {in.qkv, in.alpha, in.beta, w.dt, w.a, state.state, state.log, b.in.ctl};
     const int64_t room = chunks_room(b, w.shape, T);
-    ggml_tensor *o = // the result, then room for what chunks share
+    ggml_tensor *o = // this has the result, then room for what chunks share
         add_op(b.ctx, *find_op(room > 0 ? "deltanet_chunks" : "deltanet"), GGML_TYPE_F32, Hv * S * T + room,
                1, args, 8, params.data(), int(params.size()));
     o = ggml_view_2d(b.ctx, o, Hv * S, T, size_t(Hv * S) * sizeof(float), 0);

@@ -32,15 +32,15 @@
 
 namespace luce {
 
-// A step's inputs, on the device.
+// These are a step's inputs on the device.
 struct StepInputs {
     ggml_tensor *tokens; // {T} I32, or references to drafts (kernels.h: TokensArgs)
     ggml_tensor *positions; // {T} I32
     ggml_tensor *ctl; // {sizeof(StepCtl) / 4} I32
     ggml_tensor *pages; // {n} I32: the page table
-    ggml_tensor
-        *hidden_from; // {T} I32: the row of Cache::hidden of the position before each; a prefill's first only
-    ggml_tensor *hidden_to; // {T} I64: where each row's hidden state goes; a prefill's last row's is entry 0
+    // {T} I32: the row of Cache::hidden of the position before each; a prefill has its first row's only.
+    ggml_tensor *hidden_from;
+    ggml_tensor *hidden_to; // {T} I64: where each row's hidden state goes; a prefill's last row has entry 0
 };
 
 // draft_part is a draft that chooses among the first tokens of the vocabulary alone.
@@ -65,7 +65,7 @@ MatmulInput rms(ggml_tensor *x, ggml_tensor *w, float eps); // RMS(x) * w
 MatmulInput swiglu(ggml_tensor *gate, ggml_tensor *up); // silu(gate) * up
 // RMS(x) * w * silu(gate), the mean over each head of S values
 MatmulInput gated_heads(ggml_tensor *x, ggml_tensor *w, ggml_tensor *gate, float eps);
-// x {D*H, T} * sigmoid(gate), gate {D, H, T} being the second half of each head of {2*D*H, T}
+// Makes x {D*H, T} * sigmoid(gate), where gate {D, H, T} is the second half of each head of {2*D*H, T}.
 MatmulInput gated(ggml_tensor *x, ggml_tensor *gate);
 
 // The rows {E, T} between blocks, and the norm of them that the next matmul takes.
@@ -80,11 +80,11 @@ struct Norm {
 
 struct MadeInput {
     MatmulInput input;
-    bool packed; // as a matmul of luce's own takes it
+    bool packed; // it has the form that a matmul of luce's own takes
     ggml_tensor *node;
 };
 
-// What a graph is built from.
+// A graph is built from this.
 struct StepBuild {
     ggml_context *ctx;
     ggml_cgraph *graph;
@@ -92,26 +92,26 @@ struct StepBuild {
     const Cache &cache;
     StepInputs in;
     StepKind kind;
-    int64_t n_kv; // prefill: cells that attention reads
-    mutable std::vector<MadeInput> inputs = {}; // of matmuls, so that none is made twice
+    int64_t n_kv; // counts the cells that a prefill's attention reads
+    mutable std::vector<MadeInput> inputs = {}; // remembers the inputs of matmuls, so that none is made twice
 
     bool prefill() const { return kind == StepKind::prefill || kind == StepKind::prefill_last; }
 };
 
-// RMS(x) * weight over the first dimension.
+// Computes RMS(x) * weight over the first dimension.
 ggml_tensor *rms_norm(ggml_context *ctx, ggml_tensor *x, ggml_tensor *weight, float eps);
 
-// An input's values {K, T}, by ggml's ops.
+// Computes an input's values {K, T} by ggml's ops.
 ggml_tensor *input_values(const StepBuild &b, const MatmulInput &input);
 
-// The op that makes an input, as it is or packed, once for all weights that it meets.
+// Returns the op that makes an input, as it is or packed. It is made once for all weights that it meets.
 ggml_tensor *made_input(const StepBuild &b, const MatmulInput &input, bool packed,
                         const std::function<ggml_tensor *()> &make);
 
-// x {K, T} as the CPU's rows_matmul takes it.
+// Returns x {K, T} as the CPU's rows_matmul takes it.
 ggml_tensor *packed_rows(const StepBuild &b, ggml_tensor *x);
 
-// The products of at most 4 weights {K, N} with one input -> {N, T} each, summed in F32.
+// Multiplies at most 4 weights {K, N} with one input -> {N, T} each, summed in F32.
 std::vector<ggml_tensor *> matmuls(const StepBuild &b, const std::vector<ggml_tensor *> &weights,
                                    const MatmulInput &input);
 
@@ -131,19 +131,21 @@ struct DeltaInputs {
 DeltaInputs delta_inputs(const StepBuild &b, const MatmulInput &x, const DeltaNet &w, const DeltaState &state,
                          const std::vector<int32_t> &params);
 
-// The embeddings of the step's tokens in a table {E, V} -> {E, T}.
+// Looks up the embeddings of the step's tokens in a table {E, V} -> {E, T}.
 ggml_tensor *embed(const StepBuild &b, ggml_tensor *table);
 
-// Which layer's KV: a trunk block's, a drafter's, or the NextN head's, which has no row 0.
+// A KvLayer says which layer's KV is meant: a trunk block's, a drafter's, or the NextN head's, which has no
+// row 0.
 struct KvLayer {
     KvCells cells;
     KvOwner owner;
 };
 
-// RoPE of heads x {D, heads, T} at the rows' positions. Plain NEOX: for text, M-RoPE's axes are all equal.
+// Rotates heads x {D, heads, T} to the rows' positions (RoPE). It is plain NEOX, since for text the axes of
+// M-RoPE are all equal.
 ggml_tensor *rope(const StepBuild &b, ggml_tensor *x, const AttentionShape &s);
 
-// K and V of the rows x {E, T} into their cells, without attention over them.
+// Writes K and V of the rows x {E, T} into their cells, without attention over them.
 void write_kv(const StepBuild &b, const MatmulInput &x, const Attention &w, const KvLayer &kv, float eps);
 
 // s.x + gated full attention of s.normed, whose K and V it writes into their cells first. mask: of a prefill
@@ -151,19 +153,20 @@ void write_kv(const StepBuild &b, const MatmulInput &x, const Attention &w, cons
 Stream attend(const StepBuild &b, const Stream &s, const Attention &w, const KvLayer &kv, ggml_tensor *mask,
               const Norm &next);
 
-// The "attention" op of a step (not of a prefill) over what its rows see: q {D, H, T} -> {D*H, T}. gate: null, or
-// {2*D*H, T} with q(D) then gate(D) for each head. block: the rows of a sequence all see each other.
+// Adds the "attention" op of a step (not of a prefill) over what its rows see: q {D, H, T} -> {D*H, T}. gate
+// is null, or {2*D*H, T} with q(D) then gate(D) for each head. With `block` the rows of a sequence all see
+// each other.
 ggml_tensor *attend_pages(const StepBuild &b, ggml_tensor *q, ggml_tensor *gate, const AttentionShape &s,
                           const KvLayer &kv, bool block);
 
-// The mask of a prefill's rows over n_kv cells {n_kv, T} F16.
+// Makes the mask of a prefill's rows over n_kv cells {n_kv, T} F16.
 ggml_tensor *prefill_mask(const StepBuild &b, int32_t window);
 
 // s.x + gated DeltaNet of s.normed.
 Stream deltanet(const StepBuild &b, const Stream &s, const DeltaNet &w, const DeltaState &state,
                 const Norm &next);
 
-// residual + a mixture of experts of x {E, T} -> {E, T} (moe.cpp).
+// Computes residual + a mixture of experts of x {E, T} -> {E, T} (moe.cpp).
 ggml_tensor *moe(const StepBuild &b, const MatmulInput &x, const Moe &w, ggml_tensor *residual);
 
 // s.x + SwiGLU of s.normed: down(silu(gate x) * up x).

@@ -1,5 +1,5 @@
-// qwen35 and qwen35moe (Qwen3.5 and Qwen3.6, dense and with experts): from a file's names to hyperparameters and
-// checked tensors. Names and shapes follow llama.cpp's GGUF conventions for the two.
+// Reads qwen35 and qwen35moe (Qwen3.5 and Qwen3.6, dense and with experts) from a file's names to
+// hyperparameters and checked tensors. Names and shapes follow llama.cpp's GGUF conventions for the two.
 #include "qwen35.h"
 
 #include "experts.h"
@@ -7,18 +7,18 @@
 namespace luce {
 namespace {
 
-// What blocks need beyond HParams.
+// Qwen35 is what blocks need beyond HParams.
 struct Qwen35 {
     HParams hp;
-    uint32_t n_ff = 0; // dense
-    MoeShape moe; // n_expert 0: dense
+    uint32_t n_ff = 0; // FF of a dense layer
+    MoeShape moe; // with n_expert 0 the model is dense
     uint32_t n_ff_shared = 0;
     AttentionShape attention;
     DeltaNetShape deltanet;
-    std::vector<bool> recurrent; // per trunk block: DeltaNet, else full attention
+    std::vector<bool> recurrent; // says of each trunk block whether it is DeltaNet; else it is full attention
 };
 
-// Before the names of an architecture's own keys.
+// Returns what stands before the names of an architecture's own keys.
 std::string prefix_of(const GgufFile &file) {
     return file.string("general.architecture") + ".";
 }
@@ -52,7 +52,7 @@ void check_rope_scaling(const GgufFile &file) {
     }
 }
 
-// E_UNSUPPORTED where luce has no kernels for a shape.
+// Fails with E_UNSUPPORTED where luce has no kernels for a shape.
 void check(const GgufFile &file, const Qwen35 &q) {
     const std::string p = prefix_of(file);
     const AttentionShape &a = q.attention;
@@ -202,7 +202,7 @@ Block read_block(WeightReader &r, const Qwen35 &q, uint32_t il, bool recurrent) 
     return b;
 }
 
-// The NextN block il; what it does not hold is the trunk's.
+// Reads the NextN block il. What it does not hold is the trunk's.
 NextN read_nextn(WeightReader &r, const Qwen35 &q, uint32_t il, const Weights &trunk) {
     const std::string p = "blk." + std::to_string(il) + ".nextn.";
     const int64_t E = q.hp.n_embd, V = q.hp.n_vocab;
@@ -258,8 +258,8 @@ Weights read_trunk(WeightReader &reader, const HParams &hp) {
     return w;
 }
 
-// A head's hyperparameters, from a file that may hold nothing else; both values in the error where it does not
-// fit the trunk.
+// Reads a head's hyperparameters, from a file that may hold nothing else. The error has both values where the
+// head does not fit the trunk.
 Qwen35 read_head_shape(const GgufFile &file, const char *expected, const HParams &trunk) {
     const char *path = file.path().c_str();
     const std::string arch = file.string("general.architecture");

@@ -19,7 +19,7 @@ void RamExperts::reserve(int32_t T, int32_t n_used, int64_t E, int64_t FF) {
 
 void RamExperts::run(const RamExpertsArgs &a, const RunParts &run) {
     reserve(a.T, a.n_used, a.E, a.FF);
-    // x [T][K] as weights of this type take it
+    // Returns x [T][K] as weights of this type take it.
     const auto input = [&](const float *x, int64_t K, int32_t T, ggml_type type) -> const void * {
         if (rows_input(type) != RowsInput::packed) {
             return x;

@@ -10,9 +10,9 @@
 namespace luce {
 namespace {
 
-constexpr int PARTS_PER_THREAD = 4; // any number costs the same: more spread better what each thread takes
+constexpr int PARTS_PER_THREAD = 4; // any number of parts costs the same, and more spread the work better
 
-// params of the node
+// These are the params of the node.
 enum Param { FUSED, ROWS, USED, WIDTH, EXPERT_WIDTH, SHARED_WIDTH };
 int32_t param(const ggml_tensor *node, Param p) {
     return node->op_params[8 + int(p)];
@@ -24,7 +24,7 @@ RowsWeight weight(const ggml_tensor *w, int part, int parts) {
             nullptr};
 }
 
-// Bytes of an array that crosses, in pinned memory.
+// Returns the bytes of an array that crosses, in pinned memory.
 uint64_t padded(uint64_t bytes) {
     return (bytes + 255) / 256 * 256;
 }
@@ -102,7 +102,8 @@ void RamStage::run(const ggml_tensor *node) {
 
 #ifdef LUCE_USE_CUDA
 
-// What crosses, in pinned memory: x [rows][E], out [rows][E], ids and weights [rows][n_used] each.
+// A Crossing is what crosses, in pinned memory: x [rows][E], out [rows][E], ids and weights [rows][n_used]
+// each.
 struct Crossing {
     float *x, *out;
     uint8_t *routes;
@@ -118,7 +119,8 @@ static MoeDims dims_of(const ggml_tensor *node) {
             param(node, WIDTH), param(node, EXPERT_WIDTH),    param(node, SHARED_WIDTH)};
 }
 
-// A thread of the driver's: nothing may be thrown. Memory that is lacking shows as results that are not finite.
+// A thread of the driver's calls this, so nothing may be thrown. Memory that is lacking shows as results that
+// are not finite.
 void RamStage::called(void *context) {
     const Call &call = *static_cast<const Call *>(context);
     RamStage &stage = *call.stage;
@@ -127,7 +129,8 @@ void RamStage::called(void *context) {
         crossing(ggml_backend_buffer_get_base(stage.pinned_.get()), uint64_t(a.T), uint64_t(a.E));
     const size_t used = size_t(a.n_used);
     const uint8_t *routes = at.routes;
-    moe_each_launch(dims_of(call.node), [&](int32_t t, const MoeDims &dims, int64_t) { // ids, then weights
+    // It gives ids, then weights.
+    moe_each_launch(dims_of(call.node), [&](int32_t t, const MoeDims &dims, int64_t) {
         const uint8_t *weights = routes + (moe_weights_offset(dims) - moe_ids_offset(dims));
         for (size_t row = 0; row < size_t(dims.T); row++) {
             int32_t *to = &stage.route_[(size_t(t) + row) * 2 * used];

@@ -40,7 +40,7 @@ LUCE_INLINE float total(Floats sum) {
     return part[0];
 }
 
-// out[c * pitch + r] = w[r] . x[c]. What is left at the end of K is filled with zeros.
+// Computes out[c * pitch + r] = w[r] . x[c]. What is left at the end of K is filled with zeros.
 template <class Type, int R, int C>
 void multiply(const uint8_t *w, size_t row_bytes, const float *x, int64_t K, float *out, int64_t pitch) {
     using Value = typename Type::Value;

@@ -12,17 +12,17 @@ namespace {
 
 using namespace lanes;
 
-constexpr int TILE = 8; // rows of a step that share an unpacked weight
+constexpr int TILE = 8; // as many rows of a step share an unpacked weight
 
-// LANES rows of a weight matrix with some rows of a step.
+// A tile is LANES rows of a weight matrix with some rows of a step.
 struct Tile {
     Rows rows;
     int64_t n_blocks;     // K / 32
-    const PackedBlock *x; // of the first of the step's rows
-    int64_t x_pitch;      // blocks from one 32 of K to the next
-    float *out;           // of the first of both
-    int64_t out_pitch;    // values from one row of the step to the next
-    int n;                // weight rows that are wanted
+    const PackedBlock *x; // points at the first of the step's rows
+    int64_t x_pitch; // counts blocks from one 32 of K to the next
+    float *out; // points at the first row of both
+    int64_t out_pitch; // counts values from one row of the step to the next
+    int n; // as many weight rows are wanted
 };
 
 template <int COLS> LUCE_INLINE void store(const Tile &t, const Floats *sums) {
@@ -31,7 +31,7 @@ template <int COLS> LUCE_INLINE void store(const Tile &t, const Floats *sums) {
     }
 }
 
-// sums[c] += the products of one block of 32 of each weight row with that of column c
+// Adds to sums[c] the products of one block of 32 of each weight row with that of column c.
 template <class Type, int COLS>
 LUCE_INLINE void add_block(Floats *sums, const Words *w, const Scales &s, int block, const PackedBlock *x) {
     constexpr int GROUPS = 32 / Type::GROUP, WORDS = 8 / GROUPS;
@@ -72,7 +72,7 @@ template <class Type, int COLS> void multiply(const Tile &t) {
 
 using Multiply = void (*)(const Tile &);
 
-// By the number of columns.
+// Returns the functions by their number of columns.
 template <class Type, int... I> const Multiply *table(std::integer_sequence<int, I...>) {
     static const Multiply entries[] = {multiply<Type, I + 1>...};
     return entries;
@@ -97,7 +97,7 @@ const Multiply *kernels(ggml_type type) {
     }
 }
 
-// The rows n0 .. n0 + LANES - 1 of a matrix; where there are fewer, zeros stand for the rest.
+// Returns the rows n0 .. n0 + LANES - 1 of a matrix. Where there are fewer, zeros stand for the rest.
 Rows group_rows(const RowsWeight &w, int64_t n0, std::vector<uint8_t> &scratch) {
     const uint8_t *first = static_cast<const uint8_t *>(w.data) + size_t(n0) * w.row_bytes;
     const int64_t n = std::min<int64_t>(LANES, w.N - n0);
@@ -134,15 +134,15 @@ void pack_block(const float *x, PackedBlock &out) {
     float largest;
     memcpy(&largest, &most, sizeof(largest));
     out = PackedBlock{};
-    if (most >= 0x7f800000u) { // infinite or NaN
+    if (most >= 0x7f800000u) { // this is infinite or NaN
         out.d = out.minus_real[0] = out.minus_real[1] = out.minus_real[2] = NAN;
         return;
     }
-    if (largest < 1e-34f) { // whose inverse may be infinite: as good as zeros
+    if (largest < 1e-34f) { // its inverse may be infinite, and it is as good as zeros
         return;
     }
     const float inverse = 127.0f / largest;
-    const float shift = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer
+    const float shift = 12582912.0f; // this is 1.5 * 2^23: adding it rounds to an integer
     int32_t q[32], sums[2] = {};
     for (int i = 0; i < 32; i++) {
         q[i] = int32_t((x[i] * inverse + shift) - shift);
@@ -191,8 +191,8 @@ void multiply_rows(const RowsMatmulArgs &a, const RowsWeight &w, int64_t n0, int
     }
 }
 
-// Each part is a contiguous share of the groups of LANES rows of all matrices. Rows of a prefill go through it some at a
-// time, so that they stay in a cache while the weights pass by.
+// Each part is a contiguous share of the groups of LANES rows of all matrices. Rows of a prefill go through
+// it some at a time, so that they stay in a cache while the weights pass by.
 void cpu_rows_matmul(const RowsMatmulArgs &a, int ith, int nth) {
     constexpr int ROWS_AT_ONCE = 64;
     int64_t total = 0;

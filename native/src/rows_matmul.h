@@ -9,20 +9,20 @@
 
 namespace luce {
 
-constexpr int MAX_WEIGHTS = 4; // of one op
+constexpr int MAX_WEIGHTS = 4; // one op has at most this many
 
-// 32 activations, rounded to 8 bits: a cache line. A block that is not finite has q 0 and d NaN, so that all results
-// of its row are NaN.
+// A block is 32 activations, rounded to 8 bits, and takes a cache line. One that is not finite has q 0 and d
+// NaN, so that all results of its row are NaN.
 struct PackedBlock {
     int8_t q[32];
     float d; // x = d * q
-    int32_t minus[3]; // -sum of q: of the first 16, the last 16, all
+    int32_t minus[3]; // the negated sums of q: of the first 16, the last 16, all
     float minus_real[3]; // the same times d
     int32_t unused;
 };
 static_assert(sizeof(PackedBlock) == 64, "a block must be a cache line");
 
-// x [T][K] F32 -> [K/32][T] blocks.
+// pack_rows takes x [T][K] F32 and gives blocks [K/32][T].
 struct PackArgs {
     const float *x;
     int64_t K;
@@ -30,7 +30,7 @@ struct PackArgs {
     PackedBlock *out;
 };
 
-// One of the matrices that have the same input.
+// A RowsWeight is one of the matrices that have the same input.
 struct RowsWeight {
     const void *data;
     ggml_type type;
@@ -47,14 +47,14 @@ struct RowsMatmulArgs {
     const void *x; // packed blocks, or [T][K] F32 for F32, F16 and BF16 weights
 };
 
-// How rows_matmul takes the activations for a weight type.
+// RowsInput says how rows_matmul takes the activations for a weight type.
 enum class RowsInput { none, packed, f32 };
-RowsInput rows_input(ggml_type type); // none: it does not multiply this type
+RowsInput rows_input(ggml_type type); // none means that it does not multiply this type
 
-// Weight rows that are multiplied together: shares of threads begin at multiples of it.
+// As many weight rows are multiplied together, so the shares of threads begin at multiples of it.
 constexpr int ROWS_GROUP = 16;
 
-// Rows n0 .. n1 - 1 of w, n0 a multiple of ROWS_GROUP, with all rows of the step.
+// Multiplies rows n0 .. n1 - 1 of w with all rows of the step, where n0 is a multiple of ROWS_GROUP.
 void multiply_rows(const RowsMatmulArgs &args, const RowsWeight &w, int64_t n0, int64_t n1);
 
 void cpu_pack_rows(const PackArgs &args, int ith, int nth);

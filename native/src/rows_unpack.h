@@ -33,8 +33,8 @@ LUCE_INLINE Floats signed_byte_to_float(Words w, int i) {
     return to_float((Ints) (w << (24 - 8 * i)) >> 24);
 }
 
-// F16 at `offset` of each of n blocks of `bytes`. By way of general registers, since vectors have enough to do with
-// the weights, and four to a store, since stores are what it takes long for.
+// Loads the F16 at `offset` of each of n blocks of `bytes`. It goes by way of general registers, since
+// vectors have enough to do with the weights. It writes four to a store, since the stores take the time.
 LUCE_INLINE void load_block_halves(const Rows &r, int n, size_t bytes, size_t offset, Floats *out) {
     uint64_t fours[8][LANES / 4];
     for (int b = 0; b < n; b++) {
@@ -51,7 +51,7 @@ LUCE_INLINE void load_block_halves(const Rows &r, int n, size_t bytes, size_t of
     }
 }
 
-// 16 bytes of each row: the low nibbles are weights 0 to 15, the high ones 16 to 31.
+// Loads 16 bytes of each row, whose low nibbles are weights 0 to 15 and whose high ones are 16 to 31.
 LUCE_INLINE void load_nibbles(const Rows &r, Words *w) {
     load_4(r, w);
     for (int j = 0; j < 4; j++) {
@@ -120,7 +120,7 @@ struct Q4_1 {
     }
 };
 
-// Q5_0 and Q5_1: nibbles, and a fifth bit of each weight in a word of 32.
+// Q5_0 and Q5_1 have nibbles, and a fifth bit of each weight in a word of 32.
 template <typename Block, typename F> LUCE_INLINE void each_fifth_bit(const Rows &r, int n, F f) {
     for (int b = 0; b < n; b++) {
         Words w[8];
@@ -211,7 +211,7 @@ struct Iq4Xs {
     }
 };
 
-// d, dmin and the eight 6-bit scales and mins of Q4_K and Q5_K, which begin both blocks.
+// Loads d, dmin and the eight 6-bit scales and mins of Q4_K and Q5_K, which begin both blocks.
 LUCE_INLINE void load_scales_k4(const Rows &r, Scales &s) {
     static_assert(offsetof(block_q4_K, scales) == 4 && offsetof(block_q5_K, scales) == 4,
                   "16 bytes hold all");
@@ -312,7 +312,7 @@ struct Q3_K {
     LUCE_INLINE void scales(const Rows &r, int, Scales &s) {
         static_assert(offsetof(block_q3_K, d) == offsetof(block_q3_K, scales) + 12,
                       "d must follow the scales");
-        Words w[4]; // two bytes early, so that nothing behind the block is read
+        Words w[4]; // it loads from two bytes before, so that nothing behind the block is read
         load_4(r.at(offsetof(block_q3_K, scales) - 2), w);
         const Floats d = half_to_float(w[3] >> 16);
         const Words a = (w[0] >> 16) | (w[1] << 16), b = (w[1] >> 16) | (w[2] << 16);

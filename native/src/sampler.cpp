@@ -15,7 +15,7 @@ struct Candidate {
     int32_t id;
 };
 
-// The order of candidates everywhere.
+// Says which candidate comes first, everywhere.
 bool better(const Candidate &a, const Candidate &b) {
     return a.x > b.x || (a.x == b.x && a.id < b.id);
 }
@@ -28,7 +28,7 @@ int64_t first_largest(const float *x, int64_t n) {
     return best;
 }
 
-// The largest z + G of the ids that it is shown.
+// Best finds the largest z + G of the ids that it is shown.
 class Best {
 public:
     Best(const ChoiceCtl &ctl, uint64_t position, float x_max)
@@ -49,7 +49,7 @@ public:
     void see(const Candidate &c) {
         see(c.x, c.id, noise_words(ctl_.seed, position_, uint32_t(c.id) / 4).w[c.id % 4]);
     }
-    // All ids of a row, four to a block of random words.
+    // Shows it all ids of a row, four to a block of random words.
     void see_all(const float *x, int64_t n) {
         for (int64_t i = 0; i < n; i += 4) {
             const int64_t end = std::min(n, i + 4);
@@ -76,11 +76,11 @@ private:
     int32_t id_ = INT32_MAX;
 };
 
-// The first k in order, themselves in no order.
+// Returns the first k in order, themselves in no order.
 std::vector<Candidate> first_k(const float *x, int64_t n, size_t k) {
     std::vector<Candidate> kept;
     kept.reserve(2 * k + 64);
-    float least = -INFINITY; // of k candidates seen so far
+    float least = -INFINITY; // the least of the k best candidates seen so far
     for (int64_t i = 0; i < n; i++) {
         if (x[i] > least) { // an equal one has a higher id
             kept.push_back({x[i], int32_t(i)});
@@ -98,8 +98,8 @@ std::vector<Candidate> first_k(const float *x, int64_t n, size_t k) {
     return kept;
 }
 
-// Of `candidates`, in no order, the fewest first ones that reach top_p of their mass. z goes into bins, best first,
-// and only the bin in which that happens is sorted.
+// Keeps of `candidates`, in no order, the fewest first ones that reach top_p of their mass. z goes into bins,
+// best first, and only the bin in which that happens is sorted.
 void keep_top_p(std::vector<Candidate> &candidates, const ChoiceCtl &ctl, float x_max) {
     const auto z = [&](const Candidate &c) { return z_of(half_gap(c.x, x_max), ctl.scale); };
     const auto bin = [&](const Candidate &c) { return bin_of(std::max(z(c), Z_MIN)); };

@@ -13,13 +13,14 @@ namespace luce {
 // Checks the range of every field; E_ARG names the one that is off.
 void check_sampling(const luce_sampling &sampling);
 
-// The same, as steps take it.
+// Returns the settings as steps take them.
 ChoiceCtl choice_ctl(const luce_sampling &sampling);
 
-// The token of logits x (n) at a position; of -inf never. None of x may be NaN or +inf, and one must be finite.
+// Chooses the token of logits x (n) at a position, and never one of -inf. None of x may be NaN or +inf, and
+// one must be finite.
 int32_t choose(const float *x, int64_t n, const ChoiceCtl &ctl, uint64_t position);
 
-// luce_sample in luce.h.
+// Does what luce.h says of luce_sample.
 int32_t sample(const float *logits, uint32_t n, const luce_sampling &sampling, uint64_t position);
 
 } // namespace luce

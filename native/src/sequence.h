@@ -10,7 +10,7 @@ namespace luce {
 
 class Sequence {
 public:
-    explicit Sequence(std::shared_ptr<Engine> engine); // E_MEMORY when all slots are taken
+    explicit Sequence(std::shared_ptr<Engine> engine); // fails with E_MEMORY when all slots are taken
 
     const std::shared_ptr<Engine> &engine() const { return engine_; }
     luce_sequence_info info() const;
@@ -25,40 +25,43 @@ public:
     uint32_t lookup(int32_t anchor, int32_t *draft, uint32_t most, uint32_t *matched);
     void commit(const int32_t *path, uint32_t n);
     void read_logits(uint32_t row, float *out);
-    // Returns the same in memory of its own, which the next call overwrites.
+    // Returns the logits in memory of the sequence's own, which the next call overwrites.
     const float *logits(uint32_t row);
-    // luce_sequence_choose
+    // does what luce.h says of luce_sequence_choose
     int32_t choose(uint32_t row, const uint8_t *mask, uint64_t mask_size);
     void resume(const Checkpoint &checkpoint);
     void settle(); // pays debts and drops verified rows: the caches then hold what is committed
 
-    // For the engine's steps:
+    // The engine's steps call what follows.
     Timeline &line() { return line_; }
     const Timeline &line() const { return line_; }
     const ChoiceCtl &choice_ctl() const { return choice_; }
     bool chooses() const { return chooses_; }
     void check_usable() const;
-    void begin_step() { failure_ = "a step did not end"; } // failed until all of it has worked
-    // What the rows of a step are, whose logits may be read after it.
+    // It counts as failed until all of the step has worked.
+    void begin_step() { failure_ = "a step did not end"; }
+    // Rows says what the rows of a step are, whose logits may be read after it.
     enum class Rows { prompt, verified, block };
-    void end_step(Rows rows, uint32_t n_rows, uint32_t first_row); // n_rows of the engine's from first_row on
+    // They are n_rows of the engine's rows, from first_row on.
+    void end_step(Rows rows, uint32_t n_rows, uint32_t first_row);
     void fail_with(const std::string &why) { failure_ = why; }
-    // The target's choice after a row of the engine's last step. position: of the token to be chosen.
+    // Returns the target's choice after a row of the engine's last step. `position` is that of the token to
+    // be chosen.
     int32_t choice(uint32_t row, uint64_t position);
 
 private:
-    void check_drafted(uint32_t n) const; // E_ARG unless the last draft has so many tokens
+    void check_drafted(uint32_t n) const; // fails with E_ARG unless the last draft has so many tokens
 
     std::shared_ptr<Engine> engine_;
     Timeline line_;
-    ChoiceCtl choice_{}; // how its tokens are chosen
+    ChoiceCtl choice_{}; // says how its tokens are chosen
     Penalties penalties_;
     bool chooses_ = false; // its rows' logits come to the host with each step
     std::vector<float> logits_; // of one row
-    std::unique_ptr<Lookup> lookup_; // over line_'s tokens, from its first use on
-    std::string failure_; // why it is failed; empty: it is not
-    uint64_t serial_ = 0; // of the step that has its logits
-    Rows rows_ = Rows::prompt; // of that step, n_rows_ from first_row_ on
+    std::unique_ptr<Lookup> lookup_; // it is over line_'s tokens, and made on its first use
+    std::string failure_; // says why it is failed; empty while it is not
+    uint64_t serial_ = 0; // names the step that has its logits
+    Rows rows_ = Rows::prompt; // they are n_rows_ rows of that step, from first_row_ on
     uint32_t n_rows_ = 0, first_row_ = 0;
 };
 

@@ -13,7 +13,7 @@ std::mutex g_log_mutex;
 luce_log_fn g_log_fn = nullptr;
 void *g_log_user = nullptr;
 
-// Length of the valid UTF-8 sequence at s (n bytes left), 0 if there is none.
+// Returns the length of the valid UTF-8 sequence at s (n bytes left), and 0 if there is none.
 size_t utf8_length(const unsigned char *s, size_t n) {
     const size_t len = s[0] < 0x80   ? 1
                        : s[0] < 0xc2 ? 0
@@ -96,7 +96,7 @@ void set_last_error(const char *message) noexcept {
     try {
         t_last_error = message;
     } catch (...) {
-        t_last_error = "out of memory"; // short enough for the string itself to hold
+        t_last_error = "out of memory"; // it is short enough for the string itself to hold
     }
 }
 
@@ -125,7 +125,8 @@ void log(int level, const char *fmt, ...) {
     va_start(args, fmt);
     const std::string text = vformat(fmt, args);
     va_end(args);
-    fn(level, text.c_str(), user); // outside the lock: a callback may log, or set another one
+    // It is called outside the lock, since a callback may log or set another one.
+    fn(level, text.c_str(), user);
 }
 
 } // namespace luce

@@ -26,19 +26,20 @@ private:
 #define LUCE_PRINTF(f, a)
 #endif
 
-// printf-style text; control characters and invalid UTF-8 (names out of a damaged file) become '?'.
+// Formats as printf does. Control characters and invalid UTF-8 (names out of a damaged file) become '?'.
 std::string format(const char *fmt, ...) LUCE_PRINTF(1, 2);
 
 [[noreturn]] void fail(luce_status code, const char *fmt, ...) LUCE_PRINTF(2, 3);
 
-// "17.2 GiB", "640 MiB"
+// gives "17.2 GiB", "640 MiB"
 std::string human_bytes(uint64_t n);
 
-// The calling thread's last error. Where there is no memory for the message, one is kept that needs none.
+// Sets the calling thread's last error. Where there is no memory for the message, one is kept that needs
+// none.
 void set_last_error(const char *message) noexcept;
 const char *last_error();
 
-// The log callback; discards while none is set.
+// Sets the log callback. Messages are discarded while none is set.
 void set_log(luce_log_fn fn, void *user);
 void log(int level, const char *fmt, ...) LUCE_PRINTF(2, 3);
 

@@ -29,7 +29,7 @@ GraphAllocator new_graph_allocator(const Device &device);
 struct StepShape {
     StepKind kind;
     uint32_t rows;
-    uint32_t n_kv; // prefill only: cells, in buckets
+    uint32_t n_kv; // counts the cells of a prefill, in buckets
 
     bool operator<(const StepShape &o) const {
         return std::tie(kind, rows, n_kv) < std::tie(o.kind, o.rows, o.n_kv);
@@ -42,10 +42,10 @@ struct StepSizes {
     uint64_t compute = 0; // activations and outputs
     StepShape largest{}; // the step that takes as much
     uint64_t inputs = 0;
-    uint64_t other = 0; // captured graphs and ggml's pools, an upper bound
+    uint64_t other = 0; // an upper bound of captured graphs and ggml's pools
 };
 
-// What a row's sequence chooses after it (ChoiceRow).
+// A Choice is what a row's sequence chooses after it (ChoiceRow).
 struct Choice {
     int32_t token;
     int32_t not_finite;
@@ -69,15 +69,15 @@ public:
     uint32_t verify_width(uint32_t rows) const;
     uint32_t draft_width(uint32_t sequences) const;
 
-    // Each kind: fill the region, then run. Draft links have a mirror each, and draft_host() waits where an earlier
-    // draft may still be read.
+    // For each kind of step, fill the region and then run. Draft links have a mirror each, and draft_host()
+    // waits where an earlier draft may still be read.
     Region::Host prefill_host() { return in_.prefill.host(0); }
     Region::Host verify_host() { return in_.verify.host(0); }
     Region::Host draft_host(uint32_t link);
     Region::Host block_host(uint32_t index);
 
-    // Runs n rows of one sequence after n_past, and waits. With `last` it gives choices()[0] and logits of
-    // the last row.
+    // Runs n rows of one sequence after n_past, and waits. With `last` it gives choices()[0] and the logits
+    // of the last row.
     void prefill(uint32_t n, uint32_t n_past, bool last, uint32_t n_pages);
     // Runs a step of this width, whose first n_rows rows are wanted, and waits.
     void verify(uint32_t width, uint32_t n_rows, uint32_t n_pages);
@@ -87,15 +87,16 @@ public:
     void fetch_logits(uint32_t first, uint32_t n) {
         fetched_next_ |= (n < 64 ? (uint64_t(1) << n) - 1 : ~uint64_t(0)) << first;
     }
-    // Enqueues one link of the chains of a draft, without waiting. `part`: it chooses among n_part tokens.
+    // Enqueues one link of the chains of a draft, without waiting. With `part` it chooses among n_part
+    // tokens.
     void draft(uint32_t width, uint32_t link, uint32_t n_pages, bool part);
     // Enqueues a step of DFlash blocks, the index-th of a draft, without waiting.
     void block(uint32_t rows, uint32_t index, uint32_t n_pages);
 
-    // Results of the last prefill or verify; logits are valid until the next step of any kind.
+    // Returns the results of the last prefill or verify. Logits are valid until the next step of any kind.
     const Choice *choices() const { return results_; }
-    const int32_t *listed(int32_t entry); // of the cache's lists, in the same way
-    const Choice &drafted(int32_t entry); // of the cache's drafts; waits where no verify has done so
+    const int32_t *listed(int32_t entry); // reads the cache's lists, in the same way
+    const Choice &drafted(int32_t entry); // reads the cache's drafts; it waits where no verify has done so
     void read_logits(uint32_t row, float *out);
     uint64_t serial() const { return steps_; } // of the last step
 
@@ -120,7 +121,7 @@ private:
     void compute(Graph &g);
     template <class Ours> void run_segments(Graph &g, const Ours &run_op);
     void run_cpu(Graph &g);
-    void enqueue_cuda(Graph &g, void *stream); // both only where luce is built with CUDA
+    void enqueue_cuda(Graph &g, void *stream); // both are only there where luce is built with CUDA
     void capture(Graph &g, void *stream);
     void build_all(const StepShape &largest);
     void run_trial(const StepShape &shape);
@@ -131,16 +132,16 @@ private:
     EngineParams params_;
     std::vector<std::shared_ptr<struct ggml_backend_buffer>> kept_; // freed after all that reads them
     Backend backend_;
-    Team team_; // of the CPU; on a GPU the caller alone, where no experts are in host memory
+    Team team_; // the CPU's threads; on a GPU the caller alone, where no experts are in host memory
     RamStage ram_{team_};
     std::unique_ptr<void, void (*)(void *)> gemm_; // the backend's stream, while cuBLAS is open for it
     Regions in_;
-    Buffer results_buffer_; // pinned on a GPU
+    Buffer results_buffer_; // it is pinned on a GPU
     Choice *results_ = nullptr, *drafts_ = nullptr; // in it, with lists_
     GraphAllocator galloc_;
     uint64_t compute_size_ = 0;
     std::map<StepShape, std::unique_ptr<Graph>> graphs_;
-    Graph *last_ = nullptr; // whose logits are in the compute buffer
+    Graph *last_ = nullptr; // its logits are in the compute buffer
     std::vector<luce_cost> costs_;
     uint32_t tried_ = 0; // the token of the last trial's last row, as a part of the vocabulary in 2^-32
     uint64_t steps_ = 0, synchronisations_ = 0;
@@ -155,7 +156,7 @@ private:
     bool launching_ = true; // false: a step is captured and does not run
 };
 
-// Round rows and cells up to the fixed lists.
+// These round rows and cells up to the fixed lists.
 uint32_t row_bucket(uint32_t rows, uint32_t max_rows);
 uint32_t kv_bucket(uint32_t n);
 

@@ -1,6 +1,7 @@
-// What steps cost: an engine times the widths of its steps when it is opened (luce_engine_costs). A GPU times each. On
-// a CPU there is less time for it, and a step's cost is nearly a line of its width, so powers of two are timed and the
-// widths between them lie on it. Any number of rows costs what the width costs that a step of them gets.
+// Measures what steps cost: an engine times the widths of its steps when it is opened (luce_engine_costs). A
+// GPU times each. On a CPU there is less time for it, and a step's cost is nearly a line of its width. So
+// there powers of two are timed, and the widths between them lie on it. Any number of rows costs what the
+// width costs that a step of them gets.
 #include "step.h"
 
 #include "step_graph.h"
@@ -12,9 +13,9 @@
 
 namespace luce {
 
-// Runs a step of the shape over sequences that hold nothing: slots and pages are not in use yet, and a new timeline
-// counts them as empty. Every row has another token, from run to run too: rows of one token would all choose the same
-// experts, and a step over them would read fewer weights than one over a text.
+// Runs a step of the shape over sequences that hold nothing. Slots and pages are not in use yet, and a new
+// timeline counts them as empty. Every row has another token, from run to run too. Rows of one token would
+// all choose the same experts, and a step over them would read fewer weights than one over a text.
 void Step::run_trial(const StepShape &shape) {
     const Region::Host h = in_.of(shape.kind).host(0);
     const uint32_t per_sequence = shape.kind == StepKind::verify  ? params_.cache.n_rows
@@ -33,7 +34,7 @@ void Step::run_trial(const StepShape &shape) {
         seq.pages = int32_t(index);
         h.pages[index] = int32_t(index % params_.cache.n_pages);
         h.ctl->n_seqs = int32_t(index + 1);
-        tried_ += 2654435761u; // 2^32 divided by the golden ratio: far from those before
+        tried_ += 2654435761u; // this is 2^32 divided by the golden ratio, and so far from those before
         h.tokens[row] = int32_t(uint64_t(tried_) * model_.hparams().n_vocab >> 32);
         h.positions[row] = seq.n_past + int32_t(i);
         h.hidden_from[row] = h.hidden_to[row] = cache_.has_head() ? cache_.hidden_unused() : 0;
@@ -56,7 +57,7 @@ void Step::run_trial(const StepShape &shape) {
             block(shape.rows, 0, uint32_t(h.ctl->n_seqs));
             synchronize();
             break;
-        default: // every position in the first page, which is enough to run
+        default: // every position lies in the first page, which is enough to run
             for (uint32_t i = 0; i < cache_.max_pages(); i++) {
                 h.pages[i] = 0;
             }
@@ -64,7 +65,8 @@ void Step::run_trial(const StepShape &shape) {
     }
 }
 
-// The line through the timed widths next to `width`, beyond the last one that of the last two.
+// Returns the value at `width` of the line through the timed widths next to it. Beyond the last width it is
+// the line through the last two.
 static double on_line(const std::map<uint32_t, double> &timed, uint32_t width) {
     auto above = timed.lower_bound(width);
     if (above == timed.end()) {
@@ -91,7 +93,7 @@ static uint32_t drafts_of(StepKind kind) { // luce_cost.drafts
 namespace {
 
 struct Kind {
-    std::vector<StepShape> shapes; // widths rise
+    std::vector<StepShape> shapes; // they rise in width
     std::map<uint32_t, double> timed; // seconds by width
 };
 
@@ -101,8 +103,8 @@ double seconds(Clock::time_point from) {
     return std::chrono::duration<double>(Clock::now() - from).count();
 }
 
-// The widths that a CPU times, those first that say most of the others: a row, which all else is compared with, and
-// the line from it to what most rounds have.
+// Returns the widths that a CPU times, those first that say most of the others. One row comes first, which
+// all else is compared with, and then the line from it to what most rounds have.
 std::vector<uint32_t> widths_to_time(uint32_t most) {
     std::vector<uint32_t> widths;
     for (const uint32_t width : {1u, 8u, 2u, 4u, 16u, 32u, 64u}) {
@@ -123,7 +125,7 @@ void Step::time_all() {
     const auto width_of = [&](const StepShape &shape) {
         return shape.kind == StepKind::block ? shape.rows / params_.cache.n_block : shape.rows;
     };
-    std::map<uint32_t, Kind> kinds; // by luce_cost.drafts
+    std::map<uint32_t, Kind> kinds; // its key is luce_cost.drafts
     const std::vector<StepShape> shapes = step_shapes(params_.cache);
     for (const StepShape &shape : shapes) {
         kinds[drafts_of(shape.kind)].shapes.push_back(shape);
@@ -137,7 +139,9 @@ void Step::time_all() {
         }
         kind.timed[width_of(shape)] = best;
     };
-    if (gpu) { // once as they are, so that ggml's pools are full-grown and kernels loaded; then captured, then timed
+    // It runs once as it is, so that ggml's pools are full-grown and kernels loaded; then it is captured,
+    // then timed.
+    if (gpu) {
         run_trial(largest_steps(params_.cache)[0]); // a prefill
         for (auto shape = shapes.rbegin(); shape != shapes.rend(); ++shape) { // widest first
             run_trial(*shape);
@@ -150,11 +154,12 @@ void Step::time_all() {
             time(kinds[drafts_of(shape.kind)], shape);
         }
     } else {
-        run_trial(shapes[0]); // weights come from the file
+        run_trial(shapes[0]); // the weights come from the file
         const auto began = Clock::now();
         for (auto &[drafts, kind] : kinds) {
             for (const uint32_t width : widths_to_time(width_of(kind.shapes.back()))) {
-                // half a second in all, or as long as a dozen steps take; of each kind two widths
+                // It takes half a second in all, or as long as a dozen steps take, and times two widths of
+                // each kind at least.
                 const double budget = std::max(0.5, 12 * kinds[0].timed[1]);
                 const auto shape = std::find_if(kind.shapes.begin(), kind.shapes.end(),
                                                 [&](const StepShape &s) { return width_of(s) == width; });

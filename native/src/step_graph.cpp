@@ -16,7 +16,8 @@ uint32_t row_bucket(uint32_t rows, uint32_t max_rows) {
     return std::min(*std::lower_bound(std::begin(WIDTHS), std::end(WIDTHS), rows), max_rows);
 }
 
-// Multiples of 256, from 1024 on of a quarter of the power of two below: at most 25% more than needed.
+// Rounds up to a multiple of 256, and from 1024 on to one of a quarter of the power of two below. So at most
+// 25% more than needed is taken.
 uint32_t kv_bucket(uint32_t n) {
     uint32_t unit = 256;
     while (unit * 8 <= n) {
@@ -135,7 +136,7 @@ std::unique_ptr<Step::Graph> Step::Graph::build(const Model &model, const Cache 
     return g;
 }
 
-// ggml aborts on an op that a device does not have: ask first.
+// Asks first, since ggml aborts on an op that a device does not have.
 static void check_supported(const Device &device, ggml_cgraph *graph) {
     for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
         const ggml_tensor *node = ggml_graph_node(graph, i);
@@ -170,8 +171,9 @@ StepSizes Step::measure(const Model &model, const Cache &cache, const EnginePara
         n_nodes = std::max<uint64_t>(n_nodes, uint64_t(ggml_graph_n_nodes(g->nodes)));
     }
     if (model.device().gpu) {
-        // A bound with room: beyond buffers and caches the 27b took 128 MB at most on an H200.
-        constexpr uint64_t BYTES_PER_NODE = 2048, POOLS = uint64_t(416) << 20; // cuBLAS's workspace too
+        // This is a bound with room: beyond buffers and caches the 27b took 128 MB at most on an H200.
+        // This has cuBLAS's workspace too.
+        constexpr uint64_t BYTES_PER_NODE = 2048, POOLS = uint64_t(416) << 20;
         sizes.other = step_shapes(params.cache).size() * n_nodes * BYTES_PER_NODE + POOLS;
     }
     return sizes;

@@ -5,26 +5,26 @@
 
 namespace luce {
 
-// `outputs` and the nodes point into `context`; their data into the shared compute buffer.
+// `outputs` and the nodes point into `context`. Their data is in the shared compute buffer.
 struct Step::Graph {
     Context context;
     ggml_cgraph *nodes = nullptr;
     StepOutputs outputs;
     StepShape shape;
     void *captured = nullptr;
-    std::vector<std::unique_ptr<RamStage::Call>> calls; // of the host, as long as a capture may run
+    std::vector<std::unique_ptr<RamStage::Call>> calls; // they live on the host as long as a capture may run
 
     ~Graph();
     static std::unique_ptr<Graph> build(const Model &model, const Cache &cache, const Region &in,
                                         const StepShape &shape);
 };
 
-// All widths of verifies and of drafts, ascending.
+// Returns all widths of verifies and of drafts, ascending.
 std::vector<StepShape> step_shapes(const CacheParams &params);
-// Each kind at its largest, over a full context.
+// Returns each kind at its largest, over a full context.
 std::vector<StepShape> largest_steps(const CacheParams &params);
-// Graphs whose memory bounds that of every step. ggml's planning of a graph is not quite monotone: a smaller one may
-// take a little more than a larger one, so these have more rows and cells than any step.
+// Returns graphs whose memory bounds that of every step. ggml's planning of a graph is not quite monotone: a
+// smaller one may take a little more than a larger one. So these have more rows and cells than any step.
 std::vector<StepShape> sizing_steps(const CacheParams &params);
 
 } // namespace luce

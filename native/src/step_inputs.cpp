@@ -63,7 +63,8 @@ StepInputs Region::tensors(ggml_context *ctx, uint32_t rows) const {
             uint8_t *base = static_cast<uint8_t *>(ggml_backend_buffer_get_base(device_.get()));
             ggml_backend_tensor_alloc(device_.get(), t, base + offset);
         } else {
-            t->data = reinterpret_cast<void *>(uintptr_t(256)); // not the graph allocator's business
+            // The graph allocator has nothing to place here.
+            t->data = reinterpret_cast<void *>(uintptr_t(256));
         }
         return t;
     };

@@ -1,22 +1,22 @@
-// Says where a step's inputs lie, and puts a step together from its sequences' rows.
-// Steps of each kind have a region of their own on the device, and host mirrors, so that the host can fill the next
-// step's inputs while the device still works on the last one's. A step's inputs are one copy to the device.
+// Says where a step's inputs lie, and puts a step together from its sequences' rows. Steps of each kind have
+// a region of their own on the device, and host mirrors. So the host can fill the next step's inputs while
+// the device still works on the last one's. A step's inputs are one copy to the device.
 #pragma once
 
 #include "ops.h"
 
 namespace luce {
 
-// One kind of step's inputs: at most `rows` rows, `n_pages` page entries.
+// A region holds the inputs of one kind of step: at most `rows` rows and `n_pages` page entries.
 class Region {
 public:
     // The region has `mirrors` host copies. It has no memory until allocate().
     Region(uint32_t rows, uint32_t n_pages, uint32_t mirrors);
 
     void allocate(const Device &device);
-    size_t size() const { return size_; } // on the device
+    size_t size() const { return size_; } // counts its bytes on the device
 
-    // Host side of one mirror.
+    // Host is the host's side of one mirror.
     struct Host {
         int64_t *hidden_to;
         int32_t *hidden_from, *positions, *tokens;
@@ -25,7 +25,7 @@ public:
     };
     Host host(uint32_t mirror) const;
     // Enqueues on a GPU the copy of a mirror, up to its first n_pages page entries. On a CPU the one mirror
-    // is the region.
+    // is the region itself.
     void send(ggml_backend_t backend, uint32_t mirror, uint32_t n_pages);
 
     // Returns the inputs of a step of `rows` rows. Before allocate() they are tensors without memory, for
@@ -49,12 +49,13 @@ struct EngineParams {
 // Returns how many sequences' blocks fit into a step.
 uint32_t blocks_at_once(const CacheParams &params);
 
-// The regions of an engine, one for each kind of step; a draft's links, and a draft's steps of blocks, have a mirror
-// each.
+// An engine has one region for each kind of step. A draft's links have a mirror each, and so have a draft's
+// steps of blocks.
 struct Regions {
     Region prefill, verify, draft, block;
     Regions(const Cache &cache, const EngineParams &params);
-    uint64_t size(const Cache &cache) const; // on the device, of those that the engine has
+    // Counts bytes on the device, of those regions that the engine has.
+    uint64_t size(const Cache &cache) const;
     Region &of(StepKind kind) {
         switch (kind) {
             case StepKind::verify: return verify;
@@ -66,13 +67,14 @@ struct Regions {
     }
 };
 
-// A step of at most MAX_ROWS rows under construction.
+// A batch is a step of at most MAX_ROWS rows under construction.
 class Batch {
 public:
     Batch(Region::Host host, const Cache &cache);
 
-    // Adds n rows of a sequence, in depth-first order; parents count from the item's first row. token(i) is
-    // that of row i, or -1 - e for entry e of the cache's drafts. n 0 adds its debts alone.
+    // Adds n rows of a sequence, in depth-first order, whose parents count from the item's first row.
+    // token(i) is that of row i, or -1 - e for entry e of the cache's drafts. With n 0 it adds the sequence's
+    // debts alone.
     void add_verify(const Timeline &line, const ChoiceCtl &choice, uint32_t n, const int32_t *parents,
                     const int32_t *tokens);
     // Adds row i of a draft's chain, at n_past + i. Its token is the anchor or the draft before.
@@ -94,7 +96,7 @@ private:
     uint32_t n_pages_ = 0;
 };
 
-// Fills the control block of a prefill of n rows; returns its number of page entries.
+// Fills the control block of a prefill of n rows, and returns its number of page entries.
 uint32_t fill_prefill(Region::Host host, const Timeline &line, const ChoiceCtl &choice, const int32_t *tokens,
                       uint32_t n, const Cache &cache);
 

@@ -11,11 +11,13 @@
 namespace luce {
 namespace {
 
-// Short beside a step, long beside an op: between the ops of a step helpers stay awake, after it they sleep.
+// This is short beside a step and long beside an op: between the ops of a step helpers stay awake, and after
+// it they sleep.
 constexpr int SPINS = 2000;
-constexpr int MIN_PATIENCE = 64, MAX_PATIENCE = 1 << 16; // jobs: less than a step, and hundreds of steps
-constexpr std::chrono::microseconds
-    WAKE_EVERY(200); // who slept through a step's first ops may miss the others
+// They count jobs: less than a step, and hundreds of steps.
+constexpr int MIN_PATIENCE = 64, MAX_PATIENCE = 1 << 16;
+// a helper who slept through a step's first ops may miss the others.
+constexpr std::chrono::microseconds WAKE_EVERY(200);
 // A wait for a thread that does not run lasts a few milliseconds. So a few of them in a row use up the credit, but one
 // in a step of that length does not. One job saves at most as much as few jobs take: what is more is a caller that
 // did not run.
@@ -43,7 +45,7 @@ Team::Team(int n_threads) {
             helpers_.emplace_back([this, i] { help(i - 1); });
         }
     } catch (const std::exception &) {
-        // no more threads are to be had, or no memory for them: fewer do the work
+        // No more threads are to be had, or no memory for them, and fewer do the work.
     }
     active_ = int(helpers_.size());
     credit_ = MOST_CREDIT;

@@ -25,8 +25,9 @@ public:
 
     int n_threads() const { return int(helpers_.size()) + 1; }
 
-    // Calls part(0), .. part(n_parts - 1), each once, on any of the threads, and returns when all have returned.
-    // One caller at a time. What a part throws is thrown here, after all have returned: of several, the first.
+    // Calls part(0), .. part(n_parts - 1), each once, on any of the threads, and returns when all have
+    // returned. There is one caller at a time. If parts throw, the first thing thrown is thrown here after
+    // all have returned.
     template <class Part> void run(int n_parts, const Part &part) {
         run(n_parts, [](const void *context, int i) { (*static_cast<const Part *>(context))(i); }, &part);
     }
@@ -35,34 +36,36 @@ private:
     using Clock = std::chrono::steady_clock;
     using Call = void (*)(const void *context, int part);
     void run(int n_parts, Call call, const void *context);
-    bool take_part(); // false: none is left
+    bool take_part(); // returns false when none is left
     void help(int index);
     void wait_for_work(int index);
     void wait_for_parts(int n_parts);
     void weigh(Clock::duration took, Clock::duration waited, int taken, int n_parts);
     void adjust(bool stalled);
 
-    // serial (32 bits), parts (16), the next part (16): one word, so that a late thread cannot take a part of a job
-    // that it has not seen. call_ and context_ are read by holders of a part only, for whom the job waits.
+    // job_ holds serial (32 bits), parts (16) and the next part (16). It is one word, so that a late thread
+    // cannot take a part of a job that it has not seen. call_ and context_ are read by holders of a part
+    // only, for whom the job waits.
     std::atomic<uint64_t> job_{0};
     alignas(64) std::atomic<int> done_{0};
     Call call_ = nullptr;
     const void *context_ = nullptr;
-    std::exception_ptr
-        failure_; // what a part threw; guarded by mutex_ until done_ says that all have returned
+    // What a part threw; mutex_ guards it until done_ says that all have returned.
+    std::exception_ptr failure_;
 
-    // Helpers that take parts: halved when they cost more than they save, doubled after `patience_` jobs.
+    // As many helpers take parts. The number is halved when they cost more than they save, and doubled after
+    // `patience_` jobs.
     std::atomic<int> active_{0};
     Clock::duration credit_; // what they saved lately, less what the caller waited for them
-    int calm_ = 0, patience_ = 0; // jobs
+    int calm_ = 0, patience_ = 0; // both count jobs
 
     std::vector<std::thread> helpers_;
     alignas(64) std::atomic<int> asleep_{0};
     Clock::time_point woken_; // when sleeping helpers were woken last
-    std::atomic<bool> waiting_{false}; // the caller, asleep
+    std::atomic<bool> waiting_{false}; // the caller is asleep
     std::mutex mutex_;
-    std::condition_variable wake_, rest_,
-        finished_; // of helpers without work, without a place, of the caller
+    // Helpers without work, helpers without a place, and the caller wait on these.
+    std::condition_variable wake_, rest_, finished_;
     std::atomic<bool> stop_{false};
 };
 

@@ -11,13 +11,13 @@ namespace {
 
 constexpr uint32_t NONE = UINT32_MAX;
 
-// A node as it is found; its path of ranks is that of its parent and its own.
+// A node is entered as it is found. Its path of ranks is that of its parent and its own rank.
 struct Node {
     int32_t token;
     uint8_t sources;
-    uint32_t parent, depth, rank; // parent NONE: the anchor; depth from 0
+    uint32_t parent, depth, rank; // parent NONE means the anchor; depth counts from 0
     double score;
-    std::vector<uint32_t> children; // by rank, then the chain's
+    std::vector<uint32_t> children; // they are by rank, then the chain's
 };
 
 class Builder {
@@ -112,7 +112,7 @@ private:
     }
 
     const TreeLists &lists_;
-    std::vector<Node> nodes_; // a node after its parent and its better siblings
+    std::vector<Node> nodes_; // a node comes after its parent and its better siblings
 };
 
 } // namespace

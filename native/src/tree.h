@@ -17,28 +17,29 @@
 namespace luce {
 
 struct TreeLists {
-    const int32_t *ids; // (depth, k) best first; below 0: the list ends before it
-    const float *scores; // (depth, k); -inf: the list ends before it
+    const int32_t *ids; // (depth, k), best first; an id below 0 says that the list ends before it
+    const float *scores; // (depth, k); -inf says that the list ends before it
     uint32_t depth, k;
-    bool comb; // the lists follow the first choices alone (a chain's): only nodes on that path have children
+    // The lists follow the first choices alone (a chain's), so only nodes on that path have children.
+    bool comb;
 };
 
-// Best candidates of a draft, in the order (logit descending, id ascending), become those that `choice` is likely to
-// take at `position`: of the ones that its filters keep, those with the largest log-probability and noise, best first,
-// with these sums as scores. The draft itself, which was chosen of all of the vocabulary, comes first. The filters'
-// sums are taken over the n candidates alone.
+// Turns the best candidates of a draft, in the order (logit descending, id ascending), into those that
+// `choice` is likely to take at `position`. Of the ones that its filters keep, they are those with the
+// largest log-probability and noise, best first, with these sums as scores. The draft itself, which was
+// chosen of all of the vocabulary, comes first. The filters' sums are taken over the n candidates alone.
 void add_noise(const ChoiceCtl &choice, uint64_t position, int32_t draft, int32_t *ids, float *scores,
                uint32_t n);
 
 struct Tree {
     static constexpr uint8_t OF_LISTS = 1, OF_CHAIN = 2;
 
-    std::vector<int32_t> tokens, parents; // rows in depth-first order; row 0 is the anchor
-    std::vector<uint8_t> sources; // whose candidate a row is, bits; of the anchor 0
+    std::vector<int32_t> tokens, parents; // rows are in depth-first order; row 0 is the anchor
+    std::vector<uint8_t> sources; // bits say whose candidate a row is; the anchor has 0
 };
 
-// The tree of `budget` nodes of the lists joined with a chain of n_chain tokens, whose shared prefix is there once.
-// E_NUMERIC where a score that is looked at is NaN.
+// Makes the tree of `budget` nodes of the lists, joined with a chain of n_chain tokens. A prefix that they
+// share is there once. It fails with E_NUMERIC where a score that is looked at is NaN.
 Tree make_tree(int32_t anchor, const TreeLists &lists, uint32_t budget, const int32_t *chain,
                uint32_t n_chain);
 

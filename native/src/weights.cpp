@@ -97,7 +97,7 @@ bool is_packed(const ggml_tensor *weight) {
     return weight->op_params[0] == PACKED;
 }
 
-// A tensor's matrices {K, N}, one behind the other: one, or those of its experts.
+// Matrices are a tensor's matrices {K, N}, one behind the other: one, or those of its experts.
 struct Matrices {
     int64_t n, N;
 };
@@ -106,7 +106,7 @@ static Matrices matrices_of(const ggml_tensor *weight) {
     return {weight->ne[2] * parts, weight->ne[1] / parts};
 }
 
-// Whether the tensor stays in the mapping, whatever device the model is on.
+// Says whether the tensor stays in the mapping, whatever device the model is on.
 static bool is_in_ram(const ggml_tensor *weight) {
     return weight->op_params[2] == IN_RAM;
 }
@@ -186,7 +186,7 @@ ggml_tensor *WeightReader::take(const std::string &name, std::vector<int64_t> sh
     if (!loading_) {
         return nullptr;
     }
-    // CUDA cannot look rows up in IQ4_NL: the embedding is widened there; and a router is F32
+    // CUDA cannot look rows up in IQ4_NL, so the embedding is widened there. A router is F32.
     const bool widen = m_.device_->gpu && ((t->type == GGML_TYPE_IQ4_NL && kind == Kind::table) ||
                                            (t->type != GGML_TYPE_F32 && kind == Kind::router));
     ggml_tensor *tensor =
@@ -227,9 +227,9 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file, std::shar
     for (const GgufTensor &t : trunk.tensors()) {
         model->n_params_ += uint64_t(t.ne[0]) * uint64_t(t.ne[1]) * uint64_t(t.ne[2]) * uint64_t(t.ne[3]);
     }
+    // Two may be tied: the trunk's, the drafter's.
     const size_t n_tensors = trunk.tensors().size() + (head ? head->tensors().size() : 0) +
-                             (drafter ? drafter->tensors().size() : 0) +
-                             2; // tied: the trunk's, the drafter's
+                             (drafter ? drafter->tensors().size() : 0) + 2;
     model->context_ = new_context(ggml_tensor_overhead() * n_tensors);
     WeightReader reader(*model, trunk);
     model->weights_ = model->architecture_->read_trunk(reader, hp);
@@ -273,7 +273,7 @@ const Moe *Model::in_ram() const {
 }
 
 uint64_t Model::identity() const {
-    uint64_t hash = 0xcbf29ce484222325u; // FNV-1a
+    uint64_t hash = 0xcbf29ce484222325u; // the offset basis of FNV-1a
     const auto add = [&](const void *data, size_t n) {
         for (size_t i = 0; i < n; i++) {
             hash = (hash ^ static_cast<const uint8_t *>(data)[i]) * 0x100000001b3u;
@@ -309,7 +309,7 @@ void Model::stand_in() {
     }
 }
 
-// Device memory for the packed matrices, one behind the other.
+// Takes device memory for the packed matrices, one behind the other.
 void Model::place_packed() {
     ggml_backend_buffer_type_t type = device_->buffer_type();
     const auto room = [&](const ggml_tensor *t) { // ggml may clear what it takes for the padding of a tensor
@@ -335,7 +335,7 @@ void Model::place_packed() {
     buffers_.push_back(std::move(buffer));
 }
 
-// Tensors where the files are mapped: all, or experts that stay in host memory.
+// Places tensors where the files are mapped: all, or experts that stay in host memory.
 void Model::place_mapped(bool all) {
     std::vector<const Mapping *> parts;
     for (const GgufFile *file :

@@ -1,5 +1,5 @@
-// Checks paged KV and attention: against attention_reference.h, and bit by bit against plain decoding, one row a step
-// on other pages. Cells that nothing has written, scratch and outputs hold NaN.
+// Checks paged KV and attention against attention_reference.h, and bit by bit against plain decoding, which
+// has one row a step on other pages. Cells that nothing has written, scratch and outputs hold NaN.
 #include "attention_reference.h"
 #include "harness.h"
 
@@ -7,19 +7,19 @@
 
 namespace {
 
-// One sequence: what it has committed, raw and as cells.
+// A Context is one sequence: what it has committed, raw and as cells.
 struct Context {
     Ints pages;
     int n = 0;
     std::vector<uint8_t> k, v; // [n] cells
 };
 
-// Inputs of a step's rows.
+// These are the inputs of a step's rows.
 struct Inputs {
     Floats q, gate, k, v; // [T][H*D], [T][2*H*D], [T][Hkv*D] twice
 };
 
-struct Work { // one sequence's part of a step
+struct Work { // it is one sequence's part of a step
     Context *context;
     Ints parents, pending;
 };
@@ -100,7 +100,7 @@ struct Kv {
         return a;
     }
 
-    // A step of width T: stores and attends; rows that belong to no sequence are NaN. {T, H, D}
+    // Runs a step of width T, and returns {T, H, D}. Rows that belong to no sequence are NaN.
     Floats step(const std::vector<Work> &works, Inputs in, int T) {
         Ints table;
         int most = 1;
@@ -137,7 +137,7 @@ struct Kv {
         store(pages, rows_k, rows_v, n, 1, 0);
         commit(c, rows_k, rows_v, chain(n + 1));
     }
-    // On the host: rows path[1] .. (path[0] is -1).
+    // Commits on the host: rows path[1] .. (path[0] is -1).
     void commit(Context &c, const Floats &rows_k, const Floats &rows_v, const Ints &path) const {
         const size_t bytes = s.cell_bytes();
         for (size_t i = 1; i < path.size(); i++, c.n++) {
@@ -167,10 +167,10 @@ std::string name_of(const KvShape &s) {
            std::to_string(s.D) + " first " + std::to_string(s.first) + " window " + std::to_string(s.window) + " ";
 }
 
-std::map<int, double> worst; // error by type
+std::map<int, double> worst; // the worst error by type
 
-// q and the weights are F16 numbers (11 bits) on the tensor cores: relative errors of 2^-12 on average, independent
-// of each other, in each score (of size 1 to 3 here) and each term of the sum. F32 is summed over thousands of terms.
+// q and the weights are F16 numbers (11 bits) on the tensor cores, so each score and each term of the sum has
+// an independent relative error of 2^-12 on average. Scores are of size 1 to 3. F32 is summed over thousands.
 double bound(const KvShape &s) {
     return s.type == 0 ? 1e-5 : 2e-3;
 }
@@ -207,7 +207,7 @@ void compare_row(const KvShape &s, const Context &c, const Ints &parents, const 
     expect(error < bound(s), name_of(s) + what + " row " + std::to_string(row) + " off by " + std::to_string(error));
 }
 
-// Each row again as plain decoding computes it: in depth-first order one step a row, each in the cell of its depth.
+// Runs each row again as plain decoding does: in depth-first order, a step a row, in the cell of its depth.
 void compare_plain(Kv &plain, const Context &c, Context &copy, const Ints &parents, const Inputs &in,
                    const float *got, const std::vector<bool> &skip, const std::string &what) {
     const KvShape &s = plain.s;
@@ -222,7 +222,7 @@ void compare_plain(Kv &plain, const Context &c, Context &copy, const Ints &paren
     }
 }
 
-// Some rows' V and K become huge, Inf or NaN; true for the rows that see one.
+// Makes some rows' V and K huge, Inf or NaN, and returns true for the rows that see one.
 std::vector<bool> spoil(const KvShape &s, const Ints &parents, Inputs &in, int first) {
     std::vector<bool> sees(parents.size());
     for (size_t r = 0; r < parents.size(); r++) {
@@ -241,7 +241,7 @@ std::vector<bool> spoil(const KvShape &s, const Ints &parents, Inputs &in, int f
     return sees;
 }
 
-// A committed V near the window's edge becomes NaN or Inf: deeper rows no longer see it. Adds the rows that do.
+// Makes a committed V near the window's edge NaN or Inf, and adds the rows that do still see it.
 void spoil_window(const KvShape &s, const Ints &parents, Floats &v, std::vector<bool> &sees) {
     const int n = int(v.size()) / s.width(), at = n - s.window + pick(6);
     if (s.window == 0 || at < s.first || at >= n) {
@@ -255,9 +255,9 @@ void spoil_window(const KvShape &s, const Ints &parents, Floats &v, std::vector<
 
 struct Case {
     Ints contexts;
-    std::vector<Ints> parents; // of each sequence's rows
+    std::vector<Ints> parents; // those of each sequence's rows
     bool spoiled;
-    int compared; // rows of a sequence that the reference computes too
+    int compared; // as many rows of a sequence are compared with the reference too
 };
 
 void check_case(const KvShape &s, const Case &c, const std::string &what) {
@@ -464,7 +464,7 @@ void check_attention(bool all) {
                 check_case(s, {{n}, {any_tree(T)}, true, 0}, "spoiled context " + std::to_string(n));
             }
         }
-        for (int round = 0; round < (all ? 6 : 1); round++) { // company
+        for (int round = 0; round < (all ? 6 : 1); round++) { // other sequences keep it company
             Case c{{}, {}, round % 2 == 1, 2};
             int left = MAX_ROWS;
             for (int i = 0; i < 1 + pick(all ? 9 : 3); i++) {
@@ -479,7 +479,7 @@ void check_attention(bool all) {
         check_gather(s);
     }
     if (all) {
-        for (int T = 1; T <= MAX_ROWS; T++) { // all widths of a chain and of a tree
+        for (int T = 1; T <= MAX_ROWS; T++) { // it tries all widths of a chain and of a tree
             check_case({6, 1, 256, 1}, {{pick(600)}, {T % 2 == 0 ? chain(T) : any_tree(T)}, false, 1},
                        "width " + std::to_string(T));
         }

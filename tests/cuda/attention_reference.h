@@ -1,4 +1,5 @@
-// Attention and the cells of the KV in double precision, written from the formulas of kernels.h and ggml's blocks.
+// Computes attention and the cells of the KV in double precision, by the formulas of kernels.h and ggml's
+// blocks.
 #pragma once
 
 #include <cmath>
@@ -9,7 +10,7 @@
 #include <cuda_fp16.h>
 
 struct KvShape {
-    int H, Hkv, D, type; // ggml's number: F32 0, F16 1, Q4_0 2, Q8_0 8
+    int H, Hkv, D, type; // type is ggml's number: F32 0, F16 1, Q4_0 2, Q8_0 8
     int first = 0, window = 0;
     float softcap = 0;
     bool gated = true;
@@ -21,7 +22,7 @@ struct KvShape {
     }
 };
 
-// One cell as ggml's reference quantiser writes it.
+// Writes one cell as ggml's reference quantiser does.
 inline void write_cell(const KvShape &s, const float *x, uint8_t *out) {
     if (s.type == 0) {
         memcpy(out, x, size_t(s.width()) * 4);
@@ -77,7 +78,8 @@ inline std::vector<double> read_cell(const KvShape &s, const uint8_t *cell) {
     return x;
 }
 
-// One row's output {H, D} over the cells that it sees, in any order. q {H, D}; gate {H, D} or null.
+// Computes one row's output {H, D} over the cells that it sees, in any order. q is {H, D}, and gate is {H, D}
+// or null.
 inline std::vector<double> attend_row(const KvShape &s, const float *q, const float *gate, int64_t gate_head,
                                       const std::vector<const uint8_t *> &k, const std::vector<const uint8_t *> &v) {
     std::vector<double> out(size_t(s.H) * s.D), score(k.size() * s.H);

@@ -1,6 +1,6 @@
-// Times attention on the 27B's shape: one CUDA graph runs an op for 16 layers, each with its own KV, and the median
-// of its replays is shown per layer. GB/s counts the K and V of each sequence once.
-// Outside the timing: filling the cells, capture, warm-up. q and the control block are shared by the layers.
+// Times attention on the 27B's shape. One CUDA graph runs an op for 16 layers, each with its own KV, and the
+// median of its replays is shown per layer. GB/s counts the K and V of each sequence once. Filling the cells,
+// capture and warm-up are outside the timing. The layers share q and the control block.
 #include "harness.h"
 
 #include <functional>
@@ -11,7 +11,7 @@ namespace {
 
 constexpr int H = 24, HKV = 4, D = 256, LAYERS = 16, REPLAYS = 15;
 
-// Any numbers between -1 and 1.
+// Fills with any numbers between -1 and 1.
 __global__ void fill_cells(__half *x, size_t n) {
     for (size_t i = size_t(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += size_t(gridDim.x) * blockDim.x) {
         const uint32_t bits = uint32_t(i) * 2654435761u ^ uint32_t(i >> 20) * 40503u;
@@ -19,8 +19,8 @@ __global__ void fill_cells(__half *x, size_t n) {
     }
 }
 
-struct Cells { // of all layers
-    int type, n_seqs, n_pages; // pages of a sequence
+struct Cells { // those of all layers
+    int type, n_seqs, n_pages; // n_pages are the pages of a sequence
     int64_t cell_bytes;
     Device<uint8_t> memory;
     Device<int32_t> table;

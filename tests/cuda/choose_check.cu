@@ -1,4 +1,5 @@
-// The choices of rows against the rule of sampling.h on the host, applied by sorting whole rows; and their times.
+// Compares the choices of rows with the rule of sampling.h on the host, applied by sorting whole rows, and
+// times them.
 #include "harness.h"
 
 #include <cfloat>
@@ -82,7 +83,7 @@ int32_t expected(const float *x, int32_t n, const ChoiceCtl &c, uint64_t positio
     return best;
 }
 
-// Rows of a step, a sequence each.
+// Returns the control block of a step's rows, each of a sequence of its own.
 StepCtl ctl_for(const std::vector<ChoiceCtl> &rows) {
     StepCtl ctl = blank_ctl();
     ctl.n_seqs = ctl.n_rows = int32_t(rows.size());
@@ -93,7 +94,7 @@ StepCtl ctl_for(const std::vector<ChoiceCtl> &rows) {
     return ctl;
 }
 
-// spread 0: all equal. Some rows have ties, some have values that are not finite.
+// Checks rows. With spread 0 all logits are equal. Some rows have ties, some have values that are not finite.
 void check_rows(int32_t n, int T, float spread, int first) {
     Floats logits = normals(size_t(n) * T, 1.0f);
     std::vector<ChoiceCtl> rows;
@@ -102,9 +103,10 @@ void check_rows(int32_t n, int T, float spread, int first) {
         const int kind = pick(6);
         for (int32_t i = 0; i < n; i++) {
             x[i] *= spread;
+            // This gives ties, -0 and +0.
             x[i] = kind == 1   ? std::nearbyint(x[i])
                    : kind == 2 ? std::nearbyint(x[i] / 4)
-                               : x[i]; // ties, -0 and +0
+                               : x[i];
         }
         if (kind == 3) {
             x[pick(n)] = t % 3 == 0 ? NAN : t % 3 == 1 ? INFINITY : -INFINITY;
@@ -117,7 +119,7 @@ void check_rows(int32_t n, int T, float spread, int first) {
     Device<float> in(logits);
     Device<StepCtl> ctl(std::vector<StepCtl>{ctl_for(rows)});
     Device<ChoiceRow> out{size_t(T)};
-    for (int run = 0; run < 2; run++) { // the second over what the first left
+    for (int run = 0; run < 2; run++) { // the second run goes over what the first left
         must(cuda::choose({in.p, n, T, ctl.p, 1, out.p}, stream));
         must(cudaStreamSynchronize(stream));
         const std::vector<ChoiceRow> got = out.get();

@@ -14,14 +14,15 @@ static double error(const double *expected, const float *got, size_t n) {
     return std::sqrt(diff / norm); // NaN stays NaN
 }
 
-static bool untouched(const float *x, size_t n) { // since Device::poison()
+static bool untouched(const float *x, size_t n) { // it asks since Device::poison()
     const std::vector<uint8_t> poison(n * sizeof(float), 0xff);
     return n == 0 || memcmp(x, poison.data(), poison.size()) == 0;
 }
 
-constexpr double BOUND = 1e-5, CHUNKS_BOUND = 3e-5; // of the row by row kernel, and of products in split BF16
+// These are for the row by row kernel, and for products in split BF16.
+constexpr double BOUND = 1e-5, CHUNKS_BOUND = 3e-5;
 
-// A layer with a sequence in each slot, beside what the reference makes of each.
+// A Pair is a layer with a sequence in each slot, beside what the reference makes of each.
 struct Pair {
     Shape s;
     Layer layer;
@@ -45,7 +46,7 @@ struct Pair {
         const size_t n = x.size() / layer.n_slots;
         return Floats(&x[slot * n], &x[slot * n] + n);
     }
-    // The slot holds nothing, and junk.
+    // Lets the slot hold nothing but junk.
     void forget(int slot) {
         Snapshot now = layer.snapshot();
         for (Floats *x : {&now.window, &now.state, &now.log}) {
@@ -103,7 +104,7 @@ struct Pair {
         }
     }
 
-    // A step of T rows. Then some rows of each sequence are accepted.
+    // Runs a step of T rows, and then accepts some rows of each sequence.
     void verify(const std::vector<Part> &parts, int T, const std::string &what) {
         const Snapshot before = layer.snapshot();
         const Output got = layer.run(DELTA_VERIFY, parts, T);
@@ -114,7 +115,8 @@ struct Pair {
         for (size_t i = 0; i < parts.size(); i++) {
             const Part &part = parts[i];
             compare(got, first[i], refs[part.slot].verify(part.rows, part.parents), what);
-            compare_committed(after, part.slot, what); // pending rows are on the state, a fresh one is zeros
+            // Pending rows are on the state, and a fresh one is zeros.
+            compare_committed(after, part.slot, what);
             others.erase(std::find(others.begin(), others.end(), part.slot));
         }
         for (int slot : others) {
@@ -144,8 +146,8 @@ struct Pair {
         verify({{slot, random_rows(s, T), parents}}, T, what);
     }
 
-    // A part's rows have the same bits alone, on a path of their own and in another slot; and what is
-    // accepted ends in the same bits whether it is replayed or appended.
+    // Checks that a part's rows have the same bits alone, on a path of their own and in another slot. What is
+    // accepted has to end in the same bits whether it is replayed or appended.
     void check_alone(const Part &part, int first, const Output &got, Snapshot before, const Snapshot &after,
                      const Ints &accepted, const std::string &what) {
         const int to = pick(layer.n_slots);
@@ -176,7 +178,7 @@ struct Pair {
                name + what + ": replayed window differs from append");
     }
 
-    // Up to n sequences in random slots, some fresh, with up to T rows between them.
+    // Returns up to n sequences in random slots, some fresh, with up to T rows between them.
     std::vector<Part> random_parts(int n, int T) {
         Ints slots = chain(layer.n_slots + 1);
         slots.erase(slots.begin());
@@ -224,7 +226,7 @@ static void check_rounds(const Shape &s, int R, int n_slots, int rounds, int lon
     pair.compare_committed(pair.layer.snapshot(), slot, "flush of nothing");
 }
 
-// Long prefills by chunks, between verifies whose rows they replay.
+// Checks long prefills by chunks, between verifies whose rows they replay.
 static void check_chunks(const Shape &s, int T) {
     Pair pair(s, 9, 3);
     pair.bound = CHUNKS_BOUND;
@@ -240,8 +242,8 @@ static void check_chunks(const Shape &s, int T) {
     pair.verify(slot, chain(3), "verify after short chunks");
 
     Rows rows = random_rows(s, 100);
-    const int bad = 40; // in the second chunk
-    rows.x[size_t(bad) * s.C() + 2 * s.Hk * s.S] = NAN; // v of the first head
+    const int bad = 40; // it lies in the second chunk
+    rows.x[size_t(bad) * s.C() + 2 * s.Hk * s.S] = NAN; // this is v of the first head
     const Floats out = pair.layer.append(slot, rows, true).out;
     bool shows = true;
     for (int t = 0; t < 100; t++) {
@@ -254,7 +256,7 @@ static void check_chunks(const Shape &s, int T) {
     expect(shows, pair.name + "chunks show what is not finite");
 }
 
-// One append and the same rows in pieces end in the same bits.
+// Checks that one append and the same rows in pieces end in the same bits.
 static void check_append_pieces(const Shape &s, int T) {
     Pair pair(s, 8, 2);
     const Rows rows = random_rows(s, T);
@@ -278,8 +280,8 @@ static void check_append_pieces(const Shape &s, int T) {
     expect(same_bits(end.window, pair.layer.window.get()), pair.name + "append in pieces: window");
 }
 
-// A captured step, replayed with other sequences, rows, parents and pending rows, does what eager launches
-// do.
+// Checks that a captured step, replayed with other sequences, rows, parents and pending rows, does what eager
+// launches do.
 static void check_captured_step(const Shape &s) {
     const int T = 24, n_slots = 5, rounds = 5;
     Pair pair(s, T, n_slots);

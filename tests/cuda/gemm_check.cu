@@ -1,4 +1,4 @@
-// Checks of a prefill's matmul: what gemm_pack makes of its input, and the products, against double precision.
+// Checks a prefill's matmul against double precision: what gemm_pack makes of its input, and the products.
 #include "gemm.h"
 #include "harness.h"
 #include "rowmm_reference.h"
@@ -20,7 +20,7 @@ PackInput random_input(int input, int T, int64_t K, int head) {
     PackInput p{input, T, head, K, normals(size_t(T) * K),
                 normals(size_t(T) * K * (input == ROWMM_GATED ? 2 : 1), 2.0f),
                 normals(size_t(input == ROWMM_HEAD_RMS ? head : K))};
-    for (int t = 0; t < T; t++) { // rows that F16 would not hold
+    for (int t = 0; t < T; t++) { // F16 would not hold such rows
         const float size[] = {1.0f, 1e-7f, 3e30f, 100.0f, 1e-30f, 40000.0f, 0.0f};
         for (int64_t k = 0; k < K; k++) {
             p.x[t * K + k] *= input == ROWMM_PLAIN || input == ROWMM_SWIGLU ? size[t % 7] : 1.0f;
@@ -29,7 +29,7 @@ PackInput random_input(int input, int T, int64_t K, int head) {
     return p;
 }
 
-// [T][K]
+// Returns [T][K].
 Doubles computed(const PackInput &p) {
     Doubles out(p.x.begin(), p.x.end());
     const int64_t group = p.head > 0 ? p.head : p.K;
@@ -176,5 +176,5 @@ void check_gemm_kernels(bool all) {
         check_gemm(515, 17408, 5120);
     }
     cuda::gemm_close(stream);
-    cuda::gemm_close(stream); // of nothing
+    cuda::gemm_close(stream); // it closes nothing
 }

@@ -1,4 +1,5 @@
-// What the kernel checks and the timings share: device memory, a DeltaNet layer on the device, random inputs.
+// Has what the kernel checks and the timings share: device memory, a DeltaNet layer on the device, random
+// inputs.
 #pragma once
 
 #include "kernels.h"
@@ -20,7 +21,7 @@ using Ints = std::vector<int>;
 
 inline cudaStream_t stream;
 
-// In *_check.cu and *_time.cu. Not all: for a sanitizer.
+// These are in *_check.cu and *_time.cu. They do less without `all`, for a sanitizer.
 void check_deltanet(bool all);
 void check_attention(bool all);
 void time_kernels();
@@ -74,7 +75,7 @@ template <typename T> struct Device {
     explicit Device(const std::vector<T> &host) : Device(host.size()) { set(host); }
     Device(const Device &) = delete;
     ~Device() { cudaFree(p); }
-    void poison() { must(cudaMemset(p, 0xff, n * sizeof(T))); } // NaN, -1
+    void poison() { must(cudaMemset(p, 0xff, n * sizeof(T))); } // floats become NaN, integers -1
     void set(const std::vector<T> &host) {
         if (!host.empty()) {
             must(cudaMemcpy(p, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
@@ -89,14 +90,15 @@ template <typename T> struct Device {
 
 // ---- a step ----
 
-// One sequence's part of a verify. Parents are counted from its own first row; there may be no rows.
+// A Part is one sequence's part of a verify. Parents are counted from its own first row. There may be no
+// rows.
 struct Part {
     int slot;
     Rows rows;
     Ints parents;
 };
 
-// Where the parts' rows begin in the step, and after the last how many rows there are.
+// Returns where the parts' rows begin in the step, and after the last how many rows there are.
 inline Ints first_rows(const std::vector<Part> &parts) {
     Ints first{0};
     for (const Part &part : parts) {
@@ -105,7 +107,7 @@ inline Ints first_rows(const std::vector<Part> &parts) {
     return first;
 }
 
-// What nothing may rely on is out of any range.
+// Puts out of any range what nothing may rely on.
 inline StepCtl blank_ctl() {
     StepCtl ctl;
     std::fill_n(reinterpret_cast<int32_t *>(&ctl), sizeof(ctl) / sizeof(int32_t), -777777);
@@ -135,7 +137,7 @@ inline void run_times(int times, const std::function<void()> &enqueue) {
 
 // ---- timings ----
 
-// Median of a captured graph's replays, in us; the first few warm up.
+// Returns the median of a captured graph's replays, in us. The first few warm up.
 inline double median_us(const std::function<void()> &enqueue, int replays) {
     void *graph = nullptr;
     must(cuda::capture_begin(stream));
@@ -164,7 +166,8 @@ inline double median_us(const std::function<void()> &enqueue, int replays) {
     return us[us.size() / 2];
 }
 
-// Of one op among `layers` that follow each other; each runs once before that, so that kernels are loaded.
+// Returns the median of one op among `layers` that follow each other. Each runs once before that, so that
+// kernels are loaded.
 inline double median_us(const std::function<void(int)> &enqueue, int replays, int layers) {
     enqueue(0);
     const auto all = [&] {
@@ -181,9 +184,9 @@ struct Output {
     Floats conv, out;
 };
 
-// What the host keeps of a slot's sequence.
+// A Timeline is what the host keeps of a slot's sequence.
 struct Timeline {
-    Ints pending; // accepted rows of its last verify
+    Ints pending; // the accepted rows of its last verify
     int bank = 0; // where their keys are
     bool fresh = false;
 };
@@ -198,7 +201,7 @@ struct Layer {
     int R, n_slots;
     Device<float> w, dt, a, window, state, log;
     Device<StepCtl> ctl{1};
-    std::vector<Timeline> timelines; // by slot
+    std::vector<Timeline> timelines; // they are by slot
 
     // The log is poison until a verify writes it.
     Layer(const Shape &shape, int n_rows, const Weights &weights, const Floats &windows, const Floats &states)
@@ -226,7 +229,7 @@ struct Layer {
             seq.bank = timeline.bank;
             seq.n_replay = int(timeline.pending.size());
             std::copy(timeline.pending.begin(), timeline.pending.end(), seq.pending);
-            for (size_t r = 0; r < part.parents.size(); r++) { // none in an append
+            for (size_t r = 0; r < part.parents.size(); r++) { // an append has none
                 host.rows[first[i] + r].seq = int(i);
                 host.rows[first[i] + r].parent = part.parents[r] < 0 ? -1 : first[i] + part.parents[r];
             }
@@ -251,8 +254,9 @@ struct Layer {
                                    scratch.p, stream));
     }
 
-    // A step of T rows, those that no part fills being NaN. Afterwards no row of its sequences is pending;
-    // after a verify the caller accepts some. chunks: by the kernels of long prefills.
+    // Runs a step of T rows, where those that no part fills are NaN. Afterwards no row of its sequences is
+    // pending, and after a verify the caller accepts some. With `chunks` it runs the kernels of long
+    // prefills.
     Output run(DeltaMode mode, const std::vector<Part> &parts, int T, bool chunks = false) {
         set_ctl(parts);
         Floats x, alpha, beta;
@@ -349,11 +353,12 @@ inline Ints chain(int T) {
     return parents;
 }
 
-// Depth-first: a row's parent is on the path of the row before it. `forest` also starts rows at -1.
+// Returns a random tree in depth-first order: a row's parent is on the path of the row before it. `forest`
+// also starts rows at -1.
 inline Ints random_tree(int T, int max_depth, bool forest) {
     Ints parents(T), path;
     for (int t = 0; t < T; t++) {
-        int keep = int(path.size()); // how much of the path stays
+        int keep = int(path.size()); // as much of the path stays
         if (pick(3) == 0 || keep >= max_depth) {
             keep = keep == 0 ? 0 : pick(std::min(keep, max_depth));
         }
@@ -365,7 +370,7 @@ inline Ints random_tree(int T, int max_depth, bool forest) {
     return parents;
 }
 
-// Parents come before children, and nothing more.
+// Returns an order where parents come before children, and nothing more.
 inline Ints random_order(int T) {
     Ints parents(T, -1);
     for (int t = 1; t < T; t++) {

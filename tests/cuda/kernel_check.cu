@@ -8,7 +8,7 @@
 
 // ---- captures ----
 
-// A recording that failed, or is not wanted any more, leaves a stream that works.
+// Checks that a recording that failed, or is not wanted any more, leaves a stream that works.
 static void check_abandon() {
     Device<int32_t> word(1);
     const auto works = [&](const char *when) {
@@ -41,7 +41,7 @@ namespace {
 struct KernelPart {
     const char *name;
     void (*check)(bool all);
-    void (*time)(bool all); // null: there is nothing to time
+    void (*time)(bool all); // null says that there is nothing to time
 };
 
 const KernelPart PARTS[] = {
@@ -67,7 +67,7 @@ int usage() {
 } // namespace
 
 int main(int argc, char **argv) {
-    setvbuf(stdout, nullptr, _IOLBF, 0); // so that a run which is cut short has said what it did
+    setvbuf(stdout, nullptr, _IOLBF, 0); // a run that is cut short has then said what it did
     const std::string what = argc > 1 ? argv[1] : "";
     const bool timings = what == "time" || what == "brief", checks = what == "check" || what == "few";
     const std::vector<std::string> wanted(argv + std::min(argc, 2), argv + argc);

@@ -1,7 +1,7 @@
-// Times the kernels on the 27B's shapes: one CUDA graph runs an op for all of its 48 DeltaNet layers, and the
-// median of its replays is shown per layer.
-// Outside the timing: uploads, capture, warm-up. x, alpha and beta are shared by the layers and so stay in
-// L2, as in a step; state and log are each layer's own, more than L2 holds. GB/s counts each byte once.
+// Times the kernels on the 27B's shapes. One CUDA graph runs an op for all of its 48 DeltaNet layers, and the
+// median of its replays is shown per layer. Uploads, capture and warm-up are outside the timing. The layers
+// share x, alpha and beta, which so stay in L2, as in a step. State and log are each layer's own, more than
+// L2 holds. GB/s counts each byte once.
 #include "harness.h"
 
 #include <functional>
@@ -10,7 +10,7 @@
 static const Shape S27{16, 48, 128};
 constexpr int LAYERS = 48, R = MAX_ROWS, SLOTS = 16, REPLAYS = 40;
 
-// A spine of up to 16 rows, then branches of 4 from its deeper end upwards, in depth-first order.
+// Returns a spine of up to 16 rows, then branches of 4 from its deeper end upwards, in depth-first order.
 static Ints draft_tree(int T) {
     const int spine = std::min(16, T / 2);
     Ints parents = chain(spine);
@@ -22,7 +22,7 @@ static Ints draft_tree(int T) {
     return parents;
 }
 
-// n_seqs sequences of T rows each, with n_pending pending rows each.
+// Times n_seqs sequences of T rows each, with n_pending pending rows each.
 static void time_layers(std::vector<std::unique_ptr<Layer>> &layers, DeltaMode mode, int n_seqs, int T,
                         int n_pending, const Ints &parents, const char *what) {
     const Rows rows = random_rows(S27, T);
@@ -59,7 +59,7 @@ static void time_deltanet() {
     const Floats windows(size_t(SLOTS) * 3 * S27.C()),
         states = normals(size_t(SLOTS) * S27.Hv * S27.S * S27.S, 0.3f);
     std::vector<std::unique_ptr<Layer>> layers;
-    Floats log; // numbers, since pending rows are read
+    Floats log; // it holds numbers, since pending rows are read
     for (int i = 0; i < LAYERS; i++) {
         layers.push_back(std::make_unique<Layer>(S27, R, w, windows, states));
         if (log.empty()) {

@@ -1,5 +1,5 @@
-// The DeltaNet ops in double precision, written from the formulas and not from the kernels: one sequence's
-// committed state, verify steps on it, and commits of accepted rows.
+// Computes the DeltaNet ops in double precision, by the formulas and not as the kernels do. It has one
+// sequence's committed state, verify steps on it, and commits of accepted rows.
 #pragma once
 
 #include <algorithm>
@@ -38,7 +38,7 @@ public:
 
     Doubles window, state; // [3][C], [Hv][S][S]
 
-    // Nothing is committed.
+    // Forgets what is committed.
     void clear() {
         std::fill(window.begin(), window.end(), 0.0);
         std::fill(state.begin(), state.end(), 0.0);
@@ -65,7 +65,7 @@ public:
         return r;
     }
 
-    // Rows of the last verify, each the child of the one before it.
+    // Commits rows of the last verify, each the child of the one before it.
     void commit(const std::vector<int> &path) {
         const int S = s.S, C = s.C();
         for (int row : path) {
@@ -84,7 +84,7 @@ public:
 private:
     Shape s;
     Weights w;
-    Doubles raw, key, delta, decay; // of the last verify
+    Doubles raw, key, delta, decay; // those of the last verify
 
     static double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 
@@ -123,7 +123,8 @@ private:
     }
 
     void head(int h, const Rows &rows, const std::vector<int> &parents, Result &r) {
-        const int S = s.S, KEEP = 64; // of a chain only the last state is needed, of a tree of up to 64 all
+        // Of a chain only the last state is needed, of a tree of up to 64 all are.
+        const int S = s.S, KEEP = 64;
         std::vector<Doubles> states(rows.T < KEEP ? rows.T : KEEP);
         for (int t = 0; t < rows.T; t++) {
             const double *x = &r.conv[size_t(t) * s.C()];

@@ -1,4 +1,5 @@
-// topk against a sort on the host: the ids exactly, ties and ends of lists included, scores to rounding.
+// Compares topk with a sort on the host: the ids exactly, ties and ends of lists included, and scores to
+// rounding.
 #include "harness.h"
 
 #include <numeric>
@@ -27,15 +28,16 @@ Expected expected_of(const float *x, int64_t n, int k) {
     return e;
 }
 
-// Rows whose choice is kept nowhere write nothing; the others write their entry alone, in any order.
+// Checks n logits in T rows. Rows whose choice is kept nowhere write nothing, and the others write their
+// entry alone, in any order.
 void check(int64_t n, int T, int k) {
     Floats logits = normals(size_t(n) * T, 3.0f);
     for (int t = 0; t < T; t++) {
         float *x = &logits[size_t(t) * n];
         for (int64_t i = 0; t % 4 == 1 && i < n; i++) {
-            x[i] = std::nearbyint(x[i] / 4); // ties, -0 and +0
+            x[i] = std::nearbyint(x[i] / 4); // this gives ties, -0 and +0
         }
-        if (t % 4 == 2) { // a list that ends
+        if (t % 4 == 2) { // such a list ends
             std::fill(x, x + n, -INFINITY);
             for (int i = 0; i < k / 2 + 1; i++) {
                 x[pick(int(n))] = float(pick(3));
@@ -52,7 +54,7 @@ void check(int64_t n, int T, int k) {
     Device<float> in(logits);
     Device<StepCtl> control(std::vector<StepCtl>{ctl});
     Device<int32_t> lists(size_t(T) * 2 * k), scratch(size_t(T) * topk_scratch(k));
-    for (int run = 0; run < 2; run++) { // the second over what the first left
+    for (int run = 0; run < 2; run++) { // the second run goes over what the first left
         must(cuda::topk({in.p, n, T, k, control.p, lists.p, scratch.p}, stream));
         must(cudaStreamSynchronize(stream));
         const std::vector<int32_t> got = lists.get();
@@ -86,7 +88,7 @@ void check_topk(bool all) {
     }
 }
 
-// A chain's link keeps few of one row; a block's 15 rows as many as its tree may take.
+// Times topk. A chain's link keeps few of one row, and a block's 15 rows keep as many as its tree may take.
 void time_topk() {
     const int64_t n = 248'320;
     Device<float> logits(normals(size_t(n) * 15, 3.0f));

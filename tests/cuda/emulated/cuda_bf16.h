@@ -1,4 +1,4 @@
-// BF16 as luce's kernels read it, on a CPU.
+// Has BF16 as luce's kernels read it, on a CPU.
 #pragma once
 
 #include "cuda_runtime.h"

@@ -1,4 +1,4 @@
-// F16 arithmetic as luce's kernels use it, on a CPU: each result rounded once.
+// Has F16 arithmetic as luce's kernels use it, on a CPU. Each result is rounded once.
 #pragma once
 
 #include "cuda_runtime.h"

@@ -1,5 +1,6 @@
-// What luce's kernels use of CUDA, on a CPU: a block's threads are contexts of their own on one thread, which change where
-// they wait for each other. Memory is the host's, launches run when they are made. (tests/test_emulated_kernels.py)
+// Has what luce's kernels use of CUDA, on a CPU. A block's threads are contexts of their own on one thread,
+// which change where they wait for each other. Memory is the host's, and launches run when they are made.
+// (tests/test_emulated_kernels.py)
 #pragma once
 
 #include <algorithm>
@@ -53,7 +54,7 @@ inline std::function<void()> body;
 inline uint8_t *dynamic_shared;
 
 inline void enter();
-// On with thread i, which is not done.
+// Goes on with thread i, which is not done.
 inline void resume(int i) {
     Fiber &f = *fibers[size_t(i)];
     current = i;
@@ -86,7 +87,7 @@ inline void enter() {
     next();
 }
 
-// Where n threads wait for each other.
+// At a Barrier n threads wait for each other.
 struct Barrier {
     int n = 0;
     unsigned turn = 0;
@@ -103,7 +104,8 @@ struct Barrier {
 };
 inline Barrier block_barrier, warp_barriers[1024 / WARP];
 
-// What each lane of a warp shows the others; two turns, so that one wait an exchange is enough.
+// An Exchange is what each lane of a warp shows the others. It has two turns, so that one wait an exchange is
+// enough.
 struct Exchange {
     uint64_t words[2][WARP][8];
     int turn[WARP];

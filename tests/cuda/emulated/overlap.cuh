@@ -1,4 +1,4 @@
-// In the place of native/kernels/overlap.cuh: one launch after the other.
+// Stands in for native/kernels/overlap.cuh: it runs one launch after the other.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,5 +1,6 @@
-// In the place of native/kernels/rowmm_ptx.cuh: the tensor core's tile from the PTX manual's layout of m16n8k16, and
-// copies that are done at once. The barriers of rowmm's rings are only declared: what is run here has none.
+// Stands in for native/kernels/rowmm_ptx.cuh. It has the tensor core's tile from the PTX manual's layout of
+// m16n8k16, and copies that are done at once. The barriers of rowmm's rings are only declared, since what is
+// run here has none.
 #pragma once
 
 #include "overlap.cuh"
