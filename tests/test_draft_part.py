@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import draft_part
 import drive
 import numpy as np
 import pytest
@@ -16,11 +17,12 @@ from luce import engine
 from luce._native import Library, Model, Source
 from luce._native import Sequence as Timeline
 from luce.command import BOX
+from luce.costs import Costs
 from luce.drafting import Drafter, Round
 from luce.errors import ArgumentError, StateError
 from luce.generation import Finished
 from luce.plan import Options, Request
-from luce.structs import Sampling
+from luce.structs import Cost, Sampling
 
 PART = 128
 
@@ -116,6 +118,19 @@ def test_auto_drafts_among_a_part_on_the_devices_that_are_named(
     assert opened.info.n_part == (1024 if on else 0)
     assert drafters == (["mtp", "mtp-part"] if on else ["mtp"])
     assert not exact or tokens["auto"] == tokens["off"]
+
+
+def test_what_drafting_among_a_part_gains_is_counted_by_costs() -> None:
+    """A head of no cost among a part gains what its drafts cost, and one that costs the same loses what is
+    outside of the part."""
+    steps = [Cost(rows, 0, 1.0) for rows in (1, 2, 9)]
+    free = draft_part.gains(Costs([*steps, Cost(1, 1, 0.5), Cost(1, 3, 0.0)]))
+    same = draft_part.gains(Costs([*steps, Cost(1, 1, 0.5), Cost(1, 3, 0.5)]))
+    assert {row["drafts_among_part"] for row in free} == {8} and min(row["gain"] for row in free) > 1.2
+    assert max(row["gain"] for row in same) < 1
+    row = next(row for row in same if (row["share"], row["coverage"]) == (0.6, 0.95))
+    assert (row["drafts"], row["drafts_among_part"]) == (1, 1)
+    assert row["gain"] == pytest.approx((1 + 0.6 * 0.95) / 1.6, rel=1e-4)
 
 
 # ---- what rounds of one head show of the other

@@ -9,10 +9,12 @@
 #     suite     the tests that use the device, in slices; how far tokens and logits are from where they belong
 #     peer      decoding beside llama.cpp: plain, with drafts, auto
 #     auto      drafts of fixed length, then auto in a process of its own
+#     part      what drafting among a part of the vocabulary would gain
 #     sampled   the same model sampled, beside greedy
 #     sweep     what a step costs by rows and context
 #     prefill   prompts beside llama.cpp, by length
-#     dflash    blocks and trees of a DFlash drafter beside llama.cpp's blocks of the same file, greedy and sampled
+#     dflash    blocks and trees of a DFlash drafter beside llama.cpp's blocks of the same file, greedy and sampled; and
+#               what a lookup costs the host
 #     nineb     8b-like files of Q8_0 and Q6_K beside llama.cpp: plain steps as a share of what memory allows
 #     zero      what auto costs where no draft is right
 #     batch     several sequences beside llama.cpp, whose server has as many slots
@@ -45,7 +47,7 @@ workers=${WORKERS:-12}
 threads=${THREADS:-16}
 own_threads=() # luce's: a model on a GPU uses none
 [[ $device != cpu ]] || own_threads=(--threads "$threads")
-all="build oracle kernels suite peer auto sampled sweep prefill dflash nineb zero batch serve sanitize kl gap"
+all="build oracle kernels suite peer auto part sampled sweep prefill dflash nineb zero batch serve sanitize kl gap"
 stages=${*:-$all}
 for stage in $stages; do
     [[ " $all " == *" $stage "* ]] || { echo "no stage $stage; there are $all" >&2; exit 2; }
@@ -265,6 +267,12 @@ stage_auto() {
     bench fixed 90 "${greedy[@]}" --modes plain,mtp:2,mtp:3,mtp:4,mtp:5,mtp:6,auto --rounds 1
     bench auto 60 "${greedy[@]}" --modes auto --rounds 1
 }
+stage_part() {
+    say "drafting among a part of the vocabulary"
+    have_oracle
+    run part 60 python3 bench/draft_part.py "$oracle" --device "$device" "${own_threads[@]}" --commit "${COMMIT:-}" \
+        --save "$out" && tr -d '\n' <"$out/part.txt" | grep -oE '"ms": \{[^}]*\}|"(share|coverage|gain)": [0-9.]+' | tr '\n' ' '
+}
 stage_sampled() {
     say "sampled, and greedy"
     have_oracle
@@ -290,7 +298,10 @@ stage_dflash() {
     have_drafter
     have_peer
     peer dflash 120 peer_llamacpp.py --draft "$drafter" --modes plain,dflash,dflash:22 --temp 0,0.7 --top-k 20 \
-        --top-p 0.95 --prompt-tokens 128 --n-gen 256 --rounds "$rounds" && grep 'of its greedy' "$out/dflash.txt"
+        --top-p 0.95 --prompt-tokens 128 --n-gen 256 --rounds "${DFLASH_ROUNDS:-1}" &&
+        grep 'of its greedy' "$out/dflash.txt"
+    g++ -std=c++17 -O2 -I native/src bench/lookup_cost.cpp native/src/lookup.cpp -o "$work/lookup_cost" &&
+        run lookup 30 "$work/lookup_cost" && brief 4 <"$out/lookup.txt"
 }
 stage_nineb() {
     say "plain steps as a share of what the memory's speed allows"
