@@ -1,5 +1,6 @@
 """Fixtures and options of the whole suite. The core is never optional: without libluce tests fail."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -7,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's threads wait for each other beside another worker's
+
 import tiny
 from click.testing import CliRunner
 from hypothesis import Phase, settings
@@ -49,6 +53,12 @@ def pytest_collection_modifyitems(config, items):
         others = [item for item in items if "device" not in item.fixturenames]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if "device" in item.fixturenames]
+
+
+def pytest_collection_finish():
+    """Thousands of collected tests live to the end: without them, Python's garbage is soon looked through."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 
 import box_model
@@ -212,15 +213,14 @@ def rounds(sequence: Timeline, prompt: Sequence[int], n: int, gamma: int) -> tup
     return tokens[:n], accepted
 
 
-@pytest.mark.parametrize("gamma", [1, 2, 4])
-def test_drafts_change_no_token(
-    sequence: Timeline, prompts: list[list[int]], gamma: int, exact: bool
-) -> None:
+def test_drafts_change_no_token(sequence: Timeline, prompts: list[list[int]], exact: bool) -> None:
     """Where steps are not exact, on some GPUs, they differ only where two logits nearly tie."""
+    plain_of = []
     for prompt in prompts:
-        drafted, _ = rounds(sequence, prompt, 96, gamma)
         sequence.reset()
-        plain = drive.greedy(sequence, prompt, 96)
+        plain_of.append(drive.greedy(sequence, prompt, 96))
+    for gamma, (prompt, plain) in product((1, 2, 4), zip(prompts, plain_of, strict=True)):
+        drafted, _ = rounds(sequence, prompt, 96, gamma)
         if exact or drafted == plain:
             assert drafted == plain
             continue
