@@ -60,6 +60,7 @@ __device__ void wgmma_by_columns(float (&c)[8][4], const uint32_t (&a)[4], uint6
 #undef LUCE_C32
 #undef LUCE_C4
 
+// That of the first group is also barrier_of(GROUP_THREADS): the same threads meet there.
 __device__ void group_barrier(int group) {
     asm volatile("bar.sync %0, %1;" ::"r"(3 + group), "n"(GROUP_THREADS) : "memory");
 }
@@ -275,6 +276,9 @@ template <int D, int TYPE> struct WgmmaUnit {
 #pragma unroll 1
         for (int32_t first = unit.begin; first < unit.end; first += KEYS) {
             run_tile(first);
+        }
+        if (L::PACKED && threads == MATH_THREADS) {
+            barrier(threads); // the next unit may be one group's, which unpacks where the other still reads
         }
         store();
     }
