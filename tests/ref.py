@@ -8,6 +8,7 @@ dtype of float64 is for the truth, float32 shows what rounding does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -116,6 +117,15 @@ def attention(
     return (o * sigmoid(gate)).reshape(n, -1) @ w["attn_output.weight"].T, (k, v)
 
 
+def router_gap(w: Weights, c: Config, x: np.ndarray) -> float:
+    """Returns how far the least chosen expert's logit is from the next one's, in the row where they are
+    closest. Arithmetic that rounds by more may choose the other, whose output is another."""
+    if c.n_expert_used == c.n_expert:
+        return math.inf
+    logits = -np.sort(-(x @ w["ffn_gate_inp.weight"].T), axis=1)  # (rows, experts), largest first
+    return float((logits[:, c.n_expert_used - 1] - logits[:, c.n_expert_used]).min())
+
+
 def moe(w: Weights, c: Config, x: np.ndarray) -> np.ndarray:
     logits = x @ w["ffn_gate_inp.weight"].T  # (rows, experts)
     if c.fused_experts:
@@ -169,6 +179,7 @@ class Reference:
         self.kv = {i: (empty, empty) for i in full}  # (n_past, Hkv, D)
         self.state = {i: np.zeros((c.n_v_head, c.state_size, c.state_size), dtype) for i in linear}
         self.conv = {i: np.zeros((c.conv_kernel - 1, c.conv_dim), dtype) for i in linear}  # oldest first
+        self.router_gap = math.inf  # the least of all rows so far
 
     def step(self, tokens: Sequence[int], parents: Sequence[int] | None = None) -> Step:
         """Runs one forward over rows, where parents[0] = -1 and parents[i] < i; None is a chain."""
@@ -186,6 +197,8 @@ class Reference:
                 h, out.kv[i] = attention(c, w, h, positions, self.kv[i], up)
                 x = x + h
             h = rms_norm(x, w["post_attention_norm.weight"], c.eps)
+            if c.n_expert:
+                self.router_gap = min(self.router_gap, router_gap(w, c, h))
             x = x + (moe(w, c, h) if c.n_expert else ffn(w, h))
             out.outputs.append(x)
         out.hidden = rms_norm(x, self.w["output_norm.weight"], c.eps)
@@ -258,6 +271,7 @@ class NextN:
             self.w.setdefault(f"nextn.{name}.weight", weights[other].astype(dtype))
         self.w.setdefault("nextn.shared_head_head.weight", output.astype(dtype))
         self.kv = (np.zeros((0, c.n_head_kv, c.head_dim), dtype),) * 2  # of positions 1 ..
+        self.router_gap = math.inf  # as in Reference
 
     def _rows(
         self, tokens: Sequence[int], hidden: np.ndarray, kv: tuple[np.ndarray, np.ndarray]
@@ -273,6 +287,8 @@ class NextN:
         mixed, new = attention(c, w, rms_norm(x, w["attn_norm.weight"], c.eps), positions, kv, parents)
         x = x + mixed
         h = rms_norm(x, w["post_attention_norm.weight"], c.eps)
+        if c.n_expert:
+            self.router_gap = min(self.router_gap, router_gap(w, c, h))
         x = x + (moe(w, c, h) if c.n_expert else ffn(w, h))
         kv = (np.concatenate([kv[0], new[0]]), np.concatenate([kv[1], new[1]]))
         return rms_norm(x, w["nextn.shared_head_norm.weight"], c.eps), kv

@@ -83,11 +83,12 @@ def check_drafts(
     bound: float,
     note: Callable[[str, object], None],
     n_prompt: int = 50,
+    seed: int = 1,
     **params: int | str,
 ) -> None:
     """Runs rounds whose rows are accepted at random: each draft is the reference's choice after the same
     chain, but where two of its logits are closer than `bound`."""
-    rng = np.random.default_rng(1)
+    rng = np.random.default_rng(seed)
     n_vocab = model.info.n_vocab
     sequence = drive.open_sequence(model, n_ctx=768, n_draft=8, **params)
     prompt = [int(t) for t in rng.integers(0, n_vocab, n_prompt)]
@@ -111,6 +112,8 @@ def check_drafts(
     assert worst <= 2 * bound
     least = 30 if bound < 0.01 else 15  # CUDA's bound leaves fewer: 16 to 31 on an H100
     assert clear >= least, "too few drafts say anything"
+    gap = min(reference.trunk.router_gap, reference.head.router_gap)
+    assert gap > drive.ROUTER_GAP, "a GPU may choose other experts: take another seed"
 
 
 CONFIGS = {
@@ -124,6 +127,9 @@ CONFIGS = {
     "experts": tiny.with_experts(SMALL),
     "experts-fused": replace(SMALL, n_expert=6, n_expert_used=1, n_ff_expert=48, fused_experts=True),
 }  # fmt: skip
+
+
+SEEDS = {"experts": 18, "experts-fused": 4}  # their tokens leave no router in doubt
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -145,7 +151,7 @@ def test_drafts_are_those_of_the_reference(
         }
         weights = weights | extra
     model = drive.open_model(native, write(c, weights), device, head=True)
-    check_drafts(model, Trunk(one, weights, one, {}), bound, record_property)
+    check_drafts(model, Trunk(one, weights, one, {}), bound, record_property, seed=SEEDS.get(name, 1))
 
 
 @pytest.mark.parametrize("option", ["own-output", "own-embedding", "own-both", "no-head-norm"])

@@ -81,6 +81,9 @@ def test_layer_pattern_against_the_reference(
     assert np.abs(prompt_logits(sequence, tokens) - expected[-1]).max() <= bound
 
 
+TREE_SEEDS = {"experts-one-used": 9000, "experts-16-tied": 61000}  # their tokens leave no router in doubt
+
+
 @pytest.mark.parametrize("case", make_goldens.CASES)
 def test_tree_against_the_reference(
     case: str, native: Library, write: Callable[..., Path], device: str, bound: float
@@ -95,7 +98,7 @@ def test_tree_against_the_reference(
     rng = np.random.default_rng(seed)
     comb = [-1, *(r - 2 + r % 2 for r in range(1, 64))]  # a spine of even rows, each with one odd leaf
     for parents in (drive.random_tree(rng, 64), comb, drive.random_tree(rng, 30)):
-        tokens = tokens_of(len(parents), c, seed=len(parents))
+        tokens = tokens_of(len(parents), c, seed=len(parents) + TREE_SEEDS.get(case, 0))
         expected = timeline.step(tokens, parents)
         choices = drive.verify(sequence, tokens, parents)
         found = np.stack([sequence.logits(r) for r in range(len(parents))])
@@ -104,6 +107,7 @@ def test_tree_against_the_reference(
         path = drive.root_path(parents, len(parents) - 1)
         timeline.commit(expected, path)
         sequence.commit(path)
+    assert timeline.router_gap > drive.ROUTER_GAP, "a GPU may choose other experts: take another seed"
 
 
 def test_key_forms_and_containers_say_the_same(native: Library, tmp_path: Path, device: str) -> None:
