@@ -83,12 +83,17 @@ def placement(device: str) -> list[str]:
     return ["-dev", f"CUDA{device.partition(':')[2] or 0}", "-ngl", "99"]
 
 
+def experts_on_cpu(layers: int) -> list[str]:
+    """Returns the options that keep the experts of so many layers in host memory, computed by the CPU."""
+    return ["-ncmoe", str(layers)] if layers else []
+
+
 def llama_bench(
-    binary: Path, model: Path, n_prompt: int, n_gen: int, threads: int, device: str
+    binary: Path, model: Path, n_prompt: int, n_gen: int, threads: int, device: str, *options: str
 ) -> tuple[float, float]:
     """Returns prefill tokens/s and decoded tokens/s of one run."""
     command = [str(binary), "-m", str(model), "-p", str(n_prompt), "-n", str(n_gen), "-t", str(threads),
-               "-r", "1", "-fa", "1", *placement(device), "-o", "json"]  # fmt: skip
+               "-r", "1", "-fa", "1", *placement(device), *options, "-o", "json"]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise PeerError(f"llama-bench ended with {done.returncode}: {done.stderr[-2000:]}")

@@ -21,6 +21,7 @@ by time a round. With several --temp luce's modes run at each, and llama-server 
 
     python bench/peer_llamacpp.py model.gguf --device cpu --threads 2 --build /somewhere/peer
     python bench/peer_llamacpp.py oracle-27b-0.8.gguf --bin peer/bin --modes plain,mtp:3 --synthetic 2.9,0.9
+    python bench/peer_llamacpp.py oracle-35b-a3b-0.8.gguf --cpu-experts 8 --bin peer/bin --modes plain,mtp:2
     python bench/peer_llamacpp.py oracle-27b-0.8.gguf --draft oracle-27b-drafter-0.9033.gguf --bin peer/bin \
         --modes plain,dflash,dflash:22 --temp 0,0.7 --top-k 20 --top-p 0.95
 """
@@ -135,7 +136,9 @@ def prefill_speed(sequence: Timeline, prompt: list[int]) -> float:
 def take_turns(args: argparse.Namespace, task: Task) -> Turns:
     device = None if args.device == "auto" else args.device
     sampling = Sampling(max(args.temps), args.top_k, args.top_p)
-    settings = Settings(args.n_gen, args.rounds, sampling, threads=args.threads)
+    settings = Settings(
+        args.n_gen, args.rounds, sampling, threads=args.threads, cpu_experts=args.cpu_experts or None
+    )
     modes = with_temperatures(args.modes, args.temps)
     case = Case("random", tuple(task.short))
     params = EngineParams(n_ctx=len(task.long) + 1, n_threads=args.threads)
@@ -151,8 +154,9 @@ def take_turns(args: argparse.Namespace, task: Task) -> Turns:
             turns.records += islice(generations, len(modes))
             turns.prefill.append(prefill_speed(sequence, task.long))
             prefill, decode = llamacpp.llama_bench(
-                args.bin / "llama-bench", args.model, len(task.long), task.n_gen, turns.threads, turns.device
-            )
+                args.bin / "llama-bench", args.model, len(task.long), task.n_gen, turns.threads, turns.device,
+                *llamacpp.experts_on_cpu(args.cpu_experts),
+            )  # fmt: skip
             turns.bench_prefill.append(prefill)
             turns.bench_decode.append(decode)
             this = [r for r in turns.records if r.round == turn]
@@ -342,7 +346,8 @@ def measure(args: argparse.Namespace) -> tuple[str, Row]:
     peers = [bench_row(turns)]
     compared = [ratios(peers[0], greedy[PLAIN], prefill["prefill_tok_per_s"])]
     for configuration in configurations(args.modes, args.synthetic, drafter):
-        answers = server_answers(args, turns, task, configuration.options)
+        options = [*configuration.options, *llamacpp.experts_on_cpu(args.cpu_experts)]
+        answers = server_answers(args, turns, task, options)
         for mode in configuration.beside(args.modes):
             peers.append(server_row(configuration, answers, task, greedy[mode.name]))
             compared.append(ratios(peers[-1], greedy[mode.name]))
@@ -353,6 +358,7 @@ def measure(args: argparse.Namespace) -> tuple[str, Row]:
     command += ["--build" if args.build else "--bin", str(args.build or args.bin)]
     command += ["--modes", ",".join(mode.name for mode in args.modes)]
     command += ["--draft", args.draft.name] if args.draft else []
+    command += ["--cpu-experts", str(args.cpu_experts)] if args.cpu_experts else []
     if len(args.temps) > 1:
         command += ["--temp", ",".join(f"{t:g}" for t in args.temps)]
         command += ["--top-k", str(args.top_k), "--top-p", f"{args.top_p:g}"]
@@ -363,6 +369,7 @@ def measure(args: argparse.Namespace) -> tuple[str, Row]:
     return turns.device, head | {
         "timing": TIMING,
         "bytes_per_token": read,  # of weights, which a plain step reads
+        "cpu_experts": args.cpu_experts,  # layers whose experts both sides keep in host memory
         "luce_prefill": {"n_prompt": args.n_prompt} | prefill,
         "luce": list(luce.values()),
         "llamacpp": peers,
@@ -431,6 +438,10 @@ def arguments() -> argparse.Namespace:
         "--modes", default="plain,mtp:2,mtp:3", help="plain, mtp:N, dflash, dflash:N and auto (luce alone)"
     )
     parser.add_argument("--draft", type=Path, help="file of the DFlash drafter of both")
+    parser.add_argument(
+        "--cpu-experts", type=int, default=0, metavar="N",
+        help="keep the experts of N layers in host memory, on both sides",
+    )  # fmt: skip
     parser.add_argument(
         "--temp", dest="temps", type=temperatures, default="0", help="of luce's modes; 0 is among them"
     )

@@ -16,6 +16,7 @@
 #     dflash    blocks and trees of a DFlash drafter beside llama.cpp's blocks of the same file, greedy and sampled; and
 #               what a lookup costs the host
 #     nineb     8b-like files of Q8_0 and Q6_K beside llama.cpp: plain steps as a share of what memory allows
+#     experts   a mixture of experts beside llama.cpp, then with the experts of some layers in host memory
 #     zero      what auto costs where no draft is right
 #     batch     several sequences beside llama.cpp, whose server has as many slots
 #     serve     the servers beside each other
@@ -40,6 +41,7 @@ device=${GPU_DEVICE:-cuda}
 shape=${GPU_SHAPE:-27b}
 zero_shape=${ZERO_SHAPE:-9b}
 nineb_shape=${NINEB_SHAPE:-9b}
+experts_shape=${EXPERTS_SHAPE:-35b-a3b}
 rounds=${ROUNDS:-2}
 within=${WITHIN:-100000}
 slice=${SLICE:-110}
@@ -47,7 +49,7 @@ workers=${WORKERS:-12}
 threads=${THREADS:-16}
 own_threads=() # luce's: a model on a GPU uses none
 [[ $device != cpu ]] || own_threads=(--threads "$threads")
-all="build oracle kernels suite peer auto part sampled sweep prefill dflash nineb zero batch serve sanitize kl gap"
+all="build oracle kernels suite peer auto part sampled sweep prefill dflash nineb experts zero batch serve sanitize kl gap"
 stages=${*:-$all}
 for stage in $stages; do
     [[ " $all " == *" $stage "* ]] || { echo "no stage $stage; there are $all" >&2; exit 2; }
@@ -320,6 +322,16 @@ stage_nineb() {
     done
     ((${#rows[@]} == 0)) || { run share 20 python3 bench/memory_share.py "${rows[@]}" \
         --read-speed "$work/read-speed.json" --save "$out" && table share; }
+}
+stage_experts() {
+    say "a mixture of experts beside llama.cpp, then with the experts of some layers in host memory"
+    have_peer
+    local file=$XDG_CACHE_HOME/luce/oracle-$experts_shape-0.8.gguf
+    mkdir -p "${oracle%/*}"
+    [[ -e $file ]] || run make-experts 150 python3 tools/make_oracle.py --shape "$experts_shape" --accept 0.8 "$file"
+    oracle=$file peer experts 150 peer_llamacpp.py --modes plain,mtp:1,mtp:2,mtp:3,mtp:4 --rounds "$rounds"
+    oracle=$file peer experts-in-ram 150 peer_llamacpp.py --modes plain,mtp:2 --rounds 1 --n-gen 128 \
+        --cpu-experts "${CPU_EXPERTS:-8}"
 }
 stage_zero() {
     say "no draft is right"
