@@ -4,7 +4,7 @@ import mmap
 import os
 import sys
 
-ROOM = 104 << 20  # bytes of address space: what importing luce.cli takes, and a little more
+ROOM = 104 << 20  # bytes of address space: what importing luce.cli and numpy takes, and a little more
 
 
 def main() -> None:
@@ -26,7 +26,8 @@ def main() -> None:
 
 
 def _require_room() -> None:
-    """Raises MemoryError where the address space does not suffice to import luce.
+    """Raises MemoryError where the address space does not suffice to import luce, and numpy, which most
+    commands import later.
 
     Where numpy's OpenBLAS finds no memory as it is loaded, it ends the process. CPython aborts where one
     MemoryError meets another. OpenBLAS takes 40 MiB for each of its threads, so main() gives it one: luce

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Mapping
+from struct import calcsize
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from luce.errors import FileError
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from luce._native import File
 
 Scalar = int | float | bool | str
-Value = Scalar | list[str] | np.ndarray
+Value = Scalar | list[str] | memoryview
 
-_SCALARS = dict(enumerate(("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?")))
-_SCALARS |= {10: "<u8", 11: "<i8", 12: "<f8"}
+# memoryview's formats, of GGUF's types
+_FORMATS: dict[int, Any] = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
 
 class Metadata(Mapping[str, Value]):
-    """These are a file's keys, decoded on demand. Scalars are int, float, bool or str; arrays are numpy
-    arrays (copies), and arrays of strings are list[str]. Strings that are not UTF-8 raise FileError."""
+    """These are a file's keys, decoded on demand. Scalars are int, float, bool or str; arrays of numbers are
+    memoryviews of a copy, and arrays of strings are list[str]. Strings that are not UTF-8 raise FileError."""
 
     def __init__(self, file: File):
         self._file = file
@@ -51,16 +51,16 @@ class Metadata(Mapping[str, Value]):
             return _decode(key, bytes(ffi.buffer(kv.data, kv.count)) if kv.count else b"")
         if kv.type == _ARRAY and kv.elem_type == _STRING:
             return self._strings(key, kv.count)
-        dtype = np.dtype(_SCALARS[kv.elem_type])
-        raw = ffi.buffer(kv.data, kv.count * dtype.itemsize) if kv.count else b""
-        values = np.frombuffer(raw, dtype).copy()
-        return values if kv.type == _ARRAY else values[0].item()
+        form = _FORMATS[kv.elem_type]
+        raw = bytes(ffi.buffer(kv.data, kv.count * calcsize(form))) if kv.count else b""
+        values = memoryview(raw).cast(form)
+        return values if kv.type == _ARRAY else values[0]
 
     def _strings(self, key: str, count: int) -> list[str]:
         if not count:
             return []
         library, ffi = self._file.library, self._file.library.ffi
-        starts, lengths = np.empty(count, np.uint64), np.empty(count, np.uint64)
+        starts, lengths = array("Q", bytes(8 * count)), array("Q", bytes(8 * count))
         library.check(
             library.lib.luce_file_get_strings(
                 self._file.handle,
@@ -70,12 +70,10 @@ class Metadata(Mapping[str, Value]):
             )
         )
         # An array's strings lie one after the other in the mapping: one copy, then slices of it.
-        first = int(starts[0])
-        ends = (starts - starts[0] + lengths).tolist()
-        raw = bytes(ffi.buffer(ffi.cast("char *", first), ends[-1]))
-        begins = (starts - starts[0]).tolist()
+        first = starts[0]
+        raw = bytes(ffi.buffer(ffi.cast("char *", first), starts[-1] + lengths[-1] - first))
         try:
-            return [raw[begin:end].decode() for begin, end in zip(begins, ends, strict=True)]
+            return [raw[at - first : at - first + n].decode() for at, n in zip(starts, lengths, strict=True)]
         except UnicodeDecodeError as error:
             raise FileError(f"key {key} holds a string that is not UTF-8") from error
 

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-import numpy as np
-
 from luce._native import File
 from luce.errors import ArgumentError, FileError, UnsupportedError
 from luce.structs import EngineParams, Memory, Tensor
@@ -125,16 +123,16 @@ def fact(kv: Mapping[str, Any], key: str, kind: type[T], default: Any = _MISSING
 def whole_numbers(kv: Mapping[str, Any], key: str, default: Any = _MISSING) -> Any:
     """Returns an array of numbers as a list; they have to be integers or booleans. Raises FileError as
     fact() does."""
-    values = fact(kv, key, np.ndarray, default)
+    values = fact(kv, key, memoryview, default)
     if values is default:
         return default
-    if values.dtype.kind not in "iub":
-        raise FileError(f"key {key}: expected an array of whole numbers, found one of {values.dtype.name}")
+    if values.format in "fd":
+        raise FileError(f"key {key}: expected an array of whole numbers, found one of floating-point numbers")
     return values.tolist()
 
 
 def _named(kind: type) -> str:
-    if kind is np.ndarray:
+    if kind is memoryview:
         return "an array of numbers"
     return "an array of strings" if kind is list else f"a value of type {kind.__name__}"
 

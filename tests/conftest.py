@@ -27,9 +27,13 @@ import sys
 from pathlib import Path
 from luce import _native
 from luce.cli import main
-_native.use(_native.load(Path(sys.argv.pop(1)), Path(sys.argv.pop(1))))
+_native.use(_native.load(Path(sys.argv.pop(1))))
 main()
 """
+
+
+settings.register_profile("luce", deadline=None)  # no test fails because the machine was busy
+settings.load_profile("luce")
 
 
 def pytest_addoption(parser):
@@ -45,7 +49,7 @@ def pytest_configure(config):
     # For hours that are dear: a failure is shown as it was found.
     settings.register_profile("unshrunk", phases=[Phase.explicit, Phase.reuse, Phase.generate])
     if folder := config.getoption("--luce-lib"):
-        _native.use(_native.load(folder, HEADER))
+        _native.use(_native.load(folder))
 
 
 def pytest_collection_modifyitems(config, items):
@@ -111,7 +115,7 @@ def command(native):
 
     def start(*args, env=(), **options):
         folder = Path(luce.__file__).parent.parent
-        words = [sys.executable, "-c", PROGRAM, native.path.parent, HEADER, *args]
+        words = [sys.executable, "-c", PROGRAM, native.path.parent, *args]
         options = {
             "stdin": subprocess.DEVNULL,
             "stdout": subprocess.PIPE,

@@ -34,7 +34,7 @@ def metadata():
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "qwen35",
         "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": np.array([int(kind) for kind in types], np.int32),
+        "tokenizer.ggml.token_type": np.array([int(kind) for kind in types], np.int32).data,
         "tokenizer.ggml.merges": [f"{a} {b}" for a, b in MERGES],
         "tokenizer.ggml.eos_token_id": EOS,
     }

@@ -84,7 +84,7 @@ def types_of(path: Path) -> dict[str, str]:
 def keys_of(path: Path) -> dict[str, Any]:
     with File(path) as file:
         values = dict(file.kv)
-    return {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in values.items()}
+    return {key: value.tolist() if isinstance(value, memoryview) else value for key, value in values.items()}
 
 
 def relative_error(found: np.ndarray, wanted: np.ndarray) -> float:

@@ -6,8 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+import cffi
 import numpy as np
 
 from luce._native import Engine, IntArray, Library
@@ -15,6 +18,9 @@ from luce.errors import ArgumentError
 from luce.structs import Penalties
 
 DECLARATION = """
+typedef int luce_status;
+typedef struct luce_penalties luce_penalties;
+typedef struct luce_engine luce_engine;
 typedef struct luce_array { void *data; uint64_t ne[4]; int32_t type; } luce_array;
 luce_status luce_op_run(const char *device, const char *op, luce_array *args, uint32_t n_args,
                         const int32_t *params, uint32_t n_params, luce_array *out);
@@ -53,20 +59,27 @@ class Weights:
     k: int
 
 
-def declare(ffi: Any) -> None:
-    if "luce_array" not in ffi.list_types()[0]:
-        ffi.cdef(DECLARATION)
+@cache
+def core(path: Path) -> tuple[Any, Any]:
+    """Returns an FFI with these functions, and the library. luce's own FFI has those of luce.h alone."""
+    ffi = cffi.FFI()
+    ffi.cdef(DECLARATION)
+    return ffi, ffi.dlopen(str(path))
+
+
+def address(native: Library, pointer: Any) -> int:
+    """Returns where a struct of luce's own FFI is, which another FFI takes for one of another type."""
+    return int(native.ffi.cast("uintptr_t", pointer))
 
 
 def sampling_run(native: Library, words: np.ndarray, z: np.ndarray) -> tuple[np.ndarray, ...]:
     """Returns, of random words (n,) and z (n,), -log(u), noise and its bound in F32, and masses as u64, each
     (n,)."""
-    ffi, n = native.ffi, len(words)
-    declare(ffi)
+    (ffi, lib), n = core(native.path), len(words)
     floats = [np.empty(n, np.float32) for _ in range(3)]
     mass = np.empty(n, np.uint64)
     native.check(
-        native.lib.luce_sampling_run(
+        lib.luce_sampling_run(
             ffi.from_buffer("uint32_t[]", words),
             ffi.from_buffer("float[]", z),
             n,
@@ -82,29 +95,29 @@ def penalise(
 ) -> np.ndarray:
     """Returns F32 logits (n_vocab,) as the penalties make them after `tokens`, of which the first n_prompt
     were not generated."""
-    declare(native.ffi)
-    row, struct = np.array(logits, dtype=np.float32), native.penalties(penalties, n_prompt)
-    data, ids = native.ffi.from_buffer("float[]", row), native.ints(tokens)
-    native.check(native.lib.luce_penalise(data, row.size, struct, ids, len(tokens)))
+    ffi, lib = core(native.path)
+    row, made = np.array(logits, dtype=np.float32), native.penalties(penalties, n_prompt)
+    struct = ffi.cast("luce_penalties *", address(native, made))
+    data, ids = ffi.from_buffer("float[]", row), native.ints(tokens)
+    native.check(lib.luce_penalise(data, row.size, struct, ids, len(tokens)))
     return row
 
 
 def lookup(native: Library, tokens: IntArray, most: int) -> tuple[list[int], int]:
     """Returns what followed the longest match of the end of tokens (n,), none or `most` tokens, and how long
     that match is."""
-    ffi = native.ffi
-    declare(ffi)
+    ffi, lib = core(native.path)
     draft, n, matched = ffi.new("int32_t[]", max(most, 1)), ffi.new("uint32_t *", most), ffi.new("uint32_t *")
-    native.check(native.lib.luce_lookup(native.ints(tokens), len(tokens), draft, n, matched))
+    native.check(lib.luce_lookup(native.ints(tokens), len(tokens), draft, n, matched))
     return list(draft[0 : n[0]]), int(matched[0])
 
 
 def counts(engine: Engine) -> tuple[int, int]:
     """Returns how many steps an engine has run, and how often it has waited for its device."""
-    ffi = engine.library.ffi
-    declare(ffi)
+    ffi, lib = core(engine.library.path)
+    handle = ffi.cast("luce_engine *", address(engine.library, engine.handle))
     steps, waits = ffi.new("uint64_t *"), ffi.new("uint64_t *")
-    engine.library.check(engine.library.lib.luce_engine_counts(engine.handle, steps, waits))
+    engine.library.check(lib.luce_engine_counts(handle, steps, waits))
     return int(steps[0]), int(waits[0])
 
 
@@ -119,18 +132,18 @@ class Fault(IntEnum):
 @contextmanager
 def fault(native: Library, kind: Fault, after: int = 0) -> Iterator[None]:
     """Lets the core fail once, after so many points of that kind, or not at all where it comes to fewer."""
-    declare(native.ffi)
-    native.check(native.lib.luce_fault(kind, after))
+    _, lib = core(native.path)
+    native.check(lib.luce_fault(kind, after))
     try:
         yield
     finally:
-        native.check(native.lib.luce_fault(0, 0))
+        native.check(lib.luce_fault(0, 0))
 
 
 def leave_device(native: Library, index: int = -1) -> None:
     """Makes GPU `index` this thread's current device, where there is one, and none that luce knows of."""
-    declare(native.ffi)
-    native.check(native.lib.luce_leave_device(index))
+    _, lib = core(native.path)
+    native.check(lib.luce_leave_device(index))
 
 
 def op_run(
@@ -145,8 +158,7 @@ def op_run(
 ) -> np.ndarray:
     """Returns what the op makes of `arrays`, of this shape and type. Shapes are numpy's (slowest first). The
     op may write to the arrays that it is documented to write to: they are changed in place."""
-    ffi = native.ffi
-    declare(ffi)
+    ffi, lib = core(native.path)
     result = np.empty(shape, dtype)
     result.view(np.uint8)[...] = 0xFF  # poison: NaN, -1
     args, out = ffi.new("luce_array[]", max(len(arrays), 1)), ffi.new("luce_array *")
@@ -154,9 +166,7 @@ def op_run(
         _fill(ffi, arg, array)
     _fill(ffi, out, result)
     numbers = native.ints(params)
-    native.check(
-        native.lib.luce_op_run(device.encode(), op.encode(), args, len(arrays), numbers, len(numbers), out)
-    )
+    native.check(lib.luce_op_run(device.encode(), op.encode(), args, len(arrays), numbers, len(numbers), out))
     return result
 
 

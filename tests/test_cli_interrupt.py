@@ -1,12 +1,14 @@
 """Presses Ctrl-C at any moment: exit 130, one line, and nothing of it is lost."""
 
 import json
+import shutil
 import signal
 import threading
 
 import drive
 import pytest
 from command_line import one_line
+from conftest import HEADER
 
 from luce import _native
 from luce.generation import Generation
@@ -124,10 +126,13 @@ def test_ctrl_c_stays_ignored_in_the_background(luce_, monkeypatch):
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_cancel_waits_for_no_lock(native, tiny_gguf, device):
-    """A signal handler may have interrupted the one who holds it: cffi's, when it looks a function up."""
-    with drive.open_model(native, tiny_gguf, device) as model, drive.open_engine(model, n_ctx=64) as engine:
-        with native.ffi._lock:
+def test_a_cancel_waits_for_no_lock(native, tiny_gguf, device, tmp_path):
+    """A signal handler may have interrupted the one who holds it: cffi's, when it looks a function up. The
+    FFI has a lock where the header was parsed at the start."""
+    shutil.copy(HEADER, tmp_path)
+    core = _native.load(native.path.parent, tmp_path / "luce.h")
+    with drive.open_model(core, tiny_gguf, device) as model, drive.open_engine(model, n_ctx=64) as engine:
+        with core.ffi._lock:
             thread = threading.Thread(target=engine.cancel, daemon=True)
             thread.start()
             thread.join(timeout=10)

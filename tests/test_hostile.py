@@ -315,6 +315,7 @@ def test_the_room_to_start_holds_the_imports():
         "def instead():\n"
         "    before = taken()\n"
         "    import luce.cli\n"
+        "    import numpy\n"
         "    print(taken() - before)\n"
         "    raise KeyboardInterrupt\n"
         "__main__._require_room = instead\n"

@@ -276,7 +276,7 @@ def test_numbers_that_are_none_are_an_error_that_names_the_key(facts_of, tmp_pat
 
 
 def test_a_fact_may_have_a_default_but_not_another_type():
-    kv = {"an int": 3, "a bool": True, "a text": "x", "a list": ["x"], "numbers": np.arange(3)}
+    kv = {"an int": 3, "a bool": True, "a text": "x", "a list": ["x"], "numbers": np.arange(3).data}
     assert fact(kv, "an int", int) == 3
     assert fact(kv, "an int", float) == 3.0
     assert fact(kv, "none", int, 7) == 7

@@ -7,7 +7,7 @@ one-line message.
 
 from luce._native.engine import Checkpoint, Drafts, Engine, Rows, Sequence, Source
 from luce._native.files import File, Model, Progress
-from luce._native.library import Handle, IntArray, Library, Lists, c_declarations, default, load, use
+from luce._native.library import Handle, IntArray, Library, Lists, default, load, use
 
 __all__ = [
     "Checkpoint",
@@ -23,7 +23,6 @@ __all__ = [
     "Rows",
     "Sequence",
     "Source",
-    "c_declarations",
     "default",
     "load",
     "use",

@@ -6,9 +6,7 @@ import collections.abc
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from luce._native.files import Model, engine_params
 from luce._native.library import Handle, IntArray, Lists
@@ -24,6 +22,9 @@ from luce.structs import (
     Sampling,
     SequenceInfo,
 )
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Source(IntEnum):
@@ -235,6 +236,8 @@ class Sequence(Handle):
     def logits(self, row: int = 0) -> np.ndarray:
         """Returns the logits F32 (n_vocab,) of a row of the engine's last verify, or of row 0 of its last
         prefill with a choice. Raises StateError where the engine has run another step since."""
+        import numpy as np
+
         out = np.empty(self.engine.n_vocab, np.float32)
         data = self.library.ffi.from_buffer("float[]", out)
         self.library.check(self.library.lib.luce_sequence_get_logits(self.handle, row, data, out.size))
@@ -253,6 +256,8 @@ class Sequence(Handle):
     def logprobs(self, row: int, token: int, top: int = 0) -> Logprobs:
         """Returns the log-probabilities of `token` and of the `top` most probable tokens after a row that
         logits() has."""
+        import numpy as np
+
         logits = self.logits(row)
         if not 0 <= token < logits.size or not 0 <= top <= logits.size:
             raise ArgumentError(f"token {token} and the best {top}: there are {logits.size}")

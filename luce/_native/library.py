@@ -1,30 +1,21 @@
-"""Has a loaded libluce. This is the only module that imports cffi."""
+"""Has a loaded libluce."""
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import cffi  # type: ignore[import-untyped]
-import numpy as np
-
+from luce._native.abi import declared
 from luce.errors import BY_CODE, ArgumentError, InternalError, LuceError, StateError
 from luce.structs import Device, Penalties, Sampling, TypeInfo
 
+if TYPE_CHECKING:
+    import numpy as np
+
 R = TypeVar("R", bound=Any)
-IntArray = Sequence[int] | np.ndarray
-
-
-def c_declarations(header: str) -> str:
-    """Returns luce.h as cffi parses it: without comments, C++ guards and directives other than integer
-    constants."""
-    text = re.sub(r"/\*.*?\*/", "", header, flags=re.S)
-    text = re.sub(r"^#ifdef __cplusplus$.*?^#endif$", "", text, flags=re.S | re.M)
-    text = re.sub(r"^#(?!define[ \t]+\w+[ \t]+\d+[ \t]*$).*$", "", text, flags=re.M)
-    return text.replace("LUCE_API", "")
+IntArray = Sequence[int]
 
 
 class Library:
@@ -34,13 +25,8 @@ class Library:
     def __init__(self, path: Path, header: Path):
         self.path = path
         self._points_to: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        self.ffi = cffi.FFI()
-        declarations = c_declarations(header.read_text(encoding="utf-8"))
-        self.ffi.cdef(declarations)
-        # cffi parses each type's name when it meets it first, for a millisecond: here all are one type's
-        structs = re.findall(r"^\} (\w+);", declarations, flags=re.M)
-        pointers = self.ffi.typeof(f"void (*)({' *, '.join(structs)} *)").args
-        self._pointers = dict(zip(structs, pointers, strict=True))
+        self.ffi = declared(header)
+        self._unset = self.ffi.new_allocator(should_clear_after_alloc=False)
         try:
             self.lib: Any = self.ffi.dlopen(str(path))
             found = self.lib.luce_abi_version()
@@ -60,7 +46,7 @@ class Library:
 
     def struct(self, name: str, **fields: Any) -> Any:
         """Returns a zeroed struct `name` with its struct_size and `fields` set."""
-        made = self.ffi.new(self._pointers[name])
+        made = self.ffi.new(f"{name} *")
         made.struct_size = self.ffi.sizeof(made[0])
         for field, value in fields.items():
             setattr(made, field, value)
@@ -83,7 +69,7 @@ class Library:
 
     def ints(self, values: IntArray) -> Any:
         """Returns token ids, row indices or parents as int32_t[]. What does not fit raises ArgumentError."""
-        listed = values.tolist() if isinstance(values, np.ndarray) else list(values)
+        listed = values if isinstance(values, list | tuple) else list(values)
         try:
             return self.ffi.new("int32_t[]", listed)
         except OverflowError:
@@ -138,12 +124,14 @@ class Library:
         """
         size = self.ffi.new("uint64_t *")
         self.check(function(handle, self.ffi.NULL, size))
-        data = np.empty(size[0], np.uint8)
-        self.check(function(handle, self.ffi.from_buffer("char[]", data), size))
-        return data.data  # to copy it would keep all threads of Python waiting
+        data = self._unset("char[]", size[0])
+        self.check(function(handle, data, size))
+        return memoryview(self.ffi.buffer(data))  # to copy it would keep all threads of Python waiting
 
     def sample(self, logits: np.ndarray, sampling: Sampling, position: int) -> int:
         """Applies the sampling rule to F32 logits (n_vocab,) for the token at `position`."""
+        import numpy as np
+
         row = np.ascontiguousarray(logits, dtype=np.float32)
         token = self.ffi.new("int32_t *")
         data = self.ffi.from_buffer("float[]", row)
@@ -198,6 +186,8 @@ class Library:
 
     def quantize(self, type_id: int, rows: np.ndarray) -> np.ndarray:
         """Quantises F32 (n_rows, n_per_row) to uint8 (n_rows, bytes per row) of a ggml type id."""
+        import numpy as np
+
         info = self.type_info(type_id)
         source = np.ascontiguousarray(rows, dtype=np.float32)
         if source.ndim != 2 or source.shape[1] % max(info.block_size, 1):

@@ -221,7 +221,7 @@ def _verify(
             raise FileError(f"tensor {tensor.name} reads back with other bytes than were written")
     for key, value in keys.items():
         read: Any = file.kv[key]
-        read = read.tolist() if isinstance(read, np.ndarray) else read
+        read = read.tolist() if isinstance(read, memoryview) else read
         wanted: Any = value.value
         wanted = list(wanted) if isinstance(wanted, list | tuple) else wanted
         if value.type == gguf.GGUFValueType.FLOAT32:

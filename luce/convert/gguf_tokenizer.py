@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import tokenizers
 
 from luce._native import File
@@ -192,7 +191,7 @@ def copy_keys(w: gguf.GGUFWriter, file: File, wanted: Callable[[str], bool]) -> 
         entry = library.struct("luce_kv")
         library.check(library.lib.luce_file_get_kv(file.handle, index, entry))
         value: Any = file.kv[key]
-        value = value.tolist() if isinstance(value, np.ndarray) else value
+        value = value.tolist() if isinstance(value, memoryview) else value
         if isinstance(value, list) and not value:
             continue  # an empty array says nothing, and the writer has none
         array = entry.type == gguf.GGUFValueType.ARRAY
