@@ -89,7 +89,7 @@ def servers(args: argparse.Namespace, model: Path, where: str) -> dict[str, Abst
 
 def measure(args: argparse.Namespace, model: Path, where: str) -> Iterator[Row]:
     def opened(stack: ExitStack, server: AbstractContextManager[Any]) -> Client:
-        client = Client(stack.enter_context(server).url, args.n_vocab)
+        client = Client(stack.enter_context(server).url, args.tokenizer)
         client.complete(client.tokens(32), WARM_UP)
         return client
 
@@ -202,7 +202,7 @@ def main() -> None:
     load = [round(each, 1) for each in os.getloadavg()]
     try:
         with Files(args.model) as files:
-            args.n_vocab = files.tokenizer.n_vocab
+            args.tokenizer = files.tokenizer
         where = _native.default().devices()[0].name if args.device == "auto" else args.device
         rows: list[Row] = []
         with tempfile.TemporaryDirectory() as folder:

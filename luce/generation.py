@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Generator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -151,7 +152,11 @@ class Prefixes(Protocol):
 
     def resume(self, sequence: Sequence, prompt: tuple[int, ...]) -> int:
         """Brings the sequence to the end of the longest kept beginning of `prompt`, or empties it. Returns
-        the number of tokens that it then has, which is a multiple of n_chunk and less than the prompt's."""
+        the number of tokens that it then has, which is the end of a chunk and less than the prompt's."""
+
+    def ends(self, sequence: Sequence) -> Items[int]:
+        """Returns where the whole chunks of the prompt end that the sequence was resumed for, ascending: at
+        all multiples of n_chunk, and where a shorter chunk ends."""
 
     def reached(self, sequence: Sequence, prompt: tuple[int, ...]) -> None:
         """Says that the sequence is at the end of a whole chunk of `prompt`, so that a checkpoint can be
@@ -292,13 +297,15 @@ class Generation:
 
     def _prefill(self) -> Verb:
         prompt, n_chunk = self._request.prompt, self._sizes.n_chunk
-        choice = -1
-        for begin in range(self._cached, len(prompt), n_chunk):
-            end = min(begin + n_chunk, len(prompt))
+        whole = range(n_chunk, len(prompt) + 1, n_chunk)
+        ends = self._prefixes.ends(self.sequence) if self._prefixes else whole
+        begin, choice = self._cached, -1
+        for end in [*(end for end in ends if begin < end < len(prompt)), len(prompt)]:
             choice = yield Chunk(prompt[begin:end], end == len(prompt), len(prompt) - end)
-            if self._prefixes and end == begin + n_chunk:
+            if self._prefixes and end in ends:
                 self._prefixes.reached(self.sequence, prompt)
             yield Prefilled(end, len(prompt))
+            begin = end
         self._first_token = self._clock()
         if self._request.max_tokens == 0:
             return (yield from self._end("length", "max_tokens"))

@@ -174,8 +174,11 @@ def test_metrics_count_what_was_said(server):
     asked = usage["prompt_tokens"]
     assert after["luce:prefix_cache_queries_total"] - before["luce:prefix_cache_queries_total"] == asked
     assert after["luce:time_to_first_token_seconds_count"] > before["luce:time_to_first_token_seconds_count"]
-    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc",
+                 "requests_processing", "requests_deferred"):  # fmt: skip
         assert after[f"luce:{name}"] == 0
+    for name in ("prefix_cache_hits_total", "inter_token_latency_seconds_count"):
+        assert after[f"luce:{name}"] >= before[f"luce:{name}"]
     assert (
         after["luce:spec_decode_num_accepted_tokens_total"]
         <= after["luce:spec_decode_num_draft_tokens_total"]
@@ -223,6 +226,8 @@ def test_the_command_listens_and_ends_with_ctrl_c(command, foreground):
         answer = httpx.post(f"{url}/v1/completions", json={"prompt": "import ", **GREEDY}, timeout=60)
         line = json.loads(process.stderr.readline())
         assert line["generated"] == 24 == answer.json()["usage"]["completion_tokens"]
+        known = {"prompt", "cached", "prefill_s", "generated", "tok_per_s", "accepted_length", "reason"}
+        assert known <= {name for name, value in line.items() if value is not None}
         busy = command(*options[:2], url.rpartition(":")[2], text=True).communicate()[1]
         assert busy.startswith("Error: cannot listen") and busy.count("\n") == 1
         process.send_signal(signal.SIGINT)

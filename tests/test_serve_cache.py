@@ -61,12 +61,11 @@ def words(seed, n):
 
 def read(cache, sequence, prompt):
     """Reads a prompt as a generation does: where it started."""
-    past = cache.resume(sequence, prompt)
-    at = past
-    while at < len(prompt):
-        end = min(at + CHUNK, len(prompt))
+    at = past = cache.resume(sequence, prompt)
+    ends = cache.ends(sequence)
+    for end in [*(end for end in ends if past < end < len(prompt)), len(prompt)]:
         sequence.prefill(prompt[at:end], end == len(prompt))
-        if end == at + CHUNK:
+        if end in ends:
             cache.reached(sequence, prompt)
         at = end
     return past
@@ -262,6 +261,43 @@ class Gate:
         self.entered.set()
         assert self.opened.wait(30)
         return self.inner(*args)
+
+
+def test_what_waits_to_be_written_is_written_at_the_end(opened, tokenizer, tmp_path, monkeypatch):
+    """It waits because a disk is slow. One that does nothing any more holds up the end for a bounded time."""
+    save = Gate(Checkpoint.save)
+    monkeypatch.setattr(Checkpoint, "save", lambda checkpoint: save(checkpoint))
+
+    def three(folder):
+        cache = PrefixCache(opened(n_checkpoints=4), tokenizer, 1 << 30, DiskCache(folder, "key", 1 << 30))
+        with cache._engine.sequence() as sequence:
+            for seed in range(3):
+                read(cache, sequence, words(seed, 600))
+                cache.work()
+        assert save.entered.wait(30) and cache.pending
+        return cache
+
+    slow = three(tmp_path / "slow")
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(slow.close, 30)
+        save.opened.set()
+        closing.result()
+    assert len(list(tmp_path.glob("slow/*/*.prefix"))) == 3
+    save.entered.clear()
+    save.opened.clear()
+    three(tmp_path / "stuck").close(seconds=0)
+    assert not list(tmp_path.glob("stuck/*/*.prefix"))
+    save.opened.set()
+
+
+def test_a_server_that_is_asked_to_end_leaves_what_it_keeps(command, tmp_path):
+    process, url = start(tmp_path, command)
+    for n in range(3):
+        asked = {"prompt": f"# {n}\n{LONG}", "max_tokens": 1}
+        assert httpx.post(f"{url}/v1/completions", json=asked, timeout=60).status_code == 200
+    process.terminate()
+    process.communicate(timeout=60)
+    assert len(list(tmp_path.glob("*/*.prefix"))) == 3
 
 
 def test_streams_move_while_a_checkpoint_is_saved_or_loaded(native, tmp_path, monkeypatch):

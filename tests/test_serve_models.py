@@ -17,10 +17,10 @@ def narrow(monkeypatch):
     held = []
 
     class Narrow(models.Served):
-        def __init__(self, path, how):
+        def __init__(self, path, how, loop):
             if held:
                 raise OutOfMemory("needed 2, free 1")
-            super().__init__(path, how)
+            super().__init__(path, how, loop)
             held.append(self)
 
         def close(self):

@@ -212,6 +212,9 @@ class Kept:
         sequence.resume(self.checkpoint)
         return N_CHUNK
 
+    def ends(self, sequence):
+        return range(N_CHUNK, 10 * N_CHUNK, N_CHUNK)
+
     def reached(self, sequence, prompt):
         self.checkpoint = self.checkpoint or sequence.checkpoint()
 

@@ -5,8 +5,8 @@ same prompt and 64 tokens more. Streams are so many requests at once, each with 
 counts are all new tokens over the time from the first request to the last token. What is named decoding are
 those after each one's first, over the time from the first of these to the last token: one server still reads
 prompts in that time and another has read all of them. A conversation is like an agent's: each turn sends the
-whole of it again and as much more, as tools answer. What is reused is the part of each turn's prompt that the
-one before had. A client measures over HTTP any
+whole of it again and as much more, as tools answer, and ends where an answer begins, as a template has it.
+What is reused is the part of each turn's prompt that the one before had. A client measures over HTTP any
 server that answers /v1/completions as OpenAI's does and says `timings`.
 """
 
@@ -32,6 +32,7 @@ import numpy as np
 from luce.bench.output import Table
 from luce.bench.summary import five_digits
 from luce.errors import LuceError
+from luce.tokenizer import Tokenizer
 
 MORE = 64  # tokens that a warm prompt has more
 ANSWER_S = 1800.0  # a server that says nothing for so long is given up
@@ -74,12 +75,14 @@ class Row:
 
 
 class Client:
-    """Asks one server."""
+    """Asks one server. `turn` has the tokens that end a message and begin the model's own."""
 
-    def __init__(self, url: str, n_vocab: int, seed: int = 1):
+    def __init__(self, url: str, tokenizer: Tokenizer, seed: int = 1):
         parts = urlsplit(url)
         self._host, self._port = parts.hostname or "127.0.0.1", parts.port
-        self._rng, self._n_vocab = np.random.default_rng(seed), n_vocab
+        self._rng, self._n_vocab = np.random.default_rng(seed), tokenizer.n_vocab
+        marked = {"<|im_start|>", "<|im_end|>"} <= set(tokenizer.control)
+        self.turn = tokenizer.encode("<|im_end|>\n<|im_start|>assistant\n") if marked else []
 
     def tokens(self, n: int) -> list[int]:
         """Returns random tokens, none of the last 16, which are control tokens."""
@@ -153,7 +156,8 @@ def conversation(client: Client, mode: str, turns: int, length: int, new: int) -
     """Turns up to a prompt of `length`: the first is a fifth of it, as system prompts and tools are; the last
     row is of all."""
     step = (length - length // 5) // max(turns - 1, 1)
-    prompt, before, reused, firsts = client.tokens(length // 5), 0, 0, list[float]()
+    first = client.tokens(length // 5 - len(client.turn)) + client.turn
+    prompt, before, reused, firsts = first, 0, 0, list[float]()
     began = time.perf_counter()
     for turn in range(turns):
         found = client.complete(prompt, new)
@@ -161,7 +165,7 @@ def conversation(client: Client, mode: str, turns: int, length: int, new: int) -
         share = found.cached / before if before else None
         yield Row(mode, f"turn {turn + 1}", len(prompt), first_s=firsts[-1], reused=share)
         reused, before = reused + found.cached, len(prompt)
-        prompt = prompt + client.tokens(step)
+        prompt = prompt + client.tokens(step - len(client.turn)) + client.turn
     seconds = time.perf_counter() - began
     lengths = [length // 5 + turn * step for turn in range(turns)]
     share = reused / max(sum(lengths[:-1]), 1)

@@ -16,6 +16,7 @@ from luce.errors import ArgumentError, about
 from luce.flags import RUN, given, options
 from luce.plan import SPECS, Options, require_supported
 from luce.render import Display
+from luce.tokenizer import Tokenizer
 
 OF_USE = {"mtp_gguf": ("mtp", "auto"), "draft": ("dflash", "auto")}  # modes by the files that they read
 
@@ -95,7 +96,7 @@ def serve_bench(**flags: Any) -> None:
     with Files(model, flags["mtp_gguf"], flags["device"], flags["draft"]) as files:
         with about(model):
             require_supported(files.facts)
-        n_vocab, trained = files.tokenizer.n_vocab, files.facts.context_length or MAX_U32
+        tokenizer, trained = files.tokenizer, files.facts.context_length or MAX_U32
         chosen = files.plan(Options(threads=flags["threads"]))
         device = files.device or _native.default().devices()[0].name
     longest = max(*flags["lengths"], flags["length"] if flags["turns"] else 0)
@@ -106,7 +107,7 @@ def serve_bench(**flags: Any) -> None:
     rows: list[Row] = []
     with Display(flags["quiet"]) as display:
         display.spin("measuring")
-        measured = Measured(_measure(flags, modes, needed, n_vocab))
+        measured = Measured(_measure(flags, modes, needed, tokenizer))
         rows += measured
     listed = [row.as_json() for row in rows]
     report = Report("serve", model, device, chosen.threads, "rows", listed, table(listed), TIMING,
@@ -115,14 +116,14 @@ def serve_bench(**flags: Any) -> None:
     report.put(flags | {"plot": None}, lambda *_: None)
 
 
-def _measure(flags: dict[str, Any], modes: list[str], ctx: int, n_vocab: int) -> Any:
+def _measure(flags: dict[str, Any], modes: list[str], ctx: int, tokenizer: Tokenizer) -> Any:
     for mode in modes:
         words = ["--spec", mode, "--ctx", str(ctx), "--parallel", str(max(flags["counts"]))]
         for name in ("device", "threads", "kv_type", "mtp_gguf", "draft"):
             if flags[name] is not None and mode in OF_USE.get(name, (mode,)):
                 words += [f"--{name.replace('_', '-')}", str(flags[name])]
         with luce_server(flags["gguf"] or BOX, *words) as server:
-            client = Client(server.url, n_vocab)
+            client = Client(server.url, tokenizer)
             client.complete(client.tokens(32), 16)  # warms up
             yield from first_tokens(client, mode, flags["lengths"])
             yield from streams(client, mode, flags["counts"], flags["prompt_tokens"], flags["max_tokens"])

@@ -1,15 +1,14 @@
 """Keeps beginnings of prompts, so that a prompt is read only from where it differs from all before it.
 
-It keeps checkpoints, which the core can make at ends of chunks. They are made where they will be met again:
-before the first message of a user, after the last one, at the end of the prompt, and every 4096 tokens. Each
-lies on the device (sharing pages with others), in host memory, or as a file (disk.py).
+It keeps checkpoints, which the core can make at ends of chunks. They are made where they will be met again
+(turns.py). Each lies on the device (sharing pages with others), in host memory, or as a file (disk.py).
 
 Where room lacks, the checkpoint goes whose bytes save least. What it saves are the tokens that would have to
 be read again without it, and it counts less the longer it was not met.
 
-A prompt is resumed by its tokens, never by a hash, and from ends of chunks alone. So the answer has the same
-bits. Everything here runs in the engine's thread, but files are written and read in threads of their own,
-beside the engine's steps.
+A prompt is resumed by its tokens, never by a hash, and from ends of its own chunks alone. So the answer has
+the same bits. Everything here runs in the engine's thread, but files are written and read in threads of
+their own, beside the engine's steps.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ import numpy as np
 
 from luce._native import Checkpoint, Engine, Sequence
 from luce.errors import LuceError, OutOfMemory
-from luce.server.disk import DiskCache
+from luce.server.disk import CLOSE_S, DiskCache
+from luce.server.turns import PAGE, Turns
 from luce.tokenizer import Tokenizer
 
-EVERY = 4096  # tokens between checkpoints of a long prompt
+SPARE = 8  # of so many places on the device one is kept free, so that the next checkpoint waits for no copy
 MOVED = 8  # to host memory goes what saves at least one in so many of the tokens that are moved
-PAGE = 256  # positions: LUCE_PAGE
 
 
 @dataclass(eq=False)
@@ -58,10 +57,10 @@ class PrefixCache:
         self, engine: Engine, tokenizer: Tokenizer, host_bytes: int = 0, disk: DiskCache | None = None
     ):
         self._engine, self._host_bytes, self._disk = engine, host_bytes, disk
-        self._turns = Turns(tokenizer)
-        self._n_chunk = engine.info.n_chunk
+        self._turns = Turns(tokenizer, engine.info.n_chunk)
         self._kept: list[Kept] = []
-        self._wanted = dict[Sequence, frozenset[int]]()  # where the prompts that are read now want one
+        # of the prompts that are read now: where chunks end, and where of these a beginning is kept
+        self._cuts = dict[Sequence, tuple[list[int], frozenset[int]]]()
         self._unsaved: list[Kept] = []
         self._held: Kept | None = None  # what a sequence is resumed from now: it is not dropped
         self._reader = ThreadPoolExecutor(1, "luce-cache-read")
@@ -79,10 +78,10 @@ class PrefixCache:
         number of its tokens."""
         tokens = np.asarray(prompt, np.int32)
         self._prompts += 1
-        self._wanted = {each: at for each, at in self._wanted.items() if each.is_open}
-        self._wanted[sequence] = self._turns.positions(prompt, self._n_chunk)
+        self._cuts = {each: cuts for each, cuts in self._cuts.items() if each.is_open}
+        self._cuts[sequence] = self._turns.cut(prompt)
         self.queries += len(tokens)
-        fitting = [kept for kept in self._kept if kept.begins(tokens)]
+        fitting = self._fitting(tokens, self._cuts[sequence][0])
         for kept in sorted(fitting, key=lambda each: len(each.tokens), reverse=True):
             try:
                 self._restore(kept, sequence)
@@ -94,11 +93,15 @@ class PrefixCache:
         sequence.reset()
         return 0
 
+    def ends(self, sequence: Sequence) -> list[int]:
+        """Returns where the whole chunks of the prompt end that the sequence was resumed for."""
+        return self._cuts[sequence][0]
+
     def reached(self, sequence: Sequence, prompt: tuple[int, ...]) -> None:
         """Says that the sequence is at the end of a whole chunk of `prompt`, which is kept where it will be
         met again."""
         n_past = sequence.info.n_past
-        if n_past not in self._wanted.get(sequence, ()):
+        if n_past not in self._cuts[sequence][1]:
             return
         tokens = np.asarray(prompt[:n_past], np.int32)
         if any(np.array_equal(kept.tokens, tokens) for kept in self._kept):
@@ -110,6 +113,8 @@ class PrefixCache:
             self._kept.append(kept)
             if self._disk:
                 self._unsaved.append(kept)
+            if self._engine.info.n_checkpoints >= SPARE:
+                self._free_slot(kept)  # for the next one: what leaves is copied beside the steps up to then
 
     # ---- what the scheduler asks
 
@@ -119,8 +124,7 @@ class PrefixCache:
         if self._disk is None or not any(kept.checkpoint is None for kept in self._kept):
             return True
         if self._reading is None:
-            tokens = np.asarray(prompt, np.int32)
-            fitting = [kept for kept in self._kept if kept.begins(tokens)]
+            fitting = self._fitting(np.asarray(prompt, np.int32), self._turns.cut(prompt)[0])
             kept = max(fitting, key=lambda each: len(each.tokens), default=None)
             if kept is None or kept.checkpoint is not None:
                 return True
@@ -136,16 +140,11 @@ class PrefixCache:
         """Makes n pages free, as far as checkpoints hold them."""
         if self._engine.info.pages_free >= n:
             return
-        left = []
         for kept in sorted(self._on_device(), key=self._worth):
             if self._engine.info.pages_free >= n:
                 break
-            if kept is self._held:
-                continue
-            self._leave_device(kept)
-            if kept.checkpoint:
-                left.append(kept.checkpoint)
-                kept.checkpoint.to_host()  # again: waits for the copy, whose pages are free then
+            if kept is not self._held:
+                self._leave_device(kept)
 
     @property
     def pending(self) -> bool:
@@ -169,15 +168,23 @@ class PrefixCache:
         places["disk"] = [kept for kept in self._kept if kept.path]
         return {name: (len(each), sum(kept.size for kept in each)) for name, each in places.items()}
 
-    def close(self) -> None:
-        """Drops all checkpoints but the files, once those that are being written are there."""
+    def close(self, seconds: float = CLOSE_S) -> None:
+        """Drops all checkpoints but the files. Those that wait for it are written before, what saves most
+        first, as far as so many seconds are enough."""
         self._reader.shutdown()
         if self._disk:
-            self._disk.close()
+            waiting = [kept for kept in self._unsaved if kept.checkpoint and kept in self._kept]
+            waiting.sort(key=self._worth, reverse=True)
+            last = [(kept.tokens, kept.checkpoint.save) for kept in waiting if kept.checkpoint]
+            self._disk.close(last, seconds)
         for kept in self._kept:
             if kept.checkpoint:
                 kept.checkpoint.close()
         self._kept, self._unsaved = [], []
+
+    def _fitting(self, tokens: np.ndarray, ends: list[int]) -> list[Kept]:
+        """Returns the kept beginnings that a prompt with these ends of chunks may be resumed from."""
+        return [kept for kept in self._kept if len(kept.tokens) in ends and kept.begins(tokens)]
 
     # ---- room
 
@@ -243,13 +250,13 @@ class PrefixCache:
             if kept.checkpoint is None and kept in self._kept:
                 kept.checkpoint = checkpoint
 
-    def _free_slot(self) -> None:
-        """Makes room for one more checkpoint on the device."""
+    def _free_slot(self, newest: Kept | None = None) -> None:
+        """Makes room for one more checkpoint on the device, beside the newest."""
         if self._engine.info.n_checkpoints == 0:
             raise OutOfMemory("the engine keeps no checkpoints on the device")
         on_device = self._on_device()
         if len(on_device) >= self._engine.info.n_checkpoints:
-            self._leave_device(min(on_device, key=self._worth))
+            self._leave_device(min((kept for kept in on_device if kept is not newest), key=self._worth))
 
     def _leave_device(self, kept: Kept) -> None:
         """Moves it to host memory, if it is worth its bytes there."""
@@ -297,26 +304,3 @@ class PrefixCache:
                 kept.path = None
                 if kept.checkpoint is None:
                     self._kept.remove(kept)
-
-
-class Turns:
-    """Finds, in a prompt's tokens, where its parts end."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
-        self._begin = tokenizer.control.get("<|im_start|>")
-
-    def positions(self, prompt: tuple[int, ...], n_chunk: int) -> frozenset[int]:
-        """Returns where checkpoints are worth making, rounded down to ends of chunks: before the first
-        message of a user, after the last one that is no tool's answer (templates write thoughts after it,
-        and drop older ones), at the end of the prompt, and every EVERY tokens."""
-        begins = [at for at, token in enumerate(prompt) if token == self._begin] if self._begin else []
-        users = [at for at, begin in enumerate(begins) if self._is_user(prompt[begin + 1 : begin + 8])]
-        ends = {len(prompt), *range(EVERY, len(prompt), EVERY)}
-        if users:
-            ends |= {begins[users[0]], begins[users[-1] + 1] if users[-1] + 1 < len(begins) else 0}
-        return frozenset(end - end % n_chunk for end in ends) - {0}
-
-    def _is_user(self, tokens: tuple[int, ...]) -> bool:
-        text = self._tokenizer.decode(tokens)
-        return text.startswith("user") and "<tool_response>" not in text

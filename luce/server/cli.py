@@ -20,8 +20,8 @@ from luce.flags import DRAFTING, EXPERTS, QUIET, RUN, given, idle_threads, mispl
 from luce.hub import fetch, hf_option
 from luce.server.app import LOOPBACK, Access, make_app
 from luce.server.ask import Refused
-from luce.server.cache import PAGE
 from luce.server.models import CPU_CHUNK, GPU_CHUNK, Models, Settings
+from luce.server.turns import PAGE
 from luce.server.watch import Watch
 
 GIB = 1 << 30
@@ -102,8 +102,7 @@ def whole_pages(ctx: click.Context, param: click.Parameter, value: int | None) -
     "--chunk",
     type=click.IntRange(PAGE, MAX_CHUNK),
     callback=whole_pages,
-    help=f"Read so many tokens of a prompt in a step, a multiple of {PAGE}; beginnings are kept at its "
-    "multiples.  "
+    help=f"Read at most so many tokens of a prompt in a step, a multiple of {PAGE}.  "
     f"[default: {GPU_CHUNK} on a GPU, else {CPU_CHUNK}]",
 )
 @click.option(

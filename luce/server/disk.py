@@ -12,7 +12,8 @@ import os
 import queue
 import struct
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from luce.errors import FileError, LuceError
 MAGIC = b"LUCEPFX1"
 _HEAD = struct.Struct("<8sQ")  # magic, number of tokens; then the tokens as int32, then the checkpoint
 SUFFIX = ".prefix"
+CLOSE_S = 10.0  # seconds that a server that ends goes on writing
 
 
 Save = Callable[[], bytes | memoryview]  # Checkpoint.save
@@ -44,6 +46,7 @@ class DiskCache:
             raise FileError(f"{self._folder}: {error.strerror}") from error
         self.done = 0
         self._work: queue.Queue[tuple[Path, np.ndarray, Save] | None] = queue.Queue(maxsize=1)
+        self._ended = False
         self._written = dict[Path, bool]()  # handed to the thread: whether it is there
         self._thread = threading.Thread(target=self._write_all, name="luce-cache", daemon=True)
         self._thread.start()
@@ -91,13 +94,19 @@ class DiskCache:
         with suppress(OSError):
             path.unlink()
 
-    def close(self) -> None:
-        """Ends once everything that it was given is written."""
-        self._work.put(None)
-        self._thread.join()
+    def close(self, last: Iterable[tuple[np.ndarray, Save]] = (), seconds: float = CLOSE_S) -> None:
+        """Ends once everything that it was given is written, and then `last`, or after so many seconds. What
+        is only half written then is no file."""
+        end = time.monotonic() + seconds
+        given = [(self._folder / _name(tokens), tokens, save) for tokens, save in last]
+        with suppress(queue.Full):
+            for item in (*given, None):
+                self._work.put(item, timeout=max(end - time.monotonic(), 0))
+        self._thread.join(max(end - time.monotonic(), 0))
+        self._ended = True
 
     def _write_all(self) -> None:
-        while (item := self._work.get()) is not None:
+        while not self._ended and (item := self._work.get()) is not None:
             path, tokens, save = item
             with suppress(LuceError, OSError):
                 self._write(path, tokens, save())

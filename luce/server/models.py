@@ -23,6 +23,7 @@ from luce.server.ask import Ask, Refused, ordered
 from luce.server.cache import PrefixCache
 from luce.server.disk import DiskCache
 from luce.server.scheduler import Happened, Scheduler, put_all
+from luce.server.turns import RULE
 
 T = TypeVar("T")
 MAX_DEFAULT_CTX = 32768
@@ -149,6 +150,7 @@ def _disk(engine: Engine, files: Files, settings: Settings) -> DiskCache | None:
         layout,
         plan.kv_type,
         engine.info.n_chunk,
+        RULE,
         plan.drafts > 0,
         plan.blocks,
     ]

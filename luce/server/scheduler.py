@@ -19,8 +19,7 @@ from luce.generation import Event, Failed, Finished, Generation, State
 from luce.loop import MAX_ROWS, Loop
 from luce.plan import Request
 from luce.server.cache import PrefixCache
-
-PAGE = 256  # positions: LUCE_PAGE
+from luce.server.turns import PAGE
 
 
 class Busy(Exception):
@@ -155,7 +154,7 @@ class Scheduler:
 
     def _step(self) -> None:
         if self._cache:
-            self._cache.free_pages(self._turn_pages())
+            self._cache.free_pages(2 * self._turn_pages())  # for the next turn too: copies take a while
         happened: Happened = {}
         for generation, event in self._loop.step():
             happened.setdefault(self._jobs[generation], []).append(event)
