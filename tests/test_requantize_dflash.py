@@ -1,9 +1,15 @@
 """Runs `luce convert` on a GGUF: a GGUF drafter with its matrices as another type."""
 
+import os
+import resource
+
 import gguf
 import hf_checkpoint as hf
 import numpy as np
+import pytest
 import test_convert_dflash as dflash
+
+from luce.command import BOX
 
 target = dflash.target
 save, convert = dflash.save, dflash.convert
@@ -65,3 +71,35 @@ def test_requantize_refuses_its_own_input(tmp_path, target, capsys):
     path = convert(save(tmp_path), target)
     before = path.read_bytes()
     assert requantized(path, path) == 1 and path.read_bytes() == before
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device", "below a file", "too long"])
+def test_what_is_no_file_is_not_replaced(tmp_path, capsys, kind):
+    drafter, out = BOX.with_name("box-dflash.gguf"), tmp_path / "out.gguf"
+    if kind == "folder":
+        out.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(out)
+    elif kind == "device":
+        out.symlink_to("/dev/null")
+    elif kind == "below a file":
+        out.write_text("x")
+        out = out / "out.gguf"
+    else:
+        out = tmp_path / ("x" * 300)
+    before = sorted((path.name, path.lstat().st_mode) for path in tmp_path.iterdir())
+    assert requantized(drafter, out) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Error: ")]
+    assert line.startswith(f"Error: {out}"[:40]) and "[Errno" not in line
+    assert sorted((path.name, path.lstat().st_mode) for path in tmp_path.iterdir()) == before
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_file(tmp_path, capsys):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        assert requantized(BOX.with_name("box-dflash.gguf"), tmp_path / "out.gguf") == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert capsys.readouterr().err.endswith(f"Error: {tmp_path}/out.gguf: File too large\n")
+    assert list(tmp_path.iterdir()) == []

@@ -71,7 +71,7 @@ def convert(source: Path, out: Path, kind: str, quiet: bool, **flags: Any) -> No
     try:
         written = _written(source, out, kind, flags, say)
     except OSError as error:
-        raise LuceError(f"{out}: {error}") from error
+        raise LuceError(f"{error.filename or out}: {error.strerror or error}") from error
     stdout.put(f"wrote {written}\n")
 
 

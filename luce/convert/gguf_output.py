@@ -111,10 +111,12 @@ class Written:
 
 @contextmanager
 def _hidden(path: Path) -> Iterator[Path]:
-    """Gives a name beside `path` for the unfinished file, which at the end is gone or is `path`."""
-    if path.is_dir() or not path.parent.is_dir():
-        what = "it is" if path.is_dir() else "what it should lie in is not"
-        raise FileError(f"{path} cannot be written: {what} a folder")
+    """Gives a name beside `path` for the unfinished file, which at the end is gone or is `path`. What is
+    there and is no file, like a device, is not replaced."""
+    if path.exists() and not path.is_file():
+        raise FileError(f"{path} cannot be written: it is a folder, a device or a pipe")
+    if not path.parent.is_dir():
+        raise FileError(f"{path} cannot be written: what it should lie in is not a folder")
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         yield part
