@@ -44,7 +44,10 @@ def test_json_has_no_nan():
 COMMANDS = [
     ("generate", "--gguf", "{}", "ab", "-n", "4"),
     ("generate", "--gguf", "{}", "ab", "-n", "4", "--json"),
+    ("generate", "--gguf", "{}", "ab", "-n", "4", "--jsonl"),
     ("probe-gguf", "{}", "--tensors"),
+    ("probe-gguf", "{}", "--json"),
+    ("devices",),
     ("bench", "sweep", "--rows", "1", "--ctx", "0", "--steps", "1", "--gammas", "1"),
     ("--help",),
 ]
