@@ -114,6 +114,8 @@ def _is_json(text: str) -> bool:
         json.loads(text)
     except ValueError:
         return text.lstrip().startswith("{")  # what is wrong with it is told as of a schema
+    except RecursionError:
+        return True
     return True
 
 

@@ -52,14 +52,17 @@ class Grammars:
     def json_schema(self, schema: str | dict[str, Any]) -> Callable[[], Matcher]:
         """Compiles the grammar of JSON texts that are valid under a JSON schema. ArgumentError names what of
         the schema cannot be held to."""
+        options: Any = {"whitespace_pattern": WHITESPACE}
         try:
             parsed = json.loads(schema) if isinstance(schema, str) else schema
+            if not isinstance(parsed, dict):
+                raise ArgumentError("the schema is no JSON object")
+            grammar = self._llguidance.LLMatcher.grammar_from_json_schema(parsed, defaults=options)
         except ValueError as error:
             raise ArgumentError(f"the schema is no JSON: {error}") from error
-        if not isinstance(parsed, dict):
-            raise ArgumentError("the schema is no JSON object")
-        options: Any = {"whitespace_pattern": WHITESPACE}
-        return self._walks(self._llguidance.LLMatcher.grammar_from_json_schema(parsed, defaults=options))
+        except RecursionError as error:
+            raise ArgumentError("the schema is nested too deep") from error
+        return self._walks(grammar)
 
     def lark(self, grammar: str) -> Callable[[], Matcher]:
         """Compiles a grammar in llguidance's form of Lark. ArgumentError says where it is wrong."""

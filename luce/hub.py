@@ -35,7 +35,6 @@ def fetch(reference: str, endpoint: str | None = None) -> Path:
     such repository or file."""
     try:
         import huggingface_hub
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ImportError as error:
         raise LuceError("--hf needs huggingface_hub: pip install 'luce[hub]'") from error
     repo, _, name = reference.partition(":")
@@ -46,7 +45,9 @@ def fetch(reference: str, endpoint: str | None = None) -> Path:
             api = huggingface_hub.HfApi(endpoint=endpoint)
             name = chosen(api.list_repo_files(repo), repo)
         paths = [huggingface_hub.hf_hub_download(repo, each, endpoint=endpoint) for each in parts_of(name)]
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+    except LuceError:
+        raise
+    except Exception as error:  # a network's failures are of the HTTP library that the installed version uses
         said = " ".join(str(error).split())[:300]
         raise FileError(f"{reference}: {said}") from error
     return Path(paths[0])

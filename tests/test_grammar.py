@@ -107,11 +107,27 @@ def test_a_grammar_that_never_ends_stops_at_the_budget(engines, grammars):
 
 
 @pytest.mark.parametrize(
-    "schema", ["{", "[1]", '{"type": "frog"}', '{"$ref": "#/nothing"}', '{"type": "string", "pattern": "("}']
+    "schema",
+    [
+        "{",
+        "[1]",
+        '{"type": "frog"}',
+        '{"$ref": "#/nothing"}',
+        '{"type": "string", "pattern": "("}',
+        '{"not": ' * 200 + "{}" + "}" * 200,
+        '{"not": ' * 10**5 + "{}" + "}" * 10**5,
+        '{"maxLength": ' + "9" * 5000 + "}",
+    ],
+    ids=range(8),
 )
 def test_a_schema_that_cannot_be_held_to_is_refused(grammars, schema):
     with pytest.raises(ArgumentError, match="schema|grammar"):
         grammars.json_schema(schema)
+
+
+def test_a_schema_on_the_command_line_that_is_nested_too_deep_is_one_line(luce_):
+    result = luce_("generate", "x", "-n", "1", "--json-schema", '{"not": ' * 10**4)
+    assert result.exit_code == 1 and result.stderr == "Error: the schema is nested too deep\n"
 
 
 def test_a_grammar_says_where_it_is_wrong(grammars):
