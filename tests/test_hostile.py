@@ -119,6 +119,20 @@ def test_what_is_no_file_is_one_line_that_names_it(luce_, no_file, words):
     assert result.exit_code == 1 and result.stdout == "" and str(no_file)[-8:] in one_line(result)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("serve", "--no-auth", "--port", "0", "--host", "x" * 64), "Name or service not known"),
+        (("bench", "oracle", "--shape", "mini", "--cache", "/proc/x"), "/proc/x: No such file or directory"),
+        (("convert", "/proc/x", "out.gguf", "--target", "target.gguf"), "/proc/x: No such file or directory"),
+    ],
+    ids=["host", "cache", "checkpoint"],
+)
+def test_a_place_that_is_not_there_is_named_in_words(luce_, words, said):
+    result = luce_(*words)
+    assert result.exit_code == 1 and said in one_line(result)
+
+
 @pytest.mark.parametrize("flag", ["-f", "--grammar", "--json-schema"])
 def test_text_that_is_no_file_is_one_line_that_names_it(luce_, no_file, flag):
     """A pipe that nobody writes to is empty, and is not waited for."""

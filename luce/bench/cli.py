@@ -158,7 +158,8 @@ def make_once(path: Path, make: Callable[[], object]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         make()
     except OSError as error:
-        raise LuceError(f"the oracle model cannot be made: {error}; --cache names another folder") from error
+        said = f"{error.filename}: {error.strerror}" if error.filename else error
+        raise LuceError(f"the oracle model cannot be made: {said}; --cache names another folder") from error
 
 
 @bench.command()

@@ -14,7 +14,7 @@ from luce.convert import qwen35 as model
 from luce.convert.gguf_output import Written
 from luce.convert.hf_config import Section, read_config
 from luce.convert.weight_types import DEFAULT, MIXES
-from luce.errors import LuceError
+from luce.errors import FileError, LuceError
 from luce.flags import QUIET, options
 from luce.render import printable
 
@@ -78,6 +78,8 @@ def convert(source: Path, out: Path, kind: str, quiet: bool, **flags: Any) -> No
 def _written(source: Path, out: Path, kind: str, flags: dict[str, Any], say: model.Say) -> Written:
     if flags["no_mtp"] and flags["mtp_only"]:
         raise click.UsageError("--no-mtp and --mtp-only: give one of them")
+    if not source.exists():
+        raise FileError(f"{source}: No such file or directory")
     if is_gguf(source):
         _refuse(flags, "a GGUF keeps its keys", "no_mtp", "mtp_only", "tokenizer", "target", "name")
         return dflash.requantize(source, out, kind, flags["threads"], say)

@@ -182,7 +182,8 @@ def listening(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        said = os.strerror(error.errno) if error.errno else error
+        number = error.errno or 0  # a resolver's are negative
+        said = os.strerror(number) if number > 0 else str(error.strerror or error).partition(" (while ")[0]
         raise LuceError(f"cannot listen at {host} port {port}: {said}") from error
 
 
