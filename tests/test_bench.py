@@ -433,7 +433,8 @@ def test_a_closed_pipe_and_a_failing_plot_lose_no_row(bench, monkeypatch, tmp_pa
     row.unlink()
     monkeypatch.setattr("luce.bench.report.write_row", lambda *args: row.joinpath("x").write_text(""))
     result = bench(*args, "--json")
-    assert result.exit_code == 1 and "the result row cannot be written" in result.stderr
+    said = f"Error: {tmp_path}: the result row cannot be written: No such file or directory\n"
+    assert result.exit_code == 1 and result.stderr.endswith(said)
     assert json.loads(result.stdout)["problems"] == 6
 
 

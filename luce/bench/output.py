@@ -170,7 +170,8 @@ def _finish(figure: Any, title: str, path: Path) -> None:
     try:
         figure.savefig(path, dpi=130, format="png")
     except (OSError, ValueError) as error:
-        raise LuceError(f"{path}: cannot write the plot: {error}") from error
+        said = getattr(error, "strerror", None) or error
+        raise LuceError(f"{path}: cannot write the plot: {said}") from error
     finally:
         _pyplot().close(figure)
 

@@ -96,6 +96,7 @@ class Report:
             head = origin(self.bench, self.device, self.model, command, self.threads, commit)
             path = write_row(folder, f"{self.bench}-{about}-{kind}", head | body)
         except OSError as error:
-            raise LuceError(f"{folder}: the result row cannot be written: {error}") from error
+            said = error.strerror or error
+            raise LuceError(f"{folder}: the result row cannot be written: {said}") from error
         if not flags["quiet"]:
             click.echo(f"wrote {path}", err=True)
