@@ -339,6 +339,19 @@ def test_the_room_to_start_holds_the_imports():
     assert done.returncode == 130 and ROOM / 2 < int(done.stdout) <= ROOM, done
 
 
+def test_a_generation_needs_neither_numpy_nor_a_parser(tiny_gguf):
+    """To load numpy, cffi's parser or jinja2 would take longer than all else that a start does."""
+    program = (
+        "import sys\n"
+        "from luce.cli import cli\n"
+        "cli(['generate', '-n', '3', '--gguf', sys.argv[1], '--json', 'ab'], standalone_mode=False)\n"
+        "slow = {'numpy', 'cffi', 'pycparser', 'rich', 'jinja2'}\n"
+        "print(*sorted(slow & set(sys.modules)), file=sys.stderr)\n"
+    )
+    done = run(program, str(tiny_gguf))
+    assert (done.returncode, done.stderr) == (0, "\n"), done
+
+
 LACKS = "lambda *a: (1 for _ in ()).throw(MemoryError)"
 
 
