@@ -413,7 +413,7 @@ def tokenizer_of(model: Model) -> Tokenizer:
     tokens, types = vocabulary(model.info.n_vocab, "Ġw")
     return Tokenizer({
         "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen35", "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": np.array([int(t) for t in types], np.int32),
+        "tokenizer.ggml.token_type": np.array([int(t) for t in types], np.int32).data,
         "tokenizer.ggml.merges": [f"{a} {b}" for a, b in MERGES],
     })  # fmt: skip
 
