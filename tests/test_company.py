@@ -2,7 +2,7 @@
 tokens that it has alone, bit for bit.
 
 Hypothesis makes schedules: up to 16 sequences with different prompts and sampling, plain, with chains of
-drafts or with trees, are started and stopped at random. Prefills come between rounds, sequences fork,
+drafts, blocks or trees, are started and stopped at random. Prefills come between rounds, sequences fork,
 checkpoints move, calls are cancelled, junk runs beside, rows are NaN, and pages are nearly out. Alone means
 plain decoding in an engine with one sequence and no head.
 
@@ -20,12 +20,13 @@ import drive
 import numpy as np
 import pytest
 import tiny
+import tiny_dflash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from identity import CUDA_GAP
 from tiny import Config
 
-from luce._native import Checkpoint, Drafts, Engine, Library, Model, Rows
+from luce._native import Checkpoint, Drafts, Engine, Library, Model, Rows, Source
 from luce._native import Sequence as Timeline
 from luce.errors import Cancelled, NumericError, OutOfMemory, StateError
 from luce.structs import Sampling
@@ -42,7 +43,8 @@ N_VOCAB = 384
 N_TOKENS = 20  # of each text
 N_SEQUENCES, N_PAGES, N_CHECKPOINTS, MAX_ROWS = 16, 20, 3, 64
 N_ROWS = 16  # of a sequence in a step: a text of nearly N_TOKENS gets as many at once
-MODES: tuple[str | int, ...] = ("plain", 1, 2, 3, 5, 8, "tree", "wide tree")
+BLOCK = 5  # rows of a DFlash drafter's
+MODES: tuple[str | int, ...] = ("plain", 1, 2, 3, 5, 8, "tree", "wide tree", "block")
 SAMPLINGS = (
     Sampling(),
     Sampling(temperature=0.8, top_k=20, seed=5),
@@ -105,10 +107,14 @@ def bench_of(
         weights["token_embd.weight"][BAD] = np.nan if type_name == "F32" else 0
         weights["output.weight"][BAD] = 0  # never among the largest: nothing chooses or drafts it
         path = tiny.write(folder / f"{kind}.gguf", c, weights, type_name, quantize=native.quantize)
-        model, plain = (drive.open_model(native, path, device, head=head) for head in (True, None))
+        blocks = tiny_dflash.drafter(c, n_layer=1, block_size=BLOCK, target_layer_ids=(0, c.n_layer - 1))
+        case = tiny_dflash.Case(c, blocks, SEED)
+        drafter = tiny_dflash.write(folder / f"{kind}-dflash.gguf", case, tiny_dflash.weights(case))
+        model = drive.open_model(native, path, device, head=True, drafter=drafter)
+        plain = drive.open_model(native, path, device)
         sizes = {"n_ctx": 640, "n_chunk": 256, "kv_type": kv_type}
         many = {"n_sequences": N_SEQUENCES, "n_pages": N_PAGES, "n_checkpoints": N_CHECKPOINTS}
-        engine = drive.open_engine(model, n_rows=N_ROWS, n_draft=8, **many, **sizes)
+        engine = drive.open_engine(model, n_rows=N_ROWS, n_draft=8, blocks=1, **many, **sizes)
         lone = drive.open_sequence(plain, n_rows=1, **sizes)
         return Bench(model, type_name == "F32", exact, engine, lone)
 
@@ -357,15 +363,20 @@ class Company:
                 items.append((one, Rows(one.sequence, junk(n, n), drive.random_tree(rng, n))))
             elif one.reading:
                 continue
-            elif isinstance(one.mode, int):
-                drafts.append(Drafts(one.sequence, one.tokens[-1], one.mode))
-                n = one.mode if rng.random() < 0.8 else int(rng.integers(one.mode + 1))
+            elif isinstance(one.mode, int) or one.mode == "block":
+                most, source = (BLOCK - 1, Source.DFLASH) if one.mode == "block" else (one.mode, Source.NEXTN)
+                drafts.append(Drafts(one.sequence, one.tokens[-1], most, source))
+                n = most if rng.random() < 0.8 else int(rng.integers(most + 1))
                 items.append((one, Rows(one.sequence, n=n + 1)))
             elif one.mode == "plain":
                 items.append((one, Rows(one.sequence, one.tokens[-1:])))
             else:
                 items.append((one, Rows(one.sequence, *one.candidates(rng, 16))))
-        if drafts and not self.attempt(lambda: self.engine.draft(drafts), rng) or not items:
+        for source in (Source.NEXTN, Source.DFLASH):
+            some = [each for each in drafts if each.source == source]
+            if some and not self.attempt(lambda some=some: self.engine.draft(some), rng):
+                return
+        if not items:
             return
         results: list[list[int] | NumericError] = []
         if self.attempt(lambda: results.extend(self.engine.verify([rows for _, rows in items])), rng):

@@ -182,7 +182,12 @@ class Random:
     def fork(self, rng: np.random.Generator) -> tuple[int, int]:
         one = self.any(rng)
         if one is not None and self.checkpoints:
-            one.resume(self.checkpoints[int(rng.integers(len(self.checkpoints)))])
+            checkpoint = self.checkpoints[int(rng.integers(len(self.checkpoints)))]
+            one.reset()
+            free = self.engine.info.pages_free
+            one.resume(checkpoint)
+            shared = checkpoint.info.on_device
+            assert not shared or self.engine.info.pages_free == free, "KV was copied within the device"
         return NOTHING
 
     def step(self, rng: np.random.Generator) -> tuple[int, int]:

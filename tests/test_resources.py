@@ -7,6 +7,7 @@ import gc
 import resource
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import drive
@@ -14,9 +15,10 @@ import nan_model
 import pytest
 import tiny
 from nan_model import BAD, open_engine, tokens_of
+from op_run import Fault, fault
 
 from luce._native import File, Library, Model, Rows
-from luce.errors import NumericError
+from luce.errors import DeviceError, NumericError
 from luce.structs import EngineParams
 
 
@@ -83,9 +85,18 @@ def test_an_engine_takes_what_was_planned(
         plan = file.plan_memory(device, EngineParams(**filled), file)  # type: ignore[arg-type]
     weights = 0 if device == "cpu" else plan.weights
     assert plan.total == plan.kv + plan.state + plan.compute + plan.other + weights
+    gc.collect()
+    before = free_bytes(native, device)
     engine = drive.open_engine(model, **filled)
+    drive.decode(engine.sequence(), tokens_of(200), 4)
+    taken = before - free_bytes(native, device)
+    assert device == "cpu" or taken <= plan.total - weights, "with captured graphs and ggml's pools"
     assert engine.info.memory_bytes == plan.kv + plan.state + plan.compute
     assert engine.info.pages_free == engine.info.n_pages
+
+
+def free_bytes(native: Library, device: str) -> int:
+    return next(each.memory_free for each in native.devices() if each.name.startswith(device))
 
 
 def test_default_pages_are_enough_for_all_sequences_at_once(model: Model) -> None:
@@ -166,8 +177,8 @@ def test_one_engine_in_several_threads(model: Model) -> None:
 
 
 def test_a_hundred_engines_leak_nothing(native: Library, model: Model, device: str) -> None:
-    """They are opened, used with drafts, a tree, a checkpoint and a failure, and closed. Device memory comes
-    back to the byte, host memory up to what allocators keep."""
+    """They are opened, used with drafts, a tree, a checkpoint and a failure, and closed; as many fail while
+    they are opened. Device memory comes back to the byte, host memory up to what allocators keep."""
 
     def once() -> None:
         engine = open_engine(model, n_ctx=600, n_rows=5, n_sequences=2)
@@ -183,13 +194,19 @@ def test_a_hundred_engines_leak_nothing(native: Library, model: Model, device: s
 
     def free() -> int:
         gc.collect()
-        return next(each.memory_free for each in native.devices() if each.name.startswith(device))
+        return free_bytes(native, device)
 
-    for _ in range(10):
+    def fail_to_open(after: int) -> None:
+        with fault(native, Fault.OP, after), suppress(DeviceError):
+            open_engine(model, n_rows=2, n_draft=1, n_sequences=1).close()
+
+    for number in range(10):
         once()
+        fail_to_open(number)
     before, peak = free(), peak_bytes()
-    for _ in range(90):
+    for number in range(90):
         once()
+        fail_to_open(5 * number)
     assert device == "cpu" or free() == before
     assert peak_bytes() - peak < 64 << 20, "90 engines of more than 1 MB each"
 
