@@ -14,14 +14,23 @@
 //                        SwiGLU              rowmm_parts_swiglu    adds the parts up, packs
 //                        down                rowmm_parts
 //                        residual, norm      rowmm_parts_rms       of the next block
-//   attention (12)       q k v               rowmm                 in two kernels: the products, the sums of their parts
+//   attention (13)       q k v               rowmm                 in two kernels: the products, the sums of their parts
 //                        q k norms, RoPE     norm_rope
 //                        cells               kv_store              moves accepted rows first
 //                        attention           attention             in two kernels: chunks, then their sum and the gate
 //                        pack                rowmm_pack
-//                        out, residual ..    as above
-// Of ggml-cuda a step keeps get_rows (embeddings in any type), and for a NextN head, once a step, set_rows, concat and
-// three norms whose F32 values are stored or put side by side.
+//                        out, residual ..    as above, and the FFN
+// What a step keeps of ggml-cuda, each op giving a row the same bits at any T but for the last. In a step of the model
+// they run a few times, not once a layer, and so cost what a few launches do:
+//   GET_ROWS, SET_ROWS, CONCAT, CONT, FILL   embeddings, hidden rows and reduced logits move, unchanged
+//   RMS_NORM, MUL, SILU          the norms before the heads and of the NextN head's two inputs, since hidden rows are
+//                                kept as values; queries of a DFlash drafter; what few shapes need. One block sums a
+//                                row, in an order that its length decides
+//   ROPE, SCALE, TANH            queries of a DFlash drafter, its keys under YaRN, an embedding's scale, a softcap:
+//                                each value is computed from one or two others
+//   MUL_MAT, SWIGLU, SIGMOID, ADD   products with weights of types that rowmm lacks (IQ1, IQ2, IQ3), and what their
+//                                input and residual need. These bits depend on T, as luce.h says
+// tests/test_launches.py holds the graphs of steps to both lists. A prefill has ggml's FLASH_ATTN_EXT besides.
 #pragma once
 
 #include "../kernels/rowmm.h"

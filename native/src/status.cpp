@@ -110,6 +110,11 @@ void set_log(luce_log_fn fn, void *user) {
     g_log_user = user;
 }
 
+bool is_logged() {
+    std::lock_guard<std::mutex> lock(g_log_mutex);
+    return g_log_fn != nullptr;
+}
+
 void log(int level, const char *fmt, ...) {
     luce_log_fn fn;
     void *user;

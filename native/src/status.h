@@ -41,6 +41,7 @@ const char *last_error();
 
 // Sets the log callback. Messages are discarded while none is set.
 void set_log(luce_log_fn fn, void *user);
+bool is_logged();
 void log(int level, const char *fmt, ...) LUCE_PRINTF(2, 3);
 
 } // namespace luce

@@ -101,7 +101,10 @@ void Step::build_all(const StepShape &largest) {
     }
     compute_size_ = ggml_gallocr_get_buffer_size(galloc_.get(), 0);
     for (const StepShape &shape : step_shapes(params_.cache)) {
-        graph(shape);
+        const Graph &g = graph(shape);
+        if (is_logged()) {
+            g.log_ops();
+        }
     }
 }
 
@@ -125,12 +128,6 @@ Step::Graph &Step::graph(const StepShape &shape) {
     }
     slot = std::move(built);
     return *slot;
-}
-
-// Nodes that wait for nothing: ggml does nothing for them.
-static bool is_empty(const ggml_tensor *node) {
-    return node->op == GGML_OP_NONE || node->op == GGML_OP_VIEW || node->op == GGML_OP_RESHAPE ||
-           node->op == GGML_OP_PERMUTE || node->op == GGML_OP_TRANSPOSE;
 }
 
 // About how many values ggml multiplies or moves for a node.

@@ -7,6 +7,7 @@
 #include <ggml-alloc.h>
 
 #include <algorithm>
+#include <map>
 
 namespace luce {
 
@@ -134,6 +135,33 @@ std::unique_ptr<Step::Graph> Step::Graph::build(const Model &model, const Cache 
         g->outputs = model.architecture().build_step(build);
     }
     return g;
+}
+
+bool is_empty(const ggml_tensor *node) {
+    return node->op == GGML_OP_NONE || node->op == GGML_OP_VIEW || node->op == GGML_OP_RESHAPE ||
+           node->op == GGML_OP_PERMUTE || node->op == GGML_OP_TRANSPOSE;
+}
+
+void Step::Graph::log_ops() const {
+    static const char *const KINDS[] = {"prefill", "prefill", "verify", "draft", "draft of a part", "block"};
+    std::map<std::string, int> ours, ggmls;
+    for (int i = 0; i < ggml_graph_n_nodes(nodes); i++) {
+        const ggml_tensor *node = ggml_graph_node(nodes, i);
+        if (const CustomOp *op = custom_op(node); op != nullptr) {
+            ours[op->name]++;
+        } else if (!is_empty(node)) {
+            ggmls[ggml_op_desc(node)]++;
+        }
+    }
+    const auto listed = [](const std::map<std::string, int> &counts) {
+        std::string text;
+        for (const auto &[name, n] : counts) {
+            text += (text.empty() ? "" : ", ") + name + " " + std::to_string(n);
+        }
+        return text;
+    };
+    log(0, "a %s of %u rows: %s, of ggml: %s", KINDS[int(shape.kind)], shape.rows, listed(ours).c_str(),
+        listed(ggmls).c_str());
 }
 
 // Asks first, since ggml aborts on an op that a device does not have.

@@ -1,0 +1,89 @@
+"""What a step launches, counted in its graph: the lists at the head of native/src/ops.h."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import box_model
+import drive
+import pytest
+import tiny
+import tiny_dflash
+
+from luce._native import Library
+
+OPS_H = Path(__file__).resolve().parent.parent / "native" / "src" / "ops.h"
+CONFIG = tiny.Config(n_embd=256, n_ff=256, n_v_head=8, state_size=128)
+MOVED = {"GET_ROWS", "SET_ROWS", "CONCAT"}
+FFN = Counter({"rowmm_parts": 2, "rowmm_parts_swiglu": 1, "rowmm_parts_rms": 1})
+OUT = FFN + Counter({"rowmm_parts": 1, "rowmm_parts_rms": 1})
+DELTANET = OUT + Counter({"rowmm_parts": 1, "deltanet_conv_parts": 1, "deltanet": 1, "rowmm_pack_gated": 1})
+ATTENTION = OUT + Counter({"rowmm": 1, "norm_rope": 1, "kv_store": 1, "attention": 1, "rowmm_pack": 1})
+
+Steps = dict[str, tuple[Counter[str], Counter[str]]]  # "verify of 1": luce's ops, ggml's
+
+
+@pytest.fixture
+def steps(native: Library, device: str) -> Callable[..., Steps]:
+    """Counts the ops of all steps of an engine that drafts where it can."""
+
+    def count(path: Path, head: bool = False, drafter: Path | None = None) -> Steps:
+        model = drive.open_model(native, path, device, head=head, drafter=drafter)
+        said: list[str] = []
+        native.set_log(lambda level, text: said.append(text))
+        try:
+            drive.open_engine(
+                model, n_ctx=64, n_rows=4, n_draft=int(head), blocks=int(drafter is not None)
+            ).close()
+        finally:
+            native.set_log(None)
+        found = {}
+        for text in said:
+            if step := re.fullmatch(r"a (.*) rows: (.*), of ggml: (.*)", text):
+                listed = (
+                    [part.rsplit(" ", 1) for part in ops.split(", ") if part] for ops in step.groups()[1:]
+                )
+                ours, theirs = (Counter({name: int(n) for name, n in ops}) for ops in listed)
+                found[step[1]] = (ours, theirs)
+        return found
+
+    return count
+
+
+def test_a_layers_launches_are_those_that_are_listed(
+    steps: Callable[..., Steps], native: Library, device: str, exact: bool, tmp_path: Path
+) -> None:
+    def of(*recurrent: bool) -> tuple[Counter[str], Counter[str]]:
+        c = replace(CONFIG, n_layer=len(recurrent), recurrent=recurrent)
+        path = tmp_path / f"{recurrent}.gguf"
+        tiny.write(path, c, tiny.layout(c, 1), "Q8_0", quantize=native.quantize)
+        return steps(path)["verify of 4"]
+
+    ours, theirs = of(True, False)
+    for added, expected in ((True, DELTANET), (False, ATTENTION)):
+        more, more_theirs = of(added, True, False)
+        if device == "cpu":
+            assert (more - ours)["rows_matmul"] == 4  # one for the weights of each input
+            assert (more - ours)["deltanet" if added else "attention"] == 1
+        elif exact:
+            assert more - ours == expected
+            assert more_theirs == theirs  # no layer launches one
+    assert DELTANET.total() == 10
+
+
+def test_what_is_kept_of_ggml_is_listed(
+    steps: Callable[..., Steps], device: str, exact: bool, tmp_path: Path
+) -> None:
+    kept = OPS_H.read_text().split("keeps of ggml-cuda")[1].split("test_launches.py")[0]
+    listed = set(re.findall(r"\b[A-Z][A-Z_]{2,}\b", kept))
+    target, drafter = tiny_dflash.files(tmp_path, tiny_dflash.CASES["yarn-own-vocabulary"])
+    found = steps(box_model.GGUF, True, box_model.DRAFTER) | steps(target, False, drafter)
+    assert {"verify of 1", "draft of 1", "block of 16"} <= found.keys()
+    for name, (_, theirs) in found.items():
+        assert theirs.keys() & MOVED, name
+        assert not exact or device == "cpu" or theirs.keys() <= listed, name
+    assert MOVED <= listed
