@@ -6,6 +6,7 @@ The reference dequantises a file's weights (by the gguf package) and computes in
 luce's CPU; the row says how far it is from transformers' logits on the box. luce and llama.cpp run the file
 as it is, with KV in F16. Each window of the text begins in an empty context: --prompt tokens are read as a
 prompt, the others one by one, and the logits after the prompt and after each other token are compared.
+ggml-cuda runs without programmatic dependent launches, with which its attention is wrong on Hopper.
 Figures are of KL(reference || other) in nats over the whole vocabulary, and of the share of positions with
 the reference's likeliest token.
 
@@ -155,7 +156,10 @@ def llamacpp_logprobs(
     fields: dict[str, Any] = {"n_probs": n_vocab, "logit_bias": [[letter, 1e6]]}
     found = []
     n_ctx = max(map(len, windows)) + 8
-    with llamacpp.LlamaServer(folder / "llama-server", path, threads, device, n_ctx=n_ctx) as server:
+    no_pdl = {"GGML_CUDA_PDL": "0"}
+    with llamacpp.LlamaServer(
+        folder / "llama-server", path, threads, device, n_ctx=n_ctx, variables=no_pdl
+    ) as server:
         for tokens in windows:
             rows = []
             for end in range(n_prompt, len(tokens) + 1):

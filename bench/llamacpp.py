@@ -13,7 +13,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ from luce.errors import LuceError
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = ("llama-bench", "llama-server")
 BATCHED = "llama-batched-bench"
+# As this program was started. luce's core sets variables of ggml for itself (device.cpp), which switch CUDA
+# graphs off: they are in the process's environment, which a child has by default, and not in this copy of it.
+ENVIRONMENT = dict(os.environ)
 START_S, ANSWER_S = 600, 1800  # a server that has said nothing for so long is given up
 
 
@@ -94,7 +97,7 @@ def llama_bench(
     """Returns prefill tokens/s and decoded tokens/s of one run."""
     command = [str(binary), "-m", str(model), "-p", str(n_prompt), "-n", str(n_gen), "-t", str(threads),
                "-r", "1", "-fa", "1", *placement(device), *options, "-o", "json"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
     if done.returncode:
         raise PeerError(f"llama-bench ended with {done.returncode}: {done.stderr[-2000:]}")
     speed = {row["n_gen"] > 0: row["avg_ts"] for row in json.loads(done.stdout)}
@@ -104,11 +107,10 @@ def llama_bench(
 def llama_bench_prefill(
     binary: Path, model: Path, lengths: Sequence[int], threads: int, device: str
 ) -> dict[int, float]:
-    """Returns prefill tokens/s by length of the prompt, each in an empty context, after a warm-up of its own.
-    """
+    """Returns prefill tokens/s by length of the prompt, each in an empty context, after a warm-up."""
     command = [str(binary), "-m", str(model), "-p", ",".join(map(str, lengths)), "-n", "0",
                "-t", str(threads), "-r", "1", "-fa", "1", *placement(device), "-o", "json"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
     if done.returncode:
         raise PeerError(f"llama-bench ended with {done.returncode}: {done.stderr[-2000:]}")
     return {row["n_prompt"]: row["avg_ts"] for row in json.loads(done.stdout)}
@@ -122,7 +124,7 @@ def llama_batched_bench(
     command = [str(binary), "-m", str(model), "-npp", str(n_prompt), "-ntg", str(n_gen),
                "-npl", ",".join(map(str, counts)), "-c", str(context), "-t", str(threads), "-fa", "on",
                *placement(device), "--output-format", "jsonl"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
     if done.returncode:
         raise PeerError(f"llama-batched-bench ended with {done.returncode}: {done.stderr[-2000:]}")
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -145,7 +147,9 @@ class LlamaServer:
         *options: str,
         n_ctx: int = 4096,
         slots: int = 1,
+        variables: Mapping[str, str] | None = None,
     ):
+        self.environment = ENVIRONMENT | dict(variables or {})
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
@@ -157,7 +161,9 @@ class LlamaServer:
 
     def __enter__(self) -> LlamaServer:
         self.log = tempfile.TemporaryFile()  # not a pipe: nobody reads it while the server writes
-        self.process = subprocess.Popen(self.command, stdout=subprocess.DEVNULL, stderr=self.log)
+        self.process = subprocess.Popen(
+            self.command, stdout=subprocess.DEVNULL, stderr=self.log, env=self.environment
+        )
         try:
             self._wait_until_ready()
         except BaseException:
