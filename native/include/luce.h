@@ -87,8 +87,7 @@ LUCE_API const char *luce_version(void);
 /* The message of the calling thread's last failed call is one line; it is valid until its next failing call. */
 LUCE_API const char *luce_last_error(void);
 
-/* fn gets each message, from any thread. level: 0 debug, 1 info, 2 warning, 3 error. NULL discards (default). At level
- * 0 an engine that opens tells the ops of its steps, and how many there are of each. */
+/* fn gets each message, from any thread. level: 0 debug (an engine's ops too), 1 info, 2 warning, 3 error. NULL: none. */
 typedef void (*luce_log_fn)(int32_t level, const char *text, void *user);
 LUCE_API luce_status luce_set_log(luce_log_fn fn, void *user);
 

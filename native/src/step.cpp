@@ -101,9 +101,9 @@ void Step::build_all(const StepShape &largest) {
     }
     compute_size_ = ggml_gallocr_get_buffer_size(galloc_.get(), 0);
     for (const StepShape &shape : step_shapes(params_.cache)) {
-        const Graph &g = graph(shape);
+        const Graph &step = graph(shape);
         if (is_logged()) {
-            g.log_ops();
+            step.log_ops();
         }
     }
 }
