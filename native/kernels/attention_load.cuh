@@ -25,7 +25,7 @@ template <int D, int TYPE, bool WGMMA> struct Layout {
     static constexpr int ROW = 2 * D, P_ROW = WGMMA ? 0 : 2 * KEYS;
     static constexpr int NEXT_ROW = WGMMA ? 128 : ROW; // the distance from one row of a tile to the next
     static constexpr int CELL = kv_bytes<TYPE>(D); // bytes of one head of a cell
-    // a copy has so many bytes, as blocks of 18 and 34 bytes allow.
+    // A copy has so many bytes, as blocks of 18 and 34 bytes allow.
     static constexpr int COPY = PACKED ? D / 16 : 16;
     static constexpr int SLOT = KEYS * CELL;
     static constexpr int UNPACKED = (SLOTS * SLOT + 1023) / 1024 * 1024; // K comes first, then V

@@ -1,14 +1,14 @@
 // Plans what a step's attention has to do, and which block does it. Each block reads the control block and
-// makes the same plan in shared memory: units of work by kind, costly kinds first, each kind shared out among
-// the blocks so that the work of all kinds up to it is even. Who does a unit does not change what it
-// computes.
+// makes the same plan in shared memory. The plan has units of work by kind, costly kinds first. Each kind is
+// shared out among the blocks so that the work of all kinds up to it is even. Who does a unit does not change
+// what it computes.
 //
 // A unit is one chunk of keys, a group of query heads that read one KV head, and a tile of M (row, query head) pairs.
-// A segment is many units:
+// A segment is many units, and is one of these two:
 //   committed chunks of a sequence, for all its rows;
-//   the chunks from that of n_past on, for one path: rows that each follow the one before. In depth-first order a
-//   new path begins where a row's parent is not the row before it, and what the path's rows see is in logical order
-//   the committed positions and then the ancestors of its last row.
+//   the chunks from that of n_past on, for one path: rows that each follow the one before.
+// In depth-first order a new path begins where a row's parent is not the row before it. What the path's rows see is
+// in logical order the committed positions and then the ancestors of its last row.
 #pragma once
 
 #include "attention_chunks.h"
@@ -77,7 +77,7 @@ struct Plan {
     // By warp: those of all, and of the longest unit.
     int32_t chunks[MAX_SEGMENTS / WARP], path_tiles[MAX_SEGMENTS / WARP];
     int32_t done[UNIT_KINDS][MAX_WORKERS / WARP]; // by warp: units that its workers and those before have
-    // a bit says that a path begins at the row, or that it is of no sequence.
+    // A bit says that a path begins at the row, or that it is of no sequence.
     uint32_t begins[MAX_ROWS / WARP];
     int32_t position[MAX_ROWS]; // that of a row
     int8_t parent[MAX_ROWS], seq[MAX_ROWS];
@@ -302,9 +302,9 @@ struct UnitInfo {
     }
 };
 
-// A walk over one worker's units: kind by kind, in each segment group by group the chunks in order, so that a
-// worker's units mostly share their queries and follow each other in memory. Tiles of one chunk are next to each other,
-// so that one reads what the other has brought into L2.
+// A cursor walks over one worker's units: kind by kind, and in each segment group by group the chunks in order. So a
+// worker's units mostly share their queries and follow each other in memory. Tiles of one chunk are next to each
+// other, so that one reads what the other has brought into L2.
 struct Cursor {
     const AttentionParams &a;
     const Plan &plan;

@@ -170,7 +170,7 @@ int cuda::gemm_pack(const RowmmPackArgs &args, void *stream) {
     }
     const cudaStream_t st = static_cast<cudaStream_t>(stream);
     const int vectors = int(args.K / 4);
-    // a thread then has about 5 vectors.
+    // A thread then has about 5 vectors.
     const int warps = std::clamp((vectors + 5 * WARP - 1) / (5 * WARP), 4, MAX_WARPS);
     switch ((vectors + warps * WARP - 1) / (warps * WARP)) {
         case 1: launch<1>(args, warps, st); break;

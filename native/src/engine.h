@@ -51,9 +51,9 @@ public:
     // E_NUMERIC means that it was done; each status says for which item.
     void verify(VerifyItem *items, uint32_t n);
 
-    // For sequences and checkpoints:
-    // Runs one step, whose sequences count as failed until it has ended. What finds no host memory in it is E_DEVICE, and
-    // other codes of which callers know that nothing was done are E_INTERNAL.
+    // Sequences and checkpoints call what follows.
+    // in_step() runs one step, whose sequences count as failed until it has ended. Where it finds no host memory
+    // the error is E_DEVICE. Other codes of which callers know that nothing was done become E_INTERNAL.
     template <typename F> void in_step(const F &step) {
         try {
             step();

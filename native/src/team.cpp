@@ -16,7 +16,7 @@ namespace {
 constexpr int SPINS = 2000;
 // They count jobs: less than a step, and hundreds of steps.
 constexpr int MIN_PATIENCE = 64, MAX_PATIENCE = 1 << 16;
-// a helper who slept through a step's first ops may miss the others.
+// A helper who slept through a step's first ops may miss the others.
 constexpr std::chrono::microseconds WAKE_EVERY(200);
 // A wait for a thread that does not run lasts a few milliseconds. So a few of them in a row use up the credit, but one
 // in a step of that length does not. One job saves at most as much as few jobs take: what is more is a caller that
