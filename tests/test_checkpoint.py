@@ -206,7 +206,7 @@ def test_only_the_end_of_a_chunk_that_prefill_brought_is_a_checkpoint(model_of: 
 
     def refused() -> None:
         before = state_of(engine, sequence)
-        with pytest.raises(StateError, match="chunk of 256"):
+        with pytest.raises(StateError, match="page of 256"):
             sequence.checkpoint()
         assert state_of(engine, sequence) == before
 

@@ -1,14 +1,21 @@
 """Where prompts are cut: what is read again of a conversation is little, and each turn has the bits of a cold
 one, with chunks as long as a GPU's."""
 
+import queue
 
 import numpy as np
 import pytest
 import tiny
+from drive import open_engine, open_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from luce._native import File
+from luce.engine import Engine
+from luce.generation import Failed, Finished
+from luce.plan import Options, Request
+from luce.server.cache import PrefixCache
+from luce.server.scheduler import Job, Scheduler
 from luce.server.turns import LOST, PAGE, Turns
 from luce.tokenizer import Tokenizer
 
@@ -84,3 +91,47 @@ def test_little_is_read_again_of_a_turn(marked, messages):
     prompt = sum((marked.message(role, n, 1) for role, n in messages), []) + head
     _, kept = Turns(marked, CHUNK).cut(prompt)
     assert len(prompt) - max(kept, default=0) <= max(len(prompt) / LOST, PAGE) + len(head)
+
+
+def test_a_conversation_of_20_turns_reuses_95_percent_of_each(long_gguf, marked):
+    """It goes through the scheduler, as a server's requests do."""
+    events: queue.Queue = queue.Queue()
+    options = Options(device="cpu", threads=1, spec="off", ctx=10752, chunk=CHUNK, checkpoints=4)
+    with Engine.open(long_gguf, options) as engine:
+        cache = PrefixCache(engine.native, marked)
+        scheduler = Scheduler(engine, cache)
+        before = 0
+        for prompt in conversation(marked, 20, 5200, 260):
+            scheduler.submit(Job(Request(prompt, 2, ignore_eos=True), events.put))
+            last = next(e for es in iter(events.get, None) for e in es if isinstance(e, (Finished, Failed)))
+            assert isinstance(last, Finished), last
+            assert last.cached >= 0.95 * before
+            before = len(prompt)
+        assert before > 10000
+        scheduler.close()
+        cache.close()
+
+
+def test_a_turn_that_is_resumed_has_the_bits_of_a_cold_one(native, long_gguf, marked):
+    def read(cache, sequence, prompt):
+        begin = past = cache.resume(sequence, prompt)
+        ends = cache.ends(sequence)
+        for end in [*(end for end in ends if past < end < len(prompt)), len(prompt)]:
+            sequence.prefill(prompt[begin:end], end == len(prompt))
+            if end in ends:
+                cache.reached(sequence, prompt)
+            begin = end
+        return past
+
+    sizes = {"n_ctx": 4096, "n_sequences": 2, "n_checkpoints": 4, "n_chunk": CHUNK}
+    with open_model(native, long_gguf) as model, open_engine(model, **sizes) as engine:
+        warm, resumed = PrefixCache(engine, marked), []
+        with engine.sequence() as one, engine.sequence() as other:
+            for prompt in conversation(marked, 5, 1500, 330):
+                resumed.append(read(warm, one, prompt))
+                cold = PrefixCache(engine, marked)
+                assert read(cold, other, prompt) == 0
+                assert one.dump() == other.dump()
+                cold.close()
+        assert resumed[0] == 0 and any(at % CHUNK for at in resumed)
+        warm.close()

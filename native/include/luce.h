@@ -368,9 +368,9 @@ LUCE_API luce_status luce_sequence_choose(luce_sequence *sequence, uint32_t row,
                                           uint64_t mask_size, int32_t *token);
 
 /* Commits the next n >= 1 tokens of a prompt in one step, which may not pass the end of a chunk:
- * n_past % n_chunk + n <= n_chunk. Where a prompt is cut inside a chunk decides the last bits of what follows; cut it
- * at multiples of n_chunk only. choice NULL: more of the prompt follows; else it receives the token that is chosen
- * after the last one. E_ARG, E_CONTEXT, E_MEMORY, E_CANCELLED: unchanged. E_NUMERIC, E_DEVICE: failed. */
+ * n_past % n_chunk + n <= n_chunk. Where a prompt is cut decides the last bits of what follows: cut prompts that begin
+ * alike at the same places. choice NULL: more of the prompt follows; else it receives the token that is chosen after
+ * the last one. E_ARG, E_CONTEXT, E_MEMORY, E_CANCELLED: unchanged. E_NUMERIC, E_DEVICE: failed. */
 LUCE_API luce_status luce_sequence_prefill(luce_sequence *sequence, const int32_t *tokens, uint32_t n,
                                            int32_t *choice);
 
@@ -408,9 +408,9 @@ LUCE_API luce_status luce_sequence_lookup(luce_sequence *sequence, int32_t ancho
 
 /* ---- checkpoint: where sequences start --------------------------------------------------------- */
 
-/* Keeps the sequence's present position, which must be the end of a chunk of its prompt: n_past is a multiple of
- * n_chunk, and nothing but prefill brought it there (E_STATE otherwise). So a prompt that is resumed runs the same
- * chunks as a cold one from there on, and gives the same bits. Pages are shared, and the recurrent state is copied on
+/* Keeps the sequence's present position, where n_past is a multiple of LUCE_PAGE and nothing but prefill of whole
+ * pages brought it there (E_STATE otherwise). A prompt that is resumed there gives the bits of a cold one that is cut
+ * at the same places, this one among them. Pages are shared, and the recurrent state is copied on
  * the device: no call waits. E_MEMORY when n_checkpoints are on the device. */
 LUCE_API luce_status luce_checkpoint_make(luce_checkpoint **out, luce_sequence *sequence);
 LUCE_API luce_status luce_checkpoint_close(luce_checkpoint *checkpoint);

@@ -249,7 +249,7 @@ void Timeline::paid() {
 
 void Timeline::appended(const int32_t *tokens, uint32_t n) {
     paid();
-    prompt_only_ = prompt_only_ && n_past() % cache_.params().n_chunk == 0;
+    prompt_only_ = prompt_only_ && n_past() % PAGE == 0;
     tokens_.insert(tokens_.end(), tokens, tokens + n);
     parents_.clear();
     hidden_ = next_hidden(0);

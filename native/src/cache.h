@@ -169,7 +169,7 @@ public:
     int32_t slot() const { return slot_; }
     int32_t hidden() const { return hidden_; } // the row of the last committed position
     const std::vector<int32_t> &pages() const { return pages_; }
-    // True while nothing but prefill in whole chunks brought it here.
+    // True while nothing but prefill of whole pages brought it here.
     bool prompt_only() const { return prompt_only_; }
     bool in_debt() const { return n_replay_ > 0 || n_move_ > 0 || n_move_head_ > 0 || n_move_drafter_ > 0; }
 

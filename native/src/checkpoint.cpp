@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <system_error>
 
 namespace luce {
 namespace {
@@ -99,6 +100,14 @@ void fetch(ggml_backend_t stream, const std::vector<Cache::Piece> &pieces, uint8
     fetch(stream, pieces, to, 0, total(pieces));
 }
 
+// Copies the pieces on the CPU. It reads what no step writes: pages that a checkpoint shares, and its own slot.
+void copy_out(const std::vector<Cache::Piece> &pieces, uint8_t *to) {
+    for (const Cache::Piece &p : pieces) {
+        memcpy(to, static_cast<const uint8_t *>(p.tensor->data) + p.offset, p.size);
+        to += p.size;
+    }
+}
+
 void send(ggml_backend_t stream, const std::vector<Cache::Piece> &pieces, const uint8_t *from) {
     for (const Cache::Piece &p : pieces) {
         ggml_backend_tensor_set_async(stream, p.tensor, from, p.offset, p.size);
@@ -174,7 +183,7 @@ Header read_header(const Engine &engine, const uint8_t *data, uint64_t size) {
         fail(LUCE_E_ARG, "the checkpoint was saved %s a DFlash drafter, this engine is %s",
              h.has_drafter ? "with" : "without", h.has_drafter ? "without one" : "with one");
     }
-    if (h.n_chunk != c.n_chunk || h.n_past % h.n_chunk != 0 || h.n_past == 0) {
+    if (h.n_chunk != c.n_chunk || h.n_past % PAGE != 0 || h.n_past == 0) {
         fail(LUCE_E_ARG, "the checkpoint has %u tokens in chunks of %u, this engine's chunks have %u",
              h.n_past, h.n_chunk, c.n_chunk);
     }
@@ -196,6 +205,9 @@ Checkpoint::~Checkpoint() {
 }
 
 void Checkpoint::close() {
+    if (copying_.valid()) {
+        settle(); // the CPU's copy reads what is given back here
+    }
     if (leaving_ || arriving_) { // nobody waits for the copy here: the engine's next step comes after it
         ggml_backend_event_wait(engine_->step().backend(), event_);
         engine_->step().keep(host_);
@@ -267,11 +279,11 @@ std::shared_ptr<Checkpoint> Checkpoint::make(Sequence &sequence) {
     sequence.check_usable();
     const std::shared_ptr<Engine> &engine = sequence.engine();
     const Timeline &line = sequence.line();
-    const uint32_t n_past = line.n_past(), n_chunk = engine->params().cache.n_chunk;
-    if (n_past == 0 || n_past % n_chunk != 0 || !line.prompt_only()) {
+    const uint32_t n_past = line.n_past();
+    if (n_past == 0 || n_past % PAGE != 0 || !line.prompt_only()) {
         fail(LUCE_E_STATE,
-             "a checkpoint is made where prefill has ended a chunk of %u: the sequence has %u tokens%s",
-             n_chunk, n_past, line.prompt_only() ? "" : ", not all of them from prefill in whole chunks");
+             "a checkpoint is made where prefill has ended a page of %d: the sequence has %u tokens%s", PAGE,
+             n_past, line.prompt_only() ? "" : ", not all of them from prefill in whole pages");
     }
     std::shared_ptr<Checkpoint> made(new Checkpoint(engine, line.tokens()), DeleteLocked());
     made->take_device();
@@ -292,15 +304,20 @@ void Checkpoint::to_host() {
     }
     const std::vector<Cache::Piece> list = pieces();
     HostMemory memory = host_memory();
+    engine_->leaving(weak_from_this());
     if (ggml_backend_t stream = engine_->copies()) {
-        engine_->leaving(weak_from_this());
         follow(event_, engine_->step().backend(), stream);
         fetch(stream, list, base(memory));
         ggml_backend_event_record(event_, stream);
         leaving_ = true;
     } else {
-        fetch(engine_->step().backend(), list, base(memory));
-        release_device();
+        try {
+            copying_ = std::async(std::launch::async, copy_out, list, base(memory));
+            leaving_ = true;
+        } catch (const std::system_error &) { // no more threads are to be had
+            copy_out(list, base(memory));
+            release_device();
+        }
     }
     host_ = std::move(memory); // nothing is half done where memory lacks
 }
@@ -339,7 +356,11 @@ void Checkpoint::settle() {
     if (!leaving_ && !arriving_) {
         return;
     }
-    engine_->step().wait(event_);
+    if (copying_.valid()) {
+        copying_.get();
+    } else {
+        engine_->step().wait(event_);
+    }
     if (leaving_) {
         release_device();
     } else {

@@ -8,6 +8,8 @@
 
 #include "sequence.h"
 
+#include <future>
+
 namespace luce {
 
 // Shared with copies to the device that are on their way (Step::keep).
@@ -59,6 +61,7 @@ private:
     HostMemory host_; // the body, which nothing changes; null while it is not in host memory
     bool leaving_ = false, arriving_ = false; // a copy is on its way
     ggml_backend_event_t event_ = nullptr; // marks the copy's end; null on the CPU
+    std::future<void> copying_; // is the copy of one that leaves, on the CPU
 };
 
 // Writes the committed state of a sequence as bytes, in the form of a checkpoint, and returns their number.

@@ -121,21 +121,32 @@ void conv_head(const ConvArgs &a, const Sequence &part, int64_t c0, bool normali
 
 // ---- the recurrence ----
 
+float *state_of(const DeltaArgs &a, const SeqCtl &seq, int head) {
+    return a.state + (int64_t(seq.slot) * a.shape.Hv + head) * a.shape.S * a.shape.S;
+}
+
 // Columns are W columns (v dimensions) of one head's state. They are the unit of work of the recurrence.
 template <int W> struct Columns {
     const DeltaArgs &a;
     const Sequence &part;
     int h; // the v head
     int j0; // the first column
+    const float *next; // the state of this thread's next unit, or null
     float *log; // the log of the sequence's slot
     float S[MAX_S][W]; // [k][v]
 
-    Columns(const DeltaArgs &args, const Sequence &sequence, int head, int column)
-        : a(args), part(sequence), h(head), j0(column), log(a.log + part.seq.slot * a.shape.log_size()) {}
+    Columns(const DeltaArgs &args, const Sequence &sequence, int head, int column, const float *following)
+        : a(args), part(sequence), h(head), j0(column), next(following),
+          log(a.log + part.seq.slot * a.shape.log_size()) {}
 
-    float *state(int i) const {
-        const int64_t head = int64_t(part.seq.slot) * a.shape.Hv + h;
-        return a.state + (head * a.shape.S + i) * a.shape.S + j0;
+    float *state(int i) const { return state_of(a, part.seq, h) + i * a.shape.S + j0; }
+
+    // Row i of the next unit's state comes while this one is computed: together the states of many sequences are too
+    // many for a near cache.
+    void fetch_next(int i) const {
+        for (int j = 0; j < W && next != nullptr; j += 16) {
+            __builtin_prefetch(next + i * a.shape.S + j0 + j, 0, 2);
+        }
     }
 
     void load() {
@@ -163,6 +174,7 @@ template <int W> struct Columns {
                 float *o) {
         float acc[W] = {};
         for (int i = 0; i < a.shape.S; i++) {
+            fetch_next(i);
             for (int j = 0; j < W; j++) {
                 S[i][j] *= decay;
                 acc[j] = std::fma(S[i][j], k[i], acc[j]);
@@ -236,11 +248,11 @@ template <int W> void run_rows(Columns<W> &cols) {
     }
 }
 
-template <int W> void deltanet_head(const DeltaArgs &a, const Sequence &part, int h) {
+template <int W> void deltanet_head(const DeltaArgs &a, const Sequence &part, int h, const float *next) {
     const DeltaShape &s = a.shape;
     const SeqCtl &seq = part.seq;
     for (int j0 = 0; j0 < s.S; j0 += W) {
-        Columns<W> cols(a, part, h, j0);
+        Columns<W> cols(a, part, h, j0, next);
         if (seq.fresh) {
             memset(cols.S, 0, sizeof(cols.S));
         } else {
@@ -276,12 +288,15 @@ void cpu_deltanet(const DeltaArgs &a, int ith, int nth) {
     const int n_heads = a.shape.Hv, n = n_seqs(a.shape, *a.ctl) * n_heads;
     for (int i = ith; i < n; i += nth) {
         const Sequence part(a.shape, *a.ctl, i / n_heads);
+        const int following = i + nth;
+        const float *next =
+            following < n ? state_of(a, a.ctl->seqs[following / n_heads], following % n_heads) : nullptr;
         if (a.shape.S >= 64) {
-            deltanet_head<64>(a, part, i % n_heads);
+            deltanet_head<64>(a, part, i % n_heads, next);
         } else if (a.shape.S == 32) {
-            deltanet_head<32>(a, part, i % n_heads);
+            deltanet_head<32>(a, part, i % n_heads, next);
         } else {
-            deltanet_head<16>(a, part, i % n_heads);
+            deltanet_head<16>(a, part, i % n_heads, next);
         }
     }
 }

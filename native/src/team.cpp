@@ -133,9 +133,10 @@ void Team::wait_for_parts(int n_parts) {
     waiting_ = false;
 }
 
-// With half as many helpers a job that all had equal shares of would have taken about twice as long.
+// With half as many helpers a job that all had equal shares of would have taken up to twice as long: where memory
+// bounds it, less. Half of that counts, so that helpers whose CPU is shared go: they cost as long as they help.
 void Team::weigh(Clock::duration took, Clock::duration waited, int taken, int n_parts) {
-    const Clock::duration saved = std::min<Clock::duration>(took, MOST_SAVED);
+    const Clock::duration saved = std::min<Clock::duration>(took, MOST_SAVED) / 2;
     const int helped = n_parts - taken, fair = std::max(taken, 1) * active_;
     credit_ += helped < fair ? saved * helped / fair : saved;
     credit_ = std::min<Clock::duration>(credit_ - waited, MOST_CREDIT);
