@@ -195,6 +195,15 @@ def with_context(model: Path, context: int | None, folder: Path) -> Path:
     return copy
 
 
+def device_of(name: str) -> str:
+    """Returns the core's name of a device: auto is the first, and cuda the first GPU."""
+    names = [device.name for device in _native.default().devices()]
+    found = names[0] if name == "auto" else next((each for each in names if each.startswith(name)), None)
+    if found is None:
+        raise llamacpp.PeerError(f"there is no device {name}: there are {', '.join(names)}")
+    return found
+
+
 def main() -> None:
     args = arguments()
     if not args.no_server and args.bin is None:
@@ -203,7 +212,7 @@ def main() -> None:
     try:
         with Files(args.model) as files:
             args.tokenizer = files.tokenizer
-        where = _native.default().devices()[0].name if args.device == "auto" else args.device
+        where = device_of(args.device)
         rows: list[Row] = []
         with tempfile.TemporaryDirectory() as folder:
             for row in measure(args, with_context(args.model, args.context, Path(folder)), where):

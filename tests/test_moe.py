@@ -17,6 +17,7 @@ from op_run import op_run
 from tiny import Config
 
 from luce._native import File, Library
+from luce.errors import UnsupportedError
 from luce.structs import Sampling
 
 CONFIG = Config(n_layer=2, interval=2, n_embd=256, n_head=4, n_head_kv=2, n_k_head=2, n_v_head=4,
@@ -48,14 +49,16 @@ def tokens_of(seed: int, n: int) -> list[int]:
 def test_experts_compute_what_their_weights_say(
     native: Library, path_of: Callable[[str], Path], device: str
 ) -> None:
-    """They do so by a prefill and by steps, in F32: rounded activations could choose other experts."""
+    """They do so by a prefill and by steps, in F32: rounded activations could choose other experts. A GPU
+    rounds them to F16, and its logits were 0.012 off on an H200."""
+    bound = 1e-3 if device == "cpu" else 0.03
     tokens = tokens_of(1, 24)
     expected = ref.Reference(CONFIG, ref.read_gguf(str(path_of("F32")))).feed(tokens)
     sequence = drive.open_sequence(drive.open_model(native, path_of("F32"), device), n_ctx=64)
-    assert np.abs(drive.chain_logits(sequence, tokens, 24) - expected).max() < 1e-3
+    assert np.abs(drive.chain_logits(sequence, tokens, 24) - expected).max() < bound
     sequence.reset()
     drive.prefill(sequence, tokens)
-    assert np.abs(sequence.logits(0) - expected[-1]).max() < 1e-3
+    assert np.abs(sequence.logits(0) - expected[-1]).max() < bound
 
 
 def test_forms_of_a_mixtures_file_say_the_same(
@@ -101,6 +104,10 @@ def test_forms_of_a_mixtures_file_say_the_same(
 def test_a_row_does_not_feel_who_shares_its_experts(
     kind: str, native: Library, path_of: Callable[[str], Path], device: str
 ) -> None:
+    if kind == "IQ3_S" and device != "cpu":
+        with pytest.raises(UnsupportedError, match="IQ3_S"):
+            drive.open_model(native, path_of(kind), device)
+        return
     model, prompt, tokens = drive.open_model(native, path_of(kind), device), tokens_of(1, 9), tokens_of(2, 64)
     found = []
     for n_threads, width in ((1, 1), (2, 1), (2, 5), (1, 16), (2, 64)):

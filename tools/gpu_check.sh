@@ -206,8 +206,8 @@ stage_kernels() {
     parts_done kernels
 }
 
-# The tests that use the device. Two files of them count its memory, or fill it, and run by themselves.
-ALONE="tests/test_resources.py tests/test_company.py"
+# The tests that use the device. Three files of them count its memory, or fill it, and run by themselves.
+ALONE="tests/test_resources.py tests/test_faults.py tests/test_company.py"
 FIRST="tests/test_goldens.py tests/test_model.py tests/test_mtp.py tests/test_invariance.py tests/test_head.py
        tests/test_sequences.py tests/test_checkpoint.py tests/test_engine.py tests/test_pages.py tests/test_dflash.py"
 tests() {
@@ -242,7 +242,7 @@ stage_suite() {
     done
     if [[ -z ${TESTS:-} ]]; then
         tests company "$slice" -n 3 --hypothesis-profile unshrunk tests/test_company.py
-        tests resources "$slice" -n 0 tests/test_resources.py
+        tests resources "$slice" -n 0 tests/test_resources.py tests/test_faults.py
     fi
     echo "tests: $(sort -u "$work/tested.txt" | cut -d' ' -f1 | sort | uniq -c | tr -s '\n ' ' '); not run:" \
         "$(wc -l <"$work/slice.txt")"
