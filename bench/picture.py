@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draws README's picture, tokens a second by drafts a round, from a row that bench/peer_llamacpp.py recorded.
 
-    python bench/picture.py bench/results/2026-11-21-peer-oracle-27b-0.8-h200.json bench/tokens-by-drafts.svg
+    python bench/picture.py bench/results/2026-11-22-peer-oracle-27b-h200.json bench/tokens-by-drafts.svg
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ def draw(row: dict[str, Any], path: Path) -> None:
     auto = next((mode["tok_per_s"] for mode in row["luce"] if mode["mode"] == "auto"), None)
     pyplot.rcParams["svg.hashsalt"] = "luce"  # the same bytes from the same row
     figure, axes = pyplot.subplots(figsize=(6.4, 3.2), layout="constrained")
-    for name, found, colour in (("luce", luce, "tab:blue"), ("llama-server", server, "tab:gray")):
+    peer = "llama-server"
+    if "without CUDA graphs" in row.get("note", ""):
+        peer += ", without CUDA graphs"
+    for name, found, colour in (("luce", luce, "tab:blue"), (peer, server, "tab:gray")):
         axes.plot(*zip(*found, strict=True), marker="o", label=name, color=colour)
     if auto is not None:
         axes.axhline(auto, linestyle="--", color="tab:blue", label="luce, as many as pay (auto)")
