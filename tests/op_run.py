@@ -29,6 +29,7 @@ luce_status luce_sampling_run(const uint32_t *words, const float *z, uint64_t n,
 luce_status luce_penalise(float *logits, uint32_t n, const luce_penalties *penalties, const int32_t *tokens,
                           uint32_t n_tokens);
 luce_status luce_engine_counts(luce_engine *engine, uint64_t *steps, uint64_t *synchronisations);
+luce_status luce_engine_poison(luce_engine *engine);
 luce_status luce_fault(int32_t fault, uint64_t after);
 luce_status luce_leave_device(int32_t index);
 luce_status luce_lookup(const int32_t *tokens, uint32_t n_tokens, int32_t *draft, uint32_t *n,
@@ -119,6 +120,12 @@ def counts(engine: Engine) -> tuple[int, int]:
     steps, waits = ffi.new("uint64_t *"), ffi.new("uint64_t *")
     engine.library.check(lib.luce_engine_counts(handle, steps, waits))
     return int(steps[0]), int(waits[0])
+
+
+def poison(engine: Engine) -> None:
+    """Makes NaN of an engine's scratch, and of pages and slots that nobody holds."""
+    declare(engine.library.ffi)
+    engine.library.check(engine.library.lib.luce_engine_poison(engine.handle))
 
 
 class Fault(IntEnum):

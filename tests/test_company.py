@@ -2,9 +2,10 @@
 tokens that it has alone, bit for bit.
 
 Hypothesis makes schedules: up to 16 sequences with different prompts and sampling, plain, with chains of
-drafts, blocks or trees, are started and stopped at random. Prefills come between rounds, sequences fork,
-checkpoints move, calls are cancelled, junk runs beside, rows are NaN, and pages are nearly out. Alone means
-plain decoding in an engine with one sequence and no head.
+drafts or with trees, are started and stopped at random. Prefills come between rounds, sequences fork,
+checkpoints move, calls are cancelled, junk runs beside, rows are NaN, and pages are nearly out. Scratch is
+NaN before each draft, verify and prefill, and so are pages and slots that nobody holds. Alone means plain
+decoding in an engine with one sequence and no head.
 
 On GPUs where ggml's products differ between row counts, a row may differ from its own alone by CUDA_GAP, and
 a text that has met a near-tie goes another way from there on; both are counted.
@@ -24,6 +25,7 @@ import tiny_dflash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from identity import CUDA_GAP
+from op_run import poison
 from tiny import Config
 
 from luce._native import Checkpoint, Drafts, Engine, Library, Model, Rows, Source
@@ -272,6 +274,7 @@ class Company:
     def prefill(self, rng: np.random.Generator) -> None:
         reading = [runner for runner in self.runners if runner.reading]
         if reading:
+            poison(self.engine)
             self.attempt(reading[int(rng.integers(len(reading)))].prefill, rng)
 
     def keep(self, rng: np.random.Generator) -> None:
@@ -372,12 +375,10 @@ class Company:
                 items.append((one, Rows(one.sequence, one.tokens[-1:])))
             else:
                 items.append((one, Rows(one.sequence, *one.candidates(rng, 16))))
-        for source in (Source.NEXTN, Source.DFLASH):
-            some = [each for each in drafts if each.source == source]
-            if some and not self.attempt(lambda some=some: self.engine.draft(some), rng):
-                return
-        if not items:
+        poison(self.engine)
+        if drafts and not self.attempt(lambda: self.engine.draft(drafts), rng) or not items:
             return
+        poison(self.engine)
         results: list[list[int] | NumericError] = []
         if self.attempt(lambda: results.extend(self.engine.verify([rows for _, rows in items])), rng):
             done = [(one, rows, result) for (one, rows), result in zip(items, results, strict=True)]

@@ -109,6 +109,42 @@ void Cache::allocate(const Device &device) {
     ggml_backend_buffer_clear(buffer_.get(), 0);
 }
 
+void Cache::poison() {
+    const auto rows = [](ggml_tensor *t, int64_t first, int64_t n, size_t row) {
+        ggml_backend_tensor_memset(t, 0xff, size_t(first) * row, size_t(n) * row);
+    };
+    for (int32_t page = 0; page < int32_t(params_.n_pages); page++) {
+        const auto cells = [&](const KvCells &kv) {
+            if (kv.k != nullptr && pages.users(page) == 0) {
+                rows(kv.k, int64_t(page) * PAGE, PAGE, kv.k->nb[1]);
+                rows(kv.v, int64_t(page) * PAGE, PAGE, kv.v->nb[1]);
+            }
+        };
+        std::for_each(kv_.begin(), kv_.end(), cells);
+        std::for_each(drafter_kv_.begin(), drafter_kv_.end(), cells);
+        cells(head_kv_);
+    }
+    for (int32_t slot = 0; slot < int32_t(params_.n_sequences + params_.n_checkpoints); slot++) {
+        const bool sequence = slot < int32_t(params_.n_sequences);
+        const int32_t id = sequence ? slot : slot - int32_t(params_.n_sequences);
+        if ((sequence ? sequence_slots : checkpoint_slots).users(id) != 0) {
+            continue;
+        }
+        for (const DeltaState &d : delta_) {
+            if (d.state != nullptr) {
+                rows(d.state, slot, 1, d.state->nb[3]);
+                rows(d.window, slot, 1, d.window->nb[2]);
+            }
+            if (d.state != nullptr && sequence) {
+                rows(d.log, slot, 1, d.log->nb[1]);
+            }
+        }
+        if (has_head()) {
+            rows(hidden_, hidden_row(slot, 0, 0), 2 * int64_t(params_.n_rows) + 1, hidden_->nb[1]);
+        }
+    }
+}
+
 int32_t Cache::hidden_row(int32_t slot, int32_t bank, int32_t row) const {
     const int32_t R = int32_t(params_.n_rows);
     return slot * (2 * R + 1) + bank * R + row;

@@ -133,6 +133,9 @@ public:
     // Returns the part of pieces() that is the recurrent state and the hidden row.
     std::vector<Piece> state_pieces(int32_t slot, int32_t hidden) const;
 
+    // For tests: makes NaN, or what is as bad, of all pages and slots that nobody holds.
+    void poison();
+
 private:
     void set_data(void *data); // sets the data of all tensors
 

@@ -68,6 +68,16 @@ luce_status luce_engine_counts(luce_engine *engine, uint64_t *steps, uint64_t *s
     });
 }
 
+luce_status luce_engine_poison(luce_engine *engine) {
+    return guarded([&] {
+        const auto e = g_engines.get(engine);
+        const std::lock_guard<std::recursive_mutex> lock(e->mutex());
+        e->reclaim();
+        e->step().poison();
+        e->cache().poison();
+    });
+}
+
 luce_status luce_engine_cancel(luce_engine *engine) {
     return CancelFlag::raise(reinterpret_cast<uintptr_t>(engine)) ? LUCE_OK : LUCE_E_ARG;
 }

@@ -31,6 +31,10 @@ LUCE_API luce_status luce_penalise(float *logits, uint32_t n, const luce_penalti
 // How many steps an engine has run, those of its opening among them, and how often it has waited for its device.
 LUCE_API luce_status luce_engine_counts(luce_engine *engine, uint64_t *steps, uint64_t *synchronisations);
 
+// Makes NaN of an engine's scratch, and of pages and slots that nobody holds: no step may read of them what it has not
+// written. Logits of the last step are gone.
+LUCE_API luce_status luce_engine_poison(luce_engine *engine);
+
 // Asks for one failure (faults.h): fault 1 as a graph is built, 2 of a graph that is too large, 3 at one of luce's ops in
 // a step, each after so many of its kind; 0 for none. It is the process's, whichever engine comes to it first.
 LUCE_API luce_status luce_fault(int32_t fault, uint64_t after);

@@ -418,6 +418,12 @@ void Step::synchronize() {
     kept_.clear();
 }
 
+void Step::poison() {
+    synchronize();
+    last_ = nullptr;
+    ggml_backend_buffer_clear(graph({StepKind::verify, verify_width(1), 0}).outputs.choice->buffer, 0xff);
+}
+
 void Step::wait(ggml_backend_event_t event) {
     synchronisations_++;
     ggml_backend_event_synchronize(event);

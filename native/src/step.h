@@ -105,6 +105,8 @@ public:
     // stream. They are counted, and so are steps: what a round costs beside its kernels.
     void synchronize();
     void wait(ggml_backend_event_t event);
+    void
+    poison(); // for tests: makes NaN of the compute buffer, of which no step may read what it has not written
     uint64_t steps() const { return steps_; }
     uint64_t synchronisations() const { return synchronisations_; }
     // Keeps what enqueued copies read until the next synchronize().
