@@ -99,16 +99,16 @@ def attention(
     """Mixes normed rows x (rows, E) as a full-attention block does. Returns its output, and its K and V
     (rows, Hkv, D). `past` holds K and V (n, Hkv, D) that every row sees."""
     n = len(x)
-    q, gate = np.split((x @ w["attn_q.weight"].T).reshape(n, c.n_head, 2 * c.head_dim), 2, -1)
-    k = (x @ w["attn_k.weight"].T).reshape(n, c.n_head_kv, c.head_dim)
-    v = (x @ w["attn_v.weight"].T).reshape(n, c.n_head_kv, c.head_dim)
+    q, gate = np.split((x @ w["attn_q.weight"].T).reshape(n, -1, 2 * c.head_dim), 2, -1)
+    k = (x @ w["attn_k.weight"].T).reshape(n, -1, c.head_dim)
+    v = (x @ w["attn_v.weight"].T).reshape(n, -1, c.head_dim)
     q = rope(rms_norm(q, w["attn_q_norm.weight"], c.eps), positions, c.rope_dim, c.rope_base)
     k = rope(rms_norm(k, w["attn_k_norm.weight"], c.eps), positions, c.rope_dim, c.rope_base)
     o = np.empty_like(q)
     for r in range(n):
         rows = _path(parents, r)
         keys, values = (
-            np.repeat(np.concatenate([before, new[rows]]), c.n_head // c.n_head_kv, axis=1)
+            np.repeat(np.concatenate([before, new[rows]]), q.shape[1] // k.shape[1], axis=1)
             for before, new in zip(past, (k, v), strict=True)
         )  # (keys, H, D)
         score = np.einsum("hd,khd->hk", q[r], keys) / np.sqrt(x.dtype.type(c.head_dim))
@@ -175,8 +175,8 @@ class Reference:
         blocks = range(c.n_layer)
         full = [i for i in blocks if not c.is_recurrent(i)]
         linear = [i for i in blocks if c.is_recurrent(i)]
-        empty = np.zeros((0, c.n_head_kv, c.head_dim), dtype)
-        self.kv = {i: (empty, empty) for i in full}  # (n_past, Hkv, D)
+        n_kv = {i: len(weights[f"blk.{i}.attn_k.weight"]) // c.head_dim for i in full}
+        self.kv = {i: (np.zeros((0, n_kv[i], c.head_dim), dtype),) * 2 for i in full}  # (n_past, Hkv, D)
         self.state = {i: np.zeros((c.n_v_head, c.state_size, c.state_size), dtype) for i in linear}
         self.conv = {i: np.zeros((c.conv_kernel - 1, c.conv_dim), dtype) for i in linear}  # oldest first
         self.router_gap = math.inf  # the least of all rows so far

@@ -81,6 +81,28 @@ def test_layer_pattern_against_the_reference(
     assert np.abs(prompt_logits(sequence, tokens) - expected[-1]).max() <= bound
 
 
+def test_blocks_may_have_head_counts_of_their_own(
+    native: Library, tmp_path: Path, device: str, bound: float
+) -> None:
+    """The keys are arrays then. KV, projections and the groups of heads that share KV differ by block."""
+    c = replace(SMALL, n_layer=4, recurrent=(False, True, False, False), head_dim=64)
+    counts = [(2, 1), (5, 5), (6, 2), (18, 1)]  # the second block is none of attention
+    weights = tiny.layout(c, SEED)
+    for i, (h, hkv) in enumerate(counts):
+        own = tiny.layout(replace(c, n_head=h, n_head_kv=hkv), SEED + i)
+        weights |= {name: x for name, x in own.items() if name.startswith(f"blk.{i}.attn_")}
+    heads, heads_kv = zip(*counts, strict=True)
+    path = tiny.write(tmp_path / "heads.gguf", replace(c, n_head=heads, n_head_kv=heads_kv), weights)
+    tokens = tokens_of(33, c)
+    expected = ref.Reference(c, weights).feed(tokens)
+    sequence = drive.open_sequence(drive.open_model(native, path, device), n_ctx=64)
+    assert np.abs(drive.chain_logits(sequence, tokens, 33) - expected).max() <= bound
+    assert np.abs(prompt_logits(sequence, tokens) - expected[-1]).max() <= bound
+    short = tiny.write(tmp_path / "short.gguf", replace(c, n_head=heads[:3], n_head_kv=heads_kv), weights)
+    with pytest.raises(FileError, match=r"head_count has 3 entries, expected 4"):
+        drive.open_model(native, short, device)
+
+
 TREE_SEEDS = {"experts-one-used": 9000, "experts-16-tied": 61000}  # their tokens leave no router in doubt
 
 

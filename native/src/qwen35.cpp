@@ -13,7 +13,7 @@ struct Qwen35 {
     uint32_t n_ff = 0; // FF of a dense layer
     MoeShape moe; // with n_expert 0 the model is dense
     uint32_t n_ff_shared = 0;
-    AttentionShape attention;
+    std::vector<AttentionShape> attention; // of each block, heads' after the trunk's; DeltaNet's are not used
     DeltaNetShape deltanet;
     std::vector<bool> recurrent; // says of each trunk block whether it is DeltaNet; else it is full attention
 };
@@ -21,6 +21,27 @@ struct Qwen35 {
 // Returns what stands before the names of an architecture's own keys.
 std::string prefix_of(const GgufFile &file) {
     return file.string("general.architecture") + ".";
+}
+
+// Returns a number for each of n blocks, of which a key has one for all, or an array.
+std::vector<uint32_t> per_block(const GgufFile &file, const std::string &key, uint32_t n, int64_t lo,
+                                int64_t hi) {
+    const GgufKv *kv = file.find(key);
+    if (kv == nullptr || kv->type != GGUF_ARR) {
+        return std::vector<uint32_t>(n, uint32_t(file.integer(key, lo, hi)));
+    }
+    const std::vector<int64_t> values = file.integers(key);
+    if (values.size() != n) {
+        fail(LUCE_E_FILE, "%s: key %s has %zu entries, expected %u (one for each block)", file.path().c_str(),
+             key.c_str(), values.size(), n);
+    }
+    for (const int64_t value : values) {
+        if (value < lo || value > hi) {
+            fail(LUCE_E_FILE, "%s: key %s has %lld, expected %lld to %lld", file.path().c_str(), key.c_str(),
+                 (long long) value, (long long) lo, (long long) hi);
+        }
+    }
+    return std::vector<uint32_t>(values.begin(), values.end());
 }
 
 std::vector<bool> recurrent_layers(const GgufFile &file, uint32_t n_layer, uint32_t n_all) {
@@ -53,9 +74,8 @@ void check_rope_scaling(const GgufFile &file) {
 }
 
 // Fails with E_UNSUPPORTED where luce has no kernels for a shape.
-void check(const GgufFile &file, const Qwen35 &q) {
+void check(const GgufFile &file, const Qwen35 &q, const AttentionShape &a) {
     const std::string p = prefix_of(file);
-    const AttentionShape &a = q.attention;
     const DeltaNetShape &d = q.deltanet;
     const auto bad = [&](const std::string &what) {
         fail(LUCE_E_UNSUPPORTED, "%s: %s", file.path().c_str(), what.c_str());
@@ -121,9 +141,12 @@ Qwen35 read(const GgufFile &file) {
     } else {
         q.n_ff = u("feed_forward_length", 1, 1 << 20);
     }
-    AttentionShape &a = q.attention;
-    a.n_head = u("attention.head_count", 1, 4096);
-    a.n_head_kv = uint32_t(file.integer_or(p + "attention.head_count_kv", a.n_head, 1, a.n_head));
+    const std::string heads = p + "attention.head_count", heads_kv = p + "attention.head_count_kv";
+    const std::vector<uint32_t> n_head = per_block(file, heads, n_all, 1, 4096);
+    const std::vector<uint32_t> n_head_kv =
+        file.find(heads_kv) == nullptr ? n_head : per_block(file, heads_kv, n_all, 1, 4096);
+    AttentionShape a;
+    a.n_head = n_head[0];
     a.head_dim = uint32_t(file.integer_or(p + "attention.key_length", hp.n_embd / a.n_head, 1, 1024));
     a.rope_dim = uint32_t(file.integer_or(p + "rope.dimension_count", a.head_dim, 0, a.head_dim));
     a.rope_base = float(file.number(p + "rope.freq_base"));
@@ -131,8 +154,15 @@ Qwen35 read(const GgufFile &file) {
     d.state_size = u("ssm.state_size", 1, 1024);
     d.n_k_heads = u("ssm.group_count", 1, 1024);
     d.n_v_heads = u("ssm.time_step_rank", 1, 1024);
-    check(file, q);
     q.recurrent = recurrent_layers(file, hp.n_layer, n_all);
+    for (uint32_t il = 0; il < n_all; il++) {
+        a.n_head = n_head[il];
+        a.n_head_kv = n_head_kv[il];
+        q.attention.push_back(a);
+        if (il == 0 || il >= hp.n_layer || !q.recurrent[il]) {
+            check(file, q, a);
+        }
+    }
     return q;
 }
 
@@ -188,9 +218,9 @@ Block read_block(WeightReader &r, const Qwen35 &q, uint32_t il, bool recurrent) 
         d.out = r.matrix(p + "ssm_out.weight", Hv * S, E);
         b.mixer = d;
     } else {
-        const int64_t D = q.attention.head_dim, H = q.attention.n_head, Hkv = q.attention.n_head_kv;
         Attention a{};
-        a.shape = q.attention;
+        a.shape = q.attention[il];
+        const int64_t D = a.shape.head_dim, H = a.shape.n_head, Hkv = a.shape.n_head_kv;
         a.q = r.matrix(p + "attn_q.weight", E, 2 * D * H);
         a.k = r.matrix(p + "attn_k.weight", E, D * Hkv);
         a.v = r.matrix(p + "attn_v.weight", E, D * Hkv);
