@@ -17,14 +17,14 @@ def as_cpp(text: str) -> str:
     """Launches and dynamic shared memory in C++; what else CUDA adds are macros."""
     text = re.sub(r"extern __shared__ [^;]*?(\w+)\[\];", r"uint8_t *\1 = emulated::dynamic_shared;", text)
     return re.sub(
-        r"(\w+(?:<\w+>)?)\s*<<<(.*?),(.*?),([^,]*?),\s*(\w+)>>>\((.*?)\);",
+        r"(\w+(?:<[\w, ]+>)?)\s*<<<(.*?),(.*?),([^,]*?),\s*([^,]*?)>>>\((.*?)\);",
         r"emulated::launch(\2, \3, \4, [&] { \1(\6); });",
         text,
         flags=re.S,
     )
 
 
-def build(folder: Path, kernels: list[str], checks: list[str]) -> Path:
+def build(folder: Path, kernels: list[str], checks: list[str], check: str) -> Path:
     for source in [*KERNELS.glob("*.h"), *KERNELS.glob("*.cuh"), *CHECKS.glob("*.h")]:
         (folder / source.name).write_text(as_cpp(source.read_text()))
     for header in (CHECKS / "emulated").iterdir():
@@ -37,7 +37,7 @@ def build(folder: Path, kernels: list[str], checks: list[str]) -> Path:
         objects.append(str(source.with_suffix(".o")))
         command = ["c++", "-std=c++17", "-O1", "-w", "-ffp-contract=off", "-I", str(folder)]
         command += ["-fno-strict-aliasing"]  # as CUDA's compiler takes it
-        command += ["-include", "cuda_runtime.h", "-c", str(source)]
+        command += ["-include", "cuda_runtime.h", f"-DCHECK={check}", "-c", str(source)]
         commands.append(subprocess.Popen([*command, "-o", objects[-1]], cwd=folder))
     assert all(command.wait() == 0 for command in commands)
     subprocess.run(["c++", *objects, "-o", str(folder / "check")], check=True)
@@ -45,6 +45,15 @@ def build(folder: Path, kernels: list[str], checks: list[str]) -> Path:
 
 
 def test_mixture_of_experts(tmp_path: Path) -> None:
-    program = build(tmp_path, ["rowmm_permute.cu", "moe_route.cu", "moe_matmul.cu"], ["moe_check.cu"])
+    kernels = ["rowmm_permute.cu", "moe_route.cu", "moe_matmul.cu"]
+    program = build(tmp_path, kernels, ["moe_check.cu"], "check_moe(false)")
+    run = subprocess.run([program], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_attention_over_f32_cells(tmp_path: Path) -> None:
+    """How work is shared out is the same for all types of cells; the tensor cores' kernels are not run."""
+    kernels = ["attention.cu", "kv_pages.cu"]
+    program = build(tmp_path, kernels, ["attention_check.cu"], "check_attention_f32()")
     run = subprocess.run([program], capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stdout + run.stderr

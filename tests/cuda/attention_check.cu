@@ -416,39 +416,22 @@ void check_mask(int T, int64_t n_kv, int first, int window) {
     expect(good, "prefill mask");
 }
 
-void check_choices() {
-    Device<StepCtl> ctl(1);
-    StepCtl host = blank_ctl();
-    std::vector<ChoiceRow> choice(5);
-    Ints kept(16, -9), tokens{5, -1, -4, -8, 0};
-    for (int row = 0; row < 5; row++) {
-        choice[row].token = 100 * row;
-        choice[row].not_finite = 100 * row + 1;
-    }
-    host.rows[0].keep = 3;
-    host.rows[2].keep = 0;
-    host.rows[3].keep = 7;
-    ctl.set({host});
-    Device<ChoiceRow> in(choice);
-    Device<int32_t> drafts(kept), given(tokens), out(5);
-    must(cuda::keep({in.p, 5, ctl.p, drafts.p}, stream));
-    must(cuda::row_tokens({given.p, drafts.p, 5, 300, out.p}, stream));
-    must(cudaStreamSynchronize(stream));
-    for (const auto &[row, at] : {std::pair(0, 3), {2, 0}, {3, 7}}) {
-        kept[2 * at] = 100 * row;
-        kept[2 * at + 1] = 100 * row + 1;
-    }
-    expect(drafts.get() == kept, "kept choices");
-    expect(out.get() == Ints({5, 200, 0, 0, 0}), "tokens of rows"); // row 3's is beyond the vocabulary
-}
-
 Ints any_tree(int T) {
     return T == 0 ? Ints() : pick(3) == 0 ? chain(T) : random_tree(T, 1 + pick(12), pick(2) == 0);
 }
 
 } // namespace
 
+// Any number of query heads over a KV head, among them more than a unit takes.
+void check_attention_f32() {
+    for (const KvShape &s : std::vector<KvShape>{{4, 2, 64, 0}, {34, 2, 64, 0}, {17, 1, 64, 0, 1, 70, 3.0f}}) {
+        check_case(s, {{255}, {any_tree(7)}, false, 2}, "context 255");
+        check_case(s, {{300, 30}, {any_tree(5), chain(3)}, true, 0}, "company");
+    }
+}
+
 void check_attention(bool all) {
+    check_attention_f32();
     const std::vector<KvShape> shapes = {
         {24, 4, 256, 1}, {6, 1, 256, 8},           {6, 1, 256, 2},         {4, 1, 256, 0},
         {8, 2, 128, 1},  {8, 1, 128, 8},           {3, 1, 128, 2},         {2, 2, 128, 0},
@@ -491,7 +474,6 @@ void check_attention(bool all) {
     }
     check_mask(17, 256, 0, 0);
     check_mask(5, 301, 1, 7);
-    check_choices();
     for (const auto &[type, error] : worst) {
         printf("attention, type %d: relative error at most %.2e\n", type, error);
     }

@@ -134,9 +134,37 @@ void check_rows(int32_t n, int T, float spread, int first) {
     }
 }
 
+// Choices that are kept on the device, and the tokens of rows that they are.
+void check_kept() {
+    Device<StepCtl> ctl(1);
+    StepCtl host = blank_ctl();
+    std::vector<ChoiceRow> choice(5);
+    Ints kept(16, -9), tokens{5, -1, -4, -8, 0};
+    for (int row = 0; row < 5; row++) {
+        choice[row].token = 100 * row;
+        choice[row].not_finite = 100 * row + 1;
+    }
+    host.rows[0].keep = 3;
+    host.rows[2].keep = 0;
+    host.rows[3].keep = 7;
+    ctl.set({host});
+    Device<ChoiceRow> in(choice);
+    Device<int32_t> drafts(kept), given(tokens), out(5);
+    must(cuda::keep({in.p, 5, ctl.p, drafts.p}, stream));
+    must(cuda::row_tokens({given.p, drafts.p, 5, 300, out.p}, stream));
+    must(cudaStreamSynchronize(stream));
+    for (const auto &[row, at] : {std::pair(0, 3), {2, 0}, {3, 7}}) {
+        kept[2 * at] = 100 * row;
+        kept[2 * at + 1] = 100 * row + 1;
+    }
+    expect(drafts.get() == kept, "kept choices");
+    expect(out.get() == Ints({5, 200, 0, 0, 0}), "tokens of rows"); // row 3's is beyond the vocabulary
+}
+
 } // namespace
 
 void check_choose(bool all) {
+    check_kept();
     for (int32_t n : {1, 5, 62, 100, 1001, 4096}) {
         for (float spread : {3.0f, 0.0f, 1e-6f}) {
             check_rows(n, all ? 64 : N_SETTINGS, spread, pick(N_SETTINGS));

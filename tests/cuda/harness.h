@@ -24,6 +24,7 @@ inline cudaStream_t stream;
 // These are in *_check.cu and *_time.cu. They do less without `all`, for a sanitizer.
 void check_deltanet(bool all);
 void check_attention(bool all);
+void check_attention_f32(); // of check_attention, what needs no tensor cores
 void time_kernels();
 void check_rowmm(bool all);
 void check_gemm_kernels(bool all);

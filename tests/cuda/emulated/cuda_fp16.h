@@ -19,6 +19,7 @@ struct __half2 { __half x, y; };
 
 inline float __half2float(__half h) { return float(h.v); }
 inline __half __float2half_rn(float x) { return __half(_Float16(x)); }
+inline uint16_t __half_as_ushort(__half h) { return __half_raw(h).x; }
 inline __half __ushort_as_half(uint16_t bits) { return __half(__half_raw{bits}); }
 inline __half2 __float2half2_rn(float x) { return {__float2half_rn(x), __float2half_rn(x)}; }
 inline __half2 __floats2half2_rn(float x, float y) { return {__float2half_rn(x), __float2half_rn(y)}; }

@@ -137,23 +137,21 @@ template <typename F> void launch(dim3 grid, int threads, size_t shared, const F
         fibers.back()->stack.resize(1 << 17);
     }
     memset(exchanges, 0, sizeof(exchanges));
-    for (unsigned y = 0; y < grid.y; y++) {
-        for (unsigned x = 0; x < grid.x; x++) {
-            blockIdx = dim3(x, y);
-            memset(room.data(), 0xff, room.size());
-            for (int i = 0; i < threads; i++) {
-                Fiber &f = *fibers[size_t(i)];
-                f.begun = f.done = false;
-                getcontext(&f.start);
-                f.start.uc_stack.ss_sp = f.stack.data();
-                f.start.uc_stack.ss_size = f.stack.size();
-                f.start.uc_link = nullptr;
-                makecontext(&f.start, enter, 0);
-            }
-            alive = threads;
-            if (_setjmp(launcher) == 0) {
-                resume(0);
-            }
+    for (unsigned block = 0; block < grid.x * grid.y * grid.z; block++) {
+        blockIdx = dim3(block % grid.x, block / grid.x % grid.y, block / grid.x / grid.y);
+        memset(room.data(), 0xff, room.size());
+        for (int i = 0; i < threads; i++) {
+            Fiber &f = *fibers[size_t(i)];
+            f.begun = f.done = false;
+            getcontext(&f.start);
+            f.start.uc_stack.ss_sp = f.stack.data();
+            f.start.uc_stack.ss_size = f.stack.size();
+            f.start.uc_link = nullptr;
+            makecontext(&f.start, enter, 0);
+        }
+        alive = threads;
+        if (_setjmp(launcher) == 0) {
+            resume(0);
         }
     }
 }
@@ -177,6 +175,24 @@ template <typename T> T __shfl_up_sync(uint32_t, T x, int n) {
 template <typename T> T __shfl_down_sync(uint32_t, T x, int n) {
     const int lane = int(threadIdx.x % 32);
     return emulated::of_lane<T>(emulated::exchange(x), lane + n > 31 ? lane : lane + n);
+}
+template <typename T, typename F> T reduced(T x, const F &combine) {
+    const auto words = emulated::exchange(x);
+    T all = emulated::of_lane<T>(words, 0);
+    for (int lane = 1; lane < 32; lane++) {
+        all = combine(all, emulated::of_lane<T>(words, lane));
+    }
+    return all;
+}
+inline int __reduce_add_sync(uint32_t, int x) {
+    return reduced(x, [](int a, int b) { return a + b; });
+}
+inline int __reduce_max_sync(uint32_t, int x) {
+    return reduced(x, [](int a, int b) { return a > b ? a : b; });
+}
+inline uint32_t __ballot_sync(uint32_t, bool x) {
+    const uint32_t bit = x ? 1u << threadIdx.x % 32 : 0;
+    return reduced(bit, [](uint32_t a, uint32_t b) { return a | b; });
 }
 inline bool __all_sync(uint32_t, bool x) {
     const auto words = emulated::exchange(x);
@@ -222,6 +238,8 @@ inline float __uint_as_float(uint32_t bits) {
     memcpy(&x, &bits, 4);
     return x;
 }
+inline int __ffsll(int64_t x) { return __builtin_ffsll(x); }
+inline int __clzll(int64_t x) { return x == 0 ? 64 : __builtin_clzll(uint64_t(x)); }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
     const uint64_t bytes = uint64_t(high) << 32 | low;
@@ -242,6 +260,12 @@ using cudaError_t = int;
 enum { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9 };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
 enum { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum { cudaDevAttrMultiProcessorCount, cudaDevAttrComputeCapabilityMajor };
+inline cudaError_t cudaGetDevice(int *device) { return *device = 0; }
+inline cudaError_t cudaDeviceGetAttribute(int *value, int attribute, int) {
+    *value = attribute == cudaDevAttrMultiProcessorCount ? 5 : 8;
+    return cudaSuccess;
+}
 template <typename F> cudaError_t cudaFuncSetAttribute(F *, int, int) { return cudaSuccess; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline cudaError_t cudaMalloc(void **p, size_t n) {

@@ -1,4 +1,4 @@
-// Runs kernel checks on a CPU.
+// Runs a kernel check on a CPU: CHECK is its call.
 #include "harness.h"
 
 const char *luce::cuda::error_text(int error) {
@@ -16,7 +16,7 @@ int luce::cuda::capture_launch(void *, void *) {
 void luce::cuda::capture_free(void *) {}
 
 int main() {
-    check_moe(false);
+    CHECK;
     printf("%d checks, %d failed\n", n_checks, n_failed);
     return n_failed == 0 ? 0 : 1;
 }

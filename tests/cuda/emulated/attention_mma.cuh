@@ -1,0 +1,24 @@
+// In the place of native/kernels/attention_mma.cuh: there are no tensor cores here, F32 cells are attended to without.
+#pragma once
+
+#include "attention_plan.cuh"
+#include "kv_types.cuh"
+#include "rowmm_ptx.cuh"
+
+namespace luce {
+
+constexpr int MATH_THREADS = 1, LOAD_THREADS = 1, MMA_THREADS = 2, WARPS = 1;
+template <int D, int TYPE, bool WGMMA> struct Layout {
+    static constexpr int SLOTS = 0, FULL = 0, EMPTY = 0, MAX_M = 1, PLAN = 0, BYTES = 1;
+};
+template <typename L> struct Loader {
+    const AttentionParams &a;
+    Plan &plan;
+    uint8_t *shared;
+    void run() { abort(); }
+};
+template <int D, int TYPE> void mma_units(const AttentionParams &, Plan &, uint8_t *) { abort(); }
+inline void init_barrier(uint32_t, int) { abort(); }
+inline float exp2_fast(float x) { return std::exp2(x); }
+
+} // namespace luce
