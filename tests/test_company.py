@@ -2,7 +2,7 @@
 tokens that it has alone, bit for bit.
 
 Hypothesis makes schedules: up to 16 sequences with different prompts and sampling, plain, with chains of
-drafts or with trees, are started and stopped at random. Prefills come between rounds, sequences fork,
+drafts, blocks or trees, are started and stopped at random. Prefills come between rounds, sequences fork,
 checkpoints move, calls are cancelled, junk runs beside, rows are NaN, and pages are nearly out. Scratch is
 NaN before each draft, verify and prefill, and so are pages and slots that nobody holds. Alone means plain
 decoding in an engine with one sequence and no head.
@@ -376,7 +376,11 @@ class Company:
             else:
                 items.append((one, Rows(one.sequence, *one.candidates(rng, 16))))
         poison(self.engine)
-        if drafts and not self.attempt(lambda: self.engine.draft(drafts), rng) or not items:
+        for source in (Source.NEXTN, Source.DFLASH):
+            some = [each for each in drafts if each.source == source]
+            if some and not self.attempt(lambda some=some: self.engine.draft(some), rng):
+                return
+        if not items:
             return
         poison(self.engine)
         results: list[list[int] | NumericError] = []
