@@ -118,9 +118,11 @@ Step::Graph &Step::graph(const StepShape &shape) {
     slot.reset();
     auto built = Graph::build(model_, cache_, in_.of(shape.kind), shape);
     // a graph that does not fit must not be given to galloc_, which would free the buffer under all others
-    const GraphAllocator trial = new_graph_allocator(model_.device());
     size_t size = 0;
-    ggml_gallocr_reserve_n_size(trial.get(), built->nodes, nullptr, nullptr, &size);
+    if (shape.prefill()) { // every other shape was measured
+        const GraphAllocator trial = new_graph_allocator(model_.device());
+        ggml_gallocr_reserve_n_size(trial.get(), built->nodes, nullptr, nullptr, &size);
+    }
     if (size > compute_size_ || fails_here(Fault::size) ||
         !ggml_gallocr_alloc_graph(galloc_.get(), built->nodes)) {
         fail(LUCE_E_INTERNAL, "a step of %u rows over %u cells takes %s, the compute buffer has %s",
