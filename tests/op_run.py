@@ -124,8 +124,9 @@ def counts(engine: Engine) -> tuple[int, int]:
 
 def poison(engine: Engine) -> None:
     """Makes NaN of an engine's scratch, and of pages and slots that nobody holds."""
-    declare(engine.library.ffi)
-    engine.library.check(engine.library.lib.luce_engine_poison(engine.handle))
+    ffi, lib = core(engine.library.path)
+    handle = ffi.cast("luce_engine *", address(engine.library, engine.handle))
+    engine.library.check(lib.luce_engine_poison(handle))
 
 
 class Fault(IntEnum):
