@@ -15,7 +15,8 @@ plus the chances of the next best candidates beside a chain. No token depends on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, repeat
 from operator import mul
@@ -50,60 +51,71 @@ class Acceptance:
     def __init__(self, depths: int, ranks: int = 1, known: Acceptance | None = None):
         """Starts from what is `known`, which learns along."""
         self.ranks, self._known = ranks, known
+        self._weight = 1.0  # what one of the trials and hits counts: so all fade at once
         self._trials = [0.0] * depths
         self._hits = [[0.0] * ranks for _ in range(depths)]  # by depth and rank; rank 0: the draft itself
         if known:
             known.fade(FORGET)
+            known._settle()
             parts = [min(1.0, KNOWN / trials) if trials else 0.0 for trials in known._trials]
             self._trials = [part * trials for part, trials in zip(parts, known._trials, strict=True)]
             self._hits = [[part * x for x in hits] for part, hits in zip(parts, known._hits, strict=True)]
 
     def fade(self, keep: float) -> None:
         """Leaves that part of the weight to all that was learned."""
-        self._trials = [keep * x for x in self._trials]
-        self._hits = [[keep * x for x in hits] for hits in self._hits]
+        self._weight *= keep
+
+    def skip(self) -> None:
+        """Learns from a round without drafts, which shows nothing."""
+        self._weight *= self.FADE
+
+    def _settle(self) -> None:
+        """Counts trials and hits by what they weigh, so that each counts 1 again."""
+        weight, self._weight = self._weight, 1.0
+        self._trials = [weight * x for x in self._trials]
+        self._hits = [[weight * x for x in hits] for hits in self._hits]
 
     def add(self, drafted: int, right: int, rank: int | None = None) -> None:
         """Learns from a round: each depth up to the first wrong draft is one trial. `rank` is that of the
         target's own token among the candidates there; None means that it is none of them."""
-        self.fade(FORGET if drafted else self.FADE)
+        if not drafted:
+            return self.skip()
+        self.fade(FORGET)
         self._count(drafted, right, rank)
         if self._known:
             self._known._count(drafted, right, rank)
 
     def _count(self, drafted: int, right: int, rank: int | None) -> None:
+        if self._weight < 1e-3:  # what is divided by it stays small
+            self._settle()
+        one = 1 / self._weight
         for depth in range(min(right + 1, drafted)):
-            self._trials[depth] += 1
+            self._trials[depth] += one
             if depth < right:
-                self._hits[depth][0] += 1
+                self._hits[depth][0] += one
             elif rank is not None and 0 < rank < len(self._hits[depth]):
-                self._hits[depth][rank] += 1
+                self._hits[depth][rank] += one
 
-    def shares(self, n: int) -> list[float]:
-        """Returns the share of right drafts at each depth 1 .. n."""
-        share, weight, found = self.HOPE, self.HOPE_WEIGHT, []
-        for hits, trials in zip(self._hits[:n], self._trials, strict=False):
-            share, weight = (hits[0] + weight * share) / (trials + weight), self.NEXT_WEIGHT
-            found.append(share)
-        return found
-
-    def chances(self, n: int) -> list[float]:
-        """Returns the chances that the first 1, 2 .. n drafts are all right."""
-        return list(accumulate(self.shares(n), mul))
+    def shares(self, n: int) -> Iterator[float]:
+        """Yields the share of right drafts at each depth 1 .. n."""
+        share, hope, weight = self.HOPE, self.HOPE_WEIGHT, self._weight
+        for depth in range(n):
+            share = (self._hits[depth][0] * weight + hope * share) / (self._trials[depth] * weight + hope)
+            hope = self.NEXT_WEIGHT
+            yield share
 
     def leaves(self, n: int) -> list[float]:
         """Returns the chances of the next best candidates beside a chain of n drafts, best first. Before any
         trial, each is expected to be right in half of the cases in which those before it are not."""
-        found, before = [], 1.0
+        found, before, weight, worth = [], 1.0, self._weight, self.HOPE_WEIGHT
         for depth, share in enumerate(self.shares(n)):
-            rest = 1 - share
+            rest, each = 1 - share, before / (self._trials[depth] * weight + worth)
             for hits in self._hits[depth][1:]:
                 rest /= 2
-                found.append(
-                    before * (hits + self.HOPE_WEIGHT * rest) / (self._trials[depth] + self.HOPE_WEIGHT)
-                )
+                found.append(each * (hits * weight + worth * rest))
             before *= share
-        return sorted(found, reverse=True)
+        found.sort(reverse=True)
+        return found
 
 
 class Lookups:
@@ -134,13 +146,23 @@ class Lookups:
     def chances(self, n: int, matched: int) -> list[float]:
         """Returns the chances that the first 1, 2 .. n tokens are all right. A length of match without
         trials starts from what all lengths show together."""
-        pooled = [[sum(counts[i][j] for counts in self._counts) for j in (0, 1)] for i in (0, 1)]
-        own, shares = self._counts[self._class_of(matched)], []
-        for (hits, trials), (all_hits, all_trials) in zip(own, pooled, strict=True):
+        if not n:
+            return []
+        first, later = self._shares(self._class_of(matched))
+        return list(accumulate(repeat(later, n - 1), mul, initial=first))
+
+    def _shares(self, of: int) -> tuple[float, float]:
+        """Returns the shares of right tokens of a class: of first ones, and of later ones."""
+        shares = []
+        for kind in (0, 1):
+            all_hits = all_trials = 0.0
+            for counts in self._counts:
+                all_hits += counts[kind][0]
+                all_trials += counts[kind][1]
             hope = (all_hits + 2 * self.HOPE) / (all_trials + 2)
+            hits, trials = self._counts[of][kind]
             shares.append((hits + 2 * hope) / (trials + 2))
-        first, later = shares
-        return list(accumulate(repeat(later, n - 1), mul, initial=first)) if n else []
+        return shares[0], shares[1]
 
     def follow(self, tokens: Sequence[int], matched: int) -> None:
         """Begins to follow a proposal, unless one is still followed."""
@@ -203,14 +225,15 @@ class Choice:
     price: float = 1.0
 
 
-PLAIN = Choice()
+PLAIN, NOTHING = Choice(), Draft()
 Fields = tuple[int, int | None, int, int, float, float]  # of a Choice
 
 
 class Prices:
     """This is what rounds of so many sequences cost, where each does the same; the unit is a plain round of
     them. `verify` has a step's price by the rows of each sequence, and `drafts` that of 0, 1 .. drafts of
-    each drafter."""
+    each drafter. `slopes` has by drafts what each further one adds at least. `with_lookup` and `with_drafts`
+    are the prices of the cheapest rounds that verify a lookup, and drafts of a drafter."""
 
     def __init__(self, costs: Costs, drafters: Sequence[Drafter], sequences: int):
         plain, most = costs.verify(sequences), MAX_ROWS // max(sequences, 1)
@@ -222,11 +245,27 @@ class Prices:
             [0.0, *(d.seconds(costs, n, sequences) / plain if plain else 0.0 for n in range(1, d.most + 1))]
             for d in drafters
         ]
+        verify = self.verify
+        chains = [[of[n] + verify[1 + n] for n in range(min(len(of), most))] for of in self.drafts]
+        self.slopes = [_slopes(chain) for chain in chains]
+        self.with_lookup = verify[2] if most > 1 else math.inf
+        self.with_drafts = min((chain[1] for chain in chains if len(chain) > 1), default=math.inf)
+
+
+def _slopes(prices: Sequence[float]) -> list[float]:
+    """Returns for each price what the least slope is from it to a later one."""
+    found, after = [], list[float]()
+    for price in reversed(prices):
+        slopes = ((later - price) / more for more, later in enumerate(reversed(after), start=1))
+        found.append(min(slopes, default=math.inf))
+        after.append(price)
+    return found[::-1]
 
 
 def best(
     prices: Prices,
-    limits: Limits,
+    rows: int,
+    depth: int,
     lookup: Sequence[float],
     learned: Sequence[Acceptance],
     most_lost: float,
@@ -239,12 +278,12 @@ def best(
     arithmetic.
     """
     verify, bound = prices.verify, 1 + most_lost
-    rows = min(limits.rows, len(verify) - 2)
+    rows = min(rows, len(verify) - 2)
     top = MARGIN  # tokens a plain round's time
     found: Fields = (0, None, 0, 0, 1.0, 1.0)
     if not prices.known:  # nothing was measured: nothing is known to pay
         return PLAIN
-    lookup = lookup[: min(rows, limits.depth)]
+    lookup = lookup[: min(rows, depth)]
     if 1 + sum(lookup) <= top:  # no round is cheaper than a plain one
         lookup = ()
     tokens = 1.0
@@ -253,16 +292,20 @@ def best(
         if tokens > top * verify[1 + n] and verify[1 + n] <= bound:
             top, found = tokens / verify[1 + n], (n, None, 0, 0, tokens, verify[1 + n])
     for index, acceptance in enumerate(learned):
-        drafting = prices.drafts[index]
-        chances = acceptance.chances(min(len(drafting) - 1, rows, limits.depth))
+        drafting, slopes = prices.drafts[index], prices.slopes[index]
         rate, n, alone, tokens = 1.0, 0, 1.0, 1.0  # the best chain without a lookup: its rate, drafts, tokens
-        for size, chance in enumerate(chances, start=1):
+        chance, chances = 1.0, list[float]()  # that all drafts up to there are right
+        for size, share in enumerate(acceptance.shares(min(len(drafting) - 1, rows, depth)), start=1):
+            chance *= share
             tokens += chance
+            chances.append(chance)
             price = verify[1 + size] + drafting[size]
             if tokens > rate * price:
                 rate, n, alone = tokens / price, size, tokens
             if tokens > top * price and price <= bound:
                 top, found = tokens / price, (0, index, size, 0, tokens, price)
+            if chance <= rate * slopes[size] or (price > bound and not lookup):
+                break  # no longer chain is better
         tokens = alone
         for taken, chance in enumerate(lookup[: rows - n] if n else (), start=1):
             tokens += chance * (1 - chances[taken - 1]) if taken <= n else chance
@@ -293,14 +336,13 @@ def chain_can_pay(costs: Costs, drafters: Sequence[Drafter]) -> bool:
     """Says whether some drafts of the model's drafters gain tokens a second if as many are right as may be
     hoped for."""
     learned = [Acceptance(drafter.most) for drafter in drafters]
-    limits = Limits(MAX_ROWS - 1, MAX_ROWS - 1)
-    most_lost = BET * HORIZON * ALLOWANCE
-    return best(Prices(costs, drafters, 1), limits, (), learned, most_lost).drafter is not None
+    rows, most_lost = MAX_ROWS - 1, BET * HORIZON * ALLOWANCE
+    return best(Prices(costs, drafters, 1), rows, rows, (), learned, most_lost).drafter is not None
 
 
 def lookup_can_pay(costs: Costs, budget: int) -> bool:
     """Says whether tokens of a lookup gain tokens a second if all of them are right."""
-    return best(Prices(costs, (), 1), Limits(budget, budget), [1.0] * budget, (), MAX_ROWS).lookup > 0
+    return best(Prices(costs, (), 1), budget, budget, [1.0] * budget, (), MAX_ROWS).lookup > 0
 
 
 class Runner:
@@ -327,15 +369,19 @@ class Runner:
         self._lookups.reset()
 
     def draft(self, anchor: int, limits: Limits) -> Draft:
-        limits = Limits(min(limits.rows, self._budget), limits.depth, limits.sequences)
-        tokens, matched = self._text.lookup(anchor, min(limits.rows, limits.depth))
+        rows, depth = min(limits.rows, self._budget), limits.depth
+        tokens, matched = self._text.lookup(anchor, min(rows, depth))
         self._lookups.follow(tokens, matched)
         prices = self._prices.get(limits.sequences)
         if prices is None:
             prices = self._prices[limits.sequences] = Prices(self._costs, self._drafters, limits.sequences)
-        chances = self._lookups.chances(len(tokens), matched)
-        most_lost = BET * (self._allowance() - self._lost)
-        choice = best(prices, limits, chances, self._learned, most_lost)
+        most_lost, choice = BET * (self._allowance() - self._lost), PLAIN
+        if (prices.with_lookup if tokens else prices.with_drafts) <= 1 + most_lost:
+            chances = self._lookups.chances(len(tokens), matched)
+            choice = best(prices, rows, depth, chances, self._learned, most_lost)
+        if choice is PLAIN:
+            self._choice = PLAIN
+            return NOTHING
         self._choice, chain = choice, tokens[: choice.lookup]
         if choice.drafter is None:
             return Draft(tuple(chain), sources=("lookup",) * len(chain))
@@ -350,10 +396,12 @@ class Runner:
         if done.drafted:
             self._lost += choice.price - len(done.tokens)
         self._lookups.came(done.tokens)
+        if choice.drafter is None or not done.drafted:
+            for learned in self._learned:
+                learned.skip()
+            return
         for index, (drafter, learned) in enumerate(zip(self._drafters, self._learned, strict=True)):
-            if choice.drafter is None or not done.drafted:
-                learned.add(0, 0)
-            elif index == choice.drafter:
+            if index == choice.drafter:
                 learned.add(choice.drafts, *drafter.right(done, choice.drafts))
             else:
                 learned.add(*drafter.shown_by(self._drafters[choice.drafter], done, choice.drafts))

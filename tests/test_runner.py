@@ -1,5 +1,6 @@
 """Checks what steps cost between the widths that were measured, and what auto drafts by it."""
 
+import math
 import random
 
 import pytest
@@ -12,7 +13,7 @@ from luce._native import Source
 from luce.costs import Costs
 from luce.drafting import Drafter, Limits, Round
 from luce.plan import AUTO_BUDGET, MAX_GAMMA
-from luce.runner import Lookups, Runner
+from luce.runner import MARGIN, Acceptance, Lookups, Prices, Runner, best
 from luce.structs import Cost
 
 # ---- costs
@@ -317,6 +318,33 @@ def test_all_sources_are_never_slower_than_plain_by_more_than_3_percent(
     text = Repeats(random.Random(seed), first, later, fires)
     seconds, _ = decode(runner(costs, text=text), text, costs, 256, share)
     assert seconds <= 1.03 * 255
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    steps=st.lists(st.floats(0.0, 0.3), min_size=31, max_size=31),
+    draft=st.floats(0, 0.3),
+    trials=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=60),
+    looked=st.lists(st.floats(0, 1), max_size=31),
+    most_lost=st.floats(0, 3),
+)
+def test_the_choice_is_the_best_of_all_chains_and_lookups(steps, draft, trials, looked, most_lost):
+    """It stops early where no longer chain can be better, and loses none by it."""
+    acceptance, lookup = Acceptance(8), [math.prod(looked[: n + 1]) for n in range(len(looked))]
+    for drafted, right in trials:
+        acceptance.add(drafted, min(drafted, right))
+    widths = [(rows, 1 + sum(steps[: rows - 1])) for rows in range(1, 33)]
+    costs, sequence = line(*widths, draft=draft), FakeText(FakeEngine())
+    shares = list(acceptance.shares(8))
+    drafts = [(1 + n, draft * n, [math.prod(shares[: d + 1]) for d in range(n)]) for n in range(1, 9)]
+    rounds = [*drafts, *((1 + n, 0.0, lookup[:n]) for n in range(1, len(lookup) + 1))]
+    priced = [(costs.verify(rows) + more, 1 + sum(chances)) for rows, more, chances in rounds]
+    rates = [tokens / price for price, tokens in priced if price <= 1 + most_lost]
+    prices = Prices(costs, [Drafter(sequence, Source.NEXTN, 8)], 1)
+    choice = best(prices, 31, 31, lookup, [acceptance], most_lost)
+    least = max([1.0, *(rate for rate in rates if rate > MARGIN * 1.001)])
+    assert choice.tokens / choice.price >= 0.999999 * least
+    assert choice.price <= 1 + most_lost
 
 
 def test_the_same_rounds_lead_to_the_same_drafts():
