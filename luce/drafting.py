@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from luce._native import Lists, Source
@@ -135,11 +135,9 @@ class Drafter:
     def draft(self, anchor: int, n: int, budget: int | None = None, chain: Sequence[int] = ()) -> Draft:
         """Returns n drafts, one after the other. With a budget it returns a tree of so many candidates, at
         most n deep, joined with a `chain` that the host knows."""
-        self._lists = None
-        drafted = Draft(on_device=n, by=self._by, sources=(self.name,) * n)
-        if budget is None and not chain:
-            return drafted
-        return replace(drafted, grow=lambda: self._grow(anchor, n, budget, chain))
+        self._lists, plain = None, budget is None and not chain
+        grow = None if plain else lambda: self._grow(anchor, n, budget, chain)
+        return Draft(on_device=n, by=self._by, grow=grow, sources=(self.name,) * n)
 
     def _grow(self, anchor: int, n: int, budget: int | None, chain: Sequence[int]) -> Draft:
         k, size = (1, n) if budget is None else (min(self.ranks, budget), budget)

@@ -443,6 +443,8 @@ class Generation:
 
 def _require_within(draft: Draft, rows: int, depth: int) -> None:
     """Refuses a draft that is larger than the round's limits, which would make the whole step fail."""
+    if not draft.size:
+        return
     rows = max(rows, depth) if draft.grow else rows  # what it grows into is verified
     if draft.size > rows or max(draft.depths, default=0) > depth:
         raise ArgumentError(f"{draft.size} drafts to a depth of {max(draft.depths)}: {rows} to {depth} fit")

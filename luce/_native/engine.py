@@ -219,9 +219,13 @@ class Sequence(Handle):
         common."""
         tokens, n, matched = self._lookup
         n[0] = min(max(most, 0), len(tokens))
-        (at,) = self.library.ints([anchor])
-        self.library.check(self.library.lib.luce_sequence_lookup(self.handle, at, tokens, n, matched))
-        return list(tokens[0 : n[0]]), int(matched[0])
+        find = self.library.lib.luce_sequence_lookup
+        try:
+            self.library.check(find(self.handle, anchor, tokens, n, matched))
+        except OverflowError:
+            raise ArgumentError(f"{anchor} does not fit into 32 bits") from None
+        found = n[0]
+        return list(tokens[0:found]) if found else [], int(matched[0])
 
     def accept(self, tokens: IntArray, parents: IntArray | None, choices: IntArray) -> tuple[list[int], int]:
         """Calls Library.accept."""
