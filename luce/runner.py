@@ -25,9 +25,9 @@ from luce.costs import Costs
 from luce.drafting import Draft, Drafter, Limits, Round, Text
 
 # What drafting that fails may cost, as a part of plain decoding: ALLOWANCE over the first HORIZON tokens, and
-# ALLOWANCE_BEYOND after them, since such texts seldom improve. The promise is 3% over 256 tokens. What it has
-# above ALLOWANCE covers costs of long contexts, which are not measured.
-HORIZON, ALLOWANCE, ALLOWANCE_BEYOND = 256, 0.025, 0.01
+# ALLOWANCE_BEYOND after them, since such texts seldom improve. The promise is 3% over 256 tokens. KEPT of it
+# covers costs of long contexts, which are not measured.
+HORIZON, ALLOWANCE, ALLOWANCE_BEYOND, PROMISE, KEPT = 256, 0.025, 0.01, 0.03, 0.002
 BET = 0.5  # part of what may still be lost that one round may lose: a bad beginning leaves some for later
 MARGIN = 1.03  # drafting has to promise so much more than plain decoding: below, it is not worth a bet
 MAX_ROWS = 64  # LUCE_MAX_ROWS
@@ -345,6 +345,19 @@ def lookup_can_pay(costs: Costs, budget: int) -> bool:
     return best(Prices(costs, (), 1), budget, budget, [1.0] * budget, (), MAX_ROWS).lookup > 0
 
 
+def allowances(costs: Costs, budget: int, beside: float) -> tuple[float, float]:
+    """Returns what may be lost a token by drafting that fails, within HORIZON tokens and beyond, as parts of
+    plain decoding. A round that does not draft takes `beside` seconds more than plain decoding, and the
+    promise covers these too. But half of the allowances is left, and two rounds of `budget` candidates may
+    always fail, as nothing would be found out with less."""
+    plain = costs.verify(1)
+    if not plain:
+        return ALLOWANCE, ALLOWANCE_BEYOND
+    taken, wide = beside / plain, costs.verify(1 + budget) / plain - 1
+    within = max(PROMISE - KEPT - taken, ALLOWANCE / 2, 2 * wide / HORIZON)
+    return min(ALLOWANCE, within), max(ALLOWANCE_BEYOND - taken, ALLOWANCE_BEYOND / 2)
+
+
 class Runner:
     """Drafts with all sources that an engine has, as they pay. It keeps a ledger of what was lost against
     plain decoding of the same tokens. A round that could take the loss past the allowance is made smaller,
@@ -353,12 +366,21 @@ class Runner:
     name = "auto"
 
     def __init__(
-        self, text: Text, costs: Costs, drafters: Sequence[Drafter], budget: int, known: Known | None = None
+        self,
+        text: Text,
+        costs: Costs,
+        drafters: Sequence[Drafter],
+        budget: int,
+        known: Known | None = None,
+        beside: float = 0.0,
     ):
+        """Drafts at most `budget` candidates a round. A round that does not draft takes `beside` seconds more
+        than plain decoding."""
         self._text, self._costs, self._drafters, self._budget = text, costs, drafters, budget
         known = known or Known()
         self._learned, self._lookups = [known.acceptance(d) for d in drafters], known.lookups()
         self._prices: dict[int, Prices] = {}  # by sequences
+        self._within, self._beyond = allowances(costs, budget, beside)
         self.begin(HORIZON)
 
     def begin(self, budget: int) -> None:
@@ -408,5 +430,5 @@ class Runner:
 
     def _allowance(self) -> float:
         """Returns what may be lost up to now, in plain rounds."""
-        within = ALLOWANCE * min(HORIZON, self._tokens_most)
-        return within + ALLOWANCE_BEYOND * max(self._tokens - HORIZON, 0)
+        within = self._within * min(HORIZON, self._tokens_most)
+        return within + self._beyond * max(self._tokens - HORIZON, 0)

@@ -355,6 +355,16 @@ def test_the_same_rounds_lead_to_the_same_drafts():
     assert found[0] == found[1]
 
 
+@settings(max_examples=40, deadline=None)
+@given(beside=st.floats(0.0, 0.0155), fires=st.floats(0, 1), seed=st.integers(0, 2**32))
+def test_what_a_round_takes_beside_its_steps_is_part_of_the_3_percent(beside, fires, seed):
+    text = Repeats(random.Random(seed), 0.02, 0.5, fires)
+    auto = Runner(text, GPU, [Drafter(text, Source.NEXTN, MAX_GAMMA)], AUTO_BUDGET, beside=beside)
+    seconds, rounds = decode(auto, text, GPU, 256)
+    assert seconds + beside * len(rounds) <= 1.03 * 255
+    assert any(any(each) for each in rounds), "something is tried all the same"
+
+
 def test_next_best_candidates_are_taken_where_rows_are_cheap():
     """Drafts are right with 0.6, and else the second best is; its row costs a hundredth of a step."""
     source, sizes = runner(GPU, ranks=8), []
