@@ -201,7 +201,8 @@ class Engine:
                 drafters = _drafters(draft, sequence, self.info)
                 kind, head = self.model.info.device.partition(":")[0], draft.gamma > 0
                 beside = DECIDES.get(kind, 0.0) + (FEEDS.get(kind, 0.0) if head else 0.0)
-                return Runner(sequence, self.costs, drafters, budget, self._known, beside)
+                handed = HANDS_OVER.get(kind, 0.0)
+                return Runner(sequence, self.costs, drafters, budget, self._known, beside, handed)
             case Mtp(budget=budget) | Dflash(budget=budget) as draft:
                 drafter = _drafters(draft, sequence, self.info)[-1]
                 return Fixed(drafter, drafter.most, budget)
@@ -273,8 +274,9 @@ def _drafters(draft: Drafting, sequence: _native.Sequence, info: EngineInfo) -> 
 # Seconds that a round of auto which does not draft takes beside one of plain decoding: to decide so, and in a
 # verify that feeds the NextN head what it has not seen. On an H200 the 27b's verifies took 65 us for that. To
 # decide takes 5 us of a busy CPU. One that has waited for a GPU is taken to need six times that, as it needed
-# for all of auto's Python. On a CPU neither was told from noise.
-DECIDES, FEEDS = {"cuda": 30e-6}, {"cuda": 65e-6}
+# for all of auto's Python. To ask for drafts, to hand them over and to count them takes 27 us more of a busy
+# CPU, and is taken to need 100 of the other. On a CPU none of them was told from noise.
+DECIDES, FEEDS, HANDS_OVER = {"cuda": 30e-6}, {"cuda": 65e-6}, {"cuda": 100e-6}
 
 # Where auto's head drafts among a part of a large vocabulary too. On a GPU ("cuda") it was not measured yet.
 PART_ON = frozenset({"cpu"})

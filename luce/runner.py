@@ -235,16 +235,18 @@ class Prices:
     each drafter. `slopes` has by drafts what each further one adds at least. `with_lookup` and `with_drafts`
     are the prices of the cheapest rounds that verify a lookup, and drafts of a drafter."""
 
-    def __init__(self, costs: Costs, drafters: Sequence[Drafter], sequences: int):
+    def __init__(self, costs: Costs, drafters: Sequence[Drafter], sequences: int, handed: float = 0.0):
+        """Counts `handed` seconds for each sequence where a drafter drafts."""
         plain, most = costs.verify(sequences), MAX_ROWS // max(sequences, 1)
         self.known = plain > 0
         self.verify = [
             costs.verify(max(rows, 1) * sequences) / plain if plain else 1.0 for rows in range(most + 1)
         ]
         self.drafts = [
-            [0.0, *(d.seconds(costs, n, sequences) / plain if plain else 0.0 for n in range(1, d.most + 1))]
+            [0.0, *((d.seconds(costs, n, sequences) + handed * sequences) / plain if plain else 0.0
+                    for n in range(1, d.most + 1))]
             for d in drafters
-        ]
+        ]  # fmt: skip
         verify = self.verify
         chains = [[of[n] + verify[1 + n] for n in range(min(len(of), most))] for of in self.drafts]
         self.slopes = [_slopes(chain) for chain in chains]
@@ -373,14 +375,17 @@ class Runner:
         budget: int,
         known: Known | None = None,
         beside: float = 0.0,
+        handed: float = 0.0,
     ):
         """Drafts at most `budget` candidates a round. A round that does not draft takes `beside` seconds more
-        than plain decoding."""
+        than plain decoding, and one in which a drafter drafts takes `handed` seconds more than that and its
+        steps."""
         self._text, self._costs, self._drafters, self._budget = text, costs, drafters, budget
         known = known or Known()
         self._learned, self._lookups = [known.acceptance(d) for d in drafters], known.lookups()
         self._prices: dict[int, Prices] = {}  # by sequences
         self._within, self._beyond = allowances(costs, budget, beside)
+        self._handed = handed
         self.begin(HORIZON)
 
     def begin(self, budget: int) -> None:
@@ -396,7 +401,8 @@ class Runner:
         self._lookups.follow(tokens, matched)
         prices = self._prices.get(limits.sequences)
         if prices is None:
-            prices = self._prices[limits.sequences] = Prices(self._costs, self._drafters, limits.sequences)
+            prices = Prices(self._costs, self._drafters, limits.sequences, self._handed)
+            self._prices[limits.sequences] = prices
         most_lost, choice = BET * (self._allowance() - self._lost), PLAIN
         if (prices.with_lookup if tokens else prices.with_drafts) <= 1 + most_lost:
             chances = self._lookups.chances(len(tokens), matched)
