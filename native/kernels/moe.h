@@ -1,19 +1,22 @@
-// A mixture of experts on a GPU, in four launches: route, up, down, sum.
+// Runs a mixture of experts on a GPU, in four launches: route, up, down, sum.
 //
 //   route  v = RMS(x) * norm; the router's logits, in F32; each row's experts and their weights; the list of work
 //   up     h = silu(gate v) * (up v) for each row and each of its experts
 //   down   y = down h
 //   sum    out = residual + sum over ranks of weight * y + sigmoid(shared gate . v) * y of the shared expert
 //
-// Rows are grouped by expert on the device, into items of one expert and up to 8 of its rows: nothing synchronises with
-// the host, and the shapes of all launches depend on T and the layer alone, so that all can be captured. An item's
-// weights are read once, and items of one expert follow each other, so that memory is read once for all of them.
+// Rows are grouped by expert on the device, into items of one expert and up to 8 of its rows. Nothing
+// synchronises with the host, and the shapes of all launches depend on T and the layer alone, so that all can
+// be captured. An item's weights are read once, and items of one expert follow each other, so that memory is
+// read once for all of them.
 //
-// A row's bits are the same at every T, position and company: a row is one column of the tensor core's tile, and its
-// sums are split and ordered by the weights' shapes alone. Weights and activations enter products as rowmm's do
-// (rowmm.h); the router's logits are sums of F32 products. An expert that nobody chose is not read.
+// A row's bits are the same at every T, position and company. This is so because a row is one column of the
+// tensor core's tile, and its sums are split and ordered by the weights' shapes alone. Weights and
+// activations enter products as rowmm's do (rowmm.h). The router's logits are sums of F32 products. An expert
+// that nobody chose is not read.
 //
-// No ggml here. Launchers enqueue on `stream` and return a cudaError_t as int. Needs sm_80 or later.
+// Nothing here knows ggml. Launchers enqueue on `stream` and return a cudaError_t as int. They need sm_80 or
+// later.
 #pragma once
 
 #include "rowmm.h"
@@ -25,7 +28,7 @@ constexpr int MOE_MAX_EXPERTS = 512;
 constexpr int MOE_MAX_USED = 32;
 constexpr int64_t MOE_MAX_E = 6144, MOE_MAX_FF = 6144; // what a block's shared memory holds
 
-// What the launches of a layer share.
+// Holds what the launches of a layer share.
 struct MoeDims {
     int32_t T; // rows, 0 .. MOE_MAX_ROWS
     int32_t n_expert, n_used; // of a row
@@ -40,17 +43,18 @@ struct MoeDims {
     } // values of a place in h
 };
 
-// Whether a layer of this shape, with T of MOE_MAX_ROWS or less, can be done here.
+// Returns whether a layer of this shape, with T of MOE_MAX_ROWS or less, can be done here.
 bool moe_has(const MoeDims &dims);
 
-// Bytes of what route leaves to the others, and where it has the routes: [T][n_used] I32 expert ids by falling weight,
-// [T][n_used] F32 weights, and [T] F32 sigmoids of the shared gate.
+// These say how many bytes route leaves to the other launches, and at which offsets the routes lie in them:
+// [T][n_used] I32 expert ids by falling weight, [T][n_used] F32 weights, and [T] F32 sigmoids of the shared
+// gate.
 int64_t moe_routed_bytes(const MoeDims &dims);
 int64_t moe_ids_offset(const MoeDims &dims);
 int64_t moe_weights_offset(const MoeDims &dims);
 int64_t moe_open_offset(const MoeDims &dims);
 
-// Bytes that must be zero before the first route; each leaves them zero.
+// So many bytes must be zero before the first route, and each route leaves them zero.
 constexpr int64_t MOE_COUNTER_BYTES = 1024;
 
 struct MoeRouteArgs {
@@ -66,14 +70,15 @@ struct MoeRouteArgs {
     int32_t overlap; // as in RowmmArgs
 };
 
-// Matrices that each expert has one of, packed by rowmm_permute one behind the other.
+// These are matrices that each expert has one of, packed by rowmm_permute one behind the other.
 struct MoeMatrix {
     int32_t type;
     const void *packed; // of expert 0, aligned to 16
     int64_t expert_bytes; // from one expert's to the next, a multiple of 16
 };
 
-// up: two matrices (gate, up) {E, FF}, input null; down: one {FF, E} in `first`.
+// In up there are two matrices (gate, up) {E, FF}, and the input h is null. In down there is one {FF, E} in
+// `first`.
 struct MoeMatmulArgs {
     MoeDims dims;
     MoeMatrix first, second; // of the experts
@@ -88,9 +93,9 @@ struct MoeSumArgs {
     MoeDims dims;
     const void *routed;
     const float *y; // aligned to 16; unused where there are sums and no shared expert
-    const float *
-        sums; // null, or [T][E], aligned to 16: the experts' weighted sums, made elsewhere. Then y is [T][E],
-    // of the shared expert
+    // Null, or [T][E], aligned to 16: the experts' weighted sums, made elsewhere. Then y is the shared
+    // expert's [T][E].
+    const float *sums;
     const float *residual; // [T][E], aligned to 16
     float *out; // [T][E], aligned to 16; may be residual
     int32_t overlap;

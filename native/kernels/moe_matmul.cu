@@ -1,9 +1,11 @@
-// The products of a mixture of experts (moe.h): up and down. A block has an item (an expert and up to 8 of its rows) and
-// a few sixteenths of the outputs, a warp 16 outputs and one part of K, of one matrix.
+// Computes the products of a mixture of experts (moe.h): up and down. A block has an item (an expert and up
+// to 8 of its rows) and a few sixteenths of the outputs. A warp has 16 outputs and one part of K, of one
+// matrix.
 //
-// All that a block reads is under way at once: each warp copies its own fragments into shared memory, two units ahead,
-// and the block the item's rows. The parts of K are then added in their order. In up gate and up are two warps of the
-// same block, which go through silu(gate) * up together; down packs its rows, up's F32 results, itself.
+// All that a block reads is under way at once. Each warp copies its own fragments into shared memory, two
+// units ahead, and the block copies the item's rows. The parts of K are then added in their order. In up,
+// gate and up are two warps of the same block, which go through silu(gate) * up together. Down packs its
+// rows, which are up's F32 results, itself.
 #include "moe_plan.h"
 #include "rowmm_multiply.cuh"
 #include "rowmm_pack.cuh"
@@ -15,12 +17,12 @@ namespace {
 
 constexpr int THREADS = ITEM_WARPS * WARP;
 constexpr int SLOTS = 2; // units of a warp in shared memory
-constexpr int PART_ROW = FRAGMENT + 4; // so that banks differ
+constexpr int PART_ROW = FRAGMENT + 4; // the padding makes banks differ
 
 struct Matrix {
     const uint8_t *packed; // of expert 0
     int64_t expert_bytes;
-    int64_t scales; // offset of the outputs' powers of two, 0: there are none
+    int64_t scales; // the offset of the outputs' powers of two, or 0 where there are none
     int32_t type, units, unit_bytes; // units of a chunk; bytes of a fragment
 };
 
@@ -33,14 +35,14 @@ struct MatmulParams {
     MoeDims dims;
     RoutedLayout at;
     const uint8_t *routed;
-    const float *h; // null: the rows are those that route packed
+    const float *h; // null where the rows are those that route packed
     float *out;
     int64_t out_row;
-    int32_t n_matrices, slot_bytes, row_bytes; // row_bytes: of all rows in shared memory
+    int32_t n_matrices, slot_bytes, row_bytes; // `row_bytes` counts all rows in shared memory
     Group experts, shared;
 };
 
-// A warp's fragments, unit after unit, through SLOTS slots of shared memory.
+// Brings a warp's fragments, unit after unit, through SLOTS slots of shared memory.
 struct Fragments {
     const uint8_t *from; // the next one
     int64_t step;
@@ -65,7 +67,7 @@ struct Fragments {
             }
         }
     }
-    // The oldest is here; after it has been used, the next one is fetched in its place.
+    // Returns the oldest unit, which is here. After it has been used, the next one is fetched in its place.
     __device__ const uint8_t *take() const {
         copies_wait<SLOTS - 1>();
         __syncwarp();
@@ -77,10 +79,10 @@ struct Fragments {
     }
 };
 
-// What a warp does.
+// Says what a warp does.
 struct Work {
     WarpPart part;
-    int fragment; // of all
+    int fragment; // this counts among all fragments
     bool present;
     int first, last; // units
 
@@ -103,7 +105,7 @@ struct Work {
     }
 };
 
-// acc += a unit's products with a chunk of activations, which is the lane's own column's.
+// Adds a unit's products with a chunk of activations, which is the lane's own column's, to acc.
 template <int TYPE>
 __device__ __forceinline__ void multiply_item(Sums<1> &acc, const uint8_t *fragment, const uint8_t *chunk,
                                               int unit, int lane) {
@@ -179,7 +181,8 @@ __device__ __forceinline__ void multiply_any(int type, Sums<1> &acc, Fragments &
     }
 }
 
-// The item's rows into shared memory: copies of what route packed, or packed from F32.
+// Brings the item's rows into shared memory. They are copies of what route packed, or are packed here from
+// F32.
 __device__ void fill_rows(const MatmulParams &p, const Group &g, const int *places, int count,
                           uint8_t *rows) {
     const int lane = threadIdx.x % WARP, to = shared_row(g.K);
@@ -217,7 +220,7 @@ __device__ void leave_part(Parts &parts, const Group &g, const Work &w, int expe
     }
 }
 
-// The parts of K in order, and silu(gate) * up of two matrices.
+// Adds the parts of K in order, and makes silu(gate) * up of two matrices.
 __device__ void write_out(const MatmulParams &p, const Group &g, const Parts &parts, const int *places,
                           int count) {
     const int n_parts = k_parts(g.K), fragments = block_fragments(g.K, p.n_matrices);
@@ -240,9 +243,9 @@ __device__ void write_out(const MatmulParams &p, const Group &g, const Parts &pa
     }
 }
 
-// grid: blocks of outputs, items. Items of the shared expert come first, and their weights are read while the launch
-// waits for what is ahead. Down may bring the others' to L2 while up runs: the list that it sees then may be an old one,
-// which only wastes the read.
+// The grid is {blocks of outputs, items}. Items of the shared expert come first, and their weights are read
+// while the launch waits for what is ahead. Down may bring the others' weights to L2 while up runs. The list
+// that it sees then may be an old one, which only wastes the read.
 __global__ void __launch_bounds__(THREADS, 3) moe_matmul_kernel(const __grid_constant__ MatmulParams p) {
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ Parts parts;
@@ -270,7 +273,7 @@ __global__ void __launch_bounds__(THREADS, 3) moe_matmul_kernel(const __grid_con
         }
     }
     wait_for_previous();
-    let_next_start(); // now, so that the launch behind sees what the one ahead has written
+    let_next_start(); // this comes only now, so that the launch behind sees what the one ahead has written.
     if (index >= 0) {
         if (index >= __ldcg(reinterpret_cast<const int32_t *>(p.routed + p.at.head))) {
             return;
@@ -352,7 +355,7 @@ int multiply(const MoeMatmulArgs &a, bool up, cudaStream_t stream) {
     }
     p.row_bytes = int32_t(std::min(d.T, ITEM_ROWS) * row);
     const int bytes = p.row_bytes + ITEM_WARPS * SLOTS * p.slot_bytes;
-    // on each call, since it holds for the current device only
+    // this is set on each call, since it holds for the current device only
     const cudaError_t error =
         cudaFuncSetAttribute(moe_matmul_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) {

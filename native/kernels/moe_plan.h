@@ -1,5 +1,5 @@
-// The index arithmetic of a mixture of experts (moe.h), for host and device: what route leaves and where, how rows make
-// items, and which part of a matrix each warp has.
+// Has the index arithmetic of a mixture of experts (moe.h), for host and device. It says what route leaves
+// and where, how rows make items, and which part of a matrix each warp has.
 #pragma once
 
 #include "moe.h"
@@ -7,10 +7,10 @@
 
 namespace luce {
 
-constexpr int ITEM_ROWS = 8; // a column of the tensor core's tile each
+constexpr int ITEM_ROWS = 8; // each row is a column of the tensor core's tile
 constexpr int ITEM_WARPS = 8; // of a block of up and down
 
-// Up to ITEM_ROWS rows of one expert: places[first .. first + count) of the routed list.
+// An item is up to ITEM_ROWS rows of one expert: places[first .. first + count) of the routed list.
 struct MoeItem {
     int32_t expert, first, count, reserved;
 };
@@ -24,24 +24,24 @@ constexpr ROWMM_BOTH int64_t least(int64_t a, int64_t b) {
 
 // ---- items ----
 
-// The shared expert has all rows; its items come first, and are known without route.
+// The shared expert has all rows. Its items come first, and are known without route.
 constexpr ROWMM_BOTH int shared_items(const MoeDims &d) {
     return d.shared() ? (d.T + ITEM_ROWS - 1) / ITEM_ROWS : 0;
 }
-// Items of an expert with so many rows.
+// Returns how many items an expert with so many rows has.
 constexpr ROWMM_BOTH int items_of(int rows) {
     return (rows + ITEM_ROWS - 1) / ITEM_ROWS;
 }
-// The most that the experts can have: an item that is not full is its expert's last.
+// Returns the most items that the experts can have: an item that is not full is its expert's last.
 constexpr ROWMM_BOTH int64_t max_items(const MoeDims &d) {
     const int64_t pairs = int64_t(d.T) * d.n_used, experts = least(d.n_expert, pairs);
     return d.T <= ITEM_ROWS ? experts : (pairs + (ITEM_ROWS - 1) * experts) / ITEM_ROWS;
 }
-// The k-th of an expert's items; `begin` is where its rows begin in the list.
+// Returns the k-th of an expert's items, where `begin` is where its rows begin in the list.
 constexpr ROWMM_BOTH MoeItem item_of(int expert, int begin, int rows, int k) {
     return {expert, begin + k * ITEM_ROWS, int32_t(least(rows - k * ITEM_ROWS, ITEM_ROWS)), 0};
 }
-// A place is a row and rank, t * n_used + rank, or T * n_used + t of the shared expert.
+// A place is a row and a rank, t * n_used + rank, or it is T * n_used + t of the shared expert.
 constexpr ROWMM_BOTH int row_of_place(const MoeDims &d, int place) {
     return place < d.T * d.n_used ? place / d.n_used : place - d.T * d.n_used;
 }
@@ -52,12 +52,14 @@ constexpr ROWMM_BOTH int row_of_place(const MoeDims &d, int place) {
 constexpr ROWMM_BOTH int64_t row_record(int64_t K) {
     return chunks_of(K) * chunk_bytes(1);
 }
-constexpr ROWMM_BOTH int router_outputs(const MoeDims &d) { // logits of a row, that of the shared gate last
+// Counts the logits of a row, of which that of the shared gate is the last.
+constexpr ROWMM_BOTH int router_outputs(const MoeDims &d) {
     return d.n_expert + (d.shared() ? 1 : 0);
 }
 
 struct RoutedLayout {
-    int64_t rows, ids, weights, open, logits, head, items, places, bytes; // offsets; head: {number of items}
+    // These are offsets, and at `head` lies the number of items.
+    int64_t rows, ids, weights, open, logits, head, items, places, bytes;
 
     ROWMM_BOTH RoutedLayout(const MoeDims &d) {
         const int64_t T = d.T, pairs = T * d.n_used;
@@ -75,14 +77,15 @@ struct RoutedLayout {
 
 // ---- which part of a matrix a warp has ----
 
-// K is cut into so many parts, of whole chunks; a warp has 16 outputs of one part, and of two matrices one.
+// K is cut into so many parts, of whole chunks. A warp has 16 outputs of one part, and of two matrices it has
+// one.
 constexpr ROWMM_BOTH int k_parts(int64_t K) {
     return chunks_of(K) >= 4 ? 4 : chunks_of(K) >= 2 ? 2 : 1;
 }
 constexpr ROWMM_BOTH int first_chunk(int64_t K, int part) {
     return int(chunks_of(K) * part / k_parts(K));
 }
-// Sixteenths of the outputs that a block has.
+// Returns how many sixteenths of the outputs a block has.
 constexpr ROWMM_BOTH int block_fragments(int64_t K, int n_matrices) {
     return ITEM_WARPS / (k_parts(K) * n_matrices);
 }
@@ -91,19 +94,19 @@ constexpr ROWMM_BOTH int64_t blocks_of(int64_t K, int64_t N, int n_matrices) {
     return (fragments_of(N) + n - 1) / n;
 }
 struct WarpPart {
-    int matrix, part, fragment; // fragment: of the block's
+    int matrix, part, fragment; // `fragment` counts in the block
 
     ROWMM_BOTH WarpPart(int warp, int64_t K, int n_matrices)
         : matrix(warp % n_matrices), part(warp / n_matrices % k_parts(K)),
           fragment(warp / n_matrices / k_parts(K)) {}
 };
-// The warp that has this part: WarpPart's inverse.
+// Returns the warp that has this part, as WarpPart's inverse.
 constexpr ROWMM_BOTH int warp_of(int64_t K, int n_matrices, int fragment, int part, int matrix) {
     return (fragment * k_parts(K) + part) * n_matrices + matrix;
 }
 
-// A row's chunks in a block's shared memory, an odd number of 64 bytes, so that a column's banks differ from its
-// neighbour's.
+// Returns how far a row's chunks lie apart in a block's shared memory. It is an odd number of 64 bytes, so
+// that a column's banks differ from its neighbour's.
 constexpr ROWMM_BOTH int shared_row(int64_t K) {
     return int(chunks_of(K) | 1) * chunk_bytes(1);
 }

@@ -1,7 +1,8 @@
-// The first and the last launch of a mixture of experts (moe.h): route, and the sum.
+// Has the first and the last launch of a mixture of experts (moe.h): route, and the sum.
 //
-// A block of route has 8 rows and a few outputs of the router: it computes the rows' norm, its logits, and packs its
-// part of the rows. The last block of the 8 rows to finish chooses their experts; the last of those makes the list.
+// A block of route has 8 rows and a few outputs of the router. It computes the rows' norm and its logits, and
+// packs its part of the rows. The last block of the 8 rows to finish chooses their experts. The last of those
+// blocks makes the list.
 #include "moe_plan.h"
 #include "rowmm_pack.cuh"
 #include "rowmm_ptx.cuh"
@@ -14,8 +15,9 @@ namespace luce {
 namespace {
 
 constexpr int THREADS = 256, WARPS = THREADS / WARP; // a warp for each row of a tile
-constexpr int OUTPUTS = 4; // of the router, of a block
-constexpr int WARP_ROWS = OUTPUTS; // rows whose logits a warp computes: warp w those of half w / OUTPUTS
+constexpr int OUTPUTS = 4; // a block has so many of the router's outputs
+// A warp computes the logits of so many rows: warp w has those of half w / OUTPUTS.
+constexpr int WARP_ROWS = OUTPUTS;
 constexpr int TILES = MOE_MAX_ROWS / WARPS;
 constexpr int PER_LANE = MOE_MAX_EXPERTS / WARP, PER_THREAD = MOE_MAX_EXPERTS / THREADS;
 static_assert(OUTPUTS * 2 == WARPS && WARP_ROWS * 2 == WARPS, "two halves of a tile's rows");
@@ -31,7 +33,7 @@ struct RouteParams {
     }
 };
 
-// v = RMS(x) * norm of a row, by one warp.
+// Makes v = RMS(x) * norm of a row, by one warp.
 __device__ void normalise(const MoeRouteArgs &a, int row, float *v, int lane) {
     const int n = int(a.dims.E / 4);
     const float4 *x = reinterpret_cast<const float4 *>(a.x + row * a.dims.E);
@@ -46,7 +48,7 @@ __device__ void normalise(const MoeRouteArgs &a, int row, float *v, int lane) {
     }
     const float scale = rsqrtf(warp_sum(sum, WARP) / float(a.dims.E) + a.eps);
 #pragma unroll 8
-    for (int i = lane; i < n; i += WARP) { // what the lane itself has written
+    for (int i = lane; i < n; i += WARP) { // these are what the lane itself has written
         const float4 q = out[i], w = norm[i];
         out[i] = {q.x * scale * w.x, q.y * scale * w.y, q.z * scale * w.z, q.w * scale * w.w};
     }
@@ -56,7 +58,7 @@ __device__ const float *router_row(const MoeRouteArgs &a, int output) {
     return output < a.dims.n_expert ? a.router + output * a.dims.E : a.shared_gate;
 }
 
-// A warp has one output of up to WARP_ROWS rows, whose values are v [rows][E].
+// Computes logits. A warp has one output of up to WARP_ROWS rows, whose values are v [rows][E].
 __device__ void multiply_router(const RouteParams &p, int output, int row, int rows, const float *v,
                                 int lane) {
     const int n = int(p.a.dims.E / 4), n_outputs = router_outputs(p.a.dims);
@@ -83,8 +85,8 @@ __device__ void multiply_router(const RouteParams &p, int output, int row, int r
     }
 }
 
-// A warp chooses a row's experts, the largest logits first, of equal ones the lowest id. Where a logit is not finite the
-// row has the first experts, and NaN for weights.
+// Chooses a row's experts with a warp. The largest logits come first, and of equal ones the lowest id. Where
+// a logit is not finite the row has the first experts, and NaN for weights.
 __device__ void choose_experts(const RouteParams &p, int row, int lane) {
     const MoeDims &d = p.a.dims;
     const float *logits = p.of<float>(p.at.logits) + row * router_outputs(d);
@@ -97,7 +99,7 @@ __device__ void choose_experts(const RouteParams &p, int row, int lane) {
         finite = finite && (id >= d.n_expert || isfinite(x[j]));
     }
     finite = __all_sync(~0u, finite);
-    float top = 0, sum = 0, weight = 0; // lane r has rank r's
+    float top = 0, sum = 0, weight = 0; // lane r has those of rank r
     int expert = 0;
     for (int rank = 0; rank < d.n_used; rank++) {
         float best = -INFINITY;
@@ -135,7 +137,7 @@ __device__ void choose_experts(const RouteParams &p, int row, int lane) {
     }
 }
 
-// The inclusive sum over a warp's lanes.
+// Returns the inclusive sum over a warp's lanes.
 __device__ int scan(int x, int lane) {
     for (int step = 1; step < WARP; step *= 2) {
         const int before = __shfl_up_sync(~0u, x, step);
@@ -145,11 +147,12 @@ __device__ int scan(int x, int lane) {
 }
 
 struct ListShared {
-    int rows[MOE_MAX_EXPERTS]; // of each expert; then where its next place goes
+    int rows[MOE_MAX_EXPERTS]; // the rows of each expert; then where its next place goes
     int warp_rows[WARPS], warp_items[WARPS];
 };
 
-// The places of each expert, rising, and its items, by one block. ids: room for those of all places.
+// Lists the places of each expert, rising, and its items, by one block. `ids` has room for those of all
+// places.
 __device__ void make_list(const RouteParams &p, ListShared &s, uint16_t *ids) {
     const MoeDims &d = p.a.dims;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, pairs = d.T * d.n_used;
@@ -193,7 +196,7 @@ __device__ void make_list(const RouteParams &p, ListShared &s, uint16_t *ids) {
         *p.of<int32_t>(p.at.head) = item;
     }
     __syncthreads();
-    for (int i = lane; warp == 0 && i - lane < pairs; i += WARP) { // 32 places at a time
+    for (int i = lane; warp == 0 && i - lane < pairs; i += WARP) { // this goes through 32 places at a time
         const int id = i < pairs ? ids[i] : -1;
         const uint32_t same = __match_any_sync(~0u, id), before = same & ((1u << lane) - 1);
         const int at = i < pairs ? s.rows[id] : 0;
@@ -208,21 +211,21 @@ __device__ void make_list(const RouteParams &p, ListShared &s, uint16_t *ids) {
     }
 }
 
-// Whether this block is the last of n to come here, so that it sees what the others have written.
+// Returns whether this block is the last of n to come here. If so, it sees what the others have written.
 __device__ bool is_last(uint32_t *counter, int n) {
     __shared__ bool last;
     __syncthreads();
     if (threadIdx.x == 0) {
         last = int(count_arrival(counter)) == n - 1;
         if (last) {
-            *counter = 0; // for the next launch
+            *counter = 0; // this readies it for the next launch
         }
     }
     __syncthreads();
     return last;
 }
 
-// grid: the router's outputs / OUTPUTS, tiles of rows.
+// The grid is {the router's outputs / OUTPUTS, tiles of rows}.
 __global__ void __launch_bounds__(THREADS) moe_route_kernel(const __grid_constant__ RouteParams p) {
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ ListShared list;
@@ -273,7 +276,7 @@ __global__ void __launch_bounds__(THREADS) moe_route_kernel(const __grid_constan
 // ---- the sum ----
 
 constexpr int SUM_THREADS = 128;
-constexpr int AHEAD = 8; // loads in flight
+constexpr int AHEAD = 8; // so many loads are in flight
 
 struct SumParams {
     MoeSumArgs a;
@@ -284,7 +287,7 @@ __device__ __forceinline__ float4 fma4(float w, float4 y, float4 sum) {
     return {fmaf(w, y.x, sum.x), fmaf(w, y.y, sum.y), fmaf(w, y.z, sum.z), fmaf(w, y.w, sum.w)};
 }
 
-// grid: E / 4 / SUM_THREADS, rows; a thread has 4 values of a row.
+// The grid is {E / 4 / SUM_THREADS, rows}, and a thread has 4 values of a row.
 __global__ void __launch_bounds__(SUM_THREADS) moe_sum_kernel(const __grid_constant__ SumParams p) {
     const MoeDims &d = p.a.dims;
     const uint8_t *routed = static_cast<const uint8_t *>(p.a.routed);
@@ -356,7 +359,7 @@ int cuda::moe_route(const MoeRouteArgs &args, void *stream) {
     const int rows = std::min(d.T, WARPS), tiles = (d.T + WARPS - 1) / WARPS;
     const int64_t ids = int64_t(d.T) * d.n_used * int64_t(sizeof(uint16_t));
     const int bytes = int(std::max(rows * d.E * int64_t(sizeof(float)), ids));
-    // on each call, since it holds for the current device only
+    // this is set on each call, since it holds for the current device only
     const cudaError_t error =
         cudaFuncSetAttribute(moe_route_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) {

@@ -1,4 +1,5 @@
-// One launch of rowmm: what its blocks are to do (rowmm_plan.h), and which kernel does it (rowmm_kernel.cuh).
+// Launches rowmm: says what its blocks are to do (rowmm_plan.h), and picks the kernel that does it
+// (rowmm_kernel.cuh).
 #include "rowmm_results.cuh"
 #include "rowmm_wgmma.cuh"
 
@@ -9,8 +10,9 @@ namespace {
 
 struct Device {
     int multiprocessors = 0;
-    int shared_sm = 0, shared_block = 0,
-        shared_reserved = 0; // bytes: of one, of a block at most, lost for each block
+    // These are bytes of shared memory: those of a multiprocessor, those of a block at most, and those that
+    // each block loses.
+    int shared_sm = 0, shared_block = 0, shared_reserved = 0;
 
     cudaError_t read() {
         int device = 0;
@@ -49,13 +51,13 @@ bool valid(const RowmmArgs &a) {
     return units <= INT32_MAX;
 }
 
-// Units of one size in a row: of the whole tiles of a matrix, or of its last one.
+// These are units of one size in a row: those of the whole tiles of a matrix, or of its last tile.
 struct Span {
     int units;
     int64_t cost;
 };
 
-// Where each range begins: the units' bytes, and a little for each, are divided evenly.
+// Says where each range begins. The units' bytes, and a little for each unit, are divided evenly.
 void cut(RowmmParams &p, const Span *spans, int n_spans) {
     int64_t total = 0;
     for (int i = 0; i < n_spans; i++) {
@@ -75,13 +77,14 @@ void cut(RowmmParams &p, const Span *spans, int n_spans) {
         units += spans[i].units;
     }
     p.first[p.ranges] = units;
-    for (int r = 1; r < p.ranges; r++) { // none is empty
+    for (int r = 1; r < p.ranges; r++) { // no range is empty
         p.first[r] = std::min(std::max(p.first[r], p.first[r - 1] + 1), units - (p.ranges - r));
     }
 }
 
 void plan(RowmmParams &p, const RowmmArgs &a, const Device &device) {
-    constexpr int64_t UNIT_COST = 49152; // in bytes: a unit takes nearly as long whatever its type
+    // This cost is in bytes. It is large since a unit takes nearly as long whatever its type is.
+    constexpr int64_t UNIT_COST = 49152;
     Span spans[2 * ROWMM_MAX_WEIGHTS];
     int n_spans = 0, units = 0, tiles = 0;
     p.n_segments = a.n_weights;
@@ -124,7 +127,8 @@ void plan(RowmmParams &p, const RowmmArgs &a, const Device &device) {
     cut(p, spans, n_spans);
 }
 
-// Adds the parts of the tile that begins in a range and does not end there. grid: ranges, rows; a thread has 4 outputs.
+// Adds the parts of the tile that begins in a range and does not end there. The grid is {ranges, rows}, and a
+// thread has 4 outputs.
 constexpr int SUM_THREADS = 256;
 __global__ void __launch_bounds__(SUM_THREADS) sum_kernel(const __grid_constant__ RowmmParams p) {
     let_next_start();
@@ -136,15 +140,15 @@ __global__ void __launch_bounds__(SUM_THREADS) sum_kernel(const __grid_constant_
     }
 }
 
-// As many slots of weights as leave room for the blocks of a multiprocessor, at least two. Of 32 wide rows two
-// launches fit, so that the next one can begin to read.
+// There are as many slots of weights as leave room for the blocks of a multiprocessor, and at least two. Of
+// 32 wide rows two launches fit, so that the next one can begin to read.
 cudaError_t launch(RowmmParams &p, bool wide, const Device &device, cudaStream_t stream, bool overlap) {
     const RowmmKernel k = p.columns <= 8    ? rowmm_kernel_8()
                           : p.columns <= 16 ? rowmm_kernel_16()
                           : !wide           ? rowmm_kernel_32()
                           : p.columns <= 32 ? rowmm_kernel_32_wide()
                                             : rowmm_kernel_64_wide();
-    constexpr int STATIC = 512; // what the kernel has besides, at most
+    constexpr int STATIC = 512; // the kernel has at most this much besides
     const int share = device.shared_sm / (p.columns <= 32 ? 2 : 1) - device.shared_reserved - STATIC;
     p.slots = std::min((share - k.row_bytes) / p.slot_bytes, ROWMM_MAX_SLOTS);
     if (p.slots < 2) {
@@ -154,7 +158,7 @@ cudaError_t launch(RowmmParams &p, bool wide, const Device &device, cudaStream_t
         return cudaErrorInvalidConfiguration;
     }
     const int bytes = k.row_bytes + p.slots * p.slot_bytes;
-    // on each call, since it holds for the current device only
+    // this is set on each call, since it holds for the current device only
     const cudaError_t error =
         cudaFuncSetAttribute(k.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) {
@@ -171,7 +175,7 @@ cudaError_t launch(RowmmParams &p, bool wide, const Device &device, cudaStream_t
     return launch_kernel(sum_kernel, sums, threads, 0, stream, overlap, p);
 }
 
-// Its attributes say what it was compiled for.
+// The kernel's attributes say what it was compiled for.
 __global__ void __launch_bounds__(ROWMM_WGMMA ? 64 : 32) has_wgmma_kernel() {}
 
 } // namespace
@@ -191,7 +195,8 @@ static int64_t tiles_of_all(const RowmmArgs &args) {
 }
 
 int64_t rowmm_parts_bytes(const RowmmArgs &args) {
-    const int64_t rows = args.T <= SET ? args.T : (args.T + SET - 1) / SET * SET; // of any layout, at least
+    // at least the rows of any layout
+    const int64_t rows = args.T <= SET ? args.T : (args.T + SET - 1) / SET * SET;
     return (ROWMM_MAX_RANGES + tiles_of_all(args)) * rows * TILE * int64_t(sizeof(float));
 }
 

@@ -1,18 +1,19 @@
-// luce's matmul for steps of 1..64 rows on quantised weights: out[t][n] = sum_k W[n][k] * x[t][k].
+// This is luce's matmul for steps of 1..64 rows on quantised weights: out[t][n] = sum_k W[n][k] * x[t][k].
 //
 // A row's bits are the same at every width, position and company: a row is one column of the tensor cores' tile, and
 // the order in which its products are added depends on the weights' shapes and the device alone.
 //
-// One arithmetic for all widths. Activations are rounded once to F16, each block of 256 by its own power of two
-// (so any finite F32 is in range, and what is not finite shows in its own row alone). Weights enter as they are in
-// the file: Q4_K, Q5_K, Q3_K and F16 exactly, BF16 and F32 to 2^-22 or better, Q6_K and IQ4_XS exactly but for odd
-// products of quant and integer scale beyond 2048, the others (a quant times an F16 scale) rounded to F16.
-// Sums are F32. Against exact activations a product of 5120 terms is off by 2e-4 to 4e-4 of the result's rms.
+// One arithmetic serves all widths. Activations are rounded once to F16, each block of 256 by its own power
+// of two. So any finite F32 is in range, and what is not finite shows in its own row alone. Weights enter as
+// they are in the file. Q4_K, Q5_K, Q3_K and F16 enter exactly, and BF16 and F32 to 2^-22 or better. Q6_K and
+// IQ4_XS enter exactly but for odd products of quant and integer scale beyond 2048. The others (a quant times
+// an F16 scale) are rounded to F16. Sums are F32. Against exact activations a product of 5120 terms is off by
+// 2e-4 to 4e-4 of the result's rms.
 //
-// Weights are permuted once at load from ggml's layout into the order of the tensor cores' fragments, same size.
-// Call order of a launch: rowmm_pack once an input, then rowmm once for all weights that share it.
-// No ggml here. Launchers enqueue on `stream` and return a cudaError_t as int; nothing synchronises, everything can be
-// captured. Needs sm_80 or later.
+// Weights are permuted once at load from ggml's layout into the order of the tensor cores' fragments, and
+// keep their size. A launch calls rowmm_pack once for an input, then rowmm once for all weights that share
+// it. Nothing here knows ggml. Launchers enqueue on `stream` and return a cudaError_t as int. Nothing
+// synchronises, and everything can be captured. It needs sm_80 or later.
 #pragma once
 
 #include <stddef.h>
@@ -31,18 +32,20 @@ constexpr int ROWMM_MAX_WEIGHTS = 8; // of one launch
 
 // ---- weights ----
 
-// Whether ggml's `type` (its number) has a kernel here: F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K .. Q6_K,
-// IQ4_NL, IQ4_XS.
+// Returns whether ggml's `type` (its number) has a kernel here: F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1,
+// Q2_K .. Q6_K, IQ4_NL, IQ4_XS.
 bool rowmm_has_type(int32_t type);
 
-// Bytes of the packed weights [N][K] and the alignment that they need (a multiple of 128 is always enough).
-// N is padded to 16, K to 256 (to the type's block in ggml's file): for the usual shapes as large as ggml's tensor.
-// 0 where the type is not known or K is no multiple of its block.
+// Returns the bytes of the packed weights [N][K] and the alignment that they need (a multiple of 128 is
+// always enough). N is padded to 16, and K to 256, and to the type's block in ggml's file. For the usual
+// shapes the packed weights are as large as ggml's tensor. The size is 0 where the type is not known or K is
+// no multiple of its block.
 int64_t rowmm_packed_bytes(int32_t type, int64_t K, int64_t N);
 constexpr int64_t ROWMM_ALIGN = 128;
 
-// From ggml's layout [N][K / block] to the packed one, or from the packed one to F16 [N][K] (for cuBLAS in a prefill;
-// each value is ggml's dequantised F32, rounded to F16).
+// Describes one permutation. It goes from ggml's layout [N][K / block] to the packed one, or from the packed
+// one to F16 [N][K] (for cuBLAS in a prefill). Each value of the latter is ggml's dequantised F32, rounded to
+// F16.
 struct RowmmPermuteArgs {
     int32_t type;
     int64_t K, N;
@@ -52,7 +55,7 @@ struct RowmmPermuteArgs {
 
 // ---- activations ----
 
-// What rowmm_pack computes of its input before it packs it.
+// Says what rowmm_pack computes of its input before it packs it.
 enum RowmmInput : int32_t {
     ROWMM_PLAIN = 0, // x
     ROWMM_RMS =
@@ -78,14 +81,17 @@ struct RowmmPackArgs {
     const float
         *y; // ROWMM_SWIGLU, ROWMM_HEAD_RMS: [T] rows of K values; ROWMM_GATED: of 2 K, less the first head
     int64_t y_row;
-    // Null, or the launch that left parts (RowmmArgs.parts), of which this one makes the sums. ROWMM_RMS: x plus its
-    // one weight's results is what is packed; ROWMM_SWIGLU: its two weights' results stand for x and y. K % 8 == 0.
+    // Null, or the launch that left parts (RowmmArgs.parts), of which this one makes the sums. With ROWMM_RMS
+    // it packs x plus the results of that launch's one weight. With ROWMM_SWIGLU the results of its two
+    // weights stand for x and y. K % 8 == 0.
     const RowmmArgs *parts;
-    float *copy; // null, or [T][K]: ROWMM_RMS: x, summed; else the values that are packed
+    // Null, or [T][K]. ROWMM_RMS writes x here, summed; the others write the values that are packed.
+    float *copy;
     int32_t overlap; // as in RowmmArgs
 };
 
-// Bytes of packed activations; grows with T. The last [T][K / 256] F32, of ROWMM_RMS, are sums of squares of x.
+// Returns the bytes of packed activations, which grow with T. The last [T][K / 256] F32, of ROWMM_RMS, are
+// sums of squares of x.
 int64_t rowmm_x_bytes(int32_t T, int64_t K);
 
 // ---- the product ----
@@ -107,23 +113,24 @@ struct RowmmArgs {
     int32_t normed; // 1: x was packed as ROWMM_RMS
     float eps; // of that norm
     int32_t n_weights;
-    RowmmWeights
-        weights[ROWMM_MAX_WEIGHTS]; // which ones share a launch is part of the arithmetic: keep it fixed
-    void
-        *scratch; // [cuda::rowmm_scratch_bytes()], aligned to 16; launches that may run at once need one each
-    // Null, or [rowmm_parts_bytes()], aligned to 16: here the results are left as partial sums for the next
-    // kernel to add (rowmm_parts.cuh), which spares one; `out`, `residual` and `scratch` are not used. At most 4 weights.
+    // The weights that share a launch are part of the arithmetic, so their set must stay the same.
+    RowmmWeights weights[ROWMM_MAX_WEIGHTS];
+    // This is [cuda::rowmm_scratch_bytes()], aligned to 16. Launches that may run at once need one each.
+    void *scratch;
+    // Null, or [rowmm_parts_bytes()], aligned to 16. The results are left here as partial sums for the next
+    // kernel to add (rowmm_parts.cuh), which spares one kernel. `out`, `residual` and `scratch` are not used
+    // then. At most 4 weights can leave parts.
     float *parts;
-    // 1: the launch may begin before the kernel ahead of it on the stream has ended (overlap.cuh): it reads weights
-    // while it waits, and touches nothing else before.
+    // With 1 the launch may begin before the kernel ahead of it on the stream has ended (overlap.cuh). It
+    // reads weights while it waits, and touches nothing else before.
     int32_t overlap;
 };
 
-// Bytes of the parts of these weights' results, on any device.
+// Returns the bytes of the parts of these weights' results, which are the same on any device.
 int64_t rowmm_parts_bytes(const RowmmArgs &args);
 
 namespace cuda {
-// Of the current device, for any T and shape.
+// Returns the bytes of scratch on the current device, which serve any T and shape.
 int64_t rowmm_scratch_bytes();
 
 int rowmm_permute(const RowmmPermuteArgs &args, void *stream);

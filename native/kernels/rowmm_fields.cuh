@@ -1,7 +1,7 @@
-// The quants of a fragment (16 outputs x 256 k), in words that a lane reads whole.
-// Lane (g = lane / 4, t = lane % 4) has, of outputs g and g + 8, the values k = 64 t .. 64 t + 63. For each half of
-// 32 of them (h) and each of its outputs (r), v = 2 h + r, they are BITS words: pair p (values 2 p and 2 p + 1) lies
-// at the same place in the low and in the high 16 bits of a word, ready for half2 arithmetic.
+// The quants of a fragment (16 outputs x 256 k) lie in words that a lane reads whole. Lane (g = lane / 4, t =
+// lane % 4) has, of outputs g and g + 8, the values k = 64 t .. 64 t + 63. For each half of 32 of them (h)
+// and each of its outputs (r), v = 2 h + r, they are BITS words. Pair p (values 2 p and 2 p + 1) lies at the
+// same place in the low and in the high 16 bits of a word, ready for half2 arithmetic.
 #pragma once
 
 #include "rowmm_layout.h"
@@ -14,12 +14,13 @@ template <int BITS> struct Fields {
     static constexpr int BYTES = FRAGMENT * CHUNK * BITS / 8;
     static constexpr int PER = 16 / BITS; // whole fields of half a word
     static constexpr int WHOLE =
-        PER * BITS; // pairs that are whole fields; of 3, 5 and 6 bits some are spread
+        PER * BITS; // These pairs are whole fields. Of 3, 5 and 6 bits some other pairs are spread.
     static constexpr uint32_t MASK = ((1u << BITS) - 1) * 0x00010001u;
 
     uint32_t w[BITS];
 
-    // Offset of word i: as many planes of 16 bytes a lane as there are, then one of 8, then one of 4.
+    // Returns the offset of word i. A lane has as many planes of 16 bytes as there are, then one of 8, then
+    // one of 4.
     static __device__ int at(int i, int v, int lane) {
         constexpr int WIDE = BITS / 4 * 4, PAIR = (BITS - WIDE) / 2 * 2;
         if (i < WIDE) {
@@ -56,31 +57,32 @@ template <int BITS> struct Fields {
         }
     }
 
-    // Word and shift of pair p < WHOLE. Of 6 bits the fields begin at bit 4, so that the first needs no shift.
+    // These return the word and the shift of pair p < WHOLE. Of 6 bits the fields begin at bit 4, so that the
+    // first needs no shift.
     static constexpr __device__ int word(int p) { return p / PER; }
     static constexpr __device__ int shift(int p) { return p % PER * BITS + (BITS == 6 ? 4 : 0); }
 
     static constexpr __device__ int spread(int p) { return p == 12 ? 0 : p == 13 ? 2 : p == 14 ? 3 : 5; }
 
-    // Pair p as two integers, in the low and the high 16 bits.
+    // Returns pair p as two integers, in the low and the high 16 bits.
     __device__ uint32_t get(int p) const {
         if (p < WHOLE) {
             return w[word(p)] >> shift(p) & MASK;
         }
-        if constexpr (BITS == 3 || BITS == 5) { // pair 15: bit i is bit 15 of word i
+        if constexpr (BITS == 3 || BITS == 5) { // bit i of pair 15 is bit 15 of word i
             uint32_t x = 0;
 #pragma unroll
             for (int i = 0; i < BITS; i++) {
                 x |= w[i] >> (15 - i) & 0x00010001u << i;
             }
             return x;
-        } else if constexpr (BITS == 6) { // pairs 12 to 15: in the low 4 bits of the six words
+        } else if constexpr (BITS == 6) { // pairs 12 to 15 are in the low 4 bits of the six words
             const int a = spread(p), b = p < 14 ? 1 : 4, two = p % 2 * 2;
             return (w[a] & 0x000f000fu) | (w[b] >> two & 0x00030003u) << 4;
         }
         return 0;
     }
-    // Adds pair p to words that were zero.
+    // Adds pair p to words that were zero before.
     __device__ void put(int p, uint32_t low, uint32_t high) {
         const uint32_t x = low | high << 16;
         if (p < WHOLE) {
@@ -113,7 +115,7 @@ constexpr ROWMM_BOTH int bits_of(int type) {
 
 // ---- scales of a fragment, after its quants ----
 
-// Where they begin, and where the scales of the 256 (d, dmin) begin among them.
+// These say where the scales begin, and where those of the 256 (d, dmin) begin among them.
 constexpr ROWMM_BOTH int scales_at(int type) {
     return FRAGMENT * CHUNK * bits_of(type) / 8;
 }
@@ -129,14 +131,15 @@ constexpr ROWMM_BOTH int super_at(int type) {
     }
 }
 
-// The values of IQ4_NL and IQ4_XS: -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113; plus 128.
+// IQ4_NL and IQ4_XS have the values -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113.
+// The table holds them plus 128.
 constexpr uint32_t IQ4_TABLE[4] = {0x3f2d1801, 0x766a5d4f, 0xa6998d81, 0xf1d9c5b5};
 
-// Their nibbles lie in order, value 8 i + n at nibble n of word i, since the table gives bytes in order.
+// Their nibbles lie in order, with value 8 i + n at nibble n of word i, since the table gives bytes in order.
 __device__ __forceinline__ void iq4_put(Fields<4> &f, int p, uint32_t low, uint32_t high) {
     f.w[p / 4] |= (low | high << 4) << 8 * (p % 4);
 }
-// Four nibbles of the low 16 bits of q to four bytes of the table.
+// Turns four nibbles of the low 16 bits of q into four bytes of the table.
 __device__ __forceinline__ uint32_t iq4_values(uint32_t q) {
     const uint32_t low = __byte_perm(IQ4_TABLE[0], IQ4_TABLE[1], q & 0x7777);
     const uint32_t high = __byte_perm(IQ4_TABLE[2], IQ4_TABLE[3], q & 0x7777);

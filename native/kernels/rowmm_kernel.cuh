@@ -1,4 +1,5 @@
-// The product: a block has a range of units or two, a warp 16 outputs of each of them, and all rows.
+// This is the product's kernel. A block has a range of units or two, and a warp has 16 outputs of each unit,
+// and all rows.
 #pragma once
 
 #include "rowmm_multiply.cuh"
@@ -58,13 +59,14 @@ __global__ void __launch_bounds__(Shape<NT, WIDE>::THREADS, Shape<NT, WIDE>::BLO
     rowmm_kernel(const __grid_constant__ RowmmParams p) {
 #if !ROWMM_WGMMA
     if (WIDE) {
-        return; // never launched here
+        return; // this is never launched here
     }
 #endif
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ float scales[Shape<NT, WIDE>::COLUMNS];
     using S = Shape<NT, WIDE>;
-    // A multiprocessor's blocks, b and b + gridDim / 2 as a rule, have neighbouring ranges: they are even in sum.
+    // A multiprocessor's blocks, b and b + gridDim / 2 as a rule, have neighbouring ranges, so that their sum
+    // is even.
     const int pairs = p.ranges / 2, b = blockIdx.x;
     const int range = S::RANGES > 1 ? b * S::RANGES : b < 2 * pairs ? b % pairs * 2 + b / pairs : b;
     const int end = min(range + S::RANGES, p.ranges);

@@ -1,9 +1,11 @@
-// A fragment's weights as F16 operands of the tensor core: Lane<TYPE> is what a lane has of one fragment of one unit.
+// Makes a fragment's weights into F16 operands of the tensor core. Lane<TYPE> is what a lane has of one
+// fragment of one unit.
 //
-// The sum over a unit is out[row] += D * (sum of pair() * x) - M * (sum of minimum() * sums of x): D and M are F32, of
-// each of the lane's two outputs, pair() is F16. An F16 whose bits are an integer k < 2048 is exactly k * 2^-24, so
-// products of quants and integer scales are made as bits, by an integer multiply or by an exact half2 multiply,
-// whichever needs no shift of the field (the two run on different pipes).
+// The sum over a unit is out[row] += D * (sum of pair() * x) - M * (sum of minimum() * sums of x). D and M
+// are F32, one for each of the lane's two outputs, and pair() is F16. An F16 whose bits are an integer k <
+// 2048 is exactly k * 2^-24. So products of quants and integer scales are made as bits, by an integer
+// multiply or by an exact half2 multiply. The one that needs no shift of the field is taken (the two run on
+// different pipes).
 #pragma once
 
 #include "rowmm_fields.cuh"
@@ -23,7 +25,7 @@ __device__ __forceinline__ __half2 halves(uint32_t w) {
 __device__ __forceinline__ __half2 twice(float x) {
     return __float2half2_rn(x);
 }
-// The low or the high half, in both halves.
+// Puts the low or the high half into both halves.
 __device__ __forceinline__ __half2 spread(__half2 x, int r) {
     return r == 0 ? __low2half2(x) : __high2half2(x);
 }
@@ -32,7 +34,7 @@ __device__ __forceinline__ uint32_t times(uint32_t a, __half2 b) {
 }
 constexpr uint32_t F16_1024 = 0x64006400u; // F16 1024 + k has the bits of 1024 plus k
 
-// Integers 0 .. 1023 in both halves, to F16, less `bias`: exact.
+// Turns integers 0 .. 1023 in both halves into F16, less `bias`. The result is exact.
 __device__ __forceinline__ __half2 to_half2(uint32_t x, float bias = 0) {
     return __hadd2(halves(x | F16_1024), twice(-1024.0f - bias));
 }
@@ -44,7 +46,8 @@ template <typename T> __device__ __forceinline__ T word_at(const uint8_t *p) {
     return *reinterpret_cast<const T *>(p);
 }
 
-// Whose unit needs a factor D in F32, and whose minimums are products with the sums of x.
+// These say which types' unit needs a factor D in F32, and which types' minimums are products with the sums
+// of x.
 constexpr ROWMM_BOTH bool has_super(int type) {
     return type == TYPE_Q2_K || type == TYPE_Q3_K || type == TYPE_Q4_K || type == TYPE_Q5_K ||
            type == TYPE_Q6_K || type == TYPE_IQ4_XS;
@@ -60,7 +63,8 @@ template <int TYPE> struct Lane {
     static constexpr int BITS = bits_of(TYPE);
     static constexpr float UNIT = 16777216.0f; // 2^24
 
-    uint32_t u, v, super, super_min; // packed scales, of g in the low and of g + 8 in the high half or byte
+    // These are packed scales, of g in the low and of g + 8 in the high half or byte.
+    uint32_t u, v, super, super_min;
     uint32_t sc[2]; // of the half in hand, [r]
     __half2 sc_field[2]; // the same over the second field's place value
 
@@ -77,14 +81,15 @@ template <int TYPE> struct Lane {
         sc[0] = both & 0xffffu;
         sc[1] = both >> 16;
         constexpr float PLACE = 1.0f / (1 << BITS);
-        const __half2 s = __hfma2(halves(both | F16_1024), twice(PLACE), twice(-1024.0f * PLACE)); // exact
+        // this is exact
+        const __half2 s = __hfma2(halves(both | F16_1024), twice(PLACE), twice(-1024.0f * PLACE));
         sc_field[0] = spread(s, 0);
         sc_field[1] = spread(s, 1);
     }
-    // Pair p of output r in the half in hand, times 2^-24.
+    // Returns pair p of output r in the half in hand, times 2^-24.
     __device__ uint32_t pair(const Fields<BITS> &f, int p, int r) const {
         constexpr uint32_t MASK = Fields<BITS>::MASK;
-        if (p >= Fields<BITS>::WHOLE) { // gathered at the second field's place
+        if (p >= Fields<BITS>::WHOLE) { // the pair is gathered at the second field's place
             uint32_t x = 0;
 #pragma unroll
             for (int i = 0; i < BITS; i++) {
@@ -102,7 +107,7 @@ template <int TYPE> struct Lane {
         }
         return ((field == 0 ? w : w >> 2 * BITS) & MASK) * sc[r];
     }
-    // Minimums of blocks 2 t and 2 t + 1 of output r, times 2^-24.
+    // Returns the minimums of blocks 2 t and 2 t + 1 of output r, times 2^-24.
     __device__ uint32_t minimum(int r) const {
         const uint32_t a = u >> 16 * r, b = v >> 8 * r;
         return (b & 63) | ((a >> 12 & 15) | (b >> 2 & 0x30)) << 16;
@@ -113,13 +118,15 @@ template <int TYPE> struct Lane {
 
 // ---- Q6_K and Q3_K: d * sc * (q - bias), sc for each 16 ----
 
-// A product is at most 4096 and an F16 as large as that is even, so few are rounded, and those to 11 bits.
+// A product is at most 4096, and an F16 as large as that is even. So few products are rounded, and those to
+// 11 bits.
 template <int TYPE> struct LaneBy16 {
     static constexpr int BITS = bits_of(TYPE);
     static constexpr bool SIX = TYPE == TYPE_Q6_K;
-    static constexpr float PLACE = 4096.0f; // one over what pair() is multiplied by
-    // Of Q6_K fields are taken at bit 4, where q is q * 2^-20, times sc * 2^8; of Q3_K at bit 0 as q * 2^-24, times
-    // sc * 2^10: with sc of at most 32 and the fields up to bit 6 that fits as well.
+    static constexpr float PLACE = 4096.0f; // one over the factor of pair()
+    // Fields of Q6_K are taken at bit 4, where q is q * 2^-20, times sc * 2^8. Fields of Q3_K are taken at
+    // bit 0 as q * 2^-24, times sc * 2^10. With sc of at most 32 and the fields up to bit 6 that fits as
+    // well.
     static constexpr float UP = SIX ? 256.0f : 1024.0f;
 
     uint32_t packed[2]; // four scales, [r]
@@ -130,24 +137,24 @@ template <int TYPE> struct LaneBy16 {
         const uint8_t *p = fragment + scales_at(TYPE);
         if (SIX) {
             const uint2 x = word_at<uint2>(p + lane * 8);
-            packed[0] = x.x ^ 0x80808080u; // sc + 128
+            packed[0] = x.x ^ 0x80808080u; // this makes sc + 128
             packed[1] = x.y ^ 0x80808080u;
-        } else { // six bits each: 24 of g, 24 of g + 8
+        } else { // these have six bits each: 24 bits are of g, 24 of g + 8
             const uint32_t x = word_at<uint32_t>(p + lane * 4), y = word_at<uint16_t>(p + 128 + lane * 2);
             packed[0] = six_bits(x);
             packed[1] = six_bits(x >> 24 | y << 8);
         }
         super = word_at<uint32_t>(fragment + super_at(TYPE) + lane / 4 * 4);
     }
-    static __device__ uint32_t six_bits(uint32_t x) { // to bytes
+    static __device__ uint32_t six_bits(uint32_t x) { // spreads them to bytes
         return (x & 0x3f) | (x & 0xfc0) << 2 | (x & 0x3f000) << 4 | (x & 0xfc0000) << 6;
     }
     __device__ void half(int h) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const int byte = 2 * h + i; // of g in the low half, of g + 8 in the high
+            const int byte = 2 * h + i; // this is of g in the low half, of g + 8 in the high
             const uint32_t both = __byte_perm(packed[0], packed[1], byte | (4 + byte) << 8) & 0x00ff00ffu;
-            const __half2 s = __hmul2(to_half2(both, SIX ? 128.0f : 32.0f), twice(UP)); // exact
+            const __half2 s = __hmul2(to_half2(both, SIX ? 128.0f : 32.0f), twice(UP)); // this is exact
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 sc[r][i] = spread(s, r);
@@ -178,8 +185,8 @@ template <> struct Lane<TYPE_Q3_K> : LaneBy16<TYPE_Q3_K> {};
 
 // ---- Q2_K: d * sc * q - dmin * mn, sc and mn of 4 bits for each 16 ----
 
-// Here d and dmin are made F16 factors of about one by d's power of two, then a weight is rounded once or twice to
-// F16: there are twice as many minimums as the sums of x would serve.
+// Here d and dmin are made F16 factors of about one by d's power of two, then a weight is rounded once or
+// twice to F16. The sums of x can not serve here, since there are twice as many minimums as sums.
 template <> struct Lane<TYPE_Q2_K> {
     uint32_t packed[2]; // four bytes sc | mn << 4, [r]
     float d[2], d_min[2];
@@ -219,7 +226,7 @@ template <> struct Lane<TYPE_Q2_K> {
 
 // ---- IQ4_XS: d * (sc - 32) * table[q], sc of 6 bits for each 32 ----
 
-// Bytes k and k + 1 (k = 0 or 2) of table values plus 128, as F16 without the 128.
+// Returns bytes k and k + 1 (k = 0 or 2) of table values plus 128, as F16 without the 128.
 __device__ __forceinline__ __half2 signed_bytes(uint32_t bytes, int k) {
     return __hadd2(halves(__byte_perm(bytes, F16_1024, k == 0 ? 0x5150 : 0x5352)), twice(-1152.0f));
 }
@@ -253,7 +260,8 @@ template <int TYPE> struct LaneBy32 {
     static constexpr int BITS = bits_of(TYPE);
     static constexpr bool HAS_M = TYPE == TYPE_Q4_1 || TYPE == TYPE_Q5_1;
 
-    uint32_t packed[HAS_M ? 4 : 2]; // d of block 2 t, of 2 t + 1 (g low, g + 8 high), then m likewise
+    // These are d of block 2 t and of 2 t + 1 (g is low, g + 8 is high), then m likewise.
+    uint32_t packed[HAS_M ? 4 : 2];
     __half2 d[2], m[2];
 
     __device__ void load(const uint8_t *fragment, int lane) {
@@ -280,7 +288,7 @@ template <int TYPE> struct LaneBy32 {
         if constexpr (TYPE == TYPE_IQ4_NL) {
             const uint32_t bytes = iq4_values(f.w[p / 4] >> (p % 4 < 2 ? 0 : 16));
             return word_of(__hmul2(signed_bytes(bytes, p % 2 * 2), d[r]));
-        } else if constexpr (TYPE == TYPE_Q8_0) { // q + 128, in bytes 0 and 2 or 1 and 3
+        } else if constexpr (TYPE == TYPE_Q8_0) { // this is q + 128, in bytes 0 and 2 or 1 and 3
             const uint32_t x = __byte_perm(f.w[p / 2], F16_1024, p % 2 == 0 ? 0x5250 : 0x5351);
             return word_of(__hmul2(__hadd2(halves(x), twice(-1152.0f)), d[r]));
         } else if constexpr (HAS_M) {

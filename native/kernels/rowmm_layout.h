@@ -1,28 +1,30 @@
 // Says how rowmm lays out weights and activations, as plain sizes and offsets for host and device.
 //
-// The tensor core multiplies tiles of 16 outputs x 16 k by 16 k x 8 rows. Which k are the 16 of one step is ours to
-// choose: of each block of 256, thread t of a group of four (t = lane % 4) has k = 64 t .. 64 t + 63, four a step. So
-// a lane meets only the quantisation scales of its own 64 values, and reads them in whole words.
+// The tensor core multiplies tiles of 16 outputs x 16 k by 16 k x 8 rows. Which k are the 16 of one step is
+// ours to choose. Of each block of 256, thread t of a group of four (t = lane % 4) has k = 64 t .. 64 t + 63,
+// four a step. So a lane meets only the quantisation scales of its own 64 values, and reads them in whole
+// words.
 //
-// Weights: tiles of 128 outputs (the last of a matrix: as many sixteenths as it needs), each a run of units along K,
-// each unit a run of fragments of 16 outputs. A unit is 256 k wide, of F16 and BF16 64, of F32 32: about as many bytes.
-// After the last unit of BF16 and F32 weights comes one F32 power of two for each output.
+// Weights are tiles of 128 outputs, and the last tile of a matrix has as many sixteenths as it needs. A tile
+// is a run of units along K, and a unit is a run of fragments of 16 outputs. A unit is 256 k wide, of F16 and
+// BF16 64, of F32 32, so that all have about as many bytes. After the last unit of BF16 and F32 weights comes
+// one F32 power of two for each output.
 //
-// Activations: a chunk for each 256 k, of C columns (rows of the step, padded):
+// Activations have a chunk for each 256 k, of C columns (rows of the step, padded):
 //   F16 values times the column's power of two, k = 64 t + 4 i .. + 3 being what thread t needs in step i:
 //     narrow [8 pairs of steps][C][4 t][8], as a lane of mma.sync reads them, or
 //     wide   [16 steps][2 of their pairs][C / 8][8 columns][4 t][2], as wgmma reads them from shared memory
 //   F16 [C][4 t][2 hi, 2 lo]: sums of the values over k = 64 t .. + 31 and 64 t + 32 .. + 63, as hi + lo
 //   F32 [C or more]: one over the column's power of two
-// and behind all chunks, of inputs that are normed, F32 [rows][chunks]: sums of squares before the norm.
-// A kernel has up to 32 rows of narrow chunks (more rows are several sets of chunks), 64 of wide ones.
+// Behind all chunks of inputs that are normed come F32 [rows][chunks], the sums of squares before the norm. A
+// kernel has up to 32 rows of narrow chunks (more rows are several sets of chunks), or 64 of wide ones.
 #pragma once
 
 #include "rowmm.h"
 
 namespace luce {
 
-// ggml's numbers
+// These are ggml's numbers.
 enum GgmlType : int32_t {
     TYPE_F32 = 0,
     TYPE_F16 = 1,
@@ -49,7 +51,7 @@ constexpr int CHUNK = 256; // k of a chunk
 constexpr ROWMM_BOTH bool is_float_type(int type) {
     return type == TYPE_F32 || type == TYPE_F16 || type == TYPE_BF16;
 }
-// Values of a ggml block.
+// Returns how many values a ggml block has.
 constexpr ROWMM_BOTH int block_values(int type) {
     switch (type) {
         case TYPE_F32:
@@ -70,7 +72,7 @@ constexpr ROWMM_BOTH int block_values(int type) {
         default: return 0;
     }
 }
-// Bytes of 256 values in ggml's layout, and in ours; 0: no such type here.
+// These return the bytes of 256 values in ggml's layout, and in ours. A type that is not known has 0.
 constexpr ROWMM_BOTH int chunk_weight_bytes(int type) {
     switch (type) {
         case TYPE_F32: return 1024;
@@ -94,7 +96,7 @@ constexpr ROWMM_BOTH int chunk_weight_bytes(int type) {
 constexpr ROWMM_BOTH int units_of_chunk(int type) {
     return type == TYPE_F32 ? 8 : is_float_type(type) ? 4 : 1;
 }
-// Bytes of a fragment: 16 outputs of one unit.
+// Returns the bytes of a fragment, which has 16 outputs of one unit.
 constexpr ROWMM_BOTH int fragment_bytes(int type) {
     return FRAGMENT * chunk_weight_bytes(type) / units_of_chunk(type);
 }
@@ -112,13 +114,13 @@ constexpr ROWMM_BOTH int64_t tiles_of(int64_t N) {
     return (N + TILE - 1) / TILE;
 }
 
-// Where the fragment of outputs 16 n16 .. + 15 begins in packed weights, for unit u along K.
+// Returns where the fragment of outputs 16 n16 .. + 15 begins in packed weights, for unit u along K.
 constexpr ROWMM_BOTH int64_t fragment_offset(int type, int64_t units_k, int64_t N, int64_t n16, int64_t u) {
     const int64_t tile = n16 / FRAGMENTS, left = fragments_of(N) - tile * FRAGMENTS;
-    const int64_t wide = left < FRAGMENTS ? left : FRAGMENTS; // fragments of this tile
+    const int64_t wide = left < FRAGMENTS ? left : FRAGMENTS; // this tile has so many fragments
     return (tile * FRAGMENTS * units_k + u * wide + n16 % FRAGMENTS) * fragment_bytes(type);
 }
-// Where the outputs' powers of two begin, after the last unit.
+// Returns where the outputs' powers of two begin, which is after the last unit.
 constexpr ROWMM_BOTH int64_t output_scale_offset(int type, int64_t K, int64_t N) {
     return fragments_of(N) * chunks_of(K) * units_of_chunk(type) * fragment_bytes(type);
 }
@@ -147,9 +149,10 @@ constexpr ROWMM_BOTH int chunk_tail(int C) {
 constexpr ROWMM_BOTH int chunk_bytes(int C) {
     return chunk_sums(C) + chunk_tail(C);
 }
-// Offset of the sums of squares behind the chunks of T rows.
+// Returns the offset of the sums of squares behind the chunks of T rows.
 inline ROWMM_BOTH int64_t squares_offset(int T, int64_t K) {
-    return (T + SET - 1) / SET * chunks_of(K) * chunk_bytes(RowsLayout(T, false).columns); // wide: the same
+    // wide chunks give the same
+    return (T + SET - 1) / SET * chunks_of(K) * chunk_bytes(RowsLayout(T, false).columns);
 }
 
 } // namespace luce

@@ -1,5 +1,6 @@
-// What the tensor core does with one unit of weights and its stage of activations. mma.sync has the activations in
-// registers, wgmma in shared memory; the products and the order of their sums are the same.
+// Says what the tensor core does with one unit of weights and its stage of activations. mma.sync has the
+// activations in registers, and wgmma has them in shared memory. The products and the order of their sums are
+// the same.
 #pragma once
 
 #include "rowmm_lane.cuh"
@@ -8,12 +9,13 @@
 
 namespace luce {
 
-// A lane's column of eight; of fewer rows than eight the last one stands for those that are not there.
+// Returns a lane's column of eight. Where there are fewer rows than eight, the last one stands for those that
+// are missing.
 template <int NT> __device__ __forceinline__ int lane_column(int C, int lane) {
     return NT == 1 ? min(lane / 4, C - 1) : lane / 4;
 }
 
-// Two steps' activations of rows 8 n .. 8 n + 7.
+// Reads two steps' activations of rows 8 n .. 8 n + 7.
 template <int NT>
 __device__ __forceinline__ uint4 read_rows(const uint8_t *stage, int group, int n, int C, int lane) {
     return reinterpret_cast<const uint4 *>(
@@ -22,7 +24,7 @@ __device__ __forceinline__ uint4 read_rows(const uint8_t *stage, int group, int 
 
 // ---- mma.sync ----
 
-// Half h of a unit of quants: 8 steps, two at a time.
+// Multiplies half h of a unit of quants, which is 8 steps, two at a time.
 template <int TYPE, int NT>
 __device__ __forceinline__ void multiply_half(Sums<NT> &c, const Lane<TYPE> &weights,
                                               const Fields<bits_of(TYPE)> (&f)[2], const uint8_t *stage,
@@ -43,7 +45,7 @@ __device__ __forceinline__ void multiply_half(Sums<NT> &c, const Lane<TYPE> &wei
     }
 }
 
-// A unit of F16 fragments; of F32 weights each step has a high and a low part.
+// Multiplies a unit of F16 fragments. Of F32 weights each step has a high and a low part.
 template <int TYPE, int NT>
 __device__ __forceinline__ void multiply_floats(Sums<NT> &c, const uint8_t *fragment, const uint8_t *stage,
                                                 int C, int lane) {
@@ -64,7 +66,7 @@ __device__ __forceinline__ void multiply_floats(Sums<NT> &c, const uint8_t *frag
 
 // ---- wgmma ----
 
-// The same, two steps in flight while the next two are made.
+// Does the same with two steps in flight while the next two are made.
 template <int TYPE, int NT>
 __device__ __forceinline__ void multiply_half_wide(Sums<NT> &c, const Lane<TYPE> &weights,
                                                    const Fields<bits_of(TYPE)> (&f)[2], uint32_t (&a)[2][8],
@@ -102,7 +104,7 @@ __device__ __forceinline__ void multiply_floats_wide(Sums<NT> &c, const uint8_t 
 
 // ---- a unit ----
 
-// acc += (what a unit gave) * (the unit's factors) / (the columns' powers of two)
+// Adds (what a unit gave) * (the unit's factors) / (the columns' powers of two) to acc.
 template <int TYPE, int NT>
 __device__ __forceinline__ void add_unit(Sums<NT> &acc, const Sums<NT> &c, const Lane<TYPE> &weights,
                                          const uint8_t *tail, int C, int lane) {
@@ -146,7 +148,7 @@ __device__ __forceinline__ void multiply_unit(Sums<NT> &acc, const uint8_t *frag
                                               int C, int lane) {
     const uint8_t *tail = stage + Shape<NT, WIDE>::VALUES;
     const uint32_t rows =
-        WIDE ? __shfl_sync(~0u, shared_address(stage), 0) : 0; // the warp's, not each lane's
+        WIDE ? __shfl_sync(~0u, shared_address(stage), 0) : 0; // this is the warp's address, not each lane's
     Sums<NT> c = {};
     if constexpr (is_float_type(TYPE)) {
         if constexpr (WIDE) {
@@ -181,7 +183,8 @@ __device__ __forceinline__ void multiply_unit(Sums<NT> &acc, const uint8_t *frag
     }
 }
 
-// `units` units of one tile. A warp whose outputs are not there only keeps step; wgmma needs all of a warpgroup.
+// Multiplies `units` units of one tile. A warp whose outputs are not there only keeps step, since wgmma needs
+// all of a warpgroup.
 template <int TYPE, int NT, bool WIDE>
 __device__ __forceinline__ void multiply(Sums<NT> &acc, Taker<Shape<NT, WIDE>> &ring, int units, int C,
                                          bool present) {

@@ -1,7 +1,7 @@
-// Activations of a step into rowmm's order (rowmm_layout.h), with the gate before it, the sum of the parts that the
-// launch before has left, and what a norm needs. A warp has 256 values of one row, a lane 8 in sequence: 16 bytes of
-// F16. Of a norm over the row it leaves sums of squares, so no warp waits for another: the product applies the scale.
-// A row's values depend on that row alone.
+// Packs activations of a step into rowmm's order (rowmm_layout.h). The gate before it, the sum of the parts
+// that the launch before has left, and what a norm needs are done with it. A warp has 256 values of one row,
+// and a lane has 8 in sequence, which are 16 bytes of F16. Of a norm over the row it leaves sums of squares,
+// so no warp waits for another: the product applies the scale. A row's values depend on that row alone.
 #include "rowmm_pack.cuh"
 #include "rowmm_parts.cuh"
 #include "rowmm_ptx.cuh"
@@ -9,7 +9,8 @@
 namespace luce {
 namespace {
 
-constexpr int WARPS = 2; // of a block: few, so that the rows of a small step are spread over multiprocessors
+// A block has few warps, so that the rows of a small step are spread over multiprocessors.
+constexpr int WARPS = 2;
 
 __device__ float silu(float x) {
     return x / (1 + expf(-x));
@@ -31,7 +32,7 @@ __device__ void keep(float *row, const float (&v)[OWN], int64_t k, int64_t K) {
     }
 }
 
-// grid: chunks / WARPS, rows.
+// The grid is {chunks / WARPS, rows}.
 template <int INPUT, bool PARTS>
 __global__ void __launch_bounds__(WARPS *WARP)
     pack_kernel(const __grid_constant__ RowmmPackArgs a, RowsLayout layout,
@@ -49,7 +50,7 @@ __global__ void __launch_bounds__(WARPS *WARP)
     const int64_t at = k < a.K ? k : 0;
     const LaneParts<OWN / 4> of_x(parts, 0, row, PARTS ? at : 0), of_y(parts, 1, row, PARTS ? at : 0);
     wait_for_previous();
-    if (chunk >= chunks_of(a.K)) { // a whole warp
+    if (chunk >= chunks_of(a.K)) { // this is true for a whole warp
         return;
     }
     if constexpr (!PARTS) {

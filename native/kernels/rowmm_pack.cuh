@@ -1,5 +1,5 @@
-// A warp's 256 values of one row into a chunk of rowmm's activations (rowmm_layout.h). A lane has 8 values in sequence: 16
-// bytes of F16.
+// Packs a warp's 256 values of one row into a chunk of rowmm's activations (rowmm_layout.h). A lane has 8
+// values in sequence, which are 16 bytes of F16.
 #pragma once
 
 #include "rowmm_fields.cuh"
@@ -17,7 +17,7 @@ __device__ __forceinline__ float warp_sum(float x, int lanes) {
     return x;
 }
 
-// Values k .. k + 7 of a row of K, zeros beyond its end.
+// Reads values k .. k + 7 of a row of K, with zeros beyond its end.
 __device__ __forceinline__ void load_values(float (&v)[OWN], const float *row, int64_t k, int64_t K) {
     const float *p = row + k;
     if (k + OWN <= K && reinterpret_cast<uintptr_t>(p) % 16 == 0) {
@@ -50,15 +50,17 @@ __device__ __forceinline__ float largest(const float (&v)[OWN]) {
     return most;
 }
 
-// The chunk's power of two brings its largest value to 512 .. 1023, so that sums of 32 fit F16 too. A value that is
-// not finite stays what it is, and its column's products with it. most: the lane's largest value.
+// The chunk's power of two brings its largest value to 512 .. 1023, so that sums of 32 fit F16 too. A value
+// that is not finite stays what it is, and its column's products are not finite either. `most` is the lane's
+// largest value.
 __device__ __forceinline__ void pack_chunk(uint8_t *out, int C, int column, bool wide, const float (&v)[OWN],
                                            float most, int lane) {
     const int t = lane / 8, j = lane % 8;
     for (int mask = WARP / 2; mask > 0; mask /= 2) {
         most = fmaxf(most, __shfl_xor_sync(~0u, most, mask));
     }
-    const uint32_t exponent = max(__float_as_uint(most) >> 23, 10u); // so that both powers of two are normal
+    // The bound keeps both powers of two normal.
+    const uint32_t exponent = max(__float_as_uint(most) >> 23, 10u);
     const float up = __uint_as_float((263 - exponent) << 23), down = __uint_as_float((exponent - 9) << 23);
     __half2 packed[OWN / 2];
     float sum = 0;
@@ -76,9 +78,9 @@ __device__ __forceinline__ void pack_chunk(uint8_t *out, int C, int column, bool
     } else {
         reinterpret_cast<uint4 *>(out)[(j * C + column) * 4 + t] = *reinterpret_cast<uint4 *>(packed);
     }
-    sum = warp_sum(sum, 4); // of 32 values
+    sum = warp_sum(sum, 4); // this is the sum of 32 values
     const float other = __shfl_down_sync(~0u, sum, 4);
-    if (j == 0) { // of k = 64 t and 64 t + 32 onwards, as hi + lo
+    if (j == 0) { // these are the sums of k = 64 t and 64 t + 32 onwards, as hi + lo
         const __half2 high = __floats2half2_rn(sum, other);
         const float2 x = __half22float2(high);
         __half2 *sums = reinterpret_cast<__half2 *>(out + chunk_sums(C)) + (column * 4 + t) * 2;

@@ -1,17 +1,19 @@
-// How a kernel adds up what a launch of rowmm has left in parts (RowmmArgs.parts).
+// Says how a kernel adds up what a launch of rowmm has left in parts (RowmmArgs.parts).
 #pragma once
 
 #include "rowmm_plan.h"
 
 namespace luce {
 
-// Where a lane finds the parts of 4 * V neighbouring values of a row, and their sum in the order of ranges.
+// Knows where a lane finds the parts of 4 * V neighbouring values of a row, and sums them in the order of
+// ranges.
 template <int V> struct LaneParts {
     const float4 *first;
     int count;
     int64_t step; // from one part to the next
 
-    // Before the launch that leaves them has ended. n: the first value's, a multiple of 4 * V below the weight's N.
+    // This may run before the launch that leaves them has ended. `n` is the first value's index, a multiple
+    // of 4 * V below the weight's N.
     __device__ LaneParts(const RowmmParts &p, int weight, int row, int64_t n) {
         const auto &w = p.weights[weight];
         const int tile = int(n / TILE), begin = w.first_unit + tile * w.units_k;
@@ -33,7 +35,7 @@ template <int V> struct LaneParts {
         }
         return low;
     }
-    // Parts r .. r + N - 1.
+    // Reads parts r .. r + N - 1.
     template <int N> __device__ void fetch(float4 (&x)[N][V], int r) const {
 #pragma unroll
         for (int j = 0; j < N; j++) {
@@ -44,7 +46,7 @@ template <int V> struct LaneParts {
             }
         }
     }
-    // The sum of all, of which x has the first N.
+    // Returns the sum of all parts, of which x has the first N.
     template <int N> __device__ void add(float4 (&x)[N][V], float (&v)[4 * V]) const {
 #pragma unroll 1
         for (int r = 0;; fetch(x, r)) {

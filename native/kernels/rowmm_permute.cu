@@ -1,6 +1,7 @@
-// Weights from ggml's layout to rowmm's, once at load, and from there to F16 rows for a prefill's cuBLAS.
-// A warp has a fragment: 16 outputs x 256 k (of float types a quarter or an eighth of that), its lanes hold what they
-// hold in the product (rowmm_fields.cuh). Reading ggml's blocks byte by byte costs a few ms a GB: less than any disk.
+// Permutes weights from ggml's layout to rowmm's, once at load, and from there to F16 rows for a prefill's
+// cuBLAS. A warp has a fragment: 16 outputs x 256 k (of float types a quarter or an eighth of that). Its
+// lanes hold what they hold in the product (rowmm_fields.cuh). Reading ggml's blocks byte by byte costs a few
+// ms a GB, which is less than any disk takes.
 #include "rowmm_lane.cuh"
 
 #include <algorithm>
@@ -17,9 +18,10 @@ __device__ uint32_t u16_at(const uint8_t *p) {
     return uint32_t(p[0]) | uint32_t(p[1]) << 8;
 }
 
-// A quant as it is stored (before any bias), value k of the 256 that begin at `b`.
+// Returns a quant as it is stored (before any bias): value k of the 256 that begin at `b`.
 template <int TYPE> __device__ uint32_t quant(const uint8_t *b, int k) {
-    const int half = k / 128, quarter = k % 128 / 32, l = k % 32; // of types with 256 to a block
+    // these serve types with 256 values to a block
+    const int half = k / 128, quarter = k % 128 / 32, l = k % 32;
     if constexpr (TYPE == TYPE_Q4_K || TYPE == TYPE_Q5_K) {
         const uint32_t q = b[(TYPE == TYPE_Q4_K ? 16 : 48) + k / 64 * 32 + l] >> 4 * (k / 32 % 2) & 15;
         return TYPE == TYPE_Q4_K ? q : q | (b[16 + l] >> k / 32 & 1u) << 4;
@@ -46,7 +48,8 @@ template <int TYPE> __device__ uint32_t quant(const uint8_t *b, int k) {
     }
 }
 
-// Scale (and minimum, from bit 8 on) of the j-th 32 of Q4_K and Q5_K; 16 of the others with 256 to a block.
+// Returns the scale (and the minimum, from bit 8 on) of the j-th 32 values of Q4_K and Q5_K. Of the others
+// with 256 to a block it takes the j-th 16.
 template <int TYPE> __device__ uint32_t block_scale(const uint8_t *b, int j) {
     if constexpr (TYPE == TYPE_Q4_K || TYPE == TYPE_Q5_K) {
         const uint8_t *s = b + 4;
@@ -61,18 +64,20 @@ template <int TYPE> __device__ uint32_t block_scale(const uint8_t *b, int j) {
         return (s[j % 8] >> 4 * (j / 8) & 15u) | (s[8 + j % 4] >> 2 * (j / 4) & 3u) << 4;
     } else if constexpr (TYPE == TYPE_Q2_K) {
         return b[j];
-    } else { // IQ4_XS: of the j-th 32
+    } else { // of IQ4_XS the scale is that of the j-th 32
         return (b[4 + j / 2] >> 4 * (j % 2) & 15u) | (u16_at(b + 2) >> 2 * j & 3u) << 4;
     }
 }
 
-constexpr ROWMM_BOTH int super_scale_at(int type) { // d in ggml's block, dmin after it
+// Returns where d is in ggml's block; dmin comes after it.
+constexpr ROWMM_BOTH int super_scale_at(int type) {
     return type == TYPE_Q6_K ? 208 : type == TYPE_Q3_K ? 108 : type == TYPE_Q2_K ? 80 : 0;
 }
 
 // ---- one fragment of quants ----
 
-// blocks[r]: 256 values of outputs g and g + 8, null where there are none; n_k: how many of the 256 there are.
+// blocks[r] are 256 values of outputs g and g + 8, or null where there are none. n_k says how many of the 256
+// there are.
 template <int TYPE>
 __device__ void store_quants(uint8_t *out, const uint8_t *const (&blocks)[2], int n_k, int lane) {
     constexpr int BITS = bits_of(TYPE);
@@ -123,7 +128,8 @@ __device__ void store_scales(uint8_t *out, const uint8_t *const (&blocks)[2], in
         } else if constexpr (TYPE == TYPE_IQ4_XS) {
             packed |= uint64_t(scale(2 * t) | scale(2 * t + 1) << 6) << 12 * r;
         } else {
-            for (int i = 0; i < 2; i++) { // d, and m where there is one, of 32-blocks 2 t and 2 t + 1
+            // these are d, and m where there is one, of 32-blocks 2 t and 2 t + 1
+            for (int i = 0; i < 2; i++) {
                 const uint8_t *block = b + (2 * t + i) * (chunk_weight_bytes(TYPE) / 8);
                 const bool there = b != nullptr && (2 * t + i) * 32 < n_k;
                 put(p + lane * 8 + 4 * i + 2 * r, uint16_t(there ? u16_at(block) : 0));
@@ -151,7 +157,7 @@ __device__ void store_scales(uint8_t *out, const uint8_t *const (&blocks)[2], in
     }
 }
 
-// grid: any; a warp takes every so many-th fragment.
+// The grid can have any size, since a warp takes every so many-th fragment.
 template <int TYPE> __global__ void permute_kernel(RowmmPermuteArgs a) {
     const int lane = threadIdx.x % WARP;
     const int64_t chunks = chunks_of(a.K), n16s = fragments_of(a.N);
@@ -186,8 +192,9 @@ template <int TYPE> __device__ float float_at(const void *src, int64_t i) {
     }
 }
 
-// The power of two that an output's weights are divided by, so that the largest is below 2^15: the F16 of BF16 weights
-// is exact down to 2^-31 of it, F32 weights become the sum of two F16. grid: any, a warp an output.
+// Finds the power of two that an output's weights are divided by, so that the largest is below 2^15. The F16
+// of BF16 weights is then exact down to 2^-31 of it, and F32 weights become the sum of two F16. The grid can
+// have any size, and a warp has an output.
 template <int TYPE> __global__ void output_scale_kernel(RowmmPermuteArgs a) {
     float *scales =
         reinterpret_cast<float *>(static_cast<uint8_t *>(a.dst) + output_scale_offset(TYPE, a.K, a.N));
@@ -210,7 +217,8 @@ template <int TYPE> __global__ void output_scale_kernel(RowmmPermuteArgs a) {
     }
 }
 
-// Fragments of F16 and BF16: [4 steps][lane][g, g + 8, g, g + 8 with the next two k]; of F32 [2 steps][hi, lo] of those.
+// Writes fragments. Those of F16 and BF16 are [4 steps][lane][g, g + 8, g, g + 8 with the next two k], and
+// those of F32 are [2 steps][hi, lo] of these.
 template <int TYPE> __global__ void permute_float_kernel(RowmmPermuteArgs a) {
     constexpr int UNITS = units_of_chunk(TYPE), STEPS = 16 / UNITS;
     const int lane = threadIdx.x % WARP;
@@ -221,7 +229,7 @@ template <int TYPE> __global__ void permute_float_kernel(RowmmPermuteArgs a) {
          i += gridDim.x * WARPS) {
         const int64_t n16 = i / units, unit = i % units;
         __half *out = reinterpret_cast<__half *>(packed + fragment_offset(TYPE, units, a.N, n16, unit));
-        for (int e = 0; e < STEPS * 8; e++) { // value e % 2 of register e / 2 % 4 of step e / 8
+        for (int e = 0; e < STEPS * 8; e++) { // this is value e % 2 of register e / 2 % 4 of step e / 8
             const int64_t n = n16 * FRAGMENT + lane / 4 + e / 2 % 2 * 8;
             const int64_t k = unit / UNITS * CHUNK + lane % 4 * 64 + unit % UNITS * STEPS * 4 + e / 8 * 4 +
                               e / 4 % 2 * 2 + e % 2;
@@ -243,7 +251,8 @@ template <int TYPE> __global__ void permute_float_kernel(RowmmPermuteArgs a) {
 
 // ---- back to rows of F16 ----
 
-// What a quant of one 16 is worth: (q - bias) * scale + offset, each step rounded to F32 as ggml does.
+// Says what a quant of one 16 is worth: (q - bias) * scale + offset, with each step rounded to F32 as ggml
+// does.
 struct Worth {
     float scale, offset;
 };
@@ -281,7 +290,7 @@ constexpr ROWMM_BOTH int bias_of(int type) {
     }
 }
 
-// The 32 values of half h of output g + 8 r, as 16 pairs of F16.
+// Returns the 32 values of half h of output g + 8 r, as 16 pairs of F16.
 template <int TYPE>
 __device__ void dequantise(uint32_t (&out)[16], const Lane<TYPE> &x, const uint8_t *fragment, int h, int r,
                            int lane) {
@@ -301,14 +310,15 @@ __device__ void dequantise(uint32_t (&out)[16], const Lane<TYPE> &x, const uint8
     }
 }
 
-// The same of float types: k = 64 t + 32 h .. + 31 of output g + 8 r, from the units that hold them.
+// Does the same for float types: it takes k = 64 t + 32 h .. + 31 of output g + 8 r from the units that hold
+// them.
 template <int TYPE>
 __device__ void read_floats(uint32_t (&out)[16], const uint8_t *packed, int64_t units, int64_t N, int64_t n16,
                             int64_t chunk, int h, int r, int lane, float scale) {
     constexpr int UNITS = units_of_chunk(TYPE), STEPS = 16 / UNITS;
 #pragma unroll
     for (int p = 0; p < 16; p++) {
-        const int step = 8 * h + p / 2; // of the 16 in a chunk
+        const int step = 8 * h + p / 2; // this is the step of the 16 in a chunk
         const int64_t unit = chunk * UNITS + step / STEPS;
         const __half2 *f =
             reinterpret_cast<const __half2 *>(packed + fragment_offset(TYPE, units, N, n16, unit));
@@ -352,7 +362,8 @@ template <int TYPE> __global__ void __launch_bounds__(WARPS *WARP) unpack_kernel
                     dequantise<TYPE>(x, scales, fragment, h, r, lane);
                 }
 #pragma unroll
-                for (int c = 0; c < 4; c++) { // 8 values each; the columns are turned so that banks differ
+                // each has 8 values, and the columns are turned so that banks differ
+                for (int c = 0; c < 4; c++) {
                     const int column = t * 8 + h * 4 + c;
                     mine[g + 8 * r][column ^ (g & 7)] = {x[4 * c], x[4 * c + 1], x[4 * c + 2], x[4 * c + 3]};
                 }

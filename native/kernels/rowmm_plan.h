@@ -1,8 +1,9 @@
 // Says what a launch of rowmm does, as its blocks read it, and which part of it each block has.
 //
-// All units of all weights of a launch, in order, are cut into `ranges` of about equal bytes; a block has one. The cut
-// depends on the weights' shapes and the device's multiprocessors alone. What a range has of a tile (128 outputs, all
-// of K) is a part; the parts of a tile are added in the order of ranges, by a kernel behind or by whoever reads them.
+// All units of all weights of a launch, in order, are cut into `ranges` of about equal bytes, and a block has
+// one range. The cut depends on the weights' shapes and the device's multiprocessors alone. What a range has
+// of a tile (128 outputs, all of K) is a part. The parts of a tile are added in the order of ranges, by a
+// kernel behind or by whoever reads them.
 #pragma once
 
 #include "rowmm_layout.h"
@@ -24,7 +25,7 @@ struct RowmmSegment {
     int32_t first_unit, n_units; // in the launch; of this matrix
     int32_t first_tile; // in the launch
     int32_t units_k; // units along K
-    int32_t whole_units; // units of tiles of 128 outputs: those that follow are narrower
+    int32_t whole_units; // units of tiles of 128 outputs; those that follow are narrower
     int32_t last_fragments; // of each of those
     int32_t fragment_bytes;
     int32_t vectors; // 1: rows of out and residual are whole and aligned float4
@@ -32,19 +33,21 @@ struct RowmmSegment {
 
 struct RowmmParams {
     const uint8_t *x;
-    float *partial; // [ranges][2: the tile it began in the middle, the tile it left unfinished][rows][TILE]
-    float *parts; // null, or of all tiles: [range + tile][part_rows][TILE]
+    // This is [ranges][2][rows][TILE]. The two are the tile that the range began in the middle, and the tile
+    // that it left unfinished.
+    float *partial;
+    float *parts; // null, or the parts of all tiles: [range + tile][part_rows][TILE]
     const float *squares; // null, or [rows][n_squares] sums of squares of x before its norm
     int32_t n_squares, part_rows;
     float K, eps; // of the norm
-    int32_t columns, rows; // of a chunk of x; how many of them are rows
+    int32_t columns, rows; // the columns of a chunk of x; how many of them are rows
     int32_t n_segments, ranges;
     int32_t slots, slot_bytes; // of the ring of weights
     RowmmSegment segments[ROWMM_MAX_WEIGHTS];
-    int32_t first[ROWMM_MAX_RANGES + 1]; // unit at which a range begins
+    int32_t first[ROWMM_MAX_RANGES + 1]; // the unit at which a range begins
 };
 
-// Where the parts of a launch lie, for whoever adds them.
+// Says where the parts of a launch lie, for whoever adds them.
 struct RowmmParts {
     const float *parts; // [set][range + tile][rows][TILE]
     int64_t set_size; // values
@@ -57,13 +60,13 @@ struct RowmmParts {
 };
 cudaError_t rowmm_parts_of(const RowmmArgs &args, RowmmParts &parts);
 
-// The kernels (rowmm_kernel.cuh), each compiled on its own: for up to 8, 16 and 32 rows with mma.sync, for up to 32 and
-// 64 with wgmma. mma.sync and wgmma give the same bits.
+// These are the kernels (rowmm_kernel.cuh), each compiled on its own. mma.sync serves up to 8, 16 and 32
+// rows, and wgmma serves up to 32 and 64. Both give the same bits.
 struct RowmmKernel {
     void (*kernel)(RowmmParams);
     int threads;
     int row_bytes; // of shared memory, before the ring of weights
-    int blocks; // on a multiprocessor at once
+    int blocks; // as many run on a multiprocessor at once
 };
 constexpr int ROWMM_MAX_SLOTS = 16;
 RowmmKernel rowmm_kernel_8();
@@ -72,7 +75,7 @@ RowmmKernel rowmm_kernel_32();
 RowmmKernel rowmm_kernel_32_wide();
 RowmmKernel rowmm_kernel_64_wide();
 
-// Whether the current device has wgmma and the wide kernels were compiled for it.
+// Returns whether the current device has wgmma and the wide kernels were compiled for it.
 bool rowmm_has_wgmma();
 
 } // namespace luce

@@ -1,4 +1,4 @@
-// The instructions that rowmm needs beyond CUDA C++: the tensor core, asynchronous copies.
+// Wraps the instructions that rowmm needs beyond CUDA C++: those of the tensor core, and asynchronous copies.
 #pragma once
 
 #include "overlap.cuh"
@@ -13,7 +13,7 @@ namespace luce {
 #define ROWMM_BULK 0
 #endif
 
-// c[16 x 8] += a[16 x 16] * b[16 x 8]
+// Does c[16 x 8] += a[16 x 16] * b[16 x 8].
 __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
                                     uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
@@ -39,7 +39,7 @@ __device__ __forceinline__ void barrier_init_done() {
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
     asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(barrier) : "memory");
 }
-// Until the phase of this parity has ended.
+// Waits until the phase of this parity has ended.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
     uint32_t done;
     do {
@@ -60,18 +60,19 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 }
 
 #if ROWMM_BULK
-constexpr int COPY_LANES = 1; // that take part in a copy and arrive on its barrier
+constexpr int COPY_LANES = 1; // so many lanes take part in a copy and arrive on its barrier
 #else
 constexpr int COPY_LANES = 32;
 #endif
 
-// The lanes that copy open a phase of a barrier, copy once or more, and close it: the phase ends when all has arrived.
+// The lanes that copy open a phase of a barrier, copy once or more, and close it. The phase ends when all
+// copies have arrived.
 __device__ __forceinline__ void copies_begin(uint32_t barrier, int bytes) {
 #if ROWMM_BULK
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 #endif
 }
-// `bytes` is a multiple of 16. `keep`: others will read the same, so that it should stay in L2.
+// `bytes` is a multiple of 16. `keep` says that others will read the same, so that it should stay in L2.
 __device__ __forceinline__ void copy_to_shared(uint32_t shared, const uint8_t *global, int bytes,
                                                uint32_t barrier, bool keep) {
 #if ROWMM_BULK
@@ -105,7 +106,8 @@ __device__ __forceinline__ void copy_16(void *shared, const void *global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global)
                  : "memory");
 }
-// Closes a group of a lane's copies; waits until all but its newest N groups have arrived.
+// The first closes a group of a lane's copies. The second waits until all but its newest N groups have
+// arrived.
 __device__ __forceinline__ void copies_commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -113,12 +115,13 @@ template <int N> __device__ __forceinline__ void copies_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// Brings the line at p to L2; p may be any address of device memory.
+// Brings the line at p to L2, where p may be any address of device memory.
 __device__ __forceinline__ void prefetch_l2(const void *p) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
 
-// Adds 1, behind all that the block's threads wrote before its last barrier, ahead of all they read after the next.
+// Adds 1. This comes behind all that the block's threads wrote before its last barrier, and ahead of all they
+// read after the next.
 __device__ __forceinline__ uint32_t count_arrival(uint32_t *counter) {
     uint32_t before;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");

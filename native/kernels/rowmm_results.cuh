@@ -1,5 +1,6 @@
-// From a block's sums to the outputs: tiles that are whole in a range go there at once, of others each range leaves its
-// part in scratch, to be added in the order of ranges by a kernel behind. Or all tiles stay parts (RowmmArgs.parts).
+// Takes a block's sums to the outputs. Tiles that are whole in a range go there at once. Of others each range
+// leaves its part in scratch, to be added in the order of ranges by a kernel behind. Or all tiles stay parts
+// (RowmmArgs.parts).
 #pragma once
 
 #include "rowmm_rings.cuh"
@@ -13,12 +14,12 @@ __device__ __forceinline__ void write_out(const RowmmSegment &s, int t, int n, f
     s.out[t * s.out_row + n] = x;
 }
 
-// The tile that a range leaves unfinished.
+// This is the tile that a range leaves unfinished.
 struct OpenTile {
     int segment, tile;
-    int from, to; // the ranges that have a part of it; from == to: it is whole
+    int from, to; // the ranges that have a part of it; it is whole where from == to
 
-    // Where range r ends.
+    // Finds the tile in which range r ends.
     __device__ OpenTile(const RowmmParams &p, int r) : segment(0), from(r), to(r) {
         const int unit = p.first[r + 1] - 1;
         while (segment + 1 < p.n_segments && p.segments[segment + 1].first_unit <= unit) {
@@ -36,12 +37,13 @@ struct OpenTile {
     }
 };
 
-// Where range r leaves its part of a tile that it begins, or that it began in the middle.
+// Returns where range r leaves its part of a tile that it begins, or that it began in the middle.
 __device__ __forceinline__ float *part_of(const RowmmParams &p, int r, bool middle) {
     return p.partial + (int64_t(r) * 2 + (middle ? 0 : 1)) * p.rows * TILE;
 }
 
-// What a warp has of a tile: into `out`, or into the range's part of it. scales: null, or of each row.
+// Writes what a warp has of a tile into `out`, or into the range's part of it. `scales` is null, or has a
+// scale for each row.
 template <int NT>
 __device__ void write_tile(const RowmmParams &p, const RowmmSegment &s, const Sums<NT> &acc, int tile,
                            float *part, const float *scales) {
@@ -70,9 +72,9 @@ __device__ __forceinline__ float4 add(float4 a, float4 b) {
     return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
 }
 
-// The sum of a tile's parts, in the order of ranges: of its i-th four outputs, row after row.
+// Adds a tile's parts in the order of ranges: those of its i-th four outputs, row after row.
 __device__ __forceinline__ void add_parts(const RowmmParams &p, const OpenTile &open, int i) {
-    constexpr int AHEAD = 8; // loads in flight
+    constexpr int AHEAD = 8; // so many loads are in flight
     const RowmmSegment &s = p.segments[open.segment];
     const int64_t step = int64_t(2) * p.rows * (TILE / 4);
     const float4 *first = reinterpret_cast<const float4 *>(part_of(p, open.from, false)) + i;

@@ -1,5 +1,6 @@
-// The rings of rowmm's kernel in shared memory: the last warp of a block fills them, of weights (units of the block's
-// range) and of activations (stages); the others take from them. Nothing but their barriers keeps the warps together.
+// Holds the rings of rowmm's kernel in shared memory. The last warp of a block fills them, one with weights
+// (units of the block's range) and one with activations (stages); the others take from them. Nothing but
+// their barriers keeps the warps together.
 #pragma once
 
 #include "rowmm_fields.cuh"
@@ -8,8 +9,8 @@
 
 namespace luce {
 
-// NT: tiles of 8 rows. Each warp but the last has 16 outputs of a tile. A block walks one range after the other, as
-// many as the blocks that are missing on its multiprocessor would have.
+// NT is the number of tiles of 8 rows. Each warp but the last has 16 outputs of a tile. A block walks one
+// range after the other, as many as the blocks that are missing on its multiprocessor would have.
 template <int NT, bool WIDE> struct Shape {
     static constexpr int WARPS = FRAGMENTS, THREADS = (WARPS + 1) * WARP;
     static constexpr int BLOCKS = NT == 8 ? 1 : BLOCKS_PER_SM, RANGES = BLOCKS_PER_SM / BLOCKS;
@@ -19,9 +20,9 @@ template <int NT, bool WIDE> struct Shape {
     static constexpr int BARRIERS = 256; // bytes, for all of Rings
     static constexpr int ROW_BYTES = BARRIERS + STAGES * STAGE;
 };
-constexpr int TAKERS = FRAGMENTS * WARP; // threads that take from the rings
+constexpr int TAKERS = FRAGMENTS * WARP; // so many threads take from the rings
 
-// What a warp adds up: rows 2 t, 2 t + 1 of output g, then of g + 8.
+// This is what a warp adds up: rows 2 t, 2 t + 1 of output g, then of g + 8.
 template <int NT> using Sums = float[NT][4];
 
 // ---- the rings ----
@@ -50,7 +51,8 @@ template <typename S> struct Rings {
     }
 };
 
-// What results of a row are multiplied with: x was packed before its norm was known. Each taker has every eighth row.
+// Results of a row are multiplied with these where x was packed before its norm was known. Each taker has
+// every eighth row.
 template <typename S>
 __device__ __forceinline__ void find_scales(const RowmmParams &p, const Rings<S> &rings, float *scales) {
     const int lane = threadIdx.x % WARP;
@@ -73,7 +75,7 @@ __device__ __forceinline__ void find_scales(const RowmmParams &p, const Rings<S>
     }
 }
 
-// A place in a ring of n, and the parity of the barrier's phase there.
+// This is a place in a ring of n, and the parity of the barrier's phase there.
 struct Place {
     int i = 0, parity = 0;
     __device__ void next(int n) {
@@ -84,10 +86,10 @@ struct Place {
     }
 };
 
-// A walk over the units of a range.
+// Walks over the units of a range.
 struct Walk {
     const RowmmParams &p;
-    int segment, unit, left; // unit: of the segment; left: of the range
+    int segment, unit, left; // `unit` counts in the segment, and `left` counts in the range
 
     __device__ const RowmmSegment &of() const { return p.segments[segment]; }
     __device__ void next() {
@@ -99,9 +101,10 @@ struct Walk {
     }
 };
 
-constexpr int IN_FLIGHT = 1; // units of weights of a block, before the launch ahead has ended
+// A block has so many units of weights in flight before the launch ahead has ended.
+constexpr int IN_FLIGHT = 1;
 
-// What the last warp does. A slot of weights is free when the stage of the same unit is.
+// Does what the last warp does. A slot of weights is free when the stage of the same unit is.
 template <typename S> struct Filler {
     const RowmmParams &p;
     const Rings<S> &rings;
@@ -133,7 +136,8 @@ template <typename S> struct Filler {
         }
         const int C = p.columns, units = units_of_chunk(rows.of().type), unit = rows.unit % rows.of().units_k;
         const uint8_t *chunk = p.x + int64_t(unit / units) * chunk_bytes(C);
-        const int values = 8 / units * C * 64; // bytes of a unit's groups of 16 bytes, two steps each
+        // These are the bytes of a unit's groups of 16 bytes, two steps each.
+        const int values = 8 / units * C * 64;
         const uint32_t barrier = rings.stage_full(stage.i), to = shared_address(rings.stage(stage.i));
         copies_begin(barrier, values + chunk_tail(C));
         copy_to_shared(to, chunk + unit % units * values, values, barrier, true);
@@ -142,8 +146,8 @@ template <typename S> struct Filler {
         stage.next(S::STAGES);
         rows.next();
     }
-    // The first weights, which do not depend on what runs before this launch. Few are on their way at once, for memory
-    // has to answer the launch ahead at the same time.
+    // First come the first weights, which do not depend on what runs before this launch. Few are on their way
+    // at once, for memory has to answer the launch ahead at the same time.
     __device__ void fetch_first_weights() {
         for (int i = 0; i < rings.slots && weights.left > 0; i++) {
             if (COPY_LANES == 1 && i >= IN_FLIGHT) {
@@ -152,13 +156,13 @@ template <typename S> struct Filler {
             fetch_weights();
         }
     }
-    // The first rows, once they are there: by a taker, which knows first.
+    // A taker fetches the first rows once they are there, since it knows that first.
     __device__ void fetch_first_rows() {
         for (int i = 0; i < S::STAGES; i++) {
             fetch_rows();
         }
     }
-    // All else.
+    // Fetches all else.
     __device__ void go_on() {
         wait_for_previous();
         for (int i = 0; i < S::STAGES && rows.left > 0; i++) {
@@ -174,7 +178,7 @@ template <typename S> struct Filler {
     }
 };
 
-// What the other warps do with them.
+// Does what the other warps do with the rings.
 template <typename S> struct Taker {
     Rings<S> rings;
     Place slot, stage;

@@ -1,4 +1,4 @@
-// rowmm for up to 32 rows, with mma.sync.
+// Compiles rowmm for up to 32 rows, with mma.sync.
 #include "rowmm_kernel.cuh"
 
 luce::RowmmKernel luce::rowmm_kernel_32() {

@@ -1,4 +1,4 @@
-// rowmm for up to 32 rows, with wgmma.
+// Compiles rowmm for up to 32 rows, with wgmma.
 #include "rowmm_kernel.cuh"
 
 luce::RowmmKernel luce::rowmm_kernel_32_wide() {

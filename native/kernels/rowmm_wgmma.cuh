@@ -1,4 +1,5 @@
-// wgmma: a warpgroup's 64 outputs x 16 k, from registers, by 16 k x 32 or 64 rows, from shared memory. sm_90a alone.
+// Wraps wgmma, in which a warpgroup multiplies 64 outputs x 16 k, from registers, by 16 k x 32 or 64 rows,
+// from shared memory. Only sm_90a has it.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +22,7 @@ __device__ __forceinline__ void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 #endif
 }
-// All but the newest N groups have ended.
+// Waits until all but the newest N groups have ended.
 template <int N> __device__ __forceinline__ void wgmma_wait() {
 #if ROWMM_WGMMA
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
@@ -38,7 +39,8 @@ template <int NT> __device__ __forceinline__ void wgmma_pin(float (&c)[NT][4]) {
     }
 }
 
-// Step i of a stage of wide activations: matrices of 8 rows x 16 bytes, NT of them side by side, the next 8 k behind.
+// Describes step i of a stage of wide activations. It has NT matrices of 8 rows x 16 bytes side by side, with
+// the next 8 k behind them.
 template <int NT> __device__ __forceinline__ uint64_t wgmma_rows(uint32_t stage, int i) {
     constexpr uint32_t NEXT_K = NT * 128 / 16, NEXT_ROWS = 128 / 16;
     const uint32_t low = ((stage & 0x3ffff) >> 4) + uint32_t(i) * 2 * NEXT_K | NEXT_K << 16;
@@ -47,7 +49,7 @@ template <int NT> __device__ __forceinline__ uint64_t wgmma_rows(uint32_t stage,
     return descriptor;
 }
 
-// c += a * rows, or c = a * rows.
+// Does c += a * rows, or c = a * rows.
 __device__ __forceinline__ void wgmma(float (&c)[4][4], const uint32_t *a, uint64_t rows, bool add) {
 #if ROWMM_WGMMA
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"

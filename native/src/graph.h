@@ -1,5 +1,6 @@
-// Each architecture has a file with its graph builders (architecture.h is the table of them), and so has the DFlash
-// drafter, which goes with any. They only add nodes to the graph and return its outputs.
+// Declares what a step's graph puts out, and the builders for a DFlash drafter. Each architecture has a file
+// with its graph builders (architecture.h is the table of them), and so has the DFlash drafter, which goes
+// with any. Builders only add nodes to the graph and return its outputs.
 #pragma once
 
 #include "ops.h"
@@ -11,12 +12,12 @@ struct StepOutputs {
     ggml_tensor *choice = nullptr; // {CHOICE_WIDTH, n_out} I32: ChoiceRow (kernels.h)
 };
 
-// The rows' context for a DFlash drafter: K and V of each of its layers, from what the trunk's blocks put out
-// (outputs[il] {E, T}).
+// Computes the rows' context for a DFlash drafter: K and V of each of its layers, from what the trunk's
+// blocks put out (outputs[il] {E, T}).
 void feed_dflash(const StepBuild &build, const DFlash &drafter, const std::vector<ggml_tensor *> &outputs);
 
-// A block for each of the step's sequences, whose rows are [anchor, mask, mask ..]: the choices of all rows are kept
-// but the anchors'. Logits are of all rows, over the target's vocabulary.
+// Computes a block for each of the step's sequences, whose rows are [anchor, mask, mask ..]. The choices of
+// all rows are kept but the anchors'. Logits are of all rows, over the target's vocabulary.
 StepOutputs build_dflash_block(const StepBuild &build);
 
 } // namespace luce

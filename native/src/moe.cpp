@@ -1,4 +1,5 @@
-// The graph of a mixture of experts: router, the experts of each row, their weighted sum, and the shared expert.
+// Builds the graph of a mixture of experts: the router, the experts of each row, their weighted sum, and the
+// shared expert.
 #include "custom_op.h"
 #include "moe_op.h"
 #include "ops.h"
@@ -8,12 +9,12 @@
 namespace luce {
 namespace {
 
-// x as luce's own op takes it for weights of this type.
+// Returns x as luce's own op takes it for weights of this type.
 ggml_tensor *experts_input(const StepBuild &b, ggml_tensor *x, ggml_type type) {
     return rows_input(type) == RowsInput::packed ? packed_rows(b, x) : x;
 }
 
-// Whether luce's own op multiplies these experts: two matrices of one op take x in the same form.
+// Returns whether luce's own op multiplies these experts. Two matrices of one op take x in the same form.
 bool has_own_op(const Moe &w) {
     const ggml_tensor *first = w.gate_up != nullptr ? w.gate_up : w.gate;
     const ggml_tensor *second = w.gate_up != nullptr ? w.gate_up : w.up;
@@ -21,7 +22,7 @@ bool has_own_op(const Moe &w) {
            rows_input(first->type) == rows_input(second->type) && rows_input(w.down->type) != RowsInput::none;
 }
 
-// x {E, T} -> each row's results of its experts {E, n_used*T}, by luce's own op.
+// Takes x {E, T} to each row's results of its experts {E, n_used*T}, by luce's own op.
 ggml_tensor *experts_of_luce(const StepBuild &b, ggml_tensor *x, ggml_tensor *route, const Moe &w) {
     const int64_t pairs = int64_t(w.shape.n_used) * x->ne[1];
     ggml_tensor *first = w.gate_up != nullptr ? w.gate_up : w.gate;
@@ -33,7 +34,7 @@ ggml_tensor *experts_of_luce(const StepBuild &b, ggml_tensor *x, ggml_tensor *ro
     return add_op(b.ctx, *find_op("experts"), GGML_TYPE_F32, x->ne[0], pairs, last, 3, down, 2);
 }
 
-// The same by ggml.
+// Does the same by ggml.
 ggml_tensor *experts_of_ggml(const StepBuild &b, ggml_tensor *x, ggml_tensor *route, const Moe &w) {
     ggml_context *ctx = b.ctx;
     const int64_t E = x->ne[0], T = x->ne[1], used = w.shape.n_used;

@@ -22,13 +22,13 @@ uint8_t *routed_of(const ggml_tensor *t, const MoeDims &all, int64_t launch) {
     return static_cast<uint8_t *>(t->data) + launch * moe_routed_bytes(moe_full(all));
 }
 
-// Part `part` of each expert's matrices; `parts` lie in one tensor, one behind the other.
+// Returns part `part` of each expert's matrices. All `parts` lie in one tensor, one behind the other.
 MoeMatrix matrix(const ggml_tensor *w, int part, int parts) {
     const int64_t bytes = rowmm_packed_bytes(w->type, w->ne[0], w->ne[1] / parts);
     return {w->type, static_cast<const uint8_t *>(w->data) + part * bytes, parts * bytes};
 }
 
-// What the nodes of a layer share.
+// Holds what the nodes of a layer share.
 struct Layer {
     const StepBuild &b;
     const MatmulInput &input;
@@ -114,14 +114,15 @@ ggml_tensor *moe_on_gpu(const StepBuild &b, const MatmulInput &input, const Moe 
     return layer.add("moe_sum", GGML_TYPE_F32, dims.E, dims.T, {routed, y, layer.x}); // {E, T}
 }
 
-// The shared expert is the device's, and comes before the host's part in the order of sources: of a graph's order.
+// The shared expert is the device's. It comes before the host's part in the order of sources, which is a
+// graph's order.
 ggml_tensor *moe_beside_ram(const StepBuild &b, const MatmulInput &input, const Moe &w,
                             ggml_tensor *residual) {
     const Layer layer(b, input, w, residual);
     const MoeDims &dims = layer.dims;
     ggml_tensor *routed = layer.route();
     ggml_tensor *sums = ram_experts_of(b, routed, nullptr, w, dims.E, dims.T);
-    ggml_tensor *shared = sums; // where there is none
+    ggml_tensor *shared = sums; // these stand in where there is no shared expert
     if (dims.shared()) {
         const auto gates = matmuls(b, {w.shared.gate, w.shared.up}, input);
         shared = matmul(b, w.shared.down, swiglu(gates[0], gates[1]));
@@ -196,7 +197,7 @@ int moe_sum_op(const ggml_tensor *dst, void *stream, const MoeOp &op) {
         a.sums = sums == nullptr ? nullptr : values(sums) + t * dims.E;
         a.residual = values(dst->src[2]) + t * dims.E;
         a.out = values(dst) + t * dims.E;
-        a.overlap = sums == nullptr; // a copy is ahead
+        a.overlap = sums == nullptr; // with sums a copy is ahead
         return cuda::moe_sum(a, stream);
     });
 }

@@ -1,5 +1,5 @@
-// A mixture of experts on a GPU as graph ops (kernels/moe.h), over any number of rows. Those of a prefill are done
-// MOE_MAX_ROWS at a time, with the arithmetic of a step.
+// Makes graph ops of a mixture of experts on a GPU (kernels/moe.h), over any number of rows. Those of a
+// prefill are done MOE_MAX_ROWS at a time, with the arithmetic of a step.
 #pragma once
 
 #include "../kernels/moe.h"
@@ -7,20 +7,22 @@
 
 namespace luce {
 
-// E_UNSUPPORTED names what the device has no kernel for, of a mixture in the file at `path`. A CPU has all.
+// E_UNSUPPORTED names what the device has no kernel for, of a mixture in the file at `path`. A CPU can run
+// all of them.
 void check_moe(const Device &device, const char *path, const Moe &moe);
 
-// residual + the mixture of experts of an input {E, T} that is an RMS norm of residual -> {E, T}.
+// Adds to residual the mixture of experts of an input {E, T} that is an RMS norm of residual, and gives {E,
+// T}.
 ggml_tensor *moe_on_gpu(const StepBuild &b, const MatmulInput &input, const Moe &w, ggml_tensor *residual);
 
-// The same where the experts are in host memory (ram_op.h).
+// Does the same where the experts are in host memory (ram_op.h).
 ggml_tensor *moe_beside_ram(const StepBuild &b, const MatmulInput &input, const Moe &w,
                             ggml_tensor *residual);
 
-// Bits of a param.
+// These are bits of a param.
 constexpr int32_t MOE_FUSED = 1, MOE_VALUES = 2;
 
-// What the params of an op say (custom_op.h). dims.T: all rows.
+// Holds what the params of an op say (custom_op.h). dims.T counts all rows.
 struct MoeOp {
     MoeDims dims;
     bool fused; // gate and up are one tensor
@@ -28,19 +30,20 @@ struct MoeOp {
     float eps;
 };
 
-// Launchers of the ops moe_route, moe_up, moe_down and moe_sum.
+// These are launchers of the ops moe_route, moe_up, moe_down and moe_sum.
 int moe_route_op(const ggml_tensor *dst, void *stream, const MoeOp &op);
 int moe_up_op(const ggml_tensor *dst, void *stream, const MoeOp &op);
 int moe_down_op(const ggml_tensor *dst, void *stream, const MoeOp &op);
 int moe_sum_op(const ggml_tensor *dst, void *stream, const MoeOp &op);
 
-// The dims of a launch of MOE_MAX_ROWS.
+// Returns the dims of a launch of MOE_MAX_ROWS.
 inline MoeDims moe_full(MoeDims dims) {
     dims.T = MOE_MAX_ROWS;
     return dims;
 }
 
-// Over the launches of all rows, until one fails: run(first row, dims of the launch, launches before it).
+// Makes the launches of all rows, until one fails. It calls run(first row, dims of the launch, launches
+// before it).
 template <class Run> int moe_each_launch(const MoeDims &all, const Run &run) {
     for (int32_t t = 0; t < all.T; t += MOE_MAX_ROWS) {
         MoeDims dims = all;
@@ -52,7 +55,7 @@ template <class Run> int moe_each_launch(const MoeDims &all, const Run &run) {
     return 0;
 }
 
-// Bytes of what route leaves of all rows, launch after launch.
+// Returns the bytes of what route leaves of all rows, launch after launch.
 int64_t moe_all_routed_bytes(const MoeDims &all);
 
 } // namespace luce

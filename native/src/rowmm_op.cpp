@@ -13,7 +13,7 @@ int64_t rowmm_op_bytes(int64_t T, int64_t K) {
     return (T + ROWMM_MAX_ROWS - 1) / ROWMM_MAX_ROWS * rowmm_x_bytes(ROWMM_MAX_ROWS, K);
 }
 
-// Rows t and on of an op's argument.
+// Returns rows t and on of an op's argument.
 static const float *rows(const ggml_tensor *x, int64_t t) {
     return reinterpret_cast<const float *>(static_cast<const uint8_t *>(x->data) + size_t(t) * x->nb[1]);
 }
@@ -50,7 +50,7 @@ int rowmm_pack_op(const ggml_tensor *dst, void *stream, RowmmInput input, float 
     return 0;
 }
 
-// The launch of a node without its inputs and outputs; weights are its arguments from `first` on.
+// Fills the launch of a node without its inputs and outputs. Weights are its arguments from `first` on.
 static RowmmArgs launch_of(const ggml_tensor *node, int first) {
     const RowmmOp op = rowmm_op_of(node);
     RowmmArgs a{};

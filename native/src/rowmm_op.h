@@ -10,14 +10,14 @@
 
 namespace luce {
 
-// Bytes that the packed activations of T rows of K values take.
+// Returns the bytes that the packed activations of T rows of K values take.
 int64_t rowmm_op_bytes(int64_t T, int64_t K);
 
-// Bytes of the parts that a step of T rows leaves of these weights.
+// Returns the bytes of the parts that a step of T rows leaves of these weights.
 int64_t rowmm_parts_op_bytes(int64_t T, const std::vector<ggml_tensor *> &weights);
 
-// Launchers of the ops rowmm_pack.. and of those whose input is parts, rowmm.. (custom_op.h). normed, eps: how x was
-// packed.
+// These are launchers of the ops rowmm_pack.. and of those whose input is parts, rowmm.. (custom_op.h).
+// `normed` and `eps` say how x was packed.
 int rowmm_pack_op(const ggml_tensor *dst, void *stream, RowmmInput input, float eps);
 int rowmm_parts_rms_op(const ggml_tensor *dst, void *stream);
 int rowmm_parts_swiglu_op(const ggml_tensor *dst, void *stream);
@@ -25,9 +25,9 @@ struct RowmmOp {
     int32_t T, normed;
     float eps;
 };
-RowmmOp rowmm_op_of(const ggml_tensor *dst); // of its params
-int rowmm_op(const ggml_tensor *dst, void *stream); // rowmm, rowmm_add
+RowmmOp rowmm_op_of(const ggml_tensor *dst); // reads the op from its params
+int rowmm_op(const ggml_tensor *dst, void *stream); // runs rowmm and rowmm_add
 int rowmm_parts_op(const ggml_tensor *dst, void *stream);
-RowmmArgs parts_launch(const ggml_tensor *node); // of a rowmm_parts
+RowmmArgs parts_launch(const ggml_tensor *node); // fills the launch of a rowmm_parts
 
 } // namespace luce

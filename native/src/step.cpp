@@ -82,7 +82,7 @@ Step::Step(const Model &model, const Cache &cache, const EngineParams &params, c
 
 Step::~Step() {
     try {
-        make_current(model_.device()); // for what cuBLAS and captured graphs give back
+        make_current(model_.device()); // this is for what cuBLAS and captured graphs give back
     } catch (const Error &) {
         // a device that has failed takes nothing back
     }
@@ -109,7 +109,7 @@ void Step::build_all(const StepShape &largest) {
 }
 
 Step::Graph &Step::graph(const StepShape &shape) {
-    // prompts have any length: their graphs are built for the occasion, in the same slot
+    // prompts have any length, so their graphs are built for the occasion, in the same slot
     std::unique_ptr<Graph> &slot = graphs_[shape.prefill() ? StepShape{StepKind::prefill, 0, 0} : shape];
     if (slot && !(shape < slot->shape) && !(slot->shape < shape)) {
         return *slot;
@@ -132,7 +132,7 @@ Step::Graph &Step::graph(const StepShape &shape) {
     return *slot;
 }
 
-// About how many values ggml multiplies or moves for a node.
+// Returns about how many values ggml multiplies or moves for a node.
 static int64_t work_of(const ggml_tensor *node) {
     switch (node->op) {
         case GGML_OP_MUL_MAT: return ggml_nelements(node->src[0]) * node->ne[1];
@@ -143,8 +143,8 @@ static int64_t work_of(const ggml_tensor *node) {
     }
 }
 
-// Whether a segment on the CPU is worth ggml's own threads, which meet after each node and then spin: all that one
-// thread does between our ops of a step takes less than to meet.
+// Returns whether a segment on the CPU is worth ggml's own threads, which meet after each node and then spin.
+// All that one thread does between our ops of a step takes less time than such a meeting.
 static bool is_wide(const ggml_cgraph &segment) {
     constexpr int64_t WORTH_MEETING = 1 << 22;
     int64_t work = 0;
@@ -154,11 +154,11 @@ static bool is_wide(const ggml_cgraph &segment) {
     return work >= WORTH_MEETING;
 }
 
-// The graph in its order: run_op(op, node) for our ops, ggml for what lies between them.
+// Runs the graph in its order: run_op(op, node) for our ops, ggml for what lies between them.
 template <class Ours> void Step::run_segments(Graph &g, const Ours &run_op) {
     const Device &device = model_.device();
     const int n = ggml_graph_n_nodes(g.nodes);
-    bool work = false; // in the segment that began at `first`
+    bool work = false; // says whether there is work in the segment that began at `first`
     for (int first = 0, i = 0; i <= n; i++) {
         ggml_tensor *node = i < n ? ggml_graph_node(g.nodes, i) : nullptr;
         const CustomOp *op = node != nullptr ? custom_op(node) : nullptr;
@@ -258,7 +258,7 @@ void Step::compute(Graph &g) {
         if (g.captured == nullptr) {
             try {
                 enqueue_cuda(g, stream);
-            } catch (...) { // what was enqueued reads the graph, and calls the host with it: it ends first
+            } catch (...) { // what was enqueued reads the graph, and calls the host with it, so it ends first
                 synchronisations_++;
                 cuda::finish(stream);
                 throw;
@@ -302,7 +302,7 @@ void Step::verify(uint32_t width, uint32_t n_rows, uint32_t n_pages) {
     drafts_stale_ = drafting_ = false;
 }
 
-// Before the first step of a draft is filled: an earlier draft may still be read.
+// This comes before the first step of a draft is filled, since an earlier draft may still be read.
 void Step::wait_for_drafts(bool first) {
     if (drafting_ && first) {
         synchronize();
@@ -336,7 +336,7 @@ void Step::block(uint32_t rows, uint32_t index, uint32_t n_pages) {
     compute(g);
 }
 
-// The host's copies of drafts, and of lists too where these are wanted, in one wait.
+// Waits once for the host's copies of drafts, and of lists too where these are wanted.
 void Step::fetch_drafts(bool lists) {
     lists = lists && lists_stale_;
     if (!drafts_stale_ && !lists) {
@@ -383,7 +383,7 @@ float *Step::host_logits(uint32_t row) const {
            size_t(row) * model_.hparams().n_vocab;
 }
 
-// Copies of the rows that were asked for, runs of them at once.
+// Copies the rows that were asked for, with runs of them at once.
 void Step::enqueue_logits(const Graph &g) {
     const ggml_tensor *logits = g.outputs.logits;
     fetched_ = fetched_next_;

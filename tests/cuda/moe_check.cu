@@ -1,5 +1,5 @@
-// Checks of the mixture of experts: against double precision, and that a row's bits depend on that row alone, whoever
-// shares its experts.
+// Checks the mixture of experts against double precision, and that a row's bits depend on that row alone,
+// whoever shares its experts.
 #include "moe_reference.h"
 
 using namespace moe_test;
@@ -24,9 +24,10 @@ Floats random_rows(int T, int64_t E) {
     return x;
 }
 
-// Whether a row's experts are those with the largest logits, in falling order, and its weights their softmax.
+// Returns whether a row's experts are those with the largest logits, in falling order, and its weights their
+// softmax.
 bool good_route(const Mixture &l, const Expected &e, const int32_t *ids, const float *weights) {
-    constexpr double NEAR = 2e-5; // of F32 sums
+    constexpr double NEAR = 2e-5; // this allows for F32 sums
     const int used = l.dims.n_used;
     std::vector<bool> taken(size_t(l.dims.n_expert), false);
     double total = 0, least = INFINITY;
@@ -56,7 +57,7 @@ bool good_route(const Mixture &l, const Expected &e, const int32_t *ids, const f
     return true;
 }
 
-// The rms of what is wrong over the rms of what is expected, of the rows in `some`.
+// Returns the rms of what is wrong over the rms of what is expected, of the rows in `some`.
 double error_of(const Mixture &l, const Floats &x, const Routed &got, const Ints &some, bool &routes) {
     const int64_t E = l.dims.E;
     const int used = l.dims.n_used;
@@ -73,7 +74,7 @@ double error_of(const Mixture &l, const Floats &x, const Routed &got, const Ints
     return std::sqrt(error / size);
 }
 
-// Rows of `base` again, in other widths and companies: among junk, NaN and inf, more than once.
+// Runs rows of `base` again, in other widths and companies: among junk, NaN and inf, more than once.
 void check_company(Mixture &l, const Floats &x, const Routed &base, const Ints &widths, bool captures,
                    const std::string &what) {
     const int64_t E = l.dims.E, n_base = int64_t(x.size()) / E;
@@ -129,7 +130,7 @@ void check_mixture(const MoeDims &dims, const Types &types, int n_base, const In
     check_company(l, x, base, widths, captures, what);
 }
 
-// Router rows that are all zero but for one value of v make any choice: x[0] is the same in all rows.
+// Router rows that are all zero but for one value of v make any choice, since x[0] is the same in all rows.
 Mixture &steer(Mixture &l, Floats &x, const Floats &favour) {
     const int64_t E = l.dims.E;
     for (size_t t = 0; t < x.size() / size_t(E); t++) {
@@ -145,7 +146,8 @@ Mixture &steer(Mixture &l, Floats &x, const Floats &favour) {
     return l;
 }
 
-// Ties go to the lowest ids; all rows on the same experts; what nobody chose may be anything.
+// Checks that ties go to the lowest ids. All rows are on the same experts, and what nobody chose may be
+// anything.
 void check_choices(int T) {
     const MoeDims dims = {0, 8, 3, 256, 64, 0};
     Mixture l(dims, {8, 8, 8, 8}, 77);
@@ -180,7 +182,8 @@ void check_choices(int T) {
     expect(first && nan, "moe shows a router's logit that is not finite");
 }
 
-// Of experts that are multiplied elsewhere: route hands out the rows' values, and sum takes the weighted sums.
+// Checks experts that are multiplied elsewhere: route hands out the rows' values, and sum takes the weighted
+// sums.
 void check_elsewhere(int T) {
     const MoeDims dims = {T, 8, 3, 260, 32, 64};
     Mixture l(dims, {1, 1, 8, 1}, 78);
@@ -217,13 +220,13 @@ void check_elsewhere(int T) {
 
 } // namespace
 
-// `all` false: small shapes and few widths, for compute-sanitizer and the emulation.
+// With `all` false shapes are small and widths few, for compute-sanitizer and the emulation.
 void check_moe(bool all) {
     const MoeDims small = {0, 8, 3, 512, 256, 64};
     check_choices(all ? 64 : 11);
     check_elsewhere(all ? 40 : 3);
     check_mixture(small, {12, 12, 14, 8}, all ? 64 : 10, all ? Ints{1, 2, 3, 7, 8, 9, 16, 17, 33, 64} : Ints{1, 9}, all);
-    check_mixture({0, 5, 2, 1060, 40, 24}, {1, 0, 30, 1}, 9, {1, 12}, all); // 5 chunks in 4 parts
+    check_mixture({0, 5, 2, 1060, 40, 24}, {1, 0, 30, 1}, 9, {1, 12}, all); // this has 5 chunks in 4 parts
     if (!all) {
         return;
     }
@@ -231,7 +234,7 @@ void check_moe(bool all) {
     for (int type : {12, 14, 8, 1, 13}) { // Q4_K, Q6_K, Q8_0, F16, Q5_K
         check_mixture({0, 16, 4, 512, 512, 256}, {type, type, type, type}, 64, widths, true);
     }
-    for (const rowmm_test::Type &t : rowmm_test::TYPES) { // each beside another
+    for (const rowmm_test::Type &t : rowmm_test::TYPES) { // each type is beside another
         check_mixture({0, 4, 1, 256, 512, 256}, {t.id, 12, t.id, t.id}, 20, {1, 5, 40}, true);
         check_mixture({0, 6, 6, 512, 256, 0}, {12, t.id, t.id, 12}, 20, {1, 5, 40}, true);
         if (t.values < 256) {

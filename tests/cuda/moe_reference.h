@@ -1,4 +1,4 @@
-// A mixture of experts of random weights, and what its formulas give in double precision.
+// Has a mixture of experts of random weights, and what its formulas give in double precision.
 #pragma once
 
 #include "harness.h"
@@ -11,7 +11,7 @@ namespace moe_test {
 
 using rowmm_test::Bytes;
 
-// Matrices [n][N][K] of one type: as ggml has them, as numbers, and packed on the device.
+// Holds matrices [n][N][K] of one type: as ggml has them, as numbers, and packed on the device.
 struct Matrices {
     int type = 0;
     int64_t K = 0, N = 0, n = 0;
@@ -30,7 +30,7 @@ struct Matrices {
     }
     int64_t bytes() const { return rowmm_packed_bytes(type, K, N); }
     MoeMatrix matrix() const { return {type, packed.p, bytes()}; }
-    // The product of expert e's matrix with x.
+    // Returns the product of expert e's matrix with x.
     Doubles times(int64_t e, const Doubles &x) const {
         Doubles out(static_cast<size_t>(N));
         for (int64_t i = 0; i < N; i++) {
@@ -49,7 +49,7 @@ struct Types {
     int gate, up, down, shared;
 };
 
-// A layer. dims.T is a run's.
+// Holds a layer, where dims.T is that of a run.
 struct Mixture {
     MoeDims dims;
     Floats router, norm, shared_gate;
@@ -78,7 +78,7 @@ struct Mixture {
     }
 };
 
-// What the launches of a layer leave, of T rows.
+// Holds what the launches of a layer leave, of T rows.
 struct Routed {
     std::vector<int32_t> ids;
     Floats weights, open, out; // [T][n_used], [T], [T][E]

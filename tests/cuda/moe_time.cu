@@ -1,6 +1,7 @@
-// Times the mixture of experts of the 35b-a3b: 40 layers of 256 experts of 512, 8 of them used, and a shared one. Each layer
-// has weights and a router of its own, 20 GB in all, so that nothing is found in L2. TB/s counts the weights of the experts
-// that were chosen, the shared one's and the router's, once. Outside the timing: permuting, capture, warm-up.
+// Times the mixture of experts of the 35b-a3b: 40 layers of 256 experts of 512, 8 of them used, and a shared
+// one. Each layer has weights and a router of its own, 20 GB in all, so that nothing is found in L2. TB/s
+// counts once the weights of the experts that were chosen, the shared one's and the router's. Permuting,
+// capture and warm-up stay outside the timing.
 #include "harness.h"
 #include "moe.h"
 #include "rowmm_reference.h"
@@ -14,7 +15,7 @@ constexpr int LAYERS = 40, Q4 = 12, Q6 = 14;
 constexpr int64_t E = 2048, FF = 512;
 constexpr int N_EXPERT = 256, N_USED = 8;
 
-// One expert's matrix over and over.
+// Holds one expert's matrix over and over.
 struct Experts {
     int type;
     int64_t bytes, n;
@@ -55,7 +56,7 @@ struct MoeBench {
             layers.emplace_back(new TimedLayer(i % 2 == 0 ? Q4 : Q6));
         }
     }
-    // Launches `from` to `to` of route, up, down, sum.
+    // Runs launches `from` to `to` of route, up, down, sum.
     void enqueue(int T, int layer, int from, int to, bool overlap) {
         const MoeDims d = dims_of(T);
         const TimedLayer &l = *layers[size_t(layer)];
@@ -73,7 +74,7 @@ struct MoeBench {
             }
         }
     }
-    // Bytes of weights that a layer's rows need.
+    // Returns the bytes of weights that a layer's rows need.
     int64_t bytes(int T, int layer) {
         enqueue(T, layer, 0, 1, false);
         must(cudaStreamSynchronize(stream));
@@ -100,7 +101,7 @@ void time_moe() {
             }
             const double us = median_us([&](int i) { b.enqueue(T, i, 0, 4, overlap != 0); }, 9, LAYERS);
             printf("  %2d rows: %6.2f (%4.2f TB/s)", T, us, double(bytes) / LAYERS / us * 1e-6);
-            for (int i = 0; i < 4; i++) { // over the list that was left last
+            for (int i = 0; i < 4; i++) { // this goes over the list that was left last
                 printf("  %s %.2f", names[i], median_us([&](int layer) { b.enqueue(T, layer, i, i + 1, overlap != 0); }, 9, LAYERS));
             }
             printf("\n");

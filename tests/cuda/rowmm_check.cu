@@ -1,4 +1,5 @@
-// Checks of rowmm: every type and odd shapes against double precision, and that a row's bits depend on that row alone.
+// Checks rowmm: every type and odd shapes against double precision, and that a row's bits depend on that row
+// alone.
 #include "harness.h"
 #include "rowmm_reference.h"
 
@@ -9,7 +10,7 @@ using namespace rowmm_test;
 
 namespace {
 
-// One weight matrix, permuted on the device.
+// Holds one weight matrix, permuted on the device.
 struct Matrix {
     int type;
     int64_t K, N;
@@ -26,7 +27,7 @@ struct Matrix {
     RowmmWeights weights(float *out) const { return {type, N, packed.p, out, N, nullptr, 0}; }
 };
 
-// Scratch as an engine has it: counters at zero, the rest junk.
+// Makes scratch as an engine has it: its counters are zero and the rest is junk.
 struct Scratch {
     Device<uint8_t> memory;
     Scratch() : memory(size_t(cuda::rowmm_scratch_bytes())) { memory.poison(); }
@@ -42,7 +43,8 @@ RowmmPackArgs plain(const Device<float> &x, int T, int64_t K, const Device<uint8
     return a;
 }
 
-// All outputs of one launch, matrix after matrix: [T][N] each. `replays` > 1: from a captured graph.
+// Returns all outputs of one launch, matrix after matrix, [T][N] each. With `replays` > 1 they come from a
+// captured graph.
 std::vector<Floats> run(const std::vector<const Matrix *> &matrices, const Floats &x, int T,
                         bool overlap = false, int replays = 1) {
     const int64_t K = matrices[0]->K;
@@ -74,7 +76,7 @@ std::vector<Floats> run(const std::vector<const Matrix *> &matrices, const Float
     return result;
 }
 
-// 1% of the values are 8 times larger, as activations' outliers are.
+// Of the values 1% are 8 times larger, as activations' outliers are.
 Floats random_rows(int T, int64_t K) {
     Floats x = normals(size_t(T) * K);
     for (float &v : x) {
@@ -91,7 +93,7 @@ std::vector<int> some_outputs(int64_t N, int most) {
     return outputs;
 }
 
-// rms of (got - expected) over rms of expected
+// Returns the rms of (got - expected) over the rms of expected.
 double relative_error(const Floats &got, const Doubles &expected, int T, int64_t N,
                       const std::vector<int> &outputs) {
     double error = 0, size = 0;
@@ -109,7 +111,7 @@ std::string name(const Matrix &m) {
     return std::string(type_of(m.type).name) + " " + std::to_string(m.K) + " -> " + std::to_string(m.N);
 }
 
-// Rows of `base` (what 64 rows gave together) again, few or many at once, among junk, NaN and inf.
+// Runs rows of `base` (what 64 rows gave together) again, few or many at once, among junk, NaN and inf.
 void check_rows(const std::vector<const Matrix *> &matrices, const Floats &x, const std::vector<Floats> &base,
                 const Ints &widths, const std::string &what) {
     const int64_t K = matrices[0]->K;
@@ -152,7 +154,7 @@ void check_matrices(const std::vector<const Matrix *> &matrices, const Ints &wid
     double worst = 0;
     for (size_t m = 0; m < matrices.size(); m++) {
         const std::vector<int> outputs = some_outputs(matrices[m]->N, 200);
-        Bytes rows; // of those outputs alone
+        Bytes rows; // those of these outputs alone
         const size_t bytes = matrices[m]->blocks.size() / size_t(matrices[m]->N);
         std::vector<int> order(outputs.size());
         std::iota(order.begin(), order.end(), 0);
@@ -169,7 +171,8 @@ void check_matrices(const std::vector<const Matrix *> &matrices, const Ints &wid
     check_rows(matrices, x, base, widths, what);
 }
 
-// Every value back, as ggml's F32 rounded to F16. Of F32 weights the last bit may differ: they are held to 2^-22.
+// Reads every value back, as ggml's F32 rounded to F16. Of F32 weights the last bit may differ, so they are
+// held to 2^-22.
 void check_unpack(const Matrix &m) {
     Device<__half> out(size_t(m.N) * m.K);
     must(cuda::rowmm_unpack({m.type, m.K, m.N, m.packed.p, out.p}, stream));
@@ -205,7 +208,7 @@ void check_pack(int input, int T, int64_t K, int head) {
     must(cudaStreamSynchronize(stream));
     const Floats got = copy.get();
     const int64_t mean = head;
-    if (input == ROWMM_RMS) { // check_norm has the rest
+    if (input == ROWMM_RMS) { // check_norm checks the rest
         bool same = true;
         for (int t = 0; t < T; t++) {
             same = same && same_bits(&got[size_t(t) * K], &x[size_t(t) * x_row], size_t(K));
@@ -263,7 +266,8 @@ void check_residual() {
     expect(good, "rowmm adds a residual in place");
 }
 
-// A chain x -> first -> (+ x, norm) -> gate, up -> SwiGLU -> down, whose results stay parts up to the last.
+// Runs a chain x -> first -> (+ x, norm) -> gate, up -> SwiGLU -> down, whose results stay parts up to the
+// last.
 struct Chain {
     int64_t K, F;
     Matrix first{12, K, K, 31}, gate{12, K, F, 32}, up{14, K, F, 33}, down{13, F, K, 34};
@@ -271,12 +275,12 @@ struct Chain {
 
     Chain(int64_t width, int64_t inner) : K(width), F(inner) {
         for (int64_t k = 0; k < K; k++) {
-            x[3 * K + k] *= 1e15f; // a row far from the others
+            x[3 * K + k] *= 1e15f; // this puts a row far from the others
         }
     }
 
     struct Results {
-        Floats sum, gated, out, normed; // normed: of gate alone, added up by the launch itself
+        Floats sum, gated, out, normed; // `normed` is of gate alone, added up by the launch itself
         bool same(const Results &o) const {
             const auto begins = [](const Floats &few, const Floats &many) {
                 return same_bits(few.data(), many.data(), few.size());
@@ -348,7 +352,7 @@ struct Chain {
         const double error = relative_error(got, expected, T, N, all);
         expect(error < bound, std::string("rowmm chain, ") + what + ", is off by " + std::to_string(error));
     }
-    // Each result against doubles, from the one before it as it was found.
+    // Each result is held against doubles, computed from the one before it as it was found.
     void compare(const Results &got, int T) const {
         Doubles sum = products(first, x, T);
         for (size_t i = 0; i < sum.size(); i++) {
@@ -376,7 +380,7 @@ struct Chain {
     }
 };
 
-// The chain is right at the first of the widths, and has the same bits at the others.
+// Checks that the chain is right at the first of the widths, and has the same bits at the others.
 void check_chain(int64_t K, int64_t F, const Ints &widths) {
     const Chain chain(K, F);
     const Chain::Results base = chain.run(widths[0]);
@@ -388,7 +392,7 @@ void check_chain(int64_t K, int64_t F, const Ints &widths) {
 
 } // namespace
 
-// `all` false: small shapes, for compute-sanitizer.
+// With `all` false the shapes are small, for compute-sanitizer.
 void check_rowmm(bool all) {
     const Ints widths =
         all ? Ints{1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 47, 63, 64} : Ints{1, 5, 9, 17, 40};

@@ -1,5 +1,5 @@
-// ggml's blocks as numbers, written from the format's description and not from the kernels; random weights of every
-// type; products in double precision.
+// Reads ggml's blocks as numbers, written from the format's description and not from the kernels. It also
+// makes random weights of every type, and products in double precision.
 #pragma once
 
 #include "rowmm.h"
@@ -118,7 +118,7 @@ inline void blocks_of_256(int type, const uint8_t *b, float *y) {
     }
 }
 
-// [N][K] as F32.
+// Returns [N][K] as F32.
 inline std::vector<float> dequantised(int type, const Bytes &blocks) {
     const Type &t = type_of(type);
     std::vector<float> y(blocks.size() / t.bytes * t.values);
@@ -175,7 +175,7 @@ inline Bytes random_weights(int type, int64_t K, int64_t N, uint32_t seed) {
 
 // ---- the product ----
 
-// out[t][i] of outputs[i], in double.
+// Returns out[t][i] of outputs[i], in double.
 inline std::vector<double> product(const std::vector<float> &w, const std::vector<float> &x, int64_t K, int T,
                                    const std::vector<int> &outputs) {
     std::vector<double> out(size_t(T) * outputs.size());

@@ -1,6 +1,7 @@
-// Times rowmm on the 27b's shapes: each matrix alone, then all of a step's matrices with the norms and gates between.
-// Outside the timing: permuting, capture, warm-up. Weights are never in L2: copies of a matrix take turns, a step reads
-// 15.8 GB. GB/s counts the weights once. A step here has no attention, no conv and no DeltaNet between.
+// Times rowmm on the 27b's shapes: each matrix alone, then all of a step's matrices with the norms and gates
+// between. Permuting, capture and warm-up stay outside the timing. Weights are never in L2, since copies of a
+// matrix take turns, and a step reads 15.8 GB. GB/s counts the weights once. A step here has no attention, no
+// conv and no DeltaNet between.
 #include "harness.h"
 #include "rowmm_reference.h"
 
@@ -16,7 +17,8 @@ constexpr int64_t E = 5120, FF = 17408, QKV = 10240, Z = 6144, Q = 12288, KV = 1
 constexpr int Q4 = 12, Q5 = 13, Q6 = 14, Q8 = 8;
 constexpr int WIDTHS[] = {1, 2, 4, 8, 16, 32, 64};
 
-// Packed weights of one type, as many as wanted: fragments of one random matrix over and over.
+// Holds packed weights of one type, as many as wanted, which are fragments of one random matrix over and
+// over.
 struct Arena {
     int type;
     int64_t used = 0;
@@ -32,7 +34,7 @@ struct Arena {
         }
         must(cudaStreamSynchronize(stream));
     }
-    // The next matrix, the first again where there is no room.
+    // Returns the next matrix, or the first again where there is no room.
     const uint8_t *next(int64_t K, int64_t N) {
         const int64_t bytes = rowmm_packed_bytes(type, K, N);
         used = used + bytes > int64_t(memory.n) ? 0 : used;
@@ -90,7 +92,7 @@ struct Bench {
         }
         return a;
     }
-    // All products of a step, in order: four of each layer, then the head.
+    // Launches all products of a step, in order: four of each layer, then the head.
     std::vector<RowmmArgs> launches(int T, bool overlap) {
         std::vector<RowmmArgs> all;
         for (auto &[type, arena] : arenas) {
@@ -238,7 +240,7 @@ void time_steps(Bench &b) {
     }
 }
 
-// Permuting reads and writes the weights once, unpacking reads them and writes F16.
+// Permuting reads and writes the weights once. Unpacking reads them and writes F16.
 void time_layouts() {
     const int64_t N = 17408;
     for (int type : {Q4, Q5, Q6, Q8}) {
