@@ -273,10 +273,9 @@ def _drafters(draft: Drafting, sequence: _native.Sequence, info: EngineInfo) -> 
 
 # Seconds that a round of auto which does not draft takes beside one of plain decoding: to decide so, and in a
 # verify that feeds the NextN head what it has not seen. On an H200 the 27b's verifies took 65 us for that. To
-# decide takes 5 us of a busy CPU. One that has waited for a GPU is taken to need six times that, as it needed
-# for all of auto's Python. To ask for drafts, to hand them over and to count them takes 27 us more of a busy
-# CPU, and is taken to need 100 of the other. On a CPU none of them was told from noise.
-DECIDES, FEEDS, HANDS_OVER = {"cuda": 30e-6}, {"cuda": 65e-6}, {"cuda": 100e-6}
+# decide takes 5 us of a busy EPYC's time, and to ask for drafts, to hand them over and to count them 27 us. A
+# CPU that has waited for a GPU needs more, which was not measured. On a CPU none of them was told from noise.
+DECIDES, FEEDS, HANDS_OVER = {"cuda": 5e-6}, {"cuda": 65e-6}, {"cuda": 27e-6}
 
 # Where auto's head drafts among a part of a large vocabulary too. On a GPU ("cuda") it was not measured yet.
 PART_ON = frozenset({"cpu"})

@@ -66,17 +66,17 @@ def test_blocks_of_the_box_give_the_tokens_and_bytes_of_plain_decoding(
 
 
 def test_the_drafter_of_the_box_is_accepted_as_when_it_was_trained(
-    box: Model, prompts: list[list[int]]
+    box: Model, prompts: list[list[int]], device: str
 ) -> None:
     """Its card says 4.9 tokens a round on longer prompts; a wrong feature or position gives about one. Four
-    texts had 3.2 on a CPU and 2.9 on a GPU, whose texts are others after near ties."""
+    texts had 3.2 on a CPU and 2.9 on an H200, whose texts are others after near ties."""
     sequence = drive.open_sequence(box, n_ctx=256, blocks=1, kv_type="f16")
     accepted = [
         drafts
         for prompt in prompts[::2]
         for drafts in drive.decode(sequence, prompt, 64, 15, source=Source.DFLASH).accepted
     ]
-    assert np.mean(accepted) + 1 > 2.5
+    assert np.mean(accepted) + 1 > (3 if device == "cpu" else 2.5)
 
 
 # ---- a random drafter: whole and half rounds, company, checkpoints, failure
