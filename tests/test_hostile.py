@@ -287,11 +287,13 @@ sequence = open_sequence(2)
 (line,) = (line for line in open("/proc/self/status") if "VmSize" in line)
 resource.setrlimit(resource.RLIMIT_AS, (int(line.split()[1]) << 10, resource.RLIM_INFINITY))
 held, size = [], 1 << 24  # what malloc has left, too: a step may find room in it
-while size >= 1 << 14:
+while size >= 1 << 18:
     try:
         held.append(bytearray(size))
     except MemoryError:
         size //= 2
+taken = resource.getrlimit(resource.RLIMIT_AS)[0]  # Python needs a little, a choice two megabytes at once
+resource.setrlimit(resource.RLIMIT_AS, (taken + (17 << 16), resource.RLIM_INFINITY))
 for call in (lambda: sequence.prefill([1, 2, 3]), lambda: drive.verify(sequence, [1])):
     try:
         call()
@@ -302,7 +304,7 @@ held.clear()
 sequence.reset()
 drive.decode(sequence, [1, 2, 3], 4)
 """
-    done = run(program, wide)
+    done = run(program, wide, MALLOC_ARENA_MAX="1")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
         "a step found no host memory",
