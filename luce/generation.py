@@ -316,11 +316,13 @@ class Generation:
         room = self._sizes.n_ctx - len(self._request.prompt) - len(self._tokens)  # after the anchor
         if room < 0:
             return (yield from self._end("length", "context"))
+        self._draft, self._draft_s = Draft(), 0.0
+        if not self._source:
+            return State.VERIFY
         share: Share = yield Turn()
-        rows = min(share.rows, self._sizes.n_rows) - 1
+        began, rows = self._clock(), min(share.rows, self._sizes.n_rows) - 1
         depth = min(room, self._budget - len(self._tokens) - 1)
-        self._draft, self._draft_s, began = Draft(), 0.0, self._clock()
-        if self._source and min(rows, depth) > 0:
+        if min(rows, depth) > 0:
             try:
                 draft = self._source.draft(self._tokens[-1], Limits(rows, depth, share.sequences))
                 _require_within(draft, rows, depth)

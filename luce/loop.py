@@ -103,14 +103,20 @@ class Loop:
         return [one.sequence.prefill(chunk.tokens, chunk.last) for one, chunk in of]
 
     def _round(self) -> None:
-        """Runs a round of all that have read their prompts. A round that was interrupted is finished first.
-        """
-        if not self._wanting(Drafts) and not self._wanting(Rows):
-            turns = self._wanting(Turn)
-            for generation, _ in turns:
-                self._note(generation, generation.tell(Share(MAX_ROWS // len(turns), len(turns))))
+        """Runs a round of all that have read their prompts. What a round that was interrupted has left takes
+        part, and the others share the rows that are free."""
+        if turns := self._wanting(Turn):
+            drafts, rows = self._wanting(Drafts), self._wanting(Rows)
+            taken = sum(want.n + 1 for _, want in drafts) + sum(want.width for _, want in rows)
+            if share := (MAX_ROWS - taken) // len(turns):
+                for generation, _ in turns:
+                    together = len(turns) + len(drafts) + len(rows)
+                    self._note(generation, generation.tell(Share(share, together)))
         self._step(self._wanting(Drafts), self._draft)
-        self._step(self._wanting(Rows), lambda of: self._engine.verify([rows for _, rows in of]))
+        self._step(self._wanting(Rows), self._verify)
+
+    def _verify(self, of: Sequence[tuple[Generation, Rows]]) -> Sequence[list[int] | Exception]:
+        return self._engine.verify([rows for _, rows in of])
 
     def _draft(self, of: Sequence[tuple[Generation, Drafts]]) -> list[None]:
         for source in sorted({drafts.source for _, drafts in of}):

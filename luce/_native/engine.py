@@ -57,6 +57,11 @@ class Rows:
     parents: IntArray | None = None
     n: int = 0
 
+    @property
+    def width(self) -> int:
+        """Returns the number of rows."""
+        return max(self.n, 0) if self.tokens is None else len(self.tokens)
+
 
 class Engine(Handle):
     """This is the working memory of a model: KV pages, recurrent slots, buffers and ready graphs. Calls on
@@ -112,31 +117,32 @@ class Engine(Handle):
         """Runs one forward over the rows of several sequences, LUCE_MAX_ROWS in all. Returns for each item
         the target's choice after each row (n,), or the error of a sequence whose logits were not finite."""
         ffi, lib = self.library.ffi, self.library.lib
-        made = ffi.new("luce_verify_item[]", max(len(items), 1))
+        made, widths = ffi.new("luce_verify_item[]", max(len(items), 1)), [item.width for item in items]
+        choices, at = ffi.new("int32_t[]", max(sum(widths), 1)), 0
         kept: list[Any] = []  # what made points to
-        widths = []
-        for struct, item in zip(made, items, strict=False):
-            n = max(item.n, 0) if item.tokens is None else len(item.tokens)
-            if item.parents is not None and len(item.parents) != n:
-                raise ArgumentError(f"{n} rows, but {len(item.parents)} parents")
-            arrays = [
-                ffi.NULL if array is None else self.library.ints(array)
-                for array in (item.tokens, item.parents)
-            ]
-            arrays.append(ffi.new("int32_t[]", max(n, 1)))
-            kept.append(arrays)
-            widths.append(n)
-            struct.sequence, struct.n = item.sequence.handle, n
-            struct.tokens, struct.parents, struct.choices = arrays
+        for struct, item, n in zip(made, items, widths, strict=False):
+            if item.parents is not None:
+                if len(item.parents) != n:
+                    raise ArgumentError(f"{n} rows, but {len(item.parents)} parents")
+                struct.parents = parents = self.library.ints(item.parents)
+                kept.append(parents)
+            if item.tokens is not None:
+                struct.tokens = tokens = self.library.ints(item.tokens)
+                kept.append(tokens)
+            struct.sequence, struct.n, struct.choices = item.sequence.handle, n, choices + at
+            at += n
         status = lib.luce_engine_verify(self.handle, made, len(items))
-        if status != NumericError.code:
+        failed = status == NumericError.code
+        if not failed:
             self.library.check(status)
-            return [list(struct.choices[0:n]) for struct, n in zip(made, widths, strict=False)]
-        message = self.library.text(lib.luce_last_error())
-        return [
-            list(struct.choices[0:n]) if struct.status == 0 else NumericError(message)
-            for struct, n in zip(made, widths, strict=False)
-        ]
+        message = self.library.text(lib.luce_last_error()) if failed else ""
+        found, at = ffi.unpack(choices, sum(widths)), 0
+        results: list[list[int] | NumericError] = []
+        for struct, n in zip(made, widths, strict=False):
+            wrong = failed and struct.status != 0
+            results.append(NumericError(message) if wrong else found[at : at + n])
+            at += n
+        return results
 
     def load_checkpoint(self, data: bytes | memoryview) -> Checkpoint:
         """Loads what Checkpoint.save returned, in this or another engine of the same model, kv_type, n_chunk
