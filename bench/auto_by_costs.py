@@ -33,10 +33,10 @@ import replay
 
 from luce import runner
 from luce._native import Drafts, Rows, Source
-from luce.bench import problems
-from luce.bench.origin import command_text, origin, write_row
 from luce.costs import Costs
 from luce.engine import Engine, Files
+from luce.measure import problems
+from luce.measure.origin import command_text, origin, write_row
 from luce.plan import AUTO_BUDGET, Options
 from luce.stdout import as_json
 from luce.structs import Sampling

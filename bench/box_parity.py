@@ -26,7 +26,7 @@ import llamacpp
 import numpy as np
 
 from luce._native import File, Model
-from luce.bench.origin import origin, write_row
+from luce.measure.origin import origin, write_row
 from luce.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent

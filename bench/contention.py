@@ -25,9 +25,9 @@ from functools import partial
 from pathlib import Path
 
 from luce import cpus
-from luce.bench.origin import origin, write_row
 from luce.engine import Engine
 from luce.generation import Tokens
+from luce.measure.origin import origin, write_row
 from luce.plan import Options, Request
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -18,10 +18,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from luce.bench.origin import command_text, origin, write_row
-from luce.bench.summary import five_digits
 from luce.costs import Costs
 from luce.engine import Engine, Files
+from luce.measure.origin import command_text, origin, write_row
+from luce.measure.summary import five_digits
 from luce.plan import MAX_GAMMA, PART, Options
 from luce.stdout import as_json
 

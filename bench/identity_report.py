@@ -25,7 +25,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from luce.bench.origin import checkout_commit, write_row
+from luce.measure.origin import checkout_commit, write_row
 
 Row = dict[str, Any]
 COUNTS = (

@@ -33,17 +33,17 @@ import tiny
 
 from luce import _native
 from luce._native import File, Model
-from luce.bench.origin import command_text, device_text, origin, write_row
-from luce.bench.output import as_markdown
-from luce.bench.summary import five_digits
 from luce.convert.gguf_output import Encoder, Planned, slabs, tensor_bytes, write
 from luce.convert.gguf_tokenizer import copy_keys
 from luce.convert.weight_types import MIXES, choose
 from luce.errors import LuceError
+from luce.measure.origin import command_text, device_text, origin, write_row
+from luce.measure.output import as_markdown
+from luce.measure.summary import five_digits
 from luce.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-TEXT = ROOT / "luce" / "bench" / "jail.py"  # which is newer than what the box was trained on
+TEXT = ROOT / "luce" / "measure" / "jail.py"  # which is newer than what the box was trained on
 GOLDEN = ROOT / "tests" / "goldens" / "box.npz"
 WIDTH = 64  # rows of the reference's steps
 SMALLEST = -104.0  # of log-probabilities: llama-server's are logarithms of F32, which has none below

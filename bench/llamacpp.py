@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from luce import _native
-from luce.bench.origin import write_row
 from luce.errors import LuceError
+from luce.measure.origin import write_row
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = ("llama-bench", "llama-server")

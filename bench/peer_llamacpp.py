@@ -45,9 +45,10 @@ from peer_table import Row, markdown, ratio, ratios
 
 from luce._native import Engine, File
 from luce._native import Sequence as Timeline
-from luce.bench.oracle_model import Rule, wrong_tokens
-from luce.bench.origin import command_text, origin
-from luce.bench.run import (
+from luce.engine import Files
+from luce.measure.oracle_model import Rule, wrong_tokens
+from luce.measure.origin import command_text, origin
+from luce.measure.run import (
     PLAIN,
     WARM_UP_TOKENS,
     Bench,
@@ -58,8 +59,7 @@ from luce.bench.run import (
     parse_modes,
     with_temperatures,
 )
-from luce.bench.summary import five_digits, quartiles, summarise
-from luce.engine import Files
+from luce.measure.summary import five_digits, quartiles, summarise
 from luce.probe import probe
 from luce.structs import EngineParams, Sampling
 

@@ -23,11 +23,11 @@ import numpy as np
 from peer_llamacpp import prefill_speed
 
 from luce._native import Engine, Model
-from luce.bench.origin import command_text, origin, write_row
-from luce.bench.output import as_markdown
-from luce.bench.summary import five_digits
 from luce.engine import Files
 from luce.errors import LuceError
+from luce.measure.origin import command_text, origin, write_row
+from luce.measure.output import as_markdown
+from luce.measure.summary import five_digits
 from luce.structs import EngineParams
 
 Speeds = dict[int, list[float]]  # by length, of each round: tokens/s

@@ -22,11 +22,11 @@ import box_model
 import numpy as np
 import ref
 
-from luce.bench import problems
-from luce.bench.origin import command_text, origin, write_row
 from luce.drafting import Round
 from luce.engine import Engine, Files
 from luce.generation import Finished
+from luce.measure import problems
+from luce.measure.origin import command_text, origin, write_row
 from luce.plan import Options, Request
 from luce.stdout import as_json
 from luce.structs import Sampling

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 from luce import cpus
-from luce.bench.origin import origin, write_row
+from luce.measure.origin import origin, write_row
 
 BOX = Path(__file__).resolve().parent.parent / "luce/data/box.gguf"
 PROMPT = ["generate", "def is_even(n):", "-n", "1", "--quiet"]

@@ -47,7 +47,7 @@ from luce.writer import Writer
 @click.group(
     cls=Commands,
     later={
-        "bench": ("luce.bench.cli", "Measure decoding: every mode beside plain, in one run."),
+        "bench": ("luce.measure.cli", "Measure decoding: every mode beside plain, in one run."),
         "chat": ("luce.talk", "Talk with a model in the terminal."),
         "convert": ("luce.convert.cli", "Convert a checkpoint to GGUF."),
         "serve": ("luce.server.cli", "Answer requests over HTTP."),

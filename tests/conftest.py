@@ -158,7 +158,7 @@ def foreground():
 
 @pytest.fixture
 def namespaces(request, monkeypatch):
-    """Gives the argument of luce.bench.sandbox.check for a way of sandbox_ways.py: bwrap, own or limits."""
+    """Gives the argument of luce.measure.sandbox.check for a way of sandbox_ways.py: bwrap, own or limits."""
     import sandbox_ways
 
     return sandbox_ways.use(request.param, monkeypatch)

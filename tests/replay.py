@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from luce._native import Source
-from luce.bench.oracle_model import Rule
 from luce.costs import Costs
 from luce.drafting import Drafter, Limits, Round
+from luce.measure.oracle_model import Rule
 from luce.plan import AUTO_BUDGET
 from luce.runner import Known, Runner
 from luce.structs import Cost

@@ -14,12 +14,12 @@ from box_model import DRAFTER, GGUF
 from click.testing import CliRunner
 from test_requantize_dflash import requantized
 
-from luce.bench import output, problems, sandbox
-from luce.bench.oracle_model import make_oracle
-from luce.bench.origin import command_text, origin, parts, write_row
-from luce.bench.run import Bench
 from luce.cli import cli
 from luce.errors import LuceError, NumericError
+from luce.measure import output, problems, sandbox
+from luce.measure.oracle_model import make_oracle
+from luce.measure.origin import command_text, origin, parts, write_row
+from luce.measure.run import Bench
 from luce.plan import SPECS
 from luce.probe import probe
 from luce.render import Display
@@ -174,7 +174,7 @@ def test_modes_are_measured_at_several_temperatures(bench):
 
 
 def test_wrong_tokens_are_counted(bench, monkeypatch):
-    from luce.bench.oracle_model import Rule
+    from luce.measure.oracle_model import Rule
 
     right = Rule.continuation
     monkeypatch.setattr(Rule, "continuation", lambda self, last, n: [*right(self, last, n)[:-1], -1])
@@ -428,10 +428,10 @@ def test_a_closed_pipe_and_a_failing_plot_lose_no_row(bench, monkeypatch, tmp_pa
     def closed(*args):
         raise SystemExit(1)  # as rich ends where stdout is closed
 
-    monkeypatch.setattr("luce.bench.report.print_table", closed)
+    monkeypatch.setattr("luce.measure.report.print_table", closed)
     assert bench(*args).exit_code == 1 and row.exists()
     row.unlink()
-    monkeypatch.setattr("luce.bench.report.write_row", lambda *args: row.joinpath("x").write_text(""))
+    monkeypatch.setattr("luce.measure.report.write_row", lambda *args: row.joinpath("x").write_text(""))
     result = bench(*args, "--json")
     said = f"Error: {tmp_path}: the result row cannot be written: No such file or directory\n"
     assert result.exit_code == 1 and result.stderr.endswith(said)
@@ -452,9 +452,9 @@ def test_a_chat_prompt_needs_a_template(bench, tmp_path):
 
 
 def test_modes_take_turns_and_each_is_first_at_times(device):
-    from luce.bench.run import Case, Settings, parse_modes
     from luce.command import BOX
     from luce.engine import Files
+    from luce.measure.run import Case, Settings, parse_modes
 
     with Files(BOX, device=device) as files:
         cases = [Case(str(i), (5, 6, 7)) for i in range(2)]
@@ -490,7 +490,7 @@ def test_serve_gives_each_mode_the_files_that_it_drafts_with(bench, monkeypatch)
         asked.append(words)
         raise LuceError("this is enough")
 
-    monkeypatch.setattr("luce.bench.serve_cli.luce_server", server)
+    monkeypatch.setattr("luce.measure.serve_cli.luce_server", server)
     flags = ("--mtp-gguf", GGUF, "--draft", DRAFTER, "--lengths", 16, "--turns", 0, "--streams", 1)
     for mode in SPECS:
         bench("serve", "--modes", f"{mode},auto", *flags)

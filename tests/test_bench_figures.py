@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 
 from luce._native import Drafts, Rows
-from luce.bench import output, sweep
-from luce.bench.run import Case, Mode, Record, Settings, parse_modes, with_temperatures
-from luce.bench.summary import quartiles, summarise
 from luce.errors import LuceError
+from luce.measure import output, sweep
+from luce.measure.run import Case, Mode, Record, Settings, parse_modes, with_temperatures
+from luce.measure.summary import quartiles, summarise
 from luce.render import Display, print_table
 from luce.stats import Stats
 from luce.structs import Sampling

@@ -28,9 +28,9 @@ from peer_llamacpp import (
 )
 
 from luce._native import File
-from luce.bench.oracle_drafter import make_drafter
-from luce.bench.oracle_model import SHAPES, Rule, make_oracle
-from luce.bench.run import Case, Record, parse_modes
+from luce.measure.oracle_drafter import make_drafter
+from luce.measure.oracle_model import SHAPES, Rule, make_oracle
+from luce.measure.run import Case, Record, parse_modes
 from luce.stats import Tally
 
 ROOT = Path(__file__).resolve().parent.parent

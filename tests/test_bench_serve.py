@@ -7,8 +7,8 @@ import peer_serve
 import pytest
 
 from luce._native import File
-from luce.bench.serve import Row
 from luce.command import BOX
+from luce.measure.serve import Row
 
 
 def row(mode, measure, prompt=128, streams=1, **numbers):

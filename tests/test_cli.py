@@ -317,11 +317,11 @@ def test_help_has_examples(luce_, command):
     assert "Examples:" in text and "luce " in text
 
 
-@pytest.mark.parametrize("name", ["bench", "convert"])
-def test_a_command_whose_extra_is_missing_says_so(luce_, monkeypatch, name):
-    monkeypatch.setattr(luce, name, None, raising=False)  # the package, as it is bound now
+@pytest.mark.parametrize("name, package", [("bench", "measure"), ("convert", "convert")])
+def test_a_command_whose_extra_is_missing_says_so(luce_, monkeypatch, name, package):
+    monkeypatch.setattr(luce, package, None, raising=False)  # Earlier tests may have bound it.
     with mock.patch.dict(sys.modules, {"gguf": None}):
-        for module in [module for module in sys.modules if module.startswith(("luce.bench", "luce.convert"))]:
+        for module in [module for module in sys.modules if module.startswith(f"luce.{package}")]:
             del sys.modules[module]
         result = luce_(name, "--help")
         assert result.exit_code == 1
@@ -335,8 +335,8 @@ def test_what_few_runs_need_is_imported_by_them_alone(command):
     _, imported = running.communicate(timeout=60)
     names = {line.rpartition("|")[2].strip() for line in imported.decode().splitlines()}
     assert "luce.cli" in names
-    for name in ("rich", "jinja2", "gguf", "matplotlib", "luce.bench", "luce.convert", "importlib.metadata"):
-        assert name not in names
+    few_need = {"rich", "jinja2", "gguf", "matplotlib", "luce.measure", "luce.convert", "importlib.metadata"}
+    assert not few_need & names
 
 
 def test_control_characters_do_not_reach_the_terminal():

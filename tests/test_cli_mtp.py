@@ -9,9 +9,9 @@ import tiny
 from click.testing import CliRunner
 from rich.console import Console
 
-from luce.bench.oracle_model import make_oracle
 from luce.cli import cli
 from luce.generation import Finished
+from luce.measure.oracle_model import make_oracle
 from luce.plan import DEFAULT_GAMMA, MAX_GAMMA
 from luce.render import Display, summary_line, timing_line
 from luce.stats import Stats

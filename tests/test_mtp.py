@@ -24,14 +24,14 @@ from tiny import Config
 
 from luce._native import Checkpoint, File, Library, Model, Source
 from luce._native import Sequence as Timeline
-from luce.bench import oracle_model
-from luce.bench.oracle_model import SHAPES, Rule
 from luce.convert.qwen35_layout import MERGES, vocabulary
 from luce.costs import Costs
 from luce.drafting import Drafter, DraftSource, Fixed
 from luce.errors import NumericError
 from luce.generation import Finished, Generation, Warned
 from luce.loop import Loop
+from luce.measure import oracle_model
+from luce.measure.oracle_model import SHAPES, Rule
 from luce.plan import MAX_GAMMA, Request
 from luce.runner import Runner
 from luce.structs import Cost, Sampling

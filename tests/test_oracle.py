@@ -13,8 +13,8 @@ import ref
 import tiny
 
 from luce._native import Library
-from luce.bench import oracle_model
-from luce.bench.oracle_model import SHAPES, QType, Rule
+from luce.measure import oracle_model
+from luce.measure.oracle_model import SHAPES, QType, Rule
 
 CONTINUED = 64
 

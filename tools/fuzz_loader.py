@@ -39,8 +39,8 @@ import tiny
 
 from luce import _native
 from luce._native import File, Library
-from luce.bench.origin import checkout_commit
 from luce.errors import InternalError, LuceError
+from luce.measure.origin import checkout_commit
 from luce.probe import probe
 from luce.tokenizer import Tokenizer
 

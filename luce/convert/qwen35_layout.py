@@ -1,6 +1,6 @@
 """Lays out a qwen35 GGUF: keys, tensor names and shapes, and a small byte-level tokenizer.
 
-What writes test models (tests/tiny.py) and the oracle (luce/bench/oracle_model.py) share it. Shapes are
+What writes test models (tests/tiny.py) and the oracle (luce/measure/oracle_model.py) share it. Shapes are
 numpy's, slowest first, so a matrix is (out, in) and GGUF stores its dimensions reversed.
 """
 

@@ -11,8 +11,14 @@ import click
 import numpy as np
 
 from luce import cpus
-from luce.bench import batch, output, problems, sandbox, sweep
-from luce.bench.flags import (
+from luce.command import BOX, MAX_U32, CtrlC, FilePath, Finite
+from luce.engine import Files
+from luce.errors import ArgumentError, LuceError
+from luce.flags import EXPERTS, HEAD, MODEL, RUN, given, options, sampling
+from luce.loop import MAX_ROWS
+from luce.measure import batch, output, problems, sandbox, sweep
+from luce.measure.compare import Stopped, compare, files_of, loading, no_more, settings_of
+from luce.measure.flags import (
     DRAFT_OPTION,
     DRAFTS_OPTION,
     MODE_OPTIONS,
@@ -24,18 +30,12 @@ from luce.bench.flags import (
     require,
     rounds_option,
 )
-from luce.bench.measure import Stopped, files_of, loading, measure, no_more, settings_of
-from luce.bench.oracle_drafter import ACCEPT, make_drafter
-from luce.bench.oracle_model import SHAPES, TYPES, Rule, make_oracle, wrong_tokens
-from luce.bench.report import Measured, Report
-from luce.bench.run import Case, Record
-from luce.bench.serve_cli import serve_bench
-from luce.bench.summary import summarise
-from luce.command import BOX, MAX_U32, CtrlC, FilePath, Finite
-from luce.engine import Files
-from luce.errors import ArgumentError, LuceError
-from luce.flags import EXPERTS, HEAD, MODEL, RUN, given, options, sampling
-from luce.loop import MAX_ROWS
+from luce.measure.oracle_drafter import ACCEPT, make_drafter
+from luce.measure.oracle_model import SHAPES, TYPES, Rule, make_oracle, wrong_tokens
+from luce.measure.report import Measured, Report
+from luce.measure.run import Case, Record
+from luce.measure.serve_cli import serve_bench
+from luce.measure.summary import summarise
 from luce.plan import MAX_GAMMA, MAX_THREADS
 from luce.render import Display
 
@@ -106,7 +106,7 @@ def humaneval(limit: int | None, unsafe_check: bool, no_check: bool, **flags: An
     flags |= {"bench": "humaneval"}
     after = no_more if no_check else check
     extra = {"sandbox": None if no_check else sandbox.way(namespaces=not unsafe_check)}
-    measure(flags, flags["gguf"] or BOX, cases, after, extra).put(flags, output.plot_modes)
+    compare(flags, flags["gguf"] or BOX, cases, after, extra).put(flags, output.plot_modes)
 
 
 @bench.command()
@@ -145,7 +145,7 @@ def prompts(source: str, group: str | None, **flags: Any) -> None:
 
     classes: dict[str, Any] = {}
     flags |= {"bench": "prompts"}
-    measure(flags, flags["gguf"] or BOX, cases, by_class, {"source": source, "classes": classes}).put(
+    compare(flags, flags["gguf"] or BOX, cases, by_class, {"source": source, "classes": classes}).put(
         flags, output.plot_modes
     )
 
@@ -275,7 +275,7 @@ def oracle(
         extra["cpu_experts"] = flags["cpu_experts"]
     if "drafters" in flags:
         extra["draft_accept"] = draft_accept
-    measure(flags, path, cases, lambda *_: {"wrong": wrong}, extra).put(flags, output.plot_modes)
+    compare(flags, path, cases, lambda *_: {"wrong": wrong}, extra).put(flags, output.plot_modes)
 
 
 @bench.command("sweep")

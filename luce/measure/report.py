@@ -10,10 +10,10 @@ from typing import Any, Generic, TypeVar
 import click
 
 from luce import stdout
-from luce.bench import output
-from luce.bench.origin import command_text, device_text, origin, write_row
 from luce.command import COMMAND, Interrupted
 from luce.errors import LuceError
+from luce.measure import output
+from luce.measure.origin import command_text, device_text, origin, write_row
 from luce.render import print_table
 
 T = TypeVar("T")

@@ -29,9 +29,9 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from luce.bench.output import Table
-from luce.bench.summary import five_digits
 from luce.errors import LuceError
+from luce.measure.output import Table
+from luce.measure.summary import five_digits
 from luce.tokenizer import Tokenizer
 
 MORE = 64  # tokens that a warm prompt has more

@@ -1,4 +1,4 @@
-"""Runs modes over cases for a command of `luce bench`: shows how far it is, and makes the report."""
+"""Compares modes over cases for a command of `luce bench`: shows how far it is, and makes the report."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from luce.bench import output
-from luce.bench.flags import require
-from luce.bench.report import Measured, Report
-from luce.bench.run import Bench, Case, Record, Settings, with_drafters, with_temperatures
-from luce.bench.summary import TIMING, summarise
 from luce.command import CtrlC
 from luce.engine import Files
 from luce.errors import LuceError
 from luce.flags import sampling_of
+from luce.measure import output
+from luce.measure.flags import require
+from luce.measure.report import Measured, Report
+from luce.measure.run import Bench, Case, Record, Settings, with_drafters, with_temperatures
+from luce.measure.summary import TIMING, summarise
 from luce.render import Display
 
 Stopped = Callable[[], bool]
@@ -59,7 +59,7 @@ def whole_turns(records: list[Record], n_modes: int) -> list[Record]:
     return records[: len(records) // n_modes * n_modes] or records
 
 
-def measure(
+def compare(
     flags: dict[str, Any],
     model: Path,
     cases_of: Callable[[Files], list[Case]],

@@ -34,8 +34,15 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from luce.bench.oracle_blocks import QType, noise_blocks, pass_through_blocks, q4_to_q6, random_words, silent
 from luce.convert.qwen35_layout import CONTROL, Config, add_keys, add_tokenizer, tensor_shapes
+from luce.measure.oracle_blocks import (
+    QType,
+    noise_blocks,
+    pass_through_blocks,
+    q4_to_q6,
+    random_words,
+    silent,
+)
 
 CHUNK = 8 << 20  # bytes of a tensor made at once: part of what a seed means
 NOISE = 1e-4  # standard deviation of the output projections
@@ -347,7 +354,7 @@ def main() -> None:
         size = args.out.stat().st_size
         print(f"{args.out}: {size / 2**30:.2f} GiB in {time.monotonic() - start:.1f} s", file=sys.stderr)
     if args.drafter is not None:
-        from luce.bench.oracle_drafter import ACCEPT, make_drafter  # which builds on this module
+        from luce.measure.oracle_drafter import ACCEPT, make_drafter  # which builds on this module
 
         share = ACCEPT if args.draft_accept is None else args.draft_accept
         make_drafter(args.drafter, SHAPES[args.shape], Rule(SHAPES[args.shape].n_vocab, args.seed), share)

@@ -11,8 +11,8 @@ import numpy as np
 
 from luce._native import Drafts, Engine, Model, Progress, Rows
 from luce._native import Sequence as Timeline
-from luce.bench.summary import five_digits, quartiles
 from luce.engine import Files
+from luce.measure.summary import five_digits, quartiles
 from luce.structs import EngineParams
 
 WARM_UP = 2

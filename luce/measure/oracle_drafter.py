@@ -21,12 +21,12 @@ import gguf
 import numpy as np
 
 from luce import _native
-from luce.bench.oracle_blocks import QType, noise_blocks, random_words
-from luce.bench.oracle_model import FILE_TYPE, NOISE, Rule
 from luce.convert import hf_dflash
 from luce.convert.gguf_output import Planned, write
 from luce.convert.hf_dflash import DFlash
 from luce.convert.qwen35_layout import Config, add_tokenizer
+from luce.measure.oracle_blocks import QType, noise_blocks, random_words
+from luce.measure.oracle_model import FILE_TYPE, NOISE, Rule
 
 ACCEPT = 0.9033  # of each draft: a round of a block of 16 gives 8.31 tokens, the new anchor among them
 FLAGS = 32  # values of slice 0 that say: an anchor; as many after them: a mask

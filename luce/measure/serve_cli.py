@@ -7,13 +7,13 @@ from typing import Any
 import click
 
 from luce import _native
-from luce.bench.flags import DRAFT_OPTION, MODEL_OPTIONS, OUTPUT_OPTIONS, numbers, require
-from luce.bench.report import Measured, Report
-from luce.bench.serve import TIMING, Client, Row, conversation, first_tokens, luce_server, streams, table
 from luce.command import BOX, MAX_U32
 from luce.engine import Files
 from luce.errors import ArgumentError, about
 from luce.flags import RUN, given, options
+from luce.measure.flags import DRAFT_OPTION, MODEL_OPTIONS, OUTPUT_OPTIONS, numbers, require
+from luce.measure.report import Measured, Report
+from luce.measure.serve import TIMING, Client, Row, conversation, first_tokens, luce_server, streams, table
 from luce.plan import SPECS, Options, require_supported
 from luce.render import Display
 from luce.tokenizer import Tokenizer

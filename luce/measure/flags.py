@@ -8,10 +8,10 @@ from typing import Any
 
 import click
 
-from luce.bench import output
-from luce.bench.run import NAMES, Mode, parse_modes
 from luce.command import MAX_U32, FilePath, Finite
 from luce.flags import HEAD, MODEL, QUIET, Option, idle_sampling, idle_threads, sampling
+from luce.measure import output
+from luce.measure.run import NAMES, Mode, parse_modes
 
 
 def modes_of(ctx: click.Context, param: click.Parameter, value: str) -> list[Mode]:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from luce.bench.run import Record
+from luce.measure.run import Record
 
 TIMING = (
     "tok/s: decoding, from the first new token to the end, all of a round. prefill: the prompt. end to end: "

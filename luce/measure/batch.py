@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from luce.bench.run import WARM_UP_TOKENS, Case, Mode, Settings, mode_plan
-from luce.bench.summary import five_digits
 from luce.drafting import Round
 from luce.engine import Engine, Files
 from luce.errors import ArgumentError
 from luce.generation import Event, Failed, Tokens
 from luce.loop import Loop
+from luce.measure.run import WARM_UP_TOKENS, Case, Mode, Settings, mode_plan
+from luce.measure.summary import five_digits
 from luce.plan import Options, Request
 
 TIMING = (
