@@ -48,6 +48,7 @@ def prompt_ids(
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
+    /,
     **how: Any,
 ) -> list[int]:
     """Returns the prompt's tokens. Control tokens are those that the template spells: what messages, tools

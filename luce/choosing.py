@@ -38,7 +38,7 @@ class Chooser:
 
     def first(self, choice: int) -> int:
         """Returns the token after the prompt; `choice` is the step's own."""
-        return self._choose(0) if self._own else choice
+        return self._choose(0, choice) if self._own else choice
 
     def accept(self, rows: IntArray, parents: IntArray | None, choices: IntArray) -> tuple[list[int], int]:
         """Applies the accept rule with the request's own choices. Returns the accepted rows from row 0 on,
@@ -48,7 +48,7 @@ class Chooser:
         parents = range(-1, len(rows) - 1) if parents is None else parents
         path = [0]
         while True:
-            token = self._choose(path[-1])
+            token = self._choose(path[-1], choices[path[-1]])
             below = (row for row in range(1, len(rows)) if parents[row] == path[-1] and rows[row] == token)
             row = next(below, None)
             if row is None or self.stopped:
@@ -65,9 +65,13 @@ class Chooser:
             self._sequence.logprobs(row, token, top) for row, token in zip(path, tokens, strict=False)
         )
 
-    def _choose(self, row: int) -> int:
-        if self._matcher is None:
-            return self._sequence.choose(row)
-        token = self._sequence.choose(row, self._matcher.mask())
-        self._matcher.consume(token)
+    def _choose(self, row: int, choice: int) -> int:
+        """Returns the choice after a row, for which the step's own is `choice`."""
+        mask = self._matcher.mask() if self._matcher else None
+        if mask is None and not self._request.penalties.any:
+            token = choice
+        else:
+            token = self._sequence.choose(row, mask)
+        if self._matcher:
+            self._matcher.consume(token)
         return token

@@ -19,8 +19,8 @@ KEPT = 32  # grammars that are compiled already
 class Matcher(Protocol):
     """Knows where one text is in its grammar. The first call of mask() is for its first token."""
 
-    def mask(self) -> bytes:
-        """Returns the tokens that may come next: token i where bit i % 8 of byte i // 8 is set."""
+    def mask(self) -> bytes | None:
+        """Returns the tokens that may come next: token i where bit i % 8 of byte i // 8 is set; None: any."""
 
     def consume(self, token: int) -> None:
         """Says that `token`, which the mask allowed, was chosen."""

@@ -16,6 +16,7 @@ from luce.generation import Event, Failed, Finished, Started, Tokens
 from luce.grammar import Matcher
 from luce.plan import Request
 from luce.server.ask import Ask, Refused, TooLong
+from luce.server.budget import Budget
 from luce.server.dialect import END_THINK, THINK, Parser
 from luce.server.grammar import call_grammar, json_grammar
 from luce.server.models import Served
@@ -98,6 +99,8 @@ class Answer:
             raise TooLong(len(prompt), n_ctx)
         self.usage.prompt = len(prompt)
         grammar = await self.model.in_thread(self._grammar)
+        if self.ask.budget is not None and self.ask.prompt is None:
+            grammar = self._bounded(self.ask.budget, grammar)
         sampling = {"seed": secrets.randbits(64)} | self.model.defaults | dict(self.ask.sampling)
         try:
             request = Request(
@@ -157,6 +160,12 @@ class Answer:
         else:
             return None
         return self.model.grammars.lark(lark)
+
+    def _bounded(self, budget: int, grammar: Callable[[], Matcher] | None) -> Callable[[], Matcher]:
+        """Returns the grammar whose thoughts have at most `budget` tokens."""
+        tokenizer, thinks = self.model.tokenizer, self._parser.reasoning
+        calls = bool(self.ask.tools) and self.ask.choice == "auto"
+        return lambda: Budget(tokenizer, budget, thinks, calls, grammar() if grammar else None)
 
     def take_logprobs(self) -> list[tuple[int, Logprobs]]:
         """Returns the tokens that came since the last call, with their log-probabilities."""

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from luce.server.answer import Answer, Whole
-from luce.server.ask import Ask, Message, Refused, Tool, TooLong, call_of, refuse, text_of, thinking
+from luce.server.ask import Ask, Message, Refused, Tool, TooLong, budget_of, call_of, refuse, text_of
+from luce.server.ask import thinking as thinking_of
 from luce.server.openai import Form, stops_of, within
 from luce.server.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text
 
@@ -54,8 +55,9 @@ def messages_ask(body: MessagesBody) -> Ask:
     choice, parallel = _choice(body.tool_choice, tools)
     config = body.output_config or {}
     enabled = (body.thinking or {}).get("type") in ("enabled", "adaptive")
-    variables = thinking(config.get("effort") if enabled else None, enabled)
-    if budget := (body.thinking or {}).get("budget_tokens"):
+    variables = thinking_of(config.get("effort") if enabled else None, enabled)
+    budget = budget_of((body.thinking or {}).get("budget_tokens") if enabled else None, "budget_tokens")
+    if budget is not None:
         variables["thinking_budget"] = budget
     form = config.get("format") or {}
     return Ask(
@@ -68,6 +70,7 @@ def messages_ask(body: MessagesBody) -> Ask:
         sampling=within(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k),
         stops=stops_of(body.stop_sequences),
         variables=variables,
+        budget=budget,
         schema=form.get("schema") if form.get("type") == "json_schema" else None,
         stream=bool(body.stream),
     )

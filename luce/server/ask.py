@@ -65,7 +65,7 @@ class Ask:
     `choice` of tools is "auto", "none", "required" or the name of one. `schema` is what the text has to be
     as JSON: {} for any object, None for text. `logprobs` is how many alternatives to list for each token;
     None lists not even its own. `ignore_eos` is as in plan.Request. `max_tokens` None means until the
-    context is full.
+    context is full. Thoughts have at most `budget` tokens before they are ended; None leaves it to the model.
     """
 
     model: str
@@ -83,6 +83,7 @@ class Ask:
     logprobs: int | None = None
     stream: bool = False
     ignore_eos: bool = False
+    budget: int | None = None
 
 
 def text_of(content: Any, param: str, between: str = "") -> str:
@@ -134,6 +135,13 @@ def ordered(messages: Sequence[Message]) -> list[Message]:
         moved = message["role"] in ("system", "developer")
         found.append({**message, "role": "user"} if moved else message)
     return found
+
+
+def budget_of(given: Any, param: str) -> int | None:
+    """Returns how many tokens thoughts may have; -1 and None bound nothing."""
+    if given is not None and (type(given) is not int or given < -1):
+        raise refuse(f"{param} is {given!r}: it is a number of tokens, or -1", param)
+    return None if given == -1 else given
 
 
 def thinking(effort: str | None, enable: bool | None = None) -> dict[str, Any]:

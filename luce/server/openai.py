@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from luce.server.answer import Answer, Whole
-from luce.server.ask import Ask, Message, Refused, Tool, call_of, refuse, text_of, thinking
+from luce.server.ask import Ask, Message, Refused, Tool, budget_of, call_of, refuse, text_of, thinking
 from luce.server.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text
 
 REASONS = {"stop": "stop", "stop_string": "stop", "length": "length", "calls": "tool_calls"}
@@ -64,6 +64,7 @@ class ChatBody(Sampled, kw_only=True):
     enable_thinking: bool | None = None
     preserve_thinking: bool | None = None
     thinking_budget: int | None = None
+    reasoning_budget_tokens: int | None = None  # llama.cpp's name
     chat_template_kwargs: dict[str, Any] | None = None
     audio: Any = None
     modalities: list[str] | None = None
@@ -416,6 +417,11 @@ def chat_ask(body: ChatBody) -> Ask:
         variables["preserve_thinking"] = body.preserve_thinking
     if body.thinking_budget is not None:
         variables["thinking_budget"] = body.thinking_budget
+    more = body.chat_template_kwargs or {}
+    if taken := {"messages", "tools", "self"} & more.keys():
+        raise refuse(f"chat_template_kwargs names {min(taken)}, which is no variable", "chat_template_kwargs")
+    variables |= more
+    budget = variables.get("thinking_budget", body.reasoning_budget_tokens)
     return Ask(
         model=body.model,
         messages=[message_of(message) for message in body.messages],
@@ -426,7 +432,8 @@ def chat_ask(body: ChatBody) -> Ask:
         sampling=sampling_of(body),
         penalties=body_penalties(body),
         stops=stops_of(body.stop),
-        variables=variables | (body.chat_template_kwargs or {}),
+        variables=variables,
+        budget=budget_of(budget, "thinking_budget"),
         schema=schema_of(body.response_format),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         stream=bool(body.stream),
