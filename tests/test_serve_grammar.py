@@ -1,9 +1,13 @@
-"""Checks what a text is held to: schemas, calls that are required, penalties, log-probabilities; with drafts
-and without."""
+"""Checks what a text is held to: schemas, calls that are required, penalties, log-probabilities.
+
+Each is asked of a server with drafts and of one without, which have to say the same."""
 
 import json
 import math
+from contextlib import ExitStack
+from typing import Literal
 
+import anthropic
 import openai
 import pydantic
 import pytest
@@ -23,40 +27,104 @@ class Paint(pydantic.BaseModel):
     name: str = pydantic.Field(max_length=8)
 
 
-@pytest.fixture(scope="module", params=["auto", "off"])
-def client(request, native):
-    with serving({"box": BOX}, settings(spec=request.param)) as server:
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            yield client
+class Flat(pydantic.BaseModel):
+    """This is one that each SDK leaves as it is."""
+
+    colour: Literal["red", "green"]
+    glossy: bool
+    layers: Literal[1, 2, 3]
 
 
-SAID = {}  # what was said, by what was asked: the same with drafts and without
-ASKED = {"model": "box", "messages": [{"role": "user", "content": "def paint():"}], "seed": 3}
+@pytest.fixture(scope="module")
+def urls(native):
+    """Runs the model in the box with three drafts in each round, and with none."""
+    ways = (settings(spec="mtp", gamma=3), settings(spec="off"))
+    with ExitStack() as opened:
+        yield [opened.enter_context(serving({"box": BOX}, how)).url for how in ways]
 
 
-def same(what, text):
-    assert SAID.setdefault(what, text) == text
+@pytest.fixture(scope="module")
+def both(urls):
+    """Gives both(ask): what ask(client) returns for each of the servers, where it is the same."""
+    with ExitStack() as opened:
+        how = {"api_key": "none", "max_retries": 0}
+        clients = [opened.enter_context(openai.OpenAI(base_url=f"{url}/v1", **how)) for url in urls]
+
+        def run(ask):
+            with_drafts, without = map(ask, clients)
+            assert with_drafts == without
+            return without
+
+        run.client = clients[0]
+        yield run
+
+
+@pytest.fixture(scope="module")
+def claude(urls):
+    with anthropic.Anthropic(base_url=urls[0], api_key="none", max_retries=0) as client:
+        yield client
+
+
+SAID = [{"role": "user", "content": "def paint():"}]
+ASKED = {"model": "box", "messages": SAID, "seed": 3}
 
 
 @pytest.mark.parametrize("temperature", [0, 1.2])
-def test_json_of_a_schema(client, temperature):
-    found = client.chat.completions.parse(
-        response_format=Paint, temperature=temperature, max_tokens=500, **ASKED
-    )
-    message = found.choices[0].message
-    assert message.parsed.colour in COLOURS and found.choices[0].finish_reason == "stop"
-    same(("schema", temperature), message.content)
+def test_json_of_a_schema(both, temperature):
+    def ask(client):
+        (choice,) = client.chat.completions.parse(
+            response_format=Paint, temperature=temperature, max_tokens=500, **ASKED
+        ).choices
+        assert choice.message.parsed.colour in COLOURS and choice.finish_reason == "stop"
+        return choice.message.content
+
+    both(ask)
 
 
-def test_any_json_object(client):
-    found = client.chat.completions.create(
-        response_format={"type": "json_object"}, temperature=0, max_tokens=40, **ASKED
-    )
-    text = found.choices[0].message.content
-    assert text.startswith("{") and (
-        found.choices[0].finish_reason == "length" or json.loads(text) is not None
-    )
-    same("json", text)
+def test_any_json_object(both):
+    def ask(client):
+        asked = {"response_format": {"type": "json_object"}, "temperature": 0, "max_tokens": 40}
+        (choice,) = client.chat.completions.create(**asked, **ASKED).choices
+        return choice.message.content, choice.finish_reason
+
+    text, reason = both(ask)
+    assert text.startswith("{") and (reason == "length" or json.loads(text) is not None)
+
+
+# ---- the SDKs' own ways to ask for a schema: each streams what it says whole
+
+
+def test_openais_responses_are_parsed(both):
+    asked = {"model": "m", "input": SAID, "text_format": Flat, "temperature": 0}
+    found = both(lambda client: client.responses.parse(**asked).output_parsed)
+    assert isinstance(found, Flat)
+    with both.client.responses.stream(**asked) as stream:
+        assert [each for each in stream][-1].type == "response.completed"
+        assert stream.get_final_response().output_parsed == found
+
+
+def test_openais_chats_are_parsed_from_streams(both):
+    asked = {"model": "m", "messages": SAID, "response_format": Flat, "temperature": 0}
+    found = both(lambda client: client.chat.completions.parse(**asked).choices[0].message.parsed)
+    with both.client.chat.completions.stream(**asked) as stream:
+        assert "content.done" in {event.type for event in stream}
+        assert stream.get_final_completion().choices[0].message.parsed == found
+
+
+def test_anthropics_messages_are_parsed(claude):
+    asked = {"model": "m", "messages": SAID, "max_tokens": 200, "extra_body": {"temperature": 0}}
+    found = claude.messages.parse(output_format=Flat, **asked)
+    assert isinstance(found.parsed_output, Flat) and found.stop_reason == "end_turn"
+    with claude.messages.stream(output_format=Flat, **asked) as stream:
+        assert "text" in {event.type for event in stream}
+        assert stream.get_final_message().parsed_output == found.parsed_output
+    form = {"type": "json_schema", "schema": anthropic.transform_schema(Flat)}
+    for where in ({"output_config": {"format": form}}, {"output_format": form}):  # now and in the beta
+        raw = claude.post("/v1/messages", cast_to=object, body={**asked, "temperature": 0, **where})
+        assert Flat.model_validate_json(raw["content"][0]["text"]) == found.parsed_output
+    for wrong in ({"type": "json_object"}, {"type": "json_schema"}, {**form, "schema": {"type": "strange"}}):
+        with pytest.raises(anthropic.BadRequestError, match="schema"):
+            claude.messages.create(output_config={"format": wrong}, **asked)
 
 
 TOOLS = [
@@ -70,57 +138,66 @@ TOOLS = [
 
 
 @pytest.mark.parametrize("choice", ["required", "mix", "stop"])
-def test_required_calls(client, choice):
-    named = {"type": "function", "function": {"name": choice}}
-    found = client.chat.completions.create(
-        tools=TOOLS, tool_choice=choice if choice == "required" else named, temperature=1.5, max_tokens=300,
-        parallel_tool_calls=False, **ASKED,
-    )  # fmt: skip
-    (call,) = found.choices[0].message.tool_calls
-    arguments = json.loads(call.function.arguments)
-    assert call.function.name in ((choice,) if choice != "required" else ("mix", "stop"))
-    if call.function.name == "mix":
-        assert arguments["colour"] in COLOURS and isinstance(arguments["layers"], int)
-    assert found.choices[0].finish_reason == "tool_calls"
-    same(choice, (call.function.name, call.function.arguments))
+def test_required_calls(both, choice):
+    named = choice if choice == "required" else {"type": "function", "function": {"name": choice}}
+
+    def ask(client):
+        how = {"tools": TOOLS, "tool_choice": named, "parallel_tool_calls": False}
+        (said,) = client.chat.completions.create(temperature=1.5, max_tokens=300, **how, **ASKED).choices
+        (call,) = said.message.tool_calls
+        return call.function.name, call.function.arguments, said.finish_reason
+
+    name, arguments, reason = both(ask)
+    assert name in ((choice,) if choice != "required" else ("mix", "stop")) and reason == "tool_calls"
+    arguments = json.loads(arguments)
+    assert name == "stop" or (arguments["colour"] in COLOURS and isinstance(arguments["layers"], int))
 
 
-def test_a_schema_that_cannot_be(client):
+def test_a_schema_that_cannot_be(both):
     broken = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strange"}}}
     with pytest.raises(openai.BadRequestError, match="schema"):
-        client.chat.completions.create(response_format=broken, **ASKED)
+        both.client.chat.completions.create(response_format=broken, **ASKED)
 
 
-def test_penalties_and_bias(client):
+def test_penalties_and_bias(both):
     asked = {"model": "box", "prompt": "import os\nimport ", "temperature": 0, "max_tokens": 12}
-    plain = client.completions.create(**asked).choices[0].text
-    penalised = client.completions.create(presence_penalty=2, frequency_penalty=2, **asked).choices[0].text
-    same("plain", plain)
-    same("penalised", penalised)
-    token = client.post("/../tokenize", cast_to=object, body={"content": plain})["tokens"][0]
-    without = client.completions.create(logit_bias={str(token): -100}, **asked).choices[0].text
-    assert without != plain
+
+    def text(**more):
+        return both(lambda client: client.completions.create(**asked, **more).choices[0].text)
+
+    plain = text()
+    assert text(presence_penalty=2, frequency_penalty=2) != plain
+    token = both.client.post("/../tokenize", cast_to=object, body={"content": plain})["tokens"][0]
+    assert text(logit_bias={str(token): -100}) != plain
     for wrong in ({"5000000": 1}, {"a": 1}):
         with pytest.raises(openai.BadRequestError):
-            client.completions.create(logit_bias=wrong, **asked)
+            both.client.completions.create(logit_bias=wrong, **asked)
 
 
-def test_logprobs(client):
-    asked = {"temperature": 0, "max_tokens": 8, "logprobs": True, "top_logprobs": 2, **ASKED}
-    whole = client.chat.completions.create(**asked).choices[0]
-    said = whole.logprobs.content
-    assert "".join(each.token for each in said) == whole.message.content and len(said) == 8
-    for each in said:
+def test_logprobs(both):
+    """They are of the rows that were verified, and the same bits as of single ones."""
+    asked = {"max_tokens": 24, "logprobs": True, "top_logprobs": 2, **ASKED}
+
+    def ask(client):
+        (whole,) = client.chat.completions.create(temperature=1.0, **asked).choices
+        return whole.message.content, whole.logprobs.content
+
+    text, said = both(ask)
+    assert "".join(each.token for each in said) == text and len(said) == 24
+    parts = both.client.chat.completions.create(stream=True, temperature=1.0, **asked)
+    found = [part.choices[0].logprobs for part in parts]
+    assert [each for logprobs in found if logprobs for each in logprobs.content] == said
+    (greedy,) = both.client.chat.completions.create(temperature=0, **asked).choices
+    for each in greedy.logprobs.content:
         assert each.top_logprobs[0].logprob == max(top.logprob for top in each.top_logprobs) <= 0
-        assert each.token == each.top_logprobs[0].token  # greedy: the most probable one
-    parts = client.chat.completions.create(stream=True, **asked)
-    content = [
-        each for part in parts if part.choices[0].logprobs for each in part.choices[0].logprobs.content
-    ]
-    assert [(each.token, each.logprob) for each in content] == [(each.token, each.logprob) for each in said]
-    same("logprobs", [each.logprob for each in said])
-    old = client.completions.create(model="box", prompt="import os", max_tokens=4, logprobs=3, temperature=0)
-    listed = old.choices[0].logprobs
-    assert "".join(listed.tokens) == old.choices[0].text and listed.text_offset[0] == 0
+        assert each.token == each.top_logprobs[0].token  # the most probable one
+
+    def old(client):
+        asked = {"model": "box", "prompt": "import os", "max_tokens": 12, "logprobs": 3, "temperature": 0}
+        (choice,) = client.completions.create(**asked).choices
+        return choice.text, choice.logprobs
+
+    text, listed = both(old)
+    assert "".join(listed.tokens) == text and listed.text_offset[0] == 0
     assert all(math.isclose(max(top.values()), each) for top, each in
                zip(listed.top_logprobs, listed.token_logprobs, strict=True))  # fmt: skip

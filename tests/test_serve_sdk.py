@@ -2,6 +2,7 @@
 
 import json
 from itertools import count
+from unittest import mock
 
 import anthropic
 import openai
@@ -113,6 +114,12 @@ def test_errors_are_the_sdks_own(chatgpt, claude, server):
     with pytest.raises(openai.BadRequestError) as error:
         chatgpt.chat.completions.create(model="m", messages=say("hello"), n=3)
     assert error.value.param == "n"
+    with pytest.raises(openai.AuthenticationError):
+        chatgpt.with_options(api_key="wrong").responses.create(model="m", input="a")
+    with pytest.raises(anthropic.BadRequestError, match="tool_choice names 'nobody'"):
+        claude.messages.create(
+            model="m", messages=say("hello"), max_tokens=5, tool_choice={"type": "tool", "name": "nobody"}
+        )
     with pytest.raises(openai.NotFoundError):
         chatgpt.models.retrieve("nobody")
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long: [0-9]+ tokens > 4096 maximum"):
@@ -294,3 +301,12 @@ def test_an_error_after_the_stream_began_is_an_event(server, path, monkeypatch):
     last = sse(response)[-1]
     assert "the device failed" in json.dumps(last)
     assert last.get("type") == {"/v1/responses": "response.failed", "/v1/messages": "error"}.get(path)
+
+
+def test_the_sdks_raise_an_error_after_the_stream_began(chatgpt, claude, monkeypatch):
+    monkeypatch.setattr(Answer, "_read", mock.Mock(side_effect=Refused(500, "the device failed", "failed")))
+    asked = {"model": "m", "messages": say("hello"), "max_tokens": 4}
+    with pytest.raises(openai.APIError, match="the device failed"):
+        list(chatgpt.chat.completions.create(stream=True, **asked))
+    with pytest.raises(anthropic.APIStatusError, match="the device failed"):
+        list(claude.messages.create(stream=True, **asked))

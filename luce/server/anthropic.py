@@ -38,6 +38,7 @@ class MessagesBody(msgspec.Struct, kw_only=True):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None  # the older place of output_config's format
 
 
 def messages_ask(body: MessagesBody) -> Ask:
@@ -59,7 +60,6 @@ def messages_ask(body: MessagesBody) -> Ask:
     budget = budget_of((body.thinking or {}).get("budget_tokens") if enabled else None, "budget_tokens")
     if budget is not None:
         variables["thinking_budget"] = budget
-    form = config.get("format") or {}
     return Ask(
         model=body.model,
         messages=messages,
@@ -71,7 +71,7 @@ def messages_ask(body: MessagesBody) -> Ask:
         stops=stops_of(body.stop_sequences),
         variables=variables,
         budget=budget,
-        schema=form.get("schema") if form.get("type") == "json_schema" else None,
+        schema=_schema(config.get("format") or body.output_format),
         stream=bool(body.stream),
     )
 
@@ -117,6 +117,16 @@ def _tool(tool: Mapping[str, Any]) -> Tool:
     if not isinstance(name, str) or not isinstance(schema, dict):
         raise refuse("a tool has no name, or its input_schema is no schema", "tools")
     return Tool(name, schema, str(tool.get("description") or ""), bool(tool.get("strict")))
+
+
+def _schema(form: Any) -> Mapping[str, Any] | None:
+    """Returns the JSON schema that the text is held to."""
+    if not form:
+        return None
+    schema = form.get("schema") if isinstance(form, Mapping) else None
+    if not isinstance(schema, Mapping) or form.get("type") != "json_schema":
+        raise refuse("the format of output_config is no json_schema with a schema", "output_config")
+    return schema
 
 
 def _choice(choice: Mapping[str, Any] | None, tools: list[Tool]) -> tuple[str, bool]:

@@ -80,7 +80,9 @@ def _common(body: Asked) -> dict[str, Any]:
     if new is not None and not isinstance(new, int):
         raise refuse("num_predict is no whole number", "options")
     effort = body.think if isinstance(body.think, str) else None
-    schema = body.format if isinstance(body.format, dict) else {} if body.format == "json" else None
+    if isinstance(body.format, str) and body.format not in ("", "json"):
+        raise refuse(f"format {body.format!r} is neither json nor a schema", "format")
+    schema = {} if body.format == "json" else body.format or None
     return {
         "model": body.model,
         "max_tokens": length_of(None if new is not None and new < 0 else new),
