@@ -43,9 +43,9 @@ import llamacpp
 import numpy as np
 from peer_table import Row, markdown, ratio, ratios
 
-from luce._native import Engine, File
+from luce._native import File
 from luce._native import Sequence as Timeline
-from luce.engine import Files
+from luce.engine import Engine, Files
 from luce.measure.oracle_model import Rule, wrong_tokens
 from luce.measure.origin import command_text, origin
 from luce.measure.run import (
@@ -60,8 +60,9 @@ from luce.measure.run import (
     with_temperatures,
 )
 from luce.measure.summary import five_digits, quartiles, summarise
+from luce.plan import Options
 from luce.probe import probe
-from luce.structs import EngineParams, Sampling
+from luce.structs import Sampling
 
 TIMING = " ".join(__doc__.split("\n\n")[1].split())
 
@@ -141,12 +142,12 @@ def take_turns(args: argparse.Namespace, task: Task) -> Turns:
     )
     modes = with_temperatures(args.modes, args.temps)
     case = Case("random", tuple(task.short))
-    params = EngineParams(n_ctx=len(task.long) + 1, n_threads=args.threads)
+    plain = Options(ctx=len(task.long) + 1, threads=args.threads, spec="off")
     with (
         Files(args.model, device=device, drafter=args.draft) as files,
         Bench(files, modes, [case], settings) as bench,
-        Engine(bench.model, params) as engine,
-        engine.sequence() as sequence,
+        Engine.open(files, plain, model=bench.model) as engine,
+        engine.native.sequence() as sequence,
     ):
         turns, generations = Turns(bench.model.info.device, bench.threads), bench.run()
         prefill_speed(sequence, task.long)  # warm-up

@@ -22,13 +22,12 @@ import llamacpp
 import numpy as np
 from peer_llamacpp import prefill_speed
 
-from luce._native import Engine, Model
-from luce.engine import Files
+from luce.engine import Engine, Files
 from luce.errors import LuceError
 from luce.measure.origin import command_text, origin, write_row
 from luce.measure.output import as_markdown
 from luce.measure.summary import five_digits
-from luce.structs import EngineParams
+from luce.plan import Options
 
 Speeds = dict[int, list[float]]  # by length, of each round: tokens/s
 TIMING = " ".join(__doc__.split("\n\n")[1].split())
@@ -39,12 +38,13 @@ def measure(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     device = None if args.device == "auto" else args.device
     ours: Speeds = defaultdict(list)
     peers: Speeds = defaultdict(list)
-    params = EngineParams(n_ctx=max(args.lengths) + 1, n_chunk=args.chunk, n_threads=args.threads)
-    with Files(args.model, device=device) as files, Model(files.file, device or "auto") as model:
+    longest = max(args.lengths)
+    asked = Options(ctx=longest + 1, chunk=args.chunk, threads=args.threads, spec="off")
+    with Files(args.model, device=device) as files:
         n_ids = len(files.file.kv["tokenizer.ggml.tokens"]) - 16  # the last ones are control tokens
-        tokens = [int(t) for t in np.random.default_rng(2).integers(0, n_ids, max(args.lengths))]
-        where = model.info.device
-        with Engine(model, params) as engine, engine.sequence() as sequence:
+        tokens = [int(t) for t in np.random.default_rng(2).integers(0, n_ids, longest)]
+        with Engine.open(files, asked) as engine, engine.native.sequence() as sequence:
+            where = engine.model.info.device
             chunk, threads = engine.info.n_chunk, engine.info.n_threads
             for n in args.lengths:
                 prefill_speed(sequence, tokens[:n])  # warm-up

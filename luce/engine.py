@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import cached_property
@@ -95,21 +95,21 @@ class Files:
     def memory(self, chosen: Plan, ctx: int | None = None) -> Memory:
         """Returns the memory that a plan needs, in bytes. `ctx` replaces the plan's context."""
         params = chosen.params if ctx is None else replace(chosen.params, n_ctx=ctx)
-        head, drafter = self._drafters(chosen.drafts > 0, chosen.blocks)
+        head, drafter = self._drafters([chosen])
         return self.file.plan_memory(chosen.device, params, head, drafter, chosen.cpu_experts)
 
-    def load(
-        self, head: bool, blocks: bool = False, progress: Progress | None = None, cpu_experts: int = 0
-    ) -> Model:
-        """Loads the weights onto the device, with those of the NextN head and of the DFlash drafter where
-        they are wanted. The experts of the first `cpu_experts` layers stay in host memory. Raises what the
-        core raises and then leaves nothing open: FileError where a drafter does not fit, OutOfMemory,
-        Cancelled (from `progress`), DeviceError and others."""
-        return Model(self.file, self.device or "auto", progress, *self._drafters(head, blocks), cpu_experts)
+    def load(self, plans: Collection[Plan], progress: Progress | None = None) -> Model:
+        """Loads the weights onto the device for engines of these plans, which share them: with the drafters
+        that any plan names, and with the most experts in host memory. Raises what the core raises and then
+        leaves nothing open: FileError where a drafter does not fit, OutOfMemory, Cancelled (from `progress`),
+        DeviceError and others."""
+        cpu_experts = max(each.cpu_experts for each in plans)
+        return Model(self.file, self.device or "auto", progress, *self._drafters(plans), cpu_experts)
 
-    def _drafters(self, head: bool, blocks: bool) -> tuple[File | None, File | None]:
-        """Returns the files of the NextN head and of the DFlash drafter, where they are wanted."""
-        return (self.head or self.file) if head else None, self.drafter if blocks else None
+    def _drafters(self, plans: Collection[Plan]) -> tuple[File | None, File | None]:
+        """Returns the files of the NextN head and of the DFlash drafter, where a plan names them."""
+        head = (self.head or self.file) if any(each.drafts for each in plans) else None
+        return head, self.drafter if any(each.blocks for each in plans) else None
 
     def close(self) -> None:
         """Unmaps the files; a second call does nothing."""
@@ -123,16 +123,10 @@ class Files:
 
 
 class Engine:
-    """This is the engine of a loaded model, opened as a plan says. Requests go in and events come out. It is
-    a context manager.
+    """This is the engine of a loaded model. Engine.open() opens it. Requests go in and events come out. It is
+    a context manager. `plan` is the one that it was opened by."""
 
-    The model must have been loaded with the drafters that the plan names. `plan` is the one that the engine
-    was opened by. Where auto was to draft and no draft can pay by what steps cost here, the plan drafts
-    nothing; `keep_drafters` leaves it as it is, so that checkpoints hold the same whatever was measured.
-    Raises what the core raises.
-    """
-
-    def __init__(self, model: Model, tokenizer: Tokenizer, chosen: Plan, keep_drafters: bool = False):
+    def __init__(self, model: Model, tokenizer: Tokenizer, chosen: Plan, keep_drafters: bool):
         self.model, self.tokenizer = model, tokenizer
         self._loops: list[Loop] = []
         native = _native.Engine(model, _params(chosen, model))
@@ -152,23 +146,27 @@ class Engine:
     def open(
         cls,
         files: Files | str | Path,
-        options: Options | None = None,
+        asked: Options | Plan | None = None,
         progress: Progress | None = None,
         prompt: int = 0,
         new: int | None = None,
         keep_drafters: bool = False,
+        model: Model | None = None,
     ) -> Engine:
         """Plans, loads and opens. `prompt` and `new` are what is known of the longest request (see plan).
-        Files that are given open stay the caller's to close; the weights are freed with the engine."""
+        What is given open stays the caller's to close: files, and a `model`, which `files` loaded for this
+        plan among others. What is opened here is freed with the engine.
+
+        Where auto is to draft and no draft can pay by what steps cost here, the engine's plan drafts nothing;
+        `keep_drafters` leaves it as it is, so that checkpoints hold the same whatever was measured. Raises
+        what planning, loading and the core raise."""
         with ExitStack() as opened:
-            options = options or Options()
+            asked = asked or Options()
             if not isinstance(files, Files):
-                files = opened.enter_context(Files(files, device=options.device))
-            chosen, tokenizer = files.plan(options, prompt, new), files.tokenizer
-            model = opened.enter_context(
-                files.load(chosen.drafts > 0, chosen.blocks, progress, chosen.cpu_experts)
-            )
-            engine = cls(model, tokenizer, chosen, keep_drafters)
+                files = opened.enter_context(Files(files, device=asked.device))
+            chosen = asked if isinstance(asked, Plan) else files.plan(asked, prompt, new)
+            model = model or opened.enter_context(files.load([chosen], progress))
+            engine = cls(model, files.tokenizer, chosen, keep_drafters)
             opened.push(engine._opened.pop_all())
             engine._opened = opened.pop_all()
         return engine

@@ -49,7 +49,8 @@ class Request:
 class Options:
     """This is what was asked of an engine; None where nothing was said. `ctx` counts the positions of a
     sequence, `sequences` those that run at once, `checkpoints` those that are on the device at once, `pages`
-    the KV pages of all of these, and `chunk` the rows of a prefill step.
+    the KV pages of all of these, and `chunk` the rows of a prefill step. `rows` counts the rows that a verify
+    can have of a sequence, where more are wanted than drafts need.
 
     `cpu_experts` counts the layers, from the first, whose experts stay in host memory, where the CPU
     multiplies them; with "auto" it is as few as leave room on the device.
@@ -67,6 +68,7 @@ class Options:
     checkpoints: int = 0
     pages: int | None = None
     chunk: int | None = None
+    rows: int | None = None
     cpu_experts: int | Literal["auto"] | None = None
     spec: str | None = None
     gamma: int | None = None
@@ -188,13 +190,14 @@ Drafting = Plain | Mtp | Auto | Lookup | Dflash
 @dataclass(frozen=True)
 class Plan:
     """Says how a model and its engine are opened. `ctx` is in positions and `chunk` in rows of a prefill
-    step. A `chunk`, `pages` or `threads` of 0 means the core's default. `reasons` has a line for each of the
-    other fields."""
+    step. A `chunk`, `pages` or `threads` of 0 means the core's default. A verify can have `rows` rows of a
+    sequence, or more where its drafts need them. `reasons` has a line for each of the other fields."""
 
     device: str
     ctx: int
     kv_type: str
     chunk: int
+    rows: int
     threads: int
     sequences: int
     checkpoints: int
@@ -215,14 +218,13 @@ class Plan:
 
     @property
     def params(self) -> EngineParams:
-        """Says how the core opens the engine: a sequence has a row for its anchor and one for each
-        candidate."""
+        """Says how the core opens the engine: drafts need a row for the anchor and one for each candidate."""
         return EngineParams(
             n_ctx=self.ctx,
             n_sequences=self.sequences,
             n_checkpoints=self.checkpoints,
             n_pages=self.pages,
-            n_rows=self.draft.candidates + 1,
+            n_rows=max(self.rows, self.draft.candidates + 1),
             n_draft=self.drafts,
             blocks=int(self.blocks),
             n_top=self.draft.ranks,
@@ -269,6 +271,7 @@ def plan(
         ctx=ctx,
         kv_type=options.kv_type or "f16",
         chunk=options.chunk or 0,
+        rows=options.rows or 1,
         threads=options.threads or min(cpus, MAX_THREADS),
         sequences=options.sequences,
         checkpoints=options.checkpoints,
@@ -279,6 +282,7 @@ def plan(
             "device": asked if options.device else "a CUDA device if there is one, else the CPU",
             "ctx": why_ctx,
             "kv_type": asked if options.kv_type else default,
+            "rows": asked if options.rows else "as many as drafts need",
             "chunk": asked if options.chunk else "as many as the device prefills fastest",
             "threads": asked if options.threads else f"one for each usable CPU, at most {MAX_THREADS}",
             "sequences": default if options.sequences == 1 else asked,

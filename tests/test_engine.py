@@ -1,6 +1,8 @@
 """Opens engines on real models: one generation and many, with the same tokens."""
 
+import ast
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import tiny
@@ -15,6 +17,7 @@ from luce.generation import Failed, Finished, Started, Tokens
 from luce.plan import MAX_GAMMA, Options, Request
 from luce.structs import Cost, Sampling
 
+ROOT = Path(__file__).parent.parent
 OPTIONS = Options(ctx=128, threads=1)
 CONFIG = tiny.Config(n_nextn=1)
 
@@ -159,3 +162,30 @@ def test_drafts_of_the_box_are_accepted(native, device):
     assert len(ended) == 6
     drafted, accepted = (sum(getattr(e.stats, name) for e in ended) for name in ("drafted", "accepted"))
     assert accepted > 0.3 * drafted > 0
+
+
+def test_engines_of_one_loaded_model_are_opened_alike(files):
+    """Each pays for what its own plan needs: plain steps beside a drafting engine keep no head's caches."""
+    drafting, plain = (files.plan(replace(OPTIONS, spec=spec, rows=9)) for spec in ("mtp", "off"))
+    with files.load([plain, drafting]) as model:
+        one = Engine.open(files, drafting, model=model)
+        with one, Engine.open(files, plain, model=model) as other:
+            assert one.plan == drafting and other.plan == plain
+            assert (one.info.n_rows, other.info.n_rows) == (9, 9)
+            assert tokens(one, ask(1)) == tokens(other, ask(1))
+            assert one.costs.draft() > 0 and other.costs.draft() == 0
+        assert model.info.n_vocab > 0  # Closing engines leaves the model open that they shared.
+
+
+def test_every_engine_is_opened_through_engine_open():
+    """Only luce/engine.py loads weights and makes engines for the package; bench/'s scripts make none."""
+    classes = {"Engine": ("luce", "bench"), "Model": ("luce",)}
+    for name, folders in classes.items():
+        calls = {
+            path.relative_to(ROOT).as_posix()
+            for folder in folders
+            for path in (ROOT / folder).rglob("*.py")
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == name
+        }
+        assert calls == {"luce/engine.py"}, name

@@ -45,11 +45,11 @@ def test_every_choice_of_a_plan_has_a_reason(facts):
 
 def test_what_was_asked_wins(facts):
     options = Options(device="cpu", ctx=99, kv_type="q8_0", threads=3, sequences=4, checkpoints=5, pages=6,
-                      chunk=256)  # fmt: skip
+                      chunk=256, rows=20)  # fmt: skip
     chosen = plan(facts, options)
     assert (chosen.device, chosen.ctx, chosen.kv_type, chosen.threads) == ("cpu", 99, "q8_0", 3)
     assert chosen.params == EngineParams(
-        n_ctx=99, n_sequences=4, n_checkpoints=5, n_pages=6, n_rows=16, n_draft=0, n_chunk=256, n_threads=3,
+        n_ctx=99, n_sequences=4, n_checkpoints=5, n_pages=6, n_rows=20, n_draft=0, n_chunk=256, n_threads=3,
         kv_type="q8_0",
     )  # fmt: skip
     asked = [name for name, reason in chosen.reasons.items() if reason == "as asked"]

@@ -13,7 +13,7 @@ from luce.generation import Event, Failed, Tokens
 from luce.loop import Loop
 from luce.measure.run import WARM_UP_TOKENS, Case, Mode, Settings, mode_plan
 from luce.measure.summary import five_digits
-from luce.plan import Options, Request
+from luce.plan import Request
 
 TIMING = (
     "From the first new token of the last sequence to the end of the first: all of the rounds that all "
@@ -123,15 +123,9 @@ class Batch:
         settings: Settings,
         progress: Callable[[float], bool | None] | None = None,
     ):
-        if not cases:
-            raise ArgumentError("there are no prompts to run")
-        longest = max(len(case.prompt) for case in cases)
-        options = Options(kv_type=settings.kv_type, threads=settings.threads, sequences=max(counts))
-        self._plans = {m.name: mode_plan(files, m, options, longest, settings.max_tokens) for m in modes}
+        self._plans = {m.name: mode_plan(files, m, cases, settings, max(counts)) for m in modes}
         self._files, self._counts, self._cases, self._settings = files, counts, cases, settings
-        plans = self._plans.values()
-        head, blocks = any(chosen.drafts for chosen in plans), any(chosen.blocks for chosen in plans)
-        self.model = files.load(head, blocks, progress)
+        self.model = files.load(self._plans.values(), progress)
         self.threads = 0  # of the engines, once one is open
 
     def run(self, cancelled: Callable[[], bool] = lambda: False) -> Iterator[Together]:
@@ -143,7 +137,7 @@ class Batch:
             for c in cases
         ]
         for mode, chosen in self._plans.items():
-            with Engine(self.model, self._files.tokenizer, chosen) as engine:
+            with Engine.open(self._files, chosen, model=self.model) as engine:
                 self.threads, first = engine.info.n_threads, None
                 for _ in engine.generate(replace(requests[0], max_tokens=WARM_UP_TOKENS), cancelled):
                     pass

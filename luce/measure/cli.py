@@ -10,9 +10,8 @@ from typing import Any
 import click
 import numpy as np
 
-from luce import cpus
 from luce.command import BOX, MAX_U32, CtrlC, FilePath, Finite
-from luce.engine import Files
+from luce.engine import Engine, Files
 from luce.errors import ArgumentError, LuceError
 from luce.flags import EXPERTS, HEAD, MODEL, RUN, given, options, sampling
 from luce.loop import MAX_ROWS
@@ -36,7 +35,7 @@ from luce.measure.report import Measured, Report
 from luce.measure.run import Case, Record
 from luce.measure.serve_cli import serve_bench
 from luce.measure.summary import summarise
-from luce.plan import MAX_GAMMA, MAX_THREADS
+from luce.plan import MAX_GAMMA
 from luce.render import Display
 
 SWEEP_CONTEXTS = (0, 4096, 32768)  # those that the model was trained for
@@ -332,22 +331,13 @@ def run_sweep(
             raise ArgumentError("--gammas needs a NextN head and there is none", concerns="nextn_head")
         gammas = gammas if gammas is not None else [1, 2, 3, 4, 8] if has_head else []
         display.spin("loading the model")
-        loaded, engine = sweep.open_engine(
-            files,
-            contexts,
-            max(rows),
-            max(gammas, default=0),
-            flags["threads"] or min(cpus.usable(), MAX_THREADS),
-            flags["kv_type"],
-            loading(display, ctrl_c),
-        )
-        opened.enter_context(loaded)
-        opened.enter_context(engine)
-        sequence = opened.enter_context(engine.sequence())
+        asked = sweep.engine_options(contexts, rows, gammas, flags["threads"], flags["kv_type"])
+        engine = opened.enter_context(Engine.open(files, asked, loading(display, ctrl_c)))
+        sequence = opened.enter_context(engine.native.sequence())
         found = []
         display.count("contexts", 0, len(contexts))
         stopped: Stopped = lambda: ctrl_c.pressed  # noqa: E731
-        n_vocab = loaded.info.n_vocab
+        n_vocab = engine.model.info.n_vocab
         measured = Measured(sweep.costs(sequence, n_vocab, contexts, rows, gammas, steps, cancelled=stopped))
         for costs in measured:
             found += [cost.as_json() for cost in costs]
@@ -355,7 +345,7 @@ def run_sweep(
         report = Report(
             "sweep",
             model,
-            loaded.info.device,
+            engine.model.info.device,
             engine.info.n_threads,
             "costs",
             found,

@@ -148,11 +148,24 @@ class Record:
     plain: str = PLAIN
 
 
-def mode_plan(files: Files, mode: Mode, options: Options, prompt: int, new: int) -> Plan:
-    """Returns the plan of a mode, whose spec, gamma and budget go before those of `options`. Raises
-    ArgumentError where it is to draft and cannot."""
-    asked = replace(options, spec=mode.spec, gamma=mode.gamma, budget=mode.budget, part=mode.part)
-    chosen = files.plan(asked, prompt, new)
+def mode_plan(
+    files: Files, mode: Mode, cases: Sequence[Case], settings: Settings, sequences: int = 1
+) -> Plan:
+    """Returns the plan of a mode for the cases. Raises ArgumentError where there are none, and where the mode
+    is to draft and cannot."""
+    if not cases:
+        raise ArgumentError("there are no prompts to run")
+    asked = Options(
+        kv_type=settings.kv_type,
+        threads=settings.threads,
+        sequences=sequences,
+        cpu_experts=settings.cpu_experts,
+        spec=mode.spec,
+        gamma=mode.gamma,
+        budget=mode.budget,
+        part=mode.part,
+    )
+    chosen = files.plan(asked, max(len(case.prompt) for case in cases), settings.max_tokens)
     if mode.spec != "off" and isinstance(chosen.draft, Plain):
         raise ArgumentError(f"mode {mode.name}: {chosen.reasons['draft']}", concerns="nextn_head")
     return chosen
@@ -172,25 +185,15 @@ class Bench:
         settings: Settings,
         progress: Callable[[float], bool | None] | None = None,
     ):
-        if not cases:
-            raise ArgumentError("there are no prompts to run")
         self.modes, self.cases, self.settings = list(modes), list(cases), settings
-        longest = max(len(case.prompt) for case in cases)
-        options = Options(
-            kv_type=settings.kv_type, threads=settings.threads, cpu_experts=settings.cpu_experts
-        )
         each = [files] if isinstance(files, Files) else list(files)
         self._engines: dict[Mode, Engine] = {}  # by Mode.opened
         with ExitStack() as opened:
             for at, one in enumerate(each):
-                of = [mode for mode in modes if mode.drafter == at]
-                plans = {m.opened: mode_plan(one, m, options, longest, settings.max_tokens) for m in of}
-                drafts = any(chosen.drafts for chosen in plans.values())
-                blocks = any(chosen.blocks for chosen in plans.values())
-                experts = max(chosen.cpu_experts for chosen in plans.values())  # one placement for all
-                model = opened.enter_context(one.load(drafts, blocks, progress, experts))
+                plans = {m.opened: mode_plan(one, m, cases, settings) for m in modes if m.drafter == at}
+                model = opened.enter_context(one.load(plans.values(), progress))
                 for mode, chosen in plans.items():
-                    self._engines[mode] = opened.enter_context(Engine(model, one.tokenizer, chosen))
+                    self._engines[mode] = opened.enter_context(Engine.open(one, chosen, model=model))
             self._opened = opened.pop_all()
         self.model = self._engines[modes[0].opened].model
         self.threads = next(iter(self._engines.values())).info.n_threads

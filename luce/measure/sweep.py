@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from luce._native import Drafts, Engine, Model, Progress, Rows
+from luce._native import Drafts, Rows
 from luce._native import Sequence as Timeline
-from luce.engine import Files
 from luce.measure.summary import five_digits, quartiles
-from luce.structs import EngineParams
+from luce.plan import Options
 
 WARM_UP = 2
 TIMING = (
@@ -37,6 +36,19 @@ class Cost:
     def as_json(self) -> dict[str, object]:
         figures = {"ms": five_digits(self.ms), "ratio": five_digits(self.ratio)}
         return vars(self) | figures | {"ms_spread": [five_digits(x) for x in self.ms_spread]}
+
+
+def engine_options(
+    contexts: Sequence[int], rows: Sequence[int], gammas: Sequence[int], threads: int | None,
+    kv_type: str | None,
+) -> Options:  # fmt: skip
+    """Returns what costs() needs of an engine."""
+    gamma = max(gammas, default=0)
+    most = max(*rows, gamma + 1)
+    return Options(
+        ctx=max(*contexts, 1) + most, kv_type=kv_type, threads=threads, rows=most,
+        spec="mtp" if gamma else "off", gamma=gamma or None,
+    )  # fmt: skip
 
 
 def costs(
@@ -80,20 +92,3 @@ def costs(
             for (n, gamma), ms in times.items()
             if gamma or n in rows
         ]
-
-
-def open_engine(
-    files: Files, contexts: Sequence[int], rows: int, gamma: int, threads: int, kv_type: str | None,
-    progress: Progress,
-) -> tuple[Model, Engine]:  # fmt: skip
-    """Opens the model, with a head where drafts are wanted, and an engine for steps of `rows` rows."""
-    model = files.load(gamma > 0, progress=progress)
-    try:
-        params = EngineParams(
-            n_ctx=max(*contexts, 1) + max(rows, gamma + 1), n_rows=max(rows, gamma + 1), n_draft=gamma,
-            n_threads=threads, kv_type=kv_type,
-        )  # fmt: skip
-        return model, Engine(model, params)
-    except BaseException:
-        model.close()
-        raise
