@@ -42,7 +42,7 @@ from luce.stdout import as_json
 from luce.structs import Sampling
 
 HELD_OUT = Path(__file__).with_name("held_out.jsonl")
-KNOWN = (0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)  # values of runner.KNOWN that are compared
+KNOWN = (0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)  # These values of runner.KNOWN are compared.
 
 
 def prefix(proposed: list[int], tokens: list[int]) -> int:

@@ -32,8 +32,9 @@ from luce.plan import Options, Request
 
 ROOT = Path(__file__).resolve().parent.parent
 BOX = ROOT / "luce/data/box.gguf"
-CONDITIONS = {"idle": (0, 0), "1 loop": (1, 0), "2 loops": (2, 0), "nice 19, 2 loops": (2, 19)}  # loops, nice
-TOKENS = 16  # of a text
+# Each has so many busy loops, at this nice level.
+CONDITIONS = {"idle": (0, 0), "1 loop": (1, 0), "2 loops": (2, 0), "nice 19, 2 loops": (2, 19)}
+TOKENS = 16  # A text gets so many tokens.
 
 
 def _is_over(end: float) -> bool:

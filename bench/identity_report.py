@@ -30,12 +30,13 @@ from luce.measure.origin import checkout_commit, write_row
 Row = dict[str, Any]
 COUNTS = (
     "runs_compared",
-    "runs_that_differ",  # each by one token of those compared
+    "runs_that_differ",  # Each differs by one token of those compared.
     "greedy_runs_that_differ",
     "tokens_compared",
     "tokens_after_a_difference",
 )
-RATCHET = ("runs_that_differ", "greedy_runs_that_differ", "max_abs_logit_difference_there")  # may only fall
+# These may only fall.
+RATCHET = ("runs_that_differ", "greedy_runs_that_differ", "max_abs_logit_difference_there")
 LARGEST = ("max_abs_logit_difference_there", "max_choice_gap_there", "max_choice_gap_in_differences")
 
 

@@ -43,10 +43,10 @@ from luce.measure.summary import five_digits
 from luce.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-TEXT = ROOT / "luce" / "measure" / "jail.py"  # which is newer than what the box was trained on
+TEXT = ROOT / "luce" / "measure" / "jail.py"  # It is newer than what the box was trained on.
 GOLDEN = ROOT / "tests" / "goldens" / "box.npz"
-WIDTH = 64  # rows of the reference's steps
-SMALLEST = -104.0  # of log-probabilities: llama-server's are logarithms of F32, which has none below
+WIDTH = 64  # A step of the reference has so many rows.
+SMALLEST = -104.0  # llama-server's log-probabilities are logarithms of F32, which has none below this.
 METHOD = " ".join(__doc__.split("\n\n")[1].split())
 
 # Random models. The tiny one has every kind of layer, the middle one matrices of a 2b's size in three layers.
@@ -105,8 +105,8 @@ def write_random(folder: Path, shape: str, kinds: Sequence[str], threads: int) -
 
 # ---- logits
 
-Windows = list[list[int]]  # tokens of each
-Logits = list[np.ndarray]  # (positions, n_vocab) of each window
+Windows = list[list[int]]  # Each window holds its tokens.
+Logits = list[np.ndarray]  # Each window has (positions, n_vocab).
 
 
 def windows_of(path: Path, text: str, args: argparse.Namespace) -> Windows:

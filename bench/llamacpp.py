@@ -27,7 +27,7 @@ BATCHED = "llama-batched-bench"
 # As this program was started. luce's core sets variables of ggml for itself (device.cpp), which switch CUDA
 # graphs off: they are in the process's environment, which a child has by default, and not in this copy of it.
 ENVIRONMENT = dict(os.environ)
-START_S, ANSWER_S = 600, 1800  # a server that has said nothing for so long is given up
+START_S, ANSWER_S = 600, 1800  # A server that has said nothing for so long is given up.
 
 
 class PeerError(Exception):
@@ -82,7 +82,8 @@ def compare(
 def placement(device: str) -> list[str]:
     """Returns the options that put all of a model on one device, as the core names it: "cpu", "cuda:0"."""
     if device == "cpu":
-        return ["-dev", "none", "-ngl", "0"]  # without -dev, a CUDA build still multiplies prompts on the GPU
+        # Without -dev, a CUDA build still multiplies prompts on the GPU.
+        return ["-dev", "none", "-ngl", "0"]
     return ["-dev", f"CUDA{device.partition(':')[2] or 0}", "-ngl", "99"]
 
 
@@ -160,7 +161,7 @@ class LlamaServer:
                         "--no-webui", *options]  # fmt: skip
 
     def __enter__(self) -> LlamaServer:
-        self.log = tempfile.TemporaryFile()  # not a pipe: nobody reads it while the server writes
+        self.log = tempfile.TemporaryFile()  # A pipe would fill up: nobody reads it while the server writes.
         self.process = subprocess.Popen(
             self.command, stdout=subprocess.DEVNULL, stderr=self.log, env=self.environment
         )
@@ -179,7 +180,7 @@ class LlamaServer:
             try:
                 with urllib.request.urlopen(self.url + "/health", timeout=2):
                     return
-            except OSError:  # not listening yet, or 503: loading
+            except OSError:  # The server does not listen yet, or it answers 503 while it loads.
                 time.sleep(0.1)
         raise PeerError(f"llama-server did not come up within {START_S} s: {self._log_tail()}")
 
@@ -201,7 +202,8 @@ class LlamaServer:
         return answer
 
     def _log_tail(self) -> str:
-        fd = self.log.fileno()  # the server writes on where this one stands: read without moving it
+        # The server writes on where this descriptor stands, so reading must not move it.
+        fd = self.log.fileno()
         return os.pread(fd, 2000, max(0, os.fstat(fd).st_size - 2000)).decode(errors="replace")
 
     def __exit__(self, *_: object) -> None:

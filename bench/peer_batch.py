@@ -32,7 +32,8 @@ from luce.measure.output import as_markdown
 from luce.measure.run import PLAIN, WARM_UP_TOKENS, Case, Mode, Settings, parse_modes
 from luce.measure.summary import five_digits
 
-Speeds = dict[tuple[str, int], list[float]]  # by name and number of sequences, of each round: tokens/s in all
+# Speeds are keyed by name and number of sequences, with the tokens a second in all of each round.
+Speeds = dict[tuple[str, int], list[float]]
 TIMING = " ".join(__doc__.split("\n\n")[1].split())
 
 

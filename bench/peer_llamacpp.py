@@ -100,9 +100,8 @@ def oracle_rule(kv: Mapping[str, Any]) -> Rule | None:
 def task_of(kv: Mapping[str, Any], n_prompt: int, prompt_tokens: int, n_gen: int) -> Task:
     """Makes random prompts; the short one of an oracle file is the first of `luce bench oracle`."""
     rule = oracle_rule(kv)
-    n_ids = (
-        rule.n_cycle if rule else len(kv["tokenizer.ggml.tokens"]) - 16
-    )  # the last ones are control tokens
+    # The last 16 ids are control tokens.
+    n_ids = rule.n_cycle if rule else len(kv["tokenizer.ggml.tokens"]) - 16
     short, long = (
         [int(t) for t in np.random.default_rng(seed).integers(0, n_ids, n)]
         for seed, n in ((1, prompt_tokens), (2, n_prompt))
@@ -117,7 +116,7 @@ def task_of(kv: Mapping[str, Any], n_prompt: int, prompt_tokens: int, n_gen: int
 class Turns:
     """This is what luce and llama-bench gave in turn; speeds are in tokens/s."""
 
-    device: str  # as the core names it
+    device: str  # The core names it so.
     threads: int
     records: list[Record] = field(default_factory=list)
     prefill: list[float] = field(default_factory=list)
@@ -150,7 +149,7 @@ def take_turns(args: argparse.Namespace, task: Task) -> Turns:
         engine.native.sequence() as sequence,
     ):
         turns, generations = Turns(bench.model.info.device, bench.threads), bench.run()
-        prefill_speed(sequence, task.long)  # warm-up
+        prefill_speed(sequence, task.long)  # This warms up.
         for turn in range(args.rounds):
             turns.records += islice(generations, len(modes))
             turns.prefill.append(prefill_speed(sequence, task.long))
@@ -279,7 +278,8 @@ def server_row(configuration: Configuration, answers: Sequence[Row], task: Task,
     drafted = sum(t.get("draft_n", 0) for t in timings)
     accepted = [t.get("draft_n_accepted", 0) for t in timings]
     after_first = [len(answer["tokens"]) - 1 for answer in answers]
-    rounds = [n - a for n, a in zip(after_first, accepted, strict=True)]  # each adds a token of its own
+    # Each round adds a token of its own.
+    rounds = [n - a for n, a in zip(after_first, accepted, strict=True)]
     length = five_digits(sum(after_first) / sum(rounds))
     against, wrong = f"luce {luce['mode']}", None
     if configuration.forced is not None:
@@ -369,8 +369,8 @@ def measure(args: argparse.Namespace) -> tuple[str, Row]:
     )
     return turns.device, head | {
         "timing": TIMING,
-        "bytes_per_token": read,  # of weights, which a plain step reads
-        "cpu_experts": args.cpu_experts,  # layers whose experts both sides keep in host memory
+        "bytes_per_token": read,  # A plain step reads so many bytes of weights.
+        "cpu_experts": args.cpu_experts,  # Both sides keep the experts of so many layers in host memory.
         "luce_prefill": {"n_prompt": args.n_prompt} | prefill,
         "luce": list(luce.values()),
         "llamacpp": peers,
@@ -382,7 +382,7 @@ def measure(args: argparse.Namespace) -> tuple[str, Row]:
 # ---- the command
 
 
-MAX_BLOCK = 63  # drafts of a block, at most
+MAX_BLOCK = 63  # A block has at most so many drafts.
 
 
 def temperatures(text: str) -> list[float]:

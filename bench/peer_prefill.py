@@ -29,7 +29,7 @@ from luce.measure.output import as_markdown
 from luce.measure.summary import five_digits
 from luce.plan import Options
 
-Speeds = dict[int, list[float]]  # by length, of each round: tokens/s
+Speeds = dict[int, list[float]]  # Speeds are keyed by length, with the tokens a second of each round.
 TIMING = " ".join(__doc__.split("\n\n")[1].split())
 
 
@@ -41,13 +41,13 @@ def measure(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     longest = max(args.lengths)
     asked = Options(ctx=longest + 1, chunk=args.chunk, threads=args.threads, spec="off")
     with Files(args.model, device=device) as files:
-        n_ids = len(files.file.kv["tokenizer.ggml.tokens"]) - 16  # the last ones are control tokens
+        n_ids = len(files.file.kv["tokenizer.ggml.tokens"]) - 16  # The last ids are control tokens.
         tokens = [int(t) for t in np.random.default_rng(2).integers(0, n_ids, longest)]
         with Engine.open(files, asked) as engine, engine.native.sequence() as sequence:
             where = engine.model.info.device
             chunk, threads = engine.info.n_chunk, engine.info.n_threads
             for n in args.lengths:
-                prefill_speed(sequence, tokens[:n])  # warm-up
+                prefill_speed(sequence, tokens[:n])  # This warms up.
             for _ in range(args.rounds):
                 for n in args.lengths:
                     ours[n].append(prefill_speed(sequence, tokens[:n]))

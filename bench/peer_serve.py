@@ -54,7 +54,7 @@ class Part:
     """This is a part of a run. `long` says that it is of long prompts."""
 
     long: bool
-    measure: Callable[..., Iterator[Row]]  # client, mode, then these
+    measure: Callable[..., Iterator[Row]]  # It takes the client, the mode, and then the arguments below.
     arguments: tuple[Any, ...]
 
 
@@ -75,7 +75,7 @@ def servers(args: argparse.Namespace, model: Path, where: str) -> dict[str, Abst
     found: dict[str, AbstractContextManager[Any]] = {}
     for mode in args.modes:
         options = ["--spec", mode, "--ctx", str(ctx), "--parallel", str(most), "--device", args.device]
-        if where == "cpu":  # elsewhere luce refuses the option, which a GPU has no use for
+        if where == "cpu":  # Elsewhere luce refuses the option, since a GPU has no use for it.
             options += ["--threads", str(args.threads)]
         found[f"luce {mode}"] = luce_server(model, *options, *args.luce_option)
     drafts = ["--spec-type", "draft-mtp", "--spec-draft-n-max", str(args.draft)]
@@ -100,7 +100,7 @@ def measure(args: argparse.Namespace, model: Path, where: str) -> Iterator[Row]:
         with ExitStack() as stack:
             clients = {name: opened(stack, found[name]) for name in group}
             for number, part in enumerate(parts(args)):
-                for name in group[:: -1 if number % 2 else 1]:  # who comes first changes
+                for name in group[:: -1 if number % 2 else 1]:  # Who comes first changes from round to round.
                     if not part.long or args.long is None or name in args.long:
                         yield from part.measure(clients[name], name, *part.arguments)
 

@@ -16,7 +16,7 @@ import matplotlib
 matplotlib.use("svg")
 from matplotlib import pyplot  # noqa: E402
 
-Points = list[tuple[int, float]]  # drafts a round, tokens a second
+Points = list[tuple[int, float]]  # Each has the drafts of a round and the tokens a second.
 
 
 def drafts(mode: str) -> int | None:
@@ -37,7 +37,7 @@ def points(row: dict[str, Any]) -> tuple[Points, Points]:
 def draw(row: dict[str, Any], path: Path) -> None:
     luce, server = points(row)
     auto = next((mode["tok_per_s"] for mode in row["luce"] if mode["mode"] == "auto"), None)
-    pyplot.rcParams["svg.hashsalt"] = "luce"  # the same bytes from the same row
+    pyplot.rcParams["svg.hashsalt"] = "luce"  # With it, the same row always gives the same bytes.
     figure, axes = pyplot.subplots(figsize=(6.4, 3.2), layout="constrained")
     peer = "llama-server"
     if "without CUDA graphs" in row.get("note", ""):

@@ -42,7 +42,7 @@ def softmax(logits: np.ndarray, temperature: float) -> np.ndarray:
 def accepted(p: np.ndarray, q: np.ndarray) -> tuple[float, float, float]:
     """Returns the probabilities that a draft of q is what p chooses: greedy, with shared noise, by
     rejection."""
-    likely = np.flatnonzero(np.minimum(p, q) > 1e-6)  # the others add up to less than 0.005
+    likely = np.flatnonzero(np.minimum(p, q) > 1e-6)  # The others add up to less than 0.005.
     shared = sum(1 / np.maximum(p / p[i], q / q[i]).sum() for i in likely)
     return float(p[q.argmax()]), float(shared), float(np.minimum(p, q).sum())
 

@@ -51,7 +51,8 @@ def main() -> None:
     row = origin("start", "cpu", BOX, "bench/start.py", cpus.usable(), None)
     row |= {"note": args.note, "load_at_start": [round(x, 1) for x in load], "runs": args.runs, "seconds": {}}
     for name, samples in found.items():
-        walls, used = zip(*samples[1:], strict=True)  # the first run reads files into memory
+        # The first run reads the files into memory, so it does not count.
+        walls, used = zip(*samples[1:], strict=True)
         row["seconds"][name] = {
             "least": round(min(walls), 3), "median": round(statistics.median(walls), 3),
             "cpu_least": round(min(used), 3), "cpu_median": round(statistics.median(used), 3),

@@ -9,5 +9,5 @@ def __getattr__(name: str) -> str:
 
     try:
         return version("luce")
-    except PackageNotFoundError:  # run from a source tree that was never installed
+    except PackageNotFoundError:  # It runs from a source tree that was never installed.
         return "0+unknown"

@@ -4,7 +4,7 @@ import mmap
 import os
 import sys
 
-ROOM = 104 << 20  # bytes of address space: what importing luce.cli and numpy takes, and a little more
+ROOM = 104 << 20  # Importing luce.cli and numpy takes a little less address space than so many bytes.
 
 
 def main() -> None:

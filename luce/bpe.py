@@ -5,7 +5,7 @@ It imports no other module of luce, so that the program that makes the model in 
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-# tokenizer.ggml.pre to the pre-tokenizer's regex; qwen35 counts marks (\p{M}) as parts of words
+# These are the regexes of pre-tokenizers by tokenizer.ggml.pre. In qwen35, marks (\p{M}) are parts of words.
 SPLITS = {
     "qwen2": rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}"
     rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_BLANKS}",
@@ -20,5 +20,5 @@ def _byte_symbols() -> list[str]:
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
-# GPT-2's character for each byte: Latin-1 where it prints, else from U+0100 on
+# This is GPT-2's character for each byte: Latin-1 where that prints, else one from U+0100 on.
 BYTE_SYMBOLS = _byte_symbols()

@@ -78,7 +78,8 @@ class Guard:
         self._begins = {text[at:] for text in found for at in range(1, len(text))}
         self._most = max(map(len, found), default=0)
         used = set("".join(_strings(texts)))
-        private = chain(range(0xE000, 0xF900), range(0xF0000, 0x10FFFE))  # Unicode's areas for private use
+        # These are Unicode's areas for private use.
+        private = chain(range(0xE000, 0xF900), range(0xF0000, 0x10FFFE))
         free = (chr(code) for code in private if chr(code) not in used)
         self._stand_in = {char: next(free) for char in sorted(set("".join(found)))}
 
@@ -102,7 +103,7 @@ class Guard:
 
     def unmarked(self, text: str) -> str:
         """Returns `text` as it was written."""
-        for char, stand_in in self._stand_in.items():  # JSON may have escaped it
+        for char, stand_in in self._stand_in.items():  # JSON may have escaped it.
             text = text.replace(stand_in, char).replace(json.dumps(stand_in)[1:-1], char)
         return text
 

@@ -17,7 +17,7 @@ from luce.grammar import Grammars, Matcher
 from luce.structs import Penalties
 from luce.tokenizer import Tokenizer
 
-MAX_GRAMMAR = 16 << 20  # bytes of a grammar's or a schema's file
+MAX_GRAMMAR = 16 << 20  # A grammar's or a schema's file has at most so many bytes.
 
 
 class Bias(click.ParamType):
@@ -113,7 +113,7 @@ def _is_json(text: str) -> bool:
     try:
         json.loads(text)
     except ValueError:
-        return text.lstrip().startswith("{")  # what is wrong with it is told as of a schema
+        return text.lstrip().startswith("{")  # What is wrong with it is then told as of a schema.
     except RecursionError:
         return True
     return True

@@ -21,9 +21,8 @@ class Chooser:
     def __init__(self, sequence: Sequence, request: Request):
         self._sequence, self._request = sequence, request
         self._matcher: Matcher | None = request.grammar() if request.grammar else None
-        self._own = (
-            request.penalties.any or self._matcher is not None
-        )  # the step's choices are not the last word
+        # With one of these, the step's choices are not the last word.
+        self._own = request.penalties.any or self._matcher is not None
 
     @property
     def stopped(self) -> bool:

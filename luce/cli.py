@@ -154,7 +154,7 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
     prompt = prompt if prompt is not None else flags["named_prompt"]
     if problem := contradiction(flags):
         raise click.UsageError(problem)
-    stdout.put("")  # fails where it is closed, before there is work to lose
+    stdout.put("")  # This fails where stdout is closed, before there is work to lose.
     with ExitStack() as opened, Display(flags["quiet"], flags["verbose"]) as display:
         model = model_path(gguf, flags["hf"])
         files = opened.enter_context(Files(model, flags["mtp_gguf"], flags["device"], flags["draft"]))
@@ -234,7 +234,7 @@ def prompt_of(files: Files, text: str, most: int, flags: Mapping[str, Any]) -> l
     if not flags["chat"]:
         ids = files.tokenizer.encode(text, special=flags["special"], add_bos=True, most=most)
     else:
-        from luce.chat import chat_template, prompt_ids  # jinja2, which only this needs
+        from luce.chat import chat_template, prompt_ids  # It imports jinja2, which only this command needs.
 
         messages = [{"role": "user", "content": text}]
         if flags["system"] is not None:

@@ -20,8 +20,8 @@ from luce.errors import Cancelled, FileError, LuceError
 from luce.render import printable
 
 MAX_U32 = 2**32 - 1
-COMMAND = "luce.command"  # in a context's meta: the words of the command line
-REMEDIES = {  # what LuceError.concerns, in the words of the command line
+COMMAND = "luce.command"  # A context keeps the words of the command line under this key of its meta.
+REMEDIES = {  # They say in words of the command line what helps, by LuceError.concerns.
     "nextn_head": "--mtp-gguf PATH names a file that has one",
     "drafter": "--draft PATH names a file that has one",
     "trunk": "--mtp-gguf PATH takes its head for the model of --gguf",
@@ -29,8 +29,9 @@ REMEDIES = {  # what LuceError.concerns, in the words of the command line
     "grammar": "pip install 'luce[grammar]'",
     "sandbox": "--unsafe-check runs the checks with limits alone, --no-check skips them",
 }
-WRITING = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # to a stream fails
-BOX = Path(__file__).resolve().parent / "data" / "box.gguf"  # a small model that writes Python
+# Writing to a stream fails with these.
+WRITING = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+BOX = Path(__file__).resolve().parent / "data" / "box.gguf"  # The box is a small model that writes Python.
 
 
 class Interrupted(click.ClickException):
@@ -88,7 +89,7 @@ def one_line() -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            if error.filename is None and error.errno in WRITING:  # --help writes by itself
+            if error.filename is None and error.errno in WRITING:  # click writes --help by itself.
                 raise stdout.failed(error) from error
             raise
     except (Cancelled, KeyboardInterrupt):

@@ -53,6 +53,6 @@ def _on_line(line: dict[int, float], width: int) -> float:
     right = min(bisect_left(widths, width), len(widths) - 1)
     below, above = widths[right - 1], widths[right]
     slope = (line[above] - line[below]) / (above - below)
-    if width > above:  # what noise makes fall is taken as level
+    if width > above:  # A cost that falls falls by noise, so it is taken as level.
         return line[above] + max(slope, 0.0) * (width - above)
     return line[below] + slope * (width - below)

@@ -22,7 +22,7 @@ def _quotas(root: Path) -> list[float]:
     with suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            if not controllers:  # version 2: "0::/a/b"
+            if not controllers:  # Version 2 has one line, "0::/a/b".
                 found += [_version_2(folder) for folder in _up(root / "sys/fs/cgroup", path)]
             elif "cpu" in controllers.split(","):
                 found += [_version_1(folder) for folder in _up(root / "sys/fs/cgroup/cpu", path)]
@@ -38,7 +38,7 @@ def _up(top: Path, path: str) -> list[Path]:
 def _version_2(folder: Path) -> float | None:
     with suppress(OSError, ValueError):
         quota, period = (folder / "cpu.max").read_text().split()
-        return int(quota) / int(period)  # "max" is no number
+        return int(quota) / int(period)  # A quota of "max" is no number and raises.
     return None
 
 

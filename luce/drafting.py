@@ -123,7 +123,7 @@ class Drafter:
         self.name = {Source.NEXTN: "mtp", Source.PART: "mtp-part", Source.DFLASH: "dflash"}[by]
         self.most, self.ranks, self._part = most, ranks, part
         self._text, self._by = text, by
-        self._lists: Lists | None = None  # of the last draft, where the host has seen it
+        self._lists: Lists | None = None  # These are of the last draft, where the host has seen it.
 
     def seconds(self, costs: Costs, n: int, sequences: int) -> float:
         """Returns the seconds of n >= 1 drafts for each of so many sequences. A chain costs by its length; a

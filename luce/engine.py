@@ -133,7 +133,7 @@ class Engine:
         if isinstance(chosen.draft, Auto) and not keep_drafters:
             paying = _paying(chosen, native)
             if (paying.drafts, paying.blocks) != (chosen.drafts, chosen.blocks):
-                native.close()  # without a drafter, steps need not keep its caches up to date
+                native.close()  # Without a drafter, steps need not keep its caches up to date.
                 native = _native.Engine(model, _params(paying, model))
             chosen = paying
         self.plan, self.native = chosen, native

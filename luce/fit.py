@@ -46,7 +46,7 @@ def _fit(files: Files, mode: str, options: Options) -> Fit:
     def holds(context: int) -> bool:
         try:
             needed = files.memory(chosen, context)
-        except LuceError:  # more pages than there can be
+        except LuceError:  # There would be more pages than there can be.
             return False
         return total(needed) <= needed.device_free
 

@@ -144,7 +144,7 @@ class Failed:
 
 
 Event = Started | Prefilled | Round | Tokens | Warned | Finished | Failed
-Verb = Generator[Event | Want, Any, State]  # yields events, and wants whose results it is sent
+Verb = Generator[Event | Want, Any, State]  # A verb yields events, and wants whose results it is sent.
 
 
 class Prefixes(Protocol):
@@ -194,23 +194,24 @@ class Generation:
         self.sequence, self.cancelled = sequence, cancelled
         self._clock, self._sizes, self._request = clock, sizes, request
         self._source, self._mode = source, source.name if source else "plain"
-        self._prefixes, self._cached = prefixes, 0  # tokens of the prompt that a checkpoint held
+        # `_cached` counts the prompt's tokens that a checkpoint held.
+        self._prefixes, self._cached = prefixes, 0
         self._chooser = Chooser(sequence, request)
         self._eos = frozenset[int]() if request.ignore_eos else tokenizer.eos_ids
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopStrings(request.stops)
-        most = max(sizes.n_ctx - len(request.prompt) + 1, 0)  # the last token needs no position
+        most = max(sizes.n_ctx - len(request.prompt) + 1, 0)  # The last token needs no position.
         self._budget = most if request.max_tokens is None else min(request.max_tokens, most)
-        self._tokens: list[int] = []  # emitted; the last one is the anchor
+        self._tokens: list[int] = []  # These were emitted, and the last one is the anchor.
         self._text: list[str] = []
         self._draft = Draft()
-        self._choices: list[int] = []  # the target's, after each row of this round
+        self._choices: list[int] = []  # The target chose these after each row of this round.
         self._reason = ""
         self._truncated_by: str | None = None
         self._tally = Tally()
-        self._step_s = 0.0  # of what it was told last
-        self._draft_s = self._verify_s = 0.0  # of this round
-        self._began, self._first_token = 0.0, math.nan  # by the clock
+        self._step_s = 0.0  # The last result told so many seconds.
+        self._draft_s = self._verify_s = 0.0  # These are the seconds of this round.
+        self._began, self._first_token = 0.0, math.nan  # Both are times of the clock.
         self._routine = self._run()
 
     # ---- driven from outside
@@ -313,7 +314,8 @@ class Generation:
         return (yield from self._emit(kept, text, self._chooser.logprobs([0], kept)))
 
     def _propose(self) -> Verb:
-        room = self._sizes.n_ctx - len(self._request.prompt) - len(self._tokens)  # after the anchor
+        # So many positions are left after the anchor.
+        room = self._sizes.n_ctx - len(self._request.prompt) - len(self._tokens)
         if room < 0:
             return (yield from self._end("length", "context"))
         self._draft, self._draft_s = Draft(), 0.0
@@ -363,7 +365,7 @@ class Generation:
         if self._draft.on_device:
             try:
                 drafted = self.sequence.drafted(self._draft.on_device)
-            except Exception as error:  # the anchor's row is right whatever the others are
+            except Exception as error:  # The anchor's row is right whatever the others are.
                 self._draft, self._choices = Draft(), self._choices[:1]
                 yield self._without_source(error)
         rows = [self._tokens[-1], *drafted]
@@ -447,6 +449,6 @@ def _require_within(draft: Draft, rows: int, depth: int) -> None:
     """Refuses a draft that is larger than the round's limits, which would make the whole step fail."""
     if not draft.size:
         return
-    rows = max(rows, depth) if draft.grow else rows  # what it grows into is verified
+    rows = max(rows, depth) if draft.grow else rows  # What it grows into is verified too.
     if draft.size > rows or max(draft.depths, default=0) > depth:
         raise ArgumentError(f"{draft.size} drafts to a depth of {max(draft.depths)}: {rows} to {depth} fit")

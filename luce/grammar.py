@@ -12,8 +12,9 @@ from typing import Any, Protocol
 from luce.errors import ArgumentError, UnsupportedError
 from luce.tokenizer import Tokenizer
 
-WHITESPACE = r"( |\n[ \t]{0,40})?"  # between parts of JSON: bounded, so that no text is blank forever
-KEPT = 32  # grammars that are compiled already
+# Such whitespace stands between parts of JSON. It is bounded, so that no text is blank forever.
+WHITESPACE = r"( |\n[ \t]{0,40})?"
+KEPT = 32  # So many compiled grammars are kept.
 
 
 class Matcher(Protocol):

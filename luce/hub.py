@@ -12,7 +12,8 @@ from luce.command import BOX
 from luce.errors import FileError, LuceError
 
 FIRST_PART = re.compile(r"(.*)-00001-of-(\d{5})\.gguf")
-PREFERRED = ("Q4_K_M", "Q4_K_S", "Q4_K", "Q8_0")  # where a repository has many files and none was named
+# A repository may have many files where none was named: the first of these that it has is taken.
+PREFERRED = ("Q4_K_M", "Q4_K_S", "Q4_K", "Q8_0")
 
 hf_option = click.option(
     "--hf",
@@ -47,7 +48,8 @@ def fetch(reference: str, endpoint: str | None = None) -> Path:
         paths = [huggingface_hub.hf_hub_download(repo, each, endpoint=endpoint) for each in parts_of(name)]
     except LuceError:
         raise
-    except Exception as error:  # a network's failures are of the HTTP library that the installed version uses
+    except Exception as error:
+        # A network's failures are of the HTTP library that the installed version uses.
         said = " ".join(str(error).split())[:300]
         raise FileError(f"{reference}: {said}") from error
     return Path(paths[0])

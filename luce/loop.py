@@ -15,7 +15,7 @@ from luce._native import Drafts, Engine, Rows
 from luce.errors import Cancelled
 from luce.generation import NOTHING_DONE, Chunk, Event, Generation, Share, Turn
 
-MAX_ROWS = 64  # LUCE_MAX_ROWS: of one step
+MAX_ROWS = 64  # A step has at most so many rows (LUCE_MAX_ROWS).
 
 Happened = list[tuple[Generation, Event]]
 W = TypeVar("W", Chunk, Turn, Drafts, Rows)
@@ -33,8 +33,9 @@ class Loop:
         prefill_share: float = 1.0,
     ):
         self._engine, self._clock = engine, clock
-        self._rounds_for = (1 - prefill_share) / prefill_share  # seconds of rounds, for one of chunks
-        self._owed = 0.0  # seconds of rounds before the next chunk
+        # A second of chunks is followed by so many of rounds.
+        self._rounds_for = (1 - prefill_share) / prefill_share
+        self._owed = 0.0  # So many seconds of rounds are due before the next chunk.
         self._oldest_next = True
         self._running: list[Generation] = []
         self._cancelled = False
@@ -73,7 +74,7 @@ class Loop:
                 self._owed -= self._clock() - began
                 self._chunk_next = self._owed <= 0
         except Cancelled:
-            pass  # nothing was done: the next turn ends those who asked, and asks again for the others
+            pass  # Nothing was done: the next turn ends those who asked, and asks again for the others.
         happened, self._happened = self._happened, []
         return happened
 
@@ -85,7 +86,7 @@ class Loop:
 
     def _end_cancelled(self) -> None:
         everything = self._cancelled
-        if everything:  # not reset else: a signal may come in between
+        if everything:  # It is reset here alone, since a signal may come in between.
             self._cancelled = False
         for generation in list(self._running):
             if everything or generation.cancelled():

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Scalar = int | float | bool | str
 Value = Scalar | list[str] | memoryview
 
-# memoryview's formats, of GGUF's types
+# These are memoryview's formats of GGUF's types.
 _FORMATS: dict[int, Any] = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 

@@ -13,16 +13,16 @@ from luce.probe import Facts
 from luce.structs import EngineParams, Memory, Penalties, Sampling
 
 DEFAULT_CTX = 4096
-DEFAULT_GAMMA = 2  # where a chain is asked for without a length
-MAX_GAMMA = 8  # LUCE_MAX_DRAFT
-MAX_THREADS = 16  # that are taken without being asked for: more seldom help
-MAX_TOP = 63  # LUCE_MAX_TOP: candidates that are kept of a draft; samples come of all of them
+DEFAULT_GAMMA = 2  # A chain has so many where it is asked for without a length.
+MAX_GAMMA = 8  # luce.h calls it LUCE_MAX_DRAFT.
+MAX_THREADS = 16  # No more are taken without being asked for, since more seldom help.
+MAX_TOP = 63  # So many candidates of a draft are kept, LUCE_MAX_TOP. Samples come of all of them.
 # Tokens of the part of a large vocabulary that the head drafts among. A BPE's first tokens are its most
 # frequent: of Qwen's first 151,643 these are 96 to 98% of the tokens of English and code, 30% of Chinese.
 PART = 65536
-AUTO_BUDGET = 31  # candidates of a round, at most, where luce chooses
-DEFAULT_BUDGET = 15  # candidates of a round, where a lookup is asked for without a number
-MAX_BUDGET = 63  # LUCE_MAX_ROWS less the anchor's
+AUTO_BUDGET = 31  # A round has at most so many candidates where luce chooses.
+DEFAULT_BUDGET = 15  # A round has so many candidates where a lookup is asked for without a number.
+MAX_BUDGET = 63  # These are LUCE_MAX_ROWS less the anchor's row.
 SPECS = ("auto", "off", "mtp", "dflash", "lookup")
 
 Where = Literal["embedded", "separate"]
@@ -329,7 +329,7 @@ def with_room(chosen: Plan, layers: int, memory: Callable[[Plan], Memory]) -> Pl
         free = f"{needed.device_free:,} are free"
         return replace(chosen, cpu_experts=n, reasons=chosen.reasons | {"cpu_experts": f"{why}, {free}"})
 
-    low, high = 0, layers  # low does not fit
+    low, high = 0, layers  # With `low` layers it does not fit.
     while high - low > 1:
         middle = (low + high) // 2
         found = memory(at(middle))

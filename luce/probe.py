@@ -16,7 +16,7 @@ from luce.structs import EngineParams, Memory, Tensor
 T = TypeVar("T")
 _MISSING: Any = object()
 
-# llama.cpp's llama_ftype, what quantisers write to general.file_type
+# This is llama.cpp's llama_ftype, which quantisers write to general.file_type.
 _FILE_TYPES = {
     **dict(enumerate(("F32", "F16", "Q4_0", "Q4_1"))),
     **dict(enumerate(("Q8_0", "Q5_0", "Q5_1", "Q2_K", "Q3_K_S", "Q3_K_M", "Q3_K_L"), start=7)),

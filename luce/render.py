@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.status import Status
     from rich.table import Table
 
-BAR_AFTER = 2.0  # seconds that a prefill has to take, or to promise, for a bar
+BAR_AFTER = 2.0  # A prefill that takes, or promises to take, so many seconds gets a bar.
 
 
 class Display:
@@ -34,7 +34,7 @@ class Display:
         terminal = console.is_terminal if console else sys.stderr is not None and sys.stderr.isatty()
         self._on = terminal and not quiet
         self._console = console or (_stderr() if self._on else None)
-        self._status: Status | None = None  # one of them at a time
+        self._status: Status | None = None  # There is one of them at a time.
         self._bar: Progress | None = None
         self._since = 0.0
 
@@ -114,7 +114,7 @@ class Display:
     def _print(self, line: str) -> None:
         self.clear()
         if sys.stderr is not None:
-            with suppress(OSError):  # there is nobody to tell
+            with suppress(OSError):  # There is nobody to tell.
                 print(printable(line), file=sys.stderr, flush=True)
 
     def __enter__(self) -> Display:
@@ -185,7 +185,7 @@ def _table(header: list[str], rows: list[list[str]]) -> Table:
     from rich.table import Table
 
     table = Table()
-    for index, name in enumerate(header):  # no figure is cut where even that is too wide
+    for index, name in enumerate(header):  # No figure is cut where even that is too wide.
         table.add_column(name, justify="right" if index else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)

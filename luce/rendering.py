@@ -17,10 +17,10 @@ from typing import Any
 
 from luce.errors import LuceError
 
-CPU_SECONDS = 5  # for one prompt
-WALL_SECONDS = 60.0  # for one prompt, on a machine that has other things to do
-MEMORY_BYTES = 1 << 30  # of address space
-MAX_TEXT = 64 << 20  # bytes of an answer
+CPU_SECONDS = 5  # One prompt may take so many.
+WALL_SECONDS = 60.0  # One prompt may take so many, on a machine that has other things to do.
+MEMORY_BYTES = 1 << 30  # They bound its address space.
+MAX_TEXT = 64 << 20  # An answer has at most so many bytes.
 
 NEEDS_MEMORY = f"it needs more than {MEMORY_BYTES >> 30} GiB of memory"
 
@@ -38,7 +38,8 @@ class Renderer:
 
     def __init__(self, source: str, special_tokens: dict[str, str]):
         self._template = {"source": source, "special_tokens": special_tokens}
-        self._process: subprocess.Popen[bytes] | None = None  # it ends with this one: its stdin closes
+        # The process ends with this one, since its stdin closes.
+        self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
     def render(self, **variables: Any) -> str:
@@ -57,7 +58,7 @@ class Renderer:
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         process = self._process = self._process or _start()
         assert process.stdin is not None and process.stdout is not None
-        with suppress(OSError):  # it has ended: what it said, if anything, is read below
+        with suppress(OSError):  # It may have ended: what it said, if anything, is read below.
             process.stdin.write(json.dumps(request).encode() + b"\n")
             process.stdin.flush()
         line, until = bytearray(), time.monotonic() + WALL_SECONDS
@@ -86,7 +87,7 @@ def _start() -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is for the parent, which ends it
+        start_new_session=True,  # Ctrl-C is for the parent, which ends it.
     )
 
 
@@ -105,7 +106,7 @@ def answer_requests() -> None:
     from luce.template import ChatTemplate
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with suppress(ValueError):  # macOS has no such limit
+    with suppress(ValueError):  # macOS has no such limit.
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     for line in sys.stdin.buffer:
         request = json.loads(line)

@@ -28,12 +28,13 @@ from luce.drafting import Draft, Drafter, Limits, Round, Text
 # ALLOWANCE_BEYOND after them, since such texts seldom improve. The promise is 3% over 256 tokens. KEPT of it
 # covers costs of long contexts, which are not measured.
 HORIZON, ALLOWANCE, ALLOWANCE_BEYOND, PROMISE, KEPT = 256, 0.025, 0.01, 0.03, 0.002
-BET = 0.5  # part of what may still be lost that one round may lose: a bad beginning leaves some for later
-MARGIN = 1.03  # drafting has to promise so much more than plain decoding: below, it is not worth a bet
-MAX_ROWS = 64  # LUCE_MAX_ROWS
-NEXT_BEST = 8  # ranks of a draft's candidates that are learned
-FORGET = 0.97  # weight that what was learned keeps with each round, and with each text: about 33 count
-KNOWN = 8.0  # trials that earlier texts are worth at the start of a text, at most: bench/auto_by_costs.py
+BET = 0.5  # One round may lose this part of what may still be lost, so a bad beginning leaves some for later.
+MARGIN = 1.03  # Drafting has to promise so much more than plain decoding: below, it is not worth a bet.
+MAX_ROWS = 64  # luce.h calls it LUCE_MAX_ROWS.
+NEXT_BEST = 8  # So many ranks of a draft's candidates are learned.
+# What was learned keeps this weight with each round, and with each text, so that about 33 count.
+FORGET = 0.97
+KNOWN = 8.0  # At the start of a text, earlier ones are worth at most so many trials (bench/auto_by_costs.py).
 
 
 # ---- what is learned
@@ -43,17 +44,18 @@ class Acceptance:
     """This is what is learned of one drafter. At each depth it is the share of right drafts among those that
     follow right ones, and the share of each next best candidate."""
 
-    HOPE = 0.95  # at the first depth before any trial: who does not hope does not try
-    HOPE_WEIGHT = 2.0  # trials that it is worth
-    NEXT_WEIGHT = 4.0  # trials that the share of a depth is worth at the next one: they are alike
-    FADE = 0.985  # weight that a trial keeps in a round without drafts, so that a text that changed is tried
+    HOPE = 0.95  # It is the chance at the first depth before any trial: who does not hope does not try.
+    HOPE_WEIGHT = 2.0  # The hope is worth so many trials.
+    NEXT_WEIGHT = 4.0  # The share of a depth is worth so many trials at the next one, since they are alike.
+    FADE = 0.985  # A trial keeps this weight in a round without drafts, so that a text that changed is tried.
 
     def __init__(self, depths: int, ranks: int = 1, known: Acceptance | None = None):
         """Starts from what is `known`, which learns along."""
         self.ranks, self._known = ranks, known
-        self._weight = 1.0  # what one of the trials and hits counts: so all fade at once
+        self._weight = 1.0  # One of the trials and hits counts so much, so that all fade at once.
         self._trials = [0.0] * depths
-        self._hits = [[0.0] * ranks for _ in range(depths)]  # by depth and rank; rank 0: the draft itself
+        # Hits are counted by depth and rank; rank 0 is the draft itself.
+        self._hits = [[0.0] * ranks for _ in range(depths)]
         if known:
             known.fade(FORGET)
             known._settle()
@@ -86,7 +88,7 @@ class Acceptance:
             self._known._count(drafted, right, rank)
 
     def _count(self, drafted: int, right: int, rank: int | None) -> None:
-        if self._weight < 1e-3:  # what is divided by it stays small
+        if self._weight < 1e-3:  # So what is divided by it stays small.
             self._settle()
         one = 1 / self._weight
         for depth in range(min(right + 1, drafted)):
@@ -123,12 +125,12 @@ class Lookups:
     after right ones. Both are kept by the length of the match: 4 to 7 tokens, 8 to 15, and so on. A proposal
     is followed until it is wrong, whether or not it was verified."""
 
-    HOPE = 0.8  # before any trial, which is worth two of them
-    LENGTHS = 5  # classes
+    HOPE = 0.8  # It is the chance before any trial, and it is worth two of them.
+    LENGTHS = 5  # There are so many classes of matched lengths.
 
     def __init__(self, known: Lookups | None = None) -> None:
         """Starts from what is `known`, which learns along."""
-        # (hits, trials) of first tokens, and of later ones
+        # These are (hits, trials) of first tokens, and of later ones.
         self._counts = [[[0.0, 0.0], [0.0, 0.0]] for _ in range(self.LENGTHS)]
         self._known = known
         if known:
@@ -226,7 +228,7 @@ class Choice:
 
 
 PLAIN, NOTHING = Choice(), Draft()
-Fields = tuple[int, int | None, int, int, float, float]  # of a Choice
+Fields = tuple[int, int | None, int, int, float, float]  # These are the fields of a Choice.
 
 
 class Prices:
@@ -281,12 +283,12 @@ def best(
     """
     verify, bound = prices.verify, 1 + most_lost
     rows = min(rows, len(verify) - 2)
-    top = MARGIN  # tokens a plain round's time
+    top = MARGIN  # It counts tokens in the time of a plain round.
     found: Fields = (0, None, 0, 0, 1.0, 1.0)
-    if not prices.known:  # nothing was measured: nothing is known to pay
+    if not prices.known:  # Nothing was measured, so nothing is known to pay.
         return PLAIN
     lookup = lookup[: min(rows, depth)]
-    if 1 + sum(lookup) <= top:  # no round is cheaper than a plain one
+    if 1 + sum(lookup) <= top:  # No round is cheaper than a plain one.
         lookup = ()
     tokens = 1.0
     for n, chance in enumerate(lookup, start=1):
@@ -295,8 +297,9 @@ def best(
             top, found = tokens / verify[1 + n], (n, None, 0, 0, tokens, verify[1 + n])
     for index, acceptance in enumerate(learned):
         drafting, slopes = prices.drafts[index], prices.slopes[index]
-        rate, n, alone, tokens = 1.0, 0, 1.0, 1.0  # the best chain without a lookup: its rate, drafts, tokens
-        chance, chances = 1.0, list[float]()  # that all drafts up to there are right
+        # The best chain without a lookup has this rate, n drafts, and `alone` tokens.
+        rate, n, alone, tokens = 1.0, 0, 1.0, 1.0
+        chance, chances = 1.0, list[float]()  # This is the chance that all drafts up to there are right.
         for size, share in enumerate(acceptance.shares(min(len(drafting) - 1, rows, depth)), start=1):
             chance *= share
             tokens += chance
@@ -307,7 +310,7 @@ def best(
             if tokens > top * price and price <= bound:
                 top, found = tokens / price, (0, index, size, 0, tokens, price)
             if chance <= rate * slopes[size] or (price > bound and not lookup):
-                break  # no longer chain is better
+                break  # No longer chain is better.
         tokens = alone
         for taken, chance in enumerate(lookup[: rows - n] if n else (), start=1):
             tokens += chance * (1 - chances[taken - 1]) if taken <= n else chance
@@ -383,7 +386,7 @@ class Runner:
         self._text, self._costs, self._drafters, self._budget = text, costs, drafters, budget
         known = known or Known()
         self._learned, self._lookups = [known.acceptance(d) for d in drafters], known.lookups()
-        self._prices: dict[int, Prices] = {}  # by sequences
+        self._prices: dict[int, Prices] = {}  # They are by the number of sequences.
         self._within, self._beyond = allowances(costs, budget, beside)
         self._handed = handed
         self.begin(HORIZON)
@@ -391,7 +394,7 @@ class Runner:
     def begin(self, budget: int) -> None:
         """Begins a text of at most `budget` tokens."""
         self._tokens, self._tokens_most = 0, budget
-        self._lost = 0.0  # in plain rounds
+        self._lost = 0.0  # It counts plain rounds.
         self._choice = PLAIN
         self._lookups.reset()
 

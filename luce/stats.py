@@ -45,8 +45,8 @@ class Stats:
 class Tally:
     """Counts rounds as they happen."""
 
-    rounds: list[int] = field(default_factory=list)  # by number of drafts
-    drafted: list[int] = field(default_factory=list)  # by depth, from 1
+    rounds: list[int] = field(default_factory=list)  # It is by number of drafts.
+    drafted: list[int] = field(default_factory=list)  # It is by depth, from 1.
     accepted: list[int] = field(default_factory=list)
     draft_s: float = 0.0
     verify_s: float = 0.0

@@ -32,7 +32,8 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         try:
             self._template = environment.from_string(source)
-        except Exception as error:  # beside its own errors, what Python's compiler says of the result
+        except Exception as error:
+            # Beside its own errors, there is what Python's compiler says of the result.
             raise LuceError(f"{KEY} is not a valid template: {_one_line(error)}") from error
 
     def render(
@@ -52,7 +53,7 @@ class ChatTemplate:
             return self._template.render(**(self._special_tokens | given))
         except MemoryError:
             raise
-        except Exception as error:  # a template runs any expression, so it raises anything
+        except Exception as error:  # A template runs any expression, so it raises anything.
             raise LuceError(f"{KEY} failed: {_one_line(error)}") from error
 
 

@@ -14,16 +14,16 @@ from luce.bpe import BYTE_SYMBOLS, SPLITS
 from luce.errors import ArgumentError, FileError, UnsupportedError
 from luce.probe import fact, whole_numbers
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
-_ADDED = (_CONTROL, _USER_DEFINED)  # matched in the text before it is cut into words
-_ENDS = ("<|im_end|>", "<|endoftext|>")  # control tokens that end a text whatever the keys say
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # They are values of tokenizer.ggml.token_type.
+_ADDED = (_CONTROL, _USER_DEFINED)  # They are matched in the text before it is cut into words.
+_ENDS = ("<|im_end|>", "<|endoftext|>")  # These control tokens end a text whatever the keys say.
 
 
 _BYTES = {symbol: byte for byte, symbol in enumerate(BYTE_SYMBOLS)}
-_UTF8_BYTES = frozenset(range(256)) - {0xC0, 0xC1, *range(0xF5, 0x100)}  # those that text can contain
+_UTF8_BYTES = frozenset(range(256)) - {0xC0, 0xC1, *range(0xF5, 0x100)}  # Text can contain these bytes.
 
 
-NFC_SHRINKS = 3  # how much shorter NFC may make a text, at most: three jamo are one syllable
+NFC_SHRINKS = 3  # NFC makes a text at most so many times shorter: three jamo are one syllable.
 # Where a text may be cut: no word spans the end of a line that is followed by what is no blank.
 _LINE = re.compile(r".{65536,}?\n(?=[!-~])", re.S)
 
@@ -44,7 +44,7 @@ class Tokenizer:
             raise UnsupportedError(f"tokenizer {kind}/{pre}: luce has gpt2 with {', '.join(SPLITS)}")
         self._tokens = fact(metadata, "tokenizer.ggml.tokens", list)
         self._types = _token_types(metadata, len(self._tokens))
-        self._bytes = dict[int, bytes]()  # of tokens that were printed before
+        self._bytes = dict[int, bytes]()  # These tokens were printed before.
         self.n_vocab = len(self._tokens)
         vocabulary = {token: index for index, token in enumerate(self._tokens)}
         lacking = [byte for char, byte in _BYTES.items() if char not in vocabulary and byte in _UTF8_BYTES]
@@ -128,7 +128,9 @@ class Tokenizer:
         if kind == _NORMAL:
             try:
                 found = bytes(_BYTES[char] for char in spelled)
-            except KeyError:  # not spelled in the byte alphabet: as tokenizers does, its own UTF-8
+            except KeyError:
+                # It is not spelled in the byte alphabet, so its own UTF-8 counts, as in the tokenizers
+                # package.
                 found = bytes(spelled.encode())
             self._bytes[token] = found
             return found
@@ -153,7 +155,7 @@ def _build(vocabulary: dict[str, int], merges: Sequence[str], split: str) -> tok
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     try:
         bpe = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
-    except Exception as error:  # tokenizers raises bare Exceptions
+    except Exception as error:  # The tokenizers package raises bare Exceptions.
         raise FileError(f"tokenizer.ggml.merges does not fit tokenizer.ggml.tokens: {error}") from error
     bpe.normalizer = normalizers.NFC()
     bpe.pre_tokenizer = pre_tokenizers.Sequence(

@@ -119,7 +119,7 @@ class Engine(Handle):
         ffi, lib = self.library.ffi, self.library.lib
         made, widths = ffi.new("luce_verify_item[]", max(len(items), 1)), [item.width for item in items]
         choices, at = ffi.new("int32_t[]", max(sum(widths), 1)), 0
-        kept: list[Any] = []  # what made points to
+        kept: list[Any] = []  # It keeps what made points to.
         for struct, item, n in zip(made, items, widths, strict=False):
             if item.parents is not None:
                 if len(item.parents) != n:
@@ -275,7 +275,7 @@ class Sequence(Handle):
         all_of_them = shifted - np.log(np.exp(shifted).sum())
         least = -np.partition(-logits, top - 1)[top - 1] if top else np.inf
         best = np.flatnonzero(logits >= least)
-        best = best[np.argsort(-logits[best], kind="stable")][:top]  # the lowest id first on a tie
+        best = best[np.argsort(-logits[best], kind="stable")][:top]  # On a tie the lowest id comes first.
         return Logprobs(float(all_of_them[token]), tuple((int(id), float(all_of_them[id])) for id in best))
 
     def dump(self) -> bytes:

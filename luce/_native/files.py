@@ -12,7 +12,7 @@ from luce._native.library import Handle, Library, default
 from luce.metadata import Metadata
 from luce.structs import EngineParams, FileInfo, Memory, ModelInfo, Tensor
 
-Progress = Callable[[float], object]  # part done in 0..1; a true result cancels
+Progress = Callable[[float], object]  # It is given the part that is done, in 0..1. A true result cancels.
 
 
 class File(Handle):

@@ -94,7 +94,7 @@ class Library:
         else:
             callback = self.ffi.callback("luce_log_fn", lambda level, text, _: log(level, self.text(text)))
         self.check(self.lib.luce_set_log(callback, self.ffi.NULL))
-        self._log = callback  # the core calls it until the next set_log
+        self._log = callback  # The core calls it until the next set_log.
 
     def sampling(self, sampling: Sampling) -> Any:
         """Returns `sampling` as luce_sampling."""
@@ -126,7 +126,7 @@ class Library:
         self.check(function(handle, self.ffi.NULL, size))
         data = self._unset("char[]", size[0])
         self.check(function(handle, data, size))
-        return memoryview(self.ffi.buffer(data))  # to copy it would keep all threads of Python waiting
+        return memoryview(self.ffi.buffer(data))  # A copy would keep all threads of Python waiting.
 
     def sample(self, logits: np.ndarray, sampling: Sampling, position: int) -> int:
         """Applies the sampling rule to F32 logits (n_vocab,) for the token at `position`."""
@@ -142,7 +142,7 @@ class Library:
         """Applies the accept rule. Returns the accepted rows from row 0 on, and the choice after the last of
         them, which is the next anchor. parents None is a chain."""
         n = len(tokens)
-        if n == 1 == len(choices) and parents is None:  # nothing was drafted
+        if n == 1 == len(choices) and parents is None:  # Nothing was drafted.
             return [0], int(choices[0])
         parents = range(-1, n - 1) if parents is None else parents
         if len(choices) != n or len(parents) != n:
@@ -253,9 +253,9 @@ class Handle:
 
 
 CPU_INFO = Path("/proc/cpuinfo")
-_OTHER_NAMES = {"lzcnt": "abm", "bmi": "bmi1"}  # /proc/cpuinfo's, where they differ from the compiler's
+_OTHER_NAMES = {"lzcnt": "abm", "bmi": "bmi1"}  # /proc/cpuinfo names these otherwise than the compiler does.
 
-_ALWAYS_NEEDED = ("avx2", "fma", "f16c")  # also by LUCE_NATIVE=OFF
+_ALWAYS_NEEDED = ("avx2", "fma", "f16c")  # A build with LUCE_NATIVE=OFF needs them too.
 
 
 def _require_cpu(features: Path) -> None:
@@ -264,7 +264,7 @@ def _require_cpu(features: Path) -> None:
     try:
         needed = features.read_text(encoding="utf-8").split()
         info = CPU_INFO.read_text(encoding="utf-8", errors="replace")
-    except OSError:  # an older build, or no Linux: there is nothing to compare
+    except OSError:  # This is an older build or no Linux, so there is nothing to compare.
         return
     flags = next((line for line in info.splitlines() if line.startswith("flags")), "").partition(":")[2]
     found = set(flags.replace("_", "").split())

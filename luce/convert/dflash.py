@@ -119,7 +119,7 @@ def _check_target(c: hf_dflash.DFlash, target: Target) -> None:
 def _add_mask_token(w: gguf.GGUFWriter, c: hf_dflash.DFlash, target: Target) -> None:
     """Adds the mask token's id, the config's or else the tokenizer's."""
     key = gguf.Keys.Tokenizer.MASK_ID
-    given = w.kv_data[0].pop(key, None)  # from the tokenizer
+    given = w.kv_data[0].pop(key, None)  # The tokenizer's keys may have it.
     mask = c.mask_token_id if c.mask_token_id is not None else given.value if given else None
     if mask is None:
         raise FileError(

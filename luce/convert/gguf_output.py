@@ -24,7 +24,7 @@ from luce._native import File, Library
 from luce.convert.weight_types import QType
 from luce.errors import ArgumentError, FileError, UnsupportedError
 
-SLAB = 1 << 24  # weights that are F32 in memory at once
+SLAB = 1 << 24  # So many weights are F32 in memory at once.
 F16_MAX = 65504.0
 
 
@@ -101,7 +101,7 @@ class Written:
     size_bytes: int
     tensors: int
     weights: int
-    types: dict[str, int]  # type to number of tensors
+    types: dict[str, int]  # It counts the tensors of each type.
 
     def __str__(self) -> str:
         mix = ", ".join(f"{n} {kind}" for kind, n in sorted(self.types.items()))

@@ -166,7 +166,7 @@ def check_tokenizer(file: File, folder: Path) -> None:
     tokenizer.json."""
     try:
         original = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception as error:  # tokenizers raises bare Exceptions
+    except Exception as error:  # The tokenizers package raises bare Exceptions.
         raise FileError(f"{folder}/tokenizer.json: {error}") from error
     text = SAMPLE + "x".join(token.content for token in original.get_added_tokens_decoder().values())
     made = Tokenizer(file.kv).encode(text)
@@ -193,7 +193,7 @@ def copy_keys(w: gguf.GGUFWriter, file: File, wanted: Callable[[str], bool]) -> 
         value: Any = file.kv[key]
         value = value.tolist() if isinstance(value, memoryview) else value
         if isinstance(value, list) and not value:
-            continue  # an empty array says nothing, and the writer has none
+            continue  # An empty array says nothing, and the writer has none.
         array = entry.type == gguf.GGUFValueType.ARRAY
         sub_type = gguf.GGUFValueType(entry.elem_type) if array else None
         w.add_key_value(key, value, gguf.GGUFValueType(entry.type), sub_type)

@@ -71,15 +71,15 @@ class DFlash:
     rope_dim: int
     n_ctx: int
     n_vocab: int
-    n_vocab_draft: int  # rows of the drafter's own head; = n_vocab unless reduced (d2t)
+    n_vocab_draft: int  # The drafter's own head has so many rows: n_vocab, unless it is reduced (d2t).
     rope_base: float
     eps: float
     block_size: int
-    target_layer_ids: tuple[int, ...]  # 0-based, of the outputs that are tapped
-    mask_token_id: int | None  # None: the config has none
+    target_layer_ids: tuple[int, ...]  # The outputs of these layers are tapped, counted from 0.
+    mask_token_id: int | None  # It is None where the config has none.
     sliding: tuple[bool, ...]
     window: int | None
-    causal: tuple[bool, ...]  # inside the block
+    causal: tuple[bool, ...]  # It says of each layer whether rows of a block see only earlier ones.
     softcap: float | None
     embedding_scale: float | None
     yarn: Yarn | None

@@ -252,7 +252,7 @@ def _reorder(c: Config, local: str, x: Array) -> Array:
     if c.n_k_head == c.n_v_head:
         return x
     s = c.state_size
-    if local in ("attn_qkv.weight", "ssm_conv1d.weight"):  # rows: q, k, v
+    if local in ("attn_qkv.weight", "ssm_conv1d.weight"):  # Its rows are those of q, k and v.
         q_and_k = 2 * c.key_dim
         return np.concatenate([x[:q_and_k], _tile(c, x[q_and_k:], 0, s)])
     if local == "attn_gate.weight":

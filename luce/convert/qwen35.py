@@ -17,7 +17,7 @@ from luce.convert.safetensors_reader import Checkpoint
 from luce.convert.weight_types import DEFAULT, MIXES, choose
 from luce.errors import FileError, UnsupportedError
 
-Say = Callable[[str], None]  # tells the user
+Say = Callable[[str], None]  # It tells the user.
 
 
 def convert(

@@ -35,31 +35,33 @@ CHAT_TEMPLATE = (
 class Config:
     """Hyperparameters of a Qwen3.5 model, dense unless it has experts. Names follow GGUF's keys."""
 
-    n_layer: int = 4  # trunk blocks
+    n_layer: int = 4  # It counts the trunk's blocks.
     n_embd: int = 64
     n_ff: int = 128
     n_head: int = 2
     n_head_kv: int = 1
     head_dim: int = 64
     rope_dim: int = 16
-    n_k_head: int = 2  # DeltaNet: Hk
-    n_v_head: int = 2  # DeltaNet: Hv, a multiple of Hk
-    state_size: int = 32  # DeltaNet: S
+    n_k_head: int = 2  # DeltaNet has so many key heads (Hk).
+    n_v_head: int = 2  # DeltaNet has so many value heads (Hv), a multiple of Hk.
+    state_size: int = 32  # DeltaNet's heads have this size (S).
     conv_kernel: int = 4
     n_vocab: int = 384
     rope_base: float = 1e7
     eps: float = 1e-6
     tied: bool = False
-    interval: int = 4  # full_attention_interval: block i is full where (i + 1) % interval == 0
-    recurrent: tuple[bool, ...] | None = None  # instead of interval: True = DeltaNet, per trunk block
+    interval: int = 4  # Block i has full attention where (i + 1) % interval == 0 (full_attention_interval).
+    # It replaces `interval`: True marks a DeltaNet block of the trunk.
+    recurrent: tuple[bool, ...] | None = None
     n_ctx: int = 2048
     n_nextn: int = 0
-    rope_sections: tuple[int, ...] | None = None  # 4, M-RoPE; text needs none: a split in thirds
-    n_expert: int = 0  # 0: dense, n_ff is the FFN's width; else n_ff is not used
+    # M-RoPE has 4 sections. Text needs none: None splits in thirds.
+    rope_sections: tuple[int, ...] | None = None
+    n_expert: int = 0  # With 0 the model is dense and n_ff is the FFN's width; else n_ff is not used.
     n_expert_used: int = 0
     n_ff_expert: int = 0
-    n_ff_shared: int = 0  # of the shared expert; 0: there is none
-    fused_experts: bool = False  # gate over up in one tensor, ffn_gate_up_exps
+    n_ff_shared: int = 0  # It is the shared expert's width, 0 where there is none.
+    fused_experts: bool = False  # Then one tensor, ffn_gate_up_exps, holds gate over up.
 
     @property
     def arch(self) -> str:

@@ -19,7 +19,7 @@ from luce.convert.hf_config import parse_json, read_json
 from luce.errors import FileError, UnsupportedError
 
 INDEX = "model.safetensors.index.json"
-MAX_HEADER = 100 << 20  # bytes; the reference reader's limit
+MAX_HEADER = 100 << 20  # The reference reader takes no header of more bytes.
 MAX_DIMS = 8
 
 _STORED = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4",
@@ -125,7 +125,7 @@ def _read_header(path: Path) -> dict[str, Source]:
         raise FileError(f"{path}: it is a folder, a device or a pipe")
     try:
         data = np.memmap(path, np.uint8, "r")
-    except (OSError, ValueError) as error:  # ValueError: an empty file
+    except (OSError, ValueError) as error:  # An empty file raises ValueError.
         raise FileError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     if data.size < 8:
         raise FileError(f"{path}: truncated: {data.size} bytes")

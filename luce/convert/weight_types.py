@@ -24,7 +24,7 @@ class Mix:
     """A mix has `base` for every matrix, and `better`, where there is one, for those that deserve more bits.
     """
 
-    file_type: int  # general.file_type: llama.cpp's llama_ftype
+    file_type: int  # It is general.file_type, by llama.cpp's llama_ftype.
     base: str
     better: str | None = None
 

@@ -126,7 +126,7 @@ class Batch:
         self._plans = {m.name: mode_plan(files, m, cases, settings, max(counts)) for m in modes}
         self._files, self._counts, self._cases, self._settings = files, counts, cases, settings
         self.model = files.load(self._plans.values(), progress)
-        self.threads = 0  # of the engines, once one is open
+        self.threads = 0  # The engines have so many, which is known once one is open.
 
     def run(self, cancelled: Callable[[], bool] = lambda: False) -> Iterator[Together]:
         """Yields the figures of each mode and count. It ends early when cancelled."""

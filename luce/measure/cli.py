@@ -38,7 +38,7 @@ from luce.measure.summary import summarise
 from luce.plan import MAX_GAMMA
 from luce.render import Display
 
-SWEEP_CONTEXTS = (0, 4096, 32768)  # those that the model was trained for
+SWEEP_CONTEXTS = (0, 4096, 32768)  # Of these, the contexts are taken that the model was trained for.
 
 
 @click.group(no_args_is_help=True)
@@ -90,7 +90,7 @@ def humaneval(limit: int | None, unsafe_check: bool, no_check: bool, **flags: An
         passed = {}
         answers = [r for r in records if r.round == 0]
         for done, record in enumerate(answers):
-            if stopped():  # what was measured is worth more than the answers that are left
+            if stopped():  # What was measured is worth more than the answers that are left.
                 break
             program = problems.program(by_id[record.case.id], problems.completion_text(record.text))
             if program not in verdicts:
@@ -258,7 +258,7 @@ def oracle(
             display.spin(f"making {drafter.name}")
             make_once(drafter, lambda: make_drafter(drafter, SHAPES[shape], rule, draft_accept))
             flags["drafters"] = (drafter,)
-    most = SHAPES[shape].n_ctx - prompt_tokens + 1  # the last token needs no place
+    most = SHAPES[shape].n_ctx - prompt_tokens + 1  # The last token needs no position.
     ids = np.random.default_rng(1).integers(0, rule.n_cycle, (n_prompts, prompt_tokens))
 
     def cases(files: Files) -> list[Case]:

@@ -19,7 +19,8 @@ from luce.measure.summary import TIMING, summarise
 from luce.render import Display
 
 Stopped = Callable[[], bool]
-After = Callable[[list[Record], Display, Stopped], dict[str, Any]]  # more arguments of summarise
+# This returns more arguments of summarise().
+After = Callable[[list[Record], Display, Stopped], dict[str, Any]]
 
 
 def settings_of(flags: dict[str, Any]) -> Settings:
@@ -90,7 +91,7 @@ def compare(
         more: dict[str, Any] = {}
         try:
             more = after(records, display, lambda: ctrl_c.pressed)
-        except LuceError as error:  # what was measured stays
+        except LuceError as error:  # What was measured stays.
             measured.failure = measured.failure or error
         rows = [row.as_json() for row in summarise(records, names, **more)]
         report = Report(

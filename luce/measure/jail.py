@@ -27,14 +27,16 @@ from typing import Any
 
 NOBODY = 65534
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 1 << 17, 1 << 26, 1 << 27, 1 << 28, 1 << 29, 1 << 30
-NOSUID, NODEV, REMOUNT, BIND, REC, PRIVATE = 1 << 1, 1 << 2, 1 << 5, 1 << 12, 1 << 14, 1 << 18  # of mount()
-DETACH = 2  # of umount2()
+# These are flags of mount().
+NOSUID, NODEV, REMOUNT, BIND, REC, PRIVATE = 1 << 1, 1 << 2, 1 << 5, 1 << 12, 1 << 14, 1 << 18
+DETACH = 2  # This is a flag of umount2().
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
-READ_ONLY = (ctypes.c_uint64 * 4)(0b111, 0, 0, 0)  # struct mount_attr: set read-only, nosuid and nodev
-PDEATHSIG, SET_DUMPABLE, NO_NEW_PRIVS = 1, 4, 38  # of prctl()
+# This is struct mount_attr, which sets read-only, nosuid and nodev.
+READ_ONLY = (ctypes.c_uint64 * 4)(0b111, 0, 0, 0)
+PDEATHSIG, SET_DUMPABLE, NO_NEW_PRIVS = 1, 4, 38  # These are options of prctl().
 CAPABILITY_V3 = 0x20080522
 
-STARTED = b"\0"  # what run_inside() reports first: bwrap did its part
+STARTED = b"\0"  # run_inside() reports it first: bwrap did its part.
 
 LINUX = sys.platform == "linux"
 libc = ctypes.CDLL(None, use_errno=True)
@@ -70,7 +72,7 @@ def new_namespaces(flags: int, proc: int) -> None:
     try:
         call("unshare", flags)
     except OSError as error:
-        if error.errno == errno.ENOSPC:  # its text speaks of a disk
+        if error.errno == errno.ENOSPC:  # Its text would speak of a disk.
             raise OSError(error.errno, "unshare: no namespaces are left under /proc/sys/user") from None
         raise
     if flags & NEWUSER:
@@ -106,7 +108,7 @@ def new_root(job: dict[str, Any]) -> None:
     """
     sources = system_folders()
     os.umask(0o022)
-    call("mount", b"none", b"/", None, REC | PRIVATE, None)  # nothing below reaches the host's mounts
+    call("mount", b"none", b"/", None, REC | PRIVATE, None)  # So nothing below reaches the host's mounts.
     call("mount", b"tmpfs", b"/tmp", b"tmpfs", NOSUID | NODEV, tmpfs_options(job, "755"))
     os.chdir("/tmp")
     os.mkdir("old")
@@ -115,7 +117,7 @@ def new_root(job: dict[str, Any]) -> None:
     for folder, source in sources.items():
         os.makedirs(folder, exist_ok=True)
         call("mount", os.fsencode(f"/old{source}"), os.fsencode(folder), None, BIND | REC, None)
-        whole = ctypes.byref(READ_ONLY), ctypes.sizeof(READ_ONLY)  # with all that is mounted below
+        whole = ctypes.byref(READ_ONLY), ctypes.sizeof(READ_ONLY)  # It covers all that is mounted below, too.
         try:
             call("syscall", MOUNT_SETATTR, AT_FDCWD, os.fsencode(folder), AT_RECURSIVE, *whole)
         except OSError as error:
@@ -134,7 +136,7 @@ def give_up_rights(proc: int) -> None:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-        call("prctl", SET_DUMPABLE, 1, 0, 0, 0)  # or /proc/self would stay root's
+        call("prctl", SET_DUMPABLE, 1, 0, 0, 0)  # Without it, /proc/self would stay root's.
     new_namespaces(NEWUSER, proc)
     write(proc, "sys/user/max_user_namespaces", "0")
     call("capset", (ctypes.c_uint32 * 2)(CAPABILITY_V3, 0), (ctypes.c_uint32 * 6)())
@@ -142,7 +144,7 @@ def give_up_rights(proc: int) -> None:
 
 def set_limits(job: dict[str, Any]) -> None:
     limits = {
-        "CPU": math.ceil(job["seconds"]) + 1,  # a single thread meets the wall time first
+        "CPU": math.ceil(job["seconds"]) + 1,  # A single thread meets the wall time first.
         "AS": job["memory_bytes"] // (job["processes"] if job["namespaces"] else 1),
         "NPROC": job["processes"],
         "FSIZE": job["file_bytes"],
@@ -151,7 +153,7 @@ def set_limits(job: dict[str, Any]) -> None:
         "MSGQUEUE": 0,
     }
     if sys.platform == "darwin":
-        del limits["AS"]  # macOS refuses it
+        del limits["AS"]  # macOS refuses it.
     for name, value in limits.items():
         if kind := getattr(resource, f"RLIMIT_{name}", None):
             hard = resource.getrlimit(kind)[1]
@@ -203,7 +205,7 @@ def execute(program: str, nonce: bytes, report: int) -> None:
     except BaseException as error:
         text = f"failed: {type(error).__name__}: {str(error)[:1000]}".strip(": \n")
         word = text.partition("\n")[0].encode(errors="replace")
-    if os.getpid() == pid:  # not a child that the program forked
+    if os.getpid() == pid:  # A child that the program forked does not report.
         os.write(report, word)
     os._exit(0)
 
@@ -217,7 +219,7 @@ def run_program(job: dict[str, Any], proc: int | None, nonce: bytes, report: int
     if LINUX:
         call("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
     set_limits(job)
-    os.dup2(2, 1)  # /dev/null: only the keeper and init have a say
+    os.dup2(2, 1)  # Descriptor 2 is /dev/null: only the keeper and init have a say.
     execute(job["program"], nonce, report)
 
 
@@ -231,7 +233,7 @@ def run_init(job: dict[str, Any], proc: int, nonce: bytes, report: int) -> None:
 def run_bwrap(job: dict[str, Any], proc: int, nonce: bytes, report: int) -> None:
     """Becomes bwrap, which becomes init and starts run_inside()."""
     die_with_parent()
-    handed = os.memfd_create("job", 0)  # a file, since stdin is at its end for the program
+    handed = os.memfd_create("job", 0)  # The job is a file, since stdin is at its end for the program.
     os.write(handed, json.dumps({**job, "nonce": nonce.decode()}).encode())
     os.lseek(handed, 0, os.SEEK_SET)
     for fd in (proc, report):
@@ -239,10 +241,11 @@ def run_bwrap(job: dict[str, Any], proc: int, nonce: bytes, report: int) -> None
     words = ["--die-with-parent", *(f"--unshare-{kind}" for kind in ("pid", "net", "ipc", "uts"))]
     if os.geteuid() != 0:
         words += ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
-    for right in ("SYS_ADMIN", "SETUID", "SETGID"):  # until give_up_rights()
+    for right in ("SYS_ADMIN", "SETUID", "SETGID"):  # It has these rights until give_up_rights().
         words += ["--cap-add", f"CAP_{right}"]
     for folder, source in system_folders().items():
-        for parent in list(Path(folder).parents)[-2::-1]:  # bwrap's own would be the caller's alone
+        for parent in list(Path(folder).parents)[-2::-1]:
+            # The folders that bwrap makes by itself would be the caller's alone.
             words += ["--dir", str(parent)]
         words += ["--ro-bind", source, folder]
     words += ["--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", "/tmp", "--clearenv", "--"]
@@ -306,7 +309,7 @@ def keep(job: dict[str, Any]) -> None:
     signal.setitimer(signal.ITIMER_REAL, 0)
     late = time.monotonic() - start >= job["seconds"]
     os.close(report)
-    os.set_blocking(reading, False)  # with limits alone, a process left over may hold the other end
+    os.set_blocking(reading, False)  # With limits alone, a process that is left over may hold the other end.
     try:
         heard = os.read(reading, 4096)
     except BlockingIOError:
@@ -319,7 +322,7 @@ def keep(job: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which process 1 is spared
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends this program at once, and process 1 is spared.
     try:
         if sys.argv[1:]:
             run_inside(*map(int, sys.argv[1:]))

@@ -49,9 +49,9 @@ def noise_blocks(kind: QType, n: int, std: float, *seed: int) -> np.ndarray:
         blocks[:, :16] = _k_header(std / _uniform_std(16), 15)
     elif kind == QType.Q5_K:
         blocks[:, :16] = _k_header(std / _uniform_std(32), 31)
-    elif kind == QType.Q6_K:  # q - 32 has mean -1/2
+    elif kind == QType.Q6_K:  # A weight is q - 32, which has a mean of -1/2.
         blocks[:, 192:] = _q6_tail(std / _uniform_std(64), (1, -1))
-    else:  # Q8_0: q has mean -1/2
+    else:  # It is Q8_0, where q has a mean of -1/2.
         d = np.float16(std / _uniform_std(256))
         blocks[0::2, :2], blocks[1::2, :2] = _bytes(d), _bytes(-d)
     return blocks
@@ -71,11 +71,12 @@ def _pack_q6(q: np.ndarray) -> np.ndarray:
 def q4_to_q6(blocks: np.ndarray) -> np.ndarray:
     """Returns the same weights as Q6_K, exactly: d*(q - 7.5) = (d/2)*((2q + 17) - 32)."""
     n = len(blocks)
-    qs = blocks[:, 16:].reshape(n, 4, 32)  # element 64j + l in the low, 64j + 32 + l in the high half
+    # Element 64j + l is in the low half, and 64j + 32 + l in the high one.
+    qs = blocks[:, 16:].reshape(n, 4, 32)
     out = np.empty((n, 210), np.uint8)
     out[:, :192] = _pack_q6((2 * np.stack([qs & 0xF, qs >> 4], 2) + np.uint8(17)).reshape(n, 256))
     out[:, 192:208] = 1
-    out[:, 208:] = blocks[:, 2:4]  # d of Q6_K = dmin of Q4_K = d/2
+    out[:, 208:] = blocks[:, 2:4]  # Q6_K's d is Q4_K's dmin, which is d/2.
     return out
 
 
@@ -91,7 +92,7 @@ def pass_through_blocks(kind: QType, first: int, n: int, n_embd: int) -> np.ndar
     index = np.arange(first, first + n)
     per_row = 2 * n_embd // length
     row, column = index // per_row, index % per_row
-    hit = np.flatnonzero(row // length == column)  # the block of the row that holds its diagonal
+    hit = np.flatnonzero(row // length == column)  # This block of the row holds its diagonal.
     inside = row[hit] % length
     if kind == QType.Q6_K:
         q = np.full((n, 256), 32, np.uint8)
@@ -101,7 +102,7 @@ def pass_through_blocks(kind: QType, first: int, n: int, n_embd: int) -> np.ndar
     if kind == QType.Q8_0:
         out[:, :2] = _bytes(np.float16(1))
         out[hit, 2 + inside] = 1
-    else:  # Q4_K
+    else:  # It is Q4_K.
         out[:, :16] = _k_header(1.0, 0)
         out[hit, 16 + inside // 64 * 32 + inside % 32] = np.where(inside % 64 < 32, 1, 16)
     return out

@@ -28,11 +28,11 @@ from luce.convert.qwen35_layout import Config, add_tokenizer
 from luce.measure.oracle_blocks import QType, noise_blocks, random_words
 from luce.measure.oracle_model import FILE_TYPE, NOISE, Rule
 
-ACCEPT = 0.9033  # of each draft: a round of a block of 16 gives 8.31 tokens, the new anchor among them
-FLAGS = 32  # values of slice 0 that say: an anchor; as many after them: a mask
-MARGIN = 24.0  # by which a matching depth's score is above 0, and those of other depths below
-ASIDE = -2  # the frequency that no query uses: keys of masks lie there, so that they are not noise alone
-ROWS = 4096  # of a table that are made at once
+ACCEPT = 0.9033  # With it, a round of a block of 16 gives 8.31 tokens, the new anchor among them.
+FLAGS = 32  # So many values of slice 0 say that a row is an anchor, and as many after them that it is a mask.
+MARGIN = 24.0  # By so much a matching depth's score is above 0, and the scores of other depths are below.
+ASIDE = -2  # No query uses this frequency. The keys of masks lie there, so that they are not noise alone.
+ROWS = 4096  # So many rows of a table are made at once.
 
 
 def drafter_of(c: Config) -> DFlash:
@@ -96,7 +96,7 @@ def amplitudes(c: DFlash) -> tuple[np.ndarray, float]:
     gram = cosines @ cosines.T + 0.01 * np.eye(c.block_size)
     a = cosines.T @ np.linalg.solve(gram, wanted)
     scores = cosines @ a
-    a[-1] -= (scores[0] + scores[1:].max()) / 2  # the slowest one hardly turns: it shifts all scores
+    a[-1] -= (scores[0] + scores[1:].max()) / 2  # The slowest one hardly turns, so it shifts all scores.
     gap = (scores[0] - scores[1:].max()) / 2
     return a / gap, float(gap)
 
@@ -176,13 +176,13 @@ class OracleDrafter:
         c = self.c
         values = np.ones(self.shapes[name], np.float32)
         if name == "enc.output_norm.weight":
-            values[:] = 0  # no context: its keys score 0, and its values are nothing
+            values[:] = 0  # Keys of the context score 0, and its values are nothing.
         elif name == "output_norm.weight":
             values[:] = 0
             values[c.head_dim : 2 * c.head_dim] = 0.2
         elif name.endswith("attn_q_norm.weight"):
             a, _ = amplitudes(c)
-            # q and k are divided by their RMS, of an anchor's key over D/2 - 1 ones, and scores by sqrt(D)
+            # An anchor's key has D/2 - 1 ones. q and k are divided by their RMS, and scores by sqrt(D).
             q, k = np.sum(a**2) / c.head_dim, (c.head_dim // 2 - 1) / c.head_dim
             values[:] = MARGIN * np.sqrt(q * k * c.head_dim)
         return values

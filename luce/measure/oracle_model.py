@@ -44,10 +44,11 @@ from luce.measure.oracle_blocks import (
     silent,
 )
 
-CHUNK = 8 << 20  # bytes of a tensor made at once: part of what a seed means
-NOISE = 1e-4  # standard deviation of the output projections
-FILE_TYPE = 15  # "mostly Q4_K, medium"
-TYPES = {"mixed": FILE_TYPE, "Q6_K": 18, "Q8_0": 7}  # of a file's matrices, with general.file_type
+CHUNK = 8 << 20  # So many bytes of a tensor are made at once. A seed's weights depend on it.
+NOISE = 1e-4  # The output projections have this standard deviation.
+FILE_TYPE = 15  # llama.cpp calls it "mostly Q4_K, medium".
+# The matrices of a file are of one of these; the number is general.file_type.
+TYPES = {"mixed": FILE_TYPE, "Q6_K": 18, "Q8_0": 7}
 
 _LARGE = Config(
     n_head=16, n_head_kv=4, head_dim=256, rope_dim=64, n_k_head=16, n_v_head=32, state_size=128,
@@ -64,7 +65,8 @@ SHAPES = {
     "35b-a3b": replace(_LARGE, n_layer=40, n_embd=2048, n_head_kv=2, n_expert=256, n_expert_used=8,
                        n_ff_expert=512, n_ff_shared=512),
     "3b-a0.6b": replace(_LARGE, n_layer=24, n_embd=1024, n_head=8, n_head_kv=2, n_v_head=16, n_vocab=65536,
-                        n_expert=64, n_expert_used=8, n_ff_expert=512, n_ff_shared=512),  # 2 GB, for a CPU
+                        # This shape takes 2 GB, so a CPU can run it.
+                        n_expert=64, n_expert_used=8, n_ff_expert=512, n_ff_shared=512),
     "mini": _MINI,
     "mini-moe": replace(_MINI, n_expert=16, n_expert_used=4, n_ff_expert=256, n_ff_shared=256),
 }  # fmt: skip
@@ -132,9 +134,9 @@ def wrong_tokens(found: Sequence[int], expected: Sequence[int]) -> int:
 class Tensor:
     name: str
     index: int
-    shape: tuple[int, ...]  # numpy's order
+    shape: tuple[int, ...]  # It is in numpy's order.
     kind: QType
-    offset: int = 0  # in the file
+    offset: int = 0  # It counts the bytes before the tensor in the file.
 
     @property
     def n_blocks(self) -> int:
@@ -180,7 +182,7 @@ class Oracle:
 
     config: Config
     rule: Rule
-    kind: str = "mixed"  # of TYPES
+    kind: str = "mixed"  # It is one of TYPES.
     fd: int = -1
     tensors: list[Tensor] = field(default_factory=list)
 
@@ -227,9 +229,8 @@ class Oracle:
         if t.kind != embedding.kind:
             made = q4_to_q6(made)
         if is_head(t.name):
-            predicted = max(
-                0, self.rule.n_cycle - int(rows[0])
-            )  # of these rows; the others are the last ones
+            # The head predicts so many of these rows; the others are the last ones.
+            predicted = max(0, self.rule.n_cycle - int(rows[0]))
             silent(made[predicted * per_row :], t.kind)
         return made
 
@@ -354,7 +355,8 @@ def main() -> None:
         size = args.out.stat().st_size
         print(f"{args.out}: {size / 2**30:.2f} GiB in {time.monotonic() - start:.1f} s", file=sys.stderr)
     if args.drafter is not None:
-        from luce.measure.oracle_drafter import ACCEPT, make_drafter  # which builds on this module
+        # That module builds on this one, so it cannot be imported earlier.
+        from luce.measure.oracle_drafter import ACCEPT, make_drafter
 
         share = ACCEPT if args.draft_accept is None else args.draft_accept
         make_drafter(args.drafter, SHAPES[args.shape], Rule(SHAPES[args.shape].n_vocab, args.seed), share)

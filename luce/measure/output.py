@@ -12,7 +12,7 @@ from typing import Any
 
 from luce.errors import LuceError
 
-Table = tuple[list[str], list[list[str]]]  # header, rows of the same length
+Table = tuple[list[str], list[list[str]]]  # It has a header, and rows of the same length.
 
 
 def as_csv(rows: Sequence[dict[str, Any]]) -> str:

@@ -15,7 +15,7 @@ from luce.engine import Files
 from luce.errors import ArgumentError, FileError, UnsupportedError, about
 
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
-KEYS = {"id": str, "prompt": str, "class": str, "chat": bool}  # of a line of a file of prompts
+KEYS = {"id": str, "prompt": str, "class": str, "chat": bool}  # A line of a file of prompts has these.
 REMEDY = "pip install 'luce[bench]'"
 
 # Where a completion leaves the function that it completes: the stop strings of the HumanEval paper
@@ -41,10 +41,10 @@ class Problem:
 
     id: str
     prompt: str
-    cls: str  # humaneval, code, narrative, chat, edit, or what the user's file says
-    chat: bool = False  # the prompt is a user's message, for the file's chat template
-    test: str = ""  # defines check(candidate), which raises where the candidate is wrong
-    entry_point: str = ""  # the function to test
+    cls: str  # It is humaneval, code, narrative, chat, edit, or what the user's file says.
+    chat: bool = False  # Then the prompt is a user's message, for the file's chat template.
+    test: str = ""  # It defines check(candidate), which raises where the candidate is wrong.
+    entry_point: str = ""  # It names the function to test.
 
 
 def tokens_of(problem: Problem, files: Files) -> tuple[int, ...]:
@@ -54,7 +54,7 @@ def tokens_of(problem: Problem, files: Files) -> tuple[int, ...]:
         return tuple(files.tokenizer.encode(problem.prompt, special=False, add_bos=True))
     try:
         template = chat_template(files.file.kv)
-    except UnsupportedError:  # its remedy is one of `luce generate`
+    except UnsupportedError:  # The error's own remedy is one of `luce generate`.
         why = f"{problem.id} is a chat message and the file has no chat template"
         raise UnsupportedError(f"{why}: --class takes other prompts") from None
     with about(files.file.path), closing(template):
@@ -112,7 +112,7 @@ def from_jsonl(path: Path) -> list[Problem]:
     except UnicodeDecodeError as error:
         raise FileError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
     problems: dict[str, Problem] = {}
-    first: dict[str, int] = {}  # the line of each id
+    first: dict[str, int] = {}  # It has the line of each id.
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -134,7 +134,8 @@ def _entry(line: str, where: str) -> dict[str, Any]:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
         raise FileError(f"{where}: not JSON: {error.msg} at column {error.colno}") from error
-    except (ValueError, RecursionError) as error:  # a number of too many digits, too many brackets
+    except (ValueError, RecursionError) as error:
+        # A number may have too many digits, or there are too many brackets.
         raise FileError(f"{where}: not JSON that can be read: {error}") from error
     if not isinstance(entry, dict):
         raise FileError(f'{where}: not an object such as {{"prompt": "..."}}')

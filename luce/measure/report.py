@@ -54,7 +54,7 @@ class Report:
     timing: str
     extra: dict[str, Any]
     interrupted: bool = False
-    failure: Exception | None = None  # that ended it early
+    failure: Exception | None = None  # It ended the run early.
 
     def put(self, flags: dict[str, Any], plot: Callable[[Path, str, list[dict[str, Any]]], None]) -> None:
         """Writes to stdout, to --save and to --plot; then raises what ended the run early, if anything did.
@@ -77,7 +77,7 @@ class Report:
                 stdout.put(f"{title}. {self.timing}\n\n{output.as_markdown(self.table)}")
             else:
                 print_table(title, *self.table, self.timing)
-        finally:  # a reader that has closed the pipe does not lose the row
+        finally:  # A reader that has closed the pipe does not lose the row.
             if flags["save"] and self.rows:
                 self._save(flags, body)
             if flags["plot"] and self.rows:

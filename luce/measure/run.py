@@ -82,7 +82,7 @@ def parse_modes(text: str) -> list[Mode]:
     return modes
 
 
-NUMBERED = {"mtp": MAX_GAMMA, "lookup": MAX_BUDGET, "dflash": MAX_BUDGET}  # modes that take a number
+NUMBERED = {"mtp": MAX_GAMMA, "lookup": MAX_BUDGET, "dflash": MAX_BUDGET}  # These modes take a number.
 TREES = f"mtp-tree:DRAFTS:CANDIDATES (to {MAX_GAMMA}:{MAX_BUDGET})"
 PARTS = "mtp-part:DRAFTS:TOKENS (among the first TOKENS of the vocabulary; k is 1024)"
 NAMES = ", ".join(
@@ -122,7 +122,7 @@ class Settings:
     """Says how all modes run; None means luce's default."""
 
     max_tokens: int = 256
-    rounds: int = 1  # of all prompts
+    rounds: int = 1  # Each round runs all prompts.
     sampling: Sampling = field(default_factory=Sampling)
     kv_type: str | None = None
     threads: int | None = None
@@ -187,7 +187,7 @@ class Bench:
     ):
         self.modes, self.cases, self.settings = list(modes), list(cases), settings
         each = [files] if isinstance(files, Files) else list(files)
-        self._engines: dict[Mode, Engine] = {}  # by Mode.opened
+        self._engines: dict[Mode, Engine] = {}  # They are keyed by Mode.opened.
         with ExitStack() as opened:
             for at, one in enumerate(each):
                 plans = {m.opened: mode_plan(one, m, cases, settings) for m in modes if m.drafter == at}

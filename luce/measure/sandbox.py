@@ -34,18 +34,20 @@ from pathlib import Path
 from luce.errors import InternalError, UnsupportedError
 
 JAIL = Path(__file__).with_name("jail.py")
-PROBE = "import ctypes, hashlib, math, random, re, typing"  # of Python's folder and of the system's libraries
-GRACE_S = 10.0  # for starting and ending; the time itself is kept in jail.py
+# The probe needs Python's own folder and the system's libraries.
+PROBE = "import ctypes, hashlib, math, random, re, typing"
+GRACE_S = 10.0  # Starting and ending may take so long beside the time itself, which jail.py keeps.
 
 
 @dataclass(frozen=True)
 class Limits:
     """This is what one program may use."""
 
-    seconds: float = 5.0  # wall time, above 0; CPU time of one process: a second more
-    memory_bytes: int = 512 << 20  # of address space: in namespaces of all processes together, else of each
-    processes: int = 1  # and threads, at one time
-    file_bytes: int = 4 << 20  # of one file and, in namespaces, of all files together
+    seconds: float = 5.0  # It is wall time, above 0. One process has a second more of CPU time.
+    # It bounds address space: in namespaces that of all processes together, else that of each.
+    memory_bytes: int = 512 << 20
+    processes: int = 1  # It counts threads too, at one time.
+    file_bytes: int = 4 << 20  # It bounds one file and, in namespaces, all files together.
     open_files: int = 16
 
 
@@ -54,7 +56,7 @@ class Verdict:
     """This is what became of a program."""
 
     passed: bool
-    why: str  # one printable line: passed, timed out, memory, or failed: the traceback's last line
+    why: str  # It is one printable line: passed, timed out, memory, or failed with the traceback's last line.
 
 
 def check(program: str, limits: Limits = Limits(), namespaces: bool = True) -> Verdict:
@@ -76,7 +78,7 @@ def _check(program: str, limits: Limits, namespaces: bool, bwrap: str) -> Verdic
     if status is None:
         return Verdict(False, "timed out")
     if not said:
-        if status < 0:  # with limits alone, a program can kill its keeper
+        if status < 0:  # With limits alone, a program can kill its keeper.
             return Verdict(False, f"failed: ended the check by signal {-status}")
         raise InternalError(f"the check's Python, {sys.executable}, ended with status {status}")
     answer = json.loads(said.partition(b"\n")[0])
@@ -130,7 +132,7 @@ def _run(job: str, folder: str, seconds: float) -> tuple[int | None, bytes]:
             return process.returncode, said
         except subprocess.TimeoutExpired:
             return None, b""
-        finally:  # on an interrupt too
+        finally:  # This is done on an interrupt too.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 

@@ -34,8 +34,8 @@ from luce.measure.output import Table
 from luce.measure.summary import five_digits
 from luce.tokenizer import Tokenizer
 
-MORE = 64  # tokens that a warm prompt has more
-ANSWER_S = 1800.0  # a server that says nothing for so long is given up
+MORE = 64  # A warm prompt has so many tokens more.
+ANSWER_S = 1800.0  # A server that says nothing for so long is given up.
 TIMING = " ".join(__doc__.split("\n\n")[1].split())
 
 

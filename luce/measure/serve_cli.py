@@ -18,7 +18,8 @@ from luce.plan import SPECS, Options, require_supported
 from luce.render import Display
 from luce.tokenizer import Tokenizer
 
-OF_USE = {"mtp_gguf": ("mtp", "auto"), "draft": ("dflash", "auto")}  # modes by the files that they read
+# These modes read the files that the flags name.
+OF_USE = {"mtp_gguf": ("mtp", "auto"), "draft": ("dflash", "auto")}
 
 
 @click.command("serve")
@@ -124,7 +125,7 @@ def _measure(flags: dict[str, Any], modes: list[str], ctx: int, tokenizer: Token
                 words += [f"--{name.replace('_', '-')}", str(flags[name])]
         with luce_server(flags["gguf"] or BOX, *words) as server:
             client = Client(server.url, tokenizer)
-            client.complete(client.tokens(32), 16)  # warms up
+            client.complete(client.tokens(32), 16)  # This warms up.
             yield from first_tokens(client, mode, flags["lengths"])
             yield from streams(client, mode, flags["counts"], flags["prompt_tokens"], flags["max_tokens"])
             if flags["turns"]:

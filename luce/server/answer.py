@@ -25,7 +25,7 @@ from luce.server.scheduler import Busy, Job
 from luce.server.watch import Watch
 from luce.structs import Logprobs, Penalties, Sampling
 
-KEEP_ALIVE = 15.0  # seconds without a piece, after which a stream says that it lives
+KEEP_ALIVE = 15.0  # After so many seconds without a piece, a stream says that it lives.
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Whole:
     reasoning: str = ""
     text: str = ""
     calls: list[Call] = field(default_factory=list)
-    _name: str = ""  # of the call that is open
+    _name: str = ""  # The call that is open has it.
     _arguments: str = ""
 
     def add(self, piece: Piece | Silence) -> None:
@@ -81,9 +81,9 @@ class Answer:
         self.finished: Finished | None = None
         self._watch = watch
         self._began = time.perf_counter()
-        self._first = self._last = 0.0  # when its first and its last tokens came
-        self._events: list[Event] = []  # that nobody has read yet
-        self._awaited: asyncio.Future[None] | None = None  # by who waits for events
+        self._first = self._last = 0.0  # Its first and its last tokens came at these times.
+        self._events: list[Event] = []  # Nobody has read them yet.
+        self._awaited: asyncio.Future[None] | None = None  # Who waits for events awaits it.
         self._job: Job | None = None
         self._parser = Parser()
         self._done = False
@@ -180,7 +180,8 @@ class Answer:
             pieces, last = self._read(events)
             if isinstance(last, Failed):
                 raise _refused(last)
-            if not pieces and monotonic() - said >= KEEP_ALIVE:  # also where a long call is held back
+            if not pieces and monotonic() - said >= KEEP_ALIVE:
+                # A long call that is held back has none either.
                 yield Silence()
                 said = monotonic()
             for piece in in_parts(joined(pieces)):
@@ -250,7 +251,7 @@ class Answer:
             self.usage.reasoning += len(event.ids)
 
     def _cut(self, text: str) -> list[Piece]:
-        if self.ask.prompt is not None:  # a raw prompt has a raw answer
+        if self.ask.prompt is not None:  # A raw prompt has a raw answer.
             return [Text(text)] if text else []
         return self._parser.push(text)
 

@@ -20,8 +20,8 @@ KINDS = {
     "not_found": "not_found_error", "busy": "overloaded_error", "auth": "authentication_error",
     "forbidden": "permission_error", "too_large": "request_too_large", "failed": "api_error",
 }  # fmt: skip
-BILLING = "x-anthropic-billing-header"  # a first system block that changes at each call
-SIGNATURE = "luce"  # of thoughts: clients drop or rewrite those without one
+BILLING = "x-anthropic-billing-header"  # A first system block begins so, and changes at each call.
+SIGNATURE = "luce"  # Thoughts have it, since clients drop or rewrite those without one.
 
 
 class MessagesBody(msgspec.Struct, kw_only=True):
@@ -38,7 +38,7 @@ class MessagesBody(msgspec.Struct, kw_only=True):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
-    output_format: dict[str, Any] | None = None  # the older place of output_config's format
+    output_format: dict[str, Any] | None = None  # It is the older place of output_config's format.
 
 
 def messages_ask(body: MessagesBody) -> Ask:
@@ -145,7 +145,7 @@ def _choice(choice: Mapping[str, Any] | None, tools: list[Tool]) -> tuple[str, b
 def error_body(refused: Refused) -> dict[str, Any]:
     """Returns Anthropic's form of an error."""
     message = refused.message
-    if isinstance(refused, TooLong):  # clients know it by these words
+    if isinstance(refused, TooLong):  # Clients know it by these words.
         message = f"prompt is too long: {refused.tokens} tokens > {refused.most} maximum"
     kind = KINDS.get(refused.kind, "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": message}}
@@ -157,8 +157,8 @@ class MessagesForm(Form):
     def __init__(self, answer: Answer):
         super().__init__(answer)
         self._id = "msg_" + secrets.token_hex(12)
-        self._index = -1  # of the block that is open
-        self._open = ""  # its kind
+        self._index = -1  # It counts the block that is open.
+        self._open = ""  # It is the kind of the open block.
 
     def _message(self, content: list[dict[str, Any]], ended: bool) -> dict[str, Any]:
         return {

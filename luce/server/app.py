@@ -158,7 +158,8 @@ def routed(
             return refusal(refused, error_body)
         except ClientDisconnect:
             return Response(status_code=499)
-        except Exception as error:  # a defect: the client is told in its own form, the rest goes on
+        except Exception as error:
+            # It is a defect: the client is told in its own form, and the rest goes on.
             traceback.print_exc()
             return refusal(Refused(500, f"{type(error).__name__}: {error}", "failed"), error_body)
 

@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from luce.server.ask import Refused
 
-MAX_BODY = 64 << 20  # bytes
-MAX_DEPTH = 128  # of nested objects and lists in a body
+MAX_BODY = 64 << 20  # A body has at most so many bytes.
+MAX_DEPTH = 128  # A body's objects and lists are nested at most so deep.
 
 B = TypeVar("B", bound=msgspec.Struct)
 

@@ -13,7 +13,7 @@ from luce.server.dialect import END_THINK, THINK
 from luce.server.forced import END_CALL, END_FUNCTION, FUNCTION
 from luce.tokenizer import Tokenizer
 
-END = f"\n{END_THINK}\n\n"  # as templates write it
+END = f"\n{END_THINK}\n\n"  # Templates write it so.
 _THOUGHT = re.compile(re.escape(END_THINK))
 _CALLING = re.compile("|".join(map(re.escape, (END_THINK, FUNCTION, END_FUNCTION, END_CALL))))
 _LONGEST = max(map(len, (END_THINK, FUNCTION, END_FUNCTION, END_CALL)))
@@ -30,9 +30,9 @@ class Budget:
         self._tokenizer, self._left, self._inner = tokenizer, most, inner
         self._marks = _CALLING if calls else _THOUGHT
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._text = ""  # the last of it, in which a mark may be
+        self._text = ""  # It is the last of the text, in which a mark may be.
         self._begun, self._over, self._in_call = begun, False, False
-        self._forced: list[int] = []  # what has to follow
+        self._forced: list[int] = []  # These tokens have to follow.
         self._force()
 
     def mask(self) -> bytes | None:

@@ -26,8 +26,8 @@ from luce.server.disk import CLOSE_S, DiskCache
 from luce.server.turns import PAGE, Turns
 from luce.tokenizer import Tokenizer
 
-SPARE = 8  # of so many places on the device one is kept free, so that the next checkpoint waits for no copy
-MOVED = 8  # to host memory goes what saves at least one in so many of the tokens that are moved
+SPARE = 8  # Of so many places on the device one is kept free, so that the next checkpoint waits for no copy.
+MOVED = 8  # What saves at least one in so many of the tokens that are moved goes to host memory.
 
 
 @dataclass(eq=False)
@@ -35,8 +35,8 @@ class Kept:
     """This is a kept beginning of a prompt. Where `checkpoint` is None it is in a file alone. `met` is the
     number of the last prompt that began with it."""
 
-    tokens: np.ndarray  # (n,) int32
-    size: int  # bytes, in host memory or in a file
+    tokens: np.ndarray  # It is (n,) int32.
+    size: int  # It counts bytes, in host memory or in a file.
     met: int
     checkpoint: Checkpoint | None = None
     on_device: bool = False
@@ -59,13 +59,13 @@ class PrefixCache:
         self._engine, self._host_bytes, self._disk = engine, host_bytes, disk
         self._turns = Turns(tokenizer, engine.info.n_chunk)
         self._kept: list[Kept] = []
-        # of the prompts that are read now: where chunks end, and where of these a beginning is kept
+        # For each prompt that is read now, they say where chunks end, and where of these a beginning is kept.
         self._cuts = dict[Sequence, tuple[list[int], frozenset[int]]]()
         self._unsaved: list[Kept] = []
-        self._held: Kept | None = None  # what a sequence is resumed from now: it is not dropped
+        self._held: Kept | None = None  # A sequence is resumed from it now, so it is not dropped.
         self._reader = ThreadPoolExecutor(1, "luce-cache-read")
         self._reading: tuple[Kept, Future[Checkpoint]] | None = None
-        self._done = 0  # DiskCache.done, when files were looked for last
+        self._done = 0  # It was DiskCache.done when files were looked for last.
         self._prompts = 0
         self.hits = self.queries = 0
         for tokens, path, size in disk.found() if disk else ():
@@ -85,7 +85,8 @@ class PrefixCache:
         for kept in sorted(fitting, key=lambda each: len(each.tokens), reverse=True):
             try:
                 self._restore(kept, sequence)
-            except LuceError:  # a damaged file, or no room for it: the next shorter one
+            except LuceError:
+                # The file is damaged, or there is no room for it: the next shorter one is tried.
                 continue
             kept.met = self._prompts
             self.hits += len(kept.tokens)
@@ -106,7 +107,7 @@ class PrefixCache:
         tokens = np.asarray(prompt[:n_past], np.int32)
         if any(np.array_equal(kept.tokens, tokens) for kept in self._kept):
             return
-        with suppress(LuceError):  # without it the prompt is read again one day, and nothing else
+        with suppress(LuceError):  # Without it the prompt is read again one day, and nothing else.
             self._free_slot()
             checkpoint = sequence.checkpoint()
             kept = Kept(tokens, checkpoint.info.size_bytes, self._prompts, checkpoint, on_device=True)
@@ -114,7 +115,8 @@ class PrefixCache:
             if self._disk:
                 self._unsaved.append(kept)
             if self._engine.info.n_checkpoints >= SPARE:
-                self._free_slot(kept)  # for the next one: what leaves is copied beside the steps up to then
+                # It frees a place for the next one: what leaves is copied beside the steps up to then.
+                self._free_slot(kept)
 
     # ---- what the scheduler asks
 
@@ -266,7 +268,7 @@ class PrefixCache:
             if kept.checkpoint and worth_a_copy and self._fit_host(kept):
                 kept.checkpoint.to_host()
                 return
-        except LuceError:  # host memory lacks
+        except LuceError:  # Host memory lacks.
             pass
         self._drop(kept)
 

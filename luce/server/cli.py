@@ -25,8 +25,8 @@ from luce.server.turns import PAGE
 from luce.server.watch import Watch
 
 GIB = 1 << 30
-MAX_CHUNK = 4096  # as luce.h bounds n_chunk
-MAX_HEADERS = 64 << 10  # bytes of a request's head
+MAX_CHUNK = 4096  # luce.h bounds n_chunk so.
+MAX_HEADERS = 64 << 10  # A request's head has at most so many bytes.
 
 
 def named_paths(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, Path]:
@@ -167,11 +167,12 @@ def serve(models: Mapping[str, Path], hf: str | None, **flags: Any) -> None:
         models = {flags["alias"]: next(iter(models.values()))}
     watch = Watch("" if flags["quiet"] else "json" if flags["log_json"] else "text")
     served = Models(models, settings_of(flags))
-    for slot in served.slots.values():  # also those that are loaded later
+    for slot in served.slots.values():  # Those that are loaded later have to open too.
         File(slot.path).close()
     hosts = (*LOOPBACK, flags["host"]) if flags["host"] in LOOPBACK else ()
     app = make_app(served, watch, Access(tuple(flags["keys"]), hosts))
-    sys.setswitchinterval(0.001)  # the engine's thread waits for the others after each step: not for long
+    # The engine's thread waits for the others after each step, and so not for long.
+    sys.setswitchinterval(0.001)
     with listening(flags["host"], flags["port"]) as opened:
         Listener(app, served, flags).run([opened])
 
@@ -182,7 +183,7 @@ def listening(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        number = error.errno or 0  # a resolver's are negative
+        number = error.errno or 0  # A resolver's numbers are negative.
         said = os.strerror(number) if number > 0 else str(error.strerror or error).partition(" (while ")[0]
         raise LuceError(f"cannot listen at {host} port {port}: {said}") from error
 

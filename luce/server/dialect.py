@@ -44,15 +44,15 @@ class Parser:
     def __init__(self, tools: Mapping[str, Any] | None = None, reasoning: bool = False, held: str = ""):
         self._tools = dict(tools or {})
         self._reasoning = reasoning
-        self._may_think = not reasoning  # what begins with <think> is reasoning
-        self._trim = reasoning  # blanks before the first text of this kind are dropped
-        self._said = False  # some text of this kind
-        self._called = False  # a call came before it
-        self._blank = ""  # blanks that are said only if text of the same kind follows
-        self._text = ""  # what is not decided yet
-        self._searched = 0  # how much of it, for the end of a call
+        self._may_think = not reasoning  # Then what begins with <think> is reasoning.
+        self._trim = reasoning  # Then blanks before the first text of this kind are dropped.
+        self._said = False  # Some text of this kind was said.
+        self._called = False  # A call came before it.
+        self._blank = ""  # These blanks are said only if text of the same kind follows.
+        self._text = ""  # It is not decided yet.
+        self._searched = 0  # So much of it was searched for the end of a call.
         self._held = held
-        self._writing: ForcedCall | None = None  # the call that is written now
+        self._writing: ForcedCall | None = None  # This call is written now.
 
     @property
     def reasoning(self) -> bool:
@@ -130,7 +130,7 @@ class Parser:
             text = text.lstrip(_BLANK if self._reasoning else "\r\n")
         solid = text.rstrip(_BLANK)
         if self._reasoning or self._tools or not (solid or self._said):
-            text, self._blank = solid, text[len(solid) :]  # a mark may follow, before which they are nothing
+            text, self._blank = solid, text[len(solid) :]  # A mark may follow, before which they are nothing.
         if text:
             self._said = True
             yield Reasoning(text) if self._reasoning else Text(text)
@@ -179,7 +179,7 @@ class Parser:
         begin += len(inner) - len(body)
         found: Call | str | None = ""
         if mark == FUNCTION and self._said and "\n" not in self._blank:
-            pass  # in the middle of a line it is spoken of
+            pass  # In the middle of a line it is only spoken of.
         elif not body or FUNCTION.startswith(body):
             found = None
         elif mark == CALL and body.startswith("{"):
@@ -205,7 +205,7 @@ class Parser:
                 return call
             at = self._text.find(end, at + 1)
         self._searched = max(len(self._text) - len(end) + 1, 0)
-        return "" if think >= 0 else None  # reasoning went on: the call was spoken of
+        return "" if think >= 0 else None  # Where reasoning goes on, the call was only spoken of.
 
     def _function_call(self, text: str) -> Call | None:
         """Reads <function=NAME> ... </function>."""
@@ -230,7 +230,7 @@ class Parser:
 def _json_call(text: str) -> Call | None:
     """Reads {"name": ..., "arguments": {...}}."""
     try:
-        found = msgspec.json.decode(text)  # refuses NaN, numbers beyond F64 and half a surrogate pair
+        found = msgspec.json.decode(text)  # It refuses NaN, numbers beyond F64 and half a surrogate pair.
     except (ValueError, RecursionError):
         return None
     name, arguments = found.get("name"), found.get("arguments", found.get("parameters", {}))

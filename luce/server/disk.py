@@ -22,12 +22,13 @@ import numpy as np
 from luce.errors import FileError, LuceError
 
 MAGIC = b"LUCEPFX1"
-_HEAD = struct.Struct("<8sQ")  # magic, number of tokens; then the tokens as int32, then the checkpoint
+# These are the magic and the number of tokens. The tokens follow as int32, then the checkpoint.
+_HEAD = struct.Struct("<8sQ")
 SUFFIX = ".prefix"
-CLOSE_S = 10.0  # seconds that a server that ends goes on writing
+CLOSE_S = 10.0  # A server that ends goes on writing for so many seconds.
 
 
-Save = Callable[[], bytes | memoryview]  # Checkpoint.save
+Save = Callable[[], bytes | memoryview]  # This is Checkpoint.save.
 
 
 class DiskCache:
@@ -47,7 +48,7 @@ class DiskCache:
         self.done = 0
         self._work: queue.Queue[tuple[Path, np.ndarray, Save] | None] = queue.Queue(maxsize=1)
         self._ended = False
-        self._written = dict[Path, bool]()  # handed to the thread: whether it is there
+        self._written = dict[Path, bool]()  # The thread was handed these; each says whether it is there.
         self._thread = threading.Thread(target=self._write_all, name="luce-cache", daemon=True)
         self._thread.start()
 

@@ -36,12 +36,12 @@ class ForcedCall:
         self._tools = tools
         self._schemas: Mapping[str, Any] = {}
         self.rest: str | None = None
-        self.read = ""  # of the call, in all
-        self._text = ""  # what is not decided yet
-        self._begun = False  # the name was read
-        self._key: str | None = None  # of the value that is read now
-        self._streams = False  # the value is text whatever it says
-        self._n = 0  # parameters
+        self.read = ""  # It is all that was read of the call.
+        self._text = ""  # It is not decided yet.
+        self._begun = False  # The name was read.
+        self._key: str | None = None  # The value that is read now has this key.
+        self._streams = False  # The value is text whatever it says.
+        self._n = 0  # It counts parameters.
 
     def push(self, text: str) -> Iterator[Piece]:
         """Yields what is certain now."""

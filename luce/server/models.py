@@ -27,9 +27,11 @@ from luce.server.turns import RULE
 
 T = TypeVar("T")
 MAX_DEFAULT_CTX = 32768
-GPU_CHUNK, CPU_CHUNK = 1024, 256  # prompt tokens of a step
-RECOMMENDED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.0}  # Qwen's own, for precise tasks
-KEYS = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}  # general.sampling.*
+GPU_CHUNK, CPU_CHUNK = 1024, 256  # A step has so many prompt tokens.
+# Qwen recommends these for precise tasks.
+RECOMMENDED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.0}
+# These keys of general.sampling give these options.
+KEYS = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Served:
                 Files(path, settings.head, settings.options.device, settings.drafter)
             )
             options = _with_defaults(files, settings.options)
-            # files have to fit the next server too, whose steps may measure otherwise
+            # Files have to fit the next server too, whose steps may measure otherwise.
             keep = settings.cache_dir is not None
             self.engine = opened.enter_context(Engine.open(files, options, keep_drafters=keep))
             self.info, self.tokenizer, self.facts = self.engine.info, files.tokenizer, files.facts
@@ -66,7 +68,7 @@ class Served:
                 with about(path):
                     self.template = chat_template(files.file.kv)
                 opened.callback(self.template.close)
-            self.users = 0  # requests that hold it
+            self.users = 0  # So many requests hold it.
             self.defaults = _sampling(files.file.kv)
             self.grammars = Grammars(self.tokenizer)
             self.cache = None
@@ -78,7 +80,7 @@ class Served:
                 opened.callback(self.cache.close)
 
             def hand_over(happened: Happened) -> None:
-                with suppress(RuntimeError):  # the server has ended
+                with suppress(RuntimeError):  # The server has ended.
                     loop.call_soon_threadsafe(put_all, happened)
 
             self.scheduler = Scheduler(

@@ -21,7 +21,7 @@ from luce.server.pieces import Arguments, Call, CallBegin, CallEnd, Piece, Reaso
 if TYPE_CHECKING:
     from luce.server.app import Server
 
-VERSION = "0.12.0"  # of Ollama, whose API this is: clients ask for at least some
+VERSION = "0.12.0"  # This API is that of Ollama of this version: clients ask for at least some.
 REASONS = {"stop": "stop", "stop_string": "stop", "length": "length", "calls": "stop"}
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -124,7 +124,7 @@ class LinesForm(Form):
     def __init__(self, answer: Answer, chat: bool):
         super().__init__(answer)
         self._chat = chat
-        self._call = Call("", "")  # the one that is open: this API has no parts of calls
+        self._call = Call("", "")  # This call is open. The API has no parts of calls.
 
     def _object(self, reasoning: str = "", text: str = "", calls: list[Call] | None = None) -> dict[str, Any]:
         head = {"model": self.answer.ask.model, "created_at": _now(), "done": False}

@@ -16,7 +16,7 @@ REASONS = {"stop": "stop", "stop_string": "stop", "length": "length", "calls": "
 KINDS = {"not_found": "not_found_error", "auth": "authentication_error", "forbidden": "permission_error"}
 CODES = {"too_long": "context_length_exceeded", "not_found": "model_not_found", "auth": "invalid_api_key",
          "busy": "server_busy"}  # fmt: skip
-MAX_STOPS, MAX_STOP = 16, 1024  # stop strings, and letters of one
+MAX_STOPS, MAX_STOP = 16, 1024  # A request has at most so many stop strings, and each so many letters.
 
 
 class Sampled(msgspec.Struct, kw_only=True):
@@ -64,7 +64,7 @@ class ChatBody(Sampled, kw_only=True):
     enable_thinking: bool | None = None
     preserve_thinking: bool | None = None
     thinking_budget: int | None = None
-    reasoning_budget_tokens: int | None = None  # llama.cpp's name
+    reasoning_budget_tokens: int | None = None  # llama.cpp calls it so.
     chat_template_kwargs: dict[str, Any] | None = None
     audio: Any = None
     modalities: list[str] | None = None
@@ -122,7 +122,7 @@ def within(**given: float | None) -> dict[str, Any]:
             name += "_penalty" if name in ("presence", "frequency", "repetition") else ""
             raise refuse(f"{name} is {value}: it has to be from {low} to {high}", name)
     if "top_k" in found:
-        found["top_k"] = max(int(found["top_k"]), 0)  # -1 is off, as 0
+        found["top_k"] = max(int(found["top_k"]), 0)  # Both -1 and 0 mean off.
     if "seed" in found:
         found["seed"] = int(found["seed"]) % 2**64
     return found

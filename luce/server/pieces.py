@@ -93,10 +93,10 @@ def value_of(text: str, schema: Any) -> Any:
     JSON of another of its types, and where the schema says no type."""
     types = types_of(schema)
     try:
-        value = msgspec.json.decode(text)  # refuses NaN, numbers beyond F64 and half a surrogate pair
+        value = msgspec.json.decode(text)  # It refuses NaN, numbers beyond F64 and half a surrogate pair.
     except (ValueError, RecursionError):
         value = {"true": True, "false": False, "none": None}.get(text.strip().lower(), text)
-    if isinstance(value, str):  # quoted JSON, where only a string will do, is what was meant as it is
+    if isinstance(value, str):  # Quoted JSON, where only a string will do, is what was meant as it is.
         return text
     return value if kind_of(value) & types else text
 

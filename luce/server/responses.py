@@ -14,7 +14,8 @@ from luce.server.ask import Ask, Message, Refused, call_of, refuse, text_of, thi
 from luce.server.openai import Form, choice_of, error_body, length_of, schema_of, tool_of, within
 from luce.server.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text
 
-SEALED = "luce:"  # before thoughts that come back as encrypted_content: they are no secret, only text
+# This stands before thoughts that come back as encrypted_content: they are no secret, only text.
+SEALED = "luce:"
 
 
 class ResponsesBody(msgspec.Struct, kw_only=True):
@@ -125,10 +126,10 @@ class ResponsesForm(Form):
     def __init__(self, answer: Answer, body: ResponsesBody):
         super().__init__(answer)
         self._id, self._body = _id("resp"), body
-        self._number = 0  # of the next event
-        self._output: list[dict[str, Any]] = []  # items that are done
-        self._item: dict[str, Any] | None = None  # the one that is open
-        self._text = ""  # of it
+        self._number = 0  # The next event has this number.
+        self._output: list[dict[str, Any]] = []  # These items are done.
+        self._item: dict[str, Any] | None = None  # This item is open.
+        self._text = ""  # It is the open item's text.
 
     def _response(self, status: str, **more: Any) -> dict[str, Any]:
         body, ask = self._body, self.answer.ask
@@ -245,7 +246,7 @@ class ResponsesForm(Form):
                 yield from self._stop("completed" if whole else "incomplete")
 
     def end(self) -> Iterator[bytes]:
-        if not self._output and self._item is None:  # an answer without a word is a message too
+        if not self._output and self._item is None:  # An answer without a word is a message too.
             yield from self._start(_message())
         yield from self._stop()
         ended = self._ended()

@@ -72,8 +72,8 @@ class Scheduler:
         self._waiting = deque[Job]()
         self._changed = threading.Condition()
         self._stopping = False
-        self.pages_free = engine.info.n_pages  # after the last turn
-        self._seconds = deque[float](maxlen=32)  # that the last jobs took
+        self.pages_free = engine.info.n_pages  # So many were free after the last turn.
+        self._seconds = deque[float](maxlen=32)  # The last jobs took so long.
         self._thread = threading.Thread(target=self._run, name="luce-engine", daemon=True)
         self._thread.start()
 
@@ -132,7 +132,7 @@ class Scheduler:
         while self._wait():
             try:
                 self._turn()
-            except Exception as error:  # a defect: those that ran end with it, the others go on
+            except Exception as error:  # It is a defect: those that ran end with it, and the others go on.
                 self._end_all(InternalError(f"{type(error).__name__}: {error}"))
         self._end_all(Cancelled("the server is shutting down"))
 
@@ -154,7 +154,8 @@ class Scheduler:
 
     def _step(self) -> None:
         if self._cache:
-            self._cache.free_pages(2 * self._turn_pages())  # for the next turn too: copies take a while
+            # It frees pages for the next turn too, since copies take a while.
+            self._cache.free_pages(2 * self._turn_pages())
         happened: Happened = {}
         for generation, event in self._loop.step():
             happened.setdefault(self._jobs[generation], []).append(event)
@@ -174,7 +175,7 @@ class Scheduler:
             if self._cache and not self._cache.fetch(job.request.prompt, wait=not self._jobs):
                 return
             with self._changed:
-                if not self._waiting or self._waiting[0] is not job:  # it was cancelled meanwhile
+                if not self._waiting or self._waiting[0] is not job:  # The job was cancelled meanwhile.
                     continue
                 self._waiting.popleft()
             try:

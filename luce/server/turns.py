@@ -18,10 +18,10 @@ import numpy as np
 
 from luce.tokenizer import Tokenizer
 
-PAGE = 256  # positions: LUCE_PAGE
-EVERY = 4096  # tokens between the beginnings of a long prompt that are kept
-LOST = 20  # at most one token in so many is read again
-RULE = f"chunks are cut at pages of {PAGE} for turns, where 1 in {LOST} is lost"  # by which files differ
+PAGE = 256  # It counts positions, as LUCE_PAGE.
+EVERY = 4096  # So many tokens are between the beginnings of a long prompt that are kept.
+LOST = 20  # At most one token in so many is read again.
+RULE = f"chunks are cut at pages of {PAGE} for turns, where 1 in {LOST} is lost"  # Files differ by this rule.
 
 
 class Turns:
@@ -29,7 +29,7 @@ class Turns:
 
     def __init__(self, tokenizer: Tokenizer, n_chunk: int):
         self._tokenizer, self._n_chunk = tokenizer, n_chunk
-        self._mark = tokenizer.control.get("<|im_start|>", -1)  # -1 is no token
+        self._mark = tokenizer.control.get("<|im_start|>", -1)  # No token has the id -1.
 
     def cut(self, prompt: Sequence[int]) -> tuple[list[int], frozenset[int]]:
         """Returns the ends of all whole chunks of a prompt, ascending, and those of them where it is worth
