@@ -1,5 +1,5 @@
-"""Where prompts are cut: what is read again of a conversation is little, and each turn has the bits of a cold
-one, with chunks as long as a GPU's."""
+"""Checks where prompts are cut and kept: little of a conversation is read again, and each turn has the
+bits of a cold one, with chunks as long as a GPU's."""
 
 import queue
 
@@ -9,10 +9,13 @@ import tiny
 from drive import open_engine, open_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paper_engine import PaperEngine
 
 from luce._native import File
 from luce.engine import Engine
 from luce.generation import Failed, Finished
+from luce.measure.serve import Answered
+from luce.measure.serve import conversation as conversation_of_bench
 from luce.plan import Options, Request
 from luce.server.cache import PrefixCache
 from luce.server.scheduler import Job, Scheduler
@@ -29,6 +32,7 @@ class Marked:
     def __init__(self, tokenizer):
         self.control = {"<|im_start|>": MARK}
         self.decode, self.encode = tokenizer.decode, tokenizer.encode
+        self.eos_ids, self.bytes_of = tokenizer.eos_ids, tokenizer.bytes_of
 
     def message(self, role, n, seed):
         """A message of n tokens."""
@@ -93,21 +97,81 @@ def test_little_is_read_again_of_a_turn(marked, messages):
     assert len(prompt) - max(kept, default=0) <= max(len(prompt) / LOST, PAGE) + len(head)
 
 
-def test_a_conversation_of_20_turns_reuses_95_percent_of_each(long_gguf, marked):
-    """It goes through the scheduler, as a server's requests do."""
+class Replayed:
+    """Is a client of `luce bench serve` that asks nobody and keeps the prompts that it would ask."""
+
+    def __init__(self, marked, seed):
+        self._rng, self.turn = np.random.default_rng(seed), [MARK, *marked.encode("assistant\n")]
+        self.prompts = []
+
+    def tokens(self, n):
+        return self._rng.integers(33, 200, n).tolist()
+
+    def complete(self, prompt, n):
+        self.prompts.append(tuple(prompt))
+        return Answered(0, 0, 0, n, 0, 0, 0)
+
+
+def replayed(scheduler, talks):
+    """Asks all conversations at once, each turn when the one before has ended. Returns for each turn after
+    the first what part of the prompt before was not read again."""
     events: queue.Queue = queue.Queue()
+    talks, before, shares = [iter(talk) for talk in talks], [0] * len(talks), []
+
+    def go_on(n):
+        if prompt := next(talks[n], ()):
+            was, before[n] = before[n], len(prompt)
+            scheduler.submit(
+                Job(Request(prompt, 1, ignore_eos=True), lambda happened: events.put((n, was, happened[-1])))
+            )
+        return bool(prompt)
+
+    running = sum([go_on(n) for n in range(len(talks))])
+    while running:
+        n, was, last = events.get(timeout=60)
+        assert not isinstance(last, Failed), last
+        if isinstance(last, Finished):
+            shares += [last.cached / was] if was else []
+            running -= not go_on(n)
+    return shares
+
+
+@pytest.mark.parametrize(
+    ("n_chunk", "slots", "talks", "how"),
+    [
+        (1024, 4, 4, {}),  # luce serve's own, on a GPU
+        (2048, 4, 4, {}),
+        (4096, 1, 1, {"n_pages": 119}),  # no page more than the longest prompt has and one
+        (2048, 4, 12, {"host_bytes": 1 << 40}),  # a third of them has room on the device
+    ],
+    ids=str,
+)
+def test_benchmarks_conversations_reuse_95_percent_of_each_turn(marked, n_chunk, slots, talks, how):
+    """They have 20 turns, up to 30000 tokens. What is not computed here has the bits of a cold prompt, as
+    the last test says."""
+    prompts = []
+    for seed in range(talks):
+        client = Replayed(marked, seed)
+        assert len(list(conversation_of_bench(client, "", 20, 30000, 1))) == 21
+        prompts.append(client.prompts)
+    engine = PaperEngine(marked, 32768, slots, 16, n_chunk, how.get("n_pages"))
+    cache = PrefixCache(engine, marked, how.get("host_bytes", 0))
+    scheduler = Scheduler(engine, cache)
+    shares = replayed(scheduler, prompts)
+    assert len(shares) == 19 * talks and min(shares) >= 0.95
+    scheduler.close()
+    assert not any(line.is_open and not line.is_checkpoint for line in engine.lines)
+    cache.close()
+    assert engine.info.pages_free == engine.info.n_pages
+
+
+def test_the_core_keeps_what_was_counted(long_gguf, marked):
     options = Options(device="cpu", threads=1, spec="off", ctx=10752, chunk=CHUNK, checkpoints=4)
     with Engine.open(long_gguf, options) as engine:
         cache = PrefixCache(engine.native, marked)
         scheduler = Scheduler(engine, cache)
-        before = 0
-        for prompt in conversation(marked, 20, 5200, 260):
-            scheduler.submit(Job(Request(prompt, 2, ignore_eos=True), events.put))
-            last = next(e for es in iter(events.get, None) for e in es if isinstance(e, (Finished, Failed)))
-            assert isinstance(last, Finished), last
-            assert last.cached >= 0.95 * before
-            before = len(prompt)
-        assert before > 10000
+        shares = replayed(scheduler, [conversation(marked, 8, 5200, 260)])
+        assert len(shares) == 7 and min(shares) >= 0.95
         scheduler.close()
         cache.close()
 

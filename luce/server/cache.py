@@ -4,7 +4,7 @@ It keeps checkpoints, which the core can make at ends of chunks. They are made w
 (turns.py). Each lies on the device (sharing pages with others), in host memory, or as a file (disk.py).
 
 Where room lacks, the checkpoint goes whose bytes save least. What it saves are the tokens that would have to
-be read again without it, and it counts less the longer it was not met.
+be read again without it. It counts less the longer it was not met, and where its conversation has gone on.
 
 A prompt is resumed by its tokens, never by a hash, and from ends of its own chunks alone. So the answer has
 the same bits. Everything here runs in the engine's thread, but files are written and read in threads of
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -27,13 +27,15 @@ from luce.server.turns import PAGE, Turns
 from luce.tokenizer import Tokenizer
 
 SPARE = 8  # Of so many places on the device one is kept free, so that the next checkpoint waits for no copy.
-MOVED = 8  # What saves at least one in so many of the tokens that are moved goes to host memory.
+MOVED = 8  # What has gone on is moved to host memory where it saves at least one in so many of its tokens.
+GONE_ON = 8  # A beginning that one longer one follows is worth so much less.
 
 
 @dataclass(eq=False)
 class Kept:
     """This is a kept beginning of a prompt. Where `checkpoint` is None it is in a file alone. `met` is the
-    number of the last prompt that began with it."""
+    number of the last prompt that began with it. `shorter` is the longest one that it begins with itself, and
+    `longer` are those of which that is this one."""
 
     tokens: np.ndarray  # It is (n,) int32.
     size: int  # It counts bytes, in host memory or in a file.
@@ -41,11 +43,28 @@ class Kept:
     checkpoint: Checkpoint | None = None
     on_device: bool = False
     path: Path | None = None
+    shorter: Kept | None = None
+    longer: list[Kept] = field(default_factory=list)
 
     def begins(self, tokens: np.ndarray) -> bool:
         """Says whether this is a beginning of `tokens`, which go on after it."""
         n = len(self.tokens)
-        return n < len(tokens) and np.array_equal(self.tokens, tokens[:n])
+        if n >= len(tokens) or self.tokens[-1] != tokens[n - 1]:
+            return False
+        return np.array_equal(self.tokens, tokens[:n])
+
+    @property
+    def saves(self) -> int:
+        """Returns how many tokens would be read again without it."""
+        return len(self.tokens) - (len(self.shorter.tokens) if self.shorter else 0)
+
+    @property
+    def goes_on_here(self) -> bool:
+        """Says whether a longer one follows it on the device, which then has its pages too."""
+        after = list(self.longer)
+        while after and not after[-1].on_device:
+            after += after.pop().longer
+        return bool(after)
 
 
 class PrefixCache:
@@ -59,8 +78,8 @@ class PrefixCache:
         self._engine, self._host_bytes, self._disk = engine, host_bytes, disk
         self._turns = Turns(tokenizer, engine.info.n_chunk)
         self._kept: list[Kept] = []
-        # For each prompt that is read now, they say where chunks end, and where of these a beginning is kept.
-        self._cuts = dict[Sequence, tuple[list[int], frozenset[int]]]()
+        # For each prompt that runs now, they say where chunks end, which ends are kept, and its tokens.
+        self._cuts = dict[Sequence, tuple[list[int], frozenset[int], np.ndarray]]()
         self._unsaved: list[Kept] = []
         self._held: Kept | None = None  # A sequence is resumed from it now, so it is not dropped.
         self._reader = ThreadPoolExecutor(1, "luce-cache-read")
@@ -69,7 +88,7 @@ class PrefixCache:
         self._prompts = 0
         self.hits = self.queries = 0
         for tokens, path, size in disk.found() if disk else ():
-            self._kept.append(Kept(tokens, size, 0, path=path))
+            self._add(Kept(tokens, size, 0, path=path))
 
     # ---- what a generation asks (generation.Prefixes)
 
@@ -79,7 +98,7 @@ class PrefixCache:
         tokens = np.asarray(prompt, np.int32)
         self._prompts += 1
         self._cuts = {each: cuts for each, cuts in self._cuts.items() if each.is_open}
-        self._cuts[sequence] = self._turns.cut(prompt)
+        self._cuts[sequence] = *self._turns.cut(prompt), tokens
         self.queries += len(tokens)
         fitting = self._fitting(tokens, self._cuts[sequence][0])
         for kept in sorted(fitting, key=lambda each: len(each.tokens), reverse=True):
@@ -105,13 +124,13 @@ class PrefixCache:
         if n_past not in self._cuts[sequence][1]:
             return
         tokens = np.asarray(prompt[:n_past], np.int32)
-        if any(np.array_equal(kept.tokens, tokens) for kept in self._kept):
+        if any(len(kept.tokens) == n_past and np.array_equal(kept.tokens, tokens) for kept in self._kept):
             return
         with suppress(LuceError):  # Without it the prompt is read again one day, and nothing else.
             self._free_slot()
             checkpoint = sequence.checkpoint()
             kept = Kept(tokens, checkpoint.info.size_bytes, self._prompts, checkpoint, on_device=True)
-            self._kept.append(kept)
+            self._add(kept)
             if self._disk:
                 self._unsaved.append(kept)
             if self._engine.info.n_checkpoints >= SPARE:
@@ -139,14 +158,12 @@ class PrefixCache:
         return True
 
     def free_pages(self, n: int) -> None:
-        """Makes n pages free, as far as checkpoints hold them."""
-        if self._engine.info.pages_free >= n:
-            return
-        for kept in sorted(self._on_device(), key=self._worth):
-            if self._engine.info.pages_free >= n:
+        """Makes n pages free, as far as checkpoints hold them. Those go first whose pages no one else has."""
+        while self._engine.info.pages_free < n:
+            found = [kept for kept in self._on_device() if kept is not self._held]
+            if not found:
                 break
-            if kept is not self._held:
-                self._leave_device(kept)
+            self._leave_device(min(found, key=lambda kept: (self._is_shared(kept), self._worth(kept))))
 
     @property
     def pending(self) -> bool:
@@ -188,6 +205,29 @@ class PrefixCache:
         """Returns the kept beginnings that a prompt with these ends of chunks may be resumed from."""
         return [kept for kept in self._kept if len(kept.tokens) in ends and kept.begins(tokens)]
 
+    def _add(self, kept: Kept) -> None:
+        begun = (each for each in self._kept if each.begins(kept.tokens))
+        kept.shorter = max(begun, key=lambda each: len(each.tokens), default=None)
+        after = kept.shorter.longer if kept.shorter else [each for each in self._kept if not each.shorter]
+        self._link(kept, [each for each in after if kept.begins(each.tokens)])
+        if kept.shorter:
+            kept.shorter.longer.append(kept)
+        self._kept.append(kept)
+
+    def _link(self, shorter: Kept | None, longer: list[Kept]) -> None:
+        """Makes one the longest that the others begin with."""
+        for each in longer:
+            if each.shorter:
+                each.shorter.longer.remove(each)
+            each.shorter = shorter
+            if shorter:
+                shorter.longer.append(each)
+
+    def _forget(self, kept: Kept) -> None:
+        self._kept.remove(kept)
+        self._link(kept.shorter, list(kept.longer))
+        self._link(None, [kept])
+
     # ---- room
 
     def _on_device(self) -> list[Kept]:
@@ -196,14 +236,16 @@ class PrefixCache:
     def _on_host(self) -> list[Kept]:
         return [kept for kept in self._kept if kept.checkpoint and not kept.on_device]
 
-    def _saves(self, kept: Kept) -> int:
-        """Returns how many tokens would be read again without it."""
-        shorter = (len(other.tokens) for other in self._kept if other.begins(kept.tokens))
-        return len(kept.tokens) - max(shorter, default=0)
-
     def _worth(self, kept: Kept) -> float:
-        """Returns what it saves, less the longer it was not met."""
-        return self._saves(kept) / (1 + self._prompts - kept.met)
+        """Returns what it saves, less the longer it was not met, and less if one longer one follows."""
+        return kept.saves / (1 + self._prompts - kept.met) / (GONE_ON if len(kept.longer) == 1 else 1)
+
+    def _is_shared(self, kept: Kept) -> bool:
+        """Says whether others have its pages: a longer one, or a sequence that is beyond it."""
+        return kept.goes_on_here or any(
+            sequence.is_open and kept.begins(tokens) and sequence.info.n_past >= len(kept.tokens)
+            for sequence, (_, _, tokens) in self._cuts.items()
+        )
 
     def _restore(self, kept: Kept, sequence: Sequence) -> None:
         """Puts the sequence at its end. If there is room, the checkpoint goes to the device, where others
@@ -247,7 +289,7 @@ class PrefixCache:
                 self._disk.remove(kept.path)
             kept.path = None
             if kept.checkpoint is None and kept in self._kept:
-                self._kept.remove(kept)
+                self._forget(kept)
         else:
             if kept.checkpoint is None and kept in self._kept:
                 kept.checkpoint = checkpoint
@@ -264,7 +306,7 @@ class PrefixCache:
         """Moves it to host memory, if it is worth its bytes there."""
         kept.on_device = False
         try:
-            worth_a_copy = MOVED * self._saves(kept) >= len(kept.tokens)
+            worth_a_copy = not kept.longer or MOVED * kept.saves >= len(kept.tokens)
             if kept.checkpoint and worth_a_copy and self._fit_host(kept):
                 kept.checkpoint.to_host()
                 return
@@ -296,7 +338,7 @@ class PrefixCache:
             kept.checkpoint.close()
         kept.checkpoint, kept.on_device = None, False
         if kept.path is None:
-            self._kept.remove(kept)
+            self._forget(kept)
 
     def _forget_files(self) -> None:
         """Forgets those whose files went for the bound on files."""
@@ -305,4 +347,4 @@ class PrefixCache:
             if kept.path and not self._disk.has(kept.path):
                 kept.path = None
                 if kept.checkpoint is None:
-                    self._kept.remove(kept)
+                    self._forget(kept)

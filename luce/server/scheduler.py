@@ -154,8 +154,7 @@ class Scheduler:
 
     def _step(self) -> None:
         if self._cache:
-            # It frees pages for the next turn too, since copies take a while.
-            self._cache.free_pages(2 * self._turn_pages())
+            self._cache.free_pages(self._pages_soon())
         happened: Happened = {}
         for generation, event in self._loop.step():
             happened.setdefault(self._jobs[generation], []).append(event)
@@ -197,9 +196,14 @@ class Scheduler:
         most = n_ctx if request.max_tokens is None else min(prompt + request.max_tokens + MAX_ROWS, n_ctx)
         return math.ceil(most / PAGE)
 
-    def _turn_pages(self) -> int:
-        """Returns the most pages that one turn takes."""
-        return math.ceil(self._engine.info.n_chunk / PAGE) + 1 + len(self._jobs)
+    def _pages_soon(self) -> int:
+        """Returns the most pages that this turn and the next one take: copies that leave take a while."""
+        two_turns = 2 * (math.ceil(self._engine.info.n_chunk / PAGE) + 1 + len(self._jobs))
+        if self._engine.native.info.pages_free >= two_turns:
+            return 0
+        running = ((each, job) for each, job in self._jobs.items() if each.want is not None)
+        lacking = (self._pages(job.request) - each.sequence.info.n_pages for each, job in running)
+        return min(two_turns, sum(lacking))
 
     def _end_all(self, error: LuceError) -> None:
         with self._changed:

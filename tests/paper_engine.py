@@ -1,0 +1,96 @@
+"""Is an engine that counts pages, sequences and checkpoints as the core does and computes nothing: a server's
+scheduler and cache run over it, with prompts of any length.
+
+A page is taken where a sequence first writes it, and shared by who starts from it. What leaves for host
+memory frees what it alone holds. A checkpoint needs a slot on the device, and so many of its pages there.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from luce.errors import OutOfMemory
+from luce.generation import Generation
+from luce.server.turns import PAGE
+
+SIZE = 64  # bytes of a checkpoint in host memory, for each of its tokens
+
+
+class PaperEngine:
+    """Stands in for luce.engine.Engine, and for its native one. `n_pages` None is the core's default."""
+
+    def __init__(self, tokenizer, n_ctx, n_sequences, n_checkpoints, n_chunk, n_pages=None):
+        self.tokenizer, self.native = tokenizer, self
+        full = n_ctx // PAGE
+        self.sizes = {"n_ctx": n_ctx, "n_sequences": n_sequences, "n_checkpoints": n_checkpoints, "n_rows": 8,
+                      "n_chunk": n_chunk, "n_pages": n_pages or full * (n_sequences + 1)}  # fmt: skip
+        self.lines = []  # all that hold pages
+
+    @property
+    def info(self):
+        taken = len(set().union(*(line.pages for line in self.lines)))
+        return SimpleNamespace(**self.sizes, pages_free=self.sizes["n_pages"] - taken)
+
+    def generation(self, request, cancelled, prefixes):
+        sequences = sum(not line.is_checkpoint for line in self.lines)
+        if sequences == self.info.n_sequences:
+            raise OutOfMemory("all sequences are open")
+        line = PaperLine(self)
+        return Generation(line, self.info, self.tokenizer, request, None, cancelled, prefixes=prefixes)
+
+    def cancel(self):
+        pass
+
+    def take(self, n):
+        if n > self.info.pages_free:
+            raise OutOfMemory("pages")
+        return [object() for _ in range(n)]
+
+    def take_slot(self):
+        if sum(line.is_checkpoint and line.on_device for line in self.lines) == self.info.n_checkpoints:
+            raise OutOfMemory("checkpoints")
+
+
+class PaperLine:
+    """Is a sequence, or a checkpoint of it."""
+
+    def __init__(self, engine, of=None):
+        self.engine, self.is_checkpoint, self.is_open, self.on_device = engine, of is not None, True, True
+        self.pages, self.n_past = (list(of.pages), of.n_past) if of else ([], 0)
+        engine.lines.append(self)
+
+    @property
+    def info(self):
+        size = SIZE * self.n_past
+        return SimpleNamespace(n_past=self.n_past, n_pages=len(self.pages), size_bytes=size, failed=0)
+
+    def close(self):
+        self.engine.lines.remove(self)
+        self.is_open, self.pages = False, []
+
+    def reset(self):
+        self.pages, self.n_past = [], 0
+
+    def set_sampling(self, sampling):
+        pass
+
+    def resume(self, checkpoint):
+        own = checkpoint.pages if checkpoint.on_device else self.engine.take(checkpoint.n_past // PAGE)
+        self.pages, self.n_past = list(own), checkpoint.n_past
+
+    def prefill(self, tokens, last=True):
+        self.n_past += len(tokens)
+        self.pages += self.engine.take(-(-self.n_past // PAGE) - len(self.pages))
+        return 33 if last else None
+
+    def checkpoint(self):
+        assert self.n_past % PAGE == 0
+        self.engine.take_slot()
+        return PaperLine(self.engine, self)
+
+    def to_host(self):
+        self.on_device, self.pages = False, []
+
+    def to_device(self):
+        self.engine.take_slot()
+        self.pages, self.on_device = self.engine.take(self.n_past // PAGE), True
