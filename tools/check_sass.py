@@ -33,9 +33,10 @@ class Kernel:
     """What was found in one kernel. A predicate of the whole warp (UP0 ...) is no condition for a lane."""
 
     name: str
-    together: int = 0  # instructions of a whole warp
-    conditional: list[str] = field(default_factory=list)  # of these, with a lane's predicate: "00a0 SHFL.IDX"
-    branched: int = 0  # branches to copies that wait
+    together: int = 0  # It counts instructions of a whole warp.
+    # Those of them that a lane's predicate guards are listed, as "00a0 SHFL.IDX".
+    conditional: list[str] = field(default_factory=list)
+    branched: int = 0  # It counts branches to copies that wait.
 
 
 def kernels_of(lines: Iterable[str]) -> Iterator[Kernel]:

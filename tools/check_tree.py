@@ -16,8 +16,9 @@ from pathlib import Path, PurePosixPath
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
-MAX_GRAPH_FUNCTION_LINES = 150  # graph builders: native/src/graph_*.cpp
-MAX_ABI_FUNCTIONS = 51  # library 6, file 6, model 4, engine 7, sequence 15, checkpoint 8, host arrays 5
+MAX_GRAPH_FUNCTION_LINES = 150  # It is for graph builders, native/src/graph_*.cpp.
+# The groups have: library 6, file 6, model 4, engine 7, sequence 15, checkpoint 8, host arrays 5.
+MAX_ABI_FUNCTIONS = 51
 
 TOP_LEVEL = {"pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE", "NOTICE"}
 TOP_LEVEL |= {"native", "luce", "tests", "bench", "tools"}
@@ -37,7 +38,7 @@ _WAIT = re.compile(
 ARCHITECTURE_TABLE, PRE_TOKENIZERS = "native/src/architecture.cpp", "luce/bpe.py"
 _GRAPH_FILE, NO_ARCHITECTURE = re.compile(r"native/src/graph_(\w+)\.cpp"), {"dflash"}
 
-Breach = tuple[str, int, str]  # path, line, what
+Breach = tuple[str, int, str]  # It has the path, the line, and what is wrong there.
 
 
 def tree_files(root: Path) -> list[str]:
@@ -68,7 +69,7 @@ _SKIPPED = re.compile(
     r"|/\*.*?\*/"
     r'|R"(?P<mark>[^()\\ ]*)\(.*?\)(?P=mark)"'
     r'|"(?:\\.|[^"\\\n])*"'
-    r"|(?<![0-9A-Fa-f])'(?:\\.|[^'\\\n])+'",  # a ' within a number separates digits
+    r"|(?<![0-9A-Fa-f])'(?:\\.|[^'\\\n])+'",  # A ' within a number separates digits.
     re.S,
 )
 _DIRECTIVE = re.compile(r"^[ \t]*#(?:[^\n]*\\\n)*[^\n]*", re.M)
@@ -88,8 +89,8 @@ def plain_code(text: str) -> str:
 def c_functions(code: str) -> Iterator[tuple[int, int]]:
     """Yields the first and last line of each function body with its head; what lies within one is part of it.
     """
-    scopes: list[str] = []  # of each open brace: "scope", "function" or "other"
-    head, start = 0, 0  # where the current declaration begins, and the current function's head
+    scopes: list[str] = []  # Each open brace is of a "scope", a "function" or "other".
+    head, start = 0, 0  # The current declaration begins at `head`, and the current function at `start`.
     for mark in re.finditer(r"[{};]", code):
         at, inside = mark.start(), "function" in scopes
         if mark.group() == "{":
@@ -106,7 +107,7 @@ def c_functions(code: str) -> Iterator[tuple[int, int]]:
         elif mark.group() == "}" and scopes:
             if scopes.pop() == "function":
                 if re.match(r"\s*[,{]", code[at + 1 :]):
-                    continue  # that was `a{1}` in a constructor's initialisers; the body is yet to come
+                    continue  # That was `a{1}` in a constructor's initialisers, and the body is yet to come.
                 yield code.count("\n", 0, start) + 1, code.count("\n", 0, at) + 1
         if not any(scope != "scope" for scope in scopes):
             head = at + 1

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Real agents against `luce serve`: codex, opencode, Claude Code and pi each answer a prompt, read a file and write
+# Real agents talk to `luce serve`: codex, opencode, Claude Code and pi each answer a prompt, read a file and write
 # one. What the model says is scripted (tests/scripted_model.py); the clients, the server and the engine are the real
-# ones. Needs Node 20, npm, and luce with its test extra.
+# ones. It needs Node 20, npm, and luce with its test extra.
 #
 #     tools/clients.sh FOLDER [codex opencode claude pi]      # FOLDER keeps the npm packages
 set -euo pipefail
@@ -72,7 +72,7 @@ cat >"$work/opencode.json" <<END
  "permission": {"edit": "allow", "bash": "allow"}}
 END
 
-ask() { # ask CLIENT: one prompt, as each takes it
+ask() { # `ask CLIENT` gives one prompt, as each takes it.
     local program=$folder/node_modules/.bin/$1 prompt="Please SAY $1"
     case $1 in
     codex) "$program" exec --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox --json "$prompt" ;;

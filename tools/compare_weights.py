@@ -37,7 +37,7 @@ Q4_K 0.072.
 Exit 1 where a tensor is missing on either side, has another shape, or is above --max.
 """
 DEFAULT_MAX = 0.1
-SHARED = ("token_embd.weight", "output_norm.weight", "output.weight")  # a head alone may lack them
+SHARED = ("token_embd.weight", "output_norm.weight", "output.weight")  # A head alone may lack them.
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Row:
 
     name: str
     type: str
-    shape: tuple[int, ...]  # ggml order, fastest first
+    shape: tuple[int, ...]  # It is in ggml's order, the fastest first.
     error: float | None
     status: str
 
@@ -95,7 +95,7 @@ def planned(folder: Path, weights: Weights) -> list[Planned]:
     tensors = hf_qwen35.plan(c, part, checkpoint, names)
     if part == "mtp":
         tensors = [t for t in tensors if t.name not in SHARED or t.name in weights]
-    if c.tied and "output.weight" in weights:  # a copy of the embedding
+    if c.tied and "output.weight" in weights:  # It is a copy of the embedding.
         (embedding,) = (t for t in tensors if t.name == "token_embd.weight")
         tensors.append(replace(embedding, name="output.weight"))
     return tensors
@@ -104,7 +104,7 @@ def planned(folder: Path, weights: Weights) -> list[Planned]:
 def relative_error(tensor: Planned, weights: Weights) -> float:
     """Computes ||gguf - hf|| / ||hf|| in F64 sums, where 0 / 0 is 0."""
     name, offset, per_expert = tensor.name, 0, 0
-    if name not in weights:  # gate over up in one tensor {E, 2 FF, n_expert}
+    if name not in weights:  # One tensor {E, 2 FF, n_expert} has gate over up.
         per_expert = tensor.shape[1]
         offset = 0 if "gate_exps" in name else per_expert
         name = _fused(name)

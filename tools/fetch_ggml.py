@@ -23,7 +23,7 @@ import tempfile
 from pathlib import Path, PurePosixPath
 
 PACKAGE = "llama-cpp-python"
-VERSION = "0.3.36"  # carries ggml 0.25.3
+VERSION = "0.3.36"  # It carries ggml 0.25.3.
 ARCHIVE = f"llama_cpp_python-{VERSION}.tar.gz"
 SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
 SOURCE = f"llama_cpp_python-{VERSION}/vendor/llama.cpp"

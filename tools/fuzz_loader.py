@@ -47,9 +47,10 @@ from luce.tokenizer import Tokenizer
 ROOT = Path(__file__).resolve().parent.parent
 HANG_SECONDS = 60
 PROBE_EVERY = 16
-MAX_FINDINGS = 20  # then it ends
+MAX_FINDINGS = 20  # The run ends after so many.
 NOT_BEGUN = 2**64 - 1
-SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # of GGUF's scalar types
+# GGUF's scalar types have these sizes in bytes.
+SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 STRING, ARRAY = 8, 9
 EDGES = (0, 1, 2, 3, 7, 8, 31, 32, 64, 255, 256, 4096, 65535, 2**31 - 1, 2**31, 2**32 - 1, 2**32,
          2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 32, 2**64 - 1)  # fmt: skip
@@ -68,7 +69,7 @@ class Seed:
     keys: list[bytes]
     tensors: list[bytes]
     n_data: int
-    beside: dict[str, bytes] = field(default_factory=dict)  # other parts of a split file
+    beside: dict[str, bytes] = field(default_factory=dict)  # It holds the other parts of a split file.
 
 
 def _text_end(data: bytes, at: int) -> int:
@@ -230,7 +231,7 @@ def _entries(rng: random.Random, entries: list[bytes], change: Callable[..., byt
     elif choice == 2:
         other = rng.randrange(len(made))
         made[at], made[other] = made[other], made[at]
-    elif choice == 3:  # the name of one, the rest of another
+    elif choice == 3:  # One tensor gets the name of another.
         other = made[rng.randrange(len(made))]
         mine, theirs = _name_end(made[at]), _name_end(other)
         made[at] = made[at][:mine] + other[theirs or 0 :]
@@ -457,7 +458,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
         fuzz = Fuzz(args, Path(folder))
         began, commit = time.monotonic(), checkout_commit()
-        with suppress(KeyboardInterrupt):  # what was done until then is reported
+        with suppress(KeyboardInterrupt):  # What was done until then is reported.
             fuzz.run()
         print(json.dumps({
             "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%MZ"), "commit": commit,

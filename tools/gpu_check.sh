@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, for a machine without a network: stages in the order of what they are worth, each within
-# a limit of its own. What has ended well is not run again, so a second call goes on where the first was cut.
+# This runs everything that needs a GPU, on a machine without a network. Stages come in the order of what they are worth,
+# each within a limit of its own. What has ended well is not run again, so a second call goes on where the first was cut.
 #
 #   tools/gpu_check.sh [STAGE ...]      (in the order given; default: all of them, in this order)
 #     build     the library, and its kernels' checks
@@ -24,14 +24,14 @@
 #     kl        how far logits are from the same weights in F32, beside llama.cpp's
 #     gap       rows that change other rows' bits in ggml, by op
 #
-# Reads from GPU_KIT (default .gpu, git-ignored), packed where there is a network:
+# It reads from GPU_KIT (default .gpu, git-ignored), which is packed where there is a network:
 #   cache.tar.xz  luce's cache folder, as tools/fetch_ggml.py leaves it: `tar -C ~/.cache -cJf ... luce`
 #   peer.tar.xz   `peer/bin/` with llama-bench, llama-batched-bench and llama-server of the same archive
 #   *.whl         what the machine's Python lacks of luce[test]
-# Writes results, logs and rows to OUT (default .gpu/out). Keeps what it made and what is done in GPU_WORK (default
-# /var/tmp/luce-gpu). WITHIN: seconds for all of it; a stage that finds too little left is cut or left out, and said.
-# SLICE, WORKERS: of the suite. COMMIT: of the rows, where this is no checkout. GPU_DEVICE=cpu and GPU_SHAPE=mini try the
-# stages that measure without a GPU.
+# It writes results, logs and rows to OUT (default .gpu/out), and keeps what it made and what is done in GPU_WORK
+# (default /var/tmp/luce-gpu). All of it takes at most WITHIN seconds; it tells of a stage that is cut or left out since
+# too little is left. A slice of the suite takes SLICE seconds and runs in WORKERS processes. COMMIT goes into the rows
+# where this is no checkout. GPU_DEVICE=cpu and GPU_SHAPE=mini try the stages that measure without a GPU.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 kit=$(realpath -m "${GPU_KIT:-.gpu}")
@@ -47,7 +47,7 @@ within=${WITHIN:-100000}
 slice=${SLICE:-110}
 workers=${WORKERS:-12}
 threads=${THREADS:-16}
-own_threads=() # luce's: a model on a GPU uses none
+own_threads=() # luce uses none with a model on a GPU.
 [[ $device != cpu ]] || own_threads=(--threads "$threads")
 all="build oracle kernels suite peer auto part sampled sweep prefill dflash nineb experts zero batch serve sanitize kl gap"
 stages=${*:-$all}
@@ -59,7 +59,7 @@ export PATH=/usr/local/cuda/bin:$PATH PYTHONUNBUFFERED=1 XDG_CACHE_HOME=$work/ca
 export LD_LIBRARY_PATH=/usr/local/cuda/lib64:$work/peer/bin:${LD_LIBRARY_PATH:-}
 export PYTHONPATH=$work/site:$PWD${PYTHONPATH:+:$PYTHONPATH}
 oracle=$XDG_CACHE_HOME/luce/oracle-$shape-0.8.gguf
-draft_accept=${DRAFT_ACCEPT:-0.9033} # of each draft: 8.31 tokens a round of a block of 16
+draft_accept=${DRAFT_ACCEPT:-0.9033} # A round of a block of 16 gives 8.31 tokens by this chance of a draft.
 drafter=$XDG_CACHE_HOME/luce/oracle-$shape-drafter-$draft_accept.gguf
 bad=()
 making=
@@ -70,8 +70,8 @@ left() { echo $((within - SECONDS)); }
 brief() { cut -c1-"${2:-200}" | tail -n "$1"; }
 table() { grep '^|' "$out/$1.txt" | grep -v '^| ---' | brief 40 230; }
 
-# run NAME LIMIT COMMAND..: once, in at most LIMIT seconds and what is left; its output goes to OUT/NAME.txt, which is
-# given out again after an earlier call's success. Its status is COMMAND's; 124: cut.
+# `run NAME LIMIT COMMAND..` runs it once, in at most LIMIT seconds and what is left. Its output goes to OUT/NAME.txt,
+# which is given out again after an earlier call's success. Its status is COMMAND's, or 124 where it was cut.
 run() {
     local name=$1 limit=$2 begin=$SECONDS status=0
     shift 2
@@ -113,14 +113,14 @@ have_drafter() {
     making_drafter=
     [[ -e $drafter ]] || make_drafter || { brief 5 <"$out/drafter.txt"; exit 1; }
 }
-# luce's bench of the oracle model: bench NAME LIMIT OPTIONS..
+# `bench NAME LIMIT OPTIONS..` runs luce's bench of the oracle model.
 bench() {
     local name=$1 limit=$2
     shift 2
     run "$name" "$limit" python3 -m luce bench oracle --cache "$XDG_CACHE_HOME" --device "$device" "${own_threads[@]}" \
         --commit "${COMMIT:-}" --save "$out" --quiet --md "$@" && table "$name"
 }
-# beside llama.cpp: peer NAME LIMIT SCRIPT OPTIONS..
+# `peer NAME LIMIT SCRIPT OPTIONS..` runs a script that measures llama.cpp beside luce.
 peer() {
     local name=$1 limit=$2 script=$3
     shift 3
@@ -144,7 +144,7 @@ build_library() {
 build_checks() {
     local arch
     arch=$(nvidia-smi -i 0 --query-gpu=compute_cap --format=csv,noheader | tr -d .)
-    arch=${arch/#90/90a} # with Hopper's own instructions
+    arch=${arch/#90/90a} # Only sm_90a has Hopper's own instructions.
     mkdir -p "$work/kernels"
     printf '%s\n' tests/cuda/*.cu native/kernels/*.cu | xargs -P "$(nproc)" -I{} sh -c \
         'nvcc -std=c++17 -O3 -fmad=false -gencode "arch=compute_$3,code=sm_$3" -Inative/kernels -c "$1" \
@@ -169,8 +169,8 @@ stage_oracle() {
     fi
 }
 
-# Parts of kernel_check, each a process: parts_at_once NAME LIMIT WHICH [SANITIZER OPTIONS ..] prints what failed, and a
-# line for each part. One part's kernels wait for its reference on the CPU, so they share a GPU well.
+# `parts_at_once NAME LIMIT WHICH [SANITIZER OPTIONS ..]` runs parts of kernel_check, each as a process. It prints what
+# failed, and a line for each part. One part's kernels wait for its reference on the CPU, so they share a GPU well.
 parts_at_once() {
     local name=$1 limit=$2 which=$3 part parts
     shift 3
@@ -190,7 +190,7 @@ parts_at_once() {
         waiting+=($!)
     done
 }
-parts_done() { # after all of parts_at_once; an oracle that is being made goes on
+parts_done() { # It waits for all of parts_at_once; an oracle that is being made goes on.
     local name part
     ((${#waiting[@]} == 0)) || wait "${waiting[@]}"
     for name in "$@"; do
@@ -206,7 +206,7 @@ stage_kernels() {
     parts_done kernels
 }
 
-# The tests that use the device. Three files of them count its memory, or fill it, and run by themselves.
+# These tests use the device. Three files of them count its memory, or fill it, and run by themselves.
 ALONE="tests/test_resources.py tests/test_faults.py tests/test_company.py"
 FIRST="tests/test_goldens.py tests/test_model.py tests/test_mtp.py tests/test_invariance.py tests/test_head.py
        tests/test_sequences.py tests/test_checkpoint.py tests/test_engine.py tests/test_pages.py tests/test_dflash.py"
@@ -229,7 +229,7 @@ stage_suite() {
     [[ -s $work/tests.txt ]] || python3 -m pytest --collect-only -q -n 0 -p no:cacheprovider --luce-device "$device" \
         --luce-device-only ${TESTS:-"${files[@]}"} 2>"$out/collect.txt" | grep '::' >"$work/tests.txt"
     touch "$work/tested.txt"
-    while :; do # tests that a cut slice had not ended are in the next
+    while :; do # Tests that a cut slice had not ended are in the next.
         sed 's/^[A-Z]* //' "$work/tested.txt" | grep -vxFf - "$work/tests.txt" >"$work/slice.txt"
         before=$(wc -l <"$work/slice.txt")
         ((before > 0)) || break
@@ -238,7 +238,7 @@ stage_suite() {
         rm -f "$work/done/suite-$number"
         tests "suite-$number" "$slice" -n "$workers" "@$work/slice.txt"
         sed 's/^[A-Z]* //' "$work/tested.txt" | grep -vxFf - "$work/tests.txt" >"$work/slice.txt"
-        (($(wc -l <"$work/slice.txt") < before)) || break # one that hangs
+        (($(wc -l <"$work/slice.txt") < before)) || break # One of them hangs.
     done
     if [[ -z ${TESTS:-} ]]; then
         tests company "$slice" -n 3 --hypothesis-profile unshrunk tests/test_company.py
@@ -309,7 +309,7 @@ stage_nineb() {
     say "plain steps as a share of what the memory's speed allows"
     have_peer
     local type file rows=()
-    if [[ ! -e $work/read-speed.json ]]; then # by hand where there is no GPU
+    if [[ ! -e $work/read-speed.json ]]; then # Where there is no GPU, it is made by hand.
         run read-speed 90 bash -c 'nvcc -O3 -arch=native -o "$1/read_speed" bench/read_speed.cu &&
             "$1/read_speed" >"$1/read-speed.part" && mv "$1/read-speed.part" "$1/read-speed.json"' _ "$work" || return
     fi

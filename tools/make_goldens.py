@@ -22,9 +22,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 N_PROMPT = 40
 N_GREEDY = 64
-MIN_GAP = 5e-3  # a seed whose greedy choice is closer than this is a bad golden
+MIN_GAP = 5e-3  # A seed whose greedy choice is closer than this is a bad golden.
 
-# name: (config, seed). What differs is in the name: DeltaNet heads, S, attention head size, tied...
+# Each name has a config and a seed. The name says what differs: DeltaNet heads, S, head sizes, tied...
 CASES: dict[str, tuple[Config, int]] = {
     "base": (Config(), 11),
     "grouped-s64-d128": (
@@ -62,7 +62,8 @@ CASES: dict[str, tuple[Config, int]] = {
 # chunks have an S of 64 or 128, and cuBLAS takes input widths that are multiples of 8; 100 and 180 are none.
 N_LONG = 400
 N_LONG_GREEDY = 24
-LONG_AT = (63, 126, 127, 128, 190, 255, 256, 319, 382, 383, 384, 399)  # of the prompt's tokens
+# These are indices of the prompt's tokens.
+LONG_AT = (63, 126, 127, 128, 190, 255, 256, 319, 382, 383, 384, 399)
 LONG_CASES: dict[str, tuple[Config, int]] = {
     "long-s128": (
         Config(n_layer=3, interval=3, n_embd=160, n_ff=224, n_head=3, n_head_kv=1, head_dim=128, rope_dim=64,

@@ -24,9 +24,9 @@ from pathlib import Path
 import numpy as np
 
 MAX_BYTES, MIN_BYTES = 300_000, 200
-MAX_SEEN = 0.6  # share of a file's shingles that earlier files may hold
-SHINGLE = 4  # lines
-HELD_OUT_SHARE = 64  # one file in so many
+MAX_SEEN = 0.6  # Earlier files may hold this share of a file's shingles.
+SHINGLE = 4  # A shingle has so many lines.
+HELD_OUT_SHARE = 64  # One file in so many is held out.
 
 _PERMISSIVE = re.compile(
     r"^(mit|mit-0|mit-cmu|bsd|0bsd|bsd-\d-clause|bsd license|new bsd|modified bsd|(the )?mit license"
@@ -85,7 +85,8 @@ class Document:
     digest: str
     text: str
     shingles: np.ndarray  # uint64
-    functions: list[tuple[str, str, str]]  # name, first sentence of the docstring, code
+    # Each has a name, the first sentence of the docstring, and the code.
+    functions: list[tuple[str, str, str]]
 
 
 # ---- licences
@@ -249,7 +250,8 @@ def collect(workers: int, limit: int = 0) -> tuple[list[Document], list[Document
         jobs = random.Random(0).sample(jobs, limit)
     with ProcessPoolExecutor(workers) as pool:
         read = [d for d in pool.map(read_document, jobs, chunksize=32) if d is not None]
-    unique = {document.digest: document for document in reversed(read)}  # the first of equals
+    # Of equal documents the first one stays.
+    unique = {document.digest: document for document in reversed(read)}
     ordered = sorted(unique.values(), key=lambda d: (not is_held_out(d), d.digest))
     kept, dropped = deduplicate(ordered)
     held_out = [d for d in kept if is_held_out(d)]

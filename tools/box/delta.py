@@ -93,7 +93,7 @@ class _Scan(torch.autograd.Function):
     def backward(ctx, d_out: Tensor):  # type: ignore[override, no-untyped-def]
         m, states = ctx.saved_tensors
         chunks = m.shape[1]
-        grads = [d_out[:, chunks]]  # of S_{c+1}, from the last back
+        grads = [d_out[:, chunks]]  # These are the gradients of S_{c+1}, from the last one back.
         for c in range(chunks - 1, -1, -1):
             grads.append(torch.baddbmm(d_out[:, c], m[:, c].transpose(-1, -2), grads[-1]))
         d_next = torch.stack(grads[:-1][::-1], 1)  # (B, NC, K, V)
@@ -118,7 +118,7 @@ def chunked(
     k = by_chunk(l2norm(k), hk)
     v = by_chunk(v, hv).reshape(b, hk, r, nc, CHUNK, dv)
     g, beta = (x.view(b, nc, CHUNK, hk, r).permute(0, 3, 4, 1, 2) for x in (g, beta))  # (B,Hk,R,NC,C)
-    total = g.cumsum(-1)  # log decay since the chunk's start, this row's included
+    total = g.cumsum(-1)  # It is the log decay since the chunk's start, with this row's.
     q16, k16 = q.to(dtype), k.to(dtype)
     kk = (k16 @ k16.transpose(-1, -2)).unsqueeze(2)  # (B, Hk, 1, NC, C, C)
     qk = (q16 @ k16.transpose(-1, -2)).unsqueeze(2)

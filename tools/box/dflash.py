@@ -38,14 +38,14 @@ from box.store import Deadline, Store, prepare_torch, say
 from box.trunk import load_trunk
 
 BLOCK = 16
-Table = tuple[Tensor, Tensor]  # cos, sin by position
-POSITION_DECAY = 4.0  # row i weighs exp(-(i - 1) / POSITION_DECAY)
+Table = tuple[Tensor, Tensor]  # It holds cos and sin by position.
+POSITION_DECAY = 4.0  # Row i weighs exp(-(i - 1) / POSITION_DECAY).
 
 
 @dataclass(frozen=True)
 class Settings:
     batch: int = 64
-    anchors: int = 32  # a step, the same for the whole batch
+    anchors: int = 32  # A step has so many, the same for the whole batch.
     max_steps: int = 0
     reserve: float = 20.0
     compile: bool = True
@@ -172,7 +172,7 @@ def block_loss(
     which drafts nothing."""
     mine = draft_hidden(features(tapped, w), x, w, n_layer, mask, table, rows)
     drafts = mine.unflatten(1, (-1, BLOCK))[:, :, 1:]  # (B, A, 15, E)
-    seen = hidden[:, rows - 1].unflatten(1, (-1, BLOCK))[:, :, 1:]  # what the trunk predicts there
+    seen = hidden[:, rows - 1].unflatten(1, (-1, BLOCK))[:, :, 1:]  # The trunk predicts from these.
     wanted = targets.unflatten(1, (-1, BLOCK))[:, :, 1:]
     output = embedding.to(hidden.dtype)
     student = F.linear(drafts, output)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from box.optim import Optimizer, decayed
 from box.store import Deadline, compilation, say
 
-CHECK_STEPS = 50  # of a drafter, between two looks at the loss
+CHECK_STEPS = 50  # A drafter makes so many steps between two looks at the loss.
 
 
 def loop(

@@ -13,7 +13,7 @@ from box import tokens
 from box.model import Cache, Trunk
 from box.store import Deadline, Store, say
 
-PREFILL_ROWS = 128  # sequences prefilled at once
+PREFILL_ROWS = 128  # So many sequences are prefilled at once.
 
 
 def choose(logits: Tensor, temperature: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def continue_batch(
         pairs = [layers[i] for layers in parts]
         cache.layers.append((torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs])))
         for layers in parts:
-            layers[i] = (torch.empty(0), torch.empty(0))  # give the memory back
+            layers[i] = (torch.empty(0), torch.empty(0))  # This gives the memory back.
     out = [choose(trunk.logits(torch.cat(hidden)), temperature)]
     for _ in range(count - 1):
         out.append(choose(trunk.logits(trunk.step(out[-1], cache, eager)), temperature))
@@ -70,9 +70,9 @@ class Pool:
     length: int = 768
     prompts: tuple[int, ...] = (64, 256, 512)
     batch: int = 4096
-    batches: int = 9  # in turn through `prompts`
-    held_out: int = 256  # sequences, greedy, for each prompt length but the longest
-    held_out_count: int = 256  # tokens that they continue
+    batches: int = 9  # They are taken in turn from `prompts`.
+    held_out: int = 256  # So many greedy sequences are held out, for each prompt length but the longest.
+    held_out_count: int = 256  # Those go on for so many tokens.
     reserve: float = 2.0
     compile: bool = True
 

@@ -37,9 +37,9 @@ from box.model import Config, Trunk
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 PROMPT = "import unittest\n\n\nclass TestQueue(unittest.TestCase):\n    def setUp(self):\n"
-MIN_GAP = 0.2  # between the two largest logits: Q8_0 moves each of them by up to 0.1
+MIN_GAP = 0.2  # The two largest logits are so far apart at least: Q8_0 moves each of them by up to 0.1.
 N_DRAFT = 3
-ANCHORS = (0, 40)  # of the greedy tokens: where the head's logits are kept
+ANCHORS = (0, 40)  # The head's logits are kept at these greedy tokens.
 
 
 def stored(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -55,7 +55,7 @@ def check_same(config: tiny.Config, state: dict[str, np.ndarray], file: Path) ->
     if mine.keys() != theirs.keys():
         raise RuntimeError(f"{file.name} holds other tensors: {sorted(mine.keys() ^ theirs.keys())}")
     for name, x in mine.items():
-        exact = not name.endswith("ssm_a")  # that one is computed, by exp
+        exact = not name.endswith("ssm_a")  # That one is computed, by exp.
         if not np.array_equal(x, theirs[name]) and (exact or not np.allclose(x, theirs[name], rtol=1e-6)):
             raise RuntimeError(f"{file.name}: {name} differs by {np.abs(x - theirs[name]).max()}")
 
@@ -78,7 +78,7 @@ def head_logits(config: Config, state: dict[str, np.ndarray], golden: dict[str, 
     n_prompt, n = len(golden["prompt"]), len(golden["greedy"])
     true = torch.from_numpy(np.concatenate([golden["prompt"], golden["greedy"]])).long()
     length = len(true) + N_DRAFT - 1
-    rows = torch.zeros(n, length, dtype=torch.long)  # row i: the text, over which anchor i's drafts go
+    rows = torch.zeros(n, length, dtype=torch.long)  # Row i is the text over which anchor i's drafts go.
     rows[:, : len(true)] = true
     each, anchors = torch.arange(n), n_prompt + torch.arange(n)
     masks = [nextn.chain_mask(length, step, "cpu") for step in range(1, N_DRAFT + 1)]

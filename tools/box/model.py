@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from box import delta
 
 EPS = 1e-6
-TAPS = 4  # of the convolution
+TAPS = 4  # The convolution has so many taps.
 Weights = dict[str, Tensor]
 
 
@@ -29,10 +29,10 @@ class Config:
     n_embd: int = 256
     n_ff: int = 1024
     n_layer: int = 12
-    interval: int = 4  # every fourth block has full attention
+    interval: int = 4  # Every fourth block has full attention.
     n_head: int = 4
     n_head_kv: int = 2
-    head_dim: int = 64  # all of it rotated
+    head_dim: int = 64  # All of it is rotated.
     n_k_head: int = 4
     n_v_head: int = 8
     state_size: int = 64
@@ -135,7 +135,8 @@ def full_step(
     keys[:, :, position] = k[:, 0]
     values[:, :, position] = v[:, 0]
     seen = slice(0, position + 1)
-    q = q[:, 0].unflatten(1, (keys.shape[1], -1))  # (N, Hkv, H / Hkv, D): the heads of one k as its queries
+    # The heads that share one k become its queries: (N, Hkv, H / Hkv, D).
+    q = q[:, 0].unflatten(1, (keys.shape[1], -1))
     o = F.scaled_dot_product_attention(q, keys[:, :, seen], values[:, :, seen])
     o = o.flatten(1).unsqueeze(1) * torch.sigmoid(gate)
     return finish_block(x, linear(o, w["self_attn.o_proj.weight"]), w)
@@ -163,7 +164,7 @@ def delta_block(x: Tensor, w: Weights) -> tuple[Tensor, Tensor, Tensor]:
     y = rms(x, w["input_layernorm.weight"])
     rows = linear(y, w["linear_attn.in_proj_qkv.weight"])  # (B, T, C)
     padded = F.pad(rows, (0, 0, TAPS - 1, 0)).float()
-    taps = w["linear_attn.conv1d.weight"][:, 0]  # (C, 4), tap 0 the oldest
+    taps = w["linear_attn.conv1d.weight"][:, 0]  # They are (C, 4), and tap 0 is the oldest.
     conv = padded[:, : x.shape[1]] * taps[:, 0]
     for i in range(1, TAPS):
         conv = conv + padded[:, i : i + x.shape[1]] * taps[:, i]
@@ -209,8 +210,8 @@ class DeltaWeights(nn.Module):
         self.in_proj_b = matrix(c.n_v_head, c.n_embd)
         self.in_proj_a = matrix(c.n_v_head, c.n_embd)
         self.conv1d = nn.Conv1d(conv_dim, conv_dim, TAPS, groups=conv_dim, bias=False)
-        dt = torch.empty(c.n_v_head).uniform_(-6.9, -2.3).exp()  # log-uniform in 0.001 .. 0.1
-        self.dt_bias = nn.Parameter(dt + (-torch.expm1(-dt)).log())  # softplus gives dt
+        dt = torch.empty(c.n_v_head).uniform_(-6.9, -2.3).exp()  # It is log-uniform in 0.001 .. 0.1.
+        self.dt_bias = nn.Parameter(dt + (-torch.expm1(-dt)).log())  # Then softplus gives dt.
         self.A_log = nn.Parameter(torch.empty(c.n_v_head).uniform_(1, 16).log())
         self.norm = Norm(c.state_size, 1.0)
         self.out_proj = matrix(c.n_embd, value_dim, gain)
@@ -335,7 +336,7 @@ class Trunk(nn.Module):
     @staticmethod
     def _keep(full: bool, kept: list[Tensor], capacity: int) -> tuple[Tensor, Tensor]:
         if not full:
-            return kept[0].clone(), kept[1].clone()  # views of all rows and all states otherwise
+            return kept[0].clone(), kept[1].clone()  # Views would keep all rows and all states.
         room = [t.new_empty(*t.shape[:2], capacity, t.shape[3]) for t in kept]
         for t, source in zip(room, kept, strict=True):
             t[:, :, : source.shape[2]] = source

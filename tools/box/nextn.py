@@ -36,8 +36,8 @@ from box.model import (
 from box.store import Deadline, Store, prepare_torch, say
 from box.trunk import load_trunk
 
-STEP_WEIGHTS = (1.0, 0.8, 0.6)  # of the losses of a chain's steps
-HARD = 0.5  # share of the loss on the trunk's own choice; the rest is on its whole distribution
+STEP_WEIGHTS = (1.0, 0.8, 0.6)  # The losses of a chain's steps weigh so much.
+HARD = 0.5  # This share of the loss is on the trunk's own choice; the rest is on its whole distribution.
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class NextN(nn.Module):
         super().__init__()
         self.config = c
         self.fc = matrix(c.n_embd, 2 * c.n_embd)
-        with torch.no_grad():  # begins as the mean of both inputs
+        with torch.no_grad():  # It begins as the mean of both inputs.
             eye = torch.eye(c.n_embd)
             self.fc.weight.mul_(0.1).add_(torch.cat([eye, eye], 1) * 0.5)
         self.pre_fc_norm_embedding = Norm(c.n_embd)
@@ -83,7 +83,8 @@ def chain_mask(length: int, step: int, device: Any) -> Tensor:
     parts = [(c >= 1) & (c <= r - step + 1)]
     parts += [c == r - step + j for j in range(2, step + 1)]
     mask = torch.cat(parts, 1)
-    mask[:, -length:] |= (r == c) & (r < step)  # rows without a chain: something, so that no NaN arises
+    # Rows without a chain see something too, so that no NaN arises.
+    mask[:, -length:] |= (r == c) & (r < step)
     return mask
 
 
@@ -130,7 +131,7 @@ def chain_loss(
     total = hidden.new_zeros((), dtype=torch.float32)
     weights = STEP_WEIGHTS[: len(masks)]
     for step, mine in enumerate(chain(hidden, embedded, w, masks, cos, sin), 1):
-        student = F.linear(mine[:, step:], output)  # rows before have no whole chain
+        student = F.linear(mine[:, step:], output)  # The rows before have no whole chain.
         total = total + weights[step - 1] * distillation_loss(student, teacher[:, step:]).mean()
     return total / sum(weights)
 
@@ -191,7 +192,7 @@ def evaluate(trunk: Trunk, head: NextN, sets: list[tuple[Tensor, int]], rows: in
             drafts = torch.stack([trunk.logits(p).argmax(-1) for p in passes]).cpu().numpy()  # (S, B, T)
             truth = batch.cpu().numpy()
             for b, stop in enumerate(stops(truth, prompt)):
-                # anchor p: pass j's row p + j - 1 drafts the token at p + j
+                # For the anchor p, row p + j - 1 of pass j drafts the token at p + j.
                 last = max(min(stop, length - steps), prompt)
                 hits = np.zeros((last, steps), bool)
                 for p in range(prompt, last):

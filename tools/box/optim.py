@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-MUON_LR, ADAM_LR = 0.02, 3e-3  # at full rate; Muon's is relative to an orthogonal update
+MUON_LR, ADAM_LR = 0.02, 3e-3  # Both are at full rate. Muon's is relative to an orthogonal update.
 MOMENTUM, BETAS, MUON_DECAY = 0.95, (0.9, 0.95), 0.04
-CLIP = 1.0  # of the gradient's global norm
+CLIP = 1.0  # The gradient's global norm is at most this.
 WARMUP_STEPS = 60
 
 

@@ -15,7 +15,7 @@ from luce.bpe import SPLITS
 
 N_VOCAB = 4096
 END, START_TURN, END_TURN, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"
-SPECIAL = [END, START_TURN, END_TURN, MASK]  # the last ids, in this order
+SPECIAL = [END, START_TURN, END_TURN, MASK]  # They are the last ids, in this order.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -29,10 +29,12 @@ ASKS = (
     "{told}",
 )
 SYSTEMS = ("You are a helpful assistant.", "You write Python.")
-EXTRA_SHARE = 0.03  # of the training text, each: single functions, and functions as ChatML turns
-SPLIT_SHARE = 0.2  # of the training text's tokens of punctuation and newlines: as two tokens
-ENCODE_BATCH = 2048  # texts
-SAMPLE_BYTES = 48_000_000  # of text the tokenizer is trained on
+# Single functions are this share of the training text, and so are functions as ChatML turns.
+EXTRA_SHARE = 0.03
+# Of the training text's tokens of punctuation and newlines, this share is written as two tokens.
+SPLIT_SHARE = 0.2
+ENCODE_BATCH = 2048  # So many texts are encoded at once.
+SAMPLE_BYTES = 48_000_000  # The tokenizer is trained on so many bytes of text.
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
@@ -53,7 +55,7 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
     )
     tokenizer.train_from_iterator(texts, trainer)
     missing = N_VOCAB - len(SPECIAL) - tokenizer.get_vocab_size()
-    if missing > 0:  # a toy corpus: fill up, so that the special ids stay where they are
+    if missing > 0:  # A toy corpus has too few: with fillers, the special ids stay where they are.
         tokenizer.add_tokens([f"<|unused{i}|>" for i in range(missing)])
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
     return tokenizer
@@ -97,7 +99,7 @@ def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     """Returns ids; control tokens that are spelled out in a text are text."""
     tokenizer.encode_special_tokens = True
     ids: list[list[int]] = []
-    for at in range(0, len(texts), ENCODE_BATCH):  # encodings are large while they live
+    for at in range(0, len(texts), ENCODE_BATCH):  # Encodings are large while they live.
         batch = tokenizer.encode_batch_fast(texts[at : at + ENCODE_BATCH], add_special_tokens=False)
         ids += [encoding.ids for encoding in batch]
     return ids

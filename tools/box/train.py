@@ -20,7 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-BEGAN = time.monotonic()  # before the imports that take long
+BEGAN = time.monotonic()  # It is taken before the imports that take long.
 ROOT = Path(__file__).resolve().parent.parent
 
 from box import corpus, dflash, export, generate, nextn, store, tokens, trunk  # noqa: E402
@@ -43,7 +43,8 @@ class Sizes:
             self.file_limit = 3000
             self.trunk = trunk.Settings(held_out_windows=8, max_steps=20)
             self.pool = generate.Pool(batch=128, batches=3, held_out=16, held_out_count=64, compile=False)
-            self.nextn = nextn.Settings(max_steps=4, compile=False)  # eager: compiling takes a minute each
+            # Both run eagerly, since compiling takes a minute for each.
+            self.nextn = nextn.Settings(max_steps=4, compile=False)
             self.dflash = dflash.Settings(max_steps=4, compile=False)
         if toy:
             self.file_limit = 200

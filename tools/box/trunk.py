@@ -22,7 +22,7 @@ from box.model import Config, Trunk, count_parameters, token_loss
 from box.optim import Optimizer, decayed
 from box.store import Deadline, Store, prepare_torch, say
 
-DOCUMENT_SHARE = 8  # one window in so many begins where a document does: prompts do, too
+DOCUMENT_SHARE = 8  # One window in so many begins where a document does, as prompts do.
 CHECK_STEPS, SAVE_SECONDS = 10, 75.0
 PROMPTS = ("def fibonacci(n):\n", "class Stack:\n", "import os\n\n\ndef read_lines(path):\n")
 
@@ -32,8 +32,8 @@ class Settings:
     batch: int = 32
     length: int = 2048
     held_out_windows: int = 64
-    max_steps: int = 0  # 0: until the time is up
-    reserve: float = 14.0  # seconds for the last evaluation and save
+    max_steps: int = 0  # With 0 it ends when the time is up.
+    reserve: float = 14.0  # The last evaluation and save have so many seconds.
     compile: bool = True
 
 
@@ -66,7 +66,7 @@ class Windows:
         self.epoch = epoch
 
     def next(self) -> Tensor:
-        whole = self.per_epoch // self.batch  # batches in an epoch
+        whole = self.per_epoch // self.batch  # An epoch has so many batches.
         epoch, index = divmod(self.drawn // self.batch, whole)
         if epoch != self.epoch:
             self._open(epoch)
