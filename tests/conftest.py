@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's threads wait for each other beside another worker's
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # Else numpy's threads wait for each other beside another worker's.
 
 import tiny
 from click.testing import CliRunner
@@ -21,7 +21,7 @@ from luce.cli import cli
 
 HEADER = Path(__file__).resolve().parent.parent / "native" / "include" / "luce.h"
 
-# The command with the library under test, also where it is not the installed one (--luce-lib)
+# The command runs with the library under test, also where it is not the installed one (--luce-lib).
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -32,7 +32,7 @@ main()
 """
 
 
-settings.register_profile("luce", deadline=None)  # no test fails because the machine was busy
+settings.register_profile("luce", deadline=None)  # No test fails because the machine was busy.
 settings.load_profile("luce")
 
 
@@ -143,7 +143,7 @@ def endless(tmp_path_factory):
     """Makes a tiny model with a context of 250000 that never chooses an end of text."""
     config = tiny.Config(n_ctx=250_000, n_nextn=1)
     tensors = tiny.layout(config, seed=1)
-    tensors["output.weight"][256:] = 0  # (V, E): greedy takes bytes only
+    tensors["output.weight"][256:] = 0  # Its rows are (V, E). With it, greedy takes bytes only.
     return tiny.write(tmp_path_factory.mktemp("endless") / "endless.gguf", config, tensors)
 
 

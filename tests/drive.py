@@ -42,7 +42,8 @@ def type_of(kind: str) -> Callable[[str], str]:
     return pick
 
 
-SLOW = [tiny.QType[kind] for kind in WEIGHT_TYPES if has_ggmls_matmul(kind)]  # seconds to begin with
+# These begin, since they take seconds.
+SLOW = [tiny.QType[kind] for kind in WEIGHT_TYPES if has_ggmls_matmul(kind)]
 
 
 def quantize(native: Library, kind: int, rows: np.ndarray) -> np.ndarray:

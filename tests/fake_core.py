@@ -77,8 +77,8 @@ class FakeEngine:
         self.n_sequences, self.on_call, self.n_top = n_sequences, on_call, n_top
         self.fail, self.seconds, self.now = dict(fail or {}), dict(seconds or {}), 0.0
         self.calls = []
-        self.open = []  # sequences
-        self.last = None  # the sequence that was opened last
+        self.open = []  # These sequences are open.
+        self.last = None  # This sequence was opened last.
         self.cancels = False
 
     def called(self, verb, detail=None):
@@ -157,7 +157,7 @@ class FakeEngine:
 
     def choices(self, sequence, rows):
         found = [self.choose(history) for history in rows]
-        if None in found:  # a target whose logits are not finite there
+        if None in found:  # The target's logits are not finite there.
             sequence.failed = 1
             return NumericError("logits are not finite")
         return found
@@ -169,8 +169,8 @@ class FakeSequence:
     def __init__(self, engine):
         self.engine = engine
         self.committed, self.failed = [], 0
-        self.rows = None  # histories of the last verify
-        self.chain = None  # the last draft: [anchor, *drafts]
+        self.rows = None  # These are the histories of the last verify.
+        self.chain = None  # This is the last draft: [anchor, *drafts].
 
     def usable(self):
         if self.failed or self not in self.engine.open:

@@ -91,15 +91,16 @@ def relative_error(found: np.ndarray, wanted: np.ndarray) -> float:
     return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
 
 
-# ||error|| / ||weights|| of a round trip, weights uniform in [-h, h] (so their RMS is h / sqrt(3)).
+# These bound ||error|| / ||weights|| of a round trip of weights that are uniform in [-h, h] (RMS h /
+# sqrt(3)).
 ROUND_TRIP = {
     "F32": 0.0,
-    "F16": 2**-11,  # half a unit in the last place of 11 bits
-    "BF16": 2**-8,  # the same of 8 bits
-    "Q8_0": 0.0045,  # steps of h/127: error h/127/sqrt(12), so 1/254 of the RMS; and an F16 scale
-    "Q6_K": 0.018,  # steps of h/32: 1/64; and 8 bit scales
-    "Q5_K": 0.037,  # 31 steps over 2h: 1/31; and 6 bit scales and minima
-    "Q4_K": 0.078,  # 15 steps over 2h: 1/15; the same
+    "F16": 2**-11,  # It is half a unit in the last place of 11 bits.
+    "BF16": 2**-8,  # It is half a unit in the last place of 8 bits.
+    "Q8_0": 0.0045,  # Steps are h/127, so the error h/127/sqrt(12) is 1/254 of the RMS; and the scale is F16.
+    "Q6_K": 0.018,  # Steps are h/32, so it is 1/64; and scales have 8 bits.
+    "Q5_K": 0.037,  # There are 31 steps over 2h, so it is 1/31; and scales and minima have 6 bits.
+    "Q4_K": 0.078,  # There are 15 steps over 2h, so it is 1/15; and scales and minima have 6 bits.
 }
 
 

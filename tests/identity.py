@@ -20,7 +20,8 @@ from drive import Decoded
 # deviation 2 to 3.5.
 CUDA_GAP = 0.4
 
-Rule = Callable[[np.ndarray, int], int]  # (logits, index of the token after the prompt) -> the choice
+# It chooses by the logits and the index of the token after the prompt.
+Rule = Callable[[np.ndarray, int], int]
 
 
 def greedy_rule(logits: np.ndarray, at: int) -> int:
@@ -34,7 +35,7 @@ class Identity:
     runs_compared: int = 0
     runs_that_differ: int = 0
     greedy_runs_that_differ: int = 0
-    tokens_compared: int = 0  # of each run up to its first difference, and with it
+    tokens_compared: int = 0  # Each run counts up to its first difference, and with it.
     tokens_after_a_difference: int = 0
     max_abs_logit_difference_there: float = 0.0
     # Of greedy runs, in the plain run's logits: how far its choice is above the other run's choice, which is

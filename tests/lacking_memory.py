@@ -113,7 +113,7 @@ def fail_each(
             error = raised
         done = _preloaded.disarm()
         if error is None and not done:
-            failed += 1  # it was caught, and something else done instead
+            failed += 1  # It was caught, and something else was done instead.
             continue
         if error is None:
             return failed

@@ -13,7 +13,7 @@ from tiny import Config, Weights
 from luce._native import Engine, Model, Sequence
 
 SMALL = Config(n_nextn=1)
-BAD = 7  # the token
+BAD = 7  # This token's row is NaN.
 
 
 def spoil(weights: Weights) -> Weights:

@@ -35,10 +35,10 @@ luce_status luce_leave_device(int32_t index);
 luce_status luce_lookup(const int32_t *tokens, uint32_t n_tokens, int32_t *draft, uint32_t *n,
                         uint32_t *matched);
 """
-# ggml's blocks of 32 values; the innermost dimension of an array counts blocks.
-Q4_0 = np.dtype([("d", "<f2"), ("q", "u1", 16)])  # value i and i + 16 in the halves of byte i
+# These are ggml's blocks of 32 values. The innermost dimension of an array counts blocks.
+Q4_0 = np.dtype([("d", "<f2"), ("q", "u1", 16)])  # Values i and i + 16 are the halves of byte i.
 Q8_0 = np.dtype([("d", "<f2"), ("q", "i1", 32)])
-# numpy's types to ggml's: F32, F16, Q4_0, Q8_0, I32, and I8, which also stands for raw bytes.
+# These are ggml's types of numpy's: F32, F16, Q4_0, Q8_0, I32, and I8, which also stands for raw bytes.
 TYPES = {
     np.dtype("f4"): 0,
     np.dtype("f2"): 1,
@@ -168,7 +168,7 @@ def op_run(
     op may write to the arrays that it is documented to write to: they are changed in place."""
     ffi, lib = core(native.path)
     result = np.empty(shape, dtype)
-    result.view(np.uint8)[...] = 0xFF  # poison: NaN, -1
+    result.view(np.uint8)[...] = 0xFF  # This poisons it with NaN, or -1.
     args, out = ffi.new("luce_array[]", max(len(arrays), 1)), ffi.new("luce_array *")
     for arg, array in zip(args, arrays, strict=False):
         _fill(ffi, arg, array)

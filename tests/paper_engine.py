@@ -13,7 +13,7 @@ from luce.errors import OutOfMemory
 from luce.generation import Generation
 from luce.server.turns import PAGE
 
-SIZE = 64  # bytes of a checkpoint in host memory, for each of its tokens
+SIZE = 64  # A checkpoint in host memory has so many bytes for each of its tokens.
 
 
 class PaperEngine:
@@ -24,7 +24,7 @@ class PaperEngine:
         full = n_ctx // PAGE
         self.sizes = {"n_ctx": n_ctx, "n_sequences": n_sequences, "n_checkpoints": n_checkpoints, "n_rows": 8,
                       "n_chunk": n_chunk, "n_pages": n_pages or full * (n_sequences + 1)}  # fmt: skip
-        self.lines = []  # all that hold pages
+        self.lines = []  # All of these hold pages.
 
     @property
     def info(self):

@@ -16,7 +16,7 @@ import gguf
 import numpy as np
 from tiny import Config, Weights
 
-L2_EPS = 1e-6  # of q and k in DeltaNet: a constant of the model, not its RMS epsilon
+L2_EPS = 1e-6  # It is for q and k in DeltaNet: a constant of the model, not its RMS epsilon.
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
@@ -70,10 +70,10 @@ def delta_update(s: np.ndarray, k: np.ndarray, delta: np.ndarray, decay: np.ndar
 class Log:
     """A log is what a step records for each row of a DeltaNet layer."""
 
-    k: np.ndarray  # (rows, Hk, S) l2-normalised
+    k: np.ndarray  # It is (rows, Hk, S), l2-normalised.
     delta: np.ndarray  # (rows, Hv, S)
-    decay: np.ndarray  # (rows, Hv) exp(g)
-    qkv: np.ndarray  # (rows, conv_dim) attn_qkv x, before the conv
+    decay: np.ndarray  # It is exp(g), (rows, Hv).
+    qkv: np.ndarray  # It is attn_qkv x before the conv, (rows, conv_dim).
 
 
 @dataclass
@@ -81,11 +81,12 @@ class Step:
     """A step has rows that are computed and not committed."""
 
     logits: np.ndarray  # (rows, V)
-    hidden: np.ndarray  # (rows, E) after output_norm
+    hidden: np.ndarray  # It is (rows, E), after output_norm.
     parents: list[int]
-    outputs: list[np.ndarray] = field(default_factory=list)  # (rows, E) of each block: the residual stream
+    # Each is the residual stream after a block, (rows, E).
+    outputs: list[np.ndarray] = field(default_factory=list)
     logs: dict[int, Log] = field(default_factory=dict)
-    kv: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)  # (rows, Hkv, D) each
+    kv: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)  # Each is (rows, Hkv, D).
 
 
 def attention(
@@ -122,7 +123,8 @@ def router_gap(w: Weights, c: Config, x: np.ndarray) -> float:
     closest. Arithmetic that rounds by more may choose the other, whose output is another."""
     if c.n_expert_used == c.n_expert:
         return math.inf
-    logits = -np.sort(-(x @ w["ffn_gate_inp.weight"].T), axis=1)  # (rows, experts), largest first
+    # They are (rows, experts), the largest first.
+    logits = -np.sort(-(x @ w["ffn_gate_inp.weight"].T), axis=1)
     return float((logits[:, c.n_expert_used - 1] - logits[:, c.n_expert_used]).min())
 
 
@@ -134,7 +136,8 @@ def moe(w: Weights, c: Config, x: np.ndarray) -> np.ndarray:
         gate, up = w["ffn_gate_exps.weight"], w["ffn_up_exps.weight"]
     out = np.zeros_like(x)
     for t, row in enumerate(x):
-        chosen = np.argsort(-logits[t], kind="stable")[: c.n_expert_used]  # of equal ones the lowest id
+        # Of equal ones the lowest id comes first.
+        chosen = np.argsort(-logits[t], kind="stable")[: c.n_expert_used]
         share = np.exp(logits[t, chosen] - logits[t, chosen].max())
         for e, weight in zip(chosen, share / share.sum(), strict=True):
             h = silu(gate[e] @ row) * (up[e] @ row)
@@ -178,8 +181,9 @@ class Reference:
         n_kv = {i: len(weights[f"blk.{i}.attn_k.weight"]) // c.head_dim for i in full}
         self.kv = {i: (np.zeros((0, n_kv[i], c.head_dim), dtype),) * 2 for i in full}  # (n_past, Hkv, D)
         self.state = {i: np.zeros((c.n_v_head, c.state_size, c.state_size), dtype) for i in linear}
-        self.conv = {i: np.zeros((c.conv_kernel - 1, c.conv_dim), dtype) for i in linear}  # oldest first
-        self.router_gap = math.inf  # the least of all rows so far
+        # The oldest row comes first.
+        self.conv = {i: np.zeros((c.conv_kernel - 1, c.conv_dim), dtype) for i in linear}
+        self.router_gap = math.inf  # It is the least gap of all rows so far.
 
     def step(self, tokens: Sequence[int], parents: Sequence[int] | None = None) -> Step:
         """Runs one forward over rows, where parents[0] = -1 and parents[i] < i; None is a chain."""
@@ -213,7 +217,7 @@ class Reference:
         beta = sigmoid(x @ w["ssm_beta.weight"].T)  # (rows, Hv)
         decay = np.exp(w["ssm_a"] * softplus(x @ w["ssm_alpha.weight"].T + w["ssm_dt.bias"]))
         log = Log(np.empty((n, c.n_k_head, c.state_size), x.dtype), np.empty_like(z), decay, qkv)
-        windows, states = [], []  # after each row
+        windows, states = [], []  # They are kept after each row.
         o = np.empty_like(z)
         for r, p in enumerate(out.parents):
             window = np.vstack([windows[p] if p >= 0 else self.conv[i], qkv[r]])  # (conv, conv_dim)
@@ -270,8 +274,8 @@ class NextN:
         for name, other in defaults.items():
             self.w.setdefault(f"nextn.{name}.weight", weights[other].astype(dtype))
         self.w.setdefault("nextn.shared_head_head.weight", output.astype(dtype))
-        self.kv = (np.zeros((0, c.n_head_kv, c.head_dim), dtype),) * 2  # of positions 1 ..
-        self.router_gap = math.inf  # as in Reference
+        self.kv = (np.zeros((0, c.n_head_kv, c.head_dim), dtype),) * 2  # They are of positions from 1 on.
+        self.router_gap = math.inf  # It is as in Reference.
 
     def _rows(
         self, tokens: Sequence[int], hidden: np.ndarray, kv: tuple[np.ndarray, np.ndarray]

@@ -24,7 +24,7 @@ from luce.runner import Known, Runner
 from luce.structs import Cost
 
 RECORDED = Path(__file__).parent.parent / "bench" / "results" / "2026-11-21-traces-box-cpu.json"
-HELD_OUT = RECORDED.with_name("2026-11-22-traces-held-out-box-cpu.json")  # nothing was chosen on these
+HELD_OUT = RECORDED.with_name("2026-11-22-traces-held-out-box-cpu.json")  # Nothing was chosen on these.
 GAMMA, WRONG = 8, -1
 
 # Machines: a draft's cost, and that of a verify by its width, in plain steps. The first is of
@@ -124,7 +124,8 @@ class Text:
     tree: Any = lists
 
 
-Way = Callable[[Text, int, int], tuple[int, int]]  # text, most rows, depth -> drafts, tokens of the lookup
+# It takes a text, the most rows and a depth, and gives drafts and the tokens of a lookup.
+Way = Callable[[Text, int, int], tuple[int, int]]
 
 
 def mtp(gamma: int) -> Way:
@@ -146,10 +147,10 @@ def cost_of(
     """Returns what the rounds of a text cost, from its first token to its last."""
     text, end, seconds = Text(trace), len(trace.drafts), 0.0
     while text.at < end:
-        depth = end - text.at - 1  # the last token is chosen, not drafted
+        depth = end - text.at - 1  # The last token is chosen, not drafted.
         drafts, looked = way(text, AUTO_BUDGET, depth) if depth else (0, 0)
         right = min(drafts, trace.drafts[text.at]), min(looked, trace.lookups[text.at][1])
-        candidates = drafts + looked - min(right)  # what both propose and is right is verified once
+        candidates = drafts + looked - min(right)  # What both propose and is right is verified once.
         seconds += costs.verify(1 + candidates) + drafts * costs.draft(1)
         came = range(text.at + 1, text.at + 2 + max(right))
         learn(Round(candidates, max(right), 0.0, 0.0, 0.0, tuple(came)))

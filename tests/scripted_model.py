@@ -26,7 +26,7 @@ from luce.command import BOX
 from luce.convert.qwen35_layout import CONTROL, Config, add_keys
 
 NORMAL = int(gguf.TokenType.NORMAL)
-DEFAULT = "default"  # what is said where nobody names a text, or no tools are declared for its call
+DEFAULT = "default"  # It is said where nobody names a text, or no tools are declared for its call.
 
 TEMPLATE = """
 {%- macro call(c) %}{{ '<tool_call>\\n<function=' + c.function.name + '>\\n' }}
@@ -64,7 +64,7 @@ def pieces(text: str, used: set[str]) -> list[str]:
         while end < len(text) and text[at:end] in used:
             end += 1
         piece = text[at:end]
-        while piece in used:  # at the end of the text: together with what comes before
+        while piece in used:  # At the end of the text, the piece goes together with what comes before.
             piece = found.pop() + piece
         used.add(piece)
         found.append(piece)
@@ -80,14 +80,15 @@ def spelled(text: str) -> str:
 def write(path: Path, script: Mapping[str, Sequence[str]], n_ctx: int = 131072) -> Path:
     """Writes the model of a script."""
     script = {DEFAULT: ["Fine."], **script}
-    with File(BOX) as box:  # whose words keep prompts short
+    with File(BOX) as box:  # Its words keep prompts short.
         kinds, listed = box.kv["tokenizer.ggml.token_type"], box.kv["tokenizer.ggml.tokens"]
         tokens = [token for token, kind in zip(listed, kinds, strict=True) if kind == NORMAL]
         merges = list(box.kv["tokenizer.ggml.merges"])
     byte = {symbol: value for value, symbol in enumerate(BYTE_SYMBOLS)}
     used = {bytes(byte[letter] for letter in token).decode("utf-8", "replace") for token in tokens}
     first: dict[str, int] = {}
-    follows: list[tuple[int, int]] = []  # (token, the one after it); -1: the end of the text
+    # Each has a token and the one after it, which is -1 at the end of the text.
+    follows: list[tuple[int, int]] = []
     for name, texts in script.items():
         for n, text in enumerate(texts):
             said = [spelled(piece) for piece in pieces(text, used)]

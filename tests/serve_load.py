@@ -69,7 +69,7 @@ except urllib.error.HTTPError as error:
 print(".", end="", flush=True)
 time.sleep(60)
 """
-GROWTH = 1.1  # of memory after the second minute: the caches are full by then
+GROWTH = 1.1  # Memory may grow so much after the second minute, since the caches are full by then.
 BAD = ({"prompt": 3}, {"prompt": "a", "n": 4}, {"prompt": CODE * 3}, {"prompt": "a", "top_p": 7})
 
 
@@ -95,7 +95,7 @@ class Load:
             while going(done) and not self.wrong:
                 try:
                     self._ask(http, rng)
-                except Exception as error:  # no request may end without an answer
+                except Exception as error:  # No request may end without an answer.
                     self.wrong.append(f"{type(error).__name__}: {error}")
                 done += 1
 

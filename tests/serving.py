@@ -14,7 +14,7 @@ from luce.server.cli import Listener
 from luce.server.models import Models, Settings
 from luce.server.watch import Watch
 
-CHUNK = 256  # prefill rows of a step: small, so that short prompts have checkpoints
+CHUNK = 256  # A step prefills so few rows that short prompts have checkpoints.
 
 
 def settings(*, host_bytes=1 << 30, cache_dir=None, max_waiting=64, **options):

@@ -12,9 +12,10 @@ from luce.structs import Sampling
 MAX_ROWS = 64
 PAGE = 256
 HEAD, ROW, CHOICE = 4, 4, 8
-SEQ = 12 + MAX_ROWS + CHOICE  # int32 values of StepCtl before its rows, of a RowCtl and of a SeqCtl
+# They count int32 values of StepCtl before its rows, of a RowCtl and of a SeqCtl.
+SEQ = 12 + MAX_ROWS + CHOICE
 SIZE = HEAD + MAX_ROWS * (ROW + SEQ)
-UNUSED = -77  # what no op may rely on
+UNUSED = -77  # No op may rely on it.
 
 
 @dataclass
@@ -23,17 +24,17 @@ class Seq:
     tokens."""
 
     slot: int = 0
-    parents: Sequence[int] = ()  # of its rows, depth first, -1: the committed tokens
+    parents: Sequence[int] = ()  # Its rows have these, depth first; -1 stands for the committed tokens.
     n_past: int = 0
-    pending: Sequence[int] = ()  # rows of its last verify that were accepted
+    pending: Sequence[int] = ()  # These rows of its last verify were accepted.
     bank: int = 0
     fresh: bool = False
-    replay: bool = True  # the recurrent state does not hold the pending rows yet
-    move: bool = False  # the trunk's KV of the pending rows lies where the verify wrote it
-    move_head: bool = False  # and that of the NextN head
+    replay: bool = True  # The recurrent state does not hold the pending rows yet.
+    move: bool = False  # The trunk's KV of the pending rows lies where the verify wrote it.
+    move_head: bool = False  # The NextN head's KV lies there too.
     pages: int = 0
-    n_rows: int | None = None  # of a prefill, which has no parents
-    keep: Sequence[int] = ()  # by row, -1: nowhere
+    n_rows: int | None = None  # A prefill has so many, and no parents.
+    keep: Sequence[int] = ()  # Each row is kept there; -1 is nowhere.
     sampling: Sampling = Sampling()
 
     def depths(self) -> list[int]:
@@ -61,7 +62,8 @@ def choice_ctl(sampling: Sampling) -> np.ndarray:
 def step_ctl(*seqs: Seq) -> np.ndarray:
     """Returns int32 (SIZE,): the sequences one after another, then rows that only fill the step's width."""
     ctl = np.full(SIZE, UNUSED, np.int32)
-    rows = ctl[HEAD : HEAD + MAX_ROWS * ROW].reshape(MAX_ROWS, ROW)  # seq, parent, position, keep
+    # Each row has seq, parent, position and keep.
+    rows = ctl[HEAD : HEAD + MAX_ROWS * ROW].reshape(MAX_ROWS, ROW)
     parts = ctl[HEAD + MAX_ROWS * ROW :].reshape(MAX_ROWS, SEQ)
     rows[:, 0], rows[:, 3] = -1, -1
     row0 = 0

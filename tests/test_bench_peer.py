@@ -136,7 +136,8 @@ def test_one_command_measures_both_sides(
     assert path.name == f"{result['date'][:10]}-peer-oracle-mini-0.8-{kind}.json"
     assert result["commit"] == "0123abc" and "--synthetic 3.5,0.5" in result["command"]
     assert "Outside the timing windows: loading" in result["timing"]
-    assert 0 < result["bytes_per_token"] < result["model"]["bytes"]  # the NextN head is not of a plain step
+    # A plain step does not read the NextN head.
+    assert 0 < result["bytes_per_token"] < result["model"]["bytes"]
 
     assert [row["mode"] for row in result["luce"]] == ["plain", "mtp:2", "mtp:3", "auto"]
     for row in result["luce"]:
@@ -182,7 +183,7 @@ def test_the_programs_have_the_environment_that_this_one_was_started_with(comman
     c.setenv(name.encode(), b"1", 1)
     try:
         shown = subprocess.run(["sh", "-c", f"echo ${name}"], capture_output=True)
-        assert shown.stdout == b"1\n"  # by default a child has it
+        assert shown.stdout == b"1\n"  # By default a child has it.
         command("--rounds", "1", "--modes", "plain")
     finally:
         if before is None:
@@ -192,7 +193,8 @@ def test_the_programs_have_the_environment_that_this_one_was_started_with(comman
 def test_the_programs_are_asked_for_the_same(command, programs: Path, device: str) -> None:
     command("--rounds", "2", "--modes", "plain,mtp:2", "--synthetic", "2.5")
     calls = [json.loads(line) for line in (programs / "calls").read_text().splitlines()]
-    asked = [["asked", 21, 0]] + [["asked", 21, seed] for seed in range(2)]  # a warm-up and the rounds
+    # There are a warm-up and the rounds.
+    asked = [["asked", 21, 0]] + [["asked", 21, seed] for seed in range(2)]
     where = ["-dev", "none"] if device == "cpu" else ["-dev", f"CUDA{device.partition(':')[2] or 0}"]
     bench = ["-p", "64", "-n", "21", "-t", "1"]
     names = [call[0] for call in calls]

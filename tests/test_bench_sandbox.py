@@ -102,12 +102,13 @@ def test_an_exit_before_the_test_is_no_pass(namespaces, leave):
         "    try: os.write(fd, b'passed')\n"
         "    except OSError: pass\n"
         "os._exit(0)",
-        "import os\nif os.fork():\n    os._exit(0)",  # the child runs to the end
+        "import os\nif os.fork():\n    os._exit(0)",  # The child runs to the end.
     ],
 )
 def test_a_program_that_leaves_or_talks_is_no_pass(namespaces, program):
     verdict = check(program, namespaces=namespaces)
-    assert verdict == EARLY or verdict.why.startswith("failed: BlockingIOError")  # no fork within the limits
+    # Within the limits there is no fork.
+    assert verdict == EARLY or verdict.why.startswith("failed: BlockingIOError")
 
 
 @both
@@ -236,12 +237,12 @@ def test_no_file_of_the_host_can_be_written(tmp_path):
     name = f".luce-{os.getpid()}"
     write = "for path in {}:\n    try: open(path, 'w').write('x')\n    except OSError: pass\n"
     with tempfile.TemporaryDirectory() as folder:
-        os.chmod(folder, 0o777)  # a file that any user may write to
+        os.chmod(folder, 0o777)  # Any user may write to a file there.
         targets = [Path(at, name) for at in (folder, Path.home(), "/tmp", "/dev/shm", sys.base_prefix)]
         assert check(write.format([str(path) for path in targets])).passed
         assert not [path for path in targets if path.exists()]
     assert check(write.format([str(tmp_path / "control")]), namespaces=False).passed
-    assert (tmp_path / "control").exists()  # the program does write where it may
+    assert (tmp_path / "control").exists()  # The program does write where it may.
 
 
 @confined
@@ -300,7 +301,8 @@ def test_no_open_file_of_the_caller_is_inherited(namespaces, tmp_path):
             "    except OSError: return None\n"
             "kinds = [kind(fd) for fd in range(64)]\n"
             "assert kinds.count(stat.S_IFIFO) == 2 and kinds.count(stat.S_IFCHR) == 2, kinds\n"
-            "assert len([k for k in kinds if k]) == 4, kinds\n"  # input, output twice, the report
+            # They are the input, the output twice, and the report.
+            "assert len([k for k in kinds if k]) == 4, kinds\n"
         )
         assert check(program, namespaces=namespaces) == Verdict(True, "passed")
 

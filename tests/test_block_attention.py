@@ -10,7 +10,7 @@ from step_ctl import PAGE, Seq, step_ctl
 from luce._native import Library
 
 B = 16
-# type of the cells, H, Hkv, D, window, softcap, contexts
+# Each has the type of the cells, H, Hkv, D, the window, the softcap and the contexts.
 CASES = {
     "27b": (np.dtype("f2"), 32, 8, 128, 0, 0.0, (700, 0)),
     "box": (Q8_0, 4, 2, 64, 0, 0.0, (3, 256, 255)),
@@ -48,18 +48,18 @@ def test_a_blocks_rows_see_the_context_and_all_of_the_block(name: str, native: L
         seqs.append(Seq(n_past=n_past, parents=range(-1, B - 1), pages=len(table)))
         table += [order.pop() for _ in range((n_past + B) // PAGE + 1)]
     cells_used = np.zeros(n_pages * PAGE, bool)
-    where = []  # of each sequence, the cells of its positions
+    where = []  # Each sequence has the cells of its positions.
     for seq in seqs:
         positions = np.arange(seq.n_past + B)
         where.append(np.array(table)[seq.pages + positions // PAGE] * PAGE + positions % PAGE)
         cells_used[where[-1]] = True
     for cells in (k, v):
-        cells.view(np.uint8).reshape(len(cells), -1)[~cells_used] = 0xFF  # NaN, where nobody may look
+        cells.view(np.uint8).reshape(len(cells), -1)[~cells_used] = 0xFF  # NaN stands where nobody may look.
     rows = B * len(contexts)
     q = rng.standard_normal((rows, heads * dim)).astype(np.float32)
     real = [int(np.float32(x).view(np.int32)) for x in (dim**-0.5, softcap)]
     params = [dim, 0, window, max((n + B) // PAGE + 1 for n in contexts), *real, 0, 1]
-    scratch = rows * heads * 32 * (dim + 2)  # block_attention_scratch
+    scratch = rows * heads * 32 * (dim + 2)  # It is the core's block_attention_scratch.
     arrays = [q, q, k, v, step_ctl(*seqs), np.array(table, np.int32)]
     found = op_run(native, device, "block_attention", arrays, params, shape=(1, rows * heads * dim + scratch))
     again = op_run(native, device, "block_attention", arrays, params, shape=(1, rows * heads * dim + scratch))

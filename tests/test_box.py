@@ -19,13 +19,15 @@ from luce._native import Sequence as Timeline
 from luce.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-CHECKPOINT = ROOT / ".box" / "export" / "box"  # where the box was made, or its parts were unpacked
+CHECKPOINT = ROOT / ".box" / "export" / "box"  # The box was made there, or its parts were unpacked there.
 
 # Max abs logit errors over 25 positions; the logits have standard deviation 4.1.
-REF_BOUND = 1e-3  # numpy in float64 against transformers' F32: measured 1.5e-5, its head too
-CPU_BOUND = 1e-3  # the core, F32 weights, f32 KV: measured 1.5e-5
-Q8_BOUND = 0.6  # Q8_0 weights, whose products round activations to Q8_0 as well: measured 0.36
-CHECKPOINT_BOUND = 0.8  # the same file against the checkpoint from which it was quantised: measured 0.48
+REF_BOUND = 1e-3  # It bounds numpy in float64 against transformers' F32, which measured 1.5e-5, the head too.
+CPU_BOUND = 1e-3  # It bounds the core with F32 weights and f32 KV, which measured 1.5e-5.
+# It bounds Q8_0 weights, whose products round activations to Q8_0 as well, which measured 0.36.
+Q8_BOUND = 0.6
+# It bounds the same file against the checkpoint that it was quantised from, which measured 0.48.
+CHECKPOINT_BOUND = 0.8
 
 Golden = dict[str, np.ndarray]
 Record = Callable[[str, object], None]

@@ -16,7 +16,7 @@ from box.store import Store  # noqa: E402
 from box.trunk import Windows  # noqa: E402
 
 TOY = train.Sizes(toy=True)
-torch.set_num_threads(1)  # toy sizes: more threads only wait for each other
+torch.set_num_threads(1)  # At toy sizes, more threads only wait for each other.
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def random_delta_inputs(alike: bool) -> list[torch.Tensor]:
     draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
     q, k, v = draw(2, 128, 2, 32), draw(2, 128, 2, 32), draw(2, 128, 4, 32)
     g, beta = -0.3 * draw(2, 128, 4).sigmoid(), draw(2, 128, 4).sigmoid()
-    if alike:  # keys of a chunk nearly equal, hardly any decay: where naive inverses blow up
+    if alike:  # The keys of a chunk are nearly equal and hardly decay: naive inverses blow up there.
         k, g, beta = k[:, :1].expand_as(k) + 0.01 * k, g * 1e-3, 0.9 + 0.1 * beta
     return [t.detach().requires_grad_() for t in (q, k, v, g, beta)]
 
@@ -102,7 +102,8 @@ def test_chained_passes_equal_drafting_from_one_anchor(trunk, batch):
     masks = [nextn.chain_mask(length, j, "cpu") for j in (1, 2, 3)]
     passes = nextn.chain(hidden, trunk.embed(batch), head.weights(), masks, cos, sin)
 
-    # a round drafts row by row: rows 1 .. anchor from the trunk's hidden states, then the head's own
+    # A round drafts row by row: rows 1 .. anchor come from the trunk's hidden states, then from the head's
+    # own.
     fed = [None, *hidden[0, :anchor]]
     w = head.weights()
     drafted = []
@@ -242,7 +243,7 @@ def test_control_tokens_spelled_in_a_file_stay_text(tmp_path):
 
 
 def test_stages_run_and_resume_from_returned_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(box_store, "PART_BYTES", 500_000)  # several parts
+    monkeypatch.setattr(box_store, "PART_BYTES", 500_000)  # Then there are several parts.
     here, there = tmp_path / "here", tmp_path / "there"
     run = lambda work, *more: train.main(["--toy", "--workers", "1", "--work", str(work), *more])  # noqa: E731
     run(here, "--out", str(here / "out"), "--stage", "data", "trunk", "pool", "nextn", "dflash", "export")

@@ -79,7 +79,8 @@ TALK = [
 ]
 TOOLS = [{"type": "function", "function": {"name": "größe", "description": "<in cm> & 'm'", "n": [1, None]}}]
 
-# (template, messages, variables, transformers' result); checked below where transformers is installed
+# Each has the template, messages, variables and transformers' result, which is checked below where that is
+# installed.
 CASES = {
     "chatml": (
         CHATML, USER, {},
@@ -177,9 +178,9 @@ def test_what_a_template_refuses_is_said():
         "{{ 'a' }",
         "{% endfor %}",
         "{{ x | nofilter }}",
-        "{{ " + "(" * 5000 + " }}",  # a RecursionError of the parser's
-        "{% if 1 %}" * 200 + "{% endif %}" * 200,  # a SyntaxError of Python's compiler
-        "{{ " + "9" * 5000 + " }}",  # a ValueError of int()
+        "{{ " + "(" * 5000 + " }}",  # The parser raises a RecursionError.
+        "{% if 1 %}" * 200 + "{% endif %}" * 200,  # Python's compiler raises a SyntaxError.
+        "{{ " + "9" * 5000 + " }}",  # int() raises a ValueError.
     ],
     ids=range(7),
 )
@@ -221,19 +222,20 @@ def test_a_template_cannot_leave_the_sandbox(source):
 @pytest.mark.parametrize(
     "source",
     [
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",  # endless time
-        "{{ 7 ** (7 ** 9) }}",  # endless time in one operation
+        # It takes endless time.
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ 7 ** (7 ** 9) }}",  # It takes endless time in one operation.
         "{% set x = ['a' * 99999999] %}{% for i in range(30) %}{% set x = x + x %}{{ x }}{% endfor %}",
         "{{ 'a' * 10 ** 12 }}",
         "{{ 'x'.ljust(10 ** 10) }}",
-        "{{ 'a' * 10 ** 7 }}",  # more than MAX_TEXT
+        "{{ 'a' * 10 ** 7 }}",  # It is more than MAX_TEXT.
         "{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(80) }}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "{% if %}",
     ],
 )
 def test_time_memory_and_text_of_a_template_are_bounded(source, monkeypatch):
-    monkeypatch.setattr(rendering, "CPU_SECONDS", 0)  # beside the one that a process has to start
+    monkeypatch.setattr(rendering, "CPU_SECONDS", 0)  # One more second is for the process to start.
     monkeypatch.setattr(rendering, "MAX_TEXT", 1 << 20)
     template = BoundedTemplate(source)
     with pytest.raises(LuceError, match="^tokenizer.chat_template ") as raised:

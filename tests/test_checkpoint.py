@@ -24,7 +24,7 @@ from luce.errors import ArgumentError, ContextFull, NumericError, StateError
 WIDE = Config(n_layer=3, interval=2, n_embd=256, n_ff=256, n_head=4, n_head_kv=2, n_v_head=4, state_size=64,
               n_nextn=1)  # fmt: skip
 SEED = 61
-HEADER = 56  # bytes before the tokens of a saved checkpoint
+HEADER = 56  # A saved checkpoint has so many bytes before its tokens.
 
 
 @pytest.fixture(scope="session")
@@ -135,7 +135,8 @@ def test_the_sequence_that_a_checkpoint_is_of_goes_on_as_if_there_were_none(
     cold = follow(sequence, prompt)
     sequence.reset()
     sequence.prefill(prompt[:256])
-    anchor_of_256 = drive.verify(sequence, tokens_of(5, seed=3))  # not committed: no trace
+    # It is not committed, so it leaves no trace.
+    anchor_of_256 = drive.verify(sequence, tokens_of(5, seed=3))
     first = sequence.checkpoint()
     sequence.prefill(prompt[256:512], last=False)
     second = sequence.checkpoint()
@@ -210,7 +211,7 @@ def test_only_the_end_of_a_chunk_that_prefill_brought_is_a_checkpoint(model_of: 
             sequence.checkpoint()
         assert state_of(engine, sequence) == before
 
-    refused()  # empty
+    refused()  # It is empty.
     for n in (1, 255, 257, 300):
         sequence.reset()
         drive.prefill(sequence, tokens[:n])
@@ -219,13 +220,13 @@ def test_only_the_end_of_a_chunk_that_prefill_brought_is_a_checkpoint(model_of: 
     drive.prefill(sequence, tokens[:250])
     drive.chain_logits(sequence, tokens[250:256], 6)
     assert sequence.info.n_past == 256
-    refused()  # decoded
+    refused()  # It has decoded.
     drive.prefill(sequence, tokens[256:512])
-    refused()  # and so for good
+    refused()  # It stays so for good.
     sequence.reset()
     for part in (tokens[:100], tokens[100:256]):
         sequence.prefill(part, last=False)
-    refused()  # a chunk in two steps rounds in another way
+    refused()  # A chunk in two steps rounds in another way.
     sequence.reset()
     sequence.prefill(tokens[:256], last=False)
     checkpoint = sequence.checkpoint()

@@ -57,8 +57,8 @@ def test_rows_are_chosen_each_with_its_own_settings(native, device, n):
     rng = np.random.default_rng(n)
     samplings = [SAMPLINGS[row % len(SAMPLINGS)] for row in range(64)]
     logits = rng.normal(0, 3, (64, n)).astype(np.float32)
-    logits[20:50] = np.round(logits[20:50] * 2) / 2  # many ties
-    logits[50:] = np.round(logits[50:] / 6)  # hardly anything but ties
+    logits[20:50] = np.round(logits[20:50] * 2) / 2  # There are many ties.
+    logits[50:] = np.round(logits[50:] / 6)  # There is hardly anything but ties.
     check(native, device, logits, samplings)
 
 

@@ -121,7 +121,7 @@ def test_each_row_of_a_tree_is_chosen_with_its_own_path(native, sequence, sampli
         allowed[rng.integers(n_vocab)] = True
         masked = np.where(allowed, logits, -np.inf).astype(np.float32)
         assert sequence.choose(row, bits(allowed)) == native.sample(masked, sampling, len(before))
-        short = bits(np.arange(8) == 6)  # what it does not reach is not allowed
+        short = bits(np.arange(8) == 6)  # What the mask does not reach is not allowed.
         assert sequence.choose(row, short) == 6
 
     check(0, prompt)
@@ -148,10 +148,10 @@ def test_a_mask_without_a_token_and_a_late_choice_are_refused(sequence):
     with pytest.raises(ArgumentError):
         sequence.choose(1)
     sequence.commit([0])
-    with pytest.raises(StateError, match="committed"):  # the token after it is not this row's alone
+    with pytest.raises(StateError, match="committed"):  # The token after it is not this row's alone.
         sequence.choose(0)
     drive.verify(sequence, [6])
-    sequence.dump()  # which drops them
+    sequence.dump()  # This drops them.
     with pytest.raises(StateError, match="dropped"):
         sequence.choose(0)
     sequence.reset()
@@ -161,7 +161,7 @@ def test_a_mask_without_a_token_and_a_late_choice_are_refused(sequence):
 
 def test_logprobs_are_those_of_the_softmax(sequence):
     sequence.reset()
-    sequence.set_sampling(Sampling(0.5, seed=1))  # which they do not depend on
+    sequence.set_sampling(Sampling(0.5, seed=1))  # Log-probabilities do not depend on it.
     drive.prefill(sequence, [1, 2, 3])
     drive.verify(sequence, [5, 6])
     logits = sequence.logits(1).astype(np.float64)

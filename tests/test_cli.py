@@ -256,9 +256,9 @@ def rewritten(path, **keys):
         "{% for %}",
         "{{ 1 + }}",
         "{% endif %}",
-        "{{ " + "(" * 5000 + " }}",  # a RecursionError of the parser's
-        "{% if 1 %}" * 200 + "{% endif %}" * 200,  # too many blocks for Python's compiler
-        "{{ " + "9" * 5000 + " }}",  # more digits than int() takes
+        "{{ " + "(" * 5000 + " }}",  # The parser raises a RecursionError.
+        "{% if 1 %}" * 200 + "{% endif %}" * 200,  # Python's compiler does not take so many blocks.
+        "{{ " + "9" * 5000 + " }}",  # int() does not take so many digits.
         "{{ raise_exception('no') }}",
         "{{ messages.nothing.at_all }}",
         "{{ 1 // 0 }}",

@@ -85,7 +85,7 @@ def test_every_flag_of_speculation_against_every_file(generate, model, head, spe
             drafts = has_head and means != "off" and gamma != 0
             planned = stats["plan"]["draft"]["value"]
             assert stats["spec"] == means and stats["mode"] == planned["mode"], flags
-            if means == "auto":  # what steps cost decides
+            if means == "auto":  # What steps cost decides.
                 assert planned["mode"] in ("auto", "plain")
                 assert planned.get("gamma", 0) in (0, (MAX_GAMMA if gamma is None else gamma) * drafts), flags
             elif drafts:
@@ -137,7 +137,7 @@ def test_values_out_of_range_are_usage_errors(generate, flags):
     assert result.exit_code == 2 and flags[0] in result.stderr
 
 
-SPEC_MATRIX = [  # flags of drafting together: words of the usage error, or what is missing, or None
+SPEC_MATRIX = [  # Flags of drafting give words of the usage error, or what is missing, or None.
     (["--spec", "lookup"], None),
     (["--spec", "lookup", "--tree-budget", "63"], None),
     (["--spec", "auto", "--tree-budget", "5"], None),

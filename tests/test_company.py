@@ -40,12 +40,12 @@ CONFIGS = {
 }  # fmt: skip
 CONFIGS |= {f"{kind} experts": tiny.with_experts(c) for kind, c in CONFIGS.items()}
 SEED = 71
-BAD = 7  # a token of NaN
+BAD = 7  # This token's row is NaN.
 N_VOCAB = 384
-N_TOKENS = 20  # of each text
+N_TOKENS = 20  # Each text has so many.
 N_SEQUENCES, N_PAGES, N_CHECKPOINTS, MAX_ROWS = 16, 20, 3, 64
-N_ROWS = 16  # of a sequence in a step: a text of nearly N_TOKENS gets as many at once
-BLOCK = 5  # rows of a DFlash drafter's
+N_ROWS = 16  # A sequence has so many rows in a step. A text of nearly N_TOKENS gets as many at once.
+BLOCK = 5  # A DFlash drafter's block has so many rows.
 MODES: tuple[str | int, ...] = ("plain", 1, 2, 3, 5, 8, "tree", "wide tree", "block")
 SAMPLINGS = (
     Sampling(),
@@ -59,7 +59,7 @@ def junk(n: int, seed: int) -> list[int]:
     return [int(t) for t in np.where(tokens == BAD, BAD + 1, tokens)]
 
 
-LONG = junk(600, seed=1)  # whose parts are prompts that share their first chunks
+LONG = junk(600, seed=1)  # Its parts are prompts that share their first chunks.
 PROMPTS = [junk(1, 2), junk(2, 3), junk(5, 4), junk(17, 5), junk(40, 6), junk(3, 7), junk(255, 8), LONG[:256],
            LONG[:257], LONG[:300], LONG[:511], LONG[:513]]  # fmt: skip
 
@@ -72,17 +72,17 @@ class Text:
     logits: list[np.ndarray]
 
 
-@dataclass(repr=False)  # hypothesis spells the arguments of each example, and these are megabytes
+@dataclass(repr=False)  # hypothesis spells the arguments of each example, and these are megabytes.
 class Bench:
     """This is a model and what its sequences write alone."""
 
     model: Model
-    poisons: bool  # BAD is a row of NaN: no quantised type can hold one
+    poisons: bool  # Then BAD is a row of NaN, which no quantised type can hold.
     exact: bool
     engine: Engine
     lone: Timeline
     texts: dict[tuple[int, int], Text] = field(default_factory=dict)
-    rows_compared: int = 0  # where steps are not exact, as the counts below
+    rows_compared: int = 0  # This and the counts below are of steps that are not exact.
     rows_that_differ: int = 0
     texts_that_stray: int = 0
     max_abs_row_difference: float = 0.0
@@ -107,7 +107,7 @@ def bench_of(
         c, type_name = CONFIGS[kind], kind.split()[0]
         weights = tiny.layout(c, SEED)
         weights["token_embd.weight"][BAD] = np.nan if type_name == "F32" else 0
-        weights["output.weight"][BAD] = 0  # never among the largest: nothing chooses or drafts it
+        weights["output.weight"][BAD] = 0  # It is never among the largest, so nothing chooses or drafts it.
         path = tiny.write(folder / f"{kind}.gguf", c, weights, type_name, quantize=native.quantize)
         blocks = tiny_dflash.drafter(c, n_layer=1, block_size=BLOCK, target_layer_ids=(0, c.n_layer - 1))
         case = tiny_dflash.Case(c, blocks, SEED)
@@ -130,7 +130,7 @@ class Runner:
         self.bench, self.sequence, self.prompt, self.mode = bench, sequence, PROMPTS[prompt], mode
         self.text = bench.text(prompt, sampling)
         self.tokens: list[int] = []
-        self.strayed = False  # CUDA: the text met a near-tie
+        self.strayed = False  # On CUDA it says that the text met a near-tie.
         sequence.set_sampling(SAMPLINGS[sampling])
 
     @property
@@ -198,7 +198,7 @@ class Company:
         try:
             for name, number in schedule:
                 getattr(self, name)(np.random.default_rng(number))
-            for _ in range(6 * N_TOKENS):  # to the end of all texts, if there are pages enough
+            for _ in range(6 * N_TOKENS):  # It goes to the end of all texts, if there are pages enough.
                 if not self.runners:
                     break
                 self.prefill(np.random.default_rng(1))
@@ -404,7 +404,7 @@ class Company:
                 assert parents is not None
                 if rng.random() < 0.8 and one.sequence.info.n_past < 560:
                     one.sequence.commit(drive.root_path([*parents], int(rng.integers(len(parents)))))
-            elif rng.random() < 0.9:  # else the rows are dropped, and the round is tried again
+            elif rng.random() < 0.9:  # Else the rows are dropped, and the round is tried again.
                 assert isinstance(one, Runner) and isinstance(result, list)
                 tokens = rows.tokens
                 if tokens is None:

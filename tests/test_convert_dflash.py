@@ -148,7 +148,7 @@ def test_target_may_be_a_folder(tmp_path, target):
     path = convert(save(tmp_path), folder)
     keys = hf.keys_of(path)
     assert len(keys["tokenizer.ggml.tokens"]) == VOCAB and keys["tokenizer.ggml.pre"] == "qwen35"
-    assert "dflash.rope.dimension_sections" not in keys  # this folder's config has no mrope_section
+    assert "dflash.rope.dimension_sections" not in keys  # This folder's config has no mrope_section.
     assert all(np.array_equal(x, from_gguf[name]) for name, x in hf.tensors_of(path).items())
 
 

@@ -18,7 +18,7 @@ from luce.convert.safetensors_reader import Source
 from luce.measure.oracle_model import SHAPES
 
 GOLDENS = Path(__file__).parent / "goldens"
-GROUPED = tiny.Config(n_v_head=6, n_nextn=1)  # 3 v heads for each k head: they change places
+GROUPED = tiny.Config(n_v_head=6, n_nextn=1)  # There are 3 v heads for each k head, so they change places.
 MIXTURE = replace(GROUPED, n_expert=4, n_expert_used=2, n_ff_expert=48, n_ff_shared=80)
 
 convert = hf.convert_qwen35_to_gguf

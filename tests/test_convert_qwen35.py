@@ -21,14 +21,14 @@ from luce.convert.weight_types import MIXES, choose
 from luce.errors import LuceError
 
 GOLDENS = Path(__file__).parent / "goldens"
-GROUPED = tiny.Config(n_v_head=6, n_nextn=1)  # 3 v heads for each k head: they change places
+GROUPED = tiny.Config(n_v_head=6, n_nextn=1)  # There are 3 v heads for each k head, so they change places.
 CONFIGS = {
     "grouped": GROUPED,
     "equal-heads": tiny.Config(),
     "tied": replace(GROUPED, tied=True),
     "pattern": tiny.Config(n_layer=5, recurrent=(False, True, True, False, True), n_v_head=4),
 }
-# Every row is a multiple of 256
+# Every row is a multiple of 256.
 WIDE = tiny.Config(
     n_embd=256, n_ff=256, head_dim=128, n_head=2, n_k_head=2, n_v_head=4, state_size=64, n_nextn=1
 )
@@ -60,7 +60,7 @@ def test_keys_are_those_of_the_test_models(tmp_path, name):
     c = replace(CONFIGS[name], n_vocab=hf.N_TOKENS)
     found = hf.keys_of(convert(checkpoint(tmp_path / "hf", c), "--type", "F32", "--name", "tiny-other"))
     wanted = hf.keys_of(tiny.write(tmp_path / "other.gguf", c, tiny.layout(c, 1)))
-    del wanted["tokenizer.ggml.bos_token_id"]  # tokenizer_config.json has none
+    del wanted["tokenizer.ggml.bos_token_id"]  # tokenizer_config.json has none.
     assert found == wanted | {"general.type": "model"}
 
 

@@ -81,7 +81,7 @@ def test_rounds_cost_a_step_for_each_draft_and_one_for_the_rows(engine: Engine) 
     assert cost([each.drafted(3) for each in sequences]) == NOTHING
     engine.verify([Rows(each, [3, 1, 2, 4], [-1, 0, 0, 2]) for each in sequences])
     assert cost() == STEP
-    for each in sequences:  # rows 2 and 3 lie where the verify wrote them: the next step moves them
+    for each in sequences:  # Rows 2 and 3 lie where the verify wrote them, and the next step moves them.
         each.commit([0, 2, 3])
     assert cost() == NOTHING
     engine.verify([Rows(each, [5]) for each in sequences])
@@ -174,7 +174,7 @@ class Random:
             try:
                 self.checkpoints.append(one.checkpoint())
             except StateError:
-                return NOTHING  # rounds brought it there
+                return NOTHING  # Rounds brought it there.
             if rng.random() < 0.5:
                 self.checkpoints[-1].to_host()
         return NOTHING

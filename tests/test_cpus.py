@@ -24,7 +24,7 @@ V1 = "3:memory:/x\n4:cpu,cpuacct:/docker/abc\n"
         (V2, {"user.slice/luce.scope/cpu.max": "250000 100000"}, 3),
         (V2, {"user.slice/luce.scope/cpu.max": "10000 100000"}, 1),
         (V2, {"user.slice/luce.scope/cpu.max": "max 100000", "user.slice/cpu.max": "400000 100000"}, 4),
-        (V2, {"cpu.max": "300000 100000"}, 3),  # in a container, where the path is the host's
+        (V2, {"cpu.max": "300000 100000"}, 3),  # In a container the path is the host's.
         (V2, {"user.slice/luce.scope/cpu.max": "9900000 100000"}, 8),
         (V2, {"user.slice/luce.scope/cpu.max": "nonsense"}, 8),
         (V1, {"cpu/docker/abc/cpu.cfs_quota_us": "-1", "cpu/docker/abc/cpu.cfs_period_us": "100000"}, 8),
@@ -58,7 +58,7 @@ def test_generate_takes_the_cpus_of_its_affinity(process):
         ("sse4_2 avx2 fma f16c bmi1 abm avx512f avx512_vnni", None),
         ("sse4_2 avx2 fma f16c bmi1 abm", "another CPU: this one lacks avx512f, avx512vnni; build it"),
         ("sse4_2 avx bmi1 abm", "needs a CPU with AVX2, FMA and F16C: this one lacks avx2, fma, f16c"),
-        ("", None),  # not told
+        ("", None),  # It is not told.
     ],
 )
 def test_a_library_for_another_cpu_is_refused_before_it_is_loaded(tmp_path, monkeypatch, flags, said):

@@ -81,7 +81,7 @@ def test_the_drafter_of_the_box_is_accepted_as_when_it_was_trained(
 
 # ---- a random drafter: whole and half rounds, company, checkpoints, failure
 
-N_PROMPT = 300  # over a page and a chunk
+N_PROMPT = 300  # It is longer than a page and a chunk.
 
 
 @pytest.fixture(scope="module", params=["dense", "experts"])
@@ -175,7 +175,7 @@ def test_a_checkpoint_brings_the_drafters_context(model: Model) -> None:
     for where in ("device", "host", "bytes"):
         if where == "host":
             kept.to_host()
-        drive.prefill(warm, tokens_of(30, seed=4))  # another text in between
+        drive.prefill(warm, tokens_of(30, seed=4))  # Another text comes in between.
         warm.resume(engine.load_checkpoint(data) if where == "bytes" else kept)
         drive.prefill(warm, prompt[256:])
         found = block_of(warm, 5)
@@ -205,7 +205,8 @@ def test_what_cannot_be_drafted_changes_nothing(
     with pytest.raises(Cancelled):
         drive.draft(sequence, 1, 3, Source.DFLASH)
     assert sequence.dump() == before
-    drive.draft(sequence, 1, 3, Source.DFLASH)  # its block passes the end of the context, its drafts do not
+    # The block passes the end of the context, and its drafts do not.
+    drive.draft(sequence, 1, 3, Source.DFLASH)
     assert len(drive.verify_draft(sequence, 3)) == 4
     with pytest.raises(ArgumentError, match="without a DFlash drafter"):
         drive.open_engine(drive.open_model(native, random_files[0], device), blocks=1)
@@ -254,7 +255,7 @@ def test_lists_are_those_of_the_last_draft(model: Model) -> None:
         assert lists.at(depth) == np.argsort(-logits[depth + 1], kind="stable")[:4].tolist()
         assert lists.at(depth)[0] == drafts[depth]
     assert [chain.at(depth) for depth in range(3)] != [lists.at(depth) for depth in range(3)]
-    with pytest.raises(StateError, match="drafter's"):  # a token is the target's choice
+    with pytest.raises(StateError, match="drafter's"):  # A token is the target's choice.
         sequence.choose(0)
 
 
@@ -263,7 +264,7 @@ def test_more_lists_than_were_drafted_take_no_memory(native: Library, model: Mod
     drive.prefill(sequence, tokens_of(20))
     drive.draft(sequence, 5, 3)
     ids, scores = native.ffi.new("int32_t[]", 4), native.ffi.new("float[]", 4)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # It counts KiB.
     for depth in (0, 4, 2**29):
         status = native.lib.luce_sequence_get_lists(sequence.handle, ids, scores, depth, 1)
         assert status == ArgumentError.code

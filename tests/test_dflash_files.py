@@ -20,7 +20,7 @@ from luce._native import File, Library, Source
 from luce.errors import FileError, LuceError, UnsupportedError
 from luce.probe import probe
 
-CASE = CASES["yarn-own-vocabulary"]  # has all that a file may have
+CASE = CASES["yarn-own-vocabulary"]  # It has all that a file may have.
 Keys = dict[str, gguf.GGUFValue]
 U32, F32, TEXT = gguf.GGUFValueType.UINT32, gguf.GGUFValueType.FLOAT32, gguf.GGUFValueType.STRING
 MASK_KEY = "tokenizer.ggml.mask_token_id"

@@ -22,7 +22,8 @@ from luce.convert.hf_dflash import DFlash
 from luce.probe import probe
 
 GOLDENS = Path(__file__).resolve().parent / "goldens"
-CPU_BOUND = 1e-3  # max abs error, F32 weights, f32 KV; logits have standard deviations of 1.7 to 3
+# It is the largest error with F32 weights and f32 KV, of logits with standard deviations of 1.7 to 3.
+CPU_BOUND = 1e-3
 NAMES = [*CASES, "box"]
 
 Files = tuple[Config, DFlash, Path, Path]
@@ -84,7 +85,7 @@ def test_context_and_blocks_are_those_of_the_published_code(
     expected = full(c, golden["logits"], tensors.get("d2t"))
     bound = CPU_BOUND if device == "cpu" else drive.CUDA_BOUND
     worst_context = worst = 0.0
-    for width in (0, 1, 7):  # a prefill, or verifies of so many rows
+    for width in (0, 1, 7):  # It is a prefill, or verifies of so many rows.
         sequence.reset()
         if width:
             drive.chain_logits(sequence, prompt, width)
@@ -93,11 +94,11 @@ def test_context_and_blocks_are_those_of_the_published_code(
         context = context_of(sequence, target, c, len(prompt))
         for kv, expected_kv in enumerate((golden["k"], golden["v"])):
             worst_context = max(worst_context, error(context[:, kv][:, at], expected_kv))
-        for _ in range(2):  # a block leaves the context as it was
+        for _ in range(2):  # A block leaves the context as it was.
             drive.draft(sequence, anchor, c.block_size - 1, Source.DFLASH)
             logits = np.stack([sequence.logits(row) for row in golden["rows"]])
             worst = max(worst, error(logits, expected))
-        drafts = [0, *sequence.drafted(c.block_size - 1)]  # none for the anchor's row
+        drafts = [0, *sequence.drafted(c.block_size - 1)]  # The anchor's row has none.
         best = zip(golden["rows"], logits.argmax(-1), strict=True)
         assert all(row == 0 or drafts[row] == token for row, token in best)
     record_property("max_abs_logit_error", worst)

@@ -36,7 +36,7 @@ def call(name, **arguments):
 
 
 READ = written("read", path="a.py", lines=3)
-# (name, text, whether the prompt ends within <think>, pieces)
+# Each has the name, the text, whether the prompt ends within <think>, and the pieces.
 GOLDEN = [
     ("text alone", "  Hello\n world \n", False, [Text("  Hello\n world \n")]),
     ("thinking 3.5", "I see.\n</think>\n\nYes.", True, [Reasoning("I see."), Text("Yes.")]),

@@ -105,7 +105,7 @@ def test_auto_drafts_among_a_part_on_the_devices_that_are_named(
     assert "cpu" in engine.PART_ON
     kind = device.partition(":")[0]
     monkeypatch.setattr(engine, "PART_ON", frozenset({kind} if on else ()))
-    monkeypatch.setattr(engine, "PART", 1024)  # of the box's 4096 tokens
+    monkeypatch.setattr(engine, "PART", 1024)  # The box has 4096 tokens.
     tokens = {}
     for spec in ("off", "auto"):
         options = Options(ctx=256, threads=1, spec=spec, device=device)
@@ -164,7 +164,8 @@ def test_a_round_of_one_shows_what_the_other_would_have_had(
     for drafter, choices in zip(drafters, (every, part), strict=True):
         right[drafter] = next((at for at in range(n) if choices[at] != target[at]), n)
     whole, among = drafters
-    tokens = {drafter: tuple(target[: right[drafter] + 1]) for drafter in drafters}  # and the next choice
+    # The next choice comes too.
+    tokens = {drafter: tuple(target[: right[drafter] + 1]) for drafter in drafters}
     whole._lists, among._lists = Drafted(every), Drafted(part)  # type: ignore[assignment]
     trials, hits = among.shown_by(whole, Round(n, right[whole], 0, 0, 0, tokens[whole]), n)
     assert trials == n and hits <= right[among], "what both would have is right"

@@ -62,7 +62,7 @@ def test_the_tree_is_the_best_of_all_paths(native, drafts, budget, comb):
     )
     tokens, parents, sources = native.tree(ANCHOR, lists_of(native, ids, scores, comb), budget)
     found = paths_of(tokens, parents, ids)
-    assert found == sorted(best[:budget])  # depth first, better siblings first
+    assert found == sorted(best[:budget])  # They come depth first, and better siblings first.
     assert (tokens[0], parents[0], sources[0]) == (ANCHOR, -1, 0) and set(sources[1:]) <= {1}
 
 
@@ -148,10 +148,10 @@ def topk(native, device, logits, k, keep):
 @pytest.mark.parametrize("n", [5, 64, 5000])
 def test_lists_are_the_best_logits_in_order(native, device, k, n):
     rng = np.random.default_rng(n)
-    logits = (np.round(rng.standard_normal((4, n)) * 8) / 8).astype(np.float32)  # ties
+    logits = (np.round(rng.standard_normal((4, n)) * 8) / 8).astype(np.float32)  # There are ties.
     logits[2, 3:] = -np.inf
     ids, scores, raw = topk(native, device, logits, k, [2, 0, 3, -1])
-    assert (raw[1] == -5).all() and (raw[4] == -5).all()  # nobody's entries
+    assert (raw[1] == -5).all() and (raw[4] == -5).all()  # These entries are nobody's.
     for row, at in enumerate([2, 0, 3]):
         order = [i for i in np.argsort(-logits[row], kind="stable")[:k] if logits[row, i] > -np.inf]
         assert ids[at].tolist() == [*order, *[-1] * (k - len(order))]
@@ -187,7 +187,7 @@ def test_lists_of_a_sequence_that_samples_hold_its_noise(native, device, tmp_pat
         found, noisy, drafted = listed(sampling)[0]
         left, order = logits.copy(), []
         while len(order) < 20:
-            order.append(native.sample(left, sampling, 4))  # of position 3 + 1
+            order.append(native.sample(left, sampling, 4))  # It is of position 3 + 1.
             left[order[-1]] = -1e30
         assert drafted == order[0], "the draft is drawn with the noise"
         assert found[:20] == order
@@ -220,7 +220,7 @@ def test_the_lists_of_a_chain_begin_with_its_drafts(native, device, tmp_path):
         with pytest.raises(error):
             b.lists(depth, k)
     drive.verify_draft(a, 5)
-    assert a.lists(5, 6).at(0)[0] == a.drafted(1)[0]  # until the timeline moves on
+    assert a.lists(5, 6).at(0)[0] == a.drafted(1)[0]  # They hold until the timeline moves on.
     a.commit([0])
     with pytest.raises((ArgumentError, StateError)):
         a.lists(1, 1)

@@ -41,7 +41,7 @@ def test_drafts_on_the_device_end_with_what_is_of_use():
     core = FakeEngine(n_rows=5, n_ctx=len(PROMPT) + 9, guess=lambda history: 0)
     assert finish(core, source=OnDevice()).tokens == expected(hashed, 10)
     lengths = [detail[0][1] for verb, detail in core.calls if verb == "draft"]
-    assert lengths == [4, 4, 4, 4, 4, 3, 2, 1]  # 4 rows, then what the context still holds
+    assert lengths == [4, 4, 4, 4, 4, 3, 2, 1]  # There are 4 rows, then what the context still holds.
 
 
 @pytest.mark.parametrize("verb", ["draft", "verify", "drafted"])
@@ -83,7 +83,7 @@ def test_acceptance_is_counted_by_position():
     core.guess = scripted(PROMPT, [0, 66, 67, 0, 69, 0, 0])
     events = run(core, source=OnDevice(length=2))
     rounds = [(event.drafted, event.accepted) for event in events if isinstance(event, Round)]
-    assert rounds == [(2, 2), (2, 1), (2, 0)]  # 65, then 66 67 68, 69 70, EOS
+    assert rounds == [(2, 2), (2, 1), (2, 0)]  # The tokens are 65, then 66 67 68, 69 70, EOS.
     stats = events[-1].stats
     assert (stats.rounds, stats.drafted, stats.accepted, stats.acceptance) == (3, 6, 3, 0.5)
     assert stats.acceptance_by_position == [2 / 3, 1 / 3]
@@ -94,7 +94,8 @@ def test_acceptance_is_counted_by_position():
 def test_positions_of_a_tree_are_its_depths():
     core = FakeEngine()
     right, wrong = (True, False)
-    source = Trees(core, [[(0, wrong), (0, right), (2, wrong)]])  # two children of the anchor, one below
+    # The anchor has two children, and the right one has one.
+    source = Trees(core, [[(0, wrong), (0, right), (2, wrong)]])
     stats = finish(core, max_tokens=5, source=source).stats
     assert stats.acceptance_by_position == [0.5, 0.0]
     assert stats.rounds_by_drafts == [0, 0, 1, 1]

@@ -59,7 +59,7 @@ def random_round(sequence: Timeline, rng: np.random.Generator, n_draft: int) -> 
         drive.draft(sequence, rows[0], n)
         if kind == "draft, other rows":
             if rng.random() < 0.5:
-                rows[0] = (rows[0] + 1) % SMALL.n_vocab  # not what was drafted after
+                rows[0] = (rows[0] + 1) % SMALL.n_vocab  # It is not what was drafted after.
         else:
             n = int(rng.integers(0, n)) if "fewer" in kind else n
             drive.verify_draft(sequence, n)
@@ -154,10 +154,10 @@ def test_reading_a_state_does_not_change_it(model_of: Callable[..., Model]) -> N
     drive.prefill(sequence, tokens_of(30))
     first = sequence.dump()
     assert sequence.dump() == first
-    drive.draft(sequence, 5, 8)  # nothing is committed
+    drive.draft(sequence, 5, 8)  # Nothing is committed.
     drive.verify_draft(sequence, 8)
     assert sequence.dump() == first
-    with pytest.raises(StateError):  # the verified rows were dropped
+    with pytest.raises(StateError):  # The verified rows were dropped.
         sequence.commit([0])
     assert sequence.info.n_past == 30 and sequence.info.n_verified == 0
 

@@ -36,7 +36,7 @@ def build(folder: Path, kernels: list[str], checks: list[str], check: str) -> Pa
     for source in folder.glob("*.cpp"):
         objects.append(str(source.with_suffix(".o")))
         command = ["c++", "-std=c++17", "-O1", "-w", "-ffp-contract=off", "-I", str(folder)]
-        command += ["-fno-strict-aliasing"]  # as CUDA's compiler takes it
+        command += ["-fno-strict-aliasing"]  # CUDA's compiler takes it so.
         command += ["-include", "cuda_runtime.h", f"-DCHECK={check}", "-c", str(source)]
         commands.append(subprocess.Popen([*command, "-o", objects[-1]], cwd=folder))
     assert all(command.wait() == 0 for command in commands)

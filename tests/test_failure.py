@@ -86,7 +86,7 @@ def test_pages_of_nan_leave_nothing_behind(where: str, model: Model) -> None:
         expected = drive.decode(sequence, tokens_of(prompts[where]), 20, (3, 0, 4), logits=True)
         state = sequence.dump()
     with engine.sequence() as sequence, pytest.raises(NumericError):
-        drive.prefill(sequence, [BAD] * 700)  # all three pages
+        drive.prefill(sequence, [BAD] * 700)  # It takes all three pages.
     for heal in ("close", "reset"):
         with engine.sequence() as sequence:
             if heal == "reset":

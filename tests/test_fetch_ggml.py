@@ -181,7 +181,7 @@ def test_a_faster_run_beside_this_one_wins(archive, run, tmp_path, monkeypatch):
     stamp = json.loads((root / "stamp.json").read_text())
     new = tmp_path / "new"
     new.mkdir()
-    monkeypatch.setattr(Path, "exists", lambda self: False)  # it appears after the check
+    monkeypatch.setattr(Path, "exists", lambda self: False)  # It appears after the check.
     fetch_ggml.replace(new, root)
     assert json.loads((root / "stamp.json").read_text()) == stamp
 

@@ -58,7 +58,7 @@ IGNORED = [
     ("bench humaneval", "--unsafe-check", "--unsafe-check --no-check"),
     ("bench humaneval", "--no-check", "--unsafe-check --no-check"),
 ]
-SAMPLES = ["--top-k 5", "--top-p 0.5", "--min-p 0.5", "--seed 1"]  # without a temperature
+SAMPLES = ["--top-k 5", "--top-p 0.5", "--min-p 0.5", "--seed 1"]  # They come without a temperature.
 DRAFTS = ["--mtp-gamma 2 --spec off", "--mtp-gguf h --spec off", "--draft d --spec mtp",
           "--tree-budget 5 --spec off"]  # fmt: skip
 THREADS = ["--threads 2 --device cuda", "--threads 1 --device cuda:7"]

@@ -161,7 +161,7 @@ def test_a_right_chain_saves_rounds():
     core = FakeEngine()
     last = finish(core, max_tokens=19, source=Chain(core, hashed, length=8))
     assert last.tokens == expected(hashed, 19)
-    assert last.stats.rounds == 2  # 1 token from the prefill, 9 from each round
+    assert last.stats.rounds == 2  # The prefill gives 1 token, and each round 9.
     assert (last.stats.drafted, last.stats.accepted, last.stats.acceptance) == (16, 16, 1.0)
     assert last.stats.mean_accepted_length == 9.0
     assert last.stats.mode == "chain"
@@ -300,7 +300,7 @@ def test_a_cancel_reaches_the_call_that_runs(verb, number):
 def test_a_cancel_that_comes_too_late_ends_nothing_else():
     core = FakeEngine()
     finish(core)
-    core.cancel()  # and no call was left that it could end
+    core.cancel()  # No call was left that it could end.
     assert finish(core).tokens == expected(hashed, 20)
 
 

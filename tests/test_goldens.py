@@ -22,10 +22,10 @@ from luce.convert.qwen35_layout import CONTROL
 ROOT = Path(__file__).resolve().parent.parent
 
 CASES = make_goldens.CASES | make_goldens.LONG_CASES
-CHUNK = 256  # of a prompt, where not all of it goes in at once
+CHUNK = 256  # A prompt goes in by chunks of so many where not all of it goes in at once.
 GEMM_H = ROOT / "native" / "src" / "gemm_op.h"
-REF_BOUND = 1e-4  # float64 against transformers' F32: measured 1.1e-5 .. 3.6e-5
-CPU_BOUND = 1e-3  # max abs logit error of the core, F32 weights, f32 KV; logits have std 2 .. 3.5
+REF_BOUND = 1e-4  # It bounds float64 against transformers' F32, which measured 1.1e-5 .. 3.6e-5.
+CPU_BOUND = 1e-3  # It is the core's largest error with F32 weights and f32 KV, of logits with std 2 .. 3.5.
 
 
 @pytest.fixture(params=CASES)
@@ -61,7 +61,7 @@ def test_long_cases_reach_both_ways_of_a_gpus_prefill() -> None:
     assert make_goldens.N_LONG - CHUNK >= int(rows)
     assert {n < int(rows) for n in make_goldens.LONG_AT} == {True, False}
     configs = [c for c, _ in make_goldens.LONG_CASES.values()]
-    assert {64, 128} < {c.state_size for c in configs}  # the DeltaNet chunks have these two alone
+    assert {64, 128} < {c.state_size for c in configs}  # The DeltaNet chunks have these two alone.
     assert {c.n_embd % 8 == 0 for c in configs} == {c.n_ff % 8 == 0 for c in configs} == {True, False}
 
 
@@ -182,7 +182,7 @@ def test_long_prompts_in_parts(
     config, seed = CASES[case]
     weights = tiny.layout(config, seed)
     path = tiny.write(tmp_path / "model.gguf", config, weights, kind)
-    if kind != "F32":  # of the rounded weights
+    if kind != "F32":  # The reference has the rounded weights.
         logits = ref.Reference(config, ref.read_gguf(str(path))).feed(golden["prompt"])
         golden = golden | {"logits": logits[kept(golden)]}
     sequence = drive.open_sequence(drive.open_model(native, path, device), n_ctx=512, n_chunk=CHUNK)

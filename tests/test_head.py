@@ -29,7 +29,7 @@ from luce.errors import (
 
 SMALL = Config(n_nextn=1)
 SEED = 41
-BOUND = 1e-3  # what F32 rounding may do to a logit on the CPU
+BOUND = 1e-3  # F32 rounding may change a logit so much on the CPU.
 NEXTN = f"blk.{SMALL.n_layer}.nextn."
 
 Write = Callable[..., Path]
@@ -63,7 +63,7 @@ class Trunk:
 
     def __init__(self, c: Config, weights: tiny.Weights, head: Config, head_weights: tiny.Weights):
         self.trunk, self.head = ref.Reference(c, weights), ref.NextN(head, weights | head_weights)
-        self.hidden = np.zeros((0, c.n_embd))  # (1, E) of the last committed token
+        self.hidden = np.zeros((0, c.n_embd))  # It is that of the last committed token, (1, E).
 
     def feed(self, tokens: list[int]) -> int:
         """Commits tokens; the choice after them."""
@@ -103,17 +103,18 @@ def check_drafts(
         drafts = sequence.drafted(n)
         reference.head.router_gap = math.inf
         logits = reference.draft([rows[0], *drafts[:-1]])
-        if reference.head.router_gap > drive.ROUTER_GAP:  # else a GPU may choose other experts
+        if reference.head.router_gap > drive.ROUTER_GAP:  # Else a GPU may choose other experts.
             top = np.sort(logits)[:, -2:]
             clear += int((top[:, 1] - top[:, 0] > 2 * bound).sum())
             worst = max(worst, float((top[:, 1] - logits[range(n), drafts]).max()))
-        drive.verify(sequence, rows)  # the anchor and what the head did not draft: any rows may be committed
+        # The rows are the anchor and what the head did not draft, since any rows may be committed.
+        drive.verify(sequence, rows)
         kept = rows[: int(rng.integers(1, 7))]
         sequence.commit(range(len(kept)))
         reference.feed(kept)
     note("clear_drafts", clear)
     assert worst <= 2 * bound
-    least = 30 if bound < 0.01 else 15  # CUDA's bound leaves fewer: 16 to 31 on an H100
+    least = 30 if bound < 0.01 else 15  # CUDA's bound leaves fewer: 16 to 31 on an H100.
     assert clear >= least, "too few drafts say anything"
     assert reference.trunk.router_gap > drive.ROUTER_GAP, "a GPU may choose other experts: take another seed"
 
@@ -131,7 +132,7 @@ CONFIGS = {
 }  # fmt: skip
 
 
-SEEDS = {"experts": 18, "experts-fused": 4}  # their tokens leave no router in doubt
+SEEDS = {"experts": 18, "experts-fused": 4}  # Their tokens leave no router in doubt.
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -146,7 +147,7 @@ def test_drafts_are_those_of_the_reference(
     c = CONFIGS[name]
     one = replace(c, n_nextn=1)
     weights = tiny.layout(one, SEED)
-    if c.n_nextn > 1:  # only the first block drafts
+    if c.n_nextn > 1:  # Only the first block drafts.
         extra = {
             f"blk.{c.n_layer + 1}.{key}": x[::-1].copy()
             for key, x in ref.block_weights(weights, c.n_layer).items()
@@ -306,7 +307,7 @@ def test_a_damaged_head_names_its_tensor(
         del weights[tensor]
     elif how == "shape":
         weights[tensor] = weights[tensor][..., :-1].copy()
-    types = {tensor: "F16"} if how == "type" else {}  # norms are F32
+    types = {tensor: "F16"} if how == "type" else {}  # Norms are F32.
     path = write(SMALL, weights, type_of=lambda key: types.get(key, "F32"))
     with pytest.raises(LuceError, match=tensor.replace(".", r"\.")):
         drive.open_model(native, path, device, head=True)
@@ -422,7 +423,7 @@ def test_rows_without_tokens_need_a_draft(small: Model) -> None:
         drive.verify_draft(sequence, 3)
     drive.verify_draft(sequence, 2)
     sequence.commit([0])
-    with pytest.raises(StateError):  # the draft was of the position before
+    with pytest.raises(StateError):  # The draft was of the position before.
         drive.verify_draft(sequence, 2)
     sequence.reset()
     drive.prefill(sequence, [1, 2])

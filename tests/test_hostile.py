@@ -17,7 +17,7 @@ from luce.tokenizer import Tokenizer
 
 CONFIG = tiny.Config()
 PACKAGE = os.path.dirname(os.path.dirname(luce.__file__))
-READ_ALL = 1 << 1 | 1 << 2  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+READ_ALL = 1 << 1 | 1 << 2  # They are CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH.
 
 
 def test_control_tokens_that_a_prompt_spells_are_text(luce_):
@@ -66,8 +66,8 @@ def test_a_prompt_far_beyond_the_context_is_not_tokenised_whole(luce_, monkeypat
 def ordinary_user():
     """Root reads everything: until the test ends, this thread lacks that right over its own files."""
     libc = ctypes.CDLL(None, use_errno=True)
-    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3 of the interface, this thread
-    rights = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable, twice
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # It is version 3 of the interface, for this thread.
+    rights = (ctypes.c_uint32 * 6)()  # They are the effective, permitted and inheritable ones, twice.
     if os.geteuid() != 0:
         yield
         return
@@ -197,7 +197,7 @@ def test_a_lack_of_memory_is_one_line(luce_, monkeypatch):
         assert result.exit_code == 1 and one_line(result) == "Error: out of memory"
 
 
-AMPLE = 1024  # MiB more than the command asks for before it imports
+AMPLE = 1024  # It is so many MiB more than the command asks for before it imports.
 
 
 def run(program, *words, **variables):
@@ -210,7 +210,7 @@ def run(program, *words, **variables):
 def test_whatever_runs_out_of_address_space_is_one_line(tmp_path):
     """From what Python alone takes to more than a short run does, there is an error line, or success."""
     path = tiny.write(tmp_path / "tiny.gguf", CONFIG, tiny.layout(CONFIG, 1))
-    start = ROOM >> 20  # MiB that luce asks for before it imports
+    start = ROOM >> 20  # luce asks for so many MiB before it imports.
     outcomes = {}
     for words in (["probe-gguf", path], ["generate", "--gguf", path, "-n", "8", "x"]):
         for mib in (16, 60, start - 20, *range(start + 13, start + 30, 4), start + AMPLE):
@@ -244,7 +244,7 @@ def test_a_thread_that_lacks_memory_is_an_error():
         "run(1 << 10)\n"
         "(line,) = (line for line in open('/proc/self/status') if 'VmSize' in line)\n"
         "taken = int(line.split()[1]) << 10\n"
-        "n = 16 << 20\n"  # 128 MiB, twice, and then 64 MiB for each of two rows
+        "n = 16 << 20\n"  # They take 128 MiB twice, and then 64 MiB for each of two rows.
         "resource.setrlimit(resource.RLIMIT_AS, (taken + 16 * n + (n << 1),) * 2)\n"
         "for _ in range(2):\n"
         "    try:\n"

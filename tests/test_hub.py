@@ -86,8 +86,8 @@ def test_what_is_not_there_is_named(hub):
 
 @pytest.mark.parametrize("reference", ["owner/repo", "owner/repo:a.gguf"])
 def test_a_hub_that_cannot_be_reached_is_one_line(hub, monkeypatch, reference):
-    monkeypatch.setattr("time.sleep", lambda seconds: None)  # it tries several times
-    with socket.socket() as nobody:  # bound, and listening to no one
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # The client tries several times.
+    with socket.socket() as nobody:  # The socket is bound, and it listens to no one.
         nobody.bind(("127.0.0.1", 0))
         with pytest.raises(FileError, match=f"^{reference}: [^\n]+$"):
             fetch(reference, f"http://127.0.0.1:{nobody.getsockname()[1]}")

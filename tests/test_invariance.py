@@ -172,7 +172,7 @@ def test_any_accept_pattern_leaves_what_plain_decoding_leaves(
         tokens = [int(t) for t in rng.integers(0, CONFIG.n_vocab, n)]
         parents = drive.random_tree(rng, n)
         if rng.random() < 0.3:
-            drive.verify(tree, tokens_of(8, 11))  # replaced by the next one: leaves no trace
+            drive.verify(tree, tokens_of(8, 11))  # The next one replaces it, so it leaves no trace.
         drive.verify(tree, tokens, parents)
         path = drive.root_path(parents, int(rng.integers(n)))
         path = path[: int(rng.integers(1, len(path) + 1))]

@@ -63,9 +63,11 @@ def test_divergence_is_that_of_the_definition() -> None:
     p, q = [0.5, 0.25, 0.25], [0.25, 0.25, 0.5]
     expected = math.fsum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
     rows = np.log([p, p, q])
-    found = kl.divergence(rows + [[3], [0], [-700]], np.log([q, p, p]) - 40)  # logits of any level
-    assert found == pytest.approx([expected, 0, expected], abs=1e-12)  # F64 at a level of 700
-    assert kl.divergence(np.array([[0.0, -1e4]]), np.array([[0.0, -1e5]])) == 0  # of probability 0
+    # The rows' logits have other levels.
+    found = kl.divergence(rows + [[3], [0], [-700]], np.log([q, p, p]) - 40)
+    # F64 has such an error at a level of 700.
+    assert found == pytest.approx([expected, 0, expected], abs=1e-12)
+    assert kl.divergence(np.array([[0.0, -1e4]]), np.array([[0.0, -1e5]])) == 0  # Its probability is 0.
 
 
 def test_a_smaller_divergence_is_no_worse() -> None:
@@ -82,7 +84,7 @@ def test_a_smaller_divergence_is_no_worse() -> None:
 def test_the_reference_is_transformers(tmp_path: Path) -> None:
     found = kl.reference_error(tmp_path, threads=1)
     assert found["positions"] == 25
-    assert found["max_abs_logit_error"] < 1e-4  # of logits with standard deviation 4
+    assert found["max_abs_logit_error"] < 1e-4  # The logits have a standard deviation of 4.
     assert found["largest_kl"] < 1e-9
 
 
@@ -119,7 +121,7 @@ def test_a_peer_in_f32_is_as_good_as_the_reference(
     (row,) = found["files"]
     assert row["positions"] == TOKENS - PROMPT + 1
     assert row["llama.cpp"]["largest_kl"] < 1e-12 and row["llama.cpp"]["top_1_agreement"] == 1
-    assert 1e-6 < row["luce"]["mean_kl"] <= row["luce"]["largest_kl"] < 0.1  # activations are rounded too
+    assert 1e-6 < row["luce"]["mean_kl"] <= row["luce"]["largest_kl"] < 0.1  # Activations are rounded too.
     assert not row["mean_no_worse"] and not row["largest_no_worse"]
     assert row["mean_difference_in_standard_errors"] > 2
 
@@ -131,7 +133,7 @@ def test_a_peer_that_does_something_else_is_an_error(
     tmp_path: Path, server, fault: str, message: str
 ) -> None:
     folder = server(np.log(np.full((4, 16), 1 / 16)), fault)
-    path = tiny.write(tmp_path / "x.gguf", CONFIG, {})  # a tokenizer is what is needed of it
+    path = tiny.write(tmp_path / "x.gguf", CONFIG, {})  # Only its tokenizer is needed.
     with pytest.raises(llamacpp.PeerError, match=message):
         kl.llamacpp_logprobs(path, [[1, 2, 3, 4]], 2, "cpu", 1, folder, 16)
 

@@ -24,7 +24,7 @@ OUT = FFN + Counter({"rowmm_parts": 1, "rowmm_parts_rms": 1})
 DELTANET = OUT + Counter({"rowmm_parts": 1, "deltanet_conv_parts": 1, "deltanet": 1, "rowmm_pack_gated": 1})
 ATTENTION = OUT + Counter({"rowmm": 1, "norm_rope": 1, "kv_store": 1, "attention": 1, "rowmm_pack": 1})
 
-Steps = dict[str, tuple[Counter[str], Counter[str]]]  # "verify of 1": luce's ops, ggml's
+Steps = dict[str, tuple[Counter[str], Counter[str]]]  # A step ("verify of 1") has luce's ops and ggml's.
 
 
 @pytest.fixture
@@ -67,11 +67,11 @@ def test_a_layers_launches_are_those_that_are_listed(
     for added, expected in ((True, DELTANET), (False, ATTENTION)):
         more, more_theirs = of(added, True, False)
         if device == "cpu":
-            assert (more - ours)["rows_matmul"] == 4  # one for the weights of each input
+            assert (more - ours)["rows_matmul"] == 4  # There is one for the weights of each input.
             assert (more - ours)["deltanet" if added else "attention"] == 1
         elif exact:
             assert more - ours == expected
-            assert more_theirs == theirs  # no layer launches one
+            assert more_theirs == theirs  # No layer launches one.
     assert DELTANET.total() == 10
 
 

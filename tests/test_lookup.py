@@ -49,10 +49,12 @@ def test_lookup_at_its_ends(native):
     assert lookup(native, [1, 2, 3, 4], 5) == ([], 0)
     assert lookup(native, [7] * 5, 3) == ([7] * 3, 4)
     assert lookup(native, [7] * 1000, 2) == ([7] * 2, LONGEST)
-    assert lookup(native, [1, 2, 3, 4, 9, 1, 2, 3, 4], 7) == ([9, 1, 2, 3, 4, 9, 1], 4)  # periodic
+    # The text is periodic.
+    assert lookup(native, [1, 2, 3, 4, 9, 1, 2, 3, 4], 7) == ([9, 1, 2, 3, 4, 9, 1], 4)
     newest = [1, 2, 3, 4, 9, 1, 2, 3, 4, 8, 1, 2, 3, 4]
     assert lookup(native, newest, 1) == ([8], 4)
-    assert lookup(native, [6, *newest[:5], 5, *newest[1:10], 6, 1, 2, 3, 4], 1) == ([9], 5)  # the longest
+    # The longest match wins.
+    assert lookup(native, [6, *newest[:5], 5, *newest[1:10], 6, 1, 2, 3, 4], 1) == ([9], 5)
     with pytest.raises(ArgumentError):
         lookup(native, [], 1)
 
@@ -70,7 +72,7 @@ def test_a_sequence_looks_at_its_own_tokens(native, tiny_gguf, device):
     drive.prefill(sequence, text[256:])
     assert agrees(text, 10) and agrees(text, 23)
     drive.verify(sequence, [20, 21, 22, 10, 11])
-    assert agrees(text, 20)  # what is verified is not committed
+    assert agrees(text, 20)  # What is verified is not committed.
     sequence.commit([0, 1, 2, 3, 4])
     assert agrees([*text, 20, 21, 22, 10, 11], 12)
     sequence.resume(checkpoint)

@@ -246,4 +246,4 @@ def test_a_short_prompt_waits_for_no_long_one_and_the_long_one_is_read():
         ended += [one for one, event in loop.step() if isinstance(event, Finished)]
     assert ended == [*shorts, long]
     read = [tokens[0] for verb, tokens in core.calls if verb == "prefill"]
-    assert read[:12].count(65) == 6  # every other chunk is the oldest's
+    assert read[:12].count(65) == 6  # Every other chunk is the oldest's.

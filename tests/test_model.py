@@ -21,7 +21,7 @@ from luce.errors import ArgumentError, ContextFull, FileError, LuceError, Numeri
 
 SMALL = Config()
 SEED = 31
-CHUNK_BOUND = 1e-3  # max abs logit difference that chunking, or the reference, may make with F32
+CHUNK_BOUND = 1e-3  # With F32, chunking, or the reference, may change a logit so much.
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_blocks_may_have_head_counts_of_their_own(
 ) -> None:
     """The keys are arrays then. KV, projections and the groups of heads that share KV differ by block."""
     c = replace(SMALL, n_layer=4, recurrent=(False, True, False, False), head_dim=64)
-    counts = [(2, 1), (5, 5), (6, 2), (18, 1)]  # the second block is none of attention
+    counts = [(2, 1), (5, 5), (6, 2), (18, 1)]  # The second block has no attention.
     weights = tiny.layout(c, SEED)
     for i, (h, hkv) in enumerate(counts):
         own = tiny.layout(replace(c, n_head=h, n_head_kv=hkv), SEED + i)
@@ -103,7 +103,7 @@ def test_blocks_may_have_head_counts_of_their_own(
         drive.open_model(native, short, device)
 
 
-TREE_SEEDS = {"experts-one-used": 9000, "experts-16-tied": 61000}  # their tokens leave no router in doubt
+TREE_SEEDS = {"experts-one-used": 9000, "experts-16-tied": 61000}  # Their tokens leave no router in doubt.
 
 
 @pytest.mark.parametrize("case", make_goldens.CASES)
@@ -118,7 +118,8 @@ def test_tree_against_the_reference(
     timeline.feed(tokens_of(12, c))
     drive.prefill(sequence, tokens_of(12, c))
     rng = np.random.default_rng(seed)
-    comb = [-1, *(r - 2 + r % 2 for r in range(1, 64))]  # a spine of even rows, each with one odd leaf
+    # It is a spine of even rows, and each has one odd leaf.
+    comb = [-1, *(r - 2 + r % 2 for r in range(1, 64))]
     for parents in (drive.random_tree(rng, 64), comb, drive.random_tree(rng, 30)):
         tokens = tokens_of(len(parents), c, seed=len(parents) + TREE_SEEDS.get(case, 0))
         expected = timeline.step(tokens, parents)
@@ -194,7 +195,7 @@ def test_chunk_size_changes_rounding_only(
     print(f"{n_prompt} tokens in chunks of 256 to 4096: logits within {worst:.1e} of the reference")
     assert worst <= bound
     top = np.sort(np.stack(expected), axis=1)
-    clear = top[:, -1] - top[:, -2] > 2 * worst  # two logits that move towards each other may change places
+    clear = top[:, -1] - top[:, -2] > 2 * worst  # Two logits that move towards each other may change places.
     for found in choices:
         assert np.array(found)[:-1][clear[:-1]].tolist() == np.array(follow)[clear[:-1]].tolist()
 
@@ -207,7 +208,7 @@ def test_prompt_split_at_chunk_multiples_gives_the_same_bits(model: Model) -> No
     for cuts in ((256,), (512, 768), (256, 512, 768, 1024)):
         sequence.reset()
         for part in np.split(np.array(tokens), cuts):
-            drive.prefill(sequence, part)  # with a choice after each part, which changes nothing
+            drive.prefill(sequence, part)  # There is a choice after each part, which changes nothing.
         assert sequence.info.n_past == 1100
         assert sequence.logits(0).tobytes() == whole.tobytes()
         assert sequence.dump() == state

@@ -325,7 +325,7 @@ def test_the_same_prompt_has_the_same_acceptance_every_time(model_of: Callable[[
         first = None
         for turn in range(5):
             sequence.reset()
-            drive.prefill(sequence, prompt_of(40 + turn, seed=turn))  # another text in between
+            drive.prefill(sequence, prompt_of(40 + turn, seed=turn))  # Another text comes in between.
             drafted = []
             found = drive.decode(sequence, prompt_of(100), 1)
             for _ in range(10):

@@ -140,7 +140,7 @@ def test_a_status_is_the_exception_with_its_code(native):
 
 def test_null_and_zero_arguments_are_refused(native):
     for name, kind in statuses(native).items():
-        if name != "luce_set_log":  # whose NULL means: discard
+        if name != "luce_set_log":  # Its NULL means to discard.
             zeros = [0 if arg.kind == "primitive" else native.ffi.NULL for arg in kind.args]
             assert getattr(native.lib, name)(*zeros) == E_ARG, name
             assert native.text(native.lib.luce_last_error()), name
@@ -365,7 +365,7 @@ def test_the_log_callback_may_log_and_call_the_core(native):
         for _ in range(20):
             ggml_log(3, b"first\n")
 
-    native.devices()  # from here on ggml logs through the core
+    native.devices()  # From here on ggml logs through the core.
     native.set_log(log)
     try:
         threads = [threading.Thread(target=work, daemon=True) for _ in range(2)]

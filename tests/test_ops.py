@@ -14,7 +14,7 @@ from step_ctl import MAX_ROWS, Seq, step_ctl
 
 from luce._native import Library
 
-VERIFY, APPEND = 0, 1  # DeltaMode in kernels.h
+VERIFY, APPEND = 0, 1  # They are DeltaMode's in kernels.h.
 SHAPES = [(1, 1, 16), (2, 4, 32), (2, 2, 64), (3, 6, 64), (4, 4, 128), (2, 6, 128)]  # Hk, Hv, S
 
 
@@ -39,7 +39,7 @@ class Rows:
 class Timeline:
     """A timeline is what the host keeps of a slot's sequence."""
 
-    pending: list[int] = field(default_factory=list)  # accepted rows of its last verify
+    pending: list[int] = field(default_factory=list)  # These rows of its last verify were accepted.
     bank: int = 0
     fresh: bool = False
 
@@ -186,7 +186,7 @@ def test_rounds_of_any_shape_leave_the_bits_of_plain_decoding(native, device, sh
     for n in (1, 3, 64, 16, 1, 33):
         rows, parents = plain.rows(n), drive.random_tree(rng, n)
         path = drive.root_path(parents, int(rng.integers(n)))
-        out = rounds.verify(rows, parents)  # replays the round before, in the same pass
+        out = rounds.verify(rows, parents)  # It replays the round before in the same pass.
         rounds.timelines[0].pending = path
         for row in path:
             assert plain.append(rows.take([row])).tobytes() == out[[row]].tobytes()

@@ -108,7 +108,7 @@ def test_the_35b_has_its_published_shape() -> None:
     c = SHAPES["35b-a3b"]
     shapes = {t.name: t.shape for t in oracle_model.tensors_of(c)}
     trunk = sum(np.prod(shape) for name, shape in shapes.items() if not name.startswith("blk.40."))
-    assert trunk / 1e9 == pytest.approx(34.66, abs=0.01)  # as llama.cpp counts Qwen3.5-35B-A3B
+    assert trunk / 1e9 == pytest.approx(34.66, abs=0.01)  # llama.cpp counts Qwen3.5-35B-A3B so.
     assert [i for i in range(40) if f"blk.{i}.attn_q.weight" in shapes] == list(range(3, 40, 4))
     for block in (0, 40):
         assert shapes[f"blk.{block}.ffn_gate_exps.weight"] == (256, 512, 2048)

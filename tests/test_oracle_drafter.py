@@ -79,5 +79,5 @@ def test_bench_oracle_makes_and_measures_it(shape: str, luce_: object, tmp_path:
     rows = {row["mode"]: row for row in printed["modes"]}
     assert len(rows) == 5 and {row["wrong_tokens"] for row in rows.values()} == {0}
     assert rows["mtp:3"]["accepted"] > 0
-    assert rows["dflash"]["mean_accepted_length"] > 3.5  # blocks of 4
+    assert rows["dflash"]["mean_accepted_length"] > 3.5  # Blocks are of size 4.
     assert (tmp_path / "luce" / f"oracle-{shape}-drafter-1.gguf").exists()

@@ -51,7 +51,7 @@ def test_slots_that_are_out_are_an_error_that_changes_nothing(model: Model) -> N
         assert state_of(engine, sequence) == before
         if kept:
             data = kept[0].save()
-            loaded = engine.load_checkpoint(data)  # in host memory: no slot is needed
+            loaded = engine.load_checkpoint(data)  # It is in host memory, so no slot is needed.
             with pytest.raises(OutOfMemory, match="2"):
                 loaded.to_device()
             assert not loaded.info.on_device and loaded.save() == data
@@ -101,10 +101,11 @@ def test_pages_that_are_out_are_an_error_that_changes_nothing(model: Model) -> N
     checkpoint = first.checkpoint()
     data = checkpoint.save()
     checkpoint.to_host()
-    checkpoint.save()  # has left
+    checkpoint.save()  # It has left the device.
     drive.prefill(second, tokens_of(256), last=False)
     drive.prefill(first, tokens_of(256, seed=2))
-    drive.prefill(second, tokens_of(250, seed=3))  # all five are taken, of the last one 6 positions are free
+    # All five are taken, and 6 positions of the last one are free.
+    drive.prefill(second, tokens_of(250, seed=3))
     assert engine.info.pages_free == 0
     before = state_of(engine, first, second)
     calls: list[tuple[str, Callable[[], object]]] = [
@@ -133,7 +134,8 @@ class Accounts:
 
     def __init__(self, engine: Engine, alone: Timeline, exact: bool) -> None:
         self.engine, self.alone, self.exact = engine, alone, exact
-        self.sequences: list[tuple[Timeline, list[object], list[tuple[str, int]]]] = []  # pages, history
+        # Each has its pages and its history.
+        self.sequences: list[tuple[Timeline, list[object], list[tuple[str, int]]]] = []
         self.checkpoints: list[tuple[Checkpoint, list[object] | None, list[tuple[str, int]]]] = []
         self.states: dict[tuple[tuple[str, int], ...], bytes] = {}
 
@@ -218,7 +220,7 @@ def operation(name: str, books: Accounts, rng: np.random.Generator, device: str)
         elif name == "host":
             checkpoint.to_host()
             if device != "cpu":
-                checkpoint.save()  # waits until it has left
+                checkpoint.save()  # This waits until it has left.
             checkpoints[at] = checkpoint, None, history
         elif name == "device":
             if pages is not None or (books.free() >= n and engine.info.checkpoints_free):

@@ -117,7 +117,7 @@ def test_a_mixture_says_what_a_token_reads(facts_of, tmp_path, tied, fused):
         elif not tensor.name.startswith("blk.4."):
             read += int(tensor.n_elements) // (4 if "_exps" in tensor.name else 1)
     assert (facts.experts, facts.experts_used, facts.active_parameters) == (8, 2, read)
-    assert 1.06 * read < facts.bytes_per_token < 1.2 * read  # 34 bytes for 32 weights, and some are F32
+    assert 1.06 * read < facts.bytes_per_token < 1.2 * read  # 32 weights take 34 bytes, and some are F32.
     text = facts_text(facts)
     assert "\nexperts         8, of these 2 for a token\n" in text
     assert f"\na token reads   {size(facts.bytes_per_token)}, {read:,} parameters\n" in text

@@ -48,7 +48,7 @@ def test_costs_are_listed_by_drafts_and_rows(native: Library, model: Model, devi
     assert found == [(0, rows) for rows in range(1, 21)] + [(1, sequences) for sequences in range(1, 5)]
     assert all(0 < cost.seconds < 60 for cost in listed[0:count])
     seconds = [cost.seconds for cost in listed[0:20]]
-    widths = [[11, 12], [13, 14, 15, 16], [17, 18, 19, 20]]  # steps are as wide as the last of each
+    widths = [[11, 12], [13, 14, 15, 16], [17, 18, 19, 20]]  # Steps are as wide as the last of each.
     assert all(len({seconds[rows - 1] for rows in width}) == 1 for width in widths)
     n[0] = 1
     native.check(lib.luce_engine_costs(engine.handle, listed, n))

@@ -61,7 +61,7 @@ def check(native: Library, kind: str, k: int, n: int, t: int) -> None:
         half_step = np.abs(x.reshape(t, -1, 32)).max(-1) / 254
         assert (np.abs(taken - x).reshape(t, -1, 32).max(-1) <= half_step * 1.0001).all()
     (found,) = multiply(native, [weights], x)
-    # sums of F32 products: relative to what the terms would give without their signs
+    # Sums of F32 products are compared relative to what the terms would give without their signs.
     assert (np.abs(found - taken @ w.T) <= 2e-6 * (np.abs(taken) @ np.abs(w).T)).all()
 
 

@@ -22,7 +22,7 @@ from luce.structs import Cost
 def test_costs_lie_on_lines_between_the_measured_widths():
     costs = Costs([Cost(8, 0, 14.0), Cost(1, 0, 10.0), Cost(4, 0, 12.0), Cost(1, 1, 0.5), Cost(3, 1, 1.5)])
     assert [costs.verify(rows) for rows in (1, 2, 4, 6, 8)] == pytest.approx([10, 10 + 2 / 3, 12, 13, 14])
-    assert costs.verify(16) == 18.0  # by the last slope
+    assert costs.verify(16) == 18.0  # It goes on by the last slope.
     assert [costs.draft(n) for n in (1, 2, 3, 5)] == [0.5, 1.0, 1.5, 2.5]
 
 
@@ -212,7 +212,7 @@ class Repeats:
 
     def __init__(self, rng, first, later, fires=1.0, matched=9):
         self.random, self.first, self.later, self.fires, self.matched = rng, first, later, fires, matched
-        self.right = 0  # tokens of the last proposal
+        self.right = 0  # So many tokens of the last proposal were right.
 
     def lookup(self, anchor, most):
         if self.random.random() >= self.fires or not most:
@@ -221,7 +221,7 @@ class Repeats:
         self.right = int(self.random.random() < self.first)
         while self.right and self.right < most and self.random.random() < self.later:
             self.right += 1
-        return [1] * self.right + [0] * (most - self.right), self.matched  # every right token is 1
+        return [1] * self.right + [0] * (most - self.right), self.matched  # Every right token is 1.
 
 
 def decode(source, text, costs, tokens, share=0.0):
@@ -286,7 +286,7 @@ def test_a_source_that_was_not_verified_is_learned_all_the_same():
     before = learned.chances(4, 9)
     for _ in range(6):
         learned.follow([5, 6, 7, 8], 9)
-        for token in (5, 6, 7, 8):  # one of each round, nothing drafted
+        for token in (5, 6, 7, 8):  # Each round gives one, and nothing is drafted.
             learned.came([token])
     after = learned.chances(4, 9)
     assert before == pytest.approx([0.8, 0.64, 0.512, 0.4096]) and after[3] > 0.75

@@ -26,7 +26,7 @@ def test_accept_walks_along_the_choices(native, data, n):
     tokens = data.draw(st.lists(st.integers(0, 3), min_size=n, max_size=n))
     choices = data.draw(st.lists(st.integers(0, 3), min_size=n, max_size=n))
     parents, above = [-1], [0]
-    for row in range(1, n):  # depth-first: below some row of the path to the one before
+    for row in range(1, n):  # Rows go depth first: below some row of the path to the one before.
         depth = data.draw(st.integers(0, len(above) - 1))
         parents.append(above[depth])
         above = [*above[: depth + 1], row]

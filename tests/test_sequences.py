@@ -64,10 +64,10 @@ def test_any_bad_item_of_a_verify_refuses_all(model: Model, engine: Engine) -> N
         (ArgumentError, Rows(bad, [1, 2], [-1, 1])),
         (ArgumentError, Rows(bad, [1, 2, 3], [-1, 2, 0])),
         (ArgumentError, Rows(bad, [1, 2, 3, 4], [-1, 0, 0, 1])),
-        (ArgumentError, Rows(good, [1])),  # in the step already
+        (ArgumentError, Rows(good, [1])),  # It is in the step already.
         (ArgumentError, Rows(foreign, [1])),
         (StateError, Rows(closed, [1])),
-        (StateError, Rows(bad, n=1)),  # no draft
+        (StateError, Rows(bad, n=1)),  # It has no draft.
         (StateError, Rows(bad, n=3)),
     ]
     before = state_of(engine, *sequences)
@@ -89,7 +89,7 @@ def test_any_bad_item_of_a_verify_refuses_all(model: Model, engine: Engine) -> N
 
 def test_a_context_that_is_full_refuses_the_step(engine: Engine) -> None:
     sequences = started(engine)
-    drive.prefill(sequences[0], tokens_of(276))  # to 296 of 300
+    drive.prefill(sequences[0], tokens_of(276))  # It reaches 296 of 300.
     before = state_of(engine, *sequences)
     for n in (5, 24):
         with pytest.raises(ContextFull, match="300"):
@@ -124,7 +124,7 @@ def test_any_bad_item_of_a_draft_refuses_all(model: Model, engine: Engine) -> No
             assert state_of(engine, *sequences) == before
     with pytest.raises(ArgumentError):
         engine.draft([])
-    for sequence in sequences[:2]:  # nothing is booked as drafted
+    for sequence in sequences[:2]:  # Nothing is booked as drafted.
         with pytest.raises(ArgumentError):
             sequence.drafted(1)
         with pytest.raises(StateError):
@@ -188,12 +188,12 @@ def test_fewer_rows_than_were_drafted(engine: Engine) -> None:
         found = engine.verify(step[::-1])[::-1]
         said = [Rows(each, row[:n]) for each, row, n in zip(sequences, rows, numbers, strict=True)]
         assert engine.verify(said) == found
-    engine.verify([Rows(sequences[1], [3, 4, 5])])  # other tokens, which these rows replace
+    engine.verify([Rows(sequences[1], [3, 4, 5])])  # These rows replace other tokens.
     engine.verify([Rows(sequences[1], n=3)])
     sequences[1].commit([0, 1])
     committed = np.frombuffer(sequences[1].dump(), "<i4", 23, offset=56)
     assert committed.tolist() == [*tokens_of(21, 1), *rows[1][:2]]
-    with pytest.raises(StateError):  # of the position before
+    with pytest.raises(StateError):  # It is of the position before.
         drive.verify_draft(sequences[1], 1)
     assert drive.verify_draft(sequences[0], 4)
 
@@ -272,7 +272,7 @@ def test_logits_are_those_of_the_engines_last_step(engine: Engine) -> None:
     engine.verify([Rows(second, [1, 2]), Rows(first, [3])])
     assert first.logits(0).tobytes() != second.logits(0).tobytes()
     rejected = second.logits(1).tobytes()
-    second.commit([0])  # which is no step
+    second.commit([0])  # This is no step.
     assert second.logits(1).tobytes() == rejected
     with pytest.raises(StateError):
         third.logits(0)
@@ -310,7 +310,7 @@ def test_a_cancel_takes_the_next_call_and_no_other(engine: Engine) -> None:
     ]
     for call in calls:
         engine.cancel()
-        engine.cancel()  # twice is once
+        engine.cancel()  # To cancel twice is to cancel once.
         with pytest.raises(Cancelled):
             call()
         assert state_of(engine, *sequences) == before
@@ -318,7 +318,7 @@ def test_a_cancel_takes_the_next_call_and_no_other(engine: Engine) -> None:
     for call in calls[1:]:
         call()
     engine.cancel()
-    first.reset()  # needs no step: it is not what is cancelled
+    first.reset()  # It needs no step, so it is not what is cancelled.
     with pytest.raises(Cancelled):
         drive.prefill(first, tokens_of(20, 0))
     drive.prefill(first, tokens_of(20, 0))
@@ -369,7 +369,7 @@ def test_a_cancel_of_one_engine_is_not_anothers(native: Library, model: Model) -
     assert native.lib.luce_engine_cancel(handle) == ArgumentError.code, "its sequence keeps it alive"
     first.prefill([1])
     first.close()
-    engines[0].cancel()  # a closed one ignores it
+    engines[0].cancel()  # A closed engine ignores it.
     message = native.text(native.lib.luce_last_error())
     for gone in (handle, native.ffi.NULL):
         assert native.lib.luce_engine_cancel(gone) == ArgumentError.code

@@ -139,7 +139,7 @@ def test_a_client_that_goes_frees_its_sequence(native, endless):
     with serving({"endless": endless}, how) as server:
         path, scheduler = f"{server.url}/v1/chat/completions", server.scheduler
         with httpx.stream("POST", path, json={**FOREVER, "stream": True}, timeout=60) as response:
-            parts = response.iter_bytes()  # dropped, it would close the connection
+            parts = response.iter_bytes()  # If it were dropped, it would close the connection.
             next(parts)
             until(lambda: scheduler.running == 1, "it runs")
             refused = httpx.post(path, json=FOREVER, timeout=60)

@@ -109,7 +109,7 @@ def test_the_same_prompt_again_reads_its_last_chunk_alone(opened, tokenizer):
     with engine.sequence() as sequence:
         assert [read(cache, sequence, prompt) for _ in range(3)] == [0, 1280, 1280]
         assert read(cache, sequence, prompt + words(6, 300)) == 1280
-        assert read(cache, sequence, prompt[:600] + words(6, 10)) == 0  # no end of a chunk was kept there
+        assert read(cache, sequence, prompt[:600] + words(6, 10)) == 0  # No end of a chunk was kept there.
         assert (cache.hits, cache.queries) == (1280 * 3, 1500 * 3 + 1800 + 610)
 
 
@@ -118,8 +118,8 @@ def test_a_side_request_takes_no_conversation_away(opened, tokenizer):
     cache, talk = PrefixCache(engine, tokenizer), words(7, 1500)
     with engine.sequence() as main, engine.sequence() as side:
         read(cache, main, talk)
-        for turn, kept in ((1, 1280), (2, 1536), (3, 1536)):  # each the last end of a chunk before
-            for n in range(3):  # titles, summaries: each says something else
+        for turn, kept in ((1, 1280), (2, 1536), (3, 1536)):  # Each is the last end of a chunk before.
+            for n in range(3):  # Titles and summaries each say something else.
                 read(cache, side, words(100 * turn + n, 400))
             assert read(cache, main, talk + words(8, 100 * turn)) == kept
 
@@ -223,13 +223,13 @@ def test_a_server_that_is_killed_leaves_files_that_are_right_or_refused(command,
     path.unlink()
     with ExitStack() as opened:
         with killed(tmp_path, command) as ask:
-            os.mkfifo(part)  # what is written there waits for who reads it
+            os.mkfifo(part)  # What is written there waits for who reads it.
             assert ask() == (text, 0)
             half = opened.enter_context(part.open("rb")).read(4096)
     assert whole.startswith(half) and not path.exists()
     part.unlink()
     part.write_bytes(half)
-    path.write_bytes(half)  # as a disk may leave it that loses its power
+    path.write_bytes(half)  # A disk that loses its power may leave it so.
     with killed(tmp_path, command) as ask:
         assert not part.exists() and ask() == (text, 0)
         until(lambda: path.exists() and path.read_bytes() == whole, "it is written again")
@@ -238,7 +238,7 @@ def test_a_server_that_is_killed_leaves_files_that_are_right_or_refused(command,
 def test_files_fit_the_next_server_whatever_its_steps_cost(native, tmp_path, monkeypatch):
     """Drafts that did not pay when it was opened may pay the next time, and the other way round."""
     cached = []
-    for price in (1.0, 9.0, 1.0):  # of two rows, where one row costs 1
+    for price in (1.0, 9.0, 1.0):  # Two rows cost so much where one row costs 1.
         listed = [Cost(1, 0, 1.0), Cost(2, 0, price), Cost(64, 0, 64 * price), Cost(1, 1, 0.1)]
         monkeypatch.setattr(Engine, "costs", lambda engine, listed=listed: Costs(listed))
         with serving({"box": BOX}, serve_settings(cache_dir=tmp_path)) as server:

@@ -119,7 +119,8 @@ def test_anthropics_messages_are_parsed(claude):
         assert "text" in {event.type for event in stream}
         assert stream.get_final_message().parsed_output == found.parsed_output
     form = {"type": "json_schema", "schema": anthropic.transform_schema(Flat)}
-    for where in ({"output_config": {"format": form}}, {"output_format": form}):  # now and in the beta
+    for where in ({"output_config": {"format": form}}, {"output_format": form}):
+        # The API takes it there now, and the beta took it there.
         raw = claude.post("/v1/messages", cast_to=object, body={**asked, "temperature": 0, **where})
         assert Flat.model_validate_json(raw["content"][0]["text"]) == found.parsed_output
     for wrong in ({"type": "json_object"}, {"type": "json_schema"}, {**form, "schema": {"type": "strange"}}):
@@ -190,7 +191,7 @@ def test_logprobs(both):
     (greedy,) = both.client.chat.completions.create(temperature=0, **asked).choices
     for each in greedy.logprobs.content:
         assert each.top_logprobs[0].logprob == max(top.logprob for top in each.top_logprobs) <= 0
-        assert each.token == each.top_logprobs[0].token  # the most probable one
+        assert each.token == each.top_logprobs[0].token  # It is the most probable one.
 
     def old(client):
         asked = {"model": "box", "prompt": "import os", "max_tokens": 12, "logprobs": 3, "temperature": 0}

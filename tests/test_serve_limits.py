@@ -40,7 +40,7 @@ def test_requests_wait_for_pages_and_each_gets_its_answer(native):
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(6) as all_of_them:
         tokens, expected = answers(one)
         most, taken = (-(-(tokens + 100 + rows) // PAGE) for rows in (MAX_ROWS, 0))
-        pages = 2 * most + 1  # of two requests, and one for checkpoints
+        pages = 2 * most + 1  # Two requests need them, and one is for checkpoints.
         assert pages < 3 * taken
         assert answers(all_of_them, pages=pages, host_bytes=1 << 20)[1] == expected
 

@@ -140,7 +140,7 @@ def test_completions(chatgpt):
 
 def test_a_stream_lives_while_a_call_is_held_back(server, monkeypatch):
     """It is certain at its end alone, and much may happen before."""
-    monkeypatch.setattr(answer, "monotonic", count().__next__)  # which nobody waits by
+    monkeypatch.setattr(answer, "monotonic", count().__next__)  # Nobody waits by this clock.
     monkeypatch.setattr(answer, "KEEP_ALIVE", 4)
     body = {"messages": say("read"), "tools": [TOOL], "stream": True, **GREEDY}
     text = server.http.post("/v1/chat/completions", json=body, headers={"x-api-key": "key"}).text
@@ -167,7 +167,7 @@ def test_responses_stream_calls_and_go_on(chatgpt):
     reasoning, message, call = found.output
     assert reasoning.content[0].text == "The user greets me." and message.content[0].text == "I look."
     assert (call.name, json.loads(call.arguments)) == ("read", ARGUMENTS)
-    sealed = reasoning.model_dump() | {"content": None}  # as codex sends it back
+    sealed = reasoning.model_dump() | {"content": None}  # codex sends it back so.
     items += [
         sealed,
         message,
@@ -285,7 +285,8 @@ def test_every_answer_and_event_is_of_the_published_types(server, path, name):
     whole.validate_python(found.json())
     for each in sse(server.http.post(path, json={**body, "stream": True, **extra}, headers=headers)):
         for choice in each.get("choices", ()) if path == "/v1/completions" else ():
-            choice["finish_reason"] = choice["finish_reason"] or "stop"  # null in the API, not in its types
+            # It is null in the API, but not in its types.
+            choice["finish_reason"] = choice["finish_reason"] or "stop"
         event.validate_python(each)
 
 

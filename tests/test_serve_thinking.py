@@ -76,7 +76,7 @@ BODIES = {
 }  # fmt: skip
 CHAT, RESPONSES, MESSAGES, OLLAMA = BODIES
 OFF, ON = {"enable_thinking": False}, {"enable_thinking": True}
-ASKED = [  # what is asked of an API, and the template's variables that it stands for
+ASKED = [  # What an API is asked stands for these variables of the template.
     (CHAT, {}, {}),
     (CHAT, OFF, OFF),
     (CHAT, ON, ON),
@@ -89,7 +89,7 @@ ASKED = [  # what is asked of an API, and the template's variables that it stand
     (RESPONSES, {}, {}),
     (RESPONSES, {"reasoning": {"effort": "none"}}, OFF),
     (RESPONSES, {"reasoning": {"effort": "medium", "summary": "auto"}}, {"reasoning_effort": "medium"}),
-    (MESSAGES, {}, OFF),  # thinking is off there unless it is asked for
+    (MESSAGES, {}, OFF),  # Thinking is off there unless it is asked for.
     (MESSAGES, {"thinking": {"type": "disabled"}}, OFF),
     (MESSAGES, {"thinking": {"type": "adaptive"}}, ON),
     (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, ON),
@@ -144,12 +144,12 @@ def test_thoughts_end_with_their_budget(servers):
     tokenizer = server.models.slots["box"].served.tokenizer
     end = [tokenizer.decode([token]) for token in tokenizer.encode(END)]
     free, message = spelled(server)
-    assert len(free) == 24 and not message["content"]  # the model in the box does not know how to end them
+    assert len(free) == 24 and not message["content"]  # The model in the box does not know how to end them.
     for budget, field in ((0, "thinking_budget"), (9, "reasoning_budget_tokens")):
         held, message = spelled(server, **{field: budget})
         assert held[: budget + len(end)] == free[:budget] + end
         assert message.get("reasoning_content", "") == "".join(free[:budget]).strip() and message["content"]
-        assert spelled(plain, **{field: budget})[0] == held  # the same with drafts and without
+        assert spelled(plain, **{field: budget})[0] == held  # It is the same with drafts and without.
     assert spelled(server, thinking_budget=-1)[0] == free
     assert spelled(server, thinking_budget=9, enable_thinking=False)[0][: len(end)] != end
     body = {"messages": TALK[:1], "max_tokens": 20, "thinking": {"type": "enabled", "budget_tokens": 6}}
@@ -192,7 +192,7 @@ def forced(box, matcher, text):
                 assert sum(map(int.bit_count, mask)) == 1
                 matcher.consume(found[-1])
             assert box.decode(found) == END
-            return len(said.decode())  # no half of a character is before it
+            return len(said.decode())  # No half of a character is before it.
         if token is not None:
             matcher.consume(token)
             said += box.bytes_of(token)
@@ -205,7 +205,7 @@ def test_a_budget_cuts_neither_letters_nor_calls(box):
     assert len(box.encode("日")) == 3
     assert forced(box, Budget(box, 1, True, False), "日本") == 1
     assert forced(box, Budget(box, 2, True, True), "ab\n" + CALL) < 9
-    assert forced(box, Budget(box, 12, True, True), "x\n" + CALL) is None  # it began in time, and ends them
+    assert forced(box, Budget(box, 12, True, True), "x\n" + CALL) is None  # It began in time, and ends them.
     assert forced(box, Budget(box, 12, True, False), "x\n" + CALL) is not None
     assert forced(box, Budget(box, 30, True, True), "ab\n</think>\n\n" + CALL) is None
     assert forced(box, Budget(box, 3, False, True), "<think>\nabcdefgh ijkl mnop") is not None

@@ -22,8 +22,8 @@ from luce.server.scheduler import Job, Scheduler
 from luce.server.turns import LOST, PAGE, Turns
 from luce.tokenizer import Tokenizer
 
-CHUNK = 1024  # luce.server.models.GPU_CHUNK
-MARK = 0  # the token that begins a message here
+CHUNK = 1024  # It is luce.server.models.GPU_CHUNK.
+MARK = 0  # This token begins a message here.
 
 
 class Marked:
@@ -75,7 +75,7 @@ def test_prompts_that_begin_alike_are_cut_alike(marked, same, one, other, torn, 
         return sum((marked.message(role, n, seed) for role, n in messages), [])
 
     begin = prompt(same, 1)
-    begin = begin[: max(len(begin) - torn, 0)]  # they part within a message
+    begin = begin[: max(len(begin) - torn, 0)]  # They part within a message.
     first, second = begin + prompt(one, 2), begin + prompt(other, 3)
     (ends, kept), (others, _) = turns.cut(first), turns.cut(second)
     alike = next((at for at, pair in enumerate(zip(first, second)) if pair[0] != pair[1]),  # noqa: B905
@@ -139,10 +139,10 @@ def replayed(scheduler, talks):
 @pytest.mark.parametrize(
     ("n_chunk", "slots", "talks", "how"),
     [
-        (1024, 4, 4, {}),  # luce serve's own, on a GPU
+        (1024, 4, 4, {}),  # luce serve takes these on a GPU.
         (2048, 4, 4, {}),
-        (4096, 1, 1, {"n_pages": 119}),  # no page more than the longest prompt has and one
-        (2048, 4, 12, {"host_bytes": 1 << 40}),  # a third of them has room on the device
+        (4096, 1, 1, {"n_pages": 119}),  # There is no page more than the longest prompt has, and one.
+        (2048, 4, 12, {"host_bytes": 1 << 40}),  # A third of them has room on the device.
     ],
     ids=str,
 )

@@ -32,7 +32,7 @@ CASE = tiny_dflash.Case(
 )
 COSTS = [
     Costs(Cost(*each) for each in verifies + drafts)
-    for verifies, drafts in (  # the first: all is worth a try
+    for verifies, drafts in (  # By the first, all is worth a try.
         ([(1, 0, 1.0), (64, 0, 1.5)], [(1, 1, 0.02), (1, 2, 0.05), (1, 3, 0.01)]),
         ([(1, 0, 1.0), (2, 0, 1.2), (16, 0, 4.0)], [(1, 1, 0.1), (1, 2, 0.2), (1, 3, 0.05)]),
     )
@@ -49,9 +49,10 @@ SAMPLINGS = [
 RNG = np.random.default_rng(8)
 PROMPTS = [
     (1, 2, 3),
-    tuple(range(10, 22)) * 3,  # a lookup finds something from the start
+    tuple(range(10, 22)) * 3,  # A lookup finds something from the start.
     tuple(int(t) for t in RNG.integers(0, 250, 60)),
-    tuple(int(t) for t in RNG.integers(0, 250, 20)) * 14,  # longer than a chunk: 280 of 300 positions
+    # It is longer than a chunk, with 280 of 300 positions.
+    tuple(int(t) for t in RNG.integers(0, 250, 20)) * 14,
 ]
 
 
@@ -169,7 +170,8 @@ def source_of(kind, size, number, sequence, text):
     return None
 
 
-ALWAYS = {"wrong": 0, "random": 0.1, "right": 1, "slow": 1}  # and what is accepted of them, at most
+# At most this share of a source's drafts is accepted.
+ALWAYS = {"wrong": 0, "random": 0.1, "right": 1, "slow": 1}
 KINDS = ["mtp", "mtp-part", "mtp-tree", "dflash", "dflash-tree", "lookup", "auto", "auto", "chain", "tree",
 "bad", "plain"]
 
@@ -223,7 +225,7 @@ class Kept:
 def bench(native, device, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sources")
     weights = tiny.layout(CASE.target, CASE.seed)
-    weights["output.weight"][4:] = 0  # texts of few tokens, so that all sources are right now and then
+    weights["output.weight"][4:] = 0  # Texts have few tokens, so that all sources are right now and then.
     target = tiny.write(folder / "target.gguf", CASE.target, weights)
     drafter = tiny_dflash.write(folder / "drafter.gguf", CASE, tiny_dflash.weights(CASE))
     model = drive.open_model(native, target, device, head=True, drafter=drafter)
@@ -294,7 +296,7 @@ def same_in_company(bench, device, company, kept, of="accepted"):
             st.integers(0, 2**20),
             st.integers(0, len(PROMPTS) - 1),
             st.integers(0, len(SAMPLINGS) - 1),
-            st.one_of(st.none(), st.integers(1, 12)),  # cancelled after so many turns
+            st.one_of(st.none(), st.integers(1, 12)),  # It is cancelled after so many turns.
         ),
         min_size=4,
         max_size=8,

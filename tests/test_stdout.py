@@ -113,7 +113,7 @@ def shown_on_a_terminal(process, *args, interrupt=False, **options):
     while True:
         try:
             chunk = os.read(ours, 4096)
-        except OSError:  # Linux's way to say that the other end is closed
+        except OSError:  # Linux says so that the other end is closed.
             break
         if not chunk:
             break

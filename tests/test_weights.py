@@ -79,9 +79,10 @@ def test_a_weight_type_without_kernels_on_every_device_is_named(native: Library,
     path = tiny.write(tmp_path / "t.gguf", CONFIG, tiny.layout(CONFIG, 1), "F32")
     data = path.read_bytes()
     name = b"blk.0.ffn_up.weight"
-    at = data.index(name) + len(name) + 4 + 16  # n_dims and two dimensions, then the type
+    at = data.index(name) + len(name) + 4 + 16  # Before the type come n_dims and two dimensions.
     assert data[at : at + 4] == (0).to_bytes(4, "little")
-    path.write_bytes(data[:at] + (24).to_bytes(4, "little") + data[at + 4 :])  # I8: smaller, so it fits
+    # The type becomes I8, which is smaller, so the tensor fits.
+    path.write_bytes(data[:at] + (24).to_bytes(4, "little") + data[at + 4 :])
     assert "blk.0.ffn_up.weight has type I8" in message(File(path, native), UnsupportedError)
 
 
@@ -118,7 +119,8 @@ def test_a_key_of_the_wrong_type_or_range_is_named(
 
 
 @pytest.mark.parametrize("key", ["rope.freq_base", "attention.layer_norm_rms_epsilon"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e300], ids=str)  # F32 does not hold the last
+# F32 does not hold the last one.
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e300], ids=str)
 def test_a_number_that_is_not_finite_is_named(opened: Callable[..., File], key: str, value: float) -> None:
     odd = GGUFValue(value, gguf.GGUFValueType.FLOAT64)
     text = message(opened(keys=lambda kv: kv.update({f"qwen35.{key}": odd})), FileError)

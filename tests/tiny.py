@@ -20,7 +20,7 @@ Weights = dict[str, np.ndarray]
 TypeOf = Callable[[str], str]
 QType = gguf.GGMLQuantizationType
 
-# (ggml type id, F32 rows) -> uint8 rows: the core's Library.quantize
+# It takes a ggml type id and F32 rows, and gives uint8 rows: the core's Library.quantize.
 Quantize = Callable[[int, np.ndarray], np.ndarray]
 
 __all__ = ["ARCH", "CHAT_TEMPLATE", "Config", "Weights", "copy", "head_only", "hf_config", "layout",
@@ -186,7 +186,7 @@ def _gguf_name(c: Config, name: str) -> str:
     if name in TOP:
         return TOP[name]
     parts = name.split(".")
-    if parts[1] == "layers":  # model.layers.i.* or mtp.layers.i.*
+    if parts[1] == "layers":  # Names are model.layers.i.* or mtp.layers.i.*.
         block = int(parts[2]) + (c.n_layer if parts[0] == "mtp" else 0)
         return f"blk.{block}.{NAMES['.'.join(parts[3:])]}"
     return f"blk.{c.n_layer}.{NAMES['.'.join(parts[1:])]}"

@@ -17,7 +17,7 @@ from luce.convert import hf_dflash
 from luce.convert.hf_dflash import DFlash, Yarn
 from luce.convert.qwen35_layout import add_tokenizer
 
-MASK = 300  # a token that no text has
+MASK = 300  # No text has this token.
 
 
 @dataclass(frozen=True)
