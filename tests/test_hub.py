@@ -1,8 +1,13 @@
 """Takes models of a hub: a stand-in on this machine says what the hub says."""
 
+import fcntl
 import hashlib
 import json
+import os
+import pty
 import socket
+import struct
+import termios
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -99,3 +104,28 @@ def test_parts_and_preferences():
     assert chosen(split, "r") == split[0]
     with pytest.raises(FileError, match="no GGUF"):
         chosen(["mmproj-F16.gguf", "config.json"], "r")
+
+
+def test_each_command_takes_a_model_of_the_hub(hub, luce_, command, tiny_gguf, monkeypatch, tmp_path):
+    url, asked = hub({"m.gguf": tiny_gguf.read_bytes()})
+    form = "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + form)
+    for words, stdin in ((("probe-gguf",), None), (("generate", "x", "-n", "2"), None),
+                         (("chat", "--device", "cpu", "-n", "2"), "hello\n")):  # fmt: skip
+        result = luce_(*words, "--hf", "owner/repo", stdin=stdin)
+        assert result.exit_code == 0 and result.stdout, result.stderr
+    assert [path for verb, path in asked if verb == "GET" and "resolve" in path] == [
+        "/owner/repo/resolve/main/m.gguf"
+    ]
+    env = {"HF_ENDPOINT": url, "HF_HUB_CACHE": str(tmp_path / "other")}
+    words = ("--hf", "owner/repo:m.gguf", "--port", "0", "--device", "cpu", "--ctx", "256")
+    screen, theirs = pty.openpty()  # The bar is for a terminal.
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    with command("serve", *words, env=env, stderr=theirs) as process, open(screen, "rb", buffering=0) as said:
+        os.close(theirs)
+        shown = b""
+        while b"luce serves" not in shown:
+            shown += said.read(1000)
+        process.terminate()
+    assert b"m.gguf: 100%" in shown and b"luce serves owner/repo:m.gguf at http" in shown

@@ -98,6 +98,15 @@ BAD = [
     ("/v1/chat/completions", {"messages": HELLO, "tool_choice": "required"}, 400, "tool_choice"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400,
      "messages"),
+    ("/v1/chat/completions", {"messages": HELLO, "functions": [{"name": "f"}]}, 400, "functions"),
+    ("/v1/chat/completions", {"messages": HELLO, "top_logprobs": 2}, 400, "top_logprobs"),
+    ("/v1/chat/completions", {"messages": HELLO, "grammar": "root ::= x"}, 400, "grammar"),
+    ("/v1/completions", {"prompt": "a", "suffix": "b"}, 400, "suffix"),
+    ("/v1/completions", {"prompt": "a", "best_of": 2}, 400, "best_of"),
+    ("/v1/completions", {"prompt": "a", "guided_regex": "a+"}, 400, "guided_regex"),
+    ("/v1/responses", {"input": "a", "previous_response_id": "resp_1"}, 400, "previous_response_id"),
+    ("/v1/responses", {"input": [{"type": "item_reference", "id": "a"}]}, 400, "input"),
+    ("/v1/responses", {"prompt": {"id": "a"}, "input": "a"}, 400, "prompt"),
     ("/v1/chat/completions", {"messages": 3}, 400, None),
     ("/v1/chat/completions", "{not json", 400, None),
     ("/v1/completions", {"prompt": ["a", "b"]}, 400, "prompt"),
@@ -118,9 +127,48 @@ def test_bad_requests_get_one_clear_error(server, path, body, status, param):
     assert error["message"] and error["type"] == "invalid_request_error" and error["param"] == param
 
 
-def test_a_prompt_that_is_too_long(server):
-    response = server.post("/v1/completions", prompt="x = 1\n" * 2000, max_tokens=4)
-    assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"
+CHAT = {"messages": HELLO}
+APIS = {  # how each of them asks for n tokens, and where it counts them
+    "/v1/chat/completions": (CHAT, ("max_tokens", "max_completion_tokens"), "usage", "completion_tokens"),
+    "/v1/completions": ({"prompt": "a"}, ("max_tokens", "n_predict"), "usage", "completion_tokens"),
+    "/v1/responses": ({"input": HELLO}, ("max_output_tokens",), "usage", "output_tokens"),
+    "/v1/messages": (CHAT, ("max_tokens",), "usage", "output_tokens"),
+}
+
+
+def test_lengths_have_a_name_in_each_api(server):
+    for path, (body, names, usage, tokens) in APIS.items():
+        for name in names:
+            assert server.post(path, **body, **{name: 3}).json()[usage][tokens] == 3
+    found = server.post("/api/chat", **CHAT, stream=False, options={"num_predict": 3}).json()
+    assert (found["eval_count"], found["done_reason"]) == (3, "length")
+
+
+def test_a_prompt_that_is_too_long_is_each_apis_own_error(server):
+    long = [{"role": "user", "content": "x = 1\n" * 2000}]
+    for path, body in (*((path, body) for path, (body, *_) in APIS.items()), ("/api/chat", CHAT)):
+        for stream in (False, True):  # what is known before a stream begins is no event of it
+            refused = server.post(path, stream=stream, max_tokens=4, **{name: long for name in body}
+                                  if "prompt" not in body else {"prompt": long[0]["content"]})  # fmt: skip
+            assert refused.status_code == 400 and refused.headers["content-type"] == "application/json"
+            error = refused.json()["error"]
+            if path == "/v1/messages":
+                assert (refused.json()["type"], error["type"]) == ("error", "invalid_request_error")
+                assert error["message"].startswith("prompt is too long: ")
+            else:
+                said = error if path == "/api/chat" else error["message"]
+                assert said.startswith("This model's maximum context length is ")
+                assert path == "/api/chat" or error["code"] == "context_length_exceeded"
+
+
+def test_a_request_is_one_line(server, monkeypatch, capsys):
+    monkeypatch.setattr(server.watch, "_log", "text")
+    usage = server.post("/v1/completions", model="mine", prompt="import os", **GREEDY).json()["usage"]
+    (line,) = capsys.readouterr().err.splitlines()
+    said = dict(word.split("=", 1) for word in line.split())
+    assert said["model"] == '"mine"' and said["generated"] == "24" and said["reason"] == '"length"'
+    assert int(said["prompt"]) == usage["prompt_tokens"] and int(said["cached"]) == 0
+    assert {"prefill_s", "tok_per_s", "accepted_length"} <= set(said)
 
 
 def test_text_ends_at_stop_strings(server):
@@ -221,8 +269,9 @@ def test_a_stream_says_that_it_lives(server, monkeypatch):
 
 def test_the_command_listens_and_ends_with_ctrl_c(command, foreground):
     options = ("serve", "--port", "0", "--threads", "1", "--log-json")
-    with command(*options, text=True) as process:
-        url = process.stderr.readline().split()[-1]
+    with command(*options, "--alias", "mine", text=True) as process:
+        said, _, url = process.stderr.readline().strip().rpartition(" ")
+        assert said == "luce serves mine at"
         answer = httpx.post(f"{url}/v1/completions", json={"prompt": "import ", **GREEDY}, timeout=60)
         line = json.loads(process.stderr.readline())
         assert line["generated"] == 24 == answer.json()["usage"]["completion_tokens"]

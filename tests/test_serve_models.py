@@ -12,13 +12,13 @@ from luce.server import models
 
 
 @pytest.fixture
-def narrow(monkeypatch):
-    """Leaves memory for one model alone."""
-    held = []
+def room(monkeypatch):
+    """Leaves memory for so many models, where a test does not say another number: one."""
+    held, most = [], [1]
 
     class Narrow(models.Served):
         def __init__(self, path, how, loop):
-            if held:
+            if len(held) == most[0]:
                 raise OutOfMemory("needed 2, free 1")
             super().__init__(path, how, loop)
             held.append(self)
@@ -28,10 +28,11 @@ def narrow(monkeypatch):
             super().close()
 
     monkeypatch.setattr(models, "Served", Narrow)
+    return most
 
 
 @pytest.fixture
-def two(narrow, endless, tmp_path):
+def two(room, endless, tmp_path):
     """Runs a server of two models, a and b."""
     other = shutil.copy(endless, tmp_path / "b.gguf")
     with serving({"a": endless, "b": other}, settings(ctx=20_000, checkpoints=0, spec="off")) as server:
@@ -66,3 +67,12 @@ def test_a_model_that_is_asked_stays(two):
         assert refused.status_code == 503 and refused.headers["retry-after"] and loaded(two) == ["a"]
     until(lambda: two.scheduler.idle, "the first model is free")
     until(lambda: ask(two, "b").status_code == 200, "the second one takes its place")
+
+
+def test_the_model_that_was_used_longest_ago_goes_first(room, tiny_gguf):
+    room[0] = 2
+    with serving(dict.fromkeys("abc", tiny_gguf), settings(ctx=512, checkpoints=0, spec="off")) as server:
+        for model, left in (("a", "a"), ("b", "ab"), ("a", "ab"), ("c", "ac"), ("b", "bc"), ("c", "bc")):
+            assert ask(server, model).status_code == 200 and loaded(server) == list(left)
+        assert ask(server, "any").status_code == 200 and ask(server, "a").status_code == 200
+        assert loaded(server) == ["a", "c"]  # any was c

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -25,6 +25,8 @@ SIGNATURE = "luce"  # Thoughts have it, since clients drop or rewrite those with
 
 
 class MessagesBody(msgspec.Struct, kw_only=True):
+    REFUSED: ClassVar = ("mcp_servers", "container")
+
     messages: list[dict[str, Any]]
     model: str = ""
     max_tokens: int | None = None

@@ -18,7 +18,8 @@ B = TypeVar("B", bound=msgspec.Struct)
 
 async def read(request: Request, kind: type[B]) -> B:
     """Returns the body as its type. Raises Refused where it is too large, too deep, no JSON, or of another
-    form."""
+    form, and where it has one of the fields that the type's REFUSED names: an answer without what it asks for
+    would be another one."""
     raw = bytearray()
     async for chunk in request.stream():
         raw += chunk
@@ -27,6 +28,9 @@ async def read(request: Request, kind: type[B]) -> B:
     try:
         found = msgspec.json.decode(bytes(raw))
         _require_shallow(found)
+        for name in getattr(kind, "REFUSED", ()) if isinstance(found, dict) else ():
+            if found.get(name):
+                raise Refused(400, f"{name} is not supported", param=name)
         return msgspec.convert(found, kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Refused(400, f"the body: {error}") from error

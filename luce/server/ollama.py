@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 from starlette.requests import Request
@@ -29,6 +29,8 @@ ROLES = ("system", "user", "assistant", "tool")
 class Asked(msgspec.Struct, kw_only=True):
     """This is what both bodies have in common."""
 
+    REFUSED: ClassVar = ("template", "context", "suffix", "images")
+
     model: str = ""
     stream: bool | None = None
     format: str | dict[str, Any] | None = None
@@ -45,8 +47,6 @@ class GenerateBody(Asked, kw_only=True):
     prompt: str = ""
     system: str | None = None
     raw: bool | None = None
-    suffix: str | None = None
-    images: list[Any] | None = None
 
 
 class ShowBody(msgspec.Struct, kw_only=True):
@@ -61,8 +61,6 @@ def chat_ask(body: ChatBody) -> Ask:
 
 
 def generate_ask(body: GenerateBody) -> Ask:
-    if body.suffix or body.images:
-        raise refuse("suffix and images are not supported")
     if body.raw:
         return Ask(prompt=body.prompt, **_common(body))
     system = [{"role": "system", "content": body.system}] if body.system else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -22,6 +22,12 @@ MAX_STOPS, MAX_STOP = 16, 1024  # A request has at most so many stop strings, an
 class Sampled(msgspec.Struct, kw_only=True):
     """This is what both bodies have in common."""
 
+    # They are of other servers, and change what is said.
+    REFUSED: ClassVar = (
+        "grammar", "json_schema", "guided_json", "guided_grammar", "guided_regex", "guided_choice",
+        "structured_outputs", "min_tokens", "stop_token_ids", "use_beam_search", "mirostat", "dry_multiplier",
+        "xtc_probability", "web_search_options", "functions", "suffix",
+    )  # fmt: skip
     model: str = ""
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
@@ -68,7 +74,6 @@ class ChatBody(Sampled, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     audio: Any = None
     modalities: list[str] | None = None
-    functions: Any = None
 
 
 class CompletionBody(Sampled, kw_only=True):
@@ -76,7 +81,6 @@ class CompletionBody(Sampled, kw_only=True):
     n_predict: int | None = None
     logprobs: int | None = None
     echo: bool | None = None
-    suffix: str | None = None
     best_of: int | None = None
 
 
@@ -405,8 +409,6 @@ def chat_ask(body: ChatBody) -> Ask:
     """Returns the request of a body. Raises Refused where it asks for what is not there."""
     if body.audio is not None or (body.modalities and body.modalities != ["text"]):
         raise refuse("audio is not supported", "audio")
-    if body.functions:
-        raise refuse("functions was replaced by tools", "functions")
     if body.top_logprobs is not None and not (body.logprobs and 0 <= body.top_logprobs <= 20):
         raise refuse("top_logprobs is from 0 to 20, and needs logprobs", "top_logprobs")
     if not body.messages:
@@ -448,8 +450,6 @@ def completion_ask(body: CompletionBody) -> Ask:
         prompt = prompt[0]
     if isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt):
         raise refuse("several prompts: send a request for each", "prompt")
-    if body.suffix:
-        raise refuse("suffix is not supported", "suffix")
     if body.best_of not in (None, 1):
         raise refuse("best_of is not supported", "best_of")
     if body.logprobs is not None and not 0 <= body.logprobs <= 20:

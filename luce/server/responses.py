@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import secrets
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -19,6 +19,8 @@ SEALED = "luce:"
 
 
 class ResponsesBody(msgspec.Struct, kw_only=True):
+    REFUSED: ClassVar = ("prompt",)
+
     input: str | list[dict[str, Any]]
     model: str = ""
     instructions: str | None = None
