@@ -5,15 +5,18 @@ from itertools import count
 from unittest import mock
 
 import anthropic
+import msgspec
 import openai
 import pydantic
 import pytest
 import scripted_model
 from serving import serving, settings
 
+from luce.chat import prompt_ids
 from luce.server import answer
 from luce.server.answer import Answer
-from luce.server.ask import Refused
+from luce.server.anthropic import MessagesBody, messages_ask
+from luce.server.ask import Refused, ordered
 
 CALL = """<tool_call>
 <function=read>
@@ -219,6 +222,25 @@ def test_messages_stream_calls_and_go_on(claude):
     )
     usage = done.usage
     assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+
+
+def test_a_turn_begins_like_the_one_before_whatever_the_client_changes(server):
+    """Claude Code's first block of the system text changes at each call, and it sends a system message in the
+    middle once as a list and once as a string."""
+    served = server.models.slots["scripted"].served
+    template, tokenizer = served.template, served.tokenizer
+    late = ("Late.", [{"type": "text", "text": "Late."}])
+
+    def prompt(n):
+        body = {"system": [{"type": "text", "text": f"x-anthropic-billing-header: {n}"}, SYSTEM[1]],
+                "messages": [*say("hello"), {"role": "system", "content": late[n]}]}  # fmt: skip
+        ask = messages_ask(msgspec.convert(body, MessagesBody))
+        return prompt_ids(template, tokenizer, ordered(ask.messages))
+
+    assert prompt(0) == prompt(1)
+    text = tokenizer.decode(prompt(0), special=True)
+    assert "billing" not in text and text.startswith("<|im_start|>system\nBe brief.<|im_end|>")
+    assert "Late.<|im_end|>" in text
 
 
 def test_stop_sequences_and_lengths(claude):

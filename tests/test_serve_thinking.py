@@ -134,22 +134,25 @@ SAMPLED = {"messages": TALK, "temperature": 0.8, "seed": 4, "logprobs": True, "m
 
 
 def spelled(server, **asked):
-    """Returns a chat's tokens as text, and its message."""
-    (choice,) = server.post(CHAT, preserve_thinking=True, **{**SAMPLED, **asked}).json()["choices"]
-    return [each["token"] for each in choice["logprobs"]["content"]], choice["message"]
+    """Returns a chat's tokens as text, its message, and how many of the tokens are said to be thoughts."""
+    found = server.post(CHAT, preserve_thinking=True, **{**SAMPLED, **asked}).json()
+    (choice,), usage = found["choices"], found["usage"]["completion_tokens_details"]
+    tokens = [each["token"] for each in choice["logprobs"]["content"]]
+    return tokens, choice["message"], usage["reasoning_tokens"]
 
 
 def test_thoughts_end_with_their_budget(servers):
     server, plain = servers["3.8"], servers["3.6"]
     tokenizer = server.models.slots["box"].served.tokenizer
     end = [tokenizer.decode([token]) for token in tokenizer.encode(END)]
-    free, message = spelled(server)
-    assert len(free) == 24 and not message["content"]  # The model in the box does not know how to end them.
+    free, message, thoughts = spelled(server)
+    assert len(free) == 24 == thoughts and not message["content"]  # The box cannot end them by itself.
     for budget, field in ((0, "thinking_budget"), (9, "reasoning_budget_tokens")):
-        held, message = spelled(server, **{field: budget})
+        held, message, thoughts = spelled(server, **{field: budget})
         assert held[: budget + len(end)] == free[:budget] + end
         assert message.get("reasoning_content", "") == "".join(free[:budget]).strip() and message["content"]
-        assert spelled(plain, **{field: budget})[0] == held  # It is the same with drafts and without.
+        assert thoughts == budget + len(end) - 1  # The blank line behind them is none.
+        assert spelled(plain, **{field: budget}) == (held, message, thoughts)  # It drafts nothing.
     assert spelled(server, thinking_budget=-1)[0] == free
     assert spelled(server, thinking_budget=9, enable_thinking=False)[0][: len(end)] != end
     body = {"messages": TALK[:1], "max_tokens": 20, "thinking": {"type": "enabled", "budget_tokens": 6}}
@@ -161,7 +164,7 @@ def test_an_answer_of_a_schema_follows_thoughts_that_were_ended(server):
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"],
               "additionalProperties": False}  # fmt: skip
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    _, message = spelled(server, thinking_budget=5, response_format=form, max_tokens=90)
+    _, message, _ = spelled(server, thinking_budget=5, response_format=form, max_tokens=90)
     assert json.loads(message["content"])["a"] in (1, 2) and message["reasoning_content"]
 
 

@@ -18,6 +18,7 @@ from luce.plan import Request
 from luce.server.ask import Ask, Refused, TooLong
 from luce.server.budget import Budget
 from luce.server.dialect import END_THINK, THINK, Parser
+from luce.server.forced import END_CALL
 from luce.server.grammar import call_grammar, json_grammar
 from luce.server.models import Served
 from luce.server.pieces import Arguments, Call, CallBegin, CallEnd, Piece, Reasoning, Text, in_parts, joined
@@ -26,6 +27,7 @@ from luce.server.watch import Watch
 from luce.structs import Logprobs, Penalties, Sampling
 
 KEEP_ALIVE = 15.0  # After so many seconds without a piece, a stream says that it lives.
+_ENDS = (END_THINK.encode(), END_CALL.encode())  # Thoughts end with one of these.
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class Answer:
         self._parser = Parser()
         self._done = False
         self._logprobs: list[tuple[int, Logprobs]] = []
+        self._last_bytes = b""  # They are the thoughts' last ones.
 
     async def begin(self) -> None:
         """Makes the prompt and hands it to the engine. Where it raises Refused, nothing runs."""
@@ -229,7 +232,10 @@ class Answer:
                 self._watch.started(waited, event.prompt_tokens, event.cached)
             elif isinstance(event, Tokens):
                 self._count(event)
+                thought = self._parser.reasoning
                 pieces += self._cut(event.text)
+                if thought:
+                    self.usage.reasoning += self._thought(event.ids)
             elif isinstance(event, (Finished, Failed)):
                 last = event
         if isinstance(last, Finished):
@@ -247,8 +253,16 @@ class Answer:
         self._last = now
         self._logprobs += zip(event.ids, event.logprobs, strict=False)
         self.usage.completion += len(event.ids)
-        if self._parser.reasoning:
-            self.usage.reasoning += len(event.ids)
+
+    def _thought(self, ids: tuple[int, ...]) -> int:
+        """Returns how many of these tokens are of the thoughts, which they may have ended. It is the same
+        however many come at once."""
+        for n, token in enumerate(ids, start=1):
+            said = self._last_bytes + self.model.tokenizer.bytes_of(token, special=True)
+            if not self._parser.reasoning and any(mark in said for mark in _ENDS):
+                return n
+            self._last_bytes = said[1 - max(map(len, _ENDS)) :]
+        return len(ids)
 
     def _cut(self, text: str) -> list[Piece]:
         if self.ask.prompt is not None:  # A raw prompt has a raw answer.
