@@ -17,10 +17,10 @@ def room(monkeypatch):
     held, most = [], [1]
 
     class Narrow(models.Served):
-        def __init__(self, path, how, loop):
+        def __init__(self, path, how, loop, shrink):
             if len(held) == most[0]:
                 raise OutOfMemory("needed 2, free 1")
-            super().__init__(path, how, loop)
+            super().__init__(path, how, loop, shrink)
             held.append(self)
 
         def close(self):
@@ -76,3 +76,37 @@ def test_the_model_that_was_used_longest_ago_goes_first(room, tiny_gguf):
             assert ask(server, model).status_code == 200 and loaded(server) == list(left)
         assert ask(server, "any").status_code == 200 and ask(server, "a").status_code == 200
         assert loaded(server) == ["a", "c"]  # any was c
+
+
+def test_another_model_leaves_before_a_context_shrinks(endless, monkeypatch):
+    """Where nobody says how long it is to be, it does not depend on what nobody asks any more."""
+    held, kv = [], []
+
+    class Counted(models.Served):
+        def __init__(self, *args):
+            super().__init__(*args)
+            held.append(self)
+
+        def close(self):
+            held.remove(self)
+            super().close()
+
+    def needed(memory):
+        kv.append(memory.kv)  # The first is that of 32768 positions, which has room alone.
+        return memory.device_free + (1 if held and memory.kv > kv[0] / 3 else -1)
+
+    monkeypatch.setattr(models, "Served", Counted)
+    monkeypatch.setattr(models, "total", needed)
+    with serving({"a": endless, "b": endless}, settings(checkpoints=0, spec="off")) as server:
+
+        def lengths():
+            listed = server.http.get("/v1/models").json()["data"]
+            return {each["id"]: each["max_model_len"] for each in listed if each["loaded"]}
+
+        assert ask(server, "a").status_code == 200 and lengths() == {"a": 32768}
+        assert ask(server, "b").status_code == 200 and lengths() == {"b": 32768}
+        asked = {"model": "b", "prompt": "x", "max_tokens": 30_000, "temperature": 0, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=asked, timeout=60) as response:
+            parts = response.iter_bytes()
+            next(parts)
+            assert ask(server, "a").status_code == 200 and lengths() == {"a": 8192, "b": 32768}

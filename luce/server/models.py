@@ -50,14 +50,17 @@ class Settings:
 
 class Served:
     """This is a model that is loaded: its files, engine, thread and cache. What happens to its requests is
-    put in the thread of `loop`. Raises what opening them raises."""
+    put in the thread of `loop`. A context that nobody asked for may `shrink` to fit the free memory; else
+    OutOfMemory is raised. Raises what opening them raises."""
 
-    def __init__(self, path: Path, settings: Settings, loop: asyncio.AbstractEventLoop):
+    def __init__(
+        self, path: Path, settings: Settings, loop: asyncio.AbstractEventLoop, shrink: bool = True
+    ):
         with ExitStack() as opened:
             files = opened.enter_context(
                 Files(path, settings.head, settings.options.device, settings.drafter)
             )
-            options = _with_defaults(files, settings.options)
+            options = _with_defaults(files, settings.options, shrink)
             # Files have to fit the next server too, whose steps may measure otherwise.
             keep = settings.cache_dir is not None
             self.engine = opened.enter_context(Engine.open(files, options, keep_drafters=keep))
@@ -118,9 +121,10 @@ class Served:
         self._opened.close()
 
 
-def _with_defaults(files: Files, options: Options) -> Options:
+def _with_defaults(files: Files, options: Options, shrink: bool) -> Options:
     """Fills in what nobody asked for: as long a context as was trained and fits, within reason, and chunks
-    that are short enough for others to go on between them."""
+    that are short enough for others to go on between them. Raises OutOfMemory where the context would have
+    to shrink and may not."""
     if options.chunk is None:
         gpu = _native.default().devices()[0].is_gpu if options.device is None else options.device != "cpu"
         options = replace(options, chunk=GPU_CHUNK if gpu else CPU_CHUNK)
@@ -131,6 +135,9 @@ def _with_defaults(files: Files, options: Options) -> Options:
         needed = files.memory(files.plan(replace(options, ctx=ctx)))
         if total(needed) <= needed.device_free:
             break
+        if not shrink:
+            said = f"{total(needed)} bytes are needed for a context of {ctx}, {needed.device_free} are free"
+            raise OutOfMemory(said)
         ctx //= 2
     return replace(options, ctx=ctx)
 
@@ -212,19 +219,21 @@ class Models:
                     slot.served = await self._load(slot)
         return slot.served
 
+    def _idle(self) -> list[Slot]:
+        """Returns the models that are loaded and that nobody asks now."""
+        loaded = ((slot, slot.served) for slot in self.slots.values() if slot.served)
+        return [slot for slot, served in loaded if not served.users and served.scheduler.idle]
+
     async def _load(self, slot: Slot) -> Served:
-        """Loads a model. As long as memory lacks, it unloads others, those that were used longest ago first.
-        """
+        """Loads a model. As long as memory lacks, it unloads others, those that were used longest ago first:
+        before it makes do with a shorter context than it would have alone."""
         loop = asyncio.get_running_loop()
         while True:
+            idle = self._idle()
             try:
-                return await asyncio.to_thread(Served, slot.path, self._settings, loop)
+                return await asyncio.to_thread(Served, slot.path, self._settings, loop, not idle)
             except OutOfMemory as error:
-                idle = [
-                    other
-                    for other in self.slots.values()
-                    if other.served and not other.served.users and other.served.scheduler.idle
-                ]
+                idle = self._idle()
                 if not idle:
                     raise Refused(503, str(error), "busy", retry_after=10) from error
                 oldest = min(idle, key=lambda other: other.used)
