@@ -49,7 +49,8 @@ WIDTH = 64  # A step of the reference has so many rows.
 SMALLEST = -104.0  # llama-server's log-probabilities are logarithms of F32, which has none below this.
 METHOD = " ".join(__doc__.split("\n\n")[1].split())
 
-# Random models. The tiny one has every kind of layer, the middle one matrices of a 2b's size in three layers.
+# These models are random. The tiny one has every kind of layer, the middle one matrices of a 2b's size in
+# three layers.
 SHAPES = {
     "tiny": tiny.Config(n_layer=4, n_embd=256, n_ff=512, n_head=4, n_head_kv=2, n_v_head=4, state_size=64,
                         n_vocab=2048),

@@ -24,8 +24,9 @@ from luce.measure.origin import write_row
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = ("llama-bench", "llama-server")
 BATCHED = "llama-batched-bench"
-# As this program was started. luce's core sets variables of ggml for itself (device.cpp), which switch CUDA
-# graphs off: they are in the process's environment, which a child has by default, and not in this copy of it.
+# This is the environment that the program was started in. luce's core sets variables of ggml for itself
+# (device.cpp), which switch CUDA graphs off: they are in the process's environment, which a child has by
+# default, and not in this copy of it.
 ENVIRONMENT = dict(os.environ)
 START_S, ANSWER_S = 600, 1800  # A server that has said nothing for so long is given up.
 

@@ -269,13 +269,15 @@ def _drafters(draft: Drafting, sequence: _native.Sequence, info: EngineInfo) -> 
     return [Drafter(sequence, by, most, ranks, info.n_part) for by, most in sizes.items() if most]
 
 
-# Seconds that a round of auto which does not draft takes beside one of plain decoding: to decide so, and in a
-# verify that feeds the NextN head what it has not seen. On an H200 the 27b's verifies took 65 us for that. To
-# decide takes 5 us of a busy EPYC's time, and to ask for drafts, to hand them over and to count them 27 us. A
-# CPU that has waited for a GPU needs more, which was not measured. On a CPU none of them was told from noise.
+# A round of auto which does not draft takes so many seconds beside one of plain decoding: to decide so, and
+# in a verify that feeds the NextN head what it has not seen. On an H200 the 27b's verifies took 65 us for
+# that. To decide takes 5 us of a busy EPYC's time, and to ask for drafts, to hand them over and to count them
+# 27 us. A CPU that has waited for a GPU needs more, which was not measured. On a CPU none of them was told
+# from noise.
 DECIDES, FEEDS, HANDS_OVER = {"cuda": 5e-6}, {"cuda": 65e-6}, {"cuda": 27e-6}
 
-# Where auto's head drafts among a part of a large vocabulary too. On a GPU ("cuda") it was not measured yet.
+# On these devices, auto's head drafts among a part of a large vocabulary too. On a GPU ("cuda") it was not
+# measured yet.
 PART_ON = frozenset({"cpu"})
 
 

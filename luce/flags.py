@@ -159,7 +159,7 @@ DRAFTING = (
                  "with --spec lookup]"),
 )  # fmt: skip
 
-# What flags of drafting are of, and in which modes of --spec they are of use.
+# Each flag of drafting does this, and it is of use in these modes of --spec.
 _OF_DRAFTING = {
     "mtp_gamma": ("drafts with the NextN head", ("auto", "mtp")),
     "mtp_gguf": ("names a NextN head to draft with", ("auto", "mtp")),

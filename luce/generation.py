@@ -35,7 +35,8 @@ from luce.stats import Stats, Tally
 from luce.structs import Logprobs
 from luce.tokenizer import Detokenizer, StopStrings, Tokenizer
 
-# What a call raises that did nothing: without the drafts that it was asked for, it may be asked again.
+# A call that did nothing raises one of these. Without the drafts that it was asked for, it may be asked
+# again.
 NOTHING_DONE = (ArgumentError, ContextFull, StateError, OutOfMemory)
 
 

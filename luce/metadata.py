@@ -69,7 +69,7 @@ class Metadata(Mapping[str, Value]):
                 ffi.from_buffer("uint64_t[]", lengths),
             )
         )
-        # An array's strings lie one after the other in the mapping: one copy, then slices of it.
+        # An array's strings lie one after the other in the mapping, so they are copied once and then sliced.
         first = starts[0]
         raw = bytes(ffi.buffer(ffi.cast("char *", first), starts[-1] + lengths[-1] - first))
         try:

@@ -17,8 +17,9 @@ DEFAULT_GAMMA = 2  # A chain has so many where it is asked for without a length.
 MAX_GAMMA = 8  # luce.h calls it LUCE_MAX_DRAFT.
 MAX_THREADS = 16  # No more are taken without being asked for, since more seldom help.
 MAX_TOP = 63  # So many candidates of a draft are kept, LUCE_MAX_TOP. Samples come of all of them.
-# Tokens of the part of a large vocabulary that the head drafts among. A BPE's first tokens are its most
-# frequent: of Qwen's first 151,643 these are 96 to 98% of the tokens of English and code, 30% of Chinese.
+# The part of a large vocabulary that the head drafts among has so many tokens. A BPE's first tokens are its
+# most frequent: of Qwen's first 151,643 these are 96 to 98% of the tokens of English and code, 30% of
+# Chinese.
 PART = 65536
 AUTO_BUDGET = 31  # A round has at most so many candidates where luce chooses.
 DEFAULT_BUDGET = 15  # A round has so many candidates where a lookup is asked for without a number.

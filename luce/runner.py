@@ -24,7 +24,7 @@ from operator import mul
 from luce.costs import Costs
 from luce.drafting import Draft, Drafter, Limits, Round, Text
 
-# What drafting that fails may cost, as a part of plain decoding: ALLOWANCE over the first HORIZON tokens, and
+# Drafting that fails may cost this part of plain decoding: ALLOWANCE over the first HORIZON tokens, and
 # ALLOWANCE_BEYOND after them, since such texts seldom improve. The promise is 3% over 256 tokens. KEPT of it
 # covers costs of long contexts, which are not measured.
 HORIZON, ALLOWANCE, ALLOWANCE_BEYOND, PROMISE, KEPT = 256, 0.025, 0.01, 0.03, 0.002

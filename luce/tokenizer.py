@@ -24,7 +24,7 @@ _UTF8_BYTES = frozenset(range(256)) - {0xC0, 0xC1, *range(0xF5, 0x100)}  # Text 
 
 
 NFC_SHRINKS = 3  # NFC makes a text at most so many times shorter: three jamo are one syllable.
-# Where a text may be cut: no word spans the end of a line that is followed by what is no blank.
+# A text may be cut there: no word spans the end of a line that is followed by what is no blank.
 _LINE = re.compile(r".{65536,}?\n(?=[!-~])", re.S)
 
 

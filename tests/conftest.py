@@ -46,7 +46,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "sanitize: loader and ABI tests that sanitizer builds run as well")
-    # For hours that are dear: a failure is shown as it was found.
+    # With this profile a failure is shown as it was found, which saves hours that are dear.
     settings.register_profile("unshrunk", phases=[Phase.explicit, Phase.reuse, Phase.generate])
     if folder := config.getoption("--luce-lib"):
         _native.use(_native.load(folder))

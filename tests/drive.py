@@ -18,7 +18,7 @@ from luce._native import Drafts, Engine, File, IntArray, Library, Model, Rows, S
 from luce._native import Sequence as Timeline
 from luce.structs import EngineParams, Memory
 
-# Every ggml type that luce multiplies with.
+# luce multiplies with each of these types of ggml.
 WEIGHT_TYPES = (
     "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1",
     "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS",
@@ -71,17 +71,18 @@ def with_scale(blocks: np.ndarray, kind: int, scale: float) -> np.ndarray:
     return made
 
 
-# Max abs logit error of F32 weights on CUDA. Measured on an H100 over the goldens with ggml's matmul, which
-# multiplies F32 as TF32 (10 bits) from 4 rows on: 0.040 to 0.206, of logits with standard deviation 2 to 3.5.
-# With luce's own the goldens had 0.090 at most on an H200 (2026-11-22): once all tests that are held to this
-# have reported theirs, it is to be set just above the largest. It decides which tokens must agree.
+# This is the largest logit error of F32 weights on CUDA. It was measured on an H100 over the goldens with
+# ggml's matmul, which multiplies F32 as TF32 (10 bits) from 4 rows on: 0.040 to 0.206, of logits with
+# standard deviation 2 to 3.5. With luce's own the goldens had 0.090 at most on an H200 (2026-11-22): once all
+# tests that are held to this have reported theirs, it is to be set just above the largest. It decides which
+# tokens must agree.
 CUDA_BOUND = 0.25
-# How close the logits of a router's experts may be: closer ones may change places by a GPU's rounding. On an
+# The logits of a router's experts may be so close: closer ones may change places by a GPU's rounding. On an
 # H200 the cases whose closest were 0.0002 and 0.0008 apart failed, and those of 0.0032 and more passed.
 ROUTER_GAP = 0.003
 
 
-# Where a NextN head is: none is loaded, in the model's own file, or in another.
+# It says where a NextN head is: none is loaded, in the model's own file, or in another.
 Head = None | bool | Path
 
 

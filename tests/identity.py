@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from drive import Decoded
 
-# Largest difference between the logits of a row at two row counts with ggml's matmuls on CUDA, where the
-# first token differs: 0.01 (F32) to 0.31 (Q4_K, q8_0 KV) measured on an H100, with logits of standard
-# deviation 2 to 3.5.
+# With ggml's matmuls on CUDA, the logits of a row at two row counts differ by less where the first token
+# differs: by 0.01 (F32) to 0.31 (Q4_K, q8_0 KV) on an H100, with logits of standard deviation 2 to 3.5.
 CUDA_GAP = 0.4
 
 # It chooses by the logits and the index of the token after the prompt.
@@ -38,8 +37,9 @@ class Identity:
     tokens_compared: int = 0  # Each run counts up to its first difference, and with it.
     tokens_after_a_difference: int = 0
     max_abs_logit_difference_there: float = 0.0
-    # Of greedy runs, in the plain run's logits: how far its choice is above the other run's choice, which is
-    # no less than its two largest logits are apart; and the same in units of the logit difference there.
+    # These are of greedy runs, in the plain run's logits. The first says how far its choice is above the
+    # other run's choice, which is no less than its two largest logits are apart. The second says it in units
+    # of the logit difference there.
     max_choice_gap_there: float = 0.0
     max_choice_gap_in_differences: float = 0.0
 

@@ -74,7 +74,7 @@ class Stage:
         return [self.engine.info, self.one.info, self.two.info, self.kept.info]
 
 
-# What comes before each call, and the call.
+# Each has what comes before a call, and the call.
 CALLS: dict[str, tuple[Callable[[Stage], None], Callable[[Stage], object]]] = {
     "open": (Stage.begin, lambda s: s.made.append(s.engine.sequence())),
     "prefill": (Stage.begin, lambda s: s.one.prefill(tokens_of(9))),

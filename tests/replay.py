@@ -27,7 +27,7 @@ RECORDED = Path(__file__).parent.parent / "bench" / "results" / "2026-11-21-trac
 HELD_OUT = RECORDED.with_name("2026-11-22-traces-held-out-box-cpu.json")  # Nothing was chosen on these.
 GAMMA, WRONG = 8, -1
 
-# Machines: a draft's cost, and that of a verify by its width, in plain steps. The first is of
+# Machines have a draft's cost, and that of a verify by its width, in plain steps. The first is of
 # 2026-11-21-steps-h200.txt (after), the second of the verify_ms of 2026-11-21-prompts-box-cpu-3.json.
 _TABLES = {
     "27b on an H200": (0.055, "1:1 2:1.03 3:1.04 4:1.05 6:1.07 8:1.09 9:1.25 10:1.27 12:1.29 16:1.32 20:1.46 "
@@ -94,8 +94,8 @@ def _parsed(draft: float, table: str) -> Costs:
 
 MACHINES = {name: _parsed(*table) for name, table in _TABLES.items()}
 
-# Machines that nothing was chosen on: estimates of the 27b on an H200 by ggml's kernels and at its limits, of
-# a mixture whose rows read experts of their own, and of a GPU whose head is dear beside its steps.
+# Nothing was chosen on these machines: they are estimates of the 27b on an H200 by ggml's kernels and at its
+# limits, of a mixture whose rows read experts of their own, and of a GPU whose head is dear beside its steps.
 OTHER_MACHINES = {name: _parsed(*table) for name, table in {
     "ggml's kernels": (0.067, "1:1 2:1.06 4:1.48 8:2.18 16:2.2 32:2.47 64:3.4"),
     "at its limits": (0.03, "1:1 2:1.02 4:1.04 8:1.08 16:1.15 32:1.4 64:2"),

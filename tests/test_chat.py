@@ -27,7 +27,7 @@ You are a helpful assistant.<|im_end|>
 {% endif %}
 """
 
-# What Qwen3's template does, shortened: tools as JSON, no thinking where that is off, old thoughts cut.
+# Qwen3's template does this, shortened: tools are JSON, thinking is off where asked, old thoughts are cut.
 QWEN = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}

@@ -8,7 +8,7 @@ from luce.cli import cli
 from luce.flags import idle_threads
 from luce.structs import Device
 
-# Options that do something whatever else is given, by command; "*" for all.
+# These options of a command do something whatever else is given; "*" stands for all commands.
 ALWAYS = {
     "*": "--gguf --model --device --kv-type --ctx --max-tokens --spec --modes --rounds --save"
     " --quiet",
@@ -26,7 +26,7 @@ ALWAYS = {
     "bench serve": "--lengths --streams --prompt-tokens --turns --md",
     "serve": "--hf --host --port --parallel --pages --queue --chunk --prefill-share --checkpoints",
 }
-# What each of the others is ignored with, and said to be.
+# Each of the other options is ignored beside these words, so the command refuses it.
 IGNORED = [
     ("generate", "--hf", "x --hf a/b --model m.gguf"),
     ("generate", "--json-schema", "x --json-schema {} --grammar g"),

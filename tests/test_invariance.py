@@ -17,13 +17,13 @@ from tiny import Config
 
 from luce._native import Library, Model
 
-# Rows of 256 weights, as K-quants need.
+# Rows have 256 weights, as K-quants need.
 CONFIG = Config(n_layer=2, interval=2, n_embd=256, n_ff=256, n_head=4, n_head_kv=2, head_dim=64, rope_dim=16,
                 n_k_head=2, n_v_head=4, state_size=64, n_ctx=2048)  # fmt: skip
 EXPERTS = tiny.with_experts(CONFIG)
 SEED = 21
 WIDTHS = (2, 5, 8, 16, 33, 64)
-# Relative logit error on the CPU; CUDA multiplies F32 as TF32 (measured on an H100: 1.6e-3).
+# They bound the relative logit error on the CPU. CUDA multiplies F32 as TF32 (measured on an H100: 1.6e-3).
 ERROR = {"F32": 1e-5, "F16": 1e-2, "BF16": 5e-2}
 Same = Callable[[np.ndarray, np.ndarray], None]
 

@@ -16,7 +16,7 @@ from luce.server.models import Served
 from luce.template import ChatTemplate
 from luce.tokenizer import Tokenizer
 
-# What Qwen's templates do with their variables: 3.6 drops older thoughts where nothing is said, 3.8 keeps
+# Qwen's templates do this with their variables: 3.6 drops older thoughts where nothing is said, 3.8 keeps
 # them and is told an effort.
 TEMPLATE = """
 {%- set kept = preserve_thinking if preserve_thinking is defined else KEPT %}

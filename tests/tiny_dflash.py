@@ -64,7 +64,7 @@ CASES: dict[str, Case] = {
                         yarn=Yarn(2.5, 64, 1.7, 16.0, 2.0)), 24),
 }  # fmt: skip
 
-# The drafter in the box, as its file says (test_dflash_goldens).
+# This is the drafter in the box, as its file says (test_dflash_goldens).
 BOX = drafter(
     box_model.CONFIG, n_layer=4, n_ff=768, n_head=4, n_head_kv=2, target_layer_ids=(1, 4, 6, 9),
     mask_token_id=4095,

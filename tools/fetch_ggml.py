@@ -30,7 +30,7 @@ SOURCE = f"llama_cpp_python-{VERSION}/vendor/llama.cpp"
 REMEDY = "set LUCE_GGML_DIR (or -DLUCE_GGML_DIR=) to a ggml source folder, or pass --archive FILE"
 STAMP = "stamp.json"
 
-# Path inside llama.cpp -> path in the cache; a folder stands for all below it.
+# A path inside llama.cpp goes to a path in the cache; a folder stands for all below it.
 GGML_PARTS = {
     "ggml": "ggml",
     "LICENSE": "LICENSE",

@@ -75,7 +75,8 @@ class Engine(Handle):
         library.check(library.lib.luce_engine_open(out, model.handle, made.struct))
         super().__init__(library, out[0], library.lib.luce_engine_close)
         self.n_vocab = model.info.n_vocab
-        # Looked up now: cffi locks to do it, and a signal handler may have interrupted who holds that lock.
+        # It is looked up now, since cffi locks to do it, and a signal handler may have interrupted who holds
+        # that lock.
         self._cancel = library.lib.luce_engine_cancel
 
     @property

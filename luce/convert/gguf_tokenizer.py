@@ -21,8 +21,8 @@ from luce.tokenizer import Tokenizer
 
 Note = Callable[[str], None]
 
-# What a converted file has to encode as tokenizers does with the original: spaces, digits, marks,
-# other scripts, line ends, code.
+# A converted file has to encode these as tokenizers does with the original: spaces, digits, marks, other
+# scripts, line ends, code.
 SAMPLE = (
     "def add(a, b):\n    return a + b  # I'm 3 333 years old\r\n\n\tx != y;\n"
     " naïve café e\u0301 日本語 हिन्दी 🚀👩\u200d🚀   trailing  "

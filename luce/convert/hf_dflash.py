@@ -40,7 +40,7 @@ BLOCK = {
     "ffn_up.weight": "mlp.up_proj.weight",
     "ffn_down.weight": "mlp.down_proj.weight",
 }
-# Keys of dflash_config that are read here; any other one is a feature that luce lacks.
+# These keys of dflash_config are read here; any other one is a feature that luce lacks.
 _KNOWN = {"target_layer_ids", "mask_token_id", "block_size", "use_swa", "swa_window_size", "causal",
           "final_logit_softcapping", "input_embedding_scale", "num_target_layers"}  # fmt: skip
 _REFUSED = ("attention_value_scale", "output_multiplier", "markov_rank", "markov_head_type", "selector_rank",

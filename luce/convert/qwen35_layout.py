@@ -17,7 +17,7 @@ ARCH_MOE = "qwen35moe"
 
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 N_BYTES = 256
-# Merges in rank order; every product gets an id after the 256 bytes.
+# Merges are in rank order. Every product gets an id after the 256 bytes.
 MERGES = (
     ("Ġ", "t"), ("h", "e"), ("Ġ", "a"), ("i", "n"), ("Ġt", "he"), ("e", "r"), ("o", "n"), ("Ġ", "Ġ"),
     ("d", "e"), ("f", "Ġ"), ("de", "f"), ("r", "e"), ("in", "g"), ("ĠĠ", "ĠĠ"), ("l", "l"), ("Ã", "©"),

@@ -18,7 +18,7 @@ PROMPTS = Path(__file__).with_name("prompts.jsonl")
 KEYS = {"id": str, "prompt": str, "class": str, "chat": bool}  # A line of a file of prompts has these.
 REMEDY = "pip install 'luce[bench]'"
 
-# Where a completion leaves the function that it completes: the stop strings of the HumanEval paper
+# A completion leaves there the function that it completes: these are the stop strings of the HumanEval paper
 # (arXiv 2107.03374: class, def, #, if, print) and further starts of a statement or of text around the code.
 STOPS = (
     "\nclass ",
