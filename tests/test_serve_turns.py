@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import tiny
 from drive import open_engine, open_model
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from paper_engine import PaperEngine
+from paper_engine import PaperEngine, PaperLine
 
 from luce._native import File
 from luce.engine import Engine
@@ -112,7 +112,7 @@ class Replayed:
         return Answered(0, 0, 0, n, 0, 0, 0)
 
 
-def replayed(scheduler, talks):
+def replayed(scheduler, talks, new=1):
     """Asks all conversations at once, each turn when the one before has ended. Returns for each turn after
     the first what part of the prompt before was not read again."""
     events: queue.Queue = queue.Queue()
@@ -121,9 +121,8 @@ def replayed(scheduler, talks):
     def go_on(n):
         if prompt := next(talks[n], ()):
             was, before[n] = before[n], len(prompt)
-            scheduler.submit(
-                Job(Request(prompt, 1, ignore_eos=True), lambda happened: events.put((n, was, happened[-1])))
-            )
+            request = Request(prompt, new, ignore_eos=True)
+            scheduler.submit(Job(request, lambda happened: events.put((n, was, happened[-1]))))
         return bool(prompt)
 
     running = sum([go_on(n) for n in range(len(talks))])
@@ -163,6 +162,69 @@ def test_benchmarks_conversations_reuse_95_percent_of_each_turn(marked, n_chunk,
     assert not any(line.is_open and not line.is_checkpoint for line in engine.lines)
     cache.close()
     assert engine.info.pages_free == engine.info.n_pages
+
+
+# Prompts that begin alike, by the parts that they are made of.
+TREE = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_size=1, max_size=14)
+SMALL = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), min_size=1, max_size=6)
+PART = [np.random.default_rng(n).integers(33, 200, 300 + 170 * n).tolist() for n in range(4)]
+
+
+def prompts_of(parts, talk=0):
+    return [tuple([MARK, 33 + talk, *(token for part in each for token in PART[part])]) for each in parts]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    parts=TREE,
+    checkpoints=st.integers(1, 5),
+    host_bytes=st.sampled_from([0, 100_000, 1 << 30]),
+    n_pages=st.integers(16, 40),  # The longest prompt has 16.
+)
+@example(parts=[[0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 3]], checkpoints=3, host_bytes=0, n_pages=40)
+def test_each_beginning_knows_the_one_before(marked, parts, checkpoints, host_bytes, n_pages):
+    """Whatever is kept, moved and dropped: they are a tree, its pages are counted, its bytes are bounded."""
+    engine = PaperEngine(marked, 8192, 1, checkpoints, 512, n_pages)
+    cache = PrefixCache(engine, marked, host_bytes)
+    for prompt in prompts_of(parts):
+        line, tokens = PaperLine(engine), np.asarray(prompt, np.int32)
+        at = cache.resume(line, prompt)
+        assert at == line.n_past < len(prompt)
+        for end in [*(end for end in cache.ends(line) if at < end < len(prompt)), len(prompt)]:
+            cache.free_pages(-(-end // PAGE) - len(line.pages))
+            line.prefill(tokens[at:end])
+            if end in cache.ends(line):
+                cache.reached(line, prompt)
+            at = end
+        kept = cache._kept
+        for one in kept:
+            begun = [each for each in kept if tuple(one.tokens[: len(each.tokens)]) == tuple(each.tokens)]
+            begun.sort(key=lambda each: len(each.tokens))
+            assert begun[-1] is one and one.shorter is (begun[-2] if begun[1:] else None)
+            assert one.checkpoint.on_device == one.on_device
+            below = {id(each) for each in kept if each.shorter is one}
+            assert len(below) == len(one.longer) and below == {*map(id, one.longer)}
+        sizes = cache.sizes()
+        assert sizes["device"][0] <= checkpoints and sizes["host"][1] <= host_bytes
+        line.close()
+    cache.close()
+    assert not engine.lines
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.lists(SMALL, min_size=1, max_size=4), st.integers(1, 3), st.sampled_from([0, 1, 300, None]),
+    st.sampled_from([512, 2048]), st.sampled_from([0, 1 << 30]), st.integers(0, 12),
+)  # fmt: skip
+def test_a_request_that_runs_never_lacks_a_page(marked, talks, slots, new, n_chunk, host_bytes, spare):
+    """There is room for one request's longest text and a few pages, and each request ends well."""
+    engine = PaperEngine(marked, 2560, slots, 4, n_chunk, 2560 // PAGE + spare)
+    cache = PrefixCache(engine, marked, host_bytes)
+    scheduler = Scheduler(engine, cache)
+    replayed(scheduler, [prompts_of(parts, n) for n, parts in enumerate(talks)], new)
+    scheduler.close()
+    cache.close()
+    assert not engine.lines
 
 
 def test_the_core_keeps_what_was_counted(long_gguf, marked):
