@@ -258,10 +258,25 @@ def test_warm_drafts_are_the_cold_ones(native):
     assert cold == warm and cold[0] > 0
 
 
+LIVES = {  # By API, it is what a stream says while nothing comes, and its end.
+    "/v1/completions": (": keep-alive\n\n", "data: [DONE]\n\n"),
+    "/v1/chat/completions": (": keep-alive\n\n", "data: [DONE]\n\n"),
+    "/v1/responses": (": keep-alive\n\n", "\n\n"),
+    "/v1/messages": ('event: ping\ndata: {"type":"ping"}\n\n', 'data: {"type":"message_stop"}\n\n'),
+    "/api/chat": ('"done":false,"message":{"role":"assistant","content":""}}\n', "}\n"),
+}
+
+
 def test_a_stream_says_that_it_lives(server, monkeypatch):
     monkeypatch.setattr(answer, "KEEP_ALIVE", 0.001)
-    text = server.post("/v1/completions", prompt="# live\n" + LONG, max_tokens=1, stream=True).text
-    assert text.startswith(": keep-alive\n\n") and text.endswith("data: [DONE]\n\n")
+    for path, (lives, end) in LIVES.items():
+        said = [{"role": "user", "content": f"# {path}\n{LONG[:600]}"}]
+        asked = {"prompt": said[0]["content"], "input": said, "messages": said}
+        lengths = {"max_tokens": 1, "max_output_tokens": 1, "options": {"num_predict": 1}}
+        if path == "/v1/responses":  # A prompt is refused there: it would be one that is stored.
+            del asked["prompt"]
+        text = server.post(path, stream=True, **asked, **lengths).text
+        assert lives in text and text.endswith(end), (path, text)
 
 
 # ---- the command

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Literal
 
 import anthropic
+import httpx
 import openai
 import pydantic
 import pytest
@@ -126,6 +127,19 @@ def test_anthropics_messages_are_parsed(claude):
     for wrong in ({"type": "json_object"}, {"type": "json_schema"}, {**form, "schema": {"type": "strange"}}):
         with pytest.raises(anthropic.BadRequestError, match="schema"):
             claude.messages.create(output_config={"format": wrong}, **asked)
+
+
+def test_ollamas_answers_are_of_a_schema(urls):
+    options = {"temperature": 0, "num_predict": 100}
+
+    def ask(url, form):
+        asked = {"model": "m", "messages": SAID, "stream": False, "options": options, "format": form}
+        return httpx.post(f"{url}/api/chat", json=asked, timeout=60).json()
+
+    schema = Flat.model_json_schema() | {"additionalProperties": False}
+    text, other = (ask(url, schema)["message"]["content"] for url in urls)
+    assert text == other and Flat.model_validate_json(text)
+    assert ask(urls[0], "xml") == {"error": "format 'xml' is neither json nor a schema"}
 
 
 TOOLS = [

@@ -141,7 +141,7 @@ def replayed(scheduler, talks, new=1):
         (1024, 4, 4, {}),  # luce serve takes these on a GPU.
         (2048, 4, 4, {}),
         (4096, 1, 1, {"n_pages": 119}),  # There is no page more than the longest prompt has, and one.
-        (2048, 4, 12, {"host_bytes": 1 << 40}),  # A third of them has room on the device.
+        (2048, 4, 8, {"host_bytes": 1 << 40}),  # Half of them have room on the device.
     ],
     ids=str,
 )
