@@ -15,7 +15,7 @@ import click
 import luce
 from luce import _native, stdout
 from luce.choice_flags import CHOICES, grammar_of, penalties_of
-from luce.command import MAX_U32, Commands, CtrlC, FilePath, text_file
+from luce.command import MAX_U32, Commands, CtrlC, FilePath, Utf8, text_file
 from luce.engine import Engine, Files
 from luce.errors import ContextFull, FileError, LuceError, about
 from luce.fit import fits
@@ -80,8 +80,8 @@ def cli(version: bool) -> None:
 
 
 @cli.command()
-@click.argument("prompt", required=False)
-@click.option("-p", "--prompt", "named_prompt", help="Take PROMPT from this option.")
+@click.argument("prompt", required=False, type=Utf8())
+@click.option("-p", "--prompt", "named_prompt", type=Utf8(), help="Take PROMPT from this option.")
 @click.option(
     "-f",
     "--file",
@@ -111,7 +111,7 @@ def cli(version: bool) -> None:
     default=False,
     help="Put the prompt into the file's chat template, or take it as it is.  [default: raw]",
 )
-@click.option("--system", help="Begin the chat with this system message.")
+@click.option("--system", type=Utf8(), help="Begin the chat with this system message.")
 @click.option(
     "--think/--no-think",
     default=None,
@@ -121,7 +121,7 @@ def cli(version: bool) -> None:
     "--special", is_flag=True, help="Control tokens that PROMPT spells, like <|im_end|>, are taken as such."
 )
 @options(DRAFTING)
-@click.option("--stop", "stops", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
+@click.option("--stop", "stops", multiple=True, type=Utf8(), help="End before this text; may be repeated.")
 @click.option("--json", "as_json", is_flag=True, help="Print one object at the end instead of the text.")
 @click.option("--jsonl", is_flag=True, help="Print an object for each event as it happens, a line each.")
 @options(QUIET)

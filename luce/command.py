@@ -131,6 +131,18 @@ class FilePath(click.Path):
         return super().convert(value, param, ctx)
 
 
+class Utf8(click.types.StringParamType):
+    """This is text. It refuses bytes that are not UTF-8, of which Python makes halves of surrogate pairs."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = str(super().convert(value, param, ctx))
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            self.fail("it is not UTF-8 text.", param, ctx)
+        return text
+
+
 class Finite(click.FloatRange):
     """This is a FloatRange that also refuses nan and inf, which no comparison catches."""
 

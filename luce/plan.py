@@ -272,7 +272,7 @@ def plan(
         ctx=ctx,
         kv_type=options.kv_type or "f16",
         chunk=options.chunk or 0,
-        rows=options.rows or 1,
+        rows=options.rows or 0,
         threads=options.threads or min(cpus, MAX_THREADS),
         sequences=options.sequences,
         checkpoints=options.checkpoints,

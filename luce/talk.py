@@ -13,7 +13,7 @@ import click
 
 from luce import stdout
 from luce.chat import BoundedTemplate, chat_template, prompt_ids
-from luce.command import MAX_U32, CtrlC
+from luce.command import MAX_U32, CtrlC, Utf8
 from luce.engine import Engine, Files
 from luce.errors import ContextFull, LuceError, about
 from luce.flags import (
@@ -51,7 +51,7 @@ QUOTE = '"""'
 @click.command()
 @options(MODEL)
 @hf_option
-@click.option("--system", help="Say who the model is.")
+@click.option("--system", type=Utf8(), help="Say who the model is.")
 @click.option("--think/--no-think", default=None, help="Let the model think before it answers, or not.")
 @click.option(
     "-n",

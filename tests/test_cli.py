@@ -339,6 +339,23 @@ def test_what_few_runs_need_is_imported_by_them_alone(command):
     assert not few_need & names
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("generate", "\udcff"),
+        ("generate", "--chat", "\udcff"),
+        ("generate", "-p", "\udcff"),
+        ("generate", "x", "--stop", "\udcff"),
+        ("generate", "x", "--chat", "--system", "\udcff"),
+        ("chat", "--system", "\udcff"),
+    ],
+)
+def test_bytes_that_are_no_text_are_said_to_be_of_the_option_that_holds_them(luce_, words):
+    result = luce_(*words, "--gguf", "{}")
+    assert result.exit_code == 2
+    assert "not UTF-8 text" in result.stderr and ".gguf" not in result.stderr
+
+
 def test_control_characters_do_not_reach_the_terminal():
     assert printable("a\x1b[31m\nb\tc\x00é") == "a\\x1b[31m b c\\x00é"
 
