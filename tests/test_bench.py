@@ -12,7 +12,7 @@ import pytest
 import tiny
 from box_model import DRAFTER, GGUF
 from click.testing import CliRunner
-from test_requantize_dflash import requantized
+from test_requantize import requantized
 
 from luce.cli import cli
 from luce.errors import LuceError, NumericError

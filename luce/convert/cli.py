@@ -1,4 +1,4 @@
-"""`luce convert` turns a checkpoint's folder, or a drafter's GGUF, into a GGUF."""
+"""`luce convert` turns a checkpoint's folder, or a GGUF, into a GGUF."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from luce.convert import dflash
 from luce.convert import qwen35 as model
 from luce.convert.gguf_output import Written
 from luce.convert.hf_config import Section, read_config
+from luce.convert.requantize import requantize
 from luce.convert.weight_types import DEFAULT, MIXES
 from luce.errors import FileError, LuceError
 from luce.flags import QUIET, options
@@ -52,15 +53,15 @@ def convert(source: Path, out: Path, kind: str, quiet: bool, **flags: Any) -> No
     """Convert CHECKPOINT to OUT.gguf, which is replaced if it exists.
 
     CHECKPOINT is the folder of a Qwen3.5/3.6 model or of a DFlash drafter: config.json, *.safetensors and,
-    but for a drafter, the tokenizer. Or it is a drafter's GGUF, whose matrices get another type. The file
-    is written whole, read back and compared, or not at all.
+    but for a drafter, the tokenizer. Or it is the GGUF of one, whose matrices get another type. The file is
+    written whole, read back and compared, or not at all.
 
     \b
     Examples:
       luce convert Qwen3.5-9B qwen3.5-9b-q4_k_m.gguf --type Q4_K_M
       luce convert Qwen3.5-9B head.gguf --type Q8_0 --mtp-only
       luce convert Qwen3.6-27B-DFlash drafter.gguf --target qwen3.6-27b.gguf
-      luce convert drafter-f16.gguf drafter-q4_k_m.gguf --type Q4_K_M
+      luce convert model-bf16.gguf model-q4_k_m.gguf --type Q4_K_M
     """
     flags["threads"] = flags["threads"] or cpus.usable()
 
@@ -82,7 +83,7 @@ def _written(source: Path, out: Path, kind: str, flags: dict[str, Any], say: mod
         raise FileError(f"{source}: No such file or directory")
     if is_gguf(source):
         _refuse(flags, "a GGUF keeps its keys", "no_mtp", "mtp_only", "tokenizer", "target", "name")
-        return dflash.requantize(source, out, kind, flags["threads"], say)
+        return requantize(source, out, kind, flags["threads"], say)
     if is_drafter(source):
         _refuse(flags, "this is a drafter", "no_mtp", "mtp_only", "tokenizer")
         return dflash.convert(source, out, kind, flags["target"], flags["name"], flags["threads"], say)

@@ -1,26 +1,22 @@
-"""Converts a DFlash drafter (z-lab's safetensors) to GGUF, or requantises a GGUF drafter."""
+"""Converts a DFlash drafter (z-lab's safetensors) to GGUF."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import gguf
-import numpy as np
 
 from luce import _native
 from luce.convert import hf_dflash
-from luce.convert.gguf_output import Planned, Written, slabs, tensor_bytes, write
+from luce.convert.gguf_output import Written, write
 from luce.convert.gguf_tokenizer import add_hf_tokenizer, check_tokenizer, copy_keys
 from luce.convert.hf_config import read_config, rope_parameters, text_config
 from luce.convert.safetensors_reader import Checkpoint
-from luce.convert.weight_types import DEFAULT, MIXES, choose, is_matrix
+from luce.convert.weight_types import DEFAULT, MIXES, choose
 from luce.errors import FileError, UnsupportedError
-from luce.probe import fact, is_drafter
-
-_REFUSED = re.compile(r"markov|selector|_conv_|conf_proj|sinks|rope_freqs|post_.*norm|layer_output_scale|hc_")
+from luce.probe import fact
 
 
 @dataclass(frozen=True)
@@ -129,53 +125,3 @@ def _add_mask_token(w: gguf.GGUFWriter, c: hf_dflash.DFlash, target: Target) -> 
     if not 0 <= mask < c.n_vocab:
         raise FileError(f"key mask_token_id is {mask}, the vocabulary has {c.n_vocab} tokens")
     w.add_mask_token_id(mask)
-
-
-# ---- a GGUF as the source
-
-
-def requantize(
-    source: Path,
-    out: Path,
-    kind: str = DEFAULT,
-    threads: int = 0,
-    say: Callable[[str], None] = lambda text: None,
-) -> Written:
-    """Writes a GGUF drafter with its matrices as `kind`, and with all keys and names as they are."""
-    if out.exists() and out.samefile(source):
-        raise FileError(f"{out} is the input: give the output another name")
-    mix = MIXES[kind]
-    with _native.File(source) as file:
-        arch = fact(file.kv, "general.architecture", str)
-        if not is_drafter(arch):
-            raise UnsupportedError(f"{source}: architecture {arch} is not that of a DFlash drafter")
-        plan = [_stored(file, index) for index in range(len(file.tensors))]
-        matrices = [(t.name, t.shape) for t in plan if t.stored is None]
-        types, fallbacks = choose(mix, matrices, tied=False)
-        lossy = {t.type_name for t in file.tensors} - {"F32", "F16", "BF16", "I32", "I64"}
-        if lossy:
-            say(f"the source is {', '.join(sorted(lossy))} already: an unquantised one would lose less")
-        for fallback in fallbacks:
-            say(str(fallback))
-        writer = gguf.GGUFWriter(None, arch)
-        left_out = ("general.architecture", "general.file_type", "general.alignment")
-        copy_keys(writer, file, lambda key: key not in left_out and not key.startswith("split."))
-        writer.add_file_type(mix.file_type)
-        return write(out, writer, plan, types, file.library, threads=threads)
-
-
-def _stored(file: _native.File, index: int) -> Planned:
-    """Returns tensor `index` of the file: a matrix to be quantised anew, anything else as it is."""
-    tensor = file.tensors[index]
-    if _REFUSED.search(tensor.name):
-        raise UnsupportedError(f"tensor {tensor.name}: luce does not implement drafters that have it")
-    shape = tuple(reversed(tensor.shape))
-    kind = gguf.GGMLQuantizationType(tensor.type)
-    data = tensor_bytes(file, index).reshape(int(np.prod(shape[:-1])), -1)
-    if not is_matrix(tensor.name, shape):
-        return Planned(tensor.name, shape, (tensor.name,), lambda: iter(()), data, kind.name)
-
-    def rows() -> Iterator[np.ndarray]:
-        return slabs(data, lambda part: gguf.quants.dequantize(part, kind))
-
-    return Planned(tensor.name, shape, (tensor.name,), rows)

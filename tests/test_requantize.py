@@ -1,13 +1,15 @@
-"""Runs `luce convert` on a GGUF: a GGUF drafter with its matrices as another type."""
+"""Runs `luce convert` on a GGUF: a model, a head or a drafter with its matrices as another type."""
 
 import os
 import resource
+from dataclasses import replace
 
 import gguf
 import hf_checkpoint as hf
 import numpy as np
 import pytest
 import test_convert_dflash as dflash
+import tiny
 
 from luce.command import BOX
 
@@ -61,10 +63,35 @@ def test_requantize_keeps_older_names_and_keys(tmp_path):
     assert new == old | {"general.file_type": 15}
 
 
-def test_requantize_refuses_what_is_no_drafter(tmp_path, target, capsys):
-    args = [target, tmp_path / "x.gguf"]
-    assert hf.run(*args) == 1
-    assert "architecture qwen35 is not that of a DFlash drafter" in capsys.readouterr().err
+WIDE = tiny.Config(n_embd=256, n_ff=256, n_head=4, n_head_kv=4, n_v_head=8, n_nextn=1)
+EXPERTS = replace(WIDE, n_expert=4, n_expert_used=2, n_ff_expert=256, n_ff_shared=256)
+
+
+@pytest.mark.parametrize("c, part, kind", [
+    (WIDE, (), "BF16"), (WIDE, (), "Q4_K_M"), (WIDE, ("--mtp-only",), "Q5_K_M"),
+    (replace(WIDE, tied=True), (), "Q4_K_M"), (EXPERTS, (), "Q4_K_M"),
+], ids=["plain", "dense", "head", "tied", "experts"])  # fmt: skip
+def test_a_requantized_model_equals_one_converted_at_once(tmp_path, c, part, kind):
+    folder = hf.save_qwen35(tmp_path / "hf", c)
+    f32, direct, found = (tmp_path / f"{name}.gguf" for name in ("f32", "direct", "found"))
+    assert hf.run(folder, f32, "--type", "F32", *part) == hf.run(folder, direct, "--type", kind, *part) == 0
+    assert requantized(f32, found, kind) == 0
+    assert hf.types_of(found) == hf.types_of(direct)
+    assert hf.keys_of(found) == hf.keys_of(direct)
+    ours, theirs = hf.tensors_of(found), hf.tensors_of(direct)
+    assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_requantize_refuses_what_luce_does_not_run(tmp_path, capsys):
+    w = gguf.GGUFWriter(tmp_path / "other.gguf", "bert")
+    w.add_tensor("blk.0.attn_q.weight", np.ones((4, 256), np.float16))
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+    assert requantized(tmp_path / "other.gguf", tmp_path / "x.gguf") == 1
+    assert "architecture bert" in capsys.readouterr().err
+    assert not (tmp_path / "x.gguf").exists()
 
 
 def test_requantize_refuses_its_own_input(tmp_path, target, capsys):
