@@ -14,11 +14,11 @@ import tiny  # noqa: F401  puts tools/ on the path
 
 from luce._native import Lists, default
 from luce._native import Source as By
-from luce.convert.qwen35_layout import MERGES, vocabulary
 from luce.drafting import Draft, Drafter, Fixed
 from luce.errors import ArgumentError, Cancelled, ContextFull, NumericError, OutOfMemory, StateError
 from luce.generation import Failed, Finished, Generation, Tokens
 from luce.loop import MAX_ROWS, Loop
+from luce.measure.oracle_tokenizer import MERGES, vocabulary
 from luce.plan import Request
 from luce.structs import EngineInfo, SequenceInfo
 from luce.tokenizer import Tokenizer

@@ -18,7 +18,8 @@ from compare_weights import Weights
 from luce._native import File
 from luce.bpe import BYTE_SYMBOLS, SPLITS
 from luce.cli import cli
-from luce.convert.qwen35_layout import CHAT_TEMPLATE, CONTROL, MERGES, Config
+from luce.convert.qwen35_layout import Config
+from luce.measure.oracle_tokenizer import CONTROL, MERGES
 
 N_TOKENS = 256 + len(MERGES) + len(CONTROL)
 _DTYPES = {"float32": "F32", "float16": "F16", "uint16": "BF16", "int64": "I64", "uint8": "U8"}
@@ -105,7 +106,7 @@ ROUND_TRIP = {
 
 
 def save_tokenizer(folder: Path) -> None:
-    """Writes qwen35_layout's byte-level tokenizer as Hugging Face's files: N_TOKENS ids, with the control
+    """Writes an oracle's byte-level tokenizer as Hugging Face's files: N_TOKENS ids, with the control
     tokens last."""
     tokens = BYTE_SYMBOLS + [a + b for a, b in MERGES]
     special = range(len(tokens), N_TOKENS)
@@ -135,7 +136,7 @@ def save_tokenizer(folder: Path) -> None:
     }  # fmt: skip
     settings = {
         "eos_token": {"content": CONTROL[2]}, "pad_token": CONTROL[0], "bos_token": None,
-        "add_bos_token": False, "chat_template": CHAT_TEMPLATE,
+        "add_bos_token": False, "chat_template": tiny.CHAT_TEMPLATE,
     }  # fmt: skip
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -23,7 +23,8 @@ import tiny
 from luce._native import File
 from luce.bpe import BYTE_SYMBOLS
 from luce.command import BOX
-from luce.convert.qwen35_layout import CONTROL, Config, add_keys
+from luce.convert.qwen35_layout import Config, add_keys
+from luce.measure.oracle_tokenizer import CONTROL
 
 NORMAL = int(gguf.TokenType.NORMAL)
 DEFAULT = "default"  # It is said where nobody names a text, or no tools are declared for its call.

@@ -17,7 +17,7 @@ import tiny
 
 from luce._native import Library
 from luce._native import Sequence as Timeline
-from luce.convert.qwen35_layout import CONTROL
+from luce.measure.oracle_tokenizer import CONTROL
 
 ROOT = Path(__file__).resolve().parent.parent
 

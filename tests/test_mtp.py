@@ -24,7 +24,6 @@ from tiny import Config
 
 from luce._native import Checkpoint, File, Library, Model, Source
 from luce._native import Sequence as Timeline
-from luce.convert.qwen35_layout import MERGES, vocabulary
 from luce.costs import Costs
 from luce.drafting import Drafter, DraftSource, Fixed
 from luce.errors import NumericError
@@ -32,6 +31,7 @@ from luce.generation import Finished, Generation, Warned
 from luce.loop import Loop
 from luce.measure import oracle_model
 from luce.measure.oracle_model import SHAPES, Rule
+from luce.measure.oracle_tokenizer import MERGES, vocabulary
 from luce.plan import MAX_GAMMA, Request
 from luce.runner import Runner
 from luce.structs import Cost, Sampling

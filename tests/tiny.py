@@ -14,11 +14,18 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from luce.convert.qwen35_layout import ARCH, CHAT_TEMPLATE, Config, add_keys, add_tokenizer, tensor_shapes
+from luce.convert.qwen35_layout import ARCH, Config, add_keys, tensor_shapes
+from luce.measure.oracle_tokenizer import add_tokenizer
 
 Weights = dict[str, np.ndarray]
 TypeOf = Callable[[str], str]
 QType = gguf.GGMLQuantizationType
+CHAT_TEMPLATE = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
 
 # It takes a ggml type id and F32 rows, and gives uint8 rows: the core's Library.quantize.
 Quantize = Callable[[int, np.ndarray], np.ndarray]
@@ -307,7 +314,9 @@ def write(
     w = gguf.GGUFWriter(path, c.arch, split_max_tensors=tensors_per_part)
     add_keys(w, c, f"tiny-{path.stem}", file_type=0)
     if tokenizer:
-        add_tokenizer(w, c.n_vocab, chat_template)
+        add_tokenizer(w, c.n_vocab)
+        if chat_template:
+            w.add_chat_template(chat_template)
     for name, x in tensors.items():
         if callable(type_of):
             kind = type_of(name)

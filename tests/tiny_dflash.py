@@ -15,7 +15,7 @@ from tiny import Config, Weights
 
 from luce.convert import hf_dflash
 from luce.convert.hf_dflash import DFlash, Yarn
-from luce.convert.qwen35_layout import add_tokenizer
+from luce.measure.oracle_tokenizer import add_tokenizer
 
 MASK = 300  # No text has this token.
 

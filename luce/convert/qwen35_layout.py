@@ -1,7 +1,7 @@
-"""Lays out a qwen35 GGUF: keys, tensor names and shapes, and a small byte-level tokenizer.
+"""Lays out a qwen35 GGUF: keys, tensor names and shapes.
 
-What writes test models (tests/tiny.py) and the oracle (luce/measure/oracle_model.py) share it. Shapes are
-numpy's, slowest first, so a matrix is (out, in) and GGUF stores its dimensions reversed.
+The converter, the oracle (luce/measure/oracle_model.py) and what writes test models (tests/tiny.py) share it.
+Shapes are numpy's, slowest first, so a matrix is (out, in) and GGUF stores its dimensions reversed.
 """
 
 from __future__ import annotations
@@ -10,25 +10,9 @@ from dataclasses import dataclass
 
 import gguf
 
-from luce.bpe import BYTE_SYMBOLS
-
 ARCH = "qwen35"
 ARCH_MOE = "qwen35moe"
-
-CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-N_BYTES = 256
-# Merges are in rank order. Every product gets an id after the 256 bytes.
-MERGES = (
-    ("Ġ", "t"), ("h", "e"), ("Ġ", "a"), ("i", "n"), ("Ġt", "he"), ("e", "r"), ("o", "n"), ("Ġ", "Ġ"),
-    ("d", "e"), ("f", "Ġ"), ("de", "f"), ("r", "e"), ("in", "g"), ("ĠĠ", "ĠĠ"), ("l", "l"), ("Ã", "©"),
-)  # fmt: skip
-
-CHAT_TEMPLATE = (
-    "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
-)
+PRE_TOKENIZER = "qwen35"  # It is the value of tokenizer.ggml.pre.
 
 
 @dataclass(frozen=True)
@@ -192,35 +176,3 @@ def add_keys(w: gguf.GGUFWriter, c: Config, name: str, file_type: int) -> None:
         w.add_array(f"{c.arch}.attention.recurrent_layers", flags)
     if c.n_nextn:
         w.add_nextn_predict_layers(c.n_nextn)
-
-
-def vocabulary(n_vocab: int, filler: str) -> tuple[list[str], list[int]]:
-    """Returns token strings and types: 256 bytes (the id is the byte's value), merge products, fillers (of
-    type 1 or, for the default "[PAD", 5, which is unused), and the control tokens as the last three ids."""
-    tokens = BYTE_SYMBOLS + [a + b for a, b in MERGES]
-    n_fill = n_vocab - len(tokens) - len(CONTROL)
-    if n_fill < 0:
-        raise ValueError(f"vocabulary of {n_vocab} cannot hold {len(tokens) + len(CONTROL)} tokens")
-    types = [gguf.TokenType.NORMAL] * len(tokens)
-    unused = filler.startswith("[PAD")
-    end = "]" if unused else ""
-    tokens += [f"{filler}{len(tokens) + i}{end}" for i in range(n_fill)]
-    types += [gguf.TokenType.UNUSED if unused else gguf.TokenType.NORMAL] * n_fill
-    return tokens + list(CONTROL), [*types, *[gguf.TokenType.CONTROL] * len(CONTROL)]
-
-
-def add_tokenizer(
-    w: gguf.GGUFWriter, n_vocab: int, chat_template: str | None = None, filler: str = "[PAD"
-) -> None:
-    tokens, types = vocabulary(n_vocab, filler)
-    w.add_tokenizer_model("gpt2")
-    w.add_tokenizer_pre("qwen35")
-    w.add_token_list(tokens)
-    w.add_token_types(types)
-    w.add_token_merges([f"{a} {b}" for a, b in MERGES])
-    w.add_bos_token_id(n_vocab - 3)
-    w.add_eos_token_id(n_vocab - 1)
-    w.add_pad_token_id(n_vocab - 3)
-    w.add_add_bos_token(False)
-    if chat_template:
-        w.add_chat_template(chat_template)

@@ -24,9 +24,10 @@ from luce import _native
 from luce.convert import hf_dflash
 from luce.convert.gguf_output import Planned, write
 from luce.convert.hf_dflash import DFlash
-from luce.convert.qwen35_layout import Config, add_tokenizer
+from luce.convert.qwen35_layout import Config
 from luce.measure.oracle_blocks import QType, noise_blocks, random_words
 from luce.measure.oracle_model import FILE_TYPE, NOISE, Rule
+from luce.measure.oracle_tokenizer import add_tokenizer
 
 ACCEPT = 0.9033  # With it, a round of a block of 16 gives 8.31 tokens, the new anchor among them.
 FLAGS = 32  # So many values of slice 0 say that a row is an anchor, and as many after them that it is a mask.

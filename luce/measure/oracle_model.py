@@ -34,7 +34,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from luce.convert.qwen35_layout import CONTROL, Config, add_keys, add_tokenizer, tensor_shapes
+from luce.convert.qwen35_layout import Config, add_keys, tensor_shapes
 from luce.measure.oracle_blocks import (
     QType,
     noise_blocks,
@@ -43,6 +43,7 @@ from luce.measure.oracle_blocks import (
     random_words,
     silent,
 )
+from luce.measure.oracle_tokenizer import CONTROL, add_tokenizer
 
 CHUNK = 8 << 20  # So many bytes of a tensor are made at once. A seed's weights depend on it.
 NOISE = 1e-4  # The output projections have this standard deviation.
