@@ -128,7 +128,7 @@ def test_bad_requests_get_one_clear_error(server, path, body, status, param):
 
 
 CHAT = {"messages": HELLO}
-APIS = {  # how each of them asks for n tokens, and where it counts them
+APIS = {  # Each API asks so for n tokens, and counts them there.
     "/v1/chat/completions": (CHAT, ("max_tokens", "max_completion_tokens"), "usage", "completion_tokens"),
     "/v1/completions": ({"prompt": "a"}, ("max_tokens", "n_predict"), "usage", "completion_tokens"),
     "/v1/responses": ({"input": HELLO}, ("max_output_tokens",), "usage", "output_tokens"),
@@ -147,7 +147,7 @@ def test_lengths_have_a_name_in_each_api(server):
 def test_a_prompt_that_is_too_long_is_each_apis_own_error(server):
     long = [{"role": "user", "content": "x = 1\n" * 2000}]
     for path, body in (*((path, body) for path, (body, *_) in APIS.items()), ("/api/chat", CHAT)):
-        for stream in (False, True):  # what is known before a stream begins is no event of it
+        for stream in (False, True):  # What is known before a stream begins is no event of it.
             refused = server.post(path, stream=stream, max_tokens=4, **{name: long for name in body}
                                   if "prompt" not in body else {"prompt": long[0]["content"]})  # fmt: skip
             assert refused.status_code == 400 and refused.headers["content-type"] == "application/json"

@@ -75,7 +75,7 @@ def test_the_model_that_was_used_longest_ago_goes_first(room, tiny_gguf):
         for model, left in (("a", "a"), ("b", "ab"), ("a", "ab"), ("c", "ac"), ("b", "bc"), ("c", "bc")):
             assert ask(server, model).status_code == 200 and loaded(server) == list(left)
         assert ask(server, "any").status_code == 200 and ask(server, "a").status_code == 200
-        assert loaded(server) == ["a", "c"]  # any was c
+        assert loaded(server) == ["a", "c"]  # The name "any" stood for c.
 
 
 def test_another_model_leaves_before_a_context_shrinks(endless, monkeypatch):
