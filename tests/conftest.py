@@ -33,6 +33,7 @@ main()
 
 
 settings.register_profile("luce", deadline=None)  # No test fails because the machine was busy.
+settings.register_profile("deep", deadline=None, max_examples=400)  # The gate's tests of company take it.
 settings.load_profile("luce")
 
 

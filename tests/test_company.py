@@ -449,7 +449,7 @@ def note(record_property: Callable[[str, object], None]) -> Iterator[list[Bench]
     [("F32", "f32"), ("Q4_K", "q8_0"), ("Q4_K", "f16"), ("F32 experts", "f32"), ("Q4_K experts", "f16")],
 )
 @settings(
-    max_examples=10,
+    max_examples=settings.default.max_examples // 20,  # The gate runs more of them (.ci/run).
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -1,6 +1,7 @@
 """Runs checks of CUDA kernels on a CPU too: the same sources are compiled as C++ over an emulation of a
 block's threads and of the tensor core. This proves indices, layouts, and who waits for whom in a block. It
-says nothing of a device's rounding, of memory order between blocks, or of speed."""
+says nothing of a device's rounding, of memory order between blocks, or of speed. Compiling takes longest, so
+the gate runs them as a stage of its own: `pytest tests/cuda`."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 KERNELS, CHECKS = ROOT / "native/kernels", ROOT / "tests/cuda"
 
 
