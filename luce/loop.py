@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from luce._native import Drafts, Engine, Rows
@@ -104,17 +105,19 @@ class Loop:
         return [one.sequence.prefill(chunk.tokens, chunk.last) for one, chunk in of]
 
     def _round(self) -> None:
-        """Runs a round of all that have read their prompts. What a round that was interrupted has left takes
-        part, and the others share the rows that are free."""
-        if turns := self._wanting(Turn):
-            drafts, rows = self._wanting(Drafts), self._wanting(Rows)
-            taken = sum(want.n + 1 for _, want in drafts) + sum(want.width for _, want in rows)
-            if share := (MAX_ROWS - taken) // len(turns):
-                for generation, _ in turns:
-                    together = len(turns) + len(drafts) + len(rows)
-                    self._note(generation, generation.tell(Share(share, together)))
+        """Runs a round of all that have read their prompts. Some have their rows already: who drafts nothing,
+        or was interrupted. The others share the rows that are free. They wait where drafts were interrupted,
+        which may still grow. So does who came since, where the rows are too many for one step."""
+        turns, rows = self._wanting(Turn), self._wanting(Rows)
+        if turns and not self._wanting(Drafts):
+            share = (MAX_ROWS - sum(want.width for _, want in rows)) // len(turns)
+            for generation, _ in turns if share > 0 else ():
+                self._note(generation, generation.tell(Share(share, len(turns) + len(rows))))
         self._step(self._wanting(Drafts), self._draft)
-        self._step(self._wanting(Rows), self._verify)
+        rows = self._wanting(Rows)
+        totals = accumulate(want.width for _, want in rows)
+        fitting = [one for one, total in zip(rows, totals, strict=True) if total <= MAX_ROWS]
+        self._step(fitting, self._verify)
 
     def _verify(self, of: Sequence[tuple[Generation, Rows]]) -> Sequence[list[int] | Exception]:
         return self._engine.verify([rows for _, rows in of])

@@ -195,6 +195,40 @@ def test_a_stray_cancel_repeats_the_step_that_it_ended():
         assert not any(isinstance(event, Warned) for events in found for event in events)
 
 
+class Grown(OnDevice):
+    """Its two drafts grow into as many rows as it may have."""
+
+    def draft(self, anchor, limits):
+        def grow():
+            return Draft(tuple(range(limits.rows)), (-1, *[0] * limits.rows))
+
+        return Draft(on_device=min(2, limits.depth), grow=grow)
+
+
+@pytest.mark.parametrize("verb", ["draft", "verify"])
+@pytest.mark.parametrize("source", [None, Grown()])
+def test_who_comes_while_a_step_was_interrupted_leaves_it_its_rows(verb, source):
+    def on_call(called):
+        if called == verb and core.count(verb) == 2:
+            core.cancel()
+            interrupted.append(True)
+
+    asked, interrupted = requests(2), []
+    core = FakeEngine(n_sequences=2, on_call=on_call)
+    loop, events = Loop(core, core.clock), []
+    loop.add(generation(core, asked[0], Grown()))
+    while not interrupted:
+        events += loop.step()
+    loop.add(generation(core, asked[1], source))
+    while loop.running:
+        events += loop.step()
+    assert {last.tokens for _, last in events if isinstance(last, Finished)} == {
+        alone(request).tokens for request in asked
+    }
+    widths = [widths for verb, widths in core.calls if verb == "verify"]
+    assert max(map(sum, widths)) == MAX_ROWS and max(map(len, widths)) == 2
+
+
 def test_a_closed_loop_leaves_no_sequence_open():
     core = FakeEngine(n_sequences=2)
     loop = Loop(core, core.clock)

@@ -29,14 +29,15 @@
 #   peer.tar.xz   `peer/bin/` with llama-bench, llama-batched-bench and llama-server of the same archive
 #   *.whl         what the machine's Python lacks of luce[test]
 # It writes results, logs and rows to OUT (default .gpu/out), and keeps what it made and what is done in GPU_WORK
-# (default /var/tmp/luce-gpu). All of it takes at most WITHIN seconds; it tells of a stage that is cut or left out since
-# too little is left. A slice of the suite takes SLICE seconds and runs in WORKERS processes. COMMIT goes into the rows
-# where this is no checkout. GPU_DEVICE=cpu and GPU_SHAPE=mini try the stages that measure without a GPU.
+# (default luce-gpu in the folder for temporary files). All of it takes at most WITHIN seconds; it tells of a stage that
+# is cut or left out since too little is left. A slice of the suite takes SLICE seconds and runs in WORKERS processes.
+# COMMIT goes into the rows where this is no checkout. GPU_DEVICE=cpu and GPU_SHAPE=mini try the stages that measure
+# without a GPU.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 kit=$(realpath -m "${GPU_KIT:-.gpu}")
 out=$(realpath -m "${OUT:-$kit/out}")
-work=${GPU_WORK:-/var/tmp/luce-gpu}
+work=${GPU_WORK:-${TMPDIR:-/tmp}/luce-gpu}
 device=${GPU_DEVICE:-cuda}
 shape=${GPU_SHAPE:-27b}
 zero_shape=${ZERO_SHAPE:-9b}

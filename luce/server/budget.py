@@ -20,7 +20,7 @@ _LONGEST = max(map(len, (END_THINK, FUNCTION, END_FUNCTION, END_CALL)))
 
 
 class Budget:
-    """Is a Matcher, over `inner` where the text is held to a grammar too. Thoughts have at most `most`
+    """This is a Matcher, over `inner` where the text is held to a grammar too. Thoughts have at most `most`
     tokens, then END follows. They are what the prompt has `begun`, or what the text begins with. With `calls`
     a call within them ends them, and it is not cut. Nor is a character."""
 
