@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from contextlib import contextmanager
+from unittest import mock
 
 import httpx
 
 from luce.plan import Options
+from luce.server.answer import Answer
 from luce.server.app import LOOPBACK, Access, make_app
 from luce.server.cli import Listener
 from luce.server.models import Models, Settings
 from luce.server.watch import Watch
 
 CHUNK = 256  # A step prefills so few rows that short prompts have checkpoints.
+HANG_S = 300  # What has not happened after so many seconds will not, however busy the machine is.
 
 
 def settings(*, host_bytes=1 << 30, cache_dir=None, max_waiting=64, **options):
@@ -38,7 +42,7 @@ class Serving:
             assert self._thread.is_alive(), "the server did not start"
         port = self._listener.servers[0].sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        self.http = httpx.Client(base_url=self.url, timeout=60)
+        self.http = httpx.Client(base_url=self.url, timeout=HANG_S)
 
     @property
     def scheduler(self):
@@ -67,9 +71,35 @@ def serving(paths, how=None, keys=(), log=""):
 
 
 def until(condition, what):
-    """Waits for it, for at most 30 seconds."""
-    for _ in range(3000):
-        if condition():
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError(f"not within 30 seconds: {what}")
+    """Waits for what no event tells of."""
+    end = time.monotonic() + HANG_S
+    while not condition():
+        assert time.monotonic() < end, f"not within {HANG_S} seconds: {what}"
+        time.sleep(0.01)
+
+
+class Gate:
+    """Holds calls of `inner` until it is opened."""
+
+    def __init__(self, inner):
+        self.inner, self.entered, self.opened = inner, threading.Event(), threading.Event()
+
+    def __call__(self, *args):
+        self.entered.set()
+        assert self.opened.wait(HANG_S)
+        return self.inner(*args)
+
+
+@contextmanager
+def each_event_alone():
+    """Lets answers take what happens one event at a time, however much comes at once. So the number of a
+    stream's parts does not depend on the machine."""
+
+    async def one(self, patience):
+        events = await all_of_them(self, patience)
+        self._events[:0] = events[1:]
+        return events[:1]
+
+    all_of_them = Answer._next_events
+    with mock.patch.object(Answer, "_next_events", one):
+        yield

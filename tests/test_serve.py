@@ -2,14 +2,19 @@
 
 import json
 import signal
+from contextlib import closing
+from http.client import HTTPConnection
+from unittest import mock
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from serving import serving, settings, until
+from serving import HANG_S, Gate, serving, settings, until
 
+from luce._native import Sequence
 from luce.command import BOX
 from luce.engine import Engine, Files
+from luce.loop import Loop
 from luce.plan import Options, Request
 from luce.server import answer
 from luce.structs import Sampling
@@ -182,19 +187,32 @@ def test_text_ends_at_stop_strings(server):
 FOREVER = {"messages": HELLO, "temperature": 0}
 
 
+def test_a_defect_ends_the_requests_that_it_meets_and_no_other(server, monkeypatch):
+    asked = {"prompt": "import os", **GREEDY}
+    for owner, name in ((type(server.scheduler._engine), "generation"), (Loop, "step")):
+        with monkeypatch.context() as broken:
+            broken.setattr(owner, name, mock.Mock(side_effect=ZeroDivisionError("a defect")))
+            refused = server.post("/v1/completions", **asked)
+        assert refused.status_code == 500
+        assert refused.json()["error"]["message"] == "ZeroDivisionError: a defect"
+        until(lambda: server.scheduler.idle, "nothing is left of it")
+        assert server.post("/v1/completions", **asked).status_code == 200
+
+
 def test_a_client_that_goes_frees_its_sequence(native, endless):
     how = settings(sequences=1, max_waiting=0, ctx=50_000, checkpoints=0, spec="off")
     with serving({"endless": endless}, how) as server:
         path, scheduler = f"{server.url}/v1/chat/completions", server.scheduler
-        with httpx.stream("POST", path, json={**FOREVER, "stream": True}, timeout=60) as response:
+        with httpx.stream("POST", path, json={**FOREVER, "stream": True}, timeout=HANG_S) as response:
             parts = response.iter_bytes()  # If it were dropped, it would close the connection.
             next(parts)
             until(lambda: scheduler.running == 1, "it runs")
-            refused = httpx.post(path, json=FOREVER, timeout=60)
+            refused = httpx.post(path, json=FOREVER, timeout=HANG_S)
             assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
         until(lambda: scheduler.idle, "the sequence of a stream is free")
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(path, json=FOREVER, timeout=httpx.Timeout(60, read=0.3))
+        with closing(HTTPConnection(*server.url.removeprefix("http://").split(":"))) as client:
+            client.request("POST", "/v1/chat/completions", json.dumps(FOREVER))
+            until(lambda: scheduler.running == 1, "it runs")
         until(lambda: scheduler.idle, "the sequence of an answer is free")
         assert scheduler.pages_free == server.models.slots["endless"].served.info.n_pages
 
@@ -268,15 +286,24 @@ LIVES = {  # By API, it is what a stream says while nothing comes, and its end.
 
 
 def test_a_stream_says_that_it_lives(server, monkeypatch):
+    """Its prompt is read no sooner than it has said so."""
     monkeypatch.setattr(answer, "KEEP_ALIVE", 0.001)
+    prefill = Sequence.prefill
     for path, (lives, end) in LIVES.items():
         said = [{"role": "user", "content": f"# {path}\n{LONG[:600]}"}]
         asked = {"prompt": said[0]["content"], "input": said, "messages": said}
         lengths = {"max_tokens": 1, "max_output_tokens": 1, "options": {"num_predict": 1}}
         if path == "/v1/responses":  # A prompt is refused there: it would be one that is stored.
             del asked["prompt"]
-        text = server.post(path, stream=True, **asked, **lengths).text
-        assert lives in text and text.endswith(end), (path, text)
+        held = Gate(prefill)
+        monkeypatch.setattr(Sequence, "prefill", lambda *given, held=held: held(*given))
+        with server.http.stream("POST", path, json={"stream": True, **asked, **lengths}) as response:
+            parts, text = response.iter_text(), ""
+            while lives not in text:
+                text += next(parts)
+            held.opened.set()
+            text += "".join(parts)
+        assert text.endswith(end), (path, text)
 
 
 # ---- the command
@@ -287,7 +314,7 @@ def test_the_command_listens_and_ends_with_ctrl_c(command, foreground):
     with command(*options, "--alias", "mine", text=True) as process:
         said, _, url = process.stderr.readline().strip().rpartition(" ")
         assert said == "luce serves mine at"
-        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "import ", **GREEDY}, timeout=60)
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "import ", **GREEDY}, timeout=HANG_S)
         line = json.loads(process.stderr.readline())
         assert line["generated"] == 24 == answer.json()["usage"]["completion_tokens"]
         known = {"prompt", "cached", "prefill_s", "generated", "tok_per_s", "accepted_length", "reason"}

@@ -4,7 +4,6 @@ dropped."""
 import os
 import signal
 import subprocess
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
@@ -14,7 +13,7 @@ import pytest
 from drive import open_engine, open_model, prefill
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from serving import serving, until
+from serving import HANG_S, Gate, serving, until
 from serving import settings as serve_settings
 
 from luce._native import Checkpoint, Engine, File
@@ -199,7 +198,7 @@ def killed(folder, command):
 
     def ask():
         asked = {"prompt": LONG, "max_tokens": 8, "temperature": 0}
-        found = httpx.post(f"{url}/v1/completions", json=asked, timeout=60).json()
+        found = httpx.post(f"{url}/v1/completions", json=asked, timeout=HANG_S).json()
         return found["choices"][0]["text"], found["usage"]["prompt_tokens_details"]["cached_tokens"]
 
     try:
@@ -251,18 +250,6 @@ def test_files_fit_the_next_server_whatever_its_steps_cost(native, tmp_path, mon
 # ---- beside the work
 
 
-class Gate:
-    """Holds a call of `inner` until it is opened."""
-
-    def __init__(self, inner):
-        self.inner, self.entered, self.opened = inner, threading.Event(), threading.Event()
-
-    def __call__(self, *args):
-        self.entered.set()
-        assert self.opened.wait(30)
-        return self.inner(*args)
-
-
 def test_what_waits_to_be_written_is_written_at_the_end(opened, tokenizer, tmp_path, monkeypatch):
     """It waits because a disk is slow. One that does nothing any more holds up the end for a bounded time."""
     save = Gate(Checkpoint.save)
@@ -274,12 +261,12 @@ def test_what_waits_to_be_written_is_written_at_the_end(opened, tokenizer, tmp_p
             for seed in range(3):
                 read(cache, sequence, words(seed, 600))
                 cache.work()
-        assert save.entered.wait(30) and cache.pending
+        assert save.entered.wait(HANG_S) and cache.pending
         return cache
 
     slow = three(tmp_path / "slow")
     with ThreadPoolExecutor(1) as pool:
-        closing = pool.submit(slow.close, 30)
+        closing = pool.submit(slow.close, HANG_S)
         save.opened.set()
         closing.result()
     assert len(list(tmp_path.glob("slow/*/*.prefix"))) == 3
@@ -294,9 +281,9 @@ def test_a_server_that_is_asked_to_end_leaves_what_it_keeps(command, tmp_path):
     process, url = start(tmp_path, command)
     for n in range(3):
         asked = {"prompt": f"# {n}\n{LONG}", "max_tokens": 1}
-        assert httpx.post(f"{url}/v1/completions", json=asked, timeout=60).status_code == 200
+        assert httpx.post(f"{url}/v1/completions", json=asked, timeout=HANG_S).status_code == 200
     process.terminate()
-    process.communicate(timeout=60)
+    process.communicate(timeout=HANG_S)
     assert len(list(tmp_path.glob("*/*.prefix"))) == 3
 
 
@@ -312,7 +299,7 @@ def test_streams_move_while_a_checkpoint_is_saved_or_loaded(native, tmp_path, mo
     monkeypatch.setattr(Engine, "load_checkpoint", lambda engine, data: load(engine, data))
     with serving({"box": BOX}, serve_settings(cache_dir=tmp_path)) as server:
         text, cached = asked(server, LONG)
-        assert save.entered.wait(30) and cached == 0
+        assert save.entered.wait(HANG_S) and cached == 0
         assert asked(server, LONG)[0] == text
         save.opened.set()
     with serving({"box": BOX}, serve_settings(cache_dir=tmp_path)) as server, ThreadPoolExecutor(2) as pool:
@@ -321,7 +308,7 @@ def test_streams_move_while_a_checkpoint_is_saved_or_loaded(native, tmp_path, mo
             parts = response.iter_text()
             next(parts)
             warm = pool.submit(asked, server, LONG)
-            assert load.entered.wait(30)
+            assert load.entered.wait(HANG_S)
             assert "[DONE]" in "".join(parts) and not warm.done()
         load.opened.set()
         found, cached = warm.result()

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pydantic
 import pytest
-from serving import serving, settings
+from serving import HANG_S, serving, settings
 
 from luce.command import BOX
 
@@ -134,7 +134,7 @@ def test_ollamas_answers_are_of_a_schema(urls):
 
     def ask(url, form):
         asked = {"model": "m", "messages": SAID, "stream": False, "options": options, "format": form}
-        return httpx.post(f"{url}/api/chat", json=asked, timeout=60).json()
+        return httpx.post(f"{url}/api/chat", json=asked, timeout=HANG_S).json()
 
     schema = Flat.model_json_schema() | {"additionalProperties": False}
     text, other = (ask(url, schema)["message"]["content"] for url in urls)

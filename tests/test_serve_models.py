@@ -5,7 +5,7 @@ import shutil
 
 import httpx
 import pytest
-from serving import serving, settings, until
+from serving import HANG_S, serving, settings, until
 
 from luce.errors import OutOfMemory
 from luce.server import models
@@ -60,7 +60,7 @@ def test_models_come_and_go(two):
 
 def test_a_model_that_is_asked_stays(two):
     asked = {"model": "a", "prompt": "x", "max_tokens": 19_000, "temperature": 0, "stream": True}
-    with httpx.stream("POST", f"{two.url}/v1/completions", json=asked, timeout=60) as response:
+    with httpx.stream("POST", f"{two.url}/v1/completions", json=asked, timeout=HANG_S) as response:
         parts = response.iter_bytes()
         next(parts)
         refused = ask(two, "b")
@@ -106,7 +106,7 @@ def test_another_model_leaves_before_a_context_shrinks(endless, monkeypatch):
         assert ask(server, "a").status_code == 200 and lengths() == {"a": 32768}
         assert ask(server, "b").status_code == 200 and lengths() == {"b": 32768}
         asked = {"model": "b", "prompt": "x", "max_tokens": 30_000, "temperature": 0, "stream": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=asked, timeout=60) as response:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=asked, timeout=HANG_S) as response:
             parts = response.iter_bytes()
             next(parts)
             assert ask(server, "a").status_code == 200 and lengths() == {"a": 8192, "b": 32768}

@@ -10,7 +10,7 @@ import openai
 import pydantic
 import pytest
 import scripted_model
-from serving import serving, settings
+from serving import each_event_alone, serving, settings
 
 from luce.chat import prompt_ids
 from luce.server import answer
@@ -146,7 +146,8 @@ def test_a_stream_lives_while_a_call_is_held_back(server, monkeypatch):
     monkeypatch.setattr(answer, "monotonic", count().__next__)  # Nobody waits by this clock.
     monkeypatch.setattr(answer, "KEEP_ALIVE", 4)
     body = {"messages": say("read"), "tools": [TOOL], "stream": True, **GREEDY}
-    text = server.http.post("/v1/chat/completions", json=body, headers={"x-api-key": "key"}).text
+    with each_event_alone():
+        text = server.http.post("/v1/chat/completions", json=body, headers={"x-api-key": "key"}).text
     held = text[text.rindex('"content":"') : text.index('"tool_calls":[')]
     assert held.count(": keep-alive\n\n") >= 3
 

@@ -10,6 +10,7 @@ from drive import open_engine, open_model
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from paper_engine import PaperEngine, PaperLine
+from serving import HANG_S
 
 from luce._native import File
 from luce.engine import Engine
@@ -127,7 +128,7 @@ def replayed(scheduler, talks, new=1):
 
     running = sum([go_on(n) for n in range(len(talks))])
     while running:
-        n, was, last = events.get(timeout=60)
+        n, was, last = events.get(timeout=HANG_S)
         assert not isinstance(last, Failed), last
         if isinstance(last, Finished):
             shares += [last.cached / was] if was else []

@@ -70,6 +70,7 @@ class Scheduler:
         self._loop = Loop(engine.native, prefill_share=prefill_share)
         self._jobs = dict[Generation, Job]()
         self._waiting = deque[Job]()
+        self._admitting: Job | None = None  # It has left the queue and has no generation yet.
         self._changed = threading.Condition()
         self._stopping = False
         self.pages_free = engine.info.n_pages  # So many were free after the last turn.
@@ -89,7 +90,9 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        return not self._jobs and not self._waiting
+        """Says whether no request waits or runs. Any thread may ask: a job is in the next of these before it
+        leaves the one before, and they are looked at in the order in which it passes through them."""
+        return not self._waiting and self._admitting is None and not self._jobs
 
     def submit(self, job: Job) -> None:
         """Runs a job as soon as there is room. Raises Busy where as many wait as may."""
@@ -156,13 +159,14 @@ class Scheduler:
         if self._cache:
             self._cache.free_pages(self._pages_soon())
         happened: Happened = {}
-        for generation, event in self._loop.step():
+        events = self._loop.step()
+        self.pages_free = self._engine.native.info.pages_free
+        for generation, event in events:
             happened.setdefault(self._jobs[generation], []).append(event)
             if isinstance(event, (Finished, Failed)):
                 del self._jobs[generation]
             if isinstance(event, Finished):
                 self._seconds.append(event.stats.prefill_s + event.stats.decode_s)
-        self.pages_free = self._engine.native.info.pages_free
         self._hand_over(happened)
 
     def _admit(self) -> None:
@@ -176,13 +180,15 @@ class Scheduler:
             with self._changed:
                 if not self._waiting or self._waiting[0] is not job:  # The job was cancelled meanwhile.
                     continue
-                self._waiting.popleft()
+                self._admitting = self._waiting.popleft()
             try:
                 generation = self._engine.generation(job.request, job.is_cancelled, self._cache)
             except LuceError as error:
                 self._hand_over({job: [Failed(error, State.IDLE)]})
+                self._admitting = None
                 continue
             self._jobs[generation] = job
+            self._admitting = None
             self._loop.add(generation)
 
     def _has_room(self, job: Job) -> bool:
@@ -211,5 +217,6 @@ class Scheduler:
             self._waiting = deque() if self._stopping else self._waiting
         self._loop.close()
         self._loop = Loop(self._engine.native, prefill_share=self._share)
-        jobs, self._jobs = [*self._jobs.values(), *waiting], {}
+        admitting = [self._admitting] if self._admitting else []
+        jobs, self._jobs, self._admitting = [*admitting, *self._jobs.values(), *waiting], {}, None
         self._hand_over({job: [Failed(error, State.IDLE)] for job in jobs})
