@@ -12,7 +12,7 @@ import msgspec
 from luce.server.answer import Answer, Whole
 from luce.server.ask import Ask, Message, Refused, Tool, TooLong, budget_of, call_of, refuse, text_of
 from luce.server.ask import thinking as thinking_of
-from luce.server.openai import Form, stops_of, within
+from luce.server.openai import Form, stops_of, tool_of, within
 from luce.server.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text
 
 REASONS = {"stop": "end_turn", "stop_string": "stop_sequence", "length": "max_tokens", "calls": "tool_use"}
@@ -54,7 +54,7 @@ def messages_ask(body: MessagesBody) -> Ask:
         messages.append({"role": "system", "content": system})
     for message in body.messages:
         messages += _messages(message)
-    tools = [_tool(tool) for tool in body.tools or () if "input_schema" in tool]
+    tools = [tool_of(tool, "input_schema") for tool in body.tools or () if "input_schema" in tool]
     choice, parallel = _choice(body.tool_choice, tools)
     config = body.output_config or {}
     enabled = (body.thinking or {}).get("type") in ("enabled", "adaptive")
@@ -114,13 +114,6 @@ def _messages(message: Mapping[str, Any]) -> list[Message]:
     return [*answers, found] if texts or calls or thoughts or not answers else answers
 
 
-def _tool(tool: Mapping[str, Any]) -> Tool:
-    name, schema = tool.get("name"), tool.get("input_schema")
-    if not isinstance(name, str) or not isinstance(schema, dict):
-        raise refuse("a tool has no name, or its input_schema is no schema", "tools")
-    return Tool(name, schema, str(tool.get("description") or ""), bool(tool.get("strict")))
-
-
 def _schema(form: Any) -> Mapping[str, Any] | None:
     """Returns the JSON schema that the text is held to."""
     if not form:
@@ -136,7 +129,7 @@ def _choice(choice: Mapping[str, Any] | None, tools: list[Tool]) -> tuple[str, b
     parallel = not (choice or {}).get("disable_parallel_tool_use")
     if kind == "tool":
         name = (choice or {}).get("name")
-        if name not in {tool.name for tool in tools}:
+        if name not in [tool.name for tool in tools]:
             raise refuse(f"tool_choice names {name!r}, which is no tool", "tool_choice")
         return str(name), parallel
     if kind not in ("auto", "any", "none"):

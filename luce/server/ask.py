@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 Message = dict[str, Any]
 EFFORTS = {
     "minimal": "low", "low": "low", "medium": "medium", "high": "xhigh", "xhigh": "xhigh", "max": "xhigh"
@@ -38,6 +40,15 @@ class TooLong(Refused):
 def refuse(message: str, param: str | None = None) -> Refused:
     """Returns the refusal of a request that asks for what cannot be done, or not here."""
     return Refused(400, message, param=param)
+
+
+def typed(value: Any, kind: Any, param: str) -> Any:
+    """Returns what a body has at some place, of the type that it has to have there. Raises Refused where it
+    has another."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise refuse(f"{param}: {error}", param) from error
 
 
 @dataclass(frozen=True)
@@ -150,7 +161,7 @@ def thinking(effort: str | None, enable: bool | None = None) -> dict[str, Any]:
     if effort == "none":
         enable = False
     elif effort is not None:
-        if effort not in EFFORTS:
+        if not isinstance(effort, str) or effort not in EFFORTS:
             raise refuse(f"{effort!r} is none of none, {', '.join(EFFORTS)}", "reasoning_effort")
         found["reasoning_effort"] = EFFORTS[effort]
     return found if enable is None else found | {"enable_thinking": enable}

@@ -60,7 +60,7 @@ def _value(schema: Any, tool: Tool) -> str:
     end = _text("\n</parameter>\n")
     schema = schema if isinstance(schema, dict) else {}
     choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if choices and all(isinstance(each, str) for each in choices):
+    if choices and isinstance(choices, list) and all(isinstance(each, str) for each in choices):
         return f"({' | '.join(_text(each) for each in choices)}) {end}"
     kinds = schema.get("type")
     if kinds == "string" or (

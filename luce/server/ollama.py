@@ -26,6 +26,19 @@ REASONS = {"stop": "stop", "stop_string": "stop", "length": "length", "calls": "
 ROLES = ("system", "user", "assistant", "tool")
 
 
+class Options(msgspec.Struct, kw_only=True):
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | float | None = None
+    min_p: float | None = None
+    seed: int | float | None = None
+    stop: str | list[str] | None = None
+    num_predict: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repeat_penalty: float | None = None
+
+
 class Asked(msgspec.Struct, kw_only=True):
     """This is what both bodies have in common."""
 
@@ -34,12 +47,29 @@ class Asked(msgspec.Struct, kw_only=True):
     model: str = ""
     stream: bool | None = None
     format: str | dict[str, Any] | None = None
-    options: dict[str, Any] | None = None
+    options: Options | None = None
     think: bool | str | None = None
 
 
+class Function(msgspec.Struct):
+    name: str
+    arguments: Any = None
+
+
+class FunctionCall(msgspec.Struct):
+    function: Function
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    role: str
+    content: str | None = None
+    thinking: str | None = None
+    tool_calls: list[FunctionCall] | None = None
+    images: Any = None
+
+
 class ChatBody(Asked, kw_only=True):
-    messages: list[dict[str, Any]] = []
+    messages: list[ChatMessage] = []
     tools: list[dict[str, Any]] | None = None
 
 
@@ -68,15 +98,8 @@ def generate_ask(body: GenerateBody) -> Ask:
 
 
 def _common(body: Asked) -> dict[str, Any]:
-    options = body.options or {}
-    names = ("temperature", "top_p", "top_k", "min_p", "seed")
-    given = {name: options[name] for name in names if options.get(name) is not None}
-    penalties = [options.get(f"{name}_penalty") for name in ("presence", "frequency", "repeat")]
-    if not all(isinstance(value, int | float) for value in (*given.values(), *filter(None, penalties))):
-        raise refuse("an option is no number", "options")
-    new = options.get("num_predict")
-    if new is not None and not isinstance(new, int):
-        raise refuse("num_predict is no whole number", "options")
+    given = body.options or Options()
+    new = given.num_predict
     effort = body.think if isinstance(body.think, str) else None
     if isinstance(body.format, str) and body.format not in ("", "json"):
         raise refuse(f"format {body.format!r} is neither json nor a schema", "format")
@@ -84,28 +107,27 @@ def _common(body: Asked) -> dict[str, Any]:
     return {
         "model": body.model,
         "max_tokens": length_of(None if new is not None and new < 0 else new),
-        "sampling": within(**given),
-        "penalties": penalties_of(*penalties),
-        "stops": stops_of(options.get("stop")),
+        "sampling": within(temperature=given.temperature, top_p=given.top_p, top_k=given.top_k,
+                           min_p=given.min_p, seed=given.seed),
+        "penalties": penalties_of(given.presence_penalty, given.frequency_penalty, given.repeat_penalty),
+        "stops": stops_of(given.stop),
         "variables": thinking(effort, body.think if isinstance(body.think, bool) else None),
         "schema": schema,
         "stream": body.stream is not False,
     }
 
 
-def _message(message: dict[str, Any]) -> Message:
-    role, content = message.get("role"), message.get("content") or ""
-    if role not in ROLES or not isinstance(content, str):
-        raise refuse(f"{role!r} is no role, or its content is no text", "messages")
-    if message.get("images"):
+def _message(message: ChatMessage) -> Message:
+    if message.role not in ROLES:
+        raise refuse(f"{message.role!r} is no role", "messages")
+    if message.images:
         raise refuse("images are not supported: this model reads text alone", "messages")
-    found: Message = {"role": role, "content": content}
-    if message.get("thinking"):
-        found["reasoning_content"] = message["thinking"]
-    for call in message.get("tool_calls") or ():
-        function = call.get("function") or {}
+    found: Message = {"role": message.role, "content": message.content or ""}
+    if message.thinking:
+        found["reasoning_content"] = message.thinking
+    for call in message.tool_calls or ():
         calls = found.setdefault("tool_calls", [])
-        calls.append(call_of(str(function.get("name")), function.get("arguments")))
+        calls.append(call_of(call.function.name, call.function.arguments))
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from luce.server.answer import Answer, Whole
-from luce.server.ask import Ask, Message, Refused, Tool, budget_of, call_of, refuse, text_of, thinking
+from luce.server.ask import Ask, Message, Refused, Tool, budget_of, call_of, refuse, text_of, thinking, typed
 from luce.server.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text
 
 REASONS = {"stop": "stop", "stop_string": "stop", "length": "length", "calls": "tool_calls"}
@@ -167,16 +167,24 @@ def tools_of(tools: list[dict[str, Any]] | None) -> list[Tool]:
     for tool in tools or ():
         if tool.get("type", "function") != "function":
             raise refuse(f"a tool of type {tool.get('type')!r} is not supported", "tools")
-        function = tool.get("function", tool)
-        found.append(tool_of(function))
+        found.append(tool_of(typed(tool.get("function", tool), dict[str, Any], "tools")))
     return found
 
 
-def tool_of(function: dict[str, Any]) -> Tool:
+class Parameters(msgspec.Struct):
+    """This is what is read of a tool's schema."""
+
+    properties: dict[str, Any] | None = None
+    required: list[str] | None = None
+
+
+def tool_of(function: dict[str, Any], schema: str = "parameters") -> Tool:
+    """Returns the tool of a function, which has the schema of its parameters by that name."""
     name = function.get("name")
-    parameters = function.get("parameters") or {"type": "object", "properties": {}}
-    if not isinstance(name, str) or not name or not isinstance(parameters, dict):
-        raise refuse("a tool has no name, or its parameters are no schema", "tools")
+    if not isinstance(name, str) or not name:
+        raise refuse("a tool has no name", "tools")
+    parameters = function.get(schema) or {"type": "object", "properties": {}}
+    typed(parameters, Parameters, "tools")
     return Tool(name, parameters, str(function.get("description") or ""), bool(function.get("strict")))
 
 
@@ -185,7 +193,7 @@ def choice_of(choice: str | dict[str, Any] | None, tools: list[Tool]) -> str:
     if isinstance(choice, dict):
         function = choice.get("function")
         name = function.get("name") if isinstance(function, dict) else choice.get("name")
-        if name not in {tool.name for tool in tools}:
+        if name not in [tool.name for tool in tools]:
             raise refuse(f"tool_choice names {name!r}, which is no tool", "tool_choice")
         return str(name)
     if choice not in (None, "auto", "none", "required"):

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from luce.server.answer import Answer, Whole
-from luce.server.ask import Ask, Message, Refused, call_of, refuse, text_of, thinking
+from luce.server.ask import Ask, Message, Refused, call_of, refuse, text_of, thinking, typed
 from luce.server.openai import Form, choice_of, error_body, length_of, schema_of, tool_of, within
 from luce.server.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text
 
@@ -53,7 +53,7 @@ def responses_ask(body: ResponsesBody) -> Ask:
     if not messages:
         raise refuse("input is empty", "input")
     tools = [tool_of(tool) for tool in body.tools or () if tool.get("type") == "function"]
-    form = (body.text or {}).get("format")
+    form = typed((body.text or {}).get("format"), dict[str, Any] | None, "text")
     if form and form.get("type") == "json_schema":
         form = {"type": "json_schema", "json_schema": form}
     return Ask(
@@ -117,9 +117,8 @@ def _thought(item: Mapping[str, Any]) -> str:
             return base64.b64decode(sealed[len(SEALED) :], validate=True).decode()
         except ValueError:
             return ""
-    return "".join(
-        str(part.get("text", "")) for part in item.get("content") or () if isinstance(part, Mapping)
-    )
+    parts = typed(item.get("content"), list[Any] | None, "input")
+    return "".join(str(part.get("text", "")) for part in parts or () if isinstance(part, Mapping))
 
 
 class ResponsesForm(Form):
