@@ -2,7 +2,7 @@
 
 import json
 import signal
-from contextlib import closing
+from contextlib import closing, contextmanager
 from http.client import HTTPConnection
 from unittest import mock
 
@@ -187,6 +187,14 @@ def test_text_ends_at_stop_strings(server):
 FOREVER = {"messages": HELLO, "temperature": 0}
 
 
+@contextmanager
+def asking(server):
+    """Has a client that waits for a whole answer, and goes."""
+    with closing(HTTPConnection(*server.url.removeprefix("http://").split(":"))) as client:
+        client.request("POST", "/v1/chat/completions", json.dumps(FOREVER))
+        yield
+
+
 def test_a_defect_ends_the_requests_that_it_meets_and_no_other(server, monkeypatch):
     asked = {"prompt": "import os", **GREEDY}
     for owner, name in ((type(server.scheduler._engine), "generation"), (Loop, "step")):
@@ -199,19 +207,22 @@ def test_a_defect_ends_the_requests_that_it_meets_and_no_other(server, monkeypat
         assert server.post("/v1/completions", **asked).status_code == 200
 
 
-def test_a_client_that_goes_frees_its_sequence(native, endless):
-    how = settings(sequences=1, max_waiting=0, ctx=50_000, checkpoints=0, spec="off")
+def test_a_client_that_goes_frees_its_sequence_or_its_place_in_the_queue(native, endless):
+    how = settings(sequences=1, max_waiting=1, ctx=50_000, checkpoints=0, spec="off")
     with serving({"endless": endless}, how) as server:
         path, scheduler = f"{server.url}/v1/chat/completions", server.scheduler
         with httpx.stream("POST", path, json={**FOREVER, "stream": True}, timeout=HANG_S) as response:
             parts = response.iter_bytes()  # If it were dropped, it would close the connection.
             next(parts)
             until(lambda: scheduler.running == 1, "it runs")
-            refused = httpx.post(path, json=FOREVER, timeout=HANG_S)
-            assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+            with asking(server):
+                until(lambda: scheduler.waiting == 1, "another one waits")
+                refused = httpx.post(path, json=FOREVER, timeout=HANG_S)
+                assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+            until(lambda: scheduler.waiting == 0, "its place is free")
+            assert scheduler.running == 1
         until(lambda: scheduler.idle, "the sequence of a stream is free")
-        with closing(HTTPConnection(*server.url.removeprefix("http://").split(":"))) as client:
-            client.request("POST", "/v1/chat/completions", json.dumps(FOREVER))
+        with asking(server):
             until(lambda: scheduler.running == 1, "it runs")
         until(lambda: scheduler.idle, "the sequence of an answer is free")
         assert scheduler.pages_free == server.models.slots["endless"].served.info.n_pages
@@ -313,7 +324,7 @@ def test_the_command_listens_and_ends_with_ctrl_c(command, foreground):
     options = ("serve", "--port", "0", "--threads", "1", "--log-json")
     with command(*options, "--alias", "mine", text=True) as process:
         said, _, url = process.stderr.readline().strip().rpartition(" ")
-        assert said == "luce serves mine at"
+        assert said == "luce serves mine at" and url.startswith("http://127.0.0.1:")
         answer = httpx.post(f"{url}/v1/completions", json={"prompt": "import ", **GREEDY}, timeout=HANG_S)
         line = json.loads(process.stderr.readline())
         assert line["generated"] == 24 == answer.json()["usage"]["completion_tokens"]

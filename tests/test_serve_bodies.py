@@ -154,6 +154,28 @@ def given(ask, tokenizer):
         json_grammar(dict(ask.schema), True)
 
 
+def test_what_is_asked_of_sampling_means_the_same_in_each_api():
+    stop, more = ["x"], {"presence_penalty": 0.25, "frequency_penalty": 0.5}
+    said = [{"role": "user", "content": "a"}]
+    penalties = {"presence": 0.25, "frequency": 0.5, "repetition": 1.1}
+    theirs = {"temperature": 0.5, "top_p": 0.9, "top_k": 5}  # Anthropic has no others.
+    asked = {
+        "chat completions": ({"messages": said, "stop": stop, "repetition_penalty": 1.1, **HOW, **more}, HOW),
+        "completions": ({"prompt": "a", "stop": stop, "repeat_penalty": 1.1, **HOW, **more}, HOW),
+        "responses": ({"input": "a", **HOW}, HOW),
+        "messages": ({"messages": said, "stop_sequences": stop, **theirs}, theirs),
+    }
+    options = {"options": {**HOW, **more, "stop": stop, "repeat_penalty": 1.1}}
+    asked |= {"Ollama's chats": ({"messages": said, **options}, HOW), "Ollama's texts": (options, HOW)}
+    assert asked.keys() == BODIES.keys()
+    for api, (body, sampling) in asked.items():
+        form, ask_of, _ = BODIES[api]
+        ask = ask_of(asyncio.run(read(Sent(body), form)))
+        assert ask.sampling == sampling
+        assert ask.stops == (() if api == "responses" else ("x",))
+        assert ask.penalties == ({} if api in ("responses", "messages") else penalties)
+
+
 @pytest.mark.parametrize("api", BODIES)
 def test_a_body_that_is_spoilt_anywhere_is_an_ask_or_refused(api, tokenizer):
     form, ask_of, bodies = BODIES[api]

@@ -78,6 +78,13 @@ def test_the_model_that_was_used_longest_ago_goes_first(room, tiny_gguf):
         assert loaded(server) == ["a", "c"]  # The name "any" stood for c.
 
 
+def test_beginnings_take_a_quarter_of_the_free_memory_unless_it_is_said(tiny_gguf, monkeypatch):
+    monkeypatch.setattr(models, "_free_memory", lambda: 4000)
+    for said, taken in ((None, 1000), (0, 0), (7, 7)):
+        with serving({"a": tiny_gguf}, settings(ctx=512, host_bytes=said, spec="off")) as server:
+            assert server.models.slots["a"].served.cache._host_bytes == taken
+
+
 def test_another_model_leaves_before_a_context_shrinks(endless, monkeypatch):
     """Where nobody says how long it is to be, it does not depend on what nobody asks any more."""
     held, kv = [], []
