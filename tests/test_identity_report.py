@@ -109,9 +109,10 @@ def test_nothing_recorded():
 """
 
 
-@pytest.fixture
-def xml(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def xml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns what pytest writes of TESTS."""
+    tmp_path = tmp_path_factory.mktemp("suite")
     (tmp_path / "test_some.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib"]
     command += ["-o", f"pythonpath={ROOT / 'tests'}", "--rootdir", str(tmp_path), "--junitxml=tests.xml"]

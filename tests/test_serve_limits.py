@@ -29,7 +29,7 @@ def prompt(n):
 
 def test_requests_wait_for_pages_and_each_gets_its_answer(native):
     """Where pages lack for all at once: checkpoints go first, then the newest request waits."""
-    asked = [{"prompt": prompt(n), "max_tokens": 100, "ignore_eos": True, "temperature": 0} for n in range(6)]
+    asked = [{"prompt": prompt(n), "max_tokens": 100, "ignore_eos": True, "temperature": 0} for n in range(4)]
 
     def answers(pool, **how):
         with serving({"box": BOX}, settings(sequences=3, checkpoints=6, ctx=1024, **how)) as server:
@@ -37,7 +37,7 @@ def test_requests_wait_for_pages_and_each_gets_its_answer(native):
             until(lambda: server.scheduler.idle, "all have ended")
             return found[0]["usage"]["prompt_tokens"], [one["choices"][0]["text"] for one in found]
 
-    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(6) as all_of_them:
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(4) as all_of_them:
         tokens, expected = answers(one)
         most, taken = (-(-(tokens + 100 + rows) // PAGE) for rows in (MAX_ROWS, 0))
         pages = 2 * most + 1  # Two requests need them, and one is for checkpoints.
