@@ -13,7 +13,7 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"  # Else numpy's threads wait for each o
 
 import tiny
 from click.testing import CliRunner
-from hypothesis import Phase, settings
+from hypothesis import HealthCheck, Phase, settings
 
 import luce
 from luce import _native
@@ -32,8 +32,10 @@ main()
 """
 
 
-settings.register_profile("luce", deadline=None)  # No test fails because the machine was busy.
-settings.register_profile("deep", deadline=None, max_examples=400)  # The gate's tests of company take it.
+# No test fails because the machine was busy. (Hypothesis has one more clock beside its deadline.)
+PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("luce", **PATIENT)
+settings.register_profile("deep", max_examples=400, **PATIENT)  # The gate's tests of company take it.
 settings.load_profile("luce")
 
 
