@@ -32,7 +32,7 @@ raise ValueError(sum(sizes))
 def test_memory_is_bounded_for_all_processes_together():
     """Three children take all they can at once: together it is less than the limit, and not next to nothing.
     """
-    limits = Limits(memory_bytes=400 << 20, processes=4)
+    limits = Limits(60, memory_bytes=400 << 20, processes=4)
     why = check(HOARD, limits).why
     assert why.startswith("failed: ValueError: ")
     assert 100 < int(why.rpartition(" ")[2]) < 300
