@@ -6,6 +6,7 @@ import signal
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from unittest import mock
 
 import httpx
 import numpy as np
@@ -19,6 +20,7 @@ from serving import settings as serve_settings
 from luce._native import Checkpoint, Engine, File
 from luce.command import BOX
 from luce.costs import Costs
+from luce.errors import OutOfMemory
 from luce.server.cache import PrefixCache
 from luce.server.disk import DiskCache
 from luce.structs import Cost
@@ -167,6 +169,30 @@ def test_files_outlive_the_cache_and_damaged_ones_are_dropped(opened, tokenizer,
     (path.parent / "half.part").write_bytes(b"x")
     assert after_a_start() == (0, True)
     assert not list(tmp_path.glob("*/*.part"))
+
+
+@pytest.mark.parametrize("lacks", [MemoryError, OutOfMemory])
+def test_a_file_that_finds_no_memory_is_kept_and_passed_by(opened, tokenizer, tmp_path, monkeypatch, lacks):
+    prompt = words(9, 1000)
+
+    def after_a_start():
+        cache = PrefixCache(opened(), tokenizer, 0, DiskCache(tmp_path, "key", 1 << 30))
+        assert cache.fetch(prompt, wait=True)
+        with cache._engine.sequence() as sequence:
+            past = read(cache, sequence, prompt)
+            same = sequence.dump() == cold(cache._engine, prompt)
+        while cache.pending:
+            cache.work()
+        cache.close()
+        return past, same
+
+    assert after_a_start() == (0, True)
+    (path,) = tmp_path.glob("*/*.prefix")
+    written = path.stat().st_ino
+    with monkeypatch.context() as full:
+        full.setattr(DiskCache, "read", mock.Mock(side_effect=lacks("x")))
+        assert after_a_start() == (0, True)
+    assert path.stat().st_ino == written and after_a_start() == (768, True)
 
 
 def test_files_are_bounded(tmp_path):

@@ -275,15 +275,20 @@ class PrefixCache:
 
     def _read(self, kept: Kept) -> Checkpoint:
         assert self._disk is not None and kept.path is not None
-        checkpoint = self._engine.load_checkpoint(self._disk.read(kept.path, kept.tokens))
+        try:
+            checkpoint = self._engine.load_checkpoint(self._disk.read(kept.path, kept.tokens))
+        except MemoryError as error:
+            raise OutOfMemory("out of host memory") from error
         if not np.array_equal(checkpoint.tokens, kept.tokens):
             raise LuceError("the file is of other tokens")
         return checkpoint
 
     def _take(self, kept: Kept, reading: Future[Checkpoint]) -> None:
-        """Keeps what was read of a file, or forgets the file."""
+        """Keeps what was read of a file, or forgets the file where it is damaged."""
         try:
             checkpoint = reading.result()
+        except OutOfMemory:
+            pass
         except LuceError:
             if self._disk and kept.path:
                 self._disk.remove(kept.path)
