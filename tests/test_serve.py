@@ -17,6 +17,7 @@ from luce.engine import Engine, Files
 from luce.loop import Loop
 from luce.plan import Options, Request
 from luce.server import answer
+from luce.server.cache import PrefixCache
 from luce.structs import Sampling
 
 GREEDY = {"temperature": 0, "max_tokens": 24}
@@ -195,16 +196,21 @@ def asking(server):
         yield
 
 
-def test_a_defect_ends_the_requests_that_it_meets_and_no_other(server, monkeypatch):
+@pytest.mark.parametrize(("owner", "name"), [(PrefixCache, "fetch"), (Engine, "generation"), (Loop, "step")])
+def test_a_defect_ends_the_requests_that_it_meets_and_no_other(server, monkeypatch, owner, name):
     asked = {"prompt": "import os", **GREEDY}
-    for owner, name in ((type(server.scheduler._engine), "generation"), (Loop, "step")):
+    long = {**asked, "max_tokens": 200, "ignore_eos": True, "stream": True}
+    with server.http.stream("POST", "/v1/completions", json=long) as other:
+        parts = other.iter_text()
+        next(parts)
         with monkeypatch.context() as broken:
             broken.setattr(owner, name, mock.Mock(side_effect=ZeroDivisionError("a defect")))
             refused = server.post("/v1/completions", **asked)
         assert refused.status_code == 500
         assert refused.json()["error"]["message"] == "ZeroDivisionError: a defect"
-        until(lambda: server.scheduler.idle, "nothing is left of it")
-        assert server.post("/v1/completions", **asked).status_code == 200
+        assert '"finish_reason":"length"' in "".join(parts) or name == "step"  # All that ran meet that one.
+    until(lambda: server.scheduler.idle, "nothing is left of it")
+    assert server.post("/v1/completions", **asked).status_code == 200
 
 
 def test_a_client_that_goes_frees_its_sequence_or_its_place_in_the_queue(native, endless):

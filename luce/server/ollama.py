@@ -27,6 +27,8 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 class Options(msgspec.Struct, kw_only=True):
+    """These options change what is said. Others, of how a model is loaded, are ignored."""
+
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | float | None = None

@@ -52,6 +52,10 @@ def put_all(happened: Happened) -> None:
         job.put(events)
 
 
+def _defect(error: Exception) -> InternalError:
+    return InternalError(f"{type(error).__name__}: {error}")
+
+
 class Scheduler:
     """This is one engine and its thread. `max_waiting` bounds the requests that wait for a sequence.
     `prefill_share` is the Loop's. `hand_over` gets what happened in a turn and calls put_all with it, in any
@@ -108,10 +112,14 @@ class Scheduler:
     def cancel(self, job: Job) -> None:
         """Ends a job within a turn; one that waits ends at once."""
         job.cancelled = True
+        self._turn_away(job, Cancelled("cancelled"))
+
+    def _turn_away(self, job: Job, error: LuceError) -> None:
+        """Ends a job if it waits."""
         with self._changed:
             if job in self._waiting:
                 self._waiting.remove(job)
-                self._hand_over({job: [Failed(Cancelled("cancelled"), State.IDLE)]})
+                self._hand_over({job: [Failed(error, State.IDLE)]})
 
     def stop(self) -> None:
         """Ends all jobs soon, and takes no more. A signal handler may call it, so it takes no lock."""
@@ -136,7 +144,7 @@ class Scheduler:
             try:
                 self._turn()
             except Exception as error:  # It is a defect: those that ran end with it, and the others go on.
-                self._end_all(InternalError(f"{type(error).__name__}: {error}"))
+                self._end_all(_defect(error))
         self._end_all(Cancelled("the server is shutting down"))
 
     def _wait(self) -> bool:
@@ -175,16 +183,21 @@ class Scheduler:
                 if not self._waiting or (self._jobs and not self._has_room(self._waiting[0])):
                     return
                 job = self._waiting[0]
-            if self._cache and not self._cache.fetch(job.request.prompt, wait=not self._jobs):
-                return
+            try:
+                if self._cache and not self._cache.fetch(job.request.prompt, wait=not self._jobs):
+                    return
+            except Exception as error:
+                self._turn_away(job, _defect(error))
+                continue
             with self._changed:
                 if not self._waiting or self._waiting[0] is not job:  # The job was cancelled meanwhile.
                     continue
                 self._admitting = self._waiting.popleft()
             try:
                 generation = self._engine.generation(job.request, job.is_cancelled, self._cache)
-            except LuceError as error:
-                self._hand_over({job: [Failed(error, State.IDLE)]})
+            except Exception as error:
+                failure = error if isinstance(error, LuceError) else _defect(error)
+                self._hand_over({job: [Failed(failure, State.IDLE)]})
                 self._admitting = None
                 continue
             self._jobs[generation] = job
@@ -217,6 +230,5 @@ class Scheduler:
             self._waiting = deque() if self._stopping else self._waiting
         self._loop.close()
         self._loop = Loop(self._engine.native, prefill_share=self._share)
-        admitting = [self._admitting] if self._admitting else []
-        jobs, self._jobs, self._admitting = [*admitting, *self._jobs.values(), *waiting], {}, None
+        jobs, self._jobs = [*self._jobs.values(), *waiting], {}
         self._hand_over({job: [Failed(error, State.IDLE)] for job in jobs})
