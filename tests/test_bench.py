@@ -17,7 +17,7 @@ from test_requantize import requantized
 from luce.cli import cli
 from luce.errors import LuceError, NumericError
 from luce.measure import output, problems, sandbox
-from luce.measure.oracle_model import make_oracle
+from luce.measure.oracle_model import SHAPES, make_oracle
 from luce.measure.origin import command_text, origin, parts, write_row
 from luce.measure.run import Bench
 from luce.plan import SPECS
@@ -141,20 +141,8 @@ def test_oracle_is_made_once_and_every_token_is_checked(bench, tmp_path):
 
 
 def test_an_oracle_of_another_type_is_another_file(bench, tmp_path):
-    args = (
-        "oracle",
-        "--shape",
-        "mini",
-        "--type",
-        "Q8_0",
-        "-n",
-        24,
-        "--rounds",
-        1,
-        "--modes",
-        "plain,mtp:1",
-        "--json",
-    )
+    args = ("oracle", "--shape", "mini", "--type", "Q8_0", "-n", 24, "--rounds", 1, "--modes", "plain,mtp:1",
+            "--json")  # fmt: skip
     result = bench(*args, "--save", tmp_path)
     assert {row["wrong_tokens"] for row in modes_of(result).values()} == {0}
     assert [p.name for p in (tmp_path / "cache" / "luce").iterdir()] == ["oracle-mini-q8_0-0.8.gguf"]
@@ -306,7 +294,7 @@ def test_ctrl_c_before_the_first_figure(bench, monkeypatch):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         for form in ("--json", "--csv", "--md", "--quiet"):
-            result = bench("prompts", "-n", 8, "--modes", "plain", form)
+            result = bench("prompts", "--class", "code", "-n", 8, "--modes", "plain", form)
             assert result.exit_code == 130 and result.stderr == "Error: interrupted\n"
     finally:
         signal.signal(signal.SIGINT, before)
@@ -439,8 +427,9 @@ def test_a_closed_pipe_and_a_failing_plot_lose_no_row(bench, monkeypatch, tmp_pa
     assert json.loads(result.stdout)["problems"] == 6
 
 
-def test_an_oracle_that_fills_its_context_is_not_wrong(bench):
-    result = bench("oracle", "--shape", "mini", "--prompt-tokens", 8190, "-n", 8, "--rounds", 1,
+def test_an_oracle_that_fills_its_context_is_not_wrong(bench, monkeypatch):
+    monkeypatch.setitem(SHAPES, "mini", replace(SHAPES["mini"], n_ctx=64))
+    result = bench("oracle", "--shape", "mini", "--prompt-tokens", 62, "-n", 8, "--rounds", 1,
                    "--modes", "plain", "--json")  # fmt: skip
     plain = modes_of(result)["plain"]
     assert (plain["tokens"], plain["wrong_tokens"]) == (3, 0)
