@@ -121,7 +121,9 @@ void plan(RowmmParams &p, const RowmmArgs &a, const Device &device) {
             spans[n_spans++] = {s.n_units - s.whole_units,
                                 int64_t(s.last_fragments) * s.fragment_bytes + UNIT_COST};
         }
-        p.slot_bytes = std::max(p.slot_bytes, FRAGMENTS * s.fragment_bytes);
+        // A warpgroup reads four fragments where one of them is there.
+        const int largest = s.whole_units > 0 ? FRAGMENTS : (s.last_fragments + 3) / 4 * 4;
+        p.slot_bytes = std::max(p.slot_bytes, largest * s.fragment_bytes);
     }
     p.ranges = std::min(device.ranges(), units);
     cut(p, spans, n_spans);
