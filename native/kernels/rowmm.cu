@@ -4,6 +4,7 @@
 #include "rowmm_wgmma.cuh"
 
 #include <algorithm>
+#include <tuple>
 
 namespace luce {
 namespace {
@@ -82,6 +83,40 @@ void cut(RowmmParams &p, const Span *spans, int n_spans) {
     }
 }
 
+// Says at which chunk of K a range begins, and whether all its units are whole chunks.
+struct Beginning {
+    int chunk, range;
+    bool whole;
+    bool operator<(const Beginning &o) const {
+        return std::make_tuple(!whole, chunk, range) < std::make_tuple(!o.whole, o.chunk, o.range);
+    }
+};
+
+// Pairs ranges that begin at neighbouring chunks, for blocks of two teams. It changes no sum.
+void pair(RowmmParams &p) {
+    constexpr int MOST_APART = 2; // stages, as the first team waits for the second with so many in hand
+    Beginning all[ROWMM_MAX_RANGES];
+    for (int r = 0, segment = 0; r < p.ranges; r++) {
+        while (segment + 1 < p.n_segments && p.segments[segment + 1].first_unit <= p.first[r]) {
+            segment++;
+        }
+        const RowmmSegment &s = p.segments[segment];
+        const int units = units_of_chunk(s.type);
+        all[r] = {(p.first[r] - s.first_unit) % s.units_k / units, r, units == 1};
+        for (int i = segment + 1; i < p.n_segments && p.segments[i].first_unit < p.first[r + 1]; i++) {
+            all[r].whole = all[r].whole && units_of_chunk(p.segments[i].type) == 1;
+        }
+    }
+    std::sort(all, all + p.ranges);
+    for (int r = 0; r < p.ranges; r += 2) {
+        const Beginning &a = all[r], &b = all[std::min(r + 1, p.ranges - 1)];
+        const int apart = b.chunk - a.chunk, length = p.first[a.range + 1] - p.first[a.range];
+        const bool shares = a.whole && b.whole && apart <= std::min(MOST_APART, length);
+        p.pairs[r / 2] = {{uint16_t(a.range), uint16_t(r + 1 < p.ranges ? b.range : p.ranges)},
+                          int16_t(shares ? apart : -1)};
+    }
+}
+
 void plan(RowmmParams &p, const RowmmArgs &a, const Device &device) {
     // This cost is in bytes. It is large since a unit takes nearly as long whatever its type is.
     constexpr int64_t UNIT_COST = 49152;
@@ -127,6 +162,7 @@ void plan(RowmmParams &p, const RowmmArgs &a, const Device &device) {
     }
     p.ranges = std::min(device.ranges(), units);
     cut(p, spans, n_spans);
+    pair(p);
 }
 
 // Adds the parts of the tile that begins in a range and does not end there. The grid is {ranges, rows}, and a
@@ -142,8 +178,7 @@ __global__ void __launch_bounds__(SUM_THREADS) sum_kernel(const __grid_constant_
     }
 }
 
-// There are as many slots of weights as leave room for the blocks of a multiprocessor, and at least two. Of
-// 32 wide rows two launches fit, so that the next one can begin to read.
+// There are as many slots of weights as leave room for the blocks of a multiprocessor, and at least two.
 cudaError_t launch(RowmmParams &p, bool wide, const Device &device, cudaStream_t stream, bool overlap) {
     const RowmmKernel k = p.columns <= 8    ? rowmm_kernel_8()
                           : p.columns <= 16 ? rowmm_kernel_16()
@@ -151,12 +186,12 @@ cudaError_t launch(RowmmParams &p, bool wide, const Device &device, cudaStream_t
                           : p.columns <= 32 ? rowmm_kernel_32_wide()
                                             : rowmm_kernel_64_wide();
     constexpr int STATIC = 512; // the kernel has at most this much besides
-    const int share = device.shared_sm / (p.columns <= 32 ? 2 : 1) - device.shared_reserved - STATIC;
+    const int share = device.shared_sm / (BLOCKS_PER_SM / k.teams) - device.shared_reserved - STATIC;
     p.slots = std::min((share - k.row_bytes) / p.slot_bytes, ROWMM_MAX_SLOTS);
     if (p.slots < 2) {
         p.slots = std::min((device.shared_block - STATIC - k.row_bytes) / p.slot_bytes, 2);
     }
-    if (p.slots < 1) {
+    if (p.slots < k.teams) {
         return cudaErrorInvalidConfiguration;
     }
     const int bytes = k.row_bytes + p.slots * p.slot_bytes;
@@ -166,8 +201,7 @@ cudaError_t launch(RowmmParams &p, bool wide, const Device &device, cudaStream_t
     if (error != cudaSuccess) {
         return error;
     }
-    const int ranges = BLOCKS_PER_SM / k.blocks; // of a block
-    const dim3 grid((p.ranges + ranges - 1) / ranges);
+    const dim3 grid((p.ranges + k.teams - 1) / k.teams);
     const cudaError_t launched = launch_kernel(k.kernel, grid, k.threads, bytes, stream, overlap, p);
     if (launched != cudaSuccess || p.parts != nullptr) {
         return launched;

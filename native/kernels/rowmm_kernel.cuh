@@ -1,44 +1,24 @@
-// This is the product's kernel. A block has a range of units or two, and a warp has 16 outputs of each unit,
-// and all rows.
+// This is the product's kernel. A block has a range of units for each of its teams, and a warp has 16 outputs
+// of each unit of its team, and all rows.
 #pragma once
 
 #include "rowmm_multiply.cuh"
 #include "rowmm_results.cuh"
+#include "rowmm_teams.cuh"
 
 namespace luce {
 
-template <int NT, bool WIDE>
-__device__ __forceinline__ void take_range(const RowmmParams &p, Taker<Shape<NT, WIDE>> &ring, int range,
-                                           const float *scales) {
-    const int begin = p.first[range], end = p.first[range + 1], warp = threadIdx.x / WARP;
-    int segment = 0;
+template <int NT, bool WIDE, typename Ring>
+__device__ __forceinline__ void take_range(const RowmmParams &p, Ring &ring, int range, const float *scales) {
+    const int begin = p.first[range], end = p.first[range + 1], warp = fragment_of_warp();
     for (int unit = begin; unit < end;) {
-        while (segment + 1 < p.n_segments && p.segments[segment + 1].first_unit <= unit) {
-            segment++;
-        }
-        const RowmmSegment &s = p.segments[segment];
+        const RowmmSegment &s = p.segments[segment_at(p, unit)];
         const int tile = (unit - s.first_unit) / s.units_k, C = p.columns;
         const int units = min(end, s.first_unit + (tile + 1) * s.units_k) - unit;
         const int fragments = (s.N + FRAGMENT - 1) / FRAGMENT - tile * FRAGMENTS;
         const bool present = (WIDE ? warp / 4 * 4 : warp) < fragments;
         Sums<NT> acc = {};
-        switch (s.type) {
-            case TYPE_F32: multiply<TYPE_F32, NT, WIDE>(acc, ring, units, C, present); break;
-            case TYPE_F16:
-            case TYPE_BF16: multiply<TYPE_F16, NT, WIDE>(acc, ring, units, C, present); break;
-            case TYPE_Q4_0: multiply<TYPE_Q4_0, NT, WIDE>(acc, ring, units, C, present); break;
-            case TYPE_Q4_1: multiply<TYPE_Q4_1, NT, WIDE>(acc, ring, units, C, present); break;
-            case TYPE_Q5_0: multiply<TYPE_Q5_0, NT, WIDE>(acc, ring, units, C, present); break;
-            case TYPE_Q5_1: multiply<TYPE_Q5_1, NT, WIDE>(acc, ring, units, C, present); break;
-            case TYPE_Q8_0: multiply<TYPE_Q8_0, NT, WIDE>(acc, ring, units, C, present); break;
-            case TYPE_Q2_K: multiply<TYPE_Q2_K, NT, WIDE>(acc, ring, units, C, present); break;
-            case TYPE_Q3_K: multiply<TYPE_Q3_K, NT, WIDE>(acc, ring, units, C, present); break;
-            case TYPE_Q4_K: multiply<TYPE_Q4_K, NT, WIDE>(acc, ring, units, C, present); break;
-            case TYPE_Q5_K: multiply<TYPE_Q5_K, NT, WIDE>(acc, ring, units, C, present); break;
-            case TYPE_Q6_K: multiply<TYPE_Q6_K, NT, WIDE>(acc, ring, units, C, present); break;
-            case TYPE_IQ4_NL: multiply<TYPE_IQ4_NL, NT, WIDE>(acc, ring, units, C, present); break;
-            default: multiply<TYPE_IQ4_XS, NT, WIDE>(acc, ring, units, C, present); break;
-        }
+        multiply_tile<NT, WIDE>(acc, ring, s, units, C, present);
         if (warp < fragments) {
             if (p.squares != nullptr) {
                 barrier_wait(ring.rings.scales_full(), 0);
@@ -54,6 +34,68 @@ __device__ __forceinline__ void take_range(const RowmmParams &p, Taker<Shape<NT,
     }
 }
 
+// Does what a block of one team does.
+template <int NT, bool WIDE>
+__device__ __forceinline__ void run_team(const RowmmParams &p, uint8_t *shared, float *scales) {
+    using S = Shape<NT, WIDE>;
+    // A multiprocessor's blocks, b and b + gridDim / 2 as a rule, have neighbouring ranges, so that their sum
+    // is even.
+    const int pairs = p.ranges / 2, b = blockIdx.x;
+    const int range = b < 2 * pairs ? b % pairs * 2 + b / pairs : b;
+    const Rings<S> rings{shared, p.slot_bytes, p.slots};
+    if (threadIdx.x == 0) {
+        rings.init();
+    }
+    __syncthreads();
+    const int unit = p.first[range], segment = segment_at(p, unit);
+    const Walk begin{p, segment, unit - p.segments[segment].first_unit, p.first[range + 1] - unit};
+    if (threadIdx.x < S::WARPS * WARP) {
+        wait_for_previous();
+        if (threadIdx.x < COPY_LANES) {
+            Filler<S>(p, rings, begin).fetch_first_rows();
+        }
+        if (p.squares != nullptr) {
+            find_scales(p, rings, scales);
+        }
+        Taker<S> ring{rings};
+        take_range<NT, WIDE>(p, ring, range, scales);
+    } else if (threadIdx.x % WARP < COPY_LANES) {
+        Filler<S> filler(p, rings, begin);
+        filler.fetch_first_weights();
+        filler.go_on();
+    }
+}
+
+// Does what a block of two teams does.
+template <int NT, bool WIDE>
+__device__ __forceinline__ void run_teams(const RowmmParams &p, uint8_t *shared, float *scales) {
+    using S = Shape<NT, WIDE>;
+    __shared__ Schedule plan;
+    const RowmmPair &pair = p.pairs[blockIdx.x];
+    const Rings<S> rings{shared, p.slot_bytes, p.slots};
+    if (threadIdx.x == 0) {
+        rings.init();
+        plan = Schedule(p, pair);
+    }
+    __syncthreads();
+    const int team = threadIdx.x / (FRAGMENTS * WARP), range = pair.range[team];
+    TeamTaker<S> ring(p, rings, plan, team);
+    if (threadIdx.x % WARP == 0) {
+        ring.fetch_first_weights();
+    }
+    wait_for_previous();
+    if (threadIdx.x % WARP == 0) {
+        ring.fetch_first_rows();
+    }
+    __syncwarp();
+    if (p.squares != nullptr) {
+        find_scales(p, rings, scales);
+    }
+    if (range < p.ranges) {
+        take_range<NT, WIDE>(p, ring, range, scales);
+    }
+}
+
 template <int NT, bool WIDE>
 __global__ void __launch_bounds__(Shape<NT, WIDE>::THREADS, Shape<NT, WIDE>::BLOCKS)
     rowmm_kernel(const __grid_constant__ RowmmParams p) {
@@ -64,46 +106,17 @@ __global__ void __launch_bounds__(Shape<NT, WIDE>::THREADS, Shape<NT, WIDE>::BLO
 #endif
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ float scales[Shape<NT, WIDE>::COLUMNS];
-    using S = Shape<NT, WIDE>;
-    // A multiprocessor's blocks, b and b + gridDim / 2 as a rule, have neighbouring ranges, so that their sum
-    // is even.
-    const int pairs = p.ranges / 2, b = blockIdx.x;
-    const int range = S::RANGES > 1 ? b * S::RANGES : b < 2 * pairs ? b % pairs * 2 + b / pairs : b;
-    const int end = min(range + S::RANGES, p.ranges);
     let_next_start();
-    const Rings<S> rings{shared, p.slot_bytes, p.slots};
-    if (threadIdx.x == 0) {
-        rings.init();
-    }
-    __syncthreads();
-    const int unit = p.first[range];
-    int segment = 0;
-    while (segment + 1 < p.n_segments && p.segments[segment + 1].first_unit <= unit) {
-        segment++;
-    }
-    const Walk begin{p, segment, unit - p.segments[segment].first_unit, p.first[end] - unit};
-    if (threadIdx.x < TAKERS) {
-        wait_for_previous();
-        if (threadIdx.x < COPY_LANES) {
-            Filler<S>(p, rings, begin).fetch_first_rows();
-        }
-        if (p.squares != nullptr) {
-            find_scales(p, rings, scales);
-        }
-        Taker<S> ring{rings};
-        for (int r = range; r < end; r++) {
-            take_range<NT, WIDE>(p, ring, r, scales);
-        }
-    } else if (threadIdx.x % WARP < COPY_LANES) {
-        Filler<S> filler(p, rings, begin);
-        filler.fetch_first_weights();
-        filler.go_on();
+    if constexpr (Shape<NT, WIDE>::TEAMS == 2) {
+        run_teams<NT, WIDE>(p, shared, scales);
+    } else {
+        run_team<NT, WIDE>(p, shared, scales);
     }
 }
 
 template <int NT, bool WIDE> RowmmKernel rowmm_kernel_of() {
     using S = Shape<NT, WIDE>;
-    return {rowmm_kernel<NT, WIDE>, S::THREADS, S::ROW_BYTES, S::BLOCKS};
+    return {rowmm_kernel<NT, WIDE>, S::THREADS, S::ROW_BYTES, S::TEAMS};
 }
 
 } // namespace luce

@@ -66,20 +66,26 @@ __device__ __forceinline__ void multiply_floats(Sums<NT> &c, const uint8_t *frag
 
 // ---- wgmma ----
 
-// Does the same with two steps in flight while the next two are made.
+// So many steps are in flight while as many are made: what registers have room for.
+template <int NT> constexpr int STEPS = 2;
+
+// Does the same with STEPS in flight.
 template <int TYPE, int NT>
 __device__ __forceinline__ void multiply_half_wide(Sums<NT> &c, const Lane<TYPE> &weights,
-                                                   const Fields<bits_of(TYPE)> (&f)[2], uint32_t (&a)[2][8],
-                                                   uint32_t stage, int h) {
+                                                   const Fields<bits_of(TYPE)> (&f)[2],
+                                                   uint32_t (&a)[2][4 * STEPS<NT>], uint32_t stage, int h) {
+    constexpr int N = STEPS<NT>;
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
+    for (int j = 0; j < 8 / N; j++) {
 #pragma unroll
-        for (int e = 0; e < 8; e++) {
-            a[j % 2][e] = weights.pair(f[e % 2], 4 * j + e / 2, e % 2);
+        for (int e = 0; e < 4 * N; e++) {
+            a[j % 2][e] = weights.pair(f[e % 2], 2 * N * j + e / 2, e % 2);
         }
         wgmma_begin();
-        wgmma(c, a[j % 2], wgmma_rows<NT>(stage, 8 * h + 2 * j), h + j > 0);
-        wgmma(c, a[j % 2] + 4, wgmma_rows<NT>(stage, 8 * h + 2 * j + 1), true);
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            wgmma(c, a[j % 2] + 4 * i, wgmma_rows<NT>(stage, 8 * h + N * j + i), h + j + i > 0);
+        }
         wgmma_commit();
         wgmma_wait<1>();
     }
@@ -161,7 +167,7 @@ __device__ __forceinline__ void multiply_unit(Sums<NT> &acc, const uint8_t *frag
         add_floats<NT>(acc, c, tail, C, lane);
     } else {
         Lane<TYPE> weights;
-        uint32_t a[2][8];
+        uint32_t a[2][4 * STEPS<NT>];
         weights.load(fragment, lane);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -185,18 +191,82 @@ __device__ __forceinline__ void multiply_unit(Sums<NT> &acc, const uint8_t *frag
 
 // Multiplies `units` units of one tile. A warp whose outputs are not there only keeps step, since wgmma needs
 // all of a warpgroup.
-template <int TYPE, int NT, bool WIDE>
-__device__ __forceinline__ void multiply(Sums<NT> &acc, Taker<Shape<NT, WIDE>> &ring, int units, int C,
-                                         bool present) {
-    const int lane = threadIdx.x % WARP, offset = int(threadIdx.x / WARP) * fragment_bytes(TYPE);
+template <int TYPE, int NT, bool WIDE, typename Ring>
+__device__ __forceinline__ void multiply(Sums<NT> &acc, Ring &ring, int units, int C, bool present) {
+    const int lane = threadIdx.x % WARP, offset = fragment_of_warp() * fragment_bytes(TYPE);
     for (int u = 0; u < units; u++) {
         ring.wait_weights();
         ring.wait_rows();
         if (present) {
             multiply_unit<TYPE, NT, WIDE>(acc, ring.weights() + offset, ring.rows(), C, lane);
         }
-        ring.free_stage(lane);
-        ring.slot.next(ring.rings.slots);
+        ring.release(lane);
+    }
+}
+
+template <int NT, bool WIDE, typename Ring>
+__device__ __forceinline__ void multiply_units(int type, Sums<NT> &acc, Ring &ring, int units, int C,
+                                               bool present) {
+    switch (type) {
+        case TYPE_F32: multiply<TYPE_F32, NT, WIDE>(acc, ring, units, C, present); break;
+        case TYPE_F16:
+        case TYPE_BF16: multiply<TYPE_F16, NT, WIDE>(acc, ring, units, C, present); break;
+        case TYPE_Q4_0: multiply<TYPE_Q4_0, NT, WIDE>(acc, ring, units, C, present); break;
+        case TYPE_Q4_1: multiply<TYPE_Q4_1, NT, WIDE>(acc, ring, units, C, present); break;
+        case TYPE_Q5_0: multiply<TYPE_Q5_0, NT, WIDE>(acc, ring, units, C, present); break;
+        case TYPE_Q5_1: multiply<TYPE_Q5_1, NT, WIDE>(acc, ring, units, C, present); break;
+        case TYPE_Q8_0: multiply<TYPE_Q8_0, NT, WIDE>(acc, ring, units, C, present); break;
+        case TYPE_Q2_K: multiply<TYPE_Q2_K, NT, WIDE>(acc, ring, units, C, present); break;
+        case TYPE_Q3_K: multiply<TYPE_Q3_K, NT, WIDE>(acc, ring, units, C, present); break;
+        case TYPE_Q4_K: multiply<TYPE_Q4_K, NT, WIDE>(acc, ring, units, C, present); break;
+        case TYPE_Q5_K: multiply<TYPE_Q5_K, NT, WIDE>(acc, ring, units, C, present); break;
+        case TYPE_Q6_K: multiply<TYPE_Q6_K, NT, WIDE>(acc, ring, units, C, present); break;
+        case TYPE_IQ4_NL: multiply<TYPE_IQ4_NL, NT, WIDE>(acc, ring, units, C, present); break;
+        default: multiply<TYPE_IQ4_XS, NT, WIDE>(acc, ring, units, C, present); break;
+    }
+}
+
+template <int NT, bool WIDE>
+__device__ __forceinline__ void multiply_any(int type, Sums<NT> &acc, const uint8_t *fragment,
+                                             const uint8_t *stage, int C, int lane) {
+    switch (type) {
+        case TYPE_F32: multiply_unit<TYPE_F32, NT, WIDE>(acc, fragment, stage, C, lane); break;
+        case TYPE_F16:
+        case TYPE_BF16: multiply_unit<TYPE_F16, NT, WIDE>(acc, fragment, stage, C, lane); break;
+        case TYPE_Q4_0: multiply_unit<TYPE_Q4_0, NT, WIDE>(acc, fragment, stage, C, lane); break;
+        case TYPE_Q4_1: multiply_unit<TYPE_Q4_1, NT, WIDE>(acc, fragment, stage, C, lane); break;
+        case TYPE_Q5_0: multiply_unit<TYPE_Q5_0, NT, WIDE>(acc, fragment, stage, C, lane); break;
+        case TYPE_Q5_1: multiply_unit<TYPE_Q5_1, NT, WIDE>(acc, fragment, stage, C, lane); break;
+        case TYPE_Q8_0: multiply_unit<TYPE_Q8_0, NT, WIDE>(acc, fragment, stage, C, lane); break;
+        case TYPE_Q2_K: multiply_unit<TYPE_Q2_K, NT, WIDE>(acc, fragment, stage, C, lane); break;
+        case TYPE_Q3_K: multiply_unit<TYPE_Q3_K, NT, WIDE>(acc, fragment, stage, C, lane); break;
+        case TYPE_Q4_K: multiply_unit<TYPE_Q4_K, NT, WIDE>(acc, fragment, stage, C, lane); break;
+        case TYPE_Q5_K: multiply_unit<TYPE_Q5_K, NT, WIDE>(acc, fragment, stage, C, lane); break;
+        case TYPE_Q6_K: multiply_unit<TYPE_Q6_K, NT, WIDE>(acc, fragment, stage, C, lane); break;
+        case TYPE_IQ4_NL: multiply_unit<TYPE_IQ4_NL, NT, WIDE>(acc, fragment, stage, C, lane); break;
+        default: multiply_unit<TYPE_IQ4_XS, NT, WIDE>(acc, fragment, stage, C, lane); break;
+    }
+}
+
+// Multiplies `units` units of a tile of s. Two teams choose by the type for each unit anew: their loop has
+// much besides, and is there but once.
+template <int NT, bool WIDE, typename Ring>
+__device__ __forceinline__ void multiply_tile(Sums<NT> &acc, Ring &ring, const RowmmSegment &s, int units,
+                                              int C, bool present) {
+    if constexpr (Shape<NT, WIDE>::TEAMS == 1) {
+        multiply_units<NT, WIDE>(s.type, acc, ring, units, C, present);
+    } else {
+        const int offset = fragment_of_warp() * s.fragment_bytes, type = s.type;
+        for (const int end = ring.unit + units; ring.unit < end;) {
+            int lane = threadIdx.x % WARP;
+            asm volatile("" : "+r"(lane)); // so that no type's addresses are kept in registers for another's
+            ring.wait_weights();
+            ring.wait_rows();
+            if (present) {
+                multiply_any<NT, WIDE>(type, acc, ring.weights() + offset, ring.rows(), C, lane);
+            }
+            ring.release(lane);
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 // Says what a launch of rowmm does, as its blocks read it, and which part of it each block has.
 //
 // All units of all weights of a launch, in order, are cut into `ranges` of about equal bytes, and a block has
-// one range. The cut depends on the weights' shapes and the device's multiprocessors alone. What a range has
+// one range or two. The cut depends on the weights' shapes and the device's multiprocessors alone. What a range has
 // of a tile (128 outputs, all of K) is a part. The parts of a tile are added in the order of ranges, by a
 // kernel behind or by whoever reads them.
 #pragma once
@@ -31,6 +31,13 @@ struct RowmmSegment {
     int32_t vectors; // 1: rows of out and residual are whole and aligned float4
 };
 
+// Two ranges of one block, which begin at the same k or nearly so.
+struct RowmmPair {
+    uint16_t range[2]; // the second is `ranges` where there is none
+    // The second begins so many stages after the first, and shares its stages of activations; -1: none.
+    int16_t apart;
+};
+
 struct RowmmParams {
     const uint8_t *x;
     // This is [ranges][2][rows][TILE]. The two are the tile that the range began in the middle, and the tile
@@ -45,7 +52,9 @@ struct RowmmParams {
     int32_t slots, slot_bytes; // of the ring of weights
     RowmmSegment segments[ROWMM_MAX_WEIGHTS];
     int32_t first[ROWMM_MAX_RANGES + 1]; // the unit at which a range begins
+    RowmmPair pairs[(ROWMM_MAX_RANGES + 1) / 2];
 };
+static_assert(sizeof(RowmmParams) <= 4096, "these are a kernel's parameters");
 
 // Says where the parts of a launch lie, for whoever adds them.
 struct RowmmParts {
@@ -66,7 +75,7 @@ struct RowmmKernel {
     void (*kernel)(RowmmParams);
     int threads;
     int row_bytes; // of shared memory, before the ring of weights
-    int blocks; // as many run on a multiprocessor at once
+    int teams; // of a block: it has as many ranges, and a multiprocessor has BLOCKS_PER_SM of them
 };
 constexpr int ROWMM_MAX_SLOTS = 16;
 RowmmKernel rowmm_kernel_8();

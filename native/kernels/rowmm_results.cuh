@@ -50,7 +50,7 @@ __device__ void write_tile(const RowmmParams &p, const RowmmSegment &s, const Su
     const int lane = threadIdx.x % WARP;
 #pragma unroll
     for (int k = 0; k < 4; k++) {
-        const int o = int(threadIdx.x / WARP) * FRAGMENT + lane / 4 + k / 2 * 8, n = tile * TILE + o;
+        const int o = fragment_of_warp() * FRAGMENT + lane / 4 + k / 2 * 8, n = tile * TILE + o;
         const float scale = s.output_scale != nullptr && n < s.N ? s.output_scale[n] : 1.0f;
 #pragma unroll
         for (int j = 0; j < NT; j++) {

@@ -1,6 +1,6 @@
-// Holds the rings of rowmm's kernel in shared memory. The last warp of a block fills them, one with weights
-// (units of the block's range) and one with activations (stages); the others take from them. Nothing but
-// their barriers keeps the warps together.
+// Holds the rings of rowmm's kernel in shared memory: one of weights (units of the block's range) and one of
+// activations (stages). Nothing but their barriers keeps the warps together. In a block of one team the last
+// warp fills them and the others take from them. Two teams fill them themselves (rowmm_teams.cuh).
 #pragma once
 
 #include "rowmm_fields.cuh"
@@ -9,18 +9,24 @@
 
 namespace luce {
 
-// NT is the number of tiles of 8 rows. Each warp but the last has 16 outputs of a tile. A block walks one
-// range after the other, as many as the blocks that are missing on its multiprocessor would have.
+// NT is the number of tiles of 8 rows. A team is eight warps, of which each has 16 outputs of a tile. A
+// block's teams have a range each, and share the stages of activations.
 template <int NT, bool WIDE> struct Shape {
-    static constexpr int WARPS = FRAGMENTS, THREADS = (WARPS + 1) * WARP;
-    static constexpr int BLOCKS = NT == 8 ? 1 : BLOCKS_PER_SM, RANGES = BLOCKS_PER_SM / BLOCKS;
+    static constexpr int TEAMS = NT == 8 ? 2 : 1, BLOCKS = BLOCKS_PER_SM / TEAMS;
+    static constexpr int WARPS = TEAMS * FRAGMENTS; // so many take from the rings
+    static constexpr int THREADS = (WARPS + (TEAMS == 1 ? 1 : 0)) * WARP;
     static constexpr int COLUMNS = 8 * NT;
-    static constexpr int STAGES = NT <= 2 ? 4 : 2; // of activations of a unit
+    static constexpr int STAGES = NT == 8 ? 3 : NT == 4 ? 2 : 4; // of activations of a unit
     static constexpr int VALUES = 8 * COLUMNS * 64, STAGE = VALUES + chunk_tail(COLUMNS);
-    static constexpr int BARRIERS = 256; // bytes, for all of Rings
+    static constexpr int BARRIERS = 384; // bytes, for all of Rings
     static constexpr int ROW_BYTES = BARRIERS + STAGES * STAGE;
+    static_assert(BARRIERS >= 20 * STAGES + 12 * ROWMM_MAX_SLOTS + 8 && ROW_BYTES % 128 == 0);
 };
-constexpr int TAKERS = FRAGMENTS * WARP; // so many threads take from the rings
+
+// Returns which fragment of a tile a warp has.
+__device__ __forceinline__ int fragment_of_warp() {
+    return int(threadIdx.x / WARP) % FRAGMENTS;
+}
 
 // This is what a warp adds up: rows 2 t, 2 t + 1 of output g, then of g + 8.
 template <int NT> using Sums = float[NT][4];
@@ -35,6 +41,11 @@ template <typename S> struct Rings {
     __device__ uint32_t stage_free(int i) const { return shared_address(shared) + 8 * (S::STAGES + i); }
     __device__ uint32_t slot_full(int i) const { return shared_address(shared) + 8 * (2 * S::STAGES + i); }
     __device__ uint32_t scales_full() const { return slot_full(ROWMM_MAX_SLOTS); }
+    // These count the warps of two teams that have left a place.
+    __device__ uint32_t *stage_left(int i) const {
+        return reinterpret_cast<uint32_t *>(shared + 8 * (2 * S::STAGES + ROWMM_MAX_SLOTS + 1)) + i;
+    }
+    __device__ uint32_t *slot_left(int i) const { return stage_left(S::STAGES + i); }
     __device__ uint8_t *stage(int i) const { return shared + S::BARRIERS + i * S::STAGE; }
     __device__ uint8_t *slot(int i) const { return shared + S::ROW_BYTES + i * slot_bytes; }
 
@@ -42,22 +53,24 @@ template <typename S> struct Rings {
         for (int i = 0; i < S::STAGES; i++) {
             barrier_init(stage_full(i), COPY_LANES);
             barrier_init(stage_free(i), S::WARPS);
+            *stage_left(i) = 0;
         }
         for (int i = 0; i < slots; i++) {
             barrier_init(slot_full(i), COPY_LANES);
+            *slot_left(i) = 0;
         }
-        barrier_init(scales_full(), FRAGMENTS);
+        barrier_init(scales_full(), S::WARPS);
         barrier_init_done();
     }
 };
 
-// Results of a row are multiplied with these where x was packed before its norm was known. Each taker has
-// every eighth row.
+// Results of a row are multiplied with these where x was packed before its norm was known. The warps share
+// the rows.
 template <typename S>
 __device__ __forceinline__ void find_scales(const RowmmParams &p, const Rings<S> &rings, float *scales) {
     const int lane = threadIdx.x % WARP;
 #pragma unroll 2
-    for (int t = threadIdx.x / WARP; t < p.rows; t += FRAGMENTS) {
+    for (int t = threadIdx.x / WARP; t < p.rows; t += S::WARPS) {
         float sum = 0;
         for (int i = lane; i < p.n_squares; i += WARP) {
             sum += __ldcg(p.squares + int64_t(t) * p.n_squares + i);
@@ -85,6 +98,39 @@ struct Place {
         }
     }
 };
+
+__device__ __forceinline__ int segment_at(const RowmmParams &p, int unit) {
+    int segment = 0;
+    while (segment + 1 < p.n_segments && p.segments[segment + 1].first_unit <= unit) {
+        segment++;
+    }
+    return segment;
+}
+
+// Begins to copy unit `unit` of a matrix to a slot.
+__device__ __forceinline__ void copy_unit(const RowmmSegment &s, int unit, uint32_t barrier, uint8_t *slot) {
+    const int wide = min(unit, s.whole_units), bytes = s.fragment_bytes * FRAGMENTS;
+    const int narrow = s.fragment_bytes * s.last_fragments, size = unit < s.whole_units ? bytes : narrow;
+    const uint8_t *from = s.packed + int64_t(wide) * bytes + int64_t(unit - wide) * narrow;
+    copies_begin(barrier, size);
+    copy_to_shared(shared_address(slot), from, size, barrier, false);
+    copies_end(barrier);
+}
+
+// Begins to copy the activations of unit `unit` of a matrix to a stage.
+template <typename S>
+__device__ __forceinline__ void copy_rows(const RowmmParams &p, const RowmmSegment &s, int unit,
+                                          uint32_t barrier, uint8_t *stage) {
+    const int C = p.columns, units = units_of_chunk(s.type), k = unit % s.units_k;
+    const uint8_t *chunk = p.x + int64_t(k / units) * chunk_bytes(C);
+    // These are the bytes of a unit's groups of 16 bytes, two steps each.
+    const int values = 8 / units * C * 64;
+    const uint32_t to = shared_address(stage);
+    copies_begin(barrier, values + chunk_tail(C));
+    copy_to_shared(to, chunk + k % units * values, values, barrier, true);
+    copy_to_shared(to + S::VALUES, chunk + chunk_sums(C), chunk_tail(C), barrier, true);
+    copies_end(barrier);
+}
 
 // Walks over the units of a range.
 struct Walk {
@@ -118,15 +164,7 @@ template <typename S> struct Filler {
         if (weights.left == 0) {
             return;
         }
-        const RowmmSegment &s = weights.of();
-        const int wide = min(weights.unit, s.whole_units), bytes = s.fragment_bytes * FRAGMENTS;
-        const int narrow = s.fragment_bytes * s.last_fragments,
-                  size = weights.unit < s.whole_units ? bytes : narrow;
-        const uint8_t *from = s.packed + int64_t(wide) * bytes + int64_t(weights.unit - wide) * narrow;
-        const uint32_t barrier = rings.slot_full(slot.i);
-        copies_begin(barrier, size);
-        copy_to_shared(shared_address(rings.slot(slot.i)), from, size, barrier, false);
-        copies_end(barrier);
+        copy_unit(weights.of(), weights.unit, rings.slot_full(slot.i), rings.slot(slot.i));
         slot.next(rings.slots);
         weights.next();
     }
@@ -134,15 +172,7 @@ template <typename S> struct Filler {
         if (rows.left == 0) {
             return;
         }
-        const int C = p.columns, units = units_of_chunk(rows.of().type), unit = rows.unit % rows.of().units_k;
-        const uint8_t *chunk = p.x + int64_t(unit / units) * chunk_bytes(C);
-        // These are the bytes of a unit's groups of 16 bytes, two steps each.
-        const int values = 8 / units * C * 64;
-        const uint32_t barrier = rings.stage_full(stage.i), to = shared_address(rings.stage(stage.i));
-        copies_begin(barrier, values + chunk_tail(C));
-        copy_to_shared(to, chunk + unit % units * values, values, barrier, true);
-        copy_to_shared(to + S::VALUES, chunk + chunk_sums(C), chunk_tail(C), barrier, true);
-        copies_end(barrier);
+        copy_rows<S>(p, rows.of(), rows.unit, rings.stage_full(stage.i), rings.stage(stage.i));
         stage.next(S::STAGES);
         rows.next();
     }
@@ -187,12 +217,14 @@ template <typename S> struct Taker {
     __device__ const uint8_t *rows() const { return rings.stage(stage.i); }
     __device__ void wait_weights() const { barrier_wait(rings.slot_full(slot.i), slot.parity); }
     __device__ void wait_rows() const { barrier_wait(rings.stage_full(stage.i), stage.parity); }
-    __device__ void free_stage(int lane) {
+    // Leaves the unit in hand and goes to the next.
+    __device__ void release(int lane) {
         __syncwarp();
         if (lane == 0) {
             barrier_arrive(rings.stage_free(stage.i));
         }
         stage.next(S::STAGES);
+        slot.next(rings.slots);
     }
 };
 

@@ -52,6 +52,19 @@ def test_mixture_of_experts(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
 
 
+def test_matmul_of_rows(tmp_path: Path) -> None:
+    """Blocks of one team and of two (rowmm_kernel.cuh), with ranges that begin anywhere in K."""
+    kernels = [
+        "rowmm.cu",
+        "rowmm_permute.cu",
+        "rowmm_pack.cu",
+        *(f.name for f in KERNELS.glob("rowmm_rows_*.cu")),
+    ]
+    program = build(tmp_path, kernels, ["rowmm_check.cu"], "check_rowmm_ranges()")
+    run = subprocess.run([program], capture_output=True, text=True, timeout=600, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
 def test_attention_over_f32_cells(tmp_path: Path) -> None:
     """How work is shared out is the same for all types of cells; the tensor cores' kernels are not run."""
     kernels = ["attention.cu", "kv_pages.cu"]

@@ -52,6 +52,7 @@ inline int current, alive;
 inline jmp_buf launcher;
 inline std::function<void()> body;
 inline uint8_t *dynamic_shared;
+inline size_t dynamic_bytes;
 
 inline void enter();
 // Goes on with thread i, which is not done.
@@ -129,6 +130,7 @@ template <typename T> T of_lane(const uint64_t (*words)[8], int lane) {
 template <typename F> void launch(dim3 grid, int threads, size_t shared, const F &kernel) {
     std::vector<uint8_t> room(shared + 128);
     dynamic_shared = room.data() + (128 - reinterpret_cast<uintptr_t>(room.data()) % 128);
+    dynamic_bytes = shared;
     blockDim = dim3(unsigned(threads));
     gridDim = grid;
     body = kernel;
@@ -260,10 +262,24 @@ using cudaError_t = int;
 enum { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9 };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
 enum { cudaFuncAttributeMaxDynamicSharedMemorySize };
-enum { cudaDevAttrMultiProcessorCount, cudaDevAttrComputeCapabilityMajor };
+enum cudaDeviceAttr {
+    cudaDevAttrMultiProcessorCount,
+    cudaDevAttrComputeCapabilityMajor,
+    cudaDevAttrMaxSharedMemoryPerMultiprocessor,
+    cudaDevAttrMaxSharedMemoryPerBlockOptin,
+    cudaDevAttrReservedSharedMemoryPerBlock,
+};
 inline cudaError_t cudaGetDevice(int *device) { return *device = 0; }
 inline cudaError_t cudaDeviceGetAttribute(int *value, int attribute, int) {
-    *value = attribute == cudaDevAttrMultiProcessorCount ? 5 : 8;
+    constexpr int VALUES[] = {5, 8, 228 * 1024, 227 * 1024, 1024};
+    *value = VALUES[attribute];
+    return cudaSuccess;
+}
+struct cudaFuncAttributes {
+    int maxThreadsPerBlock;
+};
+template <typename F> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, F *) {
+    attributes->maxThreadsPerBlock = 64; // of rowmm's kernel that asks for wgmma
     return cudaSuccess;
 }
 template <typename F> cudaError_t cudaFuncSetAttribute(F *, int, int) { return cudaSuccess; }

@@ -1,17 +1,16 @@
 // Stands in for native/kernels/rowmm_ptx.cuh. It has the tensor core's tile from the PTX manual's layout of
-// m16n8k16, and copies that are done at once. The barriers of rowmm's rings are only declared, since what is
-// run here has none.
+// m16n8k16, barriers in shared memory, and copies that are done at once.
 #pragma once
 
 #include "overlap.cuh"
 
 #include <cuda_fp16.h>
 
-#define ROWMM_BULK 0
+#define ROWMM_BULK 1
 
 namespace luce {
 
-constexpr int COPY_LANES = 32;
+constexpr int COPY_LANES = 1;
 
 // Lane (g = lane / 4, t = lane % 4) has rows g and g + 8 of a and c, k 2 t, 2 t + 1 and 8 more, columns 2 t and 2 t + 1 of
 // c, and column g of b.
@@ -36,20 +35,72 @@ inline void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a
     }
 }
 
-inline uint32_t shared_address(const void *) { abort(); }
-inline void barrier_init(uint32_t, int) { abort(); }
-inline void barrier_init_done() { abort(); }
-inline void barrier_arrive(uint32_t) { abort(); }
-inline void barrier_wait(uint32_t, uint32_t) { abort(); }
-inline void copies_begin(uint32_t, int) { abort(); }
-inline void copy_to_shared(uint32_t, const uint8_t *, int, uint32_t, bool) { abort(); }
-inline void copies_end(uint32_t) { abort(); }
+// Addresses count from the beginning of the block's dynamic shared memory.
+inline uint32_t shared_address(const void *p) {
+    return uint32_t(static_cast<const uint8_t *>(p) - emulated::dynamic_shared);
+}
+
+// A phase of a barrier ends when all have arrived and all bytes that were announced have.
+struct SharedBarrier {
+    uint16_t arrivals, missing;
+    int32_t bytes : 31;
+    uint32_t phase : 1;
+    void end_if_done() {
+        if (missing == 0 && bytes == 0) {
+            missing = arrivals;
+            phase ^= 1;
+        }
+    }
+};
+inline SharedBarrier &barrier_at(uint32_t address) {
+    static_assert(sizeof(SharedBarrier) == 8);
+    if (address % 8 != 0) {
+        abort();
+    }
+    return *reinterpret_cast<SharedBarrier *>(emulated::dynamic_shared + address);
+}
+inline void barrier_init(uint32_t barrier, int arrivals) {
+    barrier_at(barrier) = {uint16_t(arrivals), uint16_t(arrivals), 0, 0};
+}
+inline void barrier_init_done() {}
+inline void barrier_arrive(uint32_t barrier) {
+    SharedBarrier &b = barrier_at(barrier);
+    if (b.missing == 0) {
+        abort(); // more arrive than the barrier was made for
+    }
+    b.missing--;
+    b.end_if_done();
+}
+inline void barrier_wait(uint32_t barrier, uint32_t parity) {
+    for (int turns = 0; barrier_at(barrier).phase == parity; turns++) {
+        if (turns == 1000000) {
+            fprintf(stderr, "thread %u of block %u waits for ever\n", threadIdx.x, blockIdx.x);
+            abort();
+        }
+        emulated::yield();
+    }
+}
+inline void copies_begin(uint32_t barrier, int bytes) {
+    barrier_at(barrier).bytes += bytes;
+    barrier_arrive(barrier);
+}
+inline void copy_to_shared(uint32_t shared, const uint8_t *global, int bytes, uint32_t barrier, bool) {
+    if (shared % 16 != 0 || bytes % 16 != 0 || shared + bytes > emulated::dynamic_bytes) {
+        abort();
+    }
+    memcpy(emulated::dynamic_shared + shared, global, size_t(bytes));
+    barrier_at(barrier).bytes -= bytes;
+    barrier_at(barrier).end_if_done();
+}
+inline void copies_end(uint32_t) {}
 
 inline void copy_16(void *shared, const void *global) { memcpy(shared, global, 16); }
 inline void copies_commit() {}
 template <int N> void copies_wait() {}
 inline void prefetch_l2(const void *) {}
 
+inline void order_in_block() {}
+inline uint32_t count_in_block(uint32_t *counter) { return (*counter)++; }
 inline uint32_t count_arrival(uint32_t *counter) { return (*counter)++; }
 
 } // namespace luce

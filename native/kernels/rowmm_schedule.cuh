@@ -1,0 +1,56 @@
+// Says in which order the two teams of a block take their units. Each team of eight warps has a range of its
+// own (rowmm_plan.h), and both ranges begin at about the same k. A stage of activations is one unit's k, and
+// serves the units of both teams, where team 1 begins `apart` stages after team 0. Teams that do not share
+// stages take turns: each unit has a stage of its own.
+//
+// A team goes through all stages up to its last, also those that have nothing for it. A barrier tells two
+// phases apart and no more, so that no warp may miss one.
+#pragma once
+
+#include "rowmm_plan.h"
+
+namespace luce {
+
+struct TeamUnit {
+    int team, unit; // `unit` counts in the team's range
+};
+
+struct Schedule {
+    int first[2], units[2]; // of the teams' ranges: the first unit, and how many
+    int apart; // -1: the teams take turns
+    int both; // so many turns do both have
+    int stages, together; // all stages, and those that both teams go through
+
+    Schedule() = default;
+    __device__ Schedule(const RowmmParams &p, const RowmmPair &pair) : apart(pair.apart) {
+        for (int team = 0; team < 2; team++) {
+            const int range = pair.range[team];
+            first[team] = range < p.ranges ? p.first[range] : 0;
+            units[team] = range < p.ranges ? p.first[range + 1] - first[team] : 0;
+        }
+        find_stages();
+    }
+    __device__ void find_stages() {
+        both = min(units[0], units[1]);
+        const int a = end_of(0), b = end_of(1);
+        stages = max(a, b);
+        together = min(a, b);
+    }
+
+    __device__ int stage_of(TeamUnit u) const {
+        return apart >= 0 ? u.unit + u.team * apart : u.unit < both ? 2 * u.unit + u.team : u.unit + both;
+    }
+    // Returns the stage after a team's last.
+    __device__ int end_of(int team) const {
+        return units[team] == 0 ? 0 : stage_of({team, units[team] - 1}) + 1;
+    }
+    // Returns a unit whose activations a stage has.
+    __device__ TeamUnit of_stage(int i) const {
+        if (apart >= 0) {
+            return i < units[0] ? TeamUnit{0, i} : TeamUnit{1, i - apart};
+        }
+        return i < 2 * both ? TeamUnit{i % 2, i / 2} : TeamUnit{units[0] > both ? 0 : 1, i - both};
+    }
+};
+
+} // namespace luce
