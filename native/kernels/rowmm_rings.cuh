@@ -68,19 +68,29 @@ template <typename S> struct Rings {
 // the rows.
 template <typename S>
 __device__ __forceinline__ void find_scales(const RowmmParams &p, const Rings<S> &rings, float *scales) {
-    const int lane = threadIdx.x % WARP;
-#pragma unroll 2
-    for (int t = threadIdx.x / WARP; t < p.rows; t += S::WARPS) {
-        float sum = 0;
-        for (int i = lane; i < p.n_squares; i += WARP) {
-            sum += __ldcg(p.squares + int64_t(t) * p.n_squares + i);
-        }
+    constexpr int AT_ONCE = S::COLUMNS / S::WARPS; // loads of a warp in flight
+    static_assert(S::COLUMNS % S::WARPS == 0);
+    const int lane = threadIdx.x % WARP, first = threadIdx.x / WARP;
+    float sum[AT_ONCE] = {};
+    for (int i = lane; i < p.n_squares; i += WARP) {
 #pragma unroll
-        for (int mask = WARP / 2; mask > 0; mask /= 2) {
-            sum += __shfl_xor_sync(~0u, sum, mask);
+        for (int j = 0; j < AT_ONCE; j++) {
+            const int t = first + j * S::WARPS;
+            sum[j] += t < p.rows ? __ldcg(p.squares + int64_t(t) * p.n_squares + i) : 0.0f;
         }
-        if (lane == 0) {
-            scales[t] = rsqrtf(sum / p.K + p.eps);
+    }
+#pragma unroll
+    for (int mask = WARP / 2; mask > 0; mask /= 2) {
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) {
+            sum[j] += __shfl_xor_sync(~0u, sum[j], mask);
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; j++) {
+        const int t = first + j * S::WARPS;
+        if (lane == 0 && t < p.rows) {
+            scales[t] = rsqrtf(sum[j] / p.K + p.eps);
         }
     }
     if (lane == 0) {
