@@ -43,7 +43,7 @@ template <int NT> __device__ __forceinline__ void wgmma_pin(float (&c)[NT][4]) {
 // the next 8 k behind them.
 template <int NT> __device__ __forceinline__ uint64_t wgmma_rows(uint32_t stage, int i) {
     constexpr uint32_t NEXT_K = NT * 128 / 16, NEXT_ROWS = 128 / 16;
-    const uint32_t low = ((stage & 0x3ffff) >> 4) + uint32_t(i) * 2 * NEXT_K | NEXT_K << 16;
+    const uint32_t low = ((stage & 0x3ffff) >> 4) + (uint32_t(i) * 2 * NEXT_K + (NEXT_K << 16));
     uint64_t descriptor;
     asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(low), "r"(NEXT_ROWS));
     return descriptor;
