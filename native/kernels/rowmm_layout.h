@@ -138,7 +138,7 @@ struct RowsLayout {
                   : T <= 16                ? 16
                   : T <= SET || !has_wgmma ? SET
                                            : ROWMM_MAX_ROWS),
-          set(T > SET && has_wgmma ? ROWMM_MAX_ROWS : SET), wide(T > 16 && has_wgmma) {}
+          set(T > SET && has_wgmma ? ROWMM_MAX_ROWS : SET), wide(T > 8 && has_wgmma) {}
 };
 constexpr ROWMM_BOTH int chunk_sums(int C) {
     return 512 * C;
