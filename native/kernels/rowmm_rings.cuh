@@ -12,7 +12,7 @@ namespace luce {
 // NT is the number of tiles of 8 rows. A team is eight warps, of which each has 16 outputs of a tile. A
 // block's teams have a range each, and share the stages of activations.
 template <int NT, bool WIDE> struct Shape {
-    static constexpr int TEAMS = WIDE && NT > 2 ? 2 : 1, BLOCKS = BLOCKS_PER_SM / TEAMS;
+    static constexpr int TEAMS = WIDE ? 2 : 1, BLOCKS = BLOCKS_PER_SM / TEAMS;
     static constexpr int WARPS = TEAMS * FRAGMENTS; // so many take from the rings
     static constexpr int THREADS = (WARPS + (TEAMS == 1 ? 1 : 0)) * WARP;
     static constexpr int COLUMNS = 8 * NT;
