@@ -65,8 +65,8 @@ template <int S, bool APPEND> struct Shared {
     static_assert(Layout<S>::THREADS >= MAX_ROWS, "a verify has a thread for each row");
     Tile<S> tile[STAGES];
     alignas(16) float delta[APPEND ? 1 : MAX_ROWS][Layout<S>::W];
-    float decay[APPEND ? Layout<S>::THREADS : MAX_ROWS]; // exp(g) of row t at t % THREADS
-    float beta[APPEND ? Layout<S>::THREADS : MAX_ROWS];
+    alignas(16) float decay[APPEND ? Layout<S>::THREADS : MAX_ROWS]; // exp(g) of row t at t % THREADS
+    alignas(16) float beta[APPEND ? Layout<S>::THREADS : MAX_ROWS];
     Control ctl;
     // The following are of the sequence's rows.
     int8_t parent[MAX_ROWS]; // it is counted from the sequence's first row too

@@ -5,6 +5,8 @@
 // are added except where fmaf says otherwise (-fmad=false), so an update and its replay agree in each bit.
 #pragma once
 
+#include "deltanet_ptx.cuh"
+
 #include <cuda_runtime.h>
 
 namespace luce {
@@ -27,10 +29,8 @@ template <int N> struct alignas(4 * N) Pack {
     float x[N];
 };
 using Cols = Pack<COLS>;
-// Stores to device memory in one access, since nvcc splits the assignment of a struct that lives in
-// registers.
 __device__ void store(Cols *to, const Cols &from) {
-    __stwb(reinterpret_cast<float4 *>(to), make_float4(from.x[0], from.x[1], from.x[2], from.x[3]));
+    store_16(to, make_float4(from.x[0], from.x[1], from.x[2], from.x[3]));
 }
 
 // A slice is the k entries of one lane out of a row of S: VEC neighbours, then those LANES * VEC further on.
@@ -61,16 +61,6 @@ __device__ int uniform(int x) {
     return __shfl_sync(~0u, x, 0);
 }
 
-// Returns c ? a : b without a branch. nvcc makes branches of `?:` beside shuffles, and a diverged warp
-// shuffles at a third of the speed.
-__device__ float pick(bool c, float a, float b) {
-    float value;
-    asm("{ .reg .pred p; setp.ne.b32 p, %3, 0; selp.f32 %0, %1, %2, p; }"
-        : "=f"(value)
-        : "f"(a), "f"(b), "r"(int(c)));
-    return value;
-}
-
 // Computes the sums of N groups of columns over the 16 lanes. The first two steps hand half of the columns
 // over, so that each lane ends with the sums of one column, own_column(). N are done at once to hide the
 // latency.
@@ -92,6 +82,31 @@ template <int N> __device__ void reduce(const float (&acc)[N][COLS], int lane, f
         for (int n = 0; n < N; n++) {
             sum[n] += __shfl_xor_sync(~0u, sum[n], mask);
         }
+    }
+}
+// Computes the same sums of one row's columns, or of four rows', in which the last two steps hand over half of the
+// rows: a lane ends with the sum of row lane / (2 * COLS), or of the one row.
+template <int N> __device__ float reduce_rows(const float (&acc)[N][COLS], int lane) {
+    static_assert(N == 1 || N == 4);
+    const bool high = lane & 2, odd = lane & 4;
+    float sum[N];
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        const float a =
+            pick(high, acc[n][2], acc[n][0]) + __shfl_xor_sync(~0u, pick(high, acc[n][0], acc[n][2]), 2);
+        const float b =
+            pick(high, acc[n][3], acc[n][1]) + __shfl_xor_sync(~0u, pick(high, acc[n][1], acc[n][3]), 2);
+        sum[n] = pick(odd, b, a) + __shfl_xor_sync(~0u, pick(odd, a, b), 4);
+    }
+    if constexpr (N == 1) {
+        const float pair = sum[0] + __shfl_xor_sync(~0u, sum[0], 8);
+        return pair + __shfl_xor_sync(~0u, pair, 16);
+    } else {
+        const bool second = lane & 8, third = lane & 16;
+        const float low =
+            pick(second, sum[1], sum[0]) + __shfl_xor_sync(~0u, pick(second, sum[0], sum[1]), 8);
+        const float up = pick(second, sum[3], sum[2]) + __shfl_xor_sync(~0u, pick(second, sum[2], sum[3]), 8);
+        return pick(third, up, low) + __shfl_xor_sync(~0u, pick(third, low, up), 16);
     }
 }
 __device__ int own_column(int lane) {

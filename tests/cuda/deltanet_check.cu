@@ -393,6 +393,14 @@ static void check_conv_parts(int T, int n_seqs) {
     expect(same_bits(got.window, after.window) && same_bits(got.log, after.log), name + ": window, log");
 }
 
+void check_deltanet_rows() {
+    for (const Shape &s : {Shape{4, 4, 16}, Shape{2, 6, 32}, Shape{4, 8, 64}, Shape{2, 2, 128}}) {
+        check_rounds(s, 9, 3, 4, 130);
+        check_rounds(s, 64, 3, 4, 5);
+        check_append_pieces(s, 150);
+    }
+}
+
 void check_deltanet(bool all) {
     const std::vector<Shape> shapes = {{4, 4, 16}, {2, 6, 32}, {4, 8, 64}, {2, 2, 128}};
     for (const Shape &s : shapes) {

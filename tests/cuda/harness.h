@@ -23,6 +23,7 @@ inline cudaStream_t stream;
 
 // These are in *_check.cu and *_time.cu. They do less without `all`, for a sanitizer.
 void check_deltanet(bool all);
+void check_deltanet_rows(); // of check_deltanet, what needs no products, no tensor cores and no captures
 void check_attention(bool all);
 void check_attention_f32(); // of check_attention, what needs no tensor cores
 void time_kernels();

@@ -16,7 +16,8 @@ KERNELS, CHECKS = ROOT / "native/kernels", ROOT / "tests/cuda"
 
 def as_cpp(text: str) -> str:
     """Launches and dynamic shared memory in C++; what else CUDA adds are macros."""
-    text = re.sub(r"extern __shared__ [^;]*?(\w+)\[\];", r"uint8_t *\1 = emulated::dynamic_shared;", text)
+    shared = r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];"
+    text = re.sub(shared, r"\1 *\2 = reinterpret_cast<\1 *>(emulated::dynamic_shared);", text)
     return re.sub(
         r"(\w+(?:<[\w, ]+>)?)\s*<<<(.*?),(.*?),([^,]*?),\s*([^,]*?)>>>\((.*?)\);",
         r"emulated::launch(\2, \3, \4, [&] { \1(\6); });",
@@ -38,10 +39,12 @@ def build(folder: Path, kernels: list[str], checks: list[str], check: str) -> Pa
         objects.append(str(source.with_suffix(".o")))
         command = ["c++", "-std=c++17", "-O1", "-w", "-ffp-contract=off", "-I", str(folder)]
         command += ["-fno-strict-aliasing"]  # CUDA's compiler takes it so.
+        command += ["-ffunction-sections"]
         command += ["-include", "cuda_runtime.h", f"-DCHECK={check}", "-c", str(source)]
         commands.append(subprocess.Popen([*command, "-o", objects[-1]], cwd=folder))
     assert all(command.wait() == 0 for command in commands)
-    subprocess.run(["c++", *objects, "-o", str(folder / "check")], check=True)
+    # What the check does not reach is left out, and need not be there.
+    subprocess.run(["c++", *objects, "-Wl,--gc-sections", "-o", str(folder / "check")], check=True)
     return folder / "check"
 
 
@@ -70,4 +73,11 @@ def test_attention_over_f32_cells(tmp_path: Path) -> None:
     kernels = ["attention.cu", "kv_pages.cu"]
     program = build(tmp_path, kernels, ["attention_check.cu"], "check_attention_f32()")
     run = subprocess.run([program], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_gated_delta_rule_of_steps(tmp_path: Path) -> None:
+    kernels = ["deltanet.cu", "deltanet_conv.cu"]
+    program = build(tmp_path, kernels, ["deltanet_check.cu"], "check_deltanet_rows()")
+    run = subprocess.run([program], capture_output=True, text=True, timeout=240, check=False)
     assert run.returncode == 0, run.stdout + run.stderr

@@ -34,6 +34,7 @@ struct dim3 {
     unsigned x, y, z;
     dim3(unsigned a = 1, unsigned b = 1, unsigned c = 1) : x(a), y(b), z(c) {}
 };
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 // ---- a block ----
@@ -163,6 +164,16 @@ template <typename F> void launch(dim3 grid, int threads, size_t shared, const F
 // ---- intrinsics ----
 
 inline void __syncthreads() { emulated::block_barrier.wait(int(blockDim.x)); }
+inline bool __syncthreads_or(bool x) {
+    static bool any;
+    any |= x;
+    __syncthreads();
+    const bool result = any;
+    __syncthreads();
+    any = false;
+    __syncthreads();
+    return result;
+}
 inline void __syncwarp() { emulated::warp_barriers[threadIdx.x / 32].wait(32); }
 template <typename T> T __shfl_sync(uint32_t, T x, int lane) {
     return emulated::of_lane<T>(emulated::exchange(x), lane % 32);
@@ -253,6 +264,7 @@ inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
 }
 template <typename T> T __ldcg(const T *p) { return *p; }
 template <typename T> void __stcg(T *p, T x) { *p = x; }
+template <typename T> void __stwb(T *p, T x) { *p = x; }
 
 // ---- the runtime ----
 
@@ -283,6 +295,10 @@ template <typename F> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attr
     return cudaSuccess;
 }
 template <typename F> cudaError_t cudaFuncSetAttribute(F *, int, int) { return cudaSuccess; }
+template <typename F> cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, F *, int, size_t) {
+    *blocks = 2;
+    return cudaSuccess;
+}
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline cudaError_t cudaMalloc(void **p, size_t n) {
     *p = aligned_alloc(256, (n + 255) / 256 * 256);

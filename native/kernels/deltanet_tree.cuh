@@ -1,0 +1,140 @@
+// Runs the rows of a tree: members of a Worker (deltanet_worker.cuh). The registers keep the parent's state over its
+// leaves, so siblings follow at no cost. A row whose parent's state is not there starts from the nearest saved ancestor
+// (depths 0, 5, 10 are saved in shared memory) or from the committed state, and replays the rows between.
+#pragma once
+
+#include "deltanet_worker.cuh"
+
+namespace luce {
+namespace {
+
+// Finds every row's ancestors, one thread a row, and which rows have children. The caller's barrier
+// follows.
+template <int S, bool APPEND> __device__ void Worker<S, APPEND>::find_ancestors() {
+    if (tid < n_rows) {
+        if (sh.parent[tid] >= 0) {
+            sh.inner[sh.parent[tid]] = 1;
+        }
+        int n = 0;
+        for (int row = tid; row >= 0; row = sh.parent[row]) {
+            sh.up[tid][n++] = uint8_t(row);
+        }
+        sh.depth[tid] = uint8_t(n - 1);
+    }
+}
+
+template <int S, bool APPEND> __device__ void Worker<S, APPEND>::save(int depth, int row) {
+    if (depth % STRIDE != 0 || depth / STRIDE >= a.n_saves) {
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < SAVES; i++) {
+        if (i == depth / STRIDE) {
+            saved[i] = row;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < L::K; i++) {
+        save_of(depth / STRIDE)[i * L::THREADS] = part.s[i];
+    }
+}
+
+// Enters the state after row `parent`, where -1 stands for the committed one.
+template <int S, bool APPEND> __device__ void Worker<S, APPEND>::enter(int parent) {
+    const int depth = parent < 0 ? -1 : sh.depth[parent];
+    int from = -1;
+#pragma unroll
+    for (int i = 0; i < SAVES; i++) {
+        if (i * STRIDE <= depth && saved[i] == sh.up[parent][depth - i * STRIDE]) {
+            from = i;
+        }
+    }
+    if (from < 0) {
+        load();
+    } else {
+#pragma unroll
+        for (int i = 0; i < L::K; i++) {
+            part.s[i] = save_of(from)[i * L::THREADS];
+        }
+    }
+    for (int d = from < 0 ? 0 : from * STRIDE + 1; d <= depth; d++) {
+        const int row = sh.up[parent][depth - d];
+        Slice<S> k;
+        k.load(x + row * a.C + (a.shape.Hk + kh) * S, lane_k);
+        part.replay(k, sh.decay[row], *reinterpret_cast<const Cols *>(&sh.delta[row][group]));
+        save(d, row);
+    }
+    held = parent;
+}
+
+// Writes o of row t, in one lane of those that hold the same column.
+template <int S, bool APPEND> __device__ void Worker<S, APPEND>::emit(int t, float sum) {
+    if (t >= 0 && lane < 2 * COLS) {
+        a.out[(int64_t(row0 + t) * a.shape.Hv + h) * S + j0 + group + own_column(lane)] =
+            sum * (1.0f / sqrtf(float(S)));
+    }
+}
+
+template <int S, bool APPEND> __device__ void Worker<S, APPEND>::emit_last() {
+    const float acc[1][COLS] = {{out[0], out[1], out[2], out[3]}};
+    float sum[1];
+    reduce(acc, lane, sum);
+    emit(n_rows - 1, sum[0]);
+}
+
+// Runs row r of a tile, which is row t of the sequence, in a tree, and emits the o of row t - 1 on the way.
+template <int S, bool APPEND>
+template <bool KEEP>
+__device__ void Worker<S, APPEND>::run_row(const Tile<S> &tile, int r, int t) {
+    const int own = group + own_column(lane);
+    Slice<S> q, k;
+    k.load(tile.k[r], lane_k);
+    q.load(tile.q[r], lane_k);
+    float acc[2][COLS] = {{}, {out[0], out[1], out[2], out[3]}}, sum[2];
+    part.template predict<KEEP>(k, sh.decay[t], acc[0]);
+    reduce(acc, lane, sum);
+    const float delta = sh.beta[t] * (tile.v[r][own] - sum[0]);
+    const Cols all = gather(delta, lane);
+#pragma unroll
+    for (int c = 0; c < COLS; c++) {
+        out[c] = 0.0f;
+    }
+    part.template advance<KEEP>(q, k, sh.decay[t], all, out);
+    emit(t - 1, sum[1]);
+    if (lane < 2 * COLS) {
+        sh.delta[t][own] = delta;
+        log[a.delta + t * a.delta_row + h * S + j0 + own] = delta;
+    }
+}
+
+template <int S, bool APPEND>
+__device__ void Worker<S, APPEND>::run_tree(const Tile<S> &tile, int t0, int n) {
+#pragma unroll 1
+    for (int r = 0; r < n; r++) {
+        const int t = t0 + r;
+        if (const int parent = sh.parent[t]; parent != held) {
+            enter(parent);
+        }
+        if (sh.inner[t]) {
+            run_row<true>(tile, r, t);
+            held = t;
+            save(sh.depth[t], t);
+        } else {
+            run_row<false>(tile, r, t);
+        }
+        __syncwarp(); // enter() reads the warp's deltas
+    }
+}
+
+template <int S, bool APPEND> __device__ void Worker<S, APPEND>::run_trees() {
+    for (int t = 0; t < n_rows; t += TILE) {
+        const Tile<S> &tile = take();
+        fill_rows();
+        const int n = min(TILE, n_rows - t);
+        log_keys(tile, t, n);
+        run_tree(tile, t, n);
+    }
+}
+
+} // namespace
+} // namespace luce

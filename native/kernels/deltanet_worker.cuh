@@ -1,0 +1,345 @@
+// Does an item of the gated delta rule, as one thread sees it: rows come through shared memory, TILE at a time, STAGES - 1
+// tiles ahead, and the state stays in registers.
+#pragma once
+
+#include "deltanet_block.cuh"
+#include "overlap.cuh"
+
+#include <cuda_pipeline.h>
+#include <cuda_runtime.h>
+
+namespace luce {
+namespace {
+
+// A worker is one item as one thread sees it. Rows are counted from the sequence's first one.
+template <int S, bool APPEND> struct Worker {
+    using L = Layout<S>;
+    const Params &a;
+    Shared<S, APPEND> &sh;
+    Cols *saves; // [n_saves][K][THREADS], each thread's own
+    const int tid = threadIdx.x, lane = tid % WARP;
+    const int lane_k = lane / 2; // 0 .. LANES - 1
+    const int group = (tid / WARP * 2 + lane % 2) * COLS; // the first column, in the block
+    const int h, kh, j0;
+    int bank, n_pending, row0, n_rows, n_seqs;
+    const float *x; // that of the first row
+    float *log, *state;
+    Part<S> part;
+    // This thread's part of S^T q of the last row, which is reduced beside the next row's D^T k.
+    float out[COLS] = {};
+    // The places in the ring of tiles that are filled and taken next, and what the tiles to fill have.
+    int filled = 0, taken = 0, pending_at = 0, rows_at = 0;
+    const float *q_from, *v_from; // this thread's values of the rows to fill with
+    // In a tree, these are the row whose state the registers hold and those whose states are saved.
+    int held = -1;
+    int saved[SAVES];
+
+    __device__ Worker(const Params &args, Shared<S, APPEND> &shared, Cols *save_space, const Item &item)
+        : a(args), sh(shared), saves(save_space), h(item.at / L::BLOCKS), kh(h % a.shape.Hk),
+          j0(item.at % L::BLOCKS * L::W) {
+        state = a.state + (int64_t(h) * S + Slice<S>::entry(0, lane_k)) * S + j0 + group;
+#pragma unroll
+        for (int i = 0; i < SAVES; i++) {
+            saved[i] = -1;
+        }
+    }
+
+    // Reads where sequence i has its rows and its slot, and returns false where the step has no such
+    // sequence. All else waits for these values, so the block loads them at once, by words.
+    __device__ bool read_control(int i) {
+        constexpr int WORDS = sizeof(SeqCtl) / sizeof(int32_t), N = WORDS / L::THREADS + 1;
+        const int32_t *words = reinterpret_cast<const int32_t *>(&a.ctl->seqs[i]);
+        int32_t word[N]; // the one after the last is n_seqs
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            const int w = tid + n * L::THREADS;
+            word[n] = *(w < WORDS ? words + w : &a.ctl->n_seqs);
+        }
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            const int w = tid + n * L::THREADS;
+            if (w <= WORDS) {
+                reinterpret_cast<int32_t *>(&sh.ctl)[w] = word[n];
+            }
+        }
+        __syncthreads();
+        const SeqCtl &seq = sh.ctl.seq;
+        bank = seq.bank;
+        n_pending = seq.n_replay;
+        row0 = APPEND ? 0 : seq.row0;
+        n_rows = APPEND ? a.shape.T : seq.n_rows;
+        x = a.x + row0 * a.C;
+        q_from = x + tid / (S / 4) * a.C + kh * S + tid % (S / 4) * 4;
+        v_from = x + tid / (L::W / 4) * a.C + (2 * a.shape.Hk + h) * S + j0 + tid % (L::W / 4) * 4;
+        const int slot = seq.slot;
+        log = a.log + slot * a.log_size;
+        state += slot * a.state_size;
+        n_seqs = APPEND ? 1 : sh.ctl.n_seqs;
+        return APPEND || i < n_seqs;
+    }
+
+    __device__ Cols *state_of(int i) const {
+        return reinterpret_cast<Cols *>(state + Slice<S>::entry(i, 0) * S);
+    }
+    __device__ void load() {
+#pragma unroll
+        for (int i = 0; i < L::K; i++) {
+            part.s[i] = *state_of(i);
+        }
+    }
+    __device__ void store() const {
+#pragma unroll
+        for (int i = 0; i < L::K; i++) {
+            luce::store(state_of(i), part.s[i]);
+        }
+    }
+
+    // Reads exp(g), beta and, in a verify, parents of rows t0 .. t0 + THREADS, one thread a row, and logs
+    // exp(g). It returns true where the row does not follow the one before it.
+    __device__ bool read_rows(int t0) {
+        const int t = t0 + tid;
+        if (t >= n_rows) {
+            return false;
+        }
+        const int64_t at = int64_t(row0 + t) * a.shape.Hv + h;
+        const float alpha = a.alpha[at], beta = a.beta[at], dt = a.dt[h], rate = a.a[h];
+        const int parent = APPEND ? -1 : max(a.ctl->rows[row0 + t].parent - row0, -1);
+        const float decay = expf(rate * softplus(alpha + dt));
+        sh.decay[tid] = decay;
+        sh.beta[tid] = 1.0f / (1.0f + expf(-beta));
+        if (!APPEND) {
+            if (j0 == 0) { // the head's first block logs its decays
+                log[a.decay[bank ^ 1] + t * a.decay_row + h] = decay;
+            }
+            sh.parent[t] = int8_t(parent);
+            sh.inner[t] = 0;
+        }
+        return parent != t - 1;
+    }
+
+    // ---- the ring of tiles ----
+
+    // The next rows, or pending rows p0 .. p0 + n - 1, go into a tile, with at most one copy of each kind a thread.
+    static_assert(TILE * S / 4 <= L::THREADS, "a tile's rows are copied at once");
+
+    __device__ void stage_rows(Tile<S> &tile, int n) {
+        if (tid / (S / 4) < n) {
+            __pipeline_memcpy_async(&tile.q[0][0] + tid * 4, q_from, 16);
+            __pipeline_memcpy_async(&tile.k[0][0] + tid * 4, q_from + a.shape.Hk * S, 16);
+        }
+        if (tid / (L::W / 4) < n) {
+            __pipeline_memcpy_async(&tile.v[0][0] + tid * 4, v_from, 16);
+        }
+        q_from += TILE * a.C;
+        v_from += TILE * a.C;
+    }
+    __device__ void stage_pending(Tile<S> &tile, int p0, int n) {
+        const int32_t *rows = sh.ctl.seq.pending + p0;
+        const float *key = log + a.key[bank] + kh * S, *delta = log + a.delta + h * S + j0;
+        if (const int r = tid / (S / 4), i = tid % (S / 4) * 4; r < n) {
+            __pipeline_memcpy_async(&tile.k[r][i], key + rows[r] * a.key_row + i, 16);
+        }
+        if (const int r = tid / (L::W / 4), j = tid % (L::W / 4) * 4; r < n) {
+            __pipeline_memcpy_async(&tile.v[r][j], delta + rows[r] * a.delta_row + j, 16);
+        }
+        if (tid < n) {
+            __pipeline_memcpy_async(&tile.decay[tid], log + a.decay[bank] + rows[tid] * a.decay_row + h, 4);
+        }
+    }
+
+    __device__ void move_on(int &place) const { place = place + 1 == STAGES ? 0 : place + 1; }
+    // These stage copies with one commit for each call, so that the waits can count.
+    __device__ void fill_rows() {
+        stage_rows(sh.tile[filled], min(TILE, n_rows - rows_at));
+        rows_at += TILE;
+        move_on(filled);
+        __pipeline_commit();
+    }
+    __device__ void fill() {
+        if (pending_at >= n_pending) {
+            fill_rows();
+            return;
+        }
+        stage_pending(sh.tile[filled], pending_at, min(TILE, n_pending - pending_at));
+        pending_at += TILE;
+        move_on(filled);
+        __pipeline_commit();
+    }
+    // Waits for the next tile. All have left the one before it, whose place is filled next.
+    __device__ const Tile<S> &take() {
+        __pipeline_wait_prior(STAGES - 2);
+        __syncthreads();
+        const Tile<S> &tile = sh.tile[taken];
+        move_on(taken);
+        return tile;
+    }
+
+    // ---- trees (deltanet_tree.cuh) ----
+
+    __device__ void find_ancestors();
+    __device__ void save(int depth, int row);
+    __device__ void enter(int parent);
+    __device__ void emit(int t, float sum);
+    __device__ void emit_last();
+    template <bool KEEP> __device__ void run_row(const Tile<S> &tile, int r, int t);
+    __device__ void run_tree(const Tile<S> &tile, int t0, int n);
+    __device__ void run_trees();
+    __device__ Cols *save_of(int i) const { return saves + i * L::K * L::THREADS + tid; }
+
+    // ---- rows ----
+
+    __device__ void replay_tile(const Tile<S> &tile, int n) {
+        for (int r = 0; r < n; r++) {
+            Slice<S> k;
+            k.load(tile.k[r], lane_k);
+            part.replay(k, tile.decay[r], *reinterpret_cast<const Cols *>(&tile.v[r][group]));
+        }
+    }
+
+    // An Input is what a lane reads of a row of a tile.
+    struct Input {
+        Slice<S> q, k;
+        float v;
+    };
+    __device__ Input input_of(const Tile<S> &tile, int r) const {
+        Input in;
+        in.k.load(tile.k[r], lane_k);
+        in.q.load(tile.q[r], lane_k);
+        in.v = tile.v[r][group + own_column(lane)];
+        return in;
+    }
+
+    // Runs N rows of a tile from row r0, which is row t of the sequence, each the child of the one before it. Nothing
+    // branches between them. As many lanes hold a column's sums as a tile has rows, so each lane takes one row's
+    // results and a warp stores all rows at once. What `meanwhile` does hides behind the first row's sums.
+    static_assert(TILE == WARP / (2 * COLS), "a lane takes one row's results");
+    template <int N, typename F>
+    __device__ void run_chain(const Tile<S> &tile, int r0, int t, const F &meanwhile) {
+        const int mine = lane / (2 * COLS);
+        const auto decay = *reinterpret_cast<const Pack<N> *>(&sh.decay[unsigned(t) % L::THREADS]);
+        const auto beta = *reinterpret_cast<const Pack<N> *>(&sh.beta[unsigned(t) % L::THREADS]);
+        float own_delta = 0.0f, outs[N][COLS] = {};
+        Input in = input_of(tile, r0), next = in;
+#pragma unroll
+        for (int r = 0; r < N; r++) {
+            if (r + 1 < N) {
+                next = input_of(tile, r0 + r + 1);
+            }
+            float acc[1][COLS] = {}, sum[1];
+            part.template predict<true>(in.k, decay.x[r], acc[0]);
+            reduce(acc, lane, sum);
+            if (r == 0) {
+                meanwhile();
+            }
+            const float delta = beta.x[r] * (in.v - sum[0]);
+            const Cols all = gather(delta, lane);
+            part.template advance<true>(in.q, in.k, decay.x[r], all, outs[r]);
+            own_delta = pick(mine == r, delta, own_delta);
+            in = next;
+        }
+        const float own_out = reduce_rows(outs, lane);
+        if (mine < N) {
+            const int column = h * S + j0 + group + own_column(lane);
+            a.out[int64_t(row0 + t + mine) * a.shape.Hv * S + column] = own_out * (1.0f / sqrtf(float(S)));
+            if (!APPEND) {
+                log[a.delta + (t + mine) * a.delta_row + column] = own_delta;
+            }
+        }
+    }
+
+    // Logs keys. The first v head of a k head does, in its first block.
+    __device__ void log_keys(const Tile<S> &tile, int t0, int n) {
+        if (const int r = tid / (S / 4), i = tid % (S / 4) * 4; j0 == 0 && h < a.shape.Hk && r < n) {
+            float *key = log + a.key[bank ^ 1] + h * S;
+            *reinterpret_cast<Cols *>(key + (t0 + r) * a.key_row + i) =
+                *reinterpret_cast<const Cols *>(&tile.k[r][i]);
+        }
+    }
+
+    // ---- all of it ----
+
+    __device__ void run_pending() {
+        for (int p = 0; p < n_pending; p += TILE) {
+            const Tile<S> &tile = take();
+            fill();
+            replay_tile(tile, min(TILE, n_pending - p));
+        }
+    }
+    __device__ void run_chains() {
+        for (int t = 0; t < n_rows; t += TILE) {
+            const Tile<S> &tile = take();
+            if (APPEND && t > 0 && t % L::THREADS == 0) {
+                read_rows(t);
+                __syncthreads();
+            }
+            const int n = min(TILE, n_rows - t);
+            const auto meanwhile = [&] {
+                fill_rows();
+                if (!APPEND) {
+                    log_keys(tile, t, n);
+                }
+            };
+            if (n == TILE) {
+                run_chain<TILE>(tile, 0, t, meanwhile);
+                continue;
+            }
+            run_chain<1>(tile, 0, t, meanwhile);
+#pragma unroll 1
+            for (int r = 1; r < n; r++) {
+                run_chain<1>(tile, r, t + r, [] {});
+            }
+        }
+    }
+    // Asks L2 for an item's state, where a thread has a row of W columns.
+    __device__ void prefetch(const Item &item) const {
+        const int64_t row = int64_t(item.at / L::BLOCKS) * S + tid;
+        const float *of_slot = a.state + a.ctl->seqs[item.seq].slot * a.state_size;
+        if (tid < S) {
+            const float *from = of_slot + row * S + item.at % L::BLOCKS * L::W;
+            prefetch_line(from);
+        }
+    }
+
+    // Moves `item` on to the block's next one, and returns false where it has none.
+    __device__ bool run(Item &item) {
+        const bool fresh = sh.ctl.seq.fresh;
+        if (fresh) {
+            part = {};
+        } else {
+            load();
+        }
+        wait_for_previous(); // it waits for the rows; what the step found in the caches is on its way
+        for (int i = 0; i < STAGES - 1; i++) {
+            fill();
+        }
+        const bool tree = uniform(__syncthreads_or(read_rows(0))) && !APPEND;
+        if (tree) {
+            find_ancestors(); // the barrier of the first tile follows
+        }
+        if (!APPEND && fresh) {
+            store(); // the next step will not find the sequence fresh
+        }
+        item.skip(gridDim.x, L::BLOCKS * a.shape.Hv);
+        const bool more = !APPEND && item.seq < n_seqs;
+        if (more) {
+            prefetch(item);
+        }
+        run_pending();
+        if (!APPEND && n_pending > 0) {
+            store();
+        }
+        if (tree) {
+            run_trees();
+            emit_last();
+        } else {
+            run_chains();
+        }
+        if (APPEND) {
+            store();
+        }
+        return more;
+    }
+};
+
+} // namespace
+} // namespace luce
