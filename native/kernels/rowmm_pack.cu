@@ -6,6 +6,8 @@
 #include "rowmm_parts.cuh"
 #include "rowmm_ptx.cuh"
 
+#include <type_traits>
+
 namespace luce {
 namespace {
 
@@ -32,11 +34,25 @@ __device__ void keep(float *row, const float (&v)[OWN], int64_t k, int64_t K) {
     }
 }
 
-// The grid is {chunks / WARPS, rows}.
-template <int INPUT, bool PARTS>
+// Makes values beyond the row's end zeros.
+__device__ void cut(float (&v)[OWN], bool present) {
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        v[i] = present ? v[i] : 0.0f;
+    }
+}
+
+// Stands where an input is not parts.
+struct NoParts {
+    __device__ NoParts(const RowmmParts &, int, int, int64_t) {}
+};
+
+// The grid is {chunks / WARPS, rows}. AHEAD is 0, or as many parts of each input are fetched before the first is added.
+template <int INPUT, int AHEAD>
 __global__ void __launch_bounds__(WARPS *WARP)
     pack_kernel(const __grid_constant__ RowmmPackArgs a, RowsLayout layout,
                 const __grid_constant__ RowmmParts parts) {
+    constexpr bool PARTS = AHEAD > 0;
     let_next_start();
     const int lane = threadIdx.x % WARP, row = blockIdx.y;
     const int64_t chunk = int64_t(blockIdx.x) * WARPS + threadIdx.x / WARP, k = chunk * CHUNK + lane * OWN;
@@ -48,7 +64,9 @@ __global__ void __launch_bounds__(WARPS *WARP)
         load_values(w, a.w, k, a.K);
     }
     const int64_t at = k < a.K ? k : 0;
-    const LaneParts<OWN / 4> of_x(parts, 0, row, PARTS ? at : 0), of_y(parts, 1, row, PARTS ? at : 0);
+    const std::conditional_t<PARTS, LaneParts<OWN / 4>, NoParts> of_x(parts, 0, row, at);
+    const std::conditional_t<PARTS && INPUT == ROWMM_SWIGLU, LaneParts<OWN / 4>, NoParts> of_y(parts, 1, row,
+                                                                                               at);
     wait_for_previous();
     if (chunk >= chunks_of(a.K)) { // this is true for a whole warp
         return;
@@ -56,7 +74,7 @@ __global__ void __launch_bounds__(WARPS *WARP)
     if constexpr (!PARTS) {
         load_values(v, a.x + row * a.x_row, k, a.K);
     } else if constexpr (INPUT == ROWMM_RMS) {
-        float4 x[8][2];
+        float4 x[AHEAD][2];
         of_x.fetch(x, 0);
         load_values(y, a.x + row * a.x_row, k, a.K);
         of_x.add(x, v);
@@ -65,16 +83,13 @@ __global__ void __launch_bounds__(WARPS *WARP)
             v[i] = k < a.K ? v[i] + y[i] : 0.0f;
         }
     } else {
-        float4 x[4][2], up[4][2];
+        float4 x[AHEAD][2], up[AHEAD][2];
         of_x.fetch(x, 0);
         of_y.fetch(up, 0);
         of_x.add(x, v);
         of_y.add(up, y);
-#pragma unroll
-        for (int i = 0; i < OWN; i++) {
-            v[i] = k < a.K ? v[i] : 0.0f;
-            y[i] = k < a.K ? y[i] : 0.0f;
-        }
+        cut(v, k < a.K);
+        cut(y, k < a.K);
     }
     if constexpr (INPUT == ROWMM_RMS) {
         const float sum = warp_sum(squares(v), WARP);
@@ -140,11 +155,11 @@ bool valid(const RowmmPackArgs &a) {
     }
 }
 
-template <int INPUT, bool PARTS>
+template <int INPUT, int AHEAD>
 cudaError_t launch(const RowmmPackArgs &a, const RowmmParts &parts, cudaStream_t stream) {
     const RowsLayout layout(a.T, rowmm_has_wgmma());
     const dim3 grid(unsigned((chunks_of(a.K) + WARPS - 1) / WARPS), unsigned(a.T));
-    return launch_kernel(pack_kernel<INPUT, PARTS>, grid, WARPS * WARP, 0, stream, a.overlap != 0, a, layout,
+    return launch_kernel(pack_kernel<INPUT, AHEAD>, grid, WARPS * WARP, 0, stream, a.overlap != 0, a, layout,
                          parts);
 }
 
@@ -167,14 +182,18 @@ int cuda::rowmm_pack(const RowmmPackArgs &args, void *stream) {
         if (const cudaError_t error = rowmm_parts_of(*args.parts, parts); error != cudaSuccess) {
             return int(error);
         }
-        return int(args.input == ROWMM_RMS ? launch<ROWMM_RMS, true>(args, parts, st)
-                                           : launch<ROWMM_SWIGLU, true>(args, parts, st));
+        if (args.input == ROWMM_RMS) {
+            return int(launch<ROWMM_RMS, 8>(args, parts, st));
+        }
+        // Gate and up have few parts. Of many rows, fewer registers let all warps run at once.
+        return int(args.T > 16 ? launch<ROWMM_SWIGLU, 2>(args, parts, st)
+                               : launch<ROWMM_SWIGLU, 4>(args, parts, st));
     }
     switch (args.input) {
-        case ROWMM_PLAIN: return int(launch<ROWMM_PLAIN, false>(args, parts, st));
-        case ROWMM_RMS: return int(launch<ROWMM_RMS, false>(args, parts, st));
-        case ROWMM_SWIGLU: return int(launch<ROWMM_SWIGLU, false>(args, parts, st));
-        default: return int(launch<ROWMM_HEAD_RMS, false>(args, parts, st));
+        case ROWMM_PLAIN: return int(launch<ROWMM_PLAIN, 0>(args, parts, st));
+        case ROWMM_RMS: return int(launch<ROWMM_RMS, 0>(args, parts, st));
+        case ROWMM_SWIGLU: return int(launch<ROWMM_SWIGLU, 0>(args, parts, st));
+        default: return int(launch<ROWMM_HEAD_RMS, 0>(args, parts, st));
     }
 }
 

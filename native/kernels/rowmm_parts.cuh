@@ -20,29 +20,42 @@ template <int V> struct LaneParts {
         const int from = range_of(p, begin), to = range_of(p, begin + w.units_k - 1);
         count = to - from + 1;
         step = int64_t(p.rows) * (TILE / 4);
-        first = reinterpret_cast<const float4 *>(p.parts + row / p.set * p.set_size) +
-                (from + w.first_tile + tile) * step + row % p.set * (TILE / 4) + n % TILE / 4;
+        first = reinterpret_cast<const float4 *>(p.parts) + (from + w.first_tile + tile) * step +
+                n % TILE / 4 + at_row(p, row);
     }
+    // Returns how far the parts of a row lie from those of row 0.
+    static_assert(ROWMM_MAX_ROWS <= 2 * SET, "a step has at most two sets");
+    static __device__ int64_t at_row(const RowmmParts &p, int row) {
+        return row < p.set ? row * (TILE / 4) : p.set_size / 4 + (row - p.set) * (TILE / 4);
+    }
+    // Returns the same of another row than it was made for.
+    __device__ LaneParts of_row(const RowmmParts &p, int made_for, int row) const {
+        LaneParts other = *this;
+        other.first += at_row(p, row) - at_row(p, made_for);
+        return other;
+    }
+    // Finds the range of a unit. Ranges are about equally long, so it is nearly where it would be if they were: two
+    // guesses by the mean come next to it, and a search by halves would wait for nine values in turn.
     static __device__ int range_of(const RowmmParts &p, int unit) {
-        int low = 0, high = p.ranges - 1;
-        while (low < high) {
-            const int middle = (low + high + 1) / 2;
-            if (p.first[middle] <= unit) {
-                low = middle;
-            } else {
-                high = middle - 1;
-            }
+        const float rate = __fdividef(float(p.ranges), float(p.first[p.ranges]));
+        const int guess = min(int(float(unit) * rate), p.ranges - 1);
+        int r = min(max(guess + int(float(unit - p.first[guess]) * rate), 0), p.ranges - 1);
+        while (p.first[r] > unit) {
+            r--;
         }
-        return low;
+        while (p.first[r + 1] <= unit) {
+            r++;
+        }
+        return r;
     }
-    // Reads parts r .. r + N - 1.
+    // Reads parts r .. r + N - 1, as far as there are any.
     template <int N> __device__ void fetch(float4 (&x)[N][V], int r) const {
+        const float4 *from = first + r * step;
 #pragma unroll
-        for (int j = 0; j < N; j++) {
-            const float4 *from = first + min(r + j, count - 1) * step;
+        for (int j = 0; j < N; j++, from += step) {
 #pragma unroll
             for (int i = 0; i < V; i++) {
-                x[j][i] = __ldcg(from + i);
+                x[j][i] = r + j < count ? __ldcg(from + i) : float4{};
             }
         }
     }

@@ -27,6 +27,7 @@ void check_deltanet_rows(); // of check_deltanet, what needs no products, no ten
 void check_attention(bool all);
 void check_attention_f32(); // of check_attention, what needs no tensor cores
 void time_kernels();
+void check_pack(bool all);
 void check_rowmm(bool all);
 void check_rowmm_ranges(); // of check_rowmm, what a few multiprocessors cut anywhere
 void check_gemm_kernels(bool all);

@@ -53,6 +53,7 @@ const KernelPart PARTS[] = {
     {"choose", check_choose, [](bool) { time_choose(); }},
     {"moe", check_moe, [](bool) { time_moe(); }},
     {"capture", [](bool) { check_abandon(); }, nullptr},
+    {"pack", check_pack, nullptr},
 };
 
 int usage() {

@@ -81,3 +81,10 @@ def test_gated_delta_rule_of_steps(tmp_path: Path) -> None:
     program = build(tmp_path, kernels, ["deltanet_check.cu"], "check_deltanet_rows()")
     run = subprocess.run([program], capture_output=True, text=True, timeout=240, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_packing_of_parts(tmp_path: Path) -> None:
+    kernels = ["rowmm.cu", "rowmm_pack.cu", "rowmm_permute.cu", "deltanet_conv.cu"]
+    program = build(tmp_path, kernels, ["pack_check.cu"], "check_pack(false)")
+    run = subprocess.run([program], capture_output=True, text=True, timeout=240, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr

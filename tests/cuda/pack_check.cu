@@ -1,0 +1,244 @@
+// Checks what rowmm_pack makes of parts, and each byte that it packs, against a host that adds and rounds by the layout's
+// words (rowmm_layout.h), and what the conv makes of them. The parts are made here, so no product is needed.
+#include "harness.h"
+#include "rowmm_plan.h"
+
+#include <cuda_fp16.h>
+
+namespace {
+
+// Holds parts of a launch's results: random numbers where a range has a part of a tile, NaN elsewhere.
+struct Parts {
+    RowmmArgs args = {};
+    RowmmParts layout = {};
+    Floats values;
+    std::vector<Floats> sums; // of each weight, [T][N]
+    Device<float> device{0};
+
+    Parts(int T, int64_t K, const std::vector<std::pair<int, int64_t>> &weights) {
+        args.T = T;
+        args.K = K;
+        for (const auto &[type, N] : weights) {
+            args.weights[args.n_weights++] = {type, N, nullptr, nullptr, N, nullptr, 0};
+        }
+        values.assign(size_t(rowmm_parts_bytes(args)) / sizeof(float), NAN);
+        cudaFree(device.p);
+        must(cudaMalloc(reinterpret_cast<void **>(&device.p), values.size() * sizeof(float)));
+        device.n = values.size();
+        args.parts = device.p;
+        must(rowmm_parts_of(args, layout));
+        for (int i = 0; i < args.n_weights; i++) {
+            fill(i);
+        }
+        device.set(values);
+    }
+    void fill(int weight) {
+        const int64_t N = args.weights[weight].N;
+        const auto &w = layout.weights[weight];
+        Floats sum(size_t(args.T) * N);
+        for (int tile = 0; tile * TILE < N; tile++) {
+            const int begin = w.first_unit + tile * w.units_k, end = begin + w.units_k;
+            for (int r = 0; r < layout.ranges; r++) {
+                if (layout.first[r] >= end || layout.first[r + 1] <= begin) {
+                    continue;
+                }
+                for (int t = 0; t < args.T; t++) {
+                    const int64_t row =
+                        t / layout.set * layout.set_size +
+                        (int64_t(r + w.first_tile + tile) * layout.rows + t % layout.set) * TILE;
+                    for (int64_t n = tile * TILE; n < std::min<int64_t>(N, (tile + 1) * TILE); n++) {
+                        // a column's numbers have their own size, so that lanes differ
+                        const float x = normals(1)[0] * (n % 37 == 0 ? 64.0f : 1.0f);
+                        values[size_t(row + n % TILE)] = x;
+                        sum[size_t(t * N + n)] += x;
+                    }
+                }
+            }
+        }
+        sums.push_back(sum);
+    }
+};
+
+float of_bits(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof(x));
+    return x;
+}
+float half_at(const uint8_t *p) {
+    __half_raw raw;
+    memcpy(&raw.x, p, sizeof(raw.x));
+    return __half2float(__half(raw));
+}
+
+// Compares one row of one chunk, whose values are v, with what was packed.
+bool same_chunk(const uint8_t *chunk, const RowsLayout &layout, int column, const float (&v)[CHUNK]) {
+    const int C = layout.columns;
+    float most = 0;
+    for (float x : v) {
+        most = std::max(most, std::fabs(x));
+    }
+    uint32_t bits;
+    memcpy(&bits, &most, sizeof(bits));
+    const uint32_t exponent = std::max(bits >> 23, 10u);
+    const float up = of_bits((263 - exponent) << 23), down = of_bits((exponent - 9) << 23);
+    double sums[8] = {};
+    for (int k = 0; k < CHUNK; k++) {
+        const int t = k / 64, j = k / 8 % 8, i = k % 8;
+        const size_t at = layout.wide ? size_t(((j * 4 + i / 2) * C + column) * 4 + t) * 4 + size_t(i % 2) * 2
+                                      : size_t((j * C + column) * 4 + t) * 16 + size_t(i) * 2;
+        const float expected = __half2float(__float2half_rn(v[k] * up));
+        if (half_at(chunk + at) != expected) {
+            return false;
+        }
+        sums[k / 32] += expected;
+    }
+    const uint8_t *tail = chunk + chunk_sums(C);
+    for (int i = 0; i < 8; i++) { // hi of two, then lo of two
+        const uint8_t *pair = tail + (column * 4 + i / 2) * 8 + i % 2 * 2;
+        if (!(std::fabs(half_at(pair) + half_at(pair + 4) - sums[i]) < 0.05)) {
+            return false;
+        }
+    }
+    float scale;
+    memcpy(&scale, tail + 32 * C + column * 4, sizeof(scale));
+    return scale == down;
+}
+
+// Compares all that was packed with the values [T][K].
+bool same_rows(const std::vector<uint8_t> &packed, const Floats &values, int T, int64_t K) {
+    const RowsLayout layout(T, rowmm_has_wgmma());
+    bool same = true;
+    for (int t = 0; t < T; t++) {
+        for (int64_t c = 0; c < chunks_of(K); c++) {
+            float v[CHUNK] = {};
+            std::copy_n(&values[size_t(t * K + c * CHUNK)], std::min<int64_t>(CHUNK, K - c * CHUNK), v);
+            const int64_t at = (t / layout.set * chunks_of(K) + c) * chunk_bytes(layout.columns);
+            same = same && same_chunk(&packed[size_t(at)], layout, t % layout.set, v);
+        }
+    }
+    return same;
+}
+
+std::string name_of(const char *what, int T, int64_t K, int64_t N) {
+    return std::string("pack of parts, ") + what + " " + std::to_string(K) + " -> " + std::to_string(N) +
+           ", " + std::to_string(T) + " rows";
+}
+
+RowmmPackArgs pack_args(int T, int64_t K, const Parts &parts, const Device<uint8_t> &out,
+                        const Device<float> &copy) {
+    RowmmPackArgs a = {};
+    a.T = T;
+    a.K = K;
+    a.x_row = K + 8;
+    a.out = out.p;
+    a.parts = &parts.args;
+    a.copy = copy.p;
+    a.overlap = 1;
+    return a;
+}
+
+void check_norm(int T, int64_t K, int64_t N) {
+    const Parts parts(T, K, {{12, N}});
+    const Floats x = normals(size_t(T) * (N + 8)), w = normals(size_t(N));
+    Device<float> dx(x), dw(w), copy(size_t(T) * N);
+    Device<uint8_t> out(size_t(rowmm_x_bytes(T, N)));
+    RowmmPackArgs a = pack_args(T, N, parts, out, copy);
+    a.x = dx.p;
+    a.input = ROWMM_RMS;
+    a.w = dw.p;
+    must(cuda::rowmm_pack(a, stream));
+    must(cudaStreamSynchronize(stream));
+    Floats sum = parts.sums[0];
+    for (size_t i = 0; i < sum.size(); i++) {
+        sum[i] += x[i / N * (N + 8) + i % N];
+    }
+    expect(same_bits(copy.get(), sum), name_of("residual and sum", T, K, N));
+    const std::vector<uint8_t> packed = out.get();
+    const float *squares = reinterpret_cast<const float *>(&packed[size_t(squares_offset(T, N))]);
+    bool near = true;
+    for (int t = 0; t < T; t++) {
+        for (int64_t c = 0; c < chunks_of(N); c++) {
+            double expected = 0;
+            for (int64_t n = c * CHUNK; n < std::min<int64_t>(N, (c + 1) * CHUNK); n++) {
+                expected += double(sum[size_t(t * N + n)]) * sum[size_t(t * N + n)];
+            }
+            near = near && std::fabs(squares[t * chunks_of(N) + c] - expected) <= 1e-5 * expected;
+        }
+    }
+    expect(near, name_of("squares", T, K, N));
+    for (size_t i = 0; i < sum.size(); i++) {
+        sum[i] *= w[i % N];
+    }
+    expect(same_rows(packed, sum, T, N), name_of("norm", T, K, N));
+}
+
+void check_swiglu(int T, int64_t K, int64_t N) {
+    const Parts parts(T, K, {{12, N}, {14, N}});
+    Device<float> copy(size_t(T) * N);
+    Device<uint8_t> out(size_t(rowmm_x_bytes(T, N)));
+    RowmmPackArgs a = pack_args(T, N, parts, out, copy);
+    a.input = ROWMM_SWIGLU;
+    must(cuda::rowmm_pack(a, stream));
+    must(cudaStreamSynchronize(stream));
+    const Floats got = copy.get();
+    double worst = 0;
+    for (size_t i = 0; i < got.size(); i++) {
+        const double x = parts.sums[0][i], expected = x / (1 + std::exp(-x)) * parts.sums[1][i];
+        const double error = std::fabs(got[i] - expected) / (std::fabs(expected) + 1e-3);
+        worst = std::isfinite(error) ? std::max(worst, error) : INFINITY;
+    }
+    expect(worst < 1e-5, name_of("gated values", T, K, N));
+    expect(same_rows(out.get(), got, T, N), name_of("gate", T, K, N));
+}
+
+// The conv over parts does what it does over their sums, and leaves the other weights' sums.
+void check_conv(int T, int n_seqs) {
+    const Shape s = {2, 3, 128};
+    const int64_t K = 1024, others[3] = {int64_t(s.Hv) * s.S, 48, 4};
+    const Parts parts(T, K, {{13, s.C()}, {12, others[0]}, {8, others[1]}, {0, others[2]}});
+    const Weights w = random_weights(s);
+    Layer layer(s, T, w, normals(size_t(n_seqs) * 3 * s.C()), normals(size_t(n_seqs) * s.Hv * s.S * s.S));
+    std::vector<Part> rows;
+    for (int i = 0, left = T; i < n_seqs; i++) {
+        const int n = i + 1 < n_seqs ? left / 2 : left;
+        left -= n;
+        rows.push_back({i, {n, {}, {}, {}}, random_tree(n, 16, true)});
+    }
+    const Snapshot before = layer.snapshot();
+    layer.set_ctl(rows);
+    Device<float> x(parts.sums[0]), expected(x.n), got(x.n);
+    layer.enqueue_conv(DELTA_VERIFY, T, x, expected);
+    must(cudaStreamSynchronize(stream));
+    const Snapshot after = layer.snapshot();
+    layer.restore(before);
+    layer.set_ctl(rows);
+    Device<float> z(size_t(T) * others[0]), beta(size_t(T) * others[1]), alpha(size_t(T) * others[2]);
+    const ConvPartsArgs conv = {{layer.delta_shape(T, DELTA_VERIFY), nullptr, layer.w.p, layer.window.p,
+                                 layer.log.p, layer.ctl.p, got.p},
+                                &parts.args,
+                                {z.p, beta.p, alpha.p}};
+    must(cuda::conv_parts(conv, stream));
+    must(cudaStreamSynchronize(stream));
+    const Snapshot now = layer.snapshot();
+    const std::string name = "conv of made parts, " + std::to_string(T) + " rows";
+    expect(same_bits(got.get(), expected.get()), name);
+    expect(same_bits(z.get(), parts.sums[1]) && same_bits(beta.get(), parts.sums[2]) &&
+               same_bits(alpha.get(), parts.sums[3]),
+           name + ", the others");
+    expect(same_bits(now.window, after.window) && same_bits(now.log, after.log), name + ": window, log");
+}
+
+} // namespace
+
+void check_pack(bool all) {
+    for (int T : all ? Ints{1, 2, 15, 16, 17, 31, 32, 33, 48, 63, 64} : Ints{1, 16, 17, 40, 64}) {
+        check_conv(T, T < 3 ? 1 : 2);
+    }
+    // Of the first a tile has all ranges of a small device, of the last a few.
+    for (const auto &[K, N] : {std::pair<int64_t, int64_t>{17408, 128}, {1536, 1288}, {17408, 520}}) {
+        for (int T : all ? Ints{1, 2, 9, 16, 17, 32, 33, 64} : Ints{1, 9, 17, 40}) {
+            check_norm(T, K, N);
+            check_swiglu(T, K, N);
+        }
+    }
+}
