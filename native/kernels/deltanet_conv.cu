@@ -181,23 +181,42 @@ template <int S> struct Rows {
 };
 
 // The results n .. n + 127 of T rows of a weight that has N, by all warps of a block: to `out`, out_row from row to row.
+// A warp has the parts of ROWS rows on their way at once, AHEAD of each.
 constexpr int SUM_TILE = 128;
+template <int ROWS, int AHEAD>
+__device__ void sum_rows(const RowmmParts &parts, int weight, int64_t n, int64_t N, int T, float *out,
+                         int64_t out_row) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n_warps = blockDim.x / WARP;
+    const bool present = n + lane * 4 < N;
+    const LaneParts<1> first(parts, weight, warp, present ? n + lane * 4 : 0);
+    wait_for_previous();
+    for (int t = warp; t < T; t += ROWS * n_warps) {
+        float4 x[ROWS][AHEAD][1];
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) {
+            if (i == 0 || t + i * n_warps < T) {
+                first.of_row(parts, warp, t + i * n_warps).fetch(x[i], 0);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) {
+            if (i == 0 || t + i * n_warps < T) {
+                float v[4] = {};
+                first.of_row(parts, warp, t + i * n_warps).add(x[i], v);
+                if (present) {
+                    *reinterpret_cast<float4 *>(out + (t + i * n_warps) * out_row + lane * 4) = {v[0], v[1],
+                                                                                                 v[2], v[3]};
+                }
+            }
+        }
+    }
+}
 __device__ void sum_parts(const RowmmParts &parts, int weight, int64_t n, int64_t N, int T, float *out,
                           int64_t out_row) {
-    const int lane = threadIdx.x % WARP, n_warps = blockDim.x / WARP;
-    const bool present = n + lane * 4 < N;
-    for (int t = threadIdx.x / WARP; t < T; t += n_warps) {
-        const LaneParts<1> of(parts, weight, t, present ? n + lane * 4 : 0);
-        if (t < n_warps) {
-            wait_for_previous();
-        }
-        float4 x[8][1];
-        float v[4] = {};
-        of.fetch(x, 0);
-        of.add(x, v);
-        if (present) {
-            *reinterpret_cast<float4 *>(out + t * out_row + lane * 4) = {v[0], v[1], v[2], v[3]};
-        }
+    if (T <= blockDim.x / WARP) {
+        sum_rows<1, 8>(parts, weight, n, N, T, out, out_row);
+    } else {
+        sum_rows<2, 4>(parts, weight, n, N, T, out, out_row);
     }
 }
 
