@@ -1,5 +1,5 @@
 // Plans what a step's attention has to do, and which block does it. Each block reads the control block and
-// makes the same plan in shared memory. The plan has units of work by kind, costly kinds first. Each kind is
+// makes the same plan in shared memory. The plan has units of work by kind. Each kind is
 // shared out among the blocks so that the work of all kinds up to it is even. Who does a unit does not change
 // what it computes.
 //
@@ -23,14 +23,19 @@ constexpr int WARP = 32;
 constexpr int TILE_KEYS = 64; // work is measured in tiles, and windows are cut to multiples of them
 constexpr int MAX_SEGMENTS = 2 * MAX_ROWS;
 constexpr int MAX_WORKERS = 256;
-// The kinds are committed chunks of the regions from the last to the second, paths, and committed chunks of
-// the first region.
-constexpr int UNIT_KINDS = CHUNK_REGIONS + 1, PATHS = CHUNK_REGIONS - 1;
-// What a unit of chunks or of paths costs beside its tiles, in tiles.
-constexpr int UNIT_COST = 1, PATH_COST = 3;
+// The kinds are committed chunks of the regions from the last to the first, then paths. A block does its units in this
+// order, so that what the step itself writes is read last. Paths are shared out first, since they may be as long as the
+// longest chunks: so the small units even out what the large ones leave uneven.
+constexpr int UNIT_KINDS = CHUNK_REGIONS + 1, PATHS = CHUNK_REGIONS;
+// Costs are in quarters of a tile. A unit leaves partial results beside its tiles, whose time shows where there are many
+// rows. The cells of a path are looked up.
+constexpr int TILE_COST = 4, PATH_COST = 2 * TILE_COST;
+__device__ inline int unit_cost(int rows) {
+    return min(1 + rows / 8, TILE_COST);
+}
 
 __device__ constexpr int region_of_kind(int kind) {
-    return kind > PATHS ? 0 : CHUNK_REGIONS - 1 - kind;
+    return CHUNK_REGIONS - 1 - kind;
 }
 
 struct AttentionParams : AttentionArgs {
@@ -101,7 +106,7 @@ struct Plan {
     __device__ Segment find(const AttentionParams &a, int i) const;
     __device__ int longest(const AttentionParams &a, const Segment &s) const;
     __device__ void count(const AttentionParams &a, int most_rows);
-    __device__ void share_out();
+    __device__ void share_out(int rows);
     __device__ void make(const AttentionParams &a, int most_pairs);
 };
 
@@ -209,7 +214,7 @@ __device__ void Plan::count(const AttentionParams &a, int most_rows) {
 // closest to their share of it from below, and none where a larger unit is more than that. Thread j is worker
 // j. Where there are no more units than workers, the first ones have one each, since these blocks come up
 // first.
-__device__ void Plan::share_out() {
+__device__ void Plan::share_out(int rows) {
     const int j = threadIdx.x, lane = j % WARP, warp = j / WARP, workers = int(gridDim.x),
               me = int(blockIdx.x);
     int32_t total = 0;
@@ -228,7 +233,8 @@ __device__ void Plan::share_out() {
         return;
     }
     uint64_t all = 0, mine = 0; // work of all workers, and of workers 0 .. j
-    for (int k = 0; k < UNIT_KINDS; k++) {
+    for (int i = 0; i < UNIT_KINDS; i++) {
+        const int k = (PATHS + i) % UNIT_KINDS;
         const int32_t units = ends[k][MAX_ROWS - 1];
         if (j == 0) {
             first[k] = last[k] = 0;
@@ -237,8 +243,9 @@ __device__ void Plan::share_out() {
             continue;
         }
         const int region = region_of_kind(k);
-        const uint32_t cost = k == PATHS ? max(path_tiles[2], path_tiles[3]) + PATH_COST
-                                         : (1 << chunk_region(region).shift) / TILE_KEYS + UNIT_COST;
+        const int tiles =
+            k == PATHS ? max(path_tiles[2], path_tiles[3]) : (1 << chunk_region(region).shift) / TILE_KEYS;
+        const uint32_t cost = uint32_t(tiles * TILE_COST + unit_cost(rows) + (k == PATHS ? PATH_COST : 0));
         all += uint64_t(units) * cost;
         int32_t n = units;
         if (j < workers - 1) {
@@ -285,7 +292,7 @@ __device__ void Plan::make(const AttentionParams &a, int most_pairs) {
         ends[u / WARP][WARP + u % WARP] += ends[u / WARP][WARP - 1];
     }
     __syncthreads();
-    share_out();
+    share_out(a.T);
     __syncthreads();
 }
 

@@ -88,3 +88,9 @@ def test_packing_of_parts(tmp_path: Path) -> None:
     program = build(tmp_path, kernels, ["pack_check.cu"], "check_pack(false)")
     run = subprocess.run([program], capture_output=True, text=True, timeout=240, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_attention_is_shared_out_evenly(tmp_path: Path) -> None:
+    program = build(tmp_path, [], ["attention_plan_check.cu"], "check_attention_plan(false)")
+    run = subprocess.run([program], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr

@@ -1,0 +1,124 @@
+// Checks how attention's work is shared out (native/kernels/attention_plan.cuh): every tile of every group is some
+// block's once, and no block has much more than its share.
+#include "attention_plan.cuh"
+#include "harness.h"
+
+namespace luce {
+namespace {
+
+constexpr int PAIRS = 96, BLOCKS = 132, THREADS = 256; // those of an H200
+
+// Has what blocks have found: tiles by block, and for each unit of {group, chunk, first row} how many have it.
+struct Found {
+    int32_t *tiles; // [BLOCKS]
+    int32_t *units; // [MAX_ROWS][groups][chunks]
+};
+
+__global__ void plan_kernel(AttentionParams a, Found found) {
+    __shared__ Plan plan;
+    plan.make(a, PAIRS);
+    if (threadIdx.x == 0) {
+        int32_t tiles = 0;
+        for (Cursor unit(a, plan); unit.valid(); unit.next()) {
+            tiles += (unit.end - unit.begin + TILE_KEYS - 1) / TILE_KEYS;
+            atomicAdd(&found.units[(unit.row * a.groups + unit.head) * a.chunks + unit.chunk], int32_t(unit.n_rows));
+        }
+        found.tiles[blockIdx.x] = tiles;
+    }
+}
+
+struct Load {
+    double mean;
+    int32_t most;
+};
+
+// Plans sequences of `past` committed positions each, with a chain of `rows` rows behind them.
+Load load_of(const Ints &past, int rows) {
+    AttentionParams a{};
+    StepCtl host = blank_ctl();
+    a.T = rows * int(past.size());
+    a.H = 24;
+    a.pool.Hkv = a.groups = 4;
+    a.groups_of_head = 1;
+    a.G = 6;
+    a.per_G = (65536 + a.G - 1) / a.G;
+    int longest = 0;
+    host.n_seqs = int(past.size());
+    host.n_rows = a.T;
+    for (size_t i = 0; i < past.size(); i++) {
+        SeqCtl &seq = host.seqs[i];
+        seq.row0 = int(i) * rows;
+        seq.n_rows = rows;
+        seq.n_past = past[i];
+        longest = std::max(longest, past[i] + rows);
+        for (int r = 0; r < rows; r++) {
+            RowCtl &row = host.rows[seq.row0 + r];
+            row.seq = int(i);
+            row.parent = r == 0 ? -1 : seq.row0 + r - 1;
+            row.position = past[i] + r;
+        }
+    }
+    a.chunks = chunk_at(longest) + 1;
+    Device<StepCtl> ctl(1);
+    ctl.set({host});
+    a.ctl = ctl.p;
+    Device<int32_t> tiles(BLOCKS), units(size_t(MAX_ROWS) * a.groups * a.chunks);
+    units.set(Ints(units.n, 0));
+    plan_kernel<<<BLOCKS, THREADS, 0, stream>>>(a, Found{tiles.p, units.p});
+    must(cudaStreamSynchronize(stream));
+    const Ints found = tiles.get(), rows_of_units = units.get();
+    const std::string what = std::to_string(past.size()) + " sequences of " + std::to_string(past[0]) + " .., " +
+                             std::to_string(rows) + " rows";
+    Ints of_chunk(size_t(a.groups) * a.chunks); // rows of all units of a chunk
+    for (size_t i = 0; i < rows_of_units.size(); i++) {
+        of_chunk[i % of_chunk.size()] += rows_of_units[i];
+    }
+    bool once = true;
+    for (int c = 0; c < a.chunks; c++) {
+        int expected = 0;
+        for (const int n : past) {
+            for (int r = 0; r < rows; r++) {
+                expected += c <= chunk_at(n + r);
+            }
+        }
+        for (int g = 0; g < a.groups; g++) { // a path's rows share its chunks, and an early one sees no later chunk
+            once = once && of_chunk[size_t(g) * a.chunks + c] >= expected &&
+                   (of_chunk[size_t(g) * a.chunks + c] == expected || rows > 1);
+        }
+    }
+    expect(once, "attention's plan: each chunk of each group is done once for " + what);
+    Load load{0, 0};
+    for (const int32_t n : found) {
+        load.mean += double(n) / BLOCKS;
+        load.most = std::max(load.most, n);
+    }
+    return load;
+}
+
+} // namespace
+} // namespace luce
+
+// A block's load is even to about its smallest unit, which has two tiles, whatever is left behind the last whole chunk.
+void check_attention_plan(bool all) {
+    double worst = 0;
+    int at = 0;
+    for (int n = 0; n <= 262000; n += 1 + pick(all ? 2000 : 16000)) {
+        const luce::Load load = luce::load_of({n}, 1);
+        if (n >= 12000 && load.most - load.mean > worst) { // fewer tiles than that leave nothing to even out with
+            worst = load.most - load.mean;
+            at = n;
+        }
+    }
+    for (const int n : {100000, 102400, 131000, 241599}) {
+        const luce::Load load = luce::load_of({n}, 1);
+        expect(load.most <= load.mean + 2.5, "attention's plan: " + std::to_string(load.most) + " tiles of a block, " +
+                                                 std::to_string(load.mean) + " on average, at " + std::to_string(n));
+    }
+    expect(worst <= 2.5, "attention's plan: a block has " + std::to_string(worst) + " tiles too many at " +
+                             std::to_string(at));
+    for (const int rows : {2, 8, 16}) {
+        const luce::Load load = luce::load_of({100000, 3000, 40000, 777}, rows);
+        expect(load.most <= load.mean * 1.15, "attention's plan: " + std::to_string(load.most) + " tiles, " +
+                                                  std::to_string(load.mean) + " on average, of four sequences");
+    }
+}
