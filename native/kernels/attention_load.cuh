@@ -165,14 +165,15 @@ template <typename L> struct Loader {
         }
         return int64_t(page) * PAGE;
     }
-    // Runs the ring. Up to `wait_for_previous`, it reads only what no kernel writes.
+    // Runs the ring. It begins beside the kernels ahead, and waits for them at the first tile whose cells the step may
+    // write. (Where a slot has to become free first, the warps that compute have waited.)
     __device__ void run() {
         Cursor unit(a, plan);
+        bool waited = false;
         if (unit.valid()) {
             next_at = plan.pages[unit.seq()] + unit.begin / PAGE;
             next_page = a.pages[next_at];
         }
-        wait_for_previous();
         for (; unit.valid(); unit.next()) {
             const int seq = unit.seq();
             const int32_t past = plan.n_past[seq];
@@ -180,6 +181,10 @@ template <typename L> struct Loader {
             int64_t page = -1; // the page's first cell
             for (int32_t key = unit.begin; key < unit.end; key += KEYS) {
                 const bool whole = key >= unit.low && key + KEYS <= min(unit.end, past);
+                if (!waited && (!whole || key + KEYS > plan.settled[seq])) {
+                    waited = true;
+                    wait_for_previous();
+                }
                 if (!whole) {
                     find_cells(unit, key);
                 } else if (page < 0 || key % PAGE == 0) {

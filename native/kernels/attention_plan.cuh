@@ -88,6 +88,7 @@ struct Plan {
     int8_t parent[MAX_ROWS], seq[MAX_ROWS];
     uint8_t path[MAX_ROWS]; // the first row of the row's path
     int32_t n_past[MAX_ROWS], pages[MAX_ROWS]; // those of a sequence
+    int32_t settled[MAX_ROWS]; // the sequence's cells below this position are not written in this step
     uint8_t row0[MAX_ROWS], n_rows[MAX_ROWS];
 
     __device__ int64_t cell(const int32_t *table, int seq_index, int32_t at) const {
@@ -124,6 +125,7 @@ __device__ void Plan::read(const AttentionParams &a) {
     parent[i] = int8_t(used ? row.parent : -1);
     position[i] = used ? row.position : -1;
     n_past[i] = past;
+    settled[i] = past - max(s.n_move, max(s.n_move_head, s.n_move_drafter));
     pages[i] = table;
     row0[i] = uint8_t(i < n_seqs ? first : 0);
     n_rows[i] = uint8_t(i < n_seqs ? rows : 0);

@@ -21,7 +21,8 @@ __global__ void plan_kernel(AttentionParams a, Found found) {
         int32_t tiles = 0;
         for (Cursor unit(a, plan); unit.valid(); unit.next()) {
             tiles += (unit.end - unit.begin + TILE_KEYS - 1) / TILE_KEYS;
-            atomicAdd(&found.units[(unit.row * a.groups + unit.head) * a.chunks + unit.chunk], int32_t(unit.n_rows));
+            atomicAdd(&found.units[(unit.row * a.groups + unit.head) * a.chunks + unit.chunk],
+                      int32_t(unit.n_rows));
         }
         found.tiles[blockIdx.x] = tiles;
     }
@@ -67,8 +68,8 @@ Load load_of(const Ints &past, int rows) {
     plan_kernel<<<BLOCKS, THREADS, 0, stream>>>(a, Found{tiles.p, units.p});
     must(cudaStreamSynchronize(stream));
     const Ints found = tiles.get(), rows_of_units = units.get();
-    const std::string what = std::to_string(past.size()) + " sequences of " + std::to_string(past[0]) + " .., " +
-                             std::to_string(rows) + " rows";
+    const std::string what = std::to_string(past.size()) + " sequences of " + std::to_string(past[0]) +
+                             " .., " + std::to_string(rows) + " rows";
     Ints of_chunk(size_t(a.groups) * a.chunks); // rows of all units of a chunk
     for (size_t i = 0; i < rows_of_units.size(); i++) {
         of_chunk[i % of_chunk.size()] += rows_of_units[i];
@@ -81,7 +82,8 @@ Load load_of(const Ints &past, int rows) {
                 expected += c <= chunk_at(n + r);
             }
         }
-        for (int g = 0; g < a.groups; g++) { // a path's rows share its chunks, and an early one sees no later chunk
+        for (int g = 0; g < a.groups;
+             g++) { // a path's rows share its chunks, and an early one sees no later chunk
             once = once && of_chunk[size_t(g) * a.chunks + c] >= expected &&
                    (of_chunk[size_t(g) * a.chunks + c] == expected || rows > 1);
         }
@@ -104,21 +106,24 @@ void check_attention_plan(bool all) {
     int at = 0;
     for (int n = 0; n <= 262000; n += 1 + pick(all ? 2000 : 16000)) {
         const luce::Load load = luce::load_of({n}, 1);
-        if (n >= 12000 && load.most - load.mean > worst) { // fewer tiles than that leave nothing to even out with
+        if (n >= 12000 &&
+            load.most - load.mean > worst) { // fewer tiles than that leave nothing to even out with
             worst = load.most - load.mean;
             at = n;
         }
     }
     for (const int n : {100000, 102400, 131000, 241599}) {
         const luce::Load load = luce::load_of({n}, 1);
-        expect(load.most <= load.mean + 2.5, "attention's plan: " + std::to_string(load.most) + " tiles of a block, " +
-                                                 std::to_string(load.mean) + " on average, at " + std::to_string(n));
+        expect(load.most <= load.mean + 2.5, "attention's plan: " + std::to_string(load.most) +
+                                                 " tiles of a block, " + std::to_string(load.mean) +
+                                                 " on average, at " + std::to_string(n));
     }
     expect(worst <= 2.5, "attention's plan: a block has " + std::to_string(worst) + " tiles too many at " +
                              std::to_string(at));
     for (const int rows : {2, 8, 16}) {
         const luce::Load load = luce::load_of({100000, 3000, 40000, 777}, rows);
         expect(load.most <= load.mean * 1.15, "attention's plan: " + std::to_string(load.most) + " tiles, " +
-                                                  std::to_string(load.mean) + " on average, of four sequences");
+                                                  std::to_string(load.mean) +
+                                                  " on average, of four sequences");
     }
 }
