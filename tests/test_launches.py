@@ -22,7 +22,7 @@ MOVED = {"GET_ROWS", "SET_ROWS", "CONCAT"}
 FFN = Counter({"rowmm_parts": 2, "rowmm_parts_swiglu": 1, "rowmm_parts_rms": 1})
 OUT = FFN + Counter({"rowmm_parts": 1, "rowmm_parts_rms": 1})
 DELTANET = OUT + Counter({"rowmm_parts": 1, "deltanet_conv_parts": 1, "deltanet": 1, "rowmm_pack_gated": 1})
-ATTENTION = OUT + Counter({"rowmm": 1, "norm_rope": 1, "kv_store": 1, "attention": 1, "rowmm_pack": 1})
+ATTENTION = OUT + Counter({"rowmm": 1, "norm_rope": 1, "kv_store": 1, "attention_packed": 1})
 
 Steps = dict[str, tuple[Counter[str], Counter[str]]]  # A step ("verify of 1") has luce's ops and ggml's.
 

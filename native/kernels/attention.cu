@@ -1,7 +1,7 @@
 // Computes attention of a step's rows over paged KV, in two kernels. In the first, one block a multiprocessor
-// leaves each chunk's partial results in scratch. In the second, a block for each row and head adds them up
-// in the order of chunks. The grid depends on the step's width and the device. Each block reads from the
-// control block how much there is to do (attention_plan.cuh).
+// leaves each chunk's partial results in scratch. The second one adds them up (attention_combine.cu). The
+// grid depends on the step's width and the device. Each block reads from the control block how much there is
+// to do (attention_plan.cuh).
 #include "attention_f32.cuh"
 #include "attention_mma.cuh"
 #include "attention_wgmma.cuh"
@@ -49,7 +49,7 @@ template <int D, int TYPE>
 __global__ void __launch_bounds__(TYPE == KV_F32 ? F32_THREADS : MMA_THREADS, 1)
     attention_kernel(const __grid_constant__ AttentionParams a) {
     extern __shared__ __align__(1024) uint8_t shared[];
-    let_next_start(); // combine_kernel may come up as this one's blocks end
+    let_next_start(); // the kernel that adds up may come up as this one's blocks end
     if constexpr (TYPE == KV_F32) {
         f32_attention<D>(a, shared);
     } else {
@@ -85,109 +85,6 @@ cudaError_t launch_type(AttentionParams &a, int blocks, int capability, cudaStre
     }
 }
 
-// ---- their sum ----
-
-// A block has 256 threads, of four columns each. For few chunks it has all columns in a few groups. For many
-// chunks it has 64 columns in 16 groups, and other blocks have the other columns. A row's position decides
-// how many chunks it has.
-constexpr int COMBINE_THREADS = 256, MANY_COLUMNS = 64, FEW_CHUNKS = 8;
-constexpr int BATCH = 8; // as many chunks are read at once
-
-__device__ float4 scale_add(float4 x, float w, float4 sum) {
-    return {fmaf(x.x, w, sum.x), fmaf(x.y, w, sum.y), fmaf(x.z, w, sum.z), fmaf(x.w, w, sum.w)};
-}
-
-// Sums chunks first .. last of a row and head, of COLUMNS columns from `column0`. Group i % PARTS of the
-// threads adds chunk i, and then the groups' sums are added in order. They are in units of the largest
-// maximum so far.
-template <int D, int COLUMNS>
-__device__ void combine(const AttentionParams &a, int64_t row, int64_t head, int column0, int first,
-                        int last) {
-    constexpr int EACH = COLUMNS / 4, PARTS = COMBINE_THREADS / EACH;
-    __shared__ float4 sums_of_parts[PARTS][EACH];
-    __shared__ float2 weights_of_parts[PARTS];
-    const int thread = threadIdx.x % EACH, part = threadIdx.x / EACH, column = column0 + thread * 4;
-    const int64_t pair = row * a.H + head;
-    const float2 *sums = a.sums + pair * a.chunks;
-    const float4 *partial = reinterpret_cast<const float4 *>(a.partial + pair * a.chunks * D + column);
-    float4 gate = {1, 1, 1, 1}, sum = {};
-    if (a.gate != nullptr && part == 0) {
-        const float *g = a.gate + row * a.gate_row + head * a.gate_head + column;
-        gate = {g[0], g[1], g[2], g[3]};
-    }
-    float most = -INFINITY, weight = 0;
-    for (int c0 = first + (part + PARTS - first % PARTS) % PARTS; c0 <= last; c0 += BATCH * PARTS) {
-        float2 s[BATCH];
-        float4 x[BATCH];
-#pragma unroll
-        for (int i = 0; i < BATCH; i++) { // the reads are on their way together
-            const int c = c0 + i * PARTS;
-            s[i] = c <= last ? sums[c] : float2{-INFINITY, 0};
-            x[i] = c <= last ? partial[int64_t(c) * (D / 4)] : float4{};
-        }
-        float next = most;
-#pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            next = fmaxf(next, s[i].x);
-        }
-        const float origin = next == -INFINITY ? 0.0f : next, factor = exp2_fast(most - origin);
-        most = next;
-        weight *= factor;
-        sum = scale_add(sum, factor, {});
-#pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            const float w = exp2_fast(s[i].x - origin);
-            weight = fmaf(s[i].y, w, weight);
-            sum = scale_add(x[i], w, sum);
-        }
-    }
-    sums_of_parts[part][thread] = sum;
-    if (thread == 0) {
-        weights_of_parts[part] = {most, weight};
-    }
-    __syncthreads();
-    if (part != 0) {
-        return;
-    }
-    for (int p = 0; p < PARTS; p++) {
-        most = fmaxf(most, weights_of_parts[p].x);
-    }
-    sum = {};
-    weight = 0;
-#pragma unroll
-    for (int p = 0; p < PARTS; p++) {
-        const float w = exp2_fast(weights_of_parts[p].x - (most == -INFINITY ? 0.0f : most));
-        sum = scale_add(sums_of_parts[p][thread], w, sum);
-        weight = fmaf(weights_of_parts[p].y, w, weight);
-    }
-    const float scale = weight == 0 ? 0.0f : 1.0f / weight;
-    if (a.gate != nullptr) {
-        gate = {1 / (1 + expf(-gate.x)), 1 / (1 + expf(-gate.y)), 1 / (1 + expf(-gate.z)),
-                1 / (1 + expf(-gate.w))};
-    }
-    *reinterpret_cast<float4 *>(a.out + pair * D + column) = {sum.x * scale * gate.x, sum.y * scale * gate.y,
-                                                              sum.z * scale * gate.z, sum.w * scale * gate.w};
-}
-
-// The grid is heads, rows, parts of D.
-template <int D> __global__ void __launch_bounds__(COMBINE_THREADS) combine_kernel(AttentionParams a) {
-    let_next_start();
-    const int64_t row = blockIdx.y, head = blockIdx.x;
-    const RowCtl ctl = a.ctl->rows[row];
-    const int first = chunk_at(lowest_visible(ctl.position, a.first, a.window));
-    const int last = ctl.seq < 0 ? -1 : chunk_at(ctl.position);
-    wait_for_previous(); // all that attention_kernel wrote is in memory
-    if (last < first) { // the row sees nothing
-        if (threadIdx.x < MANY_COLUMNS) {
-            a.out[(row * a.H + head) * D + blockIdx.z * MANY_COLUMNS + threadIdx.x] = 0;
-        }
-    } else if (last - first >= FEW_CHUNKS) {
-        combine<D, MANY_COLUMNS>(a, row, head, blockIdx.z * MANY_COLUMNS, first, last);
-    } else if (blockIdx.z == 0) {
-        combine<D, D>(a, row, head, 0, first, last);
-    }
-}
-
 int32_t most_chunks(const AttentionArgs &args) {
     return chunk_at(args.max_pages * PAGE - 1) + 1;
 }
@@ -206,8 +103,7 @@ template <int D> int launch(AttentionParams &a, cudaStream_t stream) {
         error = launch_type<D>(a, blocks, capability, stream);
     }
     if (error == cudaSuccess) {
-        error = launch_kernel(combine_kernel<D>, dim3(a.H, a.T, D / MANY_COLUMNS), COMBINE_THREADS, 0, stream,
-                              true, a);
+        error = attention_combine(a, stream);
     }
     return int(error);
 }
@@ -228,7 +124,8 @@ int cuda::attention(const AttentionArgs &args, void *stream) {
         return 0;
     }
     if (args.T < 0 || args.T > MAX_ROWS || args.max_pages <= 0 || pool.Hkv <= 0 || args.H % pool.Hkv != 0 ||
-        !aligned(args.q, 16) || !aligned(args.out, 16) || !aligned(args.scratch, 16) ||
+        !aligned(args.q, 16) || !aligned(args.out, 16) || !aligned(args.packed, 16) ||
+        (args.out == nullptr) == (args.packed == nullptr) || !aligned(args.scratch, 16) ||
         !aligned(pool.k, 16) || !aligned(pool.v, 16)) {
         return int(cudaErrorInvalidValue);
     }

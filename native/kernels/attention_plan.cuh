@@ -12,7 +12,7 @@
 #pragma once
 
 #include "attention_chunks.h"
-#include "kernels.h"
+#include "attention_parts.h"
 
 #include <cuda_runtime.h>
 
@@ -38,15 +38,12 @@ __device__ constexpr int region_of_kind(int kind) {
     return CHUNK_REGIONS - 1 - kind;
 }
 
-struct AttentionParams : AttentionArgs {
+struct AttentionParams : AttentionParts {
     int32_t G; // query heads of a group: those of a KV head, or where these are many, a part of them
     int32_t groups, groups_of_head; // of all heads; of a KV head
     int32_t per_G; // 2^16 / G rounded up: pair * per_G >> 16 is pair / G
-    int32_t chunks; // the most that a sequence has
     // These turn scores into units of log2: score * score_scale, or tanh(score * score_scale) * score_cap.
     float score_scale, score_cap;
-    float *partial; // [T][H][chunks][D] sums of weight * v
-    float2 *sums; // [T][H][chunks] {maximum, sum of weights}, of scores in units of log2
 
     // Returns the row and the head of the step that a unit's pair stands for.
     __device__ int row_of(int first_row, int pair) const { return first_row + (pair * per_G >> 16); }

@@ -196,6 +196,9 @@ struct AttentionArgs {
     const StepCtl *ctl;
     const int32_t *pages;
     float *out; // [T][H][D]; rows with seq -1 get zeros
+    // Null, or [rowmm_x_bytes(T, H * D)], aligned to 16: on CUDA the results go here, packed as rowmm.h takes them, and
+    // `out` is null.
+    void *packed;
     float *scratch; // [attention_scratch(args)] partial results
 };
 // Returns the values of AttentionArgs.scratch for the largest context. It needs T, H, max_pages and pool.D

@@ -135,6 +135,16 @@ AttentionArgs attention_args(const ggml_tensor *dst) {
     return a;
 }
 
+#ifdef LUCE_USE_CUDA
+int attention_packed_op(const ggml_tensor *dst, void *stream) {
+    AttentionArgs a = attention_args(dst);
+    a.packed = a.out;
+    a.scratch = a.out + rowmm_op_bytes(a.T, int64_t(a.pool.D) * a.H) / int64_t(sizeof(float));
+    a.out = nullptr;
+    return cuda::attention(a, stream);
+}
+#endif
+
 KvGatherArgs kv_gather_args(const ggml_tensor *dst) {
     KvGatherArgs a{};
     a.pool = kv_pool(dst->src[0], dst->src[0], param(dst, 0));
@@ -340,6 +350,7 @@ const CustomOp OPS[] = {
     {"rowmm_add", "xP xS A,T mK,A > A", nullptr, rowmm_op},
     {"rowmm_parts", "xP mK,A mK,B? mK,C? mK,D? > A", nullptr, rowmm_parts_op},
     {"deltanet_conv_parts", "xP 4,C C,3,s* l,q* ctl > C", nullptr, conv_parts_op},
+    {"attention_packed", "Q,T G,T kw,c kw,c ctl ip > 1", nullptr, attention_packed_op},
     {"rowmm_parts_rms", "K,T K xP > K,T", nullptr, rowmm_parts_rms_op},
     {"rowmm_parts_swiglu", "xP > 1", nullptr, rowmm_parts_swiglu_op},
     {"gemm_pack", "K,T > 1", nullptr,

@@ -33,6 +33,7 @@
 // rowmm_parts     packed{bytes} 1 to 4 packed weights{K,N}                                 the same -> {parts}
 // deltanet_conv_parts  parts of qkv, z, beta, alpha; w window* log* ctl as deltanet_conv     its params
 //                     -> {C*T, then z{Hv*S,T}, beta{Hv,T}, alpha{Hv,T}}
+// attention_packed  as attention; its values packed as rowmm takes them                     its params -> {bytes, then scratch}
 // rowmm_parts_rms x{K,T} w{K} parts                                                        - -> {K*T: x + sum; packed}
 // rowmm_parts_swiglu  parts                                                                - -> i8{bytes}
 // gemm_pack       x{K,T}                                                                   - -> i8{bytes}, of a GPU

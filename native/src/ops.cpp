@@ -2,6 +2,7 @@
 
 #include "custom_op.h"
 #include "gemm_op.h"
+#include "rowmm_op.h"
 
 #include <cmath>
 #include <cstring>
@@ -112,17 +113,39 @@ static int64_t attention_room(const StepBuild &b, const AttentionShape &s, int64
     return 0;
 }
 
+// Adds an op of attention, whose node has `values` of the result, then room for partial ones.
+static ggml_tensor *attention_op(const StepBuild &b, const char *name, int64_t values, ggml_tensor *q,
+                                 ggml_tensor *gate, const AttentionShape &s, const KvLayer &kv, bool block) {
+    const int64_t D = s.head_dim, T = q->ne[2];
+    q = ggml_reshape_2d(b.ctx, q, D * s.n_head, T);
+    return add_op(b.ctx, name, GGML_TYPE_F32, values + attention_room(b, s, T, block), 1,
+                  {q, gate == nullptr ? q : gate, kv.cells.k, kv.cells.v, b.in.ctl, b.in.pages},
+                  {int32_t(D), kv.owner == KV_HEAD ? 1 : 0, int32_t(s.window), int32_t(b.cache.max_pages()),
+                   bits_of_real(1.0f / std::sqrt(float(D))), bits_of_real(s.softcap), gate != nullptr,
+                   block});
+}
+
 ggml_tensor *attend_pages(const StepBuild &b, ggml_tensor *q, ggml_tensor *gate, const AttentionShape &s,
                           const KvLayer &kv, bool block) {
-    const int64_t D = s.head_dim, H = s.n_head, T = q->ne[2];
-    q = ggml_reshape_2d(b.ctx, q, D * H, T);
-    ggml_tensor *o = // this has the result, then room for partial ones
-        add_op(b.ctx, block ? "block_attention" : "attention", GGML_TYPE_F32,
-               D * H * T + attention_room(b, s, T, block), 1,
-               {q, gate == nullptr ? q : gate, kv.cells.k, kv.cells.v, b.in.ctl, b.in.pages},
-               {int32_t(D), kv.owner == KV_HEAD ? 1 : 0, int32_t(s.window), int32_t(b.cache.max_pages()),
-                bits_of_real(1.0f / std::sqrt(float(D))), bits_of_real(s.softcap), gate != nullptr, block});
-    return ggml_view_2d(b.ctx, o, D * H, T, D * H * sizeof(float), 0);
+    const int64_t K = int64_t(s.head_dim) * s.n_head, T = q->ne[2];
+    ggml_tensor *o = attention_op(b, block ? "block_attention" : "attention", K * T, q, gate, s, kv, block);
+    return ggml_view_2d(b.ctx, o, K, T, size_t(K) * sizeof(float), 0);
+}
+
+// Adds attention over what a step's rows see, as the product with `out` takes it.
+static MatmulInput attended(const StepBuild &b, ggml_tensor *q, ggml_tensor *q_gate, const Attention &w,
+                            const KvLayer &kv) {
+#ifdef LUCE_USE_CUDA
+    if (is_packed(w.out)) {
+        const int64_t K = int64_t(w.shape.head_dim) * w.shape.n_head, T = q->ne[2];
+        const int64_t packed = rowmm_op_bytes(T, K) / int64_t(sizeof(float));
+        ggml_tensor *o = attention_op(b, "attention_packed", packed, q, q_gate, w.shape, kv, false);
+        const MatmulInput in = {ROWMM_PLAIN, o, nullptr, nullptr, 0, K, T};
+        made_input(b, in, true, [&] { return o; });
+        return in;
+    }
+#endif
+    return plain(attend_pages(b, q, q_gate, w.shape, kv, false));
 }
 
 Stream attend(const StepBuild &b, const Stream &s, const Attention &w, const KvLayer &kv, ggml_tensor *mask,
@@ -136,8 +159,8 @@ Stream attend(const StepBuild &b, const Stream &s, const Attention &w, const KvL
     ggml_tensor *q = ggml_reshape_3d(b.ctx, heads.q, int64_t(D), int64_t(H), heads.q->ne[1]); // {D, H, T}
     ggml_tensor *gate =
         ggml_view_3d(b.ctx, q_gate, shape.head_dim, shape.n_head, q->ne[2], 2 * D * f, 2 * D * H * f, D * f);
-    const MatmulInput o = b.prefill() ? gated(attend_prefill(b, q, shape, kv, mask), gate)
-                                      : plain(attend_pages(b, q, q_gate, shape, kv, false));
+    const MatmulInput o =
+        b.prefill() ? gated(attend_prefill(b, q, shape, kv, mask), gate) : attended(b, q, q_gate, w, kv);
     return matmul_add(b, w.out, o, s.x, next);
 }
 

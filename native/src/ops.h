@@ -14,11 +14,10 @@
 //                        SwiGLU              rowmm_parts_swiglu    adds the parts up, packs
 //                        down                rowmm_parts
 //                        residual, norm      rowmm_parts_rms       of the next block
-//   attention (13)       q k v               rowmm                 in two kernels: the products, the sums of their parts
+//   attention (12)       q k v               rowmm                 in two kernels: the products, the sums of their parts
 //                        q k norms, RoPE     norm_rope
 //                        cells               kv_store              moves accepted rows first
-//                        attention           attention             in two kernels: chunks, then their sum and the gate
-//                        pack                rowmm_pack
+//                        attention           attention_packed      in two kernels: chunks, then their sum, gated and packed
 //                        out, residual ..    as above, and the FFN
 // What a step keeps of ggml-cuda, each op giving a row the same bits at any T but for the last. In a step of the model
 // they run a few times, not once a layer, and so cost what a few launches do:

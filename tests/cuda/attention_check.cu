@@ -2,6 +2,7 @@
 // has one row a step on other pages. Cells that nothing has written, scratch and outputs hold NaN.
 #include "attention_reference.h"
 #include "harness.h"
+#include "rowmm.h"
 
 #include <map>
 
@@ -122,7 +123,26 @@ struct Kv {
         a.scratch = scratch.p;
         must(cuda::attention(a, stream));
         must(cudaStreamSynchronize(stream));
+        check_packed(a, out);
         return out.get();
+    }
+    // Attention that packs its result leaves what rowmm_pack makes of the values.
+    void check_packed(AttentionArgs a, const Device<float> &values) const {
+        const int64_t K = int64_t(s.H) * s.D;
+        Device<uint8_t> packed(size_t(rowmm_x_bytes(a.T, K))), expected(packed.n);
+        a.out = nullptr;
+        a.packed = packed.p;
+        must(cuda::attention(a, stream));
+        RowmmPackArgs pack{};
+        pack.x = values.p;
+        pack.x_row = K;
+        pack.T = a.T;
+        pack.K = K;
+        pack.out = expected.p;
+        must(cuda::rowmm_pack(pack, stream));
+        must(cudaStreamSynchronize(stream));
+        expect(packed.get() == expected.get(),
+               "attention of H " + std::to_string(s.H) + " D " + std::to_string(s.D) + " packs other values");
     }
 
     // Commits rows as a prefill does.
@@ -427,6 +447,7 @@ void check_attention_f32() {
     for (const KvShape &s : std::vector<KvShape>{{4, 2, 64, 0}, {34, 2, 64, 0}, {17, 1, 64, 0, 1, 70, 3.0f}}) {
         check_case(s, {{255}, {any_tree(7)}, false, 2}, "context 255");
         check_case(s, {{300, 30}, {any_tree(5), chain(3)}, true, 0}, "company");
+        check_case(s, {{2500}, {chain(1)}, false, 1}, "many chunks");
     }
 }
 

@@ -70,7 +70,7 @@ def test_matmul_of_rows(tmp_path: Path) -> None:
 
 def test_attention_over_f32_cells(tmp_path: Path) -> None:
     """How work is shared out is the same for all types of cells; the tensor cores' kernels are not run."""
-    kernels = ["attention.cu", "kv_pages.cu"]
+    kernels = ["attention.cu", "attention_combine.cu", "kv_pages.cu", "rowmm_pack.cu"]
     program = build(tmp_path, kernels, ["attention_check.cu"], "check_attention_f32()")
     run = subprocess.run([program], capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stdout + run.stderr

@@ -1,0 +1,168 @@
+// Adds up attention's partial results in the order of chunks, applies the gate, and leaves the values or packs them as
+// the product with the output's weights takes them, which spares a kernel. A warp has 256 neighbouring values of a row,
+// of one head or several, and a lane has 8. A few chunks are added one after the other, by one warp without a barrier.
+// Many chunks are in GROUPS groups, of every GROUPS-th chunk each, which warps share, and the groups' sums are added in
+// order. A row's position decides how many chunks it has.
+#include "attention_chunks.h"
+#include "attention_parts.h"
+#include "overlap.cuh"
+#include "rowmm_pack.cuh"
+#include "rowmm_plan.h"
+
+namespace luce {
+namespace {
+
+constexpr int GROUPS = 16, FEW_CHUNKS = 8;
+constexpr int BATCH = 8; // as many chunks are read at once
+
+// A Sum is what a lane has of its values, in units of the largest maximum so far.
+struct Sum {
+    float most = -INFINITY, weight = 0, v[OWN] = {};
+
+    __device__ void scale(float factor) {
+        weight *= factor;
+#pragma unroll
+        for (int i = 0; i < OWN; i++) {
+            v[i] *= factor;
+        }
+    }
+    __device__ void add(const float4 (&x)[2], float w) {
+        const float values[OWN] = {x[0].x, x[0].y, x[0].z, x[0].w, x[1].x, x[1].y, x[1].z, x[1].w};
+#pragma unroll
+        for (int i = 0; i < OWN; i++) {
+            v[i] = fmaf(values[i], w, v[i]);
+        }
+    }
+    // Adds chunks c, c + step .. last.
+    __device__ void add_chunks(const float2 *sums, const float *partial, int D, int c, int step, int last) {
+        for (; c <= last; c += BATCH * step) {
+            float2 s[BATCH];
+            float4 x[BATCH][2];
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) { // the reads are on their way together
+                const int at = c + i * step;
+                s[i] = float2{-INFINITY, 0};
+                x[i][0] = x[i][1] = float4{};
+                if (at <= last) {
+                    const float4 *from = reinterpret_cast<const float4 *>(partial + int64_t(at) * D);
+                    s[i] = sums[at];
+                    x[i][0] = from[0];
+                    x[i][1] = from[1];
+                }
+            }
+            float next = most;
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) {
+                next = fmaxf(next, s[i].x);
+            }
+            const float origin = next == -INFINITY ? 0.0f : next;
+            scale(exp2f(most - origin));
+            most = next;
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) {
+                const float w = exp2f(s[i].x - origin);
+                weight = fmaf(s[i].y, w, weight);
+                add(x[i], w);
+            }
+        }
+    }
+};
+
+// Groups holds the sums of the groups.
+struct Groups {
+    float4 v[GROUPS][2][WARP];
+    float2 most[GROUPS][WARP]; // {maximum, sum of weights}
+
+    __device__ void put(int group, int lane, const Sum &sum) {
+        v[group][0][lane] = {sum.v[0], sum.v[1], sum.v[2], sum.v[3]};
+        v[group][1][lane] = {sum.v[4], sum.v[5], sum.v[6], sum.v[7]};
+        most[group][lane] = {sum.most, sum.weight};
+    }
+    __device__ Sum total(int lane) const {
+        Sum sum;
+        for (int g = 0; g < GROUPS; g++) {
+            sum.most = fmaxf(sum.most, most[g][lane].x);
+        }
+        const float origin = sum.most == -INFINITY ? 0.0f : sum.most;
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++) {
+            const float w = exp2f(most[g][lane].x - origin);
+            const float4 x[2] = {v[g][0][lane], v[g][1][lane]};
+            sum.weight = fmaf(most[g][lane].y, w, sum.weight);
+            sum.add(x, w);
+        }
+        return sum;
+    }
+};
+
+// The grid is {chunks of 256 values, rows}.
+__global__ void __launch_bounds__(GROUPS *WARP)
+    combine_kernel(const __grid_constant__ AttentionParts a, RowsLayout layout) {
+    __shared__ Groups groups;
+    let_next_start();
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, D = a.pool.D, row = blockIdx.y;
+    const int64_t K = int64_t(a.H) * D, k = int64_t(blockIdx.x) * CHUNK + lane * OWN, n = k < K ? k : 0;
+    const int head = int(n / D), column = int(n % D);
+    const RowCtl ctl = a.ctl->rows[row];
+    const int first = chunk_at(lowest_visible(ctl.position, a.first, a.window));
+    const int last = ctl.seq < 0 ? -1 : chunk_at(ctl.position); // below `first` where the row sees nothing
+    const bool few = last - first < FEW_CHUNKS;
+    const int64_t pair = int64_t(row) * a.H + head;
+    const float2 *sums = a.sums + pair * a.chunks;
+    const float *partial = a.partial + pair * a.chunks * D + column;
+    wait_for_previous(); // all that attention_kernel wrote is in memory
+    if (few && warp > 0) {
+        return;
+    }
+    float gate[OWN] = {};
+    if (warp == 0 && a.gate != nullptr && first <= last) {
+        load_values(gate, a.gate + row * a.gate_row + head * a.gate_head, column, D);
+    }
+    Sum sum;
+    if (few) {
+        sum.add_chunks(sums, partial, D, first, 1, last);
+    } else {
+        for (int g = warp; g < GROUPS; g += int(blockDim.x) / WARP) {
+            Sum of_group;
+            of_group.add_chunks(sums, partial, D, first + (g + GROUPS - first % GROUPS) % GROUPS, GROUPS,
+                                last);
+            groups.put(g, lane, of_group);
+        }
+        __syncthreads();
+        if (warp > 0) {
+            return;
+        }
+        sum = groups.total(lane);
+    }
+    const float scale = sum.weight == 0 ? 0.0f : 1.0f / sum.weight;
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        sum.v[i] *= scale;
+        if (a.gate != nullptr) {
+            sum.v[i] *= 1 / (1 + expf(-gate[i]));
+        }
+        sum.v[i] = k < K ? sum.v[i] : 0.0f;
+    }
+    if (a.packed != nullptr) {
+        const int C = layout.columns;
+        uint8_t *out = static_cast<uint8_t *>(a.packed) +
+                       (row / layout.set * chunks_of(K) + int64_t(blockIdx.x)) * chunk_bytes(C);
+        pack_chunk(out, C, row % layout.set, layout.wide, sum.v, largest(sum.v), lane);
+    } else if (k < K) {
+        float4 *out = reinterpret_cast<float4 *>(a.out + row * K + k);
+        out[0] = {sum.v[0], sum.v[1], sum.v[2], sum.v[3]};
+        out[1] = {sum.v[4], sum.v[5], sum.v[6], sum.v[7]};
+    }
+}
+
+} // namespace
+
+cudaError_t attention_combine(const AttentionParts &parts, cudaStream_t stream) {
+    const RowsLayout layout(parts.T, parts.packed != nullptr && rowmm_has_wgmma());
+    // Rows fill a GPU as well as warps do, and most of a block's warps have nothing to do where there are few chunks.
+    const int warps = parts.T <= 2 ? GROUPS : parts.T <= 8 ? GROUPS / 2 : GROUPS / 4;
+    const dim3 grid(unsigned(chunks_of(int64_t(parts.H) * parts.pool.D)), unsigned(parts.T));
+    return launch_kernel(combine_kernel, grid, warps * WARP, 0, stream, true, parts, layout);
+}
+
+} // namespace luce
