@@ -176,6 +176,22 @@ struct KvStoreArgs {
     const int32_t *pages;
 };
 
+// attention_heads does what norm_rope and kv_store do, and reads q, the gates, k and v as the parts that the product of
+// their weights has left (rowmm.h), which spares the kernels between. D is 128 or 256.
+struct AttentionHeadsArgs {
+    const RowmmArgs *parts; // of q (per head D values of q, then D of its gate), k and v, or of k and v alone
+    KvPool pool;
+    int32_t T, H; // H is 0 where there is no q
+    int32_t owner; // KvOwner
+    int32_t rope_dim;
+    float base, eps;
+    const int32_t *positions; // [T]
+    const float *q_norm, *k_norm; // [D]
+    const StepCtl *ctl;
+    const int32_t *pages;
+    float *q, *gate; // [T][H][D]
+};
+
 // attention is softmax attention of a step's rows over what they see: committed positions first .. n_past -
 // 1, then the row's ancestors by depth and itself, in the cells that KvStore has written. Keys are summed in
 // logical order, position by position, in fixed chunks that depend on the absolute position alone. Partial
@@ -319,6 +335,7 @@ int deltanet(const DeltaArgs &args, void *stream);
 int deltanet_chunks(const DeltaArgs &args, void *scratch, void *stream);
 int norm_rope(const NormRopeArgs &args, void *stream);
 int kv_store(const KvStoreArgs &args, void *stream);
+int attention_heads(const AttentionHeadsArgs &args, void *stream);
 int attention(const AttentionArgs &args, void *stream); // it takes block 0
 int block_attention(const AttentionArgs &args, void *stream); // it takes block 1, without a gate
 int kv_gather(const KvGatherArgs &args, void *stream);

@@ -1,5 +1,6 @@
-// Norms and rotates query and key heads. A warp has a head of a row, and a lane has D / 32 neighbouring
-// values. A head's bits depend on that head alone.
+// Norms and rotates query and key heads. A warp has a head of a row.
+#include "norm_rope.cuh"
+
 #include "kernels.h"
 #include "overlap.cuh"
 
@@ -17,51 +18,28 @@ template <int D> __global__ void __launch_bounds__(WARPS *WARP) norm_rope_kernel
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, at = blockIdx.x * WARPS + warp;
     const bool is_q = at >= a.k.n_heads;
     const RopeHeads &heads = is_q ? a.q : a.k;
-    const int head = is_q ? at - a.k.n_heads : at, half = a.rope_dim / 2;
+    const int head = is_q ? at - a.k.n_heads : at;
     const int64_t row = blockIdx.y;
-    float cosine[OWN], sine[OWN]; // those of values lane * OWN + i
+    LaneRope<D> rope;
     if (head < heads.n_heads) {
-#pragma unroll
-        for (int i = 0; i < OWN; i++) {
-            const int j = lane * OWN + i, pair = j < half ? j : j - half;
-            cosine[i] = 1;
-            sine[i] = 0;
-            if (j < a.rope_dim) {
-                const float angle =
-                    float(a.positions[row]) * powf(a.base, float(-2 * pair) / float(a.rope_dim));
-                sincosf(angle, &sine[i], &cosine[i]);
-                sine[i] = j < half ? -sine[i] : sine[i];
-            }
-        }
+        rope.find(a.positions[row], a.rope_dim, a.base, lane);
     }
     wait_for_previous();
     if (head >= heads.n_heads) { // a whole warp leaves
         return;
     }
     const float *x = heads.x + row * heads.x_row + head * heads.x_head + lane * OWN;
-    float v[OWN], sum = 0;
+    float v[OWN], norm[OWN];
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
         v[i] = x[i];
-        sum = fmaf(v[i], v[i], sum);
+        norm[i] = heads.norm[lane * OWN + i];
     }
-#pragma unroll
-    for (int mask = WARP / 2; mask > 0; mask /= 2) {
-        sum += __shfl_xor_sync(~0u, sum, mask);
-    }
-    const float scale = 1.0f / sqrtf(sum / float(D) + a.eps);
-#pragma unroll
-    for (int i = 0; i < OWN; i++) {
-        v[i] = v[i] * scale * heads.norm[lane * OWN + i];
-        shared[warp][lane * OWN + i] = v[i];
-    }
-    __syncwarp();
+    rope.apply(v, norm, a.eps, a.rope_dim, shared[warp], lane);
     float *out = heads.out + (row * heads.n_heads + head) * D + lane * OWN;
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
-        const int j = lane * OWN + i;
-        const float other = j < a.rope_dim ? shared[warp][j < half ? j + half : j - half] : 0.0f;
-        out[i] = fmaf(other, sine[i], v[i] * cosine[i]);
+        out[i] = v[i];
     }
 }
 

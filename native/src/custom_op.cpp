@@ -122,10 +122,10 @@ AttentionArgs attention_args(const ggml_tensor *dst) {
     a.scale = real(dst, 4);
     a.softcap = real(dst, 5);
     a.q = data<float>(q);
-    if (param(dst, 6) != 0) { // q_gate holds q(D) then gate(D) for each head
-        a.gate = data<float>(q_gate) + D;
-        a.gate_row = 2 * int64_t(D) * a.H;
-        a.gate_head = 2 * D;
+    if (param(dst, 6) != 0) { // q_gate holds gate(D), or q(D) then gate(D), for each head
+        a.gate_row = q_gate->ne[0];
+        a.gate_head = q_gate->ne[0] / a.H;
+        a.gate = data<float>(q_gate) + a.gate_head - D;
     }
     a.block = param(dst, 7);
     a.ctl = ctl(dst->src[4]);
@@ -136,6 +136,30 @@ AttentionArgs attention_args(const ggml_tensor *dst) {
 }
 
 #ifdef LUCE_USE_CUDA
+int attention_heads_op(const ggml_tensor *dst, void *stream) {
+    const RowmmArgs launch = parts_launch(dst->src[0]);
+    const ggml_tensor *q_norm = dst->src[7];
+    AttentionHeadsArgs a{};
+    a.parts = &launch;
+    a.T = launch.T;
+    a.k_norm = data<float>(dst->src[1]);
+    a.positions = data<int32_t>(dst->src[2]);
+    a.pool = kv_pool(dst->src[3], dst->src[4], int32_t(dst->src[1]->ne[0]));
+    a.ctl = ctl(dst->src[5]);
+    a.pages = data<int32_t>(dst->src[6]);
+    a.rope_dim = param(dst, 0);
+    a.base = real(dst, 1);
+    a.eps = real(dst, 2);
+    a.owner = param(dst, 3);
+    if (q_norm != nullptr) {
+        a.H = int32_t(launch.weights[0].N / (2 * a.pool.D));
+        a.q_norm = data<float>(q_norm);
+        a.q = data<float>(dst);
+        a.gate = a.q + int64_t(a.T) * a.H * a.pool.D;
+    }
+    return cuda::attention_heads(a, stream);
+}
+
 int attention_packed_op(const ggml_tensor *dst, void *stream) {
     AttentionArgs a = attention_args(dst);
     a.packed = a.out;
@@ -350,6 +374,7 @@ const CustomOp OPS[] = {
     {"rowmm_add", "xP xS A,T mK,A > A", nullptr, rowmm_op},
     {"rowmm_parts", "xP mK,A mK,B? mK,C? mK,D? > A", nullptr, rowmm_parts_op},
     {"deltanet_conv_parts", "xP 4,C C,3,s* l,q* ctl > C", nullptr, conv_parts_op},
+    {"attention_heads", "xP h iT kw,c* kw,c* ctl ip h? > 1", nullptr, attention_heads_op},
     {"attention_packed", "Q,T G,T kw,c kw,c ctl ip > 1", nullptr, attention_packed_op},
     {"rowmm_parts_rms", "K,T K xP > K,T", nullptr, rowmm_parts_rms_op},
     {"rowmm_parts_swiglu", "xP > 1", nullptr, rowmm_parts_swiglu_op},

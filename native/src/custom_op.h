@@ -8,7 +8,7 @@
 // norm_rope       k{D*Hkv,T} k_norm{D} positions{T} [q_gate{2*D*H,T} q_norm{D}]            rope_dim base eps
 //                     -> {D*Hkv*T, then D*H*T}
 // kv_store        k{D*Hkv,T} v{D*Hkv,T} pool_k{D*Hkv,cells}* pool_v* ctl pages             append owner D -> i32{1}
-// attention       q{D*H,T} q_gate{2*D*H,T} pool_k pool_v ctl pages
+// attention       q{D*H,T} q_gate{2*D*H,T} or gate{D*H,T} pool_k pool_v ctl pages
 //                     D first window max_pages scale softcap gated block -> {D*H*T, then scratch}
 // block_attention the same, of rows that all see each other (block 1), without a gate
 // kv_gather       pool{D*Hkv,cells} ctl pages                                              D -> f16 or f32{D*Hkv,n_kv}
@@ -33,6 +33,8 @@
 // rowmm_parts     packed{bytes} 1 to 4 packed weights{K,N}                                 the same -> {parts}
 // deltanet_conv_parts  parts of qkv, z, beta, alpha; w window* log* ctl as deltanet_conv     its params
 //                     -> {C*T, then z{Hv*S,T}, beta{Hv,T}, alpha{Hv,T}}
+// attention_heads parts of q_gate, k, v or of k, v; k_norm{D} positions{T} pool_k* pool_v* ctl pages q_norm{D}?
+//                     rope_dim base eps owner -> {D*H*T of q, then of gate}: norm_rope and kv_store
 // attention_packed  as attention; its values packed as rowmm takes them                     its params -> {bytes, then scratch}
 // rowmm_parts_rms x{K,T} w{K} parts                                                        - -> {K*T: x + sum; packed}
 // rowmm_parts_swiglu  parts                                                                - -> i8{bytes}

@@ -260,6 +260,43 @@ DeltaInputs delta_inputs(const StepBuild &b, const MatmulInput &x, const DeltaNe
     return {qkv, y[1], y[2], y[3]};
 }
 
+Heads heads_of_parts(const StepBuild &b, const MatmulInput &x, const Attention &w, const KvLayer &kv,
+                     float eps, bool queries) {
+#ifdef LUCE_USE_CUDA
+    std::vector<ggml_tensor *> weights = {w.k, w.v};
+    if (queries) {
+        weights.insert(weights.begin(), w.q);
+    }
+    const int64_t D = w.shape.head_dim, K = D * w.shape.n_head, T = x.T;
+    // luce's op does not blend frequencies
+    if ((D == 128 || D == 256) && !(w.shape.yarn.factor > 1) && leaves_parts(b, weights)) {
+        ggml_tensor *args[] = {add_parts(b, weights, x),
+                               w.k_norm,
+                               b.in.positions,
+                               kv.cells.k,
+                               kv.cells.v,
+                               b.in.ctl,
+                               b.in.pages,
+                               w.q_norm};
+        const int32_t params[] = {int32_t(w.shape.rope_dim), bits_of_real(w.shape.rope_base),
+                                  bits_of_real(eps), kv.owner};
+        ggml_tensor *y = add_op(b.ctx, *find_op("attention_heads"), GGML_TYPE_F32, queries ? 2 * K * T : 1, 1,
+                                args, queries ? 8 : 7, params, 4);
+        // It is expanded here, since attention reads the cells and not this node.
+        ggml_build_forward_expand(b.graph, y);
+        if (!queries) {
+            return {nullptr, nullptr, true};
+        }
+        const size_t row = size_t(K) * sizeof(float);
+        return {ggml_view_2d(b.ctx, y, K, T, row, 0), ggml_view_2d(b.ctx, y, K, T, row, row * size_t(T)),
+                true};
+    }
+#else
+    (void) b, (void) x, (void) w, (void) kv, (void) eps, (void) queries;
+#endif
+    return {};
+}
+
 Stream matmul_add(const StepBuild &b, ggml_tensor *weight, const MatmulInput &input, ggml_tensor *residual,
                   const Norm &next) {
 #ifdef LUCE_USE_CUDA

@@ -58,6 +58,9 @@ static void store_kv(const StepBuild &b, ggml_tensor *k, ggml_tensor *v, const A
 }
 
 void write_kv(const StepBuild &b, const MatmulInput &x, const Attention &w, const KvLayer &kv, float eps) {
+    if (heads_of_parts(b, x, w, kv, eps, false).stored) {
+        return;
+    }
     const auto y = matmuls(b, {w.k, w.v}, x);
     ggml_tensor *k = y[0]; // {D*Hkv, T}
     if (w.shape.yarn.factor > 1) { // luce's op does not blend frequencies
@@ -148,20 +151,30 @@ static MatmulInput attended(const StepBuild &b, ggml_tensor *q, ggml_tensor *q_g
     return plain(attend_pages(b, q, q_gate, w.shape, kv, false));
 }
 
+// Makes the queries of the rows x {E, T}, and writes their K and V into their cells.
+static Heads attention_heads(const StepBuild &b, const MatmulInput &x, const Attention &w, const KvLayer &kv,
+                             float eps) {
+    if (const Heads heads = heads_of_parts(b, x, w, kv, eps, true); heads.stored) {
+        return heads;
+    }
+    const auto y = matmuls(b, {w.q, w.k, w.v}, x);
+    const Rotated heads = norm_rope(b, w, eps, y[1], y[0]);
+    store_kv(b, heads.k, y[2], w, kv);
+    return {heads.q, y[0], true};
+}
+
 Stream attend(const StepBuild &b, const Stream &s, const Attention &w, const KvLayer &kv, ggml_tensor *mask,
               const Norm &next) {
-    const auto y = matmuls(b, {w.q, w.k, w.v}, s.normed);
-    ggml_tensor *q_gate = y[0]; // {2*D*H, T}
-    const Rotated heads = norm_rope(b, w, next.eps, y[1], q_gate);
-    store_kv(b, heads.k, y[2], w, kv);
+    const Heads heads = attention_heads(b, s.normed, w, kv, next.eps);
     const AttentionShape &shape = w.shape;
     const size_t D = shape.head_dim, H = shape.n_head, f = sizeof(float);
     ggml_tensor *q = ggml_reshape_3d(b.ctx, heads.q, int64_t(D), int64_t(H), heads.q->ne[1]); // {D, H, T}
-    ggml_tensor *gate =
-        ggml_view_3d(b.ctx, q_gate, shape.head_dim, shape.n_head, q->ne[2], 2 * D * f, 2 * D * H * f, D * f);
-    const MatmulInput o =
-        b.prefill() ? gated(attend_prefill(b, q, shape, kv, mask), gate) : attended(b, q, q_gate, w, kv);
-    return matmul_add(b, w.out, o, s.x, next);
+    if (!b.prefill()) {
+        return matmul_add(b, w.out, attended(b, q, heads.gate, w, kv), s.x, next);
+    }
+    ggml_tensor *gate = ggml_view_3d(b.ctx, heads.gate, shape.head_dim, shape.n_head, q->ne[2], 2 * D * f,
+                                     2 * D * H * f, D * f);
+    return matmul_add(b, w.out, gated(attend_prefill(b, q, shape, kv, mask), gate), s.x, next);
 }
 
 // Returns how many values the delta rule needs beside its result where a long prefill on a GPU is done by

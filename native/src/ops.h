@@ -14,9 +14,8 @@
 //                        SwiGLU              rowmm_parts_swiglu    adds the parts up, packs
 //                        down                rowmm_parts
 //                        residual, norm      rowmm_parts_rms       of the next block
-//   attention (12)       q k v               rowmm                 in two kernels: the products, the sums of their parts
-//                        q k norms, RoPE     norm_rope
-//                        cells               kv_store              moves accepted rows first
+//   attention (10)       q gate k v          rowmm_parts
+//                        norms, RoPE, cells  attention_heads       adds the parts up; moves accepted rows first
 //                        attention           attention_packed      in two kernels: chunks, then their sum, gated and packed
 //                        out, residual ..    as above, and the FFN
 // What a step keeps of ggml-cuda, each op giving a row the same bits at any T but for the last. In a step of the model
@@ -153,6 +152,18 @@ struct KvLayer {
 // M-RoPE are all equal.
 ggml_tensor *rope(const StepBuild &b, ggml_tensor *x, const AttentionShape &s);
 
+// Heads are what attention takes of a step's rows whose K and V are in their cells.
+struct Heads {
+    ggml_tensor *q; // {D*H, T}, normed and rotated
+    ggml_tensor *gate; // {D*H, T}, or {2*D*H, T} with q(D) then gate(D) for each head
+    bool stored; // false where there is no op that does all of it
+};
+
+// Writes K and V of a step's rows x into their cells, and makes their queries where `queries` says so, from the parts
+// that one product of luce's own matmul leaves.
+Heads heads_of_parts(const StepBuild &b, const MatmulInput &x, const Attention &w, const KvLayer &kv, float eps,
+                     bool queries);
+
 // Writes K and V of the rows x {E, T} into their cells, without attention over them.
 void write_kv(const StepBuild &b, const MatmulInput &x, const Attention &w, const KvLayer &kv, float eps);
 
@@ -162,8 +173,7 @@ Stream attend(const StepBuild &b, const Stream &s, const Attention &w, const KvL
               const Norm &next);
 
 // Adds the "attention" op of a step (not of a prefill) over what its rows see: q {D, H, T} -> {D*H, T}. gate
-// is null, or {2*D*H, T} with q(D) then gate(D) for each head. With `block` the rows of a sequence all see
-// each other.
+// is null, or as in Heads. With `block` the rows of a sequence all see each other.
 ggml_tensor *attend_pages(const StepBuild &b, ggml_tensor *q, ggml_tensor *gate, const AttentionShape &s,
                           const KvLayer &kv, bool block);
 

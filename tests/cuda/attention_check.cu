@@ -141,8 +141,7 @@ struct Kv {
         pack.out = expected.p;
         must(cuda::rowmm_pack(pack, stream));
         must(cudaStreamSynchronize(stream));
-        expect(packed.get() == expected.get(),
-               "attention of H " + std::to_string(s.H) + " D " + std::to_string(s.D) + " packs other values");
+        expect(packed.get() == expected.get(), "attention of " + std::to_string(s.H) + " heads packs other values");
     }
 
     // Commits rows as a prefill does.

@@ -47,6 +47,7 @@ struct KernelPart {
 const KernelPart PARTS[] = {
     {"deltanet", check_deltanet, [](bool) { time_kernels(); }},
     {"attention", check_attention, time_attention},
+    {"attention_heads", check_attention_heads, nullptr},
     {"attention_plan", check_attention_plan, nullptr},
     {"rowmm", check_rowmm, [](bool) { time_rowmm(); }},
     {"gemm", check_gemm_kernels, nullptr},

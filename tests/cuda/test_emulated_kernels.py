@@ -94,3 +94,10 @@ def test_attention_is_shared_out_evenly(tmp_path: Path) -> None:
     program = build(tmp_path, [], ["attention_plan_check.cu"], "check_attention_plan(false)")
     run = subprocess.run([program], capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_attention_heads_of_parts(tmp_path: Path) -> None:
+    kernels = ["attention_heads.cu", "norm_rope.cu", "kv_pages.cu"]
+    program = build(tmp_path, kernels, ["attention_heads_check.cu"], "check_attention_heads(false)")
+    run = subprocess.run([program], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr

@@ -215,6 +215,7 @@ inline bool __all_sync(uint32_t, bool x) {
     }
     return all;
 }
+inline bool __any_sync(uint32_t mask, bool x) { return !__all_sync(mask, !x); }
 inline uint32_t __match_any_sync(uint32_t, int x) {
     const auto words = emulated::exchange(x);
     uint32_t same = 0;

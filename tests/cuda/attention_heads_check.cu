@@ -1,0 +1,179 @@
+// Checks that attention_heads leaves, of parts, the bits that norm_rope and kv_store leave of the parts' sums. Cells hold
+// random bytes before, so that a move that is missing or twice shows.
+#include "attention_reference.h"
+#include "harness.h"
+#include "rowmm_plan.h"
+
+namespace {
+
+// Shape is what one step has. The rows are those of up to three sequences, and a few of none.
+struct Shape {
+    KvShape kv;
+    int T, owner;
+    bool queries;
+    int64_t K; // of the product
+};
+
+// Parts are random, with the sums that they stand for.
+struct Parts {
+    RowmmArgs args{};
+    RowmmParts where{};
+    Floats values;
+    Device<float> memory{4};
+
+    explicit Parts(const Shape &s) {
+        const int D = s.kv.D;
+        args.T = s.T;
+        args.K = s.K;
+        if (s.queries) {
+            args.weights[args.n_weights++] = {8, 2 * s.kv.H * D, nullptr, nullptr, 0, nullptr, 0};
+        }
+        for (int i = 0; i < 2; i++) {
+            args.weights[args.n_weights++] = {8, s.kv.width(), nullptr, nullptr, 0, nullptr, 0};
+        }
+        args.parts = memory.p;
+        must(rowmm_parts_of(args, where));
+        values = normals(size_t((s.T + where.set - 1) / where.set) * size_t(where.set_size));
+    }
+    // Returns the results of a weight, [T][N].
+    Floats sums(int weight) const {
+        const auto &w = where.weights[weight];
+        const int64_t N = args.weights[weight].N;
+        Floats out;
+        for (int t = 0; t < args.T; t++) {
+            for (int64_t n = 0; n < N; n++) {
+                const int tile = int(n / TILE), begin = w.first_unit + tile * w.units_k;
+                float sum = 0;
+                for (int r = 0; r < where.ranges; r++) {
+                    if (where.first[r] < begin + w.units_k && where.first[r + 1] > begin) {
+                        const int64_t part = r + w.first_tile + tile, row = t % where.set;
+                        sum += values[size_t(t / where.set * where.set_size + (part * where.rows + row) * TILE + n % TILE)];
+                    }
+                }
+                out.push_back(sum);
+            }
+        }
+        return out;
+    }
+};
+
+// Makes sequences with pages of their own, rows in trees and pending rows of trees.
+StepCtl random_step(const Shape &s, int pages_each, Ints &table) {
+    StepCtl host = blank_ctl();
+    host.n_seqs = 1 + pick(3);
+    int row = 0;
+    for (int i = 0; i < host.n_seqs; i++) {
+        SeqCtl &seq = host.seqs[i];
+        seq.row0 = row;
+        seq.n_past = 200 + pick(100);
+        seq.n_move = seq.n_move_head = seq.n_move_drafter = 0;
+        if (pick(2) == 0) {
+            const Ints tree = random_tree(1 + pick(30), 12, pick(2) == 0), path = path_to(tree, pick(int(tree.size())));
+            std::copy(path.begin(), path.end(), seq.pending);
+            (s.owner == KV_TRUNK ? seq.n_move : s.owner == KV_HEAD ? seq.n_move_head : seq.n_move_drafter) = int(path.size());
+        }
+        seq.pages = i * pages_each;
+        const int most = s.T - row - pick(2);
+        seq.n_rows = std::max(0, i + 1 < host.n_seqs ? std::min(pick(12), most) : most);
+        for (int r = 0; r < seq.n_rows; r++, row++) {
+            host.rows[row].seq = i;
+            host.rows[row].parent = r == 0 ? -1 : row - 1 - pick(r);
+            host.rows[row].position = seq.n_past + r;
+        }
+    }
+    host.n_rows = row;
+    table = chain(host.n_seqs * pages_each + 1);
+    table.erase(table.begin());
+    std::shuffle(table.begin(), table.end(), rng);
+    return host;
+}
+
+std::vector<uint8_t> random_bytes(size_t n) {
+    std::vector<uint8_t> x(n);
+    for (uint8_t &byte : x) {
+        byte = uint8_t(pick(256));
+    }
+    return x;
+}
+
+void check_heads(const Shape &s) {
+    constexpr int PAGES = 3; // of a sequence
+    const KvShape &kv = s.kv;
+    const int64_t D = kv.D;
+    const size_t q_values = size_t(s.T) * kv.H * D;
+    Ints table, where(size_t(s.T));
+    Device<StepCtl> ctl(1);
+    ctl.set({random_step(s, PAGES, table)});
+    for (int &position : where) {
+        position = pick(300);
+    }
+    const std::vector<uint8_t> cells_k = random_bytes(table.size() * PAGE * kv.cell_bytes());
+    const std::vector<uint8_t> cells_v = random_bytes(cells_k.size());
+    Device<uint8_t> k(cells_k), v(cells_v), got_k(cells_k), got_v(cells_v);
+    Device<int32_t> pages(table), positions(where);
+    const Device<float> q_norm(normals(size_t(D))), k_norm(normals(size_t(D)));
+    Parts parts(s);
+    const int first = s.queries ? 1 : 0;
+    const Floats q_gate = s.queries ? parts.sums(0) : Floats();
+    Device<float> raw_q(q_gate), raw_k(parts.sums(first)), raw_v(parts.sums(first + 1));
+    Device<float> q(q_values), keys(raw_k.n), got_q(2 * q_values), memory(parts.values);
+    const KvPool pool = {k.p, v.p, kv.type, kv.Hkv, kv.D, int64_t(kv.cell_bytes())};
+
+    NormRopeArgs rope{s.T, kv.D, kv.D / 4, 1e6f, 1e-6f, positions.p, {}, {}};
+    rope.k = {raw_k.p, kv.width(), D, kv.Hkv, k_norm.p, keys.p};
+    if (s.queries) {
+        rope.q = {raw_q.p, 2 * kv.H * D, 2 * D, kv.H, q_norm.p, q.p};
+    }
+    must(cuda::norm_rope(rope, stream));
+    must(cuda::kv_store({pool, s.T, 0, s.owner, keys.p, raw_v.p, ctl.p, pages.p}, stream));
+
+    AttentionHeadsArgs a{};
+    parts.args.parts = memory.p;
+    a.parts = &parts.args;
+    a.pool = pool;
+    a.pool.k = got_k.p;
+    a.pool.v = got_v.p;
+    a.T = s.T;
+    a.H = s.queries ? kv.H : 0;
+    a.owner = s.owner;
+    a.rope_dim = rope.rope_dim;
+    a.base = rope.base;
+    a.eps = rope.eps;
+    a.positions = positions.p;
+    a.q_norm = q_norm.p;
+    a.k_norm = k_norm.p;
+    a.ctl = ctl.p;
+    a.pages = pages.p;
+    a.q = got_q.p;
+    a.gate = got_q.p + q_values;
+    must(cuda::attention_heads(a, stream));
+    must(cudaStreamSynchronize(stream));
+
+    const std::string what = "attention_heads of type " + std::to_string(kv.type) + " D " + std::to_string(D) + " T " +
+                             std::to_string(s.T) + " owner " + std::to_string(s.owner) + (s.queries ? ": " : ", K and V: ");
+    expect(got_k.get() == k.get(), what + "cells of K");
+    expect(got_v.get() == v.get(), what + "cells of V");
+    if (s.queries) {
+        const Floats got = got_q.get(), expected = q.get();
+        expect(same_bits(got.data(), expected.data(), q_values), what + "queries");
+        bool gates = true;
+        for (size_t i = 0; i < q_values; i++) {
+            gates = gates && got[q_values + i] == q_gate[i / D * 2 * D + D + i % D];
+        }
+        expect(gates, what + "gates");
+    }
+}
+
+} // namespace
+
+void check_attention_heads(bool all) {
+    for (const int type : {0, 1, 2, 8}) {
+        for (const int D : {128, 256}) {
+            for (const int T : {1, 2, 7, 9, 33, 64}) {
+                const KvShape kv{all ? 24 : 3, all ? 4 : 1, D, type};
+                check_heads({kv, T, (T + type) % 3, T % 2 != 0 || all, all ? 5120 : 768});
+                check_heads({kv, T, T % 3, T % 2 == 0, 512});
+            }
+        }
+    }
+}
