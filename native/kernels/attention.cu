@@ -24,6 +24,9 @@ template <int D, int TYPE> __device__ void tensor_attention(const AttentionParam
     using L = Layout<D, TYPE, WGMMA>;
     Plan &plan = *reinterpret_cast<Plan *>(shared + L::PLAN);
     plan.make(a, L::MAX_M);
+    if (!plan.stays()) {
+        return;
+    }
     if (threadIdx.x <
         L::SLOTS) { // not beside the plan's writes: racecheck takes those 4 KiB further for this one
         init_barrier(shared_address(shared) + L::FULL + threadIdx.x * 8, LOAD_THREADS);

@@ -143,6 +143,9 @@ template <int D> struct F32Unit {
 template <int D> __device__ void f32_attention(const AttentionParams &a, uint8_t *shared) {
     F32Layout<D> &sh = *reinterpret_cast<F32Layout<D> *>(shared);
     sh.plan.make(a, F32_M);
+    if (!sh.plan.stays()) {
+        return;
+    }
     wait_for_previous();
     for (Cursor unit(a, sh.plan); unit.valid(); unit.next()) {
         F32Unit<D>(a, sh, unit).run();

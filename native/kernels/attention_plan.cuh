@@ -106,6 +106,16 @@ struct Plan {
     __device__ void count(const AttentionParams &a, int most_rows);
     __device__ void share_out(int rows);
     __device__ void make(const AttentionParams &a, int most_pairs);
+    // Says whether this block has to stay: it has units, or is the one that waits for the kernels ahead where none has. The
+    // others end at once, and leave their multiprocessors to the kernels behind, which bring weights meanwhile.
+    __device__ bool stays() const {
+        bool any = blockIdx.x == 0;
+#pragma unroll
+        for (int k = 0; k < UNIT_KINDS; k++) {
+            any = any || first[k] < last[k];
+        }
+        return any;
+    }
 };
 
 // Reads rows and sequences into shared memory.

@@ -3,7 +3,8 @@
 // let_next_start(), and wait in wait_for_previous() until all that is ahead on the stream has ended and can be seen.
 // Before that a kernel reads only what no kernel of the step writes ahead of it: weights, the control block, a layer's
 // caches; and writes nothing.
-// Each kernel that is launched so waits, so that "the one ahead has ended" means that all ahead of it have.
+// Each kernel that is launched so waits, in one block at least, so that "the one ahead has ended" means that all ahead of
+// it have.
 #pragma once
 
 #include <cuda_runtime.h>
