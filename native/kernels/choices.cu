@@ -1,5 +1,6 @@
 // Keeps choices on the device: a step keeps its rows' tokens, and a later step starts from them.
 #include "kernels.h"
+#include "overlap.cuh"
 
 #include <cuda_runtime.h>
 
@@ -7,6 +8,8 @@ namespace luce {
 namespace {
 
 __global__ void keep_kernel(KeepArgs a) { // a thread has a row
+    let_next_start();
+    wait_for_previous();
     const int t = threadIdx.x;
     const int32_t at = a.ctl->rows[t].keep;
     if (at >= 0) {
@@ -30,9 +33,10 @@ int cuda::keep(const KeepArgs &args, void *stream) {
         return int(cudaErrorInvalidValue);
     }
     if (args.T > 0) {
-        keep_kernel<<<1, unsigned(args.T), 0, static_cast<cudaStream_t>(stream)>>>(args);
+        return int(
+            launch_kernel(keep_kernel, dim3(1), args.T, 0, static_cast<cudaStream_t>(stream), true, args));
     }
-    return int(cudaGetLastError());
+    return 0;
 }
 
 int cuda::row_tokens(const TokensArgs &args, void *stream) {

@@ -9,6 +9,7 @@
 //          all but equal) it searches the row itself
 // A greedy row passes through bins and noise.
 #include "choose.cuh"
+#include "overlap.cuh"
 
 namespace luce {
 namespace {
@@ -16,6 +17,8 @@ namespace {
 // The grid is parts, rows.
 template <bool VECTOR> __global__ void __launch_bounds__(THREADS) most_kernel(ChooseArgs a, int32_t part) {
     __shared__ Best shared[THREADS / WARP];
+    let_next_start();
+    wait_for_previous();
     const Row row(a, blockIdx.y);
     if (row.filtered(a.n)) {
         for (int i = blockIdx.x * THREADS + threadIdx.x; i < SAMPLE_BINS; i += CHOICE_PARTS * THREADS) {
@@ -49,6 +52,8 @@ template <bool VECTOR> __global__ void __launch_bounds__(THREADS) most_kernel(Ch
 template <bool VECTOR> __global__ void __launch_bounds__(THREADS) bins_kernel(ChooseArgs a, int32_t part) {
     __shared__ unsigned long long mass[SAMPLE_BINS];
     __shared__ uint32_t count[SAMPLE_BINS];
+    let_next_start();
+    wait_for_previous();
     const Row row(a, blockIdx.y);
     if (!row.filtered(a.n)) {
         return;
@@ -80,6 +85,8 @@ template <bool VECTOR> __global__ void __launch_bounds__(THREADS) bins_kernel(Ch
 template <bool VECTOR> __global__ void __launch_bounds__(THREADS) noise_kernel(ChooseArgs a, int32_t part) {
     __shared__ Best shared[THREADS / WARP];
     __shared__ Bins<THREADS> bins;
+    let_next_start();
+    wait_for_previous();
     const Row row(a, blockIdx.y);
     if (row.c.scale == 0) {
         return;
@@ -131,6 +138,8 @@ template <bool VECTOR> __global__ void __launch_bounds__(THREADS) noise_kernel(C
 // The grid is rows.
 __global__ void __launch_bounds__(PICK_THREADS) pick_kernel(ChooseArgs a) {
     __shared__ Best shared[PICK_THREADS / WARP];
+    let_next_start();
+    wait_for_previous();
     const Row row(a, blockIdx.x);
     bool bad = false;
     const Best most = row.largest(&bad);
@@ -151,13 +160,19 @@ __global__ void __launch_bounds__(PICK_THREADS) pick_kernel(ChooseArgs a) {
     }
 }
 
-template <bool VECTOR> void launch(const ChooseArgs &args, cudaStream_t stream) {
+template <bool VECTOR> cudaError_t launch(const ChooseArgs &args, cudaStream_t stream) {
     const int32_t part = int32_t((args.n + CHOICE_PARTS - 1) / CHOICE_PARTS + 3) / 4 * 4;
     const dim3 grid(CHOICE_PARTS, args.T);
-    most_kernel<VECTOR><<<grid, THREADS, 0, stream>>>(args, part);
-    bins_kernel<VECTOR><<<grid, THREADS, 0, stream>>>(args, part);
-    noise_kernel<VECTOR><<<grid, THREADS, 0, stream>>>(args, part);
-    pick_kernel<<<args.T, PICK_THREADS, 0, stream>>>(args);
+    cudaError_t error = cudaSuccess;
+    for (const auto kernel : {most_kernel<VECTOR>, bins_kernel<VECTOR>, noise_kernel<VECTOR>}) {
+        if (error == cudaSuccess) {
+            error = launch_kernel(kernel, grid, THREADS, 0, stream, true, args, part);
+        }
+    }
+    if (error == cudaSuccess) {
+        error = launch_kernel(pick_kernel, dim3(args.T), PICK_THREADS, 0, stream, true, args);
+    }
+    return error;
 }
 
 } // namespace
@@ -170,11 +185,9 @@ int cuda::choose(const ChooseArgs &args, void *stream) {
         return 0;
     }
     if (args.n % 4 == 0 && reinterpret_cast<uintptr_t>(args.logits) % sizeof(float4) == 0) {
-        launch<true>(args, static_cast<cudaStream_t>(stream));
-    } else {
-        launch<false>(args, static_cast<cudaStream_t>(stream));
+        return int(launch<true>(args, static_cast<cudaStream_t>(stream)));
     }
-    return int(cudaGetLastError());
+    return int(launch<false>(args, static_cast<cudaStream_t>(stream)));
 }
 
 } // namespace luce
