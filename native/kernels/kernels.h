@@ -176,6 +176,30 @@ struct KvStoreArgs {
     const int32_t *pages;
 };
 
+// nextn_pack packs the NextN head's input [RMS(e) * e_norm ; RMS(h) * h_norm] as rowmm.h takes rows of 2 E values, where h
+// of row t is row hidden_from[t] of `hidden`. E is a multiple of 256.
+struct NextnPackArgs {
+    int32_t T;
+    int64_t E;
+    float eps;
+    const float *e; // [T][E]
+    const float *hidden; // [n][E]
+    const int32_t *hidden_from; // [T]
+    const float *e_norm, *h_norm; // [E]
+    void *out; // [rowmm_x_bytes(T, 2 * E)], aligned to 16
+};
+
+// keep_hidden leaves RMS(x) * norm of row t in row hidden_to[t] of `hidden`.
+struct KeepHiddenArgs {
+    int32_t T;
+    int64_t E, x_row; // values from one row of x to the next
+    float eps;
+    const float *x; // [T] rows of E values
+    const float *norm; // [E]
+    const int64_t *hidden_to; // [T]
+    float *hidden; // [n][E]
+};
+
 // attention_heads does what norm_rope and kv_store do, and reads q, the gates, k and v as the parts that the product of
 // their weights has left (rowmm.h), which spares the kernels between. D is 128 or 256.
 struct AttentionHeadsArgs {
@@ -335,6 +359,8 @@ int deltanet(const DeltaArgs &args, void *stream);
 int deltanet_chunks(const DeltaArgs &args, void *scratch, void *stream);
 int norm_rope(const NormRopeArgs &args, void *stream);
 int kv_store(const KvStoreArgs &args, void *stream);
+int nextn_pack(const NextnPackArgs &args, void *stream);
+int keep_hidden(const KeepHiddenArgs &args, void *stream);
 int attention_heads(const AttentionHeadsArgs &args, void *stream);
 int attention(const AttentionArgs &args, void *stream); // it takes block 0
 int block_attention(const AttentionArgs &args, void *stream); // it takes block 1, without a gate

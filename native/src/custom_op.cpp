@@ -160,6 +160,22 @@ int attention_heads_op(const ggml_tensor *dst, void *stream) {
     return cuda::attention_heads(a, stream);
 }
 
+int nextn_pack_op(const ggml_tensor *dst, void *stream) {
+    const ggml_tensor *e = dst->src[0];
+    return cuda::nextn_pack({int32_t(e->ne[1]), e->ne[0], real(dst, 0), data<float>(e),
+                             data<float>(dst->src[1]), data<int32_t>(dst->src[2]), data<float>(dst->src[3]),
+                             data<float>(dst->src[4]), dst->data},
+                            stream);
+}
+
+int keep_hidden_op(const ggml_tensor *dst, void *stream) {
+    const ggml_tensor *x = dst->src[0];
+    return cuda::keep_hidden({int32_t(x->ne[1]), x->ne[0], int64_t(x->nb[1] / sizeof(float)), real(dst, 0),
+                              data<float>(x), data<float>(dst->src[1]), data<int64_t>(dst->src[3]),
+                              data<float>(dst->src[2])},
+                             stream);
+}
+
 int attention_packed_op(const ggml_tensor *dst, void *stream) {
     AttentionArgs a = attention_args(dst);
     a.packed = a.out;
@@ -374,6 +390,8 @@ const CustomOp OPS[] = {
     {"rowmm_add", "xP xS A,T mK,A > A", nullptr, rowmm_op},
     {"rowmm_parts", "xP mK,A mK,B? mK,C? mK,D? > A", nullptr, rowmm_parts_op},
     {"deltanet_conv_parts", "xP 4,C C,3,s* l,q* ctl > C", nullptr, conv_parts_op},
+    {"nextn_pack", "E,T E,n iT E E > 1", nullptr, nextn_pack_op},
+    {"keep_hidden", "E,T E E,n* iT > 1", nullptr, keep_hidden_op},
     {"attention_heads", "xP h iT kw,c* kw,c* ctl ip h? > 1", nullptr, attention_heads_op},
     {"attention_packed", "Q,T G,T kw,c kw,c ctl ip > 1", nullptr, attention_packed_op},
     {"rowmm_parts_rms", "K,T K xP > K,T", nullptr, rowmm_parts_rms_op},

@@ -33,6 +33,8 @@
 // rowmm_parts     packed{bytes} 1 to 4 packed weights{K,N}                                 the same -> {parts}
 // deltanet_conv_parts  parts of qkv, z, beta, alpha; w window* log* ctl as deltanet_conv     its params
 //                     -> {C*T, then z{Hv*S,T}, beta{Hv,T}, alpha{Hv,T}}
+// nextn_pack      e{E,T} hidden{E,n} hidden_from{T} e_norm{E} h_norm{E}                    eps -> i8{bytes} of {2*E,T}
+// keep_hidden     x{E,T} norm{E} hidden{E,n}* i64 hidden_to{T}                             eps -> i32{1}
 // attention_heads parts of q_gate, k, v or of k, v; k_norm{D} positions{T} pool_k* pool_v* ctl pages q_norm{D}?
 //                     rope_dim base eps owner -> {D*H*T of q, then of gate}: norm_rope and kv_store
 // attention_packed  as attention; its values packed as rowmm takes them                     its params -> {bytes, then scratch}

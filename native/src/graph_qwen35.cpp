@@ -1,8 +1,10 @@
 // Builds the graphs of qwen35 and qwen35moe (Qwen3.5/3.6). A block is DeltaNet or full attention, followed by
 // a SwiGLU FFN or by a mixture of them. The NextN head predicts the token after the next one, from a hidden
 // state and the next token's embedding.
+#include "../kernels/rowmm_layout.h"
 #include "custom_op.h"
 #include "qwen35.h"
+#include "rowmm_op.h"
 
 namespace luce {
 
@@ -38,18 +40,50 @@ static ggml_tensor *nextn_input(const StepBuild &b, const NextN &head, ggml_tens
     return matmul(b, head.eh_proj, plain(ggml_concat(b.ctx, e, rms_norm(b.ctx, h, head.hnorm, eps), 0)));
 }
 
+// The same for a step's rows, whose h are rows hidden_from of the kept ones.
+static ggml_tensor *nextn_step_input(const StepBuild &b, const NextN &head) {
+#ifdef LUCE_USE_CUDA
+    if (const int64_t E = head.enorm->ne[0]; is_packed(head.eh_proj) && E % CHUNK == 0) {
+        ggml_tensor *e = embed(b, head.token_embd); // {E, T}
+        const int64_t T = e->ne[1];
+        ggml_tensor *y = add_op(b.ctx, "nextn_pack", GGML_TYPE_I8, rowmm_op_bytes(T, 2 * E), 1,
+                                {e, b.cache.hidden(), b.in.hidden_from, head.enorm, head.hnorm},
+                                {bits_of_real(head.rms_eps)});
+        const MatmulInput in = {ROWMM_PLAIN, y, nullptr, nullptr, 0, 2 * E, T};
+        made_input(b, in, true, [&] { return y; });
+        return matmul(b, head.eh_proj, in); // {E, T}
+    }
+#endif
+    return nextn_input(b, head, ggml_get_rows(b.ctx, b.cache.hidden(), b.in.hidden_from));
+}
+
+// Keeps the hidden states h {E, T} of a step's rows.
+static void keep_hidden(const StepBuild &b, const MatmulInput &h) {
+    ggml_tensor *hidden = b.cache.hidden(), *kept;
+#ifdef LUCE_USE_CUDA
+    if (b.model.device().gpu) {
+        kept = add_op(b.ctx, "keep_hidden", GGML_TYPE_I32, 1, 1, {h.x, h.w, hidden, b.in.hidden_to},
+                      {bits_of_real(h.eps)});
+        ggml_build_forward_expand(b.graph, kept);
+        return;
+    }
+#endif
+    kept = ggml_set_rows(b.ctx, hidden, input_values(b, h), b.in.hidden_to);
+    ggml_build_forward_expand(b.graph, kept);
+}
+
 // Computes the logits of the first n tokens, which are the product of the first n rows of a matrix {K, V}. On
 // a GPU packed weights lie in tiles of 128 rows, so n is a multiple of that. Behind the last row of F32 and
 // BF16 ones lie the scales of all rows (rowmm_layout.h), so these are multiplied whole.
-static ggml_tensor *first_logits(const StepBuild &b, ggml_tensor *output, ggml_tensor *h, int64_t n) {
+static ggml_tensor *first_logits(const StepBuild &b, ggml_tensor *output, const MatmulInput &h, int64_t n) {
     ggml_context *ctx = b.ctx;
     if (is_packed(output) && (output->type == GGML_TYPE_F32 || output->type == GGML_TYPE_BF16)) {
-        ggml_tensor *all = matmul(b, output, plain(h)); // {V, T}
+        ggml_tensor *all = matmul(b, output, h); // {V, T}
         return ggml_cont(ctx, ggml_view_2d(ctx, all, n, all->ne[1], all->nb[1], 0)); // {n, T}
     }
     ggml_tensor *part = ggml_view_2d(ctx, output, output->ne[0], n, output->nb[1], 0); // {K, n}
     part->op_params[0] = output->op_params[0]; // is_packed
-    return matmul(b, part, plain(h)); // {n, T}
+    return matmul(b, part, h); // {n, T}
 }
 
 void build_qwen35_draft(const StepBuild &b) {
@@ -57,16 +91,15 @@ void build_qwen35_draft(const StepBuild &b) {
     const NextN &head = *b.model.weights().head;
     const Block &block = head.block;
     const float eps = head.rms_eps;
-    ggml_tensor *x = nextn_input(b, head, ggml_get_rows(ctx, b.cache.hidden(), b.in.hidden_from)); // {E, T}
+    ggml_tensor *x = nextn_step_input(b, head); // {E, T}
     const KvLayer kv = {b.cache.head_kv(), KV_HEAD};
     Stream s =
         attend(b, {x, rms(x, block.attn_norm, eps)}, *block.attention(), kv, nullptr, {block.post_norm, eps});
     s = feed_forward(b, s, block, {head.norm, eps});
-    ggml_tensor *h = input_values(b, s.normed);
-    ggml_build_forward_expand(b.graph, ggml_set_rows(ctx, b.cache.hidden(), h, b.in.hidden_to));
-    const StepOutputs out =
-        choose(b, b.kind == StepKind::draft_part ? first_logits(b, head.output, h, b.cache.params().n_part)
-                                                 : matmul(b, head.output, s.normed));
+    keep_hidden(b, s.normed);
+    const StepOutputs out = choose(b, b.kind == StepKind::draft_part
+                                          ? first_logits(b, head.output, s.normed, b.cache.params().n_part)
+                                          : matmul(b, head.output, s.normed));
     ggml_build_forward_expand(
         b.graph, add_op(ctx, "keep", GGML_TYPE_I32, 1, 1, {out.choice, b.in.ctl, b.cache.drafts()}));
     keep_lists(b, out.logits);
@@ -80,12 +113,13 @@ static void nextn_kv(const StepBuild &b, const NextN &head, ggml_tensor *x) {
 
 // Keeps the hidden states h {E, T} of the step's rows, and writes the head's KV rows: row p comes from the
 // hidden state at p - 1 and token p.
-static void feed_head(const StepBuild &b, const NextN &head, ggml_tensor *h) {
+static void feed_head(const StepBuild &b, const NextN &head, const MatmulInput &normed) {
     ggml_context *ctx = b.ctx;
-    ggml_tensor *hidden = b.cache.hidden(), *before;
+    ggml_tensor *hidden = b.cache.hidden();
     if (b.prefill()) { // here each row follows the one above it
+        ggml_tensor *h = input_values(b, normed);
         const int64_t T = h->ne[1];
-        before = ggml_get_rows(ctx, hidden, first_entry(ctx, b.in.hidden_from)); // {E, 1}
+        ggml_tensor *before = ggml_get_rows(ctx, hidden, first_entry(ctx, b.in.hidden_from)); // {E, 1}
         if (T > 1) {
             before =
                 ggml_concat(ctx, before, ggml_view_2d(ctx, h, h->ne[0], T - 1, h->nb[1], 0), 1); // {E, T}
@@ -94,9 +128,8 @@ static void feed_head(const StepBuild &b, const NextN &head, ggml_tensor *h) {
         ggml_build_forward_expand(b.graph,
                                   ggml_set_rows(ctx, hidden, last(ctx, h), first_entry(ctx, b.in.hidden_to)));
     } else { // here each row follows its parent, which may be a row of this step
-        ggml_build_forward_expand(b.graph, ggml_set_rows(ctx, hidden, h, b.in.hidden_to));
-        before = ggml_get_rows(ctx, hidden, b.in.hidden_from); // {E, T}
-        nextn_kv(b, head, nextn_input(b, head, before));
+        keep_hidden(b, normed);
+        nextn_kv(b, head, nextn_step_input(b, head));
     }
 }
 
@@ -127,7 +160,7 @@ StepOutputs build_qwen35(const StepBuild &b) {
         feed_dflash(b, *w.drafter, outputs);
     }
     if (b.cache.has_head()) {
-        feed_head(b, *w.head, input_values(b, s.normed));
+        feed_head(b, *w.head, s.normed);
     }
     if (b.kind == StepKind::prefill) {
         ggml_build_forward_expand(b.graph, s.x);

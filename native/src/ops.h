@@ -21,9 +21,8 @@
 // What a step keeps of ggml-cuda, each op giving a row the same bits at any T but for the last. In a step of the model
 // they run a few times, not once a layer, and so cost what a few launches do:
 //   GET_ROWS, SET_ROWS, CONCAT, CONT, FILL   embeddings, hidden rows and reduced logits move, unchanged
-//   RMS_NORM, MUL, SILU          the norms before the heads and of the NextN head's two inputs, since hidden rows are
-//                                kept as values; queries of a DFlash drafter; what few shapes need. One block sums a
-//                                row, in an order that its length decides
+//   RMS_NORM, MUL, SILU          the norm of what a DFlash drafter is fed, and its queries; what few shapes need. One
+//                                block sums a row, in an order that its length decides
 //   ROPE, SCALE, TANH            queries of a DFlash drafter, its keys under YaRN, an embedding's scale, a softcap:
 //                                each value is computed from one or two others
 //   MUL_MAT, SWIGLU, SIGMOID, ADD   products with weights of types that rowmm lacks (IQ1, IQ2, IQ3), and what their

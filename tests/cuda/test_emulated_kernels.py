@@ -101,3 +101,9 @@ def test_attention_heads_of_parts(tmp_path: Path) -> None:
     program = build(tmp_path, kernels, ["attention_heads_check.cu"], "check_attention_heads(false)")
     run = subprocess.run([program], capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_norms_around_the_nextn_head(tmp_path: Path) -> None:
+    program = build(tmp_path, ["nextn.cu", "rowmm_pack.cu"], ["nextn_check.cu"], "check_nextn_head(false)")
+    run = subprocess.run([program], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
