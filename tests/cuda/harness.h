@@ -26,7 +26,7 @@ void check_deltanet(bool all);
 void check_deltanet_rows(); // of check_deltanet, what needs no products, no tensor cores and no captures
 void check_attention(bool all);
 void check_attention_heads(bool all);
-void check_nextn_head(bool all);
+void check_nextn(bool all);
 void check_attention_plan(bool all);
 void check_attention_f32(); // of check_attention, what needs no tensor cores
 void time_kernels();

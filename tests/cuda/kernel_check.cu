@@ -49,7 +49,7 @@ const KernelPart PARTS[] = {
     {"attention", check_attention, time_attention},
     {"attention_heads", check_attention_heads, nullptr},
     {"attention_plan", check_attention_plan, nullptr},
-    {"nextn", check_nextn_head, nullptr},
+    {"nextn", check_nextn, nullptr},
     {"rowmm", check_rowmm, [](bool) { time_rowmm(); }},
     {"gemm", check_gemm_kernels, nullptr},
     {"topk", check_topk, [](bool) { time_topk(); }},

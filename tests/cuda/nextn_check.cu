@@ -5,7 +5,7 @@
 
 namespace {
 
-void check_nextn(int T, int64_t E) {
+void check_rows(int T, int64_t E) {
     const int n = T + 5;
     const float eps = 1e-6f;
     const Floats x = normals(size_t(T) * E, 3.0f), w = normals(size_t(E)), before = normals(size_t(n) * E);
@@ -74,11 +74,11 @@ void check_nextn(int T, int64_t E) {
 
 } // namespace
 
-void check_nextn_head(bool all) {
+void check_nextn(bool all) {
     for (const int64_t E : {256, 768, 5120, 8704}) {
         for (const int T : {1, 3, 17, 40}) {
             if (all || T * E < 40000) {
-                check_nextn(T, E);
+                check_rows(T, E);
             }
         }
     }

@@ -107,3 +107,5 @@ def test_norms_around_the_nextn_head(tmp_path: Path) -> None:
     program = build(tmp_path, ["nextn.cu", "rowmm_pack.cu"], ["nextn_check.cu"], "check_nextn_head(false)")
     run = subprocess.run([program], capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
