@@ -148,12 +148,23 @@ template <int TYPE, int D> struct Head {
         return in_cells() ? int64_t(head) * D : int64_t(head) * 2 * D + (kind == Heads::gate ? D : 0);
     }
 
+    // Returns the place of a row's head, which is null where the row is of no sequence.
+    __device__ uint8_t *cell_of(int row) const {
+        const int32_t s = a.ctl->rows[row].seq;
+        if (s < 0) {
+            return nullptr;
+        }
+        const SeqCtl &seq = a.ctl->seqs[s];
+        return base + a.cell(seq, seq.n_past + row - seq.row0) * a.pool.cell_bytes;
+    }
+
     __device__ void run(const RowmmParts &parts, int row, float *room) {
         const LaneParts<OWN / 4> of(parts, weight(), row, first_value() + lane * OWN);
         LaneRope<D> rope;
         if (kind == Heads::q || kind == Heads::k) {
             rope.find(a.positions[row], a.rope_dim, a.base, lane);
         }
+        uint8_t *cell = in_cells() ? cell_of(row) : nullptr;
         wait_for_previous();
         float4 x[8][OWN / 4];
         float v[OWN] = {};
@@ -163,11 +174,8 @@ template <int TYPE, int D> struct Head {
             rope.apply(v, norm, a.eps, a.rope_dim, room, lane);
         }
         if (in_cells()) {
-            const int32_t s = a.ctl->rows[row].seq;
-            if (s >= 0) {
-                const SeqCtl &seq = a.ctl->seqs[s];
-                const int64_t cell = a.cell(seq, seq.n_past + row - seq.row0);
-                write_head<TYPE, D>(v, base + cell * a.pool.cell_bytes, room, lane);
+            if (cell != nullptr) {
+                write_head<TYPE, D>(v, cell, room, lane);
             }
             return;
         }

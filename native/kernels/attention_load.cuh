@@ -165,11 +165,10 @@ template <typename L> struct Loader {
         }
         return int64_t(page) * PAGE;
     }
-    // Runs the ring. It begins beside the kernels ahead, and waits for them at the first tile whose cells the step may
+    // Runs the ring. It begins beside the kernels ahead, and waits for them at tiles whose cells the step may
     // write. (Where a slot has to become free first, the warps that compute have waited.)
     __device__ void run() {
         Cursor unit(a, plan);
-        bool waited = false;
         if (unit.valid()) {
             next_at = plan.pages[unit.seq()] + unit.begin / PAGE;
             next_page = a.pages[next_at];
@@ -181,14 +180,13 @@ template <typename L> struct Loader {
             int64_t page = -1; // the page's first cell
             for (int32_t key = unit.begin; key < unit.end; key += KEYS) {
                 const bool whole = key >= unit.low && key + KEYS <= min(unit.end, past);
-                if (!waited && (!whole || key + KEYS > plan.settled[seq])) {
-                    waited = true;
-                    wait_for_previous();
-                }
                 if (!whole) {
                     find_cells(unit, key);
                 } else if (page < 0 || key % PAGE == 0) {
                     page = first_cell(seq, key / PAGE);
+                }
+                if (!whole || key + KEYS > plan.settled[seq]) {
+                    wait_for_previous(); // from the second time on it is there
                 }
                 for (int which = 0; which < 2; which++) {
                     const uint8_t *cells = (which == 0 ? a.pool.k : a.pool.v) + head;
