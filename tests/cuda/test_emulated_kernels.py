@@ -10,6 +10,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 KERNELS, CHECKS = ROOT / "native/kernels", ROOT / "tests/cuda"
 
@@ -65,6 +67,20 @@ def test_matmul_of_rows(tmp_path: Path) -> None:
     ]
     program = build(tmp_path, kernels, ["rowmm_check.cu"], "check_rowmm_ranges()")
     run = subprocess.run([program], capture_output=True, text=True, timeout=600, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize(
+    ("part", "kernels"),
+    [
+        ("attention_plan", []),
+        ("attention_heads", ["attention_heads.cu", "norm_rope.cu", "kv_pages.cu"]),
+        ("nextn", ["nextn.cu", "rowmm_pack.cu"]),
+    ],
+)
+def test_kernels_around_attention(part: str, kernels: list[str], tmp_path: Path) -> None:
+    program = build(tmp_path, kernels, [f"{part}_check.cu"], f"check_{part}(false)")
+    run = subprocess.run([program], capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
 
 
