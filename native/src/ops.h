@@ -160,8 +160,8 @@ struct Heads {
 
 // Writes K and V of a step's rows x into their cells, and makes their queries where `queries` says so, from the parts
 // that one product of luce's own matmul leaves.
-Heads heads_of_parts(const StepBuild &b, const MatmulInput &x, const Attention &w, const KvLayer &kv, float eps,
-                     bool queries);
+Heads heads_of_parts(const StepBuild &b, const MatmulInput &x, const Attention &w, const KvLayer &kv,
+                     float eps, bool queries);
 
 // Writes K and V of the rows x {E, T} into their cells, without attention over them.
 void write_kv(const StepBuild &b, const MatmulInput &x, const Attention &w, const KvLayer &kv, float eps);

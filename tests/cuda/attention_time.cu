@@ -1,7 +1,9 @@
 // Times attention on the 27B's shape. One CUDA graph runs an op for 16 layers, each with its own KV, and the
-// median of its replays is shown per layer. GB/s counts the K and V of each sequence once. Filling the cells,
+// median of its replays is shown per layer: of attention that packs its result, of the kernel that makes its heads, and
+// of the store of cells alone. GB/s counts the K and V of each sequence once. Filling the cells,
 // capture and warm-up are outside the timing. The layers share q and the control block.
 #include "harness.h"
+#include "rowmm.h"
 
 #include <functional>
 
@@ -45,6 +47,28 @@ struct Cells { // those of all layers
     }
 };
 
+// Times attention_heads over any parts of a product of 5120 values.
+double time_heads(const Cells &cells, const Device<StepCtl> &ctl, int T) {
+    RowmmArgs parts{};
+    parts.T = T;
+    parts.K = 5120;
+    parts.n_weights = 3;
+    for (int i = 0; i < 3; i++) {
+        parts.weights[i].type = 8;
+        parts.weights[i].N = i == 0 ? 2 * H * D : HKV * D;
+    }
+    Device<float> memory(normals(size_t(rowmm_parts_bytes(parts)) / sizeof(float)));
+    const Device<float> norm(normals(D));
+    Device<float> out(size_t(2) * T * H * D);
+    const Device<int32_t> positions(chain(T + 1));
+    parts.parts = memory.p;
+    return median_us([&](int i) {
+        must(cuda::attention_heads({&parts, cells.layer(i), T, H, KV_TRUNK, D / 4, 1e7f, 1e-6f, positions.p, norm.p, norm.p,
+                                    ctl.p, cells.table.p, out.p, out.p + size_t(T) * H * D},
+                                   stream));
+    }, REPLAYS, LAYERS);
+}
+
 void time_case(const Cells &cells, int context, const Ints &parents, int max_pages, const char *name) {
     const int rows = int(parents.size()), T = rows * cells.n_seqs;
     StepCtl host = blank_ctl();
@@ -66,7 +90,8 @@ void time_case(const Cells &cells, int context, const Ints &parents, int max_pag
     }
     Device<StepCtl> ctl(1);
     ctl.set({host});
-    Device<float> q(normals(size_t(T) * H * D)), gate(normals(size_t(2) * T * H * D)), out(size_t(T) * H * D);
+    Device<float> q(normals(size_t(T) * H * D)), gate(normals(size_t(2) * T * H * D));
+    Device<uint8_t> packed(size_t(rowmm_x_bytes(T, H * D)));
     Device<float> k(normals(size_t(T) * HKV * D));
     AttentionArgs a{};
     a.T = T;
@@ -79,7 +104,7 @@ void time_case(const Cells &cells, int context, const Ints &parents, int max_pag
     a.gate_head = 2 * D;
     a.ctl = ctl.p;
     a.pages = cells.table.p;
-    a.out = out.p;
+    a.packed = packed.p;
     a.pool = cells.layer(0);
     Device<float> scratch(size_t(attention_scratch(a)));
     a.scratch = scratch.p;
@@ -89,13 +114,13 @@ void time_case(const Cells &cells, int context, const Ints &parents, int max_pag
     for (int i = 0; i < LAYERS; i++) {
         store(i);
     }
-    const double store_us = median_us(store, REPLAYS, LAYERS), us = median_us([&](int i) {
+    const double store_us = median_us(store, REPLAYS, LAYERS), heads_us = time_heads(cells, ctl, T), us = median_us([&](int i) {
         a.pool = cells.layer(i);
         must(cuda::attention(a, stream));
     }, REPLAYS, LAYERS);
     const double bytes = 2.0 * cells.n_seqs * (context + rows) * double(cells.cell_bytes);
-    printf("luce type %d context %6d seqs %d rows %2d %-6s %8.2f us %6.0f GB/s, store %.2f us\n", cells.type, context,
-           cells.n_seqs, rows, name, us, bytes / us / 1e3, store_us);
+    printf("luce type %d context %6d seqs %d rows %2d %-6s %8.2f us %6.0f GB/s, heads %.2f us, store %.2f us\n", cells.type,
+           context, cells.n_seqs, rows, name, us, bytes / us / 1e3, heads_us, store_us);
     fflush(stdout);
 }
 
