@@ -158,11 +158,10 @@ template <int TYPE, int D> struct Head {
         return base + a.cell(seq, seq.n_past + row - seq.row0) * a.pool.cell_bytes;
     }
 
-    __device__ void run(const RowmmParts &parts, int row, float *room) {
+    __device__ void run(const RowmmParts &parts, int row, RopeRoom<D> &room) {
         const LaneParts<OWN / 4> of(parts, weight(), row, first_value() + lane * OWN);
-        LaneRope<D> rope;
         if (kind == Heads::q || kind == Heads::k) {
-            rope.find(a.positions[row], a.rope_dim, a.base, lane);
+            LaneRope<D>::find(a.positions[row], a.rope_dim, a.base, room, lane);
         }
         uint8_t *cell = in_cells() ? cell_of(row) : nullptr;
         wait_for_previous();
@@ -171,11 +170,11 @@ template <int TYPE, int D> struct Head {
         of.fetch(x, 0);
         of.add(x, v);
         if (kind == Heads::q || kind == Heads::k) {
-            rope.apply(v, norm, a.eps, a.rope_dim, room, lane);
+            LaneRope<D>::apply(v, norm, a.eps, a.rope_dim, room, lane);
         }
         if (in_cells()) {
             if (cell != nullptr) {
-                write_head<TYPE, D>(v, cell, room, lane);
+                write_head<TYPE, D>(v, cell, room.head, lane);
             }
             return;
         }
@@ -192,7 +191,7 @@ template <int TYPE, int D> struct Head {
 template <int TYPE, int D>
 __global__ void __launch_bounds__(WARPS *LANES, 1)
     heads_kernel(const __grid_constant__ Params a, const __grid_constant__ RowmmParts parts) {
-    __shared__ float room[WARPS][D];
+    __shared__ RopeRoom<D> room[WARPS];
     let_next_start();
     const int warp = warp_index(), lane = threadIdx.x % LANES, n_warps = int(blockDim.x) / LANES;
     const int own = int(blockIdx.y) * n_warps + warp;

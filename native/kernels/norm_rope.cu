@@ -13,16 +13,15 @@ constexpr int WARPS = 4; // warps of a block
 // The grid is the heads of k and q in blocks of WARPS, rows.
 template <int D> __global__ void __launch_bounds__(WARPS *WARP) norm_rope_kernel(NormRopeArgs a) {
     constexpr int OWN = D / WARP;
-    __shared__ float shared[WARPS][D];
+    __shared__ RopeRoom<D> room[WARPS];
     let_next_start();
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, at = blockIdx.x * WARPS + warp;
     const bool is_q = at >= a.k.n_heads;
     const RopeHeads &heads = is_q ? a.q : a.k;
     const int head = is_q ? at - a.k.n_heads : at;
     const int64_t row = blockIdx.y;
-    LaneRope<D> rope;
     if (head < heads.n_heads) {
-        rope.find(a.positions[row], a.rope_dim, a.base, lane);
+        LaneRope<D>::find(a.positions[row], a.rope_dim, a.base, room[warp], lane);
     }
     wait_for_previous();
     if (head >= heads.n_heads) { // a whole warp leaves
@@ -35,7 +34,7 @@ template <int D> __global__ void __launch_bounds__(WARPS *WARP) norm_rope_kernel
         v[i] = x[i];
         norm[i] = heads.norm[lane * OWN + i];
     }
-    rope.apply(v, norm, a.eps, a.rope_dim, shared[warp], lane);
+    LaneRope<D>::apply(v, norm, a.eps, a.rope_dim, room[warp], lane);
     float *out = heads.out + (row * heads.n_heads + head) * D + lane * OWN;
 #pragma unroll
     for (int i = 0; i < OWN; i++) {

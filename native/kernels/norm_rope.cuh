@@ -7,29 +7,25 @@
 
 namespace luce {
 
+// RopeRoom is what a warp needs of shared memory.
+template <int D> struct RopeRoom {
+    float head[D];
+    float cosine[D / 2], sine[D / 2]; // those of each pair's angle
+};
+
 template <int D> struct LaneRope {
     static constexpr int LANES = 32, OWN = D / LANES;
-    float cosine[OWN], sine[OWN]; // those of values lane * OWN + i
 
-    // Finds the angles of a position, of which the first rope_dim values of a head rotate.
-    __device__ void find(int32_t position, int rope_dim, float base, int lane) {
-        const int half = rope_dim / 2;
-#pragma unroll
-        for (int i = 0; i < OWN; i++) {
-            const int j = lane * OWN + i, pair = j < half ? j : j - half;
-            cosine[i] = 1;
-            sine[i] = 0;
-            if (j < rope_dim) {
-                const float angle = float(position) * powf(base, float(-2 * pair) / float(rope_dim));
-                sincosf(angle, &sine[i], &cosine[i]);
-                sine[i] = j < half ? -sine[i] : sine[i];
-            }
+    // Finds the angles of a position, of which the first rope_dim values of a head rotate. All lanes have left `room`.
+    __device__ static void find(int32_t position, int rope_dim, float base, RopeRoom<D> &room, int lane) {
+        for (int pair = lane; pair < rope_dim / 2; pair += LANES) {
+            const float angle = float(position) * powf(base, float(-2 * pair) / float(rope_dim));
+            sincosf(angle, &room.sine[pair], &room.cosine[pair]);
         }
     }
-    // Makes v the head's values: RMS(v) * norm, rotated. `norm` has the lane's own values. `room` is D values of shared
-    // memory.
-    __device__ void apply(float (&v)[OWN], const float *norm, float eps, int rope_dim, float *room,
-                          int lane) const {
+    // Makes v the head's values: RMS(v) * norm, rotated. `norm` has the lane's own values.
+    __device__ static void apply(float (&v)[OWN], const float *norm, float eps, int rope_dim,
+                                 RopeRoom<D> &room, int lane) {
         const int half = rope_dim / 2;
         float sum = 0;
 #pragma unroll
@@ -44,14 +40,17 @@ template <int D> struct LaneRope {
 #pragma unroll
         for (int i = 0; i < OWN; i++) {
             v[i] = v[i] * scale * norm[i];
-            room[lane * OWN + i] = v[i];
+            room.head[lane * OWN + i] = v[i];
         }
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < OWN; i++) {
             const int j = lane * OWN + i;
-            const float other = j < rope_dim ? room[j < half ? j + half : j - half] : 0.0f;
-            v[i] = fmaf(other, sine[i], v[i] * cosine[i]);
+            const bool low = j < half, rotates = j < rope_dim;
+            const int pair = rotates ? low ? j : j - half : 0;
+            const float cosine = rotates ? room.cosine[pair] : 1.0f, sine = rotates ? room.sine[pair] : 0.0f;
+            const float other = rotates ? room.head[low ? j + half : pair] : 0.0f;
+            v[i] = fmaf(other, low ? -sine : sine, v[i] * cosine);
         }
         __syncwarp(); // all have read
     }

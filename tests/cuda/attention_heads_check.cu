@@ -96,6 +96,31 @@ std::vector<uint8_t> random_bytes(size_t n) {
     return x;
 }
 
+// Returns how far keys are from those of the formulas in kernels.h, in double precision.
+double rope_error(const NormRopeArgs &a, const Floats &raw, const Ints &positions, const Floats &norm, const Floats &keys) {
+    double worst = 0;
+    for (size_t first = 0; first < raw.size(); first += size_t(a.D)) {
+        const double position = positions[first / size_t(a.k.n_heads * a.D)];
+        std::vector<double> x(raw.begin() + int64_t(first), raw.begin() + int64_t(first) + a.D);
+        double sum = 0;
+        for (const double value : x) {
+            sum += value * value;
+        }
+        for (int i = 0; i < a.D; i++) {
+            x[size_t(i)] *= norm[size_t(i)] / std::sqrt(sum / a.D + a.eps);
+        }
+        for (int i = 0; i < a.D; i++) {
+            const int half = a.rope_dim / 2, pair = i % std::max(half, 1);
+            const double angle = position * std::pow(double(a.base), -2.0 * pair / a.rope_dim);
+            const double turned = i < half ? x[size_t(i)] * std::cos(angle) - x[size_t(i + half)] * std::sin(angle)
+                                  : i < a.rope_dim ? x[size_t(i)] * std::cos(angle) + x[size_t(i - half)] * std::sin(angle)
+                                                   : x[size_t(i)];
+            worst = std::fmax(worst, std::fabs(turned - keys[first + size_t(i)]));
+        }
+    }
+    return worst;
+}
+
 void check_heads(const Shape &s) {
     constexpr int PAGES = 3; // of a sequence
     const KvShape &kv = s.kv;
@@ -149,6 +174,8 @@ void check_heads(const Shape &s) {
     must(cuda::attention_heads(a, stream));
     must(cudaStreamSynchronize(stream));
 
+    const double error = rope_error(rope, raw_k.get(), where, k_norm.get(), keys.get());
+    expect(error < 2e-4, "norm_rope is off by " + std::to_string(error)); // angles of up to 300 are off by 2e-5
     const std::string what = "attention_heads of type " + std::to_string(kv.type) + " D " + std::to_string(D) + " T " +
                              std::to_string(s.T) + " owner " + std::to_string(s.owner) + (s.queries ? ": " : ", K and V: ");
     expect(got_k.get() == k.get(), what + "cells of K");
