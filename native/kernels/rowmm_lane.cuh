@@ -118,33 +118,57 @@ template <int TYPE> struct Lane {
 
 // ---- Q6_K and Q3_K: d * sc * (q - bias), sc for each 16 ----
 
-// A product is at most 4096, and an F16 as large as that is even. So few products are rounded, and those to
-// 11 bits.
-template <int TYPE> struct LaneBy16 {
-    static constexpr int BITS = bits_of(TYPE);
-    static constexpr bool SIX = TYPE == TYPE_Q6_K;
-    static constexpr float PLACE = 4096.0f; // one over the factor of pair()
-    // Fields of Q6_K are taken at bit 4, where q is q * 2^-20, times sc * 2^8. Fields of Q3_K are taken at
-    // bit 0 as q * 2^-24, times sc * 2^10. With sc of at most 32 and the fields up to bit 6 that fits as
-    // well.
-    static constexpr float UP = SIX ? 256.0f : 1024.0f;
+// A product of Q6_K is at most 4096, and an F16 as large as that is even. So few products are rounded, and
+// those to 11 bits.
+template <> struct Lane<TYPE_Q6_K> {
+    // These are sc + 128 of the 16s of half h: two bytes of g in the low, two of g + 8 in the high half.
+    uint32_t packed[2];
+    uint32_t super;
+    // These are of the half in hand, of g and g + 8: sc * 2^4 and -32 * sc * 2^-16, [16 of the 32], and sc * 2^8.
+    __half2 sc[2], bias[2], sc_low;
 
+    __device__ void load(const uint8_t *fragment, int lane) {
+        const uint2 x = word_at<uint2>(fragment + scales_at(TYPE_Q6_K) + lane * 8);
+        packed[0] = x.x;
+        packed[1] = x.y;
+        super = word_at<uint32_t>(fragment + super_at(TYPE_Q6_K) + lane / 4 * 4);
+    }
+    __device__ void half(int h) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const uint32_t both = __byte_perm(packed[h], F16_1024, i == 0 ? 0x5250 : 0x5351);
+            sc[i] = __hfma2(halves(both), twice(16.0f), twice(-1152.0f * 16)); // this is exact
+            bias[i] = __hmul2(sc[i], twice(-32.0f / 1048576));
+        }
+        sc_low = __hmul2(sc[1], twice(16.0f));
+    }
+    // Returns pair p of output r in the half in hand, times 2^-16. Whole fields are taken at bit 4, where q is
+    // q * 2^-20. What is spread over two words is gathered at bit 0.
+    __device__ uint32_t pair(const Fields<6> &f, int p, int r) const {
+        const int i = p / 8;
+        if (p < Fields<6>::WHOLE) {
+            const uint32_t x = (p % 2 == 0 ? f.w[p / 2] : f.w[p / 2] >> 6) & 0x03f003f0u;
+            return word_of(__hfma2(halves(x), spread(sc[i], r), spread(bias[i], r)));
+        }
+        const int a = Fields<6>::spread(p), b = p < 14 ? 1 : 4;
+        const uint32_t x = (f.w[a] & 0x000f000fu) | (f.w[b] << (p % 2 == 0 ? 4 : 2) & 0x00300030u);
+        return word_of(__hfma2(halves(x), spread(sc_low, r), spread(bias[i], r)));
+    }
+    __device__ float factor(int r) const { return half_bits(super >> 16 * r & 0xffff) * 65536.0f; }
+};
+
+template <> struct Lane<TYPE_Q3_K> {
     uint32_t packed[2]; // four scales, [r]
     uint32_t super;
     __half2 sc[2][2], bias[2][2]; // of the half in hand, [r][16 of the 32]
 
     __device__ void load(const uint8_t *fragment, int lane) {
-        const uint8_t *p = fragment + scales_at(TYPE);
-        if (SIX) {
-            const uint2 x = word_at<uint2>(p + lane * 8);
-            packed[0] = x.x ^ 0x80808080u; // this makes sc + 128
-            packed[1] = x.y ^ 0x80808080u;
-        } else { // these have six bits each: 24 bits are of g, 24 of g + 8
-            const uint32_t x = word_at<uint32_t>(p + lane * 4), y = word_at<uint16_t>(p + 128 + lane * 2);
-            packed[0] = six_bits(x);
-            packed[1] = six_bits(x >> 24 | y << 8);
-        }
-        super = word_at<uint32_t>(fragment + super_at(TYPE) + lane / 4 * 4);
+        const uint8_t *p = fragment + scales_at(TYPE_Q3_K);
+        // these have six bits each: 24 bits are of g, 24 of g + 8
+        const uint32_t x = word_at<uint32_t>(p + lane * 4), y = word_at<uint16_t>(p + 128 + lane * 2);
+        packed[0] = six_bits(x);
+        packed[1] = six_bits(x >> 24 | y << 8);
+        super = word_at<uint32_t>(fragment + super_at(TYPE_Q3_K) + lane / 4 * 4);
     }
     static __device__ uint32_t six_bits(uint32_t x) { // spreads them to bytes
         return (x & 0x3f) | (x & 0xfc0) << 2 | (x & 0x3f000) << 4 | (x & 0xfc0000) << 6;
@@ -154,34 +178,23 @@ template <int TYPE> struct LaneBy16 {
         for (int i = 0; i < 2; i++) {
             const int byte = 2 * h + i; // this is of g in the low half, of g + 8 in the high
             const uint32_t both = __byte_perm(packed[0], packed[1], byte | (4 + byte) << 8) & 0x00ff00ffu;
-            const __half2 s = __hmul2(to_half2(both, SIX ? 128.0f : 32.0f), twice(UP)); // this is exact
+            const __half2 s = __hmul2(to_half2(both, 32.0f), twice(1024.0f)); // this is exact
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 sc[r][i] = spread(s, r);
-                bias[r][i] = __hmul2(sc[r][i], twice(SIX ? -32.0f / 1048576 : -4.0f / 16777216));
+                bias[r][i] = __hmul2(sc[r][i], twice(-4.0f / 16777216));
             }
         }
     }
-    __device__ uint32_t pair(const Fields<BITS> &f, int p, int r) const {
-        const int i = p / 8;
-        if constexpr (SIX) {
-            uint32_t x;
-            if (p < Fields<6>::WHOLE) {
-                x = (p % 2 == 0 ? f.w[p / 2] : f.w[p / 2] >> 6) & 0x03f003f0u;
-            } else {
-                const int a = Fields<6>::spread(p), b = p < 14 ? 1 : 4;
-                x = (f.w[a] << 4 & 0x00f000f0u) | (f.w[b] << (p % 2 == 0 ? 8 : 6) & 0x03000300u);
-            }
-            return word_of(__hfma2(halves(x), sc[r][i], bias[r][i]));
-        }
-        return word_of(__hfma2(halves(f.get(p)), sc[r][i], bias[r][i]));
+    // Fields are taken at bit 0 as q * 2^-24, times sc * 2^10. With sc of at most 32 and the fields up to bit 6
+    // that fits.
+    __device__ uint32_t pair(const Fields<3> &f, int p, int r) const {
+        return word_of(__hfma2(halves(f.get(p)), sc[r][p / 8], bias[r][p / 8]));
     }
     __device__ float factor(int r) const {
-        return half_bits(super >> 16 * r & 0xffff) * (SIX ? PLACE : 16777216.0f / UP);
+        return half_bits(super >> 16 * r & 0xffff) * (16777216.0f / 1024.0f);
     }
 };
-template <> struct Lane<TYPE_Q6_K> : LaneBy16<TYPE_Q6_K> {};
-template <> struct Lane<TYPE_Q3_K> : LaneBy16<TYPE_Q3_K> {};
 
 // ---- Q2_K: d * sc * q - dmin * mn, sc and mn of 4 bits for each 16 ----
 

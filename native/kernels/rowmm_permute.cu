@@ -117,7 +117,11 @@ __device__ void store_scales(uint8_t *out, const uint8_t *const (&blocks)[2], in
                            mn2 = second >> 8;
             put(p + lane * 4 + 2 * r, uint16_t((first & 63) | (second & 63) << 6 | (mn2 & 15) << 12));
             p[128 + lane * 2 + r] = uint8_t(mn | mn2 >> 4 << 6);
-        } else if constexpr (TYPE == TYPE_Q6_K || TYPE == TYPE_Q2_K) {
+        } else if constexpr (TYPE == TYPE_Q6_K) {
+            for (int i = 0; i < 4; i++) {
+                p[lane * 8 + i / 2 * 4 + 2 * r + i % 2] = uint8_t(scale(4 * t + i) ^ 0x80);
+            }
+        } else if constexpr (TYPE == TYPE_Q2_K) {
             for (int i = 0; i < 4; i++) {
                 p[lane * 8 + 4 * r + i] = uint8_t(scale(4 * t + i));
             }
@@ -261,9 +265,12 @@ template <int TYPE> __device__ Worth worth(const Lane<TYPE> &x, int h, int i, in
         const float d = half_bits(x.super >> 16 * r & 0xffff),
                     d_min = half_bits(x.super_min >> 16 * r & 0xffff);
         return {d * float(x.sc[r]), -(d_min * float(x.minimum(r) >> 16 * h & 0xffff))};
-    } else if constexpr (TYPE == TYPE_Q6_K || TYPE == TYPE_Q3_K) {
+    } else if constexpr (TYPE == TYPE_Q6_K) {
+        const int stored = x.packed[h] >> (16 * r + 8 * i) & 0xff;
+        return {half_bits(x.super >> 16 * r & 0xffff) * float(stored - 128), 0};
+    } else if constexpr (TYPE == TYPE_Q3_K) {
         const int stored = x.packed[r] >> 8 * (2 * h + i) & 0xff;
-        return {half_bits(x.super >> 16 * r & 0xffff) * float(stored - (TYPE == TYPE_Q6_K ? 128 : 32)), 0};
+        return {half_bits(x.super >> 16 * r & 0xffff) * float(stored - 32), 0};
     } else if constexpr (TYPE == TYPE_Q2_K) {
         const uint32_t stored = x.packed[r] >> 8 * (2 * h + i);
         return {x.d[r] * float(stored & 15), -(x.d_min[r] * float(stored >> 4 & 15))};
