@@ -63,10 +63,11 @@ template <int TYPE> struct Lane {
     static constexpr int BITS = bits_of(TYPE);
     static constexpr float UNIT = 16777216.0f; // 2^24
 
-    // These are packed scales, of g in the low and of g + 8 in the high half or byte.
+    // These are packed scales of blocks 2 t and 2 t + 1. Each half of u, of g and g + 8, has both sc, and above
+    // them four bits of a minimum of g (the low half block 2 t's). A byte of v has a block's minimum of g + 8, and
+    // the other two bits of g's.
     uint32_t u, v, super, super_min;
-    uint32_t sc[2]; // of the half in hand, [r]
-    __half2 sc_field[2]; // the same over the second field's place value
+    __half2 sc[BITS + 1]; // of the half in hand, of g and g + 8, over 2^place; places 0 and BITS, of Q5_K all
 
     __device__ void load(const uint8_t *fragment, int lane) {
         const uint8_t *p = fragment + scales_at(TYPE);
@@ -77,40 +78,34 @@ template <int TYPE> struct Lane {
         super_min = d.y;
     }
     __device__ void half(int h) {
-        const uint32_t both = (h == 0 ? u : u >> 6) & 0x003f003fu;
-        sc[0] = both & 0xffffu;
-        sc[1] = both >> 16;
-        constexpr float PLACE = 1.0f / (1 << BITS);
-        // this is exact
-        const __half2 s = __hfma2(halves(both | F16_1024), twice(PLACE), twice(-1024.0f * PLACE));
-        sc_field[0] = spread(s, 0);
-        sc_field[1] = spread(s, 1);
+        sc[0] = to_half2((h == 0 ? u : u >> 6) & 0x003f003fu);
+#pragma unroll
+        for (int place = BITS == 5 ? 1 : BITS; place <= BITS; place++) {
+            sc[place] = __hmul2(sc[0], twice(1.0f / (1 << place))); // this is exact
+        }
     }
-    // Returns pair p of output r in the half in hand, times 2^-24.
+    // Returns pair p of output r in the half in hand, times 2^-24. Two fields are taken where they lie. Others
+    // are shifted to a place below bit 10. Of 5 bits that place differs from word to word, so that the bits of
+    // the pair that is spread over all words come together.
     __device__ uint32_t pair(const Fields<BITS> &f, int p, int r) const {
         constexpr uint32_t MASK = Fields<BITS>::MASK;
-        if (p >= Fields<BITS>::WHOLE) { // the pair is gathered at the second field's place
+        if (p >= Fields<BITS>::WHOLE) {
             uint32_t x = 0;
 #pragma unroll
             for (int i = 0; i < BITS; i++) {
                 x |= f.w[i] >> (15 - BITS - i) & 0x00010001u << (BITS + i);
             }
-            return times(x, sc_field[r]);
+            return times(x, spread(sc[BITS], r));
         }
-        const int field = p % Fields<BITS>::PER;
-        const uint32_t w = f.w[Fields<BITS>::word(p)];
-        if (field == 1) {
-            return times(w & MASK << BITS, sc_field[r]);
-        }
-        if (field == 3) {
-            return times(w >> 2 * BITS & MASK << BITS, sc_field[r]);
-        }
-        return ((field == 0 ? w : w >> 2 * BITS) & MASK) * sc[r];
+        const int i = Fields<BITS>::word(p), field = p % Fields<BITS>::PER;
+        const int shift = field < 2 ? 0 : BITS == 4 ? 8 : 10 - i;
+        const int place = BITS == 4 ? field % 2 * BITS : field < 2 ? field * BITS : i;
+        return times(f.w[i] >> shift & MASK << place, spread(sc[place], r));
     }
     // Returns the minimums of blocks 2 t and 2 t + 1 of output r, times 2^-24.
     __device__ uint32_t minimum(int r) const {
-        const uint32_t a = u >> 16 * r, b = v >> 8 * r;
-        return (b & 63) | ((a >> 12 & 15) | (b >> 2 & 0x30)) << 16;
+        const uint32_t x = __byte_perm(v, 0, 0x4140);
+        return r == 1 ? x & 0x003f003fu : (u >> 12 & 0x000f000fu) | (x >> 2 & 0x00300030u);
     }
     __device__ float factor(int r) const { return half_bits(super >> 16 * r & 0xffff) * UNIT; }
     __device__ float minimum_factor(int r) const { return half_bits(super_min >> 16 * r & 0xffff) * UNIT; }

@@ -113,10 +113,14 @@ __device__ void store_scales(uint8_t *out, const uint8_t *const (&blocks)[2], in
         const uint8_t *b = blocks[r];
         const auto scale = [&](int j) { return b == nullptr ? 0u : block_scale<TYPE>(b, j); };
         if constexpr (TYPE == TYPE_Q4_K || TYPE == TYPE_Q5_K) {
-            const uint32_t first = scale(2 * t), second = scale(2 * t + 1), mn = first >> 8,
-                           mn2 = second >> 8;
-            put(p + lane * 4 + 2 * r, uint16_t((first & 63) | (second & 63) << 6 | (mn2 & 15) << 12));
-            p[128 + lane * 2 + r] = uint8_t(mn | mn2 >> 4 << 6);
+            // Output r's scales go with block 2 t + r's minimums.
+            const auto minimum = [&](const uint8_t *x) {
+                return x == nullptr ? 0u : block_scale<TYPE>(x, 2 * t + r) >> 8;
+            };
+            const uint32_t mn = minimum(blocks[0]);
+            put(p + lane * 4 + 2 * r,
+                uint16_t((scale(2 * t) & 63) | (scale(2 * t + 1) & 63) << 6 | (mn & 15) << 12));
+            p[128 + lane * 2 + r] = uint8_t(minimum(blocks[1]) | mn >> 4 << 6);
         } else if constexpr (TYPE == TYPE_Q6_K) {
             for (int i = 0; i < 4; i++) {
                 p[lane * 8 + i / 2 * 4 + 2 * r + i % 2] = uint8_t(scale(4 * t + i) ^ 0x80);
@@ -264,7 +268,7 @@ template <int TYPE> __device__ Worth worth(const Lane<TYPE> &x, int h, int i, in
     if constexpr (has_minimum(TYPE)) {
         const float d = half_bits(x.super >> 16 * r & 0xffff),
                     d_min = half_bits(x.super_min >> 16 * r & 0xffff);
-        return {d * float(x.sc[r]), -(d_min * float(x.minimum(r) >> 16 * h & 0xffff))};
+        return {d * float(x.u >> (16 * r + 6 * h) & 63), -(d_min * float(x.minimum(r) >> 16 * h & 0xffff))};
     } else if constexpr (TYPE == TYPE_Q6_K) {
         const int stored = x.packed[h] >> (16 * r + 8 * i) & 0xff;
         return {half_bits(x.super >> 16 * r & 0xffff) * float(stored - 128), 0};
