@@ -187,14 +187,15 @@ cudaError_t launch(RowmmParams &p, bool wide, const Device &device, cudaStream_t
                                             : rowmm_kernel_64_wide();
     constexpr int STATIC = 512; // the kernel has at most this much besides
     const int share = device.shared_sm / (BLOCKS_PER_SM / k.teams) - device.shared_reserved - STATIC;
-    p.slots = std::min((share - k.row_bytes) / p.slot_bytes, ROWMM_MAX_SLOTS);
+    const int row_bytes = k.row_bytes(p.columns);
+    p.slots = std::min((share - row_bytes) / p.slot_bytes, ROWMM_MAX_SLOTS);
     if (p.slots < 2) {
-        p.slots = std::min((device.shared_block - STATIC - k.row_bytes) / p.slot_bytes, 2);
+        p.slots = std::min((device.shared_block - STATIC - row_bytes) / p.slot_bytes, 2);
     }
     if (p.slots < k.teams) {
         return cudaErrorInvalidConfiguration;
     }
-    const int bytes = k.row_bytes + p.slots * p.slot_bytes;
+    const int bytes = row_bytes + p.slots * p.slot_bytes;
     // this is set on each call, since it holds for the current device only
     const cudaError_t error =
         cudaFuncSetAttribute(k.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);

@@ -13,7 +13,7 @@ __device__ __forceinline__ void take_range(const RowmmParams &p, Ring &ring, int
     const int begin = p.first[range], end = p.first[range + 1], warp = fragment_of_warp();
     for (int unit = begin; unit < end;) {
         const RowmmSegment &s = p.segments[segment_at(p, unit)];
-        const int tile = (unit - s.first_unit) / s.units_k, C = p.columns;
+        const int tile = (unit - s.first_unit) / s.units_k, C = Shape<NT, WIDE>::columns(p.columns);
         const int units = min(end, s.first_unit + (tile + 1) * s.units_k) - unit;
         const int fragments = (s.N + FRAGMENT - 1) / FRAGMENT - tile * FRAGMENTS;
         const bool present = (WIDE ? warp / 4 * 4 : warp) < fragments;
@@ -42,7 +42,7 @@ __device__ __forceinline__ void run_team(const RowmmParams &p, uint8_t *shared, 
     // is even.
     const int pairs = p.ranges / 2, b = blockIdx.x;
     const int range = b < 2 * pairs ? b % pairs * 2 + b / pairs : b;
-    const Rings<S> rings{shared, p.slot_bytes, p.slots};
+    const Rings<S> rings{shared, p.slot_bytes, p.slots, S::columns(p.columns)};
     if (threadIdx.x == 0) {
         rings.init();
     }
@@ -50,10 +50,14 @@ __device__ __forceinline__ void run_team(const RowmmParams &p, uint8_t *shared, 
     const int unit = p.first[range], segment = segment_at(p, unit);
     const Walk begin{p, segment, unit - p.segments[segment].first_unit, p.first[range + 1] - unit};
     if (threadIdx.x < S::WARPS * WARP) {
-        wait_for_previous();
-        if (threadIdx.x < COPY_LANES) {
-            Filler<S>(p, rings, begin).fetch_first_rows();
+        const int warp = threadIdx.x / WARP, C = rings.columns;
+        Rows rows = {};
+        if (warp < S::STAGES && threadIdx.x % WARP < COPY_LANES) {
+            rows = Filler<S>(p, rings, begin).first_rows(warp);
+            announce(rows, rings.stage_full(warp), C);
         }
+        wait_for_previous();
+        copy(rows, rings.stage_full(warp), rings.stage(warp), C);
         if (p.squares != nullptr) {
             find_scales(p, rings, scales);
         }
@@ -72,7 +76,7 @@ __device__ __forceinline__ void run_teams(const RowmmParams &p, uint8_t *shared,
     using S = Shape<NT, WIDE>;
     __shared__ Schedule plan;
     const RowmmPair &pair = p.pairs[blockIdx.x];
-    const Rings<S> rings{shared, p.slot_bytes, p.slots};
+    const Rings<S> rings{shared, p.slot_bytes, p.slots, S::columns(p.columns)};
     if (threadIdx.x == 0) {
         rings.init();
         plan = Schedule(p, pair);
@@ -116,7 +120,7 @@ __global__ void __launch_bounds__(Shape<NT, WIDE>::THREADS, Shape<NT, WIDE>::BLO
 
 template <int NT, bool WIDE> RowmmKernel rowmm_kernel_of() {
     using S = Shape<NT, WIDE>;
-    return {rowmm_kernel<NT, WIDE>, S::THREADS, S::ROW_BYTES, S::TEAMS};
+    return {rowmm_kernel<NT, WIDE>, S::THREADS, S::row_bytes, S::TEAMS};
 }
 
 } // namespace luce

@@ -152,7 +152,7 @@ __device__ __forceinline__ void add_floats(Sums<NT> &acc, const Sums<NT> &c, con
 template <int TYPE, int NT, bool WIDE>
 __device__ __forceinline__ void multiply_unit(Sums<NT> &acc, const uint8_t *fragment, const uint8_t *stage,
                                               int C, int lane) {
-    const uint8_t *tail = stage + Shape<NT, WIDE>::VALUES;
+    const uint8_t *tail = stage + chunk_sums(C);
     const uint32_t rows =
         WIDE ? __shfl_sync(~0u, shared_address(stage), 0) : 0; // this is the warp's address, not each lane's
     Sums<NT> c = {};

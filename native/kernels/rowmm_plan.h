@@ -74,7 +74,7 @@ cudaError_t rowmm_parts_of(const RowmmArgs &args, RowmmParts &parts);
 struct RowmmKernel {
     void (*kernel)(RowmmParams);
     int threads;
-    int row_bytes; // of shared memory, before the ring of weights
+    int (*row_bytes)(int columns); // of shared memory, before the ring of weights
     int teams; // of a block: it has as many ranges, and a multiprocessor has BLOCKS_PER_SM of them
 };
 constexpr int ROWMM_MAX_SLOTS = 16;

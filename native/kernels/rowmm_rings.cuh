@@ -17,10 +17,14 @@ template <int NT, bool WIDE> struct Shape {
     static constexpr int THREADS = (WARPS + (TEAMS == 1 ? 1 : 0)) * WARP;
     static constexpr int COLUMNS = 8 * NT;
     static constexpr int STAGES = NT == 8 ? 3 : NT == 4 && !WIDE ? 2 : 4; // of activations of a unit
-    static constexpr int VALUES = 8 * COLUMNS * 64, STAGE = VALUES + chunk_tail(COLUMNS);
     static constexpr int BARRIERS = 384; // bytes, for all of Rings
-    static constexpr int ROW_BYTES = BARRIERS + STAGES * STAGE;
-    static_assert(BARRIERS >= 20 * STAGES + 12 * ROWMM_MAX_SLOTS + 8 && ROW_BYTES % 128 == 0);
+    static_assert(BARRIERS >= 20 * STAGES + 12 * ROWMM_MAX_SLOTS + 8);
+    // A stage is a chunk of as many columns as the step has.
+    static ROWMM_BOTH constexpr int columns(int C) { return NT == 1 ? C : COLUMNS; }
+    // Returns the bytes of all stages and barriers.
+    static ROWMM_BOTH constexpr int row_bytes(int C) {
+        return (BARRIERS + STAGES * chunk_bytes(C) + 127) / 128 * 128;
+    }
 };
 
 // Returns which fragment of a tile a warp has.
@@ -36,6 +40,7 @@ template <int NT> using Sums = float[NT][4];
 template <typename S> struct Rings {
     uint8_t *shared;
     int slot_bytes, slots;
+    int columns; // of a stage
 
     __device__ uint32_t stage_full(int i) const { return shared_address(shared) + 8 * i; }
     __device__ uint32_t stage_free(int i) const { return shared_address(shared) + 8 * (S::STAGES + i); }
@@ -46,8 +51,8 @@ template <typename S> struct Rings {
         return reinterpret_cast<uint32_t *>(shared + 8 * (2 * S::STAGES + ROWMM_MAX_SLOTS + 1)) + i;
     }
     __device__ uint32_t *slot_left(int i) const { return stage_left(S::STAGES + i); }
-    __device__ uint8_t *stage(int i) const { return shared + S::BARRIERS + i * S::STAGE; }
-    __device__ uint8_t *slot(int i) const { return shared + S::ROW_BYTES + i * slot_bytes; }
+    __device__ uint8_t *stage(int i) const { return shared + S::BARRIERS + i * chunk_bytes(columns); }
+    __device__ uint8_t *slot(int i) const { return shared + S::row_bytes(columns) + i * slot_bytes; }
 
     __device__ void init() const {
         for (int i = 0; i < S::STAGES; i++) {
@@ -65,12 +70,12 @@ template <typename S> struct Rings {
 };
 
 // Results of a row are multiplied with these where x was packed before its norm was known. The warps share
-// the rows.
+// the rows, the last warp first: the first ones fetch rows.
 template <typename S>
 __device__ __forceinline__ void find_scales(const RowmmParams &p, const Rings<S> &rings, float *scales) {
     constexpr int AT_ONCE = S::COLUMNS / S::WARPS; // loads of a warp in flight
     static_assert(S::COLUMNS % S::WARPS == 0);
-    const int lane = threadIdx.x % WARP, first = threadIdx.x / WARP;
+    const int lane = threadIdx.x % WARP, first = S::WARPS - 1 - int(threadIdx.x / WARP);
     float sum[AT_ONCE] = {};
     for (int i = lane; i < p.n_squares; i += WARP) {
 #pragma unroll
@@ -127,19 +132,39 @@ __device__ __forceinline__ void copy_unit(const RowmmSegment &s, int unit, uint3
     copies_end(barrier);
 }
 
-// Begins to copy the activations of unit `unit` of a matrix to a stage.
-template <typename S>
-__device__ __forceinline__ void copy_rows(const RowmmParams &p, const RowmmSegment &s, int unit,
-                                          uint32_t barrier, uint8_t *stage) {
-    const int C = p.columns, units = units_of_chunk(s.type), k = unit % s.units_k;
+// Says what is copied of the activations of a unit.
+struct Rows {
+    const uint8_t *values, *tail;
+    int bytes; // of values; 0: there is nothing to copy
+};
+__device__ __forceinline__ Rows rows_of_unit(const RowmmParams &p, const RowmmSegment &s, int unit, int C) {
+    const int units = units_of_chunk(s.type), k = unit % s.units_k;
     const uint8_t *chunk = p.x + int64_t(k / units) * chunk_bytes(C);
     // These are the bytes of a unit's groups of 16 bytes, two steps each.
-    const int values = 8 / units * C * 64;
-    const uint32_t to = shared_address(stage);
-    copies_begin(barrier, values + chunk_tail(C));
-    copy_to_shared(to, chunk + k % units * values, values, barrier, true);
-    copy_to_shared(to + S::VALUES, chunk + chunk_sums(C), chunk_tail(C), barrier, true);
-    copies_end(barrier);
+    const int bytes = 8 / units * C * 64;
+    return {chunk + k % units * bytes, chunk + chunk_sums(C), bytes};
+}
+// Tells a stage's barrier of rows to come. None of their bytes need to be there yet.
+__device__ __forceinline__ void announce(const Rows &r, uint32_t barrier, int C) {
+    if (r.bytes > 0) {
+        copies_begin(barrier, r.bytes + chunk_tail(C));
+    }
+}
+// Begins to copy rows that are announced.
+__device__ __forceinline__ void copy(const Rows &r, uint32_t barrier, uint8_t *stage, int C) {
+    if (r.bytes > 0) {
+        const uint32_t to = shared_address(stage);
+        copy_to_shared(to, r.values, r.bytes, barrier, true);
+        copy_to_shared(to + chunk_sums(C), r.tail, chunk_tail(C), barrier, true);
+        copies_end(barrier);
+    }
+}
+// Begins to copy the activations of unit `unit` of a matrix to a stage.
+__device__ __forceinline__ void copy_rows(const RowmmParams &p, const RowmmSegment &s, int unit,
+                                          uint32_t barrier, uint8_t *stage, int C) {
+    const Rows r = rows_of_unit(p, s, unit, C);
+    announce(r, barrier, C);
+    copy(r, barrier, stage, C);
 }
 
 // Walks over the units of a range.
@@ -182,9 +207,8 @@ template <typename S> struct Filler {
         if (rows.left == 0) {
             return;
         }
-        copy_rows<S>(p, rows.of(), rows.unit, rings.stage_full(stage.i), rings.stage(stage.i));
-        stage.next(S::STAGES);
-        rows.next();
+        copy_rows(p, rows.of(), rows.unit, rings.stage_full(stage.i), rings.stage(stage.i), rings.columns);
+        skip_rows();
     }
     // First come the first weights, which do not depend on what runs before this launch. Few are on their way
     // at once, for memory has to answer the launch ahead at the same time.
@@ -196,18 +220,22 @@ template <typename S> struct Filler {
             fetch_weights();
         }
     }
-    // A taker fetches the first rows once they are there, since it knows that first.
-    __device__ void fetch_first_rows() {
-        for (int i = 0; i < S::STAGES; i++) {
-            fetch_rows();
+    // Takers fetch the first rows, since they know first when these are there: warp i those of stage i.
+    __device__ Rows first_rows(int warp) {
+        for (int i = 0; i < warp && rows.left > 0; i++) {
+            skip_rows();
         }
+        return rows.left == 0 ? Rows{} : rows_of_unit(p, rows.of(), rows.unit, rings.columns);
+    }
+    __device__ void skip_rows() {
+        stage.next(S::STAGES);
+        rows.next();
     }
     // Fetches all else.
     __device__ void go_on() {
         wait_for_previous();
         for (int i = 0; i < S::STAGES && rows.left > 0; i++) {
-            stage.next(S::STAGES);
-            rows.next();
+            skip_rows();
         }
         while (rows.left > 0 || weights.left > 0) {
             barrier_wait(rings.stage_free(freed.i), freed.parity);

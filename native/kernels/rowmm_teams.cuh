@@ -47,7 +47,7 @@ template <typename S> struct TeamTaker {
         const TeamUnit u = plan.of_stage(i);
         const int from = plan.first[u.team] + u.unit;
         const RowmmSegment &s = p.segments[segment_at(p, from)];
-        copy_rows<S>(p, s, from - s.first_unit, rings.stage_full(place), rings.stage(place));
+        copy_rows(p, s, from - s.first_unit, rings.stage_full(place), rings.stage(place), rings.columns);
     }
     // Fetch what comes first. Each warp has some of it.
     __device__ void fetch_first_weights() const {
