@@ -254,7 +254,12 @@ template <int NT, bool WIDE, typename Ring>
 __device__ __forceinline__ void multiply_tile(Sums<NT> &acc, Ring &ring, const RowmmSegment &s, int units,
                                               int C, bool present) {
     if constexpr (Shape<NT, WIDE>::TEAMS == 1) {
-        multiply_units<NT, WIDE>(s.type, acc, ring, units, C, present);
+        // One row's addresses are known when this is compiled.
+        if (NT == 1 && C == 1) {
+            multiply_units<NT, WIDE>(s.type, acc, ring, units, 1, present);
+        } else {
+            multiply_units<NT, WIDE>(s.type, acc, ring, units, C, present);
+        }
     } else {
         const int offset = fragment_of_warp() * s.fragment_bytes, type = s.type;
         for (const int end = ring.unit + units; ring.unit < end;) {
