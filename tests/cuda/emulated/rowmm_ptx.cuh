@@ -93,6 +93,7 @@ inline void copy_to_shared(uint32_t shared, const uint8_t *global, int bytes, ui
     barrier_at(barrier).end_if_done();
 }
 inline void copies_end(uint32_t) {}
+inline void writes_before_copies() {}
 
 inline void copy_16(void *shared, const void *global) { memcpy(shared, global, 16); }
 inline void copies_commit() {}
