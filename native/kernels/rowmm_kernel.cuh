@@ -42,7 +42,7 @@ __device__ __forceinline__ void run_team(const RowmmParams &p, uint8_t *shared, 
     // is even.
     const int pairs = p.ranges / 2, b = blockIdx.x;
     const int range = b < 2 * pairs ? b % pairs * 2 + b / pairs : b;
-    const Rings<S> rings{shared, p.slot_bytes, p.slots, S::columns(p.columns)};
+    const Rings<S> rings{held_address(shared), p.slot_bytes, p.slots, S::columns(p.columns)};
     if (threadIdx.x == 0) {
         rings.init();
     }

@@ -26,6 +26,14 @@ __device__ __forceinline__ uint32_t shared_address(const void *p) {
     return uint32_t(__cvta_generic_to_shared(p));
 }
 
+// Returns the same address in shared memory, held in a register: on Hopper each use of a shared variable's own
+// address reads the block's place in its cluster anew.
+__device__ __forceinline__ uint8_t *held_address(uint8_t *shared) {
+    uint32_t address = shared_address(shared);
+    asm volatile("" : "+r"(address));
+    return static_cast<uint8_t *>(__cvta_shared_to_generic(address));
+}
+
 // ---- barriers in shared memory, and copies into it that complete on one ----
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
