@@ -60,13 +60,6 @@ struct Fragments {
         copies_commit();
         turn = turn + 1 == SLOTS ? 0 : turn + 1;
     }
-    __device__ void prefetch() const {
-        for (int u = 0; u < SLOTS && u < left; u++) {
-            for (int i = lane * 128; i < bytes; i += WARP * 128) {
-                prefetch_l2(from + u * step + i);
-            }
-        }
-    }
     // Returns the oldest unit, which is here. After it has been used, the next one is fetched in its place.
     __device__ const uint8_t *take() const {
         copies_wait<SLOTS - 1>();
@@ -244,8 +237,8 @@ __device__ void write_out(const MatmulParams &p, const Group &g, const Parts &pa
 }
 
 // The grid is {blocks of outputs, items}. Items of the shared expert come first, and their weights are read
-// while the launch waits for what is ahead. Down may bring the others' weights to L2 while up runs. The list
-// that it sees then may be an old one, which only wastes the read.
+// while the launch waits for what is ahead. Down fetches the others' weights while up runs. The list that it sees
+// then may be an old one, whose weights are overwritten.
 __global__ void __launch_bounds__(THREADS, 3) moe_matmul_kernel(const __grid_constant__ MatmulParams p) {
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ Parts parts;
@@ -260,6 +253,7 @@ __global__ void __launch_bounds__(THREADS, 3) moe_matmul_kernel(const __grid_con
         return;
     }
     MoeItem item = {};
+    int early = -1; // the expert whose fragments are on their way before the wait
     Fragments f = w.fragments(g, 0, slots, p.slot_bytes, lane);
     if (index < 0) {
         const int row = int(blockIdx.y) * ITEM_ROWS;
@@ -267,21 +261,31 @@ __global__ void __launch_bounds__(THREADS, 3) moe_matmul_kernel(const __grid_con
         f.fetch();
         f.fetch();
     } else if (p.h != nullptr) {
-        const int old = __ldcg(&items[index].expert);
-        if (old >= 0 && old < p.dims.n_expert) {
-            w.fragments(g, old, slots, p.slot_bytes, lane).prefetch();
+        early = __ldcg(&items[index].expert);
+        if (early >= 0 && early < p.dims.n_expert) {
+            f = w.fragments(g, early, slots, p.slot_bytes, lane);
+            f.fetch();
+            f.fetch();
         }
     }
     wait_for_previous();
     let_next_start(); // this comes only now, so that the launch behind sees what the one ahead has written.
     if (index >= 0) {
-        if (index >= __ldcg(reinterpret_cast<const int32_t *>(p.routed + p.at.head))) {
+        // Both are on their way at once.
+        const int4 listed = __ldcg(reinterpret_cast<const int4 *>(items + index));
+        const int n_items = __ldcg(reinterpret_cast<const int32_t *>(p.routed + p.at.head));
+        if (index >= n_items) {
+            copies_wait<0>();
             return;
         }
-        item = items[index];
-        f = w.fragments(g, item.expert, slots, p.slot_bytes, lane);
-        f.fetch();
-        f.fetch();
+        item = {listed.x, listed.y, listed.z, listed.w};
+        if (item.expert != early) {
+            copies_wait<0>(); // what came early is overwritten
+            __syncwarp();
+            f = w.fragments(g, item.expert, slots, p.slot_bytes, lane);
+            f.fetch();
+            f.fetch();
+        }
     }
     if (threadIdx.x < item.count) {
         const int32_t *list = reinterpret_cast<const int32_t *>(p.routed + p.at.places);
