@@ -185,12 +185,13 @@ cudaError_t launch(RowmmParams &p, bool wide, const Device &device, cudaStream_t
                           : p.columns <= 16 ? rowmm_kernel_16_wide()
                           : p.columns <= 32 ? rowmm_kernel_32_wide()
                                             : rowmm_kernel_64_wide();
-    constexpr int STATIC = 512; // the kernel has at most this much besides
-    const int share = device.shared_sm / (BLOCKS_PER_SM / k.teams) - device.shared_reserved - STATIC;
+    // The kernel has at most 512 besides, and some is for blocks of the launches behind, which wait beside it.
+    const int besides = k.teams == 1 ? 2560 : 512;
+    const int share = device.shared_sm / (BLOCKS_PER_SM / k.teams) - device.shared_reserved - besides;
     const int row_bytes = k.row_bytes(p.columns);
     p.slots = std::min((share - row_bytes) / p.slot_bytes, ROWMM_MAX_SLOTS);
     if (p.slots < 2) {
-        p.slots = std::min((device.shared_block - STATIC - row_bytes) / p.slot_bytes, 2);
+        p.slots = std::min((device.shared_block - besides - row_bytes) / p.slot_bytes, 2);
     }
     if (p.slots < k.teams) {
         return cudaErrorInvalidConfiguration;
