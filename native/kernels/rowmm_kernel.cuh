@@ -50,21 +50,14 @@ __device__ __forceinline__ void run_team(const RowmmParams &p, uint8_t *shared, 
     const int unit = p.first[range], segment = segment_at(p, unit);
     const Walk begin{p, segment, unit - p.segments[segment].first_unit, p.first[range + 1] - unit};
     if (threadIdx.x < S::WARPS * WARP) {
-        const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, C = rings.columns;
-        const bool one = NT == 1 && C == 1;
+        const int warp = threadIdx.x / WARP, C = rings.columns;
         Rows rows = {};
-        if (warp < S::STAGES && (one || lane < COPY_LANES)) {
+        if (warp < S::STAGES && threadIdx.x % WARP < COPY_LANES) {
             rows = Filler<S>(p, rings, begin).first_rows(warp);
-        }
-        if (!one) {
             announce(rows, rings.stage_full(warp), C);
         }
         wait_for_previous();
-        if (one) {
-            load_row(rows, rings.stage_full(warp), rings.stage(warp), lane);
-        } else {
-            copy(rows, rings.stage_full(warp), rings.stage(warp), C);
-        }
+        copy(rows, rings.stage_full(warp), rings.stage(warp), C);
         if (p.squares != nullptr) {
             find_scales(p, rings, scales);
         }

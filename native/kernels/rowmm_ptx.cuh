@@ -102,12 +102,6 @@ __device__ __forceinline__ void copy_to_shared(uint32_t shared, const uint8_t *g
     }
 #endif
 }
-// Lets copies that others begin from now on come behind what the lane has written to shared memory itself.
-__device__ __forceinline__ void writes_before_copies() {
-#if ROWMM_BULK
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
 __device__ __forceinline__ void copies_end(uint32_t barrier) {
 #if !ROWMM_BULK
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");

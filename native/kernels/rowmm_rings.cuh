@@ -22,7 +22,9 @@ template <int NT, bool WIDE> struct Shape {
     // A stage is a chunk of as many columns as the step has.
     static ROWMM_BOTH constexpr int columns(int C) { return NT == 1 ? C : COLUMNS; }
     // Returns the bytes of all stages and barriers.
-    static ROWMM_BOTH constexpr int row_bytes(int C) { return BARRIERS + STAGES * chunk_bytes(C); }
+    static ROWMM_BOTH constexpr int row_bytes(int C) {
+        return (BARRIERS + STAGES * chunk_bytes(C) + 127) / 128 * 128;
+    }
 };
 
 // Returns which fragment of a tile a warp has.
@@ -155,36 +157,6 @@ __device__ __forceinline__ void copy(const Rows &r, uint32_t barrier, uint8_t *s
         copy_to_shared(to, r.values, r.bytes, barrier, true);
         copy_to_shared(to + chunk_sums(C), r.tail, chunk_tail(C), barrier, true);
         copies_end(barrier);
-    }
-}
-// Brings one row through the lanes of a warp to a stage that is not told of it. That takes less time than a bulk
-// copy does.
-__device__ __forceinline__ void load_row(const Rows &r, uint32_t barrier, uint8_t *stage, int lane) {
-    if (r.bytes == 0) {
-        return;
-    }
-    const int values = r.bytes / 16, all = values + chunk_tail(1) / 16; // at most 36
-    uint4 x[2];
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-        const int i = lane + j * WARP;
-        if (i < all) {
-            const uint8_t *from = i < values ? r.values + i * 16 : r.tail + (i - values) * 16;
-            x[j] = __ldcg(reinterpret_cast<const uint4 *>(from));
-        }
-    }
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-        const int i = lane + j * WARP;
-        if (i < all) {
-            const int at = i < values ? i * 16 : chunk_sums(1) + (i - values) * 16;
-            *reinterpret_cast<uint4 *>(stage + at) = x[j];
-        }
-    }
-    writes_before_copies();
-    __syncwarp();
-    if (lane < COPY_LANES) {
-        barrier_arrive(barrier);
     }
 }
 // Begins to copy the activations of unit `unit` of a matrix to a stage.

@@ -93,7 +93,6 @@ inline void copy_to_shared(uint32_t shared, const uint8_t *global, int bytes, ui
     barrier_at(barrier).end_if_done();
 }
 inline void copies_end(uint32_t) {}
-inline void writes_before_copies() {}
 inline uint8_t *held_address(uint8_t *shared) { return shared; }
 
 inline void copy_16(void *shared, const void *global) { memcpy(shared, global, 16); }
