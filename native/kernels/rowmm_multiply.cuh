@@ -67,7 +67,7 @@ __device__ __forceinline__ void multiply_floats(Sums<NT> &c, const uint8_t *frag
 // ---- wgmma ----
 
 // So many steps are in flight while as many are made: what registers have room for.
-template <int NT> constexpr int STEPS = NT <= 4 ? 4 : 2;
+template <int NT> constexpr int STEPS = NT <= 2 ? 4 : 2;
 
 // Does the same with STEPS in flight.
 template <int TYPE, int NT>

@@ -12,11 +12,11 @@ namespace luce {
 // NT is the number of tiles of 8 rows. A team is eight warps, of which each has 16 outputs of a tile. A
 // block's teams have a range each, and share the stages of activations.
 template <int NT, bool WIDE> struct Shape {
-    static constexpr int TEAMS = WIDE ? 2 : 1, BLOCKS = BLOCKS_PER_SM / TEAMS;
+    static constexpr int TEAMS = NT == 8 ? 2 : 1, BLOCKS = BLOCKS_PER_SM / TEAMS;
     static constexpr int WARPS = TEAMS * FRAGMENTS; // so many take from the rings
     static constexpr int THREADS = (WARPS + (TEAMS == 1 ? 1 : 0)) * WARP;
     static constexpr int COLUMNS = 8 * NT;
-    static constexpr int STAGES = NT == 8 ? 3 : NT == 4 && !WIDE ? 2 : 4; // of activations of a unit
+    static constexpr int STAGES = NT == 8 ? 3 : NT == 4 ? 2 : 4; // of activations of a unit
     static constexpr int BARRIERS = 384; // bytes, for all of Rings
     static_assert(BARRIERS >= 20 * STAGES + 12 * ROWMM_MAX_SLOTS + 8);
     // A stage is a chunk of as many columns as the step has.
