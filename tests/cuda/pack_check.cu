@@ -193,7 +193,7 @@ void check_swiglu(int T, int64_t K, int64_t N) {
 
 // The conv over parts does what it does over their sums, and leaves the other weights' sums.
 void check_conv(int T, int n_seqs) {
-    const Shape s = {2, 3, 128};
+    const Shape s = {2, 4, 128};
     const int64_t K = 1024, others[3] = {int64_t(s.Hv) * s.S, 48, 4};
     const Parts parts(T, K, {{13, s.C()}, {12, others[0]}, {8, others[1]}, {0, others[2]}});
     const Weights w = random_weights(s);
