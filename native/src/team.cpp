@@ -40,6 +40,7 @@ bool parts_left(uint64_t job) {
 
 Team::Team(int n_threads) {
     helpers_.reserve(size_t(std::max(n_threads, 1) - 1));
+    active_ = std::max(n_threads, 1) - 1; // comes first: a helper without a place would rest until it is told
     try {
         for (int i = 1; i < n_threads; i++) {
             helpers_.emplace_back([this, i] { help(i - 1); });
