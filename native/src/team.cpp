@@ -136,11 +136,14 @@ void Team::wait_for_parts(int n_parts) {
 
 // With half as many helpers a job that all had equal shares of would have taken up to twice as long: where memory
 // bounds it, less. Half of that counts, so that helpers whose CPU is shared go: they cost as long as they help.
+// At its end a job waits for parts that are being done, however long a prefill's parts are. So a wait as long as two of
+// the caller's own costs nothing.
 void Team::weigh(Clock::duration took, Clock::duration waited, int taken, int n_parts) {
+    const Clock::duration stalled = waited - 2 * took / std::max(taken, 1);
     const Clock::duration saved = std::min<Clock::duration>(took, MOST_SAVED) / 2;
     const int helped = n_parts - taken, fair = std::max(taken, 1) * active_;
     credit_ += helped < fair ? saved * helped / fair : saved;
-    credit_ = std::min<Clock::duration>(credit_ - waited, MOST_CREDIT);
+    credit_ = std::min(credit_ - std::max(stalled, Clock::duration::zero()), Clock::duration(MOST_CREDIT));
     adjust(credit_ < Clock::duration::zero());
 }
 
