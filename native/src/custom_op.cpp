@@ -297,7 +297,7 @@ ExpertsSumArgs experts_sum_args(const ggml_tensor *dst) {
 void cpu_ram_experts(const ggml_tensor *dst, int ith, int) {
     if (ith == 0) {
         RamExperts().run(ram_experts_args(dst),
-                         [](const std::function<void(int, int)> &part) { part(0, 1); });
+                         [](int64_t n, const std::function<void(int64_t, int64_t)> &share) { share(0, n); });
     }
 }
 

@@ -1,6 +1,10 @@
 // These are the experts of a layer whose weights stay in host memory, whatever device has the rest of the
 // model. The CPU's row-invariant kernels multiply them, so a row's result does not depend on the other rows,
 // or on threads.
+//
+// The threads meet twice: after gate, up and silu(gate) * up, and after down and the weighted sum. So what they
+// share out is rows of the matrices, 32 at a time: first those of each expert that was chosen, then rows of down, each
+// over all experts.
 #pragma once
 
 #include "experts.h"
@@ -10,8 +14,8 @@
 
 namespace luce {
 
-// RunParts calls part(i, n) for each i of some n, on any threads, and returns when all have returned.
-using RunParts = std::function<void(const std::function<void(int, int)> &part)>;
+// RunUnits calls share(begin, end) for shares of units 0 .. n - 1 on any threads, and returns when all have returned.
+using RunUnits = std::function<void(int64_t n, const std::function<void(int64_t begin, int64_t end)> &share)>;
 
 // The matrices of a layer are down, and gate and up apart or both fused: an expert's gate, then its up. data
 // is that of expert 0, and out is not used.
@@ -32,12 +36,25 @@ bool ram_experts_have(ggml_type gate, ggml_type up, ggml_type down);
 class RamExperts {
 public:
     // Makes room, so that calls of up to T rows allocate nothing but a thread's own scratch.
-    void reserve(int32_t T, int32_t n_used, int64_t E, int64_t FF);
-    void run(const RamExpertsArgs &args, const RunParts &run);
+    void reserve(int32_t T, int32_t n_used, int32_t n_expert, int64_t E, int64_t FF);
+    void run(const RamExpertsArgs &args, const RunUnits &run);
 
 private:
-    std::vector<float> h_, y_; // [T*n_used][FF], [T*n_used][E]
-    std::vector<PackedBlock> packed_;
+    struct Chosen { // an expert, and its pairs of a row and a rank: pairs_[first] .. pairs_[first + n - 1]
+        int32_t expert, first, n;
+    };
+    void group(const RamExpertsArgs &a);
+    void up(const RamExpertsArgs &a, int64_t begin, int64_t end);
+    void down(const RamExpertsArgs &a, int64_t begin, int64_t end);
+    const void *input(const RamExpertsArgs &a, const Chosen &chosen) const;
+    void *hidden(const RamExpertsArgs &a, const Chosen &chosen);
+
+    std::vector<PackedBlock> packed_, packed_h_; // x [E/32][T]; h, of each expert [FF/32][n]
+    std::vector<float> h_; // of each expert [n][FF], where down takes it so
+    std::vector<Chosen> chosen_; // by expert
+    std::vector<int32_t> first_; // [n_expert + 1]
+    std::vector<int32_t> pairs_,
+        places_; // t * n_used + rank, rising in an expert; and where a pair is among them
 };
 
 } // namespace luce

@@ -10,7 +10,8 @@
 namespace luce {
 namespace {
 
-constexpr int PARTS_PER_THREAD = 4; // any number of parts costs the same, and more spread the work better
+// More parts spread the work better. A prefill's are as unequal as the numbers of rows that chose an expert.
+constexpr int PARTS_PER_THREAD = 8;
 
 // These are the params of the node.
 enum Param { FUSED, ROWS, USED, WIDTH, EXPERT_WIDTH, SHARED_WIDTH };
@@ -86,13 +87,13 @@ void RamStage::allocate(const Device &device, int32_t rows, const Moe &moe, int6
         fail(LUCE_E_MEMORY, "allocating %s of host memory for experts failed", human_bytes(size).c_str());
     }
     route_.resize(size_t(rows) * moe.shape.n_used * 2);
-    experts_.reserve(rows, int32_t(moe.shape.n_used), E, moe.shape.n_ff);
+    experts_.reserve(rows, int32_t(moe.shape.n_used), int32_t(moe.shape.n_expert), E, moe.shape.n_ff);
 }
 
 void RamStage::multiply(const RamExpertsArgs &args) {
-    experts_.run(args, [&](const std::function<void(int, int)> &part) {
-        const int n = team_.n_threads() * PARTS_PER_THREAD;
-        team_.run(n, [&](int i) { part(i, n); });
+    experts_.run(args, [&](int64_t n, const std::function<void(int64_t, int64_t)> &share) {
+        const int parts = int(std::min<int64_t>(n, team_.n_threads() * PARTS_PER_THREAD));
+        team_.run(parts, [&](int i) { share(n * i / parts, n * (i + 1) / parts); });
     });
 }
 
