@@ -80,18 +80,16 @@ void cuda::capture_abandon(void *stream) {
     cudaGetLastError(); // the caller knows what failed, and the next launch must not report it again
 }
 
-int cuda::to_host(void *pinned, const void *device, size_t bytes, void *stream) {
-    return int(
-        cudaMemcpyAsync(pinned, device, bytes, cudaMemcpyDeviceToHost, static_cast<cudaStream_t>(stream)));
+bool cuda::is_pinned(void *host) {
+    void *device = nullptr;
+    const bool mapped = cudaHostGetDevicePointer(&device, host, 0) == cudaSuccess && device == host;
+    cudaGetLastError(); // the caller knows it, and the next launch must not report it
+    return mapped;
 }
 
-int cuda::to_device(void *device, const void *pinned, size_t bytes, void *stream) {
-    return int(
-        cudaMemcpyAsync(device, pinned, bytes, cudaMemcpyHostToDevice, static_cast<cudaStream_t>(stream)));
-}
-
-int cuda::call_on_host(void (*call)(void *), void *context, void *stream) {
-    return int(cudaLaunchHostFunc(static_cast<cudaStream_t>(stream), call, context));
+int cuda::stopped(void *stream) {
+    const cudaError_t error = cudaStreamQuery(static_cast<cudaStream_t>(stream));
+    return error == cudaErrorNotReady ? 0 : error == cudaSuccess ? int(cudaErrorUnknown) : int(error);
 }
 
 void cuda::finish(void *stream) {

@@ -348,6 +348,19 @@ struct TokensArgs {
     int32_t *out; // [T]
 };
 
+// Rows go to the host and their results come back through pinned memory, which the device's kernels read and write. The
+// host clears `given` before the launch, and sees it set when all of a row is there.
+struct GiveRowsArgs {
+    int32_t T, n_used;
+    int64_t E; // a multiple of 4
+    const float *values; // [T][E], aligned to 16
+    const int32_t *ids; // [T][n_used]
+    const float *weights; // [T][n_used]
+    float *x; // pinned [T][E], aligned to 16
+    int32_t *route; // pinned [T][2*n_used]: ids, then the bits of weights
+    uint32_t *given; // pinned [T]
+};
+
 // What launchers that use cuBLAS return of its statuses: beyond CUDA's own codes.
 constexpr int CUBLAS_ERRORS = 20000;
 
@@ -375,11 +388,11 @@ int set_device(int device); // kernels launch on the current device of the calli
 int current_device(); // of the calling thread; -1 after an error
 int compute_capability(int device); // returns 90 for 9.0
 
-// These copy between a device and pinned host memory, and call the host on a thread of the driver's, in the
-// stream's order, also in a captured step. The call must not call CUDA.
-int to_host(void *pinned, const void *device, size_t bytes, void *stream);
-int to_device(void *device, const void *pinned, size_t bytes, void *stream);
-int call_on_host(void (*call)(void *), void *context, void *stream);
+int give_rows(const GiveRowsArgs &args, void *stream);
+int take_rows(const float *pinned, float *device, int64_t n, void *stream); // both are aligned to 16
+bool is_pinned(void *host); // says whether kernels reach this host memory at its own address
+// Returns 0 while a stream has work to do, then what it failed with, or cudaErrorUnknown.
+int stopped(void *stream);
 
 // Waits for all that is enqueued, whatever came of it.
 void finish(void *stream);

@@ -410,6 +410,7 @@ const CustomOp OPS[] = {
      }},
     {"gemm", "xP mK,N xS* > N", nullptr, gemm_op},
     {"gemm_add", "xP mK,N xS* N,T > N,T", nullptr, gemm_op},
+    {"ram_give", "xR > 1", nullptr, nullptr, false, false, true},
     {"moe_route", "E,T E xS E,n E? > 1", nullptr, moe_op<moe_route_op>},
     {"moe_up", "xR mE,F,n mE,G,m? mE,H,l? mE,I,k? > 1", nullptr, moe_op<moe_up_op>},
     {"moe_down", "xR H mF,E,n mG,E? > 1", nullptr, moe_op<moe_down_op>},

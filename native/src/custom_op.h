@@ -22,6 +22,7 @@
 // route           logits{n,T}                                                              - -> i32{2*n_used,T}
 // experts         route{2*n_used,T} packed or x{K,T or n_used*T} w{K,N,n} up{K,N,n}?       own fused -> {N,n_used*T}
 // experts_sum     route y{E,n_used*T}                                                      - -> {E,T}
+// ram_give        routed{bytes}: for ram_experts, which gets this instead of its route and values on a GPU -> i8{1}
 // ram_experts     route values{E,T} down{FF,E,n} gate{E,FF,n} up{E,FF,n}?, on any device   (ram_op.h) -> {E,T}
 // Of a GPU with luce's own matmul alone (what is computed of x before it is packed: kernels/rowmm.h):
 // rowmm_pack      x{K,T}                                                                   eps -> i8{bytes}
@@ -81,6 +82,7 @@ struct CustomOp {
     bool even = false;
 
     bool on_team = false; // the CPU's team runs it, whatever device the step is on (ram_op.h)
+    bool to_team = false; // brings rows to it, from a GPU
 
     int n_args() const; // counts the arguments that it takes at most
     int n_required() const; // counts those that it takes at least

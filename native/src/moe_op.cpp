@@ -114,14 +114,15 @@ ggml_tensor *moe_on_gpu(const StepBuild &b, const MatmulInput &input, const Moe 
     return layer.add("moe_sum", GGML_TYPE_F32, dims.E, dims.T, {routed, y, layer.x}); // {E, T}
 }
 
-// The shared expert is the device's. It comes before the host's part in the order of sources, which is a
-// graph's order.
+// The shared expert is the device's. It lies between the way to the host and the host's part, which so runs beside it:
+// sources come in a graph's order.
 ggml_tensor *moe_beside_ram(const StepBuild &b, const MatmulInput &input, const Moe &w,
                             ggml_tensor *residual) {
     const Layer layer(b, input, w, residual);
     const MoeDims &dims = layer.dims;
     ggml_tensor *routed = layer.route();
-    ggml_tensor *sums = ram_experts_of(b, routed, nullptr, w, dims.E, dims.T);
+    ggml_tensor *given = ram_give(b, routed, w, dims.E, dims.T);
+    ggml_tensor *sums = ram_experts_of(b, given, nullptr, w, dims.E, dims.T);
     ggml_tensor *shared = sums; // these stand in where there is no shared expert
     if (dims.shared()) {
         const auto gates = matmuls(b, {w.shared.gate, w.shared.up}, input);
@@ -197,7 +198,7 @@ int moe_sum_op(const ggml_tensor *dst, void *stream, const MoeOp &op) {
         a.sums = sums == nullptr ? nullptr : values(sums) + t * dims.E;
         a.residual = values(dst->src[2]) + t * dims.E;
         a.out = values(dst) + t * dims.E;
-        a.overlap = sums == nullptr; // with sums a copy is ahead
+        a.overlap = 1;
         return cuda::moe_sum(a, stream);
     });
 }

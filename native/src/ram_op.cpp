@@ -4,7 +4,7 @@
 #include "moe_op.h"
 
 #include <algorithm>
-#include <cmath>
+#include <atomic>
 #include <cstring>
 
 namespace luce {
@@ -14,7 +14,7 @@ namespace {
 constexpr int PARTS_PER_THREAD = 8;
 
 // These are the params of the node.
-enum Param { FUSED, ROWS, USED, WIDTH, EXPERT_WIDTH, SHARED_WIDTH };
+enum Param { FUSED, ROWS, USED, WIDTH, EXPERT_WIDTH, SHARED_WIDTH, EXPERTS };
 int32_t param(const ggml_tensor *node, Param p) {
     return node->op_params[8 + int(p)];
 }
@@ -41,15 +41,29 @@ void check_ram_experts(const char *path, const Moe &moe) {
     }
 }
 
+static ggml_tensor *add(const StepBuild &b, const char *name, ggml_type type, int64_t ne0, int64_t ne1,
+                        std::vector<ggml_tensor *> args, const Moe &w, int64_t E, int64_t T) {
+    const int64_t shared = w.shared_gate == nullptr ? 0 : w.shared.gate->ne[1];
+    const int32_t params[] = {w.gate_up != nullptr,  int32_t(T),      int32_t(w.shape.n_used),  int32_t(E),
+                              int32_t(w.shape.n_ff), int32_t(shared), int32_t(w.shape.n_expert)};
+    return add_op(b.ctx, *find_op(name), type, ne0, ne1, args.data(), int(args.size()), params, 7);
+}
+
 ggml_tensor *ram_experts_of(const StepBuild &b, ggml_tensor *routed, ggml_tensor *values, const Moe &w,
                             int64_t E, int64_t T) {
-    const bool fused = w.gate_up != nullptr;
-    ggml_tensor *args[] = {routed, values == nullptr ? routed : values, w.down, fused ? w.gate_up : w.gate,
-                           w.up};
-    const int64_t shared = w.shared_gate == nullptr ? 0 : w.shared.gate->ne[1];
-    const int32_t params[] = {
-        fused, int32_t(T), int32_t(w.shape.n_used), int32_t(E), int32_t(w.shape.n_ff), int32_t(shared)};
-    return add_op(b.ctx, *find_op("ram_experts"), GGML_TYPE_F32, E, T, args, fused ? 4 : 5, params, 6);
+    std::vector<ggml_tensor *> args = {routed, values == nullptr ? routed : values, w.down};
+    if (w.gate_up != nullptr) {
+        args.push_back(w.gate_up);
+    } else {
+        args.insert(args.end(), {w.gate, w.up});
+    }
+    return add(b, "ram_experts", GGML_TYPE_F32, E, T, args, w, E, T);
+}
+
+ggml_tensor *ram_give(const StepBuild &b, ggml_tensor *routed, const Moe &w, int64_t E, int64_t T) {
+    ggml_tensor *node = add(b, "ram_give", GGML_TYPE_I8, 1, 1, {routed}, w, E, T);
+    ggml_build_forward_expand(b.graph, node);
+    return node;
 }
 
 RamExpertsArgs ram_experts_args(const ggml_tensor *dst) {
@@ -74,20 +88,44 @@ RamExpertsArgs ram_experts_args(const ggml_tensor *dst) {
     return a;
 }
 
-uint64_t RamStage::bytes(int32_t rows, const Moe &moe, int64_t E) {
-    return 2 * padded(uint64_t(rows) * uint64_t(E) * sizeof(float)) +
-           padded(uint64_t(rows) * moe.shape.n_used * 2 * sizeof(int32_t) + 4096);
-}
+// A Crossing is what crosses, in pinned memory.
+struct Crossing {
+    float *x, *out; // [rows][E]
+    int32_t *route; // [rows][2*n_used]
+    uint32_t *given; // [rows]
+    uint64_t bytes;
+
+    Crossing(void *base, uint64_t rows, uint64_t n_used, uint64_t E) {
+        uint8_t *first = static_cast<uint8_t *>(base), *at = first;
+        const auto take = [&](uint64_t n) {
+            uint8_t *const taken = at;
+            at += padded(n * 4);
+            return taken;
+        };
+        x = reinterpret_cast<float *>(take(rows * E));
+        out = reinterpret_cast<float *>(take(rows * E));
+        route = reinterpret_cast<int32_t *>(take(rows * 2 * n_used));
+        given = reinterpret_cast<uint32_t *>(take(rows));
+        bytes = uint64_t(at - first);
+    }
+};
 
 void RamStage::allocate(const Device &device, int32_t rows, const Moe &moe, int64_t E) {
     ggml_backend_buffer_type_t pinned = device.gpu ? ggml_backend_dev_host_buffer_type(device.dev) : nullptr;
-    const uint64_t size = bytes(rows, moe, E);
+    rows_ = rows;
+    n_used_ = int32_t(moe.shape.n_used);
+    E_ = E;
+    const uint64_t size = Crossing(nullptr, uint64_t(rows), moe.shape.n_used, uint64_t(E)).bytes;
     pinned_.reset(ggml_backend_buft_alloc_buffer(pinned ? pinned : ggml_backend_cpu_buffer_type(), size));
-    if (!pinned_) {
-        fail(LUCE_E_MEMORY, "allocating %s of host memory for experts failed", human_bytes(size).c_str());
+    bool there = pinned_ != nullptr;
+#ifdef LUCE_USE_CUDA
+    there = there && cuda::is_pinned(ggml_backend_buffer_get_base(pinned_.get()));
+#endif
+    if (!there) {
+        fail(LUCE_E_MEMORY, "allocating %s of pinned host memory for experts failed",
+             human_bytes(size).c_str());
     }
-    route_.resize(size_t(rows) * moe.shape.n_used * 2);
-    experts_.reserve(rows, int32_t(moe.shape.n_used), int32_t(moe.shape.n_expert), E, moe.shape.n_ff);
+    experts_.reserve(rows, n_used_, int32_t(moe.shape.n_expert), E, moe.shape.n_ff);
 }
 
 void RamStage::multiply(const RamExpertsArgs &args) {
@@ -103,77 +141,70 @@ void RamStage::run(const ggml_tensor *node) {
 
 #ifdef LUCE_USE_CUDA
 
-// A Crossing is what crosses, in pinned memory: x [rows][E], out [rows][E], ids and weights [rows][n_used]
-// each.
-struct Crossing {
-    float *x, *out;
-    uint8_t *routes;
-};
-static Crossing crossing(void *base, uint64_t rows, uint64_t E) {
-    uint8_t *p = static_cast<uint8_t *>(base);
-    const uint64_t values = padded(rows * E * sizeof(float));
-    return {reinterpret_cast<float *>(p), reinterpret_cast<float *>(p + values), p + 2 * values};
+static Crossing crossing(const Buffer &pinned, int32_t rows, int32_t n_used, int64_t E) {
+    return Crossing(ggml_backend_buffer_get_base(pinned.get()), uint64_t(rows), uint64_t(n_used),
+                    uint64_t(E));
 }
 
 static MoeDims dims_of(const ggml_tensor *node) {
-    return {param(node, ROWS),  int32_t(node->src[2]->ne[2]), param(node, USED),
-            param(node, WIDTH), param(node, EXPERT_WIDTH),    param(node, SHARED_WIDTH)};
+    return {param(node, ROWS),  param(node, EXPERTS),      param(node, USED),
+            param(node, WIDTH), param(node, EXPERT_WIDTH), param(node, SHARED_WIDTH)};
 }
 
-// A thread of the driver's calls this, so nothing may be thrown. Memory that is lacking shows as results that
-// are not finite.
-void RamStage::called(void *context) {
-    const Call &call = *static_cast<const Call *>(context);
-    RamStage &stage = *call.stage;
-    RamExpertsArgs a = ram_experts_args(call.node);
-    const Crossing at =
-        crossing(ggml_backend_buffer_get_base(stage.pinned_.get()), uint64_t(a.T), uint64_t(a.E));
-    const size_t used = size_t(a.n_used);
-    const uint8_t *routes = at.routes;
-    // It gives ids, then weights.
-    moe_each_launch(dims_of(call.node), [&](int32_t t, const MoeDims &dims, int64_t) {
-        const uint8_t *weights = routes + (moe_weights_offset(dims) - moe_ids_offset(dims));
-        for (size_t row = 0; row < size_t(dims.T); row++) {
-            int32_t *to = &stage.route_[(size_t(t) + row) * 2 * used];
-            memcpy(to, routes + row * used * 4, used * 4);
-            memcpy(to + used, weights + row * used * 4, used * 4);
-        }
-        routes += moe_open_offset(dims) - moe_ids_offset(dims);
-        return 0;
-    });
-    a.route = stage.route_.data();
-    a.x = at.x;
-    a.out = at.out;
-    try {
-        stage.multiply(a);
-    } catch (...) {
-        std::fill_n(at.out, int64_t(a.T) * a.E, NAN);
+void RamStage::clear() {
+    if (pinned_) {
+        memset(crossing(pinned_, rows_, n_used_, E_).given, 0, size_t(rows_) * sizeof(uint32_t));
     }
 }
 
-int RamStage::enqueue(const Call &call, void *stream) {
-    const ggml_tensor *node = call.node;
+static int give(const ggml_tensor *node, const Crossing &to, void *stream) {
     const MoeDims all = dims_of(node);
-    const size_t values = size_t(all.T) * size_t(all.E) * sizeof(float);
-    const Crossing at =
-        crossing(ggml_backend_buffer_get_base(pinned_.get()), uint64_t(all.T), uint64_t(all.E));
     const uint8_t *routed = static_cast<const uint8_t *>(node->src[0]->data);
-    uint8_t *routes = at.routes;
-    int error = moe_each_launch(all, [&](int32_t, const MoeDims &dims, int64_t launch) {
-        const int64_t from = moe_ids_offset(dims), bytes = moe_open_offset(dims) - from;
-        const uint8_t *ids = routed + launch * moe_routed_bytes(moe_full(all)) + from;
-        const int copied = cuda::to_host(routes, ids, size_t(bytes), stream);
-        routes += bytes;
-        return copied;
+    const float *values = reinterpret_cast<const float *>(routed + moe_all_routed_bytes(all));
+    return moe_each_launch(all, [&](int32_t t, const MoeDims &dims, int64_t launch) {
+        const uint8_t *from = routed + launch * moe_routed_bytes(moe_full(all));
+        const int64_t first = t;
+        GiveRowsArgs a{};
+        a.T = dims.T;
+        a.n_used = dims.n_used;
+        a.E = dims.E;
+        a.values = values + first * dims.E;
+        a.ids = reinterpret_cast<const int32_t *>(from + moe_ids_offset(dims));
+        a.weights = reinterpret_cast<const float *>(from + moe_weights_offset(dims));
+        a.x = to.x + first * dims.E;
+        a.route = to.route + first * 2 * dims.n_used;
+        a.given = to.given + first;
+        return cuda::give_rows(a, stream);
     });
-    error = error != 0 ? error : cuda::to_host(at.x, routed + moe_all_routed_bytes(all), values, stream);
-    error = error != 0 ? error : cuda::call_on_host(called, const_cast<Call *>(&call), stream);
-    return error != 0 ? error : cuda::to_device(node->data, at.out, values, stream);
 }
 
-#else
+int RamStage::enqueue(const ggml_tensor *node, void *stream) {
+    const Crossing at = crossing(pinned_, rows_, n_used_, E_);
+    if (custom_op(node)->on_team) {
+        return cuda::take_rows(at.out, static_cast<float *>(node->data), ggml_nelements(node), stream);
+    }
+    return give(node, at, stream);
+}
 
-int RamStage::enqueue(const Call &, void *) {
+int RamStage::serve(const ggml_tensor *node, void *stream) {
+    const Crossing at = crossing(pinned_, rows_, n_used_, E_);
+    RamExpertsArgs a = ram_experts_args(node);
+    constexpr int POLLS = 1 << 16; // the device is seldom asked whether it has failed
+    for (int32_t t = 0, polls = 0; t < a.T;) {
+        const volatile uint32_t &given = at.given[t];
+        if (given != 0) {
+            t++;
+        } else if (++polls % POLLS != 0) {
+            relax();
+        } else if (const int error = cuda::stopped(stream); error != 0 && given == 0) {
+            return error;
+        }
+    }
+    std::atomic_thread_fence(std::memory_order_acquire);
+    a.x = at.x;
+    a.route = at.route;
+    a.out = at.out;
+    multiply(a);
     return 0;
 }
 

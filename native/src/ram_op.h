@@ -1,4 +1,9 @@
 // Here are the op of experts in host memory, and the way of activations to it from a GPU and back, once each.
+//
+// On a GPU a step is enqueued, or captured, up to such an op. The op ram_give leaves the rows in pinned memory; what the
+// device has to do beside the host, the shared expert, lies behind it. The calling thread waits for the rows, computes
+// with the team, and enqueues the rest of the step, which begins with the way back. So a GPU never waits for the host
+// while it runs something, and whatever stops the host stops no device.
 #pragma once
 
 #include "device.h"
@@ -12,9 +17,12 @@ namespace luce {
 void check_ram_experts(const char *path, const Moe &moe);
 
 // Computes each row's weighted sum of its experts' results {E, T}. On a CPU `routed` is the route {2*n_used,
-// T} of values {E, T}. On a GPU it is what moe_route leaves, which holds both, and values is null.
+// T} of values {E, T}. On a GPU it is what ram_give gives, and values is null.
 ggml_tensor *ram_experts_of(const StepBuild &b, ggml_tensor *routed, ggml_tensor *values, const Moe &w,
                             int64_t E, int64_t T);
+
+// Brings to the host, on a GPU, what moe_route leaves, with values. It is the next node of the graph.
+ggml_tensor *ram_give(const StepBuild &b, ggml_tensor *routed, const Moe &w, int64_t E, int64_t T);
 
 // Returns what the op's node stands for on a CPU. Elsewhere the caller sets x, route and out.
 RamExpertsArgs ram_experts_args(const ggml_tensor *dst);
@@ -28,22 +36,20 @@ public:
     static uint64_t bytes(int32_t rows, const Moe &moe, int64_t E);
 
     void run(const ggml_tensor *node); // runs it on a CPU
-    // A call runs it on a GPU: it enqueues copies, a call of the host and a copy back on `stream`, and
-    // returns a cudaError_t. A Call is kept as long as what has been enqueued, or a capture of it, may run.
-    struct Call {
-        RamStage *stage;
-        const ggml_tensor *node;
-    };
-    int enqueue(const Call &call, void *stream);
+
+    // Run it on a GPU, in this order. enqueue() is of both ops' nodes, and like serve() returns a cudaError_t.
+    void clear(); // comes before ram_give is launched
+    int enqueue(const ggml_tensor *node, void *stream);
+    int serve(const ggml_tensor *node, void *stream); // waits until its rows are here, and runs it
 
 private:
-    static void called(void *call);
     void multiply(const RamExpertsArgs &args);
 
     Team &team_;
     RamExperts experts_;
     Buffer pinned_;
-    std::vector<int32_t> route_; // [rows][2*n_used]
+    int32_t rows_ = 0, n_used_ = 0;
+    int64_t E_ = 0;
 };
 
 } // namespace luce

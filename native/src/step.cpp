@@ -201,37 +201,62 @@ void Step::run_cpu(Graph &g) {
 }
 
 #ifdef LUCE_USE_CUDA
-void Step::enqueue_cuda(Graph &g, void *stream) {
-    g.calls.clear(); // what was enqueued before has run, and a captured step is not enqueued again
+void Step::check(int error, const char *what) const {
+    if (error != 0) {
+        fail(LUCE_E_DEVICE, "%s: %s: %s", model_.device().name.c_str(), what, cuda::error_text(error));
+    }
+}
+
+// Enqueues a step. Where the host is to run an op in its middle, it calls run_on_host(node).
+template <class OnHost> void Step::enqueue_cuda(Graph &g, void *stream, const OnHost &run_on_host) {
     run_segments(g, [&](const CustomOp &op, ggml_tensor *node) {
-        int error;
         if (op.on_team) {
-            g.calls.push_back(std::make_unique<RamStage::Call>(RamStage::Call{&ram_, node}));
-            error = ram_.enqueue(*g.calls.back(), stream);
-        } else {
-            error = op.cuda(node, stream);
+            run_on_host(node);
         }
-        if (error != 0) {
-            fail(LUCE_E_DEVICE, "%s: %s: %s", model_.device().name.c_str(), op.name, cuda::error_text(error));
-        }
+        const bool team = op.on_team || op.to_team;
+        check(team ? ram_.enqueue(node, stream) : op.cuda(node, stream), op.name);
     });
 }
 
+// Captures a step up to each op of the host, and from there on as the next piece.
 void Step::capture(Graph &g, void *stream) {
     const std::lock_guard<std::mutex> alone(device_lock());
-    int error = cuda::capture_begin(stream);
-    if (error == 0) {
-        try {
-            enqueue_cuda(g, stream);
-        } catch (...) {
-            cuda::capture_abandon(stream);
-            throw;
-        }
-        error = cuda::capture_end(stream, &g.captured);
+    const auto begin = [&] { check(cuda::capture_begin(stream), "capturing a step failed"); };
+    const auto end = [&] {
+        g.captured.push_back(nullptr);
+        check(cuda::capture_end(stream, &g.captured.back()), "capturing a step failed");
+    };
+    try {
+        begin();
+        enqueue_cuda(g, stream, [&](const ggml_tensor *node) {
+            end();
+            g.on_host.push_back(node);
+            begin();
+        });
+        end();
+    } catch (...) {
+        cuda::capture_abandon(stream);
+        g.drop_capture();
+        throw;
     }
-    if (error != 0) {
-        fail(LUCE_E_DEVICE, "%s: capturing a step failed: %s", model_.device().name.c_str(),
-             cuda::error_text(error));
+}
+
+void Step::run_on_host(const ggml_tensor *node, void *stream) {
+    check(ram_.serve(node, stream), "a step failed");
+    ram_.clear();
+}
+
+void Step::run_cuda(Graph &g, void *stream) {
+    ram_.clear();
+    if (g.captured.empty()) {
+        enqueue_cuda(g, stream, [&](const ggml_tensor *node) { run_on_host(node, stream); });
+        return;
+    }
+    for (size_t i = 0; i < g.captured.size(); i++) {
+        check(cuda::capture_launch(g.captured[i], stream), "a step failed");
+        if (i < g.on_host.size()) {
+            run_on_host(g.on_host[i], stream);
+        }
     }
 }
 #endif
@@ -249,22 +274,19 @@ void Step::compute(Graph &g) {
 #ifdef LUCE_USE_CUDA
     if (device.gpu) {
         void *stream = luce_cuda_stream(backend_.get());
-        if (capturing_ && g.captured == nullptr && !g.shape.prefill()) {
+        if (capturing_ && g.captured.empty() && !g.shape.prefill()) {
             capture(g, stream);
         }
         if (!launching_) {
             return;
         }
-        if (g.captured == nullptr) {
-            try {
-                enqueue_cuda(g, stream);
-            } catch (...) { // what was enqueued reads the graph, and calls the host with it, so it ends first
-                synchronisations_++;
-                cuda::finish(stream);
-                throw;
-            }
-        } else if (const int error = cuda::capture_launch(g.captured, stream); error != 0) {
-            fail(LUCE_E_DEVICE, "%s: a step failed: %s", device.name.c_str(), cuda::error_text(error));
+        try {
+            run_cuda(g, stream);
+        } catch (
+            ...) { // what was enqueued reads the graph, and writes where the host reads, so it ends first
+            synchronisations_++;
+            cuda::finish(stream);
+            throw;
         }
     }
 #endif

@@ -8,7 +8,7 @@
 // - A graph runs as segments between our ops. CPU: a team of threads shares each of our ops, and ggml runs what lies
 //   between them (team.h says why); a prefill has ggml's tiled attention, all else the row-invariant kernels.
 // - CUDA: our kernels are launched in the places of our ops on the same stream. A step other than prefill is one
-//   captured CUDA graph.
+//   captured CUDA graph, or several where the host computes experts in its middle (ram_op.h).
 #pragma once
 
 #include "graph.h"
@@ -123,8 +123,12 @@ private:
     void compute(Graph &g);
     template <class Ours> void run_segments(Graph &g, const Ours &run_op);
     void run_cpu(Graph &g);
-    void enqueue_cuda(Graph &g, void *stream); // both are only there where luce is built with CUDA
+    // These are only there where luce is built with CUDA.
+    void check(int error, const char *what) const;
+    template <class OnHost> void enqueue_cuda(Graph &g, void *stream, const OnHost &run_on_host);
     void capture(Graph &g, void *stream);
+    void run_on_host(const ggml_tensor *node, void *stream);
+    void run_cuda(Graph &g, void *stream);
     void build_all(const StepShape &largest);
     void run_trial(const StepShape &shape);
     void time_all();

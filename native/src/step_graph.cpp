@@ -107,9 +107,13 @@ GraphAllocator new_graph_allocator(const Device &device) {
     return GraphAllocator(ggml_gallocr_new(device.buffer_type()), ggml_gallocr_free);
 }
 
-Step::Graph::~Graph() {
+void Step::Graph::drop_capture() {
 #ifdef LUCE_USE_CUDA
-    cuda::capture_free(captured);
+    for (void *piece : captured) {
+        cuda::capture_free(piece);
+    }
+    captured.clear();
+    on_host.clear();
 #endif
 }
 

@@ -11,10 +11,12 @@ struct Step::Graph {
     ggml_cgraph *nodes = nullptr;
     StepOutputs outputs;
     StepShape shape;
-    void *captured = nullptr;
-    std::vector<std::unique_ptr<RamStage::Call>> calls; // they live on the host as long as a capture may run
+    // A step is captured in pieces, one after each of the ops that the host runs in its middle (ram_op.h).
+    std::vector<void *> captured;
+    std::vector<const ggml_tensor *> on_host; // the nodes of those ops
 
-    ~Graph();
+    ~Graph() { drop_capture(); }
+    void drop_capture();
     static std::unique_ptr<Graph> build(const Model &model, const Cache &cache, const Region &in,
                                         const StepShape &shape);
     // Tells the log the ops that do something: "a verify of 1 rows: deltanet 3, rowmm 6, of ggml: GET_ROWS 1".

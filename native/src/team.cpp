@@ -24,6 +24,12 @@ constexpr std::chrono::microseconds WAKE_EVERY(200);
 constexpr std::chrono::microseconds MOST_CREDIT(20000), MOST_SAVED(500);
 constexpr uint64_t PART = 1, PARTS = PART << 16, SERIAL = PARTS << 16, MASK = 0xffff;
 
+bool parts_left(uint64_t job) {
+    return (job & MASK) < (job / PARTS & MASK);
+}
+
+} // namespace
+
 void relax() {
 #if defined(__x86_64__) || defined(__i386__)
     _mm_pause();
@@ -31,12 +37,6 @@ void relax() {
     __asm__ volatile("yield" ::: "memory");
 #endif
 }
-
-bool parts_left(uint64_t job) {
-    return (job & MASK) < (job / PARTS & MASK);
-}
-
-} // namespace
 
 Team::Team(int n_threads) {
     helpers_.reserve(size_t(std::max(n_threads, 1) - 1));

@@ -16,6 +16,8 @@
 
 namespace luce {
 
+void relax(); // says to the processor that the thread spins
+
 class Team {
 public:
     explicit Team(int n_threads); // the caller of run() is one of them

@@ -182,6 +182,40 @@ void check_choices(int T) {
     expect(first && nan, "moe shows a router's logit that is not finite");
 }
 
+// Gives rows to the host and returns its sums as the device has taken them.
+Floats taken_back(const MoeDims &dims, const Buffers &b, const Routed &routed, const Floats &values, const Floats &sums) {
+    const size_t n = sums.size(), used = size_t(dims.n_used), T = size_t(dims.T);
+    void *pinned = nullptr;
+    must(cudaMallocHost(&pinned, (2 * n + 2 * T * used + T) * sizeof(float)));
+    expect(cuda::is_pinned(pinned), "kernels reach pinned memory");
+    float *x = static_cast<float *>(pinned), *out = x + n;
+    int32_t *route = reinterpret_cast<int32_t *>(out + n);
+    uint32_t *given = reinterpret_cast<uint32_t *>(route + 2 * T * used);
+    memset(given, 0, T * sizeof(uint32_t));
+    GiveRowsArgs a{dims.T, dims.n_used, dims.E, b.values.p, nullptr, nullptr, x, route, given};
+    a.ids = reinterpret_cast<const int32_t *>(b.routed.p + moe_ids_offset(dims));
+    a.weights = reinterpret_cast<const float *>(b.routed.p + moe_weights_offset(dims));
+    must(cuda::give_rows(a, stream));
+    bool ids = true, weights = true;
+    for (size_t t = 0; t < T; t++) {
+        const volatile uint32_t &here = given[t];
+        for (int64_t polls = 0; here == 0 && polls < int64_t(1) << 32; polls++) {
+        }
+        expect(here == 1, "the host sees that a row is given");
+        ids = ids && memcmp(route + 2 * t * used, &routed.ids[t * used], used * 4) == 0;
+        weights = weights && memcmp(route + (2 * t + 1) * used, &routed.weights[t * used], used * 4) == 0;
+    }
+    expect(ids && weights, "moe gives routes to the host");
+    expect(memcmp(x, values.data(), n * sizeof(float)) == 0, "moe gives values to the host");
+    must(int(cudaStreamSynchronize(stream)));
+    memcpy(out, sums.data(), n * sizeof(float));
+    Device<float> taken(n);
+    must(cuda::take_rows(out, taken.p, int64_t(n), stream));
+    must(int(cudaStreamSynchronize(stream)));
+    must(cudaFreeHost(pinned));
+    return taken.get();
+}
+
 // Checks experts that are multiplied elsewhere: route hands out the rows' values, and sum takes the weighted
 // sums.
 void check_elsewhere(int T) {
@@ -212,7 +246,9 @@ void check_elsewhere(int T) {
         }
     }
     expect(worst < 1e-5, "moe values are off by " + std::to_string(worst));
-    Device<float> d_sums(sums), out(x.size());
+    const Floats taken = taken_back(dims, b, whole, values, sums);
+    expect(same_bits(taken, sums), "moe takes sums back from the host");
+    Device<float> d_sums(taken), out(x.size());
     must(cuda::moe_sum({dims, b.routed.p, b.y.p + T * dims.n_used * dims.E, d_sums.p, b.x.p, out.p, 0}, stream));
     must(cudaStreamSynchronize(stream));
     expect(same_bits(out.get(), whole.out), "moe adds sums that were made elsewhere");

@@ -55,7 +55,7 @@ def build(folder: Path, kernels: list[str], checks: list[str], check: str) -> Pa
 
 
 def test_mixture_of_experts(tmp_path: Path) -> None:
-    kernels = ["rowmm_permute.cu", "moe_route.cu", "moe_matmul.cu"]
+    kernels = ["rowmm_permute.cu", "moe_route.cu", "moe_matmul.cu", "hand_over.cu"]
     program = build(tmp_path, kernels, ["moe_check.cu"], "check_moe(false)")
     run = subprocess.run([program], capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stdout + run.stderr

@@ -266,6 +266,8 @@ inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
     return out;
 }
 template <typename T> T __ldcg(const T *p) { return *p; }
+template <typename T> T __ldcv(const T *p) { return *p; }
+inline void __threadfence_system() {}
 template <typename T> void __stcg(T *p, T x) { *p = x; }
 template <typename T> void __stwb(T *p, T x) { *p = x; }
 
@@ -311,6 +313,8 @@ inline cudaError_t cudaFree(void *p) {
     free(p);
     return cudaSuccess;
 }
+inline cudaError_t cudaMallocHost(void **p, size_t n) { return cudaMalloc(p, n); }
+inline cudaError_t cudaFreeHost(void *p) { return cudaFree(p); }
 inline cudaError_t cudaMemset(void *p, int byte, size_t n) {
     memset(p, byte, n);
     return cudaSuccess;
