@@ -252,6 +252,13 @@ void Step::run_cuda(Graph &g, void *stream) {
         enqueue_cuda(g, stream, [&](const ggml_tensor *node) { run_on_host(node, stream); });
         return;
     }
+    struct Awake { // a device takes about as long between two ops of the host as the host for one
+        Team &team;
+        bool needed;
+        Awake(Team &t, bool on) : team(t), needed(on) { team.stay_awake(needed); }
+        ~Awake() { team.stay_awake(false); }
+    };
+    const Awake awake(team_, !g.on_host.empty());
     for (size_t i = 0; i < g.captured.size(); i++) {
         check(cuda::capture_launch(g.captured[i], stream), "a step failed");
         if (i < g.on_host.size()) {

@@ -168,9 +168,19 @@ void Team::adjust(bool stalled) {
     }
 }
 
+void Team::stay_awake(bool on) {
+    awake_ = on; // sequentially consistent with asleep_
+    if (on && asleep_.load() > 0) {
+        {
+            const std::lock_guard<std::mutex> lock(mutex_);
+        }
+        wake_.notify_all();
+    }
+}
+
 void Team::wait_for_work(int index) {
     const auto news = [&] { return stop_ || index >= active_ || parts_left(job_.load()); };
-    for (int spins = 0; spins < SPINS; spins++) {
+    for (int spins = 0; spins < SPINS; spins += awake_ ? 0 : 1) {
         if (news()) {
             return;
         }
@@ -178,7 +188,7 @@ void Team::wait_for_work(int index) {
     }
     std::unique_lock<std::mutex> lock(mutex_);
     asleep_++;
-    wake_.wait(lock, news);
+    wake_.wait(lock, [&] { return news() || awake_; });
     asleep_--;
 }
 

@@ -34,6 +34,10 @@ public:
         run(n_parts, [](const void *context, int i) { (*static_cast<const Part *>(context))(i); }, &part);
     }
 
+    // While this is on, helpers wait for jobs without sleeping, and those asleep wake. It is for jobs that follow each other
+    // after times that the caller spends waiting too.
+    void stay_awake(bool on);
+
 private:
     using Clock = std::chrono::steady_clock;
     using Call = void (*)(const void *context, int part);
@@ -63,6 +67,7 @@ private:
 
     std::vector<std::thread> helpers_;
     alignas(64) std::atomic<int> asleep_{0};
+    std::atomic<bool> awake_{false};
     Clock::time_point woken_; // when sleeping helpers were woken last
     std::atomic<bool> waiting_{false}; // the caller is asleep
     std::mutex mutex_;
