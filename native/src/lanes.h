@@ -258,26 +258,40 @@ constexpr int SIGNED_BIAS = 128;
 constexpr int SIGNED_BIAS = 0;
 #endif
 
-// Returns sum + the products of four bytes of each row with four activations of -127 .. 127. On AVX2 two
-// products share 16 bits: 2 * 63 * 127 fits, and so does 2 * 128 * 127 = 32512 of signed weights, whose signs
-// move to the activations.
-template <bool SIGNED> LUCE_INLINE Ints dot(Ints sum, Words w, const int8_t *x) {
+// Returns sum + the products of n words of four bytes of each row with 4 * n activations of -127 .. 127. MOST is the
+// largest magnitude of the bytes, or 128 of signed ones, and says how many products AVX2 adds in 16 bits: two of
+// 128 * 127 fit, and their signs move to the activations.
+template <bool SIGNED, int MOST> LUCE_INLINE Ints dot(Ints sum, const Words *w, const int8_t *x, int n) {
 #if defined(LUCE_LANES_512)
-    return (Ints) _mm512_dpbusd_epi32((__m512i) sum, (__m512i) w, _mm512_set1_epi32(int(word_at(x))));
+    for (int j = 0; j < n; j++) {
+        sum = (Ints) _mm512_dpbusd_epi32((__m512i) sum, (__m512i) w[j],
+                                         _mm512_set1_epi32(int(word_at(x + 4 * j))));
+    }
 #elif defined(LUCE_LANES_256)
-    __m256i a = (__m256i) w, b = _mm256_set1_epi32(int(word_at(x)));
-    if (SIGNED) {
-        b = _mm256_sign_epi8(b, a);
-        a = _mm256_sign_epi8(a, a);
+    constexpr int CHAIN = 32767 / (2 * 127 * MOST); // so many words
+    static_assert(CHAIN >= 1, "the products of a word must fit");
+    for (int first = 0; first < n; first += CHAIN) {
+        __m256i pairs = {};
+        for (int j = first; j < n && j < first + CHAIN; j++) {
+            __m256i a = (__m256i) w[j], b = _mm256_set1_epi32(int(word_at(x + 4 * j)));
+            if (SIGNED) {
+                b = _mm256_sign_epi8(b, a);
+                a = _mm256_sign_epi8(a, a);
+            }
+            const __m256i products = _mm256_maddubs_epi16(a, b);
+            pairs = j == first ? products : _mm256_add_epi16(pairs, products);
+        }
+        sum += (Ints) _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
     }
-    return sum + (Ints) _mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16(1));
 #else
-    for (int i = 0; i < 4; i++) {
-        const Words byte = (w >> (8 * i)) & 0xff;
-        sum += (SIGNED ? ((Ints) (byte << 24) >> 24) : (Ints) byte) * int32_t(x[i]);
+    for (int j = 0; j < n; j++) {
+        for (int i = 0; i < 4; i++) {
+            const Words byte = (w[j] >> (8 * i)) & 0xff;
+            sum += (SIGNED ? ((Ints) (byte << 24) >> 24) : (Ints) byte) * int32_t(x[4 * j + i]);
+        }
     }
-    return sum;
 #endif
+    return sum;
 }
 
 } // namespace luce::lanes

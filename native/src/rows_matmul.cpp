@@ -39,9 +39,7 @@ LUCE_INLINE void add_block(Floats *sums, const Words *w, const Scales &s, int bl
         for (int g = 0; g < GROUPS; g++) {
             const int sum_of = GROUPS == 1 ? 2 : g;
             Ints product = all(Type::BIAS == 0 ? 0 : x[c].minus[sum_of]) * Type::BIAS;
-            for (int j = 0; j < WORDS; j++) {
-                product = dot<Type::SIGNED>(product, w[g * WORDS + j], x[c].q + 4 * (g * WORDS + j));
-            }
+            product = dot<Type::SIGNED, Type::MOST>(product, w + g * WORDS, x[c].q + 4 * g * WORDS, WORDS);
             const int at = block * GROUPS + g;
             sums[c] = fma(to_float(product), s.scale[at] * all(x[c].d), sums[c]);
             if (Type::MIN) {

@@ -2,7 +2,8 @@
 // (the last may be shorter). A type has
 //   BYTES     of a chunk of 256
 //   BIAS      what the unpacked bytes are too large by
-//   SIGNED    bytes are signed (lanes.h: from_signed), else 0 .. 63
+//   SIGNED    bytes are signed (lanes.h: from_signed)
+//   MOST      the largest magnitude of a byte
 //   GROUP     weights that share a scale, 32 or 16
 //   MIN       weights are scale * q - min, else scale * q
 //   scales()  of a chunk of n blocks of 32
@@ -63,7 +64,7 @@ LUCE_INLINE void load_nibbles(const Rows &r, Words *w) {
 // ---- blocks of 32 ----
 
 struct Q8_0 {
-    static constexpr int BIAS = SIGNED_BIAS, GROUP = 32;
+    static constexpr int BIAS = SIGNED_BIAS, GROUP = 32, MOST = 128;
     static constexpr bool SIGNED = true, MIN = false;
     static constexpr size_t BYTES = 8 * sizeof(block_q8_0);
 
@@ -83,7 +84,7 @@ struct Q8_0 {
 };
 
 struct Q4_0 {
-    static constexpr int BIAS = 8, GROUP = 32;
+    static constexpr int BIAS = 8, GROUP = 32, MOST = 15;
     static constexpr bool SIGNED = false, MIN = false;
     static constexpr size_t BYTES = 8 * sizeof(block_q4_0);
 
@@ -100,7 +101,7 @@ struct Q4_0 {
 };
 
 struct Q4_1 {
-    static constexpr int BIAS = 0, GROUP = 32;
+    static constexpr int BIAS = 0, GROUP = 32, MOST = 15;
     static constexpr bool SIGNED = false, MIN = true;
     static constexpr size_t BYTES = 8 * sizeof(block_q4_1);
 
@@ -134,7 +135,7 @@ template <typename Block, typename F> LUCE_INLINE void each_fifth_bit(const Rows
 }
 
 struct Q5_0 {
-    static constexpr int BIAS = 16, GROUP = 32;
+    static constexpr int BIAS = 16, GROUP = 32, MOST = 31;
     static constexpr bool SIGNED = false, MIN = false;
     static constexpr size_t BYTES = 8 * sizeof(block_q5_0);
 
@@ -147,7 +148,7 @@ struct Q5_0 {
 };
 
 struct Q5_1 {
-    static constexpr int BIAS = 0, GROUP = 32;
+    static constexpr int BIAS = 0, GROUP = 32, MOST = 31;
     static constexpr bool SIGNED = false, MIN = true;
     static constexpr size_t BYTES = 8 * sizeof(block_q5_1);
 
@@ -164,7 +165,7 @@ struct Q5_1 {
 };
 
 struct Iq4Nl {
-    static constexpr int BIAS = SIGNED_BIAS, GROUP = 32;
+    static constexpr int BIAS = SIGNED_BIAS, GROUP = 32, MOST = 128;
     static constexpr bool SIGNED = true, MIN = false;
     static constexpr size_t BYTES = 8 * sizeof(block_iq4_nl);
 
@@ -186,7 +187,7 @@ struct Iq4Nl {
 // ---- blocks of 256 ----
 
 struct Iq4Xs {
-    static constexpr int BIAS = SIGNED_BIAS, GROUP = 32;
+    static constexpr int BIAS = SIGNED_BIAS, GROUP = 32, MOST = 128;
     static constexpr bool SIGNED = true, MIN = false;
     static constexpr size_t BYTES = sizeof(block_iq4_xs);
 
@@ -227,7 +228,7 @@ LUCE_INLINE void load_scales_k4(const Rows &r, Scales &s) {
 }
 
 struct Q4_K {
-    static constexpr int BIAS = 0, GROUP = 32;
+    static constexpr int BIAS = 0, GROUP = 32, MOST = 15;
     static constexpr bool SIGNED = false, MIN = true;
     static constexpr size_t BYTES = sizeof(block_q4_K);
 
@@ -248,7 +249,7 @@ struct Q4_K {
 };
 
 struct Q5_K {
-    static constexpr int BIAS = 0, GROUP = 32;
+    static constexpr int BIAS = 0, GROUP = 32, MOST = 31;
     static constexpr bool SIGNED = false, MIN = true;
     static constexpr size_t BYTES = sizeof(block_q5_K);
 
@@ -272,7 +273,7 @@ struct Q5_K {
 };
 
 struct Q6_K {
-    static constexpr int BIAS = 32, GROUP = 16;
+    static constexpr int BIAS = 32, GROUP = 16, MOST = 63;
     static constexpr bool SIGNED = false, MIN = false;
     static constexpr size_t BYTES = sizeof(block_q6_K);
 
@@ -305,7 +306,7 @@ struct Q6_K {
 };
 
 struct Q3_K {
-    static constexpr int BIAS = 4, GROUP = 16;
+    static constexpr int BIAS = 4, GROUP = 16, MOST = 7;
     static constexpr bool SIGNED = false, MIN = false;
     static constexpr size_t BYTES = sizeof(block_q3_K);
 
@@ -341,7 +342,7 @@ struct Q3_K {
 };
 
 struct Q2_K {
-    static constexpr int BIAS = 0, GROUP = 16;
+    static constexpr int BIAS = 0, GROUP = 16, MOST = 3;
     static constexpr bool SIGNED = false, MIN = true;
     static constexpr size_t BYTES = sizeof(block_q2_K);
 
