@@ -33,7 +33,6 @@ public:
     explicit RamStage(Team &team) : team_(team) {}
     // Takes a GPU's pinned memory, for up to `rows` rows. It fails with E_MEMORY where there is none.
     void allocate(const Device &device, int32_t rows, const Moe &moe, int64_t E);
-    static uint64_t bytes(int32_t rows, const Moe &moe, int64_t E);
 
     void run(const ggml_tensor *node); // runs it on a CPU
 

@@ -252,16 +252,15 @@ void Step::run_cuda(Graph &g, void *stream) {
         enqueue_cuda(g, stream, [&](const ggml_tensor *node) { run_on_host(node, stream); });
         return;
     }
-    struct Awake { // a device takes about as long between two ops of the host as the host for one
+    struct Awake { // between two ops of the host the device takes about as long as the host for one
         Team &team;
-        bool needed;
-        Awake(Team &t, bool on) : team(t), needed(on) { team.stay_awake(needed); }
         ~Awake() { team.stay_awake(false); }
     };
-    const Awake awake(team_, !g.on_host.empty());
+    const Awake awake{team_};
     for (size_t i = 0; i < g.captured.size(); i++) {
         check(cuda::capture_launch(g.captured[i], stream), "a step failed");
         if (i < g.on_host.size()) {
+            team_.stay_awake(true); // they wake while the device runs
             run_on_host(g.on_host[i], stream);
         }
     }
@@ -289,8 +288,7 @@ void Step::compute(Graph &g) {
         }
         try {
             run_cuda(g, stream);
-        } catch (
-            ...) { // what was enqueued reads the graph, and writes where the host reads, so it ends first
+        } catch (...) { // what is enqueued uses the graph and the host's memory, so it ends first
             synchronisations_++;
             cuda::finish(stream);
             throw;
