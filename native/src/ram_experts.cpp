@@ -9,11 +9,12 @@
 namespace luce {
 namespace {
 
-constexpr int64_t UNIT = 32; // rows of a matrix, as many as values of a block
-static_assert(UNIT % ROWS_GROUP == 0, "a unit must be whole groups");
+constexpr int64_t UP_UNIT = 32; // rows of gate and up, as many as a block has values
+constexpr int64_t DOWN_UNIT = ROWS_GROUP; // rows of down; it is small, since there are no others to share out
+static_assert(UP_UNIT % ROWS_GROUP == 0, "a unit must be whole groups");
 
-int64_t units_of(int64_t N) {
-    return (N + UNIT - 1) / UNIT;
+int64_t units_of(int64_t N, int64_t unit) {
+    return (N + unit - 1) / unit;
 }
 
 bool packs(ggml_type type) {
@@ -123,15 +124,15 @@ void *RamExperts::hidden(const RamExpertsArgs &a, const Chosen &chosen) {
 // A unit is rows of gate and up of one expert.
 void RamExperts::up(const RamExpertsArgs &a, int64_t begin, int64_t end) {
     static thread_local std::vector<float> scratch;
-    const int64_t units = units_of(a.FF);
+    const int64_t units = units_of(a.FF, UP_UNIT);
     const void *x = nullptr;
     for (int64_t u = begin; u < end; u++) {
         const Chosen &chosen = chosen_[size_t(u / units)];
-        const int64_t n0 = u % units * UNIT, N = std::min(UNIT, a.FF - n0);
+        const int64_t n0 = u % units * UP_UNIT, N = std::min(UP_UNIT, a.FF - n0);
         if (u == begin || n0 == 0) {
             x = input(a, chosen);
         }
-        grow(scratch, size_t(2 * chosen.n * UNIT));
+        grow(scratch, size_t(2 * chosen.n * UP_UNIT));
         float *gate = scratch.data(), *up = gate + chosen.n * N;
         const size_t expert = size_t(chosen.expert);
         fetch_first(a.up, expert * a.up_bytes, n0, N);
@@ -154,9 +155,9 @@ void RamExperts::up(const RamExpertsArgs &a, int64_t begin, int64_t end) {
 // A unit is rows of down of all experts, so that the sums of these rows are done here too.
 void RamExperts::down(const RamExpertsArgs &a, int64_t begin, int64_t end) {
     static thread_local std::vector<float> scratch; // [T*n_used][N], by expert
-    grow(scratch, size_t(a.T * a.n_used * UNIT));
+    grow(scratch, size_t(a.T * a.n_used * DOWN_UNIT));
     for (int64_t u = begin; u < end; u++) {
-        const int64_t n0 = u * UNIT, N = std::min(UNIT, a.E - n0);
+        const int64_t n0 = u * DOWN_UNIT, N = std::min<int64_t>(DOWN_UNIT, a.E - n0);
         for (size_t i = 0; i < chosen_.size(); i++) {
             if (i + 1 < chosen_.size()) {
                 fetch_first(a.down, size_t(chosen_[i + 1].expert) * a.down_bytes, n0, N);
@@ -166,7 +167,7 @@ void RamExperts::down(const RamExpertsArgs &a, int64_t begin, int64_t end) {
                      scratch.data() + chosen.first * N);
         }
         for (int32_t t = 0; t < a.T; t++) {
-            float weights[MAX_USED], sums[UNIT] = {};
+            float weights[MAX_USED], sums[DOWN_UNIT] = {};
             memcpy(weights, a.route + t * 2 * a.n_used + a.n_used, size_t(a.n_used) * sizeof(float));
             for (int32_t r = 0; r < a.n_used; r++) {
                 const float *y = scratch.data() + places_[size_t(t * a.n_used + r)] * N;
@@ -194,8 +195,9 @@ void RamExperts::run(const RamExpertsArgs &a, const RunUnits &run) {
         };
         run(n, share);
     }
-    run(int64_t(chosen_.size()) * units_of(a.FF), [&](int64_t begin, int64_t end) { up(a, begin, end); });
-    run(units_of(a.E), [&](int64_t begin, int64_t end) { down(a, begin, end); });
+    run(int64_t(chosen_.size()) * units_of(a.FF, UP_UNIT),
+        [&](int64_t begin, int64_t end) { up(a, begin, end); });
+    run(units_of(a.E, DOWN_UNIT), [&](int64_t begin, int64_t end) { down(a, begin, end); });
 }
 
 } // namespace luce

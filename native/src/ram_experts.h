@@ -3,8 +3,8 @@
 // or on threads.
 //
 // The threads meet twice: after gate, up and silu(gate) * up, and after down and the weighted sum. So what they
-// share out is rows of the matrices, 32 at a time: first those of each expert that was chosen, then rows of down, each
-// over all experts.
+// share out is a few rows of the matrices: first those of each expert that was chosen, then those of down, each over
+// all experts.
 #pragma once
 
 #include "experts.h"

@@ -11,7 +11,7 @@ namespace luce {
 namespace {
 
 // More parts spread the work better. A prefill's are as unequal as the numbers of rows that chose an expert.
-constexpr int PARTS_PER_THREAD = 8;
+constexpr int PARTS_PER_THREAD = 32;
 
 // These are the params of the node.
 enum Param { FUSED, ROWS, USED, WIDTH, EXPERT_WIDTH, SHARED_WIDTH, EXPERTS };
