@@ -56,6 +56,18 @@ def test_one_placement_has_one_answer(
         assert len(set(answers)) == 1
 
 
+def test_a_prompt_has_one_answer(native: Library, path_of: Callable[[str], Path], device: str) -> None:
+    """Rows of a prefill are grouped by expert, and threads share the groups out in any way."""
+    answers = set()
+    for n in range(CONFIG.n_layer + 1) if device == "cpu" else (CONFIG.n_layer,):
+        model = drive.open_model(native, path_of("Q4_K"), device, cpu_experts=n)
+        for n_threads in (1, 2, 5):
+            sequence = drive.open_sequence(model, n_ctx=256, n_threads=n_threads)
+            drive.prefill(sequence, tokens_of(6, 170))
+            answers.add(drive.chain_logits(sequence, tokens_of(2, 4), 4).tobytes())
+    assert len(answers) == 1
+
+
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, top_k=40, top_p=0.95, seed=3)])
 def test_drafts_change_no_token(
     sampling: Sampling, native: Library, path_of: Callable[[str], Path], device: str
