@@ -15,6 +15,9 @@ int luce::cuda::capture_launch(void *, void *) {
     return 0;
 }
 void luce::cuda::capture_free(void *) {}
+bool luce::cuda::is_pinned(void *) {
+    return true;
+}
 // The kernels of long prefills are not run here.
 int64_t luce::deltanet_chunks_scratch(const DeltaShape &) {
     return 0;
