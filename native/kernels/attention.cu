@@ -66,12 +66,6 @@ cudaError_t launch_parts(AttentionParams &a, int blocks, int capability, cudaStr
     if constexpr (TYPE != KV_F32) { // Hopper may run code for sm_80 too, which needs less
         bytes = capability == 9 ? Layout<D, TYPE, true>::BYTES : Layout<D, TYPE, false>::BYTES;
     }
-    // It is set on each call, since it holds for the current device only.
-    const cudaError_t error =
-        cudaFuncSetAttribute(attention_kernel<D, TYPE>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (error != cudaSuccess) {
-        return error;
-    }
     const int threads = TYPE == KV_F32 ? F32_THREADS : MMA_THREADS;
     return launch_kernel(attention_kernel<D, TYPE>, dim3(blocks), threads, size_t(bytes), stream,
                          capability >= 9, a);

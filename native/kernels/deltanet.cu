@@ -44,10 +44,7 @@ template <int S> int launch(const DeltaArgs &args, cudaStream_t stream) {
     const int bytes = a.n_saves * L::STATE_BYTES;
     int blocks = L::BLOCKS * a.shape.Hv * a.shape.max_seqs(), device = 0, n_sms = 0, per_sm = 0;
     // These are asked on each call, since the answers hold for the current device only.
-    cudaError_t error = cudaSuccess;
-    if (bytes > 0) {
-        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    }
+    cudaError_t error = allow_shared(kernel, size_t(bytes));
     if (error == cudaSuccess && a.shape.max_seqs() > 1) {
         error = cudaGetDevice(&device);
         if (error == cudaSuccess) {

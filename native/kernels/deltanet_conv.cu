@@ -424,12 +424,6 @@ int launch_summed(const ConvPartsArgs &args, cudaStream_t stream) {
     }
     const dim3 grid(blocks, (s.max_seqs() + GROUP - 1) / GROUP);
     const size_t bytes = size_t(s.T) * S * sizeof(float);
-    // on each call, since it holds for the current device only
-    const cudaError_t error = cudaFuncSetAttribute(conv_verify_kernel<S, Summed>,
-                                                   cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
-    if (error != cudaSuccess) {
-        return int(error);
-    }
     return int(launch_kernel(conv_verify_kernel<S, Summed>, grid, min(s.T, 16) * WARP, bytes, stream, true,
                              Params(args), sums));
 }

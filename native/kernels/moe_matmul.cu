@@ -359,12 +359,6 @@ int multiply(const MoeMatmulArgs &a, bool up, cudaStream_t stream) {
     }
     p.row_bytes = int32_t(std::min(d.T, ITEM_ROWS) * row);
     const int bytes = p.row_bytes + ITEM_WARPS * SLOTS * p.slot_bytes;
-    // this is set on each call, since it holds for the current device only
-    const cudaError_t error =
-        cudaFuncSetAttribute(moe_matmul_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (error != cudaSuccess) {
-        return int(error);
-    }
     const dim3 grid(unsigned(blocks), unsigned(shared_items(d) + max_items(d)));
     return int(launch_kernel(moe_matmul_kernel, grid, THREADS, size_t(bytes), stream, a.overlap != 0, p));
 }

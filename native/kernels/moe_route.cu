@@ -359,12 +359,6 @@ int cuda::moe_route(const MoeRouteArgs &args, void *stream) {
     const int rows = std::min(d.T, WARPS), tiles = (d.T + WARPS - 1) / WARPS;
     const int64_t ids = int64_t(d.T) * d.n_used * int64_t(sizeof(uint16_t));
     const int bytes = int(std::max(rows * d.E * int64_t(sizeof(float)), ids));
-    // this is set on each call, since it holds for the current device only
-    const cudaError_t error =
-        cudaFuncSetAttribute(moe_route_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (error != cudaSuccess) {
-        return int(error);
-    }
     const dim3 grid((router_outputs(d) + OUTPUTS - 1) / OUTPUTS, tiles);
     const RouteParams p = {args, RoutedLayout(d)};
     return int(launch_kernel(moe_route_kernel, grid, THREADS, size_t(bytes),

@@ -9,6 +9,8 @@
 
 #include <cuda_runtime.h>
 
+#include <mutex>
+
 namespace luce {
 
 __device__ __forceinline__ void let_next_start() {
@@ -22,6 +24,22 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
+// Lets a kernel have so many bytes of dynamic shared memory on the current device. What was allowed is never lowered,
+// since another thread may be about to launch the kernel with more.
+template <typename... P> cudaError_t allow_shared(void (*kernel)(P...), size_t bytes) {
+    if (bytes == 0) {
+        return cudaSuccess;
+    }
+    static std::mutex mutex;
+    const std::lock_guard<std::mutex> lock(mutex);
+    cudaFuncAttributes compiled = {};
+    const cudaError_t error = cudaFuncGetAttributes(&compiled, kernel);
+    if (error != cudaSuccess || bytes <= size_t(compiled.maxDynamicSharedSizeBytes)) {
+        return error;
+    }
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
+}
+
 // Launches a kernel, where `overlap` is wanted with the attribute of a dependent launch. What was compiled for an older
 // architecture does not wait, whatever device it runs on, so the kernel's own code is asked and not the device.
 template <typename... P, typename... A>
@@ -29,6 +47,9 @@ cudaError_t launch_kernel(void (*kernel)(P...), dim3 grid, int threads, size_t s
                           bool overlap, const A &...args) {
     cudaFuncAttributes compiled = {};
     if (const cudaError_t error = cudaFuncGetAttributes(&compiled, kernel); error != cudaSuccess) {
+        return error;
+    }
+    if (const cudaError_t error = allow_shared(kernel, shared); error != cudaSuccess) {
         return error;
     }
     cudaLaunchConfig_t config = {};

@@ -197,12 +197,6 @@ cudaError_t launch(RowmmParams &p, bool wide, const Device &device, cudaStream_t
         return cudaErrorInvalidConfiguration;
     }
     const int bytes = row_bytes + p.slots * p.slot_bytes;
-    // this is set on each call, since it holds for the current device only
-    const cudaError_t error =
-        cudaFuncSetAttribute(k.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (error != cudaSuccess) {
-        return error;
-    }
     const dim3 grid((p.ranges + k.teams - 1) / k.teams);
     const cudaError_t launched = launch_kernel(k.kernel, grid, k.threads, bytes, stream, overlap, p);
     if (launched != cudaSuccess || p.parts != nullptr) {
