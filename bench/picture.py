@@ -39,10 +39,7 @@ def draw(row: dict[str, Any], path: Path) -> None:
     auto = next((mode["tok_per_s"] for mode in row["luce"] if mode["mode"] == "auto"), None)
     pyplot.rcParams["svg.hashsalt"] = "luce"  # With it, the same row always gives the same bytes.
     figure, axes = pyplot.subplots(figsize=(6.4, 3.2), layout="constrained")
-    peer = "llama-server"
-    if "without CUDA graphs" in row.get("note", ""):
-        peer += ", without CUDA graphs"
-    for name, found, colour in (("luce", luce, "tab:blue"), (peer, server, "tab:gray")):
+    for name, found, colour in (("luce", luce, "tab:blue"), ("llama-server", server, "tab:gray")):
         axes.plot(*zip(*found, strict=True), marker="o", label=name, color=colour)
     if auto is not None:
         axes.axhline(auto, linestyle="--", color="tab:blue", label="luce, as many as pay (auto)")
