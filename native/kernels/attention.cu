@@ -27,8 +27,8 @@ template <int D, int TYPE> __device__ void tensor_attention(const AttentionParam
     if (!plan.stays()) {
         return;
     }
-    if (threadIdx.x <
-        L::SLOTS) { // not beside the plan's writes: racecheck takes those 4 KiB further for this one
+    // It does not run beside the plan's writes: racecheck takes those 4 KiB further for this one.
+    if (threadIdx.x < L::SLOTS) {
         init_barrier(shared_address(shared) + L::FULL + threadIdx.x * 8, LOAD_THREADS);
         init_barrier(shared_address(shared) + L::EMPTY + threadIdx.x * 8, WARPS);
     }
@@ -129,7 +129,8 @@ int cuda::attention(const AttentionArgs &args, void *stream) {
     AttentionParams a{};
     static_cast<AttentionArgs &>(a) = args;
     a.G = args.H / pool.Hkv;
-    while (a.G > F32_M || args.H / pool.Hkv % a.G != 0) { // as many as a unit has room for, in equal parts
+    // A group has as many query heads as a unit has room for, and all groups are equally large.
+    while (a.G > F32_M || args.H / pool.Hkv % a.G != 0) {
         a.G--;
     }
     a.groups = args.H / a.G;

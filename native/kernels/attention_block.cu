@@ -18,10 +18,10 @@ constexpr int SPLITS = BLOCK_ATTENTION_SPLITS;
 constexpr int QUERY_VALUES = 8192; // a block of threads works on so many values of queries at once
 
 template <int D> struct Shape {
-    static constexpr int PAIRS = QUERY_VALUES / D; // pairs that are worked on at once
-    static constexpr int MINE = PAIRS / WARPS; // those of a warp
-    static constexpr int LANE = D / WARP; // values that a lane has
-    static constexpr int KEY = D + 1; // the distance from key to key, so that lanes read different banks
+    static constexpr int PAIRS = QUERY_VALUES / D; // so many pairs are worked on at once
+    static constexpr int MINE = PAIRS / WARPS; // a warp has so many of them
+    static constexpr int LANE = D / WARP; // a lane has so many values
+    static constexpr int KEY = D + 1; // keys are so far apart that lanes read different banks
     static constexpr size_t SHARED = (QUERY_VALUES + TILE * KEY + TILE * D) * sizeof(float);
 };
 
@@ -156,7 +156,7 @@ template <int TYPE, int D> __global__ void __launch_bounds__(THREADS) parts_kern
             queries[i] = pair < pairs ? a.q[(row * a.H + head * G + pair % G) * D + i % D] : 0.0f;
         }
         Sums<D> sums;
-        const int mine = pair0 + warp * S::MINE; // the first one of the warp
+        const int mine = pair0 + warp * S::MINE; // it is the warp's first pair
         for (int32_t first = from; first < to; first += TILE) {
             __syncthreads();
             load_tile<TYPE, D>(a, seq, head, first, to, keys, values);

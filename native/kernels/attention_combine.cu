@@ -105,7 +105,8 @@ __global__ void __launch_bounds__(GROUPS *WARP)
     const int head = int(n / D), column = int(n % D);
     const RowCtl ctl = a.ctl->rows[row];
     const int first = chunk_at(lowest_visible(ctl.position, a.first, a.window));
-    const int last = ctl.seq < 0 ? -1 : chunk_at(ctl.position); // below `first` where the row sees nothing
+    // It is below `first` where the row sees nothing.
+    const int last = ctl.seq < 0 ? -1 : chunk_at(ctl.position);
     const bool few = last - first < FEW_CHUNKS;
     const int64_t pair = int64_t(row) * a.H + head;
     const float2 *sums = a.sums + pair * a.chunks;

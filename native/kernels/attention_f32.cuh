@@ -13,9 +13,10 @@ constexpr int F32_M = 16; // a unit has as many pairs
 
 template <int D> struct F32Layout {
     static constexpr int KEYS = WARP;
-    static constexpr int ROW = D + 4; // floats, so that eight rows of one column lie in different banks
-    static constexpr int PAIRS = F32_M / (F32_THREADS / WARP); // those of a warp
-    static constexpr int COLUMNS = D / WARP; // those of a lane: lane, lane + 32 ..
+    // A row takes so many floats, so that eight rows of one column lie in different banks.
+    static constexpr int ROW = D + 4;
+    static constexpr int PAIRS = F32_M / (F32_THREADS / WARP); // a warp has so many
+    static constexpr int COLUMNS = D / WARP; // a lane has so many: lane, lane + 32 ..
     float q[F32_M][D];
     float k[KEYS][ROW], v[KEYS][ROW];
     Plan plan;
@@ -61,7 +62,7 @@ template <int D> struct F32Unit {
         }
     }
 
-    __device__ float score(int pair) const { // of this lane's key
+    __device__ float score(int pair) const { // it returns the score of this lane's key
         float4 dot = {};
 #pragma unroll 8
         for (int i = 0; i < D; i += 4) {

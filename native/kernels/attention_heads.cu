@@ -13,8 +13,8 @@ namespace luce {
 namespace {
 
 constexpr int LANES = 32;
-constexpr int WARPS = 8; // at most so many of a block
-constexpr int BATCH = 8; // as many moves at once
+constexpr int WARPS = 8; // a block has at most so many
+constexpr int BATCH = 8; // so many moves are done at once
 
 // Params are the arguments that a kernel takes, with the parts apart.
 struct Params : AttentionHeadsArgs {
@@ -113,12 +113,13 @@ __device__ int warp_index() {
 
 // Has one row of a head, from parts to where it belongs.
 template <int TYPE, int D> struct Head {
-    static constexpr int OWN = D / LANES, BYTES = kv_bytes<TYPE>(D); // of a lane; of a cell
+    // A lane has OWN values, a head of a cell BYTES bytes.
+    static constexpr int OWN = D / LANES, BYTES = kv_bytes<TYPE>(D);
     const Params &a;
     Heads kind;
     int head, lane;
     float norm[OWN];
-    uint8_t *base; // of k or v: the head in the first cell
+    uint8_t *base; // it is where k or v has the head in the first cell
 
     __device__ Head(const Params &args, int unit)
         : a(args), lane(threadIdx.x % LANES), norm{}, base(nullptr) {
@@ -196,10 +197,10 @@ __global__ void __launch_bounds__(WARPS *LANES, 1)
     const int warp = warp_index(), lane = threadIdx.x % LANES, n_warps = int(blockDim.x) / LANES;
     const int own = int(blockIdx.y) * n_warps + warp;
     Head<TYPE, D> head(a, int(blockIdx.x));
-    uint64_t moving = 0; // a bit for each row whose sequence has rows to move
-    bool all = false; // this block writes all of those
+    uint64_t moving = 0; // it has a bit for each row whose sequence has rows to move
+    bool all = false; // it says that this block writes all of those
     if (head.in_cells()) {
-        bool any = false; // also where a sequence has no row here
+        bool any = false; // it counts sequences that have no row here too
         for (int half = 0; half < MAX_ROWS; half += LANES) {
             const int i = half + lane, s = i < a.T ? a.ctl->rows[i].seq : -1;
             moving |= uint64_t(__ballot_sync(~0u, s >= 0 && a.n_move(a.ctl->seqs[max(s, 0)]) > 0)) << half;

@@ -23,8 +23,8 @@ template <int D, int TYPE, bool WGMMA> struct Layout {
     static constexpr int SLOTS = WGMMA ? 5 : 4; // the ring's slots hold K and V of a tile by turns
     static constexpr int MAX_M = WGMMA ? 96 : 48; // a unit has at most as many pairs
     static constexpr int ROW = 2 * D, P_ROW = WGMMA ? 0 : 2 * KEYS;
-    static constexpr int NEXT_ROW = WGMMA ? 128 : ROW; // the distance from one row of a tile to the next
-    static constexpr int CELL = kv_bytes<TYPE>(D); // bytes of one head of a cell
+    static constexpr int NEXT_ROW = WGMMA ? 128 : ROW; // a row of a tile is so far from the next
+    static constexpr int CELL = kv_bytes<TYPE>(D); // one head of a cell has so many bytes
     // A copy has so many bytes, as blocks of 18 and 34 bytes allow.
     static constexpr int COPY = PACKED ? D / 16 : 16;
     static constexpr int SLOT = KEYS * CELL;
@@ -35,7 +35,7 @@ template <int D, int TYPE, bool WGMMA> struct Layout {
     static constexpr int CELLS = MAXIMA + (WGMMA ? 0 : 4 * MAX_M * 4); // [KEYS] of a tile that is not whole
     static constexpr int BAD = CELLS + KEYS * 4; // [KEYS] bytes, which say that the key's V is not finite
     static constexpr int UNIT = BAD + KEYS, FULL = UNIT + int(sizeof(UnitInfo));
-    static constexpr int EMPTY = FULL + SLOTS * 8; // barriers of slots
+    static constexpr int EMPTY = FULL + SLOTS * 8; // the barriers of emptied slots begin here
     static constexpr int PLAN = EMPTY + SLOTS * 8;
     static constexpr int BYTES = PLAN + int(sizeof(Plan));
     static_assert(BYTES <= (WGMMA ? 232448 : 101376), "a block's shared memory");
@@ -101,7 +101,7 @@ template <typename L> struct Loader {
     const uint32_t base = shared_address(shared);
     const int tid = threadIdx.x - MATH_THREADS;
     Ring<L::SLOTS> ring;
-    int32_t next_at = -1, next_page; // an entry of the page table
+    int32_t next_at = -1, next_page; // next_page is entry next_at of the page table
 
     // Calls copy(row, word, place in the slot) for this thread's share of a tile's first n rows.
     template <typename Copy> __device__ void each(int n, Copy copy) const {
@@ -177,7 +177,7 @@ template <typename L> struct Loader {
             const int seq = unit.seq();
             const int32_t past = plan.n_past[seq];
             const int64_t head = a.kv_head(unit.head) * int64_t(L::CELL);
-            int64_t page = -1; // the page's first cell
+            int64_t page = -1; // it is the page's first cell
             for (int32_t key = unit.begin; key < unit.end; key += KEYS) {
                 const bool whole = key >= unit.low && key + KEYS <= min(unit.end, past);
                 if (!whole) {

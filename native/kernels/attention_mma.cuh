@@ -46,15 +46,17 @@ template <int D, int TYPE, int MT> struct MmaUnit {
     static constexpr int N = KEYS / 8 / S_SHARE > 0 ? KEYS / 8 / S_SHARE : 1;
     static constexpr int N_WARPS = KEYS / 8 / N; // as many of them have keys
     static constexpr bool SAME_ROWS = SM == M;
-    static constexpr bool KEEP_Q = MT <= 2; // whether Q stays in registers
+    static constexpr bool KEEP_Q = MT <= 2; // it says whether Q stays in registers
     static_assert(C > 0 && (!SAME_ROWS || S_SHARE == SHARE), "all warps have columns");
 
     MmaBlock<D, TYPE> &b;
     const AttentionParams &a = b.a;
     const int lane = b.lane;
-    const int part = b.warp % SHARE, m0 = b.warp / SHARE * M * 16; // of values: columns, first row
-    const int s_part = b.warp % S_SHARE, s0 = b.warp / S_SHARE * SM * 16; // of scores: keys, first row
-    const bool scores = s_part < N_WARPS && s0 < MT * 16; // this warp has some of them
+    // Of values, a warp has this part of the columns, in rows from m0 on.
+    const int part = b.warp % SHARE, m0 = b.warp / SHARE * M * 16;
+    // Of scores, a warp has this part of the keys, in rows from s0 on.
+    const int s_part = b.warp % S_SHARE, s0 = b.warp / S_SHARE * SM * 16;
+    const bool scores = s_part < N_WARPS && s0 < MT * 16; // it says that this warp has scores
     uint32_t kept_q[KEEP_Q ? D / 16 : 1][4];
     // These are the maxima so far of rows lane / 4 and lane / 4 + 8 of each tile: of values, and of scores
     // where these are others.

@@ -8,7 +8,7 @@
 namespace luce {
 
 struct AttentionParts : AttentionArgs {
-    int32_t chunks; // the most that a sequence has
+    int32_t chunks; // a sequence has at most so many
     float *partial; // [T][H][chunks][D] sums of weight * v
     float2 *sums; // [T][H][chunks] {maximum, sum of weights}, of scores in units of log2
 };

@@ -39,9 +39,9 @@ __device__ constexpr int region_of_kind(int kind) {
 }
 
 struct AttentionParams : AttentionParts {
-    int32_t G; // query heads of a group: those of a KV head, or where these are many, a part of them
-    int32_t groups, groups_of_head; // of all heads; of a KV head
-    int32_t per_G; // 2^16 / G rounded up: pair * per_G >> 16 is pair / G
+    int32_t G; // a group has so many query heads: those of a KV head, or where these are many, a part of them
+    int32_t groups, groups_of_head; // all heads have `groups` groups, a KV head has `groups_of_head`
+    int32_t per_G; // it is 2^16 / G rounded up: pair * per_G >> 16 is pair / G
     // These turn scores into units of log2: score * score_scale, or tanh(score * score_scale) * score_cap.
     float score_scale, score_cap;
 
@@ -52,10 +52,10 @@ struct AttentionParams : AttentionParts {
 };
 
 struct Segment {
-    uint8_t seq, row, n_rows; // its rows, of the step
+    uint8_t seq, row, n_rows; // its rows are counted in the step
     uint8_t n_tiles, tile_rows;
-    uint8_t tail; // 1 for one path
-    int32_t chunk0, chunk1; // none where there are no rows
+    uint8_t tail; // it is 1 for one path
+    int32_t chunk0, chunk1; // there are no chunks where there are no rows
 
     // Returns its chunks of a kind, and the first of them in `begin`.
     __device__ int32_t chunks(int kind, int32_t &begin) const {
@@ -78,13 +78,14 @@ struct Plan {
     int32_t first[UNIT_KINDS], last[UNIT_KINDS]; // this block has units first .. last - 1
     // By warp: those of all, and of the longest unit.
     int32_t chunks[MAX_SEGMENTS / WARP], path_tiles[MAX_SEGMENTS / WARP];
-    int32_t done[UNIT_KINDS][MAX_WORKERS / WARP]; // by warp: units that its workers and those before have
+    // A warp's entry counts the units that its workers and those before have.
+    int32_t done[UNIT_KINDS][MAX_WORKERS / WARP];
     // A bit says that a path begins at the row, or that it is of no sequence.
     uint32_t begins[MAX_ROWS / WARP];
-    int32_t position[MAX_ROWS]; // that of a row
+    int32_t position[MAX_ROWS]; // a row's token is at this position
     int8_t parent[MAX_ROWS], seq[MAX_ROWS];
-    uint8_t path[MAX_ROWS]; // the first row of the row's path
-    int32_t n_past[MAX_ROWS], pages[MAX_ROWS]; // those of a sequence
+    uint8_t path[MAX_ROWS]; // it is the first row of the row's path
+    int32_t n_past[MAX_ROWS], pages[MAX_ROWS]; // these are by sequence
     int32_t settled[MAX_ROWS]; // the sequence's cells below this position are not written in this step
     uint8_t row0[MAX_ROWS], n_rows[MAX_ROWS];
 
@@ -241,7 +242,7 @@ __device__ void Plan::share_out(int rows) {
         }
         return;
     }
-    uint64_t all = 0, mine = 0; // work of all workers, and of workers 0 .. j
+    uint64_t all = 0, mine = 0; // they are the work of all workers, and of workers 0 .. j
     for (int i = 0; i < UNIT_KINDS; i++) {
         const int k = (PATHS + i) % UNIT_KINDS;
         const int32_t units = ends[k][MAX_ROWS - 1];
@@ -308,9 +309,9 @@ __device__ void Plan::make(const AttentionParams &a, int most_pairs) {
 // UnitInfo says what there is to do for a unit.
 struct UnitInfo {
     int32_t row, n_rows, head, chunk;
-    int32_t begin, end; // keys
-    int32_t past; // the sequence's n_past
-    int32_t hides; // 1 where a row may not see what another does
+    int32_t begin, end; // the unit has keys begin .. end - 1
+    int32_t past; // it is the sequence's n_past
+    int32_t hides; // it is 1 where a row may not see what another does
 
     // Says whether cells of the tile at `first` may be loaded that some row of the unit does not see.
     __device__ bool mixed(int32_t first, int keys, int32_t window) const {
@@ -325,10 +326,10 @@ struct Cursor {
     const AttentionParams &a;
     const Plan &plan;
     int kind = 0, seg = 0; // seg counts among those of the kind
-    int32_t i, stop; // units of the kind
-    // these say which unit it is
-    int row, n_rows, head; // head: the group of query heads
-    int32_t chunk, begin, end, low; // keys; no row sees those below `low`
+    int32_t i, stop; // they count units of the kind
+    // These say which unit it is.
+    int row, n_rows, head; // `head` is the group of query heads
+    int32_t chunk, begin, end, low; // the last three are keys; no row sees those below `low`
 
     __device__ Cursor(const AttentionParams &args, const Plan &p)
         : a(args), plan(p), i(p.first[0]), stop(p.last[0]) {

@@ -78,12 +78,12 @@ template <int D, int TYPE> struct WgmmaUnit {
     const UnitInfo unit;
     const int group, threads; // `threads` counts those of both groups that compute
     const int tid = threadIdx.x % GROUP_THREADS, lane = tid % WARP;
-    const int pair = group * GROUP_PAIRS + tid / WARP * 16 + lane / 4; // that of the first row
-    const bool used = pair - lane / 4 < unit.n_rows * a.G; // says that this warp has pairs
+    const int pair = group * GROUP_PAIRS + tid / WARP * 16 + lane / 4; // it is that of the thread's first row
+    const bool used = pair - lane / 4 < unit.n_rows * a.G; // it says that this warp has pairs
     uint8_t *const shared = ring.shared;
     const uint32_t base = shared_address(shared);
-    int32_t from[2], to[2]; // what the thread's rows see
-    float most[2] = {-INFINITY, -INFINITY}, sum[2] = {}; // sums of weights over this thread's keys
+    int32_t from[2], to[2]; // they bound the keys that the thread's rows see
+    float most[2] = {-INFINITY, -INFINITY}, sum[2] = {}; // `sum` adds up the weights of this thread's keys
     float o[PANELS][8][4] = {};
 
     __device__ WgmmaUnit(const AttentionParams &args, const Plan &p, Taker<L> &taker, const UnitInfo &u)
@@ -290,7 +290,7 @@ __device__ void wgmma_units(const AttentionParams &a, const Plan &plan, uint8_t 
     Taker<L> ring{shared};
     const int group = threadIdx.x / GROUP_THREADS, tid = threadIdx.x % GROUP_THREADS;
     const int first_pair = group * GROUP_PAIRS;
-    int rows = -1, head = -1; // of the queries that are in shared memory
+    int rows = -1, head = -1; // they say whose queries are in shared memory
     Cursor cursor(a, plan);
     wait_for_previous();
     for (; cursor.valid(); cursor.next()) {

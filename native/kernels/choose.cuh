@@ -91,7 +91,7 @@ struct Row {
     const float *x;
     ChoiceRow *out;
     ChoiceCtl c{}; // it is greedy for rows that only fill the step's width
-    uint64_t position = 0; // that of the token to be chosen
+    uint64_t position = 0; // the token to be chosen is at this position
 
     __device__ Row(const ChooseArgs &a, int t) : x(a.logits + t * a.n), out(a.out + t) {
         const RowCtl &row = a.ctl->rows[t];
@@ -192,7 +192,7 @@ struct Cut {
     int open = SAMPLE_BINS; // bins sure .. open may be kept, in part
     int k_bin = SAMPLE_BINS - 1; // top-k ends there
     bool k_open = false; // it ends in its middle, so that bin is listed too
-    int last = SAMPLE_BINS; // the last bin that matters
+    int last = SAMPLE_BINS; // it is the last bin that matters
 
     __device__ bool listed(int bin) const { return (bin >= sure && bin <= open) || (k_open && bin == k_bin); }
 };
@@ -267,8 +267,8 @@ struct Pick {
     uint64_t place[CHOICE_LIST], mass[CHOICE_LIST];
     int32_t bin[CHOICE_LIST];
     unsigned long long digits[256], total;
-    uint64_t found; // the place of the last id that is kept
-    uint64_t rest; // what the search still needs
+    uint64_t found; // it is the place of the last id that is kept
+    uint64_t rest; // it is what the search still needs
 };
 
 // Picks from the list in shared memory, where a thread has an id and counts its rank.

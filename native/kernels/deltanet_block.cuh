@@ -9,17 +9,17 @@ namespace {
 
 constexpr int TILE = 4;
 constexpr int STAGES = 3;
-constexpr int SAVES = 3; // states in shared memory; with 4 an SM holds two blocks, not three
-constexpr int STRIDE = 5; // the depths from one saved state to the next
+constexpr int SAVES = 3; // shared memory keeps so many states; with 4 an SM holds two blocks, not three
+constexpr int STRIDE = 5; // saved states are so many depths apart
 constexpr int TREE_ROWS = 4; // up to here a replay from the committed state is short enough
 
 // Params are what a kernel takes: the arguments and, since DeltaShape's layout is for the host, where things
 // are in a slot's log.
 struct Params : DeltaArgs {
-    int64_t C; // channels of a row of x
+    int64_t C; // a row of x has so many channels
     int n_saves;
     int64_t state_size, log_size, delta, key[2], decay[2]; // the last two are by bank
-    int64_t delta_row, key_row, decay_row; // the distances from one row to the next
+    int64_t delta_row, key_row, decay_row; // one row's values are so far from the next row's
 
     explicit Params(const DeltaArgs &args) : DeltaArgs(args), C(shape.conv_dim()) {
         n_saves = shape.mode == DELTA_APPEND || shape.T <= TREE_ROWS ? 0 : SAVES;
@@ -51,8 +51,8 @@ struct Item {
 template <int S> struct Tile {
     alignas(16) float q[TILE][S];
     float k[TILE][S];
-    float v[TILE][Layout<S>::W]; // the delta of a pending row
-    float decay[TILE]; // that of a pending row
+    float v[TILE][Layout<S>::W]; // it is the delta where the row is a pending one
+    float decay[TILE]; // only pending rows have theirs here
 };
 
 // Control is what the control block says of an item's sequence.
@@ -65,12 +65,12 @@ template <int S, bool APPEND> struct Shared {
     static_assert(Layout<S>::THREADS >= MAX_ROWS, "a verify has a thread for each row");
     Tile<S> tile[STAGES];
     alignas(16) float delta[APPEND ? 1 : MAX_ROWS][Layout<S>::W];
-    alignas(16) float decay[APPEND ? Layout<S>::THREADS : MAX_ROWS]; // exp(g) of row t at t % THREADS
+    alignas(16) float decay[APPEND ? Layout<S>::THREADS : MAX_ROWS]; // it has exp(g) of row t at t % THREADS
     alignas(16) float beta[APPEND ? Layout<S>::THREADS : MAX_ROWS];
     Control ctl;
     // The following are of the sequence's rows.
     int8_t parent[MAX_ROWS]; // it is counted from the sequence's first row too
-    uint8_t inner[MAX_ROWS]; // 1 if the row has children
+    uint8_t inner[MAX_ROWS]; // it is 1 if the row has children
     uint8_t depth[MAX_ROWS];
     uint8_t up[MAX_ROWS][MAX_ROWS]; // up[t][i] is the i-th ancestor of row t, and row t itself at 0
 };

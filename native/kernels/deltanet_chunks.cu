@@ -18,9 +18,10 @@ constexpr int A_ROW = ROWS + 4;
 
 template <int S> struct PrepareShared {
     static constexpr int ROW = S + 4, ROW_VALUES = 2 * ROWS * ROW;
-    static constexpr int HEADS = ROW_VALUES / (ROWS * A_ROW); // v heads at once, where each has a warp
+    // So many v heads are done at once, each by a warp.
+    static constexpr int HEADS = ROW_VALUES / (ROWS * A_ROW);
     static_assert(HEADS * WARP <= PREPARE_THREADS, "a v head has a warp");
-    alignas(16) float values[ROW_VALUES]; // first keys, then queries, and later A of each warp
+    alignas(16) float values[ROW_VALUES]; // it holds keys, then queries, and later A of each warp
     float kk[ROWS][ROWS + 1], qk[ROWS][ROWS + 1];
 };
 
@@ -151,7 +152,7 @@ template <int S> struct Walker {
     __device__ Walker(const ChunkParams &args)
         : a(args), h(blockIdx.x / (S / SPAN)), kh(h % args.shape.Hk), v0(blockIdx.x % (S / SPAN) * SPAN) {}
 
-    static __device__ int part(int e) { return e / 2 * 8; } // the v of element e of a tile
+    static __device__ int part(int e) { return e / 2 * 8; } // it returns the v of element e of a tile
     __device__ int v_of(int e) const { return v0 + warp * 16 + g + part(e); }
     __device__ int k_of(int tile, int e) const { return tile * 8 + 2 * t + e % 2; }
 
@@ -239,7 +240,7 @@ template <int S> struct Walker {
     }
     // Computes c += x M^T, where M is T or P, which have nothing above their diagonals.
     __device__ void meet_square(const uint8_t *high_at, const float (*x)[4], float (*c)[4]) const {
-        Right first[2], second[1]; // of the left 16 columns, and of the others
+        Right first[2], second[1]; // `first` is for the left 16 columns, `second` for the others
         for (int p = 0; p < 2; p++) {
             load_matrices(first[p].high, high_at + square_rows_at(p, 0));
             load_matrices(first[p].low, high_at + C::SQUARE + square_rows_at(p, 0));

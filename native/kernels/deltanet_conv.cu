@@ -19,15 +19,15 @@ constexpr int TAPS = 4;
 constexpr int WINDOW = TAPS - 1;
 constexpr int WARP = 32;
 constexpr int APPEND_WARPS = 4;
-constexpr int APPEND_RUN = 16; // neighbouring rows of one warp, which slides the taps in registers
+constexpr int APPEND_RUN = 16; // a warp has so many neighbouring rows, and slides the taps in registers
 
-constexpr int GROUP = 16; // sequences of a block
+constexpr int GROUP = 16; // a block has so many sequences
 
 // Params are what a kernel takes: the arguments and, since DeltaShape's layout is for the host, its strides.
 struct Params : ConvArgs {
-    int64_t C; // channels of a row
-    int64_t log_row; // the distance from one logged row to the next
-    int64_t log_size; // the distance from one slot's log to the next
+    int64_t C; // a row has so many channels
+    int64_t log_row; // one logged row is so far from the next
+    int64_t log_size; // one slot's log is so far from the next
 
     explicit Params(const ConvArgs &args)
         : ConvArgs(args), C(shape.conv_dim()), log_row(shape.log_qkv(1)), log_size(shape.log_size()) {}
@@ -129,7 +129,7 @@ struct Control {
 template <int S> struct Committed {
     int slot;
     bool moved; // they are not what the window holds
-    float *window; // that of the slot
+    float *window; // it is the slot's
     const float *from[WINDOW]; // null stands for zeros
     Channels<S> row[WINDOW];
 
@@ -142,7 +142,7 @@ template <int S> struct Committed {
         moved = fresh || n > 0;
 #pragma unroll
         for (int i = 0; i < WINDOW; i++) {
-            const int at = n + i - WINDOW; // among the pending rows
+            const int at = n + i - WINDOW; // it counts among the pending rows
             const int row = ctl.get(offsetof(SeqCtl, pending) + max(at, 0) * sizeof(int32_t));
             from[i] = at >= 0 ? log + row * a.log_row : fresh ? nullptr : window + (n + i) * a.C;
         }
@@ -168,7 +168,7 @@ template <int S> struct Committed {
 template <int S> struct Shared {
     alignas(16) float committed[GROUP][WINDOW][S];
     int32_t slot[GROUP], row0[GROUP];
-    int32_t seq[MAX_ROWS], parent[MAX_ROWS]; // those of the step's rows
+    int32_t seq[MAX_ROWS], parent[MAX_ROWS]; // they are by row of the step
 };
 
 // The rows of a step: as they are, or a head's summed from parts into shared memory.

@@ -14,14 +14,14 @@ namespace {
 
 constexpr int WARP = 32;
 constexpr int LANES = 16; // as many lanes share a group of columns
-constexpr int COLS = 4; // columns of a group
+constexpr int COLS = 4; // a group has so many columns
 
 template <int S> struct Layout {
-    static constexpr int W = S < 32 ? S : 32; // columns of a block
+    static constexpr int W = S < 32 ? S : 32; // a block has so many columns
     static constexpr int THREADS = W / COLS * LANES; // there are at least MAX_ROWS
-    static constexpr int K = S / LANES; // k entries of a thread
+    static constexpr int K = S / LANES; // a thread has so many entries of k
     static constexpr int VEC = K < 4 ? K : 4; // as many of them are neighbours
-    static constexpr int BLOCKS = S / W; // blocks of a head
+    static constexpr int BLOCKS = S / W; // a head has so many blocks
     static constexpr int STATE_BYTES = S * W * int(sizeof(float));
 };
 

@@ -18,18 +18,19 @@ template <int S, bool APPEND> struct Worker {
     Shared<S, APPEND> &sh;
     Cols *saves; // [n_saves][K][THREADS], each thread's own
     const int tid = threadIdx.x, lane = tid % WARP;
-    const int lane_k = lane / 2; // 0 .. LANES - 1
-    const int group = (tid / WARP * 2 + lane % 2) * COLS; // the first column, in the block
+    const int lane_k = lane / 2; // it is 0 .. LANES - 1
+    // It is the group's first column, counted in the block.
+    const int group = (tid / WARP * 2 + lane % 2) * COLS;
     const int h, kh, j0;
     int bank, n_pending, row0, n_rows, n_seqs;
-    const float *x; // that of the first row
+    const float *x; // it points to x of the first row
     float *log, *state;
     Part<S> part;
     // This thread's part of S^T q of the last row, which is reduced beside the next row's D^T k.
     float out[COLS] = {};
     // The places in the ring of tiles that are filled and taken next, and what the tiles to fill have.
     int filled = 0, taken = 0, pending_at = 0, rows_at = 0;
-    const float *q_from, *v_from; // this thread's values of the rows to fill with
+    const float *q_from, *v_from; // they point to this thread's values of the rows to fill with
     // In a tree, these are the row whose state the registers hold and those whose states are saved.
     int held = -1;
     int saved[SAVES];

@@ -36,7 +36,7 @@ constexpr int64_t gemm_x_bytes(int64_t T, int64_t K) {
 struct GemmArgs {
     int32_t T;
     int64_t K, N;
-    const void *x; // what gemm_pack left, for the same T and K
+    const void *x; // gemm_pack left it, for the same T and K
     const void *weights; // F16 [N][K], aligned to 16
     float *out; // [T][N], which is not residual itself
     const float *residual; // null, or [T][N] that is added

@@ -71,7 +71,7 @@ __device__ int row_exponent(float x) {
     if (x == 0.0f || exponent == 128 || (exponent >= -6 && exponent < 15)) {
         return 0;
     }
-    return max(exponent - 9, -126); // so that both powers of two are normal
+    return max(exponent - 9, -126); // both powers of two are normal then
 }
 __device__ float power_of_two(int exponent) {
     return __uint_as_float(uint32_t(exponent + 127) << 23);

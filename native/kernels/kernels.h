@@ -20,28 +20,29 @@ constexpr int PAGE = 256; // a KV page has as many positions
 // RowCtl is one row of a step of at most MAX_ROWS rows. (A prefill has one, which stands for its last row;
 // row t of n is at n_past + t.)
 struct RowCtl {
-    int32_t seq; // the index into StepCtl::seqs; -1 says that the row only fills the step's width
-    int32_t parent; // the row of this step that it follows; -1 means the sequence's committed tokens
-    int32_t position; // that of the row's token: the sequence's n_past + depth
-    int32_t keep; // the entry of `drafts` where the row's choice is kept (KeepArgs); -1 means nowhere
+    int32_t seq; // it is the index into StepCtl::seqs; -1 says that the row only fills the step's width
+    // It is the row of this step that this one follows; -1 means the sequence's committed tokens.
+    int32_t parent;
+    int32_t position; // it is that of the row's token: the sequence's n_past + depth
+    int32_t keep; // this entry of `drafts` keeps the row's choice (KeepArgs); -1 means that none does
 };
 
 // SeqCtl is one sequence's part of a step: rows row0 .. row0 + n_rows - 1, in depth-first order, parents
 // before children. n_rows may be 0: then only the debts of the sequence are paid.
 struct SeqCtl {
-    int32_t slot; // that of the recurrent state, window and log
+    int32_t slot; // the sequence's recurrent state, window and log are in it
     // 1 says that nothing is committed: state and window count as zeros whatever the slot holds.
     int32_t fresh;
     int32_t row0, n_rows;
-    int32_t n_past; // committed positions before this step's rows
+    int32_t n_past; // so many positions are committed before this step's rows
     // The slot's log has the pending rows' keys and decays in this bank; new rows use the other one.
     int32_t bank;
-    int32_t n_replay; // pending rows that the recurrent state does not hold yet
+    int32_t n_replay; // the recurrent state does not hold so many pending rows yet
     // Pending rows whose trunk KV still lies where the verify wrote it; 0 where it needs no move.
     int32_t n_move;
-    int32_t n_move_head; // the same for the NextN head's KV
-    int32_t pages; // where this sequence's pages begin in the page table
-    int32_t n_move_drafter; // the same for the DFlash drafter's KV
+    int32_t n_move_head; // it says the same of the NextN head's KV
+    int32_t pages; // this sequence's pages begin here in the page table
+    int32_t n_move_drafter; // it says the same of the DFlash drafter's KV
     int32_t reserved;
     // pending has the rows of the last verify that were accepted, counted from that verify's first row of
     // this sequence, in commit order: pending[i] >= i. They are committed positions n_past - n .. n_past - 1,
@@ -52,7 +53,7 @@ struct SeqCtl {
 
 struct StepCtl {
     int32_t n_seqs;
-    int32_t n_rows; // rows that are in use; those up to the step's width have seq -1
+    int32_t n_rows; // so many rows are in use; those up to the step's width have seq -1
     int32_t reserved[2];
     RowCtl rows[MAX_ROWS];
     SeqCtl seqs[MAX_ROWS];
@@ -70,7 +71,7 @@ enum DeltaMode : int32_t {
 };
 
 struct DeltaShape {
-    int32_t T; // rows of this call, which are the step's width
+    int32_t T; // the call has so many rows, which are the step's width
     int32_t R; // a slot's log has as many rows as one sequence has in a verify at most
     int32_t n_slots;
     int32_t Hk, Hv, S;
@@ -107,7 +108,7 @@ struct ConvArgs {
 // it adds them up too. S is 128.
 struct RowmmArgs;
 struct ConvPartsArgs : ConvArgs { // x is not used
-    const RowmmArgs *parts; // of four weights
+    const RowmmArgs *parts; // they are the parts of four weights' products
     float *others[3]; // [T][N] of z, beta and alpha
 };
 
@@ -140,9 +141,9 @@ int64_t deltanet_chunks_scratch(const DeltaShape &shape);
 // A cell holds the layer's KV heads, each D values of `type`: ggml's F32 (0), F16 (1), Q4_0 (2) or Q8_0 (8).
 struct KvPool {
     uint8_t *k, *v; // [cells][Hkv][D]
-    int32_t type; // the type of both
+    int32_t type; // k and v both have this type
     int32_t Hkv, D;
-    int64_t cell_bytes; // bytes of a cell of k, and of v
+    int64_t cell_bytes; // a cell of k has so many bytes, and so has one of v
 };
 
 // KvOwner says whose KV a layer is. Each owner has rows of its own to move (SeqCtl).
@@ -152,8 +153,8 @@ enum KvOwner : int32_t { KV_TRUNK = 0, KV_HEAD = 1, KV_DRAFTER = 2 };
 // values of a head rotate, value i with i + rope_dim / 2 by the angle position * base^(-2 i / rope_dim).
 struct RopeHeads {
     const float *x; // [T] rows of heads
-    int64_t x_row, x_head; // the distance from one row or head to the next, in values
-    int32_t n_heads; // 0 where there are none
+    int64_t x_row, x_head; // one row or head is so many values from the next
+    int32_t n_heads; // it is 0 where there are none
     const float *norm; // [D]
     float *out; // [T][n_heads][D]
 };
@@ -168,8 +169,9 @@ struct NormRopeArgs {
 struct KvStoreArgs {
     KvPool pool;
     int32_t T;
-    int32_t append; // 1 for a prefill of seqs[0] alone: row t is at n_past + t, and T = n_rows is any number
-    int32_t owner; // KvOwner
+    // It is 1 for a prefill of seqs[0] alone: row t is at n_past + t, and T = n_rows is any number.
+    int32_t append;
+    int32_t owner; // it is a KvOwner
     const float *k; // [T][Hkv][D], normalised and rotated
     const float *v; // [T][Hkv][D]
     const StepCtl *ctl;
@@ -192,7 +194,7 @@ struct NextnPackArgs {
 // keep_hidden leaves RMS(x) * norm of row t in row hidden_to[t] of `hidden`.
 struct KeepHiddenArgs {
     int32_t T;
-    int64_t E, x_row; // values from one row of x to the next
+    int64_t E, x_row; // one row of x is x_row values from the next
     float eps;
     const float *x; // [T] rows of E values
     const float *norm; // [E]
@@ -203,10 +205,11 @@ struct KeepHiddenArgs {
 // attention_heads does what norm_rope and kv_store do, and reads q, the gates, k and v as the parts that the product of
 // their weights has left (rowmm.h), which spares the kernels between. D is 128 or 256.
 struct AttentionHeadsArgs {
-    const RowmmArgs *parts; // of q (per head D values of q, then D of its gate), k and v, or of k and v alone
+    // They are of q (per head D values of q, then D of its gate), k and v, or of k and v alone.
+    const RowmmArgs *parts;
     KvPool pool;
     int32_t T, H; // H is 0 where there is no q
-    int32_t owner; // KvOwner
+    int32_t owner; // it is a KvOwner
     int32_t rope_dim;
     float base, eps;
     const int32_t *positions; // [T]
@@ -224,15 +227,15 @@ struct AttentionHeadsArgs {
 struct AttentionArgs {
     KvPool pool;
     int32_t T, H;
-    int32_t first; // the lowest position that is visible (the NextN head has no row 0)
+    int32_t first; // it is the lowest position that is visible (the NextN head has no row 0)
     int32_t window; // where it is > 0, a row at p sees keys above p - window only
-    float scale; // scales q.k
+    float scale; // it scales q.k
     float softcap; // where it is > 0, scores become softcap * tanh(score / softcap)
-    int32_t max_pages; // pages of one sequence, which bound the chunks of a row
-    int32_t block; // 1 where the rows of a sequence, which are a chain, all see each other
+    int32_t max_pages; // a sequence has at most so many pages, which bounds the chunks of a row
+    int32_t block; // it is 1 where the rows of a sequence, which are a chain, all see each other
     const float *q; // [T][H][D], normalised and rotated
     const float *gate; // null, or [T][H] rows of D values: out is multiplied by sigmoid(gate)
-    int64_t gate_row, gate_head; // the distance from one row or head of gate to the next, in values
+    int64_t gate_row, gate_head; // one row or head of gate is so many values from the next
     const StepCtl *ctl;
     const int32_t *pages;
     float *out; // [T][H][D]; rows with seq -1 get zeros
@@ -259,7 +262,7 @@ struct KvGatherArgs {
     const StepCtl *ctl;
     const int32_t *pages;
     int32_t which; // 0 means k, 1 means v
-    int32_t out_type; // F32 or F16
+    int32_t out_type; // it is F32 or F16
     void *out; // [n_kv][Hkv*D]; zeros from n_past + n_rows on
 };
 
@@ -277,8 +280,8 @@ struct MaskArgs {
 
 // choose gives the token that each row's logits stand for, by its sequence's ChoiceCtl, and says whether a
 // logit is not finite. Rows with seq -1 are greedy.
-constexpr int CHOICE_PARTS = 62; // parts of a row, which blocks look at side by side
-constexpr int CHOICE_LIST = 1024; // the most ids that bins leave open
+constexpr int CHOICE_PARTS = 62; // a row has so many parts, which blocks look at side by side
+constexpr int CHOICE_LIST = 1024; // bins leave at most so many ids open
 constexpr int64_t CHOICE_MAX_IDS = 1 << 24;
 struct ChoicePart {
     int32_t id;
@@ -286,11 +289,11 @@ struct ChoicePart {
 };
 struct ChoiceRow {
     int32_t token;
-    int32_t not_finite; // 1 where a logit is not
+    int32_t not_finite; // it is 1 where a logit is not finite
     // The CUDA kernels use the rest as room.
     // The largest logit of each part; id is complemented where one is not finite.
     ChoicePart most[CHOICE_PARTS];
-    ChoicePart best[CHOICE_PARTS]; // the largest z + G
+    ChoicePart best[CHOICE_PARTS]; // it has the largest z + G of each part
     uint32_t n_listed;
     uint32_t reserved;
     uint64_t mass[SAMPLE_BINS];
@@ -325,7 +328,7 @@ struct KeepArgs {
 struct TopkArgs {
     const float *logits; // [T][n], n <= TOPK_MAX_N
     int64_t n;
-    int32_t T, k; // k: 1 .. TOPK_MAX
+    int32_t T, k; // k is 1 .. TOPK_MAX
     const StepCtl *ctl;
     int32_t *lists; // [entries][2 * k]; in/out
     int32_t *scratch; // [T][topk_scratch(k)]
@@ -352,7 +355,7 @@ struct TokensArgs {
 // host clears `given` before the launch, and sees it set when all of a row is there.
 struct GiveRowsArgs {
     int32_t T, n_used;
-    int64_t E; // a multiple of 4
+    int64_t E; // it is a multiple of 4
     const float *values; // [T][E], aligned to 16
     const int32_t *ids; // [T][n_used]
     const float *weights; // [T][n_used]
@@ -383,14 +386,14 @@ int choose(const ChooseArgs &args, void *stream);
 int keep(const KeepArgs &args, void *stream);
 int topk(const TopkArgs &args, void *stream);
 int row_tokens(const TokensArgs &args, void *stream);
-const char *error_text(int error); // of what a launcher returned
+const char *error_text(int error); // it puts what a launcher returned into words
 int set_device(int device); // kernels launch on the current device of the calling thread
-int current_device(); // of the calling thread; -1 after an error
-int compute_capability(int device); // returns 90 for 9.0
+int current_device(); // it returns the calling thread's, or -1 after an error
+int compute_capability(int device); // it returns 90 for 9.0
 
 int give_rows(const GiveRowsArgs &args, void *stream);
 int take_rows(const float *pinned, float *device, int64_t n, void *stream); // both are aligned to 16
-bool is_pinned(void *host); // says whether kernels reach this host memory at its own address
+bool is_pinned(void *host); // it says whether kernels reach this host memory at its own address
 // Returns 0 while a stream has work to do, then what it failed with, or cudaErrorUnknown.
 int stopped(void *stream);
 

@@ -14,9 +14,9 @@ namespace luce {
 namespace {
 
 constexpr int THREADS = 128;
-constexpr int BATCH = 8; // as many moves at once
+constexpr int BATCH = 8; // so many moves are done at once
 constexpr int SPREAD = 16; // as many blocks share a sequence's rows where none has to move
-constexpr int PREFILL_ROWS = 4; // rows of a block in a prefill
+constexpr int PREFILL_ROWS = 4; // a block has so many rows in a prefill
 
 __device__ int64_t cell_of(const int32_t *pages, int32_t position) {
     return int64_t(pages[position / PAGE]) * PAGE + position % PAGE;
@@ -49,7 +49,7 @@ template <int TYPE> __device__ void write_values(const float *x, uint8_t *to) {
     }
 }
 
-template <int BYTES> struct Words { // what a move carries
+template <int BYTES> struct Words { // a move carries words of this type
     using Word = uint16_t;
 };
 template <> struct Words<16> {

@@ -13,7 +13,7 @@ constexpr int KV_F32 = 0, KV_F16 = 1, KV_Q4_0 = 2, KV_Q8_0 = 8;
 
 template <int TYPE> struct KvType;
 template <> struct KvType<KV_F32> {
-    static constexpr int VALUES = 4, BYTES = 16; // those of a block, or of what a thread takes at once
+    static constexpr int VALUES = 4, BYTES = 16; // they are a block's, or those that a thread takes at once
 };
 template <> struct KvType<KV_F16> {
     static constexpr int VALUES = 8, BYTES = 16;

@@ -23,24 +23,23 @@
 
 namespace luce {
 
-constexpr int MOE_MAX_ROWS = 512; // of one launch
+constexpr int MOE_MAX_ROWS = 512; // a launch has at most so many rows
 constexpr int MOE_MAX_EXPERTS = 512;
 constexpr int MOE_MAX_USED = 32;
-constexpr int64_t MOE_MAX_E = 6144, MOE_MAX_FF = 6144; // what a block's shared memory holds
+constexpr int64_t MOE_MAX_E = 6144, MOE_MAX_FF = 6144; // a block's shared memory holds no more
 
 // Holds what the launches of a layer share.
 struct MoeDims {
-    int32_t T; // rows, 0 .. MOE_MAX_ROWS
-    int32_t n_expert, n_used; // of a row
+    int32_t T; // there are 0 .. MOE_MAX_ROWS rows
+    int32_t n_expert, n_used; // a row uses n_used of the n_expert experts
     int64_t E, FF; // an expert's matrices are {E, FF} twice and {FF, E}; E is a multiple of 4
-    int64_t FF_shared; // the shared expert's; 0: there is none
+    int64_t FF_shared; // it is the shared expert's FF, or 0 where there is none
 
     constexpr ROWMM_BOTH bool shared() const { return FF_shared > 0; }
     // A row has a place for each of its experts, by rank, then all rows have one for the shared expert.
     constexpr ROWMM_BOTH int64_t places() const { return int64_t(T) * (n_used + (shared() ? 1 : 0)); }
-    constexpr ROWMM_BOTH int64_t h_row() const {
-        return FF > FF_shared ? FF : FF_shared;
-    } // values of a place in h
+    // Returns how many values a place has in h.
+    constexpr ROWMM_BOTH int64_t h_row() const { return FF > FF_shared ? FF : FF_shared; }
 };
 
 // Returns whether a layer of this shape, with T of MOE_MAX_ROWS or less, can be done here.
@@ -66,24 +65,24 @@ struct MoeRouteArgs {
     const float *shared_gate; // [E], aligned to 16; null where there is no shared expert
     void *counters; // [MOE_COUNTER_BYTES]; launches that may run at once need their own
     void *routed; // [moe_routed_bytes(dims)], aligned to 16
-    float *values; // null, or [T][E]: v as well, aligned to 16
-    int32_t overlap; // as in RowmmArgs
+    float *values; // null, or [T][E]: v is left here as well; aligned to 16
+    int32_t overlap; // it means what it does in RowmmArgs
 };
 
 // These are matrices that each expert has one of, packed by rowmm_permute one behind the other.
 struct MoeMatrix {
     int32_t type;
-    const void *packed; // of expert 0, aligned to 16
-    int64_t expert_bytes; // from one expert's to the next, a multiple of 16
+    const void *packed; // it is expert 0's, aligned to 16
+    int64_t expert_bytes; // one expert's matrix is so far from the next; it is a multiple of 16
 };
 
 // In up there are two matrices (gate, up) {E, FF}, and the input h is null. In down there is one {FF, E} in
 // `first`.
 struct MoeMatmulArgs {
     MoeDims dims;
-    MoeMatrix first, second; // of the experts
-    MoeMatrix shared_first, shared_second; // of the shared expert, where there is one
-    const void *routed; // what route left
+    MoeMatrix first, second; // they are the routed experts'
+    MoeMatrix shared_first, shared_second; // they are the shared expert's, where there is one
+    const void *routed; // route has left it
     const float *h; // down: [places][h_row], what up left; aligned to 16
     float *out; // up: h; down: y, [places][E]; aligned to 16
     int32_t overlap;
@@ -92,7 +91,7 @@ struct MoeMatmulArgs {
 struct MoeSumArgs {
     MoeDims dims;
     const void *routed;
-    const float *y; // aligned to 16; unused where there are sums and no shared expert
+    const float *y; // it is aligned to 16, and unused where there are sums and no shared expert
     // Null, or [T][E], aligned to 16: the experts' weighted sums, made elsewhere. Then y is the shared
     // expert's [T][E].
     const float *sums;

@@ -16,17 +16,17 @@ namespace luce {
 namespace {
 
 constexpr int THREADS = ITEM_WARPS * WARP;
-constexpr int SLOTS = 2; // units of a warp in shared memory
+constexpr int SLOTS = 2; // a warp has so many units in shared memory
 constexpr int PART_ROW = FRAGMENT + 4; // the padding makes banks differ
 
 struct Matrix {
-    const uint8_t *packed; // of expert 0
+    const uint8_t *packed; // it is expert 0's
     int64_t expert_bytes;
-    int64_t scales; // the offset of the outputs' powers of two, or 0 where there are none
-    int32_t type, units, unit_bytes; // units of a chunk; bytes of a fragment
+    int64_t scales; // the outputs' powers of two begin at this offset; it is 0 where there are none
+    int32_t type, units, unit_bytes; // a chunk has `units` units, a fragment has `unit_bytes` bytes
 };
 
-struct Group { // the experts, or the shared expert
+struct Group { // it is for the experts, or for the shared expert
     Matrix matrices[2];
     int32_t K, N;
 };
@@ -35,7 +35,7 @@ struct MatmulParams {
     MoeDims dims;
     RoutedLayout at;
     const uint8_t *routed;
-    const float *h; // null where the rows are those that route packed
+    const float *h; // it is null where the rows are those that route packed
     float *out;
     int64_t out_row;
     int32_t n_matrices, slot_bytes, row_bytes; // `row_bytes` counts all rows in shared memory
@@ -44,7 +44,7 @@ struct MatmulParams {
 
 // Brings a warp's fragments, unit after unit, through SLOTS slots of shared memory.
 struct Fragments {
-    const uint8_t *from; // the next one
+    const uint8_t *from; // the next unit is fetched from here
     int64_t step;
     uint8_t *slots;
     int slot_bytes, bytes, left, turn, lane;
@@ -77,7 +77,7 @@ struct Work {
     WarpPart part;
     int fragment; // this counts among all fragments
     bool present;
-    int first, last; // units
+    int first, last; // the warp has units first .. last - 1
 
     __device__ Work(const Group &g, int n_matrices, int warp)
         : part(warp, g.K, n_matrices),
@@ -102,7 +102,7 @@ struct Work {
 template <int TYPE>
 __device__ __forceinline__ void multiply_item(Sums<1> &acc, const uint8_t *fragment, const uint8_t *chunk,
                                               int unit, int lane) {
-    constexpr int VALUES = 8 / units_of_chunk(TYPE) * 64; // bytes of a unit's activations
+    constexpr int VALUES = 8 / units_of_chunk(TYPE) * 64; // a unit's activations have so many bytes
     const uint8_t *tail = chunk + chunk_sums(1);
     const float own = word_at<float>(tail + 32);
     const float down[2] = {__shfl_sync(~0u, own, lane % 4 * 8), __shfl_sync(~0u, own, lane % 4 * 8 + 4)};
@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(THREADS, 3) moe_matmul_kernel(const __grid_con
         return;
     }
     MoeItem item = {};
-    int early = -1; // the expert whose fragments are on their way before the wait
+    int early = -1; // this expert's fragments are on their way before the wait
     Fragments f = w.fragments(g, 0, slots, p.slot_bytes, lane);
     if (index < 0) {
         const int row = int(blockIdx.y) * ITEM_ROWS;

@@ -8,7 +8,7 @@
 namespace luce {
 
 constexpr int ITEM_ROWS = 8; // each row is a column of the tensor core's tile
-constexpr int ITEM_WARPS = 8; // of a block of up and down
+constexpr int ITEM_WARPS = 8; // a block of up and down has so many warps
 
 // An item is up to ITEM_ROWS rows of one expert: places[first .. first + count) of the routed list.
 struct MoeItem {

@@ -14,7 +14,7 @@
 namespace luce {
 namespace {
 
-constexpr int THREADS = 256, WARPS = THREADS / WARP; // a warp for each row of a tile
+constexpr int THREADS = 256, WARPS = THREADS / WARP; // each row of a tile has a warp
 constexpr int OUTPUTS = 4; // a block has so many of the router's outputs
 // A warp computes the logits of so many rows: warp w has those of half w / OUTPUTS.
 constexpr int WARP_ROWS = OUTPUTS;
@@ -147,7 +147,7 @@ __device__ int scan(int x, int lane) {
 }
 
 struct ListShared {
-    int rows[MOE_MAX_EXPERTS]; // the rows of each expert; then where its next place goes
+    int rows[MOE_MAX_EXPERTS]; // they count each expert's rows, and then say where its next place goes
     int warp_rows[WARPS], warp_items[WARPS];
 };
 
