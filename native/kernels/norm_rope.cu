@@ -8,7 +8,7 @@ namespace luce {
 namespace {
 
 constexpr int WARP = 32;
-constexpr int WARPS = 4; // warps of a block
+constexpr int WARPS = 4; // a block has so many
 
 // The grid is the heads of k and q in blocks of WARPS, rows.
 template <int D> __global__ void __launch_bounds__(WARPS *WARP) norm_rope_kernel(NormRopeArgs a) {

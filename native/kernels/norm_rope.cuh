@@ -10,7 +10,7 @@ namespace luce {
 // RopeRoom is what a warp needs of shared memory.
 template <int D> struct RopeRoom {
     float head[D];
-    float cosine[D / 2], sine[D / 2]; // those of each pair's angle
+    float cosine[D / 2], sine[D / 2]; // each pair has an angle, and these are its cosine and sine
 };
 
 template <int D> struct LaneRope {

@@ -64,7 +64,7 @@ void cut(RowmmParams &p, const Span *spans, int n_spans) {
     for (int i = 0; i < n_spans; i++) {
         total += spans[i].units * spans[i].cost;
     }
-    int64_t before = 0; // cost and units ahead of span i
+    int64_t before = 0; // the spans ahead of span i cost so much
     int units = 0, i = 0;
     for (int r = 0; r < p.ranges; r++) {
         const int64_t target = total * r / p.ranges;
@@ -94,7 +94,8 @@ struct Beginning {
 
 // Pairs ranges that begin at neighbouring chunks, for blocks of two teams. It changes no sum.
 void pair(RowmmParams &p) {
-    constexpr int MOST_APART = 2; // stages, as the first team waits for the second with so many in hand
+    // It counts stages. The first team waits for the second with so many in hand.
+    constexpr int MOST_APART = 2;
     Beginning all[ROWMM_MAX_RANGES];
     for (int r = 0, segment = 0; r < p.ranges; r++) {
         while (segment + 1 < p.n_segments && p.segments[segment + 1].first_unit <= p.first[r]) {

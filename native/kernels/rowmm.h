@@ -28,7 +28,7 @@
 namespace luce {
 
 constexpr int ROWMM_MAX_ROWS = 64;
-constexpr int ROWMM_MAX_WEIGHTS = 8; // of one launch
+constexpr int ROWMM_MAX_WEIGHTS = 8; // one launch takes no more
 
 // ---- weights ----
 
@@ -49,37 +49,43 @@ constexpr int64_t ROWMM_ALIGN = 128;
 struct RowmmPermuteArgs {
     int32_t type;
     int64_t K, N;
-    const void *src; // ggml blocks, aligned to 2 bytes (F32: 4) | packed
-    void *dst; // packed                                   | F16 [N][K], aligned to 16 if K % 8 == 0
+    // To pack, src holds ggml blocks, aligned to 2 bytes (F32: 4), and dst receives the packed weights.
+    // From packed weights in src, dst receives F16 [N][K], aligned to 16 if K % 8 == 0.
+    const void *src;
+    void *dst;
 };
 
 // ---- activations ----
 
 // Says what rowmm_pack computes of its input before it packs it.
 enum RowmmInput : int32_t {
-    ROWMM_PLAIN = 0, // x
-    ROWMM_RMS =
-        1, // x * w[k]; the product applies rsqrt(mean(x^2) + eps), mean over the row (RowmmArgs.normed)
-    ROWMM_SWIGLU = 2, // silu(x) * y
-    ROWMM_HEAD_RMS =
-        3, // x * rsqrt(mean(x^2) + eps) * w[k % head] * silu(y), mean over each head (DeltaNet's output)
-    ROWMM_GATED =
-        4, // x * sigmoid(y), where y's heads of `head` values lie 2 * head apart; gemm_pack (gemm.h) alone
+    ROWMM_PLAIN = 0, // it packs x
+    // It packs x * w[k]. The product applies rsqrt(mean(x^2) + eps), with the mean over
+    // the row (RowmmArgs.normed).
+    ROWMM_RMS = 1,
+    ROWMM_SWIGLU = 2, // it packs silu(x) * y
+    // It packs x * rsqrt(mean(x^2) + eps) * w[k % head] * silu(y), with the mean over each head
+    // (DeltaNet's output).
+    ROWMM_HEAD_RMS = 3,
+    // It packs x * sigmoid(y), where y's heads of `head` values lie 2 * head apart. Only gemm_pack
+    // (gemm.h) does so.
+    ROWMM_GATED = 4,
 };
 
 struct RowmmArgs;
 struct RowmmPackArgs {
     const float *x; // [T] rows of K values
-    int64_t x_row; // values from one row of x to the next
+    int64_t x_row; // the next row of x lies so many values further
     int32_t T;
     int64_t K;
     void *out; // [rowmm_x_bytes(T, K)], aligned to 16
-    int32_t input; // RowmmInput
-    int32_t head; // ROWMM_HEAD_RMS: 16, 32, 64, 128 or 256; ROWMM_GATED: a multiple of 4
-    float eps; // ROWMM_HEAD_RMS; ROWMM_RMS of gemm_pack
-    const float *w; // ROWMM_RMS: [K]; ROWMM_HEAD_RMS: [head]
-    const float
-        *y; // ROWMM_SWIGLU, ROWMM_HEAD_RMS: [T] rows of K values; ROWMM_GATED: of 2 K, less the first head
+    int32_t input; // it is a RowmmInput
+    int32_t head; // ROWMM_HEAD_RMS takes 16, 32, 64, 128 or 256, and ROWMM_GATED a multiple of 4
+    float eps; // ROWMM_HEAD_RMS uses it, and so does ROWMM_RMS of gemm_pack
+    const float *w; // it is [K] for ROWMM_RMS and [head] for ROWMM_HEAD_RMS
+    // It is [T] rows of K values for ROWMM_SWIGLU and ROWMM_HEAD_RMS. For ROWMM_GATED a row has 2 K
+    // values, less the first head's.
+    const float *y;
     int64_t y_row;
     // Null, or the launch that left parts (RowmmArgs.parts), of which this one makes the sums. With ROWMM_RMS
     // it packs x plus the results of that launch's one weight. With ROWMM_SWIGLU the results of its two
@@ -87,7 +93,7 @@ struct RowmmPackArgs {
     const RowmmArgs *parts;
     // Null, or [T][K]. ROWMM_RMS writes x here, summed; the others write the values that are packed.
     float *copy;
-    int32_t overlap; // as in RowmmArgs
+    int32_t overlap; // it means what it does in RowmmArgs
 };
 
 // Returns the bytes of packed activations, which grow with T. The last [T][K / 256] F32, of ROWMM_RMS, are
@@ -101,17 +107,17 @@ struct RowmmWeights {
     int64_t N;
     const void *packed; // [N][K]
     float *out; // [T] rows of N values
-    int64_t out_row; // values from one row of out to the next
-    const float *residual; // null, or [T] rows of N values that are added (may be `out` itself)
+    int64_t out_row; // the next row of out lies so many values further
+    const float *residual; // it is null, or [T] rows of N values that are added (it may be `out` itself)
     int64_t residual_row;
 };
 
 struct RowmmArgs {
     int32_t T; // 1 .. ROWMM_MAX_ROWS
-    int64_t K; // of all weights
-    const void *x; // what rowmm_pack left, for the same T and K
-    int32_t normed; // 1: x was packed as ROWMM_RMS
-    float eps; // of that norm
+    int64_t K; // all weights share it
+    const void *x; // rowmm_pack left it, for the same T and K
+    int32_t normed; // 1 says that x was packed as ROWMM_RMS
+    float eps; // that norm adds it to the mean of squares
     int32_t n_weights;
     // The weights that share a launch are part of the arithmetic, so their set must stay the same.
     RowmmWeights weights[ROWMM_MAX_WEIGHTS];

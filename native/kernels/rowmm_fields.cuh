@@ -12,7 +12,7 @@ constexpr int WARP = 32;
 
 template <int BITS> struct Fields {
     static constexpr int BYTES = FRAGMENT * CHUNK * BITS / 8;
-    static constexpr int PER = 16 / BITS; // whole fields of half a word
+    static constexpr int PER = 16 / BITS; // half a word has so many whole fields
     static constexpr int WHOLE =
         PER * BITS; // These pairs are whole fields. Of 3, 5 and 6 bits some other pairs are spread.
     static constexpr uint32_t MASK = ((1u << BITS) - 1) * 0x00010001u;
@@ -123,10 +123,10 @@ constexpr ROWMM_BOTH int super_at(int type) {
     switch (type) {
         case TYPE_Q4_K:
         case TYPE_Q5_K:
-        case TYPE_Q3_K: return scales_at(type) + 192; // 6 bytes a lane
+        case TYPE_Q3_K: return scales_at(type) + 192; // a lane has 6 bytes of scales
         case TYPE_Q6_K:
-        case TYPE_Q2_K: return scales_at(type) + 256; // 8 bytes a lane
-        case TYPE_IQ4_XS: return scales_at(type) + 96; // 3 bytes a lane
+        case TYPE_Q2_K: return scales_at(type) + 256; // a lane has 8 bytes of scales
+        case TYPE_IQ4_XS: return scales_at(type) + 96; // a lane has 3 bytes of scales
         default: return 0;
     }
 }

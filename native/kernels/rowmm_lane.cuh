@@ -67,7 +67,9 @@ template <int TYPE> struct Lane {
     // them four bits of a minimum of g (the low half block 2 t's). A byte of v has a block's minimum of g + 8, and
     // the other two bits of g's.
     uint32_t u, v, super, super_min;
-    __half2 sc[BITS + 1]; // of the half in hand, of g and g + 8, over 2^place; places 0 and BITS, of Q5_K all
+    // These are the scales of the half in hand, of g and g + 8, over 2^place. Q4_K fills places 0 and BITS,
+    // and Q5_K fills all.
+    __half2 sc[BITS + 1];
 
     __device__ void load(const uint8_t *fragment, int lane) {
         const uint8_t *p = fragment + scales_at(TYPE);
@@ -153,9 +155,9 @@ template <> struct Lane<TYPE_Q6_K> {
 };
 
 template <> struct Lane<TYPE_Q3_K> {
-    uint32_t packed[2]; // four scales, [r]
+    uint32_t packed[2]; // each has four scales; [r]
     uint32_t super;
-    __half2 sc[2][2], bias[2][2]; // of the half in hand, [r][16 of the 32]
+    __half2 sc[2][2], bias[2][2]; // they are those of the half in hand; [r][16 of the 32]
 
     __device__ void load(const uint8_t *fragment, int lane) {
         const uint8_t *p = fragment + scales_at(TYPE_Q3_K);
@@ -165,7 +167,8 @@ template <> struct Lane<TYPE_Q3_K> {
         packed[1] = six_bits(x >> 24 | y << 8);
         super = word_at<uint32_t>(fragment + super_at(TYPE_Q3_K) + lane / 4 * 4);
     }
-    static __device__ uint32_t six_bits(uint32_t x) { // spreads them to bytes
+    // Spreads four values of six bits to bytes.
+    static __device__ uint32_t six_bits(uint32_t x) {
         return (x & 0x3f) | (x & 0xfc0) << 2 | (x & 0x3f000) << 4 | (x & 0xfc0000) << 6;
     }
     __device__ void half(int h) {
@@ -196,9 +199,9 @@ template <> struct Lane<TYPE_Q3_K> {
 // Here d and dmin are made F16 factors of about one by d's power of two, then a weight is rounded once or
 // twice to F16. The sums of x can not serve here, since there are twice as many minimums as sums.
 template <> struct Lane<TYPE_Q2_K> {
-    uint32_t packed[2]; // four bytes sc | mn << 4, [r]
+    uint32_t packed[2]; // each has four bytes sc | mn << 4; [r]
     float d[2], d_min[2];
-    uint32_t power[2]; // the exponent's bits
+    uint32_t power[2]; // each has an exponent's bits; [r]
     __half2 sc[2][2], mn[2][2];
 
     __device__ void load(const uint8_t *fragment, int lane) {
@@ -243,8 +246,8 @@ template <> struct Lane<TYPE_IQ4_XS> {
     uint32_t u, super;
     __half2 sc[2];
 
-    __device__ void load(const uint8_t *fragment,
-                         int lane) { // 6 bits: blocks 2 t, 2 t + 1 of g, the same of g + 8
+    // Loads four scales of 6 bits: those of blocks 2 t and 2 t + 1 of g, and the same of g + 8.
+    __device__ void load(const uint8_t *fragment, int lane) {
         const uint8_t *p = fragment + scales_at(TYPE_IQ4_XS);
         u = word_at<uint16_t>(p + lane * 2) | uint32_t(p[64 + lane]) << 16;
         super = word_at<uint32_t>(fragment + super_at(TYPE_IQ4_XS) + lane / 4 * 4);

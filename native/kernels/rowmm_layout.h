@@ -43,10 +43,10 @@ enum GgmlType : int32_t {
     TYPE_BF16 = 30,
 };
 
-constexpr int FRAGMENT = 16; // outputs of a fragment
-constexpr int TILE = 128; // outputs of a tile
+constexpr int FRAGMENT = 16; // a fragment has so many outputs
+constexpr int TILE = 128; // a tile has so many outputs
 constexpr int FRAGMENTS = TILE / FRAGMENT;
-constexpr int CHUNK = 256; // k of a chunk
+constexpr int CHUNK = 256; // a chunk spans so many values of K
 
 constexpr ROWMM_BOTH bool is_float_type(int type) {
     return type == TYPE_F32 || type == TYPE_F16 || type == TYPE_BF16;
@@ -127,10 +127,10 @@ constexpr ROWMM_BOTH int64_t output_scale_offset(int type, int64_t K, int64_t N)
 
 // ---- activations ----
 
-constexpr int SET = 32; // rows of a set of narrow chunks
+constexpr int SET = 32; // a set of narrow chunks has so many rows
 struct RowsLayout {
-    int columns; // C
-    int set; // rows that one set of chunks has
+    int columns; // the functions below call it C
+    int set; // one set of chunks has so many rows
     bool wide;
 
     ROWMM_BOTH RowsLayout(int T, bool has_wgmma)
@@ -140,12 +140,14 @@ struct RowsLayout {
                                            : ROWMM_MAX_ROWS),
           set(T > SET && has_wgmma ? ROWMM_MAX_ROWS : SET), wide(T > 8 && has_wgmma) {}
 };
+// Returns the offset of the sums in a chunk of activations.
 constexpr ROWMM_BOTH int chunk_sums(int C) {
     return 512 * C;
-} // offset of the sums in a chunk of activations
+}
+// Returns the bytes of a chunk's sums and scales.
 constexpr ROWMM_BOTH int chunk_tail(int C) {
     return 32 * C + (C < 8 ? 32 : 4 * C);
-} // bytes of sums and scales
+}
 constexpr ROWMM_BOTH int chunk_bytes(int C) {
     return chunk_sums(C) + chunk_tail(C);
 }

@@ -8,7 +8,7 @@
 
 namespace luce {
 
-constexpr int OWN = 8; // values of a lane
+constexpr int OWN = 8; // a lane has so many values
 
 __device__ __forceinline__ float warp_sum(float x, int lanes) {
     for (int mask = lanes / 2; mask > 0; mask /= 2) {
@@ -72,7 +72,7 @@ __device__ __forceinline__ void pack_chunk(uint8_t *out, int C, int column, bool
     }
     if (wide) {
 #pragma unroll
-        for (int i = 0; i < OWN / 2; i++) { // pair i % 2 of step 2 j + i / 2
+        for (int i = 0; i < OWN / 2; i++) { // this is pair i % 2 of step 2 j + i / 2
             reinterpret_cast<__half2 *>(out)[((j * 4 + i) * C + column) * 4 + t] = packed[i];
         }
     } else {

@@ -10,7 +10,7 @@ namespace luce {
 template <int V> struct LaneParts {
     const float4 *first;
     int count;
-    int64_t step; // from one part to the next
+    int64_t step; // the next part lies so many float4 further
 
     // This may run before the launch that leaves them has ended. `n` is the first value's index, a multiple
     // of 4 * V below the weight's N.

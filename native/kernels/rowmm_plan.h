@@ -17,18 +17,18 @@ constexpr int BLOCKS_PER_SM = 2;
 
 struct RowmmSegment {
     const uint8_t *packed;
-    const float *output_scale; // [N], null: none
+    const float *output_scale; // [N]; null says that there is none
     float *out;
     const float *residual;
     int64_t out_row, residual_row;
     int32_t N, type;
-    int32_t first_unit, n_units; // in the launch; of this matrix
-    int32_t first_tile; // in the launch
-    int32_t units_k; // units along K
-    int32_t whole_units; // units of tiles of 128 outputs; those that follow are narrower
-    int32_t last_fragments; // of each of those
+    int32_t first_unit, n_units; // first_unit counts in the launch, n_units counts this matrix's
+    int32_t first_tile; // it counts in the launch
+    int32_t units_k; // K has so many units
+    int32_t whole_units; // so many units are of tiles of 128 outputs; those that follow are narrower
+    int32_t last_fragments; // each of those has so many fragments
     int32_t fragment_bytes;
-    int32_t vectors; // 1: rows of out and residual are whole and aligned float4
+    int32_t vectors; // 1 says that rows of out and residual are whole and aligned float4
 };
 
 // Two ranges of one block, which begin at the same k or nearly so.
@@ -43,15 +43,15 @@ struct RowmmParams {
     // This is [ranges][2][rows][TILE]. The two are the tile that the range began in the middle, and the tile
     // that it left unfinished.
     float *partial;
-    float *parts; // null, or the parts of all tiles: [range + tile][part_rows][TILE]
-    const float *squares; // null, or [rows][n_squares] sums of squares of x before its norm
+    float *parts; // it is null, or has the parts of all tiles: [range + tile][part_rows][TILE]
+    const float *squares; // it is null, or [rows][n_squares] sums of squares of x before its norm
     int32_t n_squares, part_rows;
-    float K, eps; // of the norm
-    int32_t columns, rows; // the columns of a chunk of x; how many of them are rows
+    float K, eps; // the norm needs both
+    int32_t columns, rows; // a chunk of x has `columns`, of which `rows` are rows
     int32_t n_segments, ranges;
-    int32_t slots, slot_bytes; // of the ring of weights
+    int32_t slots, slot_bytes; // the ring of weights has so many slots of so many bytes
     RowmmSegment segments[ROWMM_MAX_WEIGHTS];
-    int32_t first[ROWMM_MAX_RANGES + 1]; // the unit at which a range begins
+    int32_t first[ROWMM_MAX_RANGES + 1]; // a range begins at this unit
     RowmmPair pairs[(ROWMM_MAX_RANGES + 1) / 2];
 };
 static_assert(sizeof(RowmmParams) <= 4096, "these are a kernel's parameters");
@@ -60,7 +60,7 @@ static_assert(sizeof(RowmmParams) <= 4096, "these are a kernel's parameters");
 struct RowmmParts {
     const float *parts; // [set][range + tile][rows][TILE]
     int64_t set_size; // values
-    int32_t set, rows; // rows of a set of the step; of a set of parts
+    int32_t set, rows; // a set of the step has `set` rows, and a set of parts has `rows`
     int32_t ranges;
     struct {
         int32_t first_unit, first_tile, units_k;
@@ -74,8 +74,8 @@ cudaError_t rowmm_parts_of(const RowmmArgs &args, RowmmParts &parts);
 struct RowmmKernel {
     void (*kernel)(RowmmParams);
     int threads;
-    int (*row_bytes)(int columns); // of shared memory, before the ring of weights
-    int teams; // of a block: it has as many ranges, and a multiprocessor has BLOCKS_PER_SM of them
+    int (*row_bytes)(int columns); // it returns the bytes of shared memory before the ring of weights
+    int teams; // a block has so many teams and ranges, and a multiprocessor has BLOCKS_PER_SM of them
 };
 constexpr int ROWMM_MAX_SLOTS = 16;
 RowmmKernel rowmm_kernel_8();

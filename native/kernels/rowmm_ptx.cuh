@@ -8,7 +8,7 @@
 namespace luce {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-#define ROWMM_BULK 1 // bulk copies that complete on an mbarrier
+#define ROWMM_BULK 1 // bulk copies complete on an mbarrier
 #else
 #define ROWMM_BULK 0
 #endif

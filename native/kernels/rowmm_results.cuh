@@ -17,7 +17,7 @@ __device__ __forceinline__ void write_out(const RowmmSegment &s, int t, int n, f
 // This is the tile that a range leaves unfinished.
 struct OpenTile {
     int segment, tile;
-    int from, to; // the ranges that have a part of it; it is whole where from == to
+    int from, to; // these ranges have a part of it; it is whole where from == to
 
     // Finds the tile in which range r ends.
     __device__ OpenTile(const RowmmParams &p, int r) : segment(0), from(r), to(r) {

@@ -16,8 +16,8 @@ template <int NT, bool WIDE> struct Shape {
     static constexpr int WARPS = TEAMS * FRAGMENTS; // so many take from the rings
     static constexpr int THREADS = (WARPS + (TEAMS == 1 ? 1 : 0)) * WARP;
     static constexpr int COLUMNS = 8 * NT;
-    static constexpr int STAGES = NT == 8 ? 3 : NT == 4 ? 2 : 4; // of activations of a unit
-    static constexpr int BARRIERS = 384; // bytes, for all of Rings
+    static constexpr int STAGES = NT == 8 ? 3 : NT == 4 ? 2 : 4; // each holds the activations of a unit
+    static constexpr int BARRIERS = 384; // all of Rings' barriers and counts fit so many bytes
     static_assert(BARRIERS >= 20 * STAGES + 12 * ROWMM_MAX_SLOTS + 8);
     // A stage is a chunk of as many columns as the step has.
     static ROWMM_BOTH constexpr int columns(int C) { return NT == 1 ? C : COLUMNS; }
@@ -40,7 +40,7 @@ template <int NT> using Sums = float[NT][4];
 template <typename S> struct Rings {
     uint8_t *shared;
     int slot_bytes, slots;
-    int columns; // of a stage
+    int columns; // a stage has so many
 
     __device__ uint32_t stage_full(int i) const { return shared_address(shared) + 8 * i; }
     __device__ uint32_t stage_free(int i) const { return shared_address(shared) + 8 * (S::STAGES + i); }
@@ -73,7 +73,7 @@ template <typename S> struct Rings {
 // the rows, the last warp first: the first ones fetch rows.
 template <typename S>
 __device__ __forceinline__ void find_scales(const RowmmParams &p, const Rings<S> &rings, float *scales) {
-    constexpr int AT_ONCE = S::COLUMNS / S::WARPS; // loads of a warp in flight
+    constexpr int AT_ONCE = S::COLUMNS / S::WARPS; // a warp has so many loads in flight
     static_assert(S::COLUMNS % S::WARPS == 0);
     const int lane = threadIdx.x % WARP, first = S::WARPS - 1 - int(threadIdx.x / WARP);
     float sum[AT_ONCE] = {};
@@ -135,7 +135,7 @@ __device__ __forceinline__ void copy_unit(const RowmmSegment &s, int unit, uint3
 // Says what is copied of the activations of a unit.
 struct Rows {
     const uint8_t *values, *tail;
-    int bytes; // of values; 0: there is nothing to copy
+    int bytes; // `values` has so many; 0 says that there is nothing to copy
 };
 __device__ __forceinline__ Rows rows_of_unit(const RowmmParams &p, const RowmmSegment &s, int unit, int C) {
     const int units = units_of_chunk(s.type), k = unit % s.units_k;

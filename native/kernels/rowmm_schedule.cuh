@@ -16,10 +16,10 @@ struct TeamUnit {
 };
 
 struct Schedule {
-    int first[2], units[2]; // of the teams' ranges: the first unit, and how many
-    int apart; // -1: the teams take turns
+    int first[2], units[2]; // a team's range begins at unit `first` and has `units`
+    int apart; // -1 says that the teams take turns
     int both; // so many turns do both have
-    int stages, together; // all stages, and those that both teams go through
+    int stages, together; // `stages` counts all, and `together` those that both teams go through
 
     Schedule() = default;
     __device__ Schedule(const RowmmParams &p, const RowmmPair &pair) : apart(pair.apart) {

@@ -11,8 +11,8 @@ namespace luce {
 template <typename S> struct TeamTaker {
     const RowmmParams &p;
     Rings<S> rings;
-    const Schedule &plan; // in shared memory
-    int team, unit = 0, at = 0; // the unit in hand counts in the team's range; the stage in hand
+    const Schedule &plan; // it lies in shared memory
+    int team, unit = 0, at = 0; // the unit in hand counts in the team's range, and `at` is the stage in hand
     Place slot, stage; // `slot` counts in the team's half
 
     __device__ TeamTaker(const RowmmParams &params, const Rings<S> &r, const Schedule &s, int t)
@@ -67,11 +67,11 @@ template <typename S> struct TeamTaker {
         __syncwarp();
         if (lane() == 0) {
             uint32_t *slot_left = rings.slot_left(slot_place()), *stage_left = rings.stage_left(stage.i);
-            order_in_block(); // behind what the warp has read
+            order_in_block(); // this comes behind what the warp has read
             const bool last_of_slot = whole && int(count_in_block(slot_left)) + 1 == FRAGMENTS;
             const bool last_of_stage = int(count_in_block(stage_left)) + 1 == takers;
             if (last_of_slot || last_of_stage) {
-                order_in_block(); // ahead of the copies
+                order_in_block(); // this comes ahead of the copies
                 if (last_of_slot) {
                     *slot_left = 0;
                     fetch_weights(unit + half(), slot_place());

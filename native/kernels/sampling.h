@@ -27,10 +27,10 @@ namespace luce {
 // ChoiceCtl says how a sequence's tokens are chosen, as kernels take it.
 struct ChoiceCtl {
     uint64_t seed;
-    uint64_t min_mass; // min_p in units of 2^-40; 0 means off
-    float scale; // 2 / temperature, at most FLT_MAX; 0 means greedy
+    uint64_t min_mass; // it is min_p in units of 2^-40; 0 means off
+    float scale; // it is 2 / temperature, at most FLT_MAX; 0 means greedy
     int32_t top_k; // 0 means off
-    uint32_t top_p; // in units of 2^-24; TOP_P_ONE means off
+    uint32_t top_p; // it is in units of 2^-24; TOP_P_ONE means off
     uint32_t reserved;
 };
 constexpr uint32_t TOP_P_ONE = 1u << 24;
@@ -112,9 +112,9 @@ LUCE_BOTH float log_of(float x) {
 LUCE_BOTH float minus_log_uniform(uint32_t word) {
     const bool upper = word >> 31;
     const uint32_t from_end = upper ? ~word : word;
-    const float q = float(2 * from_end + 1) * 0x1p-33f; // u or 1 - u, in (0, 1/2]
+    const float q = float(2 * from_end + 1) * 0x1p-33f; // it is u or 1 - u, in (0, 1/2]
     const int32_t e = log_exponent(upper ? 1.0f - q : q);
-    const float s = bits_float(uint32_t(127 - e) << 23); // 2^-e; u * 2^-e - 1 is exact in both cases
+    const float s = bits_float(uint32_t(127 - e) << 23); // it is 2^-e; u * 2^-e - 1 is exact in both cases
     return -log_parts(e, fmaf(upper ? -q : q, s, upper ? s - 1.0f : -1.0f));
 }
 
@@ -140,15 +140,15 @@ LUCE_BOTH uint64_t mass_of(float z) {
     if (!(z >= Z_MIN)) {
         return 0;
     }
-    constexpr float ROUND = 12582912.0f; // 1.5 * 2^23: adding it leaves the nearest integer in the last bits
+    constexpr float ROUND = 12582912.0f; // adding 1.5 * 2^23 leaves the nearest integer in the last bits
     const float shifted = fmaf(z, 0x1.715476p+0f, ROUND), n = shifted - ROUND;
-    const float r = fmaf(n, -LN2_LO, fmaf(n, -LN2_HI, z)); // z - n * log(2)
+    const float r = fmaf(n, -LN2_LO, fmaf(n, -LN2_HI, z)); // it is z - n * log(2)
     float p = 0x1.6a2448p-10f;
     p = fmaf(p, r, 0x1.1239d4p-7f);
     p = fmaf(p, r, 0x1.5558f2p-5f);
     p = fmaf(p, r, 0x1.555492p-3f);
     p = fmaf(p, r, 0x1.fffffcp-2f);
-    p = fmaf(r * r, p, r) + 1.0f; // exp(r)
+    p = fmaf(r * r, p, r) + 1.0f; // it is exp(r)
     const uint32_t exponent = float_bits(shifted) - float_bits(ROUND) + 40u + 127u;
     return uint64_t(p * bits_float(exponent << 23));
 }

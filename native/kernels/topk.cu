@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(THREADS) topk_parts_kernel(TopkArgs a) {
 // The grid is rows.
 __global__ void __launch_bounds__(PICK_THREADS) topk_pick_kernel(TopkArgs a, int parts, int n_sort) {
     __shared__ Key keys[TOPK_PART];
-    __shared__ float largest_logit, log_sum; // of all, the sum over what the largest leaves
+    __shared__ float largest_logit, log_sum; // they are of all logits; the sum counts the largest as 1
     const int32_t keep = a.ctl->rows[blockIdx.x].keep;
     if (keep < 0) {
         return;

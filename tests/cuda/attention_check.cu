@@ -186,7 +186,7 @@ std::string name_of(const KvShape &s) {
            std::to_string(s.D) + " first " + std::to_string(s.first) + " window " + std::to_string(s.window) + " ";
 }
 
-std::map<int, double> worst; // the worst error by type
+std::map<int, double> worst; // it holds the worst error by type
 
 // q and the weights are F16 numbers (11 bits) on the tensor cores, so each score and each term of the sum has
 // an independent relative error of 2^-12 on average. Scores are of size 1 to 3. F32 is summed over thousands.
@@ -274,7 +274,7 @@ void spoil_window(const KvShape &s, const Ints &parents, Floats &v, std::vector<
 
 struct Case {
     Ints contexts;
-    std::vector<Ints> parents; // those of each sequence's rows
+    std::vector<Ints> parents; // each sequence's rows have one list
     bool spoiled;
     int compared; // as many rows of a sequence are compared with the reference too
 };
@@ -458,7 +458,7 @@ void check_attention(bool all) {
         {4, 4, 64, 1},   {8, 2, 64, 8},            {5, 1, 64, 2, 1},       {7, 1, 64, 0, 1},
         {6, 1, 128, 1, 0, 100, 0, false},          {16, 1, 128, 1, 1, 300, 5.0f},
         {4, 1, 64, 0, 1, 70, 3.0f},                {12, 4, 128, 1, 0, 0, 30.0f, false},
-        {24, 1, 128, 1}, {34, 2, 64, 0},           {48, 2, 256, 8},        {17, 1, 64, 2, 0, 90}}; // many heads of one
+        {24, 1, 128, 1}, {34, 2, 64, 0},           {48, 2, 256, 8},        {17, 1, 64, 2, 0, 90}}; // one KV head serves many
     for (const KvShape &s : shapes) {
         for (int n : {0, 1, 63, 127, 128, 129, 255, 256, 257}) {
             if (all || n % 64 == 0) {

@@ -11,7 +11,7 @@ struct Shape {
     KvShape kv;
     int T, owner;
     bool queries;
-    int64_t K; // of the product
+    int64_t K; // the product sums over so many values
 };
 
 // Parts are random, with the sums that they stand for.
@@ -122,7 +122,7 @@ double rope_error(const NormRopeArgs &a, const Floats &raw, const Ints &position
 }
 
 void check_heads(const Shape &s) {
-    constexpr int PAGES = 3; // of a sequence
+    constexpr int PAGES = 3; // a sequence has so many
     const KvShape &kv = s.kv;
     const int64_t D = kv.D;
     const size_t q_values = size_t(s.T) * kv.H * D;

@@ -6,7 +6,7 @@
 namespace luce {
 namespace {
 
-constexpr int PAIRS = 96, BLOCKS = 132, THREADS = 256; // those of an H200
+constexpr int PAIRS = 96, BLOCKS = 132, THREADS = 256; // an H200 has these
 
 // Has what blocks have found: tiles by block, and for each unit of {group, chunk, first row} how many have it.
 struct Found {
@@ -70,7 +70,7 @@ Load load_of(const Ints &past, int rows) {
     const Ints found = tiles.get(), rows_of_units = units.get();
     const std::string what = std::to_string(past.size()) + " sequences of " + std::to_string(past[0]) +
                              " .., " + std::to_string(rows) + " rows";
-    Ints of_chunk(size_t(a.groups) * a.chunks); // rows of all units of a chunk
+    Ints of_chunk(size_t(a.groups) * a.chunks); // it counts the rows of all units of a chunk
     for (size_t i = 0; i < rows_of_units.size(); i++) {
         of_chunk[i % of_chunk.size()] += rows_of_units[i];
     }

@@ -21,7 +21,7 @@ __global__ void fill_cells(__half *x, size_t n) {
     }
 }
 
-struct Cells { // those of all layers
+struct Cells { // it holds the cells of all layers
     int type, n_seqs, n_pages; // n_pages are the pages of a sequence
     int64_t cell_bytes;
     Device<uint8_t> memory;

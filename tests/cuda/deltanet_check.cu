@@ -334,7 +334,7 @@ static void check_captured_step(const Shape &s) {
 static void check_conv_parts(int T, int n_seqs) {
     const Shape s = {2, 4, 128};
     const int64_t K = 512, N[4] = {s.C(), int64_t(s.Hv) * s.S, s.Hv, s.Hv};
-    const int types[4] = {13, 12, 0, 8}; // Q5_K, Q4_K, F32, Q8_0
+    const int types[4] = {13, 12, 0, 8}; // these are Q5_K, Q4_K, F32, Q8_0
     Pair pair(s, T, n_seqs);
     Layer &layer = pair.layer;
     Device<uint8_t> packed(size_t(rowmm_x_bytes(T, K))), scratch(size_t(cuda::rowmm_scratch_bytes()));

@@ -23,16 +23,16 @@ inline cudaStream_t stream;
 
 // These are in *_check.cu and *_time.cu. They do less without `all`, for a sanitizer.
 void check_deltanet(bool all);
-void check_deltanet_rows(); // of check_deltanet, what needs no products, no tensor cores and no captures
+void check_deltanet_rows(); // it checks what needs no products, no tensor cores and no captures
 void check_attention(bool all);
 void check_attention_heads(bool all);
 void check_nextn(bool all);
 void check_attention_plan(bool all);
-void check_attention_f32(); // of check_attention, what needs no tensor cores
+void check_attention_f32(); // it checks what needs no tensor cores
 void time_kernels();
 void check_pack(bool all);
 void check_rowmm(bool all);
-void check_rowmm_ranges(); // of check_rowmm, what a few multiprocessors cut anywhere
+void check_rowmm_ranges(); // it checks what a few multiprocessors cut anywhere
 void check_gemm_kernels(bool all);
 void check_choose(bool all);
 void time_choose();
@@ -193,8 +193,8 @@ struct Output {
 
 // A Timeline is what the host keeps of a slot's sequence.
 struct Timeline {
-    Ints pending; // the accepted rows of its last verify
-    int bank = 0; // where their keys are
+    Ints pending; // these rows of its last verify were accepted
+    int bank = 0; // their keys are in this bank
     bool fresh = false;
 };
 

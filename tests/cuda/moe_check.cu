@@ -166,7 +166,7 @@ void check_choices(int T) {
     bool routes = true;
     expect(error_of(l, x, all, {0, T - 1}, routes) < 2e-3, "moe of rows that all chose the same");
     for (Matrices *m : {&l.gate, &l.up, &l.down}) {
-        must(cudaMemset(m->packed.p, 0xff, size_t(2 * m->bytes()))); // experts 0 and 1
+        must(cudaMemset(m->packed.p, 0xff, size_t(2 * m->bytes()))); // this spoils experts 0 and 1
         must(cudaMemset(m->packed.p + 7 * m->bytes(), 0xff, size_t(m->bytes())));
     }
     expect(same_bits(run(l, x, false).out, all.out), "moe reads no expert that nobody chose");
@@ -267,7 +267,7 @@ void check_moe(bool all) {
         return;
     }
     const Ints widths = {1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 20, 24, 32, 40, 48, 63, 64, 100, 300, 512};
-    for (int type : {12, 14, 8, 1, 13}) { // Q4_K, Q6_K, Q8_0, F16, Q5_K
+    for (int type : {12, 14, 8, 1, 13}) { // these are Q4_K, Q6_K, Q8_0, F16, Q5_K
         check_mixture({0, 16, 4, 512, 512, 256}, {type, type, type, type}, 64, widths, true);
     }
     for (const rowmm_test::Type &t : rowmm_test::TYPES) { // each type is beside another

@@ -71,7 +71,8 @@ struct Mixture {
         d_norm.set(norm);
         must(cudaMemset(counters.p, 0, counters.n));
     }
-    static int64_t ff(const MoeDims &d) { return d.shared() ? d.FF_shared : d.FF; } // then not used
+    // Without a shared expert this value is not used.
+    static int64_t ff(const MoeDims &d) { return d.shared() ? d.FF_shared : d.FF; }
     void set_router(const Floats &to) {
         router = to;
         d_router.set(to);
@@ -127,8 +128,8 @@ inline double silu(double x) {
 }
 
 struct Expected {
-    Doubles logits; // of the experts
-    Doubles ffn; // what is added to the row, by the experts in `ids` and their weights
+    Doubles logits; // they are the experts'
+    Doubles ffn; // the experts in `ids` add this to the row, by their weights
 };
 
 inline Expected expected_row(const Mixture &l, const float *x, const int32_t *ids) {

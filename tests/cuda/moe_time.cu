@@ -82,7 +82,7 @@ struct MoeBench {
         std::vector<int32_t> ids(size_t(T * N_USED));
         memcpy(ids.data(), &blob[size_t(moe_ids_offset(dims_of(T)))], ids.size() * 4);
         const TimedLayer &l = *layers[size_t(layer)];
-        const int64_t n = int64_t(std::set<int32_t>(ids.begin(), ids.end()).size()) + 1; // and the shared one
+        const int64_t n = int64_t(std::set<int32_t>(ids.begin(), ids.end()).size()) + 1; // the shared one is read too
         return n * (l.gate.bytes + l.up.bytes + l.down.bytes) + (N_EXPERT + 1) * E * 4;
     }
 };

@@ -12,7 +12,7 @@ struct Parts {
     RowmmArgs args = {};
     RowmmParts layout = {};
     Floats values;
-    std::vector<Floats> sums; // of each weight, [T][N]
+    std::vector<Floats> sums; // each weight has its own [T][N]
     Device<float> device{0};
 
     Parts(int T, int64_t K, const std::vector<std::pair<int, int64_t>> &weights) {
@@ -93,7 +93,7 @@ bool same_chunk(const uint8_t *chunk, const RowsLayout &layout, int column, cons
         sums[k / 32] += expected;
     }
     const uint8_t *tail = chunk + chunk_sums(C);
-    for (int i = 0; i < 8; i++) { // hi of two, then lo of two
+    for (int i = 0; i < 8; i++) { // the tail has hi of two sums, then lo of both
         const uint8_t *pair = tail + (column * 4 + i / 2) * 8 + i % 2 * 2;
         if (!(std::fabs(half_at(pair) + half_at(pair + 4) - sums[i]) < 0.05)) {
             return false;

@@ -154,7 +154,7 @@ void check_matrices(const std::vector<const Matrix *> &matrices, const Ints &wid
     double worst = 0;
     for (size_t m = 0; m < matrices.size(); m++) {
         const std::vector<int> outputs = some_outputs(matrices[m]->N, 200);
-        Bytes rows; // those of these outputs alone
+        Bytes rows; // it holds the rows of these outputs alone
         const size_t bytes = matrices[m]->blocks.size() / size_t(matrices[m]->N);
         std::vector<int> order(outputs.size());
         std::iota(order.begin(), order.end(), 0);

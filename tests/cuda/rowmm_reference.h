@@ -20,7 +20,7 @@ using Bytes = std::vector<uint8_t>;
 struct Type {
     int id;
     const char *name;
-    int values, bytes; // of a block
+    int values, bytes; // a block has so many
 };
 inline const Type TYPES[] = {
     {12, "Q4_K", 256, 144}, {13, "Q5_K", 256, 176}, {14, "Q6_K", 256, 210}, {8, "Q8_0", 32, 34},
@@ -49,7 +49,8 @@ inline void put_half(uint8_t *p, float x) {
 
 // ---- dequantisation of one block, each step in F32 as ggml does it ----
 
-inline void scale_and_minimum(const uint8_t *s, int j, int &scale, int &minimum) { // of Q4_K and Q5_K
+// Reads the scale and the minimum of the j-th 32 values, as Q4_K and Q5_K store them.
+inline void scale_and_minimum(const uint8_t *s, int j, int &scale, int &minimum) {
     if (j < 4) {
         scale = s[j] & 63;
         minimum = s[j + 4] & 63;
@@ -167,7 +168,7 @@ inline Bytes random_weights(int type, int64_t K, int64_t N, uint32_t seed) {
             case 11: put_half(b + 108, 4e-4f * some(rng)); break;
             case 14: put_half(b + 208, 1.5e-5f * some(rng)); break;
             case 23: put_half(b, 2e-5f * some(rng)); break;
-            default: put_half(b, 5e-5f * some(rng)), put_half(b + 2, 6e-4f * some(rng)); // Q4_K, Q5_K
+            default: put_half(b, 5e-5f * some(rng)), put_half(b + 2, 6e-4f * some(rng)); // only Q4_K and Q5_K are left
         }
     }
     return out;

@@ -50,7 +50,7 @@ struct Part {
 
 struct Bench {
     std::map<int, std::unique_ptr<Arena>> arenas;
-    Device<float> h, proj, mid, norm, logits, parts; // rows of E, of a projection, ...
+    Device<float> h, proj, mid, norm, logits, parts; // they hold rows of E, of a projection, ...
     Device<uint8_t> x, scratch;
 
     Bench()

@@ -296,7 +296,7 @@ struct cudaFuncAttributes {
     int maxThreadsPerBlock;
 };
 template <typename F> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, F *) {
-    attributes->maxThreadsPerBlock = 64; // of rowmm's kernel that asks for wgmma
+    attributes->maxThreadsPerBlock = 64; // rowmm asks this of its kernel for wgmma
     return cudaSuccess;
 }
 template <typename F> cudaError_t cudaFuncSetAttribute(F *, int, int) { return cudaSuccess; }
