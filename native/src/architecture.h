@@ -9,7 +9,7 @@
 namespace luce {
 
 struct Architecture {
-    const char *name; // general.architecture
+    const char *name; // it is the value of general.architecture in the file
 
     // Reads the hyperparameters except n_vocab. It fails with E_UNSUPPORTED where the file holds no model
     // that can generate.

@@ -162,14 +162,14 @@ struct Group {
 struct Unit {
     const AttentionArgs &a;
     const SeqCtl &seq;
-    int head; // the KV head
-    int begin, end; // pairs, each being row of the sequence * G + head of the KV head's group
+    int head; // it is the KV head
+    int begin, end; // they bound pairs, each being row of the sequence * G + head of the KV head's group
     const int D, G;
-    const int32_t low; // the lowest position that a row sees
-    std::vector<float> &memory; // the thread's own
+    const int32_t low; // it is the lowest position that a row sees
+    std::vector<float> &memory; // each thread has its own
     float *keys, *values, *scores; // [TILE][D], [TILE][D], [G][TILE]
     float *chunk, *total; // [pairs][D]
-    std::vector<Sums> &sums; // first the chunk's, then the total's
+    std::vector<Sums> &sums; // the chunk's come first, then the total's
 
     Unit(const AttentionArgs &args, const SeqCtl &s, int kv_head, int first, int last,
          std::vector<float> &floats, std::vector<Sums> &pair_sums)
@@ -411,7 +411,7 @@ void cpu_kv_gather(const KvGatherArgs &a, int ith, int nth) {
 }
 
 void cpu_prefill_mask(const MaskArgs &a, int ith, int nth) {
-    const uint16_t hidden = 0xfc00; // -inf
+    const uint16_t hidden = 0xfc00; // this is -inf in F16
     for (int t = ith; t < a.T; t += nth) {
         const int32_t p = a.ctl->seqs[0].n_past + t, low = lowest_visible(p, a.first, a.window);
         uint16_t *out = a.out + t * a.n_kv;

@@ -40,14 +40,14 @@ struct KvCells {
 
 struct DeltaState {
     ggml_tensor *state; // {S (v), S (k), Hv, slots of sequences, then of checkpoints} F32
-    ggml_tensor *window; // {C, 3, the same slots} F32: the last three committed attn_qkv rows
-    ggml_tensor *log; // {log_size, slots of sequences} F32: DeltaShape
+    ggml_tensor *window; // {C, 3, the same slots} F32; it holds the last three committed attn_qkv rows
+    ggml_tensor *log; // {log_size, slots of sequences} F32; DeltaShape says what is in it
 };
 
 struct CacheParams {
     uint32_t n_ctx, n_sequences, n_checkpoints, n_pages, n_rows, n_draft, n_chunk;
-    uint32_t n_block = 0; // rows of a DFlash block; 0 means that the engine drafts none
-    uint32_t n_top = 0; // candidates that are kept of each draft; 0 means the draft alone
+    uint32_t n_block = 0; // a DFlash block has so many rows; 0 means that the engine drafts none
+    uint32_t n_top = 0; // so many candidates are kept of each draft; 0 means the draft alone
     // The head may draft among this many first tokens of the vocabulary; 0 means that it does not.
     uint32_t n_part = 0;
     ggml_type kv_type;
@@ -55,8 +55,9 @@ struct CacheParams {
     uint32_t max_pages() const { return (n_ctx + std::max(n_rows, n_block) + PAGE - 1) / PAGE; }
     // Bytes that luce's own matmul wants on this device; 0 means that it does not run there.
     uint64_t rowmm_scratch = 0;
-    uint64_t gemm_scratch =
-        0; // bytes of the largest matrix that a prefill writes out for cuBLAS; 0: it does not
+    // The largest matrix that a prefill writes out for cuBLAS takes so many bytes; 0 means that it writes out
+    // none.
+    uint64_t gemm_scratch = 0;
 };
 
 // A pool is a bag of equal things that are taken and given back. Pages are shared by count.
@@ -65,7 +66,7 @@ public:
     explicit Pool(uint32_t n);
     uint32_t n_free() const { return uint32_t(free_.size()); }
     uint32_t users(int32_t id) const { return users_[size_t(id)]; }
-    int32_t take(); // needs n_free() > 0
+    int32_t take(); // it needs n_free() > 0
     void share(int32_t id) { users_[size_t(id)]++; }
     void release(int32_t id);
 
@@ -87,7 +88,7 @@ public:
     uint64_t kv_bytes() const { return kv_bytes_; }
     uint64_t state_bytes() const { return state_bytes_; }
     const CacheParams &params() const { return params_; }
-    uint32_t max_pages() const { return max_pages_; } // of one sequence
+    uint32_t max_pages() const { return max_pages_; } // one sequence has at most so many
     const KvCells &kv(uint32_t block) const { return kv_[block]; }
     const DeltaState &delta(uint32_t block) const { return delta_[block]; }
     bool has_head() const { return hidden_ != nullptr; }
@@ -97,10 +98,10 @@ public:
     // {bytes} I8; where matmuls count in it, it is zero between steps.
     ggml_tensor *rowmm_scratch() const { return rowmm_scratch_; }
     ggml_tensor *gemm_scratch() const { return gemm_scratch_; } // {bytes} I8
-    ggml_tensor *drafts() const { return drafts_; } // {2, entries} I32: token, not-finite flag
-    ggml_tensor *lists() const {
-        return lists_;
-    } // {2 * n_top, the same entries} I32: TopkArgs; null with n_top 0
+    // {2, entries} I32; an entry is a token, and a flag which is 1 where a logit was not finite.
+    ggml_tensor *drafts() const { return drafts_; }
+    // {2 * n_top, the same entries} I32, as TopkArgs says; it is null where n_top is 0.
+    ggml_tensor *lists() const { return lists_; }
     // {E, rows} F32: the target's after output_norm, or the head's.
     ggml_tensor *hidden() const { return hidden_; }
 
@@ -137,14 +138,14 @@ public:
     void poison();
 
 private:
-    void set_data(void *data); // sets the data of all tensors
+    void set_data(void *data); // it sets the data of all tensors
 
     CacheParams params_;
     uint32_t max_pages_;
-    std::vector<KvCells> kv_; // by trunk block; entries are empty for DeltaNet
-    std::vector<DeltaState> delta_; // by trunk block; entries are empty for attention
+    std::vector<KvCells> kv_; // they are in the order of trunk blocks; entries are empty for DeltaNet
+    std::vector<DeltaState> delta_; // they are in the order of trunk blocks; entries are empty for attention
     KvCells head_kv_{};
-    std::vector<KvCells> drafter_kv_; // by its layer
+    std::vector<KvCells> drafter_kv_; // they are in the order of the drafter's layers
     ggml_tensor *hidden_ = nullptr, *drafts_ = nullptr, *lists_ = nullptr, *rowmm_scratch_ = nullptr,
                 *gemm_scratch_ = nullptr;
     uint64_t kv_bytes_ = 0, state_bytes_ = 0;
@@ -156,21 +157,21 @@ private:
 // no device memory.
 class Timeline {
 public:
-    explicit Timeline(Cache &cache); // takes a slot; fails with E_MEMORY when all are taken
+    explicit Timeline(Cache &cache); // it takes a slot, and fails with E_MEMORY when all are taken
     ~Timeline();
     Timeline(const Timeline &) = delete;
     Timeline &operator=(const Timeline &) = delete;
 
-    void clear(); // makes an empty timeline in the same slot
+    void clear(); // it makes an empty timeline in the same slot
     // Goes to a checkpoint and shares its pages. The caller copies the checkpoint's state to slot() and its
     // hidden row to hidden().
     void resume(const std::vector<int32_t> &tokens, const std::vector<int32_t> &pages);
 
-    const std::vector<int32_t> &tokens() const { return tokens_; } // the committed ones
+    const std::vector<int32_t> &tokens() const { return tokens_; } // these are the committed ones
     uint32_t n_past() const { return uint32_t(tokens_.size()); }
     uint32_t n_verified() const { return uint32_t(parents_.size()); }
     int32_t slot() const { return slot_; }
-    int32_t hidden() const { return hidden_; } // the row of the last committed position
+    int32_t hidden() const { return hidden_; } // it is the row of the last committed position
     const std::vector<int32_t> &pages() const { return pages_; }
     // True while nothing but prefill of whole pages brought it here.
     bool prompt_only() const { return prompt_only_; }
@@ -198,12 +199,12 @@ public:
     // Returns the tokens up to a row of the last verify, itself included. Without a verify it returns the
     // committed ones.
     std::vector<int32_t> before(uint32_t row) const;
-    void discard() { parents_.clear(); } // says that the verified rows are not wanted any more
+    void discard() { parents_.clear(); } // it says that the verified rows are not wanted any more
 
     int32_t draft_anchor() const { return draft_anchor_; }
     // Counts those of the last draft, until the timeline moves on.
     uint32_t n_drafted() const { return n_drafted_; }
-    int32_t draft_entry(int32_t i) const { return draft_entry_ + i; } // of the last draft
+    int32_t draft_entry(int32_t i) const { return draft_entry_ + i; } // i counts within the last draft
 
 private:
     void paid();
@@ -213,12 +214,13 @@ private:
     int32_t slot_;
     std::vector<int32_t> tokens_, pages_;
     bool fresh_ = true, prompt_only_ = true;
-    std::vector<int32_t> pending_; // accepted rows of the last verify
+    std::vector<int32_t> pending_; // these are the accepted rows of the last verify
     uint32_t n_replay_ = 0, n_move_ = 0, n_move_head_ = 0, n_move_drafter_ = 0;
-    int32_t bank_ = 0; // the bank of the log that holds the last verify's keys
+    int32_t bank_ = 0; // this bank of the log holds the last verify's keys
     int32_t hidden_ = 0;
-    int32_t hidden_bank_ = 0; // the bank that hidden_ is in; the other one is written next
-    std::vector<int32_t> parents_, verified_tokens_; // of the last verify, until it is committed or dropped
+    int32_t hidden_bank_ = 0; // hidden_ is in this bank; the other one is written next
+    // They are those of the last verify, until it is committed or dropped.
+    std::vector<int32_t> parents_, verified_tokens_;
     int32_t draft_anchor_ = 0, draft_entry_ = 0;
     uint32_t n_drafted_ = 0;
 };

@@ -9,13 +9,13 @@ namespace luce {
 
 class CancelFlag {
 public:
-    CancelFlag(); // fails with E_MEMORY when MOST engines are open
+    CancelFlag(); // it fails with E_MEMORY when MOST engines are open
     ~CancelFlag();
     CancelFlag(const CancelFlag &) = delete;
     CancelFlag &operator=(const CancelFlag &) = delete;
 
-    void name(uintptr_t handle); // says what raise() is called with
-    bool take(); // returns whether it was raised, and lowers it
+    void name(uintptr_t handle); // it says what raise() is called with
+    bool take(); // it returns whether it was raised, and lowers it
 
     // Raises the flag of a handle, and returns false when there is none. It is async-signal-safe.
     static bool raise(uintptr_t handle);

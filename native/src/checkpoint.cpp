@@ -8,12 +8,12 @@ namespace luce {
 namespace {
 
 struct Header {
-    char magic[8];     // "LUCECHKP"
-    uint32_t version; // the number of this layout
-    uint32_t kv_type; // ggml's id of the type
-    uint64_t model;    // Model::identity
-    uint64_t size; // counts everything
-    uint64_t checksum; // covers everything, with itself taken as 0
+    char magic[8];     // it holds "LUCECHKP"
+    uint32_t version; // it is the number of this layout
+    uint32_t kv_type; // it is ggml's id of the type
+    uint64_t model;    // it is Model::identity
+    uint64_t size; // it counts everything
+    uint64_t checksum; // it covers everything, with itself taken as 0
     uint32_t n_past;
     uint32_t n_chunk;
     uint32_t has_head;
@@ -342,7 +342,7 @@ void Checkpoint::to_device() {
         throw;
     }
     if (ggml_backend_t stream = engine_->copies()) {
-        follow(event_, engine_->step().backend(), stream); // waits for steps that used these pages before
+        follow(event_, engine_->step().backend(), stream); // the copy waits for steps that used these pages
         send(stream, list, base(host_));
         ggml_backend_event_record(event_, stream);
         arriving_ = true;

@@ -29,12 +29,12 @@ public:
     bool on_device() const { return slot_ >= 0 && !leaving_; }
     // Its copy to the host runs; its pages and slot are free after it.
     bool leaving() const { return leaving_; }
-    const std::vector<int32_t> &pages() const { return pages_; } // those on the device
-    uint64_t size() const; // says how many bytes save() writes
+    const std::vector<int32_t> &pages() const { return pages_; } // these are the ones on the device
+    uint64_t size() const; // it says how many bytes save() writes
 
     void to_host();
     void to_device();
-    void settle(); // waits for a copy that is on its way, and gives back what it leaves
+    void settle(); // it waits for a copy that is on its way, and gives back what it leaves
     // Gives back all that it holds. What runs on it in another thread fails with E_STATE.
     void close();
     void check_open() const;
@@ -43,25 +43,26 @@ public:
     void save(uint8_t *data, uint64_t size);
     // Says how many free pages restore() needs.
     uint32_t pages_wanted() const { return slot_ >= 0 ? 0 : n_past() / PAGE; }
-    void restore(Timeline &line) const; // makes the timeline this position
+    void restore(Timeline &line) const; // it brings the timeline to this position
 
 private:
     Checkpoint(std::shared_ptr<Engine> engine, std::vector<int32_t> tokens);
 
-    std::vector<Cache::Piece> pieces() const; // those on the device
-    void take_device(); // takes pages and a slot; fails with E_MEMORY when they lack
+    std::vector<Cache::Piece> pieces() const; // these are the ones on the device
+    void take_device(); // it takes pages and a slot, and fails with E_MEMORY when they lack
     void release_device();
     HostMemory host_memory() const;
-    void read(uint64_t begin, uint64_t n, uint8_t *to) const; // copies n bytes of the body
+    void read(uint64_t begin, uint64_t n, uint8_t *to) const; // it copies n bytes of the body
 
     std::shared_ptr<Engine> engine_;
     std::vector<int32_t> tokens_;
     std::vector<int32_t> pages_; // they count while there is a slot_
-    int32_t slot_ = -1; // of Cache::checkpoint_slots; -1 means that it is not on the device
-    HostMemory host_; // the body, which nothing changes; null while it is not in host memory
+    int32_t slot_ = -1; // it is one of Cache::checkpoint_slots; -1 means that it is not on the device
+    // It holds the body, which nothing changes. It is null while the body is not in host memory.
+    HostMemory host_;
     bool leaving_ = false, arriving_ = false; // a copy is on its way
-    ggml_backend_event_t event_ = nullptr; // marks the copy's end; null on the CPU
-    std::future<void> copying_; // is the copy of one that leaves, on the CPU
+    ggml_backend_event_t event_ = nullptr; // it marks the copy's end, and is null on the CPU
+    std::future<void> copying_; // it is the copy of one that leaves, on the CPU
 };
 
 // Writes the committed state of a sequence as bytes, in the form of a checkpoint, and returns their number.

@@ -82,13 +82,13 @@ struct CustomOp {
     bool even = false;
 
     bool on_team = false; // the CPU's team runs it, whatever device the step is on (ram_op.h)
-    bool to_team = false; // brings rows to it, from a GPU
+    bool to_team = false; // it brings rows to it, from a GPU
 
-    int n_args() const; // counts the arguments that it takes at most
-    int n_required() const; // counts those that it takes at least
+    int n_args() const; // it counts the arguments that it takes at most
+    int n_required() const; // it counts those that it takes at least
 };
 
-const CustomOp *find_op(const char *name); // returns nullptr when there is none
+const CustomOp *find_op(const char *name); // it returns nullptr when there is none
 
 // Returns the op that `node` stands for, and nullptr for ggml's own nodes.
 const CustomOp *custom_op(const ggml_tensor *node);
@@ -99,7 +99,7 @@ ggml_tensor *add_op(ggml_context *ctx, const char *name, ggml_type type, int64_t
 ggml_tensor *add_op(ggml_context *ctx, const CustomOp &op, ggml_type type, int64_t ne0, int64_t ne1,
                     ggml_tensor **args, int n_args, const int32_t *params, int n_params);
 
-int32_t bits_of_real(float x); // returns x as params hold it
+int32_t bits_of_real(float x); // it returns x as params hold it
 
 // These are CPU reference implementations. Each call does part ith of nth, and parts run in any order and on
 // any thread. attention.h has more of them.

@@ -26,7 +26,7 @@ float softplus(float x) {
 // A Sequence is what both ops know of a sequence's part of the step.
 struct Sequence {
     const SeqCtl &seq;
-    const RowCtl *rows; // null in an append, whose rows are a chain
+    const RowCtl *rows; // it is null in an append, whose rows are a chain
     int row0, n_rows; // these are rows of the step
     bool write_back; // a verify leaves other committed values than it found
 
@@ -129,10 +129,10 @@ float *state_of(const DeltaArgs &a, const SeqCtl &seq, int head) {
 template <int W> struct Columns {
     const DeltaArgs &a;
     const Sequence &part;
-    int h; // the v head
-    int j0; // the first column
-    const float *next; // the state of this thread's next unit, or null
-    float *log; // the log of the sequence's slot
+    int h; // it is the v head
+    int j0; // it is the first column
+    const float *next; // it is the state of this thread's next unit, or null
+    float *log; // it is the log of the sequence's slot
     float S[MAX_S][W]; // [k][v]
 
     Columns(const DeltaArgs &args, const Sequence &sequence, int head, int column, const float *following)

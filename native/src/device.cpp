@@ -7,7 +7,7 @@
 
 #include <ggml-cuda.h>
 
-extern "C" void *luce_cuda_stream(ggml_backend_t backend); // cuda_stream.cu
+extern "C" void *luce_cuda_stream(ggml_backend_t backend); // cuda_stream.cu defines it
 #endif
 
 #include <algorithm>

@@ -15,13 +15,13 @@
 namespace luce {
 
 struct Device {
-    std::string name; // "cpu", "cuda:0"
+    std::string name; // it is "cpu", or "cuda:0" and so on
     ggml_backend_dev_t dev = nullptr;
     bool gpu = false;
-    int index = 0; // the GPU's number, as CUDA counts
+    int index = 0; // it is the GPU's number, as CUDA counts
     bool own_matmul = false; // luce's own matmul has been run on its kind (kernels/rowmm.h): capability 9.0
 
-    ggml_backend_buffer_type_t buffer_type() const; // is plain CPU memory, or the GPU's
+    ggml_backend_buffer_type_t buffer_type() const; // it is that of plain CPU memory, or of the GPU's
     void memory(uint64_t *free, uint64_t *total) const;
     std::string description() const;
 };
@@ -34,10 +34,10 @@ const std::vector<Device> &devices();
 const Device &find_device(const char *name);
 
 // CUDA launches on the calling thread's current device, which other code may change between any two calls of luce.
-void make_current(const Device &device); // before whatever launches, in each call
-void check_current(const Device &device); // E_INTERNAL where launches would go to another one
-void leave_current(
-    int index); // for tests: makes GPU `index` current where there is one, and no device of luce's
+void make_current(const Device &device); // each call does this before whatever it launches
+void check_current(const Device &device); // it fails with E_INTERNAL where launches would go to another one
+// Tests call it: it makes GPU `index` current where there is one, and no device of luce's.
+void leave_current(int index);
 
 // Held while a step is captured, and while a backend or a handle of cuBLAS is made or given back: those wait for the
 // whole device, which ends the captures of other threads.
@@ -72,7 +72,7 @@ struct Upload {
     uint64_t size;
     // Where not null, `tensor` is passed through, and its permuted weights go there.
     ggml_tensor *packed = nullptr;
-    int64_t n_packed = 1; // counts the matrices that it holds, each of which is permuted alone
+    int64_t n_packed = 1; // it counts the matrices that it holds, each of which is permuted alone
 };
 void upload(const Device &device, const std::vector<Upload> &items,
             const std::function<bool(uint64_t)> &progress);

@@ -108,7 +108,7 @@ EngineParams Engine::resolve(const Model &model, const luce_engine_params *p) {
     if (model.device().own_matmul) {
         make_current(model.device());
         c.rowmm_scratch = uint64_t(cuda::rowmm_scratch_bytes() + MOE_COUNTER_BYTES);
-        c.gemm_scratch = model.largest_layer_matrix() * 2; // as F16
+        c.gemm_scratch = model.largest_layer_matrix() * 2; // the matrix is written out as F16
     }
 #endif
     c.n_pages = in_range("n_pages", p->n_pages,

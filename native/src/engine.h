@@ -14,7 +14,7 @@ class Checkpoint;
 class Sequence;
 
 // Who drafts (luce_source).
-enum class Source { nextn, dflash, part }; // luce_source
+enum class Source { nextn, dflash, part }; // its values are those of luce_source
 
 struct DraftItem {
     Sequence *sequence;
@@ -24,7 +24,7 @@ struct DraftItem {
 
 struct VerifyItem {
     Sequence *sequence;
-    const int32_t *tokens, *parents; // luce_verify_item
+    const int32_t *tokens, *parents; // luce_verify_item says what they hold
     int32_t *choices;
     uint32_t n;
     luce_status status;
@@ -71,7 +71,7 @@ public:
     // Makes sure that so many pages can be taken, else fails with E_MEMORY. It waits for checkpoints that are
     // leaving the device where that helps.
     void need_pages(uint32_t n);
-    void reclaim(); // waits for all such checkpoints, whose pages and slots are free then
+    void reclaim(); // it waits for all such checkpoints, whose pages and slots are free then
 
     // Checkpoints travel on this stream, beside the steps. It is null on the CPU, where copies are done at
     // once.

@@ -23,9 +23,9 @@ struct RouteArgs {
 struct ExpertsArgs {
     const int32_t *route; // [T][2*n_used]
     int32_t n_expert, n_used, T;
-    int32_t n_weights; // 1 or 2
-    RowsWeight weights[2]; // those of expert 0; out is not used
-    size_t expert_bytes[2]; // the distance from one expert's matrix to the next
+    int32_t n_weights; // there are 1 or 2
+    RowsWeight weights[2]; // they are those of expert 0; out is not used
+    size_t expert_bytes[2]; // one expert's matrix is so far from the next
     int64_t K;
     bool own_input; // x has a row for each row and rank, [T][n_used]; else one for each row, [T]
     const void *x; // its form is the one that rows_matmul takes

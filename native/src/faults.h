@@ -9,9 +9,9 @@ namespace luce {
 
 enum class Fault : int32_t {
     none,
-    graph, // a graph is being built: std::bad_alloc
+    graph, // it throws std::bad_alloc while a graph is being built
     size, // a graph that was built does not fit the compute buffer
-    op, // one of luce's ops is to run in a step, is enqueued, or captured: E_DEVICE
+    op, // it fails with E_DEVICE where one of luce's ops is to run in a step, is enqueued, or captured
 };
 
 // `after`: how many such points go by before the one that fails. Fault::none takes back what was asked for.

@@ -35,9 +35,9 @@ const char *gguf_value_type_name(int32_t type);
 struct GgufKv {
     std::string name;
     int32_t type = 0;
-    int32_t elem_type = 0; // the elements' type in an array, else the same as type
-    uint64_t count = 1; // counts an array's elements or a string's bytes, else it is 1
-    const uint8_t *data = nullptr; // the first byte of the value, which is unaligned
+    int32_t elem_type = 0; // an array's elements have this type; for the rest it is the same as type
+    uint64_t count = 1; // it counts an array's elements or a string's bytes, else it is 1
+    const uint8_t *data = nullptr; // it points at the first byte of the value, which is unaligned
 };
 
 struct GgufTensor {
@@ -46,7 +46,7 @@ struct GgufTensor {
     uint32_t n_dims = 0;
     int64_t ne[GGML_MAX_DIMS] = {1, 1, 1, 1};
     uint64_t size = 0; // bytes
-    const uint8_t *data = nullptr; // points into the mapping
+    const uint8_t *data = nullptr; // it points into the mapping
 };
 
 // A mapping makes the bytes of a whole file readable.
@@ -83,9 +83,9 @@ public:
     // E_FILE naming the key. The forms without a default require the key.
     int64_t integer(const std::string &key, int64_t lo, int64_t hi) const;
     int64_t integer_or(const std::string &key, int64_t fallback, int64_t lo, int64_t hi) const;
-    double number(const std::string &key) const; // takes f32, and f64 that is finite as f32 too
+    double number(const std::string &key) const; // it takes f32, and f64 that is finite as f32 too
     std::string string(const std::string &key) const;
-    std::vector<int64_t> integers(const std::string &key) const; // takes an array of integers or bools
+    std::vector<int64_t> integers(const std::string &key) const; // it takes an array of integers or bools
     std::vector<std::string_view> strings(const GgufKv &kv) const;
 
 private:

@@ -8,8 +8,8 @@
 namespace luce {
 
 struct StepOutputs {
-    ggml_tensor *logits = nullptr; // {V, n_out} F32; null where none were asked for
-    ggml_tensor *choice = nullptr; // {CHOICE_WIDTH, n_out} I32: ChoiceRow (kernels.h)
+    ggml_tensor *logits = nullptr; // {V, n_out} F32; it is null where none were asked for
+    ggml_tensor *choice = nullptr; // {CHOICE_WIDTH, n_out} I32; a row is a ChoiceRow (kernels.h)
 };
 
 // Computes the rows' context for a DFlash drafter: K and V of each of its layers, from what the trunk's

@@ -82,7 +82,7 @@ static ggml_tensor *first_logits(const StepBuild &b, ggml_tensor *output, const 
         return ggml_cont(ctx, ggml_view_2d(ctx, all, n, all->ne[1], all->nb[1], 0)); // {n, T}
     }
     ggml_tensor *part = ggml_view_2d(ctx, output, output->ne[0], n, output->nb[1], 0); // {K, n}
-    part->op_params[0] = output->op_params[0]; // is_packed
+    part->op_params[0] = output->op_params[0]; // is_packed reads it
     return matmul(b, part, h); // {n, T}
 }
 
@@ -142,7 +142,7 @@ StepOutputs build_qwen35(const StepBuild &b) {
     const float eps = hp.rms_eps;
     ggml_tensor *x = embed(b, w.token_embd); // {E, T}
     Stream s = {x, rms(x, w.blocks[0].attn_norm, eps)};
-    std::vector<ggml_tensor *> outputs; // those of the blocks
+    std::vector<ggml_tensor *> outputs; // these are what the blocks put out
     for (uint32_t il = 0; il < hp.n_layer; il++) {
         const Block &block = w.blocks[il];
         const Norm post = {block.post_norm, eps};

@@ -36,7 +36,7 @@ typedef float Floats __attribute__((vector_size(4 * LANES)));
 // Rows point at the same place of LANES rows.
 struct Rows {
     const uint8_t *base;
-    size_t stride; // the distance from row to row
+    size_t stride; // it is the distance from row to row
 
     Rows at(size_t offset) const { return {base + offset, stride}; }
     const uint8_t *row(int i) const { return base + size_t(i) * stride; }
@@ -268,7 +268,7 @@ template <bool SIGNED, int MOST> LUCE_INLINE Ints dot(Ints sum, const Words *w, 
                                          _mm512_set1_epi32(int(word_at(x + 4 * j))));
     }
 #elif defined(LUCE_LANES_256)
-    constexpr int CHAIN = 32767 / (2 * 127 * MOST); // so many words
+    constexpr int CHAIN = 32767 / (2 * 127 * MOST); // so many words can be added up before 16 bits overflow
     static_assert(CHAIN >= 1, "the products of a word must fit");
     for (int first = 0; first < n; first += CHAIN) {
         __m256i pairs = {};

@@ -50,7 +50,7 @@ void penalise(float *logits, uint32_t n, const Penalties &p, const std::vector<i
     if (p.repetition == 1 && p.presence == 0 && p.frequency == 0) {
         return;
     }
-    std::vector<uint32_t> count(n); // counts each of the generated tokens
+    std::vector<uint32_t> count(n); // it counts each of the generated tokens
     std::vector<uint8_t> seen(n);
     for (size_t i = 0; i < before.size(); i++) {
         const size_t token = size_t(before[i]);

@@ -43,7 +43,7 @@ uint32_t Lookup::find(const std::vector<int32_t> &text, int32_t anchor, int32_t 
     if (n + 1 < GRAM) {
         return 0;
     }
-    size_t best = 0; // where the best match ends
+    size_t best = 0; // the best match ends here
     uint32_t at = newest(text[n - 3], text[n - 2], text[n - 1], anchor);
     for (uint32_t trial = 0; trial < TRIALS && at != 0; trial++, at = before_[at - 1]) {
         const size_t end = at - 1;

@@ -194,7 +194,7 @@ static std::vector<ggml_tensor *> products(const StepBuild &b, const std::vector
     bool added = false;
 #ifdef LUCE_USE_CUDA
     if (b.model.device().gpu) {
-        bool any = false; // of those that are packed: all or none, since they share K and T
+        bool any = false; // all packed ones take add_gemm or none does, since they share K and T
         for (size_t i = 0; i < weights.size(); i++) {
             out[i] = add_gemm(b, weights[i], in, residual);
             any = any || out[i] != nullptr;

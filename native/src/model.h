@@ -21,21 +21,21 @@ constexpr uint32_t CONV_TAPS = 4;
 // Yarn stretches RoPE beyond the trained context, by frequency (Peng et al., YaRN). Factor 1 means that it
 // does not.
 struct Yarn {
-    float factor = 1; // how much longer the context is
-    uint32_t n_ctx_trained = 0; // the context before it was stretched
-    float attention = 1; // scales queries and keys: 1 + 0.1 ln(factor) unless the file says otherwise
+    float factor = 1; // the context is so many times longer
+    uint32_t n_ctx_trained = 0; // the context had this length before it was stretched
+    float attention = 1; // it scales queries and keys: 1 + 0.1 ln(factor) unless the file says otherwise
     // Between these turns over the trained context, frequencies are blended.
     float beta_fast = 32, beta_slow = 1;
 };
 
 struct AttentionShape {
-    uint32_t n_head = 0; // H: query heads
+    uint32_t n_head = 0; // H; it counts query heads
     uint32_t n_head_kv = 0; // Hkv
     uint32_t head_dim = 0; // D
     uint32_t rope_dim = 0; // the first dims of a head rotate
     float rope_base = 0;
-    uint32_t window = 0; // keys that a row sees, itself included; 0 means all
-    float softcap = 0; // bounds scores; 0 means that nothing does
+    uint32_t window = 0; // a row sees so many keys, itself included; 0 means all
+    float softcap = 0; // it bounds scores; 0 means that nothing does
     Yarn yarn;
 };
 
@@ -63,7 +63,7 @@ struct DeltaNet {
     ggml_tensor *gate; // {E, Hv*S}  z
     ggml_tensor *conv; // {4, C}  tap 0 is the oldest row
     ggml_tensor *dt; // {Hv}
-    ggml_tensor *a; // {Hv}  -exp(A_log)
+    ggml_tensor *a; // {Hv}  it holds -exp(A_log)
     ggml_tensor *alpha; // {E, Hv}
     ggml_tensor *beta; // {E, Hv}
     ggml_tensor *norm; // {S}
@@ -78,8 +78,8 @@ struct Ffn { // This is a SwiGLU layer.
 
 struct MoeShape {
     uint32_t n_expert = 0;
-    uint32_t n_used = 0; // experts of a row
-    uint32_t n_ff = 0; // FF of an expert
+    uint32_t n_used = 0; // a row has so many experts
+    uint32_t n_ff = 0; // it is the FF of an expert
 };
 
 // This is a mixture of experts. Each row has the experts to which the router gives the largest logits. If
@@ -87,8 +87,9 @@ struct MoeShape {
 struct Moe {
     MoeShape shape;
     ggml_tensor *router; // {E, n}
-    ggml_tensor *gate, *up; // {E, FF, n}; null where they are fused
-    ggml_tensor *gate_up; // {E, 2*FF, n}: an expert's gate, then its up; null where they are apart
+    ggml_tensor *gate, *up; // {E, FF, n}; they are null where they are fused
+    // {E, 2*FF, n}; an expert's gate comes before its up. It is null where they are apart.
+    ggml_tensor *gate_up;
     ggml_tensor *down; // {FF, E, n}
     ggml_tensor *shared_gate; // {E}; null means that there is no shared expert
     Ffn shared;
@@ -111,18 +112,18 @@ struct Block {
 struct NextN {
     Block block;
     float rms_eps;
-    ggml_tensor *eh_proj; // {2E, E}  of [embedding, hidden]
+    ggml_tensor *eh_proj; // {2E, E}  it multiplies [embedding, hidden]
     ggml_tensor *enorm; // {E}
     ggml_tensor *hnorm; // {E}
-    ggml_tensor *norm; // {E}  shared_head_norm, or the trunk's output_norm
-    ggml_tensor *output; // {E, V}  shared_head_head, or the trunk's output
-    ggml_tensor *token_embd; // {E, V}  embed_tokens, or the trunk's
+    ggml_tensor *norm; // {E}  it is shared_head_norm, or the trunk's output_norm
+    ggml_tensor *output; // {E, V}  it is shared_head_head, or the trunk's output
+    ggml_tensor *token_embd; // {E, V}  it is embed_tokens, or the trunk's
 };
 
 // A layer of a DFlash drafter has attention without a gate, over context rows and the block.
 struct DFlashLayer {
     Attention attention; // q is {E, D*H}
-    bool causal; // whether a block's rows see only those before them, or all of the block
+    bool causal; // it says whether a block's rows see only those before them, or all of the block
     ggml_tensor *attn_norm; // {E}
     ggml_tensor *ffn_norm; // {E}
     Ffn ffn;
@@ -135,14 +136,14 @@ struct DFlash {
     int32_t mask_token;
     std::vector<uint32_t> taps; // they rise; t is the residual stream after trunk block t - 1
     float rms_eps;
-    float embedding_scale; // scales the block's embeddings
-    float softcap; // bounds logits; 0 means that nothing does
+    float embedding_scale; // it scales the block's embeddings
+    float softcap; // it bounds logits; 0 means that nothing does
     ggml_tensor *fc; // {n_taps*E, E}
     ggml_tensor *hidden_norm; // {E}
     std::vector<DFlashLayer> layers;
     ggml_tensor *norm; // {E}
-    ggml_tensor *token_embd; // {E, V}  its own, or the trunk's
-    ggml_tensor *output; // {E, rows of d2t or V}  its own, or the trunk's
+    ggml_tensor *token_embd; // {E, V}  it is the drafter's own, or the trunk's
+    ggml_tensor *output; // {E, rows of d2t or V}  it is the drafter's own, or the trunk's
     // {rows of output} I64: the target's token of each row; null means all of the vocabulary.
     ggml_tensor *d2t;
 };
@@ -150,8 +151,8 @@ struct DFlash {
 struct HParams {
     uint32_t n_vocab = 0; // V
     uint32_t n_embd = 0; // E
-    uint32_t n_layer = 0; // trunk blocks
-    uint32_t n_nextn = 0; // NextN blocks in the file
+    uint32_t n_layer = 0; // it counts trunk blocks
+    uint32_t n_nextn = 0; // it counts the NextN blocks in the file
     uint32_t n_ctx_train = 0;
     float rms_eps = 0;
 };
@@ -159,10 +160,10 @@ struct HParams {
 struct Weights {
     ggml_tensor *token_embd; // {E, V}
     ggml_tensor *output_norm; // {E}
-    ggml_tensor *output; // {E, V}; token_embd where the file ties them
+    ggml_tensor *output; // {E, V}; it is token_embd where the file ties them
     std::vector<Block> blocks;
-    std::unique_ptr<NextN> head; // null where none was asked for
-    std::unique_ptr<DFlash> drafter; // null where none was asked for
+    std::unique_ptr<NextN> head; // it is null where none was asked for
+    std::unique_ptr<DFlash> drafter; // it is null where none was asked for
 };
 
 struct ContextFree {
@@ -184,7 +185,7 @@ inline Context new_context(size_t n_bytes) {
     return Context(ggml_init({n_bytes, memory, /*no_alloc=*/true}));
 }
 
-struct Architecture; // architecture.h
+struct Architecture; // architecture.h defines it
 
 class Model {
 public:
@@ -209,8 +210,8 @@ public:
     const Architecture &architecture() const { return *architecture_; }
     const HParams &hparams() const { return hp_; }
     const Weights &weights() const { return weights_; }
-    uint64_t weight_bytes() const { return weight_bytes_; } // counts those on the device
-    uint64_t n_params() const { return n_params_; } // counts the values of all tensors in the file
+    uint64_t weight_bytes() const { return weight_bytes_; } // it counts those on the device
+    uint64_t n_params() const { return n_params_; } // it counts the values of all tensors in the file
     // Values of the largest matrix but for those over the vocabulary, of which a prefill wants one row.
     uint64_t largest_layer_matrix() const;
     // Returns a hash of the loaded tensors' names, types, shapes and first bytes, and of what computes with

@@ -67,7 +67,7 @@ ggml_tensor *moe(const StepBuild &b, const MatmulInput &input, const Moe &w, ggm
     ggml_tensor *x = input_values(b, input);
     const int64_t E = x->ne[0], T = x->ne[1];
     ggml_tensor *route = add_op(ctx, "route", GGML_TYPE_I32, 2 * w.shape.n_used, T,
-                                {matmul(b, w.router, plain(x))}); // ids, weights
+                                {matmul(b, w.router, plain(x))}); // it has ids, then weights
     ggml_tensor *y;
     if (w.in_ram) {
         y = ram_experts_of(b, route, x, w, E, T);

@@ -30,7 +30,7 @@ void rotate_head(const NormRopeArgs &a, const RopeHeads &heads, const float *x, 
 
 // One unit of work is a row.
 void cpu_norm_rope(const NormRopeArgs &a, int ith, int nth) {
-    std::vector<float> angles(size_t(a.rope_dim)); // cosine and sine of each pair
+    std::vector<float> angles(size_t(a.rope_dim)); // it has the cosine and sine of each pair
     for (int row = ith; row < a.T; row += nth) {
         for (int i = 0; i < a.rope_dim / 2; i++) {
             const float angle = float(a.positions[row]) * std::pow(a.base, float(-2 * i) / float(a.rope_dim));

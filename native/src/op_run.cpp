@@ -14,7 +14,7 @@
 #include <map>
 
 #ifdef LUCE_USE_CUDA
-extern "C" void *luce_cuda_stream(ggml_backend_t backend); // cuda_stream.cu
+extern "C" void *luce_cuda_stream(ggml_backend_t backend); // cuda_stream.cu defines it
 #endif
 
 namespace luce {

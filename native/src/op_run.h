@@ -9,8 +9,8 @@ extern "C" {
 
 typedef struct luce_array {
     void *data;
-    uint64_t ne[LUCE_MAX_DIMS]; // fastest first
-    int32_t type; // ggml's id of the type: 0 is F32, 24 I8, 26 I32, else a type of KV or of weights
+    uint64_t ne[LUCE_MAX_DIMS]; // the fastest dimension comes first
+    int32_t type; // it is ggml's id of the type: 0 is F32, 24 I8, 26 I32, else a type of KV or of weights
 } luce_array;
 
 // Runs an op. Argument i is read from args[i].data and, where the op writes to it, copied back. out is what

@@ -33,7 +33,7 @@ ggml_tensor *rope(const StepBuild &b, ggml_tensor *x, const AttentionShape &s) {
 // Rotated holds heads of rows, normed and rotated.
 struct Rotated {
     ggml_tensor *k; // {D*Hkv, T}
-    ggml_tensor *q; // {D*H, T}; null where no q was given
+    ggml_tensor *q; // {D*H, T}; it is null where no q was given
 };
 
 // Norms and rotates k {D*Hkv, T} and q_gate {2*D*H, T}, as the weights give them.

@@ -40,13 +40,14 @@ namespace luce {
 
 // These are a step's inputs on the device.
 struct StepInputs {
-    ggml_tensor *tokens; // {T} I32, or references to drafts (kernels.h: TokensArgs)
+    ggml_tensor *tokens; // {T} I32; a draft may be referred to instead (kernels.h: TokensArgs)
     ggml_tensor *positions; // {T} I32
     ggml_tensor *ctl; // {sizeof(StepCtl) / 4} I32
-    ggml_tensor *pages; // {n} I32: the page table
+    ggml_tensor *pages; // {n} I32; this is the page table
     // {T} I32: the row of Cache::hidden of the position before each; a prefill has its first row's only.
     ggml_tensor *hidden_from;
-    ggml_tensor *hidden_to; // {T} I64: where each row's hidden state goes; a prefill's last row has entry 0
+    // {T} I64; it says where each row's hidden state goes. A prefill's last row has entry 0.
+    ggml_tensor *hidden_to;
 };
 
 // draft_part is a draft that chooses among the first tokens of the vocabulary alone.
@@ -56,7 +57,7 @@ enum class StepKind { prefill, prefill_last, verify, draft, draft_part, block };
 // packs its input (kernels/rowmm.h), elsewhere ggml's ops do.
 struct MatmulInput {
     RowmmInput kind;
-    ggml_tensor *x; // {K, T}; swiglu: with a null y, the parts that a matmul with gate and up has left
+    ggml_tensor *x; // {K, T}; where y is null, swiglu takes the parts that a matmul with gate and up left
     ggml_tensor *w; // rms {K}, gated_heads {S}
     ggml_tensor *y; // swiglu, gated_heads {K, T}, gated {D, H, T}
     float eps;
@@ -67,8 +68,8 @@ struct MatmulInput {
     }
 };
 MatmulInput plain(ggml_tensor *x);
-MatmulInput rms(ggml_tensor *x, ggml_tensor *w, float eps); // RMS(x) * w
-MatmulInput swiglu(ggml_tensor *gate, ggml_tensor *up); // silu(gate) * up
+MatmulInput rms(ggml_tensor *x, ggml_tensor *w, float eps); // it makes RMS(x) * w
+MatmulInput swiglu(ggml_tensor *gate, ggml_tensor *up); // it makes silu(gate) * up
 // RMS(x) * w * silu(gate), the mean over each head of S values
 MatmulInput gated_heads(ggml_tensor *x, ggml_tensor *w, ggml_tensor *gate, float eps);
 // Makes x {D*H, T} * sigmoid(gate), where gate {D, H, T} is the second half of each head of {2*D*H, T}.
@@ -98,8 +99,9 @@ struct StepBuild {
     const Cache &cache;
     StepInputs in;
     StepKind kind;
-    int64_t n_kv; // counts the cells that a prefill's attention reads
-    mutable std::vector<MadeInput> inputs = {}; // remembers the inputs of matmuls, so that none is made twice
+    int64_t n_kv; // it counts the cells that a prefill's attention reads
+    // It remembers the inputs of matmuls, so that none is made twice.
+    mutable std::vector<MadeInput> inputs = {};
 
     bool prefill() const { return kind == StepKind::prefill || kind == StepKind::prefill_last; }
 };
@@ -153,9 +155,9 @@ ggml_tensor *rope(const StepBuild &b, ggml_tensor *x, const AttentionShape &s);
 
 // Heads are what attention takes of a step's rows whose K and V are in their cells.
 struct Heads {
-    ggml_tensor *q; // {D*H, T}, normed and rotated
+    ggml_tensor *q; // {D*H, T}; it is normed and rotated
     ggml_tensor *gate; // {D*H, T}, or {2*D*H, T} with q(D) then gate(D) for each head
-    bool stored; // false where there is no op that does all of it
+    bool stored; // it is false where there is no op that does all of it
 };
 
 // Writes K and V of a step's rows x into their cells, and makes their queries where `queries` says so, from the parts

@@ -10,12 +10,14 @@ namespace {
 // Qwen35 is what blocks need beyond HParams.
 struct Qwen35 {
     HParams hp;
-    uint32_t n_ff = 0; // FF of a dense layer
+    uint32_t n_ff = 0; // it is the FF of a dense layer
     MoeShape moe; // with n_expert 0 the model is dense
     uint32_t n_ff_shared = 0;
-    std::vector<AttentionShape> attention; // of each block, heads' after the trunk's; DeltaNet's are not used
+    // They are in the order of blocks, heads' after the trunk's; DeltaNet's are not used.
+    std::vector<AttentionShape> attention;
     DeltaNetShape deltanet;
-    std::vector<bool> recurrent; // says of each trunk block whether it is DeltaNet; else it is full attention
+    // It says of each trunk block whether it is DeltaNet; else it is full attention.
+    std::vector<bool> recurrent;
 };
 
 // Returns what stands before the names of an architecture's own keys.

@@ -9,8 +9,9 @@
 namespace luce {
 namespace {
 
-constexpr int64_t UP_UNIT = 32; // rows of gate and up, as many as a block has values
-constexpr int64_t DOWN_UNIT = ROWS_GROUP; // rows of down; it is small, since there are no others to share out
+constexpr int64_t UP_UNIT = 32; // a unit has so many rows of gate and up, as many as a block has values
+// A unit has so many rows of down. It is small, since there are no others to share out.
+constexpr int64_t DOWN_UNIT = ROWS_GROUP;
 static_assert(UP_UNIT % ROWS_GROUP == 0, "a unit must be whole groups");
 
 int64_t units_of(int64_t N, int64_t unit) {
@@ -154,7 +155,7 @@ void RamExperts::up(const RamExpertsArgs &a, int64_t begin, int64_t end) {
 
 // A unit is rows of down of all experts, so that the sums of these rows are done here too.
 void RamExperts::down(const RamExpertsArgs &a, int64_t begin, int64_t end) {
-    static thread_local std::vector<float> scratch; // [T*n_used][N], by expert
+    static thread_local std::vector<float> scratch; // [T*n_used][N]; it is in the order of experts
     grow(scratch, size_t(a.T * a.n_used * DOWN_UNIT));
     for (int64_t u = begin; u < end; u++) {
         const int64_t n0 = u * DOWN_UNIT, N = std::min<int64_t>(DOWN_UNIT, a.E - n0);

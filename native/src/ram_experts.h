@@ -25,8 +25,8 @@ struct RamExpertsArgs {
     int32_t T, n_expert, n_used;
     int64_t E, FF;
     RowsWeight gate, up, down;
-    size_t gate_bytes, up_bytes, down_bytes; // the distance from one expert's matrix to the next
-    float *out; // [T][E]: the sum by rank of each expert's result times its weight
+    size_t gate_bytes, up_bytes, down_bytes; // one expert's matrix is so far from the next
+    float *out; // [T][E]; it is the sum by rank of each expert's result times its weight
 };
 
 // Says whether these types can be multiplied here, where gate and up take x in the same form.
@@ -40,7 +40,8 @@ public:
     void run(const RamExpertsArgs &args, const RunUnits &run);
 
 private:
-    struct Chosen { // an expert, and its pairs of a row and a rank: pairs_[first] .. pairs_[first + n - 1]
+    // Chosen is an expert with its pairs of a row and a rank: pairs_[first] .. pairs_[first + n - 1].
+    struct Chosen {
         int32_t expert, first, n;
     };
     void group(const RamExpertsArgs &a);
@@ -49,12 +50,12 @@ private:
     const void *input(const RamExpertsArgs &a, const Chosen &chosen) const;
     void *hidden(const RamExpertsArgs &a, const Chosen &chosen);
 
-    std::vector<PackedBlock> packed_, packed_h_; // x [E/32][T]; h, of each expert [FF/32][n]
-    std::vector<float> h_; // of each expert [n][FF], where down takes it so
-    std::vector<Chosen> chosen_; // by expert
+    std::vector<PackedBlock> packed_, packed_h_; // x is [E/32][T], and h of each expert is [FF/32][n]
+    std::vector<float> h_; // it is [n][FF] of each expert, where down takes it so
+    std::vector<Chosen> chosen_; // they are sorted by expert
     std::vector<int32_t> first_; // [n_expert + 1]
-    std::vector<int32_t> pairs_,
-        places_; // t * n_used + rank, rising in an expert; and where a pair is among them
+    // A pair is t * n_used + rank. Those of an expert rise, and places_ says where a pair is among pairs_.
+    std::vector<int32_t> pairs_, places_;
 };
 
 } // namespace luce

@@ -34,12 +34,12 @@ public:
     // Takes a GPU's pinned memory, for up to `rows` rows. It fails with E_MEMORY where there is none.
     void allocate(const Device &device, int32_t rows, const Moe &moe, int64_t E);
 
-    void run(const ggml_tensor *node); // runs it on a CPU
+    void run(const ggml_tensor *node); // it runs the op on a CPU
 
     // Run it on a GPU, in this order. enqueue() is of both ops' nodes, and like serve() returns a cudaError_t.
-    void clear(); // comes before ram_give is launched
+    void clear(); // it comes before ram_give is launched
     int enqueue(const ggml_tensor *node, void *stream);
-    int serve(const ggml_tensor *node, void *stream); // waits until its rows are here, and runs it
+    int serve(const ggml_tensor *node, void *stream); // it waits until its rows are here, and runs it
 
 private:
     void multiply(const RamExpertsArgs &args);

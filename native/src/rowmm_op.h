@@ -25,9 +25,9 @@ struct RowmmOp {
     int32_t T, normed;
     float eps;
 };
-RowmmOp rowmm_op_of(const ggml_tensor *dst); // reads the op from its params
-int rowmm_op(const ggml_tensor *dst, void *stream); // runs rowmm and rowmm_add
+RowmmOp rowmm_op_of(const ggml_tensor *dst); // it reads the op from its params
+int rowmm_op(const ggml_tensor *dst, void *stream); // it runs rowmm and rowmm_add
 int rowmm_parts_op(const ggml_tensor *dst, void *stream);
-RowmmArgs parts_launch(const ggml_tensor *node); // fills the launch of a rowmm_parts
+RowmmArgs parts_launch(const ggml_tensor *node); // it fills the launch of a rowmm_parts
 
 } // namespace luce

@@ -11,7 +11,7 @@ namespace {
 
 using namespace lanes;
 
-constexpr int COLS = 4, ROWS = 2; // of a tile
+constexpr int COLS = 4, ROWS = 2; // a tile has so many
 
 struct F32 {
     using Value = float;

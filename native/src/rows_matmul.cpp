@@ -18,10 +18,10 @@ constexpr int TILE = 8; // as many rows of a step share an unpacked weight
 struct Tile {
     Rows rows;
     int64_t n_blocks;     // K / 32
-    const PackedBlock *x; // points at the first of the step's rows
-    int64_t x_pitch; // counts blocks from one 32 of K to the next
-    float *out; // points at the first row of both
-    int64_t out_pitch; // counts values from one row of the step to the next
+    const PackedBlock *x; // it points at the first of the step's rows
+    int64_t x_pitch; // it counts blocks from one 32 of K to the next
+    float *out; // it points at the first row of both
+    int64_t out_pitch; // it counts values from one row of the step to the next
     int n; // as many weight rows are wanted
 };
 
@@ -53,7 +53,7 @@ template <class Type, int COLS> void multiply(const Tile &t) {
     Floats sums[COLS] = {};
     const PackedBlock *x = t.x;
     Rows rows = t.rows;
-    const uint8_t *ahead = t.rows.row(2 * LANES); // the group of rows after the next, from end to end
+    const uint8_t *ahead = t.rows.row(2 * LANES); // it is the group of rows after the next, from end to end
     for (int64_t b = 0; b < t.n_blocks; b += 8, rows.base += Type::BYTES) {
         const int n = int(std::min<int64_t>(8, t.n_blocks - b));
         Scales s;

@@ -16,8 +16,8 @@ constexpr int MAX_WEIGHTS = 4; // one op has at most this many
 struct PackedBlock {
     int8_t q[32];
     float d; // x = d * q
-    int32_t minus[3]; // the negated sums of q: of the first 16, the last 16, all
-    float minus_real[3]; // the same times d
+    int32_t minus[3]; // they are the negated sums of q: of the first 16, the last 16, all
+    float minus_real[3]; // they are the same times d
     int32_t unused;
 };
 static_assert(sizeof(PackedBlock) == 64, "a block must be a cache line");
@@ -44,7 +44,7 @@ struct RowsMatmulArgs {
     int32_t n_weights;
     int64_t K;
     int32_t T;
-    const void *x; // packed blocks, or [T][K] F32 for F32, F16 and BF16 weights
+    const void *x; // it has packed blocks, or [T][K] F32 for F32, F16 and BF16 weights
 };
 
 // RowsInput says how rows_matmul takes the activations for a weight type.

@@ -80,7 +80,7 @@ private:
 std::vector<Candidate> first_k(const float *x, int64_t n, size_t k) {
     std::vector<Candidate> kept;
     kept.reserve(2 * k + 64);
-    float least = -INFINITY; // the least of the k best candidates seen so far
+    float least = -INFINITY; // it is the least of the k best candidates seen so far
     for (int64_t i = 0; i < n; i++) {
         if (x[i] > least) { // an equal one has a higher id
             kept.push_back({x[i], int32_t(i)});

@@ -126,7 +126,8 @@ void Sequence::get_lists(int32_t *ids, float *scores, uint32_t depth, uint32_t k
         fail(LUCE_E_ARG, "the engine keeps %u candidates of a draft, got %u", n_top, k);
     }
     check_drafted(depth);
-    const int32_t *lists = engine_->step().listed(line_.draft_entry(0)); // with the drafts, in one wait
+    // They come with the drafts, in one wait.
+    const int32_t *lists = engine_->step().listed(line_.draft_entry(0));
     std::vector<int32_t> drafts(depth);
     get_draft(drafts.data(), depth);
     for (uint32_t i = 0; i < depth; i++) {

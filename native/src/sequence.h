@@ -10,7 +10,7 @@ namespace luce {
 
 class Sequence {
 public:
-    explicit Sequence(std::shared_ptr<Engine> engine); // fails with E_MEMORY when all slots are taken
+    explicit Sequence(std::shared_ptr<Engine> engine); // it fails with E_MEMORY when all slots are taken
 
     const std::shared_ptr<Engine> &engine() const { return engine_; }
     luce_sequence_info info() const;
@@ -30,7 +30,7 @@ public:
     // does what luce.h says of luce_sequence_choose
     int32_t choose(uint32_t row, const uint8_t *mask, uint64_t mask_size);
     void resume(const Checkpoint &checkpoint);
-    void settle(); // pays debts and drops verified rows: the caches then hold what is committed
+    void settle(); // it pays debts and drops verified rows: the caches then hold what is committed
 
     // The engine's steps call what follows.
     Timeline &line() { return line_; }
@@ -50,17 +50,17 @@ public:
     int32_t choice(uint32_t row, uint64_t position);
 
 private:
-    void check_drafted(uint32_t n) const; // fails with E_ARG unless the last draft has so many tokens
+    void check_drafted(uint32_t n) const; // it fails with E_ARG unless the last draft has so many tokens
 
     std::shared_ptr<Engine> engine_;
     Timeline line_;
-    ChoiceCtl choice_{}; // says how its tokens are chosen
+    ChoiceCtl choice_{}; // it says how its tokens are chosen
     Penalties penalties_;
     bool chooses_ = false; // its rows' logits come to the host with each step
-    std::vector<float> logits_; // of one row
+    std::vector<float> logits_; // they are those of one row
     std::unique_ptr<Lookup> lookup_; // it is over line_'s tokens, and made on its first use
-    std::string failure_; // says why it is failed; empty while it is not
-    uint64_t serial_ = 0; // names the step that has its logits
+    std::string failure_; // it says why it is failed; empty while it is not
+    uint64_t serial_ = 0; // it names the step that has its logits
     Rows rows_ = Rows::prompt; // they are n_rows_ rows of that step, from first_row_ on
     uint32_t n_rows_ = 0, first_row_ = 0;
 };

@@ -7,7 +7,7 @@
 #include <ggml-alloc.h>
 #include <ggml-backend.h>
 #include <ggml-cpu.h>
-#include <ggml-impl.h> // ggml_graph_view
+#include <ggml-impl.h> // it declares ggml_graph_view
 
 #include <algorithm>
 #include <chrono>
@@ -16,12 +16,12 @@
 #ifdef LUCE_USE_CUDA
 #include "../kernels/gemm.h"
 
-extern "C" void *luce_cuda_stream(ggml_backend_t backend); // cuda_stream.cu
+extern "C" void *luce_cuda_stream(ggml_backend_t backend); // cuda_stream.cu defines it
 #endif
 
 namespace luce {
 
-static constexpr int PARTS_PER_THREAD = 4; // of even ops
+static constexpr int PARTS_PER_THREAD = 4; // a thread has so many parts of an even op
 
 static void close_gemm(void *stream) {
 #ifdef LUCE_USE_CUDA
@@ -136,9 +136,10 @@ Step::Graph &Step::graph(const StepShape &shape) {
 static int64_t work_of(const ggml_tensor *node) {
     switch (node->op) {
         case GGML_OP_MUL_MAT: return ggml_nelements(node->src[0]) * node->ne[1];
-        case GGML_OP_MUL_MAT_ID: return node->src[0]->ne[0] * ggml_nelements(node); // K a value
+        // A value takes K products.
+        case GGML_OP_MUL_MAT_ID: return node->src[0]->ne[0] * ggml_nelements(node);
         case GGML_OP_FLASH_ATTN_EXT:
-            return ggml_nelements(node->src[0]) * node->src[1]->ne[1]; // queries, keys
+            return ggml_nelements(node->src[0]) * node->src[1]->ne[1]; // each query meets each key
         default: return is_empty(node) ? 0 : ggml_nelements(node);
     }
 }
@@ -158,7 +159,7 @@ static bool is_wide(const ggml_cgraph &segment) {
 template <class Ours> void Step::run_segments(Graph &g, const Ours &run_op) {
     const Device &device = model_.device();
     const int n = ggml_graph_n_nodes(g.nodes);
-    bool work = false; // says whether there is work in the segment that began at `first`
+    bool work = false; // it says whether there is work in the segment that began at `first`
     for (int first = 0, i = 0; i <= n; i++) {
         ggml_tensor *node = i < n ? ggml_graph_node(g.nodes, i) : nullptr;
         const CustomOp *op = node != nullptr ? custom_op(node) : nullptr;

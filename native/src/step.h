@@ -29,7 +29,7 @@ GraphAllocator new_graph_allocator(const Device &device);
 struct StepShape {
     StepKind kind;
     uint32_t rows;
-    uint32_t n_kv; // counts the cells of a prefill, in buckets
+    uint32_t n_kv; // it counts the cells of a prefill, in buckets
 
     bool operator<(const StepShape &o) const {
         return std::tie(kind, rows, n_kv) < std::tie(o.kind, o.rows, o.n_kv);
@@ -39,10 +39,10 @@ struct StepShape {
 };
 
 struct StepSizes {
-    uint64_t compute = 0; // activations and outputs
-    StepShape largest{}; // the step that takes as much
+    uint64_t compute = 0; // activations and outputs take so much
+    StepShape largest{}; // this step takes as much
     uint64_t inputs = 0;
-    uint64_t other = 0; // an upper bound of captured graphs and ggml's pools
+    uint64_t other = 0; // captured graphs and ggml's pools take at most so much
 };
 
 // A Choice is what a row's sequence chooses after it (ChoiceRow).
@@ -95,18 +95,18 @@ public:
 
     // Returns the results of the last prefill or verify. Logits are valid until the next step of any kind.
     const Choice *choices() const { return results_; }
-    const int32_t *listed(int32_t entry); // reads the cache's lists, in the same way
-    const Choice &drafted(int32_t entry); // reads the cache's drafts; it waits where no verify has done so
+    const int32_t *listed(int32_t entry); // it reads the cache's lists, in the same way
+    const Choice &drafted(int32_t entry); // it reads the cache's drafts; it waits where no verify has done so
     void read_logits(uint32_t row, float *out);
-    uint64_t serial() const { return steps_; } // of the last step
+    uint64_t serial() const { return steps_; } // it numbers the last step
 
     ggml_backend_t backend() const { return backend_.get(); }
     // Every wait of an engine for its device is one of these two: for all that is enqueued, or for an event of another
     // stream. They are counted, and so are steps: what a round costs beside its kernels.
     void synchronize();
     void wait(ggml_backend_event_t event);
-    void
-    poison(); // for tests: makes NaN of the compute buffer, of which no step may read what it has not written
+    // Tests call it: it makes NaN of the compute buffer, of which no step may read what it has not written.
+    void poison();
     uint64_t steps() const { return steps_; }
     uint64_t synchronisations() const { return synchronisations_; }
     // Keeps what enqueued copies read until the next synchronize().
@@ -136,30 +136,33 @@ private:
     const Model &model_;
     const Cache &cache_;
     EngineParams params_;
-    std::vector<std::shared_ptr<struct ggml_backend_buffer>> kept_; // freed after all that reads them
+    // They are freed after all that reads them.
+    std::vector<std::shared_ptr<struct ggml_backend_buffer>> kept_;
     Backend backend_;
-    Team team_; // the CPU's threads; on a GPU the caller alone, where no experts are in host memory
+    Team team_; // it has the CPU's threads; on a GPU the caller alone, where no experts are in host memory
     RamStage ram_{team_};
-    std::unique_ptr<void, void (*)(void *)> gemm_; // the backend's stream, while cuBLAS is open for it
+    std::unique_ptr<void, void (*)(void *)> gemm_; // it is the backend's stream, while cuBLAS is open for it
     Regions in_;
     Buffer results_buffer_; // it is pinned on a GPU
-    Choice *results_ = nullptr, *drafts_ = nullptr; // in it, with lists_
+    Choice *results_ = nullptr, *drafts_ = nullptr; // they lie in results_buffer_, with lists_
     GraphAllocator galloc_;
     uint64_t compute_size_ = 0;
     std::map<StepShape, std::unique_ptr<Graph>> graphs_;
     Graph *last_ = nullptr; // its logits are in the compute buffer
     std::vector<luce_cost> costs_;
-    uint32_t tried_ = 0; // the token of the last trial's last row, as a part of the vocabulary in 2^-32
+    // The last row of the last trial had this token, as a part of the vocabulary in 2^-32.
+    uint32_t tried_ = 0;
     uint64_t steps_ = 0, synchronisations_ = 0;
     bool drafting_ = false; // a draft is enqueued that nobody has waited for
     bool drafts_stale_ = false; // drafts_ is older than the device's
-    int32_t *lists_ = nullptr; // the host's copy
+    int32_t *lists_ = nullptr; // it is the host's copy
     bool lists_stale_ = false;
-    Buffer logits_buffer_; // of all rows of a step, pinned on a GPU; null until have_logits()
-    uint64_t fetched_next_ = 0,
-             fetched_ = 0; // rows, a bit each: whose logits will come, and have come to the host
+    // It has room for all rows of a step, and is pinned on a GPU. It is null until have_logits().
+    Buffer logits_buffer_;
+    // They have a bit for each row: whether its logits will come to the host, and whether they have come.
+    uint64_t fetched_next_ = 0, fetched_ = 0;
     bool capturing_ = false; // steps are captured on their first run
-    bool launching_ = true; // false: a step is captured and does not run
+    bool launching_ = true; // while it is false, a step is captured and does not run
 };
 
 // These round rows and cells up to the fixed lists.

@@ -81,7 +81,7 @@ static double on_line(const std::map<uint32_t, double> &timed, uint32_t width) {
     return above->second + (beyond ? std::max(slope, 0.0) : slope) * (double(width) - double(above->first));
 }
 
-static uint32_t drafts_of(StepKind kind) { // luce_cost.drafts
+static uint32_t drafts_of(StepKind kind) { // it returns luce_cost.drafts of such steps
     switch (kind) {
         case StepKind::draft: return 1;
         case StepKind::block: return 2;
@@ -94,7 +94,7 @@ namespace {
 
 struct Kind {
     std::vector<StepShape> shapes; // they rise in width
-    std::map<uint32_t, double> timed; // seconds by width
+    std::map<uint32_t, double> timed; // it maps a width to seconds
 };
 
 using Clock = std::chrono::steady_clock;
@@ -142,8 +142,8 @@ void Step::time_all() {
     // It runs once as it is, so that ggml's pools are full-grown and kernels loaded; then it is captured,
     // then timed.
     if (gpu) {
-        run_trial(largest_steps(params_.cache)[0]); // a prefill
-        for (auto shape = shapes.rbegin(); shape != shapes.rend(); ++shape) { // widest first
+        run_trial(largest_steps(params_.cache)[0]); // this is a prefill
+        for (auto shape = shapes.rbegin(); shape != shapes.rend(); ++shape) { // the widest comes first
             run_trial(*shape);
         }
         capturing_ = true;

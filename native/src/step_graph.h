@@ -13,7 +13,7 @@ struct Step::Graph {
     StepShape shape;
     // A step is captured in pieces, one after each of the ops that the host runs in its middle (ram_op.h).
     std::vector<void *> captured;
-    std::vector<const ggml_tensor *> on_host; // the nodes of those ops
+    std::vector<const ggml_tensor *> on_host; // these are the nodes of those ops
 
     ~Graph() { drop_capture(); }
     void drop_capture();

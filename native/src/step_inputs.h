@@ -14,7 +14,7 @@ public:
     Region(uint32_t rows, uint32_t n_pages, uint32_t mirrors);
 
     void allocate(const Device &device);
-    size_t size() const { return size_; } // counts its bytes on the device
+    size_t size() const { return size_; } // it counts its bytes on the device
 
     // Host is the host's side of one mirror.
     struct Host {
@@ -34,11 +34,11 @@ public:
 
 private:
     uint32_t rows_, n_pages_, mirrors_;
-    size_t hidden_from_, positions_, tokens_, ctl_, pages_, size_; // offsets; hidden_to comes first
+    size_t hidden_from_, positions_, tokens_, ctl_, pages_, size_; // they are offsets; hidden_to comes first
     Buffer device_, pinned_;
     uint8_t *host_ = nullptr;
     Context context_;
-    ggml_tensor *whole_ = nullptr; // stands for the region in copies
+    ggml_tensor *whole_ = nullptr; // it stands for the region in copies
 };
 
 struct EngineParams {

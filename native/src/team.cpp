@@ -40,7 +40,8 @@ void relax() {
 
 Team::Team(int n_threads) {
     helpers_.reserve(size_t(std::max(n_threads, 1) - 1));
-    active_ = std::max(n_threads, 1) - 1; // comes first: a helper without a place would rest until it is told
+    // It comes first: a helper without a place would rest until it is told.
+    active_ = std::max(n_threads, 1) - 1;
     try {
         for (int i = 1; i < n_threads; i++) {
             helpers_.emplace_back([this, i] { help(i - 1); });
@@ -99,7 +100,7 @@ void Team::run(int n_parts, Call call, const void *context) {
     context_ = context;
     done_.store(0, std::memory_order_relaxed);
     const uint64_t serial = job_.load(std::memory_order_relaxed) / SERIAL + 1;
-    job_.store(serial * SERIAL + uint64_t(n_parts) * PARTS); // sequentially consistent with asleep_
+    job_.store(serial * SERIAL + uint64_t(n_parts) * PARTS); // it is sequentially consistent with asleep_
     const Clock::time_point began = Clock::now();
     if (asleep_.load() > 0 && began - woken_ > WAKE_EVERY) {
         woken_ = began;
@@ -169,7 +170,7 @@ void Team::adjust(bool stalled) {
 }
 
 void Team::stay_awake(bool on) {
-    awake_ = on; // sequentially consistent with asleep_
+    awake_ = on; // it is sequentially consistent with asleep_
     if (on && asleep_.load() > 0) {
         {
             const std::lock_guard<std::mutex> lock(mutex_);

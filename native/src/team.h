@@ -16,7 +16,7 @@
 
 namespace luce {
 
-void relax(); // says to the processor that the thread spins
+void relax(); // it says to the processor that the thread spins
 
 class Team {
 public:
@@ -42,7 +42,7 @@ private:
     using Clock = std::chrono::steady_clock;
     using Call = void (*)(const void *context, int part);
     void run(int n_parts, Call call, const void *context);
-    bool take_part(); // returns false when none is left
+    bool take_part(); // it returns false when none is left
     void help(int index);
     void wait_for_work(int index);
     void wait_for_parts(int n_parts);
@@ -62,13 +62,13 @@ private:
     // As many helpers take parts. The number is halved when they cost more than they save, and doubled after
     // `patience_` jobs.
     std::atomic<int> active_{0};
-    Clock::duration credit_; // what they saved lately, less what the caller waited for them
+    Clock::duration credit_; // it is what they saved lately, less what the caller waited for them
     int calm_ = 0, patience_ = 0; // both count jobs
 
     std::vector<std::thread> helpers_;
     alignas(64) std::atomic<int> asleep_{0};
     std::atomic<bool> awake_{false};
-    Clock::time_point woken_; // when sleeping helpers were woken last
+    Clock::time_point woken_; // it is when sleeping helpers were woken last
     std::atomic<bool> waiting_{false}; // the caller is asleep
     std::mutex mutex_;
     // Helpers without work, helpers without a place, and the caller wait on these.

@@ -17,7 +17,7 @@
 namespace luce {
 
 struct TreeLists {
-    const int32_t *ids; // (depth, k), best first; an id below 0 says that the list ends before it
+    const int32_t *ids; // (depth, k); the best comes first; an id below 0 says that the list ends before it
     const float *scores; // (depth, k); -inf says that the list ends before it
     uint32_t depth, k;
     // The lists follow the first choices alone (a chain's), so only nodes on that path have children.

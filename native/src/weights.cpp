@@ -273,7 +273,7 @@ const Moe *Model::in_ram() const {
 }
 
 uint64_t Model::identity() const {
-    uint64_t hash = 0xcbf29ce484222325u; // the offset basis of FNV-1a
+    uint64_t hash = 0xcbf29ce484222325u; // this is the offset basis of FNV-1a
     const auto add = [&](const void *data, size_t n) {
         for (size_t i = 0; i < n; i++) {
             hash = (hash ^ static_cast<const uint8_t *>(data)[i]) * 0x100000001b3u;
