@@ -3,7 +3,9 @@
 # each within a limit of its own. What has ended well is not run again, so a second call goes on where the first was cut.
 #
 #   tools/gpu_check.sh [STAGE ...]      (in the order given; default: all of them, in this order)
-#     build     the library, and its kernels' checks
+#   tools/gpu_check.sh together 'STAGE ...' 'STAGE ...'     (build, then the first stages on the first GPU, the second
+#                                                            on the second, and so on, at the same time)
+#     build     the library, its kernels' checks, and llama.cpp where the kit has its source
 #     oracle    the oracle model and its DFlash drafter, made beside the stages after this one, until one needs them
 #     kernels   the kernels against double precision, a process for each part
 #     suite     the tests that use the device, in slices; how far tokens and logits are from where they belong
@@ -26,8 +28,10 @@
 #
 # It reads from GPU_KIT (default .gpu, git-ignored), which is packed where there is a network:
 #   cache.tar.xz  luce's cache folder, as tools/fetch_ggml.py leaves it: `tar -C ~/.cache -cJf ... luce`
-#   peer.tar.xz   `peer/bin/` with llama-bench, llama-batched-bench and llama-server of the same archive
+#   llamacpp.tar.xz  llama.cpp's source of the same archive, without ggml's; or, as it was built elsewhere,
+#   peer.tar.xz   `peer/bin/` with llama-bench, llama-batched-bench and llama-server
 #   *.whl         what the machine's Python lacks of luce[test]
+# tools/gpu_kit.sh packs them.
 # It writes results, logs and rows to OUT (default .gpu/out), and keeps what it made and what is done in GPU_WORK
 # (default luce-gpu in the folder for temporary files). All of it takes at most WITHIN seconds; it tells of a stage that
 # is cut or left out since too little is left. A slice of the suite takes SLICE seconds and runs in WORKERS processes.
@@ -51,6 +55,11 @@ threads=${THREADS:-16}
 own_threads=() # luce uses none with a model on a GPU.
 [[ $device != cpu ]] || own_threads=(--threads "$threads")
 all="build oracle kernels suite peer auto part sampled sweep prefill dflash nineb experts zero batch serve sanitize kl gap"
+streams=()
+if [[ ${1:-} == together ]]; then
+    shift
+    streams=("$@")
+fi
 stages=${*:-$all}
 for stage in $stages; do
     [[ " $all " == *" $stage "* ]] || { echo "no stage $stage; there are $all" >&2; exit 2; }
@@ -98,7 +107,7 @@ run() {
     return "$status"
 }
 
-have_peer() { [[ -d $work/peer/bin ]] || tar -C "$work" -xJf "$kit/peer.tar.xz"; }
+have_peer() { [[ -d $work/peer/bin ]] || [[ ! -e $kit/peer.tar.xz ]] || tar -C "$work" -xJf "$kit/peer.tar.xz"; }
 make_oracle() { nice python3 tools/make_oracle.py --shape "$shape" --accept 0.8 "$oracle" >"$out/oracle.txt" 2>&1; }
 make_drafter() {
     nice python3 tools/make_oracle.py --shape "$shape" --drafter "$drafter" --draft-accept "$draft_accept" \
@@ -152,11 +161,28 @@ build_checks() {
             -o "$2/$(basename "$1").o"' _ {} "$work/kernels" "$arch" &&
         nvcc -o "$work/kernel_check" "$work"/kernels/*.o -lcublas
 }
-export -f build_library build_checks
-export work
+# bench/llamacpp.py has the same options. ggml's AMX buffers, which luce does not use, crashed on one machine.
+build_peer() {
+    local cuda
+    cuda=$([[ $device == cpu ]] && echo OFF || echo ON)
+    mkdir -p "$work/llamacpp" && tar -C "$work/llamacpp" -xJf "$kit/llamacpp.tar.xz" &&
+        ln -sfn "$work"/cache/luce/ggml-*/ggml "$work/llamacpp/ggml" &&
+        cmake -G Ninja -S "$work/llamacpp" -B "$work/llamacpp/build" -DCMAKE_BUILD_TYPE=Release -DGGML_CPU_REPACK=OFF \
+            -DGGML_NATIVE=ON -DCMAKE_{C,CXX}_FLAGS=-mno-amx-tile\ -mno-amx-int8 -DBUILD_SHARED_LIBS=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
+            -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_UI=OFF -DGGML_CUDA="$cuda" -DGGML_CUDA_NCCL=OFF &&
+        cmake --build "$work/llamacpp/build" -j "$(nproc)" --target llama-bench llama-server llama-batched-bench &&
+        mkdir -p "$work/peer" && cp -a "$work/llamacpp/build/bin" "$work/peer/"
+}
+export -f build_library build_checks build_peer
+export work kit device
 stage_build() {
     say "build"
-    run build-library 900 bash -c build_library && run build-checks 300 bash -c build_checks || exit 1
+    if [[ -e $kit/llamacpp.tar.xz && ! -e $kit/peer.tar.xz ]]; then
+        run build-llamacpp 900 bash -c build_peer &
+    fi
+    run build-library 900 bash -c build_library && { [[ $device == cpu ]] || run build-checks 300 bash -c build_checks; } ||
+        exit 1
+    wait
 }
 stage_oracle() {
     mkdir -p "${oracle%/*}"
@@ -375,6 +401,27 @@ stage_gap() {
         run gap 60 "$work/row_gap" gpu && brief 30 <"$out/gap.txt"
 }
 
+# Each stream is a call of its own, which finds what is built and made.
+together() {
+    local stream n=0
+    stage_build
+    have_oracle
+    for stream in "$@"; do
+        CUDA_VISIBLE_DEVICES=$n OUT=$out/$n WITHIN=$(left) "$0" $stream >"$out/$n.txt" 2>&1 &
+        n=$((n + 1))
+    done
+    wait
+    for ((n = 0; n < $#; n++)); do
+        printf '\n######## %s\n' "${@:n+1:1}"
+        brief 40 <"$out/$n.txt"
+        grep -q '^==== done; nothing' "$out/$n.txt" || bad+=("stream $n")
+    done
+}
+if ((${#streams[@]})); then
+    mkdir -p "${oracle%/*}"
+    together "${streams[@]}"
+    stages=
+fi
 for stage in $stages; do
     if [[ $stage != build && -z ${told:-} ]]; then
         python3 -c 'from luce._native import default as d; print(d().version, [x.description for x in d().devices()])' || exit 1
