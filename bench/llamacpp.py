@@ -137,8 +137,8 @@ def llama_batched_bench(
 
 
 class LlamaServer:
-    """llama-server on a loopback port, `slots` streams of n_ctx positions each; a context manager. Raises
-    PeerError."""
+    """Runs llama-server on a loopback port with `slots` streams of n_ctx positions each, as a context
+    manager. Raises PeerError."""
 
     def __init__(
         self,

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""luce beside llama.cpp with several sequences that decode together, on one file, in one run.
+"""Measures luce beside llama.cpp with several sequences that decode together, on one file, in one run.
 
-Tokens a second in all. luce: `luce bench batch`'s figures, from the first new token of the last sequence to
-the end of the first, each after a random prompt of --prompt-tokens. llama-batched-bench: its generation of
---n-gen random tokens for each sequence, after as many prompt tokens; it chooses none. llama-server: as many
-slots as sequences, which are asked at once; their tokens after the first, over the time of the slowest.
+Figures are tokens a second of all sequences together. luce's are those of `luce bench batch`: they span from
+the first new token of the last sequence to the end of the first, each after a random prompt of
+--prompt-tokens. llama-batched-bench generates --n-gen random tokens for each sequence, after as many prompt
+tokens; it chooses none. llama-server has as many slots as sequences, which are asked at once: its figure is
+their tokens after the first, over the time of the slowest.
 Outside the timing windows: loading, opening, warm-ups, prompts, HTTP. Medians over rounds, in which luce
 and llama-batched-bench take turns; llama-server is loaded for each configuration afterwards.
 

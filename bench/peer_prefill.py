@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""luce's prefill beside llama.cpp's, by length of the prompt, on one file, in one run.
+"""Measures luce's prefill beside llama.cpp's, by length of the prompt, on one file, in one run.
 
-Random tokens into an empty context: in luce to the choice of the next token, in llama-bench to the logits of
-the last chunk. Outside the timing windows: loading, opening, one warm-up of each length. Medians over rounds,
-in which luce and llama-bench take turns.
+Random tokens are read into an empty context: in luce to the choice of the next token, in llama-bench to the
+logits of the last chunk. Loading, opening and one warm-up of each length are outside the timing windows.
+Figures are medians over rounds, in which luce and llama-bench take turns.
 
     python bench/peer_prefill.py oracle-27b-0.8.gguf --bin peer/bin --lengths 512,2048,8192
 """

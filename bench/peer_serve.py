@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""luce's server beside llama-server, on one file, in one run: `luce bench serve`'s measures of both.
+"""Takes `luce bench serve`'s measures of luce's server and of llama-server, on one file, in one run.
 
 Each server is asked by the same client with the same prompts; llama-server has as many slots as luce has
 sequences, its own prompt cache and checkpoints, and its own drafts with --draft N. One server is measured

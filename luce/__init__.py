@@ -1,4 +1,4 @@
-"""luce: exact speculative decoding of Qwen3.5/3.6 GGUF models."""
+"""luce runs Qwen3.5 and Qwen3.6 GGUF models by exact speculative decoding."""
 
 
 def __getattr__(name: str) -> str:

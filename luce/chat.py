@@ -17,7 +17,7 @@ KEY = "tokenizer.chat_template"
 
 
 class Template(Protocol):
-    """ChatTemplate, or one that is bounded."""
+    """Renders messages as a prompt: ChatTemplate does, and so does BoundedTemplate within bounds."""
 
     def render(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> str: ...
 

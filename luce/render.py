@@ -34,7 +34,7 @@ class Display:
         terminal = console.is_terminal if console else sys.stderr is not None and sys.stderr.isatty()
         self._on = terminal and not quiet
         self._console = console or (_stderr() if self._on else None)
-        self._status: Status | None = None  # There is one of them at a time.
+        self._status: Status | None = None  # At most one status or bar is shown at a time.
         self._bar: Progress | None = None
         self._since = 0.0
 

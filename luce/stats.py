@@ -45,8 +45,8 @@ class Stats:
 class Tally:
     """Counts rounds as they happen."""
 
-    rounds: list[int] = field(default_factory=list)  # It is by number of drafts.
-    drafted: list[int] = field(default_factory=list)  # It is by depth, from 1.
+    rounds: list[int] = field(default_factory=list)  # rounds[n] counts the rounds of n drafts.
+    drafted: list[int] = field(default_factory=list)  # Each entry counts drafts of one depth, from 1.
     accepted: list[int] = field(default_factory=list)
     draft_s: float = 0.0
     verify_s: float = 0.0

@@ -39,7 +39,7 @@ def code_of(library: Path) -> tuple[int, int]:
 
 @dataclass
 class Stage:
-    """Two sequences, a checkpoint for the calls, and one that all begin with."""
+    """Holds two sequences, a checkpoint that the calls use, and one that every call begins from."""
 
     engine: Engine
     one: Timeline

@@ -130,7 +130,8 @@ def poison(engine: Engine) -> None:
 
 
 class Fault(IntEnum):
-    """What luce_fault makes fail: a graph that is being built, one that is too large, an op in a step."""
+    """Says what luce_fault makes fail: a graph that is being built, one that is too large, an op of
+    a step."""
 
     GRAPH = 1
     SIZE = 2

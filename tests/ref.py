@@ -217,7 +217,7 @@ class Reference:
         beta = sigmoid(x @ w["ssm_beta.weight"].T)  # (rows, Hv)
         decay = np.exp(w["ssm_a"] * softplus(x @ w["ssm_alpha.weight"].T + w["ssm_dt.bias"]))
         log = Log(np.empty((n, c.n_k_head, c.state_size), x.dtype), np.empty_like(z), decay, qkv)
-        windows, states = [], []  # They are kept after each row.
+        windows, states = [], []  # Both hold an entry for each row: its children go on from there.
         o = np.empty_like(z)
         for r, p in enumerate(out.parents):
             window = np.vstack([windows[p] if p >= 0 else self.conv[i], qkv[r]])  # (conv, conv_dim)

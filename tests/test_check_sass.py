@@ -1,4 +1,4 @@
-"""tools/check_sass.py on what cuobjdump prints."""
+"""These tests run tools/check_sass.py on what cuobjdump prints."""
 
 from __future__ import annotations
 

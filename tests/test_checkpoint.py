@@ -405,8 +405,8 @@ def large(native: Library, folder: Path, device: str) -> tuple[Engine, Timeline,
 
 
 class Saving:
-    """luce_checkpoint_save in a thread. It writes `data`: the header last, and after the tokens a piece at a
-    time."""
+    """Runs luce_checkpoint_save in a thread. It writes `data`: the tokens, then the rest a piece at a time,
+    and the header last."""
 
     def __init__(self, checkpoint: Checkpoint):
         library, size = checkpoint.library, checkpoint.info.size_bytes

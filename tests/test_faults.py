@@ -81,8 +81,8 @@ def raised(make: Callable[[int], None], n: int) -> LuceError | None:
 def test_an_opening_that_fails_leaves_nothing_behind(
     kind: Fault, error: type[LuceError], native: Library, model: Model, device: str, expected: object
 ) -> None:
-    """At any graph that it builds and at many of the ops that it runs; on a GPU first as they are, then as
-    they are captured: the stream is not left capturing."""
+    """An opening is failed at any graph that it builds and at many of the ops that it runs. On a GPU the ops
+    fail first as they run, then as they are captured: the stream is not left capturing."""
 
     def make(after: int) -> None:
         with fault(native, kind, after):
@@ -239,7 +239,8 @@ def test_calls_that_lack_memory_do_nothing_or_say_what_failed(path: Path, tmp_pa
 
 
 def test_every_call_runs_on_its_engines_device(native: Library, path: Path, device: str) -> None:
-    """Whatever device the calling thread was left on, and with engines on all devices of the kind in turn."""
+    """Calls run so whatever device the calling thread was left on, with engines on all devices of the kind in
+    turn."""
     kind = device.partition(":")[0]
     names = [each.name for each in native.devices() if each.name.startswith(kind)]
     sequences = [open_engine(drive.open_model(native, path, name, head=True)).sequence() for name in names]

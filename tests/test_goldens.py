@@ -86,7 +86,7 @@ def test_goldens_are_what_transformers_computes(case: str, golden: dict[str, np.
 def test_llamacpp_writes_the_same_tokens(
     case: str, golden: dict[str, np.ndarray], sequence: Timeline, device: str
 ) -> None:
-    """llama.cpp's own greedy tokens of the same file, up to a token that ended its text."""
+    """The tokens are llama.cpp's own greedy ones of the same file, up to a token that ended its text."""
     recorded = json.loads((ROOT / "tests" / "goldens" / "llamacpp.json").read_text())
     tokens, (config, _) = recorded[case], CASES[case]
     assert len(tokens) == len(golden["greedy"]) or tokens[-1] >= config.n_vocab - len(CONTROL)

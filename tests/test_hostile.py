@@ -313,7 +313,7 @@ drive.decode(sequence, [1, 2, 3], 4)
 
 
 def test_threads_that_cannot_be_had_are_no_error(wide):
-    """Fewer do the work. Each would want a stack of more than the address space."""
+    """Each thread would want a stack of more than the address space, so fewer threads do the work."""
     program = WIDE + """
 if len(sys.argv) == 2:
     resource.setrlimit(resource.RLIMIT_STACK, (1 << 34, resource.RLIM_INFINITY))

@@ -1,4 +1,4 @@
-"""What a step launches, counted in its graph: the lists at the head of native/src/ops.h."""
+"""These tests count in a step's graph what it launches: it is what the head of native/src/ops.h lists."""
 
 from __future__ import annotations
 

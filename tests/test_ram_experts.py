@@ -84,7 +84,8 @@ def test_drafts_change_no_token(
 def test_what_cannot_be_placed_is_refused(
     native: Library, path_of: Callable[[str], Path], tiny_gguf: Path, device: str
 ) -> None:
-    """More layers than there are, a model without experts, and a type that only ggml multiplies."""
+    """Opening refuses more layers than there are, a model without experts, and a type that only ggml
+    multiplies."""
     with pytest.raises(ArgumentError, match="n_cpu_experts is 3, .* has 2 layers"):
         drive.open_model(native, path_of("Q4_K"), device, cpu_experts=3)
     with pytest.raises(ArgumentError, match="n_cpu_experts is 1, and .* has no experts: .* is qwen35"):

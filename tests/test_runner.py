@@ -95,7 +95,8 @@ class Text:
         self.costs, self.share, self.random = costs, share, random.Random(seed)
 
     def decode(self, pace, tokens):
-        """(seconds, gamma of each round); `expected`: tokens of its rounds on average over all luck"""
+        """Returns seconds and the gamma of each round. `expected` becomes the tokens that such rounds give on
+        average over all luck."""
         pace.begin(tokens)
         done, seconds, gammas, self.expected = 1, 0.0, [], 0.0
         while done < tokens:

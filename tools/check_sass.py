@@ -30,7 +30,8 @@ INSTRUCTION = re.compile(
 
 @dataclass
 class Kernel:
-    """What was found in one kernel. A predicate of the whole warp (UP0 ...) is no condition for a lane."""
+    """Holds what was found in one kernel. A predicate of the whole warp (UP0 ...) is no condition for a
+    lane."""
 
     name: str
     together: int = 0  # It counts instructions of a whole warp.

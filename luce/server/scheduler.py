@@ -77,8 +77,8 @@ class Scheduler:
         self._admitting: Job | None = None  # It has left the queue and has no generation yet.
         self._changed = threading.Condition()
         self._stopping = False
-        self.pages_free = engine.info.n_pages  # So many were free after the last turn.
-        self._seconds = deque[float](maxlen=32)  # The last jobs took so long.
+        self.pages_free = engine.info.n_pages  # This many pages were free after the last turn.
+        self._seconds = deque[float](maxlen=32)  # Each entry says how long one of the last jobs took.
         self._thread = threading.Thread(target=self._run, name="luce-engine", daemon=True)
         self._thread.start()
 

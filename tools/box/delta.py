@@ -60,7 +60,7 @@ def inverse_of_unit_lower(a: Tensor) -> Tensor:
 
 
 class _Inverse(torch.autograd.Function):
-    """inverse_of_unit_lower, whose result is kept in `dtype`. Its backward is -T^T dT T^T."""
+    """Computes inverse_of_unit_lower and keeps its result T in `dtype`. The backward is -T^T dT T^T."""
 
     @staticmethod
     def forward(ctx, a: Tensor, dtype: torch.dtype) -> Tensor:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""Stage dflash: the block-diffusion drafter on the trunk's features.
+"""Stage dflash trains the block-diffusion drafter, which reads the trunk's features.
 
 One forward drafts a block: rows are the anchor and 15 masks, each layer's keys are the features of the
 committed positions before the anchor and the block's own rows (no mask inside the block). Row i predicts the

@@ -294,7 +294,7 @@ class Trunk(nn.Module):
 
     @property
     def embedding(self) -> Tensor:
-        """(V, E), also the output matrix."""
+        """Returns the token embeddings (V, E), which are the output matrix too."""
         return self.model.embed_tokens.weight
 
     def rope(self, first: int, count: int) -> tuple[Tensor, Tensor]:

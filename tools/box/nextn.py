@@ -1,4 +1,4 @@
-"""Stage nextn: the NextN (multi-token prediction) head, on the frozen trunk's hidden states.
+"""Stage nextn trains the NextN (multi-token prediction) head, which reads the frozen trunk's hidden states.
 
 x = fc [RMS(embed(token)) * e ; RMS(h) * n], one full-attention block with its own KV, then `norm`, then
 the trunk's output matrix. Row r takes the token at r and the hidden state of r - 1, and predicts the

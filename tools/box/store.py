@@ -24,7 +24,7 @@ STARTED = time.monotonic()  # The command began about then. train.py sets it bef
 
 
 class Deadline:
-    """`until` seconds after the command began, less `reserve` for finishing."""
+    """Ends `until` seconds after the command began, less `reserve` for finishing."""
 
     def __init__(self, until: float, reserve: float):
         self.end = STARTED + until - reserve
