@@ -36,6 +36,7 @@ from luce.render import Display
 from luce.server.cache import PrefixCache
 from luce.server.dialect import END_THINK, THINK, Parser
 from luce.server.pieces import Reasoning, Text
+from luce.tokenizer import NFC_SHRINKS
 
 HELP = """\
 /help          this
@@ -89,27 +90,50 @@ def chat(gguf: Path | None, hf: str | None, **flags: Any) -> None:
         with closing(template), Engine.open(files, asked, display.loading) as engine:
             display.clear()
             talk = Talk(engine, template, flags)
-            for said in lines():
+            for said in lines(engine.info.n_ctx * engine.tokenizer.longest * NFC_SHRINKS):
                 if not talk.hear(said):
                     break
 
 
-def lines() -> Iterator[str]:
-    """Yields what is typed, a message at a time. It has a history where readline is there."""
+def lines(most: int) -> Iterator[str]:
+    """Yields what is typed, a message at a time. It has a history where readline is there. Raises ContextFull
+    where a message that is piped has more than `most` bytes, and then reads no more of them."""
+    if sys.stdin is None:
+        return
     with suppress(ImportError):
         import readline  # noqa: F401  input() uses it
-    prompt, on = ("> ", ". ") if sys.stdin.isatty() else ("", "")
+    terminal = sys.stdin.isatty()
     while True:
+        said: list[str] = []
+        left, quoted, goes_on = most, False, True
         try:
-            text = input(prompt)
-            while text.endswith("\\") or text.count(QUOTE) % 2:
-                text = text.removesuffix("\\") + "\n" + input(on)
+            while goes_on:
+                line = input(". " if said else "> ") if terminal else piped_line(left)
+                left -= len(line.encode(errors="replace")) + 1
+                quoted ^= line.count(QUOTE) % 2 == 1
+                goes_on = quoted or line.endswith("\\")
+                said.append(line.removesuffix("\\"))
         except KeyboardInterrupt:
             stdout.put("\n")
             continue
         except EOFError:
             return
-        yield text.replace(QUOTE, "").strip()
+        yield "\n".join(said).replace(QUOTE, "").strip()
+
+
+def piped_line(most: int) -> str:
+    """Returns a line of stdin without its end. Raises ContextFull where it has more than `most` bytes."""
+    try:
+        line = sys.stdin.buffer.readline(max(most, 0) + 1)
+        if len(line) > most:
+            raise ContextFull("stdin gives a message of more tokens than the context holds")
+        if not line:
+            raise EOFError
+        return line.removesuffix(b"\n").removesuffix(b"\r").decode()
+    except OSError as error:
+        raise click.UsageError(f"stdin cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise click.UsageError("stdin is not UTF-8 text") from None
 
 
 class Talk:

@@ -41,3 +41,32 @@ def test_a_conversation_that_is_too_long(luce_, scripted):
         "chat", "--gguf", scripted, "--device", "cpu", "--threads", "1", "--ctx", "512", stdin=said
     )
     assert "Error:" in result.stderr and "/clear" in result.stderr and "Hello!" in result.stdout
+
+
+@pytest.mark.parametrize("endless_input", ["/dev/zero", "lines that go on", "an open quote"])
+def test_an_endless_message_is_refused(command, scripted, endless_input):
+    """A process that kept what it reads would take a gigabyte in a few seconds."""
+    words = ("chat", "--gguf", scripted, "--device", "cpu", "--threads", "1", "--ctx", "2048")
+    line = {"lines that go on": "x\\", "an open quote": "x"}.get(endless_input)
+    opening = '"""' if endless_input == "an open quote" else ""
+    shell = f"printf '%s' '{opening}'; exec yes '{line}'" if line else "exec cat /dev/zero"
+    with subprocess.Popen(["sh", "-c", shell], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as source:
+        running = command(*words, stdin=source.stdout)
+        source.stdout.close()
+        try:
+            _, stderr = running.communicate(timeout=60)
+        finally:
+            running.kill()
+            source.kill()
+    assert running.returncode == 1
+    (said,) = stderr.decode().splitlines()
+    assert said == "Error: stdin gives a message of more tokens than the context holds"
+
+
+def test_stdin_that_is_no_text_is_a_usage_error(command, scripted, tmp_path):
+    words = ("chat", "--gguf", scripted, "--device", "cpu", "--threads", "1", "--ctx", "512")
+    (tmp_path / "odd").write_bytes(b"\xff\xfe\n")
+    with open(tmp_path / "odd", "rb") as odd:
+        running = command(*words, stdin=odd)
+        _, stderr = running.communicate(timeout=60)
+    assert running.returncode == 2 and b"stdin is not UTF-8 text" in stderr and b"Traceback" not in stderr
