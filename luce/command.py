@@ -92,6 +92,10 @@ def one_line() -> Iterator[None]:
             if error.filename is None and error.errno in WRITING:  # click writes --help by itself.
                 raise stdout.failed(error) from error
             raise
+        except click.exceptions.Exit as leaving:
+            if leaving.exit_code == 0:
+                stdout.put("")  # After --help: click says nothing where stdout is closed.
+            raise
     except (Cancelled, KeyboardInterrupt):
         raise Interrupted() from None
     except LuceError as error:

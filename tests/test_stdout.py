@@ -79,6 +79,13 @@ def test_a_stdout_that_is_closed_is_one_line(command, tiny_gguf, words):
     assert running.returncode == 1
 
 
+@pytest.mark.parametrize("words", [(), ("generate",), ("convert",), ("bench",), ("bench", "prompts")])
+def test_help_for_a_stdout_that_is_closed_is_one_line(command, words):
+    running = command(*words, "--help", stdout=None, preexec_fn=lambda: os.close(1))
+    assert running.communicate(timeout=60)[1].decode().splitlines() == ["Error: stdout is closed"]
+    assert running.returncode == 1
+
+
 def test_a_reader_that_leaves_ends_the_text(process, endless):
     running = process("ab", "-n", "200000", gguf=endless)
     assert running.stdout.read(1)
