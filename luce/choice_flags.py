@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from luce.command import FilePath, Finite, text_file
-from luce.errors import FileError
+from luce.errors import FileError, about
 from luce.grammar import Grammars, Matcher
 from luce.structs import Penalties
 from luce.tokenizer import Tokenizer
@@ -70,6 +70,7 @@ CHOICES = (
     ),
     click.option(
         "--json-schema",
+        type=FilePath(readable=False),
         metavar="FILE|JSON",
         help="Hold the text to JSON that is valid under this schema: a file, or the schema itself. "
         "This needs the extra 'grammar'.",
@@ -104,9 +105,12 @@ def grammar_of(flags: Mapping[str, Any], tokenizer: Tokenizer) -> Callable[[], M
     if schema is None and file is None:
         return None
     grammars = Grammars(tokenizer)
-    if file is not None:
-        return grammars.lark(_read(file))
-    return grammars.json_schema(schema if _is_json(schema) else _read(Path(schema)))
+    if file is None and _is_json(schema):
+        return grammars.json_schema(schema)
+    path = file or Path(schema)
+    text = _read(path)
+    with about(path):
+        return grammars.lark(text) if file is not None else grammars.json_schema(text)
 
 
 def _is_json(text: str) -> bool:

@@ -130,6 +130,20 @@ def test_a_schema_on_the_command_line_that_is_nested_too_deep_is_one_line(luce_)
     assert result.exit_code == 1 and result.stderr == "Error: the schema is nested too deep\n"
 
 
+@pytest.mark.parametrize(
+    ("flag", "text", "said"),
+    [
+        ("--json-schema", "garbage", "the schema is no JSON: "),
+        ("--grammar", "a(", "the grammar cannot be used: "),
+    ],
+)
+def test_a_file_that_is_no_grammar_is_named(luce_, tmp_path, flag, text, said):
+    path = tmp_path / "garbage"
+    path.write_text(text)
+    result = luce_("generate", "x", "-n", "1", flag, path)
+    assert result.exit_code == 1 and result.stderr.startswith(f"Error: {path}: {said}")
+
+
 def test_a_grammar_says_where_it_is_wrong(grammars):
     with pytest.raises(ArgumentError, match=r"1\(\d+\)") as error:
         grammars.lark("start: foo bar(")

@@ -158,7 +158,14 @@ def test_an_endless_grammar_is_refused(luce_, flag):
     assert result.exit_code == 1 and "/dev/zero: more than 16 MiB" in one_line(result)
 
 
-@pytest.mark.parametrize("words", [*FILE_COMMANDS, ("bench", "prompts", "--save")], ids=" ".join)
+EMPTY = [
+    *FILE_COMMANDS,
+    ("bench", "prompts", "--save"),
+    *(("generate", "--gguf", "{}", "x", flag) for flag in ("--grammar", "--json-schema")),
+]
+
+
+@pytest.mark.parametrize("words", EMPTY, ids=" ".join)
 def test_an_empty_path_is_a_usage_error(luce_, words):
     result = luce_(*words, "")
     assert result.exit_code == 2 and "the path is empty" in result.stderr
