@@ -10,6 +10,7 @@ import tiny
 import tokenizers
 
 from luce._native import File
+from luce.convert.gguf_output import _hidden
 from luce.convert.hf_config import Section, rope_theta
 from luce.convert.safetensors_reader import Checkpoint
 from luce.errors import FileError, LuceError
@@ -176,6 +177,30 @@ def test_truncated_file_at_any_length(tmp_path):
         path.write_bytes(data[:size])
         with pytest.raises(FileError, match="model.safetensors"):
             Checkpoint(folder)
+
+
+def test_an_empty_file_is_said_to_be_empty(tmp_path, capsys):
+    folder = checkpoint(tmp_path / "hf", GROUPED)
+    path = folder / "model.safetensors"
+    path.write_bytes(b"")
+    assert failure(folder, capsys) == f"Error: {path}: the file is empty"
+
+
+def test_what_fails_with_the_unfinished_file_names_the_output(tmp_path):
+    """The name of a hidden file means nothing to who asked for another."""
+    with pytest.raises(FileError) as caught, _hidden(tmp_path / "out.gguf") as part:
+        part.write_bytes(b"")
+        File(part)
+    assert str(caught.value) == f"{tmp_path / 'out.gguf'}: the file is empty"
+    with pytest.raises(OSError) as refused, _hidden(tmp_path / "out.gguf") as part:
+        part.mkdir()
+        part.write_bytes(b"")
+    assert str(refused.value.filename) == str(tmp_path / "out.gguf")
+
+
+def test_an_output_whose_hidden_name_is_too_long_is_named(tmp_path, capsys):
+    folder, out = checkpoint(tmp_path / "hf", GROUPED), tmp_path / ("o" * 245 + ".gguf")
+    assert hf.failure([str(folder), str(out)], capsys) == f"Error: {out}: File name too long"
 
 
 def test_header_with_a_name_twice(tmp_path):

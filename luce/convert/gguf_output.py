@@ -22,7 +22,7 @@ import numpy as np
 
 from luce._native import File, Library
 from luce.convert.weight_types import QType
-from luce.errors import ArgumentError, FileError, UnsupportedError
+from luce.errors import ArgumentError, FileError, LuceError, UnsupportedError
 
 SLAB = 1 << 24  # So many weights are F32 in memory at once.
 F16_MAX = 65504.0
@@ -112,17 +112,26 @@ class Written:
 @contextmanager
 def _hidden(path: Path) -> Iterator[Path]:
     """Gives a name beside `path` for the unfinished file, which at the end is gone or is `path`. What is
-    there and is no file, like a device, is not replaced."""
+    there and is no file, like a device, is not replaced. Errors name `path`."""
     if path.exists() and not path.is_file():
         raise FileError(f"{path} cannot be written: it is a folder, a device or a pipe")
     if not path.parent.is_dir():
         raise FileError(f"{path} cannot be written: what it should lie in is not a folder")
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        yield part
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+        try:
+            yield part
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        if str(error.filename) != str(part):
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    except LuceError as error:
+        if str(part) not in str(error):
+            raise
+        raise type(error)(str(error).replace(str(part), str(path)), error.concerns) from error
 
 
 def _bytes_per_row(planned: Planned, kind: str) -> int:

@@ -125,8 +125,10 @@ def _read_header(path: Path) -> dict[str, Source]:
         raise FileError(f"{path}: it is a folder, a device or a pipe")
     try:
         data = np.memmap(path, np.uint8, "r")
-    except (OSError, ValueError) as error:  # An empty file raises ValueError.
-        raise FileError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    except OSError as error:
+        raise FileError(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:  # numpy refuses to map nothing.
+        raise FileError(f"{path}: the file is empty") from error
     if data.size < 8:
         raise FileError(f"{path}: truncated: {data.size} bytes")
     (length,) = struct.unpack("<Q", data[:8].tobytes())
