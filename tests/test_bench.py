@@ -114,6 +114,14 @@ def test_prompts_are_figures_by_class(bench, tmp_path):
     assert none.exit_code == 1 and "'verse'" in none.stderr and "other" in none.stderr
 
 
+def test_a_prompt_beyond_the_context_is_named_by_its_line(bench, tmp_path):
+    path = tmp_path / "mine.jsonl"
+    lines = [{"prompt": "def f():"}, {"prompt": "x = 1\n" * 9000, "id": "long"}, {"prompt": "class A:"}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = bench("prompts", path, "-n", 4, "--modes", "plain")
+    assert result.exit_code == 1 and result.stderr.startswith(f"Error: {path}, line 2: a prompt of ")
+
+
 def test_oracle_is_made_once_and_every_token_is_checked(bench, tmp_path):
     args = (
         "oracle",

@@ -173,8 +173,8 @@ def test_a_file_gives_its_prompts_in_order(tmp_path):
         "  ",
     )
     assert problems.from_jsonl(path) == [
-        problems.Problem("mine/1", "one", "custom"),
-        problems.Problem("b", "two\u2028ü", "code", chat=True),
+        problems.Problem("mine/1", "one", "custom", where=f"{path}, line 1"),
+        problems.Problem("b", "two\u2028ü", "code", chat=True, where=f"{path}, line 3"),
     ]
 
 

@@ -133,7 +133,7 @@ def prompts(source: str, group: str | None, **flags: Any) -> None:
         raise ArgumentError(f"no prompt is of class {group!r}: there are {there}")
 
     def cases(files: Files) -> list[Case]:
-        return [Case(p.id, problems.tokens_of(p, files), (), p.cls) for p in chosen]
+        return [Case(p.id, problems.tokens_of(p, files), (), p.cls, p.where) for p in chosen]
 
     def by_class(records: list[Record], display: Display, stopped: Stopped) -> dict[str, Any]:
         names = [mode.name for mode in flags["modes"]]

@@ -45,6 +45,7 @@ class Problem:
     chat: bool = False  # Then the prompt is a user's message, for the file's chat template.
     test: str = ""  # It defines check(candidate), which raises where the candidate is wrong.
     entry_point: str = ""  # It names the function to test.
+    where: str = ""  # It is the file and the line that errors name.
 
 
 def tokens_of(problem: Problem, files: Files) -> tuple[int, ...]:
@@ -121,7 +122,8 @@ def from_jsonl(path: Path) -> list[Problem]:
         id = entry.get("id", f"{path.stem}/{number}")
         if id in problems:
             raise FileError(f"{where}: the id {id!r} is also that of line {first[id]}")
-        problems[id] = Problem(id, entry["prompt"], entry.get("class", "custom"), entry.get("chat", False))
+        cls, chat = entry.get("class", "custom"), entry.get("chat", False)
+        problems[id] = Problem(id, entry["prompt"], cls, chat, where=where)
         first[id] = number
     if not problems:
         raise FileError(f"{path} holds no prompts")

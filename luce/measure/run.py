@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from luce.engine import Engine, Files
-from luce.errors import ArgumentError
+from luce.errors import ArgumentError, ContextFull
 from luce.generation import Failed, Finished
 from luce.plan import MAX_BUDGET, MAX_GAMMA, Options, Plain, Plan, Request
 from luce.stats import Stats
@@ -109,12 +109,14 @@ def _mode(name: str) -> Mode:
 
 @dataclass(frozen=True)
 class Case:
-    """This is one prompt, as token ids. Its figures may be grouped by `group`."""
+    """This is one prompt, as token ids. Its figures may be grouped by `group`. Errors name `where` it is
+    from, or else its id."""
 
     id: str
     prompt: tuple[int, ...]
     stops: tuple[str, ...] = ()
     group: str = ""
+    where: str = ""
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,11 @@ def mode_plan(
         budget=mode.budget,
         part=mode.part,
     )
-    chosen = files.plan(asked, max(len(case.prompt) for case in cases), settings.max_tokens)
+    longest = max(cases, key=lambda case: len(case.prompt))
+    try:
+        chosen = files.plan(asked, len(longest.prompt), settings.max_tokens)
+    except ContextFull as error:
+        raise ContextFull(f"{longest.where or longest.id}: {error}", error.concerns) from error
     if mode.spec != "off" and isinstance(chosen.draft, Plain):
         raise ArgumentError(f"mode {mode.name}: {chosen.reasons['draft']}", concerns="nextn_head")
     return chosen
