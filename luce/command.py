@@ -18,8 +18,13 @@ import click
 from luce import stdout
 from luce.errors import Cancelled, FileError, LuceError
 from luce.render import printable
+from luce.room import lacks_memory, require
 
 MAX_U32 = 2**32 - 1
+# A command that is imported when it is wanted takes more than this for any model: 100 MiB as it is imported,
+# then threads and caches. The server's threads allocate too: where malloc lacks 64 MiB for a thread's heap,
+# it takes a page for every allocation.
+ROOM, SERVER_ROOM = 168 << 20, 224 << 20
 COMMAND = "luce.command"  # A context keeps the words of the command line under this key of its meta.
 REMEDIES = {  # They say in words of the command line what helps, by LuceError.concerns.
     "nextn_head": "--mtp-gguf PATH names a file that has one",
@@ -57,9 +62,10 @@ class Commands(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in self._later:
+            require(SERVER_ROOM if cmd_name == "serve" else ROOM, f"luce {cmd_name}")
             try:
                 command: click.Command = getattr(import_module(self._later[cmd_name][0]), cmd_name)
-            except ImportError as error:
+            except ModuleNotFoundError as error:
                 needed = f"luce {cmd_name} needs {error.name}: pip install 'luce[{cmd_name}]'"
                 raise click.ClickException(needed) from error
             return command
@@ -102,7 +108,9 @@ def one_line() -> Iterator[None]:
         raise click.ClickException(printable(with_remedy(error))) from error
     except OSError as error:
         raise click.ClickException(printable(str(error))) from error
-    except MemoryError as error:
+    except (MemoryError, RuntimeError, ImportError) as error:
+        if not lacks_memory(error):
+            raise
         raise click.ClickException("out of memory") from error
 
 

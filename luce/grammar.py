@@ -38,7 +38,7 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer):
         try:
             import llguidance
-        except ImportError as error:
+        except ModuleNotFoundError as error:
             raise UnsupportedError("grammars need the package llguidance", concerns="grammar") from error
         self._llguidance, self._tokenizer = llguidance, tokenizer
         self._compiled: OrderedDict[str, Any] = OrderedDict()

@@ -36,7 +36,7 @@ def fetch(reference: str, endpoint: str | None = None) -> Path:
     such repository or file."""
     try:
         import huggingface_hub
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise LuceError("--hf needs huggingface_hub: pip install 'luce[hub]'") from error
     repo, _, name = reference.partition(":")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):

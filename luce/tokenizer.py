@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from luce.bpe import BYTE_SYMBOLS, SPLITS
 from luce.errors import ArgumentError, FileError, UnsupportedError
 from luce.probe import fact, whole_numbers
+from luce.room import require
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # They are values of tokenizer.ggml.token_type.
 _ADDED = (_CONTROL, _USER_DEFINED)  # They are matched in the text before it is cut into words.
@@ -152,6 +153,7 @@ def _token_types(metadata: Mapping[str, Any], count: int) -> list[int]:
 
 
 def _build(vocabulary: dict[str, int], merges: Sequence[str], split: str) -> tokenizers.Tokenizer:
+    require((16 << 20) + 256 * (len(vocabulary) + len(merges)), "the tokenizer")
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     try:
         bpe = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))

@@ -12,6 +12,7 @@ from command_line import one_line
 
 import luce
 from luce.__main__ import ROOM
+from luce.command import BOX
 from luce.metadata import Metadata
 from luce.tokenizer import Tokenizer
 
@@ -221,11 +222,7 @@ def test_whatever_runs_out_of_address_space_is_one_line(tmp_path):
     outcomes = {}
     for words in (["probe-gguf", path], ["generate", "--gguf", path, "-n", "8", "x"]):
         for mib in (16, 60, start - 20, *range(start + 13, start + 30, 4), start + AMPLE):
-            program = (
-                f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({mib << 20},) * 2)\n"
-                "from luce.__main__ import main; main()"
-            )
-            done = run(program, *words)
+            done = limited(mib, *words)
             outcomes[words[0], mib - start] = done.returncode, done.stderr
             lines = done.stderr.splitlines()
             assert done.returncode in (0, 1), (words[0], mib, done.stderr)
@@ -233,6 +230,56 @@ def test_whatever_runs_out_of_address_space_is_one_line(tmp_path):
                 assert len(lines) == 1 and lines[0].startswith("Error: "), (words[0], mib, done.stderr)
         assert outcomes[words[0], 16 - start][0] == 1
         assert outcomes[words[0], AMPLE] == (0, ""), outcomes
+
+
+def limited(mib, *words):
+    """Runs luce where it may take so many MiB of address space."""
+    program = (
+        f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({mib << 20},) * 2)\n"
+        "from luce.__main__ import main; main()"
+    )
+    return run(program, *words)
+
+
+@pytest.mark.parametrize(
+    ("mib", "words"),
+    [
+        (146, ("convert", str(BOX), "{}/out.gguf", "--type", "F32", "--threads", "1")),
+        (220, ("convert", str(BOX), "{}/out.gguf", "--type", "F32")),
+        (215, ("serve", "--port", "0")),
+        (254, ("serve", "--port", "0")),
+        (146, ("bench", "sweep")),
+        (176, ("bench", "batch")),
+        (137, ("bench", "oracle", "--shape", "mini")),
+    ],
+    ids=str,
+)
+def test_a_command_that_lacks_address_space_says_so_in_one_line(tmp_path, mib, words):
+    """Libraries of these commands would abort, crash, or raise errors of their own."""
+    done = limited(mib, *(word.format(tmp_path) for word in words))
+    said = [line for line in done.stderr.splitlines() if not line.startswith("the source is ")]
+    assert done.returncode == 1 and len(said) == 1 and said[0].startswith("Error: "), done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("error", "lacks"),
+    [
+        (RuntimeError("can't start new thread"), True),
+        (ImportError("x.so: failed to map segment from shared object"), True),
+        (ModuleNotFoundError("No module named 'x'"), False),
+        (RuntimeError("x"), False),
+    ],
+    ids=str,
+)
+def test_a_library_that_cannot_be_mapped_is_no_missing_package(luce_, monkeypatch, error, lacks):
+    def fails(*args, **options):
+        raise error
+
+    monkeypatch.setattr("luce.cli.probe", fails)
+    result = luce_("probe-gguf", "{}")
+    assert (result.exit_code, type(result.exception)) == (1, SystemExit if lacks else type(error))
+    assert not lacks or one_line(result) == "Error: out of memory"
 
 
 def test_a_thread_that_lacks_memory_is_an_error():

@@ -23,6 +23,7 @@ import numpy as np
 from luce._native import File, Library
 from luce.convert.weight_types import QType
 from luce.errors import ArgumentError, FileError, LuceError, UnsupportedError
+from luce.room import require
 
 SLAB = 1 << 24  # So many weights are F32 in memory at once.
 F16_MAX = 65504.0
@@ -51,7 +52,9 @@ def slabs(matrix: np.ndarray, widen: Callable[[np.ndarray], np.ndarray]) -> Iter
     flat = matrix.reshape(-1, matrix.shape[-1])
     step = max(1, SLAB // flat.shape[1])
     for start in range(0, len(flat), step):
-        yield widen(flat[start : start + step])
+        part = flat[start : start + step]
+        require(16 * part.size + (8 << 20), "a few rows")  # numpy makes F32 of them, several times.
+        yield widen(part)
 
 
 class Progress:

