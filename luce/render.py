@@ -14,7 +14,7 @@ from luce.fit import Fit
 from luce.generation import Finished
 from luce.plan import Plan
 from luce.probe import Facts
-from luce.structs import Device, Tensor
+from luce.structs import Device, EngineInfo, Tensor
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -93,11 +93,13 @@ class Display:
         if not self._quiet:
             self._print(f"Warning: {message}")
 
-    def explain(self, chosen: Plan) -> None:
-        """Says what was chosen and why, where --verbose asks for it."""
+    def explain(self, chosen: Plan, info: EngineInfo) -> None:
+        """Says what was chosen and why, where --verbose asks for it. What the plan left to the engine, with a 0,
+        is in the engine's `info`."""
         if self._verbose:
+            opened = {"rows": info.n_rows, "chunk": info.n_chunk, "pages": info.n_pages}
             for name, choice in chosen.as_json().items():
-                value = choice["value"]
+                value = choice["value"] or opened.get(name, 0)
                 shown = value["mode"] if isinstance(value, dict) else value
                 self._print(f"{name} {shown}: {choice['reason']}")
 

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import sys
 from unittest import mock
 
@@ -443,6 +444,8 @@ def test_verbose_says_what_was_chosen_and_why(luce_):
                  "draft auto: the default", "read 1 tokens in ", "wrote 3 in ",
                  "of 1.00 tokens"):  # fmt: skip
         assert said in stderr, stderr
+    for left in ("rows", "chunk", "pages"):
+        assert re.search(rf"^{left} [1-9]\d*: ", stderr, re.M), stderr
 
 
 def test_thinking_is_what_was_asked_for(luce_, tmp_path):
