@@ -245,7 +245,7 @@ def limited(mib, *words):
     ("mib", "words"),
     [
         (146, ("convert", str(BOX), "{}/out.gguf", "--type", "F32", "--threads", "1")),
-        (220, ("convert", str(BOX), "{}/out.gguf", "--type", "F32")),
+        (156, ("convert", str(BOX), "{}/out.gguf", "--type", "F32")),
         (215, ("serve", "--port", "0")),
         (254, ("serve", "--port", "0")),
         (146, ("bench", "sweep")),
