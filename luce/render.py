@@ -94,8 +94,8 @@ class Display:
             self._print(f"Warning: {message}")
 
     def explain(self, chosen: Plan, info: EngineInfo) -> None:
-        """Says what was chosen and why, where --verbose asks for it. What the plan left to the engine, with a 0,
-        is in the engine's `info`."""
+        """Says what was chosen and why, where --verbose asks for it. What the plan left to the engine, with a
+        0, is in the engine's `info`."""
         if self._verbose:
             opened = {"rows": info.n_rows, "chunk": info.n_chunk, "pages": info.n_pages}
             for name, choice in chosen.as_json().items():
