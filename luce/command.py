@@ -21,10 +21,11 @@ from luce.render import printable
 from luce.room import lacks_memory, require
 
 MAX_U32 = 2**32 - 1
-# A command that is imported when it is wanted takes more than this for any model: 100 MiB as it is imported,
-# then threads and caches. The server's threads allocate too: where malloc lacks 64 MiB for a thread's heap,
-# it takes a page for every allocation.
-ROOM, SERVER_ROOM = 168 << 20, 224 << 20
+# Commands that are imported when they are wanted ask for room: 100 MiB to be imported, the rest for
+# threads and caches. Some work on small files would need less, but with less a library may end the
+# process. The server's threads allocate too: where malloc lacks 64 MiB for a thread's heap, it takes a page
+# each time.
+ROOM = {"bench": 168 << 20, "chat": 112 << 20, "convert": 168 << 20, "serve": 224 << 20}
 COMMAND = "luce.command"  # A context keeps the words of the command line under this key of its meta.
 REMEDIES = {  # They say in words of the command line what helps, by LuceError.concerns.
     "nextn_head": "--mtp-gguf PATH names a file that has one",
@@ -62,7 +63,7 @@ class Commands(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in self._later:
-            require(SERVER_ROOM if cmd_name == "serve" else ROOM, f"luce {cmd_name}")
+            require(ROOM[cmd_name], f"luce {cmd_name}")
             try:
                 command: click.Command = getattr(import_module(self._later[cmd_name][0]), cmd_name)
             except ModuleNotFoundError as error:
