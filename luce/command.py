@@ -136,7 +136,11 @@ def text_file(path: Path) -> Iterator[BinaryIO]:
 
 
 class FilePath(click.Path):
-    """This is a path that is not empty, since an empty one would mean the working folder."""
+    """This is a path that is not empty, since an empty one would mean the working folder. Whether its file
+    can be read, who opens it says: that is a failure, as with a file that is missing."""
+
+    def __init__(self, *args: Any, **how: Any):
+        super().__init__(*args, **{"readable": False} | how)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "":

@@ -1,6 +1,5 @@
 """Gives prompts, files and machines that nobody means well with: one line each, and no time lost."""
 
-import ctypes
 import json
 import os
 import subprocess
@@ -18,7 +17,21 @@ from luce.tokenizer import Tokenizer
 
 CONFIG = tiny.Config()
 PACKAGE = os.path.dirname(os.path.dirname(luce.__file__))
-READ_ALL = 1 << 1 | 1 << 2  # They are CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH.
+# Root reads everything. This runs the command without CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, of which
+# open() asks for the effective rights, and access() for root's permitted ones.
+ORDINARY_USER = """
+import ctypes, os
+from luce.__main__ import main
+if os.geteuid() == 0:
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # It is version 3 of the interface, for this thread.
+    rights = (ctypes.c_uint32 * 6)()  # They are the effective, permitted and inheritable ones, twice.
+    assert libc.capget(header, rights) == 0
+    for kind in (0, 1):
+        rights[kind] &= ~(1 << 1 | 1 << 2)
+    assert libc.capset(header, rights) == 0
+main()
+"""
 
 
 def test_control_tokens_that_a_prompt_spells_are_text(luce_):
@@ -63,24 +76,7 @@ def test_a_prompt_far_beyond_the_context_is_not_tokenised_whole(luce_, monkeypat
     assert sum(encoded) < 100_000
 
 
-@pytest.fixture
-def ordinary_user():
-    """Root reads everything: until the test ends, this thread lacks that right over its own files."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # It is version 3 of the interface, for this thread.
-    rights = (ctypes.c_uint32 * 6)()  # They are the effective, permitted and inheritable ones, twice.
-    if os.geteuid() != 0:
-        yield
-        return
-    assert libc.capget(header, rights) == 0
-    before, rights[0] = rights[0], rights[0] & ~READ_ALL
-    assert libc.capset(header, rights) == 0
-    yield
-    rights[0] = before
-    assert libc.capset(header, rights) == 0
-
-
-@pytest.fixture(params=["folder", "fifo", "device", "unreadable", "missing", "below a file", "too long"])
+@pytest.fixture(params=["folder", "fifo", "device", "missing", "below a file", "too long"])
 def no_file(request, tmp_path):
     path = tmp_path / "odd.gguf"
     if request.param == "folder":
@@ -89,10 +85,6 @@ def no_file(request, tmp_path):
         os.mkfifo(path)
     elif request.param == "device":
         return "/dev/null"
-    elif request.param == "unreadable":
-        path.write_text("GGUF")
-        path.chmod(0)
-        request.getfixturevalue("ordinary_user")
     elif request.param == "below a file":
         path.write_text("x")
         return path / "odd.gguf"
@@ -139,6 +131,30 @@ def test_text_that_is_no_file_is_one_line_that_names_it(luce_, no_file, flag):
     """A pipe that nobody writes to is empty, and is not waited for."""
     result = luce_("generate", "--gguf", "{}", *([] if flag == "-f" else ["x"]), flag, no_file)
     assert result.exit_code == 1 and result.stdout == "" and str(no_file)[-8:] in one_line(result)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *FILE_COMMANDS,
+        ("generate", "--gguf", "{}", "-f"),
+        ("generate", "x", "--gguf", "{}", "--grammar"),
+        ("generate", "x", "--gguf", "{}", "--json-schema"),
+        ("convert", "--type", "F16", "out.gguf"),
+        ("probe-gguf", "{}", "--draft"),
+    ],
+    ids=" ".join,
+)
+def test_an_unreadable_file_is_one_line_that_names_it(tiny_gguf, tmp_path, words):
+    """It is the same line whoever opens it: the core, a command, or the server."""
+    path = tmp_path / "unreadable.gguf"
+    path.write_text("GGUF")
+    path.chmod(0)
+    given = [str(tiny_gguf) if word == "{}" else word for word in words]
+    given.insert(1 if words[0] == "convert" else len(given), str(path))
+    done = run(ORDINARY_USER, *given)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"Error: {path}: Permission denied\n"
 
 
 def test_text_may_come_from_a_pipe(luce_, tmp_path):

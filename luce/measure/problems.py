@@ -109,7 +109,7 @@ def from_jsonl(path: Path) -> list[Problem]:
             raise FileError(f"{path} cannot be read: it is a device or a pipe")
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
-        raise FileError(f"{path} cannot be read: {error.strerror}") from error
+        raise FileError(f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise FileError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
     problems: dict[str, Problem] = {}
