@@ -234,12 +234,14 @@ def prompt_of(files: Files, text: str, most: int, flags: Mapping[str, Any]) -> l
     if not flags["chat"]:
         ids = files.tokenizer.encode(text, special=flags["special"], add_bos=True, most=most)
     else:
-        from luce.chat import chat_template, prompt_ids  # It imports jinja2, which only this command needs.
+        from luce.chat import chat_template, idle_thinking, prompt_ids  # Only a chat needs these.
 
         messages = [{"role": "user", "content": text}]
         if flags["system"] is not None:
             messages.insert(0, {"role": "system", "content": flags["system"]})
         with about(files.file.path), closing(chat_template(files.file.kv)) as template:
+            if problem := idle_thinking(template, messages, flags["think"]):
+                raise click.UsageError(problem)
             ids = prompt_ids(template, files.tokenizer, messages, enable_thinking=flags["think"])
     if len(ids) > most:
         raise ContextFull(f"a prompt of {len(ids)} tokens or more, a context of {most}")
@@ -294,6 +296,8 @@ def probe_gguf(path: Path | None, hf: str | None, as_json: bool, tensors: bool, 
     with Files(path, flags["mtp_gguf"], flags["device"], flags["draft"]) as files:
         with about(path):
             facts = probe(files.file, flags["ctx"], flags["device"] or "auto")
+        if not facts.supported:
+            refuse_what_runs(flags)
         ways = fits(files, Options(ctx=flags["ctx"], kv_type=flags["kv_type"])) if facts.supported else []
         if as_json:
             listed = {"tensors": [asdict(tensor) for tensor in files.file.tensors]} if tensors else {}
@@ -302,6 +306,14 @@ def probe_gguf(path: Path | None, hf: str | None, as_json: bool, tensors: bool, 
             stdout.put(facts_text(facts, ways) + "\n")
             if tensors:
                 stdout.put("\n" + tensors_text(files.file.tensors) + "\n")
+
+
+def refuse_what_runs(flags: Mapping[str, Any]) -> None:
+    """Raises a usage error where a flag says how a model is to run, of a file that cannot be run."""
+    for name in ("ctx", "kv_type", "mtp_gguf", "draft"):
+        if flags[name] is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise click.UsageError(f"{flag} is for a file that luce can run, which this one is not")
 
 
 def main() -> None:

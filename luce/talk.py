@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
 import click
 
 from luce import stdout
-from luce.chat import BoundedTemplate, chat_template, prompt_ids
+from luce.chat import BoundedTemplate, chat_template, idle_thinking, prompt_ids
 from luce.command import MAX_U32, CtrlC, Utf8
 from luce.engine import Engine, Files
 from luce.errors import ContextFull, LuceError, about
@@ -84,10 +84,13 @@ def chat(gguf: Path | None, hf: str | None, **flags: Any) -> None:
         with about(path):
             require_supported(files.facts)
             template = chat_template(files.file.kv)
-        display.spin("loading the model")
         ctx = flags["ctx"] or min(8192, files.facts.context_length or 8192)
         asked = options_of(flags | {"ctx": ctx}, checkpoints=8)
-        with closing(template), Engine.open(files, asked, display.loading) as engine:
+        with closing(template), ExitStack() as opened:
+            if problem := idle_thinking(template, [{"role": "user", "content": "Hello"}], flags["think"]):
+                raise click.UsageError(problem)
+            display.spin("loading the model")
+            engine = opened.enter_context(Engine.open(files, asked, display.loading))
             display.clear()
             talk = Talk(engine, template, flags)
             for said in lines(engine.info.n_ctx * engine.tokenizer.longest * NFC_SHRINKS):

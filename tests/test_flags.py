@@ -5,17 +5,19 @@ import click
 import pytest
 
 from luce.cli import cli
+from luce.command import BOX
 from luce.flags import idle_threads
 from luce.structs import Device
 
+DRAFTER = BOX.with_name("box-dflash.gguf")  # It is a file that luce cannot run alone.
 # These options of a command do something whatever else is given; "*" stands for all commands.
 ALWAYS = {
     "*": "--gguf --model --device --kv-type --ctx --max-tokens --spec --modes --rounds --save"
     " --quiet",
     "generate": "--prompt --file --temp --repetition-penalty --presence-penalty --frequency-penalty"
     " --logit-bias --chat --stop --tree-budget",
-    "chat": "--system --think --temp",
-    "probe-gguf": "--tensors --json --mtp-gguf --draft --hf",
+    "chat": "--system --temp",
+    "probe-gguf": "--tensors --json --hf",
     "devices": "--json",
     "convert": "--threads --type --tokenizer --target --name",
     "bench humaneval": "--limit --temp --md",
@@ -34,6 +36,14 @@ IGNORED = [
     ("generate", "--system", "x --system y"),
     ("generate", "--think", "x --think"),
     ("generate", "--no-think", "x --no-think"),
+    ("generate", "--think", "x --think --chat"),  # The template of luce's own model does not read these.
+    ("generate", "--no-think", "x --no-think --chat"),
+    ("chat", "--think", "--think"),
+    ("chat", "--no-think", "--no-think"),
+    ("probe-gguf", "--ctx", f"{DRAFTER} --ctx 100"),
+    ("probe-gguf", "--kv-type", f"{DRAFTER} --kv-type q8_0"),
+    ("probe-gguf", "--mtp-gguf", f"{DRAFTER} --mtp-gguf {BOX}"),
+    ("probe-gguf", "--draft", f"{DRAFTER} --draft {DRAFTER}"),
     ("generate", "--special", "x --special --chat"),
     ("generate", "--json", "x --json --jsonl"),
     ("generate", "--jsonl", "x --json --jsonl"),
@@ -48,6 +58,9 @@ IGNORED = [
     ("convert", "--mtp-only", "in out --no-mtp --mtp-only"),
     ("serve", "--api-key", "--api-key k --no-auth"),
     ("serve", "--no-auth", "--api-key k --no-auth"),
+    ("serve", "--no-auth", "--no-auth"),
+    ("serve", "--no-auth", "--no-auth --host localhost"),
+    ("serve", "--alias", "--alias="),
     ("serve", "--cache-disk", "--cache-disk 1"),
     ("serve", "--alias", "--alias a --gguf b=x --gguf c=y"),
     ("serve", "--log-json", "--log-json --quiet"),

@@ -190,6 +190,8 @@ def listening(host: str, port: int) -> socket.socket:
 
 def contradiction(models: Mapping[str, Path], flags: Mapping[str, Any]) -> str | None:
     """Says what is wrong with flags that exclude each other, or of which one would be ignored."""
+    if flags["alias"] == "":
+        return "--alias is empty"
     if flags["alias"] and len(models) > 1:
         return "--alias names one model: give names as --gguf NAME=PATH"
     if flags["keys"] and flags["no_auth"]:
@@ -198,6 +200,8 @@ def contradiction(models: Mapping[str, Path], flags: Mapping[str, Any]) -> str |
         return "--api-key is empty"
     if flags["host"] not in LOOPBACK and not flags["keys"] and not flags["no_auth"]:
         return f"--host {flags['host']} lets others in: --api-key KEY asks them for a key, --no-auth does not"
+    if flags["host"] in LOOPBACK and flags["no_auth"]:
+        return f"--no-auth is for an address of the network: --host {flags['host']} lets no others in"
     if given("cache_disk") and flags["cache_dir"] is None:
         return "--cache-disk bounds the folder of --cache-dir: give both"
     if flags["quiet"] and flags["log_json"]:
