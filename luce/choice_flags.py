@@ -70,7 +70,7 @@ CHOICES = (
     ),
     click.option(
         "--json-schema",
-        type=FilePath(readable=False),
+        type=FilePath(),
         metavar="FILE|JSON",
         help="Hold the text to JSON that is valid under this schema: a file, or the schema itself. "
         "This needs the extra 'grammar'.",

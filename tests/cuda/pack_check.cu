@@ -95,7 +95,8 @@ bool same_chunk(const uint8_t *chunk, const RowsLayout &layout, int column, cons
     const uint8_t *tail = chunk + chunk_sums(C);
     for (int i = 0; i < 8; i++) { // the tail has hi of two sums, then lo of both
         const uint8_t *pair = tail + (column * 4 + i / 2) * 8 + i % 2 * 2;
-        if (!(std::fabs(half_at(pair) + half_at(pair + 4) - sums[i]) < 0.05)) {
+        // Of a sum up to 32 * 1023, hi and lo together leave 2^-7 and less.
+        if (!(std::fabs(half_at(pair) + half_at(pair + 4) - sums[i]) <= 1.0 / 128)) {
             return false;
         }
     }
