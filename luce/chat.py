@@ -137,6 +137,16 @@ def idle_thinking(
     return None if len(prompts) > 1 else f"{flag} sets enable_thinking, which the chat template does not read"
 
 
+def thinks(template: Template, think: bool | None) -> bool | None:
+    """Says whether a model is to think with this value of enable_thinking, of which None is the template's own
+    choice. Returns None where the template does not read it. Raises what rendering raises."""
+    said = [{"role": "user", "content": "Hello"}]
+    on, off = (template.render(said, enable_thinking=each) for each in (True, False))
+    if on == off:
+        return None
+    return template.render(said) == on if think is None else think
+
+
 def chat_template(metadata: Mapping[str, Any]) -> BoundedTemplate:
     """Returns the template of a file's metadata. Raises UnsupportedError where it has none."""
     if KEY not in metadata:

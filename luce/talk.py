@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from luce import stdout
-from luce.chat import BoundedTemplate, chat_template, idle_thinking, prompt_ids
+from luce.chat import BoundedTemplate, chat_template, idle_thinking, prompt_ids, thinks
 from luce.command import MAX_U32, CtrlC, Utf8
 from luce.engine import Engine, Files
 from luce.errors import ContextFull, LuceError, about
@@ -160,8 +160,7 @@ class Talk:
             self._messages = []
             self._system = rest or None if command == "/system" else self._system
         elif command == "/think":
-            self._think = not self._think
-            stdout.put(f"thinking is {'on' if self._think else 'off'}\n")
+            self._switch_thinking()
         elif command.startswith("/") and command[1:].isalpha():
             stdout.put(f"{command} is no command: /help\n")
         elif said:
@@ -173,6 +172,19 @@ class Talk:
                 more = "; /clear begins anew" if isinstance(error, ContextFull) else ""
                 click.echo(f"Error: {error}{more}", err=True)
         return True
+
+    def _switch_thinking(self) -> None:
+        """Does /think. Where nothing was asked for yet, the template's own choice is what is switched."""
+        try:
+            now = thinks(self._template, self._think)
+        except LuceError as error:
+            click.echo(f"Error: {error}", err=True)
+            return
+        if now is None:
+            click.echo("Error: /think sets enable_thinking, which the chat template does not read", err=True)
+            return
+        self._think = not now
+        stdout.put(f"thinking is {'on' if self._think else 'off'}\n")
 
     def _answer(self) -> dict[str, Any]:
         """Returns the model's message, which is printed as it comes."""

@@ -5,6 +5,7 @@ import subprocess
 
 import pytest
 import scripted_model
+from test_cli import rewritten
 
 SCRIPT = {"hello": ["<think>\nA greeting.\n</think>\n\nHello!"], "long": ["words " * 60]}
 
@@ -15,13 +16,46 @@ def scripted(native, tmp_path_factory):
 
 
 def test_a_conversation(luce_, scripted):
-    said = "SAY hello\n/help\n/think\n/nonsense\nfirst\\\nsecond\n/clear\nplain\n/quit\nnever\n"
+    said = "SAY hello\n/help\n/nonsense\nfirst\\\nsecond\n/clear\nplain\n/quit\nnever\n"
     result = luce_("chat", "--gguf", scripted, "--device", "cpu", "--threads", "1", "--temp", "0", stdin=said)
     assert result.exit_code == 0, result.stderr
     assert result.stdout.count("<think>\nA greeting.\n</think>\n\nHello!\n") == 2
-    assert "/system TEXT" in result.stdout and "thinking is on" in result.stdout
+    assert "/system TEXT" in result.stdout
     assert "/nonsense is no command" in result.stdout and "Fine." in result.stdout
     assert "never" not in result.stdout
+
+
+# Qwen's templates think unless they are told not to; others only where they are told to.
+OFF = "{% if enable_thinking is defined and enable_thinking is false %}no thoughts{% endif %}"
+ON = "{% if enable_thinking is defined and enable_thinking %}thoughts{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "flags", "first"),
+    [(OFF, (), "off"), (ON, (), "on"), (OFF, ("--no-think",), "on"), (ON, ("--think",), "off")],
+)
+def test_think_switches_what_the_template_does(luce_, tmp_path, template, flags, first):
+    path = rewritten(tmp_path / "think.gguf", chat_template="{{ messages[-1].content }}" + template)
+    words = ("chat", "--gguf", path, "--device", "cpu", "--threads", "1", *flags)
+    result = luce_(*words, stdin="/think\n/think\n")
+    then = {"off": "on", "on": "off"}[first]
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.splitlines() == [f"thinking is {first}", f"thinking is {then}"]
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ messages[-1].content }}", "which the chat template does not read"),
+        ("{{ raise_exception('never') }}", "tokenizer.chat_template failed: never"),
+    ],
+)
+def test_think_is_refused_where_it_would_do_nothing(luce_, tmp_path, template, why):
+    path = rewritten(tmp_path / "think.gguf", chat_template=template)
+    result = luce_("chat", "--gguf", path, "--device", "cpu", "--threads", "1", stdin="/think\n")
+    assert result.exit_code == 0 and result.stdout == ""
+    (said,) = result.stderr.splitlines()
+    assert said.startswith("Error: ") and said.endswith(why)
 
 
 def test_ctrl_c_stops_the_answer_alone(command, endless):
