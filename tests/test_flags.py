@@ -117,6 +117,25 @@ def test_every_option_is_in_the_table():
     assert missing == []
 
 
+@pytest.fixture
+def refusing(monkeypatch):
+    """Ends a command that accepts its flags where its work would begin: a server would listen forever."""
+
+    def begins(*args, **options):
+        raise AssertionError("the flags were accepted")
+
+    monkeypatch.setattr("luce.server.cli.Listener.run", begins)
+    monkeypatch.setattr("luce.engine.Engine.open", begins)
+
+
+@pytest.mark.usefixtures("refusing")
+@pytest.mark.parametrize("command", ["serve --port 0", "generate x"])
+def test_a_command_that_accepts_its_flags_ends(luce_, command):
+    result = luce_(*command.split())
+    assert str(result.exception) == "the flags were accepted"
+
+
+@pytest.mark.usefixtures("refusing")
 @pytest.mark.parametrize(("command", "flag", "args"), IGNORED)
 def test_a_flag_that_would_be_ignored_is_named_in_a_usage_error(luce_, command, flag, args):
     result = luce_(*command.split(), *args.split())
