@@ -6,7 +6,6 @@ import argparse
 import http.client
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +136,20 @@ def llama_batched_bench(
     return speed
 
 
+def port_of(process: int) -> int | None:
+    """Returns the loopback port that a process listens at, as the kernel's tables have it; None: it listens
+    at none yet."""
+    opened = set()
+    for each in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(OSError):  # It may have been closed meanwhile.
+            opened.add(os.readlink(each))
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, _, state, _, _, _, _, _, inode = line.split()[:10]
+        if state == "0A" and f"socket:[{inode}]" in opened:  # That state is LISTEN.
+            return int(local.partition(":")[2], 16)
+    return None
+
+
 class LlamaServer:
     """Runs llama-server on a loopback port with `slots` streams of n_ctx positions each, as a context
     manager. Raises PeerError."""
@@ -152,11 +166,8 @@ class LlamaServer:
         variables: Mapping[str, str] | None = None,
     ):
         self.environment = ENVIRONMENT | dict(variables or {})
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        self.command = [str(binary), "-m", str(model), "--port", str(port), "--host", "127.0.0.1",
+        # The server takes a free port by itself: one that was found free here may be another's by then.
+        self.command = [str(binary), "-m", str(model), "--port", "0", "--host", "127.0.0.1",
                         "-t", str(threads), *placement(device), "-fa", "on", "-c", str(slots * n_ctx),
                         "-np", str(slots),
                         "--no-webui", *options]  # fmt: skip
@@ -179,10 +190,13 @@ class LlamaServer:
             if self.process.poll() is not None:
                 raise PeerError(f"llama-server ended with {self.process.returncode}: {self._log_tail()}")
             try:
-                with urllib.request.urlopen(self.url + "/health", timeout=2):
-                    return
-            except OSError:  # The server does not listen yet, or it answers 503 while it loads.
-                time.sleep(0.1)
+                if port := port_of(self.process.pid):
+                    self.url = f"http://127.0.0.1:{port}"
+                    with urllib.request.urlopen(self.url + "/health", timeout=2):
+                        return
+            except OSError:  # It answers 503 while it loads.
+                pass
+            time.sleep(0.1)
         raise PeerError(f"llama-server did not come up within {START_S} s: {self._log_tail()}")
 
     def complete(self, prompt: list[int], n: int, seed: int = 0, **fields: Any) -> dict[str, Any]:

@@ -356,6 +356,9 @@ def test_a_server_does_not_outlive_its_block(programs: Path, oracle: Path) -> No
         process = server.process
         assert len(server.complete([5], 6)["tokens"]) == 6
         os.kill(process.pid, 0)
+        # It is the server that chose the port, so no other program can have taken it before.
+        assert server.command[server.command.index("--port") + 1] == "0"
+        assert server.url == f"http://127.0.0.1:{llamacpp.port_of(process.pid)}"
     assert process.poll() is not None
 
 
