@@ -170,7 +170,7 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
         )
         with CtrlC() as ctrl_c:
             ctrl_c.on_press = engine.cancel
-            display.explain(engine.plan, engine.info)
+            display.explain(engine.plan, engine.info, engine.model.info.device)
             form = "json" if flags["as_json"] else "jsonl" if flags["jsonl"] else "text"
             writer = Writer(display, engine, asked, form, request.grammar is not None)
             for event in engine.generate(request, lambda: ctrl_c.pressed):

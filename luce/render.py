@@ -93,13 +93,13 @@ class Display:
         if not self._quiet:
             self._print(f"Warning: {message}")
 
-    def explain(self, chosen: Plan, info: EngineInfo) -> None:
+    def explain(self, chosen: Plan, info: EngineInfo, device: str) -> None:
         """Says what was chosen and why, where --verbose asks for it. What the plan left to the engine, with a
-        0, is in the engine's `info`."""
+        0, is in the engine's `info`. `device` is the one that the model is on, which a plan may call auto."""
         if self._verbose:
             opened = {"rows": info.n_rows, "chunk": info.n_chunk, "pages": info.n_pages}
             for name, choice in chosen.as_json().items():
-                value = choice["value"] or opened.get(name, 0)
+                value = device if name == "device" else choice["value"] or opened.get(name, 0)
                 shown = value["mode"] if isinstance(value, dict) else value
                 self._print(f"{name} {shown}: {choice['reason']}")
 

@@ -441,7 +441,7 @@ def test_json_lines_end_with_the_failure(luce_, monkeypatch):
 def test_verbose_says_what_was_chosen_and_why(luce_):
     stderr = luce_("generate", "--gguf", "{}", "x", "-n", "3", "--verbose").stderr
     for said in ("ctx 2048: the model was trained for 2048", "kv_type f16: the default",
-                 "draft auto: the default", "read 1 tokens in ", "wrote 3 in ",
+                 "device cpu: ", "draft auto: the default", "read 1 tokens in ", "wrote 3 in ",
                  "of 1.00 tokens"):  # fmt: skip
         assert said in stderr, stderr
     for left in ("rows", "chunk", "pages"):
