@@ -18,7 +18,7 @@ from luce.cli import cli
 from luce.errors import LuceError, NumericError
 from luce.measure import output, problems, sandbox
 from luce.measure.oracle_model import SHAPES, make_oracle
-from luce.measure.origin import command_text, origin, parts, write_row
+from luce.measure.origin import command_text, driver_version, origin, parts, write_row
 from luce.measure.run import Bench
 from luce.plan import SPECS
 from luce.probe import probe
@@ -238,6 +238,14 @@ def test_every_form_of_output(bench, tmp_path):
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     sweep = bench("sweep", "--rows", "1,2", "--ctx", "0", "--steps", 1, "--plot", tmp_path / "s.png", "--md")
     assert "draft 8, verify 9" in sweep.stdout and (tmp_path / "s.png").exists()
+
+
+def test_the_driver_of_a_machine_with_several_gpus_is_said_once(tmp_path, monkeypatch):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text('#!/bin/sh\necho 580.1\ncase "$*" in *--id=0*) ;; *) echo 580.1 ;; esac\n')
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert driver_version() == "580.1"
 
 
 def test_what_the_files_cannot_do_is_an_error_before_anything_runs(bench, tiny_gguf, monkeypatch):

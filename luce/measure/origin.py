@@ -70,6 +70,11 @@ def device_text(device: str, threads: int) -> str:
     return next(d.description for d in _native.default().devices() if d.name == device)
 
 
+def driver_version() -> str:
+    """Returns the driver's version, which all GPUs of a machine share. It is empty where nvidia-smi is not."""
+    return said_by("nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader")
+
+
 def command_text(words: Sequence[str]) -> str:
     """Returns a command as the row keeps it. Of an absolute path only the last part stays, which tells
     nothing of the machine."""
@@ -86,15 +91,13 @@ def origin(
 ) -> dict[str, Any]:
     """Returns the head of a result row. `device` is as the core names it. It reads the whole model for its
     hash."""
-    gpu = device != "cpu"
-    driver = said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else ""
     return {
         "bench": bench,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%MZ"),
         "version": _native.default().version,
         "commit": commit or checkout_commit() or "unknown",
         "device": device_text(device, threads),
-        "driver": driver,
+        "driver": "" if device == "cpu" else driver_version(),
         "model": {
             "file": model.name,
             "bytes": sum(part.stat().st_size for part in parts(model)),
