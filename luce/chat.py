@@ -138,8 +138,8 @@ def idle_thinking(
 
 
 def thinks(template: Template, think: bool | None) -> bool | None:
-    """Says whether a model is to think with this value of enable_thinking, of which None is the template's own
-    choice. Returns None where the template does not read it. Raises what rendering raises."""
+    """Says whether a model is to think with this value of enable_thinking. None leaves the choice to the
+    template. Returns None where the template does not read it. Raises what rendering raises."""
     said = [{"role": "user", "content": "Hello"}]
     on, off = (template.render(said, enable_thinking=each) for each in (True, False))
     if on == off:

@@ -71,7 +71,7 @@ def device_text(device: str, threads: int) -> str:
 
 
 def driver_version() -> str:
-    """Returns the driver's version, which all GPUs of a machine share. It is empty where nvidia-smi is not."""
+    """Returns the driver's version, which all GPUs of a machine share. Without nvidia-smi it is empty."""
     return said_by("nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader")
 
 
