@@ -22,7 +22,7 @@ from luce.costs import Costs
 from luce.engine import Engine, Files
 from luce.measure.origin import command_text, origin, write_row
 from luce.measure.summary import five_digits
-from luce.plan import MAX_GAMMA, PART, Options
+from luce.plan import MAX_GAMMA, PART, Options, part_of
 from luce.stdout import as_json
 
 
@@ -60,7 +60,7 @@ def main() -> None:
     device = None if args.device == "auto" else args.device
     with Files(args.model, device=device) as files:
         n_vocab = len(files.file.kv["tokenizer.ggml.tokens"])
-        part = args.part or (PART if n_vocab >= 2 * PART else n_vocab // 4 // 128 * 128)
+        part = args.part or part_of(n_vocab)
         options = Options(
             device, ctx=2048, threads=args.threads, spec="mtp", gamma=MAX_GAMMA, part=part
         )

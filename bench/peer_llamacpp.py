@@ -94,7 +94,8 @@ def oracle_rule(kv: Mapping[str, Any]) -> Rule | None:
     """Returns the known answers of an oracle file, from its metadata; None for other files."""
     if "oracle.seed" not in kv:
         return None
-    return Rule(len(kv["tokenizer.ggml.tokens"]), kv["oracle.seed"], kv["oracle.accept"])
+    n_vocab = len(kv["tokenizer.ggml.tokens"])
+    return Rule(n_vocab, kv["oracle.seed"], kv["oracle.accept"], kv.get("oracle.coverage", 0.0))
 
 
 def task_of(kv: Mapping[str, Any], n_prompt: int, prompt_tokens: int, n_gen: int) -> Task:

@@ -3,6 +3,7 @@ are read, and where the choice among all tokens is one of these, it is the same.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import draft_part
@@ -10,12 +11,14 @@ import drive
 import numpy as np
 import pytest
 import tiny
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from luce import engine
 from luce._native import Library, Model, Source
 from luce._native import Sequence as Timeline
+from luce.cli import cli
 from luce.command import BOX
 from luce.costs import Costs
 from luce.drafting import Drafter, Round
@@ -131,6 +134,22 @@ def test_what_drafting_among_a_part_gains_is_counted_by_costs() -> None:
     row = next(row for row in same if (row["share"], row["coverage"]) == (0.6, 0.95))
     assert (row["drafts"], row["drafts_among_part"]) == (1, 1)
     assert row["gain"] == pytest.approx((1 + 0.6 * 0.95) / 1.6, rel=1e-4)
+
+
+def test_an_oracle_is_drafted_for_among_a_part_of_its_vocabulary(device: str, tmp_path: Path) -> None:
+    """Drafts among the part are right as often as those among all tokens where the token is of the part."""
+    asked = "bench oracle --shape mini --accept 1 --coverage 0.9 --draft-head Q4_K --modes plain,mtp:1,"
+    asked += "mtp-part:1:512 -n 300 --rounds 1 --prompts 2 --json --threads 1 --device cpu"
+    args = asked.replace("--threads 1 --device cpu", f"--device {device}") if device != "cpu" else asked
+    result = CliRunner().invoke(cli, args.split(), env={"XDG_CACHE_HOME": str(tmp_path)})
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    rows = {row["mode"]: row for row in found["modes"]}
+    assert {row["wrong_tokens"] for row in rows.values()} == {0}
+    assert rows["mtp:1"]["acceptance"] == 1 and 0.84 < rows["mtp-part:1:512"]["acceptance"] < 0.96
+    assert (found["coverage"], found["draft_head"]) == (0.9, "Q4_K")
+    (made,) = (path.name for path in (tmp_path / "luce").iterdir())
+    assert made == "oracle-mini-1-covered-0.9-head-q4_k.gguf"
 
 
 # ---- what rounds of one head show of the other

@@ -15,6 +15,7 @@ import tiny
 from luce._native import Library
 from luce.measure import oracle_model
 from luce.measure.oracle_model import SHAPES, QType, Rule
+from luce.plan import part_of
 
 CONTINUED = 64
 
@@ -51,6 +52,29 @@ def test_share_of_right_drafts(accept: float) -> None:
     tokens = np.arange(rule.n_cycle)
     right = rule.draft(tokens) == rule.successor(tokens)
     assert right.mean() == pytest.approx(accept, abs=1 / rule.n_cycle)
+
+
+@pytest.mark.parametrize("coverage", [0.5, 0.9, 1.0])
+def test_text_has_its_share_of_tokens_of_the_part(coverage: float) -> None:
+    rule, part = Rule(2048, coverage=coverage), part_of(2048)
+    n = round(part / coverage)
+    walk = rule.continuation(5, 2 * n)
+    assert walk[:n] == walk[n:] and len(set(walk[:n])) == n, "a text stays in its cycle"
+    assert set(walk) >= set(range(part))
+    thirds = [np.mean(third < part) for third in np.array_split(np.array(walk[:n]), 3)]
+    assert thirds == pytest.approx([coverage] * 3, abs=0.06), "the others are spread evenly"
+    assert sorted(rule.perm[: rule.n_cycle]) == list(range(rule.n_cycle))
+
+
+def test_a_head_of_another_type_drafts_the_same(tmp_path: Path) -> None:
+    types, values = [], []
+    for name, kind in (("as", None), ("q4", "Q4_K")):
+        oracle_model.make_oracle(tmp_path / name, "mini", seed=3, draft_head=kind)
+        types.append({t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / name).tensors})
+        values.append(ref.read_gguf(str(tmp_path / name)))
+    changed = {name for name in types[0] if types[0][name] != types[1][name]}
+    assert {types[1][name] for name in changed} == {"Q4_K"} and len(changed) == 1
+    assert all((values[0][name] == values[1][name]).all() for name in values[0])
 
 
 def test_same_seed_same_bytes(made: tuple[str, str], mini: tuple[Path, Rule], tmp_path: Path) -> None:

@@ -192,6 +192,17 @@ def make_once(path: Path, make: Callable[[], object]) -> None:
     help="Make this share of drafts right at each depth of a DFlash block; modes of dflash make a drafter.",
 )
 @click.option(
+    "--coverage",
+    type=Finite(min=0.5, max=1),
+    help="Let this share of the text be of the vocabulary's first 65,536 tokens.  [default: as of the "
+    "vocabulary]",
+)
+@click.option(
+    "--draft-head",
+    type=click.Choice(["Q4_K"]),
+    help="Give the NextN head a copy of the output of this type.  [default: the output's]",
+)
+@click.option(
     "--cache",
     type=FilePath(path_type=Path, file_okay=False),
     envvar="XDG_CACHE_HOME",
@@ -219,6 +230,8 @@ def oracle(
     kind: str,
     accept: float,
     draft_accept: float,
+    coverage: float | None,
+    draft_head: str | None,
     cache: Path,
     n_prompts: int,
     prompt_tokens: int,
@@ -238,6 +251,7 @@ def oracle(
       luce bench oracle --shape 27b --temp 0,0.7 --top-k 20 --top-p 0.95
       luce bench oracle --shape 27b --accept 0.8 --modes plain,mtp:1,mtp:2,mtp:3 --save results
       luce bench oracle --shape 27b --modes plain,dflash,dflash:22
+      luce bench oracle --shape 27b --coverage 0.975 --modes plain,mtp:3,mtp-part:3:64k
       luce bench oracle --shape 9b --type Q8_0 --modes plain
     """
     drafts_blocks = any(mode.spec == "dflash" for mode in flags["modes"])
@@ -246,20 +260,22 @@ def oracle(
     require(flags)
     folder = cache.expanduser() / "luce"
     typed = shape if kind == "mixed" else f"{shape}-{kind.lower()}"
-    path = folder / f"oracle-{typed}-{accept:g}.gguf"
-    rule = Rule(SHAPES[shape].n_vocab, 0, accept)
+    of_part = f"-covered-{coverage:g}" if coverage else ""
+    of_head = f"-head-{draft_head.lower()}" if draft_head else ""
+    path = folder / f"oracle-{typed}-{accept:g}{of_part}{of_head}.gguf"
+    rule = Rule(SHAPES[shape].n_vocab, 0, accept, coverage or 0.0)
     with Display(flags["quiet"]) as display:
         mib: Callable[[int, int], None] = lambda done, total: display.count(  # noqa: E731
             f"making {path.name}, MiB", done >> 20, total >> 20
         )
-        make_once(path, lambda: make_oracle(path, shape, 0, accept, mib, kind))
+        make_once(path, lambda: make_oracle(path, shape, 0, accept, mib, kind, rule.coverage, draft_head))
         if drafts_blocks:
-            drafter = folder / f"oracle-{shape}-drafter-{draft_accept:g}.gguf"
+            drafter = folder / f"oracle-{shape}-drafter-{draft_accept:g}{of_part}.gguf"
             display.spin(f"making {drafter.name}")
             make_once(drafter, lambda: make_drafter(drafter, SHAPES[shape], rule, draft_accept))
             flags["drafters"] = (drafter,)
     most = SHAPES[shape].n_ctx - prompt_tokens + 1  # The last token needs no position.
-    ids = np.random.default_rng(1).integers(0, rule.n_cycle, (n_prompts, prompt_tokens))
+    ids = np.random.default_rng(1).integers(0, rule.n_begin, (n_prompts, prompt_tokens))
 
     def cases(files: Files) -> list[Case]:
         return [Case(f"random {i}", tuple(map(int, row))) for i, row in enumerate(ids)]
@@ -272,6 +288,8 @@ def oracle(
     extra = {"shape": shape, "type": kind, "accept": accept, "prompt_tokens": prompt_tokens}
     if flags["cpu_experts"] is not None:
         extra["cpu_experts"] = flags["cpu_experts"]
+    extra |= {"coverage": coverage} if coverage else {}
+    extra |= {"draft_head": draft_head} if draft_head else {}
     if "drafters" in flags:
         extra["draft_accept"] = draft_accept
     compare(flags, path, cases, lambda *_: {"wrong": wrong}, extra).put(flags, output.plot_modes)

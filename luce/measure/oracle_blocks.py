@@ -81,8 +81,9 @@ def q4_to_q6(blocks: np.ndarray) -> np.ndarray:
 
 
 def silent(blocks: np.ndarray, kind: QType) -> None:
-    """Makes all weights of blocks of Q6_K or Q8_0 zero."""
-    blocks[..., slice(208, 210) if kind == QType.Q6_K else slice(0, 2)] = 0
+    """Makes all weights of blocks of Q4_K, Q6_K or Q8_0 zero."""
+    scales = {QType.Q4_K: slice(0, 4), QType.Q6_K: slice(208, 210), QType.Q8_0: slice(0, 2)}
+    blocks[..., scales[kind]] = 0
 
 
 def pass_through_blocks(kind: QType, first: int, n: int, n_embd: int) -> np.ndarray:

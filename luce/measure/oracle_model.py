@@ -8,7 +8,10 @@ standard deviations. perm is one cycle over all tokens but the three control tok
 the vocabulary, which nothing predicts and which are followed by what follows token 0.
 The NextN head passes the newest token's `nextn.embed_tokens` row on: a copy of the embedding, with a
 share of 1 - accept of its rows exchanged; drafts after those tokens are wrong, all others right. It
-has a head of its own, a copy of the target's.
+has a head of its own, a copy of the target's, of the same type or as Q4_K: the values are the same.
+
+In a model with a coverage, texts stay in a cycle of their own: of the first tokens of the vocabulary, which
+the head may draft among, and of so many more that the first ones are that share of it.
 
 A mixture's router is random, and tells rows of different tokens apart: its experts are chosen evenly, and
 a step of several rows reads more of them than one of trained experts, which neighbours share.
@@ -44,6 +47,7 @@ from luce.measure.oracle_blocks import (
     silent,
 )
 from luce.measure.oracle_tokenizer import CONTROL, add_tokenizer
+from luce.plan import part_of
 
 CHUNK = 8 << 20  # So many bytes of a tensor are made at once. A seed's weights depend on it.
 NOISE = 1e-4  # The output projections have this standard deviation.
@@ -78,22 +82,32 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Rule:
-    """These are the known answers of an oracle file: its metadata keys are oracle.seed and oracle.accept."""
+    """These are the known answers of an oracle file: its metadata keys are oracle.seed, oracle.accept and
+    oracle.coverage, which is 0 where tokens of the part and others are mixed evenly."""
 
     n_vocab: int
     seed: int = 0
     accept: float = 0.8
+    coverage: float = 0.0
 
     @property
     def n_cycle(self) -> int:
         return self.n_vocab - len(CONTROL)
 
+    @property
+    def n_begin(self) -> int:
+        """Returns how many first tokens a prompt may end with."""
+        return part_of(self.n_vocab) if self.coverage else self.n_cycle
+
     @cached_property
     def perm(self) -> np.ndarray:
-        """Returns (n_vocab,) the token that follows each; the first n_cycle entries are one cycle."""
+        """Returns (n_vocab,) the token that follows each; the first n_cycle entries are one cycle, with a
+        coverage two."""
         order = np.argsort(random_words(self.n_cycle, self.seed, 1), kind="stable")
         perm = np.empty(self.n_vocab, np.int64)
-        perm[order] = np.roll(order, -1)
+        rest = order >= (round(self.n_begin / self.coverage) if self.coverage else self.n_cycle)
+        for cycle in (order[~rest], order[rest]):
+            perm[cycle] = np.roll(cycle, -1)
         perm[self.n_cycle :] = perm[0]
         return perm
 
@@ -152,9 +166,11 @@ class Tensor:
         return self.n_blocks * self.block_bytes
 
 
-def type_of(c: Config, name: str, kind: str = "mixed") -> QType:
+def type_of(c: Config, name: str, kind: str = "mixed", draft_head: str | None = None) -> QType:
     if not name.endswith(".weight") or any(part in name for part in ("norm", "conv1d", "ffn_gate_inp")):
         return QType.F32
+    if draft_head and name.endswith(DRAFT_HEAD):
+        return gguf.GGMLQuantizationType[draft_head]
     if kind != "mixed":
         return gguf.GGMLQuantizationType[kind]
     if is_head(name):
@@ -166,15 +182,21 @@ def type_of(c: Config, name: str, kind: str = "mixed") -> QType:
     return QType.Q4_K
 
 
+DRAFT_HEAD = "nextn.shared_head_head.weight"
+
+
 def is_head(name: str) -> bool:
-    return name == "output.weight" or name.endswith("nextn.shared_head_head.weight")
+    return name == "output.weight" or name.endswith(DRAFT_HEAD)
 
 
-def tensors_of(c: Config, kind: str = "mixed") -> list[Tensor]:
+def tensors_of(c: Config, kind: str = "mixed", draft_head: str | None = None) -> list[Tensor]:
     shapes = tensor_shapes(c)
     for name in ("embed_tokens", "shared_head_head"):
         shapes[f"blk.{c.n_layer}.nextn.{name}.weight"] = (c.n_vocab, c.n_embd)
-    return [Tensor(name, i, shape, type_of(c, name, kind)) for i, (name, shape) in enumerate(shapes.items())]
+    return [
+        Tensor(name, i, shape, type_of(c, name, kind, draft_head))
+        for i, (name, shape) in enumerate(shapes.items())
+    ]
 
 
 @dataclass
@@ -184,6 +206,7 @@ class Oracle:
     config: Config
     rule: Rule
     kind: str = "mixed"  # It is one of TYPES.
+    draft_head: str | None = None  # The NextN head's own output has this type, or None the target's.
     fd: int = -1
     tensors: list[Tensor] = field(default_factory=list)
 
@@ -258,6 +281,8 @@ class Oracle:
         add_keys(w, c, f"luce oracle {name}", TYPES[self.kind])
         w.add_uint64("oracle.seed", self.rule.seed)
         w.add_float64("oracle.accept", self.rule.accept)
+        if self.rule.coverage:
+            w.add_float64("oracle.coverage", self.rule.coverage)
         add_tokenizer(w, c.n_vocab, filler="Ġw")
         for t in self.tensors:
             w.add_tensor_info(t.name, t.shape, np.dtype(np.float32), t.n_bytes, raw_dtype=t.kind)
@@ -275,7 +300,7 @@ class Oracle:
         """Writes everything random first, then what copies the embedding, and then renames the file into
         place. `progress` gets the bytes that are written."""
         done = 0
-        self.tensors = tensors_of(self.config, self.kind)
+        self.tensors = tensors_of(self.config, self.kind, self.draft_head)
         partial = path.with_name(path.name + ".partial")
         try:
             self.write_header(partial, name)
@@ -316,11 +341,13 @@ def make_oracle(
     accept: float = 0.8,
     progress: Callable[[int, int], None] = lambda done, total: None,
     kind: str = "mixed",
+    coverage: float = 0.0,
+    draft_head: str | None = None,
 ) -> Rule:
     """Writes the file and returns its rule. progress: bytes that are written, of how many. kind: of TYPES."""
     config = SHAPES[shape]
-    oracle = Oracle(config, Rule(config.n_vocab, seed, accept), kind)
-    total = sum(t.n_bytes for t in tensors_of(config, kind))
+    oracle = Oracle(config, Rule(config.n_vocab, seed, accept, coverage), kind, draft_head)
+    total = sum(t.n_bytes for t in tensors_of(config, kind, draft_head))
     free = shutil.disk_usage(path.parent).free
     if total > free:
         raise OSError(f"{path}: needs {total / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
