@@ -123,20 +123,8 @@ def test_a_prompt_beyond_the_context_is_named_by_its_line(bench, tmp_path):
 
 
 def test_oracle_is_made_once_and_every_token_is_checked(bench, tmp_path):
-    args = (
-        "oracle",
-        "--shape",
-        "mini",
-        "--accept",
-        "0.75",
-        "-n",
-        40,
-        "--rounds",
-        1,
-        "--prompts",
-        2,
-        "--json",
-    )
+    args = ("oracle", "--shape", "mini", "--accept", "0.75", "-n", 40, "--rounds", 1, "--prompts", 2,
+            "--json")  # fmt: skip
     first = bench(*args, "--modes", "plain,mtp:3")
     path = tmp_path / "cache" / "luce" / "oracle-mini-0.75.gguf"
     made = path.stat().st_mtime_ns

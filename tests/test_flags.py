@@ -22,7 +22,8 @@ ALWAYS = {
     "convert": "--threads --type --tokenizer --target --name",
     "bench humaneval": "--limit --temp --md",
     "bench prompts": "--class --temp --md",
-    "bench oracle": "--temp --shape --type --accept --cache --prompts --prompt-tokens --md",
+    "bench oracle": "--temp --shape --type --accept --coverage --draft-head --cache --prompts "
+                    "--prompt-tokens --md",
     "bench sweep": "--mtp-gguf --rows --gammas --steps --md",
     "bench batch": "--sequences --temp --md",
     "bench serve": "--lengths --streams --prompt-tokens --turns --md",
