@@ -219,6 +219,36 @@ def test_a_call_has_no_value_that_json_lacks(odd):
     assert found == call("write", options=odd)
 
 
+# Pydantic writes nested models, enums and optional fields so.
+PARTS = {"type": "object", "properties": {
+    "place": {"$ref": "#/$defs/Place"}, "colour": {"$ref": "#/$defs/Colour", "default": "red"},
+    "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "near": {"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]},
+    "both": {"allOf": [{"$ref": "#/$defs/Place"}, {"required": ["x"]}]},
+    "one": {"allOf": [{"$ref": "#/$defs/n"}]}, "all": {"items": {"$ref": "#/$defs/Place"}},
+    "size": {"enum": ["s", 1]},
+    "endless": {"$ref": "#/$defs/endless"}, "lost": {"$ref": "#/$defs/lost"}},
+    "$defs": {"Place": {"type": "object", "properties": {"x": {"type": "integer"}}}, "n": {"const": 3},
+              "Colour": {"type": "string", "enum": ["red", "7"]},
+              "endless": {"anyOf": [{"$ref": "#/$defs/endless"},
+                                    {"allOf": [{"$ref": "#/$defs/endless"}] * 2}]}}}  # fmt: skip
+SPELLED = {"place": '{"x": 1}', "colour": "7", "note": '"a" and b', "near": '{"x": 2}', "both": '{"x": 3}',
+           "one": "3", "all": '[{"x": 4}]', "size": "1", "endless": "{}", "lost": "{}"}  # fmt: skip
+MEANT = {"place": {"x": 1}, "colour": "7", "note": '"a" and b', "near": {"x": 2}, "both": {"x": 3}, "one": 3,
+         "all": [{"x": 4}], "size": 1, "endless": "{}", "lost": "{}"}  # fmt: skip
+
+
+@pytest.mark.parametrize("held", ["", "strict"])
+def test_types_that_a_schema_names_elsewhere(held):
+    parser = Parser({"put": PARTS}, held=held)
+    said = parser.push(written("put", **SPELLED)) + parser.flush()
+    arguments = "".join(piece.text if held else piece.arguments for piece in said
+                        if isinstance(piece, (Arguments, Call)))  # fmt: skip
+    assert json.loads(arguments) == MEANT
+    (nothing,) = Parser({"put": PARTS}).push(written("put", note="null", near="null"))
+    assert nothing == call("put", note=None, near=None)
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(["path", "content"]), st.text(max_size=30)), max_size=2,

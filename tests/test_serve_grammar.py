@@ -2,6 +2,7 @@
 
 Each is asked of a server with drafts and of one without, which have to say the same."""
 
+import enum
 import json
 import math
 from contextlib import ExitStack
@@ -166,6 +167,37 @@ def test_required_calls(both, choice):
     assert name in ((choice,) if choice != "required" else ("mix", "stop")) and reason == "tool_calls"
     arguments = json.loads(arguments)
     assert name == "stop" or (arguments["colour"] in COLOURS and isinstance(arguments["layers"], int))
+
+
+class Place(pydantic.BaseModel):
+    x: Literal[1, 2]
+
+
+class Colour(str, enum.Enum):
+    RED, BLUE = "red", "dark blue"
+
+
+class Put(pydantic.BaseModel):
+    """Its fields are references and alternatives in the schema."""
+
+    place: Place
+    colour: Colour
+    near: Place | None
+    size: Literal["s", "m", 1]
+    other: Colour | None
+
+
+def test_a_required_call_fits_its_pydantic_model(both):
+    tool = openai.pydantic_function_tool(Put)
+
+    def ask(client, n):
+        how = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 300}
+        found = client.chat.completions.parse(model="m", messages=SAID, seed=n, temperature=1.5, **how)
+        (call,) = found.choices[0].message.tool_calls
+        return call.function.parsed_arguments
+
+    found = [both(lambda client, n=n: ask(client, n)) for n in range(3)]
+    assert {type(each) for each in found} == {Put}
 
 
 def test_a_schema_that_cannot_be(both):

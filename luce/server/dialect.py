@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from luce.server.forced import CALL, END_CALL, END_FUNCTION, FUNCTION, ForcedCall
-from luce.server.pieces import Call, Piece, Reasoning, Text, properties, undecided, value_of
+from luce.server.pieces import TEXT, Call, Piece, Reasoning, Text, parameter_types, undecided, value_of
 
 THINK, END_THINK = "<think>", "</think>"
 _BLANK = " \t\r\n"
@@ -43,6 +43,7 @@ class Parser:
 
     def __init__(self, tools: Mapping[str, Any] | None = None, reasoning: bool = False, held: str = ""):
         self._tools = dict(tools or {})
+        self._types = dict[str, dict[str, frozenset[str]]]()  # Calls of these tools were read.
         self._reasoning = reasoning
         self._may_think = not reasoning  # Then what begins with <think> is reasoning.
         self._trim = reasoning  # Then blanks before the first text of this kind are dropped.
@@ -214,7 +215,8 @@ class Parser:
         if head is None or not text.endswith(END_FUNCTION):
             return None
         body = text[head.end() : -len(END_FUNCTION)]
-        schemas = properties(self._tools.get(head[1].strip()))
+        name = head[1].strip()
+        types = self._types[name] = self._types.get(name) or parameter_types(self._tools.get(name))
         arguments, at = dict[str, Any](), 0
         while body[at:].strip():
             key = _PARAMETER.match(body, at)
@@ -222,9 +224,9 @@ class Parser:
             if key is None or end is None:
                 return None
             value = body[key.end() : end.start()].removeprefix("\n").removesuffix("\n")
-            arguments[key[1].strip()] = value_of(value, schemas.get(key[1].strip()))
+            arguments[key[1].strip()] = value_of(value, types.get(key[1].strip(), TEXT))
             at = end.end()
-        return Call(head[1].strip(), json.dumps(arguments, ensure_ascii=False))
+        return Call(name, json.dumps(arguments, ensure_ascii=False))
 
 
 def _json_call(text: str) -> Call | None:

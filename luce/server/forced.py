@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from luce.server.pieces import (
+    TEXT,
     Arguments,
     CallBegin,
     CallEnd,
     Piece,
-    properties,
-    types_of,
+    parameter_types,
     undecided,
     value_of,
 )
@@ -34,7 +34,7 @@ class ForcedCall:
 
     def __init__(self, tools: Mapping[str, Any]):
         self._tools = tools
-        self._schemas: Mapping[str, Any] = {}
+        self._types: Mapping[str, frozenset[str]] = {}
         self.rest: str | None = None
         self.read = ""  # It is all that was read of the call.
         self._text = ""  # It is not decided yet.
@@ -69,7 +69,7 @@ class ForcedCall:
 
     def _head(self) -> Iterator[Piece]:
         if (name := self._line(HEAD, ">\n")) is not None:
-            self._begun, self._schemas = True, properties(self._tools.get(name))
+            self._begun, self._types = True, parameter_types(self._tools.get(name))
             yield CallBegin(name)
             yield Arguments("{")
 
@@ -79,7 +79,7 @@ class ForcedCall:
             yield Arguments("}")
             yield CallEnd()
         elif self._text.startswith(PARAMETER) and (key := self._line(PARAMETER, ">\n")) is not None:
-            self._key, self._streams = key, types_of(self._schemas.get(key)) == {"string"}
+            self._key, self._streams = key, self._types.get(key, TEXT) == TEXT
             yield Arguments(f"{', ' if self._n else ''}{_json(key)}: " + ('"' if self._streams else ""))
             self._n += 1
 
@@ -90,8 +90,8 @@ class ForcedCall:
         if not ended and not self._streams:
             return
         value, self._text = self._text[:at], self._text[at + (len(END_VALUE) if ended else 0) :]
-        schema = self._schemas.get(self._key or "")
-        said = _json(value)[1:-1] if self._streams else _json(value_of(value, schema))
+        types = self._types.get(self._key or "", TEXT)
+        said = _json(value)[1:-1] if self._streams else _json(value_of(value, types))
         said += '"' if self._streams and ended else ""
         if said:
             yield Arguments(said)

@@ -8,6 +8,7 @@ from typing import Any
 
 from luce.grammar import WHITESPACE
 from luce.server.ask import Tool
+from luce.server.pieces import TEXT, alternatives, choices_of, types_of
 
 _THOUGHT = 'thought[suffix="</think>"]: /(?s:.*)/\n'
 
@@ -56,21 +57,21 @@ def _function(rule: str, tool: Tool) -> str:
 
 
 def _value(schema: Any, tool: Tool) -> str:
-    """Returns the rule of a parameter's value and its end."""
-    end = _text("\n</parameter>\n")
-    schema = schema if isinstance(schema, dict) else {}
-    choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if choices and isinstance(choices, list) and all(isinstance(each, str) for each in choices):
-        return f"({' | '.join(_text(each) for each in choices)}) {end}"
-    kinds = schema.get("type")
-    if kinds == "string" or (
-        kinds is None and not {"$ref", "anyOf", "oneOf", "allOf", "enum"} & schema.keys()
-    ):
-        return "text"
-    if isinstance(kinds, list) and "string" in kinds:
-        return "text"
-    shared = {name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters}
-    return f"{_json(schema | shared)} {end}"
+    """Returns the rule of a parameter's value and its end: text where it may be any string, else the strings
+    that are listed, as they are, and JSON."""
+    end, root = _text("\n</parameter>\n"), tool.parameters
+    shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
+    found = list[str]()
+    for each in alternatives(schema, root):
+        if choices := choices_of(each):
+            found += [_text(one) for one in choices if isinstance(one, str)]
+            others = [one for one in choices if not isinstance(one, str)]
+            found += [_json({"enum": others})] if others else []
+        elif TEXT.isdisjoint(types_of(each, root)):
+            found.append(_json(dict(each) | shared))
+        else:
+            return "text"
+    return f"({' | '.join(found)}) {end}" if found else "text"
 
 
 def _json(schema: dict[str, Any]) -> str:

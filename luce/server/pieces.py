@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+
+TEXT = frozenset({"string"})
+SHOWN = {"properties": "object", "items": "array"}  # A schema with such a key says the type so.
 
 
 @dataclass(frozen=True)
@@ -83,37 +86,89 @@ def undecided(text: str, marks: Sequence[str]) -> int:
     return next((n for n, end in ends if any(mark.startswith(end) for mark in marks)), 0)
 
 
+def parameter_types(schema: Any) -> dict[str, frozenset[str]]:
+    """Returns the JSON types that a tool's schema lets each of its parameters have."""
+    return {str(key): types_of(each, schema) for key, each in properties(schema).items()}
+
+
 def properties(schema: Any) -> Mapping[str, Any]:
     found = schema.get("properties") if isinstance(schema, Mapping) else None
     return found if isinstance(found, Mapping) else {}
 
 
-def value_of(text: str, schema: Any) -> Any:
+def value_of(text: str, types: Collection[str] = TEXT) -> Any:
     """Returns a parameter's value. It is raw text where a string is one of its types, unless it is null or
-    JSON of another of its types, and where the schema says no type."""
-    types = types_of(schema)
+    JSON of another of its types."""
     try:
         value = msgspec.json.decode(text)  # It refuses NaN, numbers beyond F64 and half a surrogate pair.
     except (ValueError, RecursionError):
         value = {"true": True, "false": False, "none": None}.get(text.strip().lower(), text)
     if isinstance(value, str):  # Quoted JSON, where only a string will do, is what was meant as it is.
         return text
-    return value if kind_of(value) & types else text
+    return value if not kind_of(value).isdisjoint(types) else text
 
 
-def types_of(schema: Any) -> set[str]:
-    """Returns the JSON types that a schema names; "string" alone where it names none."""
-    if not isinstance(schema, Mapping):
-        return {"string"}
-    found = set[str]()
-    named = schema.get("type")
-    found |= {named} if isinstance(named, str) else set(named) if isinstance(named, list) else set()
-    for key in ("anyOf", "oneOf", "allOf"):
-        for each in schema.get(key) or ():
-            found |= types_of(each)
-    for value in [*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else ())]:
-        found |= kind_of(value)
-    return found or ({"object"} if "properties" in schema else {"string"})
+def types_of(schema: Any, root: Any, seen: set[str] | None = None) -> frozenset[str]:
+    """Returns the JSON types that a schema names; "string" alone where it names none. `root` is the schema
+    that it is a part of, and that its references are of. Those that were `seen` are not followed again."""
+    found, seen = set[str](), set() if seen is None else seen
+    for each in alternatives(schema, root, seen):
+        named = each.get("type")
+        found |= {named} if isinstance(named, str) else set(_texts(named))
+        for value in choices_of(each) or ():
+            found |= kind_of(value)
+        if "type" not in each:
+            found |= {kind for key, kind in SHOWN.items() if key in each}
+            parts = _listed(each.get("allOf"))
+            found |= {kind for part in parts for kind in types_of(part, root, seen)}
+    return frozenset(found) or TEXT
+
+
+def choices_of(schema: Mapping[str, Any]) -> list[Any] | None:
+    """Returns the values that a schema lists, or None where it lists none."""
+    listed = schema.get("enum")
+    if isinstance(listed, list) and listed:
+        return listed
+    return [schema["const"]] if "const" in schema else None
+
+
+def alternatives(schema: Any, root: Any, seen: set[str] | None = None) -> list[Mapping[str, Any]]:
+    """Returns the schemas of which a value has to fit one. None of them is a reference, or leaves it to
+    others which type it is of."""
+    found, left, seen = list[Mapping[str, Any]](), [schema], set() if seen is None else seen
+    while left:
+        each = left.pop()
+        if not isinstance(each, Mapping):
+            continue
+        inner: list[Any] = []
+        if not ("type" in each or choices_of(each) or SHOWN.keys() & each.keys()):
+            inner = _listed(each.get("anyOf")) + _listed(each.get("oneOf"))
+            if len(parts := _listed(each.get("allOf"))) == 1:  # Several hold together.
+                inner += parts
+            if isinstance(ref := each.get("$ref"), str):
+                inner += [] if ref in seen else [_pointed(root, ref)]
+                seen.add(ref)
+        left += reversed(inner)
+        found += [] if inner else [each]
+    return found
+
+
+def _texts(value: Any) -> list[str]:
+    return [each for each in _listed(value) if isinstance(each, str)]
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _pointed(root: Any, ref: str) -> Any:
+    """Returns what a reference within `root` is to, or None: "#/$defs/Name"."""
+    where, *steps = ref.split("/")
+    found = root if where == "#" else None
+    for step in steps:
+        key = step.replace("~1", "/").replace("~0", "~")
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
 
 
 def kind_of(value: Any) -> set[str]:
