@@ -10,6 +10,7 @@ ROOM = 104 << 20  # Importing luce.cli and numpy takes a little less address spa
 def main() -> None:
     """Runs the command line. What goes wrong while it is still being imported is one line as well."""
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # There is one text at a time: threads only take memory.
     try:
         _require_room()
         from luce.cli import main as run

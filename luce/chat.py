@@ -48,18 +48,26 @@ def prompt_ids(
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
+    most: int | None = None,
     /,
     **how: Any,
 ) -> list[int]:
     """Returns the prompt's tokens. Control tokens are those that the template spells: what messages, tools
-    and `how` (the template's variables) spell stays text."""
+    and `how` (the template's variables) spell stays text. Of many more tokens than `most`, only the first
+    are returned, which are more than `most`."""
     guard = Guard(tokenizer.control, [messages, tools, how])
     variables = {name: guard.marked(value) for name, value in how.items()}
     text = template.render(guard.marked(messages), tools=guard.marked(tools), **variables)
     ids: list[int] = []
     for piece in guard.pieces(text):
+        if most is not None and len(ids) > most:
+            break
         token = tokenizer.control.get(piece)
-        ids += tokenizer.encode(guard.unmarked(piece), special=False) if token is None else [token]
+        if token is None:
+            left = None if most is None else most - len(ids)
+            ids += tokenizer.encode(guard.unmarked(piece), special=False, most=left)
+        else:
+            ids.append(token)
     return ids
 
 

@@ -25,8 +25,9 @@ _UTF8_BYTES = frozenset(range(256)) - {0xC0, 0xC1, *range(0xF5, 0x100)}  # Text 
 
 
 NFC_SHRINKS = 3  # NFC makes a text at most so many times shorter: three jamo are one syllable.
-# A text may be cut there: no word spans the end of a line that is followed by what is no blank.
-_LINE = re.compile(r".{65536,}?\n(?=[!-~])", re.S)
+# A text may be cut there: no word spans the end of a line that is followed by what is no blank, or goes on
+# with a blank after a letter.
+_PIECE = re.compile(r".{65536,}?(?:\n(?=[!-~])|(?<=[A-Za-z])(?= [A-Za-z]))", re.S)
 
 
 class Tokenizer:
@@ -66,7 +67,7 @@ class Tokenizer:
         }
         self.longest = max(len(token.encode()) for token in self._tokens)
         spelled = [token for token, kind in zip(self._tokens, self._types, strict=True) if kind in _ADDED]
-        self._line = None if any("\n" in token for token in spelled) else _LINE
+        self._piece = None if any(blank in token for token in spelled for blank in "\n ") else _PIECE
         self.bos_id = self._token_id(metadata, "bos")
         self.add_bos = fact(metadata, "tokenizer.ggml.add_bos_token", bool, False) and self.bos_id is not None
         self.eos_ids = self._ends(metadata, vocabulary)
@@ -99,10 +100,12 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise ArgumentError("the text is not valid UTF-8") from error
-        self._bpe.encode_special_tokens = not special
+        if self._bpe.encode_special_tokens == special:  # Setting it waits for other threads.
+            self._bpe.encode_special_tokens = not special
         ids = [self.bos_id] if add_bos and self.add_bos and self.bos_id is not None else []
         for piece in self._pieces(text):
-            ids += self._bpe.encode(piece, add_special_tokens=False).ids
+            # A batch, even of one, lets other threads of Python's run meanwhile.
+            ids += self._bpe.encode_batch_fast([piece], add_special_tokens=False)[0].ids
             if most is not None and len(ids) > most:
                 break
         return ids
@@ -110,7 +113,7 @@ class Tokenizer:
     def _pieces(self, text: str) -> Iterator[str]:
         """Yields `text` in pieces that have its tokens."""
         at = 0
-        while self._line and (match := self._line.match(text, at)):
+        while self._piece and (match := self._piece.match(text, at)):
             yield match.group()
             at = match.end()
         if at < len(text) or not at:

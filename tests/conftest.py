@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # As main() has it.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # Else numpy's threads wait for each other beside another worker's.
 
 import tiny

@@ -1,5 +1,6 @@
 """Checks what bounds a server: pages, bodies, headers, other sites' pages, and what it says of itself."""
 
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
@@ -43,6 +44,25 @@ def test_requests_wait_for_pages_and_each_gets_its_answer(native):
         pages = 2 * most + 1  # Two requests need them, and one is for checkpoints.
         assert pages < 3 * taken
         assert answers(all_of_them, pages=pages, host_bytes=1 << 20)[1] == expected
+
+
+def test_a_prompt_of_many_contexts_is_not_read_to_its_end(native):
+    """Others wait meanwhile. Up to some contexts it is, and its tokens are counted."""
+    with serving({"box": BOX}, settings(ctx=256)) as server:
+        for lines, exact in ((200, True), (1_000_000, False)):
+            text = "a 1\n" * lines
+            said = [{"role": "user", "content": text}]
+            for path, asked in (("completions", {"prompt": text}), ("chat/completions", {"messages": said})):
+                error = server.post(f"/v1/{path}", **asked).json()["error"]
+                told = re.search("the prompt has (at least )?([0-9]+) tokens[.]$", error["message"])
+                tokens = int(told[2])
+                assert error["code"] == "context_length_exceeded" and (told[1] is None) == exact
+                assert 4 * 256 < tokens < 200_000 or exact
+                if exact:
+                    same = "/tokenize" if "prompt" in asked else "/apply-template"
+                    assert tokens == len(server.post(same, **asked).json()["tokens"])
+        counted = server.post("/v1/messages/count_tokens", messages=said).json()
+        assert counted["error"]["message"].startswith("prompt is too long: at least ")
 
 
 def test_bodies_and_headers_are_bounded(server, monkeypatch):

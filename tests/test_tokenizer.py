@@ -2,7 +2,9 @@
 
 import importlib.util
 import re
+import time
 import unicodedata
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fake_core
@@ -13,8 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from luce._native import File
+from luce.bpe import SPLITS
+from luce.command import BOX
 from luce.errors import ArgumentError, FileError, UnsupportedError
-from luce.tokenizer import _LINE, Detokenizer, StopStrings, Tokenizer
+from luce.tokenizer import _PIECE, Detokenizer, StopStrings, Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 SEPARATOR = "\n__ggml_vocab_test__\n"
@@ -167,22 +171,42 @@ def test_the_first_token_is_bos_where_the_file_asks_for_it():
     assert Tokenizer(asked).encode("", add_bos=True) == [382]
 
 
-PIECES_OF_LINES = ["x", "a b", " ", "\n", "\r\n", "!", "1", "\u0338", "<|im_end|>", "é"]
+PIECES_OF_LINES = ["x", "a b", " the", " ", "  ", "\n", "\r\n", "!", "1", "\u0338", "<|im_end|>", "é", "'s"]
 
 
-@given(lines=st.lists(st.sampled_from(PIECES_OF_LINES)))
-def test_a_long_text_has_the_same_tokens_in_pieces(lines):
+@pytest.mark.parametrize("pre", SPLITS)
+def test_a_long_text_has_the_same_tokens_in_pieces(native, pre):
     """It is cut where no word spans the cut, and never elsewhere."""
-    text, cut = "".join(lines), Tokenizer(METADATA)
-    cut._line = re.compile(_LINE.pattern.replace("65536", "1"), re.S)
-    assert "".join(cut._pieces(text)) == text
-    assert cut.encode(text) == BYTES.encode(text)
+    with File(BOX, native) as file:
+        metadata = dict(file.kv) | {"tokenizer.ggml.pre": pre}
+    whole, cut = Tokenizer(metadata), Tokenizer(metadata)
+    whole._piece = None
+    cut._piece = re.compile(_PIECE.pattern.replace("65536", "1"), re.S)
+
+    @given(lines=st.lists(st.sampled_from(PIECES_OF_LINES)))
+    def same(lines):
+        text = "".join(lines)
+        assert "".join(cut._pieces(text)) == text
+        assert cut.encode(text) == whole.encode(text)
+
+    same()
+    assert len(list(cut._pieces("a the b\nc"))) == 4
 
 
 def test_of_a_long_text_only_the_beginning_is_encoded():
     text = ("x" * 100 + "\n") * 10_000
     assert 1000 < len(BYTES.encode(text, most=1000)) < 100_000
     assert BYTES.encode(text[:500], most=1000) == BYTES.encode(text[:500])
+
+
+def test_others_go_on_while_a_text_is_encoded():
+    ticks = 0
+    with ThreadPoolExecutor(1) as pool:
+        encoding = pool.submit(BYTES.encode, "1," * 1_000_000)
+        while not encoding.done():
+            time.sleep(0.001)
+            ticks += 1
+    assert len(encoding.result()) == 2_000_000 and ticks > 20
 
 
 def test_text_that_is_not_unicode_is_refused():

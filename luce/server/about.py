@@ -100,7 +100,8 @@ async def tokenize(server: Server, request: Request) -> Response:
     text = body.content if body.content is not None else body.prompt
     if text is None:
         raise Refused(400, "content is missing", param="content")
-    tokens = await (await server.models.get(body.model)).encode(text, body.add_special)
+    served, bos = await server.models.get(body.model), body.add_special
+    tokens = await served.in_thread(lambda: served.tokenizer.encode(text, special=False, add_bos=bos))
     return reply({"tokens": tokens, "count": len(tokens)})
 
 

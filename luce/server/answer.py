@@ -130,8 +130,10 @@ class Answer:
         ask = self.ask
         if ask.prompt is not None:
             if isinstance(ask.prompt, str):
-                return await self.model.encode(ask.prompt)
+                return await self.model.raw_prompt(ask.prompt)
             n_vocab = self.model.tokenizer.n_vocab
+            if len(ask.prompt) > self.model.info.n_ctx:
+                raise TooLong(len(ask.prompt), self.model.info.n_ctx)
             if any(not 0 <= token < n_vocab for token in ask.prompt):
                 raise Refused(400, f"a token is none of {n_vocab}", param="prompt")
             return list(ask.prompt)

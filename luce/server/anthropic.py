@@ -141,7 +141,7 @@ def error_body(refused: Refused) -> dict[str, Any]:
     """Returns Anthropic's form of an error."""
     message = refused.message
     if isinstance(refused, TooLong):  # Clients know it by these words.
-        message = f"prompt is too long: {refused.tokens} tokens > {refused.most} maximum"
+        message = f"prompt is too long: {refused.tokens} > {refused.most} maximum"
     kind = KINDS.get(refused.kind, "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": message}}
 

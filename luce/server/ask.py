@@ -29,12 +29,13 @@ class Refused(Exception):
 
 
 class TooLong(Refused):
-    """The prompt is longer than the context. Clients then drop older messages or sum them up."""
+    """The prompt is longer than the context. Clients then drop older messages or sum them up. Where not all
+    of its tokens were counted, it has `at_least` so many."""
 
-    def __init__(self, tokens: int, most: int):
-        said = f"This model's maximum context length is {most} tokens, and the prompt has {tokens} tokens."
+    def __init__(self, tokens: int, most: int, at_least: bool = False):
+        self.tokens, self.most = f"{'at least ' if at_least else ''}{tokens} tokens", most
+        said = f"This model's maximum context length is {most} tokens, and the prompt has {self.tokens}."
         super().__init__(400, said, "too_long", "messages")
-        self.tokens, self.most = tokens, most
 
 
 def refuse(message: str, param: str | None = None) -> Refused:

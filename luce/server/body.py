@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, TypeVar
 
 import msgspec
@@ -10,7 +11,8 @@ from starlette.responses import Response
 
 from luce.server.ask import Refused
 
-MAX_BODY = 64 << 20  # A body has at most so many bytes.
+MAX_BODY = 16 << 20  # A body has at most so many bytes.
+LONG = 1 << 20  # A body of more bytes is read in a thread.
 MAX_DEPTH = 128  # A body's objects and lists are nested at most so deep.
 
 B = TypeVar("B", bound=msgspec.Struct)
@@ -25,8 +27,14 @@ async def read(request: Request, kind: type[B]) -> B:
         raw += chunk
         if len(raw) > MAX_BODY:
             raise Refused(413, f"the body is of more than {MAX_BODY >> 20} MiB", "too_large")
+    if len(raw) > LONG:  # Streams go on while it is read.
+        return await asyncio.to_thread(_typed, raw, kind)
+    return _typed(raw, kind)
+
+
+def _typed(raw: bytes | bytearray, kind: type[B]) -> B:
     try:
-        found = msgspec.json.decode(bytes(raw))
+        found = msgspec.json.decode(raw)
         _require_shallow(found)
         for name in getattr(kind, "REFUSED", ()) if isinstance(found, dict) else ():
             if found.get(name):

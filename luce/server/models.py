@@ -19,7 +19,7 @@ from luce.errors import LuceError, OutOfMemory, about
 from luce.fit import total
 from luce.grammar import Grammars
 from luce.plan import Options
-from luce.server.ask import Ask, Refused, ordered
+from luce.server.ask import Ask, Refused, TooLong, ordered
 from luce.server.cache import PrefixCache
 from luce.server.disk import DiskCache
 from luce.server.scheduler import Happened, Scheduler, put_all
@@ -27,6 +27,7 @@ from luce.server.turns import RULE
 
 T = TypeVar("T")
 MAX_DEFAULT_CTX = 32768
+COUNTED = 4  # A prompt's tokens are counted up to so many contexts.
 GPU_CHUNK, CPU_CHUNK = 1024, 256  # A step has so many prompt tokens.
 # Qwen recommends these for precise tasks.
 RECOMMENDED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.0}
@@ -100,14 +101,28 @@ class Served:
             raise Refused(400, "the model has no chat template: ask /v1/completions")
         tools = [] if ask.choice == "none" else [tool.as_template for tool in ask.tools]
 
-        def make() -> list[int]:
-            return prompt_ids(template, self.tokenizer, ordered(ask.messages), tools or None, **ask.variables)
+        def make(most: int) -> list[int]:
+            given = ordered(ask.messages), tools or None, most
+            return prompt_ids(template, self.tokenizer, *given, **ask.variables)
 
-        return await self.in_thread(make)
+        return await self._counted(make)
 
-    async def encode(self, text: str, add_bos: bool = True) -> list[int]:
-        """Returns the tokens of plain text."""
-        return await self.in_thread(lambda: self.tokenizer.encode(text, special=False, add_bos=add_bos))
+    async def raw_prompt(self, text: str) -> list[int]:
+        """Returns the tokens of a prompt that is plain text."""
+
+        def make(most: int) -> list[int]:
+            return self.tokenizer.encode(text, special=False, add_bos=True, most=most)
+
+        return await self._counted(make)
+
+    async def _counted(self, make: Callable[[int], list[int]]) -> list[int]:
+        """Returns a prompt's tokens. Raises TooLong where it has COUNTED times as many as the context: it is
+        not read to its end, since others wait meanwhile."""
+        most = COUNTED * self.info.n_ctx
+        tokens = await self.in_thread(lambda: make(most))
+        if len(tokens) > most:
+            raise TooLong(len(tokens), self.info.n_ctx, at_least=True)
+        return tokens
 
     async def in_thread(self, make: Callable[[], T]) -> T:
         """Runs what takes a while in a thread, one call at a time. Raises Refused where it failed."""
