@@ -21,11 +21,19 @@ from luce.render import printable
 from luce.room import lacks_memory, require
 
 MAX_U32 = 2**32 - 1
-# Commands that are imported when they are wanted ask for room: 100 MiB to be imported, the rest for
-# threads and caches. Some work on small files would need less, but with less a library may end the
-# process. The server's threads allocate too: where malloc lacks 64 MiB for a thread's heap, it takes a page
-# each time.
-ROOM = {"bench": 168 << 20, "chat": 112 << 20, "convert": 168 << 20, "serve": 224 << 20}
+# Commands that are imported when they are wanted ask for room, since with less a library may end the
+# process. To import any of them takes less than IMPORTS: 85 to 97 MiB were measured, of which numpy takes
+# 40. glibc reserves HEAP for each thread that allocates, and a thread's stack has 8 MiB where ulimit -s
+# says nothing else. bench and convert have one thread that allocates beside the main one; serve has two, of
+# which one runs the engine and the other reads prompts; chat has none. Threads of the core do without heaps,
+# and where memory lacks there are fewer.
+IMPORTS, HEAP, STACK = 104 << 20, 64 << 20, 8 << 20
+ROOM = {
+    "bench": IMPORTS + HEAP,
+    "chat": IMPORTS + STACK,
+    "convert": IMPORTS + HEAP,
+    "serve": IMPORTS + 2 * HEAP,
+}
 COMMAND = "luce.command"  # A context keeps the words of the command line under this key of its meta.
 REMEDIES = {  # They say in words of the command line what helps, by LuceError.concerns.
     "nextn_head": "--mtp-gguf PATH names a file that has one",

@@ -5,16 +5,38 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
 from luce.errors import ArgumentError, UnsupportedError
+from luce.room import require
 from luce.tokenizer import Tokenizer
 
 # Such whitespace stands between parts of JSON. It is bounded, so that no text is blank forever.
 WHITESPACE = r"( |\n[ \t]{0,40})?"
 KEPT = 32  # So many compiled grammars are kept.
+MAX_NODES = 1 << 22  # llguidance's tree of the tokens has a node for each beginning, and fewer than so many.
+WALKING_ROOM = 16 << 20  # To compile a schema of a few fields and to take its first mask took one MiB.
+
+
+def room_for(tokens: Sequence[bytes], nodes: int) -> int:
+    """Returns the bytes that suffice to give llguidance a vocabulary with so many beginnings. It took 414 for
+    a token where 248,000 are merges of four letters, 600 where they are of eight, and 3,200 where 30,000 are
+    of 32 that have little in common."""
+    return (8 << 20) + 400 * len(tokens) + 80 * nodes + 16 * sum(map(len, tokens))
+
+
+def beginnings(tokens: Iterable[bytes]) -> int:
+    """Returns how many different beginnings the tokens have, themselves among them."""
+    count, before = 0, b""
+    for token in sorted(tokens):
+        same, most = 0, min(len(before), len(token))
+        while same < most and before[same] == token[same]:
+            same += 1
+        count += len(token) - same
+        before = token
+    return count
 
 
 class Matcher(Protocol):
@@ -46,8 +68,13 @@ class Grammars:
     @cached_property
     def _tokens(self) -> Any:
         """It is made when it is first needed: it takes a second for a large vocabulary."""
-        ends = sorted(self._tokenizer.eos_ids) or None
-        wrapper = self._llguidance.TokenizerWrapper(_Vocabulary(self._tokenizer))
+        ends, vocabulary = sorted(self._tokenizer.eos_ids) or None, _Vocabulary(self._tokenizer)
+        nodes = beginnings(vocabulary.tokens)
+        if nodes >= MAX_NODES:
+            said = f"the vocabulary's tokens have {nodes:,} beginnings: for grammars they are too many"
+            raise UnsupportedError(said)
+        require(room_for(vocabulary.tokens, nodes), "the tokens of grammars")
+        wrapper = self._llguidance.TokenizerWrapper(vocabulary)
         return self._llguidance.LLTokenizer(wrapper, eos_token=ends)
 
     def json_schema(self, schema: str | dict[str, Any]) -> Callable[[], Matcher]:
@@ -70,8 +97,10 @@ class Grammars:
         return self._walks(self._llguidance.LLMatcher.grammar_from_lark(grammar))
 
     def _walks(self, grammar: str) -> Callable[[], Matcher]:
+        tokens = self._tokens
+        require(WALKING_ROOM, "a grammar")
         if grammar not in self._compiled:
-            matcher = self._llguidance.LLMatcher(self._tokens, grammar, log_level=0)
+            matcher = self._llguidance.LLMatcher(tokens, grammar, log_level=0)
             if matcher.is_error():
                 raise ArgumentError(f"the grammar cannot be used: {_why(matcher)}")
             self._compiled[grammar] = matcher

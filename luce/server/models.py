@@ -128,6 +128,8 @@ class Served:
         """Runs what takes a while in a thread, one call at a time. Raises Refused where it failed."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._prompts, make)
+        except (OutOfMemory, MemoryError) as error:
+            raise Refused(503, str(error) or "out of memory", "busy", retry_after=5) from error
         except LuceError as error:
             raise Refused(400, str(error)) from error
 
