@@ -8,6 +8,10 @@ and from them the probability that the draft is accepted: drawn greedily, p[argm
 noise, that both take the same id, sum over i of 1 / sum over j of max(p_j / p_i, q_j / q_i); by rejection
 sampling, which gives up the tokens of plain decoding, sum of min(p, q). `measured` is the core's share.
 
+How often a draft is accepted depends on the text: one sampled at 1.0 is harder to guess than what people
+write. So `same_texts` has every temperature on the same texts, prompts included, which were sampled at
+TEXTS_AT: the core drafts and chooses after each of their tokens, and then takes the text's own next one.
+
     PYTHONPATH=tests python bench/shared_noise.py --save bench/results
 """
 
@@ -15,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +27,7 @@ import box_model
 import numpy as np
 import ref
 
+from luce._native import Drafts, Rows, Source
 from luce.drafting import Round
 from luce.engine import Engine, Files
 from luce.generation import Finished
@@ -32,6 +38,7 @@ from luce.stdout import as_json
 from luce.structs import Sampling
 
 GREEDY, SHARED, REJECTION = range(3)
+TEMPERATURES, TEXTS_AT = (1.0, 0.7), 0.7
 
 
 def softmax(logits: np.ndarray, temperature: float) -> np.ndarray:
@@ -73,19 +80,39 @@ def expected(
     return found
 
 
-def measure(engine: Engine, temperature: float, args: argparse.Namespace) -> dict[str, Any]:
+def forced(engine: Engine, text: list[int], sampling: Sampling) -> dict[int, bool]:
+    """Returns the same as rounds_of() of a text that is given: after each of its tokens, whether the core's
+    draft is what the core chooses there."""
+    found = dict[int, bool]()
+    with engine.native.sequence() as sequence:
+        sequence.set_sampling(sampling)
+        sequence.prefill(text[:1], True)
+        for at in range(1, len(text) - 1):
+            engine.native.draft([Drafts(sequence, text[at], 1, Source.NEXTN)])
+            (draft,) = sequence.drafted(1)
+            (choices,) = engine.native.verify([Rows(sequence, [text[at]])])
+            assert not isinstance(choices, Exception)
+            sequence.commit([0])
+            found[at] = choices[0] == draft
+    return found
+
+
+def sampled(engine: Engine, temperature: float, args: argparse.Namespace) -> Iterator[Any]:
+    """Yields what rounds_of() returns of each text."""
+    for seed in range(args.seeds):
+        for problem in problems.builtin():
+            if not problem.chat:
+                prompt = tuple(engine.tokenizer.encode(problem.prompt))
+                yield rounds_of(engine, Request(prompt, args.max_tokens, Sampling(temperature, seed=seed)))
+
+
+def measure(temperature: float, texts: Iterable[Any]) -> dict[str, Any]:
     weights = ref.read_gguf(str(box_model.GGUF))
     probabilities: list[Any] = []
     right: list[bool] = []
-    for seed in range(args.seeds):
-        for problem in problems.builtin():
-            if problem.chat:
-                continue
-            prompt = tuple(engine.tokenizer.encode(problem.prompt))
-            request = Request(prompt, args.max_tokens, Sampling(temperature, seed=seed))
-            text, rounds = rounds_of(engine, request)
-            probabilities += expected(weights, text, list(rounds), temperature)
-            right += rounds.values()
+    for text, rounds in texts:
+        probabilities += expected(weights, text, list(rounds), temperature)
+        right += rounds.values()
     means = np.mean(probabilities, axis=0)
     return {
         "temperature": temperature,
@@ -105,11 +132,16 @@ def main() -> None:
     parser.add_argument("--commit", help="of the row; default: the checkout's")
     parser.add_argument("--save", type=Path, help="write the row to this folder")
     args = parser.parse_args()
-    options = Options(ctx=512, threads=args.threads, spec="mtp", gamma=1, device="cpu")
+    options = Options(ctx=1024, threads=args.threads, spec="mtp", gamma=1, device="cpu")
     command = command_text(["bench/shared_noise.py", *sys.argv[1:]])
     with Files(box_model.GGUF, device="cpu") as files, Engine.open(files, options) as engine:
         row = origin("shared noise", "cpu", box_model.GGUF, command, args.threads, args.commit)
-        row["temperatures"] = [measure(engine, temperature, args) for temperature in (1.0, 0.7)]
+        row["temperatures"] = [measure(t, sampled(engine, t, args)) for t in TEMPERATURES]
+        texts = [text for text, _ in sampled(engine, TEXTS_AT, args)]
+        row["same_texts"] = [
+            measure(t, ((text, forced(engine, text, Sampling(t, seed=at))) for at, text in enumerate(texts)))
+            for t in TEMPERATURES
+        ]
     print(as_json(row, indent=1))
     if args.save:
         print(write_row(args.save, "shared-noise-box-cpu", row))
