@@ -153,6 +153,33 @@ def test_a_round_that_fails_takes_its_own_sequences_along(
         assert decoded(each) == expected
 
 
+def test_no_round_of_any_width_waits_for_a_graph(native: Library, device: str) -> None:
+    """Graphs of all row counts and drafts are there when an engine is open: none is built for a round, and a
+    prompt, whose graph is built for the occasion, shows that this would fail."""
+    model = drive.open_model(native, box_model.GGUF, device, head=True, drafter=box_model.DRAFTER)
+    engine = drive.open_engine(
+        model, n_ctx=300, n_sequences=2, n_rows=32, n_draft=8, blocks=1, n_top=4, n_part=128
+    )
+    both = [engine.sequence() for _ in range(2)]
+    for each in both:
+        drive.prefill(each, PROMPT)
+    with fault(native, Fault.GRAPH, 0):
+        for rows in range(1, 65):
+            parts = zip(both, (min(rows, 32), rows - 32), strict=True)
+            engine.verify([Rows(each, [3] * n) for each, n in parts if n > 0])
+        for source, most in ((Source.NEXTN, 8), (Source.PART, 8), (Source.DFLASH, engine.info.n_block - 1)):
+            for n in range(1, most + 1):
+                for some in (both[:1], both):
+                    engine.draft([Drafts(each, 3, n, source) for each in some])
+                    assert some[-1].lists(n, 4, source is not Source.DFLASH).at(n - 1)
+                    engine.verify([Rows(each, n=n + 1) for each in some])
+        for each in both:
+            each.commit([0, 1])
+        engine.verify([Rows(each, [3, 4, 5], [-1, 0, 0]) for each in both])
+        with pytest.raises(DeviceError):
+            both[0].prefill(PROMPT[:7])
+
+
 def whose_steps_fail(
     native: Library,
     sequences: list[Timeline],
