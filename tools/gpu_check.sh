@@ -10,8 +10,8 @@
 #     kernels   the kernels against double precision, a process for each part
 #     suite     the tests that use the device, in slices; how far tokens and logits are from where they belong
 #     peer      decoding beside llama.cpp: plain, with drafts, auto
-#     auto      drafts of fixed length, then auto in a process of its own
-#     part      what drafting among a part of the vocabulary would gain
+#     auto      drafts of fixed length, then auto in a process of its own; how long an engine takes to open
+#     part      what drafting among a part of the vocabulary gains, by costs and decoded, also with a Q4_K head
 #     sampled   the same model sampled, beside greedy
 #     sweep     what a step costs by rows and context
 #     prefill   prompts beside llama.cpp, by length
@@ -295,12 +295,19 @@ stage_auto() {
     have_oracle
     bench fixed 90 "${greedy[@]}" --modes plain,mtp:2,mtp:3,mtp:4,mtp:5,mtp:6,auto --rounds 1
     bench auto 60 "${greedy[@]}" --modes auto --rounds 1
+    run opening 60 python3 bench/opening.py "$oracle" --device "$device" --runs 3 --commit "${COMMIT:-}" --save "$out" &&
+        brief 20 <"$out/opening.txt"
 }
 stage_part() {
     say "drafting among a part of the vocabulary"
     have_oracle
     run part 60 python3 bench/draft_part.py "$oracle" --device "$device" "${own_threads[@]}" --commit "${COMMIT:-}" \
         --save "$out" && tr -d '\n' <"$out/part.txt" | grep -oE '"ms": \{[^}]*\}|"(share|coverage|gain)": [0-9.]+' | tr '\n' ' '
+    local covered=("${greedy[@]}" --coverage 0.975 --rounds "$rounds" --prompts 2) part=${PART:-64k}
+    covered+=(--modes "plain,mtp:3,mtp-part:3:$part,mtp:6,mtp-part:6:$part,auto")
+    bench covered 120 "${covered[@]}"
+    bench covered-q4 120 "${covered[@]}" --draft-head Q4_K
+    rm -f "$XDG_CACHE_HOME"/luce/oracle-"$shape"-0.8-covered-*.gguf # A small disk has no room for all.
 }
 stage_sampled() {
     say "sampled, and greedy"
