@@ -73,6 +73,10 @@ class DeviceError(LuceError):
     code = 9
 
 
+class OutputError(LuceError):
+    """What was to be printed cannot be written; nothing that follows could be."""
+
+
 class InternalError(LuceError):
     """This is a defect of luce."""
 

@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from luce.errors import LuceError
+from luce.errors import OutputError
 
 
 def prepare() -> None:
@@ -22,9 +22,9 @@ def prepare() -> None:
 
 
 def put(text: str) -> None:
-    """Writes `text` as it is, at once. Raises LuceError where it cannot be written."""
+    """Writes `text` as it is, at once. Raises OutputError where it cannot be written."""
     if sys.stdout is None:
-        raise LuceError("stdout is closed")
+        raise OutputError("stdout is closed")
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -42,14 +42,14 @@ def as_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
 
-def failed(error: Exception) -> LuceError:
+def failed(error: Exception) -> OutputError:
     """Returns the error that a failed write to stdout stands for. After it stdout takes everything and keeps
     nothing, since what it still holds back would fail again at the interpreter's end."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
-    return LuceError(f"stdout cannot be written: {getattr(error, 'strerror', None) or error}")
+    return OutputError(f"stdout cannot be written: {getattr(error, 'strerror', None) or error}")
 
 
 def _finite(value: Any) -> Any:

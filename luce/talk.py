@@ -15,7 +15,7 @@ from luce import stdout
 from luce.chat import BoundedTemplate, chat_template, idle_thinking, prompt_ids, thinks
 from luce.command import MAX_U32, CtrlC, Utf8
 from luce.engine import Engine, Files
-from luce.errors import ContextFull, LuceError, about
+from luce.errors import ContextFull, LuceError, OutputError, about
 from luce.flags import (
     DRAFTING,
     EXPERTS,
@@ -167,6 +167,8 @@ class Talk:
             self._messages.append({"role": "user", "content": said})
             try:
                 self._messages.append(self._answer())
+            except OutputError:
+                raise  # There is nobody to talk to.
             except LuceError as error:
                 self._messages.pop()
                 more = "; /clear begins anew" if isinstance(error, ContextFull) else ""

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import subprocess
 
 import pytest
 
@@ -50,12 +51,13 @@ COMMANDS = [
     ("devices",),
     ("bench", "sweep", "--rows", "1", "--ctx", "0", "--steps", "1", "--gammas", "1"),
     ("--help",),
+    ("chat", "--gguf", "{}", "-n", "4", "--ctx", "300"),
 ]
 
 
 @pytest.mark.parametrize(
     ("words", "broken"),
-    [*((words, "full") for words in COMMANDS), (COMMANDS[0], "pipe"), (COMMANDS[-1], "pipe")],
+    [*((words, "full") for words in COMMANDS), (COMMANDS[0], "pipe"), (("--help",), "pipe")],
 )
 def test_a_stdout_that_fails_is_one_line_and_exit_1(command, tiny_gguf, words, broken):
     if broken == "full":
@@ -65,9 +67,10 @@ def test_a_stdout_that_fails_is_one_line_and_exit_1(command, tiny_gguf, words, b
         reader, stdout = os.pipe()
         os.close(reader)
         why = "Broken pipe"
-    running = command(*(tiny_gguf if word == "{}" else word for word in words), stdout=stdout)
+    words = (tiny_gguf if word == "{}" else word for word in words)
+    running = command(*words, stdout=stdout, stdin=subprocess.PIPE)
     os.close(stdout)
-    _, stderr = running.communicate(timeout=120)
+    _, stderr = running.communicate(b"ab", timeout=120)
     assert running.returncode == 1
     assert stderr.decode().splitlines() == [f"Error: stdout cannot be written: {why}"]
 
