@@ -185,6 +185,20 @@ def test_forced_calls_cut_anywhere(held):
         assert streamed([text[:at], text[at:]], held, reasoning=True) == pieces, at
 
 
+@pytest.mark.parametrize("begin", ["", "I see <tool_call>.\n</think>\n\n"])
+def test_calls_or_other_text_cut_anywhere(begin):
+    """Only what the text begins with is a call: JSON may speak of one."""
+    json_text = '{"a": "<tool_call>\\n", "b": "</think><tool_call>\\n<function=now>"}'
+    before = [Reasoning("I see <tool_call>.")] if begin else []
+    for text, pieces in (
+        (json_text, [Text(json_text)]),
+        (f"{forced('now')}\n{READ}", [call("now"), call("read", path="a.py", lines=3)]),
+    ):
+        text = begin + text
+        for parts in ([text], list(text), *([text[:at], text[at:]] for at in range(1, len(text)))):
+            assert streamed(parts, "instead", reasoning=bool(begin)) == [*before, *pieces]
+
+
 def test_forced_calls_say_what_is_certain_at_once():
     """Text values come letter by letter, others once they have ended."""
     parser, said = Parser(TOOLS, held="required"), []

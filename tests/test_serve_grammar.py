@@ -15,7 +15,9 @@ import pydantic
 import pytest
 from serving import HANG_S, serving, settings
 
+from luce._native import File
 from luce.command import BOX
+from luce.tokenizer import Tokenizer
 
 COLOURS = ["red", "green", "dark blue"]
 
@@ -65,6 +67,13 @@ def both(urls):
 def claude(urls):
     with anthropic.Anthropic(base_url=urls[0], api_key="none", max_retries=0) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def tokens(native):
+    with File(BOX, native) as file:
+        tokenizer = Tokenizer(file.kv)
+    return [tokenizer.bytes_of(token) for token in range(tokenizer.n_vocab)]
 
 
 SAID = [{"role": "user", "content": "def paint():"}]
@@ -198,6 +207,33 @@ def test_a_required_call_fits_its_pydantic_model(both):
 
     found = [both(lambda client, n=n: ask(client, n)) for n in range(3)]
     assert {type(each) for each in found} == {Put}
+
+
+def test_tools_may_be_called_before_an_answer_of_a_schema(both, claude, tokens):
+    """What the text begins with says which of them it is; a bias keeps the other one out."""
+    tool = openai.pydantic_function_tool(Put)
+
+    def without(mark, **more):
+        bias = {str(token): -100 for token, spelled in enumerate(tokens) if spelled.startswith(mark)}
+        asked = {"tools": [tool], "response_format": Flat, "logit_bias": bias, "parallel_tool_calls": False}
+
+        def ask(client):
+            found = client.chat.completions.parse(temperature=0, max_tokens=300, **asked, **more, **ASKED)
+            message = found.choices[0].message
+            calls = [call.function.parsed_arguments for call in message.tool_calls or ()]
+            return calls, message.parsed, found.choices[0].finish_reason
+
+        return both(ask)
+
+    (call,), nothing, reason = without(b"{")
+    assert (type(call), nothing, reason) == (Put, None, "tool_calls")
+    for more in ({}, {"tool_choice": "none"}):
+        none, parsed, reason = without(b"<", **more)
+        assert (none, type(parsed), reason) == ([], Flat, "stop")
+    tools = [{"name": "now", "input_schema": {"type": "object", "properties": {}}}]
+    found = claude.messages.create(model="m", messages=SAID, max_tokens=200, tools=tools, output_config={
+        "format": {"type": "json_schema", "schema": anthropic.transform_schema(Flat)}})  # fmt: skip
+    assert found.stop_reason == "tool_use" or Flat.model_validate_json(found.content[0].text)
 
 
 def test_a_schema_that_cannot_be(both):

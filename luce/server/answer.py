@@ -149,8 +149,11 @@ class Answer:
         ask = self.ask
         if ask.choice not in ("auto", "none"):
             return "required"
-        strict = ask.choice == "auto" and ask.tools and all(tool.strict for tool in ask.tools)
-        return "strict" if strict and ask.schema is None else ""
+        if ask.choice == "none" or not ask.tools:
+            return ""
+        if ask.schema is not None:
+            return "instead"
+        return "strict" if all(tool.strict for tool in ask.tools) else ""
 
     def _grammar(self) -> Callable[[], Matcher] | None:
         """Returns what the text is held to. Raises ArgumentError for a schema that no text can be held to."""
@@ -158,6 +161,8 @@ class Answer:
         if held == "required":
             tools = [tool for tool in ask.tools if ask.choice in ("required", tool.name)]
             lark = call_grammar(tools, thinks, required=True, many=ask.parallel_calls)
+        elif held == "instead":
+            lark = call_grammar(ask.tools, thinks, required=True, many=ask.parallel_calls, schema=ask.schema)
         elif ask.schema is not None:
             lark = json_grammar(dict(ask.schema), thinks)
         elif held == "strict":
@@ -169,7 +174,8 @@ class Answer:
     def _bounded(self, budget: int, grammar: Callable[[], Matcher] | None) -> Callable[[], Matcher]:
         """Returns the grammar whose thoughts have at most `budget` tokens."""
         tokenizer, thinks = self.model.tokenizer, self._parser.reasoning
-        calls = bool(self.ask.tools) and self.ask.choice == "auto"
+        free = self._held_to_calls() in ("", "strict")
+        calls = bool(self.ask.tools) and self.ask.choice == "auto" and free
         return lambda: Budget(tokenizer, budget, thinks, calls, grammar() if grammar else None)
 
     def take_logprobs(self) -> list[tuple[int, Logprobs]]:

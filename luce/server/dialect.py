@@ -39,7 +39,7 @@ class Parser:
     """Takes text and returns pieces. `tools` has the JSON schemas of the declared functions' parameters by
     name; without any, calls are text. `reasoning` says whether the prompt ends within `<think>`. `held` says
     that a grammar holds the text to well-formed calls: "strict" wherever one begins, "required" where there
-    has to be one, which is after all thoughts."""
+    has to be one, which is after all thoughts, "instead" where one comes there or other text without any."""
 
     def __init__(self, tools: Mapping[str, Any] | None = None, reasoning: bool = False, held: str = ""):
         self._tools = dict(tools or {})
@@ -139,9 +139,10 @@ class Parser:
     def _marks(self) -> list[str]:
         """Returns what means something here."""
         if self._reasoning:
-            calls = self._tools and self._held != "required"
+            calls = self._tools and self._held in ("", "strict")
             return [END_THINK, CALL] if calls else [END_THINK]
-        return ([CALL, FUNCTION] if self._tools else []) + self._leading_marks()
+        calls = [CALL, FUNCTION] if self._tools and self._held != "instead" else []
+        return calls + self._leading_marks()
 
     def _leading_marks(self) -> list[str]:
         """Returns the marks that count before all other text alone. A second end of the same thing is one too
@@ -149,6 +150,7 @@ class Parser:
         if self._reasoning or self._said:
             return []
         marks = [END_THINK, END_CALL] if self._called else [END_THINK]
+        marks += [CALL] if self._held == "instead" else []
         return [*marks, THINK] if self._may_think else marks
 
     def _next_mark(self) -> tuple[str | None, int]:
@@ -161,13 +163,6 @@ class Parser:
             if 0 <= at < where and (mark not in leading or at == start):
                 first, where = mark, at
         return first, where
-
-    def _undecided(self) -> int:
-        """Returns the length of the text's end that may be the beginning of a mark."""
-        marks = self._marks()
-        longest = min(max(map(len, marks), default=1) - 1, len(self._text))
-        ends = ((n, self._text[-n:]) for n in range(longest, 0, -1))
-        return next((n for n, end in ends if any(mark.startswith(end) for mark in marks)), 0)
 
     # ---- calls
 

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from luce.grammar import WHITESPACE
 from luce.server.ask import Tool
 from luce.server.pieces import TEXT, alternatives, choices_of, types_of
 
+ANY_OBJECT = {"type": "object"}
 _THOUGHT = 'thought[suffix="</think>"]: /(?s:.*)/\n'
 
 
 def json_grammar(schema: dict[str, Any], thinks: bool) -> str:
     """Returns the grammar of JSON texts of a schema; {} is any object. `thinks` puts thoughts that the
     prompt has begun before them."""
-    held = schema or {"type": "object"}
     before = 'thought "\\n\\n"? ' if thinks else ""
-    return f"start: {before}json\n{_THOUGHT if thinks else ''}json: {_json(held)}\n"
+    return f"start: {before}json\n{_THOUGHT if thinks else ''}json: {_json(schema or ANY_OBJECT)}\n"
 
 
-def call_grammar(tools: Sequence[Tool], thinks: bool, required: bool, many: bool) -> str:
+def call_grammar(
+    tools: Sequence[Tool], thinks: bool, required: bool, many: bool, schema: Mapping[str, Any] | None = None
+) -> str:
     """Returns the grammar of text with calls of tools, each as the dialect spells it. Where `required`,
-    there is at least one, and at once (after thoughts, if the prompt has begun some). `many` allows more
-    than one."""
+    there is at least one, and at once (after thoughts, if the prompt has begun some), or there is JSON of
+    `schema` instead. `many` allows more than one."""
     rules = []
     for at, tool in enumerate(tools):
         rules.append(_function(f"f{at}", tool))
@@ -33,7 +35,9 @@ def call_grammar(tools: Sequence[Tool], thinks: bool, required: bool, many: bool
     rest = 'text[suffix="\\n</parameter>\\n"]: /(?s:.*)/\n'
     before = 'thought "\\n\\n"? ' if thinks else ""
     if required:
-        start = f"start: {before}call{' (BLANK call)*' if many else ''}\nBLANK: /\\n{{0,2}}/\n"
+        calls = f"call{' (BLANK call)*' if many else ''}"
+        start = f"start: {before}{calls if schema is None else f'({calls} | json)'}\nBLANK: /\\n{{0,2}}/\n"
+        start += "" if schema is None else f"json: {_json(dict(schema) or ANY_OBJECT)}\n"
     else:
         free = 'lead[suffix="<tool_call>"]: /(?s:.*)/\nTAIL: /(?s:.*)/ & ~/(?s:.*<tool_call>.*)/\n'
         call = call.replace('"<tool_call>\\n', '"\\n')
