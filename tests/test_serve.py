@@ -107,11 +107,13 @@ BAD = [
     ("/v1/chat/completions", {"messages": HELLO, "functions": [{"name": "f"}]}, 400, "functions"),
     ("/v1/chat/completions", {"messages": HELLO, "top_logprobs": 2}, 400, "top_logprobs"),
     ("/v1/chat/completions", {"messages": HELLO, "grammar": "root ::= x"}, 400, "grammar"),
+    ("/v1/chat/completions", {"messages": HELLO, "tools": [{"function": {"name": "a>\n<b"}}]}, 400, "tools"),
     ("/v1/completions", {"prompt": "a", "suffix": "b"}, 400, "suffix"),
     ("/v1/completions", {"prompt": "a", "best_of": 2}, 400, "best_of"),
     ("/v1/completions", {"prompt": "a", "guided_regex": "a+"}, 400, "guided_regex"),
     ("/v1/responses", {"input": "a", "previous_response_id": "resp_1"}, 400, "previous_response_id"),
     ("/v1/responses", {"input": [{"type": "item_reference", "id": "a"}]}, 400, "input"),
+    ("/v1/responses", {"include": ["message.output_text.logprobs"], "input": "a"}, 400, "include"),
     ("/v1/responses", {"prompt": {"id": "a"}, "input": "a"}, 400, "prompt"),
     ("/v1/chat/completions", {"messages": 3}, 400, None),
     ("/v1/chat/completions", "{not json", 400, None),
@@ -242,7 +244,8 @@ def test_keys_and_hosts(native):
         assert get("/v1/models", headers={"x-api-key": "other"}).status_code == 200
         assert get("/v1/models", headers={"x-api-key": "othe"}).status_code == 401
         assert get("/health", headers={"Host": "evil.example"}).status_code == 403
-        assert get("/health", headers={"Origin": "https://evil.example"}).status_code == 403
+        for origin in ("https://evil.example", "null", "file://"):
+            assert get("/health", headers={"Origin": origin}).status_code == 403
 
 
 def test_metrics_count_what_was_said(server):

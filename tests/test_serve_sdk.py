@@ -123,6 +123,8 @@ def test_errors_are_the_sdks_own(chatgpt, claude, server):
         claude.messages.create(
             model="m", messages=say("hello"), max_tokens=5, tool_choice={"type": "tool", "name": "nobody"}
         )
+    with pytest.raises(anthropic.BadRequestError, match="there are no tools"):
+        claude.messages.create(model="m", messages=long, max_tokens=5, tool_choice={"type": "any"})
     with pytest.raises(openai.NotFoundError):
         chatgpt.models.retrieve("nobody")
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long: [0-9]+ tokens > 4096 maximum"):

@@ -132,6 +132,8 @@ def _choice(choice: Mapping[str, Any] | None, tools: list[Tool]) -> tuple[str, b
         if name not in [tool.name for tool in tools]:
             raise refuse(f"tool_choice names {name!r}, which is no tool", "tool_choice")
         return str(name), parallel
+    if kind == "any" and not tools:
+        raise refuse("tool_choice requires a call, but there are no tools", "tool_choice")
     if kind not in ("auto", "any", "none"):
         raise refuse(f"tool_choice {kind!r} is none of auto, any, tool, none", "tool_choice")
     return "required" if kind == "any" else kind, parallel

@@ -230,7 +230,8 @@ class Guarded:
     def _refused(self, scope: Scope) -> Refused | None:
         headers = {name: value for name, value in scope["headers"]}
         if self._hosts:
-            origin = headers.get(b"origin", b"").decode("latin-1").partition("://")[2]
+            origin = headers.get(b"origin", b"").decode("latin-1")
+            origin = origin.partition("://")[2] or origin  # That of a page without a site is "null".
             for name in (headers.get(b"host", b"").decode("latin-1"), origin):
                 if name and _host(name) not in self._hosts:
                     return Refused(403, f"requests for {name!r} are not answered here", "forbidden")

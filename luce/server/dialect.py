@@ -141,8 +141,8 @@ class Parser:
         if self._reasoning:
             calls = self._tools and self._held in ("", "strict")
             return [END_THINK, CALL] if calls else [END_THINK]
-        calls = [CALL, FUNCTION] if self._tools and self._held != "instead" else []
-        return calls + self._leading_marks()
+        leading = self._leading_marks()
+        return [CALL, FUNCTION, *leading] if self._tools and self._held != "instead" else leading
 
     def _leading_marks(self) -> list[str]:
         """Returns the marks that count before all other text alone. A second end of the same thing is one too

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -16,6 +17,7 @@ REASONS = {"stop": "stop", "stop_string": "stop", "length": "length", "calls": "
 KINDS = {"not_found": "not_found_error", "auth": "authentication_error", "forbidden": "permission_error"}
 CODES = {"too_long": "context_length_exceeded", "not_found": "model_not_found", "auth": "invalid_api_key",
          "busy": "server_busy"}  # fmt: skip
+NAME = re.compile(r"[^<>\s]{1,256}")  # Calls spell the names of tools so.
 MAX_STOPS, MAX_STOP = 16, 1024  # A request has at most so many stop strings, and each so many letters.
 
 
@@ -26,7 +28,8 @@ class Sampled(msgspec.Struct, kw_only=True):
     REFUSED: ClassVar = (
         "grammar", "json_schema", "guided_json", "guided_grammar", "guided_regex", "guided_choice",
         "structured_outputs", "min_tokens", "stop_token_ids", "use_beam_search", "mirostat", "dry_multiplier",
-        "xtc_probability", "web_search_options", "functions", "suffix",
+        "xtc_probability", "web_search_options", "functions", "suffix", "bad_words",
+        "allowed_token_ids", "dynatemp_range",
     )  # fmt: skip
     model: str = ""
     stream: bool | None = None
@@ -183,6 +186,8 @@ def tool_of(function: dict[str, Any], schema: str = "parameters") -> Tool:
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise refuse("a tool has no name", "tools")
+    if not NAME.fullmatch(name):
+        raise refuse(f"a tool is named {name[:300]!r}: it has 1 to 256 letters but <, > and blanks", "tools")
     parameters = function.get(schema) or {"type": "object", "properties": {}}
     typed(parameters, Parameters, "tools")
     return Tool(name, parameters, str(function.get("description") or ""), bool(function.get("strict")))

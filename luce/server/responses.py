@@ -40,6 +40,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     conversation: Any = None
     background: bool | None = None
     top_logprobs: int | None = None
+    include: list[str] | None = None
 
 
 def responses_ask(body: ResponsesBody) -> Ask:
@@ -47,6 +48,8 @@ def responses_ask(body: ResponsesBody) -> Ask:
     for name in ("previous_response_id", "conversation", "background", "top_logprobs"):
         if getattr(body, name):
             raise refuse(f"{name} is not supported: send the whole conversation as input", name)
+    if "message.output_text.logprobs" in (body.include or ()):
+        raise refuse("logprobs are not supported here: /v1/chat/completions has them", "include")
     messages: list[Message] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     messages += _messages(items)
