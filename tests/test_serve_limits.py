@@ -1,5 +1,6 @@
 """Checks what bounds a server: pages, bodies, headers, other sites' pages, and what it says of itself."""
 
+import math
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -7,9 +8,11 @@ from unittest import mock
 
 import httpx
 import pytest
+import tiny
 from serving import serving, settings, until
 
 from luce.command import BOX
+from luce.errors import FileError
 from luce.loop import MAX_ROWS
 from luce.server import body, models
 from luce.server.cli import MAX_HEADERS
@@ -101,6 +104,39 @@ def test_what_it_says_of_itself(server):
 def test_a_files_own_sampling_comes_first():
     kv = {"general.sampling.temp": 1, "general.sampling.top_k": 40.0}
     assert models._sampling(kv) == {**models.RECOMMENDED, "temperature": 1.0, "top_k": 40}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("temp", "warm", "expected a value of type float, found a value of type str"),
+        ("temp", math.nan, "expected a finite number, found nan"),
+        ("temp", -1.0, "-1 is not within 0 and 1e+06"),
+        ("top_k", math.inf, "expected a finite number, found inf"),
+        ("top_p", ["x"], "expected a value of type float, found an array of strings"),
+        ("min_p", 1.5, "1.5 is not within 0 and 1"),
+    ],
+)
+def test_sampling_of_a_file_that_is_none_is_named(key, value, said):
+    with pytest.raises(FileError, match=re.escape(f"key general.sampling.{key}: {said}")):
+        models._sampling({f"general.sampling.{key}": value})
+
+
+def test_a_file_of_odd_sampling_is_one_line(command, tmp_path, monkeypatch):
+    def add_keys(writer, *args, **options):
+        tiny_keys(writer, *args, **options)
+        writer.add_string("general.sampling.temp", "warm")
+
+    tiny_keys, config = tiny.add_keys, tiny.Config()
+    monkeypatch.setattr(tiny, "add_keys", add_keys)
+    path = tiny.write(tmp_path / "odd.gguf", config, tiny.layout(config, 1))
+    running = command("serve", "--gguf", path, "--device", "cpu", "--port", "0", "--ctx", "512")
+    try:
+        _, stderr = running.communicate(timeout=60)
+    finally:
+        running.kill()
+    (said,) = stderr.decode().splitlines()
+    assert running.returncode == 1 and said.startswith(f"Error: {path}: key general.sampling.temp: "), said
 
 
 def test_without_its_extra_the_command_says_what_to_install(luce_):

@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 from luce import _native
 from luce.chat import KEY, BoundedTemplate, chat_template, prompt_ids
 from luce.engine import Engine, Files
-from luce.errors import LuceError, OutOfMemory, about
+from luce.errors import FileError, LuceError, OutOfMemory, about
 from luce.fit import total
 from luce.grammar import Grammars
 from luce.plan import Options
+from luce.probe import fact
 from luce.server.ask import Ask, Refused, TooLong, ordered
 from luce.server.cache import PrefixCache
 from luce.server.disk import DiskCache
@@ -31,8 +32,9 @@ COUNTED = 4  # A prompt's tokens are counted up to so many contexts.
 GPU_CHUNK, CPU_CHUNK = 1024, 256  # A step has so many prompt tokens.
 # Qwen recommends these for precise tasks.
 RECOMMENDED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.0}
-# These keys of general.sampling give these options.
-KEYS = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+# These keys give these options, of which each has at most so much.
+KEYS = {name: f"general.sampling.{name}" for name in RECOMMENDED} | {"temperature": "general.sampling.temp"}
+MOST = {"temperature": 1e6, "top_p": 1.0, "top_k": 2**31 - 1, "min_p": 1.0}
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ class Served:
             files = opened.enter_context(
                 Files(path, settings.head, settings.options.device, settings.drafter)
             )
+            with about(path):
+                self.defaults = _sampling(files.file.kv)
             options = _with_defaults(files, settings.options, shrink)
             # Files have to fit the next server too, whose steps may measure otherwise.
             keep = settings.cache_dir is not None
@@ -73,7 +77,6 @@ class Served:
                     self.template = chat_template(files.file.kv)
                 opened.callback(self.template.close)
             self.users = 0  # So many requests hold it.
-            self.defaults = _sampling(files.file.kv)
             self.grammars = Grammars(self.tokenizer)
             self.cache = None
             if self.info.n_checkpoints:
@@ -160,9 +163,15 @@ def _with_defaults(files: Files, options: Options, shrink: bool) -> Options:
 
 
 def _sampling(kv: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the file's own sampling, else what Qwen recommends."""
-    found = {name: kv.get(f"general.sampling.{key}", RECOMMENDED[name]) for name, key in KEYS.items()}
-    return {name: type(RECOMMENDED[name])(value) for name, value in found.items()}
+    """Returns the file's own sampling, else what Qwen recommends. FileError names a key with which no token
+    can be sampled."""
+    found: dict[str, Any] = {}
+    for name, key in KEYS.items():
+        value, most = fact(kv, key, float, float(RECOMMENDED[name])), MOST[name]
+        if not 0 <= value <= most:
+            raise FileError(f"key {key}: {value:g} is not within 0 and {most:g}")
+        found[name] = type(RECOMMENDED[name])(value)
+    return found
 
 
 def _disk(engine: Engine, files: Files, settings: Settings) -> DiskCache | None:
