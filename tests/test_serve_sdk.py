@@ -241,6 +241,8 @@ def test_a_turn_begins_like_the_one_before_whatever_the_client_changes(server):
         return prompt_ids(template, tokenizer, ordered(ask.messages))
 
     assert prompt(0) == prompt(1)
+    header = {"system": "x-anthropic-billing-header: 1\nBe brief.", "messages": say("hello")}
+    assert messages_ask(msgspec.convert(header, MessagesBody)).messages[0]["content"] == "Be brief."
     text = tokenizer.decode(prompt(0), special=True)
     assert "billing" not in text and text.startswith("<|im_start|>system\nBe brief.<|im_end|>")
     assert "Late.<|im_end|>" in text
@@ -294,7 +296,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("name", ["read", "broken"])
+@pytest.mark.parametrize("name", ["hello", "read", "twice", "broken"])
 @pytest.mark.parametrize("path", KINDS)
 def test_every_answer_and_event_is_of_the_published_types(server, path, name):
     whole, event = (pydantic.TypeAdapter(kind) for kind in KINDS[path])
@@ -307,12 +309,28 @@ def test_every_answer_and_event_is_of_the_published_types(server, path, name):
         body |= {"logprobs": True, "top_logprobs": 1}
     headers = {"Authorization": "Bearer key"}
     found = server.http.post(path, json=body, headers=headers)
-    whole.validate_python(found.json())
+    whole.validate_json(found.text, strict=True)
     for each in sse(server.http.post(path, json={**body, "stream": True, **extra}, headers=headers)):
         for choice in each.get("choices", ()) if path == "/v1/completions" else ():
             # It is null in the API, but not in its types.
             choice["finish_reason"] = choice["finish_reason"] or "stop"
-        event.validate_python(each)
+        event.validate_json(json.dumps(each), strict=True)
+
+
+@pytest.mark.parametrize("path", KINDS)
+def test_every_error_is_of_the_published_types(server, path):
+    """They are of the body, of its length, and of the key."""
+    long = "words " * 5000
+    said = {"/v1/completions": {"prompt": long}, "/v1/responses": {"input": long}}
+    asked = said.get(path, {"messages": [{"role": "user", "content": long}]})
+    for body, key, status in (({}, "key", 400), (asked, "key", 400), (asked, "wrong", 401)):
+        response = server.http.post(path, json={"max_tokens": 9, **body}, headers={"x-api-key": key})
+        assert response.status_code == status
+        if path == "/v1/messages":
+            pydantic.TypeAdapter(anthropic.types.ErrorResponse).validate_json(response.text, strict=True)
+        else:
+            kind = pydantic.TypeAdapter(openai.types.shared.ErrorObject)
+            kind.validate_json(json.dumps(response.json()["error"]), strict=True)
 
 
 @pytest.mark.parametrize("path", KINDS)

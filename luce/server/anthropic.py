@@ -20,7 +20,7 @@ KINDS = {
     "not_found": "not_found_error", "busy": "overloaded_error", "auth": "authentication_error",
     "forbidden": "permission_error", "too_large": "request_too_large", "failed": "api_error",
 }  # fmt: skip
-BILLING = "x-anthropic-billing-header"  # A first system block begins so, and changes at each call.
+BILLING = "x-anthropic-billing-header"  # A first system block begins so, with a line that changes.
 SIGNATURE = "luce"  # Thoughts have it, since clients drop or rewrite those without one.
 
 
@@ -81,7 +81,8 @@ def messages_ask(body: MessagesBody) -> Ask:
 def _system(system: str | list[dict[str, Any]] | None) -> str:
     """Returns the system text as one, without what changes at each call."""
     blocks = [system] if isinstance(system, str) else [text_of([block], "system") for block in system or ()]
-    return "\n".join(block for block in blocks if not block.startswith(BILLING))
+    told = [block.partition("\n")[2] if block.startswith(BILLING) else block for block in blocks]
+    return "\n".join(filter(None, told))
 
 
 def _messages(message: Mapping[str, Any]) -> list[Message]:
