@@ -94,7 +94,11 @@ class Files:
 
     def memory(self, chosen: Plan, ctx: int | None = None) -> Memory:
         """Returns the memory that a plan needs, in bytes. `ctx` replaces the plan's context."""
-        params = chosen.params if ctx is None else replace(chosen.params, n_ctx=ctx)
+        device = chosen.device
+        if device == "auto":
+            device = _native.default().devices()[0].name
+        params = _params(chosen, device, self.facts.vocab_size or 0)
+        params = params if ctx is None else replace(params, n_ctx=ctx)
         head, drafter = self._drafters([chosen])
         return self.file.plan_memory(chosen.device, params, head, drafter, chosen.cpu_experts)
 
@@ -129,12 +133,12 @@ class Engine:
     def __init__(self, model: Model, tokenizer: Tokenizer, chosen: Plan, keep_drafters: bool):
         self.model, self.tokenizer = model, tokenizer
         self._loops: list[Loop] = []
-        native = _native.Engine(model, _params(chosen, model))
+        native = _native.Engine(model, _params(chosen, model.info.device, model.info.n_vocab))
         if isinstance(chosen.draft, Auto) and not keep_drafters:
             paying = _paying(chosen, native)
             if (paying.drafts, paying.blocks) != (chosen.drafts, chosen.blocks):
                 native.close()  # Without a drafter, steps need not keep its caches up to date.
-                native = _native.Engine(model, _params(paying, model))
+                native = _native.Engine(model, _params(paying, model.info.device, model.info.n_vocab))
             chosen = paying
         self.plan, self.native = chosen, native
         self.info, self.costs = native.info, native.costs()
@@ -282,12 +286,12 @@ DECIDES, FEEDS, HANDS_OVER = {"cuda": 5e-6}, {"cuda": 65e-6}, {"cuda": 27e-6}
 PART_ON = frozenset({"cpu", "cuda"})
 
 
-def _params(chosen: Plan, model: Model) -> EngineParams:
-    """Returns how the core opens the engine. On a CPU a row costs too much to be spent on a next best
-    candidate, so auto keeps none there."""
+def _params(chosen: Plan, device: str, n_vocab: int) -> EngineParams:
+    """Returns how the core opens the engine on a device, of a model with so many tokens. On a CPU a row costs
+    too much to be spent on a next best candidate, so auto keeps none there."""
     if not isinstance(chosen.draft, Auto):
         return chosen.params
-    kind, large = model.info.device.partition(":")[0], model.info.n_vocab >= 2 * PART
+    kind, large = device.partition(":")[0], n_vocab >= 2 * PART
     return replace(
         chosen.params,
         n_top=0 if kind == "cpu" else chosen.params.n_top,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import draft_part
 import drive
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from luce import engine
-from luce._native import Library, Model, Source
+from luce._native import File, Library, Model, Source
 from luce._native import Sequence as Timeline
 from luce.cli import cli
 from luce.command import BOX
@@ -26,7 +27,7 @@ from luce.errors import ArgumentError, StateError
 from luce.generation import Finished
 from luce.plan import Options, Request
 from luce.runner import Runner
-from luce.structs import Cost, Sampling
+from luce.structs import Cost, EngineParams, Memory, Sampling
 
 PART = 128
 
@@ -121,6 +122,29 @@ def test_auto_drafts_among_a_part_on_the_devices_that_are_named(
     assert opened.info.n_part == (1024 if on else 0)
     assert drafters == (["mtp", "mtp-part"] if on else ["mtp"])
     assert not exact or tokens["auto"] == tokens["off"]
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_the_memory_of_a_plan_is_that_of_the_engine_which_auto_opens(
+    device: str, monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    """It counts what the part takes, and where auto keeps no next best candidates, it counts none."""
+    monkeypatch.setattr(engine, "PART", 1024)
+    asked: list[EngineParams] = []
+    real = File.plan_memory
+
+    def plan_memory(self: File, name: str, params: EngineParams, *rest: Any) -> Memory:
+        asked.append(params)
+        return real(self, name, params, *rest)
+
+    monkeypatch.setattr(File, "plan_memory", plan_memory)
+    with engine.Files(BOX, device=device if named else None) as files:
+        chosen = files.plan(Options(ctx=256, threads=1, spec="auto"))
+        needed = files.memory(chosen)
+        with engine.Engine.open(files, chosen, keep_drafters=True) as opened:
+            assert (opened.info.n_part, opened.info.n_top) == (asked[-1].n_part, asked[-1].n_top)
+            assert opened.info.n_part == 1024
+            assert opened.info.memory_bytes == needed.kv + needed.state + needed.compute
 
 
 def test_what_drafting_among_a_part_gains_is_counted_by_costs() -> None:
