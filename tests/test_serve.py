@@ -2,6 +2,7 @@
 
 import json
 import signal
+import time
 from contextlib import closing, contextmanager
 from http.client import HTTPConnection
 from unittest import mock
@@ -343,6 +344,17 @@ def test_the_command_listens_and_ends_with_ctrl_c(command, foreground):
         assert busy.startswith("Error: cannot listen") and busy.count("\n") == 1
         process.send_signal(signal.SIGINT)
         assert process.communicate()[1] == "Error: interrupted\n" and process.returncode == 130
+
+
+def test_ctrl_c_several_times_is_one_line(command, foreground):
+    """uvicorn would leave its tasks at the second one, and say so in forty lines."""
+    with command("serve", "--port", "0", "--threads", "1", text=True) as process:
+        process.stderr.readline()
+        for _ in range(3):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.02)
+        assert process.communicate()[1] == "Error: interrupted\n"
+        assert process.returncode in (130, -signal.SIGINT), "it may come when Python has ended"
 
 
 def test_flags_that_exclude_each_other(luce_):
