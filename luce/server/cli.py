@@ -274,8 +274,8 @@ class Listener(uvicorn.Server):
                 click.echo(f"luce serves {names} at http://{shown}:{port}", err=True)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """Handles Ctrl-C: what runs ends now, and its clients are told. That takes seconds at most, so another
-        one asks for nothing more. At that uvicorn would leave without closing the models."""
+        """Handles Ctrl-C: what runs ends now, and its clients are told. That takes seconds at most, so
+        another one asks for nothing more. At that uvicorn would leave without closing the models."""
         self._models.stop()
         if not self.should_exit:
             super().handle_exit(sig, frame)
