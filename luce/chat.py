@@ -130,21 +130,6 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(each)
 
 
-def idle_thinking(
-    template: Template, messages: Sequence[Mapping[str, Any]], think: bool | None
-) -> str | None:
-    """Says what is wrong with --think and --no-think where the template makes the same prompt of these
-    messages with either as without. What it fails at is for the prompt's own rendering to say."""
-    if think is None:
-        return None
-    try:
-        prompts = {template.render(messages, enable_thinking=each) for each in (None, True, False)}
-    except LuceError:
-        return None
-    flag = "--think" if think else "--no-think"
-    return None if len(prompts) > 1 else f"{flag} sets enable_thinking, which the chat template does not read"
-
-
 def thinks(template: Template, think: bool | None) -> bool | None:
     """Says whether a model is to think with this value of enable_thinking. None leaves the choice to the
     template. Returns None where the template does not read it. Raises what rendering raises."""

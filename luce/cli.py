@@ -29,6 +29,7 @@ from luce.flags import (
     QUIET,
     RUN,
     idle_sampling,
+    idle_thinking,
     idle_threads,
     misplaced,
     options,
@@ -234,7 +235,7 @@ def prompt_of(files: Files, text: str, most: int, flags: Mapping[str, Any]) -> l
     if not flags["chat"]:
         ids = files.tokenizer.encode(text, special=flags["special"], add_bos=True, most=most)
     else:
-        from luce.chat import chat_template, idle_thinking, prompt_ids  # Only a chat needs these.
+        from luce.chat import chat_template, prompt_ids  # Only a chat needs these.
 
         messages = [{"role": "user", "content": text}]
         if flags["system"] is not None:

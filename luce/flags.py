@@ -4,18 +4,22 @@ ignored."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from luce import _native
 from luce.command import FilePath, Finite
+from luce.errors import LuceError
 from luce.plan import DEFAULT_BUDGET, DEFAULT_GAMMA, MAX_BUDGET, MAX_GAMMA, SPECS, Options
 from luce.structs import Sampling
+
+if TYPE_CHECKING:  # Only a chat needs it.
+    from luce.chat import Template
 
 Command = Callable[..., Any]
 Option = Callable[[Command], Command]
@@ -140,6 +144,24 @@ def idle_sampling(flags: Mapping[str, Any]) -> str | None:
         if warmest(flags) == 0 and given(name):
             return f"--{name.replace('_', '-')} needs --temp above 0: greedy decoding ignores it"
     return None
+
+
+# ---- thinking
+
+
+def idle_thinking(
+    template: Template, messages: Sequence[Mapping[str, Any]], think: bool | None
+) -> str | None:
+    """Says what is wrong with --think and --no-think where the template makes the same prompt of these
+    messages with either as without. What it fails at is for the prompt's own rendering to say."""
+    if think is None:
+        return None
+    try:
+        prompts = {template.render(messages, enable_thinking=each) for each in (None, True, False)}
+    except LuceError:
+        return None
+    flag = "--think" if think else "--no-think"
+    return None if len(prompts) > 1 else f"{flag} sets enable_thinking, which the chat template does not read"
 
 
 # ---- drafting

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from luce import stdout
-from luce.chat import BoundedTemplate, chat_template, idle_thinking, prompt_ids, thinks
+from luce.chat import BoundedTemplate, chat_template, prompt_ids, thinks
 from luce.command import MAX_U32, CtrlC, Utf8
 from luce.engine import Engine, Files
 from luce.errors import ContextFull, LuceError, OutputError, about
@@ -22,6 +22,7 @@ from luce.flags import (
     MODEL,
     RUN,
     idle_sampling,
+    idle_thinking,
     idle_threads,
     misplaced,
     options,

@@ -1,10 +1,14 @@
 """Checks what plan decides, and the reasons it gives."""
 
+import ast
+import re
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 
+import luce
 from luce._native import File
 from luce.errors import ArgumentError, ContextFull, UnsupportedError
 from luce.loop import MAX_ROWS
@@ -267,3 +271,22 @@ def test_a_part_of_the_vocabulary_is_for_chains_that_are_asked_for(facts):
     for spec in set(SPECS) - {"mtp"}:
         with pytest.raises(ArgumentError, match="among 128 tokens were asked for"):
             plan(head, Options(spec=spec, part=128))
+
+
+COMMAND_LINE = {"cli.py", "command.py", "flags.py", "choice_flags.py", "hub.py", "talk.py", "writer.py"}
+
+
+def test_only_the_command_line_speaks_of_flags():
+    """Lower layers raise errors about values, and what runs a command adds the remedy."""
+    lower = [p for p in Path(luce.__file__).parent.glob("*.py") if p.name not in COMMAND_LINE]
+    lower += Path(luce.__file__).parent.glob("_native/*.py")
+    found = []
+    for path in lower:
+        tree = ast.parse(path.read_text())
+        said = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)} - {
+            ast.get_docstring(node, clean=False)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        }
+        found += [(path.name, text) for text in said if re.search(r"(?<![\w-])--[a-z]", str(text))]
+    assert found == [] and len(lower) > 20
