@@ -183,7 +183,11 @@ def probe(file: File, ctx: int | None = None, device: str = "auto") -> Facts:
 
 
 def _number(kv: Mapping[str, Any], key: str) -> int | None:
-    return fact(kv, key, int, None)
+    """Returns what the key counts. Raises FileError as fact() does."""
+    count = fact(kv, key, int, None)
+    if count is not None and count < 0:
+        raise FileError(f"key {key}: expected a number of at least 0, found {count}")
+    return count
 
 
 def is_drafter(architecture: str) -> bool:

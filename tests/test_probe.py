@@ -255,6 +255,20 @@ def test_a_key_of_the_wrong_type_is_named(facts_of, tmp_path, key, value):
         facts_of(path)
 
 
+@pytest.mark.parametrize("name", ["context_length", "block_count", "expert_count", "nextn_predict_layers"])
+def test_a_negative_count_is_named(facts_of, tmp_path, name):
+    path = tmp_path / "x.gguf"
+    writer = gguf.GGUFWriter(path, "qwen35")
+    writer.add_int32(f"qwen35.{name}", -5)
+    writer.add_tensor("blk.0.x", ZERO)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(FileError, match=f"key qwen35.{name}: expected a number of at least 0, found -5"):
+        facts_of(path)
+
+
 NAN, INFINITE = float("nan"), float("inf")
 
 

@@ -13,7 +13,7 @@ from luce import _native
 from luce.convert.gguf_output import Planned, Written, slabs, tensor_bytes, write
 from luce.convert.gguf_tokenizer import copy_keys
 from luce.convert.weight_types import DEFAULT, MIXES, choose, is_matrix
-from luce.errors import FileError, UnsupportedError
+from luce.errors import FileError, UnsupportedError, about
 from luce.probe import probe
 
 # luce does not implement drafters with such tensors.
@@ -32,11 +32,12 @@ def requantize(
         raise FileError(f"{out} is the input: give the output another name")
     mix = MIXES[kind]
     with _native.File(source) as file:
-        facts = probe(file)
-        what, arch = facts.kind, facts.architecture
-        if not (facts.supported or what in ("head", "drafter")):
-            raise UnsupportedError(f"{source}: {'; '.join(facts.reasons)}")
-        plan = [_stored(file, index, what == "drafter") for index in range(len(file.tensors))]
+        with about(source):
+            facts = probe(file)
+            what, arch = facts.kind, facts.architecture
+            if not (facts.supported or what in ("head", "drafter")):
+                raise UnsupportedError("; ".join(facts.reasons))
+            plan = [_stored(file, index, what == "drafter") for index in range(len(file.tensors))]
         names = {t.name for t in plan}
         matrices = [(t.name, t.shape) for t in plan if t.stored is None]
         types, fallbacks = choose(mix, matrices, tied=what != "drafter" and "output.weight" not in names)
