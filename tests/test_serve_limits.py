@@ -3,19 +3,21 @@
 import math
 import re
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import httpx
 import pytest
 import tiny
-from serving import serving, settings, until
+from serving import HANG_S, serving, settings, until
 
 from luce.command import BOX
 from luce.errors import FileError
 from luce.loop import MAX_ROWS
 from luce.server import body, models
 from luce.server.cli import MAX_HEADERS
+from luce.tokenizer import Tokenizer
 
 PAGE = 256
 
@@ -66,6 +68,33 @@ def test_a_prompt_of_many_contexts_is_not_read_to_its_end(native):
                     assert tokens == len(server.post(same, **asked).json()["tokens"])
         counted = server.post("/v1/messages/count_tokens", messages=said).json()
         assert counted["error"]["message"].startswith("prompt is too long: at least ")
+
+
+def test_a_long_prompt_does_not_hold_up_a_short_one(server, monkeypatch):
+    encode, begun, answered = Tokenizer.encode, threading.Event(), threading.Event()
+
+    def slow(self, text, **how):
+        if len(text) > 1 << 20:
+            begun.set()
+            assert answered.wait(HANG_S)
+        return encode(self, text, **how)
+
+    monkeypatch.setattr(Tokenizer, "encode", slow)
+    text, short = "x " * (1 << 20), {"prompt": "import os", "max_tokens": 2}
+    said = {"messages": [{"role": "user", "content": text}]}
+    for path, asked, status in (
+        ("/v1/completions", {"prompt": text}, 400),
+        ("/v1/messages", said, 400),
+        ("/tokenize", {"content": text}, 200),
+    ):
+        begun.clear()
+        answered.clear()
+        with ThreadPoolExecutor(1) as pool:
+            long = pool.submit(httpx.post, server.url + path, json=asked, timeout=HANG_S)
+            assert begun.wait(HANG_S)
+            assert server.post("/v1/completions", **short).status_code == 200
+            answered.set()
+            assert long.result().status_code == status
 
 
 def test_bodies_and_headers_are_bounded(server, monkeypatch):

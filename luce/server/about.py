@@ -101,7 +101,7 @@ async def tokenize(server: Server, request: Request) -> Response:
     if text is None:
         raise Refused(400, "content is missing", param="content")
     served, bos = await server.models.get(body.model), body.add_special
-    tokens = await served.in_thread(lambda: served.tokenizer.encode(text, special=False, add_bos=bos))
+    tokens = await served.in_thread(lambda: served.tokenizer.encode(text, special=False, add_bos=bos), True)
     return reply({"tokens": tokens, "count": len(tokens)})
 
 

@@ -28,6 +28,7 @@ from luce.server.turns import RULE
 
 T = TypeVar("T")
 MAX_DEFAULT_CTX = 32768
+LONG = 1 << 20  # A prompt of more letters is read beside others.
 COUNTED = 4  # A prompt's tokens are counted up to so many contexts.
 GPU_CHUNK, CPU_CHUNK = 1024, 256  # A step has so many prompt tokens.
 # Qwen recommends these for precise tasks.
@@ -108,7 +109,7 @@ class Served:
             given = ordered(ask.messages), tools or None, most
             return prompt_ids(template, self.tokenizer, *given, **ask.variables)
 
-        return await self._counted(make)
+        return await self._counted(make, sum(len(message["content"]) for message in ask.messages))
 
     async def raw_prompt(self, text: str) -> list[int]:
         """Returns the tokens of a prompt that is plain text."""
@@ -116,21 +117,22 @@ class Served:
         def make(most: int) -> list[int]:
             return self.tokenizer.encode(text, special=False, add_bos=True, most=most)
 
-        return await self._counted(make)
+        return await self._counted(make, len(text))
 
-    async def _counted(self, make: Callable[[int], list[int]]) -> list[int]:
-        """Returns a prompt's tokens. Raises TooLong where it has COUNTED times as many as the context: it is
-        not read to its end, since others wait meanwhile."""
+    async def _counted(self, make: Callable[[int], list[int]], letters: int) -> list[int]:
+        """Returns the tokens of a prompt of so many letters. Raises TooLong where it has COUNTED times as
+        many as the context: it is not read to its end."""
         most = COUNTED * self.info.n_ctx
-        tokens = await self.in_thread(lambda: make(most))
+        tokens = await self.in_thread(lambda: make(most), beside=letters > LONG)
         if len(tokens) > most:
             raise TooLong(len(tokens), self.info.n_ctx, at_least=True)
         return tokens
 
-    async def in_thread(self, make: Callable[[], T]) -> T:
-        """Runs what takes a while in a thread, one call at a time. Raises Refused where it failed."""
+    async def in_thread(self, make: Callable[[], T], beside: bool = False) -> T:
+        """Runs what takes a while in a thread, one call at a time, or `beside` the others. Raises Refused
+        where it failed."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._prompts, make)
+            return await asyncio.get_running_loop().run_in_executor(None if beside else self._prompts, make)
         except (OutOfMemory, MemoryError) as error:
             raise Refused(503, str(error) or "out of memory", "busy", retry_after=5) from error
         except LuceError as error:
