@@ -37,7 +37,7 @@ def same(
 ) -> Iterator[Same]:
     worst, params = 0.0, getattr(request.node, "callspec", None)
     kind = params.params.get("kind", "") if params is not None else ""
-    equal = device == "cpu" or (exact and not drive.has_ggmls_matmul(kind))
+    equal = exact
 
     def compare(found: np.ndarray, expected: np.ndarray) -> None:
         nonlocal worst

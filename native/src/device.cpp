@@ -30,6 +30,8 @@ void forward_log(ggml_log_level level, const char *text, void *) {
     }
 }
 
+std::string left_out; // it says which GPUs luce does not run on, and why
+
 std::vector<Device> find_devices() {
     ggml_log_set(forward_log, nullptr);
     std::vector<Device> found;
@@ -43,8 +45,13 @@ std::vector<Device> find_devices() {
     }
     ggml_backend_reg_t reg = ggml_backend_cuda_reg();
     for (size_t i = 0; i < ggml_backend_reg_dev_count(reg); i++) {
-        found.push_back({format("cuda:%zu", i), ggml_backend_reg_dev_get(reg, i), true, int(i),
-                         cuda::compute_capability(int(i)) == 90});
+        ggml_backend_dev_t dev = ggml_backend_reg_dev_get(reg, i);
+        if (const int capability = cuda::compute_capability(int(i)); capability >= 80) {
+            found.push_back({format("cuda:%zu", i), dev, true, int(i)});
+        } else {
+            left_out += format("; cuda:%zu (%s) has compute capability %d.%d, and luce needs 8.0", i,
+                               ggml_backend_dev_description(dev), capability / 10, capability % 10);
+        }
     }
 #endif
     found.push_back({"cpu", ggml_backend_reg_dev_get(ggml_backend_cpu_reg(), 0), false});
@@ -103,7 +110,7 @@ const Device &find_device(const char *name) {
         have += (have.empty() ? "" : ", ") + d.name;
     }
 #ifdef LUCE_USE_CUDA
-    const char *hint = "";
+    const char *hint = left_out.c_str();
 #else
     const char *hint = wanted.compare(0, 4, "cuda") == 0 ? "; this luce was built without CUDA" : "";
 #endif

@@ -19,14 +19,14 @@ struct Device {
     ggml_backend_dev_t dev = nullptr;
     bool gpu = false;
     int index = 0; // it is the GPU's number, as CUDA counts
-    bool own_matmul = false; // luce's own matmul has been run on its kind (kernels/rowmm.h): capability 9.0
 
     ggml_backend_buffer_type_t buffer_type() const; // it is that of plain CPU memory, or of the GPU's
     void memory(uint64_t *free, uint64_t *total) const;
     std::string description() const;
 };
 
-// Returns all devices; the first is what "auto" takes.
+// Returns all devices that luce runs on; the first is what "auto" takes. GPUs whose compute capability is below 8.0 are
+// left out: luce's kernels have instructions that those lack.
 const std::vector<Device> &devices();
 
 // Returns the device of a name, which is null or "auto", "cpu", "cuda" (the first), or "cuda:N". E_ARG lists

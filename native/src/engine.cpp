@@ -76,7 +76,7 @@ EngineParams Engine::resolve(const Model &model, const luce_engine_params *p) {
     c.n_rows =
         in_range("n_rows", p->n_rows, std::max(std::min(c.n_draft, uint32_t(LUCE_MAX_DRAFT)) + 1, c.n_block),
                  LUCE_MAX_ROWS);
-    c.n_chunk = in_range("n_chunk", p->n_chunk, model.device().own_matmul ? 2048 : 512, 4096);
+    c.n_chunk = in_range("n_chunk", p->n_chunk, model.device().gpu ? 2048 : 512, 4096);
     c.kv_type = kv_type_of(p->kv_type);
     out.n_threads = in_range("n_threads", p->n_threads, std::min(cores, 16u), 512);
     if (c.n_checkpoints > 1024) {
@@ -105,7 +105,7 @@ EngineParams Engine::resolve(const Model &model, const luce_engine_params *p) {
         fail(LUCE_E_ARG, "n_draft is %u, but the model was opened without a NextN head", c.n_draft);
     }
 #ifdef LUCE_USE_CUDA
-    if (model.device().own_matmul) {
+    if (model.device().gpu) {
         make_current(model.device());
         c.rowmm_scratch = uint64_t(cuda::rowmm_scratch_bytes() + MOE_COUNTER_BYTES);
         c.gemm_scratch = model.largest_layer_matrix() * 2; // the matrix is written out as F16

@@ -36,7 +36,7 @@ ggml_tensor *pack(const StepBuild &b, const MatmulInput &in) {
 } // namespace
 
 bool uses_gemm(const StepBuild &b, int64_t T) {
-    return b.prefill() && b.model.device().own_matmul && T >= GEMM_ROWS;
+    return b.prefill() && b.model.device().gpu && T >= GEMM_ROWS;
 }
 
 ggml_tensor *add_gemm(const StepBuild &b, ggml_tensor *weight, const MatmulInput &input,

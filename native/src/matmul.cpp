@@ -183,11 +183,24 @@ static ggml_tensor *add_parts(const StepBuild &b, const std::vector<ggml_tensor 
 }
 #endif
 
+// Multiplies by ggml. In a step each row is a matrix of its own in a batch of products with one row: ggml's kernel for
+// one row computes them, and reads the weight once for each. Its kernels for several rows would add in another order.
+static ggml_tensor *mul_mat(const StepBuild &b, ggml_tensor *weight, ggml_tensor *x) {
+    const int64_t T = x->ne[1];
+    const bool by_row = b.model.device().gpu && !b.prefill();
+    if (by_row) {
+        x = ggml_view_3d(b.ctx, x, x->ne[0], 1, T, x->nb[1], x->nb[1], 0); // {K, 1, T}
+    }
+    ggml_tensor *y = ggml_mul_mat(b.ctx, weight, x);
+    ggml_prec_set_acc(y, GGML_PREC_F32); // otherwise cuBLAS may sum F16 products in F16
+    return by_row ? ggml_reshape_2d(b.ctx, y, weight->ne[1], T) : y;
+}
+
 // Chooses who multiplies. Steps have matmuls of luce's own, whose rows do not depend on each other, and of
 // which further rows cost little. On a CPU (rows_matmul) a prefill has them too. On a GPU (rowmm) weights lie
 // in the order of these matmuls, and ggml's matmul could not read them. So there a prefill of few rows has
 // them too. One of many rows writes the weights out for cuBLAS (gemm_op.h), but for K that cuBLAS does not
-// take.
+// take. ggml multiplies what is left.
 static std::vector<ggml_tensor *> products(const StepBuild &b, const std::vector<ggml_tensor *> &weights,
                                            const MatmulInput &in, ggml_tensor *residual) {
     std::vector<ggml_tensor *> out(weights.size());
@@ -211,8 +224,7 @@ static std::vector<ggml_tensor *> products(const StepBuild &b, const std::vector
     }
     for (size_t i = 0; i < weights.size(); i++) {
         if (out[i] == nullptr) {
-            out[i] = ggml_mul_mat(b.ctx, weights[i], input_values(b, in));
-            ggml_prec_set_acc(out[i], GGML_PREC_F32); // otherwise cuBLAS may sum F16 products in F16
+            out[i] = mul_mat(b, weights[i], input_values(b, in));
         }
         if (residual != nullptr && !added) {
             out[i] = ggml_add(b.ctx, out[i], residual);

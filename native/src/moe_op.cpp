@@ -77,10 +77,6 @@ void check_moe(const Device &device, const char *path, const Moe &moe) {
         return;
     }
     const char *const remedy = "choose the device cpu";
-    if (!device.own_matmul) {
-        fail(LUCE_E_UNSUPPORTED, "%s: luce's experts have not been run on a GPU like %s: %s", path,
-             device.name.c_str(), remedy);
-    }
     for (const ggml_tensor *w :
          {moe.gate, moe.up, moe.gate_up, moe.down, moe.shared.gate, moe.shared.up, moe.shared.down}) {
         if (w != nullptr && !is_packed(w) && !(moe.in_ram && w->ne[2] > 1)) {

@@ -18,15 +18,15 @@
 //                        norms, RoPE, cells  attention_heads       adds the parts up; moves accepted rows first
 //                        attention           attention_packed      in two kernels: chunks, then their sum, gated and packed
 //                        out, residual ..    as above, and the FFN
-// What a step keeps of ggml-cuda, each op giving a row the same bits at any T but for the last. In a step of the model
+// What a step keeps of ggml-cuda, each op giving a row the same bits at any T. In a step of the model
 // they run a few times, not once a layer, and so cost what a few launches do:
 //   GET_ROWS, SET_ROWS, CONCAT, CONT, FILL   embeddings, hidden rows and reduced logits move, unchanged
 //   RMS_NORM, MUL, SILU          the norm of what a DFlash drafter is fed, and its queries; what few shapes need. One
 //                                block sums a row, in an order that its length decides
 //   ROPE, SCALE, TANH            queries of a DFlash drafter, its keys under YaRN, an embedding's scale, a softcap:
 //                                each value is computed from one or two others
-//   MUL_MAT, SWIGLU, SIGMOID, ADD   products with weights of types that rowmm lacks (IQ1, IQ2, IQ3), and what their
-//                                input and residual need. These bits depend on T, as luce.h says
+//   MUL_MAT, SWIGLU, SIGMOID, ADD   products with weights of types that rowmm lacks (IQ1, IQ2, IQ3), a row at a time,
+//                                and what their input and residual need
 // tests/test_launches.py holds the graphs of steps to both lists. A prefill has ggml's FLASH_ATTN_EXT besides.
 #pragma once
 

@@ -38,7 +38,7 @@ Step::Step(const Model &model, const Cache &cache, const EngineParams &params, c
       team_(model.device().gpu && model.in_ram() == nullptr ? 1 : int(params.n_threads)),
       gemm_(nullptr, close_gemm), in_(cache, params), galloc_(new_graph_allocator(model.device())) {
 #ifdef LUCE_USE_CUDA
-    if (model.device().own_matmul) {
+    if (model.device().gpu) {
         void *stream = luce_cuda_stream(backend_.get());
         make_current(model.device());
         const std::lock_guard<std::mutex> alone(device_lock());

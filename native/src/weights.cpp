@@ -117,7 +117,7 @@ bool WeightReader::in_ram(uint32_t layer) const {
 
 bool WeightReader::packs([[maybe_unused]] ggml_type type) const {
 #ifdef LUCE_USE_CUDA
-    return m_.device_->own_matmul && rowmm_has_type(type);
+    return m_.device_->gpu && rowmm_has_type(type);
 #else
     return false;
 #endif
