@@ -71,12 +71,10 @@ def with_scale(blocks: np.ndarray, kind: int, scale: float) -> np.ndarray:
     return made
 
 
-# This is the largest logit error of F32 weights on CUDA. It was measured on an H100 over the goldens with
-# ggml's matmul, which multiplies F32 as TF32 (10 bits) from 4 rows on: 0.040 to 0.206, of logits with
-# standard deviation 2 to 3.5. With luce's own the goldens had 0.090 at most on an H200 (2026-11-22): once all
-# tests that are held to this have reported theirs, it is to be set just above the largest. It decides which
-# tokens must agree.
-CUDA_BOUND = 0.25
+# The logits of F32 weights may be off by so much on CUDA, whose matmul rounds activations to F16. On an H200
+# (2026-11-22) they were off by 0.0901 at most over the goldens, and by 0.158 at most in what else is held to
+# this (test_model.py's trees), of logits with standard deviation 2 to 3.5. It decides which tokens must agree.
+CUDA_BOUND = 0.17
 # The logits of a router's experts may be so close: closer ones may change places by a GPU's rounding. On an
 # H200 the cases whose closest were 0.0002 and 0.0008 apart failed, and those of 0.0032 and more passed.
 ROUTER_GAP = 0.003
