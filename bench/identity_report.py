@@ -1,14 +1,13 @@
 #!/usr/bin/env python3
-"""Says how often drafting changed a token on a device whose kernels differ between row counts, as a result
-row.
+"""Says how many pairs of runs the tests compared, decoded in different ways, and how many of them differed in
+a token (tests/identity.py), as a result row.
 
 Reads what tests recorded: `pytest --luce-device cuda --junitxml tests.xml`. The tokens of a pair of runs are
-compared up to their first difference, which is then one token; what follows is another text. The tests fail
-where a difference is no near-tie (tests/identity.py), so a row says something only where none failed.
+compared up to their first difference, which is then one token; what follows is another text.
 
     python bench/identity_report.py tests*.xml --device "NVIDIA H100 80GB HBM3" --commit 0123abc --save FOLDER
 
-With --against, a recorded row is a ratchet: counts and sizes of differences may only fall.
+With --against, a recorded row is a ratchet: the runs that differ may only fall, test by test.
 
 The suite may have run in parts, each with a file of its own. The largest errors that tests report are printed
 too: tests/drive.py's CUDA_BOUND is set by them.
@@ -28,16 +27,7 @@ from typing import Any
 from luce.measure.origin import checkout_commit, write_row
 
 Row = dict[str, Any]
-COUNTS = (
-    "runs_compared",
-    "runs_that_differ",  # Each differs by one token of those compared.
-    "greedy_runs_that_differ",
-    "tokens_compared",
-    "tokens_after_a_difference",
-)
-# These may only fall.
-RATCHET = ("runs_that_differ", "greedy_runs_that_differ", "max_abs_logit_difference_there")
-LARGEST = ("max_abs_logit_difference_there", "max_choice_gap_there", "max_choice_gap_in_differences")
+COUNTS = ("runs_compared", "runs_that_differ", "tokens_compared")
 
 
 def number(text: str) -> float:
@@ -62,10 +52,8 @@ def recorded(suite: ElementTree.Element) -> list[Row]:
 
 
 def total(rows: list[Row]) -> Row:
-    """Adds up what tests that compared runs recorded, with the largest of each distance."""
-    sums = {name: sum(row[name] for row in rows) for name in COUNTS}
-    share = {"share_of_tokens_that_differ": number(str(sums["runs_that_differ"] / sums["tokens_compared"]))}
-    return {"tests": len(rows)} | sums | share | {name: max(row[name] for row in rows) for name in LARGEST}
+    """Adds up what tests that compared runs recorded."""
+    return {"tests": len(rows)} | {name: sum(row[name] for row in rows) for name in COUNTS}
 
 
 def ranges(rows: list[Row]) -> dict[str, dict[str, list[float]]]:
@@ -102,27 +90,20 @@ def report(paths: Sequence[Path]) -> Row:
 
 
 def risen(found: Row, recorded: Row) -> list[str]:
-    """Returns a line for each count or size of differences that is above that of a recorded row: by test, and
-    the share of tokens in all. A test that the row lacks may not differ at all."""
-    before = {row["test"]: row for row in recorded["tests"]}
-    lines = []
-    for row in found["tests"]:
-        for name in RATCHET:
-            bound = before.get(row["test"], {}).get(name, 0)
-            if row[name] > bound:
-                lines.append(f"{row['test']}: {name} is {row[name]:g}, recorded {bound:g}")
-    share, bound = (each["total"]["share_of_tokens_that_differ"] for each in (found, recorded))
-    if share > bound:
-        lines.append(f"all tests: share_of_tokens_that_differ is {share:g}, recorded {bound:g}")
-    return lines
+    """Returns a line for each test of which more runs differ than a recorded row says. Of a test that the row
+    lacks none may."""
+    before = {row["test"]: row["runs_that_differ"] for row in recorded["tests"]}
+    return [
+        f"{row['test']}: {row['runs_that_differ']} runs differ, recorded {before.get(row['test'], 0)}"
+        for row in found["tests"]
+        if row["runs_that_differ"] > before.get(row["test"], 0)
+    ]
 
 
 def table(found: Row) -> str:
-    heads = ("runs", "differ", "tokens", "after", "logits", "gap", "gap/logits")
-    names = ("runs_compared", "runs_that_differ", "tokens_compared", "tokens_after_a_difference", *LARGEST)
-    lines = ["".join(f"{head:>11}" for head in heads) + "  test"]
+    lines = ["".join(f"{head:>11}" for head in ("runs", "differ", "tokens")) + "  test"]
     for row in [*found["tests"], found["total"] | {"test": "all"}]:
-        lines.append("".join(f"{row[name]:11g}" for name in names) + f"  {row['test']}")
+        lines.append("".join(f"{row[name]:11g}" for name in COUNTS) + f"  {row['test']}")
     errors = [
         (figures[name][1], name, test)
         for test, figures in found["others"].items()
@@ -139,7 +120,7 @@ def main() -> None:
     parser.add_argument("--device", required=True, help='what the tests ran on: "NVIDIA H100 80GB HBM3"')
     parser.add_argument("--commit", help="of luce there; default: of this checkout")
     parser.add_argument("--save", type=Path, help="folder for the result row")
-    parser.add_argument("--against", type=Path, help="a recorded row: exit 1 where differences have risen")
+    parser.add_argument("--against", type=Path, help="a recorded row: exit 1 where more runs differ")
     args = parser.parse_args()
     found = report(args.xml)
     print(table(found), file=sys.stderr)

@@ -82,14 +82,6 @@ def device(request):
 
 
 @pytest.fixture(scope="session")
-def exact(native, device):
-    """Says whether runs have to agree to the last bit there: they do everywhere but on GPUs that have ggml's
-    matmuls."""
-    kind = device.partition(":")[0]
-    return bool(next(one for one in native.devices() if one.name in (device, f"{kind}:0", kind)).exact)
-
-
-@pytest.fixture(scope="session")
 def tiny_gguf(tmp_path_factory):
     """Makes a random Qwen3.5 of 4 blocks, F32, with a byte-level tokenizer and a chat template."""
     config = tiny.Config()

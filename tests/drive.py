@@ -26,11 +26,6 @@ WEIGHT_TYPES = (
 )  # fmt: skip
 
 
-def has_ggmls_matmul(kind: str) -> bool:
-    """Says whether ggml multiplies weights of this type on every GPU: their steps are not exact there."""
-    return kind.startswith(("IQ1", "IQ2", "IQ3"))
-
-
 def type_of(kind: str) -> Callable[[str], str]:
     """Returns `kind` for every matrix; the embedding of IQ files is a K-quant, as in published ones."""
 
@@ -43,7 +38,7 @@ def type_of(kind: str) -> Callable[[str], str]:
 
 
 # These begin, since they take seconds.
-SLOW = [tiny.QType[kind] for kind in WEIGHT_TYPES if has_ggmls_matmul(kind)]
+SLOW = [tiny.QType[kind] for kind in WEIGHT_TYPES if kind.startswith(("IQ1", "IQ2", "IQ3"))]
 
 
 def quantize(native: Library, kind: int, rows: np.ndarray) -> np.ndarray:

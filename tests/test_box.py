@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from itertools import product
 from pathlib import Path
 
 import box_model
@@ -225,24 +224,13 @@ def test_drafts_change_no_token(
     sequence: Timeline,
     prompts: list[list[int]],
     with_two_drafts: list[tuple[list[int], list[int]]],
-    exact: bool,
 ) -> None:
-    """Where steps are not exact, on some GPUs, they differ only where two logits nearly tie."""
-    plain_of = []
-    for prompt in prompts:
+    for prompt, (with_two, _) in zip(prompts, with_two_drafts, strict=True):
         sequence.reset()
-        plain_of.append(drive.greedy(sequence, prompt, 96))
-    for gamma, at in product((1, 2, 4), range(len(prompts))):
-        prompt, plain = prompts[at], plain_of[at]
-        drafted, _ = with_two_drafts[at] if gamma == 2 else rounds(sequence, prompt, 96, gamma)
-        if exact or drafted == plain:
-            assert drafted == plain
-            continue
-        at = next(i for i, (a, b) in enumerate(zip(drafted, plain, strict=True)) if a != b)
-        sequence.reset()
-        drive.prefill(sequence, [*prompt, *plain[:at]])
-        logits = sequence.logits(0)
-        assert logits.max() - logits[drafted[at]] <= drive.CUDA_BOUND, f"token {at}: not a near-tie"
+        plain = drive.greedy(sequence, prompt, 96)
+        assert with_two == plain
+        for gamma in (1, 4):
+            assert rounds(sequence, prompt, 96, gamma)[0] == plain
 
 
 def test_head_is_accepted_as_in_training(with_two_drafts: list[tuple[list[int], list[int]]]) -> None:

@@ -78,17 +78,12 @@ def random_round(sequence: Timeline, rng: np.random.Generator, n_draft: int) -> 
 @pytest.mark.parametrize("kind", ["F32", "Q4_K"])
 @pytest.mark.parametrize("n_draft", [0, 8])
 def test_any_rounds_leave_the_bytes_of_plain_decoding(
-    n_draft: int,
-    kind: str,
-    kv_type: str,
-    model_of: Callable[..., Model],
-    exact: bool,
-    record_property: Callable[[str, object], None],
+    n_draft: int, kind: str, kv_type: str, model_of: Callable[..., Model]
 ) -> None:
     """Chains and trees with random accept patterns, drafted or fed, against one token after the other, over
     the ends of pages; the bytes are compared after each of some rounds, and after many without a look in
     between."""
-    model, differ = model_of(kind, head=n_draft > 0), 0.0
+    model = model_of(kind, head=n_draft > 0)
     engine = drive.open_engine(model, n_ctx=1024, n_sequences=2, n_rows=32, n_draft=n_draft, kv_type=kv_type)
     sequence, plain = engine.sequence(), engine.sequence()
     for seed, every in ((1, 1), (2, 5), (3, 30)):
@@ -100,16 +95,10 @@ def test_any_rounds_leave_the_bytes_of_plain_decoding(
             for token in random_round(sequence, rng, n_draft):
                 drive.step(plain, token)
             if number % every == 0:
-                found, expected = sequence.dump(), plain.dump()
-                assert len(found) == len(expected)
-                if exact:
-                    assert found == expected, f"round {number}"
-                pair = [np.frombuffer(data, np.uint8) for data in (found, expected)]
-                differ = max(differ, float((pair[0] != pair[1]).mean()))
-    record_property("share_of_differing_bytes", differ)
+                assert sequence.dump() == plain.dump(), f"round {number}"
 
 
-def test_prefill_after_any_round_pays_what_it_left(model_of: Callable[..., Model], exact: bool) -> None:
+def test_prefill_after_any_round_pays_what_it_left(model_of: Callable[..., Model]) -> None:
     """A prompt goes on after a tree was committed, or after rows that never were."""
     engine = drive.open_engine(model_of(), n_ctx=512, n_sequences=2, n_rows=32, n_draft=8)
     sequence, plain = engine.sequence(), engine.sequence()
@@ -125,13 +114,10 @@ def test_prefill_after_any_round_pays_what_it_left(model_of: Callable[..., Model
             drive.verify(sequence, tokens_of(7))
         for each in (sequence, plain):
             drive.prefill(each, tokens_of(90, seed=2))
-        assert len(sequence.dump()) == len(plain.dump())
-        assert not exact or sequence.dump() == plain.dump()
+        assert sequence.dump() == plain.dump()
 
 
-def test_a_draft_between_a_verify_and_its_commit_leaves_no_trace(
-    model_of: Callable[..., Model], exact: bool
-) -> None:
+def test_a_draft_between_a_verify_and_its_commit_leaves_no_trace(model_of: Callable[..., Model]) -> None:
     """Its rows take the place of those that were verified: they are dropped, and cannot be committed."""
     engine = drive.open_engine(model_of(), n_ctx=256, n_sequences=2, n_rows=9, n_draft=8)
     sequence, plain = engine.sequence(), engine.sequence()
@@ -146,7 +132,7 @@ def test_a_draft_between_a_verify_and_its_commit_leaves_no_trace(
     sequence.commit([0, 1, 2])
     for token in (5, 6, 7):
         drive.step(plain, token)
-    assert not exact or sequence.dump() == plain.dump()
+    assert sequence.dump() == plain.dump()
 
 
 def test_reading_a_state_does_not_change_it(model_of: Callable[..., Model]) -> None:
@@ -162,9 +148,7 @@ def test_reading_a_state_does_not_change_it(model_of: Callable[..., Model]) -> N
     assert sequence.info.n_past == 30 and sequence.info.n_verified == 0
 
 
-def test_a_draft_is_there_to_verify_after_a_look_at_the_state(
-    model_of: Callable[..., Model], exact: bool
-) -> None:
+def test_a_draft_is_there_to_verify_after_a_look_at_the_state(model_of: Callable[..., Model]) -> None:
     """What is booked as drafted is what was drafted, also where other rows were verified in between."""
     sequence = drive.open_sequence(model_of(), n_ctx=128, n_rows=9, n_draft=8)
     drive.prefill(sequence, tokens_of(30))
@@ -184,9 +168,7 @@ def test_a_draft_is_there_to_verify_after_a_look_at_the_state(
     drive.prefill(sequence, tokens_of(30))
     for token in (4, 5, 5, *drafts):
         drive.step(sequence, token)
-    expected = sequence.dump()
-    assert len(found) == len(expected)
-    assert not exact or found == expected
+    assert sequence.dump() == found
 
 
 def test_the_size_is_that_of_the_committed_tokens(model_of: Callable[..., Model]) -> None:

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import box_model
@@ -55,7 +56,7 @@ def steps(native: Library, device: str) -> Callable[..., Steps]:
 
 
 def test_a_layers_launches_are_those_that_are_listed(
-    steps: Callable[..., Steps], native: Library, device: str, exact: bool, tmp_path: Path
+    steps: Callable[..., Steps], native: Library, device: str, tmp_path: Path
 ) -> None:
     def of(*recurrent: bool) -> tuple[Counter[str], Counter[str]]:
         c = replace(CONFIG, n_layer=len(recurrent), recurrent=recurrent)
@@ -69,22 +70,33 @@ def test_a_layers_launches_are_those_that_are_listed(
         if device == "cpu":
             assert (more - ours)["rows_matmul"] == 4  # There is one for the weights of each input.
             assert (more - ours)["deltanet" if added else "attention"] == 1
-        elif exact:
+        else:
             assert more - ours == expected
             assert more_theirs == theirs  # No layer launches one.
     assert DELTANET.total() == 10
     assert ATTENTION.total() + 1 == 10  # Attention itself is two kernels.
 
 
+@pytest.mark.parametrize(
+    ("files", "drafts"),
+    [("box", {"draft of 1", "block of 16"}), ("drafter", {"block of 5"}), ("IQ3_S", {"draft of 1"})],
+)
 def test_what_is_kept_of_ggml_is_listed(
-    steps: Callable[..., Steps], device: str, exact: bool, tmp_path: Path
+    files: str, drafts: set[str], steps: Callable[..., Steps], native: Library, device: str, tmp_path: Path
 ) -> None:
     kept = OPS_H.read_text().split("keeps of ggml-cuda")[1].split("test_launches.py")[0]
     listed = set(re.findall(r"\b[A-Z][A-Z_]{2,}\b", kept))
-    target, drafter = tiny_dflash.files(tmp_path, tiny_dflash.CASES["yarn-own-vocabulary"])
-    found = steps(box_model.GGUF, True, box_model.DRAFTER) | steps(target, False, drafter)
-    assert {"verify of 1", "draft of 1", "block of 16"} <= found.keys()
+    if files == "box":
+        found = steps(box_model.GGUF, True, box_model.DRAFTER)
+    elif files == "drafter":
+        target, drafter = tiny_dflash.files(tmp_path, tiny_dflash.CASES["yarn-own-vocabulary"])
+        found = steps(target, False, drafter)
+    else:
+        c = replace(CONFIG, n_layer=2, recurrent=(True, False), n_nextn=1)
+        type_of, quantize = drive.type_of(files), partial(drive.quantize, native)
+        found = steps(tiny.write(tmp_path / "x.gguf", c, tiny.layout(c, 1), type_of, quantize=quantize), True)
+    assert {"verify of 1", *drafts} <= found.keys()
     for name, (_, theirs) in found.items():
         assert theirs.keys() & MOVED, name
-        assert not exact or device == "cpu" or theirs.keys() <= listed, name
+        assert device == "cpu" or theirs.keys() <= listed, name
     assert MOVED <= listed

@@ -235,20 +235,19 @@ def bench(native, device, tmp_path_factory):
     ))  # fmt: skip
 
 
-def check(bench, exact, event, state, prompt, sampling):
+def check(bench, event, state, prompt, sampling):
     """Compares the end of a generation, and what it has committed, with plain decoding."""
     tokens, plain_states = bench.plain(prompt, sampling)
     assert isinstance(event, Finished), event
     if event.reason != "cancelled":
         assert len(event.tokens) == len(tokens)
-    if exact:
-        n_past, dump = state
-        assert event.tokens == tokens[: len(event.tokens)]
-        assert n_past in plain_states or event.reason == "cancelled"
-        assert dump == plain_states.get(n_past, dump)
+    n_past, dump = state
+    assert event.tokens == tokens[: len(event.tokens)]
+    assert n_past in plain_states or event.reason == "cancelled"
+    assert dump == plain_states.get(n_past, dump)
 
 
-def same_in_company(bench, exact, company, kept, of="accepted"):
+def same_in_company(bench, company, kept, of="accepted"):
     """Runs (kind, size, number, prompt, sampling, turns until it is cancelled) together, and holds each to
     its plain text: accepted candidates by source, or drafted ones."""
     prefixes, loop, last, warned, running = (Kept() if kept else None), Loop(bench.engine), {}, {}, {}
@@ -280,7 +279,7 @@ def same_in_company(bench, exact, company, kept, of="accepted"):
         prefixes.checkpoint.close()
     for one, (kind, prompt, sampling) in running.items():
         assert len(warned[one]) <= (kind == "bad"), warned[one]
-        check(bench, exact, last[one], states[one], prompt, sampling)
+        check(bench, last[one], states[one], prompt, sampling)
     accepted = Counter()
     for event in last.values():
         accepted.update({name: counts[of] for name, counts in event.stats.by_source.items()})
@@ -303,35 +302,35 @@ def same_in_company(bench, exact, company, kept, of="accepted"):
     ),
     kept=st.booleans(),
 )
-def test_mixtures_give_the_tokens_and_bytes_of_plain_decoding(bench, exact, company, kept):
-    same_in_company(bench, exact, company, kept)
+def test_mixtures_give_the_tokens_and_bytes_of_plain_decoding(bench, company, kept):
+    same_in_company(bench, company, kept)
 
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS)))
-def test_every_source_gives_the_tokens_and_bytes_of_plain_decoding(bench, exact, kind):
+def test_every_source_gives_the_tokens_and_bytes_of_plain_decoding(bench, kind):
     """Eight run at once, and some of what each source proposes is accepted."""
     sizes = [1, 3, 8, 15, 22, 40, 63, 16]
     company = [(kind, size, at, at % 4, (0, 1)[at > 3], None) for at, size in enumerate(sizes)]
-    accepted = same_in_company(bench, exact, company, kept=True)
+    accepted = same_in_company(bench, company, kept=True)
     assert sum(accepted.values()) > 0 or kind in ("plain", "bad")
 
 
 @pytest.mark.parametrize("first", range(1, 64, 8))
-def test_every_budget_at_every_temperature_gives_the_tokens_of_plain_decoding(bench, exact, first):
+def test_every_budget_at_every_temperature_gives_the_tokens_of_plain_decoding(bench, first):
     """Budgets 1 to 63 of trees, blocks and combs in turn, eight at once, each sampled in another way."""
     kinds = ["dflash-tree", "mtp-tree"]
     company = [
         (kinds[size % 2], size, size, size % 2, size % len(SAMPLINGS), None)
         for size in range(first, min(first + 8, 64))
     ]
-    assert sum(same_in_company(bench, exact, company, kept=False).values()) > 0
+    assert sum(same_in_company(bench, company, kept=False).values()) > 0
 
 
 @pytest.mark.parametrize("how", ALWAYS)
-def test_sources_that_are_always_wrong_right_random_or_slow_change_no_token(bench, exact, how):
+def test_sources_that_are_always_wrong_right_random_or_slow_change_no_token(bench, how):
     company = [(how, 0, 0, at % 4, at % 5, None) for at in range(5)]
-    counts = same_in_company(bench, exact, company, kept=False, of="drafted")
-    accepted = same_in_company(bench, exact, company, kept=False)
+    counts = same_in_company(bench, company, kept=False, of="drafted")
+    accepted = same_in_company(bench, company, kept=False)
     assert counts["always"] > 100
     assert accepted["always"] <= ALWAYS[how] * counts["always"]
     assert ALWAYS[how] < 1 or accepted == counts
