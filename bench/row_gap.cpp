@@ -1,5 +1,5 @@
-// Which ops of ggml give a row other bits when other rows are computed beside it, and by how much: the gap
-// between "speculation changes no token, up to near-ties" and "speculation changes no bit".
+// Which ops of ggml give a row other bits when other rows are computed beside it, and by how much. A step takes none of
+// these as they are: drafts would change tokens.
 //
 // Each op runs once over 64 rows' worth of data in steps of T rows and once row by row; a line of JSON an op
 // and type: {"op", "type", "differs_at": [T ...], "max_relative_difference"}, relative to the largest value.

@@ -264,7 +264,10 @@ def make_request(files: Files, prompt: list[int], flags: Mapping[str, Any]) -> R
 @cli.command()
 @click.option("--json", "as_json", is_flag=True, help="Print a list of objects.")
 def devices(as_json: bool) -> None:
-    """List what luce can run on; the first is what --device auto takes."""
+    """List what luce can run on; the first is what --device auto takes.
+
+    These are the CPU and NVIDIA GPUs of compute capability 8.0 and later.
+    """
     found = _native.default().devices()
     if as_json:
         stdout.put_json([asdict(device) for device in found], indent=2)

@@ -24,8 +24,6 @@ if TYPE_CHECKING:  # Only a chat needs it.
 Command = Callable[..., Any]
 Option = Callable[[Command], Command]
 KV_TYPES = ("f16", "q8_0", "q4_0", "f32")
-# The help says so, in the words of README's first promise, of tokens that are the same in every mode.
-EXACT = "this is exact on a CPU, and on a Hopper GPU but for the IQ1, IQ2 and IQ3 types."
 
 
 def options(*groups: tuple[Option, ...]) -> Option:
@@ -116,8 +114,7 @@ def sampling(temp: float = 0.0, top_k: int = 0, top_p: float = 1.0) -> tuple[Opt
                      help="Sample from tokens at least p times as probable as the first. It needs --temp "
                      "above 0."),
         click.option("--seed", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True,
-                     help="Sample with this seed: it gives the same tokens on every run, and in every mode: "
-                     f"{EXACT}"),
+                     help="Sample with this seed: it gives the same tokens on every run, and in every mode."),
     )  # fmt: skip
 
 
@@ -170,8 +167,7 @@ DRAFTING = (
     click.option("--spec", type=click.Choice(SPECS),
                  help="Draft tokens and verify them together: with the NextN head (mtp), with a DFlash "
                  "drafter (dflash), with what followed earlier in the text (lookup), never (off), or as it "
-                 "pays (auto). The tokens stay the same: "
-                 f"{EXACT}  [default: auto]"),
+                 "pays (auto). The tokens stay the same.  [default: auto]"),
     click.option("--mtp-gamma", type=click.IntRange(0, MAX_GAMMA), metavar="N",
                  help=f"Draft N tokens a round with the NextN head, 0 to {MAX_GAMMA}; with --spec auto at "
                  f"most N.  [default: {DEFAULT_GAMMA} with --spec mtp]"),

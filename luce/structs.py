@@ -9,8 +9,7 @@ from typing import ClassVar
 @dataclass(frozen=True)
 class Device:
     """This is a place where models run. `name` is what Model takes. Memory is in bytes; the free part is as
-    of now. `exact` says that a row of a step has the same bits beside any other rows (luce.h says with which
-    weights)."""
+    of now."""
 
     STRUCT: ClassVar[str] = "luce_device_info"
 
@@ -19,7 +18,6 @@ class Device:
     memory_free: int
     memory_total: int
     is_gpu: int
-    exact: int
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ def test_a_flag_that_would_be_ignored_is_named_in_a_usage_error(luce_, command, 
 
 
 def test_threads_are_refused_where_auto_takes_a_gpu(luce_, native, monkeypatch):
-    gpu = Device("cuda:0", "a GPU", 1 << 34, 1 << 34, is_gpu=1, exact=1)
+    gpu = Device("cuda:0", "a GPU", 1 << 34, 1 << 34, is_gpu=1)
     monkeypatch.setattr(type(native), "devices", lambda self: [gpu])
     result = luce_("generate", "x", "--threads", "2", "--device", "auto")
     assert result.exit_code == 2 and "cuda:0 uses none: --device cpu does" in result.stderr

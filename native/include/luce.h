@@ -16,9 +16,8 @@
  *   Plain decoding is a round without candidates.
  *
  * What is promised: a sequence's tokens depend on the model, its prompt, seed and sampling alone. They depend on no
- * drafts, on no sequences beside it, and not on whether its prompt came from a checkpoint. (On CUDA the ops of a step
- * are checked for it on compute capability 9.0. Weights of the IQ1, IQ2 and IQ3 types, and other GPUs, have ggml's
- * matmul, which changes a row's last bits with the number of rows of a step.)
+ * drafts, on no sequences beside it, and not on whether its prompt came from a checkpoint. For that a row of a step has
+ * the same bits whatever else is in the step, on every device and with weights of every type.
  *
  * Conventions
  * - Every function returns a luce_status unless stated; results go to out-parameters, which are
@@ -49,7 +48,7 @@
 extern "C" {
 #endif
 
-#define LUCE_ABI_VERSION 6 /* changes whenever a struct or a signature does */
+#define LUCE_ABI_VERSION 7 /* changes whenever a struct or a signature does */
 #define LUCE_MAX_ROWS 64 /* rows of one step over all its sequences: each has an anchor and its candidates */
 #define LUCE_MAX_DRAFT 8 /* drafts of a NextN chain */
 #define LUCE_MAX_TOP 63 /* candidates that are kept of a draft */
@@ -98,10 +97,10 @@ typedef struct luce_device_info {
     uint64_t memory_free; /* bytes, now */
     uint64_t memory_total; /* bytes */
     int32_t is_gpu;
-    int32_t exact; /* 1: a row of a step has the same bits beside any others, as "What is promised" says */
 } luce_device_info;
 
-/* Counts the devices; index 0 is what `auto` takes (a CUDA device if there is one, else the CPU). */
+/* Counts the devices; index 0 is what `auto` takes (a CUDA device if there is one, else the CPU). GPUs whose compute
+ * capability is below 8.0 are not among them. */
 LUCE_API luce_status luce_device_count(int32_t *count);
 LUCE_API luce_status luce_device_get(int32_t index, luce_device_info *out);
 

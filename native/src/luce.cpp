@@ -79,7 +79,6 @@ luce_status luce_device_get(int32_t index, luce_device_info *out) {
         copy_text(info.description, device.description());
         device.memory(&info.memory_free, &info.memory_total);
         info.is_gpu = device.gpu;
-        info.exact = 1;
         put(out, info);
     });
 }
