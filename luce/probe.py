@@ -27,6 +27,7 @@ _FILE_TYPES = {
     **dict(enumerate(("TQ1_0", "TQ2_0", "MXFP4_MOE", "NVFP4", "Q1_0", "Q2_0"), start=36)),
 }
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.")
+_BY_ROW = ("IQ1_", "IQ2_", "IQ3_")  # On a GPU luce has no matmul of its own for these.
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ class Facts:
     give it.
 
     `kind` is "model" (a trunk), "head" (NextN blocks without their trunk), "drafter" or "other". `supported`
-    says that luce can generate with it as a model; else `reasons` says why not.
+    says that luce can generate with it as a model; else `reasons` says why not. `notes` say what else
+    there is to know of running it.
 
     `experts` is how many each mixture has, `experts_used` how many of them a token goes through.
     `active_parameters` and `bytes_per_token` are the weights that a plain step of one token reads: of the
@@ -94,6 +96,7 @@ class Facts:
     chat_template: bool
     supported: bool
     reasons: list[str]
+    notes: list[str]
     context: int | None
     memory: Memory | None
     dflash: DFlash | None
@@ -176,6 +179,7 @@ def probe(file: File, ctx: int | None = None, device: str = "auto") -> Facts:
         chat_template="tokenizer.chat_template" in kv,
         supported=not reasons,
         reasons=reasons,
+        notes=_notes(tensors) if kind != "other" else [],
         context=context,
         memory=memory,
         dflash=_dflash(kv, architecture, tensors) if kind == "drafter" else None,
@@ -212,6 +216,28 @@ def _reasons_of_kind(kind: str, architecture: str) -> list[str]:
         "drafter": [f"a {architecture} drafter: it drafts for a target model, it does not generate alone"],
         "other": ["the file holds no model"],
     }.get(kind, [])
+
+
+def _notes(tensors: list[Tensor]) -> list[str]:
+    """Says which matrices are multiplied a row at a time on a GPU. Of an embedding that is not the output
+    matrix too only rows are looked up there, and experts of these types are refused."""
+    has_output = any(tensor.name == "output.weight" for tensor in tensors)
+    by_row = [
+        tensor
+        for tensor in tensors
+        if tensor.type_name.startswith(_BY_ROW)
+        and not (has_output and tensor.name == "token_embd.weight")
+        and "exps." not in tensor.name
+        and "shexp." not in tensor.name
+    ]
+    if not by_row:
+        return []
+    share = sum(tensor.size_bytes for tensor in by_row) / sum(tensor.size_bytes for tensor in tensors)
+    types = " and ".join(_quantization(by_row))
+    return [
+        f"on a GPU, ggml multiplies the {types} matrices ({share:.0%} of the bytes) a row at a time: that is "
+        "exact, but each drafted token reads them again, so drafts gain little"
+    ]
 
 
 def _file_type(kv: Mapping[str, Any], tensors: list[Tensor]) -> str | None:

@@ -228,6 +228,7 @@ def facts_text(facts: Facts, fits: Sequence[Fit] = ()) -> str:
         lines += [(f"  {name}", _or_dash(value)) for name, value in vars(facts.dflash).items()]
     lines += [line for fit in fits for line in _fit_lines(fit)]
     lines.append(("supported", "yes" if facts.supported else "no: " + "; ".join(facts.reasons)))
+    lines += [("note", note) for note in facts.notes]
     return "\n".join(f"{label:<15} {printable(value)}" for label, value in lines)
 
 

@@ -1,9 +1,12 @@
 """Checks what probe says of models, heads, drafters and everything else."""
 
 import json
+import re
 from dataclasses import replace
+from functools import partial
 
 import box_model
+import drive
 import gguf
 import numpy as np
 import pytest
@@ -18,7 +21,7 @@ KEYS = {
     "kind", "architecture", "name", "file_type", "size_bytes", "parameters", "block_count",
     "nextn_predict_layers", "embedding_length", "context_length", "vocab_size", "experts", "experts_used",
     "active_parameters", "bytes_per_token", "quantization", "tokenizer", "chat_template", "supported",
-    "reasons", "context", "memory", "dflash",
+    "reasons", "notes", "context", "memory", "dflash",
 }  # fmt: skip
 
 
@@ -100,7 +103,38 @@ def test_a_mix_is_counted_by_type(native, facts_of, tmp_path):
     assert facts.quantization["Q6_K"].bytes == 210 * config.n_vocab
 
 
+def test_types_that_a_gpu_multiplies_a_row_at_a_time_are_named(native, facts_of, tmp_path):
+    config = tiny.Config(n_embd=256, n_ff=256, n_nextn=1)
+    kinds = {"blk.0.ffn_down.weight": "IQ2_XS", "blk.1.ffn_down.weight": "IQ3_S",
+             "blk.1.ffn_up.weight": "IQ3_S", "output.weight": "IQ4_XS"}  # fmt: skip
+    weights, quantize = tiny.layout(config, 1), partial(drive.quantize, native)
+    path = tmp_path / "x.gguf"
+    tiny.write(path, config, weights, lambda name: kinds.get(name, "F32"), quantize=quantize)
+    facts = facts_of(path)
+    share = sum(facts.quantization[kind].bytes for kind in ("IQ2_XS", "IQ3_S"))
+    share /= sum(each.bytes for each in facts.quantization.values())
+    (note,) = facts.as_json()["notes"]
+    assert f"on a GPU, ggml multiplies the IQ3_S and IQ2_XS matrices ({share:.0%} of the bytes)" in note
+    assert "exact" in note and "drafts gain little" in note
+    assert facts.supported and f"\nnote            {note}" in facts_text(facts)
+
+
 MIXTURE = tiny.Config(n_embd=256, n_expert=8, n_expert_used=2, n_ff_expert=256, n_ff_shared=256, n_nextn=1)
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [("^output", "Q4_K"), ("^output", "IQ4_XS"), ("^token_embd", "IQ1_S"), ("exps", "IQ3_S")],
+)
+def test_what_a_gpu_multiplies_as_others_looks_up_or_refuses_has_no_note(
+    native, facts_of, tmp_path, part, kind
+):
+    weights, quantize = tiny.layout(MIXTURE, 1), partial(drive.quantize, native)
+    path = tmp_path / "x.gguf"
+    type_of = lambda name: kind if re.search(part, name) else "F32"  # noqa: E731
+    tiny.write(path, MIXTURE, weights, type_of, quantize=quantize)
+    facts = facts_of(path)
+    assert kind in facts.quantization and facts.notes == [] and "note" not in facts_text(facts)
 
 
 @pytest.mark.parametrize("fused", [False, True])
