@@ -66,9 +66,9 @@ def with_scale(blocks: np.ndarray, kind: int, scale: float) -> np.ndarray:
     return made
 
 
-# The logits of F32 weights may be off by so much on CUDA, whose matmul rounds activations to F16. On an H200
+# F32 weights' logits may be off by so much on CUDA, whose matmul rounds activations to F16. On an H200
 # (2026-11-22) they were off by 0.0901 at most over the goldens, and by 0.158 at most in what else is held to
-# this (test_model.py's trees), of logits with standard deviation 2 to 3.5. It decides which tokens must agree.
+# this (test_model.py's trees). Logits have standard deviation 2 to 3.5. It decides which tokens must agree.
 CUDA_BOUND = 0.17
 # The logits of a router's experts may be so close: closer ones may change places by a GPU's rounding. On an
 # H200 the cases whose closest were 0.0002 and 0.0008 apart failed, and those of 0.0032 and more passed.
