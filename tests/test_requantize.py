@@ -1,5 +1,6 @@
 """Runs `luce convert` on a GGUF: a model, a head or a drafter with its matrices as another type."""
 
+import math
 import os
 import resource
 from dataclasses import replace
@@ -94,19 +95,27 @@ def test_requantize_refuses_what_luce_does_not_run(tmp_path, capsys):
     assert not (tmp_path / "x.gguf").exists()
 
 
-@pytest.mark.parametrize(("value", "said"), [("long", "expected a value of type int"), (0, "expected 1 to")])
-def test_what_is_wrong_with_a_source_names_it_once(tmp_path, capsys, monkeypatch, value, said):
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("context_length", "long", "expected a value of type int"),
+        ("context_length", 0, "expected 1 to"),
+        ("odd", math.nan, "expected numbers, found nan"),
+        ("odd", [1.0, math.nan], "expected numbers, found nan"),
+    ],
+)
+def test_what_is_wrong_with_a_source_names_it_once(tmp_path, capsys, monkeypatch, key, value, said):
     def add_keys(writer, *args, **options):
         tiny_keys(writer, *args, **options)
-        writer.kv_data[0].pop("qwen35.context_length")
-        writer.add_key_value("qwen35.context_length", value, gguf.GGUFValueType.get_type(value))
+        writer.kv_data[0].pop(f"qwen35.{key}", None)
+        writer.add_key_value(f"qwen35.{key}", value, gguf.GGUFValueType.get_type(value))
 
     tiny_keys, config = tiny.add_keys, tiny.Config()
     monkeypatch.setattr(tiny, "add_keys", add_keys)
     source = tiny.write(tmp_path / "odd.gguf", config, tiny.layout(config, 1))
     assert requantized(source, tmp_path / "out.gguf") == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"Error: {source}: key qwen35.context_length") and line.count(str(source)) == 1
+    *_, line = capsys.readouterr().err.splitlines()  # Notes on types may come before.
+    assert line.startswith(f"Error: {source}: key qwen35.{key}") and line.count(str(source)) == 1
     assert said in line
 
 

@@ -15,7 +15,7 @@ from luce.convert.gguf_tokenizer import add_hf_tokenizer, check_tokenizer, copy_
 from luce.convert.hf_config import read_config, rope_parameters, text_config
 from luce.convert.safetensors_reader import Checkpoint
 from luce.convert.weight_types import DEFAULT, MIXES, choose
-from luce.errors import FileError, UnsupportedError
+from luce.errors import FileError, UnsupportedError, about
 from luce.probe import fact
 
 
@@ -34,7 +34,7 @@ class Target:
 
 def gguf_target(path: Path) -> Target:
     """Returns a target from its GGUF; the tokenizer's keys are copied."""
-    with _native.File(path) as file:
+    with _native.File(path) as file, about(path):
         arch = fact(file.kv, "general.architecture", str)
         n_nextn = fact(file.kv, f"{arch}.nextn_predict_layers", int, 0)
         found = (fact(file.kv, f"{arch}.embedding_length", int), fact(file.kv, f"{arch}.block_count", int))

@@ -6,6 +6,7 @@ config.json (ids of eos, pad, bos, mask) and chat_template.jinja. Keys follow ll
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -183,7 +184,8 @@ def check_tokenizer(file: File, folder: Path) -> None:
 
 
 def copy_keys(w: gguf.GGUFWriter, file: File, wanted: Callable[[str], bool]) -> None:
-    """Copies the keys of `file` that are wanted, with their types."""
+    """Copies the keys of `file` that are wanted, with their types. FileError names the file and a key whose
+    number is none."""
     library = file.library
     for index, key in enumerate(file.kv):
         if not wanted(key):
@@ -194,6 +196,9 @@ def copy_keys(w: gguf.GGUFWriter, file: File, wanted: Callable[[str], bool]) -> 
         value = value.tolist() if isinstance(value, memoryview) else value
         if isinstance(value, list) and not value:
             continue  # An empty array says nothing, and the writer has none.
+        each = value if isinstance(value, list) else [value]
+        if any(isinstance(one, float) and math.isnan(one) for one in each):
+            raise FileError(f"{file.path}: key {key}: expected numbers, found nan")
         array = entry.type == gguf.GGUFValueType.ARRAY
         sub_type = gguf.GGUFValueType(entry.elem_type) if array else None
         w.add_key_value(key, value, gguf.GGUFValueType(entry.type), sub_type)
