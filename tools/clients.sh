@@ -90,7 +90,7 @@ for client in "${clients[@]}"; do
     said=$work/$client.log
     if ask "$client" </dev/null >"$said" 2>&1 && grep -q "$client is done" "$said" &&
         [[ $(cat "$client.txt") == "copied by $client" ]]; then
-        echo "$client: ok, $("$folder/node_modules/.bin/$client" --version 2>&1 | head -1)"
+        echo "$client: ok, $("$folder/node_modules/.bin/$client" --version 2>&1 | tail -1)"
     else
         echo "$client: FAILED, see $said"
         failed=1
