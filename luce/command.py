@@ -57,7 +57,19 @@ class Interrupted(click.ClickException):
         super().__init__("interrupted")
 
 
-class Commands(click.Group):
+class Listed(click.Group):
+    """Lists its commands in --help with their whole first sentences, of which click would cut the end."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(self.short_helps().items()))
+
+    def short_helps(self) -> dict[str, str]:
+        """Returns what is said of each command."""
+        return {name: command.get_short_help_str(limit=200) for name, command in self.commands.items()}
+
+
+class Commands(Listed):
     """Turns failures that luce reports into one line and exit 1, and an interrupt into one line and exit
     130. `later` names commands that are imported only when they are wanted: for each the module, in which it
     has its own name, and its help."""
@@ -80,12 +92,9 @@ class Commands(click.Group):
             return command
         return super().get_command(ctx, cmd_name)
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the list in --help, for which nothing is imported."""
-        rows = {name: command.get_short_help_str(limit=100) for name, command in self.commands.items()}
-        rows |= {name: short for name, (_, short) in self._later.items()}
-        with formatter.section("Commands"):
-            formatter.write_dl(sorted(rows.items()))
+    def short_helps(self) -> dict[str, str]:
+        """Returns what is said of each command, for which nothing is imported."""
+        return super().short_helps() | {name: short for name, (_, short) in self._later.items()}
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta[COMMAND] = ["luce", *args]

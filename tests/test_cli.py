@@ -318,6 +318,13 @@ def test_help_has_examples(luce_, command):
     assert "Examples:" in text and "luce " in text
 
 
+@pytest.mark.parametrize("command", [[], ["bench"]])
+def test_help_lists_commands_in_whole_sentences(luce_, command):
+    listed = luce_(*command, "--help").stdout.partition("Commands:\n")[2]
+    rows = " ".join(listed.split("\n"))
+    assert rows.count(". ") >= 6 and ".." not in rows, listed
+
+
 @pytest.mark.parametrize("name, package", [("bench", "measure"), ("convert", "convert")])
 def test_a_command_whose_extra_is_missing_says_so(luce_, monkeypatch, name, package):
     monkeypatch.setattr(luce, package, None, raising=False)  # Earlier tests may have bound it.

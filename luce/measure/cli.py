@@ -10,7 +10,7 @@ from typing import Any
 import click
 import numpy as np
 
-from luce.command import BOX, MAX_U32, CtrlC, FilePath, Finite
+from luce.command import BOX, MAX_U32, CtrlC, FilePath, Finite, Listed
 from luce.engine import Engine, Files
 from luce.errors import ArgumentError, LuceError
 from luce.flags import EXPERTS, HEAD, MODEL, RUN, given, options, sampling
@@ -41,7 +41,7 @@ from luce.render import Display
 SWEEP_CONTEXTS = (0, 4096, 32768)  # Of these, the contexts are taken that the model was trained for.
 
 
-@click.group(no_args_is_help=True)
+@click.group(cls=Listed, no_args_is_help=True)
 def bench() -> None:
     """Measure decoding: every mode beside plain, in one run.
 
