@@ -11,8 +11,8 @@ from luce.structs import Cost
 
 class Costs:
     """This is what steps cost in seconds: a verify by its rows, one more draft or a block by the sequences
-    that share the step, and a feed by its rows. A width that was not measured lies on the line between its neighbours. A
-    wider one lies on the line of the last two.
+    that share the step, and a feed by its rows. A width that was not measured lies on the line between its
+    neighbours. A wider one lies on the line of the last two.
 
     A machine that was disturbed makes what it measures dearer, never cheaper. So a step costs no more than
     several narrower ones for its rows, and no more than a wider one."""

@@ -398,7 +398,8 @@ class Runner:
         """Begins a text of at most `budget` tokens."""
         self._tokens, self._tokens_most = 0, budget
         self._lost = 0.0  # It counts plain rounds.
-        self._owed, self._alone = 0, True  # So many rows the head is owed; the last round's step had no others.
+        self._owed = 0  # The head is owed so many rows of plain rounds.
+        self._alone = True  # The last round's step had no other sequence.
         self._choice = PLAIN
         self._lookups.reset()
 
