@@ -159,12 +159,10 @@ template <int S, bool APPEND> struct Worker {
         move_on(filled);
         __pipeline_commit();
     }
-    __device__ void fill() {
-        if (pending_at >= n_pending) {
-            fill_rows();
-            return;
+    __device__ void fill_pending() {
+        if (pending_at < n_pending) {
+            stage_pending(sh.tile[filled], pending_at, min(TILE, n_pending - pending_at));
         }
-        stage_pending(sh.tile[filled], pending_at, min(TILE, n_pending - pending_at));
         pending_at += TILE;
         move_on(filled);
         __pipeline_commit();
@@ -270,12 +268,17 @@ template <int S, bool APPEND> struct Worker {
 
     // ---- all of it ----
 
+    // Replays the pending rows, which steps before this one have left.
     __device__ void run_pending() {
+        for (int i = 0; i < STAGES - 1; i++) {
+            fill_pending();
+        }
         for (int p = 0; p < n_pending; p += TILE) {
             const Tile<S> &tile = take();
-            fill();
+            fill_pending();
             replay_tile(tile, min(TILE, n_pending - p));
         }
+        filled = taken; // what is filled ahead is empty
     }
     // A whole tile's results are written while the next one's first sums are on their way.
     __device__ void run_chains() {
@@ -339,25 +342,22 @@ template <int S, bool APPEND> struct Worker {
         out_to = a.out + int64_t(row0 + mine) * a.row_values + column;
         delta_to = log + a.delta + mine * a.row_values + column;
         key_to = log + a.key[bank ^ 1] + h * S + tid / (S / 4) * a.key_row + tid % (S / 4) * 4;
-        wait_for_previous(); // it waits for the rows; what the step found in the caches is on its way
+        run_pending();
+        wait_for_previous(); // it waits for the rows; what the step found in the caches is there
         for (int i = 0; i < STAGES - 1; i++) {
-            fill();
+            fill_rows();
+        }
+        if (!APPEND && (fresh || n_pending > 0)) {
+            store(); // the next step will not find the sequence fresh, nor these rows pending
         }
         const bool tree = uniform(__syncthreads_or(read_rows(0))) && !APPEND;
         if (tree) {
             find_ancestors(); // the barrier of the first tile follows
         }
-        if (!APPEND && fresh) {
-            store(); // the next step will not find the sequence fresh
-        }
         item.skip(gridDim.x, L::BLOCKS * a.shape.Hv);
         const bool more = !APPEND && item.seq < n_seqs;
         if (more) {
             prefetch(item);
-        }
-        run_pending();
-        if (!APPEND && n_pending > 0) {
-            store();
         }
         if (tree) {
             run_trees();
