@@ -201,9 +201,8 @@ class Engine:
                 return TextLookup(sequence, budget)
             case Auto(budget=budget) as draft:
                 drafters = _drafters(draft, sequence, self.info)
-                kind, rows = self.model.info.device.partition(":")[0], self.info.n_rows
-                beside = DECIDES.get(kind, 0.0) + self.costs.feed(rows) / rows
-                handed = HANDS_OVER.get(kind, 0.0)
+                kind = self.model.info.device.partition(":")[0]
+                beside, handed = DECIDES.get(kind, 0.0), HANDS_OVER.get(kind, 0.0)
                 return Runner(sequence, self.costs, drafters, budget, self._known, beside, handed)
             case Mtp(budget=budget) | Dflash(budget=budget) as draft:
                 drafter = _drafters(draft, sequence, self.info)[-1]

@@ -383,14 +383,17 @@ class Runner:
         beside: float = 0.0,
         handed: float = 0.0,
     ):
-        """Drafts at most `budget` candidates a round. A round that does not draft takes `beside` seconds more
-        than plain decoding, and one in which a drafter drafts takes `handed` seconds more than that and its
-        steps."""
+        """Drafts at most `budget` candidates a round. Beside what it feeds the head, a round that does not
+        draft takes `beside` seconds more than plain decoding. One in which a drafter drafts takes `handed`
+        seconds more than that and its steps."""
         self._text, self._costs, self._drafters, self._budget = text, costs, drafters, budget
         known = known or Known()
         self._learned, self._lookups = [known.acceptance(d) for d in drafters], known.lookups()
         self._prices: dict[int, Prices] = {}  # They are by the number of sequences.
-        self._within, self._beyond = allowances(costs, budget, beside)
+        # Plain steps of several sequences feed the head each, and those of one leave many rows to one feed.
+        self._most_owed = budget + 1
+        fed = costs.feed(1), costs.feed(self._most_owed) / self._most_owed
+        self._allowed = [allowances(costs, budget, beside + each) for each in fed]  # by whether it is alone
         self._handed = handed
         self.begin(HORIZON)
 
@@ -411,8 +414,8 @@ class Runner:
         if prices is None:
             prices = Prices(self._costs, self._drafters, limits.sequences, self._handed)
             self._prices[limits.sequences] = prices
-        most_lost, choice = BET * (self._allowance() - self._lost), PLAIN
         self._alone = limits.sequences == 1
+        most_lost, choice = BET * (self._allowance() - self._lost), PLAIN
         owed = self._costs.feed(self._owed) / self._costs.verify(1) if prices.known and self._alone else 0.0
         if (prices.with_lookup if tokens else prices.with_drafts) + owed <= 1 + most_lost:
             chances = self._lookups.chances(len(tokens), matched)
@@ -435,7 +438,7 @@ class Runner:
             self._lost += choice.price - len(done.tokens)
         self._lookups.came(done.tokens)
         # The core feeds the head at once where a step has more rows than one.
-        self._owed = min(self._owed + 1, self._budget + 1) if self._alone and not done.drafted else 0
+        self._owed = min(self._owed + 1, self._most_owed) if self._alone and not done.drafted else 0
         if choice.drafter is None or not done.drafted:
             for learned in self._learned:
                 learned.skip()
@@ -448,5 +451,5 @@ class Runner:
 
     def _allowance(self) -> float:
         """Returns what may be lost up to now, in plain rounds."""
-        within = self._within * min(HORIZON, self._tokens_most)
-        return within + self._beyond * max(self._tokens - HORIZON, 0)
+        within, beyond = self._allowed[self._alone]
+        return within * min(HORIZON, self._tokens_most) + beyond * max(self._tokens - HORIZON, 0)
