@@ -18,16 +18,15 @@ import click
 from luce import stdout
 from luce.errors import Cancelled, FileError, LuceError
 from luce.render import printable
-from luce.room import lacks_memory, require
+from luce.room import HEAP, STACK, lacks_memory, require
 
 MAX_U32 = 2**32 - 1
 # Commands that are imported when they are wanted ask for room, since with less a library may end the
 # process. To import any of them takes less than IMPORTS: 85 to 97 MiB were measured, of which numpy takes
-# 40. glibc reserves HEAP for each thread that allocates, and a thread's stack has 8 MiB where ulimit -s
-# says nothing else. bench and convert have one thread that allocates beside the main one; serve has two, of
-# which one runs the engine and the other reads prompts; chat has none. Threads of the core do without heaps,
-# and where memory lacks there are fewer.
-IMPORTS, HEAP, STACK = 104 << 20, 64 << 20, 8 << 20
+# 40. bench and convert have one thread that allocates beside the main one; serve has two, of which one runs
+# the engine and the other reads prompts; chat has none. Threads of the core do without heaps, and where
+# memory lacks there are fewer.
+IMPORTS = 104 << 20
 ROOM = {
     "bench": IMPORTS + HEAP,
     "chat": IMPORTS + STACK,

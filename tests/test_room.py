@@ -20,6 +20,7 @@ from luce.command import BOX, IMPORTS, ROOM
 from luce.errors import UnsupportedError
 from luce.grammar import Grammars, beginnings
 from luce.measure import oracle_tokenizer
+from luce.room import HEAP, STACK
 from luce.tokenizer import Tokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -170,3 +171,75 @@ def test_a_server_refuses_a_grammar_that_memory_lacks_and_goes_on(command, large
         running.send_signal(signal.SIGINT)
         running.communicate(timeout=60)
     assert running.returncode == 130
+
+
+# It starts threads in copies of itself that have so many KiB to spare, and prints the statuses they end with:
+# 0 where the thread ran, 3 where it was refused.
+STARTS = """
+import os, resource, signal, sys
+from luce.errors import OutOfMemory
+from luce.threads import Pool, started
+
+def start(how):
+    if how == "pool":
+        return Pool(1, "of one").submit(int).result(5)
+    started(int, "alone").join(5)
+
+(line,) = (line for line in open("/proc/self/status") if line.startswith("VmSize"))
+taken = int(line.split()[1])
+for spare in map(int, sys.argv[2:]):
+    child = os.fork()
+    if not child:
+        signal.alarm(5)
+        resource.setrlimit(resource.RLIMIT_AS, (taken + spare << 10, resource.RLIM_INFINITY))
+        try:
+            start(sys.argv[1])
+        except OutOfMemory:
+            os._exit(3)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize("how", ["pool", "alone"])
+def test_a_thread_starts_or_is_refused(how):
+    """Python would wait for ever for one whose stack, or stack and heap, leave it nothing."""
+    stack = resource.getrlimit(resource.RLIMIT_STACK)[0]
+    stack = (STACK if stack == resource.RLIM_INFINITY else stack) >> 10
+    spares = [
+        taken + more
+        for taken in (stack, stack + (HEAP >> 10))
+        for more in (*range(-8, 64, 8), 128, 512, 2048, 4096)
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", STARTS, how, *map(str, spares)], capture_output=True, text=True
+    )
+    statuses = dict(zip(spares, map(int, done.stdout.split()), strict=True))
+    assert set(statuses.values()) <= {0, 3} and not done.stderr, (statuses, done.stderr)
+    assert statuses[stack - 8] == 3 and statuses[stack + 4096] == statuses[spares[-1]] == 0, statuses
+
+
+# It runs `luce serve` where there is room for so many threads, and no more.
+SERVES = """
+import sys
+from luce import __main__, room, threads
+
+def refuse():
+    if not left:
+        room.require(1 << 62, "a thread")
+    left.pop()
+
+left = [None] * int(sys.argv.pop(1))
+threads.require_thread = refuse
+__main__.main()
+"""
+
+
+@pytest.mark.parametrize("threads", range(3))
+def test_a_server_that_lacks_room_for_a_thread_ends_with_a_line(threads):
+    """They load the model, run the engine and read prompts: without any of them nothing would be answered."""
+    words = ("serve", "--port", "0", "--threads", "1", "--ctx", "512", "--spec", "off", "--device", "cpu")
+    command = [sys.executable, "-c", SERVES, str(threads), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "for a thread are needed" in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr

@@ -11,7 +11,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from luce._native import File, Library
 from luce.convert.weight_types import QType
 from luce.errors import ArgumentError, FileError, LuceError, UnsupportedError
 from luce.room import require
+from luce.threads import Pool
 
 SLAB = 1 << 24  # So many weights are F32 in memory at once.
 F16_MAX = 65504.0
@@ -81,7 +81,7 @@ class Encoder:
     def __init__(self, library: Library, threads: int):
         self.library = library
         self.threads = threads
-        self.pool = ThreadPoolExecutor(threads)
+        self.pool = Pool(threads, "luce-encode")
 
     def __call__(self, name: str, kind: str, rows: np.ndarray) -> np.ndarray:
         if kind == "F16" and float(np.abs(rows).max(initial=0)) > F16_MAX:

@@ -16,10 +16,8 @@ import http.client
 import json
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +30,7 @@ import numpy as np
 from luce.errors import LuceError
 from luce.measure.output import Table
 from luce.measure.summary import five_digits
+from luce.threads import Pool, started
 from luce.tokenizer import Tokenizer
 
 MORE = 64  # A warm prompt has so many tokens more.
@@ -133,7 +132,7 @@ def streams(client: Client, mode: str, counts: Sequence[int], prompt: int, new: 
     """Requests beside each other."""
     for count in counts:
         prompts = [client.tokens(prompt) for _ in range(count)]
-        with ThreadPoolExecutor(count) as pool:
+        with Pool(count, "luce-client") as pool:
             found = list(pool.map(lambda tokens: client.complete(tokens, new), prompts))
         last = max(each.last for each in found)
         seconds, decoding = (last - min(getattr(each, at) for each in found) for at in ("asked", "first"))
@@ -195,7 +194,7 @@ def luce_server(model: Path, *options: str) -> Iterator[Running]:
         else:
             raise LuceError(f"luce serve ended: {' '.join(lines)[-2000:]}")
         stderr = process.stderr
-        threading.Thread(target=lambda: [None for _ in stderr], daemon=True).start()
+        started(lambda: [None for _ in stderr], "luce-stderr")
         yield Running(line.split()[-1], process.pid)
     finally:
         process.terminate()

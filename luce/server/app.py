@@ -21,7 +21,7 @@ from luce.server import about, anthropic, ollama, openai, responses
 from luce.server.answer import Answer, Silence, Whole
 from luce.server.ask import Ask, Refused
 from luce.server.body import read, reply
-from luce.server.models import Models
+from luce.server.models import Models, closing
 from luce.server.watch import Watch
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -260,7 +260,7 @@ def make_app(models: Models, watch: Watch, access: Access) -> ASGIApp:
         try:
             yield
         finally:
-            await asyncio.to_thread(models.close)
+            await closing(models.close)
 
     routes = [
         routed(server, "/v1/chat/completions", chat_completions, ["POST"]),

@@ -9,7 +9,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from luce.errors import OutOfMemory
 from luce.server.ask import Refused
+from luce.threads import BESIDE
 
 MAX_BODY = 16 << 20  # A body has at most so many bytes.
 LONG = 1 << 20  # A body of more bytes is read in a thread.
@@ -20,15 +22,18 @@ B = TypeVar("B", bound=msgspec.Struct)
 
 async def read(request: Request, kind: type[B]) -> B:
     """Returns the body as its type. Raises Refused where it is too large, too deep, no JSON, or of another
-    form, and where it has one of the fields that the type's REFUSED names: an answer without what it asks for
-    would be another one."""
+    form, where memory lacks, and where it has one of the fields that the type's REFUSED names: an answer
+    without what it asks for would be another one."""
     raw = bytearray()
     async for chunk in request.stream():
         raw += chunk
         if len(raw) > MAX_BODY:
             raise Refused(413, f"the body is of more than {MAX_BODY >> 20} MiB", "too_large")
     if len(raw) > LONG:  # Streams go on while it is read.
-        return await asyncio.to_thread(_typed, raw, kind)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(BESIDE, _typed, raw, kind)
+        except (OutOfMemory, MemoryError) as error:
+            raise Refused(503, str(error) or "out of memory", "busy", retry_after=5) from error
     return _typed(raw, kind)
 
 

@@ -13,7 +13,7 @@ their own, beside the engine's steps.
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ from luce._native import Checkpoint, Engine, Sequence
 from luce.errors import LuceError, OutOfMemory
 from luce.server.disk import CLOSE_S, DiskCache
 from luce.server.turns import PAGE, Turns
+from luce.threads import Pool
 from luce.tokenizer import Tokenizer
 
 SPARE = 8  # Of so many places on the device one is kept free, so that the next checkpoint waits for no copy.
@@ -82,7 +83,7 @@ class PrefixCache:
         self._cuts = dict[Sequence, tuple[list[int], frozenset[int], np.ndarray]]()
         self._unsaved: list[Kept] = []
         self._held: Kept | None = None  # A sequence is resumed from it now, so it is not dropped.
-        self._reader = ThreadPoolExecutor(1, "luce-cache-read")
+        self._reader = Pool(1, "luce-cache-read")
         self._reading: tuple[Kept, Future[Checkpoint]] | None = None
         self._done = 0  # It was DiskCache.done when files were looked for last.
         self._prompts = 0
@@ -149,7 +150,10 @@ class PrefixCache:
             kept = max(fitting, key=lambda each: len(each.tokens), default=None)
             if kept is None or kept.checkpoint is not None:
                 return True
-            self._reading = kept, self._reader.submit(self._read, kept)
+            try:
+                self._reading = kept, self._reader.submit(self._read, kept)
+            except OutOfMemory:  # What resumes it may find more.
+                return True
         kept, reading = self._reading
         if not reading.done() and not wait:
             return False

@@ -11,7 +11,6 @@ import hashlib
 import os
 import queue
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -20,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from luce.errors import FileError, LuceError
+from luce.threads import started
 
 MAGIC = b"LUCEPFX1"
 # These are the magic and the number of tokens. The tokens follow as int32, then the checkpoint.
@@ -49,8 +49,7 @@ class DiskCache:
         self._work: queue.Queue[tuple[Path, np.ndarray, Save] | None] = queue.Queue(maxsize=1)
         self._ended = False
         self._written = dict[Path, bool]()  # The thread was handed these; each says whether it is there.
-        self._thread = threading.Thread(target=self._write_all, name="luce-cache", daemon=True)
-        self._thread.start()
+        self._thread = started(self._write_all, "luce-cache")
 
     @property
     def busy(self) -> bool:
@@ -109,7 +108,7 @@ class DiskCache:
     def _write_all(self) -> None:
         while not self._ended and (item := self._work.get()) is not None:
             path, tokens, save = item
-            with suppress(LuceError, OSError):
+            with suppress(LuceError, OSError, MemoryError):
                 self._write(path, tokens, save())
                 self._bound(path)
             self._written[path] = False

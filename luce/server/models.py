@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from luce.server.cache import PrefixCache
 from luce.server.disk import DiskCache
 from luce.server.scheduler import Happened, Scheduler, put_all
 from luce.server.turns import RULE
+from luce.threads import BESIDE, Pool
 
 T = TypeVar("T")
 MAX_DEFAULT_CTX = 32768
@@ -95,7 +95,8 @@ class Served:
                 self.engine, self.cache, settings.max_waiting, settings.prefill_share, hand_over
             )
             opened.callback(self.scheduler.close)
-            self._prompts = opened.enter_context(ThreadPoolExecutor(1, "luce-prompts"))
+            self._prompts = opened.enter_context(Pool(1, "luce-prompts"))
+            self._prompts.submit(int).result()  # It has its thread: later memory may lack for one.
             self._opened = opened.pop_all()
 
     async def prompt(self, ask: Ask) -> list[int]:
@@ -132,7 +133,7 @@ class Served:
         """Runs what takes a while in a thread, one call at a time, or `beside` the others. Raises Refused
         where it failed."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(None if beside else self._prompts, make)
+            return await asyncio.get_running_loop().run_in_executor(BESIDE if beside else self._prompts, make)
         except (OutOfMemory, MemoryError) as error:
             raise Refused(503, str(error) or "out of memory", "busy", retry_after=5) from error
         except LuceError as error:
@@ -205,6 +206,16 @@ def _free_memory() -> int:
     return 4 << 30
 
 
+async def closing(close: Callable[[], None]) -> None:
+    """Closes what takes a while to close, here where there is no thread to be had for it."""
+    try:
+        work = asyncio.get_running_loop().run_in_executor(BESIDE, close)
+    except OutOfMemory:
+        close()
+    else:
+        await work
+
+
 @dataclass
 class Slot:
     """This is a model by its name, loaded or not. `used` is the time of day when it was asked last."""
@@ -259,7 +270,9 @@ class Models:
         while True:
             idle = self._idle()
             try:
-                return await asyncio.to_thread(Served, slot.path, self._settings, loop, not idle)
+                return await loop.run_in_executor(
+                    BESIDE, Served, slot.path, self._settings, loop, not idle
+                )
             except OutOfMemory as error:
                 idle = self._idle()
                 if not idle:
@@ -267,7 +280,7 @@ class Models:
                 oldest = min(idle, key=lambda other: other.used)
                 served, oldest.served = oldest.served, None
                 assert served is not None
-                await asyncio.to_thread(served.close)
+                await closing(served.close)
             except LuceError as error:
                 raise Refused(500, str(error), "failed") from error
 

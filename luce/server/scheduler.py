@@ -20,6 +20,7 @@ from luce.loop import MAX_ROWS, Loop
 from luce.plan import Request
 from luce.server.cache import PrefixCache
 from luce.server.turns import PAGE
+from luce.threads import started
 
 
 class Busy(Exception):
@@ -79,8 +80,7 @@ class Scheduler:
         self._stopping = False
         self.pages_free = engine.info.n_pages  # This many pages were free after the last turn.
         self._seconds = deque[float](maxlen=32)  # Each entry says how long one of the last jobs took.
-        self._thread = threading.Thread(target=self._run, name="luce-engine", daemon=True)
-        self._thread.start()
+        self._thread = started(self._run, "luce-engine")
 
     @property
     def running(self) -> int:
