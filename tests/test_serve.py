@@ -216,6 +216,25 @@ def test_a_defect_ends_the_requests_that_it_meets_and_no_other(server, monkeypat
     assert server.post("/v1/completions", **asked).status_code == 200
 
 
+@pytest.mark.parametrize("name", ["_hand_over", "_wait"])
+def test_the_engines_thread_outlives_a_lack_of_memory(server, monkeypatch, name):
+    """It lacks a few times, so also for ending those that it met; each of them is answered."""
+    asked, lacks = {"prompt": "import os", **GREEDY}, [MemoryError()] * 3
+    works = getattr(server.scheduler, name)
+
+    def fails(*args):
+        if lacks:
+            raise lacks.pop()
+        return works(*args)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(server.scheduler, name, fails)
+        assert server.post("/v1/completions", **asked).status_code in (200, 500)
+        until(lambda: not lacks or server.scheduler.idle, "it is met, or nothing is left")
+    until(lambda: server.scheduler.idle, "nothing is left of it")
+    assert server.post("/v1/completions", **asked).status_code == 200
+
+
 def test_a_client_that_goes_frees_its_sequence_or_its_place_in_the_queue(native, endless):
     how = settings(sequences=1, max_waiting=1, ctx=50_000, checkpoints=0, spec="off")
     with serving({"endless": endless}, how) as server:

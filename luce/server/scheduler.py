@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from luce.plan import Request
 from luce.server.cache import PrefixCache
 from luce.server.turns import PAGE
 from luce.threads import started
+
+RETRY_S = 0.01  # What failed is followed by such a pause.
 
 
 class Busy(Exception):
@@ -140,11 +143,17 @@ class Scheduler:
     # ---- in the thread
 
     def _run(self) -> None:
-        while self._wait():
+        ending: LuceError | None = None
+        while ending or not self._stopping:
             try:
-                self._turn()
+                if ending:
+                    self._end_all(ending)
+                ending = None
+                if self._wait():
+                    self._turn()
             except Exception as error:  # It is a defect: those that ran end with it, and the others go on.
-                self._end_all(_defect(error))
+                ending = _defect(error)
+                time.sleep(RETRY_S)  # Memory may lack even to end them.
         self._end_all(Cancelled("the server is shutting down"))
 
     def _wait(self) -> bool:
@@ -166,16 +175,20 @@ class Scheduler:
     def _step(self) -> None:
         if self._cache:
             self._cache.free_pages(self._pages_soon())
-        happened: Happened = {}
+        happened, over = Happened(), dict[Generation, Job]()
         events = self._loop.step()
         self.pages_free = self._engine.native.info.pages_free
         for generation, event in events:
             happened.setdefault(self._jobs[generation], []).append(event)
             if isinstance(event, (Finished, Failed)):
-                del self._jobs[generation]
+                over[generation] = self._jobs.pop(generation)
             if isinstance(event, Finished):
                 self._seconds.append(event.stats.prefill_s + event.stats.decode_s)
-        self._hand_over(happened)
+        try:
+            self._hand_over(happened)
+        except Exception:
+            self._jobs |= over  # They end with the others.
+            raise
 
     def _admit(self) -> None:
         while len(self._jobs) < self._engine.info.n_sequences:
@@ -225,10 +238,15 @@ class Scheduler:
         return min(two_turns, sum(lacking))
 
     def _end_all(self, error: LuceError) -> None:
-        with self._changed:
-            waiting = list(self._waiting) if self._stopping else []
-            self._waiting = deque() if self._stopping else self._waiting
+        """Ends what runs, and what waits too where the thread is to stop. Where it fails it may be called
+        again: nobody is forgotten before he was told."""
         self._loop.close()
         self._loop = Loop(self._engine.native, prefill_share=self._share)
-        jobs, self._jobs = [*self._jobs.values(), *waiting], {}
-        self._hand_over({job: [Failed(error, State.IDLE)] for job in jobs})
+        with self._changed:
+            jobs = [*self._jobs.values(), *(self._waiting if self._stopping else ())]
+            if self._admitting:
+                jobs.append(self._admitting)
+            self._hand_over({job: [Failed(error, State.IDLE)] for job in jobs})
+            self._jobs, self._admitting = {}, None
+            if self._stopping:
+                self._waiting.clear()
