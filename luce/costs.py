@@ -10,15 +10,15 @@ from luce.structs import Cost
 
 
 class Costs:
-    """This is what steps cost in seconds: a verify by its rows, and one more draft or a block by the
-    sequences that share the step. A width that was not measured lies on the line between its neighbours. A
-    wider one lies on the line of the last two.
+    """This is what steps cost in seconds: a verify by its rows, one more draft or a block by the sequences
+    that share the step, and a feed by its rows. A width that was not measured lies on the line between its
+    neighbours. A wider one lies on the line of the last two.
 
     A machine that was disturbed makes what it measures dearer, never cheaper. So a step costs no more than
     several narrower ones for its rows, and no more than a wider one."""
 
     def __init__(self, measured: Iterable[Cost]):
-        self._lines: tuple[dict[int, float], ...] = ({}, {}, {}, {})
+        self._lines: tuple[dict[int, float], ...] = ({}, {}, {}, {}, {})
         for cost in sorted(measured, key=lambda cost: cost.rows):
             line, dear = self._lines[cost.drafts], max(cost.seconds, 0.0)
             spread = (-(-cost.rows // rows) * seconds for rows, seconds in line.items())
@@ -40,6 +40,11 @@ class Costs:
         """Returns the seconds of a DFlash block for each of so many sequences; 0 in an engine that drafts
         none."""
         return _on_line(self._lines[2], sequences)
+
+    def feed(self, rows: int) -> float:
+        """Returns the seconds of feeding the NextN head so many rows that were verified in steps of one row
+        each, which leave that to the next step of another kind; 0 in an engine whose head does not draft."""
+        return _on_line(self._lines[4], rows) if rows else 0.0
 
 
 def _on_line(line: dict[int, float], width: int) -> float:

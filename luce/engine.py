@@ -201,9 +201,8 @@ class Engine:
                 return TextLookup(sequence, budget)
             case Auto(budget=budget) as draft:
                 drafters = _drafters(draft, sequence, self.info)
-                kind, head = self.model.info.device.partition(":")[0], draft.gamma > 0
-                beside = DECIDES.get(kind, 0.0) + (FEEDS.get(kind, 0.0) if head else 0.0)
-                handed = HANDS_OVER.get(kind, 0.0)
+                kind = self.model.info.device.partition(":")[0]
+                beside, handed = DECIDES.get(kind, 0.0), HANDS_OVER.get(kind, 0.0)
                 return Runner(sequence, self.costs, drafters, budget, self._known, beside, handed)
             case Mtp(budget=budget) | Dflash(budget=budget) as draft:
                 drafter = _drafters(draft, sequence, self.info)[-1]
@@ -273,12 +272,10 @@ def _drafters(draft: Drafting, sequence: _native.Sequence, info: EngineInfo) -> 
     return [Drafter(sequence, by, most, ranks, info.n_part) for by, most in sizes.items() if most]
 
 
-# A round of auto which does not draft takes so many seconds beside one of plain decoding: to decide so, and
-# in a verify that feeds the NextN head what it has not seen. On an H200 the 27b's verifies took 65 us for
-# that. To decide takes 5 us of a busy EPYC's time, and to ask for drafts, to hand them over and to count them
-# 27 us. A CPU that has waited for a GPU needs more, which was not measured. On a CPU none of them was told
-# from noise.
-DECIDES, FEEDS, HANDS_OVER = {"cuda": 5e-6}, {"cuda": 65e-6}, {"cuda": 27e-6}
+# A round of auto which does not draft takes so many seconds beside one of plain decoding, to decide so. That
+# is 5 us of a busy EPYC's time, and to ask for drafts, to hand them over and to count them takes 27 us. A CPU
+# that has waited for a GPU needs more, which was not measured. On a CPU neither was told from noise.
+DECIDES, HANDS_OVER = {"cuda": 5e-6}, {"cuda": 27e-6}
 
 # On these devices, auto's head drafts among a part of a large vocabulary too. Where 95 to 98% of a text are
 # of it, that gains 2 to 10% by what steps of the 27b cost on an H200 (bench/draft_part.py). Where they are

@@ -273,10 +273,12 @@ def best(
     lookup: Sequence[float],
     learned: Sequence[Acceptance],
     most_lost: float,
+    owed: float = 0.0,
 ) -> Choice:
     """Returns the choice that the formula gives. `lookup` has the chances of the lookup's tokens, and
     `learned` what is known of each drafter. A round that could lose more than `most_lost` plain rounds, were
-    nothing accepted, is not considered.
+    nothing accepted, is not considered. A round that is not plain costs `owed` plain rounds more than its
+    drafts and its verify.
 
     It runs in every round, beside steps of less than a millisecond on small models, so it is plain
     arithmetic.
@@ -293,8 +295,9 @@ def best(
     tokens = 1.0
     for n, chance in enumerate(lookup, start=1):
         tokens += chance
-        if tokens > top * verify[1 + n] and verify[1 + n] <= bound:
-            top, found = tokens / verify[1 + n], (n, None, 0, 0, tokens, verify[1 + n])
+        price = verify[1 + n] + owed
+        if tokens > top * price and price <= bound:
+            top, found = tokens / price, (n, None, 0, 0, tokens, price)
     for index, acceptance in enumerate(learned):
         drafting, slopes = prices.drafts[index], prices.slopes[index]
         # The best chain without a lookup has this rate, n drafts, and `alone` tokens.
@@ -304,7 +307,7 @@ def best(
             chance *= share
             tokens += chance
             chances.append(chance)
-            price = verify[1 + size] + drafting[size]
+            price = verify[1 + size] + drafting[size] + owed
             if tokens > rate * price:
                 rate, n, alone = tokens / price, size, tokens
             if tokens > top * price and price <= bound:
@@ -314,7 +317,7 @@ def best(
         tokens = alone
         for taken, chance in enumerate(lookup[: rows - n] if n else (), start=1):
             tokens += chance * (1 - chances[taken - 1]) if taken <= n else chance
-            price = verify[1 + n + taken] + drafting[n]
+            price = verify[1 + n + taken] + drafting[n] + owed
             if tokens > top * price and price <= bound:
                 top, found = tokens / price, (taken, index, n, 0, tokens, price)
         if found[1] == index and acceptance.ranks > 1:
@@ -380,14 +383,17 @@ class Runner:
         beside: float = 0.0,
         handed: float = 0.0,
     ):
-        """Drafts at most `budget` candidates a round. A round that does not draft takes `beside` seconds more
-        than plain decoding, and one in which a drafter drafts takes `handed` seconds more than that and its
-        steps."""
+        """Drafts at most `budget` candidates a round. Beside what it feeds the head, a round that does not
+        draft takes `beside` seconds more than plain decoding. One in which a drafter drafts takes `handed`
+        seconds more than that and its steps."""
         self._text, self._costs, self._drafters, self._budget = text, costs, drafters, budget
         known = known or Known()
         self._learned, self._lookups = [known.acceptance(d) for d in drafters], known.lookups()
         self._prices: dict[int, Prices] = {}  # They are by the number of sequences.
-        self._within, self._beyond = allowances(costs, budget, beside)
+        # Plain steps of several sequences feed the head each, and those of one leave many rows to one feed.
+        self._most_owed = budget + 1
+        fed = costs.feed(1), costs.feed(self._most_owed) / self._most_owed
+        self._allowed = [allowances(costs, budget, beside + each) for each in fed]  # by whether it is alone
         self._handed = handed
         self.begin(HORIZON)
 
@@ -395,6 +401,8 @@ class Runner:
         """Begins a text of at most `budget` tokens."""
         self._tokens, self._tokens_most = 0, budget
         self._lost = 0.0  # It counts plain rounds.
+        self._owed = 0  # The head is owed so many rows of plain rounds.
+        self._alone = True  # The last round's step had no other sequence.
         self._choice = PLAIN
         self._lookups.reset()
 
@@ -406,10 +414,12 @@ class Runner:
         if prices is None:
             prices = Prices(self._costs, self._drafters, limits.sequences, self._handed)
             self._prices[limits.sequences] = prices
+        self._alone = limits.sequences == 1
         most_lost, choice = BET * (self._allowance() - self._lost), PLAIN
-        if (prices.with_lookup if tokens else prices.with_drafts) <= 1 + most_lost:
+        owed = self._costs.feed(self._owed) / self._costs.verify(1) if prices.known and self._alone else 0.0
+        if (prices.with_lookup if tokens else prices.with_drafts) + owed <= 1 + most_lost:
             chances = self._lookups.chances(len(tokens), matched)
-            choice = best(prices, rows, depth, chances, self._learned, most_lost)
+            choice = best(prices, rows, depth, chances, self._learned, most_lost, owed)
         if choice is PLAIN:
             self._choice = PLAIN
             return NOTHING
@@ -427,6 +437,8 @@ class Runner:
         if done.drafted:
             self._lost += choice.price - len(done.tokens)
         self._lookups.came(done.tokens)
+        # The core feeds the head at once where a step has more rows than one.
+        self._owed = min(self._owed + 1, self._most_owed) if self._alone and not done.drafted else 0
         if choice.drafter is None or not done.drafted:
             for learned in self._learned:
                 learned.skip()
@@ -439,5 +451,5 @@ class Runner:
 
     def _allowance(self) -> float:
         """Returns what may be lost up to now, in plain rounds."""
-        within = self._within * min(HORIZON, self._tokens_most)
-        return within + self._beyond * max(self._tokens - HORIZON, 0)
+        within, beyond = self._allowed[self._alone]
+        return within * min(HORIZON, self._tokens_most) + beyond * max(self._tokens - HORIZON, 0)

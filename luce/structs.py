@@ -212,7 +212,8 @@ class CheckpointInfo:
 class Cost:
     """This is what a step took when the engine was opened. With drafts 0 it is a verify of `rows` rows, with
     1 one more draft of the NextN head for each of `rows` sequences, with 2 a DFlash block for each of them,
-    and with 3 one more draft of the head among a part of the vocabulary for each of them."""
+    with 3 one more draft of the head among a part of the vocabulary for each of them, and with 4 what the
+    head is fed of `rows` rows that were verified in steps of one row each."""
 
     rows: int
     drafts: int

@@ -3,6 +3,7 @@ rounds costs either. The counts are the same on every device."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -88,6 +89,28 @@ def test_rounds_cost_a_step_for_each_draft_and_one_for_the_rows(engine: Engine) 
     assert cost() == STEP
 
 
+def test_plain_rounds_of_one_sequence_leave_the_head_to_one_step_before_its_next_drafts(
+    engine: Engine,
+) -> None:
+    one, other, _ = nan_model.started(engine)
+    cost, most = Meter(engine), engine.info.n_rows
+    for at in range(most + 2):
+        engine.verify([Rows(one, [3])])
+        one.commit([0])
+        assert cost() == (STEP if at != most else (2, 1)), at
+    engine.verify([Rows(other, [3])])
+    other.commit([0])
+    assert cost() == STEP
+    engine.draft([Drafts(one, 3, 2)])
+    assert cost() == (3, 0)
+    engine.verify([Rows(one, n=3), Rows(other, [4])])
+    assert cost() == (2, 1), "the other one is fed before a step of several rows"
+    for each in (one, other):
+        each.commit([0])
+    engine.draft([Drafts(each, 3, 2) for each in (one, other)])
+    assert cost() == (2, 0)
+
+
 def test_dflash_blocks_cost_a_step_for_each_full_one(native: Library, device: str) -> None:
     model = drive.open_model(native, box_model.GGUF, device, drafter=box_model.DRAFTER)
     engine = drive.open_engine(model, n_ctx=300, n_sequences=3, blocks=1, n_top=4)
@@ -137,11 +160,17 @@ class Random:
         self.engine, self.cost = engine, Meter(engine)
         self.sequences: list[Timeline] = []
         self.checkpoints: list[Checkpoint] = []
+        self.owed: Counter[int] = Counter()  # These are rows that heads of sequences are not fed yet.
+        self.moved: set[int] = set()  # Accepted rows of these have to move.
+
+    def feeds(self, *sequences: Timeline) -> int:
+        """Returns how many steps feed what sequences owe."""
+        return sum(self.owed.pop(each.handle, 0) > 0 for each in sequences)
 
     def run(self, calls: list[tuple[int, int]]) -> None:
         kinds: list[Callable[[np.random.Generator], tuple[int, int]]] = [
             self.open, self.read, self.keep, self.fork, self.step, self.commit, self.commit, self.roll_back,
-            self.settings, self.close, self.drop,
+            self.settings, self.close, self.drop, self.plain, self.plain,
         ]  # fmt: skip
         try:
             for kind, seed in calls:
@@ -166,7 +195,8 @@ class Random:
         if one is None or one.info.n_past not in (0, 256):
             return NOTHING
         one.prefill(LONG, last=bool(rng.integers(2)))
-        return STEP
+        self.moved.discard(one.handle)
+        return 1 + self.feeds(one), 1
 
     def keep(self, rng: np.random.Generator) -> tuple[int, int]:
         one = self.any(rng)
@@ -183,7 +213,7 @@ class Random:
         one = self.any(rng)
         if one is not None and self.checkpoints:
             checkpoint = self.checkpoints[int(rng.integers(len(self.checkpoints)))]
-            one.reset()
+            self.reset(one)
             free = self.engine.info.pages_free
             one.resume(checkpoint)
             shared = checkpoint.info.on_device
@@ -197,24 +227,49 @@ class Random:
         if rng.random() < 0.5:
             self.engine.draft([Drafts(each, 1, 2) for each in ready])
             self.engine.verify([Rows(each, n=3) for each in ready])
-            return 3, 1
+            self.moved.clear()
+            return 3 + self.feeds(*ready), 1
         trees = [drive.random_tree(rng, 8) for _ in ready]
         self.engine.verify([Rows(each, tokens_of(8), tree) for each, tree in zip(ready, trees, strict=True)])
         self.trees = {each.handle: tree for each, tree in zip(ready, trees, strict=True)}
-        return STEP
+        self.moved.clear()
+        return 1 + self.feeds(*ready), 1
+
+    def plain(self, rng: np.random.Generator) -> tuple[int, int]:
+        """Runs and commits up to 30 rows of one sequence, each in a step of its own."""
+        one, steps = self.any(rng), 0
+        if one is None or not 0 < one.info.n_past < 900:
+            return NOTHING
+        rounds = int(rng.integers(1, 31))
+        for _ in range(rounds):
+            if self.owed[one.handle] == self.engine.info.n_rows:
+                steps += self.feeds(one)
+            self.engine.verify([Rows(one, [3])])
+            one.commit([0])
+            self.owed[one.handle] += one.handle not in self.moved
+            self.moved.discard(one.handle)
+        return rounds + steps, rounds
+
+    def reset(self, one: Timeline) -> None:
+        one.reset()
+        self.owed.pop(one.handle, None)
+        self.moved.discard(one.handle)
 
     def commit(self, rng: np.random.Generator) -> tuple[int, int]:
         for one in self.sequences:
             n = one.info.n_verified
             if n == 8:
-                one.commit(drive.root_path(self.trees[one.handle], int(rng.integers(n))))
+                path = drive.root_path(self.trees[one.handle], int(rng.integers(n)))
+                one.commit(path)
+                if path != list(range(len(path))):
+                    self.moved.add(one.handle)
             elif n > 0:
                 one.commit(range(int(rng.integers(1, n + 1))))
         return NOTHING
 
     def roll_back(self, rng: np.random.Generator) -> tuple[int, int]:
         if (one := self.any(rng)) is not None:
-            one.reset()
+            self.reset(one)
         return NOTHING
 
     def settings(self, rng: np.random.Generator) -> tuple[int, int]:
@@ -226,6 +281,7 @@ class Random:
     def close(self, rng: np.random.Generator) -> tuple[int, int]:
         if (one := self.any(rng)) is not None and rng.random() < 0.3:
             self.sequences.remove(one)
+            self.reset(one)
             one.close()
         return NOTHING
 
@@ -236,8 +292,9 @@ class Random:
 
 
 @settings(max_examples=12, deadline=None)
-@given(calls=st.lists(st.tuples(st.integers(0, 10), st.integers(0, 2**32 - 1)), min_size=30, max_size=60))
+@given(calls=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 2**32 - 1)), min_size=30, max_size=60))
 def test_nothing_between_rounds_costs_anything(large: Engine, calls: list[tuple[int, int]]) -> None:
     """Committing (paths of trees too), dropping rows, resets, checkpoints on the device and on their way to
-    the host, forks of both, and what else is no step."""
+    the host, forks of both, and what else is no step. What plain rounds leave to the head, the first step of
+    another kind adds as one."""
     Random(large).run([(0, 0), (1, 1), (2, 1), (3, 1), *calls])

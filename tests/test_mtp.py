@@ -336,24 +336,26 @@ def test_after_a_pause_acceptance_is_that_of_the_rule(pause: int, model_of: Call
 def test_a_pause_leaves_no_trace_in_the_drafts(
     kind: str, pause: int, model_of: Callable[[str], Model]
 ) -> None:
-    """The same text with drafts before each token, and with none for a while, has the same drafts after it.
+    """The same text with drafts before each token, with none for a while, and with rows that are not right
+    beside each, has the same drafts after it. Steps of one row feed the head later than those of more.
     """
     model, text = model_of(kind), prompt_of(pause + 30, seed=2)
-    paused, always = (
-        drive.open_sequence(model, n_ctx=1024, n_rows=9, n_draft=8, kv_type="f16") for _ in range(2)
+    paused, always, wide = (
+        drive.open_sequence(model, n_ctx=1024, n_rows=9, n_draft=8, kv_type="f16") for _ in range(3)
     )
-    for sequence in (paused, always):
+    for sequence in (paused, always, wide):
         drive.prefill(sequence, prompt_of(20))
         for at, token in enumerate(text[:-1]):
             if sequence is always or at < 10:
                 drive.draft(sequence, token, 1 + at % 8)
-            drive.step(sequence, token)
+            drive.verify(sequence, [token, 1, 1] if sequence is wide and at != 20 else [token])
+            sequence.commit([0])
     drafts = []
-    for sequence in (paused, always):
+    for sequence in (paused, always, wide):
         drive.draft(sequence, text[-1], 8)
         drafts.append(sequence.drafted(8))
-    assert drafts[0] == drafts[1]
-    assert paused.dump() == always.dump()
+    assert drafts[0] == drafts[1] == drafts[2]
+    assert paused.dump() == always.dump() == wide.dump()
 
 
 # ---- through the orchestrator

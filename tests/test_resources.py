@@ -45,7 +45,8 @@ def test_costs_are_listed_by_drafts_and_rows(native: Library, model: Model, devi
     native.check(lib.luce_engine_costs(engine.handle, listed, n))
     assert n[0] == count
     found = [(cost.drafts, cost.rows) for cost in listed[0:count]]
-    assert found == [(0, rows) for rows in range(1, 21)] + [(1, sequences) for sequences in range(1, 5)]
+    most = {0: 20, 1: 4, 4: 5}  # A feed has at most as many rows as a sequence has in a step.
+    assert found == [(drafts, rows) for drafts, n in most.items() for rows in range(1, n + 1)]
     assert all(0 < cost.seconds < 60 for cost in listed[0:count])
     seconds = [cost.seconds for cost in listed[0:20]]
     widths = [[11, 12], [13, 14, 15, 16], [17, 18, 19, 20]]  # Steps are as wide as the last of each.
@@ -54,8 +55,9 @@ def test_costs_are_listed_by_drafts_and_rows(native: Library, model: Model, devi
     native.check(lib.luce_engine_costs(engine.handle, listed, n))
     assert n[0] == 1
     assert engine.costs().verify(20) > 0 and engine.costs().draft(2) > 0
+    assert engine.costs().feed(5) > 0 and engine.costs().feed(0) == 0
     plain = drive.open_engine(model, n_ctx=64, n_rows=1)
-    assert plain.costs().draft(1) == 0 and plain.costs().verify(1) > 0
+    assert plain.costs().draft(1) == plain.costs().feed(1) == 0 and plain.costs().verify(1) > 0
 
 
 # ---- memory and pages

@@ -13,7 +13,7 @@ from luce._native import Source
 from luce.costs import Costs
 from luce.drafting import Drafter, Limits, Round
 from luce.plan import AUTO_BUDGET, MAX_GAMMA
-from luce.runner import MARGIN, Acceptance, Lookups, Prices, Runner, best
+from luce.runner import MARGIN, PLAIN, Acceptance, Lookups, Prices, Runner, best
 from luce.structs import Cost
 
 # ---- costs
@@ -27,7 +27,7 @@ def test_costs_lie_on_lines_between_the_measured_widths():
 
 
 def test_costs_that_were_not_measured_are_nothing():
-    assert Costs([]).verify(3) == Costs([]).draft(1) == 0.0
+    assert Costs([]).verify(3) == Costs([]).draft(1) == Costs([]).feed(1) == 0.0
     assert Costs([Cost(2, 0, 5.0)]).verify(1) == Costs([Cost(2, 0, 5.0)]).verify(9) == 5.0
 
 
@@ -53,9 +53,14 @@ def test_a_step_costs_no_more_than_narrower_ones_for_its_rows_and_than_a_wider_o
 # ---- a text without repetitions: the chains that auto picks
 
 
-def machine(step, draft):
-    """Returns the costs of verify steps (ms) of 1, 2 .. rows, and of a draft."""
-    return Costs([Cost(rows, 0, ms) for rows, ms in enumerate(step, 1)] + [Cost(1, 1, draft)])
+OWED = AUTO_BUDGET + 1  # A sequence owes its head so many rows at most.
+
+
+def machine(step, draft, feed=0.0):
+    """Returns the costs of verify steps (ms) of 1, 2 .. rows, of a draft, and of a feed of a row: one of all
+    rows that can be owed costs twice as much."""
+    feeds = [Cost(1, 4, feed), Cost(OWED, 4, 2 * feed)]
+    return Costs([Cost(rows, 0, ms) for rows, ms in enumerate(step, 1)] + [Cost(1, 1, draft), *feeds])
 
 
 MACHINES = {
@@ -99,6 +104,7 @@ class Text:
         average over all luck."""
         pace.begin(tokens)
         done, seconds, gammas, self.expected = 1, 0.0, [], 0.0
+        owed = 0
         while done < tokens:
             left = tokens - done - 1
             gamma = drafts(pace, left)
@@ -108,6 +114,9 @@ class Text:
                 accepted += 1
             self.expected += round_tokens(self.share(done), gamma)
             seconds += self.costs.verify(gamma + 1) + gamma * self.costs.draft(1)
+            if gamma or owed == OWED:
+                seconds, owed = seconds + self.costs.feed(owed), 0
+            owed += not gamma
             pace.learn(Round(gamma, accepted, 0.0, 0.0, 0.0, tuple(range(accepted + 1))))
             done += accepted + 1
             gammas.append(gamma)
@@ -151,20 +160,46 @@ def test_auto_follows_a_text_that_changes(name, before, after):
 @given(
     steps=st.lists(st.floats(0.0, 1.5), min_size=MAX_GAMMA, max_size=MAX_GAMMA),
     draft=st.floats(0, 0.5),
+    feed=st.floats(0, 0.05),
     before=st.floats(0, 1),
     after=st.floats(0, 1),
     period=st.integers(10, 600),
     seed=st.integers(0, 2**32),
 )
-def test_auto_is_never_slower_than_plain_by_more_than_3_percent(steps, draft, before, after, period, seed):
+def test_auto_is_never_slower_than_plain_by_more_than_3_percent(
+    steps, draft, feed, before, after, period, seed
+):
     """It is so in no run of 256 tokens, whatever rounds cost and whatever is accepted."""
     widths = [1.0]
     for step in steps:
         widths.append(widths[-1] + step)
-    costs = machine(widths, draft)
+    costs = machine(widths, draft, feed)
     share = lambda done: before if done // period % 2 == 0 else after  # noqa: E731
     seconds, gammas = Text(costs, share, seed).decode(runner(costs), 256)
     assert seconds <= 1.03 * 255, gammas
+
+
+def test_a_round_that_feeds_what_plain_ones_owe_has_to_gain_that_too():
+    """That holds of drafts and of lookups, and the whole price is held against what may be lost."""
+    prices, learned = Prices(machine([1, 1.1], 0.05), runner(CPU, 1)._drafters, 1), [Acceptance(1)]
+    for expected_drafts, chances, drafters in ((1, (), learned), (0, [0.95], [])):
+        gain = best(prices, 1, 1, chances, drafters, 9.0)
+        margin = gain.tokens / MARGIN - gain.price
+        fed = best(prices, 1, 1, chances, drafters, 9.0, margin - 1e-9)
+        assert (fed.drafts, fed.lookup) == (expected_drafts, 1 - expected_drafts)
+        assert fed.price == pytest.approx(gain.price + margin)
+        assert best(prices, 1, 1, chances, drafters, 9.0, margin + 1e-9) is PLAIN
+        assert best(prices, 1, 1, chances, drafters, fed.price - 1 - 1e-6, margin - 1e-9) is PLAIN
+
+
+def test_auto_counts_the_plain_rounds_that_it_owes_alone():
+    costs, seen = machine([1, 1.05], 0.02, 0.01), list[float]()
+    auto = runner(costs, 1)
+    feed, costs.feed = costs.feed, lambda rows: seen.append(rows) or feed(rows)
+    for sequences, drafted in ((1, 0), (1, 0), (1, 1), (1, 0), (3, 0), (1, 0), *((1, 0),) * 40):
+        auto.draft(1, Limits(1, 1, sequences))
+        auto.learn(Round(drafted, 0, 0.0, 0.0, 0.0, (1,)))
+    assert seen[:5] == [0, 1, 2, 0, 0] and max(seen) == seen[-1] == OWED
 
 
 @pytest.mark.parametrize("accepted", [0.0, 0.5, 0.95, 1.0])
@@ -354,6 +389,22 @@ def test_the_same_rounds_lead_to_the_same_drafts():
         text = Repeats(random.Random(3), 0.6, 0.8, 0.5)
         found.append(decode(runner(GPU, text=text), text, GPU, 300, share=0.7))
     assert found[0] == found[1]
+
+
+def test_feeding_the_head_in_each_step_of_several_sequences_is_part_of_the_3_percent_too():
+    """A plain step of two sequences feeds the head, so its measured cost has that already."""
+    costs = machine([1, 1.03, 1.06, 1.1, 1.15], 0.07, 0.0135)
+    lost = []
+    for sequences in (1, 2):
+        auto, plain = runner(costs), costs.verify(sequences)
+        auto.begin(256)
+        lost.append(0.0)
+        for _ in range(255):
+            gamma = drafts(auto, MAX_GAMMA, sequences)
+            seconds = costs.verify(sequences * (gamma + 1)) + gamma * costs.draft(sequences)
+            lost[-1] += seconds / plain - 1 + (costs.feed(1) if sequences > 1 else 0.0)
+            auto.learn(Round(gamma, 0, 0.0, 0.0, 0.0, (1,)))
+    assert 0 < lost[0] < 0.03 * 255 and costs.feed(1) * 255 < lost[1] < 0.03 * 255
 
 
 @settings(max_examples=40, deadline=None)

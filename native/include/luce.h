@@ -263,7 +263,8 @@ LUCE_API luce_status luce_engine_get_info(luce_engine *engine, luce_engine_info 
 typedef struct luce_cost {
     uint32_t rows; /* of the step */
     uint32_t drafts; /* 0: a verify of `rows` rows; 1: one more draft of the NextN head for each of `rows`
-                        sequences; 2: a DFlash block for each of them; 3: as 1, of LUCE_SOURCE_PART */
+                        sequences; 2: a DFlash block for each of them; 3: as 1, of LUCE_SOURCE_PART; 4: what a
+                        head is fed of `rows` rows that were verified in steps of one row each, before it drafts */
     float seconds;
 } luce_cost;
 /* The costs come in the order of drafts, then of rows, for each number of rows from 1 to the most that a step can have.

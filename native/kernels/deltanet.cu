@@ -1,9 +1,9 @@
 // Computes the gated delta rule over the rows of a step.
-// An item of work is up to 32 columns (v dimensions) of one v head's state of one sequence. Columns never
+// An item of work is W columns (v dimensions) of one v head's state of one sequence. Columns never
 // meet, so items do not either. The grid is what the device holds at once, or less. A block takes every
 // gridDim-th item of the sequences that the step has, so a step captured for many costs one no more.
-// A thread keeps 4 columns by S / 16 k entries in registers from the first row to the last. 16 lanes of a
-// warp share 4 columns and sum over k by a butterfly, in the same order for every row. So a row's bits depend
+// A thread keeps 2 columns by S / 8 k entries in registers from the first row to the last. 8 lanes of a
+// warp share 2 columns and sum over k by a butterfly, in the same order for every row. So a row's bits depend
 // on its ancestors only. Rows come through shared memory, TILE at a time, STAGES - 1 tiles ahead.
 //
 // In a tree, the registers keep the parent's state over its leaves, so siblings follow at no cost. A row

@@ -19,20 +19,21 @@ struct Params : DeltaArgs {
     int64_t C; // a row of x has so many channels
     int n_saves;
     int64_t state_size, log_size, delta, key[2], decay[2]; // the last two are by bank
-    int64_t delta_row, key_row, decay_row; // one row's values are so far from the next row's
+    int row_values; // a row of results or logged deltas has so many
+    int key_row, decay_row; // one row's keys or decays are so far from the next row's
 
     explicit Params(const DeltaArgs &args) : DeltaArgs(args), C(shape.conv_dim()) {
         n_saves = shape.mode == DELTA_APPEND || shape.T <= TREE_ROWS ? 0 : SAVES;
         state_size = int64_t(shape.Hv) * shape.S * shape.S;
         log_size = shape.log_size();
         delta = shape.log_delta(0);
-        delta_row = shape.log_delta(1) - shape.log_delta(0);
+        row_values = shape.Hv * shape.S;
         for (int bank = 0; bank < 2; bank++) {
             key[bank] = shape.log_key(bank, 0);
             decay[bank] = shape.log_decay(bank, 0);
         }
-        key_row = shape.log_key(0, 1) - shape.log_key(0, 0);
-        decay_row = shape.log_decay(0, 1) - shape.log_decay(0, 0);
+        key_row = shape.Hk * shape.S;
+        decay_row = shape.Hv;
     }
 };
 
@@ -49,9 +50,10 @@ struct Item {
 };
 
 template <int S> struct Tile {
+    using L = Layout<S>;
     alignas(16) float q[TILE][S];
     float k[TILE][S];
-    float v[TILE][Layout<S>::W]; // it is the delta where the row is a pending one
+    float v[TILE][L::W]; // it is the delta where the row is a pending one
     float decay[TILE]; // only pending rows have theirs here
 };
 
@@ -62,11 +64,12 @@ struct Control {
 };
 
 template <int S, bool APPEND> struct Shared {
-    static_assert(Layout<S>::THREADS >= MAX_ROWS, "a verify has a thread for each row");
+    using L = Layout<S>;
+    static_assert(L::THREADS >= MAX_ROWS, "a verify has a thread for each row");
     Tile<S> tile[STAGES];
-    alignas(16) float delta[APPEND ? 1 : MAX_ROWS][Layout<S>::W];
-    alignas(16) float decay[APPEND ? Layout<S>::THREADS : MAX_ROWS]; // it has exp(g) of row t at t % THREADS
-    alignas(16) float beta[APPEND ? Layout<S>::THREADS : MAX_ROWS];
+    alignas(16) float delta[APPEND ? 1 : MAX_ROWS][L::W];
+    alignas(16) float decay[APPEND ? L::THREADS : MAX_ROWS]; // it has exp(g) of row t at t % THREADS
+    alignas(16) float beta[APPEND ? L::THREADS : MAX_ROWS];
     Control ctl;
     // The following are of the sequence's rows.
     int8_t parent[MAX_ROWS]; // it is counted from the sequence's first row too

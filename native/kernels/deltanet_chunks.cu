@@ -171,7 +171,7 @@ template <int S> struct Walker {
         for (int p = 0; p < seq.n_replay; p++) { // the bits are those of the row by row kernel
             const int64_t row = seq.pending[p];
             const float *key = log + a.key[seq.bank] + row * a.key_row + kh * S;
-            const float *delta = log + a.delta + row * a.delta_row + h * S;
+            const float *delta = log + a.delta + row * a.row_values + h * S;
             const float decay = log[a.decay[seq.bank] + row * a.decay_row + h];
 #pragma unroll
             for (int n = 0; n < S / 8; n++) {

@@ -1,6 +1,6 @@
-// Has one thread's part of a DeltaNet state and the arithmetic on it. The part is a rectangle of 4 columns (v
-// dimensions) by S / 16 k entries, in registers. 16 lanes of a warp hold the same columns. A warp holds two
-// such groups, by the lowest bit of the lane, so that neighbouring lanes load neighbouring columns. Every sum
+// Has one thread's part of a DeltaNet state and the arithmetic on it. The part is a rectangle of 2 columns (v
+// dimensions) by S / 8 k entries, in registers. 8 lanes of a warp hold the same columns. A warp holds four
+// such groups, by the lowest bits of the lane, so that neighbouring lanes load neighbouring columns. Every sum
 // has one order: over a lane's k entries, then the butterfly of reduce(). Products are rounded before they
 // are added except where fmaf says otherwise (-fmad=false), so an update and its replay agree in each bit.
 #pragma once
@@ -13,8 +13,9 @@ namespace luce {
 namespace {
 
 constexpr int WARP = 32;
-constexpr int LANES = 16; // as many lanes share a group of columns
-constexpr int COLS = 4; // a group has so many columns
+constexpr int LANES = 8; // as many lanes share a group of columns
+constexpr int GROUPS = WARP / LANES; // a warp has so many
+constexpr int COLS = 2; // a group has so many columns
 
 template <int S> struct Layout {
     static constexpr int W = S < 32 ? S : 32; // a block has so many columns
@@ -30,7 +31,7 @@ template <int N> struct alignas(4 * N) Pack {
 };
 using Cols = Pack<COLS>;
 __device__ void store(Cols *to, const Cols &from) {
-    store_16(to, make_float4(from.x[0], from.x[1], from.x[2], from.x[3]));
+    store_back(to, float2{from.x[0], from.x[1]});
 }
 
 // A slice is the k entries of one lane out of a row of S: VEC neighbours, then those LANES * VEC further on.
@@ -61,48 +62,38 @@ __device__ int uniform(int x) {
     return __shfl_sync(~0u, x, 0);
 }
 
-// Computes the sums of N groups of columns over the 16 lanes. The first two steps hand half of the columns
-// over, so that each lane ends with the sums of one column, own_column(). N are done at once to hide the
-// latency.
-template <int N> __device__ void reduce(const float (&acc)[N][COLS], int lane, float (&sum)[N]) {
-    const bool high = lane & 2, odd = lane & 4;
-    float a[N], b[N];
+// Computes the sums of N groups of columns over the 8 lanes, in each of them: that takes more shuffles than handing
+// columns over, but nothing has to be brought back. N are done at once to hide the latency.
+template <int N> __device__ void reduce(const float (&acc)[N][COLS], Cols (&sum)[N]) {
 #pragma unroll
     for (int n = 0; n < N; n++) {
-        a[n] = pick(high, acc[n][2], acc[n][0]) + __shfl_xor_sync(~0u, pick(high, acc[n][0], acc[n][2]), 2);
-        b[n] = pick(high, acc[n][3], acc[n][1]) + __shfl_xor_sync(~0u, pick(high, acc[n][1], acc[n][3]), 2);
+        sum[n] = {acc[n][0], acc[n][1]};
     }
 #pragma unroll
-    for (int n = 0; n < N; n++) {
-        sum[n] = pick(odd, b[n], a[n]) + __shfl_xor_sync(~0u, pick(odd, a[n], b[n]), 4);
-    }
-#pragma unroll
-    for (int mask = 8; mask <= 16; mask *= 2) {
+    for (int mask = GROUPS; mask < WARP; mask *= 2) {
 #pragma unroll
         for (int n = 0; n < N; n++) {
-            sum[n] += __shfl_xor_sync(~0u, sum[n], mask);
+#pragma unroll
+            for (int c = 0; c < COLS; c++) {
+                sum[n].x[c] += __shfl_xor_sync(~0u, sum[n].x[c], mask);
+            }
         }
     }
 }
-// Computes the same sums of one row's columns, or of four rows', in which the last two steps hand over half of the
-// rows: a lane ends with the sum of row lane / (2 * COLS), or of the one row.
+// Computes the same sums of one row's columns, or of four rows', by handing over: a lane ends with the sum of column
+// own_column() of row own_row(), or of the one row.
 template <int N> __device__ float reduce_rows(const float (&acc)[N][COLS], int lane) {
     static_assert(N == 1 || N == 4);
-    const bool high = lane & 2, odd = lane & 4;
+    const bool odd = lane & 4, second = lane & 8, third = lane & 16;
     float sum[N];
 #pragma unroll
     for (int n = 0; n < N; n++) {
-        const float a =
-            pick(high, acc[n][2], acc[n][0]) + __shfl_xor_sync(~0u, pick(high, acc[n][0], acc[n][2]), 2);
-        const float b =
-            pick(high, acc[n][3], acc[n][1]) + __shfl_xor_sync(~0u, pick(high, acc[n][1], acc[n][3]), 2);
-        sum[n] = pick(odd, b, a) + __shfl_xor_sync(~0u, pick(odd, a, b), 4);
+        sum[n] = pick(odd, acc[n][1], acc[n][0]) + __shfl_xor_sync(~0u, pick(odd, acc[n][0], acc[n][1]), 4);
     }
     if constexpr (N == 1) {
         const float pair = sum[0] + __shfl_xor_sync(~0u, sum[0], 8);
         return pair + __shfl_xor_sync(~0u, pair, 16);
     } else {
-        const bool second = lane & 8, third = lane & 16;
         const float low =
             pick(second, sum[1], sum[0]) + __shfl_xor_sync(~0u, pick(second, sum[0], sum[1]), 8);
         const float up = pick(second, sum[3], sum[2]) + __shfl_xor_sync(~0u, pick(second, sum[2], sum[3]), 8);
@@ -110,26 +101,21 @@ template <int N> __device__ float reduce_rows(const float (&acc)[N][COLS], int l
     }
 }
 __device__ int own_column(int lane) {
-    return (lane & 2) + (lane >> 2 & 1);
+    return lane >> 2 & 1;
 }
-__device__ Cols gather(float own, int lane) {
-    const int first = lane & ~6;
-    Cols all;
-#pragma unroll
-    for (int c = 0; c < COLS; c++) {
-        all.x[c] = __shfl_sync(~0u, own, first | (c & 2) | (c & 1) << 2);
-    }
-    return all;
+__device__ int own_row(int lane) {
+    return lane >> 3;
 }
 
 // A Part is one thread's part of the state.
 template <int S> struct Part {
-    Cols s[Layout<S>::K];
+    using L = Layout<S>;
+    Cols s[L::K];
 
     // Applies a known row again: S = fma(k, delta, exp(g)*S).
     __device__ void replay(const Slice<S> &k, float decay, const Cols &delta) {
 #pragma unroll
-        for (int i = 0; i < Layout<S>::K; i++) {
+        for (int i = 0; i < L::K; i++) {
 #pragma unroll
             for (int c = 0; c < COLS; c++) {
                 s[i].x[c] = fmaf(k.x[i], delta.x[c], decay * s[i].x[c]);
@@ -140,7 +126,7 @@ template <int S> struct Part {
     // The first one computes D = exp(g)*S, and this thread's part of D^T k.
     template <bool KEEP> __device__ void predict(const Slice<S> &k, float decay, float (&acc)[COLS]) {
 #pragma unroll
-        for (int i = 0; i < Layout<S>::K; i++) {
+        for (int i = 0; i < L::K; i++) {
 #pragma unroll
             for (int c = 0; c < COLS; c++) {
                 const float d = decay * s[i].x[c];
@@ -154,7 +140,7 @@ template <int S> struct Part {
     __device__ void advance(const Slice<S> &q, const Slice<S> &k, float decay, const Cols &delta,
                             float (&acc)[COLS]) {
 #pragma unroll
-        for (int i = 0; i < Layout<S>::K; i++) {
+        for (int i = 0; i < L::K; i++) {
 #pragma unroll
             for (int c = 0; c < COLS; c++) {
                 const float next = fmaf(k.x[i], delta.x[c], KEEP ? s[i].x[c] : decay * s[i].x[c]);

@@ -17,8 +17,8 @@ __device__ __forceinline__ float pick(bool c, float a, float b) {
 
 // Stores to device memory in one access, since nvcc splits the assignment of a struct that lives in
 // registers.
-__device__ __forceinline__ void store_16(void *to, float4 from) {
-    __stwb(static_cast<float4 *>(to), from);
+template <typename T> __device__ __forceinline__ void store_back(void *to, T from) {
+    __stwb(static_cast<T *>(to), from);
 }
 
 // Brings the line at p to L2.

@@ -67,18 +67,19 @@ template <int S, bool APPEND> __device__ void Worker<S, APPEND>::enter(int paren
     held = parent;
 }
 
-// Writes o of row t, in one lane of those that hold the same column.
-template <int S, bool APPEND> __device__ void Worker<S, APPEND>::emit(int t, float sum) {
-    if (t >= 0 && lane < 2 * COLS) {
-        a.out[(int64_t(row0 + t) * a.shape.Hv + h) * S + j0 + group + own_column(lane)] =
-            sum * (1.0f / sqrtf(float(S)));
+// Writes o of row t, in one lane of those that hold the same columns.
+template <int S, bool APPEND> __device__ void Worker<S, APPEND>::emit(int t, const Cols &sum) {
+    if (t >= 0 && lane_k == 0) {
+        float *to = a.out + (int64_t(row0 + t) * a.shape.Hv + h) * S + j0 + group;
+        const float scale = 1.0f / sqrtf(float(S));
+        *reinterpret_cast<Cols *>(to) = {sum.x[0] * scale, sum.x[1] * scale};
     }
 }
 
 template <int S, bool APPEND> __device__ void Worker<S, APPEND>::emit_last() {
-    const float acc[1][COLS] = {{out[0], out[1], out[2], out[3]}};
-    float sum[1];
-    reduce(acc, lane, sum);
+    const float acc[1][COLS] = {{out[0], out[1]}};
+    Cols sum[1];
+    reduce(acc, sum);
     emit(n_rows - 1, sum[0]);
 }
 
@@ -86,24 +87,23 @@ template <int S, bool APPEND> __device__ void Worker<S, APPEND>::emit_last() {
 template <int S, bool APPEND>
 template <bool KEEP>
 __device__ void Worker<S, APPEND>::run_row(const Tile<S> &tile, int r, int t) {
-    const int own = group + own_column(lane);
     Slice<S> q, k;
     k.load(tile.k[r], lane_k);
     q.load(tile.q[r], lane_k);
-    float acc[2][COLS] = {{}, {out[0], out[1], out[2], out[3]}}, sum[2];
+    float acc[2][COLS] = {{}, {out[0], out[1]}};
+    Cols sum[2], delta;
     part.template predict<KEEP>(k, sh.decay[t], acc[0]);
-    reduce(acc, lane, sum);
-    const float delta = sh.beta[t] * (tile.v[r][own] - sum[0]);
-    const Cols all = gather(delta, lane);
+    reduce(acc, sum);
 #pragma unroll
     for (int c = 0; c < COLS; c++) {
+        delta.x[c] = sh.beta[t] * (tile.v[r][group + c] - sum[0].x[c]);
         out[c] = 0.0f;
     }
-    part.template advance<KEEP>(q, k, sh.decay[t], all, out);
+    part.template advance<KEEP>(q, k, sh.decay[t], delta, out);
     emit(t - 1, sum[1]);
-    if (lane < 2 * COLS) {
-        sh.delta[t][own] = delta;
-        log[a.delta + t * a.delta_row + h * S + j0 + own] = delta;
+    if (lane_k == 0) {
+        *reinterpret_cast<Cols *>(&sh.delta[t][group]) = delta;
+        *reinterpret_cast<Cols *>(log + a.delta + t * a.row_values + h * S + j0 + group) = delta;
     }
 }
 

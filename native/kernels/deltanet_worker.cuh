@@ -18,9 +18,9 @@ template <int S, bool APPEND> struct Worker {
     Shared<S, APPEND> &sh;
     Cols *saves; // [n_saves][K][THREADS], each thread's own
     const int tid = threadIdx.x, lane = tid % WARP;
-    const int lane_k = lane / 2; // it is 0 .. LANES - 1
+    const int lane_k = lane / GROUPS; // it is 0 .. LANES - 1
     // It is the group's first column, counted in the block.
-    const int group = (tid / WARP * 2 + lane % 2) * COLS;
+    const int group = (tid / WARP * GROUPS + lane % GROUPS) * COLS;
     const int h, kh, j0;
     int bank, n_pending, row0, n_rows, n_seqs;
     const float *x; // it points to x of the first row
@@ -31,13 +31,16 @@ template <int S, bool APPEND> struct Worker {
     // The places in the ring of tiles that are filled and taken next, and what the tiles to fill have.
     int filled = 0, taken = 0, pending_at = 0, rows_at = 0;
     const float *q_from, *v_from; // they point to this thread's values of the rows to fill with
+    // They point to what this thread writes of a tile's results, deltas and keys, for the sequence's first tile.
+    float *out_to, *delta_to, *key_to;
+    const bool logs_keys; // the first v head of a k head does, in its first block
     // In a tree, these are the row whose state the registers hold and those whose states are saved.
     int held = -1;
     int saved[SAVES];
 
     __device__ Worker(const Params &args, Shared<S, APPEND> &shared, Cols *save_space, const Item &item)
         : a(args), sh(shared), saves(save_space), h(item.at / L::BLOCKS), kh(h % a.shape.Hk),
-          j0(item.at % L::BLOCKS * L::W) {
+          j0(item.at % L::BLOCKS * L::W), logs_keys(j0 == 0 && h < args.shape.Hk) {
         state = a.state + (int64_t(h) * S + Slice<S>::entry(0, lane_k)) * S + j0 + group;
 #pragma unroll
         for (int i = 0; i < SAVES; i++) {
@@ -141,7 +144,7 @@ template <int S, bool APPEND> struct Worker {
             __pipeline_memcpy_async(&tile.k[r][i], key + rows[r] * a.key_row + i, 16);
         }
         if (const int r = tid / (L::W / 4), j = tid % (L::W / 4) * 4; r < n) {
-            __pipeline_memcpy_async(&tile.v[r][j], delta + rows[r] * a.delta_row + j, 16);
+            __pipeline_memcpy_async(&tile.v[r][j], delta + rows[r] * a.row_values + j, 16);
         }
         if (tid < n) {
             __pipeline_memcpy_async(&tile.decay[tid], log + a.decay[bank] + rows[tid] * a.decay_row + h, 4);
@@ -156,12 +159,10 @@ template <int S, bool APPEND> struct Worker {
         move_on(filled);
         __pipeline_commit();
     }
-    __device__ void fill() {
-        if (pending_at >= n_pending) {
-            fill_rows();
-            return;
+    __device__ void fill_pending() {
+        if (pending_at < n_pending) {
+            stage_pending(sh.tile[filled], pending_at, min(TILE, n_pending - pending_at));
         }
-        stage_pending(sh.tile[filled], pending_at, min(TILE, n_pending - pending_at));
         pending_at += TILE;
         move_on(filled);
         __pipeline_commit();
@@ -180,7 +181,7 @@ template <int S, bool APPEND> struct Worker {
     __device__ void find_ancestors();
     __device__ void save(int depth, int row);
     __device__ void enter(int parent);
-    __device__ void emit(int t, float sum);
+    __device__ void emit(int t, const Cols &sum);
     __device__ void emit_last();
     template <bool KEEP> __device__ void run_row(const Tile<S> &tile, int r, int t);
     __device__ void run_tree(const Tile<S> &tile, int t0, int n);
@@ -200,96 +201,124 @@ template <int S, bool APPEND> struct Worker {
     // An Input is what a lane reads of a row of a tile.
     struct Input {
         Slice<S> q, k;
-        float v;
+        Cols v;
     };
     __device__ Input input_of(const Tile<S> &tile, int r) const {
         Input in;
         in.k.load(tile.k[r], lane_k);
         in.q.load(tile.q[r], lane_k);
-        in.v = tile.v[r][group + own_column(lane)];
+        in.v = *reinterpret_cast<const Cols *>(&tile.v[r][group]);
         return in;
     }
 
+    // The results of N rows that run_chain() has run, before their sums over lanes, and the delta that this lane logs.
+    template <int N> struct Ran {
+        float outs[N][COLS] = {}, own_delta = 0.0f;
+    };
     // Runs N rows of a tile from row r0, which is row t of the sequence, each the child of the one before it. Nothing
-    // branches between them. As many lanes hold a column's sums as a tile has rows, so each lane takes one row's
-    // results and a warp stores all rows at once. What `meanwhile` does hides behind the first row's sums.
-    static_assert(TILE == WARP / (2 * COLS), "a lane takes one row's results");
+    // branches between them. What `meanwhile` does hides behind the first row's sums, and comes before `ran` is written.
     template <int N, typename F>
-    __device__ void run_chain(const Tile<S> &tile, int r0, int t, const F &meanwhile) {
-        const int mine = lane / (2 * COLS);
+    __device__ void run_chain(const Tile<S> &tile, int r0, int t, Ran<N> &ran, const F &meanwhile) {
+        const int mine = own_row(lane);
         const auto decay = *reinterpret_cast<const Pack<N> *>(&sh.decay[unsigned(t) % L::THREADS]);
         const auto beta = *reinterpret_cast<const Pack<N> *>(&sh.beta[unsigned(t) % L::THREADS]);
-        float own_delta = 0.0f, outs[N][COLS] = {};
         Input in = input_of(tile, r0), next = in;
 #pragma unroll
         for (int r = 0; r < N; r++) {
             if (r + 1 < N) {
                 next = input_of(tile, r0 + r + 1);
             }
-            float acc[1][COLS] = {}, sum[1];
+            float acc[1][COLS] = {};
+            Cols delta[1];
             part.template predict<true>(in.k, decay.x[r], acc[0]);
-            reduce(acc, lane, sum);
+            reduce(acc, delta);
             if (r == 0) {
                 meanwhile();
+                ran = {};
             }
-            const float delta = beta.x[r] * (in.v - sum[0]);
-            const Cols all = gather(delta, lane);
-            part.template advance<true>(in.q, in.k, decay.x[r], all, outs[r]);
-            own_delta = pick(mine == r, delta, own_delta);
+#pragma unroll
+            for (int c = 0; c < COLS; c++) {
+                delta[0].x[c] = beta.x[r] * (in.v.x[c] - delta[0].x[c]);
+            }
+            part.template advance<true>(in.q, in.k, decay.x[r], delta[0], ran.outs[r]);
+            ran.own_delta = pick(mine == r, pick(lane & 4, delta[0].x[1], delta[0].x[0]), ran.own_delta);
             in = next;
         }
-        const float own_out = reduce_rows(outs, lane);
-        if (mine < N) {
-            const int column = h * S + j0 + group + own_column(lane);
-            a.out[int64_t(row0 + t + mine) * a.shape.Hv * S + column] = own_out * (1.0f / sqrtf(float(S)));
+    }
+    // Writes what N rows from row t on have left; `there` says that they are there. There are as many lanes to a group as
+    // results of a tile, so each takes one of them and a warp stores all rows at once.
+    static_assert(TILE * COLS == LANES, "own_row() and own_column() say so");
+    template <int N> __device__ void write(const Ran<N> &ran, int t, bool there) {
+        const float own_out = reduce_rows(ran.outs, lane);
+        if (own_row(lane) < N && there) {
+            out_to[t * a.row_values] = own_out * (1.0f / sqrtf(float(S)));
             if (!APPEND) {
-                log[a.delta + (t + mine) * a.delta_row + column] = own_delta;
+                delta_to[t * a.row_values] = ran.own_delta;
             }
         }
     }
 
-    // Logs keys. The first v head of a k head does, in its first block.
+    // Logs the keys of rows t0 .. t0 + n - 1.
     __device__ void log_keys(const Tile<S> &tile, int t0, int n) {
-        if (const int r = tid / (S / 4), i = tid % (S / 4) * 4; j0 == 0 && h < a.shape.Hk && r < n) {
-            float *key = log + a.key[bank ^ 1] + h * S;
-            *reinterpret_cast<Cols *>(key + (t0 + r) * a.key_row + i) =
-                *reinterpret_cast<const Cols *>(&tile.k[r][i]);
+        if (logs_keys && tid / (S / 4) < n) {
+            *reinterpret_cast<float4 *>(key_to + t0 * a.key_row) =
+                *reinterpret_cast<const float4 *>(&tile.k[0][0] + tid * 4);
         }
     }
 
     // ---- all of it ----
 
+    // Replays the pending rows, which steps before this one have left.
     __device__ void run_pending() {
+        for (int i = 0; i < STAGES - 1; i++) {
+            fill_pending();
+        }
         for (int p = 0; p < n_pending; p += TILE) {
             const Tile<S> &tile = take();
-            fill();
+            fill_pending();
             replay_tile(tile, min(TILE, n_pending - p));
         }
+        filled = taken; // what is filled ahead is empty
     }
+    // A whole tile's results are written while the next one's first sums are on their way.
     __device__ void run_chains() {
-        for (int t = 0; t < n_rows; t += TILE) {
-            const Tile<S> &tile = take();
-            if (APPEND && t > 0 && t % L::THREADS == 0) {
-                read_rows(t);
-                __syncthreads();
-            }
-            const int n = min(TILE, n_rows - t);
-            const auto meanwhile = [&] {
+        Ran<TILE> ran;
+        int t = 0;
+        for (; t + TILE <= n_rows; t += TILE) {
+            const Tile<S> &tile = take_at(t);
+            run_chain<TILE>(tile, 0, t, ran, [&] {
+                write(ran, t - TILE, t > 0);
                 fill_rows();
                 if (!APPEND) {
-                    log_keys(tile, t, n);
+                    log_keys(tile, t, TILE);
                 }
-            };
-            if (n == TILE) {
-                run_chain<TILE>(tile, 0, t, meanwhile);
-                continue;
+            });
+        }
+        if (t > 0) {
+            write(ran, t - TILE, true);
+        }
+        if (t < n_rows) {
+            const Tile<S> &tile = take_at(t);
+            fill_rows();
+            if (!APPEND) {
+                log_keys(tile, t, n_rows - t);
             }
-            run_chain<1>(tile, 0, t, meanwhile);
 #pragma unroll 1
-            for (int r = 1; r < n; r++) {
-                run_chain<1>(tile, r, t + r, [] {});
+            for (int r = 0; t + r < n_rows; r++) {
+                Ran<1> one;
+                run_chain<1>(tile, r, t + r, one, [] {});
+                write(one, t + r, true);
             }
         }
+    }
+    // Takes the tile of row t.
+    __device__ const Tile<S> &take_at(int t) {
+        const Tile<S> &tile = take();
+        if (APPEND && t > 0 && t % L::THREADS == 0) {
+            read_rows(t);
+            __syncthreads();
+        }
+        return tile;
     }
     // Asks L2 for an item's state, where a thread has a row of W columns.
     __device__ void prefetch(const Item &item) const {
@@ -309,25 +338,26 @@ template <int S, bool APPEND> struct Worker {
         } else {
             load();
         }
-        wait_for_previous(); // it waits for the rows; what the step found in the caches is on its way
+        const int column = h * S + j0 + group + own_column(lane), mine = own_row(lane);
+        out_to = a.out + int64_t(row0 + mine) * a.row_values + column;
+        delta_to = log + a.delta + mine * a.row_values + column;
+        key_to = log + a.key[bank ^ 1] + h * S + tid / (S / 4) * a.key_row + tid % (S / 4) * 4;
+        run_pending();
+        wait_for_previous(); // it waits for the rows; what the step found in the caches is there
         for (int i = 0; i < STAGES - 1; i++) {
-            fill();
+            fill_rows();
+        }
+        if (!APPEND && (fresh || n_pending > 0)) {
+            store(); // the next step will not find the sequence fresh, nor these rows pending
         }
         const bool tree = uniform(__syncthreads_or(read_rows(0))) && !APPEND;
         if (tree) {
             find_ancestors(); // the barrier of the first tile follows
         }
-        if (!APPEND && fresh) {
-            store(); // the next step will not find the sequence fresh
-        }
         item.skip(gridDim.x, L::BLOCKS * a.shape.Hv);
         const bool more = !APPEND && item.seq < n_seqs;
         if (more) {
             prefetch(item);
-        }
-        run_pending();
-        if (!APPEND && n_pending > 0) {
-            store();
         }
         if (tree) {
             run_trees();

@@ -186,7 +186,7 @@ int cuda::rowmm_pack(const RowmmPackArgs &args, void *stream) {
             return int(launch<ROWMM_RMS, 8>(args, parts, st));
         }
         // Gate and up have few parts. Of many rows, fewer registers let all warps run at once.
-        return int(args.T > 16 ? launch<ROWMM_SWIGLU, 2>(args, parts, st)
+        return int(args.T > 32 ? launch<ROWMM_SWIGLU, 2>(args, parts, st)
                                : launch<ROWMM_SWIGLU, 4>(args, parts, st));
     }
     switch (args.input) {

@@ -234,6 +234,7 @@ void Timeline::clear() {
     parents_.clear();
     bank_ = hidden_bank_ = 0;
     hidden_ = cache_.hidden_zero();
+    n_owed_ = 0;
     n_drafted_ = 0;
 }
 
@@ -275,7 +276,7 @@ void Timeline::fill(SeqCtl &seq, int32_t row0, int32_t n_rows, int32_t page_base
 }
 
 int32_t Timeline::next_hidden(int32_t row) const {
-    return cache_.hidden_row(slot_, hidden_bank_ ^ 1, row);
+    return n_owed_ > 0 ? owed_row(int32_t(n_owed_) + row) : cache_.hidden_row(slot_, hidden_bank_ ^ 1, row);
 }
 
 void Timeline::paid() {
@@ -293,8 +294,9 @@ void Timeline::appended(const int32_t *tokens, uint32_t n) {
     n_drafted_ = 0;
 }
 
-void Timeline::verified(std::vector<int32_t> tokens, std::vector<int32_t> parents) {
+void Timeline::verified(std::vector<int32_t> tokens, std::vector<int32_t> parents, bool fed) {
     paid();
+    fed_ = fed;
     bank_ ^= 1;
     verified_tokens_ = std::move(tokens);
     parents_ = std::move(parents);
@@ -348,8 +350,13 @@ void Timeline::commit(const int32_t *path, uint32_t n) {
     n_move_ = path[n - 1] == int32_t(n) - 1 ? 0 : n; // a prefix lies where it belongs
     n_move_head_ = cache_.has_head() ? n_move_ : 0;
     n_move_drafter_ = cache_.has_drafter() ? n_move_ : 0;
-    hidden_ = next_hidden(path[n - 1]);
-    hidden_bank_ ^= 1;
+    const int32_t next = next_hidden(path[n - 1]);
+    if (n_owed_ == 0) {
+        owed_first_ = hidden_;
+        hidden_bank_ ^= 1;
+    }
+    hidden_ = next;
+    n_owed_ += fed_ ? 0 : n;
     parents_.clear();
     prompt_only_ = false;
     n_drafted_ = 0;

@@ -11,13 +11,19 @@
 //                verify wrote it (position n_past + row), not where    that skips rows   (trunk); the head's next
 //                it belongs (n_past + depth)                                             draft, the drafter's next
 //                                                                                        block too (their own)
+//   feed         committed rows whose KV of the NextN head is not       commit of a step   a step of its own,
+//                written yet; their hidden states wait in a bank       of one row         before the next draft of
+//                                                                                         the head, prefill, step
+//                                                                                         of more rows, or dump
 //   fresh        slot and window of a new timeline hold another's      reset, open       the next verify or prefill
 //                values and count as zeros
 //   hidden       the last committed row's hidden state lies among      commit, prefill   nobody: it is read there
 //                the rows of the step that computed it
 //
 // The NextN head's KV row of position p comes from the target's hidden state at p - 1 and token p. Both are known in
-// the step that verifies token p, so that step writes it beside the trunk's rows; it is moved and dropped with them.
+// the step that verifies token p, so a step of several rows writes it beside the trunk's rows; it is moved and dropped
+// with them. A step of one row is plain decoding, which may want no drafts for long: it leaves the row as a debt, and
+// many such rows are fed at once. A debt is at most n_rows rows, and no step but one of one row runs while there is one.
 // There is no row 0. What a draft writes there, the verify after it overwrites.
 // A DFlash drafter's KV row of position p comes from what the trunk's blocks put out for token p: the step that
 // verifies it writes it too, and it is moved and dropped with the trunk's rows. A block that is drafted lies behind the
@@ -175,7 +181,13 @@ public:
     const std::vector<int32_t> &pages() const { return pages_; }
     // True while nothing but prefill of whole pages brought it here.
     bool prompt_only() const { return prompt_only_; }
-    bool in_debt() const { return n_replay_ > 0 || n_move_ > 0 || n_move_head_ > 0 || n_move_drafter_ > 0; }
+    bool in_debt() const {
+        return n_replay_ > 0 || n_move_ > 0 || n_move_head_ > 0 || n_move_drafter_ > 0 || n_owed_ > 0;
+    }
+    bool moves_head() const { return n_move_head_ > 0; } // a step of one row does not pay that
+    uint32_t n_owed() const { return n_owed_; } // so many rows at the end are to be fed to the head
+    // Owed row i is computed from this hidden row.
+    int32_t owed_hidden(int32_t i) const { return i == 0 ? owed_first_ : owed_row(i - 1); }
 
     // Returns how many pages `n` more positions need beyond those that it has. take_pages() takes them, and
     // as many have to be free.
@@ -189,7 +201,9 @@ public:
 
     // A step that has run is booked with one of these:
     void appended(const int32_t *tokens, uint32_t n);
-    void verified(std::vector<int32_t> tokens, std::vector<int32_t> parents); // its rows are in the log
+    // Its rows are in the log; `fed` says whether they were fed to the head.
+    void verified(std::vector<int32_t> tokens, std::vector<int32_t> parents, bool fed);
+    void fed() { n_owed_ = 0; } // its owed rows were fed
     void drafted(int32_t anchor, uint32_t n); // it drafted a chain of the NextN head
     void drafted_block(int32_t anchor, uint32_t n); // it drafted a block, whose first n are wanted
     void settled() { paid(); } // it had no rows of its own
@@ -209,6 +223,7 @@ public:
 private:
     void paid();
     void release_pages();
+    int32_t owed_row(int32_t i) const { return cache_.hidden_row(slot_, hidden_bank_, i); }
 
     Cache &cache_;
     int32_t slot_;
@@ -218,7 +233,10 @@ private:
     uint32_t n_replay_ = 0, n_move_ = 0, n_move_head_ = 0, n_move_drafter_ = 0;
     int32_t bank_ = 0; // this bank of the log holds the last verify's keys
     int32_t hidden_ = 0;
-    int32_t hidden_bank_ = 0; // hidden_ is in this bank; the other one is written next
+    int32_t hidden_bank_ = 0; // hidden_ is in this bank; the other one is written next, but by owed rows
+    uint32_t n_owed_ = 0; // hidden_ is the bank's row of the last one
+    int32_t owed_first_ = 0; // the first one is computed from this hidden row
+    bool fed_ = true; // the rows of the last verify were fed to the head
     // They are those of the last verify, until it is committed or dropped.
     std::vector<int32_t> parents_, verified_tokens_;
     int32_t draft_anchor_ = 0, draft_entry_ = 0;

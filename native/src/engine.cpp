@@ -227,6 +227,18 @@ void Engine::need_pages(uint32_t n) {
     }
 }
 
+void Engine::feed_head(Timeline &line) {
+    if (line.n_owed() == 0) {
+        return;
+    }
+    Batch batch(step_->feed_host(line.slot()), cache_);
+    batch.add_owed(line);
+    const uint32_t width = step_->feed_width(batch.n_rows());
+    batch.fill_up(width);
+    step_->feed(width, uint32_t(line.slot()), batch.n_pages());
+    line.fed();
+}
+
 // ---- the round ----
 
 void Engine::draft(Source source, const DraftItem *items, uint32_t n_items) {
@@ -281,6 +293,7 @@ void Engine::draft_link(const DraftItem *items, uint32_t n_items, uint32_t link,
             if (link == 0) {
                 sequence.begin_step();
                 sequence.line().take_pages(items[i].n);
+                feed_head(sequence.line());
             }
             batch.add_draft(sequence.line(), sequence.choice_ctl(), items[i].anchor, link);
         }
@@ -408,18 +421,29 @@ void Engine::verify(VerifyItem *items, uint32_t n_items) {
 
 void Engine::run_rows(const VerifyItem *items, uint32_t n_items, std::vector<std::vector<int32_t>> &parents,
                       std::vector<std::vector<int32_t>> &tokens) {
+    uint32_t wide = 0;
+    bool moves = false;
+    for (uint32_t i = 0; i < n_items; i++) {
+        wide += items[i].n;
+        moves = moves || items[i].sequence->line().moves_head();
+    }
+    wide = moves ? std::max(wide, 2u) : wide; // a step of one row moves nothing of the head
+    const bool fed = !cache_.has_head() || feeds_head(wide);
     Batch batch(step_->verify_host(), cache_);
     for (uint32_t i = 0; i < n_items; i++) {
         Sequence &sequence = *items[i].sequence;
         sequence.begin_step();
         sequence.line().take_pages(items[i].n);
+        if (fed || sequence.line().n_owed() == params_.cache.n_rows) {
+            feed_head(sequence.line());
+        }
         batch.add_verify(sequence.line(), sequence.choice_ctl(), items[i].n, parents[i].data(),
                          tokens[i].data());
         if (sequence.chooses()) {
             step_->fetch_logits(batch.n_rows() - items[i].n, items[i].n);
         }
     }
-    const uint32_t rows = batch.n_rows(), width = step_->verify_width(rows);
+    const uint32_t rows = batch.n_rows(), width = step_->verify_width(wide);
     batch.fill_up(width);
     step_->verify(width, rows, batch.n_pages());
     const uint32_t vocab = n_vocab();
@@ -432,7 +456,7 @@ void Engine::run_rows(const VerifyItem *items, uint32_t n_items, std::vector<std
                 token = uint32_t(token) < vocab ? token : 0;
             }
         }
-        line.verified(std::move(tokens[i]), std::move(parents[i]));
+        line.verified(std::move(tokens[i]), std::move(parents[i]), fed);
         sequence.end_step(Sequence::Rows::verified, items[i].n, row0);
     }
 }

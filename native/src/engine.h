@@ -71,6 +71,7 @@ public:
     // Makes sure that so many pages can be taken, else fails with E_MEMORY. It waits for checkpoints that are
     // leaving the device where that helps.
     void need_pages(uint32_t n);
+    void feed_head(Timeline &line); // it pays what the sequence owes the NextN head, without waiting
     void reclaim(); // it waits for all such checkpoints, whose pages and slots are free then
 
     // Checkpoints travel on this stream, beside the steps. It is null on the CPU, where copies are done at

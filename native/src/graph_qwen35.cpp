@@ -86,9 +86,19 @@ static ggml_tensor *first_logits(const StepBuild &b, ggml_tensor *output, const 
     return matmul(b, part, h); // {n, T}
 }
 
+// Writes the head's KV of rows x {E, T}, the head's input.
+static void nextn_kv(const StepBuild &b, const NextN &head, ggml_tensor *x) {
+    write_kv(b, rms(x, head.block.attn_norm, head.rms_eps), *head.block.attention(),
+             {b.cache.head_kv(), KV_HEAD}, head.rms_eps);
+}
+
 void build_qwen35_draft(const StepBuild &b) {
     ggml_context *ctx = b.ctx;
     const NextN &head = *b.model.weights().head;
+    if (b.kind == StepKind::feed) {
+        nextn_kv(b, head, nextn_step_input(b, head));
+        return;
+    }
     const Block &block = head.block;
     const float eps = head.rms_eps;
     ggml_tensor *x = nextn_step_input(b, head); // {E, T}
@@ -105,14 +115,8 @@ void build_qwen35_draft(const StepBuild &b) {
     keep_lists(b, out.logits);
 }
 
-// Writes the head's KV of rows x {E, T}, the head's input.
-static void nextn_kv(const StepBuild &b, const NextN &head, ggml_tensor *x) {
-    write_kv(b, rms(x, head.block.attn_norm, head.rms_eps), *head.block.attention(),
-             {b.cache.head_kv(), KV_HEAD}, head.rms_eps);
-}
-
 // Keeps the hidden states h {E, T} of the step's rows, and writes the head's KV rows: row p comes from the
-// hidden state at p - 1 and token p.
+// hidden state at p - 1 and token p. A verify of one row leaves that to a feed (cache.h).
 static void feed_head(const StepBuild &b, const NextN &head, const MatmulInput &normed) {
     ggml_context *ctx = b.ctx;
     ggml_tensor *hidden = b.cache.hidden();
@@ -129,7 +133,9 @@ static void feed_head(const StepBuild &b, const NextN &head, const MatmulInput &
                                   ggml_set_rows(ctx, hidden, last(ctx, h), first_entry(ctx, b.in.hidden_to)));
     } else { // here each row follows its parent, which may be a row of this step
         keep_hidden(b, normed);
-        nextn_kv(b, head, nextn_step_input(b, head));
+        if (feeds_head(b.in.tokens->ne[0])) {
+            nextn_kv(b, head, nextn_step_input(b, head));
+        }
     }
 }
 

@@ -38,6 +38,11 @@
 
 namespace luce {
 
+// Says whether a verify of so many rows writes their KV of the NextN head.
+inline bool feeds_head(int64_t rows) {
+    return rows > 1;
+}
+
 // These are a step's inputs on the device.
 struct StepInputs {
     ggml_tensor *tokens; // {T} I32; a draft may be referred to instead (kernels.h: TokensArgs)
@@ -50,8 +55,9 @@ struct StepInputs {
     ggml_tensor *hidden_to;
 };
 
-// draft_part is a draft that chooses among the first tokens of the vocabulary alone.
-enum class StepKind { prefill, prefill_last, verify, draft, draft_part, block };
+// draft_part is a draft that chooses among the first tokens of the vocabulary alone. A feed writes the NextN head's KV
+// of committed rows.
+enum class StepKind { prefill, prefill_last, verify, draft, draft_part, block, feed };
 
 // What a weight {K, N} is multiplied with: values {K, T} made of x. Luce's own matmul on a GPU computes them while it
 // packs its input (kernels/rowmm.h), elsewhere ggml's ops do.

@@ -12,8 +12,8 @@ extern const Architecture QWEN35, QWEN35MOE;
 // rows. Where the engine drafts, the rows' hidden states are kept and the head's KV rows are written too.
 StepOutputs build_qwen35(const StepBuild &build);
 
-// One link of the NextN chains of the step's sequences: a row each, whose choice and hidden state are kept for the
-// next link.
+// A feed, or one link of the NextN chains of the step's sequences: a row each, whose choice and hidden state are
+// kept for the next link.
 void build_qwen35_draft(const StepBuild &build);
 
 } // namespace luce

@@ -80,6 +80,7 @@ void Sequence::prefill(const int32_t *tokens, uint32_t n, int32_t *choice) {
         Step &step = engine_->step();
         begin_step();
         line_.take_pages(n);
+        engine_->feed_head(line_);
         const uint32_t n_pages =
             fill_prefill(step.prefill_host(), line_, choice_, tokens, n, engine_->cache());
         if (chooses_ && choice != nullptr) {
@@ -201,9 +202,10 @@ void Sequence::settle() {
     engine_->in_step([&] {
         Step &step = engine_->step();
         begin_step();
+        engine_->feed_head(line_);
         Batch batch(step.verify_host(), engine_->cache());
         batch.add_verify(line_, choice_, 0, nullptr, nullptr);
-        const uint32_t width = step.verify_width(0);
+        const uint32_t width = step.verify_width(line_.moves_head() ? 2 : 1);
         batch.fill_up(width);
         step.verify(width, 0, batch.n_pages());
         line_.settled();

@@ -53,6 +53,7 @@ Step::Step(const Model &model, const Cache &cache, const EngineParams &params, c
     in_.verify.allocate(model.device());
     if (cache.has_head()) {
         in_.draft.allocate(model.device());
+        in_.feed.allocate(model.device());
     }
     if (cache.has_drafter()) {
         in_.block.allocate(model.device());
@@ -361,6 +362,12 @@ void Step::block(uint32_t rows, uint32_t index, uint32_t n_pages) {
     drafting_ = drafts_stale_ = true;
     lists_stale_ = cache_.lists() != nullptr;
     in_.block.send(backend_.get(), index, n_pages);
+    compute(g);
+}
+
+void Step::feed(uint32_t width, uint32_t slot, uint32_t n_pages) {
+    Graph &g = graph({StepKind::feed, width, 0});
+    in_.feed.send(backend_.get(), slot, n_pages);
     compute(g);
 }
 

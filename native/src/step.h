@@ -35,6 +35,7 @@ struct StepShape {
         return std::tie(kind, rows, n_kv) < std::tie(o.kind, o.rows, o.n_kv);
     }
     bool prefill() const { return kind == StepKind::prefill || kind == StepKind::prefill_last; }
+    bool head() const { return draft() || kind == StepKind::feed; } // it runs the NextN head alone
     bool draft() const { return kind == StepKind::draft || kind == StepKind::draft_part; }
 };
 
@@ -68,6 +69,7 @@ public:
     // Returns the width that a step of `rows` rows, or a draft of so many sequences, really has.
     uint32_t verify_width(uint32_t rows) const;
     uint32_t draft_width(uint32_t sequences) const;
+    uint32_t feed_width(uint32_t rows) const;
 
     // For each kind of step, fill the region and then run. Draft links have a mirror each, and draft_host()
     // waits where an earlier draft may still be read.
@@ -75,6 +77,8 @@ public:
     Region::Host verify_host() { return in_.verify.host(0); }
     Region::Host draft_host(uint32_t link);
     Region::Host block_host(uint32_t index);
+    // Each slot has a mirror: a sequence is fed once at most between two of its verifies, which wait.
+    Region::Host feed_host(int32_t slot) { return in_.feed.host(uint32_t(slot)); }
 
     // Runs n rows of one sequence after n_past, and waits. With `last` it gives choices()[0] and the logits
     // of the last row.
@@ -90,6 +94,8 @@ public:
     // Enqueues one link of the chains of a draft, without waiting. With `part` it chooses among n_part
     // tokens.
     void draft(uint32_t width, uint32_t link, uint32_t n_pages, bool part);
+    // Enqueues a feed of the NextN head, without waiting.
+    void feed(uint32_t width, uint32_t slot, uint32_t n_pages);
     // Enqueues a step of DFlash blocks, the index-th of a draft, without waiting.
     void block(uint32_t rows, uint32_t index, uint32_t n_pages);
 

@@ -53,6 +53,10 @@ void Step::run_trial(const StepShape &shape) {
             draft(shape.rows, 0, uint32_t(h.ctl->n_seqs), shape.kind == StepKind::draft_part);
             synchronize();
             break;
+        case StepKind::feed:
+            feed(shape.rows, 0, uint32_t(h.ctl->n_seqs));
+            synchronize();
+            break;
         case StepKind::block:
             block(shape.rows, 0, uint32_t(h.ctl->n_seqs));
             synchronize();
@@ -86,6 +90,7 @@ static uint32_t drafts_of(StepKind kind) { // it returns luce_cost.drafts of suc
         case StepKind::draft: return 1;
         case StepKind::block: return 2;
         case StepKind::draft_part: return 3;
+        case StepKind::feed: return 4;
         default: return 0;
     }
 }

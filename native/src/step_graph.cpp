@@ -27,6 +27,15 @@ uint32_t kv_bucket(uint32_t n) {
     return (n + unit - 1) / unit * unit;
 }
 
+// Feeds are short and seldom, so powers of two are enough.
+static uint32_t feed_bucket(uint32_t rows, uint32_t most) {
+    uint32_t width = 1;
+    while (width < rows) {
+        width *= 2;
+    }
+    return std::min(width, most);
+}
+
 static uint32_t most_rows(const CacheParams &p) {
     return std::min(uint32_t(MAX_ROWS), p.n_rows * p.n_sequences);
 }
@@ -43,6 +52,11 @@ std::vector<StepShape> step_shapes(const CacheParams &p) {
     add(StepKind::verify, most_rows(p));
     add(StepKind::draft, p.n_draft > 0 ? p.n_sequences : 0);
     add(StepKind::draft_part, p.n_part > 0 ? p.n_sequences : 0);
+    for (uint32_t rows = 1; p.n_draft > 0 && rows <= p.n_rows; rows++) {
+        if (feed_bucket(rows, p.n_rows) == rows) {
+            shapes.push_back({StepKind::feed, rows, 0});
+        }
+    }
     for (uint32_t n = 1; n <= blocks_at_once(p); n++) {
         shapes.push_back({StepKind::block, n * p.n_block, 0});
     }
@@ -86,10 +100,15 @@ uint32_t Step::draft_width(uint32_t sequences) const {
     return row_bucket(sequences, params_.cache.n_sequences);
 }
 
+uint32_t Step::feed_width(uint32_t rows) const {
+    return feed_bucket(rows, params_.cache.n_rows);
+}
+
 Regions::Regions(const Cache &cache, const EngineParams &p)
     : prefill(std::min(p.cache.n_chunk, p.cache.n_ctx), cache.max_pages(), 1),
       verify(most_rows(p.cache), p.cache.n_sequences * cache.max_pages(), 1),
       draft(p.cache.n_sequences, p.cache.n_sequences * cache.max_pages(), std::max(p.cache.n_draft, 1u)),
+      feed(p.cache.n_rows, cache.max_pages(), p.cache.n_sequences),
       block(std::max(blocks_at_once(p.cache) * p.cache.n_block, 1u),
             blocks_at_once(p.cache) * cache.max_pages(),
             (p.cache.n_sequences - 1) / std::max(blocks_at_once(p.cache), 1u) + 1) {}
@@ -99,7 +118,7 @@ uint32_t blocks_at_once(const CacheParams &p) {
 }
 
 uint64_t Regions::size(const Cache &cache) const {
-    return prefill.size() + verify.size() + (cache.has_head() ? draft.size() : 0) +
+    return prefill.size() + verify.size() + (cache.has_head() ? draft.size() + feed.size() : 0) +
            (cache.has_drafter() ? block.size() : 0);
 }
 
@@ -131,7 +150,7 @@ std::unique_ptr<Step::Graph> Step::Graph::build(const Model &model, const Cache 
     g->nodes = ggml_new_graph_custom(ctx, n_nodes, false);
     const StepBuild build = {ctx,        g->nodes,  model, cache, in.tensors(ctx, shape.rows),
                              shape.kind, shape.n_kv};
-    if (shape.draft()) {
+    if (shape.head()) {
         model.architecture().build_draft(build);
     } else if (shape.kind == StepKind::block) {
         g->outputs = build_dflash_block(build);
@@ -147,7 +166,8 @@ bool is_empty(const ggml_tensor *node) {
 }
 
 void Step::Graph::log_ops() const {
-    static const char *const KINDS[] = {"prefill", "prefill", "verify", "draft", "draft of a part", "block"};
+    static const char *const KINDS[] = {"prefill",         "prefill", "verify", "draft",
+                                        "draft of a part", "block",   "feed"};
     std::map<std::string, int> ours, ggmls;
     for (int i = 0; i < ggml_graph_n_nodes(nodes); i++) {
         const ggml_tensor *node = ggml_graph_node(nodes, i);

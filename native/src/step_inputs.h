@@ -50,9 +50,9 @@ struct EngineParams {
 uint32_t blocks_at_once(const CacheParams &params);
 
 // An engine has one region for each kind of step. A draft's links have a mirror each, and so have a draft's
-// steps of blocks.
+// steps of blocks, and the feeds of each sequence.
 struct Regions {
-    Region prefill, verify, draft, block;
+    Region prefill, verify, draft, feed, block;
     Regions(const Cache &cache, const EngineParams &params);
     // Counts bytes on the device, of those regions that the engine has.
     uint64_t size(const Cache &cache) const;
@@ -61,6 +61,7 @@ struct Regions {
             case StepKind::verify: return verify;
             case StepKind::draft:
             case StepKind::draft_part: return draft;
+            case StepKind::feed: return feed;
             case StepKind::block: return block;
             default: return prefill;
         }
@@ -82,6 +83,8 @@ public:
     // Adds a DFlash block after what is committed: [anchor, mask, mask ..]. Each row's choice but the
     // anchor's is kept.
     void add_block(const Timeline &line, const ChoiceCtl &choice, int32_t anchor, int32_t mask);
+    // Adds the rows that a sequence owes the NextN head.
+    void add_owed(const Timeline &line);
     // Adds rows that only fill the step's width.
     void fill_up(uint32_t width);
 

@@ -5,8 +5,12 @@
 
 namespace luce {
 
-inline float pick(bool c, float a, float b) { return c ? a : b; }
-inline void store_16(void *to, float4 from) { memcpy(to, &from, sizeof(from)); }
+inline float pick(bool c, float a, float b) {
+    return c ? a : b;
+}
+template <typename T> void store_back(void *to, T from) {
+    memcpy(to, &from, sizeof(from));
+}
 inline void prefetch_line(const void *) {}
 
 } // namespace luce
