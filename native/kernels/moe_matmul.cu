@@ -1,11 +1,11 @@
-// Computes the products of a mixture of experts (moe.h): up and down. A block has an item (an expert and up
-// to 8 of its rows) and a few sixteenths of the outputs. A warp has 16 outputs and one part of K, of one
-// matrix.
+// Computes the products of a mixture of experts (moe.h): up and down. A task is an item (an expert and up to 8
+// of its rows) and a few sixteenths of the outputs. A warp has 16 outputs and one part of K, of one matrix.
 //
-// All that a block reads is under way at once. Each warp copies its own fragments into shared memory, two
-// units ahead, and the block copies the item's rows. The parts of K are then added in their order. In up,
-// gate and up are two warps of the same block, which go through silu(gate) * up together. Down packs its
-// rows, which are up's F32 results, itself.
+// A launch has as many blocks as run at once, and each goes through its tasks, which it lists ahead. A warp
+// brings its own fragments into shared memory, pieces ahead, across its tasks; the rows of the next task come
+// while one is multiplied. The parts of K are then added in their order. In up, gate and up are two warps of
+// the same block, which go through silu(gate) * up together. Down packs its rows, which are up's F32 results,
+// itself.
 #include "moe_plan.h"
 #include "rowmm_multiply.cuh"
 #include "rowmm_pack.cuh"
@@ -16,85 +16,111 @@ namespace luce {
 namespace {
 
 constexpr int THREADS = ITEM_WARPS * WARP;
-constexpr int SLOTS = 2; // a warp has so many units in shared memory
 constexpr int PART_ROW = FRAGMENT + 4; // the padding makes banks differ
+constexpr int PIECE = 4608; // a warp's units come in pieces of so many bytes, or of one unit
+constexpr int MAX_SLOTS = 4; // a warp has so many pieces in shared memory at most
+constexpr int TASKS = THREADS / ITEM_ROWS; // a block lists so many
+constexpr int SHARED = -1, NONE = -2; // these stand in an expert's place
+constexpr int BLOCKS_SM = 3, LEAST_SLOTS = 2, MAX_STEPS = 4, TASKS_AHEAD = 2;
+constexpr int BARRIER_BYTES = ((ITEM_WARPS * MAX_SLOTS + 2) * 8 + 127) / 128 * 128;
 
 struct Matrix {
     const uint8_t *packed; // it is expert 0's
     int64_t expert_bytes;
-    int64_t scales; // the outputs' powers of two begin at this offset; it is 0 where there are none
+    uint32_t scales; // the outputs' powers of two begin at this offset; it is 0 where there are none
     int32_t type, units, unit_bytes; // a chunk has `units` units, a fragment has `unit_bytes` bytes
+    int32_t piece; // a piece has so many units
 };
 
 struct Group { // it is for the experts, or for the shared expert
     Matrix matrices[2];
-    int32_t K, N;
+    int32_t N, K, chunks, fragments, row_bytes, record;
+    int32_t log_parts, log_fragments; // K has so many parts, and a block so many sixteenths at once
 };
 
 struct MatmulParams {
-    MoeDims dims;
-    RoutedLayout at;
     const uint8_t *routed;
     const float *h; // it is null where the rows are those that route packed
     float *out;
-    int64_t out_row;
-    int32_t n_matrices, slot_bytes, row_bytes; // `row_bytes` counts all rows in shared memory
+    int64_t out_row, h_row, rows, items, head, places; // the last four are offsets
+    int32_t T, n_used, n_expert, n_shared, max_items;
+    int32_t log_matrices, slot_bytes, slots;
+    int32_t capacity, steps; // so many rows are in shared memory; a task has so many steps of outputs
+    int32_t tasks; // an item has so many
     Group experts, shared;
 };
 
-// Brings a warp's fragments, unit after unit, through SLOTS slots of shared memory.
-struct Fragments {
-    const uint8_t *from; // the next unit is fetched from here
-    int64_t step;
-    uint8_t *slots;
-    int slot_bytes, bytes, left, turn, lane;
+struct Task {
+    int32_t expert, x, count, reserved;
+};
 
-    __device__ void fetch() {
-        if (left > 0) {
-            for (int i = lane * 16; i < bytes; i += WARP * 16) {
-                copy_16(slots + turn * slot_bytes + i, from + i);
-            }
-            from += step;
-            left--;
-        }
-        copies_commit();
-        turn = turn + 1 == SLOTS ? 0 : turn + 1;
+// Says which part of a group's matrices the warp has.
+struct Work {
+    int matrix, part, fragment; // `fragment` counts in the block
+
+    __device__ Work(const MatmulParams &p, const Group &g) {
+        const int warp = threadIdx.x / WARP, log = p.log_matrices;
+        matrix = warp & ((1 << log) - 1);
+        part = warp >> log & ((1 << g.log_parts) - 1);
+        fragment = warp >> (log + g.log_parts);
     }
-    // Returns the oldest unit, which is here. After it has been used, the next one is fetched in its place.
-    __device__ const uint8_t *take() const {
-        copies_wait<SLOTS - 1>();
-        __syncwarp();
-        return slots + turn * slot_bytes;
-    }
-    __device__ void next() {
-        __syncwarp();
-        fetch();
+    __device__ int fragment_at(const MatmulParams &p, const Group &g, int x, int step) const {
+        return ((x * p.steps + step) << g.log_fragments) + fragment;
     }
 };
 
-// Says what a warp does.
-struct Work {
-    WarpPart part;
-    int fragment; // this counts among all fragments
-    bool present;
-    int first, last; // the warp has units first .. last - 1
+__device__ __forceinline__ const Group &group_of(const MatmulParams &p, int expert) {
+    return expert == SHARED ? p.shared : p.experts;
+}
 
-    __device__ Work(const Group &g, int n_matrices, int warp)
-        : part(warp, g.K, n_matrices),
-          fragment(blockIdx.x * block_fragments(g.K, n_matrices) + part.fragment),
-          present(fragment < fragments_of(g.N)) {
-        const int units = g.matrices[part.matrix].units;
-        first = first_chunk(g.K, part.part) * units;
-        last = first_chunk(g.K, part.part + 1) * units;
+// Goes through the pieces of a warp, step after step and task after task, and brings them into its slots.
+struct Pieces {
+    const uint8_t *from; // the next unit is fetched from here
+    int stride, unit_bytes, piece, left; // so many units of the step are left
+    int task, step;
+
+    __device__ void begin(const MatmulParams &p, int expert, int x) {
+        const Group &g = group_of(p, expert);
+        const Work w(p, g);
+        const Matrix &m = g.matrices[w.matrix];
+        const int fragment = w.fragment_at(p, g, x, step);
+        const int first = (g.chunks * w.part >> g.log_parts) * m.units;
+        const int last = (g.chunks * (w.part + 1) >> g.log_parts) * m.units;
+        const int tile = fragment / FRAGMENTS, wide = min(g.fragments - tile * FRAGMENTS, FRAGMENTS);
+        const uint32_t at =
+            uint32_t(tile * FRAGMENTS * g.chunks * m.units + first * wide + fragment % FRAGMENTS);
+        from = m.packed + max(expert, 0) * m.expert_bytes + int64_t(at) * m.unit_bytes;
+        unit_bytes = m.unit_bytes;
+        stride = wide * unit_bytes;
+        piece = m.piece;
+        left = fragment < g.fragments ? last - first : 0;
     }
-    __device__ Fragments fragments(const Group &g, int expert, uint8_t *slots, int slot_bytes,
-                                   int lane) const {
-        const Matrix &m = g.matrices[part.matrix];
-        const int64_t units_k = chunks_of(g.K) * m.units;
-        const uint8_t *matrix = m.packed + expert * m.expert_bytes;
-        const int64_t at = fragment_offset(m.type, units_k, g.N, fragment, first);
-        const int64_t step = fragment_offset(m.type, units_k, g.N, fragment, first + 1) - at;
-        return {matrix + at, step, slots, slot_bytes, m.unit_bytes, present ? last - first : 0, 0, lane};
+    // Returns whether there is a piece.
+    __device__ bool find(const MatmulParams &p, const Task *tasks, int n_tasks) {
+        while (left == 0) {
+            if (++step >= p.steps) {
+                step = 0;
+                task++;
+            }
+            if (task >= n_tasks) {
+                step = p.steps;
+                return false;
+            }
+            begin(p, tasks[task].expert, tasks[task].x);
+        }
+        return true;
+    }
+    __device__ void fetch(uint32_t slot, uint32_t barrier) {
+        const int n = min(piece, left);
+        if (threadIdx.x % WARP < COPY_LANES) {
+            copies_begin(barrier, n * unit_bytes);
+            for (int i = 0; i < n; i++) {
+                copy_to_shared(slot + i * unit_bytes, from + int64_t(i) * stride, unit_bytes, barrier, false);
+            }
+            copies_end(barrier);
+        }
+        from += int64_t(n) * stride;
+        left -= n;
     }
 };
 
@@ -143,172 +169,255 @@ __device__ __forceinline__ void multiply_item(Sums<1> &acc, const uint8_t *fragm
 }
 
 template <int TYPE>
-__device__ __forceinline__ void multiply_part(Sums<1> &acc, Fragments &f, const uint8_t *row, int first,
-                                              int last, int lane) {
+__device__ __forceinline__ void multiply_part(Sums<1> &acc, const uint8_t *piece, const uint8_t *row,
+                                              int first, int last, int lane) {
     constexpr int UNITS = units_of_chunk(TYPE);
-    for (int u = first; u < last; u++) {
-        const uint8_t *fragment = f.take();
-        multiply_item<TYPE>(acc, fragment, row + u / UNITS * chunk_bytes(1), u % UNITS, lane);
-        f.next();
+    for (int u = first; u < last; u++, piece += fragment_bytes(TYPE)) {
+        multiply_item<TYPE>(acc, piece, row + u / UNITS * chunk_bytes(1), u % UNITS, lane);
     }
 }
 
-__device__ __forceinline__ void multiply_any(int type, Sums<1> &acc, Fragments &f, const uint8_t *row,
+__device__ __forceinline__ void multiply_any(int type, Sums<1> &acc, const uint8_t *piece, const uint8_t *row,
                                              int first, int last, int lane) {
     switch (type) {
-        case TYPE_F32: multiply_part<TYPE_F32>(acc, f, row, first, last, lane); break;
+        case TYPE_F32: multiply_part<TYPE_F32>(acc, piece, row, first, last, lane); break;
         case TYPE_F16:
-        case TYPE_BF16: multiply_part<TYPE_F16>(acc, f, row, first, last, lane); break;
-        case TYPE_Q4_0: multiply_part<TYPE_Q4_0>(acc, f, row, first, last, lane); break;
-        case TYPE_Q4_1: multiply_part<TYPE_Q4_1>(acc, f, row, first, last, lane); break;
-        case TYPE_Q5_0: multiply_part<TYPE_Q5_0>(acc, f, row, first, last, lane); break;
-        case TYPE_Q5_1: multiply_part<TYPE_Q5_1>(acc, f, row, first, last, lane); break;
-        case TYPE_Q8_0: multiply_part<TYPE_Q8_0>(acc, f, row, first, last, lane); break;
-        case TYPE_Q2_K: multiply_part<TYPE_Q2_K>(acc, f, row, first, last, lane); break;
-        case TYPE_Q3_K: multiply_part<TYPE_Q3_K>(acc, f, row, first, last, lane); break;
-        case TYPE_Q4_K: multiply_part<TYPE_Q4_K>(acc, f, row, first, last, lane); break;
-        case TYPE_Q5_K: multiply_part<TYPE_Q5_K>(acc, f, row, first, last, lane); break;
-        case TYPE_Q6_K: multiply_part<TYPE_Q6_K>(acc, f, row, first, last, lane); break;
-        case TYPE_IQ4_NL: multiply_part<TYPE_IQ4_NL>(acc, f, row, first, last, lane); break;
-        default: multiply_part<TYPE_IQ4_XS>(acc, f, row, first, last, lane); break;
+        case TYPE_BF16: multiply_part<TYPE_F16>(acc, piece, row, first, last, lane); break;
+        case TYPE_Q4_0: multiply_part<TYPE_Q4_0>(acc, piece, row, first, last, lane); break;
+        case TYPE_Q4_1: multiply_part<TYPE_Q4_1>(acc, piece, row, first, last, lane); break;
+        case TYPE_Q5_0: multiply_part<TYPE_Q5_0>(acc, piece, row, first, last, lane); break;
+        case TYPE_Q5_1: multiply_part<TYPE_Q5_1>(acc, piece, row, first, last, lane); break;
+        case TYPE_Q8_0: multiply_part<TYPE_Q8_0>(acc, piece, row, first, last, lane); break;
+        case TYPE_Q2_K: multiply_part<TYPE_Q2_K>(acc, piece, row, first, last, lane); break;
+        case TYPE_Q3_K: multiply_part<TYPE_Q3_K>(acc, piece, row, first, last, lane); break;
+        case TYPE_Q4_K: multiply_part<TYPE_Q4_K>(acc, piece, row, first, last, lane); break;
+        case TYPE_Q5_K: multiply_part<TYPE_Q5_K>(acc, piece, row, first, last, lane); break;
+        case TYPE_Q6_K: multiply_part<TYPE_Q6_K>(acc, piece, row, first, last, lane); break;
+        case TYPE_IQ4_NL: multiply_part<TYPE_IQ4_NL>(acc, piece, row, first, last, lane); break;
+        default: multiply_part<TYPE_IQ4_XS>(acc, piece, row, first, last, lane); break;
     }
 }
 
-// Brings the item's rows into shared memory. They are copies of what route packed, or are packed here from
-// F32.
-__device__ void fill_rows(const MatmulParams &p, const Group &g, const int *places, int count,
-                          uint8_t *rows) {
-    const int lane = threadIdx.x % WARP, to = shared_row(g.K);
-    if (p.h == nullptr) {
-        const int vectors = int(row_record(g.K) / 16);
-        for (int i = threadIdx.x; i < count * vectors; i += THREADS) {
-            const int column = i / vectors, at = i % vectors * 16;
-            const uint8_t *record =
-                p.routed + p.at.rows + row_of_place(p.dims, places[column]) * row_record(g.K);
-            copy_16(rows + column * to + at, record + at);
+// The rows of tasks lie in shared memory from row `at` onwards.
+struct Rows {
+    uint8_t *rows;
+    uint32_t barrier; // it is the first of two: tasks have them in turn
+    int at, next; // `next` is where the next task's rows begin, or -1 where they do not fit
+
+    // Finds where the next task's rows go while those of this one are read.
+    __device__ void place(const MatmulParams &p, int count, int next_count) {
+        next = at + count + next_count <= p.capacity ? at + count : next_count <= at ? 0 : -1;
+    }
+    // Copies what route packed, or packs F32.
+    __device__ void fill(const MatmulParams &p, const Task &t, const int *places, int task, int to) const {
+        const Group &g = group_of(p, t.expert);
+        uint8_t *out = rows + to * g.row_bytes;
+        if (p.h == nullptr) {
+            if (threadIdx.x < COPY_LANES) {
+                const uint32_t bar = barrier + task % 2 * 8;
+                copies_begin(bar, t.count * g.record);
+                for (int r = 0; r < t.count; r++) {
+                    const int row = t.expert == SHARED ? places[r] - p.T * p.n_used : places[r] / p.n_used;
+                    copy_to_shared(shared_address(out + r * g.row_bytes),
+                                   p.routed + p.rows + int64_t(row) * g.record, g.record, bar, true);
+                }
+                copies_end(bar);
+            }
+            return;
         }
-        copies_commit();
-        return;
+        const int lane = threadIdx.x % WARP;
+        for (int i = threadIdx.x / WARP; i < t.count * g.chunks; i += ITEM_WARPS) {
+            const int column = i / g.chunks, chunk = i - column * g.chunks;
+            float v[OWN];
+            load_values(v, p.h + places[column] * p.h_row, chunk * CHUNK + lane * OWN, g.K);
+            pack_chunk(out + column * g.row_bytes + chunk * chunk_bytes(1), 1, 0, false, v, largest(v), lane);
+        }
     }
-    const int chunks = int(chunks_of(g.K));
-    for (int i = threadIdx.x / WARP; i < count * chunks; i += ITEM_WARPS) {
-        const int column = i / chunks, chunk = i % chunks;
-        float v[OWN];
-        load_values(v, p.h + places[column] * p.dims.h_row(), chunk * CHUNK + lane * OWN, g.K);
-        pack_chunk(rows + column * to + chunk * chunk_bytes(1), 1, 0, false, v, largest(v), lane);
-    }
-}
+};
 
 using Parts = float[ITEM_WARPS][ITEM_ROWS][PART_ROW]; // [warp][column][output]
 
-__device__ void leave_part(Parts &parts, const Group &g, const Work &w, int expert, const Sums<1> &acc) {
+__device__ void leave_part(Parts &parts, const Matrix &m, int fragment, const Task &t, const Sums<1> &acc) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const Matrix &m = g.matrices[w.part.matrix];
-    const float *scales = reinterpret_cast<const float *>(m.packed + expert * m.expert_bytes + m.scales);
+    const float *scales =
+        reinterpret_cast<const float *>(m.packed + max(t.expert, 0) * m.expert_bytes + m.scales);
 #pragma unroll
     for (int k = 0; k < 4; k++) {
-        const int o = lane / 4 + k / 2 * 8;
-        const float scale = m.scales > 0 ? scales[w.fragment * FRAGMENT + o] : 1.0f;
-        parts[warp][lane % 4 * 2 + k % 2][o] = acc[0][k] * scale;
+        const int o = lane / 4 + k / 2 * 8, column = lane % 4 * 2 + k % 2;
+        if (column < t.count) {
+            const float scale = m.scales > 0 ? scales[fragment * FRAGMENT + o] : 1.0f;
+            parts[warp][column][o] = acc[0][k] * scale;
+        }
     }
 }
 
 // Adds the parts of K in order, and makes silu(gate) * up of two matrices.
 __device__ void write_out(const MatmulParams &p, const Group &g, const Parts &parts, const int *places,
-                          int count) {
-    const int n_parts = k_parts(g.K), fragments = block_fragments(g.K, p.n_matrices);
-    for (int i = threadIdx.x; i < fragments * ITEM_ROWS * FRAGMENT; i += THREADS) {
-        const int f = i / (ITEM_ROWS * FRAGMENT), column = i / FRAGMENT % ITEM_ROWS, o = i % FRAGMENT;
-        const int n = (blockIdx.x * fragments + f) * FRAGMENT + o;
-        if (column >= count || n >= g.N) {
+                          const Task &t, int step) {
+    const int n_matrices = 1 << p.log_matrices, n_parts = 1 << g.log_parts;
+    for (int i = threadIdx.x; i < t.count * FRAGMENT << g.log_fragments; i += THREADS) {
+        const int o = i % FRAGMENT, f = i / FRAGMENT & ((1 << g.log_fragments) - 1);
+        const int column = i / FRAGMENT >> g.log_fragments;
+        const int n = (((t.x * p.steps + step) << g.log_fragments) + f) * FRAGMENT + o;
+        if (n >= g.N) {
             continue;
         }
         float sums[2] = {};
 #pragma unroll
         for (int m = 0; m < 2; m++) {
-            for (int part = 0; m < p.n_matrices && part < n_parts; part++) {
-                const float x = parts[warp_of(g.K, p.n_matrices, f, part, m)][column][o];
+            for (int part = 0; m < n_matrices && part < n_parts; part++) {
+                const float x = parts[(((f << g.log_parts) + part) << p.log_matrices) + m][column][o];
                 sums[m] = part == 0 ? x : sums[m] + x;
             }
         }
         const float x = sums[0];
-        p.out[places[column] * p.out_row + n] = p.n_matrices == 1 ? x : x / (1 + expf(-x)) * sums[1];
+        p.out[places[column] * p.out_row + n] = n_matrices == 1 ? x : x / (1 + expf(-x)) * sums[1];
     }
 }
 
-// The grid is {blocks of outputs, items}. Items of the shared expert come first, and their weights are read
-// while the launch waits for what is ahead. Down fetches the others' weights while up runs. The list that it sees
-// then may be an old one, whose weights are overwritten.
+// Items of the shared expert come first, and their weights are read while the launch waits for what is ahead.
+// Down fetches the others' first weights while up runs. The list that it sees then may be an old one, whose
+// weights are thrown away.
 __global__ void __launch_bounds__(THREADS, 3) moe_matmul_kernel(const __grid_constant__ MatmulParams p) {
     extern __shared__ __align__(128) uint8_t shared[];
-    __shared__ Parts parts;
-    __shared__ int places[ITEM_ROWS];
+    __shared__ Parts parts[2];
+    __shared__ Task tasks[TASKS];
+    __shared__ int places[TASKS][ITEM_ROWS];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const int n_shared = shared_items(p.dims), index = int(blockIdx.y) - n_shared;
-    const Group &g = index < 0 ? p.shared : p.experts;
-    const MoeItem *items = reinterpret_cast<const MoeItem *>(p.routed + p.at.items);
-    uint8_t *slots = shared + p.row_bytes + warp * SLOTS * p.slot_bytes;
-    const Work w(g, p.n_matrices, warp);
-    if (int64_t(blockIdx.x) >= blocks_of(g.K, g.N, p.n_matrices)) {
-        return;
-    }
-    MoeItem item = {};
-    int early = -1; // this expert's fragments are on their way before the wait
-    Fragments f = w.fragments(g, 0, slots, p.slot_bytes, lane);
-    if (index < 0) {
-        const int row = int(blockIdx.y) * ITEM_ROWS;
-        item = {0, p.dims.T * p.dims.n_used + row, min(p.dims.T - row, ITEM_ROWS), 0};
-        f.fetch();
-        f.fetch();
-    } else if (p.h != nullptr) {
-        early = __ldcg(&items[index].expert);
-        if (early >= 0 && early < p.dims.n_expert) {
-            f = w.fragments(g, early, slots, p.slot_bytes, lane);
-            f.fetch();
-            f.fetch();
+    const MoeItem *items = reinterpret_cast<const MoeItem *>(p.routed + p.items);
+    const uint32_t barriers = shared_address(shared), full = barriers + warp * MAX_SLOTS * 8;
+    uint8_t *ring = shared + BARRIER_BYTES + warp * p.slots * p.slot_bytes;
+    Rows rows = {shared + BARRIER_BYTES + ITEM_WARPS * p.slots * p.slot_bytes,
+                 barriers + ITEM_WARPS * MAX_SLOTS * 8, 0, 0};
+    if (lane == 0) {
+        for (int i = 0; i < p.slots; i++) {
+            barrier_init(full + i * 8, COPY_LANES);
         }
+        if (warp == 0) {
+            barrier_init(rows.barrier, COPY_LANES);
+            barrier_init(rows.barrier + 8, COPY_LANES);
+        }
+        barrier_init_done();
+    }
+    const int first = blockIdx.x / p.tasks, x = blockIdx.x % p.tasks; // these are of the first task
+    int early = first < p.n_shared ? SHARED : NONE, filled = 0;
+    if (first >= p.n_shared && p.h != nullptr) {
+        const int listed = __ldcg(&items[first - p.n_shared].expert);
+        early = listed >= 0 && listed < p.n_expert ? listed : NONE;
+    }
+    Pieces pieces = {nullptr, 0, 0, 0, 0, 0, 0};
+    const auto fill = [&] { // it fetches the pieces of the step in hand, as far as there is room
+        for (; filled < p.slots && pieces.left > 0; filled++) {
+            pieces.fetch(shared_address(ring) + filled * p.slot_bytes, full + filled * 8);
+        }
+    };
+    __syncthreads();
+    if (early != NONE) {
+        pieces.begin(p, early, x);
+        fill();
     }
     wait_for_previous();
     let_next_start(); // this comes only now, so that the launch behind sees what the one ahead has written.
-    if (index >= 0) {
-        // Both are on their way at once.
-        const int4 listed = __ldcg(reinterpret_cast<const int4 *>(items + index));
-        const int n_items = __ldcg(reinterpret_cast<const int32_t *>(p.routed + p.at.head));
-        if (index >= n_items) {
-            copies_wait<0>();
+    const int own = threadIdx.x / ITEM_ROWS, task_at = blockIdx.x + own * gridDim.x; // this thread lists it
+    const int item = task_at / p.tasks - p.n_shared;
+    int4 listed = {SHARED, p.T * p.n_used, 0, 0}, at_first = {SHARED, 0, 0, 0};
+    if (item >= 0 && item < p.max_items) {
+        listed = __ldcg(reinterpret_cast<const int4 *>(items + item));
+    } else {
+        const int row = (item + p.n_shared) * ITEM_ROWS;
+        listed.y += row;
+        listed.z = min(p.T - row, ITEM_ROWS);
+    }
+    if (first >= p.n_shared) {
+        at_first = __ldcg(reinterpret_cast<const int4 *>(items + (first - p.n_shared)));
+    }
+    const int n_items = p.n_shared + __ldcg(reinterpret_cast<const int32_t *>(p.routed + p.head));
+    const int left = n_items * p.tasks - int(blockIdx.x);
+    const int n_tasks = left > 0 ? (left + int(gridDim.x) - 1) / int(gridDim.x) : 0;
+    uint32_t phases = 0; // bit s is the parity that slot s waits for
+    if (n_tasks == 0 || at_first.x != early) {
+        for (int i = 0; i < filled; i++) { // what came early is thrown away
+            barrier_wait(full + i * 8, 0);
+        }
+        if (n_tasks == 0) {
             return;
         }
-        item = {listed.x, listed.y, listed.z, listed.w};
-        if (item.expert != early) {
-            copies_wait<0>(); // what came early is overwritten
-            __syncwarp();
-            f = w.fragments(g, item.expert, slots, p.slot_bytes, lane);
-            f.fetch();
-            f.fetch();
+        __syncwarp();
+        phases = (1u << filled) - 1;
+        filled = 0;
+        pieces.begin(p, at_first.x, x);
+        fill();
+    }
+    if (own < n_tasks) {
+        const int r = threadIdx.x % ITEM_ROWS;
+        if (r == 0) {
+            tasks[own] = {listed.x, task_at % p.tasks, listed.z, 0};
+        }
+        if (r < listed.z) {
+            const int32_t *list = reinterpret_cast<const int32_t *>(p.routed + p.places);
+            places[own][r] = item < 0 ? listed.y + r : __ldcg(list + listed.y + r);
         }
     }
-    if (threadIdx.x < item.count) {
-        const int32_t *list = reinterpret_cast<const int32_t *>(p.routed + p.at.places);
-        places[threadIdx.x] = index < 0 ? item.first + int(threadIdx.x) : list[item.first + threadIdx.x];
+    __syncthreads();
+    while (filled < p.slots && pieces.find(p, tasks, n_tasks)) {
+        fill();
     }
+    rows.fill(p, tasks[0], places[0], 0, 0);
     __syncthreads();
-    fill_rows(p, g, places, item.count, shared);
-    copies_wait<0>();
-    __syncthreads();
-    Sums<1> acc = {};
-    if (w.present) {
-        const uint8_t *row = shared + min(lane / 4, item.count - 1) * shared_row(g.K);
-        multiply_any(g.matrices[w.part.matrix].type, acc, f, row, w.first, w.last, lane);
-        leave_part(parts, g, w, item.expert, acc);
+    int slot = 0, turn = 0;
+    for (int i = 0; i < n_tasks; i++) {
+        const Task t = tasks[i];
+        const Group &g = group_of(p, t.expert);
+        const Work w(p, g);
+        const Matrix &m = g.matrices[w.matrix];
+        if (i + 1 < n_tasks) {
+            rows.place(p, t.count, tasks[i + 1].count);
+            if (rows.next >= 0) {
+                rows.fill(p, tasks[i + 1], places[i + 1], i + 1, rows.next);
+            }
+        }
+        if (p.h == nullptr) {
+            barrier_wait(rows.barrier + i % 2 * 8, i / 2 % 2);
+        }
+        const uint8_t *row = rows.rows + (rows.at + min(lane / 4, t.count - 1)) * g.row_bytes;
+        for (int step = 0; step < p.steps; step++, turn ^= 1) {
+            const int fragment = w.fragment_at(p, g, t.x, step);
+            if (fragment < g.fragments) {
+                Sums<1> acc = {};
+                const int end = (g.chunks * (w.part + 1) >> g.log_parts) * m.units;
+                for (int u = (g.chunks * w.part >> g.log_parts) * m.units; u < end; u += m.piece) {
+                    barrier_wait(full + slot * 8, phases >> slot & 1);
+                    phases ^= 1u << slot;
+                    multiply_any(m.type, acc, ring + slot * p.slot_bytes, row, u, min(u + m.piece, end),
+                                 lane);
+                    __syncwarp();
+                    if (pieces.find(p, tasks, n_tasks)) {
+                        pieces.fetch(shared_address(ring) + slot * p.slot_bytes, full + slot * 8);
+                    }
+                    slot = slot + 1 == p.slots ? 0 : slot + 1;
+                }
+                leave_part(parts[turn], m, fragment, t, acc);
+            }
+            __syncthreads();
+            write_out(p, g, parts[turn], places[i], t, step);
+        }
+        if (i + 1 < n_tasks && rows.next < 0) {
+            rows.fill(p, tasks[i + 1], places[i + 1], i + 1, 0);
+            if (p.h != nullptr) {
+                __syncthreads();
+            }
+        }
+        rows.at = max(rows.next, 0);
     }
-    __syncthreads();
-    write_out(p, g, parts, places, item.count);
 }
 
 // ---- launches ----
 
 bool aligned(const void *p) {
     return p != nullptr && reinterpret_cast<uintptr_t>(p) % 16 == 0;
+}
+int log2_of(int n) {
+    return n == 1 ? 0 : 1 + log2_of(n / 2);
 }
 
 bool set(Matrix &out, const MoeMatrix &m, int64_t K, int64_t N, bool one) {
@@ -318,7 +427,8 @@ bool set(Matrix &out, const MoeMatrix &m, int64_t K, int64_t N, bool one) {
     out.type = m.type;
     out.units = units_of_chunk(m.type);
     out.unit_bytes = fragment_bytes(m.type);
-    out.scales = has_output_scale(m.type) ? output_scale_offset(m.type, K, N) : 0;
+    out.piece = std::max(PIECE / std::max(out.unit_bytes, 1), 1);
+    out.scales = has_output_scale(m.type) ? uint32_t(output_scale_offset(m.type, K, N)) : 0;
     return bytes > 0 && aligned(m.packed) && (one || (m.expert_bytes >= bytes && m.expert_bytes % 16 == 0));
 }
 
@@ -326,17 +436,85 @@ bool set(Group &out, const MoeMatrix &first, const MoeMatrix &second, int64_t K,
          bool one) {
     out.K = int32_t(K);
     out.N = int32_t(N);
+    out.chunks = int32_t(chunks_of(K));
+    out.fragments = int32_t(fragments_of(N));
+    out.row_bytes = shared_row(K);
+    out.record = int32_t(row_record(K));
+    out.log_parts = log2_of(k_parts(K));
+    out.log_fragments = log2_of(block_fragments(K, two ? 2 : 1));
     return set(out.matrices[0], first, K, N, one) && (!two || set(out.matrices[1], second, K, N, one));
+}
+
+// Finds how many blocks a launch has, how many steps a task has, and what is in shared memory.
+cudaError_t lay_out(MatmulParams &p, int T, int &blocks, int &bytes) {
+    int device = 0, multiprocessors = 0, shared_sm = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    const auto get = [&](int &value, cudaDeviceAttr what) {
+        if (error == cudaSuccess) {
+            error = cudaDeviceGetAttribute(&value, what, device);
+        }
+    };
+    get(multiprocessors, cudaDevAttrMultiProcessorCount);
+    get(shared_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+    const int n_matrices = 1 << p.log_matrices;
+    int row = 0, wide = 0, pieces = 1;
+    for (const Group *g : {&p.experts, &p.shared}) {
+        if (g == &p.experts || p.n_shared > 0) {
+            row = std::max(row, g->row_bytes);
+            wide = std::max(wide, (g->fragments + (1 << g->log_fragments) - 1) >> g->log_fragments);
+            for (int m = 0; m < n_matrices; m++) {
+                const Matrix &of = g->matrices[m];
+                const int units = ((g->chunks + (1 << g->log_parts) - 1) >> g->log_parts) * of.units;
+                p.slot_bytes = std::max(p.slot_bytes, std::min(of.piece, units) * of.unit_bytes);
+                pieces = std::max(pieces, (units + of.piece - 1) / of.piece);
+            }
+        }
+    }
+    const int most = std::min(T, ITEM_ROWS), items = p.n_shared + p.max_items;
+    const int fixed =
+        int(sizeof(Parts)) * 2 + TASKS * int(sizeof(Task) + ITEM_ROWS * sizeof(int)) + BARRIER_BYTES + 1024;
+    int per_sm = BLOCKS_SM;
+    const auto room = [&](int per) { return shared_sm / per - fixed; };
+    while (per_sm > 1 && room(per_sm) < most * row + LEAST_SLOTS * ITEM_WARPS * p.slot_bytes) {
+        per_sm--;
+    }
+    const int at_once = per_sm * multiprocessors;
+    p.steps = 1;
+    while (p.steps < MAX_STEPS && items * wide >= at_once * 2 * TASKS_AHEAD * p.steps) {
+        p.steps *= 2;
+    }
+    p.tasks = (wide + p.steps - 1) / p.steps;
+    const int tasks = items * p.tasks;
+    const int each = std::max((tasks + at_once - 1) / at_once, 1);
+    p.slots = std::min({MAX_SLOTS, pieces * p.steps * each,
+                        std::max((room(per_sm) - most * row) / (ITEM_WARPS * p.slot_bytes), 1)});
+    p.capacity =
+        each == 1 ? most : std::min((room(per_sm) - p.slots * ITEM_WARPS * p.slot_bytes) / row, 2 * most);
+    p.capacity = std::max(p.capacity, most);
+    blocks = std::max(std::min(tasks, at_once), (tasks + TASKS - 1) / TASKS);
+    bytes = BARRIER_BYTES + p.slots * ITEM_WARPS * p.slot_bytes + p.capacity * row;
+    return error;
 }
 
 int multiply(const MoeMatmulArgs &a, bool up, cudaStream_t stream) {
     const MoeDims &d = a.dims;
-    MatmulParams p = {a.dims, RoutedLayout(d)};
+    const RoutedLayout at(d);
+    MatmulParams p = {};
     p.routed = static_cast<const uint8_t *>(a.routed);
     p.h = up ? nullptr : a.h;
     p.out = a.out;
     p.out_row = up ? d.h_row() : d.E;
-    p.n_matrices = up ? 2 : 1;
+    p.h_row = d.h_row();
+    p.rows = at.rows;
+    p.items = at.items;
+    p.head = at.head;
+    p.places = at.places;
+    p.T = d.T;
+    p.n_used = d.n_used;
+    p.n_expert = d.n_expert;
+    p.n_shared = shared_items(d);
+    p.max_items = int32_t(max_items(d));
+    p.log_matrices = up ? 1 : 0;
     const int64_t E = d.E, FF = d.FF, FFs = d.FF_shared;
     if (!moe_has(d) || !aligned(a.routed) || !aligned(a.out) || (!up && !aligned(a.h)) ||
         !set(p.experts, a.first, a.second, up ? E : FF, up ? FF : E, up, false) ||
@@ -347,20 +525,12 @@ int multiply(const MoeMatmulArgs &a, bool up, cudaStream_t stream) {
     if (d.T == 0) {
         return 0;
     }
-    int64_t blocks = 0, row = 0;
-    for (const Group *g : {&p.experts, &p.shared}) {
-        if (g == &p.experts || d.shared()) {
-            blocks = std::max(blocks, blocks_of(g->K, g->N, p.n_matrices));
-            row = std::max<int64_t>(row, shared_row(g->K));
-            for (int m = 0; m < p.n_matrices; m++) {
-                p.slot_bytes = std::max(p.slot_bytes, g->matrices[m].unit_bytes);
-            }
-        }
+    int blocks = 0, bytes = 0;
+    if (const cudaError_t error = lay_out(p, d.T, blocks, bytes); error != cudaSuccess) {
+        return int(error);
     }
-    p.row_bytes = int32_t(std::min(d.T, ITEM_ROWS) * row);
-    const int bytes = p.row_bytes + ITEM_WARPS * SLOTS * p.slot_bytes;
-    const dim3 grid(unsigned(blocks), unsigned(shared_items(d) + max_items(d)));
-    return int(launch_kernel(moe_matmul_kernel, grid, THREADS, size_t(bytes), stream, a.overlap != 0, p));
+    return int(launch_kernel(moe_matmul_kernel, dim3(unsigned(blocks)), THREADS, size_t(bytes), stream,
+                             a.overlap != 0, p));
 }
 
 } // namespace
