@@ -1,8 +1,8 @@
 // Has the first and the last launch of a mixture of experts (moe.h): route, and the sum.
 //
-// A block of route has 8 rows and a few outputs of the router. It computes the rows' norm and its logits, and
-// packs its part of the rows. The last block of the 8 rows to finish chooses their experts. The last of those
-// blocks makes the list.
+// A block of route has 8 rows and a few outputs of the router, whose weights it holds before it waits. It
+// computes the rows' norm and its logits, and packs its part of the rows. The last block of the 8 rows to
+// finish chooses their experts. The last of those blocks makes the list.
 #include "moe_plan.h"
 #include "rowmm_pack.cuh"
 #include "rowmm_ptx.cuh"
@@ -14,13 +14,14 @@
 namespace luce {
 namespace {
 
-constexpr int THREADS = 256, WARPS = THREADS / WARP; // each row of a tile has a warp
+constexpr int THREADS = 256, WARPS = THREADS / WARP;
+constexpr int TILE_ROWS = 8; // a block has so many rows; each has a warp that chooses its experts
 constexpr int OUTPUTS = 4; // a block has so many of the router's outputs
-// A warp computes the logits of so many rows: warp w has those of half w / OUTPUTS.
-constexpr int WARP_ROWS = OUTPUTS;
-constexpr int TILES = MOE_MAX_ROWS / WARPS;
+constexpr int HALVES = WARPS / OUTPUTS; // so many warps share an output
+constexpr int TILES = MOE_MAX_ROWS / TILE_ROWS;
 constexpr int PER_LANE = MOE_MAX_EXPERTS / WARP, PER_THREAD = MOE_MAX_EXPERTS / THREADS;
-static_assert(OUTPUTS * 2 == WARPS && WARP_ROWS * 2 == WARPS, "two halves of a tile's rows");
+constexpr int WEIGHTS = 8, VALUES = 2; // a thread has so many vectors of the router, and of a row, at once
+static_assert(TILE_ROWS == WARPS && OUTPUTS * HALVES == WARPS, "what warps share");
 static_assert((TILES + 1) * int64_t(sizeof(uint32_t)) <= MOE_COUNTER_BYTES,
               "one of tiles, one for each tile");
 
@@ -33,108 +34,189 @@ struct RouteParams {
     }
 };
 
-// Makes v = RMS(x) * norm of a row, by one warp.
-__device__ void normalise(const MoeRouteArgs &a, int row, float *v, int lane) {
-    const int n = int(a.dims.E / 4);
-    const float4 *x = reinterpret_cast<const float4 *>(a.x + row * a.dims.E);
-    const float4 *norm = reinterpret_cast<const float4 *>(a.norm);
-    float4 *out = reinterpret_cast<float4 *>(v);
-    float sum = 0;
-#pragma unroll 8
-    for (int i = lane; i < n; i += WARP) {
-        const float4 q = x[i];
-        out[i] = q;
-        sum = fmaf(q.w, q.w, fmaf(q.z, q.z, fmaf(q.y, q.y, fmaf(q.x, q.x, sum))));
-    }
-    const float scale = rsqrtf(warp_sum(sum, WARP) / float(a.dims.E) + a.eps);
-#pragma unroll 8
-    for (int i = lane; i < n; i += WARP) { // these are what the lane itself has written
-        const float4 q = out[i], w = norm[i];
-        out[i] = {q.x * scale * w.x, q.y * scale * w.y, q.z * scale * w.z, q.w * scale * w.w};
-    }
-}
+struct TileShared {
+    float squares[TILE_ROWS][WARPS];
+    float dots[OUTPUTS][HALVES][TILE_ROWS];
+    bool last;
+};
 
-__device__ const float *router_row(const MoeRouteArgs &a, int output) {
-    return output < a.dims.n_expert ? a.router + output * a.dims.E : a.shared_gate;
-}
+// Holds a thread's share of a row, or of as many rows as a tile has.
+struct Norm {
+    float4 w[VALUES];
 
-// Computes logits. A warp has one output of up to WARP_ROWS rows, whose values are v [rows][E].
-__device__ void multiply_router(const RouteParams &p, int output, int row, int rows, const float *v,
-                                int lane) {
-    const int n = int(p.a.dims.E / 4), n_outputs = router_outputs(p.a.dims);
-    const float4 *weights = reinterpret_cast<const float4 *>(router_row(p.a, output));
-    const float4 *values = reinterpret_cast<const float4 *>(v);
-    float sums[WARP_ROWS] = {};
-#pragma unroll 4
-    for (int i = lane; i < n; i += WARP) {
-        const float4 w = weights[i];
+    __device__ void load(const MoeRouteArgs &a, int first, int n) {
 #pragma unroll
-        for (int r = 0; r < WARP_ROWS; r++) {
-            if (r < rows) {
-                const float4 x = values[r * n + i];
-                sums[r] = fmaf(w.w, x.w, fmaf(w.z, x.z, fmaf(w.y, x.y, fmaf(w.x, x.x, sums[r]))));
+        for (int j = 0; j < VALUES; j++) {
+            const int i = first + j * THREADS;
+            w[j] = i < n ? reinterpret_cast<const float4 *>(a.norm)[i] : float4{};
+        }
+    }
+};
+
+// Leaves x * norm of the tile's rows in v [rows][E], and each warp's sums of squares of x. `norm` has the
+// weights of the first values. There are ROWS rows or less.
+template <int ROWS>
+__device__ void weigh(const MoeRouteArgs &a, Norm &norm, int row0, int rows, float *v, TileShared &s) {
+    const int n = int(a.dims.E / 4), lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const float4 *x = reinterpret_cast<const float4 *>(a.x) + int64_t(row0) * n;
+    float4 *out = reinterpret_cast<float4 *>(v);
+    float sums[ROWS] = {};
+    for (int first = threadIdx.x; first < n; first += VALUES * THREADS) {
+        if (first >= VALUES * THREADS) {
+            norm.load(a, first, n);
+        }
+        float4 q[ROWS][VALUES];
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+            for (int j = 0; j < VALUES; j++) {
+                const int i = first + j * THREADS;
+                q[r][j] = r < rows && i < n ? __ldcg(x + r * n + i) : float4{};
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+            for (int j = 0; j < VALUES; j++) {
+                const int i = first + j * THREADS;
+                const float4 y = q[r][j], w = norm.w[j];
+                sums[r] = fmaf(y.w, y.w, fmaf(y.z, y.z, fmaf(y.y, y.y, fmaf(y.x, y.x, sums[r]))));
+                if (r < rows && i < n) {
+                    out[r * n + i] = {y.x * w.x, y.y * w.y, y.z * w.z, y.w * w.w};
+                }
             }
         }
     }
 #pragma unroll
-    for (int r = 0; r < WARP_ROWS; r++) {
-        const float sum = warp_sum(sums[r], WARP);
-        if (r < rows && lane == 0) {
-            __stcg(p.of<float>(p.at.logits) + (row + r) * n_outputs + output, sum);
+    for (int r = 0; r < ROWS; r++) {
+        if (r < rows) {
+            const float sum = warp_sum(sums[r], WARP);
+            if (lane == 0) {
+                s.squares[r][warp] = sum;
+            }
         }
     }
 }
 
+// Returns what the norm multiplies a row by.
+__device__ float scale_of(const MoeRouteArgs &a, const TileShared &s, int row) {
+    float sum = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+        sum += s.squares[row][w];
+    }
+    return rsqrtf(sum / float(a.dims.E) + a.eps);
+}
+
+// A warp has every HALVES-th 128 of the values of one output.
+struct Router {
+    const float4 *weights; // it is null where there is no such output
+    float4 w[WEIGHTS];
+    int n;
+
+    __device__ Router(const MoeRouteArgs &a, int output) : weights(nullptr), n(int(a.dims.E / 4)) {
+        if (output < a.dims.n_expert) {
+            weights = reinterpret_cast<const float4 *>(a.router) + int64_t(output) * n;
+        } else if (output < router_outputs(a.dims)) {
+            weights = reinterpret_cast<const float4 *>(a.shared_gate);
+        }
+        load(0);
+    }
+    static __device__ int at(int j) {
+        return (j * HALVES + threadIdx.x / WARP % HALVES) * WARP + threadIdx.x % WARP;
+    }
+    __device__ void load(int first) {
+#pragma unroll
+        for (int j = 0; j < WEIGHTS; j++) {
+            const int i = at(first + j);
+            w[j] = weights != nullptr && i < n ? weights[i] : float4{};
+        }
+    }
+    // Leaves the products with the rows in v [rows][E].
+    __device__ void multiply(const float *v, int rows, float (&out)[TILE_ROWS]) {
+        const float4 *values = reinterpret_cast<const float4 *>(v);
+        float sums[TILE_ROWS] = {};
+        for (int first = 0; first * HALVES * WARP < n; first += WEIGHTS) {
+            if (first > 0) {
+                load(first);
+            }
+#pragma unroll
+            for (int r = 0; r < TILE_ROWS; r++) {
+                if (r >= rows) {
+                    break;
+                }
+#pragma unroll
+                for (int j = 0; j < WEIGHTS; j++) {
+                    const int i = at(first + j);
+                    const float4 x = i < n ? values[r * n + i] : float4{};
+                    sums[r] =
+                        fmaf(w[j].w, x.w, fmaf(w[j].z, x.z, fmaf(w[j].y, x.y, fmaf(w[j].x, x.x, sums[r]))));
+                }
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < TILE_ROWS; r++) {
+            if (r < rows) {
+                const float sum = warp_sum(sums[r], WARP);
+                if (threadIdx.x % WARP == 0) {
+                    out[r] = sum;
+                }
+            }
+        }
+    }
+};
+
+// Returns an integer that is ordered as the numbers are, of which -0 and 0 are the same.
+__device__ __forceinline__ int ordered(float x) {
+    const int bits = int(__float_as_uint(x + 0.0f));
+    return bits ^ (bits >> 31 & INT_MAX);
+}
+
 // Chooses a row's experts with a warp. The largest logits come first, and of equal ones the lowest id. Where
-// a logit is not finite the row has the first experts, and NaN for weights.
-__device__ void choose_experts(const RouteParams &p, int row, int lane) {
+// a logit is not finite the row has the first experts, and NaN for weights. Returns the expert of rank `lane`.
+template <int N> __device__ int choose_experts(const RouteParams &p, int row, int lane) {
     const MoeDims &d = p.a.dims;
     const float *logits = p.of<float>(p.at.logits) + row * router_outputs(d);
-    float x[PER_LANE];
+    int x[N];
+    const float gate = d.shared() ? __ldcg(logits + d.n_expert) : 0.0f;
     bool finite = true;
 #pragma unroll
-    for (int j = 0; j < PER_LANE; j++) {
+    for (int j = 0; j < N; j++) {
         const int id = lane + j * WARP;
-        x[j] = id < d.n_expert ? __ldcg(logits + id) : -INFINITY;
-        finite = finite && (id >= d.n_expert || isfinite(x[j]));
+        const float logit = id < d.n_expert ? __ldcg(logits + id) : -INFINITY;
+        finite = finite && (id >= d.n_expert || isfinite(logit));
+        x[j] = ordered(logit);
     }
     finite = __all_sync(~0u, finite);
-    float top = 0, sum = 0, weight = 0; // lane r has those of rank r
-    int expert = 0;
+    int own = 0, expert = lane, top = 0; // lane r has those of rank r
     for (int rank = 0; rank < d.n_used; rank++) {
-        float best = -INFINITY;
-        int id = INT_MAX;
+        int best = x[0], id = lane;
 #pragma unroll
-        for (int j = 0; j < PER_LANE; j++) {
-            const bool better = x[j] > best;
-            best = better ? x[j] : best;
-            id = better ? lane + j * WARP : id;
+        for (int j = 1; j < N; j++) {
+            id = x[j] > best ? lane + j * WARP : id;
+            best = max(best, x[j]);
         }
-        for (int mask = WARP / 2; mask > 0; mask /= 2) {
-            const float other = __shfl_xor_sync(~0u, best, mask);
-            const int other_id = __shfl_xor_sync(~0u, id, mask);
-            const bool better = other > best || (other == best && other_id < id);
-            best = better ? other : best;
-            id = better ? other_id : id;
-        }
-        id = finite ? id : rank;
-        top = rank == 0 ? best : top;
-        const float w = finite ? expf(best - top) : NAN;
-        sum += w;
-        weight = lane == rank ? w : weight;
-        expert = lane == rank ? id : expert;
+        const int most = __reduce_max_sync(~0u, best);
+        const int lowest = -__reduce_max_sync(~0u, best == most ? -id : INT_MIN);
+        top = rank == 0 ? most : top;
+        own = lane == rank ? most : own;
+        expert = lane == rank && finite ? lowest : expert;
 #pragma unroll
-        for (int j = 0; j < PER_LANE; j++) { // a taken one is never larger than -inf
-            x[j] = id == lane + j * WARP ? -INFINITY : x[j];
+        for (int j = 0; j < N; j++) { // what is taken is less than any number
+            x[j] = lowest == lane + j * WARP ? INT_MIN : x[j];
         }
     }
+    const auto number = [](int key) { return __uint_as_float(uint32_t(key ^ (key >> 31 & INT_MAX))); };
+    const float weight = lane >= d.n_used ? 0.0f : finite ? expf(number(own) - number(top)) : NAN;
+    const float sum = warp_sum(weight, WARP);
     if (lane < d.n_used) {
         __stcg(p.of<int32_t>(p.at.ids) + row * d.n_used + lane, expert);
         __stcg(p.of<float>(p.at.weights) + row * d.n_used + lane, weight / sum);
     }
     if (d.shared() && lane == 0) {
-        __stcg(p.of<float>(p.at.open) + row, 1 / (1 + expf(-__ldcg(logits + d.n_expert))));
+        __stcg(p.of<float>(p.at.open) + row, 1 / (1 + expf(-gate)));
     }
+    return expert;
 }
 
 // Returns the inclusive sum over a warp's lanes.
@@ -151,9 +233,8 @@ struct ListShared {
     int warp_rows[WARPS], warp_items[WARPS];
 };
 
-// Lists the places of each expert, rising, and its items, by one block. `ids` has room for those of all
-// places.
-__device__ void make_list(const RouteParams &p, ListShared &s, uint16_t *ids) {
+// Lists the places of each expert, rising, and its items, by one block. `ids` has the experts of all places.
+__device__ void make_list(const RouteParams &p, ListShared &s, const uint16_t *ids) {
     const MoeDims &d = p.a.dims;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, pairs = d.T * d.n_used;
     for (int e = threadIdx.x; e < MOE_MAX_EXPERTS; e += THREADS) {
@@ -161,9 +242,7 @@ __device__ void make_list(const RouteParams &p, ListShared &s, uint16_t *ids) {
     }
     __syncthreads();
     for (int i = threadIdx.x; i < pairs; i += THREADS) {
-        const int id = __ldcg(p.of<int32_t>(p.at.ids) + i);
-        ids[i] = uint16_t(id);
-        atomicAdd(&s.rows[id], 1);
+        atomicAdd(&s.rows[ids[i]], 1);
     }
     __syncthreads();
     int rows = 0, items = 0, of_expert[PER_THREAD];
@@ -211,66 +290,116 @@ __device__ void make_list(const RouteParams &p, ListShared &s, uint16_t *ids) {
     }
 }
 
-// Returns whether this block is the last of n to come here. If so, it sees what the others have written.
-__device__ bool is_last(uint32_t *counter, int n) {
-    __shared__ bool last;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        last = int(count_arrival(counter)) == n - 1;
-        if (last) {
-            *counter = 0; // this readies it for the next launch
+// Returns whether this block is the last of n to come here. If so, it sees what the others' first warps have written.
+__device__ bool is_last(uint32_t *counter, int n, bool &last) {
+    if (threadIdx.x < WARP) {
+        __syncwarp();
+        if (threadIdx.x == 0) {
+            last = int(count_arrival(counter)) == n - 1;
+            if (last) {
+                *counter = 0; // this readies it for the next launch
+            }
         }
     }
     __syncthreads();
     return last;
 }
 
-// The grid is {the router's outputs / OUTPUTS, tiles of rows}.
-__global__ void __launch_bounds__(THREADS) moe_route_kernel(const __grid_constant__ RouteParams p) {
-    extern __shared__ __align__(128) uint8_t shared[];
-    __shared__ ListShared list;
-    const MoeDims &d = p.a.dims;
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const int row0 = blockIdx.y * WARPS, rows = min(d.T - row0, WARPS);
-    const int output = blockIdx.x * OUTPUTS + warp % OUTPUTS;
-    float *v = reinterpret_cast<float *>(shared); // [WARPS][E]
-    let_next_start();
-    if (output < router_outputs(d)) {
-        const float *weights = router_row(p.a, output);
-        for (int64_t i = (warp / OUTPUTS * WARP + lane) * 32; i < d.E; i += 2 * WARP * 32) {
-            prefetch_l2(weights + i);
-        }
+// Packs a tile's rows, which are v [rows][E] times their scales. The first rows are the last warps'.
+__device__ void pack_rows(const RouteParams &p, int row0, int rows, const float *v, const TileShared &s) {
+    const int64_t E = p.a.dims.E;
+    const int lane = threadIdx.x % WARP, row = WARPS - 1 - int(threadIdx.x) / WARP;
+    if (row >= rows) {
+        return;
     }
-    wait_for_previous();
-    if (warp < rows) {
-        normalise(p.a, row0 + warp, v + warp * d.E, lane);
-    }
-    __syncthreads();
-    const int half = warp / OUTPUTS * WARP_ROWS;
-    if (output < router_outputs(d) && half < rows) {
-        multiply_router(p, output, row0 + half, rows - half, v + half * d.E, lane);
-    }
-    for (int64_t chunk = blockIdx.x; warp < rows && chunk < chunks_of(d.E); chunk += gridDim.x) {
+    const float scale = scale_of(p.a, s, row);
+    for (int64_t chunk = blockIdx.x; chunk < chunks_of(E); chunk += gridDim.x) {
         float own[OWN];
-        load_values(own, v + warp * d.E, chunk * CHUNK + lane * OWN, d.E);
-        uint8_t *record = p.of<uint8_t>(p.at.rows) + (row0 + warp) * row_record(d.E);
+        load_values(own, v + row * E, chunk * CHUNK + lane * OWN, E);
+#pragma unroll
+        for (int i = 0; i < OWN; i++) {
+            own[i] *= scale;
+        }
+        uint8_t *record = p.of<uint8_t>(p.at.rows) + (row0 + row) * row_record(E);
         pack_chunk(record + chunk * chunk_bytes(1), 1, 0, false, own, largest(own), lane);
         for (int i = 0; p.a.values != nullptr && i < OWN; i++) {
-            if (const int64_t k = chunk * CHUNK + lane * OWN + i; k < d.E) {
-                p.a.values[(row0 + warp) * d.E + k] = own[i];
+            if (const int64_t k = chunk * CHUNK + lane * OWN + i; k < E) {
+                p.a.values[(row0 + row) * E + k] = own[i];
             }
         }
     }
+}
+
+// The grid is {the router's outputs / OUTPUTS, tiles of rows}.
+__global__ void __launch_bounds__(THREADS, 2) moe_route_kernel(const __grid_constant__ RouteParams p) {
+    extern __shared__ __align__(128) uint8_t shared[];
+    __shared__ ListShared list;
+    __shared__ TileShared tile;
+    const MoeDims &d = p.a.dims;
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const int row0 = blockIdx.y * TILE_ROWS, rows = min(d.T - row0, TILE_ROWS);
+    float *v = reinterpret_cast<float *>(shared); // [TILE_ROWS][E]
+    let_next_start();
+    Router router(p.a, blockIdx.x * OUTPUTS + warp / HALVES);
+    Norm norm;
+    norm.load(p.a, threadIdx.x, int(d.E / 4));
+    wait_for_previous();
+    if (rows == 1) {
+        weigh<1>(p.a, norm, row0, rows, v, tile);
+    } else {
+        weigh<TILE_ROWS>(p.a, norm, row0, rows, v, tile);
+    }
+    __syncthreads();
+    router.multiply(v, rows, tile.dots[warp / HALVES][warp % HALVES]);
+    __syncthreads();
     uint32_t *counters = static_cast<uint32_t *>(p.a.counters);
-    if (!is_last(counters + 1 + blockIdx.y, gridDim.x)) {
+    if (warp == 0) {
+        const int r = lane / OUTPUTS, o = lane % OUTPUTS, output = blockIdx.x * OUTPUTS + o;
+        if (r < rows && output < router_outputs(d)) {
+            float sum = tile.dots[o][0][r];
+#pragma unroll
+            for (int h = 1; h < HALVES; h++) {
+                sum += tile.dots[o][h][r];
+            }
+            __stcg(p.of<float>(p.at.logits) + (row0 + r) * router_outputs(d) + output,
+                   sum * scale_of(p.a, tile, r));
+        }
+    }
+    const bool last = is_last(counters + 1 + blockIdx.y, gridDim.x, tile.last);
+    int expert = 0;
+    if (last && warp < rows) {
+        expert = d.n_expert <= PER_LANE / 2 * WARP ? choose_experts<PER_LANE / 2>(p, row0 + warp, lane)
+                                                   : choose_experts<PER_LANE>(p, row0 + warp, lane);
+        if (d.T == 1) { // each of its experts is an item
+            if (lane < d.n_used) {
+                p.of<MoeItem>(p.at.items)[lane] = {expert, lane, 1, 0};
+                p.of<int32_t>(p.at.places)[lane] = lane;
+            }
+            if (lane == 0) {
+                *p.of<int32_t>(p.at.head) = d.n_used;
+            }
+        }
+    }
+    pack_rows(p, row0, rows, v, tile);
+    if (!last || d.T == 1) {
         return;
     }
-    if (warp < rows) {
-        choose_experts(p, row0 + warp, lane);
+    __syncthreads();
+    uint16_t *ids = reinterpret_cast<uint16_t *>(shared); // the rows are packed
+    if (gridDim.y == 1) {
+        if (warp < rows && lane < d.n_used) {
+            ids[warp * d.n_used + lane] = uint16_t(expert);
+        }
+    } else {
+        if (!is_last(counters, gridDim.y, tile.last)) {
+            return;
+        }
+        for (int i = threadIdx.x; i < d.T * d.n_used; i += THREADS) {
+            ids[i] = uint16_t(__ldcg(p.of<int32_t>(p.at.ids) + i));
+        }
     }
-    if (is_last(counters, gridDim.y)) {
-        make_list(p, list, reinterpret_cast<uint16_t *>(shared));
-    }
+    __syncthreads();
+    make_list(p, list, ids);
 }
 
 // ---- the sum ----
@@ -356,7 +485,7 @@ int cuda::moe_route(const MoeRouteArgs &args, void *stream) {
     if (d.T == 0) {
         return 0;
     }
-    const int rows = std::min(d.T, WARPS), tiles = (d.T + WARPS - 1) / WARPS;
+    const int rows = std::min(d.T, TILE_ROWS), tiles = (d.T + TILE_ROWS - 1) / TILE_ROWS;
     const int64_t ids = int64_t(d.T) * d.n_used * int64_t(sizeof(uint16_t));
     const int bytes = int(std::max(rows * d.E * int64_t(sizeof(float)), ids));
     const dim3 grid((router_outputs(d) + OUTPUTS - 1) / OUTPUTS, tiles);
