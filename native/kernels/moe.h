@@ -3,7 +3,8 @@
 //   route  v = RMS(x) * norm; the router's logits, in F32; each row's experts and their weights; the list of work
 //   up     h = silu(gate v) * (up v) for each row and each of its experts
 //   down   y = down h
-//   sum    out = residual + sum over ranks of weight * y + sigmoid(shared gate . v) * y of the shared expert
+//   sum    out = residual + sum over ranks of weight * y + sigmoid(shared gate . v) * y of the shared expert;
+//          it may also pack out for the product behind, which norms it
 //
 // Rows are grouped by expert on the device, into items of one expert and up to 8 of its rows. Nothing
 // synchronises with the host, and the shapes of all launches depend on T and the layer alone, so that all can
@@ -97,6 +98,10 @@ struct MoeSumArgs {
     const float *sums;
     const float *residual; // [T][E], aligned to 16
     float *out; // [T][E], aligned to 16; may be residual
+    const float *norm; // [E], aligned to 16; `packed` needs it
+    // Null, or [rowmm_x_bytes(T, E)], aligned to 16: `out` is packed here as ROWMM_RMS, with `norm` for its
+    // weights. Then T is ROWMM_MAX_ROWS or less.
+    void *packed;
     int32_t overlap;
 };
 

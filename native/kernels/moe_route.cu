@@ -1,4 +1,4 @@
-// Has the first and the last launch of a mixture of experts (moe.h): route, and the sum.
+// Has the first launch of a mixture of experts (moe.h): route.
 //
 // A block of route has 8 rows and a few outputs of the router, whose weights it holds before it waits. It
 // computes the rows' norm and its logits, and packs its part of the rows. The last block of the 8 rows to
@@ -402,56 +402,6 @@ __global__ void __launch_bounds__(THREADS, 2) moe_route_kernel(const __grid_cons
     make_list(p, list, ids);
 }
 
-// ---- the sum ----
-
-constexpr int SUM_THREADS = 128;
-constexpr int AHEAD = 8; // so many loads are in flight
-
-struct SumParams {
-    MoeSumArgs a;
-    RoutedLayout at;
-};
-
-__device__ __forceinline__ float4 fma4(float w, float4 y, float4 sum) {
-    return {fmaf(w, y.x, sum.x), fmaf(w, y.y, sum.y), fmaf(w, y.z, sum.z), fmaf(w, y.w, sum.w)};
-}
-
-// The grid is {E / 4 / SUM_THREADS, rows}, and a thread has 4 values of a row.
-__global__ void __launch_bounds__(SUM_THREADS) moe_sum_kernel(const __grid_constant__ SumParams p) {
-    const MoeDims &d = p.a.dims;
-    const uint8_t *routed = static_cast<const uint8_t *>(p.a.routed);
-    const int64_t row = blockIdx.y, n = d.E / 4, i = int64_t(blockIdx.x) * SUM_THREADS + threadIdx.x;
-    let_next_start();
-    wait_for_previous();
-    if (i >= n) {
-        return;
-    }
-    const float *weights = reinterpret_cast<const float *>(routed + p.at.weights) + row * d.n_used;
-    const float4 *y = reinterpret_cast<const float4 *>(p.a.y) + i;
-    float4 sum = {};
-    if (p.a.sums != nullptr) {
-        sum = reinterpret_cast<const float4 *>(p.a.sums)[row * n + i];
-    }
-    for (int first = p.a.sums != nullptr ? d.n_used : 0; first < d.n_used; first += AHEAD) {
-        float4 of_rank[AHEAD];
-#pragma unroll
-        for (int r = 0; r < AHEAD; r++) {
-            of_rank[r] = first + r < d.n_used ? y[(row * d.n_used + first + r) * n] : float4{};
-        }
-#pragma unroll
-        for (int r = 0; r < AHEAD; r++) {
-            sum = first + r < d.n_used ? fma4(weights[first + r], of_rank[r], sum) : sum;
-        }
-    }
-    if (d.shared()) {
-        const float open = reinterpret_cast<const float *>(routed + p.at.open)[row];
-        const float4 s = y[((p.a.sums != nullptr ? 0 : int64_t(d.T) * d.n_used) + row) * n];
-        sum = {sum.x + s.x * open, sum.y + s.y * open, sum.z + s.z * open, sum.w + s.w * open};
-    }
-    const float4 r = reinterpret_cast<const float4 *>(p.a.residual)[row * n + i];
-    reinterpret_cast<float4 *>(p.a.out)[row * n + i] = {sum.x + r.x, sum.y + r.y, sum.z + r.z, sum.w + r.w};
-}
-
 bool aligned(const void *p) {
     return p != nullptr && reinterpret_cast<uintptr_t>(p) % 16 == 0;
 }
@@ -492,21 +442,6 @@ int cuda::moe_route(const MoeRouteArgs &args, void *stream) {
     const RouteParams p = {args, RoutedLayout(d)};
     return int(launch_kernel(moe_route_kernel, grid, THREADS, size_t(bytes),
                              static_cast<cudaStream_t>(stream), args.overlap != 0, p));
-}
-
-int cuda::moe_sum(const MoeSumArgs &args, void *stream) {
-    const MoeDims &d = args.dims;
-    if (!moe_has(d) || !aligned(args.routed) || ((args.sums == nullptr || d.shared()) && !aligned(args.y)) ||
-        (args.sums != nullptr && !aligned(args.sums)) || !aligned(args.residual) || !aligned(args.out)) {
-        return int(cudaErrorInvalidValue);
-    }
-    if (d.T == 0) {
-        return 0;
-    }
-    const dim3 grid(unsigned((d.E / 4 + SUM_THREADS - 1) / SUM_THREADS), unsigned(d.T));
-    const SumParams p = {args, RoutedLayout(d)};
-    return int(launch_kernel(moe_sum_kernel, grid, SUM_THREADS, 0, static_cast<cudaStream_t>(stream),
-                             args.overlap != 0, p));
 }
 
 } // namespace luce

@@ -414,7 +414,7 @@ const CustomOp OPS[] = {
     {"moe_route", "E,T E xS E,n E? > 1", nullptr, moe_op<moe_route_op>},
     {"moe_up", "xR mE,F,n mE,G,m? mE,H,l? mE,I,k? > 1", nullptr, moe_op<moe_up_op>},
     {"moe_down", "xR H mF,E,n mG,E? > 1", nullptr, moe_op<moe_down_op>},
-    {"moe_sum", "xR Y E,T E,T? > E,T", nullptr, moe_op<moe_sum_op>},
+    {"moe_sum", "xR Y E,T E E,T? > 1", nullptr, moe_op<moe_sum_op>},
 #endif
 };
 

@@ -12,8 +12,7 @@ static Stream feed_forward(const StepBuild &b, const Stream &s, const Block &blo
     if (block.moe() == nullptr) {
         return ffn(b, s, *block.dense(), next);
     }
-    ggml_tensor *x = moe(b, s.normed, *block.moe(), s.x);
-    return {x, rms(x, next.weight, next.eps)};
+    return moe(b, s, *block.moe(), next);
 }
 
 // Returns the last row {E, 1} of t {E, T}.

@@ -57,14 +57,14 @@ ggml_tensor *experts_of_ggml(const StepBuild &b, ggml_tensor *x, ggml_tensor *ro
 
 } // namespace
 
-ggml_tensor *moe(const StepBuild &b, const MatmulInput &input, const Moe &w, ggml_tensor *residual) {
+Stream moe(const StepBuild &b, const Stream &s, const Moe &w, const Norm &next) {
 #ifdef LUCE_USE_CUDA
     if (b.model.device().gpu) {
-        return (w.in_ram ? moe_beside_ram : moe_on_gpu)(b, input, w, residual);
+        return (w.in_ram ? moe_beside_ram : moe_on_gpu)(b, s, w, next);
     }
 #endif
     ggml_context *ctx = b.ctx;
-    ggml_tensor *x = input_values(b, input);
+    ggml_tensor *x = input_values(b, s.normed);
     const int64_t E = x->ne[0], T = x->ne[1];
     ggml_tensor *route = add_op(ctx, "route", GGML_TYPE_I32, 2 * w.shape.n_used, T,
                                 {matmul(b, w.router, plain(x))}); // it has ids, then weights
@@ -81,7 +81,8 @@ ggml_tensor *moe(const StepBuild &b, const MatmulInput &input, const Moe &w, ggm
         ggml_tensor *open = ggml_sigmoid(ctx, matmul(b, w.shared_gate, plain(x))); // {1, T}
         y = ggml_add(ctx, y, ggml_mul(ctx, shared, open));
     }
-    return ggml_add(ctx, y, residual);
+    y = ggml_add(ctx, y, s.x);
+    return {y, rms(y, next.weight, next.eps)};
 }
 
 } // namespace luce

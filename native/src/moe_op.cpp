@@ -4,6 +4,7 @@
 
 #include "custom_op.h"
 #include "ram_op.h"
+#include "rowmm_op.h"
 
 #include <algorithm>
 
@@ -36,10 +37,10 @@ struct Layer {
     MoeDims dims;
     ggml_tensor *x; // {E, T}
 
-    Layer(const StepBuild &build, const MatmulInput &in, const Moe &moe, ggml_tensor *residual)
-        : b(build), input(in), w(moe), dims(dims_of(moe, in.x->ne[0], in.x->ne[1])),
-          x(ggml_is_contiguous(in.x) ? in.x : ggml_cont(build.ctx, in.x)) {
-        if (in.kind != ROWMM_RMS || in.x != residual) {
+    Layer(const StepBuild &build, const Stream &s, const Moe &moe)
+        : b(build), input(s.normed), w(moe), dims(dims_of(moe, s.x->ne[0], s.x->ne[1])),
+          x(ggml_is_contiguous(s.x) ? s.x : ggml_cont(build.ctx, s.x)) {
+        if (input.kind != ROWMM_RMS || input.x != s.x) {
             fail(LUCE_E_INTERNAL, "a mixture of experts takes its input's norm itself");
         }
     }
@@ -58,6 +59,20 @@ struct Layer {
         }
         const int64_t values = w.in_ram ? dims.T * dims.E * int64_t(sizeof(float)) : 0;
         return add("moe_route", GGML_TYPE_I8, moe_all_routed_bytes(dims) + values, 1, args);
+    }
+    // Adds what the experts gave, and of a step packs the sums as the next product takes them. `args` are
+    // what moe_sum takes ahead of the norm.
+    Stream sum(const Norm &next, std::vector<ggml_tensor *> args) const {
+        const int64_t E = dims.E, T = dims.T, packed = b.prefill() ? 0 : rowmm_op_bytes(T, E) / 4;
+        args.insert(args.begin() + 3, next.weight);
+        ggml_tensor *y = add("moe_sum", GGML_TYPE_F32, E * T + packed, 1, args);
+        ggml_tensor *out = ggml_view_2d(b.ctx, y, E, T, size_t(E) * sizeof(float), 0); // {E, T}
+        const MatmulInput normed = rms(out, next.weight, next.eps);
+        if (packed > 0) {
+            made_input(b, normed, true,
+                       [&] { return ggml_view_1d(b.ctx, y, packed, size_t(E * T) * sizeof(float)); });
+        }
+        return {out, normed};
     }
 };
 
@@ -92,8 +107,8 @@ void check_moe(const Device &device, const char *path, const Moe &moe) {
     }
 }
 
-ggml_tensor *moe_on_gpu(const StepBuild &b, const MatmulInput &input, const Moe &w, ggml_tensor *residual) {
-    const Layer layer(b, input, w, residual);
+Stream moe_on_gpu(const StepBuild &b, const Stream &s, const Moe &w, const Norm &next) {
+    const Layer layer(b, s, w);
     const MoeDims &dims = layer.dims;
     ggml_tensor *routed = layer.route();
     std::vector<ggml_tensor *> up = {routed, w.gate_up != nullptr ? w.gate_up : w.gate};
@@ -107,24 +122,23 @@ ggml_tensor *moe_on_gpu(const StepBuild &b, const MatmulInput &input, const Moe 
     }
     down[1] = layer.add("moe_up", GGML_TYPE_F32, dims.places() * dims.h_row(), 1, up);
     ggml_tensor *y = layer.add("moe_down", GGML_TYPE_F32, dims.places() * dims.E, 1, down);
-    return layer.add("moe_sum", GGML_TYPE_F32, dims.E, dims.T, {routed, y, layer.x}); // {E, T}
+    return layer.sum(next, {routed, y, layer.x});
 }
 
 // The shared expert is the device's. It lies between the way to the host and the host's part, which so runs beside it:
 // sources come in a graph's order.
-ggml_tensor *moe_beside_ram(const StepBuild &b, const MatmulInput &input, const Moe &w,
-                            ggml_tensor *residual) {
-    const Layer layer(b, input, w, residual);
+Stream moe_beside_ram(const StepBuild &b, const Stream &s, const Moe &w, const Norm &next) {
+    const Layer layer(b, s, w);
     const MoeDims &dims = layer.dims;
     ggml_tensor *routed = layer.route();
     ggml_tensor *given = ram_give(b, routed, w, dims.E, dims.T);
     ggml_tensor *sums = ram_experts_of(b, given, nullptr, w, dims.E, dims.T);
     ggml_tensor *shared = sums; // these stand in where there is no shared expert
     if (dims.shared()) {
-        const auto gates = matmuls(b, {w.shared.gate, w.shared.up}, input);
+        const auto gates = matmuls(b, {w.shared.gate, w.shared.up}, s.normed);
         shared = matmul(b, w.shared.down, swiglu(gates[0], gates[1]));
     }
-    return layer.add("moe_sum", GGML_TYPE_F32, dims.E, dims.T, {routed, shared, layer.x, sums}); // {E, T}
+    return layer.sum(next, {routed, shared, layer.x, sums});
 }
 
 int moe_route_op(const ggml_tensor *dst, void *stream, const MoeOp &op) {
@@ -185,7 +199,8 @@ int moe_down_op(const ggml_tensor *dst, void *stream, const MoeOp &op) {
 }
 
 int moe_sum_op(const ggml_tensor *dst, void *stream, const MoeOp &op) {
-    const ggml_tensor *sums = dst->src[3];
+    const ggml_tensor *sums = dst->src[4];
+    const bool packs = ggml_nelements(dst) > op.dims.E * op.dims.T; // then one launch has all rows
     return moe_each_launch(op.dims, [&](int32_t t, const MoeDims &dims, int64_t launch) {
         MoeSumArgs a{};
         a.dims = dims;
@@ -194,6 +209,8 @@ int moe_sum_op(const ggml_tensor *dst, void *stream, const MoeOp &op) {
         a.sums = sums == nullptr ? nullptr : values(sums) + t * dims.E;
         a.residual = values(dst->src[2]) + t * dims.E;
         a.out = values(dst) + t * dims.E;
+        a.norm = values(dst->src[3]);
+        a.packed = packs ? values(dst) + op.dims.T * dims.E : nullptr;
         a.overlap = 1;
         return cuda::moe_sum(a, stream);
     });

@@ -11,13 +11,12 @@ namespace luce {
 // all of them.
 void check_moe(const Device &device, const char *path, const Moe &moe);
 
-// Adds to residual the mixture of experts of an input {E, T} that is an RMS norm of residual, and gives {E,
-// T}.
-ggml_tensor *moe_on_gpu(const StepBuild &b, const MatmulInput &input, const Moe &w, ggml_tensor *residual);
+// s.x + the mixture of experts of s.normed, which is an RMS norm of s.x. A step's rows are packed for the next
+// product at once.
+Stream moe_on_gpu(const StepBuild &b, const Stream &s, const Moe &w, const Norm &next);
 
 // Does the same where the experts are in host memory (ram_op.h).
-ggml_tensor *moe_beside_ram(const StepBuild &b, const MatmulInput &input, const Moe &w,
-                            ggml_tensor *residual);
+Stream moe_beside_ram(const StepBuild &b, const Stream &s, const Moe &w, const Norm &next);
 
 // These are bits of a param.
 constexpr int32_t MOE_FUSED = 1, MOE_VALUES = 2;

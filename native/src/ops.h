@@ -191,8 +191,8 @@ ggml_tensor *prefill_mask(const StepBuild &b, int32_t window);
 Stream deltanet(const StepBuild &b, const Stream &s, const DeltaNet &w, const DeltaState &state,
                 const Norm &next);
 
-// Computes residual + a mixture of experts of x {E, T} -> {E, T} (moe.cpp).
-ggml_tensor *moe(const StepBuild &b, const MatmulInput &x, const Moe &w, ggml_tensor *residual);
+// s.x + a mixture of experts of s.normed (moe.cpp).
+Stream moe(const StepBuild &b, const Stream &s, const Moe &w, const Norm &next);
 
 // s.x + SwiGLU of s.normed: down(silu(gate x) * up x).
 Stream ffn(const StepBuild &b, const Stream &s, const Ffn &w, const Norm &next);

@@ -13,6 +13,19 @@ Routed run(Mixture &l, const Floats &x, bool overlap, int replays = 1) {
     run_times(replays, [&] { b.enqueue(l, overlap); });
     const std::vector<uint8_t> after = l.counters.get();
     expect(std::all_of(after.begin(), after.end(), [](uint8_t c) { return c == 0; }), "moe leaves its counters at zero");
+    if (d.T <= ROWMM_MAX_ROWS) {
+        Device<uint8_t> packed(b.packed.n);
+        RowmmPackArgs a{};
+        a.x = b.out.p;
+        a.x_row = a.K = d.E;
+        a.T = d.T;
+        a.out = packed.p;
+        a.input = ROWMM_RMS;
+        a.w = l.d_norm.p;
+        must(cuda::rowmm_pack(a, stream));
+        must(cudaStreamSynchronize(stream));
+        expect(b.packed.get() == packed.get(), "moe packs its sums as rowmm does at " + std::to_string(d.T) + " rows");
+    }
     return b.get();
 }
 
@@ -249,7 +262,7 @@ void check_elsewhere(int T) {
     const Floats taken = taken_back(dims, b, whole, values, sums);
     expect(same_bits(taken, sums), "moe takes sums back from the host");
     Device<float> d_sums(taken), out(x.size());
-    must(cuda::moe_sum({dims, b.routed.p, b.y.p + T * dims.n_used * dims.E, d_sums.p, b.x.p, out.p, 0}, stream));
+    must(cuda::moe_sum({dims, b.routed.p, b.y.p + T * dims.n_used * dims.E, d_sums.p, b.x.p, out.p, nullptr, nullptr, 0}, stream));
     must(cudaStreamSynchronize(stream));
     expect(same_bits(out.get(), whole.out), "moe adds sums that were made elsewhere");
 }

@@ -88,12 +88,12 @@ struct Routed {
 struct Buffers {
     MoeDims dims;
     Device<float> x, h, y, out, values;
-    Device<uint8_t> routed;
+    Device<uint8_t> routed, packed;
 
     Buffers(const MoeDims &d, const Floats &rows)
         : dims(d), x(rows), h(size_t(d.places() * d.h_row())), y(size_t(d.places() * d.E)), out(rows.size()),
           values(rows.size()),
-          routed(size_t(moe_routed_bytes(d))) {}
+          routed(size_t(moe_routed_bytes(d))), packed(size_t(rowmm_x_bytes(d.T, d.E))) {}
 
     void enqueue(Mixture &l, bool overlap) {
         must(cuda::moe_route({dims, x.p, l.d_norm.p, Mixture::EPS, l.d_router.p, l.d_shared_gate.p, l.counters.p, routed.p,
@@ -106,7 +106,7 @@ struct Buffers {
         a.h = h.p;
         a.out = y.p;
         must(cuda::moe_down(a, stream));
-        must(cuda::moe_sum({dims, routed.p, y.p, nullptr, x.p, out.p, overlap}, stream));
+        must(cuda::moe_sum({dims, routed.p, y.p, nullptr, x.p, out.p, l.d_norm.p, dims.T <= ROWMM_MAX_ROWS ? packed.p : nullptr, overlap}, stream));
     }
     Routed get() const {
         const std::vector<uint8_t> bytes = routed.get();

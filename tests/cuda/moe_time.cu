@@ -46,7 +46,7 @@ struct MoeBench {
     std::vector<std::unique_ptr<TimedLayer>> layers;
     Device<float> x{normals(64 * E)}, norm{Floats(size_t(E), 1.0f)}, gate{normals(size_t(E), 0.05f)};
     Device<float> h{64 * (N_USED + 1) * FF}, y{64 * (N_USED + 1) * E}, out{64 * E};
-    Device<uint8_t> counters{size_t(MOE_COUNTER_BYTES)}, routed{size_t(moe_routed_bytes(dims_of(64)))};
+    Device<uint8_t> counters{size_t(MOE_COUNTER_BYTES)}, routed{size_t(moe_routed_bytes(dims_of(64)))}, packed{size_t(rowmm_x_bytes(64, E))};
 
     static MoeDims dims_of(int T) { return {T, N_EXPERT, N_USED, E, FF, FF}; }
 
@@ -70,7 +70,7 @@ struct MoeBench {
             } else if (i == 2) {
                 must(cuda::moe_down({d, l.down.matrix(), {}, l.down_s.matrix(), {}, routed.p, h.p, y.p, overlap}, stream));
             } else {
-                must(cuda::moe_sum({d, routed.p, y.p, nullptr, x.p, out.p, overlap}, stream));
+                must(cuda::moe_sum({d, routed.p, y.p, nullptr, x.p, out.p, norm.p, packed.p, overlap}, stream));
             }
         }
     }

@@ -58,7 +58,7 @@ def build(folder: Path, kernels: list[str], checks: list[str], check: str) -> Pa
 CHECKED = {
     "moe_check.cu": (
         "check_moe(false)",
-        ["rowmm_permute.cu", "moe_route.cu", "moe_matmul.cu", "hand_over.cu"],
+        ["rowmm_permute.cu", "rowmm_pack.cu", "moe_route.cu", "moe_matmul.cu", "moe_sum.cu", "hand_over.cu"],
     ),
     # Blocks of one team and of two (rowmm_kernel.cuh) have ranges that begin anywhere in K.
     "rowmm_check.cu": (
