@@ -1,13 +1,14 @@
 // Computes the products of a mixture of experts (moe.h): up and down. A task is an item (an expert and up to 8
-// of its rows) and a few sixteenths of the outputs. A warp has 16 outputs and one part of K, of one matrix.
+// of its rows) and a few sixteenths of the outputs. A warp has 16 outputs of one matrix, and one
+// part of K; or all of them, where there are tasks enough.
 //
 // A launch has as many blocks as run at once, and each goes through its tasks, which it lists ahead. A warp
-// brings its own fragments into shared memory, pieces ahead, across its tasks; the rows of the next task come
+// brings its own units into shared memory, ahead and across its tasks; the rows of the next task come
 // while one is multiplied. The parts of K are then added in their order. In up, gate and up are two warps of
 // the same block, which go through silu(gate) * up together. Down packs its rows, which are up's F32 results,
 // itself.
+#include "moe_item.cuh"
 #include "moe_plan.h"
-#include "rowmm_multiply.cuh"
 #include "rowmm_pack.cuh"
 
 #include <algorithm>
@@ -17,9 +18,8 @@ namespace {
 
 constexpr int THREADS = ITEM_WARPS * WARP;
 constexpr int PART_ROW = FRAGMENT + 4; // the padding makes banks differ
-constexpr int PIECE = 4608; // a warp's units come in pieces of so many bytes, or of one unit
-constexpr int MAX_SLOTS = 4; // a warp has so many pieces in shared memory at most
-constexpr int TASKS = THREADS / ITEM_ROWS; // a block lists so many
+constexpr int MAX_SLOTS = 4; // a warp has so many units in shared memory at most
+constexpr int TASKS = THREADS / MAX_ITEM_ROWS; // a block lists so many
 constexpr int SHARED = -1, NONE = -2; // these stand in an expert's place
 constexpr int BLOCKS_SM = 3, LEAST_SLOTS = 2, MAX_STEPS = 4, TASKS_AHEAD = 2;
 constexpr int BARRIER_BYTES = ((ITEM_WARPS * MAX_SLOTS + 2) * 8 + 127) / 128 * 128;
@@ -29,13 +29,16 @@ struct Matrix {
     int64_t expert_bytes;
     uint32_t scales; // the outputs' powers of two begin at this offset; it is 0 where there are none
     int32_t type, units, unit_bytes; // a chunk has `units` units, a fragment has `unit_bytes` bytes
-    int32_t piece; // a piece has so many units
 };
 
 struct Group { // it is for the experts, or for the shared expert
     Matrix matrices[2];
-    int32_t N, K, chunks, fragments, row_bytes, record;
-    int32_t log_parts, log_fragments; // K has so many parts, and a block so many sixteenths at once
+    int32_t N, K, chunks, fragments, record;
+    // K has so many parts, of which so many warps have their own, and a block has so many sixteenths at once.
+    int32_t log_parts, log_across, log_fragments;
+
+    // Returns the first unit of a part of K.
+    __device__ int begin(int part, int units) const { return (chunks * part >> log_parts) * units; }
 };
 
 struct MatmulParams {
@@ -45,7 +48,8 @@ struct MatmulParams {
     int64_t out_row, h_row, rows, items, head, places; // the last four are offsets
     int32_t T, n_used, n_expert, n_shared, max_items;
     int32_t log_matrices, slot_bytes, slots;
-    int32_t capacity, steps; // so many rows are in shared memory; a task has so many steps of outputs
+    int32_t row_bytes, capacity; // so many rows are in shared memory, so far from each other
+    int32_t item_rows, steps; // an item has so many rows at most, and a task so many steps of outputs
     int32_t tasks; // an item has so many
     Group experts, shared;
 };
@@ -56,13 +60,16 @@ struct Task {
 
 // Says which part of a group's matrices the warp has.
 struct Work {
-    int matrix, part, fragment; // `fragment` counts in the block
+    int matrix, fragment; // `fragment` counts in the block
+    int part, last; // it has parts part .. last - 1 of K
 
     __device__ Work(const MatmulParams &p, const Group &g) {
         const int warp = threadIdx.x / WARP, log = p.log_matrices;
         matrix = warp & ((1 << log) - 1);
-        part = warp >> log & ((1 << g.log_parts) - 1);
-        fragment = warp >> (log + g.log_parts);
+        const int within = g.log_parts - g.log_across;
+        part = (warp >> log & ((1 << g.log_across) - 1)) << within;
+        last = part + (1 << within);
+        fragment = warp >> (log + g.log_across);
     }
     __device__ int fragment_at(const MatmulParams &p, const Group &g, int x, int step) const {
         return ((x * p.steps + step) << g.log_fragments) + fragment;
@@ -73,10 +80,10 @@ __device__ __forceinline__ const Group &group_of(const MatmulParams &p, int expe
     return expert == SHARED ? p.shared : p.experts;
 }
 
-// Goes through the pieces of a warp, step after step and task after task, and brings them into its slots.
-struct Pieces {
+// Goes through the units of a warp, step after step and task after task, and brings them into its slots.
+struct Units {
     const uint8_t *from; // the next unit is fetched from here
-    int stride, unit_bytes, piece, left; // so many units of the step are left
+    int stride, bytes, left; // so many units of the step are left
     int task, step;
 
     __device__ void begin(const MatmulParams &p, int expert, int x) {
@@ -84,18 +91,16 @@ struct Pieces {
         const Work w(p, g);
         const Matrix &m = g.matrices[w.matrix];
         const int fragment = w.fragment_at(p, g, x, step);
-        const int first = (g.chunks * w.part >> g.log_parts) * m.units;
-        const int last = (g.chunks * (w.part + 1) >> g.log_parts) * m.units;
+        const int first = g.begin(w.part, m.units), last = g.begin(w.last, m.units);
         const int tile = fragment / FRAGMENTS, wide = min(g.fragments - tile * FRAGMENTS, FRAGMENTS);
         const uint32_t at =
             uint32_t(tile * FRAGMENTS * g.chunks * m.units + first * wide + fragment % FRAGMENTS);
         from = m.packed + max(expert, 0) * m.expert_bytes + int64_t(at) * m.unit_bytes;
-        unit_bytes = m.unit_bytes;
-        stride = wide * unit_bytes;
-        piece = m.piece;
+        bytes = m.unit_bytes;
+        stride = wide * bytes;
         left = fragment < g.fragments ? last - first : 0;
     }
-    // Returns whether there is a piece.
+    // Returns whether there is a unit.
     __device__ bool find(const MatmulParams &p, const Task *tasks, int n_tasks) {
         while (left == 0) {
             if (++step >= p.steps) {
@@ -111,92 +116,15 @@ struct Pieces {
         return true;
     }
     __device__ void fetch(uint32_t slot, uint32_t barrier) {
-        const int n = min(piece, left);
         if (threadIdx.x % WARP < COPY_LANES) {
-            copies_begin(barrier, n * unit_bytes);
-            for (int i = 0; i < n; i++) {
-                copy_to_shared(slot + i * unit_bytes, from + int64_t(i) * stride, unit_bytes, barrier, false);
-            }
+            copies_begin(barrier, bytes);
+            copy_to_shared(slot, from, bytes, barrier, false);
             copies_end(barrier);
         }
-        from += int64_t(n) * stride;
-        left -= n;
+        from += stride;
+        left--;
     }
 };
-
-// Adds a unit's products with a chunk of activations, which is the lane's own column's, to acc.
-template <int TYPE>
-__device__ __forceinline__ void multiply_item(Sums<1> &acc, const uint8_t *fragment, const uint8_t *chunk,
-                                              int unit, int lane) {
-    constexpr int VALUES = 8 / units_of_chunk(TYPE) * 64; // a unit's activations have so many bytes
-    const uint8_t *tail = chunk + chunk_sums(1);
-    const float own = word_at<float>(tail + 32);
-    const float down[2] = {__shfl_sync(~0u, own, lane % 4 * 8), __shfl_sync(~0u, own, lane % 4 * 8 + 4)};
-    Sums<1> c = {};
-    float minimums[4] = {}, factor[2] = {1, 1}, minimum_factor[2] = {};
-    if constexpr (is_float_type(TYPE)) {
-        multiply_floats<TYPE, 1>(c, fragment, chunk + unit * VALUES, 1, lane);
-    } else {
-        Lane<TYPE> weights;
-        weights.load(fragment, lane);
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            Fields<bits_of(TYPE)> f[2];
-            f[0].load(fragment, 2 * h, lane);
-            f[1].load(fragment, 2 * h + 1, lane);
-            weights.half(h);
-            multiply_half<TYPE, 1>(c, weights, f, chunk, h, 1, lane);
-        }
-        factor[0] = weights.factor(0), factor[1] = weights.factor(1);
-        if constexpr (has_minimum(TYPE)) {
-            const uint2 sums = word_at<uint2>(tail + lane % 4 * 8);
-            const uint32_t m0 = weights.minimum(0), m1 = weights.minimum(1);
-            mma(minimums, m0, m1, m0, m1, sums.x, sums.y);
-            minimum_factor[0] = weights.minimum_factor(0), minimum_factor[1] = weights.minimum_factor(1);
-        }
-    }
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
-        float x = c[0][k];
-        if constexpr (has_super(TYPE)) {
-            x *= factor[k / 2];
-        }
-        if constexpr (has_minimum(TYPE)) {
-            x = fmaf(-minimum_factor[k / 2], minimums[k], x);
-        }
-        acc[0][k] = fmaf(x, down[k % 2], acc[0][k]);
-    }
-}
-
-template <int TYPE>
-__device__ __forceinline__ void multiply_part(Sums<1> &acc, const uint8_t *piece, const uint8_t *row,
-                                              int first, int last, int lane) {
-    constexpr int UNITS = units_of_chunk(TYPE);
-    for (int u = first; u < last; u++, piece += fragment_bytes(TYPE)) {
-        multiply_item<TYPE>(acc, piece, row + u / UNITS * chunk_bytes(1), u % UNITS, lane);
-    }
-}
-
-__device__ __forceinline__ void multiply_any(int type, Sums<1> &acc, const uint8_t *piece, const uint8_t *row,
-                                             int first, int last, int lane) {
-    switch (type) {
-        case TYPE_F32: multiply_part<TYPE_F32>(acc, piece, row, first, last, lane); break;
-        case TYPE_F16:
-        case TYPE_BF16: multiply_part<TYPE_F16>(acc, piece, row, first, last, lane); break;
-        case TYPE_Q4_0: multiply_part<TYPE_Q4_0>(acc, piece, row, first, last, lane); break;
-        case TYPE_Q4_1: multiply_part<TYPE_Q4_1>(acc, piece, row, first, last, lane); break;
-        case TYPE_Q5_0: multiply_part<TYPE_Q5_0>(acc, piece, row, first, last, lane); break;
-        case TYPE_Q5_1: multiply_part<TYPE_Q5_1>(acc, piece, row, first, last, lane); break;
-        case TYPE_Q8_0: multiply_part<TYPE_Q8_0>(acc, piece, row, first, last, lane); break;
-        case TYPE_Q2_K: multiply_part<TYPE_Q2_K>(acc, piece, row, first, last, lane); break;
-        case TYPE_Q3_K: multiply_part<TYPE_Q3_K>(acc, piece, row, first, last, lane); break;
-        case TYPE_Q4_K: multiply_part<TYPE_Q4_K>(acc, piece, row, first, last, lane); break;
-        case TYPE_Q5_K: multiply_part<TYPE_Q5_K>(acc, piece, row, first, last, lane); break;
-        case TYPE_Q6_K: multiply_part<TYPE_Q6_K>(acc, piece, row, first, last, lane); break;
-        case TYPE_IQ4_NL: multiply_part<TYPE_IQ4_NL>(acc, piece, row, first, last, lane); break;
-        default: multiply_part<TYPE_IQ4_XS>(acc, piece, row, first, last, lane); break;
-    }
-}
 
 // The rows of tasks lie in shared memory from row `at` onwards.
 struct Rows {
@@ -211,14 +139,14 @@ struct Rows {
     // Copies what route packed, or packs F32.
     __device__ void fill(const MatmulParams &p, const Task &t, const int *places, int task, int to) const {
         const Group &g = group_of(p, t.expert);
-        uint8_t *out = rows + to * g.row_bytes;
+        uint8_t *out = rows + to * p.row_bytes;
         if (p.h == nullptr) {
             if (threadIdx.x < COPY_LANES) {
                 const uint32_t bar = barrier + task % 2 * 8;
                 copies_begin(bar, t.count * g.record);
                 for (int r = 0; r < t.count; r++) {
                     const int row = t.expert == SHARED ? places[r] - p.T * p.n_used : places[r] / p.n_used;
-                    copy_to_shared(shared_address(out + r * g.row_bytes),
+                    copy_to_shared(shared_address(out + r * p.row_bytes),
                                    p.routed + p.rows + int64_t(row) * g.record, g.record, bar, true);
                 }
                 copies_end(bar);
@@ -230,23 +158,31 @@ struct Rows {
             const int column = i / g.chunks, chunk = i - column * g.chunks;
             float v[OWN];
             load_values(v, p.h + places[column] * p.h_row, chunk * CHUNK + lane * OWN, g.K);
-            pack_chunk(out + column * g.row_bytes + chunk * chunk_bytes(1), 1, 0, false, v, largest(v), lane);
+            pack_chunk(out + column * p.row_bytes + chunk * chunk_bytes(1), 1, 0, false, v, largest(v), lane);
         }
     }
 };
 
-using Parts = float[ITEM_WARPS][ITEM_ROWS][PART_ROW]; // [warp][column][output]
+using Parts = float[ITEM_WARPS][MAX_ITEM_ROWS][PART_ROW]; // [warp][column][output]
 
-__device__ void leave_part(Parts &parts, const Matrix &m, int fragment, const Task &t, const Sums<1> &acc) {
+__device__ void leave_part(Parts &parts, int count, const Sums<1> &acc) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const float *scales =
-        reinterpret_cast<const float *>(m.packed + max(t.expert, 0) * m.expert_bytes + m.scales);
 #pragma unroll
     for (int k = 0; k < 4; k++) {
-        const int o = lane / 4 + k / 2 * 8, column = lane % 4 * 2 + k % 2;
-        if (column < t.count) {
-            const float scale = m.scales > 0 ? scales[fragment * FRAGMENT + o] : 1.0f;
-            parts[warp][column][o] = acc[0][k] * scale;
+        if (const int column = lane % 4 * 2 + k % 2; column < count) {
+            parts[warp][column][lane / 4 + k / 2 * 8] = acc[0][k];
+        }
+    }
+}
+
+// Multiplies the outputs of a part of K by their powers of two, where the type has them.
+__device__ __forceinline__ void scale_part(Sums<1> &acc, const Matrix &m, int expert, int fragment) {
+    if (m.scales > 0) {
+        const float *scales =
+            reinterpret_cast<const float *>(m.packed + max(expert, 0) * m.expert_bytes + m.scales);
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            acc[0][k] *= scales[fragment * FRAGMENT + threadIdx.x % WARP / 4 + k / 2 * 8];
         }
     }
 }
@@ -254,7 +190,7 @@ __device__ void leave_part(Parts &parts, const Matrix &m, int fragment, const Ta
 // Adds the parts of K in order, and makes silu(gate) * up of two matrices.
 __device__ void write_out(const MatmulParams &p, const Group &g, const Parts &parts, const int *places,
                           const Task &t, int step) {
-    const int n_matrices = 1 << p.log_matrices, n_parts = 1 << g.log_parts;
+    const int n_matrices = 1 << p.log_matrices, n_parts = 1 << g.log_across;
     for (int i = threadIdx.x; i < t.count * FRAGMENT << g.log_fragments; i += THREADS) {
         const int o = i % FRAGMENT, f = i / FRAGMENT & ((1 << g.log_fragments) - 1);
         const int column = i / FRAGMENT >> g.log_fragments;
@@ -266,7 +202,7 @@ __device__ void write_out(const MatmulParams &p, const Group &g, const Parts &pa
 #pragma unroll
         for (int m = 0; m < 2; m++) {
             for (int part = 0; m < n_matrices && part < n_parts; part++) {
-                const float x = parts[(((f << g.log_parts) + part) << p.log_matrices) + m][column][o];
+                const float x = parts[(((f << g.log_across) + part) << p.log_matrices) + m][column][o];
                 sums[m] = part == 0 ? x : sums[m] + x;
             }
         }
@@ -282,7 +218,7 @@ __global__ void __launch_bounds__(THREADS, 3) moe_matmul_kernel(const __grid_con
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ Parts parts[2];
     __shared__ Task tasks[TASKS];
-    __shared__ int places[TASKS][ITEM_ROWS];
+    __shared__ int places[TASKS][MAX_ITEM_ROWS];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const MoeItem *items = reinterpret_cast<const MoeItem *>(p.routed + p.items);
     const uint32_t barriers = shared_address(shared), full = barriers + warp * MAX_SLOTS * 8;
@@ -305,28 +241,29 @@ __global__ void __launch_bounds__(THREADS, 3) moe_matmul_kernel(const __grid_con
         const int listed = __ldcg(&items[first - p.n_shared].expert);
         early = listed >= 0 && listed < p.n_expert ? listed : NONE;
     }
-    Pieces pieces = {nullptr, 0, 0, 0, 0, 0, 0};
-    const auto fill = [&] { // it fetches the pieces of the step in hand, as far as there is room
-        for (; filled < p.slots && pieces.left > 0; filled++) {
-            pieces.fetch(shared_address(ring) + filled * p.slot_bytes, full + filled * 8);
+    Units units = {nullptr, 0, 0, 0, 0, 0};
+    const auto fill = [&] { // it fetches the units of the step in hand, as far as there is room
+        for (; filled < p.slots && units.left > 0; filled++) {
+            units.fetch(shared_address(ring) + filled * p.slot_bytes, full + filled * 8);
         }
     };
     __syncthreads();
     if (early != NONE) {
-        pieces.begin(p, early, x);
+        units.begin(p, early, x);
         fill();
     }
     wait_for_previous();
     let_next_start(); // this comes only now, so that the launch behind sees what the one ahead has written.
-    const int own = threadIdx.x / ITEM_ROWS, task_at = blockIdx.x + own * gridDim.x; // this thread lists it
+    const int own = threadIdx.x / MAX_ITEM_ROWS,
+              task_at = blockIdx.x + own * gridDim.x; // this thread lists it
     const int item = task_at / p.tasks - p.n_shared;
     int4 listed = {SHARED, p.T * p.n_used, 0, 0}, at_first = {SHARED, 0, 0, 0};
     if (item >= 0 && item < p.max_items) {
         listed = __ldcg(reinterpret_cast<const int4 *>(items + item));
     } else {
-        const int row = (item + p.n_shared) * ITEM_ROWS;
+        const int row = (item + p.n_shared) * p.item_rows;
         listed.y += row;
-        listed.z = min(p.T - row, ITEM_ROWS);
+        listed.z = min(p.T - row, p.item_rows);
     }
     if (first >= p.n_shared) {
         at_first = __ldcg(reinterpret_cast<const int4 *>(items + (first - p.n_shared)));
@@ -345,11 +282,11 @@ __global__ void __launch_bounds__(THREADS, 3) moe_matmul_kernel(const __grid_con
         __syncwarp();
         phases = (1u << filled) - 1;
         filled = 0;
-        pieces.begin(p, at_first.x, x);
+        units.begin(p, at_first.x, x);
         fill();
     }
     if (own < n_tasks) {
-        const int r = threadIdx.x % ITEM_ROWS;
+        const int r = threadIdx.x % MAX_ITEM_ROWS;
         if (r == 0) {
             tasks[own] = {listed.x, task_at % p.tasks, listed.z, 0};
         }
@@ -359,7 +296,7 @@ __global__ void __launch_bounds__(THREADS, 3) moe_matmul_kernel(const __grid_con
         }
     }
     __syncthreads();
-    while (filled < p.slots && pieces.find(p, tasks, n_tasks)) {
+    while (filled < p.slots && units.find(p, tasks, n_tasks)) {
         fill();
     }
     rows.fill(p, tasks[0], places[0], 0, 0);
@@ -379,24 +316,31 @@ __global__ void __launch_bounds__(THREADS, 3) moe_matmul_kernel(const __grid_con
         if (p.h == nullptr) {
             barrier_wait(rows.barrier + i % 2 * 8, i / 2 % 2);
         }
-        const uint8_t *row = rows.rows + (rows.at + min(lane / 4, t.count - 1)) * g.row_bytes;
+        const uint8_t *row = rows.rows + (rows.at + min(lane / 4, t.count - 1)) * p.row_bytes;
         for (int step = 0; step < p.steps; step++, turn ^= 1) {
             const int fragment = w.fragment_at(p, g, t.x, step);
             if (fragment < g.fragments) {
-                Sums<1> acc = {};
-                const int end = (g.chunks * (w.part + 1) >> g.log_parts) * m.units;
-                for (int u = (g.chunks * w.part >> g.log_parts) * m.units; u < end; u += m.piece) {
-                    barrier_wait(full + slot * 8, phases >> slot & 1);
-                    phases ^= 1u << slot;
-                    multiply_any(m.type, acc, ring + slot * p.slot_bytes, row, u, min(u + m.piece, end),
-                                 lane);
-                    __syncwarp();
-                    if (pieces.find(p, tasks, n_tasks)) {
-                        pieces.fetch(shared_address(ring) + slot * p.slot_bytes, full + slot * 8);
+                Sums<1> total = {};
+                int u = g.begin(w.part, m.units);
+                for (int part = w.part; part < w.last; part++) {
+                    Sums<1> acc = {};
+                    for (const int end = g.begin(part + 1, m.units); u < end; u++) {
+                        barrier_wait(full + slot * 8, phases >> slot & 1);
+                        phases ^= 1u << slot;
+                        multiply_any(m.type, acc, ring + slot * p.slot_bytes, row, u, lane);
+                        __syncwarp();
+                        if (units.find(p, tasks, n_tasks)) {
+                            units.fetch(shared_address(ring) + slot * p.slot_bytes, full + slot * 8);
+                        }
+                        slot = slot + 1 == p.slots ? 0 : slot + 1;
                     }
-                    slot = slot + 1 == p.slots ? 0 : slot + 1;
+                    scale_part(acc, m, t.expert, fragment);
+#pragma unroll
+                    for (int k = 0; k < 4; k++) {
+                        total[0][k] = part == w.part ? acc[0][k] : total[0][k] + acc[0][k];
+                    }
                 }
-                leave_part(parts[turn], m, fragment, t, acc);
+                leave_part(parts[turn], t.count, total);
             }
             __syncthreads();
             write_out(p, g, parts[turn], places[i], t, step);
@@ -427,7 +371,6 @@ bool set(Matrix &out, const MoeMatrix &m, int64_t K, int64_t N, bool one) {
     out.type = m.type;
     out.units = units_of_chunk(m.type);
     out.unit_bytes = fragment_bytes(m.type);
-    out.piece = std::max(PIECE / std::max(out.unit_bytes, 1), 1);
     out.scales = has_output_scale(m.type) ? uint32_t(output_scale_offset(m.type, K, N)) : 0;
     return bytes > 0 && aligned(m.packed) && (one || (m.expert_bytes >= bytes && m.expert_bytes % 16 == 0));
 }
@@ -438,15 +381,25 @@ bool set(Group &out, const MoeMatrix &first, const MoeMatrix &second, int64_t K,
     out.N = int32_t(N);
     out.chunks = int32_t(chunks_of(K));
     out.fragments = int32_t(fragments_of(N));
-    out.row_bytes = shared_row(K);
     out.record = int32_t(row_record(K));
     out.log_parts = log2_of(k_parts(K));
-    out.log_fragments = log2_of(block_fragments(K, two ? 2 : 1));
     return set(out.matrices[0], first, K, N, one) && (!two || set(out.matrices[1], second, K, N, one));
 }
 
+// Gives each part of K a warp of its own, or a warp all of K. Returns how often a block's outputs go into the widest
+// group's.
+int share_out(MatmulParams &p, bool whole) {
+    int wide = 0;
+    for (Group *g : {&p.experts, &p.shared}) {
+        g->log_across = whole ? 0 : g->log_parts;
+        g->log_fragments = log2_of(ITEM_WARPS) - p.log_matrices - g->log_across;
+        wide = std::max(wide, (g->fragments + (1 << g->log_fragments) - 1) >> g->log_fragments);
+    }
+    return wide;
+}
+
 // Finds how many blocks a launch has, how many steps a task has, and what is in shared memory.
-cudaError_t lay_out(MatmulParams &p, int T, int &blocks, int &bytes) {
+cudaError_t lay_out(MatmulParams &p, int &blocks, int &bytes) {
     int device = 0, multiprocessors = 0, shared_sm = 0;
     cudaError_t error = cudaGetDevice(&device);
     const auto get = [&](int &value, cudaDeviceAttr what) {
@@ -456,43 +409,36 @@ cudaError_t lay_out(MatmulParams &p, int T, int &blocks, int &bytes) {
     };
     get(multiprocessors, cudaDevAttrMultiProcessorCount);
     get(shared_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
-    const int n_matrices = 1 << p.log_matrices;
-    int row = 0, wide = 0, pieces = 1;
     for (const Group *g : {&p.experts, &p.shared}) {
-        if (g == &p.experts || p.n_shared > 0) {
-            row = std::max(row, g->row_bytes);
-            wide = std::max(wide, (g->fragments + (1 << g->log_fragments) - 1) >> g->log_fragments);
-            for (int m = 0; m < n_matrices; m++) {
-                const Matrix &of = g->matrices[m];
-                const int units = ((g->chunks + (1 << g->log_parts) - 1) >> g->log_parts) * of.units;
-                p.slot_bytes = std::max(p.slot_bytes, std::min(of.piece, units) * of.unit_bytes);
-                pieces = std::max(pieces, (units + of.piece - 1) / of.piece);
-            }
+        p.row_bytes = std::max(p.row_bytes, shared_row(g->K));
+        for (int m = 0; m < 1 << p.log_matrices; m++) {
+            p.slot_bytes = std::max(p.slot_bytes, g->matrices[m].unit_bytes);
         }
     }
-    const int most = std::min(T, ITEM_ROWS), items = p.n_shared + p.max_items;
-    const int fixed =
-        int(sizeof(Parts)) * 2 + TASKS * int(sizeof(Task) + ITEM_ROWS * sizeof(int)) + BARRIER_BYTES + 1024;
+    const int items = p.n_shared + p.max_items, most = std::min(p.T, p.item_rows);
+    const bool whole = items * share_out(p, true) >= 2 * multiprocessors;
+    const int wide = share_out(p, whole), slot = ITEM_WARPS * p.slot_bytes;
+    constexpr int BESIDES =
+        2 * sizeof(Parts) + TASKS * (sizeof(Task) + MAX_ITEM_ROWS * sizeof(int)) + BARRIER_BYTES + 1024;
+    const auto room = [&](int per_sm) { return shared_sm / per_sm - BESIDES - most * p.row_bytes; };
     int per_sm = BLOCKS_SM;
-    const auto room = [&](int per) { return shared_sm / per - fixed; };
-    while (per_sm > 1 && room(per_sm) < most * row + LEAST_SLOTS * ITEM_WARPS * p.slot_bytes) {
+    while (per_sm > 1 && room(per_sm) < LEAST_SLOTS * slot) {
         per_sm--;
     }
     const int at_once = per_sm * multiprocessors;
     p.steps = 1;
-    while (p.steps < MAX_STEPS && items * wide >= at_once * 2 * TASKS_AHEAD * p.steps) {
+    while (p.steps < MAX_STEPS && items * wide >= at_once * TASKS_AHEAD * 2 * p.steps) {
         p.steps *= 2;
     }
     p.tasks = (wide + p.steps - 1) / p.steps;
     const int tasks = items * p.tasks;
-    const int each = std::max((tasks + at_once - 1) / at_once, 1);
-    p.slots = std::min({MAX_SLOTS, pieces * p.steps * each,
-                        std::max((room(per_sm) - most * row) / (ITEM_WARPS * p.slot_bytes), 1)});
-    p.capacity =
-        each == 1 ? most : std::min((room(per_sm) - p.slots * ITEM_WARPS * p.slot_bytes) / row, 2 * most);
-    p.capacity = std::max(p.capacity, most);
     blocks = std::max(std::min(tasks, at_once), (tasks + TASKS - 1) / TASKS);
-    bytes = BARRIER_BYTES + p.slots * ITEM_WARPS * p.slot_bytes + p.capacity * row;
+    p.slots = std::max(std::min(room(per_sm) / slot, blocks == tasks && !whole ? LEAST_SLOTS : MAX_SLOTS), 1);
+    p.capacity = most;
+    if (blocks < tasks) { // then the next task's rows may come ahead
+        p.capacity += std::max(std::min((room(per_sm) - p.slots * slot) / p.row_bytes, most), 0);
+    }
+    bytes = BARRIER_BYTES + p.slots * slot + p.capacity * p.row_bytes;
     return error;
 }
 
@@ -514,6 +460,7 @@ int multiply(const MoeMatmulArgs &a, bool up, cudaStream_t stream) {
     p.n_expert = d.n_expert;
     p.n_shared = shared_items(d);
     p.max_items = int32_t(max_items(d));
+    p.item_rows = item_rows(d);
     p.log_matrices = up ? 1 : 0;
     const int64_t E = d.E, FF = d.FF, FFs = d.FF_shared;
     if (!moe_has(d) || !aligned(a.routed) || !aligned(a.out) || (!up && !aligned(a.h)) ||
@@ -525,8 +472,11 @@ int multiply(const MoeMatmulArgs &a, bool up, cudaStream_t stream) {
     if (d.T == 0) {
         return 0;
     }
+    if (!d.shared()) {
+        p.shared = p.experts;
+    }
     int blocks = 0, bytes = 0;
-    if (const cudaError_t error = lay_out(p, d.T, blocks, bytes); error != cudaSuccess) {
+    if (const cudaError_t error = lay_out(p, blocks, bytes); error != cudaSuccess) {
         return int(error);
     }
     return int(launch_kernel(moe_matmul_kernel, dim3(unsigned(blocks)), THREADS, size_t(bytes), stream,

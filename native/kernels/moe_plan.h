@@ -7,10 +7,10 @@
 
 namespace luce {
 
-constexpr int ITEM_ROWS = 8; // each row is a column of the tensor core's tile
+constexpr int MAX_ITEM_ROWS = 8; // each row is a column of the tensor core's tile
 constexpr int ITEM_WARPS = 8; // a block of up and down has so many warps
 
-// An item is up to ITEM_ROWS rows of one expert: places[first .. first + count) of the routed list.
+// An item is up to item_rows rows of one expert: places[first .. first + count) of the routed list.
 struct MoeItem {
     int32_t expert, first, count, reserved;
 };
@@ -24,22 +24,30 @@ constexpr ROWMM_BOTH int64_t least(int64_t a, int64_t b) {
 
 // ---- items ----
 
+// Returns how many rows an item has at most. Few rows of a step choose the same expert, and room for more would only
+// keep other blocks from a multiprocessor.
+constexpr ROWMM_BOTH int item_rows(const MoeDims &d) {
+    return d.T <= 64 ? MAX_ITEM_ROWS / 2 : MAX_ITEM_ROWS;
+}
+
 // The shared expert has all rows. Its items come first, and are known without route.
 constexpr ROWMM_BOTH int shared_items(const MoeDims &d) {
-    return d.shared() ? (d.T + ITEM_ROWS - 1) / ITEM_ROWS : 0;
+    return d.shared() ? (d.T + item_rows(d) - 1) / item_rows(d) : 0;
 }
 // Returns how many items an expert with so many rows has.
-constexpr ROWMM_BOTH int items_of(int rows) {
-    return (rows + ITEM_ROWS - 1) / ITEM_ROWS;
+constexpr ROWMM_BOTH int items_of(const MoeDims &d, int rows) {
+    return (rows + item_rows(d) - 1) / item_rows(d);
 }
 // Returns the most items that the experts can have: an item that is not full is its expert's last.
 constexpr ROWMM_BOTH int64_t max_items(const MoeDims &d) {
     const int64_t pairs = int64_t(d.T) * d.n_used, experts = least(d.n_expert, pairs);
-    return d.T <= ITEM_ROWS ? experts : (pairs + (ITEM_ROWS - 1) * experts) / ITEM_ROWS;
+    const int64_t most = item_rows(d);
+    return d.T <= most ? experts : (pairs + (most - 1) * experts) / most;
 }
 // Returns the k-th of an expert's items, where `begin` is where its rows begin in the list.
-constexpr ROWMM_BOTH MoeItem item_of(int expert, int begin, int rows, int k) {
-    return {expert, begin + k * ITEM_ROWS, int32_t(least(rows - k * ITEM_ROWS, ITEM_ROWS)), 0};
+constexpr ROWMM_BOTH MoeItem item_of(const MoeDims &d, int expert, int begin, int rows, int k) {
+    const int most = item_rows(d);
+    return {expert, begin + k * most, int32_t(least(rows - k * most, most)), 0};
 }
 // A place is a row and a rank, t * n_used + rank, or it is T * n_used + t of the shared expert.
 constexpr ROWMM_BOTH int row_of_place(const MoeDims &d, int place) {
@@ -77,34 +85,13 @@ struct RoutedLayout {
 
 // ---- which part of a matrix a warp has ----
 
-// K is cut into so many parts, of whole chunks. A warp has 16 outputs of one part, and of two matrices it has
-// one.
+// K is cut into so many parts, of whole chunks. Each is summed by itself, and they are added in their order.
 constexpr ROWMM_BOTH int k_parts(int64_t K) {
     return chunks_of(K) >= 4 ? 4 : chunks_of(K) >= 2 ? 2 : 1;
 }
 constexpr ROWMM_BOTH int first_chunk(int64_t K, int part) {
     return int(chunks_of(K) * part / k_parts(K));
 }
-// Returns how many sixteenths of the outputs a block has.
-constexpr ROWMM_BOTH int block_fragments(int64_t K, int n_matrices) {
-    return ITEM_WARPS / (k_parts(K) * n_matrices);
-}
-constexpr ROWMM_BOTH int64_t blocks_of(int64_t K, int64_t N, int n_matrices) {
-    const int n = block_fragments(K, n_matrices);
-    return (fragments_of(N) + n - 1) / n;
-}
-struct WarpPart {
-    int matrix, part, fragment; // `fragment` counts in the block
-
-    ROWMM_BOTH WarpPart(int warp, int64_t K, int n_matrices)
-        : matrix(warp % n_matrices), part(warp / n_matrices % k_parts(K)),
-          fragment(warp / n_matrices / k_parts(K)) {}
-};
-// Returns the warp that has this part, as WarpPart's inverse.
-constexpr ROWMM_BOTH int warp_of(int64_t K, int n_matrices, int fragment, int part, int matrix) {
-    return (fragment * k_parts(K) + part) * n_matrices + matrix;
-}
-
 // Returns how far a row's chunks lie apart in a block's shared memory. It is an odd number of 64 bytes, so
 // that a column's banks differ from its neighbour's.
 constexpr ROWMM_BOTH int shared_row(int64_t K) {

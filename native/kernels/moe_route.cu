@@ -19,6 +19,7 @@ constexpr int TILE_ROWS = 8; // a block has so many rows; each has a warp that c
 constexpr int OUTPUTS = 4; // a block has so many of the router's outputs
 constexpr int HALVES = WARPS / OUTPUTS; // so many warps share an output
 constexpr int TILES = MOE_MAX_ROWS / TILE_ROWS;
+static_assert(TILE_ROWS * MOE_MAX_USED <= THREADS && MOE_MAX_EXPERTS >= 2 * THREADS, "a short list's room");
 constexpr int PER_LANE = MOE_MAX_EXPERTS / WARP, PER_THREAD = MOE_MAX_EXPERTS / THREADS;
 constexpr int WEIGHTS = 8, VALUES = 2; // a thread has so many vectors of the router, and of a row, at once
 static_assert(TILE_ROWS == WARPS && OUTPUTS * HALVES == WARPS, "what warps share");
@@ -229,7 +230,8 @@ __device__ int scan(int x, int lane) {
 }
 
 struct ListShared {
-    int rows[MOE_MAX_EXPERTS]; // they count each expert's rows, and then say where its next place goes
+    alignas(16) int rows
+        [MOE_MAX_EXPERTS]; // they count each expert's rows, and then say where its next place goes
     int warp_rows[WARPS], warp_items[WARPS];
 };
 
@@ -249,7 +251,7 @@ __device__ void make_list(const RouteParams &p, ListShared &s, const uint16_t *i
     for (int j = 0; j < PER_THREAD; j++) {
         of_expert[j] = s.rows[threadIdx.x * PER_THREAD + j];
         rows += of_expert[j];
-        items += items_of(of_expert[j]);
+        items += items_of(d, of_expert[j]);
     }
     const int rows_to = scan(rows, lane), items_to = scan(items, lane);
     if (lane == WARP - 1) {
@@ -266,8 +268,8 @@ __device__ void make_list(const RouteParams &p, ListShared &s, const uint16_t *i
     for (int j = 0; j < PER_THREAD; j++) {
         const int expert = threadIdx.x * PER_THREAD + j;
         s.rows[expert] = row;
-        for (int k = 0; k < items_of(of_expert[j]); k++) {
-            list[item++] = item_of(expert, row, of_expert[j], k);
+        for (int k = 0; k < items_of(d, of_expert[j]); k++) {
+            list[item++] = item_of(d, expert, row, of_expert[j], k);
         }
         row += of_expert[j];
     }
@@ -287,6 +289,46 @@ __device__ void make_list(const RouteParams &p, ListShared &s, const uint16_t *i
         if (i < pairs) {
             p.of<int32_t>(p.at.places)[at + __popc(before)] = i;
         }
+    }
+}
+
+// Does the same for one tile, of which a thread has a place. `ids` and `keys` have room for THREADS each.
+__device__ void make_short_list(const RouteParams &p, uint32_t *ids, uint32_t *keys) {
+    const MoeDims &d = p.a.dims;
+    const int i = threadIdx.x, pairs = d.T * d.n_used, padded = (pairs + 3) / 4 * 4;
+    if (i >= pairs) {
+        ids[i] = UINT32_MAX; // it is no expert's
+    }
+    __syncthreads();
+    const uint32_t id = ids[i];
+    int less = 0, before = 0, same = 0;
+    for (int j = 0; i < pairs && j < padded; j += 4) {
+        const uint4 others = *reinterpret_cast<const uint4 *>(ids + j);
+        const uint32_t other[4] = {others.x, others.y, others.z, others.w};
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            less += other[k] < id;
+            same += other[k] == id;
+            before += other[k] == id && j + k < i;
+        }
+    }
+    const bool first = i < pairs && before % item_rows(d) == 0; // it begins an item
+    keys[i] = first ? id * THREADS + before : UINT32_MAX;
+    __syncthreads();
+    if (i >= pairs) {
+        return;
+    }
+    p.of<int32_t>(p.at.places)[less + before] = i;
+    int ahead = 0, items = 0;
+    for (int j = 0; first && j < padded; j++) {
+        ahead += keys[j] < keys[i];
+        items += keys[j] != UINT32_MAX;
+    }
+    if (first) {
+        p.of<MoeItem>(p.at.items)[ahead] = {int32_t(id), less + before, min(same - before, item_rows(d)), 0};
+    }
+    if (i == 0) {
+        *p.of<int32_t>(p.at.head) = items;
     }
 }
 
@@ -385,18 +427,21 @@ __global__ void __launch_bounds__(THREADS, 2) moe_route_kernel(const __grid_cons
         return;
     }
     __syncthreads();
-    uint16_t *ids = reinterpret_cast<uint16_t *>(shared); // the rows are packed
+    // The rows are packed, and what lies there now is of the list.
     if (gridDim.y == 1) {
+        uint32_t *of_tile = reinterpret_cast<uint32_t *>(list.rows);
         if (warp < rows && lane < d.n_used) {
-            ids[warp * d.n_used + lane] = uint16_t(expert);
+            of_tile[warp * d.n_used + lane] = uint32_t(expert);
         }
-    } else {
-        if (!is_last(counters, gridDim.y, tile.last)) {
-            return;
-        }
-        for (int i = threadIdx.x; i < d.T * d.n_used; i += THREADS) {
-            ids[i] = uint16_t(__ldcg(p.of<int32_t>(p.at.ids) + i));
-        }
+        make_short_list(p, of_tile, of_tile + THREADS);
+        return;
+    }
+    uint16_t *ids = reinterpret_cast<uint16_t *>(shared);
+    if (!is_last(counters, gridDim.y, tile.last)) {
+        return;
+    }
+    for (int i = threadIdx.x; i < d.T * d.n_used; i += THREADS) {
+        ids[i] = uint16_t(__ldcg(p.of<int32_t>(p.at.ids) + i));
     }
     __syncthreads();
     make_list(p, list, ids);
