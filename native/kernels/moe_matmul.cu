@@ -248,8 +248,8 @@ __global__ void __launch_bounds__(THREADS, 3) moe_matmul_kernel(const __grid_con
         }
     };
     __syncthreads();
+    units.begin(p, early == NONE ? 0 : early, x);
     if (early != NONE) {
-        units.begin(p, early, x);
         fill();
     }
     wait_for_previous();
@@ -269,22 +269,26 @@ __global__ void __launch_bounds__(THREADS, 3) moe_matmul_kernel(const __grid_con
         at_first = __ldcg(reinterpret_cast<const int4 *>(items + (first - p.n_shared)));
     }
     const int n_items = p.n_shared + __ldcg(reinterpret_cast<const int32_t *>(p.routed + p.head));
-    const int left = n_items * p.tasks - int(blockIdx.x);
-    const int n_tasks = left > 0 ? (left + int(gridDim.x) - 1) / int(gridDim.x) : 0;
+    const bool has_task = first < n_items;
     uint32_t phases = 0; // bit s is the parity that slot s waits for
-    if (n_tasks == 0 || at_first.x != early) {
+    if (!has_task || at_first.x != early) {
         for (int i = 0; i < filled; i++) { // what came early is thrown away
             barrier_wait(full + i * 8, 0);
         }
-        if (n_tasks == 0) {
+        if (!has_task) {
             return;
         }
         __syncwarp();
         phases = (1u << filled) - 1;
+        if (filled > 0) {
+            units.begin(p, 0, x);
+        }
         filled = 0;
-        units.begin(p, at_first.x, x);
+        units.from += at_first.x * p.experts.matrices[Work(p, p.experts).matrix].expert_bytes;
         fill();
     }
+    const int left = n_items * p.tasks - int(blockIdx.x);
+    const int n_tasks = (left + int(gridDim.x) - 1) / int(gridDim.x);
     if (own < n_tasks) {
         const int r = threadIdx.x % MAX_ITEM_ROWS;
         if (r == 0) {
@@ -292,7 +296,9 @@ __global__ void __launch_bounds__(THREADS, 3) moe_matmul_kernel(const __grid_con
         }
         if (r < listed.z) {
             const int32_t *list = reinterpret_cast<const int32_t *>(p.routed + p.places);
-            places[own][r] = item < 0 ? listed.y + r : __ldcg(list + listed.y + r);
+            places[own][r] = item < 0                  ? listed.y + r
+                             : r == 0 && listed.w >= 0 ? listed.w
+                                                       : __ldcg(list + listed.y + r);
         }
     }
     __syncthreads();

@@ -10,9 +10,10 @@ namespace luce {
 constexpr int MAX_ITEM_ROWS = 8; // each row is a column of the tensor core's tile
 constexpr int ITEM_WARPS = 8; // a block of up and down has so many warps
 
-// An item is up to item_rows rows of one expert: places[first .. first + count) of the routed list.
+// An item is up to item_rows rows of one expert: places[first .. first + count) of the routed list. `place` is the first
+// of them, or -1 where only the list says it.
 struct MoeItem {
-    int32_t expert, first, count, reserved;
+    int32_t expert, first, count, place;
 };
 
 constexpr ROWMM_BOTH int64_t align16(int64_t n) {
@@ -47,7 +48,7 @@ constexpr ROWMM_BOTH int64_t max_items(const MoeDims &d) {
 // Returns the k-th of an expert's items, where `begin` is where its rows begin in the list.
 constexpr ROWMM_BOTH MoeItem item_of(const MoeDims &d, int expert, int begin, int rows, int k) {
     const int most = item_rows(d);
-    return {expert, begin + k * most, int32_t(least(rows - k * most, most)), 0};
+    return {expert, begin + k * most, int32_t(least(rows - k * most, most)), -1};
 }
 // A place is a row and a rank, t * n_used + rank, or it is T * n_used + t of the shared expert.
 constexpr ROWMM_BOTH int row_of_place(const MoeDims &d, int place) {

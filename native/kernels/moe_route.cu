@@ -325,7 +325,7 @@ __device__ void make_short_list(const RouteParams &p, uint32_t *ids, uint32_t *k
         items += keys[j] != UINT32_MAX;
     }
     if (first) {
-        p.of<MoeItem>(p.at.items)[ahead] = {int32_t(id), less + before, min(same - before, item_rows(d)), 0};
+        p.of<MoeItem>(p.at.items)[ahead] = {int32_t(id), less + before, min(same - before, item_rows(d)), i};
     }
     if (i == 0) {
         *p.of<int32_t>(p.at.head) = items;
@@ -414,7 +414,7 @@ __global__ void __launch_bounds__(THREADS, 2) moe_route_kernel(const __grid_cons
                                                    : choose_experts<PER_LANE>(p, row0 + warp, lane);
         if (d.T == 1) { // each of its experts is an item
             if (lane < d.n_used) {
-                p.of<MoeItem>(p.at.items)[lane] = {expert, lane, 1, 0};
+                p.of<MoeItem>(p.at.items)[lane] = {expert, lane, 1, lane};
                 p.of<int32_t>(p.at.places)[lane] = lane;
             }
             if (lane == 0) {
