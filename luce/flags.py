@@ -78,7 +78,8 @@ QUIET = (click.option("--quiet", is_flag=True, help="Print nothing on stderr but
 EXPERTS = (
     click.option("--cpu-experts", callback=experts_in_ram, metavar="N|auto",
                  help="Keep the experts of the first N layers in host memory, where the CPU multiplies them, "
-                 "and the rest of the model on the GPU; auto keeps those that the GPU has no room for."),
+                 "and the rest of the model on the GPU; auto keeps those that the GPU has no room for. One N "
+                 "has the same tokens in every mode; another N may have others."),
 )  # fmt: skip
 RUN = (*DEVICE, *THREADS, *KV_TYPE)
 
