@@ -22,6 +22,7 @@ CONFIG = tiny.Config(n_embd=256, n_ff=256, n_v_head=8, state_size=128, head_dim=
 MOVED = {"GET_ROWS", "SET_ROWS", "CONCAT"}
 FFN = Counter({"rowmm_parts": 2, "rowmm_parts_swiglu": 1, "rowmm_parts_rms": 1})
 OUT = FFN + Counter({"rowmm_parts": 1, "rowmm_parts_rms": 1})
+MIXTURE = Counter({"moe_route": 1, "moe_up": 1, "moe_down": 1, "moe_sum": 1})
 DELTANET = OUT + Counter({"rowmm_parts": 1, "deltanet_conv_parts": 1, "deltanet": 1, "rowmm_pack_gated": 1})
 ATTENTION = OUT + Counter({"rowmm_parts": 1, "attention_heads": 1, "attention_packed": 1})
 
@@ -55,11 +56,13 @@ def steps(native: Library, device: str) -> Callable[..., Steps]:
     return count
 
 
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
 def test_a_layers_launches_are_those_that_are_listed(
-    steps: Callable[..., Steps], native: Library, device: str, tmp_path: Path
+    experts: bool, steps: Callable[..., Steps], native: Library, device: str, tmp_path: Path
 ) -> None:
     def of(*recurrent: bool) -> tuple[Counter[str], Counter[str]]:
         c = replace(CONFIG, n_layer=len(recurrent), recurrent=recurrent)
+        c = tiny.with_experts(c) if experts else c
         path = tmp_path / f"{recurrent}.gguf"
         tiny.write(path, c, tiny.layout(c, 1), "Q8_0", quantize=native.quantize)
         return steps(path)["verify of 4"]
@@ -68,10 +71,11 @@ def test_a_layers_launches_are_those_that_are_listed(
     for added, expected in ((True, DELTANET), (False, ATTENTION)):
         more, more_theirs = of(added, True, False)
         if device == "cpu":
-            assert (more - ours)["rows_matmul"] == 4  # There is one for the weights of each input.
+            # There is one for the weights of each input; the router and the shared expert's gate are its too.
+            assert (more - ours)["rows_matmul"] == (6 if experts else 4)
             assert (more - ours)["deltanet" if added else "attention"] == 1
         else:
-            assert more - ours == expected
+            assert more - ours == (expected - FFN + MIXTURE if experts else expected)
             assert more_theirs == theirs  # No layer launches one.
     assert DELTANET.total() == 10
     assert ATTENTION.total() + 1 == 10  # Attention itself is two kernels.
