@@ -21,7 +21,9 @@ constexpr int PART_ROW = FRAGMENT + 4; // the padding makes banks differ
 constexpr int MAX_SLOTS = 4; // a warp has so many units in shared memory at most
 constexpr int TASKS = THREADS / MAX_ITEM_ROWS; // a block lists so many
 constexpr int SHARED = -1, NONE = -2; // these stand in an expert's place
-constexpr int BLOCKS_SM = 3, LEAST_SLOTS = 2, MAX_STEPS = 4, TASKS_AHEAD = 2;
+constexpr int BLOCKS_SM = 2; // a multiprocessor has so many blocks at once: a third would spill registers
+constexpr int LEAST_SLOTS = 2, MAX_STEPS = 4;
+constexpr int LEAST_TASKS = 16; // a block has so many tasks before each has more steps
 constexpr int BARRIER_BYTES = ((ITEM_WARPS * MAX_SLOTS + 2) * 8 + 127) / 128 * 128;
 
 struct Matrix {
@@ -214,7 +216,8 @@ __device__ void write_out(const MatmulParams &p, const Group &g, const Parts &pa
 // Items of the shared expert come first, and their weights are read while the launch waits for what is ahead.
 // Down fetches the others' first weights while up runs. The list that it sees then may be an old one, whose
 // weights are thrown away.
-__global__ void __launch_bounds__(THREADS, 3) moe_matmul_kernel(const __grid_constant__ MatmulParams p) {
+__global__ void __launch_bounds__(THREADS, BLOCKS_SM)
+    moe_matmul_kernel(const __grid_constant__ MatmulParams p) {
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ Parts parts[2];
     __shared__ Task tasks[TASKS];
@@ -422,7 +425,7 @@ cudaError_t lay_out(MatmulParams &p, int &blocks, int &bytes) {
         }
     }
     const int items = p.n_shared + p.max_items, most = std::min(p.T, p.item_rows);
-    const bool whole = items * share_out(p, true) >= 2 * multiprocessors;
+    const bool whole = items * share_out(p, true) >= multiprocessors << p.log_matrices;
     const int wide = share_out(p, whole), slot = ITEM_WARPS * p.slot_bytes;
     constexpr int BESIDES =
         2 * sizeof(Parts) + TASKS * (sizeof(Task) + MAX_ITEM_ROWS * sizeof(int)) + BARRIER_BYTES + 1024;
@@ -433,7 +436,7 @@ cudaError_t lay_out(MatmulParams &p, int &blocks, int &bytes) {
     }
     const int at_once = per_sm * multiprocessors;
     p.steps = 1;
-    while (p.steps < MAX_STEPS && items * wide >= at_once * TASKS_AHEAD * 2 * p.steps) {
+    while (p.steps < MAX_STEPS && items * wide >= at_once * LEAST_TASKS * p.steps) {
         p.steps *= 2;
     }
     p.tasks = (wide + p.steps - 1) / p.steps;
