@@ -167,10 +167,8 @@ typedef struct luce_model_params {
     luce_file *drafter;
     luce_progress_fn progress; /* may be NULL */
     void *progress_user;
-    /* Of so many layers, from the first, the CPU multiplies the experts, in host memory, with the engine's
-     * threads. One placement has one answer: a row's bits are the same in steps of any width and company, with
-     * drafts or without. Of another number of layers they may differ, since the CPU rounds otherwise than a GPU.
-     * E_ARG: there are fewer layers, or no experts. E_UNSUPPORTED names a type that it does not have. */
+    /* Of so many layers, from the first, the CPU multiplies the experts, in host memory. Each number has one answer, in
+     * every mode. E_ARG: there are fewer layers, or no experts. E_UNSUPPORTED names a type that it does not have. */
     uint32_t n_cpu_experts;
 } luce_model_params;
 

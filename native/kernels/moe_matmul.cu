@@ -8,7 +8,7 @@
 // the same block, which go through silu(gate) * up together. Down packs its rows, which are up's F32 results,
 // itself.
 #include "moe_item.cuh"
-#include "moe_plan.h"
+#include "moe_units.cuh"
 #include "rowmm_pack.cuh"
 
 #include <algorithm>
@@ -16,117 +16,10 @@
 namespace luce {
 namespace {
 
-constexpr int THREADS = ITEM_WARPS * WARP;
 constexpr int PART_ROW = FRAGMENT + 4; // the padding makes banks differ
-constexpr int MAX_SLOTS = 4; // a warp has so many units in shared memory at most
-constexpr int TASKS = THREADS / MAX_ITEM_ROWS; // a block lists so many
-constexpr int SHARED = -1, NONE = -2; // these stand in an expert's place
 constexpr int BLOCKS_SM = 2; // a multiprocessor has so many blocks at once: a third would spill registers
 constexpr int LEAST_SLOTS = 2, MAX_STEPS = 4;
 constexpr int LEAST_TASKS = 16; // a block has so many tasks before each has more steps
-constexpr int BARRIER_BYTES = ((ITEM_WARPS * MAX_SLOTS + 2) * 8 + 127) / 128 * 128;
-
-struct Matrix {
-    const uint8_t *packed; // it is expert 0's
-    int64_t expert_bytes;
-    uint32_t scales; // the outputs' powers of two begin at this offset; it is 0 where there are none
-    int32_t type, units, unit_bytes; // a chunk has `units` units, a fragment has `unit_bytes` bytes
-};
-
-struct Group { // it is for the experts, or for the shared expert
-    Matrix matrices[2];
-    int32_t N, K, chunks, fragments, record;
-    // K has so many parts, of which so many warps have their own, and a block has so many sixteenths at once.
-    int32_t log_parts, log_across, log_fragments;
-
-    // Returns the first unit of a part of K.
-    __device__ int begin(int part, int units) const { return (chunks * part >> log_parts) * units; }
-};
-
-struct MatmulParams {
-    const uint8_t *routed;
-    const float *h; // it is null where the rows are those that route packed
-    float *out;
-    int64_t out_row, h_row, rows, items, head, places; // the last four are offsets
-    int32_t T, n_used, n_expert, n_shared, max_items;
-    int32_t log_matrices, slot_bytes, slots;
-    int32_t row_bytes, capacity; // so many rows are in shared memory, so far from each other
-    int32_t item_rows, steps; // an item has so many rows at most, and a task so many steps of outputs
-    int32_t tasks; // an item has so many
-    Group experts, shared;
-};
-
-struct Task {
-    int32_t expert, x, count, reserved;
-};
-
-// Says which part of a group's matrices the warp has.
-struct Work {
-    int matrix, fragment; // `fragment` counts in the block
-    int part, last; // it has parts part .. last - 1 of K
-
-    __device__ Work(const MatmulParams &p, const Group &g) {
-        const int warp = threadIdx.x / WARP, log = p.log_matrices;
-        matrix = warp & ((1 << log) - 1);
-        const int within = g.log_parts - g.log_across;
-        part = (warp >> log & ((1 << g.log_across) - 1)) << within;
-        last = part + (1 << within);
-        fragment = warp >> (log + g.log_across);
-    }
-    __device__ int fragment_at(const MatmulParams &p, const Group &g, int x, int step) const {
-        return ((x * p.steps + step) << g.log_fragments) + fragment;
-    }
-};
-
-__device__ __forceinline__ const Group &group_of(const MatmulParams &p, int expert) {
-    return expert == SHARED ? p.shared : p.experts;
-}
-
-// Goes through the units of a warp, step after step and task after task, and brings them into its slots.
-struct Units {
-    const uint8_t *from; // the next unit is fetched from here
-    int stride, bytes, left; // so many units of the step are left
-    int task, step;
-
-    __device__ void begin(const MatmulParams &p, int expert, int x) {
-        const Group &g = group_of(p, expert);
-        const Work w(p, g);
-        const Matrix &m = g.matrices[w.matrix];
-        const int fragment = w.fragment_at(p, g, x, step);
-        const int first = g.begin(w.part, m.units), last = g.begin(w.last, m.units);
-        const int tile = fragment / FRAGMENTS, wide = min(g.fragments - tile * FRAGMENTS, FRAGMENTS);
-        const uint32_t at =
-            uint32_t(tile * FRAGMENTS * g.chunks * m.units + first * wide + fragment % FRAGMENTS);
-        from = m.packed + max(expert, 0) * m.expert_bytes + int64_t(at) * m.unit_bytes;
-        bytes = m.unit_bytes;
-        stride = wide * bytes;
-        left = fragment < g.fragments ? last - first : 0;
-    }
-    // Returns whether there is a unit.
-    __device__ bool find(const MatmulParams &p, const Task *tasks, int n_tasks) {
-        while (left == 0) {
-            if (++step >= p.steps) {
-                step = 0;
-                task++;
-            }
-            if (task >= n_tasks) {
-                step = p.steps;
-                return false;
-            }
-            begin(p, tasks[task].expert, tasks[task].x);
-        }
-        return true;
-    }
-    __device__ void fetch(uint32_t slot, uint32_t barrier) {
-        if (threadIdx.x % WARP < COPY_LANES) {
-            copies_begin(barrier, bytes);
-            copy_to_shared(slot, from, bytes, barrier, false);
-            copies_end(barrier);
-        }
-        from += stride;
-        left--;
-    }
-};
 
 // The rows of tasks lie in shared memory from row `at` onwards.
 struct Rows {
@@ -193,7 +86,7 @@ __device__ __forceinline__ void scale_part(Sums<1> &acc, const Matrix &m, int ex
 __device__ void write_out(const MatmulParams &p, const Group &g, const Parts &parts, const int *places,
                           const Task &t, int step) {
     const int n_matrices = 1 << p.log_matrices, n_parts = 1 << g.log_across;
-    for (int i = threadIdx.x; i < t.count * FRAGMENT << g.log_fragments; i += THREADS) {
+    for (int i = threadIdx.x; i < t.count * FRAGMENT << g.log_fragments; i += ITEM_THREADS) {
         const int o = i % FRAGMENT, f = i / FRAGMENT & ((1 << g.log_fragments) - 1);
         const int column = i / FRAGMENT >> g.log_fragments;
         const int n = (((t.x * p.steps + step) << g.log_fragments) + f) * FRAGMENT + o;
@@ -213,54 +106,19 @@ __device__ void write_out(const MatmulParams &p, const Group &g, const Parts &pa
     }
 }
 
-// Items of the shared expert come first, and their weights are read while the launch waits for what is ahead.
-// Down fetches the others' first weights while up runs. The list that it sees then may be an old one, whose
-// weights are thrown away.
-__global__ void __launch_bounds__(THREADS, BLOCKS_SM)
-    moe_matmul_kernel(const __grid_constant__ MatmulParams p) {
-    extern __shared__ __align__(128) uint8_t shared[];
-    __shared__ Parts parts[2];
-    __shared__ Task tasks[TASKS];
-    __shared__ int places[TASKS][MAX_ITEM_ROWS];
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+struct BlockShared {
+    Parts parts[2]; // steps have them in turn
+    Task tasks[MAX_TASKS];
+    int places[MAX_TASKS][MAX_ITEM_ROWS];
+};
+
+// Lists the block's tasks, and returns how many there are. The first one's units are fetched if they were not early.
+__device__ int list_tasks(const MatmulParams &p, BlockShared &s, UnitRing &ring, int early) {
     const MoeItem *items = reinterpret_cast<const MoeItem *>(p.routed + p.items);
-    const uint32_t barriers = shared_address(shared), full = barriers + warp * MAX_SLOTS * 8;
-    uint8_t *ring = shared + BARRIER_BYTES + warp * p.slots * p.slot_bytes;
-    Rows rows = {shared + BARRIER_BYTES + ITEM_WARPS * p.slots * p.slot_bytes,
-                 barriers + ITEM_WARPS * MAX_SLOTS * 8, 0, 0};
-    if (lane == 0) {
-        for (int i = 0; i < p.slots; i++) {
-            barrier_init(full + i * 8, COPY_LANES);
-        }
-        if (warp == 0) {
-            barrier_init(rows.barrier, COPY_LANES);
-            barrier_init(rows.barrier + 8, COPY_LANES);
-        }
-        barrier_init_done();
-    }
     const int first = blockIdx.x / p.tasks, x = blockIdx.x % p.tasks; // these are of the first task
-    int early = first < p.n_shared ? SHARED : NONE, filled = 0;
-    if (first >= p.n_shared && p.h != nullptr) {
-        const int listed = __ldcg(&items[first - p.n_shared].expert);
-        early = listed >= 0 && listed < p.n_expert ? listed : NONE;
-    }
-    Units units = {nullptr, 0, 0, 0, 0, 0};
-    const auto fill = [&] { // it fetches the units of the step in hand, as far as there is room
-        for (; filled < p.slots && units.left > 0; filled++) {
-            units.fetch(shared_address(ring) + filled * p.slot_bytes, full + filled * 8);
-        }
-    };
-    __syncthreads();
-    units.begin(p, early == NONE ? 0 : early, x);
-    if (early != NONE) {
-        fill();
-    }
-    wait_for_previous();
-    let_next_start(); // this comes only now, so that the launch behind sees what the one ahead has written.
-    const int own = threadIdx.x / MAX_ITEM_ROWS,
-              task_at = blockIdx.x + own * gridDim.x; // this thread lists it
-    const int item = task_at / p.tasks - p.n_shared;
-    int4 listed = {SHARED, p.T * p.n_used, 0, 0}, at_first = {SHARED, 0, 0, 0};
+    const int own = threadIdx.x / MAX_ITEM_ROWS, at = blockIdx.x + own * gridDim.x; // this thread lists it
+    const int item = at / p.tasks - p.n_shared;
+    int4 listed = {SHARED, p.T * p.n_used, 0, 0}, of_first = {SHARED, 0, 0, 0};
     if (item >= 0 && item < p.max_items) {
         listed = __ldcg(reinterpret_cast<const int4 *>(items + item));
     } else {
@@ -269,99 +127,136 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_SM)
         listed.z = min(p.T - row, p.item_rows);
     }
     if (first >= p.n_shared) {
-        at_first = __ldcg(reinterpret_cast<const int4 *>(items + (first - p.n_shared)));
+        of_first = __ldcg(reinterpret_cast<const int4 *>(items + (first - p.n_shared)));
     }
     const int n_items = p.n_shared + __ldcg(reinterpret_cast<const int32_t *>(p.routed + p.head));
-    const bool has_task = first < n_items;
-    uint32_t phases = 0; // bit s is the parity that slot s waits for
-    if (!has_task || at_first.x != early) {
-        for (int i = 0; i < filled; i++) { // what came early is thrown away
-            barrier_wait(full + i * 8, 0);
+    if (first >= n_items || of_first.x != early) {
+        if (ring.filled > 0) {
+            ring.throw_away();
+            ring.units.begin(p, 0, x);
         }
-        if (!has_task) {
-            return;
+        if (first >= n_items) {
+            return 0;
         }
-        __syncwarp();
-        phases = (1u << filled) - 1;
-        if (filled > 0) {
-            units.begin(p, 0, x);
-        }
-        filled = 0;
-        units.from += at_first.x * p.experts.matrices[Work(p, p.experts).matrix].expert_bytes;
-        fill();
+        ring.units.from += of_first.x * p.experts.matrices[Work(p, p.experts).matrix].expert_bytes;
+        ring.fill(p);
     }
     const int left = n_items * p.tasks - int(blockIdx.x);
     const int n_tasks = (left + int(gridDim.x) - 1) / int(gridDim.x);
     if (own < n_tasks) {
         const int r = threadIdx.x % MAX_ITEM_ROWS;
         if (r == 0) {
-            tasks[own] = {listed.x, task_at % p.tasks, listed.z, 0};
+            s.tasks[own] = {listed.x, at % p.tasks, listed.z, 0};
         }
         if (r < listed.z) {
             const int32_t *list = reinterpret_cast<const int32_t *>(p.routed + p.places);
-            places[own][r] = item < 0                  ? listed.y + r
-                             : r == 0 && listed.w >= 0 ? listed.w
-                                                       : __ldcg(list + listed.y + r);
+            const bool known = item < 0 || (r == 0 && listed.w >= 0);
+            s.places[own][r] = !known ? __ldcg(list + listed.y + r) : item < 0 ? listed.y + r : listed.w;
         }
     }
-    __syncthreads();
-    while (filled < p.slots && units.find(p, tasks, n_tasks)) {
-        fill();
+    return n_tasks;
+}
+
+// Multiplies the units of a step with an item's rows, of which `row` is the lane's own.
+__device__ __forceinline__ void multiply_step(const MatmulParams &p, const BlockShared &s, UnitRing &ring,
+                                              const Work &w, const Task &t, int fragment, const uint8_t *row,
+                                              int n_tasks, Sums<1> &total) {
+    const Group &g = group_of(p, t.expert);
+    const Matrix &m = g.matrices[w.matrix];
+    const int lane = threadIdx.x % WARP;
+    int u = g.begin(w.part, m.units);
+    for (int part = w.part; part < w.last; part++) {
+        Sums<1> acc = {};
+        for (const int end = g.begin(part + 1, m.units); u < end; u++) {
+            const uint8_t *unit = ring.take(p);
+            multiply_any(m.type, acc, unit, row, u, lane);
+            ring.next(p, s.tasks, n_tasks);
+        }
+        scale_part(acc, m, t.expert, fragment);
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            total[0][k] = part == w.part ? acc[0][k] : total[0][k] + acc[0][k];
+        }
     }
-    rows.fill(p, tasks[0], places[0], 0, 0);
-    __syncthreads();
-    int slot = 0, turn = 0;
+}
+
+__device__ __forceinline__ void do_tasks(const MatmulParams &p, BlockShared &s, UnitRing &ring, Rows &rows,
+                                         int n_tasks) {
+    int turn = 0;
     for (int i = 0; i < n_tasks; i++) {
-        const Task t = tasks[i];
+        const Task t = s.tasks[i];
         const Group &g = group_of(p, t.expert);
         const Work w(p, g);
-        const Matrix &m = g.matrices[w.matrix];
-        if (i + 1 < n_tasks) {
-            rows.place(p, t.count, tasks[i + 1].count);
+        const bool more = i + 1 < n_tasks;
+        if (more) {
+            rows.place(p, t.count, s.tasks[i + 1].count);
             if (rows.next >= 0) {
-                rows.fill(p, tasks[i + 1], places[i + 1], i + 1, rows.next);
+                rows.fill(p, s.tasks[i + 1], s.places[i + 1], i + 1, rows.next);
             }
         }
         if (p.h == nullptr) {
             barrier_wait(rows.barrier + i % 2 * 8, i / 2 % 2);
         }
-        const uint8_t *row = rows.rows + (rows.at + min(lane / 4, t.count - 1)) * p.row_bytes;
+        const int column = min(int(threadIdx.x) % WARP / 4, t.count - 1);
+        const uint8_t *row = rows.rows + (rows.at + column) * p.row_bytes;
         for (int step = 0; step < p.steps; step++, turn ^= 1) {
-            const int fragment = w.fragment_at(p, g, t.x, step);
-            if (fragment < g.fragments) {
+            if (const int fragment = w.fragment_at(p, g, t.x, step); fragment < g.fragments) {
                 Sums<1> total = {};
-                int u = g.begin(w.part, m.units);
-                for (int part = w.part; part < w.last; part++) {
-                    Sums<1> acc = {};
-                    for (const int end = g.begin(part + 1, m.units); u < end; u++) {
-                        barrier_wait(full + slot * 8, phases >> slot & 1);
-                        phases ^= 1u << slot;
-                        multiply_any(m.type, acc, ring + slot * p.slot_bytes, row, u, lane);
-                        __syncwarp();
-                        if (units.find(p, tasks, n_tasks)) {
-                            units.fetch(shared_address(ring) + slot * p.slot_bytes, full + slot * 8);
-                        }
-                        slot = slot + 1 == p.slots ? 0 : slot + 1;
-                    }
-                    scale_part(acc, m, t.expert, fragment);
-#pragma unroll
-                    for (int k = 0; k < 4; k++) {
-                        total[0][k] = part == w.part ? acc[0][k] : total[0][k] + acc[0][k];
-                    }
-                }
-                leave_part(parts[turn], t.count, total);
+                multiply_step(p, s, ring, w, t, fragment, row, n_tasks, total);
+                leave_part(s.parts[turn], t.count, total);
             }
             __syncthreads();
-            write_out(p, g, parts[turn], places[i], t, step);
+            write_out(p, g, s.parts[turn], s.places[i], t, step);
         }
-        if (i + 1 < n_tasks && rows.next < 0) {
-            rows.fill(p, tasks[i + 1], places[i + 1], i + 1, 0);
+        if (more && rows.next < 0) {
+            rows.fill(p, s.tasks[i + 1], s.places[i + 1], i + 1, 0);
             if (p.h != nullptr) {
                 __syncthreads();
             }
         }
         rows.at = max(rows.next, 0);
     }
+}
+
+// Items of the shared expert come first, and their weights are read while the launch waits for what is ahead.
+// Down fetches the others' first weights while up runs. The list that it sees then may be an old one, whose
+// weights are thrown away.
+__global__ void __launch_bounds__(ITEM_THREADS, BLOCKS_SM)
+    moe_matmul_kernel(const __grid_constant__ MatmulParams p) {
+    extern __shared__ __align__(128) uint8_t shared[];
+    __shared__ BlockShared s;
+    UnitRing ring(p, shared);
+    Rows rows = {shared + BARRIER_BYTES + ITEM_WARPS * p.slots * p.slot_bytes,
+                 shared_address(shared) + ITEM_WARPS * MAX_SLOTS * 8, 0, 0};
+    if (threadIdx.x == 0) {
+        barrier_init(rows.barrier, COPY_LANES);
+        barrier_init(rows.barrier + 8, COPY_LANES);
+    }
+    barrier_init_done();
+    const int first = int(blockIdx.x) / p.tasks - p.n_shared;
+    int early = first < 0 ? SHARED : NONE;
+    if (first >= 0 && p.h != nullptr) {
+        const int listed = __ldcg(&reinterpret_cast<const MoeItem *>(p.routed + p.items)[first].expert);
+        early = listed >= 0 && listed < p.n_expert ? listed : NONE;
+    }
+    __syncthreads();
+    ring.units.begin(p, early == NONE ? 0 : early, blockIdx.x % p.tasks);
+    if (early != NONE) {
+        ring.fill(p);
+    }
+    wait_for_previous();
+    let_next_start(); // this comes only now, so that the launch behind sees what the one ahead has written.
+    const int n_tasks = list_tasks(p, s, ring, early);
+    if (n_tasks == 0) {
+        return;
+    }
+    __syncthreads();
+    while (ring.filled < p.slots && ring.units.find(p, s.tasks, n_tasks)) {
+        ring.fill(p);
+    }
+    rows.fill(p, s.tasks[0], s.places[0], 0, 0);
+    __syncthreads();
+    do_tasks(p, s, ring, rows, n_tasks);
 }
 
 // ---- launches ----
@@ -427,8 +322,7 @@ cudaError_t lay_out(MatmulParams &p, int &blocks, int &bytes) {
     const int items = p.n_shared + p.max_items, most = std::min(p.T, p.item_rows);
     const bool whole = items * share_out(p, true) >= multiprocessors << p.log_matrices;
     const int wide = share_out(p, whole), slot = ITEM_WARPS * p.slot_bytes;
-    constexpr int BESIDES =
-        2 * sizeof(Parts) + TASKS * (sizeof(Task) + MAX_ITEM_ROWS * sizeof(int)) + BARRIER_BYTES + 1024;
+    constexpr int BESIDES = sizeof(BlockShared) + BARRIER_BYTES + 1024;
     const auto room = [&](int per_sm) { return shared_sm / per_sm - BESIDES - most * p.row_bytes; };
     int per_sm = BLOCKS_SM;
     while (per_sm > 1 && room(per_sm) < LEAST_SLOTS * slot) {
@@ -441,7 +335,7 @@ cudaError_t lay_out(MatmulParams &p, int &blocks, int &bytes) {
     }
     p.tasks = (wide + p.steps - 1) / p.steps;
     const int tasks = items * p.tasks;
-    blocks = std::max(std::min(tasks, at_once), (tasks + TASKS - 1) / TASKS);
+    blocks = std::max(std::min(tasks, at_once), (tasks + MAX_TASKS - 1) / MAX_TASKS);
     p.slots = std::max(std::min(room(per_sm) / slot, blocks == tasks && !whole ? LEAST_SLOTS : MAX_SLOTS), 1);
     p.capacity = most;
     if (blocks < tasks) { // then the next task's rows may come ahead
@@ -488,7 +382,7 @@ int multiply(const MoeMatmulArgs &a, bool up, cudaStream_t stream) {
     if (const cudaError_t error = lay_out(p, blocks, bytes); error != cudaSuccess) {
         return int(error);
     }
-    return int(launch_kernel(moe_matmul_kernel, dim3(unsigned(blocks)), THREADS, size_t(bytes), stream,
+    return int(launch_kernel(moe_matmul_kernel, dim3(unsigned(blocks)), ITEM_THREADS, size_t(bytes), stream,
                              a.overlap != 0, p));
 }
 
