@@ -133,7 +133,7 @@ __device__ void Plan::read(const AttentionParams &a) {
     parent[i] = int8_t(used ? row.parent : -1);
     position[i] = used ? row.position : -1;
     n_past[i] = past;
-    settled[i] = past - max(s.n_move, max(s.n_move_head, s.n_move_drafter));
+    settled[i] = past - max(max(s.n_move, s.n_new), max(s.n_move_head, s.n_move_drafter));
     pages[i] = table;
     row0[i] = uint8_t(i < n_seqs ? first : 0);
     n_rows[i] = uint8_t(i < n_seqs ? rows : 0);

@@ -21,8 +21,7 @@ __global__ void keep_kernel(KeepArgs a) { // a thread has a row
 __global__ void row_tokens_kernel(TokensArgs a) { // a thread has a row
     const int t = blockIdx.x * blockDim.x + threadIdx.x;
     if (t < a.T) {
-        const int32_t given = a.tokens[t], token = given >= 0 ? given : a.drafts[2 * int64_t(-1 - given)];
-        a.out[t] = token < 0 || token >= a.n_vocab ? 0 : token;
+        a.out[t] = token_of(a.tokens, a.drafts, t, a.n_vocab);
     }
 }
 

@@ -6,10 +6,11 @@
 //          tells of every range but one or a few whether it is kept
 //   noise  the largest z + G of the ids in ranges that are kept; ids in the others that may be kept go into a list
 //   pick   a block a row: which ids of the list are kept, and the best of all. Where the list is too short (all logits
-//          all but equal) it searches the row itself
+//          all but equal) it searches the row itself. In a draft another block a row keeps its hidden state
 // A greedy row passes through bins and noise.
 #include "choose.cuh"
 #include "overlap.cuh"
+#include "whole_norm.cuh"
 
 namespace luce {
 namespace {
@@ -135,10 +136,16 @@ template <bool VECTOR> __global__ void __launch_bounds__(THREADS) noise_kernel(C
     }
 }
 
-// The grid is rows.
-__global__ void __launch_bounds__(PICK_THREADS) pick_kernel(ChooseArgs a) {
+// The grid is rows, and twice as many where hidden rows are kept.
+static_assert(PICK_THREADS == NORM_MAX_WARPS * WARP,
+              "a row of any length is normed as by keep_hidden_kernel");
+__global__ void __launch_bounds__(PICK_THREADS) pick_kernel(const __grid_constant__ ChooseArgs a) {
     __shared__ Best shared[PICK_THREADS / WARP];
     let_next_start();
+    if (int(blockIdx.x) >= a.T) {
+        keep_hidden_row(a.hidden, blockIdx.x - a.T, [] { wait_for_previous(); });
+        return;
+    }
     wait_for_previous();
     const Row row(a, blockIdx.x);
     bool bad = false;
@@ -155,8 +162,13 @@ __global__ void __launch_bounds__(PICK_THREADS) pick_kernel(ChooseArgs a) {
         best.reduce_block<PICK_THREADS>(shared);
     }
     if (threadIdx.x == 0) {
-        row.out->token = best.id == INT_MAX ? 0 : best.id; // there is nothing but NaN
+        const int32_t token = best.id == INT_MAX ? 0 : best.id; // there is nothing but NaN
+        row.out->token = token;
         row.out->not_finite = bad ? 1 : 0;
+        if (const int32_t at = a.ctl->rows[blockIdx.x].keep; a.drafts != nullptr && at >= 0) {
+            a.drafts[2 * int64_t(at)] = token;
+            a.drafts[2 * int64_t(at) + 1] = bad ? 1 : 0;
+        }
     }
 }
 
@@ -170,7 +182,7 @@ template <bool VECTOR> cudaError_t launch(const ChooseArgs &args, cudaStream_t s
         }
     }
     if (error == cudaSuccess) {
-        error = launch_kernel(pick_kernel, dim3(args.T), PICK_THREADS, 0, stream, true, args);
+        error = launch_kernel(pick_kernel, dim3(args.T + args.hidden.T), PICK_THREADS, 0, stream, true, args);
     }
     return error;
 }
@@ -178,7 +190,8 @@ template <bool VECTOR> cudaError_t launch(const ChooseArgs &args, cudaStream_t s
 } // namespace
 
 int cuda::choose(const ChooseArgs &args, void *stream) {
-    if (args.T < 0 || args.T > MAX_ROWS || args.n <= 0 || args.n > CHOICE_MAX_IDS) {
+    if (args.T < 0 || args.T > MAX_ROWS || args.n <= 0 || args.n > CHOICE_MAX_IDS ||
+        (args.hidden.T != 0 && (args.hidden.T != args.T || args.hidden.E <= 0))) {
         return int(cudaErrorInvalidValue);
     }
     if (args.T == 0) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels.h"
+#include "rowmm_fields.cuh"
 
 #include <climits>
 #include <cmath>
@@ -10,7 +11,6 @@
 namespace luce {
 namespace {
 
-constexpr int WARP = 32;
 constexpr int THREADS = 256;
 constexpr int PICK_THREADS = 1024;
 constexpr int UNROLL = 4; // so many 16-byte loads are in flight

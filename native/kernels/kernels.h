@@ -43,7 +43,9 @@ struct SeqCtl {
     int32_t n_move_head; // it says the same of the NextN head's KV
     int32_t pages; // this sequence's pages begin here in the page table
     int32_t n_move_drafter; // it says the same of the DFlash drafter's KV
-    int32_t reserved;
+    // So many of the positions before n_past have KV of the NextN head that links of the same graph write or move: no
+    // launch may read them before it has waited for what is ahead of it.
+    int32_t n_new;
     // pending has the rows of the last verify that were accepted, counted from that verify's first row of
     // this sequence, in commit order: pending[i] >= i. They are committed positions n_past - n .. n_past - 1,
     // n = n_replay or n_move.
@@ -178,18 +180,23 @@ struct KvStoreArgs {
     const int32_t *pages;
 };
 
-// nextn_pack packs the NextN head's input [RMS(e) * e_norm ; RMS(h) * h_norm] as rowmm.h takes rows of 2 E values, where h
-// of row t is row hidden_from[t] of `hidden`. E is a multiple of 256.
+// nextn_pack packs the NextN head's input [RMS(e) * e_norm ; RMS(h) * h_norm] as rowmm.h takes rows of 2 E values, where e
+// of row t is its token's row of the table, whose tokens are those of row_tokens, and h is row hidden_from[t] of
+// `hidden`. E is a multiple of 256.
 struct NextnPackArgs {
     int32_t T;
     int64_t E;
     float eps;
-    const float *e; // [T][E]
+    int32_t type, n_vocab; // the table has n_vocab rows of ggml's type
+    int64_t row_bytes;
+    const void *table;
+    const int32_t *tokens, *drafts;
     const float *hidden; // [n][E]
     const int32_t *hidden_from; // [T]
     const float *e_norm, *h_norm; // [E]
     void *out; // [rowmm_x_bytes(T, 2 * E)], aligned to 16
 };
+bool nextn_has_table(int32_t type); // it says whether nextn_pack reads tables of the type
 
 // keep_hidden leaves RMS(x) * norm of row t in row hidden_to[t] of `hidden`.
 struct KeepHiddenArgs {
@@ -309,6 +316,10 @@ struct ChooseArgs {
     // 1: a row's logits are of the position after its own; 0: of its own, as a block's masks are.
     int32_t ahead;
     ChoiceRow *out; // [T]
+    // What a draft does with its choices, or null and 0 rows: the kernels keep them and the hidden rows, as keep and
+    // keep_hidden do, in no launch of their own.
+    int32_t *drafts;
+    KeepHiddenArgs hidden;
 };
 
 // keep leaves choices on the device: entry rows[t].keep of `drafts` becomes {token, not-finite flag} of row
@@ -350,6 +361,11 @@ struct TokensArgs {
     int32_t T, n_vocab;
     int32_t *out; // [T]
 };
+// Returns the token of row t, as TokensArgs says.
+LUCE_BOTH int32_t token_of(const int32_t *tokens, const int32_t *drafts, int t, int32_t n_vocab) {
+    const int32_t given = tokens[t], token = given >= 0 ? given : drafts[2 * int64_t(-1 - given)];
+    return token < 0 || token >= n_vocab ? 0 : token;
+}
 
 // Rows go to the host and their results come back through pinned memory, which the device's kernels read and write. The
 // host clears `given` before the launch, and sees it set when all of a row is there.

@@ -88,7 +88,7 @@ struct RowmmPackArgs {
     const float *y;
     int64_t y_row;
     // Null, or the launch that left parts (RowmmArgs.parts), of which this one makes the sums. With ROWMM_RMS
-    // it packs x plus the results of that launch's one weight. With ROWMM_SWIGLU the results of its two
+    // it packs x, if there is one, plus the results of that launch's one weight. With ROWMM_SWIGLU the results of its two
     // weights stand for x and y. K % 8 == 0.
     const RowmmArgs *parts;
     // Null, or [T][K]. ROWMM_RMS writes x here, summed; the others write the values that are packed.

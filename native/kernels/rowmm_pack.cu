@@ -59,8 +59,7 @@ __global__ void __launch_bounds__(WARPS *WARP)
     float v[OWN] = {}, y[OWN] = {}, w[OWN] = {};
     if constexpr (INPUT == ROWMM_HEAD_RMS) {
         load_values(w, a.w, k % a.head, a.head);
-    }
-    if constexpr (INPUT == ROWMM_RMS) {
+    } else if constexpr (INPUT == ROWMM_RMS) {
         load_values(w, a.w, k, a.K);
     }
     const int64_t at = k < a.K ? k : 0;
@@ -76,7 +75,9 @@ __global__ void __launch_bounds__(WARPS *WARP)
     } else if constexpr (INPUT == ROWMM_RMS) {
         float4 x[AHEAD][2];
         of_x.fetch(x, 0);
-        load_values(y, a.x + row * a.x_row, k, a.K);
+        if (a.x != nullptr) {
+            load_values(y, a.x + row * a.x_row, k, a.K);
+        }
         of_x.add(x, v);
 #pragma unroll
         for (int i = 0; i < OWN; i++) {

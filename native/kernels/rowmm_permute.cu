@@ -2,77 +2,15 @@
 // cuBLAS. A warp has a fragment: 16 outputs x 256 k (of float types a quarter or an eighth of that). Its
 // lanes hold what they hold in the product (rowmm_fields.cuh). Reading ggml's blocks byte by byte costs a few
 // ms a GB, which is less than any disk takes.
+#include "file_blocks.cuh"
 #include "rowmm_lane.cuh"
 
 #include <algorithm>
-#include <cuda_bf16.h>
 
 namespace luce {
 namespace {
 
 constexpr int WARPS = 4;
-
-// ---- ggml's blocks ----
-
-__device__ uint32_t u16_at(const uint8_t *p) {
-    return uint32_t(p[0]) | uint32_t(p[1]) << 8;
-}
-
-// Returns a quant as it is stored (before any bias): value k of the 256 that begin at `b`.
-template <int TYPE> __device__ uint32_t quant(const uint8_t *b, int k) {
-    // these serve types with 256 values to a block
-    const int half = k / 128, quarter = k % 128 / 32, l = k % 32;
-    if constexpr (TYPE == TYPE_Q4_K || TYPE == TYPE_Q5_K) {
-        const uint32_t q = b[(TYPE == TYPE_Q4_K ? 16 : 48) + k / 64 * 32 + l] >> 4 * (k / 32 % 2) & 15;
-        return TYPE == TYPE_Q4_K ? q : q | (b[16 + l] >> k / 32 & 1u) << 4;
-    } else if constexpr (TYPE == TYPE_Q6_K) {
-        const uint32_t low = b[half * 64 + quarter % 2 * 32 + l] >> 4 * (quarter / 2) & 15;
-        return low | (b[128 + half * 32 + l] >> 2 * quarter & 3u) << 4;
-    } else if constexpr (TYPE == TYPE_Q3_K) {
-        return (b[32 + half * 32 + l] >> 2 * quarter & 3u) | (b[l] >> (half * 4 + quarter) & 1u) << 2;
-    } else if constexpr (TYPE == TYPE_Q2_K) {
-        return b[16 + half * 32 + l] >> 2 * quarter & 3;
-    } else if constexpr (TYPE == TYPE_IQ4_XS) {
-        return b[8 + k / 32 * 16 + k % 16] >> 4 * (l / 16) & 15;
-    } else {
-        const uint8_t *p = b + k / 32 * (chunk_weight_bytes(TYPE) / 8);
-        constexpr int HEAD = TYPE == TYPE_Q4_1 || TYPE == TYPE_Q5_1 ? 4 : 2;
-        if constexpr (TYPE == TYPE_Q8_0) {
-            return p[2 + l] ^ 0x80;
-        } else if constexpr (bits_of(TYPE) == 5) {
-            const uint32_t high = u16_at(p + HEAD) | u16_at(p + HEAD + 2) << 16;
-            return (p[HEAD + 4 + l % 16] >> 4 * (l / 16) & 15) | (high >> l & 1u) << 4;
-        } else {
-            return p[HEAD + l % 16] >> 4 * (l / 16) & 15;
-        }
-    }
-}
-
-// Returns the scale (and the minimum, from bit 8 on) of the j-th 32 values of Q4_K and Q5_K. Of the others
-// with 256 to a block it takes the j-th 16.
-template <int TYPE> __device__ uint32_t block_scale(const uint8_t *b, int j) {
-    if constexpr (TYPE == TYPE_Q4_K || TYPE == TYPE_Q5_K) {
-        const uint8_t *s = b + 4;
-        if (j < 4) {
-            return (s[j] & 63u) | (s[j + 4] & 63u) << 8;
-        }
-        return (s[j + 4] & 15u) | (s[j - 4] >> 6 << 4) | (s[j + 4] >> 4 | s[j] >> 6 << 4) << 8;
-    } else if constexpr (TYPE == TYPE_Q6_K) {
-        return b[192 + j];
-    } else if constexpr (TYPE == TYPE_Q3_K) {
-        const uint8_t *s = b + 96;
-        return (s[j % 8] >> 4 * (j / 8) & 15u) | (s[8 + j % 4] >> 2 * (j / 4) & 3u) << 4;
-    } else if constexpr (TYPE == TYPE_Q2_K) {
-        return b[j];
-    } else { // of IQ4_XS the scale is that of the j-th 32
-        return (b[4 + j / 2] >> 4 * (j % 2) & 15u) | (u16_at(b + 2) >> 2 * j & 3u) << 4;
-    }
-}
-
-// Returns where d is in ggml's block; dmin comes after it.
-constexpr ROWMM_BOTH int super_scale_at(int type) {
-    return type == TYPE_Q6_K ? 208 : type == TYPE_Q3_K ? 108 : type == TYPE_Q2_K ? 80 : 0;
-}
 
 // ---- one fragment of quants ----
 
@@ -190,16 +128,6 @@ template <int TYPE> __global__ void permute_kernel(RowmmPermuteArgs a) {
 
 // ---- float types ----
 
-template <int TYPE> __device__ float float_at(const void *src, int64_t i) {
-    if constexpr (TYPE == TYPE_F32) {
-        return static_cast<const float *>(src)[i];
-    } else if constexpr (TYPE == TYPE_F16) {
-        return __half2float(static_cast<const __half *>(src)[i]);
-    } else {
-        return __bfloat162float(static_cast<const __nv_bfloat16 *>(src)[i]);
-    }
-}
-
 // Finds the power of two that an output's weights are divided by, so that the largest is below 2^15. The F16
 // of BF16 weights is then exact down to 2^-31 of it, and F32 weights become the sum of two F16. The grid can
 // have any size, and a warp has an output.
@@ -288,19 +216,6 @@ template <int TYPE> __device__ Worth worth(const Lane<TYPE> &x, int h, int i, in
         return {__low2float(x.d[r]), m};
     }
 }
-constexpr ROWMM_BOTH int bias_of(int type) {
-    switch (type) {
-        case TYPE_Q3_K: return 4;
-        case TYPE_Q4_0: return 8;
-        case TYPE_Q5_0: return 16;
-        case TYPE_Q6_K: return 32;
-        case TYPE_Q8_0:
-        case TYPE_IQ4_NL:
-        case TYPE_IQ4_XS: return 128;
-        default: return 0;
-    }
-}
-
 // Returns the 32 values of half h of output g + 8 r, as 16 pairs of F16.
 template <int TYPE>
 __device__ void dequantise(uint32_t (&out)[16], const Lane<TYPE> &x, const uint8_t *fragment, int h, int r,

@@ -271,6 +271,7 @@ void Timeline::fill(SeqCtl &seq, int32_t row0, int32_t n_rows, int32_t page_base
     seq.n_move = int32_t(n_move_);
     seq.n_move_head = int32_t(n_move_head_);
     seq.n_move_drafter = int32_t(n_move_drafter_);
+    seq.n_new = 0;
     seq.pages = page_base;
     std::copy(pending_.begin(), pending_.end(), seq.pending);
 }

@@ -4,6 +4,7 @@
 #include "experts.h"
 #include "gemm_op.h"
 #include "moe_op.h"
+#include "nextn_op.h"
 #include "ram_op.h"
 #include "rowmm_op.h"
 #include "rows_matmul.h"
@@ -160,22 +161,6 @@ int attention_heads_op(const ggml_tensor *dst, void *stream) {
     return cuda::attention_heads(a, stream);
 }
 
-int nextn_pack_op(const ggml_tensor *dst, void *stream) {
-    const ggml_tensor *e = dst->src[0];
-    return cuda::nextn_pack({int32_t(e->ne[1]), e->ne[0], real(dst, 0), data<float>(e),
-                             data<float>(dst->src[1]), data<int32_t>(dst->src[2]), data<float>(dst->src[3]),
-                             data<float>(dst->src[4]), dst->data},
-                            stream);
-}
-
-int keep_hidden_op(const ggml_tensor *dst, void *stream) {
-    const ggml_tensor *x = dst->src[0];
-    return cuda::keep_hidden({int32_t(x->ne[1]), x->ne[0], int64_t(x->nb[1] / sizeof(float)), real(dst, 0),
-                              data<float>(x), data<float>(dst->src[1]), data<int64_t>(dst->src[3]),
-                              data<float>(dst->src[2])},
-                             stream);
-}
-
 int attention_packed_op(const ggml_tensor *dst, void *stream) {
     AttentionArgs a = attention_args(dst);
     a.packed = a.out;
@@ -203,8 +188,14 @@ MaskArgs mask_args(const ggml_tensor *dst) {
 
 ChooseArgs choose_args(const ggml_tensor *dst) {
     const ggml_tensor *logits = dst->src[0];
-    return {data<float>(logits), logits->ne[0], int32_t(logits->ne[1]),
-            ctl(dst->src[1]),    param(dst, 0), data<ChoiceRow>(dst)};
+    return {data<float>(logits),
+            logits->ne[0],
+            int32_t(logits->ne[1]),
+            ctl(dst->src[1]),
+            param(dst, 0),
+            data<ChoiceRow>(dst),
+            nullptr,
+            {}};
 }
 
 KeepArgs keep_args(const ggml_tensor *dst) {
@@ -390,11 +381,17 @@ const CustomOp OPS[] = {
     {"rowmm_add", "xP xS A,T mK,A > A", nullptr, rowmm_op},
     {"rowmm_parts", "xP mK,A mK,B? mK,C? mK,D? > A", nullptr, rowmm_parts_op},
     {"deltanet_conv_parts", "xP 4,C C,3,s* l,q* ctl > C", nullptr, conv_parts_op},
-    {"nextn_pack", "E,T E,n iT E E > 1", nullptr, nextn_pack_op},
-    {"keep_hidden", "E,T E E,n* iT > 1", nullptr, keep_hidden_op},
+    {"choose_draft", "n,T ctl i2,d* E,T E E,h* iT > 5372,T", nullptr,
+     [](const ggml_tensor *dst, void *stream) {
+         return choose_draft_op(dst, stream, choose_args(dst), real(dst, 1));
+     }},
+    {"nextn_pack", "iT i2,d mE,V E,n iT E E > 1", nullptr,
+     [](const ggml_tensor *dst, void *stream) { return nextn_pack_op(dst, stream, real(dst, 0)); }},
+    {"keep_hidden", "E,T E E,n* iT > 1", nullptr,
+     [](const ggml_tensor *dst, void *stream) { return keep_hidden_op(dst, stream, real(dst, 0)); }},
     {"attention_heads", "xP h iT kw,c* kw,c* ctl ip h? > 1", nullptr, attention_heads_op},
     {"attention_packed", "Q,T G,T kw,c kw,c ctl ip > 1", nullptr, attention_packed_op},
-    {"rowmm_parts_rms", "K,T K xP > K,T", nullptr, rowmm_parts_rms_op},
+    {"rowmm_parts_rms", "K xP K,T? > K,T", nullptr, rowmm_parts_rms_op},
     {"rowmm_parts_swiglu", "xP > 1", nullptr, rowmm_parts_swiglu_op},
     {"gemm_pack", "K,T > 1", nullptr,
      [](const ggml_tensor *dst, void *stream) { return gemm_pack_op(dst, stream, ROWMM_PLAIN, 0); }},

@@ -280,9 +280,30 @@ void Engine::draft_chains(const DraftItem *items, uint32_t n_items, bool part) {
     for (uint32_t i = 0; i < n_items; i++) {
         longest = std::max(longest, items[i].n);
     }
+    if (n_items == 1 && longest > 1 && step_->has_chains()) {
+        in_step([&] { draft_chain(items[0], part); });
+        return;
+    }
     for (uint32_t link = 0; link < longest; link++) {
         in_step([&] { draft_link(items, n_items, link, part); });
     }
+}
+
+// A step of all links of one sequence's chain.
+void Engine::draft_chain(const DraftItem &item, bool part) {
+    Sequence &sequence = *item.sequence;
+    for (uint32_t link = 0; link < item.n; link++) {
+        Batch batch(step_->draft_host(link), cache_);
+        if (link == 0) {
+            sequence.begin_step();
+            sequence.line().take_pages(item.n);
+            feed_head(sequence.line());
+        }
+        batch.add_draft(sequence.line(), sequence.choice_ctl(), item.anchor, link);
+    }
+    step_->draft_chain(item.n, part);
+    sequence.line().drafted(item.anchor, item.n);
+    sequence.fail_with("");
 }
 
 void Engine::draft_link(const DraftItem *items, uint32_t n_items, uint32_t link, bool part) {

@@ -83,6 +83,7 @@ public:
 private:
     static luce_memory memory_of(const Model &model, const Cache &cache, const StepSizes &sizes);
     void draft_chains(const DraftItem *items, uint32_t n, bool part);
+    void draft_chain(const DraftItem &item, bool part);
     void draft_link(const DraftItem *items, uint32_t n, uint32_t link, bool part);
     void draft_blocks(const DraftItem *items, uint32_t n);
     void draft_some_blocks(const DraftItem *items, uint32_t n, uint32_t index);

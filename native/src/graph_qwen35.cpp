@@ -33,24 +33,25 @@ static StepOutputs choose(const StepBuild &b, ggml_tensor *logits) {
 }
 
 // Computes the head's input x = eh_proj [RMS(embed(token))*enorm ; RMS(h)*hnorm], h {E, T} -> {E, T}.
-static ggml_tensor *nextn_input(const StepBuild &b, const NextN &head, ggml_tensor *h) {
+static Stream nextn_input(const StepBuild &b, const NextN &head, ggml_tensor *h) {
     const float eps = head.rms_eps;
     ggml_tensor *e = rms_norm(b.ctx, embed(b, head.token_embd), head.enorm, eps); // {E, T}
-    return matmul(b, head.eh_proj, plain(ggml_concat(b.ctx, e, rms_norm(b.ctx, h, head.hnorm, eps), 0)));
+    return matmul_add(b, head.eh_proj, plain(ggml_concat(b.ctx, e, rms_norm(b.ctx, h, head.hnorm, eps), 0)),
+                      nullptr, {head.block.attn_norm, eps});
 }
 
 // The same for a step's rows, whose h are rows hidden_from of the kept ones.
-static ggml_tensor *nextn_step_input(const StepBuild &b, const NextN &head) {
+static Stream nextn_step_input(const StepBuild &b, const NextN &head) {
 #ifdef LUCE_USE_CUDA
-    if (const int64_t E = head.enorm->ne[0]; is_packed(head.eh_proj) && E % CHUNK == 0) {
-        ggml_tensor *e = embed(b, head.token_embd); // {E, T}
-        const int64_t T = e->ne[1];
+    const int64_t E = head.enorm->ne[0], T = b.in.tokens->ne[0];
+    if (is_packed(head.eh_proj) && E % CHUNK == 0 && nextn_has_table(head.token_embd->type)) {
         ggml_tensor *y = add_op(b.ctx, "nextn_pack", GGML_TYPE_I8, rowmm_op_bytes(T, 2 * E), 1,
-                                {e, b.cache.hidden(), b.in.hidden_from, head.enorm, head.hnorm},
+                                {b.in.tokens, b.cache.drafts(), head.token_embd, b.cache.hidden(),
+                                 b.in.hidden_from, head.enorm, head.hnorm},
                                 {bits_of_real(head.rms_eps)});
         const MatmulInput in = {ROWMM_PLAIN, y, nullptr, nullptr, 0, 2 * E, T};
         made_input(b, in, true, [&] { return y; });
-        return matmul(b, head.eh_proj, in); // {E, T}
+        return matmul_add(b, head.eh_proj, in, nullptr, {head.block.attn_norm, head.rms_eps}); // {E, T}
     }
 #endif
     return nextn_input(b, head, ggml_get_rows(b.ctx, b.cache.hidden(), b.in.hidden_from));
@@ -85,10 +86,9 @@ static ggml_tensor *first_logits(const StepBuild &b, ggml_tensor *output, const 
     return matmul(b, part, h); // {n, T}
 }
 
-// Writes the head's KV of rows x {E, T}, the head's input.
-static void nextn_kv(const StepBuild &b, const NextN &head, ggml_tensor *x) {
-    write_kv(b, rms(x, head.block.attn_norm, head.rms_eps), *head.block.attention(),
-             {b.cache.head_kv(), KV_HEAD}, head.rms_eps);
+// Writes the head's KV of the rows of its input.
+static void nextn_kv(const StepBuild &b, const NextN &head, const Stream &input) {
+    write_kv(b, input.normed, *head.block.attention(), {b.cache.head_kv(), KV_HEAD}, head.rms_eps);
 }
 
 void build_qwen35_draft(const StepBuild &b) {
@@ -100,18 +100,25 @@ void build_qwen35_draft(const StepBuild &b) {
     }
     const Block &block = head.block;
     const float eps = head.rms_eps;
-    ggml_tensor *x = nextn_step_input(b, head); // {E, T}
     const KvLayer kv = {b.cache.head_kv(), KV_HEAD};
-    Stream s =
-        attend(b, {x, rms(x, block.attn_norm, eps)}, *block.attention(), kv, nullptr, {block.post_norm, eps});
+    Stream s = attend(b, nextn_step_input(b, head), *block.attention(), kv, nullptr, {block.post_norm, eps});
     s = feed_forward(b, s, block, {head.norm, eps});
-    keep_hidden(b, s.normed);
-    const StepOutputs out = choose(b, b.kind == StepKind::draft_part
-                                          ? first_logits(b, head.output, s.normed, b.cache.params().n_part)
-                                          : matmul(b, head.output, s.normed));
-    ggml_build_forward_expand(
-        b.graph, add_op(ctx, "keep", GGML_TYPE_I32, 1, 1, {out.choice, b.in.ctl, b.cache.drafts()}));
-    keep_lists(b, out.logits);
+    ggml_tensor *logits = b.kind == StepKind::draft_part
+                              ? first_logits(b, head.output, s.normed, b.cache.params().n_part)
+                              : matmul(b, head.output, s.normed);
+    if (b.model.device().gpu) { // what is kept waits for no launch of its own
+        const MatmulInput &h = s.normed;
+        ggml_build_forward_expand(
+            b.graph, add_op(ctx, "choose_draft", GGML_TYPE_I32, CHOICE_WIDTH, logits->ne[1],
+                            {logits, b.in.ctl, b.cache.drafts(), h.x, h.w, b.cache.hidden(), b.in.hidden_to},
+                            {/*ahead=*/1, bits_of_real(h.eps)}));
+    } else {
+        keep_hidden(b, s.normed);
+        const StepOutputs out = choose(b, logits);
+        ggml_build_forward_expand(
+            b.graph, add_op(ctx, "keep", GGML_TYPE_I32, 1, 1, {out.choice, b.in.ctl, b.cache.drafts()}));
+    }
+    keep_lists(b, logits);
 }
 
 // Keeps the hidden states h {E, T} of the step's rows, and writes the head's KV rows: row p comes from the

@@ -313,9 +313,10 @@ Stream matmul_add(const StepBuild &b, ggml_tensor *weight, const MatmulInput &in
                   const Norm &next) {
 #ifdef LUCE_USE_CUDA
     if (leaves_parts(b, {weight})) {
-        const int64_t E = residual->ne[0], T = residual->ne[1], packed = rowmm_op_bytes(T, E) / 4;
-        ggml_tensor *y = add_op(b.ctx, "rowmm_parts_rms", GGML_TYPE_F32, E * T + packed, 1,
-                                {residual, next.weight, add_parts(b, {weight}, input)});
+        const int64_t E = weight->ne[1], T = input.T, packed = rowmm_op_bytes(T, E) / 4;
+        ggml_tensor *args[] = {next.weight, add_parts(b, {weight}, input), residual};
+        ggml_tensor *y = add_op(b.ctx, *find_op("rowmm_parts_rms"), GGML_TYPE_F32, E * T + packed, 1, args,
+                                residual == nullptr ? 2 : 3, nullptr, 0);
         ggml_tensor *x = ggml_view_2d(b.ctx, y, E, T, size_t(E) * sizeof(float), 0);
         const MatmulInput normed = rms(x, next.weight, next.eps);
         made_input(b, normed, true,

@@ -22,6 +22,10 @@
 //                        norms, RoPE, cells  attention_heads       adds the parts up; moves accepted rows first
 //                        attention           attention_packed      in two kernels: chunks, then their sum, gated and packed
 //                        out, residual ..    as above, and the FFN
+//   a draft has besides  its input           nextn_pack            looks embeddings up, norms both halves, packs
+//                        eh_proj, norm       rowmm_parts, rowmm_parts_rms
+//                        head, choice        rowmm, choose_draft   keeps choice and hidden row
+//   and the links of one sequence's chain are one graph, whose launches overlap too
 // What a step keeps of ggml-cuda, each op giving a row the same bits at any T. In a step of the model
 // they run a few times, not once a layer, and so cost what a few launches do:
 //   GET_ROWS, SET_ROWS, CONCAT, CONT, FILL   embeddings, hidden rows and reduced logits move, unchanged
@@ -135,8 +139,8 @@ std::vector<ggml_tensor *> matmuls(const StepBuild &b, const std::vector<ggml_te
 
 ggml_tensor *matmul(const StepBuild &b, ggml_tensor *weight, const MatmulInput &input);
 
-// residual + the product, and its norm. Luce's own matmul leaves its results in parts, and the kernel that packs the
-// norm adds them up.
+// residual (which may be null) + the product, and its norm. Luce's own matmul leaves its results in parts, and the kernel
+// that packs the norm adds them up.
 Stream matmul_add(const StepBuild &b, ggml_tensor *weight, const MatmulInput &input, ggml_tensor *residual,
                   const Norm &next);
 

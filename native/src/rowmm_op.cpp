@@ -116,17 +116,19 @@ int rowmm_parts_op(const ggml_tensor *dst, void *stream) {
 }
 
 int rowmm_parts_rms_op(const ggml_tensor *dst, void *stream) {
-    const ggml_tensor *x = dst->src[0];
-    const RowmmArgs launch = parts_launch(dst->src[2]);
+    const ggml_tensor *w = dst->src[0], *x = dst->src[2];
+    const RowmmArgs launch = parts_launch(dst->src[1]);
     RowmmPackArgs a{};
-    a.x = rows(x, 0);
-    a.x_row = int64_t(x->nb[1] / sizeof(float));
+    if (x != nullptr) {
+        a.x = rows(x, 0);
+        a.x_row = int64_t(x->nb[1] / sizeof(float));
+    }
     a.T = launch.T;
-    a.K = x->ne[0];
+    a.K = w->ne[0];
     a.copy = static_cast<float *>(dst->data);
     a.out = a.copy + a.K * a.T;
     a.input = ROWMM_RMS;
-    a.w = static_cast<const float *>(dst->src[1]->data);
+    a.w = static_cast<const float *>(w->data);
     a.parts = &launch;
     a.overlap = 1;
     return cuda::rowmm_pack(a, stream);

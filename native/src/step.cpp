@@ -243,6 +243,26 @@ void Step::capture(Graph &g, void *stream) {
     }
 }
 
+// Captures a draft's links one after the other, each over its own place of the inputs.
+void Step::capture_chain(Graph &g, uint32_t links, void *stream) {
+    const std::lock_guard<std::mutex> alone(device_lock());
+    const ptrdiff_t place = ptrdiff_t(in_.draft.place());
+    ptrdiff_t moved = 0;
+    try {
+        check(cuda::capture_begin(stream), "capturing a step failed");
+        for (uint32_t link = 0; link < links; link++, moved += place, g.move_inputs(place)) {
+            enqueue_cuda(g, stream, [](const ggml_tensor *) {});
+        }
+        check(cuda::capture_end(stream, &g.chains[links]), "capturing a step failed");
+    } catch (...) {
+        cuda::capture_abandon(stream);
+        g.move_inputs(-moved);
+        g.drop_capture();
+        throw;
+    }
+    g.move_inputs(-moved);
+}
+
 void Step::run_on_host(const ggml_tensor *node, void *stream) {
     check(ram_.serve(node, stream), "a step failed");
     ram_.clear();
@@ -270,11 +290,11 @@ void Step::run_cuda(Graph &g, void *stream) {
 #endif
 
 // Runs a step: on the CPU until it is done, on a GPU until it is enqueued.
-void Step::compute(Graph &g) {
+void Step::compute(Graph &g, uint32_t links) {
     const Device &device = model_.device();
     last_ = nullptr;
     fetched_ = 0;
-    steps_++;
+    steps_ += links;
     make_current(device);
     if (!device.gpu) {
         run_cpu(g);
@@ -285,11 +305,15 @@ void Step::compute(Graph &g) {
         if (capturing_ && g.captured.empty() && !g.shape.prefill()) {
             capture(g, stream);
         }
+        if (links > 1 && g.chains.count(links) == 0) {
+            capture_chain(g, links, stream);
+        }
         if (!launching_) {
             return;
         }
         try {
-            run_cuda(g, stream);
+            links > 1 ? check(cuda::capture_launch(g.chains.at(links), stream), "a draft failed")
+                      : run_cuda(g, stream);
         } catch (...) { // what is enqueued uses the graph and the host's memory, so it ends first
             synchronisations_++;
             cuda::finish(stream);
@@ -351,16 +375,21 @@ Region::Host Step::block_host(uint32_t index) {
 
 void Step::draft(uint32_t width, uint32_t link, uint32_t n_pages, bool part) {
     Graph &g = graph({part ? StepKind::draft_part : StepKind::draft, width, 0});
-    drafting_ = drafts_stale_ = true;
-    lists_stale_ = cache_.lists() != nullptr;
+    drafting_ = drafts_stale_ = lists_stale_ = true;
     in_.draft.send(backend_.get(), link, n_pages);
     compute(g);
 }
 
+void Step::draft_chain(uint32_t links, bool part) {
+    Graph &g = graph({part ? StepKind::draft_part : StepKind::draft, 1, 0});
+    drafting_ = drafts_stale_ = lists_stale_ = true;
+    in_.draft.send_chain(backend_.get(), links);
+    compute(g, links);
+}
+
 void Step::block(uint32_t rows, uint32_t index, uint32_t n_pages) {
     Graph &g = graph({StepKind::block, rows, 0});
-    drafting_ = drafts_stale_ = true;
-    lists_stale_ = cache_.lists() != nullptr;
+    drafting_ = drafts_stale_ = lists_stale_ = true;
     in_.block.send(backend_.get(), index, n_pages);
     compute(g);
 }

@@ -96,6 +96,9 @@ public:
     void draft(uint32_t width, uint32_t link, uint32_t n_pages, bool part);
     // Enqueues a feed of the NextN head, without waiting.
     void feed(uint32_t width, uint32_t slot, uint32_t n_pages);
+    // Enqueues all links of one sequence's chain at once, where has_chains(): nothing of the host's comes between them.
+    void draft_chain(uint32_t links, bool part);
+    bool has_chains() const { return model_.device().gpu && model_.in_ram() == nullptr; }
     // Enqueues a step of DFlash blocks, the index-th of a draft, without waiting.
     void block(uint32_t rows, uint32_t index, uint32_t n_pages);
 
@@ -126,13 +129,14 @@ private:
     void fetch_drafts(bool lists);
     void enqueue_logits(const Graph &g);
     float *host_logits(uint32_t row) const;
-    void compute(Graph &g);
+    void compute(Graph &g, uint32_t links = 1);
     template <class Ours> void run_segments(Graph &g, const Ours &run_op);
     void run_cpu(Graph &g);
     // These are only there where luce is built with CUDA.
     void check(int error, const char *what) const;
     template <class OnHost> void enqueue_cuda(Graph &g, void *stream, const OnHost &run_on_host);
     void capture(Graph &g, void *stream);
+    void capture_chain(Graph &g, uint32_t links, void *stream);
     void run_on_host(const ggml_tensor *node, void *stream);
     void run_cuda(Graph &g, void *stream);
     void build_all(const StepShape &largest);
@@ -162,7 +166,7 @@ private:
     bool drafting_ = false; // a draft is enqueued that nobody has waited for
     bool drafts_stale_ = false; // drafts_ is older than the device's
     int32_t *lists_ = nullptr; // it is the host's copy
-    bool lists_stale_ = false;
+    bool lists_stale_ = false; // it is older than the device's, if that has any
     // It has room for all rows of a step, and is pinned on a GPU. It is null until have_logits().
     Buffer logits_buffer_;
     // They have a bit for each row: whether its logits will come to the host, and whether they have come.

@@ -155,6 +155,11 @@ void Step::time_all() {
         for (const StepShape &shape : shapes) {
             launching_ = false;
             run_trial(shape);
+            for (uint32_t links = 2;
+                 shape.draft() && shape.rows == 1 && has_chains() && links <= params_.cache.n_draft;
+                 links++) {
+                draft_chain(links, shape.kind == StepKind::draft_part);
+            }
             launching_ = true;
             time(kinds[drafts_of(shape.kind)], shape);
         }

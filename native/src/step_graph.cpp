@@ -133,7 +133,18 @@ void Step::Graph::drop_capture() {
     }
     captured.clear();
     on_host.clear();
+    for (const auto &[links, chain] : chains) {
+        cuda::capture_free(chain);
+    }
+    chains.clear();
 #endif
+}
+
+void Step::Graph::move_inputs(ptrdiff_t bytes) {
+    for (ggml_tensor *t :
+         {inputs.tokens, inputs.positions, inputs.ctl, inputs.pages, inputs.hidden_from, inputs.hidden_to}) {
+        t->data = static_cast<uint8_t *>(t->data) + bytes;
+    }
 }
 
 std::unique_ptr<Step::Graph> Step::Graph::build(const Model &model, const Cache &cache, const Region &in,
@@ -148,8 +159,8 @@ std::unique_ptr<Step::Graph> Step::Graph::build(const Model &model, const Cache 
     g->context = new_context(ggml_tensor_overhead() * n_nodes + ggml_graph_overhead_custom(n_nodes, false));
     ggml_context *ctx = g->context.get();
     g->nodes = ggml_new_graph_custom(ctx, n_nodes, false);
-    const StepBuild build = {ctx,        g->nodes,  model, cache, in.tensors(ctx, shape.rows),
-                             shape.kind, shape.n_kv};
+    g->inputs = in.tensors(ctx, shape.rows);
+    const StepBuild build = {ctx, g->nodes, model, cache, g->inputs, shape.kind, shape.n_kv};
     if (shape.head()) {
         model.architecture().build_draft(build);
     } else if (shape.kind == StepKind::block) {
@@ -226,7 +237,11 @@ StepSizes Step::measure(const Model &model, const Cache &cache, const EnginePara
         // This is a bound with room: beyond buffers and caches the 27b took 128 MB at most on an H200.
         // This has cuBLAS's workspace too.
         constexpr uint64_t BYTES_PER_NODE = 2048, POOLS = uint64_t(416) << 20;
-        sizes.other = step_shapes(params.cache).size() * n_nodes * BYTES_PER_NODE + POOLS;
+        // A link of a chain has a few nodes.
+        constexpr uint64_t LINK_NODES = 64;
+        const uint64_t links = params.cache.n_draft * uint64_t(params.cache.n_draft + 1) / 2;
+        sizes.other =
+            (step_shapes(params.cache).size() * n_nodes + links * LINK_NODES) * BYTES_PER_NODE + POOLS;
     }
     return sizes;
 }

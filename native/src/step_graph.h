@@ -9,14 +9,18 @@ namespace luce {
 struct Step::Graph {
     Context context;
     ggml_cgraph *nodes = nullptr;
+    StepInputs inputs;
     StepOutputs outputs;
     StepShape shape;
     // A step is captured in pieces, one after each of the ops that the host runs in its middle (ram_op.h).
     std::vector<void *> captured;
     std::vector<const ggml_tensor *> on_host; // these are the nodes of those ops
+    std::map<uint32_t, void *>
+        chains; // a draft's links are also captured as chains of so many, which are one graph each
 
     ~Graph() { drop_capture(); }
     void drop_capture();
+    void move_inputs(ptrdiff_t bytes); // the ops that are enqueued from now on read them there
     static std::unique_ptr<Graph> build(const Model &model, const Cache &cache, const Region &in,
                                         const StepShape &shape);
     // Tells the log the ops that do something: "a verify of 1 rows: deltanet 3, rowmm 6, of ggml: GET_ROWS 1".

@@ -20,22 +20,20 @@ Region::Region(uint32_t rows, uint32_t n_pages, uint32_t mirrors)
 }
 
 void Region::allocate(const Device &device) {
-    device_ = luce::allocate(device, size_, "a step's inputs");
+    device_ = luce::allocate(device, size(), "a step's inputs");
     ggml_backend_buffer_clear(device_.get(), 0);
     host_ = static_cast<uint8_t *>(ggml_backend_buffer_get_base(device_.get()));
     if (device.gpu) {
         ggml_backend_buffer_type_t type = ggml_backend_dev_host_buffer_type(device.dev);
-        pinned_.reset(
-            ggml_backend_buft_alloc_buffer(type ? type : ggml_backend_cpu_buffer_type(), mirrors_ * size_));
+        pinned_.reset(ggml_backend_buft_alloc_buffer(type ? type : ggml_backend_cpu_buffer_type(), size()));
         if (!pinned_) {
-            fail(LUCE_E_MEMORY, "allocating %s of pinned host memory failed",
-                 human_bytes(mirrors_ * size_).c_str());
+            fail(LUCE_E_MEMORY, "allocating %s of pinned host memory failed", human_bytes(size()).c_str());
         }
         host_ = static_cast<uint8_t *>(ggml_backend_buffer_get_base(pinned_.get()));
-        memset(host_, 0, mirrors_ * size_);
+        memset(host_, 0, size());
     }
     context_ = new_context(ggml_tensor_overhead() * 2);
-    whole_ = ggml_new_tensor_1d(context_.get(), GGML_TYPE_I8, int64_t(size_));
+    whole_ = ggml_new_tensor_1d(context_.get(), GGML_TYPE_I8, int64_t(size()));
     ggml_backend_tensor_alloc(device_.get(), whole_, ggml_backend_buffer_get_base(device_.get()));
 }
 
@@ -54,6 +52,10 @@ void Region::send(ggml_backend_t backend, uint32_t mirror, uint32_t n_pages) {
         ggml_backend_tensor_set_async(backend, whole_, host_ + mirror * size_, 0,
                                       pages_ + n_pages * sizeof(int32_t));
     }
+}
+
+void Region::send_chain(ggml_backend_t backend, uint32_t n) {
+    ggml_backend_tensor_set_async(backend, whole_, host_, 0, n * size_);
 }
 
 StepInputs Region::tensors(ggml_context *ctx, uint32_t rows) const {
@@ -119,6 +121,7 @@ void Batch::add_draft(const Timeline &line, const ChoiceCtl &choice, int32_t anc
     SeqCtl &seq = add_sequence(line, choice, 1);
     seq.n_past += int32_t(i); // what the chain has written so far counts as committed
     if (i > 0) {
+        seq.n_new = int32_t(i) + seq.n_move_head;
         seq.n_move_head = 0;
     }
     h_.ctl->rows[seq.row0] = {index, -1, seq.n_past, entry};

@@ -10,11 +10,13 @@ namespace luce {
 // A region holds the inputs of one kind of step: at most `rows` rows and `n_pages` page entries.
 class Region {
 public:
-    // The region has `mirrors` host copies. It has no memory until allocate().
+    // The region has `mirrors` host copies, and as many places on the device: steps that run by themselves use the first,
+    // the links of a chain of steps one each. It has no memory until allocate().
     Region(uint32_t rows, uint32_t n_pages, uint32_t mirrors);
 
     void allocate(const Device &device);
-    size_t size() const { return size_; } // it counts its bytes on the device
+    size_t size() const { return mirrors_ * size_; } // it counts its bytes on the device
+    size_t place() const { return size_; } // one place lies so many bytes behind the other
 
     // Host is the host's side of one mirror.
     struct Host {
@@ -27,6 +29,7 @@ public:
     // Enqueues on a GPU the copy of a mirror, up to its first n_pages page entries. On a CPU the one mirror
     // is the region itself.
     void send(ggml_backend_t backend, uint32_t mirror, uint32_t n_pages);
+    void send_chain(ggml_backend_t backend, uint32_t n); // the first n mirrors, each to its own place
 
     // Returns the inputs of a step of `rows` rows. Before allocate() they are tensors without memory, for
     // measuring.

@@ -104,9 +104,7 @@ void check_rows(int32_t n, int T, float spread, int first) {
         for (int32_t i = 0; i < n; i++) {
             x[i] *= spread;
             // This gives ties, -0 and +0.
-            x[i] = kind == 1   ? std::nearbyint(x[i])
-                   : kind == 2 ? std::nearbyint(x[i] / 4)
-                               : x[i];
+            x[i] = kind == 1 ? std::nearbyint(x[i]) : kind == 2 ? std::nearbyint(x[i] / 4) : x[i];
         }
         if (kind == 3) {
             x[pick(n)] = t % 3 == 0 ? NAN : t % 3 == 1 ? INFINITY : -INFINITY;
@@ -161,10 +159,49 @@ void check_kept() {
     expect(out.get() == Ints({5, 200, 0, 0, 0}), "tokens of rows"); // row 3's is beyond the vocabulary
 }
 
+// A draft's choices are kept as by keep, its hidden rows as by keep_hidden, and nothing else changes.
+void check_draft(int T, int64_t E) {
+    constexpr int32_t n = 1001;
+    std::vector<ChoiceCtl> rows;
+    for (int t = 0; t < T; t++) {
+        rows.push_back(ctl_of(SETTINGS[t % N_SETTINGS], uint64_t(t)));
+    }
+    StepCtl host = ctl_for(rows);
+    std::vector<int64_t> to;
+    for (int t = 0; t < T; t++) {
+        host.rows[t].keep = t % 3 == 1 ? -1 : 2 * t;
+        to.push_back(T - t);
+    }
+    Floats values = normals(size_t(n) * T, 3.0f);
+    values[0] = NAN;
+    const Floats before = normals(size_t(E) * (T + 1));
+    const Ints none(size_t(4) * T, -5);
+    const Device<StepCtl> ctl(std::vector<StepCtl>{host});
+    const Device<float> logits(values), x(normals(size_t(E) * T)), norm(normals(size_t(E)));
+    const Device<int64_t> hidden_to(to);
+    Device<float> hidden(before), expected_hidden(before);
+    Device<int32_t> drafts(none), expected_drafts(none);
+    Device<ChoiceRow> out{size_t(T)};
+    const KeepHiddenArgs keep = {T, E, E, 1e-6f, x.p, norm.p, hidden_to.p, hidden.p};
+    must(cuda::choose({logits.p, n, T, ctl.p, 1, out.p, drafts.p, keep}, stream));
+    must(cuda::keep({out.p, T, ctl.p, expected_drafts.p}, stream));
+    must(cuda::keep_hidden({T, E, E, 1e-6f, x.p, norm.p, hidden_to.p, expected_hidden.p}, stream));
+    must(cudaStreamSynchronize(stream));
+    const std::string what = "a draft of " + std::to_string(T) + " rows of " + std::to_string(E);
+    expect(drafts.get() == expected_drafts.get() && drafts.get() != none, what + ": choices");
+    expect(same_bits(hidden.get(), expected_hidden.get()) && !same_bits(hidden.get(), before),
+           what + ": hidden rows");
+}
+
 } // namespace
 
 void check_choose(bool all) {
     check_kept();
+    for (const int T : {1, 5, 64}) {
+        for (const int64_t E : {256, 5120, 9216}) {
+            check_draft(T, E);
+        }
+    }
     for (int32_t n : {1, 5, 62, 100, 1001, 4096}) {
         for (float spread : {3.0f, 0.0f, 1e-6f}) {
             check_rows(n, all ? 64 : N_SETTINGS, spread, pick(N_SETTINGS));

@@ -2,8 +2,19 @@
 // rowmm_pack of two kept rows side by side. Rows that a step does not keep stay as they are.
 #include "harness.h"
 #include "rowmm.h"
+#include "rowmm_reference.h"
 
 namespace {
+
+// Returns the head's input, which starts out as poison.
+std::vector<uint8_t> packed_input(const NextnPackArgs &args) {
+    Device<uint8_t> packed(size_t(rowmm_x_bytes(args.T, 2 * args.E)));
+    NextnPackArgs a = args;
+    a.out = packed.p;
+    must(cuda::nextn_pack(a, stream));
+    must(cudaStreamSynchronize(stream));
+    return packed.get();
+}
 
 void check_rows(int T, int64_t E) {
     const int n = T + 5;
@@ -60,21 +71,54 @@ void check_rows(int T, int64_t E) {
         both.insert(both.end(), h_values.begin() + t * E, h_values.begin() + (t + 1) * E);
     }
     const Device<float> values(both);
-    Device<uint8_t> packed(size_t(rowmm_x_bytes(T, 2 * E))), plain(packed.n);
+    Device<uint8_t> plain(size_t(rowmm_x_bytes(T, 2 * E)));
     RowmmPackArgs pack{};
     pack.x = values.p;
     pack.x_row = pack.K = 2 * E;
     pack.T = T;
     pack.out = plain.p;
     must(cuda::rowmm_pack(pack, stream));
-    must(cuda::nextn_pack({T, E, eps, rows.p, hidden.p, hidden_from.p, e_norm.p, norm.p, packed.p}, stream));
-    must(cudaStreamSynchronize(stream));
-    expect(packed.get() == plain.get(), "the NextN head's input " + what);
+    // Row t has token t, which is given for even rows and a draft for the others.
+    Ints tokens, drafts;
+    for (int t = 0; t < T; t++) {
+        tokens.push_back(t % 2 == 0 ? t : -1 - t);
+        drafts.insert(drafts.end(), {t, 0});
+    }
+    const Device<int32_t> given(tokens), drafted(drafts);
+    const NextnPackArgs args = {T,         E,        eps,           0,        T,      4 * E,  rows.p, given.p,
+                                drafted.p, hidden.p, hidden_from.p, e_norm.p, norm.p, nullptr};
+    expect(packed_input(args) == plain.get(), "the NextN head's input " + what);
+}
+
+// A table of a type gives what a table of its values in F32 gives. A draft beyond the vocabulary is token 0.
+void check_table(const rowmm_test::Type &type) {
+    constexpr int64_t E = 768;
+    constexpr int T = 5, V = 4;
+    const auto blocks = rowmm_test::random_weights(type.id, E, V, 17);
+    const Device<uint8_t> table(blocks);
+    const Device<float> values(rowmm_test::dequantised(type.id, blocks)), hidden(normals(size_t(E), 2.0f)),
+        e_norm(normals(size_t(E))), h_norm(normals(size_t(E)));
+    const Device<int32_t> tokens(Ints{3, -1, 1, 2, -2}), drafts(Ints{2, 0, V, 0}), from(Ints(T, 0));
+    NextnPackArgs args = {T,        E,        1e-6f,    type.id,  V,      E / type.values * type.bytes,
+                          table.p,  tokens.p, drafts.p, hidden.p, from.p, e_norm.p,
+                          h_norm.p, nullptr};
+    expect(nextn_has_table(type.id) == (type.id != 20 && type.id != 23),
+           "tables of " + std::string(type.name));
+    if (nextn_has_table(type.id)) {
+        const auto found = packed_input(args);
+        args.type = 0;
+        args.row_bytes = 4 * E;
+        args.table = values.p;
+        expect(found == packed_input(args), "embeddings of " + std::string(type.name));
+    }
 }
 
 } // namespace
 
 void check_nextn(bool all) {
+    for (const rowmm_test::Type &type : rowmm_test::TYPES) {
+        check_table(type);
+    }
     for (const int64_t E : {256, 768, 5120, 8704}) {
         for (const int T : {1, 3, 17, 40}) {
             if (all || T * E < 40000) {

@@ -1,0 +1,15 @@
+// Makes launches of graph ops around the NextN head on a GPU (kernels/nextn.cu). eps is that of the norms.
+#pragma once
+
+#include "../kernels/kernels.h"
+
+#include <ggml.h>
+
+namespace luce {
+
+int nextn_pack_op(const ggml_tensor *dst, void *stream, float eps);
+int keep_hidden_op(const ggml_tensor *dst, void *stream, float eps);
+// `choice` has what the op choose takes.
+int choose_draft_op(const ggml_tensor *dst, void *stream, ChooseArgs choice, float eps);
+
+} // namespace luce
