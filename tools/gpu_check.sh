@@ -25,6 +25,7 @@
 #     sanitize  the reduced kernel checks under memcheck, racecheck and synccheck, all at once
 #     kl        how far logits are from the same weights in F32, beside llama.cpp's
 #     gap       rows that change other rows' bits in ggml, by op
+#     attention attention of a step beside ggml's, by context, sequences and rows
 #
 # It reads from GPU_KIT (default .gpu, git-ignored), which is packed where there is a network:
 #   cache.tar.xz  luce's cache folder, as tools/fetch_ggml.py leaves it: `tar -C ~/.cache -cJf ... luce`
@@ -54,7 +55,7 @@ workers=${WORKERS:-12}
 threads=${THREADS:-16}
 own_threads=() # luce uses none with a model on a GPU.
 [[ $device != cpu ]] || own_threads=(--threads "$threads")
-all="build oracle kernels suite peer auto part sampled sweep prefill dflash nineb experts zero batch serve sanitize kl gap"
+all="build oracle kernels suite peer auto part sampled sweep prefill dflash nineb experts zero batch serve sanitize kl gap attention"
 streams=()
 if [[ ${1:-} == together ]]; then
     shift
@@ -406,6 +407,13 @@ stage_gap() {
     g++ -std=c++17 -O2 -I "$work"/cache/luce/ggml-*/ggml/include bench/row_gap.cpp -o "$work/row_gap" \
         -L luce/lib -lluce-ggml -lluce-ggml-base -lluce-ggml-cpu -Wl,-rpath,"$PWD/luce/lib",--allow-shlib-undefined &&
         run gap 60 "$work/row_gap" gpu && brief 30 <"$out/gap.txt"
+}
+stage_attention() {
+    say "attention of a step beside ggml's"
+    g++ -std=c++17 -O2 -I "$work"/cache/luce/ggml-*/ggml/include bench/attention_peer.cpp -o "$work/attention_peer" \
+        -L luce/lib -lluce-ggml -lluce-ggml-base -Wl,-rpath,"$PWD/luce/lib",--allow-shlib-undefined &&
+        run attention-own 60 "$work/kernel_check" time attention &&
+        run attention-peer 120 "$work/attention_peer" "$out/attention-own.txt" && brief 30 <"$out/attention-peer.txt"
 }
 
 # Each stream is a call of its own, which finds what is built and made.
