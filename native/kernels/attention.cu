@@ -44,7 +44,8 @@ template <int D, int TYPE> __device__ void tensor_attention(const AttentionParam
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
         asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
 #endif
-        Loader<L>{a, plan, shared}.run();
+        Loader<L> loader{a, plan, shared};
+        loader.run();
     }
 }
 

@@ -123,13 +123,42 @@ template <typename L> struct Loader {
             }
         }
     }
-    // Copies a tile of committed keys that lie in one page.
-    __device__ void copy_whole(const uint8_t *first) const {
+    // A thread has so many words of a tile. Those of packed cells lie so far from the tile's first cell.
+    static constexpr int COPIES = (KEYS * WORDS + LOAD_THREADS - 1) / LOAD_THREADS;
+    uint32_t offsets[L::PACKED ? COPIES : 1];
+    __device__ void find_offsets() {
+        if constexpr (L::PACKED) {
+#pragma unroll
+            for (int i = 0; i < COPIES; i++) {
+                const int u = tid + i * LOAD_THREADS;
+                offsets[i] = u / WORDS * uint32_t(a.pool.cell_bytes) + u % WORDS * L::COPY;
+            }
+        }
+    }
+    // Copies a tile of committed keys that lie in one page. This is what most of the loading warps' time goes to, so it has
+    // few instructions.
+    __device__ __forceinline__ void copy_whole(const uint8_t *first) const {
         const uint32_t to = base + ring.slot * L::SLOT;
-        const int64_t stride = a.pool.cell_bytes;
-        each(KEYS, [&](int row, int word, int at) {
-            copy_async<L::COPY>(to + at, first + row * stride + word * L::COPY, true);
-        });
+        if constexpr (L::PACKED) {
+#pragma unroll
+            for (int i = 0; i < COPIES; i++) {
+                if (tid + i * LOAD_THREADS < KEYS * WORDS) {
+                    copy_async<L::COPY>(to + (tid + i * LOAD_THREADS) * L::COPY, first + offsets[i]);
+                }
+            }
+        } else {
+            constexpr int STEP = LOAD_THREADS / WORDS;
+            const int row = tid / WORDS, word = tid % WORDS;
+            const uint32_t even = to + L::place(row, word, KEYS),
+                           odd = to + L::place(row + STEP, word, KEYS) - STEP * L::NEXT_ROW;
+            const uint8_t *from = first + row * a.pool.cell_bytes + word * L::COPY;
+            const int64_t step = STEP * a.pool.cell_bytes;
+#pragma unroll
+            for (int i = 0; i < KEYS / STEP; i++) {
+                copy_async<L::COPY>((i % 2 == 0 ? even : odd) + i * STEP * L::NEXT_ROW, from);
+                from += step;
+            }
+        }
     }
     // Finds the cells of any tile. From n_past on they are found by ancestors, and -1 stands for what no row
     // sees.
@@ -168,6 +197,7 @@ template <typename L> struct Loader {
     // Runs the ring. It begins beside the kernels ahead, and waits for them at tiles whose cells the step may
     // write. (Where a slot has to become free first, the warps that compute have waited.)
     __device__ void run() {
+        find_offsets();
         Cursor unit(a, plan);
         if (unit.valid()) {
             next_at = plan.pages[unit.seq()] + unit.begin / PAGE;

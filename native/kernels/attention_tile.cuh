@@ -33,6 +33,13 @@ template <int BYTES> __device__ void copy_async(uint32_t to, const void *from, b
                      "r"(n));
     }
 }
+template <int BYTES> __device__ __forceinline__ void copy_async(uint32_t to, const void *from) {
+    if (BYTES == 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES));
+    }
+}
 // ---- barriers in shared memory ----
 // A phase ends when `count` threads have arrived; who waits names the phase by its parity.
 
