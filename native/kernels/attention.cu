@@ -5,6 +5,7 @@
 #include "attention_f32.cuh"
 #include "attention_mma.cuh"
 #include "attention_wgmma.cuh"
+#include "rowmm_plan.h"
 
 #include <algorithm>
 
@@ -20,8 +21,9 @@ constexpr bool WGMMA = true;
 constexpr bool WGMMA = false;
 #endif
 
-template <int D, int TYPE> __device__ void tensor_attention(const AttentionParams &a, uint8_t *shared) {
-    using L = Layout<D, TYPE, WGMMA>;
+template <int D, int TYPE, bool AHEAD>
+__device__ void tensor_attention(const AttentionParams &a, uint8_t *shared) {
+    using L = Layout<D, TYPE, WGMMA, AHEAD>;
     Plan &plan = *reinterpret_cast<Plan *>(shared + L::PLAN);
     plan.make(a, L::MAX_M);
     if (!plan.stays()) {
@@ -30,22 +32,32 @@ template <int D, int TYPE> __device__ void tensor_attention(const AttentionParam
     // It does not run beside the plan's writes: racecheck takes those 4 KiB further for this one.
     if (threadIdx.x < L::SLOTS) {
         init_barrier(shared_address(shared) + L::FULL + threadIdx.x * 8, LOAD_THREADS);
-        init_barrier(shared_address(shared) + L::EMPTY + threadIdx.x * 8, WARPS);
+        init_barrier(shared_address(shared) + L::EMPTY + threadIdx.x * 8,
+                     AHEAD ? L::UNPACK_THREADS / WARP : L::WARPS);
+    }
+    if (AHEAD && threadIdx.x < L::TILES) {
+        init_barrier(shared_address(shared) + L::READY + threadIdx.x * 8, L::UNPACK_THREADS / WARP);
+        init_barrier(shared_address(shared) + L::LEFT + threadIdx.x * 8, L::WARPS);
     }
     __syncthreads();
-    if (threadIdx.x < MATH_THREADS) {
+    if (threadIdx.x < L::MATH_THREADS) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
-        wgmma_units<D, TYPE>(a, plan, shared);
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(L::MATH_REGISTERS));
+        wgmma_units<D, TYPE, AHEAD>(a, plan, shared);
 #else
         mma_units<D, TYPE>(a, plan, shared);
 #endif
-    } else {
+    } else if (threadIdx.x >= MMA_THREADS - LOAD_THREADS) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(L::LOAD_REGISTERS));
 #endif
         Loader<L> loader{a, plan, shared};
         loader.run();
+    } else if constexpr (AHEAD) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(L::UNPACK_REGISTERS));
+#endif
+        unpack_units<TYPE, L>(a, plan, shared);
     }
 }
 
@@ -57,15 +69,32 @@ __global__ void __launch_bounds__(TYPE == KV_F32 ? F32_THREADS : MMA_THREADS, 1)
     if constexpr (TYPE == KV_F32) {
         f32_attention<D>(a, shared);
     } else {
-        tensor_attention<D, TYPE>(a, shared);
+        tensor_attention<D, TYPE, false>(a, shared);
     }
+}
+
+// It is for packed cells in steps whose units all fit one warpgroup. Its threads have 128 registers at first.
+template <int D, int TYPE>
+__global__ void __launch_bounds__(MMA_THREADS + 4 * WARP, 1)
+    ahead_kernel(const __grid_constant__ AttentionParams a) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(1024) uint8_t shared[];
+    let_next_start();
+    tensor_attention<D, TYPE, true>(a, shared);
+#endif
 }
 
 template <int D, int TYPE>
 cudaError_t launch_parts(AttentionParams &a, int blocks, int capability, cudaStream_t stream) {
+    if constexpr (TYPE == KV_Q8_0 || TYPE == KV_Q4_0) {
+        if (a.T * a.G <= AHEAD_PAIRS && rowmm_has_wgmma()) {
+            return launch_kernel(ahead_kernel<D, TYPE>, dim3(blocks), MMA_THREADS,
+                                 size_t(Layout<D, TYPE, true, true>::BYTES), stream, true, a);
+        }
+    }
     int bytes = int(sizeof(F32Layout<D>));
     if constexpr (TYPE != KV_F32) { // Hopper may run code for sm_80 too, which needs less
-        bytes = capability == 9 ? Layout<D, TYPE, true>::BYTES : Layout<D, TYPE, false>::BYTES;
+        bytes = capability == 9 ? Layout<D, TYPE, true, false>::BYTES : Layout<D, TYPE, false, false>::BYTES;
     }
     const int threads = TYPE == KV_F32 ? F32_THREADS : MMA_THREADS;
     return launch_kernel(attention_kernel<D, TYPE>, dim3(blocks), threads, size_t(bytes), stream,

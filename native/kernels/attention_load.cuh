@@ -1,42 +1,54 @@
 // Brings cells into shared memory for the tensor cores. Here are the layout of a block's shared memory, the
 // ring of slots that K and V of tiles pass through, and the four warps that fill it. They walk over all of
 // the block's units ahead of the warps that compute (attention_wgmma.cuh on Hopper, else attention_mma.cuh),
-// so that memory never waits for the arithmetic.
+// so that memory never waits for the arithmetic. Packed cells of steps with few rows are unpacked by another four
+// warps, between these.
 #pragma once
 
 #include "attention_plan.cuh"
 #include "attention_tile.cuh"
+#include "attention_unpack.cuh"
 #include "kv_types.cuh"
 
 namespace luce {
 namespace {
 
-constexpr int WARPS = 8, MATH_THREADS = WARPS * WARP, LOAD_THREADS = 4 * WARP;
-constexpr int MMA_THREADS = MATH_THREADS + LOAD_THREADS;
+constexpr int LOAD_THREADS = 4 * WARP, MMA_THREADS = 8 * WARP + LOAD_THREADS;
+constexpr int AHEAD_PAIRS = 64; // one warpgroup computes so many
 
-// With WGMMA it is for 227 KB of shared memory and Hopper's instructions, and otherwise for 99 KB. Rows of
-// F16 lie in 16-byte words, whose order is changed by the row so that eight rows of one column lie in
-// different banks. For wgmma they lie in panels of 64 columns, one row after the other.
-template <int D, int TYPE, bool WGMMA> struct Layout {
-    static constexpr bool PACKED = TYPE != KV_F16;
+// With WGMMA it is for 227 KB of shared memory and Hopper's instructions, and otherwise for 99 KB. Where it is AHEAD, of
+// packed cells and units of few pairs, one warpgroup computes, and another unpacks the cells ahead of it. Rows of F16 lie
+// in 16-byte words, whose order is changed by the row so that eight rows of one column lie in different banks. For wgmma
+// they lie in panels of 64 columns, one row after the other.
+template <int D, int TYPE, bool WGMMA, bool AHEAD_> struct Layout {
+    static constexpr bool PACKED = TYPE != KV_F16, AHEAD = AHEAD_;
+    static_assert(!AHEAD || (WGMMA && PACKED));
+    static constexpr int WARPS = AHEAD ? 4 : 8, MATH_THREADS = WARPS * WARP; // they compute
+    static constexpr int UNPACK_THREADS = AHEAD ? 4 * WARP : 0;
+    static_assert(MATH_THREADS + UNPACK_THREADS + LOAD_THREADS == MMA_THREADS);
+    // Other threads leave registers to those that compute: all have 168 at first, or 128.
+    static constexpr int MATH_REGISTERS = AHEAD ? 216 : 224, LOAD_REGISTERS = AHEAD ? 72 : 56,
+                         UNPACK_REGISTERS = 96;
     static constexpr int KEYS = WGMMA ? 64 : 32;
-    static constexpr int SLOTS = WGMMA ? 5 : 4; // the ring's slots hold K and V of a tile by turns
-    static constexpr int MAX_M = WGMMA ? 96 : 48; // a unit has at most as many pairs
+    static constexpr int SLOTS = WGMMA && !AHEAD ? 5 : 4; // the ring's slots hold K and V of a tile by turns
+    static constexpr int TILES = AHEAD ? 3 : 2; // unpacked ones are a ring too, or those of K and V
+    static constexpr int MAX_M = AHEAD ? AHEAD_PAIRS : WGMMA ? 96 : 48; // a unit has at most as many pairs
     static constexpr int ROW = 2 * D, P_ROW = WGMMA ? 0 : 2 * KEYS;
     static constexpr int NEXT_ROW = WGMMA ? 128 : ROW; // a row of a tile is so far from the next
     static constexpr int CELL = kv_bytes<TYPE>(D); // one head of a cell has so many bytes
     // A copy has so many bytes, as blocks of 18 and 34 bytes allow.
     static constexpr int COPY = PACKED ? D / 16 : 16;
     static constexpr int SLOT = KEYS * CELL;
-    static constexpr int UNPACKED = (SLOTS * SLOT + 1023) / 1024 * 1024; // K comes first, then V
-    static constexpr int Q = UNPACKED + (PACKED ? 2 * KEYS * ROW : 0);
+    static constexpr int UNPACKED = (SLOTS * SLOT + 1023) / 1024 * 1024, TILE = KEYS * ROW;
+    static constexpr int Q = UNPACKED + (PACKED ? TILES * TILE : 0);
     static constexpr int P = Q + MAX_M * ROW;
     static constexpr int MAXIMA = P + MAX_M * P_ROW; // [16 * MT][warps that share a row's keys]
     static constexpr int CELLS = MAXIMA + (WGMMA ? 0 : 4 * MAX_M * 4); // [KEYS] of a tile that is not whole
     static constexpr int BAD = CELLS + KEYS * 4; // [KEYS] bytes, which say that the key's V is not finite
     static constexpr int UNIT = BAD + KEYS, FULL = UNIT + int(sizeof(UnitInfo));
     static constexpr int EMPTY = FULL + SLOTS * 8; // the barriers of emptied slots begin here
-    static constexpr int PLAN = EMPTY + SLOTS * 8;
+    static constexpr int READY = EMPTY + SLOTS * 8, LEFT = READY + TILES * 8; // those of unpacked tiles
+    static constexpr int PLAN = LEFT + TILES * 8;
     static constexpr int BYTES = PLAN + int(sizeof(Plan));
     static_assert(BYTES <= (WGMMA ? 232448 : 101376), "a block's shared memory");
 
@@ -99,7 +111,7 @@ template <typename L> struct Loader {
     const Plan &plan;
     uint8_t *shared;
     const uint32_t base = shared_address(shared);
-    const int tid = threadIdx.x - MATH_THREADS;
+    const int tid = threadIdx.x - (MMA_THREADS - LOAD_THREADS);
     Ring<L::SLOTS> ring;
     int32_t next_at = -1, next_page; // next_page is entry next_at of the page table
 
@@ -234,36 +246,47 @@ template <typename L> struct Loader {
     }
 };
 
-// A Taker is the side of the ring that computes, for one warp.
-template <typename L> struct Taker {
+// A Taker is the side of a ring that takes, for one warp: from slots, or from unpacked tiles.
+template <typename L, bool UNPACKED> struct Taker {
+    static constexpr int FULL = UNPACKED ? L::READY : L::FULL, EMPTY = UNPACKED ? L::LEFT : L::EMPTY;
     uint8_t *shared;
-    Ring<L::SLOTS> ring;
+    Ring<UNPACKED ? L::TILES : L::SLOTS> ring;
 
-    __device__ void wait() const {
-        wait_barrier(shared_address(shared) + L::FULL + ring.slot * 8, ring.parity);
-    }
-    // Says that this warp has left the slot.
+    // Returns where the slot or tile is in the block's shared memory.
+    __device__ int at() const { return UNPACKED ? L::UNPACKED + ring.slot * L::TILE : ring.slot * L::SLOT; }
+    __device__ void wait() const { wait_barrier(shared_address(shared) + FULL + ring.slot * 8, ring.parity); }
+    // Says that this warp has left it.
     __device__ void leave() {
         __syncwarp();
         if (threadIdx.x % WARP == 0) {
-            arrive(shared_address(shared) + L::EMPTY + ring.slot * 8);
+            arrive(shared_address(shared) + EMPTY + ring.slot * 8);
         }
         ring.next();
     }
 };
 
-// Unpacks a share of a tile of packed cells to rows of F16. The caller's barrier follows.
+// Unpacks all tiles of a block's units with the warps that do nothing else.
 template <int TYPE, typename L>
-__device__ void unpack(const uint8_t *from, uint8_t *to, int tid, int threads) {
-    constexpr int WORDS = L::ROW / 16;
-#pragma unroll 2
-    for (int u = tid; u < L::KEYS * WORDS; u += threads) {
-        const int row = u / WORDS, word = u % WORDS;
-        float x[8];
-        load_values<TYPE>(from + row * L::CELL, word * 8, x);
-        *reinterpret_cast<uint4 *>(to + L::place(row, word, L::KEYS)) = {
-            pack_halves(x[0], x[1]), pack_halves(x[2], x[3]), pack_halves(x[4], x[5]),
-            pack_halves(x[6], x[7])};
+__device__ void unpack_units(const AttentionParams &a, const Plan &plan, uint8_t *shared) {
+    const int tid = threadIdx.x - L::MATH_THREADS;
+    const uint32_t base = shared_address(shared);
+    Taker<L, false> from{shared};
+    Ring<L::TILES> to;
+    for (Cursor unit(a, plan); unit.valid(); unit.next()) {
+        for (int32_t key = unit.begin; key < unit.end; key += L::KEYS) {
+            for (int which = 0; which < 2; which++) {
+                from.wait();
+                wait_barrier(base + L::LEFT + to.slot * 8, to.parity ^ 1);
+                unpack<TYPE, L>(shared + from.at(), shared + L::UNPACKED + to.slot * L::TILE, tid,
+                                L::UNPACK_THREADS);
+                show_to_wgmma();
+                from.leave();
+                if (tid % WARP == 0) {
+                    arrive(base + L::READY + to.slot * 8);
+                }
+                to.next();
+            }
+        }
     }
 }
 

@@ -14,22 +14,25 @@
 namespace luce {
 namespace {
 
+constexpr int WARPS = 8, MATH_THREADS = WARPS * WARP; // so many compute, as Layout has it too
 constexpr uint32_t ONES = 0x3c003c00; // it holds two F16
 
 // This is what the computing warps keep in all their units.
-template <int D, int TYPE> struct MmaBlock : Taker<Layout<D, TYPE, false>> {
-    using L = Layout<D, TYPE, false>;
+template <int D, int TYPE> struct MmaBlock : Taker<Layout<D, TYPE, false, false>, false> {
+    using L = Layout<D, TYPE, false, false>;
     const AttentionParams &a;
     const Plan &plan;
     const uint32_t base = shared_address(this->shared);
     const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP;
 
     __device__ MmaBlock(const AttentionParams &args, const Plan &p, uint8_t *block)
-        : Taker<L>{block, {}}, a(args), plan(p) {}
+        : Taker<L, false>{block, {}}, a(args), plan(p) {}
     // Unpacks the slot's packed cells to rows of F16, in the buffer of K or V. The caller's barrier follows.
     __device__ void unpack_slot(int which) {
         uint8_t *slot = this->shared + this->ring.slot * L::SLOT;
-        unpack<TYPE, L>(slot, this->shared + L::UNPACKED + which * L::KEYS * L::ROW, tid, MATH_THREADS);
+        if constexpr (L::PACKED) {
+            unpack<TYPE, L>(slot, this->shared + L::UNPACKED + which * L::TILE, tid, MATH_THREADS);
+        }
     }
 };
 
@@ -37,7 +40,7 @@ template <int D, int TYPE> struct MmaBlock : Taker<Layout<D, TYPE, false>> {
 // of scores a warp has SM tiles of 16 rows by N tiles of 8 keys, and of values M tiles of rows by C tiles of
 // 8 columns.
 template <int D, int TYPE, int MT> struct MmaUnit {
-    using L = Layout<D, TYPE, false>;
+    using L = Layout<D, TYPE, false, false>;
     static constexpr int KEYS = L::KEYS;
     static constexpr int M = MT, SM = 1;
     static constexpr int SHARE = WARPS; // as many warps share rows of values
@@ -386,7 +389,7 @@ template <int D, int TYPE, int MT> struct MmaUnit {
 
 template <int D, int TYPE>
 __device__ void mma_units(const AttentionParams &a, const Plan &plan, uint8_t *shared) {
-    using L = Layout<D, TYPE, false>;
+    using L = Layout<D, TYPE, false, false>;
     MmaBlock<D, TYPE> block{a, plan, shared};
     Cursor unit(a, plan);
     wait_for_previous();

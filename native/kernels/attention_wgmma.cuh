@@ -67,14 +67,15 @@ __device__ void group_barrier(int group) {
 
 // A WgmmaUnit is up to 64 pairs of a unit, for one warpgroup. A thread has rows lane / 4 and lane / 4 + 8 of
 // its warp's 16.
-template <int D, int TYPE> struct WgmmaUnit {
-    using L = Layout<D, TYPE, true>;
+template <int D, int TYPE, bool AHEAD> struct WgmmaUnit {
+    using L = Layout<D, TYPE, true, AHEAD>;
+    using Source = Taker<L, AHEAD>;
     static constexpr int KEYS = L::KEYS, PANELS = D / 64, N = KEYS / 8;
     static_assert(KEYS == 64, "a tile of scores is a panel");
 
     const AttentionParams &a;
     const Plan &plan;
-    Taker<L> &ring;
+    Source &ring;
     const UnitInfo unit;
     const int group, threads; // `threads` counts those of both groups that compute
     const int tid = threadIdx.x % GROUP_THREADS, lane = tid % WARP;
@@ -86,9 +87,9 @@ template <int D, int TYPE> struct WgmmaUnit {
     float most[2] = {-INFINITY, -INFINITY}, sum[2] = {}; // `sum` adds up the weights of this thread's keys
     float o[PANELS][8][4] = {};
 
-    __device__ WgmmaUnit(const AttentionParams &args, const Plan &p, Taker<L> &taker, const UnitInfo &u)
+    __device__ WgmmaUnit(const AttentionParams &args, const Plan &p, Source &taker, const UnitInfo &u)
         : a(args), plan(p), ring(taker), unit(u), group(threadIdx.x / GROUP_THREADS),
-          threads(u.n_rows * args.G > GROUP_PAIRS ? 2 * GROUP_THREADS : GROUP_THREADS) {
+          threads(!AHEAD && u.n_rows * args.G > GROUP_PAIRS ? 2 * GROUP_THREADS : GROUP_THREADS) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             to[h] = plan.position[min(a.row_of(unit.row, pair + 8 * h), MAX_ROWS - 1)];
@@ -205,20 +206,23 @@ template <int D, int TYPE> struct WgmmaUnit {
     // Returns the next slot's K (0) or V (1) as F16, where it is. A packed slot is left.
     __device__ int take(int which) {
         ring.wait();
-        if (!L::PACKED) {
+        if constexpr (AHEAD) {
+            return ring.at();
+        } else if constexpr (!L::PACKED) {
             show_to_wgmma();
-            return ring.ring.slot * L::SLOT;
+            return ring.at();
+        } else {
+            const int at = L::UNPACKED + which * L::TILE;
+            barrier(threads); // all have left the tile before
+            unpack<TYPE, L>(shared + ring.at(), shared + at, group * GROUP_THREADS + tid, threads);
+            show_to_wgmma();
+            ring.leave();
+            barrier(threads);
+            return at;
         }
-        const int at = L::UNPACKED + which * KEYS * L::ROW;
-        barrier(threads); // all have left the tile before
-        unpack<TYPE, L>(shared + ring.ring.slot * L::SLOT, shared + at, group * GROUP_THREADS + tid, threads);
-        show_to_wgmma();
-        ring.leave();
-        barrier(threads);
-        return at;
     }
     __device__ void leave() {
-        if (!L::PACKED) {
+        if (!L::PACKED || AHEAD) {
             ring.leave();
         }
     }
@@ -277,17 +281,17 @@ template <int D, int TYPE> struct WgmmaUnit {
         for (int32_t first = unit.begin; first < unit.end; first += KEYS) {
             run_tile(first);
         }
-        if (L::PACKED && threads == MATH_THREADS) {
+        if (L::PACKED && threads > GROUP_THREADS) {
             barrier(threads); // the next unit may be one group's, which unpacks where the other still reads
         }
         store();
     }
 };
 
-template <int D, int TYPE>
+template <int D, int TYPE, bool AHEAD>
 __device__ void wgmma_units(const AttentionParams &a, const Plan &plan, uint8_t *shared) {
-    using L = Layout<D, TYPE, true>;
-    Taker<L> ring{shared};
+    using L = Layout<D, TYPE, true, AHEAD>;
+    Taker<L, AHEAD> ring{shared};
     const int group = threadIdx.x / GROUP_THREADS, tid = threadIdx.x % GROUP_THREADS;
     const int first_pair = group * GROUP_PAIRS;
     int rows = -1, head = -1; // they say whose queries are in shared memory
@@ -313,7 +317,7 @@ __device__ void wgmma_units(const AttentionParams &a, const Plan &plan, uint8_t 
             show_to_wgmma();
             group_barrier(group);
         }
-        WgmmaUnit<D, TYPE>(a, plan, ring, unit).run();
+        WgmmaUnit<D, TYPE, AHEAD>(a, plan, ring, unit).run();
     }
 }
 

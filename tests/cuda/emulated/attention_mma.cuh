@@ -7,9 +7,10 @@
 
 namespace luce {
 
-constexpr int MATH_THREADS = 1, LOAD_THREADS = 1, MMA_THREADS = 2, WARPS = 1;
-template <int D, int TYPE, bool WGMMA> struct Layout {
-    static constexpr int SLOTS = 0, FULL = 0, EMPTY = 0, MAX_M = 1, PLAN = 0, BYTES = 1;
+constexpr int LOAD_THREADS = 1, MMA_THREADS = 2, AHEAD_PAIRS = 1;
+template <int D, int TYPE, bool WGMMA, bool AHEAD> struct Layout {
+    static constexpr int WARPS = 1, MATH_THREADS = 1, UNPACK_THREADS = 0, SLOTS = 0, TILES = 0;
+    static constexpr int FULL = 0, EMPTY = 0, READY = 0, LEFT = 0, MAX_M = 1, PLAN = 0, BYTES = 1;
 };
 template <typename L> struct Loader {
     const AttentionParams &a;
@@ -17,6 +18,7 @@ template <typename L> struct Loader {
     uint8_t *shared;
     void run() { abort(); }
 };
+template <int TYPE, typename L> void unpack_units(const AttentionParams &, const Plan &, uint8_t *) { abort(); }
 template <int D, int TYPE> void mma_units(const AttentionParams &, Plan &, uint8_t *) { abort(); }
 inline void init_barrier(uint32_t, int) { abort(); }
 inline float exp2_fast(float x) { return std::exp2(x); }
