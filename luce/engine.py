@@ -277,10 +277,10 @@ def _drafters(draft: Drafting, sequence: _native.Sequence, info: EngineInfo) -> 
 # that has waited for a GPU needs more, which was not measured. On a CPU neither was told from noise.
 DECIDES, HANDS_OVER = {"cuda": 5e-6}, {"cuda": 27e-6}
 
-# On these devices, auto's head drafts among a part of a large vocabulary too. Where 95 to 98% of a text are
-# of it, that gains 2 to 10% by what steps of the 27b cost on an H200 (bench/draft_part.py). Where they are
-# not, auto learns it.
-PART_ON = frozenset({"cpu", "cuda"})
+# On these devices, auto's head drafts among a part of a large vocabulary too. By what steps of the 27b cost
+# on an H200 that would gain 2 to 10% where 95 to 98% of a text are of it (bench/draft_part.py). "cuda" is not
+# among them, since it was not decoded there yet.
+PART_ON = frozenset({"cpu"})
 
 
 def _params(chosen: Plan, device: str, n_vocab: int) -> EngineParams:
