@@ -236,10 +236,11 @@ __main__.main()
 
 
 @pytest.mark.parametrize("threads", range(3))
-def test_a_server_that_lacks_room_for_a_thread_ends_with_a_line(threads):
+def test_a_server_that_lacks_room_for_a_thread_ends_with_a_line(threads, tmp_path):
     """They load the model, run the engine and read prompts: without any of them nothing would be answered."""
     words = ("serve", "--port", "0", "--threads", "1", "--ctx", "512", "--spec", "off", "--device", "cpu")
     command = [sys.executable, "-c", SERVES, str(threads), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    # Beside the checkout -c would import luce from there, and not the one that is installed.
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert done.returncode == 1 and "for a thread are needed" in done.stderr, done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
