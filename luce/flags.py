@@ -115,7 +115,8 @@ def sampling(temp: float = 0.0, top_k: int = 0, top_p: float = 1.0) -> tuple[Opt
                      help="Sample from tokens at least p times as probable as the first. It needs --temp "
                      "above 0."),
         click.option("--seed", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True,
-                     help="Sample with this seed: it gives the same tokens on every run, and in every mode."),
+                     help="Sample with this seed: it gives the same tokens on every run, and in every mode. "
+                          "Of GPUs, this was tried on Hopper's."),
     )  # fmt: skip
 
 
