@@ -2,6 +2,7 @@
 less, libraries in Rust end the process."""
 
 import json
+import os
 import random
 import re
 import resource
@@ -240,7 +241,10 @@ def test_a_server_that_lacks_room_for_a_thread_ends_with_a_line(threads, tmp_pat
     """They load the model, run the engine and read prompts: without any of them nothing would be answered."""
     words = ("serve", "--port", "0", "--threads", "1", "--ctx", "512", "--spec", "off", "--device", "cpu")
     command = [sys.executable, "-c", SERVES, str(threads), *words]
-    # Beside the checkout -c would import luce from there, and not the one that is installed.
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    # Beside the checkout -c would import luce from there; it is to be the luce that these tests import.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment
+    )
     assert done.returncode == 1 and "for a thread are needed" in done.stderr, done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
