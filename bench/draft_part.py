@@ -20,10 +20,9 @@ from typing import Any
 
 from luce.costs import Costs
 from luce.engine import Engine, Files
-from luce.measure.origin import command_text, origin, write_row
+from luce.measure.origin import command_text, origin, print_row
 from luce.measure.summary import five_digits
 from luce.plan import MAX_GAMMA, PART, Options, part_of
-from luce.stdout import as_json
 
 
 def best_rate(costs: Costs, share: float, part: bool) -> tuple[float, int]:
@@ -74,10 +73,7 @@ def main() -> None:
         **{f"verify_{n}": five_digits(1000 * costs.verify(n)) for n in (1, 2, 4, 8)},
     }
     row["gains"] = gains(costs)
-    print(as_json(row, indent=1))
-    if args.save:
-        name = f"draft-part-{args.model.stem}-{'cpu' if kind == 'cpu' else 'gpu'}"
-        print(write_row(args.save, name, row), file=sys.stderr)
+    print_row(row, args.save, f"draft-part-{args.model.stem}-{'cpu' if kind == 'cpu' else 'gpu'}")
 
 
 if __name__ == "__main__":

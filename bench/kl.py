@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -37,7 +36,7 @@ from luce.convert.gguf_output import Encoder, Planned, slabs, tensor_bytes, writ
 from luce.convert.gguf_tokenizer import copy_keys
 from luce.convert.weight_types import MIXES, choose
 from luce.errors import LuceError
-from luce.measure.origin import command_text, device_text, origin, write_row
+from luce.measure.origin import command_text, device_text, origin, print_row
 from luce.measure.output import as_markdown
 from luce.measure.summary import five_digits
 from luce.tokenizer import Tokenizer
@@ -331,10 +330,7 @@ def main() -> None:
             args.bin = llamacpp.build(args.build, args.device != "cpu")
         where, result = measure(args)
         print(f"on {result['device']}. {METHOD}\n\n{markdown(result)}", file=sys.stderr, flush=True)
-        print(json.dumps(result, indent=1))
-        if args.save is not None:
-            saved = write_row(args.save, f"kl-{'cpu' if where == 'cpu' else 'gpu'}", result)
-            print(f"wrote {saved}", file=sys.stderr)
+        print_row(result, args.save, f"kl-{'cpu' if where == 'cpu' else 'gpu'}")
     except (LuceError, llamacpp.PeerError, OSError) as error:
         raise SystemExit(f"kl: error: {error}") from None
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from luce import _native
 from luce.errors import LuceError
-from luce.measure.origin import write_row
+from luce.measure.origin import print_row
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = ("llama-bench", "llama-server")
@@ -72,10 +72,7 @@ def compare(
             args.bin = build(args.build, cuda)
         device, row = measure(args)
         print(f"{args.model.name} on {row['device']}. {timing}\n\n{table(row)}", file=sys.stderr)
-        print(json.dumps(row, indent=1))
-        if args.save is not None:
-            kind = "cpu" if device == "cpu" else "gpu"
-            print(f"wrote {write_row(args.save, f'{name}-{args.model.stem}-{kind}', row)}", file=sys.stderr)
+        print_row(row, args.save, f"{name}-{args.model.stem}-{'cpu' if device == 'cpu' else 'gpu'}")
     except (LuceError, PeerError, OSError) as error:
         raise SystemExit(f"{program}: error: {error}") from None
 

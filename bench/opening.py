@@ -17,10 +17,9 @@ import time
 from pathlib import Path
 
 from luce.engine import Engine, Files
-from luce.measure.origin import command_text, origin, write_row
+from luce.measure.origin import command_text, origin, print_row
 from luce.measure.summary import five_digits
 from luce.plan import Options
-from luce.stdout import as_json
 
 WAYS = {"auto": Options(), "plain": Options(spec="off"), "auto, 16 sequences": Options(sequences=16)}
 
@@ -52,10 +51,7 @@ def main() -> None:
             "first": five_digits(seconds[0]), "median": five_digits(statistics.median(seconds)),
             "most": five_digits(max(seconds)),
         }  # fmt: skip
-    print(as_json(row, indent=1))
-    if args.save:
-        name = f"opening-{args.model.stem}-{'cpu' if kind == 'cpu' else 'gpu'}"
-        print(write_row(args.save, name, row), file=sys.stderr)
+    print_row(row, args.save, f"opening-{args.model.stem}-{'cpu' if kind == 'cpu' else 'gpu'}")
 
 
 if __name__ == "__main__":

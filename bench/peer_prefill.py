@@ -11,7 +11,6 @@ Figures are medians over rounds, in which luce and llama-bench take turns.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections import defaultdict
@@ -24,7 +23,7 @@ from peer_llamacpp import prefill_speed
 
 from luce.engine import Engine, Files
 from luce.errors import LuceError
-from luce.measure.origin import command_text, origin, write_row
+from luce.measure.origin import command_text, origin, print_row
 from luce.measure.output import as_markdown
 from luce.measure.summary import five_digits
 from luce.plan import Options
@@ -100,11 +99,7 @@ def main() -> None:
         where, result = measure(args)
         text = f"{args.model.name} on {result['device']}. {TIMING}\n\n{markdown(args, result)}"
         print(text, file=sys.stderr, flush=True)
-        print(json.dumps(result, indent=1))
-        if args.save is not None:
-            kind = "cpu" if where == "cpu" else "gpu"
-            saved = write_row(args.save, f"prefill-{args.model.stem}-{kind}", result)
-            print(f"wrote {saved}", file=sys.stderr)
+        print_row(result, args.save, f"prefill-{args.model.stem}-{'cpu' if where == 'cpu' else 'gpu'}")
     except (LuceError, llamacpp.PeerError, OSError) as error:
         raise SystemExit(f"peer_prefill: error: {error}") from None
 

@@ -36,7 +36,7 @@ import llamacpp
 from luce import _native
 from luce.engine import Files
 from luce.errors import LuceError
-from luce.measure.origin import command_text, origin, write_row
+from luce.measure.origin import command_text, origin, print_row
 from luce.measure.output import as_markdown
 from luce.measure.serve import TIMING, Client, Row, conversation, first_tokens, luce_server, streams, table
 
@@ -225,10 +225,7 @@ def main() -> None:
     middle = medians(rows)
     result = head | {"timing": TIMING, "load_at_start": load, "ratios": ratios(middle), "rows": middle}
     say(f"\n{as_markdown(table(middle))}\n{json.dumps(result['ratios'], indent=1)}")
-    print(json.dumps(result, indent=1))
-    if args.save is not None:
-        kind = "cpu" if where == "cpu" else "gpu"
-        say(f"wrote {write_row(args.save, f'serve-{args.model.stem}-{kind}', result)}")
+    print_row(result, args.save, f"serve-{args.model.stem}-{'cpu' if where == 'cpu' else 'gpu'}")
 
 
 if __name__ == "__main__":

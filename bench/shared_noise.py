@@ -32,9 +32,8 @@ from luce.drafting import Round
 from luce.engine import Engine, Files
 from luce.generation import Finished
 from luce.measure import problems
-from luce.measure.origin import command_text, origin, write_row
+from luce.measure.origin import command_text, origin, print_row
 from luce.plan import Options, Request
-from luce.stdout import as_json
 from luce.structs import Sampling
 
 GREEDY, SHARED, REJECTION = range(3)
@@ -142,9 +141,7 @@ def main() -> None:
             measure(t, ((text, forced(engine, text, Sampling(t, seed=at))) for at, text in enumerate(texts)))
             for t in TEMPERATURES
         ]
-    print(as_json(row, indent=1))
-    if args.save:
-        print(write_row(args.save, "shared-noise-box-cpu", row))
+    print_row(row, args.save, "shared-noise-box-cpu")
 
 
 if __name__ == "__main__":

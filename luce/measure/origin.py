@@ -7,6 +7,7 @@ import platform
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from itertools import count
@@ -105,6 +106,13 @@ def origin(
         },
         "command": command,
     }
+
+
+def print_row(row: dict[str, Any], folder: Path | None, name: str) -> None:
+    """Prints a row to stdout. Into a folder it is written as well, and stderr names the file."""
+    print(as_json(row, indent=1))
+    if folder is not None:
+        print(f"wrote {write_row(folder, name, row)}", file=sys.stderr)
 
 
 def write_row(folder: Path, name: str, result: dict[str, Any]) -> Path:
