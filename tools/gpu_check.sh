@@ -5,6 +5,9 @@
 #   tools/gpu_check.sh [STAGE ...]      (in the order given; default: all of them, in this order)
 #   tools/gpu_check.sh together 'STAGE ...' 'STAGE ...'     (build, then the first stages on the first GPU, the second
 #                                                            on the second, and so on, at the same time)
+#   tools/gpu_check.sh share [STAGE ...]     (the same with the stages, by default all, shared out among the GPUs there
+#                                             are, by what they take on an H200: eight minutes on four of them)
+#   tools/gpu_check.sh shares N [STAGE ...]  (print the seconds and stages that `share` would give each of N GPUs)
 #     build     the library, its kernels' checks, and llama.cpp where the kit has its source
 #     oracle    the oracle model and its DFlash drafter, made beside the stages after this one, until one needs them
 #     kernels   the kernels against double precision, a process for each part
@@ -56,15 +59,51 @@ threads=${THREADS:-16}
 own_threads=() # luce uses none with a model on a GPU.
 [[ $device != cpu ]] || own_threads=(--threads "$threads")
 all="build oracle kernels suite peer auto part sampled sweep prefill dflash nineb experts zero batch serve sanitize kl gap attention"
-streams=()
-if [[ ${1:-} == together ]]; then
+# So many seconds on an H200.
+declare -A takes=([kernels]=55 [suite]=180 [peer]=90 [auto]=70 [part]=150 [sampled]=54 [sweep]=47 [prefill]=49 [dflash]=75
+    [nineb]=75 [experts]=150 [zero]=28 [batch]=131 [serve]=275 [sanitize]=200 [kl]=60 [gap]=10 [attention]=23)
+need_oracle="peer auto part sampled sweep prefill dflash batch serve"
+
+# `shares N STAGE ..` prints each GPU's stages on a line of its own. The longest goes first, to the GPU that has least.
+# Those that need the oracle come last, for it is being made meanwhile.
+shares() {
+    local n=$1 gpu least stage load=() early=() late=()
     shift
-    streams=("$@")
-fi
+    for stage in $(for stage in "$@"; do echo "${takes[$stage]:-0} $stage"; done | sort -rn | sed -n 's/^[1-9][0-9]* //p'); do
+        least=0
+        for ((gpu = 1; gpu < n; gpu++)); do
+            ((${load[gpu]:-0} >= ${load[least]:-0})) || least=$gpu
+        done
+        load[least]=$((${load[least]:-0} + takes[$stage]))
+        if [[ " $need_oracle " == *" $stage "* ]]; then late[least]+=" $stage"; else early[least]+=" $stage"; fi
+    done
+    for ((gpu = 0; gpu < n; gpu++)); do
+        [[ -z ${load[gpu]:-} ]] || echo "${load[gpu]}${early[gpu]:-}${late[gpu]:-}"
+    done
+}
+known_stages() {
+    for stage in "$@"; do
+        [[ " $all " == *" $stage "* ]] || { echo "no stage $stage; there are $all" >&2; exit 2; }
+    done
+}
+streams=()
+case ${1:-} in
+    share | shares)
+        [[ $1 == shares ]] || set -- share "${GPUS:-$(nvidia-smi -L | grep -c .)}" "${@:2}"
+        (($# > 2)) || set -- "$1" "${2:?say how many GPUs}" $all
+        known_stages "${@:3}"
+        mapfile -t streams < <(shares "${@:2}")
+        [[ $1 == share ]] || { printf '%s\n' "${streams[@]}"; exit 0; }
+        streams=("${streams[@]#* }")
+        set --
+        ;;
+    together)
+        streams=("${@:2}")
+        set --
+        ;;
+esac
 stages=${*:-$all}
-for stage in $stages; do
-    [[ " $all " == *" $stage "* ]] || { echo "no stage $stage; there are $all" >&2; exit 2; }
-done
+known_stages $stages ${streams[*]}
 mkdir -p "$out" "$work/done"
 export PATH=/usr/local/cuda/bin:$PATH PYTHONUNBUFFERED=1 XDG_CACHE_HOME=$work/cache
 export LD_LIBRARY_PATH=/usr/local/cuda/lib64:$work/peer/bin:${LD_LIBRARY_PATH:-}
@@ -109,11 +148,23 @@ run() {
 }
 
 have_peer() { [[ -d $work/peer/bin ]] || [[ ! -e $kit/peer.tar.xz ]] || tar -C "$work" -xJf "$kit/peer.tar.xz"; }
-make_oracle() { nice python3 tools/make_oracle.py --shape "$shape" --accept 0.8 "$oracle" >"$out/oracle.txt" 2>&1; }
-make_drafter() {
-    nice python3 tools/make_oracle.py --shape "$shape" --drafter "$drafter" --draft-accept "$draft_accept" \
-        >"$out/drafter.txt" 2>&1
+hash_beside() { # It leaves FILE.sha256 for the rows of the stages behind, beside what runs meanwhile.
+    (cd "${1%/*}" && nice sha256sum "${1##*/}" >"$1.sha256.part" && mv "$1.sha256.part" "$1.sha256") </dev/null >/dev/null 2>&1 &
 }
+# `make_once FILE LOG OPTIONS ..` makes a file of which another stream may have begun already, and then waits for it.
+make_once() {
+    local file=$1 log=$2
+    shift 2
+    mkdir -p "${file%/*}"
+    (
+        flock 9
+        [[ ! -e $file ]] || exit 0
+        nice python3 tools/make_oracle.py --shape "$shape" "$@" >"$out/$log.txt" 2>&1 || exit 1
+        hash_beside "$file" 9>&-
+    ) 9>"$file.lock"
+}
+make_oracle() { make_once "$oracle" oracle --accept 0.8 "$oracle"; }
+make_drafter() { make_once "$drafter" drafter --drafter "$drafter" --draft-accept "$draft_accept"; }
 have_oracle() {
     [[ -z $making ]] || wait "$making"
     making=
@@ -178,20 +229,15 @@ export -f build_library build_checks build_peer
 export work kit device
 stage_build() {
     say "build"
-    if [[ -e $kit/llamacpp.tar.xz && ! -e $kit/peer.tar.xz ]]; then
-        run build-llamacpp 900 bash -c build_peer &
-    fi
-    run build-library 900 bash -c build_library && { [[ $device == cpu ]] || run build-checks 300 bash -c build_checks; } ||
-        exit 1
+    [[ ! -e $kit/llamacpp.tar.xz || -e $kit/peer.tar.xz ]] || run build-llamacpp 900 bash -c build_peer &
+    [[ $device == cpu ]] || run build-checks 900 bash -c build_checks &
+    run build-library 900 bash -c build_library || exit 1
     wait
+    [[ $device == cpu || -e $work/done/build-checks ]] || exit 1
 }
 stage_oracle() {
-    mkdir -p "${oracle%/*}"
-    if [[ ! -e $oracle ]]; then
-        make_oracle &
-        making=$!
-    fi
-    if [[ ! -e $drafter && " $stages " == *" dflash "* ]]; then
+    [[ -e $oracle ]] || { make_oracle & making=$!; }
+    if [[ ! -e $drafter && " $stages ${streams[*]} " == *" dflash "* ]]; then
         make_drafter &
         making_drafter=$!
     fi
@@ -208,7 +254,7 @@ parts_at_once() {
     for part in $parts; do
         [[ -e $work/done/$name-$part ]] || (
             begin=$SECONDS status=0
-            timeout -k 5 "$limit" "$@" "$work/kernel_check" "$which" "$part" >"$out/$name-$part.txt" 2>&1 || status=$?
+            timeout -k 5 "$limit" nice "$@" "$work/kernel_check" "$which" "$part" >"$out/$name-$part.txt" 2>&1 || status=$?
             ((status)) || touch "$work/done/$name-$part"
             echo "$name $part: $( ((status == 124)) && echo CUT || echo "status $status")," \
                 "$(grep -hE 'checks, |SUMMARY' "$out/$name-$part.txt" | tr -s '\n=' ' ') $((SECONDS - begin)) s" \
@@ -351,7 +397,8 @@ stage_nineb() {
     mkdir -p "${oracle%/*}"
     for type in ${NINEB_TYPES:-Q8_0 Q6_K}; do
         file=$XDG_CACHE_HOME/luce/oracle-$nineb_shape-${type,,}-0.8.gguf
-        [[ -e $file ]] || run "make-$type" 120 python3 tools/make_oracle.py --shape "$nineb_shape" --type "$type" "$file"
+        [[ -e $file ]] || { run "make-$type" 120 python3 tools/make_oracle.py --shape "$nineb_shape" --type "$type" \
+            "$file" && hash_beside "$file"; }
         oracle=$file peer "nineb-$type" 150 peer_llamacpp.py --modes plain --rounds "$rounds" &&
             rows+=("$(find "$out" -name "*-peer-$(basename "$file" .gguf)-*" | sort -V | tail -n 1)")
     done
@@ -363,7 +410,8 @@ stage_experts() {
     have_peer
     local file=$XDG_CACHE_HOME/luce/oracle-$experts_shape-0.8.gguf
     mkdir -p "${oracle%/*}"
-    [[ -e $file ]] || run make-experts 150 python3 tools/make_oracle.py --shape "$experts_shape" --accept 0.8 "$file"
+    [[ -e $file ]] || { run make-experts 150 python3 tools/make_oracle.py --shape "$experts_shape" --accept 0.8 "$file" &&
+        hash_beside "$file"; }
     oracle=$file peer experts 150 peer_llamacpp.py --modes plain,mtp:1,mtp:2,mtp:3,mtp:4 --rounds "$rounds"
     oracle=$file peer experts-in-ram 150 peer_llamacpp.py --modes plain,mtp:2 --rounds 1 --n-gen 128 \
         --cpu-experts "${CPU_EXPERTS:-8}"
@@ -376,13 +424,13 @@ stage_batch() {
     say "several sequences beside llama.cpp"
     have_oracle
     have_peer
-    peer batch 240 peer_batch.py --counts "${COUNTS:-1,4,16}" --modes plain,mtp:2 --n-gen 96 --rounds 1
+    peer batch 240 peer_batch.py --counts "${COUNTS:-1,2,4,8,16}" --modes plain,mtp:2 --n-gen 96 --rounds 1
 }
 stage_serve() {
     say "servers"
     have_oracle
     have_peer
-    run serve 260 python3 bench/peer_serve.py "$oracle" --bin "$work/peer/bin" --device "$device" --threads "$threads" \
+    run serve 400 python3 bench/peer_serve.py "$oracle" --bin "$work/peer/bin" --device "$device" --threads "$threads" \
         --modes auto --lengths "${SERVE_LENGTHS:-1k,8k,30000}" --counts "${COUNTS:-1,4,16}" --prompt-tokens 128 \
         --n-gen 128 --turns "${TURNS:-12}" --conversation "${CONVERSATION:-30000}" --commit "${COMMIT:-}" --save "$out" &&
         table serve
@@ -391,7 +439,7 @@ stage_sanitize() {
     say "kernels under compute-sanitizer"
     waiting=()
     for tool in memcheck racecheck synccheck; do
-        parts_at_once "$tool" "${SANITIZE_LIMIT:-150}" few compute-sanitizer --tool "$tool" --error-exitcode 9
+        parts_at_once "$tool" "${SANITIZE_LIMIT:-240}" few compute-sanitizer --tool "$tool" --error-exitcode 9
     done
     parts_done memcheck racecheck synccheck
 }
@@ -420,7 +468,7 @@ stage_attention() {
 together() {
     local stream n=0
     stage_build
-    have_oracle
+    [[ " $* " != *\ @(${need_oracle// /|})\ * ]] || stage_oracle
     for stream in "$@"; do
         CUDA_VISIBLE_DEVICES=$n OUT=$out/$n WITHIN=$(left) "$0" $stream >"$out/$n.txt" 2>&1 &
         n=$((n + 1))
@@ -433,9 +481,8 @@ together() {
     done
 }
 if ((${#streams[@]})); then
-    mkdir -p "${oracle%/*}"
-    together "${streams[@]}"
     stages=
+    together "${streams[@]}"
 fi
 for stage in $stages; do
     if [[ $stage != build && -z ${told:-} ]]; then
