@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import drive
@@ -76,6 +77,44 @@ def test_an_engine_without_slots_resumes_from_host_memory(model: Model) -> None:
             loaded.to_device()
     loaded.close()
     assert sequence.info.n_pages == 2 == engine.info.n_pages - engine.info.pages_free
+
+
+@pytest.mark.parametrize("cuts", [(256,), (256, 512, 768), (512, 768), (256, 1024)], ids=str)
+def test_a_prompt_is_resumed_at_any_page_that_it_is_cut_at(cuts: tuple[int, ...], model: Model) -> None:
+    """Chunks have two pages here, and a prompt is cut at ends of chunks and at some pages between them. From
+    each of these it goes on with the tokens, logits and state of a cold prompt that is cut at the same ones,
+    after every round trip."""
+    prompt, ends = tokens_of(1030), sorted({*cuts, 512, 1024})
+    engine, other = (open_engine(model, n_sequences=n, n_chunk=512) for n in (2, 3))
+    source, sequence, elsewhere = engine.sequence(), engine.sequence(), other.sequence()
+
+    def read(into: Timeline, to: int) -> None:
+        done = into.info.n_past
+        for begin, end in pairwise([done, *(end for end in ends if done < end <= to)]):
+            into.prefill(prompt[begin:end], last=False)
+
+    def finished(into: Timeline) -> tuple[list[int], list[bytes], bytes]:
+        read(into, 1024)
+        text = drive.Decoded([drive.start(into, prompt[1024:])], [], [into.logits(0)])
+        drive.go_on(into, text, 10, (2, 0), logits=True)
+        return text.tokens, [row.tobytes() for row in text.logits], into.dump()
+
+    cold = finished(source)
+    for end in ends:
+        source.reset()
+        read(source, end)
+        checkpoint = source.checkpoint()
+        data = checkpoint.save()
+        for into in (sequence, elsewhere):
+            loaded = into.engine.load_checkpoint(data)
+            for move in (loaded.to_host, loaded.to_device):
+                move()
+                into.resume(loaded)
+                assert finished(into) == cold
+            loaded.close()
+        sequence.resume(checkpoint)
+        assert finished(sequence) == cold
+        checkpoint.close()
 
 
 def test_a_checkpoint_that_comes_and_goes_is_counted_once(model: Model) -> None:

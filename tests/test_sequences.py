@@ -237,6 +237,25 @@ def test_a_draft_that_nobody_waited_for(engine: Engine) -> None:
         other.reset()
 
 
+def test_a_draft_outlives_what_is_no_step(engine: Engine) -> None:
+    """It is verified from the device, and its own tokens are booked, after checkpoints of its sequence, a
+    save, a dump, and others' resets."""
+    sequence, plain, other = (engine.sequence() for _ in range(3))
+    for each in (sequence, plain):
+        each.prefill(tokens_of(256), last=False)
+    drive.draft(sequence, 3, 4)
+    drafts = sequence.drafted(4)
+    checkpoint = sequence.checkpoint()
+    checkpoint.save()
+    checkpoint.to_host()
+    sequence.dump()
+    other.reset()
+    assert drive.verify_draft(sequence, 4) == drive.verify(plain, [3, *drafts])
+    for each in (sequence, plain):
+        each.commit([0, 1, 2])
+    assert sequence.dump() == plain.dump()
+
+
 def test_tokens_that_were_not_drafted_are_not_booked(engine: Engine) -> None:
     """Rows without tokens after a commit, a prefill, a reset or a resume are refused."""
     (sequence,) = started(engine, 1)
