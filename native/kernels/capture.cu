@@ -33,6 +33,12 @@ int cuda::compute_capability(int device) {
     return 10 * major + minor;
 }
 
+int cuda::shared_memory(int device) {
+    int bytes = 0;
+    cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    return bytes;
+}
+
 int cuda::set_device(int device) {
     return int(cudaSetDevice(device));
 }

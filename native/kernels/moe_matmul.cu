@@ -322,6 +322,7 @@ cudaError_t lay_out(MatmulParams &p, int &blocks, int &bytes) {
     const int items = p.n_shared + p.max_items, most = std::min(p.T, p.item_rows);
     const bool whole = items * share_out(p, true) >= multiprocessors << p.log_matrices;
     const int wide = share_out(p, whole), slot = ITEM_WARPS * p.slot_bytes;
+    static_assert(sizeof(BlockShared) + BARRIER_BYTES <= MATMUL_BESIDES);
     constexpr int BESIDES = sizeof(BlockShared) + BARRIER_BYTES + 1024;
     const auto room = [&](int per_sm) { return shared_sm / per_sm - BESIDES - most * p.row_bytes; };
     int per_sm = BLOCKS_SM;

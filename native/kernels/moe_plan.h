@@ -99,4 +99,20 @@ constexpr ROWMM_BOTH int shared_row(int64_t K) {
     return int(chunks_of(K) | 1) * chunk_bytes(1);
 }
 
+// ---- what a block needs ----
+
+constexpr int ROUTE_ROWS = 8; // a block of route has so many rows
+// The kernels' own variables and barriers take less than so many bytes beside rows and weights.
+constexpr int64_t ROUTE_BESIDES = 3072, MATMUL_BESIDES = 12288;
+
+// Returns the bytes of shared memory that a block needs for any T. The units are the largest fragments of the matrices of
+// up and of down, in bytes.
+constexpr ROWMM_BOTH int64_t least_shared(const MoeDims &d, int64_t up_unit, int64_t down_unit) {
+    const int64_t route = ROUTE_BESIDES + ROUTE_ROWS * d.E * int64_t(sizeof(float));
+    const int64_t up = MATMUL_BESIDES + ITEM_WARPS * up_unit + MAX_ITEM_ROWS * shared_row(d.E);
+    const int64_t down = MATMUL_BESIDES + ITEM_WARPS * down_unit + MAX_ITEM_ROWS * shared_row(d.h_row());
+    const int64_t most = up > down ? up : down;
+    return most > route ? most : route;
+}
+
 } // namespace luce

@@ -15,7 +15,7 @@ namespace luce {
 namespace {
 
 constexpr int THREADS = 256, WARPS = THREADS / WARP;
-constexpr int TILE_ROWS = 8; // a block has so many rows; each has a warp that chooses its experts
+constexpr int TILE_ROWS = ROUTE_ROWS; // a block has so many rows; each has a warp that chooses its experts
 constexpr int OUTPUTS = 4; // a block has so many of the router's outputs
 constexpr int HALVES = WARPS / OUTPUTS; // so many warps share an output
 constexpr int TILES = MOE_MAX_ROWS / TILE_ROWS;
@@ -452,6 +452,8 @@ bool aligned(const void *p) {
 }
 
 } // namespace
+
+static_assert(sizeof(ListShared) + sizeof(TileShared) <= ROUTE_BESIDES);
 
 bool moe_has(const MoeDims &d) {
     return d.T >= 0 && d.T <= MOE_MAX_ROWS && d.n_expert >= 1 && d.n_expert <= MOE_MAX_EXPERTS &&

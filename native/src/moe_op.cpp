@@ -2,6 +2,8 @@
 
 #ifdef LUCE_USE_CUDA
 
+#include "../kernels/kernels.h"
+#include "../kernels/moe_plan.h"
 #include "custom_op.h"
 #include "ram_op.h"
 #include "rowmm_op.h"
@@ -104,6 +106,24 @@ void check_moe(const Device &device, const char *path, const Moe &moe) {
              "%s: %u of %u experts of %u values are more than luce has on a GPU (%d of %d of %lld): %s", path,
              moe.shape.n_used, moe.shape.n_expert, moe.shape.n_ff, MOE_MAX_USED, MOE_MAX_EXPERTS,
              (long long) MOE_MAX_FF, remedy);
+    }
+    const auto unit = [](std::initializer_list<const ggml_tensor *> weights) {
+        int64_t most = 0;
+        for (const ggml_tensor *w : weights) {
+            most = std::max(most, w == nullptr ? 0 : int64_t(fragment_bytes(w->type)));
+        }
+        return most;
+    };
+    // Where the experts stay in host memory, only the shared one is the device's.
+    const bool own = !moe.in_ram;
+    const int64_t need = least_shared(dims_of(moe, moe.router->ne[0], 1),
+                                      unit({own ? moe.gate : nullptr, own ? moe.up : nullptr,
+                                            own ? moe.gate_up : nullptr, moe.shared.gate, moe.shared.up}),
+                                      unit({own ? moe.down : nullptr, moe.shared.down}));
+    if (const int64_t have = cuda::shared_memory(device.index); need > have) {
+        fail(LUCE_E_UNSUPPORTED,
+             "%s: experts of %lld values take %lld bytes of a GPU's shared memory, %s has %lld: %s", path,
+             (long long) moe.router->ne[0], (long long) need, device.name.c_str(), (long long) have, remedy);
     }
 }
 

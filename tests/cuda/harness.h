@@ -33,6 +33,7 @@ void time_kernels();
 void check_pack(bool all);
 void check_rowmm(bool all);
 void check_rowmm_ranges(); // it checks what a few multiprocessors cut anywhere
+void check_rowmm_slots(); // it checks the types whose weights take most of shared memory
 void check_gemm_kernels(bool all);
 void check_choose(bool all);
 void time_choose();

@@ -406,10 +406,18 @@ void check_rowmm_ranges() {
     check_matrices({&last}, {8, 12}, name(last), 1e-3);
 }
 
+void check_rowmm_slots() {
+    const Matrix q8(8, 768, 260, 51), f32(0, 768, 33, 52);
+    check_matrices({&q8, &f32}, {1, 12, 24}, "Q8_0, F32", 1e-3);
+}
+
 // With `all` false the shapes are small, for compute-sanitizer.
 void check_rowmm(bool all) {
-    const Ints widths =
-        all ? Ints{1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 47, 63, 64} : Ints{1, 5, 9, 17, 40};
+    Ints widths = {1, 5, 9, 17, 40};
+    if (all) {
+        widths.resize(ROWMM_MAX_ROWS);
+        std::iota(widths.begin(), widths.end(), 1);
+    }
     for (const Type &t : TYPES) {
         const Matrix odd(t.id, 512, 200, uint32_t(t.id) + 1);
         check_unpack(odd);
@@ -436,6 +444,12 @@ void check_rowmm(bool all) {
         return;
     }
     const Ints few = {1, 2, 6, 8, 11, 16, 21, 32, 50, 64};
+    for (const Type &t : TYPES) {
+        for (const auto &[K, N] : {std::pair<int64_t, int64_t>{256, 17}, {5120, 72}, {17408, 40}}) {
+            const Matrix real(t.id, K, N, uint32_t(t.id) + 3);
+            check_matrices({&real}, {1, 7, 13, 30, 61}, name(real), 1e-3);
+        }
+    }
     const Matrix qkv(13, 5120, 1040, 1), z(12, 5120, 640, 2), alpha(8, 5120, 48, 3), beta(0, 5120, 48, 4);
     check_matrices({&qkv, &z, &alpha, &beta}, few, "qkv, z, alpha, beta", 1e-3);
     const Matrix v(14, 5120, 96, 5), f16(1, 5120, 130, 6), bf16(30, 5120, 17, 7);

@@ -23,6 +23,7 @@ def as_cpp(text: str) -> str:
     """Launches and dynamic shared memory in C++; what else CUDA adds are macros."""
     shared = r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];"
     text = re.sub(shared, r"\1 *\2 = reinterpret_cast<\1 *>(emulated::dynamic_shared);", text)
+    text = re.sub(r"^( *)__shared__ (.*);(?: //.*)?$", counted, text, flags=re.M)
     return re.sub(
         r"(\w+(?:<[\w, ]+>)?)\s*<<<(.*?),(.*?),([^,]*?),\s*([^,]*?)>>>\((.*?)\);",
         r"emulated::launch(\2, \3, \4, [&] { \1(\6); });",
@@ -31,11 +32,19 @@ def as_cpp(text: str) -> str:
     )
 
 
+def counted(found: re.Match[str]) -> str:
+    """What a kernel declares as shared, with its bytes told to the emulated device."""
+    names = re.findall(r"(\w+)(?:\[[^\]]*\])*(?=,|$)", re.sub(r"<.*?>", "", found[2]))
+    told = "".join(f" emulated::declares(&{name}, sizeof({name}));" for name in names)
+    return f"{found[1]}static {found[2]};{told}"
+
+
 def build(folder: Path, kernels: list[str], checks: list[str], check: str) -> Path:
     for source in [*KERNELS.glob("*.h"), *KERNELS.glob("*.cuh"), *CHECKS.glob("*.h")]:
         (folder / source.name).write_text(as_cpp(source.read_text()))
-    for header in (CHECKS / "emulated").iterdir():
-        shutil.copy(header, folder)
+    for source in (CHECKS / "emulated").iterdir():
+        if source.stem in check or not source.name.startswith("lay_out_"):
+            shutil.copy(source, folder)
     objects = []
     for source in [*(KERNELS / name for name in kernels), *(CHECKS / name for name in checks)]:
         (folder / source.name).with_suffix(".cpp").write_text(as_cpp(source.read_text()))
@@ -57,12 +66,12 @@ def build(folder: Path, kernels: list[str], checks: list[str], check: str) -> Pa
 # Each check is of a file, and needs these kernels.
 CHECKED = {
     "moe_check.cu": (
-        "check_moe(false)",
+        "check_moe(false), lay_out_experts()",
         ["rowmm_permute.cu", "rowmm_pack.cu", "moe_route.cu", "moe_matmul.cu", "moe_sum.cu", "hand_over.cu"],
     ),
     # Blocks of one team and of two (rowmm_kernel.cuh) have ranges that begin anywhere in K.
     "rowmm_check.cu": (
-        "check_rowmm_ranges()",
+        "check_rowmm_ranges(), lay_out_products()",
         ["rowmm.cu", "rowmm_permute.cu", "rowmm_pack.cu", *(f.name for f in KERNELS.glob("rowmm_rows_*.cu"))],
     ),
     "attention_plan_check.cu": ("check_attention_plan(false)", []),
@@ -76,7 +85,7 @@ CHECKED = {
         "check_attention_f32()",
         ["attention.cu", "attention_combine.cu", "kv_pages.cu", "rowmm_pack.cu"],
     ),
-    "deltanet_check.cu": ("check_deltanet_rows()", ["deltanet.cu", "deltanet_conv.cu"]),
+    "deltanet_check.cu": ("check_deltanet_rows(), lay_out_deltanet()", ["deltanet.cu", "deltanet_conv.cu"]),
     "pack_check.cu": (
         "check_pack(false)",
         ["rowmm.cu", "rowmm_pack.cu", "rowmm_permute.cu", "deltanet_conv.cu"],

@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <type_traits>
 #include <ucontext.h>
@@ -37,6 +38,32 @@ struct dim3 {
 };
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline dim3 threadIdx, blockIdx, blockDim, gridDim;
+using cudaError_t = int;
+
+// ---- a device ----
+
+namespace emulated {
+
+// Says what a device answers to cudaDeviceGetAttribute, and whether it has wgmma. 8.9 and 12.0 have shared memory as 8.6.
+struct DeviceKind {
+    const char *name;
+    int attributes[5];
+    bool wgmma;
+};
+constexpr DeviceKind KINDS[] = {
+    {"9.0", {5, 9, 228 << 10, 227 << 10, 1024}, true},
+    {"8.0", {5, 8, 164 << 10, 163 << 10, 1024}, false},
+    {"8.6", {5, 8, 100 << 10, 99 << 10, 1024}, false},
+};
+inline const DeviceKind *kind = KINDS;
+
+// With `dry` launches are refused as the device would, and not run. What a kernel declares as shared is known from when it
+// ran before.
+inline bool dry;
+inline std::map<const void *, size_t> declared, declared_by; // the bytes of each variable, and of each kernel's
+inline void declares(const void *variable, size_t bytes) { declared[variable] = bytes; }
+
+} // namespace emulated
 
 // ---- a block ----
 
@@ -129,7 +156,16 @@ template <typename T> T of_lane(const uint64_t (*words)[8], int lane) {
     return x;
 }
 
-template <typename F> void launch(dim3 grid, int threads, size_t shared, const F &kernel) {
+template <typename F> cudaError_t launch(const void *name, dim3 grid, int threads, size_t shared, const F &kernel) {
+    const int most = kind->attributes[3];
+    if (dry) {
+        if (declared_by.count(name) == 0) {
+            printf("FAILED a kernel was launched dry that never ran\n");
+            exit(1);
+        }
+        return threads > 1024 || declared_by[name] + shared > size_t(most) ? 1 : 0;
+    }
+    declared.clear();
     std::vector<uint8_t> room(shared + 128);
     dynamic_shared = room.data() + (128 - reinterpret_cast<uintptr_t>(room.data()) % 128);
     dynamic_bytes = shared;
@@ -157,6 +193,22 @@ template <typename F> void launch(dim3 grid, int threads, size_t shared, const F
         if (_setjmp(launcher) == 0) {
             resume(0);
         }
+    }
+    size_t bytes = 0;
+    for (const auto &[variable, size] : declared) {
+        bytes += size;
+    }
+    declared_by[name] = std::max(declared_by[name], bytes);
+    if (bytes + shared > size_t(most)) { // the device would have refused it
+        printf("FAILED a block with %zu + %zu bytes of shared memory on %s\n", bytes, shared, kind->name);
+        return 1;
+    }
+    return 0;
+}
+template <typename F> void launch(dim3 grid, int threads, size_t shared, const F &kernel) {
+    static int name; // there is one for each kernel
+    if (launch(&name, grid, threads, shared, kernel) != 0) {
+        exit(1);
     }
 }
 
@@ -275,7 +327,6 @@ template <typename T> void __stwb(T *p, T x) { *p = x; }
 
 using cudaStream_t = void *;
 using cudaEvent_t = void *;
-using cudaError_t = int;
 enum { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9 };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
 enum { cudaFuncAttributeMaxDynamicSharedMemorySize };
@@ -288,15 +339,14 @@ enum cudaDeviceAttr {
 };
 inline cudaError_t cudaGetDevice(int *device) { return *device = 0; }
 inline cudaError_t cudaDeviceGetAttribute(int *value, int attribute, int) {
-    constexpr int VALUES[] = {5, 8, 228 * 1024, 227 * 1024, 1024};
-    *value = VALUES[attribute];
+    *value = emulated::kind->attributes[attribute];
     return cudaSuccess;
 }
 struct cudaFuncAttributes {
     int maxThreadsPerBlock;
 };
 template <typename F> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, F *) {
-    attributes->maxThreadsPerBlock = 64; // rowmm asks this of its kernel for wgmma
+    attributes->maxThreadsPerBlock = emulated::kind->wgmma ? 64 : 32; // rowmm asks this of its kernel for wgmma
     return cudaSuccess;
 }
 template <typename F> cudaError_t cudaFuncSetAttribute(F *, int, int) { return cudaSuccess; }

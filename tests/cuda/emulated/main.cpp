@@ -26,6 +26,8 @@ int luce::cuda::deltanet_chunks(const DeltaArgs &, void *, void *) {
     return 1;
 }
 
+void lay_out_products(), lay_out_experts(), lay_out_deltanet(); // each is in a file of its name
+
 int main() {
     CHECK;
     printf("%d checks, %d failed\n", n_checks, n_failed);

@@ -14,8 +14,7 @@ template <typename... P> cudaError_t allow_shared(void (*)(P...), size_t) {
 template <typename... P, typename... A>
 cudaError_t launch_kernel(void (*kernel)(P...), dim3 grid, int threads, size_t shared, cudaStream_t, bool,
                           const A &...args) {
-    emulated::launch(grid, threads, shared, [&] { kernel(args...); });
-    return cudaSuccess;
+    return emulated::launch(reinterpret_cast<const void *>(kernel), grid, threads, shared, [&] { kernel(args...); });
 }
 
 } // namespace luce

@@ -1,0 +1,34 @@
+#include "lay_out.h"
+#include "moe_plan.h"
+
+// What fits by least_shared (moe_plan.h) is launched at any T, and what does not is refused at some.
+static void experts() {
+    const int64_t most = emulated::kind->attributes[cudaDevAttrMaxSharedMemoryPerBlockOptin];
+    int fit = 0, shapes = 0;
+    for (const int type : TYPES) {
+        for (const auto &[E, FF] : {std::pair<int64_t, int64_t>{2048, 512}, {3072, 1024}, {4096, 1024}, {6144, 6144}}) {
+            MoeDims dims = {1, 256, 8, E, FF, FF};
+            const bool fits = least_shared(dims, fragment_bytes(type), fragment_bytes(type)) <= most;
+            bool launched = true;
+            for (int T = 1; T <= MOE_MAX_ROWS; T++) {
+                dims.T = T;
+                float *const f = reinterpret_cast<float *>(NOWHERE);
+                const MoeMatrix w = {type, NOWHERE, rowmm_packed_bytes(type, E, FF)};
+                const MoeMatrix down = {type, NOWHERE, rowmm_packed_bytes(type, FF, E)};
+                launched = launched && cuda::moe_route({dims, f, f, 1e-6f, f, f, NOWHERE, NOWHERE, nullptr, 0}, stream) == 0;
+                launched = launched && cuda::moe_up({dims, w, w, w, w, NOWHERE, nullptr, f, 0}, stream) == 0;
+                launched = launched && cuda::moe_down({dims, down, {}, down, {}, NOWHERE, f, f, 0}, stream) == 0;
+            }
+            expect(launched || !fits, at("a layer that fits", type, int(E)));
+            expect(!launched || fits, at("a layer that is refused", type, int(E)));
+            expect(fits || E > 2048, at("the 35b-a3b's layer", type, int(E)));
+            fit += fits;
+            shapes++;
+        }
+    }
+    printf("%d of %d shapes of experts fit %s\n", fit, shapes, emulated::kind->name);
+}
+
+void lay_out_experts() {
+    on_each_kind(experts);
+}
