@@ -70,33 +70,46 @@ __device__ __forceinline__ void run_team(const RowmmParams &p, uint8_t *shared, 
     }
 }
 
+// A multiprocessor's registers are shared so among a block's threads that take and those that fill.
+constexpr int TAKER_REGISTERS = 112, FILLER_REGISTERS = 32;
+
 // Does what a block of two teams does.
 template <int NT, bool WIDE>
 __device__ __forceinline__ void run_teams(const RowmmParams &p, uint8_t *shared, float *scales) {
     using S = Shape<NT, WIDE>;
     __shared__ Schedule plan;
     const RowmmPair &pair = p.pairs[blockIdx.x];
-    const Rings<S> rings{shared, p.slot_bytes, p.slots, S::columns(p.columns)};
+    const Rings<S> rings{held_address(shared), p.slot_bytes, p.slots, S::columns(p.columns)};
     if (threadIdx.x == 0) {
         rings.init();
         plan = Schedule(p, pair);
     }
     __syncthreads();
-    const int team = threadIdx.x / (FRAGMENTS * WARP), range = pair.range[team];
-    TeamTaker<S> ring(p, rings, plan, team);
-    if (threadIdx.x % WARP == 0) {
-        ring.fetch_first_weights();
-    }
-    wait_for_previous();
-    if (threadIdx.x % WARP == 0) {
-        ring.fetch_first_rows();
-    }
-    __syncwarp();
-    if (p.squares != nullptr) {
-        find_scales(p, rings, scales);
-    }
-    if (range < p.ranges) {
-        take_range<NT, WIDE>(p, ring, range, scales);
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    if (warp >= S::WARPS) {
+        registers_down<FILLER_REGISTERS>();
+        const TeamFiller<S> filler{p, rings, plan};
+        if (warp < S::WARPS + 2 && lane == 0) {
+            filler.fill_weights(warp - S::WARPS);
+        }
+        if (warp == S::WARPS + 2 && lane < S::STAGES) {
+            filler.fill_first_rows(lane);
+            if (lane == 0) {
+                filler.fill_more_rows();
+            }
+        }
+    } else {
+        registers_up<TAKER_REGISTERS>();
+        wait_for_previous();
+        if (p.squares != nullptr) {
+            find_scales(p, rings, scales);
+        }
+        const int team = warp / FRAGMENTS, range = pair.range[team];
+        TeamTaker<S> ring(rings, plan, team);
+        if (range < p.ranges) {
+            take_range<NT, WIDE>(p, ring, range, scales);
+        }
+        ring.finish();
     }
 }
 

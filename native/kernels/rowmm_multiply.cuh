@@ -88,18 +88,22 @@ __device__ __forceinline__ void multiply_half_wide(Sums<NT> &c, const Lane<TYPE>
         }
         wgmma_commit();
         wgmma_wait<1>();
+        if (NT == 8) { // else all of the half's operands are made first, in as many registers
+            wgmma_part(stage);
+        }
     }
 }
 
-template <int TYPE, int NT>
+template <int TYPE, int NT, typename Loaded>
 __device__ __forceinline__ void multiply_floats_wide(Sums<NT> &c, const uint8_t *fragment, uint32_t stage,
-                                                     int lane) {
+                                                     int lane, Loaded loaded) {
     constexpr int PARTS = TYPE == TYPE_F32 ? 2 : 1, STEPS = 16 / units_of_chunk(TYPE);
     uint32_t a[STEPS * PARTS][4];
 #pragma unroll
     for (int i = 0; i < STEPS * PARTS; i++) {
         *reinterpret_cast<uint4 *>(a[i]) = word_at<uint4>(fragment + (i * WARP + lane) * 16);
     }
+    loaded();
     wgmma_begin();
 #pragma unroll
     for (int i = 0; i < STEPS * PARTS; i++) {
@@ -149,16 +153,17 @@ __device__ __forceinline__ void add_floats(Sums<NT> &acc, const Sums<NT> &c, con
     }
 }
 
-template <int TYPE, int NT, bool WIDE>
+// `loaded` is called when all of a wide fragment is in registers.
+template <int TYPE, int NT, bool WIDE, typename Loaded>
 __device__ __forceinline__ void multiply_unit(Sums<NT> &acc, const uint8_t *fragment, const uint8_t *stage,
-                                              int C, int lane) {
+                                              int C, int lane, Loaded loaded) {
     const uint8_t *tail = stage + chunk_sums(C);
     const uint32_t rows =
         WIDE ? __shfl_sync(~0u, shared_address(stage), 0) : 0; // this is the warp's address, not each lane's
     Sums<NT> c = {};
     if constexpr (is_float_type(TYPE)) {
         if constexpr (WIDE) {
-            multiply_floats_wide<TYPE, NT>(c, fragment, rows, lane);
+            multiply_floats_wide<TYPE, NT>(c, fragment, rows, lane, loaded);
             wgmma_wait<0>();
             wgmma_pin(c);
         } else {
@@ -174,6 +179,9 @@ __device__ __forceinline__ void multiply_unit(Sums<NT> &acc, const uint8_t *frag
             Fields<bits_of(TYPE)> f[2];
             f[0].load(fragment, 2 * h, lane);
             f[1].load(fragment, 2 * h + 1, lane);
+            if (WIDE && h == 1) {
+                loaded();
+            }
             weights.half(h);
             if constexpr (WIDE) {
                 multiply_half_wide<TYPE, NT>(c, weights, f, a, rows, h);
@@ -198,7 +206,10 @@ __device__ __forceinline__ void multiply(Sums<NT> &acc, Ring &ring, int units, i
         ring.wait_weights();
         ring.wait_rows();
         if (present) {
-            multiply_unit<TYPE, NT, WIDE>(acc, ring.weights() + offset, ring.rows(), C, lane);
+            multiply_unit<TYPE, NT, WIDE>(acc, ring.weights() + offset, ring.rows(), C, lane,
+                                          [&] { ring.release_weights(lane); });
+        } else {
+            ring.release_weights(lane);
         }
         ring.release(lane);
     }
@@ -226,52 +237,15 @@ __device__ __forceinline__ void multiply_units(int type, Sums<NT> &acc, Ring &ri
     }
 }
 
-template <int NT, bool WIDE>
-__device__ __forceinline__ void multiply_any(int type, Sums<NT> &acc, const uint8_t *fragment,
-                                             const uint8_t *stage, int C, int lane) {
-    switch (type) {
-        case TYPE_F32: multiply_unit<TYPE_F32, NT, WIDE>(acc, fragment, stage, C, lane); break;
-        case TYPE_F16:
-        case TYPE_BF16: multiply_unit<TYPE_F16, NT, WIDE>(acc, fragment, stage, C, lane); break;
-        case TYPE_Q4_0: multiply_unit<TYPE_Q4_0, NT, WIDE>(acc, fragment, stage, C, lane); break;
-        case TYPE_Q4_1: multiply_unit<TYPE_Q4_1, NT, WIDE>(acc, fragment, stage, C, lane); break;
-        case TYPE_Q5_0: multiply_unit<TYPE_Q5_0, NT, WIDE>(acc, fragment, stage, C, lane); break;
-        case TYPE_Q5_1: multiply_unit<TYPE_Q5_1, NT, WIDE>(acc, fragment, stage, C, lane); break;
-        case TYPE_Q8_0: multiply_unit<TYPE_Q8_0, NT, WIDE>(acc, fragment, stage, C, lane); break;
-        case TYPE_Q2_K: multiply_unit<TYPE_Q2_K, NT, WIDE>(acc, fragment, stage, C, lane); break;
-        case TYPE_Q3_K: multiply_unit<TYPE_Q3_K, NT, WIDE>(acc, fragment, stage, C, lane); break;
-        case TYPE_Q4_K: multiply_unit<TYPE_Q4_K, NT, WIDE>(acc, fragment, stage, C, lane); break;
-        case TYPE_Q5_K: multiply_unit<TYPE_Q5_K, NT, WIDE>(acc, fragment, stage, C, lane); break;
-        case TYPE_Q6_K: multiply_unit<TYPE_Q6_K, NT, WIDE>(acc, fragment, stage, C, lane); break;
-        case TYPE_IQ4_NL: multiply_unit<TYPE_IQ4_NL, NT, WIDE>(acc, fragment, stage, C, lane); break;
-        default: multiply_unit<TYPE_IQ4_XS, NT, WIDE>(acc, fragment, stage, C, lane); break;
-    }
-}
-
-// Multiplies `units` units of a tile of s. Two teams choose by the type for each unit anew: their loop has
-// much besides, and is there but once.
+// Multiplies `units` units of a tile of s.
 template <int NT, bool WIDE, typename Ring>
 __device__ __forceinline__ void multiply_tile(Sums<NT> &acc, Ring &ring, const RowmmSegment &s, int units,
                                               int C, bool present) {
-    if constexpr (Shape<NT, WIDE>::TEAMS == 1) {
-        // One row's addresses are known when this is compiled.
-        if (NT == 1 && C == 1) {
-            multiply_units<NT, WIDE>(s.type, acc, ring, units, 1, present);
-        } else {
-            multiply_units<NT, WIDE>(s.type, acc, ring, units, C, present);
-        }
+    // One row's addresses are known when this is compiled.
+    if (NT == 1 && C == 1) {
+        multiply_units<NT, WIDE>(s.type, acc, ring, units, 1, present);
     } else {
-        const int offset = fragment_of_warp() * s.fragment_bytes, type = s.type;
-        for (const int end = ring.unit + units; ring.unit < end;) {
-            int lane = threadIdx.x % WARP;
-            asm volatile("" : "+r"(lane)); // so that no type's addresses are kept in registers for another's
-            ring.wait_weights();
-            ring.wait_rows();
-            if (present) {
-                multiply_any<NT, WIDE>(type, acc, ring.weights() + offset, ring.rows(), C, lane);
-            }
-            ring.release(lane);
-        }
+        multiply_units<NT, WIDE>(s.type, acc, ring, units, C, present);
     }
 }
 

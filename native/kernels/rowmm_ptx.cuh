@@ -128,21 +128,6 @@ __device__ __forceinline__ void prefetch_l2(const void *p) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
 
-// Keeps what the thread's warp did before its last __syncwarp ahead of what the thread does after, as the
-// block's other threads see it.
-__device__ __forceinline__ void order_in_block() {
-    asm volatile("fence.acq_rel.cta;" ::: "memory");
-}
-// Adds 1 to a counter of the block's, in no order with anything else.
-__device__ __forceinline__ uint32_t count_in_block(uint32_t *counter) {
-    uint32_t before;
-    asm volatile("atom.relaxed.cta.shared.add.u32 %0, [%1], 1;"
-                 : "=r"(before)
-                 : "r"(shared_address(counter))
-                 : "memory");
-    return before;
-}
-
 // Adds 1. This comes behind all that the block's threads wrote before its last barrier, and ahead of all they
 // read after the next.
 __device__ __forceinline__ uint32_t count_arrival(uint32_t *counter) {

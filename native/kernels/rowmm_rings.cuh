@@ -1,6 +1,6 @@
 // Holds the rings of rowmm's kernel in shared memory: one of weights (units of the block's range) and one of
 // activations (stages). Nothing but their barriers keeps the warps together. In a block of one team the last
-// warp fills them and the others take from them. Two teams fill them themselves (rowmm_teams.cuh).
+// warp fills them and the others take from them. Two teams have three warps for it (rowmm_teams.cuh).
 #pragma once
 
 #include "rowmm_fields.cuh"
@@ -14,11 +14,12 @@ namespace luce {
 template <int NT, bool WIDE> struct Shape {
     static constexpr int TEAMS = NT == 8 ? 2 : 1, BLOCKS = BLOCKS_PER_SM / TEAMS;
     static constexpr int WARPS = TEAMS * FRAGMENTS; // so many take from the rings
-    static constexpr int THREADS = (WARPS + (TEAMS == 1 ? 1 : 0)) * WARP;
+    static constexpr int FILLERS = TEAMS == 1 ? 1 : 4; // so many fill them
+    static constexpr int THREADS = (WARPS + FILLERS) * WARP;
     static constexpr int COLUMNS = 8 * NT;
     static constexpr int STAGES = NT == 8 ? 3 : NT == 4 ? 2 : 4; // each holds the activations of a unit
-    static constexpr int BARRIERS = 384; // all of Rings' barriers and counts fit so many bytes
-    static_assert(BARRIERS >= 20 * STAGES + 12 * ROWMM_MAX_SLOTS + 8);
+    static constexpr int BARRIERS = 384; // all of Rings' barriers fit so many bytes
+    static_assert(BARRIERS >= 16 * STAGES + 16 * ROWMM_MAX_SLOTS + 8);
     // A stage is a chunk of as many columns as the step has.
     static ROWMM_BOTH constexpr int columns(int C) { return NT == 1 ? C : COLUMNS; }
     // Returns the bytes of all stages and barriers.
@@ -45,12 +46,8 @@ template <typename S> struct Rings {
     __device__ uint32_t stage_full(int i) const { return shared_address(shared) + 8 * i; }
     __device__ uint32_t stage_free(int i) const { return shared_address(shared) + 8 * (S::STAGES + i); }
     __device__ uint32_t slot_full(int i) const { return shared_address(shared) + 8 * (2 * S::STAGES + i); }
-    __device__ uint32_t scales_full() const { return slot_full(ROWMM_MAX_SLOTS); }
-    // These count the warps of two teams that have left a place.
-    __device__ uint32_t *stage_left(int i) const {
-        return reinterpret_cast<uint32_t *>(shared + 8 * (2 * S::STAGES + ROWMM_MAX_SLOTS + 1)) + i;
-    }
-    __device__ uint32_t *slot_left(int i) const { return stage_left(S::STAGES + i); }
+    __device__ uint32_t slot_free(int i) const { return slot_full(ROWMM_MAX_SLOTS + i); }
+    __device__ uint32_t scales_full() const { return slot_free(ROWMM_MAX_SLOTS); }
     __device__ uint8_t *stage(int i) const { return shared + S::BARRIERS + i * chunk_bytes(columns); }
     __device__ uint8_t *slot(int i) const { return shared + S::row_bytes(columns) + i * slot_bytes; }
 
@@ -58,11 +55,10 @@ template <typename S> struct Rings {
         for (int i = 0; i < S::STAGES; i++) {
             barrier_init(stage_full(i), COPY_LANES);
             barrier_init(stage_free(i), S::WARPS);
-            *stage_left(i) = 0;
         }
         for (int i = 0; i < slots; i++) {
             barrier_init(slot_full(i), COPY_LANES);
-            *slot_left(i) = 0;
+            barrier_init(slot_free(i), FRAGMENTS);
         }
         barrier_init(scales_full(), S::WARPS);
         barrier_init_done();
@@ -255,6 +251,7 @@ template <typename S> struct Taker {
     __device__ const uint8_t *rows() const { return rings.stage(stage.i); }
     __device__ void wait_weights() const { barrier_wait(rings.slot_full(slot.i), slot.parity); }
     __device__ void wait_rows() const { barrier_wait(rings.stage_full(stage.i), stage.parity); }
+    __device__ void release_weights(int) {} // they are left with the unit
     // Leaves the unit in hand and goes to the next.
     __device__ void release(int lane) {
         __syncwarp();

@@ -3,8 +3,8 @@
 // serves the units of both teams, where team 1 begins `apart` stages after team 0. Teams that do not share
 // stages take turns: each unit has a stage of its own.
 //
-// A team goes through all stages up to its last, also those that have nothing for it. A barrier tells two
-// phases apart and no more, so that no warp may miss one.
+// Both teams go through all stages, also those that have nothing for them. A barrier tells two phases apart and
+// no more, so that no warp may miss one.
 #pragma once
 
 #include "rowmm_plan.h"
@@ -19,7 +19,7 @@ struct Schedule {
     int first[2], units[2]; // a team's range begins at unit `first` and has `units`
     int apart; // -1 says that the teams take turns
     int both; // so many turns do both have
-    int stages, together; // `stages` counts all, and `together` those that both teams go through
+    int stages; // it counts all
 
     Schedule() = default;
     __device__ Schedule(const RowmmParams &p, const RowmmPair &pair) : apart(pair.apart) {
@@ -32,9 +32,7 @@ struct Schedule {
     }
     __device__ void find_stages() {
         both = min(units[0], units[1]);
-        const int a = end_of(0), b = end_of(1);
-        stages = max(a, b);
-        together = min(a, b);
+        stages = max(end_of(0), end_of(1));
     }
 
     __device__ int stage_of(TeamUnit u) const {

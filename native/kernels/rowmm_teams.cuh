@@ -1,5 +1,5 @@
-// Has the rings of a block of two teams (rowmm_schedule.cuh). No warp is there to fill them: of the warps that
-// take from a place in a ring, the last one to be done with it fills it again.
+// Has the rings of a block of two teams (rowmm_schedule.cuh). Behind the teams' warps one warp fills each team's
+// half of the slots, and one fills the stages, which both teams share.
 #pragma once
 
 #include "rowmm_rings.cuh"
@@ -7,89 +7,110 @@
 
 namespace luce {
 
-// Takes a team's units in order, as Taker does, and fills what it leaves free. A team has half of the slots.
+// Takes a team's units in order, as Taker does. A team has half of the slots, and leaves a slot as soon as its
+// weights are in registers.
 template <typename S> struct TeamTaker {
-    const RowmmParams &p;
     Rings<S> rings;
-    const Schedule &plan; // it lies in shared memory
-    int team, unit = 0, at = 0; // the unit in hand counts in the team's range, and `at` is the stage in hand
+    int first_slot;
+    int stages; // so many are still to be gone through
+    int skips; // so many units are followed by a stage of the other team
     Place slot, stage; // `slot` counts in the team's half
 
-    __device__ TeamTaker(const RowmmParams &params, const Rings<S> &r, const Schedule &s, int t)
-        : p(params), rings(r), plan(s), team(t) {}
-    __device__ int half() const { return rings.slots / 2; }
-    __device__ int slot_place() const { return team * half() + slot.i; }
-    __device__ int lane() const { return threadIdx.x % WARP; }
+    __device__ TeamTaker(const Rings<S> &r, const Schedule &plan, int team)
+        : rings(r), first_slot(team * (r.slots / 2)), stages(plan.stages),
+          skips(plan.apart >= 0 ? 0 : plan.both - team) {
+        for (int i = plan.units[team] == 0 ? 0 : plan.stage_of({team, 0}); i > 0; i--) {
+            skip();
+        }
+    }
+    __device__ int slot_place() const { return first_slot + slot.i; }
 
     __device__ const uint8_t *weights() const { return rings.slot(slot_place()); }
     __device__ const uint8_t *rows() const { return rings.stage(stage.i); }
     __device__ void wait_weights() const { barrier_wait(rings.slot_full(slot_place()), slot.parity); }
-    __device__ void wait_rows() {
-        for (const int own = plan.stage_of({team, unit}); at < own;) {
-            barrier_wait(rings.stage_full(stage.i), stage.parity);
-            leave(false);
-        }
-        barrier_wait(rings.stage_full(stage.i), stage.parity);
+    __device__ void wait_rows() const { barrier_wait(rings.stage_full(stage.i), stage.parity); }
+    __device__ void skip() {
+        wait_rows();
+        leave_stage(threadIdx.x % WARP);
     }
+    __device__ void leave_stage(int lane) {
+        __syncwarp();
+        if (lane == 0) {
+            barrier_arrive(rings.stage_free(stage.i));
+        }
+        stages--;
+        stage.next(S::STAGES);
+    }
+    __device__ void release_weights(int lane) {
+        __syncwarp();
+        if (lane == 0) {
+            barrier_arrive(rings.slot_free(slot_place()));
+        }
+        slot.next(rings.slots / 2);
+    }
+    // Leaves the unit in hand and goes to the next.
+    __device__ void release(int lane) {
+        leave_stage(lane);
+        if (skips > 0) {
+            skips--;
+            skip();
+        }
+    }
+    // Goes through the stages that are left to the other team.
+    __device__ void finish() {
+        while (stages > 0) {
+            skip();
+        }
+    }
+};
 
-    __device__ void fetch_weights(int of_unit, int place) const {
-        if (of_unit >= plan.units[team]) {
-            return;
+// Does what one lane of a filling warp does.
+template <typename S> struct TeamFiller {
+    const RowmmParams &p;
+    const Rings<S> &rings;
+    const Schedule &plan; // it lies in shared memory
+
+    // Fills a team's slots.
+    __device__ void fill_weights(int team) const {
+        const int half = rings.slots / 2, from = plan.first[team], units = plan.units[team];
+        const int segment = segment_at(p, from);
+        Walk walk{p, segment, from - p.segments[segment].first_unit, units};
+        Place slot;
+        for (int i = 0; i < units; i++) {
+            const int place = team * half + slot.i;
+            if (i >= half) {
+                barrier_wait(rings.slot_free(place), slot.parity ^ 1);
+            }
+            copy_unit(walk.of(), walk.unit, rings.slot_full(place), rings.slot(place));
+            slot.next(half);
+            walk.next();
         }
-        const int from = plan.first[team] + of_unit;
-        const RowmmSegment &s = p.segments[segment_at(p, from)];
-        copy_unit(s, from - s.first_unit, rings.slot_full(place), rings.slot(place));
     }
-    __device__ void fetch_rows(int i, int place) const {
+    __device__ Rows rows_of_stage(int i) const {
         if (i >= plan.stages) {
-            return;
+            return {};
         }
         const TeamUnit u = plan.of_stage(i);
         const int from = plan.first[u.team] + u.unit;
         const RowmmSegment &s = p.segments[segment_at(p, from)];
-        copy_rows(p, s, from - s.first_unit, rings.stage_full(place), rings.stage(place), rings.columns);
+        return rows_of_unit(p, s, from - s.first_unit, rings.columns);
     }
-    // Fetch what comes first. Each warp has some of it.
-    __device__ void fetch_first_weights() const {
-        for (int i = fragment_of_warp(); i < half(); i += FRAGMENTS) {
-            fetch_weights(i, team * half() + i);
+    // Lane i < STAGES announces the rows of stage i, and copies them when they are there.
+    __device__ void fill_first_rows(int i) const {
+        const Rows r = rows_of_stage(i);
+        announce(r, rings.stage_full(i), rings.columns);
+        wait_for_previous();
+        copy(r, rings.stage_full(i), rings.stage(i), rings.columns);
+    }
+    __device__ void fill_more_rows() const {
+        Place stage;
+        for (int i = S::STAGES; i < plan.stages; i++) {
+            const Rows r = rows_of_stage(i); // finding them takes a while
+            barrier_wait(rings.stage_free(stage.i), stage.parity);
+            announce(r, rings.stage_full(stage.i), rings.columns);
+            copy(r, rings.stage_full(stage.i), rings.stage(stage.i), rings.columns);
+            stage.next(S::STAGES);
         }
-    }
-    __device__ void fetch_first_rows() const {
-        for (int i = int(threadIdx.x) / WARP; i < S::STAGES; i += S::WARPS) {
-            fetch_rows(i, i);
-        }
-    }
-    // Leaves the stage in hand, and with `whole` the unit. The last of all warps that leave a place fills it
-    // again, and none of them comes back to it before.
-    __device__ void leave(bool whole) {
-        const int takers = at < plan.together ? S::WARPS : FRAGMENTS;
-        __syncwarp();
-        if (lane() == 0) {
-            uint32_t *slot_left = rings.slot_left(slot_place()), *stage_left = rings.stage_left(stage.i);
-            order_in_block(); // this comes behind what the warp has read
-            const bool last_of_slot = whole && int(count_in_block(slot_left)) + 1 == FRAGMENTS;
-            const bool last_of_stage = int(count_in_block(stage_left)) + 1 == takers;
-            if (last_of_slot || last_of_stage) {
-                order_in_block(); // this comes ahead of the copies
-                if (last_of_slot) {
-                    *slot_left = 0;
-                    fetch_weights(unit + half(), slot_place());
-                }
-                if (last_of_stage) {
-                    *stage_left = 0;
-                    fetch_rows(at + S::STAGES, stage.i);
-                }
-            }
-        }
-        at++;
-        stage.next(S::STAGES);
-    }
-    // Leaves the unit in hand and goes to the next.
-    __device__ void release(int) {
-        leave(true);
-        unit++;
-        slot.next(half());
     }
 };
 

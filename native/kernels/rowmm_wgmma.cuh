@@ -28,6 +28,25 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 #endif
 }
+// Keeps the compiler from making the operands of what comes behind this ahead of what comes before: a branch
+// that is never taken. `not_zero` is anything that is not zero.
+__device__ __forceinline__ void wgmma_part(uint32_t not_zero) {
+#if ROWMM_WGMMA
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p bra PART;\ntrap;\nPART:\n}" ::"r"(not_zero)
+                 : "memory");
+#endif
+}
+// These give registers of each of a warpgroup's threads back to the block, and take some of what others gave.
+template <int N> __device__ __forceinline__ void registers_down() {
+#if ROWMM_WGMMA
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+#endif
+}
+template <int N> __device__ __forceinline__ void registers_up() {
+#if ROWMM_WGMMA
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+#endif
+}
 // Keeps the compiler from touching c before or after this point.
 template <int NT> __device__ __forceinline__ void wgmma_pin(float (&c)[NT][4]) {
 #pragma unroll

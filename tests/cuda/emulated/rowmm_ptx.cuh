@@ -100,8 +100,6 @@ inline void copies_commit() {}
 template <int N> void copies_wait() {}
 inline void prefetch_l2(const void *) {}
 
-inline void order_in_block() {}
-inline uint32_t count_in_block(uint32_t *counter) { return (*counter)++; }
 inline uint32_t count_arrival(uint32_t *counter) { return (*counter)++; }
 
 } // namespace luce

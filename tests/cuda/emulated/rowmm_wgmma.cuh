@@ -11,6 +11,9 @@ namespace luce {
 inline void wgmma_begin() {}
 inline void wgmma_commit() {}
 template <int N> void wgmma_wait() {}
+inline void wgmma_part(uint32_t) {}
+template <int N> void registers_down() {}
+template <int N> void registers_up() {}
 template <int NT> void wgmma_pin(float (&)[NT][4]) {}
 
 // Says where step i of a stage begins.
