@@ -7,9 +7,9 @@ rounds would cost, on the machines of tests/replay.py and by their own tables, n
 gives the same figures anywhere. `ratio` is auto's tokens a unit of cost by those of the best fixed way.
 
 --held-out records other texts, on which no constant of auto was chosen: other prompts, HumanEval's, and the
-built-in ones sampled. --known prices auto with other values of runner.KNOWN on all recorded texts, texts of
-other acceptance and machines. A class of texts at a time is held out: the value that is best on the others is
-judged on it.
+built-in ones sampled. --known prices auto with other values of acceptance.KNOWN on all recorded texts, texts
+of other acceptance and machines. A class of texts at a time is held out: the value that is best on the others
+is judged on it.
 
     PYTHONPATH=tests python bench/auto_by_costs.py --save bench/results
     PYTHONPATH=tests python bench/auto_by_costs.py --held-out --max-tokens 160 --save bench/results
@@ -31,7 +31,7 @@ from typing import Any
 import box_model
 import replay
 
-from luce import runner
+from luce import acceptance
 from luce._native import Drafts, Rows, Source
 from luce.costs import Costs
 from luce.engine import Engine, Files
@@ -42,7 +42,7 @@ from luce.stdout import as_json
 from luce.structs import Sampling
 
 HELD_OUT = Path(__file__).with_name("held_out.jsonl")
-KNOWN = (0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)  # These values of runner.KNOWN are compared.
+KNOWN = (0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)  # These values of acceptance.KNOWN are compared.
 
 
 def prefix(proposed: list[int], tokens: list[int]) -> int:
@@ -122,19 +122,19 @@ def auto_rates(
 ) -> dict[str, float]:
     """Returns auto's tokens a unit of cost, by class, where a text starts from `known` trials at most. The
     texts come in an order of chance, as those of a server do."""
-    shuffled, kept = random.Random(1).sample(traces, len(traces)), runner.KNOWN
-    runner.KNOWN = known
+    shuffled, kept = random.Random(1).sample(traces, len(traces)), acceptance.KNOWN
+    acceptance.KNOWN = known
     try:
-        memory = runner.Known()
+        memory = acceptance.Known()
         return replay.rates(shuffled, lambda trace: replay.auto_cost(trace, costs, memory))
     finally:
-        runner.KNOWN = kept
+        acceptance.KNOWN = kept
 
 
 def leave_one_out(traces: Sequence[replay.Trace], machines: dict[str, Costs]) -> dict[str, Any]:
     """Judges KNOWN. `gain` has auto's rate with each value by that without any, as a geometric mean over
     machines, by class. `folds` has for each class the value that is best on the others, and its rate on the
-    class by that of the value that runner.py has."""
+    class by that of the value that acceptance.py has."""
     rates = {(name, k): auto_rates(traces, costs, k) for name, costs in machines.items() for k in KNOWN}
     classes = sorted({trace.cls for trace in traces})
 
@@ -147,10 +147,11 @@ def leave_one_out(traces: Sequence[replay.Trace], machines: dict[str, Costs]) ->
         others = [c for c in classes if c != held_out]
         chosen = max(KNOWN, key=lambda k: gain(k, others))
         folds[held_out] = {
-            "chosen": chosen, "by_ours": round(gain(chosen, [held_out]) / gain(runner.KNOWN, [held_out]), 4),
-        }  # fmt: skip
+            "chosen": chosen,
+            "by_ours": round(gain(chosen, [held_out]) / gain(acceptance.KNOWN, [held_out]), 4),
+        }
     return {
-        "known": runner.KNOWN,
+        "known": acceptance.KNOWN,
         "gain": {f"{k:g}": {c: round(gain(k, [c]), 4) for c in classes} | {"all": round(gain(k, classes), 4)}
                  for k in KNOWN},
         "folds": folds,
@@ -163,7 +164,7 @@ def main() -> None:
     parser.add_argument("--commit", help="of the row; default: the checkout's")
     parser.add_argument("--save", type=Path, help="record, and write the row to this folder")
     parser.add_argument("--held-out", action="store_true", help="record texts that nothing was chosen on")
-    parser.add_argument("--known", action="store_true", help="compare values of runner.KNOWN")
+    parser.add_argument("--known", action="store_true", help="compare values of acceptance.KNOWN")
     args = parser.parse_args()
     if args.known:
         every = [*replay.recorded(), *replay.recorded(replay.HELD_OUT), *replay.oracles()]

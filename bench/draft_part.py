@@ -6,7 +6,6 @@ among all tokens and among the first ones, as the engine measures it when it ope
 length, where a draft is right with a share. Among the part it is right with share * coverage. The coverage is
 the part of a text's tokens that are among the first ones: of code and prose, by Qwen's vocabulary, the first
 64k have 0.97 to 0.98. `luce bench oracle --coverage 0.975 --modes plain,mtp:3,mtp-part:3:64k` decodes so.
-Where it gains, the kind of device is in PART_ON of luce/engine.py.
 
     python bench/draft_part.py oracle-27b-0.8.gguf --device cuda --save bench/results
 """

@@ -117,11 +117,13 @@ class TextLookup:
 class Drafter:
     """Drafts with a part of the model that runs on the device: its NextN head, which chains at most `most`
     drafts, or a DFlash drafter, whose block has as many. `ranks` is how many candidates the engine keeps of
-    each draft. Trees need more than one. `part` is how many tokens Source.PART drafts among."""
+    each draft. Trees need more than one. `part` is how many tokens Source.PART drafts among. `head` names
+    what drafts: the NextN head is one, whatever it drafts among."""
 
     def __init__(self, text: Text, by: Source, most: int, ranks: int = 1, part: int = 0):
         self.name = {Source.NEXTN: "mtp", Source.PART: "mtp-part", Source.DFLASH: "dflash"}[by]
-        self.most, self.ranks, self._part = most, ranks, part
+        self.head = "mtp" if by is Source.PART else self.name
+        self.most, self.ranks, self.part = most, ranks, part if by is Source.PART else 0
         self._text, self._by = text, by
         self._lists: Lists | None = None  # These are of the last draft, where the host has seen it.
 
@@ -146,10 +148,20 @@ class Drafter:
         names = ("", self.name, "lookup", f"{self.name}+lookup")
         return Draft(tuple(tokens[1:]), tuple(parents), sources=tuple(names[bit] for bit in bits[1:]))
 
-    def right(self, done: Round, n: int) -> tuple[int, int | None]:
-        """Returns how many of the last n drafts were right before the first wrong one, and at which rank of
-        the candidates the target's own token stood there. The rank is None where it is not known, or where
-        the token is no candidate."""
+    def shown(self, done: Round, n: int) -> tuple[int, int, int | None]:
+        """Returns how many of the last n drafts show what the head is worth, how many of these were right
+        before the first wrong one, and at which rank of the candidates the target's own token stood there.
+        The rank is None where it is not known, or where the token is no candidate.
+
+        The head chooses the same among all tokens and among a part of them as long as its choice is of the
+        part. So a draft among the part is as good as one among all, but for a token that is not of the part:
+        there it was wrong whatever the head is worth, and shows nothing."""
+        right, rank = self._right(done, n)
+        if self.part and right < min(n, len(done.tokens)) and done.tokens[right] >= self.part:
+            return right, right, None
+        return n, right, rank
+
+    def _right(self, done: Round, n: int) -> tuple[int, int | None]:
         if self._lists is None:
             return min(done.accepted, n), None
         for depth, token in enumerate(done.tokens[:n]):
@@ -157,19 +169,6 @@ class Drafter:
             if token != candidates[0]:
                 return depth, candidates.index(token) if token in candidates else None
         return min(len(done.tokens), n), None
-
-    def shown_by(self, other: Drafter, done: Round, n: int) -> tuple[int, int]:
-        """Returns how many drafts of this drafter the last n drafts of another one are worth as trials, and
-        how many of these would have been right. The head chooses the same among all tokens and among a part
-        of them as long as its choice is of the part. So a draft that was right and is of the part would be
-        right in both ways, nearly always, and one that missed a token of the part would miss it in both."""
-        if {self._by, other._by} != {Source.NEXTN, Source.PART}:
-            return 0, 0
-        right, _ = other.right(done, n)
-        if self._by is Source.PART:
-            return n, next((at for at in range(right) if done.tokens[at] >= self._part), right)
-        outside = right < len(done.tokens) and done.tokens[right] >= other._part
-        return right if outside else n, right
 
 
 class Fixed:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from luce import _native, cpus
 from luce._native import File, Model, Progress, Source
+from luce.acceptance import Known
 from luce.drafting import Drafter, DraftSource, Fixed, TextLookup
 from luce.errors import LuceError, about
 from luce.generation import Event, Failed, Generation, Prefixes, State
@@ -32,7 +33,7 @@ from luce.plan import (
     with_room,
 )
 from luce.probe import Facts, probe
-from luce.runner import Known, Runner, chain_can_pay, lookup_can_pay
+from luce.runner import Runner, chain_can_pay, lookup_can_pay
 from luce.structs import EngineInfo, EngineParams, Memory
 from luce.tokenizer import Tokenizer
 
@@ -272,27 +273,23 @@ def _drafters(draft: Drafting, sequence: _native.Sequence, info: EngineInfo) -> 
     return [Drafter(sequence, by, most, ranks, info.n_part) for by, most in sizes.items() if most]
 
 
-# A round of auto which does not draft takes so many seconds beside one of plain decoding, to decide so. That
-# is 5 us of a busy EPYC's time, and to ask for drafts, to hand them over and to count them takes 27 us. A CPU
-# that has waited for a GPU needs more, which was not measured. On a CPU neither was told from noise.
-DECIDES, HANDS_OVER = {"cuda": 5e-6}, {"cuda": 27e-6}
-
-# On these devices, auto's head drafts among a part of a large vocabulary too. By what steps of the 27b cost
-# on an H200 that would gain 2 to 10% where 95 to 98% of a text are of it (bench/draft_part.py). "cuda" is not
-# among them, since it was not decoded there yet.
-PART_ON = frozenset({"cpu"})
+# A round of auto which does not draft takes so many seconds beside one of plain decoding, to decide so. To
+# ask for drafts, to hand them over and to count them takes so many more. They are of an H200's host, whose
+# CPU waits for each step (bench/results/2026-11-22-auto-h200.txt). On a CPU neither was told from noise.
+DECIDES, HANDS_OVER = {"cuda": 25e-6}, {"cuda": 27e-6}
 
 
 def _params(chosen: Plan, device: str, n_vocab: int) -> EngineParams:
     """Returns how the core opens the engine on a device, of a model with so many tokens. On a CPU a row costs
-    too much to be spent on a next best candidate, so auto keeps none there."""
+    too much to be spent on a next best candidate, so auto keeps none there. Its head drafts among a part of a
+    large vocabulary too."""
     if not isinstance(chosen.draft, Auto):
         return chosen.params
     kind, large = device.partition(":")[0], n_vocab >= 2 * PART
     return replace(
         chosen.params,
         n_top=0 if kind == "cpu" else chosen.params.n_top,
-        n_part=PART if chosen.draft.gamma and large and kind in PART_ON else 0,
+        n_part=PART if chosen.draft.gamma and large else 0,
     )
 
 

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 
 from luce._native import Source
+from luce.acceptance import Known
 from luce.costs import Costs
 from luce.drafting import Drafter, Limits, Round
 from luce.measure.oracle_model import Rule
 from luce.plan import AUTO_BUDGET
-from luce.runner import Known, Runner
+from luce.runner import Runner
 from luce.structs import Cost
 
 RECORDED = Path(__file__).parent.parent / "bench" / "results" / "2026-11-21-traces-box-cpu.json"

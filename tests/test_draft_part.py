@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from luce import engine
 from luce._native import File, Library, Model, Source
 from luce._native import Sequence as Timeline
+from luce.acceptance import Coverage, Known
 from luce.cli import cli
 from luce.command import BOX
 from luce.costs import Costs
@@ -102,14 +103,12 @@ def test_a_draft_among_a_part_has_a_cost_of_its_own(sequence: Timeline, model: M
     assert drive.open_engine(model, n_ctx=64, n_rows=4, n_draft=2).costs().draft(1, part=True) == 0
 
 
-@pytest.mark.parametrize("on", [True, False])
-def test_auto_drafts_among_a_part_on_the_devices_that_are_named(
-    device: str, monkeypatch: pytest.MonkeyPatch, on: bool
+@pytest.mark.parametrize("large", [True, False])
+def test_auto_drafts_among_a_part_of_a_large_vocabulary(
+    device: str, monkeypatch: pytest.MonkeyPatch, large: bool
 ) -> None:
-    """Wherever it is switched on, the tokens are those of plain decoding."""
-    kind = device.partition(":")[0]
-    monkeypatch.setattr(engine, "PART_ON", frozenset({kind} if on else ()))
-    monkeypatch.setattr(engine, "PART", 1024)  # The box has 4096 tokens.
+    """It does so on every device, and the tokens are those of plain decoding."""
+    monkeypatch.setattr(engine, "PART", 1024 if large else 4096)  # The box has 4096 tokens.
     tokens = {}
     for spec in ("off", "auto"):
         options = Options(ctx=256, threads=1, spec=spec, device=device)
@@ -119,8 +118,8 @@ def test_auto_drafts_among_a_part_on_the_devices_that_are_named(
             assert isinstance(last, Finished)
             tokens[spec] = last.tokens
             drafters = [d.name for d in getattr(opened._source(opened.native.sequence()), "_drafters", [])]
-    assert opened.info.n_part == (1024 if on else 0)
-    assert drafters == (["mtp", "mtp-part"] if on else ["mtp"])
+    assert opened.info.n_part == (1024 if large else 0)
+    assert drafters == (["mtp", "mtp-part"] if large else ["mtp"])
     assert tokens["auto"] == tokens["off"]
 
 
@@ -190,14 +189,20 @@ class NoLookups:
         return [], 0
 
 
+def auto(part_ms: float | None = H200_PART_MS, known: Known | None = None) -> tuple[Costs, Runner]:
+    """Returns the costs, and an auto that drafts by them, among the part too where it has a cost."""
+    verify = [Cost(rows, 0, H200_MS[min(w for w in H200_MS if w >= rows)]) for rows in range(1, 33)]
+    text, sources = NoLookups(), [Source.NEXTN] if part_ms is None else [Source.NEXTN, Source.PART]
+    costs = Costs([*verify, Cost(1, 1, H200_DRAFT_MS), *([Cost(1, 3, part_ms)] if part_ms else [])])
+    drafters = [Drafter(text, by, 8, 1, PART) for by in sources]  # type: ignore[arg-type]
+    return costs, Runner(text, costs, drafters, 31, known)  # type: ignore[arg-type]
+
+
 def rate(fixed: tuple[int, int] | None, right: np.ndarray, inside: np.ndarray) -> float:
     """Returns tokens a millisecond of a text whose drafts are `right` by position, among the part where the
     token is `inside`: drafted by auto, or by `fixed`, a drafter's index and its drafts."""
-    verify = [Cost(rows, 0, H200_MS[min(w for w in H200_MS if w >= rows)]) for rows in range(1, 33)]
-    costs = Costs([*verify, Cost(1, 1, H200_DRAFT_MS), Cost(1, 3, H200_PART_MS)])
-    text, n, at, took = NoLookups(), len(right), 0, 0.0
-    drafters = [Drafter(text, by, 8, 1, PART) for by in (Source.NEXTN, Source.PART)]  # type: ignore[arg-type]
-    runner = Runner(text, costs, drafters, 31)  # type: ignore[arg-type]
+    costs, runner = auto()
+    n, at, took = len(right), 0, 0.0
     runner.begin(n)
     while at < n:
         depth, by, drafts = n - at - 1, 0, 0
@@ -231,7 +236,7 @@ def test_auto_drafts_among_the_part_where_the_text_is_of_it(share: float, covera
         assert best[1][0] == 1 and of[None] > 1.03 * all_tokens, "the part pays, and auto takes it"
 
 
-# ---- what rounds of one head show of the other
+# ---- what rounds of one show of the other
 
 
 class Drafted:
@@ -250,24 +255,63 @@ class Drafted:
     every=st.lists(st.integers(0, 9), min_size=8, max_size=8),
     other=st.lists(st.integers(0, 4), min_size=8, max_size=8),
 )
-def test_a_round_of_one_shows_what_the_other_would_have_had(
+def test_a_round_among_the_part_shows_what_the_head_is_worth(
     target: list[int], every: list[int], other: list[int]
 ) -> None:
     """Tokens below 5 are of the part; `other` is what is chosen of it where the choice is none of it."""
     n = len(target) - 1
     first_outside = next((at for at, token in enumerate(every) if token >= 5), 8)
     part = every[:first_outside] + other[first_outside:]
-    drafters = [Drafter(None, by, 8, 1, 5) for by in (Source.NEXTN, Source.PART)]  # type: ignore[arg-type]
-    right = {}
-    for drafter, choices in zip(drafters, (every, part), strict=True):
-        right[drafter] = next((at for at in range(n) if choices[at] != target[at]), n)
-    whole, among = drafters
-    # The next choice comes too.
-    tokens = {drafter: tuple(target[: right[drafter] + 1]) for drafter in drafters}
-    whole._lists, among._lists = Drafted(every), Drafted(part)  # type: ignore[assignment]
-    trials, hits = among.shown_by(whole, Round(n, right[whole], 0, 0, 0, tokens[whole]), n)
-    assert trials == n and hits <= right[among], "what both would have is right"
-    trials, hits = whole.shown_by(among, Round(n, right[among], 0, 0, 0, tokens[among]), n)
-    assert hits == right[among] and trials in (hits, n)
-    if hits < trials:
-        assert right[whole] <= hits, "what the part misses and has, the whole misses too"
+    shown, misses = {}, {}
+    for by, choices in ((Source.NEXTN, every), (Source.PART, part)):
+        drafter = Drafter(None, by, 8, 1, 5)  # type: ignore[arg-type]
+        drafter._lists = Drafted(choices)  # type: ignore[assignment]
+        right = next((at for at in range(n) if choices[at] != target[at]), n)
+        # The next choice comes too.
+        tokens = tuple(target[: right + 1])
+        trials, hits, _ = drafter.shown(Round(n, right, 0, 0, 0, tokens), n)
+        shown[by], misses[by] = hits, hits < trials
+        beyond = by is Source.PART and right < n and tokens[-1] >= 5
+        assert hits == right and trials == (hits if beyond else n)
+    if misses[Source.PART]:
+        assert shown[Source.NEXTN] <= shown[Source.PART], "what the part has and misses, the whole misses too"
+
+
+def rounds_before_it_gives_up(runner: Runner, token: int) -> int:
+    """Returns how many rounds of a text are drafted in whose drafts are never right, up to the first without
+    drafts."""
+    runner.begin(256)
+    for n in range(256):
+        runner.draft(0, Limits(31, 31))
+        drafts = runner._choice.drafts
+        if not drafts:
+            return n
+        runner.learn(Round(drafts, 0, 0.0, 0.0, 0.0, (token,)))
+    return 256
+
+
+def test_a_head_that_is_never_right_is_given_up_as_soon_where_it_drafts_among_a_part_too() -> None:
+    """It is one head: what one way to draft shows need not be found out again by the other. Cheaper drafts
+    are tried for longer, but not twice as long."""
+    alone = rounds_before_it_gives_up(auto(None)[1], 0)
+    assert 0 < alone < 32
+    assert rounds_before_it_gives_up(auto(H200_DRAFT_MS)[1], 0) == alone
+    assert rounds_before_it_gives_up(auto()[1], 0) < 2 * alone
+
+
+def test_how_much_of_a_text_is_of_the_part_is_learned_without_drafts() -> None:
+    """The next text starts from it."""
+    known, chosen = Known(), []
+    for token in (0, PART, 0):  # Texts of the part, of the others, and of the part again.
+        runner = auto(known=known)[1]
+        runner.begin(256)
+        for _ in range(200):
+            runner.draft(0, Limits(31, 31))
+            runner.learn(Round(0, 0, 0.0, 0.0, 0.0, (token,)))
+        runner._lost = 0.0
+        runner.draft(0, Limits(31, 31))
+        chosen.append(runner._choice.drafter)
+    assert chosen == [1, 0, 1]
+    fresh, after = Known().coverage(PART).share, known.coverage(PART).share
+    known.coverage(PART).came([PART] * 40)
+    assert fresh == Coverage.HOPE and 0.5 < after < fresh

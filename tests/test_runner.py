@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from luce._native import Source
+from luce.acceptance import Acceptance, Lookups
 from luce.costs import Costs
 from luce.drafting import Drafter, Limits, Round
 from luce.plan import AUTO_BUDGET, MAX_GAMMA
-from luce.runner import MARGIN, PLAIN, Acceptance, Lookups, Prices, Runner, best
+from luce.runner import MARGIN, PLAIN, Prices, Runner, best
 from luce.structs import Cost
 
 # ---- costs
@@ -193,9 +194,16 @@ def test_a_round_that_feeds_what_plain_ones_owe_has_to_gain_that_too():
 
 
 def test_auto_counts_the_plain_rounds_that_it_owes_alone():
-    costs, seen = machine([1, 1.05], 0.02, 0.01), list[float]()
+    costs, seen = machine([1, 1.05], 0.02, 0.01), list[int]()
+
+    class Feeds(list):
+        def __getitem__(self, rows):
+            seen.append(rows)
+            return super().__getitem__(rows)
+
     auto = runner(costs, 1)
-    feed, costs.feed = costs.feed, lambda rows: seen.append(rows) or feed(rows)
+    assert auto._feeds == [costs.feed(rows) for rows in range(OWED + 1)]
+    auto._feeds = Feeds(auto._feeds)
     for sequences, drafted in ((1, 0), (1, 0), (1, 1), (1, 0), (3, 0), (1, 0), *((1, 0),) * 40):
         auto.draft(1, Limits(1, 1, sequences))
         auto.learn(Round(drafted, 0, 0.0, 0.0, 0.0, (1,)))
