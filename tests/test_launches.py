@@ -100,7 +100,9 @@ def test_what_is_kept_of_ggml_is_listed(
         type_of, quantize = drive.type_of(files), partial(drive.quantize, native)
         found = steps(tiny.write(tmp_path / "x.gguf", c, tiny.layout(c, 1), type_of, quantize=quantize), True)
     assert {"verify of 1", *drafts} <= found.keys()
-    for name, (_, theirs) in found.items():
+    for name, (ours, theirs) in found.items():
+        chooses = 0 if name.startswith("feed") else 1  # Tokens are chosen, and sampled, where logits are.
+        assert ours["choose"] + ours["choose_draft"] == chooses, name
         looks_up = name.startswith(("draft", "feed"))  # The op nextn_pack does, of a type that it knows.
         assert theirs.keys() & MOVED or looks_up, name
         assert device == "cpu" or theirs.keys() <= listed, name

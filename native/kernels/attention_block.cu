@@ -23,6 +23,7 @@ template <int D> struct Shape {
     static constexpr int LANE = D / WARP; // a lane has so many values
     static constexpr int KEY = D + 1; // keys are so far apart that lanes read different banks
     static constexpr size_t SHARED = (QUERY_VALUES + TILE * KEY + TILE * D) * sizeof(float);
+    static_assert(SHARED <= 101376, "a block's shared memory on GPUs of compute capability 8.6");
 };
 
 __device__ float warp_max(float x) {

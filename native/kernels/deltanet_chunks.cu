@@ -355,6 +355,7 @@ template <int S> int launch(const DeltaArgs &args, void *scratch, cudaStream_t s
     ChunkParams a{Params(args), static_cast<uint8_t *>(scratch), nullptr, chunks_of(args.shape)};
     a.heads = a.keys + int64_t(a.n_chunks) * a.shape.Hk * Chunk<S>::KEYS;
     constexpr int BYTES = 2 * Chunk<S>::STAGE;
+    static_assert(BYTES <= 101376, "a block's shared memory on GPUs of compute capability 8.6");
     const cudaError_t error =
         cudaFuncSetAttribute(walk_kernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES);
     if (error != cudaSuccess) {
