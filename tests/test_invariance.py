@@ -3,7 +3,8 @@ of its step: same bits at any width, in any tree, after any accept pattern."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from luce._native import Library, Model
 CONFIG = Config(n_layer=2, interval=2, n_embd=256, n_ff=256, n_head=4, n_head_kv=2, head_dim=64, rope_dim=16,
                 n_k_head=2, n_v_head=4, state_size=64, n_ctx=2048)  # fmt: skip
 EXPERTS = tiny.with_experts(CONFIG)
+# A GPU's steps fuse most where heads have 128 values (native/src/ops.h).
+FUSED = replace(CONFIG, head_dim=128, state_size=128)
 SEED = 21
 WIDTHS = (2, 5, 8, 16, 33, 64)
 # They bound the relative logit error on the CPU. CUDA multiplies F32 as TF32 (measured on an H100: 1.6e-3).
@@ -39,12 +42,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def path_of(native: Library, folder: Path) -> Callable[[str], Path]:
-    """Makes a model of each weight type, once; "Q4_K experts" is a mixture."""
+    """Makes a model of each weight type, once; "Q4_K experts" is a mixture, "Q4_K fused" has larger heads."""
 
     def make(kind: str) -> Path:
         path = folder / f"{kind}.gguf"
         if not path.exists():
-            c, type_of = EXPERTS if "experts" in kind else CONFIG, drive.type_of(kind.split()[0])
+            c = {"experts": EXPERTS, "fused": FUSED}.get(kind.split()[-1], CONFIG)
+            type_of = drive.type_of(kind.split()[0])
             tiny.write(path, c, tiny.layout(c, SEED), type_of, quantize=partial(drive.quantize, native))
         return path
 
@@ -60,13 +64,15 @@ def tokens_of(seed: int, n: int) -> list[int]:
     return [int(t) for t in np.random.default_rng(seed).integers(0, CONFIG.n_vocab, n)]
 
 
-def check_widths(model: Model, prompt: list[int], **params: int | str) -> None:
+def check_widths(
+    model: Model, prompt: list[int], tried: Sequence[int] = WIDTHS, **params: int | str
+) -> None:
     tokens = tokens_of(2, 64)
     n_ctx = len(prompt) + 64
     one, two = (drive.open_sequence(model, n_ctx=n_ctx, **params | {"n_threads": n}) for n in (1, 2))
     drive.prefill(one, prompt)
     plain = drive.chain_logits(one, tokens, 1)
-    for sequence, widths in ((one, WIDTHS), (two, WIDTHS[1::4])):
+    for sequence, widths in ((one, tried), (two, tried[1::4])):
         for width in widths:
             sequence.reset()
             drive.prefill(sequence, prompt)
@@ -100,6 +106,11 @@ def test_weight_type_computes_what_its_weights_say(
 @pytest.mark.parametrize("kind", drive.WEIGHT_TYPES)
 def test_width_changes_no_bit(kind: str, model_of: Callable[[str], Model]) -> None:
     check_widths(model_of(kind), tokens_of(1, 9))
+
+
+@pytest.mark.parametrize("kind", ["Q4_K fused", "Q8_0 fused", "Q6_K experts"])
+def test_no_width_at_all_changes_a_bit(kind: str, model_of: Callable[[str], Model]) -> None:
+    check_widths(model_of(kind), tokens_of(1, 9), range(1, 65))
 
 
 @pytest.mark.parametrize("kv_type", ["f32", "f16", "q8_0", "q4_0"])

@@ -283,6 +283,9 @@ void check_moe(bool all) {
     for (int type : {12, 14, 8, 1, 13}) { // these are Q4_K, Q6_K, Q8_0, F16, Q5_K
         check_mixture({0, 16, 4, 512, 512, 256}, {type, type, type, type}, 64, widths, true);
     }
+    Ints every(ROWMM_MAX_ROWS);
+    std::iota(every.begin(), every.end(), 1);
+    check_mixture({0, 16, 4, 512, 256, 256}, {12, 12, 14, 8}, 64, every, true);
     for (const rowmm_test::Type &t : rowmm_test::TYPES) { // each type is beside another
         check_mixture({0, 4, 1, 256, 512, 256}, {t.id, 12, t.id, t.id}, 20, {1, 5, 40}, true);
         check_mixture({0, 6, 6, 512, 256, 0}, {12, t.id, t.id, 12}, 20, {1, 5, 40}, true);
