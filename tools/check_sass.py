@@ -6,6 +6,9 @@ front of one where the source has a condition: then lanes that are left out give
 That is an error here. Where it cannot prove that all lanes are there, it branches around (BRA.DIV) to a copy
 that first waits for them: right, and slow where it is taken. These are counted, for each kernel.
 
+It is for code of sm_90a. For other GPUs the compiler also guards products by conditions that a warp's
+lanes share, which look the same here.
+
     pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
     tools/check_sass.py build/CMakeFiles/luce.dir/native/kernels/*.o
 """
