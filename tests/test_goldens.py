@@ -53,6 +53,9 @@ def test_cases_differ_where_it_matters() -> None:
     assert {c.n_k_head == c.n_v_head for c in configs} == {True, False}
     assert len({c.n_layer for c in configs}) >= 4
     assert len({c.rope_base for c in configs}) >= 4
+    mixtures = [c for c in configs if c.n_expert]
+    assert {c.n_ff_shared > 0 for c in mixtures} == {c.tied for c in mixtures} == {True, False}
+    assert {1, 4} <= {c.n_expert_used for c in mixtures} and {4, 16} <= {c.n_expert for c in mixtures}
 
 
 def test_long_cases_reach_both_ways_of_a_gpus_prefill() -> None:

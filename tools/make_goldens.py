@@ -55,6 +55,9 @@ CASES: dict[str, tuple[Config, int]] = {
     "experts-all": (
         Config(n_layer=3, interval=3, n_expert=4, n_expert_used=4, n_ff_expert=96, n_ff_shared=64,
                rope_base=1e5, eps=1e-5, fused_experts=True), 17),
+    "experts-none-shared": (
+        Config(n_layer=3, interval=3, n_embd=128, n_expert=8, n_expert_used=3, n_ff_expert=80, n_head=2,
+               n_head_kv=1, head_dim=128, n_k_head=2, n_v_head=4, tied=True), 16),
 }  # fmt: skip
 
 # A long prompt on a GPU writes its weights out for cuBLAS (native/src/gemm_op.h) and does DeltaNet by chunks;
@@ -87,10 +90,26 @@ def build(c: Config, seed: int):  # type: ignore[no-untyped-def]
     config = getattr(transformers, f"{kind}TextConfig")(**keys, attn_implementation="eager")
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval().float()
     state = {k: torch.from_numpy(v) for k, v in tiny.weights(c, seed).items() if not k.startswith("mtp.")}
+    if c.n_expert and not c.n_ff_shared:
+        state |= _empty_shared_experts(c)
     if c.tied:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state, strict=True)
     return model
+
+
+def _empty_shared_experts(c: Config):  # type: ignore[no-untyped-def]
+    """Returns shared experts of width 0, which add nothing: transformers' block always has one."""
+    import torch
+
+    e = c.n_embd
+    shapes = {"shared_expert.gate_proj": (0, e), "shared_expert.up_proj": (0, e),
+              "shared_expert.down_proj": (e, 0), "shared_expert_gate": (1, e)}  # fmt: skip
+    return {
+        f"model.layers.{i}.mlp.{name}.weight": torch.ones(shape)
+        for i in range(c.n_layer)
+        for name, shape in shapes.items()
+    }
 
 
 def golden(c: Config, seed: int) -> dict[str, np.ndarray]:
