@@ -28,7 +28,7 @@ __device__ __forceinline__ void take_range(const RowmmParams &p, Ring &ring, int
                               ? p.parts + (range + s.first_tile + tile) * int64_t(p.part_rows) * TILE
                           : whole ? nullptr
                                   : part_of(p, range, (unit - s.first_unit) % s.units_k != 0);
-            write_tile<NT>(p, s, acc, tile, part, p.squares != nullptr ? scales : nullptr);
+            write_tile<NT>(p, s, acc, tile, part, scales);
         }
         unit += units;
     }
@@ -82,6 +82,7 @@ __device__ __forceinline__ void run_teams(const RowmmParams &p, uint8_t *shared,
     const Rings<S> rings{held_address(shared), p.slot_bytes, p.slots, S::columns(p.columns)};
     if (threadIdx.x == 0) {
         rings.init();
+    } else if (threadIdx.x == WARP) {
         plan = Schedule(p, pair);
     }
     __syncthreads();
@@ -109,7 +110,7 @@ __device__ __forceinline__ void run_teams(const RowmmParams &p, uint8_t *shared,
         if (range < p.ranges) {
             take_range<NT, WIDE>(p, ring, range, scales);
         }
-        ring.finish();
+        ring.finish(plan, team);
     }
 }
 
@@ -124,6 +125,9 @@ __global__ void __launch_bounds__(Shape<NT, WIDE>::THREADS, Shape<NT, WIDE>::BLO
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ float scales[Shape<NT, WIDE>::COLUMNS];
     let_next_start();
+    if (p.squares == nullptr && threadIdx.x < Shape<NT, WIDE>::COLUMNS) {
+        scales[threadIdx.x] = 1; // a warp waits for the block's others before it reads this
+    }
     if constexpr (Shape<NT, WIDE>::TEAMS == 2) {
         run_teams<NT, WIDE>(p, shared, scales);
     } else {

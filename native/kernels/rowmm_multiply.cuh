@@ -114,18 +114,26 @@ __device__ __forceinline__ void multiply_floats_wide(Sums<NT> &c, const uint8_t 
 
 // ---- a unit ----
 
-// Adds (what a unit gave) * (the unit's factors) / (the columns' powers of two) to acc.
+// Adds (what a unit gave) * (the unit's factors) / (the columns' powers of two) to acc. `zero` is 0. Where the
+// compiler does not know that, the minimums are one operand and are not copied for each multiplication.
 template <int TYPE, int NT>
 __device__ __forceinline__ void add_unit(Sums<NT> &acc, const Sums<NT> &c, const Lane<TYPE> &weights,
-                                         const uint8_t *tail, int C, int lane) {
+                                         const uint8_t *tail, int C, int lane, uint32_t zero) {
+    uint32_t m[4];
+    if constexpr (has_minimum(TYPE)) {
+        m[0] = weights.minimum(0);
+        m[1] = weights.minimum(1);
+        m[2] = m[0] ^ zero;
+        m[3] = m[1] ^ zero;
+    }
 #pragma unroll
     for (int n = 0; n < NT; n++) {
         const float2 down = word_at<float2>(tail + 32 * C + (n * 8 + lane % 4 * 2) * 4);
         float e[4] = {};
         if constexpr (has_minimum(TYPE)) {
-            const uint2 sums = word_at<uint2>(tail + ((n * 8 + lane_column<NT>(C, lane)) * 4 + lane % 4) * 8);
-            const uint32_t m0 = weights.minimum(0), m1 = weights.minimum(1);
-            mma(e, m0, m1, m0, m1, sums.x, sums.y);
+            const int at = NT == 1 ? lane_column<NT>(C, lane) * 4 + lane % 4 : n * WARP + lane;
+            const uint2 sums = word_at<uint2>(tail + at * 8);
+            mma(e, m[0], m[1], m[2], m[3], sums.x, sums.y);
         }
 #pragma unroll
         for (int k = 0; k < 4; k++) {
@@ -193,7 +201,7 @@ __device__ __forceinline__ void multiply_unit(Sums<NT> &acc, const uint8_t *frag
             wgmma_wait<0>();
             wgmma_pin(c);
         }
-        add_unit<TYPE, NT>(acc, c, weights, tail, C, lane);
+        add_unit<TYPE, NT>(acc, c, weights, tail, C, lane, NT == 8 ? rows ^ shared_address(stage) : 0);
     }
 }
 
@@ -202,7 +210,7 @@ __device__ __forceinline__ void multiply_unit(Sums<NT> &acc, const uint8_t *frag
 template <int TYPE, int NT, bool WIDE, typename Ring>
 __device__ __forceinline__ void multiply(Sums<NT> &acc, Ring &ring, int units, int C, bool present) {
     const int lane = threadIdx.x % WARP, offset = fragment_of_warp() * fragment_bytes(TYPE);
-    for (int u = 0; u < units; u++) {
+    for (; units > 0; units--) {
         ring.wait_weights();
         ring.wait_rows();
         if (present) {

@@ -42,29 +42,65 @@ __device__ __forceinline__ float *part_of(const RowmmParams &p, int r, bool midd
     return p.partial + (int64_t(r) * 2 + (middle ? 0 : 1)) * p.rows * TILE;
 }
 
-// Writes what a warp has of a tile into `out`, or into the range's part of it. `scales` is null, or has a
-// scale for each row.
-template <int NT>
-__device__ void write_tile(const RowmmParams &p, const RowmmSegment &s, const Sums<NT> &acc, int tile,
-                           float *part, const float *scales) {
-    const int lane = threadIdx.x % WARP;
+// Says where a lane's results go: rows t, t + 1, t + 8 .. of outputs 0 and 8 behind `to`.
+struct Target {
+    float *to;
+    const float *residual; // it is null, or lies as `to` does
+    int64_t row, residual_row; // the next row lies so many values further
+    float scale[2];
+    bool present[2];
+};
+template <int NT, bool RESIDUAL>
+__device__ __forceinline__ void write_rows(const Target &target, const Sums<NT> &acc, const float *scales,
+                                           int t, int rows) {
+    float *to[2] = {target.to + t * target.row, target.to + (t + 1) * target.row};
+    const int left = rows - t; // the lane's rows are those before this one
+    scales += t;
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-        const int o = fragment_of_warp() * FRAGMENT + lane / 4 + k / 2 * 8, n = tile * TILE + o;
-        const float scale = s.output_scale != nullptr && n < s.N ? s.output_scale[n] : 1.0f;
+    for (int j = 0; j < NT; j++) {
 #pragma unroll
-        for (int j = 0; j < NT; j++) {
-            const int t = j * 8 + lane % 4 * 2 + k % 2;
-            if (t >= p.rows) {
-                continue;
+        for (int i = 0; i < 2; i++) {
+            const float of_row = scales[j * 8 + i];
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                float x = acc[j][i + 2 * r] * target.scale[r] * of_row;
+                if (target.present[r] && j * 8 + i < left) {
+                    if constexpr (RESIDUAL) {
+                        x += target.residual[(j * 8 + t + i) * target.residual_row + r * 8];
+                    }
+                    __stcg(to[i] + r * 8, x);
+                }
             }
-            const float x = acc[j][k] * scale * (scales == nullptr ? 1.0f : scales[t]);
-            if (part != nullptr) {
-                __stcg(part + t * TILE + o, x);
-            } else if (n < s.N) {
-                write_out(s, t, n, x);
-            }
+            to[i] += 8 * target.row;
         }
+    }
+}
+
+// Writes what a warp has of a tile into `out`, or into the range's part of it. `scales` has one for each row.
+template <int NT>
+__device__ __forceinline__ void write_tile(const RowmmParams &p, const RowmmSegment &s, const Sums<NT> &acc,
+                                           int tile, float *part, const float *scales) {
+    const int lane = threadIdx.x % WARP, o = fragment_of_warp() * FRAGMENT + lane / 4, n = tile * TILE + o;
+    Target target;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const bool exists = n + r * 8 < s.N;
+        target.present[r] = part != nullptr || exists;
+        target.scale[r] = s.output_scale != nullptr && exists ? s.output_scale[n + r * 8] : 1.0f;
+    }
+    if (part != nullptr) {
+        target.to = part + o;
+        target.row = TILE;
+    } else {
+        target.to = s.out + n;
+        target.row = s.out_row;
+    }
+    if (part == nullptr && s.residual != nullptr) {
+        target.residual = s.residual + n;
+        target.residual_row = s.residual_row;
+        write_rows<NT, true>(target, acc, scales, lane % 4 * 2, p.rows);
+    } else {
+        write_rows<NT, false>(target, acc, scales, lane % 4 * 2, p.rows);
     }
 }
 

@@ -58,7 +58,9 @@ template <typename S> struct Rings {
         }
         for (int i = 0; i < slots; i++) {
             barrier_init(slot_full(i), COPY_LANES);
-            barrier_init(slot_free(i), FRAGMENTS);
+            if (S::TEAMS == 2) {
+                barrier_init(slot_free(i), FRAGMENTS);
+            }
         }
         barrier_init(scales_full(), S::WARPS);
         barrier_init_done();

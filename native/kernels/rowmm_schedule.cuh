@@ -42,6 +42,11 @@ struct Schedule {
     __device__ int end_of(int team) const {
         return units[team] == 0 ? 0 : stage_of({team, units[team] - 1}) + 1;
     }
+    // Returns how many stages a team has gone through with its last unit. Where both teams take turns to the end,
+    // the first goes through the second's last stage too.
+    __device__ int gone(int team) const {
+        return end_of(team) + (apart < 0 && team == 0 && units[0] > 0 && units[0] == both ? 1 : 0);
+    }
     // Returns a unit whose activations a stage has.
     __device__ TeamUnit of_stage(int i) const {
         if (apart >= 0) {

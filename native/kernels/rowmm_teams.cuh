@@ -12,13 +12,11 @@ namespace luce {
 template <typename S> struct TeamTaker {
     Rings<S> rings;
     int first_slot;
-    int stages; // so many are still to be gone through
     int skips; // so many units are followed by a stage of the other team
     Place slot, stage; // `slot` counts in the team's half
 
     __device__ TeamTaker(const Rings<S> &r, const Schedule &plan, int team)
-        : rings(r), first_slot(team * (r.slots / 2)), stages(plan.stages),
-          skips(plan.apart >= 0 ? 0 : plan.both - team) {
+        : rings(r), first_slot(team * (r.slots >> 1)), skips(plan.apart >= 0 ? 0 : plan.both - team) {
         for (int i = plan.units[team] == 0 ? 0 : plan.stage_of({team, 0}); i > 0; i--) {
             skip();
         }
@@ -38,7 +36,6 @@ template <typename S> struct TeamTaker {
         if (lane == 0) {
             barrier_arrive(rings.stage_free(stage.i));
         }
-        stages--;
         stage.next(S::STAGES);
     }
     __device__ void release_weights(int lane) {
@@ -46,7 +43,7 @@ template <typename S> struct TeamTaker {
         if (lane == 0) {
             barrier_arrive(rings.slot_free(slot_place()));
         }
-        slot.next(rings.slots / 2);
+        slot.next(rings.slots >> 1);
     }
     // Leaves the unit in hand and goes to the next.
     __device__ void release(int lane) {
@@ -57,8 +54,8 @@ template <typename S> struct TeamTaker {
         }
     }
     // Goes through the stages that are left to the other team.
-    __device__ void finish() {
-        while (stages > 0) {
+    __device__ void finish(const Schedule &plan, int team) {
+        for (int left = plan.stages - plan.gone(team); left > 0; left--) {
             skip();
         }
     }
@@ -72,7 +69,7 @@ template <typename S> struct TeamFiller {
 
     // Fills a team's slots.
     __device__ void fill_weights(int team) const {
-        const int half = rings.slots / 2, from = plan.first[team], units = plan.units[team];
+        const int half = rings.slots >> 1, from = plan.first[team], units = plan.units[team];
         const int segment = segment_at(p, from);
         Walk walk{p, segment, from - p.segments[segment].first_unit, units};
         Place slot;
