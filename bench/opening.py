@@ -2,7 +2,8 @@
 """Measures how long an engine of a loaded model takes to open: to count and take its memory, and to run,
 capture and time the graph of every width and draft that its steps will have.
 
-The weights are loaded once. Each way to open is tried in turn, and the first time of each counts too: a
+The vocabulary is read and the weights are loaded once, each timed by itself: a prompt's tokens are counted
+before its engine is planned. Each way to open is tried in turn, and the first time of each counts too: a
 process opens one engine, and what the driver loads at its first kernel is part of that.
 
     PYTHONPATH=. python bench/opening.py oracle-27b-0.8.gguf --device cuda --save bench/results
@@ -36,6 +37,9 @@ def main() -> None:
     with Files(args.model, device=args.device) as files:
         plans = {name: files.plan(options) for name, options in WAYS.items()}
         began = time.perf_counter()
+        n_vocab = files.tokenizer.n_vocab
+        read = time.perf_counter() - began
+        began = time.perf_counter()
         with files.load(plans.values()) as model:
             loaded = time.perf_counter() - began
             for _ in range(args.runs):
@@ -45,7 +49,8 @@ def main() -> None:
                         found[name].append(time.perf_counter() - began)
                         kind, threads = engine.model.info.device, engine.info.n_threads
     row = origin("opening", kind, args.model, command_text(sys.argv), threads, args.commit)
-    row |= {"load_s": five_digits(loaded), "runs": args.runs, "seconds": {}}
+    row |= {"vocabulary": n_vocab, "vocabulary_s": five_digits(read), "load_s": five_digits(loaded)}
+    row |= {"runs": args.runs, "seconds": {}}
     for name, seconds in found.items():
         row["seconds"][name] = {
             "first": five_digits(seconds[0]), "median": five_digits(statistics.median(seconds)),

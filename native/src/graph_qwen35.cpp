@@ -156,16 +156,18 @@ StepOutputs build_qwen35(const StepBuild &b) {
     Stream s = {x, rms(x, w.blocks[0].attn_norm, eps)};
     std::vector<ggml_tensor *> outputs; // these are what the blocks put out
     for (uint32_t il = 0; il < hp.n_layer; il++) {
-        const Block &block = w.blocks[il];
-        const Norm post = {block.post_norm, eps};
-        const Norm next = {il + 1 < hp.n_layer ? w.blocks[il + 1].attn_norm : w.output_norm, eps};
-        if (const Attention *attention = block.attention()) {
-            s = attend(b, s, *attention, {b.cache.kv(il), KV_TRUNK}, mask, post);
-        } else {
-            s = deltanet(b, s, *block.deltanet(), b.cache.delta(il), post);
+        if (b.has_layer(il)) {
+            const Block &block = w.blocks[il];
+            const Norm post = {block.post_norm, eps};
+            const Norm next = {il + 1 < hp.n_layer ? w.blocks[il + 1].attn_norm : w.output_norm, eps};
+            if (const Attention *attention = block.attention()) {
+                s = attend(b, s, *attention, {b.cache.kv(il), KV_TRUNK}, mask, post);
+            } else {
+                s = deltanet(b, s, *block.deltanet(), b.cache.delta(il), post);
+            }
+            s = feed_forward(b, s, block, next);
+            ggml_format_name(s.x, "l_out-%u", il);
         }
-        s = feed_forward(b, s, block, next);
-        ggml_format_name(s.x, "l_out-%u", il);
         outputs.push_back(s.x);
     }
     if (b.cache.has_drafter()) {

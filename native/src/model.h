@@ -218,11 +218,15 @@ public:
     // them: the kind of device, and how many layers' experts the CPU has. It says which model a checkpoint
     // belongs to, and whether a cold prompt would have its bits.
     uint64_t identity() const;
+    // Says whether a layer is the first of its kind. Layers of one kind launch the same kernels: they have the same
+    // tensors, of the same types and shapes, and their attention looks equally far.
+    bool first_of_kind(uint32_t layer) const { return first_of_kind_[layer]; }
     // Returns the mixture of the first layer whose experts stay in host memory, or null where there is none.
     const Moe *in_ram() const;
 
 private:
     friend class WeightReader;
+    void find_kinds();
     void place_packed();
     void place_mapped(bool all);
 
@@ -238,6 +242,7 @@ private:
     uint64_t weight_bytes_ = 0;
     uint64_t n_params_ = 0;
     uint32_t n_cpu_experts_ = 0;
+    std::vector<bool> first_of_kind_; // they are in the order of trunk blocks
 };
 
 // Says whether a matrix lies in the order of luce's own matmul (kernels/rowmm.h) and not in ggml's. On a GPU

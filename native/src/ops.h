@@ -114,10 +114,12 @@ struct StepBuild {
     StepInputs in;
     StepKind kind;
     int64_t n_kv; // it counts the cells that a prefill's attention reads
+    bool brief = false; // of the layers of one kind it has the first alone
     // It remembers the inputs of matmuls, so that none is made twice.
     mutable std::vector<MadeInput> inputs = {};
 
     bool prefill() const { return kind == StepKind::prefill || kind == StepKind::prefill_last; }
+    bool has_layer(uint32_t layer) const { return !brief || model.first_of_kind(layer); }
 };
 
 // Computes RMS(x) * weight over the first dimension.

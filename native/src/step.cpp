@@ -77,7 +77,11 @@ Step::Step(const Model &model, const Cache &cache, const EngineParams &params, c
             std::max(uint32_t(MAX_ROWS), std::min(params.cache.n_chunk, params.cache.n_ctx));
         ram_.allocate(model.device(), int32_t(rows), *moe, model.hparams().n_embd);
     }
-    build_all(sizes.largest);
+    reserve(sizes.largest);
+    if (model.device().gpu) {
+        try_all();
+    }
+    build_all();
     time_all();
 }
 
@@ -95,23 +99,11 @@ uint64_t Step::allocated() const {
 
 // ---- graphs ----
 
-void Step::build_all(const StepShape &largest) {
-    const auto g = Graph::build(model_, cache_, in_.of(largest.kind), largest);
-    if (!ggml_gallocr_reserve(galloc_.get(), g->nodes)) {
-        fail(LUCE_E_MEMORY, "%s: allocating the compute buffer failed", model_.device().name.c_str());
-    }
-    compute_size_ = ggml_gallocr_get_buffer_size(galloc_.get(), 0);
-    for (const StepShape &shape : step_shapes(params_.cache)) {
-        const Graph &step = graph(shape);
-        if (is_logged()) {
-            step.log_ops();
-        }
-    }
-}
-
-Step::Graph &Step::graph(const StepShape &shape) {
-    // prompts have any length, so their graphs are built for the occasion, in the same slot
-    std::unique_ptr<Graph> &slot = graphs_[shape.prefill() ? StepShape{StepKind::prefill, 0, 0} : shape];
+Step::Graph &Step::graph(StepShape shape) {
+    shape.brief = brief_;
+    // prompts have any length, so their graphs are built for the occasion, in the same slot; trials are too
+    const bool occasional = shape.prefill() || shape.brief;
+    std::unique_ptr<Graph> &slot = graphs_[occasional ? StepShape{StepKind::prefill, 0, 0} : shape];
     if (slot && !(shape < slot->shape) && !(slot->shape < shape)) {
         return *slot;
     }
@@ -120,7 +112,7 @@ Step::Graph &Step::graph(const StepShape &shape) {
     auto built = Graph::build(model_, cache_, in_.of(shape.kind), shape);
     // a graph that does not fit must not be given to galloc_, which would free the buffer under all others
     size_t size = 0;
-    if (shape.prefill()) { // every other shape was measured
+    if (occasional) { // every other shape was measured
         const GraphAllocator trial = new_graph_allocator(model_.device());
         ggml_gallocr_reserve_n_size(trial.get(), built->nodes, nullptr, nullptr, &size);
     }

@@ -30,9 +30,10 @@ struct StepShape {
     StepKind kind;
     uint32_t rows;
     uint32_t n_kv; // it counts the cells of a prefill, in buckets
+    bool brief = false; // it is a trial of one layer of each kind
 
     bool operator<(const StepShape &o) const {
-        return std::tie(kind, rows, n_kv) < std::tie(o.kind, o.rows, o.n_kv);
+        return std::tie(kind, rows, n_kv, brief) < std::tie(o.kind, o.rows, o.n_kv, o.brief);
     }
     bool prefill() const { return kind == StepKind::prefill || kind == StepKind::prefill_last; }
     bool head() const { return draft() || kind == StepKind::feed; } // it runs the NextN head alone
@@ -124,7 +125,7 @@ public:
 private:
     struct Graph;
 
-    Graph &graph(const StepShape &shape);
+    Graph &graph(StepShape shape);
     void wait_for_drafts(bool first);
     void fetch_drafts(bool lists);
     void enqueue_logits(const Graph &g);
@@ -139,8 +140,10 @@ private:
     void capture_chain(Graph &g, uint32_t links, void *stream);
     void run_on_host(const ggml_tensor *node, void *stream);
     void run_cuda(Graph &g, void *stream);
-    void build_all(const StepShape &largest);
+    void reserve(const StepShape &largest);
+    void build_all();
     void run_trial(const StepShape &shape);
+    void try_all();
     void time_all();
 
     const Model &model_;
@@ -172,6 +175,7 @@ private:
     // They have a bit for each row: whether its logits will come to the host, and whether they have come.
     uint64_t fetched_next_ = 0, fetched_ = 0;
     bool capturing_ = false; // steps are captured on their first run
+    bool brief_ = false; // steps have one layer of each kind
     bool launching_ = true; // while it is false, a step is captured and does not run
 };
 

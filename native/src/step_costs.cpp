@@ -125,6 +125,19 @@ std::vector<uint32_t> widths_to_time(uint32_t most) {
 
 } // namespace
 
+// Runs a trial of each shape as it is, so that kernels are loaded and ggml's pools full-grown before steps are
+// captured. One layer of each kind is enough for that.
+void Step::try_all() {
+    brief_ = true;
+    run_trial(largest_steps(params_.cache)[0]); // this is a prefill
+    const std::vector<StepShape> shapes = step_shapes(params_.cache);
+    for (auto shape = shapes.rbegin(); shape != shapes.rend(); ++shape) { // the widest comes first
+        run_trial(*shape);
+    }
+    brief_ = false;
+    last_ = nullptr;
+}
+
 void Step::time_all() {
     const bool gpu = model_.device().gpu;
     const auto width_of = [&](const StepShape &shape) {
@@ -144,13 +157,7 @@ void Step::time_all() {
         }
         kind.timed[width_of(shape)] = best;
     };
-    // It runs once as it is, so that ggml's pools are full-grown and kernels loaded; then it is captured,
-    // then timed.
-    if (gpu) {
-        run_trial(largest_steps(params_.cache)[0]); // this is a prefill
-        for (auto shape = shapes.rbegin(); shape != shapes.rend(); ++shape) { // the widest comes first
-            run_trial(*shape);
-        }
+    if (gpu) { // each is captured, then timed
         capturing_ = true;
         for (const StepShape &shape : shapes) {
             launching_ = false;

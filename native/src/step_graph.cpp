@@ -160,7 +160,7 @@ std::unique_ptr<Step::Graph> Step::Graph::build(const Model &model, const Cache 
     ggml_context *ctx = g->context.get();
     g->nodes = ggml_new_graph_custom(ctx, n_nodes, false);
     g->inputs = in.tensors(ctx, shape.rows);
-    const StepBuild build = {ctx, g->nodes, model, cache, g->inputs, shape.kind, shape.n_kv};
+    const StepBuild build = {ctx, g->nodes, model, cache, g->inputs, shape.kind, shape.n_kv, shape.brief};
     if (shape.head()) {
         model.architecture().build_draft(build);
     } else if (shape.kind == StepKind::block) {
@@ -212,6 +212,23 @@ static void check_supported(const Device &device, ggml_cgraph *graph) {
     }
 }
 
+void Step::reserve(const StepShape &largest) {
+    const auto g = Graph::build(model_, cache_, in_.of(largest.kind), largest);
+    if (!ggml_gallocr_reserve(galloc_.get(), g->nodes)) {
+        fail(LUCE_E_MEMORY, "%s: allocating the compute buffer failed", model_.device().name.c_str());
+    }
+    compute_size_ = ggml_gallocr_get_buffer_size(galloc_.get(), 0);
+}
+
+void Step::build_all() {
+    for (const StepShape &shape : step_shapes(params_.cache)) {
+        const Graph &step = graph(shape);
+        if (is_logged()) {
+            step.log_ops();
+        }
+    }
+}
+
 StepSizes Step::measure(const Model &model, const Cache &cache, const EngineParams &params) {
     Regions in(cache, params);
     StepSizes sizes;
@@ -221,6 +238,12 @@ StepSizes Step::measure(const Model &model, const Cache &cache, const EnginePara
     std::vector<StepShape> shapes = sizing_steps(params.cache);
     for (const StepShape &shape : step_shapes(params.cache)) { // a step of fewer rows can take more
         shapes.push_back(shape);
+    }
+    if (model.device().gpu) { // a trial of a few layers can take more, too
+        for (size_t i = 0, n = shapes.size(); i < n; i++) {
+            shapes.push_back(shapes[i]);
+            shapes.back().brief = true;
+        }
     }
     for (const StepShape &shape : shapes) {
         auto g = Graph::build(model, cache, in.of(shape.kind), shape);

@@ -245,6 +245,7 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file, std::shar
         model->weights_.drafter = read_dflash(*model, *drafter, hp, model->weights_);
         model->drafter_file_ = std::move(drafter);
     }
+    model->find_kinds();
     for (const Block &block : model->weights_.blocks) {
         if (n_cpu_experts > 0 && block.moe() == nullptr) {
             fail(LUCE_E_ARG, "n_cpu_experts is %u, and %s has no experts: its architecture is %s",
@@ -265,6 +266,28 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file, std::shar
     }
 #endif
     return model;
+}
+
+// The tensors of layer N are named "blk.N." and so on in every GGUF.
+void Model::find_kinds() {
+    std::vector<std::string> kinds(hp_.n_layer);
+    for (const auto &[tensor, source] : tensors_) {
+        unsigned layer = 0;
+        int end = 0;
+        sscanf(tensor->name, "blk.%u.%n", &layer, &end);
+        if (end > 0 && layer < hp_.n_layer) {
+            kinds[layer] += std::string(tensor->name + end) + type_name(tensor->type) +
+                            shape_text(tensor->ne, GGML_MAX_DIMS) + (is_in_ram(tensor) ? "in ram;" : ";");
+        }
+    }
+    std::set<std::string> found;
+    for (uint32_t layer = 0; layer < hp_.n_layer; layer++) {
+        if (const Attention *attention = weights_.blocks[layer].attention()) {
+            kinds[layer] +=
+                format("window %u, softcap %g", attention->shape.window, double(attention->shape.softcap));
+        }
+        first_of_kind_.push_back(found.insert(kinds[layer]).second);
+    }
 }
 
 const Moe *Model::in_ram() const {
