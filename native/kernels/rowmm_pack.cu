@@ -25,15 +25,6 @@ __device__ void store(const RowmmPackArgs &a, const RowsLayout &layout, const fl
     pack_chunk(out, C, row % layout.set, layout.wide, v, largest(v), lane);
 }
 
-__device__ void keep(float *row, const float (&v)[OWN], int64_t k, int64_t K) {
-#pragma unroll
-    for (int i = 0; i < OWN; i++) {
-        if (k + i < K) {
-            row[k + i] = v[i];
-        }
-    }
-}
-
 // Makes values beyond the row's end zeros.
 __device__ void cut(float (&v)[OWN], bool present) {
 #pragma unroll
@@ -99,7 +90,7 @@ __global__ void __launch_bounds__(WARPS *WARP)
             reinterpret_cast<float *>(behind)[row * chunks_of(a.K) + chunk] = sum;
         }
         if (a.copy != nullptr) {
-            keep(a.copy + row * a.K, v, k, a.K);
+            store_values(a.copy + row * a.K, v, k, a.K);
         }
 #pragma unroll
         for (int i = 0; i < OWN; i++) {
@@ -124,7 +115,7 @@ __global__ void __launch_bounds__(WARPS *WARP)
         }
     }
     if (INPUT != ROWMM_RMS && a.copy != nullptr) {
-        keep(a.copy + row * a.K, v, k, a.K);
+        store_values(a.copy + row * a.K, v, k, a.K);
     }
     store(a, layout, v, row, chunk, lane);
 }

@@ -32,6 +32,23 @@ __device__ __forceinline__ void load_values(float (&v)[OWN], const float *row, i
     }
 }
 
+// Writes values k .. k + 7 of a row of K, as far as there are so many. One store of 4 bytes a value would touch a sector
+// of 32 each.
+__device__ __forceinline__ void store_values(float *row, const float (&v)[OWN], int64_t k, int64_t K) {
+    float *p = row + k;
+    if (k + OWN <= K && reinterpret_cast<uintptr_t>(p) % 16 == 0) {
+        reinterpret_cast<float4 *>(p)[0] = {v[0], v[1], v[2], v[3]};
+        reinterpret_cast<float4 *>(p)[1] = {v[4], v[5], v[6], v[7]};
+    } else {
+#pragma unroll
+        for (int i = 0; i < OWN; i++) {
+            if (k + i < K) {
+                p[i] = v[i];
+            }
+        }
+    }
+}
+
 __device__ __forceinline__ float squares(const float (&v)[OWN]) {
     float sum = 0;
 #pragma unroll

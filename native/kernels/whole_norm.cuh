@@ -68,15 +68,7 @@ template <typename F> __device__ void keep_hidden_row(const KeepHiddenArgs &a, i
     float *out = a.hidden + a.hidden_to[row] * a.E;
     norm.run(
         a.eps, [&](float (&v)[OWN], int64_t k) { load_values(v, x, k, a.E); },
-        [&](int chunk, const float (&v)[OWN]) {
-            const int64_t k = norm.first_of(chunk);
-#pragma unroll
-            for (int i = 0; i < OWN; i++) {
-                if (k + i < a.E) {
-                    out[k + i] = v[i];
-                }
-            }
-        });
+        [&](int chunk, const float (&v)[OWN]) { store_values(out, v, norm.first_of(chunk), a.E); });
 }
 
 } // namespace
