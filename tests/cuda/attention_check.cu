@@ -1,5 +1,6 @@
 // Checks paged KV and attention against attention_reference.h, and bit by bit against plain decoding, which
 // has one row a step on other pages. Cells that nothing has written, scratch and outputs hold NaN.
+#include "attention_inputs.h"
 #include "attention_reference.h"
 #include "harness.h"
 #include "rowmm.h"
@@ -13,11 +14,6 @@ struct Context {
     Ints pages;
     int n = 0;
     std::vector<uint8_t> k, v; // [n] cells
-};
-
-// These are the inputs of a step's rows.
-struct Inputs {
-    Floats q, gate, k, v; // [T][H*D], [T][2*H*D], [T][Hkv*D] twice
 };
 
 struct Work { // it is one sequence's part of a step
@@ -167,24 +163,6 @@ struct Kv {
         }
     }
 };
-
-Inputs random_inputs(const KvShape &s, int T) {
-    const size_t q = size_t(T) * s.H * s.D, kv = size_t(T) * s.width();
-    return {normals(q), normals(2 * q), normals(kv), normals(kv)};
-}
-
-Inputs rows_of(const KvShape &s, const Inputs &in, int first, int n) {
-    const auto cut = [&](const Floats &x, size_t width) {
-        return Floats(x.begin() + first * width, x.begin() + (first + n) * width);
-    };
-    const size_t q = size_t(s.H) * s.D;
-    return {cut(in.q, q), cut(in.gate, 2 * q), cut(in.k, s.width()), cut(in.v, s.width())};
-}
-
-std::string name_of(const KvShape &s) {
-    return "type " + std::to_string(s.type) + " H " + std::to_string(s.H) + "/" + std::to_string(s.Hkv) + " D " +
-           std::to_string(s.D) + " first " + std::to_string(s.first) + " window " + std::to_string(s.window) + " ";
-}
 
 std::map<int, double> worst; // it holds the worst error by type
 
@@ -450,8 +428,25 @@ void check_attention_f32() {
     }
 }
 
+// Of many sequences a block has many units. A row alone has other blocks for each chunk.
+void check_many(bool all) {
+    for (const KvShape &s : std::vector<KvShape>{{24, 4, 256, 1}, {8, 4, 64, 8}, {12, 4, 128, 1, 0, 3000}, {8, 4, 64, 0}}) {
+        for (int rows : {1, 3, 4}) {
+            Case c{{}, {}, false, 1};
+            for (int i = 0; i < 8 && (all || s.D < 256 || rows != 3); i++) {
+                c.contexts.push_back(3000 + pick(1500));
+                c.parents.push_back(chain(rows));
+            }
+            if (!c.contexts.empty()) {
+                check_case(s, c, "many units of " + std::to_string(rows) + " rows");
+            }
+        }
+    }
+}
+
 void check_attention(bool all) {
     check_attention_f32();
+    check_many(all);
     const std::vector<KvShape> shapes = {{24, 4, 256, 1}, {6, 1, 256, 8}, {6, 1, 256, 2}, {4, 1, 256, 0},
         {8, 2, 128, 1},  {8, 1, 128, 8},           {3, 1, 128, 2},         {2, 2, 128, 0},
         {4, 4, 64, 1},   {8, 2, 64, 8},            {5, 1, 64, 2, 1},       {7, 1, 64, 0, 1},
