@@ -6,6 +6,8 @@
 //   sum    out = residual + sum over ranks of weight * y + sigmoid(shared gate . v) * y of the shared expert;
 //          it may also pack out for the product behind, which norms it
 //
+// A step of one row needs no list: there up and down choose its experts themselves, each block its own task's.
+//
 // Rows are grouped by expert on the device, into items of one expert and up to 8 of its rows. Nothing
 // synchronises with the host, and the shapes of all launches depend on T and the layer alone, so that all can
 // be captured. An item's weights are read once, and items of one expert follow each other, so that memory is
@@ -83,7 +85,7 @@ struct MoeMatmulArgs {
     MoeDims dims;
     MoeMatrix first, second; // they are the routed experts'
     MoeMatrix shared_first, shared_second; // they are the shared expert's, where there is one
-    const void *routed; // route has left it
+    void *routed; // route has left it; of one row, up adds what it chose
     const float *h; // down: [places][h_row], what up left; aligned to 16
     float *out; // up: h; down: y, [places][E]; aligned to 16
     int32_t overlap;

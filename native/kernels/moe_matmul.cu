@@ -6,7 +6,8 @@
 // brings its own units into shared memory, ahead and across its tasks; the rows of the next task come
 // while one is multiplied. The parts of K are then added in their order. In up, gate and up are two warps of
 // the same block, which go through silu(gate) * up together. Down packs its rows, which are up's F32 results,
-// itself.
+// itself. A step of one row has a kernel of its own: its tasks are all done at once.
+#include "moe_choice.cuh"
 #include "moe_item.cuh"
 #include "moe_units.cuh"
 #include "rowmm_pack.cuh"
@@ -18,6 +19,7 @@ namespace {
 
 constexpr int PART_ROW = FRAGMENT + 4; // the padding makes banks differ
 constexpr int BLOCKS_SM = 2; // a multiprocessor has so many blocks at once: a third would spill registers
+constexpr int ONE_BLOCKS_SM = 3; // the same of a step of one row, whose kernel is smaller
 constexpr int LEAST_SLOTS = 2, MAX_STEPS = 4;
 constexpr int LEAST_TASKS = 16; // a block has so many tasks before each has more steps
 
@@ -42,7 +44,7 @@ struct Rows {
                 for (int r = 0; r < t.count; r++) {
                     const int row = t.expert == SHARED ? places[r] - p.T * p.n_used : places[r] / p.n_used;
                     copy_to_shared(shared_address(out + r * p.row_bytes),
-                                   p.routed + p.rows + int64_t(row) * g.record, g.record, bar, true);
+                                   p.routed + p.at.rows + int64_t(row) * g.record, g.record, bar, true);
                 }
                 copies_end(bar);
             }
@@ -112,9 +114,40 @@ struct BlockShared {
     int places[MAX_TASKS][MAX_ITEM_ROWS];
 };
 
+// ---- a step of one row ----
+
+// Each expert of the row is an item, and each block has one task at most. So a block chooses for itself, and only as far
+// as its own expert's rank.
+
+// Puts the block's only task into its list, and returns its expert. `keeps` says that the block leaves the choice to the
+// other launches.
+__device__ int choose_task(const MatmulParams &p, BlockShared &s, bool keeps) {
+    const int item = int(blockIdx.x) / p.tasks, rank = item - p.n_shared;
+    if (threadIdx.x < WARP && (rank >= 0 || keeps)) {
+        const float *logits = reinterpret_cast<const float *>(p.routed + p.at.logits);
+        const Choice choice = choose_experts(p.dims, logits, keeps ? p.n_used : rank + 1, threadIdx.x);
+        if (int(threadIdx.x) == rank) {
+            s.tasks[0].expert = choice.expert;
+        }
+        if (keeps) {
+            keep_choice(p.dims, p.at, p.routed, 0, choice, threadIdx.x);
+        }
+    }
+    if (threadIdx.x == 0) {
+        if (rank < 0) {
+            s.tasks[0].expert = SHARED;
+        }
+        s.tasks[0].x = int(blockIdx.x) - item * p.tasks;
+        s.tasks[0].count = 1;
+        s.places[0][0] = rank < 0 ? p.n_used : rank;
+    }
+    __syncthreads();
+    return s.tasks[0].expert;
+}
+
 // Lists the block's tasks, and returns how many there are. The first one's units are fetched if they were not early.
 __device__ int list_tasks(const MatmulParams &p, BlockShared &s, UnitRing &ring, int early) {
-    const MoeItem *items = reinterpret_cast<const MoeItem *>(p.routed + p.items);
+    const MoeItem *items = reinterpret_cast<const MoeItem *>(p.routed + p.at.items);
     const int first = blockIdx.x / p.tasks, x = blockIdx.x % p.tasks; // these are of the first task
     const int own = threadIdx.x / MAX_ITEM_ROWS, at = blockIdx.x + own * gridDim.x; // this thread lists it
     const int item = at / p.tasks - p.n_shared;
@@ -129,7 +162,7 @@ __device__ int list_tasks(const MatmulParams &p, BlockShared &s, UnitRing &ring,
     if (first >= p.n_shared) {
         of_first = __ldcg(reinterpret_cast<const int4 *>(items + (first - p.n_shared)));
     }
-    const int n_items = p.n_shared + __ldcg(reinterpret_cast<const int32_t *>(p.routed + p.head));
+    const int n_items = p.n_shared + __ldcg(reinterpret_cast<const int32_t *>(p.routed + p.at.head));
     if (first >= n_items || of_first.x != early) {
         if (ring.filled > 0) {
             ring.throw_away();
@@ -149,7 +182,7 @@ __device__ int list_tasks(const MatmulParams &p, BlockShared &s, UnitRing &ring,
             s.tasks[own] = {listed.x, at % p.tasks, listed.z, 0};
         }
         if (r < listed.z) {
-            const int32_t *list = reinterpret_cast<const int32_t *>(p.routed + p.places);
+            const int32_t *list = reinterpret_cast<const int32_t *>(p.routed + p.at.places);
             const bool known = item < 0 || (r == 0 && listed.w >= 0);
             s.places[own][r] = !known ? __ldcg(list + listed.y + r) : item < 0 ? listed.y + r : listed.w;
         }
@@ -218,6 +251,18 @@ __device__ __forceinline__ void do_tasks(const MatmulParams &p, BlockShared &s, 
     }
 }
 
+// Returns the block's rows, and makes the barriers of all ready.
+__device__ Rows rows_of(const MatmulParams &p, uint8_t *shared) {
+    const Rows rows = {shared + BARRIER_BYTES + ITEM_WARPS * p.slots * p.slot_bytes,
+                       shared_address(shared) + ITEM_WARPS * MAX_SLOTS * 8, 0, 0};
+    if (threadIdx.x == 0) {
+        barrier_init(rows.barrier, COPY_LANES);
+        barrier_init(rows.barrier + 8, COPY_LANES);
+    }
+    barrier_init_done();
+    return rows;
+}
+
 // Items of the shared expert come first, and their weights are read while the launch waits for what is ahead.
 // Down fetches the others' first weights while up runs. The list that it sees then may be an old one, whose
 // weights are thrown away.
@@ -226,17 +271,11 @@ __global__ void __launch_bounds__(ITEM_THREADS, BLOCKS_SM)
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ BlockShared s;
     UnitRing ring(p, shared);
-    Rows rows = {shared + BARRIER_BYTES + ITEM_WARPS * p.slots * p.slot_bytes,
-                 shared_address(shared) + ITEM_WARPS * MAX_SLOTS * 8, 0, 0};
-    if (threadIdx.x == 0) {
-        barrier_init(rows.barrier, COPY_LANES);
-        barrier_init(rows.barrier + 8, COPY_LANES);
-    }
-    barrier_init_done();
+    Rows rows = rows_of(p, shared);
     const int first = int(blockIdx.x) / p.tasks - p.n_shared;
     int early = first < 0 ? SHARED : NONE;
     if (first >= 0 && p.h != nullptr) {
-        const int listed = __ldcg(&reinterpret_cast<const MoeItem *>(p.routed + p.items)[first].expert);
+        const int listed = __ldcg(&reinterpret_cast<const MoeItem *>(p.routed + p.at.items)[first].expert);
         early = listed >= 0 && listed < p.n_expert ? listed : NONE;
     }
     __syncthreads();
@@ -257,6 +296,43 @@ __global__ void __launch_bounds__(ITEM_THREADS, BLOCKS_SM)
     rows.fill(p, s.tasks[0], s.places[0], 0, 0);
     __syncthreads();
     do_tasks(p, s, ring, rows, n_tasks);
+}
+
+// The kernel of a step of one row has more blocks on a multiprocessor, each with one task at most.
+__global__ void __launch_bounds__(ITEM_THREADS, ONE_BLOCKS_SM)
+    moe_matmul_one_kernel(const __grid_constant__ MatmulParams p) {
+    extern __shared__ __align__(128) uint8_t shared[];
+    __shared__ BlockShared s;
+    UnitRing ring(p, shared);
+    Rows rows = rows_of(p, shared);
+    __syncthreads();
+    const bool up = p.h == nullptr, keeps = blockIdx.x == gridDim.x - 1;
+    const Task row = {SHARED, 0, 1, 0};
+    const int place = p.n_used;
+    if (up) {
+        const bool known = int(blockIdx.x) < p.n_shared * p.tasks;
+        ring.units.begin(p, known ? SHARED : 0, int(blockIdx.x) % p.tasks);
+        if (known) {
+            ring.fill(p);
+        }
+        wait_for_previous();
+        let_next_start();
+        rows.fill(p, row, &place, 0, 0); // ahead of the weights, which would delay it
+        const int expert = choose_task(p, s, keeps);
+        if (!known) {
+            ring.units.from += int64_t(expert) * p.experts.matrices[Work(p, p.experts).matrix].expert_bytes;
+            ring.fill(p);
+        }
+    } else { // up waited for the logits
+        const int expert = choose_task(p, s, false);
+        ring.units.begin(p, expert, s.tasks[0].x);
+        ring.fill(p);
+        wait_for_previous();
+        let_next_start();
+        rows.fill(p, s.tasks[0], s.places[0], 0, 0);
+        __syncthreads();
+    }
+    do_tasks(p, s, ring, rows, 1);
 }
 
 // ---- launches ----
@@ -320,23 +396,24 @@ cudaError_t lay_out(MatmulParams &p, int &blocks, int &bytes) {
         }
     }
     const int items = p.n_shared + p.max_items, most = std::min(p.T, p.item_rows);
-    const bool whole = items * share_out(p, true) >= multiprocessors << p.log_matrices;
+    const bool one = p.T == 1;
+    const bool whole = !one && items * share_out(p, true) >= multiprocessors << p.log_matrices;
     const int wide = share_out(p, whole), slot = ITEM_WARPS * p.slot_bytes;
     static_assert(sizeof(BlockShared) + BARRIER_BYTES <= MATMUL_BESIDES);
     constexpr int BESIDES = sizeof(BlockShared) + BARRIER_BYTES + 1024;
     const auto room = [&](int per_sm) { return shared_sm / per_sm - BESIDES - most * p.row_bytes; };
-    int per_sm = BLOCKS_SM;
+    int per_sm = one ? ONE_BLOCKS_SM : BLOCKS_SM;
     while (per_sm > 1 && room(per_sm) < LEAST_SLOTS * slot) {
         per_sm--;
     }
     const int at_once = per_sm * multiprocessors;
     p.steps = 1;
-    while (p.steps < MAX_STEPS && items * wide >= at_once * LEAST_TASKS * p.steps) {
+    while (!one && p.steps < MAX_STEPS && items * wide >= at_once * LEAST_TASKS * p.steps) {
         p.steps *= 2;
     }
     p.tasks = (wide + p.steps - 1) / p.steps;
     const int tasks = items * p.tasks;
-    blocks = std::max(std::min(tasks, at_once), (tasks + MAX_TASKS - 1) / MAX_TASKS);
+    blocks = one ? tasks : std::max(std::min(tasks, at_once), (tasks + MAX_TASKS - 1) / MAX_TASKS);
     p.slots = std::max(std::min(room(per_sm) / slot, blocks == tasks && !whole ? LEAST_SLOTS : MAX_SLOTS), 1);
     p.capacity = most;
     if (blocks < tasks) { // then the next task's rows may come ahead
@@ -348,17 +425,14 @@ cudaError_t lay_out(MatmulParams &p, int &blocks, int &bytes) {
 
 int multiply(const MoeMatmulArgs &a, bool up, cudaStream_t stream) {
     const MoeDims &d = a.dims;
-    const RoutedLayout at(d);
     MatmulParams p = {};
-    p.routed = static_cast<const uint8_t *>(a.routed);
+    p.dims = d;
+    p.at = RoutedLayout(d);
+    p.routed = static_cast<uint8_t *>(a.routed);
     p.h = up ? nullptr : a.h;
     p.out = a.out;
     p.out_row = up ? d.h_row() : d.E;
     p.h_row = d.h_row();
-    p.rows = at.rows;
-    p.items = at.items;
-    p.head = at.head;
-    p.places = at.places;
     p.T = d.T;
     p.n_used = d.n_used;
     p.n_expert = d.n_expert;
@@ -383,8 +457,8 @@ int multiply(const MoeMatmulArgs &a, bool up, cudaStream_t stream) {
     if (const cudaError_t error = lay_out(p, blocks, bytes); error != cudaSuccess) {
         return int(error);
     }
-    return int(launch_kernel(moe_matmul_kernel, dim3(unsigned(blocks)), ITEM_THREADS, size_t(bytes), stream,
-                             a.overlap != 0, p));
+    return int(launch_kernel(p.T == 1 ? moe_matmul_one_kernel : moe_matmul_kernel, dim3(unsigned(blocks)),
+                             ITEM_THREADS, size_t(bytes), stream, a.overlap != 0, p));
 }
 
 } // namespace

@@ -70,6 +70,7 @@ struct RoutedLayout {
     // These are offsets, and at `head` lies the number of items.
     int64_t rows, ids, weights, open, logits, head, items, places, bytes;
 
+    RoutedLayout() = default;
     ROWMM_BOTH RoutedLayout(const MoeDims &d) {
         const int64_t T = d.T, pairs = T * d.n_used;
         rows = 0;

@@ -1,9 +1,9 @@
 // Has the first launch of a mixture of experts (moe.h): route.
 //
 // A block of route has 8 rows and a few outputs of the router, whose weights it holds before it waits. It
-// computes the rows' norm and its logits, and packs its part of the rows. The last block of the 8 rows to
+// computes the rows' norm and its logits, and packs its part of the rows. Of several rows, the last block of 8 to
 // finish chooses their experts. The last of those blocks makes the list.
-#include "moe_plan.h"
+#include "moe_choice.cuh"
 #include "rowmm_pack.cuh"
 #include "rowmm_ptx.cuh"
 
@@ -20,7 +20,7 @@ constexpr int OUTPUTS = 4; // a block has so many of the router's outputs
 constexpr int HALVES = WARPS / OUTPUTS; // so many warps share an output
 constexpr int TILES = MOE_MAX_ROWS / TILE_ROWS;
 static_assert(TILE_ROWS * MOE_MAX_USED <= THREADS && MOE_MAX_EXPERTS >= 2 * THREADS, "a short list's room");
-constexpr int PER_LANE = MOE_MAX_EXPERTS / WARP, PER_THREAD = MOE_MAX_EXPERTS / THREADS;
+constexpr int PER_THREAD = MOE_MAX_EXPERTS / THREADS;
 constexpr int WEIGHTS = 8, VALUES = 2; // a thread has so many vectors of the router, and of a row, at once
 static_assert(TILE_ROWS == WARPS && OUTPUTS * HALVES == WARPS, "what warps share");
 static_assert((TILES + 1) * int64_t(sizeof(uint32_t)) <= MOE_COUNTER_BYTES,
@@ -167,59 +167,6 @@ struct Router {
     }
 };
 
-// Returns an integer that is ordered as the numbers are, of which -0 and 0 are the same.
-__device__ __forceinline__ int ordered(float x) {
-    const int bits = int(__float_as_uint(x + 0.0f));
-    return bits ^ (bits >> 31 & INT_MAX);
-}
-
-// Chooses a row's experts with a warp. The largest logits come first, and of equal ones the lowest id. Where
-// a logit is not finite the row has the first experts, and NaN for weights. Returns the expert of rank `lane`.
-template <int N> __device__ int choose_experts(const RouteParams &p, int row, int lane) {
-    const MoeDims &d = p.a.dims;
-    const float *logits = p.of<float>(p.at.logits) + row * router_outputs(d);
-    int x[N];
-    const float gate = d.shared() ? __ldcg(logits + d.n_expert) : 0.0f;
-    bool finite = true;
-#pragma unroll
-    for (int j = 0; j < N; j++) {
-        const int id = lane + j * WARP;
-        const float logit = id < d.n_expert ? __ldcg(logits + id) : -INFINITY;
-        finite = finite && (id >= d.n_expert || isfinite(logit));
-        x[j] = ordered(logit);
-    }
-    finite = __all_sync(~0u, finite);
-    int own = 0, expert = lane, top = 0; // lane r has those of rank r
-    for (int rank = 0; rank < d.n_used; rank++) {
-        int best = x[0], id = lane;
-#pragma unroll
-        for (int j = 1; j < N; j++) {
-            id = x[j] > best ? lane + j * WARP : id;
-            best = max(best, x[j]);
-        }
-        const int most = __reduce_max_sync(~0u, best);
-        const int lowest = -__reduce_max_sync(~0u, best == most ? -id : INT_MIN);
-        top = rank == 0 ? most : top;
-        own = lane == rank ? most : own;
-        expert = lane == rank && finite ? lowest : expert;
-#pragma unroll
-        for (int j = 0; j < N; j++) { // what is taken is less than any number
-            x[j] = lowest == lane + j * WARP ? INT_MIN : x[j];
-        }
-    }
-    const auto number = [](int key) { return __uint_as_float(uint32_t(key ^ (key >> 31 & INT_MAX))); };
-    const float weight = lane >= d.n_used ? 0.0f : finite ? expf(number(own) - number(top)) : NAN;
-    const float sum = warp_sum(weight, WARP);
-    if (lane < d.n_used) {
-        __stcg(p.of<int32_t>(p.at.ids) + row * d.n_used + lane, expert);
-        __stcg(p.of<float>(p.at.weights) + row * d.n_used + lane, weight / sum);
-    }
-    if (d.shared() && lane == 0) {
-        __stcg(p.of<float>(p.at.open) + row, 1 / (1 + expf(-gate)));
-    }
-    return expert;
-}
-
 // Returns the inclusive sum over a warp's lanes.
 __device__ int scan(int x, int lane) {
     for (int step = 1; step < WARP; step *= 2) {
@@ -355,7 +302,7 @@ __device__ void pack_rows(const RouteParams &p, int row0, int rows, const float 
         return;
     }
     const float scale = scale_of(p.a, s, row);
-    for (int64_t chunk = blockIdx.x; chunk < chunks_of(E); chunk += gridDim.x) {
+    for (int64_t chunk = gridDim.x - 1 - blockIdx.x; chunk < chunks_of(E); chunk += gridDim.x) {
         float own[OWN];
         load_values(own, v + row * E, chunk * CHUNK + lane * OWN, E);
 #pragma unroll
@@ -372,7 +319,7 @@ __device__ void pack_rows(const RouteParams &p, int row0, int rows, const float 
     }
 }
 
-// The grid is {the router's outputs / OUTPUTS, tiles of rows}.
+// The grid is {the router's outputs / OUTPUTS, and maybe blocks that pack; tiles of rows}.
 __global__ void __launch_bounds__(THREADS, 2) moe_route_kernel(const __grid_constant__ RouteParams p) {
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ ListShared list;
@@ -392,7 +339,9 @@ __global__ void __launch_bounds__(THREADS, 2) moe_route_kernel(const __grid_cons
         weigh<TILE_ROWS>(p.a, norm, row0, rows, v, tile);
     }
     __syncthreads();
-    router.multiply(v, rows, tile.dots[warp / HALVES][warp % HALVES]);
+    if (blockIdx.x * OUTPUTS < router_outputs(d)) {
+        router.multiply(v, rows, tile.dots[warp / HALVES][warp % HALVES]);
+    }
     __syncthreads();
     uint32_t *counters = static_cast<uint32_t *>(p.a.counters);
     if (warp == 0) {
@@ -407,20 +356,15 @@ __global__ void __launch_bounds__(THREADS, 2) moe_route_kernel(const __grid_cons
                    sum * scale_of(p.a, tile, r));
         }
     }
-    const bool last = is_last(counters + 1 + blockIdx.y, gridDim.x, tile.last);
+    // Of a step of one row, up and down choose its experts, each block for itself.
+    const bool last =
+        (d.T > 1 || p.a.values != nullptr) && is_last(counters + 1 + blockIdx.y, gridDim.x, tile.last);
     int expert = 0;
     if (last && warp < rows) {
-        expert = d.n_expert <= PER_LANE / 2 * WARP ? choose_experts<PER_LANE / 2>(p, row0 + warp, lane)
-                                                   : choose_experts<PER_LANE>(p, row0 + warp, lane);
-        if (d.T == 1) { // each of its experts is an item
-            if (lane < d.n_used) {
-                p.of<MoeItem>(p.at.items)[lane] = {expert, lane, 1, lane};
-                p.of<int32_t>(p.at.places)[lane] = lane;
-            }
-            if (lane == 0) {
-                *p.of<int32_t>(p.at.head) = d.n_used;
-            }
-        }
+        const float *logits = p.of<float>(p.at.logits) + (row0 + warp) * router_outputs(d);
+        const Choice choice = choose_experts(d, logits, d.n_used, lane);
+        keep_choice(d, p.at, static_cast<uint8_t *>(p.a.routed), row0 + warp, choice, lane);
+        expert = choice.expert;
     }
     pack_rows(p, row0, rows, v, tile);
     if (!last || d.T == 1) {
@@ -485,7 +429,9 @@ int cuda::moe_route(const MoeRouteArgs &args, void *stream) {
     const int rows = std::min(d.T, TILE_ROWS), tiles = (d.T + TILE_ROWS - 1) / TILE_ROWS;
     const int64_t ids = int64_t(d.T) * d.n_used * int64_t(sizeof(uint16_t));
     const int bytes = int(std::max(rows * d.E * int64_t(sizeof(float)), ids));
-    const dim3 grid((router_outputs(d) + OUTPUTS - 1) / OUTPUTS, tiles);
+    // The only row of a step is packed by blocks that do nothing else.
+    const int packers = d.T == 1 ? int(chunks_of(d.E)) : 0;
+    const dim3 grid((router_outputs(d) + OUTPUTS - 1) / OUTPUTS + packers, tiles);
     const RouteParams p = {args, RoutedLayout(d)};
     return int(launch_kernel(moe_route_kernel, grid, THREADS, size_t(bytes),
                              static_cast<cudaStream_t>(stream), args.overlap != 0, p));

@@ -33,16 +33,18 @@ struct Group { // it is for the experts, or for the shared expert
 };
 
 struct MatmulParams {
-    const uint8_t *routed;
+    uint8_t *routed;
     const float *h; // it is null where the rows are those that route packed
     float *out;
-    int64_t out_row, h_row, rows, items, head, places; // the last four are offsets
+    int64_t out_row, h_row;
     int32_t T, n_used, n_expert, n_shared, max_items;
     int32_t log_matrices, slot_bytes, slots;
     int32_t row_bytes, capacity; // so many rows are in shared memory, so far from each other
     int32_t item_rows, steps; // an item has so many rows at most, and a task so many steps of outputs
     int32_t tasks; // an item has so many
     Group experts, shared;
+    MoeDims dims;
+    RoutedLayout at;
 };
 
 struct Task {

@@ -10,7 +10,7 @@ Routed run(Mixture &l, const Floats &x, bool overlap, int replays = 1) {
     MoeDims d = l.dims;
     d.T = int32_t(x.size() / size_t(d.E));
     Buffers b(d, x);
-    run_times(replays, [&] { b.enqueue(l, overlap); });
+    run_times(replays, [&] { b.enqueue(l, overlap, /*hands_out=*/false); });
     const std::vector<uint8_t> after = l.counters.get();
     expect(std::all_of(after.begin(), after.end(), [](uint8_t c) { return c == 0; }), "moe leaves its counters at zero");
     if (d.T <= ROWMM_MAX_ROWS) {
@@ -241,6 +241,13 @@ void check_elsewhere(int T) {
     must(cudaStreamSynchronize(stream));
     const Routed whole = b.get();
     const Floats y = b.y.get(), values = b.values.get();
+    Buffers alone(dims, x);
+    must(cuda::moe_route({dims, alone.x.p, l.d_norm.p, Mixture::EPS, l.d_router.p, l.d_shared_gate.p, l.counters.p,
+                          alone.routed.p, alone.values.p, 0}, stream));
+    must(cudaStreamSynchronize(stream));
+    const Routed given = alone.get();
+    expect(given.ids == whole.ids && same_bits(given.weights, whole.weights) && same_bits(given.open, whole.open),
+           "moe routes for experts elsewhere, by route alone");
     Floats sums(x.size(), 0.0f);
     double worst = 0;
     for (int t = 0; t < T; t++) {
@@ -274,6 +281,7 @@ void check_moe(bool all) {
     const MoeDims small = {0, 8, 3, 512, 256, 64};
     check_choices(all ? 64 : 11);
     check_elsewhere(all ? 40 : 3);
+    check_elsewhere(1);
     check_mixture(small, {12, 12, 14, 8}, all ? 64 : 10, all ? Ints{1, 2, 3, 7, 8, 9, 16, 17, 33, 64} : Ints{1, 9}, all);
     check_mixture({0, 5, 2, 1060, 40, 24}, {1, 0, 30, 1}, 9, {1, 12}, all); // this has 5 chunks in 4 parts
     if (!all) {

@@ -95,9 +95,9 @@ struct Buffers {
           values(rows.size()),
           routed(size_t(moe_routed_bytes(d))), packed(size_t(rowmm_x_bytes(d.T, d.E))) {}
 
-    void enqueue(Mixture &l, bool overlap) {
+    void enqueue(Mixture &l, bool overlap, bool hands_out = true) {
         must(cuda::moe_route({dims, x.p, l.d_norm.p, Mixture::EPS, l.d_router.p, l.d_shared_gate.p, l.counters.p, routed.p,
-                              values.p, overlap}, stream));
+                              hands_out ? values.p : nullptr, overlap}, stream));
         MoeMatmulArgs a = {dims, l.gate.matrix(), l.up.matrix(), l.gate_s.matrix(), l.up_s.matrix(), routed.p,
                            nullptr, h.p, overlap};
         must(cuda::moe_up(a, stream));
