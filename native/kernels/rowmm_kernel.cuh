@@ -8,29 +8,72 @@
 
 namespace luce {
 
+// Returns the tile of the launch in which a range begins.
+__device__ __forceinline__ int first_tile(const RowmmParams &p, int range) {
+    const RowmmSegment &s = p.segments[segment_at(p, p.first[range])];
+    return s.first_tile + (p.first[range] - s.first_unit) / s.units_k;
+}
+
+// Says what a range has of a tile of the launch.
+struct TilePart {
+    int segment = 0, tile; // `tile` counts in the matrix
+    int units, fragments;
+    // These say whether a range before has the tile's first units, whether the range ends with it, and whether it
+    // has all of it.
+    bool begun, last, whole;
+
+    __device__ TilePart(const RowmmParams &p, int range, int of_launch) {
+        while (segment + 1 < p.n_segments && p.segments[segment + 1].first_tile <= of_launch) {
+            segment++;
+        }
+        const RowmmSegment &s = p.segments[segment];
+        tile = of_launch - s.first_tile;
+        const int from = s.first_unit + tile * s.units_k, to = from + s.units_k;
+        const int begin = p.first[range], end = p.first[range + 1];
+        units = min(to, end) - max(from, begin);
+        fragments = (s.N + FRAGMENT - 1) / FRAGMENT - tile * FRAGMENTS;
+        begun = from < begin;
+        last = to >= end;
+        whole = units == s.units_k;
+    }
+};
+
+// Returns the range of a block of one team. A multiprocessor's blocks, b and b + gridDim / 2 as a rule, have
+// neighbouring ranges, so that their sum is even.
+__device__ __forceinline__ int range_of_block(const RowmmParams &p) {
+    const int pairs = p.ranges / 2, b = block_anew();
+    return b >= 2 * pairs ? b : b < pairs ? 2 * b : 2 * (b - pairs) + 1;
+}
+
 template <int NT, bool WIDE, typename Ring>
-__device__ __forceinline__ void take_range(const RowmmParams &p, Ring &ring, int range, const float *scales) {
-    const int begin = p.first[range], end = p.first[range + 1], warp = fragment_of_warp();
-    for (int unit = begin; unit < end;) {
-        const RowmmSegment &s = p.segments[segment_at(p, unit)];
-        const int tile = (unit - s.first_unit) / s.units_k, C = Shape<NT, WIDE>::columns(p.columns);
-        const int units = min(end, s.first_unit + (tile + 1) * s.units_k) - unit;
-        const int fragments = (s.N + FRAGMENT - 1) / FRAGMENT - tile * FRAGMENTS;
-        const bool present = (WIDE ? warp / 4 * 4 : warp) < fragments;
+__device__ __forceinline__ void take_range(const RowmmParams &p, Ring &ring, int range, int of_launch,
+                                           const float *scales) {
+    const int warp = fragment_of_warp(), C = Shape<NT, WIDE>::columns(p.columns);
+    for (bool last = false; !last; of_launch++) {
         Sums<NT> acc = {};
-        multiply_tile<NT, WIDE>(acc, ring, s, units, C, present);
-        if (warp < fragments) {
+        {
+            const TilePart part(p, range, of_launch);
+            const bool present = (WIDE ? warp / 4 * 4 : warp) < part.fragments;
+            multiply_tile<NT, WIDE>(acc, ring, p.segments[part.segment], part.units, C, present);
+        }
+        // Nothing else is held while a tile is multiplied: with less in registers none has to go to memory.
+        hold(of_launch);
+        if constexpr (Shape<NT, WIDE>::TEAMS == 1) {
+            range = range_of_block(p);
+        } else {
+            hold(range);
+        }
+        const TilePart part(p, range, of_launch);
+        if (warp < part.fragments) {
             if (p.squares != nullptr) {
                 barrier_wait(ring.rings.scales_full(), 0);
             }
-            const bool whole = units == s.units_k;
-            float *part = p.parts != nullptr
-                              ? p.parts + (range + s.first_tile + tile) * int64_t(p.part_rows) * TILE
-                          : whole ? nullptr
-                                  : part_of(p, range, (unit - s.first_unit) % s.units_k != 0);
-            write_tile<NT>(p, s, acc, tile, part, scales);
+            float *to = p.parts != nullptr ? p.parts + (range + of_launch) * int64_t(p.part_rows) * TILE
+                        : part.whole       ? nullptr
+                                           : part_of(p, range, part.begun);
+            write_tile<NT>(p, p.segments[part.segment], acc, part.tile, to, scales);
         }
-        unit += units;
+        last = part.last;
     }
 }
 
@@ -38,10 +81,7 @@ __device__ __forceinline__ void take_range(const RowmmParams &p, Ring &ring, int
 template <int NT, bool WIDE>
 __device__ __forceinline__ void run_team(const RowmmParams &p, uint8_t *shared, float *scales) {
     using S = Shape<NT, WIDE>;
-    // A multiprocessor's blocks, b and b + gridDim / 2 as a rule, have neighbouring ranges, so that their sum
-    // is even.
-    const int pairs = p.ranges / 2, b = blockIdx.x;
-    const int range = b < 2 * pairs ? b % pairs * 2 + b / pairs : b;
+    const int range = range_of_block(p);
     const Rings<S> rings{held_address(shared), p.slot_bytes, p.slots, S::columns(p.columns)};
     if (threadIdx.x == 0) {
         rings.init();
@@ -56,13 +96,15 @@ __device__ __forceinline__ void run_team(const RowmmParams &p, uint8_t *shared, 
             rows = Filler<S>(p, rings, begin).first_rows(warp);
             announce(rows, rings.stage_full(warp), C);
         }
+        int tile = first_tile(p, range);
+        hold(tile); // it is found while the launch ahead has not ended
         wait_for_previous();
         copy(rows, rings.stage_full(warp), rings.stage(warp), C);
         if (p.squares != nullptr) {
             find_scales(p, rings, scales);
         }
         Taker<S> ring{rings};
-        take_range<NT, WIDE>(p, ring, range, scales);
+        take_range<NT, WIDE>(p, ring, range, tile, scales);
     } else if (threadIdx.x % WARP < COPY_LANES) {
         Filler<S> filler(p, rings, begin);
         filler.fetch_first_weights();
@@ -108,7 +150,7 @@ __device__ __forceinline__ void run_teams(const RowmmParams &p, uint8_t *shared,
         const int team = warp / FRAGMENTS, range = pair.range[team];
         TeamTaker<S> ring(rings, plan, team);
         if (range < p.ranges) {
-            take_range<NT, WIDE>(p, ring, range, scales);
+            take_range<NT, WIDE>(p, ring, range, first_tile(p, range), scales);
         }
         ring.finish(plan, team);
     }

@@ -66,15 +66,16 @@ __device__ __forceinline__ void multiply_floats(Sums<NT> &c, const uint8_t *frag
 
 // ---- wgmma ----
 
-// So many steps are in flight while as many are made: what registers have room for.
-template <int NT> constexpr int STEPS = NT <= 2 ? 4 : 2;
+// So many steps are in flight while as many are made. With four, ptxas takes an instruction more for each
+// descriptor, and most registers that there are.
+constexpr int IN_GROUP = 2;
 
-// Does the same with STEPS in flight.
+// Does the same with IN_GROUP steps in flight.
 template <int TYPE, int NT>
 __device__ __forceinline__ void multiply_half_wide(Sums<NT> &c, const Lane<TYPE> &weights,
                                                    const Fields<bits_of(TYPE)> (&f)[2],
-                                                   uint32_t (&a)[2][4 * STEPS<NT>], uint32_t stage, int h) {
-    constexpr int N = STEPS<NT>;
+                                                   uint32_t (&a)[2][4 * IN_GROUP], uint32_t stage, int h) {
+    constexpr int N = IN_GROUP;
 #pragma unroll
     for (int j = 0; j < 8 / N; j++) {
 #pragma unroll
@@ -180,7 +181,7 @@ __device__ __forceinline__ void multiply_unit(Sums<NT> &acc, const uint8_t *frag
         add_floats<NT>(acc, c, tail, C, lane);
     } else {
         Lane<TYPE> weights;
-        uint32_t a[2][4 * STEPS<NT>];
+        uint32_t a[2][4 * IN_GROUP];
         weights.load(fragment, lane);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -201,7 +202,8 @@ __device__ __forceinline__ void multiply_unit(Sums<NT> &acc, const uint8_t *frag
             wgmma_wait<0>();
             wgmma_pin(c);
         }
-        add_unit<TYPE, NT>(acc, c, weights, tail, C, lane, NT == 8 ? rows ^ shared_address(stage) : 0);
+        add_unit<TYPE, NT>(acc, c, weights, tail, C, lane,
+                           NT == 2 || NT == 8 ? rows ^ shared_address(stage) : 0);
     }
 }
 

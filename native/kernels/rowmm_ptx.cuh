@@ -34,6 +34,17 @@ __device__ __forceinline__ uint8_t *held_address(uint8_t *shared) {
     return static_cast<uint8_t *>(__cvta_shared_to_generic(address));
 }
 
+// Keeps a value in a register from here on, so that what follows from it is found behind this.
+__device__ __forceinline__ void hold(int &x) {
+    asm volatile("" : "+r"(x));
+}
+// Returns the block's index, read anew rather than held in a register.
+__device__ __forceinline__ int block_anew() {
+    int b;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(b));
+    return b;
+}
+
 // ---- barriers in shared memory, and copies into it that complete on one ----
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {

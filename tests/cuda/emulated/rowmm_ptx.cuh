@@ -35,6 +35,9 @@ inline void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a
     }
 }
 
+inline void hold(int &) {}
+inline int block_anew() { return int(blockIdx.x); }
+
 // Addresses count from the beginning of the block's dynamic shared memory.
 inline uint32_t shared_address(const void *p) {
     return uint32_t(static_cast<const uint8_t *>(p) - emulated::dynamic_shared);
