@@ -33,6 +33,8 @@ template <int D, int TYPE, bool WGMMA, bool AHEAD_> struct Layout {
     static constexpr int SLOTS = WGMMA && !AHEAD ? 5 : 4; // the ring's slots hold K and V of a tile by turns
     static constexpr int TILES = AHEAD ? 3 : 2; // unpacked ones are a ring too, or those of K and V
     static constexpr int MAX_M = AHEAD ? AHEAD_PAIRS : WGMMA ? 96 : 48; // a unit has at most as many pairs
+    static constexpr int HALF_M =
+        MAX_M / 2; // the queries of two units of so many pairs have room beside each other
     static constexpr int ROW = 2 * D, P_ROW = WGMMA ? 0 : 2 * KEYS;
     static constexpr int NEXT_ROW = WGMMA ? 128 : ROW; // a row of a tile is so far from the next
     static constexpr int CELL = kv_bytes<TYPE>(D); // one head of a cell has so many bytes
@@ -44,11 +46,12 @@ template <int D, int TYPE, bool WGMMA, bool AHEAD_> struct Layout {
     static constexpr int P = Q + MAX_M * ROW;
     static constexpr int MAXIMA = P + MAX_M * P_ROW; // [16 * MT][warps that share a row's keys]
     static constexpr int CELLS = MAXIMA + (WGMMA ? 0 : 4 * MAX_M * 4); // [KEYS] of a tile that is not whole
-    static constexpr int BAD = CELLS + KEYS * 4; // [KEYS] bytes, which say that the key's V is not finite
-    static constexpr int UNIT = BAD + KEYS, FULL = UNIT + int(sizeof(UnitInfo));
+    static constexpr int BAD =
+        CELLS + KEYS * 4; // [2][KEYS] bytes by warpgroup, which say that the key's V is not finite
+    static constexpr int UNIT = BAD + 2 * KEYS, FULL = UNIT + int(sizeof(UnitInfo) + 15) / 16 * 16;
     static constexpr int EMPTY = FULL + SLOTS * 8; // the barriers of emptied slots begin here
     static constexpr int READY = EMPTY + SLOTS * 8, LEFT = READY + TILES * 8; // those of unpacked tiles
-    static constexpr int PLAN = LEFT + TILES * 8;
+    static constexpr int PLAN = (LEFT + TILES * 8 + 15) / 16 * 16;
     static constexpr int BYTES = PLAN + int(sizeof(Plan));
     static_assert(BYTES <= (WGMMA ? 232448 : 101376), "a block's shared memory");
 
@@ -58,7 +61,8 @@ template <int D, int TYPE, bool WGMMA, bool AHEAD_> struct Layout {
     }
     // Replaces values of V that are not finite by 0, and marks their keys in BAD. It returns false where
     // there are none. A weight of 0 hides from a row what it does not see, unless that is Inf or NaN.
-    __device__ static bool clean_values(uint8_t *shared, int values_at, int tid, int threads) {
+    __device__ static bool clean_values(uint8_t *shared, int values_at, int tid, int threads, int group = 0) {
+        uint8_t *marks = shared + BAD + group * KEYS;
         bool bad = false;
 #pragma unroll 8
         for (int u = tid; u < KEYS * D / 8; u += threads) {
@@ -66,27 +70,28 @@ template <int D, int TYPE, bool WGMMA, bool AHEAD_> struct Layout {
                 *reinterpret_cast<const uint4 *>(shared + values_at + place(u / (D / 8), u % (D / 8), KEYS)));
         }
         if (tid < KEYS) {
-            shared[BAD + tid] = 0;
+            marks[tid] = 0;
         }
-        if (!barrier_or(threads, bad)) {
+        if (!barrier_or(threads, group, bad)) {
             return false;
         }
         for (int u = tid; u < KEYS * D / 8; u += threads) {
             uint4 &x = *reinterpret_cast<uint4 *>(shared + values_at + place(u / (D / 8), u % (D / 8), KEYS));
             if (!finite(x)) {
                 x = {finite_or_zero(x.x), finite_or_zero(x.y), finite_or_zero(x.z), finite_or_zero(x.w)};
-                shared[BAD + u / (D / 8)] = 1;
+                marks[u / (D / 8)] = 1;
             }
         }
         show_to_wgmma();
-        barrier(threads);
+        barrier(threads, group);
         return true;
     }
     // Says whether one of the marked keys lies in first + [0, KEYS) and in [from, to].
-    __device__ static bool sees_bad(const uint8_t *shared, int32_t first, int32_t from, int32_t to) {
+    __device__ static bool sees_bad(const uint8_t *shared, int32_t first, int32_t from, int32_t to,
+                                    int group = 0) {
         bool sees = false;
         for (int i = max(from - first, 0); i <= min(to - first, KEYS - 1); i++) {
-            sees = sees || shared[BAD + i] != 0;
+            sees = sees || shared[BAD + group * KEYS + i] != 0;
         }
         return sees;
     }
@@ -290,11 +295,11 @@ __device__ void unpack_units(const AttentionParams &a, const Plan &plan, uint8_t
     }
 }
 
-// Loads Q of a unit's pairs [pair0, pair0 + n) as rows of F16, with zeros where there is no pair. Reads are
+// Loads Q of a unit's pairs [pair0, pair0 + n) as rows of F16 from row0 on, with zeros where there is no pair. Reads are
 // on their way together.
 template <int D, typename L>
-__device__ void load_queries(const AttentionParams &a, const UnitInfo &unit, uint8_t *shared, int pair0,
-                             int n, int tid, int threads) {
+__device__ void load_queries(const AttentionParams &a, const UnitInfo &unit, uint8_t *shared, int row0,
+                             int pair0, int n, int tid, int threads) {
     constexpr int WORDS = 6; // a thread has so many at once
     for (int x0 = tid; x0 < n * (D / 8); x0 += WORDS * threads) {
         float4 q[WORDS][2];
@@ -312,9 +317,9 @@ __device__ void load_queries(const AttentionParams &a, const UnitInfo &unit, uin
         }
 #pragma unroll
         for (int j = 0; j < WORDS; j++) {
-            const int x = x0 + j * threads, pair = pair0 + x / (D / 8);
+            const int x = x0 + j * threads, row = row0 + x / (D / 8);
             if (x < n * (D / 8)) {
-                *reinterpret_cast<uint4 *>(shared + L::Q + L::place(pair, x % (D / 8), L::MAX_M)) = {
+                *reinterpret_cast<uint4 *>(shared + L::Q + L::place(row, x % (D / 8), L::MAX_M)) = {
                     pack_halves(q[j][0].x, q[j][0].y), pack_halves(q[j][0].z, q[j][0].w),
                     pack_halves(q[j][1].x, q[j][1].y), pack_halves(q[j][1].z, q[j][1].w)};
             }

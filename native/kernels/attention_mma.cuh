@@ -86,7 +86,7 @@ template <int D, int TYPE, int MT> struct MmaUnit {
     }
 
     __device__ void load_q() {
-        load_queries<D, L>(a, unit(), b.shared, 0, MT * 16, b.tid, MATH_THREADS);
+        load_queries<D, L>(a, unit(), b.shared, 0, 0, MT * 16, b.tid, MATH_THREADS);
         barrier(MATH_THREADS);
         if (KEEP_Q && scores) {
 #pragma unroll

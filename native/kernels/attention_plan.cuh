@@ -78,6 +78,7 @@ struct Plan {
     int32_t first[UNIT_KINDS], last[UNIT_KINDS]; // this block has units first .. last - 1
     // By warp: those of all, and of the longest unit.
     int32_t chunks[MAX_SEGMENTS / WARP], path_tiles[MAX_SEGMENTS / WARP];
+    int32_t most_rows[MAX_SEGMENTS / WARP]; // of a unit, by warp
     // A warp's entry counts the units that its workers and those before have.
     int32_t done[UNIT_KINDS][MAX_WORKERS / WARP];
     // A bit says that a path begins at the row, or that it is of no sequence.
@@ -91,6 +92,10 @@ struct Plan {
 
     __device__ int64_t cell(const int32_t *table, int seq_index, int32_t at) const {
         return int64_t(table[pages[seq_index] + at / PAGE]) * PAGE + at % PAGE;
+    }
+    // Returns the rows of the unit that has most.
+    __device__ int rows_of_unit() const {
+        return max(max(most_rows[0], most_rows[1]), max(most_rows[2], most_rows[3]));
     }
     // Returns the row at a position of `row`'s path, from n_past to the row's own. Rows of a path follow each
     // other.
@@ -205,6 +210,10 @@ __device__ void Plan::count(const AttentionParams &a, int most_rows) {
     mine.tile_rows = uint8_t((rows + tiles - 1) / tiles);
     mine.n_tiles = uint8_t(rows == 0 ? 0 : (rows + mine.tile_rows - 1) / mine.tile_rows);
     segment[tid] = mine;
+    const int32_t most = __reduce_max_sync(~0u, rows == 0 ? 0 : int32_t(mine.tile_rows));
+    if (lane == 0) {
+        this->most_rows[warp] = most;
+    }
 #pragma unroll
     for (int k = 0; k < UNIT_KINDS; k++) {
         if ((k == PATHS) != (tid >= MAX_ROWS)) {

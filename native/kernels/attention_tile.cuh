@@ -79,20 +79,20 @@ __device__ void wait_patiently(uint32_t at, uint32_t parity) {
     __syncwarp();
 }
 
-// Waits among `threads` threads of the block: 256, all that compute, or the 128 of the first warpgroup. These have a
-// barrier of their own, since the other warpgroup may wait for them in a later unit already.
-__device__ int barrier_of(int threads) {
-    return threads == 256 ? 1 : 3;
+// Waits among `threads` threads of the block: 256, all that compute, or the 128 of one warpgroup. Each of these has a barrier of
+// its own, since the other warpgroup may wait for both in a later unit already.
+__device__ int barrier_of(int threads, int group) {
+    return threads == 256 ? 1 : 3 + group;
 }
-__device__ void barrier(int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(barrier_of(threads)), "r"(threads) : "memory");
+__device__ void barrier(int threads, int group = 0) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier_of(threads, group)), "r"(threads) : "memory");
 }
-__device__ bool barrier_or(int threads, bool value) {
+__device__ bool barrier_or(int threads, int group, bool value) {
     uint32_t any;
     asm volatile(
         "{ .reg .pred p, q; setp.ne.u32 p, %1, 0; bar.red.or.pred q, %3, %2, p; selp.u32 %0, 1, 0, q; }"
         : "=r"(any)
-        : "r"(uint32_t(value)), "r"(threads), "r"(barrier_of(threads))
+        : "r"(uint32_t(value)), "r"(threads), "r"(barrier_of(threads, group))
         : "memory");
     return any != 0;
 }

@@ -1,7 +1,8 @@
 // Computes attention on Hopper's tensor cores, over F16 cells or cells that are unpacked to F16. Four warps
 // of a block send K and V of its units' tiles of 64 keys through a ring in shared memory
 // (attention_load.cuh). Two warpgroups compute, each for 64 of the unit's pairs by itself. The second one
-// leaves tiles of smaller units untouched.
+// leaves tiles of smaller units untouched, unless all units are so small that both have room for one: then they take units by
+// turns.
 //
 // A tile is computed in these steps: S = Q K^T in registers, P = exp2(S - maximum) as F16 in the same
 // registers, O = O * exp2(old maximum - maximum) + P V. Every sum has one order, for any number of rows: over
@@ -77,9 +78,12 @@ template <int D, int TYPE, bool AHEAD> struct WgmmaUnit {
     const Plan &plan;
     Source &ring;
     const UnitInfo unit;
-    const int group, threads; // `threads` counts those of both groups that compute
+    const int group,
+        threads; // `threads` counts those that compute the unit: of both groups, or of this one alone
+    const int alone = threads == GROUP_THREADS ? group : 0; // it says whose barrier and marks are used
     const int tid = threadIdx.x % GROUP_THREADS, lane = tid % WARP;
-    const int pair = group * GROUP_PAIRS + tid / WARP * 16 + lane / 4; // it is that of the thread's first row
+    const int q_row; // the group's queries begin at this row
+    const int pair; // it is that of the thread's first row
     const bool used = pair - lane / 4 < unit.n_rows * a.G; // it says that this warp has pairs
     uint8_t *const shared = ring.shared;
     const uint32_t base = shared_address(shared);
@@ -87,9 +91,12 @@ template <int D, int TYPE, bool AHEAD> struct WgmmaUnit {
     float most[2] = {-INFINITY, -INFINITY}, sum[2] = {}; // `sum` adds up the weights of this thread's keys
     float o[PANELS][8][4] = {};
 
-    __device__ WgmmaUnit(const AttentionParams &args, const Plan &p, Source &taker, const UnitInfo &u)
+    __device__ WgmmaUnit(const AttentionParams &args, const Plan &p, Source &taker, const UnitInfo &u,
+                         int first_row, int first_pair)
         : a(args), plan(p), ring(taker), unit(u), group(threadIdx.x / GROUP_THREADS),
-          threads(!AHEAD && u.n_rows * args.G > GROUP_PAIRS ? 2 * GROUP_THREADS : GROUP_THREADS) {
+          threads(!AHEAD && u.n_rows * args.G > GROUP_PAIRS ? 2 * GROUP_THREADS : GROUP_THREADS),
+          q_row(first_row),
+          pair(first_pair + int(threadIdx.x) % GROUP_THREADS / WARP * 16 + int(threadIdx.x) % WARP / 4) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             to[h] = plan.position[min(a.row_of(unit.row, pair + 8 * h), MAX_ROWS - 1)];
@@ -98,7 +105,7 @@ template <int D, int TYPE, bool AHEAD> struct WgmmaUnit {
     }
 
     __device__ void score(uint32_t keys_at, float (&s)[N][4]) const {
-        const uint32_t q = base + L::Q + group * GROUP_PAIRS * 128;
+        const uint32_t q = base + L::Q + q_row * 128;
         wgmma_begin();
 #pragma unroll
         for (int d = 0; d < D / 16; d++) {
@@ -227,14 +234,15 @@ template <int D, int TYPE, bool AHEAD> struct WgmmaUnit {
         }
     }
     __device__ void clean(int values_at, int32_t first) {
-        if (L::clean_values(shared, values_at, group * GROUP_THREADS + tid, threads)) {
+        if (L::clean_values(shared, values_at, (threads > GROUP_THREADS ? group * GROUP_THREADS : 0) + tid,
+                            threads, alone)) {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                if (L::sees_bad(shared, first, from[h], to[h])) {
+                if (L::sees_bad(shared, first, from[h], to[h], alone)) {
                     sum[h] = NAN;
                 }
             }
-            barrier(threads); // all have read the marks
+            barrier(threads, alone); // all have read the marks
         }
     }
     __device__ void run_tile(int32_t first) {
@@ -293,13 +301,17 @@ __device__ void wgmma_units(const AttentionParams &a, const Plan &plan, uint8_t 
     using L = Layout<D, TYPE, true, AHEAD>;
     Taker<L, AHEAD> ring{shared};
     const int group = threadIdx.x / GROUP_THREADS, tid = threadIdx.x % GROUP_THREADS;
-    const int first_pair = group * GROUP_PAIRS;
+    // Where all units are small, the groups take them by turns, so that one begins while the other leaves its results.
+    const bool turns = !AHEAD && !L::PACKED && plan.rows_of_unit() * a.G <= L::HALF_M;
+    const int q_row = group * (turns ? L::HALF_M : GROUP_PAIRS), first_pair = turns ? 0 : group * GROUP_PAIRS;
+    int owner = 1;
     int rows = -1, head = -1; // they say whose queries are in shared memory
     Cursor cursor(a, plan);
     wait_for_previous();
     for (; cursor.valid(); cursor.next()) {
         const UnitInfo unit = cursor.info();
-        const int pairs = min(GROUP_PAIRS, unit.n_rows * a.G - first_pair);
+        owner = 1 - owner;
+        const int pairs = turns && owner != group ? 0 : min(GROUP_PAIRS, unit.n_rows * a.G - first_pair);
         if (pairs <= 0) {
             for (int32_t first = unit.begin; first < unit.end; first += L::KEYS) {
                 ring.wait();
@@ -313,11 +325,14 @@ __device__ void wgmma_units(const AttentionParams &a, const Plan &plan, uint8_t 
             rows = unit.row * MAX_ROWS + unit.n_rows;
             head = unit.head;
             group_barrier(group); // all have left the queries before
-            load_queries<D, L>(a, unit, shared, first_pair, pairs, tid, GROUP_THREADS);
+            // Rows of zeros make the warps' rows full, so that what lay there changes no maximum.
+            const int room = turns ? L::HALF_M : min(GROUP_PAIRS, L::MAX_M - q_row);
+            load_queries<D, L>(a, unit, shared, q_row, first_pair, min((pairs + 15) / 16 * 16, room), tid,
+                               GROUP_THREADS);
             show_to_wgmma();
             group_barrier(group);
         }
-        WgmmaUnit<D, TYPE, AHEAD>(a, plan, ring, unit).run();
+        WgmmaUnit<D, TYPE, AHEAD>(a, plan, ring, unit, q_row, first_pair).run();
     }
 }
 

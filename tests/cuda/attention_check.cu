@@ -428,8 +428,8 @@ void check_attention_f32() {
     }
 }
 
-// Of many sequences a block has many units. A row alone has other blocks for each chunk.
-void check_many(bool all) {
+// Of many sequences a block has many units, which its warpgroups take by turns. A row alone has other blocks for each chunk.
+void check_turns(bool all) {
     for (const KvShape &s : std::vector<KvShape>{{24, 4, 256, 1}, {8, 4, 64, 8}, {12, 4, 128, 1, 0, 3000}, {8, 4, 64, 0}}) {
         for (int rows : {1, 3, 4}) {
             Case c{{}, {}, false, 1};
@@ -446,7 +446,7 @@ void check_many(bool all) {
 
 void check_attention(bool all) {
     check_attention_f32();
-    check_many(all);
+    check_turns(all);
     const std::vector<KvShape> shapes = {{24, 4, 256, 1}, {6, 1, 256, 8}, {6, 1, 256, 2}, {4, 1, 256, 0},
         {8, 2, 128, 1},  {8, 1, 128, 8},           {3, 1, 128, 2},         {2, 2, 128, 0},
         {4, 4, 64, 1},   {8, 2, 64, 8},            {5, 1, 64, 2, 1},       {7, 1, 64, 0, 1},
