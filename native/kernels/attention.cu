@@ -1,7 +1,7 @@
 // Computes attention of a step's rows over paged KV, in two kernels. In the first, one block a multiprocessor
 // leaves each chunk's partial results in scratch. The second one adds them up (attention_combine.cu). The
-// grid depends on the step's width and the device. Each block reads from the control block how much there is
-// to do (attention_plan.cuh).
+// grid depends on the step's width and the device. How much there is to do and who does it is the plan's, which a
+// third kernel makes once a step for all its layers (attention_plan.cuh).
 #include "attention_f32.cuh"
 #include "attention_mma.cuh"
 #include "attention_wgmma.cuh"
@@ -25,7 +25,7 @@ template <int D, int TYPE, bool AHEAD>
 __device__ void tensor_attention(const AttentionParams &a, uint8_t *shared) {
     using L = Layout<D, TYPE, WGMMA, AHEAD>;
     Plan &plan = *reinterpret_cast<Plan *>(shared + L::PLAN);
-    plan.make(a, L::MAX_M);
+    plan.have(a, L::MAX_M);
     if (!plan.stays()) {
         return;
     }
@@ -84,10 +84,16 @@ __global__ void __launch_bounds__(MMA_THREADS + 4 * WARP, 1)
 #endif
 }
 
+// Says whether a step's packed cells are unpacked ahead.
+bool unpacks_ahead(const AttentionParams &a) {
+    const bool packed = a.pool.type == KV_Q8_0 || a.pool.type == KV_Q4_0;
+    return packed && a.T * a.G <= AHEAD_PAIRS && rowmm_has_wgmma();
+}
+
 template <int D, int TYPE>
 cudaError_t launch_parts(AttentionParams &a, int blocks, int capability, cudaStream_t stream) {
     if constexpr (TYPE == KV_Q8_0 || TYPE == KV_Q4_0) {
-        if (a.T * a.G <= AHEAD_PAIRS && rowmm_has_wgmma()) {
+        if (unpacks_ahead(a)) {
             return launch_kernel(ahead_kernel<D, TYPE>, dim3(blocks), MMA_THREADS,
                                  size_t(Layout<D, TYPE, true, true>::BYTES), stream, true, a);
         }
@@ -112,27 +118,67 @@ cudaError_t launch_type(AttentionParams &a, int blocks, int capability, cudaStre
     }
 }
 
+cudaError_t attribute(cudaDeviceAttr which, int &value) {
+    int device = 0;
+    const cudaError_t error = cudaGetDevice(&device);
+    return error == cudaSuccess ? cudaDeviceGetAttribute(&value, which, device) : error;
+}
+
 int32_t most_chunks(const AttentionArgs &args) {
     return chunk_at(args.max_pages * PAGE - 1) + 1;
 }
 
+// Makes the plan for all blocks of all layers. It never says let_next_start(), so that what is behind comes up when it has ended,
+// and may read the plan at once.
+enum PlanKind {
+    F32_PLAN,
+    TENSOR_PLAN,
+    AHEAD_PLAN
+}; // units of these have room for different numbers of pairs
+template <PlanKind KIND>
+__global__ void __launch_bounds__(MAX_WORKERS)
+    plan_kernel(const __grid_constant__ AttentionParams a, MadePlan *to) {
+    __shared__ MadePlan made;
+    constexpr int MOST_PAIRS = KIND == F32_PLAN     ? F32_M
+                               : KIND == AHEAD_PLAN ? AHEAD_PAIRS
+                                                    : Layout<256, KV_F16, WGMMA, false>::MAX_M;
+    made.plan.make(a, MOST_PAIRS, &made.ends_of_workers[0][0]);
+    wait_for_previous();
+    for (int i = int(threadIdx.x); i < int(sizeof(MadePlan) / 16); i += MAX_WORKERS) {
+        reinterpret_cast<uint4 *>(to)[i] = reinterpret_cast<const uint4 *>(&made)[i];
+    }
+    __threadfence();
+}
+
 template <int D> int launch(AttentionParams &a, cudaStream_t stream) {
-    int device = 0, blocks = 0, capability = 0;
-    cudaError_t error = cudaGetDevice(&device);
+    int capability = 0;
+    cudaError_t error = attribute(cudaDevAttrComputeCapabilityMajor, capability);
     if (error == cudaSuccess) {
-        error = cudaDeviceGetAttribute(&blocks, cudaDevAttrMultiProcessorCount, device);
-    }
-    blocks = std::min(blocks, MAX_WORKERS);
-    if (error == cudaSuccess) {
-        error = cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, device);
-    }
-    if (error == cudaSuccess) {
-        error = launch_type<D>(a, blocks, capability, stream);
+        error = launch_type<D>(a, a.workers, capability, stream);
     }
     if (error == cudaSuccess) {
         error = attention_combine(a, stream);
     }
     return int(error);
+}
+
+// Sets what the arguments and the device alone decide.
+cudaError_t set_params(const AttentionArgs &args, AttentionParams &a) {
+    static_cast<AttentionArgs &>(a) = args;
+    a.G = args.H / args.pool.Hkv;
+    // A group has as many query heads as a unit has room for, and all groups are equally large.
+    while (a.G > F32_M || args.H / args.pool.Hkv % a.G != 0) {
+        a.G--;
+    }
+    a.groups = args.H / a.G;
+    a.groups_of_head = a.groups / args.pool.Hkv;
+    a.per_G = (65536 + a.G - 1) / a.G;
+    const float log2e = 1.44269504f;
+    a.score_scale = args.softcap > 0 ? args.scale / args.softcap : args.scale * log2e;
+    a.score_cap = args.softcap * log2e;
+    const cudaError_t error = attribute(cudaDevAttrMultiProcessorCount, a.workers);
+    a.workers = std::min(a.workers, MAX_WORKERS);
+    return error;
 }
 
 bool aligned(const void *p, size_t bytes) {
@@ -145,6 +191,26 @@ int64_t attention_scratch(const AttentionArgs &args) {
     return int64_t(args.T) * args.H * most_chunks(args) * (args.pool.D + 2);
 }
 
+int64_t attention_plan_bytes() {
+    return sizeof(MadePlan);
+}
+
+int cuda::attention_plan(const AttentionArgs &args, void *plan, void *stream) {
+    AttentionParams a{};
+    if (args.T <= 0 || args.T > MAX_ROWS || args.pool.Hkv <= 0 || args.H % args.pool.Hkv != 0 ||
+        !aligned(plan, 16)) {
+        return int(cudaErrorInvalidValue);
+    }
+    if (const cudaError_t error = set_params(args, a); error != cudaSuccess) {
+        return int(error);
+    }
+    const auto kernel = a.pool.type == KV_F32 ? plan_kernel<F32_PLAN>
+                        : unpacks_ahead(a)    ? plan_kernel<AHEAD_PLAN>
+                                              : plan_kernel<TENSOR_PLAN>;
+    return int(launch_kernel(kernel, dim3(1), MAX_WORKERS, 0, static_cast<cudaStream_t>(stream), true, a,
+                             static_cast<MadePlan *>(plan)));
+}
+
 int cuda::attention(const AttentionArgs &args, void *stream) {
     const KvPool &pool = args.pool;
     if (args.T == 0) {
@@ -153,23 +219,14 @@ int cuda::attention(const AttentionArgs &args, void *stream) {
     if (args.T < 0 || args.T > MAX_ROWS || args.max_pages <= 0 || pool.Hkv <= 0 || args.H % pool.Hkv != 0 ||
         !aligned(args.q, 16) || !aligned(args.out, 16) || !aligned(args.packed, 16) ||
         (args.out == nullptr) == (args.packed == nullptr) || !aligned(args.scratch, 16) ||
-        !aligned(pool.k, 16) || !aligned(pool.v, 16)) {
+        !aligned(args.plan, 16) || !aligned(pool.k, 16) || !aligned(pool.v, 16)) {
         return int(cudaErrorInvalidValue);
     }
     AttentionParams a{};
-    static_cast<AttentionArgs &>(a) = args;
-    a.G = args.H / pool.Hkv;
-    // A group has as many query heads as a unit has room for, and all groups are equally large.
-    while (a.G > F32_M || args.H / pool.Hkv % a.G != 0) {
-        a.G--;
+    if (const cudaError_t error = set_params(args, a); error != cudaSuccess) {
+        return int(error);
     }
-    a.groups = args.H / a.G;
-    a.groups_of_head = a.groups / pool.Hkv;
-    a.per_G = (65536 + a.G - 1) / a.G;
     a.chunks = most_chunks(args);
-    const float log2e = 1.44269504f;
-    a.score_scale = args.softcap > 0 ? args.scale / args.softcap : args.scale * log2e;
-    a.score_cap = args.softcap * log2e;
     a.partial = args.scratch;
     a.sums = reinterpret_cast<float2 *>(args.scratch + int64_t(args.T) * args.H * a.chunks * pool.D);
     const cudaStream_t st = static_cast<cudaStream_t>(stream);

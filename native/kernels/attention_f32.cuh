@@ -143,7 +143,7 @@ template <int D> struct F32Unit {
 
 template <int D> __device__ void f32_attention(const AttentionParams &a, uint8_t *shared) {
     F32Layout<D> &sh = *reinterpret_cast<F32Layout<D> *>(shared);
-    sh.plan.make(a, F32_M);
+    sh.plan.have(a, F32_M);
     if (!sh.plan.stays()) {
         return;
     }

@@ -1,5 +1,6 @@
-// Plans what a step's attention has to do, and which block does it. Each block reads the control block and
-// makes the same plan in shared memory. The plan has units of work by kind. Each kind is
+// Plans what a step's attention has to do, and which block does it. The plan is the same in all layers of a kind, so that a
+// kernel of its own makes it once a step for them (attention_plan.cu); where there is none, each block reads the control
+// block and makes the same plan in shared memory. The plan has units of work by kind. Each kind is
 // shared out among the blocks so that the work of all kinds up to it is even. Who does a unit does not change
 // what it computes.
 //
@@ -15,6 +16,7 @@
 #include "attention_parts.h"
 
 #include <cuda_runtime.h>
+#include <stddef.h>
 
 namespace luce {
 namespace {
@@ -44,6 +46,7 @@ struct AttentionParams : AttentionParts {
     int32_t per_G; // it is 2^16 / G rounded up: pair * per_G >> 16 is pair / G
     // These turn scores into units of log2: score * score_scale, or tanh(score * score_scale) * score_cap.
     float score_scale, score_cap;
+    int32_t workers; // so many blocks share the work
 
     // Returns the row and the head of the step that a unit's pair stands for.
     __device__ int row_of(int first_row, int pair) const { return first_row + (pair * per_G >> 16); }
@@ -70,12 +73,13 @@ struct Segment {
     }
 };
 
-struct Plan {
+struct MadePlan;
+
+struct alignas(16) Plan {
     // First the committed chunks of each sequence; entry i may be the path that begins at row i - MAX_ROWS.
     Segment segment[MAX_SEGMENTS];
     // The units of a kind up to the i-th segment's last, among chunks or paths.
     int32_t ends[UNIT_KINDS][MAX_ROWS];
-    int32_t first[UNIT_KINDS], last[UNIT_KINDS]; // this block has units first .. last - 1
     // By warp: those of all, and of the longest unit.
     int32_t chunks[MAX_SEGMENTS / WARP], path_tiles[MAX_SEGMENTS / WARP];
     int32_t most_rows[MAX_SEGMENTS / WARP]; // of a unit, by warp
@@ -89,6 +93,7 @@ struct Plan {
     int32_t n_past[MAX_ROWS], pages[MAX_ROWS]; // these are by sequence
     int32_t settled[MAX_ROWS]; // the sequence's cells below this position are not written in this step
     uint8_t row0[MAX_ROWS], n_rows[MAX_ROWS];
+    int32_t first[UNIT_KINDS], last[UNIT_KINDS]; // this block has units first .. last - 1
 
     __device__ int64_t cell(const int32_t *table, int seq_index, int32_t at) const {
         return int64_t(table[pages[seq_index] + at / PAGE]) * PAGE + at % PAGE;
@@ -110,8 +115,10 @@ struct Plan {
     __device__ Segment find(const AttentionParams &a, int i) const;
     __device__ int longest(const AttentionParams &a, const Segment &s) const;
     __device__ void count(const AttentionParams &a, int most_rows);
-    __device__ void share_out(int rows);
-    __device__ void make(const AttentionParams &a, int most_pairs);
+    __device__ void share_out(const AttentionParams &a, int32_t *ends_of_workers);
+    __device__ void make(const AttentionParams &a, int most_pairs, int32_t *ends_of_workers);
+    __device__ void take(const MadePlan &made);
+    __device__ void have(const AttentionParams &a, int most_pairs);
     // Says whether this block has to stay: it has units, or is the one that waits for the kernels ahead where none has. The
     // others end at once, and leave their multiprocessors to the kernels behind, which bring weights meanwhile.
     __device__ bool stays() const {
@@ -206,7 +213,7 @@ __device__ void Plan::count(const AttentionParams &a, int most_rows) {
     }
     const int32_t units = (chunks[0] + chunks[1] + chunks[2] + chunks[3]) * a.groups;
     const int rows = mine.n_rows, parts = max((rows + most_rows - 1) / most_rows, 1);
-    const int tiles = max(min(int(gridDim.x) / max(units, 1), rows), parts);
+    const int tiles = max(min(a.workers / max(units, 1), rows), parts);
     mine.tile_rows = uint8_t((rows + tiles - 1) / tiles);
     mine.n_tiles = uint8_t(rows == 0 ? 0 : (rows + mine.tile_rows - 1) / mine.tile_rows);
     segment[tid] = mine;
@@ -232,10 +239,9 @@ __device__ void Plan::count(const AttentionParams &a, int most_rows) {
 // Shares out the units. Worker j has of each kind as many units as bring the work of workers 0 .. j, so far,
 // closest to their share of it from below, and none where a larger unit is more than that. Thread j is worker
 // j. Where there are no more units than workers, the first ones have one each, since these blocks come up
-// first.
-__device__ void Plan::share_out(int rows) {
-    const int j = threadIdx.x, lane = j % WARP, warp = j / WARP, workers = int(gridDim.x),
-              me = int(blockIdx.x);
+// first. Where a worker's units end goes to ends_of_workers, unless this is null.
+__device__ void Plan::share_out(const AttentionParams &a, int32_t *ends_of_workers) {
+    const int j = threadIdx.x, lane = j % WARP, warp = j / WARP, workers = a.workers, me = int(blockIdx.x);
     int32_t total = 0;
 #pragma unroll
     for (int k = 0; k < UNIT_KINDS; k++) {
@@ -243,10 +249,15 @@ __device__ void Plan::share_out(int rows) {
     }
     if (total <= workers) {
         int32_t before = 0;
-        for (int k = 0; k < UNIT_KINDS && j == 0; k++) {
+        for (int k = 0; k < UNIT_KINDS; k++) {
             const int32_t units = ends[k][MAX_ROWS - 1];
-            first[k] = min(max(me - before, 0), units);
-            last[k] = min(max(me + 1 - before, 0), units);
+            if (j == 0) {
+                first[k] = min(max(me - before, 0), units);
+                last[k] = min(max(me + 1 - before, 0), units);
+            }
+            if (ends_of_workers != nullptr && j < workers) {
+                ends_of_workers[k * MAX_WORKERS + j] = min(max(j + 1 - before, 0), units);
+            }
             before += units;
         }
         return;
@@ -259,12 +270,15 @@ __device__ void Plan::share_out(int rows) {
             first[k] = last[k] = 0;
         }
         if (units == 0) {
+            if (ends_of_workers != nullptr && j < workers) {
+                ends_of_workers[k * MAX_WORKERS + j] = 0;
+            }
             continue;
         }
         const int region = region_of_kind(k);
         const int tiles =
             k == PATHS ? max(path_tiles[2], path_tiles[3]) : (1 << chunk_region(region).shift) / TILE_KEYS;
-        const uint32_t cost = uint32_t(tiles * TILE_COST + unit_cost(rows) + (k == PATHS ? PATH_COST : 0));
+        const uint32_t cost = uint32_t(tiles * TILE_COST + unit_cost(a.T) + (k == PATHS ? PATH_COST : 0));
         all += uint64_t(units) * cost;
         int32_t n = units;
         if (j < workers - 1) {
@@ -291,12 +305,15 @@ __device__ void Plan::share_out(int rows) {
         if (j == me) {
             last[k] = n;
         }
+        if (ends_of_workers != nullptr && j < workers) {
+            ends_of_workers[k * MAX_WORKERS + j] = n;
+        }
     }
 }
 
 // Makes the plan with all threads of a block, which are MAX_WORKERS at least. A unit has at most most_pairs
 // pairs.
-__device__ void Plan::make(const AttentionParams &a, int most_pairs) {
+__device__ void Plan::make(const AttentionParams &a, int most_pairs, int32_t *ends_of_workers) {
     const int tid = threadIdx.x;
     read(a);
     __syncthreads();
@@ -311,8 +328,46 @@ __device__ void Plan::make(const AttentionParams &a, int most_pairs) {
         ends[u / WARP][WARP + u % WARP] += ends[u / WARP][WARP - 1];
     }
     __syncthreads();
-    share_out(a.T);
+    share_out(a, ends_of_workers);
     __syncthreads();
+}
+
+// MadePlan is a plan that all blocks of a layer take.
+struct alignas(16) MadePlan {
+    Plan plan; // its first and last are not used
+    int32_t ends_of_workers[UNIT_KINDS]
+                           [MAX_WORKERS]; // worker i's units of a kind end here, and those of i + 1 begin
+};
+
+// Copies a plan. It is read past the caches of a multiprocessor, which may have an earlier step's.
+__device__ void Plan::take(const MadePlan &made) {
+    constexpr int WORDS = int(offsetof(Plan, first) + 15) / 16;
+    static_assert(sizeof(Plan) % 16 == 0 && alignof(MadePlan) == 16, "it is copied in words of 16 bytes");
+    const int me = int(blockIdx.x),
+              k = int(threadIdx.x) - int(blockDim.x) + UNIT_KINDS; // the last threads take shares
+    int32_t begin = 0, end = 0;
+    if (k >= 0) {
+        begin = me > 0 ? __ldcg(&made.ends_of_workers[k][me - 1]) : 0;
+        end = __ldcg(&made.ends_of_workers[k][me]);
+    }
+    for (int i = int(threadIdx.x); i < WORDS; i += int(blockDim.x)) {
+        reinterpret_cast<uint4 *>(this)[i] = __ldcg(reinterpret_cast<const uint4 *>(&made.plan) + i);
+    }
+    __syncthreads();
+    if (k >= 0) {
+        first[k] = begin;
+        last[k] = end;
+    }
+    __syncthreads();
+}
+
+// Takes the step's plan, or makes it.
+__device__ void Plan::have(const AttentionParams &a, int most_pairs) {
+    if (a.plan != nullptr) {
+        take(*static_cast<const MadePlan *>(a.plan));
+    } else {
+        make(a, most_pairs, nullptr);
+    }
 }
 
 // UnitInfo says what there is to do for a unit.

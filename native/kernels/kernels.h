@@ -229,7 +229,7 @@ struct AttentionHeadsArgs {
 // attention is softmax attention of a step's rows over what they see: committed positions first .. n_past -
 // 1, then the row's ancestors by depth and itself, in the cells that KvStore has written. Keys are summed in
 // logical order, position by position, in fixed chunks that depend on the absolute position alone. Partial
-// results of chunks are combined in order. So a row's bits depend on its own sequence only: not on the step's
+// results of chunks are combined in a fixed order too. So a row's bits depend on its own sequence only: not on the step's
 // width, the tree beside it, the order of pages or other sequences. Query head h reads KV head h / (H / Hkv).
 struct AttentionArgs {
     KvPool pool;
@@ -250,10 +250,16 @@ struct AttentionArgs {
     // `out` is null.
     void *packed;
     float *scratch; // [attention_scratch(args)] partial results
+    // Null, or what attention_plan has left for these T, H, first, window and pool. On CUDA it spares each block the plan of
+    // its own, which takes longer than to read one.
+    const void *plan;
 };
 // Returns the values of AttentionArgs.scratch for the largest context. It needs T, H, max_pages and pool.D
 // and .Hkv alone.
 int64_t attention_scratch(const AttentionArgs &args);
+
+// Returns the bytes of AttentionArgs.plan.
+int64_t attention_plan_bytes();
 
 // On CUDA the rows of a block, which all see each other, have a kernel of their own, with other partial results.
 constexpr int BLOCK_ATTENTION_SPLITS = 32;
@@ -395,6 +401,9 @@ int nextn_pack(const NextnPackArgs &args, void *stream);
 int keep_hidden(const KeepHiddenArgs &args, void *stream);
 int attention_heads(const AttentionHeadsArgs &args, void *stream);
 int attention(const AttentionArgs &args, void *stream); // it takes block 0
+// Makes the plan of all layers whose attention differs in pool.k, pool.v, q, gate, the results and scratch alone. It needs
+// T, H, first, window, ctl, and of pool what is not a pointer.
+int attention_plan(const AttentionArgs &args, void *plan, void *stream);
 int block_attention(const AttentionArgs &args, void *stream); // it takes block 1, without a gate
 int kv_gather(const KvGatherArgs &args, void *stream);
 int prefill_mask(const MaskArgs &args, void *stream);

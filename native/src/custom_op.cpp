@@ -161,8 +161,17 @@ int attention_heads_op(const ggml_tensor *dst, void *stream) {
     return cuda::attention_heads(a, stream);
 }
 
+int attention_plan_op(const ggml_tensor *dst, void *stream) {
+    AttentionArgs a{};
+    a.T = param(dst, 0), a.H = param(dst, 1), a.first = param(dst, 2), a.window = param(dst, 3);
+    a.pool.type = param(dst, 4), a.pool.Hkv = param(dst, 5), a.pool.D = param(dst, 6);
+    a.ctl = ctl(dst->src[0]);
+    return cuda::attention_plan(a, dst->data, stream);
+}
+
 int attention_packed_op(const ggml_tensor *dst, void *stream) {
     AttentionArgs a = attention_args(dst);
+    a.plan = dst->src[6] == nullptr ? nullptr : dst->src[6]->data;
     a.packed = a.out;
     a.scratch = a.out + rowmm_op_bytes(a.T, int64_t(a.pool.D) * a.H) / int64_t(sizeof(float));
     a.out = nullptr;
@@ -390,7 +399,8 @@ const CustomOp OPS[] = {
     {"keep_hidden", "E,T E E,n* iT > 1", nullptr,
      [](const ggml_tensor *dst, void *stream) { return keep_hidden_op(dst, stream, real(dst, 0)); }},
     {"attention_heads", "xP h iT kw,c* kw,c* ctl ip h? > 1", nullptr, attention_heads_op},
-    {"attention_packed", "Q,T G,T kw,c kw,c ctl ip > 1", nullptr, attention_packed_op},
+    {"attention_plan", "ctl > 1", nullptr, attention_plan_op},
+    {"attention_packed", "Q,T G,T kw,c kw,c ctl ip iP? > 1", nullptr, attention_packed_op},
     {"rowmm_parts_rms", "K xP K,T? > K,T", nullptr, rowmm_parts_rms_op},
     {"rowmm_parts_swiglu", "xP > 1", nullptr, rowmm_parts_swiglu_op},
     {"gemm_pack", "K,T > 1", nullptr,

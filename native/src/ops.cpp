@@ -116,24 +116,63 @@ static int64_t attention_room(const StepBuild &b, const AttentionShape &s, int64
     return 0;
 }
 
-// Adds an op of attention, whose node has `values` of the result, then room for partial ones.
+// Returns the lowest position that attention sees.
+static int32_t first_position(const KvLayer &kv) {
+    return kv.owner == KV_HEAD ? 1 : 0;
+}
+
+// Adds an op of attention, whose node has `values` of the result, then room for partial ones. `plan` may be null.
 static ggml_tensor *attention_op(const StepBuild &b, const char *name, int64_t values, ggml_tensor *q,
-                                 ggml_tensor *gate, const AttentionShape &s, const KvLayer &kv, bool block) {
+                                 ggml_tensor *gate, const AttentionShape &s, const KvLayer &kv, bool block,
+                                 ggml_tensor *plan) {
     const int64_t D = s.head_dim, T = q->ne[2];
     q = ggml_reshape_2d(b.ctx, q, D * s.n_head, T);
-    return add_op(b.ctx, name, GGML_TYPE_F32, values + attention_room(b, s, T, block), 1,
-                  {q, gate == nullptr ? q : gate, kv.cells.k, kv.cells.v, b.in.ctl, b.in.pages},
-                  {int32_t(D), kv.owner == KV_HEAD ? 1 : 0, int32_t(s.window), int32_t(b.cache.max_pages()),
-                   bits_of_real(1.0f / std::sqrt(float(D))), bits_of_real(s.softcap), gate != nullptr,
-                   block});
+    ggml_tensor *args[] = {q, gate == nullptr ? q : gate, kv.cells.k, kv.cells.v, b.in.ctl, b.in.pages, plan};
+    const int32_t params[] = {int32_t(D),
+                              first_position(kv),
+                              int32_t(s.window),
+                              int32_t(b.cache.max_pages()),
+                              bits_of_real(1.0f / std::sqrt(float(D))),
+                              bits_of_real(s.softcap),
+                              gate != nullptr,
+                              block};
+    return add_op(b.ctx, *find_op(name), GGML_TYPE_F32, values + attention_room(b, s, T, block), 1, args,
+                  plan == nullptr ? 6 : 7, params, 8);
 }
 
 ggml_tensor *attend_pages(const StepBuild &b, ggml_tensor *q, ggml_tensor *gate, const AttentionShape &s,
                           const KvLayer &kv, bool block) {
     const int64_t K = int64_t(s.head_dim) * s.n_head, T = q->ne[2];
-    ggml_tensor *o = attention_op(b, block ? "block_attention" : "attention", K * T, q, gate, s, kv, block);
+    ggml_tensor *o =
+        attention_op(b, block ? "block_attention" : "attention", K * T, q, gate, s, kv, block, nullptr);
     return ggml_view_2d(b.ctx, o, K, T, size_t(K) * sizeof(float), 0);
 }
+
+#ifdef LUCE_USE_CUDA
+// Returns the plan of a trunk layer's attention, which is made once for all layers like it, ahead of them. A head's one layer
+// has none: its blocks make it in less time than another kernel takes.
+static ggml_tensor *attention_plan(const StepBuild &b, int64_t T, const AttentionShape &s,
+                                   const KvLayer &kv) {
+    if (kv.owner != KV_TRUNK) {
+        return nullptr;
+    }
+    const std::vector<int32_t> params = {int32_t(T),         int32_t(s.n_head),         first_position(kv),
+                                         int32_t(s.window),  int32_t(kv.cells.k->type), int32_t(s.n_head_kv),
+                                         int32_t(s.head_dim)};
+    for (const auto &[known, node] : b.plans) {
+        if (known == params) {
+            return node;
+        }
+    }
+    ggml_tensor *args[] = {b.in.ctl};
+    ggml_tensor *plan = add_op(b.ctx, *find_op("attention_plan"), GGML_TYPE_I32,
+                               attention_plan_bytes() / int64_t(sizeof(int32_t)), 1, args, 1, params.data(),
+                               int(params.size()));
+    ggml_build_forward_expand(b.graph, plan); // it does not stand between a layer's kernels
+    b.plans.emplace_back(params, plan);
+    return plan;
+}
+#endif
 
 // Adds attention over what a step's rows see, as the product with `out` takes it.
 static MatmulInput attended(const StepBuild &b, ggml_tensor *q, ggml_tensor *q_gate, const Attention &w,
@@ -142,7 +181,8 @@ static MatmulInput attended(const StepBuild &b, ggml_tensor *q, ggml_tensor *q_g
     if (is_packed(w.out)) {
         const int64_t K = int64_t(w.shape.head_dim) * w.shape.n_head, T = q->ne[2];
         const int64_t packed = rowmm_op_bytes(T, K) / int64_t(sizeof(float));
-        ggml_tensor *o = attention_op(b, "attention_packed", packed, q, q_gate, w.shape, kv, false);
+        ggml_tensor *o = attention_op(b, "attention_packed", packed, q, q_gate, w.shape, kv, false,
+                                      attention_plan(b, T, w.shape, kv));
         const MatmulInput in = {ROWMM_PLAIN, o, nullptr, nullptr, 0, K, T};
         made_input(b, in, true, [&] { return o; });
         return in;

@@ -22,6 +22,7 @@
 //                        norms, RoPE, cells  attention_heads       adds the parts up; moves accepted rows first
 //                        attention           attention_packed      in two kernels: chunks, then their sum, gated and packed
 //                        out, residual ..    as above, and the FFN
+//   once a step          plan                attention_plan        which block of attention does what, for all layers
 //   a draft has besides  its input           nextn_pack            looks embeddings up, norms both halves, packs
 //                        eh_proj, norm       rowmm_parts, rowmm_parts_rms
 //                        head, choice        rowmm, choose_draft   keeps choice and hidden row
@@ -117,6 +118,8 @@ struct StepBuild {
     bool brief = false; // of the layers of one kind it has the first alone
     // It remembers the inputs of matmuls, so that none is made twice.
     mutable std::vector<MadeInput> inputs = {};
+    // It remembers the plans of attention, by the params of their ops.
+    mutable std::vector<std::pair<std::vector<int32_t>, ggml_tensor *>> plans = {};
 
     bool prefill() const { return kind == StepKind::prefill || kind == StepKind::prefill_last; }
     bool has_layer(uint32_t layer) const { return !brief || model.first_of_kind(layer); }

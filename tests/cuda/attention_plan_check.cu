@@ -16,7 +16,7 @@ struct Found {
 
 __global__ void plan_kernel(AttentionParams a, Found found) {
     __shared__ Plan plan;
-    plan.make(a, PAIRS);
+    plan.make(a, PAIRS, nullptr);
     if (threadIdx.x == 0) {
         int32_t tiles = 0;
         for (Cursor unit(a, plan); unit.valid(); unit.next()) {
@@ -25,6 +25,35 @@ __global__ void plan_kernel(AttentionParams a, Found found) {
                       int32_t(unit.n_rows));
         }
         found.tiles[blockIdx.x] = tiles;
+    }
+}
+
+// Makes the plan for all blocks, as attention's own kernel does.
+__global__ void make_kernel(AttentionParams a, MadePlan *to) {
+    __shared__ MadePlan made;
+    made.plan.make(a, PAIRS, &made.ends_of_workers[0][0]);
+    for (int i = int(threadIdx.x); i < int(sizeof(MadePlan) / 4); i += THREADS) {
+        reinterpret_cast<uint32_t *>(to)[i] = reinterpret_cast<const uint32_t *>(&made)[i];
+    }
+}
+// Counts the blocks to whom that plan says something else than their own one.
+__global__ void take_kernel(AttentionParams a, const MadePlan *made, int32_t *differ) {
+    __shared__ Plan own, taken;
+    own.make(a, PAIRS, nullptr);
+    taken.take(*made);
+    if (threadIdx.x == 0) {
+        bool same = own.rows_of_unit() == taken.rows_of_unit();
+        for (int k = 0; k < UNIT_KINDS; k++) {
+            same = same && own.first[k] == taken.first[k] && own.last[k] == taken.last[k];
+        }
+        Cursor x(a, own), y(a, taken);
+        for (; same && x.valid() && y.valid(); x.next(), y.next()) {
+            same = x.row == y.row && x.n_rows == y.n_rows && x.head == y.head && x.chunk == y.chunk &&
+                   x.begin == y.begin && x.end == y.end && x.low == y.low && x.seq() == y.seq();
+        }
+        if (!same || x.valid() != y.valid()) {
+            atomicAdd(differ, 1);
+        }
     }
 }
 
@@ -43,6 +72,7 @@ Load load_of(const Ints &past, int rows) {
     a.groups_of_head = 1;
     a.G = 6;
     a.per_G = (65536 + a.G - 1) / a.G;
+    a.workers = BLOCKS;
     int longest = 0;
     host.n_seqs = int(past.size());
     host.n_rows = a.T;
@@ -67,6 +97,13 @@ Load load_of(const Ints &past, int rows) {
     units.set(Ints(units.n, 0));
     plan_kernel<<<BLOCKS, THREADS, 0, stream>>>(a, Found{tiles.p, units.p});
     must(cudaStreamSynchronize(stream));
+    Device<MadePlan> made(1);
+    Device<int32_t> differ(1);
+    differ.set({0});
+    make_kernel<<<1, THREADS, 0, stream>>>(a, made.p);
+    take_kernel<<<BLOCKS, THREADS, 0, stream>>>(a, made.p, differ.p);
+    must(cudaStreamSynchronize(stream));
+    expect(differ.get()[0] == 0, "attention's plan: blocks take other units of one made for all than of their own");
     const Ints found = tiles.get(), rows_of_units = units.get();
     const std::string what = std::to_string(past.size()) + " sequences of " + std::to_string(past[0]) +
                              " .., " + std::to_string(rows) + " rows";

@@ -1,5 +1,5 @@
 // Times attention on the 27B's shape. One CUDA graph runs an op for 16 layers, or 4 where these are long, each with its own
-// KV, and the median of its replays is shown per layer: of attention that packs its result, of the kernel that makes its heads, and
+// KV, and the median of its replays is shown per layer: of attention that packs its result, by one plan for all layers, of the kernel that makes its heads, and
 // of the store of cells alone. GB/s counts the K and V of each sequence once. Filling the cells,
 // capture and warm-up are outside the timing. The layers share q and the control block.
 #include "harness.h"
@@ -111,6 +111,7 @@ void time_case(const Cells &cells, int context, const Ints &parents, int max_pag
     a.pool = cells.layer(0);
     Device<float> scratch(size_t(attention_scratch(a)));
     a.scratch = scratch.p;
+    const Device<uint8_t> plan{size_t(attention_plan_bytes())};
     const auto store = [&](int i) {
         must(cuda::kv_store({cells.layer(i), T, 0, 0, k.p, k.p, ctl.p, cells.table.p}, stream));
     };
@@ -119,6 +120,10 @@ void time_case(const Cells &cells, int context, const Ints &parents, int max_pag
     }
     const double store_us = median_us(store, REPLAYS, cells.layers), heads_us = time_heads(cells, ctl, T), us = median_us([&](int i) {
         a.pool = cells.layer(i);
+        if (i == 0) {
+            a.plan = plan.p;
+            must(cuda::attention_plan(a, plan.p, stream));
+        }
         must(cuda::attention(a, stream));
     }, REPLAYS, cells.layers);
     const double bytes = 2.0 * cells.n_seqs * (context + rows) * double(cells.cell_bytes);

@@ -320,6 +320,7 @@ inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
 template <typename T> T __ldcg(const T *p) { return *p; }
 template <typename T> T __ldcv(const T *p) { return *p; }
 inline void __threadfence_system() {}
+inline void __threadfence() {}
 template <typename T> void __stcg(T *p, T x) { *p = x; }
 template <typename T> void __stwb(T *p, T x) { *p = x; }
 
