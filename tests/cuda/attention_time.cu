@@ -30,18 +30,16 @@ struct Cells { // it holds the cells of all layers
     static int64_t bytes_of(int kv_type) {
         return kv_type == 1 ? 2 * HKV * D : kv_type == 8 ? HKV * D / 32 * 34 : HKV * D / 32 * 18;
     }
-    static Ints page_table(int n, bool shuffled) {
+    static Ints shuffled(int n) { // pages in order are read no faster
         Ints pages = chain(n + 1); // -1, 0 ..
         pages.erase(pages.begin());
-        if (shuffled) {
-            std::shuffle(pages.begin(), pages.end(), rng);
-        }
+        std::shuffle(pages.begin(), pages.end(), rng);
         return pages;
     }
-    Cells(int kv_type, int seqs, int context, bool shuffled = true)
+    Cells(int kv_type, int seqs, int context)
         : type(kv_type), n_seqs(seqs), n_pages((context + MAX_ROWS) / PAGE + 1),
           layers(seqs * context > 300000 ? 4 : 16), cell_bytes(bytes_of(kv_type)),
-          memory(size_t(2 * layers) * seqs * n_pages * PAGE * cell_bytes), table(page_table(seqs * n_pages, shuffled)) {
+          memory(size_t(2 * layers) * seqs * n_pages * PAGE * cell_bytes), table(shuffled(seqs * n_pages)) {
         fill_cells<<<2048, 256, 0, stream>>>(reinterpret_cast<__half *>(memory.p), memory.n / 2);
     }
     KvPool layer(int i) const {
@@ -155,12 +153,10 @@ void time_attention(bool all) {
                 time_case(one, context, random_tree(64, 12, false), max_pages, "tree");
             }
         }
-        for (bool shuffled : {true, false}) { // pages that follow each other are read faster
-            const Cells eight(1, 8, context, shuffled);
-            const int max_pages = std::max(eight.n_pages, 128);
-            for (int rows : {1, 4}) {
-                time_case(eight, context, chain(rows), max_pages, shuffled ? "chain" : "order");
-            }
+        const Cells eight(1, 8, context);
+        const int max_pages = std::max(eight.n_pages, 128);
+        for (int rows : {1, 4}) {
+            time_case(eight, context, chain(rows), max_pages, "chain");
         }
     }
 }
