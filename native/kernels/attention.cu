@@ -128,13 +128,11 @@ int32_t most_chunks(const AttentionArgs &args) {
     return chunk_at(args.max_pages * PAGE - 1) + 1;
 }
 
+// Units of these kinds have room for different numbers of pairs.
+enum PlanKind { F32_PLAN, TENSOR_PLAN, AHEAD_PLAN };
+
 // Makes the plan for all blocks of all layers. It never says let_next_start(), so that what is behind comes up when it has ended,
 // and may read the plan at once.
-enum PlanKind {
-    F32_PLAN,
-    TENSOR_PLAN,
-    AHEAD_PLAN
-}; // units of these have room for different numbers of pairs
 template <PlanKind KIND>
 __global__ void __launch_bounds__(MAX_WORKERS)
     plan_kernel(const __grid_constant__ AttentionParams a, MadePlan *to) {

@@ -335,16 +335,16 @@ __device__ void Plan::make(const AttentionParams &a, int most_pairs, int32_t *en
 // MadePlan is a plan that all blocks of a layer take.
 struct alignas(16) MadePlan {
     Plan plan; // its first and last are not used
-    int32_t ends_of_workers[UNIT_KINDS]
-                           [MAX_WORKERS]; // worker i's units of a kind end here, and those of i + 1 begin
+    // Worker i's units of a kind end at its entry, and those of worker i + 1 begin there.
+    int32_t ends_of_workers[UNIT_KINDS][MAX_WORKERS];
 };
 
 // Copies a plan. It is read past the caches of a multiprocessor, which may have an earlier step's.
 __device__ void Plan::take(const MadePlan &made) {
     constexpr int WORDS = int(offsetof(Plan, first) + 15) / 16;
     static_assert(sizeof(Plan) % 16 == 0 && alignof(MadePlan) == 16, "it is copied in words of 16 bytes");
-    const int me = int(blockIdx.x),
-              k = int(threadIdx.x) - int(blockDim.x) + UNIT_KINDS; // the last threads take shares
+    const int me = int(blockIdx.x);
+    const int k = int(threadIdx.x) - int(blockDim.x) + UNIT_KINDS; // the last threads take shares
     int32_t begin = 0, end = 0;
     if (k >= 0) {
         begin = me > 0 ? __ldcg(&made.ends_of_workers[k][me - 1]) : 0;
