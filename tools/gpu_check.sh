@@ -6,7 +6,7 @@
 #   tools/gpu_check.sh together 'STAGE ...' 'STAGE ...'     (build, then the first stages on the first GPU, the second
 #                                                            on the second, and so on, at the same time)
 #   tools/gpu_check.sh share [STAGE ...]     (the same with the stages, by default all, shared out among the GPUs there
-#                                             are, by what they take on an H200: eight minutes on four of them)
+#                                             are, by what they take on an H200: that adds up to eight minutes on four)
 #   tools/gpu_check.sh shares N [STAGE ...]  (print the seconds and stages that `share` would give each of N GPUs)
 #     build     the library, its kernels' checks, and llama.cpp where the kit has its source
 #     oracle    the oracle model and its DFlash drafter, made beside the stages after this one, until one needs them
@@ -59,7 +59,7 @@ threads=${THREADS:-16}
 own_threads=() # luce uses none with a model on a GPU.
 [[ $device != cpu ]] || own_threads=(--threads "$threads")
 all="build oracle kernels suite peer auto part sampled sweep prefill dflash nineb experts zero batch serve sanitize kl gap attention"
-# So many seconds on an H200.
+# They took so many seconds on an H200; those of sanitize and gap are guesses.
 declare -A takes=([kernels]=55 [suite]=180 [peer]=90 [auto]=70 [part]=150 [sampled]=54 [sweep]=47 [prefill]=49 [dflash]=75
     [nineb]=75 [experts]=150 [zero]=28 [batch]=131 [serve]=275 [sanitize]=200 [kl]=60 [gap]=10 [attention]=23)
 need_oracle="peer auto part sampled sweep prefill dflash batch serve"
