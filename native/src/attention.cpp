@@ -3,6 +3,8 @@
 // each row reads only its own keys of it.
 #include "attention.h"
 
+#include "exponential.h"
+
 #include "../kernels/attention_chunks.h"
 
 #include <ggml-cpu.h>
@@ -121,30 +123,6 @@ void add_values(float *__restrict acc, const float *__restrict v, const float *p
     }
 }
 
-// Returns e^x for x <= 0, to 2 ulp, and 0 far down. It has no call and no branch, so that loops over it
-// become vector code.
-float exp_below(float x) {
-    const float shift = 12582912.0f; // this is 1.5 * 2^23: adding it rounds to an integer
-    const float clamped = x < -104.0f ? -104.0f : x;
-    const float n = std::fma(clamped, 1.44269504f, shift) - shift;
-    const float r = std::fma(n, -1.42860677e-6f, std::fma(n, -0.693145752f, clamped)); // |r| <= ln(2)/2
-    float y = 1.38888889e-3f;
-    y = std::fma(y, r, 8.33333333e-3f);
-    y = std::fma(y, r, 4.16666667e-2f);
-    y = std::fma(y, r, 1.66666667e-1f);
-    y = std::fma(y, r, 0.5f);
-    y = std::fma(y, r, 1.0f);
-    y = std::fma(y, r, 1.0f);
-    // There are two factors, since 2^-150 alone is no number.
-    const int32_t exponent = n == n ? int32_t(n) : 0;
-    const int32_t half = exponent >> 1;
-    const uint32_t low = uint32_t(half + 127) << 23, high = uint32_t(exponent - half + 127) << 23;
-    float a, b;
-    memcpy(&a, &low, sizeof(a));
-    memcpy(&b, &high, sizeof(b));
-    return y * a * b;
-}
-
 // ---- attention ---------------------------------------------------------------------------------------
 
 // Sums are the largest score, and the sum of e^(score - max). The sum of e^(score - max) * v (D values) lies
@@ -234,7 +212,7 @@ struct Unit {
             most = x[i] > most ? x[i] : most;
         }
         if (most > s.max) {
-            const float shrink = s.max == -INFINITY ? 0.0f : exp_below(s.max - most);
+            const float shrink = s.max == -INFINITY ? 0.0f : exponential(s.max - most);
             s.sum *= shrink;
             for (int d = 0; d < D; d++) {
                 acc[d] *= shrink;
@@ -243,7 +221,7 @@ struct Unit {
         }
         const float base = most == -INFINITY ? 0.0f : most;
         for (int i = 0; i < n; i++) {
-            x[i] = exp_below(x[i] - base);
+            x[i] = exponential(x[i] - base);
         }
         for (int i = 0; i < n; i++) {
             s.sum += x[i];
@@ -289,8 +267,8 @@ struct Unit {
         Sums &c = sums[i], &t = sums[end - begin + i];
         float *acc = chunk + int64_t(i) * D, *out = total + int64_t(i) * D;
         const float most = c.max > t.max ? c.max : t.max;
-        const float of_chunk = c.max == -INFINITY ? 0.0f : exp_below(c.max - most);
-        const float of_total = t.max == -INFINITY ? 0.0f : exp_below(t.max - most);
+        const float of_chunk = c.max == -INFINITY ? 0.0f : exponential(c.max - most);
+        const float of_total = t.max == -INFINITY ? 0.0f : exponential(t.max - most);
         if (c.sum != 0) { // it also does so where the sum is NaN
             t.sum = t.sum * of_total + c.sum * (c.max == -INFINITY ? 1.0f : of_chunk);
             for (int d = 0; d < D; d++) {
@@ -314,7 +292,7 @@ struct Unit {
             if (a.gate != nullptr) {
                 const float *gate = a.gate + row * a.gate_row + q_head * a.gate_head;
                 for (int d = 0; d < D; d++) {
-                    out[d] *= 1.0f / (1.0f + std::exp(-gate[d]));
+                    out[d] *= sigmoid(gate[d]);
                 }
             }
         }

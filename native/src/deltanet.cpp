@@ -1,6 +1,8 @@
 // Computes the DeltaNet ops on the CPU, as their reference. The order of every sum is fixed and does not depend on how many rows or
 // sequences there are, so a row's bits are the same in plain decoding, in any verify step and in a replay.
 #include "custom_op.h"
+#include "exponential.h"
+#include "lanes.h"
 
 #include <cmath>
 #include <cstring>
@@ -8,16 +10,13 @@
 namespace luce {
 namespace {
 
+using lanes::all;
+using lanes::Floats;
+using lanes::fma;
+using lanes::LANES;
+
 constexpr int TAPS = 4;
 constexpr int MAX_S = 128;
-
-float silu(float x) {
-    return x / (1.0f + std::exp(-x));
-}
-
-float sigmoid(float x) {
-    return 1.0f / (1.0f + std::exp(-x));
-}
 
 float softplus(float x) {
     return x > 20.0f ? x : std::log1p(std::exp(x));
@@ -63,18 +62,22 @@ void conv_row(const ConvArgs &a, const Sequence &part, const Window &window, int
         taps[i] = row >= 0 ? a.x + row * C + c0 : window.row[--from_window];
         row = row >= 0 ? part.parent(row) : -1;
     }
-    float *out = a.out + t * C + c0;
-    float sum = 0;
+    float *out = a.out + t * C + c0, y[MAX_S];
+    const float *w = a.w + c0 * TAPS;
     for (int64_t c = 0; c < n; c++) {
-        const float *w = a.w + (c0 + c) * TAPS;
-        float y = w[0] * taps[0][c];
+        y[c] = w[c * TAPS] * taps[0][c];
         for (int i = 1; i < TAPS; i++) {
-            y = std::fma(w[i], taps[i][c], y);
+            y[c] = std::fma(w[c * TAPS + i], taps[i][c], y[c]);
         }
-        out[c] = silu(y);
-        sum = std::fma(out[c], out[c], sum);
+    }
+    for (int64_t c = 0; c < n; c++) {
+        out[c] = silu(y[c]);
     }
     if (normalise) {
+        float sum = 0;
+        for (int64_t c = 0; c < n; c++) {
+            sum = std::fma(out[c], out[c], sum);
+        }
         const float scale = 1.0f / std::sqrt(sum + 1e-6f);
         for (int64_t c = 0; c < n; c++) {
             out[c] *= scale;
@@ -127,19 +130,19 @@ float *state_of(const DeltaArgs &a, const SeqCtl &seq, int head) {
 
 // Columns are W columns (v dimensions) of one head's state. They are the unit of work of the recurrence.
 template <int W> struct Columns {
+    static constexpr int N = W / LANES; // a row of the columns is so many vectors
     const DeltaArgs &a;
     const Sequence &part;
     int h; // it is the v head
     int j0; // it is the first column
     const float *next; // it is the state of this thread's next unit, or null
     float *log; // it is the log of the sequence's slot
-    float S[MAX_S][W]; // [k][v]
+    float *committed; // it is the head's state from the first column on, whose rows are S apart
+    Floats S[MAX_S][N]; // [k][v]
 
     Columns(const DeltaArgs &args, const Sequence &sequence, int head, int column, const float *following)
         : a(args), part(sequence), h(head), j0(column), next(following),
-          log(a.log + part.seq.slot * a.shape.log_size()) {}
-
-    float *state(int i) const { return state_of(a, part.seq, h) + i * a.shape.S + j0; }
+          log(a.log + part.seq.slot * a.shape.log_size()), committed(state_of(a, part.seq, h) + j0) {}
 
     // Row i of the next unit's state comes while this one is computed: together the states of many sequences are too
     // many for a near cache.
@@ -151,20 +154,25 @@ template <int W> struct Columns {
 
     void load() {
         for (int i = 0; i < a.shape.S; i++) {
-            memcpy(S[i], state(i), sizeof(S[i]));
+            memcpy(S[i], committed + i * a.shape.S, sizeof(S[i]));
         }
     }
     void store() const {
         for (int i = 0; i < a.shape.S; i++) {
-            memcpy(state(i), S[i], sizeof(S[i]));
+            memcpy(committed + i * a.shape.S, S[i], sizeof(S[i]));
         }
     }
 
-    // Applies a logged row again: S = fma(k, delta, exp(g)*S).
-    void replay(const float *k, float decay, const float *delta) {
+    // Applies a logged row again: S = fma(k, delta, exp(g)*S). S is taken from memory, or is the one that is here.
+    void replay(const float *k, float decay, const float *delta, bool from_memory) {
+        Floats change[N];
+        memcpy(change, delta, sizeof(change));
+        const float *from = from_memory ? committed : reinterpret_cast<const float *>(S);
+        const int64_t pitch = from_memory ? a.shape.S : W;
         for (int i = 0; i < a.shape.S; i++) {
-            for (int j = 0; j < W; j++) {
-                S[i][j] = std::fma(k[i], delta[j], decay * S[i][j]);
+            for (int n = 0; n < N; n++) {
+                S[i][n] =
+                    fma(all(k[i]), change[n], all(decay) * lanes::load<Floats>(from + i * pitch + n * LANES));
             }
         }
     }
@@ -172,24 +180,25 @@ template <int W> struct Columns {
     // Applies a row: D = exp(g)*S; delta = beta*(v - D^T k); S = fma(k, delta, D); o = S^T q.
     void update(const float *q, const float *k, const float *v, float decay, float beta, float *delta,
                 float *o) {
-        float acc[W] = {};
+        Floats acc[N] = {}, change[N];
         for (int i = 0; i < a.shape.S; i++) {
             fetch_next(i);
-            for (int j = 0; j < W; j++) {
-                S[i][j] *= decay;
-                acc[j] = std::fma(S[i][j], k[i], acc[j]);
+            for (int n = 0; n < N; n++) {
+                S[i][n] *= all(decay);
+                acc[n] = fma(S[i][n], all(k[i]), acc[n]);
             }
         }
-        for (int j = 0; j < W; j++) {
-            delta[j] = beta * (v[j] - acc[j]);
-            acc[j] = 0;
+        for (int n = 0; n < N; n++) {
+            change[n] = all(beta) * (lanes::load<Floats>(v + n * LANES) - acc[n]);
+            acc[n] = Floats{};
         }
         for (int i = 0; i < a.shape.S; i++) {
-            for (int j = 0; j < W; j++) {
-                S[i][j] = std::fma(k[i], delta[j], S[i][j]);
-                acc[j] = std::fma(S[i][j], q[i], acc[j]);
+            for (int n = 0; n < N; n++) {
+                S[i][n] = fma(all(k[i]), change[n], S[i][n]);
+                acc[n] = fma(S[i][n], all(q[i]), acc[n]);
             }
         }
+        memcpy(delta, change, sizeof(change));
         memcpy(o, acc, sizeof(acc));
     }
 };
@@ -206,11 +215,13 @@ template <int W> void enter(Columns<W> &cols, int parent) {
     for (int row = parent; row >= 0; row = cols.part.parent(row)) {
         path[n++] = row;
     }
-    cols.load();
-    while (n-- > 0) {
+    if (n == 0) {
+        cols.load();
+    }
+    for (bool first = true; n-- > 0; first = false) {
         const int t = path[n];
         cols.replay(a.x + t * s.conv_dim() + (s.Hk + cols.h % s.Hk) * s.S, row_decay(a, t, cols.h),
-                    cols.log + s.log_delta(t - cols.part.row0) + cols.h * s.S + cols.j0);
+                    cols.log + s.log_delta(t - cols.part.row0) + cols.h * s.S + cols.j0, first);
     }
 }
 
@@ -255,13 +266,14 @@ template <int W> void deltanet_head(const DeltaArgs &a, const Sequence &part, in
         Columns<W> cols(a, part, h, j0, next);
         if (seq.fresh) {
             memset(cols.S, 0, sizeof(cols.S));
-        } else {
+        } else if (seq.n_replay == 0) {
             cols.load();
         }
         for (int p = 0; p < seq.n_replay; p++) {
             const int row = seq.pending[p];
             cols.replay(cols.log + s.log_key(seq.bank, row) + (h % s.Hk) * s.S,
-                        cols.log[s.log_decay(seq.bank, row) + h], cols.log + s.log_delta(row) + h * s.S + j0);
+                        cols.log[s.log_decay(seq.bank, row) + h], cols.log + s.log_delta(row) + h * s.S + j0,
+                        p == 0 && seq.fresh == 0);
         }
         if (s.mode == DELTA_VERIFY && part.write_back) {
             cols.store();

@@ -1,5 +1,7 @@
 #include "experts.h"
 
+#include "exponential.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -96,7 +98,7 @@ public:
             float *out = a.out + pairs[c] * N;
             const float *x = products_[0].data() + c * N, *y = products_[1].data() + c * N;
             for (int64_t n = n0; n < n1; n++) {
-                out[n] = a.n_weights == 1 ? x[n] : x[n] / (1.0f + std::exp(-x[n])) * y[n];
+                out[n] = a.n_weights == 1 ? x[n] : silu(x[n]) * y[n];
             }
         }
     }

@@ -1,5 +1,6 @@
 #include "ram_experts.h"
 
+#include "exponential.h"
 #include "lanes.h"
 
 #include <algorithm>
@@ -140,7 +141,7 @@ void RamExperts::up(const RamExpertsArgs &a, int64_t begin, int64_t end) {
         multiply(a.gate, expert * a.gate_bytes, n0, N, x, a.E, chosen.n, gate);
         multiply(a.up, expert * a.up_bytes, n0, N, x, a.E, chosen.n, up);
         for (int64_t i = 0; i < chosen.n * N; i++) {
-            gate[i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];
+            gate[i] = silu(gate[i]) * up[i];
         }
         if (packs(a.down.type)) { // FF is whole blocks, and so this is one
             auto *blocks = static_cast<PackedBlock *>(hidden(a, chosen)) + u % units * chosen.n;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <ctime>
 #include <utility>
 
 #if defined(__x86_64__) || defined(__i386__)
@@ -11,9 +12,17 @@
 namespace luce {
 namespace {
 
-// This is short beside a step and long beside an op: between the ops of a step helpers stay awake, and after
-// it they sleep.
+// The caller waits so long for parts before it sleeps.
 constexpr int SPINS = 2000;
+// A helper waits so long for a job before it sleeps: BRIEFLY is longer than what a caller does between the jobs of a step,
+// and LONG is longer than what it does between steps of one text. Waking a helper costs the caller up to a tenth of a
+// small model's step.
+constexpr std::chrono::microseconds BRIEFLY(25), LONG(300);
+// A helper that did not run for so long, though it wanted to, has a neighbour on its CPU. One who sleeps is let in as soon
+// as it wakes, and one who spins waits for its turn. So it waits briefly for a while then, which doubles each time and
+// fades in calm times.
+constexpr std::chrono::milliseconds ABSENT(1), LEAST_CROWDED(20), MOST_CROWDED(2560);
+constexpr int FADES = 16; // a calm time takes such a part of itself away
 // They count jobs: less than a step, and hundreds of steps.
 constexpr int MIN_PATIENCE = 64, MAX_PATIENCE = 1 << 16;
 // A helper who slept through a step's first ops may miss the others.
@@ -22,10 +31,18 @@ constexpr std::chrono::microseconds WAKE_EVERY(200);
 // in a step of that length does not. One job saves at most as much as few jobs take: what is more is a caller that
 // did not run.
 constexpr std::chrono::microseconds MOST_CREDIT(20000), MOST_SAVED(500);
-constexpr uint64_t PART = 1, PARTS = PART << 16, SERIAL = PARTS << 16, MASK = 0xffff;
 
-bool parts_left(uint64_t job) {
-    return (job & MASK) < (job / PARTS & MASK);
+constexpr uint64_t NEXT = uint64_t(1) << 16, SERIAL = NEXT << 16, MASK = 0xffff;
+
+// Returns how long the calling thread has run.
+std::chrono::nanoseconds time_run() {
+    timespec ran{};
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &ran);
+    return std::chrono::seconds(ran.tv_sec) + std::chrono::nanoseconds(ran.tv_nsec);
+}
+
+bool parts_left(uint64_t parts) {
+    return (parts / NEXT & MASK) < (parts & MASK);
 }
 
 } // namespace
@@ -66,26 +83,77 @@ Team::~Team() {
     }
 }
 
-bool Team::take_part() {
-    if (!parts_left(job_.load(std::memory_order_relaxed))) {
-        return false;
-    }
-    const uint64_t job = job_.fetch_add(PART, std::memory_order_acq_rel);
-    if (!parts_left(job)) {
-        return false; // others were faster; a job has room for as many such takes as there are threads
-    }
+int Team::place_of(int thread) const {
+    return thread % std::min(active_ + 1, MOST_PLACES);
+}
+
+// Takes the first part that is left, or else the last, and runs it.
+bool Team::take_part(Place &place, bool first) {
+    uint64_t parts = place.parts.load(std::memory_order_acquire);
+    do {
+        if (!parts_left(parts)) {
+            return false;
+        }
+    } while (!place.parts.compare_exchange_weak(parts, first ? parts + NEXT : parts - 1,
+                                                std::memory_order_acq_rel));
     try {
-        call_(context_, int(job & MASK));
+        place.call(place.context, int(first ? parts / NEXT & MASK : (parts & MASK) - 1));
     } catch (...) {
         const std::lock_guard<std::mutex> lock(mutex_);
         failure_ = failure_ ? failure_ : std::current_exception();
     }
-    done_++;
+    return true;
+}
+
+// Takes parts of a thread's own place, and then, while there are any, of the others. Returns how many.
+int Team::take_parts(int thread) {
+    const int n_places = std::min(active_ + 1, MOST_PLACES), own = place_of(thread);
+    int taken = 0;
+    for (int i = 0; i < n_places; i++) {
+        int n = 0;
+        while (take_part(places_[size_t((own + i) % n_places)], i == 0)) {
+            n++;
+        }
+        if (n > 0 && thread > 0) {
+            report(n);
+        }
+        taken += n;
+    }
+    return taken;
+}
+
+// Says that a helper has done n parts.
+void Team::report(int n) {
+    done_ += n;
     if (waiting_) {
         const std::lock_guard<std::mutex> lock(mutex_);
         finished_.notify_one();
     }
-    return true;
+}
+
+// Gives each place its share. The last store is sequentially consistent with asleep_.
+void Team::give(int n_parts, Call call, const void *context) {
+    done_.store(0, std::memory_order_relaxed);
+    serial_++;
+    const int n_places = std::min(active_ + 1, MOST_PLACES);
+    for (int i = n_places - 1; i >= 0; i--) {
+        Place &place = places_[size_t(i)];
+        place.call = call;
+        place.context = context;
+        const uint64_t begin = uint64_t(n_parts * i / n_places), end = uint64_t(n_parts * (i + 1) / n_places);
+        place.parts.store(serial_ * SERIAL + begin * NEXT + end,
+                          i > 0 ? std::memory_order_release : std::memory_order_seq_cst);
+    }
+}
+
+void Team::wake_helpers(Clock::time_point now) {
+    if (asleep_.load() > 0 && now - woken_ > WAKE_EVERY) {
+        woken_ = now;
+        {
+            const std::lock_guard<std::mutex> lock(mutex_);
+        }
+        wake_.notify_all();
+    }
 }
 
 void Team::run(int n_parts, Call call, const void *context) {
@@ -96,25 +164,12 @@ void Team::run(int n_parts, Call call, const void *context) {
         adjust(false);
         return;
     }
-    call_ = call;
-    context_ = context;
-    done_.store(0, std::memory_order_relaxed);
-    const uint64_t serial = job_.load(std::memory_order_relaxed) / SERIAL + 1;
-    job_.store(serial * SERIAL + uint64_t(n_parts) * PARTS); // it is sequentially consistent with asleep_
+    give(n_parts, call, context);
     const Clock::time_point began = Clock::now();
-    if (asleep_.load() > 0 && began - woken_ > WAKE_EVERY) {
-        woken_ = began;
-        {
-            const std::lock_guard<std::mutex> lock(mutex_);
-        }
-        wake_.notify_all();
-    }
-    int taken = 0;
-    while (take_part()) {
-        taken++;
-    }
+    wake_helpers(began);
+    const int taken = take_parts(0);
     const Clock::time_point finished = Clock::now();
-    wait_for_parts(n_parts);
+    wait_for_parts(n_parts - taken);
     weigh(finished - began, Clock::now() - finished, taken, n_parts);
     if (failure_) {
         std::rethrow_exception(std::exchange(failure_, nullptr));
@@ -179,28 +234,81 @@ void Team::stay_awake(bool on) {
     }
 }
 
-void Team::wait_for_work(int index) {
-    const auto news = [&] { return stop_ || index >= active_ || parts_left(job_.load()); };
-    for (int spins = 0; spins < SPINS; spins += awake_ ? 0 : 1) {
-        if (news()) {
-            return;
-        }
-        relax();
+bool Team::has_news(int index) const {
+    return stop_ || index >= active_ || parts_left(places_[size_t(place_of(index + 1))].parts.load());
+}
+
+// Says whether the helper's CPU has been its own since the last time, and lately.
+bool Team::Crowd::calm(Clock::time_point now) {
+    const Clock::duration ran = time_run(), absent = now - seen_ - (ran - ran_);
+    seen_ = now;
+    ran_ = ran;
+    if (absent > ABSENT) {
+        in_the_way(now);
     }
-    std::unique_lock<std::mutex> lock(mutex_);
-    asleep_++;
-    wake_.wait(lock, [&] { return news() || awake_; });
-    asleep_--;
+    return now >= until_;
+}
+
+void Team::Crowd::in_the_way(Clock::time_point now) {
+    const Clock::duration lasts = 2 * lasts_ - (now - until_) / FADES;
+    lasts_ = std::clamp<Clock::duration>(lasts, LEAST_CROWDED, MOST_CROWDED);
+    until_ = now + lasts_;
+}
+
+void Team::Crowd::woke(Clock::time_point now) {
+    seen_ = now;
+    ran_ = time_run();
+}
+
+// Returns whether there was news before the helper had waited for long.
+bool Team::spin(int index, Crowd &crowd) {
+    constexpr int POLLS = 8; // it polls so often between two looks at the clock
+    Clock::time_point began = Clock::now();
+    for (bool calm = false;;) {
+        for (int i = 0; i < POLLS; i++) {
+            if (has_news(index)) {
+                return true;
+            }
+            relax();
+        }
+        const Clock::time_point now = Clock::now();
+        if (awake_) {
+            began = now;
+        } else if (now - began >= LONG) {
+            crowd.in_the_way(now); // no job came: it may be the caller that waits for this CPU
+            return false;
+        } else if (!calm && now - began >= BRIEFLY) {
+            calm = crowd.calm(now);
+            if (!calm) {
+                return false;
+            }
+        }
+    }
+}
+
+void Team::wait_for_work(int index, Crowd &crowd) {
+    if (spin(index, crowd)) {
+        return;
+    }
+    {
+        std::unique_lock<std::mutex> lock(mutex_);
+        asleep_++;
+        wake_.wait(lock, [&] { return has_news(index) || awake_; });
+        asleep_--;
+    }
+    crowd.woke(Clock::now());
 }
 
 void Team::help(int index) {
+    Crowd crowd;
     while (!stop_) {
-        while (index < active_ && take_part()) {
+        while (index < active_ && take_parts(index + 1) > 0) {
         }
-        wait_for_work(index);
+        wait_for_work(index, crowd);
         if (index >= active_) {
             std::unique_lock<std::mutex> lock(mutex_);
             rest_.wait(lock, [&] { return stop_ || index < active_; });
+            crowd.woke(Clock::now());
         }
     }
 }
