@@ -48,7 +48,8 @@ class Draft:
 class Round:
     """This is one round that is done: how many candidates it had, how many of them were accepted, how many
     seconds each of its calls took, and which tokens it gave. The new anchor is the last of these tokens.
-    Sequences that share a step each count all of its time."""
+    Sequences that share a step each count all of its time. `ahead` says that it was begun before the round
+    before it had ended, without candidates."""
 
     drafted: int
     accepted: int
@@ -56,6 +57,7 @@ class Round:
     verify_s: float
     commit_s: float
     tokens: tuple[int, ...] = ()
+    ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,10 @@ class DraftSource(Protocol):
         """Says that a generation of at most `budget` tokens begins."""
 
     def draft(self, anchor: int, limits: Limits) -> Draft:
-        """Returns candidates for the next round, or none."""
+        """Returns candidates for the next round, or none. A round that was begun ahead leaves them out."""
+
+    def stays_plain(self) -> bool:
+        """Says whether the next round may be begun without candidates, before its anchor is known."""
 
     def learn(self, done: Round) -> None:
         """Tells how a round went, also one that had no candidates."""
@@ -109,6 +114,9 @@ class TextLookup:
     def draft(self, anchor: int, limits: Limits) -> Draft:
         tokens, _ = self._text.lookup(anchor, min(self._budget, limits.rows, limits.depth))
         return Draft(tuple(tokens))
+
+    def stays_plain(self) -> bool:
+        return False
 
     def learn(self, done: Round) -> None:
         pass
@@ -186,6 +194,9 @@ class Fixed:
         if self._budget is None:
             return self._drafter.draft(anchor, min(self._drafts, limits.rows, limits.depth))
         return self._drafter.draft(anchor, min(self._drafts, limits.depth), min(self._budget, limits.rows))
+
+    def stays_plain(self) -> bool:
+        return False
 
     def learn(self, done: Round) -> None:
         pass

@@ -203,8 +203,8 @@ class Engine:
             case Auto(budget=budget) as draft:
                 drafters = _drafters(draft, sequence, self.info)
                 kind = self.model.info.device.partition(":")[0]
-                beside, handed = DECIDES.get(kind, 0.0), HANDS_OVER.get(kind, 0.0)
-                return Runner(sequence, self.costs, drafters, budget, self._known, beside, handed)
+                between, handed = BETWEEN.get(kind, 0.0), HANDS_OVER.get(kind, 0.0)
+                return Runner(sequence, self.costs, drafters, budget, self._known, between, handed)
             case Mtp(budget=budget) | Dflash(budget=budget) as draft:
                 drafter = _drafters(draft, sequence, self.info)[-1]
                 return Fixed(drafter, drafter.most, budget)
@@ -273,10 +273,10 @@ def _drafters(draft: Drafting, sequence: _native.Sequence, info: EngineInfo) -> 
     return [Drafter(sequence, by, most, ranks, info.n_part) for by, most in sizes.items() if most]
 
 
-# A round of auto which does not draft takes so many seconds beside one of plain decoding, to decide so. To
-# ask for drafts, to hand them over and to count them takes so many more. They are of an H200's host, whose
-# CPU waits for each step (bench/results/2026-11-22-auto-h200.txt). On a CPU neither was told from noise.
-DECIDES, HANDS_OVER = {"cuda": 25e-6}, {"cuda": 27e-6}
+# The host takes so many seconds between two steps, where the second is not begun ahead as plain decoding's
+# are. To ask for drafts, to hand them over and to count them takes so many more. They are of an H200's host,
+# whose CPU waits for each step (bench/results/2026-11-22-auto-h200.txt). On a CPU no step is begun ahead.
+BETWEEN, HANDS_OVER = {"cuda": 60e-6}, {"cuda": 27e-6}
 
 
 def _params(chosen: Plan, device: str, n_vocab: int) -> EngineParams:

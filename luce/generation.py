@@ -210,6 +210,11 @@ class Generation:
         self._reason = ""
         self._truncated_by: str | None = None
         self._tally = Tally()
+        # Its choices are those of the steps, so that a round can begin before the host knows its token.
+        self._by_itself = request.logprobs is None and not request.penalties.any and not request.grammar
+        self._next_begun = False  # The round after this one has begun.
+        self._begun_ahead = False  # This round had begun before the last one ended.
+        self._share = Share(1)  # It had this of the last step.
         self._step_s = 0.0  # The last result told so many seconds.
         self._draft_s = self._verify_s = 0.0  # These are the seconds of this round.
         self._began, self._first_token = 0.0, math.nan  # Both are times of the clock.
@@ -234,6 +239,20 @@ class Generation:
     def cancel(self) -> list[Event]:
         """Ends the generation with what it has emitted."""
         return self.fail(Cancelled("cancelled"))
+
+    def goes_on(self) -> bool:
+        """Says whether the next round can be begun before the token of this one is known, of which the step
+        is wanted or under way: neither of them has candidates."""
+        return (
+            self._by_itself
+            and not self._draft.size
+            and len(self._tokens) + 2 <= self._budget
+            and (self._source is None or self._source.stays_plain())
+        )
+
+    def begun(self) -> None:
+        """Says that the next round has begun, which commits the only row of this one."""
+        self._next_begun = True
 
     def _go_on(self, resume: Callable[[], Event | Want]) -> list[Event]:
         events: list[Event] = []
@@ -320,9 +339,12 @@ class Generation:
         if room < 0:
             return (yield from self._end("length", "context"))
         self._draft, self._draft_s = Draft(), 0.0
+        ahead = self._begun_ahead = self._next_begun
+        self._next_begun = False
         if not self._source:
             return State.VERIFY
-        share: Share = yield Turn()
+        share: Share = self._share if ahead else (yield Turn())
+        self._share = share
         began, rows = self._clock(), min(share.rows, self._sizes.n_rows) - 1
         depth = min(room, self._budget - len(self._tokens) - 1)
         if min(rows, depth) > 0:
@@ -330,6 +352,8 @@ class Generation:
                 draft = self._source.draft(self._tokens[-1], Limits(rows, depth, share.sequences))
                 _require_within(draft, rows, depth)
                 self._draft_s = self._clock() - began
+                if ahead:  # It is too late: this only tells the source what came, and whether it would draft.
+                    draft = Draft()
                 if draft.on_device:
                     yield Drafts(self.sequence, self._tokens[-1], draft.on_device, draft.by)
                     self._draft_s += self._step_s
@@ -374,9 +398,11 @@ class Generation:
         kept, text = self._take([*(rows[row] for row in path[1:]), anchor])
         logprobs = self._chooser.logprobs(path, kept)
         began = self._clock()
-        self.sequence.commit(path[: len(kept)])
+        if not self._next_begun:
+            self.sequence.commit(path[: len(kept)])
         accepted, commit_s = min(len(path) - 1, len(kept)), self._clock() - began
-        done = Round(self._draft.size, accepted, self._draft_s, self._verify_s, commit_s, tuple(kept))
+        drafts, ahead, new = self._draft.size, self._begun_ahead, tuple(kept)
+        done = Round(drafts, accepted, self._draft_s, self._verify_s, commit_s, new, ahead)
         self._tally.add(self._draft, done, path[1 : 1 + accepted], self._mode)
         yield done
         if self._source:

@@ -3,6 +3,9 @@
 Its turns alternate. In one turn a generation that has not read its whole prompt reads a chunk of it. In the
 next turn all the others have a round, which is one draft step and one verify step. A single generation needs
 no other code.
+
+Where the device works while the host does something else, rounds without candidates follow each other: the
+next one is begun before the last one's tokens are known to the host, which makes text of them meanwhile.
 """
 
 from __future__ import annotations
@@ -42,6 +45,9 @@ class Loop:
         self._cancelled = False
         self._chunk_next = True
         self._happened: Happened = []
+        # These verifies were begun, the oldest first, each in so many seconds. A generation among them may
+        # have ended since.
+        self._begun: list[tuple[list[tuple[Generation, Rows]], float]] = []
 
     @property
     def running(self) -> int:
@@ -66,7 +72,11 @@ class Loop:
         self._end_cancelled()
         reading, began = self._wanting(Chunk), self._clock()
         try:
-            if reading and (self._chunk_next or len(reading) == len(self._running)):
+            if self._begun:
+                self._end_round()
+                self._owed -= self._clock() - began
+                self._chunk_next = self._owed <= 0
+            elif reading and (self._chunk_next or len(reading) == len(self._running)):
                 self._chunk_next = False
                 self._step([self._next_to_read(reading)], self._prefill)
                 self._owed = self._rounds_for * (self._clock() - began)
@@ -83,7 +93,7 @@ class Loop:
         """Ends what still runs, without another event."""
         for generation in self._running:
             generation.sequence.close()
-        self._running = []
+        self._running, self._begun = [], []
 
     def _end_cancelled(self) -> None:
         everything = self._cancelled
@@ -92,6 +102,8 @@ class Loop:
         for generation in list(self._running):
             if everything or generation.cancelled():
                 self._note(generation, generation.cancel())
+        if self._begun and all(generation.want is None for generation, _ in self._begun[0][0]):
+            self._begun = []
 
     def _next_to_read(self, reading: Sequence[tuple[Generation, Chunk]]) -> tuple[Generation, Chunk]:
         """Picks in turn the oldest generation and the one with the least left to read. So a short prompt
@@ -117,7 +129,64 @@ class Loop:
         rows = self._wanting(Rows)
         totals = accumulate(want.width for _, want in rows)
         fitting = [one for one, total in zip(rows, totals, strict=True) if total <= MAX_ROWS]
-        self._step(fitting, self._verify)
+        if self._all_go_on(fitting):
+            self._begin(fitting)
+        else:
+            self._step(fitting, self._verify)
+
+    def _all_go_on(self, of: Sequence[tuple[Generation, Rows]]) -> bool:
+        """Says whether the round after this one, which all take part in, can be begun already."""
+        all_of_them = bool(of) and [generation for generation, _ in of] == self._running
+        return self._engine.ahead and all_of_them and all(one.goes_on() for one in self._running)
+
+    def _begin(self, of: list[tuple[Generation, Rows]]) -> None:
+        began = self._clock()
+        try:
+            self._engine.start([rows for _, rows in of])
+        except Cancelled:
+            raise
+        except Exception as error:
+            if isinstance(error, NOTHING_DONE) and len(of) > 1:  # One of them alone may be to blame.
+                self._step(of, self._verify)
+            else:
+                self._tell(of, [error] * len(of), self._clock() - began)
+        else:
+            self._begun.append((of, self._clock() - began))
+            self._end_round()
+
+    def _end_round(self) -> None:
+        """Ends the round that was begun first. Where all go on, the next one is begun before."""
+        of, seconds = self._begun[0]
+        began, failure = self._clock(), None
+        if len(self._begun) == 1 and self._all_go_on(of):
+            failure = self._follow(of)
+        results, waited = list[Any](), self._clock()
+        try:
+            results += self._engine.wait()
+        except Exception as error:
+            results += [error] * len(of)
+        self._begun.pop(0)
+        if self._begun:
+            self._begun[0] = of, waited - began
+        self._tell(of, results, seconds + self._clock() - waited)
+        if failure:
+            self._tell(of, [failure] * len(of), 0.0)
+
+    def _follow(self, of: list[tuple[Generation, Rows]]) -> Exception | None:
+        """Begins the next round of generations whose round is under way, if it can be. Returns the error of
+        one that failed."""
+        failure = None
+        try:
+            self._engine.follow()
+        except (Cancelled, *NOTHING_DONE):
+            return None  # It is begun once this one has ended.
+        except Exception as error:
+            failure = error
+        else:
+            self._begun.append((of, 0.0))
+        for generation, _ in of:
+            generation.begun()
+        return failure
 
     def _verify(self, of: Sequence[tuple[Generation, Rows]]) -> Sequence[list[int] | Exception]:
         return self._engine.verify([rows for _, rows in of])
@@ -150,10 +219,15 @@ class Loop:
                     self._step([one], call)
                 return
             results = [error] * len(of)
-        seconds = self._clock() - began
+        self._tell(of, results, self._clock() - began)
+
+    def _tell(self, of: Sequence[tuple[Generation, W]], results: Sequence[Any], seconds: float) -> None:
+        """Tells generations their results. One that was cancelled meanwhile has ended."""
         for (generation, _), result in zip(of, results, strict=True):
-            failed = isinstance(result, Exception)
-            self._note(generation, generation.fail(result) if failed else generation.tell(result, seconds))
+            if generation.want is not None:
+                failed = isinstance(result, Exception)
+                events = generation.fail(result) if failed else generation.tell(result, seconds)
+                self._note(generation, events)
 
     def _note(self, generation: Generation, events: list[Event]) -> None:
         self._happened += [(generation, event) for event in events]

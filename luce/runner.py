@@ -174,15 +174,15 @@ def lookup_can_pay(costs: Costs, budget: int) -> bool:
     return best(Prices(costs, (), 1), budget, budget, [1.0] * budget, (), MAX_ROWS).lookup > 0
 
 
-def allowances(costs: Costs, budget: int, beside: float) -> tuple[float, float]:
+def allowances(costs: Costs, budget: int, fed: float) -> tuple[float, float]:
     """Returns what may be lost a token by drafting that fails, within HORIZON tokens and beyond, as parts of
-    plain decoding. A round that does not draft takes `beside` seconds more than plain decoding, and the
-    promise covers these too. But a third of the allowances is left, and two rounds of `budget` candidates may
-    always fail, as nothing would be found out with less."""
+    plain decoding. A plain round owes the head `fed` seconds, and the promise covers these too. But a third
+    of the allowances is left, and two rounds of `budget` candidates may always fail, as nothing would be
+    found out with less."""
     plain = costs.verify(1)
     if not plain:
         return ALLOWANCE, ALLOWANCE_BEYOND
-    taken, wide = beside / plain, costs.verify(1 + budget) / plain - 1
+    taken, wide = fed / plain, costs.verify(1 + budget) / plain - 1
     within = max(PROMISE - KEPT - taken, ALLOWANCE / 3, 2 * wide / HORIZON)
     return min(ALLOWANCE, within), max(ALLOWANCE_BEYOND - taken, ALLOWANCE_BEYOND / 3)
 
@@ -201,12 +201,12 @@ class Runner:
         drafters: Sequence[Drafter],
         budget: int,
         known: Known | None = None,
-        beside: float = 0.0,
+        between: float = 0.0,
         handed: float = 0.0,
     ):
-        """Drafts at most `budget` candidates a round. Beside what it feeds the head, a round that does not
-        draft takes `beside` seconds more than plain decoding. One in which a drafter drafts takes `handed`
-        seconds more than that and its steps."""
+        """Drafts at most `budget` candidates a round. A round takes `between` seconds more than its steps and
+        than plain decoding, unless it is begun ahead. One in which a drafter drafts takes `handed` seconds
+        more than that."""
         self._text, self._costs, self._drafters, self._budget = text, costs, drafters, budget
         known = known or Known()
         self._lookups = known.lookups()
@@ -222,11 +222,12 @@ class Runner:
         # Plain steps of several sequences feed the head each, and those of one leave many rows to one feed.
         self._most_owed = budget + 1
         fed = costs.feed(1), costs.feed(self._most_owed) / self._most_owed
-        self._allowed = [allowances(costs, budget, beside + each) for each in fed]  # by whether it is alone
+        self._allowed = [allowances(costs, budget, each) for each in fed]  # by whether it is alone
         # They are the prices of what is owed alone, by rows; this is asked for in every round.
         plain = costs.verify(1)
         self._feeds = [costs.feed(n) / plain if plain else 0.0 for n in range(self._most_owed + 1)]
         self._handed = handed
+        self._between = between / plain if plain else 0.0  # in plain rounds
         self.begin(HORIZON)
 
     def begin(self, budget: int) -> None:
@@ -236,6 +237,8 @@ class Runner:
         self._owed = 0  # The head is owed so many rows of plain rounds.
         self._alone = True  # The last round's step had no other sequence.
         self._choice = PLAIN
+        # These count rounds, those with something worth drafting, and the last ones that had nothing.
+        self._rounds = self._wished = self._plain = 0
         self._lookups.reset()
 
     def draft(self, anchor: int, limits: Limits) -> Draft:
@@ -248,19 +251,28 @@ class Runner:
             prices = Prices(self._costs, self._drafters, limits.sequences, self._handed)
             self._prices[limits.sequences] = prices
         most_lost, choice = BET * (self._allowance() - self._lost), PLAIN
-        owed = self._feeds[self._owed] if self._alone else 0.0
+        owed = (self._feeds[self._owed] if self._alone else 0.0) + self._between
         if (prices.with_lookup if tokens else prices.with_drafts) + owed <= 1 + most_lost:
             chances = self._lookups.chances(len(tokens), matched)
             choice = best(prices, rows, depth, chances, self._learned, most_lost, owed)
-        if choice is PLAIN:
-            self._choice = PLAIN
-            return NOTHING
         self._choice, chain = choice, tokens[: choice.lookup]
+        self._rounds += 1
+        if choice is PLAIN:
+            self._plain += 1
+            return NOTHING
+        self._wished, self._plain = self._wished + 1, 0
         if choice.drafter is None:
             return Draft(tuple(chain), sources=("lookup",) * len(chain))
         drafter = self._drafters[choice.drafter]
         budget = choice.drafts + choice.leaves if choice.leaves else None
         return drafter.draft(anchor, choice.drafts, budget, chain)
+
+    def stays_plain(self) -> bool:
+        """Says whether the next round is begun ahead, which saves what is between rounds. If something is
+        worth drafting then, it comes a round later, which loses some half of a plain round. The chance of
+        that is taken from the last rounds that had nothing to draft, and from all rounds."""
+        chance = min(1 / (self._plain + 2), (self._wished + 1) / (self._rounds + 2))
+        return self._between > chance / 2
 
     def learn(self, done: Round) -> None:
         """Learns from a round that is over."""
@@ -268,6 +280,8 @@ class Runner:
         self._tokens += len(done.tokens)
         if done.drafted:
             self._lost += choice.price - len(done.tokens)
+        elif not done.ahead:
+            self._lost += self._between
         self._lookups.came(done.tokens)
         # The core feeds the head at once where a step has more rows than one.
         self._owed = min(self._owed + 1, self._most_owed) if self._alone and not done.drafted else 0

@@ -25,6 +25,7 @@ from luce.tokenizer import Tokenizer
 
 N_VOCAB = 384
 EOS = N_VOCAB - 1
+AHEAD = False  # Engines begin steps ahead where nothing else is said.
 
 
 def metadata():
@@ -71,7 +72,7 @@ class FakeEngine:
     call and does what a signal does."""
 
     def __init__(self, choose=None, n_ctx=4096, n_rows=64, n_chunk=512, fail=None, guess=None, n_draft=8,
-                 n_sequences=1, seconds=None, on_call=lambda verb: None, n_top=0):  # fmt: skip
+                 n_sequences=1, seconds=None, on_call=lambda verb: None, n_top=0, ahead=None):  # fmt: skip
         self.choose, self.guess = choose or hashed, guess or hashed
         self.n_ctx, self.n_rows, self.n_chunk, self.n_draft = n_ctx, n_rows, n_chunk, n_draft
         self.n_sequences, self.on_call, self.n_top = n_sequences, on_call, n_top
@@ -80,6 +81,8 @@ class FakeEngine:
         self.open = []  # These sequences are open.
         self.last = None  # This sequence was opened last.
         self.cancels = False
+        self.ahead = AHEAD if ahead is None else ahead
+        self.begun = []  # Each entry has the sequences and the results of a step that was begun.
 
     def called(self, verb, detail=None):
         number = self.count(verb)
@@ -154,6 +157,34 @@ class FakeEngine:
         for item, rows in zip(items, histories, strict=True):
             item.sequence.rows = rows
         return [self.choices(item.sequence, rows) for item, rows in zip(items, histories, strict=True)]
+
+    def start(self, items):
+        assert self.ahead
+        self.begun = []
+        self.begun.append(([item.sequence for item in items], self.verify(items)))
+
+    def follow(self):
+        self.called("verify", [1] * len(self.begun[0][0] if self.begun else ()))
+        self.interruptible()
+        if len(self.begun) != 1:
+            raise StateError("no step, or two")
+        sequences, results = self.begun[0]
+        if any(sequence not in self.open or len(sequence.rows or ()) != 1 for sequence in sequences):
+            raise StateError("closed, or not one row")
+        if any(len(sequence.rows[0]) + 1 > self.n_ctx for sequence in sequences):
+            raise ContextFull("follow")
+        found = []
+        for sequence, result in zip(sequences, results, strict=True):
+            sequence.committed, failed = list(sequence.rows[0]), isinstance(result, Exception)
+            sequence.rows = [(*sequence.committed, 0 if failed else result[0])]
+            found.append(result if failed else self.choices(sequence, sequence.rows))
+        self.begun.append((sequences, found))
+
+    def wait(self):
+        self.called("wait")
+        if not self.begun:
+            raise StateError("nothing was begun")
+        return self.begun.pop(0)[1]
 
     def choices(self, sequence, rows):
         found = [self.choose(history) for history in rows]
@@ -296,6 +327,9 @@ class Source:
 
     def begin(self, budget):
         self.budgets.append(budget)
+
+    def stays_plain(self):
+        return False
 
     def learn(self, done):
         self.rounds.append(done)

@@ -20,7 +20,7 @@ class PaperEngine:
     """Stands in for luce.engine.Engine, and for its native one. `n_pages` None is the core's default."""
 
     def __init__(self, tokenizer, n_ctx, n_sequences, n_checkpoints, n_chunk, n_pages=None):
-        self.tokenizer, self.native = tokenizer, self
+        self.tokenizer, self.native, self.ahead = tokenizer, self, False
         full = n_ctx // PAGE
         self.sizes = {"n_ctx": n_ctx, "n_sequences": n_sequences, "n_checkpoints": n_checkpoints, "n_rows": 8,
                       "n_chunk": n_chunk, "n_pages": n_pages or full * (n_sequences + 1)}  # fmt: skip

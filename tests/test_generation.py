@@ -2,6 +2,7 @@
 
 import itertools
 
+import fake_core
 import pytest
 from fake_core import (
     EOS,
@@ -28,6 +29,14 @@ from luce.generation import Failed, Finished, Prefilled, Started, State, Tokens,
 from luce.loop import Loop
 from luce.plan import Request
 from luce.structs import Sampling
+
+
+@pytest.fixture(autouse=True, scope="module", params=[False, True], ids=["in turn", "ahead"])
+def way(request):
+    """Runs all tests with rounds in turn, and with rounds that are begun ahead."""
+    fake_core.AHEAD = request.param
+    yield
+    fake_core.AHEAD = False
 
 
 def test_plain_emits_the_choices_up_to_the_budget():
@@ -176,7 +185,8 @@ def test_a_wrong_chain_costs_no_tokens():
 
 
 def test_plain_has_no_acceptance():
-    stats = finish(FakeEngine(seconds={"prefill": 3, "verify": 0.5, "commit": 0.25}), max_tokens=5).stats
+    core = FakeEngine(ahead=False, seconds={"prefill": 3, "verify": 0.5, "commit": 0.25})
+    stats = finish(core, max_tokens=5).stats
     assert (stats.mode, stats.rounds, stats.drafted, stats.acceptance) == ("plain", 4, 0, None)
     assert (stats.acceptance_by_position, stats.rounds_by_drafts) == ([], [4])
     assert (stats.prefill_s, stats.decode_s, stats.tok_per_s) == (3, 3, 4 / 3)
@@ -237,13 +247,16 @@ def test_a_chain_past_the_context_is_dropped_and_decoding_goes_on():
         ("verify", 5, State.VERIFY),
         ("accept", 0, State.COMMIT),
         ("commit", 0, State.COMMIT),
-        ("commit", 5, State.COMMIT),
+        ("commit", 18, State.COMMIT),
     ],
 )
 def test_a_failure_in_any_state_is_one_failed_event(verb, number, state):
     error = InternalError("injected")
     events = run(FakeEngine(n_chunk=4, fail={verb: (number, error)}))
-    assert events[-1] == Failed(error, state)
+    if fake_core.AHEAD and number == 18:  # What commits then is the step that follows.
+        assert isinstance(events[-1], Finished)
+    else:
+        assert events[-1] == Failed(error, state)
 
 
 def test_a_failing_round_without_candidates_is_not_retried():
@@ -305,7 +318,7 @@ def test_a_cancel_that_comes_too_late_ends_nothing_else():
 
 
 def test_a_finished_generation_is_not_cancelled():
-    core = FakeEngine()
+    core = FakeEngine(ahead=False)
     last = finish(core, max_tokens=3, cancelled=lambda: core.count("verify") == 2)
     assert last.reason == "length"
 
@@ -325,7 +338,7 @@ def test_text_that_may_become_a_stop_is_held_back():
 
 @pytest.mark.parametrize("ending", ["length", "cancelled", "eos"])
 def test_held_text_is_emitted_at_the_end(ending):
-    core = FakeEngine(scripted(PROMPT, [*b"ab#", EOS]))
+    core = FakeEngine(scripted(PROMPT, [*b"ab#", EOS]), ahead=False)
     cancelled = (lambda: core.count("verify") == 2) if ending == "cancelled" else (lambda: False)
     last = finish(core, max_tokens=3 if ending == "length" else 9, stops=("##",), cancelled=cancelled)
     assert last.text == "ab#"

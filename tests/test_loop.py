@@ -2,6 +2,7 @@
 
 import itertools
 
+import fake_core
 import pytest
 from fake_core import (
     EOS,
@@ -29,6 +30,14 @@ from luce.loop import MAX_ROWS, Loop
 from luce.plan import Request
 
 PROMPTS = tuple(bytes([65 + at]) * (3 * at + 1) for at in range(8))
+
+
+@pytest.fixture(autouse=True, scope="module", params=[False, True], ids=["in turn", "ahead"])
+def way(request):
+    """Runs all tests with rounds in turn, and with rounds that are begun ahead."""
+    fake_core.AHEAD = request.param
+    yield
+    fake_core.AHEAD = False
 
 
 def requests(n, max_tokens=20):
@@ -150,7 +159,7 @@ def test_a_prompt_that_fails_ends_alone():
 
 
 def test_one_is_cancelled_and_the_others_go_on():
-    core, asked, seen = FakeEngine(n_sequences=3), requests(3), []
+    core, asked, seen = FakeEngine(n_sequences=3, ahead=False), requests(3), []
     first, second, third = (
         generation(core, request, cancelled=lambda at=at: at == 1 and len(seen) > 7)
         for at, request in enumerate(asked)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from luce._native.files import Model, engine_params
 from luce._native.library import Handle, IntArray, Lists
 from luce.costs import Costs
-from luce.errors import ArgumentError, NumericError
+from luce.errors import ArgumentError, NumericError, StateError
 from luce.structs import (
     CheckpointInfo,
     Cost,
@@ -75,6 +75,8 @@ class Engine(Handle):
         library.check(library.lib.luce_engine_open(out, model.handle, made.struct))
         super().__init__(library, out[0], library.lib.luce_engine_close)
         self.n_vocab = model.info.n_vocab
+        self.ahead = model.info.device != "cpu"  # The device works while the host does something else.
+        self._begun: list[list[int]] = []  # These are the rows of the steps that were begun, by item.
         # It is looked up now, since cffi locks to do it, and a signal handler may have interrupted who holds
         # that lock.
         self._cancel = library.lib.luce_engine_cancel
@@ -117,10 +119,45 @@ class Engine(Handle):
     def verify(self, items: collections.abc.Sequence[Rows]) -> list[list[int] | NumericError]:
         """Runs one forward over the rows of several sequences, LUCE_MAX_ROWS in all. Returns for each item
         the target's choice after each row (n,), or the error of a sequence whose logits were not finite."""
-        ffi, lib = self.library.ffi, self.library.lib
-        made, widths = ffi.new("luce_verify_item[]", max(len(items), 1)), [item.width for item in items]
-        choices, at = ffi.new("int32_t[]", max(sum(widths), 1)), 0
-        kept: list[Any] = []  # It keeps what made points to.
+        widths = [item.width for item in items]
+        choices, at = self.library.ffi.new("int32_t[]", max(sum(widths), 1)), 0
+        made, _kept = self._made(items, widths)
+        for struct, n in zip(made, widths, strict=False):
+            struct.choices = choices + at
+            at += n
+        self._begun = []
+        status = self.library.lib.luce_engine_verify(self.handle, made, len(items))
+        return self._results(status, choices, widths, (struct.status for struct in made))
+
+    def start(self, items: collections.abc.Sequence[Rows]) -> None:
+        """Begins a verify, whose results wait() returns. Those of earlier ones are dropped."""
+        widths = [item.width for item in items]
+        made, _kept = self._made(items, widths)
+        self._begun = []
+        self.library.check(self.library.lib.luce_engine_start(self.handle, made, len(items)))
+        self._begun.append(widths)
+
+    def follow(self) -> None:
+        """Begins a step for the sequences of the last one that was begun, which had one row each. It commits
+        these rows and verifies the choices after them, which need not be known yet. At most two steps may be
+        under way."""
+        self.library.check(self.library.lib.luce_engine_follow(self.handle))
+        self._begun.append(self._begun[-1])
+
+    def wait(self) -> list[list[int] | NumericError]:
+        """Returns the results of the first step that was begun, as verify() does."""
+        if not self._begun:
+            raise StateError("there is nothing to wait for: start a step")
+        ffi, widths = self.library.ffi, self._begun.pop(0)
+        choices, statuses = ffi.new("int32_t[]", sum(widths)), ffi.new("luce_status[]", len(widths))
+        wait = self.library.lib.luce_engine_wait
+        status = wait(self.handle, choices, sum(widths), statuses, len(widths))
+        return self._results(status, choices, widths, statuses)
+
+    def _made(self, items: collections.abc.Sequence[Rows], widths: list[int]) -> tuple[Any, list[Any]]:
+        """Returns items as luce_verify_item[], and what they point to."""
+        made = self.library.ffi.new("luce_verify_item[]", max(len(items), 1))
+        kept: list[Any] = []
         for struct, item, n in zip(made, items, widths, strict=False):
             if item.parents is not None:
                 if len(item.parents) != n:
@@ -130,18 +167,21 @@ class Engine(Handle):
             if item.tokens is not None:
                 struct.tokens = tokens = self.library.ints(item.tokens)
                 kept.append(tokens)
-            struct.sequence, struct.n, struct.choices = item.sequence.handle, n, choices + at
-            at += n
-        status = lib.luce_engine_verify(self.handle, made, len(items))
+            struct.sequence, struct.n = item.sequence.handle, n
+        return made, kept
+
+    def _results(
+        self, status: int, choices: Any, widths: list[int], statuses: collections.abc.Iterable[int]
+    ) -> list[list[int] | NumericError]:
+        """Returns the results of a step by its status, its choices and the status of each item."""
         failed = status == NumericError.code
         if not failed:
             self.library.check(status)
-        message = self.library.text(lib.luce_last_error()) if failed else ""
-        found, at = ffi.unpack(choices, sum(widths)), 0
+        message = self.library.text(self.library.lib.luce_last_error()) if failed else ""
+        found, at = self.library.ffi.unpack(choices, sum(widths)), 0
         results: list[list[int] | NumericError] = []
-        for struct, n in zip(made, widths, strict=False):
-            wrong = failed and struct.status != 0
-            results.append(NumericError(message) if wrong else found[at : at + n])
+        for n, own in zip(widths, statuses, strict=False):
+            results.append(NumericError(message) if failed and own != 0 else found[at : at + n])
             at += n
         return results
 

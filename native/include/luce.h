@@ -48,7 +48,7 @@
 extern "C" {
 #endif
 
-#define LUCE_ABI_VERSION 7 /* changes whenever a struct or a signature does */
+#define LUCE_ABI_VERSION 8 /* changes whenever a struct or a signature does */
 #define LUCE_MAX_ROWS 64 /* rows of one step over all its sequences: each has an anchor and its candidates */
 #define LUCE_MAX_DRAFT 8 /* drafts of a NextN chain */
 #define LUCE_MAX_TOP 63 /* candidates that are kept of a draft */
@@ -79,10 +79,8 @@ typedef struct luce_checkpoint luce_checkpoint;
 
 /* LUCE_ABI_VERSION of the loaded library; compare it before anything else. */
 LUCE_API int32_t luce_abi_version(void);
-
 /* The version for people: "0.1.0 (ggml 0.25.3, cuda)". The string is static. */
 LUCE_API const char *luce_version(void);
-
 /* The message of the calling thread's last failed call is one line; it is valid until its next failing call. */
 LUCE_API const char *luce_last_error(void);
 
@@ -106,9 +104,8 @@ LUCE_API luce_status luce_device_get(int32_t index, luce_device_info *out);
 
 /* ---- file: what a GGUF says ------------------------------------------------------------------ */
 
-/* Maps `path`, and for `x-00001-of-0000N.gguf` all N parts, and checks all of the structure: header,
- * every key, every tensor's type, shape, offset and extent against the file's size. GGUF v2 and v3,
- * little-endian. E_FILE names the file, the byte offset and what was found there. */
+/* Maps `path`, and for `x-00001-of-0000N.gguf` all N parts, and checks all keys, and every tensor's type, shape, offset
+ * and extent. GGUF v2 and v3, little-endian. E_FILE names the file, the byte offset and what was found there. */
 LUCE_API luce_status luce_file_open(luce_file **out, const char *path);
 LUCE_API luce_status luce_file_close(luce_file *file);
 
@@ -122,10 +119,9 @@ typedef struct luce_file_info {
 } luce_file_info;
 LUCE_API luce_status luce_file_get_info(luce_file *file, luce_file_info *out);
 
-/* One key. type and elem_type are GGUF's value types (0 u8, 1 i8, 2 u16, 3 i16, 4 u32, 5 i32, 6 f32,
- * 7 bool, 8 string, 9 array, 10 u64, 11 i64, 12 f64). `data` points into the mapping, unaligned:
- * the value of a scalar; the `count` bytes of a string (not terminated); the `count` packed elements
- * of an array (for strings: use luce_file_get_strings). count is 1 for a scalar. */
+/* One key. type and elem_type are GGUF's value types (0 u8, 1 i8, 2 u16, 3 i16, 4 u32, 5 i32, 6 f32, 7 bool, 8 string,
+ * 9 array, 10 u64, 11 i64, 12 f64). `data` points into the mapping, unaligned: a scalar (count 1), `count` bytes of a
+ * string (not terminated), or `count` packed elements of an array (for strings: use luce_file_get_strings). */
 typedef struct luce_kv {
     uint64_t struct_size;
     const char *name; /* NUL-terminated, lives as long as the file */
@@ -136,8 +132,7 @@ typedef struct luce_kv {
 } luce_kv;
 LUCE_API luce_status luce_file_get_kv(luce_file *file, uint64_t index, luce_kv *out);
 
-/* The strings of array key `index`: pointers into the mapping and lengths in bytes, not terminated;
- * both arrays hold luce_kv.count entries and belong to the caller. */
+/* The strings of array key `index`: luce_kv.count pointers into the mapping and lengths in bytes, not terminated. */
 LUCE_API luce_status luce_file_get_strings(luce_file *file, uint64_t index, const char **data,
                                            uint64_t *lengths);
 
@@ -162,8 +157,8 @@ typedef struct luce_model_params {
     uint64_t struct_size;
     const char *device; /* "auto" (= NULL), "cpu", "cuda", "cuda:N" */
     luce_file *head; /* of the NextN head: this file or another; NULL: none. E_FILE: it does not fit */
-    /* A DFlash drafter for this model, of llama.cpp's layout or an older one; NULL: none. It must fit the model:
-     * E_FILE names both values, or what is missing; E_UNSUPPORTED what luce does not implement. */
+    /* A DFlash drafter for this model, of llama.cpp's layout or an older one; NULL: none. E_FILE names what does not fit
+     * the model, or is missing; E_UNSUPPORTED what luce does not implement. */
     luce_file *drafter;
     luce_progress_fn progress; /* may be NULL */
     void *progress_user;
@@ -186,17 +181,13 @@ typedef struct luce_engine_params {
     uint32_t n_ctx; /* positions of one sequence; 0: the model's training context, at most 4096 */
     uint32_t n_sequences; /* sequences that may be open at once, 1..LUCE_MAX_ROWS; 0: 1 */
     uint32_t n_checkpoints; /* checkpoints that may be on the device at once, 0..1024 */
-    uint32_t n_pages; /* KV pages of all sequences and checkpoints; 0: enough for n_sequences full ones and,
-                               with checkpoints, for one more */
-    uint32_t
-        n_rows; /* most rows of one sequence in a step, 1..LUCE_MAX_ROWS; 0: n_draft + 1, or the rows of a
-                        DFlash block where these are more */
+    uint32_t n_pages; /* KV pages; 0: enough for n_sequences full ones and, with checkpoints, one more */
+    uint32_t n_rows; /* of a sequence in a step, 1..LUCE_MAX_ROWS; 0: n_draft + 1, or a block's if more */
     uint32_t n_draft; /* most drafts of a round, 0..LUCE_MAX_DRAFT; needs a model with a head */
     uint32_t blocks; /* 1: DFlash blocks may be drafted; needs a model with a drafter. 0: none are */
     uint32_t n_top; /* candidates kept of each draft (luce_sequence_get_lists), 0..LUCE_MAX_TOP */
     uint32_t n_part; /* tokens that LUCE_SOURCE_PART drafts among: a multiple of 128; 0: no such source */
-    uint32_t n_chunk; /* most rows of a prefill step: a multiple of LUCE_PAGE, at most 4096; 0: 512, or
-                         2048 on a GPU that luce's own matmul runs on */
+    uint32_t n_chunk; /* most rows of a prefill step, k * LUCE_PAGE <= 4096; 0: 512, or 2048 on a GPU */
     uint32_t n_threads; /* CPU only; 0: one per core, at most 16 */
     const char *kv_type; /* "f16" (= NULL), "q8_0", "q4_0", "f32" */
 } luce_engine_params;
@@ -262,9 +253,9 @@ LUCE_API luce_status luce_engine_get_info(luce_engine *engine, luce_engine_info 
 /* What a step costs over a short context: the time from the call to its choices on the host, at the opening. */
 typedef struct luce_cost {
     uint32_t rows; /* of the step */
-    uint32_t drafts; /* 0: a verify of `rows` rows; 1: one more draft of the NextN head for each of `rows`
-                        sequences; 2: a DFlash block for each of them; 3: as 1, of LUCE_SOURCE_PART; 4: what a
-                        head is fed of `rows` rows that were verified in steps of one row each, before it drafts */
+    /* 0: a verify of `rows` rows; 1: one more draft of the NextN head for each of `rows` sequences; 2: a DFlash block for
+     * each of them; 3: as 1, of LUCE_SOURCE_PART; 4: a feed of the head with `rows` rows of steps of one row each */
+    uint32_t drafts;
     float seconds;
 } luce_cost;
 /* The costs come in the order of drafts, then of rows, for each number of rows from 1 to the most that a step can have.
@@ -302,19 +293,29 @@ LUCE_API luce_status luce_engine_draft(luce_engine *engine, int32_t source /* lu
  * replaces its first. */
 typedef struct luce_verify_item {
     luce_sequence *sequence; /* each at most once */
-    const int32_t
-        *tokens; /* n; NULL: the sequence's last draft's anchor and its first n - 1 drafts, without a
-                                copy to the host in between */
+    const int32_t *tokens; /* n; NULL: the last draft's anchor and first n - 1 drafts, from the device */
     const int32_t *parents; /* n; NULL: a chain */
     int32_t *choices; /* n: the target's token after each row */
     uint32_t n; /* rows, 1..n_rows */
-    int32_t status; /* out: LUCE_OK, or E_NUMERIC where this sequence's logits were not finite: its choices
-                                are not written, and it is failed */
+    int32_t status; /* out: LUCE_OK, or E_NUMERIC: the sequence is failed, its choices are not written */
 } luce_verify_item;
 /* E_ARG, E_CONTEXT (the deepest row would pass n_ctx), E_STATE, E_MEMORY (pages), E_CANCELLED: nothing was done, all
  * sequences are as they were. E_NUMERIC: the step was done; each item's status says for which sequence it counts.
  * E_DEVICE, E_INTERNAL: all sequences of the step are failed. */
 LUCE_API luce_status luce_engine_verify(luce_engine *engine, luce_verify_item *items, uint32_t n_items);
+
+/* A verify in two parts. luce_engine_start begins one and drops the results of earlier ones; on a GPU it does not wait,
+ * and choices and status of the items are not used. luce_engine_follow begins a step for the sequences of the last one,
+ * which had one row each: it commits these rows and verifies the choices after them, which the host need not know yet.
+ * Two steps may be under way; luce_engine_wait ends the older one: `choices` gets its n_rows choices, item by item. In
+ * between, other calls on the engine, its sequences and checkpoints let both steps end first, whose results stay; but
+ * lookups, infos, saves and closing a sequence leave them alone. The errors are luce_engine_verify's: those after which
+ * nothing was done are of the call that begins a step (E_STATE where there is none to follow), E_NUMERIC is of the wait,
+ * and of that for the step that follows too, E_DEVICE and E_INTERNAL are of either. */
+LUCE_API luce_status luce_engine_start(luce_engine *engine, const luce_verify_item *items, uint32_t n_items);
+LUCE_API luce_status luce_engine_follow(luce_engine *engine);
+LUCE_API luce_status luce_engine_wait(luce_engine *engine, int32_t *choices, uint32_t n_rows,
+                                      luce_status *status, uint32_t n_items);
 
 /* ---- sequence: one timeline ------------------------------------------------------------------- */
 
@@ -489,8 +490,7 @@ typedef struct luce_type_info {
 /* Describes a type; E_ARG for an id that ggml does not have. */
 LUCE_API luce_status luce_type_get(int32_t type, luce_type_info *out);
 
-/* Quantises F32 rows (n_rows x n_per_row, row-major) to `type`; dst_size must be exactly the result's size.
- * Types that want an importance matrix get a uniform one. */
+/* Quantises F32 rows (n_rows x n_per_row) to `type`; dst_size is the result's. Importance matrices are uniform. */
 LUCE_API luce_status luce_quantize(int32_t type, const float *src, uint64_t n_rows, uint64_t n_per_row,
                                    void *dst, uint64_t dst_size);
 

@@ -65,7 +65,7 @@ Cache::Cache(const Weights &weights, const HParams &hp, const NextN *head, const
         d.log = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, log.log_size(), params.n_sequences);
         state_bytes_ += ggml_nbytes(d.state) + ggml_nbytes(d.window) + ggml_nbytes(d.log);
     }
-    drafts_ = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 2, std::max(drafts_of_slot(), 1u) * params.n_sequences);
+    drafts_ = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 2, drafts_of_slot() * params.n_sequences);
     state_bytes_ += ggml_nbytes(drafts_);
     if (params.n_top > 0) {
         lists_ = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 2 * int64_t(params.n_top), drafts_->ne[1]);

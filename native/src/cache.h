@@ -119,12 +119,13 @@ public:
     // It stands before a timeline's first token, and is never written.
     int32_t hidden_zero() const { return hidden_unused() + 1; }
     // A slot has these entries of `drafts`: first those of the NextN head's chain, then those of the DFlash
-    // block.
-    uint32_t drafts_of_slot() const { return params_.n_draft + std::max(params_.n_block, 1u) - 1; }
+    // block, then the choice that a step leaves for the next one.
+    uint32_t drafts_of_slot() const { return params_.n_draft + std::max(params_.n_block, 1u); }
     int32_t draft_entry(int32_t slot, int32_t i) const { return slot * int32_t(drafts_of_slot()) + i; }
     int32_t block_entry(int32_t slot, int32_t i) const {
         return draft_entry(slot, i) + int32_t(params_.n_draft);
     }
+    int32_t choice_entry(int32_t slot) const { return draft_entry(slot + 1, -1); }
 
     Pool pages, sequence_slots, checkpoint_slots; // a checkpoint's slot is numbered after those of sequences
 

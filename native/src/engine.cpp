@@ -1,6 +1,5 @@
 #include "engine.h"
 
-#include "accept.h"
 #include "checkpoint.h"
 #include "sequence.h"
 
@@ -144,6 +143,7 @@ Engine::Engine(std::shared_ptr<const Model> model, const EngineParams &params)
             .c_str());
     cache_.allocate(model_->device());
     step_ = std::make_unique<Step>(*model_, cache_, params_, sizes);
+    flights_.reserve(STARTED);
     if (model_->device().gpu) {
         copies_ = make_backend(model_->device(), 1);
     }
@@ -242,6 +242,7 @@ void Engine::feed_head(Timeline &line) {
 // ---- the round ----
 
 void Engine::draft(Source source, const DraftItem *items, uint32_t n_items) {
+    settle();
     check_cancelled();
     const CacheParams &c = params_.cache;
     const bool block = source == Source::dflash, part = source == Source::part;
@@ -352,133 +353,6 @@ void Engine::draft_some_blocks(const DraftItem *items, uint32_t n_items, uint32_
     for (uint32_t i = 0; i < n_items; i++) {
         items[i].sequence->line().drafted_block(items[i].anchor, items[i].n);
         items[i].sequence->end_step(Sequence::Rows::block, items[i].n + 1, i * drafter.block_size);
-    }
-}
-
-// Returns the parents of an item's rows, and writes their depths.
-std::vector<int32_t> Engine::check_item(const VerifyItem &item, uint32_t *depth) const {
-    const CacheParams &c = params_.cache;
-    const Timeline &line = item.sequence->line();
-    item.sequence->check_usable();
-    if (item.n < 1 || item.n > c.n_rows) {
-        fail(LUCE_E_ARG, "a sequence has 1 to %u rows in a step, got %u", c.n_rows, item.n);
-    }
-    if (item.tokens != nullptr) {
-        check_tokens(item.tokens, item.n);
-    } else if (line.n_drafted() == 0 || item.n > line.n_drafted() + 1) {
-        fail(LUCE_E_STATE, "%u rows without tokens: %u drafts are there to verify", item.n, line.n_drafted());
-    } else if (item.parents != nullptr) {
-        fail(LUCE_E_ARG, "drafts on the device are a chain: parents must be null");
-    }
-    std::vector<int32_t> parents(item.n);
-    for (uint32_t i = 0; i < item.n; i++) {
-        parents[i] = item.parents == nullptr ? int32_t(i) - 1 : item.parents[i];
-    }
-    check_parents(parents.data(), item.n);
-    for (uint32_t i = 0; i < item.n; i++) {
-        const int32_t parent = parents[i];
-        // Rows are in depth-first order: each follows the one before it, or one of that row's ancestors.
-        int32_t up = int32_t(i) - 1;
-        while (up >= 0 && up != parent) {
-            up = parents[size_t(up)];
-        }
-        if (i > 0 && up < 0) {
-            fail(LUCE_E_ARG, "row %u with parent %d is not in depth-first order", i, parent);
-        }
-        depth[i] = parent < 0 ? 0 : depth[parent] + 1;
-        if (line.n_past() + depth[i] >= c.n_ctx) {
-            fail(LUCE_E_CONTEXT, "row %u would be at position %u of a context of %u", i,
-                 line.n_past() + depth[i], c.n_ctx);
-        }
-    }
-    return parents;
-}
-
-void Engine::verify(VerifyItem *items, uint32_t n_items) {
-    check_cancelled();
-    uint32_t pages = 0, rows = 0;
-    uint32_t depth[MAX_ROWS];
-    std::vector<std::vector<int32_t>> parents(n_items), tokens(n_items);
-    for (uint32_t i = 0; i < n_items; i++) {
-        VerifyItem &item = items[i];
-        if (rows + item.n > MAX_ROWS) {
-            fail(LUCE_E_ARG, "a step has %d rows at most, got %u and more", MAX_ROWS, rows + item.n);
-        }
-        parents[i] = check_item(item, depth + rows);
-        rows += item.n;
-        pages += item.sequence->line().pages_wanted(item.n);
-        const Timeline &line = item.sequence->line();
-        if (item.tokens != nullptr) {
-            tokens[i].assign(item.tokens, item.tokens + item.n);
-            continue;
-        }
-        tokens[i] = {line.draft_anchor()};
-        for (int32_t d = 0; d + 1 < int32_t(item.n); d++) {
-            tokens[i].push_back(-1 - line.draft_entry(d));
-        }
-    }
-    need_pages(pages);
-    in_step([&] { run_rows(items, n_items, parents, tokens); });
-    std::string first_failure;
-    for (uint32_t i = 0, row0 = 0; i < n_items; row0 += items[i].n, i++) {
-        Sequence &sequence = *items[i].sequence;
-        int32_t choices[MAX_ROWS];
-        items[i].status = LUCE_OK;
-        try {
-            for (uint32_t r = 0; r < items[i].n; r++) {
-                choices[r] = sequence.choice(row0 + r, sequence.line().n_past() + depth[row0 + r] + 1);
-            }
-            std::copy(choices, choices + items[i].n, items[i].choices);
-        } catch (const Error &e) {
-            items[i].status = e.code();
-            sequence.fail_with(e.what());
-            first_failure = first_failure.empty() ? e.what() : first_failure;
-        }
-    }
-    if (!first_failure.empty()) {
-        throw Error(LUCE_E_NUMERIC, first_failure);
-    }
-}
-
-void Engine::run_rows(const VerifyItem *items, uint32_t n_items, std::vector<std::vector<int32_t>> &parents,
-                      std::vector<std::vector<int32_t>> &tokens) {
-    uint32_t wide = 0;
-    bool moves = false;
-    for (uint32_t i = 0; i < n_items; i++) {
-        wide += items[i].n;
-        moves = moves || items[i].sequence->line().moves_head();
-    }
-    wide = moves ? std::max(wide, 2u) : wide; // a step of one row moves nothing of the head
-    const bool fed = !cache_.has_head() || feeds_head(wide);
-    Batch batch(step_->verify_host(), cache_);
-    for (uint32_t i = 0; i < n_items; i++) {
-        Sequence &sequence = *items[i].sequence;
-        sequence.begin_step();
-        sequence.line().take_pages(items[i].n);
-        if (fed || sequence.line().n_owed() == params_.cache.n_rows) {
-            feed_head(sequence.line());
-        }
-        batch.add_verify(sequence.line(), sequence.choice_ctl(), items[i].n, parents[i].data(),
-                         tokens[i].data());
-        if (sequence.chooses()) {
-            step_->fetch_logits(batch.n_rows() - items[i].n, items[i].n);
-        }
-    }
-    const uint32_t rows = batch.n_rows(), width = step_->verify_width(wide);
-    batch.fill_up(width);
-    step_->verify(width, rows, batch.n_pages());
-    const uint32_t vocab = n_vocab();
-    for (uint32_t i = 0, row0 = 0; i < n_items; row0 += items[i].n, i++) {
-        Sequence &sequence = *items[i].sequence;
-        Timeline &line = sequence.line();
-        for (int32_t &token : tokens[i]) {
-            if (token < 0) { // the kernel did the same to the draft (TokensArgs)
-                token = step_->drafted(-1 - token).token;
-                token = uint32_t(token) < vocab ? token : 0;
-            }
-        }
-        line.verified(std::move(tokens[i]), std::move(parents[i]), fed);
-        sequence.end_step(Sequence::Rows::verified, items[i].n, row0);
     }
 }
 

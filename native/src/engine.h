@@ -23,11 +23,29 @@ struct DraftItem {
 };
 
 struct VerifyItem {
-    Sequence *sequence;
+    std::shared_ptr<Sequence> sequence;
     const int32_t *tokens, *parents; // luce_verify_item says what they hold
-    int32_t *choices;
     uint32_t n;
-    luce_status status;
+};
+
+// A flight is a verify that was started, until its results are asked for.
+struct Flight {
+    struct Item {
+        std::weak_ptr<Sequence> sequence;
+        std::shared_ptr<Sequence> held; // until the step has ended
+        std::vector<int32_t> tokens,
+            parents; // a token on the device is written as -1 - its entry of the drafts
+        luce_status status;
+    };
+    std::vector<Item> items;
+    std::vector<uint32_t> positions; // by row, those of the tokens to be chosen
+    std::vector<int32_t> choices; // by row, once it has ended
+    uint32_t number = 0; // the step's
+    bool fed = false; // its rows were fed to the head
+    bool followed = false; // its rows are committed, since a step follows it
+    bool ended = false;
+    luce_status error = LUCE_OK; // all of it failed
+    std::string message;
 };
 
 class Engine {
@@ -48,8 +66,13 @@ public:
     CancelFlag &cancel() { return cancel_; }
 
     void draft(Source source, const DraftItem *items, uint32_t n);
-    // E_NUMERIC means that it was done; each status says for which item.
-    void verify(VerifyItem *items, uint32_t n);
+    // Begins a verify; follow() begins one of the choices after the only rows of the last one. wait() ends the oldest of
+    // them: E_NUMERIC means that it was done, and each status says for which item.
+    void start(const std::vector<VerifyItem> &items);
+    void follow();
+    void wait(int32_t *choices, uint32_t n_rows, luce_status *status, uint32_t n_items);
+    void settle(); // it waits for them all, whose results wait() still gives
+    void let_go(); // it waits for those that hold a sequence which was closed
 
     // Sequences and checkpoints call what follows.
     // in_step() runs one step, whose sequences count as failed until it has ended. Where it finds no host memory
@@ -88,9 +111,9 @@ private:
     void draft_blocks(const DraftItem *items, uint32_t n);
     void draft_some_blocks(const DraftItem *items, uint32_t n, uint32_t index);
     std::vector<int32_t> check_item(const VerifyItem &item, uint32_t *depth) const;
-    // Runs the checked rows of a verify. In tokens, a draft that is on the device is written as -1 - entry.
-    void run_rows(const VerifyItem *items, uint32_t n_items, std::vector<std::vector<int32_t>> &parents,
-                  std::vector<std::vector<int32_t>> &tokens);
+    void take_off(Flight &flight);
+    void land(Flight &flight, Flight *next);
+    void end(Flight &flight);
 
     std::shared_ptr<const Model> model_;
     EngineParams params_;
@@ -98,6 +121,7 @@ private:
     std::unique_ptr<Step> step_;
     Backend copies_;
     std::vector<std::weak_ptr<Checkpoint>> leaving_;
+    std::vector<Flight> flights_; // the oldest comes first
     std::recursive_mutex mutex_;
     CancelFlag cancel_;
 };

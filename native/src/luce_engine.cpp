@@ -33,6 +33,10 @@ luce_status luce_engine_close(luce_engine *engine) {
     return guarded([&] {
         const auto e = g_engines.get(engine);
         e->cancel().name(0); // sequences may keep it alive
+        {
+            const std::lock_guard<std::recursive_mutex> lock(e->mutex());
+            e->settle(); // a step that is under way keeps its sequences
+        }
         g_engines.remove(engine);
     });
 }
@@ -42,6 +46,7 @@ luce_status luce_engine_get_info(luce_engine *engine, luce_engine_info *out) {
         const auto e = g_engines.get(engine);
         const std::lock_guard<std::recursive_mutex> lock(e->mutex());
         check_struct(out, "out");
+        e->let_go();
         put(out, e->info());
     });
 }
@@ -72,6 +77,7 @@ luce_status luce_engine_poison(luce_engine *engine) {
     return guarded([&] {
         const auto e = g_engines.get(engine);
         const std::lock_guard<std::recursive_mutex> lock(e->mutex());
+        e->settle();
         e->reclaim();
         e->step().poison();
         e->cache().poison();
@@ -121,26 +127,41 @@ luce_status luce_engine_draft(luce_engine *engine, int32_t source, const luce_dr
     });
 }
 
+static std::vector<VerifyItem> checked_items(const std::shared_ptr<Engine> &e, const luce_verify_item *items,
+                                             uint32_t n_items) {
+    check_items(items, n_items);
+    std::vector<std::shared_ptr<Sequence>> kept;
+    std::vector<VerifyItem> list;
+    for (uint32_t i = 0; i < n_items; i++) {
+        kept.push_back(sequence_of(items[i].sequence, e.get(), i, kept));
+        list.push_back({kept.back(), items[i].tokens, items[i].parents, items[i].n});
+    }
+    return list;
+}
+
 luce_status luce_engine_verify(luce_engine *engine, luce_verify_item *items, uint32_t n_items) {
     return guarded([&] {
         const auto e = g_engines.get(engine);
         const std::lock_guard<std::recursive_mutex> lock(e->mutex());
-        check_items(items, n_items);
-        std::vector<std::shared_ptr<Sequence>> kept;
-        std::vector<VerifyItem> list;
+        const std::vector<VerifyItem> list = checked_items(e, items, n_items);
+        uint32_t rows = 0;
         for (uint32_t i = 0; i < n_items; i++) {
-            const luce_verify_item &item = items[i];
-            need(item.choices, "choices");
-            kept.push_back(sequence_of(item.sequence, e.get(), i, kept));
-            list.push_back({kept.back().get(), item.tokens, item.parents, item.choices, item.n, LUCE_OK});
+            need(items[i].choices, "choices");
+            rows += items[i].n;
         }
+        e->start(list);
+        int32_t choices[LUCE_MAX_ROWS];
+        luce_status status[LUCE_MAX_ROWS];
         const auto report = [&] {
-            for (uint32_t i = 0; i < n_items; i++) {
-                items[i].status = list[i].status;
+            for (uint32_t i = 0, row = 0; i < n_items; row += items[i].n, i++) {
+                items[i].status = status[i];
+                if (status[i] == LUCE_OK) {
+                    std::copy_n(choices + row, items[i].n, items[i].choices);
+                }
             }
         };
         try {
-            e->verify(list.data(), n_items);
+            e->wait(choices, rows, status, n_items);
         } catch (const Error &error) {
             if (error.code() == LUCE_E_NUMERIC) {
                 report();
@@ -151,12 +172,46 @@ luce_status luce_engine_verify(luce_engine *engine, luce_verify_item *items, uin
     });
 }
 
+luce_status luce_engine_start(luce_engine *engine, const luce_verify_item *items, uint32_t n_items) {
+    return guarded([&] {
+        const auto e = g_engines.get(engine);
+        const std::lock_guard<std::recursive_mutex> lock(e->mutex());
+        e->start(checked_items(e, items, n_items));
+    });
+}
+
+luce_status luce_engine_follow(luce_engine *engine) {
+    return guarded([&] {
+        const auto e = g_engines.get(engine);
+        const std::lock_guard<std::recursive_mutex> lock(e->mutex());
+        e->follow();
+    });
+}
+
+luce_status luce_engine_wait(luce_engine *engine, int32_t *choices, uint32_t n_rows, luce_status *status,
+                             uint32_t n_items) {
+    return guarded([&] {
+        const auto e = g_engines.get(engine);
+        const std::lock_guard<std::recursive_mutex> lock(e->mutex());
+        need(choices, "choices");
+        need(status, "status");
+        e->wait(choices, n_rows, status, n_items);
+    });
+}
+
 // ---- sequence ----
 
-// Runs f on a sequence or checkpoint, while no other call runs on its engine.
-template <typename Object, typename F> static void locked(const std::shared_ptr<Object> &object, F &&f) {
+// Runs f on a sequence or checkpoint, while no other call runs on its engine. read() leaves steps that were started under
+// way.
+template <typename Object, typename F> static void read(const std::shared_ptr<Object> &object, F &&f) {
     const std::lock_guard<std::recursive_mutex> lock(object->engine()->mutex());
     f(*object);
+}
+template <typename Object, typename F> static void locked(const std::shared_ptr<Object> &object, F &&f) {
+    read(object, [&](Object &one) {
+        one.engine()->settle();
+        f(one);
+    });
 }
 
 luce_status luce_sequence_open(luce_sequence **out, luce_engine *engine) {
@@ -164,12 +219,17 @@ luce_status luce_sequence_open(luce_sequence **out, luce_engine *engine) {
         need(out, "out");
         const auto e = g_engines.get(engine);
         const std::lock_guard<std::recursive_mutex> lock(e->mutex());
+        e->let_go();
         *out = g_sequences.add(std::shared_ptr<Sequence>(new Sequence(e), DeleteLocked()));
     });
 }
 
 luce_status luce_sequence_close(luce_sequence *sequence) {
-    return guarded([&] { g_sequences.remove(sequence); });
+    return guarded([&] {
+        const auto s = g_sequences.get(sequence);
+        read(s, [](Sequence &one) { one.close(); });
+        g_sequences.remove(sequence);
+    });
 }
 
 luce_status luce_sequence_reset(luce_sequence *sequence) {
@@ -180,7 +240,7 @@ luce_status luce_sequence_get_info(luce_sequence *sequence, luce_sequence_info *
     return guarded([&] {
         const auto s = g_sequences.get(sequence);
         check_struct(out, "out");
-        locked(s, [&](Sequence &one) { put(out, one.info()); });
+        read(s, [&](const Sequence &one) { put(out, one.info()); });
     });
 }
 
@@ -288,7 +348,7 @@ luce_status luce_sequence_lookup(luce_sequence *sequence, int32_t anchor, int32_
         need(draft, "draft");
         need(n, "n");
         need(matched, "matched");
-        locked(s, [&](Sequence &one) { *n = one.lookup(anchor, draft, *n, matched); });
+        read(s, [&](Sequence &one) { *n = one.lookup(anchor, draft, *n, matched); });
     });
 }
 
@@ -313,7 +373,7 @@ luce_status luce_checkpoint_get_info(luce_checkpoint *checkpoint, luce_checkpoin
     return guarded([&] {
         const auto c = g_checkpoints.get(checkpoint);
         check_struct(out, "out");
-        locked(c, [&](Checkpoint &one) {
+        read(c, [&](const Checkpoint &one) {
             luce_checkpoint_info info{};
             info.size_bytes = one.size();
             info.n_past = one.n_past();
@@ -347,7 +407,7 @@ luce_status luce_checkpoint_save(luce_checkpoint *checkpoint, void *data, uint64
         const auto c = g_checkpoints.get(checkpoint);
         need(size, "size");
         uint64_t needed = 0;
-        locked(c, [&](Checkpoint &one) { needed = one.size(); });
+        read(c, [&](const Checkpoint &one) { needed = one.size(); });
         if (data != nullptr) {
             if (*size < needed) {
                 fail(LUCE_E_ARG, "size is %llu, the checkpoint takes %llu bytes", (unsigned long long) *size,

@@ -50,8 +50,7 @@ void Sequence::reset() {
     serial_ = 0;
 }
 
-int32_t Sequence::choice(uint32_t row, uint64_t position) {
-    const Choice &choice = engine_->step().choices()[row];
+int32_t checked(const Choice &choice, uint64_t position) {
     if (choice.not_finite) {
         fail(LUCE_E_NUMERIC,
              "the logits of position %llu are not finite: the weights are damaged, or the model overflows; "
@@ -92,7 +91,7 @@ void Sequence::prefill(const int32_t *tokens, uint32_t n, int32_t *choice) {
     });
     if (choice != nullptr) {
         try {
-            *choice = this->choice(0, past + n);
+            *choice = checked(*engine_->step().choices(), past + n);
         } catch (const Error &e) {
             fail_with(e.what());
             throw;

@@ -19,6 +19,8 @@ public:
     void set_penalties(const luce_penalties *penalties);
 
     void reset();
+    void close() { closed_ = true; } // a step that is under way may hold it a while
+    bool closed() const { return closed_; }
     void prefill(const int32_t *tokens, uint32_t n, int32_t *choice);
     void get_draft(int32_t *tokens, uint32_t n);
     void get_lists(int32_t *ids, float *scores, uint32_t depth, uint32_t k);
@@ -45,9 +47,6 @@ public:
     // They are n_rows of the engine's rows, from first_row on.
     void end_step(Rows rows, uint32_t n_rows, uint32_t first_row);
     void fail_with(const std::string &why) { failure_ = why; }
-    // Returns the target's choice after a row of the engine's last step. `position` is that of the token to
-    // be chosen.
-    int32_t choice(uint32_t row, uint64_t position);
 
 private:
     void check_drafted(uint32_t n) const; // it fails with E_ARG unless the last draft has so many tokens
@@ -56,6 +55,7 @@ private:
     Timeline line_;
     ChoiceCtl choice_{}; // it says how its tokens are chosen
     Penalties penalties_;
+    bool closed_ = false;
     bool chooses_ = false; // its rows' logits come to the host with each step
     std::vector<float> logits_; // they are those of one row
     std::unique_ptr<Lookup> lookup_; // it is over line_'s tokens, and made on its first use
@@ -64,5 +64,8 @@ private:
     Rows rows_ = Rows::prompt; // they are n_rows_ rows of that step, from first_row_ on
     uint32_t n_rows_ = 0, first_row_ = 0;
 };
+
+// Returns the token of a target's choice for this position. It fails with E_NUMERIC where the logits were not finite.
+int32_t checked(const Choice &choice, uint64_t position);
 
 } // namespace luce

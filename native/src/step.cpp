@@ -36,7 +36,9 @@ Step::Step(const Model &model, const Cache &cache, const EngineParams &params, c
     : model_(model), cache_(cache), params_(params),
       backend_(make_backend(model.device(), int(params.n_threads))),
       team_(model.device().gpu && model.in_ram() == nullptr ? 1 : int(params.n_threads)),
-      gemm_(nullptr, close_gemm), in_(cache, params), galloc_(new_graph_allocator(model.device())) {
+      gemm_(nullptr, close_gemm), in_(cache, params),
+      ended_{{nullptr, ggml_backend_event_free}, {nullptr, ggml_backend_event_free}},
+      galloc_(new_graph_allocator(model.device())) {
 #ifdef LUCE_USE_CUDA
     if (model.device().gpu) {
         void *stream = luce_cuda_stream(backend_.get());
@@ -58,7 +60,7 @@ Step::Step(const Model &model, const Cache &cache, const EngineParams &params, c
     if (cache.has_drafter()) {
         in_.block.allocate(model.device());
     }
-    const size_t n_results = MAX_ROWS + size_t(cache.drafts()->ne[1]);
+    const size_t n_results = STARTED * MAX_ROWS + size_t(cache.drafts()->ne[1]);
     const size_t list_bytes = cache.lists() == nullptr ? 0 : ggml_nbytes(cache.lists());
     const size_t bytes = n_results * sizeof(Choice) + list_bytes;
     ggml_backend_buffer_type_t pinned =
@@ -69,7 +71,7 @@ Step::Step(const Model &model, const Cache &cache, const EngineParams &params, c
         fail(LUCE_E_MEMORY, "allocating %s of host memory failed", human_bytes(bytes).c_str());
     }
     results_ = static_cast<Choice *>(ggml_backend_buffer_get_base(results_buffer_.get()));
-    drafts_ = results_ + MAX_ROWS;
+    drafts_ = results_ + STARTED * MAX_ROWS;
     lists_ = reinterpret_cast<int32_t *>(results_ + n_results);
     memset(static_cast<void *>(results_), 0, bytes);
     if (const Moe *moe = model.in_ram(); moe != nullptr && model.device().gpu) {
@@ -79,6 +81,9 @@ Step::Step(const Model &model, const Cache &cache, const EngineParams &params, c
     }
     reserve(sizes.largest);
     if (model.device().gpu) {
+        for (auto &event : ended_) {
+            event.reset(ggml_backend_event_new(model.device().dev));
+        }
         try_all();
     }
     build_all();
@@ -330,21 +335,54 @@ void Step::prefill(uint32_t n, uint32_t n_past, bool last, uint32_t n_pages) {
     drafting_ = false;
 }
 
-void Step::verify(uint32_t width, uint32_t n_rows, uint32_t n_pages) {
+uint32_t Step::start_verify(uint32_t width, uint32_t n_rows, uint32_t n_pages) {
     Graph &g = graph({StepKind::verify, width, 0});
-    in_.verify.send(backend_.get(), 0, n_pages);
+    const uint32_t number = turn_;
+    in_.verify.send(backend_.get(), number, n_pages);
     compute(g);
+    chosen_ = g.outputs.choice;
     if (n_rows > 0) {
-        ggml_backend_tensor_get_2d_async(backend_.get(), g.outputs.choice, results_, 0, sizeof(Choice),
-                                         n_rows, g.outputs.choice->nb[1], sizeof(Choice));
+        ggml_backend_tensor_get_2d_async(backend_.get(), chosen_, results_ + number * MAX_ROWS, 0,
+                                         sizeof(Choice), n_rows, chosen_->nb[1], sizeof(Choice));
         enqueue_logits(g);
     }
     if (drafts_stale_) {
         ggml_backend_tensor_get_async(backend_.get(), cache_.drafts(), drafts_, 0,
                                       ggml_nbytes(cache_.drafts()));
     }
-    synchronize();
+    turn_ = (number + 1) % STARTED;
+    under_way_++;
+    return number;
+}
+
+void Step::finish_verify(uint32_t number) {
+    if (under_way_ > 1 && ended_[number]) {
+        wait(ended_[number].get());
+    } else {
+        synchronize();
+    }
+    under_way_--;
     drafts_stale_ = drafting_ = false;
+}
+
+void Step::mark_end(uint32_t number) {
+    if (ended_[number]) {
+        ggml_backend_event_record(ended_[number].get(), backend_.get());
+    }
+}
+
+void Step::keep_choice(uint32_t row, int32_t entry) {
+    ggml_tensor from = *chosen_, to = *cache_.drafts();
+    from.data = static_cast<char *>(from.data) + row * from.nb[1];
+    to.data = static_cast<char *>(to.data) + size_t(entry) * to.nb[1];
+    for (ggml_tensor *each : {&from, &to}) {
+        each->ne[0] = sizeof(Choice) / sizeof(int32_t);
+        for (int dim = 1; dim < GGML_MAX_DIMS; dim++) {
+            each->ne[dim] = 1;
+            each->nb[dim] = sizeof(Choice);
+        }
+    }
+    ggml_backend_tensor_copy_async(backend_.get(), backend_.get(), &from, &to);
 }
 
 // This comes before the first step of a draft is filled, since an earlier draft may still be read.
@@ -390,84 +428,6 @@ void Step::feed(uint32_t width, uint32_t slot, uint32_t n_pages) {
     Graph &g = graph({StepKind::feed, width, 0});
     in_.feed.send(backend_.get(), slot, n_pages);
     compute(g);
-}
-
-// Waits once for the host's copies of drafts, and of lists too where these are wanted.
-void Step::fetch_drafts(bool lists) {
-    lists = lists && lists_stale_;
-    if (!drafts_stale_ && !lists) {
-        return;
-    }
-    if (drafts_stale_) {
-        ggml_backend_tensor_get_async(backend_.get(), cache_.drafts(), drafts_, 0,
-                                      ggml_nbytes(cache_.drafts()));
-    }
-    if (lists) {
-        ggml_backend_tensor_get_async(backend_.get(), cache_.lists(), lists_, 0, ggml_nbytes(cache_.lists()));
-    }
-    synchronize();
-    drafts_stale_ = drafting_ = false;
-    lists_stale_ = lists_stale_ && !lists;
-}
-
-const Choice &Step::drafted(int32_t entry) {
-    fetch_drafts(false);
-    return drafts_[entry];
-}
-
-const int32_t *Step::listed(int32_t entry) {
-    fetch_drafts(true);
-    return lists_ + entry * cache_.lists()->ne[0];
-}
-
-void Step::have_logits() {
-    if (logits_buffer_) {
-        return;
-    }
-    const Device &device = model_.device();
-    const size_t bytes = size_t(verify_width(MAX_ROWS)) * model_.hparams().n_vocab * sizeof(float);
-    ggml_backend_buffer_type_t pinned = device.gpu ? ggml_backend_dev_host_buffer_type(device.dev) : nullptr;
-    logits_buffer_.reset(
-        ggml_backend_buft_alloc_buffer(pinned ? pinned : ggml_backend_cpu_buffer_type(), bytes));
-    if (!logits_buffer_) {
-        fail(LUCE_E_MEMORY, "allocating %s of host memory for logits failed", human_bytes(bytes).c_str());
-    }
-}
-
-float *Step::host_logits(uint32_t row) const {
-    return static_cast<float *>(ggml_backend_buffer_get_base(logits_buffer_.get())) +
-           size_t(row) * model_.hparams().n_vocab;
-}
-
-// Copies the rows that were asked for, with runs of them at once.
-void Step::enqueue_logits(const Graph &g) {
-    const ggml_tensor *logits = g.outputs.logits;
-    fetched_ = fetched_next_;
-    fetched_next_ = 0;
-    for (uint32_t row = 0; row < uint32_t(logits->ne[1]);) {
-        uint32_t end = row;
-        while (end < uint32_t(logits->ne[1]) && (fetched_ >> end & 1) != 0) {
-            end++;
-        }
-        if (end > row) {
-            ggml_backend_tensor_get_async(backend_.get(), logits, host_logits(row), row * logits->nb[1],
-                                          (end - row) * logits->nb[1]);
-        }
-        row = end + 1;
-    }
-}
-
-void Step::read_logits(uint32_t row, float *out) {
-    if (last_ == nullptr || row >= uint32_t(last_->outputs.logits->ne[1])) {
-        fail(LUCE_E_STATE, "there are no logits of row %u: the engine has run another step since", row);
-    }
-    const ggml_tensor *logits = last_->outputs.logits;
-    if ((fetched_ >> row & 1) != 0) {
-        memcpy(out, host_logits(row), logits->nb[1]);
-        return;
-    }
-    ggml_backend_tensor_get_async(backend_.get(), logits, out, row * logits->nb[1], logits->nb[1]);
-    synchronize();
 }
 
 void Step::synchronize() {

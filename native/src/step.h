@@ -75,7 +75,7 @@ public:
     // For each kind of step, fill the region and then run. Draft links have a mirror each, and draft_host()
     // waits where an earlier draft may still be read.
     Region::Host prefill_host() { return in_.prefill.host(0); }
-    Region::Host verify_host() { return in_.verify.host(0); }
+    Region::Host verify_host() { return in_.verify.host(turn_); }
     Region::Host draft_host(uint32_t link);
     Region::Host block_host(uint32_t index);
     // Each slot has a mirror: a sequence is fed once at most between two of its verifies, which wait.
@@ -84,8 +84,18 @@ public:
     // Runs n rows of one sequence after n_past, and waits. With `last` it gives choices()[0] and the logits
     // of the last row.
     void prefill(uint32_t n, uint32_t n_past, bool last, uint32_t n_pages);
-    // Runs a step of this width, whose first n_rows rows are wanted, and waits.
-    void verify(uint32_t width, uint32_t n_rows, uint32_t n_pages);
+    // Begins a step of this width, whose first n_rows rows are wanted, and returns its number for finish_verify(), which
+    // waits for it. A CPU runs it at once. So many as STARTED may be under way, which end in their order.
+    uint32_t start_verify(uint32_t width, uint32_t n_rows, uint32_t n_pages);
+    void finish_verify(uint32_t number);
+    void verify(uint32_t width, uint32_t n_rows, uint32_t n_pages) {
+        finish_verify(start_verify(width, n_rows, n_pages));
+    }
+    // Before another step is enqueued behind a verify: finish_verify() will wait for all that is enqueued up to here.
+    void mark_end(uint32_t number);
+    // Copies the choice after a row of the verify that was started last to an entry of the cache's drafts, without
+    // waiting. Nothing else was enqueued since.
+    void keep_choice(uint32_t row, int32_t entry);
     // The next prefill's or verify's logits of rows first .. first + n - 1 come to the host with its choices: reading
     // them waits for nothing. have_logits() comes before; it is E_MEMORY where the host has no room for them.
     void have_logits();
@@ -103,8 +113,9 @@ public:
     // Enqueues a step of DFlash blocks, the index-th of a draft, without waiting.
     void block(uint32_t rows, uint32_t index, uint32_t n_pages);
 
-    // Returns the results of the last prefill or verify. Logits are valid until the next step of any kind.
-    const Choice *choices() const { return results_; }
+    // Returns the results of the last prefill, or of the verify of this number. Logits are valid until the next step of
+    // any kind.
+    const Choice *choices(uint32_t number = 0) const { return results_ + number * MAX_ROWS; }
     const int32_t *listed(int32_t entry); // it reads the cache's lists, in the same way
     const Choice &drafted(int32_t entry); // it reads the cache's drafts; it waits where no verify has done so
     void read_logits(uint32_t row, float *out);
@@ -157,7 +168,11 @@ private:
     std::unique_ptr<void, void (*)(void *)> gemm_; // it is the backend's stream, while cuBLAS is open for it
     Regions in_;
     Buffer results_buffer_; // it is pinned on a GPU
-    Choice *results_ = nullptr, *drafts_ = nullptr; // they lie in results_buffer_, with lists_
+    // They lie in results_buffer_, with lists_. Each verify that may be under way has MAX_ROWS results.
+    Choice *results_ = nullptr, *drafts_ = nullptr;
+    uint32_t turn_ = 0, under_way_ = 0; // the next verify has this number, and so many have not ended
+    const ggml_tensor *chosen_ = nullptr; // the choices of the last one
+    std::unique_ptr<ggml_backend_event, void (*)(ggml_backend_event_t)> ended_[STARTED]; // null on the CPU
     GraphAllocator galloc_;
     uint64_t compute_size_ = 0;
     std::map<StepShape, std::unique_ptr<Graph>> graphs_;

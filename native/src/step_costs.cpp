@@ -17,7 +17,7 @@ namespace luce {
 // timeline counts them as empty. Every row has another token, from run to run too. Rows of one token would
 // all choose the same experts, and a step over them would read fewer weights than one over a text.
 void Step::run_trial(const StepShape &shape) {
-    const Region::Host h = in_.of(shape.kind).host(0);
+    const Region::Host h = shape.kind == StepKind::verify ? verify_host() : in_.of(shape.kind).host(0);
     const uint32_t per_sequence = shape.kind == StepKind::verify  ? params_.cache.n_rows
                                   : shape.draft()                 ? 1
                                   : shape.kind == StepKind::block ? params_.cache.n_block

@@ -106,7 +106,7 @@ uint32_t Step::feed_width(uint32_t rows) const {
 
 Regions::Regions(const Cache &cache, const EngineParams &p)
     : prefill(std::min(p.cache.n_chunk, p.cache.n_ctx), cache.max_pages(), 1),
-      verify(most_rows(p.cache), p.cache.n_sequences * cache.max_pages(), 1),
+      verify(most_rows(p.cache), p.cache.n_sequences * cache.max_pages(), STARTED),
       draft(p.cache.n_sequences, p.cache.n_sequences * cache.max_pages(), std::max(p.cache.n_draft, 1u)),
       feed(p.cache.n_rows, cache.max_pages(), p.cache.n_sequences),
       block(std::max(blocks_at_once(p.cache) * p.cache.n_block, 1u),

@@ -54,6 +54,8 @@ uint32_t blocks_at_once(const CacheParams &params);
 
 // An engine has one region for each kind of step. A draft's links have a mirror each, and so have a draft's
 // steps of blocks, and the feeds of each sequence.
+constexpr uint32_t STARTED = 2; // so many verifies may be under way
+
 struct Regions {
     Region prefill, verify, draft, feed, block;
     Regions(const Cache &cache, const EngineParams &params);

@@ -1,0 +1,90 @@
+// What the host reads of steps beside their choices: drafts, their lists, and logits.
+#include "step.h"
+
+#include "step_graph.h"
+
+#include <ggml-backend.h>
+
+#include <cstring>
+
+namespace luce {
+
+// Waits once for the host's copies of drafts, and of lists too where these are wanted.
+void Step::fetch_drafts(bool lists) {
+    lists = lists && lists_stale_;
+    if (!drafts_stale_ && !lists) {
+        return;
+    }
+    if (drafts_stale_) {
+        ggml_backend_tensor_get_async(backend_.get(), cache_.drafts(), drafts_, 0,
+                                      ggml_nbytes(cache_.drafts()));
+    }
+    if (lists) {
+        ggml_backend_tensor_get_async(backend_.get(), cache_.lists(), lists_, 0, ggml_nbytes(cache_.lists()));
+    }
+    synchronize();
+    drafts_stale_ = drafting_ = false;
+    lists_stale_ = lists_stale_ && !lists;
+}
+
+const Choice &Step::drafted(int32_t entry) {
+    fetch_drafts(false);
+    return drafts_[entry];
+}
+
+const int32_t *Step::listed(int32_t entry) {
+    fetch_drafts(true);
+    return lists_ + entry * cache_.lists()->ne[0];
+}
+
+void Step::have_logits() {
+    if (logits_buffer_) {
+        return;
+    }
+    const Device &device = model_.device();
+    const size_t bytes = size_t(verify_width(MAX_ROWS)) * model_.hparams().n_vocab * sizeof(float);
+    ggml_backend_buffer_type_t pinned = device.gpu ? ggml_backend_dev_host_buffer_type(device.dev) : nullptr;
+    logits_buffer_.reset(
+        ggml_backend_buft_alloc_buffer(pinned ? pinned : ggml_backend_cpu_buffer_type(), bytes));
+    if (!logits_buffer_) {
+        fail(LUCE_E_MEMORY, "allocating %s of host memory for logits failed", human_bytes(bytes).c_str());
+    }
+}
+
+float *Step::host_logits(uint32_t row) const {
+    return static_cast<float *>(ggml_backend_buffer_get_base(logits_buffer_.get())) +
+           size_t(row) * model_.hparams().n_vocab;
+}
+
+// Copies the rows that were asked for, with runs of them at once.
+void Step::enqueue_logits(const Graph &g) {
+    const ggml_tensor *logits = g.outputs.logits;
+    fetched_ = fetched_next_;
+    fetched_next_ = 0;
+    for (uint32_t row = 0; row < uint32_t(logits->ne[1]);) {
+        uint32_t end = row;
+        while (end < uint32_t(logits->ne[1]) && (fetched_ >> end & 1) != 0) {
+            end++;
+        }
+        if (end > row) {
+            ggml_backend_tensor_get_async(backend_.get(), logits, host_logits(row), row * logits->nb[1],
+                                          (end - row) * logits->nb[1]);
+        }
+        row = end + 1;
+    }
+}
+
+void Step::read_logits(uint32_t row, float *out) {
+    if (last_ == nullptr || row >= uint32_t(last_->outputs.logits->ne[1])) {
+        fail(LUCE_E_STATE, "there are no logits of row %u: the engine has run another step since", row);
+    }
+    const ggml_tensor *logits = last_->outputs.logits;
+    if ((fetched_ >> row & 1) != 0) {
+        memcpy(out, host_logits(row), logits->nb[1]);
+        return;
+    }
+    ggml_backend_tensor_get_async(backend_.get(), logits, out, row * logits->nb[1], logits->nb[1]);
+    synchronize();
+}
+
+} // namespace luce

@@ -1,0 +1,274 @@
+// Verifies in two parts: a step is started, and its results are asked for later. A step may follow another one before the
+// host knows what that chose.
+#include "accept.h"
+#include "engine.h"
+#include "sequence.h"
+
+#include <algorithm>
+
+namespace luce {
+
+// Returns the parents of an item's rows, and writes their depths.
+std::vector<int32_t> Engine::check_item(const VerifyItem &item, uint32_t *depth) const {
+    const CacheParams &c = params_.cache;
+    const Timeline &line = item.sequence->line();
+    item.sequence->check_usable();
+    if (item.n < 1 || item.n > c.n_rows) {
+        fail(LUCE_E_ARG, "a sequence has 1 to %u rows in a step, got %u", c.n_rows, item.n);
+    }
+    if (item.tokens != nullptr) {
+        check_tokens(item.tokens, item.n);
+    } else if (line.n_drafted() == 0 || item.n > line.n_drafted() + 1) {
+        fail(LUCE_E_STATE, "%u rows without tokens: %u drafts are there to verify", item.n, line.n_drafted());
+    } else if (item.parents != nullptr) {
+        fail(LUCE_E_ARG, "drafts on the device are a chain: parents must be null");
+    }
+    std::vector<int32_t> parents(item.n);
+    for (uint32_t i = 0; i < item.n; i++) {
+        parents[i] = item.parents == nullptr ? int32_t(i) - 1 : item.parents[i];
+    }
+    check_parents(parents.data(), item.n);
+    for (uint32_t i = 0; i < item.n; i++) {
+        const int32_t parent = parents[i];
+        // Rows are in depth-first order: each follows the one before it, or one of that row's ancestors.
+        int32_t up = int32_t(i) - 1;
+        while (up >= 0 && up != parent) {
+            up = parents[size_t(up)];
+        }
+        if (i > 0 && up < 0) {
+            fail(LUCE_E_ARG, "row %u with parent %d is not in depth-first order", i, parent);
+        }
+        depth[i] = parent < 0 ? 0 : depth[parent] + 1;
+        if (line.n_past() + depth[i] >= c.n_ctx) {
+            fail(LUCE_E_CONTEXT, "row %u would be at position %u of a context of %u", i,
+                 line.n_past() + depth[i], c.n_ctx);
+        }
+    }
+    return parents;
+}
+
+// Fills in and begins the step of a flight whose items are set, in an in_step().
+void Engine::take_off(Flight &flight) {
+    uint32_t wide = 0;
+    bool moves = false;
+    for (const Flight::Item &item : flight.items) {
+        wide += uint32_t(item.tokens.size());
+        moves = moves || item.held->line().moves_head();
+    }
+    wide = moves ? std::max(wide, 2u) : wide; // a step of one row moves nothing of the head
+    flight.fed = !cache_.has_head() || feeds_head(wide);
+    Batch batch(step_->verify_host(), cache_);
+    for (const Flight::Item &item : flight.items) {
+        Sequence &sequence = *item.held;
+        const uint32_t n = uint32_t(item.tokens.size());
+        sequence.begin_step();
+        sequence.line().take_pages(n);
+        if (flight.fed || sequence.line().n_owed() == params_.cache.n_rows) {
+            feed_head(sequence.line());
+        }
+        batch.add_verify(sequence.line(), sequence.choice_ctl(), n, item.parents.data(), item.tokens.data());
+        if (sequence.chooses()) {
+            step_->fetch_logits(batch.n_rows() - n, n);
+        }
+    }
+    const uint32_t rows = batch.n_rows(), width = step_->verify_width(wide);
+    batch.fill_up(width);
+    flight.number = step_->start_verify(width, rows, batch.n_pages());
+    for (const Flight::Item &item : flight.items) {
+        item.held->fail_with(""); // it waits for its step, and has not failed
+    }
+}
+
+void Engine::start(const std::vector<VerifyItem> &items) {
+    settle();
+    flights_.clear(); // nobody has asked for their results
+    check_cancelled();
+    uint32_t pages = 0, rows = 0;
+    uint32_t depth[MAX_ROWS];
+    Flight flight;
+    for (const VerifyItem &item : items) {
+        if (rows + item.n > MAX_ROWS) {
+            fail(LUCE_E_ARG, "a step has %d rows at most, got %u and more", MAX_ROWS, rows + item.n);
+        }
+        const Timeline &line = item.sequence->line();
+        Flight::Item one{item.sequence, item.sequence, {}, check_item(item, depth + rows), LUCE_OK};
+        for (uint32_t i = 0; i < item.n; i++) {
+            flight.positions.push_back(line.n_past() + depth[rows + i] + 1);
+            one.tokens.push_back(item.tokens != nullptr ? item.tokens[i]
+                                 : i == 0               ? line.draft_anchor()
+                                                        : -1 - line.draft_entry(int32_t(i) - 1));
+        }
+        rows += item.n;
+        pages += line.pages_wanted(item.n);
+        flight.items.push_back(std::move(one));
+    }
+    flight.choices.resize(rows);
+    need_pages(pages);
+    in_step([&] { take_off(flight); });
+    flights_.push_back(std::move(flight));
+}
+
+void Engine::follow() {
+    check_cancelled();
+    if (flights_.empty() || flights_.size() == STARTED) {
+        fail(LUCE_E_STATE, flights_.empty() ? "there is no step to follow: start one"
+                                            : "a step follows already: wait for the one before it");
+    }
+    const CacheParams &c = params_.cache;
+    Flight &before = flights_.back();
+    Flight flight;
+    uint32_t pages = 0;
+    for (size_t i = 0; i < before.items.size(); i++) {
+        const Flight::Item &item = before.items[i];
+        const std::shared_ptr<Sequence> sequence = item.sequence.lock();
+        if (!sequence || sequence->closed() || item.tokens.size() != 1 ||
+            (before.ended && sequence->line().n_verified() != 1)) {
+            fail(LUCE_E_STATE, "item %zu of the last step %s", i,
+                 item.tokens.size() != 1 ? "had more rows than one" : "was closed, or its row dropped");
+        }
+        sequence->check_usable();
+        const Timeline &line = sequence->line();
+        if (line.n_past() + 1 >= c.n_ctx) {
+            fail(LUCE_E_CONTEXT, "a row would be at position %u of a context of %u", line.n_past() + 1,
+                 c.n_ctx);
+        }
+        const int32_t token = before.ended ? before.choices[i] : -1 - cache_.choice_entry(line.slot());
+        flight.items.push_back({sequence, sequence, {token}, {-1}, LUCE_OK});
+        flight.positions.push_back(line.n_past() + 2);
+        pages += line.pages_wanted(2);
+    }
+    flight.choices.resize(flight.items.size());
+    need_pages(pages);
+    in_step([&] {
+        if (!before.ended) {
+            step_->mark_end(before.number);
+        }
+        for (size_t i = 0; i < flight.items.size(); i++) {
+            Sequence &sequence = *flight.items[i].held;
+            Flight::Item &item = before.items[i];
+            const int32_t path = 0;
+            sequence.begin_step();
+            if (!before.ended) {
+                step_->keep_choice(uint32_t(i), cache_.choice_entry(sequence.line().slot()));
+                sequence.line().verified(item.tokens, item.parents, before.fed);
+            }
+            sequence.line().commit(&path, 1);
+        }
+        before.followed = true;
+        take_off(flight);
+    });
+    flights_.push_back(std::move(flight));
+}
+
+// Books a step that has ended.
+void Engine::land(Flight &flight, Flight *next) {
+    step_->finish_verify(flight.number);
+    const uint32_t vocab = n_vocab();
+    for (size_t i = 0, row0 = 0; i < flight.items.size(); row0 += flight.items[i].tokens.size(), i++) {
+        Flight::Item &item = flight.items[i];
+        Sequence &sequence = *item.held;
+        const size_t n = item.tokens.size();
+        if (item.status != LUCE_OK) { // the step before it failed
+            continue;
+        }
+        for (int32_t &token : item.tokens) {
+            if (token < 0) { // the kernel did the same to the draft (TokensArgs)
+                token = step_->drafted(-1 - token).token;
+                token = uint32_t(token) < vocab ? token : 0;
+            }
+        }
+        if (!flight.followed) {
+            sequence.line().verified(item.tokens, item.parents, flight.fed);
+            sequence.end_step(Sequence::Rows::verified, uint32_t(n), uint32_t(row0));
+        }
+        try {
+            for (size_t row = row0; row < row0 + n; row++) {
+                flight.choices[row] = checked(step_->choices(flight.number)[row], flight.positions[row]);
+            }
+            if (next != nullptr) {
+                next->items[i].tokens[0] = flight.choices[row0];
+            }
+        } catch (const Error &e) {
+            item.status = e.code();
+            sequence.fail_with(e.what());
+            flight.message = flight.message.empty() ? e.what() : flight.message;
+            if (next != nullptr) {
+                next->items[i].status = e.code();
+                next->message = flight.message;
+            }
+        }
+    }
+}
+
+void Engine::end(Flight &flight) {
+    if (flight.ended) {
+        return;
+    }
+    Flight *next = &flight != &flights_.back() ? &flights_.back() : nullptr;
+    try {
+        in_step([&] { land(flight, next); });
+    } catch (const Error &e) {
+        flight.error = e.code();
+        flight.message = e.what();
+        for (Flight::Item &item : flight.items) {
+            item.held->fail_with(e.what());
+        }
+        if (next != nullptr) {
+            end(*next);
+            next->error = flight.error;
+            next->message = flight.message;
+            for (const Flight::Item &item : flight.items) {
+                item.held->fail_with(e.what());
+            }
+        }
+    }
+    flight.ended = true;
+    for (Flight::Item &item : flight.items) {
+        item.held.reset();
+    }
+}
+
+void Engine::let_go() {
+    for (const Flight &flight : flights_) {
+        for (const Flight::Item &item : flight.items) {
+            if (item.held && item.held->closed()) {
+                return settle();
+            }
+        }
+    }
+}
+
+void Engine::settle() {
+    for (Flight &flight : flights_) {
+        end(flight);
+    }
+}
+
+void Engine::wait(int32_t *choices, uint32_t n_rows, luce_status *status, uint32_t n_items) {
+    if (flights_.empty()) {
+        fail(LUCE_E_STATE, "there is nothing to wait for: start a step");
+    }
+    if (flights_.front().choices.size() != n_rows || flights_.front().items.size() != n_items) {
+        fail(LUCE_E_ARG, "%u rows of %u sequences, but the step was started with %zu of %zu", n_rows, n_items,
+             flights_.front().choices.size(), flights_.front().items.size());
+    }
+    end(flights_.front());
+    const Flight flight = std::move(flights_.front());
+    flights_.erase(flights_.begin());
+    if (flight.error != LUCE_OK) {
+        throw Error(flight.error, flight.message);
+    }
+    bool failed = false;
+    for (size_t i = 0, row = 0; i < n_items; row += flight.items[i].tokens.size(), i++) {
+        status[i] = flight.items[i].status;
+        failed = failed || status[i] != LUCE_OK;
+        if (status[i] == LUCE_OK) {
+            std::copy_n(flight.choices.begin() + long(row), flight.items[i].tokens.size(), choices + row);
+        }
+    }
+    if (failed) {
+        throw Error(LUCE_E_NUMERIC, flight.message);
+    }
+}
+
+} // namespace luce

@@ -1,0 +1,198 @@
+"""Rounds that are begun before the tokens of the last one are known: which are, and what ends them."""
+
+import pytest
+from fake_core import (
+    EOS,
+    PROMPT,
+    Chain,
+    FakeEngine,
+    drive,
+    expected,
+    generation,
+    hashed,
+    run,
+    scripted,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from luce.drafting import Draft
+from luce.errors import Cancelled, ContextFull, DeviceError, LuceError, NumericError
+from luce.generation import Failed, Finished, Round, Tokens
+from luce.loop import Loop
+from luce.plan import Request
+from luce.structs import Penalties
+
+
+class Now(Chain):
+    """Drafts true chains where `drafts(round)` says so, and says that the next round stays plain where
+    `stays(round)` does. It may be wrong."""
+
+    def __init__(self, core, drafts, stays, length=3):
+        super().__init__(core, core.choose, length)
+        self.drafts, self.stays = drafts, stays
+
+    def draft(self, anchor, limits):
+        draft = super().draft(anchor, limits)
+        return draft if self.drafts(len(self.asked)) else Draft()
+
+    def stays_plain(self):
+        return self.stays(len(self.asked))
+
+
+def begun(events):
+    """Says of each round whether it was begun ahead."""
+    return [event.ahead for event in events if isinstance(event, Round)]
+
+
+def rounds_begun(core):
+    """Returns how many steps were begun, rather than made in one call."""
+    return core.count("wait")
+
+
+def test_plain_rounds_follow_each_other():
+    core = FakeEngine(ahead=True)
+    events = run(core, max_tokens=20)
+    assert events[-1].tokens == expected(hashed, 20)
+    assert begun(events) == [False] + [True] * 18
+    assert core.count("verify") == rounds_begun(core) == 19
+    assert core.count("commit") == 1, "a step that follows commits the row before it"
+    assert core.committed == [*PROMPT, *expected(hashed, 19)]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"logprobs": 0}, {"penalties": Penalties(frequency=1.0)}, {"max_tokens": 2}, {"max_tokens": 1}],
+    ids=["logprobs", "penalties", "two tokens", "one token"],
+)
+def test_choices_of_its_own_and_last_tokens_are_not_begun_ahead(asked, monkeypatch):
+    core = FakeEngine(ahead=True)
+    one = generation(core, Request(PROMPT, **({"max_tokens": 8} | asked)))
+    one.sequence.set_penalties = lambda *_: None
+    one.sequence.choose = lambda row, mask: hashed(one.sequence.rows[row] if one.sequence.rows else PROMPT)
+    one.sequence.logprobs = lambda row, token, top: (row, token, top)
+    (events,) = drive(core, [one])
+    assert events[-1].tokens == expected(hashed, asked.get("max_tokens", 8))
+    assert rounds_begun(core) == 0
+
+
+@pytest.mark.parametrize("stop", ["eos", "stop", "context"])
+def test_a_text_that_ends_drops_the_round_that_follows(stop):
+    script = [*b"abcdef", EOS if stop == "eos" else ord("g"), *b"hijk"]
+    core = FakeEngine(
+        scripted(PROMPT, script), ahead=True, n_ctx=len(PROMPT) + 6 if stop == "context" else 99
+    )
+    events = run(core, max_tokens=None if stop == "context" else 30, stops=("fg",) if stop == "stop" else ())
+    assert events[-1].reason == ("length" if stop == "context" else "stop")
+    assert events[-1].tokens == tuple(script[:7])
+    assert len(core.committed) == len(PROMPT) + 6, "all emitted tokens but the last"
+    assert core.count("verify") - rounds_begun(core) == (0 if stop == "context" else 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    drafts=st.lists(st.booleans(), min_size=1),
+    stays=st.lists(st.booleans(), min_size=1),
+    n=st.integers(1, 40),
+)
+def test_a_source_may_be_wrong_about_the_next_round(drafts, stays, n):
+    core = FakeEngine(ahead=True)
+    source = Now(core, lambda at: drafts[at % len(drafts)], lambda at: stays[at % len(stays)])
+    events = run(core, source, max_tokens=n)
+    assert events[-1].tokens == expected(hashed, n)
+    rounds = [event for event in events if isinstance(event, Round)]
+    assert source.rounds == rounds, "the source is told all of them"
+    assert not any(each.ahead and each.drafted for each in rounds)
+    assert core.committed == [*PROMPT, *expected(hashed, n - 1)]
+
+
+def test_a_source_is_asked_in_every_round_and_drafts_one_later():
+    core = FakeEngine(ahead=True)
+    source = Now(core, lambda at: at == 5, lambda at: at != 5)
+    events = run(core, source, max_tokens=20)
+    rounds = [event for event in events if isinstance(event, Round)]
+    assert [each.ahead for each in rounds][:8] == [False, True, True, True, True, False, True, True]
+    assert not any(each.drafted for each in rounds), "in round 5 it was too late, in round 6 it had nothing"
+    assert [anchor for anchor, *_ in source.asked] == list(expected(hashed, 18))
+
+
+def test_who_joins_ends_it_and_then_all_go_on():
+    core = FakeEngine(n_sequences=2, ahead=True)
+    loop, events = Loop(core, core.clock), {}
+    first, second = (generation(core, Request(prompt, 20)) for prompt in (PROMPT, b"other"))
+    loop.add(first)
+    for turn in range(60):
+        for one, event in loop.step():
+            events.setdefault(one, []).append(event)
+        if turn == 4:
+            loop.add(second)
+    assert events[first][-1].tokens == expected(hashed, 20)
+    assert events[second][-1].tokens == expected(hashed, 20, b"other")
+    assert begun(events[first]).count(False) > 1 and True in begun(events[second])
+    together = [detail for verb, detail in core.calls if verb == "verify" and detail == [1, 1]]
+    assert len(together) > 10
+
+
+def test_one_of_two_is_cancelled_while_a_round_is_under_way():
+    core = FakeEngine(n_sequences=2, ahead=True)
+    asked = [Request(PROMPT, 20), Request(tuple(b"other"), 20)]
+    first = generation(core, asked[0])
+    second = generation(core, asked[1], cancelled=lambda: core.count("wait") > 4)
+    found = drive(core, [first, second])
+    assert (found[0][-1].reason, found[1][-1].reason) == ("length", "cancelled")
+    assert found[0][-1].tokens == expected(hashed, 20)
+    assert found[1][-1].tokens == expected(hashed, len(found[1][-1].tokens), b"other")
+    assert 1 < len(found[1][-1].tokens) < 10 and not core.open
+
+
+def test_all_are_cancelled_and_another_loop_begins_while_a_round_is_under_way():
+    core = FakeEngine(ahead=True)
+    for ending in ("cancel", "close"):
+        loop = Loop(core, core.clock)
+        loop.add(generation(core, Request(PROMPT, 20)))
+        for _ in range(4):
+            loop.step()
+        assert core.begun, "a round is under way"
+        if ending == "cancel":
+            loop.cancel()
+            assert [event.reason for _, event in loop.step() if isinstance(event, Finished)] == ["cancelled"]
+            assert loop.step() == []
+        else:
+            loop.close()
+        assert not core.open
+        assert run(core)[-1].tokens == expected(hashed, 20)
+
+
+@pytest.mark.parametrize("error", [Cancelled("stray"), ContextFull("full"), DeviceError("gone")])
+@pytest.mark.parametrize("number", range(1, 6))
+def test_a_round_that_cannot_follow(error, number):
+    """What did nothing is asked again in turn; a device that fails ends the text after the last round."""
+    core = FakeEngine(ahead=True, fail={"verify": (number, error)})
+    events = run(core)
+    emitted = tuple(token for event in events if isinstance(event, Tokens) for token in event.ids)
+    if isinstance(error, DeviceError):
+        assert events[-1] == Failed(error, events[-1].state)
+        assert emitted == expected(hashed, number + 1)
+    else:
+        assert events[-1].tokens == expected(hashed, 20)
+        assert begun(events).count(False) == 2
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_a_wait_that_fails_ends_all(number):
+    core = FakeEngine(n_sequences=2, ahead=True, fail={"wait": (number, DeviceError("gone"))})
+    found = drive(core, [generation(core, Request(prompt, 20)) for prompt in (PROMPT, b"other")])
+    for events, prompt, alone in zip(found, (PROMPT, b"other"), (1, 0), strict=True):
+        assert isinstance(events[-1], Failed) and isinstance(events[-1].error, LuceError)
+        emitted = tuple(token for event in events if isinstance(event, Tokens) for token in event.ids)
+        assert emitted == expected(hashed, alone + number + 1, prompt)
+
+
+def test_one_of_two_whose_logits_are_not_finite_fails_alone():
+    core = FakeEngine(lambda history: None if history[0] == 111 and len(history) > 9 else hashed(history),
+                      n_sequences=2, ahead=True)  # fmt: skip
+    found = drive(core, [generation(core, Request(prompt, 20)) for prompt in (PROMPT, b"other")])
+    assert found[0][-1].tokens == expected(hashed, 20)
+    assert isinstance(found[1][-1], Failed) and isinstance(found[1][-1].error, NumericError)
+    emitted = tuple(token for event in found[1] if isinstance(event, Tokens) for token in event.ids)
+    assert emitted == expected(hashed, 5, b"other")
