@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from luce._native import Lists, Source
 from luce.costs import Costs
@@ -44,8 +44,10 @@ class Draft:
         return depths[1:]
 
 
-@dataclass(frozen=True)
-class Round:
+NOTHING = Draft()
+
+
+class Round(NamedTuple):
     """This is one round that is done: how many candidates it had, how many of them were accepted, how many
     seconds each of its calls took, and which tokens it gave. The new anchor is the last of these tokens.
     Sequences that share a step each count all of its time. `ahead` says that it was begun before the round
@@ -60,8 +62,7 @@ class Round:
     ahead: bool = False
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(NamedTuple):
     """This is what bounds the candidates of a round. `rows` is how many there may be and `depth` how deep
     they may go, both at least 1. `sequences` is how many share the step, this one counted."""
 

@@ -24,11 +24,11 @@ from collections.abc import Callable, Generator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from luce._native import Drafts, Rows, Sequence
 from luce.choosing import Chooser
-from luce.drafting import Draft, DraftSource, Limits, Round
+from luce.drafting import NOTHING, Draft, DraftSource, Limits, Round
 from luce.errors import ArgumentError, Cancelled, ContextFull, OutOfMemory, StateError
 from luce.plan import Request
 from luce.stats import Stats, Tally
@@ -68,8 +68,7 @@ class Turn:
     """Says that a round may begin. The answer is a Share."""
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """This is what a sequence gets of the next step: at most `rows` rows, the anchor's among them, of a step
     that `sequences` share."""
 
@@ -100,8 +99,7 @@ class Prefilled:
     total: int
 
 
-@dataclass(frozen=True)
-class Tokens:
+class Tokens(NamedTuple):
     """Brings newly chosen ids, and the text that is now certain. The text may lag behind the ids, and ids
     may be empty. `logprobs` has one entry for each id where the request asks for them."""
 
@@ -205,7 +203,7 @@ class Generation:
         self._budget = most if request.max_tokens is None else min(request.max_tokens, most)
         self._tokens: list[int] = []  # These were emitted, and the last one is the anchor.
         self._text: list[str] = []
-        self._draft = Draft()
+        self._draft = NOTHING
         self._choices: list[int] = []  # The target chose these after each row of this round.
         self._reason = ""
         self._truncated_by: str | None = None
@@ -224,17 +222,17 @@ class Generation:
 
     def start(self) -> list[Event]:
         """Returns what happens up to the first want. It is called once, before all else."""
-        return self._go_on(lambda: next(self._routine))
+        return self._go_on(self._routine.send, None)
 
     def tell(self, result: Any, seconds: float = 0.0) -> list[Event]:
         """Gives the generation the result of what it wanted, and the seconds of the step. Returns what
         happens up to the next want."""
         self._step_s = seconds
-        return self._go_on(lambda: self._routine.send(result))
+        return self._go_on(self._routine.send, result)
 
     def fail(self, error: Exception) -> list[Event]:
         """Says that what it wanted raised `error`. Returns what happens up to the next want."""
-        return self._go_on(lambda: self._routine.throw(error))
+        return self._go_on(self._routine.throw, error)
 
     def cancel(self) -> list[Event]:
         """Ends the generation with what it has emitted."""
@@ -254,11 +252,11 @@ class Generation:
         """Says that the next round has begun, which commits the only row of this one."""
         self._next_begun = True
 
-    def _go_on(self, resume: Callable[[], Event | Want]) -> list[Event]:
+    def _go_on(self, resume: Callable[[Any], Event | Want], result: Any) -> list[Event]:
         events: list[Event] = []
         self.want = None
         try:
-            item = resume()
+            item = resume(result)
             while not isinstance(item, WANTS):
                 events.append(item)
                 item = next(self._routine)
@@ -271,10 +269,17 @@ class Generation:
 
     def _run(self) -> Generator[Event | Want, Any, None]:
         """Yields events and wants, up to exactly one Finished or Failed."""
+        verbs = {
+            State.IDLE: self._begin,
+            State.PREFILL: self._prefill,
+            State.DRAFT: self._propose,
+            State.VERIFY: self._verify,
+            State.COMMIT: self._commit,
+        }
         try:
             while self.state is not State.DONE:
                 try:
-                    self.state = yield from self._verb()
+                    self.state = yield from verbs[self.state]()
                 except Cancelled:
                     self.state = yield from self._end("cancelled")
             finished = self._finished()
@@ -283,18 +288,6 @@ class Generation:
             yield Failed(error, failed_in)
         else:
             yield finished
-
-    def _verb(self) -> Verb:
-        match self.state:
-            case State.IDLE:
-                return self._begin()
-            case State.PREFILL:
-                return self._prefill()
-            case State.DRAFT:
-                return self._propose()
-            case State.VERIFY:
-                return self._verify()
-        return self._commit()
 
     def _begin(self) -> Verb:
         prompt, n_ctx = self._request.prompt, self._sizes.n_ctx
@@ -338,7 +331,7 @@ class Generation:
         room = self._sizes.n_ctx - len(self._request.prompt) - len(self._tokens)
         if room < 0:
             return (yield from self._end("length", "context"))
-        self._draft, self._draft_s = Draft(), 0.0
+        self._draft, self._draft_s = NOTHING, 0.0
         ahead = self._begun_ahead = self._next_begun
         self._next_begun = False
         if not self._source:
@@ -353,7 +346,7 @@ class Generation:
                 _require_within(draft, rows, depth)
                 self._draft_s = self._clock() - began
                 if ahead:  # It is too late: this only tells the source what came, and whether it would draft.
-                    draft = Draft()
+                    draft = NOTHING
                 if draft.on_device:
                     yield Drafts(self.sequence, self._tokens[-1], draft.on_device, draft.by)
                     self._draft_s += self._step_s
@@ -379,7 +372,7 @@ class Generation:
         except NOTHING_DONE as error:
             if not draft.size:
                 raise
-            self._draft = Draft()
+            self._draft = NOTHING
             yield self._without_source(error)
             return State.VERIFY
         self._verify_s = self._step_s
@@ -391,7 +384,7 @@ class Generation:
             try:
                 drafted = self.sequence.drafted(self._draft.on_device)
             except Exception as error:  # The anchor's row is right whatever the others are.
-                self._draft, self._choices = Draft(), self._choices[:1]
+                self._draft, self._choices = NOTHING, self._choices[:1]
                 yield self._without_source(error)
         rows = [self._tokens[-1], *drafted]
         path, anchor = self._chooser.accept(rows, self._draft.parents, self._choices)

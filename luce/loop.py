@@ -120,15 +120,18 @@ class Loop:
         """Runs a round of all that have read their prompts. Some have their rows already: who drafts nothing,
         or was interrupted. The others share the rows that are free. They wait where drafts were interrupted,
         which may still grow. So does who came since, where the rows are too many for one step."""
-        turns, rows = self._wanting(Turn), self._wanting(Rows)
+        turns = self._wanting(Turn)
         if turns and not self._wanting(Drafts):
+            rows = self._wanting(Rows)
             share = (MAX_ROWS - sum(want.width for _, want in rows)) // len(turns)
             for generation, _ in turns if share > 0 else ():
                 self._note(generation, generation.tell(Share(share, len(turns) + len(rows))))
-        self._step(self._wanting(Drafts), self._draft)
-        rows = self._wanting(Rows)
-        totals = accumulate(want.width for _, want in rows)
-        fitting = [one for one, total in zip(rows, totals, strict=True) if total <= MAX_ROWS]
+        if drafts := self._wanting(Drafts):
+            self._step(drafts, self._draft)
+        fitting = self._wanting(Rows)
+        if len(fitting) > 1:
+            totals = accumulate(want.width for _, want in fitting)
+            fitting = [one for one, total in zip(fitting, totals, strict=True) if total <= MAX_ROWS]
         if self._all_go_on(fitting):
             self._begin(fitting)
         else:
@@ -136,8 +139,9 @@ class Loop:
 
     def _all_go_on(self, of: Sequence[tuple[Generation, Rows]]) -> bool:
         """Says whether the round after this one, which all take part in, can be begun already."""
-        all_of_them = bool(of) and [generation for generation, _ in of] == self._running
-        return self._engine.ahead and all_of_them and all(one.goes_on() for one in self._running)
+        if not self._engine.ahead or not of or not all(generation.goes_on() for generation, _ in of):
+            return False
+        return [generation for generation, _ in of] == self._running
 
     def _begin(self, of: list[tuple[Generation, Rows]]) -> None:
         began = self._clock()

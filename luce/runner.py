@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from luce.acceptance import Acceptance, Among, Known, Learned
 from luce.costs import Costs
-from luce.drafting import Draft, Drafter, Limits, Round, Text
+from luce.drafting import NOTHING, Draft, Drafter, Limits, Round, Text
 
 # Drafting that fails may cost this part of plain decoding: ALLOWANCE over the first HORIZON tokens, and
 # ALLOWANCE_BEYOND after them, since such texts seldom improve. The promise is 3% over 256 tokens. KEPT of it
@@ -48,7 +48,7 @@ class Choice:
     price: float = 1.0
 
 
-PLAIN, NOTHING = Choice(), Draft()
+PLAIN = Choice()
 Fields = tuple[int, int | None, int, int, float, float]  # These are the fields of a Choice.
 
 

@@ -57,6 +57,11 @@ class Tally:
         """Counts a round, what it verified, and its accepted rows, which include the anchor's. `mode` is the
         source of drafts that name none."""
         _increment(self.rounds, done.drafted)
+        self.draft_s += done.draft_s
+        self.verify_s += done.verify_s
+        self.commit_s += done.commit_s
+        if not done.drafted:
+            return
         for depth in draft.depths:
             _increment(self.drafted, depth - 1)
         for depth in range(done.accepted):
@@ -69,9 +74,6 @@ class Tally:
             of["rounds"] += 1
             of["drafted"] += len(rows)
             of["accepted"] += len(right.intersection(rows))
-        self.draft_s += done.draft_s
-        self.verify_s += done.verify_s
-        self.commit_s += done.commit_s
 
     def stats(self, mode: str, prefill_s: float, decode_s: float, tokens: int) -> Stats:
         """Returns the figures of a generation with `tokens` after the first."""

@@ -6,7 +6,7 @@ import collections.abc
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from luce._native.files import Model, engine_params
 from luce._native.library import Handle, IntArray, Lists
@@ -46,8 +46,7 @@ class Drafts:
     source: Source = Source.NEXTN
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """These are the rows of one sequence in a verify step: `tokens` with their `parents` (None for a chain).
     Where tokens is None they are the first n rows of the sequence's last draft: its anchor and n - 1
     drafts."""
@@ -206,6 +205,7 @@ class Sequence(Handle):
         super().__init__(library, out[0], library.lib.luce_sequence_close)
         self.engine = engine
         new = library.ffi.new
+        self._anchor_alone = new("int32_t[]", 1)  # It is the path of a round without accepted candidates.
         self._lookup = new("int32_t[]", library.lib.LUCE_MAX_ROWS), new("uint32_t *"), new("uint32_t *")
 
     @property
@@ -281,8 +281,8 @@ class Sequence(Handle):
     def commit(self, path: IntArray) -> None:
         """Appends the rows path (n,) of the last verify. path[0] is 0, and each row is a child of the one
         before."""
-        rows = self.library.ints(path)
-        self.library.check(self.library.lib.luce_sequence_commit(self.handle, rows, len(rows)))
+        rows = self._anchor_alone if len(path) == 1 and path[0] == 0 else self.library.ints(path)
+        self.library.check(self.library.lib.luce_sequence_commit(self.handle, rows, len(path)))
 
     def logits(self, row: int = 0) -> np.ndarray:
         """Returns the logits F32 (n_vocab,) of a row of the engine's last verify, or of row 0 of its last
