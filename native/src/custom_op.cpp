@@ -7,6 +7,7 @@
 #include "nextn_op.h"
 #include "ram_op.h"
 #include "rowmm_op.h"
+#include "rows_inputs.h"
 #include "rows_matmul.h"
 #include "sampler.h"
 
@@ -376,6 +377,7 @@ const CustomOp OPS[] = {
     LUCE_OP("topk", "n,T ctl iL,e* > 1,T", cpu_topk, topk, topk_args),
     LUCE_OP("row_tokens", "iT i2,n > T", cpu_row_tokens, row_tokens, tokens_args),
     LUCE_CPU_OP("pack_rows", "K,T > 2,K,T", cpu_pack_rows, pack_args),
+    LUCE_CPU_OP("rows_input", "K,T N,M K,T? > K,T", cpu_rows_input, rows_input_args),
     LUCE_CPU_OP("rows_matmul", "xP,T mK,A mK,B? mK,C? mK,D? > A,T", cpu_rows_matmul, rows_matmul_args),
     LUCE_CPU_OP("route", "n,T > T", cpu_route, route_args),
     LUCE_CPU_OP("experts", "iU,T xP,R mK,N,n mK,N,n? > R", cpu_experts, experts_args),

@@ -18,6 +18,8 @@
 // topk            logits{n,T} ctl lists{2*k,entries}*                                      k -> i32{scratch,T}
 // row_tokens      tokens{T} drafts{2,n}                                                    n_vocab -> i32{T}
 // pack_rows       x{K,T}                                                                   - -> i8{64*K/32,T} blocks
+// rows_input      x{K,T} then w{K} residual{K,T}?, or w{S} z{K,T}, or up{K,T} (rows_inputs.h) kind eps
+//                     -> {x + residual{K*T}, where there is one, then values{K*T}, then packed{K/2*T}}
 // rows_matmul     packed{64*K/32,T} or x{K,T}, 1 to 4 weights{K,N}: results side by side   - -> {sum of N*T}
 // route           logits{n,T}                                                              - -> i32{2*n_used,T}
 // experts         route{2*n_used,T} packed or x{K,T or n_used*T} w{K,N,n} up{K,N,n}?       own fused -> {N,n_used*T}

@@ -5,6 +5,7 @@
 #include "custom_op.h"
 #include "gemm_op.h"
 #include "rowmm_op.h"
+#include "rows_inputs.h"
 #include "rows_matmul.h"
 
 #include <algorithm>
@@ -53,6 +54,9 @@ ggml_tensor *input_values(const StepBuild &b, const MatmulInput &in) {
         return in.x;
     }
     return made_input(b, in, false, [&] {
+        if (ggml_tensor *values = rows_input_values(b, in, nullptr, nullptr)) {
+            return values;
+        }
         ggml_context *ctx = b.ctx;
         if (in.kind == ROWMM_RMS) {
             return rms_norm(ctx, in.x, in.w, in.eps);
@@ -324,6 +328,9 @@ Stream matmul_add(const StepBuild &b, ggml_tensor *weight, const MatmulInput &in
         return {x, normed};
     }
 #endif
+    if (!b.model.device().gpu) {
+        return add_rows(b, products(b, {weight}, input, nullptr)[0], residual, next);
+    }
     ggml_tensor *x = products(b, {weight}, input, residual)[0];
     return {x, rms(x, next.weight, next.eps)};
 }

@@ -4,6 +4,7 @@
 #include "moe_op.h"
 #include "ops.h"
 #include "ram_op.h"
+#include "rows_inputs.h"
 #include "rows_matmul.h"
 
 namespace luce {
@@ -81,8 +82,7 @@ Stream moe(const StepBuild &b, const Stream &s, const Moe &w, const Norm &next) 
         ggml_tensor *open = ggml_sigmoid(ctx, matmul(b, w.shared_gate, plain(x))); // {1, T}
         y = ggml_add(ctx, y, ggml_mul(ctx, shared, open));
     }
-    y = ggml_add(ctx, y, s.x);
-    return {y, rms(y, next.weight, next.eps)};
+    return add_rows(b, y, s.x, next);
 }
 
 } // namespace luce

@@ -69,7 +69,7 @@ struct StepInputs {
 enum class StepKind { prefill, prefill_last, verify, draft, draft_part, block, feed };
 
 // What a weight {K, N} is multiplied with: values {K, T} made of x. Luce's own matmul on a GPU computes them while it
-// packs its input (kernels/rowmm.h), elsewhere ggml's ops do.
+// packs its input (kernels/rowmm.h), on a CPU an op does (rows_inputs.h), elsewhere ggml's ops do.
 struct MatmulInput {
     RowmmInput kind;
     ggml_tensor *x; // {K, T}; where y is null, swiglu takes the parts that a matmul with gate and up left

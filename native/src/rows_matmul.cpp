@@ -123,7 +123,9 @@ void run_packed(const RowsMatmulArgs &a, const RowsWeight &w, int64_t n0, int t0
     }
 }
 
-void pack_block(const float *x, PackedBlock &out) {
+} // namespace
+
+PackedBlock packed_block(const float *x) {
     uint32_t magnitude[32], most = 0;
     memcpy(magnitude, x, sizeof(magnitude));
     for (int i = 0; i < 32; i++) {
@@ -131,13 +133,13 @@ void pack_block(const float *x, PackedBlock &out) {
     }
     float largest;
     memcpy(&largest, &most, sizeof(largest));
-    out = PackedBlock{};
+    PackedBlock out{};
     if (most >= 0x7f800000u) { // this is infinite or NaN
         out.d = out.minus_real[0] = out.minus_real[1] = out.minus_real[2] = NAN;
-        return;
+        return out;
     }
     if (largest < 1e-34f) { // its inverse may be infinite, and it is as good as zeros
-        return;
+        return out;
     }
     const float inverse = 127.0f / largest;
     const float shift = 12582912.0f; // this is 1.5 * 2^23: adding it rounds to an integer
@@ -158,9 +160,8 @@ void pack_block(const float *x, PackedBlock &out) {
         out.minus[i] = -all_sums[i];
         out.minus_real[i] = out.d * float(-all_sums[i]);
     }
+    return out;
 }
-
-} // namespace
 
 RowsInput rows_input(ggml_type type) {
     if (type == GGML_TYPE_F32 || type == GGML_TYPE_F16 || type == GGML_TYPE_BF16) {
@@ -173,7 +174,7 @@ void cpu_pack_rows(const PackArgs &a, int ith, int nth) {
     const int64_t n_blocks = a.K / 32, total = n_blocks * a.T;
     for (int64_t i = total * ith / nth; i < total * (ith + 1) / nth; i++) {
         const int64_t block = i / a.T, row = i % a.T;
-        pack_block(a.x + row * a.K + block * 32, a.out[i]);
+        a.out[i] = packed_block(a.x + row * a.K + block * 32);
     }
 }
 

@@ -22,6 +22,8 @@ struct PackedBlock {
 };
 static_assert(sizeof(PackedBlock) == 64, "a block must be a cache line");
 
+PackedBlock packed_block(const float *x); // it packs 32 values
+
 // pack_rows takes x [T][K] F32 and gives blocks [K/32][T].
 struct PackArgs {
     const float *x;

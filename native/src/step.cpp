@@ -194,7 +194,7 @@ void Step::run_cpu(Graph &g) {
             ram_.run(node);
             return;
         }
-        const int n_parts = team_.n_threads() * (op.even ? PARTS_PER_THREAD : 1);
+        const int n_parts = is_light(node) ? 1 : team_.n_threads() * (op.even ? PARTS_PER_THREAD : 1);
         team_.run(n_parts, [&](int part) { op.cpu(node, part, n_parts); });
     });
 }

@@ -176,6 +176,15 @@ bool is_empty(const ggml_tensor *node) {
            node->op == GGML_OP_PERMUTE || node->op == GGML_OP_TRANSPOSE;
 }
 
+bool is_light(const ggml_tensor *node) {
+    constexpr int64_t WORTH_SHARING = 1 << 13;
+    int64_t values = 0;
+    for (int i = 0; i < GGML_MAX_SRC && node->src[i] != nullptr; i++) {
+        values += ggml_nelements(node->src[i]);
+    }
+    return values < WORTH_SHARING;
+}
+
 void Step::Graph::log_ops() const {
     static const char *const KINDS[] = {"prefill",         "prefill", "verify", "draft",
                                         "draft of a part", "block",   "feed"};

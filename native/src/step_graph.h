@@ -30,6 +30,9 @@ struct Step::Graph {
 // Says whether a node waits for nothing: ggml does nothing for it.
 bool is_empty(const ggml_tensor *node);
 
+// Says whether an op of ours reads so little that one thread is done with it before others hear of it.
+bool is_light(const ggml_tensor *node);
+
 // Returns all widths of verifies and of drafts, ascending.
 std::vector<StepShape> step_shapes(const CacheParams &params);
 // Returns each kind at its largest, over a full context.

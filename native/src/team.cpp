@@ -5,6 +5,9 @@
 #include <ctime>
 #include <utility>
 
+#if defined(__linux__)
+#include <sched.h>
+#endif
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
 #endif
@@ -39,6 +42,15 @@ std::chrono::nanoseconds time_run() {
     timespec ran{};
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &ran);
     return std::chrono::seconds(ran.tv_sec) + std::chrono::nanoseconds(ran.tv_nsec);
+}
+
+// Returns the number of the CPU that the calling thread is on, or -1 where that is not known.
+int this_cpu() {
+#if defined(__linux__)
+    return sched_getcpu();
+#else
+    return -1;
+#endif
 }
 
 bool parts_left(uint64_t parts) {
@@ -164,6 +176,9 @@ void Team::run(int n_parts, Call call, const void *context) {
         adjust(false);
         return;
     }
+    if (const int cpu = this_cpu(); cpu >= 0 && cpu != callers_cpu_) {
+        callers_cpu_ = cpu;
+    }
     give(n_parts, call, context);
     const Clock::time_point began = Clock::now();
     wake_helpers(began);
@@ -244,15 +259,11 @@ bool Team::Crowd::calm(Clock::time_point now) {
     seen_ = now;
     ran_ = ran;
     if (absent > ABSENT) {
-        in_the_way(now);
+        const Clock::duration lasts = 2 * lasts_ - (now - until_) / FADES;
+        lasts_ = std::clamp<Clock::duration>(lasts, LEAST_CROWDED, MOST_CROWDED);
+        until_ = now + lasts_;
     }
     return now >= until_;
-}
-
-void Team::Crowd::in_the_way(Clock::time_point now) {
-    const Clock::duration lasts = 2 * lasts_ - (now - until_) / FADES;
-    lasts_ = std::clamp<Clock::duration>(lasts, LEAST_CROWDED, MOST_CROWDED);
-    until_ = now + lasts_;
 }
 
 void Team::Crowd::woke(Clock::time_point now) {
@@ -274,12 +285,9 @@ bool Team::spin(int index, Crowd &crowd) {
         const Clock::time_point now = Clock::now();
         if (awake_) {
             began = now;
-        } else if (now - began >= LONG) {
-            crowd.in_the_way(now); // no job came: it may be the caller that waits for this CPU
-            return false;
-        } else if (!calm && now - began >= BRIEFLY) {
-            calm = crowd.calm(now);
-            if (!calm) {
+        } else if (now - began >= BRIEFLY) {
+            calm = calm || crowd.calm(now);
+            if (!calm || now - began >= LONG || this_cpu() == callers_cpu_) {
                 return false;
             }
         }

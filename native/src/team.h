@@ -61,7 +61,6 @@ private:
     public:
         bool calm(Clock::time_point now);
         void woke(Clock::time_point now); // it has been asleep
-        void in_the_way(Clock::time_point now); // it has waited for long, and should not have
 
     private:
         Clock::time_point seen_ = Clock::now(),
@@ -89,10 +88,12 @@ private:
     alignas(64) std::atomic<int> done_{0}; // helpers have done so many parts
     std::atomic<bool> waiting_{false}; // the caller is asleep
 
-    // What all read at each job and seldom write: as many helpers take parts, as many sleep, and whether they may.
+    // What all read at each job and seldom write: as many helpers take parts, as many sleep, whether they may, and
+    // where the caller is.
     alignas(64) std::atomic<int> active_{0};
     std::atomic<int> asleep_{0};
     std::atomic<bool> awake_{false}, stop_{false};
+    std::atomic<int> callers_cpu_{-2}; // it is the one on which the last job began
 
     // The caller alone has these. The number of active helpers is halved when they cost more than they save, and doubled
     // after `patience_` jobs.
