@@ -1,5 +1,6 @@
 // Has what luce's kernels use of CUDA, on a CPU. A block's threads are contexts of their own on one thread,
-// which change where they wait for each other. Memory is the host's, and launches run when they are made.
+// which change where they wait for each other, in an order of chance: what one reads without waiting for who writes it is
+// there at times, and at times not. Memory is the host's, and launches run when they are made.
 // (tests/test_emulated_kernels.py)
 #pragma once
 
@@ -14,6 +15,8 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <numeric>
+#include <random>
 #include <type_traits>
 #include <ucontext.h>
 #include <vector>
@@ -78,6 +81,9 @@ struct Fiber {
 };
 inline std::vector<std::unique_ptr<Fiber>> fibers;
 inline int current, alive;
+inline std::mt19937 chance; // it is the same in every run
+inline std::vector<int> order; // threads come in this order, until all had their turn
+inline int turn;
 inline jmp_buf launcher;
 inline std::function<void()> body;
 inline uint8_t *dynamic_shared;
@@ -96,12 +102,13 @@ inline void resume(int i) {
     setcontext(&f.start);
 }
 inline void next() {
-    const int n = int(blockDim.x);
-    int i = current;
     do {
-        i = i + 1 == n ? 0 : i + 1;
-    } while (fibers[size_t(i)]->done);
-    resume(i);
+        if (++turn >= int(order.size())) {
+            std::shuffle(order.begin(), order.end(), chance);
+            turn = 0;
+        }
+    } while (fibers[size_t(order[size_t(turn)])]->done);
+    resume(order[size_t(turn)]);
 }
 inline void yield() {
     if (_setjmp(fibers[size_t(current)]->at) == 0) {
@@ -190,8 +197,11 @@ template <typename F> cudaError_t launch(const void *name, dim3 grid, int thread
             makecontext(&f.start, enter, 0);
         }
         alive = threads;
+        order.resize(size_t(threads));
+        std::iota(order.begin(), order.end(), 0);
+        turn = threads; // all get another order at once
         if (_setjmp(launcher) == 0) {
-            resume(0);
+            next();
         }
     }
     size_t bytes = 0;

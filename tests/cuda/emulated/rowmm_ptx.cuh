@@ -1,5 +1,5 @@
 // Stands in for native/kernels/rowmm_ptx.cuh. It has the tensor core's tile from the PTX manual's layout of
-// m16n8k16, barriers in shared memory, and copies that are done at once.
+// m16n8k16, barriers in shared memory, and copies of which some are done at once and some when they are waited for, by chance.
 #pragma once
 
 #include "overlap.cuh"
@@ -62,8 +62,23 @@ inline SharedBarrier &barrier_at(uint32_t address) {
     }
     return *reinterpret_cast<SharedBarrier *>(emulated::dynamic_shared + address);
 }
+// A copy that is on its way. It arrives at a barrier, ahead of the end of its phase.
+struct LateCopy {
+    uint32_t shared, barrier;
+    const uint8_t *global;
+    int bytes;
+    void arrive() const {
+        memcpy(emulated::dynamic_shared + shared, global, size_t(bytes));
+        barrier_at(barrier).bytes -= bytes;
+        barrier_at(barrier).end_if_done();
+    }
+};
+inline std::vector<LateCopy> late_copies;
 inline void barrier_init(uint32_t barrier, int arrivals) {
     barrier_at(barrier) = {uint16_t(arrivals), uint16_t(arrivals), 0, 0};
+    if (std::any_of(late_copies.begin(), late_copies.end(), [&](const LateCopy &c) { return c.barrier == barrier; })) {
+        abort(); // a block ended ahead of its copies
+    }
 }
 inline void barrier_init_done() {}
 inline void barrier_arrive(uint32_t barrier) {
@@ -75,7 +90,18 @@ inline void barrier_arrive(uint32_t barrier) {
     b.end_if_done();
 }
 inline void barrier_wait(uint32_t barrier, uint32_t parity) {
-    for (int turns = 0; barrier_at(barrier).phase == parity; turns++) {
+    for (int turns = 0;; turns++) {
+        for (size_t i = 0; i < late_copies.size();) {
+            if (late_copies[i].barrier == barrier) {
+                late_copies[i].arrive();
+                late_copies.erase(late_copies.begin() + int(i));
+            } else {
+                i++;
+            }
+        }
+        if (barrier_at(barrier).phase != parity) {
+            return;
+        }
         if (turns == 1000000) {
             fprintf(stderr, "thread %u of block %u waits for ever\n", threadIdx.x, blockIdx.x);
             abort();
@@ -91,9 +117,12 @@ inline void copy_to_shared(uint32_t shared, const uint8_t *global, int bytes, ui
     if (shared % 16 != 0 || bytes % 16 != 0 || shared + bytes > emulated::dynamic_bytes) {
         abort();
     }
-    memcpy(emulated::dynamic_shared + shared, global, size_t(bytes));
-    barrier_at(barrier).bytes -= bytes;
-    barrier_at(barrier).end_if_done();
+    const LateCopy copy = {shared, barrier, global, bytes};
+    if (emulated::chance() % 2 == 0) {
+        copy.arrive();
+    } else {
+        late_copies.push_back(copy);
+    }
 }
 inline void copies_end(uint32_t) {}
 inline uint8_t *held_address(uint8_t *shared) { return shared; }
