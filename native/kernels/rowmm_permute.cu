@@ -324,7 +324,7 @@ int blocks_for(int64_t warps) {
 template <int TYPE> int permute(const RowmmPermuteArgs &a, cudaStream_t stream) {
     const int64_t fragments = fragments_of(a.N) * chunks_of(a.K);
     if constexpr (is_float_type(TYPE)) {
-        if (has_output_scale(TYPE)) {
+        if constexpr (has_output_scale(TYPE)) {
             output_scale_kernel<TYPE><<<blocks_for(a.N), WARPS * WARP, 0, stream>>>(a);
         }
         permute_float_kernel<TYPE>

@@ -47,7 +47,8 @@ struct Parts {
                 for (int r = 0; r < where.ranges; r++) {
                     if (where.first[r] < begin + w.units_k && where.first[r + 1] > begin) {
                         const int64_t part = r + w.first_tile + tile, row = t % where.set;
-                        sum += values[size_t(t / where.set * where.set_size + (part * where.rows + row) * TILE + n % TILE)];
+                        sum += values[size_t(t / where.set * where.set_size +
+                                             (part * where.rows + row) * TILE + n % TILE)];
                     }
                 }
                 out.push_back(sum);
@@ -68,9 +69,12 @@ StepCtl random_step(const Shape &s, int pages_each, Ints &table) {
         seq.n_past = 200 + pick(100);
         seq.n_move = seq.n_move_head = seq.n_move_drafter = 0;
         if (pick(2) == 0) {
-            const Ints tree = random_tree(1 + pick(30), 12, pick(2) == 0), path = path_to(tree, pick(int(tree.size())));
+            const Ints tree = random_tree(1 + pick(30), 12, pick(2) == 0),
+                       path = path_to(tree, pick(int(tree.size())));
             std::copy(path.begin(), path.end(), seq.pending);
-            (s.owner == KV_TRUNK ? seq.n_move : s.owner == KV_HEAD ? seq.n_move_head : seq.n_move_drafter) = int(path.size());
+            (s.owner == KV_TRUNK  ? seq.n_move
+             : s.owner == KV_HEAD ? seq.n_move_head
+                                  : seq.n_move_drafter) = int(path.size());
         }
         seq.pages = i * pages_each;
         const int most = s.T - row - pick(2);
@@ -97,7 +101,8 @@ std::vector<uint8_t> random_bytes(size_t n) {
 }
 
 // Returns how far keys are from those of the formulas in kernels.h, in double precision.
-double rope_error(const NormRopeArgs &a, const Floats &raw, const Ints &positions, const Floats &norm, const Floats &keys) {
+double rope_error(const NormRopeArgs &a, const Floats &raw, const Ints &positions, const Floats &norm,
+                  const Floats &keys) {
     double worst = 0;
     for (size_t first = 0; first < raw.size(); first += size_t(a.D)) {
         const double position = positions[first / size_t(a.k.n_heads * a.D)];
@@ -112,13 +117,35 @@ double rope_error(const NormRopeArgs &a, const Floats &raw, const Ints &position
         for (int i = 0; i < a.D; i++) {
             const int half = a.rope_dim / 2, pair = i % std::max(half, 1);
             const double angle = position * std::pow(double(a.base), -2.0 * pair / a.rope_dim);
-            const double turned = i < half ? x[size_t(i)] * std::cos(angle) - x[size_t(i + half)] * std::sin(angle)
-                                  : i < a.rope_dim ? x[size_t(i)] * std::cos(angle) + x[size_t(i - half)] * std::sin(angle)
-                                                   : x[size_t(i)];
+            const double turned =
+                i < half         ? x[size_t(i)] * std::cos(angle) - x[size_t(i + half)] * std::sin(angle)
+                : i < a.rope_dim ? x[size_t(i)] * std::cos(angle) + x[size_t(i - half)] * std::sin(angle)
+                                 : x[size_t(i)];
             worst = std::fmax(worst, std::fabs(turned - keys[first + size_t(i)]));
         }
     }
     return worst;
+}
+
+// Queries and keys of heads of any size, of which all values are rotated, some, or none.
+void check_norm_rope(int D, int rope_dim) {
+    constexpr int T = 5, H = 3;
+    Ints where;
+    for (int t = 0; t < T; t++) {
+        where.push_back(pick(300));
+    }
+    const Floats x = normals(size_t(T) * H * D), norm = normals(size_t(D));
+    const Device<int32_t> positions(where);
+    const Device<float> heads(x), norms(norm), keys(x.size()), queries(x.size());
+    NormRopeArgs a{T, D, rope_dim, 1e6f, 1e-6f, positions.p, {}, {}};
+    a.k = {heads.p, H * D, D, H, norms.p, keys.p};
+    a.q = a.k;
+    a.q.out = queries.p;
+    must(cuda::norm_rope(a, stream));
+    must(cudaStreamSynchronize(stream));
+    const double error = rope_error(a, x, where, norm, keys.get());
+    expect(error < 2e-4, "norm_rope of " + std::to_string(D) + " is off by " + std::to_string(error));
+    expect(same_bits(keys.get(), queries.get()), "norm_rope of " + std::to_string(D) + ": queries");
 }
 
 void check_heads(const Shape &s) {
@@ -175,9 +202,11 @@ void check_heads(const Shape &s) {
     must(cudaStreamSynchronize(stream));
 
     const double error = rope_error(rope, raw_k.get(), where, k_norm.get(), keys.get());
-    expect(error < 2e-4, "norm_rope is off by " + std::to_string(error)); // angles of up to 300 are off by 2e-5
-    const std::string what = "attention_heads of type " + std::to_string(kv.type) + " D " + std::to_string(D) + " T " +
-                             std::to_string(s.T) + " owner " + std::to_string(s.owner) + (s.queries ? ": " : ", K and V: ");
+    expect(error < 2e-4,
+           "norm_rope is off by " + std::to_string(error)); // angles of up to 300 are off by 2e-5
+    const std::string what = "attention_heads of type " + std::to_string(kv.type) + " D " +
+                             std::to_string(D) + " T " + std::to_string(s.T) + " owner " +
+                             std::to_string(s.owner) + (s.queries ? ": " : ", K and V: ");
     expect(got_k.get() == k.get(), what + "cells of K");
     expect(got_v.get() == v.get(), what + "cells of V");
     if (s.queries) {
@@ -194,6 +223,11 @@ void check_heads(const Shape &s) {
 } // namespace
 
 void check_attention_heads(bool all) {
+    for (const int D : {32, 64, 128, 256}) {
+        for (const int rope_dim : {D, D / 4, 0}) {
+            check_norm_rope(D, rope_dim);
+        }
+    }
     for (const int type : {0, 1, 2, 8}) {
         for (const int D : {128, 256}) {
             for (const int T : {1, 2, 7, 9, 33, 64}) {

@@ -8,8 +8,8 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
-#include <functional>
 #include <cstring>
+#include <functional>
 #include <random>
 #include <string>
 #include <vector>
@@ -25,7 +25,10 @@ inline cudaStream_t stream;
 void check_deltanet(bool all);
 void check_deltanet_rows(); // it checks what needs no products, no tensor cores and no captures
 void check_attention(bool all);
+void check_attention_units(bool all);
+void check_attention_block(bool all);
 void check_attention_heads(bool all);
+void check_kv_pages(bool all);
 void check_nextn(bool all);
 void check_attention_plan(bool all);
 void check_attention_f32(); // it checks what needs no tensor cores
@@ -43,6 +46,14 @@ void check_topk(bool all);
 void time_topk();
 void check_moe(bool all);
 void time_moe();
+
+// Kernels share their work out among so many multiprocessors at most, where this is not 0 (launches.cu). The fewer there are,
+// the more work has each block, and the sooner is a tool through that watches every access.
+inline int multiprocessors_told = 0;
+inline bool watched() { // A tool looks at what runs, so that it takes a thousand times as long.
+    return multiprocessors_told > 0;
+}
+void print_kernels(bool all); // it names those that were launched, or all there are
 
 inline void must(int error) {
     if (error != 0) {
@@ -255,11 +266,12 @@ struct Layer {
             stream));
     }
 
-    void enqueue_chunks(int T, const Device<float> &conv, const Device<float> &alpha, const Device<float> &beta,
-                        const Device<uint8_t> &scratch, const Device<float> &out) const {
-        must(cuda::deltanet_chunks({delta_shape(T, DELTA_APPEND), conv.p, alpha.p, beta.p, dt.p, a.p, state.p, log.p,
-                                    ctl.p, out.p},
-                                   scratch.p, stream));
+    void enqueue_chunks(int T, const Device<float> &conv, const Device<float> &alpha,
+                        const Device<float> &beta, const Device<uint8_t> &scratch,
+                        const Device<float> &out) const {
+        must(cuda::deltanet_chunks(
+            {delta_shape(T, DELTA_APPEND), conv.p, alpha.p, beta.p, dt.p, a.p, state.p, log.p, ctl.p, out.p},
+            scratch.p, stream));
     }
 
     // Runs a step of T rows, where those that no part fills are NaN. Afterwards no row of its sequences is

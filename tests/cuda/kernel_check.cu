@@ -1,9 +1,10 @@
 // Checks luce's CUDA kernels, then times them. Needs a GPU and nvcc, no ggml:
 //   nvcc -std=c++17 -O3 -fmad=false -arch=native -I native/kernels -o kernel_check
-//       tests/cuda/*.cu native/kernels/*.cu -lcublas
+//       tests/cuda/*.cu native/kernels/*.cu -lcublas -Xlinker
+//       --wrap=cudaDeviceGetAttribute,--wrap=cudaLaunchKernelExC,--wrap=__cudaGetKernel,--wrap=__cudaRegisterFunction
 //   ./kernel_check          # or: ./kernel_check check, ./kernel_check time, ./kernel_check few rowmm topk
-// `few` runs a tenth of the checks, for compute-sanitizer; `brief` times less of attention. Parts that are named run
-// alone.
+// `few` runs a tenth of the checks, for compute-sanitizer, and names the kernels that they launched, where `kernels` names
+// all; `brief` times less of attention. Parts that are named run alone.
 #include "harness.h"
 
 // ---- captures ----
@@ -47,8 +48,11 @@ struct KernelPart {
 const KernelPart PARTS[] = {
     {"deltanet", check_deltanet, [](bool) { time_kernels(); }},
     {"attention", check_attention, time_attention},
+    {"attention_units", check_attention_units, nullptr},
+    {"attention_block", check_attention_block, nullptr},
     {"attention_heads", check_attention_heads, nullptr},
     {"attention_plan", check_attention_plan, nullptr},
+    {"kv_pages", check_kv_pages, nullptr},
     {"nextn", check_nextn, nullptr},
     {"rowmm", check_rowmm, [](bool) { time_rowmm(); }},
     {"gemm", check_gemm_kernels, nullptr},
@@ -60,7 +64,7 @@ const KernelPart PARTS[] = {
 };
 
 int usage() {
-    printf("usage: kernel_check [check|few|time|brief] [part ...], of these parts:");
+    printf("usage: kernel_check [check|few|time|brief|kernels] [part ...], of these parts:");
     for (const KernelPart &part : PARTS) {
         printf(" %s", part.name);
     }
@@ -78,12 +82,18 @@ int main(int argc, char **argv) {
     const auto known = [](const std::string &name) {
         return std::any_of(std::begin(PARTS), std::end(PARTS), [&](const KernelPart &p) { return name == p.name; });
     };
+    if (what == "kernels") {
+        print_kernels(true);
+        return 0;
+    }
     if ((!what.empty() && !timings && !checks) || !std::all_of(wanted.begin(), wanted.end(), known)) {
         return usage();
     }
     const auto wants = [&](const KernelPart &part) {
         return wanted.empty() || std::find(wanted.begin(), wanted.end(), part.name) != wanted.end();
     };
+    constexpr int FEW_MULTIPROCESSORS = 5; // blocks have several units of small shapes too, as on the emulated device
+    multiprocessors_told = what == "few" ? FEW_MULTIPROCESSORS : 0;
     must(cuda::set_device(0));
     must(cudaStreamCreate(&stream));
     for (const KernelPart &part : PARTS) {
@@ -92,6 +102,9 @@ int main(int argc, char **argv) {
             part.check(what != "few");
             printf("%s: %d checks\n", part.name, n_checks - before);
         }
+    }
+    if (what == "few") {
+        print_kernels(false);
     }
     if (!timings) {
         printf("%d checks, %d failed\n", n_checks, n_failed);

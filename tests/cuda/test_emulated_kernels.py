@@ -85,6 +85,8 @@ CHECKED = {
         "check_attention_f32()",
         ["attention.cu", "attention_combine.cu", "kv_pages.cu", "rowmm_pack.cu"],
     ),
+    "attention_block_check.cu": ("check_attention_block(false)", ["attention_block.cu", "kv_pages.cu"]),
+    "kv_pages_check.cu": ("check_kv_pages(false)", ["kv_pages.cu"]),
     "deltanet_check.cu": ("check_deltanet_rows(), lay_out_deltanet()", ["deltanet.cu", "deltanet_conv.cu"]),
     "pack_check.cu": (
         "check_pack(false)",

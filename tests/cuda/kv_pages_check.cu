@@ -1,0 +1,128 @@
+// Checks what stores, moves and gathers cells, and the mask of a prefill.
+#include "attention_steps.h"
+
+using namespace attention_test;
+
+namespace {
+
+// Verifies, accepts random paths, and compares cells after the last moves.
+void check_moves(const KvShape &s, int rounds) {
+    Kv kv(s, 8);
+    std::vector<Context> contexts(2);
+    std::vector<Work> works;
+    for (Context &c : contexts) {
+        const Floats k = normals(size_t(pick(2) * 240 + pick(20)) * s.width());
+        kv.append(c, k, normals(k.size()));
+        works.push_back({&c, {}, {}});
+    }
+    for (int round = 0; round < rounds; round++) {
+        int T = 0;
+        for (Work &w : works) {
+            w.parents = random_tree(1 + pick(32), 12, pick(2) == 0);
+            T += int(w.parents.size());
+        }
+        const Inputs in = random_inputs(s, T);
+        Ints table;
+        kv.write(works, in, T, table);
+        int row0 = 0;
+        for (Work &w : works) {
+            const int n = int(w.parents.size());
+            const Inputs mine = rows_of(s, in, row0, n);
+            w.pending = path_to(w.parents, pick(n));
+            Ints path = w.pending;
+            path.insert(path.begin(), -1);
+            kv.commit(*w.context, mine.k, mine.v, path);
+            row0 += n;
+        }
+    }
+    for (Work &w : works) {
+        w.parents.clear();
+    }
+    const Floats after = normals(size_t(3) * s.width()); // a prefill of the second one pays its moves too
+    Ints table;
+    kv.write({works[0]}, {}, 1, table);
+    table.clear();
+    StepCtl host = kv.control({works[1]}, table);
+    host.seqs[0].n_rows = 3;
+    std::swap(host.seqs[0].n_move, host.seqs[0].n_move_head);
+    kv.ctl.set({host});
+    Device<int32_t> pages(table);
+    kv.store(pages, after, after, 3, 1, 1);
+    kv.commit(contexts[1], after, after, chain(4));
+    const std::vector<uint8_t> k = kv.k.get(), v = kv.v.get();
+    const size_t bytes = s.cell_bytes();
+    bool good = true;
+    for (const Context &c : contexts) {
+        for (int p = 0; p < c.n; p++) {
+            const size_t cell = (size_t(c.pages[p / PAGE]) * PAGE + p % PAGE) * bytes;
+            good = good && memcmp(&k[cell], &c.k[p * bytes], bytes) == 0 &&
+                   memcmp(&v[cell], &c.v[p * bytes], bytes) == 0;
+        }
+    }
+    expect(good, name_of(s) + "cells after moves");
+}
+
+void check_gather(const KvShape &s) {
+    Kv kv(s, 4);
+    Context c;
+    const Floats rows = normals(size_t(300) * s.width()), values = normals(rows.size());
+    kv.append(c, rows, values);
+    Ints table;
+    StepCtl host = kv.control({{&c, {}, {}}}, table);
+    host.seqs[0].n_past = 200;
+    host.seqs[0].n_rows = 100;
+    kv.ctl.set({host});
+    Device<int32_t> pages(table);
+    const int n_kv = 512;
+    for (int which = 0; which < 2; which++) {
+        Device<float> wide(size_t(n_kv) * s.width());
+        Device<__half> narrow(wide.n);
+        must(cuda::kv_gather({kv.pool(), n_kv, kv.ctl.p, pages.p, which, 0, wide.p}, stream));
+        must(cuda::kv_gather({kv.pool(), n_kv, kv.ctl.p, pages.p, which, 1, narrow.p}, stream));
+        must(cudaStreamSynchronize(stream));
+        const Floats f = wide.get();
+        const std::vector<__half> h = narrow.get();
+        bool good = true;
+        for (int p = 0; p < n_kv; p++) {
+            const std::vector<double> cell = p < 300
+                                                 ? read_cell(s, &(which == 0 ? c.k : c.v)[p * s.cell_bytes()])
+                                                 : std::vector<double>(s.width());
+            for (int i = 0; i < s.width(); i++) {
+                const size_t at = size_t(p) * s.width() + i;
+                good = good && f[at] == float(cell[i]) &&
+                       __half2float(h[at]) == __half2float(__float2half_rn(float(cell[i])));
+            }
+        }
+        expect(good, name_of(s) + "gathered cells");
+    }
+}
+
+void check_mask(int T, int64_t n_kv, int first, int window) {
+    Device<StepCtl> ctl(1);
+    StepCtl host = blank_ctl();
+    host.seqs[0].n_past = 30;
+    ctl.set({host});
+    Device<uint16_t> out(size_t(T) * n_kv);
+    must(cuda::prefill_mask({T, n_kv, first, window, ctl.p, out.p}, stream));
+    must(cudaStreamSynchronize(stream));
+    const std::vector<uint16_t> got = out.get();
+    bool good = true;
+    for (int t = 0; t < T; t++) {
+        for (int c = 0; c < n_kv; c++) {
+            const bool seen = c >= first && c <= 30 + t && (window == 0 || c > 30 + t - window);
+            good = good && got[t * n_kv + c] == (seen ? 0 : 0xfc00);
+        }
+    }
+    expect(good, "prefill mask");
+}
+
+} // namespace
+
+void check_kv_pages(bool all) {
+    for (const KvShape &s : SHAPES) {
+        check_moves(s, all ? 6 : 1);
+        check_gather(s);
+    }
+    check_mask(17, 256, 0, 0);
+    check_mask(5, 301, 1, 7);
+}
