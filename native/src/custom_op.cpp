@@ -258,42 +258,6 @@ int deltanet_chunks_op(const ggml_tensor *dst, void *stream) {
 }
 #endif
 
-RouteArgs route_args(const ggml_tensor *dst) {
-    const ggml_tensor *logits = dst->src[0];
-    return {data<float>(logits), int32_t(logits->ne[0]), int32_t(dst->ne[0] / 2), int32_t(logits->ne[1]),
-            data<int32_t>(dst)};
-}
-
-// Where the matrices are fused, they are an expert's gate, then its up.
-ExpertsArgs experts_args(const ggml_tensor *dst) {
-    const ggml_tensor *route = dst->src[0], *x = dst->src[1];
-    ExpertsArgs a{};
-    a.route = data<int32_t>(route);
-    a.n_used = int32_t(route->ne[0] / 2);
-    a.T = int32_t(route->ne[1]);
-    a.own_input = param(dst, 0) != 0;
-    a.x = x->data;
-    a.out = data<float>(dst);
-    a.n_weights = param(dst, 1) != 0 || dst->src[3] != nullptr ? 2 : 1;
-    for (int i = 0; i < a.n_weights; i++) {
-        const bool fused = dst->src[3] == nullptr && a.n_weights == 2;
-        const ggml_tensor *w = dst->src[fused ? 2 : 2 + i];
-        const int64_t N = w->ne[1] / (fused ? 2 : 1);
-        a.weights[i] = {data<uint8_t>(w) + (fused && i == 1 ? size_t(N) * w->nb[1] : 0), w->type, N, w->nb[1],
-                        nullptr};
-        a.expert_bytes[i] = w->nb[2];
-        a.K = w->ne[0];
-        a.n_expert = int32_t(w->ne[2]);
-    }
-    return a;
-}
-
-ExpertsSumArgs experts_sum_args(const ggml_tensor *dst) {
-    const ggml_tensor *route = dst->src[0];
-    return {data<int32_t>(route), data<float>(dst->src[1]), int32_t(route->ne[0] / 2), int32_t(route->ne[1]),
-            dst->ne[0],           data<float>(dst)};
-}
-
 // One thread runs it alone here. A step has its team run it (RamStage).
 void cpu_ram_experts(const ggml_tensor *dst, int ith, int) {
     if (ith == 0) {
@@ -382,6 +346,7 @@ const CustomOp OPS[] = {
     LUCE_CPU_OP("route", "n,T > T", cpu_route, route_args),
     LUCE_CPU_OP("experts", "iU,T xP,R mK,N,n mK,N,n? > R", cpu_experts, experts_args),
     {"ram_experts", "xR xV mF,E,n mE,G,n mE,F,n? > 1", cpu_ram_experts, nullptr, false, true},
+    LUCE_CPU_OP("add_shared", "E,T E,T 1,T > E,T", cpu_add_shared, add_shared_args),
     LUCE_CPU_OP("experts_sum", "iU,T E,P > E,T", cpu_experts_sum, experts_sum_args),
 #ifdef LUCE_USE_CUDA
     {"rowmm_pack", "K,T > 1", nullptr, pack_op<ROWMM_PLAIN>},

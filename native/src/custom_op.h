@@ -24,6 +24,7 @@
 // route           logits{n,T}                                                              - -> i32{2*n_used,T}
 // experts         route{2*n_used,T} packed or x{K,T or n_used*T} w{K,N,n} up{K,N,n}?       own fused -> {N,n_used*T}
 // experts_sum     route y{E,n_used*T}                                                      - -> {E,T}
+// add_shared      y{E,T} shared{E,T} open{1,T}: y + shared * sigmoid(open)                 - -> {E,T}
 // ram_give        routed{bytes}: for ram_experts, which gets this instead of its route and values on a GPU -> i8{1}
 // ram_experts     route values{E,T} down{FF,E,n} gate{E,FF,n} up{E,FF,n}?, on any device   (ram_op.h) -> {E,T}
 // Of a GPU with luce's own matmul alone (what is computed of x before it is packed: kernels/rowmm.h):

@@ -11,6 +11,16 @@
 namespace luce {
 namespace {
 
+// These are the params of the node of experts.
+enum Param { OWN_INPUT, FUSED };
+int32_t param(const ggml_tensor *node, Param p) {
+    return node->op_params[8 + int(p)];
+}
+
+template <typename T> T *data(const ggml_tensor *t) {
+    return static_cast<T *>(t->data);
+}
+
 void route_row(const float *logits, int32_t n, int32_t n_used, int32_t *out) {
     static thread_local std::vector<int32_t> ids;
     ids.resize(size_t(n));
@@ -36,17 +46,26 @@ void route_row(const float *logits, int32_t n, int32_t n_used, int32_t *out) {
 // Chosen has rows and ranks, as t * n_used + rank, by expert and then rising.
 struct Chosen {
     std::vector<int32_t> first; // those of expert e are pairs[first[e] .. first[e + 1])
-    std::vector<int32_t> pairs;
+    std::vector<int32_t> pairs, next;
+    std::vector<int32_t> present; // the experts that have any
 
-    explicit Chosen(const ExpertsArgs &a) : first(size_t(a.n_expert) + 1), pairs(size_t(a.T * a.n_used)) {
+    void find(const ExpertsArgs &a) {
+        first.assign(size_t(a.n_expert) + 1, 0);
+        pairs.resize(size_t(a.T * a.n_used));
         const auto expert = [&](int32_t pair) {
             return size_t(a.route[pair / a.n_used * 2 * a.n_used + pair % a.n_used]);
         };
         for (int32_t p = 0; p < a.T * a.n_used; p++) {
             first[expert(p) + 1]++;
         }
+        present.clear();
+        for (int32_t e = 0; e < a.n_expert; e++) {
+            if (first[size_t(e) + 1] > 0) {
+                present.push_back(e);
+            }
+        }
         std::partial_sum(first.begin(), first.end(), first.begin());
-        std::vector<int32_t> next(first.begin(), first.end() - 1);
+        next.assign(first.begin(), first.end() - 1);
         for (int32_t p = 0; p < a.T * a.n_used; p++) {
             pairs[size_t(next[expert(p)]++)] = p;
         }
@@ -81,9 +100,7 @@ public:
         }
         for (int32_t i = 0; i < a.n_weights; i++) {
             products_[i].resize(size_t(n * a.weights[i].N));
-            weights_[i] = a.weights[i];
-            weights_[i].data =
-                static_cast<const uint8_t *>(a.weights[i].data) + size_t(e) * a.expert_bytes[i];
+            weights_[i] = a.weight(i, e);
             weights_[i].out = products_[i].data();
         }
     }
@@ -92,6 +109,9 @@ public:
     void multiply(const ExpertsArgs &a, const int32_t *pairs, int64_t n0, int64_t n1) {
         const int64_t N = a.weights[0].N;
         for (int32_t i = 0; i < a.n_weights; i++) {
+            if (i + 1 < a.n_weights) {
+                fetch_rows(weights_[i + 1], n0, n1);
+            }
             multiply_rows(args_, weights_[i], n0, n1);
         }
         for (int32_t c = 0; c < args_.T; c++) {
@@ -112,6 +132,51 @@ private:
 
 } // namespace
 
+RouteArgs route_args(const ggml_tensor *dst) {
+    const ggml_tensor *logits = dst->src[0];
+    return {data<float>(logits), int32_t(logits->ne[0]), int32_t(dst->ne[0] / 2), int32_t(logits->ne[1]),
+            data<int32_t>(dst)};
+}
+
+// Where the matrices are fused, they are an expert's gate, then its up.
+ExpertsArgs experts_args(const ggml_tensor *dst) {
+    const ggml_tensor *route = dst->src[0], *x = dst->src[1];
+    ExpertsArgs a{};
+    a.route = data<int32_t>(route);
+    a.n_used = int32_t(route->ne[0] / 2);
+    a.T = int32_t(route->ne[1]);
+    a.own_input = param(dst, OWN_INPUT) != 0;
+    a.x = x->data;
+    a.out = data<float>(dst);
+    a.n_weights = param(dst, FUSED) != 0 || dst->src[3] != nullptr ? 2 : 1;
+    for (int i = 0; i < a.n_weights; i++) {
+        const bool fused = dst->src[3] == nullptr && a.n_weights == 2;
+        const ggml_tensor *w = dst->src[fused ? 2 : 2 + i];
+        const int64_t N = w->ne[1] / (fused ? 2 : 1);
+        a.weights[i] = {data<uint8_t>(w) + (fused && i == 1 ? size_t(N) * w->nb[1] : 0), w->type, N, w->nb[1],
+                        nullptr};
+        a.expert_bytes[i] = w->nb[2];
+        a.K = w->ne[0];
+        a.n_expert = int32_t(w->ne[2]);
+    }
+    return a;
+}
+
+ExpertsSumArgs experts_sum_args(const ggml_tensor *dst) {
+    const ggml_tensor *route = dst->src[0];
+    return {data<int32_t>(route), data<float>(dst->src[1]), int32_t(route->ne[0] / 2), int32_t(route->ne[1]),
+            dst->ne[0],           data<float>(dst)};
+}
+
+AddSharedArgs add_shared_args(const ggml_tensor *dst) {
+    return {data<float>(dst->src[0]),
+            data<float>(dst->src[1]),
+            data<float>(dst->src[2]),
+            int32_t(dst->ne[1]),
+            dst->ne[0],
+            data<float>(dst)};
+}
+
 void cpu_route(const RouteArgs &a, int ith, int nth) {
     for (int32_t t = ith; t < a.T; t += nth) {
         route_row(a.logits + int64_t(t) * a.n, a.n, a.n_used, a.out + t * 2 * a.n_used);
@@ -121,41 +186,46 @@ void cpu_route(const RouteArgs &a, int ith, int nth) {
 // Each thread takes a contiguous share of the groups of weight rows of all experts that were chosen.
 void cpu_experts(const ExpertsArgs &a, int ith, int nth) {
     static thread_local Expert expert;
-    const Chosen chosen(a);
+    static thread_local Chosen chosen;
+    chosen.find(a);
     const int64_t N = a.weights[0].N, groups = (N + ROWS_GROUP - 1) / ROWS_GROUP;
-    int64_t n_present = 0;
-    for (int32_t e = 0; e < a.n_expert; e++) {
-        n_present += chosen.first[size_t(e)] < chosen.first[size_t(e) + 1];
-    }
-    const int64_t begin = n_present * groups * ith / nth, end = n_present * groups * (ith + 1) / nth;
-    int64_t before = 0;
-    for (int32_t e = 0; e < a.n_expert && before < end; e++) {
-        const int32_t first = chosen.first[size_t(e)], n = chosen.first[size_t(e) + 1] - first;
-        if (n == 0) {
-            continue;
+    const int64_t all = int64_t(chosen.present.size()) * groups, end = all * (ith + 1) / nth;
+    for (int64_t at = all * ith / nth; at < end;) {
+        const int32_t e = chosen.present[size_t(at / groups)], first = chosen.first[size_t(e)];
+        const int64_t g0 = at % groups, g1 = std::min(groups, g0 + end - at);
+        at += g1 - g0;
+        if (at < all) { // this thread may have these next
+            fetch_rows(a.weight(0, chosen.present[size_t(at / groups)]), at % groups * ROWS_GROUP, N);
         }
-        const int64_t g0 = std::max<int64_t>(begin - before, 0), g1 = std::min(end - before, groups);
-        if (g0 < g1) {
-            const int32_t *pairs = chosen.pairs.data() + first;
-            expert.take(a, pairs, n, e);
-            expert.multiply(a, pairs, g0 * ROWS_GROUP, std::min(g1 * ROWS_GROUP, N));
-        }
-        before += groups;
+        const int32_t *pairs = chosen.pairs.data() + first;
+        expert.take(a, pairs, chosen.first[size_t(e) + 1] - first, e);
+        expert.multiply(a, pairs, g0 * ROWS_GROUP, std::min(g1 * ROWS_GROUP, N));
     }
 }
 
+// A unit of work is some values of a row.
 void cpu_experts_sum(const ExpertsSumArgs &a, int ith, int nth) {
-    for (int32_t t = ith; t < a.T; t += nth) {
-        float weights[MAX_USED];
+    constexpr int64_t UNIT = 256;
+    const int64_t units = (a.E + UNIT - 1) / UNIT;
+    for (int64_t u = ith; u < units * a.T; u += nth) {
+        const int64_t t = u / units, i0 = u % units * UNIT, n = std::min(UNIT, a.E - i0);
+        float weights[MAX_USED], sums[UNIT] = {};
         memcpy(weights, a.route + t * 2 * a.n_used + a.n_used, size_t(a.n_used) * sizeof(float));
-        float *out = a.out + t * a.E;
-        const float *y = a.y + t * a.n_used * a.E;
-        for (int64_t i = 0; i < a.E; i++) {
-            float sum = 0;
-            for (int32_t r = 0; r < a.n_used; r++) {
-                sum = std::fma(weights[r], y[r * a.E + i], sum);
+        for (int32_t r = 0; r < a.n_used; r++) {
+            const float *y = a.y + (t * a.n_used + r) * a.E + i0;
+            for (int64_t i = 0; i < n; i++) {
+                sums[i] = std::fma(weights[r], y[i], sums[i]);
             }
-            out[i] = sum;
+        }
+        std::copy_n(sums, n, a.out + t * a.E + i0);
+    }
+}
+
+void cpu_add_shared(const AddSharedArgs &a, int ith, int nth) {
+    for (int64_t t = ith; t < a.T; t += nth) {
+        const float open = sigmoid(a.open[t]);
+        for (int64_t i = t * a.E; i < (t + 1) * a.E; i++) {
+            a.out[i] = a.y[i] + a.shared[i] * open;
         }
     }
 }

@@ -30,6 +30,13 @@ struct ExpertsArgs {
     bool own_input; // x has a row for each row and rank, [T][n_used]; else one for each row, [T]
     const void *x; // its form is the one that rows_matmul takes
     float *out;
+
+    // Returns matrix i of expert e.
+    RowsWeight weight(int32_t i, int32_t e) const {
+        RowsWeight w = weights[i];
+        w.data = static_cast<const uint8_t *>(w.data) + size_t(e) * expert_bytes[i];
+        return w;
+    }
 };
 
 // experts_sum takes y [T][n_used][E] and gives out [T][E]: the sum by rank, where each is multiplied by its
@@ -42,8 +49,24 @@ struct ExpertsSumArgs {
     float *out;
 };
 
+// add_shared takes y and the shared expert's result [T][E] and gives y + shared * sigmoid(open).
+struct AddSharedArgs {
+    const float *y, *shared;
+    const float *open; // [T]
+    int32_t T;
+    int64_t E;
+    float *out;
+};
+
+// These are what the ops' nodes stand for.
+RouteArgs route_args(const ggml_tensor *dst);
+ExpertsArgs experts_args(const ggml_tensor *dst);
+ExpertsSumArgs experts_sum_args(const ggml_tensor *dst);
+AddSharedArgs add_shared_args(const ggml_tensor *dst);
+
 void cpu_route(const RouteArgs &args, int ith, int nth);
 void cpu_experts(const ExpertsArgs &args, int ith, int nth);
 void cpu_experts_sum(const ExpertsSumArgs &args, int ith, int nth);
+void cpu_add_shared(const AddSharedArgs &args, int ith, int nth);
 
 } // namespace luce

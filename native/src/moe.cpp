@@ -67,8 +67,19 @@ Stream moe(const StepBuild &b, const Stream &s, const Moe &w, const Norm &next) 
     ggml_context *ctx = b.ctx;
     ggml_tensor *x = input_values(b, s.normed);
     const int64_t E = x->ne[0], T = x->ne[1];
-    ggml_tensor *route = add_op(ctx, "route", GGML_TYPE_I32, 2 * w.shape.n_used, T,
-                                {matmul(b, w.router, plain(x))}); // it has ids, then weights
+    // What the experts take of x, and what says how they are mixed. A shared expert comes first.
+    std::vector<ggml_tensor *> gates = {w.router};
+    if (w.shared_gate != nullptr) {
+        gates.push_back(w.shared_gate);
+    }
+    gates = matmuls(b, gates, plain(x)); // {n, T}, {1, T}
+    ggml_tensor *route =
+        add_op(ctx, "route", GGML_TYPE_I32, 2 * w.shape.n_used, T, {gates[0]}); // it has ids, then weights
+    ggml_tensor *shared = nullptr;
+    if (w.shared_gate != nullptr) {
+        const auto y = matmuls(b, {w.shared.gate, w.shared.up}, plain(x)); // {FF, T}
+        shared = matmul(b, w.shared.down, swiglu(y[0], y[1]));
+    }
     ggml_tensor *y;
     if (w.in_ram) {
         y = ram_experts_of(b, route, x, w, E, T);
@@ -76,11 +87,8 @@ Stream moe(const StepBuild &b, const Stream &s, const Moe &w, const Norm &next) 
         y = has_own_op(w) ? experts_of_luce(b, x, route, w) : experts_of_ggml(b, x, route, w);
         y = add_op(ctx, "experts_sum", GGML_TYPE_F32, E, T, {route, y});
     }
-    if (w.shared_gate != nullptr) {
-        const auto gates = matmuls(b, {w.shared.gate, w.shared.up}, plain(x)); // {FF, T}
-        ggml_tensor *shared = matmul(b, w.shared.down, swiglu(gates[0], gates[1]));
-        ggml_tensor *open = ggml_sigmoid(ctx, matmul(b, w.shared_gate, plain(x))); // {1, T}
-        y = ggml_add(ctx, y, ggml_mul(ctx, shared, open));
+    if (shared != nullptr) {
+        y = add_op(ctx, "add_shared", GGML_TYPE_F32, E, T, {y, shared, gates[1]});
     }
     return add_rows(b, y, s.x, next);
 }

@@ -1,7 +1,6 @@
 #include "ram_experts.h"
 
 #include "exponential.h"
-#include "lanes.h"
 
 #include <algorithm>
 #include <cmath>
@@ -39,10 +38,9 @@ void multiply(const RowsWeight &all, size_t expert_offset, int64_t n0, int64_t N
     multiply_rows(args, rows, 0, N);
 }
 
-// Fetches what multiply_rows reads before its own fetches are ahead.
-void fetch_first(const RowsWeight &all, size_t expert_offset, int64_t n0, int64_t N) {
-    const size_t n = size_t(std::min<int64_t>(2 * lanes::LANES, N)) * all.row_bytes;
-    lanes::prefetch(static_cast<const uint8_t *>(all.data) + expert_offset + size_t(n0) * all.row_bytes, n);
+void fetch_first(RowsWeight expert, size_t expert_offset, int64_t n0, int64_t N) {
+    expert.data = static_cast<const uint8_t *>(expert.data) + expert_offset;
+    fetch_rows(expert, n0, n0 + N);
 }
 
 } // namespace

@@ -180,6 +180,11 @@ void cpu_pack_rows(const PackArgs &a, int ith, int nth) {
 
 static_assert(ROWS_GROUP % LANES == 0, "a group must be whole lanes");
 
+void fetch_rows(const RowsWeight &w, int64_t n0, int64_t n1) {
+    const size_t n = size_t(std::min<int64_t>(2 * LANES, n1 - n0)) * w.row_bytes;
+    prefetch(static_cast<const uint8_t *>(w.data) + size_t(n0) * w.row_bytes, n);
+}
+
 void multiply_rows(const RowsMatmulArgs &a, const RowsWeight &w, int64_t n0, int64_t n1) {
     if (rows_input(w.type) != RowsInput::packed) {
         multiply_floats(a, w, n0, n1, 0, a.T);

@@ -56,6 +56,9 @@ RowsInput rows_input(ggml_type type); // none means that it does not multiply th
 // As many weight rows are multiplied together, so the shares of threads begin at multiples of it.
 constexpr int ROWS_GROUP = 16;
 
+// Fetches what multiply_rows reads of rows n0 .. n1 - 1 before its own fetches are ahead.
+void fetch_rows(const RowsWeight &w, int64_t n0, int64_t n1);
+
 // Multiplies rows n0 .. n1 - 1 of w with all rows of the step, where n0 is a multiple of ROWS_GROUP.
 void multiply_rows(const RowsMatmulArgs &args, const RowsWeight &w, int64_t n0, int64_t n1);
 

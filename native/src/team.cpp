@@ -158,14 +158,19 @@ void Team::give(int n_parts, Call call, const void *context) {
     }
 }
 
-void Team::wake_helpers(Clock::time_point now) {
-    if (asleep_.load() > 0 && now - woken_ > WAKE_EVERY) {
-        woken_ = now;
-        {
-            const std::lock_guard<std::mutex> lock(mutex_);
-        }
-        wake_.notify_all();
+// Returns when it was done, since waking takes the caller's time.
+Team::Clock::time_point Team::wake_helpers() {
+    const Clock::time_point now = Clock::now();
+    if (asleep_.load() == 0 || now - woken_ <= WAKE_EVERY) {
+        return now;
     }
+    {
+        const std::lock_guard<std::mutex> lock(mutex_);
+    }
+    wake_.notify_all();
+    woken_ = Clock::now();
+    credit_ -= woken_ - now;
+    return woken_;
 }
 
 void Team::run(int n_parts, Call call, const void *context) {
@@ -180,8 +185,7 @@ void Team::run(int n_parts, Call call, const void *context) {
         callers_cpu_ = cpu;
     }
     give(n_parts, call, context);
-    const Clock::time_point began = Clock::now();
-    wake_helpers(began);
+    const Clock::time_point began = wake_helpers();
     const int taken = take_parts(0);
     const Clock::time_point finished = Clock::now();
     wait_for_parts(n_parts - taken);

@@ -70,7 +70,7 @@ private:
 
     void run(int n_parts, Call call, const void *context);
     void give(int n_parts, Call call, const void *context);
-    void wake_helpers(Clock::time_point now);
+    Clock::time_point wake_helpers();
     int place_of(int thread) const;
     bool take_part(Place &place, bool first);
     int take_parts(int thread);
@@ -99,7 +99,7 @@ private:
     // after `patience_` jobs.
     alignas(64) uint32_t serial_ = 0;
     int calm_ = 0, patience_ = 0; // both count jobs
-    Clock::duration credit_; // it is what they saved lately, less what the caller waited for them
+    Clock::duration credit_; // it is what they saved lately, less what waiting for them and waking them took
     Clock::time_point woken_; // it is when sleeping helpers were woken last
 
     // What a part threw; mutex_ guards it until done_ says that all have returned.
