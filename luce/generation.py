@@ -24,6 +24,7 @@ from collections.abc import Callable, Generator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from luce._native import Drafts, Rows, Sequence
@@ -143,7 +144,8 @@ class Failed:
 
 
 Event = Started | Prefilled | Round | Tokens | Warned | Finished | Failed
-Verb = Generator[Event | Want, Any, State]  # A verb yields events, and wants whose results it is sent.
+Item = Event | Callable[[], "list[Event]"]  # What is called later makes events, after the next want is known.
+Verb = Generator[Item | Want, Any, State]  # A verb yields items, and wants whose results it is sent.
 
 
 class Prefixes(Protocol):
@@ -220,21 +222,22 @@ class Generation:
 
     # ---- driven from outside
 
-    def start(self) -> list[Event]:
+    def start(self) -> list[Item]:
         """Returns what happens up to the first want. It is called once, before all else."""
         return self._go_on(self._routine.send, None)
 
-    def tell(self, result: Any, seconds: float = 0.0) -> list[Event]:
+    def tell(self, result: Any, seconds: float = 0.0) -> list[Item]:
         """Gives the generation the result of what it wanted, and the seconds of the step. Returns what
-        happens up to the next want."""
+        happens up to the next want. What is to be called is called once, in its order, before the next call
+        of the generation."""
         self._step_s = seconds
         return self._go_on(self._routine.send, result)
 
-    def fail(self, error: Exception) -> list[Event]:
+    def fail(self, error: Exception) -> list[Item]:
         """Says that what it wanted raised `error`. Returns what happens up to the next want."""
         return self._go_on(self._routine.throw, error)
 
-    def cancel(self) -> list[Event]:
+    def cancel(self) -> list[Item]:
         """Ends the generation with what it has emitted."""
         return self.fail(Cancelled("cancelled"))
 
@@ -252,8 +255,8 @@ class Generation:
         """Says that the next round has begun, which commits the only row of this one."""
         self._next_begun = True
 
-    def _go_on(self, resume: Callable[[Any], Event | Want], result: Any) -> list[Event]:
-        events: list[Event] = []
+    def _go_on(self, resume: Callable[[Any], Item | Want], result: Any) -> list[Item]:
+        events: list[Item] = []
         self.want = None
         try:
             item = resume(result)
@@ -267,7 +270,7 @@ class Generation:
 
     # ---- the states
 
-    def _run(self) -> Generator[Event | Want, Any, None]:
+    def _run(self) -> Generator[Item | Want, Any, None]:
         """Yields events and wants, up to exactly one Finished or Failed."""
         verbs = {
             State.IDLE: self._begin,
@@ -388,7 +391,10 @@ class Generation:
                 yield self._without_source(error)
         rows = [self._tokens[-1], *drafted]
         path, anchor = self._chooser.accept(rows, self._draft.parents, self._choices)
-        kept, text = self._take([*(rows[row] for row in path[1:]), anchor])
+        kept, text = [*(rows[row] for row in path[1:]), anchor], ""
+        goes_on = self._is_no_end(kept)
+        if not goes_on:
+            kept, text = self._take(kept)
         logprobs = self._chooser.logprobs(path, kept)
         began = self._clock()
         if not self._next_begun:
@@ -396,16 +402,33 @@ class Generation:
         accepted, commit_s = min(len(path) - 1, len(kept)), self._clock() - began
         drafts, ahead, new = self._draft.size, self._begun_ahead, tuple(kept)
         done = Round(drafts, accepted, self._draft_s, self._verify_s, commit_s, new, ahead)
-        self._tally.add(self._draft, done, path[1 : 1 + accepted], self._mode)
+        count = partial(self._tally.add, self._draft, done, path[1 : 1 + accepted], self._mode)
         yield done
         if self._source:
             try:
                 self._source.learn(done)
             except Exception as error:
                 yield self._without_source(error)
+        if goes_on:
+            self._tokens += kept
+            yield partial(self._print, kept, count)
+            return State.DRAFT
+        count()
         return (yield from self._emit(kept, text, logprobs))
 
     # ---- tokens and text
+
+    def _is_no_end(self, tokens: list[int]) -> bool:
+        """Says that the text goes on after these tokens, which can be told without the text of them."""
+        fits = len(self._tokens) + len(tokens) < self._budget
+        return fits and self._by_itself and not self._request.stops and self._eos.isdisjoint(tokens)
+
+    def _print(self, tokens: list[int], count: Callable[[], None]) -> list[Event]:
+        """Makes text of tokens while the next step is under way, and counts their round."""
+        count()
+        text = "".join(map(self._detokenizer.push, tokens))
+        self._text.append(text)
+        return [Tokens(tuple(tokens), text)]
 
     def _take(self, tokens: list[int]) -> tuple[list[int], str]:
         """Returns the tokens up to the first that ends the text, and the text that is certain with them."""

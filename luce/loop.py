@@ -4,8 +4,9 @@ Its turns alternate. In one turn a generation that has not read its whole prompt
 next turn all the others have a round, which is one draft step and one verify step. A single generation needs
 no other code.
 
-Where the device works while the host does something else, rounds without candidates follow each other: the
-next one is begun before the last one's tokens are known to the host, which makes text of them meanwhile.
+Where the device works while the host does something else, a turn ends with the begin of the next round, and
+text is made of the last one's tokens after that. Rounds without candidates follow each other even closer: the
+next one is begun before the last one's tokens are known to the host.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 
 from luce._native import Drafts, Engine, Rows
 from luce.errors import Cancelled
-from luce.generation import NOTHING_DONE, Chunk, Event, Generation, Share, Turn
+from luce.generation import NOTHING_DONE, Chunk, Event, Generation, Item, Share, Turn
 
 MAX_ROWS = 64  # A step has at most so many rows (LUCE_MAX_ROWS).
 
@@ -44,7 +45,7 @@ class Loop:
         self._running: list[Generation] = []
         self._cancelled = False
         self._chunk_next = True
-        self._happened: Happened = []
+        self._happened: list[tuple[Generation, Item]] = []
         # These verifies were begun, the oldest first, each in so many seconds. A generation among them may
         # have ended since.
         self._begun: list[tuple[list[tuple[Generation, Rows]], float]] = []
@@ -72,22 +73,23 @@ class Loop:
         self._end_cancelled()
         reading, began = self._wanting(Chunk), self._clock()
         try:
-            if self._begun:
-                self._end_round()
-                self._owed -= self._clock() - began
-                self._chunk_next = self._owed <= 0
-            elif reading and (self._chunk_next or len(reading) == len(self._running)):
+            if not self._begun and reading and (self._chunk_next or len(reading) == len(self._running)):
                 self._chunk_next = False
                 self._step([self._next_to_read(reading)], self._prefill)
                 self._owed = self._rounds_for * (self._clock() - began)
             else:
-                self._round()
+                if not self._begun:
+                    self._begin_round()
+                if self._begun:
+                    self._end_round()
                 self._owed -= self._clock() - began
                 self._chunk_next = self._owed <= 0
+            if self._engine.ahead and not self._begun and not self._wanting(Chunk):
+                self._begin_round()
         except Cancelled:
             pass  # Nothing was done: the next turn ends those who asked, and asks again for the others.
         happened, self._happened = self._happened, []
-        return happened
+        return [(of, event) for of, item in happened for event in (item() if callable(item) else (item,))]
 
     def close(self) -> None:
         """Ends what still runs, without another event."""
@@ -116,10 +118,11 @@ class Loop:
     def _prefill(self, of: Sequence[tuple[Generation, Chunk]]) -> list[int | None]:
         return [one.sequence.prefill(chunk.tokens, chunk.last) for one, chunk in of]
 
-    def _round(self) -> None:
-        """Runs a round of all that have read their prompts. Some have their rows already: who drafts nothing,
-        or was interrupted. The others share the rows that are free. They wait where drafts were interrupted,
-        which may still grow. So does who came since, where the rows are too many for one step."""
+    def _begin_round(self) -> None:
+        """Begins a round of all that have read their prompts, or runs it where the device is the host. Some
+        have their rows already: who drafts nothing, or was interrupted. The others share the rows that are
+        free. They wait where drafts were interrupted, which may still grow. So does who came since, where the
+        rows are too many for one step."""
         turns = self._wanting(Turn)
         if turns and not self._wanting(Drafts):
             rows = self._wanting(Rows)
@@ -132,16 +135,10 @@ class Loop:
         if len(fitting) > 1:
             totals = accumulate(want.width for _, want in fitting)
             fitting = [one for one, total in zip(fitting, totals, strict=True) if total <= MAX_ROWS]
-        if self._all_go_on(fitting):
+        if self._engine.ahead and fitting:
             self._begin(fitting)
         else:
             self._step(fitting, self._verify)
-
-    def _all_go_on(self, of: Sequence[tuple[Generation, Rows]]) -> bool:
-        """Says whether the round after this one, which all take part in, can be begun already."""
-        if not self._engine.ahead or not of or not all(generation.goes_on() for generation, _ in of):
-            return False
-        return [generation for generation, _ in of] == self._running
 
     def _begin(self, of: list[tuple[Generation, Rows]]) -> None:
         began = self._clock()
@@ -156,13 +153,13 @@ class Loop:
                 self._tell(of, [error] * len(of), self._clock() - began)
         else:
             self._begun.append((of, self._clock() - began))
-            self._end_round()
 
     def _end_round(self) -> None:
-        """Ends the round that was begun first. Where all go on, the next one is begun before."""
+        """Ends the round that was begun first. Where all take part and go on, the next is begun before."""
         of, seconds = self._begun[0]
         began, failure = self._clock(), None
-        if len(self._begun) == 1 and self._all_go_on(of):
+        go_on = all(generation.goes_on() for generation, _ in of)
+        if go_on and len(self._begun) == 1 and [generation for generation, _ in of] == self._running:
             failure = self._follow(of)
         results, waited = list[Any](), self._clock()
         try:
@@ -233,7 +230,7 @@ class Loop:
                 events = generation.fail(result) if failed else generation.tell(result, seconds)
                 self._note(generation, events)
 
-    def _note(self, generation: Generation, events: list[Event]) -> None:
+    def _note(self, generation: Generation, events: list[Item]) -> None:
         self._happened += [(generation, event) for event in events]
         if generation.want is None:
             self._running.remove(generation)

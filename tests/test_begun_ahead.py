@@ -4,12 +4,14 @@ import pytest
 from fake_core import (
     EOS,
     PROMPT,
+    TOKENIZER,
     Chain,
     FakeEngine,
     drive,
     expected,
     generation,
     hashed,
+    nextn,
     run,
     scripted,
 )
@@ -73,7 +75,7 @@ def test_choices_of_its_own_and_last_tokens_are_not_begun_ahead(asked, monkeypat
     one.sequence.logprobs = lambda row, token, top: (row, token, top)
     (events,) = drive(core, [one])
     assert events[-1].tokens == expected(hashed, asked.get("max_tokens", 8))
-    assert rounds_begun(core) == 0
+    assert not any(begun(events))
 
 
 @pytest.mark.parametrize("stop", ["eos", "stop", "context"])
@@ -114,6 +116,18 @@ def test_a_source_is_asked_in_every_round_and_drafts_one_later():
     assert [each.ahead for each in rounds][:8] == [False, True, True, True, True, False, True, True]
     assert not any(each.drafted for each in rounds), "in round 5 it was too late, in round 6 it had nothing"
     assert [anchor for anchor, *_ in source.asked] == list(expected(hashed, 18))
+
+
+@pytest.mark.parametrize("stops", [(), ("no such text",)], ids=["free", "stop strings"])
+def test_text_is_made_while_the_next_round_is_under_way(stops, monkeypatch):
+    """A stop string may end the text, so with one it is made before."""
+    core = FakeEngine(ahead=True)
+    monkeypatch.setattr(TOKENIZER, "bytes_of", lambda token: core.calls.append(("text", token)) or b"x")
+    events = run(core, nextn(core, 3), max_tokens=30, stops=stops)
+    assert events[-1].tokens == expected(hashed, 30) and events[-1].text == "x" * 30
+    order = "".join(verb[0] for verb, _ in core.calls if verb in ("draft", "verify", "wait", "text"))
+    rounds = "dvwtttt" * 7 + "vwt" if stops else "dvw" + "dvttttw" * 6 + "vttttwt"
+    assert order == "t" + rounds
 
 
 def test_who_joins_ends_it_and_then_all_go_on():
@@ -178,14 +192,15 @@ def test_a_round_that_cannot_follow(error, number):
         assert begun(events).count(False) == 2
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(1, 6))
 def test_a_wait_that_fails_ends_all(number):
     core = FakeEngine(n_sequences=2, ahead=True, fail={"wait": (number, DeviceError("gone"))})
     found = drive(core, [generation(core, Request(prompt, 20)) for prompt in (PROMPT, b"other")])
+    # The first one has a round while the other one has not read its prompt.
     for events, prompt, alone in zip(found, (PROMPT, b"other"), (1, 0), strict=True):
         assert isinstance(events[-1], Failed) and isinstance(events[-1].error, LuceError)
         emitted = tuple(token for event in events if isinstance(event, Tokens) for token in event.ids)
-        assert emitted == expected(hashed, alone + number + 1, prompt)
+        assert emitted == expected(hashed, alone + number, prompt)
 
 
 def test_one_of_two_whose_logits_are_not_finite_fails_alone():

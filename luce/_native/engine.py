@@ -74,7 +74,8 @@ class Engine(Handle):
         library.check(library.lib.luce_engine_open(out, model.handle, made.struct))
         super().__init__(library, out[0], library.lib.luce_engine_close)
         self.n_vocab = model.info.n_vocab
-        self.ahead = model.info.device != "cpu"  # The device works while the host does something else.
+        # The device works while the host does something else, where that computes no experts.
+        self.ahead = model.info.device != "cpu" and not model.cpu_experts
         self._begun: list[list[int]] = []  # These are the rows of the steps that were begun, by item.
         # It is looked up now, since cffi locks to do it, and a signal handler may have interrupted who holds
         # that lock.

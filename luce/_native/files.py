@@ -123,6 +123,7 @@ class Model(Handle):
                 onerror=lambda kind, error, trace: raised.append(error),
             )
         params = _model_params(library, device, head, drafter, cpu_experts, callback)
+        self.cpu_experts = cpu_experts
         out = library.ffi.new("luce_model **")
         status = library.lib.luce_model_open(out, file.handle, params.struct)
         if status == 0:

@@ -142,11 +142,14 @@ class Library:
         """Applies the accept rule. Returns the accepted rows from row 0 on, and the choice after the last of
         them, which is the next anchor. parents None is a chain."""
         n = len(tokens)
-        if n == 1 == len(choices) and parents is None:  # Nothing was drafted.
-            return [0], int(choices[0])
-        parents = range(-1, n - 1) if parents is None else parents
-        if len(choices) != n or len(parents) != n:
+        if len(choices) != n or (parents is not None and len(parents) != n):
             raise ArgumentError("tokens, parents and choices differ in length")
+        if parents is None and n:  # Of a chain the rule is short, and rounds of small models are too.
+            right = 1
+            while right < n and tokens[right] == choices[right - 1]:
+                right += 1
+            return list(range(right)), int(choices[right - 1])
+        parents = () if parents is None else parents
         path, n_path = self.ffi.new("int32_t[]", n), self.ffi.new("uint32_t *")
         anchor = self.ffi.new("int32_t *")
         self.check(
