@@ -70,14 +70,17 @@ def test_auto_is_plain_where_no_draft_can_pay(files, monkeypatch, dear, mode):
         assert ("no draft can pay" in engine.plan.reasons["draft"]) == (mode == "plain")
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
 @pytest.mark.parametrize("asked", [{"spec": "off"}, {"gamma": 2}, {"spec": "auto"}], ids=str)
-def test_many_give_the_tokens_that_each_gives_alone(files, asked):
-    """There are more of them than sequences, greedy and sampled."""
+def test_many_give_the_tokens_that_each_gives_alone(files, asked, ahead, monkeypatch):
+    """There are more of them than sequences, greedy and sampled. Rounds are begun ahead, as on a GPU."""
+    monkeypatch.setattr("luce.engine.BETWEEN", dict.fromkeys(("cpu", "cuda"), 2e-5))
     requests = [ask(at, 12 + 3 * at) for at in range(4)]
     requests += [ask(at, 16, sampling=Sampling(temperature=1.5, seed=at)) for at in range(3)]
     with Engine.open(files, replace(OPTIONS, spec="off")) as engine:
         alone = [tokens(engine, request) for request in requests]
     with Engine.open(files, replace(OPTIONS, sequences=3, **asked)) as engine:
+        engine.native.ahead = ahead
         found = {}
         emitted = {at: [] for at in range(len(requests))}
         for at, event in engine.run(requests):
@@ -93,9 +96,11 @@ def test_many_give_the_tokens_that_each_gives_alone(files, asked):
     assert [found[at].tokens for at in range(7)] == alone
 
 
-def test_an_engine_is_usable_after_any_end(files):
-    with Engine.open(files, replace(OPTIONS, gamma=2)) as engine:
-        request = ask(1)
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
+@pytest.mark.parametrize("gamma", [0, 2])
+def test_an_engine_is_usable_after_any_end(files, gamma, ahead):
+    with Engine.open(files, replace(OPTIONS, gamma=gamma)) as engine:
+        engine.native.ahead, request = ahead, ask(1)
         expected = tokens(engine, request)
         too_long = list(engine.generate(Request((1,) * 129, 5)))
         assert isinstance(too_long[-1].error, ContextFull)
