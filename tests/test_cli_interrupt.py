@@ -104,8 +104,8 @@ def test_ctrl_c_cancels_the_next_step_of_the_core(luce_, endless, monkeypatch, c
 
         return run
 
-    for name in ("draft", "verify"):
-        monkeypatch.setattr(_native.Engine, name, step(name, getattr(_native.Engine, name)))
+    for name, verb in (("draft", "draft"), ("verify", "verify"), ("start", "verify")):  # A GPU's are started.
+        monkeypatch.setattr(_native.Engine, name, step(verb, getattr(_native.Engine, name)))
     head = ["--mtp-gguf", endless, "--mtp-gamma", "2"]
     result = luce_("generate", "--gguf", endless, "ab", *head, "--json")
     assert result.exit_code == 130 and one_line(result) == "Error: interrupted"
