@@ -143,34 +143,51 @@ FIXED = {f"mtp:{n}": mtp(n) for n in range(1, GAMMA + 1)} | {
 
 
 def cost_of(
-    trace: Trace, costs: Costs, way: Way, learn: Callable[[Round], None] = lambda done: None
+    trace: Trace,
+    costs: Costs,
+    way: Way,
+    learn: Callable[[Round], None] = lambda done: None,
+    between: float = 0.0,
+    stays_plain: Callable[[], bool] = lambda: False,
 ) -> float:
-    """Returns what the rounds of a text cost, from its first token to its last."""
-    text, end, seconds = Text(trace), len(trace.drafts), 0.0
+    """Returns what the rounds of a text cost, from its first token to its last. The host takes `between`
+    before each, unless it was begun ahead."""
+    text, end, seconds, ahead = Text(trace), len(trace.drafts), 0.0, False
     while text.at < end:
         depth = end - text.at - 1  # The last token is chosen, not drafted.
         drafts, looked = way(text, AUTO_BUDGET, depth) if depth else (0, 0)
+        if ahead:
+            drafts = looked = 0
+        else:
+            seconds += between
+        goes_on = not drafts + looked and stays_plain()
         right = min(drafts, trace.drafts[text.at]), min(looked, trace.lookups[text.at][1])
         candidates = drafts + looked - min(right)  # What both propose and is right is verified once.
         seconds += costs.verify(1 + candidates) + drafts * costs.draft(1)
         came = range(text.at + 1, text.at + 2 + max(right))
-        learn(Round(candidates, max(right), 0.0, 0.0, 0.0, tuple(came)))
+        learn(Round(candidates, max(right), 0.0, 0.0, 0.0, tuple(came), ahead))
+        ahead = goes_on
         text.at += len(came)
     return seconds
 
 
-def auto_cost(trace: Trace, costs: Costs, known: Known) -> float:
+def auto_cost(trace: Trace, costs: Costs, known: Known, between: float = 0.0) -> float:
     """Returns the same, of auto."""
     runner: list[Runner] = []
 
     def way(text: Text, rows: int, depth: int) -> tuple[int, int]:
         if not runner:
-            runner.append(Runner(text, costs, [Drafter(text, Source.NEXTN, GAMMA)], AUTO_BUDGET, known))
+            drafters = [Drafter(text, Source.NEXTN, GAMMA)]
+            runner.append(Runner(text, costs, drafters, AUTO_BUDGET, known, between))
             runner[0].begin(len(trace.drafts) + 1)
         runner[0].draft(text.at, Limits(min(rows, depth), depth))
         return runner[0]._choice.drafts, runner[0]._choice.lookup
 
-    return cost_of(trace, costs, way, lambda done: runner[0].learn(done) if runner else None)
+    def learn(done: Round) -> None:
+        if runner:
+            runner[0].learn(done)
+
+    return cost_of(trace, costs, way, learn, between, lambda: bool(runner) and runner[0].stays_plain())
 
 
 def rates(traces: Sequence[Trace], cost: Callable[[Trace], float]) -> dict[str, float]:
@@ -182,14 +199,16 @@ def rates(traces: Sequence[Trace], cost: Callable[[Trace], float]) -> dict[str, 
     return {cls: tokens[cls] / seconds[cls] for cls in tokens}
 
 
-def against_the_best(traces: Sequence[Trace], costs: Costs) -> dict[str, tuple[float, str]]:
+def against_the_best(
+    traces: Sequence[Trace], costs: Costs, between: float = 0.0
+) -> dict[str, tuple[float, str]]:
     """Returns, by class, auto's rate as a part of that of the best fixed way, plain included, and the name of
-    that way."""
+    that way. The host takes `between` before each round but those that are begun ahead, as plain ones are."""
     known = Known()
-    auto = rates(traces, lambda trace: auto_cost(trace, costs, known))
+    auto = rates(traces, lambda trace: auto_cost(trace, costs, known, between))
 
     def of(way: Way) -> dict[str, float]:
-        return rates(traces, lambda trace: cost_of(trace, costs, way))
+        return rates(traces, lambda trace: cost_of(trace, costs, way, between=between))
 
     fixed = {name: of(way) for name, way in FIXED.items()}
     fixed["plain"] = dict.fromkeys(auto, 1 / costs.verify(1))

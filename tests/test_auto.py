@@ -29,6 +29,15 @@ def test_auto_has_it_on_texts_too_that_nothing_was_chosen_on(name):
     assert min(found.values())[0] > 0.94, found
 
 
+@pytest.mark.parametrize("between", [0.01, 0.03, 0.08, 0.2])
+def test_auto_has_it_where_the_host_takes_a_while_between_rounds(between):
+    """Plain rounds alone are begun ahead. On an H200 it is 0.01 of a step of the 27b, 0.08 of the 0.8b."""
+    costs = replay.MACHINES["27b on an H200"]
+    seconds = between * costs.verify(1)
+    assert min(replay.against_the_best(TRACES, costs, seconds).values())[0] > 0.97
+    assert min(replay.against_the_best(HELD_OUT, costs, seconds).values())[0] > 0.94
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     name=st.sampled_from(sorted(MACHINES)),
@@ -55,18 +64,20 @@ def test_a_text_that_begins_badly_is_tried_again():
     earlier=st.lists(st.sampled_from(EVERY), max_size=6),
     fires=st.lists(st.booleans(), min_size=1, max_size=7),
     matched=st.integers(4, 300),
+    between=st.sampled_from([0.0, 0.01, 0.08, 0.2]),
 )
 def test_a_hopeless_text_is_at_most_3_percent_slower_than_plain_whatever_came_before(
-    name, earlier, fires, matched
+    name, earlier, fires, matched, between
 ):
     """That holds however much the texts before have gained, and however often a wrong lookup is found."""
     costs, known = MACHINES[name], Known()
+    between *= costs.verify(1)
     for trace in earlier:
-        replay.auto_cost(trace, costs, known)
+        replay.auto_cost(trace, costs, known, between)
     lookups = [(31, 0, matched) if fires[at % len(fires)] else (0, 0, 0) for at in range(255)]
     hopeless = replay.Trace("hopeless", "hopeless", [0] * 255, lookups)
     for _ in range(2):
-        assert replay.auto_cost(hopeless, costs, known) <= 1.03 * 255
+        assert replay.auto_cost(hopeless, costs, known, between) <= 1.03 * 255
 
 
 def test_a_text_starts_from_what_the_texts_before_it_have_shown():
