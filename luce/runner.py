@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from luce.acceptance import Acceptance, Among, Known, Learned
 from luce.costs import Costs
@@ -34,8 +34,7 @@ MARGIN = 1.03  # Drafting has to promise so much more than plain decoding: below
 MAX_ROWS = 64  # luce.h calls it LUCE_MAX_ROWS.
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """This is what a round verifies: `lookup` tokens of the lookup, the first `drafts` of a drafter (its
     index; None for no drafter), and `leaves` of that drafter's next best candidates. `tokens` is how many the
     round is expected to give. `price` is what it costs, in plain rounds."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections.abc
-from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,8 +35,7 @@ class Source(IntEnum):
     PART = 2
 
 
-@dataclass(frozen=True)
-class Drafts:
+class Drafts(NamedTuple):
     """Asks for a chain of n drafts after the anchor of a sequence."""
 
     sequence: Sequence
@@ -113,7 +111,10 @@ class Engine(Handle):
         made = self.library.ffi.new("luce_draft_item[]", max(len(items), 1))
         for struct, item in zip(made, items, strict=False):
             struct.sequence, struct.n = item.sequence.handle, max(item.n, 0)
-            (struct.anchor,) = self.library.ints([item.anchor])
+            try:
+                struct.anchor = item.anchor
+            except OverflowError:
+                raise ArgumentError(f"{item.anchor} does not fit into 32 bits") from None
         self.library.check(self.library.lib.luce_engine_draft(self.handle, sources.pop(), made, len(items)))
 
     def verify(self, items: collections.abc.Sequence[Rows]) -> list[list[int] | NumericError]:
@@ -241,7 +242,8 @@ class Sequence(Handle):
         finite; the sequence can go on."""
         tokens = self.library.ffi.new("int32_t[]", max(n, 1))
         self.library.check(self.library.lib.luce_sequence_get_draft(self.handle, tokens, n))
-        return list(tokens[0:n])
+        drafted: list[int] = self.library.ffi.unpack(tokens, n)
+        return drafted
 
     def lists(self, depth: int, k: int, comb: bool = True) -> Lists:
         """Returns the k best candidates of each of the first `depth` drafts of the last draft, for tree().
