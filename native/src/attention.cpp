@@ -4,6 +4,7 @@
 #include "attention.h"
 
 #include "exponential.h"
+#include "lanes.h"
 
 #include "../kernels/attention_chunks.h"
 
@@ -18,7 +19,7 @@
 namespace luce {
 namespace {
 
-constexpr int LANES = 16; // a dot product has as many partial sums
+constexpr int SUMS = 16; // a dot product has as many partial sums
 constexpr int TILE = 64; // as many keys are dequantised at once
 // Cells are fetched so far ahead of their reading; a cache line has so many bytes.
 constexpr int AHEAD = 12, LINE = 64;
@@ -85,23 +86,48 @@ void store_head(const KvStoreArgs &a, int which, int head) {
 
 // ---- arithmetic --------------------------------------------------------------------------------------
 
-// Computes out[n * stride] = q[n] . k for N rows of q.
-template <int N> void dots(const float *q, const float *k, int D, float *out, int stride) {
-    float sum[N][LANES] = {};
-    for (int i = 0; i < D; i += LANES) {
-        for (int n = 0; n < N; n++) {
-            for (int l = 0; l < LANES; l++) {
-                sum[n][l] = std::fma(q[n * D + i + l], k[i + l], sum[n][l]);
+// Adds SUMS values pairwise: those 8 apart, then those 4, 2 and 1 apart.
+float total(const void *sums) {
+    typedef float Four __attribute__((vector_size(16)));
+    Four part[SUMS / 4];
+    memcpy(part, sums, sizeof(part));
+    const Four s = (part[0] + part[2]) + (part[1] + part[3]);
+    return (s[0] + s[2]) + (s[1] + s[3]);
+}
+
+// Computes out[n * stride + i] = q[n] . k[i] for N rows of q and K of k. As many sums at once hide how long each step of one
+// takes.
+template <int N, int K> void dots(const float *q, const float *k, int D, float *out, int stride) {
+    constexpr int PARTS = SUMS / lanes::LANES; // a dot product's partial sums are so many vectors
+    using lanes::Floats;
+    Floats sums[N][K][PARTS] = {};
+    for (int at = 0; at < D; at += SUMS) {
+        for (int p = 0; p < PARTS; p++) {
+            for (int i = 0; i < K; i++) {
+                const Floats values = lanes::load<Floats>(k + i * D + at + p * lanes::LANES);
+                for (int n = 0; n < N; n++) {
+                    const Floats row = lanes::load<Floats>(q + n * D + at + p * lanes::LANES);
+                    sums[n][i][p] = lanes::fma(row, values, sums[n][i][p]);
+                }
             }
         }
     }
     for (int n = 0; n < N; n++) {
-        for (int w = LANES / 2; w > 0; w /= 2) {
-            for (int l = 0; l < w; l++) {
-                sum[n][l] += sum[n][l + w];
-            }
+        for (int i = 0; i < K; i++) {
+            out[n * stride + i] = total(sums[n][i]);
         }
-        out[n * stride] = sum[n][0];
+    }
+}
+
+// Computes the same for n of k.
+template <int N> void dots_of(const float *q, const float *k, int n, int D, float *out, int stride) {
+    constexpr int AT_ONCE = N == 1 ? 8 : 4;
+    int i = 0;
+    for (; i + AT_ONCE <= n; i += AT_ONCE) {
+        dots<N, AT_ONCE>(q, k + int64_t(i) * D, D, out + i, stride);
+    }
+    for (; i < n; i++) {
+        dots<N, 1>(q, k + int64_t(i) * D, D, out + i, stride);
     }
 }
 
@@ -186,18 +212,15 @@ struct Unit {
     }
 
     void score(const float *q, int n_heads, const float *tile, int n) {
-        for (int i = 0; i < n; i++) {
-            const float *k = tile + int64_t(i) * D;
-            int g = 0;
-            for (; g + 4 <= n_heads; g += 4) {
-                dots<4>(q + g * D, k, D, scores + g * TILE + i, TILE);
-            }
-            for (; g + 2 <= n_heads; g += 2) {
-                dots<2>(q + g * D, k, D, scores + g * TILE + i, TILE);
-            }
-            for (; g < n_heads; g++) {
-                dots<1>(q + g * D, k, D, scores + g * TILE + i, TILE);
-            }
+        int g = 0;
+        for (; g + 4 <= n_heads; g += 4) {
+            dots_of<4>(q + g * D, tile, n, D, scores + g * TILE, TILE);
+        }
+        for (; g + 2 <= n_heads; g += 2) {
+            dots_of<2>(q + g * D, tile, n, D, scores + g * TILE, TILE);
+        }
+        for (; g < n_heads; g++) {
+            dots_of<1>(q + g * D, tile, n, D, scores + g * TILE, TILE);
         }
     }
 
