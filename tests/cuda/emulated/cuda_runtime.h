@@ -316,6 +316,9 @@ inline float __uint_as_float(uint32_t bits) {
     memcpy(&x, &bits, 4);
     return x;
 }
+inline int __float_as_int(float x) { return int(__float_as_uint(x)); }
+inline float __int_as_float(int bits) { return __uint_as_float(uint32_t(bits)); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __ffsll(int64_t x) { return __builtin_ffsll(x); }
 inline int __clzll(int64_t x) { return x == 0 ? 64 : __builtin_clzll(uint64_t(x)); }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
