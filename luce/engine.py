@@ -203,7 +203,8 @@ class Engine:
             case Auto(budget=budget) as draft:
                 drafters = _drafters(draft, sequence, self.info)
                 kind = self.model.info.device.partition(":")[0]
-                between, handed = BETWEEN.get(kind, 0.0), HANDS_OVER.get(kind, 0.0)
+                between = BETWEEN.get(kind, 0.0) if self.native.ahead else 0.0
+                handed = HANDS_OVER.get(kind, 0.0)
                 return Runner(sequence, self.costs, drafters, budget, self._known, between, handed)
             case Mtp(budget=budget) | Dflash(budget=budget) as draft:
                 drafter = _drafters(draft, sequence, self.info)[-1]
