@@ -71,8 +71,8 @@ def test_a_layers_launches_are_those_that_are_listed(
     for added, expected in ((True, DELTANET), (False, ATTENTION)):
         more, more_theirs = of(added, True, False)
         if device == "cpu":
-            # There is one for the weights of each input; the router and the shared expert's gate are its too.
-            assert (more - ours)["rows_matmul"] == (6 if experts else 4)
+            # There is one for the weights of each input; the router and the shared expert's gate share one.
+            assert (more - ours)["rows_matmul"] == (5 if experts else 4)
             assert (more - ours)["deltanet" if added else "attention"] == 1
         else:
             assert more - ours == (expected - FFN + MIXTURE if experts else expected)
