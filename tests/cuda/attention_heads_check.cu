@@ -237,4 +237,7 @@ void check_attention_heads(bool all) {
             }
         }
     }
+    for (int T = 1; all && T <= MAX_ROWS; T++) {
+        check_heads({{6, 1, 256, 1}, T, T % 3, true, 512});
+    }
 }

@@ -216,6 +216,9 @@ void check_choose(bool all) {
             check_rows(n, 64, spread, pick(N_SETTINGS));
         }
     }
+    for (int T = 1; T <= MAX_ROWS; T++) {
+        check_rows(1002, T, 3.0f, pick(N_SETTINGS));
+    }
     for (float spread : {3.0f, 8.0f, 1.0f, 1e-6f}) {
         check_rows(248320, N_SETTINGS, spread, 0);
     }

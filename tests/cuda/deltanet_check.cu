@@ -393,12 +393,22 @@ static void check_conv_parts(int T, int n_seqs) {
     expect(same_bits(got.window, after.window) && same_bits(got.log, after.log), name + ": window, log");
 }
 
+// Steps of every width follow each other.
+static void check_widths(const Shape &s) {
+    Pair pair(s, MAX_ROWS, 1);
+    pair.append(0, 5);
+    for (int T = 1; T <= MAX_ROWS; T++) {
+        pair.verify(0, T % 2 == 0 ? chain(T) : random_tree(T, 16, false), "verify " + std::to_string(T));
+    }
+}
+
 void check_deltanet_rows() {
     for (const Shape &s : {Shape{4, 4, 16}, Shape{2, 6, 32}, Shape{4, 8, 64}, Shape{2, 2, 128}}) {
         check_rounds(s, 9, 3, 4, 130);
         check_rounds(s, 64, 3, 4, 5);
         check_append_pieces(s, 150);
     }
+    check_widths({2, 6, 32});
 }
 
 void check_deltanet(bool all) {
@@ -410,6 +420,7 @@ void check_deltanet(bool all) {
                 check_rounds(s, R, R == 33 ? 1 : 16, 10, 130);
             }
             check_rounds(s, 4, 64, 12, 5);
+            check_widths(s);
             check_append_pieces(s, 300);
         }
         check_captured_step(s);
@@ -417,8 +428,10 @@ void check_deltanet(bool all) {
             check_chunks(s, 200);
         }
     }
-    for (int T : {1, 5, 16, 40, 64}) {
-        check_conv_parts(T, T == 1 ? 1 : 2);
+    for (int T = 1; T <= MAX_ROWS; T++) {
+        if (all || T == 1 || T % 13 == 0) {
+            check_conv_parts(T, T == 1 ? 1 : 2);
+        }
     }
     if (all) {
         check_rounds({16, 48, 128}, 16, 4, 6, 200);

@@ -126,4 +126,7 @@ void check_nextn(bool all) {
             }
         }
     }
+    for (int T = 1; all && T <= MAX_ROWS; T++) {
+        check_rows(T, 512);
+    }
 }

@@ -86,6 +86,9 @@ void check_topk(bool all) {
             }
         }
     }
+    for (int T = 1; all && T <= MAX_ROWS; T++) {
+        check(5000, T, 1 + pick(TOPK_MAX));
+    }
 }
 
 // Times topk. A chain's link keeps few of one row, and a block's 15 rows keep as many as its tree may take.
