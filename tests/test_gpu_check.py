@@ -31,7 +31,7 @@ def test_every_stage_is_of_one_gpu_and_four_of_them_take_under_ten_minutes() -> 
 
 def test_stages_that_are_named_are_shared_alone() -> None:
     assert called("shares", "2", "kernels", "suite", "peer").stdout.splitlines() == [
-        "180 suite", "145 kernels peer",
+        "115 suite", "105 kernels peer",
     ]  # fmt: skip
 
 

@@ -6,7 +6,8 @@
 #   tools/gpu_check.sh together 'STAGE ...' 'STAGE ...'     (build, then the first stages on the first GPU, the second
 #                                                            on the second, and so on, at the same time)
 #   tools/gpu_check.sh share [STAGE ...]     (the same with the stages, by default all, shared out among the GPUs there
-#                                             are, by what they take on an H200: that adds up to eight minutes on four)
+#                                             are, by what they take on an H200: five minutes on four, ten on two,
+#                                             beside the three that building takes where the kit has no libraries)
 #   tools/gpu_check.sh shares N [STAGE ...]  (print the seconds and stages that `share` would give each of N GPUs)
 #     build     the library, its kernels' checks, and llama.cpp where the kit has its source
 #     oracle    the oracle model and its DFlash drafter, made beside the stages after this one, until one needs them
@@ -14,7 +15,7 @@
 #     suite     the tests that use the device, in slices; how far tokens and logits are from where they belong
 #     peer      decoding beside llama.cpp: plain, with drafts, auto
 #     auto      drafts of fixed length, then auto in a process of its own; how long an engine takes to open
-#     part      what drafting among a part of the vocabulary gains, by costs and decoded, also with a Q4_K head
+#     part      what drafting among a part of the vocabulary gains, by costs and decoded
 #     sampled   the same model sampled, beside greedy
 #     sweep     what a step costs by rows and context
 #     prefill   prompts beside llama.cpp, by length
@@ -48,20 +49,17 @@ out=$(realpath -m "${OUT:-$kit/out}")
 work=${GPU_WORK:-${TMPDIR:-/tmp}/luce-gpu}
 device=${GPU_DEVICE:-cuda}
 shape=${GPU_SHAPE:-27b}
-zero_shape=${ZERO_SHAPE:-9b}
-nineb_shape=${NINEB_SHAPE:-9b}
-experts_shape=${EXPERTS_SHAPE:-35b-a3b}
+zero_shape=${ZERO_SHAPE:-9b} nineb_shape=${NINEB_SHAPE:-9b} experts_shape=${EXPERTS_SHAPE:-35b-a3b}
 rounds=${ROUNDS:-2}
 within=${WITHIN:-100000}
 slice=${SLICE:-110}
-workers=${WORKERS:-12}
-threads=${THREADS:-16}
+workers=${WORKERS:-12} threads=${THREADS:-16}
 own_threads=() # luce uses none with a model on a GPU.
 [[ $device != cpu ]] || own_threads=(--threads "$threads")
 all="build oracle kernels suite peer auto part sampled sweep prefill dflash nineb experts zero batch serve sanitize kl gap attention"
-# They took so many seconds on an H200; those of sanitize and gap are guesses.
-declare -A takes=([kernels]=55 [suite]=180 [peer]=90 [auto]=70 [part]=150 [sampled]=54 [sweep]=47 [prefill]=49 [dflash]=75
-    [nineb]=75 [experts]=150 [zero]=28 [batch]=131 [serve]=275 [sanitize]=200 [kl]=60 [gap]=10 [attention]=23)
+# They took so many seconds on an H200. Those of suite and serve are reckoned from what their parts took, that of gap is a guess.
+declare -A takes=([kernels]=40 [suite]=115 [peer]=65 [auto]=25 [part]=85 [sampled]=20 [sweep]=32 [prefill]=30 [dflash]=75
+    [nineb]=75 [experts]=110 [zero]=27 [batch]=131 [serve]=115 [sanitize]=90 [kl]=60 [gap]=10 [attention]=20)
 need_oracle="peer auto part sampled sweep prefill dflash batch serve"
 
 # `shares N STAGE ..` prints each GPU's stages on a line of its own. The longest goes first, to the GPU that has least.
@@ -111,9 +109,8 @@ export PYTHONPATH=$work/site:$PWD${PYTHONPATH:+:$PYTHONPATH}
 oracle=$XDG_CACHE_HOME/luce/oracle-$shape-0.8.gguf
 draft_accept=${DRAFT_ACCEPT:-0.9033} # A round of a block of 16 gives 8.31 tokens by this chance of a draft.
 drafter=$XDG_CACHE_HOME/luce/oracle-$shape-drafter-$draft_accept.gguf
-bad=()
-making=
-making_drafter=
+bad=() waiting=()
+making= making_drafter=
 
 say() { printf '\n==== %s (%d s)\n' "$*" $SECONDS; }
 left() { echo $((within - SECONDS)); }
@@ -211,7 +208,8 @@ build_checks() {
     printf '%s\n' tests/cuda/*.cu native/kernels/*.cu | xargs -P "$(nproc)" -I{} sh -c \
         'nvcc -std=c++17 -O3 -fmad=false -gencode "arch=compute_$3,code=sm_$3" -Inative/kernels -c "$1" \
             -o "$2/$(basename "$1").o"' _ {} "$work/kernels" "$arch" &&
-        nvcc -o "$work/kernel_check" "$work"/kernels/*.o -lcublas
+        nvcc -o "$work/kernel_check" "$work"/kernels/*.o -lcublas -Xlinker \
+            --wrap=cudaDeviceGetAttribute,--wrap=cudaLaunchKernelExC,--wrap=__cudaGetKernel,--wrap=__cudaRegisterFunction
 }
 # bench/llamacpp.py has the same options. ggml's AMX buffers, which luce does not use, crashed on one machine.
 build_peer() {
@@ -246,9 +244,8 @@ stage_oracle() {
 # `parts_at_once NAME LIMIT WHICH [SANITIZER OPTIONS ..]` runs parts of kernel_check, each as a process. It prints what
 # failed, and a line for each part. One part's kernels wait for its reference on the CPU, so they share a GPU well.
 parts_at_once() {
-    local name=$1 limit=$2 which=$3 part parts
+    local name=$1 limit=$2 which=$3 part parts=$("$work/kernel_check" help | sed 's/.*parts: *//')
     shift 3
-    parts=$("$work/kernel_check" help | sed 's/.*parts: *//')
     (($(left) < limit)) && limit=$(left)
     ((limit > 10)) || { echo "-- $name: LEFT OUT, no time"; bad+=("$name"); return; }
     for part in $parts; do
@@ -267,6 +264,7 @@ parts_at_once() {
 parts_done() { # It waits for all of parts_at_once; an oracle that is being made goes on.
     local name part
     ((${#waiting[@]} == 0)) || wait "${waiting[@]}"
+    waiting=()
     for name in "$@"; do
         for part in $("$work/kernel_check" help | sed 's/.*parts: *//'); do
             [[ -e $work/done/$name-$part ]] || bad+=("$name-$part")
@@ -274,13 +272,13 @@ parts_done() { # It waits for all of parts_at_once; an oracle that is being made
     done
 }
 stage_kernels() {
-    waiting=()
     say "kernels"
     parts_at_once kernels "${KERNELS_LIMIT:-150}" check
     parts_done kernels
 }
 
-# These tests use the device. Three files of them count its memory, or fill it, and run by themselves.
+# These tests use the device. Two files of them count its memory, or fill it, and run by themselves; the third, which more
+# cores would not make shorter, runs beside the slices.
 ALONE="tests/test_resources.py tests/test_faults.py tests/test_company.py"
 FIRST="tests/test_goldens.py tests/test_model.py tests/test_mtp.py tests/test_invariance.py tests/test_head.py
        tests/test_sequences.py tests/test_checkpoint.py tests/test_engine.py tests/test_pages.py tests/test_dflash.py"
@@ -296,13 +294,15 @@ tests() {
 }
 stage_suite() {
     say "suite"
-    local files=() file number before
+    local files=() file number before company
     for file in $FIRST tests/test_*.py; do
         [[ " $ALONE ${files[*]} " == *" $file "* ]] || files+=("$file")
     done
     [[ -s $work/tests.txt ]] || python3 -m pytest --collect-only -q -n 0 -p no:cacheprovider --luce-device "$device" \
         --luce-device-only ${TESTS:-"${files[@]}"} 2>"$out/collect.txt" | grep '::' >"$work/tests.txt"
     touch "$work/tested.txt"
+    [[ -n ${TESTS:-} ]] || tests company "$slice" -n 3 --hypothesis-profile unshrunk tests/test_company.py &
+    company=$!
     while :; do # Tests that a cut slice had not ended are in the next.
         sed 's/^[A-Z]* //' "$work/tested.txt" | grep -vxFf - "$work/tests.txt" >"$work/slice.txt"
         before=$(wc -l <"$work/slice.txt")
@@ -315,7 +315,8 @@ stage_suite() {
         (($(wc -l <"$work/slice.txt") < before)) || break # One of them hangs.
     done
     if [[ -z ${TESTS:-} ]]; then
-        tests company "$slice" -n 3 --hypothesis-profile unshrunk tests/test_company.py
+        wait $company
+        [[ -e $work/done/company ]] || bad+=(company)
         tests resources "$slice" -n 0 tests/test_resources.py tests/test_faults.py
     fi
     echo "tests: $(sort -u "$work/tested.txt" | cut -d' ' -f1 | sort | uniq -c | tr -s '\n ' ' '); not run:" \
@@ -353,7 +354,6 @@ stage_part() {
     local covered=("${greedy[@]}" --coverage 0.975 --rounds "$rounds" --prompts 2) part=${PART:-64k}
     covered+=(--modes "plain,mtp:3,mtp-part:3:$part,mtp:6,mtp-part:6:$part,auto")
     bench covered 120 "${covered[@]}"
-    bench covered-q4 120 "${covered[@]}" --draft-head Q4_K
     rm -f "$XDG_CACHE_HOME"/luce/oracle-"$shape"-0.8-covered-*.gguf # A small disk has no room for all.
 }
 stage_sampled() {
@@ -432,16 +432,21 @@ stage_serve() {
     have_peer
     run serve 400 python3 bench/peer_serve.py "$oracle" --bin "$work/peer/bin" --device "$device" --threads "$threads" \
         --modes auto --lengths "${SERVE_LENGTHS:-1k,8k,30000}" --counts "${COUNTS:-1,4,16}" --prompt-tokens 128 \
-        --n-gen 128 --turns "${TURNS:-12}" --conversation "${CONVERSATION:-30000}" --commit "${COMMIT:-}" --save "$out" &&
+        --n-gen 128 --turns "${TURNS:-6}" --conversation "${CONVERSATION:-30000}" --commit "${COMMIT:-}" --save "$out" &&
         table serve
 }
 stage_sanitize() {
     say "kernels under compute-sanitizer"
-    waiting=()
-    for tool in memcheck racecheck synccheck; do
-        parts_at_once "$tool" "${SANITIZE_LIMIT:-240}" few compute-sanitizer --tool "$tool" --error-exitcode 9
+    local tool sanitizer # CUDA 13.0's racecheck takes rings of copies that end at a barrier for races.
+    sanitizer=$(compgen -G "$work/site/nvidia/cu*/bin/compute-sanitizer" || echo compute-sanitizer)
+    for tool in "racecheck --racecheck-num-workers 2" memcheck synccheck; do # Without a number it takes all cores.
+        parts_at_once "${tool%% *}" "${SANITIZE_LIMIT:-240}" few "$sanitizer" --tool $tool --error-exitcode 9 \
+            --kernel-name kernel_substring=4luce
     done
-    parts_done memcheck racecheck synccheck
+    parts_done racecheck memcheck synccheck
+    "$sanitizer" --version | grep Version
+    echo "kernels that no part launched:" $("$work/kernel_check" kernels | sort -u |
+        comm -23 - <(cat "$out"/racecheck-*.txt | grep '^kernel ' | sort -u) | cut -d' ' -f2 | c++filt | sed 's/(luce.*//; s/.*:://')
 }
 stage_kl() {
     say "logits beside llama.cpp's, by their distance from the same weights in F32"
