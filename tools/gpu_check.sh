@@ -49,7 +49,7 @@ out=$(realpath -m "${OUT:-$kit/out}")
 work=${GPU_WORK:-${TMPDIR:-/tmp}/luce-gpu}
 device=${GPU_DEVICE:-cuda}
 shape=${GPU_SHAPE:-27b}
-zero_shape=${ZERO_SHAPE:-9b} nineb_shape=${NINEB_SHAPE:-9b} experts_shape=${EXPERTS_SHAPE:-35b-a3b}
+zero_shapes=${ZERO_SHAPES:-0.8b 9b 27b} nineb_shape=${NINEB_SHAPE:-9b} experts_shape=${EXPERTS_SHAPE:-35b-a3b}
 rounds=${ROUNDS:-2}
 within=${WITHIN:-100000}
 slice=${SLICE:-110}
@@ -59,7 +59,7 @@ own_threads=() # luce uses none with a model on a GPU.
 all="build oracle kernels suite peer auto part sampled sweep prefill dflash nineb experts zero batch serve sanitize kl gap attention"
 # They took so many seconds on an H200. Those of suite and serve are reckoned from what their parts took, that of gap is a guess.
 declare -A takes=([kernels]=40 [suite]=115 [peer]=65 [auto]=25 [part]=85 [sampled]=20 [sweep]=32 [prefill]=30 [dflash]=75
-    [nineb]=75 [experts]=110 [zero]=27 [batch]=131 [serve]=115 [sanitize]=90 [kl]=60 [gap]=10 [attention]=20)
+    [nineb]=75 [experts]=110 [zero]=90 [batch]=131 [serve]=115 [sanitize]=90 [kl]=60 [gap]=10 [attention]=20)
 need_oracle="peer auto part sampled sweep prefill dflash batch serve"
 
 # `shares N STAGE ..` prints each GPU's stages on a line of its own. The longest goes first, to the GPU that has least.
@@ -417,8 +417,9 @@ stage_experts() {
         --cpu-experts "${CPU_EXPERTS:-8}"
 }
 stage_zero() {
-    say "no draft is right"
-    bench zero 150 --shape "$zero_shape" --accept 0 --modes plain,mtp:1,auto --rounds "$rounds"
+    local shape && say "no draft is right"
+    for shape in $zero_shapes; do # where steps are short, the host's part weighs most
+        bench "zero-$shape" 150 --shape "$shape" --accept 0 --modes plain,mtp:1,auto --rounds "$rounds"; done
 }
 stage_batch() {
     say "several sequences beside llama.cpp"
