@@ -163,13 +163,11 @@ make_once() {
 make_oracle() { make_once "$oracle" oracle --accept 0.8 "$oracle"; }
 make_drafter() { make_once "$drafter" drafter --drafter "$drafter" --draft-accept "$draft_accept"; }
 have_oracle() {
-    [[ -z $making ]] || wait "$making"
-    making=
+    [[ -z $making ]] || { wait "$making"; making=; }
     [[ -e $oracle ]] || make_oracle || { brief 5 <"$out/oracle.txt"; exit 1; }
 }
 have_drafter() {
-    [[ -z $making_drafter ]] || wait "$making_drafter"
-    making_drafter=
+    [[ -z $making_drafter ]] || { wait "$making_drafter"; making_drafter=; }
     [[ -e $drafter ]] || make_drafter || { brief 5 <"$out/drafter.txt"; exit 1; }
 }
 # `bench NAME LIMIT OPTIONS..` runs luce's bench of the oracle model.
@@ -438,7 +436,7 @@ stage_serve() {
 }
 stage_sanitize() {
     say "kernels under compute-sanitizer"
-    local tool sanitizer # CUDA 13.0's racecheck takes rings of copies that end at a barrier for races.
+    local tool sanitizer # 2025.3 reports rings where a lane arrives for its warp (bench/results/2026-11-22-racecheck-h200.txt).
     sanitizer=$(compgen -G "$work/site/nvidia/cu*/bin/compute-sanitizer" || echo compute-sanitizer)
     for tool in "racecheck --racecheck-num-workers 2" memcheck synccheck; do # Without a number it takes all cores.
         parts_at_once "${tool%% *}" "${SANITIZE_LIMIT:-240}" few "$sanitizer" --tool $tool --error-exitcode 9 \

@@ -224,14 +224,14 @@ inline void compare_row(const KvShape &s, const Context &c, const Ints &parents,
            name_of(s) + what + " row " + std::to_string(row) + " off by " + std::to_string(error));
 }
 
-// Runs one row in `every` again as plain decoding does: in depth-first order, a step a row, in the cell of its depth.
+// Runs the first rows again as plain decoding does: in depth-first order, a step a row, in the cell of its depth.
 inline void compare_plain(Kv &plain, const Context &c, Context &copy, const Ints &parents, const Inputs &in,
                           const float *got, const std::vector<bool> &skip, const std::string &what,
-                          int every) {
+                          int decoded) {
     const KvShape &s = plain.s;
     const size_t q = size_t(s.H) * s.D;
     plain.grow(copy, c.n + 2 * MAX_ROWS);
-    for (size_t r = 0; r < parents.size(); r += size_t(every)) {
+    for (size_t r = 0; r < std::min(parents.size(), size_t(decoded)); r++) {
         Context alone = copy;
         alone.n = c.n + int(path_to(parents, int(r)).size()) - 1;
         const Floats out = plain.step({{&alone, {-1}, {}}}, rows_of(s, in, int(r), 1), 1);
@@ -276,7 +276,7 @@ struct Case {
     std::vector<Ints> parents; // each sequence's rows have one list
     bool spoiled;
     int compared; // as many rows of a sequence are compared with the reference too
-    int every = 1; // one row in so many is compared with plain decoding
+    int decoded = MAX_ROWS; // as many of its first rows are compared with plain decoding
 };
 
 inline void check_case(const KvShape &s, const Case &c, const std::string &what) {
@@ -319,7 +319,7 @@ inline void check_case(const KvShape &s, const Case &c, const std::string &what)
             }
         }
         compare_plain(plain, contexts[i], copies[i], c.parents[i], mine, &got[row0 * q], sees[i], what,
-                      c.every);
+                      c.decoded);
         row0 += n;
     }
     for (size_t i = row0 * q; i < got.size(); i++) {
