@@ -7,6 +7,7 @@
 // while one is multiplied. The parts of K are then added in their order. In up, gate and up are two warps of
 // the same block, which go through silu(gate) * up together. Down packs its rows, which are up's F32 results,
 // itself. A step of one row has a kernel of its own: its tasks are all done at once.
+#include "device_limits.h"
 #include "moe_choice.cuh"
 #include "moe_item.cuh"
 #include "moe_units.cuh"
@@ -380,15 +381,8 @@ int share_out(MatmulParams &p, bool whole) {
 
 // Finds how many blocks a launch has, how many steps a task has, and what is in shared memory.
 cudaError_t lay_out(MatmulParams &p, int &blocks, int &bytes) {
-    int device = 0, multiprocessors = 0, shared_sm = 0;
-    cudaError_t error = cudaGetDevice(&device);
-    const auto get = [&](int &value, cudaDeviceAttr what) {
-        if (error == cudaSuccess) {
-            error = cudaDeviceGetAttribute(&value, what, device);
-        }
-    };
-    get(multiprocessors, cudaDevAttrMultiProcessorCount);
-    get(shared_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+    DeviceLimits device;
+    const cudaError_t error = device.read();
     for (const Group *g : {&p.experts, &p.shared}) {
         p.row_bytes = std::max(p.row_bytes, shared_row(g->K));
         for (int m = 0; m < 1 << p.log_matrices; m++) {
@@ -397,16 +391,16 @@ cudaError_t lay_out(MatmulParams &p, int &blocks, int &bytes) {
     }
     const int items = p.n_shared + p.max_items, most = std::min(p.T, p.item_rows);
     const bool one = p.T == 1;
-    const bool whole = !one && items * share_out(p, true) >= multiprocessors << p.log_matrices;
+    const bool whole = !one && items * share_out(p, true) >= device.multiprocessors << p.log_matrices;
     const int wide = share_out(p, whole), slot = ITEM_WARPS * p.slot_bytes;
     static_assert(sizeof(BlockShared) + BARRIER_BYTES <= MATMUL_BESIDES);
     constexpr int BESIDES = sizeof(BlockShared) + BARRIER_BYTES + 1024;
-    const auto room = [&](int per_sm) { return shared_sm / per_sm - BESIDES - most * p.row_bytes; };
+    const auto room = [&](int per_sm) { return device.shared_sm / per_sm - BESIDES - most * p.row_bytes; };
     int per_sm = one ? ONE_BLOCKS_SM : BLOCKS_SM;
     while (per_sm > 1 && room(per_sm) < LEAST_SLOTS * slot) {
         per_sm--;
     }
-    const int at_once = per_sm * multiprocessors;
+    const int at_once = per_sm * device.multiprocessors;
     p.steps = 1;
     while (!one && p.steps < MAX_STEPS && items * wide >= at_once * LEAST_TASKS * p.steps) {
         p.steps *= 2;

@@ -1,5 +1,6 @@
 // Launches rowmm: says what its blocks are to do (rowmm_plan.h), and picks the kernel that does it
 // (rowmm_kernel.cuh).
+#include "device_limits.h"
 #include "rowmm_results.cuh"
 #include "rowmm_wgmma.cuh"
 
@@ -9,28 +10,9 @@
 namespace luce {
 namespace {
 
-struct Device {
-    int multiprocessors = 0;
-    // These are bytes of shared memory: those of a multiprocessor, those of a block at most, and those that
-    // each block loses.
-    int shared_sm = 0, shared_block = 0, shared_reserved = 0;
-
-    cudaError_t read() {
-        int device = 0;
-        cudaError_t error = cudaGetDevice(&device);
-        const auto get = [&](int &value, cudaDeviceAttr what) {
-            if (error == cudaSuccess) {
-                error = cudaDeviceGetAttribute(&value, what, device);
-            }
-        };
-        get(multiprocessors, cudaDevAttrMultiProcessorCount);
-        get(shared_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
-        get(shared_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-        get(shared_reserved, cudaDevAttrReservedSharedMemoryPerBlock);
-        return error;
-    }
-    int ranges() const { return std::min(BLOCKS_PER_SM * multiprocessors, ROWMM_MAX_RANGES); }
-};
+int ranges_of(const DeviceLimits &device) {
+    return std::min(BLOCKS_PER_SM * device.multiprocessors, ROWMM_MAX_RANGES);
+}
 
 bool aligned(const void *p) {
     return reinterpret_cast<uintptr_t>(p) % 16 == 0;
@@ -118,7 +100,7 @@ void pair(RowmmParams &p) {
     }
 }
 
-void plan(RowmmParams &p, const RowmmArgs &a, const Device &device) {
+void plan(RowmmParams &p, const RowmmArgs &a, const DeviceLimits &device) {
     // This cost is in bytes. It is large since a unit takes nearly as long whatever its type is.
     constexpr int64_t UNIT_COST = 49152;
     Span spans[2 * ROWMM_MAX_WEIGHTS];
@@ -161,7 +143,7 @@ void plan(RowmmParams &p, const RowmmArgs &a, const Device &device) {
         const int largest = s.whole_units > 0 ? FRAGMENTS : (s.last_fragments + 3) / 4 * 4;
         p.slot_bytes = std::max(p.slot_bytes, largest * s.fragment_bytes);
     }
-    p.ranges = std::min(device.ranges(), units);
+    p.ranges = std::min(ranges_of(device), units);
     cut(p, spans, n_spans);
     pair(p);
 }
@@ -180,7 +162,7 @@ __global__ void __launch_bounds__(SUM_THREADS) sum_kernel(const __grid_constant_
 }
 
 // There are as many slots of weights as leave room for the blocks of a multiprocessor, and at least two.
-cudaError_t launch(RowmmParams &p, bool wide, const Device &device, cudaStream_t stream, bool overlap) {
+cudaError_t launch(RowmmParams &p, bool wide, const DeviceLimits &device, cudaStream_t stream, bool overlap) {
     const RowmmKernel k = p.columns <= 8    ? rowmm_kernel_8()
                           : !wide           ? (p.columns <= 16 ? rowmm_kernel_16() : rowmm_kernel_32())
                           : p.columns <= 16 ? rowmm_kernel_16_wide()
@@ -234,7 +216,7 @@ int64_t rowmm_parts_bytes(const RowmmArgs &args) {
 }
 
 cudaError_t rowmm_parts_of(const RowmmArgs &args, RowmmParts &parts) {
-    Device device;
+    DeviceLimits device;
     if (!valid(args) || args.parts == nullptr || args.n_weights > 4) {
         return cudaErrorInvalidValue;
     }
@@ -259,15 +241,15 @@ cudaError_t rowmm_parts_of(const RowmmArgs &args, RowmmParts &parts) {
 }
 
 int64_t cuda::rowmm_scratch_bytes() {
-    Device device;
+    DeviceLimits device;
     if (device.read() != cudaSuccess) {
         return 0;
     }
-    return int64_t(device.ranges()) * 2 * ROWMM_MAX_ROWS * TILE * int64_t(sizeof(float));
+    return int64_t(ranges_of(device)) * 2 * ROWMM_MAX_ROWS * TILE * int64_t(sizeof(float));
 }
 
 int cuda::rowmm(const RowmmArgs &args, void *stream) {
-    Device device;
+    DeviceLimits device;
     if (!valid(args)) {
         return int(cudaErrorInvalidValue);
     }
