@@ -274,9 +274,10 @@ def _drafters(draft: Drafting, sequence: _native.Sequence, info: EngineInfo) -> 
     return [Drafter(sequence, by, most, ranks, info.n_part) for by, most in sizes.items() if most]
 
 
-# The host takes so many seconds between two steps, where the second is not begun ahead as plain decoding's
-# are. To ask for drafts, to hand them over and to count them takes so many more. They are of an H200's host,
-# whose CPU waits for each step (bench/results/2026-11-22-auto-h200.txt). On a CPU no step is begun ahead.
+# The host takes at most so many seconds between two steps, where the second is not begun ahead as plain
+# decoding's are: of an H200's host 40 us were measured between short steps, and more between long ones
+# (bench/results/2026-11-22-ahead-h200.txt). To ask for drafts, to hand them over and to count them takes so
+# many more (2026-11-22-auto-h200.txt there). On a CPU no step is begun ahead.
 BETWEEN, HANDS_OVER = {"cuda": 60e-6}, {"cuda": 27e-6}
 
 
