@@ -11,6 +11,7 @@
 // shared memory) or from the committed state, and replays the rows between. A chain saves and replays none.
 #include "deltanet_tree.cuh"
 #include "deltanet_worker.cuh"
+#include "device_limits.h"
 
 namespace luce {
 namespace {
@@ -37,28 +38,13 @@ __global__ void __launch_bounds__(Layout<S>::THREADS, 3) deltanet_kernel(const _
     }
 }
 
-// Answers what is asked of the current device, anew on each call.
-struct Device {
-    int device = 0;
-    cudaError_t error = cudaGetDevice(&device);
-
-    int ask(cudaDeviceAttr what) {
-        int value = 0;
-        if (error == cudaSuccess) {
-            error = cudaDeviceGetAttribute(&value, what, device);
-        }
-        return value;
-    }
-};
-
 // Returns the bytes of shared memory, at least `bytes`, with which an SM takes no more of one sequence's blocks than it
 // has to. The kernel ahead leaves one SM after the other, and the first of them would take three blocks where two are
 // enough, for which the step would wait.
-template <int S> int spread(Device &device, int blocks, int bytes) {
-    const int n_sms = max(device.ask(cudaDevAttrMultiProcessorCount), 1), most = (blocks + n_sms - 1) / n_sms;
-    const int reserved = device.ask(cudaDevAttrReservedSharedMemoryPerBlock);
-    const int too_much = device.ask(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / (most + 1) + 128;
-    return most == 1 ? bytes : max(bytes, too_much - reserved - int(sizeof(Shared<S, false>)));
+template <int S> int spread(const DeviceLimits &device, int blocks, int bytes) {
+    const int most = (blocks + device.multiprocessors - 1) / device.multiprocessors;
+    const int too_much = device.shared_sm / (most + 1) + 128 - device.shared_reserved;
+    return most == 1 ? bytes : max(bytes, too_much - int(sizeof(Shared<S, false>)));
 }
 
 template <int S> int launch(const DeltaArgs &args, cudaStream_t stream) {
@@ -67,17 +53,20 @@ template <int S> int launch(const DeltaArgs &args, cudaStream_t stream) {
     const auto kernel = a.shape.mode == DELTA_APPEND ? deltanet_kernel<S, true> : deltanet_kernel<S, false>;
     const int n_seqs = a.shape.max_seqs();
     int bytes = a.n_saves * L::STATE_BYTES, blocks = L::BLOCKS * a.shape.Hv * n_seqs, per_sm = 0;
-    Device device;
-    if (a.n_saves > 0 && n_seqs == 1) {
+    // These are asked on each call, since the answers hold for the current device only.
+    DeviceLimits device;
+    cudaError_t error = device.read();
+    if (error == cudaSuccess && a.n_saves > 0 && n_seqs == 1) {
         bytes = spread<S>(device, blocks, bytes);
     }
-    cudaError_t error = device.error == cudaSuccess ? allow_shared(kernel, size_t(bytes)) : device.error;
+    if (error == cudaSuccess) {
+        error = allow_shared(kernel, size_t(bytes));
+    }
     if (error == cudaSuccess && n_seqs > 1) {
         error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, L::THREADS, bytes);
         // This is one less than there is room for. A grid that fills an H200 exactly is not spread evenly,
         // and then some SMs get three of one sequence's items while others get one.
-        blocks = min(blocks, device.ask(cudaDevAttrMultiProcessorCount) * per_sm - 1);
-        error = error == cudaSuccess ? device.error : error;
+        blocks = min(blocks, device.multiprocessors * per_sm - 1);
     }
     if (error != cudaSuccess) {
         return int(error);
