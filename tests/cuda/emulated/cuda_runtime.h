@@ -63,6 +63,7 @@ inline const DeviceKind *kind = KINDS;
 // With `dry` launches are refused as the device would, and not run. What a kernel declares as shared is known from when it
 // ran before.
 inline bool dry;
+inline size_t laid_out; // the last of these had so many bytes of shared memory a block
 inline std::map<const void *, size_t> declared, declared_by; // the bytes of each variable, and of each kernel's
 inline void declares(const void *variable, size_t bytes) { declared[variable] = bytes; }
 
@@ -170,7 +171,8 @@ template <typename F> cudaError_t launch(const void *name, dim3 grid, int thread
             printf("FAILED a kernel was launched dry that never ran\n");
             exit(1);
         }
-        return threads > 1024 || declared_by[name] + shared > size_t(most) ? 1 : 0;
+        laid_out = declared_by[name] + shared;
+        return threads > 1024 || laid_out > size_t(most) ? 1 : 0;
     }
     declared.clear();
     std::vector<uint8_t> room(shared + 128);
