@@ -206,7 +206,9 @@ def test_cancelling_stops_the_step_that_would_follow(engine: Engine) -> None:
     assert [each.info.n_verified for each in sequences] == [1, 1, 1]
 
 
-def test_a_device_that_fails_fails_all_sequences(native: Library, engine: Engine) -> None:
+def test_a_device_that_fails_fails_all_sequences(native: Library, engine: Engine, device: str) -> None:
+    if device != "cpu":
+        pytest.skip("a step that was captured has no ops that could be made to fail one by one")
     sequences = started(engine)
     begin(sequences, (3, 4, 5))
     with fault(native, Fault.OP, 3), pytest.raises(DeviceError):
