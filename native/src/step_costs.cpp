@@ -37,7 +37,8 @@ void Step::run_trial(const StepShape &shape) {
         tried_ += 2654435761u; // this is 2^32 divided by the golden ratio, and so far from those before
         h.tokens[row] = int32_t(uint64_t(tried_) * model_.hparams().n_vocab >> 32);
         h.positions[row] = seq.n_past + int32_t(i);
-        h.hidden_from[row] = h.hidden_to[row] = cache_.has_head() ? cache_.hidden_unused() : 0;
+        h.hidden_from[row] = cache_.has_head() ? cache_.hidden_zero() : 0;
+        h.hidden_to[row] = cache_.has_head() ? cache_.hidden_unused() : 0;
         if (row == 0 || !shape.prefill()) {
             const bool keeps = shape.draft() || (shape.kind == StepKind::block && i > 0);
             const int32_t entry = cache_.draft_entry(int32_t(index), i > 0 ? int32_t(i) - 1 : 0);

@@ -163,7 +163,8 @@ void Batch::fill_up(uint32_t width) {
         h_.ctl->rows[row] = {-1, -1, 0, -1};
         h_.tokens[row] = 0;
         h_.positions[row] = 0;
-        h_.hidden_from[row] = h_.hidden_to[row] = cache_.has_head() ? cache_.hidden_unused() : 0;
+        h_.hidden_from[row] = cache_.has_head() ? cache_.hidden_zero() : 0;
+        h_.hidden_to[row] = cache_.has_head() ? cache_.hidden_unused() : 0;
     }
 }
 
