@@ -6,8 +6,8 @@
 #   tools/gpu_check.sh together 'STAGE ...' 'STAGE ...'     (build, then the first stages on the first GPU, the second
 #                                                            on the second, and so on, at the same time)
 #   tools/gpu_check.sh share [STAGE ...]     (the same with the stages, by default all, shared out among the GPUs there
-#                                             are, by what they take on an H200: five minutes on four, ten on two,
-#                                             beside the three that building takes where the kit has no libraries)
+#                                             are, by what they take on an H200. Added up that is five minutes on
+#                                             four and ten on two, and three for building where the kit has no libraries)
 #   tools/gpu_check.sh shares N [STAGE ...]  (print the seconds and stages that `share` would give each of N GPUs)
 #     build     the library, its kernels' checks, and llama.cpp where the kit has its source
 #     oracle    the oracle model and its DFlash drafter, made beside the stages after this one, until one needs them
