@@ -13,7 +13,7 @@ import pytest
 from nan_model import BAD, open_engine, started, tokens_of
 
 from luce._native import Engine, Library, Model, Rows
-from luce.errors import NumericError, StateError
+from luce.errors import ArgumentError, NumericError, StateError
 
 
 @pytest.fixture(scope="module")
@@ -41,23 +41,26 @@ def test_an_item_that_is_not_finite_fails_alone(native: Library, engine: Engine)
     ffi = native.ffi
     items = ffi.new("luce_verify_item[3]")
     rows = [[1, 2], [5, 6, BAD, 8], [3]]
-    kept = [(native.ints(row), ffi.new("int32_t[]", [-77] * len(row))) for row in rows]
-    for item, sequence, row, (tokens, choices) in zip(items, sequences, rows, kept, strict=True):
-        item.sequence, item.n, item.status = sequence.handle, len(row), 99
-        item.tokens, item.choices = tokens, choices
-    status = native.lib.luce_engine_verify(engine.handle, items, 3)
+    kept = [native.ints(row) for row in rows]
+    for item, sequence, row, tokens in zip(items, sequences, rows, kept, strict=True):
+        item.sequence, item.n, item.tokens = sequence.handle, len(row), tokens
+    choices, statuses = ffi.new("int32_t[]", [-77] * 7), ffi.new("luce_status[]", [99] * 3)
+    assert native.lib.luce_engine_start(engine.handle, items, 3) == 0
+    for n_rows, n_items in ((6, 3), (7, 2), (8, 3)):
+        refused = native.lib.luce_engine_wait(engine.handle, choices, n_rows, statuses, n_items)
+        assert refused == ArgumentError.code and list(choices) == [-77] * 7, "the step still waits"
+    status = native.lib.luce_engine_wait(engine.handle, choices, 7, statuses, 3)
     assert status == NumericError.code
     assert "position 23" in native.text(native.lib.luce_last_error())
-    assert [item.status for item in items] == [0, NumericError.code, 0]
-    assert list(kept[1][1]) == [-77] * 4
-    assert [list(kept[0][1]), list(kept[2][1])] == expected
+    assert list(statuses) == [0, NumericError.code, 0]
+    assert list(choices) == [*expected[0], *[-77] * 4, *expected[1]]
     assert [each.info.failed for each in sequences] == [0, 1, 0]
     assert [first.dump(), last.dump()] == states
-    refused: list[Callable[[], object]] = [
+    calls: list[Callable[[], object]] = [
         lambda: bad.prefill([1]), lambda: drive.verify(bad, [1]), lambda: drive.draft(bad, 1, 1),
         lambda: bad.commit([0]), lambda: bad.logits(0), lambda: bad.drafted(1), bad.dump, bad.checkpoint,
     ]  # fmt: skip
-    for call in refused:
+    for call in calls:
         with pytest.raises(StateError, match="failed"):
             call()
     with pytest.raises(StateError, match="failed"):

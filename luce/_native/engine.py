@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections.abc
+import threading
 from enum import IntEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -75,6 +76,7 @@ class Engine(Handle):
         # The device works while the host does something else, where that computes no experts.
         self.ahead = model.info.device != "cpu" and not model.cpu_experts
         self._begun: list[list[int]] = []  # These are the rows of the steps that were begun, by item.
+        self._verifying = threading.Lock()
         # It is looked up now, since cffi locks to do it, and a signal handler may have interrupted who holds
         # that lock.
         self._cancel = library.lib.luce_engine_cancel
@@ -119,16 +121,11 @@ class Engine(Handle):
 
     def verify(self, items: collections.abc.Sequence[Rows]) -> list[list[int] | NumericError]:
         """Runs one forward over the rows of several sequences, LUCE_MAX_ROWS in all. Returns for each item
-        the target's choice after each row (n,), or the error of a sequence whose logits were not finite."""
-        widths = [item.width for item in items]
-        choices, at = self.library.ffi.new("int32_t[]", max(sum(widths), 1)), 0
-        made, _kept = self._made(items, widths)
-        for struct, n in zip(made, widths, strict=False):
-            struct.choices = choices + at
-            at += n
-        self._begun = []
-        status = self.library.lib.luce_engine_verify(self.handle, made, len(items))
-        return self._results(status, choices, widths, (struct.status for struct in made))
+        the target's choice after each row (n,), or the error of a sequence whose logits were not finite.
+        Verifies of several threads wait for each other."""
+        with self._verifying:
+            self.start(items)
+            return self.wait()
 
     def start(self, items: collections.abc.Sequence[Rows]) -> None:
         """Begins a verify, whose results wait() returns. Those of earlier ones are dropped."""
@@ -153,7 +150,16 @@ class Engine(Handle):
         choices, statuses = ffi.new("int32_t[]", sum(widths)), ffi.new("luce_status[]", len(widths))
         wait = self.library.lib.luce_engine_wait
         status = wait(self.handle, choices, sum(widths), statuses, len(widths))
-        return self._results(status, choices, widths, statuses)
+        failed = status == NumericError.code
+        if not failed:
+            self.library.check(status)
+        message = self.library.text(self.library.lib.luce_last_error()) if failed else ""
+        found, at = ffi.unpack(choices, sum(widths)), 0
+        results: list[list[int] | NumericError] = []
+        for n, own in zip(widths, statuses, strict=True):
+            results.append(NumericError(message) if own != 0 else found[at : at + n])
+            at += n
+        return results
 
     def _made(self, items: collections.abc.Sequence[Rows], widths: list[int]) -> tuple[Any, list[Any]]:
         """Returns items as luce_verify_item[], and what they point to."""
@@ -170,21 +176,6 @@ class Engine(Handle):
                 kept.append(tokens)
             struct.sequence, struct.n = item.sequence.handle, n
         return made, kept
-
-    def _results(
-        self, status: int, choices: Any, widths: list[int], statuses: collections.abc.Iterable[int]
-    ) -> list[list[int] | NumericError]:
-        """Returns the results of a step by its status, its choices and the status of each item."""
-        failed = status == NumericError.code
-        if not failed:
-            self.library.check(status)
-        message = self.library.text(self.library.lib.luce_last_error()) if failed else ""
-        found, at = self.library.ffi.unpack(choices, sum(widths)), 0
-        results: list[list[int] | NumericError] = []
-        for n, own in zip(widths, statuses, strict=False):
-            results.append(NumericError(message) if failed and own != 0 else found[at : at + n])
-            at += n
-        return results
 
     def load_checkpoint(self, data: bytes | memoryview) -> Checkpoint:
         """Loads what Checkpoint.save returned, in this or another engine of the same model, kv_type, n_chunk

@@ -48,7 +48,7 @@
 extern "C" {
 #endif
 
-#define LUCE_ABI_VERSION 8 /* changes whenever a struct or a signature does */
+#define LUCE_ABI_VERSION 9 /* changes whenever a struct or a signature does */
 #define LUCE_MAX_ROWS 64 /* rows of one step over all its sequences: each has an anchor and its candidates */
 #define LUCE_MAX_DRAFT 8 /* drafts of a NextN chain */
 #define LUCE_MAX_TOP 63 /* candidates that are kept of a draft */
@@ -273,9 +273,8 @@ typedef enum luce_source {
     LUCE_SOURCE_PART = 2 /* as NEXTN, but the head chooses among the first n_part tokens alone */
 } luce_source;
 
-/* Drafts a chain for each of several sequences, all with one source. The drafts stay on the device, for
- * luce_engine_verify(tokens = NULL). Nothing committed is changed; rows that are verified and not committed are
- * dropped. */
+/* Drafts a chain for each of several sequences, all with one source. The drafts stay on the device, for a verify
+ * without tokens. Nothing committed is changed; rows that are verified and not committed are dropped. */
 typedef struct luce_draft_item {
     luce_sequence *sequence; /* with at least one committed token */
     int32_t anchor;
@@ -287,33 +286,31 @@ typedef struct luce_draft_item {
 LUCE_API luce_status luce_engine_draft(luce_engine *engine, int32_t source /* luce_source */,
                                        const luce_draft_item *items, uint32_t n_items);
 
-/* Runs one forward over the rows of several sequences, LUCE_MAX_ROWS in all. Row 0 of an item is its anchor
+/* A verify runs one forward over the rows of several sequences, LUCE_MAX_ROWS in all. Row 0 of an item is its anchor
  * (parents[0] = -1), and row i > 0 follows row parents[i] < i, in depth-first order. A row sees the committed tokens,
  * its ancestors and itself, at position n_past + depth. Committed state is unchanged; a second verify of a sequence
  * replaces its first. */
 typedef struct luce_verify_item {
     luce_sequence *sequence; /* each at most once */
-    const int32_t *tokens; /* n; NULL: the last draft's anchor and first n - 1 drafts, from the device */
+    /* n; NULL: the anchor and the first n - 1 drafts of the sequence's last draft, without a copy to the host in between */
+    const int32_t *tokens;
     const int32_t *parents; /* n; NULL: a chain */
-    int32_t *choices; /* n: the target's token after each row */
     uint32_t n; /* rows, 1..n_rows */
-    int32_t status; /* out: LUCE_OK, or E_NUMERIC: the sequence is failed, its choices are not written */
 } luce_verify_item;
-/* E_ARG, E_CONTEXT (the deepest row would pass n_ctx), E_STATE, E_MEMORY (pages), E_CANCELLED: nothing was done, all
- * sequences are as they were. E_NUMERIC: the step was done; each item's status says for which sequence it counts.
- * E_DEVICE, E_INTERNAL: all sequences of the step are failed. */
-LUCE_API luce_status luce_engine_verify(luce_engine *engine, luce_verify_item *items, uint32_t n_items);
-
-/* A verify in two parts. luce_engine_start begins one and drops the results of earlier ones; on a GPU it does not wait,
- * and choices and status of the items are not used. luce_engine_follow begins a step for the sequences of the last one,
- * which had one row each: it commits these rows and verifies the choices after them, which the host need not know yet.
- * Two steps may be under way; luce_engine_wait ends the older one: `choices` gets its n_rows choices, item by item. In
- * between, other calls on the engine, its sequences and checkpoints let both steps end first, whose results stay; but
- * lookups, infos, saves and closing a sequence leave them alone. The errors are luce_engine_verify's: those after which
- * nothing was done are of the call that begins a step (E_STATE where there is none to follow), E_NUMERIC is of the wait,
- * and of that for the step that follows too, E_DEVICE and E_INTERNAL are of either. */
+/* Begins a verify, and drops the results of those before; on a GPU it does not wait for the device. E_ARG, E_CONTEXT (the
+ * deepest row would pass n_ctx), E_STATE, E_MEMORY (pages), E_CANCELLED: nothing was done, all sequences are as they
+ * were. E_DEVICE, E_INTERNAL: all sequences of the step are failed. */
 LUCE_API luce_status luce_engine_start(luce_engine *engine, const luce_verify_item *items, uint32_t n_items);
+/* Begins a step for the sequences of the last one, which had one row each: it commits these rows and verifies the
+ * choices after them, which the host need not know yet. It fails as luce_engine_start does, with E_STATE also where there
+ * is no step to follow, or where two are under way, which is the most. */
 LUCE_API luce_status luce_engine_follow(luce_engine *engine);
+/* Waits for the oldest step that was begun. choices (n_rows, item by item) gets the target's token after each row, and
+ * status (n_items) says of each item LUCE_OK, or E_NUMERIC where its logits were not finite: its sequence is failed, and
+ * its choices are not written. The call then returns E_NUMERIC too, and so does the wait for the step that follows.
+ * E_DEVICE, E_INTERNAL: all sequences of the step are failed. E_ARG: the step has other rows or items, and still waits.
+ * Between the begin of a step and its wait, other calls on the engine, its sequences and checkpoints let all steps end
+ * first, whose results stay; but lookups, infos, saves and closing a sequence leave the steps alone. */
 LUCE_API luce_status luce_engine_wait(luce_engine *engine, int32_t *choices, uint32_t n_rows,
                                       luce_status *status, uint32_t n_items);
 
@@ -462,7 +459,7 @@ LUCE_API luce_status luce_sample(const float *logits, uint32_t n, const luce_sam
 LUCE_API luce_status luce_accept(const int32_t *tokens, const int32_t *parents, const int32_t *choices,
                                  uint32_t n, int32_t *path, uint32_t *n_path, int32_t *next);
 
-/* The draft tree makes rows for luce_engine_verify. A drafter has a list for each depth, of which `budget` nodes are
+/* The draft tree makes rows for luce_engine_start. A drafter has a list for each depth, of which `budget` nodes are
  * taken, best first by the sum of scores along their path. A node comes after its parent and its better siblings; ties
  * go to the lexicographically smaller path of ranks. comb 1: the lists follow the first choices alone, so only these
  * have children; 0: each list holds for every node above it. Then a chain of n_chain tokens is joined, shared prefixes

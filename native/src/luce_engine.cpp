@@ -139,39 +139,6 @@ static std::vector<VerifyItem> checked_items(const std::shared_ptr<Engine> &e, c
     return list;
 }
 
-luce_status luce_engine_verify(luce_engine *engine, luce_verify_item *items, uint32_t n_items) {
-    return guarded([&] {
-        const auto e = g_engines.get(engine);
-        const std::lock_guard<std::recursive_mutex> lock(e->mutex());
-        const std::vector<VerifyItem> list = checked_items(e, items, n_items);
-        uint32_t rows = 0;
-        for (uint32_t i = 0; i < n_items; i++) {
-            need(items[i].choices, "choices");
-            rows += items[i].n;
-        }
-        e->start(list);
-        int32_t choices[LUCE_MAX_ROWS];
-        luce_status status[LUCE_MAX_ROWS];
-        const auto report = [&] {
-            for (uint32_t i = 0, row = 0; i < n_items; row += items[i].n, i++) {
-                items[i].status = status[i];
-                if (status[i] == LUCE_OK) {
-                    std::copy_n(choices + row, items[i].n, items[i].choices);
-                }
-            }
-        };
-        try {
-            e->wait(choices, rows, status, n_items);
-        } catch (const Error &error) {
-            if (error.code() == LUCE_E_NUMERIC) {
-                report();
-            }
-            throw;
-        }
-        report();
-    });
-}
-
 luce_status luce_engine_start(luce_engine *engine, const luce_verify_item *items, uint32_t n_items) {
     return guarded([&] {
         const auto e = g_engines.get(engine);
