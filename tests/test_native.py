@@ -243,6 +243,12 @@ def test_indices_past_the_end_are_refused(native, file):
             assert function(file.handle, index, native.struct(kind)) == E_ARG
 
 
+@pytest.mark.parametrize("on_device", [-1, 2])
+def test_a_checkpoint_moves_to_the_host_or_the_device_alone(native, checkpoint, on_device):
+    assert native.lib.luce_checkpoint_move(checkpoint.handle, on_device) == E_ARG
+    assert checkpoint.info.on_device and checkpoint.tokens == [1] * 256
+
+
 @pytest.fixture(scope="module")
 def values():
     """Writes a key of each GGUF type and an array of each."""

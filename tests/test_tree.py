@@ -65,7 +65,7 @@ BAD = {
     "utils_folder": ("luce/utils/a.py", "", 1, "utils"),
     "utils_file": ("luce/utils.py", "", 1, "utils"),
     "internal_header": ("native/src/internal.h", "", 1, "internal.h"),
-    "abi_too_wide": ("native/include/luce.h", "LUCE_API int f(void);\n" * 54, 1, "54 functions"),
+    "abi_too_wide": ("native/include/luce.h", "LUCE_API int f(void);\n" * 52, 1, "52 functions"),
     "top_level_file": ("setup.py", "", 1, "setup.py does not belong"),
     "top_level_folder": ("docs/a.md", "", 1, "docs does not belong"),
 }

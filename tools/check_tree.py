@@ -17,8 +17,8 @@ from pathlib import Path, PurePosixPath
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
 MAX_GRAPH_FUNCTION_LINES = 150  # It is for graph builders, native/src/graph_*.cpp.
-# The groups have: library 6, file 6, model 4, engine 9, sequence 15, checkpoint 8, host arrays 5.
-MAX_ABI_FUNCTIONS = 53
+# The groups have: library 6, file 6, model 4, engine 9, sequence 15, checkpoint 6, host arrays 5.
+MAX_ABI_FUNCTIONS = 51
 
 TOP_LEVEL = {"pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE", "NOTICE"}
 TOP_LEVEL |= {"native", "luce", "tests", "bench", "tools"}

@@ -345,18 +345,18 @@ class Checkpoint(Handle):
     @cached_property
     def tokens(self) -> list[int]:
         """Returns the committed tokens (n_past,)."""
-        n = self.info.n_past
-        tokens = self.library.ffi.new("int32_t[]", max(n, 1))
-        self.library.check(self.library.lib.luce_checkpoint_get_tokens(self.handle, tokens, n))
-        return list(tokens[0:n])
+        info = self.library.struct("luce_checkpoint_info")
+        self.library.check(self.library.lib.luce_checkpoint_get_info(self.handle, info))
+        tokens: list[int] = self.library.ffi.unpack(info.tokens, info.n_past)
+        return tokens
 
     def to_host(self) -> None:
         """Moves the checkpoint to host memory, beside the engine's steps."""
-        self.library.check(self.library.lib.luce_checkpoint_to_host(self.handle))
+        self.library.check(self.library.lib.luce_checkpoint_move(self.handle, 0))
 
     def to_device(self) -> None:
         """Moves the checkpoint to the device. Raises OutOfMemory where pages or slots lack."""
-        self.library.check(self.library.lib.luce_checkpoint_to_device(self.handle))
+        self.library.check(self.library.lib.luce_checkpoint_move(self.handle, 1))
 
     def save(self) -> memoryview:
         """Returns the whole checkpoint as bytes, for Engine.load_checkpoint. They carry a version, the

@@ -48,7 +48,7 @@
 extern "C" {
 #endif
 
-#define LUCE_ABI_VERSION 9 /* changes whenever a struct or a signature does */
+#define LUCE_ABI_VERSION 10 /* changes whenever a struct or a signature does */
 #define LUCE_MAX_ROWS 64 /* rows of one step over all its sequences: each has an anchor and its candidates */
 #define LUCE_MAX_DRAFT 8 /* drafts of a NextN chain */
 #define LUCE_MAX_TOP 63 /* candidates that are kept of a draft */
@@ -416,18 +416,15 @@ LUCE_API luce_status luce_checkpoint_close(luce_checkpoint *checkpoint);
 typedef struct luce_checkpoint_info {
     uint64_t struct_size;
     uint64_t size_bytes; /* of luce_checkpoint_save */
-    uint32_t n_past; /* committed tokens */
+    const int32_t *tokens; /* n_past: the committed ones; they live as long as the checkpoint */
+    uint32_t n_past;
     int32_t on_device;
 } luce_checkpoint_info;
 LUCE_API luce_status luce_checkpoint_get_info(luce_checkpoint *checkpoint, luce_checkpoint_info *out);
 
-/* Reads the committed tokens; n must be n_past. */
-LUCE_API luce_status luce_checkpoint_get_tokens(luce_checkpoint *checkpoint, int32_t *tokens, uint32_t n);
-
-/* Moves a checkpoint between the device and host memory (pinned on a GPU). The copy runs beside the engine's steps;
- * what needs its result waits for it. To the device: E_MEMORY when pages or slots lack. */
-LUCE_API luce_status luce_checkpoint_to_host(luce_checkpoint *checkpoint);
-LUCE_API luce_status luce_checkpoint_to_device(luce_checkpoint *checkpoint);
+/* Moves a checkpoint to host memory (on_device 0; pinned on a GPU) or to the device (1), if it is not there. The copy
+ * runs beside the engine's steps; what needs its result waits for it. To the device: E_MEMORY when pages or slots lack. */
+LUCE_API luce_status luce_checkpoint_move(luce_checkpoint *checkpoint, int32_t on_device);
 
 /* Write a checkpoint as bytes, and load it, into host memory, in any engine of the same model, kv_type, n_chunk and
  * kinds of drafters on the same kind of device (a prompt has other last bits on another). The bytes carry a version,

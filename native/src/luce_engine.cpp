@@ -343,6 +343,7 @@ luce_status luce_checkpoint_get_info(luce_checkpoint *checkpoint, luce_checkpoin
         read(c, [&](const Checkpoint &one) {
             luce_checkpoint_info info{};
             info.size_bytes = one.size();
+            info.tokens = one.tokens().data();
             info.n_past = one.n_past();
             info.on_device = one.on_device();
             put(out, info);
@@ -350,23 +351,14 @@ luce_status luce_checkpoint_get_info(luce_checkpoint *checkpoint, luce_checkpoin
     });
 }
 
-luce_status luce_checkpoint_get_tokens(luce_checkpoint *checkpoint, int32_t *tokens, uint32_t n) {
+luce_status luce_checkpoint_move(luce_checkpoint *checkpoint, int32_t on_device) {
     return guarded([&] {
         const auto c = g_checkpoints.get(checkpoint);
-        need(tokens, "tokens");
-        if (n != c->n_past()) {
-            fail(LUCE_E_ARG, "n is %u, the checkpoint has %u tokens", n, c->n_past());
+        if (on_device != 0 && on_device != 1) {
+            fail(LUCE_E_ARG, "on_device is %d: it is 0 or 1", on_device);
         }
-        std::copy(c->tokens().begin(), c->tokens().end(), tokens);
+        locked(c, [&](Checkpoint &one) { on_device == 1 ? one.to_device() : one.to_host(); });
     });
-}
-
-luce_status luce_checkpoint_to_host(luce_checkpoint *checkpoint) {
-    return guarded([&] { locked(g_checkpoints.get(checkpoint), [](Checkpoint &c) { c.to_host(); }); });
-}
-
-luce_status luce_checkpoint_to_device(luce_checkpoint *checkpoint) {
-    return guarded([&] { locked(g_checkpoints.get(checkpoint), [](Checkpoint &c) { c.to_device(); }); });
 }
 
 luce_status luce_checkpoint_save(luce_checkpoint *checkpoint, void *data, uint64_t *size) {
