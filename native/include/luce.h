@@ -20,13 +20,12 @@
  * the same bits whatever else is in the step. Tests show it on CPUs and on Hopper GPUs; no others were tried.
  *
  * Conventions
- * - Every function returns a luce_status unless stated; results go to out-parameters, which are
- *   written on LUCE_OK only. luce_last_error() explains the last failure of the calling thread.
+ * - Every function returns a luce_status unless stated; results go to out-parameters, which are written on LUCE_OK
+ *   only. luce_last_error() explains the last failure of the calling thread.
  * - Handles are opaque and checked: a null, closed or wrong handle is LUCE_E_ARG, never a crash.
  *   Close in any order: a sequence or checkpoint keeps its engine alive, an engine its model, a model its file.
- * - Structs begin with `struct_size`, set by the caller to sizeof(struct); a size this library does
- *   not know is LUCE_E_ARG. (Structs that are passed as arrays have none.) In option structs 0 means "the
- *   default" for every field.
+ * - Structs begin with `struct_size`, set by the caller to sizeof(struct); a size this library does not know is
+ *   LUCE_E_ARG. (Structs that are passed as arrays have none.) In option structs 0 means "the default" for every field.
  * - Text is UTF-8. Strings handed out live as long as the handle they came from.
  * - Calls on one engine, its sequences and checkpoints wait for each other; luce_engine_cancel does not, and
  *   saving and loading hardly do. Different engines run beside each other on different threads.
@@ -104,8 +103,9 @@ LUCE_API luce_status luce_device_get(int32_t index, luce_device_info *out);
 
 /* ---- file: what a GGUF says ------------------------------------------------------------------ */
 
-/* Maps `path`, and for `x-00001-of-0000N.gguf` all N parts, and checks all keys, and every tensor's type, shape, offset
- * and extent. GGUF v2 and v3, little-endian. E_FILE names the file, the byte offset and what was found there. */
+/* Maps `path`, and for `x-00001-of-0000N.gguf` all N parts, and checks all of the structure: the header, every key, and
+ * every tensor's type, shape, offset and extent against the file's size. It reads GGUF v2 and v3, little-endian. E_FILE
+ * names the file, the byte offset and what was found there. */
 LUCE_API luce_status luce_file_open(luce_file **out, const char *path);
 LUCE_API luce_status luce_file_close(luce_file *file);
 
@@ -120,8 +120,8 @@ typedef struct luce_file_info {
 LUCE_API luce_status luce_file_get_info(luce_file *file, luce_file_info *out);
 
 /* One key. type and elem_type are GGUF's value types (0 u8, 1 i8, 2 u16, 3 i16, 4 u32, 5 i32, 6 f32, 7 bool, 8 string,
- * 9 array, 10 u64, 11 i64, 12 f64). `data` points into the mapping, unaligned: a scalar (count 1), `count` bytes of a
- * string (not terminated), or `count` packed elements of an array (for strings: use luce_file_get_strings). */
+ * 9 array, 10 u64, 11 i64, 12 f64). `data` points into the mapping, unaligned, to a scalar (count 1), the `count` bytes
+ * of a string (not terminated), or the `count` packed elements of an array (its strings: luce_file_get_strings). */
 typedef struct luce_kv {
     uint64_t struct_size;
     const char *name; /* NUL-terminated, lives as long as the file */
@@ -132,7 +132,8 @@ typedef struct luce_kv {
 } luce_kv;
 LUCE_API luce_status luce_file_get_kv(luce_file *file, uint64_t index, luce_kv *out);
 
-/* The strings of array key `index`: luce_kv.count pointers into the mapping and lengths in bytes, not terminated. */
+/* The strings of array key `index`: pointers into the mapping and lengths in bytes, not terminated. Both arrays are the
+ * caller's, of luce_kv.count entries. */
 LUCE_API luce_status luce_file_get_strings(luce_file *file, uint64_t index, const char **data,
                                            uint64_t *lengths);
 
@@ -157,8 +158,8 @@ typedef struct luce_model_params {
     uint64_t struct_size;
     const char *device; /* "auto" (= NULL), "cpu", "cuda", "cuda:N" */
     luce_file *head; /* of the NextN head: this file or another; NULL: none. E_FILE: it does not fit */
-    /* A DFlash drafter for this model, of llama.cpp's layout or an older one; NULL: none. E_FILE names what does not fit
-     * the model, or is missing; E_UNSUPPORTED what luce does not implement. */
+    /* A DFlash drafter for this model, of llama.cpp's layout or an older one; NULL: none. E_FILE names what is missing,
+     * or both values where it does not fit the model; E_UNSUPPORTED names what luce does not implement. */
     luce_file *drafter;
     luce_progress_fn progress; /* may be NULL */
     void *progress_user;
@@ -181,13 +182,16 @@ typedef struct luce_engine_params {
     uint32_t n_ctx; /* positions of one sequence; 0: the model's training context, at most 4096 */
     uint32_t n_sequences; /* sequences that may be open at once, 1..LUCE_MAX_ROWS; 0: 1 */
     uint32_t n_checkpoints; /* checkpoints that may be on the device at once, 0..1024 */
-    uint32_t n_pages; /* KV pages; 0: enough for n_sequences full ones and, with checkpoints, one more */
-    uint32_t n_rows; /* of a sequence in a step, 1..LUCE_MAX_ROWS; 0: n_draft + 1, or a block's if more */
+    /* KV pages of all sequences and checkpoints; 0: enough for n_sequences full ones and, with checkpoints, one more */
+    uint32_t n_pages;
+    /* Most rows of one sequence in a step, 1..LUCE_MAX_ROWS; 0: n_draft + 1, or a DFlash block's rows if more */
+    uint32_t n_rows;
     uint32_t n_draft; /* most drafts of a round, 0..LUCE_MAX_DRAFT; needs a model with a head */
     uint32_t blocks; /* 1: DFlash blocks may be drafted; needs a model with a drafter. 0: none are */
     uint32_t n_top; /* candidates kept of each draft (luce_sequence_get_lists), 0..LUCE_MAX_TOP */
     uint32_t n_part; /* tokens that LUCE_SOURCE_PART drafts among: a multiple of 128; 0: no such source */
-    uint32_t n_chunk; /* most rows of a prefill step, k * LUCE_PAGE <= 4096; 0: 512, or 2048 on a GPU */
+    /* Most rows of a prefill step: a multiple of LUCE_PAGE, at most 4096; 0: 512, or 2048 on a GPU */
+    uint32_t n_chunk;
     uint32_t n_threads; /* CPU only; 0: one per core, at most 16 */
     const char *kv_type; /* "f16" (= NULL), "q8_0", "q4_0", "f32" */
 } luce_engine_params;
@@ -250,11 +254,12 @@ typedef struct luce_engine_info {
 } luce_engine_info;
 LUCE_API luce_status luce_engine_get_info(luce_engine *engine, luce_engine_info *out);
 
-/* What a step costs over a short context: the time from the call to its choices on the host, at the opening. */
+/* What a step costs over a short context: the time from its begin to its choices on the host, at the opening. */
 typedef struct luce_cost {
     uint32_t rows; /* of the step */
-    /* 0: a verify of `rows` rows; 1: one more draft of the NextN head for each of `rows` sequences; 2: a DFlash block for
-     * each of them; 3: as 1, of LUCE_SOURCE_PART; 4: a feed of the head with `rows` rows of steps of one row each */
+    /* 0: a verify of `rows` rows; 1: one more draft of the NextN head for each of `rows` sequences; 2: a DFlash block
+     * for each of them; 3: as 1, of LUCE_SOURCE_PART; 4: what the head is fed, before it drafts, of `rows` rows that
+     * were verified in steps of one row each */
     uint32_t drafts;
     float seconds;
 } luce_cost;
@@ -292,25 +297,25 @@ LUCE_API luce_status luce_engine_draft(luce_engine *engine, int32_t source /* lu
  * replaces its first. */
 typedef struct luce_verify_item {
     luce_sequence *sequence; /* each at most once */
-    /* n; NULL: the anchor and the first n - 1 drafts of the sequence's last draft, without a copy to the host in between */
+    /* n; NULL: the anchor and first n - 1 drafts of the sequence's last draft, with no copy to the host in between */
     const int32_t *tokens;
     const int32_t *parents; /* n; NULL: a chain */
     uint32_t n; /* rows, 1..n_rows */
 } luce_verify_item;
-/* Begins a verify, and drops the results of those before; on a GPU it does not wait for the device. E_ARG, E_CONTEXT (the
- * deepest row would pass n_ctx), E_STATE, E_MEMORY (pages), E_CANCELLED: nothing was done, all sequences are as they
- * were. E_DEVICE, E_INTERNAL: all sequences of the step are failed. */
+/* Begins a verify, and drops the results of those before; on a GPU it does not wait for the device. E_ARG, E_CONTEXT
+ * (the deepest row would pass n_ctx), E_STATE, E_MEMORY (pages), E_CANCELLED: nothing was done, all sequences are as
+ * they were. E_DEVICE, E_INTERNAL: all sequences of the step are failed. */
 LUCE_API luce_status luce_engine_start(luce_engine *engine, const luce_verify_item *items, uint32_t n_items);
 /* Begins a step for the sequences of the last one, which had one row each: it commits these rows and verifies the
- * choices after them, which the host need not know yet. It fails as luce_engine_start does, with E_STATE also where there
- * is no step to follow, or where two are under way, which is the most. */
+ * choices after them, which the host need not know yet. It fails as luce_engine_start does, with E_STATE also where
+ * there is no step to follow, or where two are under way, which is the most. */
 LUCE_API luce_status luce_engine_follow(luce_engine *engine);
 /* Waits for the oldest step that was begun. choices (n_rows, item by item) gets the target's token after each row, and
- * status (n_items) says of each item LUCE_OK, or E_NUMERIC where its logits were not finite: its sequence is failed, and
- * its choices are not written. The call then returns E_NUMERIC too, and so does the wait for the step that follows.
- * E_DEVICE, E_INTERNAL: all sequences of the step are failed. E_ARG: the step has other rows or items, and still waits.
- * Between the begin of a step and its wait, other calls on the engine, its sequences and checkpoints let all steps end
- * first, whose results stay; but lookups, infos, saves and closing a sequence leave the steps alone. */
+ * status (n_items) says of each item LUCE_OK, or E_NUMERIC where its logits were not finite: its sequence is failed,
+ * and its choices are not written. The call then returns E_NUMERIC too, and so does the wait for the step that follows.
+ * E_DEVICE, E_INTERNAL: all sequences of the step are failed. E_STATE: there is no step. E_ARG: it has other rows or
+ * items. Until a step is waited for, other calls on the engine, its sequences and checkpoints let all steps end first,
+ * whose results stay; but lookups, infos, saves and closing a sequence leave the steps alone. */
 LUCE_API luce_status luce_engine_wait(luce_engine *engine, int32_t *choices, uint32_t n_rows,
                                       luce_status *status, uint32_t n_items);
 
@@ -406,10 +411,10 @@ LUCE_API luce_status luce_sequence_lookup(luce_sequence *sequence, int32_t ancho
 
 /* ---- checkpoint: where sequences start --------------------------------------------------------- */
 
-/* Keeps the sequence's present position, where n_past is a multiple of LUCE_PAGE and nothing but prefill of whole
- * pages brought it there (E_STATE otherwise). A prompt that is resumed there gives the bits of a cold one that is cut
- * at the same places, this one among them. Pages are shared, and the recurrent state is copied on
- * the device: no call waits. E_MEMORY when n_checkpoints are on the device. */
+/* Keeps the sequence's present position, where n_past is a multiple of LUCE_PAGE and nothing but prefill of whole pages
+ * brought it there (E_STATE otherwise). A prompt that is resumed there gives the bits of a cold one that is cut at the
+ * same places, this one among them. Pages are shared, and the recurrent state is copied on the device: no call waits.
+ * E_MEMORY when n_checkpoints are on the device. */
 LUCE_API luce_status luce_checkpoint_make(luce_checkpoint **out, luce_sequence *sequence);
 LUCE_API luce_status luce_checkpoint_close(luce_checkpoint *checkpoint);
 
@@ -422,8 +427,8 @@ typedef struct luce_checkpoint_info {
 } luce_checkpoint_info;
 LUCE_API luce_status luce_checkpoint_get_info(luce_checkpoint *checkpoint, luce_checkpoint_info *out);
 
-/* Moves a checkpoint to host memory (on_device 0; pinned on a GPU) or to the device (1), if it is not there. The copy
- * runs beside the engine's steps; what needs its result waits for it. To the device: E_MEMORY when pages or slots lack. */
+/* Moves a checkpoint to host memory (on_device 0; pinned on a GPU) or to the device (1). The copy runs beside the
+ * engine's steps; what needs its result waits for it. To the device: E_MEMORY when pages or slots lack. */
 LUCE_API luce_status luce_checkpoint_move(luce_checkpoint *checkpoint, int32_t on_device);
 
 /* Write a checkpoint as bytes, and load it, into host memory, in any engine of the same model, kv_type, n_chunk and
@@ -451,8 +456,8 @@ LUCE_API luce_status luce_sequence_resume(luce_sequence *sequence, luce_checkpoi
 LUCE_API luce_status luce_sample(const float *logits, uint32_t n, const luce_sampling *sampling,
                                  uint64_t position, int32_t *token);
 
-/* The accept rule: from row 0 step to the child whose token equals choices[row]; stop where there is
- * none. parents NULL: a chain. path holds up to n rows; *next is the choice after the last accepted row: the new anchor. */
+/* The accept rule: from row 0 step to the child whose token equals choices[row]; stop where there is none. parents
+ * NULL: a chain. path has room for n rows; *next is the choice after the last accepted row: the new anchor. */
 LUCE_API luce_status luce_accept(const int32_t *tokens, const int32_t *parents, const int32_t *choices,
                                  uint32_t n, int32_t *path, uint32_t *n_path, int32_t *next);
 
@@ -484,7 +489,8 @@ typedef struct luce_type_info {
 /* Describes a type; E_ARG for an id that ggml does not have. */
 LUCE_API luce_status luce_type_get(int32_t type, luce_type_info *out);
 
-/* Quantises F32 rows (n_rows x n_per_row) to `type`; dst_size is the result's. Importance matrices are uniform. */
+/* Quantises F32 rows (n_rows x n_per_row, row-major) to `type`. dst_size must be exactly the result's size in bytes.
+ * Types that want an importance matrix get a uniform one. */
 LUCE_API luce_status luce_quantize(int32_t type, const float *src, uint64_t n_rows, uint64_t n_per_row,
                                    void *dst, uint64_t dst_size);
 
