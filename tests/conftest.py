@@ -12,6 +12,8 @@ import pytest
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # As main() has it.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # Else numpy's threads wait for each other beside another worker's.
 
+import drive
+import nan_model
 import tiny
 from click.testing import CliRunner
 from hypothesis import HealthCheck, Phase, settings
@@ -87,6 +89,26 @@ def tiny_gguf(tmp_path_factory):
     config = tiny.Config()
     path = tmp_path_factory.mktemp("models") / "tiny.gguf"
     return tiny.write(path, config, tiny.layout(config, seed=1))
+
+
+# ---- the small random model of nan_model.py, in which one token is NaN
+
+
+@pytest.fixture(scope="session")
+def small_gguf(tmp_path_factory):
+    return nan_model.write(tmp_path_factory.mktemp("models") / "small.gguf", seed=81)
+
+
+@pytest.fixture
+def model(native, small_gguf, device):
+    """Opens the small model with its head. Modules with a model of their own override it, as they do engine.
+    """
+    return drive.open_model(native, small_gguf, device, head=True)
+
+
+@pytest.fixture
+def engine(model):
+    return nan_model.open_engine(model)
 
 
 # ---- the command line

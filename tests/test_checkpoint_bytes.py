@@ -4,24 +4,15 @@ or made by someone who knows the layout."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
-import drive
-import nan_model
 import pytest
-from nan_model import SMALL, open_engine, tokens_of
+from nan_model import SMALL, tokens_of
 
-from luce._native import Engine, Library
+from luce._native import Engine
 from luce.errors import ArgumentError
 
 HEADER = 56  # A saved checkpoint has so many bytes before its tokens.
 VERSION, KV_TYPE, CHECKSUM, N_PAST, N_CHUNK = 8, 12, 32, 40, 44  # The header's fields are at these bytes.
-
-
-@pytest.fixture
-def engine(native: Library, tmp_path: Path, device: str) -> Engine:
-    path = nan_model.write(tmp_path / "small.gguf", seed=84)
-    return open_engine(drive.open_model(native, path, device, head=True))
 
 
 @pytest.fixture

@@ -4,31 +4,14 @@ sanitizers: ggml's own assertions end the process at a NaN.)"""
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import drive
-import nan_model
 import numpy as np
 import pytest
 from nan_model import BAD, open_engine, started, tokens_of
 
 from luce._native import Engine, Library, Model, Rows
 from luce.errors import ArgumentError, NumericError, StateError
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return nan_model.write(tmp_path_factory.mktemp("failure") / "small.gguf", seed=81)
-
-
-@pytest.fixture
-def model(native: Library, path: Path, device: str) -> Model:
-    return drive.open_model(native, path, device, head=True)
-
-
-@pytest.fixture
-def engine(model: Model) -> Engine:
-    return open_engine(model)
 
 
 def test_an_item_that_is_not_finite_fails_alone(native: Library, engine: Engine) -> None:

@@ -26,16 +26,6 @@ from luce.errors import DeviceError, InternalError, LuceError, OutOfMemory
 PROMPT = tokens_of(30, seed=2)
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return nan_model.write(tmp_path_factory.mktemp("faults") / "small.gguf", seed=85)
-
-
-@pytest.fixture
-def model(native: Library, path: Path, device: str) -> Model:
-    return drive.open_model(native, path, device, head=True)
-
-
 def open_engine(model: Model) -> Engine:
     return nan_model.open_engine(model, n_rows=3, n_draft=2)
 
@@ -243,7 +233,7 @@ def test_a_draft_that_fails_takes_along_those_of_its_step(native: Library, model
 # ---- memory
 
 
-def test_calls_that_lack_memory_do_nothing_or_say_what_failed(path: Path, tmp_path: Path) -> None:
+def test_calls_that_lack_memory_do_nothing_or_say_what_failed(small_gguf: Path, tmp_path: Path) -> None:
     """Each of the core's own allocations fails in turn. A commit has none: what the caller was told is
     accepted is booked."""
     preloaded = tmp_path / "failing_new.so"
@@ -252,7 +242,7 @@ def test_calls_that_lack_memory_do_nothing_or_say_what_failed(path: Path, tmp_pa
     here = Path(__file__).parent
     paths = os.pathsep.join([str(here), str(Path(luce.__file__).parent.parent), *sys.path])
     done = subprocess.run(
-        [sys.executable, here / "lacking_memory.py", path],
+        [sys.executable, here / "lacking_memory.py", small_gguf],
         env=os.environ | {"LD_PRELOAD": str(preloaded), "PYTHONPATH": paths},
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
@@ -265,12 +255,13 @@ def test_calls_that_lack_memory_do_nothing_or_say_what_failed(path: Path, tmp_pa
 # ---- the current device
 
 
-def test_every_call_runs_on_its_engines_device(native: Library, path: Path, device: str) -> None:
+def test_every_call_runs_on_its_engines_device(native: Library, small_gguf: Path, device: str) -> None:
     """Calls run so whatever device the calling thread was left on, with engines on all devices of the kind in
     turn."""
     kind = device.partition(":")[0]
     names = [each.name for each in native.devices() if each.name.startswith(kind)]
-    sequences = [open_engine(drive.open_model(native, path, name, head=True)).sequence() for name in names]
+    models = [drive.open_model(native, small_gguf, name, head=True) for name in names]
+    sequences = [open_engine(model).sequence() for model in models]
     found: list[list[list[int]]] = []
     for leave in (False, True):
         texts = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 
 import drive
 import nan_model
@@ -12,21 +11,11 @@ import numpy as np
 import pytest
 from nan_model import state_of, tokens_of
 
-from luce._native import Checkpoint, Engine, Library, Model
+from luce._native import Checkpoint, Engine, Model
 from luce._native import Sequence as Timeline
 from luce.errors import OutOfMemory, StateError
 
 pytestmark = pytest.mark.sanitize
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return nan_model.write(tmp_path_factory.mktemp("pages") / "small.gguf", seed=83)
-
-
-@pytest.fixture
-def model(native: Library, path: Path, device: str) -> Model:
-    return drive.open_model(native, path, device, head=True)
 
 
 def open_engine(model: Model, **params: int | str) -> Engine:

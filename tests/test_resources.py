@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import drive
-import nan_model
 import pytest
 import tiny
 from nan_model import BAD, open_engine, tokens_of
@@ -20,17 +19,6 @@ from op_run import Fault, fault
 from luce._native import File, Library, Model, Rows
 from luce.errors import DeviceError, NumericError
 from luce.structs import EngineParams
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return nan_model.write(tmp_path_factory.mktemp("resources") / "small.gguf", seed=82)
-
-
-@pytest.fixture
-def model(native: Library, path: Path, device: str) -> Model:
-    return drive.open_model(native, path, device, head=True)
-
 
 # ---- seconds
 
@@ -76,14 +64,14 @@ def test_costs_are_listed_by_drafts_and_rows(native: Library, model: Model, devi
     ids=str,
 )
 def test_an_engine_takes_what_was_planned(
-    params: dict[str, int | str], native: Library, path: Path, model: Model, device: str
+    params: dict[str, int | str], native: Library, small_gguf: Path, model: Model, device: str
 ) -> None:
     filled: dict[str, int | str] = {
         "n_ctx": 300, "n_sequences": 3, "n_checkpoints": 1, "n_rows": 24, "n_draft": 4, "n_chunk": 256,
         "n_threads": 1, "kv_type": "f32",
     }  # fmt: skip
     filled |= params
-    with File(path, native) as file:
+    with File(small_gguf, native) as file:
         plan = file.plan_memory(device, EngineParams(**filled), file)  # type: ignore[arg-type]
     weights = 0 if device == "cpu" else plan.weights
     assert plan.total == plan.kv + plan.state + plan.compute + plan.other + weights

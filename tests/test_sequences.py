@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import drive
-import nan_model
 import numpy as np
 import pytest
 from nan_model import SMALL, open_engine, started, state_of, tokens_of
@@ -25,21 +23,6 @@ from luce.errors import (
 from luce.structs import Sampling
 
 pytestmark = pytest.mark.sanitize
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return nan_model.write(tmp_path_factory.mktemp("sequences") / "small.gguf", seed=81)
-
-
-@pytest.fixture
-def model(native: Library, path: Path, device: str) -> Model:
-    return drive.open_model(native, path, device, head=True)
-
-
-@pytest.fixture
-def engine(model: Model) -> Engine:
-    return open_engine(model)
 
 
 # ---- what a step refuses

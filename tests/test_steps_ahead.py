@@ -4,10 +4,8 @@ one, whatever comes in between."""
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from pathlib import Path
 
 import drive
-import nan_model
 import pytest
 from nan_model import BAD, open_engine, started, state_of, tokens_of
 from test_faults import Fault, fault
@@ -16,21 +14,6 @@ from luce._native import Drafts, Engine, Library, Model, Rows
 from luce._native import Sequence as Timeline
 from luce.errors import Cancelled, ContextFull, DeviceError, NumericError, OutOfMemory, StateError
 from luce.structs import Penalties, Sampling
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return nan_model.write(tmp_path_factory.mktemp("ahead") / "small.gguf", seed=83)
-
-
-@pytest.fixture
-def model(native: Library, path: Path, device: str) -> Model:
-    return drive.open_model(native, path, device, head=True)
-
-
-@pytest.fixture
-def engine(model: Model) -> Engine:
-    return open_engine(model)
 
 
 def begin(sequences: Items[Timeline], anchors: Items[int]) -> None:
