@@ -214,6 +214,7 @@ class Generation:
         self._by_itself = request.logprobs is None and not request.penalties.any and not request.grammar
         self._next_begun = False  # The round after this one has begun.
         self._begun_ahead = False  # This round had begun before the last one ended.
+        self._stays_plain = True  # No source wants to draft in the next round.
         self._share = Share(1)  # It had this of the last step.
         self._step_s = 0.0  # The last result told so many seconds.
         self._draft_s = self._verify_s = 0.0  # These are the seconds of this round.
@@ -246,9 +247,9 @@ class Generation:
         is wanted or under way: neither of them has candidates."""
         return (
             self._by_itself
+            and self._stays_plain
             and not self._draft.size
             and len(self._tokens) + 2 <= self._budget
-            and (self._source is None or self._source.stays_plain())
         )
 
     def begun(self) -> None:
@@ -336,7 +337,7 @@ class Generation:
             return (yield from self._end("length", "context"))
         self._draft, self._draft_s = NOTHING, 0.0
         ahead = self._begun_ahead = self._next_begun
-        self._next_begun = False
+        self._next_begun, self._stays_plain = False, True
         if not self._source:
             return State.VERIFY
         share: Share = self._share if ahead else (yield Turn())
@@ -347,6 +348,7 @@ class Generation:
             try:
                 draft = self._source.draft(self._tokens[-1], Limits(rows, depth, share.sequences))
                 _require_within(draft, rows, depth)
+                self._stays_plain = self._source.stays_plain()
                 self._draft_s = self._clock() - began
                 if ahead:  # It is too late: this only tells the source what came, and whether it would draft.
                     draft = NOTHING

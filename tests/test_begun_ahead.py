@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from luce.drafting import Draft
 from luce.errors import Cancelled, ContextFull, DeviceError, LuceError, NumericError
-from luce.generation import Failed, Finished, Round, Tokens
+from luce.generation import Failed, Finished, Round, Tokens, Warned
 from luce.loop import Loop
 from luce.plan import Request
 from luce.structs import Penalties
@@ -40,6 +40,15 @@ class Now(Chain):
 
     def stays_plain(self):
         return self.stays(len(self.asked))
+
+
+class Unsure(Now):
+    """Raises when it is asked whether it stays plain, in one round."""
+
+    def stays_plain(self):
+        if len(self.asked) == 3:
+            raise RuntimeError("unsure")
+        return True
 
 
 def begun(events):
@@ -89,6 +98,17 @@ def test_a_text_that_ends_drops_the_round_that_follows(stop):
     assert events[-1].tokens == tuple(script[:7])
     assert len(core.committed) == len(PROMPT) + 6, "all emitted tokens but the last"
     assert core.count("verify") - rounds_begun(core) == (0 if stop == "context" else 1)
+
+
+def test_a_source_that_fails_where_it_is_asked_for_the_next_round_is_dropped():
+    core = FakeEngine(ahead=True)
+    source = Unsure(core, lambda at: False, lambda at: True)
+    events = run(core, source, max_tokens=12)
+    assert events[-1].tokens == expected(hashed, 12)
+    assert [event.message for event in events if isinstance(event, Warned)] == [
+        "chain drafting failed and is off: unsure"
+    ]
+    assert len(source.asked) == 3
 
 
 @settings(max_examples=60, deadline=None)

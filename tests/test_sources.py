@@ -85,6 +85,9 @@ class Told:
             tokens[row] = right
         return Draft(tuple(tokens[1:]), tuple(parents))
 
+    def stays_plain(self):
+        return bool(self.rng.random() < 0.5)
+
     def learn(self, done):
         self.done += len(done.tokens)
 
@@ -110,6 +113,9 @@ class Always:
             right = [int(token) for token in self.rng.integers(0, 384, len(right))]
         return Draft(tuple(right))
 
+    def stays_plain(self):
+        return False
+
     def learn(self, done):
         self.done += len(done.tokens)
 
@@ -133,12 +139,17 @@ class Bad:
             raise self._draft
         return self._draft
 
+    def stays_plain(self):
+        if self._left <= 0 and isinstance(self._draft, AttributeError):
+            raise self._draft
+        return self._left % 2 == 0
+
     def learn(self, done):
         pass
 
 
 BAD = [RuntimeError("broken"), Draft((10**6,)), Draft((-1,)), Draft((2**40,)), Draft((1,) * 400),
-       Draft((1, 2), (-1, 0, 5)), Draft(on_device=99)]  # fmt: skip
+       Draft((1, 2), (-1, 0, 5)), Draft(on_device=99), AttributeError("no such answer")]  # fmt: skip
 
 
 def source_of(kind, size, number, sequence, text):
@@ -249,9 +260,20 @@ def check(bench, event, state, prompt, sampling):
     assert dump == plain_states.get(n_past, dump)
 
 
-def same_in_company(bench, company, kept, of="accepted"):
+def same_in_company(bench, company, kept, ahead, of="accepted"):
     """Runs (kind, size, number, prompt, sampling, turns until it is cancelled) together, and holds each to
-    its plain text: accepted candidates by source, or drafted ones."""
+    its plain text: accepted candidates by source, or drafted ones. `ahead` says whether rounds may be begun
+    before the last ones have ended, as a GPU's engine does."""
+    for _, _, _, prompt, sampling, _ in company:
+        bench.plain(prompt, sampling)
+    usual, bench.engine.ahead = bench.engine.ahead, ahead
+    try:
+        return _same_in_company(bench, company, kept, of)
+    finally:
+        bench.engine.ahead = usual
+
+
+def _same_in_company(bench, company, kept, of):
     prefixes, loop, last, warned, running = (Kept() if kept else None), Loop(bench.engine), {}, {}, {}
     cancels, states = {}, {}
     for kind, size, number, prompt, sampling, cancelled in company:
@@ -304,17 +326,19 @@ def same_in_company(bench, company, kept, of="accepted"):
         max_size=8,
     ),
     kept=st.booleans(),
+    ahead=st.booleans(),
 )
-def test_mixtures_give_the_tokens_and_bytes_of_plain_decoding(bench, company, kept):
-    same_in_company(bench, company, kept)
+def test_mixtures_give_the_tokens_and_bytes_of_plain_decoding(bench, company, kept, ahead):
+    same_in_company(bench, company, kept, ahead)
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
 @pytest.mark.parametrize("kind", sorted(set(KINDS)))
-def test_every_source_gives_the_tokens_and_bytes_of_plain_decoding(bench, kind):
+def test_every_source_gives_the_tokens_and_bytes_of_plain_decoding(bench, kind, ahead):
     """Eight run at once, and some of what each source proposes is accepted."""
     sizes = [1, 3, 8, 15, 22, 40, 63, 16]
     company = [(kind, size, at, at % 4, (0, 1)[at > 3], None) for at, size in enumerate(sizes)]
-    accepted = same_in_company(bench, company, kept=True)
+    accepted = same_in_company(bench, company, True, ahead)
     assert sum(accepted.values()) > 0 or kind in ("plain", "bad")
 
 
@@ -326,14 +350,14 @@ def test_every_budget_at_every_temperature_gives_the_tokens_of_plain_decoding(be
         (kind, size, size, size % 2, (size + first // 8) % len(SAMPLINGS), None)
         for size in range(first, min(first + 8, 64))
     ]
-    assert sum(same_in_company(bench, company, kept=False).values()) > 0
+    assert sum(same_in_company(bench, company, False, first // 8 % 2 == 1).values()) > 0
 
 
 @pytest.mark.parametrize("how", ALWAYS)
 def test_sources_that_are_always_wrong_right_random_or_slow_change_no_token(bench, how):
     company = [(how, 0, 0, at % 4, at % 5, None) for at in range(5)]
-    counts = same_in_company(bench, company, kept=False, of="drafted")
-    accepted = same_in_company(bench, company, kept=False)
+    counts = same_in_company(bench, company, False, True, of="drafted")
+    accepted = same_in_company(bench, company, False, False)
     assert counts["always"] > 100
     assert accepted["always"] <= ALWAYS[how] * counts["always"]
     assert ALWAYS[how] < 1 or accepted == counts
