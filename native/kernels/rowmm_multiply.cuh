@@ -203,7 +203,7 @@ __device__ __forceinline__ void multiply_unit(Sums<NT> &acc, const uint8_t *frag
             wgmma_pin(c);
         }
         add_unit<TYPE, NT>(acc, c, weights, tail, C, lane,
-                           NT == 2 || NT == 8 ? rows ^ shared_address(stage) : 0);
+                           WIDE && NT != 4 ? rows ^ shared_address(stage) : 0);
     }
 }
 

@@ -36,7 +36,7 @@ void time_kernels();
 void check_pack(bool all);
 void check_rowmm(bool all);
 void check_rowmm_ranges(); // it checks what a few multiprocessors cut anywhere
-void check_rowmm_slots(); // it checks the types whose weights take most of shared memory
+void check_rowmm_kind(); // it checks what depends on the kind of device
 void check_gemm_kernels(bool all);
 void check_choose(bool all);
 void time_choose();

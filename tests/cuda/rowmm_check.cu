@@ -406,9 +406,12 @@ void check_rowmm_ranges() {
     check_matrices({&last}, {8, 12, 40}, name(last), 1e-3);
 }
 
-void check_rowmm_slots() {
-    const Matrix q8(8, 768, 260, 51), f32(0, 768, 33, 52);
+// Checks what depends on the kind of device: how many slots of weights it has room for, and which kernel of the tensor
+// core it has.
+void check_rowmm_kind() {
+    const Matrix q8(8, 768, 260, 51), f32(0, 768, 33, 52), q4(12, 768, 100, 53), q5(13, 768, 33, 54);
     check_matrices({&q8, &f32}, {1, 12, 24}, "Q8_0, F32", 1e-3);
+    check_matrices({&q4, &q5}, {1, 12, 24, 40}, "Q4_K, Q5_K", 1e-3);
 }
 
 // With `all` false the shapes are small, for compute-sanitizer.

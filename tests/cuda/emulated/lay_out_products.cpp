@@ -21,7 +21,7 @@ static void products() {
 void lay_out_products() {
     for (const emulated::DeviceKind &kind : emulated::KINDS) {
         emulated::kind = &kind;
-        check_rowmm_slots();
+        check_rowmm_kind();
     }
     on_each_kind(products);
 }
