@@ -9,7 +9,8 @@
 
 It runs no step of the engine itself: it says what it wants next (a chunk of the prompt, its turn to draft, a
 chain of drafts, a verify of rows) and is told the result, so that who drives it can put the wants of many
-generations into one step (loop.py). Its own calls are those of its sequence that wait for nothing.
+generations into one step (loop.py). Its own calls are those of its sequence that wait for nothing. Its next
+round may begin before it is told of the last one (goes_on, begun), whose row is then appended already.
 
 Between rounds: `committed` tokens are the prompt and all emitted tokens but the last, which is the anchor. So
 nothing is committed that was not emitted, also where a round is cut by an end of text, a stop string or the

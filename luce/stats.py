@@ -19,7 +19,8 @@ class Stats:
     rejected. `rounds_by_drafts` counts the rounds with 0, 1, 2 ... drafts. `by_source` has for each source
     the rounds that it drafted in, its drafts, and the accepted ones of these; what several sources proposed
     counts for each. draft_s, verify_s and commit_s are spent in these calls; the rest of decode_s is the
-    host's.
+    host's, and a GPU may work on the next round meanwhile. Of a round that was begun ahead verify_s counts
+    its begin and what the host still waited for it.
     """
 
     mode: str

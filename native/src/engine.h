@@ -75,8 +75,8 @@ public:
     void let_go(); // it waits for those that hold a sequence which was closed
 
     // Sequences and checkpoints call what follows.
-    // in_step() runs one step, whose sequences count as failed until it has ended. Where it finds no host memory
-    // the error is E_DEVICE. Other codes of which callers know that nothing was done become E_INTERNAL.
+    // in_step() runs one step, begins it or ends it: its sequences count as failed until that has worked. Where it finds
+    // no host memory the error is E_DEVICE. Other codes of which callers know that nothing was done become E_INTERNAL.
     template <typename F> void in_step(const F &step) {
         try {
             step();

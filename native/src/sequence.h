@@ -40,7 +40,7 @@ public:
     const ChoiceCtl &choice_ctl() const { return choice_; }
     bool chooses() const { return chooses_; }
     void check_usable() const;
-    // It counts as failed until all of the step has worked.
+    // It counts as failed until end_step(), or fail_with("") of a step that has only begun.
     void begin_step() { failure_ = "a step did not end"; }
     // Rows says what the rows of a step are, whose logits may be read after it.
     enum class Rows { prompt, verified, block };

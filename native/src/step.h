@@ -2,7 +2,8 @@
 //
 // At its opening it measures the largest steps, allocates one buffer for all of them, builds the graph of
 // every step width, runs and times it. Then for each step it fills the step's region (step_inputs.h), runs,
-// and reads the choices. A round synchronises with the host once.
+// and reads the choices. The host waits once for a round. On a GPU steps of one row follow each other: the next one takes
+// its tokens on the device, and is enqueued before the host has waited for the last one.
 // - No shape depends on a context: widths come from a fixed list (row_bucket), lengths are in the control block. Only
 //   a prefill's graph is built for the occasion, over cells in buckets (kv_bucket).
 // - A graph runs as segments between our ops. CPU: a team of threads shares each of our ops, and ggml runs what lies
@@ -78,7 +79,7 @@ public:
     Region::Host verify_host() { return in_.verify.host(turn_); }
     Region::Host draft_host(uint32_t link);
     Region::Host block_host(uint32_t index);
-    // Each slot has a mirror: a sequence is fed once at most between two of its verifies, which wait.
+    // Each slot has a mirror: of the verifies that are under way, one at most feeds a sequence.
     Region::Host feed_host(int32_t slot) { return in_.feed.host(uint32_t(slot)); }
 
     // Runs n rows of one sequence after n_past, and waits. With `last` it gives choices()[0] and the logits
@@ -122,8 +123,9 @@ public:
     uint64_t serial() const { return steps_; } // it numbers the last step
 
     ggml_backend_t backend() const { return backend_.get(); }
-    // Every wait of an engine for its device is one of these two: for all that is enqueued, or for an event of another
-    // stream. They are counted, and so are steps: what a round costs beside its kernels.
+    // Every wait of an engine for its device is one of these two: for all that is enqueued, or for an event, which is the
+    // end of an earlier verify or of another stream's copy. They are counted, and so are steps: what a round costs beside
+    // its kernels.
     void synchronize();
     void wait(ggml_backend_event_t event);
     // Tests call it: it makes NaN of the compute buffer, of which no step may read what it has not written.

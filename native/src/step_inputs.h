@@ -52,10 +52,10 @@ struct EngineParams {
 // Returns how many sequences' blocks fit into a step.
 uint32_t blocks_at_once(const CacheParams &params);
 
-// An engine has one region for each kind of step. A draft's links have a mirror each, and so have a draft's
-// steps of blocks, and the feeds of each sequence.
 constexpr uint32_t STARTED = 2; // so many verifies may be under way
 
+// An engine has one region for each kind of step. The verifies that may be under way have a mirror each, and so have a
+// draft's links, its steps of blocks, and the feeds of each sequence.
 struct Regions {
     Region prefill, verify, draft, feed, block;
     Regions(const Cache &cache, const EngineParams &params);

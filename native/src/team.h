@@ -3,7 +3,8 @@
 // that is not running, since a neighbour has its CPU, delays no more than the part that it holds. (ggml's
 // threads meet after every op, so all wait for such a thread at every op: a step of 200 ops then takes 200
 // times a scheduler's slice.) Where the caller waits longer for such parts than helpers save it, fewer of them take
-// part for a while.
+// part for a while. After a job a helper spins for longer than a caller takes between two steps of a text, and then sleeps;
+// where a neighbour wants its CPU it sleeps much sooner.
 #pragma once
 
 #include <array>
