@@ -115,11 +115,18 @@ __device__ __forceinline__ void multiply_floats_wide(Sums<NT> &c, const uint8_t 
 
 // ---- a unit ----
 
+// The powers of two of a lane's two columns among 8 n .. 8 n + 7 of C rows that lie together.
+struct Downs {
+    __device__ __forceinline__ float2 operator()(const uint8_t *tail, int C, int n, int lane) const {
+        return word_at<float2>(tail + 32 * C + (n * 8 + lane % 4 * 2) * 4);
+    }
+};
+
 // Adds (what a unit gave) * (the unit's factors) / (the columns' powers of two) to acc. `zero` is 0. Where the
 // compiler does not know that, the minimums are one operand and are not copied for each multiplication.
-template <int TYPE, int NT>
+template <int TYPE, int NT, typename Down>
 __device__ __forceinline__ void add_unit(Sums<NT> &acc, const Sums<NT> &c, const Lane<TYPE> &weights,
-                                         const uint8_t *tail, int C, int lane, uint32_t zero) {
+                                         const uint8_t *tail, int C, int lane, Down downs, uint32_t zero) {
     uint32_t m[4];
     if constexpr (has_minimum(TYPE)) {
         m[0] = weights.minimum(0);
@@ -129,7 +136,7 @@ __device__ __forceinline__ void add_unit(Sums<NT> &acc, const Sums<NT> &c, const
     }
 #pragma unroll
     for (int n = 0; n < NT; n++) {
-        const float2 down = word_at<float2>(tail + 32 * C + (n * 8 + lane % 4 * 2) * 4);
+        const float2 down = downs(tail, C, n, lane);
         float e[4] = {};
         if constexpr (has_minimum(TYPE)) {
             const int at = NT == 1 ? lane_column<NT>(C, lane) * 4 + lane % 4 : n * WARP + lane;
@@ -149,12 +156,12 @@ __device__ __forceinline__ void add_unit(Sums<NT> &acc, const Sums<NT> &c, const
         }
     }
 }
-template <int NT>
+template <int NT, typename Down>
 __device__ __forceinline__ void add_floats(Sums<NT> &acc, const Sums<NT> &c, const uint8_t *tail, int C,
-                                           int lane) {
+                                           int lane, Down downs) {
 #pragma unroll
     for (int n = 0; n < NT; n++) {
-        const float2 down = word_at<float2>(tail + 32 * C + (n * 8 + lane % 4 * 2) * 4);
+        const float2 down = downs(tail, C, n, lane);
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             acc[n][k] = fmaf(c[n][k], k % 2 == 0 ? down.x : down.y, acc[n][k]);
@@ -162,11 +169,12 @@ __device__ __forceinline__ void add_floats(Sums<NT> &acc, const Sums<NT> &c, con
     }
 }
 
-// `loaded` is called when all of a wide fragment is in registers.
-template <int TYPE, int NT, bool WIDE, typename Loaded>
+// `stage` has the unit's activations, and `tail` what comes after all of its chunk's. downs gives the columns' powers of
+// two. `loaded` is called when all of a wide fragment is in registers.
+template <int TYPE, int NT, bool WIDE, typename Down, typename Loaded>
 __device__ __forceinline__ void multiply_unit(Sums<NT> &acc, const uint8_t *fragment, const uint8_t *stage,
-                                              int C, int lane, Loaded loaded) {
-    const uint8_t *tail = stage + chunk_sums(C);
+                                              const uint8_t *tail, int C, int lane, Down downs,
+                                              Loaded loaded) {
     const uint32_t rows =
         WIDE ? __shfl_sync(~0u, shared_address(stage), 0) : 0; // this is the warp's address, not each lane's
     Sums<NT> c = {};
@@ -178,7 +186,7 @@ __device__ __forceinline__ void multiply_unit(Sums<NT> &acc, const uint8_t *frag
         } else {
             multiply_floats<TYPE, NT>(c, fragment, stage, C, lane);
         }
-        add_floats<NT>(acc, c, tail, C, lane);
+        add_floats<NT>(acc, c, tail, C, lane, downs);
     } else {
         Lane<TYPE> weights;
         uint32_t a[2][4 * IN_GROUP];
@@ -202,7 +210,7 @@ __device__ __forceinline__ void multiply_unit(Sums<NT> &acc, const uint8_t *frag
             wgmma_wait<0>();
             wgmma_pin(c);
         }
-        add_unit<TYPE, NT>(acc, c, weights, tail, C, lane,
+        add_unit<TYPE, NT>(acc, c, weights, tail, C, lane, downs,
                            WIDE && NT != 4 ? rows ^ shared_address(stage) : 0);
     }
 }
@@ -216,7 +224,8 @@ __device__ __forceinline__ void multiply(Sums<NT> &acc, Ring &ring, int units, i
         ring.wait_weights();
         ring.wait_rows();
         if (present) {
-            multiply_unit<TYPE, NT, WIDE>(acc, ring.weights() + offset, ring.rows(), C, lane,
+            const uint8_t *fragment = ring.weights() + offset, *stage = ring.rows();
+            multiply_unit<TYPE, NT, WIDE>(acc, fragment, stage, stage + chunk_sums(C), C, lane, Downs(),
                                           [&] { ring.release_weights(lane); });
         } else {
             ring.release_weights(lane);
