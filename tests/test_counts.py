@@ -111,6 +111,18 @@ def test_plain_rounds_of_one_sequence_leave_the_head_to_one_step_before_its_next
     assert cost() == (2, 0)
 
 
+def test_steps_that_follow_each_other_cost_a_step_and_a_wait_each(engine: Engine) -> None:
+    """To begin one waits for nothing, also where it commits rows that the host has not seen."""
+    sequences = nan_model.started(engine)
+    for some in (sequences[:1], sequences[1:]):
+        cost = Meter(engine)
+        assert cost(engine.start([Rows(each, [3]) for each in some])) == (1, 0)
+        for _ in range(5):
+            assert cost(engine.follow()) == (1, 0)
+            assert cost(engine.wait()) == (0, 1)
+        assert cost(engine.wait()) == (0, 1)
+
+
 def test_dflash_blocks_cost_a_step_for_each_full_one(native: Library, device: str) -> None:
     model = drive.open_model(native, box_model.GGUF, device, drafter=box_model.DRAFTER)
     engine = drive.open_engine(model, n_ctx=300, n_sequences=3, blocks=1, n_top=4)
