@@ -131,11 +131,18 @@ def poison(engine: Engine) -> None:
 
 class Fault(IntEnum):
     """Says what luce_fault makes fail: a graph that is being built, one that is too large, an op of
-    a step."""
+    a step, the launch of a captured step."""
 
     GRAPH = 1
     SIZE = 2
     OP = 3
+    LAUNCH = 4
+
+
+def round_fault(device: str) -> Fault:
+    """Returns what can fail in the middle of a round. On a GPU rounds were captured, and run no op of
+    their own."""
+    return Fault.OP if device == "cpu" else Fault.LAUNCH
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import nan_model
 import numpy as np
 import pytest
 from nan_model import tokens_of
-from op_run import Fault, fault, leave_device, op_run
+from op_run import Fault, fault, leave_device, op_run, round_fault
 
 import luce
 from luce._native import Drafts, Engine, Library, Model, Rows, Source
@@ -66,20 +66,28 @@ def raised(make: Callable[[int], None], n: int) -> LuceError | None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "error"), [(Fault.GRAPH, OutOfMemory), (Fault.SIZE, InternalError), (Fault.OP, DeviceError)]
-)
+    ("kind", "error"),
+    [
+        (Fault.GRAPH, OutOfMemory), (Fault.SIZE, InternalError), (Fault.OP, DeviceError),
+        (Fault.LAUNCH, DeviceError),
+    ],
+)  # fmt: skip
 def test_an_opening_that_fails_leaves_nothing_behind(
     kind: Fault, error: type[LuceError], native: Library, model: Model, device: str, expected: object
 ) -> None:
     """An opening is failed at any graph that it builds and at many of the ops that it runs. On a GPU the ops
-    fail first as they run, then as they are captured: the stream is not left capturing."""
+    fail first as they run, then as they are captured: the stream is not left capturing. What was captured
+    fails as it is launched."""
 
     def make(after: int) -> None:
         with fault(native, kind, after):
             open_engine(model).close()
 
     seen = list(failures(make, 6))
-    assert len(seen) > 4 and {type(each) for _, each in seen} == {error}
+    if kind is Fault.LAUNCH and device == "cpu":
+        assert not seen, "nothing is captured there"
+    else:
+        assert len(seen) > 4 and {type(each) for _, each in seen} == {error}
     with open_engine(model) as engine, engine.sequence() as sequence:
         assert decoded(sequence) == expected
 
@@ -110,7 +118,7 @@ def test_a_prompt_that_fails_fails_alone(
     assert decoded(other) == expected
 
 
-# ---- rounds. On a GPU they are replayed, and nothing of luce's runs that could fail.
+# ---- rounds
 
 
 def test_a_round_that_fails_takes_its_own_sequences_along(
@@ -126,19 +134,32 @@ def test_a_round_that_fails_takes_its_own_sequences_along(
         lambda: engine.draft([Drafts(one, 1, 1), Drafts(two, 2, 2)]),
     ]
     for step in steps:
-        for after in (0, 3, 9):
-            with fault(native, Fault.OP, after):
-                if device != "cpu":
-                    step()
-                    continue
-                with pytest.raises(DeviceError, match="asked for it"):
-                    step()
+        for after in (0, 3, 9) if device == "cpu" else (0,):
+            with fault(native, round_fault(device), after), pytest.raises(DeviceError, match="asked for it"):
+                step()
             assert [each.info.failed for each in (one, two, other)] == [1, 1, 0]
             assert other.dump() == state
             for each in (one, two):
                 each.reset()
                 drive.prefill(each, PROMPT)
     for each in (one, two, other):
+        each.reset()
+        assert decoded(each) == expected
+
+
+def test_a_chain_that_fails_fails_its_sequence_alone(
+    native: Library, model: Model, device: str, expected: tuple[list[int], bytes]
+) -> None:
+    """A GPU launches all links of one sequence's chain at once."""
+    engine = open_engine(model)
+    both = [engine.sequence() for _ in range(2)]
+    restarted(both)
+    state = both[1].dump()
+    with fault(native, round_fault(device)), pytest.raises(DeviceError, match="asked for it"):
+        engine.draft([Drafts(both[0], 1, 2)])
+    assert [each.info.failed for each in both] == [1, 0]
+    assert both[1].dump() == state
+    for each in both:
         each.reset()
         assert decoded(each) == expected
 
@@ -175,13 +196,14 @@ def whose_steps_fail(
     sequences: list[Timeline],
     draft: Callable[[], object],
     begin: Callable[[], object],
+    kind: Fault,
     stride: int,
 ) -> set[tuple[int, ...]]:
     """Returns which sequences failed, of a draft that fails ever later until it does not."""
     seen = set()
-    for after in range(0, 1000, stride):
+    for after in range(0, 1000, stride if kind is Fault.OP else 1):
         begin()
-        with fault(native, Fault.OP, after):
+        with fault(native, kind, after):
             error = raised(lambda _: draft(), 0)
         failed = tuple(each.info.failed for each in sequences)
         assert (error is None) == (sum(failed) == 0)
@@ -210,9 +232,10 @@ def test_a_draft_that_fails_takes_along_those_of_its_step(native: Library, model
         sequences,
         lambda: engine.draft([Drafts(each, 1, n) for each, n in zip(sequences, (1, 2), strict=True)]),
         lambda: restarted(sequences),
+        round_fault(device),
         3,
     )
-    assert seen == ({(1, 1), (0, 1), (0, 0)} if device == "cpu" else {(0, 0)})
+    assert seen == {(1, 1), (0, 1), (0, 0)}
     drive.verify_draft(sequences[0], 1)
 
     model = drive.open_model(native, box_model.GGUF, device, drafter=box_model.DRAFTER)
@@ -224,9 +247,10 @@ def test_a_draft_that_fails_takes_along_those_of_its_step(native: Library, model
         sequences,
         lambda: engine.draft([Drafts(each, 1, size, Source.DFLASH) for each in sequences]),
         lambda: restarted(sequences),
+        round_fault(device),
         25,
     )
-    assert len(seen) == (3 if device == "cpu" else 1)
+    assert len(seen) == 3
     assert all(list(failed) == sorted(failed, reverse=failed[0] == 1) for failed in seen)
 
 

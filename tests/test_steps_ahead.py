@@ -8,7 +8,7 @@ from collections.abc import Sequence as Items
 import drive
 import pytest
 from nan_model import BAD, open_engine, started, state_of, tokens_of
-from test_faults import Fault, fault
+from op_run import fault, round_fault
 
 from luce._native import Drafts, Engine, Library, Model, Rows
 from luce._native import Sequence as Timeline
@@ -197,11 +197,10 @@ def test_cancelling_stops_the_step_that_would_follow(engine: Engine) -> None:
 
 @pytest.mark.sanitize
 def test_a_device_that_fails_fails_all_sequences(native: Library, engine: Engine, device: str) -> None:
-    if device != "cpu":
-        pytest.skip("a step that was captured has no ops that could be made to fail one by one")
     sequences = started(engine)
     begin(sequences, (3, 4, 5))
-    with fault(native, Fault.OP, 3), pytest.raises(DeviceError):
+    after = 3 if device == "cpu" else 0
+    with fault(native, round_fault(device), after), pytest.raises(DeviceError, match="asked for it"):
         engine.follow()
     assert len(chosen(engine)) == 3, "the step before it was done"
     assert all(each.info.failed for each in sequences)

@@ -265,6 +265,13 @@ void Step::run_on_host(const ggml_tensor *node, void *stream) {
     ram_.clear();
 }
 
+void Step::launch(void *captured, void *stream) {
+    if (fails_here(Fault::launch)) {
+        fail(LUCE_E_DEVICE, "%s: a step failed, since a test asked for it", model_.device().name.c_str());
+    }
+    check(cuda::capture_launch(captured, stream), "a step failed");
+}
+
 void Step::run_cuda(Graph &g, void *stream) {
     ram_.clear();
     if (g.captured.empty()) {
@@ -277,7 +284,7 @@ void Step::run_cuda(Graph &g, void *stream) {
     };
     const Awake awake{team_};
     for (size_t i = 0; i < g.captured.size(); i++) {
-        check(cuda::capture_launch(g.captured[i], stream), "a step failed");
+        launch(g.captured[i], stream);
         if (i < g.on_host.size()) {
             team_.stay_awake(true); // they wake while the device runs
             run_on_host(g.on_host[i], stream);
@@ -309,8 +316,7 @@ void Step::compute(Graph &g, uint32_t links) {
             return;
         }
         try {
-            links > 1 ? check(cuda::capture_launch(g.chains.at(links), stream), "a draft failed")
-                      : run_cuda(g, stream);
+            links > 1 ? launch(g.chains.at(links), stream) : run_cuda(g, stream);
         } catch (...) { // what is enqueued uses the graph and the host's memory, so it ends first
             synchronisations_++;
             cuda::finish(stream);

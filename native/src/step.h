@@ -152,6 +152,7 @@ private:
     void capture(Graph &g, void *stream);
     void capture_chain(Graph &g, uint32_t links, void *stream);
     void run_on_host(const ggml_tensor *node, void *stream);
+    void launch(void *captured, void *stream);
     void run_cuda(Graph &g, void *stream);
     void reserve(const StepShape &largest);
     void build_all();
