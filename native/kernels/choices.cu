@@ -1,4 +1,4 @@
-// Keeps choices on the device: a step keeps its rows' tokens, and a later step starts from them.
+// Takes the tokens of a step's rows from choices that earlier rows have left on the device.
 #include "kernels.h"
 #include "overlap.cuh"
 
@@ -6,17 +6,6 @@
 
 namespace luce {
 namespace {
-
-__global__ void keep_kernel(KeepArgs a) { // a thread has a row
-    let_next_start();
-    wait_for_previous();
-    const int t = threadIdx.x;
-    const int32_t at = a.ctl->rows[t].keep;
-    if (at >= 0) {
-        a.drafts[2 * int64_t(at)] = a.choice[t].token;
-        a.drafts[2 * int64_t(at) + 1] = a.choice[t].not_finite;
-    }
-}
 
 __global__ void row_tokens_kernel(TokensArgs a) { // a thread has a row
     const int t = blockIdx.x * blockDim.x + threadIdx.x;
@@ -26,17 +15,6 @@ __global__ void row_tokens_kernel(TokensArgs a) { // a thread has a row
 }
 
 } // namespace
-
-int cuda::keep(const KeepArgs &args, void *stream) {
-    if (args.T < 0 || args.T > MAX_ROWS) {
-        return int(cudaErrorInvalidValue);
-    }
-    if (args.T > 0) {
-        return int(
-            launch_kernel(keep_kernel, dim3(1), args.T, 0, static_cast<cudaStream_t>(stream), true, args));
-    }
-    return 0;
-}
 
 int cuda::row_tokens(const TokensArgs &args, void *stream) {
     constexpr int THREADS = 64;

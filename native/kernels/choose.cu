@@ -166,8 +166,10 @@ __global__ void __launch_bounds__(PICK_THREADS) pick_kernel(const __grid_constan
         row.out->token = token;
         row.out->not_finite = bad ? 1 : 0;
         if (const int32_t at = a.ctl->rows[blockIdx.x].keep; a.drafts != nullptr && at >= 0) {
-            a.drafts[2 * int64_t(at)] = token;
-            a.drafts[2 * int64_t(at) + 1] = bad ? 1 : 0;
+            for (int32_t *kept : {a.drafts, a.given}) {
+                kept[2 * int64_t(at)] = token;
+                kept[2 * int64_t(at) + 1] = bad ? 1 : 0;
+            }
         }
     }
 }

@@ -1,6 +1,6 @@
-// Brings the rows of a layer whose experts are in host memory to the host, and the results back. Both read and write
-// pinned memory themselves, and the host polls `given`: a copy by the device's copy engines, and an event, take longer
-// than all of this.
+// Brings a step's inputs to the device; and the rows of a layer whose experts are in host memory to the host, which polls
+// `given`, and the results back. All read and write pinned memory themselves: a copy by the device's copy engines, and an
+// event, take longer than all of this.
 #include "kernels.h"
 #include "overlap.cuh"
 
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(THREADS) give_rows_kernel(const __grid_constan
     }
 }
 
-__global__ void __launch_bounds__(THREADS) take_rows_kernel(const float4 *from, float4 *to, int64_t n) {
+__global__ void __launch_bounds__(THREADS) bring_kernel(const float4 *from, float4 *to, int64_t n) {
     const int64_t i = int64_t(blockIdx.x) * THREADS + threadIdx.x;
     wait_for_previous();
     if (i < n) {
@@ -56,17 +56,17 @@ int cuda::give_rows(const GiveRowsArgs &a, void *stream) {
                              static_cast<cudaStream_t>(stream), true, a));
 }
 
-int cuda::take_rows(const float *pinned, float *device, int64_t n, void *stream) {
-    if (n < 0 || n % 4 != 0 || !aligned(pinned) || !aligned(device)) {
+int cuda::bring(const void *pinned, void *device, int64_t bytes, void *stream) {
+    const int64_t n = bytes / int64_t(sizeof(float4));
+    if (bytes < 0 || bytes % 16 != 0 || !aligned(pinned) || !aligned(device)) {
         return int(cudaErrorInvalidValue);
     }
     if (n == 0) {
         return 0;
     }
-    const dim3 grid(unsigned((n / 4 + THREADS - 1) / THREADS));
-    return int(launch_kernel(take_rows_kernel, grid, THREADS, 0, static_cast<cudaStream_t>(stream), false,
-                             reinterpret_cast<const float4 *>(pinned), reinterpret_cast<float4 *>(device),
-                             n / 4));
+    const dim3 grid(unsigned((n + THREADS - 1) / THREADS));
+    return int(launch_kernel(bring_kernel, grid, THREADS, 0, static_cast<cudaStream_t>(stream), false,
+                             static_cast<const float4 *>(pinned), static_cast<float4 *>(device), n));
 }
 
 } // namespace luce

@@ -24,7 +24,7 @@ struct RowCtl {
     // It is the row of this step that this one follows; -1 means the sequence's committed tokens.
     int32_t parent;
     int32_t position; // it is that of the row's token: the sequence's n_past + depth
-    int32_t keep; // this entry of `drafts` keeps the row's choice (KeepArgs); -1 means that none does
+    int32_t keep; // this entry of `drafts` keeps the row's choice (ChooseArgs); -1 means that none does
 };
 
 // SeqCtl is one sequence's part of a step: rows row0 .. row0 + n_rows - 1, in depth-first order, parents
@@ -322,19 +322,11 @@ struct ChooseArgs {
     // 1: a row's logits are of the position after its own; 0: of its own, as a block's masks are.
     int32_t ahead;
     ChoiceRow *out; // [T]
-    // What a draft does with its choices, or null and 0 rows: the kernels keep them and the hidden rows, as keep and
-    // keep_hidden do, in no launch of their own.
-    int32_t *drafts;
+    // Entry rows[t].keep of both becomes {token, not-finite flag} of row t: one for later rows, and one for the host, in
+    // memory of its own that a GPU writes to, since a copy would take longer. They may be the same, or both null.
+    int32_t *drafts, *given; // [n][2]
+    // Null and 0 rows, or the hidden rows, which are kept as by keep_hidden in no launch of its own.
     KeepHiddenArgs hidden;
-};
-
-// keep leaves choices on the device: entry rows[t].keep of `drafts` becomes {token, not-finite flag} of row
-// t.
-struct KeepArgs {
-    const ChoiceRow *choice; // [T]
-    int32_t T;
-    const StepCtl *ctl;
-    int32_t *drafts; // [n][2]; in/out
 };
 
 // topk lists the k best candidates of each row, in the order (logit descending, id ascending), with their
@@ -408,7 +400,6 @@ int block_attention(const AttentionArgs &args, void *stream); // it takes block 
 int kv_gather(const KvGatherArgs &args, void *stream);
 int prefill_mask(const MaskArgs &args, void *stream);
 int choose(const ChooseArgs &args, void *stream);
-int keep(const KeepArgs &args, void *stream);
 int topk(const TopkArgs &args, void *stream);
 int row_tokens(const TokensArgs &args, void *stream);
 const char *error_text(int error); // it puts what a launcher returned into words
@@ -418,7 +409,8 @@ int compute_capability(int device); // it returns 90 for 9.0
 int shared_memory(int device); // it returns the bytes that a block of threads may have
 
 int give_rows(const GiveRowsArgs &args, void *stream);
-int take_rows(const float *pinned, float *device, int64_t n, void *stream); // both are aligned to 16
+// Copies from pinned memory, sooner than the device's copy engines. Both places, and the bytes, are multiples of 16.
+int bring(const void *pinned, void *device, int64_t bytes, void *stream);
 bool is_pinned(void *host); // it says whether kernels reach this host memory at its own address
 // Returns 0 while a stream has work to do, then what it failed with, or cudaErrorUnknown.
 int stopped(void *stream);

@@ -422,15 +422,6 @@ void cpu_prefill_mask(const MaskArgs &a, int ith, int nth) {
     }
 }
 
-void cpu_keep(const KeepArgs &a, int ith, int nth) {
-    for (int t = ith; t < a.T; t += nth) {
-        if (const int32_t at = a.ctl->rows[t].keep; at >= 0) {
-            a.drafts[2 * at] = a.choice[t].token;
-            a.drafts[2 * at + 1] = a.choice[t].not_finite;
-        }
-    }
-}
-
 void cpu_row_tokens(const TokensArgs &a, int ith, int nth) {
     for (int t = ith; t < a.T; t += nth) {
         const int32_t token = a.tokens[t] >= 0 ? a.tokens[t] : a.drafts[2 * int64_t(-1 - a.tokens[t])];

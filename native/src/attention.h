@@ -10,7 +10,6 @@ void cpu_kv_store(const KvStoreArgs &args, int ith, int nth);
 void cpu_attention(const AttentionArgs &args, int ith, int nth); // it does not touch args.scratch
 void cpu_kv_gather(const KvGatherArgs &args, int ith, int nth);
 void cpu_prefill_mask(const MaskArgs &args, int ith, int nth);
-void cpu_keep(const KeepArgs &args, int ith, int nth);
 void cpu_row_tokens(const TokensArgs &args, int ith, int nth);
 
 } // namespace luce

@@ -65,10 +65,11 @@ Cache::Cache(const Weights &weights, const HParams &hp, const NextN *head, const
         d.log = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, log.log_size(), params.n_sequences);
         state_bytes_ += ggml_nbytes(d.state) + ggml_nbytes(d.window) + ggml_nbytes(d.log);
     }
-    drafts_ = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 2, drafts_of_slot() * params.n_sequences);
+    drafts_ = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 2, choice_entry(STARTED, 0));
+    given_ = drafts_;
     state_bytes_ += ggml_nbytes(drafts_);
     if (params.n_top > 0) {
-        lists_ = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 2 * int64_t(params.n_top), drafts_->ne[1]);
+        lists_ = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 2 * int64_t(params.n_top), choice_entry(0, 0));
         state_bytes_ += ggml_nbytes(lists_);
     }
     if (params.rowmm_scratch > 0) {
@@ -107,6 +108,14 @@ void Cache::allocate(const Device &device) {
              human_bytes(kv_bytes_ + state_bytes_).c_str());
     }
     ggml_backend_buffer_clear(buffer_.get(), 0);
+    if (device.gpu) {
+        given_context_ = new_context(ggml_tensor_overhead());
+        given_ = ggml_new_tensor_2d(given_context_.get(), GGML_TYPE_I32, 2, drafts_->ne[1]);
+        given_buffer_ = pinned(device, ggml_nbytes(given_));
+        ggml_backend_buffer_clear(given_buffer_.get(), 0);
+        ggml_backend_tensor_alloc(given_buffer_.get(), given_,
+                                  ggml_backend_buffer_get_base(given_buffer_.get()));
+    }
 }
 
 void Cache::poison() {

@@ -50,6 +50,8 @@ struct DeltaState {
     ggml_tensor *log; // {log_size, slots of sequences} F32; DeltaShape says what is in it
 };
 
+constexpr uint32_t STARTED = 2; // so many verifies may be under way
+
 struct CacheParams {
     uint32_t n_ctx, n_sequences, n_checkpoints, n_pages, n_rows, n_draft, n_chunk;
     uint32_t n_block = 0; // a DFlash block has so many rows; 0 means that the engine drafts none
@@ -104,9 +106,11 @@ public:
     // {bytes} I8; where matmuls count in it, it is zero between steps.
     ggml_tensor *rowmm_scratch() const { return rowmm_scratch_; }
     ggml_tensor *gemm_scratch() const { return gemm_scratch_; } // {bytes} I8
-    // {2, entries} I32; an entry is a token, and a flag which is 1 where a logit was not finite.
+    // {2, entries} I32 of what rows have chosen; an entry is a token, and a flag which is 1 where a logit was not finite.
     ggml_tensor *drafts() const { return drafts_; }
-    // {2 * n_top, the same entries} I32, as TopkArgs says; it is null where n_top is 0.
+    // The same entries in pinned memory, for the host. On a CPU it is drafts().
+    ggml_tensor *given() const { return given_; }
+    // {2 * n_top, the slots' entries} I32, as TopkArgs says; it is null where n_top is 0.
     ggml_tensor *lists() const { return lists_; }
     // {E, rows} F32: the target's after output_norm, or the head's.
     ggml_tensor *hidden() const { return hidden_; }
@@ -119,13 +123,15 @@ public:
     // It stands before a timeline's first token, and is never written.
     int32_t hidden_zero() const { return hidden_unused() + 1; }
     // A slot has these entries of `drafts`: first those of the NextN head's chain, then those of the DFlash
-    // block, then the choice that a step leaves for the next one.
-    uint32_t drafts_of_slot() const { return params_.n_draft + std::max(params_.n_block, 1u); }
+    // block. Behind those of all slots lie the choices of the verifies that may be under way.
+    uint32_t drafts_of_slot() const { return params_.n_draft + params_.n_block; }
     int32_t draft_entry(int32_t slot, int32_t i) const { return slot * int32_t(drafts_of_slot()) + i; }
     int32_t block_entry(int32_t slot, int32_t i) const {
         return draft_entry(slot, i) + int32_t(params_.n_draft);
     }
-    int32_t choice_entry(int32_t slot) const { return draft_entry(slot + 1, -1); }
+    int32_t choice_entry(uint32_t verify, uint32_t row) const {
+        return draft_entry(int32_t(params_.n_sequences), int32_t(verify * MAX_ROWS + row));
+    }
 
     Pool pages, sequence_slots, checkpoint_slots; // a checkpoint's slot is numbered after those of sequences
 
@@ -153,11 +159,11 @@ private:
     std::vector<DeltaState> delta_; // they are in the order of trunk blocks; entries are empty for attention
     KvCells head_kv_{};
     std::vector<KvCells> drafter_kv_; // they are in the order of the drafter's layers
-    ggml_tensor *hidden_ = nullptr, *drafts_ = nullptr, *lists_ = nullptr, *rowmm_scratch_ = nullptr,
-                *gemm_scratch_ = nullptr;
+    ggml_tensor *hidden_ = nullptr, *drafts_ = nullptr, *given_ = nullptr, *lists_ = nullptr,
+                *rowmm_scratch_ = nullptr, *gemm_scratch_ = nullptr;
     uint64_t kv_bytes_ = 0, state_bytes_ = 0;
-    Context context_;
-    Buffer buffer_;
+    Context context_, given_context_;
+    Buffer buffer_, given_buffer_;
 };
 
 // A timeline is one sequence's bookkeeping: its committed tokens, where they lie, and its debts. It touches

@@ -204,13 +204,9 @@ ChooseArgs choose_args(const ggml_tensor *dst) {
             ctl(dst->src[1]),
             param(dst, 0),
             data<ChoiceRow>(dst),
-            nullptr,
+            dst->src[2] != nullptr ? data<int32_t>(dst->src[2]) : nullptr,
+            dst->src[3] != nullptr ? data<int32_t>(dst->src[3]) : nullptr,
             {}};
-}
-
-KeepArgs keep_args(const ggml_tensor *dst) {
-    const ggml_tensor *choice = dst->src[0];
-    return {data<ChoiceRow>(choice), int32_t(choice->ne[1]), ctl(dst->src[1]), data<int32_t>(dst->src[2])};
 }
 
 TopkArgs topk_args(const ggml_tensor *dst) {
@@ -275,6 +271,12 @@ void cpu_choose(const ChooseArgs &a, int ith, int nth) {
         a.out[t].token = choose(x, a.n, finite && row.seq >= 0 ? a.ctl->seqs[row.seq].choice : greedy,
                                 uint64_t(row.position + a.ahead));
         a.out[t].not_finite = finite ? 0 : 1;
+        for (int32_t *kept : {a.drafts, a.given}) {
+            if (kept != nullptr && row.keep >= 0) {
+                kept[2 * row.keep] = a.out[t].token;
+                kept[2 * row.keep + 1] = a.out[t].not_finite;
+            }
+        }
     }
 }
 
@@ -336,8 +338,7 @@ const CustomOp OPS[] = {
             attention_args),
     LUCE_OP("kv_gather", "kw,c ctl ip > w", cpu_kv_gather, kv_gather, kv_gather_args),
     LUCE_OP("prefill_mask", "ctl > 1", cpu_prefill_mask, prefill_mask, mask_args),
-    LUCE_OP("choose", "n,T ctl > 5372,T", cpu_choose, choose, choose_args),
-    LUCE_OP("keep", "iW,T ctl i2,n* > 1", cpu_keep, keep, keep_args),
+    LUCE_OP("choose", "n,T ctl i2,d*? i2,d*? > 5372,T", cpu_choose, choose, choose_args),
     LUCE_OP("topk", "n,T ctl iL,e* > 1,T", cpu_topk, topk, topk_args),
     LUCE_OP("row_tokens", "iT i2,n > T", cpu_row_tokens, row_tokens, tokens_args),
     LUCE_CPU_OP("pack_rows", "K,T > 2,K,T", cpu_pack_rows, pack_args),
@@ -357,7 +358,7 @@ const CustomOp OPS[] = {
     {"rowmm_add", "xP xS A,T mK,A > A", nullptr, rowmm_op},
     {"rowmm_parts", "xP mK,A mK,B? mK,C? mK,D? > A", nullptr, rowmm_parts_op},
     {"deltanet_conv_parts", "xP 4,C C,3,s* l,q* ctl > C", nullptr, conv_parts_op},
-    {"choose_draft", "n,T ctl i2,d* E,T E E,h* iT > 5372,T", nullptr,
+    {"choose_draft", "n,T ctl i2,d* i2,d* E,T E E,h* iT > 5372,T", nullptr,
      [](const ggml_tensor *dst, void *stream) {
          return choose_draft_op(dst, stream, choose_args(dst), real(dst, 1));
      }},

@@ -13,8 +13,7 @@
 // block_attention the same, of rows that all see each other (block 1), without a gate
 // kv_gather       pool{D*Hkv,cells} ctl pages                                              D -> f16 or f32{D*Hkv,n_kv}
 // prefill_mask    ctl                                                                      first window -> f16{n_kv,T}
-// choose          logits{n,T} ctl                                                          ahead -> i32{WIDTH,T}
-// keep            choice{WIDTH,T} ctl drafts{2,n}*                                         - -> i32{1}
+// choose          logits{n,T} ctl drafts{2,n}*? given{2,n}*?                               ahead -> i32{WIDTH,T}
 // topk            logits{n,T} ctl lists{2*k,entries}*                                      k -> i32{scratch,T}
 // row_tokens      tokens{T} drafts{2,n}                                                    n_vocab -> i32{T}
 // pack_rows       x{K,T}                                                                   - -> i8{64*K/32,T} blocks

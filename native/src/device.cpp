@@ -211,6 +211,21 @@ Buffer allocate(const Device &device, size_t size, const char *what) {
     return buffer;
 }
 
+Buffer pinned(const Device &device, size_t size) {
+    Buffer buffer(ggml_backend_buft_alloc_buffer(
+        device.gpu ? ggml_backend_dev_host_buffer_type(device.dev) : ggml_backend_cpu_buffer_type(), size));
+    void *base = buffer ? ggml_backend_buffer_get_base(buffer.get()) : nullptr;
+    bool there = base != nullptr;
+#ifdef LUCE_USE_CUDA
+    there = there && (!device.gpu || cuda::is_pinned(base)); // ggml gives other memory where there is none
+#endif
+    if (!there) {
+        fail(LUCE_E_MEMORY, "allocating %s of %shost memory failed", human_bytes(size).c_str(),
+             device.gpu ? "pinned " : "");
+    }
+    return buffer;
+}
+
 void check_memory(const Device &device, uint64_t need, const char *what) {
     uint64_t free = 0, total = 0;
     device.memory(&free, &total);

@@ -70,11 +70,10 @@ StepOutputs build_dflash_block(const StepBuild &b) {
                 {il + 1 < d.layers.size() ? d.layers[il + 1].attn_norm : d.norm, d.rms_eps});
     }
     ggml_tensor *logits = drafter_logits(b, d, s.normed); // {V, T}
-    ggml_tensor *choice =
-        add_op(ctx, "choose", GGML_TYPE_I32, CHOICE_WIDTH, logits->ne[1], {logits, b.in.ctl}, {/*ahead=*/0});
+    ggml_tensor *choice = add_op(ctx, "choose", GGML_TYPE_I32, CHOICE_WIDTH, logits->ne[1],
+                                 {logits, b.in.ctl, b.cache.drafts(), b.cache.given()}, {/*ahead=*/0});
     ggml_set_output(logits);
-    ggml_build_forward_expand(b.graph,
-                              add_op(ctx, "keep", GGML_TYPE_I32, 1, 1, {choice, b.in.ctl, b.cache.drafts()}));
+    ggml_build_forward_expand(b.graph, choice);
     keep_lists(b, logits);
     return {logits, choice};
 }

@@ -28,7 +28,7 @@ static StepOutputs choose(const StepBuild &b, ggml_tensor *logits) {
     StepOutputs out;
     out.logits = logits; // {V, n_out}
     out.choice = add_op(b.ctx, "choose", GGML_TYPE_I32, CHOICE_WIDTH, out.logits->ne[1],
-                        {out.logits, b.in.ctl}, {/*ahead=*/1});
+                        {out.logits, b.in.ctl, b.cache.drafts(), b.cache.given()}, {/*ahead=*/1});
     return out;
 }
 
@@ -108,15 +108,14 @@ void build_qwen35_draft(const StepBuild &b) {
                               : matmul(b, head.output, s.normed);
     if (b.model.device().gpu) { // what is kept waits for no launch of its own
         const MatmulInput &h = s.normed;
-        ggml_build_forward_expand(
-            b.graph, add_op(ctx, "choose_draft", GGML_TYPE_I32, CHOICE_WIDTH, logits->ne[1],
-                            {logits, b.in.ctl, b.cache.drafts(), h.x, h.w, b.cache.hidden(), b.in.hidden_to},
-                            {/*ahead=*/1, bits_of_real(h.eps)}));
+        ggml_build_forward_expand(b.graph,
+                                  add_op(ctx, "choose_draft", GGML_TYPE_I32, CHOICE_WIDTH, logits->ne[1],
+                                         {logits, b.in.ctl, b.cache.drafts(), b.cache.given(), h.x, h.w,
+                                          b.cache.hidden(), b.in.hidden_to},
+                                         {/*ahead=*/1, bits_of_real(h.eps)}));
     } else {
         keep_hidden(b, s.normed);
-        const StepOutputs out = choose(b, logits);
-        ggml_build_forward_expand(
-            b.graph, add_op(ctx, "keep", GGML_TYPE_I32, 1, 1, {out.choice, b.in.ctl, b.cache.drafts()}));
+        ggml_build_forward_expand(b.graph, choose(b, logits).choice);
     }
     keep_lists(b, logits);
 }

@@ -46,8 +46,7 @@ int keep_hidden_op(const ggml_tensor *dst, void *stream, float eps) {
 }
 
 int choose_draft_op(const ggml_tensor *dst, void *stream, ChooseArgs choice, float eps) {
-    choice.drafts = data<int32_t>(dst->src[2]);
-    choice.hidden = keep_hidden_args(dst, 3, eps);
+    choice.hidden = keep_hidden_args(dst, 4, eps);
     return cuda::choose(choice, stream);
 }
 

@@ -111,20 +111,11 @@ struct Crossing {
 };
 
 void RamStage::allocate(const Device &device, int32_t rows, const Moe &moe, int64_t E) {
-    ggml_backend_buffer_type_t pinned = device.gpu ? ggml_backend_dev_host_buffer_type(device.dev) : nullptr;
     rows_ = rows;
     n_used_ = int32_t(moe.shape.n_used);
     E_ = E;
     const uint64_t size = Crossing(nullptr, uint64_t(rows), moe.shape.n_used, uint64_t(E)).bytes;
-    pinned_.reset(ggml_backend_buft_alloc_buffer(pinned ? pinned : ggml_backend_cpu_buffer_type(), size));
-    bool there = pinned_ != nullptr;
-#ifdef LUCE_USE_CUDA
-    there = there && cuda::is_pinned(ggml_backend_buffer_get_base(pinned_.get()));
-#endif
-    if (!there) {
-        fail(LUCE_E_MEMORY, "allocating %s of pinned host memory for experts failed",
-             human_bytes(size).c_str());
-    }
+    pinned_ = pinned(device, size);
     experts_.reserve(rows, n_used_, int32_t(moe.shape.n_expert), E, moe.shape.n_ff);
 }
 
@@ -181,7 +172,7 @@ static int give(const ggml_tensor *node, const Crossing &to, void *stream) {
 int RamStage::enqueue(const ggml_tensor *node, void *stream) {
     const Crossing at = crossing(pinned_, rows_, n_used_, E_);
     if (custom_op(node)->on_team) {
-        return cuda::take_rows(at.out, static_cast<float *>(node->data), ggml_nelements(node), stream);
+        return cuda::bring(at.out, node->data, int64_t(ggml_nbytes(node)), stream);
     }
     return give(node, at, stream);
 }

@@ -60,20 +60,11 @@ Step::Step(const Model &model, const Cache &cache, const EngineParams &params, c
     if (cache.has_drafter()) {
         in_.block.allocate(model.device());
     }
-    const size_t n_results = STARTED * MAX_ROWS + size_t(cache.drafts()->ne[1]);
-    const size_t list_bytes = cache.lists() == nullptr ? 0 : ggml_nbytes(cache.lists());
-    const size_t bytes = n_results * sizeof(Choice) + list_bytes;
-    ggml_backend_buffer_type_t pinned =
-        model.device().gpu ? ggml_backend_dev_host_buffer_type(model.device().dev) : nullptr;
-    results_buffer_.reset(
-        ggml_backend_buft_alloc_buffer(pinned ? pinned : ggml_backend_cpu_buffer_type(), bytes));
-    if (!results_buffer_) {
-        fail(LUCE_E_MEMORY, "allocating %s of host memory failed", human_bytes(bytes).c_str());
+    if (cache.lists() != nullptr) {
+        lists_buffer_ = pinned(model.device(), ggml_nbytes(cache.lists()));
+        lists_ = static_cast<int32_t *>(ggml_backend_buffer_get_base(lists_buffer_.get()));
+        memset(lists_, 0, ggml_nbytes(cache.lists()));
     }
-    results_ = static_cast<Choice *>(ggml_backend_buffer_get_base(results_buffer_.get()));
-    drafts_ = results_ + STARTED * MAX_ROWS;
-    lists_ = reinterpret_cast<int32_t *>(results_ + n_results);
-    memset(static_cast<void *>(results_), 0, bytes);
     if (const Moe *moe = model.in_ram(); moe != nullptr && model.device().gpu) {
         const uint32_t rows =
             std::max(uint32_t(MAX_ROWS), std::min(params.cache.n_chunk, params.cache.n_ctx));
@@ -334,7 +325,6 @@ void Step::prefill(uint32_t n, uint32_t n_past, bool last, uint32_t n_pages) {
     in_.prefill.send(backend_.get(), 0, n_pages);
     compute(g);
     if (last) {
-        ggml_backend_tensor_get_async(backend_.get(), g.outputs.choice, results_, 0, sizeof(Choice));
         enqueue_logits(g);
     }
     synchronize();
@@ -344,18 +334,12 @@ void Step::prefill(uint32_t n, uint32_t n_past, bool last, uint32_t n_pages) {
 uint32_t Step::start_verify(uint32_t width, uint32_t n_rows, uint32_t n_pages) {
     Graph &g = graph({StepKind::verify, width, 0});
     const uint32_t number = turn_;
+    for (uint32_t row = 0; row < n_rows; row++) {
+        in_.verify.host(number).ctl->rows[row].keep = cache_.choice_entry(number, row);
+    }
     in_.verify.send(backend_.get(), number, n_pages);
     compute(g);
-    chosen_ = g.outputs.choice;
-    if (n_rows > 0) {
-        ggml_backend_tensor_get_2d_async(backend_.get(), chosen_, results_ + number * MAX_ROWS, 0,
-                                         sizeof(Choice), n_rows, chosen_->nb[1], sizeof(Choice));
-        enqueue_logits(g);
-    }
-    if (drafts_stale_) {
-        ggml_backend_tensor_get_async(backend_.get(), cache_.drafts(), drafts_, 0,
-                                      ggml_nbytes(cache_.drafts()));
-    }
+    enqueue_logits(g);
     turn_ = (number + 1) % STARTED;
     under_way_++;
     return number;
@@ -368,27 +352,13 @@ void Step::finish_verify(uint32_t number) {
         synchronize();
     }
     under_way_--;
-    drafts_stale_ = drafting_ = false;
+    drafting_ = false;
 }
 
 void Step::mark_end(uint32_t number) {
     if (ended_[number]) {
         ggml_backend_event_record(ended_[number].get(), backend_.get());
     }
-}
-
-void Step::keep_choice(uint32_t row, int32_t entry) {
-    ggml_tensor from = *chosen_, to = *cache_.drafts();
-    from.data = static_cast<char *>(from.data) + row * from.nb[1];
-    to.data = static_cast<char *>(to.data) + size_t(entry) * to.nb[1];
-    for (ggml_tensor *each : {&from, &to}) {
-        each->ne[0] = sizeof(Choice) / sizeof(int32_t);
-        for (int dim = 1; dim < GGML_MAX_DIMS; dim++) {
-            each->ne[dim] = 1;
-            each->nb[dim] = sizeof(Choice);
-        }
-    }
-    ggml_backend_tensor_copy_async(backend_.get(), backend_.get(), &from, &to);
 }
 
 // This comes before the first step of a draft is filled, since an earlier draft may still be read.
@@ -411,21 +381,21 @@ Region::Host Step::block_host(uint32_t index) {
 
 void Step::draft(uint32_t width, uint32_t link, uint32_t n_pages, bool part) {
     Graph &g = graph({part ? StepKind::draft_part : StepKind::draft, width, 0});
-    drafting_ = drafts_stale_ = lists_stale_ = true;
+    drafting_ = lists_stale_ = true;
     in_.draft.send(backend_.get(), link, n_pages);
     compute(g);
 }
 
 void Step::draft_chain(uint32_t links, bool part) {
     Graph &g = graph({part ? StepKind::draft_part : StepKind::draft, 1, 0});
-    drafting_ = drafts_stale_ = lists_stale_ = true;
+    drafting_ = lists_stale_ = true;
     in_.draft.send_chain(backend_.get(), links);
     compute(g, links);
 }
 
 void Step::block(uint32_t rows, uint32_t index, uint32_t n_pages) {
     Graph &g = graph({StepKind::block, rows, 0});
-    drafting_ = drafts_stale_ = lists_stale_ = true;
+    drafting_ = lists_stale_ = true;
     in_.block.send(backend_.get(), index, n_pages);
     compute(g);
 }

@@ -94,9 +94,6 @@ public:
     }
     // Before another step is enqueued behind a verify: finish_verify() will wait for all that is enqueued up to here.
     void mark_end(uint32_t number);
-    // Copies the choice after a row of the verify that was started last to an entry of the cache's drafts, without
-    // waiting. Nothing else was enqueued since.
-    void keep_choice(uint32_t row, int32_t entry);
     // The next prefill's or verify's logits of rows first .. first + n - 1 come to the host with its choices: reading
     // them waits for nothing. have_logits() comes before; it is E_MEMORY where the host has no room for them.
     void have_logits();
@@ -116,7 +113,7 @@ public:
 
     // Returns the results of the last prefill, or of the verify of this number. Logits are valid until the next step of
     // any kind.
-    const Choice *choices(uint32_t number = 0) const { return results_ + number * MAX_ROWS; }
+    const Choice *choices(uint32_t number = 0) const { return &chosen(cache_.choice_entry(number, 0)); }
     const int32_t *listed(int32_t entry); // it reads the cache's lists, in the same way
     const Choice &drafted(int32_t entry); // it reads the cache's drafts; it waits where no verify has done so
     void read_logits(uint32_t row, float *out);
@@ -142,6 +139,9 @@ private:
     void wait_for_drafts(bool first);
     void fetch_drafts(bool lists);
     void enqueue_logits(const Graph &g);
+    const Choice &chosen(int32_t entry) const {
+        return static_cast<const Choice *>(cache_.given()->data)[entry];
+    }
     float *host_logits(uint32_t row) const;
     void compute(Graph &g, uint32_t links = 1);
     template <class Ours> void run_segments(Graph &g, const Ours &run_op);
@@ -170,11 +170,7 @@ private:
     RamStage ram_{team_};
     std::unique_ptr<void, void (*)(void *)> gemm_; // it is the backend's stream, while cuBLAS is open for it
     Regions in_;
-    Buffer results_buffer_; // it is pinned on a GPU
-    // They lie in results_buffer_, with lists_. Each verify that may be under way has MAX_ROWS results.
-    Choice *results_ = nullptr, *drafts_ = nullptr;
     uint32_t turn_ = 0, under_way_ = 0; // the next verify has this number, and so many have not ended
-    const ggml_tensor *chosen_ = nullptr; // the choices of the last one
     std::unique_ptr<ggml_backend_event, void (*)(ggml_backend_event_t)> ended_[STARTED]; // null on the CPU
     GraphAllocator galloc_;
     uint64_t compute_size_ = 0;
@@ -185,10 +181,10 @@ private:
     uint32_t tried_ = 0;
     uint64_t steps_ = 0, synchronisations_ = 0;
     bool drafting_ = false; // a draft is enqueued that nobody has waited for
-    bool drafts_stale_ = false; // drafts_ is older than the device's
-    int32_t *lists_ = nullptr; // it is the host's copy
+    Buffer lists_buffer_;
+    int32_t *lists_ = nullptr; // it is the host's copy, in lists_buffer_
     bool lists_stale_ = false; // it is older than the device's, if that has any
-    // It has room for all rows of a step, and is pinned on a GPU. It is null until have_logits().
+    // It has room for all rows of a step. It is null until have_logits().
     Buffer logits_buffer_;
     // They have a bit for each row: whether its logits will come to the host, and whether they have come.
     uint64_t fetched_next_ = 0, fetched_ = 0;

@@ -1,7 +1,10 @@
 #include "step_inputs.h"
 
 #include <algorithm>
-#include <cstring>
+
+#ifdef LUCE_USE_CUDA
+extern "C" void *luce_cuda_stream(ggml_backend_t backend); // cuda_stream.cu defines it
+#endif
 
 namespace luce {
 
@@ -24,17 +27,10 @@ void Region::allocate(const Device &device) {
     ggml_backend_buffer_clear(device_.get(), 0);
     host_ = static_cast<uint8_t *>(ggml_backend_buffer_get_base(device_.get()));
     if (device.gpu) {
-        ggml_backend_buffer_type_t type = ggml_backend_dev_host_buffer_type(device.dev);
-        pinned_.reset(ggml_backend_buft_alloc_buffer(type ? type : ggml_backend_cpu_buffer_type(), size()));
-        if (!pinned_) {
-            fail(LUCE_E_MEMORY, "allocating %s of pinned host memory failed", human_bytes(size()).c_str());
-        }
+        pinned_ = pinned(device, size());
+        ggml_backend_buffer_clear(pinned_.get(), 0);
         host_ = static_cast<uint8_t *>(ggml_backend_buffer_get_base(pinned_.get()));
-        memset(host_, 0, size());
     }
-    context_ = new_context(ggml_tensor_overhead() * 2);
-    whole_ = ggml_new_tensor_1d(context_.get(), GGML_TYPE_I8, int64_t(size()));
-    ggml_backend_tensor_alloc(device_.get(), whole_, ggml_backend_buffer_get_base(device_.get()));
 }
 
 Region::Host Region::host(uint32_t mirror) const {
@@ -49,13 +45,22 @@ Region::Host Region::host(uint32_t mirror) const {
 
 void Region::send(ggml_backend_t backend, uint32_t mirror, uint32_t n_pages) {
     if (pinned_) {
-        ggml_backend_tensor_set_async(backend, whole_, host_ + mirror * size_, 0,
-                                      pages_ + n_pages * sizeof(int32_t));
+        bring(backend, host_ + mirror * size_, pages_ + pad(n_pages * sizeof(int32_t)));
     }
 }
 
+void Region::bring([[maybe_unused]] ggml_backend_t backend, [[maybe_unused]] const uint8_t *host,
+                   [[maybe_unused]] size_t bytes) {
+#ifdef LUCE_USE_CUDA
+    void *device = ggml_backend_buffer_get_base(device_.get());
+    if (const int error = cuda::bring(host, device, int64_t(bytes), luce_cuda_stream(backend)); error != 0) {
+        fail(LUCE_E_DEVICE, "bringing a step's inputs failed: %s", cuda::error_text(error));
+    }
+#endif
+}
+
 void Region::send_chain(ggml_backend_t backend, uint32_t n) {
-    ggml_backend_tensor_set_async(backend, whole_, host_, 0, n * size_);
+    bring(backend, host_, n * size_);
 }
 
 StepInputs Region::tensors(ggml_context *ctx, uint32_t rows) const {
@@ -174,7 +179,7 @@ uint32_t fill_prefill(Region::Host h, const Timeline &line, const ChoiceCtl &cho
     h.ctl->n_rows = int32_t(n);
     line.fill(h.ctl->seqs[0], 0, int32_t(n), 0);
     h.ctl->seqs[0].choice = choice;
-    h.ctl->rows[0] = {0, -1, int32_t(line.n_past() + n - 1), -1};
+    h.ctl->rows[0] = {0, -1, int32_t(line.n_past() + n - 1), cache.choice_entry(0, 0)};
     for (uint32_t i = 0; i < n; i++) {
         h.tokens[i] = tokens[i];
         h.positions[i] = int32_t(line.n_past() + i);

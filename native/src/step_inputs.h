@@ -1,6 +1,6 @@
 // Says where a step's inputs lie, and puts a step together from its sequences' rows. Steps of each kind have
 // a region of their own on the device, and host mirrors. So the host can fill the next step's inputs while
-// the device still works on the last one's. A step's inputs are one copy to the device.
+// the device still works on the last one's. A step's inputs are one copy to the device, which reads them itself.
 #pragma once
 
 #include "ops.h"
@@ -36,12 +36,12 @@ public:
     StepInputs tensors(ggml_context *ctx, uint32_t rows) const;
 
 private:
+    void bring(ggml_backend_t backend, const uint8_t *host, size_t bytes);
+
     uint32_t rows_, n_pages_, mirrors_;
     size_t hidden_from_, positions_, tokens_, ctl_, pages_, size_; // they are offsets; hidden_to comes first
     Buffer device_, pinned_;
     uint8_t *host_ = nullptr;
-    Context context_;
-    ggml_tensor *whole_ = nullptr; // it stands for the region in copies
 };
 
 struct EngineParams {
@@ -51,8 +51,6 @@ struct EngineParams {
 
 // Returns how many sequences' blocks fit into a step.
 uint32_t blocks_at_once(const CacheParams &params);
-
-constexpr uint32_t STARTED = 2; // so many verifies may be under way
 
 // An engine has one region for each kind of step. The verifies that may be under way have a mirror each, and so have a
 // draft's links, its steps of blocks, and the feeds of each sequence.

@@ -12,24 +12,20 @@ namespace luce {
 // Waits once for the host's copies of drafts, and of lists too where these are wanted.
 void Step::fetch_drafts(bool lists) {
     lists = lists && lists_stale_;
-    if (!drafts_stale_ && !lists) {
+    if (!drafting_ && !lists) {
         return;
-    }
-    if (drafts_stale_) {
-        ggml_backend_tensor_get_async(backend_.get(), cache_.drafts(), drafts_, 0,
-                                      ggml_nbytes(cache_.drafts()));
     }
     if (lists) {
         ggml_backend_tensor_get_async(backend_.get(), cache_.lists(), lists_, 0, ggml_nbytes(cache_.lists()));
     }
     synchronize();
-    drafts_stale_ = drafting_ = false;
+    drafting_ = false;
     lists_stale_ = lists_stale_ && !lists;
 }
 
 const Choice &Step::drafted(int32_t entry) {
     fetch_drafts(false);
-    return drafts_[entry];
+    return chosen(entry);
 }
 
 const int32_t *Step::listed(int32_t entry) {
@@ -41,14 +37,8 @@ void Step::have_logits() {
     if (logits_buffer_) {
         return;
     }
-    const Device &device = model_.device();
-    const size_t bytes = size_t(verify_width(MAX_ROWS)) * model_.hparams().n_vocab * sizeof(float);
-    ggml_backend_buffer_type_t pinned = device.gpu ? ggml_backend_dev_host_buffer_type(device.dev) : nullptr;
-    logits_buffer_.reset(
-        ggml_backend_buft_alloc_buffer(pinned ? pinned : ggml_backend_cpu_buffer_type(), bytes));
-    if (!logits_buffer_) {
-        fail(LUCE_E_MEMORY, "allocating %s of host memory for logits failed", human_bytes(bytes).c_str());
-    }
+    logits_buffer_ =
+        pinned(model_.device(), size_t(verify_width(MAX_ROWS)) * model_.hparams().n_vocab * sizeof(float));
 }
 
 float *Step::host_logits(uint32_t row) const {

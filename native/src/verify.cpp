@@ -132,7 +132,8 @@ void Engine::follow() {
             fail(LUCE_E_CONTEXT, "a row would be at position %u of a context of %u", line.n_past() + 1,
                  c.n_ctx);
         }
-        const int32_t token = before.ended ? before.choices[i] : -1 - cache_.choice_entry(line.slot());
+        const int32_t token =
+            before.ended ? before.choices[i] : -1 - cache_.choice_entry(before.number, uint32_t(i));
         flight.items.push_back({sequence, sequence, {token}, {-1}, LUCE_OK});
         flight.positions.push_back(line.n_past() + 2);
         pages += line.pages_wanted(2);
@@ -149,7 +150,6 @@ void Engine::follow() {
             const int32_t path = 0;
             sequence.begin_step();
             if (!before.ended) {
-                step_->keep_choice(uint32_t(i), cache_.choice_entry(sequence.line().slot()));
                 sequence.line().verified(item.tokens, item.parents, before.fed);
             }
             sequence.line().commit(&path, 1);

@@ -223,7 +223,7 @@ Floats taken_back(const MoeDims &dims, const Buffers &b, const Routed &routed, c
     must(int(cudaStreamSynchronize(stream)));
     memcpy(out, sums.data(), n * sizeof(float));
     Device<float> taken(n);
-    must(cuda::take_rows(out, taken.p, int64_t(n), stream));
+    must(cuda::bring(out, taken.p, int64_t(n * sizeof(float)), stream));
     must(int(cudaStreamSynchronize(stream)));
     must(cudaFreeHost(pinned));
     return taken.get();
