@@ -118,40 +118,55 @@ void Cache::allocate(const Device &device) {
     }
 }
 
+// Calls fill(first, n) for each run of those of `all` that nobody holds.
+template <typename Pool, typename Fill> static void each_free_run(const Pool &all, int32_t count, Fill fill) {
+    for (int32_t first = 0, end = 0; first < count; first = end + 1) {
+        for (end = first; end < count && all.users(end) == 0; end++) {
+        }
+        if (end > first) {
+            fill(first, end - first);
+        }
+    }
+}
+
 void Cache::poison() {
     const auto rows = [](ggml_tensor *t, int64_t first, int64_t n, size_t row) {
         ggml_backend_tensor_memset(t, 0xff, size_t(first) * row, size_t(n) * row);
     };
-    for (int32_t page = 0; page < int32_t(params_.n_pages); page++) {
+    each_free_run(pages, int32_t(params_.n_pages), [&](int32_t first, int32_t n) {
         const auto cells = [&](const KvCells &kv) {
-            if (kv.k != nullptr && pages.users(page) == 0) {
-                rows(kv.k, int64_t(page) * PAGE, PAGE, kv.k->nb[1]);
-                rows(kv.v, int64_t(page) * PAGE, PAGE, kv.v->nb[1]);
+            if (kv.k != nullptr) {
+                rows(kv.k, int64_t(first) * PAGE, int64_t(n) * PAGE, kv.k->nb[1]);
+                rows(kv.v, int64_t(first) * PAGE, int64_t(n) * PAGE, kv.v->nb[1]);
             }
         };
         std::for_each(kv_.begin(), kv_.end(), cells);
         std::for_each(drafter_kv_.begin(), drafter_kv_.end(), cells);
         cells(head_kv_);
-    }
-    for (int32_t slot = 0; slot < int32_t(params_.n_sequences + params_.n_checkpoints); slot++) {
-        const bool sequence = slot < int32_t(params_.n_sequences);
-        const int32_t id = sequence ? slot : slot - int32_t(params_.n_sequences);
-        if ((sequence ? sequence_slots : checkpoint_slots).users(id) != 0) {
-            continue;
-        }
+    });
+    const auto states = [&](int32_t slot, int32_t n) {
         for (const DeltaState &d : delta_) {
             if (d.state != nullptr) {
-                rows(d.state, slot, 1, d.state->nb[3]);
-                rows(d.window, slot, 1, d.window->nb[2]);
-            }
-            if (d.state != nullptr && sequence) {
-                rows(d.log, slot, 1, d.log->nb[1]);
+                rows(d.state, slot, n, d.state->nb[3]);
+                rows(d.window, slot, n, d.window->nb[2]);
             }
         }
         if (has_head()) {
-            rows(hidden_, hidden_row(slot, 0, 0), 2 * int64_t(params_.n_rows) + 1, hidden_->nb[1]);
+            const int64_t banks = 2 * int64_t(params_.n_rows) + 1;
+            rows(hidden_, hidden_row(slot, 0, 0), n * banks, hidden_->nb[1]);
         }
-    }
+    };
+    const int32_t sequences = int32_t(params_.n_sequences);
+    each_free_run(sequence_slots, sequences, [&](int32_t slot, int32_t n) {
+        states(slot, n);
+        for (const DeltaState &d : delta_) {
+            if (d.log != nullptr) {
+                rows(d.log, slot, n, d.log->nb[1]);
+            }
+        }
+    });
+    each_free_run(checkpoint_slots, int32_t(params_.n_checkpoints),
+                  [&](int32_t slot, int32_t n) { states(sequences + slot, n); });
 }
 
 int32_t Cache::hidden_row(int32_t slot, int32_t bank, int32_t row) const {
