@@ -1,7 +1,8 @@
-"""Tests of how tools/gpu_check.sh shares its stages out among GPUs."""
+"""Tests of how tools/gpu_check.sh shares its stages out among GPUs, and of what its sanitizers look at."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -40,3 +41,87 @@ def test_a_stage_that_there_is_not_is_refused_before_anything_runs() -> None:
         done = called(*args)
         assert (done.returncode, done.stdout) == (2, "")
         assert "no stage nope; there are build oracle" in done.stderr
+
+
+# A compiler that leaves what it was called with, and what a source includes, in place of an object.
+NVCC = """#!/bin/bash
+calls=$(dirname "$0")/calls
+echo "$*" >>"$calls"
+while (($#)); do
+    case $1 in -o) to=$2 ;; -MF) deps=$2 ;; -c) source=$2 ;; esac
+    shift
+done
+touch "$to"
+[[ -z ${deps:-} ]] || c++ -MM -MG -x c++ -I native/kernels "$source" >"$deps"
+"""
+
+
+def program(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def test_kernels_with_rings_are_compiled_again_for_racecheck_and_no_others(tmp_path: Path) -> None:
+    program(tmp_path / "bin" / "nvcc", NVCC)
+    env = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "ARCH": "90"}
+    calls = tmp_path / "bin" / "calls"
+
+    def compiled(*form: str) -> set[str]:
+        calls.write_text("")
+        subprocess.run([SCRIPT.parent / "build_checks.sh", tmp_path / "work", *form], env=env, check=True)
+        lines = [line for line in calls.read_text().splitlines() if " -c " in line]
+        assert all(("-DLUCE_EVERY_LANE_ARRIVES" in line) == bool(form) for line in lines)
+        assert all("compute_90a" in line for line in lines)
+        return {re.findall(r" -c \S*/(\S+\.cu) ", line)[0] for line in lines}
+
+    everything = compiled()
+    assert {path.name for path in SCRIPT.parent.parent.glob("native/kernels/*.cu")} < everything
+    again = compiled("racecheck")
+    rings = {f"rowmm_rows_{rows}.cu" for rows in ("8", "16", "16_wide", "32", "32_wide", "64_wide")}
+    assert {"attention.cu", *rings} <= again < everything and "deltanet_conv.cu" not in again
+    assert "kernel_check_racecheck" in calls.read_text() and "bench/racecheck_ring.cu" in calls.read_text()
+
+
+SANITIZER = """#!/bin/bash
+[[ $1 != --version ]] || { echo Version 1; exit; }
+echo "$*" >>"$0.calls"
+case $* in
+    *racecheck_ring)
+        echo "Race reported between Write access at void race<(Fill)0>(const uint4 *)"
+        [[ ! -e $0.wrong ]] || echo "Race reported between Write access at void every_lane<(Fill)1>(x)" ;;
+    *) echo "2 checks, 0 failed"; echo "= SUMMARY: 0 errors" ;;
+esac
+"""
+
+
+def sanitized(tmp_path: Path, *, wrong: bool) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    work = tmp_path / "work"
+    sanitizer = work / "site" / "nvidia" / "cu13" / "bin" / "compute-sanitizer"
+    program(sanitizer, SANITIZER)
+    if wrong:
+        Path(f"{sanitizer}.wrong").touch()
+    for name in ("kernel_check", "kernel_check_racecheck", "racecheck_ring"):
+        program(work / name, "#!/bin/sh\n[ $1 != help ] || echo 'usage .. of these parts: rowmm topk'\n")
+    (work / "done").mkdir(exist_ok=True)
+    (work / "done" / "build-racecheck").touch()
+    folders = {"GPU_WORK": str(work), "OUT": str(tmp_path / "out"), "GPU_KIT": str(tmp_path / "kit")}
+    env = {**os.environ, **folders}
+    done = subprocess.run([SCRIPT, "sanitize"], env=env, capture_output=True, text=True, check=False)
+    return done, Path(f"{sanitizer}.calls").read_text().splitlines()
+
+
+def test_racecheck_alone_looks_at_the_build_in_which_every_lane_arrives(tmp_path: Path) -> None:
+    done, calls = sanitized(tmp_path, wrong=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rings reported: race<(Fill)0>(" in done.stdout
+    for tool, checks in (("racecheck", "_racecheck"), ("memcheck", ""), ("synccheck", "")):
+        of_tool = [call for call in calls if f"--tool {tool}" in call and "few" in call]
+        assert sorted(call.split("/")[-1] for call in of_tool) == [
+            f"kernel_check{checks} few {part}" for part in ("rowmm", "topk")
+        ]
+
+
+def test_a_racecheck_that_reports_a_ring_in_which_every_lane_arrives_fails(tmp_path: Path) -> None:
+    done, _ = sanitized(tmp_path, wrong=True)
+    assert done.returncode != 0 and "rings failed or was cut" in done.stdout

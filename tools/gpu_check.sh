@@ -26,7 +26,7 @@
 #     zero      what auto costs where no draft is right
 #     batch     several sequences beside llama.cpp, whose server has as many slots
 #     serve     the servers beside each other
-#     sanitize  the reduced kernel checks under memcheck, racecheck and synccheck, all at once
+#     sanitize  the reduced kernel checks under memcheck, racecheck (in a build of its own) and synccheck, all at once
 #     kl        how far logits are from the same weights in F32, beside llama.cpp's
 #     gap       rows that change other rows' bits in ggml, by op
 #     attention attention of a step beside ggml's, by context, sequences and rows
@@ -198,17 +198,6 @@ build_library() {
     cmake -G Ninja -S . -B "$work/build" -DLUCE_CUDA=ON &&
         cmake --build "$work/build" -j "$(nproc)" && cmake --install "$work/build" --prefix .
 }
-build_checks() {
-    local arch
-    arch=$(nvidia-smi -i 0 --query-gpu=compute_cap --format=csv,noheader | tr -d .)
-    arch=${arch/#90/90a} # Only sm_90a has Hopper's own instructions.
-    mkdir -p "$work/kernels"
-    printf '%s\n' tests/cuda/*.cu native/kernels/*.cu | xargs -P "$(nproc)" -I{} sh -c \
-        'nvcc -std=c++17 -O3 -fmad=false -gencode "arch=compute_$3,code=sm_$3" -Inative/kernels -c "$1" \
-            -o "$2/$(basename "$1").o"' _ {} "$work/kernels" "$arch" &&
-        nvcc -o "$work/kernel_check" "$work"/kernels/*.o -lcublas -Xlinker \
-            --wrap=cudaDeviceGetAttribute,--wrap=cudaLaunchKernelExC,--wrap=__cudaGetKernel,--wrap=__cudaRegisterFunction
-}
 # bench/llamacpp.py has the same options. ggml's AMX buffers, which luce does not use, crashed on one machine.
 build_peer() {
     local cuda
@@ -221,12 +210,13 @@ build_peer() {
         cmake --build "$work/llamacpp/build" -j "$(nproc)" --target llama-bench llama-server llama-batched-bench &&
         mkdir -p "$work/peer" && cp -a "$work/llamacpp/build/bin" "$work/peer/"
 }
-export -f build_library build_checks build_peer
+export -f build_library build_peer
 export work kit device
 stage_build() {
     say "build"
     [[ ! -e $kit/llamacpp.tar.xz || -e $kit/peer.tar.xz ]] || run build-llamacpp 900 bash -c build_peer &
-    [[ $device == cpu ]] || run build-checks 900 bash -c build_checks &
+    [[ $device == cpu ]] || { run build-checks 900 tools/build_checks.sh "$work" &&
+        run build-racecheck 300 tools/build_checks.sh "$work" racecheck; } &
     run build-library 900 bash -c build_library || exit 1
     wait
     [[ $device == cpu || -e $work/done/build-checks ]] || exit 1
@@ -249,7 +239,7 @@ parts_at_once() {
     for part in $parts; do
         [[ -e $work/done/$name-$part ]] || (
             begin=$SECONDS status=0
-            timeout -k 5 "$limit" nice "$@" "$work/kernel_check" "$which" "$part" >"$out/$name-$part.txt" 2>&1 || status=$?
+            timeout -k 5 "$limit" nice "$@" "$work/${checks:-kernel_check}" "$which" "$part" >"$out/$name-$part.txt" 2>&1 || status=$?
             ((status)) || touch "$work/done/$name-$part"
             echo "$name $part: $( ((status == 124)) && echo CUT || echo "status $status")," \
                 "$(grep -hE 'checks, |SUMMARY' "$out/$name-$part.txt" | tr -s '\n=' ' ') $((SECONDS - begin)) s" \
@@ -436,13 +426,19 @@ stage_serve() {
 }
 stage_sanitize() {
     say "kernels under compute-sanitizer"
-    local tool sanitizer # 2025.3 reports rings where a lane arrives for its warp (bench/results/2026-11-22-racecheck-h200.txt).
+    run build-racecheck 300 tools/build_checks.sh "$work" racecheck || return
+    local tool sanitizer checks
     sanitizer=$(compgen -G "$work/site/nvidia/cu*/bin/compute-sanitizer" || echo compute-sanitizer)
     for tool in "racecheck --racecheck-num-workers 2" memcheck synccheck; do # Without a number it takes all cores.
+        checks=kernel_check
+        [[ $tool != racecheck* ]] || checks=kernel_check_racecheck
         parts_at_once "${tool%% *}" "${SANITIZE_LIMIT:-240}" few "$sanitizer" --tool $tool --error-exitcode 9 \
             --kernel-name kernel_substring=4luce
     done
     parts_done racecheck memcheck synccheck
+    timeout 60 "$sanitizer" --tool racecheck "$work/racecheck_ring" >"$out/rings.txt" 2>&1
+    echo "rings reported:" $(grep -oE '(one_lane|every_lane|one_waits|race|own_slot)(<[^>]*>)?\(' "$out/rings.txt" | sort -u)
+    grep -qE ' race[<(]' "$out/rings.txt" && ! grep -qE ' every_lane[<(]' "$out/rings.txt" || bad+=(rings)
     "$sanitizer" --version | grep Version
     echo "kernels that no part launched:" $("$work/kernel_check" kernels | sort -u |
         comm -23 - <(cat "$out"/racecheck-*.txt | grep '^kernel ' | sort -u) | cut -d' ' -f2 | c++filt | sed 's/(luce.*//; s/.*:://')

@@ -31,13 +31,13 @@ __device__ void tensor_attention(const AttentionParams &a, uint8_t *shared) {
     }
     // It does not run beside the plan's writes: racecheck takes those 4 KiB further for this one.
     if (threadIdx.x < L::SLOTS) {
-        init_barrier(shared_address(shared) + L::FULL + threadIdx.x * 8, LOAD_THREADS);
-        init_barrier(shared_address(shared) + L::EMPTY + threadIdx.x * 8,
-                     AHEAD ? L::UNPACK_THREADS / WARP : L::WARPS);
+        barrier_init(shared_address(shared) + L::FULL + threadIdx.x * 8, LOAD_THREADS);
+        barrier_init_warps(shared_address(shared) + L::EMPTY + threadIdx.x * 8,
+                           AHEAD ? L::UNPACK_THREADS / WARP : L::WARPS);
     }
     if (AHEAD && threadIdx.x < L::TILES) {
-        init_barrier(shared_address(shared) + L::READY + threadIdx.x * 8, L::UNPACK_THREADS / WARP);
-        init_barrier(shared_address(shared) + L::LEFT + threadIdx.x * 8, L::WARPS);
+        barrier_init_warps(shared_address(shared) + L::READY + threadIdx.x * 8, L::UNPACK_THREADS / WARP);
+        barrier_init_warps(shared_address(shared) + L::LEFT + threadIdx.x * 8, L::WARPS);
     }
     __syncthreads();
     if (threadIdx.x < L::MATH_THREADS) {

@@ -97,19 +97,6 @@ template <int D, int TYPE, bool WGMMA, bool AHEAD_> struct Layout {
     }
 };
 
-// A Ring is a place in the ring.
-template <int SLOTS> struct Ring {
-    int slot = 0;
-    uint32_t parity = 0;
-
-    __device__ void next() {
-        if (++slot == SLOTS) {
-            slot = 0;
-            parity ^= 1;
-        }
-    }
-};
-
 template <typename L> struct Loader {
     static constexpr int KEYS = L::KEYS, WORDS = L::CELL / L::COPY;
     const AttentionParams &a;
@@ -117,7 +104,7 @@ template <typename L> struct Loader {
     uint8_t *shared;
     const uint32_t base = shared_address(shared);
     const int tid = threadIdx.x - (MMA_THREADS - LOAD_THREADS);
-    Ring<L::SLOTS> ring;
+    Place ring;
     int32_t next_at = -1, next_page; // next_page is entry next_at of the page table
 
     // Calls copy(row, word, place in the slot) for this thread's share of a tile's first n rows.
@@ -155,7 +142,7 @@ template <typename L> struct Loader {
     // Copies a tile of committed keys that lie in one page. This is what most of the loading warps' time goes to, so it has
     // few instructions.
     __device__ __forceinline__ void copy_whole(const uint8_t *first) const {
-        const uint32_t to = base + ring.slot * L::SLOT;
+        const uint32_t to = base + ring.i * L::SLOT;
         if constexpr (L::PACKED) {
 #pragma unroll
             for (int i = 0; i < COPIES; i++) {
@@ -191,7 +178,7 @@ template <typename L> struct Loader {
     // Copies a part of a tile. Zeros stand for what no row sees.
     __device__ void copy_part(const uint8_t *head) const {
         const int32_t *cells = reinterpret_cast<const int32_t *>(shared + L::CELLS);
-        const uint32_t to = base + ring.slot * L::SLOT;
+        const uint32_t to = base + ring.i * L::SLOT;
         each(KEYS, [&](int row, int word, int at) {
             const int32_t cell = cells[row];
             const int64_t offset = cell >= 0 ? cell * a.pool.cell_bytes + word * L::COPY : 0;
@@ -237,14 +224,14 @@ template <typename L> struct Loader {
                 }
                 for (int which = 0; which < 2; which++) {
                     const uint8_t *cells = (which == 0 ? a.pool.k : a.pool.v) + head;
-                    wait_patiently(base + L::EMPTY + ring.slot * 8, ring.parity ^ 1);
+                    wait_patiently(base + L::EMPTY + ring.i * 8, ring.parity ^ 1);
                     if (whole) {
                         copy_whole(cells + (page + key % PAGE) * a.pool.cell_bytes);
                     } else {
                         copy_part(cells);
                     }
-                    arrive_after_copies(base + L::FULL + ring.slot * 8);
-                    ring.next();
+                    arrive_after_copies(base + L::FULL + ring.i * 8);
+                    ring.next(L::SLOTS);
                 }
             }
         }
@@ -255,18 +242,16 @@ template <typename L> struct Loader {
 template <typename L, bool UNPACKED> struct Taker {
     static constexpr int FULL = UNPACKED ? L::READY : L::FULL, EMPTY = UNPACKED ? L::LEFT : L::EMPTY;
     uint8_t *shared;
-    Ring<UNPACKED ? L::TILES : L::SLOTS> ring;
+    Place ring;
 
     // Returns where the slot or tile is in the block's shared memory.
-    __device__ int at() const { return UNPACKED ? L::UNPACKED + ring.slot * L::TILE : ring.slot * L::SLOT; }
-    __device__ void wait() const { wait_barrier(shared_address(shared) + FULL + ring.slot * 8, ring.parity); }
+    __device__ int at() const { return UNPACKED ? L::UNPACKED + ring.i * L::TILE : ring.i * L::SLOT; }
+    __device__ void wait() const { barrier_wait(shared_address(shared) + FULL + ring.i * 8, ring.parity); }
     // Says that this warp has left it.
     __device__ void leave() {
         __syncwarp();
-        if (threadIdx.x % WARP == 0) {
-            arrive(shared_address(shared) + EMPTY + ring.slot * 8);
-        }
-        ring.next();
+        warp_arrive(shared_address(shared) + EMPTY + ring.i * 8, threadIdx.x % WARP);
+        ring.next(UNPACKED ? L::TILES : L::SLOTS);
     }
 };
 
@@ -276,20 +261,18 @@ __device__ void unpack_units(const AttentionParams &a, const Plan &plan, uint8_t
     const int tid = threadIdx.x - L::MATH_THREADS;
     const uint32_t base = shared_address(shared);
     Taker<L, false> from{shared};
-    Ring<L::TILES> to;
+    Place to;
     for (Cursor unit(a, plan); unit.valid(); unit.next()) {
         for (int32_t key = unit.begin; key < unit.end; key += L::KEYS) {
             for (int which = 0; which < 2; which++) {
                 from.wait();
-                wait_barrier(base + L::LEFT + to.slot * 8, to.parity ^ 1);
-                unpack<TYPE, L>(shared + from.at(), shared + L::UNPACKED + to.slot * L::TILE, tid,
+                barrier_wait(base + L::LEFT + to.i * 8, to.parity ^ 1);
+                unpack<TYPE, L>(shared + from.at(), shared + L::UNPACKED + to.i * L::TILE, tid,
                                 L::UNPACK_THREADS);
                 show_to_wgmma();
                 from.leave();
-                if (tid % WARP == 0) {
-                    arrive(base + L::READY + to.slot * 8);
-                }
-                to.next();
+                warp_arrive(base + L::READY + to.i * 8, tid % WARP);
+                to.next(L::TILES);
             }
         }
     }

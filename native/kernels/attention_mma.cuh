@@ -29,7 +29,7 @@ template <int D, int TYPE> struct MmaBlock : Taker<Layout<D, TYPE, false, false>
         : Taker<L, false>{block, {}}, a(args), plan(p) {}
     // Unpacks the slot's packed cells to rows of F16, in the buffer of K or V. The caller's barrier follows.
     __device__ void unpack_slot(int which) {
-        uint8_t *slot = this->shared + this->ring.slot * L::SLOT;
+        uint8_t *slot = this->shared + this->ring.i * L::SLOT;
         if constexpr (L::PACKED) {
             unpack<TYPE, L>(slot, this->shared + L::UNPACKED + which * L::TILE, tid, MATH_THREADS);
         }
@@ -344,7 +344,7 @@ template <int D, int TYPE, int MT> struct MmaUnit {
     }
     __device__ void run_tile(int32_t first) {
         b.wait();
-        int keys_at = b.ring.slot * L::SLOT;
+        int keys_at = b.ring.i * L::SLOT;
         if (L::PACKED) {
             b.unpack_slot(0);
             b.leave();
@@ -362,7 +362,7 @@ template <int D, int TYPE, int MT> struct MmaUnit {
         }
         shrink();
         b.wait();
-        int values_at = b.ring.slot * L::SLOT;
+        int values_at = b.ring.i * L::SLOT;
         if (L::PACKED) {
             b.unpack_slot(1);
             b.leave();

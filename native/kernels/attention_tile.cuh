@@ -3,7 +3,7 @@
 #pragma once
 
 #include "overlap.cuh"
-#include "rowmm_ptx.cuh"
+#include "shared_ring.cuh"
 
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -41,37 +41,14 @@ template <int BYTES> __device__ __forceinline__ void copy_async(uint32_t to, con
     }
 }
 // ---- barriers in shared memory ----
-// A phase ends when `count` threads have arrived; who waits names the phase by its parity.
 
-__device__ void init_barrier(uint32_t at, int count) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
-}
-__device__ void arrive(uint32_t at) {
-    asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(at) : "memory");
-}
 // Lets this thread arrive when its copies so far have arrived.
 __device__ void arrive_after_copies(uint32_t at) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(at) : "memory");
 }
-__device__ bool phase_ended(uint32_t at, uint32_t parity) {
-    uint32_t done;
-#if __CUDA_ARCH__ >= 900 // it sleeps for a while where it has to wait
-    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-#else
-    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-#endif
-                 : "=r"(done)
-                 : "r"(at), "r"(parity)
-                 : "memory");
-    return done != 0;
-}
-__device__ void wait_barrier(uint32_t at, uint32_t parity) {
-    while (!phase_ended(at, parity)) {
-    }
-}
 // Waits where there is time: a warp that polls takes the shared memory from those that compute.
 __device__ void wait_patiently(uint32_t at, uint32_t parity) {
-    if (threadIdx.x % 32 == 0) {
+    if (ARRIVING_LANES == 32 || threadIdx.x % 32 == 0) {
         while (!phase_ended(at, parity)) {
             __nanosleep(64);
         }

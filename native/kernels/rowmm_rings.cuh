@@ -5,7 +5,7 @@
 
 #include "rowmm_fields.cuh"
 #include "rowmm_plan.h"
-#include "rowmm_ptx.cuh"
+#include "shared_ring.cuh"
 
 namespace luce {
 
@@ -54,12 +54,12 @@ template <typename S> struct Rings {
     __device__ void init() const {
         for (int i = 0; i < S::STAGES; i++) {
             barrier_init(stage_full(i), COPY_LANES);
-            barrier_init(stage_free(i), S::WARPS);
+            barrier_init_warps(stage_free(i), S::WARPS);
         }
         for (int i = 0; i < slots; i++) {
             barrier_init(slot_full(i), COPY_LANES);
             if (S::TEAMS == 2) {
-                barrier_init(slot_free(i), FRAGMENTS);
+                barrier_init_warps(slot_free(i), FRAGMENTS);
             }
         }
         barrier_init(scales_full(), S::WARPS);
@@ -100,17 +100,6 @@ __device__ __forceinline__ void find_scales(const RowmmParams &p, const Rings<S>
         barrier_arrive(rings.scales_full());
     }
 }
-
-// This is a place in a ring of n, and the parity of the barrier's phase there.
-struct Place {
-    int i = 0, parity = 0;
-    __device__ void next(int n) {
-        if (++i == n) {
-            i = 0;
-            parity ^= 1;
-        }
-    }
-};
 
 __device__ __forceinline__ int segment_at(const RowmmParams &p, int unit) {
     int segment = 0;
@@ -257,9 +246,7 @@ template <typename S> struct Taker {
     // Leaves the unit in hand and goes to the next.
     __device__ void release(int lane) {
         __syncwarp();
-        if (lane == 0) {
-            barrier_arrive(rings.stage_free(stage.i));
-        }
+        warp_arrive(rings.stage_free(stage.i), lane);
         stage.next(S::STAGES);
         slot.next(rings.slots);
     }

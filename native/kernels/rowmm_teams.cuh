@@ -33,16 +33,12 @@ template <typename S> struct TeamTaker {
     }
     __device__ void leave_stage(int lane) {
         __syncwarp();
-        if (lane == 0) {
-            barrier_arrive(rings.stage_free(stage.i));
-        }
+        warp_arrive(rings.stage_free(stage.i), lane);
         stage.next(S::STAGES);
     }
     __device__ void release_weights(int lane) {
         __syncwarp();
-        if (lane == 0) {
-            barrier_arrive(rings.slot_free(slot_place()));
-        }
+        warp_arrive(rings.slot_free(slot_place()), lane);
         slot.next(rings.slots >> 1);
     }
     // Leaves the unit in hand and goes to the next.

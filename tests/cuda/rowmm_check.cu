@@ -167,7 +167,7 @@ void check_matrices(const std::vector<const Matrix *> &matrices, const Ints &wid
     }
     printf("  rowmm %-40s error %.2e\n", what.c_str(), worst);
     expect(worst < bound, "rowmm " + what + " is off by " + std::to_string(worst));
-    expect(same_bits(run(matrices, x, ROWMM_MAX_ROWS, true, 3)[0], base[0]), "rowmm " + what + " twice");
+    expect(same_bits(run(matrices, x, ROWMM_MAX_ROWS, true, watched() ? 1 : 3)[0], base[0]), "rowmm " + what + " twice");
     check_rows(matrices, x, base, widths, what);
 }
 
@@ -428,7 +428,7 @@ void check_rowmm(bool all) {
         if (t.values < 256) {
             const Matrix cut(t.id, 288, 33, uint32_t(t.id) + 2);
             check_unpack(cut);
-            check_matrices({&cut}, {1, 6, 64}, name(cut), 1e-3);
+            check_matrices({&cut}, watched() ? Ints{1, 6} : Ints{1, 6, 64}, name(cut), 1e-3);
         }
     }
     check_rowmm_ranges();

@@ -3,7 +3,7 @@
 
 #include "attention_plan.cuh"
 #include "kv_types.cuh"
-#include "rowmm_ptx.cuh"
+#include "shared_ring.cuh"
 
 namespace luce {
 
@@ -20,7 +20,6 @@ template <typename L> struct Loader {
 };
 template <int TYPE, typename L> void unpack_units(const AttentionParams &, const Plan &, uint8_t *) { abort(); }
 template <int D, int TYPE> void mma_units(const AttentionParams &, Plan &, uint8_t *) { abort(); }
-inline void init_barrier(uint32_t, int) { abort(); }
 inline float exp2_fast(float x) { return std::exp2(x); }
 
 } // namespace luce

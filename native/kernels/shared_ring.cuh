@@ -1,0 +1,42 @@
+// Has what rings in shared memory have in common: places, and how a warp leaves one.
+//
+// __syncwarp() puts what all lanes did with memory ahead of what each of them does next, and an arrival comes behind all
+// that is ahead of it for its lane. So one lane arrives for its warp. compute-sanitizer's racecheck does not follow this
+// from the other lanes to that one, nor from one lane that waited to the others, and takes what a ring brings next for a
+// race (bench/results/2026-11-22-racecheck-h200.txt has it shown). In the build that racecheck looks at, which
+// tools/gpu_check.sh makes, every lane arrives and waits. All else is the same code.
+#pragma once
+
+#include "rowmm_ptx.cuh"
+
+namespace luce {
+
+// This is a place in a ring of n, and the parity of the barrier's phase there.
+struct Place {
+    int i = 0, parity = 0;
+    __device__ void next(int n) {
+        if (++i == n) {
+            i = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+#ifdef LUCE_EVERY_LANE_ARRIVES
+constexpr int ARRIVING_LANES = 32;
+#else
+constexpr int ARRIVING_LANES = 1;
+#endif
+
+// Prepares a barrier whose phase ends when so many warps have arrived.
+__device__ __forceinline__ void barrier_init_warps(uint32_t barrier, int warps) {
+    barrier_init(barrier, warps * ARRIVING_LANES);
+}
+// Arrives for the warp, whose lanes all call it behind a __syncwarp().
+__device__ __forceinline__ void warp_arrive(uint32_t barrier, int lane) {
+    if (ARRIVING_LANES == 32 || lane == 0) {
+        barrier_arrive(barrier);
+    }
+}
+
+} // namespace luce
