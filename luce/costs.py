@@ -5,8 +5,21 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 from itertools import pairwise
+from typing import NamedTuple
 
 from luce.structs import Cost
+
+
+class Host(NamedTuple):
+    """This is what rounds take in seconds beside their steps, by what those cost: `between` where a round is
+    begun after the one before it, and `ahead` where it is begun before that has ended. A step that follows
+    another one at once takes less than one that is timed alone, so `ahead` may be below 0."""
+
+    between: float = 0.0
+    ahead: float = 0.0
+
+
+NO_TIME = Host()  # It stands for a host that takes none.
 
 
 class Costs:

@@ -6,12 +6,13 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from luce import _native, cpus
 from luce._native import File, Model, Progress, Source
 from luce.acceptance import Known
+from luce.costs import NO_TIME
 from luce.drafting import Drafter, DraftSource, Fixed, TextLookup
 from luce.errors import LuceError, about
 from luce.generation import Event, Failed, Generation, Prefixes, State
@@ -33,6 +34,7 @@ from luce.plan import (
     with_room,
 )
 from luce.probe import Facts, probe
+from luce.rounds import host_of
 from luce.runner import Runner, chain_can_pay, lookup_can_pay
 from luce.structs import EngineInfo, EngineParams, Memory
 from luce.tokenizer import Tokenizer
@@ -129,7 +131,8 @@ class Files:
 
 class Engine:
     """This is the engine of a loaded model. Engine.open() opens it. Requests go in and events come out. It is
-    a context manager. `plan` is the one that it was opened by."""
+    a context manager. `plan` is the one that it was opened by, and `host` is what auto's rounds take beside
+    their steps."""
 
     def __init__(self, model: Model, tokenizer: Tokenizer, chosen: Plan, keep_drafters: bool):
         self.model, self.tokenizer = model, tokenizer
@@ -143,9 +146,13 @@ class Engine:
             chosen = paying
         self.plan, self.native = chosen, native
         self.info, self.costs = native.info, native.costs()
-        self._known = Known()
-        self._opened = ExitStack()
-        self._opened.enter_context(native)
+        self._known, self.host = Known(), NO_TIME
+        with ExitStack() as opened:
+            opened.enter_context(native)
+            if isinstance(chosen.draft, Auto):
+                self.host = host_of(native, tokenizer, partial(self._runner, chosen.draft))
+                self._known = Known()  # That text was none of the user's.
+            self._opened = opened.pop_all()
 
     @classmethod
     def open(
@@ -200,15 +207,15 @@ class Engine:
                 return None
             case Lookup(budget=budget):
                 return TextLookup(sequence, budget)
-            case Auto(budget=budget) as draft:
-                drafters = _drafters(draft, sequence, self.info)
-                kind = self.model.info.device.partition(":")[0]
-                between = BETWEEN.get(kind, 0.0) if self.native.ahead else 0.0
-                handed = HANDS_OVER.get(kind, 0.0)
-                return Runner(sequence, self.costs, drafters, budget, self._known, between, handed)
+            case Auto() as draft:
+                return self._runner(draft, sequence)
             case Mtp(budget=budget) | Dflash(budget=budget) as draft:
                 drafter = _drafters(draft, sequence, self.info)[-1]
                 return Fixed(drafter, drafter.most, budget)
+
+    def _runner(self, draft: Auto, sequence: _native.Sequence) -> Runner:
+        drafters = _drafters(draft, sequence, self.info)
+        return Runner(sequence, self.costs, drafters, draft.budget, self._known, self.host)
 
     def generate(
         self,
@@ -272,13 +279,6 @@ def _drafters(draft: Drafting, sequence: _native.Sequence, info: EngineInfo) -> 
     sizes = {Source.NEXTN: draft.chain, Source.PART: part, Source.DFLASH: draft.block}
     ranks = max(info.n_top, 1)
     return [Drafter(sequence, by, most, ranks, info.n_part) for by, most in sizes.items() if most]
-
-
-# The host takes at most so many seconds between two steps, where the second is not begun ahead as plain
-# decoding's are: of an H200's host 40 us were measured between short steps, and more between long ones
-# (bench/results/2026-11-22-ahead-h200.txt). To ask for drafts, to hand them over and to count them takes so
-# many more (2026-11-22-auto-h200.txt there). On a CPU no step is begun ahead.
-BETWEEN, HANDS_OVER = {"cuda": 60e-6}, {"cuda": 27e-6}
 
 
 def _params(chosen: Plan, device: str, n_vocab: int) -> EngineParams:

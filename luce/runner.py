@@ -22,13 +22,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from luce.acceptance import Acceptance, Among, Known, Learned
-from luce.costs import Costs
+from luce.costs import NO_TIME, Costs, Host
 from luce.drafting import NOTHING, Draft, Drafter, Limits, Round, Text
 
-# Drafting that fails may cost this part of plain decoding: ALLOWANCE over the first HORIZON tokens, and
-# ALLOWANCE_BEYOND after them, since such texts seldom improve. The promise is 3% over 256 tokens. KEPT of it
-# covers what is not measured: costs of long contexts, and how much a machine's times differ.
-HORIZON, ALLOWANCE, ALLOWANCE_BEYOND, PROMISE, KEPT = 256, 0.025, 0.01, 0.03, 0.006
+# A text of HORIZON tokens takes at most PROMISE more than plain decoding. What drafting that fails loses is
+# counted by what rounds cost here, and may be up to COUNTED times that: on an H200 it was 1.08 times at most
+# (bench/results/2026-11-23-rounds-h200.txt), and hosts may be disturbed after they were timed. Beyond those
+# tokens it may cost ALLOWANCE_BEYOND, since such texts seldom improve.
+HORIZON, PROMISE, COUNTED, ALLOWANCE_BEYOND = 256, 0.03, 1.25, 0.01
+ALLOWANCE = PROMISE / COUNTED
 BET = 0.5  # One round may lose this part of what may still be lost, so a bad beginning leaves some for later.
 MARGIN = 1.03  # Drafting has to promise so much more than plain decoding: below, it is not worth a bet.
 MAX_ROWS = 64  # luce.h calls it LUCE_MAX_ROWS.
@@ -51,24 +53,31 @@ PLAIN = Choice()
 Fields = tuple[int, int | None, int, int, float, float]  # These are the fields of a Choice.
 
 
+def plain_round(costs: Costs, host: Host, sequences: int = 1) -> float:
+    """Returns the seconds of a round of plain decoding, for each of so many sequences; 0 where nothing was
+    measured."""
+    step = costs.verify(sequences)
+    return max(step + host.ahead, 0.0) if step else 0.0
+
+
 class Prices:
     """This is what rounds of so many sequences cost, where each does the same; the unit is a plain round of
-    them. `verify` has a step's price by the rows of each sequence, and `drafts` that of 0, 1 .. drafts of
-    each drafter. `slopes` has by drafts what each further one adds at least. `with_lookup` and `with_drafts`
-    are the prices of the cheapest rounds that verify a lookup, and drafts of a drafter."""
+    them, as plain decoding has it: begun ahead. `verify` has the price of a round that is begun after the
+    last one, by the rows of each sequence, and `drafts` what 0, 1 .. drafts of each drafter add. `slopes` has
+    by drafts what each further one adds at least. `with_lookup` and `with_drafts` are the prices of the
+    cheapest rounds that verify a lookup, and drafts of a drafter."""
 
-    def __init__(self, costs: Costs, drafters: Sequence[Drafter], sequences: int, handed: float = 0.0):
-        """Counts `handed` seconds for each sequence where a drafter drafts."""
-        plain, most = costs.verify(sequences), MAX_ROWS // max(sequences, 1)
+    def __init__(self, costs: Costs, drafters: Sequence[Drafter], sequences: int, host: Host = NO_TIME):
+        plain, most = plain_round(costs, host, sequences), MAX_ROWS // max(sequences, 1)
         self.known = plain > 0
         self.verify = [
-            costs.verify(max(rows, 1) * sequences) / plain if plain else 1.0 for rows in range(most + 1)
+            (costs.verify(max(rows, 1) * sequences) + host.between) / plain if plain else 1.0
+            for rows in range(most + 1)
         ]
         self.drafts = [
-            [0.0, *((d.seconds(costs, n, sequences) + handed * sequences) / plain if plain else 0.0
-                    for n in range(1, d.most + 1))]
+            [0.0, *(d.seconds(costs, n, sequences) / plain if plain else 0.0 for n in range(1, d.most + 1))]
             for d in drafters
-        ]  # fmt: skip
+        ]
         verify = self.verify
         chains = [[of[n] + verify[1 + n] for n in range(min(len(of), most))] for of in self.drafts]
         self.slopes = [_slopes(chain) for chain in chains]
@@ -173,17 +182,19 @@ def lookup_can_pay(costs: Costs, budget: int) -> bool:
     return best(Prices(costs, (), 1), budget, budget, [1.0] * budget, (), MAX_ROWS).lookup > 0
 
 
-def allowances(costs: Costs, budget: int, fed: float) -> tuple[float, float]:
+def allowances(costs: Costs, host: Host, budget: int, fed: float) -> tuple[float, float]:
     """Returns what may be lost a token by drafting that fails, within HORIZON tokens and beyond, as parts of
-    plain decoding. A plain round owes the head `fed` seconds, and the promise covers these too. But a third
-    of the allowances is left, and two rounds of `budget` candidates may always fail, as nothing would be
-    found out with less."""
-    plain = costs.verify(1)
+    plain decoding. A plain round owes the head `fed` seconds, and these count as lost. But as nothing would
+    be found out without trials, two rounds of `budget` candidates may fail within HORIZON tokens, and two of
+    one candidate in as many beyond."""
+    plain = plain_round(costs, host)
     if not plain:
         return ALLOWANCE, ALLOWANCE_BEYOND
-    taken, wide = fed / plain, costs.verify(1 + budget) / plain - 1
-    within = max(PROMISE - KEPT - taken, ALLOWANCE / 3, 2 * wide / HORIZON)
-    return min(ALLOWANCE, within), max(ALLOWANCE_BEYOND - taken, ALLOWANCE_BEYOND / 3)
+    taken = fed / plain
+    wide, narrow = ((costs.verify(1 + more) + host.between) / plain - 1 for more in (budget, 1))
+    within = max(ALLOWANCE - taken, 2 * wide / HORIZON)
+    beyond = max(ALLOWANCE_BEYOND - taken, 2 * narrow / HORIZON)
+    return min(ALLOWANCE, within), min(ALLOWANCE_BEYOND, beyond)
 
 
 class Runner:
@@ -200,13 +211,11 @@ class Runner:
         drafters: Sequence[Drafter],
         budget: int,
         known: Known | None = None,
-        between: float = 0.0,
-        handed: float = 0.0,
+        host: Host = NO_TIME,
     ):
-        """Drafts at most `budget` candidates a round. A round takes `between` seconds more than its steps and
-        than plain decoding, unless it is begun ahead. One in which a drafter drafts takes `handed` seconds
-        more than that."""
+        """Drafts at most `budget` candidates a round."""
         self._text, self._costs, self._drafters, self._budget = text, costs, drafters, budget
+        self._host = host
         known = known or Known()
         self._lookups = known.lookups()
         self._heads: dict[str, Acceptance] = {}
@@ -221,12 +230,10 @@ class Runner:
         # Plain steps of several sequences feed the head each, and those of one leave many rows to one feed.
         self._most_owed = budget + 1
         fed = costs.feed(1), costs.feed(self._most_owed) / self._most_owed
-        self._allowed = [allowances(costs, budget, each) for each in fed]  # by whether it is alone
+        self._allowed = [allowances(costs, host, budget, each) for each in fed]  # by whether it is alone
         # They are the prices of what is owed alone, by rows; this is asked for in every round.
-        plain = costs.verify(1)
+        plain = plain_round(costs, host)
         self._feeds = [costs.feed(n) / plain if plain else 0.0 for n in range(self._most_owed + 1)]
-        self._handed = handed
-        self._between = between / plain if plain else 0.0  # in plain rounds
         self.begin(HORIZON)
 
     def begin(self, budget: int) -> None:
@@ -235,9 +242,10 @@ class Runner:
         self._lost = 0.0  # It counts plain rounds.
         self._owed = 0  # The head is owed so many rows of plain rounds.
         self._alone = True  # The last round's step had no other sequence.
+        self._apart = 0.0  # A plain round of that many takes so much more where it is not begun ahead.
         self._choice = PLAIN
-        # These count rounds, those with something worth drafting, and the last ones that had nothing.
-        self._rounds = self._wished = self._plain = 0
+        # These count rounds, those with a lookup that was worth it, and the last ones that had none.
+        self._rounds = self._looked = self._unlooked = 0
         self._lookups.reset()
 
     def draft(self, anchor: int, limits: Limits) -> Draft:
@@ -247,19 +255,20 @@ class Runner:
         self._alone = limits.sequences == 1
         prices = self._prices.get(limits.sequences)
         if prices is None:
-            prices = Prices(self._costs, self._drafters, limits.sequences, self._handed)
+            prices = Prices(self._costs, self._drafters, limits.sequences, self._host)
             self._prices[limits.sequences] = prices
+        self._apart = prices.verify[1] - 1
         most_lost, choice = BET * (self._allowance() - self._lost), PLAIN
-        owed = (self._feeds[self._owed] if self._alone else 0.0) + self._between
+        owed = self._feeds[self._owed] if self._alone else 0.0
         if (prices.with_lookup if tokens else prices.with_drafts) + owed <= 1 + most_lost:
             chances = self._lookups.chances(len(tokens), matched)
             choice = best(prices, rows, depth, chances, self._learned, most_lost, owed)
         self._choice, chain = choice, tokens[: choice.lookup]
-        self._rounds += 1
+        self._rounds, self._unlooked = self._rounds + 1, self._unlooked + 1
+        if choice.lookup:
+            self._looked, self._unlooked = self._looked + 1, 0
         if choice is PLAIN:
-            self._plain += 1
             return NOTHING
-        self._wished, self._plain = self._wished + 1, 0
         if choice.drafter is None:
             return Draft(tuple(chain), sources=("lookup",) * len(chain))
         drafter = self._drafters[choice.drafter]
@@ -267,11 +276,14 @@ class Runner:
         return drafter.draft(anchor, choice.drafts, budget, chain)
 
     def stays_plain(self) -> bool:
-        """Says whether the next round is begun ahead, which saves what is between rounds. If something is
-        worth drafting then, it comes a round later, which loses some half of a plain round. The chance of
-        that is taken from the last rounds that had nothing to draft, and from all rounds."""
-        chance = min(1 / (self._plain + 2), (self._wished + 1) / (self._rounds + 2))
-        return self._between > chance / 2
+        """Says whether the next round is begun ahead, which saves what is between rounds. What a drafter is
+        worth changes little from round to round, so one that was not worth it now is taken not to be then.
+        If a lookup is, it comes a round later, which loses some half of a plain round. The chance of that is
+        taken from the last rounds that had none, and from all rounds."""
+        if self._choice.drafter is not None:
+            return False
+        chance = min(1 / (self._unlooked + 2), (self._looked + 1) / (self._rounds + 2))
+        return self._apart > chance / 2
 
     def learn(self, done: Round) -> None:
         """Learns from a round that is over."""
@@ -280,7 +292,7 @@ class Runner:
         if done.drafted:
             self._lost += choice.price - len(done.tokens)
         elif not done.ahead:
-            self._lost += self._between
+            self._lost += self._apart
         self._lookups.came(done.tokens)
         # The core feeds the head at once where a step has more rows than one.
         self._owed = min(self._owed + 1, self._most_owed) if self._alone and not done.drafted else 0

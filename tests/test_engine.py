@@ -10,9 +10,9 @@ from box_model import GGUF, PROMPTS
 
 from luce import _native
 from luce._native import File
-from luce.costs import Costs
+from luce.costs import NO_TIME, Costs, Host
 from luce.engine import Engine, Files
-from luce.errors import Cancelled, ContextFull, OutOfMemory, StateError, UnsupportedError
+from luce.errors import Cancelled, ContextFull, NumericError, OutOfMemory, StateError, UnsupportedError
 from luce.generation import Failed, Finished, Started, Tokens
 from luce.plan import MAX_GAMMA, Options, Request
 from luce.structs import Cost, Sampling
@@ -72,15 +72,14 @@ def test_auto_is_plain_where_no_draft_can_pay(files, monkeypatch, dear, mode):
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
 @pytest.mark.parametrize("asked", [{"spec": "off"}, {"gamma": 2}, {"spec": "auto"}], ids=str)
-def test_many_give_the_tokens_that_each_gives_alone(files, asked, ahead, monkeypatch):
+def test_many_give_the_tokens_that_each_gives_alone(files, asked, ahead):
     """There are more of them than sequences, greedy and sampled. Rounds are begun ahead, as on a GPU."""
-    monkeypatch.setattr("luce.engine.BETWEEN", dict.fromkeys(("cpu", "cuda"), 2e-5))
     requests = [ask(at, 12 + 3 * at) for at in range(4)]
     requests += [ask(at, 16, sampling=Sampling(temperature=1.5, seed=at)) for at in range(3)]
     with Engine.open(files, replace(OPTIONS, spec="off")) as engine:
         alone = [tokens(engine, request) for request in requests]
     with Engine.open(files, replace(OPTIONS, sequences=3, **asked)) as engine:
-        engine.native.ahead = ahead
+        engine.native.ahead, engine.host = ahead, Host(between=2e-5)
         found = {}
         emitted = {at: [] for at in range(len(requests))}
         for at, event in engine.run(requests):
@@ -94,6 +93,45 @@ def test_many_give_the_tokens_that_each_gives_alone(files, asked, ahead, monkeyp
     assert [len(found[at].tokens) for at in range(7)] == [request.max_tokens for request in requests]
     assert [list(found[at].tokens) for at in range(7)] == list(emitted.values())
     assert [found[at].tokens for at in range(7)] == alone
+
+
+@pytest.fixture
+def ahead(monkeypatch):
+    """Lets engines begin steps ahead on every device."""
+    opened = _native.Engine.__init__
+
+    def init(self, *args):
+        opened(self, *args)
+        self.ahead = True
+
+    monkeypatch.setattr(_native.Engine, "__init__", init)
+
+
+@pytest.mark.parametrize("ctx", [128, 512])
+def test_what_rounds_take_beside_their_steps_is_measured_where_they_are_begun_ahead(files, ahead, ctx):
+    """Texts decode as they do where it was not, with all sequences and pages."""
+    with Engine.open(files, replace(OPTIONS, spec="off", ctx=ctx)) as engine:
+        assert engine.host == NO_TIME
+        expected = tokens(engine, ask(1))
+    with Engine.open(files, replace(OPTIONS, spec="auto", ctx=ctx), keep_drafters=True) as engine:
+        assert engine.host.between > 0 and engine.host.between >= engine.host.ahead
+        assert engine.native.info.sequences_free == engine.native.info.n_sequences
+        assert engine.native.info.pages_free == engine.native.info.n_pages
+        assert tokens(engine, ask(1)) == expected
+
+
+@pytest.mark.parametrize("failing", ["prefill", "start", "follow", "wait"])
+def test_an_engine_whose_rounds_cannot_be_measured_is_opened_all_the_same(files, ahead, failing, monkeypatch):
+    def fail(*_):
+        raise NumericError("not finite")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_native.Sequence if failing == "prefill" else _native.Engine, failing, fail)
+        engine = Engine.open(files, replace(OPTIONS, spec="auto"), keep_drafters=True)
+    with engine:
+        assert engine.host == NO_TIME
+        assert engine.native.info.sequences_free == engine.native.info.n_sequences
+        assert len(tokens(engine, ask(1))) == 24
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
