@@ -164,8 +164,8 @@ __global__ void __launch_bounds__(SUM_THREADS) sum_kernel(const __grid_constant_
 // There are as many slots of weights as leave room for the blocks of a multiprocessor, and at least two.
 cudaError_t launch(RowmmParams &p, bool wide, const DeviceLimits &device, cudaStream_t stream, bool overlap) {
     const RowmmKernel k = p.columns <= 8    ? rowmm_kernel_8()
-                          : !wide           ? (p.columns <= 16 ? rowmm_kernel_16() : rowmm_kernel_32())
-                          : p.columns <= 16 ? rowmm_kernel_16_wide()
+                          : p.columns <= 16 ? rowmm_kernel_16()
+                          : !wide           ? rowmm_kernel_32()
                           : p.columns <= 32 ? rowmm_kernel_32_wide()
                                             : rowmm_kernel_64_wide();
     // The kernel has at most 512 besides, and some is for blocks of the launches behind, which wait beside it.

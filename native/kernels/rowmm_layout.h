@@ -131,14 +131,14 @@ constexpr int SET = 32; // a set of narrow chunks has so many rows
 struct RowsLayout {
     int columns; // the functions below call it C
     int set; // one set of chunks has so many rows
-    bool wide;
+    bool wide; // up to 16 rows mma.sync is faster than wgmma, which has more to do between its products
 
     ROWMM_BOTH RowsLayout(int T, bool has_wgmma)
         : columns(T <= 8                   ? T
                   : T <= 16                ? 16
                   : T <= SET || !has_wgmma ? SET
                                            : ROWMM_MAX_ROWS),
-          set(T > SET && has_wgmma ? ROWMM_MAX_ROWS : SET), wide(T > 8 && has_wgmma) {}
+          set(T > SET && has_wgmma ? ROWMM_MAX_ROWS : SET), wide(T > 16 && has_wgmma) {}
 };
 // Returns the offset of the sums in a chunk of activations.
 constexpr ROWMM_BOTH int chunk_sums(int C) {

@@ -15,11 +15,16 @@ template <int NT> __device__ __forceinline__ int lane_column(int C, int lane) {
     return NT == 1 ? min(lane / 4, C - 1) : lane / 4;
 }
 
-// Reads two steps' activations of rows 8 n .. 8 n + 7.
+// Reads two steps' activations of rows 8 n .. 8 n + 7. Of more than eight rows a lane's lie at fixed offsets from its
+// first, which the compiler has to be told.
 template <int NT>
 __device__ __forceinline__ uint4 read_rows(const uint8_t *stage, int group, int n, int C, int lane) {
-    return reinterpret_cast<const uint4 *>(
-        stage)[(group * C + n * 8 + lane_column<NT>(C, lane)) * 4 + lane % 4];
+    if constexpr (NT == 1) {
+        return reinterpret_cast<const uint4 *>(stage)[(group * C + lane_column<NT>(C, lane)) * 4 + lane % 4];
+    } else {
+        return word_at<uint4>(stage + (lane_column<NT>(C, lane) * 4 + lane % 4) * 16 +
+                              (group * C + n * 8) * 64);
+    }
 }
 
 // ---- mma.sync ----
@@ -211,7 +216,7 @@ __device__ __forceinline__ void multiply_unit(Sums<NT> &acc, const uint8_t *frag
             wgmma_pin(c);
         }
         add_unit<TYPE, NT>(acc, c, weights, tail, C, lane, downs,
-                           WIDE && NT != 4 ? rows ^ shared_address(stage) : 0);
+                           WIDE && NT == 8 ? rows ^ shared_address(stage) : 0);
     }
 }
 

@@ -70,7 +70,7 @@ struct RowmmParts {
 cudaError_t rowmm_parts_of(const RowmmArgs &args, RowmmParts &parts);
 
 // These are the kernels (rowmm_kernel.cuh), each compiled on its own. mma.sync serves up to 8, 16 and 32
-// rows, and wgmma serves up to 16, 32 and 64. Both give the same bits.
+// rows, and wgmma serves up to 32 and 64, where there is wgmma. Both give the same bits.
 struct RowmmKernel {
     void (*kernel)(RowmmParams);
     int threads;
@@ -80,7 +80,6 @@ struct RowmmKernel {
 constexpr int ROWMM_MAX_SLOTS = 16;
 RowmmKernel rowmm_kernel_8();
 RowmmKernel rowmm_kernel_16();
-RowmmKernel rowmm_kernel_16_wide();
 RowmmKernel rowmm_kernel_32();
 RowmmKernel rowmm_kernel_32_wide();
 RowmmKernel rowmm_kernel_64_wide();

@@ -1,4 +1,4 @@
-// Wraps wgmma, in which a warpgroup multiplies 64 outputs x 16 k, from registers, by 16 k x 16, 32 or 64 rows,
+// Wraps wgmma, in which a warpgroup multiplies 64 outputs x 16 k, from registers, by 16 k x 32 or 64 rows,
 // from shared memory. Only sm_90a has it.
 #pragma once
 
@@ -69,16 +69,6 @@ template <int NT> __device__ __forceinline__ uint64_t wgmma_rows(uint32_t stage,
 }
 
 // Does c += a * rows, or c = a * rows.
-__device__ __forceinline__ void wgmma(float (&c)[2][4], const uint32_t *a, uint64_t rows, bool add) {
-#if ROWMM_WGMMA
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %13, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
-                 "{%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9,%10,%11}, %12, p, 1, 1, 0;\n}"
-                 : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]),
-                   "+f"(c[1][2]), "+f"(c[1][3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows), "r"(int(add)));
-#endif
-}
 __device__ __forceinline__ void wgmma(float (&c)[4][4], const uint32_t *a, uint64_t rows, bool add) {
 #if ROWMM_WGMMA
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
