@@ -10,7 +10,7 @@ namespace {
 __global__ void row_tokens_kernel(TokensArgs a) { // a thread has a row
     const int t = blockIdx.x * blockDim.x + threadIdx.x;
     if (t < a.T) {
-        a.out[t] = token_of(a.tokens, a.drafts, t, a.n_vocab);
+        a.out[t] = token_of(a.tokens[t], a.drafts, a.n_vocab);
     }
 }
 

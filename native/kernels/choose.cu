@@ -1,13 +1,14 @@
 // Chooses the token of each row by the rule of sampling.h, in four kernels, and a row never leaves the
 // device. Maxima with ties to the lowest id, counts and sums of integer masses are the same in any order, so
 // the result has the bits of the CPU.
-//   most   CHOICE_PARTS blocks a row: the largest logit of each part
+//   most   CHOICE_PARTS blocks a row: the largest logit of each part. A draft's logits are still parts of their product,
+//          which it adds up, and another block keeps the row's hidden state
 //   bins   where top-k or top-p ask for it: how many ids, and which mass, lie in each of SAMPLE_BINS ranges of z. That
 //          tells of every range but one or a few whether it is kept
 //   noise  the largest z + G of the ids in ranges that are kept; ids in the others that may be kept go into a list
 //   pick   a block a row: which ids of the list are kept, and the best of all. Where the list is too short (all logits
-//          all but equal) it searches the row itself. In a draft another block a row keeps its hidden state
-// A greedy row passes through bins and noise.
+//          all but equal) it searches the row itself
+// A greedy row passes through bins and noise. What a kernel takes of the control block it reads before it waits.
 #include "choose.cuh"
 #include "overlap.cuh"
 #include "whole_norm.cuh"
@@ -16,47 +17,80 @@ namespace luce {
 namespace {
 
 // The grid is parts, rows.
-template <bool VECTOR> __global__ void __launch_bounds__(THREADS) most_kernel(ChooseArgs a, int32_t part) {
-    __shared__ Best shared[THREADS / WARP];
+template <bool VECTOR>
+__global__ void __launch_bounds__(THREADS) most_kernel(const __grid_constant__ ChooseArgs a, int32_t part) {
     let_next_start();
-    wait_for_previous();
     const Row row(a, blockIdx.y);
-    if (row.filtered(a.n)) {
-        for (int i = blockIdx.x * THREADS + threadIdx.x; i < SAMPLE_BINS; i += CHOICE_PARTS * THREADS) {
-            row.out->count[i] = 0;
-            row.out->mass[i] = 0;
-        }
-        if (blockIdx.x == 0 && threadIdx.x == 0) {
-            row.out->n_listed = 0;
-        }
-    }
-    Best best;
-    bool bad = false;
     const Span span = part_of(blockIdx.x, part, a.n);
-    each<VECTOR, THREADS>(row.x, span, [&](const float (&v)[4], int32_t id) {
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            if (id + j < span.end) {
-                bad = bad || !isfinite(v[j]);
-                best.see(v[j], id + j);
-            }
-        }
-    });
-    best.reduce_block<THREADS>(shared);
-    bad = __syncthreads_or(bad);
-    if (threadIdx.x == 0) {
-        row.out->most[blockIdx.x] = {bad ? ~best.id : best.id, best.value};
+    wait_for_previous();
+    Most most(row, a.n);
+    each<VECTOR, THREADS>(row.x, span, [&](const float (&v)[4], int32_t id) { most.see(v, id, span.end); });
+    most.leave(row);
+}
+
+// The same of logits that are parts, which it adds up. The grid is parts and one more, which keeps hidden rows; rows.
+__global__ void __launch_bounds__(THREADS)
+    most_of_parts_kernel(const __grid_constant__ ChooseArgs a, int32_t part,
+                         const __grid_constant__ RowmmParts parts) {
+    let_next_start();
+    if (blockIdx.x == CHOICE_PARTS) {
+        keep_hidden_row(a.hidden, blockIdx.y, [] { wait_for_previous(); });
+        return;
     }
+    const Row row(a, blockIdx.y);
+    const Span span = part_of(blockIdx.x, part, a.n);
+    const auto parts_of = [&](int32_t id) {
+        return LaneParts<1>(parts, 0, int(blockIdx.y), min(int64_t(id), a.n - 4));
+    };
+    constexpr int STEP = 4 * THREADS;
+    int32_t id = span.begin + 4 * int32_t(threadIdx.x);
+    const LaneParts<1> first[UNROLL] = {parts_of(id), parts_of(id + STEP), parts_of(id + 2 * STEP),
+                                        parts_of(id + 3 * STEP)};
+    static_assert(UNROLL == 4, "first has so many");
+    wait_for_previous();
+    Most most(row, a.n);
+    const auto see = [&](const LaneParts<1> &from, float4(&x)[AHEAD][1], int32_t at) {
+        float v[4] = {-0.0f, -0.0f, -0.0f, -0.0f}; // nothing changes when it is added to
+        from.add(x, v);
+        if (at < span.end) {
+            *reinterpret_cast<float4 *>(a.logits + blockIdx.y * a.n + at) = {v[0], v[1], v[2], v[3]};
+            most.see(v, at, span.end);
+        }
+    };
+    float4 x[UNROLL][AHEAD][1];
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++) {
+        first[u].fetch(x[u], 0);
+    }
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++) {
+        see(first[u], x[u], id + u * STEP);
+    }
+    // Vocabularies beyond CHOICE_PARTS * UNROLL * STEP have more.
+    for (id += UNROLL * STEP; id < span.end; id += STEP) {
+        const LaneParts<1> from = parts_of(id);
+        from.fetch(x[0], 0);
+        see(from, x[0], id);
+    }
+    most.leave(row);
+}
+
+// Waits in blocks that have work to do. The others pass, but one of the launch waits too (overlap.cuh).
+__device__ bool passes(bool has_work) {
+    if (has_work || (blockIdx.x == 0 && blockIdx.y == 0)) {
+        wait_for_previous();
+    }
+    return !has_work;
 }
 
 // The grid is parts, rows.
-template <bool VECTOR> __global__ void __launch_bounds__(THREADS) bins_kernel(ChooseArgs a, int32_t part) {
+template <bool VECTOR>
+__global__ void __launch_bounds__(THREADS) bins_kernel(const __grid_constant__ ChooseArgs a, int32_t part) {
     __shared__ unsigned long long mass[SAMPLE_BINS];
     __shared__ uint32_t count[SAMPLE_BINS];
     let_next_start();
-    wait_for_previous();
     const Row row(a, blockIdx.y);
-    if (!row.filtered(a.n)) {
+    if (passes(row.filtered(a.n))) {
         return;
     }
     for (int i = threadIdx.x; i < SAMPLE_BINS; i += THREADS) {
@@ -83,13 +117,13 @@ template <bool VECTOR> __global__ void __launch_bounds__(THREADS) bins_kernel(Ch
 }
 
 // The grid is parts, rows.
-template <bool VECTOR> __global__ void __launch_bounds__(THREADS) noise_kernel(ChooseArgs a, int32_t part) {
+template <bool VECTOR>
+__global__ void __launch_bounds__(THREADS) noise_kernel(const __grid_constant__ ChooseArgs a, int32_t part) {
     __shared__ Best shared[THREADS / WARP];
     __shared__ Bins<THREADS> bins;
     let_next_start();
-    wait_for_previous();
     const Row row(a, blockIdx.y);
-    if (row.c.scale == 0) {
+    if (passes(row.c.scale != 0)) {
         return;
     }
     const Best most = row.largest();
@@ -136,18 +170,25 @@ template <bool VECTOR> __global__ void __launch_bounds__(THREADS) noise_kernel(C
     }
 }
 
-// The grid is rows, and twice as many where hidden rows are kept.
-static_assert(PICK_THREADS == NORM_MAX_WARPS * WARP,
-              "a row of any length is normed as by keep_hidden_kernel");
+constexpr int LINE = 128; // the L2 cache has lines of so many bytes
+
+// Has a line come to the L2 cache. Nothing waits for it.
+__device__ void call_for(const void *p) {
+#ifdef __CUDA_ARCH__
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+#endif
+}
+
+// The grid is rows.
 __global__ void __launch_bounds__(PICK_THREADS) pick_kernel(const __grid_constant__ ChooseArgs a) {
     __shared__ Best shared[PICK_THREADS / WARP];
     let_next_start();
-    if (int(blockIdx.x) >= a.T) {
-        keep_hidden_row(a.hidden, blockIdx.x - a.T, [] { wait_for_previous(); });
-        return;
+    const Row row(a, blockIdx.x);
+    const int32_t keep = a.drafts == nullptr ? -1 : a.ctl->rows[blockIdx.x].keep;
+    if (row.c.scale == 0 && threadIdx.x >= WARP) {
+        return; // a warp is enough
     }
     wait_for_previous();
-    const Row row(a, blockIdx.x);
     bool bad = false;
     const Best most = row.largest(&bad);
     Best best = most;
@@ -161,30 +202,41 @@ __global__ void __launch_bounds__(PICK_THREADS) pick_kernel(const __grid_constan
         }
         best.reduce_block<PICK_THREADS>(shared);
     }
+    const int32_t token = best.id == INT_MAX ? 0 : best.id; // there is nothing but NaN
     if (threadIdx.x == 0) {
-        const int32_t token = best.id == INT_MAX ? 0 : best.id; // there is nothing but NaN
         row.out->token = token;
         row.out->not_finite = bad ? 1 : 0;
-        if (const int32_t at = a.ctl->rows[blockIdx.x].keep; a.drafts != nullptr && at >= 0) {
+        if (keep >= 0) {
             for (int32_t *kept : {a.drafts, a.given}) {
-                kept[2 * int64_t(at)] = token;
-                kept[2 * int64_t(at) + 1] = bad ? 1 : 0;
+                kept[2 * int64_t(keep)] = token;
+                kept[2 * int64_t(keep) + 1] = bad ? 1 : 0;
             }
+        }
+    }
+    if (a.table != nullptr && threadIdx.x < WARP) {
+        const auto *embedding = static_cast<const uint8_t *>(a.table) + token * a.row_bytes;
+        for (int64_t i = threadIdx.x * LINE; i < a.row_bytes; i += WARP * LINE) {
+            call_for(embedding + i);
         }
     }
 }
 
 template <bool VECTOR> cudaError_t launch(const ChooseArgs &args, cudaStream_t stream) {
     const int32_t part = int32_t((args.n + CHOICE_PARTS - 1) / CHOICE_PARTS + 3) / 4 * 4;
-    const dim3 grid(CHOICE_PARTS, args.T);
+    const dim3 grid(CHOICE_PARTS, args.T), with_hidden(CHOICE_PARTS + 1, args.T);
     cudaError_t error = cudaSuccess;
-    for (const auto kernel : {most_kernel<VECTOR>, bins_kernel<VECTOR>, noise_kernel<VECTOR>}) {
+    if (args.parts == nullptr) {
+        error = launch_kernel(most_kernel<VECTOR>, grid, THREADS, 0, stream, true, args, part);
+    } else if (RowmmParts parts = {}; (error = rowmm_parts_of(*args.parts, parts)) == cudaSuccess) {
+        error = launch_kernel(most_of_parts_kernel, with_hidden, THREADS, 0, stream, true, args, part, parts);
+    }
+    for (const auto kernel : {bins_kernel<VECTOR>, noise_kernel<VECTOR>}) {
         if (error == cudaSuccess) {
             error = launch_kernel(kernel, grid, THREADS, 0, stream, true, args, part);
         }
     }
     if (error == cudaSuccess) {
-        error = launch_kernel(pick_kernel, dim3(args.T + args.hidden.T), PICK_THREADS, 0, stream, true, args);
+        error = launch_kernel(pick_kernel, dim3(args.T), PICK_THREADS, 0, stream, true, args);
     }
     return error;
 }
@@ -193,7 +245,9 @@ template <bool VECTOR> cudaError_t launch(const ChooseArgs &args, cudaStream_t s
 
 int cuda::choose(const ChooseArgs &args, void *stream) {
     if (args.T < 0 || args.T > MAX_ROWS || args.n <= 0 || args.n > CHOICE_MAX_IDS ||
-        (args.hidden.T != 0 && (args.hidden.T != args.T || args.hidden.E <= 0))) {
+        (args.parts != nullptr &&
+         (args.parts->n_weights != 1 || args.parts->weights[0].N != args.n || args.n % 8 != 0 ||
+          args.parts->T != args.T || args.hidden.T != args.T || args.hidden.E <= 0))) {
         return int(cudaErrorInvalidValue);
     }
     if (args.T == 0) {

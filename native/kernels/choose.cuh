@@ -3,6 +3,7 @@
 
 #include "kernels.h"
 #include "rowmm_fields.cuh"
+#include "rowmm_parts.cuh"
 
 #include <climits>
 #include <cmath>
@@ -14,6 +15,7 @@ namespace {
 constexpr int THREADS = 256;
 constexpr int PICK_THREADS = 1024;
 constexpr int UNROLL = 4; // so many 16-byte loads are in flight
+constexpr int AHEAD = 2; // few values have more parts
 
 // Best is the largest value with the lowest id.
 struct Best {
@@ -134,6 +136,42 @@ struct Row {
     __device__ void see(Best &best, float value, float x_max, int32_t id) const {
         const float gap = half_gap(value, x_max);
         see(best, gap, z_of(gap, c.scale), noise_words(c.seed, position, uint32_t(id) / 4).w[id % 4], id);
+    }
+};
+
+// Most finds the largest logit that a block sees.
+struct Most {
+    Best best;
+    bool bad = false; // a logit is not finite
+
+    // It also makes room for the bins of a row that needs them.
+    __device__ Most(const Row &row, int64_t n) {
+        if (row.filtered(n)) {
+            for (int i = blockIdx.x * THREADS + threadIdx.x; i < SAMPLE_BINS; i += CHOICE_PARTS * THREADS) {
+                row.out->count[i] = 0;
+                row.out->mass[i] = 0;
+            }
+            if (blockIdx.x == 0 && threadIdx.x == 0) {
+                row.out->n_listed = 0;
+            }
+        }
+    }
+    __device__ void see(const float (&v)[4], int32_t id, int32_t end) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            if (id + j < end) {
+                bad = bad || !isfinite(v[j]);
+                best.see(v[j], id + j);
+            }
+        }
+    }
+    __device__ void leave(const Row &row) {
+        __shared__ Best shared[THREADS / WARP];
+        best.reduce_block<THREADS>(shared);
+        bad = __syncthreads_or(bad);
+        if (threadIdx.x == 0) {
+            row.out->most[blockIdx.x] = {bad ? ~best.id : best.id, best.value};
+        }
     }
 };
 

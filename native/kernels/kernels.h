@@ -315,7 +315,7 @@ struct ChoiceRow {
 };
 constexpr int CHOICE_WIDTH = sizeof(ChoiceRow) / sizeof(int32_t);
 struct ChooseArgs {
-    const float *logits; // [T][n]
+    float *logits; // [T][n]
     int64_t n;
     int32_t T;
     const StepCtl *ctl;
@@ -325,8 +325,13 @@ struct ChooseArgs {
     // Entry rows[t].keep of both becomes {token, not-finite flag} of row t: one for later rows, and one for the host, in
     // memory of its own that a GPU writes to, since a copy would take longer. They may be the same, or both null.
     int32_t *drafts, *given; // [n][2]
-    // Null and 0 rows, or the hidden rows, which are kept as by keep_hidden in no launch of its own.
+    // What a draft has besides, in no launches of its own. `parts` is null, or the product of one weight that left the
+    // logits as parts (rowmm.h), which are added up; n is a multiple of 8. The rows are kept as by keep_hidden. `table` is
+    // null, or the embeddings of n tokens or more, so many bytes each: the choice's comes to the L2 cache.
+    const RowmmArgs *parts;
     KeepHiddenArgs hidden;
+    const void *table;
+    int64_t row_bytes;
 };
 
 // topk lists the k best candidates of each row, in the order (logit descending, id ascending), with their
@@ -359,9 +364,9 @@ struct TokensArgs {
     int32_t T, n_vocab;
     int32_t *out; // [T]
 };
-// Returns the token of row t, as TokensArgs says.
-LUCE_BOTH int32_t token_of(const int32_t *tokens, const int32_t *drafts, int t, int32_t n_vocab) {
-    const int32_t given = tokens[t], token = given >= 0 ? given : drafts[2 * int64_t(-1 - given)];
+// Returns the token of a row whose entry of `tokens` is `given`, as TokensArgs says.
+LUCE_BOTH int32_t token_of(int32_t given, const int32_t *drafts, int32_t n_vocab) {
+    const int32_t token = given >= 0 ? given : drafts[2 * int64_t(-1 - given)];
     return token < 0 || token >= n_vocab ? 0 : token;
 }
 

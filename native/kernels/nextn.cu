@@ -48,12 +48,14 @@ __global__ void __launch_bounds__(NORM_MAX_WARPS *WARP)
         pack_chunk(out + chunk * int64_t(chunk_bytes(C)), C, int(row) % layout.set, layout.wide, v,
                    largest(v), threadIdx.x % WARP);
     };
-    wait_for_previous();
     if (is_h) {
         const float *x = a.hidden + a.hidden_from[row] * a.E;
+        wait_for_previous();
         norm.run(a.eps, [&](float (&v)[OWN], int64_t k) { load_values(v, x, k, a.E); }, pack);
     } else {
-        with_embedding(a, token_of(a.tokens, a.drafts, int(row), a.n_vocab),
+        const int32_t given = a.tokens[row];
+        wait_for_previous();
+        with_embedding(a, token_of(given, a.drafts, a.n_vocab),
                        [&](const auto &load) { norm.run(a.eps, load, pack); });
     }
 }

@@ -1,4 +1,5 @@
-// Norms whole rows, RMS(x) * w, a row by a block. The sum of squares has an order that the row's length decides.
+// Norms whole rows, RMS(x) * w, a row by a block of any number of warps. The sum of squares has an order that the row's
+// length decides: chunks 32 apart, then these sums one after the other.
 #pragma once
 
 #include "kernels.h"
@@ -30,19 +31,22 @@ struct WholeNorm {
     // Calls with_values(chunk, v) for each of a warp's chunks, of values that load(v, k) gives.
     template <typename L, typename F> __device__ void run(float eps, const L &load, const F &with_values) {
         __shared__ float sums[NORM_MAX_WARPS];
-        const int chunks = int(chunks_of(E));
-        float v[OWN], sum = 0;
-        for (int chunk = warp; chunk < chunks; chunk += n_warps) {
-            load(v, first_of(chunk));
-            sum += squares(v);
-        }
-        sum = warp_sum(sum, WARP);
-        if (lane == 0) {
-            sums[warp] = sum;
+        const int chunks = int(chunks_of(E)), n_sums = min(chunks, NORM_MAX_WARPS);
+        float v[OWN], sum;
+        for (int i = warp; i < n_sums; i += n_warps) {
+            sum = 0;
+            for (int chunk = i; chunk < chunks; chunk += NORM_MAX_WARPS) {
+                load(v, first_of(chunk));
+                sum += squares(v);
+            }
+            sum = warp_sum(sum, WARP);
+            if (lane == 0) {
+                sums[i] = sum;
+            }
         }
         __syncthreads();
         sum = 0;
-        for (int i = 0; i < n_warps; i++) {
+        for (int i = 0; i < n_sums; i++) {
             sum += sums[i];
         }
         const float scale = rsqrtf(sum / float(E) + eps);
@@ -63,9 +67,9 @@ struct WholeNorm {
 // Does what KeepHiddenArgs says of one row. `wait` waits for the rows.
 template <typename F> __device__ void keep_hidden_row(const KeepHiddenArgs &a, int64_t row, const F &wait) {
     WholeNorm norm(a.norm, a.E);
-    wait();
     const float *x = a.x + row * a.x_row;
     float *out = a.hidden + a.hidden_to[row] * a.E;
+    wait();
     norm.run(
         a.eps, [&](float (&v)[OWN], int64_t k) { load_values(v, x, k, a.E); },
         [&](int chunk, const float (&v)[OWN]) { store_values(out, v, norm.first_of(chunk), a.E); });

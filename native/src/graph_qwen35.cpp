@@ -72,18 +72,17 @@ static void keep_hidden(const StepBuild &b, const MatmulInput &h) {
     ggml_build_forward_expand(b.graph, kept);
 }
 
-// Computes the logits of the first n tokens, which are the product of the first n rows of a matrix {K, V}. On
-// a GPU packed weights lie in tiles of 128 rows, so n is a multiple of that. Behind the last row of F32 and
-// BF16 ones lie the scales of all rows (rowmm_layout.h), so these are multiplied whole.
-static ggml_tensor *first_logits(const StepBuild &b, ggml_tensor *output, const MatmulInput &h, int64_t n) {
-    ggml_context *ctx = b.ctx;
-    if (is_packed(output) && (output->type == GGML_TYPE_F32 || output->type == GGML_TYPE_BF16)) {
-        ggml_tensor *all = matmul(b, output, h); // {V, T}
-        return ggml_cont(ctx, ggml_view_2d(ctx, all, n, all->ne[1], all->nb[1], 0)); // {n, T}
+// Returns what gives the logits of the first n tokens: the first n rows of a matrix {K, V}. On a GPU packed weights lie in
+// tiles of 128 rows, so n is a multiple of that. Behind the last row of F32 and BF16 ones lie the scales of all rows
+// (rowmm_layout.h), so of these it is the whole matrix.
+static ggml_tensor *first_rows(const StepBuild &b, ggml_tensor *output, int64_t n) {
+    const bool whole = is_packed(output) && (output->type == GGML_TYPE_F32 || output->type == GGML_TYPE_BF16);
+    if (whole || n == output->ne[1]) {
+        return output;
     }
-    ggml_tensor *part = ggml_view_2d(ctx, output, output->ne[0], n, output->nb[1], 0); // {K, n}
+    ggml_tensor *part = ggml_view_2d(b.ctx, output, output->ne[0], n, output->nb[1], 0); // {K, n}
     part->op_params[0] = output->op_params[0]; // is_packed reads it
-    return matmul(b, part, h); // {n, T}
+    return part;
 }
 
 // Writes the head's KV of the rows of its input.
@@ -91,8 +90,29 @@ static void nextn_kv(const StepBuild &b, const NextN &head, const Stream &input)
     write_kv(b, input.normed, *head.block.attention(), {b.cache.head_kv(), KV_HEAD}, head.rms_eps);
 }
 
+// Chooses a draft's tokens among the first n by what the head puts out, h {E, T}, and keeps these rows.
+static void choose_draft(const StepBuild &b, const NextN &head, const MatmulInput &h, int64_t n) {
+    ggml_tensor *output = first_rows(b, head.output, n);
+    ggml_tensor *parts = output->ne[1] == n ? matmul_parts(b, output, h) : nullptr;
+    if (parts != nullptr) { // what is kept, and the sum of the parts, wait for no launches of their own
+        ggml_tensor *y = add_op(b.ctx, "choose_draft", GGML_TYPE_F32, (n + CHOICE_WIDTH) * h.T, 1,
+                                {parts, b.in.ctl, b.cache.drafts(), b.cache.given(), h.x, h.w,
+                                 b.cache.hidden(), b.in.hidden_to, head.token_embd},
+                                {bits_of_real(h.eps)});
+        ggml_build_forward_expand(b.graph, y);
+        keep_lists(b, ggml_view_2d(b.ctx, y, n, h.T, size_t(n) * sizeof(float), 0));
+        return;
+    }
+    keep_hidden(b, h);
+    ggml_tensor *logits = matmul(b, output, h); // {V, T}
+    if (output->ne[1] > n) {
+        logits = ggml_cont(b.ctx, ggml_view_2d(b.ctx, logits, n, h.T, logits->nb[1], 0)); // {n, T}
+    }
+    ggml_build_forward_expand(b.graph, choose(b, logits).choice);
+    keep_lists(b, logits);
+}
+
 void build_qwen35_draft(const StepBuild &b) {
-    ggml_context *ctx = b.ctx;
     const NextN &head = *b.model.weights().head;
     if (b.kind == StepKind::feed) {
         nextn_kv(b, head, nextn_step_input(b, head));
@@ -103,21 +123,8 @@ void build_qwen35_draft(const StepBuild &b) {
     const KvLayer kv = {b.cache.head_kv(), KV_HEAD};
     Stream s = attend(b, nextn_step_input(b, head), *block.attention(), kv, nullptr, {block.post_norm, eps});
     s = feed_forward(b, s, block, {head.norm, eps});
-    ggml_tensor *logits = b.kind == StepKind::draft_part
-                              ? first_logits(b, head.output, s.normed, b.cache.params().n_part)
-                              : matmul(b, head.output, s.normed);
-    if (b.model.device().gpu) { // what is kept waits for no launch of its own
-        const MatmulInput &h = s.normed;
-        ggml_build_forward_expand(b.graph,
-                                  add_op(ctx, "choose_draft", GGML_TYPE_I32, CHOICE_WIDTH, logits->ne[1],
-                                         {logits, b.in.ctl, b.cache.drafts(), b.cache.given(), h.x, h.w,
-                                          b.cache.hidden(), b.in.hidden_to},
-                                         {/*ahead=*/1, bits_of_real(h.eps)}));
-    } else {
-        keep_hidden(b, s.normed);
-        ggml_build_forward_expand(b.graph, choose(b, logits).choice);
-    }
-    keep_lists(b, logits);
+    choose_draft(b, head, s.normed,
+                 b.kind == StepKind::draft_part ? b.cache.params().n_part : head.output->ne[1]);
 }
 
 // Keeps the hidden states h {E, T} of the step's rows, and writes the head's KV rows: row p comes from the

@@ -1,5 +1,7 @@
 #include "nextn_op.h"
 
+#include "rowmm_op.h"
+
 #ifdef LUCE_USE_CUDA
 
 namespace luce {
@@ -45,9 +47,23 @@ int keep_hidden_op(const ggml_tensor *dst, void *stream, float eps) {
     return cuda::keep_hidden(keep_hidden_args(dst, 0, eps), stream);
 }
 
-int choose_draft_op(const ggml_tensor *dst, void *stream, ChooseArgs choice, float eps) {
-    choice.hidden = keep_hidden_args(dst, 4, eps);
-    return cuda::choose(choice, stream);
+int choose_draft_op(const ggml_tensor *dst, void *stream, float eps) {
+    const RowmmArgs launch = parts_launch(dst->src[0]);
+    const ggml_tensor *table = dst->src[8];
+    ChooseArgs a{};
+    a.logits = data<float>(dst);
+    a.n = launch.weights[0].N;
+    a.T = launch.T;
+    a.ctl = data<const StepCtl>(dst->src[1]);
+    a.ahead = 1;
+    a.out = reinterpret_cast<ChoiceRow *>(a.logits + a.n * a.T);
+    a.drafts = data<int32_t>(dst->src[2]);
+    a.given = data<int32_t>(dst->src[3]);
+    a.parts = &launch;
+    a.hidden = keep_hidden_args(dst, 4, eps);
+    a.table = table->ne[1] >= a.n ? table->data : nullptr;
+    a.row_bytes = int64_t(table->nb[1]);
+    return cuda::choose(a, stream);
 }
 
 } // namespace luce

@@ -9,7 +9,6 @@ namespace luce {
 
 int nextn_pack_op(const ggml_tensor *dst, void *stream, float eps);
 int keep_hidden_op(const ggml_tensor *dst, void *stream, float eps);
-// `choice` has what the op choose takes.
-int choose_draft_op(const ggml_tensor *dst, void *stream, ChooseArgs choice, float eps);
+int choose_draft_op(const ggml_tensor *dst, void *stream, float eps);
 
 } // namespace luce
