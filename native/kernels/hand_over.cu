@@ -69,4 +69,9 @@ int cuda::bring(const void *pinned, void *device, int64_t bytes, void *stream) {
                              static_cast<const float4 *>(pinned), static_cast<float4 *>(device), n));
 }
 
+int cuda::bring_beside(const void *pinned, void *device, int64_t bytes, void *stream) {
+    return int(cudaMemcpyAsync(device, pinned, size_t(bytes), cudaMemcpyHostToDevice,
+                               static_cast<cudaStream_t>(stream)));
+}
+
 } // namespace luce

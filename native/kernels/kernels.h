@@ -416,6 +416,8 @@ int shared_memory(int device); // it returns the bytes that a block of threads m
 int give_rows(const GiveRowsArgs &args, void *stream);
 // Copies from pinned memory, sooner than the device's copy engines. Both places, and the bytes, are multiples of 16.
 int bring(const void *pinned, void *device, int64_t bytes, void *stream);
+// The same by a copy engine, for a stream beside that of a step.
+int bring_beside(const void *pinned, void *device, int64_t bytes, void *stream);
 bool is_pinned(void *host); // it says whether kernels reach this host memory at its own address
 // Returns 0 while a stream has work to do, then what it failed with, or cudaErrorUnknown.
 int stopped(void *stream);

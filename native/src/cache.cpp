@@ -36,7 +36,8 @@ Cache::Cache(const Weights &weights, const HParams &hp, const NextN *head, const
     const size_t n_layer = weights.blocks.size();
     const size_t n_drafter = drafter == nullptr ? 0 : drafter->layers.size();
     context_ = new_context(ggml_tensor_overhead() * (3 * n_layer + 2 * n_drafter + 7));
-    ggml_context *ctx = context_.get();
+    host_context_ = new_context(ggml_tensor_overhead() * 2);
+    ggml_context *ctx = context_.get(), *host = host_context_.get();
     const int64_t n_slots = params.n_sequences + params.n_checkpoints,
                   n_cells = int64_t(params.n_pages) * PAGE;
     const auto cells = [&](const Attention &a) {
@@ -66,11 +67,10 @@ Cache::Cache(const Weights &weights, const HParams &hp, const NextN *head, const
         state_bytes_ += ggml_nbytes(d.state) + ggml_nbytes(d.window) + ggml_nbytes(d.log);
     }
     drafts_ = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 2, choice_entry(STARTED, 0));
-    given_ = drafts_;
     state_bytes_ += ggml_nbytes(drafts_);
+    given_ = ggml_new_tensor_2d(host, GGML_TYPE_I32, 2, choice_entry(STARTED, 0));
     if (params.n_top > 0) {
-        lists_ = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 2 * int64_t(params.n_top), choice_entry(0, 0));
-        state_bytes_ += ggml_nbytes(lists_);
+        lists_ = ggml_new_tensor_2d(host, GGML_TYPE_I32, 2 * int64_t(params.n_top), choice_entry(0, 0));
     }
     if (params.rowmm_scratch > 0) {
         rowmm_scratch_ = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, int64_t(params.rowmm_scratch));
@@ -94,9 +94,10 @@ Cache::Cache(const Weights &weights, const HParams &hp, const NextN *head, const
 }
 
 void Cache::set_data(void *data) {
-    for (ggml_tensor *t = ggml_get_first_tensor(context_.get()); t;
-         t = ggml_get_next_tensor(context_.get(), t)) {
-        t->data = data;
+    for (ggml_context *ctx : {context_.get(), host_context_.get()}) {
+        for (ggml_tensor *t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
+            t->data = data;
+        }
     }
 }
 
@@ -108,13 +109,13 @@ void Cache::allocate(const Device &device) {
              human_bytes(kv_bytes_ + state_bytes_).c_str());
     }
     ggml_backend_buffer_clear(buffer_.get(), 0);
-    if (device.gpu) {
-        given_context_ = new_context(ggml_tensor_overhead());
-        given_ = ggml_new_tensor_2d(given_context_.get(), GGML_TYPE_I32, 2, drafts_->ne[1]);
-        given_buffer_ = pinned(device, ggml_nbytes(given_));
-        ggml_backend_buffer_clear(given_buffer_.get(), 0);
-        ggml_backend_tensor_alloc(given_buffer_.get(), given_,
-                                  ggml_backend_buffer_get_base(given_buffer_.get()));
+    const size_t lists = ggml_nbytes(given_);
+    host_buffer_ = pinned(device, lists + (lists_ == nullptr ? 0 : ggml_nbytes(lists_)));
+    ggml_backend_buffer_clear(host_buffer_.get(), 0);
+    uint8_t *base = static_cast<uint8_t *>(ggml_backend_buffer_get_base(host_buffer_.get()));
+    ggml_backend_tensor_alloc(host_buffer_.get(), given_, base);
+    if (lists_ != nullptr) {
+        ggml_backend_tensor_alloc(host_buffer_.get(), lists_, base + lists);
     }
 }
 

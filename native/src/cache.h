@@ -108,9 +108,9 @@ public:
     ggml_tensor *gemm_scratch() const { return gemm_scratch_; } // {bytes} I8
     // {2, entries} I32 of what rows have chosen; an entry is a token, and a flag which is 1 where a logit was not finite.
     ggml_tensor *drafts() const { return drafts_; }
-    // The same entries in pinned memory, for the host. On a CPU it is drafts().
+    // These are in host memory, which a GPU's kernels write too: the same entries, and {2 * n_top, the slots' entries} I32,
+    // as TopkArgs says, which is null where n_top is 0.
     ggml_tensor *given() const { return given_; }
-    // {2 * n_top, the slots' entries} I32, as TopkArgs says; it is null where n_top is 0.
     ggml_tensor *lists() const { return lists_; }
     // {E, rows} F32: the target's after output_norm, or the head's.
     ggml_tensor *hidden() const { return hidden_; }
@@ -162,8 +162,8 @@ private:
     ggml_tensor *hidden_ = nullptr, *drafts_ = nullptr, *given_ = nullptr, *lists_ = nullptr,
                 *rowmm_scratch_ = nullptr, *gemm_scratch_ = nullptr;
     uint64_t kv_bytes_ = 0, state_bytes_ = 0;
-    Context context_, given_context_;
-    Buffer buffer_, given_buffer_;
+    Context context_, host_context_;
+    Buffer buffer_, host_buffer_;
 };
 
 // A timeline is one sequence's bookkeeping: its committed tokens, where they lie, and its debts. It touches

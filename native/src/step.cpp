@@ -11,7 +11,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstring>
 
 #ifdef LUCE_USE_CUDA
 #include "../kernels/gemm.h"
@@ -38,7 +37,7 @@ Step::Step(const Model &model, const Cache &cache, const EngineParams &params, c
       team_(model.device().gpu && model.in_ram() == nullptr ? 1 : int(params.n_threads)),
       gemm_(nullptr, close_gemm), in_(cache, params),
       ended_{{nullptr, ggml_backend_event_free}, {nullptr, ggml_backend_event_free}},
-      galloc_(new_graph_allocator(model.device())) {
+      beside_ended_(nullptr, ggml_backend_event_free), galloc_(new_graph_allocator(model.device())) {
 #ifdef LUCE_USE_CUDA
     if (model.device().gpu) {
         void *stream = luce_cuda_stream(backend_.get());
@@ -60,11 +59,6 @@ Step::Step(const Model &model, const Cache &cache, const EngineParams &params, c
     if (cache.has_drafter()) {
         in_.block.allocate(model.device());
     }
-    if (cache.lists() != nullptr) {
-        lists_buffer_ = pinned(model.device(), ggml_nbytes(cache.lists()));
-        lists_ = static_cast<int32_t *>(ggml_backend_buffer_get_base(lists_buffer_.get()));
-        memset(lists_, 0, ggml_nbytes(cache.lists()));
-    }
     if (const Moe *moe = model.in_ram(); moe != nullptr && model.device().gpu) {
         const uint32_t rows =
             std::max(uint32_t(MAX_ROWS), std::min(params.cache.n_chunk, params.cache.n_ctx));
@@ -74,6 +68,10 @@ Step::Step(const Model &model, const Cache &cache, const EngineParams &params, c
     if (model.device().gpu) {
         for (auto &event : ended_) {
             event.reset(ggml_backend_event_new(model.device().dev));
+        }
+        if (cache.has_head() || cache.has_drafter()) {
+            beside_ = make_backend(model.device(), 1);
+            beside_ended_.reset(ggml_backend_event_new(model.device().dev));
         }
         try_all();
     }
@@ -337,7 +335,13 @@ uint32_t Step::start_verify(uint32_t width, uint32_t n_rows, uint32_t n_pages) {
     for (uint32_t row = 0; row < n_rows; row++) {
         in_.verify.host(number).ctl->rows[row].keep = cache_.choice_entry(number, row);
     }
-    in_.verify.send(backend_.get(), number, n_pages);
+    if (drafting_ && under_way_ == 0 && beside_) { // its inputs come while the device drafts
+        in_.verify.send_beside(beside_.get(), number, n_pages);
+        ggml_backend_event_record(beside_ended_.get(), beside_.get());
+        ggml_backend_event_wait(backend_.get(), beside_ended_.get());
+    } else {
+        in_.verify.send(backend_.get(), number, n_pages);
+    }
     compute(g);
     enqueue_logits(g);
     turn_ = (number + 1) % STARTED;
@@ -361,41 +365,37 @@ void Step::mark_end(uint32_t number) {
     }
 }
 
-// This comes before the first step of a draft is filled, since an earlier draft may still be read.
-void Step::wait_for_drafts(bool first) {
-    if (drafting_ && first) {
-        synchronize();
-        drafting_ = false;
-    }
-}
-
 Region::Host Step::draft_host(uint32_t link) {
-    wait_for_drafts(link == 0);
+    if (link == 0) { // an earlier draft may still be read
+        wait_for_drafts();
+    }
     return in_.draft.host(link);
 }
 
 Region::Host Step::block_host(uint32_t index) {
-    wait_for_drafts(index == 0);
+    if (index == 0) {
+        wait_for_drafts();
+    }
     return in_.block.host(index);
 }
 
 void Step::draft(uint32_t width, uint32_t link, uint32_t n_pages, bool part) {
     Graph &g = graph({part ? StepKind::draft_part : StepKind::draft, width, 0});
-    drafting_ = lists_stale_ = true;
+    drafting_ = true;
     in_.draft.send(backend_.get(), link, n_pages);
     compute(g);
 }
 
 void Step::draft_chain(uint32_t links, bool part) {
     Graph &g = graph({part ? StepKind::draft_part : StepKind::draft, 1, 0});
-    drafting_ = lists_stale_ = true;
+    drafting_ = true;
     in_.draft.send_chain(backend_.get(), links);
     compute(g, links);
 }
 
 void Step::block(uint32_t rows, uint32_t index, uint32_t n_pages) {
     Graph &g = graph({StepKind::block, rows, 0});
-    drafting_ = lists_stale_ = true;
+    drafting_ = true;
     in_.block.send(backend_.get(), index, n_pages);
     compute(g);
 }

@@ -114,8 +114,9 @@ public:
     // Returns the results of the last prefill, or of the verify of this number. Logits are valid until the next step of
     // any kind.
     const Choice *choices(uint32_t number = 0) const { return &chosen(cache_.choice_entry(number, 0)); }
-    const int32_t *listed(int32_t entry); // it reads the cache's lists, in the same way
-    const Choice &drafted(int32_t entry); // it reads the cache's drafts; it waits where no verify has done so
+    // These are of the last draft, and wait for it where no verify has done so.
+    const Choice &drafted(int32_t entry);
+    const int32_t *listed(int32_t entry);
     void read_logits(uint32_t row, float *out);
     uint64_t serial() const { return steps_; } // it numbers the last step
 
@@ -136,8 +137,7 @@ private:
     struct Graph;
 
     Graph &graph(StepShape shape);
-    void wait_for_drafts(bool first);
-    void fetch_drafts(bool lists);
+    void wait_for_drafts();
     void enqueue_logits(const Graph &g);
     const Choice &chosen(int32_t entry) const {
         return static_cast<const Choice *>(cache_.given()->data)[entry];
@@ -172,6 +172,9 @@ private:
     Regions in_;
     uint32_t turn_ = 0, under_way_ = 0; // the next verify has this number, and so many have not ended
     std::unique_ptr<ggml_backend_event, void (*)(ggml_backend_event_t)> ended_[STARTED]; // null on the CPU
+    // A stream for what comes to the device while it drafts, and where that ends. They are null on the CPU.
+    Backend beside_;
+    std::unique_ptr<ggml_backend_event, void (*)(ggml_backend_event_t)> beside_ended_;
     GraphAllocator galloc_;
     uint64_t compute_size_ = 0;
     std::map<StepShape, std::unique_ptr<Graph>> graphs_;
@@ -181,9 +184,6 @@ private:
     uint32_t tried_ = 0;
     uint64_t steps_ = 0, synchronisations_ = 0;
     bool drafting_ = false; // a draft is enqueued that nobody has waited for
-    Buffer lists_buffer_;
-    int32_t *lists_ = nullptr; // it is the host's copy, in lists_buffer_
-    bool lists_stale_ = false; // it is older than the device's, if that has any
     // It has room for all rows of a step. It is null until have_logits().
     Buffer logits_buffer_;
     // They have a bit for each row: whether its logits will come to the host, and whether they have come.

@@ -49,11 +49,16 @@ void Region::send(ggml_backend_t backend, uint32_t mirror, uint32_t n_pages) {
     }
 }
 
+void Region::send_beside(ggml_backend_t backend, uint32_t mirror, uint32_t n_pages) {
+    bring(backend, host_ + mirror * size_, pages_ + pad(n_pages * sizeof(int32_t)), true);
+}
+
 void Region::bring([[maybe_unused]] ggml_backend_t backend, [[maybe_unused]] const uint8_t *host,
-                   [[maybe_unused]] size_t bytes) {
+                   [[maybe_unused]] size_t bytes, [[maybe_unused]] bool beside) {
 #ifdef LUCE_USE_CUDA
-    void *device = ggml_backend_buffer_get_base(device_.get());
-    if (const int error = cuda::bring(host, device, int64_t(bytes), luce_cuda_stream(backend)); error != 0) {
+    void *device = ggml_backend_buffer_get_base(device_.get()), *stream = luce_cuda_stream(backend);
+    const auto copy = beside ? cuda::bring_beside : cuda::bring;
+    if (const int error = copy(host, device, int64_t(bytes), stream); error != 0) {
         fail(LUCE_E_DEVICE, "bringing a step's inputs failed: %s", cuda::error_text(error));
     }
 #endif

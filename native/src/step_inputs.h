@@ -30,13 +30,15 @@ public:
     // is the region itself.
     void send(ggml_backend_t backend, uint32_t mirror, uint32_t n_pages);
     void send_chain(ggml_backend_t backend, uint32_t n); // the first n mirrors, each to its own place
+    // The same as send() on another stream than the steps', by an engine that leaves the multiprocessors alone.
+    void send_beside(ggml_backend_t backend, uint32_t mirror, uint32_t n_pages);
 
     // Returns the inputs of a step of `rows` rows. Before allocate() they are tensors without memory, for
     // measuring.
     StepInputs tensors(ggml_context *ctx, uint32_t rows) const;
 
 private:
-    void bring(ggml_backend_t backend, const uint8_t *host, size_t bytes);
+    void bring(ggml_backend_t backend, const uint8_t *host, size_t bytes, bool beside = false);
 
     uint32_t rows_, n_pages_, mirrors_;
     size_t hidden_from_, positions_, tokens_, ctl_, pages_, size_; // they are offsets; hidden_to comes first

@@ -9,28 +9,21 @@
 
 namespace luce {
 
-// Waits once for the host's copies of drafts, and of lists too where these are wanted.
-void Step::fetch_drafts(bool lists) {
-    lists = lists && lists_stale_;
-    if (!drafting_ && !lists) {
-        return;
+void Step::wait_for_drafts() {
+    if (drafting_) {
+        synchronize();
+        drafting_ = false;
     }
-    if (lists) {
-        ggml_backend_tensor_get_async(backend_.get(), cache_.lists(), lists_, 0, ggml_nbytes(cache_.lists()));
-    }
-    synchronize();
-    drafting_ = false;
-    lists_stale_ = lists_stale_ && !lists;
 }
 
 const Choice &Step::drafted(int32_t entry) {
-    fetch_drafts(false);
+    wait_for_drafts();
     return chosen(entry);
 }
 
 const int32_t *Step::listed(int32_t entry) {
-    fetch_drafts(true);
-    return lists_ + entry * cache_.lists()->ne[0];
+    wait_for_drafts();
+    return static_cast<const int32_t *>(cache_.lists()->data) + entry * cache_.lists()->ne[0];
 }
 
 void Step::have_logits() {

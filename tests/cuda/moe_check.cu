@@ -223,8 +223,12 @@ Floats taken_back(const MoeDims &dims, const Buffers &b, const Routed &routed, c
     must(int(cudaStreamSynchronize(stream)));
     memcpy(out, sums.data(), n * sizeof(float));
     Device<float> taken(n);
-    must(cuda::bring(out, taken.p, int64_t(n * sizeof(float)), stream));
-    must(int(cudaStreamSynchronize(stream)));
+    for (const auto bring : {cuda::bring, cuda::bring_beside}) {
+        taken.poison();
+        must(bring(out, taken.p, int64_t(n * sizeof(float)), stream));
+        must(int(cudaStreamSynchronize(stream)));
+        expect(same_bits(taken.get(), sums), "a copy of pinned memory is there");
+    }
     must(cudaFreeHost(pinned));
     return taken.get();
 }
