@@ -2,11 +2,12 @@
 // 4 KV heads, head size 256, F16 cells, sums in F32. A graph has the attention of some layers, each with its own KV, and
 // the median of its calls is shown per layer. Calls follow each other without a wait, so that what the host needs for one
 // is outside the figures where it is less than the device needs. The cells of a sequence are rounded up to 256, as
-// llama.cpp does, and the mask hides what lies behind. ggml is given a mask and contiguous cells, which luce finds itself,
-// and luce's figures hold a gate and the packing of the result too.
+// llama.cpp does, and the mask hides what lies behind. ggml is given a mask and contiguous cells, which luce finds itself.
+// luce's op also multiplies by the gate and packs the result, which are other ops of ggml: so it is timed with those of the
+// gate too (a sigmoid and a product, of gates that lie together, which llama.cpp has to copy first).
 //
 // The files named hold what `kernel_check time attention` has printed on the same GPU; the least of each case,
-// ggml's figure and their quotient make a line.
+// ggml's figures and quotients make a line.
 //   c++ -std=c++17 -O2 -I GGML/include bench/attention_peer.cpp -L luce/lib -lluce-ggml -lluce-ggml-base \
 //       -Wl,-rpath,luce/lib -o attention_peer && ./attention_peer [FILE ...]
 #include <ggml-alloc.h>
@@ -22,6 +23,7 @@
 #include <random>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -80,27 +82,32 @@ double time_layers(ggml_backend_t backend, ggml_cgraph *graph, int layers) {
     return us[us.size() / 2];
 }
 
-double time_case(ggml_backend_t backend, const Case &which) {
+// Returns the microseconds without and with the gate.
+std::pair<double, double> time_case(ggml_backend_t backend, const Case &which) {
     const auto [context, seqs, rows] = which;
     const int64_t n_kv = (context + rows + ROUNDING - 1) / ROUNDING * ROUNDING;
     // One layer of the longest already has much more than a GPU keeps in its cache.
     const int layers = context * seqs > 300000 ? 4 : 16;
-    ggml_context *ctx =
-        ggml_init({ggml_tensor_overhead() * (16 + 8 * size_t(layers)) + ggml_graph_overhead(), nullptr, true});
+    ggml_context *ctx = ggml_init(
+        {ggml_tensor_overhead() * (16 + 16 * size_t(layers)) + 2 * ggml_graph_overhead(), nullptr, true});
     ggml_tensor *q = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, D, H, rows, seqs);
+    ggml_tensor *gate = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, D, H, rows, seqs);
     ggml_tensor *mask = ggml_new_tensor_4d(ctx, GGML_TYPE_F16, n_kv, rows, 1, seqs);
-    ggml_cgraph *graph = ggml_new_graph(ctx);
+    ggml_cgraph *graphs[2] = {ggml_new_graph(ctx), ggml_new_graph(ctx)};
     std::vector<ggml_tensor *> cells;
     for (int i = 0; i < layers; i++) {
         ggml_tensor *k = ggml_new_tensor_4d(ctx, GGML_TYPE_F16, D, HKV, n_kv, seqs);
         ggml_tensor *v = ggml_new_tensor_4d(ctx, GGML_TYPE_F16, D, HKV, n_kv, seqs);
         cells.insert(cells.end(), {k, v});
-        ggml_tensor *out =
-            ggml_flash_attn_ext(ctx, ggml_permute(ctx, q, 0, 2, 1, 3), ggml_permute(ctx, k, 0, 2, 1, 3),
-                                ggml_permute(ctx, v, 0, 2, 1, 3), mask, 1.0f / 16, 0, 0);
-        ggml_prec_set_acc(out, GGML_PREC_F32);
-        ggml_set_output(out);
-        ggml_build_forward_expand(graph, out);
+        for (const bool gated : {false, true}) {
+            ggml_tensor *out =
+                ggml_flash_attn_ext(ctx, ggml_permute(ctx, q, 0, 2, 1, 3), ggml_permute(ctx, k, 0, 2, 1, 3),
+                                    ggml_permute(ctx, v, 0, 2, 1, 3), mask, 1.0f / 16, 0, 0);
+            ggml_prec_set_acc(out, GGML_PREC_F32);
+            out = gated ? ggml_mul(ctx, out, ggml_sigmoid(ctx, gate)) : out;
+            ggml_set_output(out);
+            ggml_build_forward_expand(graphs[gated], out);
+        }
     }
     ggml_backend_buffer_t buffer = ggml_backend_alloc_ctx_tensors(ctx, backend);
     if (buffer == nullptr) {
@@ -117,9 +124,10 @@ double time_case(ggml_backend_t backend, const Case &which) {
     std::normal_distribution<float> normal;
     std::generate(queries.begin(), queries.end(), [&] { return normal(random); });
     ggml_backend_tensor_set(q, queries.data(), 0, ggml_nbytes(q));
+    ggml_backend_tensor_set(gate, queries.data(), 0, ggml_nbytes(gate));
     const std::vector<uint16_t> hidden = causal_mask(n_kv, context, rows, seqs);
     ggml_backend_tensor_set(mask, hidden.data(), 0, ggml_nbytes(mask));
-    const double us = time_layers(backend, graph, layers);
+    const std::pair us(time_layers(backend, graphs[0], layers), time_layers(backend, graphs[1], layers));
     ggml_backend_buffer_free(buffer);
     ggml_free(ctx);
     return us;
@@ -132,8 +140,8 @@ void read_luce(const char *file, std::map<Case, double> &luce) {
         int type, context, seqs, rows;
         char name[16];
         double us;
-        if (sscanf(line.c_str(), "luce type %d context %d seqs %d rows %d %15s %lf us", &type, &context, &seqs, &rows,
-                   name, &us) == 6 &&
+        if (sscanf(line.c_str(), "luce type %d context %d seqs %d rows %d %15s %lf us", &type, &context,
+                   &seqs, &rows, name, &us) == 6 &&
             type == GGML_TYPE_F16 && std::string(name) == "chain") {
             double &known = luce.try_emplace({context, seqs, rows}, us).first->second;
             known = std::min(known, us);
@@ -154,19 +162,21 @@ int main(int argc, char **argv) {
         fprintf(stderr, "there is no GPU\n");
         return 1;
     }
-    printf("context seqs rows      luce      ggml  luce/ggml\n");
+    printf("context seqs rows      luce      ggml   gated luce/ggml luce/gated\n");
     for (const int context : {0, 4096, 32768, 102400}) {
         for (const int seqs : {1, 8}) {
             for (const int rows : {1, 4, 16}) {
                 if (rows * seqs > 64) {
                     continue; // a step has at most 64 rows
                 }
-                const double us = time_case(backend, {context, seqs, rows});
+                const auto [us, gated] = time_case(backend, {context, seqs, rows});
                 const auto own = luce.find({context, seqs, rows});
                 if (own == luce.end()) {
-                    printf("%7d %4d %4d         - %9.2f          -\n", context, seqs, rows, us);
+                    printf("%7d %4d %4d         - %9.2f %7.2f        -          -\n", context, seqs, rows, us,
+                           gated);
                 } else {
-                    printf("%7d %4d %4d %9.2f %9.2f %10.2f\n", context, seqs, rows, own->second, us, own->second / us);
+                    printf("%7d %4d %4d %9.2f %9.2f %7.2f %8.2f %10.2f\n", context, seqs, rows, own->second,
+                           us, gated, own->second / us, own->second / gated);
                 }
                 fflush(stdout);
             }

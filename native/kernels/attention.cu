@@ -186,7 +186,9 @@ bool aligned(const void *p, size_t bytes) {
 } // namespace
 
 int64_t attention_scratch(const AttentionArgs &args) {
-    return int64_t(args.T) * args.H * most_chunks(args) * (args.pool.D + 2);
+    const int D =
+        args.pool.type == KV_F32 ? args.pool.D : args.pool.D / 2; // means take as much room as D floats
+    return int64_t(args.T) * args.H * most_chunks(args) * (D + 2);
 }
 
 int64_t attention_plan_bytes() {
@@ -225,8 +227,8 @@ int cuda::attention(const AttentionArgs &args, void *stream) {
         return int(error);
     }
     a.chunks = most_chunks(args);
-    a.partial = args.scratch;
-    a.sums = reinterpret_cast<float2 *>(args.scratch + int64_t(args.T) * args.H * a.chunks * pool.D);
+    a.sums = reinterpret_cast<float2 *>(args.scratch);
+    a.means = a.sums + int64_t(args.T) * args.H * a.chunks;
     const cudaStream_t st = static_cast<cudaStream_t>(stream);
     switch (pool.D) {
         case 64: return launch<64>(a, st);

@@ -62,7 +62,7 @@ __device__ void load_tile(const AttentionArgs &a, const SeqCtl &seq, int head, i
         if (position < end) {
             const int64_t cell = int64_t(a.pages[seq.pages + position / PAGE]) * PAGE + position % PAGE;
             const uint8_t *base = (value ? a.pool.v : a.pool.k) + cell * a.pool.cell_bytes;
-            load_values<TYPE>(base + int64_t(head) * BYTES, i, x);
+            load_cell<TYPE>(base + int64_t(head) * BYTES, i, x);
         }
         float *to = value ? values + key * D + i : keys + key * S::KEY + i;
 #pragma unroll

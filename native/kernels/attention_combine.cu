@@ -1,10 +1,11 @@
-// Adds up attention's partial results in the order of chunks, applies the gate, and leaves the values or packs them as
+// Adds up attention's partial results (attention_parts.h) in the order of chunks, applies the gate, and leaves the values or packs them as
 // the product with the output's weights takes them, which spares a kernel. A warp has 256 neighbouring values of a row,
 // of one head or several, and a lane has 8. A few chunks are added one after the other, by one warp without a barrier.
 // Many chunks are in GROUPS groups, of every GROUPS-th chunk each, which warps share, and the groups' sums are added in
 // order. A row's position decides how many chunks it has.
 #include "attention_chunks.h"
 #include "attention_parts.h"
+#include "kv_types.cuh"
 #include "overlap.cuh"
 #include "rowmm_pack.cuh"
 #include "rowmm_plan.h"
@@ -13,7 +14,60 @@ namespace luce {
 namespace {
 
 constexpr int GROUPS = 16, FEW_CHUNKS = 8;
-constexpr int BATCH = 8; // as many chunks are read at once
+constexpr int BATCH = 5; // so many chunks are added at once
+constexpr int FEW_ROWS = 5, SOME_ROWS = 11; // 24 heads of so many rows are a block a multiprocessor, or two
+
+// A lane reads 8 values of a chunk's mean, and at the end puts those of its sum into the order of columns.
+struct F32Means {
+    float4 x[2];
+    __device__ void load(const void *means, int64_t at) {
+        const float4 *from = reinterpret_cast<const float4 *>(static_cast<const float *>(means) + at);
+        x[0] = from[0];
+        x[1] = from[1];
+    }
+    __device__ void get(float (&v)[OWN]) const {
+        const float values[OWN] = {x[0].x, x[0].y, x[0].z, x[0].w, x[1].x, x[1].y, x[1].z, x[1].w};
+#pragma unroll
+        for (int i = 0; i < OWN; i++) {
+            v[i] = values[i];
+        }
+    }
+    __device__ static void order(float (&)[OWN], int) {}
+};
+struct F16Means {
+    uint4 x;
+    __device__ void load(const void *means, int64_t at) {
+        x = *reinterpret_cast<const uint4 *>(static_cast<const __half *>(means) + at);
+    }
+    __device__ void get(float (&v)[OWN]) const {
+        const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float2 both = __half22float2(reinterpret_cast<const __half2 &>(words[i]));
+            v[2 * i] = both.x;
+            v[2 * i + 1] = both.y;
+        }
+    }
+    // Four lanes have two columns of each of four tiles. Lane i of them gets those of tile i.
+    __device__ static void order(float (&v)[OWN], int lane) {
+#pragma unroll
+        for (int bit = 1; bit < 4; bit *= 2) {
+            const bool upper = (lane & bit) != 0;
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                if ((i & bit) != 0) {
+                    continue;
+                }
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    float &low = v[2 * i + e], &high = v[2 * (i + bit) + e];
+                    const float other = __shfl_xor_sync(~0u, upper ? low : high, bit);
+                    (upper ? low : high) = other;
+                }
+            }
+        }
+    }
+};
 
 // A Sum is what a lane has of its values, in units of the largest maximum so far.
 struct Sum {
@@ -26,44 +80,48 @@ struct Sum {
             v[i] *= factor;
         }
     }
-    __device__ void add(const float4 (&x)[2], float w) {
-        const float values[OWN] = {x[0].x, x[0].y, x[0].z, x[0].w, x[1].x, x[1].y, x[1].z, x[1].w};
+    __device__ void add(const float (&x)[OWN], float w) {
 #pragma unroll
         for (int i = 0; i < OWN; i++) {
-            v[i] = fmaf(values[i], w, v[i]);
+            v[i] = fmaf(x[i], w, v[i]);
+        }
+    }
+    template <typename Means> __device__ void add_batch(const float2 (&s)[BATCH], const Means (&x)[BATCH]) {
+        float next = most;
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            next = fmaxf(next, s[i].x);
+        }
+        const float origin = next == -INFINITY ? 0.0f : next;
+        scale(exp2f(most - origin));
+        most = next;
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            const float w = s[i].y * exp2f(s[i].x - origin);
+            float values[OWN];
+            x[i].get(values);
+            weight += w;
+            add(values, w);
         }
     }
     // Adds chunks c, c + step .. last.
-    __device__ void add_chunks(const float2 *sums, const float *partial, int D, int c, int step, int last) {
+    template <typename Means>
+    __device__ void add_chunks(const float2 *sums, const void *means, int64_t first, int D, int c, int step,
+                               int last) {
         for (; c <= last; c += BATCH * step) {
             float2 s[BATCH];
-            float4 x[BATCH][2];
+            Means x[BATCH];
 #pragma unroll
             for (int i = 0; i < BATCH; i++) { // the reads are on their way together
                 const int at = c + i * step;
                 s[i] = float2{-INFINITY, 0};
-                x[i][0] = x[i][1] = float4{};
+                x[i] = Means{};
                 if (at <= last) {
-                    const float4 *from = reinterpret_cast<const float4 *>(partial + int64_t(at) * D);
                     s[i] = sums[at];
-                    x[i][0] = from[0];
-                    x[i][1] = from[1];
+                    x[i].load(means, first + int64_t(at) * D);
                 }
             }
-            float next = most;
-#pragma unroll
-            for (int i = 0; i < BATCH; i++) {
-                next = fmaxf(next, s[i].x);
-            }
-            const float origin = next == -INFINITY ? 0.0f : next;
-            scale(exp2f(most - origin));
-            most = next;
-#pragma unroll
-            for (int i = 0; i < BATCH; i++) {
-                const float w = exp2f(s[i].x - origin);
-                weight = fmaf(s[i].y, w, weight);
-                add(x[i], w);
-            }
+            add_batch(s, x);
         }
     }
 };
@@ -87,7 +145,8 @@ struct Groups {
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
             const float w = exp2f(most[g][lane].x - origin);
-            const float4 x[2] = {v[g][0][lane], v[g][1][lane]};
+            const float4 low = v[g][0][lane], high = v[g][1][lane];
+            const float x[OWN] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
             sum.weight = fmaf(most[g][lane].y, w, sum.weight);
             sum.add(x, w);
         }
@@ -96,7 +155,8 @@ struct Groups {
 };
 
 // The grid is {chunks of 256 values, rows}.
-__global__ void __launch_bounds__(GROUPS *WARP)
+template <typename Means, int BLOCKS>
+__global__ void __launch_bounds__(GROUPS *WARP, BLOCKS)
     combine_kernel(const __grid_constant__ AttentionParts a, RowsLayout layout) {
     __shared__ Groups groups;
     let_next_start();
@@ -110,7 +170,7 @@ __global__ void __launch_bounds__(GROUPS *WARP)
     const bool few = last - first < FEW_CHUNKS;
     const int64_t pair = int64_t(row) * a.H + head;
     const float2 *sums = a.sums + pair * a.chunks;
-    const float *partial = a.partial + pair * a.chunks * D + column;
+    const int64_t at = pair * a.chunks * D + column;
     wait_for_previous(); // all that attention_kernel wrote is in memory
     if (few && warp > 0) {
         return;
@@ -121,12 +181,12 @@ __global__ void __launch_bounds__(GROUPS *WARP)
     }
     Sum sum;
     if (few) {
-        sum.add_chunks(sums, partial, D, first, 1, last);
+        sum.add_chunks<Means>(sums, a.means, at, D, first, 1, last);
     } else {
         for (int g = warp; g < GROUPS; g += int(blockDim.x) / WARP) {
             Sum of_group;
-            of_group.add_chunks(sums, partial, D, first + (g + GROUPS - first % GROUPS) % GROUPS, GROUPS,
-                                last);
+            const int begin = first + (g + GROUPS - first % GROUPS) % GROUPS;
+            of_group.add_chunks<Means>(sums, a.means, at, D, begin, GROUPS, last);
             groups.put(g, lane, of_group);
         }
         __syncthreads();
@@ -135,6 +195,7 @@ __global__ void __launch_bounds__(GROUPS *WARP)
         }
         sum = groups.total(lane);
     }
+    Means::order(sum.v, lane);
     const float scale = sum.weight == 0 ? 0.0f : 1.0f / sum.weight;
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
@@ -160,10 +221,17 @@ __global__ void __launch_bounds__(GROUPS *WARP)
 
 cudaError_t attention_combine(const AttentionParts &parts, cudaStream_t stream) {
     const RowsLayout layout(parts.T, parts.packed != nullptr && rowmm_has_wgmma());
-    // Rows fill a GPU as well as warps do, and most of a block's warps have nothing to do where there are few chunks.
-    const int warps = parts.T <= 2 ? GROUPS : parts.T <= 8 ? GROUPS / 2 : GROUPS / 4;
     const dim3 grid(unsigned(chunks_of(int64_t(parts.H) * parts.pool.D)), unsigned(parts.T));
-    return launch_kernel(combine_kernel, grid, warps * WARP, 0, stream, true, parts, layout);
+    const auto launch = [&](auto kernel, int warps) {
+        return launch_kernel(kernel, grid, warps * WARP, 0, stream, true, parts, layout);
+    };
+    if (parts.pool.type == KV_F32) {
+        return launch(combine_kernel<F32Means, 1>, GROUPS);
+    }
+    // Where there are few blocks, each has more warps, and a warp more registers.
+    return parts.T <= FEW_ROWS
+               ? launch(combine_kernel<F16Means, 1>, GROUPS)
+               : launch(combine_kernel<F16Means, 2>, parts.T <= SOME_ROWS ? GROUPS : GROUPS / 4);
 }
 
 } // namespace luce

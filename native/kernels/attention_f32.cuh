@@ -129,9 +129,11 @@ template <int D> struct F32Unit {
             const int pair = pair0 + i;
             if (pair < unit.n_rows * a.G) {
                 const int64_t at = (row_of(pair) * a.H + head_of(pair)) * a.chunks + unit.chunk;
+                float *mean = static_cast<float *>(a.means) + at * D + lane;
+                const float scale = sum[i] == 0 ? 0.0f : 1 / sum[i];
 #pragma unroll
                 for (int c = 0; c < L::COLUMNS; c++) {
-                    a.partial[at * D + c * WARP + lane] = o[i][c];
+                    mean[c * WARP] = o[i][c] * scale;
                 }
                 if (lane == 0) {
                     a.sums[at] = {most[i], sum[i]};

@@ -5,6 +5,7 @@
 // warps, between these.
 #pragma once
 
+#include "attention_means.cuh"
 #include "attention_plan.cuh"
 #include "attention_tile.cuh"
 #include "attention_unpack.cuh"

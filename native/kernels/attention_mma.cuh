@@ -313,6 +313,7 @@ template <int D, int TYPE, int MT> struct MmaUnit {
     }
 
     __device__ void store() const {
+        constexpr int TILES = C < 4 ? C : 4;
         const UnitInfo u = unit();
 #pragma unroll
         for (int i = 0; i < M; i++) {
@@ -324,10 +325,10 @@ template <int D, int TYPE, int MT> struct MmaUnit {
                 }
                 const int64_t row = a.row_of(u.row, pair), head = a.head_of(u.head, pair);
                 const int64_t at = (row * a.H + head) * a.chunks + u.chunk;
-                float *out = a.partial + at * D + part * C * 8 + lane % 4 * 2;
+                const float scale = mean_scale(sum[i][2 * h]);
 #pragma unroll
-                for (int c = 0; c < C; c++) {
-                    *reinterpret_cast<float2 *>(out + c * 8) = {o[i][c][2 * h], o[i][c][2 * h + 1]};
+                for (int c = 0; c < C; c += TILES) {
+                    store_means<TILES>(a, at, D, part * C + c, &o[i][c], h, scale, lane % 4);
                 }
                 if (part == 0 && lane % 4 == 0) {
                     a.sums[at] = {most[i][h], sum[i][2 * h]};

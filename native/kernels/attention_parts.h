@@ -7,9 +7,13 @@
 
 namespace luce {
 
+// A chunk's partial result for a row and a head is the mean of V by weight, and what it takes to add chunks' means up. The
+// means are F16, as V is where it is multiplied, which halves what is written and read; those of F32 cells are F32. F16 means
+// lie as the tensor cores' results do, so that a thread stores 16 bytes at once: of 32 columns, which are four tiles of 8, the
+// first word of 8 values has columns 0 and 1 of each tile, the second has columns 2 and 3 of each, and so on.
 struct AttentionParts : AttentionArgs {
     int32_t chunks; // a sequence has at most so many
-    float *partial; // [T][H][chunks][D] sums of weight * v
+    void *means; // [T][H][chunks][D]
     float2 *sums; // [T][H][chunks] {maximum, sum of weights}, of scores in units of log2
 };
 

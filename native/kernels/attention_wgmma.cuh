@@ -271,12 +271,12 @@ template <int D, int TYPE, bool AHEAD> struct WgmmaUnit {
             }
             const int64_t row = a.row_of(unit.row, pair + 8 * h), head = a.head_of(unit.head, pair + 8 * h);
             const int64_t at = (row * a.H + head) * a.chunks + unit.chunk;
-            float *out = a.partial + at * D + lane % 4 * 2;
+            const float scale = mean_scale(sum[h]);
 #pragma unroll
             for (int i = 0; i < PANELS; i++) {
 #pragma unroll
-                for (int n = 0; n < 8; n++) {
-                    *reinterpret_cast<float2 *>(out + i * 64 + n * 8) = {o[i][n][2 * h], o[i][n][2 * h + 1]};
+                for (int n = 0; n < 8; n += 4) {
+                    store_means<4>(a, at, D, i * 8 + n, &o[i][n], h, scale, lane % 4);
                 }
             }
             if (lane % 4 == 0) {

@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(THREADS) kv_gather_kernel(KvGatherArgs a) {
     float x[8] = {};
     if (c < int64_t(seq.n_past) + seq.n_rows) {
         const uint8_t *pool = a.which == 0 ? a.pool.k : a.pool.v;
-        load_values<TYPE>(pool + cell_of(a.pages + seq.pages, int32_t(c)) * a.pool.cell_bytes, i, x);
+        load_cell<TYPE>(pool + cell_of(a.pages + seq.pages, int32_t(c)) * a.pool.cell_bytes, i, x);
     }
     Out *out = static_cast<Out *>(a.out) + c * words * 8 + i;
     if constexpr (sizeof(Out) == 2) {

@@ -40,7 +40,7 @@ template <int TYPE> __device__ float block_value(const uint8_t *block, int i) {
 }
 
 // Loads values i .. i + 7 of a row of cells, where i is a multiple of 8.
-template <int TYPE> __device__ void load_values(const uint8_t *row, int i, float (&x)[8]) {
+template <int TYPE> __device__ void load_cell(const uint8_t *row, int i, float (&x)[8]) {
     if (TYPE == KV_F32) {
         const float4 a = *reinterpret_cast<const float4 *>(row + i * 4);
         const float4 b = *reinterpret_cast<const float4 *>(row + i * 4 + 16);
