@@ -211,9 +211,13 @@ class Pool:
         return out
 
 
+# Each region of chunks is its first position, a chunk's size, and the first chunk.
+REGIONS = ((81920, 2048, 160), (32768, 1024, 112), (16384, 512, 80), (4096, 256, 32), (0, 128, 0))
+
+
 def chunk_at(position: int) -> int:
     """Does what attention_chunks.h does."""
-    for begin, size, index in ((65536, 1024, 176), (16384, 512, 80), (4096, 256, 32), (0, 128, 0)):
+    for begin, size, index in REGIONS:
         if position >= begin:
             return index + (position - begin) // size
     raise AssertionError

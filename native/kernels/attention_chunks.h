@@ -18,21 +18,23 @@ namespace luce {
 struct ChunkRegion {
     int32_t begin, shift, index;
 };
-constexpr int CHUNK_REGIONS = 4;
+constexpr int CHUNK_REGIONS = 5;
 
 LUCE_HOST_DEVICE inline ChunkRegion chunk_region(int region) {
     return region == 0   ? ChunkRegion{0, 7, 0}
            : region == 1 ? ChunkRegion{4096, 8, 32}
            : region == 2 ? ChunkRegion{16384, 9, 80}
-                         : ChunkRegion{65536, 10, 176};
+           : region == 3 ? ChunkRegion{32768, 10, 112}
+                         : ChunkRegion{81920, 11, 160};
 }
 LUCE_HOST_DEVICE inline int region_of_chunk(int32_t chunk) {
-    return (chunk >= 32) + (chunk >= 80) + (chunk >= 176);
+    return (chunk >= 32) + (chunk >= 80) + (chunk >= 112) + (chunk >= 160);
 }
 
 // Returns the chunk that holds a position.
 LUCE_HOST_DEVICE inline int32_t chunk_at(int32_t position) {
-    const ChunkRegion r = chunk_region((position >= 4096) + (position >= 16384) + (position >= 65536));
+    const ChunkRegion r =
+        chunk_region((position >= 4096) + (position >= 16384) + (position >= 32768) + (position >= 81920));
     return r.index + ((position - r.begin) >> r.shift);
 }
 

@@ -220,7 +220,7 @@ template <typename L> struct Loader {
                 } else if (page < 0 || key % PAGE == 0) {
                     page = first_cell(seq, key / PAGE);
                 }
-                if (!whole || key + KEYS > plan.settled[seq]) {
+                if (!whole || key + KEYS > past - plan.written[seq]) {
                     wait_for_previous(); // from the second time on it is there
                 }
                 for (int which = 0; which < 2; which++) {

@@ -83,15 +83,15 @@ struct alignas(16) Plan {
     // By warp: those of all, and of the longest unit.
     int32_t chunks[MAX_SEGMENTS / WARP], path_tiles[MAX_SEGMENTS / WARP];
     int32_t most_rows[MAX_SEGMENTS / WARP]; // of a unit, by warp
-    // A warp's entry counts the units that its workers and those before have.
-    int32_t done[UNIT_KINDS][MAX_WORKERS / WARP];
+    // A warp's entry counts the units of a kind that its workers and those before have. Kinds use both rows by turns.
+    int32_t done[2][MAX_WORKERS / WARP];
     // A bit says that a path begins at the row, or that it is of no sequence.
     uint32_t begins[MAX_ROWS / WARP];
     int32_t position[MAX_ROWS]; // a row's token is at this position
     int8_t parent[MAX_ROWS], seq[MAX_ROWS];
     uint8_t path[MAX_ROWS]; // it is the first row of the row's path
     int32_t n_past[MAX_ROWS], pages[MAX_ROWS]; // these are by sequence
-    int32_t settled[MAX_ROWS]; // the sequence's cells below this position are not written in this step
+    uint16_t written[MAX_ROWS]; // the step may write so many of the sequence's last cells below n_past
     uint8_t row0[MAX_ROWS], n_rows[MAX_ROWS];
     int32_t first[UNIT_KINDS], last[UNIT_KINDS]; // this block has units first .. last - 1
 
@@ -145,7 +145,7 @@ __device__ void Plan::read(const AttentionParams &a) {
     parent[i] = int8_t(used ? row.parent : -1);
     position[i] = used ? row.position : -1;
     n_past[i] = past;
-    settled[i] = past - max(max(s.n_move, s.n_new), max(s.n_move_head, s.n_move_drafter));
+    written[i] = uint16_t(max(max(s.n_move, s.n_new), max(s.n_move_head, s.n_move_drafter)));
     pages[i] = table;
     row0[i] = uint8_t(i < n_seqs ? first : 0);
     n_rows[i] = uint8_t(i < n_seqs ? rows : 0);
@@ -262,6 +262,7 @@ __device__ void Plan::share_out(const AttentionParams &a, int32_t *ends_of_worke
         }
         return;
     }
+    int turn = 0;
     uint64_t all = 0, mine = 0; // they are the work of all workers, and of workers 0 .. j
     for (int i = 0; i < UNIT_KINDS; i++) {
         const int k = (PATHS + i) % UNIT_KINDS;
@@ -292,12 +293,13 @@ __device__ void Plan::share_out(const AttentionParams &a, int32_t *ends_of_worke
             n = lane >= d ? max(n, before) : n;
         }
         if (lane == WARP - 1 && warp < MAX_WORKERS / WARP) {
-            done[k][warp] = n;
+            done[turn][warp] = n;
         }
         __syncthreads();
         for (int w = 0; w < min(warp, MAX_WORKERS / WARP); w++) {
-            n = max(n, done[k][w]);
+            n = max(n, done[turn][w]);
         }
+        turn ^= 1;
         mine += uint64_t(n) * cost;
         if (j + 1 == me) {
             first[k] = n;

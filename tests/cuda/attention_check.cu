@@ -89,7 +89,7 @@ void check_attention(bool all) {
             check_case({6, 1, 256, 1}, {{pick(600)}, {T % 2 == 0 ? chain(T) : any_tree(T)}, false, 1},
                        "width " + std::to_string(T));
         }
-        for (int n : {4095, 4096, 4097, 16384 - 3, 20000, 40000, 65536 - 2, 70000}) {
+        for (int n : {4095, 4096, 4097, 16384 - 3, 20000, 32768 - 1, 40000, 81920 - 2, 90000}) {
             const KvShape s{n > 30000 ? 6 : 12, n > 30000 ? 1 : 2, 256, n % 3 == 1 ? 8 : 1};
             check_case(s, {{n, 300}, {any_tree(9), chain(3)}, false, 1}, "context " + std::to_string(n));
         }
