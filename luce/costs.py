@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
+from copy import copy
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -43,6 +44,12 @@ class Costs:
     def verify(self, rows: int) -> float:
         """Returns the seconds of a verify with so many rows in all."""
         return _on_line(self._lines[0], rows)
+
+    def at_most(self, rows: int, seconds: float) -> Costs:
+        """Returns the same costs, but of a verify with so many rows that takes so many seconds at most."""
+        capped = copy(self)
+        capped._lines = ({**self._lines[0], rows: min(self.verify(rows), seconds)}, *self._lines[1:])
+        return capped
 
     def draft(self, sequences: int = 1, part: bool = False) -> float:
         """Returns the seconds of one more draft of the NextN head for each of so many sequences; 0 in an

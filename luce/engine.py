@@ -34,7 +34,7 @@ from luce.plan import (
     with_room,
 )
 from luce.probe import Facts, probe
-from luce.rounds import host_of
+from luce.rounds import timed
 from luce.runner import Runner, chain_can_pay, lookup_can_pay
 from luce.structs import EngineInfo, EngineParams, Memory
 from luce.tokenizer import Tokenizer
@@ -150,7 +150,7 @@ class Engine:
         with ExitStack() as opened:
             opened.enter_context(native)
             if isinstance(chosen.draft, Auto):
-                self.host = host_of(native, tokenizer, partial(self._runner, chosen.draft))
+                self.costs, self.host = timed(native, tokenizer, partial(self._runner, chosen.draft))
                 self._known = Known()  # That text was none of the user's.
             self._opened = opened.pop_all()
 

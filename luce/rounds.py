@@ -14,7 +14,7 @@ from itertools import pairwise
 from statistics import median
 
 from luce._native import Engine, Sequence
-from luce.costs import NO_TIME, Host
+from luce.costs import NO_TIME, Costs, Host
 from luce.drafting import NOTHING, Draft, DraftSource, Limits, Round
 from luce.generation import Generation
 from luce.loop import Loop
@@ -49,17 +49,18 @@ class Plain:
         self._source.learn(done)
 
 
-def host_of(
+def timed(
     engine: Engine,
     tokenizer: Tokenizer,
     source: Callable[[Sequence], DraftSource],
     clock: Callable[[], float] = time.perf_counter,
-) -> Host:
-    """Returns what rounds of an engine take beside their steps, where `source` makes what drafts for a
-    sequence; nothing where no round is begun ahead, or where too few could be decoded."""
-    step = engine.costs().verify(1)
-    if not engine.ahead or not step:
-        return NO_TIME
+) -> tuple[Costs, Host]:
+    """Returns what steps of an engine cost, and what rounds take beside them, where `source` makes what
+    drafts for a sequence: nothing where no round is begun ahead, or where too few could be decoded. A step
+    takes no longer than a round, so one that was disturbed when it was timed alone costs as much as that."""
+    costs = engine.costs()
+    if not engine.ahead or not costs.verify(1):
+        return costs, NO_TIME
     sequence, loop, ends = engine.sequence(), Loop(engine), list[tuple[bool, float]]()
     request = Request((0,), 2 * ROUNDS + 4, ignore_eos=True)  # The prompt and the text's end give one each.
     loop.add(Generation(sequence, engine.info, tokenizer, request, Plain(source(sequence))))
@@ -70,6 +71,7 @@ def host_of(
         if before is kind:
             took[kind].append(end - since)
     if not all(took.values()):
-        return NO_TIME
+        return costs, NO_TIME
     apart, ahead = median(took[False]), median(took[True])
-    return Host(max(apart - step, 0.0), min(ahead, apart) - step)
+    costs = costs.at_most(1, apart)
+    return costs, Host(apart - costs.verify(1), min(ahead, apart) - costs.verify(1))

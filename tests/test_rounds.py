@@ -6,10 +6,10 @@ from fake_core import PROMPT, TOKENIZER, FakeEngine, drive, generation, hashed
 
 from luce._native import Source
 from luce.acceptance import Known
-from luce.costs import NO_TIME, Costs
+from luce.costs import NO_TIME, Costs, Host
 from luce.drafting import Drafter, Round
 from luce.plan import AUTO_BUDGET, Request
-from luce.rounds import host_of
+from luce.rounds import timed
 from luce.runner import Runner
 from luce.structs import Cost
 
@@ -27,6 +27,7 @@ class Device(FakeEngine):
         self.steps, self.chain, self.feeds = steps, draft, feeds
         self.launch, self.notice, self.host = launch, notice, host
         self.apart = launch + notice  # A step that follows no other takes so much more.
+        self.right = self.costs()
         self.free = 0.0  # The device has done all at this time.
         self.ends, self.owed = [], 0
 
@@ -54,7 +55,7 @@ class Device(FakeEngine):
     def began(self, rows):
         fed = self.owed if rows > 1 or self.owed == AUTO_BUDGET + 1 else 0
         self.owed = 1 if rows == 1 and fed else 0 if rows > 1 else self.owed + 1
-        self.takes(self.costs().verify(rows) - self.apart + self.costs().feed(fed))
+        self.takes(self.right.verify(rows) - self.apart + self.right.feed(fed))
         self.ends.append(self.free)
 
     def start(self, items):
@@ -86,12 +87,16 @@ DEVICES = {
 }  # fmt: skip
 
 
-def auto_of(device, known, host, gamma=8):
-    def source(sequence):
-        drafters = [Drafter(sequence, Source.NEXTN, gamma)]
-        return Runner(sequence, device.costs(), drafters, AUTO_BUDGET, known, host)
+def auto_of(device, costs, known, host=NO_TIME):
+    """Returns what makes the runner of a text."""
+    return lambda sequence: Runner(
+        sequence, costs, [Drafter(sequence, Source.NEXTN, 8)], AUTO_BUDGET, known, host
+    )
 
-    return source
+
+def timed_of(device):
+    """Returns what steps of the device cost and what rounds take beside them, as an engine has it."""
+    return timed(device, TOKENIZER, auto_of(device, device.costs(), Known()), device.clock)
 
 
 def decode(device, source=None):
@@ -108,9 +113,9 @@ def test_auto_is_at_most_3_percent_slower_than_plain_where_no_draft_is_right(nam
     """It is so in the first text of a process and in later ones, and its ledger has what was really lost."""
     device, known = Device(**DEVICES[name]), Known()
     plain, _, _ = decode(device)
-    host = host_of(device, TOKENIZER, auto_of(device, Known(), NO_TIME), device.clock)
+    costs, host = timed_of(device)
     for _ in range(3):
-        seconds, rounds, auto = decode(device, auto_of(device, known, host))
+        seconds, rounds, auto = decode(device, auto_of(device, costs, known, host))
         assert any(each.drafted for each in rounds) and not any(each.accepted for each in rounds)
         lost = (seconds / plain - 1) * (TOKENS - 1)
         assert 0 < lost <= 0.03 * (TOKENS - 1)
@@ -122,17 +127,29 @@ def test_rounds_are_begun_ahead_where_only_a_hopeless_head_may_draft(name):
     """One begins after a round that drafts, and after the first ones of a text, where a lookup may still
     come."""
     device = Device(**DEVICES[name])
-    host = host_of(device, TOKENIZER, auto_of(device, Known(), NO_TIME), device.clock)
-    _, rounds, auto = decode(device, auto_of(device, Known(), host))
+    costs, host = timed_of(device)
+    _, rounds, auto = decode(device, auto_of(device, costs, Known(), host))
     behind = sum(not each.ahead for each in rounds)
     assert behind <= 2 * sum(each.drafted > 0 for each in rounds) + 1 / (2 * auto._apart)
     assert behind < TOKENS / 2
 
 
 @pytest.mark.parametrize("name", DEVICES)
-def test_the_host_s_part_is_what_rounds_take(name):
-    device = Device(**DEVICES[name])
-    host, sizes = host_of(device, TOKENIZER, auto_of(device, Known(), NO_TIME), device.clock), DEVICES[name]
-    assert host.between == pytest.approx(sizes["host"])
-    assert host.ahead == pytest.approx(-sizes["launch"] - sizes["notice"])
-    assert not device.open
+def test_the_part_of_the_host_is_what_rounds_take(name):
+    device, sizes = Device(**DEVICES[name]), DEVICES[name]
+    costs, host = timed_of(device)
+    assert host == pytest.approx((sizes["host"], -sizes["launch"] - sizes["notice"]))
+    assert costs.verify(1) == device.costs().verify(1) and not device.open
+
+
+@pytest.mark.parametrize("dearer", [0.3, 2.0])
+def test_a_step_that_was_timed_too_dear_costs_as_much_as_a_round(dearer, monkeypatch):
+    """Else plain rounds that are not begun ahead would be held for as dear, and so would lost ones."""
+    device, sizes = Device(**DEVICES["27b"]), DEVICES["27b"]
+    steps = [Cost(rows, 0, device.right.verify(rows) + dearer) for rows in sizes["steps"]]
+    monkeypatch.setattr(device, "costs", lambda: Costs(steps))
+    costs, host = timed_of(device)
+    apart = sizes["launch"] + sizes["notice"] + sizes["host"]
+    assert costs.verify(1) == pytest.approx(sizes["steps"][1] + apart)
+    assert costs.verify(2) == device.costs().verify(2) > costs.verify(1)
+    assert host == pytest.approx((0.0, -apart)) and isinstance(host, Host)
