@@ -17,7 +17,9 @@ template <int NT, bool WIDE> struct Shape {
     static constexpr int FILLERS = TEAMS == 1 ? 1 : 4; // so many fill them
     static constexpr int THREADS = (WARPS + FILLERS) * WARP;
     static constexpr int COLUMNS = 8 * NT;
-    static constexpr int STAGES = NT == 4 ? 2 : 4; // each holds the activations of a unit
+    // Each holds the activations of a unit. What the first ones bring all blocks wait for at once, so that more of them
+    // make 16 rows slower.
+    static constexpr int STAGES = NT == 4 ? 2 : NT == 2 ? 3 : 4;
     static constexpr int BARRIERS = 384; // all of Rings' barriers fit so many bytes
     static_assert(BARRIERS >= 16 * STAGES + 16 * ROWMM_MAX_SLOTS + 8);
     // A stage is a chunk of as many columns as the step has.
