@@ -78,7 +78,8 @@ def test_kernels_with_rings_are_compiled_again_for_racecheck_and_no_others(tmp_p
     everything = compiled()
     assert {path.name for path in SCRIPT.parent.parent.glob("native/kernels/*.cu")} < everything
     again = compiled("racecheck")
-    rings = {f"rowmm_rows_{rows}.cu" for rows in ("8", "16", "16_wide", "32", "32_wide", "64_wide")}
+    rings = {path.name for path in SCRIPT.parent.parent.glob("native/kernels/rowmm_rows_*.cu")}
+    assert len(rings) > 3
     assert {"attention.cu", *rings} <= again < everything and "deltanet_conv.cu" not in again
     assert "kernel_check_racecheck" in calls.read_text() and "bench/racecheck_ring.cu" in calls.read_text()
 
