@@ -237,8 +237,10 @@ parts_at_once() {
     (($(left) < limit)) && limit=$(left)
     ((limit > 10)) || { echo "-- $name: LEFT OUT, no time"; bad+=("$name"); return; }
     for part in $parts; do
+        while (($(jobs -rp | wc -l) >= ${at_once:-100})); do sleep 0.1; done
         [[ -e $work/done/$name-$part ]] || (
             begin=$SECONDS status=0
+            (($(left) < limit)) && limit=$(($(left) > 0 ? $(left) : 1))
             timeout -k 5 "$limit" nice "$@" "$work/${checks:-kernel_check}" "$which" "$part" >"$out/$name-$part.txt" 2>&1 || status=$?
             ((status)) || touch "$work/done/$name-$part"
             echo "$name $part: $( ((status == 124)) && echo CUT || echo "status $status")," \
@@ -424,7 +426,7 @@ stage_serve() {
 stage_sanitize() {
     say "kernels under compute-sanitizer"
     run build-racecheck 300 tools/build_checks.sh "$work" racecheck || return
-    local tool sanitizer checks
+    local tool sanitizer checks at_once=8 # With more, each waits longer for its turn on the GPU.
     sanitizer=$(compgen -G "$work/site/nvidia/cu*/bin/compute-sanitizer" || echo compute-sanitizer)
     for tool in "racecheck --racecheck-num-workers 2" memcheck synccheck; do # Without a number it takes all cores.
         checks=kernel_check
