@@ -6,7 +6,7 @@
 //   sum    out = residual + sum over ranks of weight * y + sigmoid(shared gate . v) * y of the shared expert;
 //          it may also pack out for the product behind, which norms it
 //
-// A step of one row needs no list: there up and down choose its experts themselves, each block its own task's.
+// A step of few rows needs no list: there up and down choose the experts themselves, each block anew.
 //
 // Rows are grouped by expert on the device, into items of one expert and up to 8 of its rows. Nothing
 // synchronises with the host, and the shapes of all launches depend on T and the layer alone, so that all can

@@ -21,74 +21,126 @@ __device__ __forceinline__ int ordered(float x) {
     return bits ^ (bits >> 31 & INT_MAX);
 }
 
-// A lane's logits, the largest first, and of equal ones the lowest id. Expert lane + j * WARP is called j.
-template <int N> struct Ranked {
-    int key[N], j[N];
-
-    __device__ void order(int a, int b) {
-        const bool swaps = key[b] > key[a] || (key[b] == key[a] && j[b] < j[a]);
-        const int k = key[a], i = j[a];
-        key[a] = swaps ? key[b] : k, key[b] = swaps ? k : key[b];
-        j[a] = swaps ? j[b] : i, j[b] = swaps ? i : j[b];
-    }
-    // Does Batcher's odd-even merge sort, for N a power of two: merges runs of P, comparing what lies K apart.
-    template <int P = 1, int K = 1> __device__ void sort() {
-        if constexpr (P < N) {
-#pragma unroll
-            for (int a = K % P; a < N - K; a++) {
-                if ((a - K % P) / K % 2 == 0 && a / (2 * P) == (a + K) / (2 * P)) {
-                    order(a, a + K);
-                }
-            }
-            sort<K == 1 ? 2 * P : P, K == 1 ? 2 * P : K / 2>();
-        }
-    }
-    // Drops the first where `taken`. What comes in behind is less than any number.
-    __device__ void drop(bool taken) {
-#pragma unroll
-        for (int i = 0; i + 1 < N; i++) {
-            key[i] = taken ? key[i + 1] : key[i];
-            j[i] = taken ? j[i + 1] : j[i];
-        }
-        key[N - 1] = taken ? INT_MIN : key[N - 1];
-    }
+// Has a row's experts that may be chosen, and then those that are, by rank. Each is its logit, ordered as an integer, above
+// what rises as its id falls.
+constexpr int MOST_CANDIDATES = 64;
+constexpr uint32_t INFINITE = 0x7f800000; // the bits of an infinity
+struct Candidates {
+    // Behind them lie four that end a read, and a place for each lane to leave what is no candidate.
+    alignas(16) uint64_t all[MOST_CANDIDATES + 4 + WARP];
+    uint64_t ranked[WARP];
 };
 
-// Chooses a row's experts with a warp, of N logits a lane or less. The largest come first, and of equal ones the lowest
-// id. Where a logit is not finite the row has the first experts, and NaN for weights. Only the first `ranks` are found;
-// the weights need all.
-template <int N> __device__ Choice choose_among(const MoeDims &d, const float *logits, int ranks, int lane) {
-    Ranked<N> x;
-    const float gate = d.shared() ? __ldcg(logits + d.n_expert) : 0.0f;
-    bool finite = true;
-#pragma unroll
-    for (int j = 0; j < N; j++) {
-        const int id = lane + j * WARP;
-        const float logit = id < d.n_expert ? __ldcg(logits + id) : -INFINITY;
-        finite = finite && (id >= d.n_expert || isfinite(logit));
-        x.key[j] = ordered(logit);
-        x.j[j] = j;
-    }
-    finite = __all_sync(~0u, finite);
-    x.sort();
-    int own = 0, expert = lane, top = 0; // lane r has those of rank r
-    for (int rank = 0; rank < ranks; rank++) {
-        const int most = __reduce_max_sync(~0u, x.key[0]), id = lane + x.j[0] * WARP;
-        const int lowest = -__reduce_max_sync(~0u, x.key[0] == most ? -id : INT_MIN);
-        top = rank == 0 ? most : top;
-        own = lane == rank ? most : own;
-        expert = lane == rank && finite ? lowest : expert;
-        x.drop(id == lowest);
-    }
-    const auto number = [](int key) { return __uint_as_float(uint32_t(key ^ (key >> 31 & INT_MAX))); };
-    const float weight = lane >= d.n_used ? 0.0f : finite ? expf(number(own) - number(top)) : NAN;
-    return {expert, weight / warp_sum(weight, WARP), 1 / (1 + expf(-gate))};
+__device__ __forceinline__ uint64_t candidate(int key, int id) {
+    return uint64_t(uint32_t(key) ^ 0x80000000u) << 32 | uint32_t(INT_MAX - id);
+}
+__device__ __forceinline__ float logit_of(uint64_t candidate) {
+    const int key = int(uint32_t(candidate >> 32) ^ 0x80000000u);
+    return __uint_as_float(uint32_t(key ^ (key >> 31 & INT_MAX)));
 }
 
-__device__ __forceinline__ Choice choose_experts(const MoeDims &d, const float *logits, int ranks, int lane) {
+// Ranks a row's experts one by one, from all logits.
+__device__ __forceinline__ void rank_slowly(const float *logits, int n_expert, int n_used, uint64_t *ranked,
+                                            int lane) {
+    uint64_t last = UINT64_MAX;
+#pragma unroll 1
+    for (int rank = 0; rank < n_used; rank++) {
+        uint64_t best = 0;
+#pragma unroll 1
+        for (int id = lane; id < n_expert; id += WARP) {
+            const uint64_t x = candidate(ordered(__ldcg(logits + id)), id);
+            best = x < last && x > best ? x : best;
+        }
+        const uint32_t most = __reduce_max_sync(~0u, uint32_t(best >> 32));
+        last =
+            uint64_t(most) << 32 | __reduce_max_sync(~0u, uint32_t(best >> 32) == most ? uint32_t(best) : 0u);
+        if (lane == 0) {
+            ranked[rank] = last;
+        }
+    }
+}
+
+// Finds the experts that may be chosen, among N a lane, and returns how many there are. The lanes are in groups, at least
+// as many as ranks, so the least of the groups' largest logits bounds them.
+template <int N>
+__device__ __forceinline__ int find_candidates(const MoeDims &d, const float *logits, Candidates &s,
+                                               bool &finite, int lane) {
+    int key[N], most = INT_MIN, least = INT_MAX, count = 0;
+#pragma unroll
+    for (int j = 0; j < N; j += 4) {
+        const float4 x = __ldcg(reinterpret_cast<const float4 *>(logits) + lane + j / 4 * WARP);
+        key[j] = int(__float_as_uint(x.x)), key[j + 1] = int(__float_as_uint(x.y));
+        key[j + 2] = int(__float_as_uint(x.z)), key[j + 3] = int(__float_as_uint(x.w));
+    }
+    const auto id_of = [&](int j) { return lane * 4 + j / 4 * 4 * WARP + j % 4; };
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        const bool present = id_of(j) < d.n_expert;
+        const int x = ordered(__uint_as_float(uint32_t(key[j])));
+        key[j] = present ? x : INT_MIN;
+        most = max(most, key[j]);
+        least = min(least, present ? x : 0);
+    }
+    // Numbers lie between the infinities, and what is none beyond them.
+    finite = __all_sync(~0u, most < int(INFINITE) && least > int(~INFINITE | 0x80000000u));
+    int bound = most;
+    for (int apart = 1; 2 * apart * d.n_used <= WARP; apart *= 2) {
+        bound = max(bound, __shfl_xor_sync(~0u, bound, apart));
+    }
+    bound = max(__reduce_min_sync(~0u, bound), INT_MIN + 1);
+    const uint32_t below = (1u << lane) - 1;
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        const bool may = key[j] >= bound;
+        const uint32_t mask = __ballot_sync(~0u, may);
+        const int at = count + __popc(mask & below);
+        s.all[may && at < MOST_CANDIDATES ? at : MOST_CANDIDATES + 4 + lane] = candidate(key[j], id_of(j));
+        count += __popc(mask);
+    }
+    return count;
+}
+
+// Chooses a row's experts with a warp. The largest logits come first, and of equal ones the lowest id. Where a logit is not
+// finite the row has the first experts, and NaN for weights. The weights are there where it `weighs`.
+__device__ __forceinline__ Choice choose_experts(const MoeDims &d, const float *logits, Candidates &s,
+                                                 bool weighs, int lane) {
     constexpr int MOST = MOE_MAX_EXPERTS / WARP;
-    return d.n_expert <= MOST / 2 * WARP ? choose_among<MOST / 2>(d, logits, ranks, lane)
-                                         : choose_among<MOST>(d, logits, ranks, lane);
+    bool finite = true;
+    const int count = d.n_expert <= MOST / 2 * WARP ? find_candidates<MOST / 2>(d, logits, s, finite, lane)
+                                                    : find_candidates<MOST>(d, logits, s, finite, lane);
+    if (count > MOST_CANDIDATES) {
+        rank_slowly(logits, d.n_expert, d.n_used, s.ranked, lane);
+    } else {
+        if (lane < 4) {
+            s.all[count + lane] = 0;
+        }
+        __syncwarp();
+        for (int i = lane; i < count; i += WARP) {
+            const uint64_t own = s.all[i];
+            int rank = 0;
+#pragma unroll 1
+            for (int j = 0; j < count; j += 4) {
+                const ulonglong2 x = *reinterpret_cast<const ulonglong2 *>(s.all + j);
+                const ulonglong2 y = *reinterpret_cast<const ulonglong2 *>(s.all + j + 2);
+                rank += int(x.x > own) + int(x.y > own) + int(y.x > own) + int(y.y > own);
+            }
+            if (rank < d.n_used) {
+                s.ranked[rank] = own;
+            }
+        }
+    }
+    __syncwarp();
+    const uint64_t own = s.ranked[min(lane, d.n_used - 1)];
+    Choice choice = {finite ? INT_MAX - int(uint32_t(own)) : lane, 0, 0};
+    if (weighs) {
+        const float gate = __ldcg(logits + d.n_expert);
+        const float weight = lane >= d.n_used ? 0.0f
+                             : finite         ? expf(logit_of(own) - logit_of(s.ranked[0]))
+                                              : NAN;
+        choice.weight = weight / warp_sum(weight, WARP);
+        choice.open = 1 / (1 + expf(-gate));
+    }
+    return choice;
 }
 
 __device__ __forceinline__ void keep_choice(const MoeDims &d, const RoutedLayout &at, uint8_t *routed,

@@ -6,11 +6,11 @@
 // brings its own units into shared memory, ahead and across its tasks; the rows of the next task come
 // while one is multiplied. The parts of K are then added in their order. In up, gate and up are two warps of
 // the same block, which go through silu(gate) * up together. Down packs its rows, which are up's F32 results,
-// itself. A step of one row has a kernel of its own: its tasks are all done at once.
+// itself. A step of few rows has a kernel of its own
+// (moe_few.cuh).
 #include "device_limits.h"
-#include "moe_choice.cuh"
-#include "moe_item.cuh"
-#include "moe_units.cuh"
+#include "moe_block.cuh"
+#include "moe_few.cuh"
 #include "rowmm_pack.cuh"
 
 #include <algorithm>
@@ -18,9 +18,6 @@
 namespace luce {
 namespace {
 
-constexpr int PART_ROW = FRAGMENT + 4; // the padding makes banks differ
-constexpr int BLOCKS_SM = 2; // a multiprocessor has so many blocks at once: a third would spill registers
-constexpr int ONE_BLOCKS_SM = 3; // the same of a step of one row, whose kernel is smaller
 constexpr int LEAST_SLOTS = 2, MAX_STEPS = 4;
 constexpr int LEAST_TASKS = 16; // a block has so many tasks before each has more steps
 
@@ -61,64 +58,15 @@ struct Rows {
     }
 };
 
-using Parts = float[ITEM_WARPS][MAX_ITEM_ROWS][PART_ROW]; // [warp][column][output]
-
-__device__ void leave_part(Parts &parts, int count, const Sums<1> &acc) {
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
-        if (const int column = lane % 4 * 2 + k % 2; column < count) {
-            parts[warp][column][lane / 4 + k / 2 * 8] = acc[0][k];
-        }
-    }
-}
-
-// Multiplies the outputs of a part of K by their powers of two, where the type has them.
-__device__ __forceinline__ void scale_part(Sums<1> &acc, const Matrix &m, int expert, int fragment) {
-    if (m.scales > 0) {
-        const float *scales =
-            reinterpret_cast<const float *>(m.packed + max(expert, 0) * m.expert_bytes + m.scales);
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            acc[0][k] *= scales[fragment * FRAGMENT + threadIdx.x % WARP / 4 + k / 2 * 8];
-        }
-    }
-}
-
-// Adds the parts of K in order, and makes silu(gate) * up of two matrices.
-__device__ void write_out(const MatmulParams &p, const Group &g, const Parts &parts, const int *places,
-                          const Task &t, int step) {
-    const int n_matrices = 1 << p.log_matrices, n_parts = 1 << g.log_across;
-    for (int i = threadIdx.x; i < t.count * FRAGMENT << g.log_fragments; i += ITEM_THREADS) {
-        const int o = i % FRAGMENT, f = i / FRAGMENT & ((1 << g.log_fragments) - 1);
-        const int column = i / FRAGMENT >> g.log_fragments;
-        const int n = (((t.x * p.steps + step) << g.log_fragments) + f) * FRAGMENT + o;
-        if (n >= g.N) {
-            continue;
-        }
-        float sums[2] = {};
-#pragma unroll
-        for (int m = 0; m < 2; m++) {
-            for (int part = 0; m < n_matrices && part < n_parts; part++) {
-                const float x = parts[(((f << g.log_across) + part) << p.log_matrices) + m][column][o];
-                sums[m] = part == 0 ? x : sums[m] + x;
-            }
-        }
-        const float x = sums[0];
-        p.out[places[column] * p.out_row + n] = n_matrices == 1 ? x : x / (1 + expf(-x)) * sums[1];
-    }
-}
-
-struct BlockShared {
-    Parts parts[2]; // steps have them in turn
+struct alignas(16) BlockShared {
+    Parts<MAX_ITEM_ROWS> parts[2]; // steps have them in turn
     Task tasks[MAX_TASKS];
     int places[MAX_TASKS][MAX_ITEM_ROWS];
 };
 
 // ---- a step of one row ----
 
-// Each expert of the row is an item, and each block has one task at most. So a block chooses for itself, and only as far
-// as its own expert's rank.
+// Each expert of the row is an item, and each block has one task at most.
 
 // Puts the block's only task into its list, and returns its expert. `keeps` says that the block leaves the choice to the
 // other launches.
@@ -126,7 +74,8 @@ __device__ int choose_task(const MatmulParams &p, BlockShared &s, bool keeps) {
     const int item = int(blockIdx.x) / p.tasks, rank = item - p.n_shared;
     if (threadIdx.x < WARP && (rank >= 0 || keeps)) {
         const float *logits = reinterpret_cast<const float *>(p.routed + p.at.logits);
-        const Choice choice = choose_experts(p.dims, logits, keeps ? p.n_used : rank + 1, threadIdx.x);
+        const Choice choice =
+            choose_experts(p.dims, logits, *reinterpret_cast<Candidates *>(&s.parts), keeps, threadIdx.x);
         if (int(threadIdx.x) == rank) {
             s.tasks[0].expert = choice.expert;
         }
@@ -191,29 +140,7 @@ __device__ int list_tasks(const MatmulParams &p, BlockShared &s, UnitRing &ring,
     return n_tasks;
 }
 
-// Multiplies the units of a step with an item's rows, of which `row` is the lane's own.
-__device__ __forceinline__ void multiply_step(const MatmulParams &p, const BlockShared &s, UnitRing &ring,
-                                              const Work &w, const Task &t, int fragment, const uint8_t *row,
-                                              int n_tasks, Sums<1> &total) {
-    const Group &g = group_of(p, t.expert);
-    const Matrix &m = g.matrices[w.matrix];
-    const int lane = threadIdx.x % WARP;
-    int u = g.begin(w.part, m.units);
-    for (int part = w.part; part < w.last; part++) {
-        Sums<1> acc = {};
-        for (const int end = g.begin(part + 1, m.units); u < end; u++) {
-            const uint8_t *unit = ring.take(p);
-            multiply_any(m.type, acc, unit, row, u, lane);
-            ring.next(p, s.tasks, n_tasks);
-        }
-        scale_part(acc, m, t.expert, fragment);
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            total[0][k] = part == w.part ? acc[0][k] : total[0][k] + acc[0][k];
-        }
-    }
-}
-
+template <bool ONE_PART>
 __device__ __forceinline__ void do_tasks(const MatmulParams &p, BlockShared &s, UnitRing &ring, Rows &rows,
                                          int n_tasks) {
     int turn = 0;
@@ -235,12 +162,11 @@ __device__ __forceinline__ void do_tasks(const MatmulParams &p, BlockShared &s, 
         const uint8_t *row = rows.rows + (rows.at + column) * p.row_bytes;
         for (int step = 0; step < p.steps; step++, turn ^= 1) {
             if (const int fragment = w.fragment_at(p, g, t.x, step); fragment < g.fragments) {
-                Sums<1> total = {};
-                multiply_step(p, s, ring, w, t, fragment, row, n_tasks, total);
-                leave_part(s.parts[turn], t.count, total);
+                multiply_step<MAX_ITEM_ROWS, ONE_PART, false>(p, s.tasks, ring, w, t, fragment, row, n_tasks,
+                                                              t.count, s.parts[turn]);
             }
             __syncthreads();
-            write_out(p, g, s.parts[turn], s.places[i], t, step);
+            write_out<MAX_ITEM_ROWS>(p, g, s.parts[turn], s.places[i], t.count, t.x, step);
         }
         if (more && rows.next < 0) {
             rows.fill(p, s.tasks[i + 1], s.places[i + 1], i + 1, 0);
@@ -296,11 +222,11 @@ __global__ void __launch_bounds__(ITEM_THREADS, BLOCKS_SM)
     }
     rows.fill(p, s.tasks[0], s.places[0], 0, 0);
     __syncthreads();
-    do_tasks(p, s, ring, rows, n_tasks);
+    do_tasks<false>(p, s, ring, rows, n_tasks);
 }
 
 // The kernel of a step of one row has more blocks on a multiprocessor, each with one task at most.
-__global__ void __launch_bounds__(ITEM_THREADS, ONE_BLOCKS_SM)
+__global__ void __launch_bounds__(ITEM_THREADS, SMALL_BLOCKS_SM)
     moe_matmul_one_kernel(const __grid_constant__ MatmulParams p) {
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ BlockShared s;
@@ -308,8 +234,6 @@ __global__ void __launch_bounds__(ITEM_THREADS, ONE_BLOCKS_SM)
     Rows rows = rows_of(p, shared);
     __syncthreads();
     const bool up = p.h == nullptr, keeps = blockIdx.x == gridDim.x - 1;
-    const Task row = {SHARED, 0, 1, 0};
-    const int place = p.n_used;
     if (up) {
         const bool known = int(blockIdx.x) < p.n_shared * p.tasks;
         ring.units.begin(p, known ? SHARED : 0, int(blockIdx.x) % p.tasks);
@@ -318,7 +242,7 @@ __global__ void __launch_bounds__(ITEM_THREADS, ONE_BLOCKS_SM)
         }
         wait_for_previous();
         let_next_start();
-        rows.fill(p, row, &place, 0, 0); // ahead of the weights, which would delay it
+        copy_rows(p, rows.rows, rows.barrier); // ahead of the weights, which would delay it
         const int expert = choose_task(p, s, keeps);
         if (!known) {
             ring.units.from += int64_t(expert) * p.experts.matrices[Work(p, p.experts).matrix].expert_bytes;
@@ -333,7 +257,7 @@ __global__ void __launch_bounds__(ITEM_THREADS, ONE_BLOCKS_SM)
         rows.fill(p, s.tasks[0], s.places[0], 0, 0);
         __syncthreads();
     }
-    do_tasks(p, s, ring, rows, 1);
+    do_tasks<true>(p, s, ring, rows, 1);
 }
 
 // ---- launches ----
@@ -367,12 +291,11 @@ bool set(Group &out, const MoeMatrix &first, const MoeMatrix &second, int64_t K,
     return set(out.matrices[0], first, K, N, one) && (!two || set(out.matrices[1], second, K, N, one));
 }
 
-// Gives each part of K a warp of its own, or a warp all of K. Returns how often a block's outputs go into the widest
-// group's.
-int share_out(MatmulParams &p, bool whole) {
+// Gives 2^within parts of K to a warp. Returns how often a block's outputs go into the widest group's.
+int share_out(MatmulParams &p, int within) {
     int wide = 0;
     for (Group *g : {&p.experts, &p.shared}) {
-        g->log_across = whole ? 0 : g->log_parts;
+        g->log_across = std::max(g->log_parts - within, 0);
         g->log_fragments = log2_of(ITEM_WARPS) - p.log_matrices - g->log_across;
         wide = std::max(wide, (g->fragments + (1 << g->log_fragments) - 1) >> g->log_fragments);
     }
@@ -389,28 +312,47 @@ cudaError_t lay_out(MatmulParams &p, int &blocks, int &bytes) {
             p.slot_bytes = std::max(p.slot_bytes, g->matrices[m].unit_bytes);
         }
     }
+    const bool one = p.T == 1, few = !one && few_rows(p.dims), fewest = few && fewest_rows(p.dims);
     const int items = p.n_shared + p.max_items, most = std::min(p.T, p.item_rows);
-    const bool one = p.T == 1;
-    const bool whole = !one && items * share_out(p, true) >= device.multiprocessors << p.log_matrices;
-    const int wide = share_out(p, whole), slot = ITEM_WARPS * p.slot_bytes;
+    const int slot = ITEM_WARPS * p.slot_bytes, all = log2_of(MAX_PARTS);
     static_assert(sizeof(BlockShared) + BARRIER_BYTES <= MATMUL_BESIDES);
-    constexpr int BESIDES = sizeof(BlockShared) + BARRIER_BYTES + 1024;
-    const auto room = [&](int per_sm) { return device.shared_sm / per_sm - BESIDES - most * p.row_bytes; };
-    int per_sm = one ? ONE_BLOCKS_SM : BLOCKS_SM;
+    static_assert(sizeof(FewShared<FEW_ROWS>) <= sizeof(BlockShared));
+    const int own = int(fewest ? sizeof(FewShared<FEWEST_ROWS>) : sizeof(BlockShared));
+    const int besides = own + BARRIER_BYTES + 1024;
+    const auto room = [&](int per_sm) { return device.shared_sm / per_sm - besides - most * p.row_bytes; };
+    int per_sm = one || fewest ? SMALL_BLOCKS_SM : BLOCKS_SM;
     while (per_sm > 1 && room(per_sm) < LEAST_SLOTS * slot) {
         per_sm--;
     }
     const int at_once = per_sm * device.multiprocessors;
     p.steps = 1;
-    while (!one && p.steps < MAX_STEPS && items * wide >= at_once * LEAST_TASKS * p.steps) {
-        p.steps *= 2;
+    int within = 0, wide = share_out(p, within);
+    if (few) { // nearly all tasks are done at once
+        const int fit = at_once + at_once / 25;
+        while (within < all && items * wide > fit) {
+            wide = share_out(p, ++within);
+        }
+        const auto tasks = [&](int steps) { return items * ((wide + steps - 1) / steps); };
+        while (p.steps < MAX_STEPS && tasks(p.steps) > fit && tasks(2 * p.steps) > at_once - at_once / 10) {
+            p.steps *= 2;
+        }
+    } else if (!one) {
+        if (items * share_out(p, all) >= device.multiprocessors << p.log_matrices) {
+            within = all;
+        }
+        wide = share_out(p, within);
+        while (p.steps < MAX_STEPS && items * wide >= at_once * LEAST_TASKS * p.steps) {
+            p.steps *= 2;
+        }
     }
     p.tasks = (wide + p.steps - 1) / p.steps;
     const int tasks = items * p.tasks;
     blocks = one ? tasks : std::max(std::min(tasks, at_once), (tasks + MAX_TASKS - 1) / MAX_TASKS);
-    p.slots = std::max(std::min(room(per_sm) / slot, blocks == tasks && !whole ? LEAST_SLOTS : MAX_SLOTS), 1);
+    // Where a warp has few units, room for more would only keep other blocks from a multiprocessor.
+    p.slots = few || (blocks == tasks && within == 0) ? LEAST_SLOTS : MAX_SLOTS;
+    p.slots = std::max(std::min(room(per_sm) / slot, p.slots), 1);
     p.capacity = most;
-    if (blocks < tasks) { // then the next task's rows may come ahead
+    if (blocks < tasks && !few) { // then the next task's rows may come ahead
         p.capacity += std::max(std::min((room(per_sm) - p.slots * slot) / p.row_bytes, most), 0);
     }
     bytes = BARRIER_BYTES + p.slots * slot + p.capacity * p.row_bytes;
@@ -451,8 +393,12 @@ int multiply(const MoeMatmulArgs &a, bool up, cudaStream_t stream) {
     if (const cudaError_t error = lay_out(p, blocks, bytes); error != cudaSuccess) {
         return int(error);
     }
-    return int(launch_kernel(p.T == 1 ? moe_matmul_one_kernel : moe_matmul_kernel, dim3(unsigned(blocks)),
-                             ITEM_THREADS, size_t(bytes), stream, a.overlap != 0, p));
+    const auto kernel = d.T == 1         ? moe_matmul_one_kernel
+                        : fewest_rows(d) ? moe_few_kernel<FEWEST_ROWS>
+                        : few_rows(d)    ? moe_few_kernel<FEW_ROWS>
+                                         : moe_matmul_kernel;
+    return int(launch_kernel(kernel, dim3(unsigned(blocks)), ITEM_THREADS, size_t(bytes), stream,
+                             a.overlap != 0, p));
 }
 
 } // namespace

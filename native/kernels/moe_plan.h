@@ -25,10 +25,22 @@ constexpr ROWMM_BOTH int64_t least(int64_t a, int64_t b) {
 
 // ---- items ----
 
+// Says whether a step has few rows: then up and down choose the experts themselves, there is no list, and an item has room
+// for all rows. A pair is a row and one of its ranks.
+constexpr int FEW_ROWS = MAX_ITEM_ROWS, FEW_PAIRS = 64;
+constexpr ROWMM_BOTH bool few_rows(const MoeDims &d) {
+    return d.T <= FEW_ROWS && d.T * d.n_used <= FEW_PAIRS;
+}
+// Says whether they are so few that a lane has one pair, and that three blocks at once on a multiprocessor are best.
+constexpr int FEWEST_ROWS = 2;
+constexpr ROWMM_BOTH bool fewest_rows(const MoeDims &d) {
+    return d.T <= FEWEST_ROWS && d.T * d.n_used <= FEW_PAIRS / 2;
+}
+
 // Returns how many rows an item has at most. Few rows of a step choose the same expert, and room for more would only
 // keep other blocks from a multiprocessor.
 constexpr ROWMM_BOTH int item_rows(const MoeDims &d) {
-    return d.T <= 64 ? MAX_ITEM_ROWS / 2 : MAX_ITEM_ROWS;
+    return few_rows(d) || d.T > 64 ? MAX_ITEM_ROWS : MAX_ITEM_ROWS / 2;
 }
 
 // The shared expert has all rows. Its items come first, and are known without route.
@@ -66,6 +78,11 @@ constexpr ROWMM_BOTH int router_outputs(const MoeDims &d) {
     return d.n_expert + (d.shared() ? 1 : 0);
 }
 
+// Says how far a row's logits lie from the next row's: a warp reads them by whole vectors, and may read beyond their end.
+constexpr ROWMM_BOTH int logits_row(const MoeDims &d) {
+    return (router_outputs(d) + 255) / 256 * 256;
+}
+
 struct RoutedLayout {
     // These are offsets, and at `head` lies the number of items.
     int64_t rows, ids, weights, open, logits, head, items, places, bytes;
@@ -78,7 +95,7 @@ struct RoutedLayout {
         weights = ids + align16(pairs * 4);
         open = weights + align16(pairs * 4);
         logits = open + align16(T * 4);
-        head = logits + align16(T * router_outputs(d) * 4);
+        head = logits + T * logits_row(d) * 4;
         items = head + 16;
         places = items + max_items(d) * int64_t(sizeof(MoeItem));
         bytes = places + align16(pairs * 4);
@@ -87,9 +104,10 @@ struct RoutedLayout {
 
 // ---- which part of a matrix a warp has ----
 
-// K is cut into so many parts, of whole chunks. Each is summed by itself, and they are added in their order.
+// K is cut into so many parts, of whole chunks. Each is summed by itself, and they are added by pairs.
+constexpr int MAX_PARTS = 4;
 constexpr ROWMM_BOTH int k_parts(int64_t K) {
-    return chunks_of(K) >= 4 ? 4 : chunks_of(K) >= 2 ? 2 : 1;
+    return chunks_of(K) >= MAX_PARTS ? MAX_PARTS : chunks_of(K) >= 2 ? 2 : 1;
 }
 constexpr ROWMM_BOTH int first_chunk(int64_t K, int part) {
     return int(chunks_of(K) * part / k_parts(K));

@@ -1,8 +1,9 @@
 // Has the first launch of a mixture of experts (moe.h): route.
 //
 // A block of route has 8 rows and a few outputs of the router, whose weights it holds before it waits. It
-// computes the rows' norm and its logits, and packs its part of the rows. Of several rows, the last block of 8 to
-// finish chooses their experts. The last of those blocks makes the list.
+// computes the rows' norm and its logits, and packs its part of the rows. Of many rows, the last block of 8 to
+// finish chooses their experts. The last of those blocks makes the list. Few rows (moe_plan.h) are spread over more
+// blocks, of which none chooses.
 #include "moe_choice.cuh"
 #include "rowmm_pack.cuh"
 #include "rowmm_ptx.cuh"
@@ -25,6 +26,12 @@ constexpr int WEIGHTS = 8, VALUES = 2; // a thread has so many vectors of the ro
 static_assert(TILE_ROWS == WARPS && OUTPUTS * HALVES == WARPS, "what warps share");
 static_assert((TILES + 1) * int64_t(sizeof(uint32_t)) <= MOE_COUNTER_BYTES,
               "one of tiles, one for each tile");
+
+// Few rows make so many tiles at most, whose blocks all run at once.
+constexpr int FEW_TILES = 3;
+constexpr ROWMM_BOTH int tile_rows(const MoeDims &d) {
+    return few_rows(d) ? (d.T + FEW_TILES - 1) / FEW_TILES : TILE_ROWS;
+}
 
 struct RouteParams {
     MoeRouteArgs a;
@@ -326,7 +333,7 @@ __global__ void __launch_bounds__(THREADS, 2) moe_route_kernel(const __grid_cons
     __shared__ TileShared tile;
     const MoeDims &d = p.a.dims;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const int row0 = blockIdx.y * TILE_ROWS, rows = min(d.T - row0, TILE_ROWS);
+    const int row0 = blockIdx.y * tile_rows(d), rows = min(d.T - row0, tile_rows(d));
     float *v = reinterpret_cast<float *>(shared); // [TILE_ROWS][E]
     let_next_start();
     Router router(p.a, blockIdx.x * OUTPUTS + warp / HALVES);
@@ -335,6 +342,8 @@ __global__ void __launch_bounds__(THREADS, 2) moe_route_kernel(const __grid_cons
     wait_for_previous();
     if (rows == 1) {
         weigh<1>(p.a, norm, row0, rows, v, tile);
+    } else if (rows <= FEW_ROWS / FEW_TILES + 1) {
+        weigh<FEW_ROWS / FEW_TILES + 1>(p.a, norm, row0, rows, v, tile);
     } else {
         weigh<TILE_ROWS>(p.a, norm, row0, rows, v, tile);
     }
@@ -352,26 +361,30 @@ __global__ void __launch_bounds__(THREADS, 2) moe_route_kernel(const __grid_cons
             for (int h = 1; h < HALVES; h++) {
                 sum += tile.dots[o][h][r];
             }
-            __stcg(p.of<float>(p.at.logits) + (row0 + r) * router_outputs(d) + output,
+            __stcg(p.of<float>(p.at.logits) + (row0 + r) * logits_row(d) + output,
                    sum * scale_of(p.a, tile, r));
         }
     }
-    // Of a step of one row, up and down choose its experts, each block for itself.
+    // Of a step of few rows, up and down choose the experts, each block for itself.
     const bool last =
-        (d.T > 1 || p.a.values != nullptr) && is_last(counters + 1 + blockIdx.y, gridDim.x, tile.last);
+        (!few_rows(d) || p.a.values != nullptr) && is_last(counters + 1 + blockIdx.y, gridDim.x, tile.last);
+    pack_rows(p, row0, rows, v, tile);
+    if (!last) {
+        return;
+    }
+    __syncthreads(); // the rows are packed, and what lies there now is of the choice
     int expert = 0;
-    if (last && warp < rows) {
-        const float *logits = p.of<float>(p.at.logits) + (row0 + warp) * router_outputs(d);
-        const Choice choice = choose_experts(d, logits, d.n_used, lane);
+    if (warp < rows) {
+        const float *logits = p.of<float>(p.at.logits) + (row0 + warp) * logits_row(d);
+        const Choice choice =
+            choose_experts(d, logits, reinterpret_cast<Candidates *>(shared)[warp], true, lane);
         keep_choice(d, p.at, static_cast<uint8_t *>(p.a.routed), row0 + warp, choice, lane);
         expert = choice.expert;
     }
-    pack_rows(p, row0, rows, v, tile);
-    if (!last || d.T == 1) {
+    if (few_rows(d)) {
         return;
     }
     __syncthreads();
-    // The rows are packed, and what lies there now is of the list.
     if (gridDim.y == 1) {
         uint32_t *of_tile = reinterpret_cast<uint32_t *>(list.rows);
         if (warp < rows && lane < d.n_used) {
@@ -426,11 +439,12 @@ int cuda::moe_route(const MoeRouteArgs &args, void *stream) {
     if (d.T == 0) {
         return 0;
     }
-    const int rows = std::min(d.T, TILE_ROWS), tiles = (d.T + TILE_ROWS - 1) / TILE_ROWS;
+    const int rows = std::min(d.T, tile_rows(d)), tiles = (d.T + rows - 1) / rows;
     const int64_t ids = int64_t(d.T) * d.n_used * int64_t(sizeof(uint16_t));
-    const int bytes = int(std::max(rows * d.E * int64_t(sizeof(float)), ids));
-    // The only row of a step is packed by blocks that do nothing else.
-    const int packers = d.T == 1 ? int(chunks_of(d.E)) : 0;
+    const int64_t each = std::max(d.E * int64_t(sizeof(float)), int64_t(sizeof(Candidates)));
+    const int bytes = int(std::max(rows * each, ids));
+    // Few rows are packed by blocks that do nothing else.
+    const int packers = few_rows(d) ? int(chunks_of(d.E)) : 0;
     const dim3 grid((router_outputs(d) + OUTPUTS - 1) / OUTPUTS + packers, tiles);
     const RouteParams p = {args, RoutedLayout(d)};
     return int(launch_kernel(moe_route_kernel, grid, THREADS, size_t(bytes),

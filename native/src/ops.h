@@ -14,7 +14,7 @@
 //                        SwiGLU              rowmm_parts_swiglu    adds the parts up, packs
 //                        down                rowmm_parts
 //                        residual, norm      rowmm_parts_rms       of the next block
-//   or a mixture (4)     norm, router        moe_route             and each row's experts, and the list of work
+//   or a mixture (4)     norm, router        moe_route             of many rows also their experts, and the list of work
 //                        gate up             moe_up                with SwiGLU; the shared expert's are in the same launch
 //                        down                moe_down
 //                        residual, norm      moe_sum               sum over experts; packed as rowmm_parts_rms does

@@ -195,6 +195,20 @@ void check_choices(int T) {
     expect(first && nan, "moe shows a router's logit that is not finite");
 }
 
+// Checks ties of more experts than can be told apart at once.
+void check_many_ties(int T) {
+    const MoeDims dims = {0, 256, 8, 256, 32, 0};
+    Mixture l(dims, {8, 8, 8, 8}, 79);
+    Floats x = random_rows(T, dims.E), favour(256, 1.0f);
+    favour[200] = 2;
+    const Routed all = run(steer(l, x, favour), x, true);
+    bool ids = true;
+    for (int i = 0; i < T * dims.n_used; i++) {
+        ids = ids && all.ids[size_t(i)] == (i % dims.n_used == 0 ? 200 : i % dims.n_used - 1);
+    }
+    expect(ids, "moe takes the lowest of many equal experts at " + std::to_string(T) + " rows");
+}
+
 // Gives rows to the host and returns its sums as the device has taken them.
 Floats taken_back(const MoeDims &dims, const Buffers &b, const Routed &routed, const Floats &values, const Floats &sums) {
     const size_t n = sums.size(), used = size_t(dims.n_used), T = size_t(dims.T);
@@ -284,10 +298,13 @@ void check_elsewhere(int T) {
 void check_moe(bool all) {
     const MoeDims small = {0, 8, 3, 512, 256, 64};
     check_choices(all ? 64 : 11);
+    for (int T : {1, 3, 9}) {
+        check_many_ties(T);
+    }
     check_elsewhere(all ? 40 : 3);
     check_elsewhere(1);
-    check_mixture(small, {12, 12, 14, 8}, all ? 64 : 10, all ? Ints{1, 2, 3, 7, 8, 9, 16, 17, 33, 64} : Ints{1, 9}, all);
-    check_mixture({0, 5, 2, 1060, 40, 24}, {1, 0, 30, 1}, 9, {1, 12}, all); // this has 5 chunks in 4 parts
+    check_mixture(small, {12, 12, 14, 8}, all ? 64 : 10, all ? Ints{1, 2, 3, 7, 8, 9, 16, 17, 33, 64} : Ints{1, 2, 3, 4, 7, 9}, all);
+    check_mixture({0, 5, 2, 1060, 40, 24}, {1, 0, 30, 1}, 9, {1, 4, 12}, all); // this has 5 chunks in 4 parts
     if (!all) {
         return;
     }

@@ -32,6 +32,7 @@
 
 struct uint2 { uint32_t x, y; };
 struct alignas(16) uint4 { uint32_t x, y, z, w; };
+struct alignas(16) ulonglong2 { uint64_t x, y; };
 struct alignas(16) int4 { int x, y, z, w; };
 struct float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
@@ -265,8 +266,11 @@ template <typename T, typename F> T reduced(T x, const F &combine) {
 inline int __reduce_add_sync(uint32_t, int x) {
     return reduced(x, [](int a, int b) { return a + b; });
 }
-inline int __reduce_max_sync(uint32_t, int x) {
-    return reduced(x, [](int a, int b) { return a > b ? a : b; });
+template <typename T> T __reduce_max_sync(uint32_t, T x) {
+    return reduced(x, [](T a, T b) { return a > b ? a : b; });
+}
+template <typename T> T __reduce_min_sync(uint32_t, T x) {
+    return reduced(x, [](T a, T b) { return a < b ? a : b; });
 }
 inline uint32_t __ballot_sync(uint32_t, bool x) {
     const uint32_t bit = x ? 1u << threadIdx.x % 32 : 0;
@@ -288,6 +292,11 @@ inline uint32_t __match_any_sync(uint32_t, int x) {
         same |= uint32_t(emulated::of_lane<int>(words, lane) == x) << lane;
     }
     return same;
+}
+template <typename T> T atomicOr(T *p, T x) {
+    const T before = *p;
+    *p |= x;
+    return before;
 }
 template <typename T> T atomicAdd(T *p, T x) {
     const T before = *p;
