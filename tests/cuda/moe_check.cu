@@ -305,6 +305,7 @@ void check_moe(bool all) {
     check_elsewhere(1);
     check_mixture(small, {12, 12, 14, 8}, all ? 64 : 10, all ? Ints{1, 2, 3, 7, 8, 9, 16, 17, 33, 64} : Ints{1, 2, 3, 4, 7, 9}, all);
     check_mixture({0, 5, 2, 1060, 40, 24}, {1, 0, 30, 1}, 9, {1, 4, 12}, all); // this has 5 chunks in 4 parts
+    check_mixture({0, 300, 10, 256, 32, 32}, {8, 8, 8, 8}, 9, {1, 2, 3, 6, 7}, all); // 6 rows have 60 pairs, 7 have too many
     if (!all) {
         return;
     }
