@@ -11,7 +11,15 @@ from command_line import one_line
 from conftest import HEADER
 
 from luce import _native
+from luce.costs import NO_TIME
 from luce.generation import Generation
+
+
+@pytest.fixture
+def untimed(monkeypatch):
+    """Opens engines without a text of their own, by which auto learns what rounds take: the user's text is
+    what is interrupted."""
+    monkeypatch.setattr("luce.engine.timed", lambda native, *_: (native.costs(), NO_TIME))
 
 
 def test_ctrl_c_while_text_streams_exits_130(process, endless):
@@ -23,7 +31,7 @@ def test_ctrl_c_while_text_streams_exits_130(process, endless):
     assert stderr.decode().splitlines() == ["Error: interrupted"]
 
 
-@pytest.mark.usefixtures("foreground")
+@pytest.mark.usefixtures("foreground", "untimed")
 @pytest.mark.parametrize("verb", ["_begin", "_prefill", "_propose", "_verify", "_commit"])
 @pytest.mark.parametrize("as_json", [False, True])
 def test_ctrl_c_in_any_state_exits_130(luce_, endless, monkeypatch, verb, as_json):
@@ -57,7 +65,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_round(luce_, endless, monkeypatch
 
 
 @pytest.mark.usefixtures("foreground")
-@pytest.mark.parametrize("place", ["probe", "Tokenizer", "plan", "Engine.__init__"])
+@pytest.mark.parametrize("place", ["probe", "Tokenizer", "plan", "Engine.__init__", "timed"])
 def test_ctrl_c_while_loading_exits_130(luce_, monkeypatch, place):
     def interrupted(*args, **options):
         signal.raise_signal(signal.SIGINT)
@@ -68,7 +76,7 @@ def test_ctrl_c_while_loading_exits_130(luce_, monkeypatch, place):
     assert result.exit_code == 130 and one_line(result) == "Error: interrupted"
 
 
-@pytest.mark.usefixtures("foreground")
+@pytest.mark.usefixtures("foreground", "untimed")
 @pytest.mark.parametrize(("call", "budget"), [("prefill", 1), ("prefill", 9), ("commit", 2)])
 def test_ctrl_c_in_a_call_of_the_core_is_not_lost(luce_, monkeypatch, call, budget):
     """Python sees the signal when the call returns: the text may be whole by then."""
