@@ -126,3 +126,21 @@ def test_racecheck_alone_looks_at_the_build_in_which_every_lane_arrives(tmp_path
 def test_a_racecheck_that_reports_a_ring_in_which_every_lane_arrives_fails(tmp_path: Path) -> None:
     done, _ = sanitized(tmp_path, wrong=True)
     assert done.returncode != 0 and "rings failed or was cut" in done.stdout
+
+
+def test_racecheck_has_its_build_where_a_stage_needs_it_alone(tmp_path: Path) -> None:
+    done = tmp_path / "work" / "done"
+    done.mkdir(parents=True)
+    for name in ("library", "checks", "racecheck"):
+        (done / f"build-{name}").touch()
+    folders = {
+        "GPU_WORK": str(tmp_path / "work"),
+        "OUT": str(tmp_path / "out"),
+        "GPU_KIT": str(tmp_path / "kit"),
+    }
+    env = {**os.environ, **folders}
+    for streams, needed in (("kernels suite", False), ("kernels sanitize", True)):
+        # No oracle is needed, and the stages themselves fail at once: there is nothing of what they run.
+        run = [SCRIPT, "together", streams]
+        said = subprocess.run(run, env={**env, "WITHIN": "5"}, capture_output=True, text=True, check=False)
+        assert ("-- build-racecheck: done before" in said.stdout) is needed, said.stdout

@@ -216,7 +216,8 @@ stage_build() {
     say "build"
     [[ ! -e $kit/llamacpp.tar.xz || -e $kit/peer.tar.xz ]] || run build-llamacpp 900 bash -c build_peer &
     [[ $device == cpu ]] || { run build-checks 900 tools/build_checks.sh "$work" &&
-        run build-racecheck 300 tools/build_checks.sh "$work" racecheck; } &
+        { [[ " $stages ${streams[*]} " != *" sanitize "* ]] ||
+            run build-racecheck 300 tools/build_checks.sh "$work" racecheck; }; } &
     run build-library 900 bash -c build_library || exit 1
     wait
     [[ $device == cpu || -e $work/done/build-checks ]] || exit 1
