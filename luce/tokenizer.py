@@ -46,8 +46,10 @@ class Tokenizer:
         pre = fact(metadata, "tokenizer.ggml.pre", str)
         if kind != "gpt2" or pre not in SPLITS:
             raise UnsupportedError(f"tokenizer {kind}/{pre}: luce has gpt2 with {', '.join(SPLITS)}")
-        self._tokens = fact(metadata, "tokenizer.ggml.tokens", list)
-        self._types = _token_types(metadata, len(self._tokens))
+        # Python's collector looks through large lists each time, which takes 20 ms beside a text's steps. It
+        # leaves such tuples out.
+        self._tokens: tuple[str, ...] = tuple(fact(metadata, "tokenizer.ggml.tokens", list))
+        self._types = tuple(_token_types(metadata, len(self._tokens)))
         self._bytes = dict[int, bytes]()  # These tokens were printed before.
         self.n_vocab = len(self._tokens)
         vocabulary = {token: index for index, token in enumerate(self._tokens)}

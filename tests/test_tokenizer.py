@@ -1,5 +1,6 @@
 """Turns text into ids as llama.cpp does, and ids into text that streams."""
 
+import gc
 import importlib.util
 import re
 import time
@@ -67,6 +68,14 @@ def test_normalised_text_has_the_ids_of_llama_cpp(qwen, cases):
     assert len(normalised) == 48
     for text, ids in normalised:
         assert qwen.encode(text, special=False) == ids
+
+
+def test_the_vocabulary_is_left_out_of_collections():
+    """A collection would else take a while beside the steps of a text."""
+    made = fake_core.tokenizer()
+    gc.collect()
+    tracked = {name for name, part in vars(made).items() if gc.is_tracked(part) and hasattr(part, "__len__")}
+    assert not {name for name in tracked if len(getattr(made, name)) >= N_VOCAB}
 
 
 def test_text_is_normalised_first(qwen, cases):
