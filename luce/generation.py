@@ -404,7 +404,7 @@ class Generation:
             self.sequence.commit(path[: len(kept)])
         accepted, commit_s = min(len(path) - 1, len(kept)), self._clock() - began
         drafts, ahead, new = self._draft.size, self._begun_ahead, tuple(kept)
-        done = Round(drafts, accepted, self._draft_s, self._verify_s, commit_s, new, ahead)
+        done = Round(drafts, accepted, self._draft_s, self._verify_s, commit_s, new, ahead, self._by_itself)
         count = partial(self._tally.add, self._draft, done, path[1 : 1 + accepted], self._mode)
         yield done
         if self._source:

@@ -16,7 +16,7 @@ from statistics import median
 from luce._native import Engine, Sequence
 from luce.costs import NO_TIME, Costs, Host
 from luce.drafting import NOTHING, Draft, DraftSource, Limits, Round
-from luce.generation import Generation
+from luce.generation import Failed, Generation
 from luce.loop import Loop
 from luce.plan import Request
 from luce.tokenizer import Tokenizer
@@ -55,9 +55,10 @@ def timed(
     source: Callable[[Sequence], DraftSource],
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Costs, Host]:
-    """Returns what steps of an engine cost, and what rounds take beside them, where `source` makes what
-    drafts for a sequence: nothing where no round is begun ahead, or where too few could be decoded. A step
-    takes no longer than a round, so one that was disturbed when it was timed alone costs as much as that."""
+    """Returns what steps of an engine cost, and what rounds take beside them. `source` makes what drafts for
+    a sequence. Where no round is begun ahead, or too few could be decoded, nothing is known of what rounds
+    take. A step takes no longer than a round, so one that was disturbed when it was timed alone costs as much
+    as that. Raises what made the timing fail."""
     costs = engine.costs()
     if not engine.ahead or not costs.verify(1):
         return costs, NO_TIME
@@ -65,7 +66,10 @@ def timed(
     request = Request((0,), 2 * ROUNDS + 4, ignore_eos=True)  # The prompt and the text's end give one each.
     loop.add(Generation(sequence, engine.info, tokenizer, request, Plain(source(sequence))))
     while loop.running:
-        ends += [(event.ahead, clock()) for _, event in loop.step() if isinstance(event, Round)]
+        for _, event in loop.step():
+            if isinstance(event, Failed):
+                raise event.error
+            ends += [(event.ahead, clock())] if isinstance(event, Round) else []
     took: dict[bool, list[float]] = {False: [], True: []}
     for (before, since), (kind, end) in pairwise(ends):
         if before is kind:

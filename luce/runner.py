@@ -242,7 +242,7 @@ class Runner:
         self._lost = 0.0  # It counts plain rounds.
         self._owed = 0  # The head is owed so many rows of plain rounds.
         self._alone = True  # The last round's step had no other sequence.
-        self._apart = 0.0  # A plain round of that many takes so much more where it is not begun ahead.
+        self._apart = 0.0  # A plain round takes so much more, in plain rounds, where it is not begun ahead.
         self._choice = PLAIN
         # These count rounds, those with a lookup that was worth it, and the last ones that had none.
         self._rounds = self._looked = self._unlooked = 0
@@ -291,7 +291,7 @@ class Runner:
         self._tokens += len(done.tokens)
         if done.drafted:
             self._lost += choice.price - len(done.tokens)
-        elif not done.ahead:
+        elif done.by_itself and not done.ahead:
             self._lost += self._apart
         self._lookups.came(done.tokens)
         # The core feeds the head at once where a step has more rows than one.

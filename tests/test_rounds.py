@@ -142,6 +142,20 @@ def test_the_part_of_the_host_is_what_rounds_take(name):
     assert costs.verify(1) == device.costs().verify(1) and not device.open
 
 
+def test_a_text_whose_rounds_cannot_be_begun_ahead_loses_nothing_by_that():
+    """Plain decoding of it takes as long: of a text with logprobs, penalties or a grammar."""
+    device = Device(**DEVICES["27b, a busy host"])
+    costs, host = timed_of(device)
+    one = generation(device, Request(PROMPT, TOKENS))
+    one._by_itself = False
+    one._source = auto = auto_of(device, costs, Known(), host)(one.sequence)
+    (events,) = drive(device, [one])
+    rounds = [event for event in events if isinstance(event, Round)]
+    assert not any(each.ahead or each.by_itself for each in rounds)
+    failed = sum(each.drafted > 0 for each in rounds)
+    assert 0 < failed < len(rounds) / 2 and auto._lost < 0.5 * failed
+
+
 @pytest.mark.parametrize("dearer", [0.3, 2.0])
 def test_a_step_that_was_timed_too_dear_costs_as_much_as_a_round(dearer, monkeypatch):
     """Else plain rounds that are not begun ahead would be held for as dear, and so would lost ones."""

@@ -227,8 +227,9 @@ int cuda::attention(const AttentionArgs &args, void *stream) {
         return int(error);
     }
     a.chunks = most_chunks(args);
-    a.sums = reinterpret_cast<float2 *>(args.scratch);
-    a.means = a.sums + int64_t(args.T) * args.H * a.chunks;
+    a.means = args.scratch; // it comes first, since it is read and written in words of 16 bytes
+    a.sums = reinterpret_cast<float2 *>(args.scratch + attention_scratch(args)) -
+             int64_t(args.T) * args.H * a.chunks;
     const cudaStream_t st = static_cast<cudaStream_t>(stream);
     switch (pool.D) {
         case 64: return launch<64>(a, st);

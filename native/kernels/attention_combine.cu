@@ -1,6 +1,7 @@
-// Adds up attention's partial results (attention_parts.h) in the order of chunks, applies the gate, and leaves the values or packs them as
-// the product with the output's weights takes them, which spares a kernel. A warp has 256 neighbouring values of a row,
-// of one head or several, and a lane has 8. A few chunks are added one after the other, by one warp without a barrier.
+// Adds up attention's partial results (attention_parts.h) in the order of chunks, applies the gate, and leaves the values
+// or packs them as the product with the output's weights takes them, which spares a kernel. A warp has 256 neighbouring
+// values of a row, of one head or several, and a lane has 8. A few chunks are added one after the other, by one warp
+// without a barrier.
 // Many chunks are in GROUPS groups, of every GROUPS-th chunk each, which warps share, and the groups' sums are added in
 // order. A row's position decides how many chunks it has.
 #include "attention_chunks.h"

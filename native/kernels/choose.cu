@@ -245,6 +245,7 @@ template <bool VECTOR> cudaError_t launch(const ChooseArgs &args, cudaStream_t s
 
 int cuda::choose(const ChooseArgs &args, void *stream) {
     if (args.T < 0 || args.T > MAX_ROWS || args.n <= 0 || args.n > CHOICE_MAX_IDS ||
+        (args.drafts != nullptr && args.given == nullptr) ||
         (args.parts != nullptr &&
          (args.parts->n_weights != 1 || args.parts->weights[0].N != args.n || args.n % 8 != 0 ||
           args.parts->T != args.T || args.hidden.T != args.T || args.hidden.E <= 0))) {

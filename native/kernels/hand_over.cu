@@ -1,6 +1,7 @@
 // Brings a step's inputs to the device; and the rows of a layer whose experts are in host memory to the host, which polls
-// `given`, and the results back. All read and write pinned memory themselves: a copy by the device's copy engines, and an
-// event, take longer than all of this.
+// `given`, and the results back. The kernels read and write pinned memory themselves, since a copy by the device's copy engines,
+// and an event, take longer than all of this. A verify's inputs alone are such a copy, on a stream beside the steps' while the
+// device drafts: there it delays nothing, and a kernel would take multiprocessors from the draft.
 #include "kernels.h"
 #include "overlap.cuh"
 

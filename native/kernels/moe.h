@@ -85,7 +85,7 @@ struct MoeMatmulArgs {
     MoeDims dims;
     MoeMatrix first, second; // they are the routed experts'
     MoeMatrix shared_first, shared_second; // they are the shared expert's, where there is one
-    void *routed; // route has left it; of one row, up adds what it chose
+    void *routed; // route has left it; of few rows, up adds what they chose
     const float *h; // down: [places][h_row], what up left; aligned to 16
     float *out; // up: h; down: y, [places][E]; aligned to 16
     int32_t overlap;

@@ -1,13 +1,12 @@
 // Computes the products of a mixture of experts (moe.h): up and down. A task is an item (an expert and up to 8
 // of its rows) and a few sixteenths of the outputs. A warp has 16 outputs of one matrix, and one
-// part of K; or all of them, where there are tasks enough.
+// part of K, or two, or all of them, where there are tasks enough.
 //
 // A launch has as many blocks as run at once, and each goes through its tasks, which it lists ahead. A warp
 // brings its own units into shared memory, ahead and across its tasks; the rows of the next task come
-// while one is multiplied. The parts of K are then added in their order. In up, gate and up are two warps of
-// the same block, which go through silu(gate) * up together. Down packs its rows, which are up's F32 results,
-// itself. A step of few rows has a kernel of its own
-// (moe_few.cuh).
+// while one is multiplied. The parts of K are then added by pairs (moe_plan.h). In up, gate and up are two warps
+// of the same block, which go through silu(gate) * up together. Down packs its rows, which are up's F32
+// results, itself. A step of few rows has a kernel of its own (moe_few.cuh).
 #include "device_limits.h"
 #include "moe_block.cuh"
 #include "moe_few.cuh"

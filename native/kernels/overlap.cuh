@@ -1,7 +1,7 @@
 // Launches that overlap (programmatic dependent launch, in code for sm_90 and later, also in a captured graph;
 // elsewhere these do nothing): a kernel's blocks may start as soon as all blocks of the one ahead have said
 // let_next_start(), and wait in wait_for_previous() until all that is ahead on the stream has ended and can be seen.
-// Before that a kernel reads only what no kernel of the step writes ahead of it: weights, the control block, a layer's
+// Before that a kernel reads only what no kernel of the step writes ahead of it: weights, the step's inputs, a layer's
 // caches; and writes nothing. (Attention reads its plan too. The kernel that makes it lets none start before it has ended.)
 // Each kernel that is launched so waits, in one block at least, so that "the one ahead has ended" means that all ahead of
 // it have.

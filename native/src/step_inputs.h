@@ -1,6 +1,7 @@
 // Says where a step's inputs lie, and puts a step together from its sequences' rows. Steps of each kind have
 // a region of their own on the device, and host mirrors. So the host can fill the next step's inputs while
-// the device still works on the last one's. A step's inputs are one copy to the device, which reads them itself.
+// the device still works on the last one's. A step's inputs are one copy to the device, by a kernel that reads
+// the host's memory, or beside a draft by a copy engine.
 #pragma once
 
 #include "ops.h"

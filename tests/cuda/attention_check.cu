@@ -93,6 +93,7 @@ void check_attention(bool all) {
             const KvShape s{n > 30000 ? 6 : 12, n > 30000 ? 1 : 2, 256, n % 3 == 1 ? 8 : 1};
             check_case(s, {{n, 300}, {any_tree(9), chain(3)}, false, 1}, "context " + std::to_string(n));
         }
+        check_case({3, 1, 64, 1}, {{4200}, {chain(1)}, false, 1}, "an odd number of results");
         check_case({4, 1, 128, 0}, {{5000}, {any_tree(20)}, false, 2}, "context 5000");
     }
     for (const auto &[type, error] : worst) {

@@ -60,7 +60,7 @@ struct Cells { // it has the cells of all layers
 };
 
 // Times attention_heads over any parts of a product of 5120 values.
-[[maybe_unused]] double time_heads(const Cells &cells, const Device<StepCtl> &ctl, int T) {
+double time_heads(const Cells &cells, const Device<StepCtl> &ctl, int T) {
     RowmmArgs parts{};
     parts.T = T;
     parts.K = 5120;
@@ -127,7 +127,7 @@ void time_case(const Cells &cells, int context, const Ints &parents, int max_pag
     for (int i = 0; i < cells.layers; i++) {
         store(i);
     }
-    const double store_us = median_us(store, REPLAYS, cells.layers), heads_us = 0, us = median_us([&](int i) {
+    const double store_us = median_us(store, REPLAYS, cells.layers), heads_us = time_heads(cells, ctl, T), us = median_us([&](int i) {
         a.pool = cells.layer(i);
         if (i == 0) {
             a.plan = plan.p;
