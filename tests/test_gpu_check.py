@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 SCRIPT = Path(__file__).resolve().parent.parent / "tools" / "gpu_check.sh"
@@ -108,7 +107,8 @@ def sanitized(tmp_path: Path, *, wrong: bool) -> tuple[subprocess.CompletedProce
     (work / "done").mkdir(exist_ok=True)
     (work / "done" / "build-racecheck").touch()
     folders = {"GPU_WORK": str(work), "OUT": str(tmp_path / "out"), "GPU_KIT": str(tmp_path / "kit")}
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # The script asks a python3 that has luce.
+    program(tmp_path / "bin" / "python3", "#!/bin/sh\n")  # It would say luce's version.
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
     env = {**os.environ, **folders, "PATH": path}
     done = subprocess.run([SCRIPT, "sanitize"], env=env, capture_output=True, text=True, check=False)
     return done, Path(f"{sanitizer}.calls").read_text().splitlines()
