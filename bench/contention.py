@@ -26,7 +26,7 @@ from pathlib import Path
 
 from luce import cpus
 from luce.engine import Engine
-from luce.generation import Tokens
+from luce.events import Tokens
 from luce.measure.origin import origin, write_row
 from luce.plan import Options, Request
 

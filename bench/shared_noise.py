@@ -30,7 +30,7 @@ import ref
 from luce._native import Drafts, Rows, Source
 from luce.drafting import Round
 from luce.engine import Engine, Files
-from luce.generation import Finished
+from luce.events import Finished
 from luce.measure import problems
 from luce.measure.origin import command_text, origin, print_row
 from luce.plan import Options, Request

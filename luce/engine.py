@@ -15,7 +15,8 @@ from luce.acceptance import Known
 from luce.costs import NO_TIME
 from luce.drafting import Drafter, DraftSource, Fixed, TextLookup
 from luce.errors import LuceError, about
-from luce.generation import Event, Failed, Generation, Prefixes, State
+from luce.events import Event, Failed, State
+from luce.generation import Generation, Prefixes
 from luce.loop import Loop
 from luce.plan import (
     PART,

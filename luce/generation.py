@@ -23,129 +23,24 @@ import math
 import time
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
-from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from luce._native import Drafts, Rows, Sequence
 from luce.choosing import Chooser
 from luce.drafting import NOTHING, Draft, DraftSource, Limits, Round
 from luce.errors import ArgumentError, Cancelled, ContextFull, OutOfMemory, StateError
+from luce.events import Event, Failed, Finished, Item, Prefilled, Started, State, Tokens, Warned
 from luce.plan import Request
-from luce.stats import Stats, Tally
+from luce.stats import Tally
 from luce.structs import Logprobs
 from luce.tokenizer import Detokenizer, StopStrings, Tokenizer
+from luce.wants import WANTS, Chunk, Share, Turn, Want
 
 # A call that did nothing raises one of these. Without the drafts that it was asked for, it may be asked
 # again.
 NOTHING_DONE = (ArgumentError, ContextFull, StateError, OutOfMemory)
 
-
-class State(Enum):
-    IDLE = "idle"
-    PREFILL = "prefill"
-    DRAFT = "draft"
-    VERIFY = "verify"
-    COMMIT = "commit"
-    DONE = "done"
-    FAILED = "failed"
-
-
-# ---- what a generation wants; besides these Drafts, told None, and Rows, told the choices
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Asks for the next tokens of a prompt to be committed in one step. The answer is the choice after them
-    where they are the prompt's last, else None. `left` counts the tokens of the prompt after them."""
-
-    tokens: tuple[int, ...]
-    last: bool
-    left: int = 0
-
-
-@dataclass(frozen=True)
-class Turn:
-    """Says that a round may begin. The answer is a Share."""
-
-
-class Share(NamedTuple):
-    """This is what a sequence gets of the next step: at most `rows` rows, the anchor's among them, of a step
-    that `sequences` share."""
-
-    rows: int
-    sequences: int = 1
-
-
-Want = Chunk | Turn | Drafts | Rows
-WANTS = (Chunk, Turn, Drafts, Rows)
-
-
-# ---- what happens in a generation
-
-
-@dataclass(frozen=True)
-class Started:
-    """The request is accepted; the prefill begins after `cached` tokens, which a checkpoint holds."""
-
-    prompt_tokens: int
-    cached: int = 0
-
-
-@dataclass(frozen=True)
-class Prefilled:
-    """Says that `done` of `total` prompt tokens are committed."""
-
-    done: int
-    total: int
-
-
-class Tokens(NamedTuple):
-    """Brings newly chosen ids, and the text that is now certain. The text may lag behind the ids, and ids
-    may be empty. `logprobs` has one entry for each id where the request asks for them."""
-
-    ids: tuple[int, ...]
-    text: str
-    logprobs: tuple[Logprobs, ...] = ()
-
-
-@dataclass(frozen=True)
-class Warned:
-    """Says that something was lost that does not change the tokens."""
-
-    message: str
-
-
-@dataclass(frozen=True)
-class Finished:
-    """Ends a generation that went well. `reason` is "stop" (an end of text or a stop string), "length" or
-    "cancelled". `truncated_by` says which bound a "length" met: "max_tokens" of the request, or the full
-    "context".
-
-    `tokens` end with the end-of-text token or with the one that completed the stop string; `text` does not.
-    `cached` counts the prompt's tokens that a checkpoint held.
-    """
-
-    reason: str
-    text: str
-    tokens: tuple[int, ...]
-    prompt_tokens: int
-    stats: Stats
-    truncated_by: str | None = None
-    cached: int = 0
-
-
-@dataclass(frozen=True)
-class Failed:
-    """Says that `error` ended the generation in `state`. What was emitted before is right."""
-
-    error: Exception
-    state: State
-
-
-Event = Started | Prefilled | Round | Tokens | Warned | Finished | Failed
-Item = Event | Callable[[], "list[Event]"]  # What is called later makes events, after the next want is known.
 Verb = Generator[Item | Want, Any, State]  # A verb yields items, and wants whose results it is sent.
 
 

@@ -18,7 +18,9 @@ from typing import Any, TypeVar
 
 from luce._native import Drafts, Engine, Rows
 from luce.errors import Cancelled
-from luce.generation import NOTHING_DONE, Chunk, Event, Generation, Item, Share, Turn
+from luce.events import Event, Item
+from luce.generation import NOTHING_DONE, Generation
+from luce.wants import Chunk, Share, Turn
 
 MAX_ROWS = 64  # A step has at most so many rows (LUCE_MAX_ROWS).
 

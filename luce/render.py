@@ -10,8 +10,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from luce import stdout
+from luce.events import Finished
 from luce.fit import Fit
-from luce.generation import Finished
 from luce.plan import Plan
 from luce.probe import Facts
 from luce.structs import Device, EngineInfo, Tensor

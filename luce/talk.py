@@ -16,6 +16,7 @@ from luce.chat import BoundedTemplate, chat_template, prompt_ids, thinks
 from luce.command import MAX_U32, CtrlC, Utf8
 from luce.engine import Engine, Files
 from luce.errors import ContextFull, LuceError, OutputError, about
+from luce.events import Failed, Finished, Tokens
 from luce.flags import (
     DRAFTING,
     EXPERTS,
@@ -30,7 +31,6 @@ from luce.flags import (
     sampling,
     sampling_of,
 )
-from luce.generation import Failed, Finished, Tokens
 from luce.hub import hf_option, model_path
 from luce.plan import Request, require_supported
 from luce.render import Display

@@ -10,7 +10,7 @@ from typing import Any
 from luce import stdout
 from luce.command import Interrupted
 from luce.engine import Engine
-from luce.generation import Event, Failed, Finished, Prefilled, Started, Tokens, Warned
+from luce.events import Event, Failed, Finished, Prefilled, Started, Tokens, Warned
 from luce.plan import Options
 from luce.render import Display
 

@@ -16,7 +16,8 @@ from luce._native import Lists, default
 from luce._native import Source as By
 from luce.drafting import Draft, Drafter, Fixed
 from luce.errors import ArgumentError, Cancelled, ContextFull, NumericError, OutOfMemory, StateError
-from luce.generation import Failed, Finished, Generation, Tokens
+from luce.events import Failed, Finished, Tokens
+from luce.generation import Generation
 from luce.loop import MAX_ROWS, Loop
 from luce.measure.oracle_tokenizer import MERGES, vocabulary
 from luce.plan import Request

@@ -18,9 +18,9 @@ from fake_core import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luce.drafting import Draft
+from luce.drafting import Draft, Round
 from luce.errors import Cancelled, ContextFull, DeviceError, LuceError, NumericError
-from luce.generation import Failed, Finished, Round, Tokens, Warned
+from luce.events import Failed, Finished, Tokens, Warned
 from luce.loop import Loop
 from luce.plan import Request
 from luce.structs import Penalties

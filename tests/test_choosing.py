@@ -14,7 +14,7 @@ from op_run import penalise
 
 from luce.engine import Engine, Files
 from luce.errors import ArgumentError, NumericError, StateError
-from luce.generation import Finished, Tokens
+from luce.events import Finished, Tokens
 from luce.plan import Options, Request
 from luce.structs import Logprobs, Penalties, Sampling
 

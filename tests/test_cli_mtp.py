@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from luce.cli import cli
-from luce.generation import Finished
+from luce.events import Finished
 from luce.measure.oracle_model import make_oracle
 from luce.plan import DEFAULT_GAMMA, MAX_GAMMA
 from luce.render import Display, summary_line, timing_line

@@ -18,7 +18,7 @@ from luce._native import Drafts, File, Library, Model, Rows, Source
 from luce._native import Sequence as Timeline
 from luce.engine import Engine, Files
 from luce.errors import ArgumentError, Cancelled, ContextFull, OutOfMemory, StateError
-from luce.generation import Finished, Warned
+from luce.events import Finished, Warned
 from luce.plan import Options, Request
 from luce.structs import Sampling
 from luce.tokenizer import Tokenizer

@@ -25,7 +25,7 @@ from luce.command import BOX
 from luce.costs import Costs
 from luce.drafting import Drafter, Limits, Round
 from luce.errors import ArgumentError, StateError
-from luce.generation import Finished
+from luce.events import Finished
 from luce.plan import Options, Request
 from luce.runner import Runner
 from luce.structs import Cost, EngineParams, Memory, Sampling

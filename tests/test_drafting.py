@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from luce._native import Source
 from luce.drafting import Draft, Drafter, Fixed, Round
 from luce.errors import ArgumentError, ContextFull, DeviceError, NumericError, OutOfMemory, StateError
-from luce.generation import State, Warned
+from luce.events import State, Warned
 from luce.plan import MAX_GAMMA
 
 # ---- drafts on the device

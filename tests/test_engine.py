@@ -13,7 +13,7 @@ from luce._native import File
 from luce.costs import NO_TIME, Costs, Host
 from luce.engine import Engine, Files
 from luce.errors import Cancelled, ContextFull, NumericError, OutOfMemory, StateError, UnsupportedError
-from luce.generation import Failed, Finished, Started, Tokens
+from luce.events import Failed, Finished, Started, Tokens
 from luce.plan import MAX_GAMMA, Options, Request
 from luce.structs import Cost, Sampling
 

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from luce.drafting import Draft, Round
 from luce.errors import ArgumentError, ContextFull, InternalError, NumericError
-from luce.generation import Failed, Finished, Prefilled, Started, State, Tokens, Warned
+from luce.events import Failed, Finished, Prefilled, Started, State, Tokens, Warned
 from luce.loop import Loop
 from luce.plan import Request
 from luce.structs import Sampling

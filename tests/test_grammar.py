@@ -10,7 +10,7 @@ from box_model import GGUF, PROMPTS
 
 from luce.engine import Engine, Files
 from luce.errors import ArgumentError, UnsupportedError
-from luce.generation import Finished
+from luce.events import Finished
 from luce.grammar import Grammars
 from luce.plan import Options, Request
 from luce.structs import Penalties, Sampling

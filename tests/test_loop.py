@@ -23,9 +23,9 @@ from fake_core import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luce.drafting import Draft
+from luce.drafting import Draft, Round
 from luce.errors import ArgumentError, ContextFull, DeviceError, InternalError, NumericError
-from luce.generation import Failed, Finished, Prefilled, Round, State, Tokens, Warned
+from luce.events import Failed, Finished, Prefilled, State, Tokens, Warned
 from luce.loop import MAX_ROWS, Loop
 from luce.plan import Request
 

@@ -25,7 +25,8 @@ from luce._native import Sequence as Timeline
 from luce.costs import Costs
 from luce.drafting import Drafter, DraftSource, Fixed
 from luce.errors import NumericError
-from luce.generation import Finished, Generation, Warned
+from luce.events import Finished, Warned
+from luce.generation import Generation
 from luce.loop import Loop
 from luce.measure import oracle_model
 from luce.measure.oracle_model import SHAPES, Rule

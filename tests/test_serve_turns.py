@@ -14,7 +14,7 @@ from serving import HANG_S
 
 from luce._native import File
 from luce.engine import Engine
-from luce.generation import Failed, Finished
+from luce.events import Failed, Finished
 from luce.measure.serve import Answered
 from luce.measure.serve import conversation as conversation_of_bench
 from luce.plan import Options, Request

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from luce._native import Source
 from luce.costs import Costs
 from luce.drafting import Draft, Drafter, Fixed, TextLookup
-from luce.generation import Finished, Generation, Warned
+from luce.events import Finished, Warned
+from luce.generation import Generation
 from luce.loop import Loop
 from luce.plan import Request
 from luce.runner import Runner

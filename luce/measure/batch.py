@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from luce.drafting import Round
 from luce.engine import Engine, Files
 from luce.errors import ArgumentError
-from luce.generation import Event, Failed, Tokens
+from luce.events import Event, Failed, Tokens
 from luce.loop import Loop
 from luce.measure.run import WARM_UP_TOKENS, Case, Mode, Settings, mode_plan
 from luce.measure.summary import five_digits

@@ -16,7 +16,7 @@ from typing import Literal
 
 from luce.engine import Engine, Files
 from luce.errors import ArgumentError, ContextFull
-from luce.generation import Failed, Finished
+from luce.events import Failed, Finished
 from luce.plan import MAX_BUDGET, MAX_GAMMA, Options, Plain, Plan, Request
 from luce.stats import Stats
 from luce.structs import Sampling

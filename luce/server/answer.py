@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Any
 
 from luce.errors import ArgumentError, Cancelled, ContextFull, LuceError
-from luce.generation import Event, Failed, Finished, Started, Tokens
+from luce.events import Event, Failed, Finished, Started, Tokens
 from luce.grammar import Matcher
 from luce.plan import Request
 from luce.server.ask import Ask, Refused, TooLong

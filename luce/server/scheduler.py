@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from luce.engine import Engine
 from luce.errors import Cancelled, InternalError, LuceError
-from luce.generation import Event, Failed, Finished, Generation, State
+from luce.events import Event, Failed, Finished, State
+from luce.generation import Generation
 from luce.loop import MAX_ROWS, Loop
 from luce.plan import Request
 from luce.server.cache import PrefixCache
