@@ -51,7 +51,8 @@ class Round(NamedTuple):
     """This is one round that is done: how many candidates it had, how many of them were accepted, how many
     seconds each of its calls took, and which tokens it gave. The new anchor is the last of these tokens.
     Sequences that share a step each count all of its time. `ahead` says that it was begun before the round
-    before it had ended, without candidates, and `by_itself` that plain rounds of its text can be."""
+    before it had ended, without candidates, and `behind` that it was not, but would have been if all that
+    decode were plain."""
 
     drafted: int
     accepted: int
@@ -60,7 +61,7 @@ class Round(NamedTuple):
     commit_s: float
     tokens: tuple[int, ...] = ()
     ahead: bool = False
-    by_itself: bool = True
+    behind: bool = False
 
 
 class Limits(NamedTuple):

@@ -109,7 +109,8 @@ class Generation:
         # Its choices are those of the steps, so that a round can begin before the host knows its token.
         self._by_itself = request.logprobs is None and not request.penalties.any and not request.grammar
         self._next_begun = False  # The round after this one has begun.
-        self._begun_ahead = False  # This round had begun before the last one ended.
+        self._next_behind = False  # It has not, though plain rounds of all would have.
+        self._begun_ahead = self._begun_behind = False  # These say it of this round.
         self._stays_plain = True  # No source wants to draft in the next round.
         self._share = Share(1)  # It had this of the last step.
         self._step_s = 0.0  # The last result told so many seconds.
@@ -141,16 +142,20 @@ class Generation:
     def goes_on(self) -> bool:
         """Says whether the next round can be begun before the token of this one is known, of which the step
         is wanted or under way: neither of them has candidates."""
-        return (
-            self._by_itself
-            and self._stays_plain
-            and not self._draft.size
-            and len(self._tokens) + 2 <= self._budget
-        )
+        return self.could_go_on() and self._stays_plain and not self._draft.size
+
+    def could_go_on(self) -> bool:
+        """Says whether it could be, were all rounds plain."""
+        return self._by_itself and len(self._tokens) + 2 <= self._budget
 
     def begun(self) -> None:
         """Says that the next round has begun, which commits the only row of this one."""
         self._next_begun = True
+
+    def behind(self) -> None:
+        """Says that the next round is begun once this one has ended, though it would be begun now if all that
+        decode were plain."""
+        self._next_behind = True
 
     def _go_on(self, resume: Callable[[Any], Item | Want], result: Any) -> list[Item]:
         events: list[Item] = []
@@ -233,7 +238,8 @@ class Generation:
             return (yield from self._end("length", "context"))
         self._draft, self._draft_s = NOTHING, 0.0
         ahead = self._begun_ahead = self._next_begun
-        self._next_begun, self._stays_plain = False, True
+        self._begun_behind, self._stays_plain = self._next_behind, True
+        self._next_begun = self._next_behind = False
         if not self._source:
             return State.VERIFY
         share: Share = self._share if ahead else (yield Turn())
@@ -298,8 +304,8 @@ class Generation:
         if not self._next_begun:
             self.sequence.commit(path[: len(kept)])
         accepted, commit_s = min(len(path) - 1, len(kept)), self._clock() - began
-        drafts, ahead, new = self._draft.size, self._begun_ahead, tuple(kept)
-        done = Round(drafts, accepted, self._draft_s, self._verify_s, commit_s, new, ahead, self._by_itself)
+        took, begun = (self._draft_s, self._verify_s, commit_s), (self._begun_ahead, self._begun_behind)
+        done = Round(self._draft.size, accepted, *took, tuple(kept), *begun)
         count = partial(self._tally.add, self._draft, done, path[1 : 1 + accepted], self._mode)
         yield done
         if self._source:

@@ -160,9 +160,13 @@ class Loop:
         """Ends the round that was begun first. Where all take part and go on, the next is begun before."""
         of, seconds = self._begun[0]
         began, failure = self._clock(), None
-        go_on = all(generation.goes_on() for generation, _ in of)
-        if go_on and len(self._begun) == 1 and [generation for generation, _ in of] == self._running:
-            failure = self._follow(of)
+        theirs = [generation for generation, _ in of]
+        if len(self._begun) == 1 and theirs == self._running and all(one.could_go_on() for one in theirs):
+            if all(one.goes_on() for one in theirs):
+                failure = self._follow(of)
+            else:
+                for one in theirs:
+                    one.behind()
         results, waited = list[Any](), self._clock()
         try:
             results += self._engine.wait()

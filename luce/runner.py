@@ -289,10 +289,10 @@ class Runner:
         """Learns from a round that is over."""
         choice = self._choice
         self._tokens += len(done.tokens)
-        if done.drafted:
-            self._lost += choice.price - len(done.tokens)
-        elif done.by_itself and not done.ahead:
-            self._lost += self._apart
+        apart = 1 + self._apart
+        plain = 1.0 if done.ahead or done.behind else apart  # Plain decoding takes that for each token.
+        self._lost += choice.price if done.drafted else 1.0 if done.ahead else apart
+        self._lost -= plain * len(done.tokens)
         self._lookups.came(done.tokens)
         # The core feeds the head at once where a step has more rows than one.
         self._owed = min(self._owed + 1, self._most_owed) if self._alone and not done.drafted else 0

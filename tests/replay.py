@@ -165,7 +165,7 @@ def cost_of(
         candidates = drafts + looked - min(right)  # What both propose and is right is verified once.
         seconds += costs.verify(1 + candidates) + drafts * costs.draft(1)
         came = range(text.at + 1, text.at + 2 + max(right))
-        learn(Round(candidates, max(right), 0.0, 0.0, 0.0, tuple(came), ahead))
+        learn(Round(candidates, max(right), 0.0, 0.0, 0.0, tuple(came), ahead, not ahead))
         ahead = goes_on
         text.at += len(came)
     return seconds

@@ -125,6 +125,8 @@ def test_a_source_may_be_wrong_about_the_next_round(drafts, stays, n):
     rounds = [event for event in events if isinstance(event, Round)]
     assert source.rounds == rounds, "the source is told all of them"
     assert not any(each.ahead and each.drafted for each in rounds)
+    assert [each.behind for each in rounds[1:]] == [not each.ahead for each in rounds[1:]]
+    assert not any(each.behind for each in rounds[:1]), "it follows the prompt, where it is plain too"
     assert core.committed == [*PROMPT, *expected(hashed, n - 1)]
 
 
@@ -163,6 +165,7 @@ def test_who_joins_ends_it_and_then_all_go_on():
     assert events[first][-1].tokens == expected(hashed, 20)
     assert events[second][-1].tokens == expected(hashed, 20, b"other")
     assert begun(events[first]).count(False) > 1 and True in begun(events[second])
+    assert not any(event.behind for one in events.values() for event in one if isinstance(event, Round))
     together = [detail for verb, detail in core.calls if verb == "verify" and detail == [1, 1]]
     assert len(together) > 10
 

@@ -10,7 +10,7 @@ from luce.costs import NO_TIME, Costs, Host
 from luce.drafting import Drafter, Round
 from luce.plan import AUTO_BUDGET, Request
 from luce.rounds import timed
-from luce.runner import Runner
+from luce.runner import Runner, plain_round
 from luce.structs import Cost
 
 TOKENS = 256
@@ -151,9 +151,36 @@ def test_a_text_whose_rounds_cannot_be_begun_ahead_loses_nothing_by_that():
     one._source = auto = auto_of(device, costs, Known(), host)(one.sequence)
     (events,) = drive(device, [one])
     rounds = [event for event in events if isinstance(event, Round)]
-    assert not any(each.ahead or each.by_itself for each in rounds)
+    assert not any(each.ahead or each.behind for each in rounds)
     failed = sum(each.drafted > 0 for each in rounds)
     assert 0 < failed < len(rounds) / 2 and auto._lost < 0.5 * failed
+
+
+def beside_a_reader(device, auto=None):
+    """Returns (seconds, rounds) of a text beside a prompt that is read all the time, and its source."""
+    one, reader = generation(device, Request(PROMPT, TOKENS)), generation(device, Request(PROMPT * 600, 1))
+    one._source = made = auto and auto(one.sequence)
+    began = device.now
+    events, _ = drive(device, [one, reader])
+    return device.now - began, [event for event in events if isinstance(event, Round)], made
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_a_neighbour_that_reads_a_prompt_is_no_loss_of_auto(name):
+    """It keeps rounds from being begun ahead, those of plain decoding too."""
+
+    def device():
+        return Device(**DEVICES[name], n_sequences=2, n_chunk=len(PROMPT), n_ctx=len(PROMPT) * 600 + 1)
+
+    plain, _, _ = beside_a_reader(device())
+    decoding = device()
+    costs, host = timed_of(decoding)
+    seconds, rounds, auto = beside_a_reader(decoding, auto_of(decoding, costs, Known(), host))
+    assert not any(each.ahead or each.behind for each in rounds)
+    assert 0 < sum(each.drafted > 0 for each in rounds) < len(rounds) / 2
+    lost = (seconds - plain) / plain_round(costs, host)
+    assert 0 < lost <= 0.03 * (TOKENS - 1)
+    assert 0.85 * auto._lost < lost < 1.05 * auto._lost
 
 
 @pytest.mark.parametrize("dearer", [0.3, 2.0])

@@ -284,7 +284,7 @@ def decode(source, text, costs, tokens, share=0.0, host=NO_TIME):
         accepted = max(accepted, min(looked, text.right))
         came = [1] * (accepted + 1) if text.right > accepted else [1] * accepted + [2]
         seconds += costs.verify(1 + looked + chain) + chain * costs.draft(1)
-        source.learn(Round(looked + chain, accepted, 0.0, 0.0, 0.0, tuple(came), ahead))
+        source.learn(Round(looked + chain, accepted, 0.0, 0.0, 0.0, tuple(came), ahead, not ahead))
         seconds += host.ahead if ahead else host.between
         ahead = goes_on
         done += accepted + 1
