@@ -182,7 +182,9 @@ def test_an_unknown_struct_size_is_refused(native, file, model, engine, sequence
         "luce_model_info": lambda s: lib.luce_model_get_info(model.handle, s),
         "luce_engine_info": lambda s: lib.luce_engine_get_info(engine.handle, s),
         "luce_sequence_info": lambda s: lib.luce_sequence_get_info(sequence.handle, s),
-        "luce_checkpoint_info": lambda s: lib.luce_checkpoint_get_info(checkpoint.handle, s),
+        "luce_checkpoint_info": lambda s: lib.luce_checkpoint_get_info(
+            checkpoint.handle, s, native.ffi.NULL, 0
+        ),
         "luce_type_info": lambda s: lib.luce_type_get(0, s),
         "luce_sampling": lambda s: lib.luce_sequence_set_sampling(sequence.handle, s),
         "luce_penalties": lambda s: lib.luce_sequence_set_penalties(sequence.handle, s),

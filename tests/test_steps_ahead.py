@@ -12,7 +12,15 @@ from op_run import fault, round_fault
 
 from luce._native import Drafts, Engine, Library, Model, Rows
 from luce._native import Sequence as Timeline
-from luce.errors import Cancelled, ContextFull, DeviceError, NumericError, OutOfMemory, StateError
+from luce.errors import (
+    ArgumentError,
+    Cancelled,
+    ContextFull,
+    DeviceError,
+    NumericError,
+    OutOfMemory,
+    StateError,
+)
 from luce.structs import Penalties, Sampling
 
 
@@ -193,6 +201,21 @@ def test_cancelling_stops_the_step_that_would_follow(engine: Engine) -> None:
         engine.follow()
     assert len(chosen(engine)) == 3
     assert [each.info.n_verified for each in sequences] == [1, 1, 1]
+
+
+def test_a_wait_that_fails_writes_nothing(native: Library, engine: Engine) -> None:
+    """A step that it was asked for with other rows can be waited for again."""
+    sequences, ffi = started(engine), native.ffi
+    choices, statuses = ffi.new("int32_t[]", [77] * 3), ffi.new("luce_status[]", [77] * 3)
+
+    def wait(rows: int) -> int:
+        return int(native.lib.luce_engine_wait(engine.handle, choices, rows, statuses, 3))
+
+    assert wait(3) == StateError.code
+    begin(sequences, (3, 4, 5))
+    assert wait(2) == ArgumentError.code
+    assert [*choices, *statuses] == [77] * 6
+    assert wait(3) == 0 and [*statuses] == [0] * 3
 
 
 @pytest.mark.sanitize

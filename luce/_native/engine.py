@@ -340,15 +340,20 @@ class Checkpoint(Handle):
 
     @property
     def info(self) -> CheckpointInfo:
-        return self.library.read(CheckpointInfo, self.library.lib.luce_checkpoint_get_info, self.handle)
+        return self._info(self.library.ffi.NULL, 0)
 
     @cached_property
     def tokens(self) -> list[int]:
         """Returns the committed tokens (n_past,)."""
-        info = self.library.struct("luce_checkpoint_info")
-        self.library.check(self.library.lib.luce_checkpoint_get_info(self.handle, info))
-        tokens: list[int] = self.library.ffi.unpack(info.tokens, info.n_past)
-        return tokens
+        n = self.info.n_past
+        tokens = self.library.ffi.new("int32_t[]", n)
+        self._info(tokens, n)
+        found: list[int] = self.library.ffi.unpack(tokens, n)
+        return found
+
+    def _info(self, tokens: Any, n: int) -> CheckpointInfo:
+        get_info = self.library.lib.luce_checkpoint_get_info
+        return self.library.read(CheckpointInfo, lambda out: get_info(self.handle, out, tokens, n))
 
     def to_host(self) -> None:
         """Moves the checkpoint to host memory, beside the engine's steps."""

@@ -37,17 +37,13 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#if defined(_WIN32)
-#define LUCE_API __declspec(dllexport)
-#else
 #define LUCE_API __attribute__((visibility("default")))
-#endif
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-#define LUCE_ABI_VERSION 10 /* changes whenever a struct or a signature does */
+#define LUCE_ABI_VERSION 11 /* changes whenever a struct or a signature does */
 #define LUCE_MAX_ROWS 64 /* rows of one step over all its sequences: each has an anchor and its candidates */
 #define LUCE_MAX_DRAFT 8 /* drafts of a NextN chain */
 #define LUCE_MAX_TOP 63 /* candidates that are kept of a draft */
@@ -313,9 +309,10 @@ LUCE_API luce_status luce_engine_follow(luce_engine *engine);
 /* Waits for the oldest step that was begun. choices (n_rows, item by item) gets the target's token after each row, and
  * status (n_items) says of each item LUCE_OK, or E_NUMERIC where its logits were not finite: its sequence is failed,
  * and its choices are not written. The call then returns E_NUMERIC too, and so does the wait for the step that follows.
- * E_DEVICE, E_INTERNAL: all sequences of the step are failed. E_STATE: there is no step. E_ARG: it has other rows or
- * items. Until a step is waited for, other calls on the engine, its sequences and checkpoints let all steps end first,
- * whose results stay; but lookups, infos, saves and closing a sequence leave the steps alone. */
+ * After any other error neither array is written. E_DEVICE, E_INTERNAL: all sequences of the step are failed. E_STATE:
+ * there is no step. E_ARG: it has other rows or items, and can be waited for again. Until a step is waited for, other
+ * calls on the engine, its sequences and checkpoints let all steps end first, whose results stay; but lookups, infos,
+ * saves and closing a sequence leave the steps alone. */
 LUCE_API luce_status luce_engine_wait(luce_engine *engine, int32_t *choices, uint32_t n_rows,
                                       luce_status *status, uint32_t n_items);
 
@@ -421,11 +418,12 @@ LUCE_API luce_status luce_checkpoint_close(luce_checkpoint *checkpoint);
 typedef struct luce_checkpoint_info {
     uint64_t struct_size;
     uint64_t size_bytes; /* of luce_checkpoint_save */
-    const int32_t *tokens; /* n_past: the committed ones; they live as long as the checkpoint */
     uint32_t n_past;
     int32_t on_device;
 } luce_checkpoint_info;
-LUCE_API luce_status luce_checkpoint_get_info(luce_checkpoint *checkpoint, luce_checkpoint_info *out);
+/* Also copies the n committed tokens to `tokens`; n must be n_past. tokens NULL: only the facts. */
+LUCE_API luce_status luce_checkpoint_get_info(luce_checkpoint *checkpoint, luce_checkpoint_info *out,
+                                              int32_t *tokens, uint32_t n);
 
 /* Moves a checkpoint to host memory (on_device 0; pinned on a GPU) or to the device (1). The copy runs beside the
  * engine's steps; what needs its result waits for it. To the device: E_MEMORY when pages or slots lack. */

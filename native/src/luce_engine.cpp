@@ -336,17 +336,23 @@ luce_status luce_checkpoint_close(luce_checkpoint *checkpoint) {
     });
 }
 
-luce_status luce_checkpoint_get_info(luce_checkpoint *checkpoint, luce_checkpoint_info *out) {
+luce_status luce_checkpoint_get_info(luce_checkpoint *checkpoint, luce_checkpoint_info *out, int32_t *tokens,
+                                     uint32_t n) {
     return guarded([&] {
         const auto c = g_checkpoints.get(checkpoint);
         check_struct(out, "out");
         read(c, [&](const Checkpoint &one) {
+            if (tokens != nullptr && n != one.n_past()) {
+                fail(LUCE_E_ARG, "n is %u, the checkpoint has %u tokens", n, one.n_past());
+            }
             luce_checkpoint_info info{};
             info.size_bytes = one.size();
-            info.tokens = one.tokens().data();
             info.n_past = one.n_past();
             info.on_device = one.on_device();
             put(out, info);
+            if (tokens != nullptr) {
+                std::copy(one.tokens().begin(), one.tokens().end(), tokens);
+            }
         });
     });
 }
