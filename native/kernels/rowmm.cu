@@ -190,6 +190,21 @@ cudaError_t launch(RowmmParams &p, bool wide, const DeviceLimits &device, cudaSt
     return launch_kernel(sum_kernel, sums, threads, 0, stream, overlap, p);
 }
 
+// Launches the kernel whose blocks have all of K, where it serves this launch.
+bool launch_whole(const RowmmParams &p, const RowmmArgs &a, const DeviceLimits &device, cudaStream_t stream,
+                  cudaError_t &error) {
+    if (a.T > ROWMM_WHOLE_ROWS || p.n_segments != 1 || p.parts != nullptr || p.squares != nullptr) {
+        return false;
+    }
+    const RowmmWholeKernel k = rowmm_kernel_whole(p);
+    // All blocks run at once, beside those of the launches ahead and behind.
+    if (k.shared > device.shared_sm / 2 - device.shared_reserved || k.blocks > 2 * device.multiprocessors) {
+        return false;
+    }
+    error = launch_kernel(k.kernel, dim3(k.blocks), k.threads, k.shared, stream, a.overlap != 0, p);
+    return true;
+}
+
 // The kernel's attributes say what it was compiled for.
 __global__ void __launch_bounds__(ROWMM_WGMMA ? 64 : 32) has_wgmma_kernel() {}
 
@@ -273,6 +288,11 @@ int cuda::rowmm(const RowmmArgs &args, void *stream) {
         p.eps = args.eps;
         p.squares = reinterpret_cast<const float *>(static_cast<const uint8_t *>(args.x) +
                                                     squares_offset(args.T, args.K));
+    }
+    p.rows = std::min(args.T, layout.set);
+    p.x = static_cast<const uint8_t *>(args.x);
+    if (cudaError_t launched; launch_whole(p, args, device, static_cast<cudaStream_t>(stream), launched)) {
+        return int(launched);
     }
     for (int row = 0; row < args.T; row += layout.set) {
         p.rows = std::min(args.T - row, layout.set);

@@ -29,6 +29,8 @@ namespace luce {
 
 constexpr int ROWMM_MAX_ROWS = 64;
 constexpr int ROWMM_MAX_WEIGHTS = 8; // one launch takes no more
+// Of so many rows, a launch of one weight that is not normed needs no kernel behind it to add up parts.
+constexpr int ROWMM_WHOLE_ROWS = 8;
 
 // ---- weights ----
 

@@ -84,6 +84,14 @@ RowmmKernel rowmm_kernel_32();
 RowmmKernel rowmm_kernel_32_wide();
 RowmmKernel rowmm_kernel_64_wide();
 
+// This is the kernel of up to ROWMM_WHOLE_ROWS rows of one weight that is not normed, whose blocks have all of K
+// (rowmm_rows_whole.cu), with what a launch of it takes.
+struct RowmmWholeKernel {
+    void (*kernel)(RowmmParams);
+    int threads, shared, blocks;
+};
+RowmmWholeKernel rowmm_kernel_whole(const RowmmParams &p);
+
 // Returns whether the current device has wgmma and the wide kernels were compiled for it.
 bool rowmm_has_wgmma();
 

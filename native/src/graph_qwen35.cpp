@@ -121,7 +121,8 @@ void build_qwen35_draft(const StepBuild &b) {
     const Block &block = head.block;
     const float eps = head.rms_eps;
     const KvLayer kv = {b.cache.head_kv(), KV_HEAD};
-    Stream s = attend(b, nextn_step_input(b, head), *block.attention(), kv, nullptr, {block.post_norm, eps});
+    Stream s = attend(b, nextn_step_input(b, head), *block.attention(), kv, nullptr,
+                      {block.post_norm, eps, block.moe() != nullptr});
     s = feed_forward(b, s, block, {head.norm, eps});
     choose_draft(b, head, s.normed,
                  b.kind == StepKind::draft_part ? b.cache.params().n_part : head.output->ne[1]);
@@ -164,7 +165,7 @@ StepOutputs build_qwen35(const StepBuild &b) {
     for (uint32_t il = 0; il < hp.n_layer; il++) {
         if (b.has_layer(il)) {
             const Block &block = w.blocks[il];
-            const Norm post = {block.post_norm, eps};
+            const Norm post = {block.post_norm, eps, block.moe() != nullptr};
             const Norm next = {il + 1 < hp.n_layer ? w.blocks[il + 1].attn_norm : w.output_norm, eps};
             if (const Attention *attention = block.attention()) {
                 s = attend(b, s, *attention, {b.cache.kv(il), KV_TRUNK}, mask, post);

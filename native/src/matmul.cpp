@@ -327,7 +327,7 @@ Heads heads_of_parts(const StepBuild &b, const MatmulInput &x, const Attention &
 Stream matmul_add(const StepBuild &b, ggml_tensor *weight, const MatmulInput &input, ggml_tensor *residual,
                   const Norm &next) {
 #ifdef LUCE_USE_CUDA
-    if (leaves_parts(b, {weight})) {
+    if (leaves_parts(b, {weight}) && !(next.of_moe && input.T <= ROWMM_WHOLE_ROWS)) {
         const int64_t E = weight->ne[1], T = input.T, packed = rowmm_op_bytes(T, E) / 4;
         ggml_tensor *args[] = {next.weight, add_parts(b, {weight}, input), residual};
         ggml_tensor *y = add_op(b.ctx, *find_op("rowmm_parts_rms"), GGML_TYPE_F32, E * T + packed, 1, args,

@@ -14,6 +14,7 @@
 //                        SwiGLU              rowmm_parts_swiglu    adds the parts up, packs
 //                        down                rowmm_parts
 //                        residual, norm      rowmm_parts_rms       of the next block
+//   or, ahead of a mixture, of up to 8 rows: out, residual   rowmm_add   a block has all of K of its outputs
 //   or a mixture (4)     norm, router        moe_route             of many rows also their experts, and the list of work
 //                        gate up             moe_up                with SwiGLU; the shared expert's are in the same launch
 //                        down                moe_down
@@ -98,6 +99,7 @@ struct Stream {
 struct Norm {
     ggml_tensor *weight; // {E}
     float eps;
+    bool of_moe = false; // a mixture of experts takes the rows as they are, and norms them itself
 };
 
 struct MadeInput {

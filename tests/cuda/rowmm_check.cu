@@ -167,7 +167,8 @@ void check_matrices(const std::vector<const Matrix *> &matrices, const Ints &wid
     }
     printf("  rowmm %-40s error %.2e\n", what.c_str(), worst);
     expect(worst < bound, "rowmm " + what + " is off by " + std::to_string(worst));
-    expect(same_bits(run(matrices, x, ROWMM_MAX_ROWS, true, watched() ? 1 : 3)[0], base[0]), "rowmm " + what + " twice");
+    expect(same_bits(run(matrices, x, ROWMM_MAX_ROWS, true, watched() ? 1 : 3)[0], base[0]),
+           "rowmm " + what + " twice");
     check_rows(matrices, x, base, widths, what);
 }
 
@@ -238,14 +239,14 @@ void check_pack(int input, int T, int64_t K, int head) {
     expect(worst < 1e-5, "rowmm_pack " + std::to_string(input) + " is off by " + std::to_string(worst));
 }
 
-void check_residual() {
-    const Matrix m(12, 512, 200, 5);
-    const int T = 9;
-    const Floats x = random_rows(T, m.K), r = normals(size_t(T) * m.N);
+// A residual is added in place, and the sum has the bits that it has where the product stays parts for the next kernel.
+// Of few rows a block has all of K (rowmm_rows_whole.cu).
+void check_residual(const Matrix &m, int T) {
+    const Floats x = random_rows(T, m.K), r = normals(size_t(T) * m.N), ones(size_t(m.N), 1.0f);
     const Floats product = run({&m}, x, T)[0];
     Scratch scratch;
-    Device<float> dx(x), out(r);
-    Device<uint8_t> packed(size_t(rowmm_x_bytes(T, m.K)));
+    Device<float> dx(x), dr(r), out(r), w(ones), sum(size_t(T) * m.N);
+    Device<uint8_t> packed(size_t(rowmm_x_bytes(T, m.K))), normed(size_t(rowmm_x_bytes(T, m.N)));
     RowmmArgs a = {};
     a.T = T;
     a.K = m.K;
@@ -253,17 +254,39 @@ void check_residual() {
     a.scratch = scratch.memory.p;
     a.n_weights = 1;
     a.weights[0] = m.weights(out.p);
+    RowmmArgs left = a;
     a.weights[0].residual = out.p;
     a.weights[0].residual_row = m.N;
+    Device<float> parts(size_t(rowmm_parts_bytes(left)) / sizeof(float));
+    parts.poison();
+    left.parts = parts.p;
+    RowmmPackArgs adds = plain(dr, T, m.N, normed);
+    adds.input = ROWMM_RMS;
+    adds.w = w.p;
+    adds.parts = &left;
+    adds.copy = sum.p;
     must(cuda::rowmm_pack(plain(dx, T, m.K, packed), stream));
     must(cuda::rowmm(a, stream));
+    must(cuda::rowmm(left, stream));
+    must(cuda::rowmm_pack(adds, stream));
     must(cudaStreamSynchronize(stream));
     const Floats got = out.get();
     bool good = true;
     for (size_t i = 0; i < got.size(); i++) {
         good = good && got[i] == product[i] + r[i];
     }
-    expect(good, "rowmm adds a residual in place");
+    const std::string what = name(m) + " at " + std::to_string(T) + " rows";
+    expect(good, "rowmm adds a residual in place: " + what);
+    expect(same_bits(got.data(), sum.get().data(), got.size()),
+           "rowmm adds parts as who reads them does: " + what);
+}
+void check_residuals() {
+    for (const int type : {12, 14, 8, 0, 30}) {
+        const Matrix m(type, 1280, 400, uint32_t(60 + type));
+        for (const int T : {1, 3, 8, 9}) {
+            check_residual(m, T);
+        }
+    }
 }
 
 // Runs a chain x -> first -> (+ x, norm) -> gate, up -> SwiGLU -> down, whose results stay parts up to the
@@ -404,6 +427,7 @@ void check_rowmm_ranges() {
     check_matrices({&f16, &q6, &f32}, widths, "F16, Q6_K, F32", 1e-3);
     check_matrices({&bf16}, {8}, name(bf16), 1e-3);
     check_matrices({&last}, {8, 12, 40}, name(last), 1e-3);
+    check_residuals();
 }
 
 // Checks what depends on the kind of device: how many slots of weights it has room for, and which kernel of the tensor
@@ -432,7 +456,6 @@ void check_rowmm(bool all) {
         }
     }
     check_rowmm_ranges();
-    check_residual();
     check_chain(512, 768, all ? Ints{64, 1, 2, 7, 8, 9, 16, 17, 33, 50} : Ints{40, 1, 9});
     for (int T : {1, 7, 40}) {
         check_pack(ROWMM_PLAIN, T, 288, 0);
