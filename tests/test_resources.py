@@ -85,6 +85,16 @@ def test_an_engine_takes_what_was_planned(
     assert engine.info.pages_free == engine.info.n_pages
 
 
+def test_tables_for_the_host_are_counted_where_its_memory_is_the_devices(
+    native: Library, small_gguf: Path
+) -> None:
+    """With 63 candidates of each draft there are that many more ids and scores for each of 64 x 8 drafts."""
+    with File(small_gguf, native) as file:
+        params = [EngineParams(n_ctx=300, n_sequences=64, n_draft=8, n_top=n) for n in (1, 63)]
+        one, many = (file.plan_memory("cpu", each, file).state for each in params)
+    assert many - one == 62 * 8 * 64 * 8
+
+
 def free_bytes(native: Library, device: str) -> int:
     return next(each.memory_free for each in native.devices() if each.name.startswith(device))
 

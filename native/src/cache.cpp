@@ -69,8 +69,10 @@ Cache::Cache(const Weights &weights, const HParams &hp, const NextN *head, const
     drafts_ = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 2, choice_entry(STARTED, 0));
     state_bytes_ += ggml_nbytes(drafts_);
     given_ = ggml_new_tensor_2d(host, GGML_TYPE_I32, 2, choice_entry(STARTED, 0));
+    host_bytes_ = ggml_nbytes(given_);
     if (params.n_top > 0) {
         lists_ = ggml_new_tensor_2d(host, GGML_TYPE_I32, 2 * int64_t(params.n_top), choice_entry(0, 0));
+        host_bytes_ += ggml_nbytes(lists_);
     }
     if (params.rowmm_scratch > 0) {
         rowmm_scratch_ = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, int64_t(params.rowmm_scratch));
@@ -109,13 +111,12 @@ void Cache::allocate(const Device &device) {
              human_bytes(kv_bytes_ + state_bytes_).c_str());
     }
     ggml_backend_buffer_clear(buffer_.get(), 0);
-    const size_t lists = ggml_nbytes(given_);
-    host_buffer_ = pinned(device, lists + (lists_ == nullptr ? 0 : ggml_nbytes(lists_)));
+    host_buffer_ = pinned(device, host_bytes_, "what steps have chosen");
     ggml_backend_buffer_clear(host_buffer_.get(), 0);
     uint8_t *base = static_cast<uint8_t *>(ggml_backend_buffer_get_base(host_buffer_.get()));
     ggml_backend_tensor_alloc(host_buffer_.get(), given_, base);
     if (lists_ != nullptr) {
-        ggml_backend_tensor_alloc(host_buffer_.get(), lists_, base + lists);
+        ggml_backend_tensor_alloc(host_buffer_.get(), lists_, base + ggml_nbytes(given_));
     }
 }
 

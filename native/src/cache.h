@@ -94,7 +94,8 @@ public:
     void allocate(const Device &device);
 
     uint64_t kv_bytes() const { return kv_bytes_; }
-    uint64_t state_bytes() const { return state_bytes_; }
+    // On a CPU the tables that steps write for the host are of the device's memory too.
+    uint64_t state_bytes(const Device &device) const { return state_bytes_ + (device.gpu ? 0 : host_bytes_); }
     const CacheParams &params() const { return params_; }
     uint32_t max_pages() const { return max_pages_; } // one sequence has at most so many
     const KvCells &kv(uint32_t block) const { return kv_[block]; }
@@ -161,7 +162,7 @@ private:
     std::vector<KvCells> drafter_kv_; // they are in the order of the drafter's layers
     ggml_tensor *hidden_ = nullptr, *drafts_ = nullptr, *given_ = nullptr, *lists_ = nullptr,
                 *rowmm_scratch_ = nullptr, *gemm_scratch_ = nullptr;
-    uint64_t kv_bytes_ = 0, state_bytes_ = 0;
+    uint64_t kv_bytes_ = 0, state_bytes_ = 0, host_bytes_ = 0;
     Context context_, host_context_;
     Buffer buffer_, host_buffer_;
 };

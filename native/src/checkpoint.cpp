@@ -260,15 +260,7 @@ void Checkpoint::release_device() {
 }
 
 HostMemory Checkpoint::host_memory() const {
-    const uint64_t size = total(pieces());
-    const Device &device = engine_->model().device();
-    ggml_backend_buffer_type_t type = device.gpu ? ggml_backend_dev_host_buffer_type(device.dev) : nullptr;
-    Buffer buffer(ggml_backend_buft_alloc_buffer(type ? type : ggml_backend_cpu_buffer_type(), size));
-    if (!buffer) {
-        fail(LUCE_E_MEMORY, "allocating %s of host memory for a checkpoint failed",
-             human_bytes(size).c_str());
-    }
-    return buffer;
+    return pinned(engine_->model().device(), total(pieces()), "a checkpoint");
 }
 
 static uint8_t *base(const HostMemory &buffer) {

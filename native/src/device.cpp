@@ -211,7 +211,8 @@ Buffer allocate(const Device &device, size_t size, const char *what) {
     return buffer;
 }
 
-Buffer pinned(const Device &device, size_t size) {
+Buffer pinned(const Device &device, size_t size, const char *what) {
+    check_memory(devices().back(), size, what); // the last device is the host
     Buffer buffer(ggml_backend_buft_alloc_buffer(
         device.gpu ? ggml_backend_dev_host_buffer_type(device.dev) : ggml_backend_cpu_buffer_type(), size));
     void *base = buffer ? ggml_backend_buffer_get_base(buffer.get()) : nullptr;
@@ -220,8 +221,8 @@ Buffer pinned(const Device &device, size_t size) {
     there = there && (!device.gpu || cuda::is_pinned(base)); // ggml gives other memory where there is none
 #endif
     if (!there) {
-        fail(LUCE_E_MEMORY, "allocating %s of %shost memory failed", human_bytes(size).c_str(),
-             device.gpu ? "pinned " : "");
+        fail(LUCE_E_MEMORY, "allocating %s of %shost memory for %s failed", human_bytes(size).c_str(),
+             device.gpu ? "pinned " : "", what);
     }
     return buffer;
 }
@@ -260,17 +261,8 @@ void upload(const Device &device, const std::vector<Upload> &items,
             const std::function<bool(uint64_t)> &progress) {
     constexpr size_t slot_size = size_t(32) << 20;
     Backend backend = make_backend(device, 1);
-    ggml_backend_buffer_type_t pinned = ggml_backend_dev_host_buffer_type(device.dev);
-    if (pinned == nullptr) {
-        pinned = ggml_backend_cpu_buffer_type();
-    }
-    Buffer slots[2];
-    for (Buffer &slot : slots) {
-        slot.reset(ggml_backend_buft_alloc_buffer(pinned, slot_size));
-        if (!slot) {
-            fail(LUCE_E_MEMORY, "allocating %s of pinned host memory failed", human_bytes(slot_size).c_str());
-        }
-    }
+    const Buffer slots[2] = {pinned(device, slot_size, "uploading weights"),
+                             pinned(device, slot_size, "uploading weights")};
     uint64_t done = 0;
     int turn = 0;
     for (const Upload &item : items) {

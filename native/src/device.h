@@ -61,8 +61,9 @@ void set_row_invariant(ggml_backend_t backend, const Device &device, bool on);
 
 Buffer allocate(const Device &device, size_t size, const char *what);
 
-// Allocates host memory, which on a GPU is pinned: its kernels read and write it too.
-Buffer pinned(const Device &device, size_t size);
+// Allocates host memory for `what`, which on a GPU is pinned: its kernels and copies read and write it too. E_MEMORY
+// where the host has not so much.
+Buffer pinned(const Device &device, size_t size, const char *what);
 
 // Fails with E_MEMORY and both figures when `need` bytes are not free on the device.
 void check_memory(const Device &device, uint64_t need, const char *what);

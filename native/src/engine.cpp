@@ -124,7 +124,7 @@ luce_memory Engine::memory_of(const Model &model, const Cache &cache, const Step
     luce_memory m{};
     m.weights = model.weight_bytes();
     m.kv = cache.kv_bytes();
-    m.state = cache.state_bytes();
+    m.state = cache.state_bytes(model.device());
     m.compute = sizes.compute + sizes.inputs;
     m.other = sizes.other;
     m.total = m.kv + m.state + m.compute + m.other + (model.device().gpu ? m.weights : 0);
@@ -152,7 +152,7 @@ Engine::Engine(std::shared_ptr<const Model> model, const EngineParams &params)
 luce_engine_info Engine::info() const {
     const CacheParams &c = params_.cache;
     luce_engine_info out{};
-    out.memory_bytes = cache_.kv_bytes() + cache_.state_bytes() + step_->allocated();
+    out.memory_bytes = cache_.kv_bytes() + cache_.state_bytes(model_->device()) + step_->allocated();
     out.n_ctx = c.n_ctx;
     out.n_sequences = c.n_sequences;
     out.n_checkpoints = c.n_checkpoints;

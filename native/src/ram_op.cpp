@@ -115,7 +115,7 @@ void RamStage::allocate(const Device &device, int32_t rows, const Moe &moe, int6
     n_used_ = int32_t(moe.shape.n_used);
     E_ = E;
     const uint64_t size = Crossing(nullptr, uint64_t(rows), moe.shape.n_used, uint64_t(E)).bytes;
-    pinned_ = pinned(device, size);
+    pinned_ = pinned(device, size, "rows that experts in host memory take");
     experts_.reserve(rows, n_used_, int32_t(moe.shape.n_expert), E, moe.shape.n_ff);
 }
 

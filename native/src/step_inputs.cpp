@@ -27,7 +27,7 @@ void Region::allocate(const Device &device) {
     ggml_backend_buffer_clear(device_.get(), 0);
     host_ = static_cast<uint8_t *>(ggml_backend_buffer_get_base(device_.get()));
     if (device.gpu) {
-        pinned_ = pinned(device, size());
+        pinned_ = pinned(device, size(), "a step's inputs");
         ggml_backend_buffer_clear(pinned_.get(), 0);
         host_ = static_cast<uint8_t *>(ggml_backend_buffer_get_base(pinned_.get()));
     }

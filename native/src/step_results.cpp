@@ -30,8 +30,8 @@ void Step::have_logits() {
     if (logits_buffer_) {
         return;
     }
-    logits_buffer_ =
-        pinned(model_.device(), size_t(verify_width(MAX_ROWS)) * model_.hparams().n_vocab * sizeof(float));
+    const size_t size = size_t(verify_width(MAX_ROWS)) * model_.hparams().n_vocab * sizeof(float);
+    logits_buffer_ = pinned(model_.device(), size, "steps' logits");
 }
 
 float *Step::host_logits(uint32_t row) const {
