@@ -429,8 +429,9 @@ stage_sanitize() {
     run build-racecheck 300 tools/build_checks.sh "$work" racecheck || return
     local tool sanitizer checks at_once=8 # With more, each waits longer for its turn on the GPU.
     sanitizer=$(compgen -G "$work/site/nvidia/cu*/bin/compute-sanitizer" || echo compute-sanitizer)
-    # Racecheck would take all cores. Checks of capture make calls fail on purpose. A block of attention has 16 barriers.
-    for tool in "racecheck --racecheck-num-workers 2" "memcheck --report-api-errors no" "synccheck --num-cuda-barriers 64"; do
+    # Racecheck would take all cores. Checks of capture make calls fail on purpose. A block of attention has 16 barriers, but
+    # synccheck loses count of those that several threads initialise at once where it is told of 64.
+    for tool in "racecheck --racecheck-num-workers 2" "memcheck --report-api-errors no" "synccheck --num-cuda-barriers 1024"; do
         checks=kernel_check
         [[ $tool != racecheck* ]] || checks=kernel_check_racecheck
         parts_at_once "${tool%% *}" "${SANITIZE_LIMIT:-240}" few "$sanitizer" --tool $tool --error-exitcode 9 \
