@@ -3,10 +3,13 @@ own."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from rich.console import Console
@@ -211,7 +214,7 @@ def test_plots_are_written(tmp_path: Path):
         row.as_json() for row in summarise([record("plain", 0, 3.0), record("mtp", 0, 1.0)], ["plain", "mtp"])
     ]
     output.plot_modes(tmp_path / "modes.png", "a title", rows)
-    cost = sweep.Cost(0, 2, 1, 3.0, [2.0, 4.0], 1.5).as_json()
+    cost = sweep.Cost(0, 2, 1, 3.0, [2.0, 4.0], 1.5, 1.0).as_json()
     output.plot_costs(tmp_path / "costs.png", "a title", [cost])
     for name in ("modes.png", "costs.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
@@ -220,13 +223,20 @@ def test_plots_are_written(tmp_path: Path):
 
 
 class Steps:
-    """This is a sequence whose steps take as many seconds as they have rows, by its clock; drafts half of
-    that."""
+    """This is a sequence whose steps take 10 seconds for each row, and one for each 10 positions, by its
+    clock; a draft half a second. A device that has read 40 positions is hot, and takes a tenth longer."""
 
-    def __init__(self) -> None:
-        self.now, self.past = 0.0, 0
+    def __init__(self, other: Steps | None = None) -> None:
+        self.past, self.device = 0, other.device if other else SimpleNamespace(now=0.0, hot=False, ran=[])
         self.engine = self.info = self
         self.n_chunk = 16
+
+    @property
+    def now(self) -> float:
+        return float(self.device.now)
+
+    def sequence(self) -> contextlib.nullcontext[Steps]:
+        return contextlib.nullcontext(Steps(self))
 
     def reset(self) -> None:
         self.past = 0
@@ -234,33 +244,48 @@ class Steps:
     def prefill(self, tokens: list[int], last: bool) -> None:
         assert tokens and self.past % self.n_chunk + len(tokens) <= self.n_chunk and not last
         self.past += len(tokens)
-        self.now += 100.0
+        self.device.now += 100.0
+        self.device.hot = self.device.hot or self.past >= 40
 
     def verify(self, items: list[Rows]) -> list[list[int]]:
         (item,) = items
-        self.now += item.n
+        past = cast("Steps", item.sequence).past
+        self.device.now += (10 * item.n + past // 10) * (1.1 if self.device.hot else 1)
+        self.device.ran.append((past, item.n))
         return [[0] * item.n]
 
     def draft(self, items: list[Drafts]) -> None:
         (item,) = items
-        self.now += item.n / 2
+        self.device.now += item.n / 2
 
 
-def test_sweep_compares_with_one_row_at_the_same_context():
+def test_sweep_compares_with_one_row_at_the_same_context_and_with_one_at_0_on_the_same_device():
     sequence = Steps()
-    by_context = list(sweep.costs(sequence, 100, [40, 0], [2, 4], [1], 3, clock=lambda: sequence.now))
+    by_context = list(sweep.costs(sequence, 100, [40, 0], [1, 2], [1], 3, clock=lambda: sequence.now))
     assert [[(c.ctx, c.rows, c.gamma) for c in costs] for costs in by_context] == [
-        [(ctx, 2, 0), (ctx, 4, 0), (ctx, 2, 1)] for ctx in (0, 40)
+        [(ctx, 1, 0), (ctx, 2, 0), (ctx, 2, 1)] for ctx in (0, 40)
     ]
     assert sequence.past == 40
-    for costs in by_context:
-        assert [c.ms for c in costs] == pytest.approx([2000, 4000, 2500])
-        assert [c.ratio for c in costs] == pytest.approx([2.0, 4.0, 2.5])
+    at_0, at_40 = by_context
+    assert [c.ms for c in at_0] == pytest.approx([10_000, 20_000, 20_500])
+    assert [c.ratio for c in at_0] == pytest.approx([1, 2, 2.05])
+    assert [c.over for c in at_0] == pytest.approx([0, 10_000, 10_500])
+    assert [c.ms for c in at_40] == pytest.approx([15_400, 26_400, 26_900])
+    assert [c.ratio for c in at_40] == pytest.approx([1, 264 / 154, 269 / 154])
+    assert [c.over for c in at_40] == pytest.approx([4400, 15_400, 15_900])
+
+
+def test_what_is_measured_at_a_context_takes_turns_with_context_0_in_changing_order():
+    steps = Steps()
+    list(sweep.costs(steps, 100, [40], [1, 4], [], 8, clock=lambda: steps.now))
+    turns = [tuple(steps.device.ran[i : i + 3]) for i in range(0, len(steps.device.ran), 3)]
+    assert len(turns) == 10 and all(set(turn) == {(1, 1), (40, 1), (40, 4)} for turn in turns)
+    assert len({turn[0] for turn in turns}) == 3
 
 
 def test_a_sweep_that_is_cancelled_yields_what_is_whole():
     steps, calls = Steps(), iter(range(10**6))
-    found = list(sweep.costs(steps, 100, [0, 40], [1], [], 3, lambda: steps.now, lambda: next(calls) > 8))
+    found = list(sweep.costs(steps, 100, [0, 40], [1], [], 3, lambda: steps.now, lambda: next(calls) > 13))
     assert [c[0].ctx for c in found] == [0]
 
 

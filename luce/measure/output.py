@@ -57,13 +57,14 @@ def mode_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 def cost_table(rows: Sequence[dict[str, Any]]) -> Table:
     """Makes a table of Cost.as_json() of each step."""
-    header = ["step", "context", "ms", "x one row"]
+    header = ["step", "context", "ms", "x one row", "ms over one row at 0"]
     return header, [
         [
             f"draft {r['gamma']}, verify {r['rows']}" if r["gamma"] else f"verify {r['rows']}",
             str(r["ctx"]),
             _spread(r["ms"], r["ms_spread"]),
             _number(r["ratio"], 2),
+            _number(r["over"], 2),
         ]
         for r in rows
     ]

@@ -15,16 +15,19 @@ from luce.measure.summary import five_digits, quartiles
 from luce.plan import Options
 
 WARM_UP = 2
+PAGE = 256  # A KV page has so many positions.
 TIMING = (
     "A step: from the call to the choices on the host, nothing committed; a round: draft and verify. "
-    "Outside: loading, prefill, warm-up. Medians, quartiles in brackets; row counts take turns."
+    "Outside: loading, prefill, warm-up. Medians, quartiles in brackets. All that is measured at a context "
+    "takes turns, each in an order of its own, with one row at context 0, which is the beginning of `over`."
 )
 
 
 @dataclass(frozen=True)
 class Cost:
-    """This is one step or round. `ratio` is to one row at the same context. `rows` were verified, and `gamma`
-    drafted before, which is 0 in a step without drafts."""
+    """This is one step or round. `ratio` is to one row at the same context, and `over` is in milliseconds
+    beyond one row at context 0, in the same turns. `rows` were verified, and `gamma` drafted before, which is
+    0 in a step without drafts."""
 
     ctx: int
     rows: int
@@ -32,9 +35,11 @@ class Cost:
     ms: float
     ms_spread: list[float]
     ratio: float
+    over: float
 
     def as_json(self) -> dict[str, object]:
         figures = {"ms": five_digits(self.ms), "ratio": five_digits(self.ratio)}
+        figures["over"] = round(self.over, 4)
         return vars(self) | figures | {"ms_spread": [five_digits(x) for x in self.ms_spread]}
 
 
@@ -42,11 +47,13 @@ def engine_options(
     contexts: Sequence[int], rows: Sequence[int], gammas: Sequence[int], threads: int | None,
     kv_type: str | None,
 ) -> Options:  # fmt: skip
-    """Returns what costs() needs of an engine."""
+    """Returns what costs() needs of an engine: two sequences, of which one is at context 0."""
     gamma = max(gammas, default=0)
     most = max(*rows, gamma + 1)
+    ctx = max(*contexts, 1) + most
     return Options(
-        ctx=max(*contexts, 1) + most, kv_type=kv_type, threads=threads, rows=most,
+        ctx=ctx, kv_type=kv_type, threads=threads, rows=most, sequences=2,
+        pages=-(-(ctx + most) // PAGE) + -(-(1 + most) // PAGE),
         spec="mtp" if gamma else "off", gamma=gamma or None,
     )  # fmt: skip
 
@@ -62,33 +69,48 @@ def costs(
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Iterator[list[Cost]]:
     """Yields for each context, in order, the costs of all row counts and then of all gammas, by steps with
-    this sequence alone. A context of 0 is one committed token. It ends early when cancelled."""
+    one sequence alone. A context of 0 is one committed token. It ends early when cancelled.
+
+    A GPU near its limit of power lowers its clock, and a long prefill leaves it hot. So a context is compared
+    with context 0 as it is then, and nothing always follows the widest step."""
     tokens = [int(t) for t in np.random.default_rng(1).integers(0, n_vocab - 16, max(*contexts, 1) + 64)]
-    engine, chunk = sequence.engine, sequence.engine.info.n_chunk
+    engine, chunk, order = sequence.engine, sequence.engine.info.n_chunk, np.random.default_rng(1)
+
+    def took(line: Timeline, n: int, gamma: int) -> float:
+        start = clock()
+        if gamma:
+            engine.draft([Drafts(line, tokens[-1], gamma)])
+        (found,) = engine.verify([Rows(line, None if gamma else tokens[-n:], n=n)])
+        if isinstance(found, Exception):
+            raise found
+        return 1000 * (clock() - start)
+
     sequence.reset()
     filled = 0
-    for ctx in sorted(contexts):
-        while filled < max(ctx, 1) and not cancelled():
-            end = min(filled + chunk - filled % chunk, max(ctx, 1))
-            sequence.prefill(tokens[filled:end], last=False)
-            filled = end
-        wanted = [(n, 0) for n in dict.fromkeys([1, *rows])] + [(gamma + 1, gamma) for gamma in gammas]
-        times: dict[tuple[int, int], list[float]] = {each: [] for each in wanted}
-        for turn in range(WARM_UP + steps):
-            for n, gamma in wanted:
-                if cancelled():
-                    return
-                start = clock()
-                if gamma:
-                    engine.draft([Drafts(sequence, tokens[-1], gamma)])
-                (found,) = engine.verify([Rows(sequence, None if gamma else tokens[-n:], n=n)])
-                if isinstance(found, Exception):
-                    raise found
-                if turn >= WARM_UP:
-                    times[n, gamma].append(1000 * (clock() - start))
-        one = statistics.median(times[1, 0])
-        yield [
-            Cost(ctx, n, gamma, statistics.median(ms), quartiles(ms) or [], statistics.median(ms) / one)
-            for (n, gamma), ms in times.items()
-            if gamma or n in rows
-        ]
+    with engine.sequence() as short:
+        short.prefill(tokens[:1], last=False)
+        for ctx in sorted(contexts):
+            while filled < max(ctx, 1) and not cancelled():
+                end = min(filled + chunk - filled % chunk, max(ctx, 1))
+                sequence.prefill(tokens[filled:end], last=False)
+                filled = end
+            wanted = [(n, 0) for n in dict.fromkeys([1, *rows])] + [(gamma + 1, gamma) for gamma in gammas]
+            runs = [(short, 1, 0), *((sequence, n, gamma) for n, gamma in wanted)]
+            times: list[list[float]] = [[] for _ in runs]
+            for turn in range(WARM_UP + steps):
+                for i in order.permutation(len(runs)):
+                    if cancelled():
+                        return
+                    ms = took(*runs[i])
+                    if turn >= WARM_UP:
+                        times[i].append(ms)
+            beside, one, *_ = times
+            yield [
+                Cost(
+                    ctx, n, gamma, statistics.median(ms), quartiles(ms) or [],
+                    statistics.median(ms) / statistics.median(one),
+                    statistics.median(own - zero for own, zero in zip(ms, beside, strict=True)),
+                )
+                for (n, gamma), ms in zip(wanted, times[1:], strict=True)
+                if gamma or n in rows
+            ]  # fmt: skip
