@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import copy
 from itertools import pairwise
 from typing import NamedTuple
@@ -20,7 +20,7 @@ class Host(NamedTuple):
     ahead: float = 0.0
 
 
-NO_TIME = Host()  # It stands for a host that takes none.
+NO_WORK = Host()  # It stands for a host that takes no time.
 
 
 class Costs:
@@ -81,3 +81,19 @@ def _on_line(line: dict[int, float], width: int) -> float:
     if width > above:  # A cost that falls falls by noise, so it is taken as level.
         return line[above] + max(slope, 0.0) * (width - above)
     return line[below] + slope * (width - below)
+
+
+class Hosts(NamedTuple):
+    """This is what rounds take beside their steps by how many sequences decode together: the host works for
+    each of them, and a step of several takes longer than one of as many rows of one sequence, since each has
+    a state of its own. It was `timed` for some numbers, and the others lie on the line of these."""
+
+    timed: Mapping[int, Host]
+
+    def of(self, sequences: int) -> Host:
+        """Returns what rounds of so many sequences take."""
+        lines = ({n: each[of] for n, each in self.timed.items()} for of in range(len(Host._fields)))
+        return Host(*(_on_line(line, sequences) for line in lines))
+
+
+NO_TIME = Hosts({})  # Nothing is known, so it counts as none.

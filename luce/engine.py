@@ -132,8 +132,8 @@ class Files:
 
 class Engine:
     """This is the engine of a loaded model. Engine.open() opens it. Requests go in and events come out. It is
-    a context manager. `plan` is the one that it was opened by, and `host` is what auto's rounds take beside
-    their steps."""
+    a context manager. `plan` is the one that it was opened by, and `hosts` is what auto's rounds take
+    beside their steps."""
 
     def __init__(self, model: Model, tokenizer: Tokenizer, chosen: Plan, keep_drafters: bool):
         self.model, self.tokenizer = model, tokenizer
@@ -147,11 +147,11 @@ class Engine:
             chosen = paying
         self.plan, self.native = chosen, native
         self.info, self.costs = native.info, native.costs()
-        self._known, self.host = Known(), NO_TIME
+        self._known, self.hosts = Known(), NO_TIME
         with ExitStack() as opened:
             opened.enter_context(native)
             if isinstance(chosen.draft, Auto):
-                self.costs, self.host = timed(native, tokenizer, partial(self._runner, chosen.draft))
+                self.costs, self.hosts = timed(native, tokenizer, partial(self._runner, chosen.draft))
                 self._known = Known()  # That text was none of the user's.
             self._opened = opened.pop_all()
 
@@ -216,7 +216,7 @@ class Engine:
 
     def _runner(self, draft: Auto, sequence: _native.Sequence) -> Runner:
         drafters = _drafters(draft, sequence, self.info)
-        return Runner(sequence, self.costs, drafters, draft.budget, self._known, self.host)
+        return Runner(sequence, self.costs, drafters, draft.budget, self._known, self.hosts)
 
     def generate(
         self,

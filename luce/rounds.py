@@ -14,7 +14,7 @@ from itertools import pairwise
 from statistics import median
 
 from luce._native import Engine, Sequence
-from luce.costs import NO_TIME, Costs, Host
+from luce.costs import NO_TIME, Costs, Host, Hosts
 from luce.drafting import NOTHING, Draft, DraftSource, Limits, Round
 from luce.generation import Generation
 from luce.loop import Loop
@@ -22,6 +22,7 @@ from luce.plan import Request
 from luce.tokenizer import Tokenizer
 
 ROUNDS = 4  # It takes the median of so many rounds of each way.
+COMPANY = 4  # Where sequences decode together, so many are timed: more would take longer to begin.
 
 
 class Plain:
@@ -54,25 +55,45 @@ def timed(
     tokenizer: Tokenizer,
     source: Callable[[Sequence], DraftSource],
     clock: Callable[[], float] = time.perf_counter,
-) -> tuple[Costs, Host]:
-    """Returns what steps of an engine cost, and what rounds take beside them. `source` makes what drafts for
-    a sequence. Where no round is begun ahead, or too few could be decoded (a model's first token may give
-    what is not finite), nothing is known of what rounds take. A step takes no longer than a round, so one
-    that was disturbed when it was timed alone costs as much as that."""
-    costs = engine.costs()
+) -> tuple[Costs, Hosts]:
+    """Returns what steps of an engine cost, and what rounds take beside them: of one sequence, and of several
+    where it has several. `source` makes what drafts for a sequence. Where no round is begun ahead, or too few
+    could be decoded (a model's first token may give what is not finite), nothing is known of what rounds
+    take. A step takes no longer than a round, so one that was disturbed when it was timed alone costs as much
+    as that."""
+    costs, hosts = engine.costs(), dict[int, Host]()
     if not engine.ahead or not costs.verify(1):
         return costs, NO_TIME
-    sequence, loop, ends = engine.sequence(), Loop(engine), list[tuple[bool, float]]()
-    request = Request((0,), 2 * ROUNDS + 4, ignore_eos=True)  # The prompt and the text's end give one each.
-    loop.add(Generation(sequence, engine.info, tokenizer, request, Plain(source(sequence))))
+    for n in sorted({1, min(COMPANY, engine.info.n_sequences)}):
+        took = _took(engine, tokenizer, source, clock, n)
+        if not all(took.values()):
+            break
+        apart, ahead = median(took[False]), median(took[True])
+        costs = costs.at_most(n, apart)
+        hosts[n] = Host(apart - costs.verify(n), min(ahead, apart) - costs.verify(n))
+    return costs, Hosts(hosts)
+
+
+def _took(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    source: Callable[[Sequence], DraftSource],
+    clock: Callable[[], float],
+    n: int,
+) -> dict[bool, list[float]]:
+    """Returns the seconds of plain rounds of n sequences, by whether they were begun ahead."""
+    loop, ends = Loop(engine), list[tuple[bool, float]]()
+    # The prompt and the text's end give one token each. One text after the other begins.
+    request = Request((0,), 2 * ROUNDS + 3 + n, ignore_eos=True)
+    for _ in range(n):
+        sequence = engine.sequence()
+        loop.add(Generation(sequence, engine.info, tokenizer, request, Plain(source(sequence))))
     while loop.running:
-        ends += [(event.ahead, clock()) for _, event in loop.step() if isinstance(event, Round)]
+        rounds = [event for _, event in loop.step() if isinstance(event, Round)]
+        if len(rounds) == n:
+            ends.append((rounds[0].ahead, clock()))
     took: dict[bool, list[float]] = {False: [], True: []}
     for (before, since), (kind, end) in pairwise(ends):
         if before is kind:
             took[kind].append(end - since)
-    if not all(took.values()):
-        return costs, NO_TIME
-    apart, ahead = median(took[False]), median(took[True])
-    costs = costs.at_most(1, apart)
-    return costs, Host(apart - costs.verify(1), min(ahead, apart) - costs.verify(1))
+    return took

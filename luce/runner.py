@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from luce.acceptance import Acceptance, Among, Known, Learned
-from luce.costs import NO_TIME, Costs, Host
+from luce.costs import NO_TIME, NO_WORK, Costs, Host, Hosts
 from luce.drafting import NOTHING, Draft, Drafter, Limits, Round, Text
 
 # A text of HORIZON tokens takes at most PROMISE more than plain decoding. What drafting that fails loses is
@@ -67,7 +67,7 @@ class Prices:
     by drafts what each further one adds at least. `with_lookup` and `with_drafts` are the prices of the
     cheapest rounds that verify a lookup, and drafts of a drafter."""
 
-    def __init__(self, costs: Costs, drafters: Sequence[Drafter], sequences: int, host: Host = NO_TIME):
+    def __init__(self, costs: Costs, drafters: Sequence[Drafter], sequences: int, host: Host = NO_WORK):
         plain, most = plain_round(costs, host, sequences), MAX_ROWS // max(sequences, 1)
         self.known = plain > 0
         self.verify = [
@@ -211,11 +211,11 @@ class Runner:
         drafters: Sequence[Drafter],
         budget: int,
         known: Known | None = None,
-        host: Host = NO_TIME,
+        hosts: Hosts = NO_TIME,
     ):
         """Drafts at most `budget` candidates a round."""
         self._text, self._costs, self._drafters, self._budget = text, costs, drafters, budget
-        self._host = host
+        self._hosts, host = hosts, hosts.of(1)
         known = known or Known()
         self._lookups = known.lookups()
         self._heads: dict[str, Acceptance] = {}
@@ -255,7 +255,7 @@ class Runner:
         self._alone = limits.sequences == 1
         prices = self._prices.get(limits.sequences)
         if prices is None:
-            prices = Prices(self._costs, self._drafters, limits.sequences, self._host)
+            prices = Prices(self._costs, self._drafters, limits.sequences, self._hosts.of(limits.sequences))
             self._prices[limits.sequences] = prices
         self._apart = prices.verify[1] - 1
         most_lost, choice = BET * (self._allowance() - self._lost), PLAIN

@@ -17,7 +17,7 @@ import numpy as np
 
 from luce._native import Source
 from luce.acceptance import Known
-from luce.costs import Costs, Host
+from luce.costs import Costs, Host, Hosts
 from luce.drafting import Drafter, Limits, Round
 from luce.measure.oracle_model import Rule
 from luce.plan import AUTO_BUDGET
@@ -178,7 +178,7 @@ def auto_cost(trace: Trace, costs: Costs, known: Known, between: float = 0.0) ->
     def way(text: Text, rows: int, depth: int) -> tuple[int, int]:
         if not runner:
             drafters = [Drafter(text, Source.NEXTN, GAMMA)]
-            runner.append(Runner(text, costs, drafters, AUTO_BUDGET, known, Host(between)))
+            runner.append(Runner(text, costs, drafters, AUTO_BUDGET, known, Hosts({1: Host(between)})))
             runner[0].begin(len(trace.drafts) + 1)
         runner[0].draft(text.at, Limits(min(rows, depth), depth))
         return runner[0]._choice.drafts, runner[0]._choice.lookup

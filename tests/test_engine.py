@@ -10,7 +10,7 @@ from box_model import GGUF, PROMPTS
 
 from luce import _native
 from luce._native import File
-from luce.costs import NO_TIME, Costs, Host
+from luce.costs import NO_TIME, Costs, Host, Hosts
 from luce.engine import Engine, Files
 from luce.errors import Cancelled, ContextFull, NumericError, OutOfMemory, StateError, UnsupportedError
 from luce.events import Failed, Finished, Started, Tokens
@@ -79,7 +79,7 @@ def test_many_give_the_tokens_that_each_gives_alone(files, asked, ahead):
     with Engine.open(files, replace(OPTIONS, spec="off")) as engine:
         alone = [tokens(engine, request) for request in requests]
     with Engine.open(files, replace(OPTIONS, sequences=3, **asked)) as engine:
-        engine.native.ahead, engine.host = ahead, Host(between=2e-5)
+        engine.native.ahead, engine.hosts = ahead, Hosts({1: Host(between=2e-5)})
         found = {}
         emitted = {at: [] for at in range(len(requests))}
         for at, event in engine.run(requests):
@@ -111,10 +111,12 @@ def ahead(monkeypatch):
 def test_what_rounds_take_beside_their_steps_is_measured_where_they_are_begun_ahead(files, ahead, ctx):
     """Texts decode as they do where it was not, with all sequences and pages."""
     with Engine.open(files, replace(OPTIONS, spec="off", ctx=ctx)) as engine:
-        assert engine.host == NO_TIME
+        assert engine.hosts == NO_TIME
         expected = tokens(engine, ask(1))
-    with Engine.open(files, replace(OPTIONS, spec="auto", ctx=ctx), keep_drafters=True) as engine:
-        assert engine.host.between > 0 and engine.host.between >= engine.host.ahead
+    asked = replace(OPTIONS, spec="auto", ctx=ctx, sequences=3)
+    with Engine.open(files, asked, keep_drafters=True) as engine:
+        assert all(each.between > 0 and each.between >= each.ahead for each in engine.hosts.timed.values())
+        assert sorted(engine.hosts.timed) == [1, 3]
         assert engine.native.info.sequences_free == engine.native.info.n_sequences
         assert engine.native.info.pages_free == engine.native.info.n_pages
         assert tokens(engine, ask(1)) == expected
@@ -129,7 +131,7 @@ def test_an_engine_whose_rounds_cannot_be_measured_is_opened_all_the_same(files,
         patch.setattr(_native.Sequence if failing == "prefill" else _native.Engine, failing, fail)
         engine = Engine.open(files, replace(OPTIONS, spec="auto"), keep_drafters=True)
     with engine:
-        assert engine.host == NO_TIME
+        assert engine.hosts == NO_TIME
         assert engine.native.info.sequences_free == engine.native.info.n_sequences
         assert len(tokens(engine, ask(1))) == 24
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from luce._native import Source
 from luce.acceptance import Acceptance, Lookups
-from luce.costs import NO_TIME, Costs, Host
+from luce.costs import NO_WORK, Costs, Host, Hosts
 from luce.drafting import Drafter, Limits, Round
 from luce.plan import AUTO_BUDGET, MAX_GAMMA
 from luce.runner import MARGIN, PLAIN, Prices, Runner, best
@@ -268,7 +268,7 @@ class Repeats:
         return [1] * self.right + [0] * (most - self.right), self.matched  # Every right token is 1.
 
 
-def decode(source, text, costs, tokens, share=0.0, host=NO_TIME):
+def decode(source, text, costs, tokens, share=0.0, host=NO_WORK):
     """Returns (seconds, rounds by (lookup tokens, drafts)) of a text whose drafts are right with a share."""
     source.begin(tokens)
     done, seconds, rounds, ahead = 1, 0.0, [], False
@@ -428,7 +428,7 @@ def test_feeding_the_head_in_each_step_of_several_sequences_is_part_of_the_3_per
 def test_what_rounds_take_beside_their_steps_is_part_of_the_3_percent(between, ahead, fires, seed):
     host, text = Host(max(between, ahead), ahead), Repeats(random.Random(seed), 0.02, 0.5, fires)
     drafter = Drafter(text, Source.NEXTN, MAX_GAMMA)
-    auto = Runner(text, GPU, [drafter], AUTO_BUDGET, host=host)
+    auto = Runner(text, GPU, [drafter], AUTO_BUDGET, hosts=Hosts({1: host}))
     seconds, rounds = decode(auto, text, GPU, 256, host=host)
     assert seconds <= 1.03 * 255 * (1 + ahead)
     assert any(any(each) for each in rounds), "something is tried all the same"
