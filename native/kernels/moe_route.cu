@@ -27,7 +27,8 @@ static_assert(TILE_ROWS == WARPS && OUTPUTS * HALVES == WARPS, "what warps share
 static_assert((TILES + 1) * int64_t(sizeof(uint32_t)) <= MOE_COUNTER_BYTES,
               "one of tiles, one for each tile");
 
-// Few rows make so many tiles at most, whose blocks all run at once.
+// Few rows make so many tiles at most, whose blocks all run at once: those of the 35b-a3b are 219 where 132
+// multiprocessors have 264 at once, and four tiles would have 292.
 constexpr int FEW_TILES = 3;
 constexpr ROWMM_BOTH int tile_rows(const MoeDims &d) {
     return few_rows(d) ? (d.T + FEW_TILES - 1) / FEW_TILES : TILE_ROWS;
