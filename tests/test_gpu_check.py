@@ -103,7 +103,7 @@ def sanitized(tmp_path: Path, *, wrong: bool) -> tuple[subprocess.CompletedProce
     if wrong:
         Path(f"{sanitizer}.wrong").touch()
     for name in ("kernel_check", "kernel_check_racecheck", "racecheck_ring"):
-        program(work / name, "#!/bin/sh\n[ $1 != help ] || echo 'usage .. of these parts: rowmm topk'\n")
+        program(work / name, "#!/bin/sh\n[ $1 != help ] || echo 'usage .. of these parts: rowmm capture'\n")
     (work / "done").mkdir(exist_ok=True)
     (work / "done" / "build-racecheck").touch()
     folders = {"GPU_WORK": str(work), "OUT": str(tmp_path / "out"), "GPU_KIT": str(tmp_path / "kit")}
@@ -121,8 +121,14 @@ def test_racecheck_alone_looks_at_the_build_in_which_every_lane_arrives(tmp_path
     for tool, checks in (("racecheck", "_racecheck"), ("memcheck", ""), ("synccheck", "")):
         of_tool = [call for call in calls if f"--tool {tool}" in call and "few" in call]
         assert sorted(call.split("/")[-1] for call in of_tool) == [
-            f"kernel_check{checks} few {part}" for part in ("rowmm", "topk")
+            f"kernel_check{checks} few {part}" for part in ("capture", "rowmm")
         ]
+
+
+def test_calls_that_fail_are_reported_in_all_parts_but_the_one_that_makes_them_fail(tmp_path: Path) -> None:
+    _, calls = sanitized(tmp_path, wrong=False)
+    silent = [call for call in calls if "--report-api-errors no" in call]
+    assert [call.split()[-1] for call in silent] == ["capture"] and "--tool memcheck" in silent[0]
 
 
 def test_a_racecheck_that_reports_a_ring_in_which_every_lane_arrives_fails(tmp_path: Path) -> None:
