@@ -45,19 +45,12 @@ option = dict(zip(args, args[1:]))
 with (here / "calls").open("a") as calls:
     print(json.dumps([Path(__file__).name, *args]), file=calls)
 """
-LLAMA_BENCH = """
-print(json.dumps([
-    {"n_prompt": int(option["-p"]), "n_gen": 0, "avg_ts": 100.0},
-    {"n_prompt": 0, "n_gen": int(option["-n"]), "avg_ts": 20.0},
-]))
-"""
-LLAMA_SERVER = """
+# A server answers "ok" to each GET, and to a POST what answer(asked) returns.
+SERVER = (
+    PROGRAM
+    + """
 from http.server import BaseHTTPRequestHandler
 from socketserver import TCPServer  # HTTPServer asks for this host's name first
-
-print("loading ... " * 20000, file=sys.stderr, flush=True)  # more than a pipe holds
-perm = json.loads((here / "perm.json").read_text())
-drafts = int(option.get("--spec-draft-n-max", 0))
 
 class Handler(BaseHTTPRequestHandler):
     def put(self, answer):
@@ -70,25 +63,42 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         self.put({"status": "ok"})
 
-    def do_POST(self):  # every round takes 50 ms and a draft 5, and accepts one draft
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with (here / "calls").open("a") as calls:
-            print(json.dumps(["asked", asked["n_predict"], asked["seed"]]), file=calls)
-        tokens, n = asked["prompt"][-1:], asked["n_predict"]
-        while len(tokens) <= n:
-            tokens.append(perm[tokens[-1]])
-        tokens[5] += "--spec-synth-len" not in option and drafts == 3  # one wrong token
-        rounds = (n - 1) // 2 if drafts else n - 1
-        ms = rounds * (50 + 5 * drafts)
-        timings = {"predicted_n": n, "predicted_ms": ms, "predicted_per_second": 1000 * (n - 1) / ms}
-        if drafts:
-            timings |= {"draft_n": drafts * rounds, "draft_n_accepted": n - 1 - rounds}
-        self.put({"tokens": tokens[1:], "timings": timings})
+    def do_POST(self):
+        self.put(answer(json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
 
     def log_message(self, *args):
         pass
 
-TCPServer(("127.0.0.1", int(option["--port"])), Handler).serve_forever()
+def serve():
+    TCPServer(("127.0.0.1", int(option["--port"])), Handler).serve_forever()
+"""
+)
+LLAMA_BENCH = """
+print(json.dumps([
+    {"n_prompt": int(option["-p"]), "n_gen": 0, "avg_ts": 100.0},
+    {"n_prompt": 0, "n_gen": int(option["-n"]), "avg_ts": 20.0},
+]))
+"""
+LLAMA_SERVER = """
+print("loading ... " * 20000, file=sys.stderr, flush=True)  # more than a pipe holds
+perm = json.loads((here / "perm.json").read_text())
+drafts = int(option.get("--spec-draft-n-max", 0))
+
+def answer(asked):  # every round takes 50 ms and a draft 5, and accepts one draft
+    with (here / "calls").open("a") as calls:
+        print(json.dumps(["asked", asked["n_predict"], asked["seed"]]), file=calls)
+    tokens, n = asked["prompt"][-1:], asked["n_predict"]
+    while len(tokens) <= n:
+        tokens.append(perm[tokens[-1]])
+    tokens[5] += "--spec-synth-len" not in option and drafts == 3  # one wrong token
+    rounds = (n - 1) // 2 if drafts else n - 1
+    ms = rounds * (50 + 5 * drafts)
+    timings = {"predicted_n": n, "predicted_ms": ms, "predicted_per_second": 1000 * (n - 1) / ms}
+    if drafts:
+        timings |= {"draft_n": drafts * rounds, "draft_n_accepted": n - 1 - rounds}
+    return {"tokens": tokens[1:], "timings": timings}
+
+serve()
 """
 
 
@@ -105,8 +115,8 @@ def programs(tmp_path: Path) -> Path:
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "perm.json").write_text(json.dumps(Rule(2048).perm.tolist()))
-    for name, text in (("llama-bench", LLAMA_BENCH), ("llama-server", LLAMA_SERVER)):
-        (folder / name).write_text(PROGRAM.replace("{python}", sys.executable) + text)
+    for name, text in (("llama-bench", PROGRAM + LLAMA_BENCH), ("llama-server", SERVER + LLAMA_SERVER)):
+        (folder / name).write_text(text.replace("{python}", sys.executable))
         (folder / name).chmod(0o755)
     return folder
 

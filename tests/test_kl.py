@@ -25,37 +25,20 @@ TOKENS, PROMPT = 24, 10
 # It answers with what logits.npy says of a prompt's last position, in an order of its own.
 LLAMA_SERVER = """
 import numpy as np
-from http.server import BaseHTTPRequestHandler
-from socketserver import TCPServer
 
 logits = np.load(here / "logits.npy")
 fault = (here / "fault").read_text()
 
-class Handler(BaseHTTPRequestHandler):
-    def put(self, answer):
-        body = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+def answer(asked):
+    n, row = len(asked["prompt"]), logits[len(asked["prompt"]) - 1]
+    order = np.random.default_rng(n).permutation(len(row))[: asked["n_probs"]]
+    order = order[1:] if fault == "lacks one" else order
+    listed = [{"id": int(i), "logprob": float(row[i])} for i in order]
+    assert dict(asked["logit_bias"])[97] == 1e6  # so that no choice is kept back
+    read = 1 if asked["cache_prompt"] and fault != "reads all" else n
+    return {"timings": {"prompt_n": read}, "completion_probabilities": [{"top_logprobs": listed}]}
 
-    def do_GET(self):
-        self.put({"status": "ok"})
-
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        n, row = len(asked["prompt"]), logits[len(asked["prompt"]) - 1]
-        order = np.random.default_rng(n).permutation(len(row))[: asked["n_probs"]]
-        order = order[1:] if fault == "lacks one" else order
-        listed = [{"id": int(i), "logprob": float(row[i])} for i in order]
-        assert dict(asked["logit_bias"])[97] == 1e6  # so that no choice is kept back
-        read = 1 if asked["cache_prompt"] and fault != "reads all" else n
-        self.put({"timings": {"prompt_n": read}, "completion_probabilities": [{"top_logprobs": listed}]})
-
-    def log_message(self, *args):
-        pass
-
-TCPServer(("127.0.0.1", int(option["--port"])), Handler).serve_forever()
+serve()
 """
 
 
@@ -96,7 +79,7 @@ def server(tmp_path: Path) -> Callable[[np.ndarray, str], Path]:
         np.save(tmp_path / "logits.npy", logits)
         (tmp_path / "fault").write_text(fault)
         program = tmp_path / "llama-server"
-        program.write_text(test_bench_peer.PROGRAM.replace("{python}", sys.executable) + LLAMA_SERVER)
+        program.write_text(test_bench_peer.SERVER.replace("{python}", sys.executable) + LLAMA_SERVER)
         program.chmod(0o755)
         return tmp_path
 

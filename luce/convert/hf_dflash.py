@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import gguf
 import numpy as np
 
+from luce.convert.attention_keys import add_attention_keys
 from luce.convert.gguf_output import Planned, slabs
 from luce.convert.hf_config import Section, rope_parameters, rope_theta
 from luce.convert.safetensors_reader import Checkpoint, as_f32
@@ -221,13 +222,7 @@ def add_keys(w: gguf.GGUFWriter, c: DFlash, name: str, file_type: int, m_rope: b
     w.add_context_length(c.n_ctx)
     w.add_embedding_length(c.n_embd)
     w.add_feed_forward_length(c.n_ff)
-    w.add_head_count(c.n_head)
-    w.add_head_count_kv(c.n_head_kv)
-    w.add_key_length(c.head_dim)
-    w.add_value_length(c.head_dim)
-    w.add_layer_norm_rms_eps(c.eps)
-    w.add_rope_freq_base(c.rope_base)
-    w.add_rope_dimension_count(c.rope_dim)
+    add_attention_keys(w, c)
     w.add_vocab_size(c.n_vocab)
     w.add_uint32(f"{ARCH}.block_size", c.block_size)
     w.add_array(f"{ARCH}.target_layers", [i + 1 for i in c.target_layer_ids])

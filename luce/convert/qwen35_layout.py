@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import gguf
 
+from luce.convert.attention_keys import add_attention_keys
+
 ARCH = "qwen35"
 ARCH_MOE = "qwen35moe"
 PRE_TOKENIZER = "qwen35"  # It is the value of tokenizer.ggml.pre.
@@ -155,13 +157,7 @@ def add_keys(w: gguf.GGUFWriter, c: Config, name: str, file_type: int) -> None:
         w.add_expert_shared_feed_forward_length(c.n_ff_shared)
     else:
         w.add_feed_forward_length(c.n_ff)
-    w.add_head_count(c.n_head)
-    w.add_head_count_kv(c.n_head_kv)
-    w.add_key_length(c.head_dim)
-    w.add_value_length(c.head_dim)
-    w.add_layer_norm_rms_eps(c.eps)
-    w.add_rope_freq_base(c.rope_base)
-    w.add_rope_dimension_count(c.rope_dim)
+    add_attention_keys(w, c)
     third = c.rope_dim // 2 // 3
     w.add_rope_dimension_sections(c.rope_sections or [c.rope_dim // 2 - 2 * third, third, third, 0])
     w.add_ssm_conv_kernel(c.conv_kernel)

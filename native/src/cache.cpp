@@ -331,17 +331,18 @@ void Timeline::verified(std::vector<int32_t> tokens, std::vector<int32_t> parent
 
 void Timeline::drafted(int32_t anchor, uint32_t n) {
     n_move_head_ = 0;
-    parents_.clear(); // the head's KV of the verified rows is overwritten
-    draft_anchor_ = anchor;
-    draft_entry_ = cache_.draft_entry(slot_, 0);
-    n_drafted_ = n;
+    drafted(anchor, n, cache_.draft_entry(slot_, 0));
 }
 
 void Timeline::drafted_block(int32_t anchor, uint32_t n) {
     n_move_drafter_ = 0;
-    parents_.clear(); // the drafter's KV of the verified rows is overwritten
+    drafted(anchor, n, cache_.block_entry(slot_, 0));
+}
+
+void Timeline::drafted(int32_t anchor, uint32_t n, int32_t entry) {
+    parents_.clear(); // the head's or the drafter's KV of the verified rows is overwritten
     draft_anchor_ = anchor;
-    draft_entry_ = cache_.block_entry(slot_, 0);
+    draft_entry_ = entry;
     n_drafted_ = n;
 }
 

@@ -230,6 +230,7 @@ public:
 
 private:
     void paid();
+    void drafted(int32_t anchor, uint32_t n, int32_t entry); // its drafts lie there
     void release_pages();
     int32_t owed_row(int32_t i) const { return cache_.hidden_row(slot_, hidden_bank_, i); }
 
