@@ -68,7 +68,7 @@ def cli(version: bool) -> None:
       luce probe-gguf model.gguf
 
     \b
-    Completion of options, in bash (zsh and fish alike):
+    This makes bash complete options; it is alike for zsh and fish:
       eval "$(_LUCE_COMPLETE=bash_source luce)"
     """
     if version:
@@ -119,7 +119,7 @@ def cli(version: bool) -> None:
     help="Let the model think before it answers in a chat, or not.  [default: the template's]",
 )
 @click.option(
-    "--special", is_flag=True, help="Control tokens that PROMPT spells, like <|im_end|>, are taken as such."
+    "--special", is_flag=True, help="Take control tokens that PROMPT spells, like <|im_end|>, as such."
 )
 @options(DRAFTING)
 @click.option("--stop", "stops", multiple=True, type=Utf8(), help="End before this text; may be repeated.")

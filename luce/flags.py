@@ -62,7 +62,7 @@ HEAD = (
 )  # fmt: skip
 DEVICE = (
     click.option("--device", callback=device_name, default="auto", show_default=True,
-                 metavar="auto|cpu|cuda[:N]", help="Run the model there; auto takes CUDA if there is any."),
+                 metavar="auto|cpu|cuda[:N]", help="Take this device; auto takes CUDA if there is any."),
 )  # fmt: skip
 KV_TYPE = (
     click.option(

@@ -18,7 +18,7 @@ PREFERRED = ("Q4_K_M", "Q4_K_S", "Q4_K", "Q8_0")
 hf_option = click.option(
     "--hf",
     metavar="REPO[:FILE]",
-    help="Run a GGUF of this repository of the hub, which is downloaded once; this needs luce[hub].",
+    help="Take the GGUF from this repository of the hub; it is downloaded once. This needs luce[hub].",
 )
 
 

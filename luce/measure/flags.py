@@ -70,7 +70,7 @@ TEMPERATURES: tuple[Option, ...] = (
 )  # fmt: skip
 OUTPUT_OPTIONS = (
     click.option("--json", is_flag=True, help="Print one object."),
-    click.option("--csv", is_flag=True, help="Print CSV, a line for each mode."),
+    click.option("--csv", is_flag=True, help="Print CSV, a line for each row of the table."),
     click.option("--md", is_flag=True, help="Print a Markdown table."),
     click.option("--save", type=FilePath(path_type=Path, file_okay=False),
                  help="Also write a result row (date, commit, device, model hash ...) to this folder."),
