@@ -29,11 +29,15 @@ __device__ void tensor_attention(const AttentionParams &a, uint8_t *shared) {
     if (!plan.stays()) {
         return;
     }
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    const int leaving = prepare_wgmma<L>(a, plan, shared); // so many warps leave a slot
+#else
+    const int leaving = L::WARPS;
+#endif
     // It does not run beside the plan's writes: racecheck takes those 4 KiB further for this one.
     if (threadIdx.x < L::SLOTS) {
         barrier_init(shared_address(shared) + L::FULL + threadIdx.x * 8, LOAD_THREADS);
-        barrier_init_warps(shared_address(shared) + L::EMPTY + threadIdx.x * 8,
-                           AHEAD ? L::UNPACK_THREADS / WARP : L::WARPS);
+        barrier_init_warps(shared_address(shared) + L::EMPTY + threadIdx.x * 8, leaving);
     }
     if (AHEAD && threadIdx.x < L::TILES) {
         barrier_init_warps(shared_address(shared) + L::READY + threadIdx.x * 8, L::UNPACK_THREADS / WARP);

@@ -16,6 +16,7 @@ namespace {
 
 constexpr int LOAD_THREADS = 4 * WARP, MMA_THREADS = 8 * WARP + LOAD_THREADS;
 constexpr int AHEAD_PAIRS = 64; // one warpgroup computes so many
+constexpr int FEW_PAIRS = 8; // wgmma computes units of up to so many pairs with keys as rows
 
 // With WGMMA it is for 227 KB of shared memory and Hopper's instructions, and otherwise for 99 KB. Where it is AHEAD, of
 // packed cells and units of few pairs, one warpgroup computes, and another unpacks the cells ahead of it. Rows of F16 lie
@@ -36,7 +37,9 @@ template <int D, int TYPE, bool WGMMA, bool AHEAD_> struct Layout {
     static constexpr int MAX_M = AHEAD ? AHEAD_PAIRS : WGMMA ? 96 : 48; // a unit has at most as many pairs
     static constexpr int HALF_M =
         MAX_M / 2; // the queries of two units of so many pairs have room beside each other
-    static constexpr int ROW = 2 * D, P_ROW = WGMMA ? 0 : 2 * KEYS;
+    static constexpr int ROW = 2 * D, P_ROW = 2 * KEYS;
+    // Weights pass through shared memory: with wgmma those of units of few pairs, for each warpgroup.
+    static constexpr int P_ROWS = WGMMA ? WARPS / 4 * FEW_PAIRS : MAX_M;
     static constexpr int NEXT_ROW = WGMMA ? 128 : ROW; // a row of a tile is so far from the next
     static constexpr int CELL = kv_bytes<TYPE>(D); // one head of a cell has so many bytes
     // A copy has so many bytes, as blocks of 18 and 34 bytes allow.
@@ -45,14 +48,18 @@ template <int D, int TYPE, bool WGMMA, bool AHEAD_> struct Layout {
     static constexpr int UNPACKED = (SLOTS * SLOT + 1023) / 1024 * 1024, TILE = KEYS * ROW;
     static constexpr int Q = UNPACKED + (PACKED ? TILES * TILE : 0);
     static constexpr int P = Q + MAX_M * ROW;
-    static constexpr int MAXIMA = P + MAX_M * P_ROW; // [16 * MT][warps that share a row's keys]
-    static constexpr int CELLS = MAXIMA + (WGMMA ? 0 : 4 * MAX_M * 4); // [KEYS] of a tile that is not whole
+    static constexpr int ONES = P + P_ROWS * P_ROW; // a matrix of them, by which wgmma adds up weights
+    static constexpr int ONES_BYTES = WGMMA ? 1024 : 0;
+    // [16 * MT][warps that share a row's keys], or with wgmma [warpgroup][warp][FEW_PAIRS]
+    static constexpr int MAXIMA = ONES + ONES_BYTES;
+    static constexpr int CELLS = MAXIMA + 4 * P_ROWS * 4; // [KEYS] of a tile that is not whole
     static constexpr int BAD =
         CELLS + KEYS * 4; // [2][KEYS] bytes by warpgroup, which say that the key's V is not finite
     static constexpr int UNIT = BAD + 2 * KEYS, FULL = UNIT + int(sizeof(UnitInfo) + 15) / 16 * 16;
     static constexpr int EMPTY = FULL + SLOTS * 8; // the barriers of emptied slots begin here
     static constexpr int READY = EMPTY + SLOTS * 8, LEFT = READY + TILES * 8; // those of unpacked tiles
-    static constexpr int PLAN = (LEFT + TILES * 8 + 15) / 16 * 16;
+    static constexpr int TURN = LEFT + TILES * 8; // [2] of units that warpgroups compute by turns
+    static constexpr int PLAN = (TURN + 2 * 8 + 15) / 16 * 16;
     static constexpr int BYTES = PLAN + int(sizeof(Plan));
     static_assert(BYTES <= (WGMMA ? 232448 : 101376), "a block's shared memory");
 
@@ -64,18 +71,25 @@ template <int D, int TYPE, bool WGMMA, bool AHEAD_> struct Layout {
     // there are none. A weight of 0 hides from a row what it does not see, unless that is Inf or NaN.
     __device__ static bool clean_values(uint8_t *shared, int values_at, int tid, int threads, int group = 0) {
         uint8_t *marks = shared + BAD + group * KEYS;
-        bool bad = false;
+        // What is not finite gives NaN times 0, which stays.
+        __half2 zeros = twice(0);
+        const int word = tid % (D / 8), step = threads / (D / 8);
 #pragma unroll 8
-        for (int u = tid; u < KEYS * D / 8; u += threads) {
-            bad |= !finite(
-                *reinterpret_cast<const uint4 *>(shared + values_at + place(u / (D / 8), u % (D / 8), KEYS)));
+        for (int row = tid / (D / 8); row < KEYS; row += step) {
+            const uint4 x = *reinterpret_cast<const uint4 *>(shared + values_at + place(row, word, KEYS));
+            zeros = __hfma2(halves(x.x), twice(0), zeros);
+            zeros = __hfma2(halves(x.y), twice(0), zeros);
+            zeros = __hfma2(halves(x.z), twice(0), zeros);
+            zeros = __hfma2(halves(x.w), twice(0), zeros);
         }
+        const bool bad = (bits_of(zeros) & 0x7fff7fff) != 0;
         if (tid < KEYS) {
             marks[tid] = 0;
         }
         if (!barrier_or(threads, group, bad)) {
             return false;
         }
+#pragma unroll 1
         for (int u = tid; u < KEYS * D / 8; u += threads) {
             uint4 &x = *reinterpret_cast<uint4 *>(shared + values_at + place(u / (D / 8), u % (D / 8), KEYS));
             if (!finite(x)) {
@@ -91,6 +105,7 @@ template <int D, int TYPE, bool WGMMA, bool AHEAD_> struct Layout {
     __device__ static bool sees_bad(const uint8_t *shared, int32_t first, int32_t from, int32_t to,
                                     int group = 0) {
         bool sees = false;
+#pragma unroll 1
         for (int i = max(from - first, 0); i <= min(to - first, KEYS - 1); i++) {
             sees = sees || shared[BAD + group * KEYS + i] != 0;
         }
@@ -254,6 +269,8 @@ template <typename L, bool UNPACKED> struct Taker {
         warp_arrive(shared_address(shared) + EMPTY + ring.i * 8, threadIdx.x % WARP);
         ring.next(UNPACKED ? L::TILES : L::SLOTS);
     }
+    // Goes past so many, which are another warpgroup's.
+    __device__ void pass(int n) { ring.go(n, UNPACKED ? L::TILES : L::SLOTS); }
 };
 
 // Unpacks all tiles of a block's units with the warps that do nothing else.

@@ -15,7 +15,6 @@ namespace luce {
 namespace {
 
 constexpr int WARPS = 8, MATH_THREADS = WARPS * WARP; // so many compute, as Layout has it too
-constexpr uint32_t ONES = 0x3c003c00; // it holds two F16
 
 // This is what the computing warps keep in all their units.
 template <int D, int TYPE> struct MmaBlock : Taker<Layout<D, TYPE, false, false>, false> {
@@ -331,7 +330,7 @@ template <int D, int TYPE, int MT> struct MmaUnit {
                     store_means<TILES>(a, at, D, part * C + c, &o[i][c], h, scale, lane % 4);
                 }
                 if (part == 0 && lane % 4 == 0) {
-                    a.sums[at] = {most[i][h], sum[i][2 * h]};
+                    store_kept(a.sums + at, float2{most[i][h], sum[i][2 * h]});
                 }
             }
         }

@@ -95,6 +95,8 @@ __device__ uint32_t finite_or_zero(uint32_t halves) {
 
 // ---- the tensor cores ----
 
+constexpr uint32_t ONES = 0x3c003c00; // it holds two F16
+
 __device__ void load_matrices(uint32_t (&m)[4], uint32_t at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])

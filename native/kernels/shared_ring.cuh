@@ -20,6 +20,11 @@ struct Place {
             parity ^= 1;
         }
     }
+    __device__ void go(int places, int n) {
+        i += places;
+        parity ^= i / n % 2;
+        i %= n;
+    }
 };
 
 #ifdef LUCE_EVERY_LANE_ARRIVES
