@@ -20,9 +20,9 @@ from serving import settings as serve_settings
 from luce._native import Checkpoint, Engine, File
 from luce.command import BOX
 from luce.costs import Costs
-from luce.errors import OutOfMemory
+from luce.errors import FileError, OutOfMemory
 from luce.server.cache import PrefixCache
-from luce.server.disk import DiskCache
+from luce.server.disk import _HEAD, DiskCache
 from luce.structs import Cost
 from luce.tokenizer import Tokenizer
 
@@ -169,6 +169,38 @@ def test_files_outlive_the_cache_and_damaged_ones_are_dropped(opened, tokenizer,
     (path.parent / "half.part").write_bytes(b"x")
     assert after_a_start() == (0, True)
     assert not list(tmp_path.glob("*/*.part"))
+
+
+def test_a_file_is_told_by_its_tokens_and_not_by_its_name(tmp_path, monkeypatch):
+    """Two beginnings of prompts have one name, so the second is written over the first."""
+    monkeypatch.setattr("luce.server.disk._name", lambda tokens: "same.prefix")
+    disk = DiskCache(tmp_path, "key", 1 << 20)
+    first, second = np.arange(512, dtype=np.int32).reshape(2, 256)
+    paths = [disk.write(tokens, lambda: bytes(100)) for tokens in (first, second)]
+    until(lambda: disk.done == 2, "both are written")
+    assert paths[0] == paths[1] and disk.read(paths[0], second) == bytes(100)
+    with pytest.raises(FileError, match="other tokens"):
+        disk.read(paths[0], first)
+    disk.close()
+
+
+def test_a_file_with_anothers_bytes_behind_its_tokens_is_dropped(opened, tokenizer, tmp_path):
+    prompts = words(9, 1000), words(10, 1000)
+    for prompt in (*prompts, *prompts):
+        engine = opened()
+        cache = PrefixCache(engine, tokenizer, 0, DiskCache(tmp_path, "key", 1 << 30))
+        with engine.sequence() as sequence:
+            assert read(cache, sequence, prompt) == 0
+            assert sequence.dump() == cold(engine, prompt)
+            while cache.pending:
+                cache.work()
+            cache.close()
+        files = list(tmp_path.glob("*/*.prefix"))
+        if len(files) == 2:
+            heads = [path.read_bytes()[: _HEAD.size + 4 * 768] for path in files]
+            bodies = [path.read_bytes()[len(heads[0]) :] for path in files]
+            for path, head, body in zip(files, heads, reversed(bodies), strict=True):
+                path.write_bytes(head + body)
 
 
 @pytest.mark.parametrize("lacks", [MemoryError, OutOfMemory])
