@@ -292,6 +292,23 @@ void check_elsewhere(int T) {
     expect(same_bits(out.get(), whole.out), "moe adds sums that were made elsewhere");
 }
 
+// A layer of no rows launches nothing, and writes nothing.
+void check_no_rows() {
+    const MoeDims dims = {2, 8, 3, 256, 256, 64};
+    Mixture l(dims, {12, 12, 14, 8}, 79);
+    Buffers b(dims, random_rows(2, dims.E));
+    for (Device<float> *each : {&b.h, &b.y, &b.out, &b.values}) {
+        each->poison();
+    }
+    const Floats h = b.h.get(), y = b.y.get(), out = b.out.get(), values = b.values.get();
+    b.dims.T = 0;
+    b.enqueue(l, false);
+    must(cudaStreamSynchronize(stream));
+    expect(same_bits(b.h.get(), h) && same_bits(b.y.get(), y) && same_bits(b.out.get(), out) &&
+               same_bits(b.values.get(), values),
+           "moe of no rows writes nothing");
+}
+
 } // namespace
 
 // With `all` false shapes are small and widths few, for compute-sanitizer and the emulation.
@@ -303,6 +320,7 @@ void check_moe(bool all) {
     }
     check_elsewhere(all ? 40 : 3);
     check_elsewhere(1);
+    check_no_rows();
     check_mixture(small, {12, 12, 14, 8}, all ? 64 : 10, all ? Ints{1, 2, 3, 7, 8, 9, 16, 17, 33, 64} : Ints{1, 2, 3, 4, 7, 9}, all);
     check_mixture({0, 5, 2, 1060, 40, 24}, {1, 0, 30, 1}, 9, {1, 4, 12}, all); // this has 5 chunks in 4 parts
     check_mixture({0, 300, 10, 256, 32, 32}, {8, 8, 8, 8}, 9, {1, 2, 3, 6, 7}, all); // 6 rows have 60 pairs, 7 have too many
