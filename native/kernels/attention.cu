@@ -39,6 +39,7 @@ __device__ void tensor_attention(const AttentionParams &a, uint8_t *shared) {
         barrier_init(shared_address(shared) + L::FULL + threadIdx.x * 8, LOAD_THREADS);
         barrier_init_warps(shared_address(shared) + L::EMPTY + threadIdx.x * 8, leaving);
     }
+    Told::init(L::told(shared));
     if (AHEAD && threadIdx.x < L::TILES) {
         barrier_init_warps(shared_address(shared) + L::READY + threadIdx.x * 8, L::UNPACK_THREADS / WARP);
         barrier_init_warps(shared_address(shared) + L::LEFT + threadIdx.x * 8, L::WARPS);
@@ -61,7 +62,7 @@ __device__ void tensor_attention(const AttentionParams &a, uint8_t *shared) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(L::UNPACK_REGISTERS));
 #endif
-        unpack_units<TYPE, L>(a, plan, shared);
+        unpack_units<TYPE, L>(shared);
     }
 }
 
@@ -145,6 +146,10 @@ __global__ void __launch_bounds__(MAX_WORKERS)
                                : KIND == AHEAD_PLAN ? AHEAD_PAIRS
                                                     : Layout<256, KV_F16, WGMMA, false>::MAX_M;
     made.plan.make(a, MOST_PAIRS, &made.ends_of_workers[0][0]);
+    if (threadIdx.x < PLAN_LAYERS) {
+        made.taken[threadIdx.x] = 0;
+    }
+    __syncthreads();
     wait_for_previous();
     for (int i = int(threadIdx.x); i < int(sizeof(MadePlan) / 16); i += MAX_WORKERS) {
         reinterpret_cast<uint4 *>(to)[i] = reinterpret_cast<const uint4 *>(&made)[i];
@@ -208,6 +213,7 @@ int cuda::attention_plan(const AttentionArgs &args, void *plan, void *stream) {
     if (const cudaError_t error = set_params(args, a); error != cudaSuccess) {
         return int(error);
     }
+    a.taken = a.pool.type == KV_F32 ? nullptr : static_cast<MadePlan *>(plan)->taken;
     const auto kernel = a.pool.type == KV_F32 ? plan_kernel<F32_PLAN>
                         : unpacks_ahead(a)    ? plan_kernel<AHEAD_PLAN>
                                               : plan_kernel<TENSOR_PLAN>;
@@ -223,12 +229,16 @@ int cuda::attention(const AttentionArgs &args, void *stream) {
     if (args.T < 0 || args.T > MAX_ROWS || args.max_pages <= 0 || pool.Hkv <= 0 || args.H % pool.Hkv != 0 ||
         !aligned(args.q, 16) || !aligned(args.out, 16) || !aligned(args.packed, 16) ||
         (args.out == nullptr) == (args.packed == nullptr) || !aligned(args.scratch, 16) ||
-        !aligned(args.plan, 16) || !aligned(pool.k, 16) || !aligned(pool.v, 16)) {
+        !aligned(args.plan, 16) || args.layer < 0 || args.layer >= PLAN_LAYERS || !aligned(pool.k, 16) ||
+        !aligned(pool.v, 16)) {
         return int(cudaErrorInvalidValue);
     }
     AttentionParams a{};
     if (const cudaError_t error = set_params(args, a); error != cudaSuccess) {
         return int(error);
+    }
+    if (args.plan != nullptr) {
+        a.taken = static_cast<MadePlan *>(args.plan)->taken + args.layer;
     }
     a.chunks = most_chunks(args);
     a.means = args.scratch; // it comes first, since it is read and written in words of 16 bytes

@@ -2,7 +2,7 @@
 // pairs. In a score a lane has a key, and in a sum it has columns. A key that a row does not see is skipped.
 #pragma once
 
-#include "attention_plan.cuh"
+#include "attention_units.cuh"
 #include "overlap.cuh"
 
 namespace luce {
@@ -150,7 +150,7 @@ template <int D> __device__ void f32_attention(const AttentionParams &a, uint8_t
         return;
     }
     wait_for_previous();
-    for (Cursor unit(a, sh.plan); unit.valid(); unit.next()) {
+    for (Cursor unit(a, sh.plan); unit.next();) {
         F32Unit<D>(a, sh, unit).run();
     }
 }

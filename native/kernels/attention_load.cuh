@@ -1,13 +1,13 @@
 // Brings cells into shared memory for the tensor cores. Here are the layout of a block's shared memory, the
 // ring of slots that K and V of tiles pass through, and the four warps that fill it. They walk over all of
 // the block's units ahead of the warps that compute (attention_wgmma.cuh on Hopper, else attention_mma.cuh),
-// so that memory never waits for the arithmetic. Packed cells of steps with few rows are unpacked by another four
+// whom they tell of each, so that memory never waits for the arithmetic. Packed cells of steps with few rows are unpacked by another four
 // warps, between these.
 #pragma once
 
 #include "attention_means.cuh"
-#include "attention_plan.cuh"
 #include "attention_tile.cuh"
+#include "attention_units.cuh"
 #include "attention_unpack.cuh"
 #include "kv_types.cuh"
 
@@ -55,14 +55,19 @@ template <int D, int TYPE, bool WGMMA, bool AHEAD_> struct Layout {
     static constexpr int CELLS = MAXIMA + 4 * P_ROWS * 4; // [KEYS] of a tile that is not whole
     static constexpr int BAD =
         CELLS + KEYS * 4; // [2][KEYS] bytes by warpgroup, which say that the key's V is not finite
-    static constexpr int UNIT = BAD + 2 * KEYS, FULL = UNIT + int(sizeof(UnitInfo) + 15) / 16 * 16;
+    static constexpr int TOLD = BAD + 2 * KEYS, FULL = TOLD + int(sizeof(Told::Ring));
     static constexpr int EMPTY = FULL + SLOTS * 8; // the barriers of emptied slots begin here
     static constexpr int READY = EMPTY + SLOTS * 8, LEFT = READY + TILES * 8; // those of unpacked tiles
     static constexpr int TURN = LEFT + TILES * 8; // [2] of units that warpgroups compute by turns
-    static constexpr int PLAN = (TURN + 2 * 8 + 15) / 16 * 16;
+    static constexpr int NUMBERS =
+        TURN + (WGMMA ? 2 * 8 : 0); // [2] numbers of units that the block has taken
+    static constexpr int PLAN = (NUMBERS + 2 * 4 + 15) / 16 * 16;
     static constexpr int BYTES = PLAN + int(sizeof(Plan));
     static_assert(BYTES <= (WGMMA ? 232448 : 101376), "a block's shared memory");
 
+    __device__ static Told::Ring *told(uint8_t *shared) {
+        return reinterpret_cast<Told::Ring *>(shared + TOLD);
+    }
     // Returns the byte offset of a word of a row in a tile of `rows` rows.
     __device__ static int place(int row, int word, int rows) {
         return WGMMA ? word / 8 * rows * 128 + row * 128 + ((word ^ row) & 7) * 16 : swizzle<ROW>(row, word);
@@ -122,6 +127,8 @@ template <typename L> struct Loader {
     const int tid = threadIdx.x - (MMA_THREADS - LOAD_THREADS);
     Place ring;
     int32_t next_at = -1, next_page; // next_page is entry next_at of the page table
+    int32_t held = 0; // the first thread has this number for the unit after the next
+    int turn = 0;
 
     // Calls copy(row, word, place in the slot) for this thread's share of a tile's first n rows.
     template <typename Copy> __device__ void each(int n, Copy copy) const {
@@ -214,41 +221,76 @@ template <typename L> struct Loader {
         }
         return int64_t(page) * PAGE;
     }
+    // Goes to the next unit: the block's own, or where blocks take units one by one, the one whose number the first thread has
+    // taken. It asks for the next one a unit ahead, since an answer takes long. Both numbers have a place by turns, so that
+    // one barrier a unit is enough.
+    __device__ bool next(Cursor &unit) {
+        if (!plan.ticketed) {
+            return unit.next();
+        }
+        do {
+            int32_t *number = reinterpret_cast<int32_t *>(shared + L::NUMBERS) + turn;
+            turn ^= 1;
+            if (tid == 0) {
+                *number = held;
+                held = atomicAdd(a.taken, 1);
+            }
+            load_barrier();
+            if (!unit.go_to(*number)) {
+                return false;
+            }
+        } while (unit.begin == unit.end);
+        return true;
+    }
     // Runs the ring. It begins beside the kernels ahead, and waits for them at tiles whose cells the step may
     // write. (Where a slot has to become free first, the warps that compute have waited.)
     __device__ void run() {
         find_offsets();
         Cursor unit(a, plan);
-        if (unit.valid()) {
-            next_at = plan.pages[unit.seq()] + unit.begin / PAGE;
-            next_page = a.pages[next_at];
+        Told told{L::told(shared)};
+        if (plan.ticketed && tid == 0) {
+            held = atomicAdd(a.taken, 1);
         }
-        for (; unit.valid(); unit.next()) {
+        while (next(unit)) {
+            if (tid == 0) {
+                told.tell(unit.info());
+            }
             const int seq = unit.seq();
-            const int32_t past = plan.n_past[seq];
-            const int64_t head = a.kv_head(unit.head) * int64_t(L::CELL);
-            int64_t page = -1; // it is the page's first cell
-            for (int32_t key = unit.begin; key < unit.end; key += KEYS) {
-                const bool whole = key >= unit.low && key + KEYS <= min(unit.end, past);
-                if (!whole) {
-                    find_cells(unit, key);
-                } else if (page < 0 || key % PAGE == 0) {
-                    page = first_cell(seq, key / PAGE);
+            if (next_at < 0) {
+                next_at = plan.pages[seq] + unit.begin / PAGE;
+                next_page = a.pages[next_at];
+            }
+            load(unit, seq);
+        }
+        if (tid == 0) {
+            told.tell(UnitInfo{});
+        }
+    }
+    // Loads a unit's tiles.
+    __device__ __forceinline__ void load(const Cursor &unit, int seq) {
+        const int32_t past = plan.n_past[seq];
+        const int64_t head = a.kv_head(unit.head) * int64_t(L::CELL);
+        int64_t page = -1; // it is the page's first cell
+        for (int32_t key = unit.begin; key < unit.end; key += KEYS) {
+            const bool whole = key >= unit.low && key + KEYS <= min(unit.end, past);
+            if (!whole) {
+                find_cells(unit, key);
+            } else if (page < 0 || key % PAGE == 0) {
+                page = first_cell(seq, key / PAGE);
+            }
+            if (!whole || key + KEYS > past - plan.written[seq]) {
+                wait_for_previous(); // from the second time on it is there
+            }
+            for (int which = 0; which < 2; which++) {
+                const uint8_t *cells = (which == 0 ? a.pool.k : a.pool.v) + head;
+                wait_patiently(base + L::EMPTY + ring.i * 8, ring.parity ^ 1);
+                if (whole) {
+                    copy_whole(cells + (page + key % PAGE) * a.pool.cell_bytes);
+                } else {
+                    copy_part(cells);
                 }
-                if (!whole || key + KEYS > past - plan.written[seq]) {
-                    wait_for_previous(); // from the second time on it is there
-                }
-                for (int which = 0; which < 2; which++) {
-                    const uint8_t *cells = (which == 0 ? a.pool.k : a.pool.v) + head;
-                    wait_patiently(base + L::EMPTY + ring.i * 8, ring.parity ^ 1);
-                    if (whole) {
-                        copy_whole(cells + (page + key % PAGE) * a.pool.cell_bytes);
-                    } else {
-                        copy_part(cells);
-                    }
-                    arrive_after_copies(base + L::FULL + ring.i * 8);
-                    ring.next(L::SLOTS);
-                }
+                arrive_after_copies(base + L::FULL + ring.i * 8);
+                ring.next(L::SLOTS);
             }
         }
     }
@@ -274,13 +316,13 @@ template <typename L, bool UNPACKED> struct Taker {
 };
 
 // Unpacks all tiles of a block's units with the warps that do nothing else.
-template <int TYPE, typename L>
-__device__ void unpack_units(const AttentionParams &a, const Plan &plan, uint8_t *shared) {
+template <int TYPE, typename L> __device__ void unpack_units(uint8_t *shared) {
     const int tid = threadIdx.x - L::MATH_THREADS;
     const uint32_t base = shared_address(shared);
     Taker<L, false> from{shared};
     Place to;
-    for (Cursor unit(a, plan); unit.valid(); unit.next()) {
+    Told told{L::told(shared)};
+    for (UnitInfo unit = told.next(); unit.n_rows > 0; unit = told.next()) {
         for (int32_t key = unit.begin; key < unit.end; key += L::KEYS) {
             for (int which = 0; which < 2; which++) {
                 from.wait();

@@ -23,6 +23,7 @@ template <int D, int TYPE> struct MmaBlock : Taker<Layout<D, TYPE, false, false>
     const Plan &plan;
     const uint32_t base = shared_address(this->shared);
     const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP;
+    const UnitInfo *unit = nullptr;
 
     __device__ MmaBlock(const AttentionParams &args, const Plan &p, uint8_t *block)
         : Taker<L, false>{block, {}}, a(args), plan(p) {}
@@ -76,9 +77,7 @@ template <int D, int TYPE, int MT> struct MmaUnit {
         }
     }
     // Reads it from shared memory where it is needed, for want of registers.
-    __device__ const UnitInfo &unit() const {
-        return *reinterpret_cast<const UnitInfo *>(b.shared + L::UNIT);
-    }
+    __device__ const UnitInfo &unit() const { return *b.unit; }
     __device__ int row_in(int first, int i, int half) const { return first + i * 16 + half * 8 + lane / 4; }
     __device__ int row_here(int first, int i, int half) const {
         return i * 16 + half * 8 + here(first + lane / 4);
@@ -391,14 +390,15 @@ template <int D, int TYPE>
 __device__ void mma_units(const AttentionParams &a, const Plan &plan, uint8_t *shared) {
     using L = Layout<D, TYPE, false, false>;
     MmaBlock<D, TYPE> block{a, plan, shared};
-    Cursor unit(a, plan);
+    Told told{L::told(shared)};
     wait_for_previous();
-    for (; unit.valid(); unit.next()) {
-        barrier(MATH_THREADS); // all have left the unit before
-        if (block.tid == 0) {
-            *reinterpret_cast<UnitInfo *>(shared + L::UNIT) = unit.info();
+    for (;;) {
+        const UnitInfo &unit = told.next();
+        if (unit.n_rows == 0) {
+            return;
         }
-        barrier(MATH_THREADS);
+        barrier(MATH_THREADS); // all have left the queries before
+        block.unit = &unit;
         const int tiles = (unit.n_rows * a.G + 15) / 16;
         if (tiles == 1) {
             MmaUnit<D, TYPE, 1>(block).run();

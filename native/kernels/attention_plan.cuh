@@ -1,8 +1,8 @@
 // Plans what a step's attention has to do, and which block does it. The plan is the same in all layers of a kind, so that a
 // kernel of its own makes it once a step for them (attention_plan.cu); where there is none, each block reads the control
 // block and makes the same plan in shared memory. The plan has units of work by kind. Each kind is
-// shared out among the blocks so that the work of all kinds up to it is even. Who does a unit does not change
-// what it computes.
+// shared out among the blocks so that the work of all kinds up to it is even, or where there is much, blocks take units one by
+// one. Who does a unit does not change what it computes. How a block goes from unit to unit is in attention_units.cuh.
 //
 // A unit is one chunk of keys, a group of query heads that read one KV head, and a tile of M (row, query head) pairs.
 // A segment is many units, and is one of these two:
@@ -29,6 +29,11 @@ constexpr int MAX_WORKERS = 256;
 // order, so that what the step itself writes is read last. Paths are shared out first, since they may be as long as the
 // longest chunks: so the small units even out what the large ones leave uneven.
 constexpr int UNIT_KINDS = CHUNK_REGIONS + 1, PATHS = CHUNK_REGIONS;
+// Where blocks have so many units each, or more, they take them one by one instead, from the largest to the smallest. So all
+// end at about the same time, also where some read slower than others: on an H200 eight sequences of one row take 3 to 5% less,
+// of four rows 4 to 7%, and 64 rows of one sequence 8 to 12%. With 5 units a block, of one sequence at 100k, they take 1% more:
+// who has units in a row loads queries and page tables less often.
+constexpr int TICKET_UNITS = 8;
 // Costs are in quarters of a tile. A unit leaves partial results beside its tiles, whose time shows where there are many
 // rows. The cells of a path are looked up.
 constexpr int TILE_COST = 4, PATH_COST = 2 * TILE_COST;
@@ -47,6 +52,7 @@ struct AttentionParams : AttentionParts {
     // These turn scores into units of log2: score * score_scale, or tanh(score * score_scale) * score_cap.
     float score_scale, score_cap;
     int32_t workers; // so many blocks share the work
+    int32_t *taken; // null, or the number of units that the layer's blocks have taken one by one
 
     // Returns the row and the head of the step that a unit's pair stands for.
     __device__ int row_of(int first_row, int pair) const { return first_row + (pair * per_G >> 16); }
@@ -58,7 +64,7 @@ struct Segment {
     uint8_t seq, row, n_rows; // its rows are counted in the step
     uint8_t n_tiles, tile_rows;
     uint8_t tail; // it is 1 for one path
-    int32_t chunk0, chunk1; // there are no chunks where there are no rows
+    uint16_t chunk0, chunk1; // there are no chunks where there are no rows
 
     // Returns its chunks of a kind, and the first of them in `begin`.
     __device__ int32_t chunks(int kind, int32_t &begin) const {
@@ -93,6 +99,7 @@ struct alignas(16) Plan {
     int32_t n_past[MAX_ROWS], pages[MAX_ROWS]; // these are by sequence
     uint16_t written[MAX_ROWS]; // the step may write so many of the sequence's last cells below n_past
     uint8_t row0[MAX_ROWS], n_rows[MAX_ROWS];
+    int32_t ticketed; // it is 1 where blocks take units one by one
     int32_t first[UNIT_KINDS], last[UNIT_KINDS]; // this block has units first .. last - 1
 
     __device__ int64_t cell(const int32_t *table, int seq_index, int32_t at) const {
@@ -122,7 +129,7 @@ struct alignas(16) Plan {
     // Says whether this block has to stay: it has units, or is the one that waits for the kernels ahead where none has. The
     // others end at once, and leave their multiprocessors to the kernels behind, which bring weights meanwhile.
     __device__ bool stays() const {
-        bool any = blockIdx.x == 0;
+        bool any = blockIdx.x == 0 || ticketed != 0;
 #pragma unroll
         for (int k = 0; k < UNIT_KINDS; k++) {
             any = any || first[k] < last[k];
@@ -169,13 +176,13 @@ __device__ Segment Plan::find(const AttentionParams &a, int i) const {
     s.tail = tail;
     const int32_t low = lowest_visible(n_past[s.seq], a.first, a.window), shared = chunk_at(n_past[s.seq]);
     int n = n_rows[s.seq];
-    s.chunk0 = chunk_at(low);
-    s.chunk1 = shared;
+    s.chunk0 = uint16_t(chunk_at(low));
+    s.chunk1 = uint16_t(shared);
     if (tail) {
         const uint64_t after = first == MAX_ROWS - 1 ? 0 : begin_bits >> (first + 1);
         n = after == 0 ? MAX_ROWS - first : __ffsll(int64_t(after));
-        s.chunk0 = max(shared, s.chunk0);
-        s.chunk1 = chunk_at(position[first + n - 1]) + 1;
+        s.chunk0 = uint16_t(max(shared, int32_t(s.chunk0)));
+        s.chunk1 = uint16_t(chunk_at(position[first + n - 1]) + 1);
     }
     if (s.chunk0 < s.chunk1) {
         s.n_rows = uint8_t(n);
@@ -246,6 +253,9 @@ __device__ void Plan::share_out(const AttentionParams &a, int32_t *ends_of_worke
 #pragma unroll
     for (int k = 0; k < UNIT_KINDS; k++) {
         total += ends[k][MAX_ROWS - 1];
+    }
+    if (j == 0) {
+        ticketed = a.taken != nullptr && total >= TICKET_UNITS * workers;
     }
     if (total <= workers) {
         int32_t before = 0;
@@ -339,6 +349,7 @@ struct alignas(16) MadePlan {
     Plan plan; // its first and last are not used
     // Worker i's units of a kind end at its entry, and those of worker i + 1 begin there.
     int32_t ends_of_workers[UNIT_KINDS][MAX_WORKERS];
+    int32_t taken[PLAN_LAYERS]; // it counts the units that the blocks of a layer have taken one by one
 };
 
 // Copies a plan. It is read past the caches of a multiprocessor, which may have an earlier step's.
@@ -371,91 +382,6 @@ __device__ void Plan::have(const AttentionParams &a, int most_pairs) {
         make(a, most_pairs, nullptr);
     }
 }
-
-// UnitInfo says what there is to do for a unit.
-struct UnitInfo {
-    int32_t row, n_rows, head, chunk;
-    int32_t begin, end; // the unit has keys begin .. end - 1
-    int32_t past; // it is the sequence's n_past
-    int32_t hides; // it is 1 where a row may not see what another does
-
-    // Says whether cells of the tile at `first` may be loaded that some row of the unit does not see.
-    __device__ bool mixed(int32_t first, int keys, int32_t window) const {
-        return hides != 0 && (first + keys > past || (window > 0 && first < past + MAX_ROWS - window));
-    }
-};
-
-// A cursor walks over one worker's units: kind by kind, and in each segment group by group the chunks in order. So a
-// worker's units mostly share their queries and follow each other in memory. Tiles of one chunk are next to each
-// other, so that one reads what the other has brought into L2.
-struct Cursor {
-    const AttentionParams &a;
-    const Plan &plan;
-    int kind = 0, seg = 0; // seg counts among those of the kind
-    int32_t i, stop; // they count units of the kind
-    // These say which unit it is.
-    int row, n_rows, head; // `head` is the group of query heads
-    int32_t chunk, begin, end, low; // the last three are keys; no row sees those below `low`
-
-    __device__ Cursor(const AttentionParams &args, const Plan &p)
-        : a(args), plan(p), i(p.first[0]), stop(p.last[0]) {
-        settle();
-    }
-    __device__ bool valid() const { return kind < UNIT_KINDS; }
-    __device__ void next() {
-        i++;
-        settle();
-    }
-    // Goes to unit i, or to the first one after it that has keys.
-    __device__ void settle() {
-        for (;; i++) {
-            while (i == stop) {
-                seg = 0;
-                if (++kind == UNIT_KINDS) {
-                    return;
-                }
-                i = plan.first[kind];
-                stop = plan.last[kind];
-            }
-            while (plan.ends[kind][seg] <= i) {
-                seg++;
-            }
-            const Segment &s = segment();
-            int32_t first_chunk;
-            const int32_t chunks = s.chunks(kind, first_chunk),
-                          at = i - (seg > 0 ? plan.ends[kind][seg - 1] : 0);
-            const int32_t of_tiles = at / s.n_tiles, tile = at - of_tiles * s.n_tiles;
-            head = of_tiles / chunks;
-            chunk = first_chunk + of_tiles - head * chunks;
-            row = s.row + tile * s.tile_rows;
-            n_rows = min(int(s.tile_rows), s.row + s.n_rows - row);
-            begin = chunk_begin(chunk);
-            end = chunk_begin(chunk + 1);
-            low = lowest_visible(plan.n_past[s.seq], a.first, a.window);
-            if (s.tail) {
-                end = min(end, plan.position[row + n_rows - 1] + 1);
-            }
-            begin += max(low - begin, 0) / TILE_KEYS * TILE_KEYS;
-            if (begin < end) {
-                return;
-            }
-        }
-    }
-    __device__ const Segment &segment() const { return plan.segment[kind == PATHS ? MAX_ROWS + seg : seg]; }
-    __device__ int seq() const { return segment().seq; }
-    __device__ int last_row() const { return row + n_rows - 1; }
-    __device__ UnitInfo info() const {
-        const int hides = (segment().tail != 0 && n_rows > 1) || a.window > 0;
-        return {row, n_rows, head, chunk, begin, end, plan.n_past[seq()], hides};
-    }
-    // Returns the cell of a key of the unit. Below n_past it is where it was committed, and from there on it
-    // is found by the ancestors of the last row.
-    __device__ int64_t cell(int32_t key) const {
-        const int s = seq();
-        const int32_t past = plan.n_past[s];
-        return plan.cell(a.pages, s, key < past ? key : past + plan.ancestor(last_row(), key) - plan.row0[s]);
-    }
-};
 
 } // namespace
 } // namespace luce

@@ -236,10 +236,9 @@ __device__ void wgmma_units(const AttentionParams &a, const Plan &plan, uint8_t 
     const uint32_t turn = shared_address(shared) + L::TURN;
     int units = 0, parity = 0; // `units` are those before this one
     int rows = -1, head = -1; // they say whose queries are in shared memory
-    Cursor cursor(a, plan);
+    Told told{L::told(shared)};
     wait_for_previous();
-    for (; cursor.valid(); cursor.next(), units++) {
-        const UnitInfo unit = cursor.info();
+    for (UnitInfo unit = told.next(); unit.n_rows > 0; unit = told.next(), units++) {
         const int slots = 2 * ((unit.end - unit.begin + L::KEYS - 1) / L::KEYS);
         if (turns && units % 2 != group) {
             ring.pass(slots);

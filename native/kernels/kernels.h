@@ -226,6 +226,8 @@ struct AttentionHeadsArgs {
     float *q, *gate; // [T][H][D]
 };
 
+constexpr int PLAN_LAYERS = 128; // as many layers of a step may take a plan
+
 // attention is softmax attention of a step's rows over what they see: committed positions first .. n_past -
 // 1, then the row's ancestors by depth and itself, in the cells that KvStore has written. Keys are summed in
 // logical order, position by position, in fixed chunks that depend on the absolute position alone. Partial
@@ -252,7 +254,8 @@ struct AttentionArgs {
     float *scratch; // [attention_scratch(args)] partial results
     // Null, or what attention_plan has left for these T, H, first, window and pool. On CUDA it spares each block the plan of
     // its own, which takes longer than to read one.
-    const void *plan;
+    void *plan;
+    int32_t layer; // so many layers of the step have taken the plan before this one, fewer than PLAN_LAYERS
 };
 // Returns the values of AttentionArgs.scratch for the largest context. It needs T, H, max_pages and pool.D
 // and .Hkv alone.

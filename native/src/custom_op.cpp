@@ -173,6 +173,8 @@ int attention_plan_op(const ggml_tensor *dst, void *stream) {
 int attention_packed_op(const ggml_tensor *dst, void *stream) {
     AttentionArgs a = attention_args(dst);
     a.plan = dst->src[6] == nullptr ? nullptr : dst->src[6]->data;
+    a.layer = a.plan == nullptr ? 0 : param(dst, 7);
+    a.block = 0;
     a.packed = a.out;
     a.scratch = a.out + rowmm_op_bytes(a.T, int64_t(a.pool.D) * a.H) / int64_t(sizeof(float));
     a.out = nullptr;

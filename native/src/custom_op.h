@@ -44,7 +44,7 @@
 //                     rope_dim base eps owner -> {D*H*T of q, then of gate}: norm_rope and kv_store
 // attention_plan  ctl                                                                      T H first window type Hkv D
 //                     -> i32{plan}, which the blocks of all layers' attention_packed read
-// attention_packed  as attention, plan{n}?; its values packed as rowmm takes them                     its params -> {bytes, then scratch}
+// attention_packed  as attention, plan{n}?; its values packed as rowmm takes them        its params, layer for block -> {bytes, then scratch}
 // rowmm_parts_rms x{K,T} w{K} parts                                                        - -> {K*T: x + sum; packed}
 // rowmm_parts_swiglu  parts                                                                - -> i8{bytes}
 // gemm_pack       x{K,T}                                                                   - -> i8{bytes}, of a GPU

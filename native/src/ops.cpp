@@ -124,10 +124,16 @@ static int32_t first_position(const KvLayer &kv) {
 // Adds an op of attention, whose node has `values` of the result, then room for partial ones. `plan` may be null.
 static ggml_tensor *attention_op(const StepBuild &b, const char *name, int64_t values, ggml_tensor *q,
                                  ggml_tensor *gate, const AttentionShape &s, const KvLayer &kv, bool block,
-                                 ggml_tensor *plan) {
+                                 const AttentionPlan *plan) {
     const int64_t D = s.head_dim, T = q->ne[2];
     q = ggml_reshape_2d(b.ctx, q, D * s.n_head, T);
-    ggml_tensor *args[] = {q, gate == nullptr ? q : gate, kv.cells.k, kv.cells.v, b.in.ctl, b.in.pages, plan};
+    ggml_tensor *args[] = {q,
+                           gate == nullptr ? q : gate,
+                           kv.cells.k,
+                           kv.cells.v,
+                           b.in.ctl,
+                           b.in.pages,
+                           plan == nullptr ? nullptr : plan->node};
     const int32_t params[] = {int32_t(D),
                               first_position(kv),
                               int32_t(s.window),
@@ -135,7 +141,7 @@ static ggml_tensor *attention_op(const StepBuild &b, const char *name, int64_t v
                               bits_of_real(1.0f / std::sqrt(float(D))),
                               bits_of_real(s.softcap),
                               gate != nullptr,
-                              block};
+                              plan == nullptr ? int32_t(block) : plan->layers - 1}; // a block has no plan
     return add_op(b.ctx, *find_op(name), GGML_TYPE_F32, values + attention_room(b, s, T, block), 1, args,
                   plan == nullptr ? 6 : 7, params, 8);
 }
@@ -151,17 +157,18 @@ ggml_tensor *attend_pages(const StepBuild &b, ggml_tensor *q, ggml_tensor *gate,
 #ifdef LUCE_USE_CUDA
 // Returns the plan of a trunk layer's attention, which is made once for all layers like it, ahead of them. A head's one layer
 // has none: its blocks make it in less time than another kernel takes.
-static ggml_tensor *attention_plan(const StepBuild &b, int64_t T, const AttentionShape &s,
-                                   const KvLayer &kv) {
+static const AttentionPlan *attention_plan(const StepBuild &b, int64_t T, const AttentionShape &s,
+                                           const KvLayer &kv) {
     if (kv.owner != KV_TRUNK) {
         return nullptr;
     }
     const std::vector<int32_t> params = {int32_t(T),         int32_t(s.n_head),         first_position(kv),
                                          int32_t(s.window),  int32_t(kv.cells.k->type), int32_t(s.n_head_kv),
                                          int32_t(s.head_dim)};
-    for (const auto &[known, node] : b.plans) {
-        if (known == params) {
-            return node;
+    for (AttentionPlan &known : b.plans) {
+        if (known.params == params && known.layers < PLAN_LAYERS) {
+            known.layers++;
+            return &known;
         }
     }
     ggml_tensor *args[] = {b.in.ctl};
@@ -169,8 +176,8 @@ static ggml_tensor *attention_plan(const StepBuild &b, int64_t T, const Attentio
                                attention_plan_bytes() / int64_t(sizeof(int32_t)), 1, args, 1, params.data(),
                                int(params.size()));
     ggml_build_forward_expand(b.graph, plan); // it does not stand between a layer's kernels
-    b.plans.emplace_back(params, plan);
-    return plan;
+    b.plans.push_back({params, plan, 1});
+    return &b.plans.back();
 }
 #endif
 

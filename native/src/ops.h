@@ -108,6 +108,14 @@ struct MadeInput {
     ggml_tensor *node;
 };
 
+// An AttentionPlan says which block of attention does what, for layers whose ops of a plan have these params. So many layers
+// have taken it.
+struct AttentionPlan {
+    std::vector<int32_t> params;
+    ggml_tensor *node;
+    int32_t layers;
+};
+
 // A graph is built from this.
 struct StepBuild {
     ggml_context *ctx;
@@ -120,8 +128,8 @@ struct StepBuild {
     bool brief = false; // of the layers of one kind it has the first alone
     // It remembers the inputs of matmuls, so that none is made twice.
     mutable std::vector<MadeInput> inputs = {};
-    // It remembers the plans of attention, by the params of their ops.
-    mutable std::vector<std::pair<std::vector<int32_t>, ggml_tensor *>> plans = {};
+    // It remembers the plans of attention.
+    mutable std::vector<AttentionPlan> plans = {};
 
     bool prefill() const { return kind == StepKind::prefill || kind == StepKind::prefill_last; }
     bool has_layer(uint32_t layer) const { return !brief || model.first_of_kind(layer); }

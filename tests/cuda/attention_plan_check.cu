@@ -1,6 +1,6 @@
 // Checks how attention's work is shared out (native/kernels/attention_plan.cuh): every tile of every group is some
 // block's once, and no block has much more than its share.
-#include "attention_plan.cuh"
+#include "attention_units.cuh"
 #include "harness.h"
 
 namespace luce {
@@ -19,7 +19,7 @@ __global__ void plan_kernel(AttentionParams a, Found found) {
     plan.make(a, PAIRS, nullptr);
     if (threadIdx.x == 0) {
         int32_t tiles = 0;
-        for (Cursor unit(a, plan); unit.valid(); unit.next()) {
+        for (Cursor unit(a, plan); unit.next();) {
             tiles += (unit.end - unit.begin + TILE_KEYS - 1) / TILE_KEYS;
             atomicAdd(&found.units[(unit.row * a.groups + unit.head) * a.chunks + unit.chunk],
                       int32_t(unit.n_rows));
@@ -28,10 +28,14 @@ __global__ void plan_kernel(AttentionParams a, Found found) {
     }
 }
 
-// Makes the plan for all blocks, as attention's own kernel does.
+// Makes the plan for all blocks, as attention's own kernel does. Blocks may take units one by one.
 __global__ void make_kernel(AttentionParams a, MadePlan *to) {
     __shared__ MadePlan made;
     made.plan.make(a, PAIRS, &made.ends_of_workers[0][0]);
+    if (threadIdx.x < PLAN_LAYERS) {
+        made.taken[threadIdx.x] = 0;
+    }
+    __syncthreads();
     for (int i = int(threadIdx.x); i < int(sizeof(MadePlan) / 4); i += THREADS) {
         reinterpret_cast<uint32_t *>(to)[i] = reinterpret_cast<const uint32_t *>(&made)[i];
     }
@@ -47,12 +51,32 @@ __global__ void take_kernel(AttentionParams a, const MadePlan *made, int32_t *di
             same = same && own.first[k] == taken.first[k] && own.last[k] == taken.last[k];
         }
         Cursor x(a, own), y(a, taken);
-        for (; same && x.valid() && y.valid(); x.next(), y.next()) {
-            same = x.row == y.row && x.n_rows == y.n_rows && x.head == y.head && x.chunk == y.chunk &&
-                   x.begin == y.begin && x.end == y.end && x.low == y.low && x.seq() == y.seq();
+        bool more = true;
+        while (same && more) {
+            more = x.next();
+            same = more == y.next() &&
+                   (!more || (x.row == y.row && x.n_rows == y.n_rows && x.head == y.head && x.chunk == y.chunk &&
+                              x.begin == y.begin && x.end == y.end && x.low == y.low && x.seq() == y.seq()));
         }
-        if (!same || x.valid() != y.valid()) {
+        if (!same) {
             atomicAdd(differ, 1);
+        }
+    }
+}
+
+// Counts units that blocks take one by one, and sets `ticketed` where they do.
+__global__ void ticket_kernel(AttentionParams a, MadePlan *made, Found found, int32_t *ticketed) {
+    __shared__ Plan plan;
+    plan.take(*made);
+    if (threadIdx.x > 0 || !plan.ticketed) {
+        return;
+    }
+    *ticketed = 1;
+    int32_t *taken = &made->taken[PLAN_LAYERS - 1];
+    for (Cursor unit(a, plan); unit.go_to(atomicAdd(taken, 1));) {
+        if (unit.begin < unit.end) {
+            atomicAdd(&found.units[(unit.row * a.groups + unit.head) * a.chunks + unit.chunk],
+                      int32_t(unit.n_rows));
         }
     }
 }
@@ -60,6 +84,7 @@ __global__ void take_kernel(AttentionParams a, const MadePlan *made, int32_t *di
 struct Load {
     double mean;
     int32_t most;
+    bool one_by_one;
 };
 
 // Plans sequences of `past` committed positions each, with a chain of `rows` rows behind them.
@@ -100,11 +125,20 @@ Load load_of(const Ints &past, int rows) {
     Device<MadePlan> made(1);
     Device<int32_t> differ(1);
     differ.set({0});
+    a.taken = made.p->taken; // it is not read
     make_kernel<<<1, THREADS, 0, stream>>>(a, made.p);
     take_kernel<<<BLOCKS, THREADS, 0, stream>>>(a, made.p, differ.p);
     must(cudaStreamSynchronize(stream));
     expect(differ.get()[0] == 0, "attention's plan: blocks take other units of one made for all than of their own");
     const Ints found = tiles.get(), rows_of_units = units.get();
+    Device<int32_t> ticketed(1);
+    ticketed.set({0});
+    units.set(Ints(units.n, 0));
+    ticket_kernel<<<BLOCKS, THREADS, 0, stream>>>(a, made.p, Found{tiles.p, units.p}, ticketed.p);
+    must(cudaStreamSynchronize(stream));
+    const bool one_by_one = ticketed.get()[0] != 0;
+    expect(!one_by_one || units.get() == rows_of_units,
+           "attention's plan: what blocks take one by one are the units that they share");
     const std::string what = std::to_string(past.size()) + " sequences of " + std::to_string(past[0]) +
                              " .., " + std::to_string(rows) + " rows";
     Ints of_chunk(size_t(a.groups) * a.chunks); // it counts the rows of all units of a chunk
@@ -126,7 +160,7 @@ Load load_of(const Ints &past, int rows) {
         }
     }
     expect(once, "attention's plan: each chunk of each group is done once for " + what);
-    Load load{0, 0};
+    Load load{0, 0, one_by_one};
     for (const int32_t n : found) {
         load.mean += double(n) / BLOCKS;
         load.most = std::max(load.most, n);
@@ -155,6 +189,9 @@ void check_attention_plan(bool all) {
                                                  " tiles of a block, " + std::to_string(load.mean) +
                                                  " on average, at " + std::to_string(n));
     }
+    expect(luce::load_of(Ints(8, 4096), 1).one_by_one && luce::load_of({300000}, 64).one_by_one &&
+               !luce::load_of({102400}, 1).one_by_one,
+           "attention's plan: blocks take units one by one where they have many");
     expect(worst <= 2.5, "attention's plan: a block has " + std::to_string(worst) + " tiles too many at " +
                              std::to_string(at));
     for (const int rows : {2, 8, 16}) {

@@ -146,6 +146,7 @@ struct Kv {
         Device<uint8_t> packed(size_t(rowmm_x_bytes(a.T, K))), expected(packed.n);
         a.out = nullptr;
         a.packed = packed.p;
+        a.layer = 1;
         must(cuda::attention(a, stream));
         RowmmPackArgs pack{};
         pack.x = values.p;

@@ -129,6 +129,7 @@ void time_case(const Cells &cells, int context, const Ints &parents, int max_pag
     }
     const double store_us = median_us(store, REPLAYS, cells.layers), heads_us = time_heads(cells, ctl, T), us = median_us([&](int i) {
         a.pool = cells.layer(i);
+        a.layer = i;
         if (i == 0) {
             a.plan = plan.p;
             must(cuda::attention_plan(a, plan.p, stream));
