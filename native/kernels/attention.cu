@@ -25,6 +25,9 @@ template <int D, int TYPE, bool AHEAD>
 __device__ void tensor_attention(const AttentionParams &a, uint8_t *shared) {
     using L = Layout<D, TYPE, WGMMA, AHEAD>;
     Plan &plan = *reinterpret_cast<Plan *>(shared + L::PLAN);
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    lay_ones<L>(shared);
+#endif
     plan.have(a, L::MAX_M);
     if (!plan.stays()) {
         return;
