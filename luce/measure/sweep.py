@@ -18,15 +18,15 @@ WARM_UP = 2
 PAGE = 256  # A KV page has so many positions.
 TIMING = (
     "A step: from the call to the choices on the host, nothing committed; a round: draft and verify. "
-    "Outside: loading, prefill, warm-up. Medians, quartiles in brackets. All that is measured at a context "
-    "takes turns, each in an order of its own, with one row at context 0, which is the beginning of `over`."
+    "Outside: loading, prefill, warm-up. Medians, quartiles in brackets. Each kind of step, from few rows to "
+    "many, takes turns with one row at context 0, which is the beginning of `over`."
 )
 
 
 @dataclass(frozen=True)
 class Cost:
     """This is one step or round. `ratio` is to one row at the same context, and `over` is in milliseconds
-    beyond one row at context 0, in the same turns. `rows` were verified, and `gamma` drafted before, which is
+    beyond one row at context 0, by turns. `rows` were verified, and `gamma` drafted before, which is
     0 in a step without drafts."""
 
     ctx: int
@@ -71,10 +71,10 @@ def costs(
     """Yields for each context, in order, the costs of all row counts and then of all gammas, by steps with
     one sequence alone. A context of 0 is one committed token. It ends early when cancelled.
 
-    A GPU near its limit of power lowers its clock, and a long prefill leaves it hot. So a context is compared
-    with context 0 as it is then, and nothing always follows the widest step."""
+    A GPU near its limit of power lowers its clock, and a long prefill or a wide step leaves it hot. So a step
+    is compared with one at context 0 as the device is then, and wide steps come last."""
     tokens = [int(t) for t in np.random.default_rng(1).integers(0, n_vocab - 16, max(*contexts, 1) + 64)]
-    engine, chunk, order = sequence.engine, sequence.engine.info.n_chunk, np.random.default_rng(1)
+    engine, chunk = sequence.engine, sequence.engine.info.n_chunk
 
     def took(line: Timeline, n: int, gamma: int) -> float:
         start = clock()
@@ -95,22 +95,21 @@ def costs(
                 sequence.prefill(tokens[filled:end], last=False)
                 filled = end
             wanted = [(n, 0) for n in dict.fromkeys([1, *rows])] + [(gamma + 1, gamma) for gamma in gammas]
-            runs = [(short, 1, 0), *((sequence, n, gamma) for n, gamma in wanted)]
-            times: list[list[float]] = [[] for _ in runs]
-            for turn in range(WARM_UP + steps):
-                for i in order.permutation(len(runs)):
+            took_by = dict[tuple[int, int], list[tuple[float, float]]]()
+            for n, gamma in sorted(wanted):
+                runs, pairs = [(short, 1, 0), (sequence, n, gamma)], []
+                for turn in range(WARM_UP + steps):
                     if cancelled():
                         return
-                    ms = took(*runs[i])
-                    if turn >= WARM_UP:
-                        times[i].append(ms)
-            beside, one, *_ = times
+                    both = {i: took(*runs[i]) for i in ((0, 1) if turn % 2 else (1, 0))}
+                    pairs.append((both[0], both[1]))
+                took_by[n, gamma] = pairs[WARM_UP:]
+            one = statistics.median(ms for _, ms in took_by[1, 0])
             yield [
                 Cost(
-                    ctx, n, gamma, statistics.median(ms), quartiles(ms) or [],
-                    statistics.median(ms) / statistics.median(one),
-                    statistics.median(own - zero for own, zero in zip(ms, beside, strict=True)),
+                    ctx, n, gamma, statistics.median(ms), quartiles(ms) or [], statistics.median(ms) / one,
+                    statistics.median(own - beside for beside, own in took_by[n, gamma]),
                 )
-                for (n, gamma), ms in zip(wanted, times[1:], strict=True)
-                if gamma or n in rows
+                for n, gamma in wanted
+                if (gamma or n in rows) and (ms := [own for _, own in took_by[n, gamma]])
             ]  # fmt: skip
