@@ -33,13 +33,9 @@ class Costs:
 
     def __init__(self, measured: Iterable[Cost]):
         self._lines: tuple[dict[int, float], ...] = ({}, {}, {}, {}, {})
-        for cost in sorted(measured, key=lambda cost: cost.rows):
-            line, dear = self._lines[cost.drafts], max(cost.seconds, 0.0)
-            spread = (-(-cost.rows // rows) * seconds for rows, seconds in line.items())
-            line[cost.rows] = min(dear, *spread) if line else dear
-        for line in self._lines:
-            for narrower, wider in reversed(list(pairwise(line))):
-                line[narrower] = min(line[narrower], line[wider])
+        for cost in measured:
+            self._lines[cost.drafts][cost.rows] = max(cost.seconds, 0.0)
+        self._lines = tuple(map(_undisturbed, self._lines))
 
     def verify(self, rows: int) -> float:
         """Returns the seconds of a verify with so many rows in all."""
@@ -48,7 +44,8 @@ class Costs:
     def at_most(self, rows: int, seconds: float) -> Costs:
         """Returns the same costs, but of a verify with so many rows that takes so many seconds at most."""
         capped = copy(self)
-        capped._lines = ({**self._lines[0], rows: min(self.verify(rows), seconds)}, *self._lines[1:])
+        line = self._lines[0] | {rows: min(self.verify(rows), seconds)}
+        capped._lines = (_undisturbed(line), *self._lines[1:])
         return capped
 
     def draft(self, sequences: int = 1, part: bool = False) -> float:
@@ -65,6 +62,16 @@ class Costs:
         """Returns the seconds of feeding the NextN head so many rows that were verified in steps of one row
         each, which leave that to the next step of another kind; 0 in an engine whose head does not draft."""
         return _on_line(self._lines[4], rows) if rows else 0.0
+
+
+def _undisturbed(line: Mapping[int, float]) -> dict[int, float]:
+    """Returns a line on which no step costs more than several narrower ones, or than a wider one."""
+    found: dict[int, float] = {}
+    for rows, seconds in sorted(line.items()):
+        found[rows] = min([seconds, *(-(-rows // n) * each for n, each in found.items())])
+    for narrower, wider in reversed(list(pairwise(found))):
+        found[narrower] = min(found[narrower], found[wider])
+    return found
 
 
 def _on_line(line: dict[int, float], width: int) -> float:
@@ -92,8 +99,9 @@ class Hosts(NamedTuple):
 
     def of(self, sequences: int) -> Host:
         """Returns what rounds of so many sequences take."""
-        lines = ({n: each[of] for n, each in self.timed.items()} for of in range(len(Host._fields)))
-        return Host(*(_on_line(line, sequences) for line in lines))
+        between = _on_line({n: each.between for n, each in self.timed.items()}, sequences)
+        ahead = _on_line({n: each.ahead for n, each in self.timed.items()}, sequences)
+        return Host(between, min(ahead, between))
 
 
 NO_TIME = Hosts({})  # Nothing is known, so it counts as none.

@@ -57,10 +57,11 @@ def timed(
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Costs, Hosts]:
     """Returns what steps of an engine cost, and what rounds take beside them: of one sequence, and of several
-    where it has several. `source` makes what drafts for a sequence. Where no round is begun ahead, or too few
-    could be decoded (a model's first token may give what is not finite), nothing is known of what rounds
-    take. A step takes no longer than a round, so one that was disturbed when it was timed alone costs as much
-    as that."""
+    where it has several. `source` makes what drafts for a sequence. Where no round is begun ahead, or too
+    few could be decoded (a model's first token may give what is not finite), nothing is known of what
+    rounds take; where that is so of several sequences alone (they may have too few pages), what one takes
+    counts. A step takes no longer than a round, so one that was disturbed when it was timed alone costs as
+    much as that."""
     costs, hosts = engine.costs(), dict[int, Host]()
     if not engine.ahead or not costs.verify(1):
         return costs, NO_TIME

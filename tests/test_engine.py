@@ -115,8 +115,6 @@ def test_what_rounds_take_beside_their_steps_is_measured_where_they_are_begun_ah
         expected = tokens(engine, ask(1))
     asked = replace(OPTIONS, spec="auto", ctx=ctx, sequences=3)
     with Engine.open(files, asked, keep_drafters=True) as engine:
-        # A step that was disturbed when it was timed alone costs as much as its round: nothing is beside it.
-        assert all(each.between >= max(each.ahead, 0) for each in engine.hosts.timed.values())
         assert sorted(engine.hosts.timed) == [1, 3]
         assert engine.native.info.sequences_free == engine.native.info.n_sequences
         assert engine.native.info.pages_free == engine.native.info.n_pages

@@ -6,7 +6,7 @@ from fake_core import PROMPT, TOKENIZER, FakeEngine, drive, generation, hashed
 
 from luce._native import Source
 from luce.acceptance import Known
-from luce.costs import NO_TIME, Costs, Host
+from luce.costs import NO_TIME, Costs, Host, Hosts
 from luce.drafting import Drafter, Round
 from luce.plan import AUTO_BUDGET, Request
 from luce.rounds import timed
@@ -195,6 +195,24 @@ def test_a_step_that_was_timed_too_dear_costs_as_much_as_a_round(dearer, monkeyp
     assert costs.verify(1) == pytest.approx(sizes["steps"][1] + apart)
     assert costs.verify(2) == device.costs().verify(2) > costs.verify(1)
     assert hosts.of(1) == pytest.approx((0.0, -apart)) and isinstance(hosts.of(1), Host)
+
+
+def test_a_step_of_several_that_was_timed_too_dear_costs_as_much_as_their_round(monkeypatch):
+    """Then narrower steps cost no more than it, and wider ones no more than several of it."""
+    device, sizes = Device(**DEVICES["27b"], n_sequences=4), DEVICES["27b"]
+    steps = [Cost(rows, 0, 3 * device.right.verify(rows)) for rows in sizes["steps"]]
+    monkeypatch.setattr(device, "costs", lambda: Costs(steps))
+    costs, hosts = timed_of(device)
+    undisturbed, beside = timed_of(Device(**sizes, n_sequences=4))
+    assert costs.verify(4) == pytest.approx(undisturbed.verify(4) + beside.of(4).between)
+    assert costs.verify(1) <= costs.verify(2) <= costs.verify(4) and costs.verify(8) <= 2 * costs.verify(4)
+    assert hosts.of(4).between == 0
+
+
+def test_a_round_begun_ahead_takes_no_longer_in_any_company():
+    """What was timed may meet where no number was timed."""
+    hosts = Hosts({1: Host(119e-6, 4e-6), 4: Host(518e-6, 430e-6)})
+    assert hosts.of(4) == Host(518e-6, 430e-6) and hosts.of(16).ahead == hosts.of(16).between > 518e-6
 
 
 @pytest.mark.parametrize("name", DEVICES)

@@ -430,7 +430,7 @@ stage_sanitize() {
     run build-racecheck 300 tools/build_checks.sh "$work" racecheck || return
     local tool sanitizer checks at_once=8 # With more, each waits longer for its turn on the GPU.
     sanitizer=$(compgen -G "$work/site/nvidia/cu*/bin/compute-sanitizer" || echo compute-sanitizer)
-    # Racecheck would take all cores. A block of attention has 16 barriers, but synccheck loses count of those that several
+    # Racecheck would take all cores. A block of attention has up to 20 barriers, but synccheck loses count of those that several
     # threads initialise at once where it is told of 64.
     for tool in "racecheck --racecheck-num-workers 2" memcheck "synccheck --num-cuda-barriers 1024"; do
         checks=kernel_check

@@ -63,6 +63,8 @@ template <int D, int TYPE, bool WGMMA, bool AHEAD_> struct Layout {
         TURN + (WGMMA ? 2 * 8 : 0); // [2] numbers of units that the block has taken
     static constexpr int PLAN = (NUMBERS + 2 * 4 + 15) / 16 * 16;
     static constexpr int BYTES = PLAN + int(sizeof(Plan));
+    static_assert(AHEAD ? SLOTS + TILES < 2 * Told::N : SLOTS <= 2 * Told::N - 3,
+                  "what is told has been read");
     static_assert(BYTES <= (WGMMA ? 232448 : 101376), "a block's shared memory");
 
     __device__ static Told::Ring *told(uint8_t *shared) {
@@ -127,7 +129,7 @@ template <typename L> struct Loader {
     const int tid = threadIdx.x - (MMA_THREADS - LOAD_THREADS);
     Place ring;
     int32_t next_at = -1, next_page; // next_page is entry next_at of the page table
-    int32_t held = 0; // the first thread has this number for the unit after the next
+    int32_t held = 0; // the first thread has this number for the next unit
     int turn = 0;
 
     // Calls copy(row, word, place in the slot) for this thread's share of a tile's first n rows.

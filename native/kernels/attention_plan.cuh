@@ -100,7 +100,8 @@ struct alignas(16) Plan {
     uint16_t written[MAX_ROWS]; // the step may write so many of the sequence's last cells below n_past
     uint8_t row0[MAX_ROWS], n_rows[MAX_ROWS];
     int32_t ticketed; // it is 1 where blocks take units one by one
-    int32_t first[UNIT_KINDS], last[UNIT_KINDS]; // this block has units first .. last - 1
+    int32_t first[UNIT_KINDS],
+        last[UNIT_KINDS]; // this block has units first .. last - 1, where it does not take them one by one
 
     __device__ int64_t cell(const int32_t *table, int seq_index, int32_t at) const {
         return int64_t(table[pages[seq_index] + at / PAGE]) * PAGE + at % PAGE;

@@ -136,7 +136,7 @@ struct Told {
         barrier_arrive(shared_address(&ring->there[place.i]));
         place.next(N);
     }
-    // Returns the next unit, which stays where it is until three others were taken.
+    // Returns the next unit, which stays where it is until the last slot of the one after it was left.
     __device__ const UnitInfo &next() {
         const UnitInfo &unit = ring->unit[place.i];
         barrier_wait(shared_address(&ring->there[place.i]), place.parity);

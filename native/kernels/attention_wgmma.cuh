@@ -210,8 +210,8 @@ template <typename L> __device__ bool by_turns(const AttentionParams &a, const P
     return !L::PACKED && plan.rows_of_unit() * a.G <= L::HALF_M;
 }
 
-// Lays down the matrix of ones by which wgmma adds up weights. A barrier follows, ahead of those that are initialised: racecheck
-// takes these for 1 KiB less, where the matrix is.
+// Lays down the matrix of ones by which wgmma adds up weights. A __syncthreads() follows before the block's mbarriers are
+// initialised: racecheck takes their addresses for 1 KiB less, which are the matrix's.
 template <typename L> __device__ void lay_ones(uint8_t *shared) {
     if (threadIdx.x < L::ONES_BYTES / 4) {
         reinterpret_cast<uint32_t *>(shared + L::ONES)[threadIdx.x] = ONES;

@@ -255,7 +255,9 @@ struct AttentionArgs {
     // Null, or what attention_plan has left for these T, H, first, window and pool. On CUDA it spares each block the plan of
     // its own, which takes longer than to read one.
     void *plan;
-    int32_t layer; // so many layers of the step have taken the plan before this one, fewer than PLAN_LAYERS
+    // So many layers of the step have taken the plan before this one, fewer than PLAN_LAYERS. A plan serves one launch for each
+    // number: a second one would find that all units were taken.
+    int32_t layer;
 };
 // Returns the values of AttentionArgs.scratch for the largest context. It needs T, H, max_pages and pool.D
 // and .Hkv alone.

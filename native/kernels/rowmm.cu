@@ -197,8 +197,9 @@ bool launch_whole(const RowmmParams &p, const RowmmArgs &a, const DeviceLimits &
         return false;
     }
     const RowmmWholeKernel k = rowmm_kernel_whole(p);
-    // All blocks run at once, beside those of the launches ahead and behind.
-    if (k.shared > device.shared_sm / 2 - device.shared_reserved || k.blocks > 2 * device.multiprocessors) {
+    // All blocks run at once, one on a multiprocessor (its registers allow no second), beside those of the launches ahead
+    // and behind.
+    if (k.shared > device.shared_sm / 2 - device.shared_reserved || k.blocks > device.multiprocessors) {
         return false;
     }
     error = launch_kernel(k.kernel, dim3(k.blocks), k.threads, k.shared, stream, a.overlap != 0, p);

@@ -212,7 +212,6 @@ Buffer allocate(const Device &device, size_t size, const char *what) {
 }
 
 Buffer pinned(const Device &device, size_t size, const char *what) {
-    check_memory(devices().back(), size, what); // the last device is the host
     Buffer buffer(ggml_backend_buft_alloc_buffer(
         device.gpu ? ggml_backend_dev_host_buffer_type(device.dev) : ggml_backend_cpu_buffer_type(), size));
     void *base = buffer ? ggml_backend_buffer_get_base(buffer.get()) : nullptr;

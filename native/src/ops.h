@@ -108,12 +108,11 @@ struct MadeInput {
     ggml_tensor *node;
 };
 
-// An AttentionPlan says which block of attention does what, for layers whose ops of a plan have these params. So many layers
-// have taken it.
+// An AttentionPlan says which block of attention does what. It is the op `node`, which has these params.
 struct AttentionPlan {
     std::vector<int32_t> params;
     ggml_tensor *node;
-    int32_t layers;
+    int32_t layers; // so many have taken it so far
 };
 
 // A graph is built from this.

@@ -391,7 +391,7 @@ void Model::load(const std::function<bool(float)> &progress) {
     for (auto &[tensor, source] : tensors_) {
         staging_size = is_packed(tensor) ? std::max(staging_size, source->size) : staging_size;
     }
-    check_memory(*device_, weight_bytes_ + staging_size, "the model's weights");
+    check_memory(*device_, weight_bytes_ + staging_size, "loading the model's weights");
     place_packed();
     place_mapped(false);
     Buffer buffer(ggml_backend_alloc_ctx_tensors_from_buft(context_.get(), device_->buffer_type()));

@@ -30,7 +30,10 @@ static void check_each_kernel() {
     }
     check_case({12, 2, 128, 1, 1, 250, 5.0f}, {{600, 400}, {any_tree(12), chain(3)}, false, 1, decoded},
                "a window");
-    check_case({6, 1, 256, 1}, {{1500}, {chain(1)}, false, 1}, "many chunks");
+    // Blocks take units one by one here.
+    for (int type : {1, 8}) {
+        check_case({6, 1, 256, type}, {{2300}, {chain(1)}, false, 1, watched() ? 1 : MAX_ROWS}, "many chunks");
+    }
 }
 
 // Of many sequences a block has many units. A row alone has other blocks for each chunk.
