@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+PAGE = 256  # A KV page has so many positions, as LUCE_PAGE says.
+
 
 @dataclass(frozen=True)
 class Device:

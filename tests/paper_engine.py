@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 from luce.errors import OutOfMemory
 from luce.generation import Generation
-from luce.server.turns import PAGE
+from luce.structs import PAGE
 
 SIZE = 64  # A checkpoint in host memory has so many bytes for each of its tokens.
 

@@ -23,7 +23,7 @@ from luce.errors import (
     LuceError,
     StateError,
 )
-from luce.structs import EngineParams, Sampling
+from luce.structs import PAGE, EngineParams, Sampling
 
 pytestmark = pytest.mark.sanitize
 
@@ -88,6 +88,7 @@ def sequence(engine):
 
 def test_header_and_library_have_one_abi_version(native):
     assert native.lib.luce_abi_version() == native.lib.LUCE_ABI_VERSION
+    assert native.lib.LUCE_PAGE == PAGE
 
 
 def test_what_the_build_declared_is_what_the_header_declares(native):

@@ -20,7 +20,8 @@ from luce.measure.serve import conversation as conversation_of_bench
 from luce.plan import Options, Request
 from luce.server.cache import PrefixCache
 from luce.server.scheduler import Job, Scheduler
-from luce.server.turns import LOST, PAGE, Turns
+from luce.server.turns import LOST, Turns
+from luce.structs import PAGE
 from luce.tokenizer import Tokenizer
 
 CHUNK = 1024  # It is luce.server.models.GPU_CHUNK.

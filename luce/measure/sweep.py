@@ -13,9 +13,9 @@ from luce._native import Drafts, Rows
 from luce._native import Sequence as Timeline
 from luce.measure.summary import five_digits, quartiles
 from luce.plan import Options
+from luce.structs import PAGE
 
 WARM_UP = 2
-PAGE = 256  # A KV page has so many positions.
 TIMING = (
     "A step: from the call to the choices on the host, nothing committed; a round: draft and verify. "
     "Outside: loading, prefill, warm-up. Medians, quartiles in brackets. Each kind of step, from few rows to "

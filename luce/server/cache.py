@@ -23,7 +23,8 @@ import numpy as np
 from luce._native import Checkpoint, Engine, Sequence
 from luce.errors import LuceError, OutOfMemory
 from luce.server.disk import CLOSE_S, DiskCache
-from luce.server.turns import PAGE, Turns
+from luce.server.turns import Turns
+from luce.structs import PAGE
 from luce.threads import Pool
 from luce.tokenizer import Tokenizer
 

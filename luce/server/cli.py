@@ -21,8 +21,8 @@ from luce.hub import fetch, hf_option
 from luce.server.app import LOOPBACK, Access, make_app
 from luce.server.ask import Refused
 from luce.server.models import CPU_CHUNK, GPU_CHUNK, Models, Settings
-from luce.server.turns import PAGE
 from luce.server.watch import Watch
+from luce.structs import PAGE
 
 GIB = 1 << 30
 MAX_CHUNK = 4096  # luce.h bounds n_chunk so.

@@ -21,7 +21,7 @@ from luce.generation import Generation
 from luce.loop import MAX_ROWS, Loop
 from luce.plan import Request
 from luce.server.cache import PrefixCache
-from luce.server.turns import PAGE
+from luce.structs import PAGE
 from luce.threads import started
 
 RETRY_S = 0.01  # What failed is followed by such a pause.

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from luce.structs import PAGE
 from luce.tokenizer import Tokenizer
 
-PAGE = 256  # It counts positions, as LUCE_PAGE.
 EVERY = 4096  # So many tokens are between the beginnings of a long prompt that are kept.
 LOST = 20  # At most one token in so many is read again.
 RULE = f"chunks are cut at pages of {PAGE} for turns, where 1 in {LOST} is lost"  # Files differ by this rule.

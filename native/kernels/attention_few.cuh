@@ -130,17 +130,10 @@ template <int D, int TYPE, bool AHEAD> struct FewUnit : GroupUnit<D, TYPE, AHEAD
         show_to_wgmma();
         group_barrier(group);
     }
-    __device__ void pin() {
-        wgmma_pin(sum);
-#pragma unroll
-        for (int i = 0; i < PANELS; i++) {
-            wgmma_pin(o[i]);
-        }
-    }
     __device__ void add_values(uint32_t values_at) {
         const uint32_t ones[4] = {ONES, ONES, ONES, ONES};
         const Matrix values(values_at), weights(p_at);
-        pin();
+        Base::pin(sum, o);
         wgmma_begin();
 #pragma unroll
         for (int k = 0; k < KEYS / 16; k++) {
@@ -152,7 +145,7 @@ template <int D, int TYPE, bool AHEAD> struct FewUnit : GroupUnit<D, TYPE, AHEAD
         }
         wgmma_commit();
         wgmma_wait<0>();
-        pin();
+        Base::pin(sum, o);
     }
     __device__ void clean(int values_at, int32_t first) {
         Base::clean(values_at, [&] {
@@ -210,15 +203,7 @@ template <int D, int TYPE, bool AHEAD> struct FewUnit : GroupUnit<D, TYPE, AHEAD
             }
         }
     }
-    __device__ void run(uint32_t turn) {
-        Base::turn = turn;
-#pragma unroll 1
-        for (int32_t first = unit.begin; first < unit.end; first += KEYS) {
-            run_tile(first);
-        }
-        Base::end();
-        store();
-    }
+    __device__ void run(uint32_t turn) { Base::run(*this, turn); }
 };
 
 } // namespace

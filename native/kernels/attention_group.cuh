@@ -164,11 +164,24 @@ template <int D, int TYPE, bool AHEAD> struct GroupUnit {
             barrier(threads, alone); // all have read the marks
         }
     }
-    // It is called when all tiles are computed.
-    __device__ void end() {
+    template <int N> __device__ static void pin(float (&sum)[1][4], float (&o)[PANELS][N][4]) {
+        wgmma_pin(sum);
+#pragma unroll
+        for (int i = 0; i < PANELS; i++) {
+            wgmma_pin(o[i]);
+        }
+    }
+    // Runs either form's unit, whose base this is.
+    template <typename Unit> __device__ void run(Unit &form, uint32_t handed_over_at) {
+        turn = handed_over_at;
+#pragma unroll 1
+        for (int32_t first = unit.begin; first < unit.end; first += KEYS) {
+            form.run_tile(first);
+        }
         if (L::PACKED && threads > GROUP_THREADS) {
             barrier(threads); // the next unit may be one group's, which unpacks where the other still reads
         }
+        form.store();
     }
 };
 

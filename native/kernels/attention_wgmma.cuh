@@ -122,16 +122,9 @@ template <int D, int TYPE, bool AHEAD> struct WgmmaUnit : GroupUnit<D, TYPE, AHE
             }
         }
     }
-    __device__ void pin() {
-        wgmma_pin(sum);
-#pragma unroll
-        for (int i = 0; i < PANELS; i++) {
-            wgmma_pin(o[i]);
-        }
-    }
     __device__ void add_values(uint32_t values_at, const uint32_t (&p)[KEYS / 16][4]) {
         const Matrix values(values_at), ones(base + L::ONES);
-        pin();
+        Base::pin(sum, o);
         wgmma_begin();
 #pragma unroll
         for (int k = 0; k < KEYS / 16; k++) {
@@ -143,7 +136,7 @@ template <int D, int TYPE, bool AHEAD> struct WgmmaUnit : GroupUnit<D, TYPE, AHE
         }
         wgmma_commit();
         wgmma_wait<0>();
-        pin();
+        Base::pin(sum, o);
     }
     __device__ void clean(int values_at, int32_t first) {
         Base::clean(values_at, [&] {
@@ -194,15 +187,7 @@ template <int D, int TYPE, bool AHEAD> struct WgmmaUnit : GroupUnit<D, TYPE, AHE
             }
         }
     }
-    __device__ void run(uint32_t turn) {
-        Base::turn = turn;
-#pragma unroll 1
-        for (int32_t first = unit.begin; first < unit.end; first += KEYS) {
-            run_tile(first);
-        }
-        Base::end();
-        store();
-    }
+    __device__ void run(uint32_t turn) { Base::run(*this, turn); }
 };
 
 // Says whether the two warpgroups take a block's units by turns: there is room for the queries of two.

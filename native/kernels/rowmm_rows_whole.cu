@@ -149,13 +149,13 @@ __global__ void __launch_bounds__(THREADS, 1) rowmm_whole_kernel(const __grid_co
     }
     __syncthreads();
     if (writes) {
-        float sum = 0;
         const float *part = sums + column * FRAGMENT + o;
+        float sum = part[0]; // and not 0, which would make +0 of -0
 #pragma unroll 8
-        for (int i = 0; i < parts; i++) {
+        for (int i = 1; i < parts; i++) {
             sum += part[i * p.rows * FRAGMENT];
         }
-        s.out[column * s.out_row + n] = sum + residual;
+        s.out[column * s.out_row + n] = s.residual != nullptr ? sum + residual : sum;
     }
 }
 
