@@ -4,7 +4,7 @@
 // gridDim-th item of the sequences that the step has, so a step captured for many costs one no more.
 // A thread keeps 2 columns by S / 8 k entries in registers from the first row to the last. 8 lanes of a
 // warp share 2 columns and sum over k by a butterfly, in the same order for every row. So a row's bits depend
-// on its ancestors only. Rows come through shared memory, TILE at a time, STAGES - 1 tiles ahead.
+// on its ancestors only. Rows come through shared memory, TILE_ROWS at a time, STAGES - 1 tiles ahead.
 //
 // In a tree, the registers keep the parent's state over its leaves, so siblings follow at no cost. A row
 // whose parent's state is not there starts from the nearest saved ancestor (depths 0, 5, 10 are saved in

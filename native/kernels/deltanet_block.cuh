@@ -7,7 +7,7 @@
 namespace luce {
 namespace {
 
-constexpr int TILE = 4;
+constexpr int TILE_ROWS = 4;
 constexpr int STAGES = 3;
 constexpr int SAVES = 3; // shared memory keeps so many states; with 4 an SM holds two blocks, not three
 constexpr int STRIDE = 5; // saved states are so many depths apart
@@ -49,12 +49,12 @@ struct Item {
     }
 };
 
-template <int S> struct Tile {
+template <int S, int ROWS = TILE_ROWS> struct Tile {
     using L = Layout<S>;
-    alignas(16) float q[TILE][S];
-    float k[TILE][S];
-    float v[TILE][L::W]; // it is the delta where the row is a pending one
-    float decay[TILE]; // only pending rows have theirs here
+    alignas(16) float q[ROWS][S];
+    float k[ROWS][S];
+    float v[ROWS][L::W]; // it is the delta where the row is a pending one
+    float decay[ROWS]; // only pending rows have theirs here
 };
 
 // Control is what the control block says of an item's sequence.
@@ -63,19 +63,22 @@ struct Control {
     int32_t n_seqs;
 };
 
-template <int S, bool APPEND> struct Shared {
+// Where FEW is not 0, a step has at most so many rows, which are all in `tile` at once (deltanet_layer.cu).
+template <int S, bool APPEND, int FEW = 0> struct Shared {
     using L = Layout<S>;
+    static constexpr int ROWS = FEW > 0 ? FEW : MAX_ROWS, GATES = APPEND ? L::THREADS : ROWS;
     static_assert(L::THREADS >= MAX_ROWS, "a verify has a thread for each row");
-    Tile<S> tile[STAGES];
-    alignas(16) float delta[APPEND ? 1 : MAX_ROWS][L::W];
-    alignas(16) float decay[APPEND ? L::THREADS : MAX_ROWS]; // it has exp(g) of row t at t % THREADS
-    alignas(16) float beta[APPEND ? L::THREADS : MAX_ROWS];
+    static constexpr int TILES = FEW == 0 ? STAGES : (FEW + TILE_ROWS - 1) / TILE_ROWS;
+    Tile<S, (FEW > 0 && FEW < TILE_ROWS ? FEW : TILE_ROWS)> tile[TILES];
+    alignas(16) float delta[APPEND ? 1 : ROWS][L::W];
+    alignas(16) float decay[GATES]; // it has exp(g) of row t at t % THREADS
+    alignas(16) float beta[GATES];
     Control ctl;
     // The following are of the sequence's rows.
-    int8_t parent[MAX_ROWS]; // it is counted from the sequence's first row too
-    uint8_t inner[MAX_ROWS]; // it is 1 if the row has children
-    uint8_t depth[MAX_ROWS];
-    uint8_t up[MAX_ROWS][MAX_ROWS]; // up[t][i] is the i-th ancestor of row t, and row t itself at 0
+    int8_t parent[ROWS]; // it is counted from the sequence's first row too
+    uint8_t inner[ROWS]; // it is 1 if the row has children
+    uint8_t depth[ROWS];
+    uint8_t up[ROWS][ROWS]; // up[t][i] is the i-th ancestor of row t, and row t itself at 0
 };
 
 } // namespace

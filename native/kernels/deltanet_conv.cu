@@ -4,6 +4,7 @@
 // In a verify, one block a head computes the rows of up to GROUP sequences: a step has at most MAX_ROWS rows,
 // however many sequences. It alone reads and then replaces their windows and logged rows of that head.
 // In an append, rows are split over blocks too, and a second kernel moves the window once all have read it.
+#include "deltanet_row.cuh"
 #include "kernels.h"
 #include "overlap.cuh"
 #include "rowmm_parts.cuh"
@@ -15,9 +16,6 @@
 namespace luce {
 namespace {
 
-constexpr int TAPS = 4;
-constexpr int WINDOW = TAPS - 1;
-constexpr int WARP = 32;
 constexpr int APPEND_WARPS = 4;
 constexpr int APPEND_RUN = 16; // a warp has so many neighbouring rows, and slides the taps in registers
 
@@ -33,72 +31,10 @@ struct Params : ConvArgs {
         : ConvArgs(args), C(shape.conv_dim()), log_row(shape.log_qkv(1)), log_size(shape.log_size()) {}
 };
 
-// Channels are those of one lane of a head, moved in one access. Of a head of 16, half the lanes hold
-// nothing.
-template <int S> struct alignas(S < WARP ? 4 : S / WARP * 4) Channels {
-    static constexpr int N = S < WARP ? 1 : S / WARP;
-    float x[N];
-
-    __device__ static bool active(int lane) { return lane * N < S; }
-    __device__ void load(const float *head, int lane) {
-        *this = active(lane) ? reinterpret_cast<const Channels *>(head)[lane] : Channels{};
-    }
-    __device__ void store(float *head, int lane) const {
-        if (active(lane)) {
-            reinterpret_cast<Channels *>(head)[lane] = *this;
-        }
-    }
-};
-
-template <int S> struct Weights {
-    float4 tap[Channels<S>::N]; // x is the oldest
-
-    __device__ void load(const float *w, int64_t c0, int lane) {
-#pragma unroll
-        for (int c = 0; c < Channels<S>::N; c++) {
-            const int channel = Channels<S>::active(lane) ? lane * Channels<S>::N + c : 0;
-            tap[c] = reinterpret_cast<const float4 *>(w)[c0 + channel];
-        }
-    }
-};
-
 // Returns what is the same in all lanes, so that nvcc knows it. A warp that might have split at a branch on
 // it checks before each shuffle that it has not.
 __device__ int warp_index() {
     return __shfl_sync(~0u, threadIdx.x / WARP, 0);
-}
-
-__device__ float silu(float x) {
-    return x / (1.0f + expf(-x));
-}
-
-// Computes one row from its four taps, oldest first.
-template <int S>
-__device__ void conv_row(const Weights<S> &w, const Channels<S> (&taps)[TAPS], bool normalise, float *out,
-                         int lane) {
-    Channels<S> y;
-    float sum = 0.0f;
-#pragma unroll
-    for (int c = 0; c < Channels<S>::N; c++) {
-        float acc = w.tap[c].x * taps[0].x[c];
-        acc = fmaf(w.tap[c].y, taps[1].x[c], acc);
-        acc = fmaf(w.tap[c].z, taps[2].x[c], acc);
-        acc = fmaf(w.tap[c].w, taps[3].x[c], acc);
-        y.x[c] = silu(acc);
-        sum = fmaf(y.x[c], y.x[c], sum);
-    }
-    if (normalise) {
-#pragma unroll
-        for (int mask = WARP / 2; mask > 0; mask /= 2) {
-            sum += __shfl_xor_sync(~0u, sum, mask);
-        }
-        const float scale = 1.0f / sqrtf(sum + 1e-6f);
-#pragma unroll
-        for (int c = 0; c < Channels<S>::N; c++) {
-            y.x[c] *= scale;
-        }
-    }
-    y.store(out, lane);
 }
 
 // Control is what the control block says of one sequence, and n_seqs, in the lanes of a warp. It decides what
@@ -302,22 +238,22 @@ __global__ void conv_verify_kernel(const __grid_constant__ Params a, const __gri
         if (i < 0 || i >= GROUP) { // it is of another block, or of no sequence
             continue;
         }
-        Channels<S> taps[TAPS];
+        Channels<S> taps[1][TAPS];
         if (t != warp) {
             row.load(rows.at(t), lane);
         }
-        taps[TAPS - 1] = row;
+        taps[0][TAPS - 1] = row;
         int from = t;
 #pragma unroll
         for (int tap = WINDOW - 1; tap >= 0; tap--) {
             from = from >= 0 ? sh.parent[from] : from - 1;
             if (from >= 0) {
-                taps[tap].load(rows.at(from), lane);
+                taps[0][tap].load(rows.at(from), lane);
             } else {
-                taps[tap].load(sh.committed[i][WINDOW + from], lane);
+                taps[0][tap].load(sh.committed[i][WINDOW + from], lane);
             }
         }
-        conv_row<S>(w, taps, normalise, a.out + t * C + c0, lane);
+        conv_rows<S, 1>(w, taps, normalise, {a.out + t * C + c0}, lane);
         row.store(a.log + sh.slot[i] * a.log_size + (t - sh.row0[i]) * a.log_row + c0, lane);
     }
 }
@@ -335,7 +271,7 @@ __global__ void __launch_bounds__(APPEND_WARPS *WARP) conv_append_kernel(const _
     }
     Weights<S> w;
     w.load(a.w, c0, lane);
-    Channels<S> taps[TAPS], next;
+    Channels<S> taps[1][TAPS], next;
     next.load(a.x + begin * C + c0, lane);
     if (begin == 0) {
         Control ctl;
@@ -344,24 +280,24 @@ __global__ void __launch_bounds__(APPEND_WARPS *WARP) conv_append_kernel(const _
         committed.load(lane);
 #pragma unroll
         for (int i = 0; i < WINDOW; i++) {
-            taps[i] = committed.row[i];
+            taps[0][i] = committed.row[i];
         }
     } else {
 #pragma unroll
         for (int i = 0; i < WINDOW; i++) {
-            taps[i].load(a.x + (begin - WINDOW + i) * C + c0, lane);
+            taps[0][i].load(a.x + (begin - WINDOW + i) * C + c0, lane);
         }
     }
 #pragma unroll 4
     for (int t = begin; t < end; t++) {
-        taps[TAPS - 1] = next;
+        taps[0][TAPS - 1] = next;
         if (t + 1 < end) {
             next.load(a.x + (t + 1) * C + c0, lane);
         }
-        conv_row<S>(w, taps, normalise, a.out + t * C + c0, lane);
+        conv_rows<S, 1>(w, taps, normalise, {a.out + t * C + c0}, lane);
 #pragma unroll
         for (int i = 0; i < WINDOW; i++) {
-            taps[i] = taps[i + 1];
+            taps[0][i] = taps[0][i + 1];
         }
     }
 }

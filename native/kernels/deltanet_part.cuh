@@ -6,13 +6,13 @@
 #pragma once
 
 #include "deltanet_ptx.cuh"
+#include "warp.cuh"
 
 #include <cuda_runtime.h>
 
 namespace luce {
 namespace {
 
-constexpr int WARP = 32;
 constexpr int LANES = 8; // as many lanes share a group of columns
 constexpr int GROUPS = WARP / LANES; // a warp has so many
 constexpr int COLS = 2; // a group has so many columns

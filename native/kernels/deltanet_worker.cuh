@@ -1,4 +1,4 @@
-// Does an item of the gated delta rule, as one thread sees it: rows come through shared memory, TILE at a time, STAGES - 1
+// Does an item of the gated delta rule, as one thread sees it: rows come through shared memory, TILE_ROWS at a time, STAGES - 1
 // tiles ahead, and the state stays in registers.
 #pragma once
 
@@ -12,10 +12,12 @@ namespace luce {
 namespace {
 
 // A worker is one item as one thread sees it. Rows are counted from the sequence's first one.
-template <int S, bool APPEND> struct Worker {
+// Where FEW is not 0, the kernel has the step's rows in all tiles before they are run, and their gates too.
+template <int S, bool APPEND, int FEW = 0> struct Worker {
     using L = Layout<S>;
+    using Rows = Tile<S, (FEW > 0 && FEW < TILE_ROWS ? FEW : TILE_ROWS)>;
     const Params &a;
-    Shared<S, APPEND> &sh;
+    Shared<S, APPEND, FEW> &sh;
     Cols *saves; // [n_saves][K][THREADS], each thread's own
     const int tid = threadIdx.x, lane = tid % WARP;
     const int lane_k = lane / GROUPS; // it is 0 .. LANES - 1
@@ -38,7 +40,7 @@ template <int S, bool APPEND> struct Worker {
     int held = -1;
     int saved[SAVES];
 
-    __device__ Worker(const Params &args, Shared<S, APPEND> &shared, Cols *save_space, const Item &item)
+    __device__ Worker(const Params &args, Shared<S, APPEND, FEW> &shared, Cols *save_space, const Item &item)
         : a(args), sh(shared), saves(save_space), h(item.at / L::BLOCKS), kh(h % a.shape.Hk),
           j0(item.at % L::BLOCKS * L::W), logs_keys(j0 == 0 && h < args.shape.Hk) {
         state = a.state + (int64_t(h) * S + Slice<S>::entry(0, lane_k)) * S + j0 + group;
@@ -50,20 +52,27 @@ template <int S, bool APPEND> struct Worker {
 
     // Reads where sequence i has its rows and its slot, and returns false where the step has no such
     // sequence. All else waits for these values, so the block loads them at once, by words.
-    __device__ bool read_control(int i) {
-        constexpr int WORDS = sizeof(SeqCtl) / sizeof(int32_t), N = WORDS / L::THREADS + 1;
+    static constexpr int CONTROL = sizeof(SeqCtl) / sizeof(int32_t), N_WORDS = CONTROL / L::THREADS + 1;
+    struct Words {
+        int32_t x[N_WORDS]; // the one after the last is n_seqs
+    };
+    __device__ Words load_control(int i) const {
         const int32_t *words = reinterpret_cast<const int32_t *>(&a.ctl->seqs[i]);
-        int32_t word[N]; // the one after the last is n_seqs
+        Words own;
 #pragma unroll
-        for (int n = 0; n < N; n++) {
+        for (int n = 0; n < N_WORDS; n++) {
             const int w = tid + n * L::THREADS;
-            word[n] = *(w < WORDS ? words + w : &a.ctl->n_seqs);
+            own.x[n] = *(w < CONTROL ? words + w : &a.ctl->n_seqs);
         }
+        return own;
+    }
+    __device__ bool read_control(int i) { return take_control(load_control(i), i); }
+    __device__ bool take_control(const Words &own, int i) {
 #pragma unroll
-        for (int n = 0; n < N; n++) {
+        for (int n = 0; n < N_WORDS; n++) {
             const int w = tid + n * L::THREADS;
-            if (w <= WORDS) {
-                reinterpret_cast<int32_t *>(&sh.ctl)[w] = word[n];
+            if (w <= CONTROL) {
+                reinterpret_cast<int32_t *>(&sh.ctl)[w] = own.x[n];
             }
         }
         __syncthreads();
@@ -107,26 +116,32 @@ template <int S, bool APPEND> struct Worker {
         }
         const int64_t at = int64_t(row0 + t) * a.shape.Hv + h;
         const float alpha = a.alpha[at], beta = a.beta[at], dt = a.dt[h], rate = a.a[h];
-        const int parent = APPEND ? -1 : max(a.ctl->rows[row0 + t].parent - row0, -1);
+        const bool follows = APPEND || read_parent(t);
+        set_gates(t, alpha, beta, dt, rate);
+        return !follows;
+    }
+    // Reads the parent of row t, and returns whether it is the row before.
+    __device__ bool read_parent(int t) {
+        const int parent = max(a.ctl->rows[row0 + t].parent - row0, -1);
+        sh.parent[t] = int8_t(parent);
+        sh.inner[t] = 0;
+        return parent == t - 1;
+    }
+    __device__ void set_gates(int t, float alpha, float beta, float dt, float rate) {
         const float decay = expf(rate * softplus(alpha + dt));
-        sh.decay[tid] = decay;
-        sh.beta[tid] = 1.0f / (1.0f + expf(-beta));
-        if (!APPEND) {
-            if (j0 == 0) { // the head's first block logs its decays
-                log[a.decay[bank ^ 1] + t * a.decay_row + h] = decay;
-            }
-            sh.parent[t] = int8_t(parent);
-            sh.inner[t] = 0;
+        sh.decay[t % L::THREADS] = decay;
+        sh.beta[t % L::THREADS] = 1.0f / (1.0f + expf(-beta));
+        if (!APPEND && j0 == 0) { // the head's first block logs its decays
+            log[a.decay[bank ^ 1] + t * a.decay_row + h] = decay;
         }
-        return parent != t - 1;
     }
 
     // ---- the ring of tiles ----
 
     // The next rows, or pending rows p0 .. p0 + n - 1, go into a tile, with at most one copy of each kind a thread.
-    static_assert(TILE * S / 4 <= L::THREADS, "a tile's rows are copied at once");
+    static_assert(TILE_ROWS * S / 4 <= L::THREADS, "a tile's rows are copied at once");
 
-    __device__ void stage_rows(Tile<S> &tile, int n) {
+    __device__ void stage_rows(Rows &tile, int n) {
         if (tid / (S / 4) < n) {
             __pipeline_memcpy_async(&tile.q[0][0] + tid * 4, q_from, 16);
             __pipeline_memcpy_async(&tile.k[0][0] + tid * 4, q_from + a.shape.Hk * S, 16);
@@ -134,10 +149,10 @@ template <int S, bool APPEND> struct Worker {
         if (tid / (L::W / 4) < n) {
             __pipeline_memcpy_async(&tile.v[0][0] + tid * 4, v_from, 16);
         }
-        q_from += TILE * a.C;
-        v_from += TILE * a.C;
+        q_from += TILE_ROWS * a.C;
+        v_from += TILE_ROWS * a.C;
     }
-    __device__ void stage_pending(Tile<S> &tile, int p0, int n) {
+    __device__ void stage_pending(Rows &tile, int p0, int n) {
         const int32_t *rows = sh.ctl.seq.pending + p0;
         const float *key = log + a.key[bank] + kh * S, *delta = log + a.delta + h * S + j0;
         if (const int r = tid / (S / 4), i = tid % (S / 4) * 4; r < n) {
@@ -154,24 +169,24 @@ template <int S, bool APPEND> struct Worker {
     __device__ void move_on(int &place) const { place = place + 1 == STAGES ? 0 : place + 1; }
     // These stage copies with one commit for each call, so that the waits can count.
     __device__ void fill_rows() {
-        stage_rows(sh.tile[filled], min(TILE, n_rows - rows_at));
-        rows_at += TILE;
+        stage_rows(sh.tile[filled], min(TILE_ROWS, n_rows - rows_at));
+        rows_at += TILE_ROWS;
         move_on(filled);
         __pipeline_commit();
     }
     __device__ void fill_pending() {
         if (pending_at < n_pending) {
-            stage_pending(sh.tile[filled], pending_at, min(TILE, n_pending - pending_at));
+            stage_pending(sh.tile[filled], pending_at, min(TILE_ROWS, n_pending - pending_at));
         }
-        pending_at += TILE;
+        pending_at += TILE_ROWS;
         move_on(filled);
         __pipeline_commit();
     }
     // Waits for the next tile. All have left the one before it, whose place is filled next.
-    __device__ const Tile<S> &take() {
+    __device__ const Rows &take() {
         __pipeline_wait_prior(STAGES - 2);
         __syncthreads();
-        const Tile<S> &tile = sh.tile[taken];
+        const Rows &tile = sh.tile[taken];
         move_on(taken);
         return tile;
     }
@@ -183,18 +198,44 @@ template <int S, bool APPEND> struct Worker {
     __device__ void enter(int parent);
     __device__ void emit(int t, const Cols &sum);
     __device__ void emit_last();
-    template <bool KEEP> __device__ void run_row(const Tile<S> &tile, int r, int t);
-    __device__ void run_tree(const Tile<S> &tile, int t0, int n);
+    template <bool KEEP> __device__ void run_row(const Rows &tile, int r, int t);
+    __device__ void run_tree(const Rows &tile, int t0, int n);
     __device__ void run_trees();
     __device__ Cols *save_of(int i) const { return saves + i * L::K * L::THREADS + tid; }
 
     // ---- rows ----
 
-    __device__ void replay_tile(const Tile<S> &tile, int n) {
+    __device__ void replay_tile(const Rows &tile, int n) {
         for (int r = 0; r < n; r++) {
             Slice<S> k;
             k.load(tile.k[r], lane_k);
             part.replay(k, tile.decay[r], *reinterpret_cast<const Cols *>(&tile.v[r][group]));
+        }
+    }
+
+    // What a lane takes of a pending row, straight from the log: of few rows there is no ring.
+    struct Pending {
+        Slice<S> k;
+        Cols delta;
+        float decay;
+    };
+    __device__ Pending read_pending(int p) const {
+        Pending of;
+        const int row = sh.ctl.seq.pending[p];
+        of.k.load(log + a.key[bank] + row * a.key_row + kh * S, lane_k);
+        of.delta = *reinterpret_cast<const Cols *>(log + a.delta + row * a.row_values + h * S + j0 + group);
+        of.decay = log[a.decay[bank] + row * a.decay_row + h];
+        return of;
+    }
+    // Replays the pending rows, of which `next` is the first where there is one.
+    __device__ void replay_pending(Pending next) {
+#pragma unroll 1
+        for (int p = 0; p < n_pending; p++) {
+            const Pending row = next;
+            if (p + 1 < n_pending) {
+                next = read_pending(p + 1);
+            }
+            part.replay(row.k, row.decay, row.delta);
         }
     }
 
@@ -203,7 +244,7 @@ template <int S, bool APPEND> struct Worker {
         Slice<S> q, k;
         Cols v;
     };
-    __device__ Input input_of(const Tile<S> &tile, int r) const {
+    __device__ Input input_of(const Rows &tile, int r) const {
         Input in;
         in.k.load(tile.k[r], lane_k);
         in.q.load(tile.q[r], lane_k);
@@ -218,7 +259,7 @@ template <int S, bool APPEND> struct Worker {
     // Runs N rows of a tile from row r0, which is row t of the sequence, each the child of the one before it. Nothing
     // branches between them. What `meanwhile` does hides behind the first row's sums, and comes before `ran` is written.
     template <int N, typename F>
-    __device__ void run_chain(const Tile<S> &tile, int r0, int t, Ran<N> &ran, const F &meanwhile) {
+    __device__ void run_chain(const Rows &tile, int r0, int t, Ran<N> &ran, const F &meanwhile) {
         const int mine = own_row(lane);
         const auto decay = *reinterpret_cast<const Pack<N> *>(&sh.decay[unsigned(t) % L::THREADS]);
         const auto beta = *reinterpret_cast<const Pack<N> *>(&sh.beta[unsigned(t) % L::THREADS]);
@@ -247,7 +288,7 @@ template <int S, bool APPEND> struct Worker {
     }
     // Writes what N rows from row t on have left; `there` says that they are there. There are as many lanes to a group as
     // results of a tile, so each takes one of them and a warp stores all rows at once.
-    static_assert(TILE * COLS == LANES, "own_row() and own_column() say so");
+    static_assert(TILE_ROWS * COLS == LANES, "own_row() and own_column() say so");
     template <int N> __device__ void write(const Ran<N> &ran, int t, bool there) {
         const float own_out = reduce_rows(ran.outs, lane);
         if (own_row(lane) < N && there) {
@@ -259,7 +300,7 @@ template <int S, bool APPEND> struct Worker {
     }
 
     // Logs the keys of rows t0 .. t0 + n - 1.
-    __device__ void log_keys(const Tile<S> &tile, int t0, int n) {
+    __device__ void log_keys(const Rows &tile, int t0, int n) {
         if (logs_keys && tid / (S / 4) < n) {
             *reinterpret_cast<float4 *>(key_to + t0 * a.key_row) =
                 *reinterpret_cast<const float4 *>(&tile.k[0][0] + tid * 4);
@@ -273,33 +314,36 @@ template <int S, bool APPEND> struct Worker {
         for (int i = 0; i < STAGES - 1; i++) {
             fill_pending();
         }
-        for (int p = 0; p < n_pending; p += TILE) {
-            const Tile<S> &tile = take();
+        for (int p = 0; p < n_pending; p += TILE_ROWS) {
+            const Rows &tile = take();
             fill_pending();
-            replay_tile(tile, min(TILE, n_pending - p));
+            replay_tile(tile, min(TILE_ROWS, n_pending - p));
         }
         filled = taken; // what is filled ahead is empty
     }
     // A whole tile's results are written while the next one's first sums are on their way.
     __device__ void run_chains() {
-        Ran<TILE> ran;
         int t = 0;
-        for (; t + TILE <= n_rows; t += TILE) {
-            const Tile<S> &tile = take_at(t);
-            run_chain<TILE>(tile, 0, t, ran, [&] {
-                write(ran, t - TILE, t > 0);
-                fill_rows();
-                if (!APPEND) {
-                    log_keys(tile, t, TILE);
-                }
-            });
-        }
-        if (t > 0) {
-            write(ran, t - TILE, true);
+        if constexpr (FEW == 0 || FEW >= TILE_ROWS) {
+            Ran<TILE_ROWS> ran;
+            for (; t + TILE_ROWS <= n_rows; t += TILE_ROWS) {
+                const Rows &tile = take_at(t);
+                run_chain<TILE_ROWS>(tile, 0, t, ran, [&] {
+                    write(ran, t - TILE_ROWS, t > 0);
+                    if constexpr (FEW == 0) {
+                        fill_rows();
+                    }
+                    if (!APPEND) {
+                        log_keys(tile, t, TILE_ROWS);
+                    }
+                });
+            }
+            if (t > 0) {
+                write(ran, t - TILE_ROWS, true);
+            }
         }
         if (t < n_rows) {
-            const Tile<S> &tile = take_at(t);
-            fill_rows();
+            const Rows &tile = take_rows(t);
             if (!APPEND) {
                 log_keys(tile, t, n_rows - t);
             }
@@ -311,9 +355,20 @@ template <int S, bool APPEND> struct Worker {
             }
         }
     }
+    // Takes the tile of row t, and has the one behind those that are on their way filled.
+    __device__ const Rows &take_rows(int t) {
+        const Rows &tile = take_at(t);
+        if constexpr (FEW == 0) {
+            fill_rows();
+        }
+        return tile;
+    }
     // Takes the tile of row t.
-    __device__ const Tile<S> &take_at(int t) {
-        const Tile<S> &tile = take();
+    __device__ const Rows &take_at(int t) {
+        if constexpr (FEW > 0) {
+            return sh.tile[t / TILE_ROWS];
+        }
+        const Rows &tile = take();
         if (APPEND && t > 0 && t % L::THREADS == 0) {
             read_rows(t);
             __syncthreads();
@@ -330,10 +385,9 @@ template <int S, bool APPEND> struct Worker {
         }
     }
 
-    // Moves `item` on to the block's next one, and returns false where it has none.
-    __device__ bool run(Item &item) {
-        const bool fresh = sh.ctl.seq.fresh;
-        if (fresh) {
+    // Has the committed state in registers.
+    __device__ void begin() {
+        if (sh.ctl.seq.fresh) {
             part = {};
         } else {
             load();
@@ -342,13 +396,24 @@ template <int S, bool APPEND> struct Worker {
         out_to = a.out + int64_t(row0 + mine) * a.row_values + column;
         delta_to = log + a.delta + mine * a.row_values + column;
         key_to = log + a.key[bank ^ 1] + h * S + tid / (S / 4) * a.key_row + tid % (S / 4) * 4;
+    }
+    // Stores the committed state where the next step will not find the sequence fresh, nor its rows pending.
+    __device__ void store_committed() const {
+        if (sh.ctl.seq.fresh || n_pending > 0) {
+            store();
+        }
+    }
+
+    // Moves `item` on to the block's next one, and returns false where it has none.
+    __device__ bool run(Item &item) {
+        begin();
         run_pending();
         wait_for_previous(); // it waits for the rows; what the step found in the caches is there
         for (int i = 0; i < STAGES - 1; i++) {
             fill_rows();
         }
-        if (!APPEND && (fresh || n_pending > 0)) {
-            store(); // the next step will not find the sequence fresh, nor these rows pending
+        if (!APPEND) {
+            store_committed();
         }
         const bool tree = uniform(__syncthreads_or(read_rows(0))) && !APPEND;
         if (tree) {

@@ -130,6 +130,16 @@ struct DeltaArgs {
     float *out; // [T][Hv*S]
 };
 
+// deltanet_layer does conv_parts and the delta rule of its results in a verify. Of few rows of one sequence it is one launch,
+// with the same bits, and the conv's results, alpha and beta stay in it.
+constexpr int DELTA_LAYER_ROWS = 2; // of more rows it is slower than two
+constexpr int64_t DELTA_TURN_BYTES = 256;
+struct DeltaLayerArgs {
+    ConvPartsArgs conv;
+    DeltaArgs delta;
+    void *turns; // [DELTA_TURN_BYTES], zero between launches; launches that may run at once need their own
+};
+
 // Returns the bytes of scratch that deltanet_chunks wants, aligned to 16. 0 means that it does not do heads
 // of this S (it does 64 and 128).
 int64_t deltanet_chunks_scratch(const DeltaShape &shape);
@@ -395,6 +405,8 @@ namespace cuda {
 int conv(const ConvArgs &args, void *stream);
 int conv_parts(const ConvPartsArgs &args, void *stream);
 int deltanet(const DeltaArgs &args, void *stream);
+int deltanet_layer(const DeltaLayerArgs &args, void *stream);
+bool deltanet_with_conv(const DeltaShape &shape); // it says whether deltanet_layer is one launch
 // It takes DELTA_APPEND, for long prefills.
 int deltanet_chunks(const DeltaArgs &args, void *scratch, void *stream);
 int norm_rope(const NormRopeArgs &args, void *stream);

@@ -5,10 +5,9 @@
 #pragma once
 
 #include "rowmm_layout.h"
+#include "warp.cuh"
 
 namespace luce {
-
-constexpr int WARP = 32;
 
 template <int BITS> struct Fields {
     static constexpr int BYTES = FRAGMENT * CHUNK * BITS / 8;

@@ -12,6 +12,7 @@ template <int V> struct LaneParts {
     int count;
     int64_t step; // the next part lies so many float4 further
 
+    LaneParts() = default;
     // This may run before the launch that leaves them has ended. `n` is the first value's index, a multiple
     // of 4 * V below the weight's N.
     __device__ LaneParts(const RowmmParts &p, int weight, int row, int64_t n) {
@@ -34,6 +35,8 @@ template <int V> struct LaneParts {
         other.first += at_row(p, row) - at_row(p, made_for);
         return other;
     }
+    // Moves on by so many rows within a set of parts.
+    __device__ void skip_rows(int rows) { first += rows * (TILE / 4); }
     // Finds the range of a unit. Ranges are about equally long, so it is nearly where it would be if they were: two
     // guesses by the mean come next to it, and a search by halves would wait for nine values in turn.
     static __device__ int range_of(const RowmmParts &p, int unit) {

@@ -311,17 +311,27 @@ int moe_op(const ggml_tensor *dst, void *stream) {
     return LAUNCH(dst, stream, moe_params(dst));
 }
 
-int conv_parts_op(const ggml_tensor *dst, void *stream) {
+int deltanet_parts_op(const ggml_tensor *dst, void *stream) {
     const RowmmArgs launch = parts_launch(dst->src[0]);
-    ConvPartsArgs a{conv_args(dst), &launch, {}};
-    a.shape.T = launch.T;
-    a.x = nullptr;
-    float *out = a.out + a.shape.conv_dim() * a.shape.T;
-    for (int i = 0; i < 3; i++) {
-        a.others[i] = out;
-        out += launch.weights[i + 1].N * launch.T;
+    const ggml_tensor *scratch = dst->src[8];
+    DeltaShape shape = delta_shape(dst);
+    shape.T = launch.T;
+    float *results[5]; // the delta rule's, then z, beta and alpha, then the conv's
+    float *at = data<float>(dst);
+    for (int i = 0; i < 5; i++) {
+        results[i] = at;
+        at += launch.weights[i == 0 ? 1 : i % 4].N * shape.T;
     }
-    return cuda::conv_parts(a, stream);
+    float *log = data<float>(dst->src[3]);
+    const StepCtl *control = ctl(dst->src[4]);
+    return cuda::deltanet_layer(
+        {{{shape, nullptr, data<float>(dst->src[1]), data<float>(dst->src[2]), log, control, results[4]},
+          &launch,
+          {results[1], results[2], results[3]}},
+         {shape, results[4], results[3], results[2], data<float>(dst->src[5]), data<float>(dst->src[6]),
+          data<float>(dst->src[7]), log, control, results[0]},
+         data<uint8_t>(scratch) + scratch->ne[0] - MOE_COUNTER_BYTES - DELTA_TURN_BYTES},
+        stream);
 }
 
 template <RowmmInput KIND> int pack_op(const ggml_tensor *dst, void *stream) {
@@ -362,7 +372,7 @@ const CustomOp OPS[] = {
     {"rowmm", "xP xS mK,A mK,B? mK,C? mK,D? > A", nullptr, rowmm_op},
     {"rowmm_add", "xP xS A,T mK,A > A", nullptr, rowmm_op},
     {"rowmm_parts", "xP mK,A mK,B? mK,C? mK,D? > A", nullptr, rowmm_parts_op},
-    {"deltanet_conv_parts", "xP 4,C C,3,s* l,q* ctl > C", nullptr, conv_parts_op},
+    {"deltanet_parts", "xP 4,C C,3,s* l,q* ctl h h S,S,h,s* xS* > C", nullptr, deltanet_parts_op},
     {"choose_draft", "xP ctl i2,d* i2,d* E,T E E,h* iT mE,V > 5372,T", nullptr,
      [](const ggml_tensor *dst, void *stream) { return choose_draft_op(dst, stream, real(dst, 0)); }},
     {"nextn_pack", "iT i2,d mE,V E,n iT E E > 1", nullptr,

@@ -34,8 +34,8 @@
 // rowmm           packed{bytes} scratch{bytes}* 1 to 4 packed weights{K,N}: side by side   T normed eps -> {sum of N*T}
 // rowmm_add       packed{bytes} scratch{bytes}* residual{N,T} packed weight{K,N}           the same -> {N*T}
 // rowmm_parts     packed{bytes} 1 to 4 packed weights{K,N}                                 the same -> {parts}
-// deltanet_conv_parts  parts of qkv, z, beta, alpha; w window* log* ctl as deltanet_conv     its params
-//                     -> {C*T, then z{Hv*S,T}, beta{Hv,T}, alpha{Hv,T}}
+// deltanet_parts  parts of qkv, z, beta, alpha; w window* log* ctl as deltanet_conv; dt a state* as deltanet; scratch{bytes}*
+//                     its params -> {Hv*S*T, then z{Hv*S,T}, then scratch}: deltanet_conv and deltanet
 // nextn_pack      e{E,T} hidden{E,n} hidden_from{T} e_norm{E} h_norm{E}                    eps -> i8{bytes} of {2*E,T}
 // keep_hidden     x{E,T} norm{E} hidden{E,n}* i64 hidden_to{T}                             eps -> i32{1}
 // choose_draft    parts of logits{n,T}; ctl drafts* given* as choose; x{E,T} norm hidden* hidden_to as keep_hidden; the

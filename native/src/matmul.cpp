@@ -260,31 +260,35 @@ ggml_tensor *matmul_parts([[maybe_unused]] const StepBuild &b, [[maybe_unused]] 
 DeltaInputs delta_inputs(const StepBuild &b, const MatmulInput &x, const DeltaNet &w, const DeltaState &state,
                          const std::vector<int32_t> &params) {
     const int64_t C = w.shape.conv_dim(), T = x.T;
-    const std::vector<ggml_tensor *> weights = {w.qkv, w.gate, w.beta, w.alpha};
-#ifdef LUCE_USE_CUDA
-    if (w.shape.state_size == 128 && leaves_parts(b, weights)) {
-        ggml_tensor *args[] = {add_parts(b, weights, x), w.conv, state.window, state.log, b.in.ctl};
-        int64_t n = 0;
-        for (const ggml_tensor *weight : weights) {
-            n += weight->ne[1] * T;
-        }
-        ggml_tensor *y = add_op(b.ctx, *find_op("deltanet_conv_parts"), GGML_TYPE_F32, n, 1, args, 5,
-                                params.data(), int(params.size()));
-        ggml_tensor *views[4];
-        size_t offset = 0;
-        for (size_t i = 0; i < 4; i++) {
-            const size_t row = size_t(weights[i]->ne[1]) * sizeof(float);
-            views[i] = ggml_view_2d(b.ctx, y, weights[i]->ne[1], T, row, offset);
-            offset += row * size_t(T);
-        }
-        return {views[0], views[1], views[2], views[3]};
-    }
-#endif
-    const auto y = matmuls(b, weights, x);
+    const auto y = matmuls(b, {w.qkv, w.gate, w.beta, w.alpha}, x);
     ggml_tensor *args[] = {y[0], w.conv, state.window, state.log, b.in.ctl};
     ggml_tensor *qkv = add_op(b.ctx, *find_op("deltanet_conv"), GGML_TYPE_F32, C, T, args, 5, params.data(),
                               int(params.size()));
     return {qkv, y[1], y[2], y[3]};
+}
+
+DeltaOutputs delta_of_parts(const StepBuild &b, const MatmulInput &x, const DeltaNet &w,
+                            const DeltaState &state, const std::vector<int32_t> &params) {
+#ifdef LUCE_USE_CUDA
+    const std::vector<ggml_tensor *> weights = {w.qkv, w.gate, w.beta, w.alpha};
+    if (w.shape.state_size == 128 && leaves_parts(b, weights)) {
+        const int64_t T = x.T, K = w.gate->ne[1];
+        int64_t n = K * T;
+        for (const ggml_tensor *weight : weights) {
+            n += weight->ne[1] * T;
+        }
+        ggml_tensor *args[] = {
+            add_parts(b, weights, x), w.conv, state.window, state.log, b.in.ctl, w.dt, w.a, state.state,
+            b.cache.rowmm_scratch()};
+        ggml_tensor *y = add_op(b.ctx, *find_op("deltanet_parts"), GGML_TYPE_F32, n, 1, args, 9,
+                                params.data(), int(params.size()));
+        const size_t row = size_t(K) * sizeof(float);
+        return {ggml_view_2d(b.ctx, y, K, T, row, 0), ggml_view_2d(b.ctx, y, K, T, row, row * size_t(T))};
+    }
+#else
+    (void) b, (void) x, (void) w, (void) state, (void) params;
+#endif
+    return {};
 }
 
 Heads heads_of_parts(const StepBuild &b, const MatmulInput &x, const Attention &w, const KvLayer &kv,

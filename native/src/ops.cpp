@@ -249,6 +249,9 @@ Stream deltanet(const StepBuild &b, const Stream &s, const DeltaNet &w, const De
     const int32_t mode = b.prefill() ? DELTA_APPEND : DELTA_VERIFY;
     const std::vector<int32_t> params = {
         int32_t(p.n_rows), int32_t(p.n_sequences), int32_t(w.shape.n_k_heads), int32_t(Hv), int32_t(S), mode};
+    if (const DeltaOutputs of = delta_of_parts(b, s.normed, w, state, params); of.o != nullptr) {
+        return matmul_add(b, w.out, gated_heads(of.o, w.norm, of.z, next.eps), s.x, next);
+    }
     const DeltaInputs in = delta_inputs(b, s.normed, w, state, params);
     ggml_tensor *args[] = {in.qkv, in.alpha, in.beta, w.dt, w.a, state.state, state.log, b.in.ctl};
     const int64_t room = chunks_room(b, w.shape, T);

@@ -4,9 +4,10 @@
 // What a layer of a step launches on a GPU with luce's own matmul, and what is fused there. A launch ends where each value
 // needs all of the launch before, or another grid; all are dependent launches (overlap.cuh), so that a matmul fills its
 // rings with weights while the small kernel ahead of it runs.
-//   DeltaNet (10)        qkv z beta alpha    rowmm_parts           one pass over x; its results stay partial sums
-//                        conv                deltanet_conv_parts   adds them up; SiLU, l2 norms, window and log
-//                        delta rule          deltanet              decay and beta from alpha and b, log
+//   DeltaNet (9)         qkv z beta alpha    rowmm_parts           one pass over x; its results stay partial sums
+//                        conv, delta rule    deltanet_parts        adds them up; SiLU, l2 norms, window and log; decay and
+//                                                                  beta from alpha and b. Of 3 rows and more, or of several
+//                                                                  sequences, it is two kernels
 //                        gated norm          rowmm_pack_gated      RMS of a head * SiLU(z), packed to F16
 //                        out                 rowmm_parts
 //                        residual, norm      rowmm_parts_rms       adds the parts up; x, squares of x, packed x * w
@@ -169,6 +170,14 @@ struct DeltaInputs {
 };
 DeltaInputs delta_inputs(const StepBuild &b, const MatmulInput &x, const DeltaNet &w, const DeltaState &state,
                          const std::vector<int32_t> &params);
+
+// The gated delta rule's results, and what gates them, from the parts that luce's own matmul leaves of the projections; null
+// where it leaves none. params: of the op deltanet_conv.
+struct DeltaOutputs {
+    ggml_tensor *o = nullptr, *z = nullptr; // {Hv*S, T}
+};
+DeltaOutputs delta_of_parts(const StepBuild &b, const MatmulInput &x, const DeltaNet &w,
+                            const DeltaState &state, const std::vector<int32_t> &params);
 
 // Looks up the embeddings of the step's tokens in a table {E, V} -> {E, T}.
 ggml_tensor *embed(const StepBuild &b, ggml_tensor *table);

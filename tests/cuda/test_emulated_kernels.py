@@ -94,6 +94,10 @@ CHECKED = {
     "attention_block_check.cu": ("check_attention_block(false)", ["attention_block.cu", "kv_pages.cu"]),
     "kv_pages_check.cu": ("check_kv_pages(false)", ["kv_pages.cu"]),
     "deltanet_check.cu": ("check_deltanet_rows(), lay_out_deltanet()", ["deltanet.cu", "deltanet_conv.cu"]),
+    "deltanet_layer_check.cu": (
+        "check_deltanet_layer(false)",
+        ["deltanet.cu", "deltanet_conv.cu", "deltanet_layer.cu", "rowmm.cu", "rowmm_permute.cu"],
+    ),
     "pack_check.cu": (
         "check_pack(false)",
         ["rowmm.cu", "rowmm_pack.cu", "rowmm_permute.cu", "deltanet_conv.cu"],

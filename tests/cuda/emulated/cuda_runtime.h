@@ -298,6 +298,11 @@ template <typename T> T atomicOr(T *p, T x) {
     *p |= x;
     return before;
 }
+inline uint32_t atomicInc(uint32_t *p, uint32_t most) {
+    const uint32_t before = *p;
+    *p = before >= most ? 0 : before + 1;
+    return before;
+}
 template <typename T> T atomicAdd(T *p, T x) {
     const T before = *p;
     *p += x;
