@@ -87,13 +87,12 @@ __device__ __forceinline__ void run_team(const RowmmParams &p, uint8_t *shared, 
         rings.init();
     }
     __syncthreads();
-    const int unit = p.first[range], segment = segment_at(p, unit);
-    const Walk begin{p, segment, unit - p.segments[segment].first_unit, p.first[range + 1] - unit};
+    const int first = p.first[range], units = p.first[range + 1] - first;
     if (threadIdx.x < S::WARPS * WARP) {
         const int warp = threadIdx.x / WARP, C = rings.columns;
         Rows rows = {};
         if (warp < S::STAGES && threadIdx.x % WARP < COPY_LANES) {
-            rows = Filler<S>(p, rings, begin).first_rows(warp);
+            rows = first_rows(p, first, units, warp, C);
             announce(rows, rings.stage_full(warp), C);
         }
         int tile = first_tile(p, range);
@@ -106,7 +105,7 @@ __device__ __forceinline__ void run_team(const RowmmParams &p, uint8_t *shared, 
         Taker<S> ring{rings};
         take_range<NT, WIDE>(p, ring, range, tile, scales);
     } else if (threadIdx.x % WARP < COPY_LANES) {
-        Filler<S> filler(p, rings, begin);
+        Filler<S> filler(p, rings, first, units);
         filler.fetch_first_weights();
         filler.go_on();
     }

@@ -93,8 +93,12 @@ constexpr ROWMM_BOTH int chunk_weight_bytes(int type) {
         default: return 0;
     }
 }
+// A chunk has 2^unit_shift() units.
+constexpr ROWMM_BOTH int unit_shift(int type) {
+    return type == TYPE_F32 ? 3 : is_float_type(type) ? 2 : 0;
+}
 constexpr ROWMM_BOTH int units_of_chunk(int type) {
-    return type == TYPE_F32 ? 8 : is_float_type(type) ? 4 : 1;
+    return 1 << unit_shift(type);
 }
 // Returns the bytes of a fragment, which has 16 outputs of one unit.
 constexpr ROWMM_BOTH int fragment_bytes(int type) {

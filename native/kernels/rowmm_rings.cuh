@@ -110,27 +110,58 @@ __device__ __forceinline__ int segment_at(const RowmmParams &p, int unit) {
     return segment;
 }
 
-// Begins to copy unit `unit` of a matrix to a slot.
-__device__ __forceinline__ void copy_unit(const RowmmSegment &s, int unit, uint32_t barrier, uint8_t *slot) {
-    const int wide = min(unit, s.whole_units), bytes = s.fragment_bytes * FRAGMENTS;
-    const int narrow = s.fragment_bytes * s.last_fragments, size = unit < s.whole_units ? bytes : narrow;
-    const uint8_t *from = s.packed + int64_t(wide) * bytes + int64_t(unit - wide) * narrow;
-    copies_begin(barrier, size);
-    copy_to_shared(shared_address(slot), from, size, barrier, false);
-    copies_end(barrier);
-}
+// Walks over the weights of a range's units. One lane fills a ring, so that all it finds anew for a unit delays the unit:
+// nothing is divided, and a matrix's sizes stay in registers.
+struct WeightsWalk {
+    const RowmmParams &p;
+    int segment, unit, left; // `unit` counts in the segment, and `left` counts in the range
+    int n_units, whole_units, bytes,
+        narrow_bytes; // the segment's, and those of a whole unit and of a narrower one
+    const uint8_t *from;
+
+    // Begins with unit `first` of the launch.
+    __device__ WeightsWalk(const RowmmParams &params, int first, int units)
+        : p(params), segment(segment_at(params, first)), left(units) {
+        enter();
+        unit = first - p.segments[segment].first_unit;
+        const int wide = min(unit, whole_units);
+        from += int64_t(wide) * bytes + int64_t(unit - wide) * narrow_bytes;
+    }
+    __device__ void enter() {
+        const RowmmSegment &s = p.segments[segment];
+        n_units = s.n_units;
+        whole_units = s.whole_units;
+        bytes = s.fragment_bytes * FRAGMENTS;
+        narrow_bytes = s.fragment_bytes * s.last_fragments;
+        from = s.packed;
+        unit = 0;
+    }
+    // Begins to copy the unit to a slot, and goes to the next.
+    __device__ void copy(uint32_t barrier, const uint8_t *slot) {
+        const int size = unit < whole_units ? bytes : narrow_bytes;
+        copies_begin(barrier, size);
+        copy_to_shared(shared_address(slot), from, size, barrier, false);
+        copies_end(barrier);
+        from += size;
+        left--;
+        if (++unit == n_units && left > 0) {
+            segment++;
+            enter();
+        }
+    }
+};
 
 // Says what is copied of the activations of a unit.
 struct Rows {
     const uint8_t *values, *tail;
     int bytes; // `values` has so many; 0 says that there is nothing to copy
 };
-__device__ __forceinline__ Rows rows_of_unit(const RowmmParams &p, const RowmmSegment &s, int unit, int C) {
-    const int units = units_of_chunk(s.type), k = unit % s.units_k;
-    const uint8_t *chunk = p.x + int64_t(k / units) * chunk_bytes(C);
+// Returns those of the unit at k of a tile's, where a chunk has 2^shift units.
+__device__ __forceinline__ Rows rows_at(const RowmmParams &p, int k, int shift, int C) {
+    const uint8_t *chunk = p.x + int64_t(k >> shift) * chunk_bytes(C);
     // These are the bytes of a unit's groups of 16 bytes, two steps each.
-    const int bytes = 8 / units * C * 64;
-    return {chunk + k % units * bytes, chunk + chunk_sums(C), bytes};
+    const int bytes = chunk_sums(C) >> shift;
+    return {chunk + (k & ((1 << shift) - 1)) * bytes, chunk + chunk_sums(C), bytes};
 }
 // Tells a stage's barrier of rows to come. None of their bytes need to be there yet.
 __device__ __forceinline__ void announce(const Rows &r, uint32_t barrier, int C) {
@@ -138,34 +169,46 @@ __device__ __forceinline__ void announce(const Rows &r, uint32_t barrier, int C)
         copies_begin(barrier, r.bytes + chunk_tail(C));
     }
 }
-// Begins to copy rows that are announced.
+// Begins to copy rows that are announced. Those of a whole chunk lie ahead of its tail.
 __device__ __forceinline__ void copy(const Rows &r, uint32_t barrier, uint8_t *stage, int C) {
     if (r.bytes > 0) {
         const uint32_t to = shared_address(stage);
-        copy_to_shared(to, r.values, r.bytes, barrier, true);
-        copy_to_shared(to + chunk_sums(C), r.tail, chunk_tail(C), barrier, true);
+        const bool whole = r.bytes == chunk_sums(C);
+        copy_to_shared(to, r.values, whole ? chunk_bytes(C) : r.bytes, barrier, true);
+        if (!whole) {
+            copy_to_shared(to + chunk_sums(C), r.tail, chunk_tail(C), barrier, true);
+        }
         copies_end(barrier);
     }
 }
-// Begins to copy the activations of unit `unit` of a matrix to a stage.
-__device__ __forceinline__ void copy_rows(const RowmmParams &p, const RowmmSegment &s, int unit,
-                                          uint32_t barrier, uint8_t *stage, int C) {
-    const Rows r = rows_of_unit(p, s, unit, C);
-    announce(r, barrier, C);
-    copy(r, barrier, stage, C);
-}
 
-// Walks over the units of a range.
-struct Walk {
+// Walks over the activations of a range's units.
+struct RowsWalk {
     const RowmmParams &p;
     int segment, unit, left; // `unit` counts in the segment, and `left` counts in the range
+    int k, units_k, n_units, shift; // the unit's place in its tile; the rest is of the segment
 
-    __device__ const RowmmSegment &of() const { return p.segments[segment]; }
+    // Begins with unit `first` of the launch.
+    __device__ RowsWalk(const RowmmParams &params, int first, int units)
+        : p(params), segment(segment_at(params, first)), left(units) {
+        enter();
+        unit = first - p.segments[segment].first_unit;
+        k = unit % units_k;
+    }
+    __device__ void enter() {
+        const RowmmSegment &s = p.segments[segment];
+        units_k = s.units_k;
+        n_units = s.n_units;
+        shift = unit_shift(s.type);
+        unit = k = 0;
+    }
+    __device__ Rows rows(int C) const { return rows_at(p, k, shift, C); }
     __device__ void next() {
         left--;
-        if (++unit == of().n_units && left > 0) {
+        k = k + 1 == units_k ? 0 : k + 1;
+        if (++unit == n_units && left > 0) {
             segment++;
-            unit = 0;
+            enter();
         }
     }
 };
@@ -173,30 +216,41 @@ struct Walk {
 // A block has so many units of weights in flight before the launch ahead has ended.
 constexpr int IN_FLIGHT = 1;
 
+// Returns the rows of stage `warp` of those that a range begins with. Takers fetch them, since they know first when these
+// are there.
+__device__ __forceinline__ Rows first_rows(const RowmmParams &p, int first, int units, int warp, int C) {
+    RowsWalk rows(p, first, units);
+    for (int i = 0; i < warp && rows.left > 0; i++) {
+        rows.next();
+    }
+    return rows.left == 0 ? Rows{} : rows.rows(C);
+}
+
 // Does what the last warp does. A slot of weights is free when the stage of the same unit is.
 template <typename S> struct Filler {
     const RowmmParams &p;
     const Rings<S> &rings;
-    Walk weights, rows;
-    Place slot, stage, freed;
+    WeightsWalk weights;
+    RowsWalk rows;
+    Place slot, stage;
 
-    __device__ Filler(const RowmmParams &params, const Rings<S> &r, const Walk &begin)
-        : p(params), rings(r), weights(begin), rows(begin) {}
+    // Begins with unit `first` of the launch.
+    __device__ Filler(const RowmmParams &params, const Rings<S> &r, int first, int units)
+        : p(params), rings(r), weights(params, first, units), rows(params, first, units) {}
 
     __device__ void fetch_weights() {
-        if (weights.left == 0) {
-            return;
+        if (weights.left > 0) {
+            weights.copy(rings.slot_full(slot.i), rings.slot(slot.i));
+            slot.next(rings.slots);
         }
-        copy_unit(weights.of(), weights.unit, rings.slot_full(slot.i), rings.slot(slot.i));
-        slot.next(rings.slots);
-        weights.next();
     }
     __device__ void fetch_rows() {
-        if (rows.left == 0) {
-            return;
+        if (rows.left > 0) {
+            const Rows r = rows.rows(rings.columns);
+            announce(r, rings.stage_full(stage.i), rings.columns);
+            copy(r, rings.stage_full(stage.i), rings.stage(stage.i), rings.columns);
+            rows.next();
         }
-        copy_rows(p, rows.of(), rows.unit, rings.stage_full(stage.i), rings.stage(stage.i), rings.columns);
-        skip_rows();
     }
     // First come the first weights, which do not depend on what runs before this launch. Few are on their way
     // at once, for memory has to answer the launch ahead at the same time.
@@ -208,26 +262,14 @@ template <typename S> struct Filler {
             fetch_weights();
         }
     }
-    // Takers fetch the first rows, since they know first when these are there: warp i those of stage i.
-    __device__ Rows first_rows(int warp) {
-        for (int i = 0; i < warp && rows.left > 0; i++) {
-            skip_rows();
-        }
-        return rows.left == 0 ? Rows{} : rows_of_unit(p, rows.of(), rows.unit, rings.columns);
-    }
-    __device__ void skip_rows() {
-        stage.next(S::STAGES);
-        rows.next();
-    }
-    // Fetches all else.
+    // Fetches all else. A stage that is left has the next rows that are not there, since takers fetch the first.
     __device__ void go_on() {
-        wait_for_previous();
         for (int i = 0; i < S::STAGES && rows.left > 0; i++) {
-            skip_rows();
+            rows.next();
         }
-        while (rows.left > 0 || weights.left > 0) {
-            barrier_wait(rings.stage_free(freed.i), freed.parity);
-            freed.next(S::STAGES);
+        wait_for_previous();
+        for (; rows.left > 0 || weights.left > 0; stage.next(S::STAGES)) {
+            barrier_wait(rings.stage_free(stage.i), stage.parity);
             fetch_weights();
             fetch_rows();
         }

@@ -66,17 +66,15 @@ template <typename S> struct TeamFiller {
     // Fills a team's slots.
     __device__ void fill_weights(int team) const {
         const int half = rings.slots >> 1, from = plan.first[team], units = plan.units[team];
-        const int segment = segment_at(p, from);
-        Walk walk{p, segment, from - p.segments[segment].first_unit, units};
+        WeightsWalk walk(p, from, units);
         Place slot;
         for (int i = 0; i < units; i++) {
             const int place = team * half + slot.i;
             if (i >= half) {
                 barrier_wait(rings.slot_free(place), slot.parity ^ 1);
             }
-            copy_unit(walk.of(), walk.unit, rings.slot_full(place), rings.slot(place));
+            walk.copy(rings.slot_full(place), rings.slot(place));
             slot.next(half);
-            walk.next();
         }
     }
     __device__ Rows rows_of_stage(int i) const {
@@ -86,7 +84,7 @@ template <typename S> struct TeamFiller {
         const TeamUnit u = plan.of_stage(i);
         const int from = plan.first[u.team] + u.unit;
         const RowmmSegment &s = p.segments[segment_at(p, from)];
-        return rows_of_unit(p, s, from - s.first_unit, rings.columns);
+        return rows_at(p, (from - s.first_unit) % s.units_k, unit_shift(s.type), rings.columns);
     }
     // Lane i < STAGES announces the rows of stage i, and copies them when they are there.
     __device__ void fill_first_rows(int i) const {
