@@ -10,87 +10,100 @@ from operator import mul
 from luce.drafting import Drafter
 
 NEXT_BEST = 8  # So many ranks of a draft's candidates are learned.
-# What was learned keeps this weight with each round, and with each text, so that about 33 count.
-FORGET = 0.97
+FORGET = 0.97  # What was learned of lookups keeps this weight with each trial, and with each text.
 KNOWN = 8.0  # At the start of a text, earlier ones are worth at most so many trials (bench/auto_by_costs.py).
 
 
 class Acceptance:
     """This is what is learned of one drafter. At each depth it is the share of right drafts among those that
-    follow right ones, and the share of each next best candidate."""
+    follow right ones. Of wrong drafts it is how often each next best candidate is right instead, which is
+    much the same at all depths (it is so of the model in the box), so that all of them count together."""
 
     HOPE = 0.95  # It is the chance at the first depth before any trial: who does not hope does not try.
     HOPE_WEIGHT = 2.0  # The hope is worth so many trials.
-    NEXT_WEIGHT = 4.0  # The share of a depth is worth so many trials at the next one, since they are alike.
-    FADE = 0.985  # A trial keeps this weight in a round without drafts, so that a text that changed is tried.
+    NEXT_WEIGHT = 8.0  # The share of a depth is worth so many trials at the next one, since they are alike.
+    # A next best candidate is taken to be right so often where those before it are not, before any trial, and
+    # that is worth so many trials.
+    BEST_HOPE, BEST_WEIGHT = 0.4, 1.0
+    FORGET = 0.975  # A trial keeps this weight with each round, and with each text, so that about 40 count.
+    FADE = 0.985  # A trial keeps this weight in a round that has none, so that a text that changed is tried.
 
     def __init__(self, depths: int, ranks: int = 1, known: Acceptance | None = None):
         """Starts from what is `known`, which learns along."""
         self.ranks, self._known = ranks, known
-        self._weight = 1.0  # One of the trials and hits counts so much, so that all fade at once.
-        self._trials = [0.0] * depths
-        # Hits are counted by depth and rank; rank 0 is the draft itself.
-        self._hits = [[0.0] * ranks for _ in range(depths)]
+        # One of the trials and hits counts so much, so that all fade at once; one of the wrong drafts too.
+        self._weight = self._wrong_weight = 1.0
+        self._trials, self._hits = [0.0] * depths, [0.0] * depths
+        # The first one counts the wrong drafts whose candidates were seen, and the others those of which the
+        # candidate of that rank was right.
+        self._wrong = [0.0] * ranks
         if known:
-            known.fade(FORGET)
+            known._weight *= self.FORGET
+            known._wrong_weight *= self.FORGET
             known._settle()
             parts = [min(1.0, KNOWN / trials) if trials else 0.0 for trials in known._trials]
             self._trials = [part * trials for part, trials in zip(parts, known._trials, strict=True)]
-            self._hits = [[part * x for x in hits] for part, hits in zip(parts, known._hits, strict=True)]
-
-    def fade(self, keep: float) -> None:
-        """Leaves that part of the weight to all that was learned."""
-        self._weight *= keep
+            self._hits = [part * hits for part, hits in zip(parts, known._hits, strict=True)]
+            seen = known._wrong[0]
+            self._wrong = [min(1.0, KNOWN / seen) * x for x in known._wrong] if seen else self._wrong
 
     def skip(self) -> None:
         """Learns from a round without drafts, which shows nothing."""
         self._weight *= self.FADE
+        self._wrong_weight *= self.FADE
 
     def _settle(self) -> None:
-        """Counts trials and hits by what they weigh, so that each counts 1 again."""
-        weight, self._weight = self._weight, 1.0
+        """Counts all by what it weighs, so that each trial counts 1 again."""
+        weight, wrong, self._weight, self._wrong_weight = self._weight, self._wrong_weight, 1.0, 1.0
         self._trials = [weight * x for x in self._trials]
-        self._hits = [[weight * x for x in hits] for hits in self._hits]
+        self._hits = [weight * x for x in self._hits]
+        self._wrong = [wrong * x for x in self._wrong]
 
     def add(self, drafted: int, right: int, rank: int | None = None) -> None:
         """Learns from a round: each depth up to the first wrong draft is one trial. `rank` is that of the
-        target's own token among the candidates there; None means that it is none of them."""
+        target's own token among the candidates there, or `ranks` where it is none of them. None means that
+        this is not known."""
         if not drafted:
             return self.skip()
-        self.fade(FORGET)
+        self._weight *= self.FORGET
+        self._wrong_weight *= self.FADE if rank is None else self.FORGET
         self._count(drafted, right, rank)
         if self._known:
             self._known._count(drafted, right, rank)
 
     def _count(self, drafted: int, right: int, rank: int | None) -> None:
-        if self._weight < 1e-3:  # So what is divided by it stays small.
+        if min(self._weight, self._wrong_weight) < 1e-3:  # So what is divided by it stays small.
             self._settle()
         one = 1 / self._weight
         for depth in range(min(right + 1, drafted)):
             self._trials[depth] += one
-            if depth < right:
-                self._hits[depth][0] += one
-            elif rank is not None and 0 < rank < len(self._hits[depth]):
-                self._hits[depth][rank] += one
+        for depth in range(min(right, drafted)):
+            self._hits[depth] += one
+        if rank is not None:
+            one = 1 / self._wrong_weight
+            self._wrong[0] += one
+            if 0 < rank < len(self._wrong):
+                self._wrong[rank] += one
 
     def shares(self, n: int) -> Iterator[float]:
         """Yields the share of right drafts at each depth 1 .. n."""
-        share, hope, weight = self.HOPE, self.HOPE_WEIGHT, self._weight
-        for depth in range(n):
-            share = (self._hits[depth][0] * weight + hope * share) / (self._trials[depth] * weight + hope)
+        weight, share, hope = self._weight, self.HOPE, self.HOPE_WEIGHT
+        for hits, trials in zip(self._hits[:n], self._trials, strict=False):
+            share = (hits * weight + hope * share) / (trials * weight + hope)
             hope = self.NEXT_WEIGHT
             yield share
 
     def leaves(self, n: int, covered: float = 1.0) -> list[float]:
         """Returns the chances of the next best candidates beside a chain of n drafts, best first, where the
-        share `covered` of the tokens can be drafted. Before any trial, each is expected to be right in half
-        of the cases in which those before it are not."""
-        found, before, weight, worth = [], 1.0, self._weight, self.HOPE_WEIGHT
-        for depth, share in enumerate(self.shares(n)):
-            rest, each = 1 - share, covered * before / (self._trials[depth] * weight + worth)
-            for hits in self._hits[depth][1:]:
-                rest /= 2
-                found.append(each * (hits * weight + worth * rest))
+        share `covered` of the tokens can be drafted."""
+        weight, worth, rest = self._wrong_weight, self.BEST_WEIGHT, 1.0
+        all_wrong, chances = self._wrong[0] * weight + worth, list[float]()
+        for right in self._wrong[1:]:
+            chances.append((right * weight + worth * rest * self.BEST_HOPE) / all_wrong)
+            rest *= 1 - self.BEST_HOPE
+        found, before = list[float](), covered
+        for share in self.shares(n):
+            found += [before * (1 - share) * chance for chance in chances]
             before *= covered * share
         found.sort(reverse=True)
         return found

@@ -34,6 +34,11 @@ class Draft:
         return self.on_device or len(self.tokens)
 
     @property
+    def depth(self) -> int:
+        """Returns the depth of the deepest candidate."""
+        return self.size if self.parents is None else max(self.depths)
+
+    @property
     def depths(self) -> list[int]:
         """Returns the depth of each candidate: 1 for a child of the anchor, 2 for a child of that one."""
         if self.parents is None:
@@ -91,6 +96,10 @@ class DraftSource(Protocol):
     def learn(self, done: Round) -> None:
         """Tells how a round went, also one that had no candidates."""
 
+    def prepare(self) -> None:
+        """Says that there is time for what the next draft takes. It comes after learn(), and where the device
+        works beside the host, the round after the one that was learned has begun by then."""
+
 
 class Text(Protocol):
     """This is a sequence, as draft sources see it (_native.Sequence)."""
@@ -122,6 +131,9 @@ class TextLookup:
         return False
 
     def learn(self, done: Round) -> None:
+        pass
+
+    def prepare(self) -> None:
         pass
 
 
@@ -161,8 +173,8 @@ class Drafter:
 
     def shown(self, done: Round, n: int) -> tuple[int, int, int | None]:
         """Returns how many of the last n drafts show what the head is worth, how many of these were right
-        before the first wrong one, and at which rank of the candidates the target's own token stood there.
-        The rank is None where it is not known, or where the token is no candidate.
+        before the first wrong one, and at which rank of the candidates the target's own token stood there:
+        `ranks` where it is none of them. The rank is None where it is not known.
 
         The head chooses the same among all tokens and among a part of them as long as its choice is of the
         part. So a draft among the part is as good as one among all, but for a token that is not of the part:
@@ -178,7 +190,7 @@ class Drafter:
         for depth, token in enumerate(done.tokens[:n]):
             candidates = self._lists.at(depth)
             if token != candidates[0]:
-                return depth, candidates.index(token) if token in candidates else None
+                return depth, candidates.index(token) if token in candidates else self.ranks
         return min(len(done.tokens), n), None
 
 
@@ -202,4 +214,7 @@ class Fixed:
         return False
 
     def learn(self, done: Round) -> None:
+        pass
+
+    def prepare(self) -> None:
         pass

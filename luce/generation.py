@@ -244,6 +244,8 @@ class Generation:
             return State.VERIFY
         share: Share = self._share if ahead else (yield Turn())
         self._share = share
+        if not self._source:  # It failed after its last round, while this waited for its turn.
+            return State.VERIFY
         began, rows = self._clock(), min(share.rows, self._sizes.n_rows) - 1
         depth = min(room, self._budget - len(self._tokens) - 1)
         if min(rows, depth) > 0:
@@ -318,6 +320,7 @@ class Generation:
             yield partial(self._print, kept, count)
             return State.DRAFT
         count()
+        yield from self._prepared()
         return (yield from self._emit(kept, text, logprobs))
 
     # ---- tokens and text
@@ -332,7 +335,16 @@ class Generation:
         count()
         text = "".join(map(self._detokenizer.push, tokens))
         self._text.append(text)
-        return [Tokens(tuple(tokens), text)]
+        return [Tokens(tuple(tokens), text), *self._prepared()]
+
+    def _prepared(self) -> list[Event]:
+        """Gives the source time for its next draft, and says where that failed."""
+        try:
+            if self._source:
+                self._source.prepare()
+        except Exception as error:
+            return [self._dropped(error)]
+        return []
 
     def _take(self, tokens: list[int]) -> tuple[list[int], str]:
         """Returns the tokens up to the first that ends the text, and the text that is certain with them."""
@@ -379,6 +391,9 @@ class Generation:
         too."""
         if self.sequence.info.failed:
             raise error
+        return self._dropped(error)
+
+    def _dropped(self, error: Exception) -> Warned:
         self._source = None
         return Warned(f"{self._mode} drafting failed and is off: {error}")
 
@@ -397,5 +412,5 @@ def _require_within(draft: Draft, rows: int, depth: int) -> None:
     if not draft.size:
         return
     rows = max(rows, depth) if draft.grow else rows  # What it grows into is verified too.
-    if draft.size > rows or max(draft.depths, default=0) > depth:
-        raise ArgumentError(f"{draft.size} drafts to a depth of {max(draft.depths)}: {rows} to {depth} fit")
+    if draft.size > rows or draft.depth > depth:
+        raise ArgumentError(f"{draft.size} drafts to a depth of {draft.depth}: {rows} to {depth} fit")

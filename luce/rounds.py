@@ -49,6 +49,9 @@ class Plain:
     def learn(self, done: Round) -> None:
         self._source.learn(done)
 
+    def prepare(self) -> None:
+        self._source.prepare()
+
 
 def timed(
     engine: Engine,

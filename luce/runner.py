@@ -50,6 +50,25 @@ class Choice(NamedTuple):
 
 
 PLAIN = Choice()
+
+
+class Ready(NamedTuple):
+    """This is a choice that was made before its round, for a text without a lookup there: what bounds that
+    round, and the price of feeding the head."""
+
+    choice: Choice
+    limits: Limits
+    owed: float
+
+    def holds(self, limits: Limits, owed: float, most_lost: float) -> bool:
+        """Says whether the round is as expected, and may lose what the choice could."""
+        same = (limits.rows, limits.sequences) == (self.limits.rows, self.limits.sequences)
+        fits = self.choice.drafts <= limits.depth <= self.limits.depth
+        return same and fits and owed == self.owed and self.choice.price <= 1 + most_lost
+
+
+# What a round gave, and what it showed of a head: its name, and what Acceptance.add takes.
+Shown = tuple[tuple[int, ...], tuple[str, tuple[int, int, int | None]] | None]
 Fields = tuple[int, int | None, int, int, float, float]  # These are the fields of a Choice.
 
 
@@ -64,12 +83,14 @@ class Prices:
     """This is what rounds of so many sequences cost, where each does the same; the unit is a plain round of
     them, as plain decoding has it: begun ahead. `verify` has the price of a round that is begun after the
     last one, by the rows of each sequence, and `drafts` what 0, 1 .. drafts of each drafter add. `slopes` has
-    by drafts what each further one adds at least. `with_lookup` and `with_drafts` are the prices of the
-    cheapest rounds that verify a lookup, and drafts of a drafter."""
+    by drafts what each further one adds at least. `again` is what a round takes more whose drafts the host
+    has to see before it verifies: a tree, or drafts beside a lookup. `with_lookup` and `with_drafts` are the
+    prices of the cheapest rounds that verify a lookup, and drafts of a drafter."""
 
     def __init__(self, costs: Costs, drafters: Sequence[Drafter], sequences: int, host: Host = NO_WORK):
         plain, most = plain_round(costs, host, sequences), MAX_ROWS // max(sequences, 1)
         self.known = plain > 0
+        self.again = host.between / plain if plain else 0.0
         self.verify = [
             (costs.verify(max(rows, 1) * sequences) + host.between) / plain if plain else 1.0
             for rows in range(most + 1)
@@ -146,24 +167,32 @@ def best(
         tokens = alone
         for taken, chance in enumerate(lookup[: rows - n] if n else (), start=1):
             tokens += chance * (1 - chances[taken - 1]) if taken <= n else chance
-            price = verify[1 + n + taken] + drafting[n] + owed
+            price = verify[1 + n + taken] + drafting[n] + owed + prices.again
             if tokens > top * price and price <= bound:
                 top, found = tokens / price, (taken, index, n, 0, tokens, price)
         if found[1] == index and acceptance.ranks > 1:
-            top, found = _with_leaves(top, found, acceptance, verify, rows, bound)
+            again = 0.0 if found[0] else prices.again
+            top, found = _with_leaves(top, found, acceptance, verify, rows, bound, again)
     return Choice(*found) if top > MARGIN else PLAIN
 
 
 def _with_leaves(
-    top: float, found: Fields, acceptance: Learned, verify: Sequence[float], rows: int, bound: float
+    top: float,
+    found: Fields,
+    acceptance: Learned,
+    verify: Sequence[float],
+    rows: int,
+    bound: float,
+    again: float,
 ) -> tuple[float, Fields]:
-    """Returns the best choice with more and more of the drafter's next best candidates."""
+    """Returns the best choice with more and more of the drafter's next best candidates, which cost `again`
+    beside their rows."""
     looked, index, n, _, tokens, price = found
     used = n + looked
     drafting = price - verify[1 + used]
     for more, gain in enumerate(acceptance.leaves(n)[: rows - used], start=1):
         tokens += gain
-        price = verify[1 + used + more] + drafting
+        price = verify[1 + used + more] + drafting + again
         if tokens > top * price and price <= bound:
             top, found = tokens / price, (looked, index, n, more, tokens, price)
     return top, found
@@ -244,6 +273,10 @@ class Runner:
         self._alone = True  # The last round's step had no other sequence.
         self._apart = 0.0  # A plain round takes so much more, in plain rounds, where it is not begun ahead.
         self._choice = PLAIN
+        self._unlearned = list[Shown]()  # What is known of the heads lacks these rounds.
+        self._ready: Ready | None = None  # It was chosen ahead of the next draft.
+        self._asked = Limits(budget, budget)  # The last draft had these.
+        self._waiting = False  # Nothing was learned of the last draft yet.
         # These count rounds, those with a lookup that was worth it, and the last ones that had none.
         self._rounds = self._looked = self._unlooked = 0
         self._lookups.reset()
@@ -253,16 +286,18 @@ class Runner:
         tokens, matched = self._text.lookup(anchor, min(rows, depth))
         self._lookups.follow(tokens, matched)
         self._alone = limits.sequences == 1
-        prices = self._prices.get(limits.sequences)
-        if prices is None:
-            prices = Prices(self._costs, self._drafters, limits.sequences, self._hosts.of(limits.sequences))
-            self._prices[limits.sequences] = prices
+        prices = self._prices_of(limits.sequences)
         self._apart = prices.verify[1] - 1
-        most_lost, choice = BET * (self._allowance() - self._lost), PLAIN
+        most_lost = BET * (self._allowance() - self._lost)
         owed = self._feeds[self._owed] if self._alone else 0.0
-        if (prices.with_lookup if tokens else prices.with_drafts) + owed <= 1 + most_lost:
+        ready, choice = self._ready, PLAIN
+        if ready and not tokens and ready.holds(limits, owed, most_lost):
+            choice = ready.choice
+        elif (prices.with_lookup if tokens else prices.with_drafts) + owed <= 1 + most_lost:
+            self._settle()
             chances = self._lookups.chances(len(tokens), matched)
             choice = best(prices, rows, depth, chances, self._learned, most_lost, owed)
+        self._ready, self._asked, self._waiting = None, limits, True
         self._choice, chain = choice, tokens[: choice.lookup]
         self._rounds, self._unlooked = self._rounds + 1, self._unlooked + 1
         if choice.lookup:
@@ -286,8 +321,9 @@ class Runner:
         return self._apart > chance / 2
 
     def learn(self, done: Round) -> None:
-        """Learns from a round that is over."""
-        choice = self._choice
+        """Learns from a round that is over: what it lost and what came at once, and what the heads are worth
+        when there is time, since the next round waits for this."""
+        choice, self._waiting = self._choice, False
         self._tokens += len(done.tokens)
         apart = 1 + self._apart
         plain = 1.0 if done.ahead or done.behind else apart  # Plain decoding takes that for each token.
@@ -296,14 +332,45 @@ class Runner:
         self._lookups.came(done.tokens)
         # The core feeds the head at once where a step has more rows than one.
         self._owed = min(self._owed + 1, self._most_owed) if self._alone and not done.drafted else 0
-        for coverage in self._coverages.values():
-            coverage.came(done.tokens)
-        drafter = self._drafters[choice.drafter] if choice.drafter is not None and done.drafted else None
-        for name, head in self._heads.items():
-            if drafter is None or name != drafter.head:
-                head.skip()
-            else:
-                head.add(*drafter.shown(done, choice.drafts))
+        shown = None
+        if choice.drafter is not None and done.drafted:
+            drafter = self._drafters[choice.drafter]
+            shown = drafter.head, drafter.shown(done, choice.drafts)
+        self._unlearned.append((done.tokens, shown))
+
+    def prepare(self) -> None:
+        """Chooses what the next draft will be where the text has no lookup then. If the next round has begun,
+        that is the one after it, which is taken to lose all that it may."""
+        self._settle()
+        limits, alone, most_lost = self._asked, self._alone, BET * (self._allowance() - self._lost)
+        rows = self._owed
+        if self._waiting:
+            most_lost -= BET * max(self._choice.price - 1, 0.0)
+            rows = min(rows + 1, self._most_owed) if self._choice is PLAIN else 0
+        owed, prices, choice = self._feeds[rows] if alone else 0.0, self._prices_of(limits.sequences), PLAIN
+        if prices.with_drafts + owed <= 1 + most_lost:
+            rows = min(limits.rows, self._budget)
+            choice = best(prices, rows, limits.depth, (), self._learned, most_lost, owed)
+        self._ready = Ready(choice, limits, owed)
+
+    def _settle(self) -> None:
+        """Has the heads learn from the rounds that they have not learned from yet."""
+        for tokens, by in self._unlearned:
+            for coverage in self._coverages.values():
+                coverage.came(tokens)
+            for name, head in self._heads.items():
+                if by and name == by[0]:
+                    head.add(*by[1])
+                else:
+                    head.skip()
+        self._unlearned.clear()
+
+    def _prices_of(self, sequences: int) -> Prices:
+        prices = self._prices.get(sequences)
+        if prices is None:
+            prices = Prices(self._costs, self._drafters, sequences, self._hosts.of(sequences))
+            self._prices[sequences] = prices
+        return prices
 
     def _allowance(self) -> float:
         """Returns what may be lost up to now, in plain rounds."""

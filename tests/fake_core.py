@@ -335,6 +335,9 @@ class Source:
     def learn(self, done):
         self.rounds.append(done)
 
+    def prepare(self):
+        pass
+
 
 class Chain(Source):
     """Drafts chains: `guess(history)` for each next token. Keeps what it was asked."""
@@ -410,6 +413,9 @@ class Faulty(Source):
 
     def learn(self, done):
         self._maybe("learn")
+
+    def prepare(self):
+        self._maybe("prepare")
 
     def _maybe(self, verb):
         if isinstance(self._draft, Exception) and verb == self._raising:

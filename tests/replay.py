@@ -186,6 +186,7 @@ def auto_cost(trace: Trace, costs: Costs, known: Known, between: float = 0.0) ->
     def learn(done: Round) -> None:
         if runner:
             runner[0].learn(done)
+            runner[0].prepare()
 
     return cost_of(trace, costs, way, learn, between, lambda: bool(runner) and runner[0].stays_plain())
 

@@ -152,6 +152,28 @@ def test_text_is_made_while_the_next_round_is_under_way(stops, monkeypatch):
     assert order == "t" + rounds
 
 
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_source_has_time_for_its_next_draft_once_the_next_round_has_begun(ahead):
+    """Where the device is the host, it has that before. After the last round there is no other."""
+    core = FakeEngine(ahead=ahead)
+
+    class Asked(Now):
+        def draft(self, anchor, limits):
+            core.calls.append(("asked", None))
+            return super().draft(anchor, limits)
+
+        def learn(self, done):
+            core.calls.append(("learn", None))
+
+        def prepare(self):
+            core.calls.append(("prepare", None))
+
+    events = run(core, Asked(core, lambda at: True, lambda at: False), max_tokens=17)
+    assert events[-1].tokens == expected(hashed, 17)
+    order = "".join(verb[0] for verb, _ in core.calls if verb in ("asked", "verify", "learn", "prepare"))
+    assert order == ("av" + "lavp" * 3 + "lp" if ahead else "avlp" * 4)
+
+
 def test_who_joins_ends_it_and_then_all_go_on():
     core = FakeEngine(n_sequences=2, ahead=True)
     loop, events = Loop(core, core.clock), {}

@@ -434,32 +434,6 @@ def test_what_rounds_take_beside_their_steps_is_part_of_the_3_percent(between, a
     assert any(any(each) for each in rounds), "something is tried all the same"
 
 
-def test_next_best_candidates_are_taken_where_rows_are_cheap():
-    """Drafts are right with 0.6, and else the second best is; its row costs a hundredth of a step."""
-    source, sizes = runner(GPU, ranks=8), []
-    rng = random.Random(4)
-    source.begin(512)
-    for _ in range(100):
-        draft = source.draft(7, Limits(31, 31))
-        n, leaves = draft.on_device, source._choice.leaves
-        right = 0
-        while right < n and rng.random() < 0.6:
-            right += 1
-
-        class Seen:
-            def at(self, depth):
-                return [1, 2, 3]
-
-        source._drafters[0]._lists = Seen()
-        tokens = [1] * right + [2]
-        accepted = right + (right < n and leaves > 0)
-        source.learn(Round(n + leaves, accepted, 0, 0, 0, tuple(tokens)))
-        sizes.append((n, leaves))
-    assert all(n > 1 and leaves > 0 for n, leaves in sizes[10:])
-    cheap = line((1, 1.0), (2, 1.5), (4, 2.4), (32, 16.0), draft=0.02)
-    assert drafts(runner(cheap, ranks=8), 31) > 0 and runner(cheap, ranks=8)._choice.leaves == 0
-
-
 @settings(max_examples=80, deadline=None)
 @given(
     costs=st.sampled_from([GPU, BOX]),

@@ -92,6 +92,9 @@ class Told:
     def learn(self, done):
         self.done += len(done.tokens)
 
+    def prepare(self):
+        pass
+
 
 class Always:
     """Drafts a chain that is always wrong, always right, random, or right but slow."""
@@ -120,6 +123,9 @@ class Always:
     def learn(self, done):
         self.done += len(done.tokens)
 
+    def prepare(self):
+        pass
+
 
 class Bad:
     """Fails in its own way after a few rounds."""
@@ -146,6 +152,9 @@ class Bad:
         return self._left % 2 == 0
 
     def learn(self, done):
+        pass
+
+    def prepare(self):
         pass
 
 
