@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from luce._native import Lists, Source
@@ -149,6 +149,8 @@ class Drafter:
         self.most, self.ranks, self.part = most, ranks, part if by is Source.PART else 0
         self._text, self._by = text, by
         self._lists: Lists | None = None  # These are of the last draft, where the host has seen it.
+        # These are by the number of drafts. A round waits for its draft, so none is made twice.
+        self._chains = [Draft(on_device=n, by=by, sources=(self.name,) * n) for n in range(most + 1)]
 
     def seconds(self, costs: Costs, n: int, sequences: int) -> float:
         """Returns the seconds of n >= 1 drafts for each of so many sequences. A chain costs by its length; a
@@ -160,9 +162,10 @@ class Drafter:
     def draft(self, anchor: int, n: int, budget: int | None = None, chain: Sequence[int] = ()) -> Draft:
         """Returns n drafts, one after the other. With a budget it returns a tree of so many candidates, at
         most n deep, joined with a `chain` that the host knows."""
-        self._lists, plain = None, budget is None and not chain
-        grow = None if plain else lambda: self._grow(anchor, n, budget, chain)
-        return Draft(on_device=n, by=self._by, grow=grow, sources=(self.name,) * n)
+        self._lists = None
+        if budget is None and not chain:
+            return self._chains[n]
+        return replace(self._chains[n], grow=lambda: self._grow(anchor, n, budget, chain))
 
     def _grow(self, anchor: int, n: int, budget: int | None, chain: Sequence[int]) -> Draft:
         k, size = (1, n) if budget is None else (min(self.ranks, budget), budget)
