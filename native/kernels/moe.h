@@ -6,7 +6,8 @@
 //   sum    out = residual + sum over ranks of weight * y + sigmoid(shared gate . v) * y of the shared expert;
 //          it may also pack out for the product behind, which norms it
 //
-// A step of few rows needs no list: there up and down choose the experts themselves, each block anew.
+// A step of few rows needs no list: there up and down choose the experts themselves, each block anew. Of one row, down and
+// sum may be one launch, end, which packs nothing: the product behind it does that itself (RowmmArgs.row).
 //
 // Rows are grouped by expert on the device, into items of one expert and up to 8 of its rows. Nothing
 // synchronises with the host, and the shapes of all launches depend on T and the layer alone, so that all can
@@ -107,11 +108,25 @@ struct MoeSumArgs {
     int32_t overlap;
 };
 
+struct MoeEndArgs {
+    MoeDims dims; // T is 1
+    MoeMatrix down, shared_down;
+    const void *routed; // route has left it, and the launch ahead, up, adds what the row chose
+    const float *h; // what up left; aligned to 16
+    const float *residual; // [E], aligned to 16
+    float *out; // [E], aligned to 16
+    int32_t overlap;
+};
+// Returns whether moe_end does a layer's down and sum, by the types of its matrices.
+bool moe_ends_at_once(const MoeDims &dims, int32_t type, int32_t shared_type);
+
 namespace cuda {
 int moe_route(const MoeRouteArgs &args, void *stream);
 int moe_up(const MoeMatmulArgs &args, void *stream);
 int moe_down(const MoeMatmulArgs &args, void *stream);
 int moe_sum(const MoeSumArgs &args, void *stream);
+// It does what down and sum do of one row, with the same bits.
+int moe_end(const MoeEndArgs &args, void *stream);
 } // namespace cuda
 
 } // namespace luce

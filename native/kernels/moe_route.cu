@@ -341,6 +341,9 @@ __global__ void __launch_bounds__(THREADS, 2) moe_route_kernel(const __grid_cons
     Norm norm;
     norm.load(p.a, threadIdx.x, int(d.E / 4));
     wait_for_previous();
+    if (d.T == 1 && blockIdx.x == 0 && int(threadIdx.x) < d.n_used) { // the end waits for what up leaves here
+        __stcg(p.of<int32_t>(p.at.ids) + threadIdx.x, -1);
+    }
     if (rows == 1) {
         weigh<1>(p.a, norm, row0, rows, v, tile);
     } else if (rows <= FEW_ROWS / FEW_TILES + 1) {

@@ -23,6 +23,9 @@ bool valid(const RowmmArgs &a) {
         !aligned(a.x) || !aligned(a.scratch) || !aligned(a.parts)) {
         return false;
     }
+    if (a.row != nullptr && (a.T > 1 || a.normed == 0 || a.norm == nullptr)) {
+        return false;
+    }
     int64_t units = 0;
     for (int i = 0; i < a.n_weights; i++) {
         const RowmmWeights &w = a.weights[i];
@@ -161,6 +164,13 @@ __global__ void __launch_bounds__(SUM_THREADS) sum_kernel(const __grid_constant_
     }
 }
 
+// Adds up the parts of tiles that no range has whole.
+cudaError_t launch_sum(const RowmmParams &p, cudaStream_t stream, bool overlap) {
+    const int threads = std::min(p.rows * (TILE / 4), SUM_THREADS);
+    const dim3 sums(p.ranges, (p.rows * (TILE / 4) + threads - 1) / threads);
+    return launch_kernel(sum_kernel, sums, threads, 0, stream, overlap, p);
+}
+
 // There are as many slots of weights as leave room for the blocks of a multiprocessor, and at least two.
 cudaError_t launch(RowmmParams &p, bool wide, const DeviceLimits &device, cudaStream_t stream, bool overlap) {
     const RowmmKernel k = p.columns <= 8    ? rowmm_kernel_8()
@@ -185,9 +195,29 @@ cudaError_t launch(RowmmParams &p, bool wide, const DeviceLimits &device, cudaSt
     if (launched != cudaSuccess || p.parts != nullptr) {
         return launched;
     }
-    const int threads = std::min(p.rows * (TILE / 4), SUM_THREADS);
-    const dim3 sums(p.ranges, (p.rows * (TILE / 4) + threads - 1) / threads);
-    return launch_kernel(sum_kernel, sums, threads, 0, stream, overlap, p);
+    return launch_sum(p, stream, overlap);
+}
+
+// Launches the kernel that norms and packs its row itself. A range's units have a slot each where there is room for the
+// blocks of a multiprocessor.
+cudaError_t launch_norm(RowmmParams &p, const RowmmArgs &a, const DeviceLimits &device, cudaStream_t stream) {
+    const RowmmKernel k = rowmm_kernel_norm();
+    const int row_bytes = rowmm_norm_row_bytes(a.K);
+    int units = 0;
+    for (int r = 0; r < p.ranges; r++) {
+        units = std::max(units, p.first[r + 1] - p.first[r]);
+    }
+    const int share = device.shared_sm / BLOCKS_PER_SM - device.shared_reserved - 512;
+    p.slots = std::min({(share - row_bytes) / p.slot_bytes, ROWMM_MAX_SLOTS, units});
+    if (p.slots < 2) {
+        p.slots = std::min((device.shared_block - 512 - row_bytes) / p.slot_bytes, 2);
+    }
+    if (p.slots < 1) {
+        return cudaErrorInvalidConfiguration;
+    }
+    const cudaError_t launched = launch_kernel(k.kernel, dim3(p.ranges), k.threads,
+                                               row_bytes + p.slots * p.slot_bytes, stream, a.overlap != 0, p);
+    return launched != cudaSuccess || p.parts != nullptr ? launched : launch_sum(p, stream, a.overlap != 0);
 }
 
 // Launches the kernel whose blocks have all of K, where it serves this launch.
@@ -291,6 +321,12 @@ int cuda::rowmm(const RowmmArgs &args, void *stream) {
                                                     squares_offset(args.T, args.K));
     }
     p.rows = std::min(args.T, layout.set);
+    if (args.row != nullptr) {
+        p.row = args.row;
+        p.norm = args.norm;
+        p.squares = nullptr;
+        return int(launch_norm(p, args, device, static_cast<cudaStream_t>(stream)));
+    }
     p.x = static_cast<const uint8_t *>(args.x);
     if (cudaError_t launched; launch_whole(p, args, device, static_cast<cudaStream_t>(stream), launched)) {
         return int(launched);

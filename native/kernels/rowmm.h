@@ -120,6 +120,9 @@ struct RowmmArgs {
     const void *x; // rowmm_pack left it, for the same T and K
     int32_t normed; // 1 says that x was packed as ROWMM_RMS
     float eps; // that norm adds it to the mean of squares
+    // They are null, or a row [K] and that norm's weights [K]: then the launch norms and packs the row itself, x is not used,
+    // and T is 1.
+    const float *row, *norm;
     int32_t n_weights;
     // The weights that share a launch are part of the arithmetic, so their set must stay the same.
     RowmmWeights weights[ROWMM_MAX_WEIGHTS];

@@ -47,6 +47,8 @@ struct RowmmParams {
     const float *squares; // it is null, or [rows][n_squares] sums of squares of x before its norm
     int32_t n_squares, part_rows;
     float K, eps; // the norm needs both
+    // They are null, or x in F32 [K], which the kernel packs itself, and the weights of its norm [K].
+    const float *row, *norm;
     int32_t columns, rows; // a chunk of x has `columns`, of which `rows` are rows
     int32_t n_segments, ranges;
     int32_t slots, slot_bytes; // the ring of weights has so many slots of so many bytes
@@ -91,6 +93,10 @@ struct RowmmWholeKernel {
     int threads, shared, blocks;
 };
 RowmmWholeKernel rowmm_kernel_whole(const RowmmParams &p);
+
+// This is the kernel of one row that is not packed (rowmm_rows_norm.cu), and the bytes of shared memory ahead of its ring.
+RowmmKernel rowmm_kernel_norm();
+int rowmm_norm_row_bytes(int64_t K);
 
 // Returns whether the current device has wgmma and the wide kernels were compiled for it.
 bool rowmm_has_wgmma();

@@ -370,8 +370,10 @@ const CustomOp OPS[] = {
     {"rowmm_pack_swiglu", "K,T K,T > 1", nullptr, pack_op<ROWMM_SWIGLU>},
     {"rowmm_pack_gated", "K,T h K,T > 1", nullptr, pack_op<ROWMM_HEAD_RMS>},
     {"rowmm", "xP xS mK,A mK,B? mK,C? mK,D? > A", nullptr, rowmm_op},
+    {"rowmm_norm", "K,T K xS mK,A mK,B? mK,C? mK,D? > A", nullptr, rowmm_op},
     {"rowmm_add", "xP xS A,T mK,A > A", nullptr, rowmm_op},
     {"rowmm_parts", "xP mK,A mK,B? mK,C? mK,D? > A", nullptr, rowmm_parts_op},
+    {"rowmm_parts_norm", "K,T K mK,A mK,B? mK,C? mK,D? > A", nullptr, rowmm_parts_op},
     {"deltanet_parts", "xP 4,C C,3,s* l,q* ctl h h S,S,h,s* xS* > C", nullptr, deltanet_parts_op},
     {"choose_draft", "xP ctl i2,d* i2,d* E,T E E,h* iT mE,V > 5372,T", nullptr,
      [](const ggml_tensor *dst, void *stream) { return choose_draft_op(dst, stream, real(dst, 0)); }},
@@ -402,6 +404,7 @@ const CustomOp OPS[] = {
     {"moe_route", "E,T E xS E,n E? > 1", nullptr, moe_op<moe_route_op>},
     {"moe_up", "xR mE,F,n mE,G,m? mE,H,l? mE,I,k? > 1", nullptr, moe_op<moe_up_op>},
     {"moe_down", "xR H mF,E,n mG,E? > 1", nullptr, moe_op<moe_down_op>},
+    {"moe_end", "xR H mF,E,n E,T mG,E? > 1", nullptr, moe_op<moe_end_op>},
     {"moe_sum", "xR Y E,T E E,T? > 1", nullptr, moe_op<moe_sum_op>},
 #endif
 };

@@ -32,8 +32,10 @@
 // rowmm_pack_swiglu  x{K,T} y{K,T}                                                         the same
 // rowmm_pack_gated   x{K,T} w{S} y{K,T}                                                    the same
 // rowmm           packed{bytes} scratch{bytes}* 1 to 4 packed weights{K,N}: side by side   T normed eps -> {sum of N*T}
+// rowmm_norm      x{K,1} w{K} scratch{bytes}* 1 to 4 packed weights{K,N}: it packs the row itself  the same -> {sum of N*T}
 // rowmm_add       packed{bytes} scratch{bytes}* residual{N,T} packed weight{K,N}           the same -> {N*T}
 // rowmm_parts     packed{bytes} 1 to 4 packed weights{K,N}                                 the same -> {parts}
+// rowmm_parts_norm  x{K,1} w{K} 1 to 4 packed weights{K,N}: it packs the row itself        the same -> {parts}
 // deltanet_parts  parts of qkv, z, beta, alpha; w window* log* ctl as deltanet_conv; dt a state* as deltanet; scratch{bytes}*
 //                     its params -> {Hv*S*T, then z{Hv*S,T}, then scratch}: deltanet_conv and deltanet
 // nextn_pack      e{E,T} hidden{E,n} hidden_from{T} e_norm{E} h_norm{E}                    eps -> i8{bytes} of {2*E,T}
@@ -57,6 +59,7 @@
 // moe_route       x{E,T} norm{E} scratch{bytes}* router{E,n} shared_gate{E}?: kernels/moe.h  dims -> i8{bytes}
 // moe_up          routed{bytes} gate{E,FF,n} up{E,FF,n}? shared gate{E,FFs}? shared up?    dims -> {places of FF}
 // moe_down        routed{bytes} h{places of FF} down{FF,E,n} shared down{FFs,E}?           dims -> {places of E}
+// moe_end         routed{bytes} h{places of FF} down{FF,E,n} residual{E,1} shared down{FFs,E}?  dims -> {E,1}
 // moe_sum         routed{bytes} y{places of E} residual{E,T} sums{E,T}?: then y of shared  dims -> {E,T}
 //                     (dims: T n_expert n_used E FF FF_shared fused eps)
 // ctl is {sizeof(StepCtl) / 4}, scale, softcap and eps are the bits of floats.

@@ -134,6 +134,13 @@ static bool all_packed(const std::vector<ggml_tensor *> &weights) {
     return std::all_of(weights.begin(), weights.end(), is_packed);
 }
 
+// Says whether the product norms and packs its row itself, since no kernel ahead of it has.
+static bool packs_itself(const StepBuild &b, const MatmulInput &in) {
+    return in.kind == ROWMM_RMS && in.T == 1 && ggml_is_contiguous(in.x) &&
+           std::none_of(b.inputs.begin(), b.inputs.end(),
+                        [&](const MadeInput &known) { return known.packed && known.input == in; });
+}
+
 // Multiplies packed weights in one launch. Where there is one weight, a residual may be added to its product.
 static void add_rowmm(const StepBuild &b, const std::vector<ggml_tensor *> &weights, const MatmulInput &in,
                       ggml_tensor *residual, std::vector<ggml_tensor *> &out) {
@@ -155,9 +162,15 @@ static void add_rowmm(const StepBuild &b, const std::vector<ggml_tensor *> &weig
     // What rowmm_pack does not compute is attention's gate; ggml's matmul needs the values too.
     const bool packs = in.kind != ROWMM_GATED && all_packed(weights);
     const MatmulInput form = packs ? in : plain(input_values(b, in));
-    args[0] = made_input(b, form, true, [&] { return packed(b, form); });
+    const bool norms = residual == nullptr && packs_itself(b, form);
+    if (norms) {
+        args[0] = form.w;
+        args.insert(args.begin(), form.x);
+    } else {
+        args[0] = made_input(b, form, true, [&] { return packed(b, form); });
+    }
     const auto params = params_of(form);
-    const CustomOp &op = *find_op(residual != nullptr ? "rowmm_add" : "rowmm");
+    const CustomOp &op = *find_op(norms ? "rowmm_norm" : residual != nullptr ? "rowmm_add" : "rowmm");
     ggml_tensor *y = add_op(b.ctx, op, GGML_TYPE_F32, n, 1, args.data(), int(args.size()), params.data(),
                             int(params.size()));
     size_t offset = 0;
@@ -178,12 +191,16 @@ static bool leaves_parts(const StepBuild &b, const std::vector<ggml_tensor *> &w
 
 static ggml_tensor *add_parts(const StepBuild &b, const std::vector<ggml_tensor *> &weights,
                               const MatmulInput &in) {
-    std::vector<ggml_tensor *> args = {made_input(b, in, true, [&] { return packed(b, in); })};
+    const bool norms = packs_itself(b, in);
+    std::vector<ggml_tensor *> args = {in.x, in.w};
+    if (!norms) {
+        args = {made_input(b, in, true, [&] { return packed(b, in); })};
+    }
     args.insert(args.end(), weights.begin(), weights.end());
     const int64_t n = rowmm_parts_op_bytes(in.T, weights) / int64_t(sizeof(float));
     const auto params = params_of(in);
-    return add_op(b.ctx, *find_op("rowmm_parts"), GGML_TYPE_F32, n, 1, args.data(), int(args.size()),
-                  params.data(), int(params.size()));
+    return add_op(b.ctx, *find_op(norms ? "rowmm_parts_norm" : "rowmm_parts"), GGML_TYPE_F32, n, 1,
+                  args.data(), int(args.size()), params.data(), int(params.size()));
 }
 #endif
 

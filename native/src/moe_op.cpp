@@ -141,6 +141,12 @@ Stream moe_on_gpu(const StepBuild &b, const Stream &s, const Moe &w, const Norm 
         down.push_back(w.shared.down);
     }
     down[1] = layer.add("moe_up", GGML_TYPE_F32, dims.places() * dims.h_row(), 1, up);
+    const int32_t shared_type = dims.shared() ? w.shared.down->type : w.down->type;
+    if (!b.prefill() && moe_ends_at_once(dims, w.down->type, shared_type)) {
+        down.insert(down.begin() + 3, layer.x);
+        ggml_tensor *out = layer.add("moe_end", GGML_TYPE_F32, dims.E, dims.T, down); // {E, 1}
+        return {out, rms(out, next.weight, next.eps)};
+    }
     ggml_tensor *y = layer.add("moe_down", GGML_TYPE_F32, dims.places() * dims.E, 1, down);
     return layer.sum(next, {routed, y, layer.x});
 }
@@ -216,6 +222,21 @@ int moe_down_op(const ggml_tensor *dst, void *stream, const MoeOp &op) {
         a.overlap = 1;
         return cuda::moe_down(a, stream);
     });
+}
+
+int moe_end_op(const ggml_tensor *dst, void *stream, const MoeOp &op) {
+    MoeEndArgs a{};
+    a.dims = op.dims;
+    a.down = matrix(dst->src[2], 0, 1);
+    if (op.dims.shared()) {
+        a.shared_down = matrix(dst->src[4], 0, 1);
+    }
+    a.routed = routed_of(dst->src[0], op.dims, 0);
+    a.h = values(dst->src[1]);
+    a.residual = values(dst->src[3]);
+    a.out = values(dst);
+    a.overlap = 1;
+    return cuda::moe_end(a, stream);
 }
 
 int moe_sum_op(const ggml_tensor *dst, void *stream, const MoeOp &op) {

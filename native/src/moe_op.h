@@ -29,10 +29,11 @@ struct MoeOp {
     float eps;
 };
 
-// These are launchers of the ops moe_route, moe_up, moe_down and moe_sum.
+// These are launchers of the ops moe_route, moe_up, moe_down, moe_end and moe_sum.
 int moe_route_op(const ggml_tensor *dst, void *stream, const MoeOp &op);
 int moe_up_op(const ggml_tensor *dst, void *stream, const MoeOp &op);
 int moe_down_op(const ggml_tensor *dst, void *stream, const MoeOp &op);
+int moe_end_op(const ggml_tensor *dst, void *stream, const MoeOp &op);
 int moe_sum_op(const ggml_tensor *dst, void *stream, const MoeOp &op);
 
 // Returns the dims of a launch of MOE_MAX_ROWS.

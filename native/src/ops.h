@@ -20,6 +20,9 @@
 //                        gate up             moe_up                with SwiGLU; the shared expert's are in the same launch
 //                        down                moe_down
 //                        residual, norm      moe_sum               sum over experts; packed as rowmm_parts_rms does
+//     of one row (3)     down, residual      moe_end               in place of the last two
+//   and behind that      qkv ..              rowmm_parts_norm      each block norms and packs the row itself; so does
+//                                                                  rowmm_norm of the logits
 //   attention (10)       q gate k v          rowmm_parts
 //                        norms, RoPE, cells  attention_heads       adds the parts up; moves accepted rows first
 //                        attention           attention_packed      in two kernels: chunks, then their sum, gated and packed

@@ -66,15 +66,29 @@ static RowmmArgs launch_of(const ggml_tensor *node, int first) {
     return a;
 }
 
+// Says whether a launch norms and packs its row itself: it takes that and the norm's weights in place of what was packed.
+static bool packs_itself(const ggml_tensor *node) {
+    const char *name = custom_op(node)->name;
+    return strcmp(name, "rowmm_norm") == 0 || strcmp(name, "rowmm_parts_norm") == 0;
+}
+static void take_row(RowmmArgs &a, const ggml_tensor *node) {
+    a.x = nullptr;
+    a.row = static_cast<const float *>(node->src[0]->data);
+    a.norm = static_cast<const float *>(node->src[1]->data);
+}
+
 int rowmm_op(const ggml_tensor *dst, void *stream) {
-    const bool add = strcmp(custom_op(dst)->name, "rowmm_add") == 0;
+    const bool add = strcmp(custom_op(dst)->name, "rowmm_add") == 0, norms = packs_itself(dst);
     const int32_t T = rowmm_op_of(dst).T;
     const uint8_t *x = static_cast<const uint8_t *>(dst->src[0]->data);
     for (int32_t t = 0; t < T; t += ROWMM_MAX_ROWS) {
-        RowmmArgs a = launch_of(dst, add ? 3 : 2);
+        RowmmArgs a = launch_of(dst, add || norms ? 3 : 2);
         a.T = std::min(T - t, ROWMM_MAX_ROWS);
         a.x = x;
-        a.scratch = dst->src[1]->data;
+        a.scratch = dst->src[norms ? 2 : 1]->data;
+        if (norms) {
+            take_row(a, dst);
+        }
         float *out = static_cast<float *>(dst->data);
         for (int i = 0; i < a.n_weights; i++) {
             RowmmWeights &weights = a.weights[i];
@@ -105,8 +119,12 @@ int64_t rowmm_parts_op_bytes(int64_t T, const std::vector<ggml_tensor *> &weight
 }
 
 RowmmArgs parts_launch(const ggml_tensor *node) {
-    RowmmArgs a = launch_of(node, 1);
-    a.x = node->src[0]->data;
+    RowmmArgs a = launch_of(node, packs_itself(node) ? 2 : 1);
+    if (packs_itself(node)) {
+        take_row(a, node);
+    } else {
+        a.x = node->src[0]->data;
+    }
     a.parts = static_cast<float *>(node->data);
     return a;
 }

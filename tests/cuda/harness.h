@@ -37,6 +37,7 @@ void check_pack(bool all);
 void check_deltanet_layer(bool all);
 void time_deltanet_layer();
 void check_rowmm(bool all);
+void check_rowmm_norm(bool all);
 void check_rowmm_ranges(); // it checks what a few multiprocessors cut anywhere
 void check_rowmm_kind(); // it checks what depends on the kind of device
 void check_gemm_kernels(bool all);

@@ -56,6 +56,7 @@ const KernelPart PARTS[] = {
     {"kv_pages", check_kv_pages, nullptr},
     {"nextn", check_nextn, nullptr},
     {"rowmm", check_rowmm, [](bool) { time_rowmm(); }},
+    {"rowmm_norm", check_rowmm_norm, nullptr},
     {"gemm", check_gemm_kernels, nullptr},
     {"topk", check_topk, [](bool) { time_topk(); }},
     {"choose", check_choose, [](bool) { time_choose(); }},

@@ -6,6 +6,19 @@ using namespace moe_test;
 
 namespace {
 
+// Of one row, down and sum in one launch give what they give in two.
+void check_end(Mixture &l, const Buffers &b, bool overlap) {
+    if (!moe_ends_at_once(b.dims, l.down.type, l.down_s.type)) {
+        return;
+    }
+    const Floats expected = b.out.get();
+    Device<float> out(expected.size());
+    out.poison();
+    must(cuda::moe_end({b.dims, l.down.matrix(), l.down_s.matrix(), b.routed.p, b.h.p, b.x.p, out.p, overlap}, stream));
+    must(cudaStreamSynchronize(stream));
+    expect(same_bits(out.get(), expected), "moe ends in one launch as in two");
+}
+
 Routed run(Mixture &l, const Floats &x, bool overlap, int replays = 1) {
     MoeDims d = l.dims;
     d.T = int32_t(x.size() / size_t(d.E));
@@ -26,6 +39,7 @@ Routed run(Mixture &l, const Floats &x, bool overlap, int replays = 1) {
         must(cudaStreamSynchronize(stream));
         expect(b.packed.get() == packed.get(), "moe packs its sums as rowmm does at " + std::to_string(d.T) + " rows");
     }
+    check_end(l, b, overlap);
     return b.get();
 }
 

@@ -56,7 +56,7 @@ struct MoeBench {
             layers.emplace_back(new TimedLayer(i % 2 == 0 ? Q4 : Q6));
         }
     }
-    // Runs launches `from` to `to` of route, up, down, sum.
+    // Runs launches `from` to `to` of route, up, down, sum, end.
     void enqueue(int T, int layer, int from, int to, bool overlap) {
         const MoeDims d = dims_of(T);
         const TimedLayer &l = *layers[size_t(layer)];
@@ -69,8 +69,10 @@ struct MoeBench {
                                    h.p, overlap}, stream));
             } else if (i == 2) {
                 must(cuda::moe_down({d, l.down.matrix(), {}, l.down_s.matrix(), {}, routed.p, h.p, y.p, overlap}, stream));
-            } else {
+            } else if (i == 3) {
                 must(cuda::moe_sum({d, routed.p, y.p, nullptr, x.p, out.p, norm.p, packed.p, overlap}, stream));
+            } else {
+                must(cuda::moe_end({d, l.down.matrix(), l.down_s.matrix(), routed.p, h.p, x.p, out.p, overlap}, stream));
             }
         }
     }
@@ -103,6 +105,14 @@ void time_moe() {
             printf("  %2d rows: %6.2f (%4.2f TB/s)", T, us, double(bytes) / LAYERS / us * 1e-6);
             for (int i = 0; i < 4; i++) { // this goes over the list that was left last
                 printf("  %s %.2f", names[i], median_us([&](int layer) { b.enqueue(T, layer, i, i + 1, overlap != 0); }, 9, LAYERS));
+            }
+            if (T == 1) { // of one row, end does what down and sum do
+                const auto layer = [&](int i) {
+                    b.enqueue(T, i, 0, 2, overlap != 0);
+                    b.enqueue(T, i, 4, 5, overlap != 0);
+                };
+                printf("  end %.2f, of all with it %.2f", median_us([&](int i) { b.enqueue(T, i, 4, 5, overlap != 0); }, 9, LAYERS),
+                       median_us(layer, 9, LAYERS));
             }
             printf("\n");
         }

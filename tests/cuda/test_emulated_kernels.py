@@ -67,11 +67,15 @@ def build(folder: Path, kernels: list[str], checks: list[str], check: str) -> Pa
 CHECKED = {
     "moe_check.cu": (
         "check_moe(false), lay_out_experts()",
-        ["rowmm_permute.cu", "rowmm_pack.cu", "moe_route.cu", "moe_matmul.cu", "moe_sum.cu", "hand_over.cu"],
+        ["rowmm_permute.cu", "rowmm_pack.cu", "hand_over.cu", *(f.name for f in KERNELS.glob("moe_*.cu"))],
     ),
     # Blocks of one team and of two (rowmm_kernel.cuh) have ranges that begin anywhere in K.
     "rowmm_check.cu": (
         "check_rowmm_ranges(), lay_out_products()",
+        ["rowmm.cu", "rowmm_permute.cu", "rowmm_pack.cu", *(f.name for f in KERNELS.glob("rowmm_rows_*.cu"))],
+    ),
+    "rowmm_norm_check.cu": (
+        "check_rowmm_norm(false)",
         ["rowmm.cu", "rowmm_permute.cu", "rowmm_pack.cu", *(f.name for f in KERNELS.glob("rowmm_rows_*.cu"))],
     ),
     "attention_plan_check.cu": ("check_attention_plan(false)", []),

@@ -18,6 +18,9 @@ static void experts() {
                 launched = launched && cuda::moe_route({dims, f, f, 1e-6f, f, f, NOWHERE, NOWHERE, nullptr, 0}, stream) == 0;
                 launched = launched && cuda::moe_up({dims, w, w, w, w, NOWHERE, nullptr, f, 0}, stream) == 0;
                 launched = launched && cuda::moe_down({dims, down, {}, down, {}, NOWHERE, f, f, 0}, stream) == 0;
+                if (moe_ends_at_once(dims, type, type)) {
+                    launched = launched && cuda::moe_end({dims, down, down, NOWHERE, f, f, f, 0}, stream) == 0;
+                }
             }
             expect(launched || !fits, at("a layer that fits", type, int(E)));
             expect(!launched || fits, at("a layer that is refused", type, int(E)));
