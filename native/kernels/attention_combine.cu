@@ -18,11 +18,22 @@ constexpr int GROUPS = 16, FEW_CHUNKS = 8;
 constexpr int BATCH = 5; // so many chunks are added at once
 constexpr int FEW_ROWS = 5, SOME_ROWS = 11; // 24 heads of so many rows are a block a multiprocessor, or two
 
+// So many lanes have values of one head, since a head has 64 or more. They share what is the same for a head's values.
+constexpr int OCTET = 8;
+static_assert(BATCH <= OCTET && GROUPS == 2 * OCTET, "a lane finds the weights of a chunk, or of two groups");
+__device__ float octet_max(float x) {
+#pragma unroll
+    for (int mask = 1; mask < OCTET; mask *= 2) {
+        x = fmaxf(x, __shfl_xor_sync(~0u, x, mask));
+    }
+    return x;
+}
+
 // A lane reads 8 values of a chunk's mean, and at the end puts those of its sum into the order of columns.
 struct F32Means {
     float4 x[2];
-    __device__ void load(const void *means, int64_t at) {
-        const float4 *from = reinterpret_cast<const float4 *>(static_cast<const float *>(means) + at);
+    __device__ void load(const void *means, uint32_t at) {
+        const float4 *from = static_cast<const float4 *>(means) + int64_t(at) * 2;
         x[0] = from[0];
         x[1] = from[1];
     }
@@ -37,9 +48,7 @@ struct F32Means {
 };
 struct F16Means {
     uint4 x;
-    __device__ void load(const void *means, int64_t at) {
-        x = *reinterpret_cast<const uint4 *>(static_cast<const __half *>(means) + at);
-    }
+    __device__ void load(const void *means, uint32_t at) { x = static_cast<const uint4 *>(means)[at]; }
     __device__ void get(float (&v)[OWN]) const {
         const uint32_t words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
@@ -87,42 +96,39 @@ struct Sum {
             v[i] = fmaf(x[i], w, v[i]);
         }
     }
-    template <typename Means> __device__ void add_batch(const float2 (&s)[BATCH], const Means (&x)[BATCH]) {
-        float next = most;
-#pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            next = fmaxf(next, s[i].x);
-        }
-        const float origin = next == -INFINITY ? 0.0f : next;
-        scale(exp2f(most - origin));
-        most = next;
-#pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            const float w = s[i].y * exp2f(s[i].x - origin);
-            float values[OWN];
-            x[i].get(values);
-            weight += w;
-            add(values, w);
-        }
-    }
-    // Adds chunks c, c + step .. last.
+    // Adds chunks c, c + step .. last, whose first results are at `sums` and at value OWN * first of `means`.
     template <typename Means>
-    __device__ void add_chunks(const float2 *sums, const void *means, int64_t first, int D, int c, int step,
-                               int last) {
+    __device__ void add_chunks(const float2 *sums, const void *means, uint32_t first, int H, int D, int c,
+                               int step, int last, int lane) {
+        const uint32_t next = step * (H * D / OWN);
+        uint32_t from = first + c * (H * D / OWN);
         for (; c <= last; c += BATCH * step) {
-            float2 s[BATCH];
+            const int mine = c + lane % OCTET * step; // the lane finds this chunk's weight
+            const float2 s = lane % OCTET < BATCH && mine <= last ? sums[mine * H] : float2{-INFINITY, 0};
             Means x[BATCH];
 #pragma unroll
-            for (int i = 0; i < BATCH; i++) { // the reads are on their way together
-                const int at = c + i * step;
-                s[i] = float2{-INFINITY, 0};
-                x[i] = Means{};
-                if (at <= last) {
-                    s[i] = sums[at];
-                    x[i].load(means, first + int64_t(at) * D);
+            for (int i = 0; i < BATCH; i++, from += next) { // the reads are on their way together
+                if (c + i * step <= last) {
+                    x[i].load(means, from);
                 }
             }
-            add_batch(s, x);
+            const float before = most;
+            most = fmaxf(most, octet_max(s.x));
+            const float origin = most == -INFINITY ? 0.0f : most;
+            const float w = s.y * exp2f(s.x - origin);
+            scale(exp2f(before - origin));
+            float of_chunk[BATCH];
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) {
+                of_chunk[i] = __shfl_sync(~0u, w, i, OCTET);
+            }
+#pragma unroll
+            for (int i = 0; i < BATCH && (i == 0 || c + i * step <= last); i++) {
+                float values[OWN];
+                x[i].get(values);
+                weight += of_chunk[i];
+                add(values, of_chunk[i]);
+            }
         }
     }
 };
@@ -138,16 +144,16 @@ struct Groups {
         most[group][lane] = {sum.most, sum.weight};
     }
     __device__ Sum total(int lane) const {
+        const float low = most[lane % OCTET][lane].x, high = most[OCTET + lane % OCTET][lane].x;
         Sum sum;
-        for (int g = 0; g < GROUPS; g++) {
-            sum.most = fmaxf(sum.most, most[g][lane].x);
-        }
+        sum.most = octet_max(fmaxf(low, high));
         const float origin = sum.most == -INFINITY ? 0.0f : sum.most;
+        const float of_low = exp2f(low - origin), of_high = exp2f(high - origin);
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
-            const float w = exp2f(most[g][lane].x - origin);
-            const float4 low = v[g][0][lane], high = v[g][1][lane];
-            const float x[OWN] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+            const float w = __shfl_sync(~0u, g < OCTET ? of_low : of_high, g % OCTET, OCTET);
+            const float4 a = v[g][0][lane], b = v[g][1][lane];
+            const float x[OWN] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
             sum.weight = fmaf(most[g][lane].y, w, sum.weight);
             sum.add(x, w);
         }
@@ -169,27 +175,26 @@ __global__ void __launch_bounds__(GROUPS *WARP, BLOCKS)
     // It is below `first` where the row sees nothing.
     const int last = ctl.seq < 0 ? -1 : chunk_at(ctl.position);
     const bool few = last - first < FEW_CHUNKS;
-    const int64_t pair = int64_t(row) * a.H + head;
-    const float2 *sums = a.sums + pair * a.chunks;
-    const int64_t at = pair * a.chunks * D + column;
+    const float2 *sums = a.sums + a.place(row, 0, head);
+    const uint32_t at = uint32_t((a.place(row, 0, head) * D + column) / OWN);
     wait_for_previous(); // all that attention_kernel wrote is in memory
     if (few && warp > 0) {
         return;
     }
     float gate[OWN] = {};
-    if (warp == 0 && a.gate != nullptr && first <= last) {
+    if (warp == 0 && a.gate != nullptr && first <= last && k < K) {
         load_values(gate, a.gate + row * a.gate_row + head * a.gate_head, column, D);
     }
     Sum sum;
-    if (few) {
-        sum.add_chunks<Means>(sums, a.means, at, D, first, 1, last);
-    } else {
-        for (int g = warp; g < GROUPS; g += int(blockDim.x) / WARP) {
-            Sum of_group;
-            const int begin = first + (g + GROUPS - first % GROUPS) % GROUPS;
-            of_group.add_chunks<Means>(sums, a.means, at, D, begin, GROUPS, last);
-            groups.put(g, lane, of_group);
+    for (int g = warp; g < (few ? 1 : GROUPS); g += int(blockDim.x) / WARP) {
+        const int begin = few ? first : first + (g + GROUPS - first % GROUPS) % GROUPS;
+        sum = Sum();
+        sum.add_chunks<Means>(sums, a.means, at, a.H, D, begin, few ? 1 : GROUPS, last, lane);
+        if (!few) {
+            groups.put(g, lane, sum);
         }
+    }
+    if (!few) {
         __syncthreads();
         if (warp > 0) {
             return;
@@ -200,11 +205,13 @@ __global__ void __launch_bounds__(GROUPS *WARP, BLOCKS)
     const float scale = sum.weight == 0 ? 0.0f : 1.0f / sum.weight;
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
-        sum.v[i] *= scale;
-        if (a.gate != nullptr) {
-            sum.v[i] *= 1 / (1 + expf(-gate[i]));
+        sum.v[i] = k < K ? sum.v[i] * scale : 0.0f;
+    }
+    if (a.gate != nullptr) {
+#pragma unroll
+        for (int i = 0; i < OWN; i++) {
+            sum.v[i] *= __fdividef(1.0f, 1.0f + expf(-gate[i]));
         }
-        sum.v[i] = k < K ? sum.v[i] : 0.0f;
     }
     if (a.packed != nullptr) {
         const int C = layout.columns;

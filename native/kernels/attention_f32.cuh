@@ -128,7 +128,7 @@ template <int D> struct F32Unit {
         for (int i = 0; i < L::PAIRS; i++) {
             const int pair = pair0 + i;
             if (pair < unit.n_rows * a.G) {
-                const int64_t at = (row_of(pair) * a.H + head_of(pair)) * a.chunks + unit.chunk;
+                const int64_t at = a.place(row_of(pair), unit.chunk, head_of(pair));
                 float *mean = static_cast<float *>(a.means) + at * D + lane;
                 const float scale = sum[i] == 0 ? 0.0f : 1 / sum[i];
 #pragma unroll

@@ -175,7 +175,7 @@ template <int D, int TYPE, bool AHEAD> struct FewUnit : GroupUnit<D, TYPE, AHEAD
     // Returns the place of a pair's result.
     __device__ int64_t place(int pair) const {
         const int64_t row = a.row_of(unit.row, pair), head = a.head_of(unit.head, pair);
-        return (row * a.H + head) * a.chunks + unit.chunk;
+        return a.place(row, unit.chunk, head);
     }
     __device__ bool valid(int pair) const { return pair < unit.n_rows * a.G; }
     // Of lanes that have neighbouring columns, the odd one gets both columns of the second pair, and the other those of the

@@ -322,7 +322,7 @@ template <int D, int TYPE, int MT> struct MmaUnit {
                     continue;
                 }
                 const int64_t row = a.row_of(u.row, pair), head = a.head_of(u.head, pair);
-                const int64_t at = (row * a.H + head) * a.chunks + u.chunk;
+                const int64_t at = a.place(row, u.chunk, head);
                 const float scale = mean_scale(sum[i][2 * h]);
 #pragma unroll
                 for (int c = 0; c < C; c += TILES) {

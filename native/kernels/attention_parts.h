@@ -13,8 +13,13 @@ namespace luce {
 // first word of 8 values has columns 0 and 1 of each tile, the second has columns 2 and 3 of each, and so on.
 struct AttentionParts : AttentionArgs {
     int32_t chunks; // a sequence has at most so many
-    void *means; // [T][H][chunks][D]
-    float2 *sums; // [T][H][chunks] {maximum, sum of weights}, of scores in units of log2
+    void *means; // [T][chunks][H][D]
+    float2 *sums; // [T][chunks][H] {maximum, sum of weights}, of scores in units of log2
+
+    // Returns the place of a result. Those of a unit's heads are neighbours.
+    __host__ __device__ int64_t place(int64_t row, int32_t chunk, int64_t head) const {
+        return (row * chunks + chunk) * H + head;
+    }
 };
 
 // Adds the chunks up into `out` or `packed`.

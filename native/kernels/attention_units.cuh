@@ -23,8 +23,9 @@ struct alignas(16) UnitInfo {
 };
 
 // A cursor walks over units: kind by kind, and in each segment group by group the chunks in order. So a
-// worker's own units mostly share their queries and follow each other in memory. Tiles of one chunk are next to each
-// other, so that one reads what the other has brought into L2.
+// worker's own units mostly share their queries and follow each other in memory. Where blocks take units one by one, it walks
+// chunk by chunk over the groups, so that several blocks read the same cells' heads at a time, which lie beside each other.
+// Tiles of one chunk are next to each other, so that one reads what the other has brought into L2.
 struct Cursor {
     const AttentionParams &a;
     const Plan &plan;
@@ -79,8 +80,11 @@ struct Cursor {
             const int32_t chunks = s.chunks(kind, first_chunk),
                           at = i - (seg > 0 ? plan.ends[kind][seg - 1] : 0);
             const int32_t of_tiles = at / s.n_tiles, tile = at - of_tiles * s.n_tiles;
-            head = of_tiles / chunks;
-            chunk = first_chunk + of_tiles - head * chunks;
+            const bool heads_first = plan.ticketed != 0;
+            const int32_t inner = heads_first ? a.groups : chunks, of_outer = of_tiles / inner,
+                          of_inner = of_tiles - of_outer * inner;
+            head = heads_first ? of_inner : of_outer;
+            chunk = first_chunk + (heads_first ? of_outer : of_inner);
             row = s.row + tile * s.tile_rows;
             n_rows = min(int(s.tile_rows), s.row + s.n_rows - row);
             begin = chunk_begin(chunk);

@@ -173,7 +173,7 @@ template <int D, int TYPE, bool AHEAD> struct WgmmaUnit : GroupUnit<D, TYPE, AHE
                 continue;
             }
             const int64_t row = a.row_of(unit.row, pair + 8 * h), head = a.head_of(unit.head, pair + 8 * h);
-            const int64_t at = (row * a.H + head) * a.chunks + unit.chunk;
+            const int64_t at = a.place(row, unit.chunk, head);
             const float scale = mean_scale(sum[0][2 * h]);
 #pragma unroll
             for (int i = 0; i < PANELS; i++) {

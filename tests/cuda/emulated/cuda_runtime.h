@@ -241,8 +241,9 @@ inline bool __syncthreads_or(bool x) {
     return result;
 }
 inline void __syncwarp() { emulated::warp_barriers[threadIdx.x / 32].wait(32); }
-template <typename T> T __shfl_sync(uint32_t, T x, int lane) {
-    return emulated::of_lane<T>(emulated::exchange(x), lane % 32);
+template <typename T> T __shfl_sync(uint32_t, T x, int lane, int width = 32) {
+    const int first = int(threadIdx.x % 32) / width * width;
+    return emulated::of_lane<T>(emulated::exchange(x), first + lane % width);
 }
 template <typename T> T __shfl_xor_sync(uint32_t, T x, int mask) {
     return emulated::of_lane<T>(emulated::exchange(x), int(threadIdx.x % 32) ^ mask);
