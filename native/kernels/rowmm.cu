@@ -37,6 +37,13 @@ bool valid(const RowmmArgs &a) {
     return units <= INT32_MAX;
 }
 
+bool valid_input(const RowmmArgs &a) {
+    const RowmmPackArgs &in = *a.input;
+    return in.input == ROWMM_HEAD_RMS && in.T == a.T && in.K == a.K && in.out == a.x && in.copy == nullptr &&
+           in.parts == nullptr && a.parts != nullptr && a.normed == 0 && in.head >= 16 &&
+           CHUNK % in.head == 0 && a.K % in.head == 0;
+}
+
 // These are units of one size in a row: those of the whole tiles of a matrix, or of its last tile.
 struct Span {
     int units;
@@ -173,11 +180,12 @@ cudaError_t launch_sum(const RowmmParams &p, cudaStream_t stream, bool overlap) 
 
 // There are as many slots of weights as leave room for the blocks of a multiprocessor, and at least two.
 cudaError_t launch(RowmmParams &p, bool wide, const DeviceLimits &device, cudaStream_t stream, bool overlap) {
-    const RowmmKernel k = p.columns <= 8    ? rowmm_kernel_8()
-                          : p.columns <= 16 ? rowmm_kernel_16()
-                          : !wide           ? rowmm_kernel_32()
-                          : p.columns <= 32 ? rowmm_kernel_32_wide()
-                                            : rowmm_kernel_64_wide();
+    const RowmmKernel k = p.gated.x != nullptr ? rowmm_kernel_gated()
+                          : p.columns <= 8     ? rowmm_kernel_8()
+                          : p.columns <= 16    ? rowmm_kernel_16()
+                          : !wide              ? rowmm_kernel_32()
+                          : p.columns <= 32    ? rowmm_kernel_32_wide()
+                                               : rowmm_kernel_64_wide();
     // The kernel has at most 512 besides, and some is for blocks of the launches behind, which wait beside it.
     const int besides = k.teams == 1 ? 2560 : 512;
     const int share = device.shared_sm / (BLOCKS_PER_SM / k.teams) - device.shared_reserved - besides;
@@ -294,9 +302,19 @@ int64_t cuda::rowmm_scratch_bytes() {
     return int64_t(ranges_of(device)) * 2 * ROWMM_MAX_ROWS * TILE * int64_t(sizeof(float));
 }
 
+// Returns whether the kernels' blocks can gate and pack rows themselves: each packs the few chunks that it needs.
+static bool gates_itself(const RowmmParams &p, int32_t T) {
+    bool whole = T <= ROWMM_GATED_ROWS && p.n_segments == 1 && units_of_chunk(p.segments[0].type) == 1;
+    for (int r = 0; r < p.ranges; r++) {
+        whole = whole && p.first[r + 1] - p.first[r] <= ROWMM_GATED_UNITS;
+    }
+    return whole;
+}
+
 int cuda::rowmm(const RowmmArgs &args, void *stream) {
     DeviceLimits device;
-    if (!valid(args)) {
+    const RowmmPackArgs *input = args.input;
+    if (!valid(args) || (input != nullptr && !valid_input(args))) {
         return int(cudaErrorInvalidValue);
     }
     if (args.T == 0) {
@@ -328,8 +346,18 @@ int cuda::rowmm(const RowmmArgs &args, void *stream) {
         return int(launch_norm(p, args, device, static_cast<cudaStream_t>(stream)));
     }
     p.x = static_cast<const uint8_t *>(args.x);
+    if (input != nullptr) {
+        p.gated = {input->x,     input->w,        input->y,    input->x_row,
+                   input->y_row, int32_t(args.K), input->head, input->eps};
+    }
     if (cudaError_t launched; launch_whole(p, args, device, static_cast<cudaStream_t>(stream), launched)) {
         return int(launched);
+    }
+    if (input != nullptr && !gates_itself(p, args.T)) {
+        p.gated = {};
+        if (const int packed = rowmm_pack(*input, stream); packed != 0) {
+            return packed;
+        }
     }
     for (int row = 0; row < args.T; row += layout.set) {
         p.rows = std::min(args.T - row, layout.set);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "rowmm_multiply.cuh"
+#include "rowmm_pack.cuh"
 #include "rowmm_results.cuh"
 #include "rowmm_teams.cuh"
 
@@ -77,28 +78,61 @@ __device__ __forceinline__ void take_range(const RowmmParams &p, Ring &ring, int
     }
 }
 
+// Gates and packs rows as rowmm_pack does it: a warp has a row of a stage. What it reads lies in L2, since the launch ahead
+// wrote it. There are no more units than stages, and of one weight.
+template <typename S>
+__device__ __forceinline__ void pack_stage(const RowmmParams &p, const Rings<S> &rings, int first,
+                                           int units) {
+    static_assert(S::WARPS == ROWMM_GATED_ROWS * S::STAGES);
+    const RowmmGated &a = p.gated;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, stage = warp % S::STAGES,
+              row = warp / S::STAGES;
+    int k = (first + stage) % p.segments[0].units_k * CHUNK + lane * OWN;
+    hold(k); // it is found while the launch ahead has not ended
+    wait_for_previous();
+    if (stage >= units) {
+        return;
+    }
+    if (row < p.rows) {
+        float v[OWN], y[OWN], w[OWN];
+        load_values(v, a.x + row * a.x_row, k, a.K);
+        load_values(y, a.y + row * a.y_row, k, a.K);
+        load_values(w, a.w, k % a.head, a.head);
+        gate_head(v, w, y, a.head, a.eps);
+        pack_chunk(rings.stage(stage), rings.columns, row, false, v, largest(v), lane);
+    }
+    __syncwarp();
+    if (lane < COPY_LANES) {
+        barrier_arrive(rings.stage_full(stage));
+    }
+}
+
 // Does what a block of one team does.
-template <int NT, bool WIDE>
+template <int NT, bool WIDE, bool GATED>
 __device__ __forceinline__ void run_team(const RowmmParams &p, uint8_t *shared, float *scales) {
     using S = Shape<NT, WIDE>;
     const int range = range_of_block(p);
     const Rings<S> rings{held_address(shared), p.slot_bytes, p.slots, S::columns(p.columns)};
     if (threadIdx.x == 0) {
-        rings.init();
+        rings.init(GATED ? ROWMM_GATED_ROWS : 1);
     }
     __syncthreads();
     const int first = p.first[range], units = p.first[range + 1] - first;
     if (threadIdx.x < S::WARPS * WARP) {
         const int warp = threadIdx.x / WARP, C = rings.columns;
         Rows rows = {};
-        if (warp < S::STAGES && threadIdx.x % WARP < COPY_LANES) {
+        if (!GATED && warp < S::STAGES && threadIdx.x % WARP < COPY_LANES) {
             rows = first_rows(p, first, units, warp, C);
             announce(rows, rings.stage_full(warp), C);
         }
         int tile = first_tile(p, range);
         hold(tile); // it is found while the launch ahead has not ended
-        wait_for_previous();
-        copy(rows, rings.stage_full(warp), rings.stage(warp), C);
+        if constexpr (GATED) {
+            pack_stage(p, rings, first, units);
+        } else {
+            wait_for_previous();
+            copy(rows, rings.stage_full(warp), rings.stage(warp), C);
+        }
         if (p.squares != nullptr) {
             find_scales(p, rings, scales);
         }
@@ -155,7 +189,7 @@ __device__ __forceinline__ void run_teams(const RowmmParams &p, uint8_t *shared,
     }
 }
 
-template <int NT, bool WIDE>
+template <int NT, bool WIDE, bool GATED>
 __global__ void __launch_bounds__(Shape<NT, WIDE>::THREADS, Shape<NT, WIDE>::BLOCKS)
     rowmm_kernel(const __grid_constant__ RowmmParams p) {
 #if !ROWMM_WGMMA
@@ -172,13 +206,13 @@ __global__ void __launch_bounds__(Shape<NT, WIDE>::THREADS, Shape<NT, WIDE>::BLO
     if constexpr (Shape<NT, WIDE>::TEAMS == 2) {
         run_teams<NT, WIDE>(p, shared, scales);
     } else {
-        run_team<NT, WIDE>(p, shared, scales);
+        run_team<NT, WIDE, GATED>(p, shared, scales);
     }
 }
 
-template <int NT, bool WIDE> RowmmKernel rowmm_kernel_of() {
+template <int NT, bool WIDE, bool GATED = false> RowmmKernel rowmm_kernel_of() {
     using S = Shape<NT, WIDE>;
-    return {rowmm_kernel<NT, WIDE>, S::THREADS, S::row_bytes, S::TEAMS};
+    return {rowmm_kernel<NT, WIDE, GATED>, S::THREADS, S::row_bytes, S::TEAMS};
 }
 
 } // namespace luce

@@ -108,11 +108,7 @@ __global__ void __launch_bounds__(WARPS *WARP)
     }
     if constexpr (INPUT == ROWMM_HEAD_RMS) {
         load_values(y, a.y + row * a.y_row, k, a.K);
-        const float scale = rsqrtf(warp_sum(squares(v), a.head / OWN) / a.head + a.eps);
-#pragma unroll
-        for (int i = 0; i < OWN; i++) {
-            v[i] = v[i] * scale * w[i] * silu(y[i]);
-        }
+        gate_head(v, w, y, a.head, a.eps);
     }
     if (INPUT != ROWMM_RMS && a.copy != nullptr) {
         store_values(a.copy + row * a.K, v, k, a.K);

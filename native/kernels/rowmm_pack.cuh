@@ -67,6 +67,16 @@ __device__ __forceinline__ float largest(const float (&v)[OWN]) {
     return most;
 }
 
+// Gates a head's values: v * rsqrt(mean(v^2) + eps) * w * silu(y). A head has a part of a warp's lanes.
+__device__ __forceinline__ void gate_head(float (&v)[OWN], const float (&w)[OWN], const float (&y)[OWN],
+                                          int head, float eps) {
+    const float scale = rsqrtf(warp_sum(squares(v), head / OWN) / head + eps);
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        v[i] = v[i] * scale * w[i] * (y[i] / (1 + expf(-y[i])));
+    }
+}
+
 // The chunk's power of two brings its largest value to 512 .. 1023, so that sums of 32 fit F16 too. A value
 // that is not finite stays what it is, and its column's products are not finite either. `most` is the lane's
 // largest value.

@@ -18,30 +18,36 @@ static const float *rows(const ggml_tensor *x, int64_t t) {
     return reinterpret_cast<const float *>(static_cast<const uint8_t *>(x->data) + size_t(t) * x->nb[1]);
 }
 
-int rowmm_pack_op(const ggml_tensor *dst, void *stream, RowmmInput input, float eps) {
+// Says how rows t and on of an op's first arguments are packed.
+static RowmmPackArgs pack_args(const ggml_tensor *dst, int64_t t, RowmmInput input, float eps) {
     const ggml_tensor *x = dst->src[0];
     const ggml_tensor *w = input == ROWMM_RMS || input == ROWMM_HEAD_RMS ? dst->src[1] : nullptr;
     const ggml_tensor *y = input == ROWMM_SWIGLU ? dst->src[1] : dst->src[2];
-    const int64_t K = x->ne[0], T = x->ne[1];
+    RowmmPackArgs a{};
+    a.x = rows(x, t);
+    a.x_row = int64_t(x->nb[1] / sizeof(float));
+    a.T = int32_t(std::min<int64_t>(x->ne[1] - t, ROWMM_MAX_ROWS));
+    a.K = x->ne[0];
+    a.input = input;
+    a.eps = eps;
+    a.overlap = 1;
+    if (w != nullptr) {
+        a.w = static_cast<const float *>(w->data);
+        a.head = int32_t(w->ne[0]);
+    }
+    if (y != nullptr) {
+        a.y = rows(y, t);
+        a.y_row = int64_t(y->nb[1] / sizeof(float));
+    }
+    return a;
+}
+
+int rowmm_pack_op(const ggml_tensor *dst, void *stream, RowmmInput input, float eps) {
+    const int64_t K = dst->src[0]->ne[0], T = dst->src[0]->ne[1];
     uint8_t *out = static_cast<uint8_t *>(dst->data);
     for (int64_t t = 0; t < T; t += ROWMM_MAX_ROWS) {
-        RowmmPackArgs a{};
-        a.x = rows(x, t);
-        a.x_row = int64_t(x->nb[1] / sizeof(float));
-        a.T = int32_t(std::min<int64_t>(T - t, ROWMM_MAX_ROWS));
-        a.K = K;
+        RowmmPackArgs a = pack_args(dst, t, input, eps);
         a.out = out;
-        a.input = input;
-        a.eps = eps;
-        a.overlap = 1;
-        if (w != nullptr) {
-            a.w = static_cast<const float *>(w->data);
-            a.head = int32_t(w->ne[0]);
-        }
-        if (y != nullptr) {
-            a.y = rows(y, t);
-            a.y_row = int64_t(y->nb[1] / sizeof(float));
-        }
         if (const int error = cuda::rowmm_pack(a, stream); error != 0) {
             return error;
         }
@@ -118,19 +124,32 @@ int64_t rowmm_parts_op_bytes(int64_t T, const std::vector<ggml_tensor *> &weight
     return rowmm_parts_bytes(a);
 }
 
+// Whether a product gates and packs its rows itself; its weights follow what it packs.
+static bool gates_itself(const ggml_tensor *node) {
+    return strcmp(custom_op(node)->name, "rowmm_gated_parts") == 0;
+}
+
 RowmmArgs parts_launch(const ggml_tensor *node) {
-    RowmmArgs a = launch_of(node, packs_itself(node) ? 2 : 1);
+    const bool gates = gates_itself(node);
+    RowmmArgs a = launch_of(node, gates ? 3 : packs_itself(node) ? 2 : 1);
+    a.parts = static_cast<float *>(node->data);
     if (packs_itself(node)) {
         take_row(a, node);
     } else {
-        a.x = node->src[0]->data;
+        a.x = gates ? a.parts + rowmm_parts_bytes(a) / int64_t(sizeof(float)) : node->src[0]->data;
     }
-    a.parts = static_cast<float *>(node->data);
     return a;
 }
 
 int rowmm_parts_op(const ggml_tensor *dst, void *stream) {
-    return cuda::rowmm(parts_launch(dst), stream);
+    RowmmArgs a = parts_launch(dst);
+    RowmmPackArgs input{};
+    if (gates_itself(dst)) {
+        input = pack_args(dst, 0, ROWMM_HEAD_RMS, a.eps);
+        input.out = const_cast<void *>(a.x);
+        a.input = &input;
+    }
+    return cuda::rowmm(a, stream);
 }
 
 int rowmm_parts_rms_op(const ggml_tensor *dst, void *stream) {

@@ -36,6 +36,7 @@ void time_kernels();
 void check_pack(bool all);
 void check_deltanet_layer(bool all);
 void time_deltanet_layer();
+void check_rowmm_gated(bool all);
 void check_rowmm(bool all);
 void check_rowmm_norm(bool all);
 void check_rowmm_ranges(); // it checks what a few multiprocessors cut anywhere

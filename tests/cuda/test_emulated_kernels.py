@@ -78,6 +78,10 @@ CHECKED = {
         "check_rowmm_norm(false)",
         ["rowmm.cu", "rowmm_permute.cu", "rowmm_pack.cu", *(f.name for f in KERNELS.glob("rowmm_rows_*.cu"))],
     ),
+    "rowmm_gated_check.cu": (
+        "check_rowmm_gated(false)",
+        ["rowmm.cu", "rowmm_permute.cu", "rowmm_pack.cu", *(f.name for f in KERNELS.glob("rowmm_rows_*.cu"))],
+    ),
     "attention_plan_check.cu": ("check_attention_plan(false)", []),
     "attention_heads_check.cu": (
         "check_attention_heads(false)",
