@@ -219,10 +219,9 @@ template <int ROWS>
 __device__ bool prepare(Worker<S, false, ROWS> &worker, ConvWarp<ROWS> &conv, GateWarp<ROWS> &gates,
                         int warp) {
     worker.begin();
-    typename Worker<S, false, ROWS>::Pending pending = {};
-    if (worker.n_pending > 0) {
-        pending = worker.read_pending(0);
-    }
+    // So many are on their way at once: a step of as many rows has left no more. With 4, registers would spill.
+    typename Worker<S, false, ROWS>::Pending pending[ROWS + 1];
+    worker.read_pending(pending, 0);
     if (warp < 3) {
         conv.read_committed();
     } else {

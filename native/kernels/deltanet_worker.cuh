@@ -227,15 +227,28 @@ template <int S, bool APPEND, int FEW = 0> struct Worker {
         of.decay = log[a.decay[bank] + row * a.decay_row + h];
         return of;
     }
-    // Replays the pending rows, of which `next` is the first where there is one.
-    __device__ void replay_pending(Pending next) {
-#pragma unroll 1
-        for (int p = 0; p < n_pending; p++) {
-            const Pending row = next;
-            if (p + 1 < n_pending) {
-                next = read_pending(p + 1);
+    // Reads N pending rows from row p on, as far as there are any: all at once, since each comes from far away.
+    template <int N> __device__ void read_pending(Pending (&rows)[N], int p) const {
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            if (p + i < n_pending) {
+                rows[i] = read_pending(p + i);
             }
-            part.replay(row.k, row.decay, row.delta);
+        }
+    }
+    // Replays the pending rows, of which `rows` has the first.
+    template <int N> __device__ void replay_pending(Pending (&rows)[N]) {
+#pragma unroll 1
+        for (int p = 0; p < n_pending; p += N) {
+            if (p > 0) {
+                read_pending(rows, p);
+            }
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                if (p + i < n_pending) {
+                    part.replay(rows[i].k, rows[i].decay, rows[i].delta);
+                }
+            }
         }
     }
 
