@@ -4,12 +4,14 @@
 //   most   CHOICE_PARTS blocks a row: the largest logit of each part. A draft's logits are still parts of their product,
 //          which it adds up, and another block keeps the row's hidden state
 //   bins   where top-k or top-p ask for it: how many ids, and which mass, lie in each of SAMPLE_BINS ranges of z. That
-//          tells of every range but one or a few whether it is kept
+//          tells of every range but one or a few whether it is kept.
+//          Where top-k keeps fewer ids than there are parts, it lists those that reach the top_k-th largest logit of a
+//          part instead, and noise passes
 //   noise  the largest z + G of the ids in ranges that are kept; ids in the others that may be kept go into a list
 //   pick   a block a row: which ids of the list are kept, and the best of all. Where the list is too short (all logits
 //          all but equal) it searches the row itself
 // A greedy row passes through bins and noise. What a kernel takes of the control block it reads before it waits.
-#include "choose.cuh"
+#include "choose_pick.cuh"
 #include "overlap.cuh"
 #include "whole_norm.cuh"
 
@@ -83,6 +85,25 @@ __device__ bool passes(bool has_work) {
     return !has_work;
 }
 
+// Lists the ids of a part that top-k may keep, where it keeps few. Most parts have none.
+template <bool VECTOR> __device__ void list_few(const Row &row, Span span) {
+    const float least = row.least_of_few();
+    if (row.out->most[blockIdx.x].value < least) {
+        return;
+    }
+    each<VECTOR, THREADS>(row.x, span, [&](const float (&v)[4], int32_t id) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            if (v[j] >= least && id + j < span.end) {
+                const uint32_t at = atomicAdd(&row.out->n_listed, 1u);
+                if (at < CHOICE_LIST) {
+                    row.out->list[at] = {id + j, v[j]};
+                }
+            }
+        }
+    });
+}
+
 // The grid is parts, rows.
 template <bool VECTOR>
 __global__ void __launch_bounds__(THREADS) bins_kernel(const __grid_constant__ ChooseArgs a, int32_t part) {
@@ -91,6 +112,10 @@ __global__ void __launch_bounds__(THREADS) bins_kernel(const __grid_constant__ C
     let_next_start();
     const Row row(a, blockIdx.y);
     if (passes(row.filtered(a.n))) {
+        return;
+    }
+    if (row.few(a.n)) {
+        list_few<VECTOR>(row, part_of(blockIdx.x, part, a.n));
         return;
     }
     for (int i = threadIdx.x; i < SAMPLE_BINS; i += THREADS) {
@@ -123,7 +148,7 @@ __global__ void __launch_bounds__(THREADS) noise_kernel(const __grid_constant__ 
     __shared__ Bins<THREADS> bins;
     let_next_start();
     const Row row(a, blockIdx.y);
-    if (passes(row.c.scale != 0)) {
+    if (passes(row.c.scale != 0 && !row.few(a.n))) {
         return;
     }
     const Best most = row.largest();
@@ -194,7 +219,7 @@ __global__ void __launch_bounds__(PICK_THREADS) pick_kernel(const __grid_constan
     Best best = most;
     if (row.c.scale != 0) {
         best = Best();
-        for (int i = threadIdx.x; i < CHOICE_PARTS; i += PICK_THREADS) {
+        for (int i = threadIdx.x; i < CHOICE_PARTS && !row.few(a.n); i += PICK_THREADS) {
             best.see(row.out->best[i].value, row.out->best[i].id);
         }
         if (row.filtered(a.n)) {
@@ -222,7 +247,7 @@ __global__ void __launch_bounds__(PICK_THREADS) pick_kernel(const __grid_constan
 }
 
 template <bool VECTOR> cudaError_t launch(const ChooseArgs &args, cudaStream_t stream) {
-    const int32_t part = int32_t((args.n + CHOICE_PARTS - 1) / CHOICE_PARTS + 3) / 4 * 4;
+    const int32_t part = part_size(args.n);
     const dim3 grid(CHOICE_PARTS, args.T), with_hidden(CHOICE_PARTS + 1, args.T);
     cudaError_t error = cudaSuccess;
     if (args.parts == nullptr) {

@@ -309,7 +309,7 @@ struct MaskArgs {
 // choose gives the token that each row's logits stand for, by its sequence's ChoiceCtl, and says whether a
 // logit is not finite. Rows with seq -1 are greedy.
 constexpr int CHOICE_PARTS = 62; // a row has so many parts, which blocks look at side by side
-constexpr int CHOICE_LIST = 1024; // bins leave at most so many ids open
+constexpr int CHOICE_LIST = 1024; // a row has at most so many ids that a block compares with each other
 constexpr int64_t CHOICE_MAX_IDS = 1 << 24;
 struct ChoicePart {
     int32_t id;

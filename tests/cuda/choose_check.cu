@@ -22,6 +22,9 @@ const Setting SETTINGS[] = {
     {"T 1.5 k 300 p .97 m .02", 1.5f, 0.97f, 0.02f, 300},
     {"T .3 m .1", 0.3f, 1, 0.1f, 0},
     {"T 1 k 1", 1, 1, 0, 1},
+    {"T 1e30 k 2 p .6", 1e30f, 0.6f, 0, 2}, // one wrong id more or less is as likely as each right one
+    {"T 1e30 k 2", 1e30f, 1, 0, 2},
+    {"T .5 k 9", 0.5f, 1, 0, 9},
     {"T 5 k 40000 p .5", 5, 0.5f, 0, 40000},
     {"T 30 k 3000", 30, 1, 0, 3000},
     {"T 1e-30 p .5", 1e-30f, 0.5f, 0, 0},
@@ -96,7 +99,7 @@ StepCtl ctl_for(const std::vector<ChoiceCtl> &rows) {
     return ctl;
 }
 
-// Checks rows. With spread 0 all logits are equal. Some rows have ties, some have values that are not finite.
+// Checks rows. With spread 0 all logits are equal, in every second row all but three. Some rows have ties, some have values that are not finite.
 void check_rows(int32_t n, int T, float spread, int first) {
     Floats logits = normals(size_t(n) * T, 1.0f);
     std::vector<ChoiceCtl> rows;
@@ -107,6 +110,9 @@ void check_rows(int32_t n, int T, float spread, int first) {
             x[i] *= spread;
             // This gives ties, -0 and +0.
             x[i] = kind == 1 ? std::nearbyint(x[i]) : kind == 2 ? std::nearbyint(x[i] / 4) : x[i];
+        }
+        for (int i = 0; spread == 0 && t % 2 == 1 && i < 3; i++) {
+            x[pick(n)] = 1;
         }
         if (kind == 3) {
             x[pick(n)] = t % 3 == 0 ? NAN : t % 3 == 1 ? INFINITY : -INFINITY;
@@ -230,6 +236,10 @@ void check_choose(bool all) {
         check_rows(1001, 5, 3.0f, 0);
         check_rows(watched() ? 201 : 1001, 2, 1e-6f, 2); // one range of z has all ids, which the list takes
         check_rows(4096, 4, 1e-6f, 1); // and here more than that
+        for (int i = 0; i < (watched() ? 1 : 4); i++) {
+            check_rows(1001, 3, 3.0f, 7); // top-k keeps few
+            check_rows(4096, 2, 0, 8); // and here more than the list takes are as large as parts' largest
+        }
         return;
     }
     for (const int T : {1, 5, 8, 33, 64}) {
