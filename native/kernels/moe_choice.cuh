@@ -3,6 +3,7 @@
 
 #include "moe_plan.h"
 #include "rowmm_pack.cuh"
+#include "rowmm_ptx.cuh"
 
 #include <climits>
 #include <cmath>
@@ -142,6 +143,68 @@ __device__ __forceinline__ Choice choose_experts(const MoeDims &d, const float *
         choice.open = 1 / (1 + expf(-gate));
     }
     return choice;
+}
+
+// ---- by a block ----
+
+// The warps of a block choose one row's experts together, where each has 32 of them at most, and one at least. With one
+// warp's steps shared by eight, the instructions are few that each block runs for the first time.
+constexpr ROWMM_BOTH bool chosen_together(const MoeDims &d) {
+    return d.n_expert > (ITEM_WARPS - 1) * WARP && d.n_expert <= ITEM_WARPS * WARP && d.n_used <= ITEM_WARPS;
+}
+struct Together {
+    alignas(16) int keys[ITEM_WARPS * WARP];
+    alignas(16) int most[ITEM_WARPS];
+    alignas(16) int ranked[ITEM_WARPS]; // an expert, or -1
+
+    // The block's next barrier stands between this and the choice.
+    __device__ __forceinline__ void begin(int n_used) {
+        if (threadIdx.x < ITEM_WARPS) {
+            ranked[threadIdx.x] = int(threadIdx.x) < n_used ? -1 : 0;
+        }
+    }
+};
+__device__ __forceinline__ int least_of(const int (&x)[ITEM_WARPS]) {
+    const int4 a = *reinterpret_cast<const int4 *>(x), b = *reinterpret_cast<const int4 *>(x + 4);
+    return min(min(min(a.x, a.y), min(a.z, a.w)), min(min(b.x, b.y), min(b.z, b.w)));
+}
+
+// Ranks the experts, and returns false where logits of theirs are equal or any is not finite. The least of the warps' largest
+// logits bounds those that may be chosen, of which a warp goes through its own.
+__device__ __forceinline__ bool choose_together(const MoeDims &d, const float *logits, Together &s) {
+    const int id = threadIdx.x, lane = id % WARP;
+    const float x = id < d.n_expert ? __ldcg(logits + id) : -INFINITY;
+    const bool finite = (__float_as_uint(x) & INFINITE) != INFINITE;
+    const int key =
+        finite || id >= d.n_expert ? ordered(x) : INT_MAX; // above all, so that nobody has the first rank
+    s.keys[id] = key;
+    const int most = __reduce_max_sync(~0u, key);
+    if (lane == 0) {
+        s.most[id / WARP] = most;
+    }
+    __syncthreads();
+    const int4 a = reinterpret_cast<const int4 *>(s.keys)[2 * lane],
+               b = reinterpret_cast<const int4 *>(s.keys)[2 * lane + 1];
+    int chosen = 0;
+    uint32_t left = __ballot_sync(~0u, key >= least_of(s.most));
+#pragma unroll 1
+    for (; left != 0; left &= left - 1) {
+        const int src = __ffs(int(left)) - 1, k = __shfl_sync(~0u, key, src);
+        int more[4] = {int(a.x > k) + int(a.y > k), int(a.z > k) + int(a.w > k), int(b.x > k) + int(b.y > k),
+                       int(b.z > k) + int(b.w > k)};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            hold(more[i]); // else they are counted one behind the other
+        }
+        const int rank = __reduce_add_sync(~0u, more[0] + more[1] + (more[2] + more[3]));
+        if (rank < d.n_used && k < INT_MAX) {
+            s.ranked[rank] = id - lane + src;
+            chosen++;
+        }
+    }
+    // Of equal logits a rank is taken twice, and one behind it not at all.
+    const int all = __syncthreads_count(lane < chosen);
+    return all == d.n_used && least_of(s.ranked) >= 0;
 }
 
 __device__ __forceinline__ void keep_choice(const MoeDims &d, const RoutedLayout &at, uint8_t *routed,

@@ -10,6 +10,7 @@
 #include "device_limits.h"
 #include "moe_block.cuh"
 #include "moe_few.cuh"
+#include "moe_one.cuh"
 #include "rowmm_pack.cuh"
 
 #include <algorithm>
@@ -361,6 +362,28 @@ cudaError_t lay_out(MatmulParams &p, int &blocks, int &bytes) {
     return error;
 }
 
+// Launches up of one row by the kernel that fetches all units of a task at once, where a multiprocessor has room for as many
+// blocks, and returns whether it has. `p` is laid out.
+bool launch_up_one(MatmulParams p, bool overlap, cudaStream_t stream, cudaError_t &error) {
+    DeviceLimits device;
+    error = device.read();
+    p.slots = 0;
+    for (const Group *g : {&p.experts, &p.shared}) {
+        for (const Matrix &m : g->matrices) {
+            const int parts = 1 << g->log_parts;
+            p.slots = std::max(p.slots, (g->chunks + parts - 1) / parts * m.units);
+        }
+    }
+    const int bytes = ONE_BARRIERS + p.row_bytes + ITEM_WARPS * p.slots * p.slot_bytes;
+    const int own = int(sizeof(OneShared)) + device.shared_reserved;
+    if (error != cudaSuccess || bytes + own > device.shared_sm / SMALL_BLOCKS_SM) {
+        return false;
+    }
+    const unsigned blocks = unsigned((p.n_shared + p.max_items) * p.tasks);
+    error = launch_kernel(moe_up_one_kernel, dim3(blocks), ITEM_THREADS, size_t(bytes), stream, overlap, p);
+    return true;
+}
+
 int multiply(const MoeMatmulArgs &a, bool up, cudaStream_t stream) {
     const MoeDims &d = a.dims;
     MatmulParams p = {};
@@ -392,7 +415,11 @@ int multiply(const MoeMatmulArgs &a, bool up, cudaStream_t stream) {
         p.shared = p.experts;
     }
     int blocks = 0, bytes = 0;
-    if (const cudaError_t error = lay_out(p, blocks, bytes); error != cudaSuccess) {
+    cudaError_t error = cudaSuccess;
+    if (error = lay_out(p, blocks, bytes); error != cudaSuccess) {
+        return int(error);
+    }
+    if (up && d.T == 1 && launch_up_one(p, a.overlap != 0, stream, error)) {
         return int(error);
     }
     const auto kernel = d.T == 1         ? moe_matmul_one_kernel

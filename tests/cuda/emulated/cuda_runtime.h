@@ -240,6 +240,16 @@ inline bool __syncthreads_or(bool x) {
     __syncthreads();
     return result;
 }
+inline int __syncthreads_count(bool x) {
+    static int all;
+    all += int(x);
+    __syncthreads();
+    const int result = all;
+    __syncthreads();
+    all = 0;
+    __syncthreads();
+    return result;
+}
 inline void __syncwarp() { emulated::warp_barriers[threadIdx.x / 32].wait(32); }
 template <typename T> T __shfl_sync(uint32_t, T x, int lane, int width = 32) {
     const int first = int(threadIdx.x % 32) / width * width;
