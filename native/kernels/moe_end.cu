@@ -185,7 +185,6 @@ __global__ void __launch_bounds__(END_WARPS *WARP, 1) moe_end_kernel(const __gri
     __shared__ int experts[END_ACROSS * (MOE_MAX_USED + 1)]; // each item's
     const EndBlock b = {p, shared};
     const int lane = b.lane, items = b.items();
-    let_next_start();
 #pragma unroll 1
     for (int i = b.warp; i < items; i += b.n_warps) {
         if (lane == 0) {
@@ -201,6 +200,7 @@ __global__ void __launch_bounds__(END_WARPS *WARP, 1) moe_end_kernel(const __gri
         }
     }
     wait_for_previous();
+    let_next_start(); // sooner, the launch behind would take from up
     float weight = 0, open = 0, residual = 0;
     if (b.warp == 0) {
         const int n = blockIdx.x * FRAGMENT + lane % FRAGMENT;

@@ -63,6 +63,7 @@ __device__ void pack_row(const NormBlock &b) {
     float w[OWN], v[OWN];
     load_values(w, p.norm, warp * CHUNK + lane * OWN, K);
     wait_for_previous();
+    let_next_start(); // sooner, the launch behind would take from the one ahead
     for (int chunk = warp; chunk < b.chunks; chunk += WARPS) {
         const int64_t k = chunk * CHUNK + lane * OWN;
         load_values(v, p.row, k, K);
@@ -171,7 +172,6 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS + 1)
     rowmm_norm_kernel(const __grid_constant__ RowmmParams p) {
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ float scales[WARPS][S::COLUMNS];
-    let_next_start();
     const int range = range_of_block(p), warp = threadIdx.x / WARP;
     const NormBlock b{p, held_address(shared), int(chunks_of(int64_t(p.K)))};
     if (threadIdx.x == 0) {
