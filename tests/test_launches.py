@@ -28,7 +28,7 @@ MIXTURE = Counter({"rowmm_add": 1, "moe_route": 1, "moe_up": 1, "moe_down": 1, "
 ONE_ROW = Counter({"moe_end": 1, "rowmm_parts_norm": 1})
 OF_MORE = Counter({"moe_down": 1, "moe_sum": 1, "rowmm_parts": 1})
 DELTANET = OUT + Counter({"rowmm_parts": 1, "deltanet_parts": 1, "rowmm_pack_gated": 1})
-# Of one row the last product gates and packs its heads itself, but ahead of a mixture.
+# Of one row, or two, the last product gates and packs its heads itself, but ahead of a mixture.
 GATED = DELTANET - Counter({"rowmm_parts": 1, "rowmm_pack_gated": 1}) + Counter({"rowmm_gated_parts": 1})
 ATTENTION = OUT + Counter({"rowmm_parts": 1, "attention_heads": 1, "attention_packed": 1})
 

@@ -9,7 +9,7 @@
 //                                                                  beta from alpha and b. Of 3 rows and more, or of several
 //                                                                  sequences, it is two kernels
 //                        gated norm          rowmm_pack_gated      RMS of a head * SiLU(z), packed to F16
-//                        out                 rowmm_parts           Of one row it is rowmm_gated_parts, which gates and packs
+//                        out                 rowmm_parts           of 1 or 2 rows rowmm_gated_parts, which gates and packs
 //                                                                  itself, but ahead of a mixture
 //                        residual, norm      rowmm_parts_rms       adds the parts up; x, squares of x, packed x * w
 //   and the FFN          gate up             rowmm_parts           applies the norm's scale to its sums
