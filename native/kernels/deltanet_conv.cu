@@ -92,10 +92,11 @@ template <int S> struct Committed {
             }
         }
     }
-    __device__ void store(int64_t C, int lane) const {
+    // Leaves them at `to`, each `apart` values behind the one before it.
+    __device__ void store(float *to, int64_t apart, int lane) const {
 #pragma unroll
         for (int i = 0; i < WINDOW; i++) {
-            row[i].store(window + i * C, lane);
+            row[i].store(to + i * apart, lane);
         }
     }
 };
@@ -103,6 +104,7 @@ template <int S> struct Committed {
 // Shared is what a block knows of its sequences, by their place in its group.
 template <int S> struct Shared {
     alignas(16) float committed[GROUP][WINDOW][S];
+    float4 w[S]; // its channels' weights
     int32_t slot[GROUP], row0[GROUP];
     int32_t seq[MAX_ROWS], parent[MAX_ROWS]; // they are by row of the step
 };
@@ -179,9 +181,11 @@ __device__ void sum_others(const Summed &sums, int tile, int T) {
 
 // The grid is heads, groups of sequences. There is a warp for each row of the step up to GROUP, and so for
 // each sequence of a group. Rows -1, -2, -3 are the committed ones, newest first, each the parent of the one
-// before it.
+// before it. What is not needed at once waits in shared memory, so that a block of 16 rows leaves registers for one of the
+// delta rule (deltanet.cu) on its multiprocessor, which brings its state meanwhile.
 template <int S, typename Sums>
-__global__ void conv_verify_kernel(const __grid_constant__ Params a, const __grid_constant__ Sums sums) {
+__global__ void __launch_bounds__(GROUP *WARP, 1)
+    conv_verify_kernel(const __grid_constant__ Params a, const __grid_constant__ Sums sums) {
     constexpr bool SUMMED = sizeof(Sums) == sizeof(Summed);
     __shared__ Shared<S> sh;
     extern __shared__ __align__(16) float summed[]; // [T][S]
@@ -199,8 +203,9 @@ __global__ void conv_verify_kernel(const __grid_constant__ Params a, const __gri
     }
     Control ctl;
     ctl.load(*a.ctl, first + warp, lane);
-    Weights<S> w;
-    w.load(a.w, c0, lane);
+    for (int i = threadIdx.x; i < S; i += blockDim.x) {
+        sh.w[i] = reinterpret_cast<const float4 *>(a.w)[c0 + i];
+    }
     if (threadIdx.x < T) {
         sh.seq[threadIdx.x] = a.ctl->rows[threadIdx.x].seq;
         sh.parent[threadIdx.x] = a.ctl->rows[threadIdx.x].parent;
@@ -209,6 +214,7 @@ __global__ void conv_verify_kernel(const __grid_constant__ Params a, const __gri
     const bool present = first + warp < ctl.n_seqs();
     if (present) {
         committed.load(lane);
+        committed.store(sh.committed[warp][0], S, lane);
     }
     Rows<S> rows{a.x, C, c0};
     if constexpr (SUMMED) {
@@ -219,20 +225,20 @@ __global__ void conv_verify_kernel(const __grid_constant__ Params a, const __gri
     wait_for_previous();
     Channels<S> row;
     row.load(rows.at(warp), lane);
-    if (present) {
+    if (present && committed.moved) {
 #pragma unroll
         for (int i = 0; i < WINDOW; i++) {
-            committed.row[i].store(sh.committed[warp][i], lane);
+            committed.row[i].load(sh.committed[warp][i], lane);
         }
-        if (committed.moved) {
-            committed.store(C, lane);
-        }
+        committed.store(committed.window, C, lane);
     }
     if (const int row0 = ctl.get(offsetof(SeqCtl, row0)); lane == 0) {
         sh.slot[warp] = committed.slot;
         sh.row0[warp] = row0;
     }
     __syncthreads(); // from here the log may be written
+    Weights<S> w;
+    w.load(reinterpret_cast<const float *>(sh.w), 0, lane);
     for (int t = warp; t < T; t += n_warps) {
         const int i = sh.seq[t] - first;
         if (i < 0 || i >= GROUP) { // it is of another block, or of no sequence
@@ -327,7 +333,7 @@ __global__ void __launch_bounds__(WARP) conv_window_kernel(const __grid_constant
         const Channels<S> old = T == 1 ? committed.row[(i + 1) % WINDOW] : committed.row[WINDOW - 1];
         committed.row[i] = T + i >= WINDOW ? row[i] : old;
     }
-    committed.store(C, lane);
+    committed.store(committed.window, C, lane);
 }
 
 template <int S> int launch(const ConvArgs &args, cudaStream_t stream) {
