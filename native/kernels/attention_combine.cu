@@ -10,6 +10,7 @@
 #include "overlap.cuh"
 #include "rowmm_pack.cuh"
 #include "rowmm_plan.h"
+#include "rowmm_ptx.cuh"
 
 namespace luce {
 namespace {
@@ -37,6 +38,11 @@ struct F32Means {
         x[0] = from[0];
         x[1] = from[1];
     }
+    __device__ static void discard(const void *means, uint32_t at) {
+        const float4 *from = static_cast<const float4 *>(means) + int64_t(at) * 2;
+        discard_line(from);
+        discard_line(from + OCTET);
+    }
     __device__ void get(float (&v)[OWN]) const {
         const float values[OWN] = {x[0].x, x[0].y, x[0].z, x[0].w, x[1].x, x[1].y, x[1].z, x[1].w};
 #pragma unroll
@@ -49,6 +55,9 @@ struct F32Means {
 struct F16Means {
     uint4 x;
     __device__ void load(const void *means, uint32_t at) { x = static_cast<const uint4 *>(means)[at]; }
+    __device__ static void discard(const void *means, uint32_t at) {
+        discard_line(static_cast<const uint4 *>(means) + at);
+    }
     __device__ void get(float (&v)[OWN]) const {
         const uint32_t words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
@@ -96,12 +105,14 @@ struct Sum {
             v[i] = fmaf(x[i], w, v[i]);
         }
     }
-    // Adds chunks c, c + step .. last, whose first results are at `sums` and at value OWN * first of `means`.
+    // Adds chunks c, c + step .. last, whose first results are at `sums` and at value OWN * first of `means`. Means are not read
+    // again, so an octet's first lane discards its line: else L2 would write it to memory for nothing.
     template <typename Means>
     __device__ void add_chunks(const float2 *sums, const void *means, uint32_t first, int H, int D, int c,
                                int step, int last, int lane) {
         const uint32_t next = step * (H * D / OWN);
         uint32_t from = first + c * (H * D / OWN);
+        const bool discards = lane % OCTET == 0 && reinterpret_cast<uintptr_t>(means) % 128 == 0;
         for (; c <= last; c += BATCH * step) {
             const int mine = c + lane % OCTET * step; // the lane finds this chunk's weight
             const float2 s = lane % OCTET < BATCH && mine <= last ? sums[mine * H] : float2{-INFINITY, 0};
@@ -112,6 +123,7 @@ struct Sum {
                     x[i].load(means, from);
                 }
             }
+            __syncwarp(); // all lanes read ahead of what discards
             const float before = most;
             most = fmaxf(most, octet_max(s.x));
             const float origin = most == -INFINITY ? 0.0f : most;
@@ -128,6 +140,9 @@ struct Sum {
                 x[i].get(values);
                 weight += of_chunk[i];
                 add(values, of_chunk[i]);
+                if (discards) {
+                    Means::discard(means, from - (BATCH - i) * next);
+                }
             }
         }
     }

@@ -143,6 +143,12 @@ __device__ __forceinline__ void prefetch_l2(const void *p) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
 
+// Says that the 128 bytes at p, which are aligned so, are not read before they are written again, so that what L2 holds of them
+// need not be written to memory.
+__device__ __forceinline__ void discard_line(const void *p) {
+    asm volatile("discard.global.L2 [%0], 128;" ::"l"(p) : "memory");
+}
+
 // Adds 1. This comes behind all that the block's threads wrote before its last barrier, and ahead of all they
 // read after the next.
 __device__ __forceinline__ uint32_t count_arrival(uint32_t *counter) {

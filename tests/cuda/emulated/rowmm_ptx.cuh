@@ -131,6 +131,7 @@ inline void copy_16(void *shared, const void *global) { memcpy(shared, global, 1
 inline void copies_commit() {}
 template <int N> void copies_wait() {}
 inline void prefetch_l2(const void *) {}
+inline void discard_line(const void *) {}
 
 inline uint32_t count_arrival(uint32_t *counter) { return (*counter)++; }
 
