@@ -168,7 +168,7 @@ class Drafter:
         return replace(self._chains[n], grow=lambda: self._grow(anchor, n, budget, chain))
 
     def _grow(self, anchor: int, n: int, budget: int | None, chain: Sequence[int]) -> Draft:
-        k, size = (1, n) if budget is None else (min(self.ranks, budget), budget)
+        k, size = (1, n) if budget is None else (self.ranks, budget)
         self._lists = self._text.lists(n, k, self._by is not Source.DFLASH)
         tokens, parents, bits = self._text.tree(anchor, self._lists, size, chain)
         names = ("", self.name, "lookup", f"{self.name}+lookup")
@@ -177,7 +177,8 @@ class Drafter:
     def shown(self, done: Round, n: int) -> tuple[int, int, int | None]:
         """Returns how many of the last n drafts show what the head is worth, how many of these were right
         before the first wrong one, and at which rank of the candidates the target's own token stood there:
-        `ranks` where it is none of them. The rank is None where it is not known.
+        `ranks` where it is none of them. The rank is None where it is not known, as where the next best ones
+        were not read.
 
         The head chooses the same among all tokens and among a part of them as long as its choice is of the
         part. So a draft among the part is as good as one among all, but for a token that is not of the part:
@@ -193,6 +194,8 @@ class Drafter:
         for depth, token in enumerate(done.tokens[:n]):
             candidates = self._lists.at(depth)
             if token != candidates[0]:
+                if len(candidates) < self.ranks:
+                    return depth, None
                 return depth, candidates.index(token) if token in candidates else self.ranks
         return min(len(done.tokens), n), None
 

@@ -9,6 +9,7 @@ from test_runner import GPU, Repeats, drafts, line, runner
 
 from luce.acceptance import Acceptance
 from luce.drafting import Limits, Round
+from luce.runner import BET
 
 
 def played(rounds, prepare):
@@ -49,8 +50,8 @@ def test_a_choice_ahead_leaves_what_the_round_may_lose_that_has_begun():
     for _ in range(255):
         sizes.append(drafts(auto, 31))
         auto.prepare()
-        at_risk = max(auto._choice.price, auto._ready.choice.price if auto._ready.choice.drafts else 0.0) - 1
-        assert auto._lost + at_risk <= auto._allowance()
+        ahead = auto._ready.choice.price - 1 if auto._ready.choice.drafts else 0.0
+        assert ahead <= BET * (auto._allowance() - auto._lost - (auto._choice.price - 1)) + 1e-9
         auto.learn(Round(sizes[-1], 0, 0.0, 0.0, 0.0, (1,)))
         assert auto._lost <= auto._allowance()
     assert sizes[0] > 1 and 0 < sum(map(bool, sizes)) < 128
@@ -86,7 +87,7 @@ def test_next_best_candidates_are_taken_where_rows_are_cheap():
 
         class Seen:
             def at(self, depth):
-                return [1, 2, 3]
+                return list(range(1, 9))
 
         source._drafters[0]._lists = Seen()
         tokens = [1] * right + [2]

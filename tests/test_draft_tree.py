@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from op_run import op_run
 from step_ctl import Seq, step_ctl
 
-from luce._native import Lists
+from luce._native import Lists, Source
+from luce.drafting import Drafter, Round
 from luce.errors import ArgumentError, NumericError, StateError
 from luce.structs import Sampling
 
@@ -227,3 +228,23 @@ def test_the_lists_of_a_chain_begin_with_its_drafts(native, device, tmp_path):
     for wrong in ({"n_top": 64, "n_draft": 1}, {"n_top": 1}):
         with pytest.raises(ArgumentError, match="n_top"):
             drive.open_engine(model, **wrong)
+
+
+class Listing:
+    """Stands in for a sequence whose head drafts 10, 20 .., with the tokens above each as the next best."""
+
+    def __init__(self, native):
+        self.tree, self.native = native.tree, native
+
+    def lists(self, depth, k, comb=True):
+        ids = [[10 * at + i for i in range(k)] for at in range(1, depth + 1)]
+        return lists_of(self.native, ids, [[0] * k] * depth)
+
+
+@pytest.mark.parametrize(("budget", "rank"), [(None, None), (3, 4), (20, 4)])
+def test_a_wrong_draft_shows_a_rank_where_the_next_best_ones_were_read(native, budget, rank):
+    """A draft that is joined with a lookup reads the chain alone. A tree of any budget reads them all."""
+    drafter = Drafter(Listing(native), Source.NEXTN, 4, ranks=8)
+    drafter.draft(ANCHOR, 4, budget, chain=(10, 7)).grow()
+    assert drafter.shown(Round(4, 1, 0.0, 0.0, 0.0, (10, 24)), 4) == (4, 1, rank)
+    assert drafter.shown(Round(4, 1, 0.0, 0.0, 0.0, (10, 88)), 4) == (4, 1, rank and 8)

@@ -105,14 +105,15 @@ struct Sum {
             v[i] = fmaf(x[i], w, v[i]);
         }
     }
-    // Adds chunks c, c + step .. last, whose first results are at `sums` and at value OWN * first of `means`. Means are not read
-    // again, so an octet's first lane discards its line: else L2 would write it to memory for nothing.
+    // Adds chunks c, c + step .. last, whose first results are at `sums` and at value OWN * first of `means`. The means of a lane
+    // that `owns` them are not read again, so its octet's first lane discards their line: else L2 would write it to memory for
+    // nothing.
     template <typename Means>
     __device__ void add_chunks(const float2 *sums, const void *means, uint32_t first, int H, int D, int c,
-                               int step, int last, int lane) {
+                               int step, int last, int lane, bool owns) {
         const uint32_t next = step * (H * D / OWN);
         uint32_t from = first + c * (H * D / OWN);
-        const bool discards = lane % OCTET == 0 && reinterpret_cast<uintptr_t>(means) % 128 == 0;
+        const bool discards = owns && lane % OCTET == 0 && reinterpret_cast<uintptr_t>(means) % 128 == 0;
         for (; c <= last; c += BATCH * step) {
             const int mine = c + lane % OCTET * step; // the lane finds this chunk's weight
             const float2 s = lane % OCTET < BATCH && mine <= last ? sums[mine * H] : float2{-INFINITY, 0};
@@ -204,7 +205,7 @@ __global__ void __launch_bounds__(GROUPS *WARP, BLOCKS)
     for (int g = warp; g < (few ? 1 : GROUPS); g += int(blockDim.x) / WARP) {
         const int begin = few ? first : first + (g + GROUPS - first % GROUPS) % GROUPS;
         sum = Sum();
-        sum.add_chunks<Means>(sums, a.means, at, a.H, D, begin, few ? 1 : GROUPS, last, lane);
+        sum.add_chunks<Means>(sums, a.means, at, a.H, D, begin, few ? 1 : GROUPS, last, lane, k < K);
         if (!few) {
             groups.put(g, lane, sum);
         }

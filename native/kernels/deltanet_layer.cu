@@ -5,7 +5,8 @@
 // A block has W columns of one v head, as in deltanet.cu. It makes the q and k that it needs itself, from parts that lie in
 // L2: a warp has all rows of q, another those of k, the third those of its columns of v, and the fourth the gates, and its
 // columns of z. So a k head's raw rows are known in all blocks that share it. Each of them counts itself once it has read
-// what the caches hold of them, and the last one replaces that.
+// what the caches hold of them, and the last one replaces that. All layers count in the same place: each counts behind its
+// wait, and the last count of a layer leaves 0.
 #include "deltanet_row.cuh"
 #include "deltanet_tree.cuh"
 #include "deltanet_worker.cuh"
@@ -284,7 +285,7 @@ __global__ void __launch_bounds__(L::THREADS, 3)
         worker.run_chains();
     }
     if (warp < 3 && conv.is_last()) {
-        conv.write_back();
+        conv.write_back(); // a device stores nothing ahead of a branch that it hangs on, so this needs no fence
     }
 }
 

@@ -198,7 +198,9 @@ __device__ __forceinline__ bool choose_together(const MoeDims &d, const float *l
         }
         const int rank = __reduce_add_sync(~0u, more[0] + more[1] + (more[2] + more[3]));
         if (rank < d.n_used && k < INT_MAX) {
-            s.ranked[rank] = id - lane + src;
+            if (lane == src) { // warps may have the same rank for equal logits
+                atomicExch(&s.ranked[rank], id);
+            }
             chosen++;
         }
     }

@@ -168,8 +168,8 @@ struct EndBlock {
     }
 };
 
-// Returns a rank's expert, which up leaves. All blocks of up have begun to work when a block of this launch begins, and
-// route has left -1.
+// Returns a rank's expert, which up leaves, and where route has left -1. This ends: all blocks of up run when a block of this
+// launch begins, and the one that leaves the experts waits for nothing of this launch.
 __device__ __forceinline__ int expert_of(const EndParams &p, int rank) {
     const volatile int32_t *ids = reinterpret_cast<const volatile int32_t *>(p.routed + p.at.ids);
     int expert = ids[rank];

@@ -111,8 +111,9 @@ __device__ __forceinline__ float add_parts(const float *part, int n_parts) {
     return sum;
 }
 
-// The shared expert's blocks come first, and their weights are fetched before the launch waits. The first block leaves the
-// choice to the other launches: where it has a task of the shared expert it has time.
+// The shared expert's blocks come first, and their weights are fetched before the launch waits. The first block behind them
+// leaves the experts at once to the next launch, which may be waiting for them. The first block of all leaves the whole choice:
+// where it has a task of the shared expert it has time.
 __global__ void __launch_bounds__(ITEM_THREADS, SMALL_BLOCKS_SM)
     moe_up_one_kernel(const __grid_constant__ MatmulParams p) {
     extern __shared__ __align__(128) uint8_t shared[];
@@ -141,7 +142,7 @@ __global__ void __launch_bounds__(ITEM_THREADS, SMALL_BLOCKS_SM)
     const Matrix &m = g.matrices[warp & 1];
     const int64_t expert_bytes = m.expert_bytes;
     wait_for_previous();
-    let_next_start();
+    let_next_start(); // not ahead of the wait: moe_end.cu polls for what this launch leaves, and reads what route has left
     if (warp == ITEM_WARPS - 1 && lane < COPY_LANES) { // ahead of the weights, which would delay it
         copies_begin(of_row, g.record);
         copy_to_shared(shared_address(row), p.routed + p.at.rows, g.record, of_row, true);

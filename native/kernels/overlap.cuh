@@ -5,6 +5,9 @@
 // caches; and writes nothing. (Attention reads its plan too. The kernel that makes it lets none start before it has ended.)
 // Each kernel that is launched so waits, in one block at least, so that "the one ahead has ended" means that all ahead of
 // it have.
+// Where the launch ahead says let_next_start() only behind its own wait, a kernel may also read early what the one before that
+// has left, and poll for what the one ahead leaves, whose blocks all run by then. Mixtures of experts do both (moe_end.cu,
+// moe_few.cuh). No launch may come between.
 #pragma once
 
 #include <cuda_runtime.h>

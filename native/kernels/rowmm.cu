@@ -23,7 +23,7 @@ bool valid(const RowmmArgs &a) {
         !aligned(a.x) || !aligned(a.scratch) || !aligned(a.parts)) {
         return false;
     }
-    if (a.row != nullptr && (a.T > 1 || a.normed == 0 || a.norm == nullptr)) {
+    if (a.row != nullptr && (a.T > 1 || a.normed == 0 || a.norm == nullptr || a.input != nullptr)) {
         return false;
     }
     int64_t units = 0;

@@ -102,9 +102,7 @@ __device__ __forceinline__ void pack_stage(const RowmmParams &p, const Rings<S> 
         pack_chunk(rings.stage(stage), rings.columns, row, false, v, largest(v), lane);
     }
     __syncwarp();
-    if (lane < COPY_LANES) {
-        barrier_arrive(rings.stage_full(stage));
-    }
+    warp_arrive(rings.stage_full(stage), lane);
 }
 
 // Does what a block of one team does.
@@ -114,7 +112,7 @@ __device__ __forceinline__ void run_team(const RowmmParams &p, uint8_t *shared, 
     const int range = range_of_block(p);
     const Rings<S> rings{held_address(shared), p.slot_bytes, p.slots, S::columns(p.columns)};
     if (threadIdx.x == 0) {
-        rings.init(GATED ? ROWMM_GATED_ROWS : 1);
+        rings.init(GATED ? ROWMM_GATED_ROWS : 0);
     }
     __syncthreads();
     const int first = p.first[range], units = p.first[range + 1] - first;

@@ -52,10 +52,14 @@ template <typename S> struct Rings {
     __device__ uint8_t *stage(int i) const { return shared + S::BARRIERS + i * chunk_bytes(columns); }
     __device__ uint8_t *slot(int i) const { return shared + S::row_bytes(columns) + i * slot_bytes; }
 
-    // So many warps fill a stage.
-    __device__ void init(int fillers = 1) const {
+    // So many warps pack what is in a stage, or where there are none it is copied.
+    __device__ void init(int packers = 0) const {
         for (int i = 0; i < S::STAGES; i++) {
-            barrier_init(stage_full(i), fillers * COPY_LANES);
+            if (packers > 0) {
+                barrier_init_warps(stage_full(i), packers);
+            } else {
+                barrier_init(stage_full(i), COPY_LANES);
+            }
             barrier_init_warps(stage_free(i), S::WARPS);
         }
         for (int i = 0; i < slots; i++) {

@@ -144,6 +144,7 @@ Stream moe_on_gpu(const StepBuild &b, const Stream &s, const Moe &w, const Norm 
     const int32_t shared_type = dims.shared() ? w.shared.down->type : w.down->type;
     if (!b.prefill() && moe_ends_at_once(dims, w.down->type, shared_type)) {
         down.insert(down.begin() + 3, layer.x);
+        // It polls for what up leaves, so no launch comes between (overlap.cuh).
         ggml_tensor *out = layer.add("moe_end", GGML_TYPE_F32, dims.E, dims.T, down); // {E, 1}
         return {out, rms(out, next.weight, next.eps)};
     }

@@ -99,7 +99,8 @@ StepCtl ctl_for(const std::vector<ChoiceCtl> &rows) {
     return ctl;
 }
 
-// Checks rows. With spread 0 all logits are equal, in every second row all but three. Some rows have ties, some have values that are not finite.
+// Checks rows. With spread 0 all logits are equal, in every second row all but three. Some rows have ties, some have values
+// that are not finite.
 void check_rows(int32_t n, int T, float spread, int first) {
     Floats logits = normals(size_t(n) * T, 1.0f);
     std::vector<ChoiceCtl> rows;

@@ -95,12 +95,17 @@ struct Buffers {
           values(rows.size()),
           routed(size_t(moe_routed_bytes(d))), packed(size_t(rowmm_x_bytes(d.T, d.E))) {}
 
-    void enqueue(Mixture &l, bool overlap, bool hands_out = true) {
-        must(cuda::moe_route({dims, x.p, l.d_norm.p, Mixture::EPS, l.d_router.p, l.d_shared_gate.p, l.counters.p, routed.p,
+    // Returns the arguments of up, behind which `rows` have been routed.
+    MoeMatmulArgs enqueue_up(Mixture &l, const float *rows, bool overlap, bool hands_out) const {
+        must(cuda::moe_route({dims, rows, l.d_norm.p, Mixture::EPS, l.d_router.p, l.d_shared_gate.p, l.counters.p, routed.p,
                               hands_out ? values.p : nullptr, overlap}, stream));
-        MoeMatmulArgs a = {dims, l.gate.matrix(), l.up.matrix(), l.gate_s.matrix(), l.up_s.matrix(), routed.p,
-                           nullptr, h.p, overlap};
+        const MoeMatmulArgs a = {dims, l.gate.matrix(), l.up.matrix(), l.gate_s.matrix(), l.up_s.matrix(), routed.p,
+                                 nullptr, h.p, overlap};
         must(cuda::moe_up(a, stream));
+        return a;
+    }
+    void enqueue(Mixture &l, bool overlap, bool hands_out = true) {
+        MoeMatmulArgs a = enqueue_up(l, x.p, overlap, hands_out);
         a.first = l.down.matrix();
         a.shared_first = l.down_s.matrix();
         a.h = h.p;

@@ -1,4 +1,4 @@
-// Checks that a product which gates and packs heads itself (rowmm_gated.cuh) leaves the parts that two launches leave.
+// Checks that a product which gates and packs heads itself (rowmm_rows_gated.cu) leaves the parts that two launches leave.
 #include "harness.h"
 #include "rowmm_reference.h"
 

@@ -309,6 +309,11 @@ template <typename T> T atomicOr(T *p, T x) {
     *p |= x;
     return before;
 }
+template <typename T> T atomicExch(T *p, T x) {
+    const T before = *p;
+    *p = x;
+    return before;
+}
 inline uint32_t atomicInc(uint32_t *p, uint32_t most) {
     const uint32_t before = *p;
     *p = before >= most ? 0 : before + 1;

@@ -4,6 +4,11 @@
 
 #include "overlap.cuh"
 
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
 #include <cuda_fp16.h>
 
 #define ROWMM_BULK 1
@@ -131,7 +136,17 @@ inline void copy_16(void *shared, const void *global) { memcpy(shared, global, 1
 inline void copies_commit() {}
 template <int N> void copies_wait() {}
 inline void prefetch_l2(const void *) {}
-inline void discard_line(const void *) {}
+// A line is discarded once, by who alone reads it. What it held is gone.
+inline void discard_line(const void *p) {
+    constexpr int LINE = 128, GONE = 0xa5;
+    uint8_t *line = static_cast<uint8_t *>(const_cast<void *>(p));
+    const bool gone = std::all_of(line, line + LINE, [](uint8_t x) { return x == GONE; });
+    if (reinterpret_cast<uintptr_t>(p) % LINE != 0 || gone) {
+        fprintf(stderr, "a line was discarded %s\n", gone ? "twice" : "that does not begin there");
+        abort();
+    }
+    memset(line, GONE, LINE);
+}
 
 inline uint32_t count_arrival(uint32_t *counter) { return (*counter)++; }
 
