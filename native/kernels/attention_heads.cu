@@ -6,6 +6,7 @@
 #include "kv_types.cuh"
 #include "norm_rope.cuh"
 #include "overlap.cuh"
+#include "pointers.h"
 #include "rowmm.h"
 #include "rowmm_parts.cuh"
 
@@ -235,10 +236,6 @@ template <int TYPE, int D> cudaError_t launch(const Params &a, const RowmmParts 
 
 template <int TYPE> cudaError_t launch(const Params &a, const RowmmParts &parts, cudaStream_t stream) {
     return a.pool.D == 128 ? launch<TYPE, 128>(a, parts, stream) : launch<TYPE, 256>(a, parts, stream);
-}
-
-bool aligned(const void *p) {
-    return reinterpret_cast<uintptr_t>(p) % 16 == 0;
 }
 
 bool valid(const AttentionHeadsArgs &a) {

@@ -1,6 +1,7 @@
 // Turns activations of a prefill into F16 rows, with the norm or gate before them. A block has a row, in
 // registers from the first read to the last write. A row's values depend on that row alone.
 #include "gemm.h"
+#include "pointers.h"
 
 #include <algorithm>
 #include <cuda_fp16.h>
@@ -135,10 +136,6 @@ template <int OWN> __global__ void __launch_bounds__(MAX_WARPS *WARP) gemm_pack_
 
 template <int OWN> void launch(const RowmmPackArgs &a, int warps, cudaStream_t stream) {
     gemm_pack_kernel<OWN><<<a.T, warps * WARP, 0, stream>>>(a);
-}
-
-bool aligned(const void *p) {
-    return reinterpret_cast<uintptr_t>(p) % 16 == 0;
 }
 
 bool valid(const RowmmPackArgs &a) {

@@ -4,6 +4,7 @@
 // device drafts: there it delays nothing, and a kernel would take multiprocessors from the draft.
 #include "kernels.h"
 #include "overlap.cuh"
+#include "pointers.h"
 
 #include <cuda_runtime.h>
 
@@ -40,14 +41,10 @@ __global__ void __launch_bounds__(THREADS) bring_kernel(const float4 *from, floa
     }
 }
 
-bool aligned(const void *p) {
-    return p != nullptr && reinterpret_cast<uintptr_t>(p) % 16 == 0;
-}
-
 } // namespace
 
 int cuda::give_rows(const GiveRowsArgs &a, void *stream) {
-    if (a.T < 0 || a.E % 4 != 0 || !aligned(a.values) || !aligned(a.x)) {
+    if (a.T < 0 || a.E % 4 != 0 || !given(a.values) || !given(a.x)) {
         return int(cudaErrorInvalidValue);
     }
     if (a.T == 0) {
@@ -59,7 +56,7 @@ int cuda::give_rows(const GiveRowsArgs &a, void *stream) {
 
 int cuda::bring(const void *pinned, void *device, int64_t bytes, void *stream) {
     const int64_t n = bytes / int64_t(sizeof(float4));
-    if (bytes < 0 || bytes % 16 != 0 || !aligned(pinned) || !aligned(device)) {
+    if (bytes < 0 || bytes % 16 != 0 || !given(pinned) || !given(device)) {
         return int(cudaErrorInvalidValue);
     }
     if (n == 0) {

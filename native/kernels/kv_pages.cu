@@ -7,6 +7,7 @@
 #include "kernels.h"
 #include "kv_types.cuh"
 #include "overlap.cuh"
+#include "pointers.h"
 
 #include <cuda_runtime.h>
 
@@ -210,9 +211,6 @@ __global__ void __launch_bounds__(THREADS) prefill_mask_kernel(MaskArgs a) {
     }
 }
 
-bool aligned(const void *p) {
-    return reinterpret_cast<uintptr_t>(p) % 16 == 0;
-}
 bool good(const KvPool &pool) {
     return pool.Hkv > 0 && pool.D > 0 && pool.D % 32 == 0 && aligned(pool.k) && aligned(pool.v);
 }

@@ -6,6 +6,7 @@
 // its choice.
 #include "device_limits.h"
 #include "moe_item.cuh"
+#include "moe_matrix.h"
 #include "moe_plan.h"
 #include "rowmm_pack.cuh"
 
@@ -18,11 +19,7 @@ constexpr int END_WARPS = 20; // a block has so many at most: the 35b-a3b's have
 constexpr int END_ACROSS = 2; // so many warps share a place
 
 // These are the experts', or the shared one's.
-struct EndGroup {
-    const uint8_t *packed; // it is expert 0's
-    int64_t expert_bytes;
-    uint32_t scales; // the outputs' powers of two begin at this offset; it is 0 where there are none
-    int32_t type, units, unit_bytes; // a chunk has `units` units
+struct EndGroup : Matrix {
     int32_t K, chunks, log_parts; // K has so many parts
 
     // Returns the chunk with which a part begins.
@@ -222,23 +219,11 @@ __global__ void __launch_bounds__(END_WARPS *WARP, 1) moe_end_kernel(const __gri
     }
 }
 
-bool aligned(const void *p) {
-    return p != nullptr && reinterpret_cast<uintptr_t>(p) % 16 == 0;
-}
-
 bool set(EndGroup &g, const MoeMatrix &m, int64_t K, int64_t N, bool one) {
-    const int64_t bytes = rowmm_packed_bytes(m.type, K, N);
-    g.packed = static_cast<const uint8_t *>(m.packed);
-    g.expert_bytes = m.expert_bytes;
-    g.scales = has_output_scale(m.type) ? uint32_t(output_scale_offset(m.type, K, N)) : 0;
-    g.type = m.type;
-    g.units = units_of_chunk(m.type);
-    g.unit_bytes = fragment_bytes(m.type);
     g.K = int32_t(K);
     g.chunks = int32_t(chunks_of(K));
-    for (g.log_parts = 0; 1 << g.log_parts < k_parts(K); g.log_parts++) {
-    }
-    return bytes > 0 && aligned(m.packed) && (one || (m.expert_bytes >= bytes && m.expert_bytes % 16 == 0));
+    g.log_parts = log2_of(k_parts(K));
+    return set(static_cast<Matrix &>(g), m, K, N, one);
 }
 
 int place_bytes(int64_t chunks, int type) {
@@ -265,8 +250,8 @@ bool moe_ends_at_once(const MoeDims &d, int32_t type, int32_t shared_type) {
 int cuda::moe_end(const MoeEndArgs &a, void *stream) {
     const MoeDims &d = a.dims;
     EndParams p = {};
-    if (!moe_ends_at_once(d, a.down.type, a.shared_down.type) || !aligned(a.routed) || !aligned(a.h) ||
-        !aligned(a.residual) || !aligned(a.out) || !set(p.experts, a.down, d.FF, d.E, false) ||
+    if (!moe_ends_at_once(d, a.down.type, a.shared_down.type) || !given(a.routed) || !given(a.h) ||
+        !given(a.residual) || !given(a.out) || !set(p.experts, a.down, d.FF, d.E, false) ||
         (d.shared() && !set(p.shared, a.shared_down, d.FF_shared, d.E, true))) {
         return int(cudaErrorInvalidValue);
     }

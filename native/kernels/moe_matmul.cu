@@ -262,24 +262,6 @@ __global__ void __launch_bounds__(ITEM_THREADS, SMALL_BLOCKS_SM)
 
 // ---- launches ----
 
-bool aligned(const void *p) {
-    return p != nullptr && reinterpret_cast<uintptr_t>(p) % 16 == 0;
-}
-int log2_of(int n) {
-    return n == 1 ? 0 : 1 + log2_of(n / 2);
-}
-
-bool set(Matrix &out, const MoeMatrix &m, int64_t K, int64_t N, bool one) {
-    const int64_t bytes = rowmm_packed_bytes(m.type, K, N);
-    out.packed = static_cast<const uint8_t *>(m.packed);
-    out.expert_bytes = m.expert_bytes;
-    out.type = m.type;
-    out.units = units_of_chunk(m.type);
-    out.unit_bytes = fragment_bytes(m.type);
-    out.scales = has_output_scale(m.type) ? uint32_t(output_scale_offset(m.type, K, N)) : 0;
-    return bytes > 0 && aligned(m.packed) && (one || (m.expert_bytes >= bytes && m.expert_bytes % 16 == 0));
-}
-
 bool set(Group &out, const MoeMatrix &first, const MoeMatrix &second, int64_t K, int64_t N, bool two,
          bool one) {
     out.K = int32_t(K);
@@ -402,7 +384,7 @@ int multiply(const MoeMatmulArgs &a, bool up, cudaStream_t stream) {
     p.item_rows = item_rows(d);
     p.log_matrices = up ? 1 : 0;
     const int64_t E = d.E, FF = d.FF, FFs = d.FF_shared;
-    if (!moe_has(d) || !aligned(a.routed) || !aligned(a.out) || (!up && !aligned(a.h)) ||
+    if (!moe_has(d) || !given(a.routed) || !given(a.out) || (!up && !given(a.h)) ||
         !set(p.experts, a.first, a.second, up ? E : FF, up ? FF : E, up, false) ||
         (d.shared() &&
          !set(p.shared, a.shared_first, a.shared_second, up ? E : FFs, up ? FFs : E, up, true))) {

@@ -109,6 +109,10 @@ constexpr int MAX_PARTS = 4;
 constexpr ROWMM_BOTH int k_parts(int64_t K) {
     return chunks_of(K) >= MAX_PARTS ? MAX_PARTS : chunks_of(K) >= 2 ? 2 : 1;
 }
+// Returns the logarithm of a power of two.
+constexpr ROWMM_BOTH int log2_of(int n) {
+    return n == 1 ? 0 : 1 + log2_of(n / 2);
+}
 constexpr ROWMM_BOTH int first_chunk(int64_t K, int part) {
     return int(chunks_of(K) * part / k_parts(K));
 }

@@ -5,6 +5,7 @@
 // finish chooses their experts. The last of those blocks makes the list. Few rows (moe_plan.h) are spread over more
 // blocks, of which none chooses.
 #include "moe_choice.cuh"
+#include "pointers.h"
 #include "rowmm_pack.cuh"
 #include "rowmm_ptx.cuh"
 
@@ -408,10 +409,6 @@ __global__ void __launch_bounds__(THREADS, 2) moe_route_kernel(const __grid_cons
     make_list(p, list, ids);
 }
 
-bool aligned(const void *p) {
-    return p != nullptr && reinterpret_cast<uintptr_t>(p) % 16 == 0;
-}
-
 } // namespace
 
 static_assert(sizeof(ListShared) + sizeof(TileShared) <= ROUTE_BESIDES);
@@ -436,8 +433,8 @@ int64_t moe_open_offset(const MoeDims &dims) {
 
 int cuda::moe_route(const MoeRouteArgs &args, void *stream) {
     const MoeDims &d = args.dims;
-    if (!moe_has(d) || !aligned(args.x) || !aligned(args.norm) || !aligned(args.router) ||
-        !aligned(args.routed) || !aligned(args.counters) || (d.shared() && !aligned(args.shared_gate))) {
+    if (!moe_has(d) || !given(args.x) || !given(args.norm) || !given(args.router) || !given(args.routed) ||
+        !given(args.counters) || (d.shared() && !given(args.shared_gate))) {
         return int(cudaErrorInvalidValue);
     }
     if (d.T == 0) {

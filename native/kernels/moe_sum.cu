@@ -1,6 +1,7 @@
 // Has the last launch of a mixture of experts (moe.h): the sum over a row's experts, and the packing of the
 // rows for the product behind.
 #include "moe_plan.h"
+#include "pointers.h"
 #include "rowmm_pack.cuh"
 #include "rowmm_plan.h"
 #include "rowmm_ptx.cuh"
@@ -111,17 +112,13 @@ __global__ void __launch_bounds__(SUM_WARPS *WARP) moe_sum_kernel(const __grid_c
     }
 }
 
-bool aligned(const void *p) {
-    return p != nullptr && reinterpret_cast<uintptr_t>(p) % 16 == 0;
-}
-
 } // namespace
 
 int cuda::moe_sum(const MoeSumArgs &args, void *stream) {
     const MoeDims &d = args.dims;
-    if (!moe_has(d) || !aligned(args.routed) || ((args.sums == nullptr || d.shared()) && !aligned(args.y)) ||
-        (args.sums != nullptr && !aligned(args.sums)) || !aligned(args.residual) || !aligned(args.out) ||
-        (args.packed != nullptr && (!aligned(args.packed) || !aligned(args.norm) || d.T > ROWMM_MAX_ROWS))) {
+    if (!moe_has(d) || !given(args.routed) || ((args.sums == nullptr || d.shared()) && !given(args.y)) ||
+        (args.sums != nullptr && !given(args.sums)) || !given(args.residual) || !given(args.out) ||
+        (args.packed != nullptr && (!given(args.packed) || !given(args.norm) || d.T > ROWMM_MAX_ROWS))) {
         return int(cudaErrorInvalidValue);
     }
     if (d.T == 0) {

@@ -4,6 +4,7 @@
 // 16 outputs. A task is an item and a few steps.
 #pragma once
 
+#include "moe_matrix.h"
 #include "moe_plan.h"
 #include "rowmm_multiply.cuh"
 
@@ -14,13 +15,6 @@ constexpr int MAX_SLOTS = 4; // a warp has so many units in shared memory at mos
 constexpr int MAX_TASKS = ITEM_THREADS / MAX_ITEM_ROWS; // a block lists so many
 constexpr int SHARED = -1, NONE = -2; // these stand in an expert's place
 constexpr int BARRIER_BYTES = ((ITEM_WARPS * MAX_SLOTS + 2) * 8 + 127) / 128 * 128;
-
-struct Matrix {
-    const uint8_t *packed; // it is expert 0's
-    int64_t expert_bytes;
-    uint32_t scales; // the outputs' powers of two begin at this offset; it is 0 where there are none
-    int32_t type, units, unit_bytes; // a chunk has `units` units, a fragment has `unit_bytes` bytes
-};
 
 struct Group { // it is for the experts, or for the shared expert
     Matrix matrices[2];

@@ -1,6 +1,7 @@
 // Launches rowmm: says what its blocks are to do (rowmm_plan.h), and picks the kernel that does it
 // (rowmm_kernel.cuh).
 #include "device_limits.h"
+#include "pointers.h"
 #include "rowmm_results.cuh"
 #include "rowmm_wgmma.cuh"
 
@@ -12,10 +13,6 @@ namespace {
 
 int ranges_of(const DeviceLimits &device) {
     return std::min(BLOCKS_PER_SM * device.multiprocessors, ROWMM_MAX_RANGES);
-}
-
-bool aligned(const void *p) {
-    return reinterpret_cast<uintptr_t>(p) % 16 == 0;
 }
 
 bool valid(const RowmmArgs &a) {
@@ -302,8 +299,8 @@ int64_t cuda::rowmm_scratch_bytes() {
     return int64_t(ranges_of(device)) * 2 * ROWMM_MAX_ROWS * TILE * int64_t(sizeof(float));
 }
 
-// Returns whether the kernels' blocks can gate and pack rows themselves: each packs the few chunks that it needs.
-static bool gates_itself(const RowmmParams &p, int32_t T) {
+// Returns whether the blocks of a launch can gate and pack rows themselves: each needs but a few chunks of them.
+static bool blocks_can_gate(const RowmmParams &p, int32_t T) {
     bool whole = T <= ROWMM_GATED_ROWS && p.n_segments == 1 && units_of_chunk(p.segments[0].type) == 1;
     for (int r = 0; r < p.ranges; r++) {
         whole = whole && p.first[r + 1] - p.first[r] <= ROWMM_GATED_UNITS;
@@ -353,7 +350,7 @@ int cuda::rowmm(const RowmmArgs &args, void *stream) {
     if (cudaError_t launched; launch_whole(p, args, device, static_cast<cudaStream_t>(stream), launched)) {
         return int(launched);
     }
-    if (input != nullptr && !gates_itself(p, args.T)) {
+    if (input != nullptr && !blocks_can_gate(p, args.T)) {
         p.gated = {};
         if (const int packed = rowmm_pack(*input, stream); packed != 0) {
             return packed;

@@ -134,8 +134,8 @@ static bool all_packed(const std::vector<ggml_tensor *> &weights) {
     return std::all_of(weights.begin(), weights.end(), is_packed);
 }
 
-// Says whether the product norms and packs its row itself, since no kernel ahead of it has.
-static bool packs_itself(const StepBuild &b, const MatmulInput &in) {
+// Decides that a product is to norm and pack its row itself: it is one row, and no op ahead has packed it.
+static bool packs_in_product(const StepBuild &b, const MatmulInput &in) {
     return in.kind == ROWMM_RMS && in.T == 1 && ggml_is_contiguous(in.x) &&
            std::none_of(b.inputs.begin(), b.inputs.end(),
                         [&](const MadeInput &known) { return known.packed && known.input == in; });
@@ -162,7 +162,7 @@ static void add_rowmm(const StepBuild &b, const std::vector<ggml_tensor *> &weig
     // What rowmm_pack does not compute is attention's gate; ggml's matmul needs the values too.
     const bool packs = in.kind != ROWMM_GATED && all_packed(weights);
     const MatmulInput form = packs ? in : plain(input_values(b, in));
-    const bool norms = residual == nullptr && packs_itself(b, form);
+    const bool norms = residual == nullptr && packs_in_product(b, form);
     if (norms) {
         args[0] = form.w;
         args.insert(args.begin(), form.x);
@@ -196,7 +196,7 @@ static ggml_tensor *add_parts(const StepBuild &b, const std::vector<ggml_tensor 
         return add_op(b.ctx, "rowmm_gated_parts", GGML_TYPE_F32, bytes / int64_t(sizeof(float)), 1,
                       {in.x, in.w, in.y, weights[0]}, {int32_t(in.T), 0, bits_of_real(in.eps)});
     }
-    const bool norms = packs_itself(b, in);
+    const bool norms = packs_in_product(b, in);
     std::vector<ggml_tensor *> args = {in.x, in.w};
     if (!norms) {
         args = {made_input(b, in, true, [&] { return packed(b, in); })};

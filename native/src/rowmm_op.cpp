@@ -72,8 +72,8 @@ static RowmmArgs launch_of(const ggml_tensor *node, int first) {
     return a;
 }
 
-// Says whether a launch norms and packs its row itself: it takes that and the norm's weights in place of what was packed.
-static bool packs_itself(const ggml_tensor *node) {
+// Says whether an op takes its row and the norm's weights in place of what was packed. Its launch norms and packs the row.
+static bool takes_unpacked_row(const ggml_tensor *node) {
     const char *name = custom_op(node)->name;
     return strcmp(name, "rowmm_norm") == 0 || strcmp(name, "rowmm_parts_norm") == 0;
 }
@@ -84,7 +84,7 @@ static void take_row(RowmmArgs &a, const ggml_tensor *node) {
 }
 
 int rowmm_op(const ggml_tensor *dst, void *stream) {
-    const bool add = strcmp(custom_op(dst)->name, "rowmm_add") == 0, norms = packs_itself(dst);
+    const bool add = strcmp(custom_op(dst)->name, "rowmm_add") == 0, norms = takes_unpacked_row(dst);
     const int32_t T = rowmm_op_of(dst).T;
     const uint8_t *x = static_cast<const uint8_t *>(dst->src[0]->data);
     for (int32_t t = 0; t < T; t += ROWMM_MAX_ROWS) {
@@ -124,16 +124,16 @@ int64_t rowmm_parts_op_bytes(int64_t T, const std::vector<ggml_tensor *> &weight
     return rowmm_parts_bytes(a);
 }
 
-// Whether a product gates and packs its rows itself; its weights follow what it packs.
-static bool gates_itself(const ggml_tensor *node) {
+// Says whether an op takes rows that are to be gated and packed first, and what that needs, ahead of its weights.
+static bool takes_ungated_rows(const ggml_tensor *node) {
     return strcmp(custom_op(node)->name, "rowmm_gated_parts") == 0;
 }
 
 RowmmArgs parts_launch(const ggml_tensor *node) {
-    const bool gates = gates_itself(node);
-    RowmmArgs a = launch_of(node, gates ? 3 : packs_itself(node) ? 2 : 1);
+    const bool gates = takes_ungated_rows(node);
+    RowmmArgs a = launch_of(node, gates ? 3 : takes_unpacked_row(node) ? 2 : 1);
     a.parts = static_cast<float *>(node->data);
-    if (packs_itself(node)) {
+    if (takes_unpacked_row(node)) {
         take_row(a, node);
     } else {
         a.x = gates ? a.parts + rowmm_parts_bytes(a) / int64_t(sizeof(float)) : node->src[0]->data;
@@ -144,7 +144,7 @@ RowmmArgs parts_launch(const ggml_tensor *node) {
 int rowmm_parts_op(const ggml_tensor *dst, void *stream) {
     RowmmArgs a = parts_launch(dst);
     RowmmPackArgs input{};
-    if (gates_itself(dst)) {
+    if (takes_ungated_rows(dst)) {
         input = pack_args(dst, 0, ROWMM_HEAD_RMS, a.eps);
         input.out = const_cast<void *>(a.x);
         a.input = &input;
