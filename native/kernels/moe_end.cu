@@ -19,7 +19,11 @@ constexpr int END_WARPS = 20; // a block has so many at most: the 35b-a3b's have
 constexpr int END_ACROSS = 2; // so many warps share a place
 
 // These are the experts', or the shared one's.
-struct EndGroup : Matrix {
+struct EndGroup { // Its first fields are Matrix's; to have one in it would change how they are read.
+    const uint8_t *packed;
+    int64_t expert_bytes;
+    uint32_t scales;
+    int32_t type, units, unit_bytes;
     int32_t K, chunks, log_parts; // K has so many parts
 
     // Returns the chunk with which a part begins.
@@ -223,7 +227,7 @@ bool set(EndGroup &g, const MoeMatrix &m, int64_t K, int64_t N, bool one) {
     g.K = int32_t(K);
     g.chunks = int32_t(chunks_of(K));
     g.log_parts = log2_of(k_parts(K));
-    return set(static_cast<Matrix &>(g), m, K, N, one);
+    return set_matrix(g, m, K, N, one);
 }
 
 int place_bytes(int64_t chunks, int type) {

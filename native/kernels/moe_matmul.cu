@@ -270,7 +270,8 @@ bool set(Group &out, const MoeMatrix &first, const MoeMatrix &second, int64_t K,
     out.fragments = int32_t(fragments_of(N));
     out.record = int32_t(row_record(K));
     out.log_parts = log2_of(k_parts(K));
-    return set(out.matrices[0], first, K, N, one) && (!two || set(out.matrices[1], second, K, N, one));
+    return set_matrix(out.matrices[0], first, K, N, one) &&
+           (!two || set_matrix(out.matrices[1], second, K, N, one));
 }
 
 // Gives 2^within parts of K to a warp. Returns how often a block's outputs go into the widest group's.

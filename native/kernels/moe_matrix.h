@@ -14,8 +14,9 @@ struct Matrix {
     int32_t type, units, unit_bytes; // a chunk has `units` units, a fragment has `unit_bytes` bytes
 };
 
-// Sets out to matrices {K, N}, of which there may be but `one`, and returns whether they can be multiplied.
-inline bool set(Matrix &out, const MoeMatrix &m, int64_t K, int64_t N, bool one) {
+// Sets out, which is a Matrix or has its fields, to matrices {K, N}, of which there may be but `one`, and returns whether they
+// can be multiplied.
+template <typename Out> bool set_matrix(Out &out, const MoeMatrix &m, int64_t K, int64_t N, bool one) {
     const int64_t bytes = rowmm_packed_bytes(m.type, K, N);
     out.packed = static_cast<const uint8_t *>(m.packed);
     out.expert_bytes = m.expert_bytes;
