@@ -313,7 +313,6 @@ int moe_op(const ggml_tensor *dst, void *stream) {
 
 int deltanet_parts_op(const ggml_tensor *dst, void *stream) {
     const RowmmArgs launch = parts_launch(dst->src[0]);
-    const ggml_tensor *scratch = dst->src[8];
     DeltaShape shape = delta_shape(dst);
     shape.T = launch.T;
     float *results[5]; // the delta rule's, then z, beta and alpha, then the conv's
@@ -330,7 +329,7 @@ int deltanet_parts_op(const ggml_tensor *dst, void *stream) {
           {results[1], results[2], results[3]}},
          {shape, results[4], results[3], results[2], data<float>(dst->src[5]), data<float>(dst->src[6]),
           data<float>(dst->src[7]), log, control, results[0]},
-         data<uint8_t>(scratch) + scratch->ne[0] - MOE_COUNTER_BYTES - DELTA_TURN_BYTES},
+         launch_scratch(dst->src[8]).turns},
         stream);
 }
 

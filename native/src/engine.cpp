@@ -1,11 +1,8 @@
 #include "engine.h"
 
 #include "checkpoint.h"
+#include "rowmm_op.h"
 #include "sequence.h"
-
-#ifdef LUCE_USE_CUDA
-#include "../kernels/moe.h"
-#endif
 
 #include <algorithm>
 #include <cstring>
@@ -106,7 +103,7 @@ EngineParams Engine::resolve(const Model &model, const luce_engine_params *p) {
 #ifdef LUCE_USE_CUDA
     if (model.device().gpu) {
         make_current(model.device());
-        c.rowmm_scratch = uint64_t(cuda::rowmm_scratch_bytes() + DELTA_TURN_BYTES + MOE_COUNTER_BYTES);
+        c.rowmm_scratch = uint64_t(launch_scratch_bytes());
         c.gemm_scratch = model.largest_layer_matrix() * 2; // the matrix is written out as F16
     }
 #endif

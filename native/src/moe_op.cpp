@@ -169,7 +169,7 @@ Stream moe_beside_ram(const StepBuild &b, const Stream &s, const Moe &w, const N
 }
 
 int moe_route_op(const ggml_tensor *dst, void *stream, const MoeOp &op) {
-    const ggml_tensor *scratch = dst->src[2], *gate = dst->src[4];
+    const ggml_tensor *gate = dst->src[4];
     return moe_each_launch(op.dims, [&](int32_t t, const MoeDims &dims, int64_t launch) {
         MoeRouteArgs a{};
         a.dims = dims;
@@ -178,7 +178,7 @@ int moe_route_op(const ggml_tensor *dst, void *stream, const MoeOp &op) {
         a.eps = op.eps;
         a.router = values(dst->src[3]);
         a.shared_gate = gate == nullptr ? nullptr : values(gate);
-        a.counters = static_cast<uint8_t *>(scratch->data) + scratch->ne[0] - MOE_COUNTER_BYTES;
+        a.counters = launch_scratch(dst->src[2]).counters;
         a.routed = routed_of(dst, op.dims, launch);
         if (op.values) {
             a.values =

@@ -2,6 +2,8 @@
 
 #ifdef LUCE_USE_CUDA
 
+#include "../kernels/kernels.h"
+#include "../kernels/moe.h"
 #include "custom_op.h"
 
 #include <algorithm>
@@ -11,6 +13,15 @@ namespace luce {
 
 int64_t rowmm_op_bytes(int64_t T, int64_t K) {
     return (T + ROWMM_MAX_ROWS - 1) / ROWMM_MAX_ROWS * rowmm_x_bytes(ROWMM_MAX_ROWS, K);
+}
+
+int64_t launch_scratch_bytes() {
+    return cuda::rowmm_scratch_bytes() + DELTA_TURN_BYTES + MOE_COUNTER_BYTES;
+}
+LaunchScratch launch_scratch(const ggml_tensor *scratch) {
+    uint8_t *begin = static_cast<uint8_t *>(scratch->data);
+    uint8_t *counters = begin + scratch->ne[0] - MOE_COUNTER_BYTES;
+    return {begin, counters - DELTA_TURN_BYTES, counters};
 }
 
 // Returns rows t and on of an op's argument.
@@ -91,7 +102,7 @@ int rowmm_op(const ggml_tensor *dst, void *stream) {
         RowmmArgs a = launch_of(dst, add || norms ? 3 : 2);
         a.T = std::min(T - t, ROWMM_MAX_ROWS);
         a.x = x;
-        a.scratch = dst->src[norms ? 2 : 1]->data;
+        a.scratch = launch_scratch(dst->src[norms ? 2 : 1]).partial;
         if (norms) {
             take_row(a, dst);
         }

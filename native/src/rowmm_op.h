@@ -16,6 +16,15 @@ int64_t rowmm_op_bytes(int64_t T, int64_t K);
 // Returns the bytes of the parts that a step of T rows leaves of these weights.
 int64_t rowmm_parts_op_bytes(int64_t T, const std::vector<ggml_tensor *> &weights);
 
+// This is what an engine's launches share, in the order in which it lies in Cache::rowmm_scratch().
+struct LaunchScratch {
+    void *partial; // RowmmArgs.scratch
+    void *turns; // DeltaLayerArgs.turns
+    void *counters; // MoeRouteArgs.counters
+};
+int64_t launch_scratch_bytes();
+LaunchScratch launch_scratch(const ggml_tensor *scratch);
+
 // These are launchers of the ops rowmm_pack.. and of those whose input is parts, rowmm.. (custom_op.h).
 // `normed` and `eps` say how x was packed.
 int rowmm_pack_op(const ggml_tensor *dst, void *stream, RowmmInput input, float eps);
