@@ -203,6 +203,9 @@ cudaError_t launch(RowmmParams &p, bool wide, const DeviceLimits &device, cudaSt
     return launch_sum(p, stream, overlap);
 }
 
+// What that kernel has of shared memory besides its row and its slots takes less than this.
+constexpr int NORM_BESIDES = 512;
+
 // Launches the kernel that norms and packs its row itself. A range's units have a slot each where there is room for the
 // blocks of a multiprocessor.
 cudaError_t launch_norm(RowmmParams &p, const RowmmArgs &a, const DeviceLimits &device, cudaStream_t stream) {
@@ -212,10 +215,10 @@ cudaError_t launch_norm(RowmmParams &p, const RowmmArgs &a, const DeviceLimits &
     for (int r = 0; r < p.ranges; r++) {
         units = std::max(units, p.first[r + 1] - p.first[r]);
     }
-    const int share = device.shared_sm / BLOCKS_PER_SM - device.shared_reserved - 512;
+    const int share = device.shared_sm / BLOCKS_PER_SM - device.shared_reserved - NORM_BESIDES;
     p.slots = std::min({(share - row_bytes) / p.slot_bytes, ROWMM_MAX_SLOTS, units});
     if (p.slots < 2) {
-        p.slots = std::min((device.shared_block - 512 - row_bytes) / p.slot_bytes, 2);
+        p.slots = std::min((device.shared_block - NORM_BESIDES - row_bytes) / p.slot_bytes, 2);
     }
     if (p.slots < 1) {
         return cudaErrorInvalidConfiguration;
@@ -250,6 +253,10 @@ bool rowmm_has_wgmma() {
     cudaFuncAttributes attributes = {};
     return cudaFuncGetAttributes(&attributes, has_wgmma_kernel) == cudaSuccess &&
            attributes.maxThreadsPerBlock == 64;
+}
+
+int64_t rowmm_norm_shared(int64_t K, int32_t type) {
+    return NORM_BESIDES + rowmm_norm_row_bytes(K) + FRAGMENTS * fragment_bytes(type);
 }
 
 static int64_t tiles_of_all(const RowmmArgs &args) {

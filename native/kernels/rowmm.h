@@ -142,6 +142,10 @@ struct RowmmArgs {
     int32_t overlap;
 };
 
+// Returns the bytes of shared memory that a block of a launch which norms its row itself (RowmmArgs.row) needs, where `type`
+// has the largest of its weights' units. A device with less for a block has to be given a row that is packed.
+int64_t rowmm_norm_shared(int64_t K, int32_t type);
+
 // Returns the bytes of the parts of these weights' results, which are the same on any device.
 int64_t rowmm_parts_bytes(const RowmmArgs &args);
 

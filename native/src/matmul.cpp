@@ -134,11 +134,18 @@ static bool all_packed(const std::vector<ggml_tensor *> &weights) {
     return std::all_of(weights.begin(), weights.end(), is_packed);
 }
 
-// Decides that a product is to norm and pack its row itself: it is one row, and no op ahead has packed it.
-static bool packs_in_product(const StepBuild &b, const MatmulInput &in) {
+// Decides that a product is to norm and pack its row itself: it is one row, no op ahead has packed it, and a block of the
+// device has room for it.
+static bool packs_in_product(const StepBuild &b, const std::vector<ggml_tensor *> &weights,
+                             const MatmulInput &in) {
+    const auto fits = [&](const ggml_tensor *w) {
+        return !is_packed(w) ||
+               rowmm_norm_shared(in.K, w->type) <= cuda::shared_memory(b.model.device().index);
+    };
     return in.kind == ROWMM_RMS && in.T == 1 && ggml_is_contiguous(in.x) &&
            std::none_of(b.inputs.begin(), b.inputs.end(),
-                        [&](const MadeInput &known) { return known.packed && known.input == in; });
+                        [&](const MadeInput &known) { return known.packed && known.input == in; }) &&
+           std::all_of(weights.begin(), weights.end(), fits);
 }
 
 // Multiplies packed weights in one launch. Where there is one weight, a residual may be added to its product.
@@ -162,7 +169,7 @@ static void add_rowmm(const StepBuild &b, const std::vector<ggml_tensor *> &weig
     // What rowmm_pack does not compute is attention's gate; ggml's matmul needs the values too.
     const bool packs = in.kind != ROWMM_GATED && all_packed(weights);
     const MatmulInput form = packs ? in : plain(input_values(b, in));
-    const bool norms = residual == nullptr && packs_in_product(b, form);
+    const bool norms = residual == nullptr && packs_in_product(b, weights, form);
     if (norms) {
         args[0] = form.w;
         args.insert(args.begin(), form.x);
@@ -196,7 +203,7 @@ static ggml_tensor *add_parts(const StepBuild &b, const std::vector<ggml_tensor 
         return add_op(b.ctx, "rowmm_gated_parts", GGML_TYPE_F32, bytes / int64_t(sizeof(float)), 1,
                       {in.x, in.w, in.y, weights[0]}, {int32_t(in.T), 0, bits_of_real(in.eps)});
     }
-    const bool norms = packs_in_product(b, in);
+    const bool norms = packs_in_product(b, weights, in);
     std::vector<ggml_tensor *> args = {in.x, in.w};
     if (!norms) {
         args = {made_input(b, in, true, [&] { return packed(b, in); })};

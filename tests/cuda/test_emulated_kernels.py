@@ -75,7 +75,7 @@ CHECKED = {
         ["rowmm.cu", "rowmm_permute.cu", "rowmm_pack.cu", *(f.name for f in KERNELS.glob("rowmm_rows_*.cu"))],
     ),
     "rowmm_norm_check.cu": (
-        "check_rowmm_norm(false)",
+        "check_rowmm_norm(false), lay_out_norms()",
         ["rowmm.cu", "rowmm_permute.cu", "rowmm_pack.cu", *(f.name for f in KERNELS.glob("rowmm_rows_*.cu"))],
     ),
     "rowmm_gated_check.cu": (
