@@ -111,8 +111,8 @@ struct Kv {
         v.resize(k.size(), NAN);
         store(Device<int32_t>(table), k, v, T, 0, 0);
     }
-    // Runs a step of width T, and returns {T, H, D}.
-    Floats step(const std::vector<Work> &works, Inputs in, int T) {
+    // Runs a step of width T, and returns {T, H, D}. With `layers` others follow it on the same scratch.
+    Floats step(const std::vector<Work> &works, Inputs in, int T, bool layers = false) {
         Ints table;
         write(works, in, T, table);
         int most = 1;
@@ -138,7 +138,31 @@ struct Kv {
         if (!watched() || pick(4) == 0) {
             check_packed(a, out);
         }
+        if (layers) {
+            check_layers(a, out.get());
+        }
         return out.get();
+    }
+    // Runs layers one behind the other on the scratch of the one before, whose lines it has given up: each gives what it gives
+    // on scratch of its own. `values` are what the queries give that `a` has.
+    void check_layers(AttentionArgs a, const Floats &values) const {
+        Device<float> other(normals(values.size())), own(size_t(attention_scratch(a)));
+        const Device<float> outs[] = {Device<float>(values.size()), Device<float>(values.size()),
+                                      Device<float>(values.size()), Device<float>(values.size())};
+        const float *const queries[] = {other.p, a.q, other.p, a.q};
+        float *const shared = a.scratch;
+        for (int i = 0; i < 4; i++) {
+            a.layer = 2 + i; // two may have taken the plan before
+            a.q = queries[i];
+            a.out = outs[i].p;
+            a.scratch = i == 0 ? own.p : shared;
+            must(cuda::attention(a, stream));
+        }
+        must(cudaStreamSynchronize(stream));
+        for (int i = 1; i < 4; i++) {
+            expect(same_bits(outs[i].get(), i == 2 ? outs[0].get() : values),
+                   name_of(s) + "a layer differs on the scratch of the one before");
+        }
     }
     // Attention that packs its result leaves what rowmm_pack makes of the values.
     void check_packed(AttentionArgs a, const Device<float> &values) const {
@@ -307,7 +331,7 @@ inline void check_case(const KvShape &s, const Case &c, const std::string &what)
     }
     const int wide = std::min(MAX_ROWS, T + pick(4));
     const Floats got = kv.step(works, in, wide);
-    expect(watched() || same_bits(got, kv.step(works, in, wide)),
+    expect(watched() || same_bits(got, kv.step(works, in, wide, true)),
            name_of(s) + what + " differs from run to run");
     const size_t q = size_t(s.H) * s.D;
     row0 = 0;
