@@ -70,10 +70,11 @@ class Round(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """This is what bounds the candidates of a round. `rows` is how many there may be and `depth` how deep
-    they may go, both at least 1. `sequences` is how many share the step, this one counted."""
+    """This is what bounds a round of one sequence: how many `candidates` it may have, each of which is a row
+    of the step beside the anchor's, and what `depth` they may go to, both at least 1. `sequences` is how many
+    share the step, this one counted."""
 
-    rows: int
+    candidates: int
     depth: int
     sequences: int = 1
 
@@ -124,7 +125,7 @@ class TextLookup:
         pass
 
     def draft(self, anchor: int, limits: Limits) -> Draft:
-        tokens, _ = self._text.lookup(anchor, min(self._budget, limits.rows, limits.depth))
+        tokens, _ = self._text.lookup(anchor, min(self._budget, limits.candidates, limits.depth))
         return Draft(tuple(tokens))
 
     def stays_plain(self) -> bool:
@@ -212,9 +213,10 @@ class Fixed:
         pass
 
     def draft(self, anchor: int, limits: Limits) -> Draft:
+        most, drafts = limits.candidates, min(self._drafts, limits.depth)
         if self._budget is None:
-            return self._drafter.draft(anchor, min(self._drafts, limits.rows, limits.depth))
-        return self._drafter.draft(anchor, min(self._drafts, limits.depth), min(self._budget, limits.rows))
+            return self._drafter.draft(anchor, min(drafts, most))
+        return self._drafter.draft(anchor, drafts, min(self._budget, most))
 
     def stays_plain(self) -> bool:
         return False

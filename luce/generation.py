@@ -246,12 +246,12 @@ class Generation:
         self._share = share
         if not self._source:  # It failed after its last round, while this waited for its turn.
             return State.VERIFY
-        began, rows = self._clock(), min(share.rows, self._sizes.n_rows) - 1
+        began, most = self._clock(), min(share.rows, self._sizes.n_rows) - 1  # The anchor has a row too.
         depth = min(room, self._budget - len(self._tokens) - 1)
-        if min(rows, depth) > 0:
+        if min(most, depth) > 0:
             try:
-                draft = self._source.draft(self._tokens[-1], Limits(rows, depth, share.sequences))
-                _require_within(draft, rows, depth)
+                draft = self._source.draft(self._tokens[-1], Limits(most, depth, share.sequences))
+                _require_within(draft, most, depth)
                 self._stays_plain = self._source.stays_plain()
                 self._draft_s = self._clock() - began
                 if ahead:  # It is too late: this only tells the source what came, and whether it would draft.
@@ -262,7 +262,7 @@ class Generation:
                 if draft.grow:
                     began = self._clock()
                     draft = draft.grow()
-                    _require_within(draft, rows, depth)
+                    _require_within(draft, most, depth)
                     self._draft_s += self._clock() - began
                 self._draft = draft
             except Cancelled:
@@ -407,10 +407,10 @@ class Generation:
         return Finished(self._reason, text, tuple(self._tokens), prompt, stats, ended_by, cached)
 
 
-def _require_within(draft: Draft, rows: int, depth: int) -> None:
+def _require_within(draft: Draft, most: int, depth: int) -> None:
     """Refuses a draft that is larger than the round's limits, which would make the whole step fail."""
     if not draft.size:
         return
-    rows = max(rows, depth) if draft.grow else rows  # What it grows into is verified too.
-    if draft.size > rows or draft.depth > depth:
-        raise ArgumentError(f"{draft.size} drafts to a depth of {draft.depth}: {rows} to {depth} fit")
+    most = max(most, depth) if draft.grow else most  # What it grows into is verified too.
+    if draft.size > most or draft.depth > depth:
+        raise ArgumentError(f"{draft.size} drafts to a depth of {draft.depth}: {most} to {depth} fit")

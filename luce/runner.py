@@ -13,6 +13,12 @@ earlier texts have shown (Known).
 
 The expected tokens of a round are 1, plus for each depth the chance that some source is right down to it,
 plus the chances of the next best candidates beside a chain. No token depends on any of this.
+
+A row is one token that a step computes. In a round each sequence has a row for its anchor and one for each
+candidate: n candidates make n + 1 rows, and a plain round has one. A step has the rows of all sequences that
+decode together. What a round may have is counted in candidates here, and what a step costs is asked by rows.
+The NextN head is fed what was verified, by row too: at once in a step of several rows. A step of a single row
+leaves that to the next one that is not plain, whose round owes the feed of all rows that were left.
 """
 
 from __future__ import annotations
@@ -62,8 +68,9 @@ class Ready(NamedTuple):
 
     def holds(self, limits: Limits, owed: float, most_lost: float) -> bool:
         """Says whether the round is as expected, and may lose what the choice could."""
-        same = (limits.rows, limits.sequences) == (self.limits.rows, self.limits.sequences)
-        fits = self.choice.drafts <= limits.depth <= self.limits.depth
+        known = self.limits
+        same = (limits.candidates, limits.sequences) == (known.candidates, known.sequences)
+        fits = self.choice.drafts <= limits.depth <= known.depth
         return same and fits and owed == self.owed and self.choice.price <= 1 + most_lost
 
 
@@ -81,11 +88,12 @@ def plain_round(costs: Costs, host: Host, sequences: int = 1) -> float:
 
 class Prices:
     """This is what rounds of so many sequences cost, where each does the same; the unit is a plain round of
-    them, as plain decoding has it: begun ahead. `verify` has the price of a round that is begun after the
-    last one, by the rows of each sequence, and `drafts` what 0, 1 .. drafts of each drafter add. `slopes` has
-    by drafts what each further one adds at least. `again` is what a round takes more whose drafts the host
-    has to see before it verifies: a tree, or drafts beside a lookup. `with_lookup` and `with_drafts` are the
-    prices of the cheapest rounds that verify a lookup, and drafts of a drafter."""
+    them, as plain decoding has it: begun ahead. `verify[n]` is the price of a round that is begun after the
+    last one, in which each sequence has n rows: its anchor's and those of n - 1 candidates. `drafts` has what
+    0, 1 .. drafts of each drafter add. `slopes` has by drafts what each further one adds at least. `again` is
+    what a round takes more whose drafts the host has to see before it verifies: a tree, or drafts beside a
+    lookup. `with_lookup` and `with_drafts` are the prices of the cheapest rounds that verify a lookup, and
+    drafts of a drafter."""
 
     def __init__(self, costs: Costs, drafters: Sequence[Drafter], sequences: int, host: Host = NO_WORK):
         plain, most = plain_round(costs, host, sequences), MAX_ROWS // max(sequences, 1)
@@ -118,28 +126,28 @@ def _slopes(prices: Sequence[float]) -> list[float]:
 
 def best(
     prices: Prices,
-    rows: int,
+    candidates: int,
     depth: int,
     lookup: Sequence[float],
     learned: Sequence[Learned],
     most_lost: float,
     owed: float = 0.0,
 ) -> Choice:
-    """Returns the choice that the formula gives. `lookup` has the chances of the lookup's tokens, and
-    `learned` what is known of each drafter. A round that could lose more than `most_lost` plain rounds, were
-    nothing accepted, is not considered. A round that is not plain costs `owed` plain rounds more than its
-    drafts and its verify.
+    """Returns the choice that the formula gives, of so many `candidates` at most that go down to `depth`.
+    `lookup` has the chances of the lookup's tokens, and `learned` what is known of each drafter. A round that
+    could lose more than `most_lost` plain rounds, were nothing accepted, is not considered. A round that is
+    not plain costs `owed` plain rounds more than its drafts and its verify.
 
     It runs in every round, beside steps of less than a millisecond on small models, so it is plain
     arithmetic.
     """
     verify, bound = prices.verify, 1 + most_lost
-    rows = min(rows, len(verify) - 2)
+    candidates = min(candidates, len(verify) - 2)  # The anchor has a row too, and verify[0] has none.
     top = MARGIN  # It counts tokens in the time of a plain round.
     found: Fields = (0, None, 0, 0, 1.0, 1.0)
     if not prices.known:  # Nothing was measured, so nothing is known to pay.
         return PLAIN
-    lookup = lookup[: min(rows, depth)]
+    lookup = lookup[: min(candidates, depth)]
     if 1 + sum(lookup) <= top:  # No round is cheaper than a plain one.
         lookup = ()
     tokens = 1.0
@@ -153,7 +161,7 @@ def best(
         # The best chain without a lookup has this rate, n drafts, and `alone` tokens.
         rate, n, alone, tokens = 1.0, 0, 1.0, 1.0
         chance, chances = 1.0, list[float]()  # This is the chance that all drafts up to there are right.
-        for size, share in enumerate(acceptance.shares(min(len(drafting) - 1, rows, depth)), start=1):
+        for size, share in enumerate(acceptance.shares(min(len(drafting) - 1, candidates, depth)), start=1):
             chance *= share
             tokens += chance
             chances.append(chance)
@@ -165,14 +173,14 @@ def best(
             if chance <= rate * slopes[size] or (price > bound and not lookup):
                 break  # No longer chain is better.
         tokens = alone
-        for taken, chance in enumerate(lookup[: rows - n] if n else (), start=1):
+        for taken, chance in enumerate(lookup[: candidates - n] if n else (), start=1):
             tokens += chance * (1 - chances[taken - 1]) if taken <= n else chance
             price = verify[1 + n + taken] + drafting[n] + owed + prices.again
             if tokens > top * price and price <= bound:
                 top, found = tokens / price, (taken, index, n, 0, tokens, price)
         if found[1] == index and acceptance.ranks > 1:
             again = 0.0 if found[0] else prices.again
-            top, found = _with_leaves(top, found, acceptance, verify, rows, bound, again)
+            top, found = _with_leaves(top, found, acceptance, verify, candidates, bound, again)
     return Choice(*found) if top > MARGIN else PLAIN
 
 
@@ -181,7 +189,7 @@ def _with_leaves(
     found: Fields,
     acceptance: Learned,
     verify: Sequence[float],
-    rows: int,
+    candidates: int,
     bound: float,
     again: float,
 ) -> tuple[float, Fields]:
@@ -190,7 +198,7 @@ def _with_leaves(
     looked, index, n, _, tokens, price = found
     used = n + looked
     drafting = price - verify[1 + used]
-    for more, gain in enumerate(acceptance.leaves(n)[: rows - used], start=1):
+    for more, gain in enumerate(acceptance.leaves(n)[: candidates - used], start=1):
         tokens += gain
         price = verify[1 + used + more] + drafting + again
         if tokens > top * price and price <= bound:
@@ -202,8 +210,8 @@ def chain_can_pay(costs: Costs, drafters: Sequence[Drafter]) -> bool:
     """Says whether some drafts of the model's drafters gain tokens a second if as many are right as may be
     hoped for."""
     learned = [Acceptance(drafter.most) for drafter in drafters]
-    rows, most_lost = MAX_ROWS - 1, BET * HORIZON * ALLOWANCE
-    return best(Prices(costs, drafters, 1), rows, rows, (), learned, most_lost).drafter is not None
+    most, most_lost = MAX_ROWS - 1, BET * HORIZON * ALLOWANCE
+    return best(Prices(costs, drafters, 1), most, most, (), learned, most_lost).drafter is not None
 
 
 def lookup_can_pay(costs: Costs, budget: int) -> bool:
@@ -257,19 +265,19 @@ class Runner:
         ]
         self._prices: dict[int, Prices] = {}  # They are by the number of sequences.
         # Plain steps of several sequences feed the head each, and those of one leave many rows to one feed.
-        self._most_owed = budget + 1
-        fed = costs.feed(1), costs.feed(self._most_owed) / self._most_owed
+        self._most_unfed = budget + 1
+        fed = costs.feed(1), costs.feed(self._most_unfed) / self._most_unfed
         self._allowed = [allowances(costs, host, budget, each) for each in fed]  # by whether it is alone
-        # They are the prices of what is owed alone, by rows; this is asked for in every round.
+        # They are the prices of feeding the head so many rows, where one sequence decodes alone.
         plain = plain_round(costs, host)
-        self._feeds = [costs.feed(n) / plain if plain else 0.0 for n in range(self._most_owed + 1)]
+        self._feeds = [costs.feed(n) / plain if plain else 0.0 for n in range(self._most_unfed + 1)]
         self.begin(HORIZON)
 
     def begin(self, budget: int) -> None:
         """Begins a text of at most `budget` tokens."""
         self._tokens, self._tokens_most = 0, budget
         self._lost = 0.0  # It counts plain rounds.
-        self._owed = 0  # The head is owed so many rows of plain rounds.
+        self._unfed = 0  # The head has not read the rows of so many plain rounds.
         self._alone = True  # The last round's step had no other sequence.
         self._apart = 0.0  # A plain round takes so much more, in plain rounds, where it is not begun ahead.
         self._choice = PLAIN
@@ -282,21 +290,21 @@ class Runner:
         self._lookups.reset()
 
     def draft(self, anchor: int, limits: Limits) -> Draft:
-        rows, depth = min(limits.rows, self._budget), limits.depth
-        tokens, matched = self._text.lookup(anchor, min(rows, depth))
+        most, depth = min(limits.candidates, self._budget), limits.depth
+        tokens, matched = self._text.lookup(anchor, min(most, depth))
         self._lookups.follow(tokens, matched)
         self._alone = limits.sequences == 1
         prices = self._prices_of(limits.sequences)
         self._apart = prices.verify[1] - 1
         most_lost = BET * (self._allowance() - self._lost)
-        owed = self._feeds[self._owed] if self._alone else 0.0
+        owed = self._feeds[self._unfed] if self._alone else 0.0
         ready, choice = self._ready, PLAIN
         if ready and not tokens and ready.holds(limits, owed, most_lost):
             choice = ready.choice
         elif (prices.with_lookup if tokens else prices.with_drafts) + owed <= 1 + most_lost:
             self._settle()
             chances = self._lookups.chances(len(tokens), matched)
-            choice = best(prices, rows, depth, chances, self._learned, most_lost, owed)
+            choice = best(prices, most, depth, chances, self._learned, most_lost, owed)
         self._ready, self._asked, self._waiting = None, limits, True
         self._choice, chain = choice, tokens[: choice.lookup]
         self._rounds, self._unlooked = self._rounds + 1, self._unlooked + 1
@@ -331,7 +339,7 @@ class Runner:
         self._lost -= plain * len(done.tokens)
         self._lookups.came(done.tokens)
         # The core feeds the head at once where a step has more rows than one.
-        self._owed = min(self._owed + 1, self._most_owed) if self._alone and not done.drafted else 0
+        self._unfed = min(self._unfed + 1, self._most_unfed) if self._alone and not done.drafted else 0
         shown = None
         if choice.drafter is not None and done.drafted:
             drafter = self._drafters[choice.drafter]
@@ -343,14 +351,14 @@ class Runner:
         that is the one after it, which is taken to lose all that it may."""
         self._settle()
         limits, alone, most_lost = self._asked, self._alone, BET * (self._allowance() - self._lost)
-        rows = self._owed
+        unfed = self._unfed
         if self._waiting:
             most_lost -= BET * max(self._choice.price - 1, 0.0)
-            rows = min(rows + 1, self._most_owed) if self._choice is PLAIN else 0
-        owed, prices, choice = self._feeds[rows] if alone else 0.0, self._prices_of(limits.sequences), PLAIN
+            unfed = min(unfed + 1, self._most_unfed) if self._choice is PLAIN else 0
+        owed, prices, choice = self._feeds[unfed] if alone else 0.0, self._prices_of(limits.sequences), PLAIN
         if prices.with_drafts + owed <= 1 + most_lost:
-            rows = min(limits.rows, self._budget)
-            choice = best(prices, rows, limits.depth, (), self._learned, most_lost, owed)
+            most = min(limits.candidates, self._budget)
+            choice = best(prices, most, limits.depth, (), self._learned, most_lost, owed)
         self._ready = Ready(choice, limits, owed)
 
     def _settle(self) -> None:

@@ -350,9 +350,9 @@ class Chain(Source):
         self.asked = []
 
     def draft(self, anchor, limits):
-        self.asked.append((anchor, limits.rows, limits.depth))
+        self.asked.append((anchor, limits.candidates, limits.depth))
         history, tokens = (*self.core.committed, anchor), []
-        for _ in range(min(self.length, limits.rows, limits.depth)):
+        for _ in range(min(self.length, limits.candidates, limits.depth)):
             tokens.append(self.guess(history))
             history = (*history, tokens[-1])
         return Draft(tuple(tokens))
@@ -368,7 +368,7 @@ class OnDevice(Source):
         self.length = length
 
     def draft(self, anchor, limits):
-        return Draft(on_device=min(self.length, limits.rows, limits.depth))
+        return Draft(on_device=min(self.length, limits.candidates, limits.depth))
 
 
 class Trees(Source):
@@ -383,7 +383,7 @@ class Trees(Source):
 
     def draft(self, anchor, limits):
         histories, tokens, parents = [(*self.core.committed, anchor)], [], [-1]
-        for above, right in next(self.shapes)[: limits.rows]:
+        for above, right in next(self.shapes)[: limits.candidates]:
             parent = above % len(histories)
             if len(histories[parent]) - len(histories[0]) < limits.depth:
                 choice = self.choose(histories[parent])

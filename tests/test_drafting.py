@@ -138,7 +138,7 @@ def test_a_chain_is_as_long_as_asked(gamma):
 def test_any_gamma_and_acceptance_gives_the_tokens_of_plain_decoding(gammas, right, budget, n_ctx, end):
     class Any(Fixed):
         def draft(self, anchor, limits):
-            gamma = min(gammas[len(core.calls) % len(gammas)], limits.rows, limits.depth)
+            gamma = min(gammas[len(core.calls) % len(gammas)], limits.candidates, limits.depth)
             return self._drafter.draft(anchor, gamma) if gamma else Draft()
 
     choose = scripted(PROMPT, [*expected(hashed, end), EOS])

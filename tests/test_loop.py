@@ -209,7 +209,7 @@ class Grown(OnDevice):
 
     def draft(self, anchor, limits):
         def grow():
-            return Draft(tuple(range(limits.rows)), (-1, *[0] * limits.rows))
+            return Draft(tuple(range(limits.candidates)), (-1, *[0] * limits.candidates))
 
         return Draft(on_device=min(2, limits.depth), grow=grow)
 

@@ -70,7 +70,7 @@ class Told:
         pass
 
     def draft(self, anchor, limits):
-        n = int(self.rng.integers(0, limits.rows + 1)) + 1
+        n = int(self.rng.integers(0, limits.candidates + 1)) + 1
         parents = drive.random_tree(self.rng, n) if self.tree else [row - 1 for row in range(n)]
         tokens, row = [anchor, *(int(t) for t in self.rng.integers(0, 384, n - 1))], 0
         depths = [0] * n
@@ -108,7 +108,7 @@ class Always:
         pass
 
     def draft(self, anchor, limits):
-        right = self.text[self.done : self.done + min(limits.rows, limits.depth, 7)]
+        right = self.text[self.done : self.done + min(limits.candidates, limits.depth, 7)]
         if self.how == "slow":
             time.sleep(0.002)
         if self.how == "wrong":
