@@ -104,11 +104,12 @@ CHECKED = {
     "deltanet_check.cu": ("check_deltanet_rows(), lay_out_deltanet()", ["deltanet.cu", "deltanet_conv.cu"]),
     "deltanet_layer_check.cu": (
         "check_deltanet_layer(false)",
-        ["deltanet.cu", "deltanet_conv.cu", "deltanet_layer.cu", "rowmm.cu", "rowmm_permute.cu"],
+        ["deltanet.cu", "deltanet_conv.cu", "deltanet_layer.cu"]
+        + ["rowmm.cu", "rowmm_permute.cu", "rowmm_rows_norm.cu"],
     ),
     "pack_check.cu": (
         "check_pack(false)",
-        ["rowmm.cu", "rowmm_pack.cu", "rowmm_permute.cu", "deltanet_conv.cu"],
+        ["rowmm.cu", "rowmm_pack.cu", "rowmm_permute.cu", "rowmm_rows_norm.cu", "deltanet_conv.cu"],
     ),
 }
 
