@@ -99,7 +99,8 @@ class DraftSource(Protocol):
 
     def prepare(self) -> None:
         """Says that there is time for what the next draft takes. It comes after learn(), and where the device
-        works beside the host, the round after the one that was learned has begun by then."""
+        works beside the host, the round after the one that was learned has begun by then. It is left out
+        where the next draft follows at once, but not at the end of a text."""
 
 
 class Text(Protocol):

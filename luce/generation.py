@@ -320,7 +320,8 @@ class Generation:
             yield partial(self._print, kept, count)
             return State.DRAFT
         count()
-        yield from self._prepared()
+        if self._reason:  # Else the next draft follows at once, and what is chosen ahead of it saves nothing.
+            yield from self._prepared()
         return (yield from self._emit(kept, text, logprobs))
 
     # ---- tokens and text

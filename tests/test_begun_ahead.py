@@ -152,9 +152,18 @@ def test_text_is_made_while_the_next_round_is_under_way(stops, monkeypatch):
     assert order == "t" + rounds
 
 
-@pytest.mark.parametrize("ahead", [True, False])
-def test_a_source_has_time_for_its_next_draft_once_the_next_round_has_begun(ahead):
-    """Where the device is the host, it has that before. After the last round there is no other."""
+@pytest.mark.parametrize(
+    ("ahead", "stops", "expected_order"),
+    [
+        (True, (), "av" + "lavp" * 3 + "lp"),
+        (False, (), "avlp" * 4),
+        (True, ("never",), "avl" * 4 + "p"),
+        (False, ("never",), "avl" * 4 + "p"),
+    ],
+)
+def test_a_source_has_time_for_its_next_draft_once_the_next_round_has_begun(ahead, stops, expected_order):
+    """Where the device is the host, it has that before. Where the text decides whether it goes on, the next
+    draft follows at once. After the last round there is no other."""
     core = FakeEngine(ahead=ahead)
 
     class Asked(Now):
@@ -168,10 +177,10 @@ def test_a_source_has_time_for_its_next_draft_once_the_next_round_has_begun(ahea
         def prepare(self):
             core.calls.append(("prepare", None))
 
-    events = run(core, Asked(core, lambda at: True, lambda at: False), max_tokens=17)
+    events = run(core, Asked(core, lambda at: True, lambda at: False), max_tokens=17, stops=stops)
     assert events[-1].tokens == expected(hashed, 17)
     order = "".join(verb[0] for verb, _ in core.calls if verb in ("asked", "verify", "learn", "prepare"))
-    assert order == ("av" + "lavp" * 3 + "lp" if ahead else "avlp" * 4)
+    assert order == expected_order
 
 
 def test_who_joins_ends_it_and_then_all_go_on():
