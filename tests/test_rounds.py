@@ -130,7 +130,7 @@ def test_auto_is_at_most_3_percent_slower_than_plain_where_no_draft_is_right(nam
 
 @pytest.mark.parametrize(("share", "most"), [(0.3, 2), (0.5, 2), (0.65, 4), (0.8, 6)])
 @pytest.mark.parametrize("name", ["27b", "0.8b"])
-def test_auto_has_98_percent_of_the_best_number_of_drafts(name, share, most):
+def test_auto_has_97_percent_of_the_best_number_of_drafts_at_first_and_98_later(name, share, most):
     """It has them in the first text of a process and in later ones. Whatever a wrong draft's next best
     candidates are worth is found out soon: they are never right here, and cheap to try."""
 
