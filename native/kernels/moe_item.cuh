@@ -24,23 +24,9 @@ __device__ __forceinline__ void multiply_item(Sums<1> &acc, const uint8_t *fragm
 
 __device__ __forceinline__ void multiply_any(int type, Sums<1> &acc, const uint8_t *fragment,
                                              const uint8_t *row, int unit, int lane) {
-    switch (type) {
-        case TYPE_F32: multiply_item<TYPE_F32>(acc, fragment, row, unit, lane); break;
-        case TYPE_F16:
-        case TYPE_BF16: multiply_item<TYPE_F16>(acc, fragment, row, unit, lane); break;
-        case TYPE_Q4_0: multiply_item<TYPE_Q4_0>(acc, fragment, row, unit, lane); break;
-        case TYPE_Q4_1: multiply_item<TYPE_Q4_1>(acc, fragment, row, unit, lane); break;
-        case TYPE_Q5_0: multiply_item<TYPE_Q5_0>(acc, fragment, row, unit, lane); break;
-        case TYPE_Q5_1: multiply_item<TYPE_Q5_1>(acc, fragment, row, unit, lane); break;
-        case TYPE_Q8_0: multiply_item<TYPE_Q8_0>(acc, fragment, row, unit, lane); break;
-        case TYPE_Q2_K: multiply_item<TYPE_Q2_K>(acc, fragment, row, unit, lane); break;
-        case TYPE_Q3_K: multiply_item<TYPE_Q3_K>(acc, fragment, row, unit, lane); break;
-        case TYPE_Q4_K: multiply_item<TYPE_Q4_K>(acc, fragment, row, unit, lane); break;
-        case TYPE_Q5_K: multiply_item<TYPE_Q5_K>(acc, fragment, row, unit, lane); break;
-        case TYPE_Q6_K: multiply_item<TYPE_Q6_K>(acc, fragment, row, unit, lane); break;
-        case TYPE_IQ4_NL: multiply_item<TYPE_IQ4_NL>(acc, fragment, row, unit, lane); break;
-        default: multiply_item<TYPE_IQ4_XS>(acc, fragment, row, unit, lane); break;
-    }
+    with_type(
+        type, [](auto known, auto &...to) { multiply_item<known.value>(to...); }, acc, fragment, row, unit,
+        lane);
 }
 
 } // namespace luce

@@ -80,23 +80,9 @@ __device__ __forceinline__ void multiply_part(const OnePart &part, Sums<1> &acc,
 }
 __device__ __forceinline__ void multiply_one(const OnePart &part, Sums<1> &acc, const uint8_t *slot,
                                              int bytes, const uint8_t *row) {
-    switch (part.type) {
-        case TYPE_F32: multiply_part<TYPE_F32>(part, acc, slot, bytes, row); break;
-        case TYPE_F16:
-        case TYPE_BF16: multiply_part<TYPE_F16>(part, acc, slot, bytes, row); break;
-        case TYPE_Q4_0: multiply_part<TYPE_Q4_0>(part, acc, slot, bytes, row); break;
-        case TYPE_Q4_1: multiply_part<TYPE_Q4_1>(part, acc, slot, bytes, row); break;
-        case TYPE_Q5_0: multiply_part<TYPE_Q5_0>(part, acc, slot, bytes, row); break;
-        case TYPE_Q5_1: multiply_part<TYPE_Q5_1>(part, acc, slot, bytes, row); break;
-        case TYPE_Q8_0: multiply_part<TYPE_Q8_0>(part, acc, slot, bytes, row); break;
-        case TYPE_Q2_K: multiply_part<TYPE_Q2_K>(part, acc, slot, bytes, row); break;
-        case TYPE_Q3_K: multiply_part<TYPE_Q3_K>(part, acc, slot, bytes, row); break;
-        case TYPE_Q4_K: multiply_part<TYPE_Q4_K>(part, acc, slot, bytes, row); break;
-        case TYPE_Q5_K: multiply_part<TYPE_Q5_K>(part, acc, slot, bytes, row); break;
-        case TYPE_Q6_K: multiply_part<TYPE_Q6_K>(part, acc, slot, bytes, row); break;
-        case TYPE_IQ4_NL: multiply_part<TYPE_IQ4_NL>(part, acc, slot, bytes, row); break;
-        default: multiply_part<TYPE_IQ4_XS>(part, acc, slot, bytes, row); break;
-    }
+    with_type(
+        part.type, [](auto known, auto &...to) { multiply_part<known.value>(to...); }, part, acc, slot, bytes,
+        row);
 }
 
 // Adds the parts of K of an output by pairs. Those of the other matrix lie between them.

@@ -7,7 +7,34 @@
 #include "rowmm_rings.cuh"
 #include "rowmm_wgmma.cuh"
 
+#include <type_traits>
+
 namespace luce {
+
+template <int TYPE> using Known = std::integral_constant<int, TYPE>;
+
+// Calls `multiply` with a type of weights as a constant, so that there is code of its own for each type, and with `args`. A
+// lambda that captured these would change the code. A unit of BF16 weights is one of F16.
+template <typename Multiply, typename... Args>
+__device__ __forceinline__ void with_type(int type, Multiply &&multiply, Args &&...args) {
+    switch (type) {
+        case TYPE_F32: multiply(Known<TYPE_F32>(), args...); break;
+        case TYPE_F16:
+        case TYPE_BF16: multiply(Known<TYPE_F16>(), args...); break;
+        case TYPE_Q4_0: multiply(Known<TYPE_Q4_0>(), args...); break;
+        case TYPE_Q4_1: multiply(Known<TYPE_Q4_1>(), args...); break;
+        case TYPE_Q5_0: multiply(Known<TYPE_Q5_0>(), args...); break;
+        case TYPE_Q5_1: multiply(Known<TYPE_Q5_1>(), args...); break;
+        case TYPE_Q8_0: multiply(Known<TYPE_Q8_0>(), args...); break;
+        case TYPE_Q2_K: multiply(Known<TYPE_Q2_K>(), args...); break;
+        case TYPE_Q3_K: multiply(Known<TYPE_Q3_K>(), args...); break;
+        case TYPE_Q4_K: multiply(Known<TYPE_Q4_K>(), args...); break;
+        case TYPE_Q5_K: multiply(Known<TYPE_Q5_K>(), args...); break;
+        case TYPE_Q6_K: multiply(Known<TYPE_Q6_K>(), args...); break;
+        case TYPE_IQ4_NL: multiply(Known<TYPE_IQ4_NL>(), args...); break;
+        default: multiply(Known<TYPE_IQ4_XS>(), args...); break;
+    }
+}
 
 // Returns a lane's column of eight. Where there are fewer rows than eight, the last one stands for those that
 // are missing.
@@ -242,23 +269,9 @@ __device__ __forceinline__ void multiply(Sums<NT> &acc, Ring &ring, int units, i
 template <int NT, bool WIDE, typename Ring>
 __device__ __forceinline__ void multiply_units(int type, Sums<NT> &acc, Ring &ring, int units, int C,
                                                bool present) {
-    switch (type) {
-        case TYPE_F32: multiply<TYPE_F32, NT, WIDE>(acc, ring, units, C, present); break;
-        case TYPE_F16:
-        case TYPE_BF16: multiply<TYPE_F16, NT, WIDE>(acc, ring, units, C, present); break;
-        case TYPE_Q4_0: multiply<TYPE_Q4_0, NT, WIDE>(acc, ring, units, C, present); break;
-        case TYPE_Q4_1: multiply<TYPE_Q4_1, NT, WIDE>(acc, ring, units, C, present); break;
-        case TYPE_Q5_0: multiply<TYPE_Q5_0, NT, WIDE>(acc, ring, units, C, present); break;
-        case TYPE_Q5_1: multiply<TYPE_Q5_1, NT, WIDE>(acc, ring, units, C, present); break;
-        case TYPE_Q8_0: multiply<TYPE_Q8_0, NT, WIDE>(acc, ring, units, C, present); break;
-        case TYPE_Q2_K: multiply<TYPE_Q2_K, NT, WIDE>(acc, ring, units, C, present); break;
-        case TYPE_Q3_K: multiply<TYPE_Q3_K, NT, WIDE>(acc, ring, units, C, present); break;
-        case TYPE_Q4_K: multiply<TYPE_Q4_K, NT, WIDE>(acc, ring, units, C, present); break;
-        case TYPE_Q5_K: multiply<TYPE_Q5_K, NT, WIDE>(acc, ring, units, C, present); break;
-        case TYPE_Q6_K: multiply<TYPE_Q6_K, NT, WIDE>(acc, ring, units, C, present); break;
-        case TYPE_IQ4_NL: multiply<TYPE_IQ4_NL, NT, WIDE>(acc, ring, units, C, present); break;
-        default: multiply<TYPE_IQ4_XS, NT, WIDE>(acc, ring, units, C, present); break;
-    }
+    with_type(
+        type, [](auto known, auto &...to) { multiply<known.value, NT, WIDE>(to...); }, acc, ring, units, C,
+        present);
 }
 
 // Multiplies `units` units of a tile of s.

@@ -112,23 +112,8 @@ __device__ __forceinline__ void multiply_run(Sums<1> &acc, const NormBlock &b, P
 }
 __device__ __forceinline__ void multiply_some(int type, Sums<1> &acc, const NormBlock &b, Place &slot,
                                               int unit, int end) {
-    switch (type) {
-        case TYPE_F32: multiply_run<TYPE_F32>(acc, b, slot, unit, end); break;
-        case TYPE_F16:
-        case TYPE_BF16: multiply_run<TYPE_F16>(acc, b, slot, unit, end); break;
-        case TYPE_Q4_0: multiply_run<TYPE_Q4_0>(acc, b, slot, unit, end); break;
-        case TYPE_Q4_1: multiply_run<TYPE_Q4_1>(acc, b, slot, unit, end); break;
-        case TYPE_Q5_0: multiply_run<TYPE_Q5_0>(acc, b, slot, unit, end); break;
-        case TYPE_Q5_1: multiply_run<TYPE_Q5_1>(acc, b, slot, unit, end); break;
-        case TYPE_Q8_0: multiply_run<TYPE_Q8_0>(acc, b, slot, unit, end); break;
-        case TYPE_Q2_K: multiply_run<TYPE_Q2_K>(acc, b, slot, unit, end); break;
-        case TYPE_Q3_K: multiply_run<TYPE_Q3_K>(acc, b, slot, unit, end); break;
-        case TYPE_Q4_K: multiply_run<TYPE_Q4_K>(acc, b, slot, unit, end); break;
-        case TYPE_Q5_K: multiply_run<TYPE_Q5_K>(acc, b, slot, unit, end); break;
-        case TYPE_Q6_K: multiply_run<TYPE_Q6_K>(acc, b, slot, unit, end); break;
-        case TYPE_IQ4_NL: multiply_run<TYPE_IQ4_NL>(acc, b, slot, unit, end); break;
-        default: multiply_run<TYPE_IQ4_XS>(acc, b, slot, unit, end); break;
-    }
+    with_type(
+        type, [](auto known, auto &...to) { multiply_run<known.value>(to...); }, acc, b, slot, unit, end);
 }
 
 // Multiplies a range's units, of which the first is of tile `of_launch` of the launch. `scales` has room for a tile's rows.

@@ -55,23 +55,9 @@ __device__ __forceinline__ void multiply_part(Sums<1> &acc, const uint8_t *weigh
 }
 __device__ __forceinline__ void multiply_any(int type, Sums<1> &acc, const uint8_t *weights, const uint8_t *x,
                                              int C, const Part &part, int lane) {
-    switch (type) {
-        case TYPE_F32: multiply_part<TYPE_F32>(acc, weights, x, C, part, lane); break;
-        case TYPE_F16:
-        case TYPE_BF16: multiply_part<TYPE_F16>(acc, weights, x, C, part, lane); break;
-        case TYPE_Q4_0: multiply_part<TYPE_Q4_0>(acc, weights, x, C, part, lane); break;
-        case TYPE_Q4_1: multiply_part<TYPE_Q4_1>(acc, weights, x, C, part, lane); break;
-        case TYPE_Q5_0: multiply_part<TYPE_Q5_0>(acc, weights, x, C, part, lane); break;
-        case TYPE_Q5_1: multiply_part<TYPE_Q5_1>(acc, weights, x, C, part, lane); break;
-        case TYPE_Q8_0: multiply_part<TYPE_Q8_0>(acc, weights, x, C, part, lane); break;
-        case TYPE_Q2_K: multiply_part<TYPE_Q2_K>(acc, weights, x, C, part, lane); break;
-        case TYPE_Q3_K: multiply_part<TYPE_Q3_K>(acc, weights, x, C, part, lane); break;
-        case TYPE_Q4_K: multiply_part<TYPE_Q4_K>(acc, weights, x, C, part, lane); break;
-        case TYPE_Q5_K: multiply_part<TYPE_Q5_K>(acc, weights, x, C, part, lane); break;
-        case TYPE_Q6_K: multiply_part<TYPE_Q6_K>(acc, weights, x, C, part, lane); break;
-        case TYPE_IQ4_NL: multiply_part<TYPE_IQ4_NL>(acc, weights, x, C, part, lane); break;
-        default: multiply_part<TYPE_IQ4_XS>(acc, weights, x, C, part, lane); break;
-    }
+    with_type(
+        type, [](auto known, auto &...to) { multiply_part<known.value>(to...); }, acc, weights, x, C, part,
+        lane);
 }
 
 // Leaves a part's sums in [column][16 outputs].
