@@ -73,14 +73,14 @@ CHOICES = (
         type=FilePath(),
         metavar="FILE|JSON",
         help="Hold the text to JSON that is valid under this schema: a file, or the schema itself. "
-        "This needs the extra 'grammar'.",
+        "This needs luce[grammar].",
     ),
     click.option(
         "--grammar",
         "grammar_file",
         type=FilePath(path_type=Path),
         metavar="FILE",
-        help="Hold the text to this grammar, in llguidance's form of Lark. This needs the extra 'grammar'.",
+        help="Hold the text to this grammar, in llguidance's form of Lark. This needs luce[grammar].",
     ),
 )
 

@@ -109,12 +109,12 @@ def humaneval(limit: int | None, unsafe_check: bool, no_check: bool, **flags: An
 
 
 @bench.command()
-@click.argument("source", metavar="FILE|builtin", default="builtin", type=FilePath())
+@click.argument("source", metavar="[FILE|builtin]", default="builtin", type=FilePath())
 @options(MODEL_OPTIONS, DRAFTS_OPTION, MODE_OPTIONS)
 @click.option("--class", "group", metavar="NAME", help="Run only the prompts of this class.")
 @options(TEMPERATURES, rounds_option(3), RUN, OUTPUT_OPTIONS, PLOT)
 def prompts(source: str, group: str | None, **flags: Any) -> None:
-    """Run a user's prompts (JSONL: prompt, and id, class, chat if wanted), or the built-in ones.
+    """Run the prompts of a file (JSONL: prompt, and if wanted id, class, chat), or else the built-in ones.
 
     The built-in ones are of four classes: code, narrative, chat, and edit, in which a file that was given is
     returned with a small change.
