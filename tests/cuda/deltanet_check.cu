@@ -402,6 +402,23 @@ static void check_widths(const Shape &s) {
     }
 }
 
+// Steps of few rows of one sequence follow each other and those of many rows, in an engine of so many sequences: its
+// launches do not know that a step has one.
+static void check_few_rows(const Shape &s, int n_slots) {
+    Pair pair(s, MAX_ROWS, n_slots);
+    for (int i = 0; i < n_slots; i++) {
+        pair.append(i, 2 + i);
+    }
+    for (const int T : {5, 16, 7, 40, 12, MAX_ROWS, 6, 16}) {
+        const std::string of = "verify " + std::to_string(T) + " rows of one of " + std::to_string(n_slots);
+        pair.verify(n_slots - 1, chain(T), of);
+        pair.verify(n_slots - 1, random_tree(T, 16, false), of + ", a tree");
+    }
+    for (const int T : {8, 13, 16}) {
+        pair.verify(pair.random_parts(n_slots, T), T, "verify " + std::to_string(T) + " rows of all");
+    }
+}
+
 void check_deltanet_rows() {
     for (const Shape &s : {Shape{4, 4, 16}, Shape{2, 6, 32}, Shape{4, 8, 64}, Shape{2, 2, 128}}) {
         check_rounds(s, 9, 3, 4, 130);
@@ -409,6 +426,8 @@ void check_deltanet_rows() {
         check_append_pieces(s, 150);
     }
     check_widths({2, 6, 32});
+    check_few_rows({2, 2, 128}, 1);
+    check_few_rows({2, 2, 128}, 2);
 }
 
 void check_deltanet(bool all) {
@@ -434,6 +453,8 @@ void check_deltanet(bool all) {
         }
     }
     if (all) {
+        check_few_rows({16, 48, 128}, 1);
+        check_few_rows({16, 48, 128}, 2);
         check_rounds({16, 48, 128}, 16, 4, 6, 200);
         check_append_pieces({16, 48, 128}, 512);
         check_chunks({16, 48, 128}, 1037);
