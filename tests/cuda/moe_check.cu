@@ -2,6 +2,8 @@
 // whoever shares its experts.
 #include "moe_reference.h"
 
+#include <map>
+
 using namespace moe_test;
 
 namespace {
@@ -243,6 +245,39 @@ void check_many_ties(int T) {
     expect(ids, "moe takes the first of many experts where a logit is not finite");
 }
 
+// Checks rows that share some of many experts, at all ranks, where blocks choose the experts themselves.
+void check_common_experts() {
+    const MoeDims dims = {0, 232, 3, 512, 160, 96};
+    Mixture l(dims, {12, 14, 2, 8}, 81);
+    constexpr int MOST = 4;
+    const int64_t E = dims.E;
+    const Floats common = random_rows(1, E);
+    Floats x = random_rows(MOST, E);
+    for (size_t i = 0; i < x.size(); i++) {
+        x[i] = common[i % size_t(E)] + 0.5f * x[i];
+    }
+    std::vector<Floats> alone;
+    for (int t = 0; t < MOST; t++) {
+        alone.push_back(run(l, Floats(x.begin() + t * E, x.begin() + (t + 1) * E), false).out);
+    }
+    for (int T = 2; T <= MOST; T++) {
+        const Floats rows(x.begin(), x.begin() + T * E);
+        const Routed got = run(l, rows, T == 3);
+        std::map<int, int> rows_of; // of each expert
+        for (int id : got.ids) {
+            rows_of[id]++;
+        }
+        const auto shared = std::count_if(rows_of.begin(), rows_of.end(), [](const auto &e) { return e.second > 1; });
+        expect(T < MOST || (shared > 0 && shared < int(rows_of.size())), "rows have some experts in common, and not all");
+        bool routes = true, same = true;
+        expect(error_of(l, rows, got, {0, T - 1}, routes) < 2e-3 && routes, "moe of rows with common experts");
+        for (int t = 0; t < T; t++) {
+            same = same && same_bits(&got.out[size_t(t * E)], alone[size_t(t)].data(), size_t(E));
+        }
+        expect(same, "moe bits of rows with common experts at " + std::to_string(T) + " rows");
+    }
+}
+
 // Gives rows to the host and returns its sums as the device has taken them.
 Floats taken_back(const MoeDims &dims, const Buffers &b, const Routed &routed, const Floats &values, const Floats &sums) {
     const size_t n = sums.size(), used = size_t(dims.n_used), T = size_t(dims.T);
@@ -352,12 +387,13 @@ void check_moe(bool all) {
     for (int T : {1, 3, 9}) {
         check_many_ties(T);
     }
+    check_common_experts();
     check_elsewhere(all ? 40 : 3);
     check_elsewhere(1);
     check_no_rows();
     check_mixture(small, {12, 12, 14, 8}, all ? 64 : 10, all ? Ints{1, 2, 3, 7, 8, 9, 16, 17, 33, 64} : Ints{1, 2, 3, 4, 7, 9}, all);
     check_mixture({0, 5, 2, 1060, 40, 24}, {1, 0, 30, 1}, 9, {1, 4, 12}, all); // this has 5 chunks in 4 parts
-    check_mixture({0, 240, 8, 128, 64, 32}, {8, 8, 8, 8}, 9, {1, 2}, all); // a block chooses the experts of one row together
+    check_mixture({0, 240, 8, 128, 64, 32}, {8, 8, 8, 8}, 9, {1, 2, 3, 4}, all); // a block chooses the experts of one row together
     check_mixture({0, 6, 2, 256, 320, 288}, {8, 8, 8, 8}, 9, {1, 2}, all); // the parts of K differ in up and down
     check_mixture({0, 300, 10, 256, 32, 32}, {8, 8, 8, 8}, 9, {1, 2, 3, 6, 7}, all); // 6 rows have 60 pairs, 7 have too many
     if (!all) {
