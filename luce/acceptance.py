@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, repeat
 from operator import mul
 
+from luce.company import Company
 from luce.drafting import Drafter
 
 NEXT_BEST = 8  # So many ranks of a draft's candidates are learned.
@@ -230,12 +231,13 @@ class Lookups:
 
 class Known:
     """This is what the texts of one engine have shown. With each text that begins, the earlier ones count
-    less."""
+    less. `company` are those that decode together now."""
 
     def __init__(self) -> None:
         self._heads: dict[str, Acceptance] = {}
         self._parts: dict[int, Coverage] = {}
         self._lookups = Lookups()
+        self.company = Company()
 
     def head(self, drafter: Drafter) -> Acceptance:
         """Returns what a text that begins expects of what drafts."""

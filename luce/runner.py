@@ -12,7 +12,8 @@ much of a text is of the part is learned from every token that comes too. A text
 earlier texts have shown (Known).
 
 The expected tokens of a round are 1, plus for each depth the chance that some source is right down to it,
-plus the chances of the next best candidates beside a chain. No token depends on any of this.
+plus the chances of the next best candidates beside a chain. Texts that decode together draft no deeper than
+pays for all of them (Company). No token depends on any of this.
 
 A row is one token that a step computes. In a round each sequence has a row for its anchor and one for each
 candidate: n candidates make n + 1 rows, and a plain round has one. A step has the rows of all sequences that
@@ -25,9 +26,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 from typing import NamedTuple
 
 from luce.acceptance import Acceptance, Among, Known, Learned
+from luce.company import Wish
 from luce.costs import NO_TIME, NO_WORK, Costs, Host, Hosts
 from luce.drafting import NOTHING, Draft, Drafter, Limits, Round, Text
 
@@ -60,11 +64,12 @@ PLAIN = Choice()
 
 class Ready(NamedTuple):
     """This is a choice that was made before its round, for a text without a lookup there: what bounds that
-    round, and the price of feeding the head."""
+    round, and the price of feeding the head. `wish` is what a text in company says by it."""
 
     choice: Choice
     limits: Limits
     owed: float
+    wish: Wish | None = None
 
     def holds(self, limits: Limits, owed: float, most_lost: float) -> bool:
         """Says whether the round is as expected, and may lose what the choice could."""
@@ -88,21 +93,22 @@ def plain_round(costs: Costs, host: Host, sequences: int = 1) -> float:
 
 class Prices:
     """This is what rounds of so many sequences cost, where each does the same; the unit is a plain round of
-    them, as plain decoding has it: begun ahead. `verify[n]` is the price of a round that is begun after the
-    last one, in which each sequence has n rows: its anchor's and those of n - 1 candidates. `drafts` has what
-    0, 1 .. drafts of each drafter add. `slopes` has by drafts what each further one adds at least. `again` is
-    what a round takes more whose drafts the host has to see before it verifies: a tree, or drafts beside a
-    lookup. `with_lookup` and `with_drafts` are the prices of the cheapest rounds that verify a lookup, and
-    drafts of a drafter."""
+    them, as plain decoding has it: begun ahead. `steps[n]` is the price of a round that is begun after the
+    last one, whose step has n rows of all sequences together. `verify[n]` is that of one in which each
+    sequence has n rows: its anchor's and those of n - 1 candidates. `drafts` has what 0, 1 .. drafts of each
+    drafter add. `slopes` has by drafts what each further one adds at least. `again` is what a round takes
+    more whose drafts the host has to see before it verifies: a tree, or drafts beside a lookup. `with_lookup`
+    and `with_drafts` are the prices of the cheapest rounds that verify a lookup, and drafts of a drafter."""
 
     def __init__(self, costs: Costs, drafters: Sequence[Drafter], sequences: int, host: Host = NO_WORK):
         plain, most = plain_round(costs, host, sequences), MAX_ROWS // max(sequences, 1)
         self.known = plain > 0
         self.again = host.between / plain if plain else 0.0
-        self.verify = [
-            (costs.verify(max(rows, 1) * sequences) + host.between) / plain if plain else 1.0
-            for rows in range(most + 1)
+        self.steps = [
+            (costs.verify(max(rows, 1)) + host.between) / plain if plain else 1.0
+            for rows in range(MAX_ROWS + 1)
         ]
+        self.verify = [self.steps[max(rows, 1) * sequences] for rows in range(most + 1)]
         self.drafts = [
             [0.0, *(d.seconds(costs, n, sequences) / plain if plain else 0.0 for n in range(1, d.most + 1))]
             for d in drafters
@@ -254,6 +260,7 @@ class Runner:
         self._text, self._costs, self._drafters, self._budget = text, costs, drafters, budget
         self._hosts, host = hosts, hosts.of(1)
         known = known or Known()
+        self._company = known.company
         self._lookups = known.lookups()
         self._heads: dict[str, Acceptance] = {}
         for drafter in drafters:
@@ -279,6 +286,7 @@ class Runner:
         self._lost = 0.0  # It counts plain rounds.
         self._unfed = 0  # The head has not read the rows of so many plain rounds.
         self._alone = True  # The last round's step had no other sequence.
+        self._round = 0  # Its last round in company had this number.
         self._apart = 0.0  # A plain round takes so much more, in plain rounds, where it is not begun ahead.
         self._choice = PLAIN
         self._unlearned = list[Shown]()  # What is known of the heads lacks these rounds.
@@ -293,18 +301,32 @@ class Runner:
         most, depth = min(limits.candidates, self._budget), limits.depth
         tokens, matched = self._text.lookup(anchor, min(most, depth))
         self._lookups.follow(tokens, matched)
-        self._alone = limits.sequences == 1
+        alone, self._alone = self._alone, limits.sequences == 1
         prices = self._prices_of(limits.sequences)
         self._apart = prices.verify[1] - 1
-        most_lost = BET * (self._allowance() - self._lost)
+        if not self._alone:
+            self._round = self._company.begin(limits.sequences, prices.steps)
+        elif not alone:  # All others have ended.
+            self._company.disband()
+        most_lost = self._most_lost()
         owed = self._feeds[self._unfed] if self._alone else 0.0
-        ready, choice = self._ready, PLAIN
+        ready, choice, wish, chances = self._ready, PLAIN, None, list[float]()
         if ready and not tokens and ready.holds(limits, owed, most_lost):
-            choice = ready.choice
+            choice, wish = ready.choice, ready.wish
         elif (prices.with_lookup if tokens else prices.with_drafts) + owed <= 1 + most_lost:
             self._settle()
             chances = self._lookups.chances(len(tokens), matched)
             choice = best(prices, most, depth, chances, self._learned, most_lost, owed)
+            wish = None if self._alone else self._wish(choice, prices)
+        if wish:
+            deep = self._company.wishes(wish)
+            if not deep:  # Where no drafts pay for all, a lookup still may.
+                choice = best(prices, most, depth, chances, (), most_lost)
+            elif deep < choice.drafts:
+                choice = choice._replace(drafts=deep)
+        if not self._alone and choice is not PLAIN:
+            drafting = 0.0 if choice.drafter is None else prices.drafts[choice.drafter][choice.drafts]
+            self._company.drafts(choice.lookup + choice.drafts + choice.leaves, drafting)
         self._ready, self._asked, self._waiting = None, limits, True
         self._choice, chain = choice, tokens[: choice.lookup]
         self._rounds, self._unlooked = self._rounds + 1, self._unlooked + 1
@@ -335,8 +357,13 @@ class Runner:
         self._tokens += len(done.tokens)
         apart = 1 + self._apart
         plain = 1.0 if done.ahead or done.behind else apart  # Plain decoding takes that for each token.
-        self._lost += choice.price if done.drafted else 1.0 if done.ahead else apart
-        self._lost -= plain * len(done.tokens)
+        took = choice.price if done.drafted else 1.0 if done.ahead else apart
+        if not self._alone and not done.ahead:  # Who drafted pays for all who waited.
+            owed = self._company.owes(plain, self._prices_of(self._asked.sequences).steps)
+            took = plain + owed if done.drafted else plain if owed else apart
+        self._lost += took - plain * len(done.tokens)
+        if not self._alone:
+            self._company.end(self._round, self._allowance() - self._lost)
         self._lookups.came(done.tokens)
         # The core feeds the head at once where a step has more rows than one.
         self._unfed = min(self._unfed + 1, self._most_unfed) if self._alone and not done.drafted else 0
@@ -350,7 +377,7 @@ class Runner:
         """Chooses what the next draft will be where the text has no lookup then. If the next round has begun,
         that is the one after it, which is taken to lose all that it may."""
         self._settle()
-        limits, alone, most_lost = self._asked, self._alone, BET * (self._allowance() - self._lost)
+        limits, alone, most_lost = self._asked, self._alone, self._most_lost()
         unfed = self._unfed
         if self._waiting:
             most_lost -= BET * max(self._choice.price - 1, 0.0)
@@ -359,7 +386,7 @@ class Runner:
         if prices.with_drafts + owed <= 1 + most_lost:
             most = min(limits.candidates, self._budget)
             choice = best(prices, most, limits.depth, (), self._learned, most_lost, owed)
-        self._ready = Ready(choice, limits, owed)
+        self._ready = Ready(choice, limits, owed, None if alone else self._wish(choice, prices))
 
     def _settle(self) -> None:
         """Has the heads learn from the rounds that they have not learned from yet."""
@@ -373,12 +400,26 @@ class Runner:
                     head.skip()
         self._unlearned.clear()
 
+    def _wish(self, choice: Choice, prices: Prices) -> Wish | None:
+        """Returns what a text in company says by a choice: nothing by one without drafts of a drafter."""
+        if choice.drafter is None:
+            return None
+        chances = list(accumulate(self._learned[choice.drafter].shares(choice.drafts), mul))
+        beside = choice.lookup + choice.leaves
+        gain = choice.tokens - 1 - sum(chances) if beside else 0.0
+        return Wish(chances, beside, gain, prices.drafts[choice.drafter])
+
     def _prices_of(self, sequences: int) -> Prices:
         prices = self._prices.get(sequences)
         if prices is None:
             prices = Prices(self._costs, self._drafters, sequences, self._hosts.of(sequences))
             self._prices[sequences] = prices
         return prices
+
+    def _most_lost(self) -> float:
+        """Returns what the next round may lose, in plain rounds."""
+        spare = None if self._alone else self._company.spare
+        return BET * (self._allowance() - self._lost if spare is None else spare)
 
     def _allowance(self) -> float:
         """Returns what may be lost up to now, in plain rounds."""

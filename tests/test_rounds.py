@@ -277,3 +277,51 @@ def test_the_host_s_part_is_counted_for_each_sequence_of_a_company(name):
     for _ in range(2):
         seconds, _ = company(device, 4, auto_of(device, costs, known, hosts))
         assert all(1 < took / alone <= 1.03 for took, alone in zip(seconds, plain, strict=True))
+
+
+def right_with(share):
+    """Returns what guesses of a head whose drafts are right with a share."""
+
+    def guess(history):
+        right = hashed(history)
+        return right if hashed((*history, 3)) / 256 < share else right ^ 128
+
+    return guess
+
+
+@pytest.mark.parametrize("sequences", [2, 8])
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("name", ["27b", "27b, a busy host", "0.8b"])
+def test_texts_that_decode_together_are_at_most_3_percent_slower_than_plain(name, share, sequences):
+    """Where each drafted in rounds of its own, and all others waited, eight texts with half of the drafts
+    right took up to a fifth longer."""
+    device, known = Device(**DEVICES[name], n_sequences=sequences, n_top=8, guess=right_with(share)), Known()
+    plain, _ = company(device, sequences)
+    costs, hosts = timed_of(device)
+    for _ in range(2):
+        seconds, _ = company(device, sequences, auto_of(device, costs, known, hosts))
+        assert sum(seconds) <= 1.03 * sum(plain)
+
+
+@pytest.mark.parametrize("name", ["27b", "0.8b"])
+@pytest.mark.parametrize(("share", "gammas", "least"), [(1.0, (7, 8), 0.97), (0.8, (4, 5), 0.95)])
+def test_texts_that_decode_together_have_the_best_number_of_drafts(name, share, gammas, least):
+    device = Device(**DEVICES[name], n_sequences=4, guess=right_with(share))
+
+    def seconds(source):
+        return sum(company(device, 4, source)[0])
+
+    best = min(seconds(lambda text, n=n: Fixed(Drafter(text, Source.NEXTN, 8), n)) for n in gammas)
+    costs, hosts = timed_of(device)
+    assert best > least * seconds(auto_of(device, costs, Known(), hosts))
+
+
+def test_a_text_whose_drafts_pay_for_all_drafts_beside_others_that_draft_nothing():
+    def guess(history):
+        return hashed(history) ^ (history[len(PROMPT)] != 0)
+
+    device = Device(**DEVICES["27b"], n_sequences=4, guess=guess)
+    plain, _ = company(device, 4)
+    costs, hosts = timed_of(device)
+    seconds, _ = company(device, 4, auto_of(device, costs, Known(), hosts))
+    assert seconds[0] < plain[0] / 3 and max(seconds) < 1.15 * max(plain) and sum(seconds) < sum(plain)
