@@ -175,14 +175,26 @@ cudaError_t launch_sum(const RowmmParams &p, cudaStream_t stream, bool overlap) 
     return launch_kernel(sum_kernel, sums, threads, 0, stream, overlap, p);
 }
 
+RowmmKernel kernel_of(const RowmmParams &p, bool wide) {
+    if (p.gated.x != nullptr) {
+        return rowmm_kernel_gated();
+    }
+    switch (p.columns) {
+        case 2: return rowmm_kernel_just_2();
+        case 4: return rowmm_kernel_just_4();
+        case 8: return rowmm_kernel_just_8();
+        default: break;
+    }
+    return p.columns <= 8    ? rowmm_kernel_8()
+           : p.columns <= 16 ? rowmm_kernel_16()
+           : !wide           ? rowmm_kernel_32()
+           : p.columns <= 32 ? rowmm_kernel_32_wide()
+                             : rowmm_kernel_64_wide();
+}
+
 // There are as many slots of weights as leave room for the blocks of a multiprocessor, and at least two.
 cudaError_t launch(RowmmParams &p, bool wide, const DeviceLimits &device, cudaStream_t stream, bool overlap) {
-    const RowmmKernel k = p.gated.x != nullptr ? rowmm_kernel_gated()
-                          : p.columns <= 8     ? rowmm_kernel_8()
-                          : p.columns <= 16    ? rowmm_kernel_16()
-                          : !wide              ? rowmm_kernel_32()
-                          : p.columns <= 32    ? rowmm_kernel_32_wide()
-                                               : rowmm_kernel_64_wide();
+    const RowmmKernel k = kernel_of(p, wide);
     // The kernel has at most 512 besides, and some is for blocks of the launches behind, which wait beside it.
     const int besides = k.teams == 1 ? 2560 : 512;
     const int share = device.shared_sm / (BLOCKS_PER_SM / k.teams) - device.shared_reserved - besides;

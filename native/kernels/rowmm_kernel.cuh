@@ -46,10 +46,23 @@ __device__ __forceinline__ int range_of_block(const RowmmParams &p) {
     return b >= 2 * pairs ? b : b < pairs ? 2 * b : 2 * (b - pairs) + 1;
 }
 
-template <int NT, bool WIDE, typename Ring>
+// Says what a kernel knows of its rows when it is compiled: nothing, that it gates and packs them itself, or how many columns
+// a stage of them has, from which a stage's addresses follow.
+constexpr int ANY = 0, GATED = -1;
+
+template <int NT, bool WIDE, int KNOWN> __device__ __forceinline__ auto columns_of(const RowmmParams &p) {
+    if constexpr (KNOWN > 0) {
+        return Exactly<KNOWN>();
+    } else {
+        return Shape<NT, WIDE>::columns(p.columns);
+    }
+}
+
+template <int NT, bool WIDE, int KNOWN, typename Ring>
 __device__ __forceinline__ void take_range(const RowmmParams &p, Ring &ring, int range, int of_launch,
                                            const float *scales) {
-    const int warp = fragment_of_warp(), C = Shape<NT, WIDE>::columns(p.columns);
+    const int warp = fragment_of_warp();
+    const auto C = columns_of<NT, WIDE, KNOWN>(p);
     for (bool last = false; !last; of_launch++) {
         Sums<NT> acc = {};
         {
@@ -106,26 +119,27 @@ __device__ __forceinline__ void pack_stage(const RowmmParams &p, const Rings<S> 
 }
 
 // Does what a block of one team does.
-template <int NT, bool WIDE, bool GATED>
+template <int NT, bool WIDE, int KNOWN>
 __device__ __forceinline__ void run_team(const RowmmParams &p, uint8_t *shared, float *scales) {
     using S = Shape<NT, WIDE>;
+    constexpr bool PACKS = KNOWN == GATED;
     const int range = range_of_block(p);
-    const Rings<S> rings{held_address(shared), p.slot_bytes, p.slots, S::columns(p.columns)};
+    const Rings<S> rings{held_address(shared), p.slot_bytes, p.slots, columns_of<NT, WIDE, KNOWN>(p)};
     if (threadIdx.x == 0) {
-        rings.init(GATED ? ROWMM_GATED_ROWS : 0);
+        rings.init(PACKS ? ROWMM_GATED_ROWS : 0);
     }
     __syncthreads();
     const int first = p.first[range], units = p.first[range + 1] - first;
     if (threadIdx.x < S::WARPS * WARP) {
         const int warp = threadIdx.x / WARP, C = rings.columns;
         Rows rows = {};
-        if (!GATED && warp < S::STAGES && threadIdx.x % WARP < COPY_LANES) {
+        if (!PACKS && warp < S::STAGES && threadIdx.x % WARP < COPY_LANES) {
             rows = first_rows(p, first, units, warp, C);
             announce(rows, rings.stage_full(warp), C);
         }
         int tile = first_tile(p, range);
         hold(tile); // it is found while the launch ahead has not ended
-        if constexpr (GATED) {
+        if constexpr (PACKS) {
             pack_stage(p, rings, first, units);
         } else {
             wait_for_previous();
@@ -135,7 +149,7 @@ __device__ __forceinline__ void run_team(const RowmmParams &p, uint8_t *shared, 
             find_scales(p, rings, scales);
         }
         Taker<S> ring{rings};
-        take_range<NT, WIDE>(p, ring, range, tile, scales);
+        take_range<NT, WIDE, KNOWN>(p, ring, range, tile, scales);
     } else if (threadIdx.x % WARP < COPY_LANES) {
         Filler<S> filler(p, rings, first, units);
         filler.fetch_first_weights();
@@ -181,14 +195,16 @@ __device__ __forceinline__ void run_teams(const RowmmParams &p, uint8_t *shared,
         const int team = warp / FRAGMENTS, range = pair.range[team];
         TeamTaker<S> ring(rings, plan, team);
         if (range < p.ranges) {
-            take_range<NT, WIDE>(p, ring, range, first_tile(p, range), scales);
+            take_range<NT, WIDE, ANY>(p, ring, range, first_tile(p, range), scales);
         }
         ring.finish(plan, team);
     }
 }
 
-template <int NT, bool WIDE, bool GATED>
-__global__ void __launch_bounds__(Shape<NT, WIDE>::THREADS, Shape<NT, WIDE>::BLOCKS)
+// A kernel that knows its columns would take more registers than leave room for a block of the launch behind, so it is told
+// of a block more.
+template <int NT, bool WIDE, int KNOWN>
+__global__ void __launch_bounds__(Shape<NT, WIDE>::THREADS, Shape<NT, WIDE>::BLOCKS + (KNOWN > 0 ? 1 : 0))
     rowmm_kernel(const __grid_constant__ RowmmParams p) {
 #if !ROWMM_WGMMA
     if (WIDE) {
@@ -204,13 +220,13 @@ __global__ void __launch_bounds__(Shape<NT, WIDE>::THREADS, Shape<NT, WIDE>::BLO
     if constexpr (Shape<NT, WIDE>::TEAMS == 2) {
         run_teams<NT, WIDE>(p, shared, scales);
     } else {
-        run_team<NT, WIDE, GATED>(p, shared, scales);
+        run_team<NT, WIDE, KNOWN>(p, shared, scales);
     }
 }
 
-template <int NT, bool WIDE, bool GATED = false> RowmmKernel rowmm_kernel_of() {
+template <int NT, bool WIDE, int KNOWN = ANY> RowmmKernel rowmm_kernel_of() {
     using S = Shape<NT, WIDE>;
-    return {rowmm_kernel<NT, WIDE, GATED>, S::THREADS, S::row_bytes, S::TEAMS};
+    return {rowmm_kernel<NT, WIDE, KNOWN>, S::THREADS, S::row_bytes, S::TEAMS};
 }
 
 } // namespace luce

@@ -36,17 +36,22 @@ __device__ __forceinline__ void with_type(int type, Multiply &&multiply, Args &&
     }
 }
 
+// A number of columns that is known when a kernel is compiled.
+template <int N> struct Exactly {
+    __device__ __forceinline__ operator int() const { return N; }
+};
+
 // Returns a lane's column of eight. Where there are fewer rows than eight, the last one stands for those that
 // are missing.
 template <int NT> __device__ __forceinline__ int lane_column(int C, int lane) {
     return NT == 1 ? min(lane / 4, C - 1) : lane / 4;
 }
 
-// Reads two steps' activations of rows 8 n .. 8 n + 7. Of more than eight rows a lane's lie at fixed offsets from its
-// first, which the compiler has to be told.
-template <int NT>
-__device__ __forceinline__ uint4 read_rows(const uint8_t *stage, int group, int n, int C, int lane) {
-    if constexpr (NT == 1) {
+// Reads two steps' activations of rows 8 n .. 8 n + 7. Where the number of columns is known (Exactly, and all of more than
+// eight rows) a lane's lie at fixed offsets from its first, which the compiler has to be told.
+template <int NT, typename Columns>
+__device__ __forceinline__ uint4 read_rows(const uint8_t *stage, int group, int n, Columns C, int lane) {
+    if constexpr (NT == 1 && std::is_same_v<Columns, int>) {
         return reinterpret_cast<const uint4 *>(stage)[(group * C + lane_column<NT>(C, lane)) * 4 + lane % 4];
     } else {
         return word_at<uint4>(stage + (lane_column<NT>(C, lane) * 4 + lane % 4) * 16 +
@@ -57,10 +62,10 @@ __device__ __forceinline__ uint4 read_rows(const uint8_t *stage, int group, int 
 // ---- mma.sync ----
 
 // Multiplies half h of a unit of quants, which is 8 steps, two at a time.
-template <int TYPE, int NT>
+template <int TYPE, int NT, typename Columns>
 __device__ __forceinline__ void multiply_half(Sums<NT> &c, const Lane<TYPE> &weights,
                                               const Fields<bits_of(TYPE)> (&f)[2], const uint8_t *stage,
-                                              int h, int C, int lane) {
+                                              int h, Columns C, int lane) {
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         uint32_t a[8];
@@ -78,9 +83,9 @@ __device__ __forceinline__ void multiply_half(Sums<NT> &c, const Lane<TYPE> &wei
 }
 
 // Multiplies a unit of F16 fragments. Of F32 weights each step has a high and a low part.
-template <int TYPE, int NT>
+template <int TYPE, int NT, typename Columns>
 __device__ __forceinline__ void multiply_floats(Sums<NT> &c, const uint8_t *fragment, const uint8_t *stage,
-                                                int C, int lane) {
+                                                Columns C, int lane) {
     constexpr int PARTS = TYPE == TYPE_F32 ? 2 : 1, STEPS = 16 / units_of_chunk(TYPE);
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
@@ -203,9 +208,9 @@ __device__ __forceinline__ void add_floats(Sums<NT> &acc, const Sums<NT> &c, con
 
 // `stage` has the unit's activations, and `tail` what comes after all of its chunk's. downs gives the columns' powers of
 // two. `loaded` is called when all of a wide fragment is in registers.
-template <int TYPE, int NT, bool WIDE, typename Down, typename Loaded>
+template <int TYPE, int NT, bool WIDE, typename Columns, typename Down, typename Loaded>
 __device__ __forceinline__ void multiply_unit(Sums<NT> &acc, const uint8_t *fragment, const uint8_t *stage,
-                                              const uint8_t *tail, int C, int lane, Down downs,
+                                              const uint8_t *tail, Columns C, int lane, Down downs,
                                               Loaded loaded) {
     const uint32_t rows =
         WIDE ? __shfl_sync(~0u, shared_address(stage), 0) : 0; // this is the warp's address, not each lane's
@@ -249,8 +254,8 @@ __device__ __forceinline__ void multiply_unit(Sums<NT> &acc, const uint8_t *frag
 
 // Multiplies `units` units of one tile. A warp whose outputs are not there only keeps step, since wgmma needs
 // all of a warpgroup.
-template <int TYPE, int NT, bool WIDE, typename Ring>
-__device__ __forceinline__ void multiply(Sums<NT> &acc, Ring &ring, int units, int C, bool present) {
+template <int TYPE, int NT, bool WIDE, typename Ring, typename Columns>
+__device__ __forceinline__ void multiply(Sums<NT> &acc, Ring &ring, int units, Columns C, bool present) {
     const int lane = threadIdx.x % WARP, offset = fragment_of_warp() * fragment_bytes(TYPE);
     for (; units > 0; units--) {
         ring.wait_weights();
@@ -266,8 +271,8 @@ __device__ __forceinline__ void multiply(Sums<NT> &acc, Ring &ring, int units, i
     }
 }
 
-template <int NT, bool WIDE, typename Ring>
-__device__ __forceinline__ void multiply_units(int type, Sums<NT> &acc, Ring &ring, int units, int C,
+template <int NT, bool WIDE, typename Ring, typename Columns>
+__device__ __forceinline__ void multiply_units(int type, Sums<NT> &acc, Ring &ring, int units, Columns C,
                                                bool present) {
     with_type(
         type, [](auto known, auto &...to) { multiply<known.value, NT, WIDE>(to...); }, acc, ring, units, C,
@@ -275,9 +280,9 @@ __device__ __forceinline__ void multiply_units(int type, Sums<NT> &acc, Ring &ri
 }
 
 // Multiplies `units` units of a tile of s.
-template <int NT, bool WIDE, typename Ring>
+template <int NT, bool WIDE, typename Ring, typename Columns>
 __device__ __forceinline__ void multiply_tile(Sums<NT> &acc, Ring &ring, const RowmmSegment &s, int units,
-                                              int C, bool present) {
+                                              Columns C, bool present) {
     // One row's addresses are known when this is compiled.
     if (NT == 1 && C == 1) {
         multiply_units<NT, WIDE>(s.type, acc, ring, units, 1, present);

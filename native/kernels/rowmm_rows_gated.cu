@@ -3,5 +3,5 @@
 
 luce::RowmmKernel luce::rowmm_kernel_gated() {
     static_assert(Shape<1, false>::STAGES == ROWMM_GATED_UNITS);
-    return rowmm_kernel_of<1, false, true>();
+    return rowmm_kernel_of<1, false, luce::GATED>();
 }
