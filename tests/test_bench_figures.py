@@ -275,6 +275,17 @@ def test_sweep_compares_with_one_row_at_the_same_context_and_with_one_at_0_on_th
     assert [c.over for c in at_40] == pytest.approx([4400, 15_400, 15_900])
 
 
+def test_at_context_0_alone_one_sequence_takes_turns_with_itself_in_an_engine_of_one():
+    """An engine of several sequences may lay out its steps for all of them, and luce generate has one."""
+    assert sweep.engine_options([0], [1, 8], [2], None, None).sequences == 1
+    assert sweep.engine_options([0, 40], [1, 8], [2], None, None).sequences == 2
+    steps = Steps()
+    steps.sequence = None  # type: ignore[method-assign, assignment]  # There is no other.
+    (costs,) = sweep.costs(steps, 100, [0], [1, 2], [1], 3, clock=lambda: steps.now)
+    assert [c.over for c in costs] == pytest.approx([0, 10_000, 10_500])
+    assert {past for past, _ in steps.device.ran} == {1}
+
+
 def test_each_kind_of_step_takes_turns_with_context_0_from_few_rows_to_many():
     steps = Steps()
     list(sweep.costs(steps, 100, [40], [4, 1], [1], 8, clock=lambda: steps.now))

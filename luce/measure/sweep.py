@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,13 +48,14 @@ def engine_options(
     contexts: Sequence[int], rows: Sequence[int], gammas: Sequence[int], threads: int | None,
     kv_type: str | None,
 ) -> Options:  # fmt: skip
-    """Returns what costs() needs of an engine: two sequences, of which one is at context 0."""
-    gamma = max(gammas, default=0)
+    """Returns what costs() needs of an engine: one sequence, as luce generate has, and where it goes beyond
+    context 0, another that stays there."""
+    gamma, beside = max(gammas, default=0), int(any(contexts))
     most = max(*rows, gamma + 1)
     ctx = max(*contexts, 1) + most
     return Options(
-        ctx=ctx, kv_type=kv_type, threads=threads, rows=most, sequences=2,
-        pages=-(-(ctx + most) // PAGE) + -(-(1 + most) // PAGE),
+        ctx=ctx, kv_type=kv_type, threads=threads, rows=most, sequences=1 + beside,
+        pages=-(-(ctx + most) // PAGE) + beside * -(-(1 + most) // PAGE),
         spec="mtp" if gamma else "off", gamma=gamma or None,
     )  # fmt: skip
 
@@ -86,9 +88,11 @@ def costs(
         return 1000 * (clock() - start)
 
     sequence.reset()
-    filled = 0
-    with engine.sequence() as short:
-        short.prefill(tokens[:1], last=False)
+    filled, short = 0, sequence
+    with ExitStack() as opened:
+        if any(contexts):
+            short = opened.enter_context(engine.sequence())
+            short.prefill(tokens[:1], last=False)
         for ctx in sorted(contexts):
             while filled < max(ctx, 1) and not cancelled():
                 end = min(filled + chunk - filled % chunk, max(ctx, 1))
