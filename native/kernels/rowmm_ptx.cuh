@@ -38,6 +38,9 @@ __device__ __forceinline__ uint8_t *held_address(uint8_t *shared) {
 __device__ __forceinline__ void hold(int &x) {
     asm volatile("" : "+r"(x));
 }
+__device__ __forceinline__ void hold(const float4 *&p) {
+    asm volatile("" : "+l"(p));
+}
 // Returns the block's index, read anew rather than held in a register.
 __device__ __forceinline__ int block_anew() {
     int b;

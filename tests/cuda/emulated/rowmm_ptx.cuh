@@ -41,6 +41,7 @@ inline void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a
 }
 
 inline void hold(int &) {}
+inline void hold(const float4 *&) {}
 inline int block_anew() { return int(blockIdx.x); }
 
 // Addresses count from the beginning of the block's dynamic shared memory.
