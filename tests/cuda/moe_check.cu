@@ -251,10 +251,13 @@ void check_common_experts() {
     Mixture l(dims, {12, 14, 2, 8}, 81);
     constexpr int MOST = 4;
     const int64_t E = dims.E;
+    // The second row is nearly the first, the third like it, and the last one is not.
+    const float own[MOST] = {0.0f, 0.01f, 0.5f, 1.0f};
     const Floats common = random_rows(1, E);
     Floats x = random_rows(MOST, E);
     for (size_t i = 0; i < x.size(); i++) {
-        x[i] = common[i % size_t(E)] + 0.5f * x[i];
+        const float part = own[i / size_t(E)];
+        x[i] = (1 - part) * common[i % size_t(E)] + part * x[i];
     }
     std::vector<Floats> alone;
     for (int t = 0; t < MOST; t++) {
