@@ -6,8 +6,9 @@
 //   sum    out = residual + sum over ranks of weight * y + sigmoid(shared gate . v) * y of the shared expert;
 //          it may also pack out for the product behind, which norms it
 //
-// A step of few rows needs no list: there up and down choose the experts themselves, each block anew. Of one row, down and
-// sum may be one launch, end, which packs nothing: the product behind it does that itself (RowmmArgs.row).
+// A step of few rows needs no list: there up and down choose the experts themselves, each block anew, but for down of very few
+// rows, which takes what up has left. Of one row, down and sum may be one launch, end, which packs nothing: the product behind
+// it does that itself (RowmmArgs.row).
 //
 // Rows are grouped by expert on the device, into items of one expert and up to 8 of its rows. Nothing
 // synchronises with the host, and the shapes of all launches depend on T and the layer alone, so that all can

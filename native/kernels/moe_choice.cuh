@@ -220,4 +220,15 @@ __device__ __forceinline__ void keep_choice(const MoeDims &d, const RoutedLayout
     }
 }
 
+// Returns a pair's expert, which up leaves, and where route has left -1. This ends: all blocks of up run when a block of the
+// launch behind begins, and the one that leaves the experts waits for nothing of that.
+__device__ __forceinline__ int chosen_expert(const uint8_t *routed, const RoutedLayout &at, int pair) {
+    const volatile int32_t *ids = reinterpret_cast<const volatile int32_t *>(routed + at.ids);
+    int expert = ids[pair];
+    while (expert < 0) {
+        expert = ids[pair];
+    }
+    return expert;
+}
+
 } // namespace luce

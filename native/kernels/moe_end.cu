@@ -5,6 +5,7 @@
 // A warp has an expert's outputs, or half of its K. Its weights are fetched before the launch waits, as soon as up has left
 // its choice.
 #include "device_limits.h"
+#include "moe_choice.cuh"
 #include "moe_item.cuh"
 #include "moe_matrix.h"
 #include "moe_plan.h"
@@ -169,17 +170,6 @@ struct EndBlock {
     }
 };
 
-// Returns a rank's expert, which up leaves, and where route has left -1. This ends: all blocks of up run when a block of this
-// launch begins, and the one that leaves the experts waits for nothing of this launch.
-__device__ __forceinline__ int expert_of(const EndParams &p, int rank) {
-    const volatile int32_t *ids = reinterpret_cast<const volatile int32_t *>(p.routed + p.at.ids);
-    int expert = ids[rank];
-    while (expert < 0) {
-        expert = ids[rank];
-    }
-    return expert;
-}
-
 // The grid is {sixteenths of the outputs}.
 __global__ void __launch_bounds__(END_WARPS *WARP, 1) moe_end_kernel(const __grid_constant__ EndParams p) {
     extern __shared__ __align__(128) uint8_t shared[];
@@ -194,7 +184,7 @@ __global__ void __launch_bounds__(END_WARPS *WARP, 1) moe_end_kernel(const __gri
         barrier_init_done();
         __syncwarp();
         const EndItem item(p, i);
-        const int expert = item.shared(p) ? 0 : expert_of(p, item.place);
+        const int expert = item.shared(p) ? 0 : chosen_expert(p.routed, p.at, item.place);
         b.fetch(i, item, expert);
         if (lane == 0) {
             experts[i] = expert;

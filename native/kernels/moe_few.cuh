@@ -1,4 +1,5 @@
-// Has the products of a step of few rows (moe_plan.h), whose blocks choose the experts themselves.
+// Has the products of a step of few rows (moe_plan.h), whose blocks choose the experts themselves. Of very few rows down's take
+// the experts that up has left: to choose them anew beside up's blocks takes instructions from these.
 //
 // Each expert that a row chose is one item, which has a column for each row of the step, chosen or not. So up brings the
 // step's rows into shared memory once, before it knows who chose what.
@@ -198,10 +199,16 @@ __global__ void __launch_bounds__(ITEM_THREADS, ROWS == FEWEST_ROWS ? SMALL_BLOC
     }
     if (up) {
         wait_for_previous();
-        let_next_start();
+        let_next_start(); // not ahead of the wait: down polls for what this launch leaves
         copy_rows(p, rows, barrier); // ahead of the weights, which would delay it
     }
-    if (warp < p.T) {
+    if (const int pairs = up ? 0 : polled_pairs(p.dims); pairs > 0) {
+        if (const int pair = threadIdx.x; pair < pairs) {
+            const int expert = chosen_expert(p.routed, p.at, pair);
+            s.experts[pair] = expert;
+            atomicOr(&s.rows[expert / 4], 1u << (expert % 4 * 8 + pair / p.n_used));
+        }
+    } else if (warp < p.T) {
         const float *logits =
             reinterpret_cast<const float *>(p.routed + p.at.logits) + warp * logits_row(p.dims);
         const Choice choice = choose_experts(p.dims, logits, s.candidates[warp], keeps, lane);

@@ -43,6 +43,13 @@ constexpr ROWMM_BOTH int item_rows(const MoeDims &d) {
     return few_rows(d) || d.T > 64 ? MAX_ITEM_ROWS : MAX_ITEM_ROWS / 2;
 }
 
+// Returns how many pairs of a step have an expert that up leaves as soon as it is chosen, so that who is behind up waits for it
+// and need not choose too. Route leaves -1 there. It is 0 of more rows than were measured.
+constexpr int POLLED_ROWS = 4;
+constexpr ROWMM_BOTH int polled_pairs(const MoeDims &d) {
+    return few_rows(d) && d.T <= POLLED_ROWS ? d.T * d.n_used : 0;
+}
+
 // The shared expert has all rows. Its items come first, and are known without route.
 constexpr ROWMM_BOTH int shared_items(const MoeDims &d) {
     return d.shared() ? (d.T + item_rows(d) - 1) / item_rows(d) : 0;

@@ -239,7 +239,8 @@ __global__ void __launch_bounds__(THREADS, 2) moe_route_kernel(const __grid_cons
     Norm norm;
     norm.load(p.a, threadIdx.x, int(d.E / 4));
     wait_for_previous();
-    if (d.T == 1 && blockIdx.x == 0 && int(threadIdx.x) < d.n_used) { // the end waits for what up leaves here
+    if (blockIdx.x + blockIdx.y == 0 &&
+        int(threadIdx.x) < p.polled) { // who is behind up waits for what it leaves here
         __stcg(p.of<int32_t>(p.at.ids) + threadIdx.x, -1);
     }
     if (rows == 1) {
@@ -344,7 +345,8 @@ int cuda::moe_route(const MoeRouteArgs &args, void *stream) {
     // Few rows are packed by blocks that do nothing else.
     const int packers = few_rows(d) ? int(chunks_of(d.E)) : 0;
     const dim3 grid((router_outputs(d) + OUTPUTS - 1) / OUTPUTS + packers, tiles);
-    const RouteParams p = {args, RoutedLayout(d)};
+    static_assert(FEW_PAIRS <= THREADS, "a block sees to all that are polled for");
+    const RouteParams p = {args, RoutedLayout(d), args.values == nullptr ? polled_pairs(d) : 0};
     if (is_one_row(args)) {
         return int(launch_kernel(moe_route_one_kernel, grid, THREADS, 0, static_cast<cudaStream_t>(stream),
                                  args.overlap != 0, p));

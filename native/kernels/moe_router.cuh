@@ -30,6 +30,7 @@ constexpr ROWMM_BOTH int tile_rows(const MoeDims &d) {
 struct RouteParams {
     MoeRouteArgs a;
     RoutedLayout at;
+    int32_t polled; // so many experts' numbers are polled for
 
     template <typename T> __device__ T *of(int64_t offset) const {
         return reinterpret_cast<T *>(static_cast<uint8_t *>(a.routed) + offset);
