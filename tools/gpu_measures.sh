@@ -39,9 +39,14 @@ stage_sampled() {
 stage_sweep() {
     say "what a step costs, by rows and context"
     have_oracle
-    run sweep 150 python3 -m luce bench sweep --gguf "$oracle" --device "$device" "${own_threads[@]}" \
-        --ctx "${SWEEP_CTX:-0,4k,32k,100k}" --rows "${SWEEP_ROWS:-1,2,4,8,16,32,64}" --gammas 1,3 --steps 12 \
-        --commit "${COMMIT:-}" --save "$out" --quiet --md && table sweep
+    local at name
+    for at in ${SWEEP_CTX:-0 4k,32k,100k}; do # At 0 alone the engine has one sequence, as luce generate has.
+        name=sweep-far
+        [[ $at != 0 ]] || name=sweep
+        run $name 120 python3 -m luce bench sweep --gguf "$oracle" --device "$device" "${own_threads[@]}" \
+            --ctx "$at" --rows "${SWEEP_ROWS:-1,2,4,8,16,32,64}" --gammas 1,3 --steps 12 \
+            --commit "${COMMIT:-}" --save "$out" --quiet --md && table $name
+    done
 }
 stage_prefill() {
     say "prefill beside llama.cpp"
