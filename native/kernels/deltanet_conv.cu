@@ -19,16 +19,20 @@ namespace {
 constexpr int APPEND_WARPS = 4;
 constexpr int APPEND_RUN = 16; // a warp has so many neighbouring rows, and slides the taps in registers
 
-constexpr int GROUP = 16; // a block has so many sequences
+constexpr int GROUP = 16; // a block has at most so many sequences
 
 // Params are what a kernel takes: the arguments and, since DeltaShape's layout is for the host, its strides.
 struct Params : ConvArgs {
     int64_t C; // a row has so many channels
     int64_t log_row; // one logged row is so far from the next
     int64_t log_size; // one slot's log is so far from the next
+    int32_t group; // a block of a verify has so many sequences
 
     explicit Params(const ConvArgs &args)
-        : ConvArgs(args), C(shape.conv_dim()), log_row(shape.log_qkv(1)), log_size(shape.log_size()) {}
+        : ConvArgs(args), C(shape.conv_dim()), log_row(shape.log_qkv(1)), log_size(shape.log_size()),
+          group(min(shape.max_seqs(), GROUP)) {}
+    int warps() const { return min(shape.T, GROUP); } // so many has a block of a verify
+    int64_t committed_values() const { return int64_t(group) * WINDOW * shape.S; }
 };
 
 // Returns what is the same in all lanes, so that nvcc knows it. A warp that might have split at a branch on
@@ -92,6 +96,13 @@ template <int S> struct Committed {
             }
         }
     }
+    // Takes them from where store() has left them side by side.
+    __device__ void take(const float *rows, int lane) {
+#pragma unroll
+        for (int i = 0; i < WINDOW; i++) {
+            row[i].load(rows + i * S, lane);
+        }
+    }
     // Leaves them at `to`, each `apart` values behind the one before it.
     __device__ void store(float *to, int64_t apart, int lane) const {
 #pragma unroll
@@ -103,7 +114,6 @@ template <int S> struct Committed {
 
 // Shared is what a block knows of its sequences, by their place in its group.
 template <int S> struct Shared {
-    alignas(16) float committed[GROUP][WINDOW][S];
     float4 w[S]; // its channels' weights
     int32_t slot[GROUP], row0[GROUP];
     int32_t seq[MAX_ROWS], parent[MAX_ROWS]; // they are by row of the step
@@ -182,13 +192,17 @@ __device__ void sum_others(const Summed &sums, int tile, int T) {
 // The grid is heads, groups of sequences. There is a warp for each row of the step up to GROUP, and so for
 // each sequence of a group. Rows -1, -2, -3 are the committed ones, newest first, each the parent of the one
 // before it. What is not needed at once waits in shared memory, so that a block of 16 rows leaves registers for one of the
-// delta rule (deltanet.cu) on its multiprocessor, which brings its state meanwhile.
+// delta rule (deltanet.cu) on its multiprocessor, which brings its state meanwhile. It has no more room than the sequences
+// that may be there take, so that blocks of fewer rows begin beside those of the product ahead.
 template <int S, typename Sums>
 __global__ void __launch_bounds__(GROUP *WARP, 1)
     conv_verify_kernel(const __grid_constant__ Params a, const __grid_constant__ Sums sums) {
     constexpr bool SUMMED = sizeof(Sums) == sizeof(Summed);
     __shared__ Shared<S> sh;
-    extern __shared__ __align__(16) float summed[]; // [T][S]
+    // It has committed rows [group][WINDOW][S], then summed ones [T][S].
+    extern __shared__ __align__(16) float space[];
+    float *summed = space + a.group * WINDOW * S;
+    const auto committed_row = [&](int i, int n) { return space + (i * WINDOW + n) * S; };
     const int lane = threadIdx.x % WARP, warp = warp_index(), n_warps = blockDim.x / WARP, T = a.shape.T;
     const int64_t C = a.C, c0 = int64_t(blockIdx.x) * S;
     const int first = blockIdx.y * GROUP;
@@ -214,7 +228,7 @@ __global__ void __launch_bounds__(GROUP *WARP, 1)
     const bool present = first + warp < ctl.n_seqs();
     if (present) {
         committed.load(lane);
-        committed.store(sh.committed[warp][0], S, lane);
+        committed.store(committed_row(warp, 0), S, lane);
     }
     Rows<S> rows{a.x, C, c0};
     if constexpr (SUMMED) {
@@ -226,10 +240,7 @@ __global__ void __launch_bounds__(GROUP *WARP, 1)
     Channels<S> row;
     row.load(rows.at(warp), lane);
     if (present && committed.moved) {
-#pragma unroll
-        for (int i = 0; i < WINDOW; i++) {
-            committed.row[i].load(sh.committed[warp][i], lane);
-        }
+        committed.take(committed_row(warp, 0), lane);
         committed.store(committed.window, C, lane);
     }
     if (const int row0 = ctl.get(offsetof(SeqCtl, row0)); lane == 0) {
@@ -256,7 +267,7 @@ __global__ void __launch_bounds__(GROUP *WARP, 1)
             if (from >= 0) {
                 taps[0][tap].load(rows.at(from), lane);
             } else {
-                taps[0][tap].load(sh.committed[i][WINDOW + from], lane);
+                taps[0][tap].load(committed_row(i, WINDOW + from), lane);
             }
         }
         conv_rows<S, 1>(w, taps, normalise, {a.out + t * C + c0}, lane);
@@ -345,8 +356,8 @@ template <int S> int launch(const ConvArgs &args, cudaStream_t stream) {
         conv_window_kernel<S><<<heads, WARP, 0, stream>>>(a);
     } else {
         const dim3 grid(heads, (a.shape.max_seqs() + GROUP - 1) / GROUP);
-        return int(launch_kernel(conv_verify_kernel<S, NotSummed>, grid, min(T, 16) * WARP, 0, stream, true,
-                                 a, NotSummed()));
+        return int(launch_kernel(conv_verify_kernel<S, NotSummed>, grid, a.warps() * WARP,
+                                 size_t(a.committed_values()) * sizeof(float), stream, true, a, NotSummed()));
     }
     return int(cudaGetLastError());
 }
@@ -365,9 +376,10 @@ int launch_summed(const ConvPartsArgs &args, cudaStream_t stream) {
         blocks += (sums.N[i] + SUM_TILE - 1) / SUM_TILE;
     }
     const dim3 grid(blocks, (s.max_seqs() + GROUP - 1) / GROUP);
-    const size_t bytes = size_t(s.T) * S * sizeof(float);
-    return int(launch_kernel(conv_verify_kernel<S, Summed>, grid, min(s.T, 16) * WARP, bytes, stream, true,
-                             Params(args), sums));
+    const Params a(args);
+    const size_t bytes = size_t(a.committed_values() + int64_t(s.T) * S) * sizeof(float);
+    return int(
+        launch_kernel(conv_verify_kernel<S, Summed>, grid, a.warps() * WARP, bytes, stream, true, a, sums));
 }
 
 } // namespace
