@@ -396,6 +396,8 @@ void check_moe(bool all) {
     check_no_rows();
     check_mixture(small, {12, 12, 14, 8}, all ? 64 : 10, all ? Ints{1, 2, 3, 7, 8, 9, 16, 17, 33, 64} : Ints{1, 2, 3, 4, 7, 9}, all);
     check_mixture({0, 5, 2, 1060, 40, 24}, {1, 0, 30, 1}, 9, {1, 4, 12}, all); // this has 5 chunks in 4 parts
+    check_mixture({0, 5, 2, 516, 36, 20}, {1, 0, 30, 1}, 9, {1, 2, 5}, all); // a lane's last values are half of its own
+    check_mixture({0, 4, 2, 2304, 32, 32}, {8, 8, 8, 8}, 9, {1, 2}, all); // a row is longer than route reads at once
     check_mixture({0, 240, 8, 128, 64, 32}, {8, 8, 8, 8}, 9, {1, 2, 3, 4}, all); // a block chooses the experts of one row together
     check_mixture({0, 6, 2, 256, 320, 288}, {8, 8, 8, 8}, 9, {1, 2}, all); // the parts of K differ in up and down
     check_mixture({0, 300, 10, 256, 32, 32}, {8, 8, 8, 8}, 9, {1, 2, 3, 6, 7}, all); // 6 rows have 60 pairs, 7 have too many
