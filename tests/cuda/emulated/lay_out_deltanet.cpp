@@ -25,7 +25,23 @@ static void spread_layers() {
     }
 }
 
+// A block of the conv has room for the sequences that may be there, so that it fits beside blocks of the product ahead.
+static void few_sequences() {
+    for (const int T : {2, 8, 16, 64}) {
+        size_t bytes[2] = {};
+        for (const int n_slots : {1, 2}) {
+            ConvArgs a = {};
+            a.shape = {T, MAX_ROWS, n_slots, 2, 4, 128, DELTA_VERIFY};
+            expect(cuda::conv(a, stream) == 0, at("the conv", 128, T));
+            bytes[n_slots - 1] = emulated::laid_out;
+        }
+        expect(bytes[1] == bytes[0] + 3 * 128 * sizeof(float) && bytes[0] < 5 << 10,
+               at("a conv's room for sequences", 128, T));
+    }
+}
+
 void lay_out_deltanet() {
     on_each_kind(deltanet_layers);
     on_each_kind(spread_layers);
+    on_each_kind(few_sequences);
 }
