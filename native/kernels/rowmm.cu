@@ -180,13 +180,17 @@ RowmmKernel kernel_of(const RowmmParams &p, bool wide) {
         return rowmm_kernel_gated();
     }
     switch (p.columns) {
-        case 2: return rowmm_kernel_just_2();
-        case 4: return rowmm_kernel_just_4();
-        case 8: return rowmm_kernel_just_8();
+        case 1: return rowmm_kernel_1();
+        case 2: return rowmm_kernel_2();
+        case 3: return rowmm_kernel_3();
+        case 4: return rowmm_kernel_4();
+        case 5: return rowmm_kernel_5();
+        case 6: return rowmm_kernel_6();
+        case 7: return rowmm_kernel_7();
+        case 8: return rowmm_kernel_8();
         default: break;
     }
-    return p.columns <= 8    ? rowmm_kernel_8()
-           : p.columns <= 16 ? rowmm_kernel_16()
+    return p.columns <= 16   ? rowmm_kernel_16()
            : !wide           ? rowmm_kernel_32()
            : p.columns <= 32 ? rowmm_kernel_32_wide()
                              : rowmm_kernel_64_wide();

@@ -202,7 +202,7 @@ __device__ __forceinline__ void run_teams(const RowmmParams &p, uint8_t *shared,
 }
 
 // A kernel that knows its columns would take more registers than leave room for a block of the launch behind, so it is told
-// of a block more.
+// of a block more than a multiprocessor has.
 template <int NT, bool WIDE, int KNOWN>
 __global__ void __launch_bounds__(Shape<NT, WIDE>::THREADS, Shape<NT, WIDE>::BLOCKS + (KNOWN > 0 ? 1 : 0))
     rowmm_kernel(const __grid_constant__ RowmmParams p) {

@@ -80,9 +80,9 @@ struct RowmmParts {
 };
 cudaError_t rowmm_parts_of(const RowmmArgs &args, RowmmParts &parts);
 
-// These are the kernels (rowmm_kernel.cuh), each compiled on its own. mma.sync serves up to 8, 16 and 32
-// rows, and wgmma serves up to 32 and 64, where there is wgmma. Both give the same bits. Just 2, 4 and 8 rows, which
-// drafts and trees often have, are faster where addresses are known.
+// These are the kernels (rowmm_kernel.cuh), each compiled on its own. mma.sync serves up to 8 rows, each number
+// of them with a kernel of its own, whose addresses are known, and up to 16 and 32. wgmma serves up to 32 and 64,
+// where there is wgmma. Both give the same bits.
 struct RowmmKernel {
     void (*kernel)(RowmmParams);
     int threads;
@@ -90,9 +90,13 @@ struct RowmmKernel {
     int teams; // a block has so many teams and ranges, and a multiprocessor has BLOCKS_PER_SM of them
 };
 constexpr int ROWMM_MAX_SLOTS = 16;
-RowmmKernel rowmm_kernel_just_2();
-RowmmKernel rowmm_kernel_just_4();
-RowmmKernel rowmm_kernel_just_8();
+RowmmKernel rowmm_kernel_1();
+RowmmKernel rowmm_kernel_2();
+RowmmKernel rowmm_kernel_3();
+RowmmKernel rowmm_kernel_4();
+RowmmKernel rowmm_kernel_5();
+RowmmKernel rowmm_kernel_6();
+RowmmKernel rowmm_kernel_7();
 RowmmKernel rowmm_kernel_8();
 RowmmKernel rowmm_kernel_gated(); // of rows that blocks gate and pack themselves
 constexpr int ROWMM_GATED_UNITS = 4; // a range of that kernel has no more units, each of a whole chunk
