@@ -58,6 +58,69 @@ template <int NT, bool WIDE, int KNOWN> __device__ __forceinline__ auto columns_
     }
 }
 
+// Returns where a range leaves its part of a tile of the launch, or null where it writes the tile's outputs.
+__device__ __forceinline__ float *place_of(const RowmmParams &p, const TilePart &part, int range,
+                                           int of_launch) {
+    return p.parts != nullptr ? p.parts + (range + of_launch) * int64_t(p.part_rows) * TILE
+           : part.whole       ? nullptr
+                              : part_of(p, range, part.begun);
+}
+
+// Says all that a warp has to know of a tile.
+struct TileWork {
+    static constexpr int PRESENT = 4,
+                         LAST = 8; // flags: the warp has outputs of the tile; the range ends with it
+    int type, units;
+    TileEnd end;
+
+    __device__ TileWork(const RowmmParams &p, int range, int of_launch)
+        : TileWork(p, TilePart(p, range, of_launch), range, of_launch) {}
+    __device__ TileWork(const RowmmParams &p, const TilePart &part, int range, int of_launch)
+        : type(p.segments[part.segment].type), units(part.units),
+          end(p, p.segments[part.segment], part.tile, place_of(p, part, range, of_launch),
+              (fragment_of_warp() < part.fragments ? PRESENT : 0) | (part.last ? LAST : 0)) {
+        hold(type);
+        hold(units);
+    }
+    __device__ bool present() const { return (end.flags & PRESENT) != 0; }
+    __device__ bool last() const { return (end.flags & LAST) != 0; }
+    // Has it computed ahead of what comes behind this.
+    __device__ void find() const {
+        found(uint32_t(type | units | end.flags | end.row) | address_bits(end.to));
+    }
+};
+
+// Takes a range's tiles, of which `work` is the first. With few rows what a warp has to know of a tile fits its registers beside
+// the tile's products, so that it is found ahead of the tile's units, and the first while the launch ahead has not ended.
+template <int NT, int KNOWN, typename Ring>
+__device__ __forceinline__ void take_range_early(const RowmmParams &p, Ring &ring, TileWork work,
+                                                 int of_launch, const float *scales) {
+    for (;;) {
+        Sums<NT> acc = {};
+        multiply_tile<NT, false>(acc, ring, work.type, work.units, columns_of<NT, false, KNOWN>(p),
+                                 work.present());
+        if (work.present()) {
+            if (p.squares != nullptr) {
+                barrier_wait(ring.rings.scales_full(), 0);
+            }
+            if (work.end.to != nullptr) {
+                work.end.write<NT>(acc, scales, p.rows);
+            } else {
+                const int range = range_of_block(p);
+                const TilePart part(p, range, of_launch);
+                write_tile<NT>(p, p.segments[part.segment], acc, part.tile,
+                               place_of(p, part, range, of_launch), scales);
+            }
+        }
+        if (work.last()) {
+            return;
+        }
+        hold(of_launch);
+        of_launch++;
+        work = TileWork(p, range_of_block(p), of_launch);
+    }
+}
+
 template <int NT, bool WIDE, int KNOWN, typename Ring>
 __device__ __forceinline__ void take_range(const RowmmParams &p, Ring &ring, int range, int of_launch,
                                            const float *scales) {
@@ -68,7 +131,7 @@ __device__ __forceinline__ void take_range(const RowmmParams &p, Ring &ring, int
         {
             const TilePart part(p, range, of_launch);
             const bool present = (WIDE ? warp / 4 * 4 : warp) < part.fragments;
-            multiply_tile<NT, WIDE>(acc, ring, p.segments[part.segment], part.units, C, present);
+            multiply_tile<NT, WIDE>(acc, ring, p.segments[part.segment].type, part.units, C, present);
         }
         // Nothing else is held while a tile is multiplied: with less in registers none has to go to memory.
         hold(of_launch);
@@ -82,10 +145,8 @@ __device__ __forceinline__ void take_range(const RowmmParams &p, Ring &ring, int
             if (p.squares != nullptr) {
                 barrier_wait(ring.rings.scales_full(), 0);
             }
-            float *to = p.parts != nullptr ? p.parts + (range + of_launch) * int64_t(p.part_rows) * TILE
-                        : part.whole       ? nullptr
-                                           : part_of(p, range, part.begun);
-            write_tile<NT>(p, p.segments[part.segment], acc, part.tile, to, scales);
+            write_tile<NT>(p, p.segments[part.segment], acc, part.tile, place_of(p, part, range, of_launch),
+                           scales);
         }
         last = part.last;
     }
@@ -137,19 +198,33 @@ __device__ __forceinline__ void run_team(const RowmmParams &p, uint8_t *shared, 
             rows = first_rows(p, first, units, warp, C);
             announce(rows, rings.stage_full(warp), C);
         }
-        int tile = first_tile(p, range);
-        hold(tile); // it is found while the launch ahead has not ended
-        if constexpr (PACKS) {
-            pack_stage(p, rings, first, units);
-        } else {
-            wait_for_previous();
-            copy(rows, rings.stage_full(warp), rings.stage(warp), C);
-        }
-        if (p.squares != nullptr) {
-            find_scales(p, rings, scales);
-        }
+        const int tile = first_tile(p, range);
+        const float *square = first_square<S>(p);
+        // All this is found while the launch ahead has not ended.
+        found(uint32_t(tile) | address_bits(square) | address_bits(rows.values) | rings.stage_full(warp) |
+              shared_address(rings.stage(warp)));
         Taker<S> ring{rings};
-        take_range<NT, WIDE, KNOWN>(p, ring, range, tile, scales);
+        const auto begin = [&] {
+            if constexpr (PACKS) {
+                pack_stage(p, rings, first, units);
+            } else {
+                wait_for_previous();
+                copy(rows, rings.stage_full(warp), rings.stage(warp), C);
+            }
+            if (p.squares != nullptr) {
+                find_scales(p, rings, square, scales);
+            }
+        };
+        if constexpr (NT <= 2 &&
+                      KNOWN < 8) { // the kernel of just eight rows would have to keep some of it in memory
+            const TileWork work(p, range, tile);
+            work.find();
+            begin();
+            take_range_early<NT, KNOWN>(p, ring, work, tile, scales);
+        } else {
+            begin();
+            take_range<NT, WIDE, KNOWN>(p, ring, range, tile, scales);
+        }
     } else if (threadIdx.x % WARP < COPY_LANES) {
         Filler<S> filler(p, rings, first, units);
         filler.fetch_first_weights();
@@ -190,7 +265,7 @@ __device__ __forceinline__ void run_teams(const RowmmParams &p, uint8_t *shared,
         registers_up<TAKER_REGISTERS>();
         wait_for_previous();
         if (p.squares != nullptr) {
-            find_scales(p, rings, scales);
+            find_scales(p, rings, first_square<S>(p), scales);
         }
         const int team = warp / FRAGMENTS, range = pair.range[team];
         TeamTaker<S> ring(rings, plan, team);
@@ -201,10 +276,10 @@ __device__ __forceinline__ void run_teams(const RowmmParams &p, uint8_t *shared,
     }
 }
 
-// A kernel that knows its columns would take more registers than leave room for a block of the launch behind, so it is told
-// of a block more than a multiprocessor has.
+// Kernels of up to eight rows are told of a block more than there are, for else they would take so many registers that no block of
+// the launch behind had room beside them.
 template <int NT, bool WIDE, int KNOWN>
-__global__ void __launch_bounds__(Shape<NT, WIDE>::THREADS, Shape<NT, WIDE>::BLOCKS + (KNOWN > 0 ? 1 : 0))
+__global__ void __launch_bounds__(Shape<NT, WIDE>::THREADS, Shape<NT, WIDE>::BLOCKS + (NT == 1 ? 1 : 0))
     rowmm_kernel(const __grid_constant__ RowmmParams p) {
 #if !ROWMM_WGMMA
     if (WIDE) {

@@ -279,15 +279,15 @@ __device__ __forceinline__ void multiply_units(int type, Sums<NT> &acc, Ring &ri
         present);
 }
 
-// Multiplies `units` units of a tile of s.
+// Multiplies `units` units of a tile of weights of this type.
 template <int NT, bool WIDE, typename Ring, typename Columns>
-__device__ __forceinline__ void multiply_tile(Sums<NT> &acc, Ring &ring, const RowmmSegment &s, int units,
-                                              Columns C, bool present) {
+__device__ __forceinline__ void multiply_tile(Sums<NT> &acc, Ring &ring, int type, int units, Columns C,
+                                              bool present) {
     // One row's addresses are known when this is compiled.
     if (NT == 1 && C == 1) {
-        multiply_units<NT, WIDE>(s.type, acc, ring, units, 1, present);
+        multiply_units<NT, WIDE>(type, acc, ring, units, 1, present);
     } else {
-        multiply_units<NT, WIDE>(s.type, acc, ring, units, C, present);
+        multiply_units<NT, WIDE>(type, acc, ring, units, C, present);
     }
 }
 

@@ -38,8 +38,18 @@ __device__ __forceinline__ uint8_t *held_address(uint8_t *shared) {
 __device__ __forceinline__ void hold(int &x) {
     asm volatile("" : "+r"(x));
 }
-__device__ __forceinline__ void hold(const float4 *&p) {
-    asm volatile("" : "+l"(p));
+template <typename T> __device__ __forceinline__ void hold(T *&x) {
+    asm volatile("" : "+l"(x));
+}
+// Has all that x follows from computed ahead of what comes behind this, be it a wait: x decides on a trap that is never met, for
+// it has no sign bit. (ptxas knows nothing of hold(), and moves what serves only behind a wait to behind it.)
+__device__ __forceinline__ void found(uint32_t x) {
+    asm volatile("{\n.reg .pred p;\nsetp.lt.s32 p, %0, 0;\n@p trap;\n}" ::"r"(x) : "memory");
+}
+// Returns what found() takes of an address.
+__device__ __forceinline__ uint32_t address_bits(const void *p) {
+    const uint64_t bits = reinterpret_cast<uint64_t>(p);
+    return (uint32_t(bits) | uint32_t(bits >> 32)) & 0x7fffffff;
 }
 // Returns the block's index, read anew rather than held in a register.
 __device__ __forceinline__ int block_anew() {

@@ -104,6 +104,50 @@ __device__ __forceinline__ void write_tile(const RowmmParams &p, const RowmmSegm
     }
 }
 
+// Says where a lane's results of a tile go where nothing is done to them but to write them. It is found ahead of the tile's units.
+struct TileEnd {
+    float *to; // outputs 0 and 8 of row 0; null says that more is to be done
+    int row; // the next row lies so many values further
+    int flags; // bit r says that output 8 r is there; the others are for who has this
+
+    __device__ TileEnd(const RowmmParams &p, const RowmmSegment &s, int tile, float *part, int more_flags)
+        : flags(more_flags) {
+        const int o = fragment_of_warp() * FRAGMENT + int(threadIdx.x) % WARP / 4, n = tile * TILE + o;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            flags |= int(part != nullptr || n + r * 8 < s.N) << r;
+        }
+        to = part != nullptr ? part + o : s.residual == nullptr ? s.out + n : nullptr;
+        to = s.output_scale == nullptr ? to : nullptr;
+        row = part != nullptr ? TILE : int(s.out_row);
+        hold(to); // all are kept in registers from here on
+        hold(row);
+        hold(flags);
+    }
+    // Writes the sums of so many rows, each times its row's scale.
+    template <int NT>
+    __device__ __forceinline__ void write(const Sums<NT> &acc, const float *scales, int rows) const {
+        const int t = int(threadIdx.x) % WARP % 4 * 2,
+                  left = rows - t; // the lane's rows are those before `left`
+        float *at[2] = {to + int64_t(t) * row, to + int64_t(t + 1) * row};
+        scales += t;
+#pragma unroll
+        for (int j = 0; j < NT; j++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const float of_row = scales[j * 8 + i];
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    if ((flags >> r & 1) != 0 && j * 8 + i < left) {
+                        __stcg(at[i] + r * 8, acc[j][i + 2 * r] * of_row);
+                    }
+                }
+                at[i] += 8 * row;
+            }
+        }
+    }
+};
+
 __device__ __forceinline__ float4 add(float4 a, float4 b) {
     return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
 }

@@ -68,24 +68,33 @@ template <typename S> struct Rings {
                 barrier_init_warps(slot_free(i), FRAGMENTS);
             }
         }
-        barrier_init(scales_full(), S::WARPS);
+        barrier_init_warps(scales_full(), S::WARPS);
         barrier_init_done();
     }
 };
 
+// Returns the first of find_scales()' squares that a lane reads.
+template <typename S> __device__ __forceinline__ const float *first_square(const RowmmParams &p) {
+    const int first = S::WARPS - 1 - int(threadIdx.x / WARP);
+    return p.squares + first * p.n_squares + int(threadIdx.x % WARP);
+}
 // Results of a row are multiplied with these where x was packed before its norm was known. The warps share
 // the rows, the last warp first: the first ones fetch rows.
 template <typename S>
-__device__ __forceinline__ void find_scales(const RowmmParams &p, const Rings<S> &rings, float *scales) {
+__device__ __forceinline__ void find_scales(const RowmmParams &p, const Rings<S> &rings, const float *square,
+                                            float *scales) {
     constexpr int AT_ONCE = S::COLUMNS / S::WARPS; // a warp has so many loads in flight
     static_assert(S::COLUMNS % S::WARPS == 0);
     const int lane = threadIdx.x % WARP, first = S::WARPS - 1 - int(threadIdx.x / WARP);
     float sum[AT_ONCE] = {};
-    for (int i = lane; i < p.n_squares; i += WARP) {
+    // All lanes leave this loop together. Where some leave it first, each shuffle below has to call the lanes together: 2,000
+    // cycles of an H200 for two rows, ahead of a warp's first unit.
+#pragma unroll 1
+    for (int i = lane; i - lane < p.n_squares; i += WARP, square += WARP) {
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++) {
-            const int t = first + j * S::WARPS;
-            sum[j] += t < p.rows ? __ldcg(p.squares + int64_t(t) * p.n_squares + i) : 0.0f;
+            const bool there = i < p.n_squares && first + j * S::WARPS < p.rows;
+            sum[j] += there ? __ldcg(square + j * S::WARPS * p.n_squares) : 0.0f;
         }
     }
 #pragma unroll
@@ -95,16 +104,17 @@ __device__ __forceinline__ void find_scales(const RowmmParams &p, const Rings<S>
             sum[j] += __shfl_xor_sync(~0u, sum[j], mask);
         }
     }
+    float own = sum[0]; // this is of row j for lane j
 #pragma unroll
-    for (int j = 0; j < AT_ONCE; j++) {
-        const int t = first + j * S::WARPS;
-        if (lane == 0 && t < p.rows) {
-            scales[t] = rsqrtf(sum[j] / p.K + p.eps);
-        }
+    for (int j = 1; j < AT_ONCE; j++) {
+        own = lane == j ? sum[j] : own;
     }
-    if (lane == 0) {
-        barrier_arrive(rings.scales_full());
+    const int t = first + lane * S::WARPS;
+    if (lane < AT_ONCE && t < p.rows) {
+        scales[t] = rsqrtf(own / p.K + p.eps);
     }
+    __syncwarp();
+    warp_arrive(rings.scales_full(), lane);
 }
 
 __device__ __forceinline__ int segment_at(const RowmmParams &p, int unit) {

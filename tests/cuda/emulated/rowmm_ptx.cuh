@@ -41,7 +41,7 @@ inline void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a
 }
 
 inline void hold(int &) {}
-inline void hold(const float4 *&) {}
+template <typename T> void hold(T *&) {}
 inline int block_anew() { return int(blockIdx.x); }
 
 // Addresses count from the beginning of the block's dynamic shared memory.
@@ -115,6 +115,12 @@ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
         emulated::yield();
     }
 }
+inline void found(uint32_t x) {
+    if (int32_t(x) < 0) {
+        abort();
+    }
+}
+inline uint32_t address_bits(const void *) { return 0; }
 inline void copies_begin(uint32_t barrier, int bytes) {
     barrier_at(barrier).bytes += bytes;
     barrier_arrive(barrier);
