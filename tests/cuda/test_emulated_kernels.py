@@ -53,7 +53,7 @@ def build(folder: Path, kernels: list[str], checks: list[str], check: str) -> Pa
         objects.append(str(source.with_suffix(".o")))
         command = ["c++", "-std=c++17", "-O1", "-w", "-ffp-contract=off", "-I", str(folder)]
         command += ["-fno-strict-aliasing"]  # CUDA's compiler takes it so.
-        command += ["-ffunction-sections"]
+        command += ["-ffunction-sections", "-fno-jump-tables"]  # A table would keep what no check reaches.
         command += ALIGNED
         command += ["-include", "cuda_runtime.h", f"-DCHECK={check}", "-c", str(source)]
         commands.append(subprocess.Popen([*command, "-o", objects[-1]], cwd=folder))
