@@ -289,9 +289,30 @@ def test_at_context_0_alone_one_sequence_takes_turns_with_itself_in_an_engine_of
 def test_each_kind_of_step_takes_turns_with_context_0_from_few_rows_to_many():
     steps = Steps()
     list(sweep.costs(steps, 100, [40], [4, 1], [1], 8, clock=lambda: steps.now))
-    turns = [tuple(steps.device.ran[i : i + 2]) for i in range(0, len(steps.device.ran), 2)]
-    assert [set(turn) for turn in turns] == [{(1, 1), (40, n)} for n in (1, 2, 4) for _ in range(10)]
-    assert len(set(turns)) == 6  # Either comes first.
+    plain, others = steps.device.ran[:20], steps.device.ran[20:]
+    turns = [tuple(plain[i : i + 2]) for i in range(0, 20, 2)]
+    turns += [tuple(others[i : i + 3]) for i in range(0, len(others), 3)]
+    assert [set(turn) for turn in turns] == [{(1, 1), (40, 1), (40, n)} for n in (1, 2, 4) for _ in range(10)]
+    assert len(set(turns)) == 8  # Each of two or three comes first.
+
+
+def test_a_device_that_slows_down_under_some_steps_is_compared_with_itself_then():
+    class Busy(Steps):
+        """This device takes twice as long from its first step of four rows on, as one whose clock fell."""
+
+        def verify(self, items: list[Rows]) -> list[list[int]]:
+            self.device.slow = getattr(self.device, "slow", False) or items[0].n == 4
+            for _ in range(2 if self.device.slow else 1):
+                found = super().verify(items)
+            return found
+
+        def sequence(self) -> contextlib.nullcontext[Steps]:
+            return contextlib.nullcontext(Busy(self))
+
+    steps = Busy()
+    at_0, at_40 = sweep.costs(steps, 100, [0, 40], [1, 2, 4], [], 9, clock=lambda: steps.now)
+    assert [c.ratio for c in at_0] == pytest.approx([1, 2, 4])
+    assert [c.ratio for c in at_40] == pytest.approx([1, 24 / 14, 44 / 14])
 
 
 def test_a_sweep_that_is_cancelled_yields_what_is_whole():

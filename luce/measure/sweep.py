@@ -20,14 +20,15 @@ WARM_UP = 2
 TIMING = (
     "A step: from the call to the choices on the host, nothing committed; a round: draft and verify. "
     "Outside: loading, prefill, warm-up. Medians, quartiles in brackets. Each kind of step, from few rows to "
-    "many, takes turns with one row at context 0, which is the beginning of `over`."
+    "many, takes turns with one row at the same context and with one at context 0: `x one row` and `over` "
+    "compare steps of the same turn."
 )
 
 
 @dataclass(frozen=True)
 class Cost:
     """This is one step or round. `ratio` is to one row at the same context, and `over` is in milliseconds
-    beyond one row at context 0, by turns. `rows` were verified, and `gamma` drafted before, which is
+    beyond one row at context 0, both by turns. `rows` were verified, and `gamma` drafted before, which is
     0 in a step without drafts."""
 
     ctx: int
@@ -60,6 +61,15 @@ def engine_options(
     )  # fmt: skip
 
 
+def cost_of(ctx: int, rows: int, gamma: int, turns: Sequence[Sequence[float]]) -> Cost:
+    """Returns the cost by turns, of which each has the milliseconds of one row at context 0, of one row at
+    `ctx`, and of the step or round."""
+    ms = [own for _, _, own in turns]
+    ratio = statistics.median(own / one for _, one, own in turns)
+    over = statistics.median(own - at_0 for at_0, _, own in turns)
+    return Cost(ctx, rows, gamma, statistics.median(ms), quartiles(ms) or [], ratio, over)
+
+
 def costs(
     sequence: Timeline,
     n_vocab: int,
@@ -74,7 +84,7 @@ def costs(
     one sequence alone. A context of 0 is one committed token. It ends early when cancelled.
 
     A GPU near its limit of power lowers its clock, and a long prefill or a wide step leaves it hot. So a step
-    is compared with one at context 0 as the device is then, and wide steps come last."""
+    is compared with steps of one row as the device is then, and wide steps come last."""
     tokens = [int(t) for t in np.random.default_rng(1).integers(0, n_vocab - 16, max(*contexts, 1) + 64)]
     engine, chunk = sequence.engine, sequence.engine.info.n_chunk
 
@@ -99,21 +109,15 @@ def costs(
                 sequence.prefill(tokens[filled:end], last=False)
                 filled = end
             wanted = [(n, 0) for n in dict.fromkeys([1, *rows])] + [(gamma + 1, gamma) for gamma in gammas]
-            took_by = dict[tuple[int, int], list[tuple[float, float]]]()
-            for n, gamma in sorted(wanted):
-                runs, pairs = [(short, 1, 0), (sequence, n, gamma)], []
+            took_by = dict[tuple[int, int], list[list[float]]]()
+            for kind in sorted(wanted):
+                compared = [(short, 1, 0), (sequence, 1, 0), (sequence, *kind)]
+                runs, turns = list(dict.fromkeys(compared)), []
                 for turn in range(WARM_UP + steps):
                     if cancelled():
                         return
-                    both = {i: took(*runs[i]) for i in ((0, 1) if turn % 2 else (1, 0))}
-                    pairs.append((both[0], both[1]))
-                took_by[n, gamma] = pairs[WARM_UP:]
-            one = statistics.median(ms for _, ms in took_by[1, 0])
-            yield [
-                Cost(
-                    ctx, n, gamma, statistics.median(ms), quartiles(ms) or [], statistics.median(ms) / one,
-                    statistics.median(own - beside for beside, own in took_by[n, gamma]),
-                )
-                for n, gamma in wanted
-                if (gamma or n in rows) and (ms := [own for _, own in took_by[n, gamma]])
-            ]  # fmt: skip
+                    first = turn % len(runs)
+                    times = {run: took(*run) for run in runs[first:] + runs[:first]}
+                    turns.append([times[run] for run in compared])
+                took_by[kind] = turns[WARM_UP:]
+            yield [cost_of(ctx, *kind, took_by[kind]) for kind in wanted if kind[1] or kind[0] in rows]
