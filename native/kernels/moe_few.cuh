@@ -169,8 +169,8 @@ __device__ __forceinline__ void do_few(const MatmulParams &p, FewShared<ROWS> &s
     }
 }
 
-// The shared expert's tasks come first. Their weights are fetched before the launch waits, and in down the others' too,
-// since up has waited for the logits. The last block of up leaves the choice to the other launches.
+// The shared expert's tasks come first. Their weights are fetched before the launch waits, and in down the others' too:
+// up has waited for the logits, or leaves the experts while down polls. The last block of up leaves them, to all launches behind.
 template <int ROWS>
 __global__ void __launch_bounds__(ITEM_THREADS, ROWS == FEWEST_ROWS ? SMALL_BLOCKS_SM : BLOCKS_SM)
     moe_few_kernel(const __grid_constant__ MatmulParams p) {

@@ -26,7 +26,7 @@ constexpr ROWMM_BOTH int64_t least(int64_t a, int64_t b) {
 // ---- items ----
 
 // Says whether a step has few rows: then up and down choose the experts themselves, there is no list, and an item has room
-// for all rows. A pair is a row and one of its ranks.
+// for all rows. (Of very few rows up alone chooses: polled_pairs.) A pair is a row and one of its ranks.
 constexpr int FEW_ROWS = MAX_ITEM_ROWS, FEW_PAIRS = 64;
 constexpr ROWMM_BOTH bool few_rows(const MoeDims &d) {
     return d.T <= FEW_ROWS && d.T * d.n_used <= FEW_PAIRS;

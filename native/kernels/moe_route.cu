@@ -268,7 +268,7 @@ __global__ void __launch_bounds__(THREADS, 2) moe_route_kernel(const __grid_cons
                    sum * scale_of(p.a, tile, r));
         }
     }
-    // Of a step of few rows, up and down choose the experts, each block for itself.
+    // Of a step of few rows the experts are chosen behind this (moe.h), unless others multiply by them.
     const bool last =
         (!few_rows(d) || p.a.values != nullptr) && is_last(counters + 1 + blockIdx.y, gridDim.x, tile.last);
     pack_rows(p, row0, rows, v, tile);

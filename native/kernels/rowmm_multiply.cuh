@@ -283,7 +283,7 @@ __device__ __forceinline__ void multiply_units(int type, Sums<NT> &acc, Ring &ri
 template <int NT, bool WIDE, typename Ring, typename Columns>
 __device__ __forceinline__ void multiply_tile(Sums<NT> &acc, Ring &ring, int type, int units, Columns C,
                                               bool present) {
-    // One row's addresses are known when this is compiled.
+    // One row's addresses are known when this is compiled, also in the kernel that gates one row or two.
     if (NT == 1 && C == 1) {
         multiply_units<NT, WIDE>(type, acc, ring, units, 1, present);
     } else {

@@ -148,6 +148,7 @@ Stream moe_on_gpu(const StepBuild &b, const Stream &s, const Moe &w, const Norm 
         ggml_tensor *out = layer.add("moe_end", GGML_TYPE_F32, dims.E, dims.T, down); // {E, 1}
         return {out, rms(out, next.weight, next.eps)};
     }
+    // Of very few rows this polls too.
     ggml_tensor *y = layer.add("moe_down", GGML_TYPE_F32, dims.places() * dims.E, 1, down);
     return layer.sum(next, {routed, y, layer.x});
 }

@@ -149,7 +149,7 @@ void check_conv(int T, int n_seqs) {
     Layer layer(s, T, w, normals(size_t(n_seqs) * 3 * s.C()), normals(size_t(n_seqs) * s.Hv * s.S * s.S));
     std::vector<Part> rows;
     for (int i = 0, left = T; i < n_seqs; i++) {
-        const int n = i + 1 < n_seqs ? left / 2 : left;
+        const int n = left / (n_seqs - i);
         left -= n;
         rows.push_back({i, {n, {}, {}, {}}, random_tree(n, 16, true)});
     }
@@ -169,7 +169,7 @@ void check_conv(int T, int n_seqs) {
     must(cuda::conv_parts(conv, stream));
     must(cudaStreamSynchronize(stream));
     const Snapshot now = layer.snapshot();
-    const std::string name = "conv of made parts, " + std::to_string(T) + " rows";
+    const std::string name = "conv of made parts, " + std::to_string(T) + " rows of " + std::to_string(n_seqs);
     expect(same_bits(got.get(), expected.get()), name);
     expect(same_bits(z.get(), parts.sums[1]) && same_bits(beta.get(), parts.sums[2]) &&
                same_bits(alpha.get(), parts.sums[3]),
@@ -183,6 +183,9 @@ void check_pack(bool all) {
     for (int T : all ? Ints() : Ints{1, 16, 17, 40, 64}) {
         check_conv(T, T < 3 ? 1 : 2);
     }
+    // The sums lie behind the rows of as many sequences as there may be, of which a block has sixteen at most.
+    check_conv(17, 5);
+    check_conv(48, 20);
     // Of the first a tile has all ranges of a small device, of the last a few.
     for (const auto &[K, N] : {std::pair<int64_t, int64_t>{17408, 128}, {1536, 1288}, {17408, 520}}) {
         for (int T : all ? Ints{1, 2, 9, 16, 17, 32, 33, 64} : Ints{1, 9, 17, 40}) {
