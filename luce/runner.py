@@ -326,7 +326,8 @@ class Runner:
                 choice = choice._replace(drafts=deep)
         if not self._alone and choice is not PLAIN:
             drafting = 0.0 if choice.drafter is None else prices.drafts[choice.drafter][choice.drafts]
-            self._company.drafts(choice.lookup + choice.drafts + choice.leaves, drafting)
+            candidates = choice.lookup + choice.drafts + choice.leaves
+            self._company.drafts(candidates, drafting, choice.drafter)
         self._ready, self._asked, self._waiting = None, limits, True
         self._choice, chain = choice, tokens[: choice.lookup]
         self._rounds, self._unlooked = self._rounds + 1, self._unlooked + 1
@@ -363,7 +364,8 @@ class Runner:
             took = plain + owed if done.drafted else plain if owed else apart
         self._lost += took - plain * len(done.tokens)
         if not self._alone:
-            self._company.end(self._round, self._allowance() - self._lost)
+            allowance = self._allowance()
+            self._lost = allowance - self._company.end(self._round, allowance - self._lost)
         self._lookups.came(done.tokens)
         # The core feeds the head at once where a step has more rows than one.
         self._unfed = min(self._unfed + 1, self._most_unfed) if self._alone and not done.drafted else 0
@@ -407,7 +409,7 @@ class Runner:
         chances = list(accumulate(self._learned[choice.drafter].shares(choice.drafts), mul))
         beside = choice.lookup + choice.leaves
         gain = choice.tokens - 1 - sum(chances) if beside else 0.0
-        return Wish(chances, beside, gain, prices.drafts[choice.drafter])
+        return Wish(chances, beside, gain, prices.drafts[choice.drafter], choice.drafter)
 
     def _prices_of(self, sequences: int) -> Prices:
         prices = self._prices.get(sequences)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_rounds import STEPS_27B
 from test_runner import MACHINES, Repeats, line, runner
 
 from luce._native import Source
@@ -20,8 +21,8 @@ STEPS = [1.0, *(1 + (rows - 4) / 10 for rows in range(1, MAX_ROWS + 1))]  # They
 DRAFTING = [n / 10 for n in range(MAX_GAMMA + 1)]
 
 
-def wish(*chances, beside=0, gain=0.0):
-    return Wish(chances, beside, gain, DRAFTING)
+def wish(*chances, beside=0, gain=0.0, by=0):
+    return Wish(chances, beside, gain, DRAFTING, by)
 
 
 def test_drafts_go_as_deep_as_pays_for_all_who_wait_for_them():
@@ -100,6 +101,33 @@ def test_who_drafts_pays_for_who_waits():
     assert company.owes(1.0, STEPS) == 0.0 and company.spare == 2.5
 
 
+def test_drafters_draft_one_after_the_other():
+    """Two of them take twice as long as one, however many texts each drafts for."""
+    assert best_depth([wish(0.9)] * 2, 4, STEPS) == best_depth([wish(0.9), wish(0.9, by=1)], 4, STEPS) == 1
+    assert best_depth([wish(0.7)] * 2, 4, STEPS) == 1
+    assert best_depth([wish(0.7), wish(0.7, by=1)], 4, STEPS) == 0
+    company = Company()
+    company.begin(4, STEPS)
+    for drafting, by in ((0.2, 0), (0.1, 0), (0.3, 1), (0.0, None)):
+        company.drafts(1, drafting, by)
+    assert company.owes(1.0, STEPS) == pytest.approx(0.4 + 0.2 + 0.3)
+
+
+def test_who_may_lose_more_pays_what_others_have_lost_beyond_what_they_may():
+    company = Company()
+    company.begin(2, STEPS)
+    assert company.end(0, 20.0) == 20.0 and company.end(0, -8.0) == 0.0
+    company.begin(2, STEPS)
+    assert company.spare == 6.0
+    assert company.end(1, 21.0) == 13.0 and company.end(1, 0.0) == 0.0
+    company.begin(2, STEPS)
+    assert company.spare == 6.5
+    assert company.end(2, 5.0) == 5.0 and company.end(2, -7.0) == 0.0
+    company.disband()
+    company.begin(2, STEPS)
+    assert company.end(3, 4.0) == 0.0 and company.end(3, 4.0) == 1.0  # What was left is paid by who comes.
+
+
 class One(NamedTuple):
     """This is a text of so many tokens, which begins with a round. Its drafts are right with a share."""
 
@@ -165,6 +193,15 @@ def test_no_company_is_slower_than_plain_by_more_than_3_percent(steps, draft, te
         for first, later, fires, share, begins in texts
     ]
     assert lost(line(*points, draft=draft), company) <= 0.03 * tokens * len(texts)
+
+
+def test_what_a_text_lost_beside_others_is_not_held_against_those_who_come_later():
+    """Beside texts whose drafts are right, one whose are wrong loses more than it may, but they gain more.
+    When its loss was held against those who came after them, these drafted nothing for hundreds of rounds."""
+    rng = random.Random(0)
+    right = [One(Repeats(rng, 0, 0, 0.0), 0.9, 90 * n, 256) for n in range(4)]
+    wrong = One(Repeats(rng, 0, 0, 0.0), 0.0, 0, 600)
+    assert lost(line(*STEPS_27B.items(), draft=0.349), [*right, wrong]) < -140 * len(right)
 
 
 class Agrees(Company):
