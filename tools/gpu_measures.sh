@@ -41,8 +41,7 @@ stage_sweep() {
     have_oracle
     local at name
     for at in ${SWEEP_CTX:-0 4k,32k,100k}; do # At 0 alone the engine has one sequence, as luce generate has.
-        name=sweep-far
-        [[ $at != 0 ]] || name=sweep
+        name=sweep-${at//,/-}
         run $name 120 python3 -m luce bench sweep --gguf "$oracle" --device "$device" "${own_threads[@]}" \
             --ctx "$at" --rows "${SWEEP_ROWS:-1,2,4,8,16,32,64}" --gammas 1,3 --steps 12 \
             --commit "${COMMIT:-}" --save "$out" --quiet --md && table $name
