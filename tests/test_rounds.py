@@ -303,17 +303,27 @@ def test_texts_that_decode_together_are_at_most_3_percent_slower_than_plain(name
         assert sum(seconds) <= 1.03 * sum(plain)
 
 
-@pytest.mark.parametrize("name", ["27b", "0.8b"])
-@pytest.mark.parametrize(("share", "gammas", "least"), [(1.0, (7, 8), 0.97), (0.8, (4, 5), 0.95)])
-def test_texts_that_decode_together_have_the_best_number_of_drafts(name, share, gammas, least):
+@pytest.mark.parametrize(
+    ("name", "share", "gammas", "at_first"),
+    [
+        ("27b", 1.0, (7, 8), 0.97),
+        ("0.8b", 1.0, (7, 8), 0.97),
+        ("27b", 0.8, (4, 5), 0.97),
+        ("0.8b", 0.8, (4, 5), 0.96),
+    ],
+)
+def test_texts_that_decode_together_have_the_best_number_of_drafts(name, share, gammas, at_first):
+    """The first texts of an engine learn what is right. Those of a small model can try less meanwhile, since
+    feeding its head takes more of a plain round. Later ones have 98% of the best fixed number."""
     device = Device(**DEVICES[name], n_sequences=4, guess=right_with(share))
 
     def seconds(source):
         return sum(company(device, 4, source)[0])
 
     best = min(seconds(lambda text, n=n: Fixed(Drafter(text, Source.NEXTN, 8), n)) for n in gammas)
-    costs, hosts = timed_of(device)
-    assert best > least * seconds(auto_of(device, costs, Known(), hosts))
+    (costs, hosts), known = timed_of(device), Known()
+    for least in (at_first, 0.98):
+        assert best > least * seconds(auto_of(device, costs, known, hosts))
 
 
 def test_a_text_whose_drafts_pay_for_all_drafts_beside_others_that_draft_nothing():
