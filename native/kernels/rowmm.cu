@@ -38,7 +38,8 @@ bool valid_input(const RowmmArgs &a) {
     const RowmmPackArgs &in = *a.input;
     return in.input == ROWMM_HEAD_RMS && in.T == a.T && in.K == a.K && in.out == a.x && in.copy == nullptr &&
            in.parts == nullptr && a.parts != nullptr && a.normed == 0 && in.head >= 16 &&
-           CHUNK % in.head == 0 && a.K % in.head == 0;
+           CHUNK % in.head == 0 && a.K % in.head == 0 && given(in.x) && given(in.y) && in.x_row % 4 == 0 &&
+           in.y_row % 4 == 0;
 }
 
 // These are units of one size in a row: those of the whole tiles of a matrix, or of its last tile.
@@ -177,7 +178,7 @@ cudaError_t launch_sum(const RowmmParams &p, cudaStream_t stream, bool overlap) 
 
 RowmmKernel kernel_of(const RowmmParams &p, bool wide) {
     if (p.gated.x != nullptr) {
-        return rowmm_kernel_gated();
+        return rowmm_kernel_gated(p.columns);
     }
     switch (p.columns) {
         case 1: return rowmm_kernel_1();

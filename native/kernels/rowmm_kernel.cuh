@@ -46,13 +46,13 @@ __device__ __forceinline__ int range_of_block(const RowmmParams &p) {
     return b >= 2 * pairs ? b : b < pairs ? 2 * b : 2 * (b - pairs) + 1;
 }
 
-// Says what a kernel knows of its rows when it is compiled: nothing, that it gates and packs them itself, or how many columns
-// a stage of them has, from which a stage's addresses follow.
-constexpr int ANY = 0, GATED = -1;
+// Says what a kernel knows of its rows when it is compiled: nothing, or how many columns a stage of them has, from which a
+// stage's addresses follow. Less than nothing says that it gates and packs so many rows itself.
+constexpr int ANY = 0;
 
 template <int NT, bool WIDE, int KNOWN> __device__ __forceinline__ auto columns_of(const RowmmParams &p) {
-    if constexpr (KNOWN > 0) {
-        return Exactly<KNOWN>();
+    if constexpr (KNOWN != ANY) {
+        return Exactly<(KNOWN < 0 ? -KNOWN : KNOWN)>();
     } else {
         return Shape<NT, WIDE>::columns(p.columns);
     }
@@ -152,28 +152,38 @@ __device__ __forceinline__ void take_range(const RowmmParams &p, Ring &ring, int
     }
 }
 
-// Gates and packs rows as rowmm_pack does it: a warp has a row of a stage. What it reads lies in L2, since the launch ahead
+// Gates and packs C rows as rowmm_pack does it: a warp has a row of a stage. What it reads lies in L2, since the launch ahead
 // wrote it. There are no more units than stages, and of one weight.
-template <typename S>
+template <typename S, int C>
 __device__ __forceinline__ void pack_stage(const RowmmParams &p, const Rings<S> &rings, int first,
                                            int units) {
-    static_assert(S::WARPS == ROWMM_GATED_ROWS * S::STAGES);
+    static_assert(C <= ROWMM_GATED_ROWS && S::WARPS == ROWMM_GATED_ROWS * S::STAGES);
     const RowmmGated &a = p.gated;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, stage = warp % S::STAGES,
               row = warp / S::STAGES;
-    int k = (first + stage) % p.segments[0].units_k * CHUNK + lane * OWN;
-    hold(k); // it is found while the launch ahead has not ended
+    const int k = (first + stage) % p.segments[0].units_k * CHUNK + lane * OWN;
+    const bool there = k < a.K;
+    const float *x = a.x + row * a.x_row + (there ? k : 0), *y = a.y + row * a.y_row + (there ? k : 0);
+    const float share = 1.0f / float(a.head);
+    float w[OWN];
+    load_values(w, a.w, k % a.head, a.head);
+    // All this is found while the launch ahead has not ended.
+    found(address_bits(x) | address_bits(y) | __float_as_uint(share));
     wait_for_previous();
     if (stage >= units) {
         return;
     }
-    if (row < p.rows) {
-        float v[OWN], y[OWN], w[OWN];
-        load_values(v, a.x + row * a.x_row, k, a.K);
-        load_values(y, a.y + row * a.y_row, k, a.K);
-        load_values(w, a.w, k % a.head, a.head);
-        gate_head(v, w, y, a.head, a.eps);
-        pack_chunk(rings.stage(stage), rings.columns, row, false, v, largest(v), lane);
+    if (row < C) {
+        float v[OWN], gate[OWN], gated[OWN];
+        fetch_values(v, x);
+        fetch_values(gate, y);
+        const float scale = head_scale(v, a.head, share, a.eps);
+        silu(gate, gated);
+#pragma unroll
+        for (int i = 0; i < OWN; i++) {
+            v[i] = there ? v[i] * scale * w[i] * gated[i] : 0.0f;
+        }
+        pack_chunk(rings.stage(stage), C, row, false, v, largest(v), lane);
     }
     __syncwarp();
     warp_arrive(rings.stage_full(stage), lane);
@@ -183,7 +193,7 @@ __device__ __forceinline__ void pack_stage(const RowmmParams &p, const Rings<S> 
 template <int NT, bool WIDE, int KNOWN>
 __device__ __forceinline__ void run_team(const RowmmParams &p, uint8_t *shared, float *scales) {
     using S = Shape<NT, WIDE>;
-    constexpr bool PACKS = KNOWN == GATED;
+    constexpr bool PACKS = KNOWN < 0;
     const int range = range_of_block(p);
     const Rings<S> rings{held_address(shared), p.slot_bytes, p.slots, columns_of<NT, WIDE, KNOWN>(p)};
     if (threadIdx.x == 0) {
@@ -206,7 +216,7 @@ __device__ __forceinline__ void run_team(const RowmmParams &p, uint8_t *shared, 
         Taker<S> ring{rings};
         const auto begin = [&] {
             if constexpr (PACKS) {
-                pack_stage(p, rings, first, units);
+                pack_stage<S, -KNOWN>(p, rings, first, units);
             } else {
                 wait_for_previous();
                 copy(rows, rings.stage_full(warp), rings.stage(warp), C);

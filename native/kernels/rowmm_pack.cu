@@ -1,12 +1,10 @@
 // Packs activations of a step into rowmm's order (rowmm_layout.h). The gate before it, the sum of the parts
-// that the launch before has left, and what a norm needs are done with it. A warp has 256 values of one row,
-// and a lane has 8 in sequence, which are 16 bytes of F16. Of a norm over the row it leaves sums of squares,
-// so no warp waits for another: the product applies the scale. A row's values depend on that row alone.
-#include "rowmm_pack.cuh"
-#include "rowmm_parts.cuh"
-#include "rowmm_ptx.cuh"
-
-#include <type_traits>
+// that the launch before has left, and what a norm needs are done with it. A lane has 8 values in sequence, which are 16
+// bytes of F16. Of a norm over the row it leaves sums of squares, so no warp waits for another chunk: the product applies the
+// scale. A row's values depend on that row alone. What most launches of a step do has kernels of its own
+// (rowmm_pack_pairs.cuh).
+#include "pointers.h"
+#include "rowmm_pack_pairs.cuh"
 
 namespace luce {
 namespace {
@@ -14,9 +12,6 @@ namespace {
 // A block has few warps, so that the rows of a small step are spread over multiprocessors.
 constexpr int WARPS = 2;
 
-__device__ float silu(float x) {
-    return x / (1 + expf(-x));
-}
 __device__ void store(const RowmmPackArgs &a, const RowsLayout &layout, const float (&v)[OWN], int row,
                       int64_t chunk, int lane) {
     const int C = layout.columns;
@@ -25,64 +20,22 @@ __device__ void store(const RowmmPackArgs &a, const RowsLayout &layout, const fl
     pack_chunk(out, C, row % layout.set, layout.wide, v, largest(v), lane);
 }
 
-// Makes values beyond the row's end zeros.
-__device__ void cut(float (&v)[OWN], bool present) {
-#pragma unroll
-    for (int i = 0; i < OWN; i++) {
-        v[i] = present ? v[i] : 0.0f;
-    }
-}
-
-// Stands where an input is not parts.
-struct NoParts {
-    __device__ NoParts(const RowmmParts &, int, int, int64_t) {}
-};
-
-// The grid is {chunks / WARPS, rows}. AHEAD is 0, or as many parts of each input are fetched before the first is added.
-template <int INPUT, int AHEAD>
+// The grid is {chunks / WARPS, rows}, and a warp has a chunk.
+template <int INPUT>
 __global__ void __launch_bounds__(WARPS *WARP)
-    pack_kernel(const __grid_constant__ RowmmPackArgs a, RowsLayout layout,
-                const __grid_constant__ RowmmParts parts) {
-    constexpr bool PARTS = AHEAD > 0;
+    pack_kernel(const __grid_constant__ RowmmPackArgs a, RowsLayout layout) {
     let_next_start();
     const int lane = threadIdx.x % WARP, row = blockIdx.y;
     const int64_t chunk = int64_t(blockIdx.x) * WARPS + threadIdx.x / WARP, k = chunk * CHUNK + lane * OWN;
     float v[OWN] = {}, y[OWN] = {}, w[OWN] = {};
-    if constexpr (INPUT == ROWMM_HEAD_RMS) {
-        load_values(w, a.w, k % a.head, a.head);
-    } else if constexpr (INPUT == ROWMM_RMS) {
+    if constexpr (INPUT == ROWMM_RMS) {
         load_values(w, a.w, k, a.K);
     }
-    const int64_t at = k < a.K ? k : 0;
-    const std::conditional_t<PARTS, LaneParts<OWN / 4>, NoParts> of_x(parts, 0, row, at);
-    const std::conditional_t<PARTS && INPUT == ROWMM_SWIGLU, LaneParts<OWN / 4>, NoParts> of_y(parts, 1, row,
-                                                                                               at);
     wait_for_previous();
     if (chunk >= chunks_of(a.K)) { // this is true for a whole warp
         return;
     }
-    if constexpr (!PARTS) {
-        load_values(v, a.x + row * a.x_row, k, a.K);
-    } else if constexpr (INPUT == ROWMM_RMS) {
-        float4 x[AHEAD][2];
-        of_x.fetch(x, 0);
-        if (a.x != nullptr) {
-            load_values(y, a.x + row * a.x_row, k, a.K);
-        }
-        of_x.add(x, v);
-#pragma unroll
-        for (int i = 0; i < OWN; i++) {
-            v[i] = k < a.K ? v[i] + y[i] : 0.0f;
-        }
-    } else {
-        float4 x[AHEAD][2], up[AHEAD][2];
-        of_x.fetch(x, 0);
-        of_y.fetch(up, 0);
-        of_x.add(x, v);
-        of_y.add(up, y);
-        cut(v, k < a.K);
-        cut(y, k < a.K);
-    }
+    load_values(v, a.x + row * a.x_row, k, a.K);
     if constexpr (INPUT == ROWMM_RMS) {
         const float sum = warp_sum(squares(v), WARP);
         if (lane == 0) {
@@ -98,17 +51,13 @@ __global__ void __launch_bounds__(WARPS *WARP)
         }
     }
     if constexpr (INPUT == ROWMM_SWIGLU) {
-        if constexpr (!PARTS) {
-            load_values(y, a.y + row * a.y_row, k, a.K);
-        }
+        load_values(y, a.y + row * a.y_row, k, a.K);
+        float gated[OWN];
+        silu(v, gated);
 #pragma unroll
         for (int i = 0; i < OWN; i++) {
-            v[i] = silu(v[i]) * y[i];
+            v[i] = gated[i] * y[i];
         }
-    }
-    if constexpr (INPUT == ROWMM_HEAD_RMS) {
-        load_values(y, a.y + row * a.y_row, k, a.K);
-        gate_head(v, w, y, a.head, a.eps);
     }
     if (INPUT != ROWMM_RMS && a.copy != nullptr) {
         store_values(a.copy + row * a.K, v, k, a.K);
@@ -123,7 +72,7 @@ bool valid(const RowmmPackArgs &a) {
     if (a.parts != nullptr) {
         const int64_t n = a.input == ROWMM_RMS ? 1 : 2;
         if ((a.input != ROWMM_RMS && a.input != ROWMM_SWIGLU) || a.parts->n_weights != n ||
-            a.parts->T != a.T || a.K % OWN != 0) {
+            a.parts->T != a.T || a.K % OWN != 0 || !aligned(a.copy)) {
             return false;
         }
         for (int i = 0; i < n; i++) {
@@ -135,20 +84,24 @@ bool valid(const RowmmPackArgs &a) {
     switch (a.input) {
         case ROWMM_PLAIN: return true;
         case ROWMM_SWIGLU: return a.y != nullptr || a.parts != nullptr;
-        case ROWMM_RMS: return a.w != nullptr;
+        case ROWMM_RMS:
+            return a.w != nullptr &&
+                   (a.parts == nullptr || (aligned(a.w) && aligned(a.x) && a.x_row % 4 == 0));
         case ROWMM_HEAD_RMS:
-            return a.w != nullptr && a.y != nullptr && a.head >= 16 && a.head <= CHUNK &&
-                   CHUNK % a.head == 0 && a.K % a.head == 0;
+            return given(a.w) && given(a.x) && given(a.y) && aligned(a.copy) && a.x_row % 4 == 0 &&
+                   a.y_row % 4 == 0 && a.head >= 16 && a.head <= CHUNK && CHUNK % a.head == 0 &&
+                   a.K % a.head == 0;
         default: return false;
     }
 }
 
-template <int INPUT, int AHEAD>
-cudaError_t launch(const RowmmPackArgs &a, const RowmmParts &parts, cudaStream_t stream) {
+// Launches blocks of so many threads, of which each has so many chunks of a row.
+template <typename... P>
+int launch(void (*kernel)(RowmmPackArgs, RowsLayout, P...), int threads, int chunks, const RowmmPackArgs &a,
+           cudaStream_t stream, const P &...args) {
     const RowsLayout layout(a.T, rowmm_has_wgmma());
-    const dim3 grid(unsigned((chunks_of(a.K) + WARPS - 1) / WARPS), unsigned(a.T));
-    return launch_kernel(pack_kernel<INPUT, AHEAD>, grid, WARPS * WARP, 0, stream, a.overlap != 0, a, layout,
-                         parts);
+    const dim3 grid(unsigned((chunks_of(a.K) + chunks - 1) / chunks), unsigned(a.T));
+    return int(launch_kernel(kernel, grid, threads, 0, stream, a.overlap != 0, a, layout, args...));
 }
 
 } // namespace
@@ -165,23 +118,19 @@ int cuda::rowmm_pack(const RowmmPackArgs &args, void *stream) {
         return 0;
     }
     const cudaStream_t st = static_cast<cudaStream_t>(stream);
-    RowmmParts parts = {};
     if (args.parts != nullptr) {
+        RowmmParts parts = {};
         if (const cudaError_t error = rowmm_parts_of(*args.parts, parts); error != cudaSuccess) {
             return int(error);
         }
-        if (args.input == ROWMM_RMS) {
-            return int(launch<ROWMM_RMS, 8>(args, parts, st));
-        }
-        // Gate and up have few parts. Of many rows, fewer registers let all warps run at once.
-        return int(args.T > 32 ? launch<ROWMM_SWIGLU, 2>(args, parts, st)
-                               : launch<ROWMM_SWIGLU, 4>(args, parts, st));
+        return launch(args.input == ROWMM_RMS ? pack_norm_kernel : pack_swiglu_kernel, PAIR_THREADS, 1, args,
+                      st, parts);
     }
     switch (args.input) {
-        case ROWMM_PLAIN: return int(launch<ROWMM_PLAIN, 0>(args, parts, st));
-        case ROWMM_RMS: return int(launch<ROWMM_RMS, 0>(args, parts, st));
-        case ROWMM_SWIGLU: return int(launch<ROWMM_SWIGLU, 0>(args, parts, st));
-        default: return int(launch<ROWMM_HEAD_RMS, 0>(args, parts, st));
+        case ROWMM_PLAIN: return launch(pack_kernel<ROWMM_PLAIN>, WARPS * WARP, WARPS, args, st);
+        case ROWMM_RMS: return launch(pack_kernel<ROWMM_RMS>, WARPS * WARP, WARPS, args, st);
+        case ROWMM_SWIGLU: return launch(pack_kernel<ROWMM_SWIGLU>, WARPS * WARP, WARPS, args, st);
+        default: return launch(pack_heads_kernel, PAIR_THREADS, 1, args, st);
     }
 }
 

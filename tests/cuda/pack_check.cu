@@ -140,6 +140,56 @@ void check_swiglu(int T, int64_t K, int64_t N) {
     expect(same_rows(out.get(), got, T, N), name_of("gate", T, K, N));
 }
 
+// Heads are normed and gated, also by gates that are far from 1, or zero.
+void check_heads(int T, int64_t K, int head) {
+    const int64_t x_row = K + 8, y_row = K + 12;
+    const Floats x = normals(size_t(T) * x_row), w = normals(size_t(head));
+    Floats y = normals(size_t(T) * y_row, 3.0f);
+    const float gates[] = {0.0f, -0.0f, 90.0f, -90.0f, 1e-30f, -1e-30f, -300.0f, 1e4f};
+    for (int t = 0; t < T; t++) {
+        for (int i = 0; i < 8; i++) { // lanes have one, none or several
+            y[size_t(t * y_row + i * (t % 3))] = gates[i];
+        }
+    }
+    Device<float> dx(x), dy(y), dw(w), copy(size_t(T) * K);
+    Device<uint8_t> out(size_t(rowmm_x_bytes(T, K)));
+    RowmmPackArgs a = {};
+    a.x = dx.p;
+    a.x_row = x_row;
+    a.y = dy.p;
+    a.y_row = y_row;
+    a.w = dw.p;
+    a.head = head;
+    a.eps = 1e-6f;
+    a.T = T;
+    a.K = K;
+    a.out = out.p;
+    a.copy = copy.p;
+    a.input = ROWMM_HEAD_RMS;
+    a.overlap = 1;
+    must(cuda::rowmm_pack(a, stream));
+    must(cudaStreamSynchronize(stream));
+    const Floats got = copy.get();
+    double worst = 0;
+    for (int t = 0; t < T; t++) {
+        for (int64_t k = 0; k < K; k++) {
+            double squares = 0;
+            for (int64_t i = k / head * head; i < k / head * head + head; i++) {
+                squares += double(x[size_t(t * x_row + i)]) * x[size_t(t * x_row + i)];
+            }
+            const double z = y[size_t(t * y_row + k)],
+                         expected = x[size_t(t * x_row + k)] / std::sqrt(squares / head + 1e-6) *
+                                    w[size_t(k % head)] * z / (1 + std::exp(-z));
+            const double error = std::fabs(got[size_t(t * K + k)] - expected) / (std::fabs(expected) + 1e-3);
+            worst = std::isfinite(error) ? std::max(worst, error) : INFINITY;
+        }
+    }
+    const std::string name = "pack of heads of " + std::to_string(head) + ", " + std::to_string(K) + ", " +
+                             std::to_string(T) + " rows";
+    expect(worst < 1e-5, name + ", values");
+    expect(same_rows(out.get(), got, T, K), name);
+}
+
 // The conv over parts does what it does over their sums, and leaves the other weights' sums.
 void check_conv(int T, int n_seqs) {
     const Shape s = {2, 4, 128};
@@ -169,7 +219,8 @@ void check_conv(int T, int n_seqs) {
     must(cuda::conv_parts(conv, stream));
     must(cudaStreamSynchronize(stream));
     const Snapshot now = layer.snapshot();
-    const std::string name = "conv of made parts, " + std::to_string(T) + " rows of " + std::to_string(n_seqs);
+    const std::string name =
+        "conv of made parts, " + std::to_string(T) + " rows of " + std::to_string(n_seqs);
     expect(same_bits(got.get(), expected.get()), name);
     expect(same_bits(z.get(), parts.sums[1]) && same_bits(beta.get(), parts.sums[2]) &&
                same_bits(alpha.get(), parts.sums[3]),
@@ -192,6 +243,12 @@ void check_pack(bool all) {
             check_norm(T, K, N, T % 2 == 0);
             check_swiglu(T, K, N);
         }
+    }
+    for (int T : all ? Ints{1, 2, 3, 4, 8, 9, 16, 17, 32, 33, 64} : Ints{3, 17, 40}) {
+        for (int head : {16, 32, 64, 128, 256}) {
+            check_heads(T, head * 7, head); // the last chunk is cut, but of heads of 256
+        }
+        check_heads(T, 6144, 128);
     }
     for (int T = 1; all && T <= MAX_ROWS; T++) {
         check_conv(T, T < 3 ? 1 : 2);
