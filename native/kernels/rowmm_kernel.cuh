@@ -225,8 +225,7 @@ __device__ __forceinline__ void run_team(const RowmmParams &p, uint8_t *shared, 
                 find_scales(p, rings, square, scales);
             }
         };
-        if constexpr (NT <= 2 &&
-                      KNOWN < 8) { // the kernel of just eight rows would have to keep some of it in memory
+        if constexpr (NT <= 2) {
             const TileWork work(p, range, tile);
             work.find();
             begin();

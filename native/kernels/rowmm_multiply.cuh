@@ -38,6 +38,7 @@ __device__ __forceinline__ void with_type(int type, Multiply &&multiply, Args &&
 
 // A number of columns that is known when a kernel is compiled.
 template <int N> struct Exactly {
+    int place = 0; // lane_place(), held in a register while a tile is multiplied
     __device__ __forceinline__ operator int() const { return N; }
 };
 
@@ -47,6 +48,14 @@ template <int NT> __device__ __forceinline__ int lane_column(int C, int lane) {
     return NT == 1 ? min(lane / 4, C - 1) : lane / 4;
 }
 
+// Returns how many bytes into eight columns of two steps' activations a lane's begin.
+template <int NT> __device__ __forceinline__ int lane_place(int C, int lane) {
+    return (lane_column<NT>(C, lane) * 4 + lane % 4) * 16;
+}
+template <int NT, int N> __device__ __forceinline__ int lane_place(const Exactly<N> &C, int) {
+    return C.place;
+}
+
 // Reads two steps' activations of rows 8 n .. 8 n + 7. Where the number of columns is known (Exactly, and all of more than
 // eight rows) a lane's lie at fixed offsets from its first, which the compiler has to be told.
 template <int NT, typename Columns>
@@ -54,8 +63,7 @@ __device__ __forceinline__ uint4 read_rows(const uint8_t *stage, int group, int 
     if constexpr (NT == 1 && std::is_same_v<Columns, int>) {
         return reinterpret_cast<const uint4 *>(stage)[(group * C + lane_column<NT>(C, lane)) * 4 + lane % 4];
     } else {
-        return word_at<uint4>(stage + (lane_column<NT>(C, lane) * 4 + lane % 4) * 16 +
-                              (group * C + n * 8) * 64);
+        return word_at<uint4>(stage + lane_place<NT>(C, lane) + (group * C + n * 8) * 64);
     }
 }
 
@@ -161,9 +169,10 @@ struct Downs {
 
 // Adds (what a unit gave) * (the unit's factors) / (the columns' powers of two) to acc. `zero` is 0. Where the
 // compiler does not know that, the minimums are one operand and are not copied for each multiplication.
-template <int TYPE, int NT, typename Down>
+template <int TYPE, int NT, typename Columns, typename Down>
 __device__ __forceinline__ void add_unit(Sums<NT> &acc, const Sums<NT> &c, const Lane<TYPE> &weights,
-                                         const uint8_t *tail, int C, int lane, Down downs, uint32_t zero) {
+                                         const uint8_t *tail, Columns C, int lane, Down downs,
+                                         uint32_t zero) {
     uint32_t m[4];
     if constexpr (has_minimum(TYPE)) {
         m[0] = weights.minimum(0);
@@ -176,8 +185,8 @@ __device__ __forceinline__ void add_unit(Sums<NT> &acc, const Sums<NT> &c, const
         const float2 down = downs(tail, C, n, lane);
         float e[4] = {};
         if constexpr (has_minimum(TYPE)) {
-            const int at = NT == 1 ? lane_column<NT>(C, lane) * 4 + lane % 4 : n * WARP + lane;
-            const uint2 sums = word_at<uint2>(tail + at * 8);
+            const int at = NT == 1 ? lane_place<NT>(C, lane) / 2 : (n * WARP + lane) * 8;
+            const uint2 sums = word_at<uint2>(tail + at);
             mma(e, m[0], m[1], m[2], m[3], sums.x, sums.y);
         }
 #pragma unroll
@@ -253,14 +262,24 @@ __device__ __forceinline__ void multiply_unit(Sums<NT> &acc, const uint8_t *frag
 }
 
 // Multiplies `units` units of one tile. A warp whose outputs are not there only keeps step, since wgmma needs
-// all of a warpgroup.
+// all of a warpgroup. With up to eight rows it is not called for one: the units are shorter without a test.
 template <int TYPE, int NT, bool WIDE, typename Ring, typename Columns>
 __device__ __forceinline__ void multiply(Sums<NT> &acc, Ring &ring, int units, Columns C, bool present) {
-    const int lane = threadIdx.x % WARP, offset = fragment_of_warp() * fragment_bytes(TYPE);
+    const int offset = fragment_of_warp() * fragment_bytes(TYPE);
+    int held = threadIdx.x % WARP;
+    if constexpr (NT == 1) {
+        C.place = lane_place<NT>(int(C), held);
+    }
     for (; units > 0; units--) {
+        if constexpr (NT == 1) {
+            // A unit finds its addresses of these two: if all were kept, some would have to go to memory.
+            hold(held);
+            hold(C.place);
+        }
+        const int lane = NT == 1 ? held & (WARP - 1) : held;
         ring.wait_weights();
         ring.wait_rows();
-        if (present) {
+        if (NT == 1 || present) {
             const uint8_t *fragment = ring.weights() + offset, *stage = ring.rows();
             multiply_unit<TYPE, NT, WIDE>(acc, fragment, stage, stage + chunk_sums(C), C, lane, Downs(),
                                           [&] { ring.release_weights(lane); });
@@ -271,23 +290,25 @@ __device__ __forceinline__ void multiply(Sums<NT> &acc, Ring &ring, int units, C
     }
 }
 
-template <int NT, bool WIDE, typename Ring, typename Columns>
-__device__ __forceinline__ void multiply_units(int type, Sums<NT> &acc, Ring &ring, int units, Columns C,
-                                               bool present) {
-    with_type(
-        type, [](auto known, auto &...to) { multiply<known.value, NT, WIDE>(to...); }, acc, ring, units, C,
-        present);
+// Passes by `units` units of a tile that has no outputs of this warp.
+template <typename Ring> __device__ __forceinline__ void pass_units(Ring &ring, int units) {
+    for (; units > 0; units--) {
+        ring.wait_weights();
+        ring.wait_rows();
+        ring.release(threadIdx.x % WARP);
+    }
 }
 
 // Multiplies `units` units of a tile of weights of this type.
 template <int NT, bool WIDE, typename Ring, typename Columns>
 __device__ __forceinline__ void multiply_tile(Sums<NT> &acc, Ring &ring, int type, int units, Columns C,
                                               bool present) {
-    // One row's addresses are known when this is compiled, also in the kernel that gates one row or two.
-    if (NT == 1 && C == 1) {
-        multiply_units<NT, WIDE>(type, acc, ring, units, 1, present);
+    if (NT == 1 && !present) {
+        pass_units(ring, units);
     } else {
-        multiply_units<NT, WIDE>(type, acc, ring, units, C, present);
+        with_type(
+            type, [](auto known, auto &...to) { multiply<known.value, NT, WIDE>(to...); }, acc, ring, units,
+            C, present);
     }
 }
 
