@@ -14,7 +14,7 @@ namespace luce {
 namespace {
 
 constexpr int LANES = 32;
-constexpr int WARPS = 8; // a block has at most so many
+constexpr int WARPS = 4; // a block has at most so many; one of 8 finds no room beside the product ahead
 constexpr int BATCH = 8; // so many moves are done at once
 
 // Params are the arguments that a kernel takes, with the parts apart.

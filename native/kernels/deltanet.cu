@@ -17,8 +17,9 @@ namespace luce {
 namespace {
 
 // The grid is any number of blocks up to the items of all sequences. Three blocks on an SM keep the memory
-// busy where there are many sequences. Four would spill registers.
-template <int S, bool APPEND>
+// busy where there are many sequences. Four would spill registers. SINGLY is for up to SINGLE_ROWS rows (run_singly()).
+constexpr int SINGLE_ROWS = 8;
+template <int S, bool APPEND, bool SINGLY>
 __global__ void __launch_bounds__(Layout<S>::THREADS, 3) deltanet_kernel(const __grid_constant__ Params a) {
     __shared__ Shared<S, APPEND> sh;
     extern __shared__ Cols save_space[];
@@ -31,7 +32,7 @@ __global__ void __launch_bounds__(Layout<S>::THREADS, 3) deltanet_kernel(const _
             wait_for_previous();
             return;
         }
-        if (!worker.run(item)) {
+        if (!worker.template run<SINGLY>(item)) {
             return;
         }
         __syncthreads(); // all have left this item's shared memory
@@ -50,7 +51,9 @@ template <int S> int spread(const DeviceLimits &device, int blocks, int bytes) {
 template <int S> int launch(const DeltaArgs &args, cudaStream_t stream) {
     using L = Layout<S>;
     const Params a(args);
-    const auto kernel = a.shape.mode == DELTA_APPEND ? deltanet_kernel<S, true> : deltanet_kernel<S, false>;
+    const auto kernel = a.shape.mode == DELTA_APPEND ? deltanet_kernel<S, true, false>
+                        : a.shape.T <= SINGLE_ROWS   ? deltanet_kernel<S, false, true>
+                                                     : deltanet_kernel<S, false, false>;
     const int n_seqs = a.shape.max_seqs();
     int bytes = a.n_saves * L::STATE_BYTES, blocks = L::BLOCKS * a.shape.Hv * n_seqs, per_sm = 0;
     // These are asked on each call, since the answers hold for the current device only.

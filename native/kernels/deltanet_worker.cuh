@@ -334,6 +334,40 @@ template <int S, bool APPEND, int FEW = 0> struct Worker {
         }
         filled = taken; // what is filled ahead is empty
     }
+    // Runs the rows one after the other. A row's results are written while the next one's first sums are on their way. A
+    // launch meets all of its code for the first time, and of few rows this is faster than run_chains(), which is longer.
+    __device__ void run_singly() {
+        Ran<1> ran;
+#pragma unroll 1
+        for (int t0 = 0; t0 < n_rows; t0 += TILE_ROWS) {
+            const Rows &tile = take_rows(t0);
+            const int n = min(TILE_ROWS, n_rows - t0);
+            log_keys(tile, t0, n);
+            Input in = input_of(tile, 0);
+#pragma unroll 1
+            for (int r = 0; r < n; r++) {
+                run_singly(in, t0 + r, ran);
+                in = input_of(tile, min(r + 1, TILE_ROWS - 1));
+            }
+        }
+        write(ran, n_rows - 1, n_rows > 0);
+    }
+    // Runs row t, and writes the results of the one before it, which `ran` has.
+    __device__ void run_singly(const Input &in, int t, Ran<1> &ran) {
+        const float decay = sh.decay[t], beta = sh.beta[t];
+        float acc[1][COLS] = {};
+        Cols delta[1];
+        part.template predict<true>(in.k, decay, acc[0]);
+        reduce(acc, delta);
+        write(ran, t - 1, t > 0);
+        ran = {};
+#pragma unroll
+        for (int c = 0; c < COLS; c++) {
+            delta[0].x[c] = beta * (in.v.x[c] - delta[0].x[c]);
+        }
+        part.template advance<true>(in.q, in.k, decay, delta[0], ran.outs[0]);
+        ran.own_delta = pick(lane & 4, delta[0].x[1], delta[0].x[0]);
+    }
     // A whole tile's results are written while the next one's first sums are on their way.
     __device__ void run_chains() {
         int t = 0;
@@ -418,7 +452,7 @@ template <int S, bool APPEND, int FEW = 0> struct Worker {
     }
 
     // Moves `item` on to the block's next one, and returns false where it has none.
-    __device__ bool run(Item &item) {
+    template <bool SINGLY> __device__ bool run(Item &item) {
         begin();
         run_pending();
         wait_for_previous(); // it waits for the rows; what the step found in the caches is there
@@ -440,6 +474,8 @@ template <int S, bool APPEND, int FEW = 0> struct Worker {
         if (tree) {
             run_trees();
             emit_last();
+        } else if constexpr (SINGLY) {
+            run_singly();
         } else {
             run_chains();
         }
