@@ -179,7 +179,11 @@ def test_a_sweep_of_more_rows_than_the_model_holds_is_one_line(bench, monkeypatc
     small = lambda *args, **kwargs: replace(probe(*args, **kwargs), context_length=32)  # noqa: E731
     monkeypatch.setattr("luce.engine.probe", small)
     result = bench("sweep", "--rows", "64")
-    assert result.exit_code == 1 and "0 and 64 rows: the model was trained for 32" in result.stderr
+    assert (
+        result.exit_code == 1
+        and "0 with 64 rows and 20 steps" in result.stderr
+        and "trained for 32" in result.stderr
+    )
 
 
 def test_batch_is_figures_of_sequences_that_decode_together(bench, tmp_path):

@@ -9,7 +9,7 @@ import io
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
@@ -223,13 +223,13 @@ def test_plots_are_written(tmp_path: Path):
 
 
 class Steps:
-    """This is a sequence whose steps take 10 seconds for each row, and one for each 10 positions, by its
-    clock; a draft half a second. A device that has read 40 positions is hot, and takes a tenth longer."""
+    """This is a sequence whose steps take 10 seconds for each row, and one for each 1000 positions, by its
+    clock; a draft half a second. A device that has read 4000 positions is hot, and takes a tenth longer."""
 
     def __init__(self, other: Steps | None = None) -> None:
         self.past, self.device = 0, other.device if other else SimpleNamespace(now=0.0, hot=False, ran=[])
         self.engine = self.info = self
-        self.n_chunk = 16
+        self.n_chunk = 512
 
     @property
     def now(self) -> float:
@@ -245,14 +245,24 @@ class Steps:
         assert tokens and self.past % self.n_chunk + len(tokens) <= self.n_chunk and not last
         self.past += len(tokens)
         self.device.now += 100.0
-        self.device.hot = self.device.hot or self.past >= 40
+        self.device.hot = self.device.hot or self.past >= 4000
 
     def verify(self, items: list[Rows]) -> list[list[int]]:
         (item,) = items
         past = cast("Steps", item.sequence).past
-        self.device.now += (10 * item.n + past // 10) * (1.1 if self.device.hot else 1)
+        self.device.now += (10 * item.n + past // 1000) * (1.1 if self.device.hot else 1)
         self.device.ran.append((past, item.n))
         return [[0] * item.n]
+
+    def commit(self, path: list[int]) -> None:
+        self.past += len(path)
+
+    def checkpoint(self) -> contextlib.closing[Any]:
+        assert self.past > 0 and self.past % 256 == 0  # A real one is refused elsewhere.
+        return contextlib.closing(SimpleNamespace(past=self.past, close=lambda: None))
+
+    def resume(self, checkpoint: Any) -> None:
+        self.past = checkpoint.past
 
     def draft(self, items: list[Drafts]) -> None:
         (item,) = items
@@ -261,11 +271,11 @@ class Steps:
 
 def test_sweep_compares_with_one_row_at_the_same_context_and_with_one_at_0_on_the_same_device():
     sequence = Steps()
-    by_context = list(sweep.costs(sequence, 100, [40, 0], [1, 2], [1], 3, clock=lambda: sequence.now))
+    by_context = list(sweep.costs(sequence, 100, [4000, 0], [1, 2], [1], 3, clock=lambda: sequence.now))
     assert [[(c.ctx, c.rows, c.gamma) for c in costs] for costs in by_context] == [
-        [(ctx, 1, 0), (ctx, 2, 0), (ctx, 2, 1)] for ctx in (0, 40)
+        [(ctx, 1, 0), (ctx, 2, 0), (ctx, 2, 1)] for ctx in (0, 4000)
     ]
-    assert sequence.past == 40
+    assert sequence.past == 4000 - 4000 % 256  # There it could go on to another context.
     at_0, at_40 = by_context
     assert [c.ms for c in at_0] == pytest.approx([10_000, 20_000, 20_500])
     assert [c.ratio for c in at_0] == pytest.approx([1, 2, 2.05])
@@ -277,23 +287,37 @@ def test_sweep_compares_with_one_row_at_the_same_context_and_with_one_at_0_on_th
 
 def test_at_context_0_alone_one_sequence_takes_turns_with_itself_in_an_engine_of_one():
     """An engine of several sequences may lay out its steps for all of them, and luce generate has one."""
-    assert sweep.engine_options([0], [1, 8], [2], None, None).sequences == 1
-    assert sweep.engine_options([0, 40], [1, 8], [2], None, None).sequences == 2
+    assert sweep.engine_options([0], [1, 8], [2], 3, None, None).sequences == 1
+    assert sweep.engine_options([0, 40], [1, 8], [2], 3, None, None).sequences == 2
     steps = Steps()
     steps.sequence = None  # type: ignore[method-assign, assignment]  # There is no other.
     (costs,) = sweep.costs(steps, 100, [0], [1, 2], [1], 3, clock=lambda: steps.now)
     assert [c.over for c in costs] == pytest.approx([0, 10_000, 10_500])
-    assert {past for past, _ in steps.device.ran} == {1}
+    assert [past for past, _ in steps.device.ran] == [*range(1, 6), *range(1, 11), *range(1, 11)]
+
+
+def test_a_sweep_fits_into_the_room_that_it_asks_for():
+    asked = (([0], [1, 4], [2], 3), ([700, 0, 20], [8], [], 5), ([9, 1300], [2], [7], 1))
+    for contexts, rows, gammas, steps in asked:
+        options = sweep.engine_options(contexts, rows, gammas, steps, None, None)
+        sequence = Steps()
+        list(sweep.costs(sequence, 100, contexts, rows, gammas, steps, clock=lambda one=sequence: one.now))
+        ran = sequence.device.ran
+        assert options.ctx is not None
+        assert max(past + n for past, n in ran) <= options.ctx < max(contexts) + 40
+        assert {past for past, _ in ran} >= {max(ctx, 1) for ctx in contexts}
 
 
 def test_each_kind_of_step_takes_turns_with_context_0_from_few_rows_to_many():
     steps = Steps()
-    list(sweep.costs(steps, 100, [40], [4, 1], [1], 8, clock=lambda: steps.now))
+    list(sweep.costs(steps, 100, [4000], [4, 1], [1], 8, clock=lambda: steps.now))
     plain, others = steps.device.ran[:20], steps.device.ran[20:]
     turns = [tuple(plain[i : i + 2]) for i in range(0, 20, 2)]
     turns += [tuple(others[i : i + 3]) for i in range(0, len(others), 3)]
-    assert [set(turn) for turn in turns] == [{(1, 1), (40, 1), (40, n)} for n in (1, 2, 4) for _ in range(10)]
-    assert len(set(turns)) == 8  # Each of two or three comes first.
+    near = [{(past // 1000, n) for past, n in turn} for turn in turns]
+    assert near == [{(0, 1), (4, 1), (4, n)} for n in (1, 2, 4) for _ in range(10)]
+    orders = {tuple((past // 1000, n) for past, n in turn) for turn in turns}
+    assert len(orders) == 8  # Each of two or three comes first.
 
 
 def test_a_device_that_slows_down_under_some_steps_is_compared_with_itself_then():
@@ -310,14 +334,14 @@ def test_a_device_that_slows_down_under_some_steps_is_compared_with_itself_then(
             return contextlib.nullcontext(Busy(self))
 
     steps = Busy()
-    at_0, at_40 = sweep.costs(steps, 100, [0, 40], [1, 2, 4], [], 9, clock=lambda: steps.now)
+    at_0, at_40 = sweep.costs(steps, 100, [0, 4000], [1, 2, 4], [], 9, clock=lambda: steps.now)
     assert [c.ratio for c in at_0] == pytest.approx([1, 2, 4])
     assert [c.ratio for c in at_40] == pytest.approx([1, 24 / 14, 44 / 14])
 
 
 def test_a_sweep_that_is_cancelled_yields_what_is_whole():
     steps, calls = Steps(), iter(range(10**6))
-    found = list(sweep.costs(steps, 100, [0, 40], [1], [], 3, lambda: steps.now, lambda: next(calls) > 8))
+    found = list(sweep.costs(steps, 100, [0, 4000], [1], [], 3, lambda: steps.now, lambda: next(calls) > 8))
     assert [c[0].ctx for c in found] == [0]
 
 

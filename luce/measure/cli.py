@@ -39,6 +39,7 @@ from luce.plan import MAX_GAMMA
 from luce.render import Display
 
 SWEEP_CONTEXTS = (0, 4096, 32768)  # Of these, the contexts are taken that the model was trained for.
+SWEEP_GAMMAS = [1, 2, 3, 4, 8]
 
 
 @click.group(cls=Listed, no_args_is_help=True)
@@ -339,17 +340,18 @@ def run_sweep(
         files = opened.enter_context(files_of(flags, model, None))
         facts = files.facts
         trained, most = facts.context_length or MAX_U32, max(*rows, max(gammas or [0]) + 1)
+        more = sweep.room(rows, gammas or SWEEP_GAMMAS, steps)
         if contexts is None:
-            contexts = [c for c in SWEEP_CONTEXTS if c + max(most, MAX_GAMMA + 1) <= trained] or [0]
-        if max(contexts) + most > trained:
-            needed = f"a context of {max(contexts)} and {most} rows"
+            contexts = [c for c in SWEEP_CONTEXTS if c + more <= trained] or [0]
+        if max(contexts) + more > trained:
+            needed = f"a context of {max(contexts)} with {most} rows and {steps} steps of each kind"
             raise ArgumentError(f"{needed}: the model was trained for {trained}")
         has_head = files.head is not None or facts.nextn_predict_layers > 0
         if gammas and not has_head:
             raise ArgumentError("--gammas needs a NextN head and there is none", concerns="nextn_head")
-        gammas = gammas if gammas is not None else [1, 2, 3, 4, 8] if has_head else []
+        gammas = gammas if gammas is not None else SWEEP_GAMMAS if has_head else []
         display.spin("loading the model")
-        asked = sweep.engine_options(contexts, rows, gammas, flags["threads"], flags["kv_type"])
+        asked = sweep.engine_options(contexts, rows, gammas, steps, flags["threads"], flags["kv_type"])
         engine = opened.enter_context(Engine.open(files, asked, loading(display, ctrl_c)))
         sequence = opened.enter_context(engine.native.sequence())
         found = []
