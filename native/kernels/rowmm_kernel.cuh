@@ -196,12 +196,12 @@ __device__ __forceinline__ void run_team(const RowmmParams &p, uint8_t *shared, 
     constexpr bool PACKS = KNOWN < 0;
     const int range = range_of_block(p);
     const Rings<S> rings{held_address(shared), p.slot_bytes, p.slots, columns_of<NT, WIDE, KNOWN>(p)};
-    if (threadIdx.x == 0) {
-        rings.init(PACKS ? ROWMM_GATED_ROWS : 0);
-    }
-    __syncthreads();
     const int first = p.first[range], units = p.first[range + 1] - first;
     if (threadIdx.x < S::WARPS * WARP) {
+        if (threadIdx.x == 0) {
+            rings.init_rows(PACKS ? ROWMM_GATED_ROWS : 0);
+        }
+        __syncthreads();
         const int warp = threadIdx.x / WARP, C = rings.columns;
         Rows rows = {};
         if (!PACKS && warp < S::STAGES && threadIdx.x % WARP < COPY_LANES) {
@@ -234,10 +234,15 @@ __device__ __forceinline__ void run_team(const RowmmParams &p, uint8_t *shared, 
             begin();
             take_range<NT, WIDE, KNOWN>(p, ring, range, tile, scales);
         }
-    } else if (threadIdx.x % WARP < COPY_LANES) {
+    } else {
+        const int lane = threadIdx.x % WARP;
         Filler<S> filler(p, rings, first, units);
-        filler.fetch_first_weights();
-        filler.go_on();
+        filler.begin(lane);
+        __syncthreads();
+        if (lane < COPY_LANES) {
+            filler.fetch_first_weights();
+            filler.go_on();
+        }
     }
 }
 
@@ -252,7 +257,8 @@ __device__ __forceinline__ void run_teams(const RowmmParams &p, uint8_t *shared,
     const RowmmPair &pair = p.pairs[blockIdx.x];
     const Rings<S> rings{held_address(shared), p.slot_bytes, p.slots, S::columns(p.columns)};
     if (threadIdx.x == 0) {
-        rings.init();
+        rings.init_rows();
+        rings.init_slots(0, rings.slots);
     } else if (threadIdx.x == WARP) {
         plan = Schedule(p, pair);
     }

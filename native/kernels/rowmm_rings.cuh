@@ -52,8 +52,8 @@ template <typename S> struct Rings {
     __device__ uint8_t *stage(int i) const { return shared + S::BARRIERS + i * chunk_bytes(columns); }
     __device__ uint8_t *slot(int i) const { return shared + S::row_bytes(columns) + i * slot_bytes; }
 
-    // So many warps pack what is in a stage, or where there are none it is copied.
-    __device__ void init(int packers = 0) const {
+    // Prepares the barriers of stages and of scales. So many warps pack what is in a stage, or where there are none it is copied.
+    __device__ void init_rows(int packers = 0) const {
         for (int i = 0; i < S::STAGES; i++) {
             if (packers > 0) {
                 barrier_init_warps(stage_full(i), packers);
@@ -62,13 +62,18 @@ template <typename S> struct Rings {
             }
             barrier_init_warps(stage_free(i), S::WARPS);
         }
-        for (int i = 0; i < slots; i++) {
+        barrier_init_warps(scales_full(), S::WARPS);
+        barrier_init_done();
+    }
+    // Prepares those of slots `from` up to `to`.
+    __device__ void init_slots(int from, int to) const {
+#pragma unroll 1
+        for (int i = from; i < to; i++) {
             barrier_init(slot_full(i), COPY_LANES);
             if (S::TEAMS == 2) {
                 barrier_init_warps(slot_free(i), FRAGMENTS);
             }
         }
-        barrier_init_warps(scales_full(), S::WARPS);
         barrier_init_done();
     }
 };
@@ -245,13 +250,12 @@ __device__ __forceinline__ Rows first_rows(const RowmmParams &p, int first, int 
 template <typename S> struct Filler {
     const RowmmParams &p;
     const Rings<S> &rings;
+    int first, units; // the range's first unit of the launch, and how many it has
     WeightsWalk weights;
-    RowsWalk rows;
     Place slot, stage;
 
-    // Begins with unit `first` of the launch.
     __device__ Filler(const RowmmParams &params, const Rings<S> &r, int first, int units)
-        : p(params), rings(r), weights(params, first, units), rows(params, first, units) {}
+        : p(params), rings(r), first(first), units(units), weights(params, first, units) {}
 
     __device__ void fetch_weights() {
         if (weights.left > 0) {
@@ -259,18 +263,26 @@ template <typename S> struct Filler {
             slot.next(rings.slots);
         }
     }
-    __device__ void fetch_rows() {
-        if (rows.left > 0) {
-            const Rows r = rows.rows(rings.columns);
-            announce(r, rings.stage_full(stage.i), rings.columns);
-            copy(r, rings.stage_full(stage.i), rings.stage(stage.i), rings.columns);
-            rows.next();
+    // Prepares the slots' barriers. The first weights are asked for as soon as theirs is, ahead of all else that a block does:
+    // memory has nothing to do since the block ahead has left.
+    __device__ void begin(int lane) {
+        if (lane == 0) {
+            rings.init_slots(0, 1);
+        }
+        if (COPY_LANES > 1) {
+            __syncwarp();
+        }
+        if (lane < COPY_LANES) {
+            fetch_weights();
+        }
+        if (lane == 0) {
+            rings.init_slots(1, rings.slots);
         }
     }
-    // First come the first weights, which do not depend on what runs before this launch. Few are on their way
+    // Fetches the other first weights, which do not depend on what runs before this launch. Few are on their way
     // at once, for memory has to answer the launch ahead at the same time.
     __device__ void fetch_first_weights() {
-        for (int i = 0; i < rings.slots && weights.left > 0; i++) {
+        for (int i = 1; i < rings.slots && weights.left > 0; i++) {
             if (COPY_LANES == 1 && i >= IN_FLIGHT) {
                 barrier_wait(rings.slot_full(i - IN_FLIGHT), 0);
             }
@@ -279,6 +291,7 @@ template <typename S> struct Filler {
     }
     // Fetches all else. A stage that is left has the next rows that are not there, since takers fetch the first.
     __device__ void go_on() {
+        RowsWalk rows(p, first, units);
         for (int i = 0; i < S::STAGES && rows.left > 0; i++) {
             rows.next();
         }
@@ -286,7 +299,12 @@ template <typename S> struct Filler {
         for (; rows.left > 0 || weights.left > 0; stage.next(S::STAGES)) {
             barrier_wait(rings.stage_free(stage.i), stage.parity);
             fetch_weights();
-            fetch_rows();
+            if (rows.left > 0) {
+                const Rows r = rows.rows(rings.columns);
+                announce(r, rings.stage_full(stage.i), rings.columns);
+                copy(r, rings.stage_full(stage.i), rings.stage(stage.i), rings.columns);
+                rows.next();
+            }
         }
     }
 };
