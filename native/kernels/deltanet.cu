@@ -16,9 +16,10 @@
 namespace luce {
 namespace {
 
+constexpr int SINGLE_ROWS = 8; // up to so many rows of a verify are run one by one
+
 // The grid is any number of blocks up to the items of all sequences. Three blocks on an SM keep the memory
-// busy where there are many sequences. Four would spill registers. SINGLY is for up to SINGLE_ROWS rows (run_singly()).
-constexpr int SINGLE_ROWS = 8;
+// busy where there are many sequences. Four would spill registers. SINGLY has Worker::run_singly() run what is no tree.
 template <int S, bool APPEND, bool SINGLY>
 __global__ void __launch_bounds__(Layout<S>::THREADS, 3) deltanet_kernel(const __grid_constant__ Params a) {
     __shared__ Shared<S, APPEND> sh;

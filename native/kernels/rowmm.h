@@ -95,7 +95,8 @@ struct RowmmPackArgs {
     // it packs x, if there is one, plus the results of that launch's one weight. With ROWMM_SWIGLU the results of its two
     // weights stand for x and y. K % 8 == 0.
     const RowmmArgs *parts;
-    // Null, or [T][K]. ROWMM_RMS writes x here, summed; the others write the values that are packed.
+    // Null, or [T][K]. ROWMM_RMS writes x here, summed; the others write the values that are packed. With ROWMM_HEAD_RMS, and
+    // with parts, rowmm_pack needs x, y, w and this aligned to 16, and x_row and y_row to be multiples of 4.
     float *copy;
     int32_t overlap; // it means what it does in RowmmArgs
 };

@@ -73,7 +73,8 @@ template <int N> struct PairParts {
 // Says what a thread of a block has. The grid is {chunks, rows}.
 struct PairPlace {
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, chunk = blockIdx.x, row = blockIdx.y;
-    int own = threadIdx.x * 2, k = chunk * CHUNK + own; // its first value in the chunk and in the row
+    int own = threadIdx.x * 2; // this is its first value in the chunk, and k is the same in the row
+    int k = chunk * CHUNK + own;
     bool there; // the row has it
     int at; // it is k, or 0 where the row ends before
     float *copy;

@@ -98,7 +98,7 @@ RowmmKernel rowmm_kernel_5();
 RowmmKernel rowmm_kernel_6();
 RowmmKernel rowmm_kernel_7();
 RowmmKernel rowmm_kernel_8();
-RowmmKernel rowmm_kernel_gated(int rows); // so many, which blocks gate and pack themselves
+RowmmKernel rowmm_kernel_gated(int rows); // it has so many, which its blocks gate and pack
 constexpr int ROWMM_GATED_UNITS = 4; // a range of that kernel has no more units, each of a whole chunk
 RowmmKernel rowmm_kernel_16();
 RowmmKernel rowmm_kernel_32();

@@ -65,7 +65,7 @@ template <typename S> struct Rings {
         barrier_init_warps(scales_full(), S::WARPS);
         barrier_init_done();
     }
-    // Prepares those of slots `from` up to `to`.
+    // Prepares those of slots `from` .. `to` - 1.
     __device__ void init_slots(int from, int to) const {
 #pragma unroll 1
         for (int i = from; i < to; i++) {

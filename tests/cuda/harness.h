@@ -34,6 +34,7 @@ void check_attention_plan(bool all);
 void check_attention_f32(); // it checks what needs no tensor cores
 void time_kernels();
 void check_pack(bool all);
+void check_pack_kind(); // it checks what depends on the kind of device
 void check_deltanet_layer(bool all);
 void time_deltanet_layer();
 void check_rowmm_gated(bool all);

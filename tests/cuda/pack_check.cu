@@ -140,18 +140,23 @@ void check_swiglu(int T, int64_t K, int64_t N) {
     expect(same_rows(out.get(), got, T, N), name_of("gate", T, K, N));
 }
 
-// Heads are normed and gated, also by gates that are far from 1, or zero.
+// Heads are normed and gated, also by gates that are far from 1, or zero. A lane divides for such ones in another way than for
+// usual ones, which have to have the same bits in both.
 void check_heads(int T, int64_t K, int head) {
     const int64_t x_row = K + 8, y_row = K + 12;
-    const Floats x = normals(size_t(T) * x_row), w = normals(size_t(head));
-    Floats y = normals(size_t(T) * y_row, 3.0f);
+    const Floats x = normals(size_t(T) * x_row), w = normals(size_t(head)),
+                 usual = normals(size_t(T) * y_row, 3.0f);
+    Floats y = usual;
     const float gates[] = {0.0f, -0.0f, 90.0f, -90.0f, 1e-30f, -1e-30f, -300.0f, 1e4f};
     for (int t = 0; t < T; t++) {
         for (int i = 0; i < 8; i++) { // lanes have one, none or several
             y[size_t(t * y_row + i * (t % 3))] = gates[i];
         }
+        for (int k = 16; k < int(K); k += 2 + 2 * (t % 3)) { // a lane has one beside a usual one
+            y[size_t(t * y_row + k)] = gates[k / 2 % 8];
+        }
     }
-    Device<float> dx(x), dy(y), dw(w), copy(size_t(T) * K);
+    Device<float> dx(x), dy(usual), dw(w), copy(size_t(T) * K);
     Device<uint8_t> out(size_t(rowmm_x_bytes(T, K)));
     RowmmPackArgs a = {};
     a.x = dx.p;
@@ -169,10 +174,17 @@ void check_heads(int T, int64_t K, int head) {
     a.overlap = 1;
     must(cuda::rowmm_pack(a, stream));
     must(cudaStreamSynchronize(stream));
+    const Floats beside_usual = copy.get();
+    dy.set(y);
+    must(cuda::rowmm_pack(a, stream));
+    must(cudaStreamSynchronize(stream));
     const Floats got = copy.get();
     double worst = 0;
+    bool same = true;
     for (int t = 0; t < T; t++) {
         for (int64_t k = 0; k < K; k++) {
+            const size_t at = size_t(t * K + k), gate = size_t(t * y_row + k);
+            same = same && (y[gate] != usual[gate] || same_bits(&got[at], &beside_usual[at], 1));
             double squares = 0;
             for (int64_t i = k / head * head; i < k / head * head + head; i++) {
                 squares += double(x[size_t(t * x_row + i)]) * x[size_t(t * x_row + i)];
@@ -187,6 +199,7 @@ void check_heads(int T, int64_t K, int head) {
     const std::string name = "pack of heads of " + std::to_string(head) + ", " + std::to_string(K) + ", " +
                              std::to_string(T) + " rows";
     expect(worst < 1e-5, name + ", values");
+    expect(same, name + ", gates beside extreme ones");
     expect(same_rows(out.get(), got, T, K), name);
 }
 
@@ -229,6 +242,16 @@ void check_conv(int T, int n_seqs) {
 }
 
 } // namespace
+
+// Without wgmma up to 64 rows are narrow chunks, and of more than 32 both they and the parts are two sets.
+void check_pack_kind() {
+    for (int T : {3, 16, 17, 32, 33, 64}) {
+        check_norm(T, 1536, 1288, T % 2 == 0);
+        check_swiglu(T, 1536, 520);
+        check_heads(T, 448, 64);
+        check_heads(T, 768, 256);
+    }
+}
 
 void check_pack(bool all) {
     for (int T : all ? Ints() : Ints{1, 16, 17, 40, 64}) {

@@ -108,7 +108,7 @@ CHECKED = {
         + ["rowmm.cu", "rowmm_permute.cu", "rowmm_rows_norm.cu"],
     ),
     "pack_check.cu": (
-        "check_pack(false)",
+        "check_pack(false), lay_out_packs()",
         ["rowmm.cu", "rowmm_pack.cu", "rowmm_permute.cu", "rowmm_rows_norm.cu", "deltanet_conv.cu"],
     ),
 }

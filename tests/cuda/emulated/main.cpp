@@ -26,7 +26,8 @@ int luce::cuda::deltanet_chunks(const DeltaArgs &, void *, void *) {
     return 1;
 }
 
-void lay_out_products(), lay_out_experts(), lay_out_deltanet(), lay_out_norms(); // each is in a file of its name
+// Each is in a file of its name.
+void lay_out_products(), lay_out_experts(), lay_out_deltanet(), lay_out_norms(), lay_out_packs();
 
 int main() {
     CHECK;
