@@ -186,6 +186,15 @@ def test_a_sweep_of_more_rows_than_the_model_holds_is_one_line(bench, monkeypatc
     )
 
 
+def test_a_sweep_without_a_head_may_end_where_the_model_was_trained_to(bench, tiny_gguf, monkeypatch):
+    small = lambda *args, **kwargs: replace(probe(*args, **kwargs), context_length=32)  # noqa: E731
+    monkeypatch.setattr("luce.engine.probe", small)
+    args = ("sweep", "--gguf", tiny_gguf, "--rows", "1", "--json", "--ctx")
+    (cost,) = of(bench(*args, "17", "--steps", 5))["costs"]
+    assert cost["ctx"] == 17  # Seven turns of two rows follow, and room for a row more.
+    assert "trained for 32" in bench(*args, "18", "--steps", 5).stderr
+
+
 def test_batch_is_figures_of_sequences_that_decode_together(bench, tmp_path):
     args = ("batch", "--sequences", "1,3", "--modes", "plain,mtp:2", "-n", 16, "--json")
     found = of(bench(*args, "--save", tmp_path))["batches"]

@@ -276,13 +276,13 @@ def test_sweep_compares_with_one_row_at_the_same_context_and_with_one_at_0_on_th
         [(ctx, 1, 0), (ctx, 2, 0), (ctx, 2, 1)] for ctx in (0, 4000)
     ]
     assert sequence.past == 4000 - 4000 % 256  # There it could go on to another context.
-    at_0, at_40 = by_context
+    at_0, at_4000 = by_context
     assert [c.ms for c in at_0] == pytest.approx([10_000, 20_000, 20_500])
     assert [c.ratio for c in at_0] == pytest.approx([1, 2, 2.05])
     assert [c.over for c in at_0] == pytest.approx([0, 10_000, 10_500])
-    assert [c.ms for c in at_40] == pytest.approx([15_400, 26_400, 26_900])
-    assert [c.ratio for c in at_40] == pytest.approx([1, 264 / 154, 269 / 154])
-    assert [c.over for c in at_40] == pytest.approx([4400, 15_400, 15_900])
+    assert [c.ms for c in at_4000] == pytest.approx([15_400, 26_400, 26_900])
+    assert [c.ratio for c in at_4000] == pytest.approx([1, 264 / 154, 269 / 154])
+    assert [c.over for c in at_4000] == pytest.approx([4400, 15_400, 15_900])
 
 
 def test_at_context_0_alone_one_sequence_takes_turns_with_itself_in_an_engine_of_one():
@@ -334,9 +334,9 @@ def test_a_device_that_slows_down_under_some_steps_is_compared_with_itself_then(
             return contextlib.nullcontext(Busy(self))
 
     steps = Busy()
-    at_0, at_40 = sweep.costs(steps, 100, [0, 4000], [1, 2, 4], [], 9, clock=lambda: steps.now)
+    at_0, at_4000 = sweep.costs(steps, 100, [0, 4000], [1, 2, 4], [], 9, clock=lambda: steps.now)
     assert [c.ratio for c in at_0] == pytest.approx([1, 2, 4])
-    assert [c.ratio for c in at_40] == pytest.approx([1, 24 / 14, 44 / 14])
+    assert [c.ratio for c in at_4000] == pytest.approx([1, 24 / 14, 44 / 14])
 
 
 def test_a_sweep_that_is_cancelled_yields_what_is_whole():

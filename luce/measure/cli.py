@@ -339,17 +339,17 @@ def run_sweep(
     with ExitStack() as opened, Display(flags["quiet"]) as display, CtrlC() as ctrl_c:
         files = opened.enter_context(files_of(flags, model, None))
         facts = files.facts
-        trained, most = facts.context_length or MAX_U32, max(*rows, max(gammas or [0]) + 1)
-        more = sweep.room(rows, gammas or SWEEP_GAMMAS, steps)
-        if contexts is None:
-            contexts = [c for c in SWEEP_CONTEXTS if c + more <= trained] or [0]
-        if max(contexts) + more > trained:
-            needed = f"a context of {max(contexts)} with {most} rows and {steps} steps of each kind"
-            raise ArgumentError(f"{needed}: the model was trained for {trained}")
         has_head = files.head is not None or facts.nextn_predict_layers > 0
         if gammas and not has_head:
             raise ArgumentError("--gammas needs a NextN head and there is none", concerns="nextn_head")
         gammas = gammas if gammas is not None else SWEEP_GAMMAS if has_head else []
+        trained, more = facts.context_length or MAX_U32, sweep.room(rows, gammas, steps)
+        if contexts is None:
+            contexts = [c for c in SWEEP_CONTEXTS if c + more <= trained] or [0]
+        if max(*contexts, 1) + more > trained:
+            most = max(*rows, max(gammas, default=0) + 1)
+            needed = f"a context of {max(contexts)} with {most} rows and {steps} steps of each kind"
+            raise ArgumentError(f"{needed}: the model was trained for {trained}")
         display.spin("loading the model")
         asked = sweep.engine_options(contexts, rows, gammas, steps, flags["threads"], flags["kv_type"])
         engine = opened.enter_context(Engine.open(files, asked, loading(display, ctrl_c)))
