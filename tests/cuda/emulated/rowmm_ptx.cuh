@@ -11,11 +11,15 @@
 
 #include <cuda_fp16.h>
 
+#ifdef WITHOUT_BULK
+#define ROWMM_BULK 0
+#else
 #define ROWMM_BULK 1
+#endif
 
 namespace luce {
 
-constexpr int COPY_LANES = 1;
+constexpr int COPY_LANES = ROWMM_BULK ? 1 : 32;
 
 // Lane (g = lane / 4, t = lane % 4) has rows g and g + 8 of a and c, k 2 t, 2 t + 1 and 8 more, columns 2 t and 2 t + 1 of
 // c, and column g of b.
@@ -121,14 +125,18 @@ inline void found(uint32_t x) {
     }
 }
 inline uint32_t address_bits(const void *) { return 0; }
+inline void check_copy(uint32_t shared, int bytes) {
+    if (shared % 16 != 0 || bytes % 16 != 0 || shared + bytes > emulated::dynamic_bytes) {
+        abort();
+    }
+}
+#if ROWMM_BULK
 inline void copies_begin(uint32_t barrier, int bytes) {
     barrier_at(barrier).bytes += bytes;
     barrier_arrive(barrier);
 }
 inline void copy_to_shared(uint32_t shared, const uint8_t *global, int bytes, uint32_t barrier, bool) {
-    if (shared % 16 != 0 || bytes % 16 != 0 || shared + bytes > emulated::dynamic_bytes) {
-        abort();
-    }
+    check_copy(shared, bytes);
     const LateCopy copy = {shared, barrier, global, bytes};
     if (emulated::chance() % 2 == 0) {
         copy.arrive();
@@ -137,6 +145,22 @@ inline void copy_to_shared(uint32_t shared, const uint8_t *global, int bytes, ui
     }
 }
 inline void copies_end(uint32_t) {}
+#else
+// A lane's copies are there when it arrives, and others may run ahead of that.
+inline void copies_begin(uint32_t, int) {}
+inline void copy_to_shared(uint32_t shared, const uint8_t *global, int bytes, uint32_t, bool) {
+    check_copy(shared, bytes);
+    for (int i = int(threadIdx.x % 32) * 16; i < bytes; i += 32 * 16) {
+        memcpy(emulated::dynamic_shared + shared + i, global + i, 16);
+    }
+}
+inline void copies_end(uint32_t barrier) {
+    if (emulated::chance() % 2 == 0) {
+        emulated::yield();
+    }
+    barrier_arrive(barrier);
+}
+#endif
 inline uint8_t *held_address(uint8_t *shared) { return shared; }
 
 inline void copy_16(void *shared, const void *global) { memcpy(shared, global, 16); }
