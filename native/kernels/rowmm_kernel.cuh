@@ -197,14 +197,17 @@ __device__ __forceinline__ void run_team(const RowmmParams &p, uint8_t *shared, 
     const int range = range_of_block(p);
     const Rings<S> rings{held_address(shared), p.slot_bytes, p.slots, columns_of<NT, WIDE, KNOWN>(p)};
     const int first = p.first[range], units = p.first[range + 1] - first;
-    if (threadIdx.x < S::WARPS * WARP) {
-        if (threadIdx.x == 0) {
-            rings.init_rows(PACKS ? ROWMM_GATED_ROWS : 0);
-        }
-        __syncthreads();
-        const int warp = threadIdx.x / WARP, C = rings.columns;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, C = rings.columns;
+    Filler<S> filler(p, rings, first, units);
+    if (warp == S::WARPS) {
+        filler.begin(lane);
+    } else if (threadIdx.x == 0) {
+        rings.init_rows(PACKS ? ROWMM_GATED_ROWS : 0);
+    }
+    __syncthreads(); // It is one place for all: a barrier in each of two branches is two to compute-sanitizer.
+    if (warp < S::WARPS) {
         Rows rows = {};
-        if (!PACKS && warp < S::STAGES && threadIdx.x % WARP < COPY_LANES) {
+        if (!PACKS && warp < S::STAGES && lane < COPY_LANES) {
             rows = first_rows(p, first, units, warp, C);
             announce(rows, rings.stage_full(warp), C);
         }
@@ -234,15 +237,9 @@ __device__ __forceinline__ void run_team(const RowmmParams &p, uint8_t *shared, 
             begin();
             take_range<NT, WIDE, KNOWN>(p, ring, range, tile, scales);
         }
-    } else {
-        const int lane = threadIdx.x % WARP;
-        Filler<S> filler(p, rings, first, units);
-        filler.begin(lane);
-        __syncthreads();
-        if (lane < COPY_LANES) {
-            filler.fetch_first_weights();
-            filler.go_on();
-        }
+    } else if (lane < COPY_LANES) {
+        filler.fetch_first_weights();
+        filler.go_on();
     }
 }
 
