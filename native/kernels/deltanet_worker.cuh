@@ -337,6 +337,7 @@ template <int S, bool APPEND, int FEW = 0> struct Worker {
     // Runs the rows one after the other. A row's results are written while the next one's first sums are on their way. A
     // launch meets all of its code for the first time, and of few rows this is faster than run_chains(), which is longer.
     __device__ void run_singly() {
+        static_assert(!APPEND, "keys are logged, and all rows' decays are there");
         Ran<1> ran;
 #pragma unroll 1
         for (int t0 = 0; t0 < n_rows; t0 += TILE_ROWS) {

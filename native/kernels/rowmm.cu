@@ -38,8 +38,8 @@ bool valid_input(const RowmmArgs &a) {
     const RowmmPackArgs &in = *a.input;
     return in.input == ROWMM_HEAD_RMS && in.T == a.T && in.K == a.K && in.out == a.x && in.copy == nullptr &&
            in.parts == nullptr && a.parts != nullptr && a.normed == 0 && in.head >= 16 &&
-           CHUNK % in.head == 0 && a.K % in.head == 0 && given(in.x) && given(in.y) && in.x_row % 4 == 0 &&
-           in.y_row % 4 == 0;
+           CHUNK % in.head == 0 && a.K % in.head == 0 && given(in.w) && given(in.x) && given(in.y) &&
+           in.x_row % 4 == 0 && in.y_row % 4 == 0;
 }
 
 // These are units of one size in a row: those of the whole tiles of a matrix, or of its last tile.

@@ -282,8 +282,9 @@ template <typename S> struct Filler {
     // Fetches the other first weights, which do not depend on what runs before this launch. Few are on their way
     // at once, for memory has to answer the launch ahead at the same time.
     __device__ void fetch_first_weights() {
-        for (int i = 1; i < rings.slots && weights.left > 0; i++) {
-            if (COPY_LANES == 1 && i >= IN_FLIGHT) {
+        static_assert(IN_FLIGHT == 1, "begin() has asked for one");
+        for (int i = IN_FLIGHT; i < rings.slots && weights.left > 0; i++) {
+            if (COPY_LANES == 1) {
                 barrier_wait(rings.slot_full(i - IN_FLIGHT), 0);
             }
             fetch_weights();
