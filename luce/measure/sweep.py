@@ -90,8 +90,9 @@ def costs(
     one sequence alone. A context of 0 is one committed token. It ends early when cancelled.
 
     Of each step the first row is committed, which is the least that a round of decoding leaves. The step
-    behind it brings the recurrent states up to that row: on an H200 a step of one row of the 27b takes
-    4.94 ms then, and 4.72 where there is nothing to bring. Each kind of step begins at the context anew.
+    behind it brings the recurrent states up to that row: on an H200 a step of one row of the 27b took 4.96 ms
+    then, and 4.74 with nothing to bring (bench/results/2026-11-23-commits-h200.txt). Each kind of step begins
+    at the context anew.
 
     A GPU near its limit of power lowers its clock, and a long prefill or a wide step leaves it hot. So a step
     is compared with steps of one row as the device is then, and wide steps come last."""
