@@ -266,17 +266,17 @@ template <typename S> struct Filler {
     // Prepares the slots' barriers. The first weights are asked for as soon as theirs is, ahead of all else that a block does:
     // memory has nothing to do since the block ahead has left.
     __device__ void begin(int lane) {
-        if (lane == 0) {
-            rings.init_slots(0, 1);
-        }
-        if (COPY_LANES > 1) {
-            __syncwarp();
-        }
         if (lane < COPY_LANES) {
+            if (lane == 0) {
+                rings.init_slots(0, 1);
+            }
+            if (COPY_LANES > 1) {
+                __syncwarp();
+            }
             fetch_weights();
-        }
-        if (lane == 0) {
-            rings.init_slots(1, rings.slots);
+            if (lane == 0) {
+                rings.init_slots(1, rings.slots);
+            }
         }
     }
     // Fetches the other first weights, which do not depend on what runs before this launch. Few are on their way
