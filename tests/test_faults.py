@@ -311,6 +311,53 @@ def test_every_call_runs_on_its_engines_device(native: Library, small_gguf: Path
     assert found[0] == found[1] and all(text == found[0][0] for text in found[0])
 
 
+def test_engines_open_keep_and_close_on_their_own_device(
+    native: Library, small_gguf: Path, device: str
+) -> None:
+    """So do steps that follow each other, and what checkpoints copy, from a thread that is left elsewhere
+    before each call."""
+    kind = device.partition(":")[0]
+    names = [each.name for each in native.devices() if each.name.startswith(kind)]
+    prompt = tokens_of(256, seed=3)
+    found = []
+    for at, name in enumerate(names):
+        away = (at + 1) % len(names) if len(names) > 1 else -1
+        model = drive.open_model(native, small_gguf, name, head=True)
+        for leave in (False, True):
+            go = (lambda away=away: leave_device(native, away)) if leave else lambda: None
+            go()
+            engine = open_engine(model)
+            go()
+            sequence = engine.sequence()
+            go()
+            sequence.prefill(prompt, last=False)
+            go()
+            checkpoint = sequence.checkpoint()
+            go()
+            checkpoint.to_host()
+            go()
+            engine.start([Rows(sequence, [3])])
+            go()
+            engine.follow()
+            go()
+            choices = [engine.wait()]
+            go()
+            choices.append(engine.wait())
+            go()
+            sequence.resume(checkpoint)
+            go()
+            choices.append(engine.verify([Rows(sequence, [3, 4], [-1, 0])]))
+            go()
+            checkpoint.to_device()
+            go()
+            found.append((choices, bytes(checkpoint.save())))
+            for each in (checkpoint, sequence, engine):
+                go()
+                each.close()
+    assert all(each[0] == found[0][0] for each in found)
+    assert all(found[at][1] == found[at + 1][1] for at in range(0, len(found), 2))
+
+
 def test_an_op_alone_runs_on_the_device_it_is_given(native: Library, device: str) -> None:
     """A graph that has luce's ops alone, none of ggml's, which would set the device."""
     kind = device.partition(":")[0]

@@ -140,7 +140,7 @@ void check_current(const Device &device) {
     same = same && (!device.gpu || cuda::current_device() == device.index);
 #endif
     if (!same) {
-        fail(LUCE_E_INTERNAL, "an op of %s would run on another device", device.name.c_str());
+        fail(LUCE_E_INTERNAL, "a launch for %s would go to another device", device.name.c_str());
     }
 }
 

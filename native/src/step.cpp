@@ -93,7 +93,9 @@ uint64_t Step::allocated() const {
 
 // ---- graphs ----
 
+// Every step asks for its graph first. What it sends and launches from then on goes to the engine's device.
 Step::Graph &Step::graph(StepShape shape) {
+    make_current(model_.device());
     shape.brief = brief_;
     // prompts have any length, so their graphs are built for the occasion, in the same slot; trials are too
     const bool occasional = shape.prefill() || shape.brief;
@@ -288,7 +290,6 @@ void Step::compute(Graph &g, uint32_t links) {
     last_ = nullptr;
     fetched_ = 0;
     steps_ += links;
-    make_current(device);
     if (!device.gpu) {
         run_cpu(g);
     }

@@ -23,6 +23,7 @@ Region::Region(uint32_t rows, uint32_t n_pages, uint32_t mirrors)
 }
 
 void Region::allocate(const Device &device) {
+    on_ = &device;
     device_ = luce::allocate(device, size(), "a step's inputs");
     ggml_backend_buffer_clear(device_.get(), 0);
     host_ = static_cast<uint8_t *>(ggml_backend_buffer_get_base(device_.get()));
@@ -44,9 +45,7 @@ Region::Host Region::host(uint32_t mirror) const {
 }
 
 void Region::send(ggml_backend_t backend, uint32_t mirror, uint32_t n_pages) {
-    if (pinned_) {
-        bring(backend, host_ + mirror * size_, pages_ + pad(n_pages * sizeof(int32_t)));
-    }
+    bring(backend, host_ + mirror * size_, pages_ + pad(n_pages * sizeof(int32_t)));
 }
 
 void Region::send_beside(ggml_backend_t backend, uint32_t mirror, uint32_t n_pages) {
@@ -55,7 +54,11 @@ void Region::send_beside(ggml_backend_t backend, uint32_t mirror, uint32_t n_pag
 
 void Region::bring([[maybe_unused]] ggml_backend_t backend, [[maybe_unused]] const uint8_t *host,
                    [[maybe_unused]] size_t bytes, [[maybe_unused]] bool beside) {
+    check_current(*on_); // a kernel may bring them
 #ifdef LUCE_USE_CUDA
+    if (!pinned_) {
+        return;
+    }
     void *device = ggml_backend_buffer_get_base(device_.get()), *stream = luce_cuda_stream(backend);
     const auto copy = beside ? cuda::bring_beside : cuda::bring;
     if (const int error = copy(host, device, int64_t(bytes), stream); error != 0) {

@@ -43,6 +43,7 @@ private:
 
     uint32_t rows_, n_pages_, mirrors_;
     size_t hidden_from_, positions_, tokens_, ctl_, pages_, size_; // they are offsets; hidden_to comes first
+    const Device *on_ = nullptr; // it is that of device_
     Buffer device_, pinned_;
     uint8_t *host_ = nullptr;
 };
