@@ -165,30 +165,40 @@ def test_a_chain_that_fails_fails_its_sequence_alone(
 
 
 def test_no_round_of_any_width_waits_for_a_graph(native: Library, device: str) -> None:
-    """Graphs of all row counts and drafts are there when an engine is open: none is built for a round, and a
-    prompt, whose graph is built for the occasion, shows that this would fail."""
+    """Graphs of all row counts and drafts are there when an engine is open, and on a GPU they are captured:
+    none is built for a round, and no op runs or is captured for one. A prompt, whose graph is built for the
+    occasion and runs as it is, shows that this would fail."""
     model = drive.open_model(native, box_model.GGUF, device, head=True, drafter=box_model.DRAFTER)
     engine = drive.open_engine(
         model, n_ctx=300, n_sequences=2, n_rows=32, n_draft=8, blocks=1, n_top=4, n_part=128
     )
     both = [engine.sequence() for _ in range(2)]
+    for kind in (Fault.GRAPH,) if device == "cpu" else (Fault.GRAPH, Fault.OP):
+        restarted(both)
+        with fault(native, kind, 0):
+            rounds_of_all_widths(engine, both)
+            with pytest.raises(DeviceError):
+                both[0].prefill(PROMPT[:7])
+
+
+def rounds_of_all_widths(engine: Engine, both: list[Timeline]) -> None:
+    for rows in range(1, 65):
+        parts = zip(both, (min(rows, 32), rows - 32), strict=True)
+        engine.verify([Rows(each, [3] * n) for each, n in parts if n > 0])
+    for source, most in ((Source.NEXTN, 8), (Source.PART, 8), (Source.DFLASH, engine.info.n_block - 1)):
+        for n in range(1, most + 1):
+            for some in (both[:1], both):
+                engine.draft([Drafts(each, 3, n, source) for each in some])
+                assert some[-1].lists(n, 4, source is not Source.DFLASH).at(n - 1)
+                engine.verify([Rows(each, n=n + 1) for each in some])
     for each in both:
-        drive.prefill(each, PROMPT)
-    with fault(native, Fault.GRAPH, 0):
-        for rows in range(1, 65):
-            parts = zip(both, (min(rows, 32), rows - 32), strict=True)
-            engine.verify([Rows(each, [3] * n) for each, n in parts if n > 0])
-        for source, most in ((Source.NEXTN, 8), (Source.PART, 8), (Source.DFLASH, engine.info.n_block - 1)):
-            for n in range(1, most + 1):
-                for some in (both[:1], both):
-                    engine.draft([Drafts(each, 3, n, source) for each in some])
-                    assert some[-1].lists(n, 4, source is not Source.DFLASH).at(n - 1)
-                    engine.verify([Rows(each, n=n + 1) for each in some])
-        for each in both:
-            each.commit([0, 1])
-        engine.verify([Rows(each, [3, 4, 5], [-1, 0, 0]) for each in both])
-        with pytest.raises(DeviceError):
-            both[0].prefill(PROMPT[:7])
+        each.commit([0, 1])
+    engine.verify([Rows(each, [3, 4, 5], [-1, 0, 0]) for each in both])
+    for _ in range(2):  # What a row that is decoded plainly leaves to the head is fed before its next drafts.
+        engine.verify([Rows(both[0], [3])])
+        both[0].commit([0])
+    engine.draft([Drafts(both[0], 3, 2)])
+    engine.verify([Rows(both[0], n=3)])
 
 
 def whose_steps_fail(
