@@ -40,6 +40,10 @@ REMEDIES = {  # They say in words of the command line what helps, by LuceError.c
     "trunk": "--mtp-gguf PATH takes its head for the model of --gguf",
     "chat_template": "--raw takes the prompt as it is",
     "grammar": "pip install 'luce[grammar]'",
+    "target": "--target names the model that it drafts for",
+    "tokenizer": "or --tokenizer DIR names its folder",
+    "f16": "--type BF16 or F32 holds them",
+    "problem_chat_template": "--class takes other prompts",
     "sandbox": "--unsafe-check runs the checks with limits alone, --no-check skips them",
 }
 # Writing to a stream fails with these.

@@ -439,7 +439,7 @@ def test_an_oracle_that_fills_its_context_is_not_wrong(bench, monkeypatch):
 def test_a_chat_prompt_needs_a_template(bench, tmp_path):
     make_oracle(tmp_path / "x.gguf", "mini")
     result = bench("prompts", "--gguf", tmp_path / "x.gguf", "--modes", "plain")
-    assert result.exit_code == 1 and "no chat template: --class takes other prompts" in result.stderr
+    assert result.exit_code == 1 and "no chat template; --class takes other prompts" in result.stderr
 
 
 def test_modes_take_turns_and_each_is_first_at_times(device):

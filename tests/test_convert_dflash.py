@@ -160,7 +160,7 @@ def test_drafter_with_a_tokenizer_needs_no_target(tmp_path):
 
 def test_drafter_without_a_tokenizer_asks_for_its_target(tmp_path, capsys):
     args = [str(save(tmp_path)), str(tmp_path / "out.gguf")]
-    assert "--target" in hf.failure(args, capsys)
+    assert "no tokenizer.json; --target names the model" in hf.failure(args, capsys)
 
 
 @pytest.mark.parametrize(

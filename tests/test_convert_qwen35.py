@@ -234,7 +234,8 @@ def test_nan_is_named(tmp_path, capsys):
 def test_weight_beyond_f16_stops_f16_alone(tmp_path, capsys):
     name = "model.layers.1.mlp.up_proj.weight"
     folder = changed(tmp_path, lambda w: w[name].__setitem__((3, 4), 1e6))
-    assert "blk.1.ffn_up.weight holds values that F16 cannot" in failure(folder, capsys, "--type", "F16")
+    said = failure(folder, capsys, "--type", "F16")
+    assert "blk.1.ffn_up.weight holds values that F16 cannot; --type BF16 or F32 holds them" in said
     convert(folder, "--type", "BF16")
 
 

@@ -61,14 +61,14 @@ def folder_target(path: Path, say: Callable[[str], None]) -> Target:
 
 
 def find_target(drafter: Path, given: Path | None, say: Callable[[str], None]) -> tuple[Target, bool]:
-    """Returns the target, and whether it is the drafter's own folder. It is --target, else that folder if it
-    has a tokenizer."""
+    """Returns the target, and whether it is the drafter's own folder. It is the one that was given, else that
+    folder if it has a tokenizer."""
     own = drafter.parent if drafter.is_file() else drafter
     if given is not None:
         return (folder_target(given, say) if given.is_dir() else gguf_target(given)), False
     if (own / "tokenizer.json").exists():
         return folder_target(own, say), True
-    raise FileError(f"{own} has no tokenizer.json: name the model that it drafts for with --target")
+    raise FileError(f"{own} has no tokenizer.json", concerns="target")
 
 
 def convert(

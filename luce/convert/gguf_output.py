@@ -85,7 +85,7 @@ class Encoder:
 
     def __call__(self, name: str, kind: str, rows: np.ndarray) -> np.ndarray:
         if kind == "F16" and float(np.abs(rows).max(initial=0)) > F16_MAX:
-            raise UnsupportedError(f"tensor {name} holds values that F16 cannot: use --type BF16 or F32")
+            raise UnsupportedError(f"tensor {name} holds values that F16 cannot", concerns="f16")
         parts = np.array_split(rows, min(self.threads, len(rows)))
         try:
             return np.concatenate(list(self.pool.map(lambda x: self.library.quantize(QType[kind], x), parts)))

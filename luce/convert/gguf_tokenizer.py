@@ -35,7 +35,7 @@ def add_hf_tokenizer(w: gguf.GGUFWriter, folder: Path, n_vocab: int, note: Note)
     tokenizer leaves unused become "[PADn]" of type unused. `note` is called with what was left out."""
     path = folder / "tokenizer.json"
     if not path.exists():
-        raise FileError(f"{path} is missing: copy it beside config.json, or name its folder: --tokenizer DIR")
+        raise FileError(f"{path} is missing: copy it beside config.json", concerns="tokenizer")
     top = Section(read_json(path), str(path))
     model = top.section("model")
     if model.get("type", str, "BPE") != "BPE":
@@ -51,7 +51,7 @@ def add_hf_tokenizer(w: gguf.GGUFWriter, folder: Path, n_vocab: int, note: Note)
     _add_special_ids(w, folder, {token: i for i, token in enumerate(tokens)}, note)
     template = _chat_template(folder)
     if template is None:
-        note("no chat template: luce generate --chat will not work with this file")
+        note("no chat template: this file is not for chats")
     else:
         w.add_chat_template(template)
 

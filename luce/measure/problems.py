@@ -57,7 +57,7 @@ def tokens_of(problem: Problem, files: Files) -> tuple[int, ...]:
         template = chat_template(files.file.kv)
     except UnsupportedError:  # The error's own remedy is one of `luce generate`.
         why = f"{problem.id} is a chat message and the file has no chat template"
-        raise UnsupportedError(f"{why}: --class takes other prompts") from None
+        raise UnsupportedError(why, concerns="problem_chat_template") from None
     with about(files.file.path), closing(template):
         return tuple(prompt_ids(template, files.tokenizer, [{"role": "user", "content": problem.prompt}]))
 
