@@ -39,7 +39,7 @@ class TypeInfo:
 class Memory:
     """These are bytes on the device. `total` is what a new model and its engine together allocate. `kv` is
     that of pages, `state` that of sequences and checkpoints, and `compute` that of activations, inputs and
-    outputs. `other` is an upper bound of what the captured graphs and the pools of ggml's kernels take."""
+    outputs. `other` is an upper bound of what graphs, a GPU's captured ones, and ggml's pools take."""
 
     STRUCT: ClassVar[str] = "luce_memory"
 

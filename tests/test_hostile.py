@@ -393,9 +393,15 @@ if len(sys.argv) == 2:
 many, one = (drive.decode(open_sequence(n), [1, 2, 3], 4).tokens for n in (8, 1))
 print(many == one)
 print(len(os.listdir("/proc/self/task")))
+model = drive.open_model(_native.default(), sys.argv[1])
+sequence = drive.open_sequence(model, n_ctx=512, n_chunk=256, n_checkpoints=1)
+sequence.prefill([1] * 256, last=False)
+checkpoint = sequence.checkpoint()
+checkpoint.to_host()
+print(checkpoint.info.on_device, sequence.engine.info.checkpoints_free)
 """
     done = run(program, wide)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n1\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n1\n0 1\n", "")
 
 
 def test_the_room_to_start_holds_the_imports():

@@ -121,7 +121,7 @@ stage_suite() {
     grep -E '^(FAILED|ERROR)' "$work/tested.txt" | sort -u | brief 40 150
     head -n 5 "$work/slice.txt" | sed 's/^/not run: /'
     grep -hE '^E  +[^ ]' "$out"/suite-*.txt "$out"/{company,resources}.txt 2>/dev/null | sort | uniq -c | sort -rn | brief 12
-    python3 bench/identity_report.py $(find "$out" -name 'suite-*.xml') $(find "$out" -name company.xml) \
+    python3 bench/identity_report.py $(find "$out" -name 'suite-*.xml') $(find "$out" -name company.xml -o -name resources.xml) \
         --commit "${COMMIT:-}" --save "$out" --device "$(nvidia-smi -i 0 --query-gpu=name --format=csv,noheader 2>&1 || echo cpu)" \
         --against "$(ls bench/results/*-identity*.json | tail -n 1)" \
         2>"$out/identity.txt" >/dev/null || echo "token identity: no row, or more differences than were recorded"

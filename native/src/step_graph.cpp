@@ -5,6 +5,7 @@
 #include "faults.h"
 
 #include <ggml-alloc.h>
+#include <ggml-cpu.h>
 
 #include <algorithm>
 #include <map>
@@ -147,6 +148,16 @@ void Step::Graph::move_inputs(ptrdiff_t bytes) {
     }
 }
 
+static size_t most_nodes(const Model &model, const Cache &cache) {
+    const size_t n_drafter = cache.has_drafter() ? model.weights().drafter->layers.size() : 0;
+    return 64 * (model.hparams().n_layer + n_drafter + 2) + 64;
+}
+
+// A graph's nodes take so much of the host's memory.
+static size_t node_bytes(size_t n_nodes) {
+    return ggml_tensor_overhead() * n_nodes + ggml_graph_overhead_custom(n_nodes, false);
+}
+
 std::unique_ptr<Step::Graph> Step::Graph::build(const Model &model, const Cache &cache, const Region &in,
                                                 const StepShape &shape) {
     if (fails_here(Fault::graph)) {
@@ -154,9 +165,8 @@ std::unique_ptr<Step::Graph> Step::Graph::build(const Model &model, const Cache 
     }
     auto g = std::make_unique<Graph>();
     g->shape = shape;
-    const size_t n_drafter = cache.has_drafter() ? model.weights().drafter->layers.size() : 0;
-    const size_t n_nodes = 64 * (model.hparams().n_layer + n_drafter + 2) + 64;
-    g->context = new_context(ggml_tensor_overhead() * n_nodes + ggml_graph_overhead_custom(n_nodes, false));
+    const size_t n_nodes = most_nodes(model, cache);
+    g->context = new_context(node_bytes(n_nodes));
     ggml_context *ctx = g->context.get();
     g->nodes = ggml_new_graph_custom(ctx, n_nodes, false);
     g->inputs = in.tensors(ctx, shape.rows);
@@ -243,7 +253,7 @@ StepSizes Step::measure(const Model &model, const Cache &cache, const EnginePara
     StepSizes sizes;
     sizes.inputs = in.size(cache);
     const GraphAllocator galloc = new_graph_allocator(model.device());
-    uint64_t n_nodes = 0;
+    uint64_t n_nodes = 0, work = 0;
     std::vector<StepShape> shapes = sizing_steps(params.cache);
     for (const StepShape &shape : step_shapes(params.cache)) { // a step of fewer rows can take more
         shapes.push_back(shape);
@@ -264,6 +274,10 @@ StepSizes Step::measure(const Model &model, const Cache &cache, const EnginePara
             sizes.largest = shape;
         }
         n_nodes = std::max<uint64_t>(n_nodes, uint64_t(ggml_graph_n_nodes(g->nodes)));
+        if (!model.device().gpu) {
+            work =
+                std::max<uint64_t>(work, ggml_graph_plan(g->nodes, int(params.n_threads), nullptr).work_size);
+        }
     }
     if (model.device().gpu) {
         // This is a bound with room: beyond buffers and caches the 27b took 128 MB at most on an H200.
@@ -274,6 +288,8 @@ StepSizes Step::measure(const Model &model, const Cache &cache, const EnginePara
         const uint64_t links = params.cache.n_draft * uint64_t(params.cache.n_draft + 1) / 2;
         sizes.other =
             (step_shapes(params.cache).size() * n_nodes + links * LINK_NODES) * BYTES_PER_NODE + POOLS;
+    } else { // its memory holds the graphs too, one of a prefill, what places them, and what ggml works in
+        sizes.other = (step_shapes(params.cache).size() + 2) * node_bytes(most_nodes(model, cache)) + work;
     }
     return sizes;
 }
