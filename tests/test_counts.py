@@ -111,6 +111,23 @@ def test_plain_rounds_of_one_sequence_leave_the_head_to_one_step_before_its_next
     assert cost() == (2, 0)
 
 
+def test_a_draft_waits_for_one_that_nobody_waited_for(engine: Engine) -> None:
+    """The host writes a draft's inputs where the device may still read those of the one before, whatever has
+    become of that one's sequence."""
+    one, other, last = nan_model.started(engine)
+    cost = Meter(engine)
+    engine.draft([Drafts(one, 3, 2)])
+    assert cost() == (2, 0)
+    assert cost(one.reset()) == NOTHING
+    for each in (other, last):
+        engine.draft([Drafts(each, 3, 2)])
+        assert cost() == (2, 1)
+    engine.verify([Rows(last, n=3)])
+    assert cost() == STEP
+    engine.draft([Drafts(other, 3, 2)])
+    assert cost() == (2, 0), "the verify has waited for the draft, too"
+
+
 def test_steps_that_follow_each_other_cost_a_step_and_a_wait_each(engine: Engine) -> None:
     """To begin one waits for nothing, also where it commits rows that the host has not seen."""
     sequences = nan_model.started(engine)
@@ -133,6 +150,8 @@ def test_dflash_blocks_cost_a_step_for_each_full_one(native: Library, device: st
     size = engine.info.n_block - 1
     engine.draft([Drafts(each, 3, size, Source.DFLASH) for each in sequences])
     assert cost() == (1, 0)
+    engine.draft([Drafts(each, 3, size, Source.DFLASH) for each in sequences])
+    assert cost() == (1, 1), "the host writes where the device may still read"
     assert cost([each.lists(size, 4) for each in sequences]) == (0, 1)
     engine.verify([Rows(each, n=size + 1) for each in sequences])
     assert cost() == STEP

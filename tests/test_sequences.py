@@ -196,6 +196,46 @@ def test_drafts_of_separate_calls_are_each_sequences_own(engine: Engine) -> None
     assert engine.verify(said) == found
 
 
+def test_a_draft_drops_rows_that_were_verified(engine: Engine) -> None:
+    """Their places are the draft's, so that they are not committed any more."""
+    for sequence in started(engine):
+        drive.verify(sequence, [3, 4, 5])
+        drive.draft(sequence, 3, 2)
+        assert sequence.info.n_verified == 0
+        with pytest.raises(StateError):
+            sequence.commit([0])
+        drive.verify_draft(sequence, 2)
+        sequence.commit([0, 1])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_drafts_after_paths_of_trees_are_those_of_plain_decoding(engine: Engine, seed: int) -> None:
+    """What the accepted rows left to the head lies where it belongs, whichever step comes next: a draft, rows
+    of another tree, a single row, or none before the state is read."""
+    one, plain = engine.sequence(), engine.sequence()
+    rng = np.random.default_rng(seed)
+    for _ in range(6):
+        for each in (one, plain):
+            each.reset()
+            drive.prefill(each, tokens_of(9, seed))
+        for _ in range(int(rng.integers(1, 6))):
+            n, anchor = int(rng.integers(1, 9)), int(rng.integers(8, 300))
+            tokens, parents = tokens_of(n, int(rng.integers(1 << 30))), drive.random_tree(rng, n)
+            if rng.random() < 0.5:
+                for each in (one, plain):
+                    drive.draft(each, anchor, 4)
+                assert one.drafted(4) == plain.drafted(4)
+            drive.verify(one, tokens, parents)
+            path = drive.root_path(parents, int(rng.integers(n)))
+            one.commit(path)
+            for row in path:
+                drive.step(plain, tokens[row])
+        assert one.dump() == plain.dump()
+        for each in (one, plain):
+            drive.draft(each, 5, 4)
+        assert one.drafted(4) == plain.drafted(4)
+
+
 def test_a_draft_that_nobody_waited_for(engine: Engine) -> None:
     """Its sequence is reset, resumed or closed at once, and its slot and pages are used by the next step."""
     sequence, other = engine.sequence(), engine.sequence()
