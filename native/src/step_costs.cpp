@@ -13,11 +13,14 @@
 
 namespace luce {
 
-// Runs a step of the shape over sequences that hold nothing. Slots and pages are not in use yet, and a new
-// timeline counts them as empty. Every row has another token, from run to run too. Rows of one token would
-// all choose the same experts, and a step over them would read fewer weights than one over a text.
+// Runs a step of the shape over sequences that hold nothing; in a verify, which follows a commit as those of
+// decoding do, one row that is still to be applied to the recurrent states. Slots and pages are not in use
+// yet: they are zeros at first, and a new timeline counts them as empty. Every row has another token, from run
+// to run too. Rows of one token would all choose the same experts, and a step over them would read fewer
+// weights than one over a text.
 void Step::run_trial(const StepShape &shape) {
     const Region::Host h = shape.kind == StepKind::verify ? verify_host() : in_.of(shape.kind).host(0);
+    const bool follows = shape.kind == StepKind::verify;
     const uint32_t per_sequence = shape.kind == StepKind::verify  ? params_.cache.n_rows
                                   : shape.draft()                 ? 1
                                   : shape.kind == StepKind::block ? params_.cache.n_block
@@ -27,10 +30,11 @@ void Step::run_trial(const StepShape &shape) {
         const uint32_t index = row / per_sequence, i = row % per_sequence;
         SeqCtl &seq = h.ctl->seqs[index];
         seq.slot = int32_t(index);
-        seq.fresh = 1;
+        seq.fresh = !follows;
+        seq.n_replay = follows; // pending[0] is 0
         seq.row0 = int32_t(row - i);
         seq.n_rows = int32_t(i + 1);
-        seq.n_past = shape.draft() ? 1 : 0; // the head has no row 0
+        seq.n_past = shape.draft() || follows ? 1 : 0; // the head has no row 0
         seq.pages = int32_t(index);
         h.pages[index] = int32_t(index % params_.cache.n_pages);
         h.ctl->n_seqs = int32_t(index + 1);
