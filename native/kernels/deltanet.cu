@@ -9,7 +9,7 @@
 // In a tree, the registers keep the parent's state over its leaves, so siblings follow at no cost. A row
 // whose parent's state is not there starts from the nearest saved ancestor (depths 0, 5, 10 are saved in
 // shared memory) or from the committed state, and replays the rows between. A chain saves and replays none.
-#include "deltanet_tree.cuh"
+#include "deltanet_run.cuh"
 #include "deltanet_worker.cuh"
 #include "device_limits.h"
 

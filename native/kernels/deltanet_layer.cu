@@ -8,7 +8,7 @@
 // what the caches hold of them, and the last one replaces that. All layers count in the same place: each counts behind its
 // wait, and the last count of a layer leaves 0.
 #include "deltanet_row.cuh"
-#include "deltanet_tree.cuh"
+#include "deltanet_run.cuh"
 #include "deltanet_worker.cuh"
 #include "rowmm_parts.cuh"
 

@@ -107,18 +107,21 @@ template <int S, bool APPEND, int FEW = 0> struct Worker {
         }
     }
 
-    // Reads exp(g), beta and, in a verify, parents of rows t0 .. t0 + THREADS, one thread a row, and logs
-    // exp(g). It returns true where the row does not follow the one before it.
-    __device__ bool read_rows(int t0) {
-        const int t = t0 + tid;
-        if (t >= n_rows) {
-            return false;
+    // Reads exp(g) and beta of rows t0 .. t0 + THREADS of an append, one thread a row.
+    __device__ void read_gates(int t0) {
+        if (const int t = t0 + tid; t < n_rows) {
+            const int64_t at = int64_t(row0 + t) * a.shape.Hv + h;
+            set_gates(t, a.alpha[at], a.beta[at], a.dt[h], a.a[h]);
         }
-        const int64_t at = int64_t(row0 + t) * a.shape.Hv + h;
-        const float alpha = a.alpha[at], beta = a.beta[at], dt = a.dt[h], rate = a.a[h];
-        const bool follows = APPEND || read_parent(t);
-        set_gates(t, alpha, beta, dt, rate);
-        return !follows;
+    }
+    // Reads the parents of a verify's rows, and returns whether they are no chain.
+    __device__ bool read_parents() {
+        const bool follows = tid >= n_rows || read_parent(tid);
+        const bool tree = uniform(__syncthreads_or(!follows));
+        if (tree) {
+            find_ancestors(); // the barrier of the first tile follows
+        }
+        return tree;
     }
     // Reads the parent of row t, and returns whether it is the row before.
     __device__ bool read_parent(int t) {
@@ -128,9 +131,14 @@ template <int S, bool APPEND, int FEW = 0> struct Worker {
         return parent == t - 1;
     }
     __device__ void set_gates(int t, float alpha, float beta, float dt, float rate) {
+        set_decay(t, alpha, dt, rate);
+        set_beta(t, beta);
+    }
+    __device__ void set_beta(int t, float beta) { sh.beta[t % L::THREADS] = 1.0f / (1.0f + expf(-beta)); }
+    // In a verify it is logged too.
+    __device__ void set_decay(int t, float alpha, float dt, float rate) {
         const float decay = expf(rate * softplus(alpha + dt));
         sh.decay[t % L::THREADS] = decay;
-        sh.beta[t % L::THREADS] = 1.0f / (1.0f + expf(-beta));
         if (!APPEND && j0 == 0) { // the head's first block logs its decays
             log[a.decay[bank ^ 1] + t * a.decay_row + h] = decay;
         }
@@ -320,7 +328,15 @@ template <int S, bool APPEND, int FEW = 0> struct Worker {
         }
     }
 
-    // ---- all of it ----
+    // ---- chains, and all of an item (deltanet_run.cuh) ----
+
+    __device__ void run_singly();
+    __device__ void run_singly(const Input &in, int t, Ran<1> &ran);
+    __device__ void run_chains();
+    __device__ bool prepare();
+    template <bool SINGLY> __device__ bool run(Item &item);
+
+    // ---- what an item is made of ----
 
     // Replays the pending rows, which steps before this one have left.
     __device__ void run_pending() {
@@ -333,75 +349,6 @@ template <int S, bool APPEND, int FEW = 0> struct Worker {
             replay_tile(tile, min(TILE_ROWS, n_pending - p));
         }
         filled = taken; // what is filled ahead is empty
-    }
-    // Runs the rows one after the other. A row's results are written while the next one's first sums are on their way. A
-    // launch meets all of its code for the first time, and of few rows this is faster than run_chains(), which is longer.
-    __device__ void run_singly() {
-        static_assert(!APPEND, "keys are logged, and all rows' decays are there");
-        Ran<1> ran;
-#pragma unroll 1
-        for (int t0 = 0; t0 < n_rows; t0 += TILE_ROWS) {
-            const Rows &tile = take_rows(t0);
-            const int n = min(TILE_ROWS, n_rows - t0);
-            log_keys(tile, t0, n);
-            Input in = input_of(tile, 0);
-#pragma unroll 1
-            for (int r = 0; r < n; r++) {
-                run_singly(in, t0 + r, ran);
-                in = input_of(tile, min(r + 1, TILE_ROWS - 1));
-            }
-        }
-        write(ran, n_rows - 1, n_rows > 0);
-    }
-    // Runs row t, and writes the results of the one before it, which `ran` has.
-    __device__ void run_singly(const Input &in, int t, Ran<1> &ran) {
-        const float decay = sh.decay[t], beta = sh.beta[t];
-        float acc[1][COLS] = {};
-        Cols delta[1];
-        part.template predict<true>(in.k, decay, acc[0]);
-        reduce(acc, delta);
-        write(ran, t - 1, t > 0);
-        ran = {};
-#pragma unroll
-        for (int c = 0; c < COLS; c++) {
-            delta[0].x[c] = beta * (in.v.x[c] - delta[0].x[c]);
-        }
-        part.template advance<true>(in.q, in.k, decay, delta[0], ran.outs[0]);
-        ran.own_delta = pick(lane & 4, delta[0].x[1], delta[0].x[0]);
-    }
-    // A whole tile's results are written while the next one's first sums are on their way.
-    __device__ void run_chains() {
-        int t = 0;
-        if constexpr (FEW == 0 || FEW >= TILE_ROWS) {
-            Ran<TILE_ROWS> ran;
-            for (; t + TILE_ROWS <= n_rows; t += TILE_ROWS) {
-                const Rows &tile = take_at(t);
-                run_chain<TILE_ROWS>(tile, 0, t, ran, [&] {
-                    write(ran, t - TILE_ROWS, t > 0);
-                    if constexpr (FEW == 0) {
-                        fill_rows();
-                    }
-                    if (!APPEND) {
-                        log_keys(tile, t, TILE_ROWS);
-                    }
-                });
-            }
-            if (t > 0) {
-                write(ran, t - TILE_ROWS, true);
-            }
-        }
-        if (t < n_rows) {
-            const Rows &tile = take_rows(t);
-            if (!APPEND) {
-                log_keys(tile, t, n_rows - t);
-            }
-#pragma unroll 1
-            for (int r = 0; t + r < n_rows; r++) {
-                Ran<1> one;
-                run_chain<1>(tile, r, t + r, one, [] {});
-                write(one, t + r, true);
-            }
-        }
     }
     // Takes the tile of row t, and has the one behind those that are on their way filled.
     __device__ const Rows &take_rows(int t) {
@@ -418,7 +365,7 @@ template <int S, bool APPEND, int FEW = 0> struct Worker {
         }
         const Rows &tile = take();
         if (APPEND && t > 0 && t % L::THREADS == 0) {
-            read_rows(t);
+            read_gates(t);
             __syncthreads();
         }
         return tile;
@@ -450,40 +397,6 @@ template <int S, bool APPEND, int FEW = 0> struct Worker {
         if (sh.ctl.seq.fresh || n_pending > 0) {
             store();
         }
-    }
-
-    // Moves `item` on to the block's next one, and returns false where it has none.
-    template <bool SINGLY> __device__ bool run(Item &item) {
-        begin();
-        run_pending();
-        wait_for_previous(); // it waits for the rows; what the step found in the caches is there
-        for (int i = 0; i < STAGES - 1; i++) {
-            fill_rows();
-        }
-        if (!APPEND) {
-            store_committed();
-        }
-        const bool tree = uniform(__syncthreads_or(read_rows(0))) && !APPEND;
-        if (tree) {
-            find_ancestors(); // the barrier of the first tile follows
-        }
-        item.skip(gridDim.x, L::BLOCKS * a.shape.Hv);
-        const bool more = !APPEND && item.seq < n_seqs;
-        if (more) {
-            prefetch(item);
-        }
-        if (tree) {
-            run_trees();
-            emit_last();
-        } else if constexpr (SINGLY) {
-            run_singly();
-        } else {
-            run_chains();
-        }
-        if (APPEND) {
-            store();
-        }
-        return more;
     }
 };
 
