@@ -91,6 +91,9 @@ template <int S, bool APPEND, int FEW> __device__ bool Worker<S, APPEND, FEW>::p
     constexpr bool APART = !APPEND && L::THREADS >= 2 * MAX_ROWS; // a thread has a row's decay or its beta
     begin();
     run_pending();
+    if (!APPEND) {
+        store_committed(); // no other launch of the step reads or writes it, and all of the step before has ended
+    }
     const bool tree = !APPEND && read_parents();
     const bool of_beta = APART && tid >= L::THREADS / 2;
     const int t = of_beta ? tid - L::THREADS / 2 : tid;
@@ -104,9 +107,6 @@ template <int S, bool APPEND, int FEW> __device__ bool Worker<S, APPEND, FEW>::p
     }
     const bool there = t < n_rows;
     const float gate = there ? *from : 0.0f, beta = !APART && there ? a.beta[at] : 0.0f;
-    if (!APPEND) {
-        store_committed();
-    }
     if (there && !of_beta) {
         set_decay(t, gate, dt, rate);
     }

@@ -2,7 +2,8 @@
 // elsewhere these do nothing): a kernel's blocks may start as soon as all blocks of the one ahead have said
 // let_next_start(), and wait in wait_for_previous() until all that is ahead on the stream has ended and can be seen.
 // Before that a kernel reads only what no kernel of the step writes ahead of it: weights, the step's inputs, a layer's
-// caches; and writes nothing. (Attention reads its plan too. The kernel that makes it lets none start before it has ended.)
+// caches; and writes nothing. (Attention reads its plan too. The kernel that makes it lets none start before it has ended. And the
+// delta rule stores its layer's committed state, which nothing else of a step touches.)
 // Each kernel that is launched so waits, in one block at least, so that "the one ahead has ended" means that all ahead of
 // it have.
 // Where the launch ahead says let_next_start() only behind its own wait, a kernel may also read early what the one before that
