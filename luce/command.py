@@ -41,7 +41,7 @@ REMEDIES = {  # They say in words of the command line what helps, by LuceError.c
     "chat_template": "--raw takes the prompt as it is",
     "grammar": "pip install 'luce[grammar]'",
     "target": "--target names the model that it drafts for",
-    "tokenizer": "or --tokenizer DIR names its folder",
+    "tokenizer": "--tokenizer DIR names the folder that has it",
     "f16": "--type BF16 or F32 holds them",
     "problem_chat_template": "--class takes other prompts",
     "sandbox": "--unsafe-check runs the checks with limits alone, --no-check skips them",

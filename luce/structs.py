@@ -39,7 +39,8 @@ class TypeInfo:
 class Memory:
     """These are bytes on the device. `total` is what a new model and its engine together allocate. `kv` is
     that of pages, `state` that of sequences and checkpoints, and `compute` that of activations, inputs and
-    outputs. `other` is an upper bound of what graphs, a GPU's captured ones, and ggml's pools take."""
+    outputs. `other` is an upper bound of captured graphs, or of all graphs on a CPU, and ggml's
+    work buffers."""
 
     STRUCT: ClassVar[str] = "luce_memory"
 

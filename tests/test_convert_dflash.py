@@ -163,6 +163,16 @@ def test_drafter_without_a_tokenizer_asks_for_its_target(tmp_path, capsys):
     assert "no tokenizer.json; --target names the model" in hf.failure(args, capsys)
 
 
+def test_target_folder_without_a_tokenizer_is_named(tmp_path, capsys):
+    """luce takes the tokenizer from no other folder than the target's, so that the error speaks of none."""
+    folder = hf.save(tmp_path / "target", {"text_config": tiny.hf_config(TARGET)}, {})
+    (folder / "tokenizer.json").unlink()
+    args = [str(save(tmp_path)), str(tmp_path / "out.gguf"), "--target", str(folder)]
+    error = hf.failure(args, capsys)
+    assert f"{folder} has no tokenizer.json: copy it beside config.json" in error
+    assert "--tokenizer" not in error
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [({"n_embd": 128}, "hidden_size is 256, but 128"), ({"n_vocab": 400}, "vocab_size is 384, but 400"),

@@ -324,8 +324,8 @@ def test_every_call_runs_on_its_engines_device(native: Library, small_gguf: Path
 def test_engines_open_keep_and_close_on_their_own_device(
     native: Library, small_gguf: Path, device: str
 ) -> None:
-    """So do steps that follow each other, and what checkpoints copy, from a thread that is left elsewhere
-    before each call."""
+    """Another device is current before each call. Steps that follow each other run on the engine's all the
+    same, and checkpoints copy there."""
     kind = device.partition(":")[0]
     names = [each.name for each in native.devices() if each.name.startswith(kind)]
     prompt = tokens_of(256, seed=3)

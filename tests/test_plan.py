@@ -287,7 +287,16 @@ def test_only_the_command_line_speaks_of_flags():
         tree = ast.parse(path.read_text())
         nodes = list(ast.walk(tree))
         if path.parent not in (root, root / "_native"):
-            nodes = [node for each in nodes if isinstance(each, ast.Raise) for node in ast.walk(each)]
+            raised = [node for each in nodes if isinstance(each, ast.Raise) for node in ast.walk(each)]
+            names = {node.id for node in raised if isinstance(node, ast.Name)}
+            named = [
+                node
+                for each in nodes
+                if isinstance(each, ast.Assign)
+                and any(isinstance(to, ast.Name) and to.id in names for to in each.targets)
+                for node in ast.walk(each)
+            ]
+            nodes = raised + named
         said = {node.value for node in nodes if isinstance(node, ast.Constant)} - {
             ast.get_docstring(node, clean=False)
             for node in nodes

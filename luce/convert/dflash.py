@@ -50,6 +50,8 @@ def gguf_target(path: Path) -> Target:
 
 def folder_target(path: Path, say: Callable[[str], None]) -> Target:
     """Returns a target, or the drafter itself, from a Hugging Face folder."""
+    if not (path / "tokenizer.json").exists():
+        raise FileError(f"{path} has no tokenizer.json: copy it beside config.json")
     text = text_config(read_config(path))
     sizes = (text.size("hidden_size"), text.size("num_hidden_layers"), text.size("vocab_size"))
 

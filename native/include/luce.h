@@ -198,7 +198,7 @@ typedef struct luce_memory {
     uint64_t kv; /* pages */
     uint64_t state; /* recurrent state, draft logs, hidden rows: of sequences and checkpoints */
     uint64_t compute; /* activations, inputs, outputs */
-    uint64_t other; /* graphs (a GPU's captured ones) and what ggml's kernels work in: an upper bound */
+    uint64_t other; /* captured graphs, on a CPU all graphs, and ggml's work buffers: an upper bound */
     uint64_t total; /* what a new model and engine together allocate on the device */
     uint64_t device_free;
 } luce_memory;

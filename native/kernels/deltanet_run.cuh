@@ -85,8 +85,8 @@ template <int S, bool APPEND, int FEW> __device__ void Worker<S, APPEND, FEW>::r
     }
 }
 
-// Has the state of the committed rows, waits for the launch ahead, and asks for what the first rows need. It returns whether the
-// rows are no chain. What the step found in the caches, and its inputs, are there before the wait, and so are all addresses.
+// Prepares the item's rows, and returns whether they are no chain. Ahead of the wait it brings the state up to the committed rows
+// and finds all addresses: caches and the step's inputs are there by then. Behind it, it asks for what the first rows need.
 template <int S, bool APPEND, int FEW> __device__ bool Worker<S, APPEND, FEW>::prepare() {
     constexpr bool APART = !APPEND && L::THREADS >= 2 * MAX_ROWS; // a thread has a row's decay or its beta
     begin();

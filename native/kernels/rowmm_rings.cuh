@@ -266,6 +266,7 @@ template <typename S> struct Filler {
     // Prepares the slots' barriers. The first weights are asked for as soon as theirs is, ahead of all else that a block does:
     // memory has nothing to do since the block ahead has left.
     __device__ void begin(int lane) {
+        static_assert(COPY_LANES == 1 || COPY_LANES == WARP, "all that copy meet in one branch");
         if (lane < COPY_LANES) {
             if (lane == 0) {
                 rings.init_slots(0, 1);

@@ -45,7 +45,7 @@ struct StepSizes {
     uint64_t compute = 0; // activations and outputs take so much
     StepShape largest{}; // this step takes as much
     uint64_t inputs = 0;
-    uint64_t other = 0; // graphs, a GPU's captured ones, and ggml's pools take at most so much
+    uint64_t other = 0; // captured graphs, on a CPU all graphs, and ggml's work buffers take at most so much
 };
 
 // A Choice is what a row's sequence chooses after it (ChoiceRow).

@@ -14,10 +14,10 @@
 namespace luce {
 
 // Runs a step of the shape over sequences that hold nothing; in a verify, which follows a commit as those of
-// decoding do, one row that is still to be applied to the recurrent states. Slots and pages are not in use
-// yet: they are zeros at first, and a new timeline counts them as empty. Every row has another token, from run
-// to run too. Rows of one token would all choose the same experts, and a step over them would read fewer
-// weights than one over a text.
+// decoding do, one row is still to be applied to the recurrent states. Its key and its decay are zeros, for no
+// trial writes that bank of the log. Slots and pages are not in use yet, and a new timeline counts them as
+// empty. Every row has another token, from run to run too. Rows of one token would all choose the same
+// experts, and a step over them would read fewer weights than one over a text.
 void Step::run_trial(const StepShape &shape) {
     const Region::Host h = shape.kind == StepKind::verify ? verify_host() : in_.of(shape.kind).host(0);
     const bool follows = shape.kind == StepKind::verify;
