@@ -39,9 +39,10 @@ std::vector<Device> find_devices() {
     // luce captures whole steps itself, and ggml's own graphs would capture pieces of them. ggml's
     // programmatic dependent launches lose a dependency around F16 attention on Hopper: logits were off by
     // 1.6 and differed between runs (ggml 0.25.3; tests/test_model.py compares the bits of two runs).
-    // ggml has no other switch for either. It reads them at its first launch, long after this, so they stay set,
-    // and programs that are started from here inherit them: bench/llamacpp.py gives ggml's own the environment
-    // of before, and to all others they mean nothing.
+    // luce reads neither. For its launches ggml has no other switch; its graphs could be left out of the build too
+    // (GGML_CUDA_GRAPHS). It reads both at its first launch, long after this, so they stay set, and programs that
+    // are started from here inherit them: bench/llamacpp.py gives ggml's own the environment of before, and to
+    // all others they mean nothing.
     for (const auto &[name, value] :
          {std::pair("GGML_CUDA_DISABLE_GRAPHS", "1"), std::pair("GGML_CUDA_PDL", "0")}) {
         setenv(name, value, 1);
