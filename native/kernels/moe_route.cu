@@ -3,7 +3,7 @@
 // A block of route has 8 rows and a few outputs of the router, whose weights it holds before it waits. It
 // computes the rows' norm and its logits, and packs its part of the rows. Of many rows, the last block of 8 to
 // finish chooses their experts. The last of those blocks makes the list. Few rows (moe_plan.h) are spread over more
-// blocks, of which none chooses. One row has a kernel of its own (moe_route_one.cuh).
+// blocks, of which none chooses. Where each has one row there is a kernel of its own (moe_route_one.cuh).
 #include "moe_choice.cuh"
 #include "moe_route_one.cuh"
 #include "pointers.h"

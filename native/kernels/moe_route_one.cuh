@@ -1,4 +1,4 @@
-// Has route of a step of one row.
+// Has route of a step of one row, and of so few that each block has one.
 //
 // A thread has the row's values that its router's weights meet, so that nothing goes through shared memory ahead of the
 // products, and what comes behind the wait is little: its instructions come from far. The order of all sums is that of many
@@ -11,7 +11,7 @@ namespace luce {
 namespace {
 
 constexpr ROWMM_BOTH bool is_one_row(const MoeRouteArgs &a) {
-    return a.dims.T == 1 && a.values == nullptr && a.dims.E <= VALUES * THREADS * 4;
+    return tile_rows(a.dims) == 1 && a.values == nullptr && a.dims.E <= VALUES * THREADS * 4;
 }
 static_assert(VALUES * THREADS == WEIGHTS * HALVES * WARP, "a thread has all of its values at once");
 
@@ -22,7 +22,7 @@ struct OneSquares {
     float4 x[VALUES];
 
     __device__ explicit OneSquares(const MoeRouteArgs &a)
-        : first(reinterpret_cast<const float4 *>(a.x) + threadIdx.x),
+        : first(reinterpret_cast<const float4 *>(a.x + blockIdx.y * a.dims.E) + threadIdx.x),
           left(int(a.dims.E / 4) - int(threadIdx.x)) {
         hold(first);
         hold(left);
@@ -44,16 +44,18 @@ struct OneSquares {
     }
 };
 
-// A warp packs a chunk. The others find the norm's scale with it.
+// A warp packs a chunk of the block's row. The others find the norm's scale with it.
 __device__ __forceinline__ void pack_one(const RouteParams &p, TileShared &s) {
     const int64_t E = p.a.dims.E;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, chunk = gridDim.x - 1 - blockIdx.x;
     float v[OWN], w[OWN];
     OneSquares squares(p.a);
+    const float *x = p.a.x + blockIdx.y * E;
+    uint8_t *out = p.of<uint8_t>(p.at.rows) + blockIdx.y * row_record(E) + chunk * chunk_bytes(1);
     load_values(w, p.a.norm, chunk * CHUNK + lane * OWN, E);
     wait_for_previous();
     squares.load();
-    load_values(v, p.a.x, chunk * CHUNK + lane * OWN, E);
+    load_values(v, x, chunk * CHUNK + lane * OWN, E);
     const float sum = warp_sum(squares.sum(), WARP);
     if (lane == 0) {
         s.squares[0][warp] = sum;
@@ -65,11 +67,11 @@ __device__ __forceinline__ void pack_one(const RouteParams &p, TileShared &s) {
         for (int i = 0; i < OWN; i++) {
             v[i] = v[i] * w[i] * scale;
         }
-        pack_chunk(p.of<uint8_t>(p.at.rows) + chunk * chunk_bytes(1), 1, 0, false, v, largest(v), lane);
+        pack_chunk(out, 1, 0, false, v, largest(v), lane);
     }
 }
 
-// The grid is {the router's outputs / OUTPUTS, and blocks that pack a chunk each}.
+// The grid is {the router's outputs / OUTPUTS, and blocks that pack a chunk each; rows}.
 __global__ void __launch_bounds__(THREADS, 2) moe_route_one_kernel(const __grid_constant__ RouteParams p) {
     __shared__ TileShared tile;
     const MoeDims &d = p.a.dims;
@@ -87,7 +89,7 @@ __global__ void __launch_bounds__(THREADS, 2) moe_route_one_kernel(const __grid_
         norm[j] = i < n ? reinterpret_cast<const float4 *>(p.a.norm)[i] : float4{};
     }
     OneSquares own(p.a);
-    const float4 *first = reinterpret_cast<const float4 *>(p.a.x) + Router::at(0);
+    const float4 *first = reinterpret_cast<const float4 *>(p.a.x + blockIdx.y * d.E) + Router::at(0);
     int left = n - Router::at(0); // so many of the row's values lie from there on
     hold(first);
     hold(left);
@@ -97,8 +99,8 @@ __global__ void __launch_bounds__(THREADS, 2) moe_route_one_kernel(const __grid_
         x[j] = j * HALVES * WARP < left ? __ldcg(first + j * HALVES * WARP) : float4{};
     }
     own.load();
-    if (blockIdx.x == 0 && int(threadIdx.x) < d.n_used) { // the end waits for what up leaves here
-        __stcg(p.of<int32_t>(p.at.ids) + threadIdx.x, -1);
+    if (blockIdx.x == 0 && int(threadIdx.x) < d.n_used) { // down and the end wait for what up leaves here
+        __stcg(p.of<int32_t>(p.at.ids) + blockIdx.y * d.n_used + threadIdx.x, -1);
     }
     float dot = 0;
 #pragma unroll
@@ -125,7 +127,7 @@ __global__ void __launch_bounds__(THREADS, 2) moe_route_one_kernel(const __grid_
         for (int h = 1; h < HALVES; h++) {
             sum += tile.dots[threadIdx.x][h][0];
         }
-        __stcg(p.of<float>(p.at.logits) + output, sum * scale_of(p.a, tile, 0));
+        __stcg(p.of<float>(p.at.logits) + blockIdx.y * logits_row(d) + output, sum * scale_of(p.a, tile, 0));
     }
 }
 
