@@ -50,7 +50,32 @@ __device__ void pack_sum(const SumParams &p, const float (&x)[OWN], const Own &n
                p.layout.wide, v, largest(v), lane);
 }
 
-// The grid is {chunks / SUM_WARPS, rows}. A warp has a chunk, and a lane 8 values in sequence.
+// Has what a warp needs of its row beside the experts' results, which the launch ahead gives.
+struct RowOf {
+    Own residual;
+    float open, weights[AHEAD]; // these are the first ranks'
+
+    __device__ __forceinline__ void load(const SumParams &p, const float *of_ranks, int64_t row, int k) {
+        const MoeDims &d = p.a.dims;
+        const float *x = p.a.residual + row * d.E;
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            residual.v[j] =
+                k + 4 * j < d.E ? __ldcg(reinterpret_cast<const float4 *>(x + k + 4 * j)) : float4{};
+        }
+        const auto *opens =
+            reinterpret_cast<const float *>(static_cast<const uint8_t *>(p.a.routed) + p.at.open);
+        open = d.shared() ? __ldcg(opens + row) : 0.0f;
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            weights[i] = i < d.n_used ? __ldcg(of_ranks + i) : 0.0f;
+        }
+    }
+};
+
+// The grid is {chunks / SUM_WARPS, rows}. A warp has a chunk, and a lane 8 values in sequence. Behind down, which lets this
+// start when up has ended, what up and those ahead of it have left is read EARLY.
+template <bool EARLY>
 __global__ void __launch_bounds__(SUM_WARPS *WARP) moe_sum_kernel(const __grid_constant__ SumParams p) {
     const MoeDims &d = p.a.dims;
     const uint8_t *routed = static_cast<const uint8_t *>(p.a.routed);
@@ -59,13 +84,18 @@ __global__ void __launch_bounds__(SUM_WARPS *WARP) moe_sum_kernel(const __grid_c
     const int k = int(chunk) * CHUNK + lane * OWN;
     let_next_start();
     const Own norm = p.a.norm != nullptr ? own_values(p.a.norm, k, E) : Own{};
+    const float *weights = reinterpret_cast<const float *>(routed + p.at.weights) + row * d.n_used;
+    RowOf own;
+    if (EARLY) {
+        own.load(p, weights, row, k);
+    }
     wait_for_previous();
     if (chunk >= chunks_of(E)) { // this is true for a whole warp
         return;
     }
-    const float *weights = reinterpret_cast<const float *>(routed + p.at.weights) + row * d.n_used;
-    const Own r = own_values(p.a.residual + row * E, k, E);
-    const float open = d.shared() ? reinterpret_cast<const float *>(routed + p.at.open)[row] : 0.0f;
+    if (!EARLY) {
+        own.load(p, weights, row, k);
+    }
     Own sum = {}, shared = {};
     if (d.shared()) {
         const int64_t first = p.a.sums != nullptr ? 0 : int64_t(d.T) * d.n_used;
@@ -81,7 +111,7 @@ __global__ void __launch_bounds__(SUM_WARPS *WARP) moe_sum_kernel(const __grid_c
         for (int i = 0; i < AHEAD; i++) {
             const bool present = first + i < d.n_used;
             of_rank[i] = present ? own_values(p.a.y + (row * d.n_used + first + i) * E, k, E) : Own{};
-            w[i] = present ? weights[first + i] : 0.0f;
+            w[i] = first == 0 ? own.weights[i] : present ? weights[first + i] : 0.0f;
         }
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
@@ -97,9 +127,10 @@ __global__ void __launch_bounds__(SUM_WARPS *WARP) moe_sum_kernel(const __grid_c
         float4 y = sum.v[j];
         if (d.shared()) {
             const float4 s = shared.v[j];
-            y = {y.x + s.x * open, y.y + s.y * open, y.z + s.z * open, y.w + s.w * open};
+            y = {y.x + s.x * own.open, y.y + s.y * own.open, y.z + s.z * own.open, y.w + s.w * own.open};
         }
-        float4 z = {y.x + r.v[j].x, y.y + r.v[j].y, y.z + r.v[j].z, y.w + r.v[j].w};
+        float4 z = {y.x + own.residual.v[j].x, y.y + own.residual.v[j].y, y.z + own.residual.v[j].z,
+                    y.w + own.residual.v[j].w};
         if (k + 4 * j < E) {
             *reinterpret_cast<float4 *>(p.a.out + row * E + k + 4 * j) = z;
         } else {
@@ -126,7 +157,8 @@ int cuda::moe_sum(const MoeSumArgs &args, void *stream) {
     }
     const dim3 grid(unsigned((chunks_of(d.E) + SUM_WARPS - 1) / SUM_WARPS), unsigned(d.T));
     const SumParams p = {args, RoutedLayout(d), RowsLayout(d.T, args.packed != nullptr && rowmm_has_wgmma())};
-    return int(launch_kernel(moe_sum_kernel, grid, SUM_WARPS * WARP, 0, static_cast<cudaStream_t>(stream),
+    const auto kernel = args.sums == nullptr ? moe_sum_kernel<true> : moe_sum_kernel<false>;
+    return int(launch_kernel(kernel, grid, SUM_WARPS * WARP, 0, static_cast<cudaStream_t>(stream),
                              args.overlap != 0, p));
 }
 
