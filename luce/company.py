@@ -74,11 +74,11 @@ class Company:
         self._drafted, self._candidates = self._drafted + 1, self._candidates + candidates
         self._drafting[by] = max(self._drafting.get(by, 0.0), drafting)
 
-    def owes(self, plain: float, steps: Sequence[float]) -> float:
+    def owes(self, plain: float, steps: Sequence[float], saved: float = 0.0) -> float:
         """Returns how much longer than a `plain` one this round took, for all texts together and for each one
-        of those that drafted; 0 where none did."""
+        of those that drafted; 0 where none did. It `saved` so much by being begun ahead."""
         if self._owed is None:
-            took = _step(steps, self._sequences + self._candidates) + sum(self._drafting.values())
+            took = _step(steps, self._sequences + self._candidates) + sum(self._drafting.values()) - saved
             self._owed = self._sequences * (took - plain) / self._drafted if self._drafted else 0.0
         return self._owed
 

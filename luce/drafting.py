@@ -55,9 +55,8 @@ NOTHING = Draft()
 class Round(NamedTuple):
     """This is one round that is done: how many candidates it had, how many of them were accepted, how many
     seconds each of its calls took, and which tokens it gave. The new anchor is the last of these tokens.
-    Sequences that share a step each count all of its time. `ahead` says that it was begun before the round
-    before it had ended, without candidates, and `behind` that it was not, but would have been if all that
-    decode were plain."""
+    Sequences that share a step each count all of its time. `ahead` says that it was begun before its anchor
+    was told, and `behind` that it was not, but would have been if all that decode were plain."""
 
     drafted: int
     accepted: int
@@ -72,11 +71,12 @@ class Round(NamedTuple):
 class Limits(NamedTuple):
     """This is what bounds a round of one sequence: how many `candidates` it may have, each of which is a row
     of the step beside the anchor's, and what `depth` they may go to, both at least 1. `sequences` is how many
-    share the step, this one counted."""
+    share the step, this one counted. `begun` is what the round was begun with already."""
 
     candidates: int
     depth: int
     sequences: int = 1
+    begun: Draft | None = None
 
 
 class DraftSource(Protocol):
@@ -89,10 +89,12 @@ class DraftSource(Protocol):
         """Says that a generation of at most `budget` tokens begins."""
 
     def draft(self, anchor: int, limits: Limits) -> Draft:
-        """Returns candidates for the next round, or none. A round that was begun ahead leaves them out."""
+        """Returns candidates for the next round, or none. A round that has begun leaves them out."""
 
-    def stays_plain(self) -> bool:
-        """Says whether the next round may be begun without candidates, before its anchor is known."""
+    def follows(self) -> Draft | None:
+        """Returns what the round after this one may be begun with before its anchor is known: NOTHING, or a
+        chain that is drafted on the device. None means that the tokens of this one decide it. It comes after
+        draft()."""
 
     def learn(self, done: Round) -> None:
         """Tells how a round went, also one that had no candidates."""
@@ -129,8 +131,8 @@ class TextLookup:
         tokens, _ = self._text.lookup(anchor, min(self._budget, limits.candidates, limits.depth))
         return Draft(tuple(tokens))
 
-    def stays_plain(self) -> bool:
-        return False
+    def follows(self) -> Draft | None:
+        return None
 
     def learn(self, done: Round) -> None:
         pass
@@ -151,8 +153,8 @@ class Drafter:
         self.most, self.ranks, self.part = most, ranks, part if by is Source.PART else 0
         self._text, self._by = text, by
         self._lists: Lists | None = None  # These are of the last draft, where the host has seen it.
-        # These are by the number of drafts. A round waits for its draft, so none is made twice.
-        self._chains = [Draft(on_device=n, by=by, sources=(self.name,) * n) for n in range(most + 1)]
+        # These are by the number of drafts, and none is made twice.
+        self.chains = [Draft(on_device=n, by=by, sources=(self.name,) * n) for n in range(most + 1)]
 
     def seconds(self, costs: Costs, n: int, sequences: int) -> float:
         """Returns the seconds of n >= 1 drafts for each of so many sequences. A chain costs by its length; a
@@ -166,8 +168,8 @@ class Drafter:
         most n deep, joined with a `chain` that the host knows."""
         self._lists = None
         if budget is None and not chain:
-            return self._chains[n]
-        return replace(self._chains[n], grow=lambda: self._grow(anchor, n, budget, chain))
+            return self.chains[n]
+        return replace(self.chains[n], grow=lambda: self._grow(anchor, n, budget, chain))
 
     def _grow(self, anchor: int, n: int, budget: int | None, chain: Sequence[int]) -> Draft:
         k, size = (1, n) if budget is None else (self.ranks, budget)
@@ -209,18 +211,20 @@ class Fixed:
     def __init__(self, drafter: Drafter, drafts: int, budget: int | None = None):
         self.name = drafter.name
         self._drafter, self._drafts, self._budget = drafter, drafts, budget
+        self._most = drafts  # The last round could have so many.
 
     def begin(self, budget: int) -> None:
         pass
 
     def draft(self, anchor: int, limits: Limits) -> Draft:
         most, drafts = limits.candidates, min(self._drafts, limits.depth)
+        self._most = min(most, self._drafts)
         if self._budget is None:
             return self._drafter.draft(anchor, min(drafts, most))
         return self._drafter.draft(anchor, drafts, min(self._budget, most))
 
-    def stays_plain(self) -> bool:
-        return False
+    def follows(self) -> Draft | None:
+        return self._drafter.chains[self._most] if self._budget is None else None
 
     def learn(self, done: Round) -> None:
         pass

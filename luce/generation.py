@@ -10,11 +10,12 @@
 It runs no step of the engine itself: it says what it wants next (a chunk of the prompt, its turn to draft, a
 chain of drafts, a verify of rows) and is told the result, so that who drives it can put the wants of many
 generations into one step (loop.py). Its own calls are those of its sequence that wait for nothing. Its next
-round may begin before it is told of the last one (goes_on, begun), whose row is then appended already.
+round may begin before it is told of the last one (next_draft, begun), of which the accepted rows are then
+appended already.
 
-Between rounds: `committed` tokens are the prompt and all emitted tokens but the last, which is the anchor. So
-nothing is committed that was not emitted, also where a round is cut by an end of text, a stop string or the
-budget.
+Between rounds: `committed` tokens are the prompt and all emitted tokens but the last, which is the anchor.
+Where an end of text or a stop string cuts a round, no more is committed than was emitted, unless the next one
+has begun. Its sequence is closed then, and that round is dropped.
 """
 
 from __future__ import annotations
@@ -102,17 +103,17 @@ class Generation:
         self._tokens: list[int] = []  # These were emitted, and the last one is the anchor.
         self._text: list[str] = []
         self._draft = NOTHING
+        self._rows: list[int] = []  # These are the tokens of this round's rows.
         self._choices: list[int] = []  # The target chose these after each row of this round.
         self._reason = ""
         self._truncated_by: str | None = None
         self._tally = Tally()
         # Its choices are those of the steps, so that a round can begin before the host knows its token.
         self._by_itself = request.logprobs is None and not request.penalties.any and not request.grammar
-        self._next_begun = False  # The round after this one has begun.
+        self._next: Draft | None = None  # The round after this one has begun, with this draft.
         self._next_behind = False  # It has not, though plain rounds of all would have.
         self._begun_ahead = self._begun_behind = False  # These say it of this round.
-        self._stays_plain = True  # No source wants to draft in the next round.
-        self._share = Share(1)  # It had this of the last step.
+        self._follows: Draft | None = NOTHING  # The source says that the next round may begin with it.
         self._step_s = 0.0  # The last result told so many seconds.
         self._draft_s = self._verify_s = 0.0  # These are the seconds of this round.
         self._began, self._first_token = 0.0, math.nan  # Both are times of the clock.
@@ -139,18 +140,26 @@ class Generation:
         """Ends the generation with what it has emitted."""
         return self.fail(Cancelled("cancelled"))
 
-    def goes_on(self) -> bool:
-        """Says whether the next round can be begun before the token of this one is known, of which the step
-        is wanted or under way: neither of them has candidates."""
-        return self.could_go_on() and self._stays_plain and not self._draft.size
+    def next_draft(self) -> Draft | None:
+        """Returns the draft that the next round can be begun with before the tokens of this one are known, of
+        which the step is wanted or under way. Returns None where it has to wait for them."""
+        draft = self._follows
+        if draft is None or not self.could_go_on():
+            return None
+        if draft.size or self._draft.size:  # Else could_go_on() says it.
+            tokens = len(self._tokens) + self._draft.depth + 1  # This round gives so many at most.
+            room = self._sizes.n_ctx - len(self._request.prompt) - tokens
+            if draft.size > min(room, self._budget - tokens - 1):
+                return None
+        return draft
 
     def could_go_on(self) -> bool:
-        """Says whether it could be, were all rounds plain."""
+        """Says whether the next round could be begun so, were all rounds plain."""
         return self._by_itself and len(self._tokens) + 2 <= self._budget
 
-    def begun(self) -> None:
-        """Says that the next round has begun, which commits the only row of this one."""
-        self._next_begun = True
+    def begun(self, draft: Draft) -> None:
+        """Says that the next round has begun with a draft, which commits the accepted rows of this one."""
+        self._next = draft
 
     def behind(self) -> None:
         """Says that the next round is begun once this one has ended, though it would be begun now if all that
@@ -236,48 +245,51 @@ class Generation:
         room = self._sizes.n_ctx - len(self._request.prompt) - len(self._tokens)
         if room < 0:
             return (yield from self._end("length", "context"))
-        self._draft, self._draft_s = NOTHING, 0.0
-        ahead = self._begun_ahead = self._next_begun
-        self._begun_behind, self._stays_plain = self._next_behind, True
-        self._next_begun = self._next_behind = False
+        begun, self._begun_behind = self._next, self._next_behind
+        self._next, self._next_behind, self._follows = None, False, NOTHING
+        self._draft, self._draft_s = NOTHING if begun is None else begun, 0.0
+        self._begun_ahead = begun is not None
         if not self._source:
             return State.VERIFY
-        share: Share = self._share if ahead else (yield Turn())
-        self._share = share
+        share: Share = yield Turn()
         if not self._source:  # It failed after its last round, while this waited for its turn.
             return State.VERIFY
         began, most = self._clock(), min(share.rows, self._sizes.n_rows) - 1  # The anchor has a row too.
         depth = min(room, self._budget - len(self._tokens) - 1)
         if min(most, depth) > 0:
             try:
-                draft = self._source.draft(self._tokens[-1], Limits(most, depth, share.sequences))
+                draft = self._source.draft(self._tokens[-1], Limits(most, depth, share.sequences, begun))
                 _require_within(draft, most, depth)
-                self._stays_plain = self._source.stays_plain()
+                self._follows = self._source.follows()
                 self._draft_s = self._clock() - began
-                if ahead:  # It is too late: this only tells the source what came, and whether it would draft.
-                    draft = NOTHING
-                if draft.on_device:
-                    yield Drafts(self.sequence, self._tokens[-1], draft.on_device, draft.by)
-                    self._draft_s += self._step_s
-                if draft.grow:
-                    began = self._clock()
-                    draft = draft.grow()
-                    _require_within(draft, most, depth)
-                    self._draft_s += self._clock() - began
-                self._draft = draft
+                if begun is None:  # Else it was only told what came.
+                    yield from self._make(draft, most, depth)
             except Cancelled:
                 raise
             except Exception as error:
                 yield self._without_source(error)
         return State.VERIFY
 
+    def _make(self, draft: Draft, most: int, depth: int) -> Generator[Item | Want, Any, None]:
+        """Has the device draft what it is to, and has the draft grow."""
+        if draft.on_device:
+            yield Drafts(self.sequence, self._tokens[-1], draft.on_device, draft.by)
+            self._draft_s += self._step_s
+        if draft.grow:
+            began = self._clock()
+            draft = draft.grow()
+            _require_within(draft, most, depth)
+            self._draft_s += self._clock() - began
+        self._draft = draft
+
     def _verify(self) -> Verb:
         draft, anchor = self._draft, self._tokens[-1]
         try:
             if draft.on_device:
-                self._choices = yield Rows(self.sequence, n=draft.on_device + 1)
+                self._rows, self._choices = yield Rows(self.sequence, n=draft.on_device + 1)
             else:
-                self._choices = yield Rows(self.sequence, (anchor, *draft.tokens), draft.parents)
+                rows = Rows(self.sequence, (anchor, *draft.tokens), draft.parents)
+                self._rows, self._choices = yield rows
         except NOTHING_DONE as error:
             if not draft.size:
                 raise
@@ -288,14 +300,13 @@ class Generation:
         return State.COMMIT
 
     def _commit(self) -> Verb:
-        drafted = list(self._draft.tokens)
-        if self._draft.on_device:
+        rows = self._rows
+        if min(rows) < 0:
             try:
-                drafted = self.sequence.drafted(self._draft.on_device)
+                self.sequence.drafted(self._draft.on_device)  # This says what is wrong.
             except Exception as error:  # The anchor's row is right whatever the others are.
-                self._draft, self._choices = NOTHING, self._choices[:1]
+                self._draft, rows, self._choices = NOTHING, rows[:1], self._choices[:1]
                 yield self._without_source(error)
-        rows = [self._tokens[-1], *drafted]
         path, anchor = self._chooser.accept(rows, self._draft.parents, self._choices)
         kept, text = [*(rows[row] for row in path[1:]), anchor], ""
         goes_on = self._is_no_end(kept)
@@ -303,7 +314,7 @@ class Generation:
             kept, text = self._take(kept)
         logprobs = self._chooser.logprobs(path, kept)
         began = self._clock()
-        if not self._next_begun:
+        if self._next is None:
             self.sequence.commit(path[: len(kept)])
         accepted, commit_s = min(len(path) - 1, len(kept)), self._clock() - began
         took, begun = (self._draft_s, self._verify_s, commit_s), (self._begun_ahead, self._begun_behind)

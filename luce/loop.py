@@ -5,8 +5,10 @@ next turn all the others have a round, which is one draft step and one verify st
 no other code.
 
 Where the device works while the host does something else, a turn ends with the begin of the next round, and
-text is made of the last one's tokens after that. Rounds without candidates follow each other even closer: the
-next one is begun before the last one's tokens are known to the host.
+text is made of the last one's tokens after that. Rounds follow each other even closer where it is known
+beforehand what the next one drafts. Without candidates it is begun before the last one's tokens are known to
+the host. A chain of the model's own drafter is begun by the wait for the last round, as soon as that has
+ended.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
 
-from luce._native import Drafts, Engine, Rows
+from luce._native import Drafts, Engine, Rows, Verified
+from luce.drafting import NOTHING, Draft
 from luce.errors import Cancelled
 from luce.events import Event, Item
 from luce.generation import NOTHING_DONE, Generation
@@ -157,16 +160,11 @@ class Loop:
             self._begun.append((of, self._clock() - began))
 
     def _end_round(self) -> None:
-        """Ends the round that was begun first. Where all take part and go on, the next is begun before."""
+        """Ends the round that was begun first. Where all take part and go on, the next is begun before, or
+        with it."""
         of, seconds = self._begun[0]
-        began, failure = self._clock(), None
-        theirs = [generation for generation, _ in of]
-        if len(self._begun) == 1 and theirs == self._running and all(one.could_go_on() for one in theirs):
-            if all(one.goes_on() for one in theirs):
-                failure = self._follow(of)
-            else:
-                for one in theirs:
-                    one.behind()
+        began = self._clock()
+        drafts, failure = self._ask_for_next(of) if len(self._begun) == 1 else ([], None)
         results, waited = list[Any](), self._clock()
         try:
             results += self._engine.wait()
@@ -175,9 +173,48 @@ class Loop:
         self._begun.pop(0)
         if self._begun:
             self._begun[0] = of, waited - began
+        elif drafts and self._engine.under_way:
+            following = [(one, Rows(one.sequence, n=draft.size + 1)) for one, draft in drafts]
+            self._begun.append((following, 0.0))
+            for one, draft in drafts:
+                one.begun(draft)
         self._tell(of, results, seconds + self._clock() - waited)
         if failure:
             self._tell(of, [failure] * len(of), 0.0)
+        for generation, _ in self._begun[0][0] if self._begun else ():
+            if isinstance(generation.want, Turn):  # Its round has begun, and is only told to its source.
+                self._note(generation, generation.tell(Share(MAX_ROWS // len(of), len(of))))
+
+    def _ask_for_next(
+        self, of: list[tuple[Generation, Rows]]
+    ) -> tuple[list[tuple[Generation, Draft]], Exception | None]:
+        """Begins the next round of those whose round is under way, if all take part and know what they draft
+        in it, or has the wait for this one begin it. Returns the drafts that the wait is to begin, and the
+        error of a step that failed."""
+        theirs = [generation for generation, _ in of]
+        if theirs != self._running or not all(one.could_go_on() for one in theirs):
+            return [], None
+        drafts = [(one, draft) for one in theirs if (draft := one.next_draft()) is not None]
+        if len(drafts) == len(theirs):
+            plain = not any(draft.size for _, draft in drafts)
+            if plain and all(rows.width == 1 for _, rows in of):
+                return [], self._follow(of)
+            if self._follow_with([draft for _, draft in drafts]):
+                return drafts, None
+        for one in theirs:
+            one.behind()
+        return [], None
+
+    def _follow_with(self, drafts: list[Draft]) -> bool:
+        """Has the wait for the round that is under way begin the next one. Returns whether it will try."""
+        sources = {draft.by for draft in drafts if draft.size}
+        if len(sources) > 1 or sum(draft.size + 1 for draft in drafts) > MAX_ROWS:
+            return False
+        try:
+            self._engine.follow_with([draft.size for draft in drafts], *sources)
+        except (Cancelled, *NOTHING_DONE):
+            return False
+        return True
 
     def _follow(self, of: list[tuple[Generation, Rows]]) -> Exception | None:
         """Begins the next round of generations whose round is under way, if it can be. Returns the error of
@@ -192,11 +229,11 @@ class Loop:
         else:
             self._begun.append((of, 0.0))
         for generation, _ in of:
-            generation.begun()
+            generation.begun(NOTHING)
         return failure
 
-    def _verify(self, of: Sequence[tuple[Generation, Rows]]) -> Sequence[list[int] | Exception]:
-        return self._engine.verify([rows for _, rows in of])
+    def _verify(self, of: Sequence[tuple[Generation, Rows]]) -> Sequence[Verified | Exception]:
+        return self._engine.verified([rows for _, rows in of])
 
     def _draft(self, of: Sequence[tuple[Generation, Drafts]]) -> list[None]:
         for source in sorted({drafts.source for _, drafts in of}):

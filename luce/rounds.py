@@ -42,9 +42,9 @@ class Plain:
         self._rounds += 1
         return NOTHING
 
-    def stays_plain(self) -> bool:
-        self._source.stays_plain()
-        return self._rounds > ROUNDS
+    def follows(self) -> Draft | None:
+        self._source.follows()
+        return NOTHING if self._rounds > ROUNDS else None
 
     def learn(self, done: Round) -> None:
         self._source.learn(done)

@@ -58,6 +58,11 @@ class Choice(NamedTuple):
     tokens: float = 1.0
     price: float = 1.0
 
+    @property
+    def candidates(self) -> int:
+        """Returns how many candidates the round verifies."""
+        return self.lookup + self.drafts + self.leaves
+
 
 PLAIN = Choice()
 
@@ -75,6 +80,7 @@ class Ready(NamedTuple):
         """Says whether the round is as expected, and may lose what the choice could."""
         known = self.limits
         same = (limits.candidates, limits.sequences) == (known.candidates, known.sequences)
+        same = same and (limits.begun is None) is (known.begun is None)
         fits = self.choice.drafts <= limits.depth <= known.depth
         return same and fits and owed == self.owed and self.choice.price <= 1 + most_lost
 
@@ -138,11 +144,13 @@ def best(
     learned: Sequence[Learned],
     most_lost: float,
     owed: float = 0.0,
+    saved: float = 0.0,
 ) -> Choice:
     """Returns the choice that the formula gives, of so many `candidates` at most that go down to `depth`.
     `lookup` has the chances of the lookup's tokens, and `learned` what is known of each drafter. A round that
     could lose more than `most_lost` plain rounds, were nothing accepted, is not considered. A round that is
-    not plain costs `owed` plain rounds more than its drafts and its verify.
+    not plain costs `owed` plain rounds more than its drafts and its verify, and one of a chain alone `saved`
+    less.
 
     It runs in every round, beside steps of less than a millisecond on small models, so it is plain
     arithmetic.
@@ -171,7 +179,7 @@ def best(
             chance *= share
             tokens += chance
             chances.append(chance)
-            price = verify[1 + size] + drafting[size] + owed
+            price = verify[1 + size] + drafting[size] + owed - saved
             if tokens > rate * price:
                 rate, n, alone = tokens / price, size, tokens
             if tokens > top * price and price <= bound:
@@ -185,7 +193,7 @@ def best(
             if tokens > top * price and price <= bound:
                 top, found = tokens / price, (taken, index, n, 0, tokens, price)
         if found[1] == index and acceptance.ranks > 1:
-            again = 0.0 if found[0] else prices.again
+            again = 0.0 if found[0] else prices.again + saved
             top, found = _with_leaves(top, found, acceptance, verify, candidates, bound, again)
     return Choice(*found) if top > MARGIN else PLAIN
 
@@ -288,7 +296,7 @@ class Runner:
         self._alone = True  # The last round's step had no other sequence.
         self._round = 0  # Its last round in company had this number.
         self._apart = 0.0  # A plain round takes so much more, in plain rounds, where it is not begun ahead.
-        self._choice = PLAIN
+        self._choice = self._wanted = PLAIN  # The last round has one, and would have had the other.
         self._unlearned = list[Shown]()  # What is known of the heads lacks these rounds.
         self._ready: Ready | None = None  # It was chosen ahead of the next draft.
         self._asked = Limits(budget, budget)  # The last draft had these.
@@ -316,7 +324,8 @@ class Runner:
         elif (prices.with_lookup if tokens else prices.with_drafts) + owed <= 1 + most_lost:
             self._settle()
             chances = self._lookups.chances(len(tokens), matched)
-            choice = best(prices, most, depth, chances, self._learned, most_lost, owed)
+            saved = self._saved(prices, limits)
+            choice = best(prices, most, depth, chances, self._learned, most_lost, owed, saved)
             wish = None if self._alone else self._wish(choice, prices)
         if wish:
             deep = self._company.wishes(wish)
@@ -324,32 +333,61 @@ class Runner:
                 choice = best(prices, most, depth, chances, (), most_lost)
             elif deep < choice.drafts:
                 choice = choice._replace(drafts=deep)
-        if not self._alone and choice is not PLAIN:
-            drafting = 0.0 if choice.drafter is None else prices.drafts[choice.drafter][choice.drafts]
-            candidates = choice.lookup + choice.drafts + choice.leaves
-            self._company.drafts(candidates, drafting, choice.drafter)
         self._ready, self._asked, self._waiting = None, limits, True
-        self._choice, chain = choice, tokens[: choice.lookup]
         self._rounds, self._unlooked = self._rounds + 1, self._unlooked + 1
         if choice.lookup:
             self._looked, self._unlooked = self._looked + 1, 0
-        if choice is PLAIN:
+        self._wanted = choice
+        self._choice = choice if limits.begun is None else self._of_begun(limits.begun, prices, owed)
+        return self._made(anchor, tokens, prices)
+
+    def _made(self, anchor: int, tokens: list[int], prices: Prices) -> Draft:
+        """Returns the draft of this round's choice, and says in company what it takes. `tokens` are the
+        lookup's."""
+        choice = self._choice
+        if not choice.candidates:
             return NOTHING
+        if not self._alone:
+            drafting = 0.0 if choice.drafter is None else prices.drafts[choice.drafter][choice.drafts]
+            self._company.drafts(choice.candidates, drafting, choice.drafter)
+        chain = tokens[: choice.lookup]
         if choice.drafter is None:
             return Draft(tuple(chain), sources=("lookup",) * len(chain))
         drafter = self._drafters[choice.drafter]
         budget = choice.drafts + choice.leaves if choice.leaves else None
         return drafter.draft(anchor, choice.drafts, budget, chain)
 
-    def stays_plain(self) -> bool:
-        """Says whether the next round is begun ahead, which saves what is between rounds. What a drafter is
-        worth changes little from round to round, so one that was not worth it now is taken not to be then.
-        If a lookup is, it comes a round later, which loses some half of a plain round. The chance of that is
-        taken from the last rounds that had none, and from all rounds."""
-        if self._choice.drafter is not None:
-            return False
-        chance = min(1 / (self._unlooked + 2), (self._looked + 1) / (self._rounds + 2))
-        return self._apart > chance / 2
+    def follows(self) -> Draft | None:
+        """Says what the next round is begun with, which saves what is between rounds. What a drafter is worth
+        changes little from round to round, so the next choice is taken to be this one."""
+        wanted, prices = self._wanted, self._prices_of(self._asked.sequences)
+        if wanted.lookup or wanted.leaves:
+            return None
+        if wanted.drafter is None:
+            return NOTHING if self._apart > self._missed() else None
+        most_lost = self._most_lost() - BET * max(self._choice.price - 1, 0.0)  # This one may lose that.
+        fits = prices.again > self._missed() and wanted.price <= 1 + most_lost
+        return self._drafters[wanted.drafter].chains[wanted.drafts] if fits else None
+
+    def _missed(self) -> float:
+        """Returns what is lost by a round that is begun ahead, in plain rounds. If a lookup is worth it then,
+        it comes a round later, which loses some half of a plain round. The chance of that is taken from the
+        last rounds that had none, and from all rounds; before any it is 1 in 10."""
+        return min(1 / (self._unlooked + 2), (self._looked + 0.2) / (self._rounds + 2)) / 2
+
+    def _saved(self, prices: Prices, limits: Limits) -> float:
+        """Returns what a chain saves by being begun ahead, as the round of these limits was; 0 where it is
+        not."""
+        return prices.again if limits.begun is not None and prices.again > self._missed() else 0.0
+
+    def _of_begun(self, begun: Draft, prices: Prices, owed: float) -> Choice:
+        """Returns the choice by which a round was begun. The device waits for the host where the rounds
+        before and after are not both plain, but no longer than it takes to begin a step."""
+        if not begun.size:
+            return Choice(price=1 + self._apart - prices.again) if self._choice.candidates else PLAIN
+        index = next(i for i, drafter in enumerate(self._drafters) if begun in drafter.chains)
+        price = prices.drafts[index][begun.size] + prices.verify[1 + begun.size] + owed - prices.again
+        return Choice(drafter=index, drafts=begun.size, price=price)
 
     def learn(self, done: Round) -> None:
         """Learns from a round that is over: what it lost and what came at once, and what the heads are worth
@@ -358,10 +396,11 @@ class Runner:
         self._tokens += len(done.tokens)
         apart = 1 + self._apart
         plain = 1.0 if done.ahead or done.behind else apart  # Plain decoding takes that for each token.
-        took = choice.price if done.drafted else 1.0 if done.ahead else apart
-        if not self._alone and not done.ahead:  # Who drafted pays for all who waited.
-            owed = self._company.owes(plain, self._prices_of(self._asked.sequences).steps)
-            took = plain + owed if done.drafted else plain if owed else apart
+        took = choice.price if done.drafted or done.ahead else apart
+        if not self._alone:  # Who drafted pays for all who waited.
+            prices = self._prices_of(self._asked.sequences)
+            owed = self._company.owes(plain, prices.steps, prices.again if done.ahead else 0.0)
+            took = plain + owed if done.drafted else plain if owed else took
         self._lost += took - plain * len(done.tokens)
         if not self._alone:
             allowance = self._allowance()
@@ -383,11 +422,12 @@ class Runner:
         unfed = self._unfed
         if self._waiting:
             most_lost -= BET * max(self._choice.price - 1, 0.0)
-            unfed = min(unfed + 1, self._most_unfed) if self._choice is PLAIN else 0
+            unfed = 0 if self._choice.candidates else min(unfed + 1, self._most_unfed)
         owed, prices, choice = self._feeds[unfed] if alone else 0.0, self._prices_of(limits.sequences), PLAIN
         if prices.with_drafts + owed <= 1 + most_lost:
             most = min(limits.candidates, self._budget)
-            choice = best(prices, most, limits.depth, (), self._learned, most_lost, owed)
+            saved = self._saved(prices, limits)
+            choice = best(prices, most, limits.depth, (), self._learned, most_lost, owed, saved)
         self._ready = Ready(choice, limits, owed, None if alone else self._wish(choice, prices))
 
     def _settle(self) -> None:

@@ -20,7 +20,8 @@ class Stats:
     the rounds that it drafted in, its drafts, and the accepted ones of these; what several sources proposed
     counts for each. draft_s, verify_s and commit_s are spent in these calls; the rest of decode_s is the
     host's, and a GPU may work on the next round meanwhile. Of a round that was begun ahead verify_s counts
-    its begin and what the host still waited for it.
+    its begin and what the host still waited for it; the begin of one with drafts counts to the wait for the
+    round before it.
     """
 
     mode: str

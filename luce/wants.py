@@ -1,5 +1,5 @@
 """Has what a generation wants next, which who drives it puts into steps: these, and of the core's own Drafts,
-told None, and Rows, told the choices."""
+told None, and Rows, told a Verified."""
 
 from __future__ import annotations
 

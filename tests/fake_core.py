@@ -1,8 +1,8 @@
 """Stands in for an engine, deterministically: generations and their loop run at full speed, with failures.
 
 It is strict where the core is: it checks its arguments as luce.h says before it does anything, and keeps what
-each sequence has `committed`, so that a test sees what a generation left in the caches. Draft sources are
-here too, and what runs generations over it.
+each sequence has `committed`, so that a test sees what a generation left in the caches. What runs generations
+over it is here too. Draft sources for it are in fake_sources.py.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import itertools
 import numpy as np
 import tiny  # noqa: F401  puts tools/ on the path
 
-from luce._native import Lists, default
+from luce._native import Drafts, Lists, Rows, Verified, default
 from luce._native import Source as By
-from luce.drafting import Draft, Drafter, Fixed
+from luce.drafting import Drafter, Fixed
 from luce.errors import ArgumentError, Cancelled, ContextFull, NumericError, OutOfMemory, StateError
 from luce.events import Failed, Finished, Tokens
 from luce.generation import Generation
@@ -84,6 +84,7 @@ class FakeEngine:
         self.cancels = False
         self.ahead = AHEAD if ahead is None else ahead
         self.begun = []  # Each entry has the sequences and the results of a step that was begun.
+        self.following = None  # The next wait() begins a round with so many drafts of each sequence.
 
     def called(self, verb, detail=None):
         number = self.count(verb)
@@ -145,7 +146,8 @@ class FakeEngine:
         for item in items:
             chain = [item.anchor]
             for _ in range(item.n):
-                chain.append(self.guess((*item.sequence.committed, *chain)))
+                guess = -1 if chain[-1] < 0 else self.guess((*item.sequence.committed, *chain))
+                chain.append(-1 if guess is None else guess)  # The head's logits are not finite there.
             item.sequence.chain = chain
 
     def verify(self, items):
@@ -159,10 +161,23 @@ class FakeEngine:
             item.sequence.rows = rows
         return [self.choices(item.sequence, rows) for item, rows in zip(items, histories, strict=True)]
 
+    def verified(self, items):
+        results = self.verify(items)
+        return [self.result(item.sequence, found) for item, found in zip(items, results, strict=True)]
+
+    def result(self, sequence, found):
+        if isinstance(found, Exception):
+            return found
+        return Verified([history[-1] for history in sequence.rows], found)
+
     def start(self, items):
         assert self.ahead
         self.begun = []
-        self.begun.append(([item.sequence for item in items], self.verify(items)))
+        self.begun.append(([item.sequence for item in items], self.verified(items)))
+
+    @property
+    def under_way(self):
+        return len(self.begun)
 
     def follow(self):
         self.called("verify", [1] * len(self.begun[0][0] if self.begun else ()))
@@ -177,15 +192,46 @@ class FakeEngine:
         found = []
         for sequence, result in zip(sequences, results, strict=True):
             sequence.committed, failed = list(sequence.rows[0]), isinstance(result, Exception)
-            sequence.rows = [(*sequence.committed, 0 if failed else result[0])]
-            found.append(result if failed else self.choices(sequence, sequence.rows))
+            sequence.rows = [(*sequence.committed, 0 if failed else result.choices[0])]
+            found.append(result if failed else self.result(sequence, self.choices(sequence, sequence.rows)))
         self.begun.append((sequences, found))
+
+    def follow_with(self, drafts, source=By.NEXTN):
+        self.called("follow_with", list(drafts))
+        if len(self.begun) != 1 or self.following:
+            raise StateError("no step, or two")
+        if len(drafts) != len(self.begun[0][0]) or not all(0 <= n <= self.n_draft for n in drafts):
+            raise ArgumentError("drafts")
+        self.following = list(drafts)
 
     def wait(self):
         self.called("wait")
         if not self.begun:
             raise StateError("nothing was begun")
-        return self.begun.pop(0)[1]
+        sequences, results = self.begun.pop(0)
+        drafts, self.following = self.following, None
+        if drafts:
+            self.go_on(sequences, results, drafts)
+        return results
+
+    def go_on(self, sequences, results, drafts):
+        """Begins the round that follows, through the calls that its caller would make."""
+        if self.cancels or any(isinstance(result, Exception) for result in results):
+            return
+        todo = []
+        for sequence, (tokens, choices), n in zip(sequences, results, drafts, strict=True):
+            if sequence not in self.open or len(sequence.rows or ()) != len(tokens) or min(tokens) < 0:
+                return
+            path, anchor = sequence.accept(tokens, sequence.parents, choices)
+            if len(sequence.committed) + len(path) + n + 1 > self.n_ctx:
+                return
+            todo.append((sequence, path, anchor, n))
+        for sequence, path, _, _ in todo:
+            sequence.commit(path)
+        if any(n for *_, n in todo):
+            self.draft([Drafts(sequence, anchor, n) for sequence, _, anchor, n in todo if n])
+        rows = [Rows(sequence, n=n + 1) if n else Rows(sequence, [anchor]) for sequence, _, anchor, n in todo]
+        self.begun.append((sequences, self.verified(rows)))
 
     def choices(self, sequence, rows):
         found = [self.choose(history) for history in rows]
@@ -240,6 +286,8 @@ class FakeSequence:
         self.engine.called("drafted", n)
         if self.chain is None or n != len(self.chain) - 1:
             raise ArgumentError("n")
+        if -1 in self.chain:
+            raise NumericError("the logits of a draft are not finite")
         return self.chain[1:]
 
     def lookup(self, anchor, most):
@@ -274,11 +322,12 @@ class FakeSequence:
             if self.chain is None or n > len(self.chain):
                 raise StateError("no draft")
             tokens, parents = self.chain[:n], None
+        else:
+            check(tokens)
         parents = [row - 1 for row in range(n)] if parents is None else list(parents)
         if not 1 <= n <= self.engine.n_rows or len(parents) != n or parents[0] != -1:
             raise ArgumentError("rows")
-        check(tokens)
-        histories = []
+        histories, self.parents = [], parents
         for row, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
             if row and not 0 <= parent < row:
                 raise ArgumentError("parents")
@@ -316,110 +365,6 @@ def check(tokens):
 
 TOKENIZER = tokenizer()
 PROMPT = tuple(b"a prompt")
-
-
-class Source:
-    """This is a draft source that keeps what it was told. `core` is an engine, for its last sequence, or a
-    sequence."""
-
-    def __init__(self, core=None):
-        self.core = core
-        self.budgets, self.rounds = [], []
-
-    def begin(self, budget):
-        self.budgets.append(budget)
-
-    def stays_plain(self):
-        return False
-
-    def learn(self, done):
-        self.rounds.append(done)
-
-    def prepare(self):
-        pass
-
-
-class Chain(Source):
-    """Drafts chains: `guess(history)` for each next token. Keeps what it was asked."""
-
-    name = "chain"
-
-    def __init__(self, core, guess, length=8):
-        super().__init__(core)
-        self.guess, self.length = guess, length
-        self.asked = []
-
-    def draft(self, anchor, limits):
-        self.asked.append((anchor, limits.candidates, limits.depth))
-        history, tokens = (*self.core.committed, anchor), []
-        for _ in range(min(self.length, limits.candidates, limits.depth)):
-            tokens.append(self.guess(history))
-            history = (*history, tokens[-1])
-        return Draft(tuple(tokens))
-
-
-class OnDevice(Source):
-    """Asks for chains of the fake core's head."""
-
-    name = "on device"
-
-    def __init__(self, length=8):
-        super().__init__()
-        self.length = length
-
-    def draft(self, anchor, limits):
-        return Draft(on_device=min(self.length, limits.candidates, limits.depth))
-
-
-class Trees(Source):
-    """Drafts trees of given shapes whose nodes follow the target where the given flags say so."""
-
-    name = "trees"
-
-    def __init__(self, core, shapes, choose=None):
-        super().__init__(core)
-        self.choose = choose or core.choose
-        self.shapes = itertools.cycle(shapes)
-
-    def draft(self, anchor, limits):
-        histories, tokens, parents = [(*self.core.committed, anchor)], [], [-1]
-        for above, right in next(self.shapes)[: limits.candidates]:
-            parent = above % len(histories)
-            if len(histories[parent]) - len(histories[0]) < limits.depth:
-                choice = self.choose(histories[parent])
-                tokens.append(choice if right else (choice + 1) % 256)
-                histories.append((*histories[parent], tokens[-1]))
-                parents.append(parent)
-        return Draft(tuple(tokens), tuple(parents))
-
-
-class Faulty(Source):
-    """Drafts what it is given, or raises it; raising: the verb that raises instead, "draft" or another."""
-
-    name = "faulty"
-
-    def __init__(self, draft, raising="draft"):
-        super().__init__()
-        self._draft, self._raising = draft, raising
-        self.calls = 0
-
-    def begin(self, budget):
-        self._maybe("begin")
-
-    def draft(self, anchor, limits):
-        self.calls += 1
-        self._maybe("draft")
-        return Draft() if isinstance(self._draft, Exception) else self._draft
-
-    def learn(self, done):
-        self._maybe("learn")
-
-    def prepare(self):
-        self._maybe("prepare")
-
-    def _maybe(self, verb):
-        if isinstance(self._draft, Exception) and verb == self._raising:
-            raise self._draft
 
 
 class Text:

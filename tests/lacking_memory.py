@@ -65,10 +65,24 @@ class Stage:
             self.engine.draft([Drafts(each, 3, 2)])
             drive.verify(each, [3, 4, 5], [-1, 0, 0])
 
+    def begun(self) -> None:
+        """Begins a verify of sequences that choose by themselves, which is to be followed with drafts."""
+        self.begin()
+        library = self.engine.library
+        for each in (self.one, self.two):
+            library.check(library.lib.luce_sequence_set_penalties(each.handle, library.ffi.NULL))
+        self.engine.start([Rows(self.one, [1, 2], [-1, 0]), Rows(self.two, [4])])
+        self.engine.follow_with([2, 0])
+
     def on_host(self) -> None:
         """Has the checkpoint in host memory."""
         self.begin()
         self.kept.to_host()
+
+    def go_on(self) -> None:
+        """Lets the step end, and the one that follows it."""
+        self.engine.wait()
+        self.engine.wait()
 
     def infos(self) -> list[object]:
         return [self.engine.info, self.one.info, self.two.info, self.kept.info]
@@ -80,6 +94,7 @@ CALLS: dict[str, tuple[Callable[[Stage], None], Callable[[Stage], object]]] = {
     "prefill": (Stage.begin, lambda s: s.one.prefill(tokens_of(9))),
     "draft": (Stage.begin, lambda s: s.engine.draft([Drafts(s.one, 1, 2), Drafts(s.two, 1, 1)])),
     "verify": (Stage.begin, lambda s: s.engine.verify([Rows(s.one, [1, 2], [-1, 0]), Rows(s.two, [4])])),
+    "follow": (Stage.begun, Stage.go_on),
     "choose": (Stage.rows, lambda s: s.two.choose(1, MASK)),
     "commit": (Stage.rows, lambda s: s.one.commit([0, 2])),
     "lookup": (Stage.rows, lambda s: s.one.lookup(3, 2)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from luce._native import Verified
 from luce.errors import OutOfMemory
 from luce.generation import Generation
 from luce.structs import PAGE
@@ -41,10 +42,10 @@ class PaperEngine:
     def cancel(self):
         pass
 
-    def verify(self, items):
+    def verified(self, items):
         for item in items:  # The core has a position's page before it verifies there.
             item.sequence.take(len(item.tokens))
-        return [[33] * len(item.tokens) for item in items]
+        return [Verified(item.tokens, [33] * len(item.tokens)) for item in items]
 
     def take(self, n):
         if n > self.info.pages_free:

@@ -18,7 +18,7 @@ import numpy as np
 from luce._native import Source
 from luce.acceptance import Known
 from luce.costs import Costs, Host, Hosts
-from luce.drafting import Drafter, Limits, Round
+from luce.drafting import Draft, Drafter, Limits, Round
 from luce.measure.oracle_model import Rule
 from luce.plan import AUTO_BUDGET
 from luce.runner import Runner
@@ -125,16 +125,18 @@ class Text:
     tree: Any = lists
 
 
-# It takes a text, the most rows and a depth, and gives drafts and the tokens of a lookup.
-Way = Callable[[Text, int, int], tuple[int, int]]
+# It takes a text, the most rows, a depth, and what the round was begun with. It gives drafts, the tokens of a
+# lookup, and what the next round may be begun with.
+Way = Callable[[Text, int, int, Draft | None], tuple[int, int, Draft | None]]
 
 
 def mtp(gamma: int) -> Way:
-    return lambda text, rows, depth: (min(gamma, depth), 0)
+    chain = Draft(on_device=gamma)
+    return lambda text, rows, depth, begun: (min(gamma, depth), 0, chain)
 
 
 def lookup(most: int) -> Way:
-    return lambda text, rows, depth: (0, len(text.lookup(0, min(most, depth))[0]))
+    return lambda text, rows, depth, begun: (0, len(text.lookup(0, min(most, depth))[0]), None)
 
 
 FIXED = {f"mtp:{n}": mtp(n) for n in range(1, GAMMA + 1)} | {
@@ -148,25 +150,24 @@ def cost_of(
     way: Way,
     learn: Callable[[Round], None] = lambda done: None,
     between: float = 0.0,
-    stays_plain: Callable[[], bool] = lambda: False,
 ) -> float:
     """Returns what the rounds of a text cost, from its first token to its last. The host takes `between`
     before each, unless it was begun ahead."""
-    text, end, seconds, ahead = Text(trace), len(trace.drafts), 0.0, False
+    text, end, seconds, begun = Text(trace), len(trace.drafts), 0.0, None
     while text.at < end:
         depth = end - text.at - 1  # The last token is chosen, not drafted.
-        drafts, looked = way(text, AUTO_BUDGET, depth) if depth else (0, 0)
-        if ahead:
-            drafts = looked = 0
+        drafts, looked, follows = way(text, AUTO_BUDGET, depth, begun) if depth else (0, 0, None)
+        ahead = begun is not None
+        if begun is not None:
+            drafts, looked = begun.size, 0
         else:
             seconds += between
-        goes_on = not drafts + looked and stays_plain()
+        begun = None if looked or not follows or follows.size > depth - drafts - 1 else follows
         right = min(drafts, trace.drafts[text.at]), min(looked, trace.lookups[text.at][1])
         candidates = drafts + looked - min(right)  # What both propose and is right is verified once.
         seconds += costs.verify(1 + candidates) + drafts * costs.draft(1)
         came = range(text.at + 1, text.at + 2 + max(right))
         learn(Round(candidates, max(right), 0.0, 0.0, 0.0, tuple(came), ahead, not ahead))
-        ahead = goes_on
         text.at += len(came)
     return seconds
 
@@ -175,20 +176,20 @@ def auto_cost(trace: Trace, costs: Costs, known: Known, between: float = 0.0) ->
     """Returns the same, of auto."""
     runner: list[Runner] = []
 
-    def way(text: Text, rows: int, depth: int) -> tuple[int, int]:
+    def way(text: Text, rows: int, depth: int, begun: Draft | None) -> tuple[int, int, Draft | None]:
         if not runner:
             drafters = [Drafter(text, Source.NEXTN, GAMMA)]
             runner.append(Runner(text, costs, drafters, AUTO_BUDGET, known, Hosts({1: Host(between)})))
             runner[0].begin(len(trace.drafts) + 1)
-        runner[0].draft(text.at, Limits(min(rows, depth), depth))
-        return runner[0]._choice.drafts, runner[0]._choice.lookup
+        runner[0].draft(text.at, Limits(min(rows, depth), depth, begun=begun))
+        return runner[0]._choice.drafts, runner[0]._choice.lookup, runner[0].follows()
 
     def learn(done: Round) -> None:
         if runner:
             runner[0].learn(done)
             runner[0].prepare()
 
-    return cost_of(trace, costs, way, learn, between, lambda: bool(runner) and runner[0].stays_plain())
+    return cost_of(trace, costs, way, learn, between)
 
 
 def rates(traces: Sequence[Trace], cost: Callable[[Trace], float]) -> dict[str, float]:

@@ -5,7 +5,6 @@ from fake_core import (
     EOS,
     PROMPT,
     TOKENIZER,
-    Chain,
     FakeEngine,
     drive,
     expected,
@@ -15,10 +14,11 @@ from fake_core import (
     run,
     scripted,
 )
+from fake_sources import Chain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luce.drafting import Draft, Round
+from luce.drafting import NOTHING, Draft, Round
 from luce.errors import Cancelled, ContextFull, DeviceError, LuceError, NumericError
 from luce.events import Failed, Finished, Tokens, Warned
 from luce.loop import Loop
@@ -38,17 +38,17 @@ class Now(Chain):
         draft = super().draft(anchor, limits)
         return draft if self.drafts(len(self.asked)) else Draft()
 
-    def stays_plain(self):
-        return self.stays(len(self.asked))
+    def follows(self):
+        return NOTHING if self.stays(len(self.asked)) else None
 
 
 class Unsure(Now):
     """Raises when it is asked whether it stays plain, in one round."""
 
-    def stays_plain(self):
+    def follows(self):
         if len(self.asked) == 3:
             raise RuntimeError("unsure")
-        return True
+        return NOTHING
 
 
 def begun(events):
@@ -142,14 +142,13 @@ def test_a_source_is_asked_in_every_round_and_drafts_one_later():
 
 @pytest.mark.parametrize("stops", [(), ("no such text",)], ids=["free", "stop strings"])
 def test_text_is_made_while_the_next_round_is_under_way(stops, monkeypatch):
-    """A stop string may end the text, so with one it is made before."""
+    """A stop string may end the text, so with one it is made before a round that is not begun already."""
     core = FakeEngine(ahead=True)
     monkeypatch.setattr(TOKENIZER, "bytes_of", lambda token: core.calls.append(("text", token)) or b"x")
     events = run(core, nextn(core, 3), max_tokens=30, stops=stops)
     assert events[-1].tokens == expected(hashed, 30) and events[-1].text == "x" * 30
     order = "".join(verb[0] for verb, _ in core.calls if verb in ("draft", "verify", "wait", "text"))
-    rounds = "dvwtttt" * 7 + "vwt" if stops else "dvw" + "dvttttw" * 6 + "vttttwt"
-    assert order == "t" + rounds
+    assert order == "tdvw" + "dvttttw" * 6 + ("ttttvwt" if stops else "vttttwt")
 
 
 @pytest.mark.parametrize(

@@ -329,3 +329,16 @@ def test_nothing_between_rounds_costs_anything(large: Engine, calls: list[tuple[
     the host, forks of both, and what else is no step. What plain rounds leave to the head, the first step of
     another kind adds as one."""
     Random(large).run([(0, 0), (1, 1), (2, 1), (3, 1), *calls])
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_rounds_that_follow_with_drafts_cost_their_steps_and_one_wait(engine: Engine, alone: bool) -> None:
+    """To ask for one costs nothing: the wait for the step before it begins it. After a step of one row the
+    head is fed."""
+    sequences = nan_model.started(engine)[: 1 if alone else 3]
+    cost = Meter(engine)
+    assert cost(engine.start([Rows(each, [3]) for each in sequences])) == (1, 0)
+    for at, drafts in enumerate((2, 2, 3)):
+        assert cost(engine.follow_with([drafts] * len(sequences))) == NOTHING
+        assert cost(engine.wait()) == (drafts + 1 + (alone and not at), 1)
+    assert cost(engine.wait()) == (0, 1)

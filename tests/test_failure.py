@@ -27,16 +27,20 @@ def test_an_item_that_is_not_finite_fails_alone(native: Library, engine: Engine)
     kept = [native.ints(row) for row in rows]
     for item, sequence, row, tokens in zip(items, sequences, rows, kept, strict=True):
         item.sequence, item.n, item.tokens = sequence.handle, len(row), tokens
-    choices, statuses = ffi.new("int32_t[]", [-77] * 7), ffi.new("luce_status[]", [99] * 3)
+    choices, tokens = ffi.new("int32_t[]", [-77] * 7), ffi.new("int32_t[]", [-77] * 7)
+    statuses = ffi.new("luce_status[]", [99] * 3)
     assert native.lib.luce_engine_start(engine.handle, items, 3) == 0
     for n_rows, n_items in ((6, 3), (7, 2), (8, 3)):
-        refused = native.lib.luce_engine_wait(engine.handle, choices, n_rows, statuses, n_items)
+        refused = native.lib.luce_engine_wait(
+            engine.handle, choices, tokens, n_rows, statuses, n_items, ffi.NULL
+        )
         assert refused == ArgumentError.code and list(choices) == [-77] * 7, "the step still waits"
-    status = native.lib.luce_engine_wait(engine.handle, choices, 7, statuses, 3)
+    status = native.lib.luce_engine_wait(engine.handle, choices, tokens, 7, statuses, 3, ffi.NULL)
     assert status == NumericError.code
     assert "position 23" in native.text(native.lib.luce_last_error())
     assert list(statuses) == [0, NumericError.code, 0]
     assert list(choices) == [*expected[0], *[-77] * 4, *expected[1]]
+    assert list(tokens) == [1, 2, *[-77] * 4, 3]
     assert [each.info.failed for each in sequences] == [0, 1, 0]
     assert [first.dump(), last.dump()] == states
     calls: list[Callable[[], object]] = [

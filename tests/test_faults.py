@@ -283,7 +283,7 @@ def test_calls_that_lack_memory_do_nothing_or_say_what_failed(small_gguf: Path, 
     assert done.returncode == 0, done.stdout + done.stderr
     counts = {name: int(n) for name, n in (line.split() for line in done.stdout.splitlines())}
     assert counts["commit"] == counts["reset"] == 0
-    assert min(counts[name] for name in ("open", "prefill", "draft", "verify", "make", "load")) > 0
+    assert min(counts[name] for name in ("open", "prefill", "draft", "verify", "follow", "make", "load")) > 0
 
 
 # ---- the current device

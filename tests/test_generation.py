@@ -4,22 +4,8 @@ import itertools
 
 import fake_core
 import pytest
-from fake_core import (
-    EOS,
-    N_VOCAB,
-    PROMPT,
-    Chain,
-    FakeEngine,
-    Faulty,
-    OnDevice,
-    Trees,
-    expected,
-    finish,
-    generation,
-    hashed,
-    run,
-    scripted,
-)
+from fake_core import EOS, N_VOCAB, PROMPT, FakeEngine, expected, finish, generation, hashed, run, scripted
+from fake_sources import Chain, Faulty, OnDevice, Trees
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

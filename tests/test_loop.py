@@ -4,22 +4,8 @@ import itertools
 
 import fake_core
 import pytest
-from fake_core import (
-    EOS,
-    PROMPT,
-    Chain,
-    FakeEngine,
-    Faulty,
-    OnDevice,
-    Trees,
-    drive,
-    expected,
-    finish,
-    generation,
-    hashed,
-    nextn,
-    scripted,
-)
+from fake_core import EOS, PROMPT, FakeEngine, drive, expected, finish, generation, hashed, nextn, scripted
+from fake_sources import Chain, Faulty, OnDevice, Trees
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -18,9 +18,9 @@ TOKENS = 256
 
 class Device(FakeEngine):
     """Takes seconds as a GPU does. Steps run one after the other, while the host goes on. A step begins
-    `launch` after its call. The host knows its choices `notice` after its end, and then works for `host` for
-    each of its sequences before it asks for more. `steps` are by rows, a draft takes `draft`, and `feeds` are
-    by rows that plain rounds owe."""
+    `launch` after its call. The host knows its choices `notice` after its end, and may begin the next round
+    then. It works for `host` for each of its sequences before it asks for more. `steps` are by rows, a draft
+    takes `draft`, and `feeds` are by rows that plain rounds owe."""
 
     def __init__(self, steps, draft, feeds, launch, notice, host, **more):
         super().__init__(**({"ahead": True, "guess": lambda history: hashed(history) ^ 1} | more))
@@ -71,9 +71,13 @@ class Device(FakeEngine):
         super().follow()
         self.began(len(self.begun[0][0]))
 
+    def go_on(self, *of):
+        self.now = max(self.now, self.ends[0] + self.notice)
+        super().go_on(*of)
+
     def wait(self):
         results = super().wait()
-        self.now = max(self.now, self.ends.pop(0)) + self.notice + self.host * len(results)
+        self.now = max(self.now, self.ends.pop(0) + self.notice) + self.host * len(results)
         return results
 
 

@@ -273,15 +273,19 @@ class Repeats:
 
 
 def decode(source, text, costs, tokens, share=0.0, host=NO_WORK):
-    """Returns (seconds, rounds by (lookup tokens, drafts)) of a text whose drafts are right with a share."""
+    """Returns (seconds, rounds by (lookup tokens, drafts)) of a text whose drafts are right with a share. A
+    round that is begun ahead saves the host's part, and between plain ones the device waits for nothing."""
     source.begin(tokens)
-    done, seconds, rounds, ahead = 1, 0.0, [], False
+    done, seconds, rounds, begun = 1, 0.0, [], None
     while done < tokens:
         left = max(tokens - done - 1, 1)
-        draft = source.draft(7, Limits(min(left, 31), left))
-        chain = 0 if ahead else draft.on_device
+        draft = source.draft(7, Limits(min(left, 31), left, begun=begun))
+        ahead = begun is not None
+        chain = begun.size if ahead else draft.on_device
         looked = 0 if ahead else source._choice.lookup
-        goes_on = source.stays_plain() and not looked + chain
+        begun = source.follows()
+        if begun is not None and (looked or begun.size > left - chain - 1):
+            begun = None
         accepted = 0
         while accepted < chain and text.random.random() < share:
             accepted += 1
@@ -289,8 +293,8 @@ def decode(source, text, costs, tokens, share=0.0, host=NO_WORK):
         came = [1] * (accepted + 1) if text.right > accepted else [1] * accepted + [2]
         seconds += costs.verify(1 + looked + chain) + chain * costs.draft(1)
         source.learn(Round(looked + chain, accepted, 0.0, 0.0, 0.0, tuple(came), ahead, not ahead))
-        seconds += host.ahead if ahead else host.between
-        ahead = goes_on
+        plain = not chain and rounds and not sum(rounds[-1])
+        seconds += host.between if not ahead else host.ahead if plain else 0.0
         done += accepted + 1
         rounds.append((looked, chain))
     return seconds, rounds

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from luce._native import Source
 from luce.costs import Costs
-from luce.drafting import Draft, Drafter, Fixed, TextLookup
+from luce.drafting import NOTHING, Draft, Drafter, Fixed, TextLookup
 from luce.events import Finished, Warned
 from luce.generation import Generation
 from luce.loop import Loop
@@ -86,8 +86,8 @@ class Told:
             tokens[row] = right
         return Draft(tuple(tokens[1:]), tuple(parents))
 
-    def stays_plain(self):
-        return bool(self.rng.random() < 0.5)
+    def follows(self):
+        return NOTHING if self.rng.random() < 0.5 else None
 
     def learn(self, done):
         self.done += len(done.tokens)
@@ -117,8 +117,8 @@ class Always:
             right = [int(token) for token in self.rng.integers(0, 384, len(right))]
         return Draft(tuple(right))
 
-    def stays_plain(self):
-        return False
+    def follows(self):
+        return None
 
     def learn(self, done):
         self.done += len(done.tokens)
@@ -146,10 +146,10 @@ class Bad:
             raise self._draft
         return self._draft
 
-    def stays_plain(self):
+    def follows(self):
         if self._left <= 0 and isinstance(self._draft, AttributeError):
             raise self._draft
-        return self._left % 2 == 0
+        return None if self._left % 2 else NOTHING
 
     def learn(self, done):
         pass
@@ -193,8 +193,20 @@ def source_of(kind, size, number, sequence, text):
 
 # At most this share of a source's drafts is accepted.
 ALWAYS = {"wrong": 0, "random": 0.1, "right": 1, "slow": 1}
-KINDS = ["mtp", "mtp-part", "mtp-tree", "dflash", "dflash-tree", "lookup", "auto", "auto", "chain", "tree",
-"bad", "plain"]
+KINDS = [
+    "mtp",
+    "mtp-part",
+    "mtp-tree",
+    "dflash",
+    "dflash-tree",
+    "lookup",
+    "auto",
+    "auto",
+    "chain",
+    "tree",
+    "bad",
+    "plain",
+]
 
 
 @dataclass

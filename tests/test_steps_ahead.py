@@ -10,7 +10,7 @@ import pytest
 from nan_model import BAD, open_engine, started, state_of, tokens_of
 from op_run import fault, round_fault
 
-from luce._native import Drafts, Engine, Library, Model, Rows
+from luce._native import Drafts, Engine, Library, Model, Rows, Verified
 from luce._native import Sequence as Timeline
 from luce.errors import (
     ArgumentError,
@@ -32,9 +32,9 @@ def begin(sequences: Items[Timeline], anchors: Items[int]) -> None:
 def chosen(engine: Engine) -> list[int]:
     """Returns the choices of the step that was begun first, which has one row of each sequence."""
     found = []
-    for choices in engine.wait():
-        assert isinstance(choices, list), choices
-        found += choices
+    for each in engine.wait():
+        assert isinstance(each, Verified), each
+        found += each.choices
     return found
 
 
@@ -127,7 +127,7 @@ def test_what_cannot_be_followed_changes_nothing(engine: Engine) -> None:
     engine.start([Rows(one, [3]), Rows(two, [4, 5])])
     with pytest.raises(StateError, match="item 1 .* more rows"):
         engine.follow()
-    assert [len(each) for each in engine.wait() if isinstance(each, list)] == [1, 2]
+    assert [each.tokens for each in engine.wait() if isinstance(each, Verified)] == [[3], [4, 5]]
     with pytest.raises(StateError):
         engine.follow()
     begin([one, two], (3, 4))
@@ -181,7 +181,8 @@ def test_logits_that_are_not_finite_fail_one_sequence_in_both_steps(model: Model
     engine.follow()
     for right in expected:
         first, failed, third = engine.wait()
-        assert [first, third] == [right[:1], right[2:]] and isinstance(failed, NumericError)
+        assert isinstance(first, Verified) and isinstance(third, Verified)
+        assert [first.choices, third.choices] == [right[:1], right[2:]] and isinstance(failed, NumericError)
         assert "position 21 are not finite" in str(failed)
     assert [each.info.failed for each in sequences] == [0, 1, 0]
     sequences[1].reset()
@@ -209,7 +210,8 @@ def test_a_wait_that_fails_writes_nothing(native: Library, engine: Engine) -> No
     choices, statuses = ffi.new("int32_t[]", [77] * 3), ffi.new("luce_status[]", [77] * 3)
 
     def wait(rows: int) -> int:
-        return int(native.lib.luce_engine_wait(engine.handle, choices, rows, statuses, 3))
+        null = ffi.NULL
+        return int(native.lib.luce_engine_wait(engine.handle, choices, null, rows, statuses, 3, null))
 
     assert wait(3) == StateError.code
     begin(sequences, (3, 4, 5))

@@ -5,7 +5,7 @@ closed in any order. Every failed call raises the LuceError subclass of its luce
 one-line message.
 """
 
-from luce._native.engine import Checkpoint, Drafts, Engine, Rows, Sequence, Source
+from luce._native.engine import Checkpoint, Drafts, Engine, Rows, Sequence, Source, Verified
 from luce._native.files import File, Model, Progress
 from luce._native.library import Handle, IntArray, Library, Lists, default, load, use
 
@@ -23,6 +23,7 @@ __all__ = [
     "Rows",
     "Sequence",
     "Source",
+    "Verified",
     "default",
     "load",
     "use",

@@ -61,6 +61,14 @@ class Rows(NamedTuple):
         return max(self.n, 0) if self.tokens is None else len(self.tokens)
 
 
+class Verified(NamedTuple):
+    """These are the results of a sequence's n rows: their own `tokens` (n,), of which -1 is a draft whose
+    drafter's logits were not finite, and the target's `choices` after each of them (n,)."""
+
+    tokens: list[int]
+    choices: list[int]
+
+
 class Engine(Handle):
     """This is the working memory of a model: KV pages, recurrent slots, buffers and ready graphs. Calls on
     one engine, its sequences and its checkpoints wait for each other, but for cancel() and for saving and
@@ -76,6 +84,7 @@ class Engine(Handle):
         # The device works while the host does something else, where that computes no experts.
         self.ahead = model.info.device != "cpu" and not model.cpu_experts
         self._begun: list[list[int]] = []  # These are the rows of the steps that were begun, by item.
+        self._next: list[int] = []  # The round that follows has so many rows, by item.
         self._verifying = threading.Lock()
         # It is looked up now, since cffi locks to do it, and a signal handler may have interrupted who holds
         # that lock.
@@ -121,8 +130,12 @@ class Engine(Handle):
 
     def verify(self, items: collections.abc.Sequence[Rows]) -> list[list[int] | NumericError]:
         """Runs one forward over the rows of several sequences, LUCE_MAX_ROWS in all. Returns for each item
-        the target's choice after each row (n,), or the error of a sequence whose logits were not finite.
-        Verifies of several threads wait for each other."""
+        the target's choice after each row (n,), or the error of a sequence whose logits were not finite."""
+        return [each.choices if isinstance(each, Verified) else each for each in self.verified(items)]
+
+    def verified(self, items: collections.abc.Sequence[Rows]) -> list[Verified | NumericError]:
+        """Runs the same step, and returns the tokens of its rows too. Verifies of several threads wait for
+        each other."""
         with self._verifying:
             self.start(items)
             return self.wait()
@@ -139,25 +152,44 @@ class Engine(Handle):
         """Begins a step for the sequences of the last one that was begun, which had one row each. It commits
         these rows and verifies the choices after them, which need not be known yet. At most two steps may be
         under way."""
-        self.library.check(self.library.lib.luce_engine_follow(self.handle))
+        null = self.library.ffi.NULL
+        self.library.check(self.library.lib.luce_engine_follow(self.handle, null, 0, 0))
         self._begun.append(self._begun[-1])
 
-    def wait(self) -> list[list[int] | NumericError]:
-        """Returns the results of the first step that was begun, as verify() does."""
+    def follow_with(self, drafts: collections.abc.Sequence[int], source: Source = Source.NEXTN) -> None:
+        """Has wait() begin the next round of the sequences of the step that was begun, as soon as that has
+        ended: it commits the rows that the choices accept, and drafts and verifies so many tokens of each.
+        under_way says whether it did. It does not where something stands in the way, such as logits that are
+        not finite, pages or a context that run out, or a cancel."""
+        made = self.library.ffi.new("uint32_t[]", [max(n, 0) for n in drafts])
+        self.library.check(self.library.lib.luce_engine_follow(self.handle, made, len(drafts), source))
+        self._next = [n + 1 for n in drafts]
+
+    @property
+    def under_way(self) -> int:
+        """Returns how many steps were begun and not waited for."""
+        return len(self._begun)
+
+    def wait(self) -> list[Verified | NumericError]:
+        """Returns the results of the first step that was begun, as verified() does."""
         if not self._begun:
             raise StateError("there is nothing to wait for: start a step")
-        ffi, widths = self.library.ffi, self._begun.pop(0)
-        choices, statuses = ffi.new("int32_t[]", sum(widths)), ffi.new("luce_status[]", len(widths))
-        wait = self.library.lib.luce_engine_wait
-        status = wait(self.handle, choices, sum(widths), statuses, len(widths))
+        ffi, widths, lib = self.library.ffi, self._begun.pop(0), self.library.lib
+        following, self._next, total = self._next, [], sum(widths)
+        choices, tokens = ffi.new("int32_t[]", total), ffi.new("int32_t[]", total)
+        statuses, followed = ffi.new("luce_status[]", len(widths)), ffi.new("int32_t *")
+        status = lib.luce_engine_wait(self.handle, choices, tokens, total, statuses, len(widths), followed)
         failed = status == NumericError.code
         if not failed:
             self.library.check(status)
-        message = self.library.text(self.library.lib.luce_last_error()) if failed else ""
-        found, at = ffi.unpack(choices, sum(widths)), 0
-        results: list[list[int] | NumericError] = []
+        if followed[0]:
+            self._begun.append(following)
+        message = self.library.text(lib.luce_last_error()) if failed else ""
+        found, rows, at = ffi.unpack(choices, total), ffi.unpack(tokens, total), 0
+        results: list[Verified | NumericError] = []
         for n, own in zip(widths, statuses, strict=True):
-            results.append(NumericError(message) if own != 0 else found[at : at + n])
+            done = slice(at, at + n)
+            results.append(Verified(rows[done], found[done]) if own == 0 else NumericError(message))
             at += n
         return results
 

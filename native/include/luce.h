@@ -20,15 +20,15 @@
  * the same bits whatever else is in the step. Tests show it on CPUs and on Hopper GPUs; no others were tried.
  *
  * Conventions
- * - Every function returns a luce_status unless stated; results go to out-parameters, which are written on LUCE_OK
- *   only. luce_last_error() explains the last failure of the calling thread.
+ * - Every function returns a luce_status unless stated; results go to out-parameters, written on LUCE_OK only.
+ * - luce_last_error() explains the last failure of the calling thread.
  * - Handles are opaque and checked: a null, closed or wrong handle is LUCE_E_ARG, never a crash.
  *   Close in any order: a sequence or checkpoint keeps its engine alive, an engine its model, a model its file.
  * - Structs begin with `struct_size`, set by the caller to sizeof(struct); a size this library does not know is
  *   LUCE_E_ARG. (Structs that are passed as arrays have none.) In option structs 0 means "the default" for every field.
  * - Text is UTF-8. Strings handed out live as long as the handle they came from.
- * - Calls on one engine, its sequences and checkpoints wait for each other; luce_engine_cancel does not, and
- *   saving and loading hardly do. Different engines run beside each other on different threads.
+ * - Calls on one engine, its sequences and checkpoints wait for each other, but for luce_engine_cancel and most of
+ *   saving and loading. Engines run beside each other on different threads.
  * - The library prints nothing, reads no files but those named, and never exits the process.
  */
 #ifndef LUCE_H
@@ -43,7 +43,7 @@
 extern "C" {
 #endif
 
-#define LUCE_ABI_VERSION 11 /* changes whenever a struct or a signature does */
+#define LUCE_ABI_VERSION 12 /* changes whenever a struct or a signature does */
 #define LUCE_MAX_ROWS 64 /* rows of one step over all its sequences: each has an anchor and its candidates */
 #define LUCE_MAX_DRAFT 8 /* drafts of a NextN chain */
 #define LUCE_MAX_TOP 63 /* candidates that are kept of a draft */
@@ -92,8 +92,7 @@ typedef struct luce_device_info {
     int32_t is_gpu;
 } luce_device_info;
 
-/* Counts the devices; index 0 is what `auto` takes (a CUDA device if there is one, else the CPU). GPUs whose compute
- * capability is below 8.0 are not among them. */
+/* Counts the devices; index 0 is what `auto` takes: a CUDA device of compute capability 8.0 or more, else the CPU. */
 LUCE_API luce_status luce_device_count(int32_t *count);
 LUCE_API luce_status luce_device_get(int32_t index, luce_device_info *out);
 
@@ -128,8 +127,7 @@ typedef struct luce_kv {
 } luce_kv;
 LUCE_API luce_status luce_file_get_kv(luce_file *file, uint64_t index, luce_kv *out);
 
-/* The strings of array key `index`: pointers into the mapping and lengths in bytes, not terminated. Both arrays are the
- * caller's, of luce_kv.count entries. */
+/* The strings of array key `index` (luce_kv.count): pointers into the mapping, and lengths in bytes, not terminated. */
 LUCE_API luce_status luce_file_get_strings(luce_file *file, uint64_t index, const char **data,
                                            uint64_t *lengths);
 
@@ -263,9 +261,8 @@ typedef struct luce_cost {
  * out NULL: *n becomes the number of entries; else *n entries at most are written and counted. */
 LUCE_API luce_status luce_engine_costs(luce_engine *engine, luce_cost *out, uint32_t *n);
 
-/* The engine's next prefill, draft or verify does nothing and returns E_CANCELLED; one that is running ends first,
- * after a step at most. It may be called from any thread and from a signal handler, also while the engine works. It
- * sets no last error. */
+/* The engine's next prefill, draft or verify does nothing and returns E_CANCELLED; one that is running ends first, after
+ * a step at most. Any thread and signal handlers may call it, also while the engine works. It sets no last error. */
 LUCE_API luce_status luce_engine_cancel(luce_engine *engine);
 
 typedef enum luce_source {
@@ -288,9 +285,8 @@ LUCE_API luce_status luce_engine_draft(luce_engine *engine, int32_t source /* lu
                                        const luce_draft_item *items, uint32_t n_items);
 
 /* A verify runs one forward over the rows of several sequences, LUCE_MAX_ROWS in all. Row 0 of an item is its anchor
- * (parents[0] = -1), and row i > 0 follows row parents[i] < i, in depth-first order. A row sees the committed tokens,
- * its ancestors and itself, at position n_past + depth. Committed state is unchanged; a second verify of a sequence
- * replaces its first. */
+ * (parents[0] = -1), and row i > 0 follows row parents[i] < i, in depth-first order. A row sees the committed tokens, its
+ * ancestors and itself, at position n_past + depth. It commits nothing; a sequence's second verify replaces its first. */
 typedef struct luce_verify_item {
     luce_sequence *sequence; /* each at most once */
     /* n; NULL: the anchor and first n - 1 drafts of the sequence's last draft, with no copy to the host in between */
@@ -302,22 +298,28 @@ typedef struct luce_verify_item {
  * (the deepest row would pass n_ctx), E_STATE, E_MEMORY (pages), E_CANCELLED: nothing was done, all sequences are as
  * they were. E_DEVICE, E_INTERNAL: all sequences of the step are failed. */
 LUCE_API luce_status luce_engine_start(luce_engine *engine, const luce_verify_item *items, uint32_t n_items);
-/* Begins a step for the sequences of the last one, which had one row each: it commits these rows and verifies the
- * choices after them, which the host need not know yet. It fails as luce_engine_start does, with E_STATE also where
- * there is no step to follow, or where two are under way, which is the most. */
-LUCE_API luce_status luce_engine_follow(luce_engine *engine);
+/* Begins the next round of the sequences of the last step: of each it commits the rows that the step's choices accept
+ * (luce_accept), drafts n_drafts[i] tokens of `source` after the choice behind them, or none, and verifies them.
+ * n_drafts NULL: none drafts, and the step had one row each. The round begins at once, and two steps are under way then,
+ * which is the most. It fails as luce_engine_start does. Else (n_items, in the step's order): luce_engine_wait begins it.
+ * E_ARG: too many drafts for the source, a sequence or a step, or other items. E_CANCELLED. E_STATE: there is no step to
+ * follow, one is followed already, or the engine has no drafts of the source. */
+LUCE_API luce_status luce_engine_follow(luce_engine *engine, const uint32_t *n_drafts, uint32_t n_items,
+                                        int32_t source /* luce_source */);
 /* Waits for the oldest step that was begun. choices (n_rows, item by item) gets the target's token after each row, and
- * status (n_items) says of each item LUCE_OK, or E_NUMERIC where its logits were not finite: its sequence is failed,
- * and its choices are not written. The call then returns E_NUMERIC too, and so does the wait for the step that follows.
- * After any other error neither array is written. E_DEVICE, E_INTERNAL: all sequences of the step are failed. E_STATE:
- * there is no step. E_ARG: it has other rows or items, and can be waited for again. Until a step is waited for, other
- * calls on the engine, its sequences and checkpoints let all steps end first, whose results stay; but lookups, infos,
- * saves and closing a sequence leave the steps alone. */
-LUCE_API luce_status luce_engine_wait(luce_engine *engine, int32_t *choices, uint32_t n_rows,
-                                      luce_status *status, uint32_t n_items);
+ * tokens (n_rows, or NULL) the rows' own, -1 for a draft whose logits were not finite. status (n_items) says of each item
+ * LUCE_OK, or E_NUMERIC where the target's were not: its sequence is failed, and its choices and tokens are not written.
+ * The call then returns E_NUMERIC too, and so does the wait for a step that follows. *followed (or NULL) is 1 where it
+ * has begun a round that luce_engine_follow asked for, else 0: that commits nothing where logits were not finite, pages
+ * or the context run out, a sequence was closed or has penalties, a cancel is due, or a call has dropped its rows.
+ * After any other error no array is written. E_DEVICE, E_INTERNAL: all sequences of the step, or of the one that follows,
+ * are failed. E_STATE: there is no step. E_ARG: it has other rows or items, and can be waited for again. Until a step is
+ * waited for, other calls on the engine, its sequences and checkpoints let all steps end first, whose results stay; but
+ * lookups, infos, saves and closing a sequence leave the steps alone. */
+LUCE_API luce_status luce_engine_wait(luce_engine *engine, int32_t *choices, int32_t *tokens, uint32_t n_rows,
+                                      luce_status *status, uint32_t n_items, int32_t *followed);
 
 /* ---- sequence: one timeline ------------------------------------------------------------------- */
-
 /* Opens an empty timeline, which takes no device memory of its own. E_MEMORY when n_sequences are open. */
 LUCE_API luce_status luce_sequence_open(luce_sequence **out, luce_engine *engine);
 LUCE_API luce_status luce_sequence_close(luce_sequence *sequence);
@@ -484,11 +486,11 @@ typedef struct luce_type_info {
     uint32_t type_size; /* bytes per block */
     int32_t is_weight; /* luce multiplies with it on every device */
 } luce_type_info;
-/* Describes a type; E_ARG for an id that ggml does not have. */
+/* E_ARG for an id that ggml does not have. */
 LUCE_API luce_status luce_type_get(int32_t type, luce_type_info *out);
 
-/* Quantises F32 rows (n_rows x n_per_row, row-major) to `type`. dst_size must be exactly the result's size in bytes.
- * Types that want an importance matrix get a uniform one. */
+/* Quantises F32 rows (n_rows x n_per_row, row-major) to `type`, with a uniform importance matrix for types that want one.
+ * dst_size must be exactly the result's size in bytes. */
 LUCE_API luce_status luce_quantize(int32_t type, const float *src, uint64_t n_rows, uint64_t n_per_row,
                                    void *dst, uint64_t dst_size);
 

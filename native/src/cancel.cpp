@@ -26,6 +26,10 @@ void CancelFlag::name(uintptr_t handle) {
     entry_->handle = handle;
 }
 
+bool CancelFlag::is_raised() const {
+    return entry_->raised;
+}
+
 bool CancelFlag::take() {
     return entry_->raised.exchange(false);
 }

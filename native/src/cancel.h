@@ -15,6 +15,7 @@ public:
     CancelFlag &operator=(const CancelFlag &) = delete;
 
     void name(uintptr_t handle); // it says what raise() is called with
+    bool is_raised() const;
     bool take(); // it returns whether it was raised, and lowers it
 
     // Raises the flag of a handle, and returns false when there is none. It is async-signal-safe.

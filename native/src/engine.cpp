@@ -238,9 +238,7 @@ void Engine::feed_head(Timeline &line) {
 
 // ---- the round ----
 
-void Engine::draft(Source source, const DraftItem *items, uint32_t n_items) {
-    settle();
-    check_cancelled();
+uint32_t Engine::most_drafts(Source source) const {
     const CacheParams &c = params_.cache;
     const bool block = source == Source::dflash, part = source == Source::part;
     if ((block ? c.n_block : part ? c.n_part : c.n_draft) == 0) {
@@ -249,7 +247,19 @@ void Engine::draft(Source source, const DraftItem *items, uint32_t n_items) {
              : part ? "n_part"
                     : "n_draft");
     }
-    const uint32_t most = block ? c.n_block - 1 : c.n_draft;
+    return block ? c.n_block - 1 : c.n_draft;
+}
+
+void Engine::draft(Source source, const DraftItem *items, uint32_t n_items) {
+    settle();
+    check_cancelled();
+    begin_draft(source, items, n_items);
+}
+
+void Engine::begin_draft(Source source, const DraftItem *items, uint32_t n_items) {
+    const CacheParams &c = params_.cache;
+    const bool block = source == Source::dflash;
+    const uint32_t most = most_drafts(source);
     uint32_t pages = 0;
     for (uint32_t i = 0; i < n_items; i++) {
         const DraftItem &item = items[i];
@@ -269,7 +279,7 @@ void Engine::draft(Source source, const DraftItem *items, uint32_t n_items) {
         pages += line.pages_wanted(block ? c.n_block : item.n);
     }
     need_pages(pages);
-    block ? draft_blocks(items, n_items) : draft_chains(items, n_items, part);
+    block ? draft_blocks(items, n_items) : draft_chains(items, n_items, source == Source::part);
 }
 
 // A step for each link, of those whose chains are so long: one that fails takes these sequences along alone.

@@ -7,6 +7,7 @@
 
 #include <mutex>
 #include <new>
+#include <optional>
 
 namespace luce {
 
@@ -40,12 +41,20 @@ struct Flight {
     std::vector<Item> items;
     std::vector<uint32_t> positions; // by row, those of the tokens to be chosen
     std::vector<int32_t> choices; // by row, once it has ended
+    std::vector<int32_t>
+        tokens; // by row, once it has ended: those it had, and -1 for a draft whose logits were not finite
     uint32_t number = 0; // the step's
     bool fed = false; // its rows were fed to the head
     bool followed = false; // its rows are committed, since a step follows it
     bool ended = false;
     luce_status error = LUCE_OK; // all of it failed
     std::string message;
+};
+
+// What follows a flight once the host knows its choices: so many drafts of each of its sequences, and their verify.
+struct Next {
+    std::vector<uint32_t> n_drafts;
+    Source source;
 };
 
 class Engine {
@@ -67,10 +76,12 @@ public:
 
     void draft(Source source, const DraftItem *items, uint32_t n);
     // Begins a verify; follow() begins one of the choices after the only rows of the last one. wait() ends the oldest of
-    // them: E_NUMERIC means that it was done, and each status says for which item.
+    // them: E_NUMERIC means that it was done, and each status says for which item. tokens may be null. wait() then begins
+    // what follow_with() has asked for, and returns whether it has.
     void start(const std::vector<VerifyItem> &items);
     void follow();
-    void wait(int32_t *choices, uint32_t n_rows, luce_status *status, uint32_t n_items);
+    void follow_with(Next next);
+    bool wait(int32_t *choices, int32_t *tokens, uint32_t n_rows, luce_status *status, uint32_t n_items);
     void settle(); // it waits for them all, whose results wait() still gives
     void let_go(); // it waits for those that hold a sequence which was closed
 
@@ -105,6 +116,10 @@ public:
 
 private:
     static luce_memory memory_of(const Model &model, const Cache &cache, const StepSizes &sizes);
+    uint32_t most_drafts(Source source) const; // of a sequence; E_STATE where the engine has none of it
+    void begin_draft(Source source, const DraftItem *items, uint32_t n);
+    void begin_verify(const std::vector<VerifyItem> &items);
+    bool go_on(const Flight &flight, const Next &next);
     void draft_chains(const DraftItem *items, uint32_t n, bool part);
     void draft_chain(const DraftItem &item, bool part);
     void draft_link(const DraftItem *items, uint32_t n, uint32_t link, bool part);
@@ -122,6 +137,7 @@ private:
     Backend copies_;
     std::vector<std::weak_ptr<Checkpoint>> leaving_;
     std::vector<Flight> flights_; // the oldest comes first
+    std::optional<Next> next_; // it follows the only flight
     std::recursive_mutex mutex_;
     CancelFlag cancel_;
 };

@@ -108,22 +108,27 @@ static void check_items(const void *items, uint32_t n) {
     }
 }
 
+static Source checked_source(int32_t source) {
+    if (source < LUCE_SOURCE_NEXTN || source > LUCE_SOURCE_PART) {
+        fail(LUCE_E_ARG, "source %d: there are %d to %d", source, LUCE_SOURCE_NEXTN, LUCE_SOURCE_PART);
+    }
+    return Source(source);
+}
+
 luce_status luce_engine_draft(luce_engine *engine, int32_t source, const luce_draft_item *items,
                               uint32_t n_items) {
     return guarded([&] {
         const auto e = g_engines.get(engine);
         const std::lock_guard<std::recursive_mutex> lock(e->mutex());
         check_items(items, n_items);
-        if (source < LUCE_SOURCE_NEXTN || source > LUCE_SOURCE_PART) {
-            fail(LUCE_E_ARG, "source %d: there are %d to %d", source, LUCE_SOURCE_NEXTN, LUCE_SOURCE_PART);
-        }
+        const Source from = checked_source(source);
         std::vector<std::shared_ptr<Sequence>> kept;
         std::vector<DraftItem> list;
         for (uint32_t i = 0; i < n_items; i++) {
             kept.push_back(sequence_of(items[i].sequence, e.get(), i, kept));
             list.push_back({kept.back().get(), items[i].anchor, items[i].n});
         }
-        e->draft(Source(source), list.data(), n_items);
+        e->draft(from, list.data(), n_items);
     });
 }
 
@@ -147,22 +152,30 @@ luce_status luce_engine_start(luce_engine *engine, const luce_verify_item *items
     });
 }
 
-luce_status luce_engine_follow(luce_engine *engine) {
+luce_status luce_engine_follow(luce_engine *engine, const uint32_t *n_drafts, uint32_t n_items,
+                               int32_t source) {
     return guarded([&] {
         const auto e = g_engines.get(engine);
         const std::lock_guard<std::recursive_mutex> lock(e->mutex());
-        e->follow();
+        if (n_drafts == nullptr) {
+            return e->follow();
+        }
+        check_items(n_drafts, n_items);
+        e->follow_with({std::vector<uint32_t>(n_drafts, n_drafts + n_items), checked_source(source)});
     });
 }
 
-luce_status luce_engine_wait(luce_engine *engine, int32_t *choices, uint32_t n_rows, luce_status *status,
-                             uint32_t n_items) {
+luce_status luce_engine_wait(luce_engine *engine, int32_t *choices, int32_t *tokens, uint32_t n_rows,
+                             luce_status *status, uint32_t n_items, int32_t *followed) {
     return guarded([&] {
         const auto e = g_engines.get(engine);
         const std::lock_guard<std::recursive_mutex> lock(e->mutex());
         need(choices, "choices");
         need(status, "status");
-        e->wait(choices, n_rows, status, n_items);
+        int32_t none = 0;
+        int32_t &begun = followed != nullptr ? *followed : none;
+        begun = 0;
+        begun = e->wait(choices, tokens, n_rows, status, n_items);
     });
 }
 

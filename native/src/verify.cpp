@@ -5,6 +5,7 @@
 #include "sequence.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace luce {
 
@@ -82,7 +83,12 @@ void Engine::take_off(Flight &flight) {
 void Engine::start(const std::vector<VerifyItem> &items) {
     settle();
     flights_.clear(); // nobody has asked for their results
+    next_.reset();
     check_cancelled();
+    begin_verify(items);
+}
+
+void Engine::begin_verify(const std::vector<VerifyItem> &items) {
     uint32_t pages = 0, rows = 0;
     uint32_t depth[MAX_ROWS];
     Flight flight;
@@ -103,6 +109,7 @@ void Engine::start(const std::vector<VerifyItem> &items) {
         flight.items.push_back(std::move(one));
     }
     flight.choices.resize(rows);
+    flight.tokens.resize(rows);
     need_pages(pages);
     in_step([&] { take_off(flight); });
     flights_.push_back(std::move(flight));
@@ -110,7 +117,7 @@ void Engine::start(const std::vector<VerifyItem> &items) {
 
 void Engine::follow() {
     check_cancelled();
-    if (flights_.empty() || flights_.size() == STARTED) {
+    if (flights_.empty() || flights_.size() == STARTED || next_) {
         fail(LUCE_E_STATE, flights_.empty() ? "there is no step to follow: start one"
                                             : "a step follows already: wait for the one before it");
     }
@@ -139,6 +146,7 @@ void Engine::follow() {
         pages += line.pages_wanted(2);
     }
     flight.choices.resize(flight.items.size());
+    flight.tokens.resize(flight.items.size());
     need_pages(pages);
     in_step([&] {
         if (!before.ended) {
@@ -160,6 +168,86 @@ void Engine::follow() {
     flights_.push_back(std::move(flight));
 }
 
+void Engine::follow_with(Next next) {
+    check_cancelled();
+    if (flights_.size() != 1 || next_) {
+        fail(LUCE_E_STATE, flights_.empty() ? "there is no step to follow: start one"
+                                            : "a step follows already: wait for the one before it");
+    }
+    const CacheParams &c = params_.cache;
+    const size_t n_items = flights_.front().items.size();
+    if (next.n_drafts.size() != n_items) {
+        fail(LUCE_E_ARG, "drafts of %zu sequences, but the step was started with %zu", next.n_drafts.size(),
+             n_items);
+    }
+    uint32_t rows = 0;
+    for (const uint32_t n : next.n_drafts) {
+        const uint32_t most = n > 0 ? std::min(most_drafts(next.source), c.n_rows - 1) : 0;
+        if (n > most) {
+            fail(LUCE_E_ARG, "a sequence has at most %u drafts in a step, got %u", most, n);
+        }
+        rows += std::min(n, uint32_t(MAX_ROWS)) + 1;
+    }
+    if (rows > MAX_ROWS) {
+        fail(LUCE_E_ARG, "a step has %d rows at most, got %u", MAX_ROWS, rows);
+    }
+    next_ = std::move(next);
+}
+
+// Commits what a flight's choices accept, and begins the drafts and the verify that come next. Returns false where
+// something stands in the way, and then nothing was done.
+bool Engine::go_on(const Flight &flight, const Next &next) {
+    const CacheParams &c = params_.cache;
+    struct Accepted {
+        std::shared_ptr<Sequence> sequence;
+        std::vector<int32_t> path;
+        int32_t anchor;
+    };
+    std::vector<Accepted> all;
+    uint32_t pages = 0;
+    for (size_t i = 0, row = 0; i < flight.items.size(); row += flight.items[i].tokens.size(), i++) {
+        const Flight::Item &item = flight.items[i];
+        const size_t n = item.tokens.size();
+        const std::shared_ptr<Sequence> sequence = item.sequence.lock();
+        const bool finite = std::all_of(&flight.tokens[row], &flight.tokens[row] + n,
+                                        [](int32_t token) { return token >= 0; });
+        if (!sequence || sequence->closed() || sequence->chooses() || sequence->line().n_verified() != n ||
+            !finite) {
+            return false;
+        }
+        const Timeline &line = sequence->line();
+        Accepted one{sequence, {}, 0};
+        one.path =
+            accept(&flight.tokens[row], item.parents.data(), &flight.choices[row], uint32_t(n), &one.anchor);
+        const uint32_t drafts = next.n_drafts[i], kept = uint32_t(one.path.size());
+        if (line.n_past() + kept + drafts >= c.n_ctx) {
+            return false;
+        }
+        const bool block = drafts > 0 && next.source == Source::dflash;
+        pages += line.pages_wanted(kept + std::max(drafts + 1, block ? c.n_block : 0));
+        all.push_back(std::move(one));
+    }
+    if (pages > cache_.pages.n_free() || cancel_.is_raised()) {
+        return false;
+    }
+    std::vector<DraftItem> drafts;
+    std::vector<VerifyItem> rows;
+    for (size_t i = 0; i < all.size(); i++) {
+        Accepted &one = all[i];
+        one.sequence->line().commit(one.path.data(), uint32_t(one.path.size()));
+        const uint32_t n = next.n_drafts[i];
+        if (n > 0) {
+            drafts.push_back({one.sequence.get(), one.anchor, n});
+        }
+        rows.push_back({one.sequence, n > 0 ? nullptr : &one.anchor, nullptr, n + 1});
+    }
+    if (!drafts.empty()) {
+        begin_draft(next.source, drafts.data(), uint32_t(drafts.size()));
+    }
+    begin_verify(rows);
+    return true;
+}
+
 // Books a step that has ended.
 void Engine::land(Flight &flight, Flight *next) {
     step_->finish_verify(flight.number);
@@ -172,10 +260,13 @@ void Engine::land(Flight &flight, Flight *next) {
             continue;
         }
         for (int32_t &token : item.tokens) {
+            int32_t given = token;
             if (token < 0) { // the kernel did the same to the draft (TokensArgs)
-                token = step_->drafted(-1 - token).token;
-                token = uint32_t(token) < vocab ? token : 0;
+                const Choice &draft = step_->drafted(-1 - token);
+                token = uint32_t(draft.token) < vocab ? draft.token : 0;
+                given = draft.not_finite ? -1 : token;
             }
+            flight.tokens[row0 + size_t(&token - item.tokens.data())] = given;
         }
         if (!flight.followed) {
             sequence.line().verified(item.tokens, item.parents, flight.fed);
@@ -244,7 +335,7 @@ void Engine::settle() {
     }
 }
 
-void Engine::wait(int32_t *choices, uint32_t n_rows, luce_status *status, uint32_t n_items) {
+bool Engine::wait(int32_t *choices, int32_t *tokens, uint32_t n_rows, luce_status *status, uint32_t n_items) {
     if (flights_.empty()) {
         fail(LUCE_E_STATE, "there is nothing to wait for: start a step");
     }
@@ -255,6 +346,7 @@ void Engine::wait(int32_t *choices, uint32_t n_rows, luce_status *status, uint32
     end(flights_.front());
     const Flight flight = std::move(flights_.front());
     flights_.erase(flights_.begin());
+    const std::optional<Next> next = std::exchange(next_, std::nullopt);
     if (flight.error != LUCE_OK) {
         throw Error(flight.error, flight.message);
     }
@@ -263,12 +355,28 @@ void Engine::wait(int32_t *choices, uint32_t n_rows, luce_status *status, uint32
         status[i] = flight.items[i].status;
         failed = failed || status[i] != LUCE_OK;
         if (status[i] == LUCE_OK) {
-            std::copy_n(flight.choices.begin() + long(row), flight.items[i].tokens.size(), choices + row);
+            const size_t n = flight.items[i].tokens.size();
+            std::copy_n(flight.choices.begin() + long(row), n, choices + row);
+            if (tokens != nullptr) {
+                std::copy_n(flight.tokens.begin() + long(row), n, tokens + row);
+            }
         }
     }
     if (failed) {
         throw Error(LUCE_E_NUMERIC, flight.message);
     }
+    bool begun = false;
+    try {
+        in_step([&] { begun = next && go_on(flight, *next); });
+    } catch (const Error &e) {
+        for (const Flight::Item &item : flight.items) {
+            if (const std::shared_ptr<Sequence> sequence = item.sequence.lock()) {
+                sequence->fail_with(e.what());
+            }
+        }
+        throw;
+    }
+    return begun;
 }
 
 } // namespace luce
