@@ -1,7 +1,9 @@
 // Times attention on the 27B's shape. One CUDA graph runs an op for 16 layers, or 4 where these are long, each with its own
-// KV, and the median of its replays is shown per layer: of attention that packs its result, by one plan for all layers, of the kernel that makes its heads, and
-// of the store of cells alone. GB/s counts the K and V of each sequence once. Filling the cells,
-// capture and warm-up are outside the timing. The layers share q and the control block.
+// KV, and the median of its replays is shown per layer: of attention that packs its result, by one plan for all layers, of the
+// kernel that makes its heads, and of the store of cells alone. A replay is CALLS launches of the graph that follow each other
+// without a wait, as bench/attention_peer.cpp does with ggml's, so that the start on an idle device is in few of them. GB/s counts the
+// K and V of each sequence once. Filling the cells, capture and warm-up are outside the timing. The layers share q and the control
+// block.
 #include "harness.h"
 #include "rowmm.h"
 
@@ -11,7 +13,7 @@
 
 namespace {
 
-constexpr int H = 24, HKV = 4, D = 256, REPLAYS = 15;
+constexpr int H = 24, HKV = 4, D = 256, REPLAYS = 15, CALLS = 8;
 
 // Fills with any numbers between -1 and 1.
 __global__ void fill_cells(__half *x, size_t n) {
@@ -78,7 +80,7 @@ double time_heads(const Cells &cells, const Device<StepCtl> &ctl, int T) {
         must(cuda::attention_heads({&parts, cells.layer(i), T, H, KV_TRUNK, D / 4, 1e7f, 1e-6f, positions.p, norm.p, norm.p,
                                     ctl.p, cells.table.p, out.p, out.p + size_t(T) * H * D},
                                    stream));
-    }, REPLAYS, cells.layers);
+    }, REPLAYS, cells.layers, CALLS);
 }
 
 void time_case(const Cells &cells, int context, const Ints &parents, int max_pages, const char *name) {
@@ -127,7 +129,7 @@ void time_case(const Cells &cells, int context, const Ints &parents, int max_pag
     for (int i = 0; i < cells.layers; i++) {
         store(i);
     }
-    const double store_us = median_us(store, REPLAYS, cells.layers), heads_us = time_heads(cells, ctl, T), us = median_us([&](int i) {
+    const double store_us = median_us(store, REPLAYS, cells.layers, CALLS), heads_us = time_heads(cells, ctl, T), us = median_us([&](int i) {
         a.pool = cells.layer(i);
         a.layer = i;
         if (i == 0) {
@@ -135,7 +137,7 @@ void time_case(const Cells &cells, int context, const Ints &parents, int max_pag
             must(cuda::attention_plan(a, plan.p, stream));
         }
         must(cuda::attention(a, stream));
-    }, REPLAYS, cells.layers);
+    }, REPLAYS, cells.layers, CALLS);
     const double bytes = 2.0 * cells.n_seqs * (context + rows) * double(cells.cell_bytes);
     printf("luce type %d context %6d seqs %d rows %2d %-6s %8.2f us %6.0f GB/s, heads %.2f us, store %.2f us\n", cells.type,
            context, cells.n_seqs, rows, name, us, bytes / us / 1e3, heads_us, store_us);

@@ -161,8 +161,9 @@ inline void run_times(int times, const std::function<void()> &enqueue) {
 
 // ---- timings ----
 
-// Returns the median of a captured graph's replays, in us. The first few warm up.
-inline double median_us(const std::function<void()> &enqueue, int replays) {
+// Returns the median of a captured graph's replays, in us. The first few warm up. A replay is so many calls, which follow each
+// other without a wait.
+inline double median_us(const std::function<void()> &enqueue, int replays, int calls = 1) {
     void *graph = nullptr;
     must(cuda::capture_begin(stream));
     enqueue();
@@ -174,13 +175,15 @@ inline double median_us(const std::function<void()> &enqueue, int replays) {
     Floats us;
     for (int i = 0; i < replays + WARM_UP; i++) {
         must(cudaEventRecord(begin, stream));
-        must(cuda::capture_launch(graph, stream));
+        for (int call = 0; call < calls; call++) {
+            must(cuda::capture_launch(graph, stream));
+        }
         must(cudaEventRecord(end, stream));
         must(cudaEventSynchronize(end));
         float ms = 0;
         must(cudaEventElapsedTime(&ms, begin, end));
         if (i >= WARM_UP) {
-            us.push_back(ms * 1000);
+            us.push_back(ms * 1000 / calls);
         }
     }
     cuda::capture_free(graph);
@@ -192,14 +195,14 @@ inline double median_us(const std::function<void()> &enqueue, int replays) {
 
 // Returns the median of one op among `layers` that follow each other. Each runs once before that, so that
 // kernels are loaded.
-inline double median_us(const std::function<void(int)> &enqueue, int replays, int layers) {
+inline double median_us(const std::function<void(int)> &enqueue, int replays, int layers, int calls = 1) {
     enqueue(0);
     const auto all = [&] {
         for (int i = 0; i < layers; i++) {
             enqueue(i);
         }
     };
-    return median_us(all, replays) / layers;
+    return median_us(all, replays, calls) / layers;
 }
 
 // ---- one DeltaNet layer on the device ----
