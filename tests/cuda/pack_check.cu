@@ -204,9 +204,8 @@ void check_heads(int T, int64_t K, int head) {
 }
 
 // The conv over parts does what it does over their sums, and leaves the other weights' sums.
-void check_conv(int T, int n_seqs) {
-    const Shape s = {2, 4, 128};
-    const int64_t K = 1024, others[3] = {int64_t(s.Hv) * s.S, 48, 4};
+void check_conv(int T, int n_seqs, const Shape &s = {2, 4, 128}, int64_t K = 1024) {
+    const int64_t others[3] = {int64_t(s.Hv) * s.S, 48, 4};
     const Parts parts(T, K, {{13, s.C()}, {12, others[0]}, {8, others[1]}, {0, others[2]}});
     const Weights w = random_weights(s);
     Layer layer(s, T, w, normals(size_t(n_seqs) * 3 * s.C()), normals(size_t(n_seqs) * s.Hv * s.S * s.S));
@@ -257,6 +256,7 @@ void check_pack(bool all) {
     for (int T : all ? Ints() : Ints{1, 16, 17, 40, 64}) {
         check_conv(T, T < 3 ? 1 : 2);
     }
+    check_conv(3, 1, {1, 1, 128}, 2048); // so that a tile has more parts than are asked for at once
     // The sums lie behind the rows of as many sequences as there may be, of which a block has sixteen at most.
     check_conv(17, 5);
     check_conv(48, 20);
