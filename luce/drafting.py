@@ -71,7 +71,8 @@ class Round(NamedTuple):
 class Limits(NamedTuple):
     """This is what bounds a round of one sequence: how many `candidates` it may have, each of which is a row
     of the step beside the anchor's, and what `depth` they may go to, both at least 1. `sequences` is how many
-    share the step, this one counted. `begun` is what the round was begun with already."""
+    share the step, this one counted. `begun` is what the round was begun with, and None where it was not yet.
+    """
 
     candidates: int
     depth: int

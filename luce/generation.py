@@ -259,7 +259,6 @@ class Generation:
         if min(most, depth) > 0:
             try:
                 draft = self._source.draft(self._tokens[-1], Limits(most, depth, share.sequences, begun))
-                _require_within(draft, most, depth)
                 self._follows = self._source.follows()
                 self._draft_s = self._clock() - began
                 if begun is None:  # Else it was only told what came.
@@ -272,6 +271,7 @@ class Generation:
 
     def _make(self, draft: Draft, most: int, depth: int) -> Generator[Item | Want, Any, None]:
         """Has the device draft what it is to, and has the draft grow."""
+        _require_within(draft, most, depth)
         if draft.on_device:
             yield Drafts(self.sequence, self._tokens[-1], draft.on_device, draft.by)
             self._draft_s += self._step_s
@@ -406,7 +406,7 @@ class Generation:
         return self._dropped(error)
 
     def _dropped(self, error: Exception) -> Warned:
-        self._source = None
+        self._source, self._follows = None, NOTHING
         return Warned(f"{self._mode} drafting failed and is off: {error}")
 
     def _finished(self) -> Finished:

@@ -178,6 +178,9 @@ class Loop:
             self._begun.append((following, 0.0))
             for one, draft in drafts:
                 one.begun(draft)
+        else:
+            for one, _ in drafts:
+                one.behind()
         self._tell(of, results, seconds + self._clock() - waited)
         if failure:
             self._tell(of, [failure] * len(of), 0.0)

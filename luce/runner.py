@@ -296,7 +296,8 @@ class Runner:
         self._alone = True  # The last round's step had no other sequence.
         self._round = 0  # Its last round in company had this number.
         self._apart = 0.0  # A plain round takes so much more, in plain rounds, where it is not begun ahead.
-        self._choice = self._wanted = PLAIN  # The last round has one, and would have had the other.
+        # The last round has `_choice`. It would have had `_wanted` if it had not been begun before.
+        self._choice = self._wanted = PLAIN
         self._unlearned = list[Shown]()  # What is known of the heads lacks these rounds.
         self._ready: Ready | None = None  # It was chosen ahead of the next draft.
         self._asked = Limits(budget, budget)  # The last draft had these.
@@ -338,7 +339,9 @@ class Runner:
         if choice.lookup:
             self._looked, self._unlooked = self._looked + 1, 0
         self._wanted = choice
-        self._choice = choice if limits.begun is None else self._of_begun(limits.begun, prices, owed)
+        last, self._choice = self._choice, choice
+        if limits.begun is not None:
+            self._choice = self._of_begun(limits.begun, last, prices, owed)
         return self._made(anchor, tokens, prices)
 
     def _made(self, anchor: int, tokens: list[int], prices: Prices) -> Draft:
@@ -370,9 +373,9 @@ class Runner:
         return self._drafters[wanted.drafter].chains[wanted.drafts] if fits else None
 
     def _missed(self) -> float:
-        """Returns what is lost by a round that is begun ahead, in plain rounds. If a lookup is worth it then,
-        it comes a round later, which loses some half of a plain round. The chance of that is taken from the
-        last rounds that had none, and from all rounds; before any it is 1 in 10."""
+        """Returns what a round that is begun ahead loses on average, in plain rounds. If a lookup is worth it
+        then, it comes a round later, which loses some half of a plain round. The chance of that is taken from
+        the last rounds that had none, and from all rounds. Few rounds without one make it small."""
         return min(1 / (self._unlooked + 2), (self._looked + 0.2) / (self._rounds + 2)) / 2
 
     def _saved(self, prices: Prices, limits: Limits) -> float:
@@ -380,11 +383,11 @@ class Runner:
         not."""
         return prices.again if limits.begun is not None and prices.again > self._missed() else 0.0
 
-    def _of_begun(self, begun: Draft, prices: Prices, owed: float) -> Choice:
-        """Returns the choice by which a round was begun. The device waits for the host where the rounds
-        before and after are not both plain, but no longer than it takes to begin a step."""
+    def _of_begun(self, begun: Draft, last: Choice, prices: Prices, owed: float) -> Choice:
+        """Returns the choice by which a round was begun. The wait for the `last` one has begun it where
+        either has drafts. So the host's part is saved, and not what it takes to begin a step."""
         if not begun.size:
-            return Choice(price=1 + self._apart - prices.again) if self._choice.candidates else PLAIN
+            return Choice(price=1 + self._apart - prices.again) if last.candidates else PLAIN
         index = next(i for i, drafter in enumerate(self._drafters) if begun in drafter.chains)
         price = prices.drafts[index][begun.size] + prices.verify[1 + begun.size] + owed - prices.again
         return Choice(drafter=index, drafts=begun.size, price=price)

@@ -1,28 +1,32 @@
 // operator new for a process that this is preloaded into: of the allocations that code in one range of addresses makes
-// on the thread that armed it, the one after `passed` others fails.
+// on the thread that armed it, the one after `passed` others fails, and with `on` all after it too.
 #include <cstdint>
 #include <cstdlib>
 #include <new>
 
 static thread_local long left = -1;
+static thread_local bool all, failed;
 static thread_local uintptr_t begin, end;
 
-extern "C" void arm(long passed, uintptr_t first, uintptr_t last) {
+extern "C" void arm(long passed, int on, uintptr_t first, uintptr_t last) {
     left = passed;
+    all = on != 0;
+    failed = false;
     begin = first;
     end = last;
 }
 
 // Whether none has failed since.
 extern "C" int disarm() {
-    const int waiting = left >= 0;
     left = -1;
-    return waiting;
+    return !failed;
 }
 
 static void *take(size_t size, const void *caller) {
     const auto from = reinterpret_cast<uintptr_t>(caller);
     if (left >= 0 && begin <= from && from < end && left-- == 0) {
+        failed = true;
+        left = all ? 0 : -1;
         throw std::bad_alloc();
     }
     void *memory = malloc(size == 0 ? 1 : size);

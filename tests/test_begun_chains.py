@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from luce._native import Source
 from luce.drafting import NOTHING, Drafter, Fixed, Round
-from luce.errors import ArgumentError, Cancelled, DeviceError, StateError
+from luce.errors import ArgumentError, Cancelled, DeviceError, OutOfMemory, StateError
 from luce.events import Failed, Finished, Tokens, Warned
 from luce.plan import Request
 
@@ -147,3 +147,46 @@ def test_what_chooses_for_itself_does_not_follow():
     (events,) = drive(core, [one])
     assert events[-1].tokens == expected(hashed, 20)
     assert not any(each.ahead or each.behind for each in rounds_of(events)) and not core.count("follow_with")
+
+
+class Failing(Fixed):
+    """Raises in a verb of its own, in its third round."""
+
+    def __init__(self, core, verb):
+        super().__init__(Drafter(Text(core), Source.NEXTN, 8), 3)
+        self.asked = 0
+        own = getattr(self, verb)
+        setattr(self, verb, lambda *given: self.fail() if self.asked == 3 else own(*given))
+
+    def fail(self):
+        raise RuntimeError("no more")
+
+    def draft(self, anchor, limits):
+        self.asked += 1
+        return super().draft(anchor, limits)
+
+
+@pytest.mark.parametrize("verb", ["follows", "learn", "prepare"])
+def test_a_source_that_is_dropped_begins_no_other_round(verb):
+    """The one that is under way then has its drafts."""
+    core = FakeEngine(ahead=True)
+    events = run(core, Failing(core, verb), max_tokens=60)
+    assert events[-1].tokens == expected(hashed, 60)
+    (at,) = [at for at, event in enumerate(events) if isinstance(event, Warned)]
+    drafted = [each.drafted for each in rounds_of(events[at:])]
+    assert drafted[0] == 3 and not any(drafted[1:]) and len(drafted) > 10
+
+
+@pytest.mark.parametrize("verb", ["draft", "verify"])
+def test_a_chain_that_fails_at_first_begins_no_other_round(verb):
+    core = FakeEngine(ahead=True, fail={verb: (0, OutOfMemory("full"))})
+    events = run(core, nextn(core, 3), max_tokens=30)
+    assert events[-1].tokens == expected(hashed, 30)
+    assert not any(each.drafted for each in rounds_of(events))
+
+
+def test_rounds_that_the_core_would_not_begin_count_as_not_begun_ahead():
+    core = FakeEngine(ahead=True)
+    core.go_on = lambda *of: None
+    rounds = rounds_of(run(core, nextn(core, 3), max_tokens=41))
+    assert [(each.ahead, each.behind) for each in rounds] == [(False, False)] + [(False, True)] * 9

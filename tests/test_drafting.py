@@ -138,3 +138,6 @@ def test_any_gamma_and_acceptance_gives_the_tokens_of_plain_decoding(gammas, rig
     assert (last.tokens, last.text, last.reason) == (plain.tokens, plain.text, plain.reason)
     assert core.committed == plain_core.committed
     assert not core.count("drafted"), "the tokens come with the choices"
+    rows = [sum(widths) for verb, widths in core.calls if verb == "verify"]
+    drafts = [detail[0][1] for verb, detail in core.calls if verb == "draft"]
+    assert sum(rows) == len(rows) + sum(drafts), "each draft is verified"

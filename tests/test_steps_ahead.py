@@ -207,17 +207,18 @@ def test_cancelling_stops_the_step_that_would_follow(engine: Engine) -> None:
 def test_a_wait_that_fails_writes_nothing(native: Library, engine: Engine) -> None:
     """A step that it was asked for with other rows can be waited for again."""
     sequences, ffi = started(engine), native.ffi
-    choices, statuses = ffi.new("int32_t[]", [77] * 3), ffi.new("luce_status[]", [77] * 3)
+    choices, tokens = ffi.new("int32_t[]", [77] * 3), ffi.new("int32_t[]", [77] * 3)
+    statuses, followed = ffi.new("luce_status[]", [77] * 3), ffi.new("int32_t *", 77)
 
     def wait(rows: int) -> int:
-        null = ffi.NULL
-        return int(native.lib.luce_engine_wait(engine.handle, choices, null, rows, statuses, 3, null))
+        call = native.lib.luce_engine_wait
+        return int(call(engine.handle, choices, tokens, rows, statuses, 3, followed))
 
     assert wait(3) == StateError.code
     begin(sequences, (3, 4, 5))
     assert wait(2) == ArgumentError.code
-    assert [*choices, *statuses] == [77] * 6
-    assert wait(3) == 0 and [*statuses] == [0] * 3
+    assert [*choices, *tokens, *statuses, followed[0]] == [77] * 10
+    assert wait(3) == 0 and [*statuses] == [0] * 3 and [*tokens] == [3, 4, 5] and followed[0] == 0
 
 
 @pytest.mark.sanitize

@@ -300,22 +300,22 @@ typedef struct luce_verify_item {
 LUCE_API luce_status luce_engine_start(luce_engine *engine, const luce_verify_item *items, uint32_t n_items);
 /* Begins the next round of the sequences of the last step: of each it commits the rows that the step's choices accept
  * (luce_accept), drafts n_drafts[i] tokens of `source` after the choice behind them, or none, and verifies them.
- * n_drafts NULL: none drafts, and the step had one row each. The round begins at once, and two steps are under way then,
- * which is the most. It fails as luce_engine_start does. Else (n_items, in the step's order): luce_engine_wait begins it.
- * E_ARG: too many drafts for the source, a sequence or a step, or other items. E_CANCELLED. E_STATE: there is no step to
- * follow, one is followed already, or the engine has no drafts of the source. */
+ * n_drafts NULL (n_items and source are not read): none drafts, and the step had one row each. The round begins at once,
+ * and two steps are under way then, which is the most. It fails as luce_engine_start does. With n_drafts (n_items, in the
+ * step's order) luce_engine_wait begins it, unless a start comes first. E_ARG: too many drafts for the source, a sequence
+ * or a step, or other items. E_CANCELLED. E_STATE: there is no step, one follows already, or no drafts of the source. */
 LUCE_API luce_status luce_engine_follow(luce_engine *engine, const uint32_t *n_drafts, uint32_t n_items,
                                         int32_t source /* luce_source */);
 /* Waits for the oldest step that was begun. choices (n_rows, item by item) gets the target's token after each row, and
  * tokens (n_rows, or NULL) the rows' own, -1 for a draft whose logits were not finite. status (n_items) says of each item
  * LUCE_OK, or E_NUMERIC where the target's were not: its sequence is failed, and its choices and tokens are not written.
  * The call then returns E_NUMERIC too, and so does the wait for a step that follows. *followed (or NULL) is 1 where it
- * has begun a round that luce_engine_follow asked for, else 0: that commits nothing where logits were not finite, pages
- * or the context run out, a sequence was closed or has penalties, a cancel is due, or a call has dropped its rows.
- * After any other error no array is written. E_DEVICE, E_INTERNAL: all sequences of the step, or of the one that follows,
- * are failed. E_STATE: there is no step. E_ARG: it has other rows or items, and can be waited for again. Until a step is
- * waited for, other calls on the engine, its sequences and checkpoints let all steps end first, whose results stay; but
- * lookups, infos, saves and closing a sequence leave the steps alone. */
+ * has begun a round that luce_engine_follow asked for, whose errors are those of its own wait, else 0: that commits
+ * nothing where logits were not finite, pages, memory or the context run out, a sequence was closed or has penalties, a
+ * cancel is due, or a call has dropped its rows. After any other error nothing is written. E_DEVICE, E_INTERNAL: all
+ * sequences of the step are failed. E_STATE: there is no step. E_ARG: it has other rows or items, and can be waited for
+ * again. Until a step is waited for, other calls on the engine, its sequences and checkpoints let all steps end first,
+ * whose results stay; but lookups, infos, saves and closing a sequence leave the steps alone. */
 LUCE_API luce_status luce_engine_wait(luce_engine *engine, int32_t *choices, int32_t *tokens, uint32_t n_rows,
                                       luce_status *status, uint32_t n_items, int32_t *followed);
 

@@ -47,8 +47,8 @@ struct Flight {
     bool fed = false; // its rows were fed to the head
     bool followed = false; // its rows are committed, since a step follows it
     bool ended = false;
-    luce_status error = LUCE_OK; // all of it failed
-    std::string message;
+    std::optional<Error> error; // all of it failed
+    std::optional<Error> not_finite; // the first of its items that failed alone did so
 };
 
 // What follows a flight once the host knows its choices: so many drafts of each of its sequences, and their verify.
@@ -89,10 +89,11 @@ public:
     // in_step() runs one step, begins it or ends it: its sequences count as failed until that has worked. Where it finds
     // no host memory the error is E_DEVICE. Other codes of which callers know that nothing was done become E_INTERNAL.
     template <typename F> void in_step(const F &step) {
+        static const Error no_memory(LUCE_E_DEVICE, "a step found no host memory");
         try {
             step();
         } catch (const std::bad_alloc &) {
-            fail(LUCE_E_DEVICE, "a step found no host memory");
+            throw no_memory;
         } catch (const Error &e) {
             if (e.code() != LUCE_E_DEVICE && e.code() != LUCE_E_INTERNAL) {
                 fail(LUCE_E_INTERNAL, "a step failed: %s", e.what());
@@ -119,6 +120,12 @@ private:
     uint32_t most_drafts(Source source) const; // of a sequence; E_STATE where the engine has none of it
     void begin_draft(Source source, const DraftItem *items, uint32_t n);
     void begin_verify(const std::vector<VerifyItem> &items);
+    struct Accepted {
+        std::shared_ptr<Sequence> sequence;
+        std::vector<int32_t> path;
+        int32_t anchor; // it follows the path
+    };
+    std::vector<Accepted> accepted(const Flight &flight, const Next &next) const;
     bool go_on(const Flight &flight, const Next &next);
     void draft_chains(const DraftItem *items, uint32_t n, bool part);
     void draft_chain(const DraftItem &item, bool part);

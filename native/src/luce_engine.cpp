@@ -172,10 +172,10 @@ luce_status luce_engine_wait(luce_engine *engine, int32_t *choices, int32_t *tok
         const std::lock_guard<std::recursive_mutex> lock(e->mutex());
         need(choices, "choices");
         need(status, "status");
-        int32_t none = 0;
-        int32_t &begun = followed != nullptr ? *followed : none;
-        begun = 0;
-        begun = e->wait(choices, tokens, n_rows, status, n_items);
+        const bool begun = e->wait(choices, tokens, n_rows, status, n_items);
+        if (followed != nullptr) {
+            *followed = begun;
+        }
     });
 }
 

@@ -8,7 +8,9 @@
 
 namespace luce {
 
-Sequence::Sequence(std::shared_ptr<Engine> engine) : engine_(std::move(engine)), line_(engine_->cache()) {}
+Sequence::Sequence(std::shared_ptr<Engine> engine) : engine_(std::move(engine)), line_(engine_->cache()) {
+    failure_.reserve(32); // begin_step() takes no memory
+}
 
 luce_sequence_info Sequence::info() const {
     luce_sequence_info out{};
@@ -27,6 +29,14 @@ void Sequence::set_penalties(const luce_penalties *penalties) {
     }
     penalties_ = std::move(checked);
     chooses_ = penalties != nullptr;
+}
+
+void Sequence::fail_with(const char *why) noexcept {
+    try {
+        failure_ = why;
+    } catch (const std::bad_alloc &) {
+        begin_step();
+    }
 }
 
 void Sequence::check_usable() const {

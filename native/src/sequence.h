@@ -46,7 +46,7 @@ public:
     enum class Rows { prompt, verified, block };
     // They are n_rows of the engine's rows, from first_row on.
     void end_step(Rows rows, uint32_t n_rows, uint32_t first_row);
-    void fail_with(const std::string &why) { failure_ = why; }
+    void fail_with(const char *why) noexcept; // it takes less room where there is no memory
 
 private:
     void check_drafted(uint32_t n) const; // it fails with E_ARG unless the last draft has so many tokens

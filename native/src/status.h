@@ -3,21 +3,20 @@
 
 #include "luce.h"
 
-#include <exception>
+#include <stdexcept>
 #include <string>
 #include <utility>
 
 namespace luce {
 
-class Error : public std::exception {
+// Copies of an error share its text, so that to keep one takes no memory.
+class Error : public std::runtime_error {
 public:
-    Error(luce_status code, std::string message) : code_(code), message_(std::move(message)) {}
+    Error(luce_status code, const std::string &message) : std::runtime_error(message), code_(code) {}
     luce_status code() const { return code_; }
-    const char *what() const noexcept override { return message_.c_str(); }
 
 private:
     luce_status code_;
-    std::string message_;
 };
 
 #if defined(__GNUC__)

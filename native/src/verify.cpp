@@ -194,15 +194,10 @@ void Engine::follow_with(Next next) {
     next_ = std::move(next);
 }
 
-// Commits what a flight's choices accept, and begins the drafts and the verify that come next. Returns false where
-// something stands in the way, and then nothing was done.
-bool Engine::go_on(const Flight &flight, const Next &next) {
+// Returns what the choices of a flight accept of each sequence, or nothing where something stands in the way of what
+// comes next.
+std::vector<Engine::Accepted> Engine::accepted(const Flight &flight, const Next &next) const {
     const CacheParams &c = params_.cache;
-    struct Accepted {
-        std::shared_ptr<Sequence> sequence;
-        std::vector<int32_t> path;
-        int32_t anchor;
-    };
     std::vector<Accepted> all;
     uint32_t pages = 0;
     for (size_t i = 0, row = 0; i < flight.items.size(); row += flight.items[i].tokens.size(), i++) {
@@ -213,7 +208,7 @@ bool Engine::go_on(const Flight &flight, const Next &next) {
                                         [](int32_t token) { return token >= 0; });
         if (!sequence || sequence->closed() || sequence->chooses() || sequence->line().n_verified() != n ||
             !finite) {
-            return false;
+            return {};
         }
         const Timeline &line = sequence->line();
         Accepted one{sequence, {}, 0};
@@ -221,30 +216,59 @@ bool Engine::go_on(const Flight &flight, const Next &next) {
             accept(&flight.tokens[row], item.parents.data(), &flight.choices[row], uint32_t(n), &one.anchor);
         const uint32_t drafts = next.n_drafts[i], kept = uint32_t(one.path.size());
         if (line.n_past() + kept + drafts >= c.n_ctx) {
-            return false;
+            return {};
         }
         const bool block = drafts > 0 && next.source == Source::dflash;
         pages += line.pages_wanted(kept + std::max(drafts + 1, block ? c.n_block : 0));
         all.push_back(std::move(one));
     }
-    if (pages > cache_.pages.n_free() || cancel_.is_raised()) {
-        return false;
-    }
+    return pages > cache_.pages.n_free() || cancel_.is_raised() ? std::vector<Accepted>() : all;
+}
+
+// Commits what a flight's choices accept, and begins the drafts and the verify that come next. Returns false where
+// something stands in the way, and then nothing was done. What fails after that is the error of the round that was begun.
+bool Engine::go_on(const Flight &flight, const Next &next) {
+    std::vector<Accepted> all;
     std::vector<DraftItem> drafts;
     std::vector<VerifyItem> rows;
-    for (size_t i = 0; i < all.size(); i++) {
-        Accepted &one = all[i];
-        one.sequence->line().commit(one.path.data(), uint32_t(one.path.size()));
-        const uint32_t n = next.n_drafts[i];
-        if (n > 0) {
-            drafts.push_back({one.sequence.get(), one.anchor, n});
+    Flight lost; // it is the round where it fails, and made before, as there may be no memory then
+    try {
+        all = accepted(flight, next);
+        uint32_t n_rows = 0;
+        for (size_t i = 0; i < all.size(); i++) {
+            const uint32_t n = next.n_drafts[i];
+            if (n > 0) {
+                drafts.push_back({all[i].sequence.get(), all[i].anchor, n});
+            }
+            rows.push_back({all[i].sequence, n > 0 ? nullptr : &all[i].anchor, nullptr, n + 1});
+            lost.items.push_back({all[i].sequence, nullptr, {}, {}, LUCE_OK});
+            n_rows += n + 1;
         }
-        rows.push_back({one.sequence, n > 0 ? nullptr : &one.anchor, nullptr, n + 1});
+        lost.choices.resize(n_rows);
+    } catch (const std::bad_alloc &) {
+        return false;
     }
-    if (!drafts.empty()) {
-        begin_draft(next.source, drafts.data(), uint32_t(drafts.size()));
+    if (all.empty()) {
+        return false;
     }
-    begin_verify(rows);
+    try {
+        in_step([&] {
+            for (const Accepted &one : all) {
+                one.sequence->line().commit(one.path.data(), uint32_t(one.path.size()));
+            }
+            if (!drafts.empty()) {
+                begin_draft(next.source, drafts.data(), uint32_t(drafts.size()));
+            }
+            begin_verify(rows);
+        });
+    } catch (const Error &e) {
+        for (const Accepted &one : all) {
+            one.sequence->fail_with(e.what());
+        }
+        lost.error = e;
+        lost.ended = true;
+        flights_.push_back(std::move(lost));
+    }
     return true;
 }
 
@@ -282,10 +306,10 @@ void Engine::land(Flight &flight, Flight *next) {
         } catch (const Error &e) {
             item.status = e.code();
             sequence.fail_with(e.what());
-            flight.message = flight.message.empty() ? e.what() : flight.message;
+            flight.not_finite = flight.not_finite ? flight.not_finite : e;
             if (next != nullptr) {
                 next->items[i].status = e.code();
-                next->message = flight.message;
+                next->not_finite = flight.not_finite;
             }
         }
     }
@@ -299,15 +323,13 @@ void Engine::end(Flight &flight) {
     try {
         in_step([&] { land(flight, next); });
     } catch (const Error &e) {
-        flight.error = e.code();
-        flight.message = e.what();
+        flight.error = e;
         for (Flight::Item &item : flight.items) {
             item.held->fail_with(e.what());
         }
         if (next != nullptr) {
             end(*next);
             next->error = flight.error;
-            next->message = flight.message;
             for (const Flight::Item &item : flight.items) {
                 item.held->fail_with(e.what());
             }
@@ -347,8 +369,8 @@ bool Engine::wait(int32_t *choices, int32_t *tokens, uint32_t n_rows, luce_statu
     const Flight flight = std::move(flights_.front());
     flights_.erase(flights_.begin());
     const std::optional<Next> next = std::exchange(next_, std::nullopt);
-    if (flight.error != LUCE_OK) {
-        throw Error(flight.error, flight.message);
+    if (flight.error) {
+        throw Error(*flight.error);
     }
     bool failed = false;
     for (size_t i = 0, row = 0; i < n_items; row += flight.items[i].tokens.size(), i++) {
@@ -363,20 +385,9 @@ bool Engine::wait(int32_t *choices, int32_t *tokens, uint32_t n_rows, luce_statu
         }
     }
     if (failed) {
-        throw Error(LUCE_E_NUMERIC, flight.message);
+        throw Error(*flight.not_finite);
     }
-    bool begun = false;
-    try {
-        in_step([&] { begun = next && go_on(flight, *next); });
-    } catch (const Error &e) {
-        for (const Flight::Item &item : flight.items) {
-            if (const std::shared_ptr<Sequence> sequence = item.sequence.lock()) {
-                sequence->fail_with(e.what());
-            }
-        }
-        throw;
-    }
-    return begun;
+    return next && go_on(flight, *next);
 }
 
 } // namespace luce
