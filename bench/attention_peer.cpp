@@ -1,5 +1,5 @@
 // Times ggml's flash attention on the 27B's shape, for tables beside luce's own (tests/cuda/attention_time.cu): 24 heads,
-// 4 KV heads, head size 256, F16 cells, sums in F32. A graph has the attention of some layers, each with its own KV, and
+// 4 KV heads, head size 256, F16 cells, sums in F32. A graph has the attention of 16 layers, each with its own KV, and
 // the median of its calls is shown per layer. Calls follow each other without a wait, so that what the host needs for one
 // is outside the figures where it is less than the device needs. The cells of a sequence are rounded up to 256, as
 // llama.cpp does, and the mask hides what lies behind. ggml is given a mask and contiguous cells, which luce finds itself.
@@ -86,8 +86,7 @@ double time_layers(ggml_backend_t backend, ggml_cgraph *graph, int layers) {
 std::pair<double, double> time_case(ggml_backend_t backend, const Case &which) {
     const auto [context, seqs, rows] = which;
     const int64_t n_kv = (context + rows + ROUNDING - 1) / ROUNDING * ROUNDING;
-    // One layer of the longest already has much more than a GPU keeps in its cache.
-    const int layers = context * seqs > 300000 ? 4 : 16;
+    constexpr int layers = 16;
     ggml_context *ctx = ggml_init(
         {ggml_tensor_overhead() * (16 + 16 * size_t(layers)) + 2 * ggml_graph_overhead(), nullptr, true});
     ggml_tensor *q = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, D, H, rows, seqs);

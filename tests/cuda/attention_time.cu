@@ -1,5 +1,5 @@
-// Times attention on the 27B's shape. One CUDA graph runs an op for 16 layers, or 4 where these are long, each with its own
-// KV, and the median of its replays is shown per layer: of attention that packs its result, by one plan for all layers, of the
+// Times attention on the 27B's shape. One CUDA graph runs an op for 16 layers, as a step of the 27B has, each with its own KV,
+// and the median of its replays is shown per layer: of attention that packs its result, by one plan for all layers, of the
 // kernel that makes its heads, and of the store of cells alone. A replay is CALLS launches of the graph that follow each other
 // without a wait, as bench/attention_peer.cpp does with ggml's, so that the start on an idle device is in few of them. GB/s counts the
 // K and V of each sequence once. Filling the cells, capture and warm-up are outside the timing. The layers share q and the control
@@ -13,11 +13,12 @@
 
 namespace {
 
-constexpr int H = 24, HKV = 4, D = 256, REPLAYS = 15, CALLS = 8;
+constexpr int H = 24, HKV = 4, D = 256, LAYERS = 16, REPLAYS = 15, CALLS = 8;
 
 // Fills with any numbers between -1 and 1.
 __global__ void fill_cells(__half *x, size_t n) {
-    for (size_t i = size_t(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += size_t(gridDim.x) * blockDim.x) {
+    for (size_t i = size_t(blockIdx.x) * blockDim.x + threadIdx.x; i < n;
+         i += size_t(gridDim.x) * blockDim.x) {
         const uint32_t bits = uint32_t(i) * 2654435761u ^ uint32_t(i >> 20) * 40503u;
         x[i] = __ushort_as_half(uint16_t((bits >> 16 & 0x83ff) | (13 + (bits >> 9) % 2) << 10));
     }
@@ -26,14 +27,14 @@ __global__ void fill_cells(__half *x, size_t n) {
 // Room has the cells of all cases, of one after the other. It is allocated once, as an engine's cells are: what runs in the
 // first moments after a large buffer was freed and another allocated takes up to a tenth longer.
 struct Room : Device<uint8_t> {
-    Room() : Device(size_t(18) << 30) {
+    Room() : Device(size_t(51) << 30) {
         fill_cells<<<2048, 256, 0, stream>>>(reinterpret_cast<__half *>(p), n / 2);
     }
 };
 
 struct Cells { // it has the cells of all layers
     const Room &room;
-    int type, n_seqs, n_pages, layers; // n_pages are the pages of a sequence
+    int type, n_seqs, n_pages; // n_pages are the pages of a sequence
     int64_t cell_bytes;
     Device<int32_t> table;
 
@@ -48,9 +49,8 @@ struct Cells { // it has the cells of all layers
     }
     Cells(const Room &where, int kv_type, int seqs, int context)
         : room(where), type(kv_type), n_seqs(seqs), n_pages((context + MAX_ROWS) / PAGE + 1),
-          layers(seqs * context > 300000 ? 4 : 16), cell_bytes(bytes_of(kv_type)),
-          table(shuffled(seqs * n_pages)) {
-        if (size_t(2 * layers) * seqs * n_pages * PAGE * cell_bytes > room.n) {
+          cell_bytes(bytes_of(kv_type)), table(shuffled(seqs * n_pages)) {
+        if (size_t(2 * LAYERS) * seqs * n_pages * PAGE * cell_bytes > room.n) {
             fprintf(stderr, "a case has more cells than there is room for\n");
             exit(1);
         }
@@ -76,11 +76,14 @@ double time_heads(const Cells &cells, const Device<StepCtl> &ctl, int T) {
     Device<float> out(size_t(2) * T * H * D);
     const Device<int32_t> positions(chain(T + 1));
     parts.parts = memory.p;
-    return median_us([&](int i) {
-        must(cuda::attention_heads({&parts, cells.layer(i), T, H, KV_TRUNK, D / 4, 1e7f, 1e-6f, positions.p, norm.p, norm.p,
-                                    ctl.p, cells.table.p, out.p, out.p + size_t(T) * H * D},
-                                   stream));
-    }, REPLAYS, cells.layers, CALLS);
+    return median_us(
+        [&](int i) {
+            must(cuda::attention_heads({&parts, cells.layer(i), T, H, KV_TRUNK, D / 4, 1e7f, 1e-6f,
+                                        positions.p, norm.p, norm.p, ctl.p, cells.table.p, out.p,
+                                        out.p + size_t(T) * H * D},
+                                       stream));
+        },
+        REPLAYS, LAYERS, CALLS);
 }
 
 void time_case(const Cells &cells, int context, const Ints &parents, int max_pages, const char *name) {
@@ -127,21 +130,25 @@ void time_case(const Cells &cells, int context, const Ints &parents, int max_pag
     const auto store = [&](int i) {
         must(cuda::kv_store({cells.layer(i), T, 0, 0, k.p, k.p, ctl.p, cells.table.p}, stream));
     };
-    for (int i = 0; i < cells.layers; i++) {
+    for (int i = 0; i < LAYERS; i++) {
         store(i);
     }
-    const double store_us = median_us(store, REPLAYS, cells.layers, CALLS), heads_us = time_heads(cells, ctl, T), us = median_us([&](int i) {
-        a.pool = cells.layer(i);
-        a.layer = i;
-        if (i == 0) {
-            a.plan = plan.p;
-            must(cuda::attention_plan(a, plan.p, stream));
-        }
-        must(cuda::attention(a, stream));
-    }, REPLAYS, cells.layers, CALLS);
+    const double store_us = median_us(store, REPLAYS, LAYERS, CALLS), heads_us = time_heads(cells, ctl, T),
+                 us = median_us(
+                     [&](int i) {
+                         a.pool = cells.layer(i);
+                         a.layer = i;
+                         if (i == 0) {
+                             a.plan = plan.p;
+                             must(cuda::attention_plan(a, plan.p, stream));
+                         }
+                         must(cuda::attention(a, stream));
+                     },
+                     REPLAYS, LAYERS, CALLS);
     const double bytes = 2.0 * cells.n_seqs * (context + rows) * double(cells.cell_bytes);
-    printf("luce type %d context %6d seqs %d rows %2d %-6s %8.2f us %6.0f GB/s, heads %.2f us, store %.2f us\n", cells.type,
-           context, cells.n_seqs, rows, name, us, bytes / us / 1e3, heads_us, store_us);
+    printf(
+        "luce type %d context %6d seqs %d rows %2d %-6s %8.2f us %6.0f GB/s, heads %.2f us, store %.2f us\n",
+        cells.type, context, cells.n_seqs, rows, name, us, bytes / us / 1e3, heads_us, store_us);
     fflush(stdout);
 }
 
