@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draws README's picture, tokens a second by drafts a round, from a row that bench/peer_llamacpp.py recorded.
 
-    python bench/picture.py bench/results/2026-11-23-peer-oracle-27b-h200-6.json bench/tokens-by-drafts.svg
+    python bench/picture.py bench/results/2026-11-24-peer-oracle-27b-h200.json bench/tokens-by-drafts.svg
 """
 
 from __future__ import annotations
