@@ -59,7 +59,7 @@ own_threads=() # luce uses none with a model on a GPU.
 [[ $device != cpu ]] || own_threads=(--threads "$threads")
 all="build oracle kernels suite peer auto part sampled sweep prefill dflash nineb experts zero batch serve sanitize kl gap attention"
 # They took so many seconds on an H200. Those of suite, serve, auto and sampled are reckoned from their parts, that of gap is a guess.
-declare -A takes=([kernels]=40 [suite]=115 [peer]=65 [auto]=32 [part]=85 [sampled]=35 [sweep]=38 [prefill]=30 [dflash]=75
+declare -A takes=([kernels]=40 [suite]=115 [peer]=65 [auto]=32 [part]=85 [sampled]=35 [sweep]=44 [prefill]=30 [dflash]=75
     [nineb]=75 [experts]=110 [zero]=90 [batch]=131 [serve]=115 [sanitize]=90 [kl]=60 [gap]=10 [attention]=20)
 need_oracle="peer auto part sampled sweep prefill dflash batch serve"
 
