@@ -3,18 +3,21 @@
 //
 // A multiprocessor has four schedulers, and here each has four warps, as in native/kernels/rowmm_kernel.cuh. A warp runs a loop of
 // one step: 16 outputs times 16 rows over 16 k, by two mma.sync of 8 rows (HMMA.16816) or by a warpgroup's wgmma (HGMMA), and X other
-// instructions between, which depend on each other eight apart. What is told is the cycles that a step takes the scheduler for each of
+// instructions between, which depend on each other eight apart. Of wgmma a group of four steps is in flight while the next one's others run,
+// which in a product would make its operands. What is told is the cycles that a step takes the scheduler for each of
 // its warps. So where the tensor core works beside the others a step takes as long as the longer of the two, and where it
 // holds the scheduler up it takes as long as both. Starting the loop is outside the figures; a GPU's clock does not matter.
 //
-//   nvcc -std=c++17 -O3 -gencode arch=compute_90a,code=sm_90a -o issue_slots bench/issue_slots.cu && ./issue_slots
+//   nvcc -std=c++17 -O3 -gencode arch=compute_90a,code=sm_90a -I native/kernels -o issue_slots bench/issue_slots.cu && ./issue_slots
+#include "rowmm_wgmma.cuh"
+
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 
 #include <cuda_runtime.h>
 
-static constexpr int WARPS = 16, SCHEDULERS = 4, LOOPS = 200, UNROLL = 4, CHAINS = 8;
+static constexpr int WARPS = 16, SCHEDULERS = 4, LOOPS = 200, GROUPS = 2, UNROLL = 4, CHAINS = 8;
 
 static void must(cudaError_t error) {
     if (error != cudaSuccess) {
@@ -64,10 +67,10 @@ __global__ void __launch_bounds__(WARPS * 32) steps(long long *cycles, float *si
         rows[i] = 0x3c003c00;
     }
     float c[2][4] = {}, wide[8] = {};
-    uint32_t a[UNROLL][4], b[4], x[CHAINS];
+    uint32_t a[GROUPS][UNROLL][4], b[4], x[CHAINS];
     for (int i = 0; i < 4; i++) {
-        for (int u = 0; u < UNROLL; u++) {
-            a[u][i] = seed * (i + u + 1) + threadIdx.x;
+        for (int u = 0; u < GROUPS * UNROLL; u++) {
+            a[u / UNROLL][u % UNROLL][i] = seed * (i + u + 1) + threadIdx.x;
         }
         b[i] = seed ^ i;
     }
@@ -80,35 +83,38 @@ __global__ void __launch_bounds__(WARPS * 32) steps(long long *cycles, float *si
     const long long begin = clock64();
 #pragma unroll 1
     for (int i = 0; i < LOOPS; i++) {
-        if constexpr (TENSOR == WGMMA) { // a group of steps is in flight while the others of as many are run
 #pragma unroll
-            for (int u = 0; u < UNROLL; u++) {
+        for (int group = 0; group < GROUPS; group++) {
+            if constexpr (TENSOR == WGMMA) {
 #pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    asm volatile("" : "+r"(a[u][j])::"memory");
+                for (int u = 0; u < UNROLL * 4; u++) {
+                    asm volatile("" : "+r"(a[group][u / 4][u % 4])::"memory");
                 }
-            }
-            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+                luce::wgmma_begin();
 #pragma unroll
-            for (int u = 0; u < UNROLL; u++) { // 8 rows x 16 bytes side by side for each 8 rows, the next 8 k behind
-                const uint32_t low = ((at & 0x3ffff) >> 4) + u * 32 + (16 << 16);
-                uint64_t descriptor;
-                asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(low), "r"(8));
-                hgmma(wide, a[u], descriptor);
-            }
-            asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-            others<OTHERS, X * UNROLL>(x);
-            asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-        } else {
-#pragma unroll
-            for (int u = 0; u < UNROLL; u++) {
-                if constexpr (TENSOR == MMA_SYNC) {
-                    hmma(c[0], a[u], b[0], b[1]);
-                    hmma(c[1], a[u], b[2], b[3]);
+                for (int u = 0; u < UNROLL; u++) { // 8 rows x 16 bytes side by side for each 8 rows, the next 8 k behind
+                    const uint32_t low = ((at & 0x3ffff) >> 4) + u * 32 + (16 << 16);
+                    uint64_t descriptor;
+                    asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(low), "r"(8));
+                    hgmma(wide, a[group][u], descriptor);
                 }
-                others<OTHERS, X>(x);
+                luce::wgmma_commit();
+                others<OTHERS, X * UNROLL>(x);
+                luce::wgmma_wait<1>();
+            } else {
+#pragma unroll
+                for (int u = 0; u < UNROLL; u++) {
+                    if constexpr (TENSOR == MMA_SYNC) {
+                        hmma(c[0], a[group][u], b[0], b[1]);
+                        hmma(c[1], a[group][u], b[2], b[3]);
+                    }
+                    others<OTHERS, X>(x);
+                }
             }
         }
+    }
+    if constexpr (TENSOR == WGMMA) {
+        luce::wgmma_wait<0>();
     }
     __syncthreads();
     const long long end = clock64();
@@ -136,7 +142,7 @@ template <Tensor TENSOR, Others OTHERS, int X> double cycles_of() {
     must(cudaGetLastError());
     long long all = 0;
     must(cudaMemcpy(&all, cycles, sizeof(all), cudaMemcpyDeviceToHost));
-    return double(all) / (double(LOOPS) * UNROLL * (WARPS / SCHEDULERS));
+    return double(all) / (double(LOOPS) * GROUPS * UNROLL * (WARPS / SCHEDULERS));
 }
 
 template <Tensor TENSOR, Others OTHERS> void print_row(const char *name) {
