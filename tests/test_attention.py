@@ -126,13 +126,15 @@ class Pool:
         self.native, self.device, self.s = native, device, s
         self.rng = np.random.default_rng(seed)
         self.free = list(self.rng.permutation(n_pages))
-        width = s.hkv * s.d // (1 if s.kind in ("f32", "f16") else 32)
-        self.k, self.v = (np.zeros((n_pages * PAGE, width), TYPES[s.kind]) for _ in range(2))
+        blocks = s.d // (1 if s.kind in ("f32", "f16") else 32)
+        self.k, self.v = (np.zeros((n_pages, s.hkv, PAGE, blocks), TYPES[s.kind]) for _ in range(2))
         for cells in (self.k, self.v):
             cells.view(np.uint8)[:] = 0xFF
 
-    def cell(self, seq: Context, position: int) -> int:
-        return seq.pages[position // PAGE] * PAGE + position % PAGE
+    def cells(self, rows: np.ndarray, seq: Context, n: int) -> np.ndarray:
+        """Returns the first n cells of a sequence, (n, Hkv, blocks), of the pool's k or v."""
+        positions = np.arange(n)
+        return rows[np.array(seq.pages)[positions // PAGE], :, positions % PAGE]
 
     def sequence(self, k: np.ndarray, v: np.ndarray, room: int = MAX_ROWS) -> Context:
         """Returns a sequence that has committed k and v, written as a prefill writes them."""
@@ -161,13 +163,13 @@ class Pool:
         self, k: np.ndarray, v: np.ndarray, ctl: np.ndarray, pages: np.ndarray, append: int = 0
     ) -> None:
         args = [k, v, self.k, self.v, ctl, pages]
-        op_run(self.native, self.device, "kv_store", args, (append, 0, self.s.d), shape=(1,), dtype=np.int32)
+        op_run(self.native, self.device, "kv_store", args, (append, 0), shape=(1,), dtype=np.int32)
 
     def attend(self, rows: Rows, ctl: np.ndarray, pages: np.ndarray) -> np.ndarray:
         """Returns (T, H, D)."""
         s, t = self.s, len(rows.q)
         max_pages = max(1, len(pages))
-        params = (s.d, s.first, s.window, max_pages, bits(s.d**-0.5), bits(s.softcap), int(s.gated))
+        params = (s.first, s.window, max_pages, bits(s.d**-0.5), bits(s.softcap), int(s.gated))
         n = t * s.h * s.d
         chunks = chunk_at(max_pages * PAGE - 1) + 1
         args = [rows.q, rows.gate, self.k, self.v, ctl, pages]
@@ -339,8 +341,8 @@ def test_accepted_rows_move_down_before_new_ones_are_written(native, device, sha
     ctl, pages = pool.control(seqs, [[], []])  # There are moves alone.
     pool.store(*np.zeros((2, 1, width), np.float32), ctl, pages)
     for seq in seqs:
-        for cells, x in ((pool.k, seq.k), (pool.v, seq.v)):
-            found = cells[[pool.cell(seq, p) for p in range(len(x))]]
+        for side, x in ((pool.k, seq.k), (pool.v, seq.v)):
+            found = pool.cells(side, seq, len(x))
             assert found.tobytes() == quantize(x, shape.kind).tobytes()
 
 
@@ -351,13 +353,12 @@ def test_gather_brings_cells_in_order(native, device, shape, dtype):
     pool = Pool(native, device, shape, 8, 7)
     seq = pool.sequence(random(rng, 300, shape.hkv * shape.d), random(rng, 300, shape.hkv * shape.d))
     ctl, pages = step_ctl(Seq(n_past=200, n_rows=100)), np.array(seq.pages, np.int32)
-    for cells, x in ((pool.k, seq.k), (pool.v, seq.v)):
+    for side, x in ((pool.k, seq.k), (pool.v, seq.v)):
         out = op_run(
             native,
             device,
             "kv_gather",
-            [cells, ctl, pages],
-            (shape.d,),
+            [side, ctl, pages],
             shape=(512, shape.hkv * shape.d),
             dtype=dtype,
         )

@@ -28,10 +28,11 @@ def values(cells: np.ndarray) -> np.ndarray:
     return x.reshape(*cells.shape[:-1], -1)
 
 
-def random_cells(rng: np.random.Generator, kind: np.dtype, n: int, width: int) -> np.ndarray:
+def random_pool(rng: np.random.Generator, kind: np.dtype, *shape: int) -> np.ndarray:
+    """Returns a pool of this shape, whose last dimension is a head's."""
     if kind not in (Q8_0, Q4_0):
-        return rng.standard_normal((n, width)).astype(kind)
-    cells = np.zeros((n, width // 32), kind)
+        return rng.standard_normal(shape).astype(kind)
+    cells = np.zeros((*shape[:-1], shape[-1] // 32), kind)
     cells["d"] = rng.uniform(0.005, 0.02, cells.shape) * (8 if kind == Q4_0 else 1)
     cells["q"] = rng.integers(-128 if kind == Q8_0 else 0, 128 if kind == Q8_0 else 256, cells["q"].shape)
     return cells
@@ -42,31 +43,31 @@ def test_a_blocks_rows_see_the_context_and_all_of_the_block(name: str, native: L
     kind, heads, kv_heads, dim, window, softcap, contexts = CASES[name]
     rng = np.random.default_rng(7)
     n_pages = sum((n + B) // PAGE + 1 for n in contexts) + 2
-    k, v = (random_cells(rng, kind, n_pages * PAGE, kv_heads * dim) for _ in range(2))
+    k, v = (random_pool(rng, kind, n_pages, kv_heads, PAGE, dim) for _ in range(2))
     order, table, seqs = [int(page) for page in rng.permutation(n_pages)], [], []
     for n_past in contexts:
         seqs.append(Seq(n_past=n_past, parents=range(-1, B - 1), pages=len(table)))
         table += [order.pop() for _ in range((n_past + B) // PAGE + 1)]
-    cells_used = np.zeros(n_pages * PAGE, bool)
-    where = []  # Each sequence has the cells of its positions.
+    cells_used = np.zeros((n_pages, PAGE), bool)
+    where = []  # Each sequence has the pages of its positions, and the places in them.
     for seq in seqs:
         positions = np.arange(seq.n_past + B)
-        where.append(np.array(table)[seq.pages + positions // PAGE] * PAGE + positions % PAGE)
+        where.append((np.array(table)[seq.pages + positions // PAGE], positions % PAGE))
         cells_used[where[-1]] = True
-    for cells in (k, v):
-        cells.view(np.uint8).reshape(len(cells), -1)[~cells_used] = 0xFF  # NaN stands where nobody may look.
+    for pool in (k, v):  # NaN stands where nobody may look.
+        pool.view(np.uint8).reshape(n_pages, kv_heads, PAGE, -1).swapaxes(1, 2)[~cells_used] = 0xFF
     rows = B * len(contexts)
     q = rng.standard_normal((rows, heads * dim)).astype(np.float32)
     real = [int(np.float32(x).view(np.int32)) for x in (dim**-0.5, softcap)]
-    params = [dim, 0, window, max((n + B) // PAGE + 1 for n in contexts), *real, 0, 1]
+    params = [0, window, max((n + B) // PAGE + 1 for n in contexts), *real, 0, 1]
     scratch = rows * heads * 32 * (dim + 2)  # It is the core's block_attention_scratch.
     arrays = [q, q, k, v, step_ctl(*seqs), np.array(table, np.int32)]
     found = op_run(native, device, "block_attention", arrays, params, shape=(1, rows * heads * dim + scratch))
     again = op_run(native, device, "block_attention", arrays, params, shape=(1, rows * heads * dim + scratch))
     out = found[0, : rows * heads * dim].reshape(rows, heads, dim)
     assert np.array_equal(out, again[0, : out.size].reshape(out.shape))
-    for s, (seq, cells) in enumerate(zip(seqs, where, strict=True)):
-        keys, vals = (values(pool[cells]).reshape(len(cells), kv_heads, dim) for pool in (k, v))
+    for s, (seq, (pages, at)) in enumerate(zip(seqs, where, strict=True)):
+        keys, vals = (values(pool[pages, :, at]) for pool in (k, v))
         for r in range(B):
             low = max(0, seq.n_past + r - window + 1) if window else 0
             for h in range(heads):

@@ -47,12 +47,14 @@ def files(tmp_path: Path) -> Callable[[str], Files]:
 
 
 def context_of(sequence: Timeline, target: Config, c: DFlash, n: int) -> np.ndarray:
-    """Returns (layers, 2, n, Hkv, D) F32 of a dump, which comes before the recurrent state, the last part."""
+    """Returns (layers, 2, n, Hkv, D) F32 of a dump, which comes before the recurrent state, the last part.
+    The n positions are of one page, which is dumped head by head."""
     size = c.n_layer * 2 * n * c.n_head_kv * c.head_dim
     recurrent = sum(target.is_recurrent(i) for i in range(target.n_layer))
     state = target.state_size**2 * target.n_v_head + 3 * target.conv_dim
     data = np.frombuffer(sequence.dump()[: -4 * recurrent * state], np.uint8)
-    return data[-4 * size :].view(np.float32).reshape(c.n_layer, 2, n, c.n_head_kv, c.head_dim)
+    heads = data[-4 * size :].view(np.float32).reshape(c.n_layer, 2, c.n_head_kv, n, c.head_dim)
+    return heads.swapaxes(2, 3)
 
 
 def error(found: np.ndarray, expected: np.ndarray) -> float:

@@ -53,16 +53,15 @@ template <int TYPE, int D>
 __device__ void load_tile(const AttentionArgs &a, const SeqCtl &seq, int head, int32_t first, int32_t end,
                           float *keys, float *values) {
     using S = Shape<D>;
-    constexpr int PARTS = D / 8, BYTES = D / KvType<TYPE>::VALUES * KvType<TYPE>::BYTES;
+    constexpr int PARTS = D / 8;
     for (int u = threadIdx.x; u < 2 * TILE * PARTS; u += THREADS) {
         const bool value = u >= TILE * PARTS;
         const int at = value ? u - TILE * PARTS : u, key = at / PARTS, i = at % PARTS * 8;
         const int32_t position = first + key;
         float x[8] = {};
         if (position < end) {
-            const int64_t cell = int64_t(a.pages[seq.pages + position / PAGE]) * PAGE + position % PAGE;
-            const uint8_t *base = (value ? a.pool.v : a.pool.k) + cell * a.pool.cell_bytes;
-            load_cell<TYPE>(base + int64_t(head) * BYTES, i, x);
+            const int64_t row = a.pool.row(a.pages[seq.pages + position / PAGE], position, head);
+            load_row<TYPE>((value ? a.pool.v : a.pool.k) + row * kv_bytes<TYPE>(D), i, x);
         }
         float *to = value ? values + key * D + i : keys + key * S::KEY + i;
 #pragma unroll

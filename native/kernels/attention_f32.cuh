@@ -52,8 +52,7 @@ template <int D> struct F32Unit {
             const int32_t key = first + row;
             float4 k = {}, v = {};
             if (key >= unit.low && key < unit.end) {
-                const int64_t at =
-                    unit.cell(key) * a.pool.cell_bytes + (int64_t(a.kv_head(unit.head)) * D + i) * 4;
+                const int64_t at = (unit.pool_row(key) * D + i) * 4;
                 k = *reinterpret_cast<const float4 *>(a.pool.k + at);
                 v = *reinterpret_cast<const float4 *>(a.pool.v + at);
             }

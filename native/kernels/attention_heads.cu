@@ -22,8 +22,9 @@ struct Params : AttentionHeadsArgs {
     __device__ int32_t n_move(const SeqCtl &seq) const {
         return owner == KV_TRUNK ? seq.n_move : owner == KV_HEAD ? seq.n_move_head : seq.n_move_drafter;
     }
-    __device__ int64_t cell(const SeqCtl &seq, int32_t position) const {
-        return int64_t(pages[seq.pages + position / PAGE]) * PAGE + position % PAGE;
+    // Returns which row of the pool the first head of a position is.
+    __device__ int64_t row(const SeqCtl &seq, int32_t position) const {
+        return pool.row(pages[seq.pages + position / PAGE], position, 0);
     }
 };
 
@@ -41,7 +42,7 @@ __device__ void move_head(const Params &a, uint8_t *base, const SeqCtl &seq, int
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
             if (i0 + i < n) {
-                const uint8_t *from = base + a.cell(seq, first + seq.pending[i0 + i]) * a.pool.cell_bytes;
+                const uint8_t *from = base + a.row(seq, first + seq.pending[i0 + i]) * BYTES;
 #pragma unroll
                 for (int w = 0; w < EACH; w++) {
                     if (w * LANES + lane < WORDS) {
@@ -53,7 +54,7 @@ __device__ void move_head(const Params &a, uint8_t *base, const SeqCtl &seq, int
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
             if (i0 + i < n) {
-                uint8_t *to = base + a.cell(seq, first + i0 + i) * a.pool.cell_bytes;
+                uint8_t *to = base + a.row(seq, first + i0 + i) * BYTES;
 #pragma unroll
                 for (int w = 0; w < EACH; w++) {
                     if (w * LANES + lane < WORDS) {
@@ -120,7 +121,7 @@ template <int TYPE, int D> struct Head {
     Heads kind;
     int head, lane;
     float norm[OWN];
-    uint8_t *base; // it is where k or v has the head in the first cell
+    uint8_t *base; // it is where k or v has the head's first row
 
     __device__ Head(const Params &args, int unit)
         : a(args), lane(threadIdx.x % LANES), norm{}, base(nullptr) {
@@ -137,7 +138,7 @@ template <int TYPE, int D> struct Head {
             }
         }
         if (in_cells()) {
-            base = (kind == Heads::k ? a.pool.k : a.pool.v) + int64_t(head) * BYTES;
+            base = (kind == Heads::k ? a.pool.k : a.pool.v) + a.pool.row(0, 0, head) * BYTES;
         }
     }
     __device__ bool in_cells() const { return kind == Heads::k || kind == Heads::v; }
@@ -157,7 +158,7 @@ template <int TYPE, int D> struct Head {
             return nullptr;
         }
         const SeqCtl &seq = a.ctl->seqs[s];
-        return base + a.cell(seq, seq.n_past + row - seq.row0) * a.pool.cell_bytes;
+        return base + a.row(seq, seq.n_past + row - seq.row0) * BYTES;
     }
 
     __device__ void run(const RowmmParts &parts, int row, RopeRoom<D> &room) {
@@ -244,7 +245,7 @@ bool valid(const AttentionHeadsArgs &a) {
     const int k = a.H > 0 ? 1 : 0;
     return parts != nullptr && parts->T == a.T && parts->n_weights == k + 2 && a.T > 0 && a.T <= MAX_ROWS &&
            (pool.D == 128 || pool.D == 256) && pool.Hkv > 0 && aligned(pool.k) && aligned(pool.v) &&
-           pool.cell_bytes % 8 == 0 && parts->weights[k].N == int64_t(pool.Hkv) * pool.D &&
+           parts->weights[k].N == int64_t(pool.Hkv) * pool.D &&
            parts->weights[k + 1].N == int64_t(pool.Hkv) * pool.D &&
            (k == 0 ||
             (parts->weights[0].N == int64_t(2) * a.H * pool.D && aligned(a.q) && aligned(a.gate))) &&

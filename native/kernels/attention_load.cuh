@@ -42,7 +42,7 @@ template <int D, int TYPE, bool WGMMA, Form FORM> struct Layout {
     static constexpr int P_ROWS = WGMMA ? WARPS / 4 * FEW_PAIRS : MAX_M;
     static constexpr int NEXT_ROW = WGMMA ? 128 : ROW; // a row of a tile is so far from the next
     static constexpr int CELL = kv_bytes<TYPE>(D); // one head of a cell has so many bytes
-    // A copy has so many bytes, as blocks of 18 and 34 bytes allow.
+    // A copy of a part of a cell has so many bytes, as blocks of 18 and 34 bytes allow.
     static constexpr int COPY = PACKED ? D / 16 : 16;
     static constexpr int SLOT = KEYS * CELL;
     static constexpr int UNPACKED = (SLOTS * SLOT + 1023) / 1024 * 1024, TILE = KEYS * ROW;
@@ -55,9 +55,9 @@ template <int D, int TYPE, bool WGMMA, Form FORM> struct Layout {
     // [warpgroup][BATCH + 1][FEW_PAIRS] {maximum, sum of weights} of a strand's chunks, and of what was added up before
     static constexpr int KEPT = MAXIMA + 4 * P_ROWS * 4,
                          KEPT_BYTES = STRANDED ? 2 * (BATCH + 1) * FEW_PAIRS * 8 : 0;
-    static constexpr int CELLS = KEPT + KEPT_BYTES; // [KEYS] of a tile that is not whole
+    static constexpr int ROWS = KEPT + KEPT_BYTES; // [KEYS] of a tile that is not whole
     static constexpr int BAD =
-        CELLS + KEYS * 4; // [2][KEYS] bytes by warpgroup, which say that the key's V is not finite
+        ROWS + KEYS * 4; // [2][KEYS] bytes by warpgroup, which say that the key's V is not finite
     static constexpr int TOLD = BAD + 2 * KEYS, FULL = TOLD + int(sizeof(Told::Ring));
     static constexpr int EMPTY = FULL + SLOTS * 8; // the barriers of emptied slots begin here
     static constexpr int READY = EMPTY + SLOTS * 8, LEFT = READY + TILES * 8; // those of unpacked tiles
@@ -156,27 +156,16 @@ template <typename L> struct Loader {
             }
         }
     }
-    // A thread has so many words of a tile. Those of packed cells lie so far from the tile's first cell.
-    static constexpr int COPIES = (KEYS * WORDS + LOAD_THREADS - 1) / LOAD_THREADS;
-    uint32_t offsets[L::PACKED ? COPIES : 1];
-    __device__ void find_offsets() {
-        if constexpr (L::PACKED) {
-#pragma unroll
-            for (int i = 0; i < COPIES; i++) {
-                const int u = tid + i * LOAD_THREADS;
-                offsets[i] = u / WORDS * uint32_t(a.pool.cell_bytes) + u % WORDS * L::COPY;
-            }
-        }
-    }
-    // Copies a tile of committed keys that lie in one page. This is what most of the loading warps' time goes to, so it has
-    // few instructions.
+    // Copies a tile of committed keys that lie in one page, one behind the other. This is what most of the loading warps'
+    // time goes to, so it has few instructions.
     __device__ __forceinline__ void copy_whole(const uint8_t *first) const {
         const uint32_t to = base + ring.i * L::SLOT;
         if constexpr (L::PACKED) {
+            static_assert(L::SLOT % 16 == 0, "a tile is whole words");
 #pragma unroll
-            for (int i = 0; i < COPIES; i++) {
-                if (tid + i * LOAD_THREADS < KEYS * WORDS) {
-                    copy_async<L::COPY>(to + (tid + i * LOAD_THREADS) * L::COPY, first + offsets[i]);
+            for (int u = 0; u < L::SLOT / 16; u += LOAD_THREADS) {
+                if (u + LOAD_THREADS <= L::SLOT / 16 || u + tid < L::SLOT / 16) {
+                    copy_async<16>(to + (u + tid) * 16, first + (u + tid) * 16);
                 }
             }
         } else {
@@ -184,48 +173,44 @@ template <typename L> struct Loader {
             const int row = tid / WORDS, word = tid % WORDS;
             const uint32_t even = to + L::place(row, word, KEYS),
                            odd = to + L::place(row + STEP, word, KEYS) - STEP * L::NEXT_ROW;
-            const uint8_t *from = first + row * a.pool.cell_bytes + word * L::COPY;
-            const int64_t step = STEP * a.pool.cell_bytes;
+            const uint8_t *from = first + tid * 16;
 #pragma unroll
             for (int i = 0; i < KEYS / STEP; i++) {
-                copy_async<L::COPY>((i % 2 == 0 ? even : odd) + i * STEP * L::NEXT_ROW, from);
-                from += step;
+                copy_async<16>((i % 2 == 0 ? even : odd) + i * STEP * L::NEXT_ROW, from + i * STEP * L::CELL);
             }
         }
     }
-    // Finds the cells of any tile. From n_past on they are found by ancestors, and -1 stands for what no row
-    // sees.
-    __device__ void find_cells(const Unit &unit, int32_t key) const {
-        int32_t *cells = reinterpret_cast<int32_t *>(shared + L::CELLS);
-        load_barrier(); // all have left the cells before
+    // Finds the pool's rows of any tile. From n_past on cells are found by ancestors, and -1 stands for what no row sees.
+    __device__ void find_rows(const Unit &unit, int32_t key) const {
+        int32_t *rows = reinterpret_cast<int32_t *>(shared + L::ROWS);
+        load_barrier(); // all have left the rows before
         if (tid < KEYS) {
             const bool valid = key + tid >= unit.low && key + tid < unit.end;
-            cells[tid] = valid ? int32_t(unit.cell(key + tid)) : -1;
+            rows[tid] = valid ? int32_t(unit.pool_row(key + tid)) : -1;
         }
         load_barrier();
     }
     // Copies a part of a tile. Zeros stand for what no row sees.
-    __device__ void copy_part(const uint8_t *head) const {
-        const int32_t *cells = reinterpret_cast<const int32_t *>(shared + L::CELLS);
+    __device__ void copy_part(const uint8_t *pool) const {
+        const int32_t *rows = reinterpret_cast<const int32_t *>(shared + L::ROWS);
         const uint32_t to = base + ring.i * L::SLOT;
         each(KEYS, [&](int row, int word, int at) {
-            const int32_t cell = cells[row];
-            const int64_t offset = cell >= 0 ? cell * a.pool.cell_bytes + word * L::COPY : 0;
-            copy_async<L::COPY>(to + at, head + offset, cell >= 0);
+            const int64_t from = rows[row];
+            copy_async<L::COPY>(to + at, pool + (from >= 0 ? from * L::CELL + word * L::COPY : 0), from >= 0);
         });
     }
     __device__ static void load_barrier() { asm volatile("bar.sync 2, %0;" ::"n"(LOAD_THREADS) : "memory"); }
 
-    // Returns the first cell of a committed page. The next one's is asked for at once, since behind all the
-    // copies that are on their way an answer takes as long as they do.
-    __device__ int64_t first_cell(int seq, int32_t index) {
+    // Returns a committed page. The next one is asked for at once, since behind all the copies that are on their way an
+    // answer takes as long as they do.
+    __device__ int32_t page_of(int seq, int32_t index) {
         const int32_t at = plan.pages[seq] + index;
         const int32_t page = at == next_at ? next_page : a.pages[at];
         if (index < plan.n_past[seq] / PAGE) {
             next_at = at + 1;
             next_page = a.pages[next_at];
         }
-        return int64_t(page) * PAGE;
+        return page;
     }
     // Goes to the next unit: the block's own, or where blocks take units one by one, the one whose number the first thread has
     // taken. It asks for the next one a unit ahead, since an answer takes long. Both numbers have a place by turns, so that
@@ -256,7 +241,6 @@ template <typename L> struct Loader {
     // Runs the ring. It begins beside the kernels ahead, and waits for them at tiles whose cells the step may
     // write. (Where a slot has to become free first, the warps that compute have waited.)
     __device__ void run() {
-        find_offsets();
         Unit unit(a, plan);
         Told told{L::told(shared)};
         if (!L::STRANDED && plan.ticketed && tid == 0) { // else it was asked for beside the plan
@@ -280,25 +264,24 @@ template <typename L> struct Loader {
     // Loads a unit's tiles.
     __device__ __forceinline__ void load(const Unit &unit, int seq) {
         const int32_t past = plan.n_past[seq];
-        const int64_t head = a.kv_head(unit.head) * int64_t(L::CELL);
-        int64_t page = -1; // it is the page's first cell
+        int64_t first = -1; // it is where the page has the head's first row, in bytes
         for (int32_t key = unit.begin; key < unit.end; key += KEYS) {
             const bool whole = key >= unit.low && key + KEYS <= min(unit.end, past);
             if (!whole) {
-                find_cells(unit, key);
-            } else if (page < 0 || key % PAGE == 0) {
-                page = first_cell(seq, key / PAGE);
+                find_rows(unit, key);
+            } else if (first < 0 || key % PAGE == 0) {
+                first = a.pool.row(page_of(seq, key / PAGE), 0, a.kv_head(unit.head)) * L::CELL;
             }
             if (!whole || key + KEYS > past - plan.written[seq]) {
                 wait_for_previous(); // from the second time on it is there
             }
             for (int which = 0; which < 2; which++) {
-                const uint8_t *cells = (which == 0 ? a.pool.k : a.pool.v) + head;
+                const uint8_t *pool = which == 0 ? a.pool.k : a.pool.v;
                 wait_patiently(base + L::EMPTY + ring.i * 8, ring.parity ^ 1);
                 if (whole) {
-                    copy_whole(cells + (page + key % PAGE) * a.pool.cell_bytes);
+                    copy_whole(pool + first + key % PAGE * L::CELL);
                 } else {
-                    copy_part(cells);
+                    copy_part(pool);
                 }
                 arrive_after_copies(base + L::FULL + ring.i * 8);
                 ring.next(L::SLOTS);

@@ -119,9 +119,6 @@ struct alignas(16) Plan {
     // Blocks do not need what follows.
     int32_t any_stranded; // it is 1 where a sequence has strands
 
-    __device__ int64_t cell(const int32_t *table, int seq_index, int32_t at) const {
-        return int64_t(table[pages[seq_index] + at / PAGE]) * PAGE + at % PAGE;
-    }
     // Returns the rows of the unit that has most.
     __device__ int rows_of_unit() const {
         return max(max(most_rows[0], most_rows[1]), max(most_rows[2], most_rows[3]));

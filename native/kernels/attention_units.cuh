@@ -40,7 +40,7 @@ struct alignas(16) UnitInfo {
 
 // A cursor walks over units: kind by kind, and in each segment group by group the chunks in order. So a
 // worker's own units mostly share their queries and follow each other in memory. Where blocks take units one by one, it walks
-// chunk by chunk over the groups, so that several blocks read the same cells' heads at a time, which lie beside each other.
+// chunk by chunk over the groups, so that several blocks read the heads of one page at a time, which lie beside each other.
 // Tiles of one chunk are next to each other, so that one reads what the other has brought into L2.
 // A strand is one unit, whose chunks follow each other.
 template <bool STRANDED = false> struct Cursor {
@@ -148,12 +148,13 @@ template <bool STRANDED = false> struct Cursor {
         return {
             row, n_rows, head, chunk, begin, end, plan.n_past[seq()], STRANDED && piece > 0 ? -piece : hides};
     }
-    // Returns the cell of a key of the unit. Below n_past it is where it was committed, and from there on it
+    // Returns the pool's row of a key of the unit. Below n_past it is where it was committed, and from there on it
     // is found by the ancestors of the last row.
-    __device__ int64_t cell(int32_t key) const {
+    __device__ int64_t pool_row(int32_t key) const {
         const int s = seq();
         const int32_t past = plan.n_past[s];
-        return plan.cell(a.pages, s, key < past ? key : past + plan.ancestor(last_row(), key) - plan.row0[s]);
+        const int32_t at = key < past ? key : past + plan.ancestor(last_row(), key) - plan.row0[s];
+        return a.pool.row(a.pages[plan.pages[s] + at / PAGE], at, a.kv_head(head));
     }
 };
 

@@ -146,16 +146,21 @@ int64_t deltanet_chunks_scratch(const DeltaShape &shape);
 
 // ---- attention -----------------------------------------------------------------------------------------
 
-// The KV of one attention layer is a pool of cells, PAGE to a page, shared by all sequences. Position p of a
-// sequence is in cell pages[seq.pages + p / PAGE] * PAGE + p % PAGE. A verify writes its row r of a sequence
+// The KV of one attention layer is a pool of pages, each of PAGE positions, shared by all sequences. Position p of a
+// sequence is in page pages[seq.pages + p / PAGE], whose cell p % PAGE it has. A verify writes its row r of a sequence
 // at position n_past + (r - row0), also in a tree, where the row's own position may be smaller. A commit
 // leaves the accepted rows there as pending, and the next step moves them down before it does anything else.
-// A cell holds the layer's KV heads, each D values of `type`: ggml's F32 (0), F16 (1), Q4_0 (2) or Q8_0 (8).
+// A cell holds the layer's KV heads, each a row of D values of `type`: ggml's F32 (0), F16 (1), Q4_0 (2) or Q8_0 (8).
+// Within a page rows of one head follow each other, so that attention, which reads head by head, reads memory in a row.
 struct KvPool {
-    uint8_t *k, *v; // [cells][Hkv][D]
+    uint8_t *k, *v; // [pages][Hkv][PAGE] rows
     int32_t type; // k and v both have this type
     int32_t Hkv, D;
-    int64_t cell_bytes; // a cell of k has so many bytes, and so has one of v
+
+    // Returns which row of k, or of v, a position's head in this page is.
+    LUCE_BOTH int64_t row(int32_t page, int32_t position, int32_t head) const {
+        return int64_t(page * Hkv + head) * PAGE + position % PAGE;
+    }
 };
 
 // KvOwner says whose KV a layer is. Each owner has rows of its own to move (SeqCtl).

@@ -19,10 +19,6 @@ constexpr int BATCH = 8; // so many moves are done at once
 constexpr int SPREAD = 16; // as many blocks share a sequence's rows where none has to move
 constexpr int PREFILL_ROWS = 4; // a block has so many rows in a prefill
 
-__device__ int64_t cell_of(const int32_t *pages, int32_t position) {
-    return int64_t(pages[position / PAGE]) * PAGE + position % PAGE;
-}
-
 template <int TYPE> __device__ void write_values(const float *x, uint8_t *to) {
     using Kv = KvType<TYPE>;
     float values[Kv::VALUES];
@@ -57,9 +53,26 @@ template <> struct Words<16> {
     using Word = uint4;
 };
 
-// Moves one thread's values of the pending rows of a sequence, at `base` + cell * stride.
-template <int TYPE>
-__device__ void move_rows(uint8_t *base, int64_t stride, const int32_t *pages, const SeqCtl &seq, int32_t n) {
+// A Column is a thread's values of all cells of k or v: block `at` of a cell's heads.
+template <int TYPE> struct Column {
+    const KvPool &pool;
+    const int32_t *pages;
+    uint8_t *first; // it is where they are in the pool's first cell
+    int64_t row_bytes;
+
+    __device__ Column(const KvPool &of, uint8_t *rows, int at, const int32_t *table)
+        : pool(of), pages(table), row_bytes(kv_bytes<TYPE>(of.D)) {
+        const int blocks = pool.D / KvType<TYPE>::VALUES, head = at / blocks;
+        first = rows + pool.row(0, 0, head) * row_bytes + (at - head * blocks) * KvType<TYPE>::BYTES;
+    }
+    // Returns where they are at a position of the sequence.
+    __device__ uint8_t *at(int32_t position) const {
+        return first + pool.row(pages[position / PAGE], position, 0) * row_bytes;
+    }
+};
+
+// Moves a column's values of the pending rows of a sequence.
+template <int TYPE> __device__ void move_rows(const Column<TYPE> &column, const SeqCtl &seq, int32_t n) {
     constexpr int BYTES = KvType<TYPE>::BYTES;
     using Word = typename Words<BYTES>::Word;
     constexpr int N = BYTES / int(sizeof(Word));
@@ -69,7 +82,7 @@ __device__ void move_rows(uint8_t *base, int64_t stride, const int32_t *pages, c
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
             if (i0 + i < n) {
-                const uint8_t *from = base + cell_of(pages, first + seq.pending[i0 + i]) * stride;
+                const uint8_t *from = column.at(first + seq.pending[i0 + i]);
 #pragma unroll
                 for (int w = 0; w < N; w++) {
                     words[i][w] = reinterpret_cast<const Word *>(from)[w];
@@ -79,7 +92,7 @@ __device__ void move_rows(uint8_t *base, int64_t stride, const int32_t *pages, c
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
             if (i0 + i < n) {
-                uint8_t *to = base + cell_of(pages, first + i0 + i) * stride;
+                uint8_t *to = column.at(first + i0 + i);
 #pragma unroll
                 for (int w = 0; w < N; w++) {
                     reinterpret_cast<Word *>(to)[w] = words[i][w];
@@ -102,8 +115,7 @@ __global__ void __launch_bounds__(THREADS) kv_store_kernel(KvStoreArgs a, int32_
     const SeqCtl &seq = a.ctl->seqs[s];
     const bool value = column >= columns;
     const int at = value ? column - columns : column;
-    uint8_t *base = (value ? a.pool.v : a.pool.k) + int64_t(at) * Kv::BYTES;
-    const int32_t *pages = a.pages + seq.pages;
+    const Column<TYPE> cells(a.pool, value ? a.pool.v : a.pool.k, at, a.pages + seq.pages);
     const int32_t n = a.owner == KV_TRUNK  ? seq.n_move
                       : a.owner == KV_HEAD ? seq.n_move_head
                                            : seq.n_move_drafter;
@@ -111,7 +123,7 @@ __global__ void __launch_bounds__(THREADS) kv_store_kernel(KvStoreArgs a, int32_
         if (blockIdx.z > 0) {
             return;
         }
-        move_rows<TYPE>(base, a.pool.cell_bytes, pages, seq, n);
+        move_rows(cells, seq, n);
     }
     if (a.append != 0) {
         return;
@@ -119,8 +131,7 @@ __global__ void __launch_bounds__(THREADS) kv_store_kernel(KvStoreArgs a, int32_
     const float *x = (value ? a.v : a.k) + int64_t(at) * Kv::VALUES;
     const int64_t row_size = int64_t(a.pool.Hkv) * a.pool.D;
     for (int r = n > 0 ? 0 : int(blockIdx.z); r < seq.n_rows; r += n > 0 ? 1 : int(gridDim.z)) {
-        write_values<TYPE>(x + (seq.row0 + r) * row_size,
-                           base + cell_of(pages, seq.n_past + r) * a.pool.cell_bytes);
+        write_values<TYPE>(x + (seq.row0 + r) * row_size, cells.at(seq.n_past + r));
     }
 }
 
@@ -136,12 +147,11 @@ __global__ void __launch_bounds__(THREADS) kv_append_kernel(KvStoreArgs a, int32
     const bool value = column >= columns;
     const int at = value ? column - columns : column;
     const float *x = (value ? a.v : a.k) + int64_t(at) * Kv::VALUES;
-    uint8_t *base = (value ? a.pool.v : a.pool.k) + int64_t(at) * Kv::BYTES;
+    const Column<TYPE> cells(a.pool, value ? a.pool.v : a.pool.k, at, a.pages + seq.pages);
     const int64_t row_size = int64_t(a.pool.Hkv) * a.pool.D;
     const int end = min(a.T, int(blockIdx.y + 1) * PREFILL_ROWS);
     for (int r = int(blockIdx.y) * PREFILL_ROWS; r < end; r++) {
-        const int64_t cell = cell_of(a.pages + seq.pages, seq.n_past + r);
-        write_values<TYPE>(x + r * row_size, base + cell * a.pool.cell_bytes);
+        write_values<TYPE>(x + r * row_size, cells.at(seq.n_past + r));
     }
 }
 
@@ -173,8 +183,9 @@ __global__ void __launch_bounds__(THREADS) kv_gather_kernel(KvGatherArgs a) {
     const SeqCtl &seq = a.ctl->seqs[0];
     float x[8] = {};
     if (c < int64_t(seq.n_past) + seq.n_rows) {
-        const uint8_t *pool = a.which == 0 ? a.pool.k : a.pool.v;
-        load_cell<TYPE>(pool + cell_of(a.pages + seq.pages, int32_t(c)) * a.pool.cell_bytes, i, x);
+        const uint8_t *rows = a.which == 0 ? a.pool.k : a.pool.v;
+        const int64_t row = a.pool.row(a.pages[seq.pages + c / PAGE], int32_t(c), i / a.pool.D);
+        load_row<TYPE>(rows + row * kv_bytes<TYPE>(a.pool.D), i % a.pool.D, x);
     }
     Out *out = static_cast<Out *>(a.out) + c * words * 8 + i;
     if constexpr (sizeof(Out) == 2) {

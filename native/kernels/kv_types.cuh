@@ -25,7 +25,7 @@ template <> struct KvType<KV_Q8_0> {
     static constexpr int VALUES = 32, BYTES = 34; // F16 d, then 32 int8
 };
 
-template <int TYPE> constexpr int kv_bytes(int values) {
+template <int TYPE> __host__ __device__ constexpr int kv_bytes(int values) {
     return values / KvType<TYPE>::VALUES * KvType<TYPE>::BYTES;
 }
 
@@ -39,8 +39,8 @@ template <int TYPE> __device__ float block_value(const uint8_t *block, int i) {
     return d * float((i < 16 ? byte & 15 : byte >> 4) - 8);
 }
 
-// Loads values i .. i + 7 of a row of cells, where i is a multiple of 8.
-template <int TYPE> __device__ void load_cell(const uint8_t *row, int i, float (&x)[8]) {
+// Loads values i .. i + 7 of a row, where i is a multiple of 8.
+template <int TYPE> __device__ void load_row(const uint8_t *row, int i, float (&x)[8]) {
     if (TYPE == KV_F32) {
         const float4 a = *reinterpret_cast<const float4 *>(row + i * 4);
         const float4 b = *reinterpret_cast<const float4 *>(row + i * 4 + 16);

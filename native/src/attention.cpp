@@ -27,16 +27,15 @@ constexpr int KEYS = 4; // as many keys are added to an accumulator at once
 
 // ---- cells -------------------------------------------------------------------------------------------
 
-int64_t cell_of(const int32_t *pages, const SeqCtl &seq, int32_t position) {
-    return int64_t(pages[seq.pages + position / PAGE]) * PAGE + position % PAGE;
-}
-
-size_t head_bytes(const KvPool &pool) {
+size_t row_bytes(const KvPool &pool) {
     return ggml_row_size(ggml_type(pool.type), pool.D);
 }
 
-uint8_t *cell_head(const KvPool &pool, int which, int64_t cell, int head) {
-    return (which == 0 ? pool.k : pool.v) + cell * pool.cell_bytes + head * int64_t(head_bytes(pool));
+// Returns the row of k (0) or v (1) that is a head of a sequence's position.
+uint8_t *pool_row(const KvPool &pool, int which, const int32_t *pages, const SeqCtl &seq, int32_t position,
+                  int head) {
+    const int64_t row = pool.row(pages[seq.pages + position / PAGE], position, head);
+    return (which == 0 ? pool.k : pool.v) + row * int64_t(row_bytes(pool));
 }
 
 void to_float(ggml_type type, const void *from, float *to, int64_t n) {
@@ -62,7 +61,7 @@ void from_float(ggml_type type, const float *from, void *to, int64_t n) {
 // Stores one KV head of k or v. The moves come first, since a new row may overwrite what a move reads.
 void store_head(const KvStoreArgs &a, int which, int head) {
     const KvPool &pool = a.pool;
-    const size_t bytes = head_bytes(pool);
+    const size_t bytes = row_bytes(pool);
     const float *x = which == 0 ? a.k : a.v;
     const int n_seqs = a.append != 0 ? 1 : a.ctl->n_seqs;
     for (int s = 0; s < n_seqs; s++) {
@@ -70,9 +69,7 @@ void store_head(const KvStoreArgs &a, int which, int head) {
         const int n_move = a.owner == KV_TRUNK  ? seq.n_move
                            : a.owner == KV_HEAD ? seq.n_move_head
                                                 : seq.n_move_drafter;
-        const auto at = [&](int32_t position) {
-            return cell_head(pool, which, cell_of(a.pages, seq, position), head);
-        };
+        const auto at = [&](int32_t position) { return pool_row(pool, which, a.pages, seq, position, head); };
         for (int i = 0; i < n_move; i++) {
             memmove(at(seq.n_past - n_move + i), at(seq.n_past - n_move + seq.pending[i]), bytes);
         }
@@ -196,17 +193,16 @@ struct Unit {
     // Loads positions [from, to) as rows of a tile: committed ones, then the ancestors of the row that `path`
     // belongs to.
     void load(int which, int32_t from, int32_t to, const int *path, float *tile) const {
-        const auto bytes = int64_t(head_bytes(a.pool));
-        const uint8_t *cells = (which == 0 ? a.pool.k : a.pool.v) + head * bytes;
+        const auto bytes = int64_t(row_bytes(a.pool));
         for (int32_t p = from; p < to; p++) {
             if (const int32_t ahead = p + AHEAD; ahead < to && ahead < seq.n_past) {
-                const uint8_t *next = cells + cell_of(a.pages, seq, ahead) * a.pool.cell_bytes;
+                const uint8_t *next = pool_row(a.pool, which, a.pages, seq, ahead, head);
                 for (int64_t i = 0; i < bytes; i += LINE) {
                     __builtin_prefetch(next + i);
                 }
             }
             const int32_t at = p < seq.n_past ? p : seq.n_past + path[p - seq.n_past];
-            to_float(ggml_type(a.pool.type), cells + cell_of(a.pages, seq, at) * a.pool.cell_bytes,
+            to_float(ggml_type(a.pool.type), pool_row(a.pool, which, a.pages, seq, at, head),
                      tile + int64_t(p - from) * D, D);
         }
     }
@@ -389,24 +385,26 @@ void cpu_attention(const AttentionArgs &a, int ith, int nth) {
 
 void cpu_kv_gather(const KvGatherArgs &a, int ith, int nth) {
     const SeqCtl &seq = a.ctl->seqs[0];
-    const int64_t row = int64_t(a.pool.Hkv) * a.pool.D, used = int64_t(seq.n_past) + seq.n_rows;
+    const int64_t D = a.pool.D, used = int64_t(seq.n_past) + seq.n_rows;
     const ggml_type from = ggml_type(a.pool.type), to = ggml_type(a.out_type);
-    const size_t bytes = ggml_row_size(to, row);
+    const size_t bytes = ggml_row_size(to, D);
     static thread_local std::vector<float> values;
-    values.resize(size_t(row));
+    values.resize(size_t(D));
     const int64_t begin = a.n_kv * ith / nth, end = a.n_kv * (ith + 1) / nth;
     for (int64_t c = begin; c < end; c++) {
-        uint8_t *out = static_cast<uint8_t *>(a.out) + c * int64_t(bytes);
-        if (c >= used) {
-            memset(out, 0, bytes);
-            continue;
-        }
-        const uint8_t *cell = cell_head(a.pool, a.which, cell_of(a.pages, seq, int32_t(c)), 0);
-        if (from == to) {
-            memcpy(out, cell, bytes);
-        } else {
-            to_float(from, cell, values.data(), row);
-            from_float(to, values.data(), out, row);
+        for (int head = 0; head < a.pool.Hkv; head++) {
+            uint8_t *out = static_cast<uint8_t *>(a.out) + (c * a.pool.Hkv + head) * int64_t(bytes);
+            if (c >= used) {
+                memset(out, 0, bytes);
+                continue;
+            }
+            const uint8_t *row = pool_row(a.pool, a.which, a.pages, seq, int32_t(c), head);
+            if (from == to) {
+                memcpy(out, row, bytes);
+            } else {
+                to_float(from, row, values.data(), D);
+                from_float(to, values.data(), out, D);
+            }
         }
     }
 }

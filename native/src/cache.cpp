@@ -38,12 +38,12 @@ Cache::Cache(const Weights &weights, const HParams &hp, const NextN *head, const
     context_ = new_context(ggml_tensor_overhead() * (3 * n_layer + 2 * n_drafter + 7));
     host_context_ = new_context(ggml_tensor_overhead() * 2);
     ggml_context *ctx = context_.get(), *host = host_context_.get();
-    const int64_t n_slots = params.n_sequences + params.n_checkpoints,
-                  n_cells = int64_t(params.n_pages) * PAGE;
+    const int64_t n_slots = params.n_sequences + params.n_checkpoints;
+    const auto pool = [&](const AttentionShape &s) {
+        return ggml_new_tensor_4d(ctx, params.kv_type, s.head_dim, PAGE, s.n_head_kv, params.n_pages);
+    };
     const auto cells = [&](const Attention &a) {
-        const int64_t width = int64_t(a.shape.head_dim) * a.shape.n_head_kv;
-        KvCells kv = {ggml_new_tensor_2d(ctx, params.kv_type, width, n_cells),
-                      ggml_new_tensor_2d(ctx, params.kv_type, width, n_cells)};
+        KvCells kv = {pool(a.shape), pool(a.shape)};
         kv_bytes_ += ggml_nbytes(kv.k) + ggml_nbytes(kv.v);
         return kv;
     };
@@ -138,8 +138,8 @@ void Cache::poison() {
     each_free_run(pages, int32_t(params_.n_pages), [&](int32_t first, int32_t n) {
         const auto cells = [&](const KvCells &kv) {
             if (kv.k != nullptr) {
-                rows(kv.k, int64_t(first) * PAGE, int64_t(n) * PAGE, kv.k->nb[1]);
-                rows(kv.v, int64_t(first) * PAGE, int64_t(n) * PAGE, kv.v->nb[1]);
+                rows(kv.k, first, n, kv.k->nb[3]);
+                rows(kv.v, first, n, kv.v->nb[3]);
             }
         };
         std::for_each(kv_.begin(), kv_.end(), cells);
@@ -186,9 +186,15 @@ std::vector<Cache::Piece> Cache::pieces(const std::vector<int32_t> &page_list, u
     const auto kv = [&](const KvCells &cells, uint32_t first) {
         for (ggml_tensor *t : {cells.k, cells.v}) {
             for (uint32_t at = first; at < n_past;) {
-                const uint32_t end = std::min(n_past, (at / PAGE + 1) * PAGE);
-                const size_t cell = size_t(page_list[at / PAGE]) * PAGE + at % PAGE;
-                list.push_back({t, cell * t->nb[1], (end - at) * t->nb[1]});
+                const uint32_t end = std::min(n_past, (at / PAGE + 1) * PAGE), n = end - at;
+                const size_t page = size_t(page_list[at / PAGE]) * t->nb[3];
+                if (n == PAGE) {
+                    list.push_back({t, page, t->nb[3]});
+                } else { // it is a part of each head
+                    for (int64_t head = 0; head < t->ne[2]; head++) {
+                        list.push_back({t, page + head * t->nb[2] + at % PAGE * t->nb[1], n * t->nb[1]});
+                    }
+                }
                 at = end;
             }
         }

@@ -40,8 +40,8 @@ namespace luce {
 
 // KvCells are the pools of one attention layer.
 struct KvCells {
-    ggml_tensor *k; // {D*Hkv, n_pages*PAGE}
-    ggml_tensor *v; // {D*Hkv, n_pages*PAGE}
+    ggml_tensor *k; // {D, PAGE, Hkv, n_pages}
+    ggml_tensor *v; // {D, PAGE, Hkv, n_pages}
 };
 
 struct DeltaState {

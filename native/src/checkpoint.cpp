@@ -21,7 +21,7 @@ struct Header {
 };
 constexpr char MAGIC[8] = {'L', 'U', 'C', 'E', 'C', 'H', 'K', 'P'},
                DUMP[8] = {'L', 'U', 'C', 'E', 'D', 'U', 'M', 'P'};
-constexpr uint32_t VERSION = 2;
+constexpr uint32_t VERSION = 3;
 
 // save() reads as many bytes while it holds the engine, which takes under 1 ms.
 constexpr uint64_t PIECE = uint64_t(2) << 20;

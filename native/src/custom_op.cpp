@@ -66,16 +66,9 @@ DeltaArgs delta_args(const ggml_tensor *dst) {
             data<float>(dst)};
 }
 
-// Returns a pool whose cells have heads of D values side by side.
-KvPool kv_pool(const ggml_tensor *k, const ggml_tensor *v, int32_t D) {
-    KvPool pool{};
-    pool.k = data<uint8_t>(k);
-    pool.v = data<uint8_t>(v);
-    pool.type = k->type;
-    pool.D = D;
-    pool.Hkv = int32_t(k->ne[0]) / D;
-    pool.cell_bytes = int64_t(k->nb[1]);
-    return pool;
+// Returns the pool whose k and v are {D, PAGE, Hkv, pages}.
+KvPool kv_pool(const ggml_tensor *k, const ggml_tensor *v) {
+    return {data<uint8_t>(k), data<uint8_t>(v), k->type, int32_t(k->ne[2]), int32_t(k->ne[0])};
 }
 
 // q_gate holds q(D) then gate(D) for each head.
@@ -100,7 +93,7 @@ NormRopeArgs norm_rope_args(const ggml_tensor *dst) {
 
 KvStoreArgs kv_store_args(const ggml_tensor *dst) {
     KvStoreArgs a{};
-    a.pool = kv_pool(dst->src[2], dst->src[3], param(dst, 2));
+    a.pool = kv_pool(dst->src[2], dst->src[3]);
     a.T = int32_t(dst->src[0]->ne[1]);
     a.append = param(dst, 0);
     a.owner = param(dst, 1);
@@ -118,23 +111,23 @@ int32_t most_sequences(const ggml_tensor *pages, int32_t max_pages) {
 
 AttentionArgs attention_args(const ggml_tensor *dst) {
     const ggml_tensor *q = dst->src[0], *q_gate = dst->src[1];
-    const int32_t D = param(dst, 0);
     AttentionArgs a{};
-    a.pool = kv_pool(dst->src[2], dst->src[3], D);
+    a.pool = kv_pool(dst->src[2], dst->src[3]);
+    const int32_t D = a.pool.D;
     a.T = int32_t(q->ne[1]);
     a.H = int32_t(q->ne[0]) / D;
-    a.first = param(dst, 1);
-    a.window = param(dst, 2);
-    a.max_pages = param(dst, 3);
-    a.scale = real(dst, 4);
-    a.softcap = real(dst, 5);
+    a.first = param(dst, 0);
+    a.window = param(dst, 1);
+    a.max_pages = param(dst, 2);
+    a.scale = real(dst, 3);
+    a.softcap = real(dst, 4);
     a.q = data<float>(q);
-    if (param(dst, 6) != 0) { // q_gate holds gate(D), or q(D) then gate(D), for each head
+    if (param(dst, 5) != 0) { // q_gate holds gate(D), or q(D) then gate(D), for each head
         a.gate_row = q_gate->ne[0];
         a.gate_head = q_gate->ne[0] / a.H;
         a.gate = data<float>(q_gate) + a.gate_head - D;
     }
-    a.block = param(dst, 7);
+    a.block = param(dst, 6);
     a.ctl = ctl(dst->src[4]);
     a.pages = data<int32_t>(dst->src[5]);
     a.max_seqs = most_sequences(dst->src[5], a.max_pages);
@@ -152,7 +145,7 @@ int attention_heads_op(const ggml_tensor *dst, void *stream) {
     a.T = launch.T;
     a.k_norm = data<float>(dst->src[1]);
     a.positions = data<int32_t>(dst->src[2]);
-    a.pool = kv_pool(dst->src[3], dst->src[4], int32_t(dst->src[1]->ne[0]));
+    a.pool = kv_pool(dst->src[3], dst->src[4]);
     a.ctl = ctl(dst->src[5]);
     a.pages = data<int32_t>(dst->src[6]);
     a.rope_dim = param(dst, 0);
@@ -181,7 +174,7 @@ int attention_plan_op(const ggml_tensor *dst, void *stream) {
 int attention_packed_op(const ggml_tensor *dst, void *stream) {
     AttentionArgs a = attention_args(dst);
     a.plan = dst->src[6] == nullptr ? nullptr : dst->src[6]->data;
-    a.layer = a.plan == nullptr ? 0 : param(dst, 7);
+    a.layer = a.plan == nullptr ? 0 : param(dst, 6);
     a.block = 0;
     a.packed = a.out;
     a.scratch = a.out + rowmm_op_bytes(a.T, int64_t(a.pool.D) * a.H) / int64_t(sizeof(float));
@@ -192,7 +185,7 @@ int attention_packed_op(const ggml_tensor *dst, void *stream) {
 
 KvGatherArgs kv_gather_args(const ggml_tensor *dst) {
     KvGatherArgs a{};
-    a.pool = kv_pool(dst->src[0], dst->src[0], param(dst, 0));
+    a.pool = kv_pool(dst->src[0], dst->src[0]);
     a.n_kv = dst->ne[1];
     a.ctl = ctl(dst->src[1]);
     a.pages = data<int32_t>(dst->src[2]);
@@ -354,11 +347,13 @@ const CustomOp OPS[] = {
     {"deltanet_chunks", "C,T h,T h,T h h S,S,h,s* l,q* ctl > S,h,T", nullptr, deltanet_chunks_op},
 #endif
     LUCE_OP("norm_rope", "K,T h iT Q,T? h? > K,T", cpu_norm_rope, norm_rope, norm_rope_args),
-    LUCE_OP("kv_store", "w,T w,T kw,c* kw,c* ctl ip > 1", cpu_kv_store, kv_store, kv_store_args),
-    LUCE_OP("attention", "Q,T G,T kw,c kw,c ctl ip > Q,T", cpu_attention, attention, attention_args),
-    LUCE_OP("block_attention", "Q,T G,T kw,c kw,c ctl ip > Q,T", cpu_attention, block_attention,
+    LUCE_OP("kv_store", "Dh,T Dh,T kD,256,h,p* kD,256,h,p* ctl in > 1", cpu_kv_store, kv_store,
+            kv_store_args),
+    LUCE_OP("attention", "Q,T G,T kD,256,h,p kD,256,h,p ctl in > Q,T", cpu_attention, attention,
             attention_args),
-    LUCE_OP("kv_gather", "kw,c ctl ip > w", cpu_kv_gather, kv_gather, kv_gather_args),
+    LUCE_OP("block_attention", "Q,T G,T kD,256,h,p kD,256,h,p ctl in > Q,T", cpu_attention, block_attention,
+            attention_args),
+    LUCE_OP("kv_gather", "kD,256,h,p ctl in > D,h", cpu_kv_gather, kv_gather, kv_gather_args),
     LUCE_OP("prefill_mask", "ctl > 1", cpu_prefill_mask, prefill_mask, mask_args),
     LUCE_OP("choose", "n,T ctl i2,d*? i2,d*? > 5372,T", cpu_choose, choose, choose_args),
     LUCE_OP("topk", "n,T ctl iL,e* > 1,T", cpu_topk, topk, topk_args),

@@ -7,11 +7,11 @@
 // deltanet_chunks  the same, for a long prefill on a GPU                                   the same -> {Hv*S*T, then scratch}
 // norm_rope       k{D*Hkv,T} k_norm{D} positions{T} [q_gate{2*D*H,T} q_norm{D}]            rope_dim base eps
 //                     -> {D*Hkv*T, then D*H*T}
-// kv_store        k{D*Hkv,T} v{D*Hkv,T} pool_k{D*Hkv,cells}* pool_v* ctl pages             append owner D -> i32{1}
+// kv_store        k{D*Hkv,T} v{D*Hkv,T} pool_k{D,PAGE,Hkv,pages}* pool_v* ctl pages        append owner -> i32{1}
 // attention       q{D*H,T} q_gate{2*D*H,T} or gate{D*H,T} pool_k pool_v ctl pages
-//                     D first window max_pages scale softcap gated block -> {D*H*T, then scratch}
+//                     first window max_pages scale softcap gated block -> {D*H*T, then scratch}
 // block_attention the same, of rows that all see each other (block 1), without a gate
-// kv_gather       pool{D*Hkv,cells} ctl pages                                              D -> f16 or f32{D*Hkv,n_kv}
+// kv_gather       pool{D,PAGE,Hkv,pages} ctl pages                                         - -> f16 or f32{D*Hkv,n_kv}
 // prefill_mask    ctl                                                                      first window -> f16{n_kv,T}
 // choose          logits{n,T} ctl drafts{2,n}*? given{2,n}*?                               ahead -> i32{WIDTH,T}
 // topk            logits{n,T} ctl lists{2*k,entries}*                                      k -> i32{scratch,T}
@@ -80,8 +80,8 @@ namespace luce {
 struct CustomOp {
     const char *name;
     // The signature gives each argument's extents, fastest first, separated by blanks. An extent is a number,
-    // or a letter that stands for one value throughout; ctl is a control block. Before the extents stands the
-    // type where it is not F32: i is I32, k is that of KV, x is that of activations, packed or F32, and m is
+    // or a letter that stands for one value throughout, or two letters for the product of theirs; ctl is a
+    // control block. Before the extents stands the type where it is not F32: i is I32, k is that of KV, x is that of activations, packed or F32, and m is
     // that of a weight matrix. After them stands * where the op writes to the argument, and ? where it may be
     // absent. Behind > are the extents that the result has at least.
     const char *signature;

@@ -100,6 +100,13 @@ std::vector<bool> check_arrays(const CustomOp &op, const luce_array *args, uint3
         check_argument(op.name, i, a, args[i], known);
         written.push_back(a.written);
     }
+    for (const auto &[name, extent] : known) {
+        if (name.size() == 2 && extent != known.at(name.substr(0, 1)) * known.at(name.substr(1))) {
+            fail(LUCE_E_ARG, "%s: rows have %llu values, expected %llu heads of %llu", op.name,
+                 (unsigned long long) extent, (unsigned long long) known.at(name.substr(1)),
+                 (unsigned long long) known.at(name.substr(0, 1)));
+        }
+    }
     signature = strchr(op.signature, '>') + 2;
     uint64_t least = 1, found = 1;
     for (const std::string &extent : next_argument(signature).extents) {

@@ -49,12 +49,11 @@ static Rotated norm_rope(const StepBuild &b, const Attention &w, float eps, ggml
             Q == 0 ? nullptr : ggml_view_2d(b.ctx, y, Q, T, size_t(Q) * f, size_t(K * T) * f)};
 }
 
-static void store_kv(const StepBuild &b, ggml_tensor *k, ggml_tensor *v, const Attention &w,
-                     const KvLayer &kv) {
+static void store_kv(const StepBuild &b, ggml_tensor *k, ggml_tensor *v, const KvLayer &kv) {
     // It is expanded here, since attention reads the cells and not this node.
     ggml_build_forward_expand(b.graph, add_op(b.ctx, "kv_store", GGML_TYPE_I32, 1, 1,
                                               {k, v, kv.cells.k, kv.cells.v, b.in.ctl, b.in.pages},
-                                              {b.prefill(), kv.owner, int32_t(w.shape.head_dim)}));
+                                              {b.prefill(), kv.owner}));
 }
 
 void write_kv(const StepBuild &b, const MatmulInput &x, const Attention &w, const KvLayer &kv, float eps) {
@@ -70,7 +69,7 @@ void write_kv(const StepBuild &b, const MatmulInput &x, const Attention &w, cons
     } else {
         k = norm_rope(b, w, eps, k, nullptr).k;
     }
-    store_kv(b, k, y[1], w, kv);
+    store_kv(b, k, y[1], kv);
 }
 
 ggml_tensor *prefill_mask(const StepBuild &b, int32_t window) {
@@ -84,8 +83,7 @@ static ggml_tensor *attend_prefill(const StepBuild &b, ggml_tensor *q, const Att
     const int64_t D = s.head_dim, H = s.n_head, Hkv = s.n_head_kv, T = q->ne[2];
     const ggml_type type = kv.cells.k->type == GGML_TYPE_F32 ? GGML_TYPE_F32 : GGML_TYPE_F16;
     const auto gathered = [&](ggml_tensor *pool) { // {D, n_kv, Hkv}
-        ggml_tensor *t =
-            add_op(b.ctx, "kv_gather", type, D * Hkv, b.n_kv, {pool, b.in.ctl, b.in.pages}, {int32_t(D)});
+        ggml_tensor *t = add_op(b.ctx, "kv_gather", type, D * Hkv, b.n_kv, {pool, b.in.ctl, b.in.pages}, {});
         return ggml_view_3d(b.ctx, t, D, b.n_kv, Hkv, t->nb[1], ggml_row_size(type, D), 0);
     };
     ggml_tensor *K = gathered(kv.cells.k), *V = gathered(kv.cells.v);
@@ -134,8 +132,7 @@ static ggml_tensor *attention_op(const StepBuild &b, const char *name, int64_t v
                            b.in.ctl,
                            b.in.pages,
                            plan == nullptr ? nullptr : plan->node};
-    const int32_t params[] = {int32_t(D),
-                              first_position(kv),
+    const int32_t params[] = {first_position(kv),
                               int32_t(s.window),
                               int32_t(b.cache.max_pages()),
                               bits_of_real(1.0f / std::sqrt(float(D))),
@@ -143,7 +140,7 @@ static ggml_tensor *attention_op(const StepBuild &b, const char *name, int64_t v
                               gate != nullptr,
                               plan == nullptr ? int32_t(block) : plan->layers - 1}; // a block has no plan
     return add_op(b.ctx, *find_op(name), GGML_TYPE_F32, values + attention_room(b, s, T, block), 1, args,
-                  plan == nullptr ? 6 : 7, params, 8);
+                  plan == nullptr ? 6 : 7, params, 7);
 }
 
 ggml_tensor *attend_pages(const StepBuild &b, ggml_tensor *q, ggml_tensor *gate, const AttentionShape &s,
@@ -207,7 +204,7 @@ static Heads attention_heads(const StepBuild &b, const MatmulInput &x, const Att
     }
     const auto y = matmuls(b, {w.q, w.k, w.v}, x);
     const Rotated heads = norm_rope(b, w, eps, y[1], y[0]);
-    store_kv(b, heads.k, y[2], w, kv);
+    store_kv(b, heads.k, y[2], kv);
     return {heads.q, y[0], true};
 }
 

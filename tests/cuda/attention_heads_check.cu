@@ -169,7 +169,7 @@ void check_heads(const Shape &s) {
     const Floats q_gate = s.queries ? parts.sums(0) : Floats();
     Device<float> raw_q(q_gate), raw_k(parts.sums(first)), raw_v(parts.sums(first + 1));
     Device<float> q(q_values), keys(raw_k.n), got_q(2 * q_values), memory(parts.values);
-    const KvPool pool = {k.p, v.p, kv.type, kv.Hkv, kv.D, int64_t(kv.cell_bytes())};
+    const KvPool pool = {k.p, v.p, kv.type, kv.Hkv, kv.D};
 
     NormRopeArgs rope{s.T, kv.D, kv.D / 4, 1e6f, 1e-6f, positions.p, {}, {}};
     rope.k = {raw_k.p, kv.width(), D, kv.Hkv, k_norm.p, keys.p};

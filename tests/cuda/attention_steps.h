@@ -38,7 +38,7 @@ struct Kv {
         }
         std::shuffle(free.begin(), free.end(), rng);
     }
-    KvPool pool() const { return {k.p, v.p, s.type, s.Hkv, s.D, int64_t(s.cell_bytes())}; }
+    KvPool pool() const { return {k.p, v.p, s.type, s.Hkv, s.D}; }
 
     void grow(Context &c, int positions) {
         while (int(c.pages.size()) * PAGE < positions) {

@@ -57,7 +57,7 @@ struct Cells { // it has the cells of all layers
     }
     KvPool layer(int i) const {
         const size_t size = size_t(n_seqs) * n_pages * PAGE * cell_bytes;
-        return {room.p + 2 * i * size, room.p + (2 * i + 1) * size, type, HKV, D, cell_bytes};
+        return {room.p + 2 * i * size, room.p + (2 * i + 1) * size, type, HKV, D};
     }
 };
 

@@ -50,13 +50,14 @@ void check_moves(const KvShape &s, int rounds) {
     kv.store(pages, after, after, 3, 1, 1);
     kv.commit(contexts[1], after, after, chain(4));
     const std::vector<uint8_t> k = kv.k.get(), v = kv.v.get();
-    const size_t bytes = s.cell_bytes();
+    const size_t bytes = s.cell_bytes() / size_t(s.Hkv); // a head of a cell has so many
     bool good = true;
     for (const Context &c : contexts) {
-        for (int p = 0; p < c.n; p++) {
-            const size_t cell = (size_t(c.pages[p / PAGE]) * PAGE + p % PAGE) * bytes;
-            good = good && memcmp(&k[cell], &c.k[p * bytes], bytes) == 0 &&
-                   memcmp(&v[cell], &c.v[p * bytes], bytes) == 0;
+        for (int i = 0; i < c.n * s.Hkv; i++) {
+            const int p = i / s.Hkv, head = i % s.Hkv;
+            const size_t at = ((size_t(c.pages[p / PAGE]) * s.Hkv + head) * PAGE + p % PAGE) * bytes;
+            good = good && memcmp(&k[at], &c.k[i * bytes], bytes) == 0 &&
+                   memcmp(&v[at], &c.v[i * bytes], bytes) == 0;
         }
     }
     expect(good, name_of(s) + "cells after moves");
