@@ -262,7 +262,7 @@ __device__ __forceinline__ void multiply_unit(Sums<NT> &acc, const uint8_t *frag
 }
 
 // Multiplies `units` units of one tile. A warp whose outputs are not there only keeps step, since wgmma needs
-// all of a warpgroup. With up to eight rows it is not called for one: the units are shorter without a test.
+// all of a warpgroup. With up to 16 rows it is not called for one: the units are shorter without a test.
 template <int TYPE, int NT, bool WIDE, typename Ring, typename Columns>
 __device__ __forceinline__ void multiply(Sums<NT> &acc, Ring &ring, int units, Columns C, bool present) {
     const int offset = fragment_of_warp() * fragment_bytes(TYPE);
@@ -279,7 +279,7 @@ __device__ __forceinline__ void multiply(Sums<NT> &acc, Ring &ring, int units, C
         const int lane = NT == 1 ? held & (WARP - 1) : held;
         ring.wait_weights();
         ring.wait_rows();
-        if (NT == 1 || present) {
+        if (NT <= 2 || present) {
             const uint8_t *fragment = ring.weights() + offset, *stage = ring.rows();
             multiply_unit<TYPE, NT, WIDE>(acc, fragment, stage, stage + chunk_sums(C), C, lane, Downs(),
                                           [&] { ring.release_weights(lane); });
@@ -303,7 +303,7 @@ template <typename Ring> __device__ __forceinline__ void pass_units(Ring &ring, 
 template <int NT, bool WIDE, typename Ring, typename Columns>
 __device__ __forceinline__ void multiply_tile(Sums<NT> &acc, Ring &ring, int type, int units, Columns C,
                                               bool present) {
-    if (NT == 1 && !present) {
+    if (NT <= 2 && !present) {
         pass_units(ring, units);
     } else {
         with_type(
