@@ -15,6 +15,7 @@ from op_run import Q4_0, Q8_0, op_run
 from step_ctl import MAX_ROWS, PAGE, Seq, step_ctl
 
 from luce._native import Library
+from luce.errors import ArgumentError
 
 TYPES = {"f32": np.dtype("f4"), "f16": np.dtype("f2"), "q8_0": Q8_0, "q4_0": Q4_0}
 seeds = st.integers(0, 2**32 - 1)
@@ -382,3 +383,14 @@ def test_choices_become_tokens(native, device):
     tokens = np.array([5, -1, -4, -8, 0], np.int32)
     found = op_run(native, device, "row_tokens", [tokens, drafts], (1000,), shape=(5,), dtype=np.int32)
     assert found.tolist() == [5, drafts[0, 0], drafts[3, 0], 0, 0]
+
+
+def test_rows_that_are_not_all_heads_of_a_pool_are_refused(native):
+    """In a signature two letters stand for a product: a row of k or v has D values for each of Hkv heads."""
+    ctl, pages = step_ctl(Seq(parents=[-1])), np.zeros(1, np.int32)
+    pools = [np.zeros((1, 2, PAGE, 32), np.float32) for _ in range(2)]
+    for width in (32, 63, 65, 128):
+        rows = [np.zeros((1, width), np.float32) for _ in range(2)]
+        named = f"kv_store: rows have {width} values, expected 2 heads of 32"
+        with pytest.raises(ArgumentError, match=named):
+            op_run(native, "cpu", "kv_store", [*rows, *pools, ctl, pages], (0, 0), shape=(1,), dtype=np.int32)

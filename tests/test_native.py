@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from conftest import HEADER
 from op_run import op_run
-from step_ctl import Seq, step_ctl
 
 from luce import _native
 from luce._native import Engine, File, Model, abi
@@ -493,14 +492,3 @@ def test_an_ops_arguments_have_the_shapes_of_its_signature(native):
             run(*arrays)
     with pytest.raises(ArgumentError, match="row_tokens: the result has 2 values, expected 3 or more"):
         op_run(native, "cpu", "row_tokens", [tokens, drafts], (100,), shape=(2,), dtype=np.int32)
-
-
-def test_two_letters_of_a_signature_are_a_product(native):
-    """Rows of k and v have all heads of a pool {D, PAGE, Hkv, pages}."""
-    ctl, pages = step_ctl(Seq(parents=[-1])), np.zeros(1, np.int32)
-    pools = [np.zeros((1, 2, PAGE, 32), np.float32) for _ in range(2)]
-    for width in (32, 63, 65, 128):
-        rows = [np.zeros((1, width), np.float32) for _ in range(2)]
-        named = f"kv_store: rows have {width} values, expected 2 heads of 32"
-        with pytest.raises(ArgumentError, match=named):
-            op_run(native, "cpu", "kv_store", [*rows, *pools, ctl, pages], (0, 0), shape=(1,), dtype=np.int32)
