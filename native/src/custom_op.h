@@ -81,9 +81,10 @@ struct CustomOp {
     const char *name;
     // The signature gives each argument's extents, fastest first, separated by blanks. An extent is a number,
     // or a letter that stands for one value throughout, or two letters for the product of theirs; ctl is a
-    // control block. Before the extents stands the type where it is not F32: i is I32, k is that of KV, x is that of activations, packed or F32, and m is
-    // that of a weight matrix. After them stands * where the op writes to the argument, and ? where it may be
-    // absent. Behind > are the extents that the result has at least.
+    // control block. Before the extents stands the type where it is not F32: i is I32, k is that of KV, x is
+    // that of activations, packed or F32, and m is that of a weight matrix. After them stands * where the op
+    // writes to the argument, and ? where it may be absent. Behind > are the extents that the result has at
+    // least.
     const char *signature;
     void (*cpu)(const ggml_tensor *dst, int ith, int nth);
     // Null where luce is built without CUDA; cpu is null where only a GPU has the op.
