@@ -21,22 +21,25 @@ namespace {
 
 constexpr int SUMS = 16; // a dot product has as many partial sums
 constexpr int TILE = 64; // as many keys are dequantised at once
-// Cells are fetched so far ahead of their reading; a cache line has so many bytes.
-constexpr int AHEAD = 12, LINE = 64;
 constexpr int KEYS = 4; // as many keys are added to an accumulator at once
 
 // ---- cells -------------------------------------------------------------------------------------------
 
-size_t row_bytes(const KvPool &pool) {
-    return ggml_row_size(ggml_type(pool.type), pool.D);
-}
+// Rows are those of k (0) or v (1) that one head of a sequence has. They follow each other within a page.
+struct Rows {
+    const KvPool &pool;
+    uint8_t *base;
+    const int32_t *pages;
+    int head;
+    int64_t bytes; // a row has so many
 
-// Returns the row of k (0) or v (1) that is a head of a sequence's position.
-uint8_t *pool_row(const KvPool &pool, int which, const int32_t *pages, const SeqCtl &seq, int32_t position,
-                  int head) {
-    const int64_t row = pool.row(pages[seq.pages + position / PAGE], position, head);
-    return (which == 0 ? pool.k : pool.v) + row * int64_t(row_bytes(pool));
-}
+    Rows(const KvPool &of, int which, const int32_t *table, const SeqCtl &seq, int head_index)
+        : pool(of), base(which == 0 ? of.k : of.v), pages(table + seq.pages), head(head_index),
+          bytes(int64_t(ggml_row_size(ggml_type(of.type), of.D))) {}
+    uint8_t *at(int32_t position) const {
+        return base + pool.row(pages[position / PAGE], position, head) * bytes;
+    }
+};
 
 void to_float(ggml_type type, const void *from, float *to, int64_t n) {
     if (type == GGML_TYPE_F32) {
@@ -61,7 +64,6 @@ void from_float(ggml_type type, const float *from, void *to, int64_t n) {
 // Stores one KV head of k or v. The moves come first, since a new row may overwrite what a move reads.
 void store_head(const KvStoreArgs &a, int which, int head) {
     const KvPool &pool = a.pool;
-    const size_t bytes = row_bytes(pool);
     const float *x = which == 0 ? a.k : a.v;
     const int n_seqs = a.append != 0 ? 1 : a.ctl->n_seqs;
     for (int s = 0; s < n_seqs; s++) {
@@ -69,14 +71,15 @@ void store_head(const KvStoreArgs &a, int which, int head) {
         const int n_move = a.owner == KV_TRUNK  ? seq.n_move
                            : a.owner == KV_HEAD ? seq.n_move_head
                                                 : seq.n_move_drafter;
-        const auto at = [&](int32_t position) { return pool_row(pool, which, a.pages, seq, position, head); };
+        const Rows rows(pool, which, a.pages, seq, head);
         for (int i = 0; i < n_move; i++) {
-            memmove(at(seq.n_past - n_move + i), at(seq.n_past - n_move + seq.pending[i]), bytes);
+            const int32_t first = seq.n_past - n_move;
+            memmove(rows.at(first + i), rows.at(first + seq.pending[i]), size_t(rows.bytes));
         }
         const int row0 = a.append != 0 ? 0 : seq.row0, n_rows = a.append != 0 ? a.T : seq.n_rows;
         for (int r = 0; r < n_rows; r++) {
             const float *row = x + (int64_t(row0 + r) * pool.Hkv + head) * pool.D;
-            from_float(ggml_type(pool.type), row, at(seq.n_past + r), pool.D);
+            from_float(ggml_type(pool.type), row, rows.at(seq.n_past + r), pool.D);
         }
     }
 }
@@ -193,17 +196,12 @@ struct Unit {
     // Loads positions [from, to) as rows of a tile: committed ones, then the ancestors of the row that `path`
     // belongs to.
     void load(int which, int32_t from, int32_t to, const int *path, float *tile) const {
-        const auto bytes = int64_t(row_bytes(a.pool));
-        for (int32_t p = from; p < to; p++) {
-            if (const int32_t ahead = p + AHEAD; ahead < to && ahead < seq.n_past) {
-                const uint8_t *next = pool_row(a.pool, which, a.pages, seq, ahead, head);
-                for (int64_t i = 0; i < bytes; i += LINE) {
-                    __builtin_prefetch(next + i);
-                }
-            }
-            const int32_t at = p < seq.n_past ? p : seq.n_past + path[p - seq.n_past];
-            to_float(ggml_type(a.pool.type), pool_row(a.pool, which, a.pages, seq, at, head),
-                     tile + int64_t(p - from) * D, D);
+        const Rows rows(a.pool, which, a.pages, seq, head);
+        for (int32_t p = from, n; p < to; p += n) {
+            const bool committed = p < seq.n_past;
+            n = committed ? std::min({to, seq.n_past, (p / PAGE + 1) * PAGE}) - p : 1;
+            const int32_t at = committed ? p : seq.n_past + path[p - seq.n_past];
+            to_float(ggml_type(a.pool.type), rows.at(at), tile + int64_t(p - from) * D, int64_t(n) * D);
         }
     }
 
@@ -391,14 +389,15 @@ void cpu_kv_gather(const KvGatherArgs &a, int ith, int nth) {
     static thread_local std::vector<float> values;
     values.resize(size_t(D));
     const int64_t begin = a.n_kv * ith / nth, end = a.n_kv * (ith + 1) / nth;
-    for (int64_t c = begin; c < end; c++) {
-        for (int head = 0; head < a.pool.Hkv; head++) {
+    for (int head = 0; head < a.pool.Hkv; head++) {
+        const Rows rows(a.pool, a.which, a.pages, seq, head);
+        for (int64_t c = begin; c < end; c++) {
             uint8_t *out = static_cast<uint8_t *>(a.out) + (c * a.pool.Hkv + head) * int64_t(bytes);
             if (c >= used) {
                 memset(out, 0, bytes);
                 continue;
             }
-            const uint8_t *row = pool_row(a.pool, a.which, a.pages, seq, int32_t(c), head);
+            const uint8_t *row = rows.at(int32_t(c));
             if (from == to) {
                 memcpy(out, row, bytes);
             } else {
