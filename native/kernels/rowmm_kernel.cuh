@@ -213,6 +213,7 @@ __device__ __forceinline__ void run_team(const RowmmParams &p, uint8_t *shared, 
         }
         const int tile = first_tile(p, range);
         const float *square = first_square<S>(p);
+        Squares<S> squares = {};
         // All this is found while the launch ahead has not ended.
         found(uint32_t(tile) | address_bits(square) | address_bits(rows.values) | rings.stage_full(warp) |
               shared_address(rings.stage(warp)));
@@ -222,10 +223,22 @@ __device__ __forceinline__ void run_team(const RowmmParams &p, uint8_t *shared, 
                 pack_stage<S, -KNOWN>(p, rings, first, units);
             } else {
                 wait_for_previous();
-                copy(rows, rings.stage_full(warp), rings.stage(warp), C);
             }
-            if (p.squares != nullptr) {
-                find_scales(p, rings, square, scales);
+            // What a warp waits for first is asked for first: squares ahead of rows, and the first unit's rows ahead of others'.
+            // All blocks ask at once, for more than L2 answers in a microsecond.
+            const bool normed = p.squares != nullptr;
+            const auto copy_rows = [&] { copy(rows, rings.stage_full(warp), rings.stage(warp), C); };
+            if (normed) {
+                fetch_squares<S>(p, square, squares);
+            }
+            if (!PACKS && warp == 0) {
+                copy_rows();
+            }
+            if (normed) {
+                find_scales(p, rings, squares, scales);
+            }
+            if (!PACKS && warp > 0) {
+                copy_rows();
             }
         };
         if constexpr (NT <= 2) {
@@ -277,7 +290,9 @@ __device__ __forceinline__ void run_teams(const RowmmParams &p, uint8_t *shared,
         registers_up<TAKER_REGISTERS>();
         wait_for_previous();
         if (p.squares != nullptr) {
-            find_scales(p, rings, first_square<S>(p), scales);
+            Squares<S> squares;
+            fetch_squares<S>(p, first_square<S>(p), squares);
+            find_scales(p, rings, squares, scales);
         }
         const int team = warp / FRAGMENTS, range = pair.range[team];
         TeamTaker<S> ring(rings, plan, team);

@@ -277,8 +277,7 @@ __device__ __forceinline__ void multiply(Sums<NT> &acc, Ring &ring, int units, C
             hold(C.place);
         }
         const int lane = NT == 1 ? held & (WARP - 1) : held;
-        ring.wait_weights();
-        ring.wait_rows();
+        ring.wait();
         if (NT <= 2 || present) {
             const uint8_t *fragment = ring.weights() + offset, *stage = ring.rows();
             multiply_unit<TYPE, NT, WIDE>(acc, fragment, stage, stage + chunk_sums(C), C, lane, Downs(),
@@ -293,8 +292,7 @@ __device__ __forceinline__ void multiply(Sums<NT> &acc, Ring &ring, int units, C
 // Passes by `units` units of a tile that has no outputs of this warp.
 template <typename Ring> __device__ __forceinline__ void pass_units(Ring &ring, int units) {
     for (; units > 0; units--) {
-        ring.wait_weights();
-        ring.wait_rows();
+        ring.wait();
         ring.release(threadIdx.x % WARP);
     }
 }

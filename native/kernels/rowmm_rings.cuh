@@ -78,49 +78,72 @@ template <typename S> struct Rings {
     }
 };
 
-// Returns the first of find_scales()' squares that a lane reads.
-template <typename S> __device__ __forceinline__ const float *first_square(const RowmmParams &p) {
-    const int first = S::WARPS - 1 - int(threadIdx.x / WARP);
-    return p.squares + first * p.n_squares + int(threadIdx.x % WARP);
-}
-// Results of a row are multiplied with these where x was packed before its norm was known. The warps share
-// the rows, the last warp first: the first ones fetch rows.
-template <typename S>
-__device__ __forceinline__ void find_scales(const RowmmParams &p, const Rings<S> &rings, const float *square,
-                                            float *scales) {
-    constexpr int AT_ONCE = S::COLUMNS / S::WARPS; // a warp has so many loads in flight
+// ---- scales of rows ----
+
+// Where x was packed before its norm was known, results of a row are multiplied with a scale, which its squares give. The warps
+// share the rows, the last warp first: the first ones fetch rows. A lane has the sum of some of the squares of each of its
+// warp's.
+template <typename S> using Squares = float[S::COLUMNS / S::WARPS];
+
+template <typename S> __device__ __forceinline__ int first_scaled_row() {
     static_assert(S::COLUMNS % S::WARPS == 0);
-    const int lane = threadIdx.x % WARP, first = S::WARPS - 1 - int(threadIdx.x / WARP);
-    float sum[AT_ONCE] = {};
-    // All lanes leave this loop together. Where some leave it first, each shuffle below has to call the lanes together: 2,000
+    return S::WARPS - 1 - int(threadIdx.x / WARP);
+}
+// Returns the first square that a lane reads.
+template <typename S> __device__ __forceinline__ const float *first_square(const RowmmParams &p) {
+    return p.squares + first_scaled_row<S>() * p.n_squares + int(threadIdx.x % WARP);
+}
+// Asks for all squares. Those of up to WARP chunks are on their way when this is left.
+template <typename S>
+__device__ __forceinline__ void fetch_squares(const RowmmParams &p, const float *square, Squares<S> &sum) {
+    constexpr int ROWS = S::COLUMNS / S::WARPS;
+    const int lane = threadIdx.x % WARP, first = first_scaled_row<S>();
+    const auto load = [&](int i, int j) {
+        const bool there = i < p.n_squares && first + j * S::WARPS < p.rows;
+        return there ? __ldcg(square + j * S::WARPS * p.n_squares) : 0.0f;
+    };
+#pragma unroll
+    for (int j = 0; j < ROWS; j++) {
+        sum[j] = load(lane, j);
+    }
+    // All lanes leave this loop together. Where some leave it first, each shuffle behind it has to call the lanes together: 2,000
     // cycles of an H200 for two rows, ahead of a warp's first unit.
 #pragma unroll 1
-    for (int i = lane; i - lane < p.n_squares; i += WARP, square += WARP) {
+    for (int i = lane + WARP; i - lane < p.n_squares; i += WARP) {
+        square += WARP;
 #pragma unroll
-        for (int j = 0; j < AT_ONCE; j++) {
-            const bool there = i < p.n_squares && first + j * S::WARPS < p.rows;
-            sum[j] += there ? __ldcg(square + j * S::WARPS * p.n_squares) : 0.0f;
+        for (int j = 0; j < ROWS; j++) {
+            sum[j] += load(i, j);
         }
     }
+}
+// Finds the scales of the warp's rows, and says so to all warps.
+template <typename S>
+__device__ __forceinline__ void find_scales(const RowmmParams &p, const Rings<S> &rings, Squares<S> &sum,
+                                            float *scales) {
+    constexpr int ROWS = S::COLUMNS / S::WARPS;
+    const int lane = threadIdx.x % WARP;
 #pragma unroll
     for (int mask = WARP / 2; mask > 0; mask /= 2) {
 #pragma unroll
-        for (int j = 0; j < AT_ONCE; j++) {
+        for (int j = 0; j < ROWS; j++) {
             sum[j] += __shfl_xor_sync(~0u, sum[j], mask);
         }
     }
     float own = sum[0]; // this is of row j for lane j
 #pragma unroll
-    for (int j = 1; j < AT_ONCE; j++) {
+    for (int j = 1; j < ROWS; j++) {
         own = lane == j ? sum[j] : own;
     }
-    const int t = first + lane * S::WARPS;
-    if (lane < AT_ONCE && t < p.rows) {
+    const int t = first_scaled_row<S>() + lane * S::WARPS;
+    if (lane < ROWS && t < p.rows) {
         scales[t] = rsqrtf(own / p.K + p.eps);
     }
     __syncwarp();
     warp_arrive(rings.scales_full(), lane);
 }
+
+// ---- what fills the rings ----
 
 __device__ __forceinline__ int segment_at(const RowmmParams &p, int unit) {
     int segment = 0;
@@ -320,6 +343,15 @@ template <typename S> struct Taker {
     __device__ const uint8_t *rows() const { return rings.stage(stage.i); }
     __device__ void wait_weights() const { barrier_wait(rings.slot_full(slot.i), slot.parity); }
     __device__ void wait_rows() const { barrier_wait(rings.stage_full(stage.i), stage.parity); }
+    // Waits for both. As a rule both are there. Their barriers are asked at once, since each answer takes a while.
+    __device__ void wait() const {
+        const bool weights = phase_ended(rings.slot_full(slot.i), slot.parity),
+                   rows = phase_ended(rings.stage_full(stage.i), stage.parity);
+        if (__builtin_expect(!weights | !rows, 0)) {
+            wait_weights();
+            wait_rows();
+        }
+    }
     __device__ void release_weights(int) {} // they are left with the unit
     // Leaves the unit in hand and goes to the next.
     __device__ void release(int lane) {

@@ -25,8 +25,11 @@ template <typename S> struct TeamTaker {
 
     __device__ const uint8_t *weights() const { return rings.slot(slot_place()); }
     __device__ const uint8_t *rows() const { return rings.stage(stage.i); }
-    __device__ void wait_weights() const { barrier_wait(rings.slot_full(slot_place()), slot.parity); }
     __device__ void wait_rows() const { barrier_wait(rings.stage_full(stage.i), stage.parity); }
+    __device__ void wait() const {
+        barrier_wait(rings.slot_full(slot_place()), slot.parity);
+        wait_rows();
+    }
     __device__ void skip() {
         wait_rows();
         leave_stage(threadIdx.x % WARP);

@@ -99,6 +99,10 @@ inline void barrier_arrive(uint32_t barrier) {
     b.missing--;
     b.end_if_done();
 }
+// A copy that is on its way arrives when somebody waits for it, and not when somebody asks.
+inline bool phase_ended(uint32_t barrier, uint32_t parity) {
+    return barrier_at(barrier).phase != parity;
+}
 inline void barrier_wait(uint32_t barrier, uint32_t parity) {
     for (int turns = 0;; turns++) {
         for (size_t i = 0; i < late_copies.size();) {
@@ -109,7 +113,7 @@ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
                 i++;
             }
         }
-        if (barrier_at(barrier).phase != parity) {
+        if (phase_ended(barrier, parity)) {
             return;
         }
         if (turns == 1000000) {
