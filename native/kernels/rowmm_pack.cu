@@ -11,6 +11,9 @@ namespace {
 
 // A block has few warps, so that the rows of a small step are spread over multiprocessors.
 constexpr int WARPS = 2;
+// A block that gates parts has one row of up to so many, and two of more. With a block for each of 16 rows of 17408 values the last
+// ones would begin when the product ahead has ended: beside one of its blocks a multiprocessor has registers for seven of them.
+constexpr int SINGLE_ROWS = 8;
 
 __device__ void store(const RowmmPackArgs &a, const RowsLayout &layout, const float (&v)[OWN], int row,
                       int64_t chunk, int lane) {
@@ -95,12 +98,12 @@ bool valid(const RowmmPackArgs &a) {
     }
 }
 
-// Launches blocks of so many threads, of which each has so many chunks of a row.
+// Launches blocks of so many threads, of which each has so many chunks of so many rows.
 template <typename... P>
-int launch(void (*kernel)(RowmmPackArgs, RowsLayout, P...), int threads, int chunks, const RowmmPackArgs &a,
-           cudaStream_t stream, const P &...args) {
+int launch(void (*kernel)(RowmmPackArgs, RowsLayout, P...), int threads, int chunks, int rows,
+           const RowmmPackArgs &a, cudaStream_t stream, const P &...args) {
     const RowsLayout layout(a.T, rowmm_has_wgmma());
-    const dim3 grid(unsigned((chunks_of(a.K) + chunks - 1) / chunks), unsigned(a.T));
+    const dim3 grid(unsigned((chunks_of(a.K) + chunks - 1) / chunks), unsigned((a.T + rows - 1) / rows));
     return int(launch_kernel(kernel, grid, threads, 0, stream, a.overlap != 0, a, layout, args...));
 }
 
@@ -123,14 +126,17 @@ int cuda::rowmm_pack(const RowmmPackArgs &args, void *stream) {
         if (const cudaError_t error = rowmm_parts_of(*args.parts, parts); error != cudaSuccess) {
             return int(error);
         }
-        return launch(args.input == ROWMM_RMS ? pack_norm_kernel : pack_swiglu_kernel, PAIR_THREADS, 1, args,
-                      st, parts);
+        if (args.input == ROWMM_RMS) {
+            return launch(pack_norm_kernel, PAIR_THREADS, 1, 1, args, st, parts);
+        }
+        return args.T <= SINGLE_ROWS ? launch(pack_swiglu_kernel<1>, PAIR_THREADS, 1, 1, args, st, parts)
+                                     : launch(pack_swiglu_kernel<2>, PAIR_THREADS, 1, 2, args, st, parts);
     }
     switch (args.input) {
-        case ROWMM_PLAIN: return launch(pack_kernel<ROWMM_PLAIN>, WARPS * WARP, WARPS, args, st);
-        case ROWMM_RMS: return launch(pack_kernel<ROWMM_RMS>, WARPS * WARP, WARPS, args, st);
-        case ROWMM_SWIGLU: return launch(pack_kernel<ROWMM_SWIGLU>, WARPS * WARP, WARPS, args, st);
-        default: return launch(pack_heads_kernel, PAIR_THREADS, 1, args, st);
+        case ROWMM_PLAIN: return launch(pack_kernel<ROWMM_PLAIN>, WARPS * WARP, WARPS, 1, args, st);
+        case ROWMM_RMS: return launch(pack_kernel<ROWMM_RMS>, WARPS * WARP, WARPS, 1, args, st);
+        case ROWMM_SWIGLU: return launch(pack_kernel<ROWMM_SWIGLU>, WARPS * WARP, WARPS, 1, args, st);
+        default: return launch(pack_heads_kernel, PAIR_THREADS, 1, 1, args, st);
     }
 }
 

@@ -41,10 +41,11 @@ template <int N> struct PairParts {
         }
         return all;
     }
-    __device__ __forceinline__ void fetch(float2 (&x)[N]) const {
+    // Both functions take what lies so many values behind, too: another row's parts.
+    __device__ __forceinline__ void fetch(float2 (&x)[N], int behind = 0) const {
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            x[i] = fetch_pair(from[i]);
+            x[i] = fetch_pair(from[i] + behind);
         }
     }
     // Returns a zero of which the compiler does not know that it is one, made of a value that was fetched last: a sum that
@@ -53,7 +54,7 @@ template <int N> struct PairParts {
         return __uint_as_float(__float_as_uint(last) & uint32_t(count >> 31));
     }
     // Returns the sum of all parts, of which x has the first N, and of v, which is zero.
-    __device__ __forceinline__ float2 sum(const float2 (&x)[N], float2 v = {}) const {
+    __device__ __forceinline__ float2 sum(const float2 (&x)[N], float2 v = {}, int behind = 0) const {
         v.x += x[0].x, v.y += x[0].y;
 #pragma unroll
         for (int i = 1; i < N; i++) {
@@ -63,16 +64,17 @@ template <int N> struct PairParts {
         }
 #pragma unroll 1
         for (int i = N; i < count; i++) {
-            const float2 more = fetch_pair(from[0] + i * step);
+            const float2 more = fetch_pair(from[0] + i * step + behind);
             v.x += more.x, v.y += more.y;
         }
         return v;
     }
 };
 
-// Says what a thread of a block has. The grid is {chunks, rows}.
+// Says what a thread of a block has. The grid is {chunks, blocks of rows}, and a warp packs one of the block's rows.
 struct PairPlace {
-    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, chunk = blockIdx.x, row = blockIdx.y;
+    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, chunk = blockIdx.x;
+    int row; // the block's first
     int own = threadIdx.x * 2; // this is its first value in the chunk, and k is the same in the row
     int k = chunk * CHUNK + own;
     bool there; // the row has it
@@ -80,10 +82,11 @@ struct PairPlace {
     float *copy;
     PackedPlace packed;
 
-    __device__ PairPlace(const RowmmPackArgs &a, const RowsLayout &layout)
-        : there(k < int(a.K)), at(there ? k : 0),
-          copy(a.copy != nullptr && there ? a.copy + row * a.K + k : nullptr), packed(place(a, layout)) {}
-    __device__ PackedPlace place(const RowmmPackArgs &a, const RowsLayout &layout) const {
+    __device__ PairPlace(const RowmmPackArgs &a, const RowsLayout &layout, int rows = 1)
+        : row(int(blockIdx.y) * rows), there(k < int(a.K)), at(there ? k : 0),
+          copy(a.copy != nullptr && there ? a.copy + row * a.K + k : nullptr),
+          packed(place(a, layout, row + warp % rows)) {}
+    __device__ PackedPlace place(const RowmmPackArgs &a, const RowsLayout &layout, int row) const {
         const int set = row >= layout.set ? 1 : 0; // a step has two at most
         uint8_t *out = static_cast<uint8_t *>(a.out) +
                        int64_t(set * int(chunks_of(a.K)) + chunk) * chunk_bytes(layout.columns);
@@ -100,9 +103,9 @@ struct PairPlace {
         v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
         v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
     }
-    __device__ __forceinline__ void keep(float2 v) const {
+    __device__ __forceinline__ void keep(float2 v, int64_t behind = 0) const {
         if (copy != nullptr) {
-            *reinterpret_cast<float2 *>(copy) = v;
+            *reinterpret_cast<float2 *>(copy + behind) = v;
         }
     }
     __device__ __forceinline__ void pack(const float4 *values) const {
@@ -150,30 +153,47 @@ __global__ void __launch_bounds__(PAIR_THREADS)
     }
 }
 
-// Packs silu(x) * y, which are sums of parts.
+// Packs silu(x) * y, which are sums of parts, of ROWS rows a block.
+template <int ROWS>
 __global__ void __launch_bounds__(PAIR_THREADS)
     pack_swiglu_kernel(const __grid_constant__ RowmmPackArgs a, RowsLayout layout,
                        const __grid_constant__ RowmmParts parts) {
     constexpr int AHEAD = 2;
-    __shared__ float4 values[CHUNK / 4];
+    static_assert(SET % ROWS == 0, "a block's rows are of one set");
+    __shared__ float4 values[ROWS][CHUNK / 4];
     let_next_start();
-    const PairPlace place(a, layout);
+    const PairPlace place(a, layout, ROWS);
     const PairParts<AHEAD> of_x(parts, 0, place.row, place.at), of_y(parts, 1, place.row, place.at);
     found(of_x.bits() | of_y.bits() | place.bits());
     wait_for_previous();
-    float2 x[AHEAD], y[AHEAD];
-    of_x.fetch(x);
-    of_y.fetch(y);
-    const float2 gate = of_x.sum(x), up = of_y.sum(y);
-    const float both[2] = {gate.x, gate.y};
-    float gated[2];
-    silu(both, gated);
-    const float2 v = {place.there ? gated[0] * up.x : 0.0f, place.there ? gated[1] * up.y : 0.0f};
-    place.leave(values, v);
-    place.keep(v);
+    float2 x[ROWS][AHEAD], y[ROWS][AHEAD];
+    float gates[2 * ROWS], gated[2 * ROWS], up[2 * ROWS];
+    // The first row stands for one that there is not.
+    const auto behind = [&](int r) { return place.row + r < a.T ? r * TILE : 0; };
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        of_x.fetch(x[r], behind(r));
+        of_y.fetch(y[r], behind(r));
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        const float2 gate = of_x.sum(x[r], {}, behind(r)), value = of_y.sum(y[r], {}, behind(r));
+        gates[2 * r] = gate.x, gates[2 * r + 1] = gate.y;
+        up[2 * r] = value.x, up[2 * r + 1] = value.y;
+    }
+    silu(gates, gated);
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        const float2 v = {place.there ? gated[2 * r] * up[2 * r] : 0.0f,
+                          place.there ? gated[2 * r + 1] * up[2 * r + 1] : 0.0f};
+        place.leave(values[r], v);
+        if (place.row + r < a.T) {
+            place.keep(v, r * a.K);
+        }
+    }
     __syncthreads();
-    if (place.warp == 0) {
-        place.pack(values);
+    if (place.warp < ROWS && place.row + place.warp < a.T) {
+        place.pack(values[place.warp]);
     }
 }
 
