@@ -370,7 +370,7 @@ struct Chain {
     }
 };
 
-// Checks that the chain is right at the first of the widths, and has the same bits at the others.
+// Checks that the chain is right at the first of the widths, which is the largest, and has the same bits at the others.
 void check_chain(int64_t K, int64_t F, const Ints &widths) {
     const Chain chain(K, F);
     const Chain::Results base = chain.run(widths[0]);
@@ -439,7 +439,7 @@ void check_rowmm(bool all) {
         return;
     }
     check_chain(512, 768, {64, 1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 33, 50});
-    check_chain(8448, 256, {9, 1, 8, 20, 40}); // a row has more chunks than a warp has lanes
+    check_chain(8448, 256, {40, 1, 8, 9, 20}); // a row has more chunks than a warp has lanes
     const Ints few = {1, 2, 6, 8, 11, 16, 21, 32, 50, 64};
     for (const Type &t : TYPES) {
         for (const auto &[K, N] : {std::pair<int64_t, int64_t>{256, 17}, {5120, 72}, {17408, 40}}) {
