@@ -343,7 +343,9 @@ template <typename S> struct Taker {
     __device__ const uint8_t *rows() const { return rings.stage(stage.i); }
     __device__ void wait_weights() const { barrier_wait(rings.slot_full(slot.i), slot.parity); }
     __device__ void wait_rows() const { barrier_wait(rings.stage_full(stage.i), stage.parity); }
-    // Waits for both. As a rule both are there. Their barriers are asked at once, since each answer takes a while.
+    // Waits for both. As a rule both are there. Their barriers are asked at once, since each answer takes a while; and they are asked
+    // ahead of the loops that wait, since in a loop that begins with the question ptxas has the warp yield before each unit, which
+    // costs a step of 16 rows 1% (bench/results/2026-11-24-builds-by-turns-h200.txt).
     __device__ void wait() const {
         const bool weights = phase_ended(rings.slot_full(slot.i), slot.parity),
                    rows = phase_ended(rings.stage_full(stage.i), stage.parity);
