@@ -140,8 +140,9 @@ __device__ __forceinline__ void conv_few(const Params &a, const Summed &sums) {
     taps[0][TAPS - 1].store(log, lane);
 }
 
-// A block of up to FEW warps begins beside two blocks of the product ahead. One of more begins when one of the two has ended, if it
-// takes no more than 56 registers; else it would begin when both have.
+// On Hopper a block of up to FEW warps begins beside two blocks of the product ahead with the 64 registers that it takes. One of 16
+// warps begins when one of the two has ended, if it takes no more than 56; else it would begin when both have. (__maxnreg__ may not
+// be combined with __launch_bounds__.)
 constexpr int FEW = 8;
 __global__ void __launch_bounds__(FEW *WARP, 1)
     conv_few_kernel(const __grid_constant__ Params a, const __grid_constant__ Summed sums) {

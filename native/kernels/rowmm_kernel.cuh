@@ -224,8 +224,8 @@ __device__ __forceinline__ void run_team(const RowmmParams &p, uint8_t *shared, 
             } else {
                 wait_for_previous();
             }
-            // What a warp waits for first is asked for first: squares ahead of rows, and the first unit's rows ahead of others'.
-            // All blocks ask at once, for more than L2 answers in a microsecond.
+            // All blocks ask for rows at once, for more than L2 answers in a microsecond. So squares are asked for ahead of rows,
+            // and rows of later units when the squares have come. Where there is no norm all rows are asked for at once.
             const bool normed = p.squares != nullptr;
             const auto copy_rows = [&] { copy(rows, rings.stage_full(warp), rings.stage(warp), C); };
             if (normed) {

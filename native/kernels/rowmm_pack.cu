@@ -11,8 +11,9 @@ namespace {
 
 // A block has few warps, so that the rows of a small step are spread over multiprocessors.
 constexpr int WARPS = 2;
-// A block that gates parts has one row of up to so many, and two of more. With a block for each of 16 rows of 17408 values the last
-// ones would begin when the product ahead has ended: beside one of its blocks a multiprocessor has registers for seven of them.
+// A block that gates parts has one row in steps of up to so many rows, and two in longer ones. Beside one block of the product ahead
+// a multiprocessor of an H200 has registers for seven blocks, or 924 in all. Of 16 rows of 17408 values there would be 1,088, and
+// the last would begin when the product has ended.
 constexpr int SINGLE_ROWS = 8;
 
 __device__ void store(const RowmmPackArgs &a, const RowsLayout &layout, const float (&v)[OWN], int row,

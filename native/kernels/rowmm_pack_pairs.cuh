@@ -1,6 +1,6 @@
 // Packs a chunk of one row by a block, of which a thread has two values. What a value needs is found by all threads at once,
 // for a launch this short waits for one warp's instructions more than for memory. Then one warp packs what the others left
-// in shared memory, and another adds up squares.
+// in shared memory, and another adds up squares. Gates of many rows have two rows a block, and a warp packs each.
 //
 // All addresses are found while the launch ahead has not ended (found()), so that behind it all loads come at once.
 #pragma once
@@ -41,7 +41,7 @@ template <int N> struct PairParts {
         }
         return all;
     }
-    // Both functions take what lies so many values behind, too: another row's parts.
+    // fetch() and sum() take another row's parts, which lie so many values behind.
     __device__ __forceinline__ void fetch(float2 (&x)[N], int behind = 0) const {
 #pragma unroll
         for (int i = 0; i < N; i++) {
@@ -86,11 +86,11 @@ struct PairPlace {
         : row(int(blockIdx.y) * rows), there(k < int(a.K)), at(there ? k : 0),
           copy(a.copy != nullptr && there ? a.copy + row * a.K + k : nullptr),
           packed(place(a, layout, row + warp % rows)) {}
-    __device__ PackedPlace place(const RowmmPackArgs &a, const RowsLayout &layout, int row) const {
-        const int set = row >= layout.set ? 1 : 0; // a step has two at most
+    __device__ PackedPlace place(const RowmmPackArgs &a, const RowsLayout &layout, int packed_row) const {
+        const int set = packed_row >= layout.set ? 1 : 0; // a step has two at most
         uint8_t *out = static_cast<uint8_t *>(a.out) +
                        int64_t(set * int(chunks_of(a.K)) + chunk) * chunk_bytes(layout.columns);
-        return PackedPlace(out, layout.columns, row - set * layout.set, layout.wide, lane);
+        return PackedPlace(out, layout.columns, packed_row - set * layout.set, layout.wide, lane);
     }
     __device__ uint32_t bits() const { return address_bits(copy) | packed.bits(); }
     // Leaves two values in shared memory.

@@ -81,8 +81,8 @@ template <typename S> struct Rings {
 // ---- scales of rows ----
 
 // Where x was packed before its norm was known, results of a row are multiplied with a scale, which its squares give. The warps
-// share the rows, the last warp first: the first ones fetch rows. A lane has the sum of some of the squares of each of its
-// warp's.
+// share the rows, the last warp first: the first ones fetch rows. A lane has the sum of some squares of each of its
+// warp's rows.
 template <typename S> using Squares = float[S::COLUMNS / S::WARPS];
 
 template <typename S> __device__ __forceinline__ int first_scaled_row() {
@@ -93,7 +93,7 @@ template <typename S> __device__ __forceinline__ int first_scaled_row() {
 template <typename S> __device__ __forceinline__ const float *first_square(const RowmmParams &p) {
     return p.squares + first_scaled_row<S>() * p.n_squares + int(threadIdx.x % WARP);
 }
-// Asks for all squares. Those of up to WARP chunks are on their way when this is left.
+// Asks for all squares. Those of up to WARP chunks are on their way when this is left, and those of more have come.
 template <typename S>
 __device__ __forceinline__ void fetch_squares(const RowmmParams &p, const float *square, Squares<S> &sum) {
     constexpr int ROWS = S::COLUMNS / S::WARPS;
@@ -341,17 +341,15 @@ template <typename S> struct Taker {
 
     __device__ const uint8_t *weights() const { return rings.slot(slot.i); }
     __device__ const uint8_t *rows() const { return rings.stage(stage.i); }
-    __device__ void wait_weights() const { barrier_wait(rings.slot_full(slot.i), slot.parity); }
-    __device__ void wait_rows() const { barrier_wait(rings.stage_full(stage.i), stage.parity); }
     // Waits for both. As a rule both are there. Their barriers are asked at once, since each answer takes a while; and they are asked
-    // ahead of the loops that wait, since in a loop that begins with the question ptxas has the warp yield before each unit, which
-    // costs a step of 16 rows 1% (bench/results/2026-11-24-builds-by-turns-h200.txt).
+    // ahead of the loops that wait, since in a loop that begins with the question ptxas has the warp yield before each unit: two
+    // builds that differ by this alone took a chain of 16 rows 1% apart (bench/results/2026-11-24-builds-by-turns-h200.txt).
     __device__ void wait() const {
         const bool weights = phase_ended(rings.slot_full(slot.i), slot.parity),
                    rows = phase_ended(rings.stage_full(stage.i), stage.parity);
         if (__builtin_expect(!weights | !rows, 0)) {
-            wait_weights();
-            wait_rows();
+            barrier_wait(rings.slot_full(slot.i), slot.parity);
+            barrier_wait(rings.stage_full(stage.i), stage.parity);
         }
     }
     __device__ void release_weights(int) {} // they are left with the unit
