@@ -14,39 +14,7 @@ def breaches(root: Path, files: dict[str, str]) -> list[tuple[str, int, str]]:
     return check_tree.check_tree(root)
 
 
-def c_function(lines: int, head: str = "int f(int a)") -> str:
-    return f"{head} {{\n" + "    a += 1;\n" * (lines - 2) + "}\n"
-
-
-def py_function(lines: int) -> str:
-    return "def f(a):\n" + "    a += 1\n" * (lines - 1)
-
-
 BAD = {
-    "file_too_long": ("luce/a.py", "x = 1\n" * 501, 1, "501 lines"),
-    "header_too_long": ("native/src/a.h", "\n" * 501, 1, "501 lines"),
-    "c_function_too_long": ("native/src/a.cpp", "int x;\n" + c_function(81), 2, "function of 81 lines"),
-    "c_method_too_long": (
-        "native/src/a.cpp",
-        "namespace luce {\nstruct S {\n" + c_function(81) + "};\n}\n",
-        3,
-        "function of 81 lines",
-    ),
-    "constructor_too_long": (
-        "native/src/a.cpp",
-        c_function(81, "S::S(int a) : a{a}, b(1), c{2}"),
-        1,
-        "function of 81 lines",
-    ),
-    "kernel_too_long": (
-        "native/kernels/a.cu",
-        c_function(81, "template <int N>\n__global__ void __launch_bounds__(N) f(int a)"),
-        1,
-        "function of 82 lines",
-    ),
-    "graph_builder_too_long": ("native/src/graph_some_model.cpp", c_function(151), 1, "at most 150"),
-    "py_function_too_long": ("tools/a.py", py_function(81), 1, "function f of 81 lines"),
-    "py_syntax_error": ("luce/a.py", "x = 1\ndef\n", 2, "cannot be parsed"),
     "getenv_in_core": ("native/src/a.cpp", '\nauto x = std::getenv("A");\n', 2, "no environment variables"),
     "setenv_in_core": ("native/src/step.cpp", 'int x = setenv("A", "1", 1);\n', 1, "one setenv"),
     "second_setenv": ("native/src/device.cpp", "int x = setenv();\nint y = setenv();\n", 2, "one setenv"),
@@ -65,9 +33,8 @@ BAD = {
     "utils_folder": ("luce/utils/a.py", "", 1, "utils"),
     "utils_file": ("luce/utils.py", "", 1, "utils"),
     "internal_header": ("native/src/internal.h", "", 1, "internal.h"),
-    "abi_too_wide": ("native/include/luce.h", "LUCE_API int f(void);\n" * 52, 1, "52 functions"),
     "top_level_file": ("setup.py", "", 1, "setup.py does not belong"),
-    "top_level_folder": ("docs/a.md", "", 1, "docs does not belong"),
+    "top_level_folder": ("notes/a.md", "", 1, "notes does not belong"),
 }
 
 
@@ -79,35 +46,23 @@ def test_rule_fires(tmp_path, name, text, line, what):
 
 
 GOOD = {
-    "README.md": "x\n" * 600,
+    "README.md": "",
+    "docs/a.md": "",
     ".ci/run": "",
     ".gitignore": "",
     "LICENSE": "",
-    "native/include/luce.h": "#define LUCE_API\n/*\nLUCE_API\n*/\n" + "LUCE_API int f(void);\n" * 51,
     "native/src/device.cpp": '// no getenv here\nint f() { setenv("getenv", "{", 1); return 1\'000; }\n',
-    "native/src/graph_some_model.cpp": c_function(150),
     "native/src/a.cpp": "\n".join(
         [
             "namespace luce {",
-            "struct S {",
-            "    int a; // {",
-            *["    int f(int x) { return '{' + x; }"] * 90,
-            "};",
-            "constexpr int table[] = {",
-            *["    1, // }"] * 90,
-            "};",
             '#define OPEN f() {',
             'const char *text = R"(void f() { abort(); )";',
-            'extern "C" {',
-            c_function(80),
-            c_function(80, "struct S make(int a)"),
-            "}",
+            "int aborted = exits(1); // abort()",
             "} // namespace luce",
             "",
         ]
     ),
-    "native/kernels/a.cu": '// #include "ggml.h"\n#include "kernels.h"\n' + c_function(80),
-    "luce/a.py": py_function(80),
+    "native/kernels/a.cu": '// #include "ggml.h"\n#include "kernels.h"\n',
 }
 
 

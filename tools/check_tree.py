@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks the rules of size and layout that keep luce readable in an afternoon, and what the core may not do.
+"""Checks what may stand where, and what the core may not do. It counts no lines.
 
 What Python may import, and how complex it may be, are ruff's rules (pyproject.toml).
 
@@ -7,21 +7,14 @@ Prints one line for each breach, `path:line: what`, and exits 1 if there is any.
 """
 
 import argparse
-import ast
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-MAX_FILE_LINES = 500
-MAX_FUNCTION_LINES = 80
-MAX_GRAPH_FUNCTION_LINES = 150  # It is for graph builders, native/src/graph_*.cpp.
-# The groups have: library 6, file 6, model 4, engine 9, sequence 15, checkpoint 6, host arrays 5.
-MAX_ABI_FUNCTIONS = 51
-
 TOP_LEVEL = {"pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE", "NOTICE"}
-TOP_LEVEL |= {"native", "luce", "tests", "bench", "tools"}
+TOP_LEVEL |= {"native", "luce", "tests", "bench", "tools", "docs"}
 C_SUFFIXES = {".c", ".h", ".cpp", ".cu", ".cuh"}
 SOURCE_SUFFIXES = C_SUFFIXES | {".py", ".sh"}
 ENVIRONMENT_WRITER = "native/src/device.cpp"
@@ -73,7 +66,6 @@ _SKIPPED = re.compile(
     re.S,
 )
 _DIRECTIVE = re.compile(r"^[ \t]*#(?:[^\n]*\\\n)*[^\n]*", re.M)
-_SCOPE = re.compile(r'\b(?:namespace|class|struct|union|enum|extern ""|extern)\b[^()=]*$')
 
 
 def _blank(match: re.Match[str]) -> str:
@@ -86,44 +78,12 @@ def plain_code(text: str) -> str:
     return _DIRECTIVE.sub(_blank, _SKIPPED.sub(_blank, text))
 
 
-def c_functions(code: str) -> Iterator[tuple[int, int]]:
-    """Yields the first and last line of each function body with its head; what lies within one is part of it.
-    """
-    scopes: list[str] = []  # Each open brace is of a "scope", a "function" or "other".
-    head, start = 0, 0  # The current declaration begins at `head`, and the current function at `start`.
-    for mark in re.finditer(r"[{};]", code):
-        at, inside = mark.start(), "function" in scopes
-        if mark.group() == "{":
-            text = code[head:at]
-            if inside or not all(scope == "scope" for scope in scopes):
-                scopes.append("other")
-            elif _SCOPE.search(text):
-                scopes.append("scope")
-            elif "(" in text:
-                scopes.append("function")
-                start = head + len(text) - len(text.lstrip())
-            else:
-                scopes.append("other")
-        elif mark.group() == "}" and scopes:
-            if scopes.pop() == "function":
-                if re.match(r"\s*[,{]", code[at + 1 :]):
-                    continue  # That was `a{1}` in a constructor's initialisers, and the body is yet to come.
-                yield code.count("\n", 0, start) + 1, code.count("\n", 0, at) + 1
-        if not any(scope != "scope" for scope in scopes):
-            head = at + 1
-
-
 def line_of(text: str, match: re.Match[str]) -> int:
     return text.count("\n", 0, match.start()) + 1
 
 
 def check_c(name: str, text: str) -> Iterator[Breach]:
     code = plain_code(text)
-    graph = _GRAPH_FILE.fullmatch(name)
-    limit = MAX_GRAPH_FUNCTION_LINES if graph else MAX_FUNCTION_LINES
-    for first, last in c_functions(code):
-        if last - first + 1 > limit:
-            yield name, first, f"function of {last - first + 1} lines, at most {limit}"
     if not name.startswith("native/"):
         return
     for match in re.finditer(r"\b(?:secure_)?getenv\b", code):
@@ -142,12 +102,6 @@ def check_c(name: str, text: str) -> Iterator[Breach]:
                 yield name, line_of(text, match), f"kernels include no ggml headers: {match.group(1)}"
 
 
-def check_abi(name: str, text: str) -> Iterator[Breach]:
-    count = len(re.findall(r"^LUCE_API\b", plain_code(text), re.M))
-    if count > MAX_ABI_FUNCTIONS:
-        yield name, 1, f"{count} functions in the ABI, at most {MAX_ABI_FUNCTIONS}"
-
-
 def check_architecture(name: str, text: str, architectures: set[str]) -> Iterator[Breach]:
     """Finds names of architectures outside their own files, the core's table of them, and lines that include
     or import what is named after one. A pre-tokenizer may have a model's name too."""
@@ -159,22 +113,6 @@ def check_architecture(name: str, text: str, architectures: set[str]) -> Iterato
         for number, line in enumerate(text.splitlines(), 1):
             if architecture in line.lower() and not re.match(r"\s*(#\s*include|import|from)\b", line):
                 yield name, number, f"{architecture} outside its own files: see {ARCHITECTURE_TABLE}"
-
-
-# ---- Python ----------------------------------------------------------------------------------------
-
-
-def check_python(name: str, text: str) -> Iterator[Breach]:
-    try:
-        module = ast.parse(text)
-    except SyntaxError as error:
-        yield name, error.lineno or 1, f"cannot be parsed: {error.msg}"
-        return
-    for node in ast.walk(module):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            size = (node.end_lineno or node.lineno) - node.lineno + 1
-            if size > MAX_FUNCTION_LINES:
-                yield name, node.lineno, f"function {node.name} of {size} lines, at most {MAX_FUNCTION_LINES}"
 
 
 # ---- all -------------------------------------------------------------------------------------------
@@ -191,21 +129,14 @@ def check_tree(root: Path) -> list[Breach]:
         if suffix not in SOURCE_SUFFIXES:
             continue
         text = (root / name).read_text(encoding="utf-8")
-        lines = len(text.splitlines())
-        if lines > MAX_FILE_LINES:
-            breaches.append((name, 1, f"{lines} lines, at most {MAX_FILE_LINES}"))
-        if suffix == ".py":
-            breaches += check_python(name, text)
         if suffix in C_SUFFIXES:
             breaches += check_c(name, text)
         breaches += check_architecture(name, text, architectures)
-        if name == "native/include/luce.h":
-            breaches += check_abi(name, text)
     return breaches
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Check luce's rules of size, imports and layout.")
+    parser = argparse.ArgumentParser(description="Check luce's rules of layout and of what the core may do.")
     parser.add_argument("root", nargs="?", type=Path, default=Path(__file__).resolve().parent.parent)
     root = parser.parse_args(argv).root
     breaches = check_tree(root)
