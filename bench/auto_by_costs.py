@@ -31,15 +31,15 @@ from typing import Any
 import box_model
 import replay
 
-from luce import acceptance
-from luce._native import Drafts, Rows, Source
-from luce.costs import Costs
-from luce.engine import Engine, Files
-from luce.measure import problems
-from luce.measure.origin import command_text, origin, write_row
-from luce.plan import AUTO_BUDGET, Options
-from luce.stdout import as_json
-from luce.structs import Sampling
+from luce.bench import problems
+from luce.bench.origin import command_text, origin, write_row
+from luce.cli.stdout import as_json
+from luce.decode.engine import Engine, Files
+from luce.native import Drafts, Rows, Source
+from luce.native.structs import Sampling
+from luce.planning.plan import AUTO_BUDGET, Options
+from luce.speculate import acceptance
+from luce.speculate.costs import Costs
 
 HELD_OUT = Path(__file__).with_name("held_out.jsonl")
 KNOWN = (0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)  # These values of acceptance.KNOWN are compared.

@@ -25,9 +25,9 @@ import drive
 import llamacpp
 import numpy as np
 
-from luce._native import File, Model
-from luce.measure.origin import origin, write_row
-from luce.tokenizer import Tokenizer
+from luce.bench.origin import origin, write_row
+from luce.files.tokenizer import Tokenizer
+from luce.native import File, Model
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -24,11 +24,11 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-from luce import cpus
-from luce.engine import Engine
-from luce.events import Tokens
-from luce.measure.origin import origin, write_row
-from luce.plan import Options, Request
+from luce.bench.origin import origin, write_row
+from luce.decode.engine import Engine
+from luce.decode.events import Tokens
+from luce.planning import cpus
+from luce.planning.plan import Options, Request
 
 ROOT = Path(__file__).resolve().parent.parent
 BOX = ROOT / "luce/data/box.gguf"

@@ -17,11 +17,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from luce.costs import Costs
-from luce.engine import Engine, Files
-from luce.measure.origin import command_text, origin, print_row
-from luce.measure.summary import five_digits
-from luce.plan import MAX_GAMMA, PART, Options, part_of
+from luce.bench.origin import command_text, origin, print_row
+from luce.bench.summary import five_digits
+from luce.decode.engine import Engine, Files
+from luce.planning.plan import MAX_GAMMA, PART, Options, part_of
+from luce.speculate.costs import Costs
 
 
 def best_rate(costs: Costs, share: float, part: bool) -> tuple[float, int]:

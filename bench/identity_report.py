@@ -24,7 +24,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from luce.measure.origin import checkout_commit, write_row
+from luce.bench.origin import checkout_commit, write_row
 
 Row = dict[str, Any]
 COUNTS = ("runs_compared", "runs_that_differ", "tokens_compared")

@@ -30,16 +30,16 @@ import llamacpp
 import numpy as np
 import tiny
 
-from luce import _native
-from luce._native import File, Model
+from luce import native as _native
+from luce.bench.origin import command_text, device_text, origin, print_row
+from luce.bench.output import as_markdown
+from luce.bench.summary import five_digits
 from luce.convert.gguf_output import Encoder, Planned, slabs, tensor_bytes, write
 from luce.convert.gguf_tokenizer import copy_keys
 from luce.convert.weight_types import MIXES, choose
 from luce.errors import LuceError
-from luce.measure.origin import command_text, device_text, origin, print_row
-from luce.measure.output import as_markdown
-from luce.measure.summary import five_digits
-from luce.tokenizer import Tokenizer
+from luce.files.tokenizer import Tokenizer
+from luce.native import File, Model
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = ROOT / "luce" / "measure" / "jail.py"  # It is newer than what the box was trained on.

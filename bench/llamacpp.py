@@ -17,9 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from luce import _native
+from luce import native as _native
+from luce.bench.origin import print_row
 from luce.errors import LuceError
-from luce.measure.origin import print_row
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = ("llama-bench", "llama-server")

@@ -18,9 +18,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from luce.measure.origin import write_row
-from luce.measure.output import as_markdown
-from luce.measure.summary import five_digits
+from luce.bench.origin import write_row
+from luce.bench.output import as_markdown
+from luce.bench.summary import five_digits
 
 METHOD = " ".join(__doc__.split("\n\n")[1].split())
 

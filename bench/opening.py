@@ -17,10 +17,10 @@ import sys
 import time
 from pathlib import Path
 
-from luce.engine import Engine, Files
-from luce.measure.origin import command_text, origin, print_row
-from luce.measure.summary import five_digits
-from luce.plan import Options
+from luce.bench.origin import command_text, origin, print_row
+from luce.bench.summary import five_digits
+from luce.decode.engine import Engine, Files
+from luce.planning.plan import Options
 
 WAYS = {"auto": Options(), "plain": Options(spec="off"), "auto, 16 sequences": Options(sequences=16)}
 

@@ -26,12 +26,12 @@ from typing import Any
 import llamacpp
 import numpy as np
 
-from luce.engine import Files
-from luce.measure.batch import Batch
-from luce.measure.origin import command_text, origin
-from luce.measure.output import as_markdown
-from luce.measure.run import PLAIN, WARM_UP_TOKENS, Case, Mode, Settings, parse_modes
-from luce.measure.summary import five_digits
+from luce.bench.batch import Batch
+from luce.bench.origin import command_text, origin
+from luce.bench.output import as_markdown
+from luce.bench.run import PLAIN, WARM_UP_TOKENS, Case, Mode, Settings, parse_modes
+from luce.bench.summary import five_digits
+from luce.decode.engine import Files
 
 # Speeds are keyed by name and number of sequences, with the tokens a second in all of each round.
 Speeds = dict[tuple[str, int], list[float]]

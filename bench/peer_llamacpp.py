@@ -43,12 +43,9 @@ import llamacpp
 import numpy as np
 from peer_table import Row, markdown, ratio, ratios
 
-from luce._native import File
-from luce._native import Sequence as Timeline
-from luce.engine import Engine, Files
-from luce.measure.oracle_model import Rule, wrong_tokens
-from luce.measure.origin import command_text, origin
-from luce.measure.run import (
+from luce.bench.oracle_model import Rule, wrong_tokens
+from luce.bench.origin import command_text, origin
+from luce.bench.run import (
     PLAIN,
     WARM_UP_TOKENS,
     Bench,
@@ -59,10 +56,13 @@ from luce.measure.run import (
     parse_modes,
     with_temperatures,
 )
-from luce.measure.summary import five_digits, quartiles, summarise
-from luce.plan import Options
-from luce.probe import probe
-from luce.structs import Sampling
+from luce.bench.summary import five_digits, quartiles, summarise
+from luce.decode.engine import Engine, Files
+from luce.files.probe import probe
+from luce.native import File
+from luce.native import Sequence as Timeline
+from luce.native.structs import Sampling
+from luce.planning.plan import Options
 
 TIMING = " ".join(__doc__.split("\n\n")[1].split())
 

@@ -21,12 +21,12 @@ import llamacpp
 import numpy as np
 from peer_llamacpp import prefill_speed
 
-from luce.engine import Engine, Files
+from luce.bench.origin import command_text, origin, print_row
+from luce.bench.output import as_markdown
+from luce.bench.summary import five_digits
+from luce.decode.engine import Engine, Files
 from luce.errors import LuceError
-from luce.measure.origin import command_text, origin, print_row
-from luce.measure.output import as_markdown
-from luce.measure.summary import five_digits
-from luce.plan import Options
+from luce.planning.plan import Options
 
 Speeds = dict[int, list[float]]  # Speeds are keyed by length, with the tokens a second of each round.
 TIMING = " ".join(__doc__.split("\n\n")[1].split())

@@ -33,12 +33,12 @@ from typing import Any
 import gguf
 import llamacpp
 
-from luce import _native
-from luce.engine import Files
+from luce import native as _native
+from luce.bench.origin import command_text, origin, print_row
+from luce.bench.output import as_markdown
+from luce.bench.serve import TIMING, Client, Row, conversation, first_tokens, luce_server, streams, table
+from luce.decode.engine import Files
 from luce.errors import LuceError
-from luce.measure.origin import command_text, origin, print_row
-from luce.measure.output import as_markdown
-from luce.measure.serve import TIMING, Client, Row, conversation, first_tokens, luce_server, streams, table
 
 WARM_UP = 16
 Rows = Sequence[dict[str, Any]]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from luce.measure.output import as_markdown
-from luce.measure.summary import five_digits
+from luce.bench.output import as_markdown
+from luce.bench.summary import five_digits
 
 Row = dict[str, Any]
 

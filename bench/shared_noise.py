@@ -27,14 +27,14 @@ import box_model
 import numpy as np
 import ref
 
-from luce._native import Drafts, Rows, Source
-from luce.drafting import Round
-from luce.engine import Engine, Files
-from luce.events import Finished
-from luce.measure import problems
-from luce.measure.origin import command_text, origin, print_row
-from luce.plan import Options, Request
-from luce.structs import Sampling
+from luce.bench import problems
+from luce.bench.origin import command_text, origin, print_row
+from luce.decode.engine import Engine, Files
+from luce.decode.events import Finished
+from luce.native import Drafts, Rows, Source
+from luce.native.structs import Sampling
+from luce.planning.plan import Options, Request
+from luce.speculate.drafting import Round
 
 GREEDY, SHARED, REJECTION = range(3)
 TEMPERATURES, TEXTS_AT = (1.0, 0.7), 0.7

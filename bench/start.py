@@ -21,8 +21,8 @@ import sys
 import time
 from pathlib import Path
 
-from luce import cpus
-from luce.measure.origin import origin, write_row
+from luce.bench.origin import origin, write_row
+from luce.planning import cpus
 
 BOX = Path(__file__).resolve().parent.parent / "luce/data/box.gguf"
 PROMPT = ["generate", "def is_even(n):", "-n", "1", "--quiet"]

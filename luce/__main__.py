@@ -4,7 +4,7 @@ import mmap
 import os
 import sys
 
-ROOM = 104 << 20  # Importing luce.cli and numpy takes a little less address space than so many bytes.
+ROOM = 104 << 20  # Importing the command line and numpy takes a little less address space than so many bytes.
 
 
 def main() -> None:
@@ -13,7 +13,7 @@ def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # There is one text at a time: threads only take memory.
     try:
         _require_room()
-        from luce.cli import main as run
+        from luce.cli.commands import main as run
     except KeyboardInterrupt:
         _fail("interrupted", 130)
     except MemoryError:

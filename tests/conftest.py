@@ -19,8 +19,8 @@ from click.testing import CliRunner
 from hypothesis import HealthCheck, Phase, settings
 
 import luce
-from luce import _native
-from luce.cli import cli
+from luce import native as _native
+from luce.cli.commands import cli
 
 HEADER = Path(__file__).resolve().parent.parent / "native" / "include" / "luce.h"
 
@@ -28,8 +28,8 @@ HEADER = Path(__file__).resolve().parent.parent / "native" / "include" / "luce.h
 PROGRAM = """
 import sys
 from pathlib import Path
-from luce import _native
-from luce.cli import main
+from luce import native as _native
+from luce.cli.commands import main
 _native.use(_native.load(Path(sys.argv.pop(1))))
 main()
 """
@@ -176,7 +176,7 @@ def foreground():
 
 @pytest.fixture
 def namespaces(request, monkeypatch):
-    """Gives the argument of luce.measure.sandbox.check for a way of sandbox_ways.py: bwrap, own or limits."""
+    """Gives the argument of luce.bench.sandbox.check for a way of sandbox_ways.py: bwrap, own or limits."""
     import sandbox_ways
 
     return sandbox_ways.use(request.param, monkeypatch)

@@ -14,9 +14,9 @@ import gguf
 import numpy as np
 import tiny
 
-from luce._native import Drafts, Engine, File, IntArray, Library, Model, Rows, Source
-from luce._native import Sequence as Timeline
-from luce.structs import EngineParams, Memory
+from luce.native import Drafts, Engine, File, IntArray, Library, Model, Rows, Source
+from luce.native import Sequence as Timeline
+from luce.native.structs import EngineParams, Memory
 
 # luce multiplies with each of these types of ggml.
 WEIGHT_TYPES = (

@@ -13,17 +13,17 @@ from collections import deque
 import numpy as np
 import tiny  # noqa: F401  puts tools/ on the path
 
-from luce._native import Drafts, Lists, Rows, Verified, default
-from luce._native import Source as By
-from luce.drafting import Drafter, Fixed
+from luce.bench.oracle_tokenizer import MERGES, vocabulary
+from luce.decode.events import Failed, Finished, Tokens
+from luce.decode.generation import Generation
+from luce.decode.loop import MAX_ROWS, Loop
 from luce.errors import ArgumentError, Cancelled, ContextFull, NumericError, OutOfMemory, StateError
-from luce.events import Failed, Finished, Tokens
-from luce.generation import Generation
-from luce.loop import MAX_ROWS, Loop
-from luce.measure.oracle_tokenizer import MERGES, vocabulary
-from luce.plan import Request
-from luce.structs import EngineInfo, SequenceInfo
-from luce.tokenizer import Tokenizer
+from luce.files.tokenizer import Tokenizer
+from luce.native import Drafts, Lists, Rows, Verified, default
+from luce.native import Source as By
+from luce.native.structs import EngineInfo, SequenceInfo
+from luce.planning.plan import Request
+from luce.speculate.drafting import Drafter, Fixed
 
 N_VOCAB = 384
 EOS = N_VOCAB - 1

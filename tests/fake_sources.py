@@ -2,7 +2,7 @@
 
 import itertools
 
-from luce.drafting import Draft
+from luce.speculate.drafting import Draft
 
 
 class Source:

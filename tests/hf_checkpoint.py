@@ -15,11 +15,11 @@ import tiny
 from click.testing import CliRunner
 from compare_weights import Weights
 
-from luce._native import File
-from luce.bpe import BYTE_SYMBOLS, SPLITS
-from luce.cli import cli
+from luce.bench.oracle_tokenizer import CONTROL, MERGES
+from luce.cli.commands import cli
 from luce.convert.qwen35_layout import Config
-from luce.measure.oracle_tokenizer import CONTROL, MERGES
+from luce.files.bpe import BYTE_SYMBOLS, SPLITS
+from luce.native import File
 
 N_TOKENS = 256 + len(MERGES) + len(CONTROL)
 _DTYPES = {"float32": "F32", "float16": "F16", "uint16": "BF16", "int64": "I64", "uint8": "U8"}

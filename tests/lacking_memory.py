@@ -17,11 +17,11 @@ import drive
 import nan_model
 from nan_model import tokens_of
 
-from luce import _native
-from luce._native import Checkpoint, Drafts, Engine, Rows
-from luce._native import Sequence as Timeline
+from luce import native as _native
 from luce.errors import DeviceError, OutOfMemory
-from luce.structs import Penalties, Sampling
+from luce.native import Checkpoint, Drafts, Engine, Rows
+from luce.native import Sequence as Timeline
+from luce.native.structs import Penalties, Sampling
 
 _preloaded = ctypes.CDLL(None)
 _preloaded.arm.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64]

@@ -10,7 +10,7 @@ import numpy as np
 import tiny
 from tiny import Config, Weights
 
-from luce._native import Engine, Model, Sequence
+from luce.native import Engine, Model, Sequence
 
 SMALL = Config(n_nextn=1)
 BAD = 7  # This token's row is NaN.

@@ -13,9 +13,9 @@ from typing import Any
 import cffi
 import numpy as np
 
-from luce._native import Engine, IntArray, Library
 from luce.errors import ArgumentError
-from luce.structs import Penalties
+from luce.native import Engine, IntArray, Library
+from luce.native.structs import Penalties
 
 DECLARATION = """
 typedef int luce_status;

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from luce._native import Verified
+from luce.decode.generation import Generation
 from luce.errors import OutOfMemory
-from luce.generation import Generation
-from luce.structs import PAGE
+from luce.native import Verified
+from luce.native.structs import PAGE
 
 SIZE = 64  # A checkpoint in host memory has so many bytes for each of its tokens.
 
 
 class PaperEngine:
-    """Stands in for luce.engine.Engine, and for its native one. `n_pages` None is the core's default."""
+    """Stands in for decode.engine.Engine, and for its native one. `n_pages` None is the core's default."""
 
     def __init__(self, tokenizer, n_ctx, n_sequences, n_checkpoints, n_chunk, n_pages=None):
         self.tokenizer, self.native, self.ahead = tokenizer, self, False

@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from luce._native import Source
-from luce.acceptance import Known
-from luce.costs import Costs, Host, Hosts
-from luce.drafting import Draft, Drafter, Limits, Round
-from luce.measure.oracle_model import Rule
-from luce.plan import AUTO_BUDGET
-from luce.runner import Runner
-from luce.structs import Cost
+from luce.bench.oracle_model import Rule
+from luce.native import Source
+from luce.native.structs import Cost
+from luce.planning.plan import AUTO_BUDGET
+from luce.speculate.acceptance import Known
+from luce.speculate.costs import Costs, Host, Hosts
+from luce.speculate.drafting import Draft, Drafter, Limits, Round
+from luce.speculate.runner import Runner
 
 RECORDED = Path(__file__).parent.parent / "bench" / "results" / "2026-11-21-traces-box-cpu.json"
 HELD_OUT = RECORDED.with_name("2026-11-22-traces-held-out-box-cpu.json")  # Nothing was chosen on these.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from luce.structs import Sampling
+from luce.native.structs import Sampling
 
 M32 = (1 << 32) - 1
 

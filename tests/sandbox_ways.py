@@ -1,8 +1,8 @@
-"""Lists the ways in which this machine confines a program: a test of luce.measure.sandbox runs in each."""
+"""Lists the ways in which this machine confines a program: a test of luce.bench.sandbox runs in each."""
 
 import pytest
 
-from luce.measure import sandbox
+from luce.bench import sandbox
 
 MISSING = sandbox.available()
 BWRAP = sandbox.bubblewrap()

@@ -20,11 +20,11 @@ import gguf
 import numpy as np
 import tiny
 
-from luce._native import File
-from luce.bpe import BYTE_SYMBOLS
-from luce.command import BOX
+from luce.bench.oracle_tokenizer import CONTROL
+from luce.cli.command import BOX
 from luce.convert.qwen35_layout import Config, add_keys
-from luce.measure.oracle_tokenizer import CONTROL
+from luce.files.bpe import BYTE_SYMBOLS
+from luce.native import File
 
 NORMAL = int(gguf.TokenType.NORMAL)
 DEFAULT = "default"  # It is said where nobody names a text, or no tools are declared for its call.

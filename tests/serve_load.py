@@ -25,12 +25,12 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from luce.command import BOX
-from luce.engine import Engine, Files
-from luce.measure.origin import command_text, origin, write_row
-from luce.measure.serve import luce_server
-from luce.plan import Options, Request
-from luce.structs import Sampling
+from luce.bench.origin import command_text, origin, write_row
+from luce.bench.serve import luce_server
+from luce.cli.command import BOX
+from luce.decode.engine import Engine, Files
+from luce.native.structs import Sampling
+from luce.planning.plan import Options, Request
 
 CODE = Path(__file__).read_text()
 

@@ -10,7 +10,7 @@ from unittest import mock
 
 import httpx
 
-from luce.plan import Options
+from luce.planning.plan import Options
 from luce.server.answer import Answer
 from luce.server.app import LOOPBACK, Access, make_app
 from luce.server.cli import Listener

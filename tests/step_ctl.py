@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from luce.structs import Sampling
+from luce.native.structs import Sampling
 
 MAX_ROWS = 64
 PAGE = 256

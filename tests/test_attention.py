@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from op_run import Q4_0, Q8_0, op_run
 from step_ctl import MAX_ROWS, PAGE, Seq, step_ctl
 
-from luce._native import Library
 from luce.errors import ArgumentError
+from luce.native import Library
 
 TYPES = {"f32": np.dtype("f4"), "f16": np.dtype("f2"), "q8_0": Q8_0, "q4_0": Q4_0}
 seeds = st.integers(0, 2**32 - 1)

@@ -5,7 +5,7 @@ import replay
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luce.acceptance import Known
+from luce.speculate.acceptance import Known
 
 TRACES, HELD_OUT = replay.recorded(), replay.recorded(replay.HELD_OUT)
 EVERY, MACHINES = [*TRACES, *HELD_OUT, *replay.oracles()], replay.MACHINES | replay.OTHER_MACHINES

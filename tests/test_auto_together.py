@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from test_rounds import STEPS_27B
 from test_runner import MACHINES, Repeats, line, runner
 
-from luce._native import Source
-from luce.acceptance import Known
-from luce.company import Company, Wish, best_depth
-from luce.drafting import Drafter, Limits, Round
-from luce.plan import AUTO_BUDGET, MAX_GAMMA
-from luce.runner import MAX_ROWS, Runner
+from luce.native import Source
+from luce.planning.plan import AUTO_BUDGET, MAX_GAMMA
+from luce.speculate.acceptance import Known
+from luce.speculate.company import Company, Wish, best_depth
+from luce.speculate.drafting import Drafter, Limits, Round
+from luce.speculate.runner import MAX_ROWS, Runner
 
 STEPS = [1.0, *(1 + (rows - 4) / 10 for rows in range(1, MAX_ROWS + 1))]  # They are of four texts.
 DRAFTING = [n / 10 for n in range(MAX_GAMMA + 1)]

@@ -18,12 +18,12 @@ from fake_sources import Chain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luce.drafting import NOTHING, Draft, Round
+from luce.decode.events import Failed, Finished, Tokens, Warned
+from luce.decode.loop import Loop
 from luce.errors import Cancelled, ContextFull, DeviceError, LuceError, NumericError
-from luce.events import Failed, Finished, Tokens, Warned
-from luce.loop import Loop
-from luce.plan import Request
-from luce.structs import Penalties
+from luce.native.structs import Penalties
+from luce.planning.plan import Request
+from luce.speculate.drafting import NOTHING, Draft, Round
 
 
 class Now(Chain):

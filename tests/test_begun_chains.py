@@ -5,11 +5,11 @@ from fake_core import EOS, PROMPT, FakeEngine, Text, drive, expected, generation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luce._native import Source
-from luce.drafting import NOTHING, Drafter, Fixed, Round
+from luce.decode.events import Failed, Finished, Tokens, Warned
 from luce.errors import ArgumentError, Cancelled, DeviceError, OutOfMemory, StateError
-from luce.events import Failed, Finished, Tokens, Warned
-from luce.plan import Request
+from luce.native import Source
+from luce.planning.plan import Request
+from luce.speculate.drafting import NOTHING, Drafter, Fixed, Round
 
 
 class Says(Fixed):

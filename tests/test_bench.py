@@ -13,15 +13,15 @@ from box_model import DRAFTER, GGUF
 from click.testing import CliRunner
 from test_requantize import requantized
 
-from luce.cli import cli
+from luce.bench import output, problems, sandbox
+from luce.bench.oracle_model import SHAPES, make_oracle
+from luce.bench.origin import command_text, driver_version, write_row
+from luce.bench.run import Bench
+from luce.cli.commands import cli
+from luce.cli.terminal import Display
 from luce.errors import LuceError, NumericError
-from luce.measure import output, problems, sandbox
-from luce.measure.oracle_model import SHAPES, make_oracle
-from luce.measure.origin import command_text, driver_version, write_row
-from luce.measure.run import Bench
-from luce.plan import SPECS
-from luce.probe import probe
-from luce.render import Display
+from luce.files.probe import probe
+from luce.planning.plan import SPECS
 
 MODE_KEYS = {
     "mode", "tok_per_s", "prefill_tok_per_s", "acceptance", "acceptance_by_position",
@@ -156,7 +156,7 @@ def test_modes_are_measured_at_several_temperatures(bench):
 
 
 def test_wrong_tokens_are_counted(bench, monkeypatch):
-    from luce.measure.oracle_model import Rule
+    from luce.bench.oracle_model import Rule
 
     right = Rule.continuation
     monkeypatch.setattr(Rule, "continuation", lambda self, last, n: [*right(self, last, n)[:-1], -1])
@@ -177,7 +177,7 @@ def test_sweep_is_relative_to_one_row(bench):
 
 def test_a_sweep_of_more_rows_than_the_model_holds_is_one_line(bench, monkeypatch):
     small = lambda *args, **kwargs: replace(probe(*args, **kwargs), context_length=32)  # noqa: E731
-    monkeypatch.setattr("luce.engine.probe", small)
+    monkeypatch.setattr("luce.decode.engine.probe", small)
     result = bench("sweep", "--rows", "64")
     assert result.exit_code == 1
     assert "0 with 64 rows and 20 steps of each kind: the model was trained for 32" in result.stderr
@@ -185,7 +185,7 @@ def test_a_sweep_of_more_rows_than_the_model_holds_is_one_line(bench, monkeypatc
 
 def test_a_sweep_without_a_head_may_end_where_the_model_was_trained_to(bench, tiny_gguf, monkeypatch):
     small = lambda *args, **kwargs: replace(probe(*args, **kwargs), context_length=32)  # noqa: E731
-    monkeypatch.setattr("luce.engine.probe", small)
+    monkeypatch.setattr("luce.decode.engine.probe", small)
     args = ("sweep", "--gguf", tiny_gguf, "--rows", "1", "--json", "--ctx")
     (cost,) = of(bench(*args, "17", "--steps", 5))["costs"]
     assert cost["ctx"] == 17  # Seven turns of two rows follow, and room for a row more.
@@ -418,10 +418,10 @@ def test_a_closed_pipe_and_a_failing_plot_lose_no_row(bench, monkeypatch, tmp_pa
     def closed(*args):
         raise SystemExit(1)  # rich ends so where stdout is closed.
 
-    monkeypatch.setattr("luce.measure.report.print_table", closed)
+    monkeypatch.setattr("luce.bench.report.print_table", closed)
     assert bench(*args).exit_code == 1 and row.exists()
     row.unlink()
-    monkeypatch.setattr("luce.measure.report.write_row", lambda *args: row.joinpath("x").write_text(""))
+    monkeypatch.setattr("luce.bench.report.write_row", lambda *args: row.joinpath("x").write_text(""))
     result = bench(*args, "--json")
     said = f"Error: {tmp_path}: the result row cannot be written: No such file or directory\n"
     assert result.exit_code == 1 and result.stderr.endswith(said)
@@ -443,9 +443,9 @@ def test_a_chat_prompt_needs_a_template(bench, tmp_path):
 
 
 def test_modes_take_turns_and_each_is_first_at_times(device):
-    from luce.command import BOX
-    from luce.engine import Files
-    from luce.measure.run import Case, Settings, parse_modes
+    from luce.bench.run import Case, Settings, parse_modes
+    from luce.cli.command import BOX
+    from luce.decode.engine import Files
 
     with Files(BOX, device=device) as files:
         cases = [Case(str(i), (5, 6, 7)) for i in range(2)]
@@ -481,7 +481,7 @@ def test_serve_gives_each_mode_the_files_that_it_drafts_with(bench, monkeypatch)
         asked.append(words)
         raise LuceError("this is enough")
 
-    monkeypatch.setattr("luce.measure.serve_cli.luce_server", server)
+    monkeypatch.setattr("luce.bench.serve_cli.luce_server", server)
     flags = ("--mtp-gguf", GGUF, "--draft", DRAFTER, "--lengths", 16, "--turns", 0, "--streams", 1)
     for mode in SPECS:
         bench("serve", "--modes", f"{mode},auto", *flags)

@@ -14,14 +14,14 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from luce._native import Drafts, Rows
+from luce.bench import output, sweep
+from luce.bench.run import Case, Mode, Record, Settings, parse_modes, with_temperatures
+from luce.bench.summary import quartiles, summarise
+from luce.cli.terminal import Display, print_table
+from luce.decode.stats import Stats
 from luce.errors import LuceError
-from luce.measure import output, sweep
-from luce.measure.run import Case, Mode, Record, Settings, parse_modes, with_temperatures
-from luce.measure.summary import quartiles, summarise
-from luce.render import Display, print_table
-from luce.stats import Stats
-from luce.structs import Sampling
+from luce.native import Drafts, Rows
+from luce.native.structs import Sampling
 
 CASES = [Case(f"p{i}", tuple(range(10 * (i + 1)))) for i in range(3)]
 

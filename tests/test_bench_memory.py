@@ -5,7 +5,7 @@ import os
 import pytest
 from sandbox_ways import confined
 
-from luce.measure.sandbox import Limits, Verdict, check
+from luce.bench.sandbox import Limits, Verdict, check
 
 HOARD = """
 import os

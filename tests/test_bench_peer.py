@@ -27,11 +27,11 @@ from peer_llamacpp import (
     server_row,
 )
 
-from luce._native import File
-from luce.measure.oracle_drafter import make_drafter
-from luce.measure.oracle_model import SHAPES, Rule, make_oracle
-from luce.measure.run import Case, Record, parse_modes
-from luce.stats import Tally
+from luce.bench.oracle_drafter import make_drafter
+from luce.bench.oracle_model import SHAPES, Rule, make_oracle
+from luce.bench.run import Case, Record, parse_modes
+from luce.decode.stats import Tally
+from luce.native import File
 
 ROOT = Path(__file__).resolve().parent.parent
 PLAIN, MTP2 = parse_modes("plain,mtp:2")

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from luce.bench import problems, sandbox
 from luce.errors import ArgumentError, FileError, UnsupportedError
-from luce.measure import problems, sandbox
 
 KNOWN = problems.Problem(
     "add", "def add(a, b):\n", "humaneval", test="def check(f):\n    assert f(1, 2) == 3", entry_point="add"

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from sandbox_ways import MISSING, both, confined, use
 
+from luce.bench import jail, sandbox
+from luce.bench.sandbox import Limits, Verdict, check
 from luce.errors import InternalError, UnsupportedError
-from luce.measure import jail, sandbox
-from luce.measure.sandbox import Limits, Verdict, check
 
 EARLY = Verdict(False, "failed: ended before its test did")
 
@@ -377,7 +377,7 @@ def test_an_interrupt_ends_the_program(namespaces):
 def test_the_program_dies_with_its_caller(namespaces, tmp_path):
     name = f"die{os.getpid()}"
     call = (
-        "from luce.measure import sandbox\n"
+        "from luce.bench import sandbox\n"
         f"sandbox.bubblewrap = lambda: {sandbox.bubblewrap()!r}\n"
         f"sandbox.check({named(name) + 'time.sleep(900)'!r}, sandbox.Limits(seconds=900), {namespaces})"
     )
@@ -414,7 +414,7 @@ def test_an_ordinary_user_has_the_sandbox_too():
         copy = Path(shutil.copy(sandbox.JAIL, folder))
         copy.chmod(0o644)
         caller = (
-            "import os, sys\nfrom pathlib import Path\nfrom luce.measure import sandbox\n"
+            "import os, sys\nfrom pathlib import Path\nfrom luce.bench import sandbox\n"
             f"sandbox.JAIL, sys.executable = Path({str(copy)!r}), {python!r}\n"
             f"sandbox.bubblewrap = lambda: {sandbox.bubblewrap()!r}\n"
             f"os.setgroups([]); os.setgid({jail.NOBODY}); os.setuid({jail.NOBODY})\n"
@@ -447,7 +447,7 @@ def test_a_machine_without_namespaces_is_refused_with_the_step(monkeypatch):
 @confined
 def test_namespaces_that_are_used_up_are_refused():
     caller = (
-        "import os\nfrom luce.measure import jail, sandbox\n"
+        "import os\nfrom luce.bench import jail, sandbox\n"
         "proc = os.open('/proc', os.O_RDONLY)\n"
         "jail.new_namespaces(jail.NEWUSER, proc)\n"
         "jail.write(proc, 'sys/user/max_user_namespaces', '0')\n"

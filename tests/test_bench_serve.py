@@ -6,9 +6,9 @@ import sys
 import peer_serve
 import pytest
 
-from luce._native import File
-from luce.command import BOX
-from luce.measure.serve import Row
+from luce.bench.serve import Row
+from luce.cli.command import BOX
+from luce.native import File
 
 
 def row(mode, measure, prompt=128, streams=1, **numbers):

@@ -7,7 +7,7 @@ import pytest
 from op_run import Q4_0, Q8_0, op_run
 from step_ctl import PAGE, Seq, step_ctl
 
-from luce._native import Library
+from luce.native import Library
 
 B = 16
 # Each has the type of the cells, H, Hkv, D, the window, the softcap and the contexts.

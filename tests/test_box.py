@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import ref
 
-from luce._native import File, Library, Model
-from luce._native import Sequence as Timeline
-from luce.tokenizer import Tokenizer
+from luce.files.tokenizer import Tokenizer
+from luce.native import File, Library, Model
+from luce.native import Sequence as Timeline
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINT = ROOT / ".box" / "export" / "box"  # The box was made there, or its parts were unpacked there.

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from luce import rendering
-from luce.chat import BoundedTemplate, Guard, chat_template, prompt_ids
 from luce.errors import FileError, LuceError, UnsupportedError
-from luce.template import ChatTemplate
-from luce.tokenizer import Tokenizer
+from luce.files import template_process as rendering
+from luce.files.template import ChatTemplate
+from luce.files.tokenizer import Tokenizer
+from luce.text.prompt import BoundedTemplate, Guard, chat_template, prompt_ids
 
 CHATML = """\
 {% for message in messages %}
@@ -134,7 +134,7 @@ def test_the_expectations_are_those_of_transformers(case):
 
 
 def test_the_tiny_model_has_a_chat_template(native, tiny_gguf):
-    from luce._native import File
+    from luce.native import File
 
     with File(tiny_gguf, native) as file:
         rendered = chat_template(file.kv).render([{"role": "user", "content": "hi"}])
@@ -299,7 +299,7 @@ def test_tools_are_text_too():
 
 
 def test_a_prompt_without_control_tokens_has_the_tokens_of_its_text(native, tiny_gguf):
-    from luce._native import File
+    from luce.native import File
 
     with File(tiny_gguf, native) as file:
         template, tokenizer = chat_template(file.kv), Tokenizer(file.kv)

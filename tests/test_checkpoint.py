@@ -17,9 +17,9 @@ from drive import Decoded
 from nan_model import BAD, SMALL, state_of, tokens_of
 from tiny import Config
 
-from luce._native import Checkpoint, Engine, Library, Model
-from luce._native import Sequence as Timeline
 from luce.errors import ArgumentError, ContextFull, NumericError, StateError
+from luce.native import Checkpoint, Engine, Library, Model
+from luce.native import Sequence as Timeline
 
 WIDE = Config(n_layer=3, interval=2, n_embd=256, n_ff=256, n_head=4, n_head_kv=2, n_v_head=4, state_size=64,
               n_nextn=1)  # fmt: skip

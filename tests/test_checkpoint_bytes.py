@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 from nan_model import SMALL, tokens_of
 
-from luce._native import Engine
 from luce.errors import ArgumentError
+from luce.native import Engine
 
 HEADER = 56  # A saved checkpoint has so many bytes before its tokens.
 VERSION, KV_TYPE, CHECKSUM, N_PAST, N_CHUNK = 8, 12, 32, 40, 44  # The header's fields are at these bytes.

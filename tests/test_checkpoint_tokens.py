@@ -7,8 +7,8 @@ import threading
 import pytest
 from nan_model import tokens_of
 
-from luce._native import Checkpoint, Engine, Library
 from luce.errors import ArgumentError, StateError
+from luce.native import Checkpoint, Engine, Library
 
 
 def made(engine: Engine) -> Checkpoint:

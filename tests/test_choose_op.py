@@ -10,8 +10,8 @@ import pytest
 from op_run import op_run
 from step_ctl import Seq, step_ctl
 
-from luce._native import Library
-from luce.structs import Sampling
+from luce.native import Library
+from luce.native.structs import Sampling
 
 CHOICE_WIDTH = 5372
 HUGE = 2**64 - 1

@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from op_run import penalise
 
-from luce.engine import Engine, Files
+from luce.decode.engine import Engine, Files
+from luce.decode.events import Finished, Tokens
 from luce.errors import ArgumentError, NumericError, StateError
-from luce.events import Finished, Tokens
-from luce.plan import Options, Request
-from luce.structs import Logprobs, Penalties, Sampling
+from luce.native.structs import Logprobs, Penalties, Sampling
+from luce.planning.plan import Options, Request
 
 N_VOCAB = 40
 FLOATS = st.floats(-2, 2, width=32)

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_runner import GPU, Repeats, drafts, line, runner
 
-from luce.acceptance import Acceptance
-from luce.drafting import Limits, Round
-from luce.runner import BET
+from luce.speculate.acceptance import Acceptance
+from luce.speculate.drafting import Limits, Round
+from luce.speculate.runner import BET
 
 
 def played(rounds, prepare):

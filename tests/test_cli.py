@@ -16,11 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import luce
-from luce import _native
-from luce.cli import read_prompt
+from luce import native as _native
+from luce.cli.commands import read_prompt
+from luce.cli.terminal import BAR_AFTER, printable
+from luce.decode.generation import Generation
 from luce.errors import NumericError
-from luce.generation import Generation
-from luce.render import BAR_AFTER, printable
 
 
 def test_text_goes_to_stdout_and_nothing_else(luce_):
@@ -325,7 +325,7 @@ def test_help_lists_commands_in_whole_sentences(luce_, command):
     assert rows.count(". ") >= 6 and ".." not in rows, listed
 
 
-@pytest.mark.parametrize("name, package", [("bench", "measure"), ("convert", "convert")])
+@pytest.mark.parametrize("name, package", [("bench", "bench"), ("convert", "convert")])
 def test_a_command_whose_extra_is_missing_says_so(luce_, monkeypatch, name, package):
     monkeypatch.setattr(luce, package, None, raising=False)  # Earlier tests may have bound it.
     with mock.patch.dict(sys.modules, {"gguf": None}):
@@ -342,8 +342,8 @@ def test_what_few_runs_need_is_imported_by_them_alone(command):
     running = command("generate", "--help", env={"PYTHONPROFILEIMPORTTIME": "1"})
     _, imported = running.communicate(timeout=60)
     names = {line.rpartition("|")[2].strip() for line in imported.decode().splitlines()}
-    assert "luce.cli" in names
-    few_need = {"rich", "jinja2", "gguf", "matplotlib", "luce.measure", "luce.convert", "importlib.metadata"}
+    assert "luce.cli.commands" in names
+    few_need = {"rich", "jinja2", "gguf", "matplotlib", "luce.bench", "luce.convert", "importlib.metadata"}
     assert not few_need & names
 
 
@@ -388,12 +388,12 @@ def test_a_long_prefill_gets_a_bar(monkeypatch):
 
     from rich.console import Console
 
-    from luce.render import Display
+    from luce.cli.terminal import Display
 
     def shown(elapsed):
         out = io.StringIO()
         clock = iter([0.0, elapsed, elapsed])
-        monkeypatch.setattr("luce.render.time.perf_counter", lambda: next(clock))
+        monkeypatch.setattr("luce.cli.terminal.time.perf_counter", lambda: next(clock))
         with Display(console=Console(file=out, force_terminal=True, width=100)) as display:
             display.spin("reading the prompt")
             display.prefill(512, 1024)

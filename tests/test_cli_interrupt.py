@@ -10,16 +10,16 @@ import pytest
 from command_line import one_line
 from conftest import HEADER
 
-from luce import _native
-from luce.costs import NO_TIME
-from luce.generation import Generation
+from luce import native as _native
+from luce.decode.generation import Generation
+from luce.speculate.costs import NO_TIME
 
 
 @pytest.fixture
 def untimed(monkeypatch):
     """Opens engines without a text of their own, by which auto learns what rounds take: the user's text is
     what is interrupted."""
-    monkeypatch.setattr("luce.engine.timed", lambda native, *_: (native.costs(), NO_TIME))
+    monkeypatch.setattr("luce.decode.engine.timed", lambda native, *_: (native.costs(), NO_TIME))
 
 
 def test_ctrl_c_while_text_streams_exits_130(process, endless):
@@ -71,7 +71,7 @@ def test_ctrl_c_while_loading_exits_130(luce_, monkeypatch, place):
         signal.raise_signal(signal.SIGINT)
         raise AssertionError("it was ignored")
 
-    monkeypatch.setattr(f"luce.engine.{place}", interrupted)
+    monkeypatch.setattr(f"luce.decode.engine.{place}", interrupted)
     result = luce_("generate", "--gguf", "{}", "ab")
     assert result.exit_code == 130 and one_line(result) == "Error: interrupted"
 

@@ -9,12 +9,12 @@ import tiny
 from click.testing import CliRunner
 from rich.console import Console
 
-from luce.cli import cli
-from luce.events import Finished
-from luce.measure.oracle_model import make_oracle
-from luce.plan import DEFAULT_GAMMA, MAX_GAMMA
-from luce.render import Display, summary_line, timing_line
-from luce.stats import Stats
+from luce.bench.oracle_model import make_oracle
+from luce.cli.commands import cli
+from luce.cli.terminal import Display, summary_line, timing_line
+from luce.decode.events import Finished
+from luce.decode.stats import Stats
+from luce.planning.plan import DEFAULT_GAMMA, MAX_GAMMA
 
 CONFIG = tiny.Config(n_nextn=1)
 TRUNK = replace(CONFIG, n_nextn=0)

@@ -24,10 +24,10 @@ from hypothesis import strategies as st
 from op_run import poison
 from tiny import Config
 
-from luce._native import Checkpoint, Drafts, Engine, Library, Model, Rows, Source
-from luce._native import Sequence as Timeline
 from luce.errors import Cancelled, NumericError, OutOfMemory, StateError
-from luce.structs import Sampling
+from luce.native import Checkpoint, Drafts, Engine, Library, Model, Rows, Source
+from luce.native import Sequence as Timeline
+from luce.native.structs import Sampling
 
 CONFIGS = {
     "F32": Config(n_layer=3, recurrent=(True, False, True), n_nextn=1, n_head=4, n_head_kv=2, n_v_head=4),

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import tiny
 
-from luce._native import File
 from luce.convert import gguf_output
 from luce.convert.weight_types import MIXES
-from luce.probe import probe
+from luce.files.probe import probe
+from luce.native import File
 
 E, FF, HEADS, KV, D, LAYERS, VOCAB = 256, 512, 4, 2, 64, 3, 384
 TARGET = tiny.Config(n_layer=8, n_embd=E, n_vocab=VOCAB)
@@ -469,7 +469,7 @@ def test_kill_in_the_middle_leaves_no_output(tmp_path, target):
     folder = save(tmp_path)
     args = [str(folder), str(tmp_path / "out.gguf"), "--target", str(target)]
     code = (
-        "import os, signal\nfrom luce.cli import cli\nfrom luce.convert import gguf_output\n"
+        "import os, signal\nfrom luce.cli.commands import cli\nfrom luce.convert import gguf_output\n"
         "gguf_output.Encoder.__call__ = lambda *args: os.kill(os.getpid(), signal.SIGKILL)\n"
         f"cli(['convert', *{args!r}])\n"
     )

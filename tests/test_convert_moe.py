@@ -11,11 +11,11 @@ import pytest
 import tiny
 from make_goldens import CASES
 
+from luce.bench.oracle_model import SHAPES
 from luce.convert import hf_qwen35
 from luce.convert.hf_config import Section
 from luce.convert.qwen35_layout import tensor_shapes
 from luce.convert.safetensors_reader import Source
-from luce.measure.oracle_model import SHAPES
 
 GOLDENS = Path(__file__).parent / "goldens"
 GROUPED = tiny.Config(n_v_head=6, n_nextn=1)  # There are 3 v heads for each k head, so they change places.

@@ -269,7 +269,7 @@ def test_failure_in_the_middle_keeps_what_was_there(tmp_path, capsys, monkeypatc
 def test_kill_in_the_middle_leaves_no_output(tmp_path):
     folder = checkpoint(tmp_path / "hf", GROUPED)
     code = (
-        "import os, signal\nfrom luce.cli import cli\nfrom luce.convert import gguf_output\n"
+        "import os, signal\nfrom luce.cli.commands import cli\nfrom luce.convert import gguf_output\n"
         "encode = gguf_output.Encoder.__call__\n"
         "def killed(self, name, kind, rows):\n"
         "    if name == 'blk.2.ffn_up.weight': os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -9,12 +9,12 @@ import pytest
 import tiny
 import tokenizers
 
-from luce._native import File
 from luce.convert.gguf_output import _hidden
 from luce.convert.hf_config import Section, rope_theta
 from luce.convert.safetensors_reader import Checkpoint
 from luce.errors import FileError, LuceError
-from luce.tokenizer import Tokenizer
+from luce.files.tokenizer import Tokenizer
+from luce.native import File
 
 GROUPED = tiny.Config(n_v_head=6, n_nextn=1)
 

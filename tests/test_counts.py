@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from nan_model import SMALL, tokens_of
 from op_run import counts
 
-from luce._native import Checkpoint, Drafts, Engine, Library, Model, Rows, Source
-from luce._native import Sequence as Timeline
 from luce.errors import StateError
-from luce.structs import Penalties, Sampling
+from luce.native import Checkpoint, Drafts, Engine, Library, Model, Rows, Source
+from luce.native import Sequence as Timeline
+from luce.native.structs import Penalties, Sampling
 
 NOTHING, STEP = (0, 0), (1, 1)
 LONG = tokens_of(256, seed=5)

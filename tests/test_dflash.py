@@ -14,14 +14,14 @@ import tiny
 import tiny_dflash
 from tiny_dflash import CASES
 
-from luce._native import Drafts, File, Library, Model, Rows, Source
-from luce._native import Sequence as Timeline
-from luce.engine import Engine, Files
+from luce.decode.engine import Engine, Files
+from luce.decode.events import Finished, Warned
 from luce.errors import ArgumentError, Cancelled, ContextFull, OutOfMemory, StateError
-from luce.events import Finished, Warned
-from luce.plan import Options, Request
-from luce.structs import Sampling
-from luce.tokenizer import Tokenizer
+from luce.files.tokenizer import Tokenizer
+from luce.native import Drafts, File, Library, Model, Rows, Source
+from luce.native import Sequence as Timeline
+from luce.native.structs import Sampling
+from luce.planning.plan import Options, Request
 
 SAMPLINGS = {
     "greedy": Sampling(),

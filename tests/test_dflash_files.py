@@ -16,9 +16,9 @@ import tiny_dflash
 from tiny import Weights
 from tiny_dflash import CASES
 
-from luce._native import File, Library, Source
 from luce.errors import FileError, LuceError, UnsupportedError
-from luce.probe import probe
+from luce.files.probe import probe
+from luce.native import File, Library, Source
 
 CASE = CASES["yarn-own-vocabulary"]  # It has all that a file may have.
 Keys = dict[str, gguf.GGUFValue]

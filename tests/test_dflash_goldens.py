@@ -16,10 +16,10 @@ import tiny_dflash
 from tiny import Config
 from tiny_dflash import BOX, CASES
 
-from luce._native import File, Library, Source
-from luce._native import Sequence as Timeline
 from luce.convert.hf_dflash import DFlash
-from luce.probe import probe
+from luce.files.probe import probe
+from luce.native import File, Library, Source
+from luce.native import Sequence as Timeline
 
 GOLDENS = Path(__file__).resolve().parent / "goldens"
 # It is the largest error with F32 weights and f32 KV, of logits with standard deviations of 1.7 to 3.

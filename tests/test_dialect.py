@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luce.server.dialect import Parser
-from luce.server.pieces import Arguments, Call, CallBegin, CallEnd, Reasoning, Text
+from luce.text.parser import Parser
+from luce.text.pieces import Arguments, Call, CallBegin, CallEnd, Reasoning, Text
 
 TOOLS = {
     "read": {"type": "object", "properties": {"path": {"type": "string"}, "lines": {"type": "integer"}}},

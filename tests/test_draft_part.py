@@ -16,19 +16,19 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luce import engine
-from luce._native import File, Library, Model, Source
-from luce._native import Sequence as Timeline
-from luce.acceptance import Coverage, Known
-from luce.cli import cli
-from luce.command import BOX
-from luce.costs import Costs
-from luce.drafting import Drafter, Limits, Round
+from luce.cli.command import BOX
+from luce.cli.commands import cli
+from luce.decode import engine
+from luce.decode.events import Finished
 from luce.errors import ArgumentError, StateError
-from luce.events import Finished
-from luce.plan import Options, Request
-from luce.runner import Runner
-from luce.structs import Cost, EngineParams, Memory, Sampling
+from luce.native import File, Library, Model, Source
+from luce.native import Sequence as Timeline
+from luce.native.structs import Cost, EngineParams, Memory, Sampling
+from luce.planning.plan import Options, Request
+from luce.speculate.acceptance import Coverage, Known
+from luce.speculate.costs import Costs
+from luce.speculate.drafting import Drafter, Limits, Round
+from luce.speculate.runner import Runner
 
 PART = 128
 

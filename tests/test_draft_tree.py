@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from op_run import op_run
 from step_ctl import Seq, step_ctl
 
-from luce._native import Lists, Source
-from luce.drafting import Drafter, Round
 from luce.errors import ArgumentError, NumericError, StateError
-from luce.structs import Sampling
+from luce.native import Lists, Source
+from luce.native.structs import Sampling
+from luce.speculate.drafting import Drafter, Round
 
 ANCHOR = 99
 

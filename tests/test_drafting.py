@@ -6,11 +6,11 @@ from fake_sources import Chain, OnDevice, Trees
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luce._native import Source
-from luce.drafting import Draft, Drafter, Fixed, Round
+from luce.decode.events import State, Warned
 from luce.errors import ArgumentError, ContextFull, DeviceError, OutOfMemory, StateError
-from luce.events import State, Warned
-from luce.plan import MAX_GAMMA
+from luce.native import Source
+from luce.planning.plan import MAX_GAMMA
+from luce.speculate.drafting import Draft, Drafter, Fixed, Round
 
 # ---- drafts on the device
 

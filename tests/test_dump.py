@@ -12,9 +12,9 @@ import pytest
 import tiny
 from tiny import Config
 
-from luce._native import Library, Model
-from luce._native import Sequence as Timeline
 from luce.errors import ArgumentError, NumericError, StateError
+from luce.native import Library, Model
+from luce.native import Sequence as Timeline
 
 SMALL = Config(n_nextn=1)
 WIDE = Config(n_layer=3, interval=2, n_embd=256, n_ff=256, n_head=4, n_head_kv=2, n_v_head=4, state_size=64,

@@ -8,14 +8,14 @@ import pytest
 import tiny
 from box_model import GGUF, PROMPTS
 
-from luce import _native
-from luce._native import File
-from luce.costs import NO_TIME, Costs, Host, Hosts
-from luce.engine import Engine, Files
+from luce import native as _native
+from luce.decode.engine import Engine, Files
+from luce.decode.events import Failed, Finished, Started, Tokens
 from luce.errors import Cancelled, ContextFull, NumericError, OutOfMemory, StateError, UnsupportedError
-from luce.events import Failed, Finished, Started, Tokens
-from luce.plan import MAX_GAMMA, Options, Request
-from luce.structs import Cost, Sampling
+from luce.native import File
+from luce.native.structs import Cost, Sampling
+from luce.planning.plan import MAX_GAMMA, Options, Request
+from luce.speculate.costs import NO_TIME, Costs, Host, Hosts
 
 ROOT = Path(__file__).parent.parent
 OPTIONS = Options(ctx=128, threads=1)
@@ -220,7 +220,7 @@ def test_engines_of_one_loaded_model_are_opened_alike(files):
 
 
 def test_every_engine_is_opened_through_engine_open():
-    """Only luce/engine.py loads weights and makes engines for the package; bench/'s scripts make none."""
+    """Only luce/decode/engine.py loads weights and makes engines for the package."""
     calls = set()
     for path in (path for folder in ("luce", "bench") for path in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -228,4 +228,4 @@ def test_every_engine_is_opened_through_engine_open():
             name = getattr(called, "id", getattr(called, "attr", ""))
             if name == "Engine" or (name == "Model" and path.is_relative_to(ROOT / "luce")):
                 calls.add((name, path.relative_to(ROOT).as_posix()))
-    assert calls == {("Engine", "luce/engine.py"), ("Model", "luce/engine.py")}
+    assert calls == {("Engine", "luce/decode/engine.py"), ("Model", "luce/decode/engine.py")}

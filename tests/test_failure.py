@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from nan_model import BAD, open_engine, started, tokens_of
 
-from luce._native import Engine, Library, Model, Rows
 from luce.errors import ArgumentError, NumericError, StateError
+from luce.native import Engine, Library, Model, Rows
 
 
 def test_an_item_that_is_not_finite_fails_alone(native: Library, engine: Engine) -> None:

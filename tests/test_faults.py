@@ -19,9 +19,9 @@ from nan_model import tokens_of
 from op_run import Fault, fault, leave_device, op_run, round_fault
 
 import luce
-from luce._native import Drafts, Engine, Library, Model, Rows, Source
-from luce._native import Sequence as Timeline
 from luce.errors import DeviceError, InternalError, LuceError, OutOfMemory
+from luce.native import Drafts, Engine, Library, Model, Rows, Source
+from luce.native import Sequence as Timeline
 
 PROMPT = tokens_of(30, seed=2)
 

@@ -6,11 +6,11 @@ import json
 import pytest
 import tiny
 
-from luce.engine import Engine, Files
+from luce.decode.engine import Engine, Files
 from luce.errors import ArgumentError
-from luce.fit import _largest, fits
-from luce.plan import AUTO_BUDGET, Options
-from luce.structs import Memory
+from luce.native.structs import Memory
+from luce.planning.memory import _largest, fits
+from luce.planning.plan import AUTO_BUDGET, Options
 
 CONFIG = tiny.Config(n_nextn=1, n_ctx=8192)
 
@@ -47,7 +47,7 @@ def test_what_the_memory_lacks_is_said(with_head, monkeypatch, device):
         def memory(self, device, params, head=None, drafter=None, cpu_experts=0, free=free):
             return Memory(50_000, 1000 * params.n_ctx, 0, 0, 0, 1000 * params.n_ctx, free)
 
-        monkeypatch.setattr("luce._native.File.plan_memory", memory)
+        monkeypatch.setattr("luce.native.File.plan_memory", memory)
         with Files(with_head, device=device) as files:
             way = fits(files, Options(ctx=5000))[0]
         assert way.fits == (largest == 8192) and way.largest <= largest <= way.largest * 1.01

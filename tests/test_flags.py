@@ -4,10 +4,10 @@ usage error that names it where it would be of none."""
 import click
 import pytest
 
-from luce.cli import cli
-from luce.command import BOX
-from luce.flags import idle_threads
-from luce.structs import Device
+from luce.cli.command import BOX
+from luce.cli.commands import cli
+from luce.cli.options import idle_threads
+from luce.native.structs import Device
 
 DRAFTER = BOX.with_name("box-dflash.gguf")  # It is a file that luce cannot run alone.
 # These options of a command do something whatever else is given; "*" stands for all commands.
@@ -126,7 +126,7 @@ def refusing(monkeypatch):
         raise AssertionError("the flags were accepted")
 
     monkeypatch.setattr("luce.server.cli.Listener.run", begins)
-    monkeypatch.setattr("luce.engine.Engine.open", begins)
+    monkeypatch.setattr("luce.decode.engine.Engine.open", begins)
 
 
 @pytest.mark.usefixtures("refusing")

@@ -8,8 +8,8 @@ import gguf
 import pytest
 import tiny
 
-from luce._native import File
 from luce.errors import FileError
+from luce.native import File
 
 
 @pytest.mark.sanitize

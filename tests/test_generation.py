@@ -9,12 +9,12 @@ from fake_sources import Chain, Faulty, OnDevice, Trees
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luce.drafting import Draft, Round
+from luce.decode.events import Failed, Finished, Prefilled, Started, State, Tokens, Warned
+from luce.decode.loop import Loop
 from luce.errors import ArgumentError, ContextFull, InternalError, NumericError
-from luce.events import Failed, Finished, Prefilled, Started, State, Tokens, Warned
-from luce.loop import Loop
-from luce.plan import Request
-from luce.structs import Sampling
+from luce.native.structs import Sampling
+from luce.planning.plan import Request
+from luce.speculate.drafting import Draft, Round
 
 
 @pytest.fixture(autouse=True, scope="module", params=[False, True], ids=["in turn", "ahead"])

@@ -15,9 +15,9 @@ import pytest
 import ref
 import tiny
 
-from luce._native import Library
-from luce._native import Sequence as Timeline
-from luce.measure.oracle_tokenizer import CONTROL
+from luce.bench.oracle_tokenizer import CONTROL
+from luce.native import Library
+from luce.native import Sequence as Timeline
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -8,12 +8,12 @@ import jsonschema
 import pytest
 from box_model import GGUF, PROMPTS
 
-from luce.engine import Engine, Files
+from luce.decode.engine import Engine, Files
+from luce.decode.events import Finished
 from luce.errors import ArgumentError, UnsupportedError
-from luce.events import Finished
-from luce.grammar import Grammars
-from luce.plan import Options, Request
-from luce.structs import Penalties, Sampling
+from luce.native.structs import Penalties, Sampling
+from luce.planning.plan import Options, Request
+from luce.text.grammar import Grammars
 
 RECORD = {
     "type": "object",

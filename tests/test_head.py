@@ -16,7 +16,6 @@ import ref
 import tiny
 from tiny import Config
 
-from luce._native import File, Library, Model
 from luce.errors import (
     ArgumentError,
     ContextFull,
@@ -26,6 +25,7 @@ from luce.errors import (
     StateError,
     UnsupportedError,
 )
+from luce.native import File, Library, Model
 
 SMALL = Config(n_nextn=1)
 SEED = 41

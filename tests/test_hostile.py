@@ -11,9 +11,9 @@ from command_line import one_line
 
 import luce
 from luce.__main__ import ROOM
-from luce.command import BOX
-from luce.metadata import Metadata
-from luce.tokenizer import Tokenizer
+from luce.cli.command import BOX
+from luce.files.metadata import Metadata
+from luce.files.tokenizer import Tokenizer
 
 CONFIG = tiny.Config()
 PACKAGE = os.path.dirname(os.path.dirname(luce.__file__))
@@ -70,7 +70,7 @@ def test_a_prompt_far_beyond_the_context_is_not_tokenised_whole(luce_, monkeypat
 
     monkeypatch.setattr(Tokenizer, "_pieces", counted)
     line = "x = 1\n"
-    monkeypatch.setattr("luce.cli.NFC_SHRINKS", 10_000)
+    monkeypatch.setattr("luce.cli.commands.NFC_SHRINKS", 10_000)
     result = luce_("generate", "--gguf", "{}", "--ctx", "64", stdin=line * 100_000)
     assert result.exit_code == 1 and "a context of 64" in one_line(result)
     assert sum(encoded) < 100_000
@@ -214,7 +214,7 @@ def test_a_lack_of_memory_is_one_line(luce_, monkeypatch):
     def lacks(*args, **options):
         raise MemoryError
 
-    for place in ("luce.engine.Tokenizer", "luce.engine.Loop", "luce.cli.probe"):
+    for place in ("luce.decode.engine.Tokenizer", "luce.decode.engine.Loop", "luce.cli.commands.probe"):
         with monkeypatch.context() as patched:
             patched.setattr(place, lacks)
             result = luce_(*(("probe-gguf", "{}") if "cli" in place else ("generate", "--gguf", "{}", "x")))
@@ -292,7 +292,7 @@ def test_a_library_that_cannot_be_mapped_is_no_missing_package(luce_, monkeypatc
     def fails(*args, **options):
         raise error
 
-    monkeypatch.setattr("luce.cli.probe", fails)
+    monkeypatch.setattr("luce.cli.commands.probe", fails)
     result = luce_("probe-gguf", "{}")
     assert (result.exit_code, type(result.exception)) == (1, SystemExit if lacks else type(error))
     assert not lacks or one_line(result) == "Error: out of memory"
@@ -305,7 +305,7 @@ def test_a_thread_that_lacks_memory_is_an_error():
         "import numpy as np\n"
         "from op_run import op_run\n"
         "from step_ctl import Seq, step_ctl\n"
-        "from luce import _native\n"
+        "from luce import native as _native\n"
         "from luce.errors import OutOfMemory\n"
         "def run(n):\n"
         "    lists, ctl = np.zeros((2, 2), np.int32), step_ctl(Seq(parents=[-1, -1], keep=[0, 1]))\n"
@@ -338,9 +338,9 @@ def wide(tmp_path_factory):
 WIDE = """
 import os, resource, sys
 import drive
-from luce import _native
+from luce import native as _native
 from luce.errors import DeviceError, StateError
-from luce.structs import Sampling
+from luce.native.structs import Sampling
 
 def open_sequence(n_threads):
     model = drive.open_model(_native.default(), sys.argv[1])
@@ -413,7 +413,7 @@ def test_the_room_to_start_holds_the_imports():
         "    return int(line.split()[1]) << 10\n"
         "def instead():\n"
         "    before = taken()\n"
-        "    import luce.cli\n"
+        "    import luce.cli.commands\n"
         "    import numpy\n"
         "    print(taken() - before)\n"
         "    raise KeyboardInterrupt\n"
@@ -428,7 +428,7 @@ def test_a_generation_needs_neither_numpy_nor_a_parser(tiny_gguf):
     """To load numpy, cffi's parser or jinja2 would take longer than all else that a start does."""
     program = (
         "import sys\n"
-        "from luce.cli import cli\n"
+        "from luce.cli.commands import cli\n"
         "cli(['generate', '-n', '3', '--gguf', sys.argv[1], '--json', 'ab'], standalone_mode=False)\n"
         "slow = {'numpy', 'cffi', 'pycparser', 'rich', 'jinja2'}\n"
         "print(*sorted(slow & set(sys.modules)), file=sys.stderr)\n"
@@ -443,7 +443,7 @@ LACKS = "lambda *a: (1 for _ in ()).throw(MemoryError)"
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
-        ("sys.modules['luce.cli'] = None", "luce cannot start: import of luce.cli halted"),
+        ("sys.modules['luce.cli.commands'] = None", "luce cannot start: import of luce.cli.commands halted"),
         ("sys.modules['click'] = None", "luce cannot start: import of click halted"),
         (f"sys.meta_path.insert(0, type('F', (), {{'find_spec': {LACKS}}}))", "out of memory"),
     ],

@@ -15,7 +15,7 @@ import pytest
 from huggingface_hub import constants
 
 from luce.errors import FileError
-from luce.hub import chosen, fetch, parts_of
+from luce.files.hub import chosen, fetch, parts_of
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -15,7 +15,7 @@ import ref
 import tiny
 from tiny import Config
 
-from luce._native import Library, Model
+from luce.native import Library, Model
 
 # Rows have 256 weights, as K-quants need.
 CONFIG = Config(n_layer=2, interval=2, n_embd=256, n_ff=256, n_head=4, n_head_kv=2, head_dim=64, rope_dim=16,

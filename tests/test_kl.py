@@ -17,7 +17,7 @@ import ref
 import test_bench_peer
 import tiny
 
-from luce._native import Library
+from luce.native import Library
 
 CONFIG = tiny.Config(n_embd=256, n_ff=256)
 TOKENS, PROMPT = 24, 10

@@ -15,7 +15,7 @@ import pytest
 import tiny
 import tiny_dflash
 
-from luce._native import Library
+from luce.native import Library
 
 OPS_H = Path(__file__).resolve().parent.parent / "native" / "src" / "ops.h"
 CONFIG = tiny.Config(n_embd=256, n_ff=256, n_v_head=8, state_size=128, head_dim=128)

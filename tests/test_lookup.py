@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from op_run import lookup
 
-from luce.drafting import TextLookup
 from luce.errors import ArgumentError
+from luce.speculate.drafting import TextLookup
 
 GRAM, TRIALS, LONGEST = 4, 32, 256
 

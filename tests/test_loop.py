@@ -9,11 +9,11 @@ from fake_sources import Chain, Faulty, OnDevice, Trees
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luce.drafting import Draft, Round
+from luce.decode.events import Failed, Finished, Prefilled, State, Tokens, Warned
+from luce.decode.loop import MAX_ROWS, Loop
 from luce.errors import ArgumentError, ContextFull, DeviceError, InternalError, NumericError
-from luce.events import Failed, Finished, Prefilled, State, Tokens, Warned
-from luce.loop import MAX_ROWS, Loop
-from luce.plan import Request
+from luce.planning.plan import Request
+from luce.speculate.drafting import Draft, Round
 
 PROMPTS = tuple(bytes([65 + at]) * (3 * at + 1) for at in range(8))
 

@@ -15,9 +15,9 @@ import ref
 import tiny
 from tiny import Config
 
-from luce._native import File, Library, Model
-from luce._native import Sequence as Timeline
 from luce.errors import ArgumentError, ContextFull, FileError, LuceError, NumericError, StateError
+from luce.native import File, Library, Model
+from luce.native import Sequence as Timeline
 
 SMALL = Config()
 SEED = 31

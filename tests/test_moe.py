@@ -16,9 +16,9 @@ import tiny
 from op_run import op_run
 from tiny import Config
 
-from luce._native import File, Library
 from luce.errors import UnsupportedError
-from luce.structs import Sampling
+from luce.native import File, Library
+from luce.native.structs import Sampling
 
 CONFIG = Config(n_layer=2, interval=2, n_embd=256, n_head=4, n_head_kv=2, n_k_head=2, n_v_head=4,
                 state_size=64, n_expert=8, n_expert_used=3, n_ff_expert=256, n_ff_shared=256,

@@ -20,21 +20,21 @@ from drive import Decoded
 from identity import Identity
 from tiny import Config
 
-from luce._native import Checkpoint, File, Library, Model, Source
-from luce._native import Sequence as Timeline
-from luce.costs import Costs
-from luce.drafting import Drafter, DraftSource, Fixed
+from luce.bench import oracle_model
+from luce.bench.oracle_model import SHAPES, Rule
+from luce.bench.oracle_tokenizer import MERGES, vocabulary
+from luce.decode.events import Finished, Warned
+from luce.decode.generation import Generation
+from luce.decode.loop import Loop
 from luce.errors import NumericError
-from luce.events import Finished, Warned
-from luce.generation import Generation
-from luce.loop import Loop
-from luce.measure import oracle_model
-from luce.measure.oracle_model import SHAPES, Rule
-from luce.measure.oracle_tokenizer import MERGES, vocabulary
-from luce.plan import MAX_GAMMA, Request
-from luce.runner import Runner
-from luce.structs import Cost, Sampling
-from luce.tokenizer import Tokenizer
+from luce.files.tokenizer import Tokenizer
+from luce.native import Checkpoint, File, Library, Model, Source
+from luce.native import Sequence as Timeline
+from luce.native.structs import Cost, Sampling
+from luce.planning.plan import MAX_GAMMA, Request
+from luce.speculate.costs import Costs
+from luce.speculate.drafting import Drafter, DraftSource, Fixed
+from luce.speculate.runner import Runner
 
 RANDOM = Config(n_layer=2, interval=2, n_embd=256, n_ff=256, n_head=4, n_head_kv=2, state_size=64,
                 n_v_head=4, n_ctx=65536, n_nextn=1)  # fmt: skip

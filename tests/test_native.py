@@ -13,8 +13,7 @@ import pytest
 from conftest import HEADER
 from op_run import op_run
 
-from luce import _native
-from luce._native import Engine, File, Model, abi
+from luce import native as _native
 from luce.errors import (
     BY_CODE,
     ArgumentError,
@@ -23,7 +22,8 @@ from luce.errors import (
     LuceError,
     StateError,
 )
-from luce.structs import PAGE, EngineParams, Sampling
+from luce.native import Engine, File, Model, abi
+from luce.native.structs import PAGE, EngineParams, Sampling
 
 pytestmark = pytest.mark.sanitize
 

@@ -12,7 +12,7 @@ import ref
 from op_run import op_run
 from step_ctl import MAX_ROWS, Seq, step_ctl
 
-from luce._native import Library
+from luce.native import Library
 
 VERIFY, APPEND = 0, 1  # They are DeltaMode's in kernels.h.
 SHAPES = [(1, 1, 16), (2, 4, 32), (2, 2, 64), (3, 6, 64), (4, 4, 128), (2, 6, 128)]  # Hk, Hv, S

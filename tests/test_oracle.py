@@ -12,10 +12,10 @@ import pytest
 import ref
 import tiny
 
-from luce._native import Library
-from luce.measure import oracle_model
-from luce.measure.oracle_model import SHAPES, QType, Rule
-from luce.plan import part_of
+from luce.bench import oracle_model
+from luce.bench.oracle_model import SHAPES, QType, Rule
+from luce.native import Library
+from luce.planning.plan import part_of
 
 CONTINUED = 64
 

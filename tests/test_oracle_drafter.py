@@ -10,9 +10,9 @@ import drive
 import numpy as np
 import pytest
 
-from luce._native import Library, Source
-from luce.measure.oracle_drafter import ACCEPT, BlockRule, amplitudes, drafter_of, make_drafter
-from luce.measure.oracle_model import SHAPES, Oracle, Rule
+from luce.bench.oracle_drafter import ACCEPT, BlockRule, amplitudes, drafter_of, make_drafter
+from luce.bench.oracle_model import SHAPES, Oracle, Rule
+from luce.native import Library, Source
 
 # It is wide enough for blocks of 16, and otherwise small.
 SHAPE = replace(SHAPES["mini"], n_layer=5, n_embd=1024, n_ff=256, n_vocab=4096)

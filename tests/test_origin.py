@@ -1,4 +1,4 @@
-"""Tests of what a recorded row says of its model (luce/measure/origin.py)."""
+"""Tests of what a recorded row says of its model (luce/bench/origin.py)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 import tiny
 
-from luce.measure.origin import model_hash, origin, parts
+from luce.bench.origin import model_hash, origin, parts
 
 
 def test_the_hash_of_a_split_model_covers_all_parts(tmp_path):

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from nan_model import state_of, tokens_of
 
-from luce._native import Checkpoint, Engine, Model
-from luce._native import Sequence as Timeline
 from luce.errors import OutOfMemory, StateError
+from luce.native import Checkpoint, Engine, Model
+from luce.native import Sequence as Timeline
 
 pytestmark = pytest.mark.sanitize
 

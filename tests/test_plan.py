@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 import luce
-from luce._native import File
+from luce.decode.loop import MAX_ROWS
 from luce.errors import ArgumentError, ContextFull, UnsupportedError
-from luce.loop import MAX_ROWS
-from luce.plan import (
+from luce.files.probe import probe
+from luce.native import File
+from luce.native.structs import EngineParams, Memory
+from luce.planning.plan import (
     AUTO_BUDGET,
     DEFAULT_BUDGET,
     DEFAULT_GAMMA,
@@ -29,8 +31,6 @@ from luce.plan import (
     smaller,
     with_room,
 )
-from luce.probe import probe
-from luce.structs import EngineParams, Memory
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import tiny
 
-from luce._native import File
+from luce.cli.terminal import facts_text, size
 from luce.errors import FileError
-from luce.probe import fact, probe
-from luce.render import facts_text, size
+from luce.files.probe import fact, probe
+from luce.native import File
 
 KEYS = {
     "kind", "architecture", "name", "file_type", "size_bytes", "parameters", "block_count",

@@ -13,9 +13,9 @@ import pytest
 import tiny
 from test_moe import CONFIG, FUSED
 
-from luce._native import Library
 from luce.errors import ArgumentError, UnsupportedError
-from luce.structs import Sampling
+from luce.native import Library
+from luce.native.structs import Sampling
 
 CASES = {"F32": CONFIG, "Q4_K": CONFIG, "Q6_K": FUSED}
 SMALL = replace(CONFIG, n_layer=1, n_expert=2, n_expert_used=1, n_ff_shared=0, n_nextn=0)

@@ -12,7 +12,7 @@ import pytest
 import test_convert_dflash as dflash
 import tiny
 
-from luce.command import BOX
+from luce.cli.command import BOX
 
 target = dflash.target
 save, convert = dflash.save, dflash.convert

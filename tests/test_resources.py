@@ -20,9 +20,9 @@ import tiny
 from nan_model import BAD, open_engine, tokens_of
 from op_run import Fault, fault
 
-from luce._native import File, Library, Model, Rows
 from luce.errors import DeviceError, NumericError
-from luce.structs import EngineParams
+from luce.native import File, Library, Model, Rows
+from luce.native.structs import EngineParams
 
 # ---- seconds
 

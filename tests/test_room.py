@@ -15,21 +15,22 @@ import urllib.request
 import pytest
 import tiny
 
-from luce._native import File
-from luce.bpe import BYTE_SYMBOLS
-from luce.command import BOX, IMPORTS, ROOM
+from luce.bench import oracle_tokenizer
+from luce.cli.command import BOX, IMPORTS, ROOM
 from luce.errors import UnsupportedError
-from luce.grammar import Grammars, beginnings
-from luce.measure import oracle_tokenizer
+from luce.files.bpe import BYTE_SYMBOLS
+from luce.files.tokenizer import Tokenizer
+from luce.native import File
 from luce.room import HEAP, STACK
-from luce.tokenizer import Tokenizer
+from luce.text.grammar import Grammars, beginnings
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 # It prints (taken, asked for) of each: taken is by how much the process grew at most.
 MEASURES = """
 import gc, json, sys
-from luce import grammar, tokenizer
+from luce.text import grammar
+from luce.files import tokenizer
 
 def status(name):
     (line,) = (line for line in open("/proc/self/status") if line.startswith(name + ":"))
@@ -97,7 +98,7 @@ def test_a_vocabulary_that_llguidance_cannot_take_is_refused(monkeypatch):
     """llguidance would panic, with lines of its own on stderr."""
     tokens = [bytes([first, *second]) for first in b"abc" for second in (b"", b"xy", b"xyz", b"zz")]
     assert beginnings(tokens) == len({token[:end] for token in tokens for end in range(1, len(token) + 1)})
-    monkeypatch.setattr("luce.grammar.MAX_NODES", 256)
+    monkeypatch.setattr("luce.text.grammar.MAX_NODES", 256)
     with File(BOX) as box, pytest.raises(UnsupportedError, match="for grammars they are too many"):
         Grammars(Tokenizer(box.kv)).json_schema('{"type": "object"}')
 
@@ -105,12 +106,12 @@ def test_a_vocabulary_that_llguidance_cannot_take_is_refused(monkeypatch):
 @pytest.mark.parametrize("command", sorted(ROOM))
 def test_commands_are_imported_in_the_room_they_ask_for(command):
     program = (
-        "import importlib, luce.cli\n"
+        "import importlib, luce.cli.commands\n"
         "def taken():\n"
         "    (line,) = (line for line in open('/proc/self/status') if 'VmPeak' in line)\n"
         "    return int(line.split()[1]) << 10\n"
         "before = taken()\n"
-        f"importlib.import_module(luce.cli.cli._later[{command!r}][0])\n"
+        f"importlib.import_module(luce.cli.commands.cli._later[{command!r}][0])\n"
         "print(taken() - before)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -223,7 +224,9 @@ def test_a_thread_starts_or_is_refused(how):
 # It runs `luce serve` where there is room for so many threads, and no more.
 SERVES = """
 import sys
-from luce import __main__, room, threads
+from luce import __main__
+from luce import room
+from luce import threads
 
 def refuse():
     if not left:

@@ -4,14 +4,14 @@ rounds really take there is what auto counts, and it keeps its promise where no 
 import pytest
 from fake_core import PROMPT, TOKENIZER, FakeEngine, drive, generation, hashed
 
-from luce._native import Source
-from luce.acceptance import Known
-from luce.costs import NO_TIME, Costs, Host, Hosts
-from luce.drafting import Drafter, Fixed, Round
-from luce.plan import AUTO_BUDGET, Request
-from luce.rounds import timed
-from luce.runner import Runner, plain_round
-from luce.structs import Cost
+from luce.native import Source
+from luce.native.structs import Cost
+from luce.planning.plan import AUTO_BUDGET, Request
+from luce.speculate.acceptance import Known
+from luce.speculate.costs import NO_TIME, Costs, Host, Hosts
+from luce.speculate.drafting import Drafter, Fixed, Round
+from luce.speculate.rounds import timed
+from luce.speculate.runner import Runner, plain_round
 
 TOKENS = 256
 

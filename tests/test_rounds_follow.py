@@ -13,11 +13,11 @@ import pytest
 from nan_model import BAD, started, tokens_of
 from op_run import fault, round_fault
 
-from luce._native import Drafts, Engine, File, Library, Model, Rows, Source, Verified
-from luce._native import Sequence as Timeline
 from luce.errors import ArgumentError, Cancelled, DeviceError, NumericError, StateError
-from luce.structs import Penalties, Sampling
-from luce.tokenizer import Tokenizer
+from luce.files.tokenizer import Tokenizer
+from luce.native import Drafts, Engine, File, Library, Model, Rows, Source, Verified
+from luce.native import Sequence as Timeline
+from luce.native.structs import Penalties, Sampling
 
 ANCHOR = 65  # It follows every prompt here.
 

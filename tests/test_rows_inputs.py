@@ -8,7 +8,7 @@ import pytest
 import ref
 from op_run import op_run
 
-from luce._native import Library
+from luce.native import Library
 
 RMS, SWIGLU, HEADS = 1, 2, 3  # These are the kinds of kernels/rowmm.h.
 EPS = 1e-5

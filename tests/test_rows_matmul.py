@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from op_run import Weights, op_run
 
-from luce._native import Library
+from luce.native import Library
 
 FLOATS = ("F32", "F16", "BF16")
 SMALL_BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL")

@@ -9,14 +9,14 @@ from fake_core import Text as FakeText
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luce._native import Source
-from luce.acceptance import Acceptance, Lookups
-from luce.company import Company
-from luce.costs import NO_WORK, Costs, Host, Hosts
-from luce.drafting import Drafter, Limits, Round
-from luce.plan import AUTO_BUDGET, MAX_GAMMA
-from luce.runner import MARGIN, PLAIN, Prices, Runner, best
-from luce.structs import Cost
+from luce.native import Source
+from luce.native.structs import Cost
+from luce.planning.plan import AUTO_BUDGET, MAX_GAMMA
+from luce.speculate.acceptance import Acceptance, Lookups
+from luce.speculate.company import Company
+from luce.speculate.costs import NO_WORK, Costs, Host, Hosts
+from luce.speculate.drafting import Drafter, Limits, Round
+from luce.speculate.runner import MARGIN, PLAIN, Prices, Runner, best
 
 # ---- costs
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from op_run import sampling_run
 
 from luce.errors import NumericError
-from luce.structs import Sampling
+from luce.native.structs import Sampling
 
 pytestmark = pytest.mark.sanitize
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 from sandbox_ways import both, confined
 
-from luce.measure.sandbox import Limits, Verdict, check
+from luce.bench.sandbox import Limits, Verdict, check
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="of Linux")

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from nan_model import SMALL, open_engine, started, state_of, tokens_of
 
-from luce._native import Drafts, Engine, Library, Model, Rows
 from luce.errors import (
     ArgumentError,
     Cancelled,
@@ -20,7 +19,8 @@ from luce.errors import (
     OutOfMemory,
     StateError,
 )
-from luce.structs import Sampling
+from luce.native import Drafts, Engine, Library, Model, Rows
+from luce.native.structs import Sampling
 
 pytestmark = pytest.mark.sanitize
 

@@ -12,14 +12,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serving import HANG_S, Gate, serving, settings, until
 
-from luce._native import Sequence
-from luce.command import BOX
-from luce.engine import Engine, Files
-from luce.loop import Loop
-from luce.plan import Options, Request
+from luce.cli.command import BOX
+from luce.decode.engine import Engine, Files
+from luce.decode.loop import Loop
+from luce.native import Sequence
+from luce.native.structs import Sampling
+from luce.planning.plan import Options, Request
+from luce.prompts.cache import PrefixCache
 from luce.server import answer
-from luce.server.cache import PrefixCache
-from luce.structs import Sampling
 
 GREEDY = {"temperature": 0, "max_tokens": 24}
 HELLO = [{"role": "user", "content": "def add(a, b):"}]

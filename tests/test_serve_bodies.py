@@ -12,18 +12,18 @@ import random
 import pytest
 from test_serve_sdk import ANTHROPIC_TOOL, ARGUMENTS, FUNCTION, SCHEMA, SYSTEM, TOOL
 
-from luce._native import File
-from luce.chat import prompt_ids
-from luce.command import BOX
+from luce.cli.command import BOX
 from luce.errors import LuceError
-from luce.plan import Request
-from luce.server import anthropic, ollama, openai, responses
+from luce.files.template import ChatTemplate
+from luce.files.tokenizer import Tokenizer
+from luce.native import File
+from luce.native.structs import Penalties, Sampling
+from luce.planning.plan import Request
+from luce.server.api import anthropic, ollama, openai, responses
 from luce.server.ask import Refused, ordered
 from luce.server.body import read
-from luce.server.grammar import call_grammar, json_grammar
-from luce.structs import Penalties, Sampling
-from luce.template import ChatTemplate
-from luce.tokenizer import Tokenizer
+from luce.text.call_grammar import call_grammar, json_grammar
+from luce.text.prompt import prompt_ids
 
 CALL = {"id": "c", "type": "function", "function": {"name": "read", "arguments": json.dumps(ARGUMENTS)}}
 TALK = [

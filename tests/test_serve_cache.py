@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from serving import HANG_S, Gate, serving, until
 from serving import settings as serve_settings
 
-from luce._native import Checkpoint, Engine, File
-from luce.command import BOX
-from luce.costs import Costs
+from luce.cli.command import BOX
 from luce.errors import FileError, OutOfMemory
-from luce.server.cache import PrefixCache
-from luce.server.disk import _HEAD, DiskCache
-from luce.structs import Cost
-from luce.tokenizer import Tokenizer
+from luce.files.tokenizer import Tokenizer
+from luce.native import Checkpoint, Engine, File
+from luce.native.structs import Cost
+from luce.prompts.cache import PrefixCache
+from luce.prompts.disk import _HEAD, DiskCache
+from luce.speculate.costs import Costs
 
 CHUNK = 256
 
@@ -173,7 +173,7 @@ def test_files_outlive_the_cache_and_damaged_ones_are_dropped(opened, tokenizer,
 
 def test_a_file_is_told_by_its_tokens_and_not_by_its_name(tmp_path, monkeypatch):
     """Two beginnings of prompts have one name, so the second is written over the first."""
-    monkeypatch.setattr("luce.server.disk._name", lambda tokens: "same.prefix")
+    monkeypatch.setattr("luce.prompts.disk._name", lambda tokens: "same.prefix")
     disk = DiskCache(tmp_path, "key", 1 << 20)
     first, second = np.arange(512, dtype=np.int32).reshape(2, 256)
     paths = [disk.write(tokens, lambda: bytes(100)) for tokens in (first, second)]

@@ -15,9 +15,9 @@ import pydantic
 import pytest
 from serving import HANG_S, serving, settings
 
-from luce._native import File
-from luce.command import BOX
-from luce.tokenizer import Tokenizer
+from luce.cli.command import BOX
+from luce.files.tokenizer import Tokenizer
+from luce.native import File
 
 COLOURS = ["red", "green", "dark blue"]
 

@@ -12,12 +12,12 @@ import pytest
 import tiny
 from serving import HANG_S, serving, settings, until
 
-from luce.command import BOX
+from luce.cli.command import BOX
+from luce.decode.loop import MAX_ROWS
 from luce.errors import FileError
-from luce.loop import MAX_ROWS
+from luce.files.tokenizer import Tokenizer
 from luce.server import body, models
 from luce.server.cli import MAX_HEADERS
-from luce.tokenizer import Tokenizer
 
 PAGE = 256
 

@@ -3,7 +3,7 @@
 from serve_load import Load, cases
 from serving import CHUNK, serving, settings, until
 
-from luce.command import BOX
+from luce.cli.command import BOX
 
 
 def test_every_answer_is_the_one_alone_and_nothing_is_left(native):

@@ -12,11 +12,11 @@ import pytest
 import scripted_model
 from serving import each_event_alone, serving, settings
 
-from luce.chat import prompt_ids
 from luce.server import answer
 from luce.server.answer import Answer
-from luce.server.anthropic import MessagesBody, messages_ask
+from luce.server.api.anthropic import MessagesBody, messages_ask
 from luce.server.ask import Refused, ordered
+from luce.text.prompt import prompt_ids
 
 CALL = """<tool_call>
 <function=read>

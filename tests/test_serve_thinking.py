@@ -7,14 +7,14 @@ from contextlib import ExitStack
 import pytest
 from serving import serving, settings
 
-from luce._native import File
-from luce.chat import BoundedTemplate
-from luce.command import BOX
+from luce.cli.command import BOX
+from luce.files.template import ChatTemplate
+from luce.files.tokenizer import Tokenizer
+from luce.native import File
 from luce.server import models
-from luce.server.budget import END, Budget
 from luce.server.models import Served
-from luce.template import ChatTemplate
-from luce.tokenizer import Tokenizer
+from luce.text.prompt import BoundedTemplate
+from luce.text.thoughts import END, Budget
 
 # Qwen's templates do this with their variables: 3.6 drops older thoughts where nothing is said, 3.8 keeps
 # them and is told an effort.

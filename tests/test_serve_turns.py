@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from paper_engine import PaperEngine, PaperLine
 from serving import HANG_S
 
-from luce._native import File
-from luce.engine import Engine
-from luce.events import Failed, Finished
-from luce.measure.serve import Answered
-from luce.measure.serve import conversation as conversation_of_bench
-from luce.plan import Options, Request
-from luce.server.cache import PrefixCache
+from luce.bench.serve import Answered
+from luce.bench.serve import conversation as conversation_of_bench
+from luce.decode.engine import Engine
+from luce.decode.events import Failed, Finished
+from luce.files.tokenizer import Tokenizer
+from luce.native import File
+from luce.native.structs import PAGE
+from luce.planning.plan import Options, Request
+from luce.prompts.cache import PrefixCache
+from luce.prompts.turns import LOST, Turns
 from luce.server.scheduler import Job, Scheduler
-from luce.server.turns import LOST, Turns
-from luce.structs import PAGE
-from luce.tokenizer import Tokenizer
 
 CHUNK = 1024  # It is luce.server.models.GPU_CHUNK.
 MARK = 0  # This token begins a message here.

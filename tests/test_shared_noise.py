@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import shared_noise
 
-from luce.engine import Engine, Files
-from luce.plan import Options, Request
-from luce.structs import Sampling
+from luce.decode.engine import Engine, Files
+from luce.native.structs import Sampling
+from luce.planning.plan import Options, Request
 
 
 def test_drafts_on_a_given_text_are_right_where_they_were_when_it_was_written(device: str) -> None:

@@ -17,15 +17,15 @@ from fake_core import TOKENIZER
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from luce._native import Source
-from luce.costs import Costs
-from luce.drafting import NOTHING, Draft, Drafter, Fixed, TextLookup
-from luce.events import Finished, Warned
-from luce.generation import Generation
-from luce.loop import Loop
-from luce.plan import Request
-from luce.runner import Runner
-from luce.structs import Cost, Sampling
+from luce.decode.events import Finished, Warned
+from luce.decode.generation import Generation
+from luce.decode.loop import Loop
+from luce.native import Source
+from luce.native.structs import Cost, Sampling
+from luce.planning.plan import Request
+from luce.speculate.costs import Costs
+from luce.speculate.drafting import NOTHING, Draft, Drafter, Fixed, TextLookup
+from luce.speculate.runner import Runner
 
 N_CTX, N_CHUNK, MOST = 300, 256, 40
 CASE = tiny_dflash.Case(

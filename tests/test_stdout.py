@@ -8,8 +8,8 @@ import subprocess
 
 import pytest
 
-from luce.stdout import as_json
-from luce.tokenizer import Tokenizer
+from luce.cli.stdout import as_json
+from luce.files.tokenizer import Tokenizer
 
 PIECES = [b"\x1b", b"[31", b"m", "é".encode(), b"\r\x00\x07", b"\xff"]
 

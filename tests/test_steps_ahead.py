@@ -10,8 +10,6 @@ import pytest
 from nan_model import BAD, open_engine, started, state_of, tokens_of
 from op_run import fault, round_fault
 
-from luce._native import Drafts, Engine, Library, Model, Rows, Verified
-from luce._native import Sequence as Timeline
 from luce.errors import (
     ArgumentError,
     Cancelled,
@@ -21,7 +19,9 @@ from luce.errors import (
     OutOfMemory,
     StateError,
 )
-from luce.structs import Penalties, Sampling
+from luce.native import Drafts, Engine, Library, Model, Rows, Verified
+from luce.native import Sequence as Timeline
+from luce.native.structs import Penalties, Sampling
 
 
 def begin(sequences: Items[Timeline], anchors: Items[int]) -> None:

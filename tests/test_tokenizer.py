@@ -15,11 +15,11 @@ from fake_core import EOS, N_VOCAB
 from hypothesis import given
 from hypothesis import strategies as st
 
-from luce._native import File
-from luce.bpe import SPLITS
-from luce.command import BOX
+from luce.cli.command import BOX
 from luce.errors import ArgumentError, FileError, UnsupportedError
-from luce.tokenizer import _PIECE, Detokenizer, StopStrings, Tokenizer
+from luce.files.bpe import SPLITS
+from luce.files.tokenizer import _PIECE, Detokenizer, StopStrings, Tokenizer
+from luce.native import File
 
 ROOT = Path(__file__).resolve().parent.parent
 SEPARATOR = "\n__ggml_vocab_test__\n"

@@ -81,9 +81,9 @@ def test_an_architecture_is_named_in_its_own_files_and_the_table(tmp_path):
         "tests/test_x.py": "gemma4 = 1\n",
     }
     assert breaches(tmp_path, files) == []
-    bad = {"native/src/step.cpp": "\nint GEMMA4;\n", "luce/probe.py": 'x = "gemma4"\n'}
+    bad = {"native/src/step.cpp": "\nint GEMMA4;\n", "luce/files/probe.py": 'x = "gemma4"\n'}
     found = breaches(tmp_path, bad)
-    assert [(path, at) for path, at, _ in found] == [("luce/probe.py", 1), ("native/src/step.cpp", 2)]
+    assert [(path, at) for path, at, _ in found] == [("luce/files/probe.py", 1), ("native/src/step.cpp", 2)]
 
 
 def test_exit_status_and_report(tmp_path, capsys):

@@ -12,9 +12,9 @@ import tiny
 from gguf.gguf_writer import GGUFValue
 from tiny import Config, Weights
 
-from luce._native import Engine, File, Library, Model
 from luce.errors import FileError, LuceError, OutOfMemory, UnsupportedError
-from luce.structs import EngineParams
+from luce.native import Engine, File, Library, Model
+from luce.native.structs import EngineParams
 
 CONFIG = Config(n_layer=4)
 Edit = Callable[[dict[str, GGUFValue]], object]

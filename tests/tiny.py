@@ -14,8 +14,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 
+from luce.bench.oracle_tokenizer import add_tokenizer
 from luce.convert.qwen35_layout import ARCH, Config, add_keys, tensor_shapes
-from luce.measure.oracle_tokenizer import add_tokenizer
 
 Weights = dict[str, np.ndarray]
 TypeOf = Callable[[str], str]
@@ -291,7 +291,7 @@ def _encode(x: np.ndarray, type_name: str, quantize: Quantize | None) -> np.ndar
     if type_name in ("F32", "F16", "BF16"):
         return gguf.quants.quantize(x, kind)
     if quantize is None:
-        from luce import _native
+        from luce import native as _native
 
         quantize = _native.default().quantize
     rows = quantize(int(kind), x.reshape(-1, x.shape[-1]))

@@ -13,9 +13,9 @@ import numpy as np
 import tiny
 from tiny import Config, Weights
 
+from luce.bench.oracle_tokenizer import add_tokenizer
 from luce.convert import hf_dflash
 from luce.convert.hf_dflash import DFlash, Yarn
-from luce.measure.oracle_tokenizer import add_tokenizer
 
 MASK = 300  # No text has this token.
 

@@ -28,7 +28,7 @@ _WAIT = re.compile(
 )
 
 # An architecture NAME has native/src/graph_NAME.cpp and a row in the table. The drafter goes with any.
-ARCHITECTURE_TABLE, PRE_TOKENIZERS = "native/src/architecture.cpp", "luce/bpe.py"
+ARCHITECTURE_TABLE, PRE_TOKENIZERS = "native/src/architecture.cpp", "luce/files/bpe.py"
 _GRAPH_FILE, NO_ARCHITECTURE = re.compile(r"native/src/graph_(\w+)\.cpp"), {"dflash"}
 
 Breach = tuple[str, int, str]  # It has the path, the line, and what is wrong there.

@@ -19,13 +19,13 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from luce._native import File
 from luce.convert import hf_dflash, hf_qwen35
 from luce.convert.gguf_output import Planned, tensor_bytes
 from luce.convert.hf_config import read_config
 from luce.convert.safetensors_reader import Checkpoint
 from luce.errors import LuceError, UnsupportedError
-from luce.probe import fact
+from luce.files.probe import fact
+from luce.native import File
 
 EXAMPLES = """
 examples:

@@ -37,12 +37,12 @@ from pathlib import Path
 
 import tiny
 
-from luce import _native
-from luce._native import File, Library
+from luce import native as _native
+from luce.bench.origin import checkout_commit
 from luce.errors import InternalError, LuceError
-from luce.measure.origin import checkout_commit
-from luce.probe import probe
-from luce.tokenizer import Tokenizer
+from luce.files.probe import probe
+from luce.files.tokenizer import Tokenizer
+from luce.native import File, Library
 
 ROOT = Path(__file__).resolve().parent.parent
 HANG_SECONDS = 60

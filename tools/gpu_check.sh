@@ -222,7 +222,7 @@ if ((${#streams[@]})); then
 fi
 for stage in $stages; do
     if [[ $stage != build && -z ${told:-} ]]; then
-        python3 -c 'from luce._native import default as d; print(d().version, [x.description for x in d().devices()])' || exit 1
+        python3 -c 'from luce.native import default as d; print(d().version, [x.description for x in d().devices()])' || exit 1
         told=yes
     fi
     "stage_$stage"

@@ -7,8 +7,10 @@ from typing import Any
 
 import click
 
-from luce import cpus, stdout
-from luce.command import FilePath
+from luce.cli import stdout
+from luce.cli.command import FilePath
+from luce.cli.options import QUIET, options
+from luce.cli.terminal import printable
 from luce.convert import dflash
 from luce.convert import qwen35 as model
 from luce.convert.gguf_output import Written
@@ -16,8 +18,7 @@ from luce.convert.hf_config import Section, read_config
 from luce.convert.requantize import requantize
 from luce.convert.weight_types import DEFAULT, MIXES
 from luce.errors import FileError, LuceError
-from luce.flags import QUIET, options
-from luce.render import printable
+from luce.planning import cpus
 
 
 @click.command()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import gguf
 
-from luce import _native
+from luce import native as _native
 from luce.convert import hf_dflash
 from luce.convert.gguf_output import Written, write
 from luce.convert.gguf_tokenizer import add_hf_tokenizer, check_tokenizer, copy_keys
@@ -16,7 +16,7 @@ from luce.convert.hf_config import read_config, rope_parameters, text_config
 from luce.convert.safetensors_reader import Checkpoint
 from luce.convert.weight_types import DEFAULT, MIXES, choose
 from luce.errors import FileError, UnsupportedError, about
-from luce.probe import fact
+from luce.files.probe import fact
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from typing import Any, BinaryIO
 import gguf
 import numpy as np
 
-from luce._native import File, Library
 from luce.convert.weight_types import QType
 from luce.errors import ArgumentError, FileError, LuceError, UnsupportedError
+from luce.native import File, Library
 from luce.room import require
 from luce.threads import Pool
 

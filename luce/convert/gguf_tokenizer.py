@@ -14,11 +14,11 @@ from typing import Any
 import gguf
 import tokenizers
 
-from luce._native import File
-from luce.bpe import SPLITS
 from luce.convert.hf_config import Section, read_json, text_config
 from luce.errors import FileError, UnsupportedError
-from luce.tokenizer import Tokenizer
+from luce.files.bpe import SPLITS
+from luce.files.tokenizer import Tokenizer
+from luce.native import File
 
 Note = Callable[[str], None]
 

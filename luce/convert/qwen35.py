@@ -7,7 +7,7 @@ from pathlib import Path
 
 import gguf
 
-from luce import _native
+from luce import native as _native
 from luce.convert import hf_qwen35
 from luce.convert.gguf_output import Planned, Written, write
 from luce.convert.gguf_tokenizer import add_hf_tokenizer, check_tokenizer

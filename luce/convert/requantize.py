@@ -9,12 +9,12 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from luce import _native
+from luce import native as _native
 from luce.convert.gguf_output import Planned, Written, slabs, tensor_bytes, write
 from luce.convert.gguf_tokenizer import copy_keys
 from luce.convert.weight_types import DEFAULT, MIXES, choose, is_matrix
 from luce.errors import FileError, UnsupportedError, about
-from luce.probe import probe
+from luce.files.probe import probe
 
 # luce does not implement drafters with such tensors.
 _REFUSED = re.compile(r"markov|selector|_conv_|conf_proj|sinks|rope_freqs|post_.*norm|layer_output_scale|hc_")

@@ -11,20 +11,20 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
+from luce.decode.events import Event, Failed, Finished, Started, Tokens
 from luce.errors import ArgumentError, Cancelled, ContextFull, LuceError
-from luce.events import Event, Failed, Finished, Started, Tokens
-from luce.grammar import Matcher
-from luce.plan import Request
+from luce.native.structs import Logprobs, Penalties, Sampling
+from luce.planning.plan import Request
 from luce.server.ask import Ask, Refused, TooLong
-from luce.server.budget import Budget
-from luce.server.dialect import END_THINK, THINK, Parser
-from luce.server.forced import END_CALL
-from luce.server.grammar import call_grammar, json_grammar
 from luce.server.models import Served
-from luce.server.pieces import Arguments, Call, CallBegin, CallEnd, Piece, Reasoning, Text, in_parts, joined
 from luce.server.scheduler import Busy, Job
 from luce.server.watch import Watch
-from luce.structs import Logprobs, Penalties, Sampling
+from luce.text.call_grammar import call_grammar, json_grammar
+from luce.text.forced import END_CALL
+from luce.text.grammar import Matcher
+from luce.text.parser import END_THINK, THINK, Parser
+from luce.text.pieces import Arguments, Call, CallBegin, CallEnd, Piece, Reasoning, Text, in_parts, joined
+from luce.text.thoughts import Budget
 
 KEEP_ALIVE = 15.0  # After so many seconds without a piece, a stream says that it lives.
 _ENDS = (END_THINK.encode(), END_CALL.encode())  # Thoughts end with one of these.

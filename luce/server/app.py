@@ -17,8 +17,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from luce.server import about, anthropic, ollama, openai, responses
 from luce.server.answer import Answer, Silence, Whole
+from luce.server.api import about, anthropic, ollama, openai, responses
 from luce.server.ask import Ask, Refused
 from luce.server.body import read, reply
 from luce.server.models import Models, closing

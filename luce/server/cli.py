@@ -13,16 +13,26 @@ from typing import Any
 import click
 import uvicorn
 
-from luce._native import File
-from luce.command import BOX, MAX_U32, FilePath, Finite
+from luce.cli.command import BOX, MAX_U32, FilePath, Finite
+from luce.cli.options import (
+    DRAFTING,
+    EXPERTS,
+    QUIET,
+    RUN,
+    given,
+    idle_threads,
+    misplaced,
+    options,
+    options_of,
+)
 from luce.errors import LuceError
-from luce.flags import DRAFTING, EXPERTS, QUIET, RUN, given, idle_threads, misplaced, options, options_of
-from luce.hub import fetch, hf_option
+from luce.files.hub import fetch, hf_option
+from luce.native import File
+from luce.native.structs import PAGE
 from luce.server.app import LOOPBACK, Access, make_app
 from luce.server.ask import Refused
 from luce.server.models import CPU_CHUNK, GPU_CHUNK, Models, Settings
 from luce.server.watch import Watch
-from luce.structs import PAGE
 
 GIB = 1 << 30
 MAX_CHUNK = 4096  # luce.h bounds n_chunk so.

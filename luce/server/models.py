@@ -11,19 +11,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from luce import _native
-from luce.chat import KEY, BoundedTemplate, chat_template, prompt_ids
-from luce.engine import Engine, Files
+from luce import native as _native
+from luce.decode.engine import Engine, Files
 from luce.errors import FileError, LuceError, OutOfMemory, about
-from luce.fit import total
-from luce.grammar import Grammars
-from luce.plan import Options
-from luce.probe import fact
+from luce.files.probe import fact
+from luce.planning.memory import total
+from luce.planning.plan import Options
+from luce.prompts.cache import PrefixCache
+from luce.prompts.disk import DiskCache
+from luce.prompts.turns import RULE
 from luce.server.ask import Ask, Refused, TooLong, ordered
-from luce.server.cache import PrefixCache
-from luce.server.disk import DiskCache
 from luce.server.scheduler import Happened, Scheduler, put_all
-from luce.server.turns import RULE
+from luce.text.grammar import Grammars
+from luce.text.prompt import KEY, BoundedTemplate, chat_template, prompt_ids
 from luce.threads import BESIDE, Pool
 
 T = TypeVar("T")

@@ -14,14 +14,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from luce.engine import Engine
+from luce.decode.engine import Engine
+from luce.decode.events import Event, Failed, Finished, State
+from luce.decode.generation import Generation
+from luce.decode.loop import MAX_ROWS, Loop
 from luce.errors import Cancelled, InternalError, LuceError
-from luce.events import Event, Failed, Finished, State
-from luce.generation import Generation
-from luce.loop import MAX_ROWS, Loop
-from luce.plan import Request
-from luce.server.cache import PrefixCache
-from luce.structs import PAGE
+from luce.native.structs import PAGE
+from luce.planning.plan import Request
+from luce.prompts.cache import PrefixCache
 from luce.threads import started
 
 RETRY_S = 0.01  # What failed is followed by such a pause.

@@ -11,7 +11,7 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from box.corpus import Document
-from luce.bpe import SPLITS
+from luce.files.bpe import SPLITS
 
 N_VOCAB = 4096
 END, START_TURN, END_TURN, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"

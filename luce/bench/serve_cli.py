@@ -1,0 +1,132 @@
+"""`luce bench serve` turns options into rows of figures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from luce import native as _native
+from luce.bench.flags import DRAFT_OPTION, MODEL_OPTIONS, OUTPUT_OPTIONS, numbers, require
+from luce.bench.report import Measured, Report
+from luce.bench.serve import TIMING, Client, Row, conversation, first_tokens, luce_server, streams, table
+from luce.cli.command import BOX, MAX_U32
+from luce.cli.options import RUN, given, options
+from luce.cli.terminal import Display
+from luce.decode.engine import Files
+from luce.errors import ArgumentError, about
+from luce.files.tokenizer import Tokenizer
+from luce.planning.plan import SPECS, Options, require_supported
+
+# These modes read the files that the flags name.
+OF_USE = {"mtp_gguf": ("mtp", "auto"), "draft": ("dflash", "auto")}
+
+
+@click.command("serve")
+@click.option(
+    "--modes",
+    default="off,auto",
+    show_default=True,
+    help="Serve with each of these values of --spec, in turn.",
+)
+@click.option(
+    "--lengths",
+    callback=numbers(1, MAX_U32),
+    default="1k,8k,32k",
+    show_default=True,
+    help="Await the first token of prompts of these lengths; the model's context bounds them.",
+)
+@click.option(
+    "--streams",
+    "counts",
+    callback=numbers(1, 64),
+    default="1,2,4,8,16",
+    show_default=True,
+    help="Send so many requests beside each other.",
+)
+@click.option(
+    "--prompt-tokens",
+    type=click.IntRange(1, MAX_U32),
+    default=128,
+    show_default=True,
+    help="Give each stream a prompt of so many tokens.",
+)
+@click.option(
+    "-n",
+    "--max-tokens",
+    type=click.IntRange(2, MAX_U32),
+    default=128,
+    show_default=True,
+    help="Ask for so many new tokens in each stream.",
+)
+@click.option(
+    "--turns",
+    type=click.IntRange(0, 1000),
+    default=20,
+    show_default=True,
+    help="Hold a conversation of so many turns; 0 holds none.",
+)
+@click.option(
+    "--conversation",
+    "length",
+    type=click.IntRange(100, MAX_U32),
+    default=30000,
+    show_default=True,
+    help="Let its last prompt have so many tokens.",
+)
+@options(MODEL_OPTIONS, DRAFT_OPTION, RUN, OUTPUT_OPTIONS)
+def serve_bench(**flags: Any) -> None:
+    """Measure first tokens, streams beside each other, and a conversation, over HTTP (needs luce[serve]).
+
+    \b
+    Examples:
+      luce bench serve --lengths 512,1k --conversation 1500
+      luce bench serve --gguf model.gguf --modes off,mtp,auto --save results
+    """
+    modes = flags["modes"].split(",")
+    if not set(modes) <= set(SPECS):
+        raise click.BadParameter(f"of {', '.join(SPECS)}.", param_hint="'--modes'")
+    for name, of_use in OF_USE.items():
+        if flags[name] and not set(of_use) & set(modes):
+            said = f"--{name.replace('_', '-')} names a file that only {' and '.join(of_use)} draft with"
+            raise click.UsageError(f"{said}, and --modes has none of them")
+    if given("length") and not flags["turns"]:
+        raise click.UsageError("--conversation is a length: --turns 0 has no conversation")
+    require({name: value for name, value in flags.items() if name != "modes"} | {"plot": None})
+    model = flags["gguf"] or BOX
+    with Files(model, flags["mtp_gguf"], flags["device"], flags["draft"]) as files:
+        with about(model):
+            require_supported(files.facts)
+        tokenizer, trained = files.tokenizer, files.facts.context_length or MAX_U32
+        chosen = files.plan(Options(threads=flags["threads"]))
+        device = files.device or _native.default().devices()[0].name
+    longest = max(*flags["lengths"], flags["length"] if flags["turns"] else 0)
+    needed = max(longest + 256, flags["prompt_tokens"] + flags["max_tokens"])
+    if needed > trained:
+        said = f"prompts of {longest} tokens and what follows: the model was trained for {trained}"
+        raise ArgumentError(f"{said}; --lengths and --conversation take less")
+    rows: list[Row] = []
+    with Display(flags["quiet"]) as display:
+        display.spin("measuring")
+        measured = Measured(_measure(flags, modes, needed, tokenizer))
+        rows += measured
+    listed = [row.as_json() for row in rows]
+    report = Report("serve", model, device, chosen.threads, "rows", listed, table(listed), TIMING,
+                    {name: flags[name] for name in ("prompt_tokens", "max_tokens", "turns")},
+                    failure=measured.failure)  # fmt: skip
+    report.put(flags | {"plot": None}, lambda *_: None)
+
+
+def _measure(flags: dict[str, Any], modes: list[str], ctx: int, tokenizer: Tokenizer) -> Any:
+    for mode in modes:
+        words = ["--spec", mode, "--ctx", str(ctx), "--parallel", str(max(flags["counts"]))]
+        for name in ("device", "threads", "kv_type", "mtp_gguf", "draft"):
+            if flags[name] is not None and mode in OF_USE.get(name, (mode,)):
+                words += [f"--{name.replace('_', '-')}", str(flags[name])]
+        with luce_server(flags["gguf"] or BOX, *words) as server:
+            client = Client(server.url, tokenizer)
+            client.complete(client.tokens(32), 16)  # This warms up.
+            yield from first_tokens(client, mode, flags["lengths"])
+            yield from streams(client, mode, flags["counts"], flags["prompt_tokens"], flags["max_tokens"])
+            if flags["turns"]:
+                yield from conversation(client, mode, flags["turns"], flags["length"], 64)

@@ -1,0 +1,1 @@
+"""The command line: options to a request, events to a terminal."""

@@ -1,0 +1,218 @@
+"""`luce chat` is a conversation in the terminal. Each turn is read only from where it differs from the one
+before."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+from typing import Any
+
+import click
+
+from luce.cli import stdout
+from luce.cli.command import MAX_U32, CtrlC, Utf8
+from luce.cli.options import (
+    DRAFTING,
+    EXPERTS,
+    MODEL,
+    RUN,
+    idle_sampling,
+    idle_thinking,
+    idle_threads,
+    misplaced,
+    options,
+    options_of,
+    sampling,
+    sampling_of,
+)
+from luce.cli.terminal import Display
+from luce.decode.engine import Engine, Files
+from luce.decode.events import Failed, Finished, Tokens
+from luce.errors import ContextFull, LuceError, OutputError, about
+from luce.files.hub import hf_option, model_path
+from luce.files.tokenizer import NFC_SHRINKS
+from luce.planning.plan import Request, require_supported
+from luce.prompts.cache import PrefixCache
+from luce.text.parser import END_THINK, THINK, Parser
+from luce.text.pieces import Reasoning, Text
+from luce.text.prompt import BoundedTemplate, chat_template, prompt_ids, thinks
+
+HELP = """\
+/help          this
+/clear         forget the conversation
+/system TEXT   say who the model is, and forget the conversation
+/think         switch thinking before the answer on or off
+/quit          end; so does Ctrl-D
+A line that ends with \\ goes on in the next one. Ctrl-C stops an answer.
+"""
+QUOTE = '"""'
+
+
+@click.command()
+@options(MODEL)
+@hf_option
+@click.option("--system", type=Utf8(), help="Say who the model is.")
+@click.option("--think/--no-think", default=None, help="Let the model think before it answers, or not.")
+@click.option(
+    "-n",
+    "--max-tokens",
+    type=click.IntRange(1, MAX_U32),
+    default=2048,
+    show_default=True,
+    help="Stop an answer after so many tokens.",
+)
+@options(sampling(temp=0.6, top_k=20, top_p=0.95))
+@click.option(
+    "--ctx",
+    type=click.IntRange(1, MAX_U32),
+    help="Make room for so many tokens.  [default: 8192, or what was trained]",
+)
+@options(RUN, EXPERTS, DRAFTING)
+def chat(gguf: Path | None, hf: str | None, **flags: Any) -> None:
+    """Talk with a model. /help says what else can be done.
+
+    \b
+    Examples:
+      luce chat --gguf model.gguf
+      luce chat --hf OWNER/REPO --system "You are terse."
+    """
+    if problem := misplaced(flags) or idle_sampling(flags) or idle_threads(flags):
+        raise click.UsageError(problem)
+    path = model_path(gguf, hf)
+    with Files(path, flags["mtp_gguf"], flags["device"], flags["draft"]) as files, Display() as display:
+        with about(path):
+            require_supported(files.facts)
+            template = chat_template(files.file.kv)
+        ctx = flags["ctx"] or min(8192, files.facts.context_length or 8192)
+        asked = options_of(flags | {"ctx": ctx}, checkpoints=8)
+        with closing(template), ExitStack() as opened:
+            if problem := idle_thinking(template, [{"role": "user", "content": "Hello"}], flags["think"]):
+                raise click.UsageError(problem)
+            display.spin("loading the model")
+            engine = opened.enter_context(Engine.open(files, asked, display.loading))
+            display.clear()
+            talk = Talk(engine, template, flags)
+            for said in lines(engine.info.n_ctx * engine.tokenizer.longest * NFC_SHRINKS):
+                if not talk.hear(said):
+                    break
+
+
+def lines(most: int) -> Iterator[str]:
+    """Yields what is typed, a message at a time. It has a history where readline is there. Raises ContextFull
+    where a message that is piped has more than `most` bytes, and then reads no more of them."""
+    if sys.stdin is None:
+        return
+    with suppress(ImportError):
+        import readline  # noqa: F401  input() uses it
+    terminal = sys.stdin.isatty()
+    while True:
+        said: list[str] = []
+        left, quoted, goes_on = most, False, True
+        try:
+            while goes_on:
+                line = input(". " if said else "> ") if terminal else piped_line(left)
+                left -= len(line.encode(errors="replace")) + 1
+                quoted ^= line.count(QUOTE) % 2 == 1
+                goes_on = quoted or line.endswith("\\")
+                said.append(line.removesuffix("\\"))
+        except KeyboardInterrupt:
+            stdout.put("\n")
+            continue
+        except EOFError:
+            return
+        yield "\n".join(said).replace(QUOTE, "").strip()
+
+
+def piped_line(most: int) -> str:
+    """Returns a line of stdin without its end. Raises ContextFull where it has more than `most` bytes."""
+    try:
+        line = sys.stdin.buffer.readline(max(most, 0) + 1)
+        if len(line) > most:
+            raise ContextFull("stdin gives a message of more tokens than the context holds")
+        if not line:
+            raise EOFError
+        return line.removesuffix(b"\n").removesuffix(b"\r").decode()
+    except OSError as error:
+        raise click.UsageError(f"stdin cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise click.UsageError("stdin is not UTF-8 text") from None
+
+
+class Talk:
+    """This is a conversation: what was said, and the beginnings of its prompts that are kept."""
+
+    def __init__(self, engine: Engine, template: BoundedTemplate, flags: dict[str, Any]):
+        self._engine, self._template, self._flags = engine, template, flags
+        self._cache = PrefixCache(engine.native, engine.tokenizer)
+        self._think: bool | None = flags["think"]
+        self._system: str | None = flags["system"]
+        self._messages: list[dict[str, Any]] = []
+
+    def hear(self, said: str) -> bool:
+        """Takes a message or a command. Returns False where that was all."""
+        command, _, rest = said.partition(" ")
+        if command == "/quit":
+            return False
+        if command == "/help":
+            stdout.put(HELP)
+        elif command in ("/clear", "/system"):
+            self._messages = []
+            self._system = rest or None if command == "/system" else self._system
+        elif command == "/think":
+            self._switch_thinking()
+        elif command.startswith("/") and command[1:].isalpha():
+            stdout.put(f"{command} is no command: /help\n")
+        elif said:
+            self._messages.append({"role": "user", "content": said})
+            try:
+                self._messages.append(self._answer())
+            except OutputError:
+                raise  # There is nobody to talk to.
+            except LuceError as error:
+                self._messages.pop()
+                more = "; /clear begins anew" if isinstance(error, ContextFull) else ""
+                click.echo(f"Error: {error}{more}", err=True)
+        return True
+
+    def _switch_thinking(self) -> None:
+        """Does /think. Where nothing was asked for yet, the template's own choice is what is switched."""
+        try:
+            now = thinks(self._template, self._think)
+        except LuceError as error:
+            click.echo(f"Error: {error}", err=True)
+            return
+        if now is None:
+            click.echo("Error: /think sets enable_thinking, which the chat template does not read", err=True)
+            return
+        self._think = not now
+        stdout.put(f"thinking is {'on' if self._think else 'off'}\n")
+
+    def _answer(self) -> dict[str, Any]:
+        """Returns the model's message, which is printed as it comes."""
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        tokenizer, flags = self._engine.tokenizer, self._flags
+        ids = prompt_ids(self._template, tokenizer, [*system, *self._messages], enable_thinking=self._think)
+        if len(ids) >= self._engine.info.n_ctx:
+            raise ContextFull(f"{len(ids)} tokens were said, a context of {self._engine.info.n_ctx}")
+        parser = Parser(reasoning=tokenizer.decode(ids[-8:], special=True).rstrip().endswith(THINK))
+        thought, text = "", ""
+        with CtrlC() as ctrl_c:
+            ctrl_c.on_press = self._engine.cancel
+            request = Request(tuple(ids), flags["max_tokens"], sampling_of(flags))
+            for event in self._engine.generate(request, lambda: ctrl_c.pressed, self._cache):
+                if isinstance(event, Failed):
+                    raise event.error
+                if isinstance(event, Tokens):
+                    stdout.put(event.text)
+                    pieces = parser.push(event.text)
+                elif isinstance(event, Finished):
+                    pieces = parser.flush()
+                else:
+                    continue
+                thought += "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+                text += "".join(piece.text for piece in pieces if isinstance(piece, Text))
+        stdout.put("\n")
+        message = {"role": "assistant", "content": text.removesuffix(END_THINK)}
+        return message | ({"reasoning_content": thought} if thought else {})

@@ -1,0 +1,221 @@
+"""Says what all commands share: failures as one line, option types, Ctrl-C, and the model in the box."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, BinaryIO
+
+import click
+
+from luce.cli import stdout
+from luce.cli.terminal import printable
+from luce.errors import Cancelled, FileError, LuceError
+from luce.room import HEAP, STACK, lacks_memory, require
+
+MAX_U32 = 2**32 - 1
+# Commands that are imported when they are wanted ask for room, since with less a library may end the
+# process. To import any of them takes less than IMPORTS: 85 to 97 MiB were measured, of which numpy takes
+# 40. bench and convert have one thread that allocates beside the main one; serve has two, of which one runs
+# the engine and the other reads prompts; chat has none. Threads of the core do without heaps, and where
+# memory lacks there are fewer.
+IMPORTS = 104 << 20
+ROOM = {
+    "bench": IMPORTS + HEAP,
+    "chat": IMPORTS + STACK,
+    "convert": IMPORTS + HEAP,
+    "serve": IMPORTS + 2 * HEAP,
+}
+COMMAND = "luce.cli.command"  # A context keeps the words of the command line under this key of its meta.
+REMEDIES = {  # They say in words of the command line what helps, by LuceError.concerns.
+    "nextn_head": "--mtp-gguf PATH names a file that has one",
+    "drafter": "--draft PATH names a file that has one",
+    "trunk": "--mtp-gguf PATH takes its head for the model of --gguf",
+    "chat_template": "--raw takes the prompt as it is",
+    "grammar": "pip install 'luce[grammar]'",
+    "target": "--target names the model that it drafts for",
+    "tokenizer": "--tokenizer DIR names the folder that has it",
+    "f16": "--type BF16 or F32 holds them",
+    "problem_chat_template": "--class takes other prompts",
+    "sandbox": "--unsafe-check runs the checks with limits alone, --no-check skips them",
+}
+# Writing to a stream fails with these.
+WRITING = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+# The box is a small model that writes Python.
+BOX = Path(__file__).resolve().parent.parent / "data" / "box.gguf"
+
+
+class Interrupted(click.ClickException):
+    """Ctrl-C was pressed: it gives one line and exit 130."""
+
+    exit_code = 130
+
+    def __init__(self) -> None:
+        super().__init__("interrupted")
+
+
+class Listed(click.Group):
+    """Lists its commands in --help with their whole first sentences, of which click would cut the end."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(self.short_helps().items()))
+
+    def short_helps(self) -> dict[str, str]:
+        """Returns what is said of each command."""
+        return {name: command.get_short_help_str(limit=200) for name, command in self.commands.items()}
+
+
+class Commands(Listed):
+    """Turns failures that luce reports into one line and exit 1, and an interrupt into one line and exit
+    130. `later` names commands that are imported only when they are wanted: for each the module, in which it
+    has its own name, and its help."""
+
+    def __init__(self, *args: Any, later: Mapping[str, tuple[str, str]] | None = None, **options: Any):
+        super().__init__(*args, **options)
+        self._later = dict(later or {})
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), *self._later])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in self._later:
+            require(ROOM[cmd_name], f"luce {cmd_name}")
+            try:
+                command: click.Command = getattr(import_module(self._later[cmd_name][0]), cmd_name)
+            except ModuleNotFoundError as error:
+                needed = f"luce {cmd_name} needs {error.name}: pip install 'luce[{cmd_name}]'"
+                raise click.ClickException(needed) from error
+            return command
+        return super().get_command(ctx, cmd_name)
+
+    def short_helps(self) -> dict[str, str]:
+        """Returns what is said of each command, for which nothing is imported."""
+        return super().short_helps() | {name: short for name, (_, short) in self._later.items()}
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[COMMAND] = ["luce", *args]
+        with one_line():
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with one_line():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def one_line() -> Iterator[None]:
+    """Turns what fails within into one line and exit 1, and an interrupt into one line and exit 130."""
+    try:
+        try:
+            yield
+        except OSError as error:
+            if error.filename is None and error.errno in WRITING:  # click writes --help by itself.
+                raise stdout.failed(error) from error
+            raise
+        except click.exceptions.Exit as leaving:
+            if leaving.exit_code == 0:
+                stdout.put("")  # After --help: click says nothing where stdout is closed.
+            raise
+    except (Cancelled, KeyboardInterrupt):
+        raise Interrupted() from None
+    except LuceError as error:
+        raise click.ClickException(printable(with_remedy(error))) from error
+    except OSError as error:
+        raise click.ClickException(printable(str(error))) from error
+    except (MemoryError, RuntimeError, ImportError) as error:
+        if not lacks_memory(error):
+            raise
+        raise click.ClickException("out of memory") from error
+
+
+def with_remedy(error: LuceError) -> str:
+    """Returns what a failure says, and what the command line has against it."""
+    remedy = REMEDIES.get(error.concerns or "")
+    return f"{error}; {remedy}" if remedy else str(error)
+
+
+@contextmanager
+def text_file(path: Path) -> Iterator[BinaryIO]:
+    """Opens a file of text, or a pipe: one that nobody writes to is empty, and is not waited for.
+    What the system refuses, or is not UTF-8, is a FileError that names the file."""
+    try:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            os.set_blocking(file.fileno(), True)
+            yield file
+    except OSError as error:
+        raise FileError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise FileError(f"{path}: not UTF-8 text") from error
+
+
+class FilePath(click.Path):
+    """This is a path that is not empty, since an empty one would mean the working folder. Whether its file
+    can be read, who opens it says: that is a failure, as with a file that is missing."""
+
+    def __init__(self, *args: Any, **how: Any):
+        super().__init__(*args, **{"readable": False} | how)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("the path is empty.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class Utf8(click.types.StringParamType):
+    """This is text. It refuses bytes that are not UTF-8, of which Python makes halves of surrogate pairs."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = str(super().convert(value, param, ctx))
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            self.fail("it is not UTF-8 text.", param, ctx)
+        return text
+
+
+class Finite(click.FloatRange):
+    """This is a FloatRange that also refuses nan and inf, which no comparison catches."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
+class CtrlC:
+    """The first Ctrl-C asks to stop: it sets `pressed` and calls `on_press`. The second one is the ordinary
+    interrupt. Where SIGINT is ignored (a background job), it stays so.
+
+    Python runs the handler once the call of the core that runs has returned, which is after a step at most.
+    What on_press does reaches the next call; who has no other call to make reads `pressed`.
+    """
+
+    def __init__(self) -> None:
+        self.pressed = False
+        self.on_press: Callable[[], object] = lambda: None
+        self._before: Any = None
+
+    def _press(self, number: int, frame: FrameType | None) -> None:
+        self.pressed = True
+        signal.signal(signal.SIGINT, self._before)
+        self.on_press()
+
+    def __enter__(self) -> CtrlC:
+        self._before = signal.getsignal(signal.SIGINT)
+        if self._before is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, self._press)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.signal(signal.SIGINT, self._before)

@@ -1,0 +1,227 @@
+"""Has the options that several commands share, each declared once, and what is wrong with those that would be
+ignored."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from luce import native as _native
+from luce.cli.command import FilePath, Finite
+from luce.errors import LuceError
+from luce.native.structs import Sampling
+from luce.planning.plan import DEFAULT_BUDGET, DEFAULT_GAMMA, MAX_BUDGET, MAX_GAMMA, SPECS, Options
+
+if TYPE_CHECKING:  # Only a chat needs it.
+    from luce.text.prompt import Template
+
+Command = Callable[..., Any]
+Option = Callable[[Command], Command]
+KV_TYPES = ("f16", "q8_0", "q4_0", "f32")
+
+
+def options(*groups: tuple[Option, ...]) -> Option:
+    """Adds the options of all groups to a command, in this order."""
+    each = [option for group in groups for option in group]
+    return lambda command: reduce(lambda made, option: option(made), reversed(each), command)
+
+
+# ---- which model, and where
+
+
+def device_name(ctx: click.Context, param: click.Parameter, value: str) -> str | None:
+    """Checks a device's name: auto, which becomes None, cpu, cuda or cuda:N."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", value):
+        raise click.BadParameter(f"{value!r} is not auto, cpu, cuda or cuda:N.", ctx, param)
+    return None if value == "auto" else value
+
+
+def experts_in_ram(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
+    """Checks a number of layers, or auto."""
+    if value is None or value == "auto":
+        return value
+    if not re.fullmatch(r"\d{1,4}", value):
+        raise click.BadParameter(f"{value!r} is neither a number of layers nor auto.", ctx, param)
+    return int(value)
+
+
+MODEL = (
+    click.option("-m", "--gguf", "--model", "gguf", type=FilePath(path_type=Path),
+                 help="Run the model of this GGUF; of a split one, name the first part.  "
+                 "[default: luce's own, which writes Python]"),
+)  # fmt: skip
+HEAD = (
+    click.option("--mtp-gguf", type=FilePath(path_type=Path),
+                 help="Take the NextN head from this GGUF.  [default: the model's own]"),
+)  # fmt: skip
+DEVICE = (
+    click.option("--device", callback=device_name, default="auto", show_default=True,
+                 metavar="auto|cpu|cuda[:N]", help="Take this device; auto takes CUDA if there is any."),
+)  # fmt: skip
+KV_TYPE = (
+    click.option(
+        "--kv-type", type=click.Choice(KV_TYPES), help="Keep the KV cache in this type.  [default: f16]"
+    ),
+)
+THREADS = (
+    click.option("--threads", type=click.IntRange(1, 512),
+                 help="Use so many CPU threads; a model on a GPU uses them for --cpu-experts alone.  "
+                 "[default: one for each usable CPU, to 16]"),
+)  # fmt: skip
+QUIET = (click.option("--quiet", is_flag=True, help="Print nothing on stderr but errors."),)
+EXPERTS = (
+    click.option("--cpu-experts", callback=experts_in_ram, metavar="N|auto",
+                 help="Keep the experts of the first N layers in host memory, where the CPU multiplies them, "
+                 "and the rest of the model on the GPU; auto keeps those that the GPU has no room for. One N "
+                 "has the same tokens in every mode; another N may have others."),
+)  # fmt: skip
+RUN = (*DEVICE, *THREADS, *KV_TYPE)
+
+
+def idle_threads(flags: Mapping[str, Any]) -> str | None:
+    """Says what is wrong with --threads where the model runs on a GPU, and with --cpu-experts where it does
+    not."""
+    experts = flags.get("cpu_experts") is not None
+    if flags["threads"] is None and not experts:
+        return None
+    device = flags["device"] or next(iter(_native.default().devices())).name
+    if experts:
+        why = "--cpu-experts is for a model on a GPU: on the CPU all experts are in host memory"
+        return why if device == "cpu" else None
+    if device == "cpu":
+        return None
+    return f"--threads are the CPU's, and {device} uses none: --device cpu does"
+
+
+# ---- sampling
+
+
+def sampling(temp: float = 0.0, top_k: int = 0, top_p: float = 1.0) -> tuple[Option, ...]:
+    """Returns the options of sampling, with these defaults."""
+    return (
+        click.option("--temp", type=Finite(min=0), default=temp, show_default=True,
+                     help="Sample at this temperature; 0 is greedy."),
+        click.option("--top-k", type=click.IntRange(0, 2**31 - 1), default=top_k, show_default=True,
+                     help="Sample from the k most probable tokens; 0 is off. It needs --temp above 0."),
+        click.option("--top-p", type=Finite(min=0, max=1, min_open=True), default=top_p, show_default=True,
+                     help="Sample from the fewest tokens that reach p; 1 is off. It needs --temp above 0."),
+        click.option("--min-p", type=Finite(min=0, max=1, max_open=True), default=0.0, show_default=True,
+                     help="Sample from tokens at least p times as probable as the first. It needs --temp "
+                     "above 0."),
+        click.option("--seed", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True,
+                     help="Sample with this seed: it gives the same tokens on every run, and in every mode. "
+                          "Of GPUs, this was tried on Hopper's."),
+    )  # fmt: skip
+
+
+def warmest(flags: Mapping[str, Any]) -> float:
+    """Returns the temperature, or the highest of several."""
+    return float(max(flags["temps"]) if "temps" in flags else flags["temp"])
+
+
+def sampling_of(flags: Mapping[str, Any]) -> Sampling:
+    """Returns how tokens are sampled. Greedy decoding has no use for the defaults of the other options."""
+    if warmest(flags) == 0:
+        return Sampling()
+    return Sampling(warmest(flags), flags["top_k"], flags["top_p"], flags["min_p"], flags["seed"])
+
+
+def given(name: str) -> bool:
+    """Says whether the running command was given this option, be it with the value of its default."""
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
+def idle_sampling(flags: Mapping[str, Any]) -> str | None:
+    """Says what is wrong with options of sampling that were given where nothing is sampled."""
+    for name in ("top_k", "top_p", "min_p", "seed"):
+        if warmest(flags) == 0 and given(name):
+            return f"--{name.replace('_', '-')} needs --temp above 0: greedy decoding ignores it"
+    return None
+
+
+# ---- thinking
+
+
+def idle_thinking(
+    template: Template, messages: Sequence[Mapping[str, Any]], think: bool | None
+) -> str | None:
+    """Says what is wrong with --think and --no-think where the template makes the same prompt of these
+    messages with either as without. What it fails at is for the prompt's own rendering to say."""
+    if think is None:
+        return None
+    try:
+        prompts = {template.render(messages, enable_thinking=each) for each in (None, True, False)}
+    except LuceError:
+        return None
+    flag = "--think" if think else "--no-think"
+    return None if len(prompts) > 1 else f"{flag} sets enable_thinking, which the chat template does not read"
+
+
+# ---- drafting
+
+DRAFTING = (
+    click.option("--spec", type=click.Choice(SPECS),
+                 help="Draft tokens and verify them together: with the NextN head (mtp), with a DFlash "
+                 "drafter (dflash), with what followed earlier in the text (lookup), never (off), or as it "
+                 "pays (auto). The tokens stay the same.  [default: auto]"),
+    click.option("--mtp-gamma", type=click.IntRange(0, MAX_GAMMA), metavar="N",
+                 help=f"Draft N tokens a round with the NextN head, 0 to {MAX_GAMMA}; with --spec auto at "
+                 f"most N.  [default: {DEFAULT_GAMMA} with --spec mtp]"),
+    *HEAD,
+    click.option("--draft", type=FilePath(path_type=Path),
+                 help="Draft with the DFlash drafter of this GGUF; alone it means --spec dflash."),
+    click.option("--tree-budget", type=click.IntRange(1, MAX_BUDGET), metavar="N",
+                 help=f"Verify at most N candidates a round, 1 to {MAX_BUDGET}.  [default: {DEFAULT_BUDGET} "
+                 "with --spec lookup]"),
+)  # fmt: skip
+
+# Each flag of drafting does this, and it is of use in these modes of --spec.
+_OF_DRAFTING = {
+    "mtp_gamma": ("drafts with the NextN head", ("auto", "mtp")),
+    "mtp_gguf": ("names a NextN head to draft with", ("auto", "mtp")),
+    "draft": ("names a DFlash drafter", ("auto", "dflash")),
+    "tree_budget": ("bounds the candidates of a tree or a lookup", ("auto", "dflash", "lookup")),
+}
+_SPECS = {
+    "off": "drafts nothing",
+    "mtp": "drafts chains of the NextN head",
+    "dflash": "drafts with a DFlash drafter",
+    "lookup": "drafts from the text",
+}
+
+
+def misplaced(flags: Mapping[str, Any]) -> str | None:
+    """Says what is wrong with flags of drafting that the mode would ignore. A chain's length alone asks for
+    mtp, and a drafter alone for dflash."""
+    implied = {"mtp_gamma": "mtp", "draft": "dflash"}
+    asking = "spec" if flags["spec"] else next((name for name in implied if flags[name] is not None), None)
+    if asking is None:
+        return None
+    spec = flags["spec"] if asking == "spec" else implied[asking]
+    for name, (does, specs) in _OF_DRAFTING.items():
+        if flags[name] is not None and spec not in specs:
+            flag = "--" + name.replace("_", "-")
+            of = f"--spec {spec}" if asking == "spec" else f"--{asking.replace('_', '-')} without --spec"
+            remedy = "give one of them" if asking == "spec" else "--spec auto takes both"
+            return f"{flag} {does}, {of} {_SPECS[spec]}: {remedy}"
+    return None
+
+
+def options_of(flags: Mapping[str, Any], **more: Any) -> Options:
+    """Returns what the flags ask of an engine, and what `more` does."""
+    return Options(
+        ctx=flags["ctx"],
+        kv_type=flags["kv_type"],
+        threads=flags["threads"],
+        cpu_experts=flags["cpu_experts"],
+        spec=flags["spec"] or (None if flags["draft"] is None else "dflash"),
+        gamma=flags["mtp_gamma"],
+        budget=flags["tree_budget"],
+        **more,
+    )

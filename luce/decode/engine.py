@@ -1,0 +1,320 @@
+"""Has a model that is ready to run: files, weights, engine, tokenizer and the plan they were opened by."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+
+from luce import native as _native
+from luce.decode.events import Event, Failed, State
+from luce.decode.generation import Generation, Prefixes
+from luce.decode.loop import Loop
+from luce.errors import LuceError, about
+from luce.files.probe import Facts, probe
+from luce.files.tokenizer import Tokenizer
+from luce.native import File, Model, Progress, Source
+from luce.native.structs import EngineInfo, EngineParams, Memory
+from luce.planning import cpus
+from luce.planning.plan import (
+    PART,
+    Auto,
+    Dflash,
+    Drafting,
+    Lookup,
+    Mtp,
+    Options,
+    Plain,
+    Plan,
+    Request,
+    plan,
+    smaller,
+    trunk_layers,
+    with_room,
+)
+from luce.speculate.acceptance import Known
+from luce.speculate.costs import NO_TIME
+from luce.speculate.drafting import Drafter, DraftSource, Fixed, TextLookup
+from luce.speculate.rounds import timed
+from luce.speculate.runner import Runner, chain_can_pay, lookup_can_pay
+
+
+class Files:
+    """These are the opened files of a model: its GGUF, another one that the NextN head is taken from, and one
+    that holds a DFlash drafter. It is a context manager. Nothing is loaded yet; raises what opening the files
+    raises. `device` is where they are to run; with None a plan decides."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        head: str | Path | None = None,
+        device: str | None = None,
+        drafter: str | Path | None = None,
+    ):
+        self.device = device
+        with ExitStack() as opened:
+            self.file = opened.enter_context(File(path))
+            self.head = opened.enter_context(File(head)) if head is not None else None
+            self.drafter = opened.enter_context(File(drafter)) if drafter is not None else None
+            self._opened = opened.pop_all()
+
+    @cached_property
+    def facts(self) -> Facts:
+        with about(self.file.path):
+            return probe(self.file, device=self.device or "auto")
+
+    @cached_property
+    def head_facts(self) -> Facts | None:
+        if self.head is None:
+            return None
+        with about(self.head.path):
+            return probe(self.head, device=self.device or "auto")
+
+    @cached_property
+    def drafter_facts(self) -> tuple[str, Facts] | None:
+        """Returns the path of the drafter's file, and the facts of it."""
+        if self.drafter is None:
+            return None
+        with about(self.drafter.path):
+            return str(self.drafter.path), probe(self.drafter, device=self.device or "auto")
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        with about(self.file.path):
+            return Tokenizer(self.file.kv)
+
+    def plan(self, options: Options, prompt: int = 0, new: int | None = None) -> Plan:
+        """Returns the plan of these files on their device. Where auto would draft and lacks the memory for
+        it, the plan is a smaller one."""
+        options = replace(options, device=self.device)
+        chosen = plan(self.facts, options, self.head_facts, prompt, new, cpus.usable(), self.drafter_facts)
+        if options.cpu_experts == "auto":
+            chosen = with_room(chosen, trunk_layers(self.facts), self.memory)
+        while isinstance(chosen.draft, Auto) and (less := smaller(chosen, self.memory(chosen))):
+            chosen = less
+        return chosen
+
+    def memory(self, chosen: Plan, ctx: int | None = None) -> Memory:
+        """Returns the memory that a plan needs, in bytes. `ctx` replaces the plan's context."""
+        device = chosen.device
+        if device == "auto":
+            device = _native.default().devices()[0].name
+        params = _params(chosen, device, self.facts.vocab_size or 0)
+        params = params if ctx is None else replace(params, n_ctx=ctx)
+        head, drafter = self._drafters([chosen])
+        return self.file.plan_memory(chosen.device, params, head, drafter, chosen.cpu_experts)
+
+    def load(self, plans: Collection[Plan], progress: Progress | None = None) -> Model:
+        """Loads the weights onto the device for engines of these plans, which share them: with the drafters
+        that any plan names, and with the most experts in host memory. Raises what the core raises and then
+        leaves nothing open: FileError where a drafter does not fit, OutOfMemory, Cancelled (from `progress`),
+        DeviceError and others."""
+        cpu_experts = max(each.cpu_experts for each in plans)
+        return Model(self.file, self.device or "auto", progress, *self._drafters(plans), cpu_experts)
+
+    def _drafters(self, plans: Collection[Plan]) -> tuple[File | None, File | None]:
+        """Returns the files of the NextN head and of the DFlash drafter, where a plan names them."""
+        head = (self.head or self.file) if any(each.drafts for each in plans) else None
+        return head, self.drafter if any(each.blocks for each in plans) else None
+
+    def close(self) -> None:
+        """Unmaps the files; a second call does nothing."""
+        self._opened.close()
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Engine:
+    """This is the engine of a loaded model. Engine.open() opens it. Requests go in and events come out. It is
+    a context manager. `plan` is the one that it was opened by, and `hosts` is what auto's rounds take
+    beside their steps."""
+
+    def __init__(self, model: Model, tokenizer: Tokenizer, chosen: Plan, keep_drafters: bool):
+        self.model, self.tokenizer = model, tokenizer
+        self._loops: list[Loop] = []
+        native = _native.Engine(model, _params(chosen, model.info.device, model.info.n_vocab))
+        if isinstance(chosen.draft, Auto) and not keep_drafters:
+            paying = _paying(chosen, native)
+            if (paying.drafts, paying.blocks) != (chosen.drafts, chosen.blocks):
+                native.close()  # Without a drafter, steps need not keep its caches up to date.
+                native = _native.Engine(model, _params(paying, model.info.device, model.info.n_vocab))
+            chosen = paying
+        self.plan, self.native = chosen, native
+        self.info, self.costs = native.info, native.costs()
+        self._known, self.hosts = Known(), NO_TIME
+        with ExitStack() as opened:
+            opened.enter_context(native)
+            if isinstance(chosen.draft, Auto):
+                self.costs, self.hosts = timed(native, tokenizer, partial(self._runner, chosen.draft))
+                self._known = Known()  # That text was none of the user's.
+            self._opened = opened.pop_all()
+
+    @classmethod
+    def open(
+        cls,
+        files: Files | str | Path,
+        asked: Options | Plan | None = None,
+        progress: Progress | None = None,
+        prompt: int = 0,
+        new: int | None = None,
+        keep_drafters: bool = False,
+        model: Model | None = None,
+    ) -> Engine:
+        """Plans, loads and opens. `prompt` and `new` are what is known of the longest request (see plan).
+        What is given open stays the caller's to close: files, and a `model`, which `files` loaded for this
+        plan among others. What is opened here is freed with the engine.
+
+        Where auto is to draft and no draft can pay by what steps cost here, the engine's plan drafts nothing;
+        `keep_drafters` leaves it as it is, so that checkpoints hold the same whatever was measured. Raises
+        what planning, loading and the core raise."""
+        with ExitStack() as opened:
+            asked = asked or Options()
+            if not isinstance(files, Files):
+                files = opened.enter_context(Files(files, device=asked.device))
+            chosen = asked if isinstance(asked, Plan) else files.plan(asked, prompt, new)
+            model = model or opened.enter_context(files.load([chosen], progress))
+            engine = cls(model, files.tokenizer, chosen, keep_drafters)
+            opened.push(engine._opened.pop_all())
+            engine._opened = opened.pop_all()
+        return engine
+
+    def generation(
+        self,
+        request: Request,
+        cancelled: Callable[[], bool] = lambda: False,
+        prefixes: Prefixes | None = None,
+    ) -> Generation:
+        """Returns a generation on a sequence of its own, for a Loop. Raises OutOfMemory where all sequences
+        are taken. `prefixes` says where it may start, and keeps the beginnings of prompts."""
+        sequence = self.native.sequence()
+        try:
+            source = self._source(sequence)
+            return Generation(
+                sequence, self.info, self.tokenizer, request, source, cancelled, prefixes=prefixes
+            )
+        except BaseException:
+            sequence.close()
+            raise
+
+    def _source(self, sequence: _native.Sequence) -> DraftSource | None:
+        match self.plan.draft:
+            case Plain():
+                return None
+            case Lookup(budget=budget):
+                return TextLookup(sequence, budget)
+            case Auto() as draft:
+                return self._runner(draft, sequence)
+            case Mtp(budget=budget) | Dflash(budget=budget) as draft:
+                drafter = _drafters(draft, sequence, self.info)[-1]
+                return Fixed(drafter, drafter.most, budget)
+
+    def _runner(self, draft: Auto, sequence: _native.Sequence) -> Runner:
+        drafters = _drafters(draft, sequence, self.info)
+        return Runner(sequence, self.costs, drafters, draft.budget, self._known, self.hosts)
+
+    def generate(
+        self,
+        request: Request,
+        cancelled: Callable[[], bool] = lambda: False,
+        prefixes: Prefixes | None = None,
+    ) -> Iterator[Event]:
+        """Yields the events of one generation, up to exactly one Finished or Failed. `cancelled` is asked
+        between steps. `prefixes` is as in generation()."""
+        with closing(self.run([request], cancelled, prefixes)) as running:
+            for _, event in running:
+                yield event
+
+    def run(
+        self,
+        requests: Sequence[Request],
+        cancelled: Callable[[], bool] = lambda: False,
+        prefixes: Prefixes | None = None,
+    ) -> Generator[tuple[int, Event], None, None]:
+        """Yields the events of several generations, each as (index of the request, event). As many run at
+        once as the engine has sequences."""
+        loop, index, waiting = Loop(self.native), dict[Generation, int](), deque(range(len(requests)))
+        self._loops.append(loop)
+        try:
+            while waiting or loop.running:
+                while waiting and loop.running < self.info.n_sequences:
+                    at = waiting.popleft()
+                    try:
+                        generation = self.generation(requests[at], cancelled, prefixes)
+                    except LuceError as error:
+                        yield at, Failed(error, State.IDLE)
+                    else:
+                        index[generation] = at
+                        loop.add(generation)
+                for generation, event in loop.step():
+                    yield index[generation], event
+        finally:
+            self._loops.remove(loop)
+            loop.close()
+
+    def cancel(self) -> None:
+        """Ends all generations that run, after the engine's present step at most. It may be called from any
+        thread and from a signal handler."""
+        for loop in self._loops:
+            loop.cancel()
+
+    def close(self) -> None:
+        """Frees all that the engine opened; a second call does nothing."""
+        self._opened.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _drafters(draft: Drafting, sequence: _native.Sequence, info: EngineInfo) -> list[Drafter]:
+    """Returns the model's drafters that a plan names."""
+    part = draft.chain if info.n_part else 0
+    sizes = {Source.NEXTN: draft.chain, Source.PART: part, Source.DFLASH: draft.block}
+    ranks = max(info.n_top, 1)
+    return [Drafter(sequence, by, most, ranks, info.n_part) for by, most in sizes.items() if most]
+
+
+def _params(chosen: Plan, device: str, n_vocab: int) -> EngineParams:
+    """Returns how the core opens the engine on a device, of a model with so many tokens. On a CPU a row costs
+    too much to be spent on a next best candidate, so auto keeps none there. Its head drafts among a part of a
+    large vocabulary too."""
+    if not isinstance(chosen.draft, Auto):
+        return chosen.params
+    kind, large = device.partition(":")[0], n_vocab >= 2 * PART
+    return replace(
+        chosen.params,
+        n_top=0 if kind == "cpu" else chosen.params.n_top,
+        n_part=PART if chosen.draft.gamma and large else 0,
+    )
+
+
+def _paying(chosen: Plan, native: _native.Engine) -> Plan:
+    """Returns `chosen` without the draft sources that cannot pay by what steps cost."""
+    assert isinstance(chosen.draft, Auto)
+    costs, draft = native.costs(), chosen.draft
+    with native.sequence() as sequence:
+        paying = {d.name for d in _drafters(draft, sequence, native.info) if chain_can_pay(costs, [d])}
+    paying = {"mtp" if name == "mtp-part" else name for name in paying}
+    kept = replace(
+        draft, gamma=draft.gamma if "mtp" in paying else 0, block=draft.block if "dflash" in paying else 0
+    )
+    if kept == draft and (paying or lookup_can_pay(costs, draft.budget)):
+        return chosen
+    ratio = costs.verify(2) / costs.verify(1) if costs.verify(1) else 1.0
+    why = f"a step of two rows costs {ratio:.2f} of one row, measured at the start"
+    if paying or lookup_can_pay(costs, draft.budget):
+        lost = " and ".join(name for name, size in (("mtp", draft.gamma), ("dflash", draft.block))
+                            if size and name not in paying)  # fmt: skip
+        reason = f"{chosen.reasons['draft']}; but no draft of {lost} can pay here: {why}"
+        return replace(chosen, draft=kept, reasons=chosen.reasons | {"draft": reason})
+    reasons = chosen.reasons | {"draft": f"no draft can pay here: {why}"}
+    return replace(chosen, draft=Plain(), reasons=reasons)

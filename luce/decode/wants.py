@@ -1,0 +1,36 @@
+"""Has what a generation wants next, which who drives it puts into steps: these, and of the core's own Drafts,
+told None, and Rows, told a Verified."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from luce.native import Drafts, Rows
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Asks for the next tokens of a prompt to be committed in one step. The answer is the choice after them
+    where they are the prompt's last, else None. `left` counts the tokens of the prompt after them."""
+
+    tokens: tuple[int, ...]
+    last: bool
+    left: int = 0
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Says that a round may begin. The answer is a Share."""
+
+
+class Share(NamedTuple):
+    """This is what a sequence gets of the next step: at most `rows` rows, the anchor's among them, of a step
+    that `sequences` share."""
+
+    rows: int
+    sequences: int = 1
+
+
+Want = Chunk | Turn | Drafts | Rows
+WANTS = (Chunk, Turn, Drafts, Rows)

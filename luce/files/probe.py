@@ -1,0 +1,340 @@
+"""Says what a GGUF says: facts of the file, no decisions (those are plan.py's)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+from luce.errors import ArgumentError, FileError, UnsupportedError
+from luce.native import File
+from luce.native.structs import EngineParams, Memory, Tensor
+
+T = TypeVar("T")
+_MISSING: Any = object()
+
+# This is llama.cpp's llama_ftype, which quantisers write to general.file_type.
+_FILE_TYPES = {
+    **dict(enumerate(("F32", "F16", "Q4_0", "Q4_1"))),
+    **dict(enumerate(("Q8_0", "Q5_0", "Q5_1", "Q2_K", "Q3_K_S", "Q3_K_M", "Q3_K_L"), start=7)),
+    **dict(enumerate(("Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M", "Q6_K"), start=14)),
+    **dict(enumerate(("IQ2_XXS", "IQ2_XS", "Q2_K_S", "IQ3_XS", "IQ3_XXS", "IQ1_S"), start=19)),
+    **dict(enumerate(("IQ4_NL", "IQ3_S", "IQ3_M", "IQ2_S", "IQ2_M", "IQ4_XS", "IQ1_M"), start=25)),
+    32: "BF16",
+    **dict(enumerate(("TQ1_0", "TQ2_0", "MXFP4_MOE", "NVFP4", "Q1_0", "Q2_0"), start=36)),
+}
+_BLOCK = re.compile(r"blk\.(\d{1,9})\.")
+_BY_ROW = ("IQ1_", "IQ2_", "IQ3_")  # On a GPU luce has no matmul of its own for these.
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Says how many tensors have one weight type, and their bytes."""
+
+    tensors: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class DFlash:
+    """These are a drafter's settings as its file gives them; None where it does not. `target_layers` are the
+    layers whose outputs are tapped, counted from 1. `causal` holds for all layers, `causal_pattern` for each.
+
+    `target_embedding`, `target_vocabulary` and `target_blocks` (the fewest) say which models it drafts for.
+    `kv_bytes_per_position` is that of its context, in F16.
+    """
+
+    block_size: int | None
+    target_layers: list[int] | None
+    mask_token_id: int | None
+    sliding_window: int | None
+    sliding_window_pattern: list[bool] | None
+    causal: bool | None
+    causal_pattern: list[bool] | None
+    final_logit_softcapping: float | None
+    embedding_scale: float | None
+    target_embedding: int | None
+    target_vocabulary: int | None
+    target_blocks: int | None
+    kv_bytes_per_position: int | None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """This is what one GGUF holds. Sizes and memory are in bytes; a value is None where the file does not
+    give it.
+
+    `kind` is "model" (a trunk), "head" (NextN blocks without their trunk), "drafter" or "other". `supported`
+    says that luce can generate with it as a model; else `reasons` says why not. `notes` say what else
+    there is to know of running it.
+
+    `experts` is how many each mixture has, `experts_used` how many of them a token goes through.
+    `active_parameters` and `bytes_per_token` are the weights that a plain step of one token reads: of the
+    trunk, with the experts that are used, and one row of an embedding that is not the output matrix too.
+    """
+
+    kind: str
+    architecture: str
+    name: str | None
+    file_type: str | None
+    size_bytes: int
+    parameters: int
+    block_count: int | None
+    nextn_predict_layers: int
+    embedding_length: int | None
+    context_length: int | None
+    vocab_size: int | None
+    experts: int | None
+    experts_used: int | None
+    active_parameters: int | None
+    bytes_per_token: int | None
+    quantization: dict[str, Quantization]
+    tokenizer: str | None
+    chat_template: bool
+    supported: bool
+    reasons: list[str]
+    notes: list[str]
+    context: int | None
+    memory: Memory | None
+    dflash: DFlash | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the object that `luce probe-gguf --json` prints."""
+        return asdict(self)
+
+
+def fact(kv: Mapping[str, Any], key: str, kind: type[T], default: Any = _MISSING) -> T:
+    """Returns kv[key], which has to be of `kind` (an int passes for a float). FileError names the key, what
+    was expected and what was found. It is also raised where the key is missing and there is no default."""
+    if key not in kv:
+        if default is _MISSING:
+            raise FileError(f"key {key} is missing")
+        return default  # type: ignore[no-any-return]
+    value = kv[key]
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind:
+        raise FileError(f"key {key}: expected {_named(kind)}, found {_named(type(value))}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise FileError(f"key {key}: expected a finite number, found {value}")
+    return value
+
+
+def whole_numbers(kv: Mapping[str, Any], key: str, default: Any = _MISSING) -> Any:
+    """Returns an array of numbers as a list; they have to be integers or booleans. Raises FileError as
+    fact() does."""
+    values = fact(kv, key, memoryview, default)
+    if values is default:
+        return default
+    if values.format in "fd":
+        raise FileError(f"key {key}: expected an array of whole numbers, found one of floating-point numbers")
+    return values.tolist()
+
+
+def _named(kind: type) -> str:
+    if kind is memoryview:
+        return "an array of numbers"
+    return "an array of strings" if kind is list else f"a value of type {kind.__name__}"
+
+
+def probe(file: File, ctx: int | None = None, device: str = "auto") -> Facts:
+    """Returns the facts of `file`. Its memory is that of an engine with one sequence of `ctx` positions
+    (with None as many as generate would take). Raises FileError where a key has the wrong type, and
+    ArgumentError where the model was trained for fewer positions."""
+    kv, tensors = file.kv, file.tensors
+    architecture = fact(kv, "general.architecture", str)
+    kind = _kind(kv, architecture, tensors)
+    context_length = _number(kv, f"{architecture}.context_length")
+    if ctx is not None and context_length is not None and ctx > context_length:
+        raise ArgumentError(f"a context of {ctx} was asked, the model was trained for {context_length}")
+    context = ctx or (None if context_length is None else min(context_length, 4096))
+    memory, reasons = None, _reasons_of_kind(kind, architecture)
+    active, read = _of_a_token(kv, architecture, tensors) if kind == "model" else (None, None)
+    if kind == "model":
+        try:
+            memory = file.plan_memory(device, EngineParams(n_ctx=context or 0))
+        except (UnsupportedError, FileError) as error:
+            reasons.append(str(error))
+    return Facts(
+        kind=kind,
+        architecture=architecture,
+        name=fact(kv, "general.name", str, None),
+        file_type=_file_type(kv, tensors),
+        size_bytes=file.info.size_bytes,
+        parameters=sum(_elements(tensor) for tensor in tensors),
+        block_count=_number(kv, f"{architecture}.block_count"),
+        nextn_predict_layers=_number(kv, f"{architecture}.nextn_predict_layers") or 0,
+        embedding_length=_number(kv, f"{architecture}.embedding_length"),
+        context_length=context_length,
+        vocab_size=_vocab_size(kv, architecture, tensors),
+        experts=_number(kv, f"{architecture}.expert_count"),
+        experts_used=_number(kv, f"{architecture}.expert_used_count"),
+        active_parameters=active,
+        bytes_per_token=read,
+        quantization=_quantization(tensors),
+        tokenizer=_tokenizer(kv),
+        chat_template="tokenizer.chat_template" in kv,
+        supported=not reasons,
+        reasons=reasons,
+        notes=_notes(tensors) if kind != "other" else [],
+        context=context,
+        memory=memory,
+        dflash=_dflash(kv, architecture, tensors) if kind == "drafter" else None,
+    )
+
+
+def _number(kv: Mapping[str, Any], key: str) -> int | None:
+    """Returns what the key counts. Raises FileError as fact() does."""
+    count = fact(kv, key, int, None)
+    if count is not None and count < 0:
+        raise FileError(f"key {key}: expected a number of at least 0, found {count}")
+    return count
+
+
+def is_drafter(architecture: str) -> bool:
+    """Says whether general.architecture is that of a DFlash drafter. Older files have `dflash-draft`, which
+    the target's architecture and a dash may precede."""
+    return architecture in ("dflash", "dflash-draft") or architecture.endswith("-dflash-draft")
+
+
+def _kind(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor]) -> str:
+    if is_drafter(architecture):
+        return "drafter"
+    if not tensors or fact(kv, "general.type", str, "model") != "model":
+        return "other"
+    trunk = any(tensor.name.startswith("blk.0.") for tensor in tensors)
+    heads = _number(kv, f"{architecture}.nextn_predict_layers") or 0
+    return "head" if heads > 0 and not trunk else "model"
+
+
+def _reasons_of_kind(kind: str, architecture: str) -> list[str]:
+    return {
+        "head": ["head only: NextN blocks without their trunk; it drafts beside a model that is one"],
+        "drafter": [f"a {architecture} drafter: it drafts for a target model, it does not generate alone"],
+        "other": ["the file holds no model"],
+    }.get(kind, [])
+
+
+def _notes(tensors: list[Tensor]) -> list[str]:
+    """Says which matrices are multiplied a row at a time on a GPU. Of an embedding that is not the output
+    matrix too only rows are looked up there, and experts of these types are refused."""
+    has_output = any(tensor.name == "output.weight" for tensor in tensors)
+    by_row = [
+        tensor
+        for tensor in tensors
+        if tensor.type_name.startswith(_BY_ROW)
+        and not (has_output and tensor.name == "token_embd.weight")
+        and "exps." not in tensor.name
+        and "shexp." not in tensor.name
+    ]
+    if not by_row:
+        return []
+    share = sum(tensor.size_bytes for tensor in by_row) / sum(tensor.size_bytes for tensor in tensors)
+    types = " and ".join(_quantization(by_row))
+    return [
+        f"on a GPU, ggml multiplies the {types} matrices ({share:.0%} of the bytes) a row at a time: that is "
+        "exact, but each drafted token reads them again, so drafts gain little"
+    ]
+
+
+def _file_type(kv: Mapping[str, Any], tensors: list[Tensor]) -> str | None:
+    """Returns general.file_type by name, else the type that holds most bytes."""
+    named = _FILE_TYPES.get(_number(kv, "general.file_type") or 0)
+    if "general.file_type" in kv and named:
+        return named
+    by_type = _quantization(tensors)
+    return max(by_type, key=lambda name: by_type[name].bytes, default=None)
+
+
+def _quantization(tensors: list[Tensor]) -> dict[str, Quantization]:
+    """Returns the share of each type by its name, most bytes first."""
+    count = Counter(tensor.type_name for tensor in tensors)
+    size: Counter[str] = Counter()
+    for tensor in tensors:
+        size[tensor.type_name] += tensor.size_bytes
+    return {name: Quantization(count[name], total) for name, total in size.most_common()}
+
+
+def _elements(tensor: Tensor) -> int:
+    return math.prod(tensor.shape)
+
+
+def _of_a_token(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor]) -> tuple[int, int]:
+    """Returns the weights that a plain step of one token reads, and their bytes."""
+    experts = _number(kv, f"{architecture}.expert_count") or 1
+    used = _number(kv, f"{architecture}.expert_used_count") or experts
+    nextn = _number(kv, f"{architecture}.nextn_predict_layers") or 0
+    trunk = (_number(kv, f"{architecture}.block_count") or 0) - nextn
+    has_output = any(tensor.name == "output.weight" for tensor in tensors)
+    elements = size = 0
+    for tensor in tensors:
+        block = _BLOCK.match(tensor.name)
+        if block and int(block[1]) >= trunk > 0:
+            continue
+        part, whole = 1, 1
+        if "_exps." in tensor.name:
+            part, whole = used, experts
+        elif tensor.name == "token_embd.weight" and has_output and len(tensor.shape) > 1:
+            whole = tensor.shape[1]
+        elements += _elements(tensor) * part // whole
+        size += tensor.size_bytes * part // whole
+    return elements, size
+
+
+def _vocab_size(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor]) -> int | None:
+    """Returns the rows of token_embd {E, V}, else what the key says, else the number of the tokenizer's
+    tokens."""
+    for tensor in tensors:
+        if tensor.name == "token_embd.weight" and len(tensor.shape) > 1:
+            return tensor.shape[1]
+    size = _number(kv, f"{architecture}.vocab_size")
+    if size is None and "tokenizer.ggml.tokens" in kv:
+        size = len(fact(kv, "tokenizer.ggml.tokens", list))
+    return size
+
+
+def _tokenizer(kv: Mapping[str, Any]) -> str | None:
+    """Returns the model and the pre-tokenizer: "gpt2/llama-bpe"."""
+    parts = [fact(kv, f"tokenizer.ggml.{key}", str, None) for key in ("model", "pre")]
+    return "/".join(part for part in parts if part) or None
+
+
+def _dflash(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor]) -> DFlash:
+    """Returns the drafter's settings. Older architectures put `dflash.` between the architecture's prefix
+    and the key, and count the layers whose outputs are tapped from 0."""
+
+    def key(name: str) -> str:
+        prefixes = (architecture, f"{architecture}.dflash", "dflash")
+        return f"{next((p for p in prefixes if f'{p}.{name}' in kv), architecture)}.{name}"
+
+    def setting(name: str, kind: type[T]) -> T | None:
+        return fact(kv, key(name), kind, None)
+
+    def pattern(name: str) -> list[bool] | None:
+        values = whole_numbers(kv, key(name), None)
+        return None if values is None else [bool(layer) for layer in values]
+
+    taps = whole_numbers(kv, key("target_layers"), None)
+    if taps is None and (older := whole_numbers(kv, key("target_layer_ids"), None)) is not None:
+        taps = [layer + 1 for layer in older]
+    shape = ("block_count", "attention.head_count_kv", "attention.key_length")
+    sizes = [setting(name, int) for name in shape]
+    mask = _number(kv, "tokenizer.ggml.mask_token_id")
+    return DFlash(
+        block_size=setting("block_size", int),
+        target_layers=taps,
+        mask_token_id=setting("mask_token_id", int) if mask is None else mask,
+        sliding_window=setting("attention.sliding_window", int),
+        sliding_window_pattern=pattern("attention.sliding_window_pattern"),
+        causal=setting("attention.causal", bool),
+        causal_pattern=pattern("attention.causal_pattern"),
+        final_logit_softcapping=setting("final_logit_softcapping", float),
+        embedding_scale=setting("embedding_scale", float),
+        target_embedding=setting("embedding_length", int),
+        target_vocabulary=_vocab_size(kv, architecture, tensors),
+        target_blocks=max(taps) if taps else None,
+        kv_bytes_per_position=None if None in sizes else 2 * 2 * math.prod(size or 0 for size in sizes),
+    )

@@ -1,0 +1,123 @@
+"""Runs a chat template in a process of its own, since it may be of any file and may ask for endless time and
+memory.
+
+A request is a line of JSON on stdin. The answer is one on stdout: {"text"} or {"error"}.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+from luce.errors import LuceError
+
+CPU_SECONDS = 5  # One prompt may take so many.
+WALL_SECONDS = 60.0  # One prompt may take so many, on a machine that has other things to do.
+MEMORY_BYTES = 1 << 30  # They bound its address space.
+MAX_TEXT = 64 << 20  # An answer has at most so many bytes.
+
+NEEDS_MEMORY = f"it needs more than {MEMORY_BYTES >> 30} GiB of memory"
+
+CHILD = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from luce.files.template_process import answer_requests
+answer_requests()
+"""
+
+
+class Renderer:
+    """Renders one template, one prompt at a time. The process starts with the first prompt, and again after
+    it was ended."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str]):
+        self._template = {"source": source, "special_tokens": special_tokens}
+        # The process ends with this one, since its stdin closes.
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def render(self, **variables: Any) -> str:
+        """Renders as ChatTemplate.render does. LuceError says what the template fails at, or that it takes
+        too much."""
+        with self._lock:
+            try:
+                answer = self._ask(self._template | {"variables": variables, "seconds": CPU_SECONDS})
+            except BaseException:
+                self.close()
+                raise
+        if "error" in answer:
+            raise LuceError(answer["error"])
+        return str(answer["text"])
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        process = self._process = self._process or _start()
+        assert process.stdin is not None and process.stdout is not None
+        with suppress(OSError):  # It may have ended: what it said, if anything, is read below.
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.flush()
+        line, until = bytearray(), time.monotonic() + WALL_SECONDS
+        while not line.endswith(b"\n"):
+            if not select.select([process.stdout], [], [], max(until - time.monotonic(), 0))[0]:
+                raise LuceError(f"it takes more than {WALL_SECONDS:.0f} seconds")
+            piece = process.stdout.read1(1 << 20)  # type: ignore[attr-defined]
+            line += piece
+            if len(line) > MAX_TEXT:
+                raise LuceError(f"its text is of more than {MAX_TEXT >> 20} MiB")
+            if not piece:
+                raise LuceError(f"it takes more than {CPU_SECONDS} seconds, or crashes")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def close(self) -> None:
+        """Ends the process, if there is one."""
+        process, self._process = self._process, None
+        if process is not None:
+            _end(process)
+
+
+def _start() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", CHILD, json.dumps(sys.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is for the parent, which ends it.
+    )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            stream.close()
+
+
+def answer_requests() -> None:
+    """Is what the process does. It ends with its stdin."""
+    import resource
+
+    from luce.files.template import ChatTemplate
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(ValueError):  # macOS has no such limit.
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        used = int(time.process_time()) + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (used + request["seconds"], resource.RLIM_INFINITY))
+        answer: dict[str, str] = {}
+        try:
+            template = ChatTemplate(request["source"], request["special_tokens"])
+            answer["text"] = template.render(**request["variables"])
+        except LuceError as error:
+            answer["error"] = str(error)
+        except MemoryError:
+            answer["error"] = NEEDS_MEMORY
+        print(json.dumps(answer), flush=True)

@@ -1,0 +1,30 @@
+"""Has the core through its flat C ABI (native/include/luce.h).
+
+Each handle is a context manager; closing twice is harmless, a closed handle raises StateError. Handles may be
+closed in any order. Every failed call raises the LuceError subclass of its luce_status with the core's
+one-line message.
+"""
+
+from luce.native.engine import Checkpoint, Drafts, Engine, Rows, Sequence, Source, Verified
+from luce.native.files import File, Model, Progress
+from luce.native.library import Handle, IntArray, Library, Lists, default, load, use
+
+__all__ = [
+    "Checkpoint",
+    "Drafts",
+    "Engine",
+    "File",
+    "Handle",
+    "IntArray",
+    "Library",
+    "Lists",
+    "Model",
+    "Progress",
+    "Rows",
+    "Sequence",
+    "Source",
+    "Verified",
+    "default",
+    "load",
+    "use",
+]

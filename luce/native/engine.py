@@ -1,0 +1,402 @@
+"""Has the working memory of a model, its timelines, and the positions that they can start from."""
+
+from __future__ import annotations
+
+import collections.abc
+import threading
+from enum import IntEnum
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from luce.errors import ArgumentError, NumericError, StateError
+from luce.native.files import Model, engine_params
+from luce.native.library import Handle, IntArray, Lists
+from luce.native.structs import (
+    CheckpointInfo,
+    Cost,
+    EngineInfo,
+    EngineParams,
+    Logprobs,
+    Penalties,
+    Sampling,
+    SequenceInfo,
+)
+from luce.speculate.costs import Costs
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class Source(IntEnum):
+    """Says who drafts on the device (luce_source): the NextN head drafts a chain, the DFlash drafter a block.
+    PART is the head that chooses among the first tokens of the vocabulary, which costs less."""
+
+    NEXTN = 0
+    DFLASH = 1
+    PART = 2
+
+
+class Drafts(NamedTuple):
+    """Asks for a chain of n drafts after the anchor of a sequence."""
+
+    sequence: Sequence
+    anchor: int
+    n: int
+    source: Source = Source.NEXTN
+
+
+class Rows(NamedTuple):
+    """These are the rows of one sequence in a verify step: `tokens` with their `parents` (None for a chain).
+    Where tokens is None they are the first n rows of the sequence's last draft: its anchor and n - 1
+    drafts."""
+
+    sequence: Sequence
+    tokens: IntArray | None = None
+    parents: IntArray | None = None
+    n: int = 0
+
+    @property
+    def width(self) -> int:
+        """Returns the number of rows."""
+        return max(self.n, 0) if self.tokens is None else len(self.tokens)
+
+
+class Verified(NamedTuple):
+    """These are the results of a sequence's n rows: their own `tokens` (n,), of which -1 is a draft whose
+    drafter's logits were not finite, and the target's `choices` after each of them (n,)."""
+
+    tokens: list[int]
+    choices: list[int]
+
+
+class Engine(Handle):
+    """This is the working memory of a model: KV pages, recurrent slots, buffers and ready graphs. Calls on
+    one engine, its sequences and its checkpoints wait for each other, but for cancel() and for saving and
+    loading checkpoints."""
+
+    def __init__(self, model: Model, params: EngineParams | None = None):
+        library = model.library
+        made = engine_params(library, params or EngineParams())
+        out = library.ffi.new("luce_engine **")
+        library.check(library.lib.luce_engine_open(out, model.handle, made.struct))
+        super().__init__(library, out[0], library.lib.luce_engine_close)
+        self.n_vocab = model.info.n_vocab
+        # The device works while the host does something else, where that computes no experts.
+        self.ahead = model.info.device != "cpu" and not model.cpu_experts
+        self._begun: list[list[int]] = []  # These are the rows of the steps that were begun, by item.
+        self._next: list[int] = []  # The round that follows has so many rows, by item.
+        self._verifying = threading.Lock()
+        # It is looked up now, since cffi locks to do it, and a signal handler may have interrupted who holds
+        # that lock.
+        self._cancel = library.lib.luce_engine_cancel
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.library.read(EngineInfo, self.library.lib.luce_engine_get_info, self.handle)
+
+    def costs(self) -> Costs:
+        """Returns what steps took when the engine was opened."""
+        costs, n = self.library.lib.luce_engine_costs, self.library.ffi.new("uint32_t *")
+        self.library.check(costs(self.handle, self.library.ffi.NULL, n))
+        listed = self.library.ffi.new("luce_cost[]", n[0])
+        self.library.check(costs(self.handle, listed, n))
+        return Costs(Cost(cost.rows, cost.drafts, cost.seconds) for cost in listed[0 : n[0]])
+
+    def cancel(self) -> None:
+        """Makes the prefill, draft or verify that runs now, or else the next one, raise Cancelled. It may be
+        called from any thread and from a signal handler; a closed engine ignores it."""
+        if self.is_open:
+            self._cancel(self._pointer)
+
+    def sequence(self) -> Sequence:
+        """Opens an empty timeline. Raises OutOfMemory where n_sequences are open."""
+        return Sequence(self)
+
+    def draft(self, items: collections.abc.Sequence[Drafts]) -> None:
+        """Drafts a chain after the anchor of each of several sequences, all with one source. The drafts stay
+        on the device: Rows without tokens verify them, and Sequence.drafted reads them. What is committed
+        does not change."""
+        sources = {item.source for item in items} or {Source.NEXTN}
+        if len(sources) > 1:
+            raise ArgumentError("the drafts of one call come from one source")
+        made = self.library.ffi.new("luce_draft_item[]", max(len(items), 1))
+        for struct, item in zip(made, items, strict=False):
+            struct.sequence, struct.n = item.sequence.handle, max(item.n, 0)
+            try:
+                struct.anchor = item.anchor
+            except OverflowError:
+                raise ArgumentError(f"{item.anchor} does not fit into 32 bits") from None
+        self.library.check(self.library.lib.luce_engine_draft(self.handle, sources.pop(), made, len(items)))
+
+    def verify(self, items: collections.abc.Sequence[Rows]) -> list[list[int] | NumericError]:
+        """Runs one forward over the rows of several sequences, LUCE_MAX_ROWS in all. Returns for each item
+        the target's choice after each row (n,), or the error of a sequence whose logits were not finite."""
+        return [each.choices if isinstance(each, Verified) else each for each in self.verified(items)]
+
+    def verified(self, items: collections.abc.Sequence[Rows]) -> list[Verified | NumericError]:
+        """Runs the same step, and returns the tokens of its rows too. Verifies of several threads wait for
+        each other."""
+        with self._verifying:
+            self.start(items)
+            return self.wait()
+
+    def start(self, items: collections.abc.Sequence[Rows]) -> None:
+        """Begins a verify, whose results wait() returns. Those of earlier ones are dropped."""
+        widths = [item.width for item in items]
+        made, _kept = self._made(items, widths)
+        self._begun = []
+        self.library.check(self.library.lib.luce_engine_start(self.handle, made, len(items)))
+        self._begun.append(widths)
+
+    def follow(self) -> None:
+        """Begins a step for the sequences of the last one that was begun, which had one row each. It commits
+        these rows and verifies the choices after them, which need not be known yet. At most two steps may be
+        under way."""
+        null = self.library.ffi.NULL
+        self.library.check(self.library.lib.luce_engine_follow(self.handle, null, 0, 0))
+        self._begun.append(self._begun[-1])
+
+    def follow_with(self, drafts: collections.abc.Sequence[int], source: Source = Source.NEXTN) -> None:
+        """Has wait() begin the next round of the sequences of the step that was begun, as soon as that has
+        ended: it commits the rows that the choices accept, and drafts and verifies so many tokens of each.
+        under_way says whether it did. It does not where something stands in the way, such as logits that are
+        not finite, pages or a context that run out, or a cancel."""
+        made = self.library.ffi.new("uint32_t[]", [max(n, 0) for n in drafts])
+        self.library.check(self.library.lib.luce_engine_follow(self.handle, made, len(drafts), source))
+        self._next = [n + 1 for n in drafts]
+
+    @property
+    def under_way(self) -> int:
+        """Returns how many steps were begun and not waited for."""
+        return len(self._begun)
+
+    def wait(self) -> list[Verified | NumericError]:
+        """Returns the results of the first step that was begun, as verified() does."""
+        if not self._begun:
+            raise StateError("there is nothing to wait for: start a step")
+        ffi, widths, lib = self.library.ffi, self._begun.pop(0), self.library.lib
+        following, self._next, total = self._next, [], sum(widths)
+        choices, tokens = ffi.new("int32_t[]", total), ffi.new("int32_t[]", total)
+        statuses, followed = ffi.new("luce_status[]", len(widths)), ffi.new("int32_t *")
+        status = lib.luce_engine_wait(self.handle, choices, tokens, total, statuses, len(widths), followed)
+        failed = status == NumericError.code
+        if not failed:
+            self.library.check(status)
+        if followed[0]:
+            self._begun.append(following)
+        message = self.library.text(lib.luce_last_error()) if failed else ""
+        found, rows, at = ffi.unpack(choices, total), ffi.unpack(tokens, total), 0
+        results: list[Verified | NumericError] = []
+        for n, own in zip(widths, statuses, strict=True):
+            done = slice(at, at + n)
+            results.append(Verified(rows[done], found[done]) if own == 0 else NumericError(message))
+            at += n
+        return results
+
+    def _made(self, items: collections.abc.Sequence[Rows], widths: list[int]) -> tuple[Any, list[Any]]:
+        """Returns items as luce_verify_item[], and what they point to."""
+        made = self.library.ffi.new("luce_verify_item[]", max(len(items), 1))
+        kept: list[Any] = []
+        for struct, item, n in zip(made, items, widths, strict=False):
+            if item.parents is not None:
+                if len(item.parents) != n:
+                    raise ArgumentError(f"{n} rows, but {len(item.parents)} parents")
+                struct.parents = parents = self.library.ints(item.parents)
+                kept.append(parents)
+            if item.tokens is not None:
+                struct.tokens = tokens = self.library.ints(item.tokens)
+                kept.append(tokens)
+            struct.sequence, struct.n = item.sequence.handle, n
+        return made, kept
+
+    def load_checkpoint(self, data: bytes | memoryview) -> Checkpoint:
+        """Loads what Checkpoint.save returned, in this or another engine of the same model, kv_type, n_chunk
+        and kinds of drafters. The checkpoint is then in host memory. ArgumentError names what does not fit.
+        The engine's steps go on beside it, in other threads.
+        """
+        buffer = self.library.ffi.from_buffer("char[]", data)
+        out = self.library.ffi.new("luce_checkpoint **")
+        self.library.check(self.library.lib.luce_checkpoint_load(out, self.handle, buffer, len(data)))
+        return Checkpoint(self, out[0])
+
+
+class Sequence(Handle):
+    """This is one timeline in an engine: a committed prefix of tokens in the caches."""
+
+    def __init__(self, engine: Engine):
+        library = engine.library
+        out = library.ffi.new("luce_sequence **")
+        library.check(library.lib.luce_sequence_open(out, engine.handle))
+        super().__init__(library, out[0], library.lib.luce_sequence_close)
+        self.engine = engine
+        new = library.ffi.new
+        self._anchor_alone = new("int32_t[]", 1)  # It is the path of a round without accepted candidates.
+        self._lookup = new("int32_t[]", library.lib.LUCE_MAX_ROWS), new("uint32_t *"), new("uint32_t *")
+
+    @property
+    def info(self) -> SequenceInfo:
+        return self.library.read(SequenceInfo, self.library.lib.luce_sequence_get_info, self.handle)
+
+    def reset(self) -> None:
+        """Empties the timeline; this also heals a failed sequence."""
+        self.library.check(self.library.lib.luce_sequence_reset(self.handle))
+
+    def set_sampling(self, sampling: Sampling) -> None:
+        """Sets how choices are made after this call."""
+        struct = self.library.sampling(sampling)
+        self.library.check(self.library.lib.luce_sequence_set_sampling(self.handle, struct))
+
+    def set_penalties(self, penalties: Penalties, n_prompt: int) -> None:
+        """Sets what choose() does to logits after this call. Tokens from position n_prompt on count as
+        generated."""
+        struct = self.library.penalties(penalties, n_prompt)
+        self.library.check(self.library.lib.luce_sequence_set_penalties(self.handle, struct))
+
+    def prefill(self, tokens: IntArray, last: bool = True) -> int | None:
+        """Commits the next tokens (n,) of a prompt, n >= 1, which may not pass the end of a chunk. Returns
+        the choice after them where they are the last ones of the prompt, else None."""
+        choice = self.library.ffi.new("int32_t *") if last else self.library.ffi.NULL
+        rows = self.library.ints(tokens)
+        self.library.check(self.library.lib.luce_sequence_prefill(self.handle, rows, len(rows), choice))
+        return int(choice[0]) if last else None
+
+    def drafted(self, n: int) -> list[int]:
+        """Returns the n tokens of the last draft. Raises NumericError where the drafter's logits were not
+        finite; the sequence can go on."""
+        tokens = self.library.ffi.new("int32_t[]", max(n, 1))
+        self.library.check(self.library.lib.luce_sequence_get_draft(self.handle, tokens, n))
+        drafted: list[int] = self.library.ffi.unpack(tokens, n)
+        return drafted
+
+    def lists(self, depth: int, k: int, comb: bool = True) -> Lists:
+        """Returns the k best candidates of each of the first `depth` drafts of the last draft, for tree().
+        With k = 1 these are the drafts themselves, with scores of 0. `comb` says that the drafts are a
+        chain. Raises NumericError as drafted() does."""
+        made = Lists(self.library, depth, k, comb)
+        if k == 1:
+            made.ids[0:depth] = self.drafted(depth)
+            return made
+        get = self.library.lib.luce_sequence_get_lists
+        self.library.check(get(self.handle, made.ids, made.scores, depth, k))
+        return made
+
+    def tree(
+        self, anchor: int, lists: Lists, budget: int, chain: IntArray = ()
+    ) -> tuple[list[int], list[int], list[int]]:
+        """Calls Library.tree."""
+        return self.library.tree(anchor, lists, budget, chain)
+
+    def lookup(self, anchor: int, most: int) -> tuple[list[int], int]:
+        """Looks for the last place where the text stood as it does after the committed tokens and `anchor`.
+        Returns the tokens that followed there, none or `most`, and how many tokens the two places have in
+        common."""
+        tokens, n, matched = self._lookup
+        n[0] = min(max(most, 0), len(tokens))
+        find = self.library.lib.luce_sequence_lookup
+        try:
+            self.library.check(find(self.handle, anchor, tokens, n, matched))
+        except OverflowError:
+            raise ArgumentError(f"{anchor} does not fit into 32 bits") from None
+        found = n[0]
+        return list(tokens[0:found]) if found else [], int(matched[0])
+
+    def accept(self, tokens: IntArray, parents: IntArray | None, choices: IntArray) -> tuple[list[int], int]:
+        """Calls Library.accept."""
+        return self.library.accept(tokens, parents, choices)
+
+    def commit(self, path: IntArray) -> None:
+        """Appends the rows path (n,) of the last verify. path[0] is 0, and each row is a child of the one
+        before."""
+        rows = self._anchor_alone if len(path) == 1 and path[0] == 0 else self.library.ints(path)
+        self.library.check(self.library.lib.luce_sequence_commit(self.handle, rows, len(path)))
+
+    def logits(self, row: int = 0) -> np.ndarray:
+        """Returns the logits F32 (n_vocab,) of a row of the engine's last verify, or of row 0 of its last
+        prefill with a choice. Raises StateError where the engine has run another step since."""
+        import numpy as np
+
+        out = np.empty(self.engine.n_vocab, np.float32)
+        data = self.library.ffi.from_buffer("float[]", out)
+        self.library.check(self.library.lib.luce_sequence_get_logits(self.handle, row, data, out.size))
+        return out
+
+    def choose(self, row: int = 0, mask: bytes | None = None) -> int:
+        """Returns the choice after a row that logits() has, with the penalties over the tokens before it.
+        Only tokens that the mask allows are chosen: token i where bit i % 8 of byte i // 8 is set. Raises
+        ArgumentError where it allows none."""
+        token = self.library.ffi.new("int32_t *")
+        bits = self.library.ffi.NULL if mask is None else self.library.ffi.from_buffer("uint8_t[]", mask)
+        size = 0 if mask is None else len(mask)
+        self.library.check(self.library.lib.luce_sequence_choose(self.handle, row, bits, size, token))
+        return int(token[0])
+
+    def logprobs(self, row: int, token: int, top: int = 0) -> Logprobs:
+        """Returns the log-probabilities of `token` and of the `top` most probable tokens after a row that
+        logits() has."""
+        import numpy as np
+
+        logits = self.logits(row)
+        if not 0 <= token < logits.size or not 0 <= top <= logits.size:
+            raise ArgumentError(f"token {token} and the best {top}: there are {logits.size}")
+        shifted = logits.astype(np.float64) - logits.max()
+        all_of_them = shifted - np.log(np.exp(shifted).sum())
+        least = -np.partition(-logits, top - 1)[top - 1] if top else np.inf
+        best = np.flatnonzero(logits >= least)
+        best = best[np.argsort(-logits[best], kind="stable")][:top]  # On a tie the lowest id comes first.
+        return Logprobs(float(all_of_them[token]), tuple((int(id), float(all_of_them[id])) for id in best))
+
+    def dump(self) -> bytes:
+        """Returns the committed state as bytes. They are equal for sequences with the same committed tokens,
+        however their rounds went. Verified rows that are not committed are dropped."""
+        return bytes(self.library.bytes_of(self.library.lib.luce_sequence_dump, self.handle))
+
+    def checkpoint(self) -> Checkpoint:
+        """Makes a checkpoint of the present position, which must be the end of a chunk of a prompt
+        (StateError otherwise). Raises OutOfMemory where n_checkpoints are on the device."""
+        out = self.library.ffi.new("luce_checkpoint **")
+        self.library.check(self.library.lib.luce_checkpoint_make(out, self.handle))
+        return Checkpoint(self.engine, out[0])
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Goes to the position of a checkpoint of the same engine; this also heals a failed sequence. A call
+        that raises changes nothing."""
+        self.library.check(self.library.lib.luce_sequence_resume(self.handle, checkpoint.handle))
+
+
+class Checkpoint(Handle):
+    """This is a position that any sequence of its engine can start from. Sequence.checkpoint and
+    Engine.load_checkpoint make them."""
+
+    def __init__(self, engine: Engine, pointer: Any):
+        super().__init__(engine.library, pointer, engine.library.lib.luce_checkpoint_close)
+
+    @property
+    def info(self) -> CheckpointInfo:
+        return self._info(self.library.ffi.NULL, 0)
+
+    @cached_property
+    def tokens(self) -> list[int]:
+        """Returns the committed tokens (n_past,)."""
+        n = self.info.n_past
+        tokens = self.library.ffi.new("int32_t[]", n)
+        self._info(tokens, n)
+        found: list[int] = self.library.ffi.unpack(tokens, n)
+        return found
+
+    def _info(self, tokens: Any, n: int) -> CheckpointInfo:
+        get_info = self.library.lib.luce_checkpoint_get_info
+        return self.library.read(CheckpointInfo, lambda out: get_info(self.handle, out, tokens, n))
+
+    def to_host(self) -> None:
+        """Moves the checkpoint to host memory, beside the engine's steps."""
+        self.library.check(self.library.lib.luce_checkpoint_move(self.handle, 0))
+
+    def to_device(self) -> None:
+        """Moves the checkpoint to the device. Raises OutOfMemory where pages or slots lack."""
+        self.library.check(self.library.lib.luce_checkpoint_move(self.handle, 1))
+
+    def save(self) -> memoryview:
+        """Returns the whole checkpoint as bytes, for Engine.load_checkpoint. They carry a version, the
+        model's identity and a checksum. The engine's steps go on beside it, in other threads; LuceError
+        where one of them closes the checkpoint meanwhile."""
+        return self.library.bytes_of(self.library.lib.luce_checkpoint_save, self.handle)

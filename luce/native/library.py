@@ -1,0 +1,312 @@
+"""Has a loaded libluce."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from luce.errors import BY_CODE, ArgumentError, InternalError, LuceError, StateError
+from luce.native.declare import declared
+from luce.native.structs import Device, Penalties, Sampling, TypeInfo
+
+if TYPE_CHECKING:
+    import numpy as np
+
+R = TypeVar("R", bound=Any)
+IntArray = Sequence[int]
+
+
+class Library:
+    """This is a loaded libluce. `ffi` and `lib` are cffi's; the methods are the functions without a
+    handle."""
+
+    def __init__(self, path: Path, header: Path):
+        self.path = path
+        self._points_to: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self.ffi = declared(header)
+        self._unset = self.ffi.new_allocator(should_clear_after_alloc=False)
+        try:
+            self.lib: Any = self.ffi.dlopen(str(path))
+            found = self.lib.luce_abi_version()
+        except (OSError, AttributeError) as error:
+            raise LuceError(f"cannot load {path}: {error}; reinstall luce") from error
+        if found != self.lib.LUCE_ABI_VERSION:
+            raise LuceError(
+                f"{path} has ABI version {found}, its header says {self.lib.LUCE_ABI_VERSION}: "
+                "they come from different builds; reinstall luce"
+            )
+
+    def check(self, status: int) -> None:
+        """Raises the exception of a luce_status that is not LUCE_OK."""
+        if status != 0:
+            message = self.ffi.string(self.lib.luce_last_error()).decode("utf-8", "replace")
+            raise BY_CODE.get(status, InternalError)(message or f"status {status}")
+
+    def struct(self, name: str, **fields: Any) -> Any:
+        """Returns a zeroed struct `name` with its struct_size and `fields` set."""
+        made = self.ffi.new(f"{name} *")
+        made.struct_size = self.ffi.sizeof(made[0])
+        for field, value in fields.items():
+            setattr(made, field, value)
+        return made
+
+    def read(self, kind: type[R], function: Callable[..., int], *args: Any) -> R:
+        """Returns `kind`, filled from the struct kind.STRUCT that function(*args, struct) writes."""
+        struct = self.struct(kind.STRUCT)
+        self.check(function(*args, struct))
+        values = {name: getattr(struct, name) for name in kind.__match_args__}
+        texts = {
+            name: self.text(value) for name, value in values.items() if isinstance(value, self.ffi.CData)
+        }
+        made: R = kind(**values | texts)
+        return made
+
+    def text(self, pointer: Any) -> str:
+        """Returns a NUL-terminated string of the core as str."""
+        return str(self.ffi.string(pointer).decode("utf-8", "replace"))
+
+    def ints(self, values: IntArray) -> Any:
+        """Returns token ids, row indices or parents as int32_t[]. What does not fit raises ArgumentError."""
+        listed = values if isinstance(values, list | tuple) else list(values)
+        try:
+            return self.ffi.new("int32_t[]", listed)
+        except OverflowError:
+            raise ArgumentError(f"{max(listed, key=abs)} does not fit into 32 bits") from None
+
+    @property
+    def version(self) -> str:
+        """Returns the version for people: "0.1.0 (ggml 0.25.3, cuda)"."""
+        return self.text(self.lib.luce_version())
+
+    def devices(self) -> list[Device]:
+        """Returns all devices; the first is what "auto" takes."""
+        count = self.ffi.new("int32_t *")
+        self.check(self.lib.luce_device_count(count))
+        return [self.read(Device, self.lib.luce_device_get, index) for index in range(count[0])]
+
+    def set_log(self, log: Callable[[int, str], None] | None) -> None:
+        """Sets who gets the core's messages: `log` gets (level 0 debug .. 3 error, text) from any thread;
+        None discards them."""
+        if log is None:
+            callback = self.ffi.NULL
+        else:
+            callback = self.ffi.callback("luce_log_fn", lambda level, text, _: log(level, self.text(text)))
+        self.check(self.lib.luce_set_log(callback, self.ffi.NULL))
+        self._log = callback  # The core calls it until the next set_log.
+
+    def sampling(self, sampling: Sampling) -> Any:
+        """Returns `sampling` as luce_sampling."""
+        return self.struct("luce_sampling", **vars(sampling))
+
+    def penalties(self, penalties: Penalties, n_prompt: int) -> Any:
+        """Returns `penalties` as luce_penalties, after a prompt of n_prompt tokens. Its bias list lives as
+        long."""
+        bias = self.ffi.new("luce_logit_bias[]", max(len(penalties.bias), 1))
+        for entry, (token, value) in zip(bias, penalties.bias, strict=False):
+            (entry.token,) = self.ints([token])
+            entry.bias = value
+        made = self.struct(
+            "luce_penalties",
+            bias=bias,
+            n_bias=len(penalties.bias),
+            n_prompt=n_prompt,
+            repetition=penalties.repetition,
+            presence=penalties.presence,
+            frequency=penalties.frequency,
+        )
+        self._points_to[made] = bias
+        return made
+
+    def bytes_of(self, function: Callable[..., int], handle: Any) -> memoryview:
+        """Returns what function(handle, data, size) writes. The function gives its size where data is NULL.
+        """
+        size = self.ffi.new("uint64_t *")
+        self.check(function(handle, self.ffi.NULL, size))
+        data = self._unset("char[]", size[0])
+        self.check(function(handle, data, size))
+        return memoryview(self.ffi.buffer(data))  # A copy would keep all threads of Python waiting.
+
+    def sample(self, logits: np.ndarray, sampling: Sampling, position: int) -> int:
+        """Applies the sampling rule to F32 logits (n_vocab,) for the token at `position`."""
+        import numpy as np
+
+        row = np.ascontiguousarray(logits, dtype=np.float32)
+        token = self.ffi.new("int32_t *")
+        data = self.ffi.from_buffer("float[]", row)
+        self.check(self.lib.luce_sample(data, row.size, self.sampling(sampling), position, token))
+        return int(token[0])
+
+    def accept(self, tokens: IntArray, parents: IntArray | None, choices: IntArray) -> tuple[list[int], int]:
+        """Applies the accept rule. Returns the accepted rows from row 0 on, and the choice after the last of
+        them, which is the next anchor. parents None is a chain."""
+        n = len(tokens)
+        if len(choices) != n or (parents is not None and len(parents) != n):
+            raise ArgumentError("tokens, parents and choices differ in length")
+        if parents is None and n:  # Of a chain the rule is short, and rounds of small models are too.
+            right = 1
+            while right < n and tokens[right] == choices[right - 1]:
+                right += 1
+            return list(range(right)), int(choices[right - 1])
+        parents = () if parents is None else parents
+        path, n_path = self.ffi.new("int32_t[]", n), self.ffi.new("uint32_t *")
+        anchor = self.ffi.new("int32_t *")
+        self.check(
+            self.lib.luce_accept(
+                self.ints(tokens),
+                self.ints(parents),
+                self.ints(choices),
+                n,
+                path,
+                n_path,
+                anchor,
+            )
+        )
+        return list(path[0 : n_path[0]]), int(anchor[0])
+
+    def tree(
+        self, anchor: int, lists: Lists | None, budget: int, chain: IntArray = ()
+    ) -> tuple[list[int], list[int], list[int]]:
+        """Makes the draft tree: `budget` nodes of the lists, best first, joined with a chain. Returns the
+        tokens, parents and sources (1 the lists', 2 the chain's, 3 of both) of its rows, depth first; row 0
+        is the anchor."""
+        most = 1 + budget + len(chain)
+        tokens, parents = self.ffi.new("int32_t[]", most), self.ffi.new("int32_t[]", most)
+        sources, n = self.ffi.new("uint8_t[]", most), self.ffi.new("uint32_t *")
+        struct = self.ffi.NULL if lists is None else lists.struct
+        self.check(
+            self.lib.luce_tree(
+                anchor, struct, budget, self.ints(chain), len(chain), tokens, parents, sources, n
+            )
+        )
+        return list(tokens[0 : n[0]]), list(parents[0 : n[0]]), list(sources[0 : n[0]])
+
+    def type_info(self, type_id: int) -> TypeInfo:
+        """Returns the name and block layout of a ggml type id. Raises ArgumentError for an id that ggml
+        lacks."""
+        return self.read(TypeInfo, self.lib.luce_type_get, type_id)
+
+    def quantize(self, type_id: int, rows: np.ndarray) -> np.ndarray:
+        """Quantises F32 (n_rows, n_per_row) to uint8 (n_rows, bytes per row) of a ggml type id."""
+        import numpy as np
+
+        info = self.type_info(type_id)
+        source = np.ascontiguousarray(rows, dtype=np.float32)
+        if source.ndim != 2 or source.shape[1] % max(info.block_size, 1):
+            raise ArgumentError(f"{source.shape} is not rows of {info.name} blocks of {info.block_size}")
+        made = np.empty((source.shape[0], source.shape[1] // info.block_size * info.type_size), np.uint8)
+        self.check(
+            self.lib.luce_quantize(
+                type_id,
+                self.ffi.from_buffer("float[]", source),
+                *source.shape,
+                self.ffi.from_buffer("char[]", made),
+                made.nbytes,
+            )
+        )
+        return made
+
+class Lists:
+    """These are a drafter's lists of candidates, one for each depth, best first. Ids are int32[depth * k] and
+    their scores float[depth * k], both C arrays. `comb` says that the lists follow the first choices
+    alone."""
+
+    def __init__(self, library: Library, depth: int, k: int, comb: bool):
+        self.depth, self.k = depth, k
+        self.ids = library.ffi.new("int32_t[]", max(depth * k, 1))
+        self.scores = library.ffi.new("float[]", max(depth * k, 1))
+        self.struct = library.struct(
+            "luce_lists", ids=self.ids, scores=self.scores, depth=depth, k=k, comb=int(comb)
+        )
+
+    def at(self, depth: int) -> list[int]:
+        """Returns the ids at a depth, counted from 0."""
+        return list(self.ids[depth * self.k : (depth + 1) * self.k])
+
+
+class Handle:
+    """This is a core object. `handle` is its C pointer. It is closed on exit, by close() or when it is
+    collected."""
+
+    def __init__(self, library: Library, pointer: Any, close: Callable[[Any], int]):
+        self.library = library
+        self._pointer = pointer
+        self._close = weakref.finalize(self, close, pointer)
+
+    @property
+    def handle(self) -> Any:
+        if not self._close.alive:
+            raise StateError(f"the {type(self).__name__.lower()} is closed")
+        return self._pointer
+
+    @property
+    def is_open(self) -> bool:
+        return self._close.alive
+
+    def close(self) -> None:
+        """Frees the object; a second call does nothing."""
+        self._close()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+CPU_INFO = Path("/proc/cpuinfo")
+_OTHER_NAMES = {"lzcnt": "abm", "bmi": "bmi1"}  # /proc/cpuinfo names these otherwise than the compiler does.
+
+_ALWAYS_NEEDED = ("avx2", "fma", "f16c")  # A build with LUCE_NATIVE=OFF needs them too.
+
+
+def _require_cpu(features: Path) -> None:
+    """Raises LuceError where this CPU lacks what the library was built for: loading it would end in SIGILL.
+    """
+    try:
+        needed = features.read_text(encoding="utf-8").split()
+        info = CPU_INFO.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # This is an older build or no Linux, so there is nothing to compare.
+        return
+    flags = next((line for line in info.splitlines() if line.startswith("flags")), "").partition(":")[2]
+    found = set(flags.replace("_", "").split())
+    lacking = [name for name in needed if not {name, _OTHER_NAMES.get(name, name)} & found] if found else []
+    if any(name in _ALWAYS_NEEDED for name in lacking):
+        raise LuceError(f"luce needs a CPU with AVX2, FMA and F16C: this one lacks {', '.join(lacking)}")
+    if lacking:
+        raise LuceError(
+            f"this luce was built for another CPU: this one lacks {', '.join(lacking)}; build it on this "
+            "machine, or for all CPUs with -C cmake.define.LUCE_NATIVE=OFF"
+        )
+
+
+def load(lib_dir: Path, header: Path | None = None) -> Library:
+    """Loads the library in lib_dir (libluce.so or .dylib). Its header is luce/include/luce.h beside lib/
+    unless given. Raises LuceError, which names the remedy, where one is missing or is for another CPU."""
+    header = header or lib_dir.parent / "include" / "luce.h"
+    for name in ("libluce.so", "libluce.dylib"):
+        path = lib_dir / name
+        if path.exists() and header.exists():
+            _require_cpu(lib_dir / "cpu-features.txt")
+            return Library(path, header)
+    raise LuceError(
+        f"no libluce and luce.h for {lib_dir}: run `pip install .`, and python outside of the source tree"
+    )
+
+
+_chosen: Library | None = None
+
+
+def default() -> Library:
+    """Returns the library that use() named, else the installed package's. It is loaded once."""
+    global _chosen
+    if _chosen is None:
+        _chosen = load(Path(__file__).resolve().parent.parent / "lib")
+    return _chosen
+
+
+def use(library: Library) -> None:
+    """Sets what default() returns: a build that is not the installed one."""
+    global _chosen
+    _chosen = library

@@ -1,0 +1,458 @@
+"""Decides how a model runs, from what the files hold and what was asked. It is a pure function that gives a
+reason for each choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, ClassVar, Literal
+
+from luce.errors import ArgumentError, ContextFull, FileError, UnsupportedError
+from luce.files.probe import Facts
+from luce.native.structs import EngineParams, Memory, Penalties, Sampling
+from luce.text.grammar import Matcher
+
+DEFAULT_CTX = 4096
+DEFAULT_GAMMA = 2  # A chain has so many where it is asked for without a length.
+MAX_GAMMA = 8  # luce.h calls it LUCE_MAX_DRAFT.
+MAX_THREADS = 16  # No more are taken without being asked for, since more seldom help.
+MAX_TOP = 63  # So many candidates of a draft are kept, LUCE_MAX_TOP. Samples come of all of them.
+# The part of a large vocabulary that the head drafts among has so many tokens. A BPE's first tokens are its
+# most frequent: of Qwen's first 151,643 these are 96 to 98% of the tokens of English and code, 30% of
+# Chinese.
+PART = 65536
+AUTO_BUDGET = 31  # A round has at most so many candidates where luce chooses.
+DEFAULT_BUDGET = 15  # A round has so many candidates where a lookup is asked for without a number.
+MAX_BUDGET = 63  # These are LUCE_MAX_ROWS less the anchor's row.
+SPECS = ("auto", "off", "mtp", "dflash", "lookup")
+
+Where = Literal["embedded", "separate"]
+
+
+def part_of(n_vocab: int) -> int:
+    """Returns how many first tokens a head drafts among where it drafts among a part: PART of a large
+    vocabulary, and a quarter of a small one in a measurement."""
+    return PART if n_vocab >= 2 * PART else n_vocab // 4 // 128 * 128
+
+
+
+@dataclass(frozen=True)
+class Request:
+    """This is one generation. `prompt` holds token ids. At most `max_tokens` >= 0 new ones follow; None means
+    until the context is full. The text ends before any of `stops`. With `ignore_eos` an end-of-text token is
+    a token like any other. `grammar` makes the matcher that the text is held to. `logprobs` is how many of
+    the most probable tokens are listed beside each token; None lists nothing."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    stops: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    penalties: Penalties = field(default_factory=Penalties)
+    grammar: Callable[[], Matcher] | None = None
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """This is what was asked of an engine; None where nothing was said. `ctx` counts the positions of a
+    sequence, `sequences` those that run at once, `checkpoints` those that are on the device at once, `pages`
+    the KV pages of all of these, and `chunk` the rows of a prefill step. `rows` counts the rows that a verify
+    can have of a sequence, where more are wanted than drafts need.
+
+    `cpu_experts` counts the layers, from the first, whose experts stay in host memory, where the CPU
+    multiplies them; with "auto" it is as few as leave room on the device.
+
+    `spec` says who decides what is drafted and is one of SPECS. `gamma` counts the drafts of the NextN head
+    in a round, 0..MAX_GAMMA. `budget` counts the candidates of a round of a lookup or a tree, 1..MAX_BUDGET.
+    With `part` chains of "mtp" are drafted among so many first tokens of the vocabulary alone.
+    """
+
+    device: str | None = None
+    ctx: int | None = None
+    kv_type: str | None = None
+    threads: int | None = None
+    sequences: int = 1
+    checkpoints: int = 0
+    pages: int | None = None
+    chunk: int | None = None
+    rows: int | None = None
+    cpu_experts: int | Literal["auto"] | None = None
+    spec: str | None = None
+    gamma: int | None = None
+    budget: int | None = None
+    part: int = 0
+
+    @property
+    def resolved_spec(self) -> str:
+        """Returns the draft mode. Where only a length is given it is "mtp", and where nothing is given it is
+        "auto"."""
+        return self.spec or ("auto" if self.gamma is None else "mtp")
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Nothing is drafted."""
+
+    mode: ClassVar[str] = "plain"
+    chain: ClassVar[int] = 0
+    block: ClassVar[int] = 0
+    candidates: ClassVar[int] = 0
+    ranks: ClassVar[int] = 0
+
+
+@dataclass(frozen=True)
+class Mtp:
+    """The NextN head drafts `gamma` >= 1 tokens a round. It is in the model's own file (embedded) or in
+    another one (separate). With a budget, its drafts and their next best candidates become a tree of so many
+    candidates. With a part, it drafts among so many first tokens of the vocabulary."""
+
+    mode: ClassVar[str] = "mtp"
+    block: ClassVar[int] = 0
+    gamma: int
+    head: Where
+    budget: int | None = None
+    part: int = 0
+
+    @property
+    def chain(self) -> int:
+        return self.gamma
+
+    @property
+    def candidates(self) -> int:
+        return self.budget or self.gamma
+
+    @property
+    def ranks(self) -> int:
+        return MAX_TOP if self.budget else 0
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Every loaded draft source drafts as it pays. The NextN head drafts at most `gamma` tokens (0 where
+    there is none), the DFlash drafter of the file `path` a block of `block` (0 where there is none), and a
+    lookup what it finds. All together have at most `budget` >= 1 candidates in a round."""
+
+    mode: ClassVar[str] = "auto"
+    gamma: int
+    head: Where | None
+    budget: int
+    path: str | None = None
+    block: int = 0
+
+    @property
+    def chain(self) -> int:
+        return self.gamma
+
+    @property
+    def candidates(self) -> int:
+        return self.budget
+
+    @property
+    def ranks(self) -> int:
+        return MAX_TOP if self.block else 0
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """A lookup drafts at most `budget` >= 1 tokens a round: those that followed the same tokens earlier in
+    the text."""
+
+    mode: ClassVar[str] = "lookup"
+    chain: ClassVar[int] = 0
+    block: ClassVar[int] = 0
+    ranks: ClassVar[int] = 0
+    budget: int
+
+    @property
+    def candidates(self) -> int:
+        return self.budget
+
+
+@dataclass(frozen=True)
+class Dflash:
+    """The DFlash drafter of the file `path` drafts a block of `block` >= 1 tokens a round. With a budget,
+    its lists of candidates become a tree of so many."""
+
+    mode: ClassVar[str] = "dflash"
+    chain: ClassVar[int] = 0
+    path: str
+    block: int
+    budget: int | None
+
+    @property
+    def candidates(self) -> int:
+        return self.budget or self.block
+
+    @property
+    def ranks(self) -> int:
+        return MAX_TOP if self.budget else 0
+
+
+# Each says what a round drafts at most. `chain` counts the drafts of the NextN head, `block` those of
+# a DFlash drafter, and `candidates` those of all sources. `ranks` counts the candidates that are kept of each
+# draft; 0 means that the draft alone is kept.
+Drafting = Plain | Mtp | Auto | Lookup | Dflash
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Says how a model and its engine are opened. `ctx` is in positions and `chunk` in rows of a prefill
+    step. A `chunk`, `pages` or `threads` of 0 means the core's default. A verify can have `rows` rows of a
+    sequence, or more where its drafts need them. `reasons` has a line for each of the other fields."""
+
+    device: str
+    ctx: int
+    kv_type: str
+    chunk: int
+    rows: int
+    threads: int
+    sequences: int
+    checkpoints: int
+    pages: int
+    cpu_experts: int
+    draft: Drafting
+    reasons: dict[str, str]
+
+    @property
+    def drafts(self) -> int:
+        """Returns the most drafts of the NextN head in a round."""
+        return self.draft.chain
+
+    @property
+    def blocks(self) -> bool:
+        """Says whether a DFlash drafter drafts."""
+        return self.draft.block > 0
+
+    @property
+    def params(self) -> EngineParams:
+        """Says how the core opens the engine: drafts need a row for the anchor and one for each candidate."""
+        return EngineParams(
+            n_ctx=self.ctx,
+            n_sequences=self.sequences,
+            n_checkpoints=self.checkpoints,
+            n_pages=self.pages,
+            n_rows=max(self.rows, self.draft.candidates + 1),
+            n_draft=self.drafts,
+            blocks=int(self.blocks),
+            n_top=self.draft.ranks,
+            n_part=self.draft.part if isinstance(self.draft, Mtp) else 0,
+            n_chunk=self.chunk,
+            n_threads=self.threads,
+            kv_type=self.kv_type,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns {field: {"value", "reason"}}. The value of `draft` is {"mode", ...}."""
+        values = {name: getattr(self, name) for name in self.reasons}
+        values["draft"] = {"mode": self.draft.mode, **asdict(self.draft)}
+        return {name: {"value": values[name], "reason": reason} for name, reason in self.reasons.items()}
+
+
+def plan(
+    facts: Facts,
+    options: Options,
+    head: Facts | None = None,
+    prompt: int = 0,
+    new: int | None = None,
+    cpus: int = 0,
+    drafter: tuple[str, Facts] | None = None,
+) -> Plan:
+    """Returns the plan of an engine for the model of `facts`. `head` has the facts of the file that the
+    NextN head is taken from, and `drafter` the path and facts of a DFlash drafter's file. `prompt` and `new`
+    count the tokens of the longest request that is known already, and those that it may add. `cpus` counts
+    the CPUs that this process may use; 0 means that it is not known.
+
+    Raises UnsupportedError where luce cannot run these files as asked, ArgumentError where the options
+    contradict each other or ask for more than the model has, and ContextFull where the prompt alone is
+    longer than the context.
+    """
+    require_supported(facts)
+    ctx, why_ctx = _context(facts, options, prompt, new or 0)
+    if prompt > ctx:
+        raise ContextFull(f"a prompt of {prompt} tokens, a context of {ctx} ({why_ctx})")
+    drafting, why_draft = _drafting(facts, options, head, drafter)
+    cpu_experts, why_experts = _cpu_experts(facts, options)
+    asked, default = "as asked", "the default"
+    return Plan(
+        device=options.device or "auto",
+        ctx=ctx,
+        kv_type=options.kv_type or "f16",
+        chunk=options.chunk or 0,
+        rows=options.rows or 0,
+        threads=options.threads or min(cpus, MAX_THREADS),
+        sequences=options.sequences,
+        checkpoints=options.checkpoints,
+        pages=options.pages or 0,
+        cpu_experts=cpu_experts,
+        draft=drafting,
+        reasons={
+            "device": asked if options.device else "a CUDA device if there is one, else the CPU",
+            "ctx": why_ctx,
+            "kv_type": asked if options.kv_type else default,
+            "rows": asked if options.rows else "as many as drafts need",
+            "chunk": asked if options.chunk else "as many as the device prefills fastest",
+            "threads": asked if options.threads else f"one for each usable CPU, at most {MAX_THREADS}",
+            "sequences": default if options.sequences == 1 else asked,
+            "checkpoints": asked if options.checkpoints else default,
+            "pages": asked if options.pages else "enough for every sequence's whole context",
+            "cpu_experts": why_experts,
+            "draft": why_draft,
+        },
+    )
+
+
+def _cpu_experts(facts: Facts, options: Options) -> tuple[int, str]:
+    """Decides how many layers have their experts in host memory: with "auto" none, before memory is counted.
+    """
+    asked = options.cpu_experts
+    if asked is None:
+        return 0, "experts are where the model is, the default"
+    if facts.experts is None:
+        raise ArgumentError("experts were asked to stay in host memory, and the model has none")
+    if asked == "auto":
+        return 0, "all experts have room on the device"
+    layers = trunk_layers(facts)
+    if asked > layers:
+        what = f"experts of {asked} layers were asked to stay in host memory"
+        raise ArgumentError(f"{what}, the model has {layers}")
+    return asked, "as asked"
+
+
+def trunk_layers(facts: Facts) -> int:
+    """Returns the layers of the model without those of its NextN heads."""
+    return (facts.block_count or 0) - facts.nextn_predict_layers
+
+
+def with_room(chosen: Plan, layers: int, memory: Callable[[Plan], Memory]) -> Plan:
+    """Returns the plan with as few of `layers` layers' experts in host memory as leave room on the device for
+    the others, or those of all layers where nothing does. `memory` counts what a plan needs; more layers in
+    host memory need less of the device."""
+    needed = memory(chosen)
+    if needed.total <= needed.device_free:
+        return chosen
+
+    def at(n: int) -> Plan:
+        why = f"with all experts on the device {needed.total:,} bytes would be needed"
+        free = f"{needed.device_free:,} are free"
+        return replace(chosen, cpu_experts=n, reasons=chosen.reasons | {"cpu_experts": f"{why}, {free}"})
+
+    low, high = 0, layers  # With `low` layers it does not fit.
+    while high - low > 1:
+        middle = (low + high) // 2
+        found = memory(at(middle))
+        low, high = (low, middle) if found.total <= found.device_free else (middle, high)
+    return at(high)
+
+
+def _drafting(
+    facts: Facts, options: Options, head: Facts | None, drafter: tuple[str, Facts] | None
+) -> tuple[Drafting, str]:
+    spec, asked = options.resolved_spec, options.gamma
+    if options.part and spec != "mtp":
+        raise ArgumentError(f"drafts among {options.part} tokens were asked for, and {spec}, not mtp")
+    if spec == "off":
+        if asked is not None:
+            raise ArgumentError(f"chains of {asked} drafts were asked for, and that nothing is drafted")
+        return Plain(), "drafting is off, as asked"
+    if asked is not None and spec in ("dflash", "lookup"):
+        raise ArgumentError(f"chains of {asked} drafts were asked for, and that {spec} drafts")
+    if spec == "dflash":
+        return _dflash(options, drafter)
+    if spec == "lookup":
+        budget = options.budget or DEFAULT_BUDGET
+        length = "as asked" if options.budget else f"by default {budget} a round"
+        return Lookup(budget), f"what followed earlier in the text, {length}"
+    if head is not None and not _has_head(head):
+        raise UnsupportedError(f"the head's file holds no NextN head: {_missing(head)}")
+    where: Where | None = "separate" if head is not None else "embedded" if _has_head(facts) else None
+    if spec == "mtp":
+        if asked == 0 and (where is not None or options.spec is None):
+            return Plain(), "no drafts, as asked"
+        if where is None:
+            raise UnsupportedError(f"no NextN head to draft with: {_missing(facts)}", concerns="nextn_head")
+        length = "as asked" if asked else f"by default {DEFAULT_GAMMA} a round"
+        chosen = Mtp(asked or DEFAULT_GAMMA, where, options.budget, options.part)
+        return chosen, f"{_OF_FILE[where]}, {length}"
+    return _auto(options, where if asked != 0 else None, drafter)
+
+
+_OF_FILE = {"embedded": "the head in the model's file", "separate": "the head of its own file"}
+
+
+def _auto(options: Options, where: Where | None, drafter: tuple[str, Facts] | None) -> tuple[Auto, str]:
+    """Decides what auto may draft. Sequences that draft together share the rows of a step."""
+    share = (MAX_BUDGET + 1) // max(options.sequences, 1) - 1
+    gamma = 0 if where is None else options.gamma or MAX_GAMMA
+    path, block = (None, 0) if drafter is None else (drafter[0], _block_of(drafter))
+    budget = options.budget or max(min(AUTO_BUDGET, share), gamma, block, 1)
+    gamma = min(gamma, budget)
+    who = "as asked" if options.spec else "the default"
+    sources = ["what followed earlier in the text"]
+    if where is not None:
+        sources.append(f"at most {gamma} by {_OF_FILE[where]}")
+    if path is not None:
+        sources.append(f"blocks of {block} by the DFlash drafter that was given")
+    why = f"{who}: as many drafts as pay, at most {budget} candidates a round: {', '.join(sources)}"
+    return Auto(gamma, where, budget, path, block), why
+
+
+def _dflash(options: Options, drafter: tuple[str, Facts] | None) -> tuple[Drafting, str]:
+    if drafter is None:
+        raise UnsupportedError("there is no DFlash drafter to draft with", concerns="drafter")
+    block = _block_of(drafter)
+    length = f"a tree of {options.budget}, as asked" if options.budget else f"all {block} drafts of its block"
+    return Dflash(drafter[0], block, options.budget), f"the DFlash drafter that was given, {length}"
+
+
+def _block_of(drafter: tuple[str, Facts]) -> int:
+    """Returns the number of drafts in a block."""
+    path, facts = drafter
+    if facts.dflash is None:
+        raise UnsupportedError(f"{path} is no DFlash drafter: its architecture is {facts.architecture}")
+    if facts.dflash.block_size is None:
+        raise FileError(f"{path}: the drafter's block_size is missing")
+    return facts.dflash.block_size - 1
+
+
+def _has_head(facts: Facts) -> bool:
+    return facts.kind in ("model", "head") and facts.nextn_predict_layers > 0
+
+
+def _missing(facts: Facts) -> str:
+    """Says why a file has no head."""
+    if facts.kind not in ("model", "head"):
+        return "; ".join(facts.reasons)
+    return f"{facts.architecture}.nextn_predict_layers is 0 or missing"
+
+
+def smaller(chosen: Plan, memory: Memory) -> Plan | None:
+    """Returns the plan to try next where auto chose to draft and `memory` for it is not there: first without
+    the NextN head, then without any drafts. Returns None where there is no smaller plan."""
+    if not isinstance(chosen.draft, Auto) or memory.total <= memory.device_free:
+        return None
+    with_drafters = chosen.draft.gamma > 0 or chosen.draft.block > 0
+    what = "with the model's drafters" if with_drafters else "to verify lookups"
+    why = f"{what} {memory.total:,} bytes would be needed, {memory.device_free:,} are free"
+    draft = Auto(0, None, chosen.draft.budget) if with_drafters else Plain()
+    return replace(chosen, draft=draft, reasons=chosen.reasons | {"draft": why})
+
+
+def require_supported(facts: Facts) -> None:
+    """Raises UnsupportedError, with the reasons, where luce cannot generate with the file."""
+    if not facts.supported:
+        raise UnsupportedError("; ".join(facts.reasons), concerns="trunk" if facts.kind == "head" else None)
+
+
+def _context(facts: Facts, options: Options, prompt: int, new: int) -> tuple[int, str]:
+    trained = facts.context_length
+    if options.ctx is not None:
+        if trained is not None and options.ctx > trained:
+            raise ArgumentError(f"a context of {options.ctx} was asked, the model was trained for {trained}")
+        return options.ctx, "as asked"
+    wanted, why = DEFAULT_CTX, f"the default of {DEFAULT_CTX}"
+    if prompt + new > wanted:
+        wanted, why = prompt + new, f"{prompt} prompt tokens and {new} new ones"
+    if trained is not None and trained < wanted:
+        return trained, f"the model was trained for {trained}"
+    return wanted, why

@@ -1,0 +1,1 @@
+"""Beginnings of prompts that are kept, on the device, in host memory and in files."""

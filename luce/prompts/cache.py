@@ -1,0 +1,360 @@
+"""Keeps beginnings of prompts, so that a prompt is read only from where it differs from all before it.
+
+It keeps checkpoints, which the core can make at ends of chunks. They are made where they will be met again
+(turns.py). Each lies on the device (sharing pages with others), in host memory, or as a file (disk.py).
+
+Where room lacks, the checkpoint goes whose bytes save least. What it saves are the tokens that would have to
+be read again without it. It counts less the longer it was not met, and where its conversation has gone on.
+
+A prompt is resumed by its tokens, never by a hash, and from ends of its own chunks alone. So the answer has
+the same bits. Everything here runs in the engine's thread, but files are written and read in threads of
+their own, beside the engine's steps.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from luce.errors import LuceError, OutOfMemory
+from luce.files.tokenizer import Tokenizer
+from luce.native import Checkpoint, Engine, Sequence
+from luce.native.structs import PAGE
+from luce.prompts.disk import CLOSE_S, DiskCache
+from luce.prompts.turns import Turns
+from luce.threads import Pool
+
+SPARE = 8  # Of so many places on the device one is kept free, so that the next checkpoint waits for no copy.
+MOVED = 8  # What has gone on is moved to host memory where it saves at least one in so many of its tokens.
+GONE_ON = 8  # A beginning that one longer one follows is worth so much less.
+
+
+@dataclass(eq=False)
+class Kept:
+    """This is a kept beginning of a prompt. Where `checkpoint` is None it is in a file alone. `met` is the
+    number of the last prompt that began with it. `shorter` is the longest one that it begins with itself, and
+    `longer` are those of which that is this one."""
+
+    tokens: np.ndarray  # It is (n,) int32.
+    size: int  # It counts bytes, in host memory or in a file.
+    met: int
+    checkpoint: Checkpoint | None = None
+    on_device: bool = False
+    path: Path | None = None
+    shorter: Kept | None = None
+    longer: list[Kept] = field(default_factory=list)
+
+    def begins(self, tokens: np.ndarray) -> bool:
+        """Says whether this is a beginning of `tokens`, which go on after it."""
+        n = len(self.tokens)
+        if n >= len(tokens) or self.tokens[-1] != tokens[n - 1]:
+            return False
+        return np.array_equal(self.tokens, tokens[:n])
+
+    @property
+    def saves(self) -> int:
+        """Returns how many tokens would be read again without it."""
+        return len(self.tokens) - (len(self.shorter.tokens) if self.shorter else 0)
+
+    @property
+    def goes_on_here(self) -> bool:
+        """Says whether a longer one follows it on the device, which then has its pages too."""
+        after = list(self.longer)
+        while after and not after[-1].on_device:
+            after += after.pop().longer
+        return bool(after)
+
+
+class PrefixCache:
+    """These are the kept beginnings of one engine. `host_bytes` bounds the checkpoints in host memory. `disk`
+    is where they outlive the process. `hits` counts the tokens of prompts that were not read again, and
+    `queries` those of all prompts."""
+
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, host_bytes: int = 0, disk: DiskCache | None = None
+    ):
+        self._engine, self._host_bytes, self._disk = engine, host_bytes, disk
+        self._turns = Turns(tokenizer, engine.info.n_chunk)
+        self._kept: list[Kept] = []
+        # For each prompt that runs now, they say where chunks end, which ends are kept, and its tokens.
+        self._cuts = dict[Sequence, tuple[list[int], frozenset[int], np.ndarray]]()
+        self._unsaved: list[Kept] = []
+        self._held: Kept | None = None  # A sequence is resumed from it now, so it is not dropped.
+        self._reader = Pool(1, "luce-cache-read")
+        self._reading: tuple[Kept, Future[Checkpoint]] | None = None
+        self._done = 0  # It was DiskCache.done when files were looked for last.
+        self._prompts = 0
+        self.hits = self.queries = 0
+        for tokens, path, size in disk.found() if disk else ():
+            self._add(Kept(tokens, size, 0, path=path))
+
+    # ---- what a generation asks (generation.Prefixes)
+
+    def resume(self, sequence: Sequence, prompt: tuple[int, ...]) -> int:
+        """Brings the sequence to the end of the longest beginning that is kept, or empties it. Returns the
+        number of its tokens."""
+        tokens = np.asarray(prompt, np.int32)
+        self._prompts += 1
+        self._cuts = {each: cuts for each, cuts in self._cuts.items() if each.is_open}
+        self._cuts[sequence] = *self._turns.cut(prompt), tokens
+        self.queries += len(tokens)
+        fitting = self._fitting(tokens, self._cuts[sequence][0])
+        for kept in sorted(fitting, key=lambda each: len(each.tokens), reverse=True):
+            try:
+                self._restore(kept, sequence)
+            except LuceError:
+                # The file is damaged, or there is no room for it: the next shorter one is tried.
+                continue
+            kept.met = self._prompts
+            self.hits += len(kept.tokens)
+            return len(kept.tokens)
+        sequence.reset()
+        return 0
+
+    def ends(self, sequence: Sequence) -> list[int]:
+        """Returns where the whole chunks of the prompt end that the sequence was resumed for."""
+        return self._cuts[sequence][0]
+
+    def reached(self, sequence: Sequence, prompt: tuple[int, ...]) -> None:
+        """Says that the sequence is at the end of a whole chunk of `prompt`, which is kept where it will be
+        met again."""
+        n_past = sequence.info.n_past
+        if n_past not in self._cuts[sequence][1]:
+            return
+        tokens = np.asarray(prompt[:n_past], np.int32)
+        if any(len(kept.tokens) == n_past and np.array_equal(kept.tokens, tokens) for kept in self._kept):
+            return
+        with suppress(LuceError):  # Without it the prompt is read again one day, and nothing else.
+            self._free_slot()
+            checkpoint = sequence.checkpoint()
+            kept = Kept(tokens, checkpoint.info.size_bytes, self._prompts, checkpoint, on_device=True)
+            self._add(kept)
+            if self._disk:
+                self._unsaved.append(kept)
+            if self._engine.info.n_checkpoints >= SPARE:
+                # It frees a place for the next one: what leaves is copied beside the steps up to then.
+                self._free_slot(kept)
+
+    # ---- what the scheduler asks
+
+    def fetch(self, prompt: tuple[int, ...], wait: bool) -> bool:
+        """Reads the longest beginning of a prompt that will be resumed soon, if it is in a file alone.
+        Returns False as long as that goes on, unless it is to `wait` for it."""
+        if self._disk is None or not any(kept.checkpoint is None for kept in self._kept):
+            return True
+        if self._reading is None:
+            fitting = self._fitting(np.asarray(prompt, np.int32), self._turns.cut(prompt)[0])
+            kept = max(fitting, key=lambda each: len(each.tokens), default=None)
+            if kept is None or kept.checkpoint is not None:
+                return True
+            try:
+                self._reading = kept, self._reader.submit(self._read, kept)
+            except OutOfMemory:  # What resumes it may find more.
+                return True
+        kept, reading = self._reading
+        if not reading.done() and not wait:
+            return False
+        self._reading = None
+        self._take(kept, reading)
+        return True
+
+    def free_pages(self, n: int) -> None:
+        """Makes n pages free, as far as checkpoints hold them. Those go first whose pages no one else has."""
+        while self._engine.info.pages_free < n:
+            found = [kept for kept in self._on_device() if kept is not self._held]
+            if not found:
+                break
+            self._leave_device(min(found, key=lambda kept: (self._is_shared(kept), self._worth(kept))))
+
+    @property
+    def pending(self) -> bool:
+        """Says whether something waits to be written to a file."""
+        return bool(self._unsaved)
+
+    def work(self) -> None:
+        """Hands one checkpoint that waits for it to the thread that writes files."""
+        if self._disk and self._disk.done != self._done:
+            self._done = self._disk.done
+            self._forget_files()
+        if self._disk is None or not self._unsaved or self._disk.busy:
+            return
+        kept = self._unsaved.pop(0)
+        if kept.checkpoint is not None and kept in self._kept:
+            kept.path = self._disk.write(kept.tokens, kept.checkpoint.save)
+
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Returns for each place how many checkpoints it holds, and their bytes."""
+        places = {"device": self._on_device(), "host": self._on_host()}
+        places["disk"] = [kept for kept in self._kept if kept.path]
+        return {name: (len(each), sum(kept.size for kept in each)) for name, each in places.items()}
+
+    def close(self, seconds: float = CLOSE_S) -> None:
+        """Drops all checkpoints but the files. Those that wait for it are written before, what saves most
+        first, as far as so many seconds are enough."""
+        self._reader.shutdown()
+        if self._disk:
+            waiting = [kept for kept in self._unsaved if kept.checkpoint and kept in self._kept]
+            waiting.sort(key=self._worth, reverse=True)
+            last = [(kept.tokens, kept.checkpoint.save) for kept in waiting if kept.checkpoint]
+            self._disk.close(last, seconds)
+        for kept in self._kept:
+            if kept.checkpoint:
+                kept.checkpoint.close()
+        self._kept, self._unsaved = [], []
+
+    def _fitting(self, tokens: np.ndarray, ends: list[int]) -> list[Kept]:
+        """Returns the kept beginnings that a prompt with these ends of chunks may be resumed from."""
+        return [kept for kept in self._kept if len(kept.tokens) in ends and kept.begins(tokens)]
+
+    def _add(self, kept: Kept) -> None:
+        begun = (each for each in self._kept if each.begins(kept.tokens))
+        kept.shorter = max(begun, key=lambda each: len(each.tokens), default=None)
+        after = kept.shorter.longer if kept.shorter else [each for each in self._kept if not each.shorter]
+        self._link(kept, [each for each in after if kept.begins(each.tokens)])
+        if kept.shorter:
+            kept.shorter.longer.append(kept)
+        self._kept.append(kept)
+
+    def _link(self, shorter: Kept | None, longer: list[Kept]) -> None:
+        """Makes one the longest that the others begin with."""
+        for each in longer:
+            if each.shorter:
+                each.shorter.longer.remove(each)
+            each.shorter = shorter
+            if shorter:
+                shorter.longer.append(each)
+
+    def _forget(self, kept: Kept) -> None:
+        self._kept.remove(kept)
+        self._link(kept.shorter, list(kept.longer))
+        self._link(None, [kept])
+
+    # ---- room
+
+    def _on_device(self) -> list[Kept]:
+        return [kept for kept in self._kept if kept.on_device]
+
+    def _on_host(self) -> list[Kept]:
+        return [kept for kept in self._kept if kept.checkpoint and not kept.on_device]
+
+    def _worth(self, kept: Kept) -> float:
+        """Returns what it saves, less the longer it was not met, and less if one longer one follows."""
+        return kept.saves / (1 + self._prompts - kept.met) / (GONE_ON if len(kept.longer) == 1 else 1)
+
+    def _is_shared(self, kept: Kept) -> bool:
+        """Says whether others have its pages: a longer one, or a sequence that is beyond it."""
+        return kept.goes_on_here or any(
+            sequence.is_open and kept.begins(tokens) and sequence.info.n_past >= len(kept.tokens)
+            for sequence, (_, _, tokens) in self._cuts.items()
+        )
+
+    def _restore(self, kept: Kept, sequence: Sequence) -> None:
+        """Puts the sequence at its end. If there is room, the checkpoint goes to the device, where others
+        share it."""
+        self._held = kept
+        try:
+            checkpoint = kept.checkpoint = kept.checkpoint or self._loaded(kept)
+            pages = 0 if kept.on_device else len(kept.tokens) // PAGE
+            if not kept.on_device:
+                with suppress(OutOfMemory):
+                    self._free_slot()
+                    self.free_pages(pages)
+                    checkpoint.to_device()
+                    kept.on_device = True
+            if not kept.on_device:
+                self.free_pages(pages)
+            sequence.resume(checkpoint)
+        finally:
+            self._held = None
+            self._fit_host(None)
+
+    def _loaded(self, kept: Kept) -> Checkpoint:
+        """Returns the checkpoint of a file, which is forgotten where it is damaged."""
+        reading = self._reader.submit(self._read, kept)
+        self._take(kept, reading)
+        return reading.result()
+
+    def _read(self, kept: Kept) -> Checkpoint:
+        assert self._disk is not None and kept.path is not None
+        try:
+            checkpoint = self._engine.load_checkpoint(self._disk.read(kept.path, kept.tokens))
+        except MemoryError as error:
+            raise OutOfMemory("out of host memory") from error
+        if not np.array_equal(checkpoint.tokens, kept.tokens):
+            raise LuceError("the file is of other tokens")
+        return checkpoint
+
+    def _take(self, kept: Kept, reading: Future[Checkpoint]) -> None:
+        """Keeps what was read of a file, or forgets the file where it is damaged."""
+        try:
+            checkpoint = reading.result()
+        except OutOfMemory:
+            pass
+        except LuceError:
+            if self._disk and kept.path:
+                self._disk.remove(kept.path)
+            kept.path = None
+            if kept.checkpoint is None and kept in self._kept:
+                self._forget(kept)
+        else:
+            if kept.checkpoint is None and kept in self._kept:
+                kept.checkpoint = checkpoint
+
+    def _free_slot(self, newest: Kept | None = None) -> None:
+        """Makes room for one more checkpoint on the device, beside the newest."""
+        if self._engine.info.n_checkpoints == 0:
+            raise OutOfMemory("the engine keeps no checkpoints on the device")
+        on_device = self._on_device()
+        if len(on_device) >= self._engine.info.n_checkpoints:
+            self._leave_device(min((kept for kept in on_device if kept is not newest), key=self._worth))
+
+    def _leave_device(self, kept: Kept) -> None:
+        """Moves it to host memory, if it is worth its bytes there."""
+        kept.on_device = False
+        try:
+            worth_a_copy = not kept.longer or MOVED * kept.saves >= len(kept.tokens)
+            if kept.checkpoint and worth_a_copy and self._fit_host(kept):
+                kept.checkpoint.to_host()
+                return
+        except LuceError:  # Host memory lacks.
+            pass
+        self._drop(kept)
+
+    def _fit_host(self, new: Kept | None) -> bool:
+        """Keeps checkpoints in host memory within its bytes. Returns False where `new` is worth least of
+        all."""
+        others = [kept for kept in self._on_host() if kept is not new]
+        total = sum(kept.size for kept in others) + (new.size if new else 0)
+        if new and new.size > self._host_bytes:
+            return False
+        for kept in sorted(others, key=lambda each: self._worth(each) / each.size):
+            if total <= self._host_bytes:
+                break
+            if kept is self._held:
+                continue
+            if new and self._worth(new) / new.size <= self._worth(kept) / kept.size:
+                return False
+            self._drop(kept)
+            total -= kept.size
+        return total <= self._host_bytes
+
+    def _drop(self, kept: Kept) -> None:
+        """Frees its memory; what is in a file too stays there."""
+        if kept.checkpoint:
+            kept.checkpoint.close()
+        kept.checkpoint, kept.on_device = None, False
+        if kept.path is None:
+            self._forget(kept)
+
+    def _forget_files(self) -> None:
+        """Forgets those whose files went for the bound on files."""
+        assert self._disk is not None
+        for kept in list(self._kept):
+            if kept.path and not self._disk.has(kept.path):
+                kept.path = None
+                if kept.checkpoint is None:
+                    self._forget(kept)

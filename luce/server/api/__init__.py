@@ -1,0 +1,1 @@
+"""The APIs: how each spells requests, answers and errors."""

@@ -1,0 +1,136 @@
+"""Routes that say what is served, count tokens and show metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+import luce
+from luce.server.api.openai import ChatBody, chat_ask
+from luce.server.ask import Refused
+from luce.server.body import read, reply
+from luce.server.models import Slot
+
+if TYPE_CHECKING:
+    from luce.server.app import Server
+
+
+class TokenizeBody(msgspec.Struct):
+    """This is the body of /tokenize. `prompt` is another name of `content`."""
+
+    content: str | None = None
+    prompt: str | None = None
+    model: str = ""
+    add_special: bool = False
+
+
+class DetokenizeBody(msgspec.Struct):
+    tokens: list[int]
+    model: str = ""
+
+
+def model_of(name: str, slot: Slot, created: int) -> dict[str, Any]:
+    """Returns a model as /v1/models lists it."""
+    served = slot.served
+    found: dict[str, Any] = {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "luce",
+        "loaded": served is not None,
+        "last_used_ms": int(slot.used * 1000) or None,
+    }
+    if served is not None:
+        found["max_model_len"] = served.info.n_ctx
+        found["meta"] = {
+            "n_ctx": served.info.n_ctx,
+            "n_ctx_train": served.facts.context_length,
+            "n_vocab": served.tokenizer.n_vocab,
+            "n_embd": served.facts.embedding_length,
+            "n_params": served.facts.parameters,
+            "size": served.facts.size_bytes,
+        }
+    return found
+
+
+async def list_models(server: Server, request: Request) -> Response:
+    data = [model_of(name, slot, server.started) for name, slot in server.models.slots.items()]
+    return reply({"object": "list", "data": data})
+
+
+async def one_model(server: Server, request: Request) -> Response:
+    name = request.path_params["name"]
+    if name not in server.models.slots:
+        raise Refused(404, f"model {name!r} is not served here", "not_found", "model")
+    return reply(model_of(name, server.models.slots[name], server.started))
+
+
+async def health(server: Server, request: Request) -> Response:
+    return reply({"status": "ok"})
+
+
+async def metrics(server: Server, request: Request) -> Response:
+    return Response(server.watch.scrape(server.models), media_type=CONTENT_TYPE_LATEST)
+
+
+async def props(server: Server, request: Request) -> Response:
+    """Returns the settings of requests that say nothing of them."""
+    asked = request.query_params.get("model") or next(iter(server.models.slots))
+    served = await server.models.get(asked)
+    return reply(
+        {
+            "model_alias": server.models.name_of(asked),
+            "build_info": f"luce {luce.__version__}",
+            "total_slots": served.info.n_sequences,
+            "chat_template": served.template_source,
+            "default_generation_settings": {"n_ctx": served.info.n_ctx, "params": served.defaults},
+            "speculation": served.engine.plan.as_json()["draft"],
+        }
+    )
+
+
+async def tokenize(server: Server, request: Request) -> Response:
+    body = await read(request, TokenizeBody)
+    text = body.content if body.content is not None else body.prompt
+    if text is None:
+        raise Refused(400, "content is missing", param="content")
+    served, bos = await server.models.get(body.model), body.add_special
+    tokens = await served.in_thread(lambda: served.tokenizer.encode(text, special=False, add_bos=bos), True)
+    return reply({"tokens": tokens, "count": len(tokens)})
+
+
+async def detokenize(server: Server, request: Request) -> Response:
+    body = await read(request, DetokenizeBody)
+    tokenizer = (await server.models.get(body.model)).tokenizer
+    if any(not 0 <= token < tokenizer.n_vocab for token in body.tokens):
+        raise Refused(400, f"a token is none of {tokenizer.n_vocab}", param="tokens")
+    return reply({"content": tokenizer.decode(body.tokens, special=True)})
+
+
+async def apply_template(server: Server, request: Request) -> Response:
+    ask = chat_ask(await read(request, ChatBody))
+    served = await server.models.get(ask.model)
+    tokens = await served.prompt(ask)
+    return reply({"prompt": served.tokenizer.decode(tokens, special=True), "tokens": tokens})
+
+
+def routes(server: Server, routed: Callable[..., Route]) -> list[Route]:
+    """Returns these routes, on a server."""
+    return [
+        routed(server, "/v1/models", list_models, ["GET"]),
+        routed(server, "/models", list_models, ["GET"]),
+        routed(server, "/v1/models/{name:path}", one_model, ["GET"]),
+        routed(server, "/health", health, ["GET"]),
+        routed(server, "/v1/health", health, ["GET"]),
+        routed(server, "/metrics", metrics, ["GET"]),
+        routed(server, "/props", props, ["GET"]),
+        routed(server, "/tokenize", tokenize, ["POST"]),
+        routed(server, "/detokenize", detokenize, ["POST"]),
+        routed(server, "/apply-template", apply_template, ["POST"]),
+    ]

@@ -1,0 +1,1 @@
+"""What to draft: estimates of acceptance, prices of rounds, candidates, and the choice among them."""

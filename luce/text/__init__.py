@@ -1,0 +1,1 @@
+"""What models write and read: chat prompts, thoughts, calls of tools, schemas and grammars."""

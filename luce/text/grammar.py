@@ -1,0 +1,154 @@
+"""Has grammars that a text is held to: they say what may come next after each token. llguidance reads and
+walks them."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+from luce.errors import ArgumentError, UnsupportedError
+from luce.files.tokenizer import Tokenizer
+from luce.room import require
+
+# Such whitespace stands between parts of JSON. It is bounded, so that no text is blank forever.
+WHITESPACE = r"( |\n[ \t]{0,40})?"
+KEPT = 32  # So many compiled grammars are kept.
+MAX_NODES = 1 << 22  # llguidance's tree of the tokens has a node for each beginning, and fewer than so many.
+WALKING_ROOM = 16 << 20  # To compile a schema of a few fields and to take its first mask took one MiB.
+
+
+def room_for(tokens: Sequence[bytes], nodes: int) -> int:
+    """Returns the bytes that suffice to give llguidance a vocabulary with so many beginnings. It took 414 for
+    a token where 248,000 are merges of four letters, 600 where they are of eight, and 3,200 where 30,000 are
+    of 32 that have little in common."""
+    return (8 << 20) + 400 * len(tokens) + 80 * nodes + 16 * sum(map(len, tokens))
+
+
+def beginnings(tokens: Iterable[bytes]) -> int:
+    """Returns how many different beginnings the tokens have, themselves among them."""
+    count, before = 0, b""
+    for token in sorted(tokens):
+        same, most = 0, min(len(before), len(token))
+        while same < most and before[same] == token[same]:
+            same += 1
+        count += len(token) - same
+        before = token
+    return count
+
+
+class Matcher(Protocol):
+    """Knows where one text is in its grammar. The first call of mask() is for its first token."""
+
+    def mask(self) -> bytes | None:
+        """Returns the tokens that may come next: token i where bit i % 8 of byte i // 8 is set; None: any."""
+
+    def consume(self, token: int) -> None:
+        """Says that `token`, which the mask allowed, was chosen."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Says whether the text is complete and nothing may follow it."""
+
+
+class Grammars:
+    """Compiles grammars for the texts of one tokenizer. Raises UnsupportedError where llguidance is not
+    installed."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        try:
+            import llguidance
+        except ModuleNotFoundError as error:
+            raise UnsupportedError("grammars need the package llguidance", concerns="grammar") from error
+        self._llguidance, self._tokenizer = llguidance, tokenizer
+        self._compiled: OrderedDict[str, Any] = OrderedDict()
+
+    @cached_property
+    def _tokens(self) -> Any:
+        """It is made when it is first needed: it takes a second for a large vocabulary."""
+        ends, vocabulary = sorted(self._tokenizer.eos_ids) or None, _Vocabulary(self._tokenizer)
+        nodes = beginnings(vocabulary.tokens)
+        if nodes >= MAX_NODES:
+            said = f"the vocabulary's tokens have {nodes:,} beginnings: for grammars they are too many"
+            raise UnsupportedError(said)
+        require(room_for(vocabulary.tokens, nodes), "the tokens of grammars")
+        wrapper = self._llguidance.TokenizerWrapper(vocabulary)
+        return self._llguidance.LLTokenizer(wrapper, eos_token=ends)
+
+    def json_schema(self, schema: str | dict[str, Any]) -> Callable[[], Matcher]:
+        """Compiles the grammar of JSON texts that are valid under a JSON schema. ArgumentError names what of
+        the schema cannot be held to."""
+        options: Any = {"whitespace_pattern": WHITESPACE}
+        try:
+            parsed = json.loads(schema) if isinstance(schema, str) else schema
+            if not isinstance(parsed, dict):
+                raise ArgumentError("the schema is no JSON object")
+            grammar = self._llguidance.LLMatcher.grammar_from_json_schema(parsed, defaults=options)
+        except ValueError as error:
+            raise ArgumentError(f"the schema is no JSON: {error}") from error
+        except RecursionError as error:
+            raise ArgumentError("the schema is nested too deep") from error
+        return self._walks(grammar)
+
+    def lark(self, grammar: str) -> Callable[[], Matcher]:
+        """Compiles a grammar in llguidance's form of Lark. ArgumentError says where it is wrong."""
+        return self._walks(self._llguidance.LLMatcher.grammar_from_lark(grammar))
+
+    def _walks(self, grammar: str) -> Callable[[], Matcher]:
+        tokens = self._tokens
+        require(WALKING_ROOM, "a grammar")
+        if grammar not in self._compiled:
+            matcher = self._llguidance.LLMatcher(tokens, grammar, log_level=0)
+            if matcher.is_error():
+                raise ArgumentError(f"the grammar cannot be used: {_why(matcher)}")
+            self._compiled[grammar] = matcher
+        self._compiled.move_to_end(grammar)
+        while len(self._compiled) > KEPT:
+            self._compiled.popitem(last=False)
+        first = self._compiled[grammar]
+        return lambda: _Walk(first.deep_copy())
+
+
+def _why(matcher: Any) -> str:
+    return " ".join(matcher.get_error().split())[:300]
+
+
+class _Walk:
+    """Is a Matcher over llguidance's."""
+
+    def __init__(self, matcher: Any):
+        self._matcher = matcher
+
+    def mask(self) -> bytes:
+        mask: bytes = self._matcher.compute_bitmask()
+        self._check(not self._matcher.is_error())
+        return mask
+
+    def consume(self, token: int) -> None:
+        self._check(self._matcher.consume_token(token))
+
+    @property
+    def is_stopped(self) -> bool:
+        return bool(self._matcher.is_stopped())
+
+    def _check(self, good: bool) -> None:
+        if not good:
+            raise ArgumentError(f"the grammar cannot be followed further: {_why(self._matcher)}")
+
+
+class _Vocabulary:
+    """Gives a Tokenizer the form of llguidance's TokenizerWrapper."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self.eos_token_id = min(tokenizer.eos_ids, default=0)
+        self.bos_token_id = tokenizer.bos_id
+        control, ids = set(tokenizer.control.values()), range(tokenizer.n_vocab)
+        self.tokens = [tokenizer.bytes_of(token, special=token in control) for token in ids]
+        self.special_token_ids = sorted(control | tokenizer.eos_ids)
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        spelled = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+        return self._tokenizer.encode(spelled, special=False)
