@@ -22,7 +22,7 @@ from luce.errors import (
     LuceError,
     StateError,
 )
-from luce.native import Engine, File, Model, abi
+from luce.native import Engine, File, Model, declare
 from luce.native.structs import PAGE, EngineParams, Sampling
 
 pytestmark = pytest.mark.sanitize
@@ -93,7 +93,7 @@ def test_header_and_library_have_one_abi_version(native):
 
 def test_what_the_build_declared_is_what_the_header_declares(native):
     """The build writes it, and luce starts with it. A Python without cffi would have written nothing."""
-    header, ahead = abi.parsed(HEADER), native.ffi
+    header, ahead = declare.parsed(HEADER), native.ffi
     assert not isinstance(ahead, cffi.FFI)
     for name, fields in structs(header).items():
         assert ahead.sizeof(name) == header.sizeof(name) and fields_of(ahead, name) == fields
@@ -200,7 +200,7 @@ def test_an_unknown_struct_size_is_refused(native, file, model, engine, sequence
             native.ffi.cast("luce_engine **", out), model.handle, s
         ),
     }
-    sized = {name for name, fields in structs(abi.parsed(HEADER)).items() if "struct_size" in fields}
+    sized = {name for name, fields in structs(declare.parsed(HEADER)).items() if "struct_size" in fields}
     assert set(calls) == sized
     for name, call in calls.items():
         struct = native.struct(name)
