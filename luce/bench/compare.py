@@ -12,7 +12,7 @@ from luce.bench.flags import require
 from luce.bench.report import Measured, Report
 from luce.bench.run import Bench, Case, Record, Settings, with_drafters, with_temperatures
 from luce.bench.summary import TIMING, summarise
-from luce.cli.command import CtrlC
+from luce.cli.command import BOX, BOX_DRAFTER, CtrlC
 from luce.cli.options import sampling_of
 from luce.cli.terminal import Display
 from luce.decode.engine import Files
@@ -36,7 +36,10 @@ def settings_of(flags: dict[str, Any]) -> Settings:
 
 
 def files_of(flags: dict[str, Any], model: Path, drafter: Path | None) -> Files:
-    """Opens the model, with the file of a NextN head that the flags name, and a drafter's."""
+    """Opens the model, with the file of a NextN head that the flags name, and a drafter's. The box has its own for
+    modes that draft with one."""
+    if drafter is None and model == BOX and {mode.spec for mode in flags.get("modes", ())} & {"auto", "dflash"}:
+        drafter = BOX_DRAFTER
     return Files(model, flags.get("mtp_gguf"), flags["device"], drafter)
 
 

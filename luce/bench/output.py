@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from luce.errors import LuceError
+from luce.errors import LuceError, UnsupportedError
 
 Table = tuple[list[str], list[list[str]]]  # It has a header, and rows of the same length.
 
@@ -146,7 +146,7 @@ def _pyplot() -> Any:
         matplotlib.use("Agg")
         from matplotlib import pyplot
     except ImportError:
-        raise LuceError("a plot needs matplotlib: pip install 'luce[plot]'") from None
+        raise UnsupportedError("a plot needs the package matplotlib", concerns="plot") from None
     return pyplot
 
 

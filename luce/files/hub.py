@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from luce.cli.command import BOX
-from luce.errors import FileError, LuceError
+from luce.errors import FileError, LuceError, UnsupportedError
 
 FIRST_PART = re.compile(r"(.*)-00001-of-(\d{5})\.gguf")
 # A repository may have many files where none was named: the first of these that it has is taken.
@@ -37,7 +37,7 @@ def fetch(reference: str, endpoint: str | None = None) -> Path:
     try:
         import huggingface_hub
     except ModuleNotFoundError as error:
-        raise LuceError("--hf needs huggingface_hub: pip install 'luce[hub]'") from error
+        raise UnsupportedError("models of the hub need the package huggingface_hub", concerns="hub") from error
     repo, _, name = reference.partition(":")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
         raise FileError(f"{reference!r} is no REPO[:FILE]: a repository is OWNER/NAME")

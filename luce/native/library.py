@@ -86,6 +86,11 @@ class Library:
         self.check(self.lib.luce_device_count(count))
         return [self.read(Device, self.lib.luce_device_get, index) for index in range(count[0])]
 
+    @property
+    def missing_gpu(self) -> str:
+        """Returns why GPUs of this machine may be missing among the devices, in a line; "" where none is."""
+        return self.text(self.lib.luce_device_missing())
+
     def set_log(self, log: Callable[[int, str], None] | None) -> None:
         """Sets who gets the core's messages: `log` gets (level 0 debug .. 3 error, text) from any thread;
         None discards them."""

@@ -19,6 +19,7 @@ from luce.cli.options import (
     EXPERTS,
     QUIET,
     RUN,
+    drafter_of,
     given,
     idle_threads,
     misplaced,
@@ -176,7 +177,9 @@ def serve(models: Mapping[str, Path], hf: str | None, **flags: Any) -> None:
     if flags["alias"]:
         models = {flags["alias"]: next(iter(models.values()))}
     watch = Watch("" if flags["quiet"] else "json" if flags["log_json"] else "text")
-    served = Models(models, settings_of(flags))
+    # The box's drafter fits no other model.
+    drafter = drafter_of(next(iter(models.values())), flags) if len(models) == 1 else flags["draft"]
+    served = Models(models, settings_of(flags, drafter))
     for slot in served.slots.values():  # Those that are loaded later have to open too.
         File(slot.path).close()
     hosts = (*LOOPBACK, flags["host"]) if flags["host"] in LOOPBACK else ()
@@ -223,8 +226,8 @@ def contradiction(models: Mapping[str, Path], flags: Mapping[str, Any]) -> str |
     return misplaced(flags) or idle_threads(flags)
 
 
-def settings_of(flags: Mapping[str, Any]) -> Settings:
-    """Returns how the flags say that models are served."""
+def settings_of(flags: Mapping[str, Any], drafter: Path | None = None) -> Settings:
+    """Returns how the flags say that models are served, with this drafter for each of them."""
     asked = options_of(
         flags,
         device=flags["device"],
@@ -237,7 +240,7 @@ def settings_of(flags: Mapping[str, Any]) -> Settings:
     return Settings(
         options=asked,
         head=flags["mtp_gguf"],
-        drafter=flags["draft"],
+        drafter=drafter,
         host_bytes=None if ram is None else int(ram * GIB),
         cache_dir=flags["cache_dir"],
         disk_bytes=int(flags["cache_disk"] * GIB),

@@ -95,6 +95,9 @@ typedef struct luce_device_info {
 /* Counts the devices; index 0 is what `auto` takes: a CUDA device of compute capability 8.0 or more, else the CPU. */
 LUCE_API luce_status luce_device_count(int32_t *count);
 LUCE_API luce_status luce_device_get(int32_t index, luce_device_info *out);
+/* Why GPUs of this machine may be missing above: built without CUDA, what the driver says, or a compute capability below
+ * 8.0; "" where none is. One line, static. */
+LUCE_API const char *luce_device_missing(void);
 
 /* ---- file: what a GGUF says ------------------------------------------------------------------ */
 

@@ -26,6 +26,11 @@ const char *cuda::error_text(int error) {
                                   : cudaGetErrorString(cudaError_t(error));
 }
 
+int cuda::device_error() {
+    int count = 0;
+    return int(cudaGetDeviceCount(&count));
+}
+
 int cuda::compute_capability(int device) {
     int major = 0, minor = 0;
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);

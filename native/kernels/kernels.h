@@ -433,6 +433,7 @@ int row_tokens(const TokensArgs &args, void *stream);
 const char *error_text(int error); // it puts what a launcher returned into words
 int set_device(int device); // kernels launch on the current device of the calling thread
 int current_device(); // it returns the calling thread's, or -1 after an error
+int device_error(); // it returns why CUDA counts no devices, or 0
 int compute_capability(int device); // it returns 90 for 9.0
 int shared_memory(int device); // it returns the bytes that a block of threads may have
 

@@ -14,6 +14,7 @@ extern "C" void *luce_cuda_stream(ggml_backend_t backend); // cuda_stream.cu def
 #include <cstdlib>
 #include <cstring>
 #include <exception>
+#include <fstream>
 #include <thread>
 
 namespace luce {
@@ -30,7 +31,30 @@ void forward_log(ggml_log_level level, const char *text, void *) {
     }
 }
 
-std::string left_out; // it says which GPUs luce does not run on, and why
+std::string left_out; // it says which GPUs luce does not run on, and why: "; cuda:0 (...) has ..."
+
+// Bytes of host memory that can be had without swapping, as Linux estimates it; 0 where the system does not say.
+uint64_t available_memory() {
+    std::ifstream file("/proc/meminfo");
+    for (std::string line; std::getline(file, line);) {
+        if (line.compare(0, 13, "MemAvailable:") == 0) {
+            return std::strtoull(line.c_str() + 13, nullptr, 10) * 1024;
+        }
+    }
+    return 0;
+}
+
+// Bytes that the control group of this process may still take; UINT64_MAX where it has no limit.
+uint64_t group_memory() {
+    const auto number = [](const char *path) {
+        std::ifstream file(path);
+        uint64_t value = UINT64_MAX; // "max" is no number
+        file >> value;
+        return file ? value : UINT64_MAX;
+    };
+    const uint64_t limit = number("/sys/fs/cgroup/memory.max"), taken = number("/sys/fs/cgroup/memory.current");
+    return limit == UINT64_MAX || taken == UINT64_MAX ? UINT64_MAX : limit - std::min(limit, taken);
+}
 
 std::vector<Device> find_devices() {
     ggml_log_set(forward_log, nullptr);
@@ -113,12 +137,25 @@ const Device &find_device(const char *name) {
     for (const Device &d : list) {
         have += (have.empty() ? "" : ", ") + d.name;
     }
+    const std::string hint = wanted.compare(0, 4, "cuda") == 0 ? no_gpu() : "";
+    fail(LUCE_E_ARG, "no device '%s': this machine has %s%s%s", wanted.c_str(), have.c_str(),
+         hint.empty() ? "" : "; ", hint.c_str());
+}
+
+const std::string &no_gpu() {
+    static const std::string said = [] {
+        devices();
 #ifdef LUCE_USE_CUDA
-    const char *hint = left_out.c_str();
+        std::string why = left_out.empty() ? "" : left_out.substr(2);
+        if (const int error = cuda::device_error(); error != 0 && devices().size() == 1 && why.empty()) {
+            why = format("CUDA finds no GPU: %s", cuda::error_text(error));
+        }
+        return why;
 #else
-    const char *hint = wanted.compare(0, 4, "cuda") == 0 ? "; this luce was built without CUDA" : "";
+        return std::string("this luce was built without CUDA (" LUCE_CUDA_WHY ")");
 #endif
-    fail(LUCE_E_ARG, "no device '%s': this machine has %s%s", wanted.c_str(), have.c_str(), hint);
+    }();
+    return said;
 }
 
 // The device that this thread's launches go to, as luce knows it: its address, and on a GPU what CUDA says too.
@@ -163,7 +200,9 @@ ggml_backend_buffer_type_t Device::buffer_type() const {
 void Device::memory(uint64_t *free, uint64_t *total) const {
     size_t f = 0, t = 0;
     ggml_backend_dev_memory(dev, &f, &t);
-    *free = f;
+    // ggml calls all of a CPU's memory free.
+    const uint64_t available = gpu ? 0 : available_memory();
+    *free = available != 0 ? std::min({uint64_t(f), available, group_memory()}) : f;
     *total = t;
 }
 

@@ -21,6 +21,8 @@ struct Device {
     int index = 0; // it is the GPU's number, as CUDA counts
 
     ggml_backend_buffer_type_t buffer_type() const; // it is that of plain CPU memory, or of the GPU's
+    // Bytes that can be had now, and all. Of a CPU that is what the system calls available, within the limit of
+    // the process's control group.
     void memory(uint64_t *free, uint64_t *total) const;
     std::string description() const;
 };
@@ -28,6 +30,9 @@ struct Device {
 // Returns all devices that luce runs on; the first is what "auto" takes. GPUs whose compute capability is below 8.0 are
 // left out: luce's kernels have instructions that those lack.
 const std::vector<Device> &devices();
+
+// Says why GPUs may be missing among them, in a line; "" where none is.
+const std::string &no_gpu();
 
 // Returns the device of a name, which is null or "auto", "cpu", "cuda" (the first), or "cuda:N". E_ARG lists
 // what there is.

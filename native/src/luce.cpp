@@ -83,6 +83,14 @@ luce_status luce_device_get(int32_t index, luce_device_info *out) {
     });
 }
 
+const char *luce_device_missing(void) {
+    try {
+        return no_gpu().c_str();
+    } catch (...) {
+        return "";
+    }
+}
+
 luce_status luce_file_open(luce_file **out, const char *path) {
     return guarded([&] {
         need(out, "out");
