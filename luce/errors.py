@@ -77,6 +77,10 @@ class OutputError(LuceError):
     """What was to be printed cannot be written; nothing that follows could be."""
 
 
+class PipeClosed(OutputError):
+    """Nobody reads stdout any more, as behind `| head`."""
+
+
 class InternalError(LuceError):
     """This is a defect of luce."""
 

@@ -1,8 +1,11 @@
 """Presses Ctrl-C at any moment: exit 130, one line, and nothing of it is lost."""
 
 import json
+import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 
 import drive
@@ -145,3 +148,42 @@ def test_a_cancel_waits_for_no_lock(native, tiny_gguf, device, tmp_path):
             thread.start()
             thread.join(timeout=120)
             assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("module", ["click", "tokenizers", "luce.cli.options", "luce.decode.engine"])
+def test_ctrl_c_during_an_import_is_told_once(module):
+    program = (
+        "import signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "class Presses:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Presses())\n"
+        "sys.argv = ['luce', 'generate', 'x', '-n', '1']\n"
+        "from luce.__main__ import main\n"
+        "main()\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "Error: interrupted\n")
+
+
+def test_ctrl_c_at_the_very_end_is_told_once(tmp_path):
+    """A second one, while Python ends, prints no traceback."""
+    program = (
+        "import atexit, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "atexit.register(signal.raise_signal, signal.SIGINT)\n"
+        "from luce.cli import commands\n"
+        "commands.probe = lambda *a: signal.raise_signal(signal.SIGINT)\n"
+        "from luce.cli.command import BOX\n"
+        "sys.argv = ['luce', 'probe-gguf', str(BOX)]\n"
+        "from luce.__main__ import main\n"
+        "main()\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "Error: interrupted\n")

@@ -5,9 +5,11 @@ import math
 import os
 import signal
 import subprocess
+import sys
 
 import pytest
 
+from luce.cli import stdout
 from luce.cli.stdout import as_json
 from luce.files.tokenizer import Tokenizer
 
@@ -55,24 +57,38 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("words", "broken"),
-    [*((words, "full") for words in COMMANDS), (COMMANDS[0], "pipe"), (("--help",), "pipe")],
-)
-def test_a_stdout_that_fails_is_one_line_and_exit_1(command, tiny_gguf, words, broken):
-    if broken == "full":
-        stdout = os.open("/dev/full", os.O_WRONLY)
-        why = "No space left on device"
-    else:
-        reader, stdout = os.pipe()
-        os.close(reader)
-        why = "Broken pipe"
+def ended(command, tiny_gguf, words, out):
+    """Returns the status and the lines on stderr of a command that writes there."""
     words = (tiny_gguf if word == "{}" else word for word in words)
-    running = command(*words, stdout=stdout, stdin=subprocess.PIPE)
-    os.close(stdout)
+    running = command(*words, stdout=out, stdin=subprocess.PIPE)
+    os.close(out)
     _, stderr = running.communicate(b"ab", timeout=120)
-    assert running.returncode == 1
-    assert stderr.decode().splitlines() == [f"Error: stdout cannot be written: {why}"]
+    return running.returncode, stderr.decode().splitlines()
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_a_stdout_that_fails_is_one_line_and_exit_1(command, tiny_gguf, words):
+    found = ended(command, tiny_gguf, words, os.open("/dev/full", os.O_WRONLY))
+    assert found == (1, ["Error: stdout cannot be written: No space left on device"])
+
+
+@pytest.mark.parametrize("words", [*COMMANDS, ("--help",)])
+def test_a_pipe_that_nobody_reads_is_a_quiet_end(command, tiny_gguf, words):
+    """As behind `| head`: the status is that of a program which such a pipe ends."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert ended(command, tiny_gguf, words, writer) == (128 + signal.SIGPIPE, [])
+
+
+def test_text_on_a_terminal_has_no_control_characters_but_line_breaks_and_tabs(monkeypatch, capsys):
+    text = "a\tb\r\n\x1b]0;title\x07\x1b[2J\x7f\x9b0m\x00é\n"
+    stdout.put_text(text)
+    assert capsys.readouterr().out == text
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for piece in text:
+        stdout.put_text(piece)
+    said = capsys.readouterr().out
+    assert said == "a\tb\n␛]0;title␇␛[2J␡�0m␀é\n"
 
 
 @pytest.mark.parametrize("words", [("ab", "-n", "2"), ("ab", "-n", "2", "--json")])
@@ -94,8 +110,8 @@ def test_a_reader_that_leaves_ends_the_text(process, endless):
     assert running.stdout.read(1)
     running.stdout.close()
     stderr = running.stderr.read().decode()
-    assert running.wait(timeout=60) == 1
-    assert stderr.splitlines() == ["Error: stdout cannot be written: Broken pipe"]
+    assert running.wait(timeout=60) == 128 + signal.SIGPIPE
+    assert stderr == ""
 
 
 def test_a_stderr_that_is_closed_changes_nothing(process, endless):

@@ -1,7 +1,12 @@
 """Runs `luce chat`: a conversation over stdin, as a process of its own and in this one."""
 
+import os
+import pty
+import re
+import select
 import signal
 import subprocess
+import termios
 
 import pytest
 import scripted_model
@@ -104,3 +109,66 @@ def test_stdin_that_is_no_text_is_a_usage_error(command, scripted, tmp_path):
         running = command(*words, stdin=odd)
         _, stderr = running.communicate(timeout=60)
     assert running.returncode == 2 and b"stdin is not UTF-8 text" in stderr and b"Traceback" not in stderr
+
+
+class Terminal:
+    """Runs `luce chat` on a terminal of its own: what it shows, and what is typed."""
+
+    def __init__(self, command, gguf):
+        self.screen, tty = pty.openpty()
+        words = ("--gguf", gguf, "--device", "cpu", "--threads", "1", "--temp", "0")
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), tty)
+        self.running = command("chat", *words, env={"TERM": "xterm", "COLUMNS": "200"}, **streams)
+        self.tty, self.shown = tty, ""
+
+    def until(self, what):
+        """Reads until `what`, a pattern, is shown, and returns all that was shown since the last call."""
+        while not re.search(what, self.shown):
+            assert select.select([self.screen], [], [], 60)[0], self.shown
+            self.shown += os.read(self.screen, 1 << 16).decode()
+        shown, self.shown = self.shown, ""
+        return re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", shown)
+
+    def type(self, text):
+        os.write(self.screen, text.encode())
+
+
+@pytest.fixture
+def terminal(command, scripted):
+    opened = Terminal(command, scripted)
+    yield opened
+    opened.running.kill()
+    opened.running.wait()
+    os.close(opened.screen)
+    os.close(opened.tty)
+
+
+PROMPT = r"\n(\x1b\[[?0-9;]*[A-Za-z])*> "
+
+
+def test_a_terminal_gets_a_banner_and_a_line_with_the_speed_after_each_answer(terminal):
+    shown = terminal.until("> ")
+    assert "a context of" in shown and "/help" in shown
+    terminal.type("SAY hello\n")
+    shown = terminal.until(r"a second[^\n]*" + PROMPT)
+    assert "Hello!" in shown and re.search(r"wrote \d+ in [\d.]+ s, [\d.]+ a second", shown)
+
+
+def test_pasted_lines_are_one_message(terminal):
+    terminal.until("> ")
+    terminal.type("\x1b[200~SAY hello\n/quit\x1b[201~")
+    terminal.type("\n")
+    shown = terminal.until(r"wrote \d+ in[^\n]*" + PROMPT)
+    assert shown.count("Hello!") == 1
+    assert terminal.running.poll() is None
+
+
+def test_keys_that_are_typed_meanwhile_are_not_echoed_into_the_answer(terminal):
+    terminal.until("> ")
+    terminal.type("SAY long\n")
+    terminal.until("words words")
+    assert not termios.tcgetattr(terminal.tty)[3] & termios.ECHO
+    terminal.type("SAY hello\n")
+    shown = terminal.until("Hello!")
+    answer, ended, then = shown.partition("wrote ")
+    assert ended and "hello" not in answer and "SAY hello" in then

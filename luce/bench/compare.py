@@ -36,9 +36,10 @@ def settings_of(flags: dict[str, Any]) -> Settings:
 
 
 def files_of(flags: dict[str, Any], model: Path, drafter: Path | None) -> Files:
-    """Opens the model, with the file of a NextN head that the flags name, and a drafter's. The box has its own for
-    modes that draft with one."""
-    if drafter is None and model == BOX and {mode.spec for mode in flags.get("modes", ())} & {"auto", "dflash"}:
+    """Opens the model, with the file of a NextN head that the flags name, and a drafter's. The box has its
+    own for modes that draft with one."""
+    specs = {mode.spec for mode in flags.get("modes", ())}
+    if drafter is None and model == BOX and specs & {"auto", "dflash"}:
         drafter = BOX_DRAFTER
     return Files(model, flags.get("mtp_gguf"), flags["device"], drafter)
 

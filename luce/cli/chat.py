@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ HELP = """\
 /system TEXT   say who the model is, and forget the conversation
 /think         switch thinking before the answer on or off
 /quit          end; so does Ctrl-D
-A line that ends with \\ goes on in the next one. Ctrl-C stops an answer.
+A line that ends with \\ goes on in the next one; pasted lines are one message. Ctrl-C stops an answer.
 """
 QUOTE = '"""'
 
@@ -82,7 +82,8 @@ def chat(gguf: Path | None, hf: str | None, **flags: Any) -> None:
     if problem := misplaced(flags) or idle_sampling(flags) or idle_threads(flags):
         raise click.UsageError(problem)
     path = model_path(gguf, hf)
-    with Files(path, flags["mtp_gguf"], flags["device"], drafter_of(path, flags)) as files, Display() as display:
+    drafter = drafter_of(path, flags)
+    with Files(path, flags["mtp_gguf"], flags["device"], drafter) as files, Display() as display:
         with about(path):
             require_supported(files.facts)
             template = chat_template(files.file.kv)
@@ -94,7 +95,8 @@ def chat(gguf: Path | None, hf: str | None, **flags: Any) -> None:
             display.spin("loading the model")
             engine = opened.enter_context(Engine.open(files, asked, display.loading))
             display.clear()
-            talk = Talk(engine, template, flags)
+            talk = Talk(engine, template, flags, display)
+            display.note(f"{files.facts.name or path.name}, a context of {engine.info.n_ctx} tokens; /help")
             for said in lines(engine.info.n_ctx * engine.tokenizer.longest * NFC_SHRINKS):
                 if not talk.hear(said):
                     break
@@ -106,7 +108,9 @@ def lines(most: int) -> Iterator[str]:
     if sys.stdin is None:
         return
     with suppress(ImportError):
-        import readline  # noqa: F401  input() uses it
+        import readline  # input() uses it
+
+        readline.parse_and_bind("set enable-bracketed-paste on")  # Lines that are pasted are one message.
     terminal = sys.stdin.isatty()
     while True:
         said: list[str] = []
@@ -124,6 +128,25 @@ def lines(most: int) -> Iterator[str]:
         except EOFError:
             return
         yield "\n".join(said).replace(QUOTE, "").strip()
+
+
+@contextmanager
+def quiet_keys() -> Iterator[None]:
+    """Keeps keys that are typed meanwhile off the terminal: they wait for the next message."""
+    if sys.stdin is None or not sys.stdin.isatty():
+        yield
+        return
+    import termios
+
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    silent = [*before]
+    silent[3] &= ~termios.ECHO
+    termios.tcsetattr(terminal, termios.TCSANOW, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSANOW, before)
 
 
 def piped_line(most: int) -> str:
@@ -144,8 +167,8 @@ def piped_line(most: int) -> str:
 class Talk:
     """This is a conversation: what was said, and the beginnings of its prompts that are kept."""
 
-    def __init__(self, engine: Engine, template: BoundedTemplate, flags: dict[str, Any]):
-        self._engine, self._template, self._flags = engine, template, flags
+    def __init__(self, engine: Engine, template: BoundedTemplate, flags: dict[str, Any], display: Display):
+        self._engine, self._template, self._flags, self._display = engine, template, flags, display
         self._cache = PrefixCache(engine.native, engine.tokenizer)
         self._think: bool | None = flags["think"]
         self._system: str | None = flags["system"]
@@ -154,6 +177,8 @@ class Talk:
     def hear(self, said: str) -> bool:
         """Takes a message or a command. Returns False where that was all."""
         command, _, rest = said.partition(" ")
+        if "\n" in said:
+            command = ""  # A command has one line; this was pasted or is quoted.
         if command == "/quit":
             return False
         if command == "/help":
@@ -198,22 +223,24 @@ class Talk:
         if len(ids) >= self._engine.info.n_ctx:
             raise ContextFull(f"{len(ids)} tokens were said, a context of {self._engine.info.n_ctx}")
         parser = Parser(reasoning=tokenizer.decode(ids[-8:], special=True).rstrip().endswith(THINK))
-        thought, text = "", ""
-        with CtrlC() as ctrl_c:
+        thought, text, finished = "", "", None
+        with CtrlC() as ctrl_c, quiet_keys():
             ctrl_c.on_press = self._engine.cancel
             request = Request(tuple(ids), flags["max_tokens"], sampling_of(flags))
             for event in self._engine.generate(request, lambda: ctrl_c.pressed, self._cache):
                 if isinstance(event, Failed):
                     raise event.error
                 if isinstance(event, Tokens):
-                    stdout.put(event.text)
+                    stdout.put_text(event.text)
                     pieces = parser.push(event.text)
                 elif isinstance(event, Finished):
-                    pieces = parser.flush()
+                    pieces, finished = parser.flush(), event
                 else:
                     continue
                 thought += "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
                 text += "".join(piece.text for piece in pieces if isinstance(piece, Text))
         stdout.put("\n")
+        if finished is not None:
+            self._display.summary(finished)
         message = {"role": "assistant", "content": text.removesuffix(END_THINK)}
         return message | ({"reasoning_content": thought} if thought else {})

@@ -21,7 +21,7 @@ import click
 
 from luce.cli import stdout
 from luce.cli.terminal import printable
-from luce.errors import Cancelled, FileError, LuceError
+from luce.errors import Cancelled, FileError, LuceError, PipeClosed
 from luce.room import HEAP, STACK, lacks_memory, require
 
 MAX_U32 = 2**32 - 1
@@ -64,6 +64,18 @@ class Interrupted(click.ClickException):
 
     def __init__(self) -> None:
         super().__init__("interrupted")
+
+
+class ReaderLeft(click.ClickException):
+    """Nobody reads stdout any more: the end, without a word, as a closed pipe ends other programs."""
+
+    exit_code = 128 + signal.SIGPIPE
+
+    def __init__(self) -> None:
+        super().__init__("")
+
+    def show(self, file: Any = None) -> None:
+        pass
 
 
 class Listed(click.Group):
@@ -131,6 +143,8 @@ def one_line() -> Iterator[None]:
             raise
     except (Cancelled, KeyboardInterrupt):
         raise Interrupted() from None
+    except PipeClosed as error:
+        raise ReaderLeft() from error
     except LuceError as error:
         raise click.ClickException(printable(with_remedy(error))) from error
     except OSError as error:
@@ -151,7 +165,8 @@ def with_remedy(error: LuceError) -> str:
 
 
 def installing(extra: str) -> str:
-    """Returns the pip command that adds an extra to this luce, from where it was installed: a clone, or an index."""
+    """Returns the pip command that adds an extra to this luce, from where it was installed: a clone, or else
+    an index of packages."""
     from importlib.metadata import PackageNotFoundError, distribution
 
     source = "luce"

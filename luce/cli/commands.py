@@ -160,7 +160,8 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
     stdout.put("")  # This fails where stdout is closed, before there is work to lose.
     with ExitStack() as opened, Display(flags["quiet"], flags["verbose"]) as display:
         model = model_path(gguf, flags["hf"])
-        files = opened.enter_context(Files(model, flags["mtp_gguf"], flags["device"], drafter_of(model, flags)))
+        drafter = drafter_of(model, flags)
+        files = opened.enter_context(Files(model, flags["mtp_gguf"], flags["device"], drafter))
         with about(files.file.path):
             require_supported(files.facts)
         most = flags["ctx"] or files.facts.context_length or MAX_U32
@@ -268,8 +269,8 @@ def make_request(files: Files, prompt: list[int], flags: Mapping[str, Any]) -> R
 def devices(as_json: bool) -> None:
     """List what luce can run on; the first is what --device auto takes.
 
-    These are the CPU and NVIDIA GPUs of compute capability 8.0 and later. Where there is no GPU, a line on stderr
-    says why.
+    These are the CPU and NVIDIA GPUs of compute capability 8.0 and later. Where there is no GPU, a line on
+    stderr says why.
 
     \b
     Examples:

@@ -214,7 +214,8 @@ def misplaced(flags: Mapping[str, Any]) -> str | None:
 
 
 def drafter_of(model: Path, flags: Mapping[str, Any]) -> Path | None:
-    """Returns the DFlash drafter's file: the one that was named, or the box's where the box is to draft with one."""
+    """Returns the file of the DFlash drafter: the one that was named, or the box's own where the box is to
+    draft with one."""
     if flags["draft"] is not None or model != BOX:
         return flags["draft"]
     spec = flags["spec"] or ("auto" if flags["mtp_gamma"] is None else "mtp")

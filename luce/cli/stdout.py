@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from luce.errors import OutputError
+from luce.errors import OutputError, PipeClosed
 
 
 def prepare() -> None:
@@ -32,6 +32,20 @@ def put(text: str) -> None:
         raise failed(error) from error
 
 
+# What a terminal would obey rather than show is shown by its picture; a carriage return, half of a line break
+# of Windows, is dropped.
+_SHOWN: dict[int, str | None] = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\t\n"}
+_SHOWN |= {0x0D: None, 0x7F: "\u2421"} | dict.fromkeys(range(0x80, 0xA0), "\ufffd")
+
+
+def put_text(text: str) -> None:
+    """Writes a model's text: as it is to a file or a pipe, and to a terminal with no control characters but
+    line breaks and tabs, which a text could move the cursor or set the title with."""
+    if sys.stdout is not None and sys.stdout.isatty():
+        text = text.translate(_SHOWN)
+    put(text)
+
+
 def put_json(value: Any, indent: int | None = None) -> None:
     """Writes one object on a line of its own, in ASCII alone, which every encoding has."""
     put(as_json(value, indent) + "\n")
@@ -49,6 +63,8 @@ def failed(error: Exception) -> OutputError:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
+    if isinstance(error, BrokenPipeError):
+        return PipeClosed("stdout is closed: nobody reads it any more")
     return OutputError(f"stdout cannot be written: {getattr(error, 'strerror', None) or error}")
 
 

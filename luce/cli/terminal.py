@@ -103,6 +103,12 @@ class Display:
                 shown = value["mode"] if isinstance(value, dict) else value
                 self._print(f"{name} {shown}: {choice['reason']}")
 
+    def note(self, line: str) -> None:
+        """Prints a line for people, on a terminal alone."""
+        self.clear()
+        if self._on and self._console:
+            self._console.print(printable(line), style="dim", markup=False, highlight=False)
+
     def summary(self, result: Finished) -> None:
         """Prints the line at the end."""
         self.clear()

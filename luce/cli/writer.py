@@ -42,7 +42,7 @@ class Writer:
             self._line("tokens", tokens=list(event.ids), text=event.text)
             if event.text and self._form == "text":
                 self._display.clear()
-                stdout.put(event.text)
+                stdout.put_text(event.text)
                 self._line_open = not event.text.endswith("\n")
 
     def end(self, interrupted: bool) -> None:

@@ -37,7 +37,7 @@ def fetch(reference: str, endpoint: str | None = None) -> Path:
     try:
         import huggingface_hub
     except ModuleNotFoundError as error:
-        raise UnsupportedError("models of the hub need the package huggingface_hub", concerns="hub") from error
+        raise UnsupportedError("the hub needs the package huggingface_hub", concerns="hub") from error
     repo, _, name = reference.partition(":")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
         raise FileError(f"{reference!r} is no REPO[:FILE]: a repository is OWNER/NAME")
