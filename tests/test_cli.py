@@ -479,6 +479,35 @@ def test_thinking_is_what_was_asked_for(luce_, tmp_path):
         assert json.loads(found.stdout)["prompt_tokens"] == length
 
 
+def test_a_cpus_free_memory_is_what_the_system_calls_available(native):
+    """A file cache that can be dropped counts as free, and what programs hold does not. Other programs run."""
+
+    def available():
+        (line,) = (line for line in open("/proc/meminfo") if line.startswith("MemAvailable:"))
+        return int(line.split()[1]) << 10
+
+    before = available()
+    (cpu,) = (device for device in native.devices() if device.name == "cpu")
+    most = max(before, available()) + (1 << 30)
+    assert cpu.memory_free <= most and cpu.memory_free < cpu.memory_total  # ggml's figure is the total.
+
+
+def test_devices_say_why_there_is_no_gpu(luce_, native):
+    """CMake's own reason is among it where luce was built without CUDA."""
+    result = luce_("devices", "--json")
+    if any(device.is_gpu for device in native.devices()):
+        assert result.stderr == ""
+    else:
+        assert one_line(result).startswith("No GPU: ")
+        if "cpu)" in native.version:
+            assert "built without CUDA (" in result.stderr and "LUCE_CUDA=ON" in result.stderr
+
+
+def test_a_gpu_that_is_asked_for_and_missing_is_explained(luce_):
+    result = luce_("generate", "x", "--device", "cuda:9")
+    assert result.exit_code == 1 and one_line(result).startswith("Error: no device 'cuda:9': this machine has ")
+
+
 def test_devices_are_those_of_the_core(luce_, native):
     listed = json.loads(luce_("devices", "--json").stdout)
     assert [device["name"] for device in listed] == [device.name for device in native.devices()]

@@ -52,7 +52,8 @@ uint64_t group_memory() {
         file >> value;
         return file ? value : UINT64_MAX;
     };
-    const uint64_t limit = number("/sys/fs/cgroup/memory.max"), taken = number("/sys/fs/cgroup/memory.current");
+    const uint64_t limit = number("/sys/fs/cgroup/memory.max"),
+                   taken = number("/sys/fs/cgroup/memory.current");
     return limit == UINT64_MAX || taken == UINT64_MAX ? UINT64_MAX : limit - std::min(limit, taken);
 }
 
