@@ -480,7 +480,7 @@ def test_thinking_is_what_was_asked_for(luce_, tmp_path):
 
 
 def test_a_cpus_free_memory_is_what_the_system_calls_available(native):
-    """A file cache that can be dropped counts as free, and what programs hold does not. Other programs run."""
+    """A file cache that can be dropped counts as free, and what programs hold does not."""
 
     def available():
         (line,) = (line for line in open("/proc/meminfo") if line.startswith("MemAvailable:"))
@@ -498,14 +498,15 @@ def test_devices_say_why_there_is_no_gpu(luce_, native):
     if any(device.is_gpu for device in native.devices()):
         assert result.stderr == ""
     else:
-        assert one_line(result).startswith("No GPU: ")
+        (line,) = result.stderr.splitlines()
+        assert line.startswith("No GPU: ")
         if "cpu)" in native.version:
             assert "built without CUDA (" in result.stderr and "LUCE_CUDA=ON" in result.stderr
 
 
 def test_a_gpu_that_is_asked_for_and_missing_is_explained(luce_):
     result = luce_("generate", "x", "--device", "cuda:9")
-    assert result.exit_code == 1 and one_line(result).startswith("Error: no device 'cuda:9': this machine has ")
+    assert result.exit_code == 1 and "no device 'cuda:9': this machine has " in one_line(result)
 
 
 def test_devices_are_those_of_the_core(luce_, native):
