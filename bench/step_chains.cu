@@ -116,7 +116,6 @@ struct Chain {
         a.q = wide.p, a.gate = wide.p + T * H * D, a.gate_row = H * D, a.gate_head = D;
         a.ctl = ctl.p, a.pages = pages.p, a.packed = packed.p, a.plan = plan.p;
         a.scratch = of_attention == nullptr ? nullptr : of_attention->p;
-        a.max_seqs = seqs;
         return a;
     }
     void attend(int layer, const RowmmArgs &in) {

@@ -267,13 +267,12 @@ struct AttentionArgs {
     // `out` is null.
     void *packed;
     float *scratch; // [attention_scratch(args)] partial results
-    // Null, or what attention_plan has left for these T, H, first, window, max_pages, max_seqs and pool. On CUDA it spares each block the plan of
+    // Null, or what attention_plan has left for these T, H, first, window and pool. On CUDA it spares each block the plan of
     // its own, which takes longer than to read one.
     void *plan;
     // So many layers of the step have taken the plan before this one, fewer than PLAN_LAYERS. A plan serves one launch for each
     // number: a second one would find that all units were taken.
     int32_t layer;
-    int32_t max_seqs; // the step has at most so many sequences, or it is 0 where that is not known
 };
 // Returns the values of AttentionArgs.scratch for the largest context. It needs T, H, max_pages and pool.D
 // and .Hkv alone.

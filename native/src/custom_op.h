@@ -45,7 +45,7 @@
 //                     embeddings{E,V}                                                      eps -> {n*T of logits, then choice}
 // attention_heads parts of q_gate, k, v or of k, v; k_norm{D} positions{T} pool_k* pool_v* ctl pages q_norm{D}?
 //                     rope_dim base eps owner -> {D*H*T of q, then of gate}: norm_rope and kv_store
-// attention_plan  ctl pages                                                                T H first window type Hkv D max_pages
+// attention_plan  ctl                                                                      T H first window type Hkv D
 //                     -> i32{plan}, which the blocks of all layers' attention_packed read; they count in it, by layer
 // attention_packed  as attention, plan{n}?; its values packed as rowmm takes them        its params, layer for block -> {bytes, then scratch}
 // rowmm_parts_rms x{K,T} w{K} parts                                                        - -> {K*T: x + sum; packed}
