@@ -154,21 +154,17 @@ struct Chain {
             last = attends ? product(E, {{Q4, 2 * H * D}, {Q4, HKV * D}, {Q6, HKV * D}}, true, nullptr)
                            : product(E, {{Q5, QKV}, {Q4, Z}, {Q8, 48}, {Q8, 48}}, true, nullptr);
             must(cuda::rowmm(last, stream));
-            RowmmPackArgs heads = pack(Z, ROWMM_HEAD_RMS, o.p, nullptr);
-            heads.y = wide.p + T * QKV;
-            heads.y_row = Z;
             if (attends) {
                 attend(layer, last);
             } else {
                 recur(layer, last);
-            }
-            last = product(Z, {{Q4, E}}, false, nullptr);
-            last.input = attends || T > ROWMM_GATED_ROWS ? nullptr : &heads;
-            if (!attends && last.input == nullptr) {
+                RowmmPackArgs heads = pack(Z, ROWMM_HEAD_RMS, o.p, nullptr);
+                heads.y = wide.p + T * QKV;
+                heads.y_row = Z;
                 must(cuda::rowmm_pack(heads, stream));
             }
+            last = product(Z, {{Q4, E}}, false, nullptr);
             must(cuda::rowmm(last, stream));
-            last.input = nullptr;
             norm_rows(false);
             last = product(E, {{Q4, FF}, {Q4, FF}}, true, nullptr);
             must(cuda::rowmm(last, stream));

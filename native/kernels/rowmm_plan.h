@@ -38,17 +38,8 @@ struct RowmmPair {
     int16_t apart;
 };
 
-// These are rows that a launch gates and packs itself (ROWMM_HEAD_RMS), by the names of RowmmPackArgs.
-struct RowmmGated {
-    const float *x, *w, *y; // x is null where there are none
-    int64_t x_row, y_row;
-    int32_t K, head;
-    float eps;
-};
-
 struct RowmmParams {
     const uint8_t *x;
-    RowmmGated gated;
     // This is [ranges][2][rows][TILE]. The two are the tile that the range began in the middle, and the tile
     // that it left unfinished.
     float *partial;
@@ -98,8 +89,6 @@ RowmmKernel rowmm_kernel_5();
 RowmmKernel rowmm_kernel_6();
 RowmmKernel rowmm_kernel_7();
 RowmmKernel rowmm_kernel_8();
-RowmmKernel rowmm_kernel_gated(int rows); // it has so many, which its blocks gate and pack
-constexpr int ROWMM_GATED_UNITS = 4; // a range of that kernel has no more units, each of a whole chunk
 RowmmKernel rowmm_kernel_16();
 RowmmKernel rowmm_kernel_32();
 RowmmKernel rowmm_kernel_32_wide();

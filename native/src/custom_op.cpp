@@ -366,7 +366,6 @@ const CustomOp OPS[] = {
     {"rowmm", "xP xS mK,A mK,B? mK,C? mK,D? > A", nullptr, rowmm_op},
     {"rowmm_norm", "K,T K xS mK,A mK,B? mK,C? mK,D? > A", nullptr, rowmm_op},
     {"rowmm_add", "xP xS A,T mK,A > A", nullptr, rowmm_op},
-    {"rowmm_gated_parts", "K,T h K,T mK,A > A", nullptr, rowmm_parts_op},
     {"rowmm_parts", "xP mK,A mK,B? mK,C? mK,D? > A", nullptr, rowmm_parts_op},
     {"rowmm_parts_norm", "K,T K mK,A mK,B? mK,C? mK,D? > A", nullptr, rowmm_parts_op},
     {"deltanet_parts", "xP 4,C C,3,s* l,q* ctl h h S,S,h,s* xS* > C", nullptr, deltanet_parts_op},

@@ -36,7 +36,6 @@
 // rowmm_add       packed{bytes} scratch{bytes}* residual{N,T} packed weight{K,N}           the same -> {N*T}
 // rowmm_parts     packed{bytes} 1 to 4 packed weights{K,N}                                 the same -> {parts}
 // rowmm_parts_norm  x{K,1} w{K} 1 to 4 packed weights{K,N}: it packs the row itself        the same -> {parts}
-// rowmm_gated_parts  x{K,T} w{S} y{K,T} packed weight{K,N}: rowmm_pack_gated and rowmm_parts   the same -> {parts, then packed x}
 // deltanet_parts  parts of qkv, z, beta, alpha; w window* log* ctl as deltanet_conv; dt a state* as deltanet; scratch{bytes}*
 //                     its params -> {Hv*S*T, then z{Hv*S,T}, then scratch}: deltanet_conv and deltanet
 // nextn_pack      e{E,T} hidden{E,n} hidden_from{T} e_norm{E} h_norm{E}                    eps -> i8{bytes} of {2*E,T}

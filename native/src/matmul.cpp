@@ -198,11 +198,6 @@ static bool leaves_parts(const StepBuild &b, const std::vector<ggml_tensor *> &w
 
 static ggml_tensor *add_parts(const StepBuild &b, const std::vector<ggml_tensor *> &weights,
                               const MatmulInput &in) {
-    if (in.kind == ROWMM_HEAD_RMS && in.T <= ROWMM_GATED_ROWS) {
-        const int64_t bytes = rowmm_parts_op_bytes(in.T, weights) + rowmm_op_bytes(in.T, in.K);
-        return add_op(b.ctx, "rowmm_gated_parts", GGML_TYPE_F32, bytes / int64_t(sizeof(float)), 1,
-                      {in.x, in.w, in.y, weights[0]}, {int32_t(in.T), 0, bits_of_real(in.eps)});
-    }
     const bool norms = packs_in_product(b, weights, in);
     std::vector<ggml_tensor *> args = {in.x, in.w};
     if (!norms) {

@@ -4,13 +4,12 @@
 // What a layer of a step launches on a GPU with luce's own matmul, and what is fused there. A launch ends where each value
 // needs all of the launch before, or another grid; all are dependent launches (overlap.cuh), so that a matmul fills its
 // rings with weights while the small kernel ahead of it runs.
-//   DeltaNet (8 to 10)   qkv z beta alpha    rowmm_parts           one pass over x; its results stay partial sums
+//   DeltaNet (9 or 10)   qkv z beta alpha    rowmm_parts           one pass over x; its results stay partial sums
 //                        conv, delta rule    deltanet_parts        adds them up; SiLU, l2 norms, window and log; decay and
 //                                                                  beta from alpha and b. Of 3 rows and more, or of 2 in an
 //                                                                  engine of several sequences, it is two kernels
 //                        gated norm          rowmm_pack_gated      RMS of a head * SiLU(z), packed to F16
-//                        out                 rowmm_parts           of 1 or 2 rows rowmm_gated_parts, which gates and packs
-//                                                                  itself, but ahead of a mixture
+//                        out                 rowmm_parts
 //                        residual, norm      rowmm_parts_rms       adds the parts up; x, squares of x, packed x * w
 //   and the FFN          gate up             rowmm_parts           applies the norm's scale to its sums
 //                        SwiGLU              rowmm_parts_swiglu    adds the parts up, packs

@@ -78,10 +78,6 @@ CHECKED = {
         "check_rowmm_norm(false), lay_out_norms()",
         ["rowmm.cu", "rowmm_permute.cu", "rowmm_pack.cu", *(f.name for f in KERNELS.glob("rowmm_rows_*.cu"))],
     ),
-    "rowmm_gated_check.cu": (
-        "check_rowmm_gated(false)",
-        ["rowmm.cu", "rowmm_permute.cu", "rowmm_pack.cu", *(f.name for f in KERNELS.glob("rowmm_rows_*.cu"))],
-    ),
     "attention_plan_check.cu": ("check_attention_plan(false)", []),
     "attention_heads_check.cu": (
         "check_attention_heads(false)",
@@ -125,7 +121,7 @@ def test_a_check_of_kernels_passes_on_the_emulated_device(file: str, tmp_path: P
     run(build(tmp_path, kernels, [file], check))
 
 
-@pytest.mark.parametrize("file", ["rowmm_gated_check.cu", "rowmm_norm_check.cu"])
+@pytest.mark.parametrize("file", ["rowmm_check.cu", "rowmm_norm_check.cu"])
 def test_products_of_few_rows_pass_where_all_lanes_of_a_warp_copy(file: str, tmp_path: Path) -> None:
     """Devices before 9.0 have no bulk copies, which one lane begins."""
     check, kernels = CHECKED[file]
