@@ -13,14 +13,21 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=${1:?say where} form=${2:-}
 arch=${ARCH:-$(nvidia-smi -i 0 --query-gpu=compute_cap --format=csv,noheader | tr -d .)}
 arch=${arch/#90/90a} # Only sm_90a has Hopper's own instructions.
-plain=$folder/kernels objects=() all=(tests/cuda/*.cu native/kernels/*.cu)
+plain=$folder/kernels objects=() all=(tests/cuda/*.cu)
 to=$plain flags= program=$folder/kernel_check changed=shared_ring.cuh
 link=(-Xlinker --wrap=cudaDeviceGetAttribute,--wrap=cudaLaunchKernelExC,--wrap=__cudaGetKernel,--wrap=__cudaRegisterFunction)
 case $form in
 racecheck) to=$folder/kernels-racecheck flags=-DLUCE_EVERY_LANE_ARRIVES program=$folder/kernel_check_racecheck ;;
-chains) all=(bench/step_chains.cu native/kernels/*.cu) program=$folder/step_chains.so link=(-shared -Xlinker -Bsymbolic) changed=step_chains.cu ;;
+chains) all=(bench/step_chains.cu) program=$folder/step_chains.so link=(-shared -Xlinker -Bsymbolic) changed=step_chains.cu ;;
 esac
-mkdir -p "$to"
+mkdir -p "$to" "$folder/forms"
+shopt -s extglob
+all+=(native/kernels/!(rowmm_rows).cu)
+while read -r known; do # Those of the product's kernel, which one file lists, are compiled side by side.
+    source=$folder/forms/rowmm_rows_${known//, /_}.cu
+    printf '#define ROWMM_FORM %s\n#include "rowmm_rows.cu"\n' "$known" >"$source"
+    all+=("$source")
+done < <(sed -n 's/.*rowmm_kernel_of<\([0-9].*\)>.*/\1/p' native/kernels/rowmm_rows.cu)
 sources=()
 for source in "${all[@]}"; do
     object=$plain/$(basename "$source").o

@@ -170,20 +170,18 @@ cudaError_t launch_sum(const RowmmParams &p, cudaStream_t stream, bool overlap) 
 
 RowmmKernel kernel_of(const RowmmParams &p, bool wide) {
     switch (p.columns) {
-        case 1: return rowmm_kernel_1();
-        case 2: return rowmm_kernel_2();
-        case 3: return rowmm_kernel_3();
-        case 4: return rowmm_kernel_4();
-        case 5: return rowmm_kernel_5();
-        case 6: return rowmm_kernel_6();
-        case 7: return rowmm_kernel_7();
-        case 8: return rowmm_kernel_8();
-        default: break;
+        case 1: return rowmm_kernel_of<1, false, 1>();
+        case 2: return rowmm_kernel_of<1, false, 2>();
+        case 3: return rowmm_kernel_of<1, false, 3>();
+        case 4: return rowmm_kernel_of<1, false, 4>();
+        case 5: return rowmm_kernel_of<1, false, 5>();
+        case 6: return rowmm_kernel_of<1, false, 6>();
+        case 7: return rowmm_kernel_of<1, false, 7>();
+        case 8: return rowmm_kernel_of<1, false, 8>();
+        case 16: return rowmm_kernel_of<2, false, ANY>();
+        case 32: return wide ? rowmm_kernel_of<4, true, ANY>() : rowmm_kernel_of<4, false, ANY>();
+        default: return rowmm_kernel_of<8, true, ANY>();
     }
-    return p.columns <= 16   ? rowmm_kernel_16()
-           : !wide           ? rowmm_kernel_32()
-           : p.columns <= 32 ? rowmm_kernel_32_wide()
-                             : rowmm_kernel_64_wide();
 }
 
 // There are as many slots of weights as leave room for the blocks of a multiprocessor, and at least two.

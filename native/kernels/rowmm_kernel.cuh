@@ -45,10 +45,7 @@ __device__ __forceinline__ int range_of_block(const RowmmParams &p) {
     return b >= 2 * pairs ? b : b < pairs ? 2 * b : 2 * (b - pairs) + 1;
 }
 
-// Says what a kernel knows of its rows when it is compiled: nothing, or how many columns a stage of them has, from which a
-// stage's addresses follow.
-constexpr int ANY = 0;
-
+// Returns how many columns a stage of rows has. Where they are known when a kernel is compiled, a stage's addresses are too.
 template <int NT, bool WIDE, int KNOWN> __device__ __forceinline__ auto columns_of(const RowmmParams &p) {
     if constexpr (KNOWN != ANY) {
         return Exactly<KNOWN>();
@@ -283,7 +280,7 @@ __global__ void __launch_bounds__(Shape<NT, WIDE>::THREADS, Shape<NT, WIDE>::BLO
     }
 }
 
-template <int NT, bool WIDE, int KNOWN = ANY> RowmmKernel rowmm_kernel_of() {
+template <int NT, bool WIDE, int KNOWN> RowmmKernel rowmm_kernel_of() {
     using S = Shape<NT, WIDE>;
     return {rowmm_kernel<NT, WIDE, KNOWN>, S::THREADS, S::row_bytes, S::TEAMS};
 }

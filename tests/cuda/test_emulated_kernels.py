@@ -47,7 +47,12 @@ def build(folder: Path, kernels: list[str], checks: list[str], check: str, *flag
             shutil.copy(source, folder)
     objects = []
     for source in [*(KERNELS / name for name in kernels), *(CHECKS / name for name in checks)]:
-        (folder / source.name).with_suffix(".cpp").write_text(as_cpp(source.read_text()))
+        text = as_cpp(source.read_text())
+        # What one file lists in forms is compiled side by side.
+        forms = re.findall(r"rowmm_kernel_of<(\d.*)>", text) if source.stem == "rowmm_rows" else [None]
+        for i, form in enumerate(forms):
+            defined = "" if form is None else f"#define ROWMM_FORM {form}\n"
+            (folder / f"{source.stem}_{i}.cpp").write_text(defined + text)
     commands = []
     for source in folder.glob("*.cpp"):
         objects.append(str(source.with_suffix(".o")))
@@ -63,6 +68,9 @@ def build(folder: Path, kernels: list[str], checks: list[str], check: str, *flag
     return folder / "check"
 
 
+# All forms of the product's kernel, and those of few rows.
+ROWS = [f.name for f in KERNELS.glob("rowmm_rows*.cu")]
+
 # Each check is of a file, and needs these kernels.
 CHECKED = {
     "moe_check.cu": (
@@ -72,11 +80,11 @@ CHECKED = {
     # Blocks of one team and of two (rowmm_kernel.cuh) have ranges that begin anywhere in K.
     "rowmm_check.cu": (
         "check_rowmm_ranges(), lay_out_products()",
-        ["rowmm.cu", "rowmm_permute.cu", "rowmm_pack.cu", *(f.name for f in KERNELS.glob("rowmm_rows_*.cu"))],
+        ["rowmm.cu", "rowmm_permute.cu", "rowmm_pack.cu", *ROWS],
     ),
     "rowmm_norm_check.cu": (
         "check_rowmm_norm(false), lay_out_norms()",
-        ["rowmm.cu", "rowmm_permute.cu", "rowmm_pack.cu", *(f.name for f in KERNELS.glob("rowmm_rows_*.cu"))],
+        ["rowmm.cu", "rowmm_permute.cu", "rowmm_pack.cu", *ROWS],
     ),
     "attention_plan_check.cu": ("check_attention_plan(false)", []),
     "attention_heads_check.cu": (
@@ -87,7 +95,7 @@ CHECKED = {
     "choose_check.cu": (
         "check_choose(false)",
         ["choose.cu", "choices.cu", "nextn.cu", "rowmm.cu", "rowmm_permute.cu", "rowmm_pack.cu"]
-        + [f.name for f in KERNELS.glob("rowmm_rows_*.cu")],
+        + ROWS,
     ),
     "topk_check.cu": ("check_topk(false)", ["topk.cu"]),
     # How work is shared out is the same for all types of cells; the tensor cores' kernels are not run.
