@@ -267,8 +267,7 @@ int launch_summed(const ConvPartsArgs &args, cudaStream_t stream) {
     const Params a(args);
     const size_t bytes = size_t(a.committed_values() + int64_t(s.T) * S) * sizeof(float);
     if (s.T <= GROUP) { // so one group has all sequences
-        const auto kernel = a.warps() <= FEW ? conv_few_kernel : conv_sixteen_kernel;
-        return int(launch_kernel(kernel, grid, a.warps() * WARP, bytes, stream, true, a, sums));
+        return int(launch_kernel(conv_few_kernel, grid, a.warps() * WARP, bytes, stream, true, a, sums));
     }
     return int(
         launch_kernel(conv_verify_kernel<S, Summed>, grid, a.warps() * WARP, bytes, stream, true, a, sums));

@@ -82,7 +82,8 @@ __device__ void sum_others_of_few(const Summed &sums, int tile, int row) {
 // The same for a step of up to GROUP rows of one group of sequences, of parts. A warp has a row, and a sequence's committed rows
 // where there is one for it. Behind the wait comes only what takes the row's parts: all else is found, and the window is moved,
 // ahead of it.
-__device__ __forceinline__ void conv_few(const Params &a, const Summed &sums) {
+__global__ void __launch_bounds__(GROUP *WARP, 1)
+    conv_few_kernel(const __grid_constant__ Params a, const __grid_constant__ Summed sums) {
     constexpr int S = SUM_TILE;
     // It has committed rows [group][WINDOW][S], then summed ones [T][S].
     extern __shared__ __align__(16) float space[];
@@ -138,19 +139,6 @@ __device__ __forceinline__ void conv_few(const Params &a, const Summed &sums) {
     }
     conv_rows<S, 1>(w, taps, blockIdx.x < 2 * a.shape.Hk, {out}, lane);
     taps[0][TAPS - 1].store(log, lane);
-}
-
-// On Hopper a block of up to FEW warps begins beside two blocks of the product ahead with the 64 registers that it takes. One of 16
-// warps begins when one of the two has ended, if it takes no more than 56; else it would begin when both have. (__maxnreg__ may not
-// be combined with __launch_bounds__.)
-constexpr int FEW = 8;
-__global__ void __launch_bounds__(FEW *WARP, 1)
-    conv_few_kernel(const __grid_constant__ Params a, const __grid_constant__ Summed sums) {
-    conv_few(a, sums);
-}
-__global__ void __maxnreg__(56)
-    conv_sixteen_kernel(const __grid_constant__ Params a, const __grid_constant__ Summed sums) {
-    conv_few(a, sums);
 }
 
 } // namespace
