@@ -130,9 +130,8 @@ struct DeltaArgs {
     float *out; // [T][Hv*S]
 };
 
-// deltanet_layer does conv_parts and the delta rule of its results in a verify. Of few rows of one sequence it is one launch,
-// with the same bits, and the conv's results, alpha and beta stay in it.
-constexpr int DELTA_LAYER_ROWS = 2; // of more rows it is slower than two
+// deltanet_layer does conv_parts and the delta rule of its results in a verify. Of one row it is one launch, with the same
+// bits, and the conv's results, alpha and beta stay in it.
 constexpr int64_t DELTA_TURN_BYTES = 256;
 struct DeltaLayerArgs {
     ConvPartsArgs conv;

@@ -6,8 +6,7 @@
 // rings with weights while the small kernel ahead of it runs.
 //   DeltaNet (9 or 10)   qkv z beta alpha    rowmm_parts           one pass over x; its results stay partial sums
 //                        conv, delta rule    deltanet_parts        adds them up; SiLU, l2 norms, window and log; decay and
-//                                                                  beta from alpha and b. Of 3 rows and more, or of 2 in an
-//                                                                  engine of several sequences, it is two kernels
+//                                                                  beta from alpha and b. Of 2 rows and more it is two kernels
 //                        gated norm          rowmm_pack_gated      RMS of a head * SiLU(z), packed to F16
 //                        out                 rowmm_parts
 //                        residual, norm      rowmm_parts_rms       adds the parts up; x, squares of x, packed x * w
