@@ -102,8 +102,7 @@ __device__ int list_tasks(const MatmulParams &p, BlockShared &s, UnitRing &ring,
         }
         if (r < listed.z) {
             const int32_t *list = reinterpret_cast<const int32_t *>(p.routed + p.at.places);
-            const bool known = item < 0 || (r == 0 && listed.w >= 0);
-            s.places[own][r] = !known ? __ldcg(list + listed.y + r) : item < 0 ? listed.y + r : listed.w;
+            s.places[own][r] = item < 0 ? listed.y + r : __ldcg(list + listed.y + r);
         }
     }
     return n_tasks;
