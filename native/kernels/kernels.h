@@ -344,13 +344,6 @@ struct ChooseArgs {
     // Entry rows[t].keep of both becomes {token, not-finite flag} of row t: one for later rows, and one for the host, in
     // memory of its own that a GPU writes to, since a copy would take longer. They may be the same, or both null.
     int32_t *drafts, *given; // [n][2]
-    // What a draft has besides, in no launches of its own. `parts` is null, or the product of one weight that left the
-    // logits as parts (rowmm.h), which are added up; n is a multiple of 8. The rows are kept as by keep_hidden. `table` is
-    // null, or the embeddings of n tokens or more, so many bytes each: the choice's comes to the L2 cache.
-    const RowmmArgs *parts;
-    KeepHiddenArgs hidden;
-    const void *table;
-    int64_t row_bytes;
 };
 
 // topk lists the k best candidates of each row, in the order (logit descending, id ascending), with their

@@ -200,11 +200,7 @@ ChooseArgs choose_args(const ggml_tensor *dst) {
             param(dst, 0),
             data<ChoiceRow>(dst),
             dst->src[2] != nullptr ? data<int32_t>(dst->src[2]) : nullptr,
-            dst->src[3] != nullptr ? data<int32_t>(dst->src[3]) : nullptr,
-            nullptr,
-            {},
-            nullptr,
-            0};
+            dst->src[3] != nullptr ? data<int32_t>(dst->src[3]) : nullptr};
 }
 
 TopkArgs topk_args(const ggml_tensor *dst) {
@@ -369,8 +365,6 @@ const CustomOp OPS[] = {
     {"rowmm_parts", "xP mK,A mK,B? mK,C? mK,D? > A", nullptr, rowmm_parts_op},
     {"rowmm_parts_norm", "K,T K mK,A mK,B? mK,C? mK,D? > A", nullptr, rowmm_parts_op},
     {"deltanet_parts", "xP 4,C C,3,s* l,q* ctl h h S,S,h,s* xS* > C", nullptr, deltanet_parts_op},
-    {"choose_draft", "xP ctl i2,d* i2,d* E,T E E,h* iT mE,V > 5372,T", nullptr,
-     [](const ggml_tensor *dst, void *stream) { return choose_draft_op(dst, stream, real(dst, 0)); }},
     {"nextn_pack", "iT i2,d mE,V E,n iT E E > 1", nullptr,
      [](const ggml_tensor *dst, void *stream) { return nextn_pack_op(dst, stream, real(dst, 0)); }},
     {"keep_hidden", "E,T E E,n* iT > 1", nullptr,

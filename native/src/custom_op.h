@@ -40,8 +40,6 @@
 //                     its params -> {Hv*S*T, then z{Hv*S,T}, then scratch}: deltanet_conv and deltanet
 // nextn_pack      e{E,T} hidden{E,n} hidden_from{T} e_norm{E} h_norm{E}                    eps -> i8{bytes} of {2*E,T}
 // keep_hidden     x{E,T} norm{E} hidden{E,n}* i64 hidden_to{T}                             eps -> i32{1}
-// choose_draft    parts of logits{n,T}; ctl drafts* given* as choose; x{E,T} norm hidden* hidden_to as keep_hidden; the
-//                     embeddings{E,V}                                                      eps -> {n*T of logits, then choice}
 // attention_heads parts of q_gate, k, v or of k, v; k_norm{D} positions{T} pool_k* pool_v* ctl pages q_norm{D}?
 //                     rope_dim base eps owner -> {D*H*T of q, then of gate}: norm_rope and kv_store
 // attention_plan  ctl                                                                      T H first window type Hkv D

@@ -270,17 +270,6 @@ ggml_tensor *matmul(const StepBuild &b, ggml_tensor *weight, const MatmulInput &
     return products(b, {weight}, input, nullptr)[0];
 }
 
-ggml_tensor *matmul_parts([[maybe_unused]] const StepBuild &b, [[maybe_unused]] ggml_tensor *weight,
-                          [[maybe_unused]] const MatmulInput &input) {
-#ifdef LUCE_USE_CUDA
-    constexpr int64_t FEW = 8; // of more rows, parts take more time than the kernel that adds them up
-    if (input.T <= FEW && leaves_parts(b, {weight})) {
-        return add_parts(b, {weight}, input);
-    }
-#endif
-    return nullptr;
-}
-
 DeltaInputs delta_inputs(const StepBuild &b, const MatmulInput &x, const DeltaNet &w, const DeltaState &state,
                          const std::vector<int32_t> &params) {
     const int64_t C = w.shape.conv_dim(), T = x.T;

@@ -29,7 +29,7 @@
 //   once a step          plan                attention_plan        which block of attention does what, for all layers
 //   a draft has besides  its input           nextn_pack            looks embeddings up, norms both halves, packs
 //                        eh_proj, norm       rowmm_parts, rowmm_parts_rms
-//                        head, choice        rowmm_parts, choose_draft  adds the parts up; keeps choice and hidden row
+//                        kept rows, choice   keep_hidden, rowmm, choose
 //   and the links of one sequence's chain are one graph, whose launches overlap too
 // What a step keeps of ggml-cuda, each op giving a row the same bits at any T. In a step of the model
 // they run a few times, not once a layer, and so cost what a few launches do:
@@ -155,9 +155,6 @@ std::vector<ggml_tensor *> matmuls(const StepBuild &b, const std::vector<ggml_te
                                    const MatmulInput &input);
 
 ggml_tensor *matmul(const StepBuild &b, ggml_tensor *weight, const MatmulInput &input);
-
-// Returns the product of few rows as the parts that luce's own matmul leaves, or null where it leaves none.
-ggml_tensor *matmul_parts(const StepBuild &b, ggml_tensor *weight, const MatmulInput &input);
 
 // residual (which may be null) + the product, and its norm. Luce's own matmul leaves its results in parts, and the kernel
 // that packs the norm adds them up.
