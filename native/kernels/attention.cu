@@ -21,18 +21,13 @@ constexpr bool WGMMA = true;
 constexpr bool WGMMA = false;
 #endif
 
-template <int D, int TYPE, Form FORM>
+template <int D, int TYPE, bool AHEAD>
 __device__ void tensor_attention(const AttentionParams &a, uint8_t *shared) {
-    using L = Layout<D, TYPE, WGMMA, FORM>;
+    using L = Layout<D, TYPE, WGMMA, AHEAD>;
     Plan &plan = *reinterpret_cast<Plan *>(shared + L::PLAN);
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     lay_ones<L>(shared);
 #endif
-    // The block's first unit is asked for beside the plan. (Where that shares units out, nobody looks at it.)
-    int32_t taken = 0;
-    if (L::STRANDED && threadIdx.x == MMA_THREADS - LOAD_THREADS) {
-        taken = atomicAdd(a.taken, 1);
-    }
     plan.have(a, L::MAX_M);
     if (!plan.stays()) {
         return;
@@ -48,7 +43,7 @@ __device__ void tensor_attention(const AttentionParams &a, uint8_t *shared) {
         barrier_init_warps(shared_address(shared) + L::EMPTY + threadIdx.x * 8, leaving);
     }
     Told::init(L::told(shared));
-    if (L::AHEAD && threadIdx.x < L::TILES) {
+    if (AHEAD && threadIdx.x < L::TILES) {
         barrier_init_warps(shared_address(shared) + L::READY + threadIdx.x * 8, L::UNPACK_THREADS / WARP);
         barrier_init_warps(shared_address(shared) + L::LEFT + threadIdx.x * 8, L::WARPS);
     }
@@ -56,7 +51,7 @@ __device__ void tensor_attention(const AttentionParams &a, uint8_t *shared) {
     if (threadIdx.x < L::MATH_THREADS) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(L::MATH_REGISTERS));
-        wgmma_units<D, TYPE, FORM>(a, plan, shared);
+        wgmma_units<D, TYPE, AHEAD>(a, plan, shared);
 #else
         mma_units<D, TYPE>(a, plan, shared);
 #endif
@@ -65,11 +60,8 @@ __device__ void tensor_attention(const AttentionParams &a, uint8_t *shared) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(L::LOAD_REGISTERS));
 #endif
         Loader<L> loader{a, plan, shared};
-        if constexpr (L::STRANDED) {
-            loader.held = taken;
-        }
         loader.run();
-    } else if constexpr (L::AHEAD) {
+    } else if constexpr (AHEAD) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(L::UNPACK_REGISTERS));
 #endif
@@ -85,28 +77,20 @@ __global__ void __launch_bounds__(TYPE == KV_F32 ? F32_THREADS : MMA_THREADS, 1)
     if constexpr (TYPE == KV_F32) {
         f32_attention<D>(a, shared);
     } else {
-        tensor_attention<D, TYPE, Form::PLAIN>(a, shared);
+        tensor_attention<D, TYPE, false>(a, shared);
     }
 }
 
-// It is for packed cells in steps whose units all fit one warpgroup. Its threads have 128 registers at first.
+// It is for packed cells in steps whose units all fit one warpgroup. Its threads have 128 registers at first. When it came, a layer
+// of 1 to 8 rows at 102,400 positions of Q8_0 took 0.37 to 0.40 of what it had, where 16 rows, which got the faster unpacking alone,
+// took 0.67 (H200; bench/results/2026-11-22-kernels-2-h200.txt): some 1.5 ms of a step of the 27b.
 template <int D, int TYPE>
 __global__ void __launch_bounds__(MMA_THREADS + 4 * WARP, 1)
     ahead_kernel(const __grid_constant__ AttentionParams a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) uint8_t shared[];
     let_next_start();
-    tensor_attention<D, TYPE, Form::AHEAD>(a, shared);
-#endif
-}
-
-// It is for F16 cells in steps that may have strands.
-template <int D>
-__global__ void __launch_bounds__(MMA_THREADS, 1) stranded_kernel(const __grid_constant__ AttentionParams a) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    extern __shared__ __align__(1024) uint8_t shared[];
-    let_next_start();
-    tensor_attention<D, KV_F16, Form::STRANDED>(a, shared);
+    tensor_attention<D, TYPE, true>(a, shared);
 #endif
 }
 
@@ -121,19 +105,12 @@ cudaError_t launch_parts(AttentionParams &a, int blocks, int capability, cudaStr
     if constexpr (TYPE == KV_Q8_0 || TYPE == KV_Q4_0) {
         if (unpacks_ahead(a)) {
             return launch_kernel(ahead_kernel<D, TYPE>, dim3(blocks), MMA_THREADS,
-                                 size_t(Layout<D, TYPE, true, Form::AHEAD>::BYTES), stream, true, a);
-        }
-    }
-    if constexpr (TYPE == KV_F16) {
-        if (a.stranded != nullptr) {
-            return launch_kernel(stranded_kernel<D>, dim3(blocks), MMA_THREADS,
-                                 size_t(Layout<D, TYPE, true, Form::STRANDED>::BYTES), stream, true, a);
+                                 size_t(Layout<D, TYPE, true, true>::BYTES), stream, true, a);
         }
     }
     int bytes = int(sizeof(F32Layout<D>));
     if constexpr (TYPE != KV_F32) { // Hopper may run code for sm_80 too, which needs less
-        bytes = capability == 9 ? Layout<D, TYPE, true, Form::PLAIN>::BYTES
-                                : Layout<D, TYPE, false, Form::PLAIN>::BYTES;
+        bytes = capability == 9 ? Layout<D, TYPE, true, false>::BYTES : Layout<D, TYPE, false, false>::BYTES;
     }
     const int threads = TYPE == KV_F32 ? F32_THREADS : MMA_THREADS;
     return launch_kernel(attention_kernel<D, TYPE>, dim3(blocks), threads, size_t(bytes), stream,
@@ -162,7 +139,7 @@ int32_t most_chunks(const AttentionArgs &args) {
 }
 
 // Units of these kinds have room for different numbers of pairs.
-enum PlanKind { F32_PLAN, TENSOR_PLAN, AHEAD_PLAN, STRANDED_PLAN };
+enum PlanKind { F32_PLAN, TENSOR_PLAN, AHEAD_PLAN };
 
 // Makes the plan for all blocks of all layers. It never says let_next_start(), so that what is behind comes up when it has ended,
 // and may read the plan at once.
@@ -172,8 +149,8 @@ __global__ void __launch_bounds__(MAX_WORKERS)
     __shared__ MadePlan made;
     constexpr int MOST_PAIRS = KIND == F32_PLAN     ? F32_M
                                : KIND == AHEAD_PLAN ? AHEAD_PAIRS
-                                                    : Layout<256, KV_F16, WGMMA, Form::PLAIN>::MAX_M;
-    made.plan.make<KIND == STRANDED_PLAN>(a, MOST_PAIRS, &made.ends_of_workers[0][0]);
+                                                    : Layout<256, KV_F16, WGMMA, false>::MAX_M;
+    made.plan.make(a, MOST_PAIRS, &made.ends_of_workers[0][0]);
     if (threadIdx.x < PLAN_LAYERS) {
         made.taken[threadIdx.x] = 0;
     }
@@ -195,17 +172,6 @@ template <int D> int launch(AttentionParams &a, cudaStream_t stream) {
         error = attention_combine(a, stream);
     }
     return int(error);
-}
-
-// Steps of fewer rows have no strands: with them three sequences of 102,400 positions take 6% more on an H200, four 0.5% less, eight
-// 1.3% less.
-constexpr int STRAND_ROWS = 6;
-
-// Says whether a step may have strands. A sequence has none where it is short or the step's only one, so that steps of which that is
-// known run the kernels that do not know strands.
-bool may_have_strands(const AttentionParams &a) {
-    return a.pool.type == KV_F16 && a.T >= STRAND_ROWS && a.max_seqs != 1 &&
-           a.max_pages > STRANDS_END / PAGE && a.window == 0 && a.first == 0 && rowmm_has_wgmma();
 }
 
 // Sets what the arguments and the device alone decide.
@@ -255,7 +221,6 @@ int cuda::attention_plan(const AttentionArgs &args, void *plan, void *stream) {
     a.taken = a.pool.type == KV_F32 ? nullptr : static_cast<MadePlan *>(plan)->taken;
     const auto kernel = a.pool.type == KV_F32 ? plan_kernel<F32_PLAN>
                         : unpacks_ahead(a)    ? plan_kernel<AHEAD_PLAN>
-                        : may_have_strands(a) ? plan_kernel<STRANDED_PLAN>
                                               : plan_kernel<TENSOR_PLAN>;
     return int(launch_kernel(kernel, dim3(1), MAX_WORKERS, 0, static_cast<cudaStream_t>(stream), true, a,
                              static_cast<MadePlan *>(plan)));
@@ -278,9 +243,7 @@ int cuda::attention(const AttentionArgs &args, void *stream) {
         return int(error);
     }
     if (args.plan != nullptr) {
-        MadePlan &made = *static_cast<MadePlan *>(args.plan);
-        a.taken = made.taken + args.layer;
-        a.stranded = may_have_strands(a) ? made.plan.stranded : nullptr;
+        a.taken = static_cast<MadePlan *>(args.plan)->taken + args.layer;
     }
     a.chunks = most_chunks(args);
     a.means = args.scratch; // it comes first, since it is read and written in words of 16 bytes

@@ -20,7 +20,7 @@ struct ChunkRegion {
 };
 constexpr int CHUNK_REGIONS = 5;
 
-LUCE_HOST_DEVICE constexpr ChunkRegion chunk_region(int region) {
+LUCE_HOST_DEVICE inline ChunkRegion chunk_region(int region) {
     return region == 0   ? ChunkRegion{0, 7, 0}
            : region == 1 ? ChunkRegion{4096, 8, 32}
            : region == 2 ? ChunkRegion{16384, 9, 80}

@@ -3,8 +3,7 @@
 // values of a row, of one head or several, and a lane has 8. A few chunks are added one after the other, by one warp
 // without a barrier.
 // Many chunks are in GROUPS groups, of every GROUPS-th chunk each, which warps share, and the groups' sums are added in
-// order. A row's position decides how many chunks it has. Of long sequences the first kernel may have added up the first chunks of
-// each group itself (strands, attention_parts.h).
+// order. A row's position decides how many chunks it has.
 #include "attention_chunks.h"
 #include "attention_parts.h"
 #include "kv_types.cuh"
@@ -16,7 +15,8 @@
 namespace luce {
 namespace {
 
-constexpr int GROUPS = STRANDS, FEW_CHUNKS = 8;
+constexpr int GROUPS = 16, FEW_CHUNKS = 8;
+constexpr int BATCH = 5; // so many chunks are added at once
 constexpr int FEW_ROWS = 5, SOME_ROWS = 11; // 24 heads of so many rows are a block a multiprocessor, or two
 
 // So many lanes have values of one head, since a head has 64 or more. They share what is the same for a head's values.
@@ -105,30 +105,6 @@ struct Sum {
             v[i] = fmaf(x[i], w, v[i]);
         }
     }
-    // Takes what the first kernel has added up of the strand that begins at chunk c.
-    __device__ void take_strand(const float2 *sums, const void *means, uint32_t first, int H, int D, int c) {
-        const uint4 *at = static_cast<const uint4 *>(means) + first + c * (H * D / OWN);
-        const float2 s = sums[c * H];
-        const uint4 low = at[0], high = at[STRANDS * (H * D / OWN)];
-        most = s.x;
-        weight = s.y;
-        const uint32_t words[OWN] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-#pragma unroll
-        for (int i = 0; i < OWN; i++) {
-            v[i] = __uint_as_float(words[i]);
-        }
-    }
-    // Discards the lines of what take_strand() has read, as add_chunks() does. It comes behind that, so that the reads of both are
-    // on their way together.
-    __device__ static void discard_strand(const void *means, uint32_t first, int H, int D, int c, int lane,
-                                          bool owns) {
-        __syncwarp(); // all lanes read ahead of what discards
-        const uint4 *at = static_cast<const uint4 *>(means) + first + c * (H * D / OWN);
-        if (owns && lane % OCTET == 0 && reinterpret_cast<uintptr_t>(means) % 128 == 0) {
-            discard_line(at);
-            discard_line(at + STRANDS * (H * D / OWN));
-        }
-    }
     // Adds chunks c, c + step .. last, whose first results are at `sums` and at value OWN * first of `means`. The means of a lane
     // that `owns` them are not read again, so its octet's first lane discards their line: else L2 would write it to memory for
     // nothing.
@@ -201,9 +177,12 @@ struct Groups {
     }
 };
 
-// A Row is what a warp has to do: 256 neighbouring values of a row. The grid is {chunks of 256 values, rows}.
-struct Row {
-    const AttentionParts &a;
+// The grid is {chunks of 256 values, rows}.
+template <typename Means, int BLOCKS>
+__global__ void __launch_bounds__(GROUPS *WARP, BLOCKS)
+    combine_kernel(const __grid_constant__ AttentionParts a, RowsLayout layout) {
+    __shared__ Groups groups;
+    let_next_start();
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, D = a.pool.D, row = blockIdx.y;
     const int64_t K = int64_t(a.H) * D, k = int64_t(blockIdx.x) * CHUNK + lane * OWN, n = k < K ? k : 0;
     const int head = int(n / D), column = int(n % D);
@@ -212,91 +191,54 @@ struct Row {
     // It is below `first` where the row sees nothing.
     const int last = ctl.seq < 0 ? -1 : chunk_at(ctl.position);
     const bool few = last - first < FEW_CHUNKS;
-    const float2 *const sums = a.sums + a.place(row, 0, head);
+    const float2 *sums = a.sums + a.place(row, 0, head);
     const uint32_t at = uint32_t((a.place(row, 0, head) * D + column) / OWN);
-
-    // Adds up the chunks. Where the row's sequence is STRANDED, each group begins with what the first kernel has added up of it.
-    template <typename Means, bool STRANDED>
-    __device__ __forceinline__ void run(Groups &groups, const RowsLayout &layout) const {
-        if (few && warp > 0) {
+    wait_for_previous(); // all that attention_kernel wrote is in memory
+    if (few && warp > 0) {
+        return;
+    }
+    float gate[OWN] = {};
+    if (warp == 0 && a.gate != nullptr && first <= last && k < K) {
+        load_values(gate, a.gate + row * a.gate_row + head * a.gate_head, column, D);
+    }
+    Sum sum;
+    for (int g = warp; g < (few ? 1 : GROUPS); g += int(blockDim.x) / WARP) {
+        const int begin = few ? first : first + (g + GROUPS - first % GROUPS) % GROUPS;
+        sum = Sum();
+        sum.add_chunks<Means>(sums, a.means, at, a.H, D, begin, few ? 1 : GROUPS, last, lane, k < K);
+        if (!few) {
+            groups.put(g, lane, sum);
+        }
+    }
+    if (!few) {
+        __syncthreads();
+        if (warp > 0) {
             return;
         }
-        float gate[OWN] = {};
-        if (warp == 0 && a.gate != nullptr && first <= last && k < K) {
-            load_values(gate, a.gate + row * a.gate_row + head * a.gate_head, column, D);
-        }
-        Sum sum;
-        for (int g = warp; g < (few ? 1 : GROUPS); g += int(blockDim.x) / WARP) {
-            int begin = few ? first : first + (g + GROUPS - first % GROUPS) % GROUPS;
-            sum = Sum();
-            if constexpr (STRANDED) {
-                begin = g + STRAND_CHUNKS * STRANDS;
-                sum.take_strand(sums, a.means, at, a.H, D, g);
-            }
-            sum.add_chunks<Means>(sums, a.means, at, a.H, D, begin, few ? 1 : GROUPS, last, lane, k < K);
-            if constexpr (STRANDED) {
-                Sum::discard_strand(a.means, at, a.H, D, g, lane, k < K);
-            }
-            if (!few) {
-                groups.put(g, lane, sum);
-            }
-        }
-        if (!few) {
-            __syncthreads();
-            if (warp > 0) {
-                return;
-            }
-            sum = groups.total(lane);
-        }
-        Means::order(sum.v, lane);
-        leave(sum, gate, layout);
+        sum = groups.total(lane);
     }
-    // Applies the gate, and leaves or packs the values.
-    __device__ __forceinline__ void leave(Sum &sum, const float (&gate)[OWN],
-                                          const RowsLayout &layout) const {
-        const float scale = sum.weight == 0 ? 0.0f : 1.0f / sum.weight;
+    Means::order(sum.v, lane);
+    const float scale = sum.weight == 0 ? 0.0f : 1.0f / sum.weight;
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        sum.v[i] = k < K ? sum.v[i] * scale : 0.0f;
+    }
+    if (a.gate != nullptr) {
 #pragma unroll
         for (int i = 0; i < OWN; i++) {
-            sum.v[i] = k < K ? sum.v[i] * scale : 0.0f;
-        }
-        if (a.gate != nullptr) {
-#pragma unroll
-            for (int i = 0; i < OWN; i++) {
-                sum.v[i] *= __fdividef(1.0f, 1.0f + expf(-gate[i]));
-            }
-        }
-        if (a.packed != nullptr) {
-            const int C = layout.columns;
-            uint8_t *out = static_cast<uint8_t *>(a.packed) +
-                           (row / layout.set * chunks_of(K) + int64_t(blockIdx.x)) * chunk_bytes(C);
-            pack_chunk(out, C, row % layout.set, layout.wide, sum.v, largest(sum.v), lane);
-        } else if (k < K) {
-            float4 *out = reinterpret_cast<float4 *>(a.out + row * K + k);
-            out[0] = {sum.v[0], sum.v[1], sum.v[2], sum.v[3]};
-            out[1] = {sum.v[4], sum.v[5], sum.v[6], sum.v[7]};
+            sum.v[i] *= __fdividef(1.0f, 1.0f + expf(-gate[i]));
         }
     }
-};
-
-// Where sequences may be STRANDED, their rows have code of their own, so that what the others run is as short as elsewhere.
-template <typename Means, int BLOCKS, bool STRANDED = false>
-__global__ void __launch_bounds__(GROUPS *WARP, BLOCKS)
-    combine_kernel(const __grid_constant__ AttentionParts a, RowsLayout layout) {
-    __shared__ Groups groups;
-    let_next_start();
-    const Row row{a};
-    if constexpr (STRANDED) {
-        // The plan is read ahead of the wait, as the first kernel's blocks do. All lanes find the same: with the vote the compiler puts
-        // the other rows' code first.
-        const bool strands = row.ctl.position >= STRANDS_END && __ldcg(a.stranded + row.ctl.seq) != 0;
-        if (__builtin_expect(__any_sync(~0u, strands), false)) {
-            wait_for_previous();
-            row.run<Means, true>(groups, layout);
-            return;
-        }
+    if (a.packed != nullptr) {
+        const int C = layout.columns;
+        uint8_t *out = static_cast<uint8_t *>(a.packed) +
+                       (row / layout.set * chunks_of(K) + int64_t(blockIdx.x)) * chunk_bytes(C);
+        pack_chunk(out, C, row % layout.set, layout.wide, sum.v, largest(sum.v), lane);
+    } else if (k < K) {
+        float4 *out = reinterpret_cast<float4 *>(a.out + row * K + k);
+        out[0] = {sum.v[0], sum.v[1], sum.v[2], sum.v[3]};
+        out[1] = {sum.v[4], sum.v[5], sum.v[6], sum.v[7]};
     }
-    wait_for_previous(); // all that attention_kernel wrote is in memory
-    row.run<Means, false>(groups, layout);
 }
 
 } // namespace
@@ -311,11 +253,9 @@ cudaError_t attention_combine(const AttentionParts &parts, cudaStream_t stream) 
         return launch(combine_kernel<F32Means, 1>, GROUPS);
     }
     // Where there are few blocks, each has more warps, and a warp more registers.
-    if (parts.T <= FEW_ROWS) {
-        return launch(combine_kernel<F16Means, 1>, GROUPS);
-    }
-    return launch(parts.stranded != nullptr ? combine_kernel<F16Means, 2, true> : combine_kernel<F16Means, 2>,
-                  parts.T <= SOME_ROWS ? GROUPS : GROUPS / 4);
+    return parts.T <= FEW_ROWS
+               ? launch(combine_kernel<F16Means, 1>, GROUPS)
+               : launch(combine_kernel<F16Means, 2>, parts.T <= SOME_ROWS ? GROUPS : GROUPS / 4);
 }
 
 } // namespace luce

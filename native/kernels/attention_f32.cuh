@@ -26,11 +26,11 @@ template <int D> struct F32Unit {
     using L = F32Layout<D>;
     const AttentionParams &a;
     L &sh;
-    const Cursor<> &unit;
+    const Cursor &unit;
     const int tid = threadIdx.x, lane = tid % WARP, pair0 = tid / WARP * L::PAIRS;
     float most[L::PAIRS], sum[L::PAIRS] = {}, o[L::PAIRS][L::COLUMNS] = {};
 
-    __device__ F32Unit(const AttentionParams &args, L &shared, const Cursor<> &u)
+    __device__ F32Unit(const AttentionParams &args, L &shared, const Cursor &u)
         : a(args), sh(shared), unit(u) {
         for (float &m : most) {
             m = -INFINITY;

@@ -22,8 +22,8 @@ __device__ void store_by_columns(uint32_t at, uint32_t a, uint32_t b) {
 // A FewUnit is a unit of up to FEW_PAIRS pairs. A thread has rows lane / 4 and lane / 4 + 8
 // of its warp's 16 keys or columns, for the pairs pair(0) and pair(1): elements 0 and 1 are of the first row, and 2 and 3 of
 // the second.
-template <int D, int TYPE, Form FORM> struct FewUnit : GroupUnit<D, TYPE, FORM> {
-    using Base = GroupUnit<D, TYPE, FORM>;
+template <int D, int TYPE, bool AHEAD> struct FewUnit : GroupUnit<D, TYPE, AHEAD> {
+    using Base = GroupUnit<D, TYPE, AHEAD>;
     using L = typename Base::L;
     using Base::a, Base::alone, Base::base, Base::group, Base::lane, Base::plan, Base::shared, Base::tid,
         Base::unit, Base::KEYS, Base::PANELS, Base::origin;
@@ -173,18 +173,17 @@ template <int D, int TYPE, Form FORM> struct FewUnit : GroupUnit<D, TYPE, FORM> 
         Base::leave();
     }
     // Returns the place of a pair's result.
-    __device__ int64_t place(int pair, int32_t chunk) const {
+    __device__ int64_t place(int pair) const {
         const int64_t row = a.row_of(unit.row, pair), head = a.head_of(unit.head, pair);
-        return a.place(row, chunk, head);
+        return a.place(row, unit.chunk, head);
     }
     __device__ bool valid(int pair) const { return pair < unit.n_rows * a.G; }
     // Of lanes that have neighbouring columns, the odd one gets both columns of the second pair, and the other those of the
     // first.
-    const bool odd = (lane & 4) != 0;
-    const int mine = pair(odd ? 1 : 0);
-    const int tile = warp * 2; // of a panel
-    // Calls put(panel, two columns of `tile`, two of the next one) for the thread's part of the means.
-    template <typename Put> __device__ void each_mean(Put put) const {
+    __device__ void store() const {
+        const bool odd = (lane & 4) != 0;
+        const int mine = pair(odd ? 1 : 0);
+        const int64_t at = place(mine);
         const float scale[2] = {mean_scale(sum[0][0]), mean_scale(sum[0][1])};
 #pragma unroll
         for (int i = 0; i < PANELS; i++) {
@@ -192,95 +191,16 @@ template <int D, int TYPE, Form FORM> struct FewUnit : GroupUnit<D, TYPE, FORM> 
             const uint32_t y = pack_halves(o[i][0][1] * scale[1], o[i][0][3] * scale[1]);
             const uint32_t other = __shfl_xor_sync(~0u, odd ? x : y, 4);
             const uint32_t low = odd ? other : x, high = odd ? y : other; // of two columns
-            put(i, __byte_perm(low, high, 0x5410), __byte_perm(low, high, 0x7632));
-        }
-    }
-    __device__ void store() {
-        if constexpr (L::STRANDED) {
-            if (__builtin_expect(unit.piece() > 0, false)) {
-                keep((unit.piece() - 1) % BATCH);
-                if (unit.piece() % BATCH == 0) {
-                    add_batch();
-                }
-                return;
-            }
-        }
-        const int64_t at = place(mine, unit.chunk);
-        each_mean([&](int i, uint32_t x, uint32_t y) {
             if (valid(mine)) {
-                store_columns(a, at, D, i * 8 + tile, lane / 8, x, y);
+                store_columns(a, at, D, i * 8 + warp * 2, lane / 8, __byte_perm(low, high, 0x5410),
+                              __byte_perm(low, high, 0x7632));
             }
-        });
+        }
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             if (tid < 4 && valid(pair(e))) {
-                store_kept(a.sums + place(pair(e), unit.chunk), float2{most[e], sum[0][e]});
+                store_kept(a.sums + place(pair(e)), float2{most[e], sum[0][e]});
             }
-        }
-    }
-
-    // A chunk of a strand is kept until those of its batch are added up: each thread's part of its mean beside the queries,
-    // which have few rows here, and behind them, as those of one more chunk, {maximum, sum of weights} of what was added.
-    __device__ uint2 *kept_mean(int i, int panel) const {
-        static_assert(BATCH * GROUP_THREADS * 8 <= (L::HALF_M - FEW_PAIRS) * 128, "there is room");
-        return reinterpret_cast<uint2 *>(shared + (q_at - base) + FEW_PAIRS * 128 + panel * L::MAX_M * 128) +
-               i * GROUP_THREADS + tid;
-    }
-    __device__ float2 *kept_sums(int i) const {
-        return reinterpret_cast<float2 *>(shared + L::KEPT) + (group * (BATCH + 1) + i) * FEW_PAIRS;
-    }
-    __device__ void keep(int i) const {
-        each_mean([&](int panel, uint32_t x, uint32_t y) { *kept_mean(i, panel) = uint2{x, y}; });
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-            if (tid < 4) {
-                kept_sums(i)[pair(e)] = {most[e], sum[0][e]};
-            }
-        }
-    }
-    // Adds a batch to those before it, as the second kernel does (Sum::add_chunks), and leaves the strand's sum as
-    // attention_parts.h says.
-    __device__ void add_batch() const {
-        const bool first = unit.piece() == BATCH;
-        group_barrier(group);
-        const float2 had = first ? float2{-INFINITY, 0} : kept_sums(BATCH)[mine];
-        float largest = had.x, w[BATCH];
-#pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            largest = fmaxf(largest, kept_sums(i)[mine].x);
-        }
-        const float zero = Base::origin(largest), factor = exp2f(had.x - zero);
-        float weight = had.y * factor;
-#pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            const float2 s = kept_sums(i)[mine];
-            w[i] = s.y * exp2f(s.x - zero);
-            weight += w[i];
-        }
-        const int32_t chunk = unit.chunk - (unit.piece() - 1) * STRANDS;
-        const int64_t at = place(mine, chunk + warp % 2 * STRANDS);
-        float4 *const to = reinterpret_cast<float4 *>(a.means) + at * (D / 8) + tile / 4 * 4 + lane / 8;
-#pragma unroll
-        for (int panel = 0; panel < PANELS; panel++) {
-            float4 v = {0, 0, 0, 0};
-            if (!first && valid(mine)) { // the same thread has left them
-                v = to[panel * 8];
-                v = {v.x * factor, v.y * factor, v.z * factor, v.w * factor};
-            }
-#pragma unroll
-            for (int i = 0; i < BATCH; i++) {
-                const uint2 mean = *kept_mean(i, panel);
-                const float2 x = __half22float2(halves(mean.x)), y = __half22float2(halves(mean.y));
-                v = {fmaf(x.x, w[i], v.x), fmaf(x.y, w[i], v.y), fmaf(y.x, w[i], v.z), fmaf(y.y, w[i], v.w)};
-            }
-            if (valid(mine)) {
-                store_kept(to + panel * 8, v);
-            }
-        }
-        if (tid < FEW_PAIRS && first) {
-            kept_sums(BATCH)[mine] = {largest, weight};
-        } else if (tid < FEW_PAIRS && valid(mine)) {
-            store_kept(a.sums + place(mine, chunk), float2{largest, weight});
         }
     }
     __device__ void run(uint32_t turn) { Base::run(*this, turn); }

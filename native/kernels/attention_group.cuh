@@ -88,9 +88,8 @@ __device__ void group_barrier(int group) {
 }
 
 // A GroupUnit is a warpgroup's share of a unit, and takes its tiles from the ring.
-template <int D, int TYPE, Form FORM> struct GroupUnit {
-    using L = Layout<D, TYPE, true, FORM>;
-    static constexpr bool AHEAD = L::AHEAD;
+template <int D, int TYPE, bool AHEAD> struct GroupUnit {
+    using L = Layout<D, TYPE, true, AHEAD>;
     using Source = Taker<L, AHEAD>;
     static constexpr int KEYS = L::KEYS, PANELS = D / 64;
     static_assert(KEYS == 64, "a tile of scores is a panel");

@@ -18,13 +18,13 @@ constexpr int LOAD_THREADS = 4 * WARP, MMA_THREADS = 8 * WARP + LOAD_THREADS;
 constexpr int AHEAD_PAIRS = 64; // one warpgroup computes so many
 constexpr int FEW_PAIRS = 8; // wgmma computes units of up to so many pairs with keys as rows
 
-// With WGMMA it is for 227 KB of shared memory and Hopper's instructions, and otherwise for 99 KB. Rows of F16 lie
+// With WGMMA it is for 227 KB of shared memory and Hopper's instructions, and otherwise for 99 KB. Where it is AHEAD, of
+// packed cells and units of few pairs, one warpgroup computes, and another unpacks the cells ahead of it. Rows of F16 lie
 // in 16-byte words, whose order is changed by the row so that eight rows of one column lie in different banks. For wgmma
 // they lie in panels of 64 columns, one row after the other.
-template <int D, int TYPE, bool WGMMA, Form FORM> struct Layout {
-    static constexpr bool PACKED = TYPE != KV_F16, AHEAD = FORM == Form::AHEAD,
-                          STRANDED = FORM == Form::STRANDED;
-    static_assert((!AHEAD || (WGMMA && PACKED)) && (!STRANDED || (WGMMA && !PACKED)));
+template <int D, int TYPE, bool WGMMA, bool AHEAD_> struct Layout {
+    static constexpr bool PACKED = TYPE != KV_F16, AHEAD = AHEAD_;
+    static_assert(!AHEAD || (WGMMA && PACKED));
     static constexpr int WARPS = AHEAD ? 4 : 8, MATH_THREADS = WARPS * WARP; // they compute
     static constexpr int UNPACK_THREADS = AHEAD ? 4 * WARP : 0;
     static_assert(MATH_THREADS + UNPACK_THREADS + LOAD_THREADS == MMA_THREADS);
@@ -52,10 +52,7 @@ template <int D, int TYPE, bool WGMMA, Form FORM> struct Layout {
     static constexpr int ONES_BYTES = WGMMA ? 1024 : 0;
     // [16 * MT][warps that share a row's keys], or with wgmma [warpgroup][warp][FEW_PAIRS]
     static constexpr int MAXIMA = ONES + ONES_BYTES;
-    // [warpgroup][BATCH + 1][FEW_PAIRS] {maximum, sum of weights} of a strand's chunks, and of what was added up before
-    static constexpr int KEPT = MAXIMA + 4 * P_ROWS * 4,
-                         KEPT_BYTES = STRANDED ? 2 * (BATCH + 1) * FEW_PAIRS * 8 : 0;
-    static constexpr int ROWS = KEPT + KEPT_BYTES; // [KEYS] of a tile that is not whole
+    static constexpr int ROWS = MAXIMA + 4 * P_ROWS * 4; // [KEYS] of a tile that is not whole
     static constexpr int BAD =
         ROWS + KEYS * 4; // [2][KEYS] bytes by warpgroup, which say that the key's V is not finite
     static constexpr int TOLD = BAD + 2 * KEYS, FULL = TOLD + int(sizeof(Told::Ring));
@@ -128,7 +125,6 @@ template <typename L> struct Loader {
     const AttentionParams &a;
     const Plan &plan;
     uint8_t *shared;
-    using Unit = Cursor<L::STRANDED>;
     const uint32_t base = shared_address(shared);
     const int tid = threadIdx.x - (MMA_THREADS - LOAD_THREADS);
     Place ring;
@@ -181,7 +177,7 @@ template <typename L> struct Loader {
         }
     }
     // Finds the pool's rows of any tile. From n_past on cells are found by ancestors, and -1 stands for what no row sees.
-    __device__ void find_rows(const Unit &unit, int32_t key) const {
+    __device__ void find_rows(const Cursor &unit, int32_t key) const {
         int32_t *rows = reinterpret_cast<int32_t *>(shared + L::ROWS);
         load_barrier(); // all have left the rows before
         if (tid < KEYS) {
@@ -214,15 +210,10 @@ template <typename L> struct Loader {
     }
     // Goes to the next unit: the block's own, or where blocks take units one by one, the one whose number the first thread has
     // taken. It asks for the next one a unit ahead, since an answer takes long. Both numbers have a place by turns, so that
-    // one barrier a unit is enough. A strand's chunks come one by one.
-    __device__ bool next(Unit &unit) {
+    // one barrier a unit is enough.
+    __device__ bool next(Cursor &unit) {
         if (!plan.ticketed) {
             return unit.next();
-        }
-        if constexpr (L::STRANDED) {
-            if (unit.next_piece()) {
-                return true;
-            }
         }
         do {
             int32_t *number = reinterpret_cast<int32_t *>(shared + L::NUMBERS) + turn;
@@ -241,13 +232,13 @@ template <typename L> struct Loader {
     // Runs the ring. It begins beside the kernels ahead, and waits for them at tiles whose cells the step may
     // write. (Where a slot has to become free first, the warps that compute have waited.)
     __device__ void run() {
-        Unit unit(a, plan);
+        Cursor unit(a, plan);
         Told told{L::told(shared)};
-        if (!L::STRANDED && plan.ticketed && tid == 0) { // else it was asked for beside the plan
+        if (plan.ticketed && tid == 0) {
             held = atomicAdd(a.taken, 1);
         }
         while (next(unit)) {
-            if (tid == 0 && (!L::STRANDED || unit.piece <= 1)) {
+            if (tid == 0) {
                 told.tell(unit.info());
             }
             const int seq = unit.seq();
@@ -262,7 +253,7 @@ template <typename L> struct Loader {
         }
     }
     // Loads a unit's tiles.
-    __device__ __forceinline__ void load(const Unit &unit, int seq) {
+    __device__ __forceinline__ void load(const Cursor &unit, int seq) {
         const int32_t past = plan.n_past[seq];
         int64_t first = -1; // it is where the page has the head's first row, in bytes
         for (int32_t key = unit.begin; key < unit.end; key += KEYS) {

@@ -17,8 +17,8 @@ namespace {
 constexpr int WARPS = 8, MATH_THREADS = WARPS * WARP; // so many compute, as Layout has it too
 
 // This is what the computing warps keep in all their units.
-template <int D, int TYPE> struct MmaBlock : Taker<Layout<D, TYPE, false, Form::PLAIN>, false> {
-    using L = Layout<D, TYPE, false, Form::PLAIN>;
+template <int D, int TYPE> struct MmaBlock : Taker<Layout<D, TYPE, false, false>, false> {
+    using L = Layout<D, TYPE, false, false>;
     const AttentionParams &a;
     const Plan &plan;
     const uint32_t base = shared_address(this->shared);
@@ -40,7 +40,7 @@ template <int D, int TYPE> struct MmaBlock : Taker<Layout<D, TYPE, false, Form::
 // of scores a warp has SM tiles of 16 rows by N tiles of 8 keys, and of values M tiles of rows by C tiles of
 // 8 columns.
 template <int D, int TYPE, int MT> struct MmaUnit {
-    using L = Layout<D, TYPE, false, Form::PLAIN>;
+    using L = Layout<D, TYPE, false, false>;
     static constexpr int KEYS = L::KEYS;
     static constexpr int M = MT, SM = 1;
     static constexpr int SHARE = WARPS; // as many warps share rows of values
@@ -388,7 +388,7 @@ template <int D, int TYPE, int MT> struct MmaUnit {
 
 template <int D, int TYPE>
 __device__ void mma_units(const AttentionParams &a, const Plan &plan, uint8_t *shared) {
-    using L = Layout<D, TYPE, false, Form::PLAIN>;
+    using L = Layout<D, TYPE, false, false>;
     MmaBlock<D, TYPE> block{a, plan, shared};
     Told told{L::told(shared)};
     wait_for_previous();

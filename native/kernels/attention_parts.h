@@ -1,7 +1,6 @@
 // What attention's first kernel leaves to its second: partial results by chunk (attention.cu, attention_combine.cu).
 #pragma once
 
-#include "attention_chunks.h"
 #include "kernels.h"
 
 #include <cuda_runtime.h>
@@ -14,8 +13,6 @@ namespace luce {
 // first word of 8 values has columns 0 and 1 of each tile, the second has columns 2 and 3 of each, and so on.
 struct AttentionParts : AttentionArgs {
     int32_t chunks; // a sequence has at most so many
-    // Null, or in steps that may have strands the plan's word for each sequence: it is 1 where the first kernel adds them up.
-    const uint8_t *stranded;
     void *means; // [T][chunks][H][D]
     float2 *sums; // [T][chunks][H] {maximum, sum of weights}, of scores in units of log2
 
@@ -24,17 +21,6 @@ struct AttentionParts : AttentionArgs {
         return (row * chunks + chunk) * H + head;
     }
 };
-
-// A row of many chunks adds them up as STRANDS strands, of every STRANDS-th chunk each, and those of a strand in batches. A strand's
-// first STRAND_CHUNKS chunks may be one unit of the first kernel: then a block adds them up itself just as the second kernel would
-// (FewUnit::add_batch), so that the bits are the same and their results are never written. What it leaves is in F32. Of each 8 values
-// the first 4 are in the place of the strand's first chunk, with {maximum, sum of weights}, and the others in that of the second.
-constexpr int STRANDS = 16, BATCH = 5;
-constexpr int STRAND_CHUNKS = 2 * BATCH;
-// The chunks of all strands' units end at this position, from which on they would be of the last region.
-constexpr int32_t STRANDS_END = 81920;
-static_assert(STRANDS * STRAND_CHUNKS == chunk_region(CHUNK_REGIONS - 1).index &&
-              STRANDS_END == chunk_region(CHUNK_REGIONS - 1).begin);
 
 // Adds the chunks up into `out` or `packed`.
 cudaError_t attention_combine(const AttentionParts &parts, cudaStream_t stream);

@@ -34,10 +34,6 @@ constexpr int UNIT_KINDS = CHUNK_REGIONS + 1, PATHS = CHUNK_REGIONS;
 // of four rows 4 to 7%, and 64 rows of one sequence 8 to 12%. With 5 units a block, of one sequence at 100k, they take 1% more:
 // who has units in a row loads queries and page tables less often.
 constexpr int TICKET_UNITS = 8;
-// A sequence's strands are units (attention_parts.h) where it is long enough and has at most so many pairs a unit, which one
-// warpgroup computes. Such a unit takes long, and short chunks even out when blocks end: the sequences behind have to have some
-// STRAND_FILL tiles of them a block.
-constexpr int STRAND_PAIRS = 8, STRAND_FILL = 40;
 // Costs are in quarters of a tile. A unit leaves partial results beside its tiles, whose time shows where there are many
 // rows. The cells of a path are looked up.
 constexpr int TILE_COST = 4, PATH_COST = 2 * TILE_COST;
@@ -81,11 +77,6 @@ struct Segment {
         }
         return n_rows == 0 ? 0 : max(end - begin, 0);
     }
-    // Does the same of a sequence whose strands are units: these are the first kind, and the chunks of the last region the second.
-    __device__ int32_t chunks_or_strands(int kind, int32_t &begin) const {
-        begin = 0;
-        return kind == 0 ? STRANDS : kind == 1 ? chunks(0, begin) : 0;
-    }
 };
 
 struct MadePlan;
@@ -100,24 +91,17 @@ struct alignas(16) Plan {
     int32_t most_rows[MAX_SEGMENTS / WARP]; // of a unit, by warp
     // A warp's entry counts the units of a kind that its workers and those before have. Kinds use both rows by turns.
     int32_t done[2][MAX_WORKERS / WARP];
-    int32_t short_tiles[MAX_ROWS / WARP]; // those of sequences' chunks up to STRANDS_END, by warp
     // A bit says that a path begins at the row, or that it is of no sequence.
     uint32_t begins[MAX_ROWS / WARP];
     int32_t position[MAX_ROWS]; // a row's token is at this position
     int8_t parent[MAX_ROWS], seq[MAX_ROWS];
     uint8_t path[MAX_ROWS]; // it is the first row of the row's path
-    int32_t n_past[MAX_ROWS], pages[MAX_ROWS]; // these are by sequence, as is what follows
-    uint8_t stranded[MAX_ROWS]; // it is 1 where strands are units, in plans of steps that may have them
+    int32_t n_past[MAX_ROWS], pages[MAX_ROWS]; // these are by sequence
     uint16_t written[MAX_ROWS]; // the step may write so many of the sequence's last cells below n_past
     uint8_t row0[MAX_ROWS], n_rows[MAX_ROWS];
-    // Where blocks take units one by one, in a step that may have strands, they take the paths behind so many units, and ahead of so
-    // many: behind those of the first kind that has any.
-    int32_t paths_at, behind_paths;
     int32_t ticketed; // it is 1 where blocks take units one by one
     int32_t first[UNIT_KINDS],
         last[UNIT_KINDS]; // this block has units first .. last - 1, where it does not take them one by one
-    // Blocks do not need what follows.
-    int32_t any_stranded; // it is 1 where a sequence has strands
 
     // Returns the rows of the unit that has most.
     __device__ int rows_of_unit() const {
@@ -135,11 +119,8 @@ struct alignas(16) Plan {
     __device__ void read(const AttentionParams &a);
     __device__ Segment find(const AttentionParams &a, int i) const;
     __device__ int longest(const AttentionParams &a, const Segment &s) const;
-    __device__ bool find_strands(const AttentionParams &a, const Segment &mine);
-    template <bool STRANDED> __device__ void count(const AttentionParams &a, int most_rows);
-    __device__ bool hand_out(const AttentionParams &a, int32_t total, int32_t *ends_of_workers);
-    template <bool STRANDED> __device__ void share_out(const AttentionParams &a, int32_t *ends_of_workers);
-    template <bool STRANDED = false>
+    __device__ void count(const AttentionParams &a, int most_rows);
+    __device__ void share_out(const AttentionParams &a, int32_t *ends_of_workers);
     __device__ void make(const AttentionParams &a, int most_pairs, int32_t *ends_of_workers);
     __device__ void take(const MadePlan &made);
     __device__ void have(const AttentionParams &a, int most_pairs);
@@ -216,40 +197,9 @@ __device__ int Plan::longest(const AttentionParams &a, const Segment &s) const {
     return (max(end - begin, min(next, MAX_ROWS)) + TILE_KEYS - 1) / TILE_KEYS;
 }
 
-// Finds of which sequences strands are units, and returns whether the thread's segment has them.
-__device__ bool Plan::find_strands(const AttentionParams &a, const Segment &mine) {
-    const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP;
-    const bool committed = tid < MAX_ROWS && mine.n_rows > 0;
-    const int32_t own = committed ? min(n_past[mine.seq], STRANDS_END) / TILE_KEYS : 0;
-    int32_t from = own; // this one's and those of sequences behind, of the warp
-#pragma unroll
-    for (int d = 1; d < WARP; d *= 2) {
-        const int32_t behind = __shfl_down_sync(~0u, from, d);
-        from += lane + d < WARP ? behind : 0;
-    }
-    if (lane == 0 && warp < MAX_ROWS / WARP) {
-        short_tiles[warp] = from;
-    }
-    __syncthreads();
-    int32_t behind = from - own;
-    for (int w = warp + 1; w < MAX_ROWS / WARP; w++) {
-        behind += short_tiles[w];
-    }
-    const bool strands = committed && mine.n_rows * a.G <= STRAND_PAIRS && n_past[mine.seq] >= STRANDS_END &&
-                         behind * a.groups >= STRAND_FILL * a.workers;
-    if (tid < MAX_ROWS) {
-        stranded[tid] = strands;
-    }
-    const bool any = __syncthreads_or(strands);
-    if (tid == 0) {
-        any_stranded = any;
-    }
-    return strands;
-}
-
 // Counts segments and their units. Rows of a segment are cut to tiles where a unit can not have all, and
 // where blocks would have nothing to do otherwise.
-template <bool STRANDED> __device__ void Plan::count(const AttentionParams &a, int most_rows) {
+__device__ void Plan::count(const AttentionParams &a, int most_rows) {
     const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP;
     Segment mine{};
     if (tid < MAX_SEGMENTS) { // two warps are for committed chunks, two for paths
@@ -263,10 +213,6 @@ template <bool STRANDED> __device__ void Plan::count(const AttentionParams &a, i
         }
     }
     __syncthreads();
-    bool strands = false;
-    if constexpr (STRANDED) {
-        strands = find_strands(a, mine);
-    }
     if (tid >= MAX_SEGMENTS) {
         return;
     }
@@ -285,8 +231,7 @@ template <bool STRANDED> __device__ void Plan::count(const AttentionParams &a, i
         if ((k == PATHS) != (tid >= MAX_ROWS)) {
             continue;
         }
-        int32_t begin, sum = (strands ? mine.chunks_or_strands(k, begin) : mine.chunks(k, begin)) * a.groups *
-                             mine.n_tiles;
+        int32_t begin, sum = mine.chunks(k, begin) * a.groups * mine.n_tiles;
 #pragma unroll
         for (int d = 1; d < WARP; d *= 2) {
             const int32_t before = __shfl_up_sync(~0u, sum, d);
@@ -296,45 +241,19 @@ template <bool STRANDED> __device__ void Plan::count(const AttentionParams &a, i
     }
 }
 
-// Lets blocks take units one by one where there are many, or strands, in a step that may have these. It returns false elsewhere, as
-// all threads find.
-__device__ bool Plan::hand_out(const AttentionParams &a, int32_t total, int32_t *ends_of_workers) {
-    if (any_stranded == 0 && total < TICKET_UNITS * a.workers) {
-        return false;
-    }
-    const int j = threadIdx.x;
-    if (j == 0) {
-        ticketed = 1;
-        paths_at = 0;
-#pragma unroll
-        for (int k = 0; k < UNIT_KINDS; k++) {
-            first[k] = last[k] = 0;
-            paths_at = paths_at > 0 || k == PATHS ? paths_at : ends[k][MAX_ROWS - 1];
-        }
-        behind_paths = total - ends[PATHS][MAX_ROWS - 1] - paths_at;
-    }
-    for (int k = 0; k < UNIT_KINDS && j < a.workers; k++) {
-        ends_of_workers[k * MAX_WORKERS + j] = 0;
-    }
-    return true;
-}
-
 // Shares out the units. Worker j has of each kind as many units as bring the work of workers 0 .. j, so far,
 // closest to their share of it from below, and none where a larger unit is more than that. Thread j is worker
 // j. Where there are no more units than workers, the first ones have one each, since these blocks come up
 // first. Where a worker's units end goes to ends_of_workers, unless this is null.
-template <bool STRANDED> __device__ void Plan::share_out(const AttentionParams &a, int32_t *ends_of_workers) {
+__device__ void Plan::share_out(const AttentionParams &a, int32_t *ends_of_workers) {
     const int j = threadIdx.x, lane = j % WARP, warp = j / WARP, workers = a.workers, me = int(blockIdx.x);
     int32_t total = 0;
 #pragma unroll
     for (int k = 0; k < UNIT_KINDS; k++) {
         total += ends[k][MAX_ROWS - 1];
     }
-    if (STRANDED && hand_out(a, total, ends_of_workers)) {
-        return;
-    }
     if (j == 0) {
-        ticketed = !STRANDED && a.taken != nullptr && total >= TICKET_UNITS * workers;
+        ticketed = a.taken != nullptr && total >= TICKET_UNITS * workers;
     }
     if (total <= workers) {
         int32_t before = 0;
@@ -403,8 +322,7 @@ template <bool STRANDED> __device__ void Plan::share_out(const AttentionParams &
 }
 
 // Makes the plan with all threads of a block, which are MAX_WORKERS at least. A unit has at most most_pairs
-// pairs. Where a step may have strands, the plan is one for all blocks, and these take units one by one where there are many.
-template <bool STRANDED>
+// pairs.
 __device__ void Plan::make(const AttentionParams &a, int most_pairs, int32_t *ends_of_workers) {
     const int tid = threadIdx.x;
     read(a);
@@ -413,14 +331,14 @@ __device__ void Plan::make(const AttentionParams &a, int most_pairs, int32_t *en
         const uint64_t bits = (uint64_t(begins[1]) << 32 | begins[0]) << (MAX_ROWS - 1 - tid);
         path[tid] = uint8_t(bits == 0 ? 0 : tid - __clzll(int64_t(bits)));
     }
-    count<STRANDED>(a, a.row_of(0, most_pairs));
+    count(a, a.row_of(0, most_pairs));
     __syncthreads();
     for (int u = tid; u < UNIT_KINDS * WARP;
          u += int(blockDim.x)) { // the second warp's sums go on from the first's
         ends[u / WARP][WARP + u % WARP] += ends[u / WARP][WARP - 1];
     }
     __syncthreads();
-    share_out<STRANDED>(a, ends_of_workers);
+    share_out(a, ends_of_workers);
     __syncthreads();
 }
 

@@ -8,29 +8,13 @@
 namespace luce {
 namespace {
 
-// The first kernel's code for tensor cores has these forms. AHEAD is for packed cells and units of few pairs on Hopper: one warpgroup
-// computes, and another unpacks cells ahead of it. STRANDED is for F16 cells on Hopper in steps that may have strands
-// (attention_parts.h), which others need not make room for.
-enum class Form { PLAIN, AHEAD, STRANDED };
-
 // UnitInfo says what there is to do for a unit.
 struct alignas(16) UnitInfo {
     int32_t row, n_rows, head,
         chunk; // `head` is the group of query heads; there is no unit where n_rows is 0
     int32_t begin, end; // the unit has keys begin .. end - 1
     int32_t past; // it is the sequence's n_past
-    // It is 1 where a row may not see what another does. All rows see a strand's chunks: at the n-th of them it is -n.
-    int32_t hides;
-
-    __device__ int piece() const { return max(-hides, 0); }
-    // Says whether the strand has another chunk behind this one.
-    __device__ bool goes_on() const { return piece() % STRAND_CHUNKS != 0; }
-    __device__ void next_piece() {
-        hides--;
-        chunk += STRANDS;
-        begin = chunk_begin(chunk);
-        end = chunk_begin(chunk + 1);
-    }
+    int32_t hides; // it is 1 where a row may not see what another does
 
     // Says whether cells of the tile at `first` may be loaded that some row of the unit does not see.
     __device__ bool mixed(int32_t first, int keys, int32_t window) const {
@@ -42,8 +26,7 @@ struct alignas(16) UnitInfo {
 // worker's own units mostly share their queries and follow each other in memory. Where blocks take units one by one, it walks
 // chunk by chunk over the groups, so that several blocks read the heads of one page at a time, which lie beside each other.
 // Tiles of one chunk are next to each other, so that one reads what the other has brought into L2.
-// A strand is one unit, whose chunks follow each other.
-template <bool STRANDED = false> struct Cursor {
+struct Cursor {
     const AttentionParams &a;
     const Plan &plan;
     int kind = 0, seg = 0; // seg counts among those of the kind
@@ -51,7 +34,6 @@ template <bool STRANDED = false> struct Cursor {
     // These say which unit it is.
     int row, n_rows, head; // `head` is the group of query heads
     int32_t chunk, begin, end, low; // the last three are keys; no row sees those below `low`
-    int piece = 0; // it is at the n-th chunk of a strand, or this is 0
 
     // It is ahead of the worker's first unit.
     __device__ Cursor(const AttentionParams &args, const Plan &p)
@@ -70,16 +52,9 @@ template <bool STRANDED = false> struct Cursor {
         }
         return true;
     }
-    // Goes to the unit of this number in the order in which they are taken, which is larger than the one before. It returns false
-    // where there is none. The unit may have no keys: then begin is end.
+    // Goes to the unit of this number among all, which is larger than the one before. It returns false where there is none.
+    // The unit may have no keys: then begin is end.
     __device__ bool go_to(int32_t number) {
-        if constexpr (STRANDED) { // paths are taken ahead of short chunks, since they may be long
-            const int32_t paths = plan.ends[PATHS][MAX_ROWS - 1], past = number - plan.paths_at;
-            if (past >= 0 &&
-                past < paths + plan.behind_paths) { // of the numbers by kinds theirs are the last
-                number += past < paths ? plan.behind_paths : -paths;
-            }
-        }
         for (int k = 0; k < UNIT_KINDS; k++) {
             const int32_t units = plan.ends[k][MAX_ROWS - 1];
             if (number < units) {
@@ -102,9 +77,7 @@ template <bool STRANDED = false> struct Cursor {
             }
             const Segment &s = segment();
             int32_t first_chunk;
-            const bool strands = STRANDED && kind != PATHS && plan.stranded[s.seq] != 0;
-            const int32_t chunks =
-                              strands ? s.chunks_or_strands(kind, first_chunk) : s.chunks(kind, first_chunk),
+            const int32_t chunks = s.chunks(kind, first_chunk),
                           at = i - (seg > 0 ? plan.ends[kind][seg - 1] : 0);
             const int32_t of_tiles = at / s.n_tiles, tile = at - of_tiles * s.n_tiles;
             const bool heads_first = plan.ticketed != 0;
@@ -114,7 +87,6 @@ template <bool STRANDED = false> struct Cursor {
             chunk = first_chunk + (heads_first ? of_outer : of_inner);
             row = s.row + tile * s.tile_rows;
             n_rows = min(int(s.tile_rows), s.row + s.n_rows - row);
-            piece = strands && kind == 0;
             begin = chunk_begin(chunk);
             end = chunk_begin(chunk + 1);
             low = lowest_visible(plan.n_past[s.seq], a.first, a.window);
@@ -129,24 +101,12 @@ template <bool STRANDED = false> struct Cursor {
         }
         return false;
     }
-    // Goes to the strand's next chunk. It returns false where there is none.
-    __device__ bool next_piece() {
-        if (!STRANDED || piece % STRAND_CHUNKS == 0) {
-            return false;
-        }
-        piece++;
-        chunk += STRANDS;
-        begin = chunk_begin(chunk);
-        end = chunk_begin(chunk + 1);
-        return true;
-    }
     __device__ const Segment &segment() const { return plan.segment[kind == PATHS ? MAX_ROWS + seg : seg]; }
     __device__ int seq() const { return segment().seq; }
     __device__ int last_row() const { return row + n_rows - 1; }
     __device__ UnitInfo info() const {
         const int hides = (segment().tail != 0 && n_rows > 1) || a.window > 0;
-        return {
-            row, n_rows, head, chunk, begin, end, plan.n_past[seq()], STRANDED && piece > 0 ? -piece : hides};
+        return {row, n_rows, head, chunk, begin, end, plan.n_past[seq()], hides};
     }
     // Returns the pool's row of a key of the unit. Below n_past it is where it was committed, and from there on it
     // is found by the ancestors of the last row.

@@ -19,8 +19,8 @@ namespace {
 
 // A WgmmaUnit is up to 64 pairs of a unit, for one warpgroup. A thread has rows lane / 4 and lane / 4 + 8 of
 // its warp's 16.
-template <int D, int TYPE, Form FORM> struct WgmmaUnit : GroupUnit<D, TYPE, FORM> {
-    using Base = GroupUnit<D, TYPE, FORM>;
+template <int D, int TYPE, bool AHEAD> struct WgmmaUnit : GroupUnit<D, TYPE, AHEAD> {
+    using Base = GroupUnit<D, TYPE, AHEAD>;
     using L = typename Base::L;
     using Base::a, Base::alone, Base::base, Base::lane, Base::plan, Base::shared, Base::tid, Base::unit,
         Base::KEYS, Base::PANELS, Base::origin;
@@ -214,33 +214,21 @@ __device__ int prepare_wgmma(const AttentionParams &a, const Plan &plan, uint8_t
     return L::AHEAD ? L::UNPACK_THREADS / WARP : by_turns<L>(a, plan) ? L::WARPS / 2 : L::WARPS;
 }
 
-template <int D, int TYPE, Form FORM>
+template <int D, int TYPE, bool AHEAD>
 __device__ void wgmma_units(const AttentionParams &a, const Plan &plan, uint8_t *shared) {
-    using L = Layout<D, TYPE, true, FORM>;
-    Taker<L, L::AHEAD> ring{shared};
+    using L = Layout<D, TYPE, true, AHEAD>;
+    Taker<L, AHEAD> ring{shared};
     const int group = threadIdx.x / GROUP_THREADS, tid = threadIdx.x % GROUP_THREADS;
     // Where all units are small, the groups take them by turns, so that one begins while the other leaves its results.
     // The other's queries are brought meanwhile, and it neither waits for tiles nor leaves them.
     const bool turns = by_turns<L>(a, plan);
     const int q_row = group * (turns ? L::HALF_M : GROUP_PAIRS), first_pair = turns ? 0 : group * GROUP_PAIRS;
     const uint32_t turn = shared_address(shared) + L::TURN;
-    int units = 0, parity = 0; // `units` are those before this one; a strand is one, of one group
+    int units = 0, parity = 0; // `units` are those before this one
     int rows = -1, head = -1; // they say whose queries are in shared memory
     Told told{L::told(shared)};
     wait_for_previous();
-    const auto ended = [](const UnitInfo &unit) { return !L::STRANDED || !unit.goes_on(); };
-    // A strand is told once. So a group whose turn it is not has heard of it before it has left its slots, as of other units.
-    const auto next = [&](UnitInfo unit) {
-        if constexpr (L::STRANDED) {
-            if (unit.goes_on()) {
-                unit.next_piece();
-                return unit;
-            }
-        }
-        unit = told.next();
-        return unit;
-    };
-    for (UnitInfo unit = told.next(); unit.n_rows > 0; units += ended(unit), unit = next(unit)) {
+    for (UnitInfo unit = told.next(); unit.n_rows > 0; unit = told.next(), units++) {
         const int slots = 2 * ((unit.end - unit.begin + L::KEYS - 1) / L::KEYS);
         if (turns && units % 2 != group) {
             ring.pass(slots);
@@ -265,15 +253,15 @@ __device__ void wgmma_units(const AttentionParams &a, const Plan &plan, uint8_t 
             show_to_wgmma();
             group_barrier(group);
         }
-        if (turns && units > 0 && (!L::STRANDED || unit.piece() <= 1)) {
+        if (turns && units > 0) {
             barrier_wait(turn + (1 - group) * 8, parity);
             parity ^= 1;
         }
-        const uint32_t mine = turns && ended(unit) ? turn + group * 8 : 0;
+        const uint32_t mine = turns ? turn + group * 8 : 0;
         if (first_pair > 0 || unit.n_rows * a.G > FEW_PAIRS) {
-            WgmmaUnit<D, TYPE, FORM>(a, plan, ring, unit, q_row, first_pair).run(mine);
+            WgmmaUnit<D, TYPE, AHEAD>(a, plan, ring, unit, q_row, first_pair).run(mine);
         } else {
-            FewUnit<D, TYPE, FORM>(a, plan, ring, unit, q_row).run(mine);
+            FewUnit<D, TYPE, AHEAD>(a, plan, ring, unit, q_row).run(mine);
         }
     }
 }

@@ -1,8 +1,7 @@
 // Chooses the token of each row by the rule of sampling.h, in four kernels, and a row never leaves the
 // device. Maxima with ties to the lowest id, counts and sums of integer masses are the same in any order, so
 // the result has the bits of the CPU.
-//   most   CHOICE_PARTS blocks a row: the largest logit of each part. A draft's logits are still parts of their product,
-//          which it adds up, and another block keeps the row's hidden state
+//   most   CHOICE_PARTS blocks a row: the largest logit of each part
 //   bins   where top-k or top-p ask for it: how many ids, and which mass, lie in each of SAMPLE_BINS ranges of z. That
 //          tells of every range but one or a few whether it is kept.
 //          Where top-k keeps fewer ids than there are parts, it lists those that reach the top_k-th largest logit of a
@@ -13,7 +12,6 @@
 // A greedy row passes through bins and noise. What a kernel takes of the control block it reads before it waits.
 #include "choose_pick.cuh"
 #include "overlap.cuh"
-#include "whole_norm.cuh"
 
 namespace luce {
 namespace {
@@ -27,53 +25,6 @@ __global__ void __launch_bounds__(THREADS) most_kernel(const __grid_constant__ C
     wait_for_previous();
     Most most(row, a.n);
     each<VECTOR, THREADS>(row.x, span, [&](const float (&v)[4], int32_t id) { most.see(v, id, span.end); });
-    most.leave(row);
-}
-
-// The same of logits that are parts, which it adds up. The grid is parts and one more, which keeps hidden rows; rows.
-__global__ void __launch_bounds__(THREADS)
-    most_of_parts_kernel(const __grid_constant__ ChooseArgs a, int32_t part,
-                         const __grid_constant__ RowmmParts parts) {
-    let_next_start();
-    if (blockIdx.x == CHOICE_PARTS) {
-        keep_hidden_row(a.hidden, blockIdx.y, [] { wait_for_previous(); });
-        return;
-    }
-    const Row row(a, blockIdx.y);
-    const Span span = part_of(blockIdx.x, part, a.n);
-    const auto parts_of = [&](int32_t id) {
-        return LaneParts<1>(parts, 0, int(blockIdx.y), min(int64_t(id), a.n - 4));
-    };
-    constexpr int STEP = 4 * THREADS;
-    int32_t id = span.begin + 4 * int32_t(threadIdx.x);
-    const LaneParts<1> first[UNROLL] = {parts_of(id), parts_of(id + STEP), parts_of(id + 2 * STEP),
-                                        parts_of(id + 3 * STEP)};
-    static_assert(UNROLL == 4, "first has so many");
-    wait_for_previous();
-    Most most(row, a.n);
-    const auto see = [&](const LaneParts<1> &from, float4(&x)[AHEAD][1], int32_t at) {
-        float v[4] = {-0.0f, -0.0f, -0.0f, -0.0f}; // nothing changes when it is added to
-        from.add(x, v);
-        if (at < span.end) {
-            *reinterpret_cast<float4 *>(a.logits + blockIdx.y * a.n + at) = {v[0], v[1], v[2], v[3]};
-            most.see(v, at, span.end);
-        }
-    };
-    float4 x[UNROLL][AHEAD][1];
-#pragma unroll
-    for (int u = 0; u < UNROLL; u++) {
-        first[u].fetch(x[u], 0);
-    }
-#pragma unroll
-    for (int u = 0; u < UNROLL; u++) {
-        see(first[u], x[u], id + u * STEP);
-    }
-    // Vocabularies beyond CHOICE_PARTS * UNROLL * STEP have more.
-    for (id += UNROLL * STEP; id < span.end; id += STEP) {
-        const LaneParts<1> from = parts_of(id);
-        from.fetch(x[0], 0);
-        see(from, x[0], id);
-    }
     most.leave(row);
 }
 
@@ -195,15 +146,6 @@ __global__ void __launch_bounds__(THREADS) noise_kernel(const __grid_constant__ 
     }
 }
 
-constexpr int LINE = 128; // the L2 cache has lines of so many bytes
-
-// Has a line come to the L2 cache. Nothing waits for it.
-__device__ void call_for(const void *p) {
-#ifdef __CUDA_ARCH__
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
-#endif
-}
-
 // The grid is rows.
 __global__ void __launch_bounds__(PICK_THREADS) pick_kernel(const __grid_constant__ ChooseArgs a) {
     __shared__ Best shared[PICK_THREADS / WARP];
@@ -238,24 +180,13 @@ __global__ void __launch_bounds__(PICK_THREADS) pick_kernel(const __grid_constan
             }
         }
     }
-    if (a.table != nullptr && threadIdx.x < WARP) {
-        const auto *embedding = static_cast<const uint8_t *>(a.table) + token * a.row_bytes;
-        for (int64_t i = threadIdx.x * LINE; i < a.row_bytes; i += WARP * LINE) {
-            call_for(embedding + i);
-        }
-    }
 }
 
 template <bool VECTOR> cudaError_t launch(const ChooseArgs &args, cudaStream_t stream) {
     const int32_t part = part_size(args.n);
-    const dim3 grid(CHOICE_PARTS, args.T), with_hidden(CHOICE_PARTS + 1, args.T);
+    const dim3 grid(CHOICE_PARTS, args.T);
     cudaError_t error = cudaSuccess;
-    if (args.parts == nullptr) {
-        error = launch_kernel(most_kernel<VECTOR>, grid, THREADS, 0, stream, true, args, part);
-    } else if (RowmmParts parts = {}; (error = rowmm_parts_of(*args.parts, parts)) == cudaSuccess) {
-        error = launch_kernel(most_of_parts_kernel, with_hidden, THREADS, 0, stream, true, args, part, parts);
-    }
-    for (const auto kernel : {bins_kernel<VECTOR>, noise_kernel<VECTOR>}) {
+    for (const auto kernel : {most_kernel<VECTOR>, bins_kernel<VECTOR>, noise_kernel<VECTOR>}) {
         if (error == cudaSuccess) {
             error = launch_kernel(kernel, grid, THREADS, 0, stream, true, args, part);
         }
@@ -270,10 +201,7 @@ template <bool VECTOR> cudaError_t launch(const ChooseArgs &args, cudaStream_t s
 
 int cuda::choose(const ChooseArgs &args, void *stream) {
     if (args.T < 0 || args.T > MAX_ROWS || args.n <= 0 || args.n > CHOICE_MAX_IDS ||
-        (args.drafts != nullptr && args.given == nullptr) ||
-        (args.parts != nullptr &&
-         (args.parts->n_weights != 1 || args.parts->weights[0].N != args.n || args.n % 8 != 0 ||
-          args.parts->T != args.T || args.hidden.T != args.T || args.hidden.E <= 0))) {
+        (args.drafts != nullptr && args.given == nullptr)) {
         return int(cudaErrorInvalidValue);
     }
     if (args.T == 0) {

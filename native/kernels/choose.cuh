@@ -3,7 +3,6 @@
 
 #include "kernels.h"
 #include "rowmm_fields.cuh"
-#include "rowmm_parts.cuh"
 
 #include <climits>
 #include <cmath>
@@ -15,7 +14,6 @@ namespace {
 constexpr int THREADS = 256;
 constexpr int PICK_THREADS = 1024;
 constexpr int UNROLL = 4; // so many 16-byte loads are in flight
-constexpr int AHEAD = 2; // few values have more parts
 
 // Best is the largest value with the lowest id.
 struct Best {

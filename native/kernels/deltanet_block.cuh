@@ -63,13 +63,12 @@ struct Control {
     int32_t n_seqs;
 };
 
-// Where FEW is not 0, a step has at most so many rows, which are all in `tile` at once (deltanet_layer.cu).
-template <int S, bool APPEND, int FEW = 0> struct Shared {
+// Where it is of ONE row, that is in `tile` from the start (deltanet_layer.cu).
+template <int S, bool APPEND, bool ONE = false> struct Shared {
     using L = Layout<S>;
-    static constexpr int ROWS = FEW > 0 ? FEW : MAX_ROWS, GATES = APPEND ? L::THREADS : ROWS;
+    static constexpr int ROWS = ONE ? 1 : MAX_ROWS, GATES = APPEND ? L::THREADS : ROWS;
     static_assert(L::THREADS >= MAX_ROWS, "a verify has a thread for each row");
-    static constexpr int TILES = FEW == 0 ? STAGES : (FEW + TILE_ROWS - 1) / TILE_ROWS;
-    Tile<S, (FEW > 0 && FEW < TILE_ROWS ? FEW : TILE_ROWS)> tile[TILES];
+    Tile<S, ONE ? 1 : TILE_ROWS> tile[ONE ? 1 : STAGES];
     alignas(16) float delta[APPEND ? 1 : ROWS][L::W];
     alignas(16) float decay[GATES]; // it has exp(g) of row t at t % THREADS
     alignas(16) float beta[GATES];

@@ -14,7 +14,7 @@ __device__ uint32_t value_bits(float x) {
 
 // Runs the rows one after the other. A row's results are written while the next one's first sums are on their way. A
 // launch meets all of its code for the first time, and of few rows this is faster than run_chains(), which is longer.
-template <int S, bool APPEND, int FEW> __device__ void Worker<S, APPEND, FEW>::run_singly() {
+template <int S, bool APPEND, bool ONE> __device__ void Worker<S, APPEND, ONE>::run_singly() {
     static_assert(!APPEND, "keys are logged, and all rows' decays are there");
     Ran<1> ran;
 #pragma unroll 1
@@ -33,8 +33,8 @@ template <int S, bool APPEND, int FEW> __device__ void Worker<S, APPEND, FEW>::r
 }
 
 // Runs row t, and writes the results of the one before it, which `ran` has.
-template <int S, bool APPEND, int FEW>
-__device__ void Worker<S, APPEND, FEW>::run_singly(const Input &in, int t, Ran<1> &ran) {
+template <int S, bool APPEND, bool ONE>
+__device__ void Worker<S, APPEND, ONE>::run_singly(const Input &in, int t, Ran<1> &ran) {
     const float decay = sh.decay[t], beta = sh.beta[t];
     float acc[1][COLS] = {};
     Cols delta[1];
@@ -51,17 +51,15 @@ __device__ void Worker<S, APPEND, FEW>::run_singly(const Input &in, int t, Ran<1
 }
 
 // A whole tile's results are written while the next one's first sums are on their way.
-template <int S, bool APPEND, int FEW> __device__ void Worker<S, APPEND, FEW>::run_chains() {
+template <int S, bool APPEND, bool ONE> __device__ void Worker<S, APPEND, ONE>::run_chains() {
     int t = 0;
-    if constexpr (FEW == 0 || FEW >= TILE_ROWS) {
+    if constexpr (!ONE) {
         Ran<TILE_ROWS> ran;
         for (; t + TILE_ROWS <= n_rows; t += TILE_ROWS) {
             const Rows &tile = take_at(t);
             run_chain<TILE_ROWS>(tile, 0, t, ran, [&] {
                 write(ran, t - TILE_ROWS, t > 0);
-                if constexpr (FEW == 0) {
-                    fill_rows();
-                }
+                fill_rows();
                 if (!APPEND) {
                     log_keys(tile, t, TILE_ROWS);
                 }
@@ -87,7 +85,7 @@ template <int S, bool APPEND, int FEW> __device__ void Worker<S, APPEND, FEW>::r
 
 // Prepares the item's rows, and returns whether they are no chain. Ahead of the wait it brings the state up to the committed rows
 // and finds all addresses: caches and the step's inputs are there by then. Behind it, it asks for what the first rows need.
-template <int S, bool APPEND, int FEW> __device__ bool Worker<S, APPEND, FEW>::prepare() {
+template <int S, bool APPEND, bool ONE> __device__ bool Worker<S, APPEND, ONE>::prepare() {
     constexpr bool APART = !APPEND && L::THREADS >= 2 * MAX_ROWS; // a thread has a row's decay or its beta
     begin();
     run_pending();
@@ -117,9 +115,9 @@ template <int S, bool APPEND, int FEW> __device__ bool Worker<S, APPEND, FEW>::p
 }
 
 // Moves `item` on to the block's next one, and returns false where it has none.
-template <int S, bool APPEND, int FEW>
+template <int S, bool APPEND, bool ONE>
 template <bool SINGLY>
-__device__ bool Worker<S, APPEND, FEW>::run(Item &item) {
+__device__ bool Worker<S, APPEND, ONE>::run(Item &item) {
     const bool tree = prepare();
     item.skip(gridDim.x, L::BLOCKS * a.shape.Hv);
     const bool more = !APPEND && item.seq < n_seqs;

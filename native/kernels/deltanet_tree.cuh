@@ -10,7 +10,7 @@ namespace {
 
 // Finds every row's ancestors, one thread a row, and which rows have children. The caller's barrier
 // follows.
-template <int S, bool APPEND, int FEW> __device__ void Worker<S, APPEND, FEW>::find_ancestors() {
+template <int S, bool APPEND, bool ONE> __device__ void Worker<S, APPEND, ONE>::find_ancestors() {
     if (tid < n_rows) {
         if (sh.parent[tid] >= 0) {
             sh.inner[sh.parent[tid]] = 1;
@@ -23,7 +23,7 @@ template <int S, bool APPEND, int FEW> __device__ void Worker<S, APPEND, FEW>::f
     }
 }
 
-template <int S, bool APPEND, int FEW> __device__ void Worker<S, APPEND, FEW>::save(int depth, int row) {
+template <int S, bool APPEND, bool ONE> __device__ void Worker<S, APPEND, ONE>::save(int depth, int row) {
     if (depth % STRIDE != 0 || depth / STRIDE >= a.n_saves) {
         return;
     }
@@ -40,7 +40,7 @@ template <int S, bool APPEND, int FEW> __device__ void Worker<S, APPEND, FEW>::s
 }
 
 // Enters the state after row `parent`, where -1 stands for the committed one.
-template <int S, bool APPEND, int FEW> __device__ void Worker<S, APPEND, FEW>::enter(int parent) {
+template <int S, bool APPEND, bool ONE> __device__ void Worker<S, APPEND, ONE>::enter(int parent) {
     const int depth = parent < 0 ? -1 : sh.depth[parent];
     int from = -1;
 #pragma unroll
@@ -60,11 +60,7 @@ template <int S, bool APPEND, int FEW> __device__ void Worker<S, APPEND, FEW>::e
     for (int d = from < 0 ? 0 : from * STRIDE + 1; d <= depth; d++) {
         const int row = sh.up[parent][depth - d];
         Slice<S> k;
-        if constexpr (FEW > 0) {
-            k.load(sh.tile[row / TILE_ROWS].k[row % TILE_ROWS], lane_k);
-        } else {
-            k.load(x + row * a.C + (a.shape.Hk + kh) * S, lane_k);
-        }
+        k.load(x + row * a.C + (a.shape.Hk + kh) * S, lane_k);
         part.replay(k, sh.decay[row], *reinterpret_cast<const Cols *>(&sh.delta[row][group]));
         save(d, row);
     }
@@ -72,7 +68,7 @@ template <int S, bool APPEND, int FEW> __device__ void Worker<S, APPEND, FEW>::e
 }
 
 // Writes o of row t, in one lane of those that hold the same columns.
-template <int S, bool APPEND, int FEW> __device__ void Worker<S, APPEND, FEW>::emit(int t, const Cols &sum) {
+template <int S, bool APPEND, bool ONE> __device__ void Worker<S, APPEND, ONE>::emit(int t, const Cols &sum) {
     if (t >= 0 && lane_k == 0) {
         float *to = a.out + (int64_t(row0 + t) * a.shape.Hv + h) * S + j0 + group;
         const float scale = 1.0f / sqrtf(float(S));
@@ -80,7 +76,7 @@ template <int S, bool APPEND, int FEW> __device__ void Worker<S, APPEND, FEW>::e
     }
 }
 
-template <int S, bool APPEND, int FEW> __device__ void Worker<S, APPEND, FEW>::emit_last() {
+template <int S, bool APPEND, bool ONE> __device__ void Worker<S, APPEND, ONE>::emit_last() {
     const float acc[1][COLS] = {{out[0], out[1]}};
     Cols sum[1];
     reduce(acc, sum);
@@ -88,9 +84,9 @@ template <int S, bool APPEND, int FEW> __device__ void Worker<S, APPEND, FEW>::e
 }
 
 // Runs row r of a tile, which is row t of the sequence, in a tree, and emits the o of row t - 1 on the way.
-template <int S, bool APPEND, int FEW>
+template <int S, bool APPEND, bool ONE>
 template <bool KEEP>
-__device__ void Worker<S, APPEND, FEW>::run_row(const Rows &tile, int r, int t) {
+__device__ void Worker<S, APPEND, ONE>::run_row(const Rows &tile, int r, int t) {
     Slice<S> q, k;
     k.load(tile.k[r], lane_k);
     q.load(tile.q[r], lane_k);
@@ -111,8 +107,8 @@ __device__ void Worker<S, APPEND, FEW>::run_row(const Rows &tile, int r, int t) 
     }
 }
 
-template <int S, bool APPEND, int FEW>
-__device__ void Worker<S, APPEND, FEW>::run_tree(const Rows &tile, int t0, int n) {
+template <int S, bool APPEND, bool ONE>
+__device__ void Worker<S, APPEND, ONE>::run_tree(const Rows &tile, int t0, int n) {
 #pragma unroll 1
     for (int r = 0; r < n; r++) {
         const int t = t0 + r;
@@ -130,7 +126,7 @@ __device__ void Worker<S, APPEND, FEW>::run_tree(const Rows &tile, int t0, int n
     }
 }
 
-template <int S, bool APPEND, int FEW> __device__ void Worker<S, APPEND, FEW>::run_trees() {
+template <int S, bool APPEND, bool ONE> __device__ void Worker<S, APPEND, ONE>::run_trees() {
     for (int t = 0; t < n_rows; t += TILE_ROWS) {
         const Rows &tile = take_rows(t);
         const int n = min(TILE_ROWS, n_rows - t);

@@ -12,12 +12,12 @@ namespace luce {
 namespace {
 
 // A worker is one item as one thread sees it. Rows are counted from the sequence's first one.
-// Where FEW is not 0, the kernel has the step's rows in all tiles before they are run, and their gates too.
-template <int S, bool APPEND, int FEW = 0> struct Worker {
+// Where the step is of ONE row, the kernel has that in the tile before it is run, and its gates too.
+template <int S, bool APPEND, bool ONE = false> struct Worker {
     using L = Layout<S>;
-    using Rows = Tile<S, (FEW > 0 && FEW < TILE_ROWS ? FEW : TILE_ROWS)>;
+    using Rows = Tile<S, ONE ? 1 : TILE_ROWS>;
     const Params &a;
-    Shared<S, APPEND, FEW> &sh;
+    Shared<S, APPEND, ONE> &sh;
     Cols *saves; // [n_saves][K][THREADS], each thread's own
     const int tid = threadIdx.x, lane = tid % WARP;
     const int lane_k = lane / GROUPS; // it is 0 .. LANES - 1
@@ -40,7 +40,7 @@ template <int S, bool APPEND, int FEW = 0> struct Worker {
     int held = -1;
     int saved[SAVES];
 
-    __device__ Worker(const Params &args, Shared<S, APPEND, FEW> &shared, Cols *save_space, const Item &item)
+    __device__ Worker(const Params &args, Shared<S, APPEND, ONE> &shared, Cols *save_space, const Item &item)
         : a(args), sh(shared), saves(save_space), h(item.at / L::BLOCKS), kh(h % a.shape.Hk),
           j0(item.at % L::BLOCKS * L::W), logs_keys(j0 == 0 && h < args.shape.Hk) {
         state = a.state + (int64_t(h) * S + Slice<S>::entry(0, lane_k)) * S + j0 + group;
@@ -221,7 +221,7 @@ template <int S, bool APPEND, int FEW = 0> struct Worker {
         }
     }
 
-    // What a lane takes of a pending row, straight from the log: of few rows there is no ring.
+    // What a lane takes of a pending row, straight from the log: of one row there is no ring.
     struct Pending {
         Slice<S> k;
         Cols delta;
@@ -353,15 +353,15 @@ template <int S, bool APPEND, int FEW = 0> struct Worker {
     // Takes the tile of row t, and has the one behind those that are on their way filled.
     __device__ const Rows &take_rows(int t) {
         const Rows &tile = take_at(t);
-        if constexpr (FEW == 0) {
+        if constexpr (!ONE) {
             fill_rows();
         }
         return tile;
     }
     // Takes the tile of row t.
     __device__ const Rows &take_at(int t) {
-        if constexpr (FEW > 0) {
-            return sh.tile[t / TILE_ROWS];
+        if constexpr (ONE) {
+            return sh.tile[0];
         }
         const Rows &tile = take();
         if (APPEND && t > 0 && t % L::THREADS == 0) {

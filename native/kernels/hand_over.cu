@@ -54,7 +54,7 @@ int cuda::give_rows(const GiveRowsArgs &a, void *stream) {
                              static_cast<cudaStream_t>(stream), true, a));
 }
 
-// It begins when all that is ahead has ended, on which the delta rule and the conv rely (overlap.cuh).
+// It begins when all that is ahead has ended, on which the delta rule relies (overlap.cuh).
 int cuda::bring(const void *pinned, void *device, int64_t bytes, void *stream) {
     const int64_t n = bytes / int64_t(sizeof(float4));
     if (bytes < 0 || bytes % 16 != 0 || !given(pinned) || !given(device)) {

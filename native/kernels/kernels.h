@@ -130,9 +130,8 @@ struct DeltaArgs {
     float *out; // [T][Hv*S]
 };
 
-// deltanet_layer does conv_parts and the delta rule of its results in a verify. Of few rows of one sequence it is one launch,
-// with the same bits, and the conv's results, alpha and beta stay in it.
-constexpr int DELTA_LAYER_ROWS = 2; // of more rows it is slower than two
+// deltanet_layer does conv_parts and the delta rule of its results in a verify. Of one row it is one launch, with the same
+// bits, and the conv's results, alpha and beta stay in it.
 constexpr int64_t DELTA_TURN_BYTES = 256;
 struct DeltaLayerArgs {
     ConvPartsArgs conv;
@@ -267,13 +266,12 @@ struct AttentionArgs {
     // `out` is null.
     void *packed;
     float *scratch; // [attention_scratch(args)] partial results
-    // Null, or what attention_plan has left for these T, H, first, window, max_pages, max_seqs and pool. On CUDA it spares each block the plan of
+    // Null, or what attention_plan has left for these T, H, first, window and pool. On CUDA it spares each block the plan of
     // its own, which takes longer than to read one.
     void *plan;
     // So many layers of the step have taken the plan before this one, fewer than PLAN_LAYERS. A plan serves one launch for each
     // number: a second one would find that all units were taken.
     int32_t layer;
-    int32_t max_seqs; // the step has at most so many sequences, or it is 0 where that is not known
 };
 // Returns the values of AttentionArgs.scratch for the largest context. It needs T, H, max_pages and pool.D
 // and .Hkv alone.
@@ -346,13 +344,6 @@ struct ChooseArgs {
     // Entry rows[t].keep of both becomes {token, not-finite flag} of row t: one for later rows, and one for the host, in
     // memory of its own that a GPU writes to, since a copy would take longer. They may be the same, or both null.
     int32_t *drafts, *given; // [n][2]
-    // What a draft has besides, in no launches of its own. `parts` is null, or the product of one weight that left the
-    // logits as parts (rowmm.h), which are added up; n is a multiple of 8. The rows are kept as by keep_hidden. `table` is
-    // null, or the embeddings of n tokens or more, so many bytes each: the choice's comes to the L2 cache.
-    const RowmmArgs *parts;
-    KeepHiddenArgs hidden;
-    const void *table;
-    int64_t row_bytes;
 };
 
 // topk lists the k best candidates of each row, in the order (logit descending, id ascending), with their

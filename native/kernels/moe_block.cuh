@@ -82,8 +82,8 @@ __device__ __forceinline__ void multiply_run(const MatmulParams &p, const Task *
 }
 
 // Multiplies the units of a step with an item's rows, of which `row` is the lane's own. Parts of K are added by pairs.
-// ONE_PART says that each warp has but one. RUNS says that the usual types have loops of their own.
-template <int ROWS, bool ONE_PART, bool RUNS>
+// RUNS says that the usual types have loops of their own.
+template <int ROWS, bool RUNS>
 __device__ __forceinline__ void multiply_step(const MatmulParams &p, const Task *tasks, UnitRing &ring,
                                               const Work &w, const Task &t, int fragment, const uint8_t *row,
                                               int n_tasks, int count, Parts<ROWS> &parts) {
@@ -92,7 +92,7 @@ __device__ __forceinline__ void multiply_step(const MatmulParams &p, const Task 
     const int lane = threadIdx.x % WARP;
     Sums<1> pair = {};
     int u = g.begin(w.part, m.units);
-    for (int part = w.part, last = ONE_PART ? part + 1 : w.last; part < last; part++) {
+    for (int part = w.part; part < w.last; part++) {
         Sums<1> acc = {};
         const int end = g.begin(part + 1, m.units);
         if (RUNS && m.type == TYPE_Q4_K) {
@@ -110,7 +110,7 @@ __device__ __forceinline__ void multiply_step(const MatmulParams &p, const Task 
         for (int k = 0; k < 4; k++) {
             pair[0][k] = part == w.part || part % 2 == 0 ? acc[0][k] : pair[0][k] + acc[0][k];
         }
-        if (part + 1 == last || part % 2 == 1) {
+        if (part + 1 == w.last || part % 2 == 1) {
             leave_part<ROWS>(parts, count, pair, part >= w.part + 2);
         }
     }

@@ -160,8 +160,7 @@ __device__ __forceinline__ void do_few(const MatmulParams &p, FewShared<ROWS> &s
         }
         for (int step = 0; step < p.steps; step++, turn ^= 1) {
             if (const int fragment = w.fragment_at(p, g, t.x, step); fragment < g.fragments) {
-                multiply_step<ROWS, false, true>(p, s.tasks, ring, w, t, fragment, row, n_tasks, p.T,
-                                                 s.parts[turn]);
+                multiply_step<ROWS, true>(p, s.tasks, ring, w, t, fragment, row, n_tasks, p.T, s.parts[turn]);
             }
             __syncthreads();
             write_out<ROWS>(p, g, s.parts[turn], s.places[i], p.T, t.x, step);

@@ -6,7 +6,7 @@
 // brings its own units into shared memory, ahead and across its tasks; the rows of the next task come
 // while one is multiplied. The parts of K are then added by pairs (moe_plan.h). In up, gate and up are two warps
 // of the same block, which go through silu(gate) * up together. Down packs its rows, which are up's F32
-// results, itself. A step of few rows has a kernel of its own (moe_few.cuh).
+// results, itself. A step of few rows has a kernel of its own (moe_few.cuh), and so has up of one row (moe_one.cuh).
 #include "device_limits.h"
 #include "moe_block.cuh"
 #include "moe_few.cuh"
@@ -64,37 +64,6 @@ struct alignas(16) BlockShared {
     int places[MAX_TASKS][MAX_ITEM_ROWS];
 };
 
-// ---- a step of one row ----
-
-// Each expert of the row is an item, and each block has one task at most.
-
-// Puts the block's only task into its list, and returns its expert. `keeps` says that the block leaves the choice to the
-// other launches.
-__device__ int choose_task(const MatmulParams &p, BlockShared &s, bool keeps) {
-    const int item = int(blockIdx.x) / p.tasks, rank = item - p.n_shared;
-    if (threadIdx.x < WARP && (rank >= 0 || keeps)) {
-        const float *logits = reinterpret_cast<const float *>(p.routed + p.at.logits);
-        const Choice choice =
-            choose_experts(p.dims, logits, *reinterpret_cast<Candidates *>(&s.parts), keeps, threadIdx.x);
-        if (int(threadIdx.x) == rank) {
-            s.tasks[0].expert = choice.expert;
-        }
-        if (keeps) {
-            keep_choice(p.dims, p.at, p.routed, 0, choice, threadIdx.x);
-        }
-    }
-    if (threadIdx.x == 0) {
-        if (rank < 0) {
-            s.tasks[0].expert = SHARED;
-        }
-        s.tasks[0].x = int(blockIdx.x) - item * p.tasks;
-        s.tasks[0].count = 1;
-        s.places[0][0] = rank < 0 ? p.n_used : rank;
-    }
-    __syncthreads();
-    return s.tasks[0].expert;
-}
-
 // Lists the block's tasks, and returns how many there are. The first one's units are fetched if they were not early.
 __device__ int list_tasks(const MatmulParams &p, BlockShared &s, UnitRing &ring, int early) {
     const MoeItem *items = reinterpret_cast<const MoeItem *>(p.routed + p.at.items);
@@ -133,14 +102,12 @@ __device__ int list_tasks(const MatmulParams &p, BlockShared &s, UnitRing &ring,
         }
         if (r < listed.z) {
             const int32_t *list = reinterpret_cast<const int32_t *>(p.routed + p.at.places);
-            const bool known = item < 0 || (r == 0 && listed.w >= 0);
-            s.places[own][r] = !known ? __ldcg(list + listed.y + r) : item < 0 ? listed.y + r : listed.w;
+            s.places[own][r] = item < 0 ? listed.y + r : __ldcg(list + listed.y + r);
         }
     }
     return n_tasks;
 }
 
-template <bool ONE_PART>
 __device__ __forceinline__ void do_tasks(const MatmulParams &p, BlockShared &s, UnitRing &ring, Rows &rows,
                                          int n_tasks) {
     int turn = 0;
@@ -162,8 +129,8 @@ __device__ __forceinline__ void do_tasks(const MatmulParams &p, BlockShared &s, 
         const uint8_t *row = rows.rows + (rows.at + column) * p.row_bytes;
         for (int step = 0; step < p.steps; step++, turn ^= 1) {
             if (const int fragment = w.fragment_at(p, g, t.x, step); fragment < g.fragments) {
-                multiply_step<MAX_ITEM_ROWS, ONE_PART, false>(p, s.tasks, ring, w, t, fragment, row, n_tasks,
-                                                              t.count, s.parts[turn]);
+                multiply_step<MAX_ITEM_ROWS, false>(p, s.tasks, ring, w, t, fragment, row, n_tasks, t.count,
+                                                    s.parts[turn]);
             }
             __syncthreads();
             write_out<MAX_ITEM_ROWS>(p, g, s.parts[turn], s.places[i], t.count, t.x, step);
@@ -222,42 +189,7 @@ __global__ void __launch_bounds__(ITEM_THREADS, BLOCKS_SM)
     }
     rows.fill(p, s.tasks[0], s.places[0], 0, 0);
     __syncthreads();
-    do_tasks<false>(p, s, ring, rows, n_tasks);
-}
-
-// The kernel of a step of one row has more blocks on a multiprocessor, each with one task at most.
-__global__ void __launch_bounds__(ITEM_THREADS, SMALL_BLOCKS_SM)
-    moe_matmul_one_kernel(const __grid_constant__ MatmulParams p) {
-    extern __shared__ __align__(128) uint8_t shared[];
-    __shared__ BlockShared s;
-    UnitRing ring(p, shared);
-    Rows rows = rows_of(p, shared);
-    __syncthreads();
-    const bool up = p.h == nullptr, keeps = blockIdx.x == gridDim.x - 1;
-    if (up) {
-        const bool known = int(blockIdx.x) < p.n_shared * p.tasks;
-        ring.units.begin(p, known ? SHARED : 0, int(blockIdx.x) % p.tasks);
-        if (known) {
-            ring.fill(p);
-        }
-        wait_for_previous();
-        let_next_start();
-        copy_rows(p, rows.rows, rows.barrier); // ahead of the weights, which would delay it
-        const int expert = choose_task(p, s, keeps);
-        if (!known) {
-            ring.units.from += int64_t(expert) * p.experts.matrices[Work(p, p.experts).matrix].expert_bytes;
-            ring.fill(p);
-        }
-    } else { // up waited for the logits
-        const int expert = choose_task(p, s, false);
-        ring.units.begin(p, expert, s.tasks[0].x);
-        ring.fill(p);
-        wait_for_previous();
-        let_next_start();
-        rows.fill(p, s.tasks[0], s.places[0], 0, 0);
-        __syncthreads();
-    }
-    do_tasks<true>(p, s, ring, rows, 1);
+    do_tasks(p, s, ring, rows, n_tasks);
 }
 
 // ---- launches ----
@@ -286,16 +218,8 @@ int share_out(MatmulParams &p, int within) {
 }
 
 // Finds how many blocks a launch has, how many steps a task has, and what is in shared memory.
-cudaError_t lay_out(MatmulParams &p, int &blocks, int &bytes) {
-    DeviceLimits device;
-    const cudaError_t error = device.read();
-    for (const Group *g : {&p.experts, &p.shared}) {
-        p.row_bytes = std::max(p.row_bytes, shared_row(g->K));
-        for (int m = 0; m < 1 << p.log_matrices; m++) {
-            p.slot_bytes = std::max(p.slot_bytes, g->matrices[m].unit_bytes);
-        }
-    }
-    const bool one = p.T == 1, few = !one && few_rows(p.dims), fewest = few && fewest_rows(p.dims);
+void lay_out(MatmulParams &p, const DeviceLimits &device, int &blocks, int &bytes) {
+    const bool few = few_rows(p.dims), fewest = few && fewest_rows(p.dims);
     const int items = p.n_shared + p.max_items, most = std::min(p.T, p.item_rows);
     const int slot = ITEM_WARPS * p.slot_bytes, all = log2_of(MAX_PARTS);
     static_assert(sizeof(BlockShared) + BARRIER_BYTES <= MATMUL_BESIDES);
@@ -303,7 +227,7 @@ cudaError_t lay_out(MatmulParams &p, int &blocks, int &bytes) {
     const int own = int(fewest ? sizeof(FewShared<FEWEST_ROWS>) : sizeof(BlockShared));
     const int besides = own + BARRIER_BYTES + 1024;
     const auto room = [&](int per_sm) { return device.shared_sm / per_sm - besides - most * p.row_bytes; };
-    int per_sm = one || fewest ? SMALL_BLOCKS_SM : BLOCKS_SM;
+    int per_sm = fewest ? SMALL_BLOCKS_SM : BLOCKS_SM;
     while (per_sm > 1 && room(per_sm) < LEAST_SLOTS * slot) {
         per_sm--;
     }
@@ -322,7 +246,7 @@ cudaError_t lay_out(MatmulParams &p, int &blocks, int &bytes) {
         while (p.steps < MAX_STEPS && tasks(p.steps) > fit && tasks(2 * p.steps) > at_once - at_once / 10) {
             p.steps *= 2;
         }
-    } else if (!one) {
+    } else {
         if (items * share_out(p, all) >= device.multiprocessors << p.log_matrices) {
             within = all;
         }
@@ -333,7 +257,7 @@ cudaError_t lay_out(MatmulParams &p, int &blocks, int &bytes) {
     }
     p.tasks = (wide + p.steps - 1) / p.steps;
     const int tasks = items * p.tasks;
-    blocks = one ? tasks : std::max(std::min(tasks, at_once), (tasks + MAX_TASKS - 1) / MAX_TASKS);
+    blocks = std::max(std::min(tasks, at_once), (tasks + MAX_TASKS - 1) / MAX_TASKS);
     // Where a warp has few units, room for more would only keep other blocks from a multiprocessor.
     p.slots = few || (blocks == tasks && within == 0) ? LEAST_SLOTS : MAX_SLOTS;
     p.slots = std::max(std::min(room(per_sm) / slot, p.slots), 1);
@@ -342,15 +266,13 @@ cudaError_t lay_out(MatmulParams &p, int &blocks, int &bytes) {
         p.capacity += std::max(std::min((room(per_sm) - p.slots * slot) / p.row_bytes, most), 0);
     }
     bytes = BARRIER_BYTES + p.slots * slot + p.capacity * p.row_bytes;
-    return error;
 }
 
 // Launches up of one row by the kernel that fetches all units of a task at once, where a multiprocessor has room for as many
-// blocks, and returns whether it has. `p` is laid out.
-bool launch_up_one(MatmulParams p, bool overlap, cudaStream_t stream, cudaError_t &error) {
-    DeviceLimits device;
-    error = device.read();
-    p.slots = 0;
+// blocks, and returns whether it has.
+bool launch_up_one(MatmulParams p, const DeviceLimits &device, bool overlap, cudaStream_t stream,
+                   cudaError_t &error) {
+    p.tasks = share_out(p, 0);
     for (const Group *g : {&p.experts, &p.shared}) {
         for (const Matrix &m : g->matrices) {
             const int parts = 1 << g->log_parts;
@@ -359,7 +281,7 @@ bool launch_up_one(MatmulParams p, bool overlap, cudaStream_t stream, cudaError_
     }
     const int bytes = ONE_BARRIERS + p.row_bytes + ITEM_WARPS * p.slots * p.slot_bytes;
     const int own = int(sizeof(OneShared)) + device.shared_reserved;
-    if (error != cudaSuccess || bytes + own > device.shared_sm / SMALL_BLOCKS_SM) {
+    if (bytes + own > device.shared_sm / SMALL_BLOCKS_SM) {
         return false;
     }
     const unsigned blocks = unsigned((p.n_shared + p.max_items) * p.tasks);
@@ -397,18 +319,25 @@ int multiply(const MoeMatmulArgs &a, bool up, cudaStream_t stream) {
     if (!d.shared()) {
         p.shared = p.experts;
     }
+    for (const Group *g : {&p.experts, &p.shared}) {
+        p.row_bytes = std::max(p.row_bytes, shared_row(g->K));
+        for (int m = 0; m < 1 << p.log_matrices; m++) {
+            p.slot_bytes = std::max(p.slot_bytes, g->matrices[m].unit_bytes);
+        }
+    }
+    DeviceLimits device;
+    cudaError_t error = device.read();
+    if (error != cudaSuccess) {
+        return int(error);
+    }
+    if (up && d.T == 1 && launch_up_one(p, device, a.overlap != 0, stream, error)) {
+        return int(error);
+    }
     int blocks = 0, bytes = 0;
-    cudaError_t error = cudaSuccess;
-    if (error = lay_out(p, blocks, bytes); error != cudaSuccess) {
-        return int(error);
-    }
-    if (up && d.T == 1 && launch_up_one(p, a.overlap != 0, stream, error)) {
-        return int(error);
-    }
-    const auto kernel = d.T == 1         ? moe_matmul_one_kernel
-                        : fewest_rows(d) ? moe_few_kernel<FEWEST_ROWS>
-                        : few_rows(d)    ? moe_few_kernel<FEW_ROWS>
-                                         : moe_matmul_kernel;
+    lay_out(p, device, blocks, bytes);
+    const auto kernel = fewest_rows(d) ? moe_few_kernel<FEWEST_ROWS>
+                        : few_rows(d)  ? moe_few_kernel<FEW_ROWS>
+                                       : moe_matmul_kernel;
     return int(launch_kernel(kernel, dim3(unsigned(blocks)), ITEM_THREADS, size_t(bytes), stream,
                              a.overlap != 0, p));
 }

@@ -10,10 +10,9 @@ namespace luce {
 constexpr int MAX_ITEM_ROWS = 8; // each row is a column of the tensor core's tile
 constexpr int ITEM_WARPS = 8; // a block of up and down has so many warps
 
-// An item is up to item_rows rows of one expert: places[first .. first + count) of the routed list. `place` is the first
-// of them, or -1 where only the list says it.
+// An item is up to item_rows rows of one expert: places[first .. first + count) of the routed list.
 struct MoeItem {
-    int32_t expert, first, count, place;
+    int32_t expert, first, count, reserved;
 };
 
 constexpr ROWMM_BOTH int64_t align16(int64_t n) {
@@ -67,13 +66,8 @@ constexpr ROWMM_BOTH int64_t max_items(const MoeDims &d) {
 // Returns the k-th of an expert's items, where `begin` is where its rows begin in the list.
 constexpr ROWMM_BOTH MoeItem item_of(const MoeDims &d, int expert, int begin, int rows, int k) {
     const int most = item_rows(d);
-    return {expert, begin + k * most, int32_t(least(rows - k * most, most)), -1};
+    return {expert, begin + k * most, int32_t(least(rows - k * most, most)), 0};
 }
-// A place is a row and a rank, t * n_used + rank, or it is T * n_used + t of the shared expert.
-constexpr ROWMM_BOTH int row_of_place(const MoeDims &d, int place) {
-    return place < d.T * d.n_used ? place / d.n_used : place - d.T * d.n_used;
-}
-
 // ---- what route leaves ----
 
 // A row's activations are chunks of one column each (rowmm_layout.h), side by side.

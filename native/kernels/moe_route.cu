@@ -145,46 +145,6 @@ __device__ void make_list(const RouteParams &p, ListShared &s, const uint16_t *i
     }
 }
 
-// Does the same for one tile, of which a thread has a place. `ids` and `keys` have room for THREADS each.
-__device__ void make_short_list(const RouteParams &p, uint32_t *ids, uint32_t *keys) {
-    const MoeDims &d = p.a.dims;
-    const int i = threadIdx.x, pairs = d.T * d.n_used, padded = (pairs + 3) / 4 * 4;
-    if (i >= pairs) {
-        ids[i] = UINT32_MAX; // it is no expert's
-    }
-    __syncthreads();
-    const uint32_t id = ids[i];
-    int less = 0, before = 0, same = 0;
-    for (int j = 0; i < pairs && j < padded; j += 4) {
-        const uint4 others = *reinterpret_cast<const uint4 *>(ids + j);
-        const uint32_t other[4] = {others.x, others.y, others.z, others.w};
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            less += other[k] < id;
-            same += other[k] == id;
-            before += other[k] == id && j + k < i;
-        }
-    }
-    const bool first = i < pairs && before % item_rows(d) == 0; // it begins an item
-    keys[i] = first ? id * THREADS + before : UINT32_MAX;
-    __syncthreads();
-    if (i >= pairs) {
-        return;
-    }
-    p.of<int32_t>(p.at.places)[less + before] = i;
-    int ahead = 0, items = 0;
-    for (int j = 0; first && j < padded; j++) {
-        ahead += keys[j] < keys[i];
-        items += keys[j] != UINT32_MAX;
-    }
-    if (first) {
-        p.of<MoeItem>(p.at.items)[ahead] = {int32_t(id), less + before, min(same - before, item_rows(d)), i};
-    }
-    if (i == 0) {
-        *p.of<int32_t>(p.at.head) = items;
-    }
-}
-
 // Returns whether this block is the last of n to come here. If so, it sees what the others' first warps have written.
 __device__ bool is_last(uint32_t *counter, int n, bool &last) {
     if (threadIdx.x < WARP) {
@@ -276,26 +236,16 @@ __global__ void __launch_bounds__(THREADS, 2) moe_route_kernel(const __grid_cons
         return;
     }
     __syncthreads(); // the rows are packed, and what lies there now is of the choice
-    int expert = 0;
     if (warp < rows) {
         const float *logits = p.of<float>(p.at.logits) + (row0 + warp) * logits_row(d);
         const Choice choice =
             choose_experts(d, logits, reinterpret_cast<Candidates *>(shared)[warp], true, lane);
         keep_choice(d, p.at, static_cast<uint8_t *>(p.a.routed), row0 + warp, choice, lane);
-        expert = choice.expert;
     }
     if (few_rows(d)) {
         return;
     }
     __syncthreads();
-    if (gridDim.y == 1) {
-        uint32_t *of_tile = reinterpret_cast<uint32_t *>(list.rows);
-        if (warp < rows && lane < d.n_used) {
-            of_tile[warp * d.n_used + lane] = uint32_t(expert);
-        }
-        make_short_list(p, of_tile, of_tile + THREADS);
-        return;
-    }
     uint16_t *ids = reinterpret_cast<uint16_t *>(shared);
     if (!is_last(counters, gridDim.y, tile.last)) {
         return;

@@ -13,7 +13,6 @@ constexpr int TILE_ROWS = ROUTE_ROWS; // a block has so many rows; each has a wa
 constexpr int OUTPUTS = 4; // a block has so many of the router's outputs
 constexpr int HALVES = WARPS / OUTPUTS; // so many warps share an output
 constexpr int TILES = MOE_MAX_ROWS / TILE_ROWS;
-static_assert(TILE_ROWS * MOE_MAX_USED <= THREADS && MOE_MAX_EXPERTS >= 2 * THREADS, "a short list's room");
 constexpr int PER_THREAD = MOE_MAX_EXPERTS / THREADS;
 constexpr int WEIGHTS = 8, VALUES = 2; // a thread has so many vectors of the router, and of a row, at once
 static_assert(TILE_ROWS == WARPS && OUTPUTS * HALVES == WARPS, "what warps share");

@@ -64,7 +64,14 @@ __global__ void __launch_bounds__(NORM_MAX_WARPS *WARP)
 __global__ void __launch_bounds__(NORM_MAX_WARPS *WARP)
     keep_hidden_kernel(const __grid_constant__ KeepHiddenArgs a) {
     let_next_start();
-    keep_hidden_row(a, blockIdx.x, [] { wait_for_previous(); });
+    const int64_t row = blockIdx.x;
+    WholeNorm norm(a.norm, a.E);
+    const float *x = a.x + row * a.x_row;
+    float *out = a.hidden + a.hidden_to[row] * a.E;
+    wait_for_previous();
+    norm.run(
+        a.eps, [&](float (&v)[OWN], int64_t k) { load_values(v, x, k, a.E); },
+        [&](int chunk, const float (&v)[OWN]) { store_values(out, v, norm.first_of(chunk), a.E); });
 }
 
 } // namespace

@@ -3,8 +3,8 @@
 // let_next_start(), and wait in wait_for_previous() until all that is ahead on the stream has ended and can be seen.
 // Before that a kernel reads only what no kernel of the step writes ahead of it: weights, the step's inputs, a layer's
 // caches. (Attention reads its plan too. The kernel that makes it lets none start before it has ended.) It writes nothing but the
-// committed state of a layer, in the delta rule, and its window, in a conv of few rows: no other launch of a step reads or writes
-// those, and a step's first launch (hand_over.cu) begins when all of the step before has ended.
+// committed state of a layer, in the delta rule: no other launch of a step reads or writes it, and a step's first launch
+// (hand_over.cu) begins when all of the step before has ended.
 // Each kernel that is launched so waits, in one block at least, so that "the one ahead has ended" means that all ahead of
 // it have.
 // Where the launch ahead says let_next_start() only behind its own wait, a kernel may also read early what the one before that

@@ -20,7 +20,7 @@ bool valid(const RowmmArgs &a) {
         !aligned(a.x) || !aligned(a.scratch) || !aligned(a.parts)) {
         return false;
     }
-    if (a.row != nullptr && (a.T > 1 || a.normed == 0 || a.norm == nullptr || a.input != nullptr)) {
+    if (a.row != nullptr && (a.T > 1 || a.normed == 0 || a.norm == nullptr)) {
         return false;
     }
     int64_t units = 0;
@@ -32,14 +32,6 @@ bool valid(const RowmmArgs &a) {
         units += tiles_of(w.N) * chunks_of(a.K) * units_of_chunk(w.type);
     }
     return units <= INT32_MAX;
-}
-
-bool valid_input(const RowmmArgs &a) {
-    const RowmmPackArgs &in = *a.input;
-    return in.input == ROWMM_HEAD_RMS && in.T == a.T && in.K == a.K && in.out == a.x && in.copy == nullptr &&
-           in.parts == nullptr && a.parts != nullptr && a.normed == 0 && in.head >= 16 &&
-           CHUNK % in.head == 0 && a.K % in.head == 0 && given(in.w) && given(in.x) && given(in.y) &&
-           in.x_row % 4 == 0 && in.y_row % 4 == 0;
 }
 
 // These are units of one size in a row: those of the whole tiles of a matrix, or of its last tile.
@@ -177,24 +169,19 @@ cudaError_t launch_sum(const RowmmParams &p, cudaStream_t stream, bool overlap) 
 }
 
 RowmmKernel kernel_of(const RowmmParams &p, bool wide) {
-    if (p.gated.x != nullptr) {
-        return rowmm_kernel_gated(p.columns);
-    }
     switch (p.columns) {
-        case 1: return rowmm_kernel_1();
-        case 2: return rowmm_kernel_2();
-        case 3: return rowmm_kernel_3();
-        case 4: return rowmm_kernel_4();
-        case 5: return rowmm_kernel_5();
-        case 6: return rowmm_kernel_6();
-        case 7: return rowmm_kernel_7();
-        case 8: return rowmm_kernel_8();
-        default: break;
+        case 1: return rowmm_kernel_of<1, false, 1>();
+        case 2: return rowmm_kernel_of<1, false, 2>();
+        case 3: return rowmm_kernel_of<1, false, 3>();
+        case 4: return rowmm_kernel_of<1, false, 4>();
+        case 5: return rowmm_kernel_of<1, false, 5>();
+        case 6: return rowmm_kernel_of<1, false, 6>();
+        case 7: return rowmm_kernel_of<1, false, 7>();
+        case 8: return rowmm_kernel_of<1, false, 8>();
+        case 16: return rowmm_kernel_of<2, false, ANY>();
+        case 32: return wide ? rowmm_kernel_of<4, true, ANY>() : rowmm_kernel_of<4, false, ANY>();
+        default: return rowmm_kernel_of<8, true, ANY>();
     }
-    return p.columns <= 16   ? rowmm_kernel_16()
-           : !wide           ? rowmm_kernel_32()
-           : p.columns <= 32 ? rowmm_kernel_32_wide()
-                             : rowmm_kernel_64_wide();
 }
 
 // There are as many slots of weights as leave room for the blocks of a multiprocessor, and at least two.
@@ -323,19 +310,9 @@ int64_t cuda::rowmm_scratch_bytes() {
     return int64_t(ranges_of(device)) * 2 * ROWMM_MAX_ROWS * TILE * int64_t(sizeof(float));
 }
 
-// Returns whether the blocks of a launch can gate and pack rows themselves: each needs but a few chunks of them.
-static bool blocks_can_gate(const RowmmParams &p, int32_t T) {
-    bool whole = T <= ROWMM_GATED_ROWS && p.n_segments == 1 && units_of_chunk(p.segments[0].type) == 1;
-    for (int r = 0; r < p.ranges; r++) {
-        whole = whole && p.first[r + 1] - p.first[r] <= ROWMM_GATED_UNITS;
-    }
-    return whole;
-}
-
 int cuda::rowmm(const RowmmArgs &args, void *stream) {
     DeviceLimits device;
-    const RowmmPackArgs *input = args.input;
-    if (!valid(args) || (input != nullptr && !valid_input(args))) {
+    if (!valid(args)) {
         return int(cudaErrorInvalidValue);
     }
     if (args.T == 0) {
@@ -367,18 +344,8 @@ int cuda::rowmm(const RowmmArgs &args, void *stream) {
         return int(launch_norm(p, args, device, static_cast<cudaStream_t>(stream)));
     }
     p.x = static_cast<const uint8_t *>(args.x);
-    if (input != nullptr) {
-        p.gated = {input->x,     input->w,        input->y,    input->x_row,
-                   input->y_row, int32_t(args.K), input->head, input->eps};
-    }
     if (cudaError_t launched; launch_whole(p, args, device, static_cast<cudaStream_t>(stream), launched)) {
         return int(launched);
-    }
-    if (input != nullptr && !blocks_can_gate(p, args.T)) {
-        p.gated = {};
-        if (const int packed = rowmm_pack(*input, stream); packed != 0) {
-            return packed;
-        }
     }
     for (int row = 0; row < args.T; row += layout.set) {
         p.rows = std::min(args.T - row, layout.set);

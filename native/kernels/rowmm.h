@@ -31,8 +31,6 @@ constexpr int ROWMM_MAX_ROWS = 64;
 constexpr int ROWMM_MAX_WEIGHTS = 8; // one launch takes no more
 // Of so many rows, a launch of one weight that is not normed needs no kernel behind it to add up parts.
 constexpr int ROWMM_WHOLE_ROWS = 8;
-// Of so many rows, a product's blocks gate and pack what they need (RowmmArgs.input). Of more it takes longer than a launch.
-constexpr int ROWMM_GATED_ROWS = 2;
 
 // ---- weights ----
 
@@ -121,9 +119,6 @@ struct RowmmArgs {
     int32_t T; // 1 .. ROWMM_MAX_ROWS
     int64_t K; // all weights share it
     const void *x; // rowmm_pack left it, for the same T and K
-    // Null, or what is packed into x first, for results that stay parts (ROWMM_HEAD_RMS; input->out is x). Of few rows the
-    // launch does so itself where its blocks need few chunks each, with the same bits, and x is not written.
-    const RowmmPackArgs *input;
     int32_t normed; // 1 says that x was packed as ROWMM_RMS
     float eps; // that norm adds it to the mean of squares
     // They are null, or a row [K] and that norm's weights [K]: then the launch norms and packs the row itself, x is not used,

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "rowmm_multiply.cuh"
-#include "rowmm_pack.cuh"
 #include "rowmm_results.cuh"
 #include "rowmm_teams.cuh"
 
@@ -46,13 +45,10 @@ __device__ __forceinline__ int range_of_block(const RowmmParams &p) {
     return b >= 2 * pairs ? b : b < pairs ? 2 * b : 2 * (b - pairs) + 1;
 }
 
-// Says what a kernel knows of its rows when it is compiled: nothing, or how many columns a stage of them has, from which a
-// stage's addresses follow. Less than nothing says that it gates and packs so many rows itself.
-constexpr int ANY = 0;
-
+// Returns how many columns a stage of rows has. Where they are known when a kernel is compiled, a stage's addresses are too.
 template <int NT, bool WIDE, int KNOWN> __device__ __forceinline__ auto columns_of(const RowmmParams &p) {
     if constexpr (KNOWN != ANY) {
-        return Exactly<(KNOWN < 0 ? -KNOWN : KNOWN)>();
+        return Exactly<KNOWN>();
     } else {
         return Shape<NT, WIDE>::columns(p.columns);
     }
@@ -152,48 +148,10 @@ __device__ __forceinline__ void take_range(const RowmmParams &p, Ring &ring, int
     }
 }
 
-// Gates and packs C rows as rowmm_pack does it: a warp has a row of a stage. What it reads lies in L2, since the launch ahead
-// wrote it. There are no more units than stages, and of one weight.
-template <typename S, int C>
-__device__ __forceinline__ void pack_stage(const RowmmParams &p, const Rings<S> &rings, int first,
-                                           int units) {
-    static_assert(C <= ROWMM_GATED_ROWS && S::WARPS == ROWMM_GATED_ROWS * S::STAGES);
-    const RowmmGated &a = p.gated;
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, stage = warp % S::STAGES,
-              row = warp / S::STAGES;
-    const int k = (first + stage) % p.segments[0].units_k * CHUNK + lane * OWN;
-    const bool there = k < a.K;
-    const float *x = a.x + row * a.x_row + (there ? k : 0), *y = a.y + row * a.y_row + (there ? k : 0);
-    const float share = 1.0f / float(a.head);
-    float w[OWN];
-    load_values(w, a.w, k % a.head, a.head);
-    // All this is found while the launch ahead has not ended.
-    found(address_bits(x) | address_bits(y) | __float_as_uint(share));
-    wait_for_previous();
-    if (stage >= units) {
-        return;
-    }
-    if (row < C) {
-        float v[OWN], gate[OWN], gated[OWN];
-        fetch_values(v, x);
-        fetch_values(gate, y);
-        const float scale = head_scale(v, a.head, share, a.eps);
-        silu(gate, gated);
-#pragma unroll
-        for (int i = 0; i < OWN; i++) {
-            v[i] = there ? v[i] * scale * w[i] * gated[i] : 0.0f;
-        }
-        pack_chunk(rings.stage(stage), C, row, false, v, largest(v), lane);
-    }
-    __syncwarp();
-    warp_arrive(rings.stage_full(stage), lane);
-}
-
 // Does what a block of one team does.
 template <int NT, bool WIDE, int KNOWN>
 __device__ __forceinline__ void run_team(const RowmmParams &p, uint8_t *shared, float *scales) {
     using S = Shape<NT, WIDE>;
-    constexpr bool PACKS = KNOWN < 0;
     const int range = range_of_block(p);
     const Rings<S> rings{held_address(shared), p.slot_bytes, p.slots, columns_of<NT, WIDE, KNOWN>(p)};
     const int first = p.first[range], units = p.first[range + 1] - first;
@@ -202,12 +160,12 @@ __device__ __forceinline__ void run_team(const RowmmParams &p, uint8_t *shared, 
     if (warp == S::WARPS) {
         filler.begin(lane);
     } else if (threadIdx.x == 0) {
-        rings.init_rows(PACKS ? ROWMM_GATED_ROWS : 0);
+        rings.init_rows();
     }
     __syncthreads(); // It is one place for all: a barrier in each of two branches is two to compute-sanitizer.
     if (warp < S::WARPS) {
         Rows rows = {};
-        if (!PACKS && warp < S::STAGES && lane < COPY_LANES) {
+        if (warp < S::STAGES && lane < COPY_LANES) {
             rows = first_rows(p, first, units, warp, C);
             announce(rows, rings.stage_full(warp), C);
         }
@@ -219,11 +177,7 @@ __device__ __forceinline__ void run_team(const RowmmParams &p, uint8_t *shared, 
               shared_address(rings.stage(warp)));
         Taker<S> ring{rings};
         const auto begin = [&] {
-            if constexpr (PACKS) {
-                pack_stage<S, -KNOWN>(p, rings, first, units);
-            } else {
-                wait_for_previous();
-            }
+            wait_for_previous();
             // All blocks ask for rows at once, for more than L2 answers in a microsecond. So squares are asked for ahead of rows,
             // and rows of later units when the squares have come. Where there is no norm all rows are asked for at once.
             const bool normed = p.squares != nullptr;
@@ -231,13 +185,13 @@ __device__ __forceinline__ void run_team(const RowmmParams &p, uint8_t *shared, 
             if (normed) {
                 fetch_squares<S>(p, square, squares);
             }
-            if (!PACKS && warp == 0) {
+            if (warp == 0) {
                 copy_rows();
             }
             if (normed) {
                 find_scales(p, rings, squares, scales);
             }
-            if (!PACKS && warp > 0) {
+            if (warp > 0) {
                 copy_rows();
             }
         };
@@ -326,7 +280,7 @@ __global__ void __launch_bounds__(Shape<NT, WIDE>::THREADS, Shape<NT, WIDE>::BLO
     }
 }
 
-template <int NT, bool WIDE, int KNOWN = ANY> RowmmKernel rowmm_kernel_of() {
+template <int NT, bool WIDE, int KNOWN> RowmmKernel rowmm_kernel_of() {
     using S = Shape<NT, WIDE>;
     return {rowmm_kernel<NT, WIDE, KNOWN>, S::THREADS, S::row_bytes, S::TEAMS};
 }

@@ -38,17 +38,8 @@ struct RowmmPair {
     int16_t apart;
 };
 
-// These are rows that a launch gates and packs itself (ROWMM_HEAD_RMS), by the names of RowmmPackArgs.
-struct RowmmGated {
-    const float *x, *w, *y; // x is null where there are none
-    int64_t x_row, y_row;
-    int32_t K, head;
-    float eps;
-};
-
 struct RowmmParams {
     const uint8_t *x;
-    RowmmGated gated;
     // This is [ranges][2][rows][TILE]. The two are the tile that the range began in the middle, and the tile
     // that it left unfinished.
     float *partial;
@@ -80,9 +71,10 @@ struct RowmmParts {
 };
 cudaError_t rowmm_parts_of(const RowmmArgs &args, RowmmParts &parts);
 
-// These are the kernels (rowmm_kernel.cuh), each compiled on its own. mma.sync serves up to 8 rows, each number
-// of them with a kernel of its own, whose addresses are known, and up to 16 and 32. wgmma serves up to 32 and 64,
-// where there is wgmma. Both give the same bits.
+// Returns the kernel (rowmm_kernel.cuh) of NT tiles of 8 rows, by wgmma where WIDE, whose rows are KNOWN when it is compiled, or
+// ANY up to 8 NT. rowmm_rows.cu lists those that there are. mma.sync serves up to 8 rows, each number of them with a kernel of
+// its own, whose addresses are known, and up to 16 and 32. wgmma serves up to 32 and 64, where there is wgmma. All give the
+// same bits.
 struct RowmmKernel {
     void (*kernel)(RowmmParams);
     int threads;
@@ -90,20 +82,8 @@ struct RowmmKernel {
     int teams; // a block has so many teams and ranges, and a multiprocessor has BLOCKS_PER_SM of them
 };
 constexpr int ROWMM_MAX_SLOTS = 16;
-RowmmKernel rowmm_kernel_1();
-RowmmKernel rowmm_kernel_2();
-RowmmKernel rowmm_kernel_3();
-RowmmKernel rowmm_kernel_4();
-RowmmKernel rowmm_kernel_5();
-RowmmKernel rowmm_kernel_6();
-RowmmKernel rowmm_kernel_7();
-RowmmKernel rowmm_kernel_8();
-RowmmKernel rowmm_kernel_gated(int rows); // it has so many, which its blocks gate and pack
-constexpr int ROWMM_GATED_UNITS = 4; // a range of that kernel has no more units, each of a whole chunk
-RowmmKernel rowmm_kernel_16();
-RowmmKernel rowmm_kernel_32();
-RowmmKernel rowmm_kernel_32_wide();
-RowmmKernel rowmm_kernel_64_wide();
+constexpr int ANY = 0;
+template <int NT, bool WIDE, int KNOWN> RowmmKernel rowmm_kernel_of();
 
 // This is the kernel of up to ROWMM_WHOLE_ROWS rows of one weight that is not normed, whose blocks have all of K
 // (rowmm_rows_whole.cu), with what a launch of it takes.

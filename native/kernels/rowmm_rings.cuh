@@ -52,14 +52,10 @@ template <typename S> struct Rings {
     __device__ uint8_t *stage(int i) const { return shared + S::BARRIERS + i * chunk_bytes(columns); }
     __device__ uint8_t *slot(int i) const { return shared + S::row_bytes(columns) + i * slot_bytes; }
 
-    // Prepares the barriers of stages and of scales. So many warps pack what is in a stage, or where there are none it is copied.
-    __device__ void init_rows(int packers = 0) const {
+    // Prepares the barriers of stages and of scales.
+    __device__ void init_rows() const {
         for (int i = 0; i < S::STAGES; i++) {
-            if (packers > 0) {
-                barrier_init_warps(stage_full(i), packers);
-            } else {
-                barrier_init(stage_full(i), COPY_LANES);
-            }
+            barrier_init(stage_full(i), COPY_LANES);
             barrier_init_warps(stage_free(i), S::WARPS);
         }
         barrier_init_warps(scales_full(), S::WARPS);

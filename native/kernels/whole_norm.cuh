@@ -64,16 +64,5 @@ struct WholeNorm {
     }
 };
 
-// Does what KeepHiddenArgs says of one row. `wait` waits for the rows.
-template <typename F> __device__ void keep_hidden_row(const KeepHiddenArgs &a, int64_t row, const F &wait) {
-    WholeNorm norm(a.norm, a.E);
-    const float *x = a.x + row * a.x_row;
-    float *out = a.hidden + a.hidden_to[row] * a.E;
-    wait();
-    norm.run(
-        a.eps, [&](float (&v)[OWN], int64_t k) { load_values(v, x, k, a.E); },
-        [&](int chunk, const float (&v)[OWN]) { store_values(out, v, norm.first_of(chunk), a.E); });
-}
-
 } // namespace
 } // namespace luce

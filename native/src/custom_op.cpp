@@ -104,11 +104,6 @@ KvStoreArgs kv_store_args(const ggml_tensor *dst) {
     return a;
 }
 
-// Returns how many sequences a step has at most, by the room for their pages.
-int32_t most_sequences(const ggml_tensor *pages, int32_t max_pages) {
-    return int32_t(pages->ne[0]) / max_pages;
-}
-
 AttentionArgs attention_args(const ggml_tensor *dst) {
     const ggml_tensor *q = dst->src[0], *q_gate = dst->src[1];
     AttentionArgs a{};
@@ -130,7 +125,6 @@ AttentionArgs attention_args(const ggml_tensor *dst) {
     a.block = param(dst, 6);
     a.ctl = ctl(dst->src[4]);
     a.pages = data<int32_t>(dst->src[5]);
-    a.max_seqs = most_sequences(dst->src[5], a.max_pages);
     a.out = data<float>(dst);
     a.scratch = a.out + int64_t(D) * a.H * a.T;
     return a;
@@ -165,8 +159,6 @@ int attention_plan_op(const ggml_tensor *dst, void *stream) {
     AttentionArgs a{};
     a.T = param(dst, 0), a.H = param(dst, 1), a.first = param(dst, 2), a.window = param(dst, 3);
     a.pool.type = param(dst, 4), a.pool.Hkv = param(dst, 5), a.pool.D = param(dst, 6);
-    a.max_pages = param(dst, 7);
-    a.max_seqs = most_sequences(dst->src[1], a.max_pages);
     a.ctl = ctl(dst->src[0]);
     return cuda::attention_plan(a, dst->data, stream);
 }
@@ -208,11 +200,7 @@ ChooseArgs choose_args(const ggml_tensor *dst) {
             param(dst, 0),
             data<ChoiceRow>(dst),
             dst->src[2] != nullptr ? data<int32_t>(dst->src[2]) : nullptr,
-            dst->src[3] != nullptr ? data<int32_t>(dst->src[3]) : nullptr,
-            nullptr,
-            {},
-            nullptr,
-            0};
+            dst->src[3] != nullptr ? data<int32_t>(dst->src[3]) : nullptr};
 }
 
 TopkArgs topk_args(const ggml_tensor *dst) {
@@ -374,18 +362,15 @@ const CustomOp OPS[] = {
     {"rowmm", "xP xS mK,A mK,B? mK,C? mK,D? > A", nullptr, rowmm_op},
     {"rowmm_norm", "K,T K xS mK,A mK,B? mK,C? mK,D? > A", nullptr, rowmm_op},
     {"rowmm_add", "xP xS A,T mK,A > A", nullptr, rowmm_op},
-    {"rowmm_gated_parts", "K,T h K,T mK,A > A", nullptr, rowmm_parts_op},
     {"rowmm_parts", "xP mK,A mK,B? mK,C? mK,D? > A", nullptr, rowmm_parts_op},
     {"rowmm_parts_norm", "K,T K mK,A mK,B? mK,C? mK,D? > A", nullptr, rowmm_parts_op},
     {"deltanet_parts", "xP 4,C C,3,s* l,q* ctl h h S,S,h,s* xS* > C", nullptr, deltanet_parts_op},
-    {"choose_draft", "xP ctl i2,d* i2,d* E,T E E,h* iT mE,V > 5372,T", nullptr,
-     [](const ggml_tensor *dst, void *stream) { return choose_draft_op(dst, stream, real(dst, 0)); }},
     {"nextn_pack", "iT i2,d mE,V E,n iT E E > 1", nullptr,
      [](const ggml_tensor *dst, void *stream) { return nextn_pack_op(dst, stream, real(dst, 0)); }},
     {"keep_hidden", "E,T E E,n* iT > 1", nullptr,
      [](const ggml_tensor *dst, void *stream) { return keep_hidden_op(dst, stream, real(dst, 0)); }},
     {"attention_heads", "xP h iT kw,c* kw,c* ctl ip h? > 1", nullptr, attention_heads_op},
-    {"attention_plan", "ctl ip > 1", nullptr, attention_plan_op},
+    {"attention_plan", "ctl > 1", nullptr, attention_plan_op},
     {"attention_packed", "Q,T G,T kw,c kw,c ctl ip iP? > 1", nullptr, attention_packed_op},
     {"rowmm_parts_rms", "K xP K,T? > K,T", nullptr, rowmm_parts_rms_op},
     {"rowmm_parts_swiglu", "xP > 1", nullptr, rowmm_parts_swiglu_op},

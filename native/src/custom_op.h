@@ -36,16 +36,13 @@
 // rowmm_add       packed{bytes} scratch{bytes}* residual{N,T} packed weight{K,N}           the same -> {N*T}
 // rowmm_parts     packed{bytes} 1 to 4 packed weights{K,N}                                 the same -> {parts}
 // rowmm_parts_norm  x{K,1} w{K} 1 to 4 packed weights{K,N}: it packs the row itself        the same -> {parts}
-// rowmm_gated_parts  x{K,T} w{S} y{K,T} packed weight{K,N}: rowmm_pack_gated and rowmm_parts   the same -> {parts, then packed x}
 // deltanet_parts  parts of qkv, z, beta, alpha; w window* log* ctl as deltanet_conv; dt a state* as deltanet; scratch{bytes}*
 //                     its params -> {Hv*S*T, then z{Hv*S,T}, then scratch}: deltanet_conv and deltanet
 // nextn_pack      e{E,T} hidden{E,n} hidden_from{T} e_norm{E} h_norm{E}                    eps -> i8{bytes} of {2*E,T}
 // keep_hidden     x{E,T} norm{E} hidden{E,n}* i64 hidden_to{T}                             eps -> i32{1}
-// choose_draft    parts of logits{n,T}; ctl drafts* given* as choose; x{E,T} norm hidden* hidden_to as keep_hidden; the
-//                     embeddings{E,V}                                                      eps -> {n*T of logits, then choice}
 // attention_heads parts of q_gate, k, v or of k, v; k_norm{D} positions{T} pool_k* pool_v* ctl pages q_norm{D}?
 //                     rope_dim base eps owner -> {D*H*T of q, then of gate}: norm_rope and kv_store
-// attention_plan  ctl pages                                                                T H first window type Hkv D max_pages
+// attention_plan  ctl                                                                      T H first window type Hkv D
 //                     -> i32{plan}, which the blocks of all layers' attention_packed read; they count in it, by layer
 // attention_packed  as attention, plan{n}?; its values packed as rowmm takes them        its params, layer for block -> {bytes, then scratch}
 // rowmm_parts_rms x{K,T} w{K} parts                                                        - -> {K*T: x + sum; packed}

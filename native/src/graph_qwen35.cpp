@@ -93,16 +93,6 @@ static void nextn_kv(const StepBuild &b, const NextN &head, const Stream &input)
 // Chooses a draft's tokens among the first n by what the head puts out, h {E, T}, and keeps these rows.
 static void choose_draft(const StepBuild &b, const NextN &head, const MatmulInput &h, int64_t n) {
     ggml_tensor *output = first_rows(b, head.output, n);
-    ggml_tensor *parts = output->ne[1] == n ? matmul_parts(b, output, h) : nullptr;
-    if (parts != nullptr) { // what is kept, and the sum of the parts, wait for no launches of their own
-        ggml_tensor *y = add_op(b.ctx, "choose_draft", GGML_TYPE_F32, (n + CHOICE_WIDTH) * h.T, 1,
-                                {parts, b.in.ctl, b.cache.drafts(), b.cache.given(), h.x, h.w,
-                                 b.cache.hidden(), b.in.hidden_to, head.token_embd},
-                                {bits_of_real(h.eps)});
-        ggml_build_forward_expand(b.graph, y);
-        keep_lists(b, ggml_view_2d(b.ctx, y, n, h.T, size_t(n) * sizeof(float), 0));
-        return;
-    }
     keep_hidden(b, h);
     ggml_tensor *logits = matmul(b, output, h); // {V, T}
     if (output->ne[1] > n) {

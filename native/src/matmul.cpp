@@ -198,11 +198,6 @@ static bool leaves_parts(const StepBuild &b, const std::vector<ggml_tensor *> &w
 
 static ggml_tensor *add_parts(const StepBuild &b, const std::vector<ggml_tensor *> &weights,
                               const MatmulInput &in) {
-    if (in.kind == ROWMM_HEAD_RMS && in.T <= ROWMM_GATED_ROWS) {
-        const int64_t bytes = rowmm_parts_op_bytes(in.T, weights) + rowmm_op_bytes(in.T, in.K);
-        return add_op(b.ctx, "rowmm_gated_parts", GGML_TYPE_F32, bytes / int64_t(sizeof(float)), 1,
-                      {in.x, in.w, in.y, weights[0]}, {int32_t(in.T), 0, bits_of_real(in.eps)});
-    }
     const bool norms = packs_in_product(b, weights, in);
     std::vector<ggml_tensor *> args = {in.x, in.w};
     if (!norms) {
@@ -273,17 +268,6 @@ std::vector<ggml_tensor *> matmuls(const StepBuild &b, const std::vector<ggml_te
 
 ggml_tensor *matmul(const StepBuild &b, ggml_tensor *weight, const MatmulInput &input) {
     return products(b, {weight}, input, nullptr)[0];
-}
-
-ggml_tensor *matmul_parts([[maybe_unused]] const StepBuild &b, [[maybe_unused]] ggml_tensor *weight,
-                          [[maybe_unused]] const MatmulInput &input) {
-#ifdef LUCE_USE_CUDA
-    constexpr int64_t FEW = 8; // of more rows, parts take more time than the kernel that adds them up
-    if (input.T <= FEW && leaves_parts(b, {weight})) {
-        return add_parts(b, {weight}, input);
-    }
-#endif
-    return nullptr;
 }
 
 DeltaInputs delta_inputs(const StepBuild &b, const MatmulInput &x, const DeltaNet &w, const DeltaState &state,

@@ -9,6 +9,5 @@ namespace luce {
 
 int nextn_pack_op(const ggml_tensor *dst, void *stream, float eps);
 int keep_hidden_op(const ggml_tensor *dst, void *stream, float eps);
-int choose_draft_op(const ggml_tensor *dst, void *stream, float eps);
 
 } // namespace luce

@@ -159,19 +159,18 @@ static const AttentionPlan *attention_plan(const StepBuild &b, int64_t T, const 
     if (kv.owner != KV_TRUNK) {
         return nullptr;
     }
-    const std::vector<int32_t> params = {
-        int32_t(T),          int32_t(s.n_head),           first_position(kv),
-        int32_t(s.window),   int32_t(kv.cells.k->type),   int32_t(s.n_head_kv),
-        int32_t(s.head_dim), int32_t(b.cache.max_pages())};
+    const std::vector<int32_t> params = {int32_t(T),         int32_t(s.n_head),         first_position(kv),
+                                         int32_t(s.window),  int32_t(kv.cells.k->type), int32_t(s.n_head_kv),
+                                         int32_t(s.head_dim)};
     for (AttentionPlan &known : b.plans) {
         if (known.params == params && known.layers < PLAN_LAYERS) {
             known.layers++;
             return &known;
         }
     }
-    ggml_tensor *args[] = {b.in.ctl, b.in.pages};
+    ggml_tensor *args[] = {b.in.ctl};
     ggml_tensor *plan = add_op(b.ctx, *find_op("attention_plan"), GGML_TYPE_I32,
-                               attention_plan_bytes() / int64_t(sizeof(int32_t)), 1, args, 2, params.data(),
+                               attention_plan_bytes() / int64_t(sizeof(int32_t)), 1, args, 1, params.data(),
                                int(params.size()));
     ggml_build_forward_expand(b.graph, plan); // it does not stand between a layer's kernels
     b.plans.push_back({params, plan, 1});

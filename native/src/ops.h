@@ -4,13 +4,11 @@
 // What a layer of a step launches on a GPU with luce's own matmul, and what is fused there. A launch ends where each value
 // needs all of the launch before, or another grid; all are dependent launches (overlap.cuh), so that a matmul fills its
 // rings with weights while the small kernel ahead of it runs.
-//   DeltaNet (8 to 10)   qkv z beta alpha    rowmm_parts           one pass over x; its results stay partial sums
+//   DeltaNet (9 or 10)   qkv z beta alpha    rowmm_parts           one pass over x; its results stay partial sums
 //                        conv, delta rule    deltanet_parts        adds them up; SiLU, l2 norms, window and log; decay and
-//                                                                  beta from alpha and b. Of 3 rows and more, or of 2 in an
-//                                                                  engine of several sequences, it is two kernels
+//                                                                  beta from alpha and b. Of 2 rows and more it is two kernels
 //                        gated norm          rowmm_pack_gated      RMS of a head * SiLU(z), packed to F16
-//                        out                 rowmm_parts           of 1 or 2 rows rowmm_gated_parts, which gates and packs
-//                                                                  itself, but ahead of a mixture
+//                        out                 rowmm_parts
 //                        residual, norm      rowmm_parts_rms       adds the parts up; x, squares of x, packed x * w
 //   and the FFN          gate up             rowmm_parts           applies the norm's scale to its sums
 //                        SwiGLU              rowmm_parts_swiglu    adds the parts up, packs
@@ -31,7 +29,7 @@
 //   once a step          plan                attention_plan        which block of attention does what, for all layers
 //   a draft has besides  its input           nextn_pack            looks embeddings up, norms both halves, packs
 //                        eh_proj, norm       rowmm_parts, rowmm_parts_rms
-//                        head, choice        rowmm_parts, choose_draft  adds the parts up; keeps choice and hidden row
+//                        kept rows, choice   keep_hidden, rowmm, choose
 //   and the links of one sequence's chain are one graph, whose launches overlap too
 // What a step keeps of ggml-cuda, each op giving a row the same bits at any T. In a step of the model
 // they run a few times, not once a layer, and so cost what a few launches do:
@@ -157,9 +155,6 @@ std::vector<ggml_tensor *> matmuls(const StepBuild &b, const std::vector<ggml_te
                                    const MatmulInput &input);
 
 ggml_tensor *matmul(const StepBuild &b, ggml_tensor *weight, const MatmulInput &input);
-
-// Returns the product of few rows as the parts that luce's own matmul leaves, or null where it leaves none.
-ggml_tensor *matmul_parts(const StepBuild &b, ggml_tensor *weight, const MatmulInput &input);
 
 // residual (which may be null) + the product, and its norm. Luce's own matmul leaves its results in parts, and the kernel
 // that packs the norm adds them up.

@@ -135,32 +135,19 @@ int64_t rowmm_parts_op_bytes(int64_t T, const std::vector<ggml_tensor *> &weight
     return rowmm_parts_bytes(a);
 }
 
-// Says whether an op takes rows that are to be gated and packed first, and what that needs, ahead of its weights.
-static bool takes_ungated_rows(const ggml_tensor *node) {
-    return strcmp(custom_op(node)->name, "rowmm_gated_parts") == 0;
-}
-
 RowmmArgs parts_launch(const ggml_tensor *node) {
-    const bool gates = takes_ungated_rows(node);
-    RowmmArgs a = launch_of(node, gates ? 3 : takes_unpacked_row(node) ? 2 : 1);
+    RowmmArgs a = launch_of(node, takes_unpacked_row(node) ? 2 : 1);
     a.parts = static_cast<float *>(node->data);
     if (takes_unpacked_row(node)) {
         take_row(a, node);
     } else {
-        a.x = gates ? a.parts + rowmm_parts_bytes(a) / int64_t(sizeof(float)) : node->src[0]->data;
+        a.x = node->src[0]->data;
     }
     return a;
 }
 
 int rowmm_parts_op(const ggml_tensor *dst, void *stream) {
-    RowmmArgs a = parts_launch(dst);
-    RowmmPackArgs input{};
-    if (takes_ungated_rows(dst)) {
-        input = pack_args(dst, 0, ROWMM_HEAD_RMS, a.eps);
-        input.out = const_cast<void *>(a.x);
-        a.input = &input;
-    }
-    return cuda::rowmm(a, stream);
+    return cuda::rowmm(parts_launch(dst), stream);
 }
 
 int rowmm_parts_rms_op(const ggml_tensor *dst, void *stream) {

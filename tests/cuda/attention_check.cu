@@ -38,27 +38,6 @@ static void check_each_kernel() {
     }
 }
 
-// Long sequences in company have strands as units, whose chunks are added up where they are computed, if there are short chunks
-// enough besides: for two blocks those of a few sequences are. Here the first two sequences have strands, one with chunks behind
-// them, and the others have none.
-static void check_strands(bool all) {
-    const int told = multiprocessors_told;
-    multiprocessors_told = 2;
-    std::vector<KvShape> shapes = {{6, 1, 64, 1}};
-    if (all) {
-        shapes.insert(shapes.end(), {{6, 1, 256, 1}, {8, 1, 128, 1}, {6, 2, 64, 1}});
-    }
-    for (const KvShape &s : shapes) {
-        Case c{{90000 + pick(5000), 82000, 9000, pick(600), 300, 5000}, {}, false, all ? 1 : 0, 1};
-        c.parents = std::vector<Ints>(c.contexts.size(), chain(1));
-        if (all) { // with a unit of twelve rows warpgroups take none by turns
-            c.parents[4] = any_tree(s.D == 128 ? 12 : 5);
-        }
-        check_case(s, c, "strands");
-    }
-    multiprocessors_told = told;
-}
-
 // Of many sequences a block has many units. A row alone has other blocks for each chunk.
 static void check_many_sequences() {
     for (const KvShape &s :
@@ -77,7 +56,6 @@ static void check_many_sequences() {
 void check_attention_units(bool all) {
     multiprocessors_told = std::min(multiprocessors_told, 2); // so few blocks have all there is to see
     check_each_kernel();
-    check_strands(all);
     if (all) {
         check_attention_f32();
         check_many_sequences();

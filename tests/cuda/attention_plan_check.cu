@@ -28,10 +28,10 @@ __global__ void plan_kernel(AttentionParams a, Found found) {
     }
 }
 
-// Makes the plan for all blocks, as attention's own kernel does. Blocks may take units one by one, and strands may be units.
-template <bool STRANDED> __global__ void make_kernel(AttentionParams a, MadePlan *to) {
+// Makes the plan for all blocks, as attention's own kernel does. Blocks may take units one by one.
+__global__ void make_kernel(AttentionParams a, MadePlan *to) {
     __shared__ MadePlan made;
-    made.plan.make<STRANDED>(a, PAIRS, &made.ends_of_workers[0][0]);
+    made.plan.make(a, PAIRS, &made.ends_of_workers[0][0]);
     if (threadIdx.x < PLAN_LAYERS) {
         made.taken[threadIdx.x] = 0;
     }
@@ -65,10 +65,8 @@ __global__ void take_kernel(AttentionParams a, const MadePlan *made, int32_t *di
     }
 }
 
-// Counts units that blocks take one by one, and those of strands, and sets `ticketed` where they do.
-template <bool STRANDED>
-__global__ void ticket_kernel(AttentionParams a, MadePlan *made, Found found, int32_t *ticketed,
-                              int32_t *strands) {
+// Counts units that blocks take one by one, and sets `ticketed` where they do.
+__global__ void ticket_kernel(AttentionParams a, MadePlan *made, Found found, int32_t *ticketed) {
     __shared__ Plan plan;
     plan.take(*made);
     if (threadIdx.x > 0 || !plan.ticketed) {
@@ -76,14 +74,11 @@ __global__ void ticket_kernel(AttentionParams a, MadePlan *made, Found found, in
     }
     *ticketed = 1;
     int32_t *taken = &made->taken[PLAN_LAYERS - 1];
-    for (Cursor<STRANDED> unit(a, plan); unit.go_to(atomicAdd(taken, 1));) {
-        atomicAdd(strands, unit.piece);
-        do {
-            if (unit.begin < unit.end) {
-                atomicAdd(&found.units[(unit.row * a.groups + unit.head) * a.chunks + unit.chunk],
-                          int32_t(unit.n_rows));
-            }
-        } while (unit.next_piece());
+    for (Cursor unit(a, plan); unit.go_to(atomicAdd(taken, 1));) {
+        if (unit.begin < unit.end) {
+            atomicAdd(&found.units[(unit.row * a.groups + unit.head) * a.chunks + unit.chunk],
+                      int32_t(unit.n_rows));
+        }
     }
 }
 
@@ -91,28 +86,19 @@ struct Load {
     double mean;
     int32_t most;
     bool one_by_one;
-    int32_t strands; // so many units are strands'
 };
 
-struct Tickets {
-    bool one_by_one;
-    int32_t strands;
-};
-
-// Lets blocks take units one by one, where the plan says so, as kernels do that know strands or not, and expects that they are these.
-template <bool STRANDED>
-Tickets take_units(const AttentionParams &a, const Device<MadePlan> &made, const Ints &expected) {
-    Device<int32_t> units(expected.size()), ticketed(1), strands(1);
+// Lets blocks take units one by one, where the plan says so, and expects that they are these. Returns whether it says so.
+bool take_units(const AttentionParams &a, const Device<MadePlan> &made, const Ints &expected) {
+    Device<int32_t> units(expected.size()), ticketed(1);
     units.set(Ints(units.n, 0));
     ticketed.set({0});
-    strands.set({0});
-    ticket_kernel<STRANDED>
-        <<<BLOCKS, THREADS, 0, stream>>>(a, made.p, Found{nullptr, units.p}, ticketed.p, strands.p);
+    ticket_kernel<<<BLOCKS, THREADS, 0, stream>>>(a, made.p, Found{nullptr, units.p}, ticketed.p);
     must(cudaStreamSynchronize(stream));
     const bool one_by_one = ticketed.get()[0] != 0;
     expect(!one_by_one || units.get() == expected,
            "attention's plan: what blocks take one by one are the units that they share");
-    return {one_by_one, strands.get()[0]};
+    return one_by_one;
 }
 
 // Expects that units have each chunk of each group once for all rows that see it.
@@ -179,25 +165,15 @@ Load load_of(const Ints &past, int rows) {
     Device<int32_t> differ(1);
     differ.set({0});
     a.taken = made.p->taken; // it is not read
-    make_kernel<false><<<1, THREADS, 0, stream>>>(a, made.p);
+    make_kernel<<<1, THREADS, 0, stream>>>(a, made.p);
     take_kernel<<<BLOCKS, THREADS, 0, stream>>>(a, made.p, differ.p);
     must(cudaStreamSynchronize(stream));
     expect(differ.get()[0] == 0,
            "attention's plan: blocks take other units of one made for all than of their own");
     const Ints found = tiles.get(), rows_of_units = units.get();
-    Tickets tickets = take_units<false>(a, made, rows_of_units);
-    const bool one_by_one = tickets.one_by_one;
-    make_kernel<true><<<1, THREADS, 0, stream>>>(a, made.p);
-    tickets = take_units<true>(a, made, rows_of_units);
-    const int32_t strands = tickets.strands;
-    make_kernel<true><<<1, THREADS, 0, stream>>>(a, made.p);
-    if (strands == 0) { // a plan that has none may be taken by kernels that do not know them
-        tickets = take_units<false>(a, made, rows_of_units);
-    }
-    expect(tickets.one_by_one == (one_by_one || strands > 0),
-           "attention's plan: blocks take units one by one where there are many, or strands");
+    const bool one_by_one = take_units(a, made, rows_of_units);
     expect_once(a, past, rows, rows_of_units);
-    Load load{0, 0, tickets.one_by_one, strands};
+    Load load{0, 0, one_by_one};
     for (const int32_t n : found) {
         load.mean += double(n) / BLOCKS;
         load.most = std::max(load.most, n);
@@ -229,19 +205,6 @@ void check_attention_plan(bool all) {
     expect(luce::load_of(Ints(8, 4096), 1).one_by_one && luce::load_of({300000}, 64).one_by_one &&
                !luce::load_of({102400}, 1).one_by_one,
            "attention's plan: blocks take units one by one where they have many");
-    // The last sequences keep their short chunks, and so do all where sequences are short or have many rows.
-    const std::vector<std::pair<luce::Load, int>> strands = {{luce::load_of(Ints(8, 102400), 1), 6},
-                                                             {luce::load_of(Ints(3, 102400), 1), 1},
-                                                             {luce::load_of(Ints(8, 81919), 1), 0},
-                                                             {luce::load_of(Ints(8, 81920), 1), 6},
-                                                             {luce::load_of({102400}, 1), 0},
-                                                             {luce::load_of(Ints(8, 102400), 2), 0},
-                                                             {luce::load_of({200000, 5000, 6000}, 1), 0}};
-    for (const auto &[load, sequences] : strands) {
-        expect(load.strands == sequences * luce::STRANDS * 4,
-               "attention's plan: " + std::to_string(load.strands) + " units are strands', where those of " +
-                   std::to_string(sequences) + " sequences should be");
-    }
     expect(worst <= 2.5, "attention's plan: a block has " + std::to_string(worst) + " tiles too many at " +
                              std::to_string(at));
     for (const int rows : {2, 8, 16}) {

@@ -123,8 +123,7 @@ struct Kv {
         in.gate.resize(2 * in.q.size(), NAN);
         Device<int32_t> pages(table);
         Device<float> q(in.q), gate(in.gate), out(in.q.size());
-        // Where there is room for long sequences, wide steps run the kernels that know strands.
-        AttentionArgs a = args(T, q, gate, pages, (T % 2 == 0 ? most : std::max(most, 330)) + pick(3));
+        AttentionArgs a = args(T, q, gate, pages, most + pick(3));
         Device<float> scratch(size_t(attention_scratch(a)));
         a.out = out.p;
         a.scratch = scratch.p;

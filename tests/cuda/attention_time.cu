@@ -115,7 +115,6 @@ void time_case(const Cells &cells, int context, const Ints &parents, int max_pag
     a.H = H;
     a.scale = 1 / std::sqrt(float(D));
     a.max_pages = max_pages;
-    a.max_seqs = cells.n_seqs;
     a.q = q.p;
     a.gate = gate.p + D;
     a.gate_row = 2 * H * D;

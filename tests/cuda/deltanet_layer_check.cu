@@ -52,7 +52,7 @@ struct LayerCheck {
     // Runs one launch, or two, of T rows, and returns their results, then z.
     std::pair<Floats, Floats> run(int T, const Parts &parts, bool one) {
         const LayerStep step(layer, T, parts);
-        expect(cuda::deltanet_with_conv(step.shape) == (T <= DELTA_LAYER_ROWS), name + "is one launch");
+        expect(cuda::deltanet_with_conv(step.shape) == (T == 1), name + "is one launch");
         step.enqueue(layer, turns, one);
         must(cudaStreamSynchronize(stream));
         return {step.o.get(), step.z.get()};
@@ -92,8 +92,8 @@ void check_steps(const Shape &s, int R, int rounds) {
     check.step(1, 1, {}, "debts");
     check.layer.timelines[0].fresh = true;
     check.step(1, 0, chain(1), "a fresh row");
-    const int most = std::min(DELTA_LAYER_ROWS, R);
-    for (int T = 1; T <= std::min(DELTA_LAYER_ROWS + 1, R); T++) { // the last has two launches
+    const int most = std::min(2, R); // a step of two rows has two launches
+    for (int T = 1; T <= most; T++) {
         check.step(T, 1, chain(T), "a chain");
         check.step(T, 1, random_tree(T, 16, false), "a tree");
         check.step(T, 1, random_order(T - 1), "unordered");
@@ -131,7 +131,7 @@ static void time_layers(const char *model, const Shape &s, int64_t K, int n_laye
             must(int(cudaMemset(weights.back()->p, 0, weights.back()->n)));
         }
     }
-    for (int T = 1; T <= DELTA_LAYER_ROWS; T++) {
+    for (int T = 1; T <= 2; T++) {
         const Parts parts(T, K, {{8, s.C()}, {8, int64_t(s.Hv) * s.S}, {8, s.Hv}, {8, s.Hv}});
         for (const auto &layer : layers) {
             layer->timelines[0].pending = Ints(size_t(T + 1) / 2, 0);

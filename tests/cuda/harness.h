@@ -37,7 +37,6 @@ void check_pack(bool all);
 void check_pack_kind(); // it checks what depends on the kind of device
 void check_deltanet_layer(bool all);
 void time_deltanet_layer();
-void check_rowmm_gated(bool all);
 void check_rowmm(bool all);
 void check_rowmm_norm(bool all);
 void check_rowmm_ranges(); // it checks what a few multiprocessors cut anywhere

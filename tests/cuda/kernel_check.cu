@@ -48,7 +48,6 @@ struct KernelPart {
 const KernelPart PARTS[] = {
     {"deltanet", check_deltanet, [](bool) { time_kernels(); }},
     {"deltanet_layer", check_deltanet_layer, [](bool) { time_deltanet_layer(); }},
-    {"rowmm_gated", check_rowmm_gated, nullptr},
     {"attention", check_attention, time_attention},
     {"attention_units", check_attention_units, nullptr},
     {"attention_block", check_attention_block, nullptr},

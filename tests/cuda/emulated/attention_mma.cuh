@@ -8,9 +8,8 @@
 namespace luce {
 
 constexpr int LOAD_THREADS = 1, MMA_THREADS = 2, AHEAD_PAIRS = 1;
-template <int D, int TYPE, bool WGMMA, Form> struct Layout {
+template <int D, int TYPE, bool WGMMA, bool AHEAD> struct Layout {
     static constexpr int WARPS = 1, MATH_THREADS = 1, UNPACK_THREADS = 0, SLOTS = 0, TILES = 0;
-    static constexpr bool AHEAD = false, STRANDED = false;
     static constexpr int FULL = 0, EMPTY = 0, READY = 0, LEFT = 0, MAX_M = 1, PLAN = 0, BYTES = 1;
     static Told::Ring *told(uint8_t *) { abort(); }
 };

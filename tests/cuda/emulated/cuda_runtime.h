@@ -28,7 +28,6 @@
 #define __align__(n) alignas(n)
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define __maxnreg__(...)
 #define __grid_constant__
 
 struct uint2 { uint32_t x, y; };
