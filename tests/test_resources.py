@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import resource
+import subprocess
 import sys
 import threading
 import time
@@ -50,6 +51,22 @@ def test_costs_are_listed_by_drafts_and_rows(native: Library, model: Model, devi
     assert engine.costs().feed(5) > 0 and engine.costs().feed(0) == 0
     plain = drive.open_engine(model, n_ctx=64, n_rows=1)
     assert plain.costs().draft(1) == plain.costs().feed(1) == 0 and plain.costs().verify(1) > 0
+
+
+# ---- the end of the process
+
+
+def test_what_is_open_at_exit_is_left_to_the_system(
+    native: Library, small_gguf: Path, device: str, tmp_path: Path
+) -> None:
+    """An engine that was taken apart then would outlive the devices, and what their drivers have of them."""
+    program, source = tmp_path / "left_open", Path(__file__).with_name("left_open.cpp")
+    include = native.path.parent.parent / "include"
+    subprocess.run(["c++", "-std=c++17", "-I", include, source, "-ldl", "-o", program], check=True)
+    run = subprocess.run(
+        [program, native.path, small_gguf, device], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
 
 
 # ---- memory and pages

@@ -23,7 +23,8 @@
  * - Every function returns a luce_status unless stated; results go to out-parameters, written on LUCE_OK only.
  * - luce_last_error() explains the last failure of the calling thread.
  * - Handles are opaque and checked: a null, closed or wrong handle is LUCE_E_ARG, never a crash.
- *   Close in any order: a sequence or checkpoint keeps its engine alive, an engine its model, a model its file.
+ *   Close in any order: a sequence or checkpoint keeps its engine alive, an engine its model, a model its file. What is
+ *   still open when the process exits is left to the system.
  * - Structs begin with `struct_size`, set by the caller to sizeof(struct); a size this library does not know is
  *   LUCE_E_ARG. (Structs that are passed as arrays have none.) In option structs 0 means "the default" for every field.
  * - Text is UTF-8. Strings handed out live as long as the handle they came from.
