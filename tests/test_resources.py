@@ -150,6 +150,29 @@ def test_tables_for_the_host_are_counted_where_its_memory_is_the_devices(
     assert many - one == 62 * 8 * 64 * 8
 
 
+def test_what_attention_leaves_by_chunk_is_counted_by_the_type_of_its_cells(
+    native: Library, device: str, tmp_path: Path
+) -> None:
+    """On a GPU the means of a step's chunks take most of its memory where a context is long: D values a chunk,
+    row and head, in F32 for F32 cells and in F16 for all others, beside two sums. A CPU leaves none."""
+    rows, heads, dim, n_ctx = 64, 128, 64, 65_000
+    config = tiny.Config(n_head=heads, n_head_kv=1, head_dim=dim, n_ctx=n_ctx)
+    path = tiny.write(tmp_path / "heads.gguf", config, tiny.layout(config, seed=82))
+    with File(path, native) as file:
+        plans = {
+            kind: file.plan_memory(device, EngineParams(n_ctx=n_ctx, n_rows=rows, n_chunk=256, kv_type=kind))
+            for kind in ("f32", "f16", "q8_0", "q4_0")
+        }
+    # Chunks have 128 positions up to 4096, 256 up to 16384, 512 up to 32768, then 1024; pages have 256.
+    chunks = 32 + 48 + 32 + -(-(n_ctx + rows - 32768) // 1024)
+    halves = rows * heads * chunks * dim // 2 * 4
+    if device == "cpu":
+        assert plans["f16"].compute < rows * heads * chunks * (dim // 2 + 2) * 4
+    else:
+        assert plans["f32"].compute - plans["f16"].compute == pytest.approx(halves, rel=0.02)
+        assert plans["f16"].compute == plans["q8_0"].compute == plans["q4_0"].compute
+
+
 def free_bytes(native: Library, device: str) -> int:
     gc.collect()
     return next(each.memory_free for each in native.devices() if each.name.startswith(device))

@@ -275,8 +275,8 @@ struct AttentionArgs {
     int32_t layer;
     int32_t max_seqs; // the step has at most so many sequences, or it is 0 where that is not known
 };
-// Returns the values of AttentionArgs.scratch for the largest context. It needs T, H, max_pages and pool.D
-// and .Hkv alone.
+// Returns the values of AttentionArgs.scratch for the largest context. It needs T, H, max_pages, and pool.D
+// and .type alone.
 int64_t attention_scratch(const AttentionArgs &args);
 
 // Returns the bytes of AttentionArgs.plan.
