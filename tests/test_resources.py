@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
+import re
 import resource
 import subprocess
 import sys
@@ -21,6 +23,7 @@ import tiny
 from nan_model import BAD, open_engine, tokens_of
 from op_run import Fault, fault
 
+import luce
 from luce.errors import DeviceError, NumericError
 from luce.native import File, Library, Model, Rows
 from luce.native.structs import EngineParams
@@ -53,7 +56,52 @@ def test_costs_are_listed_by_drafts_and_rows(native: Library, model: Model, devi
     assert plain.costs().draft(1) == plain.costs().feed(1) == 0 and plain.costs().verify(1) > 0
 
 
-# ---- the end of the process
+# ---- the process: its environment, and its end
+
+
+# A process's environment as C has it, before the library is loaded and after a model has run.
+ENVIRONMENT = """
+import ctypes, sys
+def environment():
+    listed = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
+    found = []
+    while listed[len(found)]:
+        found.append(listed[len(found)])
+    return found
+before = environment()
+import drive
+from pathlib import Path
+from luce import native as core
+native = core.load(Path(sys.argv[1]))
+sequence = drive.open_sequence(drive.open_model(native, Path(sys.argv[2]), sys.argv[3]), n_threads=2)
+drive.greedy(sequence, [1, 2, 3] * 20, 3)
+print(len(before), set(environment()) ^ set(before))
+"""
+
+
+def test_a_process_keeps_its_environment(native: Library, tiny_gguf: Path, device: str) -> None:
+    """Others embed the library, and their threads may read the environment while a write moves it."""
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(luce.__file__).parent.parent), *sys.path])
+    run = subprocess.run(
+        [sys.executable, "-c", ENVIRONMENT, native.path.parent, tiny_gguf, device],
+        env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    count, changed = run.stdout.split(maxsplit=1)
+    assert int(count) > 0 and changed == "set()\n", run.stdout + run.stderr
+
+
+def test_what_computes_reads_no_environment(native: Library) -> None:
+    """ggml has variables that change what it computes, such as GGML_CPU_TILED_MM. ggml-base reads how it is
+    to say what went wrong, and ggml where it finds backends that luce does not load."""
+    libraries = [each for each in native.path.parent.glob("libluce*.so")
+                 if each.stem not in ("libluce-ggml", "libluce-ggml-base")]  # fmt: skip
+    assert len(libraries) > 1
+    for library in libraries:
+        imported = subprocess.run(
+            ["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True
+        ).stdout
+        assert "memcpy" in imported
+        assert not re.search(r"\b((secure_)?getenv|(un)?setenv|putenv)\b", imported)
 
 
 def test_what_is_open_at_exit_is_left_to_the_system(
@@ -153,8 +201,9 @@ def test_tables_for_the_host_are_counted_where_its_memory_is_the_devices(
 def test_what_attention_leaves_by_chunk_is_counted_by_the_type_of_its_cells(
     native: Library, device: str, tmp_path: Path
 ) -> None:
-    """On a GPU the means of a step's chunks take most of its memory where a context is long: D values a chunk,
-    row and head, in F32 for F32 cells and in F16 for all others, beside two sums. A CPU leaves none."""
+    """On a GPU the means of a step's chunks take most of its memory where a context is long: D values a
+    chunk, row and head, in F32 for F32 cells and in F16 for all others, beside two sums. A CPU leaves none.
+    """
     rows, heads, dim, n_ctx = 64, 128, 64, 65_000
     config = tiny.Config(n_head=heads, n_head_kv=1, head_dim=dim, n_ctx=n_ctx)
     path = tiny.write(tmp_path / "heads.gguf", config, tiny.layout(config, seed=82))

@@ -11,7 +11,6 @@ extern "C" void *luce_cuda_stream(ggml_backend_t backend); // cuda_stream.cu def
 #endif
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <thread>
@@ -36,17 +35,6 @@ std::vector<Device> find_devices() {
     ggml_log_set(forward_log, nullptr);
     std::vector<Device> found;
 #ifdef LUCE_USE_CUDA
-    // luce captures whole steps itself, and ggml's own graphs would capture pieces of them. ggml's
-    // programmatic dependent launches lose a dependency around F16 attention on Hopper: logits were off by
-    // 1.6 and differed between runs (ggml 0.25.3; tests/test_model.py compares the bits of two runs).
-    // luce reads neither. For its launches ggml has no other switch; its graphs could be left out of the build too
-    // (GGML_CUDA_GRAPHS). It reads both at its first launch, long after this, so they stay set, and programs that
-    // are started from here inherit them: bench/llamacpp.py gives ggml's own the environment of before, and to
-    // all others they mean nothing.
-    for (const auto &[name, value] :
-         {std::pair("GGML_CUDA_DISABLE_GRAPHS", "1"), std::pair("GGML_CUDA_PDL", "0")}) {
-        setenv(name, value, 1);
-    }
     ggml_backend_reg_t reg = ggml_backend_cuda_reg();
     for (size_t i = 0; i < ggml_backend_reg_dev_count(reg); i++) {
         ggml_backend_dev_t dev = ggml_backend_reg_dev_get(reg, i);
