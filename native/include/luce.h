@@ -433,8 +433,8 @@ LUCE_API luce_status luce_checkpoint_get_info(luce_checkpoint *checkpoint, luce_
 LUCE_API luce_status luce_checkpoint_move(luce_checkpoint *checkpoint, int32_t on_device);
 
 /* Write a checkpoint as bytes, and load it, into host memory, in any engine of the same model, kv_type, n_chunk and
- * kinds of drafters on the same kind of device (a prompt has other last bits on another). The bytes carry a version,
- * the model's identity with that, and a checksum: E_ARG names what does not fit.
+ * kinds of drafters, of the same build of luce on the same kind of device with the same libraries: elsewhere a prompt has
+ * other last bits. The bytes carry all of this, a version and a checksum: E_ARG names what does not fit.
  * data NULL: only the size. A save keeps the engine waiting for 2 MiB at a time; E_STATE: it was closed meanwhile. */
 LUCE_API luce_status luce_checkpoint_save(luce_checkpoint *checkpoint, void *data, uint64_t *size);
 LUCE_API luce_status luce_checkpoint_load(luce_checkpoint **out, luce_engine *engine, const void *data,

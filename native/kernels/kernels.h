@@ -434,6 +434,7 @@ const char *error_text(int error); // it puts what a launcher returned into word
 int set_device(int device); // kernels launch on the current device of the calling thread
 int current_device(); // it returns the calling thread's, or -1 after an error
 int compute_capability(int device); // it returns 90 for 9.0
+int multiprocessors(int device);
 int shared_memory(int device); // it returns the bytes that a block of threads may have
 
 int give_rows(const GiveRowsArgs &args, void *stream);

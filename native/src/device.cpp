@@ -2,6 +2,7 @@
 
 #include <ggml-cpu.h>
 #ifdef LUCE_USE_CUDA
+#include "../kernels/gemm.h"
 #include "../kernels/kernels.h"
 #include "../kernels/rowmm.h"
 
@@ -14,6 +15,9 @@ extern "C" void *luce_cuda_stream(ggml_backend_t backend); // cuda_stream.cu def
 #include <cstring>
 #include <exception>
 #include <thread>
+#ifdef __GLIBC__
+#include <gnu/libc-version.h>
+#endif
 
 namespace luce {
 namespace {
@@ -157,6 +161,27 @@ void Device::memory(uint64_t *free, uint64_t *total) const {
 
 std::string Device::description() const {
     return ggml_backend_dev_description(dev);
+}
+
+// Of a CPU the build says all else: it compiles for the instructions that it takes.
+static std::string cpu_arithmetic() {
+#ifdef __GLIBC__
+    return format("a CPU with glibc %s", gnu_get_libc_version());
+#else
+    return "a CPU";
+#endif
+}
+
+std::string Device::arithmetic() const {
+#ifdef LUCE_USE_CUDA
+    if (gpu) {
+        const int capability = cuda::compute_capability(index), cublas = cuda::cublas_version();
+        return format("%s with compute capability %d.%d, %d multiprocessors and cuBLAS %d.%d.%d",
+                      description().c_str(), capability / 10, capability % 10, cuda::multiprocessors(index),
+                      cublas / 10000, cublas / 100 % 100, cublas % 100);
+    }
+#endif
+    return cpu_arithmetic();
 }
 
 std::mutex &device_lock() {
