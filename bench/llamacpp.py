@@ -24,10 +24,6 @@ from luce.errors import LuceError
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = ("llama-bench", "llama-server")
 BATCHED = "llama-batched-bench"
-# This is the environment that the program was started in. luce's core sets variables of ggml for itself
-# (device.cpp), which switch CUDA graphs off: they are in the process's environment, which a child has by
-# default, and not in this copy of it.
-ENVIRONMENT = dict(os.environ)
 START_S, ANSWER_S = 600, 1800  # A server that has said nothing for so long is given up.
 
 
@@ -96,7 +92,7 @@ def llama_bench(
     """Returns prefill tokens/s and decoded tokens/s of one run."""
     command = [str(binary), "-m", str(model), "-p", str(n_prompt), "-n", str(n_gen), "-t", str(threads),
                "-r", "1", "-fa", "1", *placement(device), *options, "-o", "json"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise PeerError(f"llama-bench ended with {done.returncode}: {done.stderr[-2000:]}")
     speed = {row["n_gen"] > 0: row["avg_ts"] for row in json.loads(done.stdout)}
@@ -109,7 +105,7 @@ def llama_bench_prefill(
     """Returns prefill tokens/s by length of the prompt, each in an empty context, after a warm-up."""
     command = [str(binary), "-m", str(model), "-p", ",".join(map(str, lengths)), "-n", "0",
                "-t", str(threads), "-r", "1", "-fa", "1", *placement(device), "-o", "json"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise PeerError(f"llama-bench ended with {done.returncode}: {done.stderr[-2000:]}")
     return {row["n_prompt"]: row["avg_ts"] for row in json.loads(done.stdout)}
@@ -123,7 +119,7 @@ def llama_batched_bench(
     command = [str(binary), "-m", str(model), "-npp", str(n_prompt), "-ntg", str(n_gen),
                "-npl", ",".join(map(str, counts)), "-c", str(context), "-t", str(threads), "-fa", "on",
                *placement(device), "--output-format", "jsonl"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise PeerError(f"llama-batched-bench ended with {done.returncode}: {done.stderr[-2000:]}")
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -162,7 +158,7 @@ class LlamaServer:
         slots: int = 1,
         variables: Mapping[str, str] | None = None,
     ):
-        self.environment = ENVIRONMENT | dict(variables or {})
+        self.environment = os.environ | dict(variables or {})
         # The server takes a free port by itself: one that was found free here may be another's by then.
         self.command = [str(binary), "-m", str(model), "--port", "0", "--host", "127.0.0.1",
                         "-t", str(threads), *placement(device), "-fa", "on", "-c", str(slots * n_ctx),

@@ -188,7 +188,6 @@ void elementwise() {
 
 int main(int argc, char **argv) {
     const bool gpu = argc > 1 ? strcmp(argv[1], "gpu") == 0 : true;
-    setenv("GGML_CUDA_PDL", "0", 1); // as luce runs it
     ggml_backend_load_all();
     g_backend =
         ggml_backend_init_by_type(gpu ? GGML_BACKEND_DEVICE_TYPE_GPU : GGML_BACKEND_DEVICE_TYPE_CPU, nullptr);

@@ -3,11 +3,9 @@ arithmetic."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import stat
-import subprocess
 import sys
 from pathlib import Path
 
@@ -179,25 +177,6 @@ def test_one_command_measures_both_sides(
     assert len(lines) == 2 + len(result["luce"]) + len(result["llamacpp"])
     assert len({line.count("|") for line in lines}) == 1
     assert "| llama-server mtp:2 | 33.3 [33.3 33.3] |  | 60.00 | 2.00 | 50% | 0 |" in shown.err
-
-
-def test_the_programs_have_the_environment_that_this_one_was_started_with(command, programs: Path) -> None:
-    """They do not have what luce's core has set since: without CUDA graphs they are slower."""
-    c, name = ctypes.CDLL(None), "GGML_CUDA_DISABLE_GRAPHS"
-    c.getenv.restype = ctypes.c_char_p
-    for program in ("llama-bench", "llama-server"):
-        text = (programs / program).read_text()
-        here = f"import json, sys, os\nassert {name!r} not in os.environ\n"
-        (programs / program).write_text(text.replace("import json, sys\n", here, 1))
-    before = c.getenv(name.encode())
-    c.setenv(name.encode(), b"1", 1)
-    try:
-        shown = subprocess.run(["sh", "-c", f"echo ${name}"], capture_output=True)
-        assert shown.stdout == b"1\n"  # By default a child has it.
-        command("--rounds", "1", "--modes", "plain")
-    finally:
-        if before is None:
-            c.unsetenv(name.encode())
 
 
 def test_the_programs_are_asked_for_the_same(command, programs: Path, device: str) -> None:

@@ -7,12 +7,10 @@ from collections.abc import Callable
 
 import pytest
 from nan_model import SMALL, tokens_of
+from saved_bytes import ARITHMETIC, BUILD, HEADER, KV_TYPE, MODEL, N_CHUNK, N_PAST, VERSION, changed
 
 from luce.errors import ArgumentError
 from luce.native import Engine
-
-HEADER = 56  # A saved checkpoint has so many bytes before its tokens.
-VERSION, KV_TYPE, CHECKSUM, N_PAST, N_CHUNK = 8, 12, 32, 40, 44  # The header's fields are at these bytes.
 
 
 @pytest.fixture
@@ -23,28 +21,12 @@ def saved(engine: Engine) -> bytes:
             return bytes(checkpoint.save())
 
 
-def total(data: bytes) -> int:
-    """Sums bytes as the core's Checksum does: words of 64 bits, the last one filled up with zeros."""
-    value = 0x9E3779B97F4A7C15 ^ len(data)
-    for at in range(0, len(data), 8):
-        value = (value ^ int.from_bytes(data[at : at + 8], "little")) * 0xFF51AFD7ED558CCD % 2**64
-        value ^= value >> 32
-    return value
-
-
-def changed(saved: bytes, at: int, value: int) -> bytes:
-    """Returns the bytes with 32 of their bits replaced, under a checksum that is right."""
-    data = bytearray(saved)
-    data[at : at + 4] = value.to_bytes(4, "little")
-    data[CHECKSUM : CHECKSUM + 8] = bytes(8)
-    checksum = total(bytes(data[:HEADER])) ^ total(bytes(data[HEADER:]))
-    data[CHECKSUM : CHECKSUM + 8] = checksum.to_bytes(8, "little")
-    return bytes(data)
-
-
 CHANGES: dict[str, tuple[int, Callable[[int], int], str]] = {
     "an older version": (VERSION, lambda old: old - 1, "this version of luce"),
     "a newer version": (VERSION, lambda old: old + 1, "this version of luce"),
+    "another build": (BUILD, lambda _: ord("x"), "was saved by build x of luce, this is build [0-9a-f]{16}$"),
+    "other arithmetic": (ARITHMETIC, lambda _: 0x58545020, "was computed on .*PTX.*, this engine is on"),
+    "another model": (MODEL, lambda old: old ^ 1, "another model"),
     "a KV type that there is none of": (KV_TYPE, lambda _: 10**6, "kv_type"),
     "no tokens": (N_PAST, lambda _: 0, "0 tokens"),
     "half a page": (N_PAST, lambda _: 128, "128 tokens"),

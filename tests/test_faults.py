@@ -147,6 +147,30 @@ def test_a_round_that_fails_takes_its_own_sequences_along(
         assert decoded(each) == expected
 
 
+def test_a_round_takes_along_sequences_that_it_had_not_come_to(
+    native: Library, model: Model, device: str, expected: tuple[list[int], bytes]
+) -> None:
+    """The rows that the first sequence owes the head are fed ahead of the round, and that fails."""
+    engine = open_engine(model)
+    one, two, other = (engine.sequence() for _ in range(3))
+    steps: list[Callable[[], object]] = [
+        lambda: engine.verify([Rows(one, [1, 2]), Rows(two, [3])]),
+        lambda: engine.draft([Drafts(one, 1, 1), Drafts(two, 2, 2)]),
+    ]
+    for step in steps:
+        restarted([one, two, other])
+        for each in (one, two):
+            drive.step(each, 3)
+        state = other.dump()
+        with fault(native, round_fault(device)), pytest.raises(DeviceError, match="asked for it"):
+            step()
+        assert [each.info.failed for each in (one, two, other)] == [1, 1, 0]
+        assert other.dump() == state
+    for each in (one, two, other):
+        each.reset()
+        assert decoded(each) == expected
+
+
 def test_a_chain_that_fails_fails_its_sequence_alone(
     native: Library, model: Model, device: str, expected: tuple[list[int], bytes]
 ) -> None:
@@ -269,7 +293,7 @@ def test_a_draft_that_fails_takes_along_those_of_its_step(native: Library, model
 
 def test_calls_that_lack_memory_do_nothing_or_say_what_failed(small_gguf: Path, tmp_path: Path) -> None:
     """Each of the core's own allocations fails in turn. A commit has none: what the caller was told is
-    accepted is booked."""
+    accepted is booked. What follows a step books its rows once, and the step's end clears no failure."""
     preloaded = tmp_path / "failing_new.so"
     source = Path(__file__).parent / "failing_new.cpp"
     subprocess.run(["c++", "-std=c++17", "-O1", "-shared", "-fPIC", source, "-o", preloaded], check=True)

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
+import re
 import resource
+import subprocess
 import sys
 import threading
 import time
@@ -20,6 +23,7 @@ import tiny
 from nan_model import BAD, open_engine, tokens_of
 from op_run import Fault, fault
 
+import luce
 from luce.errors import DeviceError, NumericError
 from luce.native import File, Library, Model, Rows
 from luce.native.structs import EngineParams
@@ -50,6 +54,67 @@ def test_costs_are_listed_by_drafts_and_rows(native: Library, model: Model, devi
     assert engine.costs().feed(5) > 0 and engine.costs().feed(0) == 0
     plain = drive.open_engine(model, n_ctx=64, n_rows=1)
     assert plain.costs().draft(1) == plain.costs().feed(1) == 0 and plain.costs().verify(1) > 0
+
+
+# ---- the process: its environment, and its end
+
+
+# A process's environment as C has it, before the library is loaded and after a model has run.
+ENVIRONMENT = """
+import ctypes, sys
+def environment():
+    listed = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
+    found = []
+    while listed[len(found)]:
+        found.append(listed[len(found)])
+    return found
+before = environment()
+import drive
+from pathlib import Path
+from luce import native as core
+native = core.load(Path(sys.argv[1]))
+sequence = drive.open_sequence(drive.open_model(native, Path(sys.argv[2]), sys.argv[3]), n_threads=2)
+drive.greedy(sequence, [1, 2, 3] * 20, 3)
+print(len(before), set(environment()) ^ set(before))
+"""
+
+
+def test_a_process_keeps_its_environment(native: Library, tiny_gguf: Path, device: str) -> None:
+    """Others embed the library, and their threads may read the environment while a write moves it."""
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(luce.__file__).parent.parent), *sys.path])
+    run = subprocess.run(
+        [sys.executable, "-c", ENVIRONMENT, native.path.parent, tiny_gguf, device],
+        env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    count, changed = run.stdout.split(maxsplit=1)
+    assert int(count) > 0 and changed == "set()\n", run.stdout + run.stderr
+
+
+def test_what_computes_reads_no_environment(native: Library) -> None:
+    """ggml has variables that change what it computes, such as GGML_CPU_TILED_MM. ggml-base reads how it is
+    to say what went wrong, and ggml where it finds backends that luce does not load."""
+    libraries = [each for each in native.path.parent.glob("libluce*.so")
+                 if each.stem not in ("libluce-ggml", "libluce-ggml-base")]  # fmt: skip
+    assert len(libraries) > 1
+    for library in libraries:
+        imported = subprocess.run(
+            ["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True
+        ).stdout
+        assert "memcpy" in imported
+        assert not re.search(r"\b((secure_)?getenv|(un)?setenv|putenv)\b", imported)
+
+
+def test_what_is_open_at_exit_is_left_to_the_system(
+    native: Library, small_gguf: Path, device: str, tmp_path: Path
+) -> None:
+    """An engine that was taken apart then would outlive the devices, and what their drivers have of them."""
+    program, source = tmp_path / "left_open", Path(__file__).with_name("left_open.cpp")
+    include = native.path.parent.parent / "include"
+    subprocess.run(["c++", "-std=c++17", "-I", include, source, "-ldl", "-o", program], check=True)
+    run = subprocess.run(
+        [program, native.path, small_gguf, device], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
 
 
 # ---- memory and pages
@@ -131,6 +196,30 @@ def test_tables_for_the_host_are_counted_where_its_memory_is_the_devices(
         params = [EngineParams(n_ctx=300, n_sequences=64, n_draft=8, n_top=n) for n in (1, 63)]
         one, many = (file.plan_memory("cpu", each, file).state for each in params)
     assert many - one == 62 * 8 * 64 * 8
+
+
+def test_what_attention_leaves_by_chunk_is_counted_by_the_type_of_its_cells(
+    native: Library, device: str, tmp_path: Path
+) -> None:
+    """On a GPU the means of a step's chunks take most of its memory where a context is long: D values a
+    chunk, row and head, in F32 for F32 cells and in F16 for all others, beside two sums. A CPU leaves none.
+    """
+    rows, heads, dim, n_ctx = 64, 128, 64, 65_000
+    config = tiny.Config(n_head=heads, n_head_kv=1, head_dim=dim, n_ctx=n_ctx)
+    path = tiny.write(tmp_path / "heads.gguf", config, tiny.layout(config, seed=82))
+    with File(path, native) as file:
+        plans = {
+            kind: file.plan_memory(device, EngineParams(n_ctx=n_ctx, n_rows=rows, n_chunk=256, kv_type=kind))
+            for kind in ("f32", "f16", "q8_0", "q4_0")
+        }
+    # Chunks have 128 positions up to 4096, 256 up to 16384, 512 up to 32768, then 1024; pages have 256.
+    chunks = 32 + 48 + 32 + -(-(n_ctx + rows - 32768) // 1024)
+    halves = rows * heads * chunks * dim // 2 * 4
+    if device == "cpu":
+        assert plans["f16"].compute < rows * heads * chunks * (dim // 2 + 2) * 4
+    else:
+        assert plans["f32"].compute - plans["f16"].compute == pytest.approx(halves, rel=0.02)
+        assert plans["f16"].compute == plans["q8_0"].compute == plans["q4_0"].compute
 
 
 def free_bytes(native: Library, device: str) -> int:

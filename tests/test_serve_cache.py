@@ -6,6 +6,7 @@ import signal
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from unittest import mock
 
 import httpx
@@ -14,6 +15,7 @@ import pytest
 from drive import open_engine, open_model, prefill
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from saved_bytes import ARITHMETIC, BUILD, changed
 from serving import HANG_S, Gate, serving, until
 from serving import settings as serve_settings
 
@@ -136,7 +138,7 @@ def test_pages_come_back_when_they_are_needed(opened, tokenizer):
             sequence.reset()
 
 
-def test_files_outlive_the_cache_and_damaged_ones_are_dropped(opened, tokenizer, tmp_path):
+def test_files_outlive_the_cache_and_damaged_and_foreign_ones_are_dropped(opened, tokenizer, tmp_path):
     prompt = words(9, 1000)
 
     def after_a_start(spoil=lambda path: None):
@@ -161,8 +163,17 @@ def test_files_outlive_the_cache_and_damaged_ones_are_dropped(opened, tokenizer,
     assert after_a_start() == (0, True)
     (path,) = tmp_path.glob("*/*.prefix")
     assert after_a_start() == (768, True)
+    def elsewhere(path, field):
+        """Makes the file one that another build saved, or that was computed on another device."""
+        data = path.read_bytes()
+        core = _HEAD.size + 4 * _HEAD.unpack_from(data)[1]
+        path.write_bytes(data[:core] + changed(data[core:], field, 0x30303030))
+
     assert after_a_start(flip) == (0, True)
     assert after_a_start() == (768, True)
+    for field in (BUILD, ARITHMETIC):
+        assert after_a_start(partial(elsewhere, field=field)) == (0, True)
+        assert after_a_start() == (768, True), "it was written anew"
     assert after_a_start(lambda path: path.write_bytes(path.read_bytes()[:5000])) == (0, True)
     assert after_a_start(lambda path: path.unlink()) == (0, True)
     path.write_bytes(b"none of ours")

@@ -15,9 +15,8 @@ def breaches(root: Path, files: dict[str, str]) -> list[tuple[str, int, str]]:
 
 
 BAD = {
-    "getenv_in_core": ("native/src/a.cpp", '\nauto x = std::getenv("A");\n', 2, "no environment variables"),
-    "setenv_in_core": ("native/src/step.cpp", 'int x = setenv("A", "1", 1);\n', 1, "one setenv"),
-    "second_setenv": ("native/src/device.cpp", "int x = setenv();\nint y = setenv();\n", 2, "one setenv"),
+    "getenv_in_core": ("native/src/a.cpp", '\nauto x = std::getenv("A");\n', 2, "environment variables"),
+    "setenv_in_core": ("native/src/device.cpp", 'int x = setenv("A", "1", 1);\n', 1, "environment variables"),
     "core_prints": ("native/src/a.cpp", 'void f() { fprintf(stderr, "x"); }\n', 1, "prints nothing"),
     "core_aborts": ("native/src/a.cpp", "void f() {\n    std::abort();\n}\n", 2, "never exits"),
     "kernel_uses_ggml": ("native/kernels/a.cu", '\n#include "ggml-impl.h"\n', 2, "no ggml headers"),
@@ -51,7 +50,7 @@ GOOD = {
     ".ci/run": "",
     ".gitignore": "",
     "LICENSE": "",
-    "native/src/device.cpp": '// no getenv here\nint f() { setenv("getenv", "{", 1); return 1\'000; }\n',
+    "native/src/device.cpp": '// no getenv\n#define setenv\nint f() { g("getenv", "{"); return 1\'000; }\n',
     "native/src/a.cpp": "\n".join(
         [
             "namespace luce {",

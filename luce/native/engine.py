@@ -211,8 +211,8 @@ class Engine(Handle):
 
     def load_checkpoint(self, data: bytes | memoryview) -> Checkpoint:
         """Loads what Checkpoint.save returned, in this or another engine of the same model, kv_type, n_chunk
-        and kinds of drafters. The checkpoint is then in host memory. ArgumentError names what does not fit.
-        The engine's steps go on beside it, in other threads.
+        and kinds of drafters, by the same build on the same kind of device. The checkpoint is then in host
+        memory. ArgumentError names what does not fit. The engine's steps go on beside it, in other threads.
         """
         buffer = self.library.ffi.from_buffer("char[]", data)
         out = self.library.ffi.new("luce_checkpoint **")
@@ -396,7 +396,7 @@ class Checkpoint(Handle):
         self.library.check(self.library.lib.luce_checkpoint_move(self.handle, 1))
 
     def save(self) -> memoryview:
-        """Returns the whole checkpoint as bytes, for Engine.load_checkpoint. They carry a version, the
-        model's identity and a checksum. The engine's steps go on beside it, in other threads; LuceError
-        where one of them closes the checkpoint meanwhile."""
+        """Returns the whole checkpoint as bytes, for Engine.load_checkpoint. They say which model, build and
+        device they are of, and carry a checksum. The engine's steps go on beside it, in other threads;
+        LuceError where one of them closes the checkpoint meanwhile."""
         return self.library.bytes_of(self.library.lib.luce_checkpoint_save, self.handle)

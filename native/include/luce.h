@@ -23,7 +23,8 @@
  * - Every function returns a luce_status unless stated; results go to out-parameters, written on LUCE_OK only.
  * - luce_last_error() explains the last failure of the calling thread.
  * - Handles are opaque and checked: a null, closed or wrong handle is LUCE_E_ARG, never a crash.
- *   Close in any order: a sequence or checkpoint keeps its engine alive, an engine its model, a model its file.
+ *   Close in any order: a sequence or checkpoint keeps its engine alive, an engine its model, a model its file. What is
+ *   still open when the process exits is left to the system.
  * - Structs begin with `struct_size`, set by the caller to sizeof(struct); a size this library does not know is
  *   LUCE_E_ARG. (Structs that are passed as arrays have none.) In option structs 0 means "the default" for every field.
  * - Text is UTF-8. Strings handed out live as long as the handle they came from.
@@ -435,8 +436,8 @@ LUCE_API luce_status luce_checkpoint_get_info(luce_checkpoint *checkpoint, luce_
 LUCE_API luce_status luce_checkpoint_move(luce_checkpoint *checkpoint, int32_t on_device);
 
 /* Write a checkpoint as bytes, and load it, into host memory, in any engine of the same model, kv_type, n_chunk and
- * kinds of drafters on the same kind of device (a prompt has other last bits on another). The bytes carry a version,
- * the model's identity with that, and a checksum: E_ARG names what does not fit.
+ * kinds of drafters, of the same build of luce on the same kind of device with the same libraries: elsewhere a prompt has
+ * other last bits. The bytes carry all of this, a version and a checksum: E_ARG names what does not fit.
  * data NULL: only the size. A save keeps the engine waiting for 2 MiB at a time; E_STATE: it was closed meanwhile. */
 LUCE_API luce_status luce_checkpoint_save(luce_checkpoint *checkpoint, void *data, uint64_t *size);
 LUCE_API luce_status luce_checkpoint_load(luce_checkpoint **out, luce_engine *engine, const void *data,

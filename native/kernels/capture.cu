@@ -38,6 +38,12 @@ int cuda::compute_capability(int device) {
     return 10 * major + minor;
 }
 
+int cuda::multiprocessors(int device) {
+    int n = 0;
+    cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, device);
+    return n;
+}
+
 int cuda::shared_memory(int device) {
     int bytes = 0;
     cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);

@@ -65,6 +65,14 @@ void scale_results(const GemmArgs &a, const float *scales, cudaStream_t stream) 
 
 } // namespace
 
+int cuda::cublas_version() {
+    int major = 0, minor = 0, patch = 0;
+    cublasGetProperty(MAJOR_VERSION, &major);
+    cublasGetProperty(MINOR_VERSION, &minor);
+    cublasGetProperty(PATCH_LEVEL, &patch);
+    return 10000 * major + 100 * minor + patch;
+}
+
 int cuda::gemm_open(void *stream) {
     const std::lock_guard<std::mutex> lock(mutex);
     if (libraries.count(stream) > 0) {

@@ -46,6 +46,7 @@ struct GemmArgs {
 };
 
 namespace cuda {
+int cublas_version(); // it returns 130002 for 13.0.2
 // Opens cuBLAS for the products on a stream, before the first one. gemm_close is called after the last. It
 // needs GEMM_WORKSPACE.
 int gemm_open(void *stream);

@@ -273,8 +273,8 @@ struct AttentionArgs {
     // number: a second one would find that all units were taken.
     int32_t layer;
 };
-// Returns the values of AttentionArgs.scratch for the largest context. It needs T, H, max_pages and pool.D
-// and .Hkv alone.
+// Returns the values of AttentionArgs.scratch for the largest context. It needs T, H, max_pages, and pool.D
+// and .type alone.
 int64_t attention_scratch(const AttentionArgs &args);
 
 // Returns the bytes of AttentionArgs.plan.
@@ -426,6 +426,7 @@ int set_device(int device); // kernels launch on the current device of the calli
 int current_device(); // it returns the calling thread's, or -1 after an error
 int device_error(); // it returns why CUDA counts no devices, or 0
 int compute_capability(int device); // it returns 90 for 9.0
+int multiprocessors(int device);
 int shared_memory(int device); // it returns the bytes that a block of threads may have
 
 int give_rows(const GiveRowsArgs &args, void *stream);

@@ -241,6 +241,8 @@ Timeline::Timeline(Cache &cache) : cache_(cache) {
     tokens_.reserve(cache.params().n_ctx);
     pages_.reserve(cache.max_pages());
     pending_.reserve(MAX_ROWS);
+    parents_.reserve(MAX_ROWS);
+    verified_tokens_.reserve(MAX_ROWS);
     slot_ = cache.sequence_slots.take();
     clear();
 }
@@ -327,12 +329,12 @@ void Timeline::appended(const int32_t *tokens, uint32_t n) {
     n_drafted_ = 0;
 }
 
-void Timeline::verified(std::vector<int32_t> tokens, std::vector<int32_t> parents, bool fed) {
+void Timeline::verified(const std::vector<int32_t> &tokens, const std::vector<int32_t> &parents, bool fed) {
     paid();
     fed_ = fed;
     bank_ ^= 1;
-    verified_tokens_ = std::move(tokens);
-    parents_ = std::move(parents);
+    verified_tokens_.assign(tokens.begin(), tokens.end());
+    parents_.assign(parents.begin(), parents.end());
 }
 
 void Timeline::drafted(int32_t anchor, uint32_t n) {

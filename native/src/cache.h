@@ -209,8 +209,9 @@ public:
 
     // A step that has run is booked with one of these:
     void appended(const int32_t *tokens, uint32_t n);
-    // Its rows are in the log; `fed` says whether they were fed to the head.
-    void verified(std::vector<int32_t> tokens, std::vector<int32_t> parents, bool fed);
+    // Its rows are in the log; `fed` says whether they were fed to the head. No booking takes memory, so that none is done
+    // by half.
+    void verified(const std::vector<int32_t> &tokens, const std::vector<int32_t> &parents, bool fed);
     void fed() { n_owed_ = 0; } // its owed rows were fed
     void drafted(int32_t anchor, uint32_t n); // it drafted a chain of the NextN head
     void drafted_block(int32_t anchor, uint32_t n); // it drafted a block, whose first n are wanted

@@ -1,5 +1,7 @@
 #include "checkpoint.h"
 
+#include "luce_build.h" // CMake writes it
+
 #include <algorithm>
 #include <cstring>
 #include <system_error>
@@ -7,21 +9,24 @@
 namespace luce {
 namespace {
 
+// What has to be equal where the bytes are loaded, else a warm answer might not be the cold one. Text ends in zeros.
 struct Header {
-    char magic[8];     // it holds "LUCECHKP"
+    char magic[8]; // it holds "LUCECHKP"
     uint32_t version; // it is the number of this layout
     uint32_t kv_type; // it is ggml's id of the type
-    uint64_t model;    // it is Model::identity
+    uint64_t model; // it is Model::identity
     uint64_t size; // it counts everything
     uint64_t checksum; // it covers everything, with itself taken as 0
     uint32_t n_past;
     uint32_t n_chunk;
     uint32_t has_head;
     uint32_t has_drafter;
+    char build[24]; // it is LUCE_BUILD
+    char arithmetic[240]; // it is Model::arithmetic, as far as there is room
 };
 constexpr char MAGIC[8] = {'L', 'U', 'C', 'E', 'C', 'H', 'K', 'P'},
                DUMP[8] = {'L', 'U', 'C', 'E', 'D', 'U', 'M', 'P'};
-constexpr uint32_t VERSION = 3;
+constexpr uint32_t VERSION = 4;
 
 // save() reads as many bytes while it holds the engine, which takes under 1 ms.
 constexpr uint64_t PIECE = uint64_t(2) << 20;
@@ -132,6 +137,13 @@ uint64_t header_and_tokens(uint32_t n_past) {
     return sizeof(Header) + n_past * sizeof(int32_t);
 }
 
+template <size_t N> void put_text(char (&to)[N], const std::string &text) {
+    memcpy(to, text.data(), std::min(text.size(), N - 1)); // the rest is zeros
+}
+template <size_t N> std::string text_of(const char (&from)[N]) {
+    return std::string(from, strnlen(from, N));
+}
+
 Header header_of(uint64_t size, const Engine &engine, const std::vector<int32_t> &tokens,
                  const char (&magic)[8]) {
     Header h{};
@@ -144,6 +156,8 @@ Header header_of(uint64_t size, const Engine &engine, const std::vector<int32_t>
     h.n_chunk = engine.params().cache.n_chunk;
     h.has_head = engine.cache().has_head();
     h.has_drafter = engine.cache().has_drafter();
+    put_text(h.build, LUCE_BUILD);
+    put_text(h.arithmetic, engine.model().arithmetic());
     return h;
 }
 
@@ -168,8 +182,19 @@ Header read_header(const Engine &engine, const uint8_t *data, uint64_t size) {
         fail(LUCE_E_ARG, "the saved checkpoint is damaged: %llu of %llu bytes, or its checksum is wrong",
              (unsigned long long) size, (unsigned long long) h.size);
     }
+    Header own{};
+    put_text(own.build, LUCE_BUILD);
+    put_text(own.arithmetic, engine.model().arithmetic());
+    if (memcmp(h.build, own.build, sizeof(h.build)) != 0) {
+        fail(LUCE_E_ARG, "the checkpoint was saved by build %s of luce, this is build %s",
+             text_of(h.build).c_str(), own.build);
+    }
+    if (memcmp(h.arithmetic, own.arithmetic, sizeof(h.arithmetic)) != 0) {
+        fail(LUCE_E_ARG, "the checkpoint was computed on %s, this engine is on %s",
+             text_of(h.arithmetic).c_str(), own.arithmetic);
+    }
     if (h.model != engine.model().identity()) {
-        fail(LUCE_E_ARG, "the checkpoint was saved with another model, or on another kind of device");
+        fail(LUCE_E_ARG, "the checkpoint was saved with another model");
     }
     if (h.kv_type != uint32_t(c.kv_type)) {
         fail(LUCE_E_ARG, "the checkpoint was saved with kv_type %s, this engine has %s",

@@ -2,6 +2,7 @@
 
 #include <ggml-cpu.h>
 #ifdef LUCE_USE_CUDA
+#include "../kernels/gemm.h"
 #include "../kernels/kernels.h"
 #include "../kernels/rowmm.h"
 
@@ -11,11 +12,13 @@ extern "C" void *luce_cuda_stream(ggml_backend_t backend); // cuda_stream.cu def
 #endif
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <fstream>
 #include <thread>
+#ifdef __GLIBC__
+#include <gnu/libc-version.h>
+#endif
 
 namespace luce {
 namespace {
@@ -61,17 +64,6 @@ std::vector<Device> find_devices() {
     ggml_log_set(forward_log, nullptr);
     std::vector<Device> found;
 #ifdef LUCE_USE_CUDA
-    // luce captures whole steps itself, and ggml's own graphs would capture pieces of them. ggml's
-    // programmatic dependent launches lose a dependency around F16 attention on Hopper: logits were off by
-    // 1.6 and differed between runs (ggml 0.25.3; tests/test_model.py compares the bits of two runs).
-    // luce reads neither. For its launches ggml has no other switch; its graphs could be left out of the build too
-    // (GGML_CUDA_GRAPHS). It reads both at its first launch, long after this, so they stay set, and programs that
-    // are started from here inherit them: bench/llamacpp.py gives ggml's own the environment of before, and to
-    // all others they mean nothing.
-    for (const auto &[name, value] :
-         {std::pair("GGML_CUDA_DISABLE_GRAPHS", "1"), std::pair("GGML_CUDA_PDL", "0")}) {
-        setenv(name, value, 1);
-    }
     ggml_backend_reg_t reg = ggml_backend_cuda_reg();
     for (size_t i = 0; i < ggml_backend_reg_dev_count(reg); i++) {
         ggml_backend_dev_t dev = ggml_backend_reg_dev_get(reg, i);
@@ -122,7 +114,7 @@ void parallel_copy(void *dst, const uint8_t *src, size_t n) {
 } // namespace
 
 const std::vector<Device> &devices() {
-    static const std::vector<Device> list = find_devices();
+    static const auto &list = *new std::vector<Device>(find_devices()); // it is never destroyed (handles.h)
     return list;
 }
 
@@ -209,6 +201,27 @@ void Device::memory(uint64_t *free, uint64_t *total) const {
 
 std::string Device::description() const {
     return ggml_backend_dev_description(dev);
+}
+
+// Of a CPU the build says all else: it compiles for the instructions that it takes.
+static std::string cpu_arithmetic() {
+#ifdef __GLIBC__
+    return format("a CPU with glibc %s", gnu_get_libc_version());
+#else
+    return "a CPU";
+#endif
+}
+
+std::string Device::arithmetic() const {
+#ifdef LUCE_USE_CUDA
+    if (gpu) {
+        const int capability = cuda::compute_capability(index), cublas = cuda::cublas_version();
+        return format("%s with compute capability %d.%d, %d multiprocessors and cuBLAS %d.%d.%d",
+                      description().c_str(), capability / 10, capability % 10, cuda::multiprocessors(index),
+                      cublas / 10000, cublas / 100 % 100, cublas % 100);
+    }
+#endif
+    return cpu_arithmetic();
 }
 
 std::mutex &device_lock() {

@@ -25,6 +25,9 @@ struct Device {
     // the process's control group.
     void memory(uint64_t *free, uint64_t *total) const;
     std::string description() const;
+    // Returns in words what beside the build decides the bits of what is computed here: "NVIDIA H200 with compute
+    // capability 9.0, 132 multiprocessors and cuBLAS 13.0.2", "a CPU with glibc 2.36".
+    std::string arithmetic() const;
 };
 
 // Returns all devices that luce runs on; the first is what "auto" takes. GPUs whose compute capability is below 8.0 are

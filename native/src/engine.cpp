@@ -300,10 +300,10 @@ void Engine::draft_chains(const DraftItem *items, uint32_t n_items, bool part) {
 // A step of all links of one sequence's chain.
 void Engine::draft_chain(const DraftItem &item, bool part) {
     Sequence &sequence = *item.sequence;
+    sequence.begin_step();
     for (uint32_t link = 0; link < item.n; link++) {
         Batch batch(step_->draft_host(link), cache_);
         if (link == 0) {
-            sequence.begin_step();
             sequence.line().take_pages(item.n);
             feed_head(sequence.line());
         }
@@ -315,12 +315,14 @@ void Engine::draft_chain(const DraftItem &item, bool part) {
 }
 
 void Engine::draft_link(const DraftItem *items, uint32_t n_items, uint32_t link, bool part) {
+    for (uint32_t i = 0; link == 0 && i < n_items; i++) {
+        items[i].sequence->begin_step(); // all of them fail with it, also those that it has not come to
+    }
     Batch batch(step_->draft_host(link), cache_);
     for (uint32_t i = 0; i < n_items; i++) {
         if (items[i].n > link) {
             Sequence &sequence = *items[i].sequence;
             if (link == 0) {
-                sequence.begin_step();
                 sequence.line().take_pages(items[i].n);
                 feed_head(sequence.line());
             }
@@ -349,10 +351,12 @@ void Engine::draft_blocks(const DraftItem *items, uint32_t n_items) {
 
 void Engine::draft_some_blocks(const DraftItem *items, uint32_t n_items, uint32_t index) {
     const DFlash &drafter = *model_->weights().drafter;
+    for (uint32_t i = 0; i < n_items; i++) {
+        items[i].sequence->begin_step();
+    }
     Batch batch(step_->block_host(index), cache_);
     for (uint32_t i = 0; i < n_items; i++) {
         Sequence &sequence = *items[i].sequence;
-        sequence.begin_step();
         sequence.line().take_pages(drafter.block_size);
         batch.add_block(sequence.line(), sequence.choice_ctl(), items[i].anchor, drafter.mask_token);
     }

@@ -1,5 +1,7 @@
 // Handles are checked. The ABI hands out numbers that look like pointers, but are never dereferenced and
 // never reused. So a closed, foreign or made-up handle is an error and not a crash.
+// What is open as the process exits stays as it is, and the system takes it: devices, their drivers and other threads'
+// calls may end in any order then, so tables of handles and of devices are never destroyed.
 #pragma once
 
 #include "status.h"
@@ -13,8 +15,8 @@ namespace luce {
 
 template <typename Handle, typename Object> class Handles {
 public:
-    // `base` keeps the numbers of different kinds apart
-    Handles(const char *what, uintptr_t base) : what_(what), next_(base) {}
+    // Returns a new table, which lives as long as the process. `base` keeps the numbers of different kinds apart.
+    static Handles &table(const char *what, uintptr_t base) { return *new Handles(what, base); }
 
     Handle *add(std::shared_ptr<Object> object) {
         std::lock_guard<std::mutex> lock(mutex_);
@@ -38,6 +40,9 @@ public:
     }
 
 private:
+    Handles(const char *what, uintptr_t base) : what_(what), next_(base) {}
+    ~Handles() = delete;
+
     const char *what_;
     std::mutex mutex_;
     std::unordered_map<uintptr_t, std::shared_ptr<Object>> objects_;

@@ -21,7 +21,8 @@ struct OpenFile {
     std::shared_ptr<GgufFile> gguf;
 };
 
-Handles<luce_file, OpenFile> g_files("file", uintptr_t(1) << 28);
+auto &g_files = Handles<luce_file, OpenFile>::table("file", uintptr_t(1) << 28);
+
 template <size_t N> void copy_text(char (&dst)[N], const std::string &text) {
     snprintf(dst, N, "%s", text.c_str());
 }
@@ -40,7 +41,7 @@ std::shared_ptr<Model> describe(const OpenFile &file, const luce_model_params *p
 } // namespace
 
 Handles<luce_model, Model> &luce::model_handles() {
-    static Handles<luce_model, Model> handles("model", uintptr_t(2) << 28);
+    static auto &handles = Handles<luce_model, Model>::table("model", uintptr_t(2) << 28);
     return handles;
 }
 

@@ -10,9 +10,9 @@ using namespace luce;
 
 namespace {
 
-Handles<luce_engine, Engine> g_engines("engine", uintptr_t(3) << 28);
-Handles<luce_sequence, Sequence> g_sequences("sequence", uintptr_t(4) << 28);
-Handles<luce_checkpoint, Checkpoint> g_checkpoints("checkpoint", uintptr_t(5) << 28);
+auto &g_engines = Handles<luce_engine, Engine>::table("engine", uintptr_t(3) << 28);
+auto &g_sequences = Handles<luce_sequence, Sequence>::table("sequence", uintptr_t(4) << 28);
+auto &g_checkpoints = Handles<luce_checkpoint, Checkpoint>::table("checkpoint", uintptr_t(5) << 28);
 
 } // namespace
 

@@ -214,10 +214,12 @@ public:
     uint64_t n_params() const { return n_params_; } // it counts the values of all tensors in the file
     // Values of the largest matrix but for those over the vocabulary, of which a prefill wants one row.
     uint64_t largest_layer_matrix() const;
-    // Returns a hash of the loaded tensors' names, types, shapes and first bytes, and of what computes with
-    // them: the kind of device, and how many layers' experts the CPU has. It says which model a checkpoint
-    // belongs to, and whether a cold prompt would have its bits.
+    // Returns a hash of the loaded tensors' names, types, shapes and first bytes. It says which model a checkpoint belongs
+    // to.
     uint64_t identity() const;
+    // Returns in words what computes with it (Device::arithmetic), and of how many layers a CPU computes the experts. There, and
+    // in one build, a cold prompt has the bits of a warm one.
+    std::string arithmetic() const;
     // Says whether a layer is the first of its kind. Layers of one kind launch the same kernels: they have the same
     // tensors, of the same types and shapes, and their attention looks equally far.
     bool first_of_kind(uint32_t layer) const { return first_of_kind_[layer]; }

@@ -94,22 +94,22 @@ static ggml_tensor *attend_prefill(const StepBuild &b, ggml_tensor *q, const Att
 }
 
 // Returns how many values the attention op needs beside its result. The CPU's needs none.
-static int64_t attention_room(const StepBuild &b, const AttentionShape &s, int64_t T, bool block) {
+static int64_t attention_room(const StepBuild &b, const AttentionShape &s, const KvCells &cells, int64_t T,
+                              bool block) {
 #ifdef LUCE_USE_CUDA
     if (b.model.device().gpu) {
         if (block) {
             return block_attention_scratch(T, s.n_head, s.head_dim);
         }
         AttentionArgs shape{};
-        shape.pool.Hkv = int32_t(s.n_head_kv);
-        shape.pool.D = int32_t(s.head_dim);
+        shape.pool = {nullptr, nullptr, cells.k->type, int32_t(s.n_head_kv), int32_t(s.head_dim)};
         shape.T = int32_t(T);
         shape.H = int32_t(s.n_head);
         shape.max_pages = int32_t(b.cache.max_pages());
         return attention_scratch(shape);
     }
 #else
-    (void) b, (void) s, (void) T, (void) block;
+    (void) b, (void) s, (void) cells, (void) T, (void) block;
 #endif
     return 0;
 }
@@ -139,8 +139,8 @@ static ggml_tensor *attention_op(const StepBuild &b, const char *name, int64_t v
                               bits_of_real(s.softcap),
                               gate != nullptr,
                               plan == nullptr ? int32_t(block) : plan->layers - 1}; // a block has no plan
-    return add_op(b.ctx, *find_op(name), GGML_TYPE_F32, values + attention_room(b, s, T, block), 1, args,
-                  plan == nullptr ? 6 : 7, params, 7);
+    return add_op(b.ctx, *find_op(name), GGML_TYPE_F32, values + attention_room(b, s, kv.cells, T, block), 1,
+                  args, plan == nullptr ? 6 : 7, params, 7);
 }
 
 ggml_tensor *attend_pages(const StepBuild &b, ggml_tensor *q, ggml_tensor *gate, const AttentionShape &s,

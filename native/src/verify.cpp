@@ -53,6 +53,7 @@ void Engine::take_off(Flight &flight) {
     uint32_t wide = 0;
     bool moves = false;
     for (const Flight::Item &item : flight.items) {
+        item.held->begin_step(); // all of them fail with it, also those that it has not come to
         wide += uint32_t(item.tokens.size());
         moves = moves || item.held->line().moves_head();
     }
@@ -62,7 +63,6 @@ void Engine::take_off(Flight &flight) {
     for (const Flight::Item &item : flight.items) {
         Sequence &sequence = *item.held;
         const uint32_t n = uint32_t(item.tokens.size());
-        sequence.begin_step();
         sequence.line().take_pages(n);
         if (flight.fed || sequence.line().n_owed() == params_.cache.n_rows) {
             feed_head(sequence.line());
@@ -152,17 +152,16 @@ void Engine::follow() {
         if (!before.ended) {
             step_->mark_end(before.number);
         }
+        before.followed = true; // its rows are booked here, and not once more as it lands
         for (size_t i = 0; i < flight.items.size(); i++) {
-            Sequence &sequence = *flight.items[i].held;
-            Flight::Item &item = before.items[i];
+            Timeline &line = flight.items[i].held->line();
+            const Flight::Item &item = before.items[i];
             const int32_t path = 0;
-            sequence.begin_step();
             if (!before.ended) {
-                sequence.line().verified(item.tokens, item.parents, before.fed);
+                line.verified(item.tokens, item.parents, before.fed);
             }
-            sequence.line().commit(&path, 1);
+            line.commit(&path, 1);
         }
-        before.followed = true;
         take_off(flight);
     });
     flights_.push_back(std::move(flight));

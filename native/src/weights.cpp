@@ -308,10 +308,13 @@ uint64_t Model::identity() const {
         add(source->ne, sizeof(source->ne));
         add(source->data, size_t(std::min<uint64_t>(source->size, 256)));
     }
-    const std::string where = device_->gpu ? device_->description() : device_->name;
-    add(where.data(), where.size());
-    add(&n_cpu_experts_, sizeof(n_cpu_experts_));
     return hash;
+}
+
+std::string Model::arithmetic() const {
+    const std::string cpu = find_device("cpu").arithmetic();
+    return device_->arithmetic() +
+           (n_cpu_experts_ > 0 ? format(", experts of %u layers on %s", n_cpu_experts_, cpu.c_str()) : "");
 }
 
 uint64_t Model::largest_layer_matrix() const {
