@@ -9,7 +9,7 @@
 // holds the scheduler up it takes as long as both. Starting the loop is outside the figures; a GPU's clock does not matter.
 //
 //   nvcc -std=c++17 -O3 -gencode arch=compute_90a,code=sm_90a -I native/kernels -o issue_slots bench/issue_slots.cu && ./issue_slots
-#include "rowmm_wgmma.cuh"
+#include "matmul/sm90/wgmma.cuh"
 
 #include <cstdint>
 #include <cstdio>

@@ -9,10 +9,10 @@
 //   counter   One kernel has a block on each multiprocessor; blocks add to one counter and wait for it.
 //   carried   The same, but a block's values carry the stage's number, in 16 bytes that are read and written at once. So
 //             nobody waits for anything but the values.
-//   launches  A stage is a kernel, and they overlap as luce's do (native/kernels/overlap.cuh), in a captured graph.
+//   launches  A stage is a kernel, and they overlap as luce's do (native/kernels/common/overlap.cuh), in a captured graph.
 //   alone     One kernel waits for nothing: this is what the bytes take.
 // In the first two, weights come ahead of their stage, as far as shared memory has room. `light` is a multiplication for each
-// four bytes, `heavy` 48 instructions for each 16, as native/kernels/rowmm_multiply.cuh has for Q4_K. Microseconds of a layer
+// four bytes, `heavy` 48 instructions for each 16, as native/kernels/matmul/multiply.cuh has for Q4_K. Microseconds of a layer
 // are printed, and for each stage how long the first block waits for its values and then works.
 //
 //   nvcc -std=c++17 -O3 -arch=sm_90a -I native/kernels -o layer_floor bench/layer_floor.cu && ./layer_floor

@@ -1,7 +1,7 @@
 // Has the kernels of layer_floor.cu.
 #pragma once
 
-#include "rowmm_ptx.cuh"
+#include "matmul/ptx.cuh"
 
 using namespace luce;
 

@@ -1,8 +1,8 @@
 // What the lookup drafter costs on the host: one line of JSON a text, {"text", "tokens", "index_ns_per_token",
 // "median_us", "p99_us", "worst_us"}, of a draft of 31 tokens after each of the last rounds, which commit 8 tokens each. Outside: nothing;
 // the first call, which indexes the whole text, is index_ns_per_token.
-//   c++ -std=c++17 -O2 -I native/src bench/lookup_cost.cpp native/src/lookup.cpp -o lookup_cost && ./lookup_cost
-#include "lookup.h"
+//   c++ -std=c++17 -O2 -I native/src bench/lookup_cost.cpp native/src/engine/lookup.cpp -o lookup_cost && ./lookup_cost
+#include "engine/lookup.h"
 
 #include <algorithm>
 #include <chrono>

@@ -1,6 +1,6 @@
 // Shows what compute-sanitizer's racecheck follows of rings in shared memory.
 //
-// Four warps take what a fifth puts into two slots, as in native/kernels/rowmm_rings.cuh: the barrier `full` says that a
+// Four warps take what a fifth puts into two slots, as in native/kernels/matmul/rings.cuh: the barrier `full` says that a
 // slot can be read, `free` that all have read it. A slot is filled by a bulk copy, by copies of each lane, or by stores.
 //   one_lane    lane 0 arrives at `free` for its warp, behind __syncwarp(). This is right by the PTX manual.
 //   every_lane  all lanes arrive there. Nothing else differs.
@@ -10,7 +10,7 @@
 //
 //   nvcc -std=c++17 -O3 -arch=sm_90a -I native/kernels -o racecheck_ring bench/racecheck_ring.cu
 //   compute-sanitizer --tool racecheck ./racecheck_ring
-#include "rowmm_ptx.cuh"
+#include "matmul/ptx.cuh"
 
 #include <cstdio>
 

@@ -5,7 +5,7 @@
 //
 //   tools/build_checks.sh FOLDER chains       (FOLDER/step_chains.so)
 #include "harness.h"
-#include "moe.h"
+#include "moe/moe.h"
 #include "rowmm_reference.h"
 
 #include <memory>

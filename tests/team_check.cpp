@@ -1,7 +1,7 @@
 // Says whether a team runs each part of a job once, whether its helpers sleep when there is none, and whether they all have
 // a place from the beginning, and keep it through jobs of long and unequal parts, as a prefill's are. Those parts sleep, so that what else the machine does
 // changes little.
-#include "team.h"
+#include "step/threads.h"
 
 #include <atomic>
 #include <chrono>

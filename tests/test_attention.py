@@ -219,7 +219,7 @@ REGIONS = ((81920, 2048, 160), (32768, 1024, 112), (16384, 512, 80), (4096, 256,
 
 
 def chunk_at(position: int) -> int:
-    """Does what attention_chunks.h does."""
+    """Does what attention/chunks.h does."""
     for begin, size, index in REGIONS:
         if position >= begin:
             return index + (position - begin) // size

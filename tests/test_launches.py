@@ -1,4 +1,4 @@
-"""These tests count in a step's graph what it launches: it is what the head of native/src/ops.h lists."""
+"""Counts in a step's graph what it launches: it is what the head of native/src/graph/blocks.h lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The team of threads that shares a CPU's work (native/src/team.h)."""
+"""The team of threads that shares a CPU's work (native/src/step/threads.h)."""
 
 from __future__ import annotations
 

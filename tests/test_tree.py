@@ -16,14 +16,14 @@ def breaches(root: Path, files: dict[str, str]) -> list[tuple[str, int, str]]:
 
 BAD = {
     "getenv_in_core": ("native/src/a.cpp", '\nauto x = std::getenv("A");\n', 2, "environment variables"),
-    "setenv_in_core": ("native/src/device.cpp", 'int x = setenv("A", "1", 1);\n', 1, "environment variables"),
+    "setenv_in_core": ("native/src/a.cpp", 'int x = setenv("A", "1", 1);\n', 1, "environment variables"),
     "core_prints": ("native/src/a.cpp", 'void f() { fprintf(stderr, "x"); }\n', 1, "prints nothing"),
     "core_aborts": ("native/src/a.cpp", "void f() {\n    std::abort();\n}\n", 2, "never exits"),
     "kernel_uses_ggml": ("native/kernels/a.cu", '\n#include "ggml-impl.h"\n', 2, "no ggml headers"),
     "kernel_header_uses_ggml": ("native/kernels/a.cuh", "# include <ggml.h>\n", 1, "no ggml headers"),
     "another_wait": ("native/src/a.cpp", "int x = cudaStreamSynchronize(s);\n", 1, "where it is counted"),
     "third_wait": (
-        "native/src/step.cpp",
+        "native/src/step/step.cpp",
         "int a = ggml_backend_synchronize(b);\n" * 2 + "int c = ggml_backend_tensor_get(t);\n",
         3,
         "where it is counted",
@@ -47,10 +47,11 @@ def test_rule_fires(tmp_path, name, text, line, what):
 GOOD = {
     "README.md": "",
     "docs/a.md": "",
+    "native/kernels/common/a.cuh": "",
     ".ci/run": "",
     ".gitignore": "",
     "LICENSE": "",
-    "native/src/device.cpp": '// no getenv\n#define setenv\nint f() { g("getenv", "{"); return 1\'000; }\n',
+    "native/src/model/a.cpp": '// no getenv\n#define setenv\nint f() { g("getenv", "{"); return 1\'000; }\n',
     "native/src/a.cpp": "\n".join(
         [
             "namespace luce {",
@@ -71,18 +72,19 @@ def test_near_misses_pass(tmp_path):
 
 def test_an_architecture_is_named_in_its_own_files_and_the_table(tmp_path):
     files = {
-        "native/src/graph_gemma4.cpp": "int Gemma4;\n",
-        "native/src/graph_dflash.cpp": "int gemma3;\n",
-        "native/src/architecture.cpp": '#include "gemma4.h"\nint row = GEMMA4;\n',
-        "native/src/step.cpp": '#  include "gemma4.h"\nint dflash;\n',
+        "native/src/graph/gemma4_graph.cpp": "int Gemma4;\n",
+        "native/src/graph/dflash_graph.cpp": "int gemma3;\n",
+        "native/src/graph/architecture.cpp": '#include "gemma4.h"\nint row = GEMMA4;\n',
+        "native/src/step/step.cpp": '#  include "gemma4.h"\nint dflash;\n',
         "luce/convert/gemma4_names.py": "gemma4 = 1\n",
         "luce/convert/cli.py": "from luce.convert import gemma4_names as model\n",
         "tests/test_x.py": "gemma4 = 1\n",
     }
     assert breaches(tmp_path, files) == []
-    bad = {"native/src/step.cpp": "\nint GEMMA4;\n", "luce/files/probe.py": 'x = "gemma4"\n'}
+    bad = {"native/src/step/step.cpp": "\nint GEMMA4;\n", "luce/files/probe.py": 'x = "gemma4"\n'}
     found = breaches(tmp_path, bad)
-    assert [(path, at) for path, at, _ in found] == [("luce/files/probe.py", 1), ("native/src/step.cpp", 2)]
+    found = [(path, at) for path, at, _ in found]
+    assert found == [("luce/files/probe.py", 1), ("native/src/step/step.cpp", 2)]
 
 
 def test_exit_status_and_report(tmp_path, capsys):

@@ -3,7 +3,7 @@
 #
 #   tools/build_checks.sh FOLDER             FOLDER/kernel_check
 #   tools/build_checks.sh FOLDER racecheck   FOLDER/kernel_check_racecheck, in which every lane arrives at the barriers of
-#                                            rings (native/kernels/shared_ring.cuh), and FOLDER/racecheck_ring, whose
+#                                            rings (native/kernels/common/ring.cuh), and FOLDER/racecheck_ring, whose
 #                                            rings show why (bench/racecheck_ring.cu). Objects of an earlier call are used
 #                                            where the form makes no difference.
 #   tools/build_checks.sh FOLDER chains      FOLDER/step_chains.so, of which bench/builds_by_turns.cu times two. Objects of
@@ -14,7 +14,7 @@ folder=${1:?say where} form=${2:-}
 arch=${ARCH:-$(nvidia-smi -i 0 --query-gpu=compute_cap --format=csv,noheader | tr -d .)}
 arch=${arch/#90/90a} # Only sm_90a has Hopper's own instructions.
 plain=$folder/kernels objects=() all=(tests/cuda/*.cu)
-to=$plain flags= program=$folder/kernel_check changed=shared_ring.cuh
+to=$plain flags= program=$folder/kernel_check changed=common/ring.cuh
 link=(-Xlinker --wrap=cudaDeviceGetAttribute,--wrap=cudaLaunchKernelExC,--wrap=__cudaGetKernel,--wrap=__cudaRegisterFunction)
 case $form in
 racecheck) to=$folder/kernels-racecheck flags=-DLUCE_EVERY_LANE_ARRIVES program=$folder/kernel_check_racecheck ;;
@@ -22,12 +22,12 @@ chains) all=(bench/step_chains.cu) program=$folder/step_chains.so link=(-shared 
 esac
 mkdir -p "$to" "$folder/forms"
 shopt -s extglob
-all+=(native/kernels/!(rowmm_rows).cu)
+all+=(native/kernels/*/!(forms).cu)
 while read -r known; do # Those of the product's kernel, which one file lists, are compiled side by side.
-    source=$folder/forms/rowmm_rows_${known//, /_}.cu
-    printf '#define ROWMM_FORM %s\n#include "rowmm_rows.cu"\n' "$known" >"$source"
+    source=$folder/forms/form_${known//, /_}.cu
+    printf '#define ROWMM_FORM %s\n#include "matmul/forms.cu"\n' "$known" >"$source"
     all+=("$source")
-done < <(sed -n 's/.*rowmm_kernel_of<\([0-9].*\)>.*/\1/p' native/kernels/rowmm_rows.cu)
+done < <(sed -n 's/.*rowmm_kernel_of<\([0-9].*\)>.*/\1/p' native/kernels/matmul/forms.cu)
 sources=()
 for source in "${all[@]}"; do
     object=$plain/$(basename "$source").o

@@ -63,7 +63,7 @@ stage_dflash() {
     peer dflash 120 peer_llamacpp.py --draft "$drafter" --modes plain,dflash,dflash:22 --temp 0,0.7 --top-k 20 \
         --top-p 0.95 --prompt-tokens 128 --n-gen 256 --rounds "${DFLASH_ROUNDS:-1}" &&
         grep 'of its greedy' "$out/dflash.txt"
-    g++ -std=c++17 -O2 -I native/src bench/lookup_cost.cpp native/src/lookup.cpp -o "$work/lookup_cost" &&
+    g++ -std=c++17 -O2 -I native/src bench/lookup_cost.cpp native/src/engine/lookup.cpp -o "$work/lookup_cost" &&
         run lookup 30 "$work/lookup_cost" && brief 4 <"$out/lookup.txt"
 }
 stage_nineb() {

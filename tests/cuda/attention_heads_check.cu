@@ -2,7 +2,7 @@
 // random bytes before, so that a move that is missing or twice shows.
 #include "attention_reference.h"
 #include "harness.h"
-#include "rowmm_plan.h"
+#include "matmul/plan.h"
 
 namespace {
 

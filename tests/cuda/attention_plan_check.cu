@@ -1,6 +1,6 @@
-// Checks how attention's work is shared out (native/kernels/attention_plan.cuh): every tile of every group is some
+// Checks how attention's work is shared out (native/kernels/attention/plan.cuh): every tile of every group is some
 // block's once, and no block has much more than its share.
-#include "attention_units.cuh"
+#include "attention/units.cuh"
 #include "harness.h"
 
 namespace luce {

@@ -5,7 +5,7 @@
 #include "attention_inputs.h"
 #include "attention_reference.h"
 #include "harness.h"
-#include "rowmm.h"
+#include "matmul/quantised.h"
 
 #include <map>
 

@@ -5,7 +5,7 @@
 // K and V of each sequence once. Filling the cells, capture and warm-up are outside the timing. The layers share q and the control
 // block.
 #include "harness.h"
-#include "rowmm.h"
+#include "matmul/quantised.h"
 
 #include <functional>
 

@@ -1,5 +1,5 @@
 // Checks a prefill's matmul against double precision: what gemm_pack makes of its input, and the products.
-#include "gemm.h"
+#include "matmul/prompt.h"
 #include "harness.h"
 #include "rowmm_reference.h"
 

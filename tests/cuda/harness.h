@@ -2,7 +2,7 @@
 // inputs.
 #pragma once
 
-#include "kernels.h"
+#include "common/kernels.h"
 #include "reference.h"
 
 #include <algorithm>

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "harness.h"
-#include "rowmm_plan.h"
+#include "matmul/plan.h"
 
 namespace {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "harness.h"
-#include "moe.h"
+#include "moe/moe.h"
 #include "rowmm_reference.h"
 
 #include <numeric>

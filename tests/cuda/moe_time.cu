@@ -3,7 +3,7 @@
 // counts once the weights of the experts that were chosen, the shared one's and the router's. Permuting,
 // capture and warm-up stay outside the timing.
 #include "harness.h"
-#include "moe.h"
+#include "moe/moe.h"
 #include "rowmm_reference.h"
 
 #include <memory>

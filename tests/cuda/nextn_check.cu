@@ -1,7 +1,7 @@
 // Checks the norms around the NextN head: what a step keeps against double precision, and the packed input against
 // rowmm_pack of two kept rows side by side. Rows that a step does not keep stay as they are.
 #include "harness.h"
-#include "rowmm.h"
+#include "matmul/quantised.h"
 #include "rowmm_reference.h"
 
 namespace {

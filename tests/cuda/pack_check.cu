@@ -1,5 +1,5 @@
 // Checks what rowmm_pack makes of parts, and each byte that it packs, against a host that adds and rounds by the layout's
-// words (rowmm_layout.h), and what the conv makes of them. The parts are made here, so no product is needed.
+// words (matmul/layout.h), and what the conv makes of them. The parts are made here, so no product is needed.
 #include "made_parts.h"
 
 #include <cuda_fp16.h>

@@ -207,7 +207,7 @@ void check_pack(int input, int T, int64_t K, int head) {
 }
 
 // A residual is added in place, and the sum has the bits that it has where the product stays parts for the next kernel.
-// Of few rows a block has all of K (rowmm_rows_whole.cu).
+// Of few rows a block has all of K (matmul/whole_k.cu).
 void check_residual(const Matrix &m, int T) {
     const Floats x = random_rows(T, m.K), r = normals(size_t(T) * m.N), ones(size_t(m.N), 1.0f);
     const Floats product = run({&m}, x, T)[0];

@@ -2,7 +2,7 @@
 // makes random weights of every type, and products in double precision.
 #pragma once
 
-#include "rowmm.h"
+#include "matmul/quantised.h"
 
 #include <cmath>
 #include <cstdint>

@@ -6,7 +6,6 @@ the gate runs them as a stage of its own: `pytest tests/cuda`."""
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -39,17 +38,25 @@ def counted(found: re.Match[str]) -> str:
     return f"{found[1]}static {found[2]};{told}"
 
 
+def copy(text: str, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
 def build(folder: Path, kernels: list[str], checks: list[str], check: str, *flags: str) -> Path:
-    for source in [*KERNELS.glob("*.h"), *KERNELS.glob("*.cuh"), *CHECKS.glob("*.h")]:
-        (folder / source.name).write_text(as_cpp(source.read_text()))
-    for source in (CHECKS / "emulated").iterdir():
+    headers = [(KERNELS, "*.h"), (KERNELS, "*.cuh"), (CHECKS, "*.h")]
+    for root, source in ((top, each) for top, kind in headers for each in top.rglob(kind)):
+        if CHECKS / "emulated" not in source.parents:
+            copy(as_cpp(source.read_text()), folder / source.relative_to(root))
+    emulated = CHECKS / "emulated"
+    for source in (source for source in emulated.rglob("*") if source.is_file()):
         if source.stem in check or not source.name.startswith("lay_out_"):
-            shutil.copy(source, folder)
+            copy(source.read_text(), folder / source.relative_to(emulated))
     objects = []
     for source in [*(KERNELS / name for name in kernels), *(CHECKS / name for name in checks)]:
         text = as_cpp(source.read_text())
         # What one file lists in forms is compiled side by side.
-        forms = re.findall(r"rowmm_kernel_of<(\d.*)>", text) if source.stem == "rowmm_rows" else [None]
+        forms = re.findall(r"rowmm_kernel_of<(\d.*)>", text) if source.name == "forms.cu" else [None]
         for i, form in enumerate(forms):
             defined = "" if form is None else f"#define ROWMM_FORM {form}\n"
             (folder / f"{source.stem}_{i}.cpp").write_text(defined + text)
@@ -69,47 +76,56 @@ def build(folder: Path, kernels: list[str], checks: list[str], check: str, *flag
 
 
 # All forms of the product's kernel, and those of few rows.
-ROWS = [f.name for f in KERNELS.glob("rowmm_rows*.cu")]
+ROWS = ["matmul/forms.cu", "matmul/norm_first.cu", "matmul/whole_k.cu"]
+
+MOE = [f"moe/{f.name}" for f in (KERNELS / "moe").glob("*.cu")]
 
 # Each check is of a file, and needs these kernels.
 CHECKED = {
     "moe_check.cu": (
         "check_moe(false), lay_out_experts()",
-        ["rowmm_permute.cu", "rowmm_pack.cu", "hand_over.cu", *(f.name for f in KERNELS.glob("moe_*.cu"))],
+        ["matmul/permute.cu", "matmul/pack.cu", "common/h2d.cu", *MOE],
     ),
-    # Blocks of one team and of two (rowmm_kernel.cuh) have ranges that begin anywhere in K.
+    # Blocks of one team and of two (matmul/kernel.cuh) have ranges that begin anywhere in K.
     "rowmm_check.cu": (
         "check_rowmm_ranges(), lay_out_products()",
-        ["rowmm.cu", "rowmm_permute.cu", "rowmm_pack.cu", *ROWS],
+        ["matmul/quantised.cu", "matmul/permute.cu", "matmul/pack.cu", *ROWS],
     ),
     "rowmm_norm_check.cu": (
         "check_rowmm_norm(false), lay_out_norms()",
-        ["rowmm.cu", "rowmm_permute.cu", "rowmm_pack.cu", *ROWS],
+        ["matmul/quantised.cu", "matmul/permute.cu", "matmul/pack.cu", *ROWS],
     ),
     "attention_plan_check.cu": ("check_attention_plan(false)", []),
     "attention_heads_check.cu": (
         "check_attention_heads(false)",
-        ["attention_heads.cu", "norm_rope.cu", "kv_pages.cu"],
+        ["attention/heads.cu", "attention/norm_rope.cu", "attention/kv_pages.cu"],
     ),
-    "nextn_check.cu": ("check_nextn(false)", ["nextn.cu", "rowmm_pack.cu"]),
-    "choose_check.cu": ("check_choose(false)", ["choose.cu", "choices.cu"]),
-    "topk_check.cu": ("check_topk(false)", ["topk.cu"]),
+    "nextn_check.cu": ("check_nextn(false)", ["sampling/nextn.cu", "matmul/pack.cu"]),
+    "choose_check.cu": ("check_choose(false)", ["sampling/choose.cu", "sampling/choices.cu"]),
+    "topk_check.cu": ("check_topk(false)", ["sampling/topk.cu"]),
     # How work is shared out is the same for all types of cells; the tensor cores' kernels are not run.
     "attention_check.cu": (
         "check_attention_f32()",
-        ["attention.cu", "attention_combine.cu", "kv_pages.cu", "rowmm_pack.cu"],
+        ["attention/attention.cu", "attention/combine.cu", "attention/kv_pages.cu", "matmul/pack.cu"],
     ),
-    "attention_block_check.cu": ("check_attention_block(false)", ["attention_block.cu", "kv_pages.cu"]),
-    "kv_pages_check.cu": ("check_kv_pages(false)", ["kv_pages.cu"]),
-    "deltanet_check.cu": ("check_deltanet_rows(), lay_out_deltanet()", ["deltanet.cu", "deltanet_conv.cu"]),
+    "attention_block_check.cu": (
+        "check_attention_block(false)",
+        ["attention/block.cu", "attention/kv_pages.cu"],
+    ),
+    "kv_pages_check.cu": ("check_kv_pages(false)", ["attention/kv_pages.cu"]),
+    "deltanet_check.cu": (
+        "check_deltanet_rows(), lay_out_deltanet()",
+        ["deltanet/deltanet.cu", "deltanet/conv.cu"],
+    ),
     "deltanet_layer_check.cu": (
         "check_deltanet_layer(false)",
-        ["deltanet.cu", "deltanet_conv.cu", "deltanet_layer.cu"]
-        + ["rowmm.cu", "rowmm_permute.cu", "rowmm_rows_norm.cu"],
+        ["deltanet/deltanet.cu", "deltanet/conv.cu", "deltanet/layer.cu"]
+        + ["matmul/quantised.cu", "matmul/permute.cu", "matmul/norm_first.cu"],
     ),
     "pack_check.cu": (
         "check_pack(false), lay_out_packs()",
-        ["rowmm.cu", "rowmm_pack.cu", "rowmm_permute.cu", "rowmm_rows_norm.cu", "deltanet_conv.cu"],
+        ["matmul/quantised.cu", "matmul/pack.cu", "matmul/permute.cu"]
+        + ["matmul/norm_first.cu", "deltanet/conv.cu"],
     ),
 }
 

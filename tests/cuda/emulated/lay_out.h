@@ -3,7 +3,7 @@
 #pragma once
 
 #include "harness.h"
-#include "rowmm_layout.h"
+#include "matmul/layout.h"
 
 namespace {
 

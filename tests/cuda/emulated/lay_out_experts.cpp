@@ -1,7 +1,7 @@
 #include "lay_out.h"
-#include "moe_plan.h"
+#include "moe/plan.h"
 
-// What fits by least_shared (moe_plan.h) is launched at any T, and what does not is refused at some.
+// What fits by least_shared (moe/plan.h) is launched at any T, and what does not is refused at some.
 static void experts() {
     const int64_t most = emulated::kind->attributes[cudaDevAttrMaxSharedMemoryPerBlockOptin];
     int fit = 0, shapes = 0;

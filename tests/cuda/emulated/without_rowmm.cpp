@@ -1,6 +1,6 @@
-// Stands in for what rowmm.cu says of a launch, where a check does not link it. The cut is one of its own, since rowmm's
+// Stands in for what matmul/quantised.cu says of a launch, where a check does not link it. The cut is one of its own, since rowmm's
 // depends on the device.
-#include "rowmm_plan.h"
+#include "matmul/plan.h"
 
 #include <algorithm>
 

@@ -1,0 +1,261 @@
+// Computes attention of a step's rows over paged KV, in two kernels. In the first, one block a multiprocessor
+// leaves each chunk's partial results in scratch. The second one adds them up (attention/combine.cu). The
+// grid depends on the step's width and the device. How much there is to do and who does it is the plan's, which a
+// third kernel makes once a step for all its layers (attention/plan.cuh).
+#include "attention/f32.cuh"
+#include "attention/mma.cuh"
+#include "attention/sm90/wgmma.cuh"
+#include "matmul/plan.h"
+
+#include <algorithm>
+
+namespace luce {
+namespace {
+
+// ---- partial results ----
+
+// Hopper's own instructions need code for sm_90a.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+constexpr bool WGMMA = true;
+#else
+constexpr bool WGMMA = false;
+#endif
+
+template <int D, int TYPE, bool AHEAD>
+__device__ void tensor_attention(const AttentionParams &a, uint8_t *shared) {
+    using L = Layout<D, TYPE, WGMMA, AHEAD>;
+    Plan &plan = *reinterpret_cast<Plan *>(shared + L::PLAN);
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    lay_ones<L>(shared);
+#endif
+    plan.have(a, L::MAX_M);
+    if (!plan.stays()) {
+        return;
+    }
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    const int leaving = prepare_wgmma<L>(a, plan, shared); // so many warps leave a slot
+#else
+    const int leaving = L::WARPS;
+#endif
+    // It does not run beside the plan's writes: racecheck takes those 4 KiB further for this one.
+    if (threadIdx.x < L::SLOTS) {
+        barrier_init(shared_address(shared) + L::FULL + threadIdx.x * 8, LOAD_THREADS);
+        barrier_init_warps(shared_address(shared) + L::EMPTY + threadIdx.x * 8, leaving);
+    }
+    Told::init(L::told(shared));
+    if (AHEAD && threadIdx.x < L::TILES) {
+        barrier_init_warps(shared_address(shared) + L::READY + threadIdx.x * 8, L::UNPACK_THREADS / WARP);
+        barrier_init_warps(shared_address(shared) + L::LEFT + threadIdx.x * 8, L::WARPS);
+    }
+    __syncthreads();
+    if (threadIdx.x < L::MATH_THREADS) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(L::MATH_REGISTERS));
+        wgmma_units<D, TYPE, AHEAD>(a, plan, shared);
+#else
+        mma_units<D, TYPE>(a, plan, shared);
+#endif
+    } else if (threadIdx.x >= MMA_THREADS - LOAD_THREADS) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(L::LOAD_REGISTERS));
+#endif
+        Loader<L> loader{a, plan, shared};
+        loader.run();
+    } else if constexpr (AHEAD) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(L::UNPACK_REGISTERS));
+#endif
+        unpack_units<TYPE, L>(shared);
+    }
+}
+
+template <int D, int TYPE>
+__global__ void __launch_bounds__(TYPE == KV_F32 ? F32_THREADS : MMA_THREADS, 1)
+    attention_kernel(const __grid_constant__ AttentionParams a) {
+    extern __shared__ __align__(1024) uint8_t shared[];
+    let_next_start(); // the kernel that adds up may come up as this one's blocks end
+    if constexpr (TYPE == KV_F32) {
+        f32_attention<D>(a, shared);
+    } else {
+        tensor_attention<D, TYPE, false>(a, shared);
+    }
+}
+
+// It is for packed cells in steps whose units all fit one warpgroup. Its threads have 128 registers at first. When it came, a layer
+// of 1 to 8 rows at 102,400 positions of Q8_0 took 0.37 to 0.40 of what it had, where 16 rows, which got the faster unpacking alone,
+// took 0.67 (H200; bench/results/2026-11-22-kernels-2-h200.txt): some 1.5 ms of a step of the 27b.
+template <int D, int TYPE>
+__global__ void __launch_bounds__(MMA_THREADS + 4 * WARP, 1)
+    ahead_kernel(const __grid_constant__ AttentionParams a) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(1024) uint8_t shared[];
+    let_next_start();
+    tensor_attention<D, TYPE, true>(a, shared);
+#endif
+}
+
+// Says whether a step's packed cells are unpacked ahead.
+bool unpacks_ahead(const AttentionParams &a) {
+    const bool packed = a.pool.type == KV_Q8_0 || a.pool.type == KV_Q4_0;
+    return packed && a.T * a.G <= AHEAD_PAIRS && rowmm_has_wgmma();
+}
+
+template <int D, int TYPE>
+cudaError_t launch_parts(AttentionParams &a, int blocks, int capability, cudaStream_t stream) {
+    if constexpr (TYPE == KV_Q8_0 || TYPE == KV_Q4_0) {
+        if (unpacks_ahead(a)) {
+            return launch_kernel(ahead_kernel<D, TYPE>, dim3(blocks), MMA_THREADS,
+                                 size_t(Layout<D, TYPE, true, true>::BYTES), stream, true, a);
+        }
+    }
+    int bytes = int(sizeof(F32Layout<D>));
+    if constexpr (TYPE != KV_F32) { // Hopper may run code for sm_80 too, which needs less
+        bytes = capability == 9 ? Layout<D, TYPE, true, false>::BYTES : Layout<D, TYPE, false, false>::BYTES;
+    }
+    const int threads = TYPE == KV_F32 ? F32_THREADS : MMA_THREADS;
+    return launch_kernel(attention_kernel<D, TYPE>, dim3(blocks), threads, size_t(bytes), stream,
+                         capability >= 9, a);
+}
+
+template <int D>
+cudaError_t launch_type(AttentionParams &a, int blocks, int capability, cudaStream_t stream) {
+    switch (a.pool.type) {
+        case KV_F32: return launch_parts<D, KV_F32>(a, blocks, capability, stream);
+        case KV_F16: return launch_parts<D, KV_F16>(a, blocks, capability, stream);
+        case KV_Q4_0: return launch_parts<D, KV_Q4_0>(a, blocks, capability, stream);
+        case KV_Q8_0: return launch_parts<D, KV_Q8_0>(a, blocks, capability, stream);
+        default: return cudaErrorInvalidValue;
+    }
+}
+
+cudaError_t attribute(cudaDeviceAttr which, int &value) {
+    int device = 0;
+    const cudaError_t error = cudaGetDevice(&device);
+    return error == cudaSuccess ? cudaDeviceGetAttribute(&value, which, device) : error;
+}
+
+int32_t most_chunks(const AttentionArgs &args) {
+    return chunk_at(args.max_pages * PAGE - 1) + 1;
+}
+
+// Units of these kinds have room for different numbers of pairs.
+enum PlanKind { F32_PLAN, TENSOR_PLAN, AHEAD_PLAN };
+
+// Makes the plan for all blocks of all layers. It never says let_next_start(), so that what is behind comes up when it has ended,
+// and may read the plan at once.
+template <PlanKind KIND>
+__global__ void __launch_bounds__(MAX_WORKERS)
+    plan_kernel(const __grid_constant__ AttentionParams a, MadePlan *to) {
+    __shared__ MadePlan made;
+    constexpr int MOST_PAIRS = KIND == F32_PLAN     ? F32_M
+                               : KIND == AHEAD_PLAN ? AHEAD_PAIRS
+                                                    : Layout<256, KV_F16, WGMMA, false>::MAX_M;
+    made.plan.make(a, MOST_PAIRS, &made.ends_of_workers[0][0]);
+    if (threadIdx.x < PLAN_LAYERS) {
+        made.taken[threadIdx.x] = 0;
+    }
+    __syncthreads();
+    wait_for_previous();
+    for (int i = int(threadIdx.x); i < int(sizeof(MadePlan) / 16); i += MAX_WORKERS) {
+        reinterpret_cast<uint4 *>(to)[i] = reinterpret_cast<const uint4 *>(&made)[i];
+    }
+    __threadfence();
+}
+
+template <int D> int launch(AttentionParams &a, cudaStream_t stream) {
+    int capability = 0;
+    cudaError_t error = attribute(cudaDevAttrComputeCapabilityMajor, capability);
+    if (error == cudaSuccess) {
+        error = launch_type<D>(a, a.workers, capability, stream);
+    }
+    if (error == cudaSuccess) {
+        error = attention_combine(a, stream);
+    }
+    return int(error);
+}
+
+// Sets what the arguments and the device alone decide.
+cudaError_t set_params(const AttentionArgs &args, AttentionParams &a) {
+    static_cast<AttentionArgs &>(a) = args;
+    a.G = args.H / args.pool.Hkv;
+    // A group has as many query heads as a unit has room for, and all groups are equally large.
+    while (a.G > F32_M || args.H / args.pool.Hkv % a.G != 0) {
+        a.G--;
+    }
+    a.groups = args.H / a.G;
+    a.groups_of_head = a.groups / args.pool.Hkv;
+    a.per_G = (65536 + a.G - 1) / a.G;
+    const float log2e = 1.44269504f;
+    a.score_scale = args.softcap > 0 ? args.scale / args.softcap : args.scale * log2e;
+    a.score_cap = args.softcap * log2e;
+    const cudaError_t error = attribute(cudaDevAttrMultiProcessorCount, a.workers);
+    a.workers = std::min(a.workers, MAX_WORKERS);
+    return error;
+}
+
+bool aligned(const void *p, size_t bytes) {
+    return reinterpret_cast<uintptr_t>(p) % bytes == 0;
+}
+
+} // namespace
+
+int64_t attention_scratch(const AttentionArgs &args) {
+    const int D =
+        args.pool.type == KV_F32 ? args.pool.D : args.pool.D / 2; // means take as much room as D floats
+    return int64_t(args.T) * args.H * most_chunks(args) * (D + 2);
+}
+
+int64_t attention_plan_bytes() {
+    return sizeof(MadePlan);
+}
+
+int cuda::attention_plan(const AttentionArgs &args, void *plan, void *stream) {
+    AttentionParams a{};
+    if (args.T <= 0 || args.T > MAX_ROWS || args.pool.Hkv <= 0 || args.H % args.pool.Hkv != 0 ||
+        !aligned(plan, 16)) {
+        return int(cudaErrorInvalidValue);
+    }
+    if (const cudaError_t error = set_params(args, a); error != cudaSuccess) {
+        return int(error);
+    }
+    a.taken = a.pool.type == KV_F32 ? nullptr : static_cast<MadePlan *>(plan)->taken;
+    const auto kernel = a.pool.type == KV_F32 ? plan_kernel<F32_PLAN>
+                        : unpacks_ahead(a)    ? plan_kernel<AHEAD_PLAN>
+                                              : plan_kernel<TENSOR_PLAN>;
+    return int(launch_kernel(kernel, dim3(1), MAX_WORKERS, 0, static_cast<cudaStream_t>(stream), true, a,
+                             static_cast<MadePlan *>(plan)));
+}
+
+int cuda::attention(const AttentionArgs &args, void *stream) {
+    const KvPool &pool = args.pool;
+    if (args.T == 0) {
+        return 0;
+    }
+    if (args.T < 0 || args.T > MAX_ROWS || args.max_pages <= 0 || pool.Hkv <= 0 || args.H % pool.Hkv != 0 ||
+        !aligned(args.q, 16) || !aligned(args.out, 16) || !aligned(args.packed, 16) ||
+        (args.out == nullptr) == (args.packed == nullptr) || !aligned(args.scratch, 16) ||
+        !aligned(args.plan, 16) || args.layer < 0 || args.layer >= PLAN_LAYERS || !aligned(pool.k, 16) ||
+        !aligned(pool.v, 16)) {
+        return int(cudaErrorInvalidValue);
+    }
+    AttentionParams a{};
+    if (const cudaError_t error = set_params(args, a); error != cudaSuccess) {
+        return int(error);
+    }
+    if (args.plan != nullptr) {
+        a.taken = static_cast<MadePlan *>(args.plan)->taken + args.layer;
+    }
+    a.chunks = most_chunks(args);
+    a.means = args.scratch; // it comes first, since it is read and written in words of 16 bytes
+    a.sums = reinterpret_cast<float2 *>(args.scratch + attention_scratch(args)) -
+             int64_t(args.T) * args.H * a.chunks;
+    const cudaStream_t st = static_cast<cudaStream_t>(stream);
+    switch (pool.D) {
+        case 64: return launch<64>(a, st);
+        case 128: return launch<128>(a, st);
+        case 256: return launch<256>(a, st);
+        default: return int(cudaErrorInvalidValue);
+    }
+}
+
+} // namespace luce

@@ -1,0 +1,245 @@
+// Computes attention of a DFlash block, where the rows of a sequence all see each other and the context
+// before them. Each sequence's keys are cut into SPLITS parts of whole tiles, which depend on its own length
+// alone. A block of threads takes one part for one KV head, and a warp takes some of the (row, head) pairs
+// that share it. A second kernel adds the parts up in order. A draft decides no token, so this is plain F32,
+// and made to be short.
+#include "attention/chunks.h"
+#include "attention/kv_types.cuh"
+#include "common/kernels.h"
+
+#include <cuda_runtime.h>
+
+namespace luce {
+namespace {
+
+constexpr int WARP = 32, WARPS = 8, THREADS = WARP * WARPS;
+constexpr int TILE = WARP; // each lane has one of these keys
+constexpr int SPLITS = BLOCK_ATTENTION_SPLITS;
+constexpr int QUERY_VALUES = 8192; // a block of threads works on so many values of queries at once
+
+template <int D> struct Shape {
+    static constexpr int PAIRS = QUERY_VALUES / D; // so many pairs are worked on at once
+    static constexpr int MINE = PAIRS / WARPS; // a warp has so many of them
+    static constexpr int LANE = D / WARP; // a lane has so many values
+    static constexpr int KEY = D + 1; // keys are so far apart that lanes read different banks
+    static constexpr size_t SHARED = (QUERY_VALUES + TILE * KEY + TILE * D) * sizeof(float);
+    static_assert(SHARED <= 101376, "a block's shared memory on GPUs of compute capability 8.6");
+};
+
+__device__ float warp_max(float x) {
+#pragma unroll
+    for (int mask = WARP / 2; mask > 0; mask /= 2) {
+        x = fmaxf(x, __shfl_xor_sync(~0u, x, mask));
+    }
+    return x;
+}
+
+__device__ float warp_sum(float x) {
+#pragma unroll
+    for (int mask = WARP / 2; mask > 0; mask /= 2) {
+        x += __shfl_xor_sync(~0u, x, mask);
+    }
+    return x;
+}
+
+// Returns where a part's largest score lies, with its sum of e^(score - largest) and that of e^(score -
+// largest) * v.
+__device__ float *part_of(const AttentionArgs &a, int row, int head, int split) {
+    return a.scratch + ((int64_t(row) * a.H + head) * SPLITS + split) * (a.pool.D + 2);
+}
+
+// Loads keys first .. first + TILE - 1 of one KV head and their values, and zeros from `end` on.
+template <int TYPE, int D>
+__device__ void load_tile(const AttentionArgs &a, const SeqCtl &seq, int head, int32_t first, int32_t end,
+                          float *keys, float *values) {
+    using S = Shape<D>;
+    constexpr int PARTS = D / 8;
+    for (int u = threadIdx.x; u < 2 * TILE * PARTS; u += THREADS) {
+        const bool value = u >= TILE * PARTS;
+        const int at = value ? u - TILE * PARTS : u, key = at / PARTS, i = at % PARTS * 8;
+        const int32_t position = first + key;
+        float x[8] = {};
+        if (position < end) {
+            const int64_t row = a.pool.row(a.pages[seq.pages + position / PAGE], position, head);
+            load_row<TYPE>((value ? a.pool.v : a.pool.k) + row * kv_bytes<TYPE>(D), i, x);
+        }
+        float *to = value ? values + key * D + i : keys + key * S::KEY + i;
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            to[j] = x[j];
+        }
+    }
+}
+
+// Sums are those of a warp's pairs over the keys so far.
+template <int D> struct Sums {
+    using S = Shape<D>;
+    float most[S::MINE], sum[S::MINE], out[S::MINE][S::LANE];
+
+    __device__ Sums() {
+#pragma unroll
+        for (int m = 0; m < S::MINE; m++) {
+            most[m] = -INFINITY;
+            sum[m] = 0;
+#pragma unroll
+            for (int d = 0; d < S::LANE; d++) {
+                out[m][d] = 0;
+            }
+        }
+    }
+
+    // Adds a tile's keys and values to pair m. `score` is that of the lane's key, and -inf where it is not
+    // seen.
+    __device__ void add(int m, float score, const float *values, int lane) {
+        const float largest = fmaxf(most[m], warp_max(score));
+        const float base = largest == -INFINITY ? 0.0f : largest;
+        const float weight = expf(score - base), shrink = expf(most[m] - base);
+        sum[m] = fmaf(sum[m], shrink, warp_sum(weight));
+        most[m] = largest;
+#pragma unroll
+        for (int d = 0; d < S::LANE; d++) {
+            out[m][d] *= shrink;
+        }
+        for (int j = 0; j < TILE; j++) {
+            const float p = __shfl_sync(~0u, weight, j);
+#pragma unroll
+            for (int d = 0; d < S::LANE; d++) {
+                out[m][d] = fmaf(p, values[j * D + d * WARP + lane], out[m][d]);
+            }
+        }
+    }
+
+    __device__ void write(int m, float *part, int lane) const {
+        if (lane == 0) {
+            part[0] = most[m];
+            part[1] = sum[m];
+        }
+#pragma unroll
+        for (int d = 0; d < S::LANE; d++) {
+            part[2 + d * WARP + lane] = out[m][d];
+        }
+    }
+};
+
+// Returns the score of a query with the lane's key.
+template <int D> __device__ float score_of(const AttentionArgs &a, const float *q, const float *k) {
+    float score = 0;
+    for (int d = 0; d < D; d++) {
+        score = fmaf(q[d], k[d], score);
+    }
+    score *= a.scale;
+    return a.softcap > 0 ? a.softcap * tanhf(score / a.softcap) : score;
+}
+
+// The grid is KV heads * SPLITS, sequences.
+template <int TYPE, int D> __global__ void __launch_bounds__(THREADS) parts_kernel(AttentionArgs a) {
+    using S = Shape<D>;
+    extern __shared__ float shared[];
+    float *queries = shared, *keys = queries + QUERY_VALUES, *values = keys + TILE * S::KEY;
+    if (int(blockIdx.y) >= a.ctl->n_seqs) {
+        return;
+    }
+    const SeqCtl &seq = a.ctl->seqs[blockIdx.y];
+    const int head = blockIdx.x / SPLITS, split = blockIdx.x % SPLITS;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int G = a.H / a.pool.Hkv, pairs = seq.n_rows * G;
+    const int32_t end = seq.n_past + seq.n_rows, low = lowest_visible(seq.n_past, a.first, a.window);
+    const int32_t tiles = (end - low + TILE - 1) / TILE, each = (tiles + SPLITS - 1) / SPLITS;
+    const int32_t from = low + split * each * TILE;
+    const int32_t to = min(end, from + each * TILE); // with from >= to the part is empty
+
+    for (int pair0 = 0; pair0 < pairs; pair0 += S::PAIRS) {
+        __syncthreads(); // the last pairs are done with
+        for (int i = threadIdx.x; i < QUERY_VALUES; i += THREADS) {
+            const int pair = pair0 + i / D;
+            const int64_t row = seq.row0 + pair / G;
+            queries[i] = pair < pairs ? a.q[(row * a.H + head * G + pair % G) * D + i % D] : 0.0f;
+        }
+        Sums<D> sums;
+        const int mine = pair0 + warp * S::MINE; // it is the warp's first pair
+        for (int32_t first = from; first < to; first += TILE) {
+            __syncthreads();
+            load_tile<TYPE, D>(a, seq, head, first, to, keys, values);
+            __syncthreads();
+#pragma unroll
+            for (int m = 0; m < S::MINE; m++) {
+                if (mine + m < pairs) {
+                    const int32_t position = seq.n_past + (mine + m) / G, key = first + lane;
+                    const bool seen = key < to && key >= lowest_visible(position, a.first, a.window);
+                    const float score =
+                        score_of<D>(a, queries + (warp * S::MINE + m) * D, keys + lane * S::KEY);
+                    sums.add(m, seen ? score : -INFINITY, values, lane);
+                }
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < S::MINE; m++) {
+            if (const int pair = mine + m; pair < pairs) {
+                sums.write(m, part_of(a, seq.row0 + pair / G, head * G + pair % G, split), lane);
+            }
+        }
+    }
+}
+
+// The grid is rows, heads, with a thread for each value.
+__global__ void combine_kernel(AttentionArgs a) {
+    const int row = blockIdx.x, head = blockIdx.y, d = threadIdx.x;
+    float *out = a.out + (int64_t(row) * a.H + head) * a.pool.D;
+    if (a.ctl->rows[row].seq < 0) {
+        out[d] = 0;
+        return;
+    }
+    float most = -INFINITY;
+    for (int split = 0; split < SPLITS; split++) {
+        most = fmaxf(most, part_of(a, row, head, split)[0]);
+    }
+    const float base = most == -INFINITY ? 0.0f : most;
+    float sum = 0, x = 0;
+    for (int split = 0; split < SPLITS; split++) {
+        const float *part = part_of(a, row, head, split), scale = expf(part[0] - base);
+        sum = fmaf(part[1], scale, sum);
+        x = fmaf(part[2 + d], scale, x);
+    }
+    out[d] = sum == 0 ? 0.0f : x / sum;
+}
+
+template <int TYPE, int D> int run(const AttentionArgs &a, cudaStream_t stream) {
+    constexpr size_t SHARED = Shape<D>::SHARED;
+    const cudaError_t error =
+        cudaFuncSetAttribute(parts_kernel<TYPE, D>, cudaFuncAttributeMaxDynamicSharedMemorySize, int(SHARED));
+    if (error != cudaSuccess) {
+        return int(error);
+    }
+    // There are no more sequences than rows.
+    parts_kernel<TYPE, D><<<dim3(unsigned(a.pool.Hkv * SPLITS), unsigned(a.T)), THREADS, SHARED, stream>>>(a);
+    combine_kernel<<<dim3(unsigned(a.T), unsigned(a.H)), D, 0, stream>>>(a);
+    return int(cudaGetLastError());
+}
+
+template <int TYPE> int run(const AttentionArgs &a, cudaStream_t stream) {
+    switch (a.pool.D) {
+        case 64: return run<TYPE, 64>(a, stream);
+        case 128: return run<TYPE, 128>(a, stream);
+        case 256: return run<TYPE, 256>(a, stream);
+        default: return int(cudaErrorInvalidValue);
+    }
+}
+
+} // namespace
+
+int cuda::block_attention(const AttentionArgs &args, void *stream) {
+    if (args.T <= 0 || args.T > MAX_ROWS || args.pool.Hkv <= 0 || args.H % args.pool.Hkv != 0 ||
+        args.gate != nullptr) {
+        return int(cudaErrorInvalidValue);
+    }
+    const cudaStream_t st = static_cast<cudaStream_t>(stream);
+    switch (args.pool.type) {
+        case KV_F32: return run<KV_F32>(args, st);
+        case KV_F16: return run<KV_F16>(args, st);
+        case KV_Q4_0: return run<KV_Q4_0>(args, st);
+        case KV_Q8_0: return run<KV_Q8_0>(args, st);
+        default: return int(cudaErrorInvalidValue);
+    }
+}
+
+} // namespace luce

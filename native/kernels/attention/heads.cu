@@ -1,0 +1,277 @@
+// Takes the heads of a step's rows from the parts of a product to attention: queries normed and rotated, gates as they
+// are, and K and V in their cells, after the moves of pending rows. A block has one head of q, gate, k or v, and a warp
+// has rows of it. Where a sequence has rows to move, the first of the blocks that have a head of k or v moves them and
+// writes all the sequence's rows; other rows are spread over blocks.
+#include "attention/kv_types.cuh"
+#include "attention/norm_rope.cuh"
+#include "common/kernels.h"
+#include "common/overlap.cuh"
+#include "common/pointers.h"
+#include "matmul/partials.cuh"
+#include "matmul/quantised.h"
+
+namespace luce {
+namespace {
+
+constexpr int LANES = 32;
+constexpr int WARPS = 4; // a block has at most so many; one of 8 finds no room beside the product ahead
+constexpr int BATCH = 8; // so many moves are done at once
+
+// Params are the arguments that a kernel takes, with the parts apart.
+struct Params : AttentionHeadsArgs {
+    __device__ int32_t n_move(const SeqCtl &seq) const {
+        return owner == KV_TRUNK ? seq.n_move : owner == KV_HEAD ? seq.n_move_head : seq.n_move_drafter;
+    }
+    // Returns which row of the pool the first head of a position is.
+    __device__ int64_t row(const SeqCtl &seq, int32_t position) const {
+        return pool.row(pages[seq.pages + position / PAGE], position, 0);
+    }
+};
+
+enum class Heads { q, gate, k, v };
+
+// Moves one head of the pending rows of a sequence. Each lane owns the same words of all cells. A source is never a cell
+// that an earlier move has filled (pending[i] >= i), so a batch may be read before any of it is written.
+template <int BYTES>
+__device__ void move_head(const Params &a, uint8_t *base, const SeqCtl &seq, int32_t n, int lane) {
+    constexpr int WORDS = BYTES / 8, EACH = (WORDS + LANES - 1) / LANES;
+    static_assert(BYTES % 8 == 0, "a head is whole words");
+    const int32_t first = seq.n_past - n;
+    for (int i0 = 0; i0 < n; i0 += BATCH) {
+        uint2 words[BATCH][EACH];
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            if (i0 + i < n) {
+                const uint8_t *from = base + a.row(seq, first + seq.pending[i0 + i]) * BYTES;
+#pragma unroll
+                for (int w = 0; w < EACH; w++) {
+                    if (w * LANES + lane < WORDS) {
+                        words[i][w] = reinterpret_cast<const uint2 *>(from)[w * LANES + lane];
+                    }
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            if (i0 + i < n) {
+                uint8_t *to = base + a.row(seq, first + i0 + i) * BYTES;
+#pragma unroll
+                for (int w = 0; w < EACH; w++) {
+                    if (w * LANES + lane < WORDS) {
+                        reinterpret_cast<uint2 *>(to)[w * LANES + lane] = words[i][w];
+                    }
+                }
+            }
+        }
+    }
+}
+
+// Writes a head's values to a cell. `room` is D values of shared memory.
+template <int TYPE, int D>
+__device__ void write_head(const float (&v)[D / LANES], uint8_t *to, float *room, int lane) {
+    constexpr int OWN = D / LANES;
+    if constexpr (TYPE == KV_F32) {
+#pragma unroll
+        for (int i = 0; i < OWN; i += 4) {
+            reinterpret_cast<float4 *>(to)[(lane * OWN + i) / 4] = {v[i], v[i + 1], v[i + 2], v[i + 3]};
+        }
+    } else if constexpr (TYPE == KV_F16) {
+        struct alignas(2 * OWN) Halves {
+            __half2 x[OWN / 2];
+        } halves;
+#pragma unroll
+        for (int i = 0; i < OWN / 2; i++) {
+            halves.x[i] = __floats2half2_rn(v[2 * i], v[2 * i + 1]);
+        }
+        reinterpret_cast<Halves *>(to)[lane] = halves;
+    } else {
+#pragma unroll
+        for (int i = 0; i < OWN; i++) {
+            room[lane * OWN + i] = v[i];
+        }
+        __syncwarp();
+        using Kv = KvType<TYPE>;
+        if (lane < D / Kv::VALUES) {
+            float values[Kv::VALUES];
+#pragma unroll
+            for (int i = 0; i < Kv::VALUES; i++) {
+                values[i] = room[lane * Kv::VALUES + i];
+            }
+            uint16_t words[Kv::BYTES / 2];
+            quantize_block<TYPE>(values, words);
+#pragma unroll
+            for (int i = 0; i < Kv::BYTES / 2; i++) {
+                reinterpret_cast<uint16_t *>(to + lane * Kv::BYTES)[i] = words[i];
+            }
+        }
+        __syncwarp(); // the room is free
+    }
+}
+
+// Returns what is the same in all lanes, so that nvcc knows it.
+__device__ int warp_index() {
+    return __shfl_sync(~0u, threadIdx.x / LANES, 0);
+}
+
+// Has one row of a head, from parts to where it belongs.
+template <int TYPE, int D> struct Head {
+    // A lane has OWN values, a head of a cell BYTES bytes.
+    static constexpr int OWN = D / LANES, BYTES = kv_bytes<TYPE>(D);
+    const Params &a;
+    Heads kind;
+    int head, lane;
+    float norm[OWN];
+    uint8_t *base; // it is where k or v has the head's first row
+
+    __device__ Head(const Params &args, int unit)
+        : a(args), lane(threadIdx.x % LANES), norm{}, base(nullptr) {
+        const int H = a.H, Hkv = a.pool.Hkv;
+        kind = unit < H ? Heads::q : unit < 2 * H ? Heads::gate : unit < 2 * H + Hkv ? Heads::k : Heads::v;
+        head = kind == Heads::q      ? unit
+               : kind == Heads::gate ? unit - H
+               : kind == Heads::k    ? unit - 2 * H
+                                     : unit - 2 * H - Hkv;
+        if (kind == Heads::q || kind == Heads::k) {
+#pragma unroll
+            for (int i = 0; i < OWN; i++) {
+                norm[i] = (kind == Heads::q ? a.q_norm : a.k_norm)[lane * OWN + i];
+            }
+        }
+        if (in_cells()) {
+            base = (kind == Heads::k ? a.pool.k : a.pool.v) + a.pool.row(0, 0, head) * BYTES;
+        }
+    }
+    __device__ bool in_cells() const { return kind == Heads::k || kind == Heads::v; }
+    // Returns which of the launch's weights it is of, and the first of its values there.
+    __device__ int weight() const {
+        const int k = a.H > 0 ? 1 : 0;
+        return kind == Heads::k ? k : kind == Heads::v ? k + 1 : 0;
+    }
+    __device__ int64_t first_value() const {
+        return in_cells() ? int64_t(head) * D : int64_t(head) * 2 * D + (kind == Heads::gate ? D : 0);
+    }
+
+    // Returns the place of a row's head, which is null where the row is of no sequence.
+    __device__ uint8_t *cell_of(int row) const {
+        const int32_t s = a.ctl->rows[row].seq;
+        if (s < 0) {
+            return nullptr;
+        }
+        const SeqCtl &seq = a.ctl->seqs[s];
+        return base + a.row(seq, seq.n_past + row - seq.row0) * BYTES;
+    }
+
+    __device__ void run(const RowmmParts &parts, int row, RopeRoom<D> &room) {
+        const LaneParts<OWN / 4> of(parts, weight(), row, first_value() + lane * OWN);
+        if (kind == Heads::q || kind == Heads::k) {
+            LaneRope<D>::find(a.positions[row], a.rope_dim, a.base, room, lane);
+        }
+        uint8_t *cell = in_cells() ? cell_of(row) : nullptr;
+        wait_for_previous();
+        float4 x[8][OWN / 4];
+        float v[OWN] = {};
+        of.fetch(x, 0);
+        of.add(x, v);
+        if (kind == Heads::q || kind == Heads::k) {
+            LaneRope<D>::apply(v, norm, a.eps, a.rope_dim, room, lane);
+        }
+        if (in_cells()) {
+            if (cell != nullptr) {
+                write_head<TYPE, D>(v, cell, room.head, lane);
+            }
+            return;
+        }
+        float4 *out = reinterpret_cast<float4 *>((kind == Heads::q ? a.q : a.gate) +
+                                                 (int64_t(row) * a.H + head) * D + lane * OWN);
+#pragma unroll
+        for (int i = 0; i < OWN; i += 4) {
+            out[i / 4] = {v[i], v[i + 1], v[i + 2], v[i + 3]};
+        }
+    }
+};
+
+// The grid is {heads of q, of gates, of k, of v; rows by a block's warps}.
+template <int TYPE, int D>
+__global__ void __launch_bounds__(WARPS *LANES, 1)
+    heads_kernel(const __grid_constant__ Params a, const __grid_constant__ RowmmParts parts) {
+    __shared__ RopeRoom<D> room[WARPS];
+    let_next_start();
+    const int warp = warp_index(), lane = threadIdx.x % LANES, n_warps = int(blockDim.x) / LANES;
+    const int own = int(blockIdx.y) * n_warps + warp;
+    Head<TYPE, D> head(a, int(blockIdx.x));
+    uint64_t moving = 0; // it has a bit for each row whose sequence has rows to move
+    bool all = false; // it says that this block writes all of those
+    if (head.in_cells()) {
+        bool any = false; // it counts sequences that have no row here too
+        for (int half = 0; half < MAX_ROWS; half += LANES) {
+            const int i = half + lane, s = i < a.T ? a.ctl->rows[i].seq : -1;
+            moving |= uint64_t(__ballot_sync(~0u, s >= 0 && a.n_move(a.ctl->seqs[max(s, 0)]) > 0)) << half;
+            any = __any_sync(~0u, i < a.ctl->n_seqs && a.n_move(a.ctl->seqs[i]) > 0) || any;
+        }
+        all = any && blockIdx.y == 0;
+        if (all) { // this is so in all warps of the block
+            wait_for_previous();
+            for (int s = warp; s < a.ctl->n_seqs; s += n_warps) {
+                const SeqCtl &seq = a.ctl->seqs[s];
+                if (const int32_t n = a.n_move(seq); n > 0) {
+                    move_head<Head<TYPE, D>::BYTES>(a, head.base, seq, n, lane);
+                }
+            }
+            __syncthreads(); // the cells of new rows may have been a source
+        }
+    }
+    for (int row = own; row < a.T; row += all ? n_warps : MAX_ROWS) {
+        const bool moves = (moving >> row & 1) != 0;
+        if (blockIdx.y == 0 ? row == own || moves : !moves) {
+            head.run(parts, row, room[warp]);
+        }
+    }
+    wait_for_previous();
+}
+
+template <int TYPE, int D> cudaError_t launch(const Params &a, const RowmmParts &parts, cudaStream_t stream) {
+    const int warps = a.T < WARPS ? a.T : WARPS;
+    const dim3 grid(unsigned(2 * (a.H + a.pool.Hkv)), unsigned((a.T + warps - 1) / warps));
+    return launch_kernel(heads_kernel<TYPE, D>, grid, warps * LANES, 0, stream, true, a, parts);
+}
+
+template <int TYPE> cudaError_t launch(const Params &a, const RowmmParts &parts, cudaStream_t stream) {
+    return a.pool.D == 128 ? launch<TYPE, 128>(a, parts, stream) : launch<TYPE, 256>(a, parts, stream);
+}
+
+bool valid(const AttentionHeadsArgs &a) {
+    const KvPool &pool = a.pool;
+    const RowmmArgs *parts = a.parts;
+    const int k = a.H > 0 ? 1 : 0;
+    return parts != nullptr && parts->T == a.T && parts->n_weights == k + 2 && a.T > 0 && a.T <= MAX_ROWS &&
+           (pool.D == 128 || pool.D == 256) && pool.Hkv > 0 && aligned(pool.k) && aligned(pool.v) &&
+           parts->weights[k].N == int64_t(pool.Hkv) * pool.D &&
+           parts->weights[k + 1].N == int64_t(pool.Hkv) * pool.D &&
+           (k == 0 ||
+            (parts->weights[0].N == int64_t(2) * a.H * pool.D && aligned(a.q) && aligned(a.gate))) &&
+           a.rope_dim >= 0 && a.rope_dim <= pool.D && a.rope_dim % 2 == 0;
+}
+
+} // namespace
+
+int cuda::attention_heads(const AttentionHeadsArgs &args, void *stream) {
+    if (!valid(args)) {
+        return int(cudaErrorInvalidValue);
+    }
+    RowmmParts parts = {};
+    if (const cudaError_t error = rowmm_parts_of(*args.parts, parts); error != cudaSuccess) {
+        return int(error);
+    }
+    Params a{};
+    static_cast<AttentionHeadsArgs &>(a) = args;
+    const cudaStream_t st = static_cast<cudaStream_t>(stream);
+    switch (a.pool.type) {
+        case KV_F32: return int(launch<KV_F32>(a, parts, st));
+        case KV_F16: return int(launch<KV_F16>(a, parts, st));
+        case KV_Q4_0: return int(launch<KV_Q4_0>(a, parts, st));
+        case KV_Q8_0: return int(launch<KV_Q8_0>(a, parts, st));
+        default: return int(cudaErrorInvalidValue);
+    }
+}
+
+} // namespace luce

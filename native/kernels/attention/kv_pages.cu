@@ -1,0 +1,271 @@
+// Works on cells of the paged KV: it moves accepted rows down, writes new ones, and hands a prefill's to
+// ggml's attention. In a step one thread owns the same values (one block, or 16 bytes) of a sequence's cells
+// at all positions. It moves first, then writes, so no thread waits for another. A source is never a cell
+// that an earlier move has filled (pending[i] >= i), so a batch may be read before any of it is written.
+// Batches run in order, since a later move may fill an earlier one's source.
+#include "attention/chunks.h"
+#include "attention/kv_types.cuh"
+#include "common/kernels.h"
+#include "common/overlap.cuh"
+#include "common/pointers.h"
+
+#include <cuda_runtime.h>
+
+namespace luce {
+namespace {
+
+constexpr int THREADS = 128;
+constexpr int BATCH = 8; // so many moves are done at once
+constexpr int SPREAD = 16; // as many blocks share a sequence's rows where none has to move
+constexpr int PREFILL_ROWS = 4; // a block has so many rows in a prefill
+
+template <int TYPE> __device__ void write_values(const float *x, uint8_t *to) {
+    using Kv = KvType<TYPE>;
+    float values[Kv::VALUES];
+#pragma unroll
+    for (int i = 0; i < Kv::VALUES; i += 4) {
+        const float4 part = *reinterpret_cast<const float4 *>(x + i);
+        values[i] = part.x, values[i + 1] = part.y, values[i + 2] = part.z, values[i + 3] = part.w;
+    }
+    if constexpr (TYPE == KV_F32) {
+        *reinterpret_cast<float4 *>(to) = {values[0], values[1], values[2], values[3]};
+    } else if constexpr (TYPE == KV_F16) {
+        __half2 halves[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            halves[i] = __floats2half2_rn(values[2 * i], values[2 * i + 1]);
+        }
+        *reinterpret_cast<uint4 *>(to) = *reinterpret_cast<const uint4 *>(halves);
+    } else {
+        uint16_t words[Kv::BYTES / 2];
+        quantize_block<TYPE>(values, words);
+#pragma unroll
+        for (int i = 0; i < Kv::BYTES / 2; i++) {
+            reinterpret_cast<uint16_t *>(to)[i] = words[i];
+        }
+    }
+}
+
+template <int BYTES> struct Words { // a move carries words of this type
+    using Word = uint16_t;
+};
+template <> struct Words<16> {
+    using Word = uint4;
+};
+
+// A Column is a thread's values of all cells of k or v: block `at` of a cell's heads.
+template <int TYPE> struct Column {
+    const KvPool &pool;
+    const int32_t *pages;
+    uint8_t *first; // it is where they are in the pool's first cell
+    int64_t row_bytes;
+
+    __device__ Column(const KvPool &of, uint8_t *rows, int at, const int32_t *table)
+        : pool(of), pages(table), row_bytes(kv_bytes<TYPE>(of.D)) {
+        const int blocks = pool.D / KvType<TYPE>::VALUES, head = at / blocks;
+        first = rows + pool.row(0, 0, head) * row_bytes + (at - head * blocks) * KvType<TYPE>::BYTES;
+    }
+    // Returns where they are at a position of the sequence.
+    __device__ uint8_t *at(int32_t position) const {
+        return first + pool.row(pages[position / PAGE], position, 0) * row_bytes;
+    }
+};
+
+// Moves a column's values of the pending rows of a sequence.
+template <int TYPE> __device__ void move_rows(const Column<TYPE> &column, const SeqCtl &seq, int32_t n) {
+    constexpr int BYTES = KvType<TYPE>::BYTES;
+    using Word = typename Words<BYTES>::Word;
+    constexpr int N = BYTES / int(sizeof(Word));
+    const int32_t first = seq.n_past - n;
+    for (int32_t i0 = 0; i0 < n; i0 += BATCH) {
+        Word words[BATCH][N];
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            if (i0 + i < n) {
+                const uint8_t *from = column.at(first + seq.pending[i0 + i]);
+#pragma unroll
+                for (int w = 0; w < N; w++) {
+                    words[i][w] = reinterpret_cast<const Word *>(from)[w];
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            if (i0 + i < n) {
+                uint8_t *to = column.at(first + i0 + i);
+#pragma unroll
+                for (int w = 0; w < N; w++) {
+                    reinterpret_cast<Word *>(to)[w] = words[i][w];
+                }
+            }
+        }
+    }
+}
+
+// Moves, then writes rows row0 .. of `n_rows`. The grid is a cell's blocks of k and v, sequences, SPREAD.
+template <int TYPE>
+__global__ void __launch_bounds__(THREADS) kv_store_kernel(KvStoreArgs a, int32_t columns) {
+    using Kv = KvType<TYPE>;
+    let_next_start();
+    wait_for_previous();
+    const int column = blockIdx.x * THREADS + threadIdx.x, s = blockIdx.y;
+    if (column >= 2 * columns || s >= a.ctl->n_seqs) {
+        return;
+    }
+    const SeqCtl &seq = a.ctl->seqs[s];
+    const bool value = column >= columns;
+    const int at = value ? column - columns : column;
+    const Column<TYPE> cells(a.pool, value ? a.pool.v : a.pool.k, at, a.pages + seq.pages);
+    const int32_t n = a.owner == KV_TRUNK  ? seq.n_move
+                      : a.owner == KV_HEAD ? seq.n_move_head
+                                           : seq.n_move_drafter;
+    if (n > 0) {
+        if (blockIdx.z > 0) {
+            return;
+        }
+        move_rows(cells, seq, n);
+    }
+    if (a.append != 0) {
+        return;
+    }
+    const float *x = (value ? a.v : a.k) + int64_t(at) * Kv::VALUES;
+    const int64_t row_size = int64_t(a.pool.Hkv) * a.pool.D;
+    for (int r = n > 0 ? 0 : int(blockIdx.z); r < seq.n_rows; r += n > 0 ? 1 : int(gridDim.z)) {
+        write_values<TYPE>(x + (seq.row0 + r) * row_size, cells.at(seq.n_past + r));
+    }
+}
+
+// Writes a prefill's rows, after its moves. The grid is a cell's blocks of k and v, rows.
+template <int TYPE>
+__global__ void __launch_bounds__(THREADS) kv_append_kernel(KvStoreArgs a, int32_t columns) {
+    using Kv = KvType<TYPE>;
+    const int column = blockIdx.x * THREADS + threadIdx.x;
+    if (column >= 2 * columns) {
+        return;
+    }
+    const SeqCtl &seq = a.ctl->seqs[0];
+    const bool value = column >= columns;
+    const int at = value ? column - columns : column;
+    const float *x = (value ? a.v : a.k) + int64_t(at) * Kv::VALUES;
+    const Column<TYPE> cells(a.pool, value ? a.pool.v : a.pool.k, at, a.pages + seq.pages);
+    const int64_t row_size = int64_t(a.pool.Hkv) * a.pool.D;
+    const int end = min(a.T, int(blockIdx.y + 1) * PREFILL_ROWS);
+    for (int r = int(blockIdx.y) * PREFILL_ROWS; r < end; r++) {
+        write_values<TYPE>(x + r * row_size, cells.at(seq.n_past + r));
+    }
+}
+
+template <int TYPE> int store(const KvStoreArgs &a, cudaStream_t stream) {
+    const int32_t columns = a.pool.Hkv * a.pool.D / KvType<TYPE>::VALUES;
+    const unsigned x = unsigned((2 * columns + THREADS - 1) / THREADS);
+    const unsigned seqs = a.append != 0 ? 1 : MAX_ROWS;
+    const unsigned spread = a.append != 0 ? 1 : unsigned(a.T < SPREAD ? (a.T > 0 ? a.T : 1) : SPREAD);
+    const cudaError_t error =
+        launch_kernel(kv_store_kernel<TYPE>, dim3(x, seqs, spread), THREADS, 0, stream, true, a, columns);
+    if (error == cudaSuccess && a.append != 0 && a.T > 0) {
+        const unsigned rows = unsigned((a.T + PREFILL_ROWS - 1) / PREFILL_ROWS);
+        kv_append_kernel<TYPE><<<dim3(x, rows), THREADS, 0, stream>>>(a, columns);
+    }
+    return int(cudaGetLastError());
+}
+
+// ---- for ggml's attention ----
+
+// The grid gives each thread 8 values, over all cells of the result.
+template <int TYPE, typename Out>
+__global__ void __launch_bounds__(THREADS) kv_gather_kernel(KvGatherArgs a) {
+    const int words = a.pool.Hkv * a.pool.D / 8;
+    const int64_t u = int64_t(blockIdx.x) * THREADS + threadIdx.x, c = u / words;
+    const int i = int(u % words) * 8;
+    if (c >= a.n_kv) {
+        return;
+    }
+    const SeqCtl &seq = a.ctl->seqs[0];
+    float x[8] = {};
+    if (c < int64_t(seq.n_past) + seq.n_rows) {
+        const uint8_t *rows = a.which == 0 ? a.pool.k : a.pool.v;
+        const int64_t row = a.pool.row(a.pages[seq.pages + c / PAGE], int32_t(c), i / a.pool.D);
+        load_row<TYPE>(rows + row * kv_bytes<TYPE>(a.pool.D), i % a.pool.D, x);
+    }
+    Out *out = static_cast<Out *>(a.out) + c * words * 8 + i;
+    if constexpr (sizeof(Out) == 2) {
+        __half2 h[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            h[j] = __floats2half2_rn(x[2 * j], x[2 * j + 1]);
+        }
+        *reinterpret_cast<uint4 *>(out) = *reinterpret_cast<const uint4 *>(h);
+    } else {
+        reinterpret_cast<float4 *>(out)[0] = {x[0], x[1], x[2], x[3]};
+        reinterpret_cast<float4 *>(out)[1] = {x[4], x[5], x[6], x[7]};
+    }
+}
+
+template <int TYPE> int gather(const KvGatherArgs &a, cudaStream_t stream) {
+    const int64_t threads = a.n_kv * (a.pool.Hkv * a.pool.D / 8);
+    const unsigned blocks = unsigned((threads + THREADS - 1) / THREADS);
+    if (a.out_type == KV_F16) {
+        kv_gather_kernel<TYPE, __half><<<blocks, THREADS, 0, stream>>>(a);
+    } else {
+        kv_gather_kernel<TYPE, float><<<blocks, THREADS, 0, stream>>>(a);
+    }
+    return int(cudaGetLastError());
+}
+
+// The grid is cells, rows.
+__global__ void __launch_bounds__(THREADS) prefill_mask_kernel(MaskArgs a) {
+    const int64_t c = int64_t(blockIdx.x) * THREADS + threadIdx.x;
+    const int t = blockIdx.y;
+    if (c < a.n_kv) {
+        const int32_t p = a.ctl->seqs[0].n_past + t;
+        a.out[t * a.n_kv + c] = c >= lowest_visible(p, a.first, a.window) && c <= p ? 0 : 0xfc00; // -inf
+    }
+}
+
+bool good(const KvPool &pool) {
+    return pool.Hkv > 0 && pool.D > 0 && pool.D % 32 == 0 && aligned(pool.k) && aligned(pool.v);
+}
+
+} // namespace
+
+int cuda::kv_store(const KvStoreArgs &args, void *stream) {
+    if (args.T < 0 || !good(args.pool) || !aligned(args.k) || !aligned(args.v)) {
+        return int(cudaErrorInvalidValue);
+    }
+    const cudaStream_t st = static_cast<cudaStream_t>(stream);
+    switch (args.pool.type) {
+        case KV_F32: return store<KV_F32>(args, st);
+        case KV_F16: return store<KV_F16>(args, st);
+        case KV_Q4_0: return store<KV_Q4_0>(args, st);
+        case KV_Q8_0: return store<KV_Q8_0>(args, st);
+        default: return int(cudaErrorInvalidValue);
+    }
+}
+
+int cuda::kv_gather(const KvGatherArgs &args, void *stream) {
+    if (!good(args.pool) || !aligned(args.out) || (args.out_type != KV_F16 && args.out_type != KV_F32)) {
+        return int(cudaErrorInvalidValue);
+    }
+    if (args.n_kv <= 0) {
+        return 0;
+    }
+    const cudaStream_t st = static_cast<cudaStream_t>(stream);
+    switch (args.pool.type) {
+        case KV_F32: return gather<KV_F32>(args, st);
+        case KV_F16: return gather<KV_F16>(args, st);
+        case KV_Q4_0: return gather<KV_Q4_0>(args, st);
+        case KV_Q8_0: return gather<KV_Q8_0>(args, st);
+        default: return int(cudaErrorInvalidValue);
+    }
+}
+
+int cuda::prefill_mask(const MaskArgs &args, void *stream) {
+    if (args.T <= 0 || args.n_kv <= 0) {
+        return 0;
+    }
+    const dim3 grid(unsigned((args.n_kv + THREADS - 1) / THREADS), unsigned(args.T));
+    prefill_mask_kernel<<<grid, THREADS, 0, static_cast<cudaStream_t>(stream)>>>(args);
+    return int(cudaGetLastError());
+}
+
+} // namespace luce

@@ -1,0 +1,100 @@
+// Computes the gated delta rule over the rows of a step.
+// An item of work is W columns (v dimensions) of one v head's state of one sequence. Columns never
+// meet, so items do not either. The grid is what the device holds at once, or less. A block takes every
+// gridDim-th item of the sequences that the step has, so a step captured for many costs one no more.
+// A thread keeps 2 columns by S / 8 k entries in registers from the first row to the last. 8 lanes of a
+// warp share 2 columns and sum over k by a butterfly, in the same order for every row. So a row's bits depend
+// on its ancestors only. Rows come through shared memory, TILE_ROWS at a time, STAGES - 1 tiles ahead.
+//
+// In a tree, the registers keep the parent's state over its leaves, so siblings follow at no cost. A row
+// whose parent's state is not there starts from the nearest saved ancestor (depths 0, 5, 10 are saved in
+// shared memory) or from the committed state, and replays the rows between. A chain saves and replays none.
+#include "common/device_limits.h"
+#include "deltanet/run.cuh"
+#include "deltanet/worker.cuh"
+
+namespace luce {
+namespace {
+
+constexpr int SINGLE_ROWS = 8; // up to so many rows of a verify are run one by one
+
+// The grid is any number of blocks up to the items of all sequences. Three blocks on an SM keep the memory
+// busy where there are many sequences. Four would spill registers. SINGLY has Worker::run_singly() run what is no tree.
+template <int S, bool APPEND, bool SINGLY>
+__global__ void __launch_bounds__(Layout<S>::THREADS, 3) deltanet_kernel(const __grid_constant__ Params a) {
+    __shared__ Shared<S, APPEND> sh;
+    extern __shared__ Cols save_space[];
+    let_next_start();
+    Item item{0, 0};
+    item.skip(blockIdx.x, Layout<S>::BLOCKS * a.shape.Hv);
+    while (true) {
+        Worker<S, APPEND> worker(a, sh, save_space, item);
+        if (!worker.read_control(item.seq)) {
+            wait_for_previous();
+            return;
+        }
+        if (!worker.template run<SINGLY>(item)) {
+            return;
+        }
+        __syncthreads(); // all have left this item's shared memory
+    }
+}
+
+// Returns the bytes of shared memory, at least `bytes`, with which an SM takes no more of one sequence's blocks than it
+// has to. The kernel ahead leaves one SM after the other, and the first of them would take three blocks where two are
+// enough, for which the step would wait.
+template <int S> int spread(const DeviceLimits &device, int blocks, int bytes) {
+    const int most = (blocks + device.multiprocessors - 1) / device.multiprocessors;
+    const int too_much = device.shared_sm / (most + 1) + 128 - device.shared_reserved;
+    return most == 1 ? bytes : max(bytes, too_much - int(sizeof(Shared<S, false>)));
+}
+
+template <int S> int launch(const DeltaArgs &args, cudaStream_t stream) {
+    using L = Layout<S>;
+    const Params a(args);
+    const auto kernel = a.shape.mode == DELTA_APPEND ? deltanet_kernel<S, true, false>
+                        : a.shape.T <= SINGLE_ROWS   ? deltanet_kernel<S, false, true>
+                                                     : deltanet_kernel<S, false, false>;
+    const int n_seqs = a.shape.max_seqs();
+    int bytes = a.n_saves * L::STATE_BYTES, blocks = L::BLOCKS * a.shape.Hv * n_seqs, per_sm = 0;
+    // These are asked on each call, since the answers hold for the current device only.
+    DeviceLimits device;
+    cudaError_t error = device.read();
+    if (error == cudaSuccess && a.n_saves > 0 && n_seqs == 1) {
+        bytes = spread<S>(device, blocks, bytes);
+    }
+    if (error == cudaSuccess) {
+        error = allow_shared(kernel, size_t(bytes));
+    }
+    if (error == cudaSuccess && n_seqs > 1) {
+        error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, L::THREADS, bytes);
+        // This is one less than there is room for. A grid that fills an H200 exactly is not spread evenly,
+        // and then some SMs get three of one sequence's items while others get one.
+        blocks = min(blocks, device.multiprocessors * per_sm - 1);
+    }
+    if (error != cudaSuccess) {
+        return int(error);
+    }
+    const bool overlap = a.shape.mode == DELTA_VERIFY;
+    return int(launch_kernel(kernel, dim3(blocks), L::THREADS, bytes, stream, overlap, a));
+}
+
+} // namespace
+
+int cuda::deltanet(const DeltaArgs &args, void *stream) {
+    const DeltaShape &s = args.shape;
+    if (s.T < 1 || s.n_slots < 1 || s.Hk < 1 || s.Hv % s.Hk != 0 ||
+        (s.mode == DELTA_VERIFY && s.T > MAX_ROWS)) {
+        return int(cudaErrorInvalidValue);
+    }
+    const cudaStream_t st = static_cast<cudaStream_t>(stream);
+    switch (s.S) {
+        case 16: return launch<16>(args, st);
+        case 32: return launch<32>(args, st);
+        case 64: return launch<64>(args, st);
+        case 128: return launch<128>(args, st);
+        default: return int(cudaErrorInvalidValue);
+    }
+}
+
+} // namespace luce

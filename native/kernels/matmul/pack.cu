@@ -1,0 +1,144 @@
+// Packs activations of a step into rowmm's order (matmul/layout.h). The gate before it, the sum of the parts
+// that the launch before has left, and what a norm needs are done with it. A lane has 8 values in sequence, which are 16
+// bytes of F16. Of a norm over the row it leaves sums of squares, so no warp waits for another chunk: the product applies the
+// scale. A row's values depend on that row alone. What most launches of a step do has kernels of its own
+// (matmul/pack_pairs.cuh).
+#include "common/pointers.h"
+#include "matmul/pack_pairs.cuh"
+
+namespace luce {
+namespace {
+
+// A block has few warps, so that the rows of a small step are spread over multiprocessors.
+constexpr int WARPS = 2;
+// A block that gates parts has one row in steps of up to so many rows, and two in longer ones. Beside one block of the product ahead
+// a multiprocessor of an H200 has registers for seven blocks, or 924 in all. Of 16 rows of 17408 values there would be 1,088, and
+// the last would begin when the product has ended.
+constexpr int SINGLE_ROWS = 8;
+
+__device__ void store(const RowmmPackArgs &a, const RowsLayout &layout, const float (&v)[OWN], int row,
+                      int64_t chunk, int lane) {
+    const int C = layout.columns;
+    uint8_t *out =
+        static_cast<uint8_t *>(a.out) + (row / layout.set * chunks_of(a.K) + chunk) * chunk_bytes(C);
+    pack_chunk(out, C, row % layout.set, layout.wide, v, largest(v), lane);
+}
+
+// The grid is {chunks / WARPS, rows}, and a warp has a chunk.
+template <int INPUT>
+__global__ void __launch_bounds__(WARPS *WARP)
+    pack_kernel(const __grid_constant__ RowmmPackArgs a, RowsLayout layout) {
+    let_next_start();
+    const int lane = threadIdx.x % WARP, row = blockIdx.y;
+    const int64_t chunk = int64_t(blockIdx.x) * WARPS + threadIdx.x / WARP, k = chunk * CHUNK + lane * OWN;
+    float v[OWN] = {}, y[OWN] = {}, w[OWN] = {};
+    if constexpr (INPUT == ROWMM_RMS) {
+        load_values(w, a.w, k, a.K);
+    }
+    wait_for_previous();
+    if (chunk >= chunks_of(a.K)) { // this is true for a whole warp
+        return;
+    }
+    load_values(v, a.x + row * a.x_row, k, a.K);
+    if constexpr (INPUT == ROWMM_RMS) {
+        const float sum = warp_sum(squares(v), WARP);
+        if (lane == 0) {
+            uint8_t *behind = static_cast<uint8_t *>(a.out) + squares_offset(a.T, a.K);
+            reinterpret_cast<float *>(behind)[row * chunks_of(a.K) + chunk] = sum;
+        }
+        if (a.copy != nullptr) {
+            store_values(a.copy + row * a.K, v, k, a.K);
+        }
+#pragma unroll
+        for (int i = 0; i < OWN; i++) {
+            v[i] *= w[i];
+        }
+    }
+    if constexpr (INPUT == ROWMM_SWIGLU) {
+        load_values(y, a.y + row * a.y_row, k, a.K);
+        float gated[OWN];
+        silu(v, gated);
+#pragma unroll
+        for (int i = 0; i < OWN; i++) {
+            v[i] = gated[i] * y[i];
+        }
+    }
+    if (INPUT != ROWMM_RMS && a.copy != nullptr) {
+        store_values(a.copy + row * a.K, v, k, a.K);
+    }
+    store(a, layout, v, row, chunk, lane);
+}
+
+bool valid(const RowmmPackArgs &a) {
+    if (a.T < 0 || a.T > ROWMM_MAX_ROWS || a.K <= 0 || reinterpret_cast<uintptr_t>(a.out) % 16 != 0) {
+        return false;
+    }
+    if (a.parts != nullptr) {
+        const int64_t n = a.input == ROWMM_RMS ? 1 : 2;
+        if ((a.input != ROWMM_RMS && a.input != ROWMM_SWIGLU) || a.parts->n_weights != n ||
+            a.parts->T != a.T || a.K % OWN != 0 || !aligned(a.copy)) {
+            return false;
+        }
+        for (int i = 0; i < n; i++) {
+            if (a.parts->weights[i].N != a.K) {
+                return false;
+            }
+        }
+    }
+    switch (a.input) {
+        case ROWMM_PLAIN: return true;
+        case ROWMM_SWIGLU: return a.y != nullptr || a.parts != nullptr;
+        case ROWMM_RMS:
+            return a.w != nullptr &&
+                   (a.parts == nullptr || (aligned(a.w) && aligned(a.x) && a.x_row % 4 == 0));
+        case ROWMM_HEAD_RMS:
+            return given(a.w) && given(a.x) && given(a.y) && aligned(a.copy) && a.x_row % 4 == 0 &&
+                   a.y_row % 4 == 0 && a.head >= 16 && a.head <= CHUNK && CHUNK % a.head == 0 &&
+                   a.K % a.head == 0;
+        default: return false;
+    }
+}
+
+// Launches blocks of so many threads, of which each has so many chunks of so many rows.
+template <typename... P>
+int launch(void (*kernel)(RowmmPackArgs, RowsLayout, P...), int threads, int chunks, int rows,
+           const RowmmPackArgs &a, cudaStream_t stream, const P &...args) {
+    const RowsLayout layout(a.T, rowmm_has_wgmma());
+    const dim3 grid(unsigned((chunks_of(a.K) + chunks - 1) / chunks), unsigned((a.T + rows - 1) / rows));
+    return int(launch_kernel(kernel, grid, threads, 0, stream, a.overlap != 0, a, layout, args...));
+}
+
+} // namespace
+
+int64_t rowmm_x_bytes(int32_t T, int64_t K) {
+    return T <= 0 ? 0 : squares_offset(T, K) + (T * chunks_of(K) * int64_t(sizeof(float)) + 15) / 16 * 16;
+}
+
+int cuda::rowmm_pack(const RowmmPackArgs &args, void *stream) {
+    if (!valid(args)) {
+        return int(cudaErrorInvalidValue);
+    }
+    if (args.T == 0) {
+        return 0;
+    }
+    const cudaStream_t st = static_cast<cudaStream_t>(stream);
+    if (args.parts != nullptr) {
+        RowmmParts parts = {};
+        if (const cudaError_t error = rowmm_parts_of(*args.parts, parts); error != cudaSuccess) {
+            return int(error);
+        }
+        if (args.input == ROWMM_RMS) {
+            return launch(pack_norm_kernel, PAIR_THREADS, 1, 1, args, st, parts);
+        }
+        return args.T <= SINGLE_ROWS ? launch(pack_swiglu_kernel<1>, PAIR_THREADS, 1, 1, args, st, parts)
+                                     : launch(pack_swiglu_kernel<2>, PAIR_THREADS, 1, 2, args, st, parts);
+    }
+    switch (args.input) {
+        case ROWMM_PLAIN: return launch(pack_kernel<ROWMM_PLAIN>, WARPS * WARP, WARPS, 1, args, st);
+        case ROWMM_RMS: return launch(pack_kernel<ROWMM_RMS>, WARPS * WARP, WARPS, 1, args, st);
+        case ROWMM_SWIGLU: return launch(pack_kernel<ROWMM_SWIGLU>, WARPS * WARP, WARPS, 1, args, st);
+        default: return launch(pack_heads_kernel, PAIR_THREADS, 1, 1, args, st);
+    }
+}
+
+} // namespace luce

@@ -1,0 +1,61 @@
+// Computes a prefill's matmul on cuBLAS, for many rows at once: out[t][n] = sum_k W[n][k] * x[t][k].
+//
+// Weights are written out as F16 (rowmm_unpack), one matrix at a time, and activations are rounded to F16.
+// Products are summed in F32. A row whose values F16 would not hold well (its largest below 2^-6 or from 2^15
+// on) is brought into range by a power of two, and its results back, so that any finite F32 is in range. What
+// is not finite shows in its own row alone. Weights lose what F16 does not hold: F32 and BF16 weights of
+// 65520 and more are not finite here. Against exact weights and activations a product of 5120 terms is off by
+// 4e-4 of the result's rms or less.
+//
+// It is F16 on every GPU. GPUs for games multiply int8 faster than F16 with sums in F32, but activations of int8 are off
+// by 8e-3 of a result's rms, and none of those GPUs was there to measure what it would gain.
+//
+// cuBLAS chooses the order of a row's sums by the product's shape. Equal calls give equal bits on one device,
+// but a row's bits may depend on how many others there are. So a prefill's are a function of its chunk of the
+// prompt. No ggml is used here. Launchers enqueue on `stream` and return a cudaError_t as int, and nothing
+// synchronises.
+#pragma once
+
+#include "common/kernels.h"
+#include "matmul/quantised.h"
+
+namespace luce {
+
+constexpr int64_t GEMM_MAX_K = 32768;
+// Bytes that cuBLAS has for each stream, as NVIDIA advises.
+constexpr int64_t GEMM_WORKSPACE = int64_t(32) << 20;
+
+// Says whether products over K values are done here.
+constexpr bool gemm_has(int64_t K) {
+    return K > 0 && K % 8 == 0 && K <= GEMM_MAX_K;
+}
+
+// Returns the bytes of the activations of T rows: F16 [T][K], then one F32 power of two for each row, by
+// which its results are multiplied.
+constexpr int64_t gemm_x_bytes(int64_t T, int64_t K) {
+    return T * K * 2 + T * 4;
+}
+
+struct GemmArgs {
+    int32_t T;
+    int64_t K, N;
+    const void *x; // gemm_pack left it, for the same T and K
+    const void *weights; // F16 [N][K], aligned to 16
+    float *out; // [T][N], which is not residual itself
+    const float *residual; // null, or [T][N] that is added
+};
+
+namespace cuda {
+int cublas_version(); // it returns 130002 for 13.0.2
+// Opens cuBLAS for the products on a stream, before the first one. gemm_close is called after the last. It
+// needs GEMM_WORKSPACE.
+int gemm_open(void *stream);
+void gemm_close(void *stream);
+
+// Packs as rowmm_pack does, for any T, where x_row and y_row are multiples of 4 and all rows are aligned to
+// 16. ROWMM_HEAD_RMS takes heads of 16, 32, 64 or 128. `copy` must be null.
+int gemm_pack(const RowmmPackArgs &args, void *stream);
+int gemm(const GemmArgs &args, void *stream);
+} // namespace cuda
+
+} // namespace luce

@@ -1,0 +1,355 @@
+// Computes the products of a mixture of experts (moe.h): up and down. A task is an item (an expert and up to 8
+// of its rows) and a few sixteenths of the outputs. A warp has 16 outputs of one matrix, and one
+// part of K, or two, or all of them, where there are tasks enough.
+//
+// A launch has as many blocks as run at once, and each goes through its tasks, which it lists ahead. A warp
+// brings its own units into shared memory, ahead and across its tasks; the rows of the next task come
+// while one is multiplied. The parts of K are then added by pairs (moe/plan.h). In up, gate and up are two warps
+// of the same block, which go through silu(gate) * up together. Down packs its rows, which are up's F32
+// results, itself. A step of few rows has a kernel of its own (moe/few.cuh), and so has up of one row (moe/one.cuh).
+#include "common/device_limits.h"
+#include "matmul/pack.cuh"
+#include "moe/block.cuh"
+#include "moe/few.cuh"
+#include "moe/one.cuh"
+
+#include <algorithm>
+
+namespace luce {
+namespace {
+
+constexpr int LEAST_SLOTS = 2, MAX_STEPS = 4;
+constexpr int LEAST_TASKS = 16; // a block has so many tasks before each has more steps
+
+// The rows of tasks lie in shared memory from row `at` onwards.
+struct Rows {
+    uint8_t *rows;
+    uint32_t barrier; // it is the first of two: tasks have them in turn
+    int at, next; // `next` is where the next task's rows begin, or -1 where they do not fit
+
+    // Finds where the next task's rows go while those of this one are read.
+    __device__ void place(const MatmulParams &p, int count, int next_count) {
+        next = at + count + next_count <= p.capacity ? at + count : next_count <= at ? 0 : -1;
+    }
+    // Copies what route packed, or packs F32.
+    __device__ void fill(const MatmulParams &p, const Task &t, const int *places, int task, int to) const {
+        const Group &g = group_of(p, t.expert);
+        uint8_t *out = rows + to * p.row_bytes;
+        if (p.h == nullptr) {
+            if (threadIdx.x < COPY_LANES) {
+                const uint32_t bar = barrier + task % 2 * 8;
+                copies_begin(bar, t.count * g.record);
+                for (int r = 0; r < t.count; r++) {
+                    const int row = t.expert == SHARED ? places[r] - p.T * p.n_used : places[r] / p.n_used;
+                    copy_to_shared(shared_address(out + r * p.row_bytes),
+                                   p.routed + p.at.rows + int64_t(row) * g.record, g.record, bar, true);
+                }
+                copies_end(bar);
+            }
+            return;
+        }
+        const int lane = threadIdx.x % WARP;
+        for (int i = threadIdx.x / WARP; i < t.count * g.chunks; i += ITEM_WARPS) {
+            const int column = i / g.chunks, chunk = i - column * g.chunks;
+            float v[OWN];
+            load_values(v, p.h + places[column] * p.h_row, chunk * CHUNK + lane * OWN, g.K);
+            pack_chunk(out + column * p.row_bytes + chunk * chunk_bytes(1), 1, 0, false, v, largest(v), lane);
+        }
+    }
+};
+
+struct alignas(16) BlockShared {
+    Parts<MAX_ITEM_ROWS> parts[2]; // steps have them in turn
+    Task tasks[MAX_TASKS];
+    int places[MAX_TASKS][MAX_ITEM_ROWS];
+};
+
+// Lists the block's tasks, and returns how many there are. The first one's units are fetched if they were not early.
+__device__ int list_tasks(const MatmulParams &p, BlockShared &s, UnitRing &ring, int early) {
+    const MoeItem *items = reinterpret_cast<const MoeItem *>(p.routed + p.at.items);
+    const int first = blockIdx.x / p.tasks, x = blockIdx.x % p.tasks; // these are of the first task
+    const int own = threadIdx.x / MAX_ITEM_ROWS, at = blockIdx.x + own * gridDim.x; // this thread lists it
+    const int item = at / p.tasks - p.n_shared;
+    int4 listed = {SHARED, p.T * p.n_used, 0, 0}, of_first = {SHARED, 0, 0, 0};
+    if (item >= 0 && item < p.max_items) {
+        listed = __ldcg(reinterpret_cast<const int4 *>(items + item));
+    } else {
+        const int row = (item + p.n_shared) * p.item_rows;
+        listed.y += row;
+        listed.z = min(p.T - row, p.item_rows);
+    }
+    if (first >= p.n_shared) {
+        of_first = __ldcg(reinterpret_cast<const int4 *>(items + (first - p.n_shared)));
+    }
+    const int n_items = p.n_shared + __ldcg(reinterpret_cast<const int32_t *>(p.routed + p.at.head));
+    if (first >= n_items || of_first.x != early) {
+        if (ring.filled > 0) {
+            ring.throw_away();
+            ring.units.begin(p, 0, x);
+        }
+        if (first >= n_items) {
+            return 0;
+        }
+        ring.units.from += of_first.x * p.experts.matrices[Work(p, p.experts).matrix].expert_bytes;
+        ring.fill(p);
+    }
+    const int left = n_items * p.tasks - int(blockIdx.x);
+    const int n_tasks = (left + int(gridDim.x) - 1) / int(gridDim.x);
+    if (own < n_tasks) {
+        const int r = threadIdx.x % MAX_ITEM_ROWS;
+        if (r == 0) {
+            s.tasks[own] = {listed.x, at % p.tasks, listed.z, 0};
+        }
+        if (r < listed.z) {
+            const int32_t *list = reinterpret_cast<const int32_t *>(p.routed + p.at.places);
+            s.places[own][r] = item < 0 ? listed.y + r : __ldcg(list + listed.y + r);
+        }
+    }
+    return n_tasks;
+}
+
+__device__ __forceinline__ void do_tasks(const MatmulParams &p, BlockShared &s, UnitRing &ring, Rows &rows,
+                                         int n_tasks) {
+    int turn = 0;
+    for (int i = 0; i < n_tasks; i++) {
+        const Task t = s.tasks[i];
+        const Group &g = group_of(p, t.expert);
+        const Work w(p, g);
+        const bool more = i + 1 < n_tasks;
+        if (more) {
+            rows.place(p, t.count, s.tasks[i + 1].count);
+            if (rows.next >= 0) {
+                rows.fill(p, s.tasks[i + 1], s.places[i + 1], i + 1, rows.next);
+            }
+        }
+        if (p.h == nullptr) {
+            barrier_wait(rows.barrier + i % 2 * 8, i / 2 % 2);
+        }
+        const int column = min(int(threadIdx.x) % WARP / 4, t.count - 1);
+        const uint8_t *row = rows.rows + (rows.at + column) * p.row_bytes;
+        for (int step = 0; step < p.steps; step++, turn ^= 1) {
+            if (const int fragment = w.fragment_at(p, g, t.x, step); fragment < g.fragments) {
+                multiply_step<MAX_ITEM_ROWS, false>(p, s.tasks, ring, w, t, fragment, row, n_tasks, t.count,
+                                                    s.parts[turn]);
+            }
+            __syncthreads();
+            write_out<MAX_ITEM_ROWS>(p, g, s.parts[turn], s.places[i], t.count, t.x, step);
+        }
+        if (more && rows.next < 0) {
+            rows.fill(p, s.tasks[i + 1], s.places[i + 1], i + 1, 0);
+            if (p.h != nullptr) {
+                __syncthreads();
+            }
+        }
+        rows.at = max(rows.next, 0);
+    }
+}
+
+// Returns the block's rows, and makes the barriers of all ready.
+__device__ Rows rows_of(const MatmulParams &p, uint8_t *shared) {
+    const Rows rows = {shared + BARRIER_BYTES + ITEM_WARPS * p.slots * p.slot_bytes,
+                       shared_address(shared) + ITEM_WARPS * MAX_SLOTS * 8, 0, 0};
+    if (threadIdx.x == 0) {
+        barrier_init(rows.barrier, COPY_LANES);
+        barrier_init(rows.barrier + 8, COPY_LANES);
+    }
+    barrier_init_done();
+    return rows;
+}
+
+// Items of the shared expert come first, and their weights are read while the launch waits for what is ahead.
+// Down fetches the others' first weights while up runs. The list that it sees then may be an old one, whose
+// weights are thrown away.
+__global__ void __launch_bounds__(ITEM_THREADS, BLOCKS_SM)
+    moe_matmul_kernel(const __grid_constant__ MatmulParams p) {
+    extern __shared__ __align__(128) uint8_t shared[];
+    __shared__ BlockShared s;
+    UnitRing ring(p, shared);
+    Rows rows = rows_of(p, shared);
+    const int first = int(blockIdx.x) / p.tasks - p.n_shared;
+    int early = first < 0 ? SHARED : NONE;
+    if (first >= 0 && p.h != nullptr) {
+        const int listed = __ldcg(&reinterpret_cast<const MoeItem *>(p.routed + p.at.items)[first].expert);
+        early = listed >= 0 && listed < p.n_expert ? listed : NONE;
+    }
+    __syncthreads();
+    ring.units.begin(p, early == NONE ? 0 : early, blockIdx.x % p.tasks);
+    if (early != NONE) {
+        ring.fill(p);
+    }
+    wait_for_previous();
+    let_next_start(); // this comes only now, so that the launch behind sees what the one ahead has written.
+    const int n_tasks = list_tasks(p, s, ring, early);
+    if (n_tasks == 0) {
+        return;
+    }
+    __syncthreads();
+    while (ring.filled < p.slots && ring.units.find(p, s.tasks, n_tasks)) {
+        ring.fill(p);
+    }
+    rows.fill(p, s.tasks[0], s.places[0], 0, 0);
+    __syncthreads();
+    do_tasks(p, s, ring, rows, n_tasks);
+}
+
+// ---- launches ----
+
+bool set(Group &out, const MoeMatrix &first, const MoeMatrix &second, int64_t K, int64_t N, bool two,
+         bool one) {
+    out.K = int32_t(K);
+    out.N = int32_t(N);
+    out.chunks = int32_t(chunks_of(K));
+    out.fragments = int32_t(fragments_of(N));
+    out.record = int32_t(row_record(K));
+    out.log_parts = log2_of(k_parts(K));
+    return set_matrix(out.matrices[0], first, K, N, one) &&
+           (!two || set_matrix(out.matrices[1], second, K, N, one));
+}
+
+// Gives 2^within parts of K to a warp. Returns how often a block's outputs go into the widest group's.
+int share_out(MatmulParams &p, int within) {
+    int wide = 0;
+    for (Group *g : {&p.experts, &p.shared}) {
+        g->log_across = std::max(g->log_parts - within, 0);
+        g->log_fragments = log2_of(ITEM_WARPS) - p.log_matrices - g->log_across;
+        wide = std::max(wide, (g->fragments + (1 << g->log_fragments) - 1) >> g->log_fragments);
+    }
+    return wide;
+}
+
+// Finds how many blocks a launch has, how many steps a task has, and what is in shared memory.
+void lay_out(MatmulParams &p, const DeviceLimits &device, int &blocks, int &bytes) {
+    const bool few = few_rows(p.dims), fewest = few && fewest_rows(p.dims);
+    const int items = p.n_shared + p.max_items, most = std::min(p.T, p.item_rows);
+    const int slot = ITEM_WARPS * p.slot_bytes, all = log2_of(MAX_PARTS);
+    static_assert(sizeof(BlockShared) + BARRIER_BYTES <= MATMUL_BESIDES);
+    static_assert(sizeof(FewShared<FEW_ROWS>) <= sizeof(BlockShared));
+    const int own = int(fewest ? sizeof(FewShared<FEWEST_ROWS>) : sizeof(BlockShared));
+    const int besides = own + BARRIER_BYTES + 1024;
+    const auto room = [&](int per_sm) { return device.shared_sm / per_sm - besides - most * p.row_bytes; };
+    int per_sm = fewest ? SMALL_BLOCKS_SM : BLOCKS_SM;
+    while (per_sm > 1 && room(per_sm) < LEAST_SLOTS * slot) {
+        per_sm--;
+    }
+    const int at_once = per_sm * device.multiprocessors;
+    p.steps = 1;
+    int within = 0, wide = share_out(p, within);
+    if (few) { // nearly all tasks are done at once
+        // A few may come second: two rows of the 35b-a3b in Q8_0 have 272 where 132 multiprocessors have 264
+        // blocks. And a few blocks may have none: eight rows have 260 tasks of two steps. Its plans of two to
+        // eight rows, which were measured, are the same where 3.1 to 30% may come second and 1.6 to 13% have none.
+        const int fit = at_once + at_once / 25;
+        while (within < all && items * wide > fit) {
+            wide = share_out(p, ++within);
+        }
+        const auto tasks = [&](int steps) { return items * ((wide + steps - 1) / steps); };
+        while (p.steps < MAX_STEPS && tasks(p.steps) > fit && tasks(2 * p.steps) > at_once - at_once / 10) {
+            p.steps *= 2;
+        }
+    } else {
+        if (items * share_out(p, all) >= device.multiprocessors << p.log_matrices) {
+            within = all;
+        }
+        wide = share_out(p, within);
+        while (p.steps < MAX_STEPS && items * wide >= at_once * LEAST_TASKS * p.steps) {
+            p.steps *= 2;
+        }
+    }
+    p.tasks = (wide + p.steps - 1) / p.steps;
+    const int tasks = items * p.tasks;
+    blocks = std::max(std::min(tasks, at_once), (tasks + MAX_TASKS - 1) / MAX_TASKS);
+    // Where a warp has few units, room for more would only keep other blocks from a multiprocessor.
+    p.slots = few || (blocks == tasks && within == 0) ? LEAST_SLOTS : MAX_SLOTS;
+    p.slots = std::max(std::min(room(per_sm) / slot, p.slots), 1);
+    p.capacity = most;
+    if (blocks < tasks && !few) { // then the next task's rows may come ahead
+        p.capacity += std::max(std::min((room(per_sm) - p.slots * slot) / p.row_bytes, most), 0);
+    }
+    bytes = BARRIER_BYTES + p.slots * slot + p.capacity * p.row_bytes;
+}
+
+// Launches up of one row by the kernel that fetches all units of a task at once, where a multiprocessor has room for as many
+// blocks, and returns whether it has.
+bool launch_up_one(MatmulParams p, const DeviceLimits &device, bool overlap, cudaStream_t stream,
+                   cudaError_t &error) {
+    p.tasks = share_out(p, 0);
+    for (const Group *g : {&p.experts, &p.shared}) {
+        for (const Matrix &m : g->matrices) {
+            const int parts = 1 << g->log_parts;
+            p.slots = std::max(p.slots, (g->chunks + parts - 1) / parts * m.units);
+        }
+    }
+    const int bytes = ONE_BARRIERS + p.row_bytes + ITEM_WARPS * p.slots * p.slot_bytes;
+    const int own = int(sizeof(OneShared)) + device.shared_reserved;
+    if (bytes + own > device.shared_sm / SMALL_BLOCKS_SM) {
+        return false;
+    }
+    const unsigned blocks = unsigned((p.n_shared + p.max_items) * p.tasks);
+    error = launch_kernel(moe_up_one_kernel, dim3(blocks), ITEM_THREADS, size_t(bytes), stream, overlap, p);
+    return true;
+}
+
+int multiply(const MoeMatmulArgs &a, bool up, cudaStream_t stream) {
+    const MoeDims &d = a.dims;
+    MatmulParams p = {};
+    p.dims = d;
+    p.at = RoutedLayout(d);
+    p.routed = static_cast<uint8_t *>(a.routed);
+    p.h = up ? nullptr : a.h;
+    p.out = a.out;
+    p.out_row = up ? d.h_row() : d.E;
+    p.h_row = d.h_row();
+    p.T = d.T;
+    p.n_used = d.n_used;
+    p.n_expert = d.n_expert;
+    p.n_shared = shared_items(d);
+    p.max_items = int32_t(max_items(d));
+    p.item_rows = item_rows(d);
+    p.log_matrices = up ? 1 : 0;
+    const int64_t E = d.E, FF = d.FF, FFs = d.FF_shared;
+    if (!moe_has(d) || !given(a.routed) || !given(a.out) || (!up && !given(a.h)) ||
+        !set(p.experts, a.first, a.second, up ? E : FF, up ? FF : E, up, false) ||
+        (d.shared() &&
+         !set(p.shared, a.shared_first, a.shared_second, up ? E : FFs, up ? FFs : E, up, true))) {
+        return int(cudaErrorInvalidValue);
+    }
+    if (d.T == 0) {
+        return 0;
+    }
+    if (!d.shared()) {
+        p.shared = p.experts;
+    }
+    for (const Group *g : {&p.experts, &p.shared}) {
+        p.row_bytes = std::max(p.row_bytes, shared_row(g->K));
+        for (int m = 0; m < 1 << p.log_matrices; m++) {
+            p.slot_bytes = std::max(p.slot_bytes, g->matrices[m].unit_bytes);
+        }
+    }
+    DeviceLimits device;
+    cudaError_t error = device.read();
+    if (error != cudaSuccess) {
+        return int(error);
+    }
+    if (up && d.T == 1 && launch_up_one(p, device, a.overlap != 0, stream, error)) {
+        return int(error);
+    }
+    int blocks = 0, bytes = 0;
+    lay_out(p, device, blocks, bytes);
+    const auto kernel = fewest_rows(d) ? moe_few_kernel<FEWEST_ROWS>
+                        : few_rows(d)  ? moe_few_kernel<FEW_ROWS>
+                                       : moe_matmul_kernel;
+    return int(launch_kernel(kernel, dim3(unsigned(blocks)), ITEM_THREADS, size_t(bytes), stream,
+                             a.overlap != 0, p));
+}
+
+} // namespace
+
+int cuda::moe_up(const MoeMatmulArgs &args, void *stream) {
+    return multiply(args, true, static_cast<cudaStream_t>(stream));
+}
+
+int cuda::moe_down(const MoeMatmulArgs &args, void *stream) {
+    return multiply(args, false, static_cast<cudaStream_t>(stream));
+}
+
+} // namespace luce

@@ -1,0 +1,133 @@
+// Runs a mixture of experts on a GPU, in four launches: route, up, down, sum.
+//
+//   route  v = RMS(x) * norm; the router's logits, in F32; each row's experts and their weights; the list of work
+//   up     h = silu(gate v) * (up v) for each row and each of its experts
+//   down   y = down h
+//   sum    out = residual + sum over ranks of weight * y + sigmoid(shared gate . v) * y of the shared expert;
+//          it may also pack out for the product behind, which norms it
+//
+// A step of few rows needs no list: there up and down choose the experts themselves, each block anew, but for down of very few
+// rows, which takes what up has left. Of one row, down and sum may be one launch, end, which packs nothing: the product behind
+// it does that itself (RowmmArgs.row).
+//
+// Rows are grouped by expert on the device, into items of one expert and up to 8 of its rows. Nothing
+// synchronises with the host, and the shapes of all launches depend on T and the layer alone, so that all can
+// be captured. An item's weights are read once, and items of one expert follow each other, so that memory is
+// read once for all of them.
+//
+// A row's bits are the same at every T, position and company. This is so because a row is one column of the
+// tensor core's tile, and its sums are split and ordered by the weights' shapes alone. Weights and
+// activations enter products as rowmm's do (matmul/quantised.h). The router's logits are sums of F32 products. An expert
+// that nobody chose is not read.
+//
+// Nothing here knows ggml. Launchers enqueue on `stream` and return a cudaError_t as int. They need sm_80 or
+// later.
+#pragma once
+
+#include "matmul/quantised.h"
+
+namespace luce {
+
+constexpr int MOE_MAX_ROWS = 512; // a launch has at most so many rows
+constexpr int MOE_MAX_EXPERTS = 512;
+constexpr int MOE_MAX_USED = 32;
+constexpr int64_t MOE_MAX_E = 6144, MOE_MAX_FF = 6144; // a block's shared memory holds no more
+
+// Holds what the launches of a layer share.
+struct MoeDims {
+    int32_t T; // there are 0 .. MOE_MAX_ROWS rows
+    int32_t n_expert, n_used; // a row uses n_used of the n_expert experts
+    int64_t E, FF; // an expert's matrices are {E, FF} twice and {FF, E}; E is a multiple of 4
+    int64_t FF_shared; // it is the shared expert's FF, or 0 where there is none
+
+    constexpr ROWMM_BOTH bool shared() const { return FF_shared > 0; }
+    // A row has a place for each of its experts, by rank, then all rows have one for the shared expert.
+    constexpr ROWMM_BOTH int64_t places() const { return int64_t(T) * (n_used + (shared() ? 1 : 0)); }
+    // Returns how many values a place has in h.
+    constexpr ROWMM_BOTH int64_t h_row() const { return FF > FF_shared ? FF : FF_shared; }
+};
+
+// Returns whether a layer of this shape, with T of MOE_MAX_ROWS or less, can be done here.
+bool moe_has(const MoeDims &dims);
+
+// These say how many bytes route leaves to the other launches, and at which offsets the routes lie in them:
+// [T][n_used] I32 expert ids by falling weight, [T][n_used] F32 weights, and [T] F32 sigmoids of the shared
+// gate.
+int64_t moe_routed_bytes(const MoeDims &dims);
+int64_t moe_ids_offset(const MoeDims &dims);
+int64_t moe_weights_offset(const MoeDims &dims);
+int64_t moe_open_offset(const MoeDims &dims);
+
+// So many bytes must be zero before the first route, and each route leaves them zero.
+constexpr int64_t MOE_COUNTER_BYTES = 1024;
+
+struct MoeRouteArgs {
+    MoeDims dims;
+    const float *x; // [T][E], aligned to 16
+    const float *norm; // [E], aligned to 16
+    float eps;
+    const float *router; // [n_expert][E], aligned to 16
+    const float *shared_gate; // [E], aligned to 16; null where there is no shared expert
+    void *counters; // [MOE_COUNTER_BYTES]; launches that may run at once need their own
+    void *routed; // [moe_routed_bytes(dims)], aligned to 16
+    float *values; // null, or [T][E]: v is left here as well; aligned to 16
+    int32_t overlap; // it means what it does in RowmmArgs
+};
+
+// These are matrices that each expert has one of, packed by rowmm_permute one behind the other.
+struct MoeMatrix {
+    int32_t type;
+    const void *packed; // it is expert 0's, aligned to 16
+    int64_t expert_bytes; // one expert's matrix is so far from the next; it is a multiple of 16
+};
+
+// In up there are two matrices (gate, up) {E, FF}, and the input h is null. In down there is one {FF, E} in
+// `first`.
+struct MoeMatmulArgs {
+    MoeDims dims;
+    MoeMatrix first, second; // they are the routed experts'
+    MoeMatrix shared_first, shared_second; // they are the shared expert's, where there is one
+    void *routed; // route has left it; of few rows, up adds what they chose
+    const float *h; // down: [places][h_row], what up left; aligned to 16
+    float *out; // up: h; down: y, [places][E]; aligned to 16
+    int32_t overlap;
+};
+
+struct MoeSumArgs {
+    MoeDims dims;
+    const void *routed;
+    const float *y; // it is aligned to 16, and unused where there are sums and no shared expert
+    // Null, or [T][E], aligned to 16: the experts' weighted sums, made elsewhere. Then y is the shared
+    // expert's [T][E].
+    const float *sums;
+    const float *residual; // [T][E], aligned to 16
+    float *out; // [T][E], aligned to 16; may be residual
+    const float *norm; // [E], aligned to 16; `packed` needs it
+    // Null, or [rowmm_x_bytes(T, E)], aligned to 16: `out` is packed here as ROWMM_RMS, with `norm` for its
+    // weights. Then T is ROWMM_MAX_ROWS or less.
+    void *packed;
+    int32_t overlap;
+};
+
+struct MoeEndArgs {
+    MoeDims dims; // T is 1
+    MoeMatrix down, shared_down;
+    const void *routed; // route has left it, and the launch ahead, up, adds what the row chose
+    const float *h; // what up left; aligned to 16
+    const float *residual; // [E], aligned to 16
+    float *out; // [E], aligned to 16
+    int32_t overlap;
+};
+// Returns whether moe_end does a layer's down and sum, by the types of its matrices.
+bool moe_ends_at_once(const MoeDims &dims, int32_t type, int32_t shared_type);
+
+namespace cuda {
+int moe_route(const MoeRouteArgs &args, void *stream);
+int moe_up(const MoeMatmulArgs &args, void *stream);
+int moe_down(const MoeMatmulArgs &args, void *stream);
+int moe_sum(const MoeSumArgs &args, void *stream);
+// It does what down and sum do of one row, with the same bits.
+int moe_end(const MoeEndArgs &args, void *stream);
+} // namespace cuda
+
+} // namespace luce

@@ -1,0 +1,142 @@
+// Has the index arithmetic of a mixture of experts (moe.h), for host and device. It says what route leaves
+// and where, how rows make items, and which part of a matrix each warp has.
+#pragma once
+
+#include "matmul/layout.h"
+#include "moe/moe.h"
+
+namespace luce {
+
+constexpr int MAX_ITEM_ROWS = 8; // each row is a column of the tensor core's tile
+constexpr int ITEM_WARPS = 8; // a block of up and down has so many warps
+
+// An item is up to item_rows rows of one expert: places[first .. first + count) of the routed list.
+struct MoeItem {
+    int32_t expert, first, count, reserved;
+};
+
+constexpr ROWMM_BOTH int64_t align16(int64_t n) {
+    return (n + 15) / 16 * 16;
+}
+constexpr ROWMM_BOTH int64_t least(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+
+// ---- items ----
+
+// Says whether a step has few rows: then up and down choose the experts themselves, there is no list, and an item has room
+// for all rows. (Of very few rows up alone chooses: polled_pairs.) A pair is a row and one of its ranks.
+constexpr int FEW_ROWS = MAX_ITEM_ROWS, FEW_PAIRS = 64;
+constexpr ROWMM_BOTH bool few_rows(const MoeDims &d) {
+    return d.T <= FEW_ROWS && d.T * d.n_used <= FEW_PAIRS;
+}
+// Says whether they are so few that a lane has one pair, and that three blocks at once on a multiprocessor are best.
+constexpr int FEWEST_ROWS = 2;
+constexpr ROWMM_BOTH bool fewest_rows(const MoeDims &d) {
+    return d.T <= FEWEST_ROWS && d.T * d.n_used <= FEW_PAIRS / 2;
+}
+
+// Returns how many rows an item has at most. Few rows of a step choose the same expert, and room for more would only
+// keep other blocks from a multiprocessor.
+constexpr ROWMM_BOTH int item_rows(const MoeDims &d) {
+    return few_rows(d) || d.T > 64 ? MAX_ITEM_ROWS : MAX_ITEM_ROWS / 2;
+}
+
+// Returns how many pairs of a step have an expert that up leaves as soon as it is chosen, so that who is behind up waits for it
+// and need not choose too. Route leaves -1 there. It is 0 of more rows than were measured.
+constexpr int POLLED_ROWS = 4;
+constexpr ROWMM_BOTH int polled_pairs(const MoeDims &d) {
+    return few_rows(d) && d.T <= POLLED_ROWS ? d.T * d.n_used : 0;
+}
+
+// The shared expert has all rows. Its items come first, and are known without route.
+constexpr ROWMM_BOTH int shared_items(const MoeDims &d) {
+    return d.shared() ? (d.T + item_rows(d) - 1) / item_rows(d) : 0;
+}
+// Returns how many items an expert with so many rows has.
+constexpr ROWMM_BOTH int items_of(const MoeDims &d, int rows) {
+    return (rows + item_rows(d) - 1) / item_rows(d);
+}
+// Returns the most items that the experts can have: an item that is not full is its expert's last.
+constexpr ROWMM_BOTH int64_t max_items(const MoeDims &d) {
+    const int64_t pairs = int64_t(d.T) * d.n_used, experts = least(d.n_expert, pairs);
+    const int64_t most = item_rows(d);
+    return d.T <= most ? experts : (pairs + (most - 1) * experts) / most;
+}
+// Returns the k-th of an expert's items, where `begin` is where its rows begin in the list.
+constexpr ROWMM_BOTH MoeItem item_of(const MoeDims &d, int expert, int begin, int rows, int k) {
+    const int most = item_rows(d);
+    return {expert, begin + k * most, int32_t(least(rows - k * most, most)), 0};
+}
+// ---- what route leaves ----
+
+// A row's activations are chunks of one column each (matmul/layout.h), side by side.
+constexpr ROWMM_BOTH int64_t row_record(int64_t K) {
+    return chunks_of(K) * chunk_bytes(1);
+}
+// Counts the logits of a row, of which that of the shared gate is the last.
+constexpr ROWMM_BOTH int router_outputs(const MoeDims &d) {
+    return d.n_expert + (d.shared() ? 1 : 0);
+}
+
+// Says how far a row's logits lie from the next row's: a warp reads them by whole vectors, and may read beyond their end.
+constexpr ROWMM_BOTH int logits_row(const MoeDims &d) {
+    return (router_outputs(d) + 255) / 256 * 256;
+}
+
+struct RoutedLayout {
+    // These are offsets, and at `head` lies the number of items.
+    int64_t rows, ids, weights, open, logits, head, items, places, bytes;
+
+    RoutedLayout() = default;
+    ROWMM_BOTH RoutedLayout(const MoeDims &d) {
+        const int64_t T = d.T, pairs = T * d.n_used;
+        rows = 0;
+        ids = align16(T * row_record(d.E));
+        weights = ids + align16(pairs * 4);
+        open = weights + align16(pairs * 4);
+        logits = open + align16(T * 4);
+        head = logits + T * logits_row(d) * 4;
+        items = head + 16;
+        places = items + max_items(d) * int64_t(sizeof(MoeItem));
+        bytes = places + align16(pairs * 4);
+    }
+};
+
+// ---- which part of a matrix a warp has ----
+
+// K is cut into so many parts, of whole chunks. Each is summed by itself, and they are added by pairs.
+constexpr int MAX_PARTS = 4;
+constexpr ROWMM_BOTH int k_parts(int64_t K) {
+    return chunks_of(K) >= MAX_PARTS ? MAX_PARTS : chunks_of(K) >= 2 ? 2 : 1;
+}
+// Returns the logarithm of a power of two.
+constexpr ROWMM_BOTH int log2_of(int n) {
+    return n == 1 ? 0 : 1 + log2_of(n / 2);
+}
+constexpr ROWMM_BOTH int first_chunk(int64_t K, int part) {
+    return int(chunks_of(K) * part / k_parts(K));
+}
+// Returns how far a row's chunks lie apart in a block's shared memory. It is an odd number of 64 bytes, so
+// that a column's banks differ from its neighbour's.
+constexpr ROWMM_BOTH int shared_row(int64_t K) {
+    return int(chunks_of(K) | 1) * chunk_bytes(1);
+}
+
+// ---- what a block needs ----
+
+constexpr int ROUTE_ROWS = 8; // a block of route has so many rows
+// The kernels' own variables and barriers take less than so many bytes beside rows and weights.
+constexpr int64_t ROUTE_BESIDES = 3072, MATMUL_BESIDES = 12288;
+
+// Returns the bytes of shared memory that a block needs for any T. The units are the largest fragments of the matrices of
+// up and of down, in bytes.
+constexpr ROWMM_BOTH int64_t least_shared(const MoeDims &d, int64_t up_unit, int64_t down_unit) {
+    const int64_t route = ROUTE_BESIDES + ROUTE_ROWS * d.E * int64_t(sizeof(float));
+    const int64_t up = MATMUL_BESIDES + ITEM_WARPS * up_unit + MAX_ITEM_ROWS * shared_row(d.E);
+    const int64_t down = MATMUL_BESIDES + ITEM_WARPS * down_unit + MAX_ITEM_ROWS * shared_row(d.h_row());
+    const int64_t most = up > down ? up : down;
+    return most > route ? most : route;
+}
+
+} // namespace luce

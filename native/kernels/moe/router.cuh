@@ -1,0 +1,114 @@
+// Says how blocks of route (moe/route.cu) share the router's outputs and the rows, and multiplies by the router's weights.
+#pragma once
+
+#include "matmul/pack.cuh"
+#include "matmul/ptx.cuh"
+#include "moe/plan.h"
+
+namespace luce {
+namespace {
+
+constexpr int THREADS = 256, WARPS = THREADS / WARP;
+constexpr int TILE_ROWS = ROUTE_ROWS; // a block has so many rows; each has a warp that chooses its experts
+constexpr int OUTPUTS = 4; // a block has so many of the router's outputs
+constexpr int HALVES = WARPS / OUTPUTS; // so many warps share an output
+constexpr int TILES = MOE_MAX_ROWS / TILE_ROWS;
+constexpr int PER_THREAD = MOE_MAX_EXPERTS / THREADS;
+constexpr int WEIGHTS = 8, VALUES = 2; // a thread has so many vectors of the router, and of a row, at once
+static_assert(TILE_ROWS == WARPS && OUTPUTS * HALVES == WARPS, "what warps share");
+static_assert((TILES + 1) * int64_t(sizeof(uint32_t)) <= MOE_COUNTER_BYTES,
+              "one of tiles, one for each tile");
+
+// Few rows make so many tiles at most, whose blocks all run at once: those of the 35b-a3b are 219 where 132
+// multiprocessors have 264 at once, and four tiles would have 292.
+constexpr int FEW_TILES = 3;
+constexpr ROWMM_BOTH int tile_rows(const MoeDims &d) {
+    return few_rows(d) ? (d.T + FEW_TILES - 1) / FEW_TILES : TILE_ROWS;
+}
+
+struct RouteParams {
+    MoeRouteArgs a;
+    RoutedLayout at;
+    int32_t polled; // so many experts' numbers are polled for
+
+    template <typename T> __device__ T *of(int64_t offset) const {
+        return reinterpret_cast<T *>(static_cast<uint8_t *>(a.routed) + offset);
+    }
+};
+
+struct TileShared {
+    float squares[TILE_ROWS][WARPS];
+    float dots[OUTPUTS][HALVES][TILE_ROWS];
+    bool last;
+};
+
+// Returns what the norm multiplies a row by.
+__device__ float scale_of(const MoeRouteArgs &a, const TileShared &s, int row) {
+    float sum = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+        sum += s.squares[row][w];
+    }
+    return rsqrtf(sum / float(a.dims.E) + a.eps);
+}
+
+// A warp has every HALVES-th 128 of the values of one output.
+struct Router {
+    const float4 *weights; // it is null where there is no such output
+    float4 w[WEIGHTS];
+    int n;
+
+    __device__ Router(const MoeRouteArgs &a, int output) : weights(nullptr), n(int(a.dims.E / 4)) {
+        if (output < a.dims.n_expert) {
+            weights = reinterpret_cast<const float4 *>(a.router) + int64_t(output) * n;
+        } else if (output < router_outputs(a.dims)) {
+            weights = reinterpret_cast<const float4 *>(a.shared_gate);
+        }
+        load(0);
+    }
+    static __device__ int at(int j) {
+        return (j * HALVES + threadIdx.x / WARP % HALVES) * WARP + threadIdx.x % WARP;
+    }
+    __device__ void load(int first) {
+#pragma unroll
+        for (int j = 0; j < WEIGHTS; j++) {
+            const int i = at(first + j);
+            w[j] = weights != nullptr && i < n ? weights[i] : float4{};
+        }
+    }
+    // Leaves the products with the rows in v [rows][E].
+    __device__ void multiply(const float *v, int rows, float (&out)[TILE_ROWS]) {
+        const float4 *values = reinterpret_cast<const float4 *>(v);
+        float sums[TILE_ROWS] = {};
+        for (int first = 0; first * HALVES * WARP < n; first += WEIGHTS) {
+            if (first > 0) {
+                load(first);
+            }
+#pragma unroll
+            for (int r = 0; r < TILE_ROWS; r++) {
+                if (r >= rows) {
+                    break;
+                }
+#pragma unroll
+                for (int j = 0; j < WEIGHTS; j++) {
+                    const int i = at(first + j);
+                    const float4 x = i < n ? values[r * n + i] : float4{};
+                    sums[r] =
+                        fmaf(w[j].w, x.w, fmaf(w[j].z, x.z, fmaf(w[j].y, x.y, fmaf(w[j].x, x.x, sums[r]))));
+                }
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < TILE_ROWS; r++) {
+            if (r < rows) {
+                const float sum = warp_sum(sums[r], WARP);
+                if (threadIdx.x % WARP == 0) {
+                    out[r] = sum;
+                }
+            }
+        }
+    }
+};
+
+} // namespace
+} // namespace luce

@@ -1,0 +1,165 @@
+// Has the last launch of a mixture of experts (moe.h): the sum over a row's experts, and the packing of the
+// rows for the product behind.
+#include "common/pointers.h"
+#include "matmul/pack.cuh"
+#include "matmul/plan.h"
+#include "matmul/ptx.cuh"
+#include "moe/plan.h"
+
+namespace luce {
+namespace {
+
+constexpr int SUM_WARPS = 2; // a block has few, so that a small step's rows are spread over multiprocessors
+constexpr int AHEAD = 8; // so many loads are in flight
+
+struct SumParams {
+    MoeSumArgs a;
+    RoutedLayout at;
+    RowsLayout layout;
+};
+
+// Has a lane's values of a row, and none beyond the row's end.
+struct Own {
+    float4 v[2];
+};
+__device__ __forceinline__ Own own_values(const float *row, int k, int E) {
+    const float4 *p = reinterpret_cast<const float4 *>(row + k);
+    return {k < E ? p[0] : float4{}, k + 4 < E ? p[1] : float4{}};
+}
+__device__ __forceinline__ float4 fma4(float w, float4 y, float4 sum) {
+    return {fmaf(w, y.x, sum.x), fmaf(w, y.y, sum.y), fmaf(w, y.z, sum.z), fmaf(w, y.w, sum.w)};
+}
+
+// Packs a lane's values of x for a product that norms its rows, as rowmm_pack does.
+__device__ void pack_sum(const SumParams &p, const float (&x)[OWN], const Own &norm, int row, int64_t chunk,
+                         int lane) {
+    const int64_t n_chunks = chunks_of(p.a.dims.E);
+    uint8_t *out = static_cast<uint8_t *>(p.a.packed);
+    const float sum = warp_sum(squares(x), WARP);
+    if (lane == 0) {
+        reinterpret_cast<float *>(out + squares_offset(p.a.dims.T, p.a.dims.E))[row * n_chunks + chunk] = sum;
+    }
+    const float *w = reinterpret_cast<const float *>(norm.v);
+    float v[OWN];
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        v[i] = x[i] * w[i];
+    }
+    const int C = p.layout.columns;
+    pack_chunk(out + (row / p.layout.set * n_chunks + chunk) * chunk_bytes(C), C, row % p.layout.set,
+               p.layout.wide, v, largest(v), lane);
+}
+
+// Has what a warp needs of its row beside the experts' results, which the launch ahead gives.
+struct RowOf {
+    Own residual;
+    float open, weights[AHEAD]; // these are the first ranks'
+
+    __device__ __forceinline__ void load(const SumParams &p, const float *of_ranks, int64_t row, int k) {
+        const MoeDims &d = p.a.dims;
+        const float *x = p.a.residual + row * d.E;
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            residual.v[j] =
+                k + 4 * j < d.E ? __ldcg(reinterpret_cast<const float4 *>(x + k + 4 * j)) : float4{};
+        }
+        const auto *opens =
+            reinterpret_cast<const float *>(static_cast<const uint8_t *>(p.a.routed) + p.at.open);
+        open = d.shared() ? __ldcg(opens + row) : 0.0f;
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            weights[i] = i < d.n_used ? __ldcg(of_ranks + i) : 0.0f;
+        }
+    }
+};
+
+// The grid is {chunks / SUM_WARPS, rows}. A warp has a chunk, and a lane 8 values in sequence. Behind down, which lets this
+// start when up has ended, what up and those ahead of it have left is read EARLY.
+template <bool EARLY>
+__global__ void __launch_bounds__(SUM_WARPS *WARP) moe_sum_kernel(const __grid_constant__ SumParams p) {
+    const MoeDims &d = p.a.dims;
+    const uint8_t *routed = static_cast<const uint8_t *>(p.a.routed);
+    const int lane = threadIdx.x % WARP, E = int(d.E);
+    const int64_t row = blockIdx.y, chunk = int64_t(blockIdx.x) * SUM_WARPS + threadIdx.x / WARP;
+    const int k = int(chunk) * CHUNK + lane * OWN;
+    let_next_start();
+    const Own norm = p.a.norm != nullptr ? own_values(p.a.norm, k, E) : Own{};
+    const float *weights = reinterpret_cast<const float *>(routed + p.at.weights) + row * d.n_used;
+    RowOf own;
+    if (EARLY) {
+        own.load(p, weights, row, k);
+    }
+    wait_for_previous();
+    if (chunk >= chunks_of(E)) { // this is true for a whole warp
+        return;
+    }
+    if (!EARLY) {
+        own.load(p, weights, row, k);
+    }
+    Own sum = {}, shared = {};
+    if (d.shared()) {
+        const int64_t first = p.a.sums != nullptr ? 0 : int64_t(d.T) * d.n_used;
+        shared = own_values(p.a.y + (first + row) * E, k, E);
+    }
+    if (p.a.sums != nullptr) {
+        sum = own_values(p.a.sums + row * E, k, E);
+    }
+    for (int first = p.a.sums != nullptr ? d.n_used : 0; first < d.n_used; first += AHEAD) {
+        Own of_rank[AHEAD];
+        float w[AHEAD];
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            const bool present = first + i < d.n_used;
+            of_rank[i] = present ? own_values(p.a.y + (row * d.n_used + first + i) * E, k, E) : Own{};
+            w[i] = first == 0 ? own.weights[i] : present ? weights[first + i] : 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                sum.v[j] = first + i < d.n_used ? fma4(w[i], of_rank[i].v[j], sum.v[j]) : sum.v[j];
+            }
+        }
+    }
+    float x[OWN];
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        float4 y = sum.v[j];
+        if (d.shared()) {
+            const float4 s = shared.v[j];
+            y = {y.x + s.x * own.open, y.y + s.y * own.open, y.z + s.z * own.open, y.w + s.w * own.open};
+        }
+        float4 z = {y.x + own.residual.v[j].x, y.y + own.residual.v[j].y, y.z + own.residual.v[j].z,
+                    y.w + own.residual.v[j].w};
+        if (k + 4 * j < E) {
+            *reinterpret_cast<float4 *>(p.a.out + row * E + k + 4 * j) = z;
+        } else {
+            z = {}; // what it was multiplied by may not be finite
+        }
+        x[4 * j] = z.x, x[4 * j + 1] = z.y, x[4 * j + 2] = z.z, x[4 * j + 3] = z.w;
+    }
+    if (p.a.packed != nullptr) {
+        pack_sum(p, x, norm, int(row), chunk, lane);
+    }
+}
+
+} // namespace
+
+int cuda::moe_sum(const MoeSumArgs &args, void *stream) {
+    const MoeDims &d = args.dims;
+    if (!moe_has(d) || !given(args.routed) || ((args.sums == nullptr || d.shared()) && !given(args.y)) ||
+        (args.sums != nullptr && !given(args.sums)) || !given(args.residual) || !given(args.out) ||
+        (args.packed != nullptr && (!given(args.packed) || !given(args.norm) || d.T > ROWMM_MAX_ROWS))) {
+        return int(cudaErrorInvalidValue);
+    }
+    if (d.T == 0) {
+        return 0;
+    }
+    const dim3 grid(unsigned((chunks_of(d.E) + SUM_WARPS - 1) / SUM_WARPS), unsigned(d.T));
+    const SumParams p = {args, RoutedLayout(d), RowsLayout(d.T, args.packed != nullptr && rowmm_has_wgmma())};
+    const auto kernel = args.sums == nullptr ? moe_sum_kernel<true> : moe_sum_kernel<false>;
+    return int(launch_kernel(kernel, grid, SUM_WARPS * WARP, 0, static_cast<cudaStream_t>(stream),
+                             args.overlap != 0, p));
+}
+
+} // namespace luce

@@ -1,0 +1,304 @@
+// The ABI of files, models and pure functions. It checks arguments and handles, and has no logic.
+// abi/engine.cpp has the ABI of engines.
+#include "luce.h"
+
+#include "abi/abi.h"
+#include "cpu/sampler.h"
+#include "engine/accept.h"
+#include "engine/engine.h"
+#include "engine/tree.h"
+#include "graph/architecture.h"
+#include "model/quantize.h"
+
+#include <algorithm>
+#include <cstdio>
+
+using namespace luce;
+
+namespace {
+
+struct OpenFile {
+    std::shared_ptr<GgufFile> gguf;
+};
+
+auto &g_files = Handles<luce_file, OpenFile>::table("file", uintptr_t(1) << 28);
+
+template <size_t N> void copy_text(char (&dst)[N], const std::string &text) {
+    snprintf(dst, N, "%s", text.c_str());
+}
+
+std::shared_ptr<Model> describe(const OpenFile &file, const luce_model_params *params) {
+    const auto optional = [](luce_file *handle) {
+        return handle == nullptr ? nullptr : g_files.get(handle)->gguf;
+    };
+    const std::shared_ptr<GgufFile> head = params == nullptr ? nullptr : optional(params->head);
+    const std::shared_ptr<GgufFile> drafter = params == nullptr ? nullptr : optional(params->drafter);
+    return Model::describe(file.gguf, head, drafter,
+                           find_device(params == nullptr ? nullptr : params->device),
+                           params == nullptr ? 0 : params->n_cpu_experts);
+}
+
+} // namespace
+
+Handles<luce_model, Model> &luce::model_handles() {
+    static auto &handles = Handles<luce_model, Model>::table("model", uintptr_t(2) << 28);
+    return handles;
+}
+
+int32_t luce_abi_version(void) {
+    return LUCE_ABI_VERSION;
+}
+
+const char *luce_version(void) {
+    return LUCE_VERSION_STRING;
+}
+
+const char *luce_last_error(void) {
+    return last_error();
+}
+
+luce_status luce_set_log(luce_log_fn fn, void *user) {
+    return guarded([&] { set_log(fn, user); });
+}
+
+luce_status luce_device_count(int32_t *count) {
+    return guarded([&] {
+        need(count, "count");
+        *count = int32_t(devices().size());
+    });
+}
+
+luce_status luce_device_get(int32_t index, luce_device_info *out) {
+    return guarded([&] {
+        check_struct(out, "out");
+        if (index < 0 || size_t(index) >= devices().size()) {
+            fail(LUCE_E_ARG, "device %d: there are %zu", index, devices().size());
+        }
+        const Device &device = devices()[size_t(index)];
+        luce_device_info info{};
+        copy_text(info.name, device.name);
+        copy_text(info.description, device.description());
+        device.memory(&info.memory_free, &info.memory_total);
+        info.is_gpu = device.gpu;
+        put(out, info);
+    });
+}
+
+const char *luce_device_missing(void) {
+    try {
+        return no_gpu().c_str();
+    } catch (...) {
+        return "";
+    }
+}
+
+luce_status luce_file_open(luce_file **out, const char *path) {
+    return guarded([&] {
+        need(out, "out");
+        need(path, "path");
+        *out = g_files.add(std::make_shared<OpenFile>(OpenFile{GgufFile::open(path)}));
+    });
+}
+
+luce_status luce_file_close(luce_file *file) {
+    return guarded([&] { g_files.remove(file); });
+}
+
+luce_status luce_file_get_info(luce_file *file, luce_file_info *out) {
+    return guarded([&] {
+        const auto f = g_files.get(file);
+        check_struct(out, "out");
+        luce_file_info info{};
+        info.size_bytes = f->gguf->size_bytes();
+        info.n_kv = f->gguf->kvs().size();
+        info.n_tensors = f->gguf->tensors().size();
+        info.version = f->gguf->version();
+        info.n_parts = uint32_t(f->gguf->parts().size());
+        put(out, info);
+    });
+}
+
+static const GgufKv &kv_at(const OpenFile &file, uint64_t index) {
+    if (index >= file.gguf->kvs().size()) {
+        fail(LUCE_E_ARG, "key %llu: the file has %zu", (unsigned long long) index, file.gguf->kvs().size());
+    }
+    return file.gguf->kvs()[index];
+}
+
+luce_status luce_file_get_kv(luce_file *file, uint64_t index, luce_kv *out) {
+    return guarded([&] {
+        const auto f = g_files.get(file);
+        check_struct(out, "out");
+        const GgufKv &kv = kv_at(*f, index);
+        put(out, luce_kv{0, kv.name.c_str(), kv.data, kv.count, kv.type, kv.elem_type});
+    });
+}
+
+luce_status luce_file_get_strings(luce_file *file, uint64_t index, const char **data, uint64_t *lengths) {
+    return guarded([&] {
+        const auto f = g_files.get(file);
+        need(data, "data");
+        need(lengths, "lengths");
+        for (const std::string_view s : f->gguf->strings(kv_at(*f, index))) {
+            *data++ = s.data();
+            *lengths++ = s.size();
+        }
+    });
+}
+
+luce_status luce_file_get_tensor(luce_file *file, uint64_t index, luce_tensor_info *out) {
+    return guarded([&] {
+        const auto f = g_files.get(file);
+        check_struct(out, "out");
+        if (index >= f->gguf->tensors().size()) {
+            fail(LUCE_E_ARG, "tensor %llu: the file has %zu", (unsigned long long) index,
+                 f->gguf->tensors().size());
+        }
+        const GgufTensor &t = f->gguf->tensors()[index];
+        luce_tensor_info info{};
+        info.name = t.name.c_str();
+        info.type_name = type_name(t.type);
+        info.data = t.data;
+        std::copy(t.ne, t.ne + LUCE_MAX_DIMS, info.ne);
+        info.size_bytes = t.size;
+        info.type = t.type;
+        info.n_dims = t.n_dims;
+        put(out, info);
+    });
+}
+
+luce_status luce_plan_memory(luce_file *file, const luce_model_params *model,
+                             const luce_engine_params *engine, luce_memory *out) {
+    return guarded([&] {
+        const auto f = g_files.get(file);
+        check_optional(model, "model");
+        check_optional(engine, "engine");
+        check_struct(out, "out");
+        const auto m = describe(*f, model);
+        m->stand_in();
+        put(out, Engine::plan(*m, Engine::resolve(*m, engine)));
+    });
+}
+
+luce_status luce_model_open(luce_model **out, luce_file *file, const luce_model_params *params) {
+    return guarded([&] {
+        need(out, "out");
+        const auto f = g_files.get(file);
+        check_optional(params, "params");
+        const auto model = describe(*f, params);
+        model->load([&](float part) {
+            return params == nullptr || params->progress == nullptr ||
+                   params->progress(part, params->progress_user) == 0;
+        });
+        *out = model_handles().add(model);
+    });
+}
+
+luce_status luce_model_close(luce_model *model) {
+    return guarded([&] { model_handles().remove(model); });
+}
+
+luce_status luce_model_get_info(luce_model *model, luce_model_info *out) {
+    return guarded([&] {
+        const auto m = model_handles().get(model);
+        check_struct(out, "out");
+        const HParams &hp = m->hparams();
+        luce_model_info info{};
+        copy_text(info.architecture, m->architecture().name);
+        copy_text(info.device, m->device().name);
+        info.n_params = m->n_params();
+        info.weight_bytes = m->weight_bytes();
+        info.n_vocab = hp.n_vocab;
+        info.n_embd = hp.n_embd;
+        info.n_layer = hp.n_layer;
+        info.n_nextn = hp.n_nextn;
+        info.n_ctx_train = hp.n_ctx_train;
+        info.has_head = m->weights().head != nullptr;
+        info.block_size = m->weights().drafter ? m->weights().drafter->block_size : 0;
+        put(out, info);
+    });
+}
+
+luce_status luce_sample(const float *logits, uint32_t n, const luce_sampling *sampling, uint64_t position,
+                        int32_t *token) {
+    return guarded([&] {
+        need(logits, "logits");
+        need(token, "token");
+        check_struct(sampling, "sampling");
+        check_sampling(*sampling);
+        if (n == 0 || n > uint32_t(INT32_MAX)) {
+            fail(LUCE_E_ARG, "there are %u logits", n);
+        }
+        *token = sample(logits, n, *sampling, position);
+    });
+}
+
+luce_status luce_accept(const int32_t *tokens, const int32_t *parents, const int32_t *choices, uint32_t n,
+                        int32_t *path, uint32_t *n_path, int32_t *next) {
+    return guarded([&] {
+        need(tokens, "tokens");
+        need(choices, "choices");
+        need(path, "path");
+        need(n_path, "n_path");
+        need(next, "next");
+        if (n < 1 || n > LUCE_MAX_ROWS) {
+            fail(LUCE_E_ARG, "a step has 1 to %d rows, got %u", LUCE_MAX_ROWS, n);
+        }
+        int32_t chain[LUCE_MAX_ROWS];
+        for (uint32_t i = 0; i < n; i++) {
+            chain[i] = int32_t(i) - 1;
+        }
+        parents = parents == nullptr ? chain : parents;
+        check_parents(parents, n);
+        const std::vector<int32_t> accepted = accept(tokens, parents, choices, n, next);
+        std::copy(accepted.begin(), accepted.end(), path);
+        *n_path = uint32_t(accepted.size());
+    });
+}
+
+luce_status luce_tree(int32_t anchor, const luce_lists *lists, uint32_t budget, const int32_t *chain,
+                      uint32_t n_chain, int32_t *tokens, int32_t *parents, uint8_t *sources, uint32_t *n) {
+    return guarded([&] {
+        TreeLists of{};
+        if (budget > 0) {
+            check_struct(lists, "lists");
+            need(lists->ids, "lists->ids");
+            need(lists->scores, "lists->scores");
+            of = {lists->ids, lists->scores, lists->depth, lists->k, lists->comb != 0};
+        }
+        if (n_chain > 0) {
+            need(chain, "chain");
+        }
+        need(tokens, "tokens");
+        need(parents, "parents");
+        need(sources, "sources");
+        need(n, "n");
+        if (budget >= LUCE_MAX_ROWS || n_chain >= LUCE_MAX_ROWS || budget + n_chain >= LUCE_MAX_ROWS) {
+            fail(LUCE_E_ARG, "a step has %d rows at most: an anchor, %u of a tree and %u of a chain are more",
+                 LUCE_MAX_ROWS, budget, n_chain);
+        }
+        const Tree tree = make_tree(anchor, of, budget, chain, n_chain);
+        std::copy(tree.tokens.begin(), tree.tokens.end(), tokens);
+        std::copy(tree.parents.begin(), tree.parents.end(), parents);
+        std::copy(tree.sources.begin(), tree.sources.end(), sources);
+        *n = uint32_t(tree.tokens.size());
+    });
+}
+
+luce_status luce_type_get(int32_t type, luce_type_info *out) {
+    return guarded([&] {
+        check_struct(out, "out");
+        luce_type_info info{};
+        describe_type(type, &info);
+        put(out, info);
+    });
+}
+
+luce_status luce_quantize(int32_t type, const float *src, uint64_t n_rows, uint64_t n_per_row, void *dst,
+                          uint64_t dst_size) {
+    return guarded([&] {
+        need(src, "src");
+        need(dst, "dst");
+        quantize(type, src, n_rows, n_per_row, dst, dst_size);
+    });
+}

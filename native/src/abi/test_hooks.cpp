@@ -1,0 +1,261 @@
+#include "abi/test_hooks.h"
+
+#include "abi/abi.h"
+#include "cpu/sampler.h"
+#include "engine/lookup.h"
+#include "engine/penalties.h"
+#include "model/model.h"
+#include "ops/row.h"
+#include "step/faults.h"
+#include "step/threads.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <map>
+
+#ifdef LUCE_USE_CUDA
+extern "C" void *luce_cuda_stream(ggml_backend_t backend); // cuda_stream.cu defines it
+#endif
+
+namespace luce {
+namespace {
+
+constexpr int N_THREADS = 2; // a CPU has two, so that parts of an op meet each other
+
+ggml_tensor *make_tensor(ggml_context *ctx, const luce_array &array) {
+    if (array.type != GGML_TYPE_I32 && array.type != GGML_TYPE_I8 && !is_weight_type(ggml_type(array.type))) {
+        fail(LUCE_E_ARG, "an op's arrays are I32, I8 or of a weight type, got type %d", array.type);
+    }
+    int64_t ne[GGML_MAX_DIMS], elements = 1;
+    for (int d = 0; d < GGML_MAX_DIMS; d++) {
+        ne[d] = int64_t(array.ne[d]);
+        if (ne[d] < 1 || ne[d] > (int64_t(1) << 32) || (elements *= ne[d]) > (int64_t(1) << 32)) {
+            fail(LUCE_E_ARG, "dimension %d of an array is %llu", d, (unsigned long long) array.ne[d]);
+        }
+    }
+    if (ne[0] % ggml_blck_size(ggml_type(array.type)) != 0) {
+        fail(LUCE_E_ARG, "rows of %lld values are no whole blocks of %s", (long long) ne[0],
+             ggml_type_name(ggml_type(array.type)));
+    }
+    return ggml_new_tensor(ctx, ggml_type(array.type), GGML_MAX_DIMS, ne);
+}
+
+// An Argument is one argument of a signature, taken off its front.
+struct Argument {
+    std::vector<std::string> extents;
+    char type = 'f';
+    bool written = false;
+};
+
+Argument next_argument(const char *&s) {
+    Argument a;
+    if (*s == 'i' || *s == 'k' || *s == 'x' || *s == 'm') {
+        a.type = *s++;
+    }
+    a.extents.emplace_back();
+    for (; *s != 0 && *s != ' '; s++) {
+        if (*s == ',') {
+            a.extents.emplace_back();
+        } else if (*s == '*') {
+            a.written = true;
+        } else if (*s != '?') {
+            a.extents.back() += *s;
+        }
+    }
+    s += *s == ' ';
+    a.type = a.extents[0] == "ctl" ? 'i' : a.type;
+    return a;
+}
+
+void check_argument(const char *op, uint32_t index, const Argument &a, const luce_array &array,
+                    std::map<std::string, uint64_t> &known) {
+    const ggml_type type = ggml_type(array.type);
+    const bool fits = a.type == 'i'   ? type == GGML_TYPE_I32
+                      : a.type == 'f' ? type == GGML_TYPE_F32
+                      : a.type == 'x' ? type == GGML_TYPE_F32 || type == GGML_TYPE_I8
+                                      : type != GGML_TYPE_I32 && type != GGML_TYPE_I8;
+    if (!fits) {
+        fail(LUCE_E_ARG, "%s: argument %u has type %d", op, index, array.type);
+    }
+    known["ctl"] = sizeof(StepCtl) / sizeof(int32_t);
+    for (size_t d = 0; d < LUCE_MAX_DIMS; d++) {
+        const std::string name = d < a.extents.size() ? a.extents[d] : "1";
+        const uint64_t expected = isdigit(name[0]) ? strtoull(name.c_str(), nullptr, 10)
+                                                   : known.emplace(name, array.ne[d]).first->second;
+        if (array.ne[d] != expected) {
+            fail(LUCE_E_ARG, "%s: dimension %zu of argument %u is %llu, expected %llu", op, d, index,
+                 (unsigned long long) array.ne[d], (unsigned long long) expected);
+        }
+    }
+}
+
+// Checks the arguments that there are against the op's signature, and says which of them are written.
+std::vector<bool> check_arrays(const CustomOp &op, const luce_array *args, uint32_t n_args,
+                               const luce_array &out) {
+    std::map<std::string, uint64_t> known;
+    std::vector<bool> written;
+    const char *signature = op.signature;
+    for (uint32_t i = 0; i < n_args; i++) {
+        const Argument a = next_argument(signature);
+        check_argument(op.name, i, a, args[i], known);
+        written.push_back(a.written);
+    }
+    for (const auto &[name, extent] : known) {
+        if (name.size() == 2 && extent != known.at(name.substr(0, 1)) * known.at(name.substr(1))) {
+            fail(LUCE_E_ARG, "%s: rows have %llu values, expected %llu heads of %llu", op.name,
+                 (unsigned long long) extent, (unsigned long long) known.at(name.substr(1)),
+                 (unsigned long long) known.at(name.substr(0, 1)));
+        }
+    }
+    signature = strchr(op.signature, '>') + 2;
+    uint64_t least = 1, found = 1;
+    for (const std::string &extent : next_argument(signature).extents) {
+        least *= isdigit(extent[0]) ? strtoull(extent.c_str(), nullptr, 10) : known.at(extent);
+    }
+    for (const uint64_t extent : out.ne) {
+        found *= extent;
+    }
+    if (found < least) {
+        fail(LUCE_E_ARG, "%s: the result has %llu values, expected %llu or more", op.name,
+             (unsigned long long) found, (unsigned long long) least);
+    }
+    return written;
+}
+
+void run_op(const char *device_name, const char *name, luce_array *args, uint32_t n_args,
+            const int32_t *params, uint32_t n_params, luce_array *out) {
+    const Device &device = find_device(device_name);
+    const CustomOp *op = find_op(name);
+    if (op == nullptr || int(n_args) > op->n_args() || int(n_args) < op->n_required() || n_params > 8) {
+        fail(LUCE_E_ARG, "op %s with %u arguments and %u params does not exist", name, n_args, n_params);
+    }
+    if (device.gpu ? op->cuda == nullptr : op->cpu == nullptr) {
+        fail(LUCE_E_UNSUPPORTED, "%s has no op %s", device.name.c_str(), name);
+    }
+    const std::vector<bool> written = check_arrays(*op, args, n_args, *out);
+    const Context context = new_context(ggml_tensor_overhead() * (n_args + 2));
+    ggml_context *ctx = context.get();
+    ggml_tensor *tensors[GGML_MAX_SRC] = {};
+    for (uint32_t i = 0; i < n_args; i++) {
+        tensors[i] = make_tensor(ctx, args[i]);
+    }
+    make_tensor(ctx, *out); // this checks the shape
+    ggml_tensor *result = add_op(ctx, *op, ggml_type(out->type), int64_t(out->ne[0]), int64_t(out->ne[1]),
+                                 tensors, int(n_args), params, int(n_params));
+    Backend backend = make_backend(device, N_THREADS);
+    Buffer buffer(ggml_backend_alloc_ctx_tensors_from_buft(ctx, device.buffer_type()));
+    if (!buffer) {
+        fail(LUCE_E_MEMORY, "%s: allocating the op's arrays failed", device.name.c_str());
+    }
+    for (uint32_t i = 0; i < n_args; i++) {
+        ggml_backend_tensor_set(tensors[i], args[i].data, 0, ggml_nbytes(tensors[i]));
+    }
+    ggml_backend_tensor_set(result, out->data, 0, ggml_nbytes(result)); // tests poison it
+    make_current(device);
+    check_current(device);
+    if (device.gpu) {
+#ifdef LUCE_USE_CUDA
+        if (const int error = op->cuda(result, luce_cuda_stream(backend.get())); error != 0) {
+            fail(LUCE_E_DEVICE, "%s: %s: %s", device.name.c_str(), name, cuda::error_text(error));
+        }
+#endif
+    } else {
+        Team team(N_THREADS);
+        team.run(N_THREADS, [&](int part) { op->cpu(result, part, N_THREADS); });
+    }
+    ggml_backend_synchronize(backend.get());
+    for (uint32_t i = 0; i < n_args; i++) {
+        if (written[i]) {
+            ggml_backend_tensor_get(tensors[i], args[i].data, 0, ggml_nbytes(tensors[i]));
+        }
+    }
+    ggml_backend_tensor_get(result, out->data, 0, ggml_nbytes(result));
+}
+
+} // namespace
+} // namespace luce
+
+luce_status luce_op_run(const char *device, const char *op, luce_array *args, uint32_t n_args,
+                        const int32_t *params, uint32_t n_params, luce_array *out) {
+    using namespace luce;
+    return guarded([&] {
+        need(op, "op");
+        need(args, "args");
+        need(out, "out");
+        need(out->data, "out->data");
+        for (uint32_t i = 0; i < n_args; i++) {
+            need(args[i].data, "args[i].data");
+        }
+        if (n_params > 0) {
+            need(params, "params");
+        }
+        run_op(device, op, args, n_args, params, n_params, out);
+    });
+}
+
+luce_status luce_fault(int32_t fault, uint64_t after) {
+    using namespace luce;
+    return guarded([&] {
+        if (fault < int32_t(Fault::none) || fault > int32_t(Fault::launch)) {
+            fail(LUCE_E_ARG, "there is no fault %d", fault);
+        }
+        ask_for(Fault(fault), after);
+    });
+}
+
+luce_status luce_leave_device(int32_t index) {
+    using namespace luce;
+    return guarded([&] { leave_current(index); });
+}
+
+luce_status luce_sampling_run(const uint32_t *words, const float *z, uint64_t n, float *minus_log,
+                              float *gumbel, float *bound, uint64_t *mass) {
+    using namespace luce;
+    return guarded([&] {
+        for (const void *array : {(const void *) words, (const void *) z, (const void *) minus_log,
+                                  (const void *) gumbel, (const void *) bound, (const void *) mass}) {
+            need(array, "an array");
+        }
+        for (uint64_t i = 0; i < n; i++) {
+            minus_log[i] = minus_log_uniform(words[i]);
+            gumbel[i] = luce::gumbel(words[i]);
+            bound[i] = gumbel_bound(words[i]);
+            mass[i] = mass_of(z[i]);
+        }
+    });
+}
+
+luce_status luce_penalise(float *logits, uint32_t n, const luce_penalties *penalties, const int32_t *tokens,
+                          uint32_t n_tokens) {
+    using namespace luce;
+    return guarded([&] {
+        need(logits, "logits");
+        check_struct(penalties, "penalties");
+        const Penalties checked = check_penalties(*penalties, n);
+        std::vector<int32_t> before;
+        for (uint32_t i = 0; i < n_tokens; i++) {
+            need(tokens, "tokens");
+            if (tokens[i] < 0 || uint32_t(tokens[i]) >= n) {
+                fail(LUCE_E_ARG, "token %u is %d, there are %u logits", i, tokens[i], n);
+            }
+            before.push_back(tokens[i]);
+        }
+        penalise(logits, n, checked, before);
+    });
+}
+
+luce_status luce_lookup(const int32_t *tokens, uint32_t n_tokens, int32_t *draft, uint32_t *n,
+                        uint32_t *matched) {
+    using namespace luce;
+    return guarded([&] {
+        need(tokens, "tokens");
+        need(draft, "draft");
+        need(n, "n");
+        need(matched, "matched");
+        if (n_tokens < 1) {
+            fail(LUCE_E_ARG, "there are no tokens to look at");
+        }
+        const std::vector<int32_t> text(tokens, tokens + n_tokens - 1);
+        *n = Lookup(n_tokens).find(text, tokens[n_tokens - 1], draft, *n, matched);
+    });
+}

@@ -1,0 +1,50 @@
+// Runs one of luce's own ops alone, on host arrays, so that tests can compare a kernel with its reference. It
+// also has rules of the core that luce.h states. All of it is exported for luce's tests alone: it is no part
+// of luce.h, and promises nothing.
+#pragma once
+
+#include "luce.h"
+
+extern "C" {
+
+typedef struct luce_array {
+    void *data;
+    uint64_t ne[LUCE_MAX_DIMS]; // the fastest dimension comes first
+    int32_t type; // it is ggml's id of the type: 0 is F32, 24 I8, 26 I32, else a type of KV or of weights
+} luce_array;
+
+// Runs an op. Argument i is read from args[i].data and, where the op writes to it, copied back. out is what
+// the result holds before the op (tests poison it), and then the result. ops/row.h lists names, arguments
+// and params. E_ARG names an argument whose shape does not fit the others'.
+LUCE_API luce_status luce_op_run(const char *device, const char *op, luce_array *args, uint32_t n_args,
+                                 const int32_t *params, uint32_t n_params, luce_array *out);
+
+// Runs the functions of kernels/sampling.h on n values each: -log(u) and the noise of random words, their
+// bound, and the masses of z.
+LUCE_API luce_status luce_sampling_run(const uint32_t *words, const float *z, uint64_t n, float *minus_log,
+                                       float *gumbel, float *bound, uint64_t *mass);
+
+// Changes n logits in place as penalties do after n_tokens tokens.
+LUCE_API luce_status luce_penalise(float *logits, uint32_t n, const luce_penalties *penalties,
+                                   const int32_t *tokens, uint32_t n_tokens);
+
+// How many steps an engine has run, those of its opening among them, and how often it has waited for its device.
+LUCE_API luce_status luce_engine_counts(luce_engine *engine, uint64_t *steps, uint64_t *synchronisations);
+
+// Makes NaN of an engine's scratch, and of pages and slots that nobody holds: no step may read of them what it has not
+// written. Logits of the last step are gone.
+LUCE_API luce_status luce_engine_poison(luce_engine *engine);
+
+// Asks for one failure (faults.h): fault 1 as a graph is built, 2 of a graph that is too large, 3 at one of luce's ops in
+// a step, 4 as a captured step is launched, each after so many of its kind; 0 for none. It is the process's, whichever
+// engine comes to it first.
+LUCE_API luce_status luce_fault(int32_t fault, uint64_t after);
+
+// Makes another device the calling thread's current one, as a caller's own CUDA code may: GPU `index`, where there is
+// one, and else none that luce has.
+LUCE_API luce_status luce_leave_device(int32_t index);
+
+// Does what luce_sequence_lookup does over n_tokens >= 1 tokens, of which the last is the anchor.
+LUCE_API luce_status luce_lookup(const int32_t *tokens, uint32_t n_tokens, int32_t *draft, uint32_t *n,
+                                 uint32_t *matched);
+}

@@ -1,0 +1,15 @@
+// The CPU runs its ops of attention and of choices here. Each call does the part of thread ith of nth, and
+// none waits for another.
+#pragma once
+
+#include "common/kernels.h"
+
+namespace luce {
+
+void cpu_kv_store(const KvStoreArgs &args, int ith, int nth);
+void cpu_attention(const AttentionArgs &args, int ith, int nth); // it does not touch args.scratch
+void cpu_kv_gather(const KvGatherArgs &args, int ith, int nth);
+void cpu_prefill_mask(const MaskArgs &args, int ith, int nth);
+void cpu_row_tokens(const TokensArgs &args, int ith, int nth);
+
+} // namespace luce

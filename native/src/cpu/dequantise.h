@@ -1,0 +1,373 @@
+// Says how rows_matmul reads each quantised weight type: LANES rows at once, a chunk of 256 weights after the other
+// (the last may be shorter). A type has
+//   BYTES     of a chunk of 256
+//   BIAS      what the unpacked bytes are too large by
+//   SIGNED    bytes are signed (cpu/simd.h: from_signed)
+//   MOST      the largest magnitude of a byte
+//   GROUP     weights that share a scale, 32 or 16
+//   MIN       weights are scale * q - min, else scale * q
+//   scales()  of a chunk of n blocks of 32
+//   each()    calls f(block, words) for each block: word j holds weights 4j .. 4j + 3
+// The layouts are those of ggml-common.h.
+#pragma once
+
+#include "cpu/simd.h"
+
+#define GGML_COMMON_DECL_CPP
+#define GGML_COMMON_IMPL_CPP
+#include <ggml-common.h>
+
+#include <cstddef>
+
+namespace luce::lanes {
+
+struct Scales {
+    Floats scale[16], min[16];
+};
+
+constexpr uint32_t LOW_4 = 0x0f0f0f0f, LOW_2 = 0x03030303, LOW_1 = 0x01010101;
+
+LUCE_INLINE Floats byte_to_float(Words w, int i) {
+    return to_float((Ints) ((w >> (8 * i)) & 0xff));
+}
+LUCE_INLINE Floats signed_byte_to_float(Words w, int i) {
+    return to_float((Ints) (w << (24 - 8 * i)) >> 24);
+}
+
+// Loads the F16 at `offset` of each of n blocks of `bytes`. It goes by way of general registers, since
+// vectors have enough to do with the weights. It writes four to a store, since the stores take the time.
+LUCE_INLINE void load_block_halves(const Rows &r, int n, size_t bytes, size_t offset, Floats *out) {
+    uint64_t fours[8][LANES / 4];
+    for (int b = 0; b < n; b++) {
+        for (int q = 0; q < LANES / 4; q++) {
+            uint64_t four = 0;
+            for (int i = 3; i >= 0; i--) {
+                four = four << 16 | load<uint16_t>(r.row(4 * q + i) + b * bytes + offset);
+            }
+            fours[b][q] = four;
+        }
+    }
+    for (int b = 0; b < n; b++) {
+        out[b] = load_halves(fours[b]);
+    }
+}
+
+// Loads 16 bytes of each row, whose low nibbles are weights 0 to 15 and whose high ones are 16 to 31.
+LUCE_INLINE void load_nibbles(const Rows &r, Words *w) {
+    load_4(r, w);
+    for (int j = 0; j < 4; j++) {
+        w[4 + j] = (w[j] >> 4) & LOW_4;
+        w[j] &= LOW_4;
+    }
+}
+
+// ---- blocks of 32 ----
+
+struct Q8_0 {
+    static constexpr int BIAS = SIGNED_BIAS, GROUP = 32, MOST = 128;
+    static constexpr bool SIGNED = true, MIN = false;
+    static constexpr size_t BYTES = 8 * sizeof(block_q8_0);
+
+    LUCE_INLINE void scales(const Rows &r, int n, Scales &s) {
+        load_block_halves(r, n, sizeof(block_q8_0), offsetof(block_q8_0, d), s.scale);
+    }
+    template <typename F> LUCE_INLINE void each(const Rows &r, int n, F f) {
+        for (int b = 0; b < n; b++) {
+            Words w[8];
+            load_8(r.at(b * sizeof(block_q8_0) + offsetof(block_q8_0, qs)), w);
+            for (Words &word : w) {
+                word = from_signed(word);
+            }
+            f(b, w);
+        }
+    }
+};
+
+struct Q4_0 {
+    static constexpr int BIAS = 8, GROUP = 32, MOST = 15;
+    static constexpr bool SIGNED = false, MIN = false;
+    static constexpr size_t BYTES = 8 * sizeof(block_q4_0);
+
+    LUCE_INLINE void scales(const Rows &r, int n, Scales &s) {
+        load_block_halves(r, n, sizeof(block_q4_0), offsetof(block_q4_0, d), s.scale);
+    }
+    template <typename F> LUCE_INLINE void each(const Rows &r, int n, F f) {
+        for (int b = 0; b < n; b++) {
+            Words w[8];
+            load_nibbles(r.at(b * sizeof(block_q4_0) + offsetof(block_q4_0, qs)), w);
+            f(b, w);
+        }
+    }
+};
+
+struct Q4_1 {
+    static constexpr int BIAS = 0, GROUP = 32, MOST = 15;
+    static constexpr bool SIGNED = false, MIN = true;
+    static constexpr size_t BYTES = 8 * sizeof(block_q4_1);
+
+    LUCE_INLINE void scales(const Rows &r, int n, Scales &s) {
+        load_block_halves(r, n, sizeof(block_q4_1), offsetof(block_q4_1, data), s.scale);
+        load_block_halves(r, n, sizeof(block_q4_1), offsetof(block_q4_1, data) + 2, s.min);
+        for (int b = 0; b < n; b++) {
+            s.min[b] = -s.min[b];
+        }
+    }
+    template <typename F> LUCE_INLINE void each(const Rows &r, int n, F f) {
+        for (int b = 0; b < n; b++) {
+            Words w[8];
+            load_nibbles(r.at(b * sizeof(block_q4_1) + offsetof(block_q4_1, qs)), w);
+            f(b, w);
+        }
+    }
+};
+
+// Q5_0 and Q5_1 have nibbles, and a fifth bit of each weight in a word of 32.
+template <typename Block, typename F> LUCE_INLINE void each_fifth_bit(const Rows &r, int n, F f) {
+    for (int b = 0; b < n; b++) {
+        Words w[8];
+        load_nibbles(r.at(b * sizeof(Block) + offsetof(Block, qs)), w);
+        const Words bits = load_1(r.at(b * sizeof(Block) + offsetof(Block, qh)));
+        for (int j = 0; j < 8; j++) { // the product puts bit i of four into byte i
+            w[j] |= ((((bits >> (4 * j)) & 0xf) * 0x00204081u) & LOW_1) << 4;
+        }
+        f(b, w);
+    }
+}
+
+struct Q5_0 {
+    static constexpr int BIAS = 16, GROUP = 32, MOST = 31;
+    static constexpr bool SIGNED = false, MIN = false;
+    static constexpr size_t BYTES = 8 * sizeof(block_q5_0);
+
+    LUCE_INLINE void scales(const Rows &r, int n, Scales &s) {
+        load_block_halves(r, n, sizeof(block_q5_0), offsetof(block_q5_0, d), s.scale);
+    }
+    template <typename F> LUCE_INLINE void each(const Rows &r, int n, F f) {
+        each_fifth_bit<block_q5_0>(r, n, f);
+    }
+};
+
+struct Q5_1 {
+    static constexpr int BIAS = 0, GROUP = 32, MOST = 31;
+    static constexpr bool SIGNED = false, MIN = true;
+    static constexpr size_t BYTES = 8 * sizeof(block_q5_1);
+
+    LUCE_INLINE void scales(const Rows &r, int n, Scales &s) {
+        load_block_halves(r, n, sizeof(block_q5_1), offsetof(block_q5_1, data), s.scale);
+        load_block_halves(r, n, sizeof(block_q5_1), offsetof(block_q5_1, data) + 2, s.min);
+        for (int b = 0; b < n; b++) {
+            s.min[b] = -s.min[b];
+        }
+    }
+    template <typename F> LUCE_INLINE void each(const Rows &r, int n, F f) {
+        each_fifth_bit<block_q5_1>(r, n, f);
+    }
+};
+
+struct Iq4Nl {
+    static constexpr int BIAS = SIGNED_BIAS, GROUP = 32, MOST = 128;
+    static constexpr bool SIGNED = true, MIN = false;
+    static constexpr size_t BYTES = 8 * sizeof(block_iq4_nl);
+
+    LUCE_INLINE void scales(const Rows &r, int n, Scales &s) {
+        load_block_halves(r, n, sizeof(block_iq4_nl), offsetof(block_iq4_nl, d), s.scale);
+    }
+    template <typename F> LUCE_INLINE void each(const Rows &r, int n, F f) {
+        for (int b = 0; b < n; b++) {
+            Words w[8];
+            load_nibbles(r.at(b * sizeof(block_iq4_nl) + offsetof(block_iq4_nl, qs)), w);
+            for (Words &word : w) {
+                word = from_signed(lookup(kvalues_iq4nl, word));
+            }
+            f(b, w);
+        }
+    }
+};
+
+// ---- blocks of 256 ----
+
+struct Iq4Xs {
+    static constexpr int BIAS = SIGNED_BIAS, GROUP = 32, MOST = 128;
+    static constexpr bool SIGNED = true, MIN = false;
+    static constexpr size_t BYTES = sizeof(block_iq4_xs);
+
+    LUCE_INLINE void scales(const Rows &r, int, Scales &s) {
+        static_assert(offsetof(block_iq4_xs, scales_l) == 4, "d and scales_h must be the first word");
+        const Words first = load_1(r), low = load_1(r.at(4));
+        const Floats d = half_to_float(first);
+        for (int b = 0; b < 8; b++) {
+            const Words six = ((low >> (4 * b)) & 15) | (((first >> (16 + 2 * b)) & 3) << 4);
+            s.scale[b] = d * to_float((Ints) six - 32);
+        }
+    }
+    template <typename F> LUCE_INLINE void each(const Rows &r, int, F f) {
+        for (int b = 0; b < 8; b++) {
+            Words w[8];
+            load_nibbles(r.at(offsetof(block_iq4_xs, qs) + b * 16), w);
+            for (Words &word : w) {
+                word = from_signed(lookup(kvalues_iq4nl, word));
+            }
+            f(b, w);
+        }
+    }
+};
+
+// Loads d, dmin and the eight 6-bit scales and mins of Q4_K and Q5_K, which begin both blocks.
+LUCE_INLINE void load_scales_k4(const Rows &r, Scales &s) {
+    static_assert(offsetof(block_q4_K, scales) == 4 && offsetof(block_q5_K, scales) == 4,
+                  "16 bytes hold all");
+    Words w[4];
+    load_4(r, w);
+    const Floats d = half_to_float(w[0]), dmin = half_to_float(w[0] >> 16);
+    const Words scale[2] = {w[1] & 0x3f3f3f3f, (w[3] & LOW_4) | (((w[1] >> 6) & LOW_2) << 4)};
+    const Words min[2] = {w[2] & 0x3f3f3f3f, ((w[3] >> 4) & LOW_4) | (((w[2] >> 6) & LOW_2) << 4)};
+    for (int b = 0; b < 8; b++) {
+        s.scale[b] = d * byte_to_float(scale[b / 4], b % 4);
+        s.min[b] = dmin * byte_to_float(min[b / 4], b % 4);
+    }
+}
+
+struct Q4_K {
+    static constexpr int BIAS = 0, GROUP = 32, MOST = 15;
+    static constexpr bool SIGNED = false, MIN = true;
+    static constexpr size_t BYTES = sizeof(block_q4_K);
+
+    LUCE_INLINE void scales(const Rows &r, int, Scales &s) { load_scales_k4(r, s); }
+    template <typename F> LUCE_INLINE void each(const Rows &r, int, F f) {
+        for (int pair = 0; pair < 4; pair++) {
+            Words raw[8], w[8];
+            load_8(r.at(offsetof(block_q4_K, qs) + pair * 32), raw);
+#pragma GCC unroll 2
+            for (int high = 0; high < 2; high++) {
+                for (int j = 0; j < 8; j++) {
+                    w[j] = (raw[j] >> (4 * high)) & LOW_4;
+                }
+                f(2 * pair + high, w);
+            }
+        }
+    }
+};
+
+struct Q5_K {
+    static constexpr int BIAS = 0, GROUP = 32, MOST = 31;
+    static constexpr bool SIGNED = false, MIN = true;
+    static constexpr size_t BYTES = sizeof(block_q5_K);
+
+    LUCE_INLINE void scales(const Rows &r, int, Scales &s) { load_scales_k4(r, s); }
+    template <typename F> LUCE_INLINE void each(const Rows &r, int, F f) {
+        Words bits[8];
+        load_8(r.at(offsetof(block_q5_K, qh)), bits);
+#pragma GCC unroll 4
+        for (int pair = 0; pair < 4; pair++) {
+            Words raw[8], w[8];
+            load_8(r.at(offsetof(block_q5_K, qs) + pair * 32), raw);
+#pragma GCC unroll 2
+            for (int high = 0; high < 2; high++) {
+                for (int j = 0; j < 8; j++) {
+                    w[j] = ((raw[j] >> (4 * high)) & LOW_4) | (((bits[j] >> (2 * pair + high)) & LOW_1) << 4);
+                }
+                f(2 * pair + high, w);
+            }
+        }
+    }
+};
+
+struct Q6_K {
+    static constexpr int BIAS = 32, GROUP = 16, MOST = 63;
+    static constexpr bool SIGNED = false, MIN = false;
+    static constexpr size_t BYTES = sizeof(block_q6_K);
+
+    LUCE_INLINE void scales(const Rows &r, int, Scales &s) {
+        Words w[4];
+        load_4(r.at(offsetof(block_q6_K, scales)), w);
+        const Floats d = half_to_float(load_1(r.at(offsetof(block_q6_K, d) - 2)) >> 16);
+        for (int g = 0; g < 16; g++) {
+            s.scale[g] = d * signed_byte_to_float(w[g / 4], g % 4);
+        }
+    }
+    template <typename F> LUCE_INLINE void each(const Rows &r, int, F f) {
+        for (int half = 0; half < 2; half++) {
+            Words bits[8], low[8], w[8];
+            load_8(r.at(offsetof(block_q6_K, qh) + half * 32), bits);
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++) { // blocks 0 and 2 share bytes, and so do 1 and 3
+                const int b = i / 2 + i % 2 * 2;
+                if (i % 2 == 0) {
+                    load_8(r.at(offsetof(block_q6_K, ql) + half * 64 + b * 32), low);
+                }
+                for (int j = 0; j < 8; j++) {
+                    const Words top = b < 2 ? bits[j] << (4 - 2 * b) : bits[j] >> (2 * b - 4);
+                    w[j] = ((low[j] >> (b / 2 * 4)) & LOW_4) | (top & (LOW_2 << 4));
+                }
+                f(4 * half + b, w);
+            }
+        }
+    }
+};
+
+struct Q3_K {
+    static constexpr int BIAS = 4, GROUP = 16, MOST = 7;
+    static constexpr bool SIGNED = false, MIN = false;
+    static constexpr size_t BYTES = sizeof(block_q3_K);
+
+    LUCE_INLINE void scales(const Rows &r, int, Scales &s) {
+        static_assert(offsetof(block_q3_K, d) == offsetof(block_q3_K, scales) + 12,
+                      "d must follow the scales");
+        Words w[4]; // it loads from two bytes before, so that nothing behind the block is read
+        load_4(r.at(offsetof(block_q3_K, scales) - 2), w);
+        const Floats d = half_to_float(w[3] >> 16);
+        const Words a = (w[0] >> 16) | (w[1] << 16), b = (w[1] >> 16) | (w[2] << 16);
+        const Words top = (w[2] >> 16) | (w[3] << 16);
+        const Words six[4] = {(a & LOW_4) | ((top & LOW_2) << 4), (b & LOW_4) | (((top >> 2) & LOW_2) << 4),
+                              ((a >> 4) & LOW_4) | (((top >> 4) & LOW_2) << 4),
+                              ((b >> 4) & LOW_4) | (((top >> 6) & LOW_2) << 4)};
+        for (int g = 0; g < 16; g++) {
+            s.scale[g] = d * (byte_to_float(six[g / 4], g % 4) - all(32.0f));
+        }
+    }
+    template <typename F> LUCE_INLINE void each(const Rows &r, int, F f) {
+        Words mask[8];
+        load_8(r.at(offsetof(block_q3_K, hmask)), mask);
+        for (int half = 0; half < 2; half++) {
+            Words low[8], w[8];
+            load_8(r.at(offsetof(block_q3_K, qs) + half * 32), low);
+            for (int b = 0; b < 4; b++) {
+                for (int j = 0; j < 8; j++) {
+                    w[j] = ((low[j] >> (2 * b)) & LOW_2) | (((mask[j] >> (4 * half + b)) & LOW_1) << 2);
+                }
+                f(4 * half + b, w);
+            }
+        }
+    }
+};
+
+struct Q2_K {
+    static constexpr int BIAS = 0, GROUP = 16, MOST = 3;
+    static constexpr bool SIGNED = false, MIN = true;
+    static constexpr size_t BYTES = sizeof(block_q2_K);
+
+    LUCE_INLINE void scales(const Rows &r, int, Scales &s) {
+        Words w[4];
+        load_4(r.at(offsetof(block_q2_K, scales)), w);
+        const Words dm = load_1(r.at(offsetof(block_q2_K, data)));
+        const Floats d = half_to_float(dm), dmin = half_to_float(dm >> 16);
+        for (int g = 0; g < 16; g++) {
+            s.scale[g] = d * byte_to_float(w[g / 4] & LOW_4, g % 4);
+            s.min[g] = dmin * byte_to_float((w[g / 4] >> 4) & LOW_4, g % 4);
+        }
+    }
+    template <typename F> LUCE_INLINE void each(const Rows &r, int, F f) {
+        for (int half = 0; half < 2; half++) {
+            Words low[8], w[8];
+            load_8(r.at(offsetof(block_q2_K, qs) + half * 32), low);
+            for (int b = 0; b < 4; b++) {
+                for (int j = 0; j < 8; j++) {
+                    w[j] = (low[j] >> (2 * b)) & LOW_2;
+                }
+                f(4 * half + b, w);
+            }
+        }
+    }
+};
+
+} // namespace luce::lanes

@@ -1,0 +1,26 @@
+// Sampling is counter-based: a token depends only on its logits, its position, the seed and the settings.
+// kernels/sampling.h has the rule; this is its form over a row of the CPU.
+#pragma once
+
+#include "luce.h"
+
+#include "sampling/sampling.h"
+
+#include <cstdint>
+
+namespace luce {
+
+// Checks the range of every field; E_ARG names the one that is off.
+void check_sampling(const luce_sampling &sampling);
+
+// Returns the settings as steps take them.
+ChoiceCtl choice_ctl(const luce_sampling &sampling);
+
+// Chooses the token of logits x (n) at a position, and never one of -inf. None of x may be NaN or +inf, and
+// one must be finite.
+int32_t choose(const float *x, int64_t n, const ChoiceCtl &ctl, uint64_t position);
+
+// Does what luce.h says of luce_sample.
+int32_t sample(const float *logits, uint32_t n, const luce_sampling &sampling, uint64_t position);
+
+} // namespace luce

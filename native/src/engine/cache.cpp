@@ -1,0 +1,401 @@
+#include "engine/cache.h"
+
+#include <algorithm>
+
+namespace luce {
+
+Pool::Pool(uint32_t n) : users_(n, 0) {
+    free_.reserve(n);
+    for (uint32_t i = n; i > 0; i--) {
+        free_.push_back(int32_t(i - 1));
+    }
+}
+
+int32_t Pool::take() {
+    if (free_.empty()) {
+        fail(LUCE_E_INTERNAL, "a pool is empty that was counted before");
+    }
+    const int32_t id = free_.back();
+    free_.pop_back();
+    users_[size_t(id)] = 1;
+    return id;
+}
+
+void Pool::release(int32_t id) {
+    if (--users_[size_t(id)] == 0) {
+        free_.push_back(id);
+    }
+}
+
+// ---- device memory ----
+
+Cache::Cache(const Weights &weights, const HParams &hp, const NextN *head, const DFlash *drafter,
+             const CacheParams &params)
+    : pages(params.n_pages), sequence_slots(params.n_sequences), checkpoint_slots(params.n_checkpoints),
+      params_(params), max_pages_(params.max_pages()) {
+    const size_t n_layer = weights.blocks.size();
+    const size_t n_drafter = drafter == nullptr ? 0 : drafter->layers.size();
+    context_ = new_context(ggml_tensor_overhead() * (3 * n_layer + 2 * n_drafter + 7));
+    host_context_ = new_context(ggml_tensor_overhead() * 2);
+    ggml_context *ctx = context_.get(), *host = host_context_.get();
+    const int64_t n_slots = params.n_sequences + params.n_checkpoints;
+    const auto pool = [&](const AttentionShape &s) {
+        return ggml_new_tensor_4d(ctx, params.kv_type, s.head_dim, PAGE, s.n_head_kv, params.n_pages);
+    };
+    const auto cells = [&](const Attention &a) {
+        KvCells kv = {pool(a.shape), pool(a.shape)};
+        kv_bytes_ += ggml_nbytes(kv.k) + ggml_nbytes(kv.v);
+        return kv;
+    };
+    kv_.resize(n_layer);
+    delta_.resize(n_layer);
+    for (size_t il = 0; il < n_layer; il++) {
+        if (const Attention *a = weights.blocks[il].attention()) {
+            kv_[il] = cells(*a);
+            continue;
+        }
+        const DeltaNetShape &s = weights.blocks[il].deltanet()->shape;
+        DeltaShape log{};
+        log.R = int32_t(params.n_rows);
+        log.Hk = int32_t(s.n_k_heads);
+        log.Hv = int32_t(s.n_v_heads);
+        log.S = int32_t(s.state_size);
+        DeltaState &d = delta_[il];
+        d.state = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, s.state_size, s.state_size, s.n_v_heads, n_slots);
+        d.window = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, s.conv_dim(), CONV_TAPS - 1, n_slots);
+        d.log = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, log.log_size(), params.n_sequences);
+        state_bytes_ += ggml_nbytes(d.state) + ggml_nbytes(d.window) + ggml_nbytes(d.log);
+    }
+    drafts_ = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 2, choice_entry(STARTED, 0));
+    state_bytes_ += ggml_nbytes(drafts_);
+    given_ = ggml_new_tensor_2d(host, GGML_TYPE_I32, 2, choice_entry(STARTED, 0));
+    host_bytes_ = ggml_nbytes(given_);
+    if (params.n_top > 0) {
+        lists_ = ggml_new_tensor_2d(host, GGML_TYPE_I32, 2 * int64_t(params.n_top), choice_entry(0, 0));
+        host_bytes_ += ggml_nbytes(lists_);
+    }
+    if (params.rowmm_scratch > 0) {
+        rowmm_scratch_ = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, int64_t(params.rowmm_scratch));
+        state_bytes_ += ggml_nbytes(rowmm_scratch_);
+    }
+    if (params.gemm_scratch > 0) {
+        gemm_scratch_ = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, int64_t(params.gemm_scratch));
+        state_bytes_ += ggml_nbytes(gemm_scratch_);
+    }
+    if (head != nullptr) {
+        head_kv_ = cells(*head->block.attention());
+        hidden_ =
+            ggml_new_tensor_2d(ctx, GGML_TYPE_F32, hp.n_embd, n_slots * (2 * int64_t(params.n_rows) + 1) + 2);
+        state_bytes_ += ggml_nbytes(hidden_);
+    }
+    for (size_t il = 0; il < n_drafter; il++) {
+        drafter_kv_.push_back(cells(drafter->layers[il].attention));
+    }
+    // Until allocate() nothing is for the graph allocator to place.
+    set_data(reinterpret_cast<void *>(uintptr_t(256)));
+}
+
+void Cache::set_data(void *data) {
+    for (ggml_context *ctx : {context_.get(), host_context_.get()}) {
+        for (ggml_tensor *t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
+            t->data = data;
+        }
+    }
+}
+
+void Cache::allocate(const Device &device) {
+    set_data(nullptr);
+    buffer_.reset(ggml_backend_alloc_ctx_tensors_from_buft(context_.get(), device.buffer_type()));
+    if (!buffer_) {
+        fail(LUCE_E_MEMORY, "%s: allocating %s for the engine's caches failed", device.name.c_str(),
+             human_bytes(kv_bytes_ + state_bytes_).c_str());
+    }
+    ggml_backend_buffer_clear(buffer_.get(), 0);
+    host_buffer_ = pinned(device, host_bytes_, "what steps have chosen");
+    ggml_backend_buffer_clear(host_buffer_.get(), 0);
+    uint8_t *base = static_cast<uint8_t *>(ggml_backend_buffer_get_base(host_buffer_.get()));
+    ggml_backend_tensor_alloc(host_buffer_.get(), given_, base);
+    if (lists_ != nullptr) {
+        ggml_backend_tensor_alloc(host_buffer_.get(), lists_, base + ggml_nbytes(given_));
+    }
+}
+
+// Calls fill(first, n) for each run of those of `all` that nobody holds.
+template <typename Pool, typename Fill> static void each_free_run(const Pool &all, int32_t count, Fill fill) {
+    for (int32_t first = 0, end = 0; first < count; first = end + 1) {
+        for (end = first; end < count && all.users(end) == 0; end++) {
+        }
+        if (end > first) {
+            fill(first, end - first);
+        }
+    }
+}
+
+void Cache::poison() {
+    const auto rows = [](ggml_tensor *t, int64_t first, int64_t n, size_t row) {
+        ggml_backend_tensor_memset(t, 0xff, size_t(first) * row, size_t(n) * row);
+    };
+    each_free_run(pages, int32_t(params_.n_pages), [&](int32_t first, int32_t n) {
+        const auto cells = [&](const KvCells &kv) {
+            if (kv.k != nullptr) {
+                rows(kv.k, first, n, kv.k->nb[3]);
+                rows(kv.v, first, n, kv.v->nb[3]);
+            }
+        };
+        std::for_each(kv_.begin(), kv_.end(), cells);
+        std::for_each(drafter_kv_.begin(), drafter_kv_.end(), cells);
+        cells(head_kv_);
+    });
+    const auto states = [&](int32_t slot, int32_t n) {
+        for (const DeltaState &d : delta_) {
+            if (d.state != nullptr) {
+                rows(d.state, slot, n, d.state->nb[3]);
+                rows(d.window, slot, n, d.window->nb[2]);
+            }
+        }
+        if (has_head()) {
+            const int64_t banks = 2 * int64_t(params_.n_rows) + 1;
+            rows(hidden_, hidden_row(slot, 0, 0), n * banks, hidden_->nb[1]);
+        }
+    };
+    const int32_t sequences = int32_t(params_.n_sequences);
+    each_free_run(sequence_slots, sequences, [&](int32_t slot, int32_t n) {
+        states(slot, n);
+        for (const DeltaState &d : delta_) {
+            if (d.log != nullptr) {
+                rows(d.log, slot, n, d.log->nb[1]);
+            }
+        }
+    });
+    each_free_run(checkpoint_slots, int32_t(params_.n_checkpoints),
+                  [&](int32_t slot, int32_t n) { states(sequences + slot, n); });
+}
+
+int32_t Cache::hidden_row(int32_t slot, int32_t bank, int32_t row) const {
+    const int32_t R = int32_t(params_.n_rows);
+    return slot * (2 * R + 1) + bank * R + row;
+}
+
+int32_t Cache::hidden_unused() const {
+    return hidden_row(int32_t(params_.n_sequences + params_.n_checkpoints), 0, 0);
+}
+
+std::vector<Cache::Piece> Cache::pieces(const std::vector<int32_t> &page_list, uint32_t n_past, int32_t slot,
+                                        int32_t hidden) const {
+    std::vector<Piece> list;
+    const auto kv = [&](const KvCells &cells, uint32_t first) {
+        for (ggml_tensor *t : {cells.k, cells.v}) {
+            for (uint32_t at = first; at < n_past;) {
+                const uint32_t end = std::min(n_past, (at / PAGE + 1) * PAGE), n = end - at;
+                const size_t page = size_t(page_list[at / PAGE]) * t->nb[3];
+                if (n == PAGE) {
+                    list.push_back({t, page, t->nb[3]});
+                } else { // it is a part of each head
+                    for (int64_t head = 0; head < t->ne[2]; head++) {
+                        list.push_back({t, page + head * t->nb[2] + at % PAGE * t->nb[1], n * t->nb[1]});
+                    }
+                }
+                at = end;
+            }
+        }
+    };
+    for (const KvCells &cells : kv_) {
+        if (cells.k != nullptr) {
+            kv(cells, 0);
+        }
+    }
+    if (has_head()) {
+        kv(head_kv_, 1);
+    }
+    for (const KvCells &cells : drafter_kv_) {
+        kv(cells, 0);
+    }
+    const std::vector<Piece> state = state_pieces(slot, hidden);
+    list.insert(list.end(), state.begin(), state.end());
+    return list;
+}
+
+std::vector<Cache::Piece> Cache::state_pieces(int32_t slot, int32_t hidden) const {
+    std::vector<Piece> list;
+    for (const DeltaState &d : delta_) {
+        if (d.state != nullptr) {
+            list.push_back({d.state, size_t(slot) * d.state->nb[3], d.state->nb[3]});
+            list.push_back({d.window, size_t(slot) * d.window->nb[2], d.window->nb[2]});
+        }
+    }
+    if (has_head()) {
+        list.push_back({hidden_, size_t(hidden) * hidden_->nb[1], hidden_->nb[1]});
+    }
+    return list;
+}
+
+// ---- one sequence ----
+
+Timeline::Timeline(Cache &cache) : cache_(cache) {
+    if (cache.sequence_slots.n_free() == 0) {
+        fail(LUCE_E_MEMORY, "all %u sequences of the engine are open: close one, or open it with more",
+             cache.params().n_sequences);
+    }
+    // Room is taken for all that it will hold, so that what a step or a commit has begun to book does not
+    // lack memory.
+    tokens_.reserve(cache.params().n_ctx);
+    pages_.reserve(cache.max_pages());
+    pending_.reserve(MAX_ROWS);
+    parents_.reserve(MAX_ROWS);
+    verified_tokens_.reserve(MAX_ROWS);
+    slot_ = cache.sequence_slots.take();
+    clear();
+}
+
+Timeline::~Timeline() {
+    release_pages();
+    cache_.sequence_slots.release(slot_);
+}
+
+void Timeline::release_pages() {
+    for (const int32_t page : pages_) {
+        cache_.pages.release(page);
+    }
+    pages_.clear();
+}
+
+void Timeline::clear() {
+    release_pages();
+    tokens_.clear();
+    paid();
+    fresh_ = prompt_only_ = true;
+    pending_.clear();
+    parents_.clear();
+    bank_ = hidden_bank_ = 0;
+    hidden_ = cache_.hidden_zero();
+    n_owed_ = 0;
+    n_drafted_ = 0;
+}
+
+void Timeline::resume(const std::vector<int32_t> &tokens, const std::vector<int32_t> &pages) {
+    for (const int32_t page : pages) { // these come before its own are given back, since they may be the same
+        cache_.pages.share(page);
+    }
+    clear();
+    tokens_.assign(tokens.begin(), tokens.end());
+    pages_.assign(pages.begin(), pages.end());
+    hidden_ = cache_.hidden_row(slot_, 0, 0);
+    fresh_ = false;
+}
+
+uint32_t Timeline::pages_wanted(uint32_t n) const {
+    const uint32_t need = (n_past() + n + PAGE - 1) / PAGE;
+    return need > pages_.size() ? need - uint32_t(pages_.size()) : 0;
+}
+
+void Timeline::take_pages(uint32_t n) {
+    for (uint32_t wanted = pages_wanted(n); wanted > 0; wanted--) {
+        pages_.push_back(cache_.pages.take());
+    }
+}
+
+void Timeline::fill(SeqCtl &seq, int32_t row0, int32_t n_rows, int32_t page_base) const {
+    seq.slot = slot_;
+    seq.fresh = fresh_;
+    seq.row0 = row0;
+    seq.n_rows = n_rows;
+    seq.n_past = int32_t(n_past());
+    seq.bank = bank_;
+    seq.n_replay = int32_t(n_replay_);
+    seq.n_move = int32_t(n_move_);
+    seq.n_move_head = int32_t(n_move_head_);
+    seq.n_move_drafter = int32_t(n_move_drafter_);
+    seq.n_new = 0;
+    seq.pages = page_base;
+    std::copy(pending_.begin(), pending_.end(), seq.pending);
+}
+
+int32_t Timeline::next_hidden(int32_t row) const {
+    return n_owed_ > 0 ? owed_row(int32_t(n_owed_) + row) : cache_.hidden_row(slot_, hidden_bank_ ^ 1, row);
+}
+
+void Timeline::paid() {
+    fresh_ = false;
+    n_replay_ = n_move_ = n_move_head_ = n_move_drafter_ = 0;
+}
+
+void Timeline::appended(const int32_t *tokens, uint32_t n) {
+    paid();
+    prompt_only_ = prompt_only_ && n_past() % PAGE == 0;
+    tokens_.insert(tokens_.end(), tokens, tokens + n);
+    parents_.clear();
+    hidden_ = next_hidden(0);
+    hidden_bank_ ^= 1;
+    n_drafted_ = 0;
+}
+
+void Timeline::verified(const std::vector<int32_t> &tokens, const std::vector<int32_t> &parents, bool fed) {
+    paid();
+    fed_ = fed;
+    bank_ ^= 1;
+    verified_tokens_.assign(tokens.begin(), tokens.end());
+    parents_.assign(parents.begin(), parents.end());
+}
+
+void Timeline::drafted(int32_t anchor, uint32_t n) {
+    n_move_head_ = 0;
+    drafted(anchor, n, cache_.draft_entry(slot_, 0));
+}
+
+void Timeline::drafted_block(int32_t anchor, uint32_t n) {
+    n_move_drafter_ = 0;
+    drafted(anchor, n, cache_.block_entry(slot_, 0));
+}
+
+void Timeline::drafted(int32_t anchor, uint32_t n, int32_t entry) {
+    parents_.clear(); // the head's or the drafter's KV of the verified rows is overwritten
+    draft_anchor_ = anchor;
+    draft_entry_ = entry;
+    n_drafted_ = n;
+}
+
+void Timeline::check_path(const int32_t *path, uint32_t n) const {
+    if (n < 1 || n > parents_.size()) {
+        fail(LUCE_E_ARG, "a path has 1 to %zu rows (the verified ones), got %u", parents_.size(), n);
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        const int32_t row = path[i];
+        if (row < 0 || size_t(row) >= parents_.size() ||
+            parents_[size_t(row)] != (i == 0 ? -1 : path[i - 1])) {
+            fail(LUCE_E_ARG, "path entry %u is row %d, which does not follow %s", i, row,
+                 i == 0 ? "the committed tokens" : format("row %d", path[i - 1]).c_str());
+        }
+    }
+}
+
+std::vector<int32_t> Timeline::before(uint32_t row) const {
+    std::vector<int32_t> tokens = tokens_;
+    for (int32_t at = parents_.empty() ? -1 : int32_t(row); at >= 0; at = parents_[size_t(at)]) {
+        tokens.push_back(verified_tokens_[size_t(at)]);
+    }
+    std::reverse(tokens.begin() + long(tokens_.size()), tokens.end());
+    return tokens;
+}
+
+void Timeline::commit(const int32_t *path, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++) {
+        tokens_.push_back(verified_tokens_[size_t(path[i])]);
+    }
+    pending_.assign(path, path + n);
+    n_replay_ = n;
+    n_move_ = path[n - 1] == int32_t(n) - 1 ? 0 : n; // a prefix lies where it belongs
+    n_move_head_ = cache_.has_head() ? n_move_ : 0;
+    n_move_drafter_ = cache_.has_drafter() ? n_move_ : 0;
+    const int32_t next = next_hidden(path[n - 1]);
+    if (n_owed_ == 0) {
+        owed_first_ = hidden_;
+        hidden_bank_ ^= 1;
+    }
+    hidden_ = next;
+    n_owed_ += fed_ ? 0 : n;
+    parents_.clear();
+    prompt_only_ = false;
+    n_drafted_ = 0;
+}
+
+} // namespace luce

@@ -1,0 +1,256 @@
+// The caches hold what an engine remembers: KV pages, recurrent slots and their logs, hidden rows. Graphs
+// write through these tensors; only this file knows what commit and undo mean.
+//
+// A step never waits for another step to tidy up: what a commit leaves undone is noted as a debt of the sequence, and
+// the sequence's next step pays it on the device before it does anything else. The debts:
+//
+//   debt         what it is                                            made by           paid by
+//   replay       accepted rows that are in the DeltaNet log of the     commit            the next verify or prefill
+//                sequence's slot, and not yet in its state and window
+//   move         accepted rows of a tree whose KV lies where the       commit of a path  the next verify or prefill
+//                verify wrote it (position n_past + row), not where    that skips rows   (trunk); the head's next
+//                it belongs (n_past + depth)                                             draft, the drafter's next
+//                                                                                        block too (their own)
+//   feed         committed rows whose KV of the NextN head is not       commit of a step   a step of its own,
+//                written yet; their hidden states wait in a bank       of one row         before the next draft of
+//                                                                                         the head, prefill, step
+//                                                                                         of more rows, or dump
+//   fresh        slot and window of a new timeline hold another's      reset, open       the next verify or prefill
+//                values and count as zeros
+//   hidden       the last committed row's hidden state lies among      commit, prefill   nobody: it is read there
+//                the rows of the step that computed it
+//
+// The NextN head's KV row of position p comes from the target's hidden state at p - 1 and token p. Both are known in
+// the step that verifies token p, so a step of several rows writes it beside the trunk's rows; it is moved and dropped
+// with them. A step of one row is plain decoding, which may want no drafts for long: it leaves the row as a debt, and
+// many such rows are fed at once. A debt is at most n_rows rows, and no step but one of one row runs while there is one.
+// There is no row 0. What a draft writes there, the verify after it overwrites.
+// A DFlash drafter's KV row of position p comes from what the trunk's blocks put out for token p: the step that
+// verifies it writes it too, and it is moved and dropped with the trunk's rows. A block that is drafted lies behind the
+// committed positions; the verify after it overwrites it.
+#pragma once
+
+#include "common/kernels.h"
+#include "model/model.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace luce {
+
+// KvCells are the pools of one attention layer.
+struct KvCells {
+    ggml_tensor *k; // {D, PAGE, Hkv, n_pages}
+    ggml_tensor *v; // {D, PAGE, Hkv, n_pages}
+};
+
+struct DeltaState {
+    ggml_tensor *state; // {S (v), S (k), Hv, slots of sequences, then of checkpoints} F32
+    ggml_tensor *window; // {C, 3, the same slots} F32; it holds the last three committed attn_qkv rows
+    ggml_tensor *log; // {log_size, slots of sequences} F32; DeltaShape says what is in it
+};
+
+constexpr uint32_t STARTED = 2; // so many verifies may be under way
+
+struct CacheParams {
+    uint32_t n_ctx, n_sequences, n_checkpoints, n_pages, n_rows, n_draft, n_chunk;
+    uint32_t n_block = 0; // a DFlash block has so many rows; 0 means that the engine drafts none
+    uint32_t n_top = 0; // so many candidates are kept of each draft; 0 means the draft alone
+    // The head may draft among this many first tokens of the vocabulary; 0 means that it does not.
+    uint32_t n_part = 0;
+    ggml_type kv_type;
+    // Returns how many pages one sequence can need. The rows of a step may lie behind n_ctx positions.
+    uint32_t max_pages() const { return (n_ctx + std::max(n_rows, n_block) + PAGE - 1) / PAGE; }
+    // Bytes that luce's own matmul wants on this device; 0 means that it does not run there.
+    uint64_t rowmm_scratch = 0;
+    // The largest matrix that a prefill writes out for cuBLAS takes so many bytes; 0 means that it writes out
+    // none.
+    uint64_t gemm_scratch = 0;
+};
+
+// A pool is a bag of equal things that are taken and given back. Pages are shared by count.
+class Pool {
+public:
+    explicit Pool(uint32_t n);
+    uint32_t n_free() const { return uint32_t(free_.size()); }
+    uint32_t users(int32_t id) const { return users_[size_t(id)]; }
+    int32_t take(); // it needs n_free() > 0
+    void share(int32_t id) { users_[size_t(id)]++; }
+    void release(int32_t id);
+
+private:
+    std::vector<int32_t> free_;
+    std::vector<uint32_t> users_;
+};
+
+// The cache is the device memory of an engine. It is described first, so that it can be counted, and then
+// allocated once.
+class Cache {
+public:
+    // head and drafter are null where the engine does not draft with them.
+    Cache(const Weights &weights, const HParams &hp, const NextN *head, const DFlash *drafter,
+          const CacheParams &params);
+
+    void allocate(const Device &device);
+
+    uint64_t kv_bytes() const { return kv_bytes_; }
+    // On a CPU the tables that steps write for the host are of the device's memory too.
+    uint64_t state_bytes(const Device &device) const { return state_bytes_ + (device.gpu ? 0 : host_bytes_); }
+    const CacheParams &params() const { return params_; }
+    uint32_t max_pages() const { return max_pages_; } // one sequence has at most so many
+    const KvCells &kv(uint32_t block) const { return kv_[block]; }
+    const DeltaState &delta(uint32_t block) const { return delta_[block]; }
+    bool has_head() const { return hidden_ != nullptr; }
+    const KvCells &head_kv() const { return head_kv_; }
+    bool has_drafter() const { return !drafter_kv_.empty(); }
+    const KvCells &drafter_kv(size_t layer) const { return drafter_kv_[layer]; }
+    // {bytes} I8; where matmuls count in it, it is zero between steps.
+    ggml_tensor *rowmm_scratch() const { return rowmm_scratch_; }
+    ggml_tensor *gemm_scratch() const { return gemm_scratch_; } // {bytes} I8
+    // {2, entries} I32 of what rows have chosen; an entry is a token, and a flag which is 1 where a logit was not finite.
+    ggml_tensor *drafts() const { return drafts_; }
+    // These are in host memory, which a GPU's kernels write too: the same entries, and {2 * n_top, the slots' entries} I32,
+    // as TopkArgs says, which is null where n_top is 0.
+    ggml_tensor *given() const { return given_; }
+    ggml_tensor *lists() const { return lists_; }
+    // {E, rows} F32: the target's after output_norm, or the head's.
+    ggml_tensor *hidden() const { return hidden_; }
+
+    // hidden_row() counts rows of `hidden`. A slot has two banks of n_rows rows, which verifies write in
+    // turn, and one row for its drafts.
+    int32_t hidden_row(int32_t slot, int32_t bank, int32_t row) const;
+    int32_t hidden_draft(int32_t slot) const { return hidden_row(slot, 2, 0); }
+    int32_t hidden_unused() const; // rows that only fill a step's width write here
+    // It stands before a timeline's first token, and is never written.
+    int32_t hidden_zero() const { return hidden_unused() + 1; }
+    // A slot has these entries of `drafts`: first those of the NextN head's chain, then those of the DFlash
+    // block. Behind those of all slots lie the choices of the verifies that may be under way.
+    uint32_t drafts_of_slot() const { return params_.n_draft + params_.n_block; }
+    int32_t draft_entry(int32_t slot, int32_t i) const { return slot * int32_t(drafts_of_slot()) + i; }
+    int32_t block_entry(int32_t slot, int32_t i) const {
+        return draft_entry(slot, i) + int32_t(params_.n_draft);
+    }
+    int32_t choice_entry(uint32_t verify, uint32_t row) const {
+        return draft_entry(int32_t(params_.n_sequences), int32_t(verify * MAX_ROWS + row));
+    }
+
+    Pool pages, sequence_slots, checkpoint_slots; // a checkpoint's slot is numbered after those of sequences
+
+    // pieces() lists all of a timeline that the device holds, in the order that saved bytes have: for each
+    // layer the K and V of its pages, or its state and window; the head's KV; the drafter's KV; the hidden
+    // row. It covers n_past positions in whole pages.
+    struct Piece {
+        ggml_tensor *tensor;
+        size_t offset, size;
+    };
+    std::vector<Piece> pieces(const std::vector<int32_t> &page_list, uint32_t n_past, int32_t slot,
+                              int32_t hidden) const;
+    // Returns the part of pieces() that is the recurrent state and the hidden row.
+    std::vector<Piece> state_pieces(int32_t slot, int32_t hidden) const;
+
+    // For tests: makes NaN, or what is as bad, of all pages and slots that nobody holds.
+    void poison();
+
+private:
+    void set_data(void *data); // it sets the data of all tensors
+
+    CacheParams params_;
+    uint32_t max_pages_;
+    std::vector<KvCells> kv_; // they are in the order of trunk blocks; entries are empty for DeltaNet
+    std::vector<DeltaState> delta_; // they are in the order of trunk blocks; entries are empty for attention
+    KvCells head_kv_{};
+    std::vector<KvCells> drafter_kv_; // they are in the order of the drafter's layers
+    ggml_tensor *hidden_ = nullptr, *drafts_ = nullptr, *given_ = nullptr, *lists_ = nullptr,
+                *rowmm_scratch_ = nullptr, *gemm_scratch_ = nullptr;
+    uint64_t kv_bytes_ = 0, state_bytes_ = 0, host_bytes_ = 0;
+    Context context_, host_context_;
+    Buffer buffer_, host_buffer_;
+};
+
+// A timeline is one sequence's bookkeeping: its committed tokens, where they lie, and its debts. It touches
+// no device memory.
+class Timeline {
+public:
+    explicit Timeline(Cache &cache); // it takes a slot, and fails with E_MEMORY when all are taken
+    ~Timeline();
+    Timeline(const Timeline &) = delete;
+    Timeline &operator=(const Timeline &) = delete;
+
+    void clear(); // it makes an empty timeline in the same slot
+    // Goes to a checkpoint and shares its pages. The caller copies the checkpoint's state to slot() and its
+    // hidden row to hidden().
+    void resume(const std::vector<int32_t> &tokens, const std::vector<int32_t> &pages);
+
+    const std::vector<int32_t> &tokens() const { return tokens_; } // these are the committed ones
+    uint32_t n_past() const { return uint32_t(tokens_.size()); }
+    uint32_t n_verified() const { return uint32_t(parents_.size()); }
+    int32_t slot() const { return slot_; }
+    int32_t hidden() const { return hidden_; } // it is the row of the last committed position
+    const std::vector<int32_t> &pages() const { return pages_; }
+    // True while nothing but prefill of whole pages brought it here.
+    bool prompt_only() const { return prompt_only_; }
+    bool in_debt() const {
+        return n_replay_ > 0 || n_move_ > 0 || n_move_head_ > 0 || n_move_drafter_ > 0 || n_owed_ > 0;
+    }
+    bool moves_head() const { return n_move_head_ > 0; } // a step of one row does not pay that
+    uint32_t n_owed() const { return n_owed_; } // so many rows at the end are to be fed to the head
+    // Owed row i is computed from this hidden row.
+    int32_t owed_hidden(int32_t i) const { return i == 0 ? owed_first_ : owed_row(i - 1); }
+
+    // Returns how many pages `n` more positions need beyond those that it has. take_pages() takes them, and
+    // as many have to be free.
+    uint32_t pages_wanted(uint32_t n) const;
+    void take_pages(uint32_t n);
+
+    // Fills in this sequence's part of a step. page_base says where its pages are in the step's table.
+    void fill(SeqCtl &seq, int32_t row0, int32_t n_rows, int32_t page_base) const;
+    // Where the next verify or prefill writes the hidden state of its row.
+    int32_t next_hidden(int32_t row) const;
+
+    // A step that has run is booked with one of these:
+    void appended(const int32_t *tokens, uint32_t n);
+    // Its rows are in the log; `fed` says whether they were fed to the head. No booking takes memory, so that none is done
+    // by half.
+    void verified(const std::vector<int32_t> &tokens, const std::vector<int32_t> &parents, bool fed);
+    void fed() { n_owed_ = 0; } // its owed rows were fed
+    void drafted(int32_t anchor, uint32_t n); // it drafted a chain of the NextN head
+    void drafted_block(int32_t anchor, uint32_t n); // it drafted a block, whose first n are wanted
+    void settled() { paid(); } // it had no rows of its own
+    // Fails with E_ARG unless it is a path from the root.
+    void check_path(const int32_t *path, uint32_t n) const;
+    void commit(const int32_t *path, uint32_t n);
+    // Returns the tokens up to a row of the last verify, itself included. Without a verify it returns the
+    // committed ones.
+    std::vector<int32_t> before(uint32_t row) const;
+    void discard() { parents_.clear(); } // it says that the verified rows are not wanted any more
+
+    int32_t draft_anchor() const { return draft_anchor_; }
+    // Counts those of the last draft, until the timeline moves on.
+    uint32_t n_drafted() const { return n_drafted_; }
+    int32_t draft_entry(int32_t i) const { return draft_entry_ + i; } // i counts within the last draft
+
+private:
+    void paid();
+    void drafted(int32_t anchor, uint32_t n, int32_t entry); // its drafts lie there
+    void release_pages();
+    int32_t owed_row(int32_t i) const { return cache_.hidden_row(slot_, hidden_bank_, i); }
+
+    Cache &cache_;
+    int32_t slot_;
+    std::vector<int32_t> tokens_, pages_;
+    bool fresh_ = true, prompt_only_ = true;
+    std::vector<int32_t> pending_; // these are the accepted rows of the last verify
+    uint32_t n_replay_ = 0, n_move_ = 0, n_move_head_ = 0, n_move_drafter_ = 0;
+    int32_t bank_ = 0; // this bank of the log holds the last verify's keys
+    int32_t hidden_ = 0;
+    int32_t hidden_bank_ = 0; // hidden_ is in this bank; the other one is written next, but by owed rows
+    uint32_t n_owed_ = 0; // hidden_ is the bank's row of the last one
+    int32_t owed_first_ = 0; // the first one is computed from this hidden row
+    bool fed_ = true; // the rows of the last verify were fed to the head
+    // They are those of the last verify, until it is committed or dropped.
+    std::vector<int32_t> parents_, verified_tokens_;
+    int32_t draft_anchor_ = 0, draft_entry_ = 0;
+    uint32_t n_drafted_ = 0;
+};
+
+} // namespace luce

@@ -1,0 +1,492 @@
+#include "engine/checkpoint.h"
+
+#include "luce_build.h" // CMake writes it
+
+#include <algorithm>
+#include <cstring>
+#include <system_error>
+
+namespace luce {
+namespace {
+
+// What has to be equal where the bytes are loaded, else a warm answer might not be the cold one. Text ends in zeros.
+struct Header {
+    char magic[8]; // it holds "LUCECHKP"
+    uint32_t version; // it is the number of this layout
+    uint32_t kv_type; // it is ggml's id of the type
+    uint64_t model; // it is Model::identity
+    uint64_t size; // it counts everything
+    uint64_t checksum; // it covers everything, with itself taken as 0
+    uint32_t n_past;
+    uint32_t n_chunk;
+    uint32_t has_head;
+    uint32_t has_drafter;
+    char build[24]; // it is LUCE_BUILD
+    char arithmetic[240]; // it is Model::arithmetic, as far as there is room
+};
+constexpr char MAGIC[8] = {'L', 'U', 'C', 'E', 'C', 'H', 'K', 'P'},
+               DUMP[8] = {'L', 'U', 'C', 'E', 'D', 'U', 'M', 'P'};
+constexpr uint32_t VERSION = 4;
+
+// save() reads as many bytes while it holds the engine, which takes under 1 ms.
+constexpr uint64_t PIECE = uint64_t(2) << 20;
+
+// Sums n bytes, 64 bits at a time, since states are hundreds of megabytes. They may come in parts, of which
+// all but the last are multiples of 8.
+class Checksum {
+public:
+    explicit Checksum(uint64_t n) : hash_(0x9e3779b97f4a7c15u ^ n) {}
+
+    Checksum &add(const uint8_t *data, uint64_t n) {
+        for (uint64_t i = 0; i < n; i += 8) {
+            uint64_t word = 0;
+            memcpy(&word, data + i, size_t(n - i < 8 ? n - i : 8));
+            hash_ = (hash_ ^ word) * 0xff51afd7ed558ccdu;
+            hash_ ^= hash_ >> 32;
+        }
+        return *this;
+    }
+    uint64_t value() const { return hash_; }
+
+private:
+    uint64_t hash_;
+};
+
+// Returns the checksum of a header and of `rest`, the bytes after it.
+uint64_t checksum(Header header, const Checksum &rest) {
+    header.checksum = 0;
+    const auto *data = reinterpret_cast<const uint8_t *>(&header);
+    return Checksum(sizeof(header)).add(data, sizeof(header)).value() ^ rest.value();
+}
+
+uint64_t checksum(const Header &header, const uint8_t *data) {
+    const uint64_t rest = header.size - sizeof(header);
+    return checksum(header, Checksum(rest).add(data + sizeof(header), rest));
+}
+
+uint64_t total(const std::vector<Cache::Piece> &pieces) {
+    uint64_t size = 0;
+    for (const Cache::Piece &p : pieces) {
+        size += p.size;
+    }
+    return size;
+}
+
+// Returns a piece as a tensor of bytes, for ggml's copies.
+ggml_tensor bytes(const Cache::Piece &p) {
+    ggml_tensor t = *p.tensor;
+    t.type = GGML_TYPE_I8;
+    t.ne[0] = int64_t(p.size);
+    t.ne[1] = t.ne[2] = t.ne[3] = 1;
+    t.nb[0] = 1;
+    t.nb[1] = t.nb[2] = t.nb[3] = p.size;
+    t.data = static_cast<uint8_t *>(p.tensor->data) + p.offset;
+    return t;
+}
+
+// Copies n bytes of all pieces, from their byte `begin` on.
+void fetch(ggml_backend_t stream, const std::vector<Cache::Piece> &pieces, uint8_t *to, uint64_t begin,
+           uint64_t n) {
+    for (const Cache::Piece &p : pieces) {
+        if (n == 0) {
+            return;
+        }
+        const uint64_t skipped = std::min(begin, uint64_t(p.size)), taken = std::min(n, p.size - skipped);
+        begin -= skipped;
+        if (taken > 0) {
+            ggml_backend_tensor_get_async(stream, p.tensor, to, p.offset + skipped, taken);
+            to += taken;
+            n -= taken;
+        }
+    }
+}
+
+void fetch(ggml_backend_t stream, const std::vector<Cache::Piece> &pieces, uint8_t *to) {
+    fetch(stream, pieces, to, 0, total(pieces));
+}
+
+// Copies the pieces on the CPU. It reads what no step writes: pages that a checkpoint shares, and its own slot.
+void copy_out(const std::vector<Cache::Piece> &pieces, uint8_t *to) {
+    for (const Cache::Piece &p : pieces) {
+        memcpy(to, static_cast<const uint8_t *>(p.tensor->data) + p.offset, p.size);
+        to += p.size;
+    }
+}
+
+void send(ggml_backend_t stream, const std::vector<Cache::Piece> &pieces, const uint8_t *from) {
+    for (const Cache::Piece &p : pieces) {
+        ggml_backend_tensor_set_async(stream, p.tensor, from, p.offset, p.size);
+        from += p.size;
+    }
+}
+
+void copy(ggml_backend_t stream, const std::vector<Cache::Piece> &from, const std::vector<Cache::Piece> &to) {
+    for (size_t i = 0; i < from.size(); i++) {
+        ggml_tensor source = bytes(from[i]), target = bytes(to[i]);
+        ggml_backend_tensor_copy_async(stream, stream, &source, &target);
+    }
+}
+
+// Lets `later` go on when `stream` is where it is now.
+void follow(ggml_backend_event_t event, ggml_backend_t stream, ggml_backend_t later) {
+    ggml_backend_event_record(event, stream);
+    ggml_backend_event_wait(later, event);
+}
+
+uint64_t header_and_tokens(uint32_t n_past) {
+    return sizeof(Header) + n_past * sizeof(int32_t);
+}
+
+template <size_t N> void put_text(char (&to)[N], const std::string &text) {
+    memcpy(to, text.data(), std::min(text.size(), N - 1)); // the rest is zeros
+}
+template <size_t N> std::string text_of(const char (&from)[N]) {
+    return std::string(from, strnlen(from, N));
+}
+
+Header header_of(uint64_t size, const Engine &engine, const std::vector<int32_t> &tokens,
+                 const char (&magic)[8]) {
+    Header h{};
+    memcpy(h.magic, magic, sizeof(magic));
+    h.version = VERSION;
+    h.kv_type = engine.params().cache.kv_type;
+    h.model = engine.model().identity();
+    h.size = size;
+    h.n_past = uint32_t(tokens.size());
+    h.n_chunk = engine.params().cache.n_chunk;
+    h.has_head = engine.cache().has_head();
+    h.has_drafter = engine.cache().has_drafter();
+    put_text(h.build, LUCE_BUILD);
+    put_text(h.arithmetic, engine.model().arithmetic());
+    return h;
+}
+
+void put_tokens(uint8_t *data, const std::vector<int32_t> &tokens) {
+    if (!tokens.empty()) {
+        memcpy(data + sizeof(Header), tokens.data(), tokens.size() * sizeof(int32_t));
+    }
+}
+
+Header read_header(const Engine &engine, const uint8_t *data, uint64_t size) {
+    const CacheParams &c = engine.params().cache;
+    const bool has_head = engine.cache().has_head();
+    Header h{};
+    if (size < sizeof(h)) {
+        fail(LUCE_E_ARG, "%llu bytes are no saved checkpoint", (unsigned long long) size);
+    }
+    memcpy(&h, data, sizeof(h));
+    if (memcmp(h.magic, MAGIC, sizeof(MAGIC)) != 0 || h.version != VERSION) {
+        fail(LUCE_E_ARG, "these bytes are no checkpoint saved by this version of luce");
+    }
+    if (h.size != size || h.checksum != checksum(h, data)) {
+        fail(LUCE_E_ARG, "the saved checkpoint is damaged: %llu of %llu bytes, or its checksum is wrong",
+             (unsigned long long) size, (unsigned long long) h.size);
+    }
+    Header own{};
+    put_text(own.build, LUCE_BUILD);
+    put_text(own.arithmetic, engine.model().arithmetic());
+    if (memcmp(h.build, own.build, sizeof(h.build)) != 0) {
+        fail(LUCE_E_ARG, "the checkpoint was saved by build %s of luce, this is build %s",
+             text_of(h.build).c_str(), own.build);
+    }
+    if (memcmp(h.arithmetic, own.arithmetic, sizeof(h.arithmetic)) != 0) {
+        fail(LUCE_E_ARG, "the checkpoint was computed on %s, this engine is on %s",
+             text_of(h.arithmetic).c_str(), own.arithmetic);
+    }
+    if (h.model != engine.model().identity()) {
+        fail(LUCE_E_ARG, "the checkpoint was saved with another model");
+    }
+    if (h.kv_type != uint32_t(c.kv_type)) {
+        fail(LUCE_E_ARG, "the checkpoint was saved with kv_type %s, this engine has %s",
+             h.kv_type < GGML_TYPE_COUNT ? type_name(ggml_type(h.kv_type)) : "?", type_name(c.kv_type));
+    }
+    if (h.has_head != uint32_t(has_head)) {
+        fail(LUCE_E_ARG, "the checkpoint was saved %s a NextN head, this engine is %s",
+             h.has_head ? "with" : "without", has_head ? "with one" : "without");
+    }
+    if (h.has_drafter != uint32_t(engine.cache().has_drafter())) {
+        fail(LUCE_E_ARG, "the checkpoint was saved %s a DFlash drafter, this engine is %s",
+             h.has_drafter ? "with" : "without", h.has_drafter ? "without one" : "with one");
+    }
+    if (h.n_chunk != c.n_chunk || h.n_past % PAGE != 0 || h.n_past == 0) {
+        fail(LUCE_E_ARG, "the checkpoint has %u tokens in chunks of %u, this engine's chunks have %u",
+             h.n_past, h.n_chunk, c.n_chunk);
+    }
+    return h;
+}
+
+} // namespace
+
+Checkpoint::Checkpoint(std::shared_ptr<Engine> engine, std::vector<int32_t> tokens)
+    : engine_(std::move(engine)), tokens_(std::move(tokens)) {
+    if (engine_->copies() != nullptr) {
+        event_ = ggml_backend_event_new(engine_->model().device().dev);
+    }
+}
+
+Checkpoint::~Checkpoint() {
+    close();
+    ggml_backend_event_free(event_);
+}
+
+void Checkpoint::close() {
+    if (copying_.valid()) {
+        settle(); // the CPU's copy reads what is given back here
+    }
+    if (leaving_ || arriving_) { // nobody waits for the copy here: the engine's next step comes after it
+        ggml_backend_event_wait(engine_->step().backend(), event_);
+        engine_->step().keep(host_);
+        leaving_ = arriving_ = false;
+    }
+    release_device();
+    host_.reset();
+}
+
+void Checkpoint::check_open() const {
+    if (slot_ < 0 && !host_) {
+        fail(LUCE_E_STATE, "the checkpoint was closed meanwhile");
+    }
+}
+
+// The body's pieces are the same for all checkpoints of n_past tokens, wherever they lie.
+std::vector<Cache::Piece> Checkpoint::pieces() const {
+    const Cache &cache = engine_->cache();
+    const int32_t slot = int32_t(engine_->params().cache.n_sequences) + (slot_ < 0 ? 0 : slot_);
+    const std::vector<int32_t> nowhere(slot_ < 0 ? n_past() / PAGE : 0, 0);
+    return cache.pieces(slot_ < 0 ? nowhere : pages_, n_past(), slot, cache.hidden_row(slot, 0, 0));
+}
+
+uint64_t Checkpoint::size() const {
+    return header_and_tokens(n_past()) + total(pieces());
+}
+
+void Checkpoint::take_device() {
+    Cache &cache = engine_->cache();
+    if (cache.checkpoint_slots.n_free() == 0) {
+        engine_->reclaim();
+    }
+    if (cache.checkpoint_slots.n_free() == 0) {
+        fail(LUCE_E_MEMORY, "all %u checkpoints that the engine has room for are on the device",
+             engine_->params().cache.n_checkpoints);
+    }
+    slot_ = cache.checkpoint_slots.take();
+}
+
+void Checkpoint::release_device() {
+    Cache &cache = engine_->cache();
+    for (const int32_t page : pages_) {
+        cache.pages.release(page);
+    }
+    pages_.clear();
+    if (slot_ >= 0) {
+        cache.checkpoint_slots.release(slot_);
+    }
+    slot_ = -1;
+}
+
+HostMemory Checkpoint::host_memory() const {
+    return pinned(engine_->model().device(), total(pieces()), "a checkpoint");
+}
+
+static uint8_t *base(const HostMemory &buffer) {
+    return static_cast<uint8_t *>(ggml_backend_buffer_get_base(buffer.get()));
+}
+
+std::shared_ptr<Checkpoint> Checkpoint::make(Sequence &sequence) {
+    sequence.check_usable();
+    const std::shared_ptr<Engine> &engine = sequence.engine();
+    const Timeline &line = sequence.line();
+    const uint32_t n_past = line.n_past();
+    if (n_past == 0 || n_past % PAGE != 0 || !line.prompt_only()) {
+        fail(LUCE_E_STATE,
+             "a checkpoint is made where prefill has ended a page of %d: the sequence has %u tokens%s", PAGE,
+             n_past, line.prompt_only() ? "" : ", not all of them from prefill in whole pages");
+    }
+    std::shared_ptr<Checkpoint> made(new Checkpoint(engine, line.tokens()), DeleteLocked());
+    made->take_device();
+    made->pages_.assign(line.pages().begin(), line.pages().begin() + n_past / PAGE);
+    for (const int32_t page : made->pages_) {
+        engine->cache().pages.share(page);
+    }
+    const int32_t slot = int32_t(engine->params().cache.n_sequences) + made->slot_;
+    copy(engine->step().backend(), engine->cache().state_pieces(line.slot(), line.hidden()),
+         engine->cache().state_pieces(slot, engine->cache().hidden_row(slot, 0, 0)));
+    return made;
+}
+
+void Checkpoint::to_host() {
+    settle();
+    if (slot_ < 0) {
+        return;
+    }
+    const std::vector<Cache::Piece> list = pieces();
+    HostMemory memory = host_memory();
+    engine_->leaving(weak_from_this());
+    if (ggml_backend_t stream = engine_->copies()) {
+        follow(event_, engine_->step().backend(), stream);
+        fetch(stream, list, base(memory));
+        ggml_backend_event_record(event_, stream);
+        leaving_ = true;
+    } else {
+        try {
+            copying_ = std::async(std::launch::async, copy_out, list, base(memory));
+            leaving_ = true;
+        } catch (const std::system_error &) { // no more threads are to be had
+            copy_out(list, base(memory));
+            release_device();
+        }
+    }
+    host_ = std::move(memory); // nothing is half done where memory lacks
+}
+
+void Checkpoint::to_device() {
+    settle();
+    if (slot_ >= 0) {
+        return;
+    }
+    check_open();
+    engine_->need_pages(n_past() / PAGE);
+    pages_.reserve(n_past() / PAGE);
+    take_device();
+    for (uint32_t i = 0; i < n_past() / PAGE; i++) {
+        pages_.push_back(engine_->cache().pages.take());
+    }
+    std::vector<Cache::Piece> list;
+    try {
+        list = pieces();
+    } catch (...) {
+        release_device();
+        throw;
+    }
+    if (ggml_backend_t stream = engine_->copies()) {
+        follow(event_, engine_->step().backend(), stream); // the copy waits for steps that used these pages
+        send(stream, list, base(host_));
+        ggml_backend_event_record(event_, stream);
+        arriving_ = true;
+    } else {
+        send(engine_->step().backend(), list, base(host_));
+        host_.reset();
+    }
+}
+
+void Checkpoint::settle() {
+    if (!leaving_ && !arriving_) {
+        return;
+    }
+    if (copying_.valid()) {
+        copying_.get();
+    } else {
+        engine_->step().wait(event_);
+    }
+    if (leaving_) {
+        release_device();
+    } else {
+        host_.reset();
+    }
+    leaving_ = arriving_ = false;
+}
+
+void Checkpoint::restore(Timeline &line) const {
+    Cache &cache = engine_->cache();
+    ggml_backend_t stream = engine_->step().backend();
+    if (slot_ >= 0) { // this is so while it leaves, too
+        if (arriving_) {
+            ggml_backend_event_wait(stream, event_);
+        }
+        line.resume(tokens_, pages_);
+        const int32_t slot = int32_t(engine_->params().cache.n_sequences) + slot_;
+        copy(stream, cache.state_pieces(slot, cache.hidden_row(slot, 0, 0)),
+             cache.state_pieces(line.slot(), line.hidden()));
+        return;
+    }
+    std::vector<int32_t> pages;
+    for (uint32_t i = 0; i < n_past() / PAGE; i++) {
+        pages.push_back(cache.pages.take());
+    }
+    line.resume(tokens_, pages);
+    for (const int32_t page : pages) { // these pages are the sequence's alone
+        cache.pages.release(page);
+    }
+    send(stream, cache.pieces(pages, n_past(), line.slot(), line.hidden()), base(host_));
+    engine_->step().keep(host_); // nothing waits here: a step after it does
+}
+
+void Checkpoint::read(uint64_t begin, uint64_t n, uint8_t *to) const {
+    check_open();
+    if (host_ && !leaving_) {
+        memcpy(to, base(host_) + begin, n);
+        return;
+    }
+    ggml_backend_t stream = engine_->step().backend();
+    fetch(stream, pieces(), to, begin, n);
+    engine_->step().synchronize();
+}
+
+void Checkpoint::save(uint8_t *data, uint64_t size) {
+    const uint64_t body = header_and_tokens(n_past());
+    put_tokens(data, tokens_);
+    Checksum rest(size - sizeof(Header));
+    rest.add(data + sizeof(Header), body - sizeof(Header));
+    for (uint64_t at = body; at < size; at += PIECE) {
+        const uint64_t n = std::min(PIECE, size - at);
+        {
+            const std::lock_guard<std::recursive_mutex> lock(engine_->mutex());
+            read(at - body, n, data + at);
+        }
+        rest.add(data + at, n); // steps that waited for the piece run meanwhile
+    }
+    Header h = header_of(size, *engine_, tokens_, MAGIC);
+    h.checksum = checksum(h, rest);
+    memcpy(data, &h, sizeof(h));
+    const std::lock_guard<std::recursive_mutex> lock(engine_->mutex());
+    settle();
+}
+
+std::shared_ptr<Checkpoint> Checkpoint::load(std::shared_ptr<Engine> engine, const uint8_t *data,
+                                             uint64_t size) {
+    const Header h = read_header(*engine, data, size);
+    if (header_and_tokens(h.n_past) > size) {
+        fail(LUCE_E_ARG, "the saved checkpoint's %u tokens do not fit into its %llu bytes", h.n_past,
+             (unsigned long long) size);
+    }
+    std::vector<int32_t> tokens(h.n_past);
+    memcpy(tokens.data(), data + sizeof(h), h.n_past * sizeof(int32_t));
+    engine->check_tokens(tokens.data(), h.n_past);
+    std::shared_ptr<Checkpoint> made(new Checkpoint(std::move(engine), std::move(tokens)), DeleteLocked());
+    if (made->size() != size) {
+        fail(LUCE_E_ARG, "the saved checkpoint's layout is another: %llu bytes, expected %llu",
+             (unsigned long long) size, (unsigned long long) made->size());
+    }
+    made->host_ = made->host_memory();
+    memcpy(base(made->host_), data + header_and_tokens(h.n_past), size - header_and_tokens(h.n_past));
+    return made;
+}
+
+uint64_t dump(Sequence &sequence, uint8_t *data, uint64_t size) {
+    sequence.check_usable();
+    Engine &engine = *sequence.engine();
+    const Timeline &line = sequence.line();
+    const auto pieces = [&] {
+        return line.n_past() == 0
+                   ? std::vector<Cache::Piece>()
+                   : engine.cache().pieces(line.pages(), line.n_past(), line.slot(), line.hidden());
+    };
+    const uint64_t needed = header_and_tokens(line.n_past()) + total(pieces());
+    if (data == nullptr) {
+        return needed;
+    }
+    if (size < needed) {
+        fail(LUCE_E_ARG, "size is %llu, the sequence takes %llu bytes", (unsigned long long) size,
+             (unsigned long long) needed);
+    }
+    sequence.settle();
+    fetch(engine.step().backend(), pieces(), data + header_and_tokens(line.n_past()));
+    engine.step().synchronize();
+    put_tokens(data, line.tokens());
+    Header h = header_of(needed, engine, line.tokens(), DUMP);
+    h.checksum = checksum(h, data);
+    memcpy(data, &h, sizeof(h));
+    return needed;
+}
+
+} // namespace luce

@@ -1,0 +1,72 @@
+// A checkpoint is a position that sequences can start from. It has whole pages of KV, shared by count, and a
+// copy of the recurrent state, the conv windows and the last hidden row. It lives on the device (pages and a
+// slot), in host memory, or as bytes.
+//
+// Saved bytes are: header | tokens i32[n_past] | body, where the body is the pieces of Cache::pieces one
+// after the other. They depend on the committed tokens alone. Host memory holds the body.
+#pragma once
+
+#include "engine/sequence.h"
+
+#include <future>
+
+namespace luce {
+
+// Shared with copies to the device that are on their way (Step::keep).
+using HostMemory = std::shared_ptr<struct ggml_backend_buffer>;
+
+class Checkpoint : public std::enable_shared_from_this<Checkpoint> {
+public:
+    static std::shared_ptr<Checkpoint> make(Sequence &sequence);
+    // load() takes no lock, since what it reads of the engine never changes.
+    static std::shared_ptr<Checkpoint> load(std::shared_ptr<Engine> engine, const uint8_t *data,
+                                            uint64_t size);
+    ~Checkpoint();
+
+    const std::shared_ptr<Engine> &engine() const { return engine_; }
+    const std::vector<int32_t> &tokens() const { return tokens_; }
+    uint32_t n_past() const { return uint32_t(tokens_.size()); }
+    bool on_device() const { return slot_ >= 0 && !leaving_; }
+    // Its copy to the host runs; its pages and slot are free after it.
+    bool leaving() const { return leaving_; }
+    const std::vector<int32_t> &pages() const { return pages_; } // these are the ones on the device
+    uint64_t size() const; // it says how many bytes save() writes
+
+    void to_host();
+    void to_device();
+    void settle(); // it waits for a copy that is on its way, and gives back what it leaves
+    // Gives back all that it holds. What runs on it in another thread fails with E_STATE.
+    void close();
+    void check_open() const;
+    // Writes size() bytes. It is called without the engine's lock, and takes it for one piece of the bytes at
+    // a time. So steps go on beside it, and the checkpoint may be moved meanwhile.
+    void save(uint8_t *data, uint64_t size);
+    // Says how many free pages restore() needs.
+    uint32_t pages_wanted() const { return slot_ >= 0 ? 0 : n_past() / PAGE; }
+    void restore(Timeline &line) const; // it brings the timeline to this position
+
+private:
+    Checkpoint(std::shared_ptr<Engine> engine, std::vector<int32_t> tokens);
+
+    std::vector<Cache::Piece> pieces() const; // these are the ones on the device
+    void take_device(); // it takes pages and a slot, and fails with E_MEMORY when they lack
+    void release_device();
+    HostMemory host_memory() const;
+    void read(uint64_t begin, uint64_t n, uint8_t *to) const; // it copies n bytes of the body
+
+    std::shared_ptr<Engine> engine_;
+    std::vector<int32_t> tokens_;
+    std::vector<int32_t> pages_; // they count while there is a slot_
+    int32_t slot_ = -1; // it is one of Cache::checkpoint_slots; -1 means that it is not on the device
+    // It holds the body, which nothing changes. It is null while the body is not in host memory.
+    HostMemory host_;
+    bool leaving_ = false, arriving_ = false; // a copy is on its way
+    ggml_backend_event_t event_ = nullptr; // it marks the copy's end, and is null on the CPU
+    std::future<void> copying_; // it is the copy of one that leaves, on the CPU
+};
+
+// Writes the committed state of a sequence as bytes, in the form of a checkpoint, and returns their number.
+// Prefill in chunks need not have brought the sequence there. Where data is null it only returns the number.
+uint64_t dump(Sequence &sequence, uint8_t *data, uint64_t size);
+
+} // namespace luce

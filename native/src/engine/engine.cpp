@@ -1,0 +1,370 @@
+#include "engine/engine.h"
+
+#include "engine/checkpoint.h"
+#include "engine/sequence.h"
+#include "ops/matmul.h"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <thread>
+
+namespace luce {
+namespace {
+
+ggml_type kv_type_of(const char *name) {
+    static const struct {
+        const char *name;
+        ggml_type type;
+    } list[] = {
+        {"f16", GGML_TYPE_F16}, {"q8_0", GGML_TYPE_Q8_0}, {"q4_0", GGML_TYPE_Q4_0}, {"f32", GGML_TYPE_F32}};
+    for (const auto &entry : list) {
+        if (name == nullptr || strcmp(name, entry.name) == 0) {
+            return entry.type;
+        }
+    }
+    fail(LUCE_E_ARG, "kv_type '%s': luce has f16, q8_0, q4_0 and f32", name);
+}
+
+uint32_t in_range(const char *what, uint32_t value, uint32_t fallback, uint32_t hi) {
+    const uint32_t v = value == 0 ? fallback : value;
+    if (v > hi) {
+        fail(LUCE_E_ARG, "%s is %u, expected 1 to %u", what, v, hi);
+    }
+    return v;
+}
+
+const NextN *head_of(const Model &model, const EngineParams &params) {
+    return params.cache.n_draft > 0 ? model.weights().head.get() : nullptr;
+}
+
+uint32_t block_rows(const Model &model, const luce_engine_params &params) {
+    if (params.blocks > 1) {
+        fail(LUCE_E_ARG, "blocks is %u, expected 0 or 1", params.blocks);
+    }
+    if (params.blocks == 1 && !model.weights().drafter) {
+        fail(LUCE_E_ARG, "blocks are to be drafted, but the model was opened without a DFlash drafter");
+    }
+    return params.blocks == 1 ? model.weights().drafter->block_size : 0;
+}
+
+Cache make_cache(const Model &model, const EngineParams &params) {
+    const DFlash *drafter = params.cache.n_block > 0 ? model.weights().drafter.get() : nullptr;
+    return Cache(model.weights(), model.hparams(), head_of(model, params), drafter, params.cache);
+}
+
+} // namespace
+
+EngineParams Engine::resolve(const Model &model, const luce_engine_params *p) {
+    luce_engine_params none{};
+    p = p == nullptr ? &none : p;
+    const uint32_t trained = model.hparams().n_ctx_train;
+    const uint32_t cores = std::max(1u, std::thread::hardware_concurrency());
+    EngineParams out{};
+    CacheParams &c = out.cache;
+    c.n_ctx = in_range("n_ctx", p->n_ctx, std::min(trained, 4096u), trained);
+    c.n_sequences = in_range("n_sequences", p->n_sequences, 1, MAX_ROWS);
+    c.n_checkpoints = p->n_checkpoints;
+    c.n_draft = p->n_draft;
+    c.n_block = block_rows(model, *p);
+    c.n_top = p->n_top;
+    c.n_part = p->n_part;
+    c.n_rows =
+        in_range("n_rows", p->n_rows, std::max(std::min(c.n_draft, uint32_t(LUCE_MAX_DRAFT)) + 1, c.n_block),
+                 LUCE_MAX_ROWS);
+    c.n_chunk = in_range("n_chunk", p->n_chunk, model.device().gpu ? 2048 : 512, 4096);
+    c.kv_type = kv_type_of(p->kv_type);
+    out.n_threads = in_range("n_threads", p->n_threads, std::min(cores, 16u), 512);
+    if (c.n_checkpoints > 1024) {
+        fail(LUCE_E_ARG, "n_checkpoints is %u, expected 0 to 1024", c.n_checkpoints);
+    }
+    if (c.n_chunk % LUCE_PAGE != 0) {
+        fail(LUCE_E_ARG, "n_chunk is %u, expected a multiple of %d", c.n_chunk, LUCE_PAGE);
+    }
+    if (c.n_draft > LUCE_MAX_DRAFT || (c.n_draft > 0 && c.n_rows <= c.n_draft)) {
+        fail(LUCE_E_ARG, "n_draft is %u, expected 0 to %d, and below n_rows, which is %u", c.n_draft,
+             LUCE_MAX_DRAFT, c.n_rows);
+    }
+    if (c.n_top > TOPK_MAX || (c.n_top > 0 && c.n_draft == 0 && c.n_block == 0)) {
+        fail(LUCE_E_ARG, "n_top is %u, expected 0 to %d, and 0 in an engine without drafts", c.n_top,
+             TOPK_MAX);
+    }
+    if (c.n_top > 0 && model.hparams().n_vocab > TOPK_MAX_N) {
+        fail(LUCE_E_UNSUPPORTED, "lists of drafts are made of up to %lld tokens, the vocabulary has %u",
+             (long long) TOPK_MAX_N, model.hparams().n_vocab);
+    }
+    if (c.n_part > 0 && (c.n_part % 128 != 0 || c.n_part >= model.hparams().n_vocab || c.n_draft == 0)) {
+        fail(LUCE_E_ARG, "n_part is %u, expected 0, or with n_draft a multiple of 128 below %u", c.n_part,
+             model.hparams().n_vocab);
+    }
+    if (c.n_draft > 0 && !model.weights().head) {
+        fail(LUCE_E_ARG, "n_draft is %u, but the model was opened without a NextN head", c.n_draft);
+    }
+#ifdef LUCE_USE_CUDA
+    if (model.device().gpu) {
+        make_current(model.device());
+        c.rowmm_scratch = uint64_t(launch_scratch_bytes());
+        c.gemm_scratch = model.largest_layer_matrix() * 2; // the matrix is written out as F16
+    }
+#endif
+    c.n_pages = in_range("n_pages", p->n_pages,
+                         c.max_pages() * (c.n_sequences + (c.n_checkpoints > 0 ? 1 : 0)), 1u << 22);
+    return out;
+}
+
+luce_memory Engine::plan(const Model &model, const EngineParams &params) {
+    const Cache cache = make_cache(model, params);
+    return memory_of(model, cache, Step::measure(model, cache, params));
+}
+
+luce_memory Engine::memory_of(const Model &model, const Cache &cache, const StepSizes &sizes) {
+    luce_memory m{};
+    m.weights = model.weight_bytes();
+    m.kv = cache.kv_bytes();
+    m.state = cache.state_bytes(model.device());
+    m.compute = sizes.compute + sizes.inputs;
+    m.other = sizes.other;
+    m.total = m.kv + m.state + m.compute + m.other + (model.device().gpu ? m.weights : 0);
+    uint64_t total = 0;
+    model.device().memory(&m.device_free, &total);
+    return m;
+}
+
+Engine::Engine(std::shared_ptr<const Model> model, const EngineParams &params)
+    : model_(std::move(model)), params_(params), cache_(make_cache(*model_, params)) {
+    const StepSizes sizes = Step::measure(*model_, cache_, params);
+    const luce_memory need = memory_of(*model_, cache_, sizes);
+    check_memory(
+        model_->device(), need.kv + need.state + need.compute + need.other,
+        format("an engine of %u sequences with %u positions", params.cache.n_sequences, params.cache.n_ctx)
+            .c_str());
+    cache_.allocate(model_->device());
+    step_ = std::make_unique<Step>(*model_, cache_, params_, sizes);
+    flights_.reserve(STARTED);
+    if (model_->device().gpu) {
+        copies_ = make_backend(model_->device(), 1);
+    }
+}
+
+luce_engine_info Engine::info() const {
+    const CacheParams &c = params_.cache;
+    luce_engine_info out{};
+    out.memory_bytes = cache_.kv_bytes() + cache_.state_bytes(model_->device()) + step_->allocated();
+    out.n_ctx = c.n_ctx;
+    out.n_sequences = c.n_sequences;
+    out.n_checkpoints = c.n_checkpoints;
+    out.n_pages = c.n_pages;
+    out.n_rows = c.n_rows;
+    out.n_draft = c.n_draft;
+    out.n_block = c.n_block;
+    out.n_top = c.n_top;
+    out.n_part = c.n_part;
+    out.n_chunk = c.n_chunk;
+    out.n_threads = params_.n_threads;
+    out.pages_free = cache_.pages.n_free();
+    out.sequences_free = cache_.sequence_slots.n_free();
+    out.checkpoints_free = cache_.checkpoint_slots.n_free();
+    // For each page, how many checkpoints hold it only until their copies end.
+    std::map<int32_t, uint32_t> leaving;
+    for (const std::weak_ptr<Checkpoint> &each : leaving_) {
+        if (const std::shared_ptr<Checkpoint> checkpoint = each.lock(); checkpoint && checkpoint->leaving()) {
+            out.checkpoints_free++;
+            for (const int32_t page : checkpoint->pages()) {
+                leaving[page]++;
+            }
+        }
+    }
+    for (const auto &[page, users] : leaving) {
+        out.pages_free += users == cache_.pages.users(page);
+    }
+    return out;
+}
+
+// ---- what steps need ----
+
+void Engine::check_tokens(const int32_t *tokens, uint32_t n) const {
+    for (uint32_t i = 0; i < n; i++) {
+        if (tokens[i] < 0 || uint32_t(tokens[i]) >= n_vocab()) {
+            fail(LUCE_E_ARG, "token %u is %d, expected 0 to %u", i, tokens[i], n_vocab() - 1);
+        }
+    }
+}
+
+void Engine::check_cancelled() {
+    if (cancel_.take()) {
+        fail(LUCE_E_CANCELLED, "cancelled");
+    }
+}
+
+void Engine::leaving(std::weak_ptr<Checkpoint> checkpoint) {
+    const auto has_left = [](const std::weak_ptr<Checkpoint> &each) {
+        const std::shared_ptr<Checkpoint> known = each.lock();
+        return !known || !known->leaving();
+    };
+    leaving_.erase(std::remove_if(leaving_.begin(), leaving_.end(), has_left), leaving_.end());
+    leaving_.push_back(std::move(checkpoint));
+}
+
+void Engine::reclaim() {
+    for (const std::weak_ptr<Checkpoint> &each : leaving_) {
+        if (const std::shared_ptr<Checkpoint> checkpoint = each.lock()) {
+            checkpoint->settle();
+        }
+    }
+    leaving_.clear();
+}
+
+void Engine::need_pages(uint32_t n) {
+    if (n > cache_.pages.n_free()) {
+        reclaim();
+    }
+    if (n > cache_.pages.n_free()) {
+        fail(LUCE_E_MEMORY, "%u KV pages of %d positions are needed, %u of %u are free", n, PAGE,
+             cache_.pages.n_free(), params_.cache.n_pages);
+    }
+}
+
+void Engine::feed_head(Timeline &line) {
+    if (line.n_owed() == 0) {
+        return;
+    }
+    Batch batch(step_->feed_host(line.slot()), cache_);
+    batch.add_owed(line);
+    const uint32_t width = step_->feed_width(batch.n_rows());
+    batch.fill_up(width);
+    step_->feed(width, uint32_t(line.slot()), batch.n_pages());
+    line.fed();
+}
+
+// ---- the round ----
+
+uint32_t Engine::most_drafts(Source source) const {
+    const CacheParams &c = params_.cache;
+    const bool block = source == Source::dflash, part = source == Source::part;
+    if ((block ? c.n_block : part ? c.n_part : c.n_draft) == 0) {
+        fail(LUCE_E_STATE, "the engine was opened without drafts of this source (%s 0)",
+             block  ? "blocks"
+             : part ? "n_part"
+                    : "n_draft");
+    }
+    return block ? c.n_block - 1 : c.n_draft;
+}
+
+void Engine::draft(Source source, const DraftItem *items, uint32_t n_items) {
+    settle();
+    check_cancelled();
+    begin_draft(source, items, n_items);
+}
+
+void Engine::begin_draft(Source source, const DraftItem *items, uint32_t n_items) {
+    const CacheParams &c = params_.cache;
+    const bool block = source == Source::dflash;
+    const uint32_t most = most_drafts(source);
+    uint32_t pages = 0;
+    for (uint32_t i = 0; i < n_items; i++) {
+        const DraftItem &item = items[i];
+        const Timeline &line = item.sequence->line();
+        item.sequence->check_usable();
+        if (item.n < 1 || item.n > most) {
+            fail(LUCE_E_ARG, "a draft has 1 to %u tokens, got %u", most, item.n);
+        }
+        check_tokens(&item.anchor, 1);
+        if (line.n_past() == 0) {
+            fail(LUCE_E_STATE, "a draft needs a committed token: prefill comes first");
+        }
+        if (line.n_past() + item.n >= c.n_ctx) {
+            fail(LUCE_E_CONTEXT, "%u drafts would reach position %u of a context of %u", item.n,
+                 line.n_past() + item.n, c.n_ctx);
+        }
+        pages += line.pages_wanted(block ? c.n_block : item.n);
+    }
+    need_pages(pages);
+    block ? draft_blocks(items, n_items) : draft_chains(items, n_items, source == Source::part);
+}
+
+// A step for each link, of those whose chains are so long: one that fails takes these sequences along alone.
+void Engine::draft_chains(const DraftItem *items, uint32_t n_items, bool part) {
+    uint32_t longest = 0;
+    for (uint32_t i = 0; i < n_items; i++) {
+        longest = std::max(longest, items[i].n);
+    }
+    if (n_items == 1 && longest > 1 && step_->has_chains()) {
+        in_step([&] { draft_chain(items[0], part); });
+        return;
+    }
+    for (uint32_t link = 0; link < longest; link++) {
+        in_step([&] { draft_link(items, n_items, link, part); });
+    }
+}
+
+// A step of all links of one sequence's chain.
+void Engine::draft_chain(const DraftItem &item, bool part) {
+    Sequence &sequence = *item.sequence;
+    sequence.begin_step();
+    for (uint32_t link = 0; link < item.n; link++) {
+        Batch batch(step_->draft_host(link), cache_);
+        if (link == 0) {
+            sequence.line().take_pages(item.n);
+            feed_head(sequence.line());
+        }
+        batch.add_draft(sequence.line(), sequence.choice_ctl(), item.anchor, link);
+    }
+    step_->draft_chain(item.n, part);
+    sequence.line().drafted(item.anchor, item.n);
+    sequence.fail_with("");
+}
+
+void Engine::draft_link(const DraftItem *items, uint32_t n_items, uint32_t link, bool part) {
+    for (uint32_t i = 0; link == 0 && i < n_items; i++) {
+        items[i].sequence->begin_step(); // all of them fail with it, also those that it has not come to
+    }
+    Batch batch(step_->draft_host(link), cache_);
+    for (uint32_t i = 0; i < n_items; i++) {
+        if (items[i].n > link) {
+            Sequence &sequence = *items[i].sequence;
+            if (link == 0) {
+                sequence.line().take_pages(items[i].n);
+                feed_head(sequence.line());
+            }
+            batch.add_draft(sequence.line(), sequence.choice_ctl(), items[i].anchor, link);
+        }
+    }
+    const uint32_t width = step_->draft_width(batch.n_rows());
+    batch.fill_up(width);
+    step_->draft(width, link, batch.n_pages(), part);
+    for (uint32_t i = 0; i < n_items; i++) {
+        if (items[i].n == link + 1) {
+            items[i].sequence->line().drafted(items[i].anchor, items[i].n);
+            items[i].sequence->fail_with("");
+        }
+    }
+}
+
+// A step for as many blocks as it has room for.
+void Engine::draft_blocks(const DraftItem *items, uint32_t n_items) {
+    const uint32_t at_once = blocks_at_once(params_.cache);
+    for (uint32_t first = 0; first < n_items; first += at_once) {
+        in_step(
+            [&] { draft_some_blocks(items + first, std::min(at_once, n_items - first), first / at_once); });
+    }
+}
+
+void Engine::draft_some_blocks(const DraftItem *items, uint32_t n_items, uint32_t index) {
+    const DFlash &drafter = *model_->weights().drafter;
+    for (uint32_t i = 0; i < n_items; i++) {
+        items[i].sequence->begin_step();
+    }
+    Batch batch(step_->block_host(index), cache_);
+    for (uint32_t i = 0; i < n_items; i++) {
+        Sequence &sequence = *items[i].sequence;
+        sequence.line().take_pages(drafter.block_size);
+        batch.add_block(sequence.line(), sequence.choice_ctl(), items[i].anchor, drafter.mask_token);
+    }
+    step_->block(n_items * drafter.block_size, index, batch.n_pages());
+    for (uint32_t i = 0; i < n_items; i++) {
+        items[i].sequence->line().drafted_block(items[i].anchor, items[i].n);
+        items[i].sequence->end_step(Sequence::Rows::block, items[i].n + 1, i * drafter.block_size);
+    }
+}
+
+} // namespace luce

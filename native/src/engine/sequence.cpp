@@ -1,0 +1,242 @@
+#include "engine/sequence.h"
+
+#include "cpu/sampler.h"
+#include "engine/checkpoint.h"
+#include "engine/tree.h"
+
+#include <cstring>
+
+namespace luce {
+
+Sequence::Sequence(std::shared_ptr<Engine> engine) : engine_(std::move(engine)), line_(engine_->cache()) {
+    failure_.reserve(32); // begin_step() takes no memory
+}
+
+luce_sequence_info Sequence::info() const {
+    luce_sequence_info out{};
+    out.n_past = line_.n_past();
+    out.n_verified = line_.n_verified();
+    out.n_pages = uint32_t(line_.pages().size());
+    out.failed = !failure_.empty();
+    return out;
+}
+
+void Sequence::set_penalties(const luce_penalties *penalties) {
+    Penalties checked;
+    if (penalties != nullptr) {
+        checked = check_penalties(*penalties, engine_->n_vocab());
+        engine_->step().have_logits();
+    }
+    penalties_ = std::move(checked);
+    chooses_ = penalties != nullptr;
+}
+
+void Sequence::fail_with(const char *why) noexcept {
+    try {
+        failure_ = why;
+    } catch (const std::bad_alloc &) {
+        begin_step();
+    }
+}
+
+void Sequence::check_usable() const {
+    if (!failure_.empty()) {
+        fail(LUCE_E_STATE, "the sequence has failed (%s): reset, resume or close it", failure_.c_str());
+    }
+}
+
+void Sequence::end_step(Rows rows, uint32_t n_rows, uint32_t first_row) {
+    failure_.clear();
+    serial_ = engine_->step().serial();
+    rows_ = rows;
+    n_rows_ = n_rows;
+    first_row_ = first_row;
+}
+
+void Sequence::reset() {
+    line_.clear();
+    lookup_.reset();
+    failure_.clear();
+    serial_ = 0;
+}
+
+int32_t checked(const Choice &choice, uint64_t position) {
+    if (choice.not_finite) {
+        fail(LUCE_E_NUMERIC,
+             "the logits of position %llu are not finite: the weights are damaged, or the model overflows; "
+             "the "
+             "sequence has failed",
+             (unsigned long long) (position - 1));
+    }
+    return choice.token;
+}
+
+void Sequence::prefill(const int32_t *tokens, uint32_t n, int32_t *choice) {
+    engine_->check_cancelled();
+    check_usable();
+    engine_->check_tokens(tokens, n);
+    const CacheParams &c = engine_->params().cache;
+    const uint32_t past = line_.n_past(), room = c.n_chunk - past % c.n_chunk;
+    if (n > room) {
+        fail(LUCE_E_ARG, "%u tokens after %u pass the end of a chunk of %u: %u at most", n, past, c.n_chunk,
+             room);
+    }
+    if (n > c.n_ctx - past) {
+        fail(LUCE_E_CONTEXT, "%u tokens after %u do not fit into a context of %u", n, past, c.n_ctx);
+    }
+    engine_->need_pages(line_.pages_wanted(n));
+    engine_->in_step([&] {
+        Step &step = engine_->step();
+        begin_step();
+        line_.take_pages(n);
+        engine_->feed_head(line_);
+        const uint32_t n_pages =
+            fill_prefill(step.prefill_host(), line_, choice_, tokens, n, engine_->cache());
+        if (chooses_ && choice != nullptr) {
+            step.fetch_logits(0, 1);
+        }
+        step.prefill(n, past, choice != nullptr, n_pages);
+        line_.appended(tokens, n);
+        end_step(Rows::prompt, 1, 0);
+    });
+    if (choice != nullptr) {
+        try {
+            *choice = checked(*engine_->step().choices(), past + n);
+        } catch (const Error &e) {
+            fail_with(e.what());
+            throw;
+        }
+    }
+}
+
+void Sequence::check_drafted(uint32_t n) const {
+    check_usable();
+    if (n < 1 || n > line_.n_drafted()) {
+        fail(LUCE_E_ARG, "the last draft has %u tokens, got %u", line_.n_drafted(), n);
+    }
+}
+
+void Sequence::get_draft(int32_t *tokens, uint32_t n) {
+    check_drafted(n);
+    const auto entry = [&](uint32_t i) { return engine_->step().drafted(line_.draft_entry(int32_t(i))); };
+    for (uint32_t i = 0; i < n; i++) {
+        if (entry(i).not_finite) {
+            fail(LUCE_E_NUMERIC,
+                 "the logits of draft %u are not finite: the weights that drafted it are damaged", i);
+        }
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        tokens[i] = entry(i).token;
+    }
+}
+
+void Sequence::get_lists(int32_t *ids, float *scores, uint32_t depth, uint32_t k) {
+    const uint32_t n_top = engine_->params().cache.n_top;
+    if (k < 1 || k > n_top) {
+        fail(LUCE_E_ARG, "the engine keeps %u candidates of a draft, got %u", n_top, k);
+    }
+    check_drafted(depth);
+    // They come with the drafts, in one wait.
+    const int32_t *lists = engine_->step().listed(line_.draft_entry(0));
+    std::vector<int32_t> drafts(depth);
+    get_draft(drafts.data(), depth);
+    for (uint32_t i = 0; i < depth; i++) {
+        const int32_t *list = lists + size_t(i) * 2 * n_top;
+        std::vector<int32_t> best(list, list + n_top);
+        std::vector<float> score(n_top);
+        memcpy(score.data(), list + n_top, n_top * sizeof(float));
+        if (choice_.scale > 0) {
+            add_noise(choice_, line_.n_past() + i + 1, drafts[i], best.data(), score.data(), n_top);
+        }
+        std::copy(best.begin(), best.begin() + k, ids + size_t(i) * k);
+        std::copy(score.begin(), score.begin() + k, scores + size_t(i) * k);
+    }
+}
+
+uint32_t Sequence::lookup(int32_t anchor, int32_t *draft, uint32_t most, uint32_t *matched) {
+    check_usable();
+    engine_->check_tokens(&anchor, 1);
+    if (!lookup_) {
+        lookup_ = std::make_unique<Lookup>(engine_->params().cache.n_ctx);
+    }
+    return lookup_->find(line_.tokens(), anchor, draft, most, matched);
+}
+
+void Sequence::commit(const int32_t *path, uint32_t n) {
+    check_usable();
+    if (line_.n_verified() == 0) {
+        fail(LUCE_E_STATE, "there is nothing to commit: verify comes first");
+    }
+    line_.check_path(path, n);
+    line_.commit(path, n);
+}
+
+void Sequence::read_logits(uint32_t row, float *out) {
+    check_usable();
+    if (serial_ == 0 || serial_ != engine_->step().serial()) {
+        fail(LUCE_E_STATE, "the engine has run another step since: read logits before the next one");
+    }
+    if (row >= n_rows_) {
+        fail(LUCE_E_ARG, "row %u: the last step had %u of this sequence", row, n_rows_);
+    }
+    engine_->step().read_logits(first_row_ + row, out);
+}
+
+const float *Sequence::logits(uint32_t row) {
+    logits_.resize(engine_->n_vocab());
+    read_logits(row, logits_.data());
+    return logits_.data();
+}
+
+int32_t Sequence::choose(uint32_t row, const uint8_t *mask, uint64_t mask_size) {
+    logits(row);
+    if (rows_ == Rows::block || (rows_ == Rows::verified && line_.n_verified() == 0)) {
+        fail(LUCE_E_STATE, "there is nothing to choose: its last rows are %s",
+             rows_ == Rows::block ? "a drafter's" : "committed, or dropped");
+    }
+    const std::vector<int32_t> before = line_.before(row);
+    penalise(logits_.data(), engine_->n_vocab(), penalties_, before);
+    if (mask != nullptr) {
+        apply_mask(logits_.data(), engine_->n_vocab(), mask, mask_size);
+    }
+    return luce::choose(logits_.data(), engine_->n_vocab(), choice_, before.size());
+}
+
+void Sequence::settle() {
+    check_usable();
+    line_.discard();
+    if (!line_.in_debt()) {
+        return;
+    }
+    engine_->in_step([&] {
+        Step &step = engine_->step();
+        begin_step();
+        engine_->feed_head(line_);
+        Batch batch(step.verify_host(), engine_->cache());
+        batch.add_verify(line_, choice_, 0, nullptr, nullptr);
+        const uint32_t width = step.verify_width(line_.moves_head() ? 2 : 1);
+        batch.fill_up(width);
+        step.verify(width, 0, batch.n_pages());
+        line_.settled();
+        fail_with("");
+    });
+}
+
+void Sequence::resume(const Checkpoint &checkpoint) {
+    const CacheParams &c = engine_->params().cache;
+    if (checkpoint.n_past() >= c.n_ctx) {
+        fail(LUCE_E_CONTEXT, "a checkpoint of %u tokens leaves no room in a context of %u",
+             checkpoint.n_past(), c.n_ctx);
+    }
+    checkpoint.check_open();
+    engine_->need_pages(checkpoint.pages_wanted());
+    engine_->in_step([&] {
+        begin_step();
+        lookup_.reset();
+        checkpoint.restore(line_);
+        failure_.clear();
+        serial_ = 0;
+    });
+}
+
+} // namespace luce

@@ -1,0 +1,28 @@
+#include "graph/architecture.h"
+
+#include "graph/qwen35.h"
+
+namespace luce {
+
+// This is the table. An architecture is a row here and has files of its own.
+static const Architecture *const ARCHITECTURES[] = {&QWEN35, &QWEN35MOE};
+
+const Architecture &architecture_of(const GgufFile &file) {
+    const std::string name = file.string("general.architecture");
+    std::string known;
+    for (const Architecture *a : ARCHITECTURES) {
+        if (name == a->name) {
+            return *a;
+        }
+        known += (known.empty() ? "" : ", ") + std::string(a->name);
+    }
+    if (is_dflash(name)) {
+        fail(LUCE_E_UNSUPPORTED,
+             "%s: architecture %s is a DFlash drafter: it drafts for a model, it is not one",
+             file.path().c_str(), name.c_str());
+    }
+    fail(LUCE_E_UNSUPPORTED, "%s: architecture %s: luce runs %s", file.path().c_str(), name.c_str(),
+         known.c_str());
+}
+
+} // namespace luce

@@ -1,0 +1,40 @@
+// Says for each architecture that luce runs how it is read from a file, and how its steps are built. A new
+// architecture is a row of the table in architecture.cpp and has files of its own. No other file knows an
+// architecture's name.
+#pragma once
+
+#include "graph/drafter.h"
+#include "model/weights.h"
+
+namespace luce {
+
+struct Architecture {
+    const char *name; // it is the value of general.architecture in the file
+
+    // Reads the hyperparameters except n_vocab. It fails with E_UNSUPPORTED where the file holds no model
+    // that can generate.
+    HParams (*read_hparams)(const GgufFile &file);
+    // Takes the trunk from the reader. It also checks every NextN head in the file, whether or not it is
+    // loaded.
+    Weights (*read_trunk)(WeightReader &reader, const HParams &hp);
+    // Reads the NextN head of a file that may hold nothing else. The error names both values where the head
+    // does not fit the trunk. This and build_draft are null where luce knows no heads of the architecture.
+    std::unique_ptr<NextN> (*read_head)(Model &model, const GgufFile &file, const HParams &trunk,
+                                        const Weights &weights);
+
+    StepOutputs (*build_step)(const StepBuild &build);
+    void (*build_draft)(const StepBuild &build);
+};
+
+// Returns whether general.architecture is that of a DFlash drafter, in any of its layouts (dflash.cpp,
+// graph/dflash_graph.cpp).
+bool is_dflash(const std::string &architecture);
+// Reads the drafter of a file. E_UNSUPPORTED names what luce does not implement. E_FILE names a key or tensor
+// that is missing, or both values where the drafter does not fit the trunk.
+std::unique_ptr<DFlash> read_dflash(Model &model, const GgufFile &file, const HParams &trunk,
+                                    const Weights &weights);
+
+// E_UNSUPPORTED says what the file's architecture is, where luce does not run it.
+const Architecture &architecture_of(const GgufFile &file);
+
+} // namespace luce

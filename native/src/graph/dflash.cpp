@@ -1,0 +1,298 @@
+// Reads a DFlash drafter from a file's names to hyperparameters and checked tensors. It reads llama.cpp's
+// layout (architecture dflash) and the older ones (dflash-draft, which the target's architecture and a dash may
+// precede), whose keys may have `dflash.` before their name and whose tensors may begin with it. Nothing that a file
+// leaves out is guessed. What luce does not implement is refused by name: dropped in silence, it would show as low
+// acceptance and nothing else.
+#include "graph/architecture.h"
+
+#include <cmath>
+
+namespace luce {
+namespace {
+
+struct Found {
+    const GgufFile &file;
+    std::string arch;
+
+    // Returns a key's full name: that of the prefix which has it, else the first one.
+    std::string key(const char *name) const {
+        for (const std::string &prefix : {arch, arch + ".dflash", std::string("dflash")}) {
+            if (file.find(prefix + "." + name) != nullptr) {
+                return prefix + "." + name;
+            }
+        }
+        return arch + "." + name;
+    }
+    bool has(const char *name) const { return file.find(key(name)) != nullptr; }
+    uint32_t size(const char *name, int64_t hi) const { return uint32_t(file.integer(key(name), 1, hi)); }
+    // Returns a tensor's full name: the first of these that the file has, else the first.
+    std::string tensor(std::initializer_list<const char *> names) const {
+        for (const char *name : names) {
+            if (file.tensor(name) != nullptr) {
+                return name;
+            }
+        }
+        return *names.begin();
+    }
+    [[noreturn]] void refuse(const std::string &what) const {
+        fail(LUCE_E_UNSUPPORTED, "%s: %s", file.path().c_str(), what.c_str());
+    }
+    [[noreturn]] void bad(const std::string &what) const {
+        fail(LUCE_E_FILE, "%s: %s", file.path().c_str(), what.c_str());
+    }
+};
+
+// Refuses keys of kin of DFlash and of features that luce has no graph for, unless they have the value that
+// means none.
+void refuse_keys(const Found &f) {
+    for (const char *name : {"selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size",
+                             "hyper_connection.count", "expert_count", "markov_rank"}) {
+        if (f.has(name) && f.file.integer(f.key(name), 0, INT32_MAX) != 0) {
+            f.refuse("key " + f.key(name) + ": luce does not implement drafters that have it");
+        }
+    }
+    for (const char *name : {"attention.value_scale", "attention.scale", "logit_scale"}) {
+        const double value = f.has(name) ? f.file.number(f.key(name)) : 0;
+        if (value != 0 && (value != 1 || std::string(name) == "attention.scale")) {
+            f.refuse(format("key %s is %g: luce does not implement it", f.key(name).c_str(), value));
+        }
+    }
+    if (f.has("hidden_act") && f.file.string(f.key("hidden_act")) != "silu") {
+        f.refuse("key " + f.key("hidden_act") + " is '" + f.file.string(f.key("hidden_act")) +
+                 "': luce implements silu");
+    }
+}
+
+Yarn read_yarn(const Found &f) {
+    Yarn yarn;
+    const std::string type = f.has("rope.scaling.type") ? f.file.string(f.key("rope.scaling.type")) : "none";
+    if (type == "none") {
+        return yarn;
+    }
+    if (type != "yarn") {
+        f.refuse("key " + f.key("rope.scaling.type") + " is '" + type + "': luce implements yarn");
+    }
+    const auto optional = [&](const char *name, double fallback) {
+        return f.has(name) ? f.file.number(f.key(name)) : fallback;
+    };
+    const double factor = f.file.number(f.key("rope.scaling.factor"));
+    if (!(factor >= 1)) {
+        f.bad(format("key %s is %g, expected 1 or more", f.key("rope.scaling.factor").c_str(), factor));
+    }
+    yarn.factor = float(factor);
+    yarn.n_ctx_trained = f.size("rope.scaling.original_context_length", int64_t(1) << 30);
+    yarn.attention = float(optional("rope.scaling.yarn_attn_factor", 0.1 * std::log(factor) + 1));
+    yarn.beta_fast = float(optional("rope.scaling.yarn_beta_fast", 32));
+    yarn.beta_slow = float(optional("rope.scaling.yarn_beta_slow", 1));
+    return yarn;
+}
+
+AttentionShape read_attention(const Found &f) {
+    AttentionShape a;
+    a.n_head = f.size("attention.head_count", 4096);
+    a.n_head_kv = f.size("attention.head_count_kv", a.n_head);
+    a.head_dim = f.size("attention.key_length", 1024);
+    a.rope_dim = uint32_t(f.file.integer_or(f.key("rope.dimension_count"), a.head_dim, 2, a.head_dim));
+    a.rope_base = float(f.file.number(f.key("rope.freq_base")));
+    a.yarn = read_yarn(f);
+    const int64_t values = f.file.integer_or(f.key("attention.value_length"), a.head_dim, 1, 1024);
+    if (values != a.head_dim) {
+        f.refuse(format("attention.value_length is not attention.key_length: %u and %lld", a.head_dim,
+                        (long long) values));
+    }
+    if (a.head_dim != 64 && a.head_dim != 128 && a.head_dim != 256) {
+        f.refuse(format("attention.key_length is %u: luce runs 64, 128 and 256", a.head_dim));
+    }
+    if (a.n_head % a.n_head_kv != 0 || a.rope_dim % 2 != 0 || !(a.rope_base > 0)) {
+        f.bad(format("%u heads over %u KV heads, rope.dimension_count %u, rope.freq_base %g", a.n_head,
+                     a.n_head_kv, a.rope_dim, double(a.rope_base)));
+    }
+    return a;
+}
+
+// Returns one value for each layer.
+std::vector<bool> pattern(const Found &f, const char *name, uint32_t n_layer) {
+    const std::vector<int64_t> values = f.file.integers(f.key(name));
+    if (values.size() != n_layer) {
+        f.bad(format("key %s has %zu entries, expected %u (one for each layer)", f.key(name).c_str(),
+                     values.size(), n_layer));
+    }
+    return std::vector<bool>(values.begin(), values.end());
+}
+
+// Says which layers' blocks are causal, by one key for all or by a pattern. Without either none is, as in
+// llama.cpp.
+std::vector<bool> causal_layers(const Found &f, uint32_t n_layer) {
+    if (f.has("attention.causal_pattern")) {
+        if (f.has("attention.causal")) {
+            f.bad("keys " + f.key("attention.causal") + " and " + f.key("attention.causal_pattern") +
+                  ": expected one of them");
+        }
+        return pattern(f, "attention.causal_pattern", n_layer);
+    }
+    return std::vector<bool>(n_layer, f.file.integer_or(f.key("attention.causal"), 0, 0, 1) != 0);
+}
+
+// Returns the window of each layer, which is 0 where it sees everything.
+std::vector<uint32_t> windows(const Found &f, uint32_t n_layer) {
+    std::vector<uint32_t> out(n_layer, 0);
+    const int64_t window = f.file.integer_or(f.key("attention.sliding_window"), 0, 0, int64_t(1) << 30);
+    if (window > 0) {
+        if (!f.has("attention.sliding_window_pattern")) {
+            f.bad("key " + f.key("attention.sliding_window_pattern") +
+                  " is missing, and attention.sliding_window is not 0");
+        }
+        const std::vector<bool> sliding = pattern(f, "attention.sliding_window_pattern", n_layer);
+        for (uint32_t i = 0; i < n_layer; i++) {
+            out[i] = sliding[i] ? uint32_t(window) : 0;
+        }
+    }
+    return out;
+}
+
+// llama.cpp's `target_layers` counts a layer's input, older files' `target_layer_ids` the layer whose output it is.
+std::vector<uint32_t> read_taps(const Found &f, uint32_t n_layer) {
+    const bool older = !f.has("target_layers") && f.has("target_layer_ids");
+    const std::string key = f.key(older ? "target_layer_ids" : "target_layers");
+    std::vector<uint32_t> taps;
+    for (const int64_t value : f.file.integers(key)) {
+        const int64_t first = older ? 0 : 1;
+        const bool known = value >= first && value - first < n_layer;
+        const uint32_t tap = known ? uint32_t(value - first) + 1 : 0;
+        if (!known || (!taps.empty() && tap <= taps.back())) {
+            f.bad(format("key %s has %lld: expected rising layers of a target that has %u", key.c_str(),
+                         (long long) value, n_layer));
+        }
+        taps.push_back(tap);
+    }
+    if (taps.empty()) {
+        f.bad("key " + key + " is empty");
+    }
+    return taps;
+}
+
+int32_t read_mask_token(const Found &f, uint32_t n_vocab) {
+    const char *common = "tokenizer.ggml.mask_token_id";
+    const std::string key =
+        f.file.find(common) == nullptr && f.has("mask_token_id") ? f.key("mask_token_id") : common;
+    return int32_t(f.file.integer(key, 0, int64_t(n_vocab) - 1));
+}
+
+// Fails with both values where the drafter's embedding or vocabulary is not the target's.
+void check_target(const Found &f, const HParams &trunk) {
+    const uint32_t n_embd = f.size("embedding_length", 1 << 20);
+    if (n_embd != trunk.n_embd) {
+        f.bad(format("the drafter's embedding_length is %u, the model's %u", n_embd, trunk.n_embd));
+    }
+    const GgufKv *tokens = f.file.find("tokenizer.ggml.tokens");
+    const int64_t n_vocab =
+        tokens != nullptr && tokens->type == GGUF_ARR ? int64_t(tokens->count) : trunk.n_vocab;
+    const int64_t stated = f.file.integer_or(f.key("vocab_size"), n_vocab, 1, INT32_MAX);
+    for (const int64_t n : {n_vocab, stated}) {
+        if (n != trunk.n_vocab) {
+            f.bad(format("the drafter's vocabulary has %lld tokens, the model's %u", (long long) n,
+                         trunk.n_vocab));
+        }
+    }
+}
+
+DFlashLayer read_layer(WeightReader &r, const AttentionShape &shape, int64_t E, int64_t FF, uint32_t il) {
+    const std::string p = "blk." + std::to_string(il) + ".";
+    const int64_t D = shape.head_dim, H = shape.n_head, Hkv = shape.n_head_kv;
+    DFlashLayer layer{};
+    layer.attn_norm = r.f32(p + "attn_norm.weight", {E});
+    layer.ffn_norm = r.f32(p + "ffn_norm.weight", {E});
+    Attention &a = layer.attention;
+    a.shape = shape;
+    a.q = r.matrix(p + "attn_q.weight", E, D * H);
+    a.k = r.matrix(p + "attn_k.weight", E, D * Hkv);
+    a.v = r.matrix(p + "attn_v.weight", E, D * Hkv);
+    a.out = r.matrix(p + "attn_output.weight", D * H, E);
+    a.q_norm = r.f32(p + "attn_q_norm.weight", {D});
+    a.k_norm = r.f32(p + "attn_k_norm.weight", {D});
+    layer.ffn.gate = r.matrix(p + "ffn_gate.weight", E, FF);
+    layer.ffn.up = r.matrix(p + "ffn_up.weight", E, FF);
+    layer.ffn.down = r.matrix(p + "ffn_down.weight", FF, E);
+    return layer;
+}
+
+// Reads embedding and head: the drafter's own where the file has them, else the target's. A drafter with an
+// embedding alone uses it as its head too.
+void read_ends(WeightReader &r, const Found &f, const HParams &trunk, const Weights &weights, DFlash &d) {
+    const int64_t E = trunk.n_embd, V = trunk.n_vocab;
+    const GgufTensor *d2t = f.file.tensor("d2t");
+    const int64_t rows = d2t == nullptr ? V : d2t->ne[0];
+    if (d2t != nullptr && (!r.has("output.weight") || rows > V)) {
+        f.bad(format(
+            "tensor d2t names %lld tokens: expected an output.weight with as many rows, and no more than "
+            "%lld",
+            (long long) rows, (long long) V));
+    }
+    d.d2t = d2t == nullptr ? nullptr : r.ids("d2t", rows, V);
+    d.token_embd = r.table("token_embd.weight", E, V, false);
+    d.output = r.matrix("output.weight", E, rows, false);
+    if (d.output == nullptr) {
+        d.output = d.token_embd == nullptr ? weights.output : r.tied("token_embd.weight", d.token_embd);
+    }
+    d.token_embd = d.token_embd == nullptr ? weights.token_embd : d.token_embd;
+}
+
+} // namespace
+
+bool is_dflash(const std::string &architecture) {
+    const std::string older = "dflash-draft", end = "-" + older;
+    return architecture == "dflash" || architecture == older ||
+           (architecture.size() > end.size() &&
+            architecture.compare(architecture.size() - end.size(), end.size(), end) == 0);
+}
+
+std::unique_ptr<DFlash> read_dflash(Model &model, const GgufFile &file, const HParams &trunk,
+                                    const Weights &weights) {
+    const Found f = {file, file.string("general.architecture")};
+    if (!is_dflash(f.arch)) {
+        f.bad("architecture " + f.arch + " is not that of a DFlash drafter");
+    }
+    refuse_keys(f);
+    check_target(f, trunk);
+    auto d = std::make_unique<DFlash>();
+    d->block_size = f.size("block_size", 65536);
+    if (d->block_size < 2 || d->block_size > MAX_ROWS) {
+        f.refuse(format("key %s is %u: luce drafts blocks of 2 to %d rows", f.key("block_size").c_str(),
+                        d->block_size, MAX_ROWS));
+    }
+    d->taps = read_taps(f, trunk.n_layer);
+    d->mask_token = read_mask_token(f, trunk.n_vocab);
+    d->rms_eps = float(file.number(f.key("attention.layer_norm_rms_epsilon")));
+    // This file has to give scales and caps: no default stands for them.
+    const bool gemma = f.arch == "gemma4-dflash-draft";
+    d->embedding_scale =
+        gemma || f.has("embedding_scale") ? float(file.number(f.key("embedding_scale"))) : 1.0f;
+    d->softcap = gemma || f.has("final_logit_softcapping")
+                     ? float(file.number(f.key("final_logit_softcapping")))
+                     : 0.0f;
+    if (!(d->rms_eps > 0) || d->softcap < 0) {
+        f.bad("the RMS epsilon must be positive and final_logit_softcapping not negative");
+    }
+    const uint32_t n_layer = f.size("block_count", 1024);
+    const int64_t E = trunk.n_embd, FF = f.size("feed_forward_length", 1 << 20);
+    const AttentionShape shape = read_attention(f);
+    const std::vector<bool> causal = causal_layers(f, n_layer);
+    const std::vector<uint32_t> window = windows(f, n_layer);
+
+    WeightReader r(model, file);
+    d->fc = r.matrix(f.tensor({"fc.weight", "dflash.fc.weight"}), int64_t(d->taps.size()) * E, E);
+    d->hidden_norm = r.f32(f.tensor({"enc.output_norm.weight", "dflash.enc.output_norm.weight",
+                                     "dflash.hidden_norm.weight", "hidden_norm.weight"}),
+                           {E});
+    for (uint32_t il = 0; il < n_layer; il++) {
+        d->layers.push_back(read_layer(r, shape, E, FF, il));
+        d->layers.back().causal = causal[il];
+        d->layers.back().attention.shape.window = window[il];
+    }
+    d->norm = r.f32(f.tensor({"output_norm.weight", "dflash.output_norm.weight", "dflash.norm.weight"}), {E});
+    read_ends(r, f, trunk, weights, *d);
+    r.finish("", "DFlash drafters");
+    return d;
+}
+
+} // namespace luce

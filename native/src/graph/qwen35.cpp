@@ -1,0 +1,348 @@
+// Reads qwen35 and qwen35moe (Qwen3.5 and Qwen3.6, dense and with experts) from a file's names to
+// hyperparameters and checked tensors. Names and shapes follow llama.cpp's GGUF conventions for the two.
+#include "graph/qwen35.h"
+
+#include "cpu/experts.h"
+
+namespace luce {
+namespace {
+
+// Qwen35 is what blocks need beyond HParams.
+struct Qwen35 {
+    HParams hp;
+    uint32_t n_ff = 0; // it is the FF of a dense layer
+    MoeShape moe; // with n_expert 0 the model is dense
+    uint32_t n_ff_shared = 0;
+    // They are in the order of blocks, heads' after the trunk's; DeltaNet's are not used.
+    std::vector<AttentionShape> attention;
+    DeltaNetShape deltanet;
+    // It says of each trunk block whether it is DeltaNet; else it is full attention.
+    std::vector<bool> recurrent;
+};
+
+// Returns what stands before the names of an architecture's own keys.
+std::string prefix_of(const GgufFile &file) {
+    return file.string("general.architecture") + ".";
+}
+
+// Returns a number for each of n blocks, of which a key has one for all, or an array.
+std::vector<uint32_t> per_block(const GgufFile &file, const std::string &key, uint32_t n, int64_t lo,
+                                int64_t hi) {
+    const GgufKv *kv = file.find(key);
+    if (kv == nullptr || kv->type != GGUF_ARR) {
+        return std::vector<uint32_t>(n, uint32_t(file.integer(key, lo, hi)));
+    }
+    const std::vector<int64_t> values = file.integers(key);
+    if (values.size() != n) {
+        fail(LUCE_E_FILE, "%s: key %s has %zu entries, expected %u (one for each block)", file.path().c_str(),
+             key.c_str(), values.size(), n);
+    }
+    for (const int64_t value : values) {
+        if (value < lo || value > hi) {
+            fail(LUCE_E_FILE, "%s: key %s has %lld, expected %lld to %lld", file.path().c_str(), key.c_str(),
+                 (long long) value, (long long) lo, (long long) hi);
+        }
+    }
+    return std::vector<uint32_t>(values.begin(), values.end());
+}
+
+std::vector<bool> recurrent_layers(const GgufFile &file, uint32_t n_layer, uint32_t n_all) {
+    std::vector<bool> recurrent(n_layer);
+    const std::string key = prefix_of(file) + "attention.recurrent_layers";
+    if (const GgufKv *kv = file.find(key); kv != nullptr && kv->type == GGUF_ARR) {
+        const std::vector<int64_t> values = file.integers(key);
+        if (values.size() != n_all && values.size() != n_layer) {
+            fail(LUCE_E_FILE, "%s: key %s has %zu entries, expected %u (one for each block)",
+                 file.path().c_str(), key.c_str(), values.size(), n_all);
+        }
+        for (uint32_t i = 0; i < n_layer; i++) {
+            recurrent[i] = values[i] != 0;
+        }
+        return recurrent;
+    }
+    const int64_t interval = file.integer_or(prefix_of(file) + "full_attention_interval", 4, 1, 65536);
+    for (uint32_t i = 0; i < n_layer; i++) {
+        recurrent[i] = (i + 1) % interval != 0;
+    }
+    return recurrent;
+}
+
+void check_rope_scaling(const GgufFile &file) {
+    const std::string key = prefix_of(file) + "rope.scaling.type";
+    if (file.find(key) != nullptr && file.string(key) != "none") {
+        fail(LUCE_E_UNSUPPORTED, "%s: key %s is '%s': luce has no RoPE scaling", file.path().c_str(),
+             key.c_str(), file.string(key).c_str());
+    }
+}
+
+// Fails with E_UNSUPPORTED where luce has no kernels for a shape.
+void check(const GgufFile &file, const Qwen35 &q, const AttentionShape &a) {
+    const std::string p = prefix_of(file);
+    const DeltaNetShape &d = q.deltanet;
+    const auto bad = [&](const std::string &what) {
+        fail(LUCE_E_UNSUPPORTED, "%s: %s", file.path().c_str(), what.c_str());
+    };
+    const int64_t value_dim = file.integer_or(p + "attention.value_length", a.head_dim, 1, 1024);
+    const uint32_t inner = uint32_t(file.integer(p + "ssm.inner_size", 1, 1 << 20));
+    const uint32_t taps = uint32_t(file.integer(p + "ssm.conv_kernel", 1, 64));
+    if (value_dim != a.head_dim) {
+        bad(format("attention.key_length is %u and value_length %lld: they must be equal", a.head_dim,
+                   (long long) value_dim));
+    }
+    if (a.head_dim != 64 && a.head_dim != 128 && a.head_dim != 256) {
+        bad(format("attention.key_length is %u: luce runs 64, 128 and 256", a.head_dim));
+    }
+    if (a.n_head % a.n_head_kv != 0 || d.n_v_heads % d.n_k_heads != 0) {
+        bad(format("heads must divide: attention %u/%u, DeltaNet %u/%u", a.n_head, a.n_head_kv, d.n_v_heads,
+                   d.n_k_heads));
+    }
+    if (a.rope_dim % 2 != 0 || !(a.rope_base > 0) || !(q.hp.rms_eps > 0)) {
+        bad("rope.dimension_count must be even, rope.freq_base and the RMS epsilon positive");
+    }
+    if (d.state_size != 16 && d.state_size != 32 && d.state_size != 64 && d.state_size != 128) {
+        bad(format("ssm.state_size is %u: luce runs 16, 32, 64 and 128", d.state_size));
+    }
+    if (inner != d.n_v_heads * d.state_size) {
+        bad(format("ssm.inner_size is %u, expected time_step_rank * state_size = %u", inner,
+                   d.n_v_heads * d.state_size));
+    }
+    if (taps != CONV_TAPS) {
+        bad(format("ssm.conv_kernel is %u: luce runs %u", taps, CONV_TAPS));
+    }
+    check_rope_scaling(file);
+}
+
+void read_experts(const GgufFile &file, Qwen35 &q) {
+    const std::string p = prefix_of(file);
+    q.moe.n_expert = uint32_t(file.integer(p + "expert_count", 1, 1 << 16));
+    q.moe.n_used = uint32_t(file.integer(p + "expert_used_count", 1, q.moe.n_expert));
+    q.moe.n_ff = uint32_t(file.integer(p + "expert_feed_forward_length", 1, 1 << 20));
+    q.n_ff_shared =
+        uint32_t(file.integer_or(p + "expert_shared_feed_forward_length", q.moe.n_ff, 0, 1 << 20));
+    if (q.moe.n_used > uint32_t(MAX_USED)) {
+        fail(LUCE_E_UNSUPPORTED, "%s: key %sexpert_used_count is %u: luce runs up to %d", file.path().c_str(),
+             p.c_str(), q.moe.n_used, int(MAX_USED));
+    }
+}
+
+Qwen35 read(const GgufFile &file) {
+    const std::string p = prefix_of(file);
+    const auto u = [&](const char *key, int64_t lo, int64_t hi) {
+        return uint32_t(file.integer(p + key, lo, hi));
+    };
+    Qwen35 q;
+    HParams &hp = q.hp;
+    const uint32_t n_all = u("block_count", 1, 1024);
+    hp.n_nextn = uint32_t(file.integer_or(p + "nextn_predict_layers", 0, 0, n_all - 1));
+    hp.n_layer = n_all - hp.n_nextn;
+    hp.n_ctx_train = u("context_length", 1, int64_t(1) << 30);
+    hp.n_embd = u("embedding_length", 1, 1 << 20);
+    hp.rms_eps = float(file.number(p + "attention.layer_norm_rms_epsilon"));
+    if (p == "qwen35moe.") {
+        read_experts(file, q);
+    } else {
+        q.n_ff = u("feed_forward_length", 1, 1 << 20);
+    }
+    const std::string heads = p + "attention.head_count", heads_kv = p + "attention.head_count_kv";
+    const std::vector<uint32_t> n_head = per_block(file, heads, n_all, 1, 4096);
+    const std::vector<uint32_t> n_head_kv =
+        file.find(heads_kv) == nullptr ? n_head : per_block(file, heads_kv, n_all, 1, 4096);
+    AttentionShape a;
+    a.n_head = n_head[0];
+    a.head_dim = uint32_t(file.integer_or(p + "attention.key_length", hp.n_embd / a.n_head, 1, 1024));
+    a.rope_dim = uint32_t(file.integer_or(p + "rope.dimension_count", a.head_dim, 0, a.head_dim));
+    a.rope_base = float(file.number(p + "rope.freq_base"));
+    DeltaNetShape &d = q.deltanet;
+    d.state_size = u("ssm.state_size", 1, 1024);
+    d.n_k_heads = u("ssm.group_count", 1, 1024);
+    d.n_v_heads = u("ssm.time_step_rank", 1, 1024);
+    q.recurrent = recurrent_layers(file, hp.n_layer, n_all);
+    for (uint32_t il = 0; il < n_all; il++) {
+        a.n_head = n_head[il];
+        a.n_head_kv = n_head_kv[il];
+        q.attention.push_back(a);
+        if (il == 0 || il >= hp.n_layer || !q.recurrent[il]) {
+            check(file, q, a);
+        }
+    }
+    return q;
+}
+
+Moe read_moe(WeightReader &r, const Qwen35 &q, const std::string &p, bool in_ram) {
+    const int64_t E = q.hp.n_embd, FF = q.moe.n_ff, n = q.moe.n_expert, shared = q.n_ff_shared;
+    Moe m{};
+    m.shape = q.moe;
+    m.in_ram = in_ram;
+    m.router = r.router(p + "ffn_gate_inp.weight", E, n);
+    if (r.has(p + "ffn_gate_up_exps.weight")) {
+        m.gate_up = r.experts(p + "ffn_gate_up_exps.weight", E, 2 * FF, n, in_ram, 2);
+    } else {
+        m.gate = r.experts(p + "ffn_gate_exps.weight", E, FF, n, in_ram);
+        m.up = r.experts(p + "ffn_up_exps.weight", E, FF, n, in_ram);
+    }
+    m.down = r.experts(p + "ffn_down_exps.weight", FF, E, n, in_ram);
+    if (r.has(p + "ffn_gate_inp_shexp.weight")) {
+        m.shared_gate = r.router(p + "ffn_gate_inp_shexp.weight", E, 1);
+        m.shared.gate = r.matrix(p + "ffn_gate_shexp.weight", E, shared);
+        m.shared.up = r.matrix(p + "ffn_up_shexp.weight", E, shared);
+        m.shared.down = r.matrix(p + "ffn_down_shexp.weight", shared, E);
+    }
+    return m;
+}
+
+Block read_block(WeightReader &r, const Qwen35 &q, uint32_t il, bool recurrent) {
+    const std::string p = "blk." + std::to_string(il) + ".";
+    const int64_t E = q.hp.n_embd, FF = q.n_ff;
+    Block b{};
+    b.attn_norm = r.f32(p + "attn_norm.weight", {E});
+    b.post_norm = r.f32(p + "post_attention_norm.weight", {E});
+    if (q.moe.n_expert > 0) {
+        b.ffn = read_moe(r, q, p, il < q.hp.n_layer && r.in_ram(il));
+    } else {
+        Ffn f{};
+        f.gate = r.matrix(p + "ffn_gate.weight", E, FF);
+        f.up = r.matrix(p + "ffn_up.weight", E, FF);
+        f.down = r.matrix(p + "ffn_down.weight", FF, E);
+        b.ffn = f;
+    }
+    if (recurrent) {
+        const int64_t Hv = q.deltanet.n_v_heads, S = q.deltanet.state_size, C = q.deltanet.conv_dim();
+        DeltaNet d{};
+        d.shape = q.deltanet;
+        d.qkv = r.matrix(p + "attn_qkv.weight", E, C);
+        d.gate = r.matrix(p + "attn_gate.weight", E, Hv * S);
+        d.conv = r.f32(p + "ssm_conv1d.weight", {CONV_TAPS, C});
+        d.dt = r.f32(p + "ssm_dt.bias", {Hv});
+        d.a = r.f32(p + "ssm_a", {Hv});
+        d.alpha = r.matrix(p + "ssm_alpha.weight", E, Hv);
+        d.beta = r.matrix(p + "ssm_beta.weight", E, Hv);
+        d.norm = r.f32(p + "ssm_norm.weight", {S});
+        d.out = r.matrix(p + "ssm_out.weight", Hv * S, E);
+        b.mixer = d;
+    } else {
+        Attention a{};
+        a.shape = q.attention[il];
+        const int64_t D = a.shape.head_dim, H = a.shape.n_head, Hkv = a.shape.n_head_kv;
+        a.q = r.matrix(p + "attn_q.weight", E, 2 * D * H);
+        a.k = r.matrix(p + "attn_k.weight", E, D * Hkv);
+        a.v = r.matrix(p + "attn_v.weight", E, D * Hkv);
+        a.out = r.matrix(p + "attn_output.weight", D * H, E);
+        a.q_norm = r.f32(p + "attn_q_norm.weight", {D});
+        a.k_norm = r.f32(p + "attn_k_norm.weight", {D});
+        b.mixer = a;
+    }
+    return b;
+}
+
+// Reads the NextN block il. What it does not hold is the trunk's.
+NextN read_nextn(WeightReader &r, const Qwen35 &q, uint32_t il, const Weights &trunk) {
+    const std::string p = "blk." + std::to_string(il) + ".nextn.";
+    const int64_t E = q.hp.n_embd, V = q.hp.n_vocab;
+    NextN n{};
+    n.block = read_block(r, q, il, false);
+    n.rms_eps = q.hp.rms_eps;
+    n.eh_proj = r.matrix(p + "eh_proj.weight", 2 * E, E);
+    n.enorm = r.f32(p + "enorm.weight", {E});
+    n.hnorm = r.f32(p + "hnorm.weight", {E});
+    n.norm = r.f32(p + "shared_head_norm.weight", {E}, false);
+    n.output = r.matrix(p + "shared_head_head.weight", E, V, false);
+    n.token_embd = r.table(p + "embed_tokens.weight", E, V, false);
+    n.norm = n.norm == nullptr ? trunk.output_norm : n.norm;
+    n.output = n.output == nullptr ? trunk.output : n.output;
+    n.token_embd = n.token_embd == nullptr ? trunk.token_embd : n.token_embd;
+    return n;
+}
+
+bool holds_trunk(const GgufFile &file) {
+    return file.tensor("blk.0.attn_norm.weight") != nullptr;
+}
+
+HParams hparams(const GgufFile &file) {
+    if (!holds_trunk(file) && file.find(prefix_of(file) + "nextn_predict_layers") != nullptr) {
+        fail(LUCE_E_UNSUPPORTED,
+             "%s holds only a NextN head (there is no blk.0): it drafts for a model, it is not one",
+             file.path().c_str());
+    }
+    return read(file).hp;
+}
+
+Weights read_trunk(WeightReader &reader, const HParams &hp) {
+    Qwen35 q = read(reader.file());
+    q.hp.n_vocab = hp.n_vocab;
+    Weights w{};
+    w.token_embd = reader.table("token_embd.weight", hp.n_embd, hp.n_vocab);
+    w.output_norm = reader.f32("output_norm.weight", {hp.n_embd});
+    w.output = reader.matrix("output.weight", hp.n_embd, hp.n_vocab, false);
+    if (w.output == nullptr) {
+        w.output = reader.tied("token_embd.weight", w.token_embd);
+    }
+    for (uint32_t il = 0; il < hp.n_layer; il++) {
+        w.blocks.push_back(read_block(reader, q, il, q.recurrent[il]));
+    }
+    WeightReader unloaded = reader.checking();
+    for (uint32_t il = hp.n_layer; il < hp.n_layer + hp.n_nextn; il++) {
+        const std::string prefix = "blk." + std::to_string(il) + ".";
+        read_nextn(unloaded, q, il, w);
+        unloaded.finish(prefix);
+        reader.forget(prefix);
+    }
+    reader.finish();
+    return w;
+}
+
+// Reads a head's hyperparameters, from a file that may hold nothing else. The error has both values where the
+// head does not fit the trunk.
+Qwen35 read_head_shape(const GgufFile &file, const char *expected, const HParams &trunk) {
+    const char *path = file.path().c_str();
+    const std::string arch = file.string("general.architecture");
+    if (arch != expected) {
+        fail(LUCE_E_FILE, "%s: the head's architecture is %s, the model's %s", path, arch.c_str(), expected);
+    }
+    Qwen35 q = read(file);
+    HParams &hp = q.hp;
+    if (hp.n_nextn == 0) {
+        fail(LUCE_E_FILE, "%s holds no NextN head: %s.nextn_predict_layers is 0 or missing", path, expected);
+    }
+    if (hp.n_embd != trunk.n_embd) {
+        fail(LUCE_E_FILE, "%s: the head's embedding_length is %u, the model's %u", path, hp.n_embd,
+             trunk.n_embd);
+    }
+    hp.n_vocab = trunk.n_vocab;
+    const GgufKv *tokens = file.find("tokenizer.ggml.tokens");
+    const GgufTensor *embd = file.tensor("token_embd.weight");
+    const uint64_t n_vocab = embd != nullptr                                 ? uint64_t(embd->ne[1])
+                             : tokens != nullptr && tokens->type == GGUF_ARR ? tokens->count
+                                                                             : trunk.n_vocab;
+    if (n_vocab != trunk.n_vocab) {
+        fail(LUCE_E_FILE, "%s: the head's vocabulary has %llu tokens, the model's %u", path,
+             (unsigned long long) n_vocab, trunk.n_vocab);
+    }
+    return q;
+}
+
+std::unique_ptr<NextN> read_head(Model &model, const GgufFile &file, const HParams &trunk,
+                                 const Weights &weights) {
+    const Qwen35 q = read_head_shape(file, model.architecture().name, trunk);
+    if (&file != &model.file()) { // the model's own file is checked with its trunk
+        WeightReader checking(model, file, /*loading=*/false);
+        if (holds_trunk(file)) {
+            read_trunk(checking, q.hp);
+        } else {
+            read_nextn(checking, q, q.hp.n_layer, weights);
+            for (const char *unused : {"token_embd.weight", "output_norm.weight", "output.weight"}) {
+                checking.forget(unused);
+            }
+            checking.finish();
+        }
+    }
+    WeightReader reader(model, file);
+    return std::make_unique<NextN>(read_nextn(reader, q, q.hp.n_layer, weights));
+}
+
+} // namespace
+
+const Architecture QWEN35 = {"qwen35", hparams, read_trunk, read_head, build_qwen35, build_qwen35_draft};
+const Architecture QWEN35MOE = {"qwen35moe", hparams,      read_trunk,
+                                read_head,   build_qwen35, build_qwen35_draft};
+
+} // namespace luce

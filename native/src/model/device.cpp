@@ -1,0 +1,343 @@
+#include "model/device.h"
+
+#include <ggml-cpu.h>
+#ifdef LUCE_USE_CUDA
+#include "common/kernels.h"
+#include "matmul/prompt.h"
+#include "matmul/quantised.h"
+
+#include <ggml-cuda.h>
+
+extern "C" void *luce_cuda_stream(ggml_backend_t backend); // cuda_stream.cu defines it
+#endif
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <fstream>
+#include <thread>
+#ifdef __GLIBC__
+#include <gnu/libc-version.h>
+#endif
+
+namespace luce {
+namespace {
+
+void forward_log(ggml_log_level level, const char *text, void *) {
+    static const int levels[] = {0, 0, 1, 2, 3, 0}; // these are none, debug, info, warn, error, cont
+    std::string line(text);
+    while (!line.empty() && line.back() == '\n') {
+        line.pop_back();
+    }
+    if (!line.empty()) {
+        log(level >= 0 && level <= 5 ? levels[level] : 0, "ggml: %s", line.c_str());
+    }
+}
+
+std::string left_out; // it says which GPUs luce does not run on, and why: "; cuda:0 (...) has ..."
+
+// Bytes of host memory that can be had without swapping, as Linux estimates it; 0 where the system does not say.
+uint64_t available_memory() {
+    std::ifstream file("/proc/meminfo");
+    for (std::string line; std::getline(file, line);) {
+        if (line.compare(0, 13, "MemAvailable:") == 0) {
+            return std::strtoull(line.c_str() + 13, nullptr, 10) * 1024;
+        }
+    }
+    return 0;
+}
+
+// Bytes that the control group of this process may still take; UINT64_MAX where it has no limit.
+uint64_t group_memory() {
+    const auto number = [](const char *path) {
+        std::ifstream file(path);
+        uint64_t value = UINT64_MAX; // "max" is no number
+        file >> value;
+        return file ? value : UINT64_MAX;
+    };
+    const uint64_t limit = number("/sys/fs/cgroup/memory.max"),
+                   taken = number("/sys/fs/cgroup/memory.current");
+    return limit == UINT64_MAX || taken == UINT64_MAX ? UINT64_MAX : limit - std::min(limit, taken);
+}
+
+std::vector<Device> find_devices() {
+    ggml_log_set(forward_log, nullptr);
+    std::vector<Device> found;
+#ifdef LUCE_USE_CUDA
+    ggml_backend_reg_t reg = ggml_backend_cuda_reg();
+    for (size_t i = 0; i < ggml_backend_reg_dev_count(reg); i++) {
+        ggml_backend_dev_t dev = ggml_backend_reg_dev_get(reg, i);
+        if (const int capability = cuda::compute_capability(int(i)); capability >= 80) {
+            found.push_back({format("cuda:%zu", i), dev, true, int(i)});
+        } else {
+            left_out += format("; cuda:%zu (%s) has compute capability %d.%d, and luce needs 8.0", i,
+                               ggml_backend_dev_description(dev), capability / 10, capability % 10);
+        }
+    }
+#endif
+    found.push_back({"cpu", ggml_backend_reg_dev_get(ggml_backend_cpu_reg(), 0), false});
+    return found;
+}
+
+// Copies with several threads, since memcpy from a mapping is bound by page faults and threads fault in
+// parallel.
+void parallel_copy(void *dst, const uint8_t *src, size_t n) {
+    const size_t n_threads =
+        std::min<size_t>({4, n >> 20, std::max(1u, std::thread::hardware_concurrency())});
+    if (n_threads <= 1) {
+        memcpy(dst, src, n);
+        return;
+    }
+    const auto part = [=](size_t i) {
+        const size_t lo = n * i / n_threads, hi = n * (i + 1) / n_threads;
+        memcpy(static_cast<uint8_t *>(dst) + lo, src + lo, hi - lo);
+    };
+    std::vector<std::thread> threads;
+    threads.reserve(n_threads);
+    size_t next = 1;
+    try {
+        for (; next < n_threads; next++) {
+            threads.emplace_back(part, next);
+        }
+    } catch (const std::exception &) {
+        // No more threads are to be had, or no memory for them, and this one does the rest.
+    }
+    for (; next < n_threads; next++) {
+        part(next);
+    }
+    part(0);
+    for (auto &t : threads) {
+        t.join();
+    }
+}
+
+} // namespace
+
+const std::vector<Device> &devices() {
+    static const auto &list = *new std::vector<Device>(find_devices()); // it is never destroyed (handles.h)
+    return list;
+}
+
+const Device &find_device(const char *name) {
+    const std::string wanted = name == nullptr ? "auto" : name;
+    const auto &list = devices();
+    for (const Device &d : list) {
+        if (wanted == "auto" || wanted == d.name || (wanted == "cuda" && d.gpu)) {
+            return d;
+        }
+    }
+    std::string have;
+    for (const Device &d : list) {
+        have += (have.empty() ? "" : ", ") + d.name;
+    }
+    const std::string hint = wanted.compare(0, 4, "cuda") == 0 ? no_gpu() : "";
+    fail(LUCE_E_ARG, "no device '%s': this machine has %s%s%s", wanted.c_str(), have.c_str(),
+         hint.empty() ? "" : "; ", hint.c_str());
+}
+
+const std::string &no_gpu() {
+    static const std::string said = [] {
+        devices();
+#ifdef LUCE_USE_CUDA
+        std::string why = left_out.empty() ? "" : left_out.substr(2);
+        if (const int error = cuda::device_error(); error != 0 && devices().size() == 1 && why.empty()) {
+            why = format("CUDA finds no GPU: %s", cuda::error_text(error));
+        }
+        return why;
+#else
+        return std::string("this luce was built without CUDA (" LUCE_CUDA_WHY ")");
+#endif
+    }();
+    return said;
+}
+
+// The device that this thread's launches go to, as luce knows it: its address, and on a GPU what CUDA says too.
+static thread_local const Device *current = nullptr;
+
+void make_current(const Device &device) {
+#ifdef LUCE_USE_CUDA
+    if (device.gpu) {
+        if (const int error = cuda::set_device(device.index); error != 0) {
+            fail(LUCE_E_DEVICE, "%s: %s", device.name.c_str(), cuda::error_text(error));
+        }
+    }
+#endif
+    current = &device;
+}
+
+void check_current(const Device &device) {
+    bool same = current == &device;
+#ifdef LUCE_USE_CUDA
+    same = same && (!device.gpu || cuda::current_device() == device.index);
+#endif
+    if (!same) {
+        fail(LUCE_E_INTERNAL, "a launch for %s would go to another device", device.name.c_str());
+    }
+}
+
+void leave_current([[maybe_unused]] int index) {
+#ifdef LUCE_USE_CUDA
+    for (const Device &device : devices()) {
+        if (device.gpu && device.index == index) {
+            cuda::set_device(index);
+        }
+    }
+#endif
+    current = nullptr;
+}
+
+ggml_backend_buffer_type_t Device::buffer_type() const {
+    return gpu ? ggml_backend_dev_buffer_type(dev) : ggml_backend_cpu_buffer_type();
+}
+
+void Device::memory(uint64_t *free, uint64_t *total) const {
+    size_t f = 0, t = 0;
+    ggml_backend_dev_memory(dev, &f, &t);
+    // ggml calls all of a CPU's memory free.
+    const uint64_t available = gpu ? 0 : available_memory();
+    *free = available != 0 ? std::min({uint64_t(f), available, group_memory()}) : f;
+    *total = t;
+}
+
+std::string Device::description() const {
+    return ggml_backend_dev_description(dev);
+}
+
+// Of a CPU the build says all else: it compiles for the instructions that it takes.
+static std::string cpu_arithmetic() {
+#ifdef __GLIBC__
+    return format("a CPU with glibc %s", gnu_get_libc_version());
+#else
+    return "a CPU";
+#endif
+}
+
+std::string Device::arithmetic() const {
+#ifdef LUCE_USE_CUDA
+    if (gpu) {
+        const int capability = cuda::compute_capability(index), cublas = cuda::cublas_version();
+        return format("%s with compute capability %d.%d, %d multiprocessors and cuBLAS %d.%d.%d",
+                      description().c_str(), capability / 10, capability % 10, cuda::multiprocessors(index),
+                      cublas / 10000, cublas / 100 % 100, cublas % 100);
+    }
+#endif
+    return cpu_arithmetic();
+}
+
+std::mutex &device_lock() {
+    static std::mutex lock;
+    return lock;
+}
+
+void BackendFree::operator()(ggml_backend_t b) const {
+    const std::lock_guard<std::mutex> alone(device_lock());
+    ggml_backend_free(b);
+}
+
+static Backend start(const Device &device) {
+    const std::lock_guard<std::mutex> alone(device_lock());
+    return Backend(ggml_backend_dev_init(device.dev, nullptr));
+}
+
+Backend make_backend(const Device &device, int n_threads) {
+    Backend backend = start(device);
+    if (!backend) {
+        fail(LUCE_E_DEVICE, "%s: the device could not be started", device.name.c_str());
+    }
+    if (!device.gpu) {
+        ggml_backend_cpu_set_n_threads(backend.get(), n_threads);
+    }
+    return backend;
+}
+
+void set_row_invariant(ggml_backend_t backend, const Device &device, bool on) {
+    if (!device.gpu) {
+        ggml_backend_cpu_set_use_ref(backend, on);
+    }
+}
+
+Buffer allocate(const Device &device, size_t size, const char *what) {
+    Buffer buffer(ggml_backend_buft_alloc_buffer(device.buffer_type(), std::max<size_t>(size, 64)));
+    if (!buffer) {
+        fail(LUCE_E_MEMORY, "%s: allocating %s for %s failed", device.name.c_str(), human_bytes(size).c_str(),
+             what);
+    }
+    return buffer;
+}
+
+Buffer pinned(const Device &device, size_t size, const char *what) {
+    Buffer buffer(ggml_backend_buft_alloc_buffer(
+        device.gpu ? ggml_backend_dev_host_buffer_type(device.dev) : ggml_backend_cpu_buffer_type(), size));
+    void *base = buffer ? ggml_backend_buffer_get_base(buffer.get()) : nullptr;
+    bool there = base != nullptr;
+#ifdef LUCE_USE_CUDA
+    there = there && (!device.gpu || cuda::is_pinned(base)); // ggml gives other memory where there is none
+#endif
+    if (!there) {
+        fail(LUCE_E_MEMORY, "allocating %s of %shost memory for %s failed", human_bytes(size).c_str(),
+             device.gpu ? "pinned " : "", what);
+    }
+    return buffer;
+}
+
+void check_memory(const Device &device, uint64_t need, const char *what) {
+    uint64_t free = 0, total = 0;
+    device.memory(&free, &total);
+    if (need > free) {
+        fail(LUCE_E_MEMORY, "%s needs %s on %s, %s are free", what, human_bytes(need).c_str(),
+             device.name.c_str(), human_bytes(free).c_str());
+    }
+}
+
+// Converts from ggml's layout, which has arrived in item.tensor, to that of luce's own matmul.
+static void permute([[maybe_unused]] const Device &device, [[maybe_unused]] const Upload &item,
+                    [[maybe_unused]] ggml_backend_t backend) {
+#ifdef LUCE_USE_CUDA
+    const ggml_tensor *w = item.packed;
+    make_current(device);
+    const int64_t N = w->ne[1] * w->ne[2] / item.n_packed;
+    const int64_t from = int64_t(item.size) / item.n_packed, to = rowmm_packed_bytes(w->type, w->ne[0], N);
+    for (int64_t i = 0; i < item.n_packed; i++) {
+        const uint8_t *src = static_cast<const uint8_t *>(item.tensor->data) + i * from;
+        uint8_t *dst = static_cast<uint8_t *>(w->data) + i * to;
+        if (const int error =
+                cuda::rowmm_permute({w->type, w->ne[0], N, src, dst}, luce_cuda_stream(backend));
+            error != 0) {
+            fail(LUCE_E_DEVICE, "%s: permuting %s failed: %s", device.name.c_str(), w->name,
+                 cuda::error_text(error));
+        }
+    }
+#endif
+}
+
+void upload(const Device &device, const std::vector<Upload> &items,
+            const std::function<bool(uint64_t)> &progress) {
+    constexpr size_t slot_size = size_t(32) << 20;
+    Backend backend = make_backend(device, 1);
+    const Buffer slots[2] = {pinned(device, slot_size, "uploading weights"),
+                             pinned(device, slot_size, "uploading weights")};
+    uint64_t done = 0;
+    int turn = 0;
+    for (const Upload &item : items) {
+        for (uint64_t at = 0; at < item.size; turn ^= 1) {
+            const size_t n = size_t(std::min<uint64_t>(slot_size, item.size - at));
+            void *slot = ggml_backend_buffer_get_base(slots[turn].get());
+            parallel_copy(slot, item.data + at, n); // this runs while the other slot is transferred
+            ggml_backend_synchronize(backend.get());
+            ggml_backend_tensor_set_async(backend.get(), item.tensor, slot, at, n);
+            at += n;
+            done += n;
+            if (!progress(done)) {
+                ggml_backend_synchronize(backend.get());
+                fail(LUCE_E_CANCELLED, "loading was cancelled");
+            }
+        }
+        // It is on the stream of the copies, since the next item may overwrite what is read.
+        if (item.packed != nullptr) {
+            permute(device, item, backend.get());
+        }
+    }
+    ggml_backend_synchronize(backend.get());
+}
+
+} // namespace luce

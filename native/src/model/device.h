@@ -1,0 +1,92 @@
+// Lists the devices, and says what their memory and backends are. Only this file knows which backends ggml was built
+// with.
+#pragma once
+
+#include "abi/status.h"
+
+#include <ggml-backend.h>
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace luce {
+
+struct Device {
+    std::string name; // it is "cpu", or "cuda:0" and so on
+    ggml_backend_dev_t dev = nullptr;
+    bool gpu = false;
+    int index = 0; // it is the GPU's number, as CUDA counts
+
+    ggml_backend_buffer_type_t buffer_type() const; // it is that of plain CPU memory, or of the GPU's
+    // Bytes that can be had now, and all. Of a CPU that is what the system calls available, within the limit of
+    // the process's control group.
+    void memory(uint64_t *free, uint64_t *total) const;
+    std::string description() const;
+    // Returns in words what beside the build decides the bits of what is computed here: "NVIDIA H200 with compute
+    // capability 9.0, 132 multiprocessors and cuBLAS 13.0.2", "a CPU with glibc 2.36".
+    std::string arithmetic() const;
+};
+
+// Returns all devices that luce runs on; the first is what "auto" takes. GPUs whose compute capability is below 8.0 are
+// left out: luce's kernels have instructions that those lack.
+const std::vector<Device> &devices();
+
+// Says why GPUs may be missing among them, in a line; "" where none is.
+const std::string &no_gpu();
+
+// Returns the device of a name, which is null or "auto", "cpu", "cuda" (the first), or "cuda:N". E_ARG lists
+// what there is.
+const Device &find_device(const char *name);
+
+// CUDA launches on the calling thread's current device, which other code may change between any two calls of luce.
+void make_current(const Device &device); // each call does this before whatever it launches
+void check_current(const Device &device); // it fails with E_INTERNAL where launches would go to another one
+// Tests call it: it makes GPU `index` current where there is one, and no device of luce's.
+void leave_current(int index);
+
+// Held while a step is captured, and while a backend or a handle of cuBLAS is made or given back: those wait for the
+// whole device, which ends the captures of other threads.
+std::mutex &device_lock();
+
+struct BackendFree {
+    void operator()(ggml_backend_t b) const;
+};
+struct BufferFree {
+    void operator()(ggml_backend_buffer_t b) const { ggml_backend_buffer_free(b); }
+};
+using Backend = std::unique_ptr<struct ggml_backend, BackendFree>;
+using Buffer = std::unique_ptr<struct ggml_backend_buffer, BufferFree>;
+
+// Makes one stream of work on a device. On a CPU it has n_threads threads.
+Backend make_backend(const Device &device, int n_threads);
+
+// Chooses on a CPU between the row-invariant kernels (steps) and the fast tiled ones (prefill). step.h says
+// which graph has which.
+void set_row_invariant(ggml_backend_t backend, const Device &device, bool on);
+
+Buffer allocate(const Device &device, size_t size, const char *what);
+
+// Allocates host memory for `what`, which on a GPU is pinned: its kernels and copies read and write it too. E_MEMORY
+// where the host has not so much.
+Buffer pinned(const Device &device, size_t size, const char *what);
+
+// Fails with E_MEMORY and both figures when `need` bytes are not free on the device.
+void check_memory(const Device &device, uint64_t need, const char *what);
+
+// Copies host bytes into device tensors through two pinned buffers, so that reading the file and the transfer
+// overlap. progress gets the bytes done, and returns false to cancel (E_CANCELLED).
+struct Upload {
+    ggml_tensor *tensor;
+    const uint8_t *data;
+    uint64_t size;
+    // Where not null, `tensor` is passed through, and its permuted weights go there.
+    ggml_tensor *packed = nullptr;
+    int64_t n_packed = 1; // it counts the matrices that it holds, each of which is permuted alone
+};
+void upload(const Device &device, const std::vector<Upload> &items,
+            const std::function<bool(uint64_t)> &progress);
+
+} // namespace luce

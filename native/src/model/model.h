@@ -1,0 +1,262 @@
+// A loaded model has hyperparameters, and weights with their shapes (ggml order: fastest first). A layer's
+// shape has what its caches and graph depend on. An architecture knows which tensors a file holds and how
+// they are named.
+#pragma once
+
+#include "model/device.h"
+#include "model/gguf_file.h"
+
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <new>
+#include <string>
+#include <variant>
+#include <vector>
+
+namespace luce {
+
+constexpr uint32_t CONV_TAPS = 4;
+
+// Yarn stretches RoPE beyond the trained context, by frequency (Peng et al., YaRN). Factor 1 means that it
+// does not.
+struct Yarn {
+    float factor = 1; // the context is so many times longer
+    uint32_t n_ctx_trained = 0; // the context had this length before it was stretched
+    float attention = 1; // it scales queries and keys: 1 + 0.1 ln(factor) unless the file says otherwise
+    // Between these turns over the trained context, frequencies are blended.
+    float beta_fast = 32, beta_slow = 1;
+};
+
+struct AttentionShape {
+    uint32_t n_head = 0; // H; it counts query heads
+    uint32_t n_head_kv = 0; // Hkv
+    uint32_t head_dim = 0; // D
+    uint32_t rope_dim = 0; // the first dims of a head rotate
+    float rope_base = 0;
+    uint32_t window = 0; // a row sees so many keys, itself included; 0 means all
+    float softcap = 0; // it bounds scores; 0 means that nothing does
+    Yarn yarn;
+};
+
+struct DeltaNetShape {
+    uint32_t n_k_heads = 0; // Hk
+    uint32_t n_v_heads = 0; // Hv
+    uint32_t state_size = 0; // S
+    uint32_t conv_dim() const { return (2 * n_k_heads + n_v_heads) * state_size; } // C
+};
+
+// This is gated full attention.
+struct Attention {
+    AttentionShape shape;
+    ggml_tensor *q; // {E, 2*D*H}  per head: q(D) then gate(D)
+    ggml_tensor *k; // {E, D*Hkv}
+    ggml_tensor *v; // {E, D*Hkv}
+    ggml_tensor *out; // {D*H, E}
+    ggml_tensor *q_norm; // {D}
+    ggml_tensor *k_norm; // {D}
+};
+
+struct DeltaNet {
+    DeltaNetShape shape;
+    ggml_tensor *qkv; // {E, C}  q, k, v
+    ggml_tensor *gate; // {E, Hv*S}  z
+    ggml_tensor *conv; // {4, C}  tap 0 is the oldest row
+    ggml_tensor *dt; // {Hv}
+    ggml_tensor *a; // {Hv}  it holds -exp(A_log)
+    ggml_tensor *alpha; // {E, Hv}
+    ggml_tensor *beta; // {E, Hv}
+    ggml_tensor *norm; // {S}
+    ggml_tensor *out; // {Hv*S, E}
+};
+
+struct Ffn { // This is a SwiGLU layer.
+    ggml_tensor *gate; // {E, FF}
+    ggml_tensor *up; // {E, FF}
+    ggml_tensor *down; // {FF, E}
+};
+
+struct MoeShape {
+    uint32_t n_expert = 0;
+    uint32_t n_used = 0; // a row has so many experts
+    uint32_t n_ff = 0; // it is the FF of an expert
+};
+
+// This is a mixture of experts. Each row has the experts to which the router gives the largest logits. If
+// there is a shared expert, each row has it too, scaled by its gate.
+struct Moe {
+    MoeShape shape;
+    ggml_tensor *router; // {E, n}
+    ggml_tensor *gate, *up; // {E, FF, n}; they are null where they are fused
+    // {E, 2*FF, n}; an expert's gate comes before its up. It is null where they are apart.
+    ggml_tensor *gate_up;
+    ggml_tensor *down; // {FF, E, n}
+    ggml_tensor *shared_gate; // {E}; null means that there is no shared expert
+    Ffn shared;
+    bool in_ram = false; // gate, up and down stay in host memory, and are multiplied there
+};
+
+struct Block {
+    std::variant<Attention, DeltaNet> mixer;
+    ggml_tensor *attn_norm; // {E}
+    ggml_tensor *post_norm; // {E}
+    std::variant<Ffn, Moe> ffn;
+
+    const Attention *attention() const { return std::get_if<Attention>(&mixer); }
+    const DeltaNet *deltanet() const { return std::get_if<DeltaNet>(&mixer); }
+    const Ffn *dense() const { return std::get_if<Ffn>(&ffn); }
+    const Moe *moe() const { return std::get_if<Moe>(&ffn); }
+};
+
+// A NextN head is one attention block between its own norms and a language-model head.
+struct NextN {
+    Block block;
+    float rms_eps;
+    ggml_tensor *eh_proj; // {2E, E}  it multiplies [embedding, hidden]
+    ggml_tensor *enorm; // {E}
+    ggml_tensor *hnorm; // {E}
+    ggml_tensor *norm; // {E}  it is shared_head_norm, or the trunk's output_norm
+    ggml_tensor *output; // {E, V}  it is shared_head_head, or the trunk's output
+    ggml_tensor *token_embd; // {E, V}  it is embed_tokens, or the trunk's
+};
+
+// A layer of a DFlash drafter has attention without a gate, over context rows and the block.
+struct DFlashLayer {
+    Attention attention; // q is {E, D*H}
+    bool causal; // it says whether a block's rows see only those before them, or all of the block
+    ggml_tensor *attn_norm; // {E}
+    ggml_tensor *ffn_norm; // {E}
+    Ffn ffn;
+};
+
+// DFlash is a block-diffusion drafter. The keys and values of committed positions come from what the trunk's
+// layers in `taps` put out. One forward over [anchor, mask, mask ..] drafts a whole block.
+struct DFlash {
+    uint32_t block_size; // a block's rows are the anchor and block_size - 1 drafts
+    int32_t mask_token;
+    std::vector<uint32_t> taps; // they rise; t is the residual stream after trunk block t - 1
+    float rms_eps;
+    float embedding_scale; // it scales the block's embeddings
+    float softcap; // it bounds logits; 0 means that nothing does
+    ggml_tensor *fc; // {n_taps*E, E}
+    ggml_tensor *hidden_norm; // {E}
+    std::vector<DFlashLayer> layers;
+    ggml_tensor *norm; // {E}
+    ggml_tensor *token_embd; // {E, V}  it is the drafter's own, or the trunk's
+    ggml_tensor *output; // {E, rows of d2t or V}  it is the drafter's own, or the trunk's
+    // {rows of output} I64: the target's token of each row; null means all of the vocabulary.
+    ggml_tensor *d2t;
+};
+
+struct HParams {
+    uint32_t n_vocab = 0; // V
+    uint32_t n_embd = 0; // E
+    uint32_t n_layer = 0; // it counts trunk blocks
+    uint32_t n_nextn = 0; // it counts the NextN blocks in the file
+    uint32_t n_ctx_train = 0;
+    float rms_eps = 0;
+};
+
+struct Weights {
+    ggml_tensor *token_embd; // {E, V}
+    ggml_tensor *output_norm; // {E}
+    ggml_tensor *output; // {E, V}; it is token_embd where the file ties them
+    std::vector<Block> blocks;
+    std::unique_ptr<NextN> head; // it is null where none was asked for
+    std::unique_ptr<DFlash> drafter; // it is null where none was asked for
+};
+
+struct ContextFree {
+    void operator()(ggml_context *c) const {
+        void *const memory = ggml_get_mem_buffer(c);
+        ggml_free(c);
+        free(memory);
+    }
+};
+using Context = std::unique_ptr<ggml_context, ContextFree>;
+
+// Returns an empty context that holds tensors without their data. ggml_init() would abort where it finds no
+// memory, and this throws std::bad_alloc.
+inline Context new_context(size_t n_bytes) {
+    void *const memory = malloc(n_bytes);
+    if (memory == nullptr) {
+        throw std::bad_alloc();
+    }
+    return Context(ggml_init({n_bytes, memory, /*no_alloc=*/true}));
+}
+
+struct Architecture; // architecture.h defines it
+
+class Model {
+public:
+    // Reads hyperparameters and checks every tensor's presence, shape and type, and touches no weight. The
+    // model can then build graphs, for measuring, but it cannot run until load(). The NextN head is taken
+    // from the file `head`, which may be `file` itself or null. `drafter` is a DFlash drafter's file or null.
+    // Both must fit the trunk. The experts of the first n_cpu_experts layers stay in host memory; E_ARG says
+    // that there are fewer such layers.
+    static std::shared_ptr<Model> describe(std::shared_ptr<GgufFile> file, std::shared_ptr<GgufFile> head,
+                                           std::shared_ptr<GgufFile> drafter, const Device &device,
+                                           uint32_t n_cpu_experts = 0);
+
+    // Places the weights. A CPU uses them in the mapping, and a GPU has them uploaded. progress gets 0..1,
+    // and returns false to cancel.
+    void load(const std::function<bool(float)> &progress);
+
+    // Lets the weights count as placed, so that graphs over them can be measured.
+    void stand_in();
+
+    const Device &device() const { return *device_; }
+    const GgufFile &file() const { return *file_; }
+    const Architecture &architecture() const { return *architecture_; }
+    const HParams &hparams() const { return hp_; }
+    const Weights &weights() const { return weights_; }
+    uint64_t weight_bytes() const { return weight_bytes_; } // it counts those on the device
+    uint64_t n_params() const { return n_params_; } // it counts the values of all tensors in the file
+    // Values of the largest matrix but for those over the vocabulary, of which a prefill wants one row.
+    uint64_t largest_layer_matrix() const;
+    // Returns a hash of the loaded tensors' names, types, shapes and first bytes. It says which model a checkpoint belongs
+    // to.
+    uint64_t identity() const;
+    // Returns in words what computes with it (Device::arithmetic), and of how many layers a CPU computes the experts. There, and
+    // in one build, a cold prompt has the bits of a warm one.
+    std::string arithmetic() const;
+    // Says whether a layer is the first of its kind. Layers of one kind launch the same kernels: they have the same
+    // tensors, of the same types and shapes, and their attention looks equally far.
+    bool first_of_kind(uint32_t layer) const { return first_of_kind_[layer]; }
+    // Returns the mixture of the first layer whose experts stay in host memory, or null where there is none.
+    const Moe *in_ram() const;
+
+private:
+    friend class WeightReader;
+    void find_kinds();
+    void place_packed();
+    void place_mapped(bool all);
+
+    std::shared_ptr<GgufFile> file_;
+    std::shared_ptr<GgufFile> head_file_, drafter_file_;
+    const Device *device_ = nullptr;
+    const Architecture *architecture_ = nullptr;
+    HParams hp_;
+    Weights weights_;
+    Context context_;
+    std::vector<std::pair<ggml_tensor *, const GgufTensor *>> tensors_;
+    std::vector<Buffer> buffers_;
+    uint64_t weight_bytes_ = 0;
+    uint64_t n_params_ = 0;
+    uint32_t n_cpu_experts_ = 0;
+    std::vector<bool> first_of_kind_; // they are in the order of trunk blocks
+};
+
+// Says whether a matrix lies in the order of luce's own matmul (kernels/rowmm.h) and not in ggml's. On a GPU
+// with that matmul, every matrix of a type that it has does. Type and shape are the file's, but the bytes are
+// for that matmul alone. Tables, of which rows are looked up, stay as they are. Each matrix of a tensor's
+// experts is packed alone.
+bool is_packed(const ggml_tensor *weight);
+
+// Says whether ggml multiplies with a type on the CPU and on CUDA.
+bool is_weight_type(ggml_type type);
+
+// Returns a type's name as GGUF files have it: "Q4_K", "BF16".
+const char *type_name(ggml_type type);
+
+} // namespace luce

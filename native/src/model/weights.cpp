@@ -1,0 +1,438 @@
+// Takes tensors by their names from a file, checks and places them.
+#include "model/weights.h"
+
+#include "graph/architecture.h"
+#include "step/host_experts.h"
+
+#ifdef LUCE_USE_CUDA
+#include "matmul/quantised.h"
+#include "ops/moe.h"
+#endif
+
+#include <ggml-cpu.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace luce {
+
+static std::string shape_text(const int64_t *ne, uint32_t n_dims) {
+    std::string text = "{";
+    for (uint32_t d = 0; d < n_dims; d++) {
+        text += (d == 0 ? "" : ", ") + std::to_string(ne[d]);
+    }
+    return text + "}";
+}
+
+bool is_weight_type(ggml_type type) {
+    switch (type) {
+        case GGML_TYPE_F32:
+        case GGML_TYPE_F16:
+        case GGML_TYPE_BF16:
+        case GGML_TYPE_Q8_0:
+        case GGML_TYPE_Q4_0:
+        case GGML_TYPE_Q4_1:
+        case GGML_TYPE_Q5_0:
+        case GGML_TYPE_Q5_1:
+        case GGML_TYPE_Q2_K:
+        case GGML_TYPE_Q3_K:
+        case GGML_TYPE_Q4_K:
+        case GGML_TYPE_Q5_K:
+        case GGML_TYPE_Q6_K:
+        case GGML_TYPE_IQ4_NL:
+        case GGML_TYPE_IQ4_XS:
+        case GGML_TYPE_IQ3_S:
+        case GGML_TYPE_IQ3_XXS:
+        case GGML_TYPE_IQ2_S:
+        case GGML_TYPE_IQ2_XS:
+        case GGML_TYPE_IQ2_XXS:
+        case GGML_TYPE_IQ1_S:
+        case GGML_TYPE_IQ1_M: return true;
+        default: return false;
+    }
+}
+
+const char *type_name(ggml_type type) {
+    static const std::vector<std::string> names = [] {
+        std::vector<std::string> list;
+        for (int t = 0; t < GGML_TYPE_COUNT; t++) {
+            list.emplace_back(ggml_type_name(ggml_type(t)) != nullptr ? ggml_type_name(ggml_type(t)) : "?");
+            for (char &c : list.back()) {
+                c = char(toupper(c));
+            }
+        }
+        return list;
+    }();
+    return names[size_t(type)].c_str();
+}
+
+WeightReader::WeightReader(Model &model, const GgufFile &file, bool loading)
+    : m_(model), file_(file), loading_(loading) {
+    for (const GgufTensor &t : file.tensors()) {
+        left_.insert(t.name);
+    }
+}
+
+void WeightReader::forget(const std::string &prefix) {
+    const auto first = left_.lower_bound(prefix);
+    auto last = first;
+    while (last != left_.end() && last->compare(0, prefix.size(), prefix) == 0) {
+        last++;
+    }
+    left_.erase(first, last);
+}
+
+void WeightReader::finish(const std::string &prefix, const char *what) const {
+    const auto unknown = left_.lower_bound(prefix);
+    if (unknown != left_.end() && unknown->compare(0, prefix.size(), prefix) == 0) {
+        fail(LUCE_E_UNSUPPORTED, "%s: tensor %s is not part of the %s that luce runs", file_.path().c_str(),
+             unknown->c_str(), what == nullptr ? m_.architecture().name : what);
+    }
+}
+
+// A leaf has no op, so its parameters are free for this mark.
+constexpr int32_t PACKED = 0x7061636b, IN_RAM = 0x72616d;
+
+bool is_packed(const ggml_tensor *weight) {
+    return weight->op_params[0] == PACKED;
+}
+
+// Matrices are a tensor's matrices {K, N}, one behind the other: one, or those of its experts.
+struct Matrices {
+    int64_t n, N;
+};
+static Matrices matrices_of(const ggml_tensor *weight) {
+    const int64_t parts = weight->op_params[1];
+    return {weight->ne[2] * parts, weight->ne[1] / parts};
+}
+
+// Says whether the tensor stays in the mapping, whatever device the model is on.
+static bool is_in_ram(const ggml_tensor *weight) {
+    return weight->op_params[2] == IN_RAM;
+}
+
+bool WeightReader::in_ram(uint32_t layer) const {
+    return layer < m_.n_cpu_experts_;
+}
+
+bool WeightReader::packs([[maybe_unused]] ggml_type type) const {
+#ifdef LUCE_USE_CUDA
+    return m_.device_->gpu && rowmm_has_type(type);
+#else
+    return false;
+#endif
+}
+
+static uint64_t packed_bytes([[maybe_unused]] const ggml_tensor *weight) {
+#ifdef LUCE_USE_CUDA
+    const Matrices m = matrices_of(weight);
+    return uint64_t(m.n * rowmm_packed_bytes(weight->type, weight->ne[0], m.N));
+#else
+    return 0;
+#endif
+}
+
+ggml_tensor *WeightReader::tied(const std::string &name, ggml_tensor *table) {
+    if (!loading_ || !packs(table->type)) {
+        return table;
+    }
+    return take(name, {table->ne[0], table->ne[1]}, Kind::matrix, true);
+}
+
+ggml_tensor *WeightReader::ids(const std::string &name, int64_t n, int64_t end) {
+    ggml_tensor *tensor = take(name, {n}, Kind::ids, true);
+    const uint8_t *data = file_.tensor(name)->data;
+    for (int64_t i = 0, id; i < n; i++) {
+        memcpy(&id, data + size_t(i) * sizeof(id), sizeof(id));
+        if (id < 0 || id >= end) {
+            fail(LUCE_E_FILE, "%s: tensor %s: entry %lld is %lld, expected 0 to %lld", file_.path().c_str(),
+                 name.c_str(), (long long) i, (long long) id, (long long) end - 1);
+        }
+    }
+    return tensor;
+}
+
+ggml_tensor *WeightReader::take(const std::string &name, std::vector<int64_t> shape, Kind kind, bool required,
+                                int32_t parts) {
+    const char *path = file_.path().c_str();
+    const GgufTensor *t = file_.tensor(name);
+    if (t == nullptr) {
+        if (required) {
+            fail(LUCE_E_FILE, "%s: tensor %s is missing, expected %s", path, name.c_str(),
+                 shape_text(shape.data(), uint32_t(shape.size())).c_str());
+        }
+        return nullptr;
+    }
+    shape.resize(GGML_MAX_DIMS, 1);
+    if (memcmp(t->ne, shape.data(), sizeof(t->ne)) != 0) {
+        uint32_t n = GGML_MAX_DIMS;
+        while (n > 1 && shape[n - 1] == 1) {
+            n--;
+        }
+        fail(LUCE_E_FILE, "%s: tensor %s: expected shape %s, found %s", path, name.c_str(),
+             shape_text(shape.data(), n).c_str(), shape_text(t->ne, t->n_dims).c_str());
+    }
+    const bool fits = kind == Kind::f32   ? t->type == GGML_TYPE_F32
+                      : kind == Kind::ids ? t->type == GGML_TYPE_I64
+                                          : is_weight_type(t->type);
+    if (!fits) {
+        fail(LUCE_E_UNSUPPORTED, "%s: tensor %s has type %s, expected %s", path, name.c_str(),
+             type_name(t->type),
+             kind == Kind::f32   ? "F32"
+             : kind == Kind::ids ? "I64"
+                                 : "a type that luce multiplies on every device");
+    }
+    left_.erase(name);
+    if (!loading_) {
+        return nullptr;
+    }
+    // CUDA cannot look rows up in IQ4_NL, so the embedding is widened there. A router is F32.
+    const bool widen = m_.device_->gpu && ((t->type == GGML_TYPE_IQ4_NL && kind == Kind::table) ||
+                                           (t->type != GGML_TYPE_F32 && kind == Kind::router));
+    ggml_tensor *tensor =
+        ggml_new_tensor(m_.context_.get(), widen ? GGML_TYPE_F32 : t->type, GGML_MAX_DIMS, t->ne);
+    ggml_set_name(tensor, name.c_str());
+    const bool packed = (kind == Kind::matrix || kind == Kind::experts) && packs(t->type);
+    tensor->op_params[0] = packed ? PACKED : 0;
+    tensor->op_params[1] = parts;
+    tensor->op_params[2] = kind == Kind::ram_experts ? IN_RAM : 0;
+    m_.tensors_.emplace_back(tensor, t);
+    if (!is_in_ram(tensor) || !m_.device_->gpu) {
+        m_.weight_bytes_ += packed ? packed_bytes(tensor) : ggml_nbytes(tensor);
+    }
+    return tensor;
+}
+
+std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file, std::shared_ptr<GgufFile> head,
+                                       std::shared_ptr<GgufFile> drafter, const Device &device,
+                                       uint32_t n_cpu_experts) {
+    auto model = std::make_shared<Model>();
+    model->device_ = &device;
+    model->architecture_ = &architecture_of(*file);
+    model->file_ = std::move(file);
+    const GgufFile &trunk = *model->file_;
+    HParams &hp = model->hp_;
+    hp = model->architecture_->read_hparams(trunk);
+    if (n_cpu_experts > hp.n_layer) {
+        fail(LUCE_E_ARG, "n_cpu_experts is %u, %s has %u layers", n_cpu_experts, trunk.path().c_str(),
+             hp.n_layer);
+    }
+    model->n_cpu_experts_ = n_cpu_experts;
+    const GgufTensor *embd = trunk.tensor("token_embd.weight");
+    if (embd == nullptr || embd->n_dims != 2 || embd->ne[1] > (1 << 24)) {
+        fail(LUCE_E_FILE, "%s: tensor token_embd.weight is %s", trunk.path().c_str(),
+             embd == nullptr ? "missing" : ("of shape " + shape_text(embd->ne, embd->n_dims)).c_str());
+    }
+    hp.n_vocab = uint32_t(embd->ne[1]);
+    for (const GgufTensor &t : trunk.tensors()) {
+        model->n_params_ += uint64_t(t.ne[0]) * uint64_t(t.ne[1]) * uint64_t(t.ne[2]) * uint64_t(t.ne[3]);
+    }
+    // Two may be tied: the trunk's, the drafter's.
+    const size_t n_tensors = trunk.tensors().size() + (head ? head->tensors().size() : 0) +
+                             (drafter ? drafter->tensors().size() : 0) + 2;
+    model->context_ = new_context(ggml_tensor_overhead() * n_tensors);
+    WeightReader reader(*model, trunk);
+    model->weights_ = model->architecture_->read_trunk(reader, hp);
+    if (head) {
+        if (model->architecture_->read_head == nullptr) {
+            fail(LUCE_E_UNSUPPORTED, "%s: luce has no NextN heads of %s", head->path().c_str(),
+                 model->architecture_->name);
+        }
+        model->weights_.head = model->architecture_->read_head(*model, *head, hp, model->weights_);
+        model->head_file_ = std::move(head);
+    }
+    if (drafter) {
+        model->weights_.drafter = read_dflash(*model, *drafter, hp, model->weights_);
+        model->drafter_file_ = std::move(drafter);
+    }
+    model->find_kinds();
+    for (const Block &block : model->weights_.blocks) {
+        if (n_cpu_experts > 0 && block.moe() == nullptr) {
+            fail(LUCE_E_ARG, "n_cpu_experts is %u, and %s has no experts: its architecture is %s",
+                 n_cpu_experts, trunk.path().c_str(), model->architecture_->name);
+        }
+        if (block.moe() != nullptr && block.moe()->in_ram) {
+            check_ram_experts(trunk.path().c_str(), *block.moe());
+        }
+    }
+#ifdef LUCE_USE_CUDA
+    for (const Block &block : model->weights_.blocks) {
+        if (block.moe() != nullptr) {
+            check_moe(device, trunk.path().c_str(), *block.moe());
+        }
+    }
+    if (model->weights_.head && model->weights_.head->block.moe() != nullptr) {
+        check_moe(device, model->head_file_->path().c_str(), *model->weights_.head->block.moe());
+    }
+#endif
+    return model;
+}
+
+// The tensors of layer N are named "blk.N." and so on in every GGUF.
+void Model::find_kinds() {
+    std::vector<std::string> kinds(hp_.n_layer);
+    for (const auto &[tensor, source] : tensors_) {
+        unsigned layer = 0;
+        int end = 0;
+        sscanf(tensor->name, "blk.%u.%n", &layer, &end);
+        if (end > 0 && layer < hp_.n_layer) {
+            kinds[layer] += std::string(tensor->name + end) + type_name(tensor->type) +
+                            shape_text(tensor->ne, GGML_MAX_DIMS) + (is_in_ram(tensor) ? "in ram;" : ";");
+        }
+    }
+    std::set<std::string> found;
+    for (uint32_t layer = 0; layer < hp_.n_layer; layer++) {
+        if (const Attention *attention = weights_.blocks[layer].attention()) {
+            kinds[layer] +=
+                format("window %u, softcap %g", attention->shape.window, double(attention->shape.softcap));
+        }
+        first_of_kind_.push_back(found.insert(kinds[layer]).second);
+    }
+}
+
+const Moe *Model::in_ram() const {
+    const Moe *first = weights_.blocks.empty() ? nullptr : weights_.blocks[0].moe();
+    return first != nullptr && first->in_ram ? first : nullptr;
+}
+
+uint64_t Model::identity() const {
+    uint64_t hash = 0xcbf29ce484222325u; // this is the offset basis of FNV-1a
+    const auto add = [&](const void *data, size_t n) {
+        for (size_t i = 0; i < n; i++) {
+            hash = (hash ^ static_cast<const uint8_t *>(data)[i]) * 0x100000001b3u;
+        }
+    };
+    for (const auto &[tensor, source] : tensors_) {
+        add(source->name.data(), source->name.size());
+        add(&source->type, sizeof(source->type));
+        add(source->ne, sizeof(source->ne));
+        add(source->data, size_t(std::min<uint64_t>(source->size, 256)));
+    }
+    return hash;
+}
+
+std::string Model::arithmetic() const {
+    const std::string cpu = find_device("cpu").arithmetic();
+    return device_->arithmetic() +
+           (n_cpu_experts_ > 0 ? format(", experts of %u layers on %s", n_cpu_experts_, cpu.c_str()) : "");
+}
+
+uint64_t Model::largest_layer_matrix() const {
+    int64_t largest = 0;
+    for (const auto &[tensor, source] : tensors_) {
+        const bool output = tensor == weights_.output || (weights_.head && tensor == weights_.head->output) ||
+                            (weights_.drafter && tensor == weights_.drafter->output);
+        if (!output && is_packed(tensor) && matrices_of(tensor).n == 1) { // experts have ops of their own
+            largest = std::max(largest, ggml_nelements(tensor));
+        }
+    }
+    return uint64_t(largest);
+}
+
+void Model::stand_in() {
+    for (auto &[tensor, source] : tensors_) {
+        tensor->data = const_cast<uint8_t *>(source->data);
+    }
+}
+
+// Takes device memory for the packed matrices, one behind the other.
+void Model::place_packed() {
+    ggml_backend_buffer_type_t type = device_->buffer_type();
+    const auto room = [&](const ggml_tensor *t) { // ggml may clear what it takes for the padding of a tensor
+        const uint64_t size = std::max<uint64_t>(packed_bytes(t), ggml_backend_buft_get_alloc_size(type, t));
+        return (size + 255) / 256 * 256;
+    };
+    uint64_t total = 0;
+    for (auto &[tensor, source] : tensors_) {
+        total += is_packed(tensor) ? room(tensor) : 0;
+    }
+    if (total == 0) {
+        return;
+    }
+    Buffer buffer = allocate(*device_, total, "the weights");
+    ggml_backend_buffer_set_usage(buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+    uint8_t *at = static_cast<uint8_t *>(ggml_backend_buffer_get_base(buffer.get()));
+    for (auto &[tensor, source] : tensors_) {
+        if (is_packed(tensor)) {
+            ggml_backend_tensor_alloc(buffer.get(), tensor, at);
+            at += room(tensor);
+        }
+    }
+    buffers_.push_back(std::move(buffer));
+}
+
+// Places tensors where the files are mapped: all, or experts that stay in host memory.
+void Model::place_mapped(bool all) {
+    std::vector<const Mapping *> parts;
+    for (const GgufFile *file :
+         {file_.get(), head_file_ == file_ ? nullptr : head_file_.get(), drafter_file_.get()}) {
+        for (size_t i = 0; file != nullptr && i < file->parts().size(); i++) {
+            parts.push_back(file->parts()[i].get());
+        }
+    }
+    for (const Mapping *part : parts) {
+        void *base = const_cast<uint8_t *>(part->data());
+        buffers_.emplace_back(ggml_backend_cpu_buffer_from_ptr(base, part->size()));
+        for (auto &[tensor, source] : tensors_) {
+            if ((all || is_in_ram(tensor)) && source->data >= part->data() &&
+                source->data < part->data() + part->size()) {
+                ggml_backend_tensor_alloc(buffers_.back().get(), tensor, const_cast<uint8_t *>(source->data));
+            }
+        }
+    }
+}
+
+void Model::load(const std::function<bool(float)> &progress) {
+    if (!device_->gpu) {
+        place_mapped(true);
+        if (!progress(1.0f)) {
+            fail(LUCE_E_CANCELLED, "loading was cancelled");
+        }
+        return;
+    }
+    uint64_t staging_size = 0; // a packed matrix passes through here
+    for (auto &[tensor, source] : tensors_) {
+        staging_size = is_packed(tensor) ? std::max(staging_size, source->size) : staging_size;
+    }
+    check_memory(*device_, weight_bytes_ + staging_size, "loading the model's weights");
+    place_packed();
+    place_mapped(false);
+    Buffer buffer(ggml_backend_alloc_ctx_tensors_from_buft(context_.get(), device_->buffer_type()));
+    if (!buffer) {
+        fail(LUCE_E_MEMORY, "%s: allocating %s for the weights failed", device_->name.c_str(),
+             human_bytes(weight_bytes_).c_str());
+    }
+    ggml_backend_buffer_set_usage(buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+    buffers_.push_back(std::move(buffer));
+    const Buffer staging = allocate(*device_, staging_size, "the weights on their way");
+    const Context staging_context = new_context(ggml_tensor_overhead() * 2);
+    ggml_tensor *through =
+        ggml_new_tensor_1d(staging_context.get(), GGML_TYPE_I8, int64_t(std::max(staging_size, uint64_t(1))));
+    ggml_backend_tensor_alloc(staging.get(), through, ggml_backend_buffer_get_base(staging.get()));
+    std::vector<Upload> items;
+    std::vector<std::vector<float>> widened; // each lives until it is uploaded
+    uint64_t total = 0;
+    for (auto &[tensor, source] : tensors_) {
+        if (is_in_ram(tensor)) {
+            continue;
+        }
+        if (is_packed(tensor)) {
+            items.push_back({through, source->data, source->size, tensor, matrices_of(tensor).n});
+            continue;
+        }
+        if (tensor->type == source->type) {
+            items.push_back({tensor, source->data, source->size});
+            continue;
+        }
+        std::vector<float> &wide = widened.emplace_back(size_t(ggml_nelements(tensor)));
+        ggml_get_type_traits(source->type)->to_float(source->data, wide.data(), int64_t(wide.size()));
+        items.push_back(
+            {tensor, reinterpret_cast<const uint8_t *>(wide.data()), wide.size() * sizeof(float)});
+    }
+    for (const Upload &item : items) {
+        total += item.size;
+    }
+    upload(*device_, items, [&](uint64_t done) { return progress(float(double(done) / double(total))); });
+}
+
+} // namespace luce

@@ -1,0 +1,71 @@
+// Takes tensors out of a file one by one. The presence, shape and type of each are checked, and a tensor that
+// nobody took is refused by name.
+#pragma once
+
+#include "model/model.h"
+
+#include <set>
+
+namespace luce {
+
+class WeightReader {
+public:
+    // With loading false, tensors are only checked, and null is returned.
+    WeightReader(Model &model, const GgufFile &file, bool loading = true);
+
+    // Takes a matrix {a, b} of any weight type.
+    ggml_tensor *matrix(const std::string &name, int64_t a, int64_t b, bool required = true) {
+        return take(name, {a, b}, Kind::matrix, required);
+    }
+    // Takes a matrix {a, b} of each of n experts, which lie one behind the other in one tensor. With in_ram
+    // it stays in host memory on any device.
+    ggml_tensor *experts(const std::string &name, int64_t a, int64_t b, int64_t n, bool in_ram,
+                         int32_t parts = 1) {
+        return take(name, {a, b, n}, in_ram ? Kind::ram_experts : Kind::experts, true, parts);
+    }
+    // Says whether the experts of a layer of the trunk are to stay there.
+    bool in_ram(uint32_t layer) const;
+    // Takes a matrix {a, b} that a GPU multiplies in F32.
+    ggml_tensor *router(const std::string &name, int64_t a, int64_t b) {
+        return take(name, {a, b}, Kind::router, true);
+    }
+    // Takes a matrix of which rows are looked up.
+    ggml_tensor *table(const std::string &name, int64_t a, int64_t b, bool required = true) {
+        return take(name, {a, b}, Kind::table, required);
+    }
+    // Returns the matrix of a table that the file ties to it. That is the table itself, but for what
+    // is_packed() says.
+    ggml_tensor *tied(const std::string &name, ggml_tensor *table);
+    // Takes a list of ids {n}, I64, which are checked to lie in [0, end).
+    ggml_tensor *ids(const std::string &name, int64_t n, int64_t end);
+    // Takes a vector or small table that the graph reads as F32.
+    ggml_tensor *f32(const std::string &name, std::vector<int64_t> shape, bool required = true) {
+        return take(name, std::move(shape), Kind::f32, required);
+    }
+
+    bool has(const std::string &name) const { return file_.tensor(name) != nullptr; }
+    const GgufFile &file() const { return file_; }
+    // Makes another reader of the same file, for checks alone.
+    WeightReader checking() const { return WeightReader(m_, file_, false); }
+
+    // Leaves out tensors that another reader takes, or that are not needed: those whose names begin with
+    // `prefix`.
+    void forget(const std::string &prefix);
+    // Fails with E_UNSUPPORTED and the name of a tensor that is left, of those whose names begin with
+    // `prefix`. `what` says what was read.
+    void finish(const std::string &prefix = "", const char *what = nullptr) const;
+
+private:
+    enum class Kind { matrix, table, experts, ram_experts, router, f32, ids };
+    ggml_tensor *take(const std::string &name, std::vector<int64_t> shape, Kind kind, bool required,
+                      int32_t parts = 1);
+
+    bool packs(ggml_type type) const;
+
+    Model &m_;
+    const GgufFile &file_;
+    std::set<std::string> left_;
+    const bool loading_;
+};
+
+} // namespace luce

@@ -1,0 +1,200 @@
+#include "step/inputs.h"
+
+#include <algorithm>
+
+#ifdef LUCE_USE_CUDA
+extern "C" void *luce_cuda_stream(ggml_backend_t backend); // cuda_stream.cu defines it
+#endif
+
+namespace luce {
+
+static size_t pad(size_t n) {
+    return (n + 255) / 256 * 256;
+}
+
+Region::Region(uint32_t rows, uint32_t n_pages, uint32_t mirrors)
+    : rows_(rows), n_pages_(std::max(n_pages, 1u)), mirrors_(mirrors) {
+    hidden_from_ = pad(rows * sizeof(int64_t));
+    positions_ = hidden_from_ + pad(rows * sizeof(int32_t));
+    tokens_ = positions_ + pad(rows * sizeof(int32_t));
+    ctl_ = tokens_ + pad(rows * sizeof(int32_t));
+    pages_ = ctl_ + pad(sizeof(StepCtl));
+    size_ = pages_ + pad(n_pages_ * sizeof(int32_t));
+}
+
+void Region::allocate(const Device &device) {
+    on_ = &device;
+    device_ = luce::allocate(device, size(), "a step's inputs");
+    ggml_backend_buffer_clear(device_.get(), 0);
+    host_ = static_cast<uint8_t *>(ggml_backend_buffer_get_base(device_.get()));
+    if (device.gpu) {
+        pinned_ = pinned(device, size(), "a step's inputs");
+        ggml_backend_buffer_clear(pinned_.get(), 0);
+        host_ = static_cast<uint8_t *>(ggml_backend_buffer_get_base(pinned_.get()));
+    }
+}
+
+Region::Host Region::host(uint32_t mirror) const {
+    uint8_t *base = host_ + (pinned_ ? mirror * size_ : 0);
+    return {reinterpret_cast<int64_t *>(base),
+            reinterpret_cast<int32_t *>(base + hidden_from_),
+            reinterpret_cast<int32_t *>(base + positions_),
+            reinterpret_cast<int32_t *>(base + tokens_),
+            reinterpret_cast<StepCtl *>(base + ctl_),
+            reinterpret_cast<int32_t *>(base + pages_)};
+}
+
+void Region::send(ggml_backend_t backend, uint32_t mirror, uint32_t n_pages) {
+    bring(backend, host_ + mirror * size_, pages_ + pad(n_pages * sizeof(int32_t)));
+}
+
+void Region::send_beside(ggml_backend_t backend, uint32_t mirror, uint32_t n_pages) {
+    bring(backend, host_ + mirror * size_, pages_ + pad(n_pages * sizeof(int32_t)), true);
+}
+
+void Region::bring([[maybe_unused]] ggml_backend_t backend, [[maybe_unused]] const uint8_t *host,
+                   [[maybe_unused]] size_t bytes, [[maybe_unused]] bool beside) {
+    check_current(*on_); // a kernel may bring them
+#ifdef LUCE_USE_CUDA
+    if (!pinned_) {
+        return;
+    }
+    void *device = ggml_backend_buffer_get_base(device_.get()), *stream = luce_cuda_stream(backend);
+    const auto copy = beside ? cuda::bring_beside : cuda::bring;
+    if (const int error = copy(host, device, int64_t(bytes), stream); error != 0) {
+        fail(LUCE_E_DEVICE, "bringing a step's inputs failed: %s", cuda::error_text(error));
+    }
+#endif
+}
+
+void Region::send_chain(ggml_backend_t backend, uint32_t n) {
+    bring(backend, host_, n * size_);
+}
+
+StepInputs Region::tensors(ggml_context *ctx, uint32_t rows) const {
+    const auto place = [&](ggml_type type, int64_t n, size_t offset) {
+        ggml_tensor *t = ggml_new_tensor_1d(ctx, type, n);
+        if (device_) {
+            uint8_t *base = static_cast<uint8_t *>(ggml_backend_buffer_get_base(device_.get()));
+            ggml_backend_tensor_alloc(device_.get(), t, base + offset);
+        } else {
+            // The graph allocator has nothing to place here.
+            t->data = reinterpret_cast<void *>(uintptr_t(256));
+        }
+        return t;
+    };
+    StepInputs in{};
+    in.hidden_to = place(GGML_TYPE_I64, rows, 0);
+    in.hidden_from = place(GGML_TYPE_I32, rows, hidden_from_);
+    in.positions = place(GGML_TYPE_I32, rows, positions_);
+    in.tokens = place(GGML_TYPE_I32, rows, tokens_);
+    in.ctl = place(GGML_TYPE_I32, sizeof(StepCtl) / sizeof(int32_t), ctl_);
+    in.pages = place(GGML_TYPE_I32, n_pages_, pages_);
+    return in;
+}
+
+// ---- putting a step together ----
+
+static uint32_t add_pages(Region::Host h, const Timeline &line, uint32_t at) {
+    std::copy(line.pages().begin(), line.pages().end(), h.pages + at);
+    return at + uint32_t(line.pages().size());
+}
+
+Batch::Batch(Region::Host host, const Cache &cache) : h_(host), cache_(cache) {
+    h_.ctl->n_seqs = 0;
+    h_.ctl->n_rows = 0;
+}
+
+SeqCtl &Batch::add_sequence(const Timeline &line, const ChoiceCtl &choice, uint32_t n_rows) {
+    SeqCtl &seq = h_.ctl->seqs[h_.ctl->n_seqs++];
+    line.fill(seq, h_.ctl->n_rows, int32_t(n_rows), int32_t(n_pages_));
+    seq.choice = choice;
+    n_pages_ = add_pages(h_, line, n_pages_);
+    h_.ctl->n_rows += int32_t(n_rows);
+    return seq;
+}
+
+void Batch::add_verify(const Timeline &line, const ChoiceCtl &choice, uint32_t n, const int32_t *parents,
+                       const int32_t *tokens) {
+    const int32_t index = h_.ctl->n_seqs;
+    const SeqCtl &seq = add_sequence(line, choice, n);
+    for (uint32_t i = 0; i < n; i++) {
+        const int32_t row = seq.row0 + int32_t(i), parent = parents[i] < 0 ? -1 : seq.row0 + parents[i];
+        const int32_t position = parent < 0 ? seq.n_past : h_.positions[parent] + 1;
+        h_.ctl->rows[row] = {index, parent, position, -1};
+        h_.tokens[row] = tokens[i];
+        h_.positions[row] = position;
+        h_.hidden_to[row] = line.next_hidden(int32_t(i));
+        h_.hidden_from[row] = parent < 0 ? line.hidden() : line.next_hidden(parents[i]);
+    }
+}
+
+void Batch::add_draft(const Timeline &line, const ChoiceCtl &choice, int32_t anchor, uint32_t i) {
+    const int32_t index = h_.ctl->n_seqs, entry = cache_.draft_entry(line.slot(), int32_t(i));
+    SeqCtl &seq = add_sequence(line, choice, 1);
+    seq.n_past += int32_t(i); // what the chain has written so far counts as committed
+    if (i > 0) {
+        seq.n_new = int32_t(i) + seq.n_move_head;
+        seq.n_move_head = 0;
+    }
+    h_.ctl->rows[seq.row0] = {index, -1, seq.n_past, entry};
+    h_.tokens[seq.row0] = i == 0 ? anchor : -1 - (entry - 1);
+    h_.positions[seq.row0] = seq.n_past;
+    h_.hidden_from[seq.row0] = i == 0 ? line.hidden() : cache_.hidden_draft(line.slot());
+    h_.hidden_to[seq.row0] = cache_.hidden_draft(line.slot());
+}
+
+void Batch::add_block(const Timeline &line, const ChoiceCtl &choice, int32_t anchor, int32_t mask) {
+    const int32_t index = h_.ctl->n_seqs;
+    const SeqCtl &seq = add_sequence(line, choice, cache_.params().n_block);
+    for (int32_t i = 0; i < seq.n_rows; i++) {
+        const int32_t row = seq.row0 + i, position = seq.n_past + i;
+        h_.ctl->rows[row] = {index, i == 0 ? -1 : row - 1, position,
+                             i == 0 ? -1 : cache_.block_entry(line.slot(), i - 1)};
+        h_.tokens[row] = i == 0 ? anchor : mask;
+        h_.positions[row] = position;
+        h_.hidden_from[row] = h_.hidden_to[row] = 0;
+    }
+}
+
+void Batch::add_owed(const Timeline &line) {
+    const int32_t index = h_.ctl->n_seqs, n = int32_t(line.n_owed());
+    SeqCtl &seq = add_sequence(line, {}, line.n_owed());
+    seq.n_past -= n;
+    for (int32_t i = 0; i < n; i++) {
+        const int32_t row = seq.row0 + i, position = seq.n_past + i;
+        h_.ctl->rows[row] = {index, i == 0 ? -1 : row - 1, position, -1};
+        h_.tokens[row] = line.tokens()[size_t(position)];
+        h_.positions[row] = position;
+        h_.hidden_from[row] = line.owed_hidden(i);
+        h_.hidden_to[row] = cache_.hidden_unused();
+    }
+}
+
+void Batch::fill_up(uint32_t width) {
+    for (uint32_t row = n_rows(); row < width; row++) {
+        h_.ctl->rows[row] = {-1, -1, 0, -1};
+        h_.tokens[row] = 0;
+        h_.positions[row] = 0;
+        h_.hidden_from[row] = cache_.has_head() ? cache_.hidden_zero() : 0;
+        h_.hidden_to[row] = cache_.has_head() ? cache_.hidden_unused() : 0;
+    }
+}
+
+uint32_t fill_prefill(Region::Host h, const Timeline &line, const ChoiceCtl &choice, const int32_t *tokens,
+                      uint32_t n, const Cache &cache) {
+    h.ctl->n_seqs = 1;
+    h.ctl->n_rows = int32_t(n);
+    line.fill(h.ctl->seqs[0], 0, int32_t(n), 0);
+    h.ctl->seqs[0].choice = choice;
+    h.ctl->rows[0] = {0, -1, int32_t(line.n_past() + n - 1), cache.choice_entry(0, 0)};
+    for (uint32_t i = 0; i < n; i++) {
+        h.tokens[i] = tokens[i];
+        h.positions[i] = int32_t(line.n_past() + i);
+    }
+    h.hidden_from[0] = line.hidden();
+    h.hidden_to[0] = cache.has_head() ? line.next_hidden(0) : 0;
+    return add_pages(h, line, 0);
+}
+
+} // namespace luce

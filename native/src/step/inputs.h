@@ -1,0 +1,113 @@
+// Says where a step's inputs lie, and puts a step together from its sequences' rows. Steps of each kind have
+// a region of their own on the device, and host mirrors. So the host can fill the next step's inputs while
+// the device still works on the last one's. A step's inputs are one copy to the device, by a kernel that reads
+// the host's memory, or beside a draft by a copy engine.
+#pragma once
+
+#include "graph/blocks.h"
+
+namespace luce {
+
+// A region holds the inputs of one kind of step: at most `rows` rows and `n_pages` page entries.
+class Region {
+public:
+    // The region has `mirrors` host copies, and as many places on the device: steps that run by themselves use the first,
+    // the links of a chain of steps one each. It has no memory until allocate().
+    Region(uint32_t rows, uint32_t n_pages, uint32_t mirrors);
+
+    void allocate(const Device &device);
+    size_t size() const { return mirrors_ * size_; } // it counts its bytes on the device
+    size_t place() const { return size_; } // one place lies so many bytes behind the other
+
+    // Host is the host's side of one mirror.
+    struct Host {
+        int64_t *hidden_to;
+        int32_t *hidden_from, *positions, *tokens;
+        StepCtl *ctl;
+        int32_t *pages;
+    };
+    Host host(uint32_t mirror) const;
+    // Enqueues on a GPU the copy of a mirror, up to its first n_pages page entries. On a CPU the one mirror
+    // is the region itself.
+    void send(ggml_backend_t backend, uint32_t mirror, uint32_t n_pages);
+    void send_chain(ggml_backend_t backend, uint32_t n); // the first n mirrors, each to its own place
+    // The same as send() on another stream than the steps', by an engine that leaves the multiprocessors alone.
+    void send_beside(ggml_backend_t backend, uint32_t mirror, uint32_t n_pages);
+
+    // Returns the inputs of a step of `rows` rows. Before allocate() they are tensors without memory, for
+    // measuring.
+    StepInputs tensors(ggml_context *ctx, uint32_t rows) const;
+
+private:
+    void bring(ggml_backend_t backend, const uint8_t *host, size_t bytes, bool beside = false);
+
+    uint32_t rows_, n_pages_, mirrors_;
+    size_t hidden_from_, positions_, tokens_, ctl_, pages_, size_; // they are offsets; hidden_to comes first
+    const Device *on_ = nullptr; // it is that of device_
+    Buffer device_, pinned_;
+    uint8_t *host_ = nullptr;
+};
+
+struct EngineParams {
+    CacheParams cache;
+    uint32_t n_threads;
+};
+
+// Returns how many sequences' blocks fit into a step.
+uint32_t blocks_at_once(const CacheParams &params);
+
+// An engine has one region for each kind of step. The verifies that may be under way have a mirror each, and so have a
+// draft's links, its steps of blocks, and the feeds of each sequence.
+struct Regions {
+    Region prefill, verify, draft, feed, block;
+    Regions(const Cache &cache, const EngineParams &params);
+    // Counts bytes on the device, of those regions that the engine has.
+    uint64_t size(const Cache &cache) const;
+    Region &of(StepKind kind) {
+        switch (kind) {
+            case StepKind::verify: return verify;
+            case StepKind::draft:
+            case StepKind::draft_part: return draft;
+            case StepKind::feed: return feed;
+            case StepKind::block: return block;
+            default: return prefill;
+        }
+    }
+};
+
+// A batch is a step of at most MAX_ROWS rows under construction.
+class Batch {
+public:
+    Batch(Region::Host host, const Cache &cache);
+
+    // Adds n rows of a sequence, in depth-first order, whose parents count from the item's first row.
+    // token(i) is that of row i, or -1 - e for entry e of the cache's drafts. With n 0 it adds the sequence's
+    // debts alone.
+    void add_verify(const Timeline &line, const ChoiceCtl &choice, uint32_t n, const int32_t *parents,
+                    const int32_t *tokens);
+    // Adds row i of a draft's chain, at n_past + i. Its token is the anchor or the draft before.
+    void add_draft(const Timeline &line, const ChoiceCtl &choice, int32_t anchor, uint32_t i);
+    // Adds a DFlash block after what is committed: [anchor, mask, mask ..]. Each row's choice but the
+    // anchor's is kept.
+    void add_block(const Timeline &line, const ChoiceCtl &choice, int32_t anchor, int32_t mask);
+    // Adds the rows that a sequence owes the NextN head.
+    void add_owed(const Timeline &line);
+    // Adds rows that only fill the step's width.
+    void fill_up(uint32_t width);
+
+    uint32_t n_rows() const { return uint32_t(h_.ctl->n_rows); }
+    uint32_t n_pages() const { return n_pages_; }
+
+private:
+    SeqCtl &add_sequence(const Timeline &line, const ChoiceCtl &choice, uint32_t n_rows);
+
+    Region::Host h_;
+    const Cache &cache_;
+    uint32_t n_pages_ = 0;
+};
+
+// Fills the control block of a prefill of n rows, and returns its number of page entries.
+uint32_t fill_prefill(Region::Host host, const Timeline &line, const ChoiceCtl &choice, const int32_t *tokens,
+                      uint32_t n, const Cache &cache);
+
+} // namespace luce

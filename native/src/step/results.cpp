@@ -1,0 +1,73 @@
+// What the host reads of steps beside their choices: drafts, their lists, and logits.
+#include "step/step.h"
+
+#include "step/shapes.h"
+
+#include <ggml-backend.h>
+
+#include <cstring>
+
+namespace luce {
+
+void Step::wait_for_drafts() {
+    if (drafting_) {
+        synchronize();
+        drafting_ = false;
+    }
+}
+
+const Choice &Step::drafted(int32_t entry) {
+    wait_for_drafts();
+    return chosen(entry);
+}
+
+const int32_t *Step::listed(int32_t entry) {
+    wait_for_drafts();
+    return static_cast<const int32_t *>(cache_.lists()->data) + entry * cache_.lists()->ne[0];
+}
+
+void Step::have_logits() {
+    if (logits_buffer_) {
+        return;
+    }
+    const size_t size = size_t(verify_width(MAX_ROWS)) * model_.hparams().n_vocab * sizeof(float);
+    logits_buffer_ = pinned(model_.device(), size, "steps' logits");
+}
+
+float *Step::host_logits(uint32_t row) const {
+    return static_cast<float *>(ggml_backend_buffer_get_base(logits_buffer_.get())) +
+           size_t(row) * model_.hparams().n_vocab;
+}
+
+// Copies the rows that were asked for, with runs of them at once.
+void Step::enqueue_logits(const Graph &g) {
+    const ggml_tensor *logits = g.outputs.logits;
+    fetched_ = fetched_next_;
+    fetched_next_ = 0;
+    for (uint32_t row = 0; row < uint32_t(logits->ne[1]);) {
+        uint32_t end = row;
+        while (end < uint32_t(logits->ne[1]) && (fetched_ >> end & 1) != 0) {
+            end++;
+        }
+        if (end > row) {
+            ggml_backend_tensor_get_async(backend_.get(), logits, host_logits(row), row * logits->nb[1],
+                                          (end - row) * logits->nb[1]);
+        }
+        row = end + 1;
+    }
+}
+
+void Step::read_logits(uint32_t row, float *out) {
+    if (last_ == nullptr || row >= uint32_t(last_->outputs.logits->ne[1])) {
+        fail(LUCE_E_STATE, "there are no logits of row %u: the engine has run another step since", row);
+    }
+    const ggml_tensor *logits = last_->outputs.logits;
+    if ((fetched_ >> row & 1) != 0) {
+        memcpy(out, host_logits(row), logits->nb[1]);
+        return;
+    }
+    ggml_backend_tensor_get_async(backend_.get(), logits, out, row * logits->nb[1], logits->nb[1]);
+    synchronize();
+}
+
+} // namespace luce

@@ -1,0 +1,297 @@
+#include "step/shapes.h"
+
+#include "graph/architecture.h"
+#include "ops/row.h"
+#include "step/faults.h"
+
+#include <ggml-alloc.h>
+#include <ggml-cpu.h>
+
+#include <algorithm>
+#include <map>
+
+namespace luce {
+
+static const uint32_t WIDTHS[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16, 20, 24, 32, 40, 48, 64};
+
+uint32_t row_bucket(uint32_t rows, uint32_t max_rows) {
+    return std::min(*std::lower_bound(std::begin(WIDTHS), std::end(WIDTHS), rows), max_rows);
+}
+
+// Rounds up to a multiple of 256, and from 1024 on to one of a quarter of the power of two below. So at most
+// 25% more than needed is taken.
+uint32_t kv_bucket(uint32_t n) {
+    uint32_t unit = 256;
+    while (unit * 8 <= n) {
+        unit *= 2;
+    }
+    return (n + unit - 1) / unit * unit;
+}
+
+// Feeds are short and seldom, so powers of two are enough.
+static uint32_t feed_bucket(uint32_t rows, uint32_t most) {
+    uint32_t width = 1;
+    while (width < rows) {
+        width *= 2;
+    }
+    return std::min(width, most);
+}
+
+static uint32_t most_rows(const CacheParams &p) {
+    return std::min(uint32_t(MAX_ROWS), p.n_rows * p.n_sequences);
+}
+
+std::vector<StepShape> step_shapes(const CacheParams &p) {
+    std::vector<StepShape> shapes;
+    const auto add = [&](StepKind kind, uint32_t most) {
+        for (uint32_t rows = 1; rows <= most; rows++) {
+            if (row_bucket(rows, most) == rows) {
+                shapes.push_back({kind, rows, 0});
+            }
+        }
+    };
+    add(StepKind::verify, most_rows(p));
+    add(StepKind::draft, p.n_draft > 0 ? p.n_sequences : 0);
+    add(StepKind::draft_part, p.n_part > 0 ? p.n_sequences : 0);
+    for (uint32_t rows = 1; p.n_draft > 0 && rows <= p.n_rows; rows++) {
+        if (feed_bucket(rows, p.n_rows) == rows) {
+            shapes.push_back({StepKind::feed, rows, 0});
+        }
+    }
+    for (uint32_t n = 1; n <= blocks_at_once(p); n++) {
+        shapes.push_back({StepKind::block, n * p.n_block, 0});
+    }
+    return shapes;
+}
+
+std::vector<StepShape> largest_steps(const CacheParams &p) {
+    std::vector<StepShape> shapes = {
+        {StepKind::prefill_last, std::min(p.n_chunk, p.n_ctx), kv_bucket(p.n_ctx)},
+        {StepKind::verify, most_rows(p), 0}};
+    if (p.n_draft > 0) {
+        shapes.push_back({StepKind::draft, p.n_sequences, 0});
+    }
+    if (p.n_block > 0) {
+        shapes.push_back({StepKind::block, blocks_at_once(p) * p.n_block, 0});
+    }
+    return shapes;
+}
+
+// What the allocator takes does not grow evenly with a prefill's rows and cells: a mixture's of 484 rows over 1792 cells
+// took 11% more than one of 560 rows over 2304. So every bucket of cells is sized.
+std::vector<StepShape> sizing_steps(const CacheParams &p) {
+    std::vector<StepShape> shapes = largest_steps(p);
+    const StepShape largest = shapes[0];
+    const uint32_t n = largest.rows;
+    shapes[0].rows += n / 8 + 16;
+    shapes[0].n_kv += PAGE;
+    shapes.push_back({StepKind::prefill, shapes[0].rows, shapes[0].n_kv}); // its outputs are others
+    for (uint32_t n_kv = kv_bucket(n); n_kv <= largest.n_kv; n_kv = kv_bucket(n_kv + 1)) {
+        shapes.push_back({StepKind::prefill, shapes[0].rows, n_kv});
+        shapes.push_back({StepKind::prefill_last, n, n_kv});
+    }
+    return shapes;
+}
+
+uint32_t Step::verify_width(uint32_t rows) const {
+    return row_bucket(std::max(rows, 1u), most_rows(params_.cache));
+}
+
+uint32_t Step::draft_width(uint32_t sequences) const {
+    return row_bucket(sequences, params_.cache.n_sequences);
+}
+
+uint32_t Step::feed_width(uint32_t rows) const {
+    return feed_bucket(rows, params_.cache.n_rows);
+}
+
+Regions::Regions(const Cache &cache, const EngineParams &p)
+    : prefill(std::min(p.cache.n_chunk, p.cache.n_ctx), cache.max_pages(), 1),
+      verify(most_rows(p.cache), p.cache.n_sequences * cache.max_pages(), STARTED),
+      draft(p.cache.n_sequences, p.cache.n_sequences * cache.max_pages(), std::max(p.cache.n_draft, 1u)),
+      feed(p.cache.n_rows, cache.max_pages(), p.cache.n_sequences),
+      block(std::max(blocks_at_once(p.cache) * p.cache.n_block, 1u),
+            blocks_at_once(p.cache) * cache.max_pages(),
+            (p.cache.n_sequences - 1) / std::max(blocks_at_once(p.cache), 1u) + 1) {}
+
+uint32_t blocks_at_once(const CacheParams &p) {
+    return p.n_block == 0 ? 0 : std::min(uint32_t(MAX_ROWS) / p.n_block, p.n_sequences);
+}
+
+uint64_t Regions::size(const Cache &cache) const {
+    return prefill.size() + verify.size() + (cache.has_head() ? draft.size() + feed.size() : 0) +
+           (cache.has_drafter() ? block.size() : 0);
+}
+
+GraphAllocator new_graph_allocator(const Device &device) {
+    return GraphAllocator(ggml_gallocr_new(device.buffer_type()), ggml_gallocr_free);
+}
+
+void Step::Graph::drop_capture() {
+#ifdef LUCE_USE_CUDA
+    for (void *piece : captured) {
+        cuda::capture_free(piece);
+    }
+    captured.clear();
+    on_host.clear();
+    for (const auto &[links, chain] : chains) {
+        cuda::capture_free(chain);
+    }
+    chains.clear();
+#endif
+}
+
+void Step::Graph::move_inputs(ptrdiff_t bytes) {
+    for (ggml_tensor *t :
+         {inputs.tokens, inputs.positions, inputs.ctl, inputs.pages, inputs.hidden_from, inputs.hidden_to}) {
+        t->data = static_cast<uint8_t *>(t->data) + bytes;
+    }
+}
+
+static size_t most_nodes(const Model &model, const Cache &cache) {
+    const size_t n_drafter = cache.has_drafter() ? model.weights().drafter->layers.size() : 0;
+    return 64 * (model.hparams().n_layer + n_drafter + 2) + 64;
+}
+
+// A graph's nodes take so much of the host's memory.
+static size_t node_bytes(size_t n_nodes) {
+    return ggml_tensor_overhead() * n_nodes + ggml_graph_overhead_custom(n_nodes, false);
+}
+
+std::unique_ptr<Step::Graph> Step::Graph::build(const Model &model, const Cache &cache, const Region &in,
+                                                const StepShape &shape) {
+    if (fails_here(Fault::graph)) {
+        throw std::bad_alloc();
+    }
+    auto g = std::make_unique<Graph>();
+    g->shape = shape;
+    const size_t n_nodes = most_nodes(model, cache);
+    g->context = new_context(node_bytes(n_nodes));
+    ggml_context *ctx = g->context.get();
+    g->nodes = ggml_new_graph_custom(ctx, n_nodes, false);
+    g->inputs = in.tensors(ctx, shape.rows);
+    const StepBuild build = {ctx, g->nodes, model, cache, g->inputs, shape.kind, shape.n_kv, shape.brief};
+    if (shape.head()) {
+        model.architecture().build_draft(build);
+    } else if (shape.kind == StepKind::block) {
+        g->outputs = build_dflash_block(build);
+    } else {
+        g->outputs = model.architecture().build_step(build);
+    }
+    return g;
+}
+
+bool is_empty(const ggml_tensor *node) {
+    return node->op == GGML_OP_NONE || node->op == GGML_OP_VIEW || node->op == GGML_OP_RESHAPE ||
+           node->op == GGML_OP_PERMUTE || node->op == GGML_OP_TRANSPOSE;
+}
+
+bool is_light(const ggml_tensor *node) {
+    constexpr int64_t WORTH_SHARING = 1 << 13;
+    int64_t values = 0;
+    for (int i = 0; i < GGML_MAX_SRC && node->src[i] != nullptr; i++) {
+        values += ggml_nelements(node->src[i]);
+    }
+    return values < WORTH_SHARING;
+}
+
+void Step::Graph::log_ops() const {
+    static const char *const KINDS[] = {"prefill",         "prefill", "verify", "draft",
+                                        "draft of a part", "block",   "feed"};
+    std::map<std::string, int> ours, ggmls;
+    for (int i = 0; i < ggml_graph_n_nodes(nodes); i++) {
+        const ggml_tensor *node = ggml_graph_node(nodes, i);
+        if (const CustomOp *op = custom_op(node); op != nullptr) {
+            ours[op->name]++;
+        } else if (!is_empty(node)) {
+            ggmls[ggml_op_desc(node)]++;
+        }
+    }
+    const auto listed = [](const std::map<std::string, int> &counts) {
+        std::string text;
+        for (const auto &[name, n] : counts) {
+            text += (text.empty() ? "" : ", ") + name + " " + std::to_string(n);
+        }
+        return text;
+    };
+    log(0, "a %s of %u rows: %s, of ggml: %s", KINDS[int(shape.kind)], shape.rows, listed(ours).c_str(),
+        listed(ggmls).c_str());
+}
+
+// Asks first, since ggml aborts on an op that a device does not have.
+static void check_supported(const Device &device, ggml_cgraph *graph) {
+    for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
+        const ggml_tensor *node = ggml_graph_node(graph, i);
+        if (custom_op(node) == nullptr && !ggml_backend_dev_supports_op(device.dev, node)) {
+            const ggml_tensor *a = node->src[0], *b = node->src[1];
+            fail(LUCE_E_UNSUPPORTED, "%s has no %s of %s and %s", device.name.c_str(), ggml_op_desc(node),
+                 a == nullptr ? "nothing" : type_name(a->type),
+                 b == nullptr ? "nothing" : type_name(b->type));
+        }
+    }
+}
+
+void Step::reserve(const StepShape &largest) {
+    const auto g = Graph::build(model_, cache_, in_.of(largest.kind), largest);
+    if (!ggml_gallocr_reserve(galloc_.get(), g->nodes)) {
+        fail(LUCE_E_MEMORY, "%s: allocating the compute buffer failed", model_.device().name.c_str());
+    }
+    compute_size_ = ggml_gallocr_get_buffer_size(galloc_.get(), 0);
+}
+
+void Step::build_all() {
+    for (const StepShape &shape : step_shapes(params_.cache)) {
+        const Graph &step = graph(shape);
+        if (is_logged()) {
+            step.log_ops();
+        }
+    }
+}
+
+StepSizes Step::measure(const Model &model, const Cache &cache, const EngineParams &params) {
+    Regions in(cache, params);
+    StepSizes sizes;
+    sizes.inputs = in.size(cache);
+    const GraphAllocator galloc = new_graph_allocator(model.device());
+    uint64_t n_nodes = 0, work = 0;
+    std::vector<StepShape> shapes = sizing_steps(params.cache);
+    for (const StepShape &shape : step_shapes(params.cache)) { // a step of fewer rows can take more
+        shapes.push_back(shape);
+    }
+    if (model.device().gpu) { // a trial of a few layers can take more, too
+        for (size_t i = 0, n = shapes.size(); i < n; i++) {
+            shapes.push_back(shapes[i]);
+            shapes.back().brief = true;
+        }
+    }
+    for (const StepShape &shape : shapes) {
+        auto g = Graph::build(model, cache, in.of(shape.kind), shape);
+        check_supported(model.device(), g->nodes);
+        size_t size = 0;
+        ggml_gallocr_reserve_n_size(galloc.get(), g->nodes, nullptr, nullptr, &size);
+        if (size >= sizes.compute) {
+            sizes.compute = size;
+            sizes.largest = shape;
+        }
+        n_nodes = std::max<uint64_t>(n_nodes, uint64_t(ggml_graph_n_nodes(g->nodes)));
+        if (!model.device().gpu) {
+            work =
+                std::max<uint64_t>(work, ggml_graph_plan(g->nodes, int(params.n_threads), nullptr).work_size);
+        }
+    }
+    if (model.device().gpu) {
+        // This is a bound with room: beyond buffers and caches the 27b took 128 MB at most on an H200.
+        // This has cuBLAS's workspace too.
+        constexpr uint64_t BYTES_PER_NODE = 2048, POOLS = uint64_t(416) << 20;
+        // A link of a chain has a few nodes.
+        constexpr uint64_t LINK_NODES = 64;
+        const uint64_t links = params.cache.n_draft * uint64_t(params.cache.n_draft + 1) / 2;
+        sizes.other =
+            (step_shapes(params.cache).size() * n_nodes + links * LINK_NODES) * BYTES_PER_NODE + POOLS;
+    } else { // its memory holds the graphs too, one of a prefill, what places them, and what ggml works in
+        sizes.other = (step_shapes(params.cache).size() + 2) * node_bytes(most_nodes(model, cache)) + work;
+    }
+    return sizes;
+}
+
+} // namespace luce

@@ -1,0 +1,44 @@
+// Builds the graph that a step's shape stands for, and says which shapes an engine has.
+#pragma once
+
+#include "step/step.h"
+
+namespace luce {
+
+// `outputs` and the nodes point into `context`. Their data is in the shared compute buffer.
+struct Step::Graph {
+    Context context;
+    ggml_cgraph *nodes = nullptr;
+    StepInputs inputs;
+    StepOutputs outputs;
+    StepShape shape;
+    // A step is captured in pieces, one after each of the ops that the host runs in its middle (step/host_experts.h).
+    std::vector<void *> captured;
+    std::vector<const ggml_tensor *> on_host; // these are the nodes of those ops
+    std::map<uint32_t, void *>
+        chains; // a draft's links are also captured as chains of so many, which are one graph each
+
+    ~Graph() { drop_capture(); }
+    void drop_capture();
+    void move_inputs(ptrdiff_t bytes); // the ops that are enqueued from now on read them there
+    static std::unique_ptr<Graph> build(const Model &model, const Cache &cache, const Region &in,
+                                        const StepShape &shape);
+    // Tells the log the ops that do something: "a verify of 1 rows: deltanet 3, rowmm 6, of ggml: GET_ROWS 1".
+    void log_ops() const;
+};
+
+// Says whether a node waits for nothing: ggml does nothing for it.
+bool is_empty(const ggml_tensor *node);
+
+// Says whether an op of ours reads so little that one thread is done with it before others hear of it.
+bool is_light(const ggml_tensor *node);
+
+// Returns all widths of verifies and of drafts, ascending.
+std::vector<StepShape> step_shapes(const CacheParams &params);
+// Returns each kind at its largest, over a full context.
+std::vector<StepShape> largest_steps(const CacheParams &params);
+// Returns graphs whose memory bounds that of every step. ggml's planning of a graph is not quite monotone: a
+// smaller one may take a little more than a larger one. So these have more rows and cells than any step.
+std::vector<StepShape> sizing_steps(const CacheParams &params);
+
+} // namespace luce

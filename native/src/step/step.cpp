@@ -1,0 +1,427 @@
+#include "step/step.h"
+
+#include "ops/row.h"
+#include "step/faults.h"
+#include "step/shapes.h"
+
+#include <ggml-alloc.h>
+#include <ggml-backend.h>
+#include <ggml-cpu.h>
+#include <ggml-impl.h> // it declares ggml_graph_view
+
+#include <algorithm>
+#include <chrono>
+
+#ifdef LUCE_USE_CUDA
+#include "matmul/prompt.h"
+
+extern "C" void *luce_cuda_stream(ggml_backend_t backend); // cuda_stream.cu defines it
+#endif
+
+namespace luce {
+
+static constexpr int PARTS_PER_THREAD = 4; // a thread has so many parts of an even op
+
+static void close_gemm(void *stream) {
+#ifdef LUCE_USE_CUDA
+    const std::lock_guard<std::mutex> alone(device_lock());
+    cuda::gemm_close(stream);
+#else
+    (void) stream;
+#endif
+}
+
+Step::Step(const Model &model, const Cache &cache, const EngineParams &params, const StepSizes &sizes)
+    : model_(model), cache_(cache), params_(params),
+      backend_(make_backend(model.device(), int(params.n_threads))),
+      team_(model.device().gpu && model.in_ram() == nullptr ? 1 : int(params.n_threads)),
+      gemm_(nullptr, close_gemm), in_(cache, params),
+      ended_{{nullptr, ggml_backend_event_free}, {nullptr, ggml_backend_event_free}},
+      beside_ended_(nullptr, ggml_backend_event_free), galloc_(new_graph_allocator(model.device())) {
+#ifdef LUCE_USE_CUDA
+    if (model.device().gpu) {
+        void *stream = luce_cuda_stream(backend_.get());
+        make_current(model.device());
+        const std::lock_guard<std::mutex> alone(device_lock());
+        if (const int error = cuda::gemm_open(stream); error != 0) {
+            fail(LUCE_E_DEVICE, "%s: opening cuBLAS failed: %s", model.device().name.c_str(),
+                 cuda::error_text(error));
+        }
+        gemm_.reset(stream);
+    }
+#endif
+    in_.prefill.allocate(model.device());
+    in_.verify.allocate(model.device());
+    if (cache.has_head()) {
+        in_.draft.allocate(model.device());
+        in_.feed.allocate(model.device());
+    }
+    if (cache.has_drafter()) {
+        in_.block.allocate(model.device());
+    }
+    if (const Moe *moe = model.in_ram(); moe != nullptr && model.device().gpu) {
+        const uint32_t rows =
+            std::max(uint32_t(MAX_ROWS), std::min(params.cache.n_chunk, params.cache.n_ctx));
+        ram_.allocate(model.device(), int32_t(rows), *moe, model.hparams().n_embd);
+    }
+    reserve(sizes.largest);
+    if (model.device().gpu) {
+        for (auto &event : ended_) {
+            event.reset(ggml_backend_event_new(model.device().dev));
+        }
+        if (cache.has_head() || cache.has_drafter()) {
+            beside_ = make_backend(model.device(), 1);
+            beside_ended_.reset(ggml_backend_event_new(model.device().dev));
+        }
+        try_all();
+    }
+    build_all();
+    time_all();
+}
+
+Step::~Step() {
+    try {
+        make_current(model_.device()); // this is for what cuBLAS and captured graphs give back
+    } catch (const Error &) {
+        // a device that has failed takes nothing back
+    }
+}
+
+uint64_t Step::allocated() const {
+    return compute_size_ + in_.size(cache_);
+}
+
+// ---- graphs ----
+
+// Every step asks for its graph first. What it sends and launches from then on goes to the engine's device.
+Step::Graph &Step::graph(StepShape shape) {
+    make_current(model_.device());
+    shape.brief = brief_;
+    // prompts have any length, so their graphs are built for the occasion, in the same slot; trials are too
+    const bool occasional = shape.prefill() || shape.brief;
+    std::unique_ptr<Graph> &slot = graphs_[occasional ? StepShape{StepKind::prefill, 0, 0} : shape];
+    if (slot && !(shape < slot->shape) && !(slot->shape < shape)) {
+        return *slot;
+    }
+    last_ = slot.get() == last_ ? nullptr : last_;
+    slot.reset();
+    auto built = Graph::build(model_, cache_, in_.of(shape.kind), shape);
+    // a graph that does not fit must not be given to galloc_, which would free the buffer under all others
+    size_t size = 0;
+    if (occasional) { // every other shape was measured
+        const GraphAllocator trial = new_graph_allocator(model_.device());
+        ggml_gallocr_reserve_n_size(trial.get(), built->nodes, nullptr, nullptr, &size);
+    }
+    if (size > compute_size_ || fails_here(Fault::size) ||
+        !ggml_gallocr_alloc_graph(galloc_.get(), built->nodes)) {
+        fail(LUCE_E_INTERNAL, "a step of %u rows over %u cells takes %s, the compute buffer has %s",
+             shape.rows, shape.n_kv, human_bytes(size).c_str(), human_bytes(compute_size_).c_str());
+    }
+    slot = std::move(built);
+    return *slot;
+}
+
+// Returns about how many values ggml multiplies or moves for a node.
+static int64_t work_of(const ggml_tensor *node) {
+    switch (node->op) {
+        case GGML_OP_MUL_MAT: return ggml_nelements(node->src[0]) * node->ne[1];
+        // A value takes K products.
+        case GGML_OP_MUL_MAT_ID: return node->src[0]->ne[0] * ggml_nelements(node);
+        case GGML_OP_FLASH_ATTN_EXT:
+            return ggml_nelements(node->src[0]) * node->src[1]->ne[1]; // each query meets each key
+        default: return is_empty(node) ? 0 : ggml_nelements(node);
+    }
+}
+
+// Returns whether a segment on the CPU is worth ggml's own threads, which meet after each node and then spin.
+// All that one thread does between our ops of a step takes less time than such a meeting.
+static bool is_wide(const ggml_cgraph &segment) {
+    constexpr int64_t WORTH_MEETING = 1 << 22;
+    int64_t work = 0;
+    for (int i = 0; i < segment.n_nodes; i++) {
+        work += work_of(segment.nodes[i]);
+    }
+    return work >= WORTH_MEETING;
+}
+
+// Runs the graph in its order: run_op(op, node) for our ops, ggml for what lies between them.
+template <class Ours> void Step::run_segments(Graph &g, const Ours &run_op) {
+    const Device &device = model_.device();
+    const int n = ggml_graph_n_nodes(g.nodes);
+    bool work = false; // it says whether there is work in the segment that began at `first`
+    for (int first = 0, i = 0; i <= n; i++) {
+        ggml_tensor *node = i < n ? ggml_graph_node(g.nodes, i) : nullptr;
+        const CustomOp *op = node != nullptr ? custom_op(node) : nullptr;
+        if (node != nullptr && op == nullptr) {
+            work = work || !is_empty(node);
+            continue;
+        }
+        if (work) {
+            ggml_cgraph segment = ggml_graph_view(g.nodes, first, i);
+            if (!device.gpu) {
+                ggml_backend_cpu_set_n_threads(backend_.get(), is_wide(segment) ? team_.n_threads() : 1);
+            }
+            if (ggml_backend_graph_compute_async(backend_.get(), &segment) != GGML_STATUS_SUCCESS) {
+                fail(LUCE_E_DEVICE, "%s: a step failed", device.name.c_str());
+            }
+        }
+        if (op != nullptr) {
+            check_current(device);
+            if (fails_here(Fault::op)) {
+                fail(LUCE_E_DEVICE, "%s: %s failed, since a test asked for it", device.name.c_str(),
+                     op->name);
+            }
+            run_op(*op, node);
+        }
+        first = i + 1;
+        work = false;
+    }
+}
+
+void Step::run_cpu(Graph &g) {
+    set_row_invariant(backend_.get(), model_.device(), !g.shape.prefill());
+    run_segments(g, [&](const CustomOp &op, ggml_tensor *node) {
+        if (op.on_team) {
+            ram_.run(node);
+            return;
+        }
+        const int n_parts = is_light(node) ? 1 : team_.n_threads() * (op.even ? PARTS_PER_THREAD : 1);
+        team_.run(n_parts, [&](int part) { op.cpu(node, part, n_parts); });
+    });
+}
+
+#ifdef LUCE_USE_CUDA
+void Step::check(int error, const char *what) const {
+    if (error != 0) {
+        fail(LUCE_E_DEVICE, "%s: %s: %s", model_.device().name.c_str(), what, cuda::error_text(error));
+    }
+}
+
+// Enqueues a step. Where the host is to run an op in its middle, it calls run_on_host(node).
+template <class OnHost> void Step::enqueue_cuda(Graph &g, void *stream, const OnHost &run_on_host) {
+    run_segments(g, [&](const CustomOp &op, ggml_tensor *node) {
+        if (op.on_team) {
+            run_on_host(node);
+        }
+        const bool team = op.on_team || op.to_team;
+        check(team ? ram_.enqueue(node, stream) : op.cuda(node, stream), op.name);
+    });
+}
+
+// Captures a step up to each op of the host, and from there on as the next piece.
+void Step::capture(Graph &g, void *stream) {
+    const std::lock_guard<std::mutex> alone(device_lock());
+    const auto begin = [&] { check(cuda::capture_begin(stream), "capturing a step failed"); };
+    const auto end = [&] {
+        g.captured.push_back(nullptr);
+        check(cuda::capture_end(stream, &g.captured.back()), "capturing a step failed");
+    };
+    try {
+        begin();
+        enqueue_cuda(g, stream, [&](const ggml_tensor *node) {
+            end();
+            g.on_host.push_back(node);
+            begin();
+        });
+        end();
+    } catch (...) {
+        cuda::capture_abandon(stream);
+        g.drop_capture();
+        throw;
+    }
+}
+
+// Captures a draft's links one after the other, each over its own place of the inputs.
+void Step::capture_chain(Graph &g, uint32_t links, void *stream) {
+    const std::lock_guard<std::mutex> alone(device_lock());
+    const ptrdiff_t place = ptrdiff_t(in_.draft.place());
+    ptrdiff_t moved = 0;
+    try {
+        check(cuda::capture_begin(stream), "capturing a step failed");
+        for (uint32_t link = 0; link < links; link++, moved += place, g.move_inputs(place)) {
+            enqueue_cuda(g, stream, [](const ggml_tensor *) {});
+        }
+        check(cuda::capture_end(stream, &g.chains[links]), "capturing a step failed");
+    } catch (...) {
+        cuda::capture_abandon(stream);
+        g.move_inputs(-moved);
+        g.drop_capture();
+        throw;
+    }
+    g.move_inputs(-moved);
+}
+
+void Step::run_on_host(const ggml_tensor *node, void *stream) {
+    check(ram_.serve(node, stream), "a step failed");
+    ram_.clear();
+}
+
+void Step::launch(void *captured, void *stream) {
+    if (fails_here(Fault::launch)) {
+        fail(LUCE_E_DEVICE, "%s: a step failed, since a test asked for it", model_.device().name.c_str());
+    }
+    check(cuda::capture_launch(captured, stream), "a step failed");
+}
+
+void Step::run_cuda(Graph &g, void *stream) {
+    ram_.clear();
+    if (g.captured.empty()) {
+        enqueue_cuda(g, stream, [&](const ggml_tensor *node) { run_on_host(node, stream); });
+        return;
+    }
+    struct Awake { // between two ops of the host the device takes about as long as the host for one
+        Team &team;
+        ~Awake() { team.stay_awake(false); }
+    };
+    const Awake awake{team_};
+    for (size_t i = 0; i < g.captured.size(); i++) {
+        launch(g.captured[i], stream);
+        if (i < g.on_host.size()) {
+            team_.stay_awake(true); // they wake while the device runs
+            run_on_host(g.on_host[i], stream);
+        }
+    }
+}
+#endif
+
+// Runs a step: on the CPU until it is done, on a GPU until it is enqueued.
+void Step::compute(Graph &g, uint32_t links) {
+    const Device &device = model_.device();
+    last_ = nullptr;
+    fetched_ = 0;
+    steps_ += links;
+    if (!device.gpu) {
+        run_cpu(g);
+    }
+#ifdef LUCE_USE_CUDA
+    if (device.gpu) {
+        void *stream = luce_cuda_stream(backend_.get());
+        if (capturing_ && g.captured.empty() && !g.shape.prefill()) {
+            capture(g, stream);
+        }
+        if (links > 1 && g.chains.count(links) == 0) {
+            capture_chain(g, links, stream);
+        }
+        if (!launching_) {
+            return;
+        }
+        try {
+            links > 1 ? launch(g.chains.at(links), stream) : run_cuda(g, stream);
+        } catch (...) { // what is enqueued uses the graph and the host's memory, so it ends first
+            synchronisations_++;
+            cuda::finish(stream);
+            throw;
+        }
+    }
+#endif
+    last_ = g.outputs.logits != nullptr ? &g : nullptr;
+}
+
+// ---- steps ----
+
+void Step::prefill(uint32_t n, uint32_t n_past, bool last, uint32_t n_pages) {
+    Graph &g = graph({last ? StepKind::prefill_last : StepKind::prefill, n, kv_bucket(n_past + n)});
+    in_.prefill.send(backend_.get(), 0, n_pages);
+    compute(g);
+    if (last) {
+        enqueue_logits(g);
+    }
+    synchronize();
+    drafting_ = false;
+}
+
+uint32_t Step::start_verify(uint32_t width, uint32_t n_rows, uint32_t n_pages) {
+    Graph &g = graph({StepKind::verify, width, 0});
+    const uint32_t number = turn_;
+    for (uint32_t row = 0; row < n_rows; row++) {
+        in_.verify.host(number).ctl->rows[row].keep = cache_.choice_entry(number, row);
+    }
+    if (drafting_ && under_way_ == 0 && beside_) { // its inputs come while the device drafts
+        in_.verify.send_beside(beside_.get(), number, n_pages);
+        ggml_backend_event_record(beside_ended_.get(), beside_.get());
+        ggml_backend_event_wait(backend_.get(), beside_ended_.get());
+    } else {
+        in_.verify.send(backend_.get(), number, n_pages);
+    }
+    compute(g);
+    enqueue_logits(g);
+    turn_ = (number + 1) % STARTED;
+    under_way_++;
+    return number;
+}
+
+void Step::finish_verify(uint32_t number) {
+    if (under_way_ > 1 && ended_[number]) {
+        wait(ended_[number].get());
+    } else {
+        synchronize();
+    }
+    under_way_--;
+    drafting_ = false;
+}
+
+void Step::mark_end(uint32_t number) {
+    if (ended_[number]) {
+        ggml_backend_event_record(ended_[number].get(), backend_.get());
+    }
+}
+
+Region::Host Step::draft_host(uint32_t link) {
+    if (link == 0) { // an earlier draft may still be read
+        wait_for_drafts();
+    }
+    return in_.draft.host(link);
+}
+
+Region::Host Step::block_host(uint32_t index) {
+    if (index == 0) {
+        wait_for_drafts();
+    }
+    return in_.block.host(index);
+}
+
+void Step::draft(uint32_t width, uint32_t link, uint32_t n_pages, bool part) {
+    Graph &g = graph({part ? StepKind::draft_part : StepKind::draft, width, 0});
+    drafting_ = true;
+    in_.draft.send(backend_.get(), link, n_pages);
+    compute(g);
+}
+
+void Step::draft_chain(uint32_t links, bool part) {
+    Graph &g = graph({part ? StepKind::draft_part : StepKind::draft, 1, 0});
+    drafting_ = true;
+    in_.draft.send_chain(backend_.get(), links);
+    compute(g, links);
+}
+
+void Step::block(uint32_t rows, uint32_t index, uint32_t n_pages) {
+    Graph &g = graph({StepKind::block, rows, 0});
+    drafting_ = true;
+    in_.block.send(backend_.get(), index, n_pages);
+    compute(g);
+}
+
+void Step::feed(uint32_t width, uint32_t slot, uint32_t n_pages) {
+    Graph &g = graph({StepKind::feed, width, 0});
+    in_.feed.send(backend_.get(), slot, n_pages);
+    compute(g);
+}
+
+void Step::synchronize() {
+    synchronisations_++;
+    ggml_backend_synchronize(backend_.get());
+    kept_.clear();
+}
+
+void Step::poison() {
+    synchronize();
+    last_ = nullptr;
+    ggml_backend_buffer_clear(graph({StepKind::verify, verify_width(1), 0}).outputs.choice->buffer, 0xff);
+}
+
+void Step::wait(ggml_backend_event_t event) {
+    synchronisations_++;
+    ggml_backend_event_synchronize(event);
+}
+
+} // namespace luce

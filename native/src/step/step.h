@@ -1,0 +1,200 @@
+// The step executor alone owns graph allocation, reuse, capture and synchronisation.
+//
+// At its opening it measures the largest steps, allocates one buffer for all of them, builds the graph of
+// every step width, runs and times it. Then for each step it fills the step's region (step/inputs.h), runs,
+// and reads the choices. The host waits once for a round. On a GPU steps of one row follow each other: the next one takes
+// its tokens on the device, and is enqueued before the host has waited for the last one.
+// - No shape depends on a context: widths come from a fixed list (row_bucket), lengths are in the control block. Only
+//   a prefill's graph is built for the occasion, over cells in buckets (kv_bucket).
+// - A graph runs as segments between our ops. CPU: a team of threads shares each of our ops, and ggml runs what lies
+//   between them (step/threads.h says why); a prefill has ggml's tiled attention, all else the row-invariant kernels.
+// - CUDA: our kernels are launched in the places of our ops on the same stream. A step other than prefill is one
+//   captured CUDA graph, or several where the host computes experts in its middle (step/host_experts.h).
+#pragma once
+
+#include "graph/drafter.h"
+#include "step/host_experts.h"
+#include "step/inputs.h"
+#include "step/threads.h"
+
+#include <map>
+#include <memory>
+#include <tuple>
+#include <vector>
+
+namespace luce {
+
+using GraphAllocator = std::unique_ptr<struct ggml_gallocr, void (*)(struct ggml_gallocr *)>;
+GraphAllocator new_graph_allocator(const Device &device);
+
+struct StepShape {
+    StepKind kind;
+    uint32_t rows;
+    uint32_t n_kv; // it counts the cells of a prefill, in buckets
+    bool brief = false; // it is a trial of one layer of each kind
+
+    bool operator<(const StepShape &o) const {
+        return std::tie(kind, rows, n_kv, brief) < std::tie(o.kind, o.rows, o.n_kv, o.brief);
+    }
+    bool prefill() const { return kind == StepKind::prefill || kind == StepKind::prefill_last; }
+    bool head() const { return draft() || kind == StepKind::feed; } // it runs the NextN head alone
+    bool draft() const { return kind == StepKind::draft || kind == StepKind::draft_part; }
+};
+
+struct StepSizes {
+    uint64_t compute = 0; // activations and outputs take so much
+    StepShape largest{}; // this step takes as much
+    uint64_t inputs = 0;
+    uint64_t other = 0; // captured graphs, on a CPU all graphs, and ggml's work buffers take at most so much
+};
+
+// A Choice is what a row's sequence chooses after it (ChoiceRow).
+struct Choice {
+    int32_t token;
+    int32_t not_finite;
+};
+
+class Step {
+public:
+    // Returns the sizes without allocating anything; the caches need not be allocated either.
+    static StepSizes measure(const Model &model, const Cache &cache, const EngineParams &params);
+
+    // Allocates everything, builds all graphs and times them; `sizes` are what measure() says.
+    Step(const Model &model, const Cache &cache, const EngineParams &params, const StepSizes &sizes);
+    ~Step();
+    Step(const Step &) = delete;
+    Step &operator=(const Step &) = delete;
+
+    const std::vector<luce_cost> &costs() const { return costs_; }
+    uint64_t allocated() const;
+
+    // Returns the width that a step of `rows` rows, or a draft of so many sequences, really has.
+    uint32_t verify_width(uint32_t rows) const;
+    uint32_t draft_width(uint32_t sequences) const;
+    uint32_t feed_width(uint32_t rows) const;
+
+    // For each kind of step, fill the region and then run. Draft links have a mirror each, and draft_host()
+    // waits where an earlier draft may still be read.
+    Region::Host prefill_host() { return in_.prefill.host(0); }
+    Region::Host verify_host() { return in_.verify.host(turn_); }
+    Region::Host draft_host(uint32_t link);
+    Region::Host block_host(uint32_t index);
+    // Each slot has a mirror: of the verifies that are under way, one at most feeds a sequence.
+    Region::Host feed_host(int32_t slot) { return in_.feed.host(uint32_t(slot)); }
+
+    // Runs n rows of one sequence after n_past, and waits. With `last` it gives choices()[0] and the logits
+    // of the last row.
+    void prefill(uint32_t n, uint32_t n_past, bool last, uint32_t n_pages);
+    // Begins a step of this width, whose first n_rows rows are wanted, and returns its number for finish_verify(), which
+    // waits for it. A CPU runs it at once. So many as STARTED may be under way, which end in their order.
+    uint32_t start_verify(uint32_t width, uint32_t n_rows, uint32_t n_pages);
+    void finish_verify(uint32_t number);
+    void verify(uint32_t width, uint32_t n_rows, uint32_t n_pages) {
+        finish_verify(start_verify(width, n_rows, n_pages));
+    }
+    // Before another step is enqueued behind a verify: finish_verify() will wait for all that is enqueued up to here.
+    void mark_end(uint32_t number);
+    // The next prefill's or verify's logits of rows first .. first + n - 1 come to the host with its choices: reading
+    // them waits for nothing. have_logits() comes before; it is E_MEMORY where the host has no room for them.
+    void have_logits();
+    void fetch_logits(uint32_t first, uint32_t n) {
+        fetched_next_ |= (n < 64 ? (uint64_t(1) << n) - 1 : ~uint64_t(0)) << first;
+    }
+    // Enqueues one link of the chains of a draft, without waiting. With `part` it chooses among n_part
+    // tokens.
+    void draft(uint32_t width, uint32_t link, uint32_t n_pages, bool part);
+    // Enqueues a feed of the NextN head, without waiting.
+    void feed(uint32_t width, uint32_t slot, uint32_t n_pages);
+    // Enqueues all links of one sequence's chain at once, where has_chains(): nothing of the host's comes between them.
+    void draft_chain(uint32_t links, bool part);
+    bool has_chains() const { return model_.device().gpu && model_.in_ram() == nullptr; }
+    // Enqueues a step of DFlash blocks, the index-th of a draft, without waiting.
+    void block(uint32_t rows, uint32_t index, uint32_t n_pages);
+
+    // Returns the results of the last prefill, or of the verify of this number. Logits are valid until the next step of
+    // any kind.
+    const Choice *choices(uint32_t number = 0) const { return &chosen(cache_.choice_entry(number, 0)); }
+    // These are of the last draft, and wait for it where no verify has done so.
+    const Choice &drafted(int32_t entry);
+    const int32_t *listed(int32_t entry);
+    void read_logits(uint32_t row, float *out);
+    uint64_t serial() const { return steps_; } // it numbers the last step
+
+    ggml_backend_t backend() const { return backend_.get(); }
+    // Every wait of an engine for its device is one of these two: for all that is enqueued, or for an event, which is the
+    // end of an earlier verify or of another stream's copy. They are counted, and so are steps: what a round costs beside
+    // its kernels.
+    void synchronize();
+    void wait(ggml_backend_event_t event);
+    // Tests call it: it makes NaN of the compute buffer, of which no step may read what it has not written.
+    void poison();
+    uint64_t steps() const { return steps_; }
+    uint64_t synchronisations() const { return synchronisations_; }
+    // Keeps what enqueued copies read until the next synchronize().
+    void keep(std::shared_ptr<struct ggml_backend_buffer> source) { kept_.push_back(std::move(source)); }
+
+private:
+    struct Graph;
+
+    Graph &graph(StepShape shape);
+    void wait_for_drafts();
+    void enqueue_logits(const Graph &g);
+    const Choice &chosen(int32_t entry) const {
+        return static_cast<const Choice *>(cache_.given()->data)[entry];
+    }
+    float *host_logits(uint32_t row) const;
+    void compute(Graph &g, uint32_t links = 1);
+    template <class Ours> void run_segments(Graph &g, const Ours &run_op);
+    void run_cpu(Graph &g);
+    // These are only there where luce is built with CUDA.
+    void check(int error, const char *what) const;
+    template <class OnHost> void enqueue_cuda(Graph &g, void *stream, const OnHost &run_on_host);
+    void capture(Graph &g, void *stream);
+    void capture_chain(Graph &g, uint32_t links, void *stream);
+    void run_on_host(const ggml_tensor *node, void *stream);
+    void launch(void *captured, void *stream);
+    void run_cuda(Graph &g, void *stream);
+    void reserve(const StepShape &largest);
+    void build_all();
+    void run_trial(const StepShape &shape);
+    void try_all();
+    void time_all();
+
+    const Model &model_;
+    const Cache &cache_;
+    EngineParams params_;
+    // They are freed after all that reads them.
+    std::vector<std::shared_ptr<struct ggml_backend_buffer>> kept_;
+    Backend backend_;
+    Team team_; // it has the CPU's threads; on a GPU the caller alone, where no experts are in host memory
+    RamStage ram_{team_};
+    std::unique_ptr<void, void (*)(void *)> gemm_; // it is the backend's stream, while cuBLAS is open for it
+    Regions in_;
+    uint32_t turn_ = 0, under_way_ = 0; // the next verify has this number, and so many have not ended
+    std::unique_ptr<ggml_backend_event, void (*)(ggml_backend_event_t)> ended_[STARTED]; // null on the CPU
+    // A stream for what comes to the device while it drafts, and where that ends. They are null on the CPU.
+    Backend beside_;
+    std::unique_ptr<ggml_backend_event, void (*)(ggml_backend_event_t)> beside_ended_;
+    GraphAllocator galloc_;
+    uint64_t compute_size_ = 0;
+    std::map<StepShape, std::unique_ptr<Graph>> graphs_;
+    Graph *last_ = nullptr; // its logits are in the compute buffer
+    std::vector<luce_cost> costs_;
+    // The last row of the last trial had this token, as a part of the vocabulary in 2^-32.
+    uint32_t tried_ = 0;
+    uint64_t steps_ = 0, synchronisations_ = 0;
+    bool drafting_ = false; // a draft is enqueued that nobody has waited for
+    // It has room for all rows of a step. It is null until have_logits().
+    Buffer logits_buffer_;
+    // They have a bit for each row: whether its logits will come to the host, and whether they have come.
+    uint64_t fetched_next_ = 0, fetched_ = 0;
+    bool capturing_ = false; // steps are captured on their first run
+    bool brief_ = false; // steps have one layer of each kind
+    bool launching_ = true; // while it is false, a step is captured and does not run
+};
+
+// These round rows and cells up to the fixed lists.
+uint32_t row_bucket(uint32_t rows, uint32_t max_rows);
+uint32_t kv_bucket(uint32_t n);
+
+} // namespace luce
