@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -112,6 +113,13 @@ CHECKED = {
         ["rowmm.cu", "rowmm_pack.cu", "rowmm_permute.cu", "rowmm_rows_norm.cu", "deltanet_conv.cu"],
     ),
 }
+
+
+def test_what_waits_for_ever_is_stopped(tmp_path: Path) -> None:
+    """Down of a mixture polls for the experts that up leaves, and up is not launched."""
+    program = build(tmp_path, CHECKED["moe_check.cu"][1], ["moe_check.cu"], "moe_gives_up()")
+    ran = subprocess.run([program], capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == -signal.SIGABRT and re.fullmatch(r"thread \d+ of block \d+ traps\n", ran.stderr)
 
 
 def run(program: Path) -> None:
