@@ -131,12 +131,13 @@ def poison(engine: Engine) -> None:
 
 class Fault(IntEnum):
     """Says what luce_fault makes fail: a graph that is being built, one that is too large, an op of
-    a step, the launch of a captured step."""
+    a step, the launch of a captured step, a wait for the device."""
 
     GRAPH = 1
     SIZE = 2
     OP = 3
     LAUNCH = 4
+    WAIT = 5
 
 
 def round_fault(device: str) -> Fault:

@@ -171,6 +171,38 @@ def test_a_round_takes_along_sequences_that_it_had_not_come_to(
         assert decoded(each) == expected
 
 
+def test_a_wait_that_fails_fails_the_steps_that_it_was_for(
+    native: Library, model: Model, expected: tuple[list[int], bytes]
+) -> None:
+    """What the device failed with shows where the host waits for it: the step's sequences and those of the
+    step that follows it are failed, and no other. Later waits are for what was begun later."""
+    engine = open_engine(model)
+    one, two, other = (engine.sequence() for _ in range(3))
+    restarted([one, two, other])
+    state = other.dump()
+    engine.start([Rows(one, [1]), Rows(two, [3])])
+    engine.follow()
+    with fault(native, Fault.WAIT), pytest.raises(DeviceError, match="asked for it"):
+        engine.wait()
+    with pytest.raises(DeviceError, match="asked for it"):
+        engine.wait()
+    assert [each.info.failed for each in (one, two, other)] == [1, 1, 0]
+    assert other.dump() == state
+    one.reset()
+    with fault(native, Fault.WAIT), pytest.raises(DeviceError):
+        one.prefill(PROMPT)
+    two.reset()
+    drive.prefill(two, PROMPT)
+    drive.draft(two, 1, 2)
+    with fault(native, Fault.WAIT), pytest.raises(DeviceError):
+        two.drafted(2)
+    assert len(two.drafted(2)) == 2, "no step of its failed"
+    assert [each.info.failed for each in (one, two, other)] == [1, 0, 0]
+    for each in (one, two, other):
+        each.reset()
+        assert decoded(each) == expected
+
+
 def test_a_chain_that_fails_fails_its_sequence_alone(
     native: Library, model: Model, device: str, expected: tuple[list[int], bytes]
 ) -> None:

@@ -22,10 +22,11 @@ BAD = {
     "kernel_uses_ggml": ("native/kernels/a.cu", '\n#include "ggml-impl.h"\n', 2, "no ggml headers"),
     "kernel_header_uses_ggml": ("native/kernels/a.cuh", "# include <ggml.h>\n", 1, "no ggml headers"),
     "another_wait": ("native/src/a.cpp", "int x = cudaStreamSynchronize(s);\n", 1, "where it is counted"),
-    "third_wait": (
+    "a_wait_of_our_own": ("native/src/a.cpp", "int x = cuda::finish_event(e);\n", 1, "where it is counted"),
+    "fourth_wait": (
         "native/src/step/step.cpp",
-        "int a = ggml_backend_synchronize(b);\n" * 2 + "int c = ggml_backend_tensor_get(t);\n",
-        3,
+        "int a = cuda::finish(b);\n" * 3 + "int c = ggml_backend_tensor_get(t);\n",
+        4,
         "where it is counted",
     ),
     "common_folder": ("native/common/a.cpp", "", 1, "no common/"),

@@ -75,6 +75,7 @@ stage_kernels() {
     say "kernels"
     parts_at_once kernels "${KERNELS_LIMIT:-150}" check
     parts_done kernels
+    run broken 60 "$work/kernel_check" broken
 }
 
 # These tests use the device. Two files of them count its memory, or fill it, and run by themselves. The third asks so much of

@@ -49,6 +49,7 @@ void time_rowmm();
 void check_topk(bool all);
 void time_topk();
 void check_moe(bool all);
+bool moe_gives_up(); // it says whether the device stops what waits for ever, and ends what this process can do on it
 void time_moe();
 
 // Kernels share their work out among so many multiprocessors at most, where this is not 0 (launches.cu). The fewer there are,

@@ -4,7 +4,8 @@
 //       --wrap=cudaDeviceGetAttribute,--wrap=cudaLaunchKernelExC,--wrap=__cudaGetKernel,--wrap=__cudaRegisterFunction
 //   ./kernel_check          # or: ./kernel_check check, ./kernel_check time, ./kernel_check few rowmm topk
 // `few` runs a tenth of the checks, for compute-sanitizer, and names the kernels that they launched, where `kernels` names
-// all; `brief` times less of attention. Parts that are named run alone.
+// all; `brief` times less of attention. Parts that are named run alone. `broken` breaks what blocks rely on, for a few seconds:
+// the device has to stop them.
 #include "harness.h"
 
 // ---- captures ----
@@ -66,7 +67,7 @@ const KernelPart PARTS[] = {
 };
 
 int usage() {
-    printf("usage: kernel_check [check|few|time|brief|kernels] [part ...], of these parts:");
+    printf("usage: kernel_check [check|few|time|brief|kernels|broken] [part ...], of these parts:");
     for (const KernelPart &part : PARTS) {
         printf(" %s", part.name);
     }
@@ -88,7 +89,8 @@ int main(int argc, char **argv) {
         print_kernels(true);
         return 0;
     }
-    if ((!what.empty() && !timings && !checks) || !std::all_of(wanted.begin(), wanted.end(), known)) {
+    const bool broken = what == "broken";
+    if ((!what.empty() && !timings && !checks && !broken) || !std::all_of(wanted.begin(), wanted.end(), known)) {
         return usage();
     }
     const auto wants = [&](const KernelPart &part) {
@@ -98,6 +100,11 @@ int main(int argc, char **argv) {
     multiprocessors_told = what == "few" ? FEW_MULTIPROCESSORS : 0;
     must(cuda::set_device(0));
     must(cudaStreamCreate(&stream));
+    if (broken) {
+        expect(moe_gives_up(), "a block that waits for an expert that never comes");
+        printf("%d checks, %d failed\n", n_checks, n_failed);
+        return n_failed == 0 ? 0 : 1;
+    }
     for (const KernelPart &part : PARTS) {
         if (!timings && wants(part)) {
             const int before = n_checks;

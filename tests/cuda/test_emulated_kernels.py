@@ -6,6 +6,7 @@ the gate runs them as a stage of its own: `pytest tests/cuda`."""
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 from pathlib import Path
 
@@ -128,6 +129,13 @@ CHECKED = {
         + ["matmul/norm_first.cu", "deltanet/conv.cu"],
     ),
 }
+
+
+def test_what_waits_for_ever_is_stopped(tmp_path: Path) -> None:
+    """Down of a mixture polls for the experts that up leaves, and up is not launched."""
+    program = build(tmp_path, CHECKED["moe_check.cu"][1], ["moe_check.cu"], "moe_gives_up()")
+    ran = subprocess.run([program], capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == -signal.SIGABRT and re.fullmatch(r"thread \d+ of block \d+ traps\n", ran.stderr)
 
 
 def run(program: Path) -> None:

@@ -109,9 +109,16 @@ int cuda::stopped(void *stream) {
     return error == cudaErrorNotReady ? 0 : error == cudaSuccess ? int(cudaErrorUnknown) : int(error);
 }
 
-void cuda::finish(void *stream) {
-    cudaStreamSynchronize(static_cast<cudaStream_t>(stream));
-    cudaGetLastError(); // the caller knows what failed; the next launch must not report it again
+int cuda::finish(void *stream) {
+    const cudaError_t error = cudaStreamSynchronize(static_cast<cudaStream_t>(stream));
+    cudaGetLastError(); // it is reported here, and the next launch must not report it again
+    return int(error);
+}
+
+int cuda::finish_event(void *event) {
+    const cudaError_t error = cudaEventSynchronize(static_cast<cudaEvent_t>(event));
+    cudaGetLastError();
+    return int(error);
 }
 
 int cuda::capture_launch(void *executable, void *stream) {

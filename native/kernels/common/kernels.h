@@ -438,8 +438,9 @@ bool is_pinned(void *host); // it says whether kernels reach this host memory at
 // Returns 0 while a stream has work to do, then what it failed with, or cudaErrorUnknown.
 int stopped(void *stream);
 
-// Waits for all that is enqueued, whatever came of it.
-void finish(void *stream);
+// Wait for all that is enqueued, or for a cudaEvent_t, and return what that failed with.
+int finish(void *stream);
+int finish_event(void *event);
 
 // A step is captured once and replayed: begin, enqueue the step, end; then launch any number of times.
 // capture_abandon ends a recording that failed, so that the stream can be used again.

@@ -68,9 +68,12 @@ template <int S> int launch(const DeltaArgs &args, cudaStream_t stream) {
     }
     if (error == cudaSuccess && n_seqs > 1) {
         error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, L::THREADS, bytes);
+        if (error == cudaSuccess && per_sm == 0) {
+            error = cudaErrorLaunchOutOfResources;
+        }
         // This is one less than there is room for. A grid that fills an H200 exactly is not spread evenly,
         // and then some SMs get three of one sequence's items while others get one.
-        blocks = min(blocks, device.multiprocessors * per_sm - 1);
+        blocks = min(blocks, max(device.multiprocessors * per_sm - 1, 1));
     }
     if (error != cudaSuccess) {
         return int(error);

@@ -220,12 +220,19 @@ __device__ __forceinline__ void keep_choice(const MoeDims &d, const RoutedLayout
     }
 }
 
+// An expert takes microseconds to come, and so many polls take seconds.
+constexpr int MOST_POLLS = 1 << 24;
+
 // Returns a pair's expert, which up leaves, and where route has left -1. This ends: all blocks of up run when a block of the
-// launch behind begins, and the one that leaves the experts waits for nothing of that.
+// launch behind begins, and the one that leaves the experts waits for nothing of that. Where that is broken, the launch fails
+// and does not keep the device for ever.
 __device__ __forceinline__ int chosen_expert(const uint8_t *routed, const RoutedLayout &at, int pair) {
     const volatile int32_t *ids = reinterpret_cast<const volatile int32_t *>(routed + at.ids);
     int expert = ids[pair];
-    while (expert < 0) {
+    for (int polls = 0; expert < 0; polls++) {
+        if (polls == MOST_POLLS) {
+            __trap();
+        }
         expert = ids[pair];
     }
     return expert;

@@ -128,9 +128,9 @@ void copy(ggml_backend_t stream, const std::vector<Cache::Piece> &from, const st
 }
 
 // Lets `later` go on when `stream` is where it is now.
-void follow(ggml_backend_event_t event, ggml_backend_t stream, ggml_backend_t later) {
-    ggml_backend_event_record(event, stream);
-    ggml_backend_event_wait(later, event);
+void follow(const Event &event, ggml_backend_t stream, ggml_backend_t later) {
+    ggml_backend_event_record(event.get(), stream);
+    ggml_backend_event_wait(later, event.get());
 }
 
 uint64_t header_and_tokens(uint32_t n_past) {
@@ -218,15 +218,12 @@ Header read_header(const Engine &engine, const uint8_t *data, uint64_t size) {
 } // namespace
 
 Checkpoint::Checkpoint(std::shared_ptr<Engine> engine, std::vector<int32_t> tokens)
-    : engine_(std::move(engine)), tokens_(std::move(tokens)) {
-    if (engine_->copies() != nullptr) {
-        event_ = ggml_backend_event_new(engine_->model().device().dev);
-    }
+    : engine_(std::move(engine)), tokens_(std::move(tokens)), event_(make_event(engine_->model().device())) {
+    check_works(engine_->model().device());
 }
 
 Checkpoint::~Checkpoint() {
     close();
-    ggml_backend_event_free(event_);
 }
 
 void Checkpoint::close() {
@@ -234,7 +231,9 @@ void Checkpoint::close() {
         settle(); // the CPU's copy reads what is given back here
     }
     if (leaving_ || arriving_) { // nobody waits for the copy here: the engine's next step comes after it
-        ggml_backend_event_wait(engine_->step().backend(), event_);
+        if (works(engine_->model().device())) {
+            ggml_backend_event_wait(engine_->step().backend(), event_.get());
+        }
         engine_->step().keep(host_);
         leaving_ = arriving_ = false;
     }
@@ -319,13 +318,14 @@ void Checkpoint::to_host() {
     if (slot_ < 0) {
         return;
     }
+    check_works(engine_->model().device());
     const std::vector<Cache::Piece> list = pieces();
     HostMemory memory = host_memory();
     engine_->leaving(weak_from_this());
     if (ggml_backend_t stream = engine_->copies()) {
         follow(event_, engine_->step().backend(), stream);
         fetch(stream, list, base(memory));
-        ggml_backend_event_record(event_, stream);
+        ggml_backend_event_record(event_.get(), stream);
         leaving_ = true;
     } else {
         try {
@@ -345,6 +345,7 @@ void Checkpoint::to_device() {
         return;
     }
     check_open();
+    check_works(engine_->model().device());
     engine_->need_pages(n_past() / PAGE);
     pages_.reserve(n_past() / PAGE);
     take_device();
@@ -361,7 +362,7 @@ void Checkpoint::to_device() {
     if (ggml_backend_t stream = engine_->copies()) {
         follow(event_, engine_->step().backend(), stream); // the copy waits for steps that used these pages
         send(stream, list, base(host_));
-        ggml_backend_event_record(event_, stream);
+        ggml_backend_event_record(event_.get(), stream);
         arriving_ = true;
     } else {
         send(engine_->step().backend(), list, base(host_));
@@ -387,11 +388,12 @@ void Checkpoint::settle() {
 }
 
 void Checkpoint::restore(Timeline &line) const {
+    check_works(engine_->model().device());
     Cache &cache = engine_->cache();
     ggml_backend_t stream = engine_->step().backend();
     if (slot_ >= 0) { // this is so while it leaves, too
         if (arriving_) {
-            ggml_backend_event_wait(stream, event_);
+            ggml_backend_event_wait(stream, event_.get());
         }
         line.resume(tokens_, pages_);
         const int32_t slot = int32_t(engine_->params().cache.n_sequences) + slot_;
@@ -417,6 +419,7 @@ void Checkpoint::read(uint64_t begin, uint64_t n, uint8_t *to) const {
         memcpy(to, base(host_) + begin, n);
         return;
     }
+    check_works(engine_->model().device());
     ggml_backend_t stream = engine_->step().backend();
     fetch(stream, pieces(), to, begin, n);
     engine_->step().synchronize();
@@ -480,6 +483,7 @@ uint64_t dump(Sequence &sequence, uint8_t *data, uint64_t size) {
              (unsigned long long) needed);
     }
     sequence.settle();
+    check_works(engine.model().device());
     fetch(engine.step().backend(), pieces(), data + header_and_tokens(line.n_past()));
     engine.step().synchronize();
     put_tokens(data, line.tokens());

@@ -61,7 +61,7 @@ private:
     // It holds the body, which nothing changes. It is null while the body is not in host memory.
     HostMemory host_;
     bool leaving_ = false, arriving_ = false; // a copy is on its way
-    ggml_backend_event_t event_ = nullptr; // it marks the copy's end, and is null on the CPU
+    Event event_; // it marks the copy's end, and is null on the CPU
     std::future<void> copying_; // it is the copy of one that leaves, on the CPU
 };
 

@@ -149,6 +149,9 @@ void Engine::follow() {
     flight.tokens.resize(flight.items.size());
     need_pages(pages);
     in_step([&] {
+        for (const Flight::Item &item : flight.items) {
+            item.held->begin_step();
+        }
         if (!before.ended) {
             step_->mark_end(before.number);
         }

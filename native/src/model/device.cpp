@@ -1,5 +1,6 @@
 #include "model/device.h"
 
+#include <ggml-alloc.h>
 #include <ggml-cpu.h>
 #ifdef LUCE_USE_CUDA
 #include "common/kernels.h"
@@ -12,6 +13,7 @@ extern "C" void *luce_cuda_stream(ggml_backend_t backend); // cuda_stream.cu def
 #endif
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <exception>
 #include <fstream>
@@ -229,9 +231,63 @@ std::mutex &device_lock() {
     return lock;
 }
 
+static std::atomic<bool> gpu_failed{false};
+
+void fail_device(const Device &device, const char *what, [[maybe_unused]] int error) {
+#ifdef LUCE_USE_CUDA
+    gpu_failed = true;
+    fail(LUCE_E_DEVICE, "%s: %s: %s", device.name.c_str(), what, cuda::error_text(error));
+#else
+    fail(LUCE_E_DEVICE, "%s: %s", device.name.c_str(), what);
+#endif
+}
+
+bool works(const Device &device) {
+    return !device.gpu || !gpu_failed;
+}
+
+void check_works(const Device &device) {
+    if (!works(device)) {
+        fail(LUCE_E_DEVICE, "%s has failed: no more can be done with it in this process",
+             device.name.c_str());
+    }
+}
+
+static bool is_left(ggml_backend_dev_t dev) {
+    return gpu_failed && dev != nullptr && ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_CPU;
+}
+
 void BackendFree::operator()(ggml_backend_t b) const {
     const std::lock_guard<std::mutex> alone(device_lock());
-    ggml_backend_free(b);
+    if (!is_left(ggml_backend_get_device(b))) {
+        ggml_backend_free(b);
+    }
+}
+
+void BufferFree::operator()(ggml_backend_buffer_t b) const {
+    if (!is_left(ggml_backend_buft_get_device(ggml_backend_buffer_get_type(b)))) {
+        ggml_backend_buffer_free(b);
+    }
+}
+
+void EventFree::operator()(ggml_backend_event_t e) const {
+    if (!gpu_failed) { // a CPU has none
+        ggml_backend_event_free(e);
+    }
+}
+
+void AllocatorFree::operator()(ggml_gallocr *a) const {
+    if (!is_left(device->dev)) {
+        ggml_gallocr_free(a);
+    }
+}
+
+Event make_event(const Device &device) {
+    return Event(device.gpu ? ggml_backend_event_new(device.dev) : nullptr);
+}
+
+GraphAllocator new_graph_allocator(const Device &device) {
+    return GraphAllocator(ggml_gallocr_new(device.buffer_type()), AllocatorFree{&device});
 }
 
 static Backend start(const Device &device) {

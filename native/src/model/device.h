@@ -51,14 +51,33 @@ void leave_current(int index);
 // whole device, which ends the captures of other threads.
 std::mutex &device_lock();
 
+// Work of a GPU that failed takes all along that the process has on it, and ggml ends the process that touches it. So
+// it is noted, calls that would touch it are E_DEVICE (check_works), and what lies there is left to the system.
+[[noreturn]] void fail_device(const Device &device, const char *what, int error);
+bool works(const Device &device);
+void check_works(const Device &device);
+
 struct BackendFree {
     void operator()(ggml_backend_t b) const;
 };
 struct BufferFree {
-    void operator()(ggml_backend_buffer_t b) const { ggml_backend_buffer_free(b); }
+    void operator()(ggml_backend_buffer_t b) const;
+};
+struct EventFree {
+    void operator()(ggml_backend_event_t e) const;
+};
+struct AllocatorFree {
+    const Device *device;
+    void operator()(struct ggml_gallocr *a) const;
 };
 using Backend = std::unique_ptr<struct ggml_backend, BackendFree>;
 using Buffer = std::unique_ptr<struct ggml_backend_buffer, BufferFree>;
+using Event = std::unique_ptr<struct ggml_backend_event, EventFree>;
+using GraphAllocator = std::unique_ptr<struct ggml_gallocr, AllocatorFree>;
+
+// Events mark places of a GPU's streams. A CPU has none: then it is null.
+Event make_event(const Device &device);
+GraphAllocator new_graph_allocator(const Device &device);
 
 // Makes one stream of work on a device. On a CPU it has n_threads threads.
 Backend make_backend(const Device &device, int n_threads);

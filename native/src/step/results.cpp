@@ -66,6 +66,7 @@ void Step::read_logits(uint32_t row, float *out) {
         memcpy(out, host_logits(row), logits->nb[1]);
         return;
     }
+    check_works(model_.device());
     ggml_backend_tensor_get_async(backend_.get(), logits, out, row * logits->nb[1], logits->nb[1]);
     synchronize();
 }

@@ -123,10 +123,6 @@ uint64_t Regions::size(const Cache &cache) const {
            (cache.has_drafter() ? block.size() : 0);
 }
 
-GraphAllocator new_graph_allocator(const Device &device) {
-    return GraphAllocator(ggml_gallocr_new(device.buffer_type()), ggml_gallocr_free);
-}
-
 void Step::Graph::drop_capture() {
 #ifdef LUCE_USE_CUDA
     for (void *piece : captured) {

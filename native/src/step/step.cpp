@@ -5,6 +5,7 @@
 #include "step/shapes.h"
 
 #include <ggml-alloc.h>
+#include <ggml-backend-impl.h> // it says what an event is
 #include <ggml-backend.h>
 #include <ggml-cpu.h>
 #include <ggml-impl.h> // it declares ggml_graph_view
@@ -35,9 +36,7 @@ Step::Step(const Model &model, const Cache &cache, const EngineParams &params, c
     : model_(model), cache_(cache), params_(params),
       backend_(make_backend(model.device(), int(params.n_threads))),
       team_(model.device().gpu && model.in_ram() == nullptr ? 1 : int(params.n_threads)),
-      gemm_(nullptr, close_gemm), in_(cache, params),
-      ended_{{nullptr, ggml_backend_event_free}, {nullptr, ggml_backend_event_free}},
-      beside_ended_(nullptr, ggml_backend_event_free), galloc_(new_graph_allocator(model.device())) {
+      gemm_(nullptr, close_gemm), in_(cache, params), galloc_(new_graph_allocator(model.device())) {
 #ifdef LUCE_USE_CUDA
     if (model.device().gpu) {
         void *stream = luce_cuda_stream(backend_.get());
@@ -66,12 +65,12 @@ Step::Step(const Model &model, const Cache &cache, const EngineParams &params, c
     }
     reserve(sizes.largest);
     if (model.device().gpu) {
-        for (auto &event : ended_) {
-            event.reset(ggml_backend_event_new(model.device().dev));
+        for (Event &event : ended_) {
+            event = make_event(model.device());
         }
         if (cache.has_head() || cache.has_drafter()) {
             beside_ = make_backend(model.device(), 1);
-            beside_ended_.reset(ggml_backend_event_new(model.device().dev));
+            beside_ended_ = make_event(model.device());
         }
         try_all();
     }
@@ -194,6 +193,12 @@ void Step::run_cpu(Graph &g) {
 void Step::check(int error, const char *what) const {
     if (error != 0) {
         fail(LUCE_E_DEVICE, "%s: %s: %s", model_.device().name.c_str(), what, cuda::error_text(error));
+    }
+}
+
+void Step::check_wait(int error) const {
+    if (error != 0) {
+        fail_device(model_.device(), "a step failed", error);
     }
 }
 
@@ -351,16 +356,18 @@ uint32_t Step::start_verify(uint32_t width, uint32_t n_rows, uint32_t n_pages) {
 }
 
 void Step::finish_verify(uint32_t number) {
-    if (under_way_ > 1 && ended_[number]) {
-        wait(ended_[number].get());
+    const bool others = under_way_ > 1;
+    under_way_--; // also where the wait fails
+    if (others && ended_[number]) {
+        wait(ended_[number]);
     } else {
         synchronize();
     }
-    under_way_--;
     drafting_ = false;
 }
 
 void Step::mark_end(uint32_t number) {
+    check_works(model_.device());
     if (ended_[number]) {
         ggml_backend_event_record(ended_[number].get(), backend_.get());
     }
@@ -407,10 +414,16 @@ void Step::feed(uint32_t width, uint32_t slot, uint32_t n_pages) {
     compute(g);
 }
 
+// A CPU has run all of a step when it is enqueued.
 void Step::synchronize() {
     synchronisations_++;
-    ggml_backend_synchronize(backend_.get());
+#ifdef LUCE_USE_CUDA
+    if (model_.device().gpu) {
+        check_wait(cuda::finish(luce_cuda_stream(backend_.get())));
+    }
+#endif
     kept_.clear();
+    fail_wait();
 }
 
 void Step::poison() {
@@ -419,9 +432,18 @@ void Step::poison() {
     ggml_backend_buffer_clear(graph({StepKind::verify, verify_width(1), 0}).outputs.choice->buffer, 0xff);
 }
 
-void Step::wait(ggml_backend_event_t event) {
+void Step::wait([[maybe_unused]] const Event &event) {
     synchronisations_++;
-    ggml_backend_event_synchronize(event);
+#ifdef LUCE_USE_CUDA
+    check_wait(cuda::finish_event(event->context));
+#endif
+    fail_wait();
+}
+
+void Step::fail_wait() const {
+    if (fails_here(Fault::wait)) {
+        fail(LUCE_E_DEVICE, "%s: a step failed, since a test asked for it", model_.device().name.c_str());
+    }
 }
 
 } // namespace luce

@@ -24,9 +24,6 @@
 
 namespace luce {
 
-using GraphAllocator = std::unique_ptr<struct ggml_gallocr, void (*)(struct ggml_gallocr *)>;
-GraphAllocator new_graph_allocator(const Device &device);
-
 struct StepShape {
     StepKind kind;
     uint32_t rows;
@@ -124,8 +121,9 @@ public:
     // Every wait of an engine for its device is one of these two: for all that is enqueued, or for an event, which is the
     // end of an earlier verify or of another stream's copy. They are counted, and so are steps: what a round costs beside
     // its kernels.
+    // E_DEVICE: what was enqueued has failed.
     void synchronize();
-    void wait(ggml_backend_event_t event);
+    void wait(const Event &event);
     // Tests call it: it makes NaN of the compute buffer, of which no step may read what it has not written.
     void poison();
     uint64_t steps() const { return steps_; }
@@ -138,6 +136,7 @@ private:
 
     Graph &graph(StepShape shape);
     void wait_for_drafts();
+    void fail_wait() const; // where a test asks for it
     void enqueue_logits(const Graph &g);
     const Choice &chosen(int32_t entry) const {
         return static_cast<const Choice *>(cache_.given()->data)[entry];
@@ -148,6 +147,7 @@ private:
     void run_cpu(Graph &g);
     // These are only there where luce is built with CUDA.
     void check(int error, const char *what) const;
+    void check_wait(int error) const;
     template <class OnHost> void enqueue_cuda(Graph &g, void *stream, const OnHost &run_on_host);
     void capture(Graph &g, void *stream);
     void capture_chain(Graph &g, uint32_t links, void *stream);
@@ -171,10 +171,10 @@ private:
     std::unique_ptr<void, void (*)(void *)> gemm_; // it is the backend's stream, while cuBLAS is open for it
     Regions in_;
     uint32_t turn_ = 0, under_way_ = 0; // the next verify has this number, and so many have not ended
-    std::unique_ptr<ggml_backend_event, void (*)(ggml_backend_event_t)> ended_[STARTED]; // null on the CPU
+    Event ended_[STARTED]; // they are null on the CPU
     // A stream for what comes to the device while it drafts, and where that ends. They are null on the CPU.
     Backend beside_;
-    std::unique_ptr<ggml_backend_event, void (*)(ggml_backend_event_t)> beside_ended_;
+    Event beside_ended_;
     GraphAllocator galloc_;
     uint64_t compute_size_ = 0;
     std::map<StepShape, std::unique_ptr<Graph>> graphs_;

@@ -65,6 +65,8 @@ inline const DeviceKind *kind = KINDS;
 // ran before.
 inline bool dry;
 inline size_t laid_out; // the last of these had so many bytes of shared memory a block
+inline dim3 laid_out_grid; // and these blocks
+inline int blocks_at_once = 2; // a multiprocessor has room for so many
 inline std::map<const void *, size_t> declared, declared_by; // the bytes of each variable, and of each kernel's
 inline void declares(const void *variable, size_t bytes) { declared[variable] = bytes; }
 
@@ -173,6 +175,7 @@ template <typename F> cudaError_t launch(const void *name, dim3 grid, int thread
             exit(1);
         }
         laid_out = declared_by[name] + shared;
+        laid_out_grid = grid;
         return threads > 1024 || laid_out > size_t(most) ? 1 : 0;
     }
     declared.clear();
@@ -364,6 +367,10 @@ inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
 }
 template <typename T> T __ldcg(const T *p) { return *p; }
 template <typename T> T __ldcv(const T *p) { return *p; }
+inline void __trap() {
+    fprintf(stderr, "thread %u of block %u traps\n", threadIdx.x, blockIdx.x);
+    abort();
+}
 inline void __threadfence_system() {}
 inline void __threadfence() {}
 template <typename T> void __stcg(T *p, T x) { *p = x; }
@@ -373,7 +380,12 @@ template <typename T> void __stwb(T *p, T x) { *p = x; }
 
 using cudaStream_t = void *;
 using cudaEvent_t = void *;
-enum { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9 };
+enum {
+    cudaSuccess = 0,
+    cudaErrorInvalidValue = 1,
+    cudaErrorInvalidConfiguration = 9,
+    cudaErrorLaunchOutOfResources = 701,
+};
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
 enum { cudaFuncAttributeMaxDynamicSharedMemorySize };
 enum cudaDeviceAttr {
@@ -397,7 +409,7 @@ template <typename F> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attr
 }
 template <typename F> cudaError_t cudaFuncSetAttribute(F *, int, int) { return cudaSuccess; }
 template <typename F> cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, F *, int, size_t) {
-    *blocks = 2;
+    *blocks = emulated::blocks_at_once;
     return cudaSuccess;
 }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }

@@ -44,7 +44,27 @@ static void few_sequences() {
     }
 }
 
+// Several sequences' blocks are all there at once, one less than there is room for, and one at least.
+static void whole_grids() {
+    const int multiprocessors = emulated::kind->attributes[cudaDevAttrMultiProcessorCount];
+    for (const int T : {2, 8, 64}) {
+        DeltaArgs a = {};
+        a.shape = {T, MAX_ROWS, 16, 16, 48, 128, DELTA_VERIFY};
+        for (const int blocks : {1, 2, 3}) {
+            emulated::blocks_at_once = blocks;
+            expect(cuda::deltanet(a, stream) == 0 &&
+                       emulated::laid_out_grid.x == unsigned(multiprocessors * blocks - 1),
+                   at("the delta rule's grid", 128, T));
+        }
+        emulated::blocks_at_once = 0;
+        expect(cuda::deltanet(a, stream) == cudaErrorLaunchOutOfResources,
+               at("the delta rule where a multiprocessor has no room for a block", 128, T));
+        emulated::blocks_at_once = 2;
+    }
+}
+
 void lay_out_deltanet() {
+    on_each_kind(whole_grids);
     on_each_kind(deltanet_layers);
     on_each_kind(spread_layers);
     on_each_kind(few_sequences);
