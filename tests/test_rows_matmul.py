@@ -16,8 +16,8 @@ from op_run import Weights, op_run
 from luce.native import Library
 
 FLOATS = ("F32", "F16", "BF16")
-SMALL_BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL")
-BIG_BLOCKS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+SMALL_BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4")
+BIG_BLOCKS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "NVFP4", "TQ1_0", "TQ2_0")
 KINDS = FLOATS + SMALL_BLOCKS + BIG_BLOCKS
 PACKED = np.dtype(
     [("q", "i1", 32), ("d", "<f4"), ("minus", "<i4", 3), ("minus_real", "<f4", 3), ("unused", "<i4")]
