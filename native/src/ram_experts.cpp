@@ -27,8 +27,8 @@ template <typename T> void grow(std::vector<T> &room, size_t n) {
 }
 
 // Multiplies rows n0 .. n0 + N - 1 of an expert's matrix with n inputs, out [n][N].
-void multiply(const RowsWeight &all, int32_t expert, size_t expert_bytes, int64_t n0, int64_t N, const void *x,
-              int64_t K, int32_t n, float *out) {
+void multiply(const RowsWeight &all, int32_t expert, size_t expert_bytes, int64_t n0, int64_t N,
+              const void *x, int64_t K, int32_t n, float *out) {
     RowsMatmulArgs args{};
     args.K = K;
     args.T = n;

@@ -20,7 +20,9 @@ ggml_type recoded_table(ggml_type type);
 struct Recoding {
     ggml_type from, to;
 
-    int64_t values() const { return ggml_blck_size(from); } // of a unit, which is a whole number of blocks of both
+    int64_t values() const {
+        return ggml_blck_size(from);
+    } // of a unit, which is a whole number of blocks of both
     size_t bytes_from() const { return ggml_type_size(from); }
     size_t bytes_to() const { return ggml_row_size(to, values()); }
 };

@@ -192,7 +192,8 @@ ggml_tensor *WeightReader::take(const std::string &name, std::vector<int64_t> sh
     if (!loading_) {
         return nullptr;
     }
-    const bool here = !m_.device_->gpu || kind == Kind::ram_experts || kind == Kind::ids; // as the file has it
+    const bool here =
+        !m_.device_->gpu || kind == Kind::ram_experts || kind == Kind::ids; // as the file has it
     const ggml_type type = here                   ? t->type
                            : kind == Kind::router ? GGML_TYPE_F32
                            : kind == Kind::table  ? recoded_table(t->type)
@@ -428,7 +429,8 @@ void Model::load(const std::function<bool(float)> &progress) {
     }
     uint64_t staging_size = 0; // a packed matrix passes through here
     for (auto &[tensor, source] : tensors_) {
-        staging_size = is_packed(tensor) ? std::max<uint64_t>(staging_size, ggml_nbytes(tensor)) : staging_size;
+        staging_size =
+            is_packed(tensor) ? std::max<uint64_t>(staging_size, ggml_nbytes(tensor)) : staging_size;
     }
     check_memory(*device_, weight_bytes_ + staging_size, "loading the model's weights");
     place_packed();
@@ -453,7 +455,8 @@ void Model::load(const std::function<bool(float)> &progress) {
         }
         const Recoding recoding = {source->type, tensor->type};
         if (is_packed(tensor)) {
-            items.push_back({through, source->data, ggml_nbytes(tensor), recoding, tensor, matrices_of(tensor).n});
+            items.push_back(
+                {through, source->data, ggml_nbytes(tensor), recoding, tensor, matrices_of(tensor).n});
         } else {
             items.push_back({tensor, source->data, ggml_nbytes(tensor), recoding});
         }
