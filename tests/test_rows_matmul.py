@@ -84,10 +84,10 @@ def test_product_is_that_of_what_the_blocks_say(native, kind, t):
 def test_each_scale_of_four_bit_floats_counts(native, kind, scales):
     """A weight row has one scale throughout, from the subnormal ones on."""
     type_id = GGMLQuantizationType[kind]
-    k, size, at = (64, 17, 1) if kind == "MXFP4" else (64, 36, 4)
-    rows = np.random.default_rng(5).integers(0, 256, (len(scales), k * size // (32 if at == 1 else 64)), np.uint8)
-    blocks = rows.reshape(len(scales), -1, size)
+    k, size, at = (32, 17, 1) if kind == "MXFP4" else (64, 36, 4)
+    blocks = np.random.default_rng(5).integers(0, 256, (len(scales), 1, size), np.uint8)
     blocks[:, :, :at] = np.array(scales, np.uint8)[:, None, None]
+    rows = blocks.reshape(len(scales), -1)
     w = dequantize(rows, type_id).reshape(len(scales), k).astype(np.float64)
     x = np.full((3, k), 127, np.float32)  # It is exact as 8 bits.
     compare(native, Weights(rows, int(type_id), k), w, x, x.astype(np.float64))

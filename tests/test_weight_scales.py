@@ -14,8 +14,8 @@ import tiny
 from luce.errors import FileError, LuceError, UnsupportedError
 from luce.native import File, Library
 
-DENSE = tiny.Config(n_layer=2, interval=2, n_embd=256, n_ff=256, n_head=4, n_head_kv=2, head_dim=64, rope_dim=16,
-                    n_k_head=2, n_v_head=4, state_size=64, n_nextn=1)  # fmt: skip
+DENSE = tiny.Config(n_layer=2, interval=2, n_embd=256, n_ff=256, n_head=4, n_head_kv=2, head_dim=64,
+                    rope_dim=16, n_k_head=2, n_v_head=4, state_size=64, n_nextn=1)  # fmt: skip
 FUSED = tiny.with_experts(DENSE)
 CONFIGS = {"dense": DENSE, "experts": replace(FUSED, fused_experts=False), "fused": FUSED}
 NVFP4 = gguf.GGMLQuantizationType.NVFP4
