@@ -32,6 +32,8 @@ luce_status luce_engine_counts(luce_engine *engine, uint64_t *steps, uint64_t *s
 luce_status luce_engine_poison(luce_engine *engine);
 luce_status luce_fault(int32_t fault, uint64_t after);
 luce_status luce_leave_device(int32_t index);
+luce_status luce_recode(int32_t from, const uint8_t *src, uint64_t n, int32_t table, int32_t *to,
+                        uint8_t *dst, uint64_t dst_size);
 luce_status luce_lookup(const int32_t *tokens, uint32_t n_tokens, int32_t *draft, uint32_t *n,
                         uint32_t *matched);
 """

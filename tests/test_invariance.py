@@ -103,7 +103,7 @@ def test_weight_type_computes_what_its_weights_say(
     assert np.linalg.norm(sequence.logits(0) - expected[-1]) < 2 * allowed * size
 
 
-@pytest.mark.parametrize("kind", drive.WEIGHT_TYPES)
+@pytest.mark.parametrize("kind", [*drive.WEIGHT_TYPES, "MXFP4 experts", "NVFP4 experts"])
 def test_width_changes_no_bit(kind: str, model_of: Callable[[str], Model]) -> None:
     check_widths(model_of(kind), tokens_of(1, 9))
 

@@ -16,8 +16,8 @@ from op_run import Weights, op_run
 from luce.native import Library
 
 FLOATS = ("F32", "F16", "BF16")
-SMALL_BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL")
-BIG_BLOCKS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+SMALL_BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4")
+BIG_BLOCKS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "NVFP4", "TQ1_0", "TQ2_0")
 KINDS = FLOATS + SMALL_BLOCKS + BIG_BLOCKS
 PACKED = np.dtype(
     [("q", "i1", 32), ("d", "<f4"), ("minus", "<i4", 3), ("minus_real", "<f4", 3), ("unused", "<i4")]
@@ -60,6 +60,10 @@ def check(native: Library, kind: str, k: int, n: int, t: int) -> None:
         taken = (blocks["q"] * blocks["d"][..., None].astype(np.float64)).reshape(t, k)
         half_step = np.abs(x.reshape(t, -1, 32)).max(-1) / 254
         assert (np.abs(taken - x).reshape(t, -1, 32).max(-1) <= half_step * 1.0001).all()
+    compare(native, weights, w, x, taken)
+
+
+def compare(native: Library, weights: Weights, w: np.ndarray, x: np.ndarray, taken: np.ndarray) -> None:
     (found,) = multiply(native, [weights], x)
     # Sums of F32 products are compared relative to what the terms would give without their signs.
     assert (np.abs(found - taken @ w.T) <= 2e-6 * (np.abs(taken) @ np.abs(w).T)).all()
@@ -74,6 +78,19 @@ def test_product_is_that_of_what_the_blocks_say(native, kind, t):
     check(native, kind, 4096, 17, t)
     if kind not in BIG_BLOCKS:
         check(native, kind, 32, 17, t)
+
+
+@pytest.mark.parametrize("kind, scales", [("MXFP4", range(220)), ("NVFP4", range(128))])
+def test_each_scale_of_four_bit_floats_counts(native, kind, scales):
+    """A weight row has one scale throughout, from the subnormal ones on."""
+    type_id = GGMLQuantizationType[kind]
+    k, size, at = (32, 17, 1) if kind == "MXFP4" else (64, 36, 4)
+    blocks = np.random.default_rng(5).integers(0, 256, (len(scales), 1, size), np.uint8)
+    blocks[:, :, :at] = np.array(scales, np.uint8)[:, None, None]
+    rows = blocks.reshape(len(scales), -1)
+    w = dequantize(rows, type_id).reshape(len(scales), k).astype(np.float64)
+    x = np.full((3, k), 127, np.float32)  # It is exact as 8 bits.
+    compare(native, Weights(rows, int(type_id), k), w, x, x.astype(np.float64))
 
 
 @pytest.mark.parametrize("kind", KINDS)

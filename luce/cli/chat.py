@@ -87,6 +87,8 @@ def chat(gguf: Path | None, hf: str | None, **flags: Any) -> None:
         with about(path):
             require_supported(files.facts)
             template = chat_template(files.file.kv)
+        for warning in files.warnings:
+            display.warn(warning)
         ctx = flags["ctx"] or min(8192, files.facts.context_length or 8192)
         asked = options_of(flags | {"ctx": ctx}, checkpoints=8)
         with closing(template), ExitStack() as opened:

@@ -164,6 +164,8 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
         files = opened.enter_context(Files(model, flags["mtp_gguf"], flags["device"], drafter))
         with about(files.file.path):
             require_supported(files.facts)
+        for warning in files.warnings:
+            display.warn(warning)
         most = flags["ctx"] or files.facts.context_length or MAX_U32
         text = read_prompt(prompt, most * files.tokenizer.longest * NFC_SHRINKS, flags["prompt_file"])
         display.spin("loading the model")

@@ -66,6 +66,12 @@ class Files:
         with about(self.file.path):
             return probe(self.file, device=self.device or "auto")
 
+    @property
+    def warnings(self) -> list[str]:
+        """Returns what whoever runs these files should be told."""
+        said = self.facts.warnings if self.head is None else []
+        return [f"{self.file.path}: {line}" for line in said]
+
     @cached_property
     def head_facts(self) -> Facts | None:
         if self.head is None:

@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from luce.errors import ArgumentError, FileError, UnsupportedError
@@ -26,8 +26,10 @@ _FILE_TYPES = {
     32: "BF16",
     **dict(enumerate(("TQ1_0", "TQ2_0", "MXFP4_MOE", "NVFP4", "Q1_0", "Q2_0"), start=36)),
 }
-_BLOCK = re.compile(r"blk\.(\d{1,9})\.")
-_BY_ROW = ("IQ1_", "IQ2_", "IQ3_")  # On a GPU luce has no matmul of its own for these.
+_BLOCK = re.compile(r"blk\.(\d{1,9})\.(nextn\.|attn_norm\.weight$)?")
+_BY_ROW = ("IQ1_", "IQ2_", "IQ3_", "NVFP4")  # On a GPU luce has no matmul of its own for these.
+# In place of these a GPU has a type that holds the same values, in so many bits a weight.
+_RECODED = {"MXFP4": "Q5_0, of 5.5 bits", "TQ1_0": "Q4_0, of 4.5 bits", "TQ2_0": "Q4_0, of 4.5 bits"}
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,9 @@ class Facts:
 
     `kind` is "model" (a trunk), "head" (NextN blocks without their trunk), "drafter" or "other". `supported`
     says that luce can generate with it as a model; else `reasons` says why not. `notes` say what else
-    there is to know of running it.
+    there is to know of running it, and `warnings` are those of them that whoever runs it should be told.
+
+    `block_count` and `nextn_predict_layers` are those of the tensors, where the keys do not fit them.
 
     `experts` is how many each mixture has, `experts_used` how many of them a token goes through.
     `active_parameters` and `bytes_per_token` are the weights that a plain step of one token reads: of the
@@ -100,10 +104,11 @@ class Facts:
     context: int | None
     memory: Memory | None
     dflash: DFlash | None
+    warnings: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the object that `luce probe-gguf --json` prints."""
-        return asdict(self)
+        """Returns the object that `luce probe-gguf --json` prints. Warnings are among its notes."""
+        return {name: value for name, value in asdict(self).items() if name != "warnings"}
 
 
 def fact(kv: Mapping[str, Any], key: str, kind: type[T], default: Any = _MISSING) -> T:
@@ -146,13 +151,15 @@ def probe(file: File, ctx: int | None = None, device: str = "auto") -> Facts:
     ArgumentError where the model was trained for fewer positions."""
     kv, tensors = file.kv, file.tensors
     architecture = fact(kv, "general.architecture", str)
-    kind = _kind(kv, architecture, tensors)
+    blocks = _blocks(kv, architecture, tensors)
+    kind = _kind(kv, architecture, tensors, blocks)
     context_length = _number(kv, f"{architecture}.context_length")
     if ctx is not None and context_length is not None and ctx > context_length:
         raise ArgumentError(f"a context of {ctx} was asked, the model was trained for {context_length}")
     context = ctx or (None if context_length is None else min(context_length, 4096))
     memory, reasons = None, _reasons_of_kind(kind, architecture)
-    active, read = _of_a_token(kv, architecture, tensors) if kind == "model" else (None, None)
+    active, read = _of_a_token(kv, architecture, tensors, blocks) if kind == "model" else (None, None)
+    warnings = blocks.lacking if kind == "model" else []
     if kind == "model":
         try:
             memory = file.plan_memory(device, EngineParams(n_ctx=context or 0))
@@ -165,8 +172,8 @@ def probe(file: File, ctx: int | None = None, device: str = "auto") -> Facts:
         file_type=_file_type(kv, tensors),
         size_bytes=file.info.size_bytes,
         parameters=sum(_elements(tensor) for tensor in tensors),
-        block_count=_number(kv, f"{architecture}.block_count"),
-        nextn_predict_layers=_number(kv, f"{architecture}.nextn_predict_layers") or 0,
+        block_count=blocks.count,
+        nextn_predict_layers=blocks.nextn,
         embedding_length=_number(kv, f"{architecture}.embedding_length"),
         context_length=context_length,
         vocab_size=_vocab_size(kv, architecture, tensors),
@@ -179,10 +186,11 @@ def probe(file: File, ctx: int | None = None, device: str = "auto") -> Facts:
         chat_template="tokenizer.chat_template" in kv,
         supported=not reasons,
         reasons=reasons,
-        notes=_notes(tensors) if kind != "other" else [],
+        notes=[*warnings, *blocks.unsaid, *_notes(tensors)] if kind != "other" else [],
         context=context,
         memory=memory,
         dflash=_dflash(kv, architecture, tensors) if kind == "drafter" else None,
+        warnings=warnings,
     )
 
 
@@ -200,14 +208,57 @@ def is_drafter(architecture: str) -> bool:
     return architecture in ("dflash", "dflash-draft") or architecture.endswith("-dflash-draft")
 
 
-def _kind(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor]) -> str:
+@dataclass(frozen=True)
+class _Blocks:
+    """These are a file's blocks, and how many of them are NextN heads. `lacking` tells of heads that its keys
+    promise and that are not there, and `unsaid` of one that they do not mention."""
+
+    count: int | None
+    nextn: int
+    lacking: list[str] = field(default_factory=list)
+    unsaid: list[str] = field(default_factory=list)
+
+
+def _blocks(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor]) -> _Blocks:
+    """Counts the blocks as the core does: tensors decide whether the last ones are heads (nextn.*), the
+    trunk's, or not there. Converters copy the keys from a configuration, though a checkpoint has no head."""
+    key = f"{architecture}.nextn_predict_layers"
+    count, promised = _number(kv, f"{architecture}.block_count"), _number(kv, key) or 0
+    present, heads, whole = set(), set(), set()
+    for tensor in tensors:
+        if match := _BLOCK.match(tensor.name):
+            block = int(match[1])
+            present.add(block)
+            if match[2]:
+                (heads if match[2] == "nextn." else whole).add(block)
+    if count is None or promised >= count:
+        return _Blocks(count, promised)
+    expected = range(count - promised, count)
+    absent = [block for block in expected if block not in present]
+    lacking = [block for block in expected if block not in heads and (block in absent or block in whole)]
+    heads |= {block for block in expected if block in present and block not in whole}
+    said = []
+    if lacking:
+        named = " and ".join(f"blk.{block}" for block in lacking)
+        they = "is" if len(lacking) == 1 else "are"
+        how = "not in the file" if lacking == absent else "no head: without nextn.*"
+        why = f"{key} is {promised}, and {named} {they} {how}"
+        said.append(f"the file lacks the NextN head that it promises, and runs without: {why}")
+    if not heads:
+        return _Blocks(count - len(absent), 0, said)
+    first = min(heads)
+    unsaid = [f"blk.{first} is taken for a NextN head, as its tensors are, though {key} is 0 or missing"]
+    return _Blocks(first + len(heads), len(heads), said, [] if promised else unsaid)
+
+
+def _kind(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor], blocks: _Blocks) -> str:
     if is_drafter(architecture):
         return "drafter"
     if not tensors or fact(kv, "general.type", str, "model") != "model":
         return "other"
     trunk = any(tensor.name.startswith("blk.0.") for tensor in tensors)
-    heads = _number(kv, f"{architecture}.nextn_predict_layers") or 0
-    return "head" if heads > 0 and not trunk else "model"
+    heads = blocks.nextn > 0 or blocks.lacking
+    return "head" if heads and not trunk else "model"
 
 
 def _reasons_of_kind(kind: str, architecture: str) -> list[str]:
@@ -219,8 +270,14 @@ def _reasons_of_kind(kind: str, architecture: str) -> list[str]:
 
 
 def _notes(tensors: list[Tensor]) -> list[str]:
-    """Says which matrices are multiplied a row at a time on a GPU. Of an embedding that is not the output
-    matrix too only rows are looked up there, and experts of these types are refused."""
+    """Says what is otherwise on a GPU: which types it holds as others, and which matrices are multiplied a
+    row at a time. Of an embedding that is not the output matrix too only rows are looked up there, and
+    experts of these types are refused."""
+    notes = [
+        f"a GPU holds {kind} as {other} a weight: with the same values, in more memory"
+        for kind, other in _RECODED.items()
+        if any(tensor.type_name == kind for tensor in tensors)
+    ]
     has_output = any(tensor.name == "output.weight" for tensor in tensors)
     by_row = [
         tensor
@@ -231,12 +288,13 @@ def _notes(tensors: list[Tensor]) -> list[str]:
         and "shexp." not in tensor.name
     ]
     if not by_row:
-        return []
+        return notes
     share = sum(tensor.size_bytes for tensor in by_row) / sum(tensor.size_bytes for tensor in tensors)
     types = " and ".join(_quantization(by_row))
     return [
+        *notes,
         f"on a GPU, ggml multiplies the {types} matrices ({share:.0%} of the bytes) a row at a time: that is "
-        "exact, but each drafted token reads them again, so drafts gain little"
+        "exact, but each drafted token reads them again, so drafts gain little",
     ]
 
 
@@ -262,12 +320,13 @@ def _elements(tensor: Tensor) -> int:
     return math.prod(tensor.shape)
 
 
-def _of_a_token(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor]) -> tuple[int, int]:
+def _of_a_token(
+    kv: Mapping[str, Any], architecture: str, tensors: list[Tensor], blocks: _Blocks
+) -> tuple[int, int]:
     """Returns the weights that a plain step of one token reads, and their bytes."""
     experts = _number(kv, f"{architecture}.expert_count") or 1
     used = _number(kv, f"{architecture}.expert_used_count") or experts
-    nextn = _number(kv, f"{architecture}.nextn_predict_layers") or 0
-    trunk = (_number(kv, f"{architecture}.block_count") or 0) - nextn
+    trunk = (blocks.count or 0) - blocks.nextn
     has_output = any(tensor.name == "output.weight" for tensor in tensors)
     elements = size = 0
     for tensor in tensors:

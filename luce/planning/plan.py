@@ -423,7 +423,7 @@ def _missing(facts: Facts) -> str:
     """Says why a file has no head."""
     if facts.kind not in ("model", "head"):
         return "; ".join(facts.reasons)
-    return f"{facts.architecture}.nextn_predict_layers is 0 or missing"
+    return "; ".join(facts.warnings) or f"{facts.architecture}.nextn_predict_layers is 0 or missing"
 
 
 def smaller(chosen: Plan, memory: Memory) -> Plan | None:

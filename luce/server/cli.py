@@ -7,6 +7,7 @@ import re
 import socket
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ from luce.cli.options import (
     options,
     options_of,
 )
+from luce.cli.terminal import printable
+from luce.decode.engine import Files
 from luce.errors import LuceError
 from luce.files.hub import fetch, hf_option
-from luce.native import File
 from luce.native.structs import PAGE
 from luce.server.app import LOOPBACK, Access, make_app
 from luce.server.ask import Refused
@@ -181,7 +183,9 @@ def serve(models: Mapping[str, Path], hf: str | None, **flags: Any) -> None:
     drafter = drafter_of(next(iter(models.values())), flags) if len(models) == 1 else flags["draft"]
     served = Models(models, settings_of(flags, drafter))
     for slot in served.slots.values():  # Those that are loaded later have to open too.
-        File(slot.path).close()
+        with Files(slot.path, flags["mtp_gguf"], flags["device"]) as files, suppress(LuceError):
+            for warning in () if flags["quiet"] else files.warnings:  # What fails here fails at loading too.
+                click.echo(f"Warning: {printable(warning)}", err=True)
     hosts = (*LOOPBACK, flags["host"]) if flags["host"] in LOOPBACK else ()
     app = make_app(served, watch, Access(tuple(flags["keys"]), hosts))
     # The engine's thread waits for the others after each step, and so not for long.

@@ -5,6 +5,7 @@
 #include "engine/lookup.h"
 #include "engine/penalties.h"
 #include "model/model.h"
+#include "model/recode.h"
 #include "ops/row.h"
 #include "step/faults.h"
 #include "step/threads.h"
@@ -241,6 +242,28 @@ luce_status luce_penalise(float *logits, uint32_t n, const luce_penalties *penal
             before.push_back(tokens[i]);
         }
         penalise(logits, n, checked, before);
+    });
+}
+
+luce_status luce_recode(int32_t from, const uint8_t *src, uint64_t n, int32_t table, int32_t *to,
+                        uint8_t *dst, uint64_t dst_size) {
+    using namespace luce;
+    return guarded([&] {
+        need(src, "src");
+        need(to, "to");
+        need(dst, "dst");
+        if (from < 0 || from >= GGML_TYPE_COUNT || !is_weight_type(ggml_type(from))) {
+            fail(LUCE_E_ARG, "%d is no type of weights", from);
+        }
+        const auto type = ggml_type(from);
+        const Recoding how = {type, table != 0 ? recoded_table(type) : recoded_matrix(type)};
+        const uint64_t units = n / uint64_t(how.values());
+        if (units * how.bytes_to() > dst_size) {
+            fail(LUCE_E_ARG, "dst_size is %llu, %llu are needed", (unsigned long long) dst_size,
+                 (unsigned long long) (units * how.bytes_to()));
+        }
+        *to = how.to;
+        recode(how, src, dst, units);
     });
 }
 

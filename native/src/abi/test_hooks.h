@@ -44,6 +44,10 @@ LUCE_API luce_status luce_fault(int32_t fault, uint64_t after);
 // one, and else none that luce has.
 LUCE_API luce_status luce_leave_device(int32_t index);
 
+// Recodes n values as a GPU's upload does (recode.h): from src, of ggml type `from`, to dst, of the type that *to gets.
+LUCE_API luce_status luce_recode(int32_t from, const uint8_t *src, uint64_t n, int32_t table, int32_t *to,
+                                 uint8_t *dst, uint64_t dst_size);
+
 // Does what luce_sequence_lookup does over n_tokens >= 1 tokens, of which the last is the anchor.
 LUCE_API luce_status luce_lookup(const int32_t *tokens, uint32_t n_tokens, int32_t *draft, uint32_t *n,
                                  uint32_t *matched);

@@ -184,7 +184,138 @@ struct Iq4Nl {
     }
 };
 
+// ---- E2M1: 1, 2 and 1 bits of sign, exponent and fraction ----
+
+// Twice the values of E2M1, which are -6 .. 6 in halves, plus 12: so they are integers, and none is negative.
+constexpr int E2M1_BIAS = 12, E2M1_MOST = 24;
+alignas(16) constexpr int8_t E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+// A block of 32 has a power of two (E8M0, whose bias is 127), here halved for the doubled values.
+struct Mxfp4 {
+    static constexpr int BIAS = E2M1_BIAS, GROUP = 32, MOST = E2M1_MOST;
+    static constexpr bool SIGNED = false, MIN = false;
+    static constexpr size_t BYTES = 8 * sizeof(block_mxfp4);
+
+    LUCE_INLINE void scales(const Rows &r, int n, Scales &s) {
+        for (int b = 0; b < n; b++) {
+            const Words e = load_1(r.at(b * sizeof(block_mxfp4) + offsetof(block_mxfp4, e))) & 0xff;
+            // The exponent of an F32 has the same bias; the least two are subnormal.
+            s.scale[b] = (Floats) (e < 2u ? (e + 1) << 21 : (e - 1) << 23);
+        }
+    }
+    template <typename F> LUCE_INLINE void each(const Rows &r, int n, F f) {
+        for (int b = 0; b < n; b++) {
+            Words w[8];
+            load_nibbles(r.at(b * sizeof(block_mxfp4) + offsetof(block_mxfp4, qs)), w);
+            for (Words &word : w) {
+                word = lookup(E2M1, word);
+            }
+            f(b, w);
+        }
+    }
+};
+
+// A block of 64 has a scale for each 16: 4 bits of exponent and 3 of fraction (UE4M3, whose bias is 7).
+struct Nvfp4 {
+    static constexpr int BIAS = E2M1_BIAS, GROUP = 16, MOST = E2M1_MOST;
+    static constexpr bool SIGNED = false, MIN = false;
+    static constexpr size_t BYTES = 4 * sizeof(block_nvfp4);
+
+    LUCE_INLINE void scales(const Rows &r, int n, Scales &s) {
+        for (int g = 0; g < 2 * n; g++) {
+            const Words four = load_1(r.at(g / 4 * sizeof(block_nvfp4) + offsetof(block_nvfp4, d)));
+            const Words d = (four >> (8 * (g % 4))) & 0xff;
+            // An F16 has one more bit of exponent, whose bias is 15. All bits set are no number, and count as 0.
+            const Floats half = half_to_float(d == 0x7fu ? all(0u) : (d & 0x7f) << 7);
+            s.scale[g] = half * all(128.0f); // 2^8 / 2
+        }
+    }
+    // Low nibbles of 8 bytes are the first 8 of 16 weights, high ones the others.
+    template <typename F> LUCE_INLINE void each(const Rows &r, int n, F f) {
+        for (int b = 0; b < n; b++) {
+            Words raw[4], w[8];
+            load_4(r.at(b / 2 * sizeof(block_nvfp4) + offsetof(block_nvfp4, qs) + b % 2 * 16), raw);
+            for (int j = 0; j < 4; j++) {
+                const int at = j / 2 * 4 + j % 2;
+                w[at] = lookup(E2M1, raw[j] & LOW_4);
+                w[at + 2] = lookup(E2M1, (raw[j] >> 4) & LOW_4);
+            }
+            f(b, w);
+        }
+    }
+};
+
 // ---- blocks of 256 ----
+
+// The ternary types have one F16 at the end of the block, for weights -1, 0 and 1.
+template <typename Block> LUCE_INLINE void load_one_scale(const Rows &r, Scales &s) {
+    static_assert(offsetof(Block, d) + 2 == sizeof(Block), "d must be the last");
+    const Floats d = half_to_float(load_1(r.at(offsetof(Block, d) - 2)) >> 16);
+    for (int b = 0; b < 8; b++) {
+        s.scale[b] = d;
+    }
+}
+
+struct Tq2_0 {
+    static constexpr int BIAS = 1, GROUP = 32, MOST = 3;
+    static constexpr bool SIGNED = false, MIN = false;
+    static constexpr size_t BYTES = sizeof(block_tq2_0);
+
+    LUCE_INLINE void scales(const Rows &r, int, Scales &s) { load_one_scale<block_tq2_0>(r, s); }
+    template <typename F> LUCE_INLINE void each(const Rows &r, int, F f) {
+        for (int half = 0; half < 2; half++) {
+            Words low[8], w[8];
+            load_8(r.at(offsetof(block_tq2_0, qs) + half * 32), low);
+            for (int b = 0; b < 4; b++) {
+                for (int j = 0; j < 8; j++) {
+                    w[j] = (low[j] >> (2 * b)) & LOW_2;
+                }
+                f(4 * half + b, w);
+            }
+        }
+    }
+};
+
+// A byte is a fraction of 256 whose first digits to the base 3 are weights plus 1.
+struct Tq1_0 {
+    static constexpr int BIAS = 1, GROUP = 32, MOST = 2;
+    static constexpr bool SIGNED = false, MIN = false;
+    static constexpr size_t BYTES = sizeof(block_tq1_0);
+
+    LUCE_INLINE void scales(const Rows &r, int, Scales &s) { load_one_scale<block_tq1_0>(r, s); }
+    // Returns the digit of each byte behind those that `power` = 3^n shifts out.
+    LUCE_INLINE Words digit(Words bytes, uint32_t power) {
+        constexpr uint32_t EVEN = 0x00ff00ff;
+        const Words even = ((bytes & EVEN) * power) & EVEN, odd = (((bytes >> 8) & EVEN) * power) & EVEN;
+        return (((even * 3u) >> 8) & EVEN) | ((odd * 3u) & ~EVEN);
+    }
+    template <typename F> LUCE_INLINE void each(const Rows &r, int, F f) {
+        static_assert(sizeof(block_tq1_0::qs) == 48 && offsetof(block_tq1_0, qh) == 48, "32, 16 and 4 bytes");
+        constexpr uint32_t POWERS[5] = {1, 3, 9, 27, 81};
+        Words bytes[8], w[8];
+        load_8(r, bytes); // byte i has weights i, 32 + i .. 128 + i
+        for (int n = 0; n < 5; n++) {
+            for (int j = 0; j < 8; j++) {
+                w[j] = digit(bytes[j], POWERS[n]);
+            }
+            f(n, w);
+        }
+        load_4(r.at(32), bytes); // byte i has weights 160 + i, 176 + i .. 224 + i
+        for (int n = 0; n < 5; n++) {
+            for (int j = 0; j < 4; j++) {
+                w[n % 2 * 4 + j] = digit(bytes[j], POWERS[n]);
+            }
+            if (n % 2 == 1) {
+                f(5 + n / 2, w);
+            }
+        }
+        const Words last = load_1(r.at(48)); // byte i has weights 240 + i, 244 + i .. 252 + i
+        for (int n = 0; n < 4; n++) {
+            w[4 + n] = digit(last, POWERS[n]);
+        }
+        f(7, w);
+    }
+};
 
 struct Iq4Xs {
     static constexpr int BIAS = SIGNED_BIAS, GROUP = 32, MOST = 128;

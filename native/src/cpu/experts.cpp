@@ -153,8 +153,12 @@ ExpertsArgs experts_args(const ggml_tensor *dst) {
         const bool fused = dst->src[3] == nullptr && a.n_weights == 2;
         const ggml_tensor *w = dst->src[fused ? 2 : 2 + i];
         const int64_t N = w->ne[1] / (fused ? 2 : 1);
-        a.weights[i] = {data<uint8_t>(w) + (fused && i == 1 ? size_t(N) * w->nb[1] : 0), w->type, N, w->nb[1],
-                        nullptr};
+        a.weights[i] = {data<uint8_t>(w) + (fused && i == 1 ? size_t(N) * w->nb[1] : 0),
+                        w->type,
+                        N,
+                        w->nb[1],
+                        nullptr,
+                        scales_of(w)};
         a.expert_bytes[i] = w->nb[2];
         a.K = w->ne[0];
         a.n_expert = int32_t(w->ne[2]);

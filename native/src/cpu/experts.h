@@ -35,6 +35,7 @@ struct ExpertsArgs {
     RowsWeight weight(int32_t i, int32_t e) const {
         RowsWeight w = weights[i];
         w.data = static_cast<const uint8_t *>(w.data) + size_t(e) * expert_bytes[i];
+        w.scale = w.scale == nullptr ? nullptr : w.scale + e;
         return w;
     }
 };

@@ -27,14 +27,15 @@ template <typename T> void grow(std::vector<T> &room, size_t n) {
 }
 
 // Multiplies rows n0 .. n0 + N - 1 of an expert's matrix with n inputs, out [n][N].
-void multiply(const RowsWeight &all, size_t expert_offset, int64_t n0, int64_t N, const void *x, int64_t K,
-              int32_t n, float *out) {
+void multiply(const RowsWeight &all, int32_t expert, size_t expert_bytes, int64_t n0, int64_t N,
+              const void *x, int64_t K, int32_t n, float *out) {
     RowsMatmulArgs args{};
     args.K = K;
     args.T = n;
     args.x = x;
-    const uint8_t *data = static_cast<const uint8_t *>(all.data) + expert_offset;
-    const RowsWeight rows = {data + size_t(n0) * all.row_bytes, all.type, N, all.row_bytes, out};
+    const uint8_t *data = static_cast<const uint8_t *>(all.data) + size_t(expert) * expert_bytes;
+    const float *scale = all.scale == nullptr ? nullptr : all.scale + expert;
+    const RowsWeight rows = {data + size_t(n0) * all.row_bytes, all.type, N, all.row_bytes, out, scale};
     multiply_rows(args, rows, 0, N);
 }
 
@@ -134,10 +135,9 @@ void RamExperts::up(const RamExpertsArgs &a, int64_t begin, int64_t end) {
         }
         grow(scratch, size_t(2 * chosen.n * UP_UNIT));
         float *gate = scratch.data(), *up = gate + chosen.n * N;
-        const size_t expert = size_t(chosen.expert);
-        fetch_first(a.up, expert * a.up_bytes, n0, N);
-        multiply(a.gate, expert * a.gate_bytes, n0, N, x, a.E, chosen.n, gate);
-        multiply(a.up, expert * a.up_bytes, n0, N, x, a.E, chosen.n, up);
+        fetch_first(a.up, size_t(chosen.expert) * a.up_bytes, n0, N);
+        multiply(a.gate, chosen.expert, a.gate_bytes, n0, N, x, a.E, chosen.n, gate);
+        multiply(a.up, chosen.expert, a.up_bytes, n0, N, x, a.E, chosen.n, up);
         for (int64_t i = 0; i < chosen.n * N; i++) {
             gate[i] = silu(gate[i]) * up[i];
         }
@@ -163,7 +163,7 @@ void RamExperts::down(const RamExpertsArgs &a, int64_t begin, int64_t end) {
                 fetch_first(a.down, size_t(chosen_[i + 1].expert) * a.down_bytes, n0, N);
             }
             const Chosen &chosen = chosen_[i];
-            multiply(a.down, size_t(chosen.expert) * a.down_bytes, n0, N, hidden(a, chosen), a.FF, chosen.n,
+            multiply(a.down, chosen.expert, a.down_bytes, n0, N, hidden(a, chosen), a.FF, chosen.n,
                      scratch.data() + chosen.first * N);
         }
         for (int32_t t = 0; t < a.T; t++) {

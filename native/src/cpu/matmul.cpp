@@ -23,11 +23,13 @@ struct Tile {
     float *out; // it points at the first row of both
     int64_t out_pitch; // it counts values from one row of the step to the next
     int n; // as many weight rows are wanted
+    float scale; // the sums are times this
 };
 
 template <int COLS> LUCE_INLINE void store(const Tile &t, const Floats *sums) {
     for (int c = 0; c < COLS; c++) {
-        memcpy(t.out + c * t.out_pitch, &sums[c], size_t(t.n) * sizeof(float));
+        const Floats scaled = sums[c] * all(t.scale);
+        memcpy(t.out + c * t.out_pitch, &scaled, size_t(t.n) * sizeof(float));
     }
 }
 
@@ -91,6 +93,10 @@ const Multiply *kernels(ggml_type type) {
         case GGML_TYPE_Q4_K: return table<Q4_K>(columns);
         case GGML_TYPE_Q5_K: return table<Q5_K>(columns);
         case GGML_TYPE_Q6_K: return table<Q6_K>(columns);
+        case GGML_TYPE_MXFP4: return table<Mxfp4>(columns);
+        case GGML_TYPE_NVFP4: return table<Nvfp4>(columns);
+        case GGML_TYPE_TQ1_0: return table<Tq1_0>(columns);
+        case GGML_TYPE_TQ2_0: return table<Tq2_0>(columns);
         default: return nullptr;
     }
 }
@@ -116,6 +122,7 @@ void run_packed(const RowsMatmulArgs &a, const RowsWeight &w, int64_t n0, int t0
     t.x_pitch = a.T;
     t.out_pitch = w.N;
     t.n = int(std::min<int64_t>(LANES, w.N - n0));
+    t.scale = w.scale == nullptr ? 1.0f : *w.scale;
     for (int c = t0; c < t1; c += TILE) {
         t.x = static_cast<const PackedBlock *>(a.x) + c;
         t.out = w.out + c * w.N + n0;

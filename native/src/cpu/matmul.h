@@ -39,6 +39,7 @@ struct RowsWeight {
     int64_t N;
     size_t row_bytes;
     float *out; // [T][N]
+    const float *scale = nullptr; // the products are times this, where there is one
 };
 
 struct RowsMatmulArgs {
@@ -48,6 +49,11 @@ struct RowsMatmulArgs {
     int32_t T;
     const void *x; // it has packed blocks, or [T][K] F32 for F32, F16 and BF16 weights
 };
+
+// Returns factors of a weight's products, one for each of its matrices, or null where there are none.
+inline const float *scales_of(const ggml_tensor *weight) {
+    return static_cast<const float *>(weight->extra);
+}
 
 // RowsInput says how rows_matmul takes the activations for a weight type.
 enum class RowsInput { none, packed, f32 };

@@ -221,6 +221,12 @@ static ggml_tensor *mul_mat(const StepBuild &b, ggml_tensor *weight, ggml_tensor
     }
     ggml_tensor *y = ggml_mul_mat(b.ctx, weight, x);
     ggml_prec_set_acc(y, GGML_PREC_F32); // otherwise cuBLAS may sum F16 products in F16
+    if (ggml_is_quantized(weight->type)) {
+        ggml_prec_set_src(y, GGML_PREC_Q8, 1); // otherwise rows may be rounded to 4 bits for weights of 4
+    }
+    if (const float *scale = scales_of(weight)) {
+        y = ggml_scale(b.ctx, y, *scale);
+    }
     return by_row ? ggml_reshape_2d(b.ctx, y, weight->ne[1], T) : y;
 }
 

@@ -23,6 +23,15 @@ bool has_own_op(const Moe &w) {
            rows_input(first->type) == rows_input(second->type) && rows_input(w.down->type) != RowsInput::none;
 }
 
+void check_no_scales(const Moe &w) {
+    for (const ggml_tensor *weight : {w.gate, w.up, w.gate_up, w.down}) {
+        if (weight != nullptr && scales_of(weight) != nullptr) {
+            fail(LUCE_E_UNSUPPORTED, "experts of %s have scales, and matrices beside them are of other types",
+                 weight->name);
+        }
+    }
+}
+
 // Takes x {E, T} to each row's results of its experts {E, n_used*T}, by luce's own op.
 ggml_tensor *experts_of_luce(const StepBuild &b, ggml_tensor *x, ggml_tensor *route, const Moe &w) {
     const int64_t pairs = int64_t(w.shape.n_used) * x->ne[1];
@@ -38,6 +47,7 @@ ggml_tensor *experts_of_luce(const StepBuild &b, ggml_tensor *x, ggml_tensor *ro
 // Does the same by ggml.
 ggml_tensor *experts_of_ggml(const StepBuild &b, ggml_tensor *x, ggml_tensor *route, const Moe &w) {
     ggml_context *ctx = b.ctx;
+    check_no_scales(w);
     const int64_t E = x->ne[0], T = x->ne[1], used = w.shape.n_used;
     ggml_tensor *ids = ggml_view_2d(ctx, route, used, T, route->nb[1], 0); // {n_used, T}
     const auto product = [&](ggml_tensor *weight, ggml_tensor *rows) {

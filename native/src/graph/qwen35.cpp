@@ -4,6 +4,10 @@
 
 #include "cpu/experts.h"
 
+#include <algorithm>
+#include <cstdio>
+#include <set>
+
 namespace luce {
 namespace {
 
@@ -125,6 +129,55 @@ void read_experts(const GgufFile &file, Qwen35 &q) {
     }
 }
 
+// Returns the blocks that have tensors of a NextN head, "blk.N.nextn...".
+std::set<uint32_t> nextn_blocks(const GgufFile &file) {
+    std::set<uint32_t> found;
+    for (const GgufTensor &tensor : file.tensors()) {
+        uint32_t block = 0;
+        int end = 0;
+        sscanf(tensor.name.c_str(), "blk.%9u.nextn.%n", &block, &end);
+        if (end > 0) {
+            found.insert(block);
+        }
+    }
+    return found;
+}
+
+bool holds_any(const GgufFile &file, const std::string &prefix) {
+    return std::any_of(file.tensors().begin(), file.tensors().end(),
+                       [&](const GgufTensor &tensor) { return tensor.name.compare(0, prefix.size(), prefix) == 0; });
+}
+
+// Counts the blocks of the trunk, and behind them those of NextN heads. The keys say how many there are, and files are
+// published whose keys do not fit: converters copy them from a configuration, though the checkpoint had no head. So
+// tensors decide what the last blocks are: with nextn.* a head, else one of the trunk, or not there.
+void count_blocks(const GgufFile &file, HParams &hp) {
+    const std::string p = prefix_of(file);
+    const uint32_t n_all = uint32_t(file.integer(p + "block_count", 1, 1024));
+    const uint32_t promised = uint32_t(file.integer_or(p + "nextn_predict_layers", 0, 0, n_all - 1));
+    std::set<uint32_t> heads = nextn_blocks(file);
+    hp.n_layer = n_all;
+    for (uint32_t il = n_all - promised; il < n_all; il++) {
+        const std::string block = "blk." + std::to_string(il) + ".";
+        if (heads.count(il) == 0 && !holds_any(file, block)) {
+            hp.n_layer--;
+        } else if (file.tensor(block + "attn_norm.weight") == nullptr) {
+            heads.insert(il); // read_nextn says what it lacks
+        }
+    }
+    hp.n_nextn = uint32_t(heads.size());
+    if (heads.empty()) {
+        return;
+    }
+    const uint32_t first = *heads.begin(), last = *heads.rbegin();
+    if (first == 0 || last - first + 1 != hp.n_nextn ||
+        (first != n_all && first != n_all - promised && last + 1 != n_all)) {
+        fail(LUCE_E_FILE, "%s: key %sblock_count is %u and nextn_predict_layers %u, but blk.%u is a NextN block",
+             file.path().c_str(), p.c_str(), n_all, promised, first);
+    }
+    hp.n_layer = first;
+}
+
 Qwen35 read(const GgufFile &file) {
     const std::string p = prefix_of(file);
     const auto u = [&](const char *key, int64_t lo, int64_t hi) {
@@ -132,9 +185,8 @@ Qwen35 read(const GgufFile &file) {
     };
     Qwen35 q;
     HParams &hp = q.hp;
-    const uint32_t n_all = u("block_count", 1, 1024);
-    hp.n_nextn = uint32_t(file.integer_or(p + "nextn_predict_layers", 0, 0, n_all - 1));
-    hp.n_layer = n_all - hp.n_nextn;
+    count_blocks(file, hp);
+    const uint32_t n_all = u("block_count", 1, 1024); // arrays have so many entries
     hp.n_ctx_train = u("context_length", 1, int64_t(1) << 30);
     hp.n_embd = u("embedding_length", 1, 1 << 20);
     hp.rms_eps = float(file.number(p + "attention.layer_norm_rms_epsilon"));
@@ -157,9 +209,9 @@ Qwen35 read(const GgufFile &file) {
     d.n_k_heads = u("ssm.group_count", 1, 1024);
     d.n_v_heads = u("ssm.time_step_rank", 1, 1024);
     q.recurrent = recurrent_layers(file, hp.n_layer, n_all);
-    for (uint32_t il = 0; il < n_all; il++) {
-        a.n_head = n_head[il];
-        a.n_head_kv = n_head_kv[il];
+    for (uint32_t il = 0; il < hp.n_layer + hp.n_nextn; il++) {
+        a.n_head = n_head[std::min(il, n_all - 1)];
+        a.n_head_kv = n_head_kv[std::min(il, n_all - 1)];
         q.attention.push_back(a);
         if (il == 0 || il >= hp.n_layer || !q.recurrent[il]) {
             check(file, q, a);
@@ -258,7 +310,8 @@ bool holds_trunk(const GgufFile &file) {
 }
 
 HParams hparams(const GgufFile &file) {
-    if (!holds_trunk(file) && file.find(prefix_of(file) + "nextn_predict_layers") != nullptr) {
+    if (!holds_trunk(file) &&
+        (file.find(prefix_of(file) + "nextn_predict_layers") != nullptr || !nextn_blocks(file).empty())) {
         fail(LUCE_E_UNSUPPORTED,
              "%s holds only a NextN head (there is no blk.0): it drafts for a model, it is not one",
              file.path().c_str());
@@ -301,7 +354,8 @@ Qwen35 read_head_shape(const GgufFile &file, const char *expected, const HParams
     Qwen35 q = read(file);
     HParams &hp = q.hp;
     if (hp.n_nextn == 0) {
-        fail(LUCE_E_FILE, "%s holds no NextN head: %s.nextn_predict_layers is 0 or missing", path, expected);
+        fail(LUCE_E_FILE, "%s holds no NextN head: %s.nextn_predict_layers is %lld, and no block has nextn.*", path,
+             expected, (long long) file.integer_or(arch + ".nextn_predict_layers", 0, 0, 1024));
     }
     if (hp.n_embd != trunk.n_embd) {
         fail(LUCE_E_FILE, "%s: the head's embedding_length is %u, the model's %u", path, hp.n_embd,

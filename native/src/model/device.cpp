@@ -81,18 +81,14 @@ std::vector<Device> find_devices() {
     return found;
 }
 
-// Copies with several threads, since memcpy from a mapping is bound by page faults and threads fault in
+// Copies n units with several threads, since a copy from a mapping is bound by page faults and threads fault in
 // parallel.
-void parallel_copy(void *dst, const uint8_t *src, size_t n) {
-    const size_t n_threads =
-        std::min<size_t>({4, n >> 20, std::max(1u, std::thread::hardware_concurrency())});
-    if (n_threads <= 1) {
-        memcpy(dst, src, n);
-        return;
-    }
+void parallel_recode(const Recoding &how, uint8_t *dst, const uint8_t *src, size_t n) {
+    const size_t n_threads = std::max<size_t>(
+        1, std::min<size_t>({4, n * how.bytes_to() >> 20, std::thread::hardware_concurrency()}));
     const auto part = [=](size_t i) {
         const size_t lo = n * i / n_threads, hi = n * (i + 1) / n_threads;
-        memcpy(static_cast<uint8_t *>(dst) + lo, src + lo, hi - lo);
+        recode(how, src + lo * how.bytes_from(), dst + lo * how.bytes_to(), hi - lo);
     };
     std::vector<std::thread> threads;
     threads.reserve(n_threads);
@@ -375,14 +371,16 @@ void upload(const Device &device, const std::vector<Upload> &items,
     uint64_t done = 0;
     int turn = 0;
     for (const Upload &item : items) {
-        for (uint64_t at = 0; at < item.size; turn ^= 1) {
-            const size_t n = size_t(std::min<uint64_t>(slot_size, item.size - at));
-            void *slot = ggml_backend_buffer_get_base(slots[turn].get());
-            parallel_copy(slot, item.data + at, n); // this runs while the other slot is transferred
+        const size_t unit = item.recoding.bytes_to(), units = size_t(item.size / unit);
+        for (size_t at = 0; at < units; turn ^= 1) {
+            const size_t n = std::min(slot_size / unit, units - at);
+            auto *slot = static_cast<uint8_t *>(ggml_backend_buffer_get_base(slots[turn].get()));
+            // This runs while the other slot is transferred.
+            parallel_recode(item.recoding, slot, item.data + at * item.recoding.bytes_from(), n);
             ggml_backend_synchronize(backend.get());
-            ggml_backend_tensor_set_async(backend.get(), item.tensor, slot, at, n);
+            ggml_backend_tensor_set_async(backend.get(), item.tensor, slot, at * unit, n * unit);
             at += n;
-            done += n;
+            done += n * unit;
             if (!progress(done)) {
                 ggml_backend_synchronize(backend.get());
                 fail(LUCE_E_CANCELLED, "loading was cancelled");

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "abi/status.h"
+#include "model/recode.h"
 
 #include <ggml-backend.h>
 
@@ -100,7 +101,8 @@ void check_memory(const Device &device, uint64_t need, const char *what);
 struct Upload {
     ggml_tensor *tensor;
     const uint8_t *data;
-    uint64_t size;
+    uint64_t size; // those that arrive
+    Recoding recoding;
     // Where not null, `tensor` is passed through, and its permuted weights go there.
     ggml_tensor *packed = nullptr;
     int64_t n_packed = 1; // it counts the matrices that it holds, each of which is permuted alone

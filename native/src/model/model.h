@@ -7,6 +7,7 @@
 #include "model/gguf_file.h"
 
 #include <cstdlib>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <new>
@@ -240,6 +241,7 @@ private:
     Weights weights_;
     Context context_;
     std::vector<std::pair<ggml_tensor *, const GgufTensor *>> tensors_;
+    std::deque<std::vector<float>> scales_; // what scales_of() gives
     std::vector<Buffer> buffers_;
     uint64_t weight_bytes_ = 0;
     uint64_t n_params_ = 0;

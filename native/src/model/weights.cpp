@@ -47,7 +47,11 @@ bool is_weight_type(ggml_type type) {
         case GGML_TYPE_IQ2_XS:
         case GGML_TYPE_IQ2_XXS:
         case GGML_TYPE_IQ1_S:
-        case GGML_TYPE_IQ1_M: return true;
+        case GGML_TYPE_IQ1_M:
+        case GGML_TYPE_MXFP4:
+        case GGML_TYPE_NVFP4:
+        case GGML_TYPE_TQ1_0:
+        case GGML_TYPE_TQ2_0: return true;
         default: return false;
     }
 }
@@ -183,16 +187,21 @@ ggml_tensor *WeightReader::take(const std::string &name, std::vector<int64_t> sh
                                  : "a type that luce multiplies on every device");
     }
     left_.erase(name);
+    const bool scaled = t->type == GGML_TYPE_NVFP4 && kind != Kind::table && kind != Kind::router;
+    const float *scales = scaled ? take_scales(name, t->ne[2]) : nullptr;
     if (!loading_) {
         return nullptr;
     }
-    // CUDA cannot look rows up in IQ4_NL, so the embedding is widened there. A router is F32.
-    const bool widen = m_.device_->gpu && ((t->type == GGML_TYPE_IQ4_NL && kind == Kind::table) ||
-                                           (t->type != GGML_TYPE_F32 && kind == Kind::router));
-    ggml_tensor *tensor =
-        ggml_new_tensor(m_.context_.get(), widen ? GGML_TYPE_F32 : t->type, GGML_MAX_DIMS, t->ne);
+    const bool here =
+        !m_.device_->gpu || kind == Kind::ram_experts || kind == Kind::ids; // as the file has it
+    const ggml_type type = here                   ? t->type
+                           : kind == Kind::router ? GGML_TYPE_F32
+                           : kind == Kind::table  ? recoded_table(t->type)
+                                                  : recoded_matrix(t->type);
+    ggml_tensor *tensor = ggml_new_tensor(m_.context_.get(), type, GGML_MAX_DIMS, t->ne);
     ggml_set_name(tensor, name.c_str());
-    const bool packed = (kind == Kind::matrix || kind == Kind::experts) && packs(t->type);
+    tensor->extra = const_cast<float *>(scales);
+    const bool packed = (kind == Kind::matrix || kind == Kind::experts) && packs(type);
     tensor->op_params[0] = packed ? PACKED : 0;
     tensor->op_params[1] = parts;
     tensor->op_params[2] = kind == Kind::ram_experts ? IN_RAM : 0;
@@ -201,6 +210,34 @@ ggml_tensor *WeightReader::take(const std::string &name, std::vector<int64_t> sh
         m_.weight_bytes_ += packed ? packed_bytes(tensor) : ggml_nbytes(tensor);
     }
     return tensor;
+}
+
+// Takes the factors of n matrices of NVFP4: "ffn_up.scale", or "ffn_up.weight.scale", beside "ffn_up.weight". They are
+// what the matrix was divided by so that its blocks' scales fit. What activations would be divided by, to have 4 bits
+// too, is not needed.
+const float *WeightReader::take_scales(const std::string &weight, int64_t n) {
+    const std::string base = weight.substr(0, weight.rfind(".weight"));
+    const float *found = nullptr;
+    for (const std::string &name : {base, weight}) {
+        left_.erase(name + ".input_scale");
+        const std::string scale = name + ".scale";
+        const GgufTensor *t = file_.tensor(scale);
+        if (t == nullptr) {
+            continue;
+        }
+        if (t->type != GGML_TYPE_F32 || t->ne[0] != n || t->ne[1] * t->ne[2] * t->ne[3] != 1) {
+            fail(LUCE_E_FILE, "%s: tensor %s: expected F32 {%lld}, found %s %s", file_.path().c_str(),
+                 scale.c_str(), (long long) n, type_name(t->type), shape_text(t->ne, t->n_dims).c_str());
+        }
+        left_.erase(scale);
+        if (!loading_) {
+            continue;
+        }
+        std::vector<float> &values = m_.scales_.emplace_back(size_t(n));
+        memcpy(values.data(), t->data, size_t(n) * sizeof(float));
+        found = values.data();
+    }
+    return found;
 }
 
 std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file, std::shared_ptr<GgufFile> head,
@@ -308,6 +345,9 @@ uint64_t Model::identity() const {
         add(source->ne, sizeof(source->ne));
         add(source->data, size_t(std::min<uint64_t>(source->size, 256)));
     }
+    for (const std::vector<float> &scales : scales_) {
+        add(scales.data(), scales.size() * sizeof(float));
+    }
     return hash;
 }
 
@@ -392,7 +432,8 @@ void Model::load(const std::function<bool(float)> &progress) {
     }
     uint64_t staging_size = 0; // a packed matrix passes through here
     for (auto &[tensor, source] : tensors_) {
-        staging_size = is_packed(tensor) ? std::max(staging_size, source->size) : staging_size;
+        staging_size =
+            is_packed(tensor) ? std::max<uint64_t>(staging_size, ggml_nbytes(tensor)) : staging_size;
     }
     check_memory(*device_, weight_bytes_ + staging_size, "loading the model's weights");
     place_packed();
@@ -410,24 +451,18 @@ void Model::load(const std::function<bool(float)> &progress) {
         ggml_new_tensor_1d(staging_context.get(), GGML_TYPE_I8, int64_t(std::max(staging_size, uint64_t(1))));
     ggml_backend_tensor_alloc(staging.get(), through, ggml_backend_buffer_get_base(staging.get()));
     std::vector<Upload> items;
-    std::vector<std::vector<float>> widened; // each lives until it is uploaded
     uint64_t total = 0;
     for (auto &[tensor, source] : tensors_) {
         if (is_in_ram(tensor)) {
             continue;
         }
+        const Recoding recoding = {source->type, tensor->type};
         if (is_packed(tensor)) {
-            items.push_back({through, source->data, source->size, tensor, matrices_of(tensor).n});
-            continue;
+            items.push_back(
+                {through, source->data, ggml_nbytes(tensor), recoding, tensor, matrices_of(tensor).n});
+        } else {
+            items.push_back({tensor, source->data, ggml_nbytes(tensor), recoding});
         }
-        if (tensor->type == source->type) {
-            items.push_back({tensor, source->data, source->size});
-            continue;
-        }
-        std::vector<float> &wide = widened.emplace_back(size_t(ggml_nelements(tensor)));
-        ggml_get_type_traits(source->type)->to_float(source->data, wide.data(), int64_t(wide.size()));
-        items.push_back(
-            {tensor, reinterpret_cast<const uint8_t *>(wide.data()), wide.size() * sizeof(float)});
     }
     for (const Upload &item : items) {
         total += item.size;

@@ -61,6 +61,7 @@ private:
                       int32_t parts = 1);
 
     bool packs(ggml_type type) const;
+    const float *take_scales(const std::string &weight, int64_t n);
 
     Model &m_;
     const GgufFile &file_;

@@ -235,7 +235,7 @@ RowsMatmulArgs rows_matmul_args(const ggml_tensor *dst) {
     float *out = data<float>(dst);
     for (int i = 0; i < MAX_WEIGHTS && dst->src[1 + i] != nullptr; i++) {
         const ggml_tensor *w = dst->src[1 + i];
-        a.weights[a.n_weights++] = {w->data, w->type, w->ne[1], w->nb[1], out};
+        a.weights[a.n_weights++] = {w->data, w->type, w->ne[1], w->nb[1], out, scales_of(w)};
         out += w->ne[1] * a.T;
     }
     return a;

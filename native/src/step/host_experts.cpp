@@ -21,8 +21,12 @@ int32_t param(const ggml_tensor *node, Param p) {
 
 RowsWeight weight(const ggml_tensor *w, int part, int parts) {
     const int64_t N = w->ne[1] / parts;
-    return {static_cast<const uint8_t *>(w->data) + size_t(part * N) * w->nb[1], w->type, N, w->nb[1],
-            nullptr};
+    return {static_cast<const uint8_t *>(w->data) + size_t(part * N) * w->nb[1],
+            w->type,
+            N,
+            w->nb[1],
+            nullptr,
+            scales_of(w)};
 }
 
 // Returns the bytes of an array that crosses, in pinned memory.
