@@ -21,7 +21,7 @@ CLOSERS = {"p": "</parameter>", "f": "</function>", "c": "</tool_call>"}
 MARK = re.compile(
     r"(?P<C><tool_call>)|(?P<F><function=(?P<function>[^<>\n]{1,256})>)"
     r"|(?P<P><parameter=(?P<key>[^<>\n]{1,256})>)|(?P<t></think>)"
-    r"|(?P<tag><[/\\]{0,2} ?[A-Za-z][\w.:=-]{0,60} ?[/\\]?>{0,2})"
+    r"|(?P<tag><[/\\]{0,2} ?[A-Za-z][\w.:=-]{0,60} ?[/\\]?>?)"
 )
 MISSING, DOUBLED, MISSPELT, SHARED, REOPENED = 2, 1, 1, 1, 2
 UNDECLARED, AGAIN = 3, 3
@@ -46,9 +46,10 @@ def edits(a, b):
 
 @dataclass(frozen=True)
 class Tool:
-    """These are a tool's parameters, and whether there may be others."""
+    """These are a tool's parameters, those of them that are integers, and whether there may be others."""
 
     names: frozenset
+    integers: frozenset = frozenset()
     open: bool = False
 
 
@@ -62,6 +63,7 @@ class Event:
     end: int
     name: str = ""
     near: bool = False  # A closer that is misspelt.
+    fresh: bool = True  # Only blanks are before it in its line, or since the mark before it.
     placed: bool = True  # It stands where marks stand, not in the middle of a sentence.
     line: bool = True  # Only blanks are before it in its line.
     same_line: bool = False  # Text that begins in the line of the mark before it.
@@ -83,8 +85,10 @@ def tag_of(written):
     return ("w", False) if written.startswith("</") and written.endswith(">") else None
 
 
-def next_mark(text, at):
-    """Returns the first mark from `at` on, which is where the mark before it ended."""
+def next_mark(text, at, closer):
+    """Returns the first mark from `at` on, which is where the mark before it ended, which was a closer or not."""
+    if closer and text[at : at + 1] == ">":  # It is one too many.
+        return Event("w", at, at + 1, near=True)
     for found in MARK.finditer(text, at):
         kind = next(k for k in ("C", "F", "P", "t", "tag") if found[k] is not None)
         near, name = False, (found["function"] or found["key"] or "").strip()
@@ -93,17 +97,19 @@ def next_mark(text, at):
                 continue
             kind, near = known
         since = text[at : found.start()].rpartition("\n")[2]
-        placed = not since.strip(BLANK) or since[-1] not in PROSE
+        fresh = not since.strip(BLANK)
+        placed = fresh or since[-1] not in PROSE
         line = not text[: found.start()].rpartition("\n")[2].strip(BLANK)
-        return Event(kind, found.start(), found.end(), name, near, placed, line)
+        return Event(kind, found.start(), found.end(), name, near, fresh, placed, line)
     return Event("end", len(text), len(text))
 
 
-def next_event(text, at, solid):
-    """Returns what comes from `at` on, where a mark ended. `solid` says that text has begun since."""
-    mark = next_mark(text, at)
+def next_event(text, at, since):
+    """Returns what comes from `at` on, where a mark ended. `since` says what came last: a "closer" or another
+    "mark", or "text" behind it."""
+    mark = next_mark(text, at, since == "closer")
     gap = text[at : mark.begin]
-    if solid or not gap.strip(BLANK):
+    if since == "text" or not gap.strip(BLANK):
         return mark
     begin = at + len(gap) - len(gap.lstrip(BLANK))
     return Event("x", begin, begin, text[begin], same_line="\n" not in text[at:begin])
@@ -126,6 +132,7 @@ class State:
     opens: tuple = ((), (), ())  # Calls, functions and parameters that are open in the value: what each costs.
     run: str = ""  # Value: the closers just before, which are text.
     over: bool = False  # Value: an end of the call was passed over.
+    whole: bool = False  # Value: an integer was whole at a closer that was passed over.
 
 
 class Reference:
@@ -138,23 +145,24 @@ class Reference:
     def read(self):
         """Returns what was read, in order: ("said", begin, end), ("begin", name, at), ("value", key, begin, end),
         ("end", at), ("cut", at)."""
-        return self.best(State("text", 0, self.thinking), 0, False)[2]
+        return self.best(State("text", 0, self.thinking), 0, "mark")[2]
 
-    def best(self, state, at, solid):
+    def best(self, state, at, since):
         """Returns (cost, order among equals, items) of the best reading from here on."""
-        if (state, at, solid) in self.known:
-            return self.known[state, at, solid]
-        event = next_event(self.all, at, solid)
+        if (state, at, since) in self.known:
+            return self.known[state, at, since]
+        event = next_event(self.all, at, since)
         found = []
         for cost, items, after, *where in self.steps(state, event):
             if after is not None:
-                to = where or ([at, True] if event.kind == "x" else [event.end, False])
+                last = "text" if event.kind == "x" else "closer" if event.kind in "pfc" else "mark"
+                to = where or [at if last == "text" else event.end, last]
                 more, order, rest = self.best(after, *to)
                 cost, items = cost + more, items + rest
             order = (*[-item[-1] for item in items], -NEVER)
             found.append((cost, order, items))
         best = min(found, default=(NEVER * 9, (), []))
-        self.known[state, at, solid] = best
+        self.known[state, at, since] = best
         return best
 
     def steps(self, state, event):
@@ -179,7 +187,7 @@ class Reference:
     def text(self, s, e):
         here = replace(s, head=False)
         if e.kind == "end":
-            yield 0, [("said", s.start, e.end)], None
+            yield STRAY_IN_TEXT * (self.cut and s.head), [("said", s.start, e.end)], None
         elif e.kind == "x":
             if s.head and e.name == "{" and self.may_be_json(s) and self.json_at(e.begin):
                 return
@@ -220,17 +228,19 @@ class Reference:
                 yield 0, [], State("text", s.start, form=s.form)
         elif e.kind in "pfc":
             yield DOUBLED, [], replace(s, start=e.end, tight=False)
-        elif e.kind == "t":
+        elif e.kind == "t" or e.near:
             yield 0, [], replace(s, start=e.end, tight=False)
         elif e.kind == "C":
             yield 0, [], State("head", e.begin, head=True, form=s.form, fragile=s.fragile)
             if not s.fragile:
                 yield 0, [], State("text", s.start, head=True, form=s.form)
-        elif e.kind == "F" and self.named(e.name) in self.tools and e.placed:
-            yield from self.begun(replace(s, thinking=False), e, [], 0, wrapped=False)
-        elif not s.fragile:
-            cost = STRAY_IN_TEXT if e.kind == "P" else 0
-            yield cost, [], State("text", s.start, form=s.form)
+        else:
+            bare = e.kind == "F" and self.named(e.name) in self.tools and e.placed
+            if bare:
+                yield from self.begun(s, e, [], 0, wrapped=False)
+            if not s.fragile:
+                cost = UNREAD if bare and e.line else STRAY_IN_TEXT if bare or e.kind == "P" else 0
+                yield cost, [], State("text", s.start, form=s.form)
 
     # ---- calls
 
@@ -260,7 +270,7 @@ class Reference:
                     name, arguments, end = found
                     items = [("begin", name, e.begin), ("json", arguments, end)]
                     state = State("closed", end, thinking=s.thinking, form="json", wrapped=True)
-                    yield 0, items, state, end, False
+                    yield 0, items, state, end, "mark"
             elif follows and not e.same_line and not s.fragile:
                 yield DOUBLED, [], State("text", e.begin, form=s.form)
         elif e.kind == "C":
@@ -278,7 +288,7 @@ class Reference:
         given = tuple(sorted({*s.given, name}))
         yield cost, [("key", name, e.end)], replace(
             s, place="value", start=e.end, key=name, given=given, odd=s.odd or not declared, tight=False,
-            opens=((), (), ()), run="", over=False, head=False)  # fmt: skip
+            opens=((), (), ()), run="", over=False, whole=False, head=False)  # fmt: skip
 
     def ended(self, s, e, cost, items=(), tight=False):
         """Yields the reading in which the call has ended and its wrapper is closed."""
@@ -292,9 +302,9 @@ class Reference:
         fragile = s.fragile or fragile
         if e.kind == "C":
             yield missing + wrapper, items, State("head", e.begin, head=True, form=s.form, fragile=fragile)
-        elif s.wrapped and self.is_name(e.name, True):
+        elif e.kind == "F" and s.wrapped and self.is_name(e.name, True):
             yield from self.begun(replace(s, fragile=fragile, thinking=False), e, items, missing + SHARED, True)
-        elif not s.wrapped and self.named(e.name) in self.tools:
+        elif e.kind == "F" and not s.wrapped and self.named(e.name) in self.tools:
             yield from self.begun(replace(s, fragile=fragile, thinking=False), e, items, missing, False)
 
     def body(self, s, e):
@@ -330,14 +340,16 @@ class Reference:
             yield from self.ended(s, e, MISSPELT * e.near)
         elif e.kind in ("p", "f", "w"):
             yield DOUBLED, [], replace(s, start=e.end)
-        elif e.kind == "P" and s.form != "json":
-            yield from self.opened(s, e, REOPENED)
-        elif e.kind == "C":
-            yield from self.next_call(s, e, [], 0)
-        elif e.kind == "F" and self.is_name(e.name, True):
-            yield from self.next_call(s, e, [], 0)
         elif e.kind == "t":
             yield MISSING, [("end", s.start)], State("after", e.end, form=s.form, fragile=s.fragile)
+        elif e.kind == "P" and s.form != "json":
+            yield from self.opened(s, e, REOPENED)
+        else:
+            yield from self.next_call(s, e, [], 0)
+            if not s.fragile:
+                cost = UNREAD if e.kind == "F" and self.is_name(e.name, True) else STRAY_IN_TEXT * (e.kind == "P")
+                text = State("text", s.start, head=e.kind == "C", form=s.form)
+                yield MISSING + cost, [("end", s.start)], text
 
     # ---- values
 
@@ -401,11 +413,11 @@ class Reference:
             cost = left + MISSPELT * e.near
             if e.kind == "p":
                 yield cost, items, replace(s, place="body", start=e.end, opens=((), (), ()), run="", over=False,
-                                           key="", head=False)  # fmt: skip
+                                           whole=False, key="", head=False)  # fmt: skip
             elif e.kind == "f" and s.wrapped:
                 yield cost + MISSING, items, replace(
-                    s, place="closed", start=e.end, opens=((), (), ()), run="", over=False, key="", head=False,
-                    tight=True)  # fmt: skip
+                    s, place="closed", start=e.end, opens=((), (), ()), run="", over=False, whole=False, key="",
+                    head=False, tight=True)  # fmt: skip
             elif e.kind == "f":
                 yield from self.ended(s, e, cost + MISSING, items, tight=True)
             else:
@@ -416,6 +428,13 @@ class Reference:
             opens = (*s.opens[:at], s.opens[at][:-1], *s.opens[at + 1 :])
             yield 0, [], replace(s, run="", head=False, opens=opens)
         else:
-            over = s.over or (e.kind in "fc" and "p" in s.run)
-            run = "p" if e.kind == "p" or "p" in s.run else "f"
-            yield STRAY_IN_VALUE, [], replace(s, run=run, over=over, head=False)
+            over = e.kind != "p" and s.run == "p"
+            run = "p" if e.kind == "p" or over else "f" if e.fresh else ""
+            whole = s.whole or (e.kind == "p" and self.is_integer(s, e.begin))
+            if not (over and s.whole):
+                yield STRAY_IN_VALUE, [], replace(s, run=run, over=s.over or over, whole=whole, head=False)
+
+    def is_integer(self, s, end):
+        tool = self.tools.get(s.name)
+        text = self.all[s.start : end]
+        return tool is not None and s.key in tool.integers and bool(re.fullmatch(r"\s*-?[0-9]+\s*", text))
