@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
-import msgspec
+from luce.text.literals import decoded, from_json
 
 TEXT = frozenset({"string"})
 SHOWN = {"properties": "object", "items": "array"}  # A schema with such a key says the type so.
+# Types as Python, databases and other schemas name them, in any case.
+TYPE_NAMES = {
+    "str": "string", "text": "string", "char": "string", "varchar": "string", "enum": "string",
+    "int": "integer", "long": "integer", "short": "integer", "bigint": "integer", "uint": "integer",
+    "int32": "integer", "int64": "integer", "uint32": "integer", "uint64": "integer",
+    "float": "number", "double": "number", "decimal": "number", "num": "number", "numeric": "number",
+    "float32": "number", "float64": "number", "bool": "boolean", "list": "array", "arr": "array",
+    "tuple": "array", "set": "array", "sequence": "array", "dict": "object", "map": "object",
+    "mapping": "object", "struct": "object", "none": "null", "nonetype": "null", "nil": "null",
+}  # fmt: skip
+WORDS = {"true": True, "false": False, "none": None, "null": None}
+JSON_TYPES = frozenset({"string", "integer", "number", "boolean", "array", "object", "null"})
 
 
 @dataclass(frozen=True)
@@ -86,26 +101,78 @@ def undecided(text: str, marks: Sequence[str]) -> int:
     return next((n for n, end in ends if any(mark.startswith(end) for mark in marks)), 0)
 
 
-def parameter_types(schema: Any) -> dict[str, frozenset[str]]:
-    """Returns the JSON types that a tool's schema lets each of its parameters have."""
-    return {str(key): types_of(each, schema) for key, each in properties(schema).items()}
+class Parameters:
+    """What a tool's schema says of its parameters: their `names`, whether there may be others (`open`), and
+    types(name)."""
+
+    def __init__(self, schema: Any):
+        self._schema, self._listed = schema, properties(schema)
+        self._others = list[Any](_others(schema))
+        self._types = dict[str, frozenset[str]]()
+        self.names = frozenset(self._listed)
+        self.open = not self.names if not self._others else any(each is not False for each in self._others)
+
+    def types(self, name: str) -> frozenset[str]:
+        """Returns the JSON types that a parameter may have: "string" where the schema says nothing of it."""
+        if name not in self._types:
+            given = [self._listed[name]] if name in self._listed else self._others
+            self._types[name] = types_of({"anyOf": given} if len(given) > 1 else given[0] if given else {},
+                                         self._schema)  # fmt: skip
+        return self._types[name]
 
 
-def properties(schema: Any) -> Mapping[str, Any]:
-    found = schema.get("properties") if isinstance(schema, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
+def properties(schema: Any) -> dict[str, Any]:
+    """Returns the schemas of an object's properties by name, wherever the schema has them: at its root, behind
+    references, in parts and in alternatives. One that stands at several places may have any of their types."""
+    found = dict[str, list[Any]]()
+    for part in _parts(schema):
+        listed = part.get("properties")
+        for name, each in listed.items() if isinstance(listed, Mapping) else ():
+            found.setdefault(str(name), []).append(each)
+    return {name: each[0] if len(each) == 1 else {"anyOf": each} for name, each in found.items()}
+
+
+def _others(schema: Any) -> Iterator[Any]:
+    """Yields what a schema says of properties that it does not list."""
+    for part in _parts(schema):
+        if "additionalProperties" in part:
+            yield part["additionalProperties"]
+        patterns = part.get("patternProperties")
+        yield from patterns.values() if isinstance(patterns, Mapping) else ()
+
+
+def _parts(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """Yields a schema and all that it is made of for the same value: what it refers to, its parts and its
+    alternatives."""
+    left, seen = [schema], set[int]()
+    while left:
+        each = left.pop()
+        if not isinstance(each, Mapping) or id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        inner = [part for key in ("allOf", "anyOf", "oneOf") for part in _listed(each.get(key))]
+        inner += [each[key] for key in ("if", "then", "else") if key in each]
+        if isinstance(ref := each.get("$ref"), str):
+            inner.append(_pointed(schema, ref))
+        left += reversed(inner)
 
 
 def value_of(text: str, types: Collection[str] = TEXT) -> Any:
-    """Returns a parameter's value. It is raw text where a string is one of its types, unless it is null or
-    JSON of another of its types."""
+    """Returns a parameter's value. Where a string is one of its types it is the raw text, unless it is null or
+    JSON of another of its types. Where none is, it is JSON or a literal as Python writes it, be it in quotes, of
+    one of them; else the raw text."""
+    raw, word = "string" in types, text.strip().lower()
     try:
-        value = msgspec.json.decode(text)  # It refuses NaN, numbers beyond F64 and half a surrogate pair.
-    except (ValueError, RecursionError):
-        value = {"true": True, "false": False, "none": None}.get(text.strip().lower(), text)
-    if isinstance(value, str):  # Quoted JSON, where only a string will do, is what was meant as it is.
+        value = WORDS[word] if word in WORDS else (from_json if raw else decoded)(text)
+        if isinstance(value, str) and not raw:
+            value = decoded(value)
+    except ValueError:
         return text
-    return value if not kind_of(value).isdisjoint(types) else text
+    if isinstance(value, str) or kind_of(value).isdisjoint(types):
+        return text
+    whole = isinstance(value, float) and value.is_integer() and "number" not in types
+    return int(value) if whole else value
 
 
 def types_of(schema: Any, root: Any, seen: set[str] | None = None) -> frozenset[str]:
@@ -114,14 +181,38 @@ def types_of(schema: Any, root: Any, seen: set[str] | None = None) -> frozenset[
     found, seen = set[str](), set() if seen is None else seen
     for each in alternatives(schema, root, seen):
         named = each.get("type")
-        found |= {named} if isinstance(named, str) else set(_texts(named))
+        for name in [named] if isinstance(named, str) else _texts(named):
+            found |= json_types(name)
         for value in choices_of(each) or ():
             found |= kind_of(value)
+        found |= {"null"} if found and each.get("nullable") is True else set()
         if "type" not in each:
             found |= {kind for key, kind in SHOWN.items() if key in each}
             parts = _listed(each.get("allOf"))
             found |= {kind for part in parts for kind in types_of(part, root, seen)}
-    return frozenset(found) or TEXT
+    found = found or set(TEXT)
+    if isinstance(schema, Mapping) and schema.get("nullable") is True:
+        found.add("null")
+    return frozenset(found)
+
+
+def json_types(name: str) -> set[str]:
+    """Returns the JSON types that a type's name stands for: "integer", "INT", "list[str]", "int | None",
+    "Optional[int]". One that nobody knows is a string."""
+    found = set[str]()
+    for each in re.sub(r"\[.*\]|<.*>|\(.*\)", "", name.strip()).lower().split("|"):
+        each = each.strip()
+        if each in ("optional", "union"):
+            inner = name[name.find("[") + 1 : name.rfind("]")]
+            found |= {kind for part in inner.split(",") for kind in json_types(part)}
+            found |= {"null"} if each == "optional" else set()
+        else:
+            found.add(each if each in JSON_TYPES else TYPE_NAMES.get(each, "string"))
+    return found
+
+
+def as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def choices_of(schema: Mapping[str, Any]) -> list[Any] | None:
@@ -162,12 +253,15 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _pointed(root: Any, ref: str) -> Any:
-    """Returns what a reference within `root` is to, or None: "#/$defs/Name"."""
+    """Returns what a reference within `root` is to, or None: "#/$defs/Name", or "#", which is all of it."""
     where, *steps = ref.split("/")
     found = root if where == "#" else None
     for step in steps:
-        key = step.replace("~1", "/").replace("~0", "~")
-        found = found.get(key) if isinstance(found, Mapping) else None
+        key = unquote(step).replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list):
+            found = found[int(key)] if key.isdecimal() and int(key) < len(found) else None
+        else:
+            found = found.get(key) if isinstance(found, Mapping) else None
     return found
 
 

@@ -9,7 +9,7 @@ import codecs
 import re
 
 from luce.files.tokenizer import Tokenizer
-from luce.text.forced import END_CALL, END_FUNCTION, FUNCTION
+
 from luce.text.grammar import Matcher
 from luce.text.parser import END_THINK, THINK
 

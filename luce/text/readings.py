@@ -1,0 +1,474 @@
+"""Says how calls of tools may be read that models write with closers doubled, missing or misspelt, and with
+marks of the dialect within values.
+
+A text is read in all ways that may still be right at once, and a Reading is one of them. Each mark takes it from
+one place to the next, and what is damaged on the way has its price in Damage. Of readings that stand alike, the
+one with the least damage goes on, and among equals the one whose values end later. So calls that a value holds
+stay in it, a value never takes in a second call, and the last end that leaves a well-formed rest ends a call.
+tests/call_reference.py has the same rules in a plain form, and tries all readings.
+
+Where a grammar forces a call (`held`), it is nothing else, and its first end is its end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, IntEnum
+from typing import Any
+
+from luce.text.dialects import Kind, Mark
+from luce.text.pieces import Parameters
+
+
+class Damage(IntEnum):
+    """What a reading pays for what it has to put up with. Only sums are compared."""
+
+    NONE = 0
+    DOUBLED = 1  # A mark once more, with only blanks between.
+    MISSPELT = 1  # A closer.
+    SHARED = 1  # A second function in one wrapper.
+    MISSING = 2  # A closer.
+    REOPENED = 2  # A parameter behind the end of its function.
+    UNDECLARED = 3  # A parameter that the schema does not have; it is paid once a call.
+    AGAIN = 3  # A parameter that was given before.
+    STRAY = 2  # A closer in a value that closes nothing there.
+    DEBRIS = 5  # A mark in text.
+    SPOKEN = 1  # An opening in a value that nothing closes there, within a sentence,
+    OPEN = 2  # or where marks stand,
+    OPEN_CALL = 8  # or one of a whole call,
+    NEVER = 10**6  # or one that is declared, which no value has.
+    NESTED = 1  # A parameter that is still to come, in a value.
+    UNREAD = 1000  # Text that begins like a call.
+
+
+PROSE = frozenset(" \t\"'`([{=+,:|*")  # A mark right behind one of these is spoken of.
+DEEPEST = 64  # So many marks of a kind may be open within a value.
+HOPELESS = 500  # Readings with so much more damage than a safe one are given up.
+_UNSAFE = re.compile(r"[\s{}\"'`$]")  # A name that nobody declared has none of these.
+CLOSERS = {Kind.END_CALL: 0, Kind.END_FUNCTION: 1, Kind.END_PARAMETER: 2}  # Indexes of State.opens.
+_NOTHING: tuple[tuple[int, ...], ...] = ((), (), ())
+
+
+class Place(Enum):
+    """Where a reading stands between two marks."""
+
+    TEXT = "outside of calls"
+    BEFORE = "behind closers in a text, which may be debris before a call"
+    AFTER = "behind a call, with nothing but blanks and closers since"
+    HEAD = "behind the mark of a call"
+    BODY = "in a function, between parameters"
+    VALUE = "in a parameter's value"
+    CLOSED = "behind a function, or an object, within the mark of a call"
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a reading meets: a mark, or the first letter of text between two marks. A mark is `fresh` where only
+    blanks are before it in its line or since another mark, `placed` where marks stand, not within a sentence;
+    only blanks are before it in its `line`. Text may begin in the `same_line` as the mark before it."""
+
+    begin: int
+    end: int
+    mark: Mark | None = None
+    letter: str = ""
+    fresh: bool = True
+    placed: bool = True
+    line: bool = True
+    same_line: bool = False
+
+    @property
+    def kind(self) -> Kind | None:
+        return self.mark.kind if self.mark else None
+
+    @property
+    def name(self) -> str:
+        return self.mark.name if self.mark else ""
+
+    @property
+    def misspelt(self) -> int:
+        return Damage.MISSPELT if self.mark and self.mark.near else 0
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """What a reading has read last, and what `before`: text that was "said" or a "value", both at begin:end, the
+    "begin" of a call and its `name`, a "key", the "end" of a call; or the text was "cut" within one."""
+
+    before: Node | None
+    what: str
+    end: int
+    begin: int = 0
+    name: str = ""
+    found: Any = None  # The arguments of a JSON object.
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a reading stands: what may come next, and at what price, follows from it alone."""
+
+    place: Place
+    thinking: bool = False  # It is among thoughts.
+    head: bool = False  # TEXT, VALUE: the mark of a call was just before. HEAD: it follows a call.
+    objects: bool = True  # A call may be a JSON object. A model keeps to one form, so it may not behind the other.
+    fragile: bool = False  # A call had none of its closers: no text may follow.
+    tight: bool = False  # A call lacks closers: no text may follow in the same line.
+    name: str = ""  # The function that is open: "" for a JSON object.
+    wrapped: bool = False  # It is in the mark of a call.
+    given: frozenset[str] = frozenset()  # Its parameters so far.
+    odd: bool = False  # One of them is not declared.
+    key: str = ""  # The parameter that is open.
+    opens: tuple[tuple[int, ...], ...] = _NOTHING  # What calls, functions and parameters that it opens cost.
+    run: str = ""  # VALUE: the closers just before are text: "p" if a parameter's is among them, else "f".
+    over: bool = False  # VALUE: an end of the call was passed over.
+    whole: bool = False  # VALUE: it was all that its type takes at a closer that was passed over.
+
+    @property
+    def is_safe(self) -> bool:
+        """Says whether a reading goes on from here whatever comes."""
+        return self.place is Place.TEXT or (self.place is Place.AFTER and not (self.fragile or self.tight))
+
+    @property
+    def left_open(self) -> int:
+        """Returns what a value costs that ends here."""
+        return sum(map(sum, self.opens))
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One way to read the text so far. The text or value that is open begins at `start`."""
+
+    state: State
+    start: int
+    cost: int = 0
+    node: Node | None = None
+
+    def to(self, state: State, start: int, cost: int = 0, *read: tuple[Any, ...]) -> Reading:
+        """Returns the reading that goes on from there, after it has `read` the fields of more nodes."""
+        node = self.node
+        for fields in read:
+            node = Node(node, *fields)
+        return Reading(state, start, self.cost + cost, node)
+
+    def nodes(self, root: Node | None = None) -> list[Node]:
+        """Returns what was read since `root`, in order."""
+        found, node = list[Node](), self.node
+        while node is not None and node is not root:
+            found.append(node)
+            node = node.before
+        return found[::-1]
+
+    def better(self, other: Reading) -> bool:
+        """Says whether it has less damage, or as much and later ends."""
+        if self.cost != other.cost:
+            return self.cost < other.cost
+        mine, others = [node.end for node in self.nodes()], [node.end for node in other.nodes()]
+        for one, another in zip(mine, others, strict=False):
+            if one != another:
+                return one > another
+        return len(mine) < len(others)
+
+
+Readings = Iterator[Reading]
+
+
+class Rules:
+    """Says how readings go on. `parameters` returns those of a declared tool by its name, else None. `is_whole`
+    says of a function's parameter, and where its value may begin and end, whether its type takes no more."""
+
+    def __init__(
+        self,
+        parameters: Callable[[str], Parameters | None],
+        is_whole: Callable[[str, str, int, int], bool],
+        held: bool = False,
+    ):
+        self._parameters, self._is_whole, self._held = parameters, is_whole, held
+        self._by_place = {
+            Place.TEXT: self._text,
+            Place.BEFORE: self._before,
+            Place.AFTER: self._after,
+            Place.HEAD: self._head,
+            Place.BODY: self._body,
+            Place.VALUE: self._value,
+            Place.CLOSED: self._closed,
+        }
+
+    def steps(self, reading: Reading, event: Event) -> Readings:
+        """Yields each way in which a reading may go on."""
+        return self._by_place[reading.state.place](reading, reading.state, event)
+
+    def named(self, name: str) -> str:
+        """Returns a tool's name without quotes, if that is one."""
+        bare = name.strip("\"'")
+        return bare if self._parameters(bare) is not None else name
+
+    def declared(self, name: str) -> bool:
+        return self._parameters(self.named(name)) is not None
+
+    def may_be_called(self, name: str) -> bool:
+        """Says whether a function in the mark of a call may have this name: an undeclared one is one, too."""
+        return self.declared(name) or not _UNSAFE.search(name)
+
+    # ---- outside of calls
+
+    def _text(self, r: Reading, s: State, e: Event) -> Readings:
+        here = replace(s, head=False) if s.head else s
+        if e.kind is Kind.CALL:
+            cost = Damage.DEBRIS if s.head else 0
+            if not self._held:
+                yield r.to(replace(s, head=True), r.start, cost)
+            head = State(Place.HEAD, s.thinking, objects=s.objects)
+            yield r.to(head, e.begin, cost, ("said", e.begin, r.start))
+        elif e.kind is Kind.FUNCTION:
+            bare = e.line and not s.thinking and self.declared(e.name)
+            if bare or (s.head and self.may_be_called(e.name)):
+                yield r.to(replace(here, objects=False), r.start, Damage.UNREAD)
+            else:
+                yield r.to(here, r.start)
+            if bare and not s.head:
+                yield self._begun(r.to(s, r.start, 0, ("said", e.begin, r.start)), s, e, wrapped=False)
+        elif e.kind in CLOSERS and not e.misspelt:
+            yield r.to(here, r.start, Damage.DEBRIS)
+            if e.line and not s.thinking:
+                before = State(Place.BEFORE, objects=s.objects)
+                yield r.to(before, e.begin, Damage.DOUBLED, ("said", e.begin, r.start))
+        elif e.kind is Kind.END_THOUGHT and s.thinking:
+            yield r.to(replace(here, thinking=False), e.end, 0, ("said", e.begin, r.start))
+        else:
+            yield r.to(here, r.start, Damage.DEBRIS if e.kind is Kind.PARAMETER else 0)
+
+    def _before(self, r: Reading, s: State, e: Event) -> Readings:
+        if e.kind in CLOSERS and not e.misspelt:
+            yield r.to(s, r.start, Damage.DOUBLED)
+        elif e.kind is Kind.CALL:
+            yield r.to(State(Place.HEAD, objects=s.objects), e.begin)
+        elif e.kind is Kind.FUNCTION and e.line and self.declared(e.name):
+            yield self._begun(r, s, e, wrapped=False)
+
+    def _after(self, r: Reading, s: State, e: Event) -> Readings:
+        text = State(Place.TEXT, objects=s.objects)
+        if e.kind is None:
+            if not (s.fragile or (s.tight and e.same_line)):
+                yield r.to(text, r.start)
+        elif e.kind in CLOSERS:
+            yield r.to(replace(s, tight=False), e.end, Damage.DOUBLED)
+        elif e.kind is Kind.END_THOUGHT or e.misspelt:
+            yield r.to(replace(s, tight=False), e.end)
+        elif e.kind is Kind.CALL:
+            yield r.to(State(Place.HEAD, head=True, objects=s.objects, fragile=s.fragile), e.begin)
+            if not (s.fragile or self._held):
+                yield r.to(replace(text, head=True), r.start)
+        else:
+            bare = e.kind is Kind.FUNCTION and e.placed and self.declared(e.name)
+            if bare:
+                yield self._begun(r, s, e, wrapped=False)
+            if not s.fragile:
+                debris = Damage.DEBRIS if bare or e.kind is Kind.PARAMETER else 0
+                yield r.to(text, r.start, Damage.UNREAD if bare and e.line else debris)
+
+    # ---- calls
+
+    def _head(self, r: Reading, s: State, e: Event) -> Readings:
+        if e.kind is None:
+            if s.head and not e.same_line and not s.fragile:
+                yield r.to(State(Place.TEXT, objects=s.objects), e.begin, Damage.DOUBLED)
+        elif e.kind is Kind.CALL:
+            yield r.to(s, r.start, Damage.DOUBLED)
+        elif e.kind is Kind.FUNCTION and self.may_be_called(e.name):
+            yield self._begun(r, s, e, wrapped=True)
+        elif e.kind is Kind.END_CALL and s.head:
+            after = State(Place.AFTER, objects=s.objects, fragile=s.fragile)
+            yield r.to(after, e.end, 2 * Damage.DOUBLED)
+
+    def object(self, r: Reading, begin: int, end: int, name: str, arguments: dict[str, Any]) -> Reading:
+        """Returns how the reading goes on behind a call that is a JSON object."""
+        closed = State(Place.CLOSED, r.state.thinking, wrapped=True)
+        return r.to(closed, end, 0, ("begin", begin, 0, name), ("object", end, 0, "", arguments))
+
+    def _begun(self, r: Reading, s: State, e: Event, wrapped: bool, cost: int = 0) -> Reading:
+        """Returns how the reading goes on in a function."""
+        body = State(Place.BODY, s.thinking, objects=False, fragile=s.fragile, name=self.named(e.name),
+                     wrapped=wrapped)  # fmt: skip
+        return r.to(body, e.end, cost, ("begin", e.begin, 0, body.name))
+
+    def _opened(self, r: Reading, s: State, e: Event, cost: int = 0) -> Reading:
+        """Returns how the reading goes on in the value of a parameter."""
+        tool, key = self._parameters(s.name), e.name
+        odd = tool is not None and not tool.open and key not in tool.names
+        cost += (Damage.UNDECLARED if odd and not s.odd else 0) + (Damage.AGAIN if key in s.given else 0)
+        value = State(Place.VALUE, s.thinking, objects=False, fragile=s.fragile, name=s.name, wrapped=s.wrapped,
+                      given=s.given | {key}, odd=s.odd or odd, key=key)  # fmt: skip
+        return r.to(value, e.end, cost, ("key", e.end, 0, key))
+
+    def _ended(self, r: Reading, s: State, e: Event, cost: int, tight: bool = False) -> Reading:
+        """Returns how the reading goes on behind the mark that ends a call."""
+        after = State(Place.AFTER, objects=s.objects, fragile=s.fragile, tight=tight)
+        return r.to(after, e.end, cost, ("end", e.end))
+
+    def _next_call(self, r: Reading, s: State, e: Event, cost: int = 0) -> Readings:
+        """Yields how the reading goes on where another call begins before this one has all of its closers."""
+        ended, s = r.to(s, r.start, cost, ("end", e.begin)), replace(s, thinking=False)
+        if e.kind is Kind.CALL:
+            head = State(Place.HEAD, head=True, objects=s.objects, fragile=s.fragile)
+            yield ended.to(head, e.begin, Damage.MISSING if s.wrapped else 0)
+        elif e.kind is Kind.FUNCTION and s.wrapped and self.may_be_called(e.name):
+            yield self._begun(ended, s, e, wrapped=True, cost=Damage.SHARED)
+        elif e.kind is Kind.FUNCTION and not s.wrapped and self.declared(e.name):
+            yield self._begun(ended, s, e, wrapped=False)
+
+    def _body(self, r: Reading, s: State, e: Event) -> Readings:
+        if e.kind is Kind.PARAMETER:
+            yield self._opened(r, s, e)
+        elif e.kind in (Kind.END_PARAMETER, Kind.WORD):
+            yield r.to(s, r.start, Damage.DOUBLED)
+        elif e.kind is Kind.END_FUNCTION and s.wrapped:
+            yield r.to(replace(s, place=Place.CLOSED), e.end, e.misspelt)
+        elif e.kind is Kind.END_FUNCTION:
+            yield self._ended(r, s, e, e.misspelt)
+        elif e.kind is Kind.END_CALL:
+            yield self._ended(r, s, e, Damage.MISSING + e.misspelt)
+        elif e.kind in (Kind.CALL, Kind.FUNCTION) and e.placed:
+            yield from self._next_call(r, s, e, Damage.MISSING)
+
+    def _closed(self, r: Reading, s: State, e: Event) -> Readings:
+        if e.kind is None:
+            if not (s.fragile or (s.tight and e.same_line)):
+                yield r.to(State(Place.TEXT, objects=s.objects), r.start, Damage.MISSING, ("end", r.start))
+        elif e.kind is Kind.END_CALL:
+            yield self._ended(r, s, e, e.misspelt)
+        elif e.kind in (Kind.END_PARAMETER, Kind.END_FUNCTION, Kind.WORD):
+            yield r.to(s, e.end, Damage.DOUBLED)
+        elif e.kind is Kind.END_THOUGHT:
+            after = State(Place.AFTER, objects=s.objects, fragile=s.fragile)
+            yield r.to(after, e.end, Damage.MISSING, ("end", r.start))
+        elif e.kind is Kind.PARAMETER and s.name:
+            yield self._opened(r, s, e, Damage.REOPENED)
+        else:
+            yield from self._next_call(r, s, e)
+            if not (s.fragile or self._held):
+                debris = Damage.DEBRIS if e.kind is Kind.PARAMETER else 0
+                passed = Damage.UNREAD if e.kind is Kind.FUNCTION and self.may_be_called(e.name) else debris
+                text = State(Place.TEXT, head=e.kind is Kind.CALL, objects=s.objects)
+                yield r.to(text, r.start, Damage.MISSING + passed, ("end", r.start))
+
+    # ---- values
+
+    def _value(self, r: Reading, s: State, e: Event) -> Readings:
+        plain = replace(s, run="", head=False) if s.run or s.head else s
+        if e.kind in CLOSERS:
+            yield from self._closer_in_value(r, s, e)
+        elif e.kind is Kind.PARAMETER:
+            yield from self._parameter_in_value(r, s, plain, e)
+        elif e.kind in (Kind.CALL, Kind.FUNCTION):
+            yield from self._call_in_value(r, s, plain, e)
+        elif e.kind is Kind.END_THOUGHT and s.thinking:
+            return  # Where thoughts go on, the call was only spoken of.
+        elif not (e.letter == "{" and s.over and s.head):
+            yield r.to(plain, r.start)
+
+    def _closer_in_value(self, r: Reading, s: State, e: Event) -> Readings:
+        assert e.kind is not None
+        if not s.run and (e.placed or e.kind is Kind.END_PARAMETER):
+            yield self._value_ended(r, s, e)
+        at = CLOSERS[e.kind]
+        if e.misspelt:
+            yield r.to(replace(s, run="", head=False), r.start)
+        elif s.opens[at]:
+            opens = (*s.opens[:at], s.opens[at][:-1], *s.opens[at + 1 :])
+            yield r.to(replace(s, run="", head=False, opens=opens), r.start)
+        else:
+            own = e.kind is Kind.END_PARAMETER
+            over = not own and s.run == "p"
+            run = "p" if own or over else "f" if e.fresh else ""
+            whole = s.whole or (own and self._is_whole(s.name, s.key, r.start, e.begin))
+            if not (over and (self._held or s.whole)):
+                after = replace(s, run=run, head=False, over=s.over or over, whole=whole)
+                yield r.to(after, r.start, Damage.STRAY)
+
+    def _value_ended(self, r: Reading, s: State, e: Event) -> Reading:
+        """Returns how the reading goes on behind a closer that ends the value, and what else lacks its own."""
+        cost = s.left_open + e.misspelt
+        r = r.to(s, r.start, cost, ("value", e.begin, r.start, s.key))
+        s = replace(s, place=Place.BODY, key="", opens=_NOTHING, head=False, over=False, whole=False)
+        if e.kind is Kind.END_PARAMETER:
+            return r.to(s, e.end)
+        if e.kind is Kind.END_FUNCTION and s.wrapped:
+            return r.to(replace(s, place=Place.CLOSED, tight=True), e.end, Damage.MISSING)
+        missing = Damage.MISSING if e.kind is Kind.END_FUNCTION else 2 * Damage.MISSING
+        return self._ended(r, s, e, missing, tight=True)
+
+    def _parameter_in_value(self, r: Reading, s: State, plain: State, e: Event) -> Readings:
+        tool = self._parameters(s.name)
+        known = tool is None or tool.open or e.name in tool.names
+        to_come = e.placed and known and e.name not in s.given
+        if to_come and not s.run:
+            ended = r.to(s, r.start, s.left_open + Damage.MISSING, ("value", e.begin, r.start, s.key))
+            yield self._opened(ended, s, e)
+        if not (to_come and s.run):  # Else the closer before it is the value's.
+            price = Damage.NEVER if to_come else Damage.OPEN if e.placed else Damage.SPOKEN
+            nested = to_come and not s.opens[0] and not s.opens[1]
+            opens = (*s.opens[:2], (*s.opens[2], price)[-DEEPEST:])
+            yield r.to(replace(plain, opens=opens), r.start, Damage.NESTED if nested else 0)
+
+    def _call_in_value(self, r: Reading, s: State, plain: State, e: Event) -> Readings:
+        calls, functions, parameters = s.opens
+        if e.kind is Kind.CALL:
+            opens = ((*calls, int(Damage.SPOKEN))[-DEEPEST:], functions, parameters)
+            yield r.to(replace(plain, head=e.placed, opens=opens), r.start)
+        else:
+            known = self.declared(e.name)
+            real = (s.head and self.may_be_called(e.name)) or (e.line and known)
+            price = Damage.SPOKEN if not real else Damage.NEVER if known and not self._held else Damage.OPEN_CALL
+            if real and s.head:
+                calls = (*calls[:-1], price)
+            if not (real and s.over):  # Else the end that was passed over is the call's.
+                opens = (calls, (*functions, int(price))[-DEEPEST:], parameters)
+                yield r.to(replace(plain, opens=opens), r.start)
+        if not self._held and e.placed and not s.run and not s.head and (e.kind is Kind.CALL or e.line):
+            ended = r.to(s, r.start, s.left_open, ("value", e.begin, r.start, s.key))
+            yield from self._next_call(ended, replace(s, fragile=True), e, 2 * Damage.MISSING)
+
+    # ---- the end of the text
+
+    def end(self, r: Reading, at: int, cut: bool, half: bool) -> Readings:
+        """Yields how a reading ends where the text does. It was `cut` where more would have come, and `half` a
+        mark that opens a call may have been there."""
+        s = r.state
+        if s.place is Place.TEXT:
+            if cut and half:
+                yield r.to(s, at, 0, ("said", at, r.start), ("cut", at))
+            else:
+                yield r.to(s, at, Damage.DEBRIS if cut and s.head else 0, ("said", at, r.start))
+        elif s.place is Place.AFTER:
+            yield r.to(s, at, 0, *([("cut", at)] if cut and half else []))
+        elif cut and not (s.place is Place.BEFORE or (s.place is Place.CLOSED and not s.name)):
+            yield r.to(s, at, 0, ("cut", r.start if s.place is Place.HEAD else at))
+        elif s.place is Place.HEAD and s.head and not cut:
+            yield r.to(s, at, Damage.DOUBLED)
+        elif s.place is Place.CLOSED:
+            yield r.to(s, at, Damage.MISSING, ("end", at))
+        elif s.place is Place.BODY and not cut:
+            tool = self._parameters(s.name)
+            if s.given or (tool is not None and not tool.names):
+                yield r.to(s, at, Damage.MISSING * (2 if s.wrapped else 1), ("end", at))
+
+
+def go_on(rules: Rules, readings: Sequence[Reading], event: Event) -> list[Reading]:
+    """Returns the readings behind an event: of those that stand alike, the best."""
+    alike = dict[State, Reading]()
+    for reading in readings:
+        for after in rules.steps(reading, event):
+            known = alike.get(after.state)
+            if known is None or after.better(known):
+                alike[after.state] = after
+    safe = [r.cost for r in alike.values() if r.state.is_safe]
+    most = min(safe) + HOPELESS if safe else None
+    return [r for r in alike.values() if most is None or r.cost <= most]
+
+
+def best(readings: Sequence[Reading]) -> Reading:
+    found = readings[0]
+    for reading in readings[1:]:
+        found = reading if reading.better(found) else found
+    return found
