@@ -17,7 +17,7 @@ from luce.decode.loop import MAX_ROWS
 from luce.errors import FileError
 from luce.files.tokenizer import Tokenizer
 from luce.server import body, models
-from luce.server.cli import MAX_HEADERS
+from luce.server.listener import MAX_HEADERS
 
 PAGE = 256
 

@@ -101,7 +101,7 @@ class Answer:
         if len(prompt) > n_ctx:
             raise TooLong(len(prompt), n_ctx)
         self.usage.prompt = len(prompt)
-        grammar = await self.model.in_thread(self._grammar)
+        grammar = await self.model.in_thread(self._grammar, self.ask.size)
         if self.ask.budget is not None and self.ask.prompt is None:
             grammar = self._bounded(self.ask.budget, grammar)
         sampling = {"seed": secrets.randbits(64)} | self.model.defaults | dict(self.ask.sampling)
@@ -134,7 +134,7 @@ class Answer:
             n_vocab = self.model.tokenizer.n_vocab
             if len(ask.prompt) > self.model.info.n_ctx:
                 raise TooLong(len(ask.prompt), self.model.info.n_ctx)
-            if any(not 0 <= token < n_vocab for token in ask.prompt):
+            if ask.prompt and not 0 <= min(ask.prompt) <= max(ask.prompt) < n_vocab:
                 raise Refused(400, f"a token is none of {n_vocab}", param="prompt")
             return list(ask.prompt)
         ids = await self.model.prompt(ask)
@@ -223,6 +223,8 @@ class Answer:
 
     def _put(self, events: list[Event]) -> None:
         self._events += events
+        if isinstance(events[-1], (Finished, Failed)):  # The model is free, whether or not it is read.
+            self.model.ended(events[-1])
         self._wake()
 
     def _wake(self) -> None:
@@ -294,8 +296,9 @@ class Answer:
         if self._done:
             return
         self._done = True
-        self.model.users -= 1
-        if self._job is not None and self.finished is None:
+        if self._job is None:
+            self.model.users -= 1
+        elif self.finished is None:
             self.model.scheduler.cancel(self._job)
         seconds = time.perf_counter() - self._began
         reason = error or self.reason or "gone"
