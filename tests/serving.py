@@ -31,15 +31,15 @@ def settings(*, host_bytes=1 << 30, cache_dir=None, max_waiting=64, **options):
 class Serving:
     """This is a server that runs: `url` is its address, and `models` what it serves."""
 
-    def __init__(self, paths, how, access, watch, loading=False):
+    def __init__(self, paths, how, access, watch, loading=False, drain_s=HANG_S):
         self.models = Models(paths, how)
         self.watch = watch
-        self.listener = Listener(make_app(self.models, watch, access), self.models, watch.log)
-        self._thread = threading.Thread(target=lambda: asyncio.run(self.listener.serve()))
-        self._thread.start()
+        self.listener = Listener(make_app(self.models, watch, access), self.models, watch.log, drain_s)
+        self.thread = threading.Thread(target=lambda: asyncio.run(self.listener.serve()))
+        self.thread.start()
         while not (self.listener.ready.is_set() or loading and self.listener.started):
-            self._thread.join(0.01)
-            assert self._thread.is_alive(), "the server did not start"
+            self.thread.join(0.01)
+            assert self.thread.is_alive(), "the server did not start"
         port = self.listener.servers[0].sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.http = httpx.Client(base_url=self.url, timeout=HANG_S)
@@ -57,14 +57,15 @@ class Serving:
         self.http.close()
         self.models.stop()
         self.listener.should_exit = True
-        self._thread.join()
+        self.thread.join()
 
 
 @contextmanager
-def serving(paths, how=None, keys=(), log="", origins=(), loading=False):
-    """Serves models by name; log: as Watch takes it. With `loading` it listens, and may still load."""
+def serving(paths, how=None, keys=(), log="", origins=(), **more):
+    """Serves models by name; log: as Watch takes it. With `loading` it listens, and may still load. `drain_s` is
+    the Listener's."""
     access = Access(tuple(keys), LOOPBACK, tuple(origins))
-    running = Serving(paths, how or settings(), access, Watch(log), loading)
+    running = Serving(paths, how or settings(), access, Watch(log), **more)
     try:
         yield running
     finally:

@@ -256,18 +256,6 @@ def test_a_client_that_goes_frees_its_sequence_or_its_place_in_the_queue(native,
         assert scheduler.pages_free == server.models.slots["endless"].served.info.n_pages
 
 
-def test_keys_and_hosts(native):
-    with serving({"box": BOX}, keys=["secret", "other"]) as server:
-        get = server.http.get
-        assert get("/v1/models").status_code == 401 and get("/health").status_code == 200
-        assert get("/v1/models", headers={"Authorization": "Bearer secret"}).status_code == 200
-        assert get("/v1/models", headers={"x-api-key": "other"}).status_code == 200
-        assert get("/v1/models", headers={"x-api-key": "othe"}).status_code == 401
-        assert get("/health", headers={"Host": "evil.example"}).status_code == 403
-        for origin in ("https://evil.example", "null", "file://"):
-            assert get("/health", headers={"Origin": origin}).status_code == 403
-
-
 def test_metrics_count_what_was_said(server):
     def read():
         families = text_string_to_metric_families(server.http.get("/metrics").text)

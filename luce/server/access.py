@@ -19,6 +19,7 @@ LOCAL = r"https?://(([a-z0-9-]+\.)*localhost|127\.0\.0\.1|0\.0\.0\.0|\[::1\])(:[
 # Desktop apps and editors have origins of their own, which no page of the web can have. "null" is none of them:
 # every site can make a frame that has it.
 APPS = r"(app|capacitor|file|ionic|tauri|vscode-file|vscode-webview)://[^/]*"
+_HOST = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]/?#@]+))(?::[0-9]*)?")
 OPEN = ("/health", "/v1/health")  # These need no key,
 PAGE = "/"  # and neither does the page: it asks for one.
 
@@ -37,7 +38,7 @@ class Access:
     @cached_property
     def origin(self) -> re.Pattern[str]:
         """Returns what an origin has to look like whose pages may ask and read."""
-        named = [".*" if each == "*" else re.escape(each).replace(r"\*", "[^/]*") for each in self.origins]
+        named = [".*" if each == "*" else re.escape(each).replace(r"\*", "[^/?#@]*") for each in self.origins]
         return re.compile("(?i)" + "|".join([LOCAL, APPS, *named]))
 
     @cached_property
@@ -63,10 +64,9 @@ class Access:
 
 
 def _name(host: str) -> str:
-    """Returns the host without its port: "[::1]:8080" gives "::1"."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0].lower()
+    """Returns the host without its port, "" where it is none: "[::1]:8080" gives "::1"."""
+    found = _HOST.fullmatch(host)
+    return (found[1] or found[2]).lower() if found else ""
 
 
 def shared(app: ASGIApp, access: Access) -> CORSMiddleware:
@@ -98,14 +98,9 @@ class Guarded:
         host, origin = (headers.get(name, b"").decode("latin-1") for name in (b"host", b"origin"))
         if host and not self._access.is_for_us(host):
             return Refused(403, f"requests for {host!r} are not answered here", "forbidden")
-        if origin and self._access.hosts and not self._is_allowed(origin):
+        if origin and self._access.hosts and not self._access.origin.fullmatch(origin):
             return Refused(403, f"pages of {origin!r} are not among those that are answered here", "forbidden")
         path = scope["path"]
         if path in OPEN or (path == PAGE and scope["method"] in ("GET", "HEAD")):
             return None
         return None if self._access.has_key(headers) else Refused(401, "the API key is missing or wrong", "auth")
-
-    def _is_allowed(self, origin: str) -> bool:
-        scheme, _, host = origin.partition("://")
-        ours = scheme in ("http", "https") and self._access.is_for_us(host)
-        return ours or bool(self._access.origin.fullmatch(origin))

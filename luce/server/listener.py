@@ -52,6 +52,7 @@ class Listener(uvicorn.Server):
                 http=connections_of(log),
                 ws="none",
                 log_config=None,
+                log_level="error",  # What it warns of has a line in our log.
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,

@@ -6,6 +6,7 @@ answer is in it: of an error that nobody expected, its kind and place are told, 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -140,12 +141,12 @@ class Logged:
         id = given if _SANE.fullmatch(given) else secrets.token_hex(12).encode()
         client = scope.get("client")
         record = Record(scope["method"], scope["path"], id.decode(), client[0] if client else "")
-        whole = False
+        whole = gone = False
 
         async def sending(message: Message) -> None:
             nonlocal whole
             if message["type"] == "http.response.start":
-                record.status = message["status"]
+                record.status = record.status if gone else message["status"]
                 own = [(b"x-request-id", id), (b"request-id", id)]
                 message = message | {"headers": [*message.get("headers", ()), *own]}
             elif not message.get("more_body"):
@@ -153,14 +154,19 @@ class Logged:
             await send(message)
 
         async def receiving() -> Message:
+            nonlocal gone
             message = await receive()
             if message["type"] == "http.disconnect" and not whole:
+                gone = True
                 record.status, record.error = scope.get(CLOSED, (499, "gone"))
             return message
 
         token = _record.set(record)
         try:
             await self._app(scope, receiving, sending)
+        except asyncio.CancelledError:  # The server has ended, and waited long enough for it.
+            record.status = record.status or 503
+            raise
         finally:
             record.status = record.status or 500
             _record.reset(token)
