@@ -86,10 +86,10 @@ class Gate:
     def __init__(self, inner):
         self.inner, self.entered, self.opened = inner, threading.Event(), threading.Event()
 
-    def __call__(self, *args):
+    def __call__(self, *args, **how):
         self.entered.set()
         assert self.opened.wait(HANG_S)
-        return self.inner(*args)
+        return self.inner(*args, **how)
 
 
 @contextmanager

@@ -65,7 +65,7 @@ class Listener(uvicorn.Server):
         self._ends = float("inf")  # It drains until this time.
         self._told = False  # The log says that it drains.
         self._loading: asyncio.Task[Any] | None = None
-        self._failure: LuceError | None = None
+        self._failure: BaseException | None = None
         self.ready = threading.Event()
         self.interrupted = False
 
@@ -84,10 +84,10 @@ class Listener(uvicorn.Server):
         if len(self._models.slots) == 1:
             try:
                 await self._models.get(next(iter(self._models.slots)))
-            except Refused as refused:
-                cause = refused.__cause__
+            except Exception as error:
+                cause = error.__cause__ if isinstance(error, Refused) else error
                 if not isinstance(cause, Cancelled):
-                    self._failure = cause if isinstance(cause, LuceError) else LuceError(refused.message)
+                    self._failure = cause or LuceError(str(error))
                 self.should_exit = True
                 return
         names = (socket.getsockname()[:2] for server in self.servers for socket in server.sockets)
