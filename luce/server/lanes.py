@@ -8,7 +8,7 @@ runs one at a time: more of them would take their turns from the loop and the en
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from luce.errors import OutOfMemory
@@ -53,11 +53,17 @@ class Lane:
 
 
 LARGE = (Lane("luce-middle", MIDDLE), Lane("luce-large", float("inf")))
+# How long a grammar takes its size hardly says: prompts without one wait for none.
+GRAMMARS = (Lane("luce-grammar", SHORT), Lane("luce-large-grammar", float("inf")))
+
+
+def fitting(lanes: Sequence[Lane], cost: float) -> Lane:
+    """Returns the first of the lanes that is for so much."""
+    return next(lane for lane in lanes if cost <= lane.most)
 
 
 async def beside(cost: float, make: Callable[[], T]) -> T:
     """Returns what `make` returns: here if it costs little, else in a lane. Raises as Lane.run does."""
     if cost <= SMALL:
         return make()
-    lane = next(lane for lane in LARGE if cost <= lane.most)
-    return await lane.run(make)
+    return await fitting(LARGE, cost).run(make)

@@ -77,7 +77,7 @@ class Log:
     def message(self, level: int, text: str) -> None:
         """Writes what is reported beside requests, by its level in LEVELS. Any thread may call it."""
         if level >= (1 if self.form else 3):
-            self._write({"level": LEVELS[min(level, 3)], "message": text})
+            self._write({"level": LEVELS[min(level, 3)], "message": " ".join(text.split())})
 
     def defect(self, error: BaseException) -> None:
         """Writes the kind and the place of an error that nobody expected."""
@@ -119,7 +119,7 @@ class FromPython(logging.Handler):
             self._log.defect(record.exc_info[1])
         else:
             level = 3 if record.levelno >= logging.ERROR else 2
-            self._log.message(level, f"{record.name}: {' '.join(record.getMessage().split())}")
+            self._log.message(level, f"{record.name}: {record.getMessage()}")
 
 
 class Logged:

@@ -22,7 +22,7 @@ from luce.prompts.cache import PrefixCache
 from luce.prompts.disk import DiskCache
 from luce.prompts.turns import RULE
 from luce.server.ask import Ask, Refused, TooLong, ordered
-from luce.server.lanes import LARGE, MESSAGE, SHORT, Lane
+from luce.server.lanes import GRAMMARS, LARGE, MESSAGE, SHORT, Lane, fitting
 from luce.server.scheduler import Happened, Scheduler, put_all
 from luce.text.grammar import Grammars
 from luce.text.prompt import KEY, BoundedTemplate, chat_template, prompt_ids
@@ -59,8 +59,8 @@ class Served:
     OutOfMemory is raised. Where `cancelled` says so, loading ends and Cancelled is raised. Raises what opening
     them raises.
 
-    `users` counts the requests that hold it: it is not unloaded meanwhile. `failed` is what its device reported
-    last, "" while it works."""
+    `users` counts the requests that are prepared for it: it is not unloaded meanwhile, nor while its scheduler
+    has any. `failed` is what its device reported last, "" while it works."""
 
     def __init__(
         self,
@@ -119,9 +119,8 @@ class Served:
         """Returns the model's chat template, if it has one."""
         return self._templates.get(self.lanes[0])
 
-    def ended(self, last: Event) -> None:
-        """Notes the last event of a request, which holds the model no longer: whether its device works."""
-        self.users -= 1
+    def note(self, last: Event) -> None:
+        """Notes by the last event of a request whether the device works."""
         if isinstance(last, Finished):
             self.failed = ""
         elif isinstance(last, Failed) and isinstance(last.error, DeviceError):
@@ -133,7 +132,7 @@ class Served:
             raise Refused(400, "the model has no chat template: ask /v1/completions")
         if len(ask.messages) > COUNTED * self.info.n_ctx:  # Each has a token at least.
             raise TooLong(len(ask.messages), self.info.n_ctx, at_least=True)
-        lane = self._lane(ask.size + MESSAGE * (len(ask.messages) + len(ask.tools)))
+        lane = fitting(self.lanes, ask.size + MESSAGE * (len(ask.messages) + len(ask.tools)))
 
         def make(most: int) -> list[int]:
             tools = [] if ask.choice == "none" else [tool.as_template for tool in ask.tools]
@@ -148,7 +147,7 @@ class Served:
         def make(most: int) -> list[int]:
             return self.tokenizer.encode(text, special=False, add_bos=True, most=most)
 
-        return await self._counted(make, self._lane(len(text)))
+        return await self._counted(make, fitting(self.lanes, len(text)))
 
     async def _counted(self, make: Callable[[int], list[int]], lane: Lane) -> list[int]:
         """Returns the tokens of a prompt. Raises TooLong where it has COUNTED times as many as the context: it
@@ -159,13 +158,14 @@ class Served:
             raise TooLong(len(tokens), self.info.n_ctx, at_least=True)
         return tokens
 
-    def _lane(self, cost: float) -> Lane:
-        return next(lane for lane in self.lanes if cost <= lane.most)
-
     async def in_thread(self, make: Callable[[], T], cost: float = 0) -> T:
         """Runs what takes a while in a thread, and what costs so much beside what costs less (see lanes.py).
         Raises Refused where it failed."""
-        return await self._in(self._lane(cost), make)
+        return await self._in(fitting(self.lanes, cost), make)
+
+    async def compiled(self, make: Callable[[], T], cost: float) -> T:
+        """Runs what compiles a grammar, beside all else. Raises as in_thread does."""
+        return await self._in(fitting(GRAMMARS, cost), make)
 
     async def _in(self, lane: Lane, make: Callable[[], T]) -> T:
         self.users += 1
