@@ -12,8 +12,9 @@ import httpx
 
 from luce.planning.plan import Options
 from luce.server.answer import Answer
-from luce.server.app import LOOPBACK, Access, make_app
-from luce.server.cli import Listener
+from luce.server.access import LOOPBACK, Access
+from luce.server.app import make_app
+from luce.server.listener import Listener
 from luce.server.models import Models, Settings
 from luce.server.watch import Watch
 
@@ -30,17 +31,16 @@ def settings(*, host_bytes=1 << 30, cache_dir=None, max_waiting=64, **options):
 class Serving:
     """This is a server that runs: `url` is its address, and `models` what it serves."""
 
-    def __init__(self, paths, how, access, watch):
+    def __init__(self, paths, how, access, watch, loading=False, drain_s=HANG_S):
         self.models = Models(paths, how)
         self.watch = watch
-        flags = {"host": "127.0.0.1", "port": 0, "quiet": True}
-        self._listener = Listener(make_app(self.models, watch, access), self.models, flags)
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._listener.serve()))
-        self._thread.start()
-        while not self._listener.started:
-            self._thread.join(0.01)
-            assert self._thread.is_alive(), "the server did not start"
-        port = self._listener.servers[0].sockets[0].getsockname()[1]
+        self.listener = Listener(make_app(self.models, watch, access), self.models, watch.log, drain_s)
+        self.thread = threading.Thread(target=lambda: asyncio.run(self.listener.serve()))
+        self.thread.start()
+        while not (self.listener.ready.is_set() or loading and self.listener.started):
+            self.thread.join(0.01)
+            assert self.thread.is_alive(), "the server did not start"
+        port = self.listener.servers[0].sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.http = httpx.Client(base_url=self.url, timeout=HANG_S)
 
@@ -56,14 +56,16 @@ class Serving:
     def stop(self):
         self.http.close()
         self.models.stop()
-        self._listener.should_exit = True
-        self._thread.join()
+        self.listener.should_exit = True
+        self.thread.join()
 
 
 @contextmanager
-def serving(paths, how=None, keys=(), log=""):
-    """Serves models by name; log: as Watch takes it."""
-    running = Serving(paths, how or settings(), Access(tuple(keys), LOOPBACK), Watch(log))
+def serving(paths, how=None, keys=(), log="", origins=(), **more):
+    """Serves models by name; log: as Watch takes it. With `loading` it listens, and may still load. `drain_s` is
+    the Listener's."""
+    access = Access(tuple(keys), LOOPBACK, tuple(origins))
+    running = Serving(paths, how or settings(), access, Watch(log), **more)
     try:
         yield running
     finally:
@@ -84,10 +86,10 @@ class Gate:
     def __init__(self, inner):
         self.inner, self.entered, self.opened = inner, threading.Event(), threading.Event()
 
-    def __call__(self, *args):
+    def __call__(self, *args, **how):
         self.entered.set()
         assert self.opened.wait(HANG_S)
-        return self.inner(*args)
+        return self.inner(*args, **how)
 
 
 @contextmanager

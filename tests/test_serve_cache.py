@@ -3,6 +3,7 @@ dropped."""
 
 import os
 import signal
+import stat
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -247,6 +248,23 @@ def test_files_are_bounded(tmp_path):
     assert sorted(len(tokens) for tokens, _, _ in again.found()) == [2, 3]
     assert not list(DiskCache(tmp_path, "another", 5000).found())
     again.close()
+
+
+def test_files_are_private(tmp_path):
+    """They hold what was said: also those of before, whatever the process's mask says."""
+    folder, before = tmp_path / "new" / "cache", os.umask(0)
+    try:
+        disk = DiskCache(folder, "key", 1 << 20)
+        path = disk.write(np.arange(3, dtype=np.int32), lambda: b"state")
+        disk.close()
+        modes = [stat.S_IMODE(each.stat().st_mode) for each in (folder, path.parent, path)]
+        assert [oct(mode) for mode in modes] == ["0o700", "0o700", "0o600"]
+        path.chmod(0o644)
+        path.parent.chmod(0o755)
+        DiskCache(folder, "key", 1 << 20).close()
+        assert [oct(stat.S_IMODE(each.stat().st_mode)) for each in (path.parent, path)] == ["0o700", "0o600"]
+    finally:
+        os.umask(before)
 
 
 def start(folder, command):

@@ -17,7 +17,7 @@ from luce.decode.loop import MAX_ROWS
 from luce.errors import FileError
 from luce.files.tokenizer import Tokenizer
 from luce.server import body, models
-from luce.server.cli import MAX_HEADERS
+from luce.server.listener import MAX_HEADERS
 
 PAGE = 256
 
@@ -106,15 +106,6 @@ def test_bodies_and_headers_are_bounded(server, monkeypatch):
     assert server.post("/v1/messages", messages=["x" * 1000]).json()["type"] == "error"
     for size, right in ((MAX_HEADERS // 2, 200), (2 * MAX_HEADERS, 400)):
         assert server.http.get("/health", headers={"X": "x" * size}).status_code == right
-
-
-def test_web_pages_are_told_nothing(server):
-    """No header lets a page of another site read an answer, and what it asks before is refused."""
-    headers = {"Origin": "http://localhost:3000", "Access-Control-Request-Method": "POST"}
-    asked = server.http.options("/v1/completions", headers=headers)
-    said = server.http.get("/v1/models", headers=headers)
-    assert asked.status_code == 405 and said.status_code == 200
-    assert not [name for one in (asked, said) for name in one.headers if name.startswith("access-control")]
 
 
 def test_paths_reach_no_files(server):

@@ -25,6 +25,7 @@ MAGIC = b"LUCEPFX1"
 # These are the magic and the number of tokens. The tokens follow as int32, then the checkpoint.
 _HEAD = struct.Struct("<8sQ")
 SUFFIX = ".prefix"
+FOLDER_MODE, FILE_MODE = 0o700, 0o600
 CLOSE_S = 10.0  # A server that ends goes on writing for so many seconds.
 
 
@@ -32,7 +33,7 @@ Save = Callable[[], bytes | memoryview]  # This is Checkpoint.save.
 
 
 class DiskCache:
-    """This is a folder of one model's checkpoints, with at most `max_bytes` in all. One thread saves and
+    """This is a folder of one model's checkpoints, with at most `max_bytes` in all, private to its owner. One thread saves and
     writes them, beside the engine's. `key` says what the checkpoints depend on beside their tokens. `done`
     counts what was handed to the thread and is over, written or not."""
 
@@ -40,7 +41,7 @@ class DiskCache:
         self._folder = folder / hashlib.sha256(key.encode()).hexdigest()[:16]
         self._max_bytes = max_bytes
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            _private(folder, self._folder)
             for left in self._folder.glob("*.part"):
                 left.unlink()
         except OSError as error:
@@ -117,7 +118,7 @@ class DiskCache:
     def _write(self, path: Path, tokens: np.ndarray, data: bytes | memoryview) -> None:
         part = path.with_suffix(".part")
         try:
-            with part.open("wb") as file:
+            with open(part, "wb", opener=_open_private) as file:
                 file.write(_HEAD.pack(MAGIC, len(tokens)))
                 file.write(tokens.astype("<i4").tobytes())
                 file.write(data)
@@ -141,6 +142,20 @@ class DiskCache:
                 break
             self.remove(path)
             total -= size
+
+
+def _private(given: Path, folder: Path) -> None:
+    """Makes a folder that its owner alone may enter, since its files hold what was said. Files of before are
+    made private too. Raises OSError where it is somebody else's."""
+    given.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+    folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
+    folder.chmod(FOLDER_MODE)
+    for path in folder.glob(f"*{SUFFIX}"):
+        path.chmod(FILE_MODE)
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, FILE_MODE)
 
 
 def _name(tokens: np.ndarray) -> str:

@@ -77,6 +77,7 @@ class Answer:
     def __init__(self, model: Served, ask: Ask, watch: Watch):
         self.model, self.ask = model, ask
         model.users += 1
+        self._holds = True
         self.usage, self.reason = Usage(), ""
         self.stop_string: str | None = None
         self.created = int(time.time())
@@ -101,7 +102,9 @@ class Answer:
         if len(prompt) > n_ctx:
             raise TooLong(len(prompt), n_ctx)
         self.usage.prompt = len(prompt)
-        grammar = await self.model.in_thread(self._grammar)
+        grammar = None
+        if self._held_to_calls() or self.ask.schema is not None:
+            grammar = await self.model.compiled(self._grammar, self.ask.size)
         if self.ask.budget is not None and self.ask.prompt is None:
             grammar = self._bounded(self.ask.budget, grammar)
         sampling = {"seed": secrets.randbits(64)} | self.model.defaults | dict(self.ask.sampling)
@@ -125,6 +128,12 @@ class Answer:
             self._watch.refused()
             raise Refused(503, str(busy), "busy", retry_after=busy.retry_after) from busy
         self._job = job
+        self._let_go()  # The scheduler holds the model as long as the job runs, whether or not it is read.
+
+    def _let_go(self) -> None:
+        if self._holds:
+            self._holds = False
+            self.model.users -= 1
 
     async def _prompt(self) -> list[int]:
         ask = self.ask
@@ -134,7 +143,7 @@ class Answer:
             n_vocab = self.model.tokenizer.n_vocab
             if len(ask.prompt) > self.model.info.n_ctx:
                 raise TooLong(len(ask.prompt), self.model.info.n_ctx)
-            if any(not 0 <= token < n_vocab for token in ask.prompt):
+            if ask.prompt and not 0 <= min(ask.prompt) <= max(ask.prompt) < n_vocab:
                 raise Refused(400, f"a token is none of {n_vocab}", param="prompt")
             return list(ask.prompt)
         ids = await self.model.prompt(ask)
@@ -223,6 +232,7 @@ class Answer:
 
     def _put(self, events: list[Event]) -> None:
         self._events += events
+        self.model.note(events[-1])
         self._wake()
 
     def _wake(self) -> None:
@@ -294,7 +304,7 @@ class Answer:
         if self._done:
             return
         self._done = True
-        self.model.users -= 1
+        self._let_go()
         if self._job is not None and self.finished is None:
             self.model.scheduler.cancel(self._job)
         seconds = time.perf_counter() - self._began

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import time
-import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -17,15 +15,19 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from luce.server import page
+from luce.server.access import LOOPBACK, OPEN, Access, Guarded, shared
 from luce.server.answer import Answer, Silence, Whole
 from luce.server.api import about, anthropic, ollama, openai, responses
 from luce.server.ask import Ask, Refused
-from luce.server.body import read, reply
-from luce.server.models import Models, closing
+from luce.server.body import asked, reply
+from luce.server.lanes import TOKEN, beside
+from luce.server.log import Logged, noted
+from luce.server.models import Models, stopping
 from luce.server.watch import Watch
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
+__all__ = ["LOOPBACK", "Access", "make_app"]
+T = TypeVar("T")
 ErrorBody = Callable[[Refused], dict[str, Any]]
 
 
@@ -42,16 +44,6 @@ class Form(Protocol):
     def failed(self, refused: Refused) -> Any: ...
 
 
-@dataclass(frozen=True)
-class Access:
-    """Says who may ask. `keys` holds the keys of which any is enough; empty, everyone may ask. `hosts` holds
-    the names of this machine that a request may be for, which keeps out web pages that rebind a name; empty,
-    any name will do."""
-
-    keys: tuple[str, ...] = ()
-    hosts: tuple[str, ...] = LOOPBACK
-
-
 class Server:
     """This is what the routes share."""
 
@@ -65,25 +57,29 @@ class Server:
         """Returns the response to an ask."""
         if not ask.model:
             ask = replace(ask, model=self.models.name_of(""))
-        answer = Answer(await self.models.get(ask.model), ask, self.watch)
-        try:
-            await answer.begin()
-            shape = form(answer)
-        except BaseException as error:
-            answer.end(error.kind if isinstance(error, Refused) else "failed")
-            raise
+        answer, shape = await _or_gone(request, self._begun(ask, form))
         if ask.stream:
-            headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-            stream = _stream(answer, shape)
-            return StreamingResponse(stream, media_type=shape.media_type, headers=headers)
+            return Stream(answer, shape)
         try:
             whole = await _or_gone(request, _collect(answer))
-            return reply(shape.whole(whole))
+            cost = TOKEN * answer.usage.completion * (1 + (ask.logprobs or 0))
+            return await beside(cost, lambda: reply(shape.whole(whole)))
         except Refused as refused:
             answer.end(refused.kind)
             raise
         finally:
             answer.end()
+
+    async def _begun(self, ask: Ask, form: Callable[[Answer], Form]) -> tuple[Answer, Form]:
+        """Returns the answer that the engine has begun with, and its form."""
+        answer = Answer(await self.models.get(ask.model), ask, self.watch)
+        try:
+            await answer.begin()
+            return answer, form(answer)
+        except BaseException as error:
+            gone = isinstance(error, asyncio.CancelledError)
+            answer.end(error.kind if isinstance(error, Refused) else "gone" if gone else "failed")
+            raise
 
 
 async def _collect(answer: Answer) -> Whole:
@@ -94,7 +90,24 @@ async def _collect(answer: Answer) -> Whole:
     return whole
 
 
-async def _stream(answer: Answer, form: Form) -> AsyncIterator[bytes]:
+class Stream(StreamingResponse):
+    """An answer as events. However it ends, also where it never begins since the client is gone, so does what
+    is generated for it."""
+
+    def __init__(self, answer: Answer, form: Form):
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        self._answer, self._events = answer, _stream(answer, form)
+        super().__init__(self._events, media_type=form.media_type, headers=headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._events.aclose()
+            self._answer.end()
+
+
+async def _stream(answer: Answer, form: Form) -> AsyncGenerator[bytes, None]:
     """Yields the events of an answer, of which one is always the last. Where the client goes away, the
     answer is cancelled."""
     try:
@@ -117,8 +130,8 @@ async def _stream(answer: Answer, form: Form) -> AsyncIterator[bytes]:
         answer.end()
 
 
-async def _or_gone(request: Request, work: Awaitable[Whole]) -> Whole:
-    """Returns the result of `work`, unless the client goes away before."""
+async def _or_gone(request: Request, work: Awaitable[T]) -> T:
+    """Returns the result of `work`, unless the client goes away before: ClientDisconnect is raised then."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_gone(request))
     try:
@@ -139,8 +152,18 @@ async def _gone(request: Request) -> None:
 
 
 def refusal(refused: Refused, error_body: ErrorBody) -> Response:
+    """Returns the response to a request that is not answered, and notes why for its line in the log."""
+    if record := noted():
+        record.error = refused.kind
     headers = {"Retry-After": str(refused.retry_after)} if refused.retry_after else {}
     return reply(error_body(refused), refused.status, headers)
+
+
+def error_body_of(path: str) -> ErrorBody:
+    """Returns the form in which the API of a path has its errors."""
+    if path.startswith("/v1/messages"):
+        return anthropic.error_body
+    return ollama.error_body if path.startswith("/api/") else openai.error_body
 
 
 Handler = Callable[[Server, Request], Awaitable[Response]]
@@ -160,7 +183,7 @@ def routed(
             return Response(status_code=499)
         except Exception as error:
             # It is a defect: the client is told in its own form, and the rest goes on.
-            traceback.print_exc()
+            server.watch.log.defect(error)
             return refusal(Refused(500, f"{type(error).__name__}: {error}", "failed"), error_body)
 
     return Route(path, endpoint, methods=methods)
@@ -170,27 +193,26 @@ def routed(
 
 
 async def chat_completions(server: Server, request: Request) -> Response:
-    body = await read(request, openai.ChatBody)
+    body, ask = await asked(request, openai.ChatBody, openai.chat_ask)
     usage = openai.usage_wanted(body)
-    ask = openai.chat_ask(body)
     return await server.answer(request, ask, lambda a: openai.ChatForm(a, usage), openai.error_body)
 
 
 async def completions(server: Server, request: Request) -> Response:
-    body = await read(request, openai.CompletionBody)
-    usage, ask = openai.usage_wanted(body), openai.completion_ask(body)
+    body, ask = await asked(request, openai.CompletionBody, openai.completion_ask)
+    usage = openai.usage_wanted(body)
     before = ""
     if body.echo:
         model = await server.models.get(ask.model)
-        before = ask.prompt if isinstance(ask.prompt, str) else model.tokenizer.decode(ask.prompt or ())
+        ids = ask.prompt or ()
+        before = ids if isinstance(ids, str) else await beside(ask.size, lambda: model.tokenizer.decode(ids))
     return await server.answer(
         request, ask, lambda a: openai.CompletionForm(a, usage, before), openai.error_body
     )
 
 
 async def make_response(server: Server, request: Request) -> Response:
-    body = await read(request, responses.ResponsesBody)
-    ask = responses.responses_ask(body)
+    body, ask = await asked(request, responses.ResponsesBody, responses.responses_ask)
     return await server.answer(request, ask, lambda a: responses.ResponsesForm(a, body), openai.error_body)
 
 
@@ -198,57 +220,40 @@ async def make_response(server: Server, request: Request) -> Response:
 
 
 async def messages(server: Server, request: Request) -> Response:
-    ask = anthropic.messages_ask(await read(request, anthropic.MessagesBody))
+    _, ask = await asked(request, anthropic.MessagesBody, anthropic.messages_ask)
     return await server.answer(request, ask, anthropic.MessagesForm, anthropic.error_body)
 
 
 async def count_tokens(server: Server, request: Request) -> Response:
-    ask = anthropic.messages_ask(await read(request, anthropic.MessagesBody))
+    _, ask = await asked(request, anthropic.MessagesBody, anthropic.messages_ask)
     served = await server.models.get(ask.model)
     return reply({"input_tokens": len(await served.prompt(ask))})
 
 
-class Guarded:
-    """Turns away requests without a key and web pages of other sites."""
+# ---- the application
 
-    def __init__(self, app: ASGIApp, access: Access):
-        self._app = app
-        self._keys = [key.encode() for key in access.keys]
-        self._hosts = access.hosts
+
+async def root(server: Server, request: Request) -> Response:
+    """Shows browsers the page, and answers what Ollama's clients ask first."""
+    if page.is_wanted(request):
+        return page.response()
+    return await ollama.alive(server, request)
+
+
+class Draining:
+    """Turns new requests away while the server ends; those that have begun go on. /health and /metrics are
+    answered to the end."""
+
+    def __init__(self, app: ASGIApp, models: Models):
+        self._app, self._models = app, models
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (refused := self._refused(scope)):
-            body = openai.error_body(refused)
-            if scope["path"].startswith("/v1/messages"):
-                body = anthropic.error_body(refused)
-            elif scope["path"].startswith("/api/"):
-                body = ollama.error_body(refused)
-            await reply(body, refused.status)(scope, receive, send)
+        if scope["type"] == "http" and self._models.draining and scope["path"] not in (*OPEN, "/metrics"):
+            response = refusal(stopping(), error_body_of(scope["path"]))
+            response.headers["Connection"] = "close"
+            await response(scope, receive, send)
         else:
             await self._app(scope, receive, send)
-
-    def _refused(self, scope: Scope) -> Refused | None:
-        headers = {name: value for name, value in scope["headers"]}
-        if self._hosts:
-            origin = headers.get(b"origin", b"").decode("latin-1")
-            origin = origin.partition("://")[2] or origin  # That of a page without a site is "null".
-            for name in (headers.get(b"host", b"").decode("latin-1"), origin):
-                if name and _host(name) not in self._hosts:
-                    return Refused(403, f"requests for {name!r} are not answered here", "forbidden")
-        if self._keys and scope["path"] != "/health":
-            bearer = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
-            given = bearer or headers.get(b"x-api-key", b"")
-            matches = [hmac.compare_digest(given, key) for key in self._keys]
-            if not any(matches):
-                return Refused(401, "the API key is missing or wrong", "auth")
-        return None
-
-
-def _host(name: str) -> str:
-    """Returns the host without its port: "[::1]:8080" gives "::1"."""
-    if name.startswith("["):
-        return name[1:].partition("]")[0]
-    return name.partition(":")[0].lower()
 
 
 def make_app(models: Models, watch: Watch, access: Access) -> ASGIApp:
@@ -260,7 +265,7 @@ def make_app(models: Models, watch: Watch, access: Access) -> ASGIApp:
         try:
             yield
         finally:
-            await closing(models.close)
+            await models.close()
 
     routes = [
         routed(server, "/v1/chat/completions", chat_completions, ["POST"]),
@@ -273,8 +278,10 @@ def make_app(models: Models, watch: Watch, access: Access) -> ASGIApp:
         routed(server, "/api/show", ollama.show, ["POST"], ollama.error_body),
         routed(server, "/api/tags", ollama.tags, ["GET"], ollama.error_body),
         routed(server, "/api/ps", ollama.ps, ["GET"], ollama.error_body),
-        routed(server, "/", ollama.alive, ["GET"], ollama.error_body),
+        routed(server, "/", root, ["GET"], ollama.error_body),
         routed(server, "/api/version", ollama.version, ["GET"], ollama.error_body),
         *about.routes(server, routed),
     ]
-    return Guarded(Starlette(routes=routes, lifespan=lifespan), access)
+    app = Draining(Starlette(routes=routes, lifespan=lifespan), models)
+    guarded = Guarded(app, access, lambda path, refused: refusal(refused, error_body_of(path)))
+    return Logged(shared(guarded, access), watch.log)

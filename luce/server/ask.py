@@ -78,6 +78,7 @@ class Ask:
     as JSON: {} for any object, None for text. `logprobs` is how many alternatives to list for each token;
     None lists not even its own. `ignore_eos` is as in plan.Request. `max_tokens` None means until the
     context is full. Thoughts have at most `budget` tokens before they are ended; None leaves it to the model.
+    `size` is that of its body in bytes, which says about how long its prompt takes to make.
     """
 
     model: str
@@ -96,6 +97,7 @@ class Ask:
     stream: bool = False
     ignore_eos: bool = False
     budget: int | None = None
+    size: int = 0
 
 
 def text_of(content: Any, param: str, between: str = "") -> str:

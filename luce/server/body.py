@@ -1,40 +1,66 @@
-"""Reads the bodies of requests, bounded and typed, and makes those of answers."""
+"""Reads the bodies of requests, bounded and typed, and makes those of answers. What is large is read and made beside
+the event loop (lanes.py)."""
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from luce.errors import OutOfMemory
-from luce.server.ask import Refused
-from luce.threads import BESIDE
+from luce.server.ask import Ask, Refused
+from luce.server.lanes import beside
 
-MAX_BODY = 16 << 20  # A body has at most so many bytes.
-LONG = 1 << 20  # A body of more bytes is read in a thread.
+MAX_BODY = 16 << 20  # A body has at most so many bytes,
+MAX_HELD = 1 << 30  # and all that are being read together.
 MAX_DEPTH = 128  # A body's objects and lists are nested at most so deep.
 
 B = TypeVar("B", bound=msgspec.Struct)
+M = TypeVar("M")
+
+
+class Held:
+    """The bytes of all bodies that are being read."""
+
+    total = 0
 
 
 async def read(request: Request, kind: type[B]) -> B:
     """Returns the body as its type. Raises Refused where it is too large, too deep, no JSON, or of another
     form, where memory lacks, and where it has one of the fields that the type's REFUSED names: an answer
     without what it asks for would be another one."""
+    body, _, _ = await _read(request, kind, lambda body: None)
+    return body
+
+
+async def asked(request: Request, kind: type[B], make: Callable[[B], Ask]) -> tuple[B, Ask]:
+    """Returns the body and the request that it makes of it, which may take as long as to read it. Raises as
+    read() does, and what `make` raises."""
+    body, ask, size = await _read(request, kind, make)
+    return body, replace(ask, size=size)
+
+
+async def _read(request: Request, kind: type[B], make: Callable[[B], M]) -> tuple[B, M, int]:
     raw = bytearray()
-    async for chunk in request.stream():
-        raw += chunk
-        if len(raw) > MAX_BODY:
-            raise Refused(413, f"the body is of more than {MAX_BODY >> 20} MiB", "too_large")
-    if len(raw) > LONG:  # Streams go on while it is read.
-        try:
-            return await asyncio.get_running_loop().run_in_executor(BESIDE, _typed, raw, kind)
-        except (OutOfMemory, MemoryError) as error:
-            raise Refused(503, str(error) or "out of memory", "busy", retry_after=5) from error
-    return _typed(raw, kind)
+    try:
+        async for chunk in request.stream():
+            raw += chunk
+            Held.total += len(chunk)
+            if len(raw) > MAX_BODY:
+                raise Refused(413, f"the body is of more than {MAX_BODY >> 20} MiB", "too_large")
+            if Held.total > MAX_HELD:
+                raise Refused(503, "the server is busy with large requests", "busy", retry_after=5)
+
+        def made() -> tuple[B, M, int]:
+            body = _typed(raw, kind)
+            return body, make(body), len(raw)
+
+        return await beside(len(raw), made)
+    finally:
+        Held.total -= len(raw)
 
 
 def _typed(raw: bytes | bytearray, kind: type[B]) -> B:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import socket
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import click
-import uvicorn
 
-from luce.cli.command import BOX, MAX_U32, FilePath, Finite
+from luce import native as _native
+from luce.cli.command import BOX, MAX_U32, FilePath, Finite, Interrupted
 from luce.cli.options import (
     DRAFTING,
     EXPERTS,
@@ -32,14 +33,16 @@ from luce.decode.engine import Files
 from luce.errors import LuceError
 from luce.files.hub import fetch, hf_option
 from luce.native.structs import PAGE
-from luce.server.app import LOOPBACK, Access, make_app
-from luce.server.ask import Refused
+from luce.server.access import LOOPBACK, Access
+from luce.server.app import make_app
+from luce.server.listener import Listener
+from luce.server.log import FromPython, Log
 from luce.server.models import CPU_CHUNK, GPU_CHUNK, Models, Settings
 from luce.server.watch import Watch
 
 GIB = 1 << 30
 MAX_CHUNK = 4096  # luce.h bounds n_chunk so.
-MAX_HEADERS = 64 << 10  # A request's head has at most so many bytes.
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]*", re.I)
 
 
 def named_paths(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, Path]:
@@ -64,6 +67,15 @@ def whole_pages(ctx: click.Context, param: click.Parameter, value: int | None) -
         near = value - value % PAGE
         raise click.BadParameter(f"{value} is no multiple of {PAGE}: {near} or {near + PAGE} is.", ctx, param)
     return value
+
+
+def origins(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
+    """Refuses what no browser sends as an origin: one has no path."""
+    for value in values:
+        if not _ORIGIN.fullmatch(value):
+            near = value.rstrip("/") if "://" in value else f"https://{value}"
+            raise click.BadParameter(f"{value!r} is no origin, as {near} is.", ctx, param)
+    return values
 
 
 @click.command()
@@ -155,6 +167,24 @@ def whole_pages(ctx: click.Context, param: click.Parameter, value: int | None) -
     "--api-key", "keys", multiple=True, help="Answer only those who give this key; may be repeated."
 )
 @click.option("--no-auth", is_flag=True, help="Listen at an address of the network without a key.")
+@click.option(
+    "--origin",
+    "origins",
+    multiple=True,
+    callback=origins,
+    metavar="ORIGIN",
+    help="Let web pages of this origin ask, beside those of this machine and of desktop apps; * stands for any "
+    "letters but /, and alone for all pages; may be repeated.",
+)
+@click.option(
+    "--shutdown-timeout",
+    "drain",
+    type=Finite(min=0),
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Let requests end for so long after SIGTERM, while no others are taken.",
+)
 @options(RUN, EXPERTS, DRAFTING)
 @click.option(
     "--log-json", is_flag=True, help="Print an object for each request on stderr, instead of a line."
@@ -163,13 +193,16 @@ def whole_pages(ctx: click.Context, param: click.Parameter, value: int | None) -
 def serve(models: Mapping[str, Path], hf: str | None, **flags: Any) -> None:
     """Answer requests over HTTP: OpenAI's, Anthropic's and Ollama's APIs.
 
-    A line for each request goes to stderr. Ctrl-C ends the server.
+    A browser finds a page to chat with at the same address. A line for each request goes to stderr. Ctrl-C ends
+    the server, and SIGTERM lets requests end before.
 
     \b
     Examples:
       luce serve
       luce serve --gguf model.gguf --ctx 65536 --parallel 8
       luce serve --gguf big=a.gguf --gguf small=b.gguf --cache-dir prompts
+      luce serve --host 0.0.0.0 --api-key KEY --origin https://chat.example.com
+      luce serve --origin 'chrome-extension://*' --shutdown-timeout 60 --log-json
     """
     if hf is not None:
         models = {**models, hf: fetch(hf)}
@@ -187,11 +220,32 @@ def serve(models: Mapping[str, Path], hf: str | None, **flags: Any) -> None:
             for warning in () if flags["quiet"] else files.warnings:  # What fails here fails at loading too.
                 click.echo(f"Warning: {printable(warning)}", err=True)
     hosts = (*LOOPBACK, flags["host"]) if flags["host"] in LOOPBACK else ()
-    app = make_app(served, watch, Access(tuple(flags["keys"]), hosts))
+    app = make_app(served, watch, Access(tuple(flags["keys"]), hosts, flags["origins"]))
+
+    def say(urls: list[str]) -> None:
+        if not flags["quiet"]:
+            click.echo(f"luce serves {', '.join(models)} at {' '.join(urls)}", err=True)
+
     # The engine's thread waits for the others after each step, and so not for long.
     sys.setswitchinterval(0.001)
-    with listening(flags["host"], flags["port"]) as opened:
-        Listener(app, served, flags).run([opened])
+    with listening(flags["host"], flags["port"]) as opened, logging_to(watch.log):
+        listener = Listener(app, served, watch.log, flags["drain"], say)
+        listener.run([opened])
+    if listener.interrupted:
+        raise Interrupted
+
+
+@contextmanager
+def logging_to(log: Log) -> Iterator[None]:
+    """Takes what the core and Python's libraries report into the log meanwhile."""
+    handler, root = FromPython(log), logging.getLogger()
+    root.addHandler(handler)
+    _native.default().set_log(log.message)
+    try:
+        yield
+    finally:
+        _native.default().set_log(None)
+        root.removeHandler(handler)
 
 
 def listening(host: str, port: int) -> socket.socket:
@@ -251,48 +305,3 @@ def settings_of(flags: Mapping[str, Any], drafter: Path | None = None) -> Settin
         max_waiting=flags["queue"],
         prefill_share=flags["prefill_share"],
     )
-
-
-class Listener(uvicorn.Server):
-    """Is uvicorn's server, which also says where it listens, and ends running requests when it is to end."""
-
-    def __init__(self, app: Any, models: Models, flags: Mapping[str, Any]):
-        super().__init__(
-            uvicorn.Config(
-                app,
-                host=flags["host"],
-                port=flags["port"],
-                loop="auto",
-                http="h11",
-                ws="none",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                h11_max_incomplete_event_size=MAX_HEADERS,
-                timeout_graceful_shutdown=5,
-                timeout_keep_alive=75,
-            )
-        )
-        self._models, self._quiet = models, flags["quiet"]
-
-    async def startup(self, sockets: Any = None) -> None:
-        """Loads the model, where there is one, before it listens."""
-        if len(self._models.slots) == 1:
-            try:
-                await self._models.get(next(iter(self._models.slots)))
-            except Refused as refused:
-                raise refused.__cause__ or LuceError(refused.message) from None
-        await super().startup(sockets)
-        if self.started and not self._quiet:
-            for each in sockets or ():
-                host, port = each.getsockname()[:2]
-                shown = f"[{host}]" if ":" in host else host
-                names = ", ".join(self._models.slots)
-                click.echo(f"luce serves {names} at http://{shown}:{port}", err=True)
-
-    def handle_exit(self, sig: int, frame: Any) -> None:
-        """Handles Ctrl-C: what runs ends now, and its clients are told. That takes seconds at most, so
-        another one asks for nothing more. At that uvicorn would leave without closing the models."""
-        self._models.stop()
-        if not self.should_exit:
-            super().handle_exit(sig, frame)

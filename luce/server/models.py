@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 from luce import native as _native
 from luce.decode.engine import Engine, Files
-from luce.errors import FileError, LuceError, OutOfMemory, about
+from luce.decode.events import Event, Failed, Finished
+from luce.errors import Cancelled, DeviceError, FileError, LuceError, OutOfMemory, about
 from luce.files.probe import fact
 from luce.planning.memory import total
 from luce.planning.plan import Options
@@ -21,14 +22,14 @@ from luce.prompts.cache import PrefixCache
 from luce.prompts.disk import DiskCache
 from luce.prompts.turns import RULE
 from luce.server.ask import Ask, Refused, TooLong, ordered
+from luce.server.lanes import GRAMMARS, LARGE, MESSAGE, SHORT, Lane, fitting
 from luce.server.scheduler import Happened, Scheduler, put_all
 from luce.text.grammar import Grammars
 from luce.text.prompt import KEY, BoundedTemplate, chat_template, prompt_ids
-from luce.threads import BESIDE, Pool
+from luce.threads import BESIDE
 
 T = TypeVar("T")
 MAX_DEFAULT_CTX = 32768
-LONG = 1 << 20  # A prompt of more letters is read beside others.
 COUNTED = 4  # A prompt's tokens are counted up to so many contexts.
 GPU_CHUNK, CPU_CHUNK = 1024, 256  # A step has so many prompt tokens.
 # Qwen recommends these for precise tasks.
@@ -55,11 +56,21 @@ class Settings:
 class Served:
     """This is a model that is loaded: its files, engine, thread and cache. What happens to its requests is
     put in the thread of `loop`. A context that nobody asked for may `shrink` to fit the free memory; else
-    OutOfMemory is raised. Raises what opening them raises."""
+    OutOfMemory is raised. Where `cancelled` says so, loading ends and Cancelled is raised. Raises what opening
+    them raises.
+
+    `users` counts the requests that are prepared for it: it is not unloaded meanwhile, nor while its scheduler
+    has any. `failed` is what its device reported last, "" while it works."""
 
     def __init__(
-        self, path: Path, settings: Settings, loop: asyncio.AbstractEventLoop, shrink: bool = True
+        self,
+        path: Path,
+        settings: Settings,
+        loop: asyncio.AbstractEventLoop,
+        shrink: bool = True,
+        cancelled: Callable[[], bool] = lambda: False,
     ):
+        self.users, self.failed = 0, ""
         with ExitStack() as opened:
             files = opened.enter_context(
                 Files(path, settings.head, settings.options.device, settings.drafter)
@@ -69,15 +80,21 @@ class Served:
             options = _with_defaults(files, settings.options, shrink)
             # Files have to fit the next server too, whose steps may measure otherwise.
             keep = settings.cache_dir is not None
-            self.engine = opened.enter_context(Engine.open(files, options, keep_drafters=keep))
+            self.engine = opened.enter_context(
+                Engine.open(files, options, lambda _: cancelled(), keep_drafters=keep)
+            )
+            if cancelled():
+                raise Cancelled("loading was cancelled")
             self.info, self.tokenizer, self.facts = self.engine.info, files.tokenizer, files.facts
-            self.template: BoundedTemplate | None = None
+            self.lanes = (Lane("luce-prompts", SHORT), *LARGE)
+            self.lanes[0].begin()
+            opened.callback(self.lanes[0].close)
             self.template_source = str(files.file.kv[KEY]) if KEY in files.file.kv else ""
-            if KEY in files.file.kv:
+            self._templates = dict[Lane, BoundedTemplate]()  # A process of a template has one prompt at a time.
+            for lane in self.lanes if self.template_source else ():
                 with about(path):
-                    self.template = chat_template(files.file.kv)
-                opened.callback(self.template.close)
-            self.users = 0  # So many requests hold it.
+                    self._templates[lane] = chat_template(files.file.kv)
+                opened.callback(self._templates[lane].close)
             self.grammars = Grammars(self.tokenizer)
             self.cache = None
             if self.info.n_checkpoints:
@@ -95,22 +112,34 @@ class Served:
                 self.engine, self.cache, settings.max_waiting, settings.prefill_share, hand_over
             )
             opened.callback(self.scheduler.close)
-            self._prompts = opened.enter_context(Pool(1, "luce-prompts"))
-            self._prompts.submit(int).result()  # It has its thread: later memory may lack for one.
             self._opened = opened.pop_all()
+
+    @property
+    def template(self) -> BoundedTemplate | None:
+        """Returns the model's chat template, if it has one."""
+        return self._templates.get(self.lanes[0])
+
+    def note(self, last: Event) -> None:
+        """Notes by the last event of a request whether the device works."""
+        if isinstance(last, Finished):
+            self.failed = ""
+        elif isinstance(last, Failed) and isinstance(last.error, DeviceError):
+            self.failed = str(last.error)
 
     async def prompt(self, ask: Ask) -> list[int]:
         """Returns the tokens of a conversation. Raises Refused where there is no template, or it fails."""
-        template = self.template
-        if template is None:
+        if not self._templates:
             raise Refused(400, "the model has no chat template: ask /v1/completions")
-        tools = [] if ask.choice == "none" else [tool.as_template for tool in ask.tools]
+        if len(ask.messages) > COUNTED * self.info.n_ctx:  # Each has a token at least.
+            raise TooLong(len(ask.messages), self.info.n_ctx, at_least=True)
+        lane = fitting(self.lanes, ask.size + MESSAGE * (len(ask.messages) + len(ask.tools)))
 
         def make(most: int) -> list[int]:
+            tools = [] if ask.choice == "none" else [tool.as_template for tool in ask.tools]
             given = ordered(ask.messages), tools or None, most
-            return prompt_ids(template, self.tokenizer, *given, **ask.variables)
+            return prompt_ids(self._templates[lane], self.tokenizer, *given, **ask.variables)
 
-        return await self._counted(make, sum(len(message["content"]) for message in ask.messages))
+        return await self._counted(make, lane)
 
     async def raw_prompt(self, text: str) -> list[int]:
         """Returns the tokens of a prompt that is plain text."""
@@ -118,26 +147,34 @@ class Served:
         def make(most: int) -> list[int]:
             return self.tokenizer.encode(text, special=False, add_bos=True, most=most)
 
-        return await self._counted(make, len(text))
+        return await self._counted(make, fitting(self.lanes, len(text)))
 
-    async def _counted(self, make: Callable[[int], list[int]], letters: int) -> list[int]:
-        """Returns the tokens of a prompt of so many letters. Raises TooLong where it has COUNTED times as
-        many as the context: it is not read to its end."""
+    async def _counted(self, make: Callable[[int], list[int]], lane: Lane) -> list[int]:
+        """Returns the tokens of a prompt. Raises TooLong where it has COUNTED times as many as the context: it
+        is not read to its end."""
         most = COUNTED * self.info.n_ctx
-        tokens = await self.in_thread(lambda: make(most), beside=letters > LONG)
+        tokens = await self._in(lane, lambda: make(most))
         if len(tokens) > most:
             raise TooLong(len(tokens), self.info.n_ctx, at_least=True)
         return tokens
 
-    async def in_thread(self, make: Callable[[], T], beside: bool = False) -> T:
-        """Runs what takes a while in a thread, one call at a time, or `beside` the others. Raises Refused
-        where it failed."""
+    async def in_thread(self, make: Callable[[], T], cost: float = 0) -> T:
+        """Runs what takes a while in a thread, and what costs so much beside what costs less (see lanes.py).
+        Raises Refused where it failed."""
+        return await self._in(fitting(self.lanes, cost), make)
+
+    async def compiled(self, make: Callable[[], T], cost: float) -> T:
+        """Runs what compiles a grammar, beside all else. Raises as in_thread does."""
+        return await self._in(fitting(GRAMMARS, cost), make)
+
+    async def _in(self, lane: Lane, make: Callable[[], T]) -> T:
+        self.users += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(BESIDE if beside else self._prompts, make)
-        except (OutOfMemory, MemoryError) as error:
-            raise Refused(503, str(error) or "out of memory", "busy", retry_after=5) from error
+            return await lane.run(make)
         except LuceError as error:
             raise Refused(400, str(error)) from error
+        finally:
+            self.users -= 1
 
     def close(self) -> None:
         """Ends what runs, then frees everything."""
@@ -216,13 +253,22 @@ async def closing(close: Callable[[], None]) -> None:
         await work
 
 
-@dataclass
+@dataclass(eq=False)
 class Slot:
-    """This is a model by its name, loaded or not. `used` is the time of day when it was asked last."""
+    """This is a model by its name, loaded or not. `used` is the time of day when it was asked last, and
+    `loading` loads it at present."""
 
     path: Path
     served: Served | None = None
     used: float = 0.0
+    loading: asyncio.Task[None] | None = None
+
+    @property
+    def state(self) -> str:
+        """Returns "unloaded", "loading", "ready", or "failed" where its device has."""
+        if self.served is not None:
+            return "failed" if self.served.failed else "ready"
+        return "unloaded" if self.loading is None else "loading"
 
 
 class Models:
@@ -231,7 +277,19 @@ class Models:
     def __init__(self, paths: Mapping[str, Path], settings: Settings):
         self.slots = {name: Slot(path) for name, path in paths.items()}
         self._settings = settings
-        self._loading = asyncio.Lock()
+        self._turn = asyncio.Lock()  # One model is loaded at a time.
+        self.draining = self._stopping = False
+
+    @property
+    def state(self) -> str:
+        """Returns "draining" where no more requests are taken, "failed" where a model's device has failed,
+        "loading" where a model is loaded and no other is there, or else "ready"."""
+        states = {slot.state for slot in self.slots.values()}
+        if self.draining:
+            return "draining"
+        if "failed" in states:
+            return "failed"
+        return "loading" if "loading" in states and "ready" not in states else "ready"
 
     def name_of(self, asked: str) -> str:
         """Returns the name that a request means. Raises Refused where it means none."""
@@ -249,13 +307,13 @@ class Models:
 
     async def get(self, asked: str) -> Served:
         """Returns the model of a request, loaded. Raises Refused where there is none of that name, or it
-        cannot be loaded now."""
+        cannot be loaded now. Who waits for it may be cancelled: it is loaded for the others all the same."""
         slot = self.slots[self.name_of(asked)]
         slot.used = time.time()
-        if slot.served is None:
-            async with self._loading:
-                if slot.served is None:
-                    slot.served = await self._load(slot)
+        while slot.served is None:
+            if slot.loading is None:
+                slot.loading = asyncio.ensure_future(self._load(slot))
+            await asyncio.shield(slot.loading)
         return slot.served
 
     def _idle(self) -> list[Slot]:
@@ -263,15 +321,24 @@ class Models:
         loaded = ((slot, slot.served) for slot in self.slots.values() if slot.served)
         return [slot for slot, served in loaded if not served.users and served.scheduler.idle]
 
-    async def _load(self, slot: Slot) -> Served:
+    async def _load(self, slot: Slot) -> None:
+        try:
+            async with self._turn:
+                slot.served = await self._loaded(slot)
+        finally:
+            slot.loading = None
+
+    async def _loaded(self, slot: Slot) -> Served:
         """Loads a model. As long as memory lacks, it unloads others, those that were used longest ago first:
         before it makes do with a shorter context than it would have alone."""
         loop = asyncio.get_running_loop()
         while True:
+            if self._stopping:
+                raise stopping()
             idle = self._idle()
             try:
                 return await loop.run_in_executor(
-                    BESIDE, Served, slot.path, self._settings, loop, not idle
+                    BESIDE, Served, slot.path, self._settings, loop, not idle, lambda: self._stopping
                 )
             except OutOfMemory as error:
                 idle = self._idle()
@@ -281,18 +348,32 @@ class Models:
                 served, oldest.served = oldest.served, None
                 assert served is not None
                 await closing(served.close)
+            except Cancelled as error:
+                raise stopping() from error
             except LuceError as error:
                 raise Refused(500, str(error), "failed") from error
 
     def stop(self) -> None:
-        """Ends what runs, soon. It may be called from a signal handler."""
+        """Ends what runs and what is loaded, soon. It may be called from a signal handler."""
+        self._stopping = self.draining = True
         for slot in self.slots.values():
             if slot.served is not None:
                 slot.served.scheduler.stop()
 
-    def close(self) -> None:
-        """Unloads all models."""
+    async def close(self) -> None:
+        """Unloads all models, also those that are being loaded."""
+        self.stop()
+        loading = [slot.loading for slot in self.slots.values() if slot.loading is not None]
+        await asyncio.gather(*loading, return_exceptions=True)
+        await closing(self._unload)
+
+    def _unload(self) -> None:
         for slot in self.slots.values():
             served, slot.served = slot.served, None
             if served is not None:
                 served.close()
+
+
+def stopping() -> Refused:
+    """Returns the refusal of a request that comes while the server ends."""
+    return Refused(503, "the server is shutting down", "busy", retry_after=5)

@@ -1,12 +1,12 @@
-"""Says what the server tells of itself: metrics for Prometheus, and a line for each request."""
+"""Says what the server tells of itself: metrics for Prometheus, and what its log says of answers."""
 
 from __future__ import annotations
 
-import json
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from luce.server.log import Log, noted
 
 if TYPE_CHECKING:
     from luce.server.answer import Answer
@@ -17,11 +17,10 @@ _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
 class Watch:
-    """Counts what happens. `log` is "text" or "json", for a line on stderr for each request, or "" for none.
-    """
+    """Counts what happens. `form` is that of the log on stderr."""
 
-    def __init__(self, log: str = "text"):
-        self._log = log
+    def __init__(self, form: str = "text"):
+        self.log = Log(form)
         self.registry = registry = CollectorRegistry()
 
         def counter(name: str, what: str, *labels: str) -> Counter:
@@ -73,7 +72,7 @@ class Watch:
             self._between.observe(seconds / n)
 
     def ended(self, answer: Answer, reason: str, seconds: float, first: float | None) -> None:
-        """Counts a request that is over, and writes its line."""
+        """Counts an answer that is over, and tells of it in its request's line."""
         usage, finished = answer.usage, answer.finished
         stats = finished.stats if finished else None
         self._requests.labels(reason if len(reason) < 20 else "failed").inc()
@@ -83,29 +82,20 @@ class Watch:
         if stats:
             self._drafted.inc(stats.drafted)
             self._accepted.inc(stats.accepted)
-        if self._log:
-            fields = {
-                "model": answer.ask.model,
-                "prompt": usage.prompt,
-                "cached": usage.cached,
-                "prefill_s": stats.prefill_s if stats else None,
-                "generated": usage.completion,
-                "tok_per_s": stats.tok_per_s if stats else None,
-                "accepted_length": stats.mean_accepted_length if stats else None,
-                "first_token_s": first,
-                "seconds": seconds,
-                "reason": reason,
-            }
-            self._write(fields)
-
-    def _write(self, fields: dict[str, Any]) -> None:
-        rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in fields.items()}
-        if self._log == "json":
-            line = json.dumps(rounded)
-        else:
-            known = {k: v for k, v in rounded.items() if v is not None}
-            line = " ".join(f"{k}={json.dumps(v) if isinstance(v, str) else v}" for k, v in known.items())
-        print(line, file=sys.stderr, flush=True)
+        if record := noted():
+            record.add(
+                {
+                    "model": answer.ask.model,
+                    "prompt": usage.prompt,
+                    "cached": usage.cached,
+                    "prefill_s": stats.prefill_s if stats else None,
+                    "generated": usage.completion,
+                    "tok_per_s": stats.tok_per_s if stats else None,
+                    "accepted_length": stats.mean_accepted_length if stats else None,
+                    "first_token_s": first,
+                    "reason": reason,
+                }
+            )
 
     def scrape(self, models: Models) -> bytes:
         """Returns all metrics as Prometheus reads them."""

@@ -7,6 +7,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from threading import Lock
 from typing import Any, Protocol
 
 from luce.errors import ArgumentError, UnsupportedError
@@ -64,6 +65,7 @@ class Grammars:
             raise UnsupportedError("grammars need the package llguidance", concerns="grammar") from error
         self._llguidance, self._tokenizer = llguidance, tokenizer
         self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._lock = Lock()  # Several threads may compile.
 
     @cached_property
     def _tokens(self) -> Any:
@@ -99,16 +101,17 @@ class Grammars:
     def _walks(self, grammar: str) -> Callable[[], Matcher]:
         tokens = self._tokens
         require(WALKING_ROOM, "a grammar")
-        if grammar not in self._compiled:
+        matcher = self._compiled.get(grammar)
+        if matcher is None:
             matcher = self._llguidance.LLMatcher(tokens, grammar, log_level=0)
             if matcher.is_error():
                 raise ArgumentError(f"the grammar cannot be used: {_why(matcher)}")
+        with self._lock:
             self._compiled[grammar] = matcher
-        self._compiled.move_to_end(grammar)
-        while len(self._compiled) > KEPT:
-            self._compiled.popitem(last=False)
-        first = self._compiled[grammar]
-        return lambda: _Walk(first.deep_copy())
+            self._compiled.move_to_end(grammar)
+            while len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+        return lambda: _Walk(matcher.deep_copy())
 
 
 def _why(matcher: Any) -> str:

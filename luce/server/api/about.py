@@ -14,11 +14,18 @@ from starlette.routing import Route
 import luce
 from luce.server.api.openai import ChatBody, chat_ask
 from luce.server.ask import Refused
-from luce.server.body import read, reply
+from luce.server.body import asked, read, reply
 from luce.server.models import Slot
 
 if TYPE_CHECKING:
     from luce.server.app import Server
+
+
+STATES = {
+    "loading": "the model is being loaded: requests wait for it",
+    "draining": "the server is shutting down",
+    "failed": "the device of a model has failed",
+}
 
 
 class TokenizeBody(msgspec.Struct):
@@ -44,6 +51,7 @@ def model_of(name: str, slot: Slot, created: int) -> dict[str, Any]:
         "created": created,
         "owned_by": "luce",
         "loaded": served is not None,
+        "state": slot.state,
         "last_used_ms": int(slot.used * 1000) or None,
     }
     if served is not None:
@@ -72,7 +80,13 @@ async def one_model(server: Server, request: Request) -> Response:
 
 
 async def health(server: Server, request: Request) -> Response:
-    return reply({"status": "ok"})
+    """Says how the server is: 200 and "ok" where it answers, else 503 and "loading", "draining" or "failed"."""
+    state = server.models.state
+    if state == "ready":  # llama.cpp's clients look for this word.
+        return reply({"status": "ok", "state": state})
+    retry = {} if state == "failed" else {"Retry-After": "5"}
+    error = {"code": 503, "message": STATES[state], "type": "unavailable_error"}
+    return reply({"status": state, "state": state, "error": error}, 503, retry)
 
 
 async def metrics(server: Server, request: Request) -> Response:
@@ -101,23 +115,36 @@ async def tokenize(server: Server, request: Request) -> Response:
     if text is None:
         raise Refused(400, "content is missing", param="content")
     served, bos = await server.models.get(body.model), body.add_special
-    tokens = await served.in_thread(lambda: served.tokenizer.encode(text, special=False, add_bos=bos), True)
-    return reply({"tokens": tokens, "count": len(tokens)})
+
+    def make() -> Response:
+        tokens = served.tokenizer.encode(text, special=False, add_bos=bos)
+        return reply({"tokens": tokens, "count": len(tokens)})
+
+    return await served.in_thread(make, len(text))
 
 
 async def detokenize(server: Server, request: Request) -> Response:
     body = await read(request, DetokenizeBody)
-    tokenizer = (await server.models.get(body.model)).tokenizer
-    if any(not 0 <= token < tokenizer.n_vocab for token in body.tokens):
-        raise Refused(400, f"a token is none of {tokenizer.n_vocab}", param="tokens")
-    return reply({"content": tokenizer.decode(body.tokens, special=True)})
+    served = await server.models.get(body.model)
+    tokens, n_vocab = body.tokens, served.tokenizer.n_vocab
+    if tokens and not 0 <= min(tokens) <= max(tokens) < n_vocab:
+        raise Refused(400, f"a token is none of {n_vocab}", param="tokens")
+
+    def make() -> Response:
+        return reply({"content": served.tokenizer.decode(tokens, special=True)})
+
+    return await served.in_thread(make, 8 * len(tokens))
 
 
 async def apply_template(server: Server, request: Request) -> Response:
-    ask = chat_ask(await read(request, ChatBody))
+    _, ask = await asked(request, ChatBody, chat_ask)
     served = await server.models.get(ask.model)
     tokens = await served.prompt(ask)
-    return reply({"prompt": served.tokenizer.decode(tokens, special=True), "tokens": tokens})
+
+    def make() -> Response:
+        return reply({"prompt": served.tokenizer.decode(tokens, special=True), "tokens": tokens})
+
+    return await served.in_thread(make, ask.size)
 
 
 def routes(server: Server, routed: Callable[..., Route]) -> list[Route]:

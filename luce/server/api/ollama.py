@@ -14,7 +14,7 @@ from starlette.responses import Response
 from luce.server.answer import Answer, Whole
 from luce.server.api.openai import Form, length_of, penalties_of, stops_of, tools_of, within
 from luce.server.ask import Ask, Message, Refused, call_of, refuse, thinking
-from luce.server.body import read, reply
+from luce.server.body import asked, read, reply
 from luce.server.models import Slot
 from luce.text.pieces import Arguments, Call, CallBegin, CallEnd, Piece, Reasoning, Text
 
@@ -211,17 +211,17 @@ def _now() -> str:
 
 
 async def chat(server: Server, request: Request) -> Response:
-    body = await read(request, ChatBody)
+    body, ask = await asked(request, ChatBody, chat_ask)
     if not body.messages:
         return await _only_load(server, body, {"message": {"role": "assistant", "content": ""}})
-    return await server.answer(request, chat_ask(body), lambda a: LinesForm(a, chat=True), error_body)
+    return await server.answer(request, ask, lambda a: LinesForm(a, chat=True), error_body)
 
 
 async def generate(server: Server, request: Request) -> Response:
-    body = await read(request, GenerateBody)
+    body, ask = await asked(request, GenerateBody, generate_ask)
     if not body.prompt:
         return await _only_load(server, body, {"response": ""})
-    return await server.answer(request, generate_ask(body), lambda a: LinesForm(a, chat=False), error_body)
+    return await server.answer(request, ask, lambda a: LinesForm(a, chat=False), error_body)
 
 
 async def _only_load(server: Server, body: Asked, empty: dict[str, Any]) -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import msgspec
@@ -386,7 +387,7 @@ class CompletionForm(Form):
             "tokens": texts,
             "token_logprobs": [found.logprob for _, found in said],
             "top_logprobs": [{text_of([t], special=True): p for t, p in found.top} for _, found in said],
-            "text_offset": [begin + sum(map(len, texts[:at])) for at in range(len(texts))],
+            "text_offset": list(accumulate(map(len, texts[:-1]), initial=begin)),
         }
 
     def _object(self, text: str, reason: str | None, **more: Any) -> dict[str, Any]:
