@@ -22,6 +22,8 @@ from luce.server.api import about, anthropic, ollama, openai, responses
 from luce.server.ask import Ask, Refused
 from luce.server.body import read, reply
 from luce.server.models import Models, closing
+from luce.server.stored import Stored
+from luce.server.unrouted import handlers, without_version
 from luce.server.watch import Watch
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -56,7 +58,7 @@ class Server:
     """This is what the routes share."""
 
     def __init__(self, models: Models, watch: Watch):
-        self.models, self.watch = models, watch
+        self.models, self.watch, self.stored = models, watch, Stored()
         self.started = int(time.time())
 
     async def answer(
@@ -143,6 +145,13 @@ def refusal(refused: Refused, error_body: ErrorBody) -> Response:
     return reply(error_body(refused), refused.status, headers)
 
 
+def error_body_of(path: str) -> ErrorBody:
+    """Returns the form in which the API of a path has its errors."""
+    if path.removeprefix("/v1").startswith("/messages"):
+        return anthropic.error_body
+    return ollama.error_body if path.startswith("/api/") else openai.error_body
+
+
 Handler = Callable[[Server, Request], Awaitable[Response]]
 
 
@@ -188,12 +197,6 @@ async def completions(server: Server, request: Request) -> Response:
     )
 
 
-async def make_response(server: Server, request: Request) -> Response:
-    body = await read(request, responses.ResponsesBody)
-    ask = responses.responses_ask(body)
-    return await server.answer(request, ask, lambda a: responses.ResponsesForm(a, body), openai.error_body)
-
-
 # ---- Anthropic's
 
 
@@ -218,11 +221,7 @@ class Guarded:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (refused := self._refused(scope)):
-            body = openai.error_body(refused)
-            if scope["path"].startswith("/v1/messages"):
-                body = anthropic.error_body(refused)
-            elif scope["path"].startswith("/api/"):
-                body = ollama.error_body(refused)
+            body = error_body_of(scope["path"])(refused)
             await reply(body, refused.status)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
@@ -265,7 +264,6 @@ def make_app(models: Models, watch: Watch, access: Access) -> ASGIApp:
     routes = [
         routed(server, "/v1/chat/completions", chat_completions, ["POST"]),
         routed(server, "/v1/completions", completions, ["POST"]),
-        routed(server, "/v1/responses", make_response, ["POST"]),
         routed(server, "/v1/messages", messages, ["POST"], anthropic.error_body),
         routed(server, "/v1/messages/count_tokens", count_tokens, ["POST"], anthropic.error_body),
         routed(server, "/api/chat", ollama.chat, ["POST"], ollama.error_body),
@@ -275,6 +273,9 @@ def make_app(models: Models, watch: Watch, access: Access) -> ASGIApp:
         routed(server, "/api/ps", ollama.ps, ["GET"], ollama.error_body),
         routed(server, "/", ollama.alive, ["GET"], ollama.error_body),
         routed(server, "/api/version", ollama.version, ["GET"], ollama.error_body),
+        *responses.routes(server, routed),
         *about.routes(server, routed),
     ]
-    return Guarded(Starlette(routes=routes, lifespan=lifespan), access)
+    missing = handlers(routes, lambda path, refused: refusal(refused, error_body_of(path)))
+    routed_all = [*routes, *without_version(routes)]
+    return Guarded(Starlette(routes=routed_all, lifespan=lifespan, exception_handlers=missing), access)
