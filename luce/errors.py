@@ -73,6 +73,10 @@ class DeviceError(LuceError):
     code = 9
 
 
+class TemplateFailed(LuceError):
+    """A chat template refuses these messages, or fails at them; it may take others."""
+
+
 class OutputError(LuceError):
     """What was to be printed cannot be written; nothing that follows could be."""
 

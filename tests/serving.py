@@ -11,8 +11,8 @@ from unittest import mock
 import httpx
 
 from luce.planning.plan import Options
-from luce.server.answer import Answer
 from luce.server.access import LOOPBACK, Access
+from luce.server.answer import Answer
 from luce.server.app import make_app
 from luce.server.listener import Listener
 from luce.server.models import Models, Settings

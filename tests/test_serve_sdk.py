@@ -266,7 +266,15 @@ def test_ollamas_lines(server):
     lines = [json.loads(line) for line in response.text.splitlines()]
     assert "".join(line["message"]["content"] for line in lines) == "I look."
     (calls,) = [line["message"]["tool_calls"] for line in lines if "tool_calls" in line["message"]]
-    assert calls == [{"function": {"name": "read", "arguments": ARGUMENTS}}]
+    (call,) = calls
+    assert call["id"] and call["function"] == {"index": 0, "name": "read", "arguments": ARGUMENTS}
+    body["messages"] = say("twice")
+    text = server.http.post("/api/chat", json=body, headers=headers).text
+    calls = [call for line in text.splitlines() for call in json.loads(line)["message"].get("tool_calls", ())]
+    whole = server.http.post("/api/chat", json=body | {"stream": False}, headers=headers).json()
+    for told in (calls, whole["message"]["tool_calls"]):
+        assert [call["function"]["index"] for call in told] == [0, 1]
+        assert len({call["id"] for call in told}) == 2
     assert lines[-1]["done"] and lines[-1]["eval_count"] > 0
     body = {"model": "scripted", "prompt": "SAY hello", "stream": False, "options": options}
     found = server.http.post("/api/generate", json=body, headers=headers).json()

@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2.ext import loopcontrols
+from jinja2 import meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from luce.errors import LuceError
+from luce.errors import LuceError, TemplateFailed
 
 KEY = "tokenizer.chat_template"
 
 
 class ChatTemplate:
-    """This is a Jinja template in the environment that transformers gives it: sandboxed, trim_blocks,
-    lstrip_blocks, break and continue, raise_exception, strftime_now, tojson without HTML escapes."""
+    """Jinja template in the environment that transformers gives it: sandboxed, trim_blocks, lstrip_blocks,
+    break and continue, {% generation %}, raise_exception, strftime_now, tojson without HTML escapes."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None):
         """Parses a template. `special_tokens` are variables such as bos_token and eos_token. Raises LuceError
         where it is malformed."""
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self._special_tokens = dict(special_tokens or {})
+        self._environment, self.source = environment, source
         try:
             self._template = environment.from_string(source)
         except Exception as error:
@@ -45,8 +48,8 @@ class ChatTemplate:
         **variables: Any,
     ) -> str:
         """Returns the prompt of `messages` ({"role", "content"}, ...). `variables` are the template's own,
-        such as enable_thinking; None leaves one to the template. LuceError says what the template refuses or
-        fails at."""
+        such as enable_thinking; None leaves one to the template. TemplateFailed says what the template
+        refuses or fails at."""
         given = {name: value for name, value in variables.items() if value is not None}
         given |= {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
@@ -54,7 +57,28 @@ class ChatTemplate:
         except MemoryError:
             raise
         except Exception as error:  # A template runs any expression, so it raises anything.
-            raise LuceError(f"{KEY} failed: {_one_line(error)}") from error
+            raise TemplateFailed(f"{KEY} failed: {_one_line(error)}") from error
+
+    def mentions(self) -> frozenset[str]:
+        """Returns the names of the variables that it reads, and the single words that it has as texts."""
+        syntax = self._environment.parse(self.source)
+        texts = [each.value for each in syntax.find_all(nodes.Const) if isinstance(each.value, str)]
+        read = meta.find_undeclared_variables(syntax)  # It folds what is constant.
+        return frozenset(read) | {text for text in texts if text.isidentifier()}
+
+
+class Generation(Extension):
+    """Tag {% generation %}, with which trainers mark what the assistant says: its body, as it is."""
+
+    tags = {"generation"}  # noqa: RUF012  Jinja reads it so.
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_said"), [], [], body).set_lineno(line)
+
+    def _said(self, caller: Callable[[], str]) -> str:
+        return caller()
 
 
 def _to_json(

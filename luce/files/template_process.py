@@ -1,7 +1,8 @@
 """Runs a chat template in a process of its own, since it may be of any file and may ask for endless time and
 memory.
 
-A request is a line of JSON on stdin. The answer is one on stdout: {"text"} or {"error"}.
+A request is a line of JSON on stdin. The answer is one on stdout: {"text"}, {"mentions"}, {"failed"} where
+the template refuses the messages, or {"error"}.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from luce.errors import LuceError
+from luce.errors import LuceError, TemplateFailed
 
 CPU_SECONDS = 5  # One prompt may take so many.
 WALL_SECONDS = 60.0  # One prompt may take so many, on a machine that has other things to do.
@@ -43,17 +44,26 @@ class Renderer:
         self._lock = threading.Lock()
 
     def render(self, **variables: Any) -> str:
-        """Renders as ChatTemplate.render does. LuceError says what the template fails at, or that it takes
-        too much."""
+        """Renders as ChatTemplate.render does. TemplateFailed says what the template fails at; LuceError,
+        that it takes too much or is malformed."""
+        return str(self._answer(variables=variables)["text"])
+
+    def mentions(self) -> frozenset[str]:
+        """Returns what ChatTemplate.mentions does. Raises as render does."""
+        return frozenset(self._answer()["mentions"])
+
+    def _answer(self, **request: Any) -> dict[str, Any]:
         with self._lock:
             try:
-                answer = self._ask(self._template | {"variables": variables, "seconds": CPU_SECONDS})
+                answer = self._ask(self._template | {"seconds": CPU_SECONDS} | request)
             except BaseException:
                 self.close()
                 raise
+        if "failed" in answer:
+            raise TemplateFailed(answer["failed"])
         if "error" in answer:
             raise LuceError(answer["error"])
-        return str(answer["text"])
+        return answer
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         process = self._process = self._process or _start()
@@ -112,10 +122,15 @@ def answer_requests() -> None:
         request = json.loads(line)
         used = int(time.process_time()) + 1
         resource.setrlimit(resource.RLIMIT_CPU, (used + request["seconds"], resource.RLIM_INFINITY))
-        answer: dict[str, str] = {}
+        answer: dict[str, Any] = {}
         try:
             template = ChatTemplate(request["source"], request["special_tokens"])
-            answer["text"] = template.render(**request["variables"])
+            if "variables" in request:
+                answer["text"] = template.render(**request["variables"])
+            else:
+                answer["mentions"] = sorted(template.mentions())
+        except TemplateFailed as error:
+            answer["failed"] = str(error)
         except LuceError as error:
             answer["error"] = str(error)
         except MemoryError:

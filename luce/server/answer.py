@@ -24,6 +24,7 @@ from luce.text.forced import END_CALL
 from luce.text.grammar import Matcher
 from luce.text.parser import END_THINK, THINK, Parser
 from luce.text.pieces import Arguments, Call, CallBegin, CallEnd, Piece, Reasoning, Text, in_parts, joined
+from luce.text.thinking import said_of
 from luce.text.thoughts import Budget
 
 KEEP_ALIVE = 15.0  # After so many seconds without a piece, a stream says that it lives.
@@ -150,6 +151,8 @@ class Answer:
         tail = self.model.tokenizer.decode(ids[-8:], special=True).rstrip()
         schemas = {} if ask.choice == "none" else {tool.name: tool.parameters for tool in ask.tools}
         reasoning = tail.endswith(THINK) and not tail.endswith(END_THINK)
+        if ask.continues:  # A thought goes on that may end in any letter.
+            reasoning = said_of(ask.messages[-1])[1] is None
         self._parser = Parser(schemas, reasoning, self._held_to_calls())
         return ids
 

@@ -24,6 +24,8 @@ from luce.server.body import asked, reply
 from luce.server.lanes import TOKEN, beside
 from luce.server.log import Logged, noted
 from luce.server.models import Models, stopping
+from luce.server.stored import Stored
+from luce.server.unrouted import handlers, without_version
 from luce.server.watch import Watch
 
 __all__ = ["LOOPBACK", "Access", "make_app"]
@@ -48,7 +50,7 @@ class Server:
     """This is what the routes share."""
 
     def __init__(self, models: Models, watch: Watch):
-        self.models, self.watch = models, watch
+        self.models, self.watch, self.stored = models, watch, Stored()
         self.started = int(time.time())
 
     async def answer(
@@ -161,7 +163,7 @@ def refusal(refused: Refused, error_body: ErrorBody) -> Response:
 
 def error_body_of(path: str) -> ErrorBody:
     """Returns the form in which the API of a path has its errors."""
-    if path.startswith("/v1/messages"):
+    if path.removeprefix("/v1").startswith("/messages"):
         return anthropic.error_body
     return ollama.error_body if path.startswith("/api/") else openai.error_body
 
@@ -209,11 +211,6 @@ async def completions(server: Server, request: Request) -> Response:
     return await server.answer(
         request, ask, lambda a: openai.CompletionForm(a, usage, before), openai.error_body
     )
-
-
-async def make_response(server: Server, request: Request) -> Response:
-    body, ask = await asked(request, responses.ResponsesBody, responses.responses_ask)
-    return await server.answer(request, ask, lambda a: responses.ResponsesForm(a, body), openai.error_body)
 
 
 # ---- Anthropic's
@@ -270,7 +267,6 @@ def make_app(models: Models, watch: Watch, access: Access) -> ASGIApp:
     routes = [
         routed(server, "/v1/chat/completions", chat_completions, ["POST"]),
         routed(server, "/v1/completions", completions, ["POST"]),
-        routed(server, "/v1/responses", make_response, ["POST"]),
         routed(server, "/v1/messages", messages, ["POST"], anthropic.error_body),
         routed(server, "/v1/messages/count_tokens", count_tokens, ["POST"], anthropic.error_body),
         routed(server, "/api/chat", ollama.chat, ["POST"], ollama.error_body),
@@ -280,8 +276,11 @@ def make_app(models: Models, watch: Watch, access: Access) -> ASGIApp:
         routed(server, "/api/ps", ollama.ps, ["GET"], ollama.error_body),
         routed(server, "/", root, ["GET"], ollama.error_body),
         routed(server, "/api/version", ollama.version, ["GET"], ollama.error_body),
+        *responses.routes(server, routed),
         *about.routes(server, routed),
     ]
-    app = Draining(Starlette(routes=routes, lifespan=lifespan), models)
+    missing = handlers(routes, lambda path, refused: refusal(refused, error_body_of(path)))
+    routed_all = [*routes, *without_version(routes)]
+    app = Draining(Starlette(routes=routed_all, lifespan=lifespan, exception_handlers=missing), models)
     guarded = Guarded(app, access, lambda path, refused: refusal(refused, error_body_of(path)))
     return Logged(shared(guarded, access), watch.log)

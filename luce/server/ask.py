@@ -9,16 +9,16 @@ from typing import Any
 
 import msgspec
 
+from luce.text.thinking import SCALE
+
 Message = dict[str, Any]
-EFFORTS = {
-    "minimal": "low", "low": "low", "medium": "medium", "high": "xhigh", "xhigh": "xhigh", "max": "xhigh"
-}  # fmt: skip
+EFFORTS = ("none", *SCALE)
 
 
 class Refused(Exception):
     """This is a request that is not answered. `status` is HTTP's. `kind` is "invalid", "too_long",
-    "not_found", "busy", "auth", "forbidden", "too_large" or "failed", which each API names in its own way.
-    `param` is the field that is to blame."""
+    "not_found", "no_route", "no_previous", "busy", "auth", "forbidden", "too_large" or "failed", which each
+    API names in its own way. `param` is the field that is to blame."""
 
     def __init__(
         self, status: int, message: str, kind: str = "invalid", param: str | None = None, retry_after: int = 0
@@ -74,11 +74,13 @@ class Ask:
     chat template, each {"role", "content", ...} as templates take them. `variables` are the template's own
     beside these. `sampling` has the fields that were given, by their names in structs.Sampling.
 
-    `choice` of tools is "auto", "none", "required" or the name of one. `schema` is what the text has to be
-    as JSON: {} for any object, None for text. `logprobs` is how many alternatives to list for each token;
-    None lists not even its own. `ignore_eos` is as in plan.Request. `max_tokens` None means until the
-    context is full. Thoughts have at most `budget` tokens before they are ended; None leaves it to the model.
-    `size` is that of its body in bytes, which says about how long its prompt takes to make.
+    `choice` of tools is "auto", "none", "required" or the name of one. `schema` is what the text has to be as
+    JSON: {} for any object, None for text. `logprobs` is how many alternatives to list for each token; None
+    lists not even its own. `ignore_eos` is as in plan.Request. `max_tokens` None means until the context is
+    full. Thoughts have at most `budget` tokens before they are ended; None leaves it to the model. With
+    `continues`, the last message is the assistant's, and the answer goes on behind it. Thinking that is asked
+    for `outright` is on or off whatever the template reads (text/thinking.py). `size` is that of its body in
+    bytes, which says about how long its prompt takes to make.
     """
 
     model: str
@@ -97,25 +99,9 @@ class Ask:
     stream: bool = False
     ignore_eos: bool = False
     budget: int | None = None
+    continues: bool = False
+    outright: bool = True
     size: int = 0
-
-
-def text_of(content: Any, param: str, between: str = "") -> str:
-    """Returns the text of a message's content: a string, or a list of parts, which all have to be text."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    texts = []
-    for part in content if isinstance(content, list) else [content]:
-        kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
-        if kind not in ("text", "input_text", "output_text", "refusal"):
-            raise refuse(f"a part of type {kind!r} is not supported: this model reads text alone", param)
-        text = part.get("text", part.get("refusal", "")) if isinstance(part, Mapping) else ""
-        if not isinstance(text, str):
-            raise refuse("the text of a part is no string", param)
-        texts.append(text)
-    return between.join(texts)
 
 
 def arguments_of(text: Any) -> dict[str, Any]:
@@ -158,13 +144,41 @@ def budget_of(given: Any, param: str) -> int | None:
     return None if given == -1 else given
 
 
+def continued(
+    messages: list[Message], asked: bool | None = None, begin: bool | None = None, whole: bool = False
+) -> tuple[list[Message], bool]:
+    """Returns the messages and whether the answer goes on behind the last one, which it does where that is
+    the assistant's. `asked` says that it has to, or may not; `begin` asks for a new message; a `whole`
+    answer, as JSON or a call, has no beginning elsewhere. An empty last message is dropped. Raises Refused
+    where what is asked for cannot be."""
+    name, last = "continue_final_message", messages[-1] if messages else {}
+    if asked and begin:
+        raise refuse(f"{name} and add_generation_prompt exclude each other", name)
+    if last.get("role") != "assistant":
+        if asked:
+            raise refuse(f"{name}: the last message is not the assistant's", "messages")
+        return messages, False
+    if asked is False or begin or (whole and not asked):
+        return messages, False
+    if last.get("tool_calls"):
+        if asked:
+            said = "the last message has tool calls, and cannot be continued: answer them"
+            raise refuse(said, "messages")
+        return messages, False
+    if whole:
+        said = "an answer that is held to a schema or a call cannot continue the last message"
+        raise refuse(said, "messages")
+    return (messages, True) if last["content"] or last.get("reasoning_content") else (messages[:-1], False)
+
+
 def thinking(effort: str | None, enable: bool | None = None) -> dict[str, Any]:
-    """Returns a template's variables that say how much to think."""
+    """Returns what is asked of thinking, as prompt_ids takes it. An effort turns it on, none and minimal off,
+    unless `enable` says otherwise."""
     found: dict[str, Any] = {}
-    if effort == "none":
-        enable = False
-    elif effort is not None:
+    if effort is not None:
         if not isinstance(effort, str) or effort not in EFFORTS:
-            raise refuse(f"{effort!r} is none of none, {', '.join(EFFORTS)}", "reasoning_effort")
-        found["reasoning_effort"] = EFFORTS[effort]
+            raise refuse(f"{effort!r} is none of {', '.join(EFFORTS)}", "reasoning_effort")
+        off = effort in ("none", "minimal")
+        found = {} if off else {"reasoning_effort": effort}
+        enable = not off if enable is None else enable
     return found if enable is None else found | {"enable_thinking": enable}

@@ -30,6 +30,7 @@ from luce.threads import BESIDE
 
 T = TypeVar("T")
 MAX_DEFAULT_CTX = 32768
+LEAVING = 0.01  # A request that has ended leaves the scheduler within some times so many seconds.
 COUNTED = 4  # A prompt's tokens are counted up to so many contexts.
 GPU_CHUNK, CPU_CHUNK = 1024, 256  # A step has so many prompt tokens.
 # Qwen recommends these for precise tasks.
@@ -136,7 +137,7 @@ class Served:
 
         def make(most: int) -> list[int]:
             tools = [] if ask.choice == "none" else [tool.as_template for tool in ask.tools]
-            given = ordered(ask.messages), tools or None, most
+            given = ordered(ask.messages), tools or None, most, ask.continues, ask.outright
             return prompt_ids(self._templates[lane], self.tokenizer, *given, **ask.variables)
 
         return await self._counted(make, lane)
@@ -295,6 +296,8 @@ class Models:
         """Returns the name that a request means. Raises Refused where it means none."""
         if asked in self.slots:
             return asked
+        if (untagged := asked.removesuffix(":latest")) in self.slots:  # Ollama's clients add it.
+            return untagged
         if len(self.slots) == 1:
             return next(iter(self.slots))
         if asked == "any":
@@ -315,6 +318,18 @@ class Models:
                 slot.loading = asyncio.ensure_future(self._load(slot))
             await asyncio.shield(slot.loading)
         return slot.served
+
+    async def unload(self, asked: str) -> None:
+        """Unloads a model, unless somebody asks it now. What was asked last may still be leaving the
+        scheduler."""
+        slot = self.slots[self.name_of(asked)]
+        async with self._turn:
+            while slot.served is not None and not slot.served.users:
+                if slot not in self._idle():
+                    await asyncio.sleep(LEAVING)
+                    continue
+                served, slot.served = slot.served, None
+                await closing(served.close)
 
     def _idle(self) -> list[Slot]:
         """Returns the models that are loaded and that nobody asks now."""

@@ -5,42 +5,65 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any, Protocol
 
-from luce.errors import FileError, LuceError, UnsupportedError
+from luce.errors import FileError, LuceError, TemplateFailed, UnsupportedError
 from luce.files.probe import fact
 from luce.files.template_process import Renderer
 from luce.files.tokenizer import Tokenizer
+from luce.text import thinking
+from luce.text.conversation import shows, ways
 
 KEY = "tokenizer.chat_template"
 
 
 class Template(Protocol):
-    """Renders messages as a prompt: ChatTemplate does, and so does BoundedTemplate within bounds."""
+    """Renders messages as a prompt: ChatTemplate does, and so does BoundedTemplate within bounds. `source` is
+    its Jinja text."""
+
+    source: str
 
     def render(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> str: ...
 
+    def mentions(self) -> frozenset[str]: ...
+
 
 class BoundedTemplate:
-    """This is a ChatTemplate (template.py) whose time and memory are bounded, since it runs in a process of
-    its own."""
+    """ChatTemplate (template.py) whose time and memory are bounded, since it runs in a process of its own."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None):
+        self.source = source
         self._renderer = Renderer(source, dict(special_tokens or {}))
+        self._mentions: frozenset[str] | None = None
 
     def render(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> str:
         """Renders as ChatTemplate.render does, with its arguments. A malformed template is an error here
         too."""
-        try:
+        with _named():
             return self._renderer.render(messages=messages, **how)
-        except LuceError as error:
-            said = str(error)
-            raise LuceError(said if said.startswith(KEY) else f"{KEY} failed: {said}") from None
+
+    def mentions(self) -> frozenset[str]:
+        """Returns what ChatTemplate.mentions does. Raises as render does."""
+        if self._mentions is None:
+            with _named():
+                self._mentions = self._renderer.mentions()
+        return self._mentions
 
     def close(self) -> None:
         """Ends the process; a later render starts another one."""
         self._renderer.close()
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """An error that is raised within names the key of the template."""
+    try:
+        yield
+    except LuceError as error:
+        said = str(error)
+        raise type(error)(said if said.startswith(KEY) else f"{KEY} failed: {said}") from None
 
 
 def prompt_ids(
@@ -49,15 +72,24 @@ def prompt_ids(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
     most: int | None = None,
+    continues: bool = False,
+    outright: bool = True,
     /,
     **how: Any,
 ) -> list[int]:
     """Returns the prompt's tokens. Control tokens are those that the template spells: what messages, tools
     and `how` (the template's variables) spell stays text. Of many more tokens than `most`, only the first
-    are returned, which are more than `most`."""
+    are returned, which are more than `most`.
+
+    Messages that the template refuses are told in simpler ways (conversation.py); TemplateFailed has its
+    words about the messages as they are where it refuses them all. With `continues`, the prompt ends behind
+    the last message, which is the assistant's: its text, or its thoughts where it has no text.
+
+    enable_thinking and reasoning_effort in `how` are put into the words that the template reads
+    (thinking.py); `outright`, the prompt's end does what it reads no word for."""
     guard = Guard(tokenizer.control, [messages, tools, how])
-    variables = {name: guard.marked(value) for name, value in how.items()}
-    text = template.render(guard.marked(messages), tools=guard.marked(tools), **variables)
+    prompting = _Prompting(template, tokenizer, guard, tools, how, outright)
+    text = prompting.continued(messages) if continues else prompting.begun(messages)
     ids: list[int] = []
     for piece in guard.pieces(text):
         if most is not None and len(ids) > most:
@@ -69,6 +101,91 @@ def prompt_ids(
         else:
             ids.append(token)
     return ids
+
+
+class _Prompting:
+    """Renders prompts of one request, with what `guard` marks in all that users wrote."""
+
+    def __init__(
+        self,
+        template: Template,
+        tokenizer: Tokenizer,
+        guard: Guard,
+        tools: Sequence[Mapping[str, Any]] | None,
+        how: Mapping[str, Any],
+        outright: bool,
+    ):
+        self._template, self._guard, self._tools = template, guard, guard.marked(tools)
+        self._think = how.get("enable_thinking") if outright else None
+        self._ends = how.get("add_generation_prompt") is False
+        spoken = how.get("enable_thinking") is not None or "reasoning_effort" in how
+        variables = thinking.variables(how, template.mentions()) if spoken else how
+        self._variables = {name: guard.marked(value) for name, value in variables.items()}
+        self._knows_thoughts = thinking.BEGIN in template.source or _is_token(tokenizer, thinking.BEGIN)
+
+    def begun(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Returns the prompt that ends where an answer begins."""
+        text = self._rendered(messages)
+        return text if self._ends else self._switched(text, self._think)
+
+    def continued(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Returns the prompt that ends behind the last message. A mark stands for its text in the template,
+        which may strip what it is given, and all that the template has behind it is cut."""
+        *before, last = messages
+        thought, said = thinking.said_of(last)
+        mark, thinks = self._guard.unused, said is None
+        field = "reasoning_content" if thinks else "content"
+        probe = {**last, "reasoning_content": thought, "content": "", field: mark}
+        if not thought and not thinks:
+            del probe["reasoning_content"]
+        written = self._guard.marked(thought if thinks else said)
+        with suppress(TemplateFailed):
+            head, found, _ = self._rendered(
+                [*before, probe], add_generation_prompt=False, continue_final_message=True
+            ).rpartition(mark)
+            if found:
+                return head.replace(mark, written) + written
+        # The template does not show this text: it goes behind the beginning of an answer.
+        opens = thinks or bool(thought and self._knows_thoughts)
+        switches = dict.fromkeys(thinking.SWITCHES, opens)
+        text = self._rendered(before, add_generation_prompt=True, **switches)
+        if not opens:
+            return self._switched(text, think=False) + written
+        closed = "" if thinks else self._guard.marked(thought) + thinking.END
+        return thinking.opened(text) + closed + written
+
+    def _switched(self, text: str, think: bool | None) -> str:
+        switches = think is not None and thinking.switches(self._template.mentions())
+        return thinking.switched(text, think, self._knows_thoughts, switches)
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
+        """Renders the messages in the first way in which the template takes them and leaves nothing out: as
+        they are, then without an effort that it may not know, and with a list of no tools."""
+        refused: TemplateFailed | None = None
+        lossy: str | None = None
+        full = {"tools": self._tools} | self._variables | more
+        calm = {name: value for name, value in full.items() if name not in thinking.EFFORTS}
+        calm["tools"] = self._tools or []
+        for way in ways(messages):
+            marked = self._guard.marked(way)
+            for variables in [full] if refused or lossy is not None else [full, calm]:
+                try:
+                    text = self._template.render(marked, **variables)
+                except TemplateFailed as error:
+                    refused = refused or error
+                    continue
+                if shows(text, marked):
+                    return text
+                lossy = text if lossy is None else lossy
+                break
+        if lossy is not None:
+            return lossy
+        assert refused is not None
+        raise refused
+
+
+def _is_token(tokenizer: Tokenizer, text: str) -> bool:
+    return text in tokenizer.control or len(tokenizer.encode(text, special=False)) == 1
 
 
 class Guard:
@@ -90,6 +207,7 @@ class Guard:
         private = chain(range(0xE000, 0xF900), range(0xF0000, 0x10FFFE))
         free = (chr(code) for code in private if chr(code) not in used)
         self._stand_in = {char: next(free) for char in sorted(set("".join(found)))}
+        self.unused = next(free)  # No text has this character, nor is it a stand-in.
 
     def marked(self, value: Any) -> Any:
         """Returns `value` with stand-ins in all of its strings."""

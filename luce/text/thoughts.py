@@ -9,7 +9,6 @@ import codecs
 import re
 
 from luce.files.tokenizer import Tokenizer
-
 from luce.text.grammar import Matcher
 from luce.text.parser import END_THINK, THINK
 

@@ -75,6 +75,8 @@ async def list_models(server: Server, request: Request) -> Response:
 async def one_model(server: Server, request: Request) -> Response:
     name = request.path_params["name"]
     if name not in server.models.slots:
+        name = name.removesuffix(":latest")
+    if name not in server.models.slots:
         raise Refused(404, f"model {name!r} is not served here", "not_found", "model")
     return reply(model_of(name, server.models.slots[name], server.started))
 

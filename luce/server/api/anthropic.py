@@ -11,13 +11,15 @@ import msgspec
 
 from luce.server.answer import Answer, Whole
 from luce.server.api.openai import Form, stops_of, tool_of, within
-from luce.server.ask import Ask, Message, Refused, Tool, TooLong, budget_of, call_of, refuse, text_of
+from luce.server.ask import Ask, Message, Refused, Tool, TooLong, budget_of, call_of, continued, refuse
 from luce.server.ask import thinking as thinking_of
+from luce.server.content import output_of, require_readable, text_of, thoughts_of
 from luce.text.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text
 
 REASONS = {"stop": "end_turn", "stop_string": "stop_sequence", "length": "max_tokens", "calls": "tool_use"}
 KINDS = {
-    "not_found": "not_found_error", "busy": "overloaded_error", "auth": "authentication_error",
+    "not_found": "not_found_error", "no_route": "not_found_error", "busy": "overloaded_error",
+    "auth": "authentication_error",
     "forbidden": "permission_error", "too_large": "request_too_large", "failed": "api_error",
 }  # fmt: skip
 BILLING = "x-anthropic-billing-header"  # A first system block begins so, with a line that changes.
@@ -52,6 +54,7 @@ def messages_ask(body: MessagesBody) -> Ask:
     messages: list[Message] = []
     if system := _system(body.system):
         messages.append({"role": "system", "content": system})
+    require_readable([(str(each.get("role")), each.get("content")) for each in body.messages], "messages")
     for message in body.messages:
         messages += _messages(message)
     tools = [tool_of(tool, "input_schema") for tool in body.tools or () if "input_schema" in tool]
@@ -62,6 +65,10 @@ def messages_ask(body: MessagesBody) -> Ask:
     budget = budget_of((body.thinking or {}).get("budget_tokens") if enabled else None, "budget_tokens")
     if budget is not None:
         variables["thinking_budget"] = budget
+    schema = _schema(config.get("format") or body.output_format)
+    prefilled = body.messages[-1].get("role") == "assistant"
+    whole = schema is not None or choice not in ("auto", "none")
+    messages, continues = continued(messages, prefilled or None, whole=whole)
     return Ask(
         model=body.model,
         messages=messages,
@@ -73,8 +80,10 @@ def messages_ask(body: MessagesBody) -> Ask:
         stops=stops_of(body.stop_sequences),
         variables=variables,
         budget=budget,
-        schema=_schema(config.get("format") or body.output_format),
+        schema=schema,
         stream=bool(body.stream),
+        continues=continues,
+        outright=body.thinking is not None,
     )
 
 
@@ -92,27 +101,24 @@ def _messages(message: Mapping[str, Any]) -> list[Message]:
     if role not in ("user", "assistant", "system"):
         raise refuse(f"{role!r} is no role", "messages")
     blocks = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
-    texts: list[str] = []
-    thoughts: list[str] = []
+    told: list[Any] = []
     calls: list[dict[str, Any]] = []
     answers: list[Message] = []
     for block in blocks:
         kind = block.get("type") if isinstance(block, Mapping) else None
-        if kind == "thinking":
-            thoughts.append(str(block.get("thinking") or ""))
-        elif kind == "tool_use":
+        if kind == "tool_use":
             calls.append(call_of(str(block.get("name")), block.get("input") or {}, block.get("id")))
         elif kind == "tool_result":
-            text = text_of(block.get("content"), "messages", "\n")
+            text = output_of(block.get("content"), "messages")
             answers.append({"role": "tool", "content": text, "tool_call_id": block.get("tool_use_id")})
         elif kind != "redacted_thinking":
-            texts.append(text_of([block], "messages"))
-    found: Message = {"role": role, "content": "\n".join(texts)}
-    if role == "assistant" and any(thoughts):
-        found["reasoning_content"] = "\n".join(thoughts)
+            told.append(block)
+    found: Message = {"role": role, "content": text_of(told, "messages", "\n")}
+    if role == "assistant" and (thought := thoughts_of(told)):
+        found["reasoning_content"] = thought
     if calls:
         found["tool_calls"] = calls
-    return [*answers, found] if texts or calls or thoughts or not answers else answers
+    return [*answers, found] if told or calls or not answers else answers
 
 
 def _schema(form: Any) -> Mapping[str, Any] | None:

@@ -1,20 +1,27 @@
-"""Has Ollama's API: /api/chat and /api/generate as lines of JSON, and the routes that describe models."""
+"""Ollama's API: /api/chat and /api/generate as lines of JSON, and the routes that describe models."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
+import secrets
 from collections.abc import Iterator
 from datetime import datetime, timezone
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
+from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import Response
 
 from luce.server.answer import Answer, Whole
 from luce.server.api.openai import Form, length_of, penalties_of, stops_of, tools_of, within
-from luce.server.ask import Ask, Message, Refused, call_of, refuse, thinking
+from luce.server.ask import Ask, Message, Refused, call_of, continued, refuse, thinking
 from luce.server.body import asked, read, reply
+from luce.server.content import note_of, require_readable
 from luce.server.models import Slot
 from luce.text.pieces import Arguments, Call, CallBegin, CallEnd, Piece, Reasoning, Text
 
@@ -24,6 +31,9 @@ if TYPE_CHECKING:
 VERSION = "0.12.0"  # This API is that of Ollama of this version: clients ask for at least some.
 REASONS = {"stop": "stop", "stop_string": "stop", "length": "length", "calls": "stop"}
 ROLES = ("system", "user", "assistant", "tool")
+DIGESTED = 1 << 20  # So many first bytes of a file are told by its digest.
+# Go spells times so: "5m", "1h30m".
+DURATION = re.compile(r"-?(?:(?:\d+(?:\.\d*)?|\.\d+)(?:ns|us|\u00b5s|ms|s|m|h))+|-?\d+")
 
 
 class Options(msgspec.Struct, kw_only=True):
@@ -35,7 +45,7 @@ class Options(msgspec.Struct, kw_only=True):
     min_p: float | None = None
     seed: int | float | None = None
     stop: str | list[str] | None = None
-    num_predict: int | None = None
+    num_predict: int | float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repeat_penalty: float | None = None
@@ -51,6 +61,7 @@ class Asked(msgspec.Struct, kw_only=True):
     format: str | dict[str, Any] | None = None
     options: Options | None = None
     think: bool | str | None = None
+    keep_alive: int | float | str | None = None  # 0 unloads the model after the answer; others keep it.
 
 
 class Function(msgspec.Struct):
@@ -60,6 +71,7 @@ class Function(msgspec.Struct):
 
 class FunctionCall(msgspec.Struct):
     function: Function
+    id: str | None = None
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
@@ -67,7 +79,9 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     content: str | None = None
     thinking: str | None = None
     tool_calls: list[FunctionCall] | None = None
-    images: Any = None
+    tool_call_id: str | None = None
+    tool_name: str | None = None
+    images: list[Any] | None = None
 
 
 class ChatBody(Asked, kw_only=True):
@@ -87,12 +101,17 @@ class ShowBody(msgspec.Struct, kw_only=True):
 
 
 def chat_ask(body: ChatBody) -> Ask:
-    tools = tools_of(body.tools)
+    """Returns the request of a body. Raises Refused where it asks for what is not there."""
+    tools, common = tools_of(body.tools), _common(body)
+    turns = [(each.role, [{"type": "image"}] if each.images else each.content) for each in body.messages]
+    require_readable(turns, "messages")
     messages = [_message(message) for message in body.messages]
-    return Ask(messages=messages, tools=tools, **_common(body))
+    messages, continues = continued(messages, whole=common["schema"] is not None)
+    return Ask(messages=messages, tools=tools, continues=continues, **common)
 
 
 def generate_ask(body: GenerateBody) -> Ask:
+    """Returns the request of a body. Raises Refused where it asks for what is not there."""
     if body.raw:
         return Ask(prompt=body.prompt, **_common(body))
     system = [{"role": "system", "content": body.system}] if body.system else []
@@ -102,13 +121,15 @@ def generate_ask(body: GenerateBody) -> Ask:
 def _common(body: Asked) -> dict[str, Any]:
     given = body.options or Options()
     new = given.num_predict
+    if new is not None and not float(new).is_integer():
+        raise refuse(f"num_predict is {new}: it has to be a whole number", "num_predict")
     effort = body.think if isinstance(body.think, str) else None
     if isinstance(body.format, str) and body.format not in ("", "json"):
         raise refuse(f"format {body.format!r} is neither json nor a schema", "format")
     schema = {} if body.format == "json" else body.format or None
     return {
         "model": body.model,
-        "max_tokens": length_of(None if new is not None and new < 0 else new),
+        "max_tokens": length_of(None if new is None or new < 0 else int(new)),
         "sampling": within(temperature=given.temperature, top_p=given.top_p, top_k=given.top_k,
                            min_p=given.min_p, seed=given.seed),
         "penalties": penalties_of(given.presence_penalty, given.frequency_penalty, given.repeat_penalty),
@@ -122,15 +143,28 @@ def _common(body: Asked) -> dict[str, Any]:
 def _message(message: ChatMessage) -> Message:
     if message.role not in ROLES:
         raise refuse(f"{message.role!r} is no role", "messages")
-    if message.images:
-        raise refuse("images are not supported: this model reads text alone", "messages")
-    found: Message = {"role": message.role, "content": message.content or ""}
-    if message.thinking:
+    notes = [note_of("image") for _ in message.images or ()]
+    found: Message = {"role": message.role, "content": "\n".join(filter(None, [message.content, *notes]))}
+    if message.thinking and message.role == "assistant":
         found["reasoning_content"] = message.thinking
     for call in message.tool_calls or ():
         calls = found.setdefault("tool_calls", [])
-        calls.append(call_of(call.function.name, call.function.arguments))
+        calls.append(call_of(call.function.name, call.function.arguments, call.id))
+    if message.tool_call_id:
+        found["tool_call_id"] = message.tool_call_id
+    if message.tool_name and message.role == "tool":
+        found["name"] = message.tool_name
     return found
+
+
+def unloads(body: Asked) -> bool:
+    """Says whether a model is to be unloaded after the answer. Raises Refused where keep_alive is no time."""
+    kept = body.keep_alive
+    if isinstance(kept, str):
+        if not DURATION.fullmatch(kept):
+            raise refuse(f"keep_alive is {kept!r}: it is seconds, or a time such as 5m", "keep_alive")
+        return not re.search("[1-9]", kept)
+    return kept is not None and kept == 0
 
 
 def error_body(refused: Refused) -> dict[str, Any]:
@@ -147,6 +181,7 @@ class LinesForm(Form):
         super().__init__(answer)
         self._chat = chat
         self._call = Call("", "")  # This call is open. The API has no parts of calls.
+        self._calls = 0  # So many were told.
 
     def _object(self, reasoning: str = "", text: str = "", calls: list[Call] | None = None) -> dict[str, Any]:
         head = {"model": self.answer.ask.model, "created_at": _now(), "done": False}
@@ -156,9 +191,13 @@ class LinesForm(Form):
         if reasoning:
             message["thinking"] = reasoning
         if calls:
-            functions = [{"name": call.name, "arguments": json.loads(call.arguments)} for call in calls]
-            message["tool_calls"] = [{"function": function} for function in functions]
+            message["tool_calls"] = [self._told(call) for call in calls]
         return head | {"message": message}
+
+    def _told(self, call: Call) -> dict[str, Any]:
+        function = {"index": self._calls, "name": call.name, "arguments": json.loads(call.arguments)}
+        self._calls += 1
+        return {"id": "call_" + secrets.token_hex(12), "function": function}
 
     def _ended(self) -> dict[str, Any]:
         times, usage = self.answer.timings(), self.answer.usage
@@ -214,20 +253,40 @@ async def chat(server: Server, request: Request) -> Response:
     body, ask = await asked(request, ChatBody, chat_ask)
     if not body.messages:
         return await _only_load(server, body, {"message": {"role": "assistant", "content": ""}})
-    return await server.answer(request, ask, lambda a: LinesForm(a, chat=True), error_body)
+    return await _answered(server, request, body, ask)
 
 
 async def generate(server: Server, request: Request) -> Response:
     body, ask = await asked(request, GenerateBody, generate_ask)
     if not body.prompt:
         return await _only_load(server, body, {"response": ""})
-    return await server.answer(request, ask, lambda a: LinesForm(a, chat=False), error_body)
+    return await _answered(server, request, body, ask)
+
+
+async def _answered(server: Server, request: Request, body: Asked, ask: Ask) -> Response:
+    unload, chats = unloads(body), isinstance(body, ChatBody)
+    response = await server.answer(request, ask, lambda answer: LinesForm(answer, chats), error_body)
+    if unload:
+        response.background = BackgroundTask(server.models.unload, body.model)
+    return response
 
 
 async def _only_load(server: Server, body: Asked, empty: dict[str, Any]) -> Response:
-    await server.models.get(body.model)
-    head = {"model": body.model, "created_at": _now(), "done": True, "done_reason": "load"}
-    return reply(head | empty)
+    """Loads a model, or unloads it, since there is nothing to answer."""
+    if unload := unloads(body):
+        await server.models.unload(body.model)
+    else:
+        await server.models.get(body.model)
+    head = {"model": body.model, "created_at": _now(), "done": True}
+    return reply(head | empty | {"done_reason": "unload" if unload else "load"})
+
+
+@cache
+def _digest(path: Path, size: int, changed: float) -> str:
+    """Returns 64 hex digits that tell files apart: of its size, time and first bytes, since a whole file
+    takes minutes."""
+    with path.open("rb") as file:
+        return hashlib.sha256(f"{size} {changed} ".encode() + file.read(DIGESTED)).hexdigest()
 
 
 def _details(slot: Slot) -> dict[str, Any]:
@@ -247,8 +306,8 @@ def _details(slot: Slot) -> dict[str, Any]:
 def _model(name: str, slot: Slot) -> dict[str, Any]:
     stat = slot.path.stat()
     changed = datetime.fromtimestamp(stat.st_mtime, timezone.utc).isoformat()
-    return {"name": name, "model": name, "modified_at": changed, "size": stat.st_size, "digest": "",
-            "details": _details(slot)}  # fmt: skip
+    return {"name": name, "model": name, "modified_at": changed, "size": stat.st_size,
+            "digest": _digest(slot.path, stat.st_size, stat.st_mtime), "details": _details(slot)}  # fmt: skip
 
 
 async def tags(server: Server, request: Request) -> Response:
@@ -270,6 +329,7 @@ async def show(server: Server, request: Request) -> Response:
     body = await read(request, ShowBody)
     name = server.models.name_of(body.model or body.name)
     served = await server.models.get(name)
+    listed = _model(name, server.models.slots[name])
     facts = served.facts
     info = {
         "general.architecture": facts.architecture,
@@ -285,7 +345,9 @@ async def show(server: Server, request: Request) -> Response:
             "modelfile": "",
             "parameters": "\n".join(f"{name} {value}" for name, value in served.defaults.items()),
             "template": served.template_source,
-            "details": _details(server.models.slots[name]),
+            "details": listed["details"],
+            "digest": listed["digest"],
+            "modified_at": listed["modified_at"],
             "model_info": info,
             "capabilities": able,
         }

@@ -11,13 +11,26 @@ from typing import Any, ClassVar
 import msgspec
 
 from luce.server.answer import Answer, Whole
-from luce.server.ask import Ask, Message, Refused, Tool, budget_of, call_of, refuse, text_of, thinking, typed
+from luce.server.ask import (
+    Ask,
+    Message,
+    Refused,
+    Tool,
+    budget_of,
+    call_of,
+    continued,
+    refuse,
+    thinking,
+    typed,
+)
+from luce.server.content import require_readable, text_of, thoughts_of
 from luce.text.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text
 
 REASONS = {"stop": "stop", "stop_string": "stop", "length": "length", "calls": "tool_calls"}
 KINDS = {"not_found": "not_found_error", "auth": "authentication_error", "forbidden": "permission_error"}
 CODES = {"too_long": "context_length_exceeded", "not_found": "model_not_found", "auth": "invalid_api_key",
-         "busy": "server_busy"}  # fmt: skip
+         "busy": "server_busy", "no_route": "unknown_url",
+         "no_previous": "previous_response_not_found"}  # fmt: skip
 NAME = re.compile(r"[^<>\s]{1,256}")  # Calls spell the names of tools so.
 MAX_STOPS, MAX_STOP = 16, 1024  # A request has at most so many stop strings, and each so many letters.
 
@@ -60,6 +73,9 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     name: str | None = None
+    function_call: dict[str, Any] | None = None  # It is the older form of tool_calls.
+    thinking_blocks: list[Any] | None = None  # LiteLLM keeps Anthropic's thoughts so.
+    prefix: bool | None = None  # DeepSeek and Mistral: the answer goes on behind this last message.
 
 
 class ChatBody(Sampled, kw_only=True):
@@ -76,6 +92,8 @@ class ChatBody(Sampled, kw_only=True):
     thinking_budget: int | None = None
     reasoning_budget_tokens: int | None = None  # llama.cpp calls it so.
     chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     audio: Any = None
     modalities: list[str] | None = None
 
@@ -175,6 +193,13 @@ def tools_of(tools: list[dict[str, Any]] | None) -> list[Tool]:
     return found
 
 
+class Allowed(msgspec.Struct):
+    """Tools that tool_choice lets the model call."""
+
+    mode: str = "auto"
+    tools: list[dict[str, Any]] = []
+
+
 class Parameters(msgspec.Struct):
     """This is what is read of a tool's schema."""
 
@@ -194,19 +219,41 @@ def tool_of(function: dict[str, Any], schema: str = "parameters") -> Tool:
     return Tool(name, parameters, str(function.get("description") or ""), bool(function.get("strict")))
 
 
-def choice_of(choice: str | dict[str, Any] | None, tools: list[Tool]) -> str:
-    """Returns "auto", "none", "required", or the name of a tool."""
+def choice_of(choice: str | dict[str, Any] | None, tools: list[Tool]) -> tuple[str, list[Tool]]:
+    """Returns "auto", "none", "required" or the name of a tool, and the tools that may be called."""
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        return _allowed(choice.get("allowed_tools", choice), tools)
     if isinstance(choice, dict):
         function = choice.get("function")
         name = function.get("name") if isinstance(function, dict) else choice.get("name")
+        if name is None and choice.get("type") not in (None, "function"):
+            raise refuse(f"tool_choice of type {choice['type']!r} is not supported", "tool_choice")
         if name not in [tool.name for tool in tools]:
             raise refuse(f"tool_choice names {name!r}, which is no tool", "tool_choice")
-        return str(name)
+        return str(name), tools
     if choice not in (None, "auto", "none", "required"):
         raise refuse(f"tool_choice {choice!r} is none of auto, none, required, a function", "tool_choice")
     if choice == "required" and not tools:
         raise refuse("tool_choice requires a call, but there are no tools", "tool_choice")
-    return choice or "auto"
+    return choice or "auto", tools
+
+
+def _allowed(choice: Any, tools: list[Tool]) -> tuple[str, list[Tool]]:
+    """Returns what choice_of does for {"mode": "auto" or "required", "tools": [...]}, of which tools that are
+    no functions are left out, as they are elsewhere."""
+    asked = typed(choice, Allowed, "tool_choice")
+    if asked.mode not in ("auto", "required"):
+        raise refuse(f"the mode {asked.mode!r} of tool_choice is neither auto nor required", "tool_choice")
+    names = set()
+    for each in asked.tools:
+        if each.get("type", "function") == "function":
+            function = each.get("function")
+            name = function.get("name") if isinstance(function, dict) else each.get("name")
+            if name not in [tool.name for tool in tools]:
+                raise refuse(f"tool_choice allows {name!r}, which is no tool", "tool_choice")
+            names.add(name)
+    allowed = [tool for tool in tools if tool.name in names]
+    return choice_of(asked.mode if allowed or asked.mode == "required" else "none", allowed)
 
 
 def message_of(message: ChatMessage) -> Message:
@@ -214,14 +261,21 @@ def message_of(message: ChatMessage) -> Message:
     if message.role not in ("system", "developer", "user", "assistant", "tool", "function"):
         raise refuse(f"{message.role!r} is no role", "messages")
     found: Message = {"role": message.role, "content": text_of(message.content, "messages")}
-    if message.role == "function":
+    if message.role in ("tool", "function"):
         found["role"] = "tool"
-    thought = message.reasoning_content or message.reasoning
-    if message.role == "assistant" and thought:
-        found["reasoning_content"] = thought
-    if message.tool_calls:
+        if message.name:
+            found["name"] = message.name
+    if message.role == "assistant":
+        thought = message.reasoning_content or message.reasoning
+        thought = thought or thoughts_of(message.content) or thoughts_of(message.thinking_blocks)
+        if thought:
+            found["reasoning_content"] = thought
+    calls = list(message.tool_calls or ())
+    if message.function_call and not calls:
+        calls = [{"function": message.function_call}]
+    if calls:
         found["tool_calls"] = []
-        for call in message.tool_calls:
+        for call in calls:
             function = call.get("function")
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
                 raise refuse("a call has no function with a name", "messages")
@@ -229,6 +283,17 @@ def message_of(message: ChatMessage) -> Message:
     if message.tool_call_id:
         found["tool_call_id"] = message.tool_call_id
     return found
+
+
+def _messages_of(body: ChatBody, whole: bool) -> tuple[list[Message], bool]:
+    """Returns the messages as templates take them, and whether the answer goes on behind the last one."""
+    *before, last = body.messages
+    if any(message.prefix for message in before) or (last.prefix and last.role != "assistant"):
+        raise refuse("prefix is for the last message, of the assistant", "messages")
+    require_readable([(message.role, message.content) for message in body.messages], "messages")
+    asked = True if last.prefix else body.continue_final_message
+    messages = [message_of(message) for message in body.messages]
+    return continued(messages, asked, body.add_generation_prompt, whole)
 
 
 def error_body(refused: Refused) -> dict[str, Any]:
@@ -437,12 +502,18 @@ def chat_ask(body: ChatBody) -> Ask:
     if taken := {"messages", "tools", "self"} & more.keys():
         raise refuse(f"chat_template_kwargs names {min(taken)}, which is no variable", "chat_template_kwargs")
     variables |= more
+    if body.add_generation_prompt is not None:
+        variables["add_generation_prompt"] = body.add_generation_prompt
     budget = variables.get("thinking_budget", body.reasoning_budget_tokens)
+    choice, tools = choice_of(body.tool_choice, tools)
+    schema = schema_of(body.response_format)
+    whole = schema is not None or choice not in ("auto", "none")
+    messages, continues = _messages_of(body, whole)
     return Ask(
         model=body.model,
-        messages=[message_of(message) for message in body.messages],
+        messages=messages,
         tools=tools,
-        choice=choice_of(body.tool_choice, tools),
+        choice=choice,
         parallel_calls=body.parallel_tool_calls is not False,
         max_tokens=length_of(body.max_completion_tokens, body.max_tokens),
         sampling=sampling_of(body),
@@ -450,7 +521,8 @@ def chat_ask(body: ChatBody) -> Ask:
         stops=stops_of(body.stop),
         variables=variables,
         budget=budget_of(budget, "thinking_budget"),
-        schema=schema_of(body.response_format),
+        schema=schema,
+        continues=continues,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         stream=bool(body.stream),
         ignore_eos=bool(body.ignore_eos),

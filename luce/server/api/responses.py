@@ -1,21 +1,35 @@
-"""Has OpenAI's /v1/responses: its body, answer and events. Nothing is stored between requests."""
+"""OpenAI's /v1/responses: its body, answer and events, and the responses that were stored."""
 
 from __future__ import annotations
 
 import base64
 import secrets
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from luce.server.answer import Answer, Whole
+from luce.server.api.items import (
+    SEALED,
+    Item,
+    configured,
+    declared,
+    is_finished,
+    kind_of,
+    messages_of,
+)
 from luce.server.api.openai import Form, choice_of, error_body, length_of, schema_of, tool_of, within
-from luce.server.ask import Ask, Message, Refused, call_of, refuse, text_of, thinking, typed
+from luce.server.ask import Ask, Message, Refused, continued, refuse, thinking, typed
+from luce.server.body import asked, reply
+from luce.server.stored import Stored
 from luce.text.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text
 
-# This stands before thoughts that come back as encrypted_content: they are no secret, only text.
-SEALED = "luce:"
+if TYPE_CHECKING:
+    from luce.server.app import Server
 
 
 class ResponsesBody(msgspec.Struct, kw_only=True):
@@ -37,99 +51,74 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     reasoning: dict[str, Any] | None = None
     text: dict[str, Any] | None = None
     previous_response_id: str | None = None
+    store: bool | None = None
     conversation: Any = None
     background: bool | None = None
     top_logprobs: int | None = None
     include: list[str] | None = None
 
 
-def responses_ask(body: ResponsesBody) -> Ask:
-    """Returns the request of a body. Raises Refused where it asks for what is not there."""
-    for name in ("previous_response_id", "conversation", "background", "top_logprobs"):
+def conversation_of(body: ResponsesBody, stored: Stored) -> tuple[list[Item], list[Item]]:
+    """Returns the items that a request goes on from, and those that it brings, with what they refer to in
+    place of references. Raises Refused where something is not kept."""
+    before = stored.conversation(body.previous_response_id) if body.previous_response_id else []
+    if isinstance(body.input, str):
+        return before, [{"role": "user", "content": body.input}]
+    brought = []
+    for item in body.input:
+        if kind_of(item) == "item_reference":
+            item = stored.item(typed(item.get("id"), str, "input"))
+        brought.append(item)
+    return before, brought
+
+
+def responses_ask(body: ResponsesBody, items: list[Item] | None = None) -> Ask:
+    """Returns the request of a body, whose conversation are `items`, or those of the body alone. Raises
+    Refused where it asks for what is not there."""
+    for name in ("conversation", "background", "top_logprobs"):
         if getattr(body, name):
             raise refuse(f"{name} is not supported: send the whole conversation as input", name)
     if "message.output_text.logprobs" in (body.include or ()):
         raise refuse("logprobs are not supported here: /v1/chat/completions has them", "include")
+    if items is None:
+        items = conversation_of(body, Stored())[1]
     messages: list[Message] = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
-    messages += _messages(items)
+    messages += messages_of(items)
     if not messages:
         raise refuse("input is empty", "input")
-    tools = [tool_of(tool) for tool in body.tools or () if tool.get("type") == "function"]
-    form = typed((body.text or {}).get("format"), dict[str, Any] | None, "text")
+    functions = [tool for tool in body.tools or () if tool.get("type") == "function"]
+    tools = {tool.name: tool for tool in map(tool_of, [*functions, *declared(items)])}
+    choice, allowed = choice_of(body.tool_choice, [*tools.values()])
+    form = typed((configured(items, "text", body.text) or {}).get("format"), dict[str, Any] | None, "text")
     if form and form.get("type") == "json_schema":
         form = {"type": "json_schema", "json_schema": form}
+    schema = schema_of(form)
+    whole = schema is not None or choice not in ("auto", "none")
+    messages, continues = continued(messages, False if is_finished(items) else None, whole=whole)
     return Ask(
         model=body.model,
         messages=messages,
-        tools=tools,
-        choice=choice_of(body.tool_choice, tools),
+        tools=allowed,
+        choice=choice,
         parallel_calls=body.parallel_tool_calls is not False,
         max_tokens=length_of(body.max_output_tokens),
         sampling=within(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, min_p=body.min_p,
                         seed=body.seed),
-        variables=thinking((body.reasoning or {}).get("effort")),
-        schema=schema_of(form),
+        variables=thinking((configured(items, "reasoning", body.reasoning) or {}).get("effort")),
+        schema=schema,
         stream=bool(body.stream),
+        continues=continues,
     )  # fmt: skip
 
 
-def _messages(items: list[dict[str, Any]]) -> list[Message]:
-    """Returns items as messages. Thoughts, text and calls that follow each other are one message of the
-    assistant."""
-    found: list[Message] = []
-
-    def assistant(new: bool) -> Message:
-        if new or not found or found[-1]["role"] != "assistant":
-            found.append({"role": "assistant", "content": ""})
-        return found[-1]
-
-    for item in items:
-        kind = item.get("type", "message")
-        if kind == "message":
-            role, text = item.get("role"), text_of(item.get("content"), "input")
-            if role not in ("user", "assistant", "system", "developer"):
-                raise refuse(f"{role!r} is no role", "input")
-            if role != "assistant":
-                found.append({"role": role, "content": text})
-                continue
-            last = assistant(new=False)
-            if last["content"] or "tool_calls" in last:
-                last = assistant(new=True)
-            last["content"] = text
-        elif kind == "reasoning":
-            if text := _thought(item):
-                assistant(new=True)["reasoning_content"] = text
-        elif kind == "function_call":
-            call = call_of(str(item.get("name")), item.get("arguments"), item.get("call_id"))
-            assistant(new=False).setdefault("tool_calls", []).append(call)
-        elif kind == "function_call_output":
-            text = text_of(item.get("output"), "input")
-            found.append({"role": "tool", "content": text, "tool_call_id": item.get("call_id")})
-        else:
-            raise refuse(f"an item of type {kind!r} is not supported", "input")
-    return found
-
-
-def _thought(item: Mapping[str, Any]) -> str:
-    """Returns the thoughts of a reasoning item as they were: from its content, or from its
-    encrypted_content."""
-    sealed = item.get("encrypted_content")
-    if isinstance(sealed, str) and sealed.startswith(SEALED):
-        try:
-            return base64.b64decode(sealed[len(SEALED) :], validate=True).decode()
-        except ValueError:
-            return ""
-    parts = typed(item.get("content"), list[Any] | None, "input")
-    return "".join(str(part.get("text", "")) for part in parts or () if isinstance(part, Mapping))
-
-
 class ResponsesForm(Form):
-    """This is the form of /v1/responses."""
+    """Form of /v1/responses. `keep` takes the response at its end."""
 
-    def __init__(self, answer: Answer, body: ResponsesBody):
+    def __init__(
+        self, answer: Answer, body: ResponsesBody, keep: Callable[[dict[str, Any]], None] | None = None
+    ):
         super().__init__(answer)
-        self._id, self._body = _id("resp"), body
+        self._id, self._body, self._keep = _id("resp"), body, keep
         self._number = 0  # The next event has this number.
         self._output: list[dict[str, Any]] = []  # These items are done.
         self._item: dict[str, Any] | None = None  # This item is open.
@@ -149,9 +138,9 @@ class ResponsesForm(Form):
             "model": ask.model,
             "output": list(self._output),
             "parallel_tool_calls": ask.parallel_calls,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
-            "store": False,
+            "store": self._keep is not None,
             "temperature": body.temperature,
             "text": body.text or {"format": {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
@@ -165,7 +154,7 @@ class ResponsesForm(Form):
     def _ended(self) -> dict[str, Any]:
         answer, usage = self.answer, self.answer.usage
         cut = answer.reason == "length"
-        return self._response(
+        ended = self._response(
             "incomplete" if cut else "completed",
             incomplete_details={"reason": "max_output_tokens"} if cut else None,
             usage={
@@ -177,6 +166,9 @@ class ResponsesForm(Form):
             },
             timings=answer.timings(),
         )
+        if self._keep is not None:
+            self._keep(ended)
+        return ended
 
     def whole(self, all: Whole) -> dict[str, Any]:
         if all.reasoning:
@@ -292,3 +284,70 @@ def _done(item: dict[str, Any], text: str) -> dict[str, Any]:
         sealed = SEALED + base64.b64encode(text.encode()).decode()
         return done | {"content": [{"type": "reasoning_text", "text": text}], "encrypted_content": sealed}
     return done | {"arguments": text}
+
+
+# ---- routes
+
+
+async def make_response(server: Server, request: Request) -> Response:
+    brought = b""
+
+    def prepared(body: ResponsesBody) -> Ask:
+        nonlocal brought
+        before, items = conversation_of(body, server.stored)
+        if body.store is not False:
+            brought = msgspec.json.encode(items)
+        return responses_ask(body, [*before, *items])
+
+    body, ask = await asked(request, ResponsesBody, prepared)
+
+    def keep(response: dict[str, Any]) -> None:
+        server.stored.keep(response, brought)
+
+    kept = keep if body.store is not False else None
+    return await server.answer(request, ask, lambda answer: ResponsesForm(answer, body, kept), error_body)
+
+
+async def get_response(server: Server, request: Request) -> Response:
+    return reply(server.stored.response(request.path_params["id"]))
+
+
+async def delete_response(server: Server, request: Request) -> Response:
+    server.stored.delete(request.path_params["id"])
+    return reply({"id": request.path_params["id"], "object": "response", "deleted": True})
+
+
+async def list_input_items(server: Server, request: Request) -> Response:
+    """Lists what a response's request brought, the newest first unless `order` is asc, in pages of `limit`.
+    """
+    items = [_listed(item, n) for n, item in enumerate(server.stored.input(request.path_params["id"]))]
+    query = request.query_params
+    if query.get("order", "desc") != "asc":
+        items.reverse()
+    limit = query.get("limit", "20")
+    if not limit.isdecimal() or not 1 <= int(limit) <= 100:
+        raise refuse(f"limit is {limit!r}: it has to be from 1 to 100", "limit")
+    after = next((n for n, item in enumerate(items, 1) if item["id"] == query.get("after")), 0)
+    page = items[after : after + int(limit)]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    more = after + int(limit) < len(items)
+    return reply({"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": more})
+
+
+def _listed(item: Item, n: int) -> Item:
+    """Returns an item of a request as lists have it: with an id, and its text in parts."""
+    found = {"type": kind_of(item), "id": f"item_{n}"} | {key: value for key, value in item.items() if value}
+    if isinstance(found.get("content"), str) and found["type"] == "message":
+        kind = "output_text" if found.get("role") == "assistant" else "input_text"
+        found["content"] = [{"type": kind, "text": found["content"]}]
+    return found
+
+
+def routes(server: Server, routed: Callable[..., Route]) -> list[Route]:
+    """Returns these routes, on a server."""
+    return [
+        routed(server, "/v1/responses", make_response, ["POST"]),
+        routed(server, "/v1/responses/{id}", get_response, ["GET"]),
+        routed(server, "/v1/responses/{id}", delete_response, ["DELETE"]),
+        routed(server, "/v1/responses/{id}/input_items", list_input_items, ["GET"]),
+    ]

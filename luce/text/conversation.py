@@ -1,0 +1,105 @@
+"""Conversations in simpler words, for chat templates that refuse them as they are.
+
+Published templates raise where nobody asks (Qwen3.5), where roles do not alternate (Gemma 2, Mistral), where
+there is a system message (Gemma 2), or at calls whose ids or number they do not know (Mistral, Llama 3).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+Message = Mapping[str, Any]  # {"role", "content", ...} as templates take it
+
+
+def ways(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """Yields the conversation as it is, then in ways that ask ever less of a template, each once: with a
+    user's message, with roles by turns, with the system's words as a user's, and with calls and their answers
+    as text."""
+    yield (last := list(messages))
+    for steps in (
+        (_with_a_question,),
+        (_with_a_question, _by_turns),
+        (_with_a_question, _without_system, _by_turns),
+        (_with_a_question, _calls_as_text, _by_turns),
+        (_with_a_question, _calls_as_text, _without_system, _by_turns),
+    ):
+        way = list(messages)
+        for step in steps:
+            way = step(way)
+        if way != last:
+            yield (last := way)
+
+
+def shows(prompt: str, messages: Sequence[Message]) -> bool:
+    """Says whether a prompt has the words of the system, of the last user and of the last tool. A template
+    that does not know a role, or expects others around it, may leave them out without a word."""
+    for role in ("system", "user", "tool"):
+        texts = [message["content"] for message in messages if message["role"] == role]
+        text = texts[0 if role == "system" else -1] if texts else ""
+        if isinstance(text, str) and (text := text.strip()) not in prompt:
+            if json.dumps(text, ensure_ascii=False)[1:-1] not in prompt:
+                return False
+    return True
+
+
+def _with_a_question(messages: Sequence[Message]) -> list[Message]:
+    """Adds a user's empty message behind the system's where there is no user's at all."""
+    if any(message["role"] == "user" for message in messages):
+        return list(messages)
+    at = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    return [*messages[:at], {"role": "user", "content": ""}, *messages[at:]]
+
+
+def _by_turns(messages: Sequence[Message]) -> list[Message]:
+    """Makes one message of neighbours of the same role, but of answers of tools, and lets a user begin."""
+    found: list[Message] = []
+    for message in messages:
+        role = message["role"]
+        if role == "assistant" and all(each["role"] == "system" for each in found):
+            found.append({"role": "user", "content": ""})
+        texts = [each["content"] for each in (*found[-1:], message)]
+        if (
+            found
+            and role != "tool"
+            and found[-1]["role"] == role
+            and all(isinstance(text, str) for text in texts)
+        ):
+            found[-1] = _joined(found[-1], message)
+        else:
+            found.append(message)
+    return found
+
+
+def _joined(first: Message, second: Message) -> Message:
+    found = {**first, **second}
+    for key, between in (("content", "\n\n"), ("reasoning_content", "\n\n")):
+        if texts := [each[key] for each in (first, second) if each.get(key)]:
+            found[key] = between.join(texts)
+    if calls := [*first.get("tool_calls", ()), *second.get("tool_calls", ())]:
+        found["tool_calls"] = calls
+    return found
+
+
+def _without_system(messages: Sequence[Message]) -> list[Message]:
+    return [{**message, "role": "user"} if message["role"] == "system" else message for message in messages]
+
+
+def _calls_as_text(messages: Sequence[Message]) -> list[Message]:
+    """Writes calls and what tools answered as Qwen's older models spell them."""
+    found: list[Message] = []
+    for message in messages:
+        if message["role"] == "tool":
+            text = f"<tool_response>\n{message['content']}\n</tool_response>"
+            found.append({"role": "user", "content": text})
+            continue
+        if calls := message.get("tool_calls"):
+            called = [{key: call["function"][key] for key in ("name", "arguments")} for call in calls]
+            spelled = [
+                f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in called
+            ]
+            plain = {key: value for key, value in message.items() if key != "tool_calls"}
+            message = {**plain, "content": "\n\n".join(filter(None, [message["content"], *spelled]))}
+        found.append(message)
+    return found
