@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from luce.text.structured import Constraint
+
 Message = dict[str, Any]
 EFFORTS = {
     "minimal": "low", "low": "low", "medium": "medium", "high": "xhigh", "xhigh": "xhigh", "max": "xhigh"
@@ -74,8 +76,9 @@ class Ask:
     chat template, each {"role", "content", ...} as templates take them. `variables` are the template's own
     beside these. `sampling` has the fields that were given, by their names in structs.Sampling.
 
-    `choice` of tools is "auto", "none", "required" or the name of one. `schema` is what the text has to be
-    as JSON: {} for any object, None for text. `logprobs` is how many alternatives to list for each token;
+    `choice` of tools is "auto", "none", "required" or the name of one. `constraint` is what the text is held
+    to, None for free text; in it and in tools' schemas, `open_objects` may have other properties than the
+    listed ones. `logprobs` is how many alternatives to list for each token;
     None lists not even its own. `ignore_eos` is as in plan.Request. `max_tokens` None means until the
     context is full. Thoughts have at most `budget` tokens before they are ended; None leaves it to the model.
     """
@@ -91,7 +94,8 @@ class Ask:
     penalties: Mapping[str, Any] = field(default_factory=dict)
     stops: tuple[str, ...] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
-    schema: Mapping[str, Any] | None = None
+    constraint: Constraint | None = None
+    open_objects: bool = False
     logprobs: int | None = None
     stream: bool = False
     ignore_eos: bool = False

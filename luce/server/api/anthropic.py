@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from luce.server.answer import Answer, Whole
-from luce.server.api.openai import Form, stops_of, tool_of, within
+from luce.server.api.openai import Form, held_to, stops_of, tool_of, within
 from luce.server.ask import Ask, Message, Refused, Tool, TooLong, budget_of, call_of, refuse, text_of
 from luce.server.ask import thinking as thinking_of
 from luce.text.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text
@@ -73,8 +73,8 @@ def messages_ask(body: MessagesBody) -> Ask:
         stops=stops_of(body.stop_sequences),
         variables=variables,
         budget=budget,
-        schema=_schema(config.get("format") or body.output_format),
         stream=bool(body.stream),
+        **held_to(**{"output_config.format": config.get("format"), "output_format": body.output_format}),
     )
 
 
@@ -113,16 +113,6 @@ def _messages(message: Mapping[str, Any]) -> list[Message]:
     if calls:
         found["tool_calls"] = calls
     return [*answers, found] if texts or calls or thoughts or not answers else answers
-
-
-def _schema(form: Any) -> Mapping[str, Any] | None:
-    """Returns the JSON schema that the text is held to."""
-    if not form:
-        return None
-    schema = form.get("schema") if isinstance(form, Mapping) else None
-    if not isinstance(schema, Mapping) or form.get("type") != "json_schema":
-        raise refuse("the format of output_config is no json_schema with a schema", "output_config")
-    return schema
 
 
 def _choice(choice: Mapping[str, Any] | None, tools: list[Tool]) -> tuple[str, bool]:

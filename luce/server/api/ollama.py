@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from luce.server.answer import Answer, Whole
-from luce.server.api.openai import Form, length_of, penalties_of, stops_of, tools_of, within
+from luce.server.api.openai import Form, held_to, length_of, penalties_of, stops_of, tools_of, within
 from luce.server.ask import Ask, Message, Refused, call_of, refuse, thinking
 from luce.server.body import read, reply
 from luce.server.models import Slot
@@ -103,9 +103,6 @@ def _common(body: Asked) -> dict[str, Any]:
     given = body.options or Options()
     new = given.num_predict
     effort = body.think if isinstance(body.think, str) else None
-    if isinstance(body.format, str) and body.format not in ("", "json"):
-        raise refuse(f"format {body.format!r} is neither json nor a schema", "format")
-    schema = {} if body.format == "json" else body.format or None
     return {
         "model": body.model,
         "max_tokens": length_of(None if new is not None and new < 0 else new),
@@ -114,9 +111,8 @@ def _common(body: Asked) -> dict[str, Any]:
         "penalties": penalties_of(given.presence_penalty, given.frequency_penalty, given.repeat_penalty),
         "stops": stops_of(given.stop),
         "variables": thinking(effort, body.think if isinstance(body.think, bool) else None),
-        "schema": schema,
         "stream": body.stream is not False,
-    }
+    } | held_to(format=body.format)
 
 
 def _message(message: ChatMessage) -> Message:

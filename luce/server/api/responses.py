@@ -7,10 +7,8 @@ import secrets
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-import msgspec
-
 from luce.server.answer import Answer, Whole
-from luce.server.api.openai import Form, choice_of, error_body, length_of, schema_of, tool_of, within
+from luce.server.api.openai import Form, Held, choice_of, error_body, held_to, length_of, tool_of, within
 from luce.server.ask import Ask, Message, Refused, call_of, refuse, text_of, thinking, typed
 from luce.text.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text
 
@@ -18,7 +16,7 @@ from luce.text.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Te
 SEALED = "luce:"
 
 
-class ResponsesBody(msgspec.Struct, kw_only=True):
+class ResponsesBody(Held, kw_only=True):
     REFUSED: ClassVar = ("prompt",)
 
     input: str | list[dict[str, Any]]
@@ -57,8 +55,6 @@ def responses_ask(body: ResponsesBody) -> Ask:
         raise refuse("input is empty", "input")
     tools = [tool_of(tool) for tool in body.tools or () if tool.get("type") == "function"]
     form = typed((body.text or {}).get("format"), dict[str, Any] | None, "text")
-    if form and form.get("type") == "json_schema":
-        form = {"type": "json_schema", "json_schema": form}
     return Ask(
         model=body.model,
         messages=messages,
@@ -69,8 +65,8 @@ def responses_ask(body: ResponsesBody) -> Ask:
         sampling=within(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, min_p=body.min_p,
                         seed=body.seed),
         variables=thinking((body.reasoning or {}).get("effort")),
-        schema=schema_of(form),
         stream=bool(body.stream),
+        **held_to(body, **{"text.format": form}),
     )  # fmt: skip
 
 
