@@ -22,8 +22,9 @@ from luce.planning.plan import Request
 from luce.server.api import anthropic, ollama, openai, responses
 from luce.server.ask import Refused, ordered
 from luce.server.body import read
-from luce.text.call_grammar import call_grammar, json_grammar
+from luce.text.call_grammar import call_grammar
 from luce.text.prompt import prompt_ids
+from luce.text.structured import grammar_of
 
 CALL = {"id": "c", "type": "function", "function": {"name": "read", "arguments": json.dumps(ARGUMENTS)}}
 TALK = [
@@ -150,8 +151,8 @@ def given(ask, tokenizer):
             penalties=Penalties(**ask.penalties), logprobs=ask.logprobs)  # fmt: skip
     if ask.tools:
         call_grammar(ask.tools, True, required=True, many=ask.parallel_calls)
-    if ask.schema is not None:
-        json_grammar(dict(ask.schema), True)
+    if ask.constraint is not None:
+        grammar_of(ask.constraint, True)
 
 
 def test_what_is_asked_of_sampling_means_the_same_in_each_api():

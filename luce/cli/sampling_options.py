@@ -16,6 +16,7 @@ from luce.errors import FileError, about
 from luce.files.tokenizer import Tokenizer
 from luce.native.structs import Penalties
 from luce.text.grammar import Grammars, Matcher
+from luce.text.structured import Grammar
 
 MAX_GRAMMAR = 16 << 20  # A grammar's or a schema's file has at most so many bytes.
 
@@ -72,7 +73,8 @@ CHOICES = (
         "--json-schema",
         type=FilePath(),
         metavar="FILE|JSON",
-        help="Hold the text to JSON that is valid under this schema: a file, or the schema itself. "
+        help="Hold the text to JSON that is valid under this schema: a file, or the schema itself. Objects "
+        "that list properties have no others, unless they say additionalProperties. "
         "This needs luce[grammar].",
     ),
     click.option(
@@ -80,7 +82,8 @@ CHOICES = (
         "grammar_file",
         type=FilePath(path_type=Path),
         metavar="FILE",
-        help="Hold the text to this grammar, in llguidance's form of Lark. This needs luce[grammar].",
+        help="Hold the text to this grammar, in llguidance's form of Lark or in llama.cpp's GBNF. "
+        "This needs luce[grammar].",
     ),
 )
 
@@ -110,7 +113,7 @@ def grammar_of(flags: Mapping[str, Any], tokenizer: Tokenizer) -> Callable[[], M
     path = file or Path(schema)
     text = _read(path)
     with about(path):
-        return grammars.lark(text) if file is not None else grammars.json_schema(text)
+        return grammars.held_to(Grammar(text)) if file is not None else grammars.json_schema(text)
 
 
 def _is_json(text: str) -> bool:

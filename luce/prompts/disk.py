@@ -33,8 +33,8 @@ Save = Callable[[], bytes | memoryview]  # This is Checkpoint.save.
 
 
 class DiskCache:
-    """This is a folder of one model's checkpoints, with at most `max_bytes` in all, private to its owner. One thread saves and
-    writes them, beside the engine's. `key` says what the checkpoints depend on beside their tokens. `done`
+    """A folder of one model's checkpoints, with at most `max_bytes` in all, private to its owner. One thread saves
+    and writes them, beside the engine's. `key` says what the checkpoints depend on beside their tokens. `done`
     counts what was handed to the thread and is over, written or not."""
 
     def __init__(self, folder: Path, key: str, max_bytes: int):

@@ -19,16 +19,17 @@ from luce.server.ask import Ask, Refused, TooLong
 from luce.server.models import Served
 from luce.server.scheduler import Busy, Job
 from luce.server.watch import Watch
-from luce.text.call_grammar import call_grammar, json_grammar
-from luce.text.forced import END_CALL
+from luce.text.call_grammar import call_grammar
+from luce.text.dialects import QWEN
 from luce.text.grammar import Matcher
 from luce.text.parser import END_THINK, THINK, Parser
 from luce.text.pieces import Arguments, Call, CallBegin, CallEnd, Piece, Reasoning, Text, in_parts, joined
+from luce.text.structured import grammar_of
 from luce.text.thinking import said_of
 from luce.text.thoughts import Budget
 
 KEEP_ALIVE = 15.0  # After so many seconds without a piece, a stream says that it lives.
-_ENDS = (END_THINK.encode(), END_CALL.encode())  # Thoughts end with one of these.
+_ENDS = (END_THINK.encode(), QWEN.call[1].encode())  # Thoughts end with one of these.
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class Answer:
             raise TooLong(len(prompt), n_ctx)
         self.usage.prompt = len(prompt)
         grammar = None
-        if self._held_to_calls() or self.ask.schema is not None:
+        if self._held_to_calls() or self.ask.constraint is not None:
             grammar = await self.model.compiled(self._grammar, self.ask.size)
         if self.ask.budget is not None and self.ask.prompt is None:
             grammar = self._bounded(self.ask.budget, grammar)
@@ -163,22 +164,23 @@ class Answer:
             return "required"
         if ask.choice == "none" or not ask.tools:
             return ""
-        if ask.schema is not None:
+        if ask.constraint is not None:
             return "instead"
         return "strict" if all(tool.strict for tool in ask.tools) else ""
 
     def _grammar(self) -> Callable[[], Matcher] | None:
         """Returns what the text is held to. Raises ArgumentError for a schema that no text can be held to."""
         ask, thinks, held = self.ask, self._parser.reasoning, self._held_to_calls()
+        how = {"many": ask.parallel_calls, "closed": not ask.open_objects}
         if held == "required":
             tools = [tool for tool in ask.tools if ask.choice in ("required", tool.name)]
-            lark = call_grammar(tools, thinks, required=True, many=ask.parallel_calls)
+            lark = call_grammar(tools, thinks, required=True, **how)
         elif held == "instead":
-            lark = call_grammar(ask.tools, thinks, required=True, many=ask.parallel_calls, schema=ask.schema)
-        elif ask.schema is not None:
-            lark = json_grammar(dict(ask.schema), thinks)
+            lark = call_grammar(ask.tools, thinks, required=True, constraint=ask.constraint, **how)
+        elif ask.constraint is not None:
+            lark = grammar_of(ask.constraint, thinks)
         elif held == "strict":
-            lark = call_grammar(ask.tools, thinks, required=False, many=ask.parallel_calls)
+            lark = call_grammar(ask.tools, thinks, required=False, **how)
         else:
             return None
         return self.model.grammars.lark(lark)

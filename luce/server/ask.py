@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from luce.text.structured import Constraint
 from luce.text.thinking import SCALE
 
 Message = dict[str, Any]
@@ -74,13 +75,13 @@ class Ask:
     chat template, each {"role", "content", ...} as templates take them. `variables` are the template's own
     beside these. `sampling` has the fields that were given, by their names in structs.Sampling.
 
-    `choice` of tools is "auto", "none", "required" or the name of one. `schema` is what the text has to be as
-    JSON: {} for any object, None for text. `logprobs` is how many alternatives to list for each token; None
-    lists not even its own. `ignore_eos` is as in plan.Request. `max_tokens` None means until the context is
-    full. Thoughts have at most `budget` tokens before they are ended; None leaves it to the model. With
-    `continues`, the last message is the assistant's, and the answer goes on behind it. Thinking that is asked
-    for `outright` is on or off whatever the template reads (text/thinking.py). `size` is that of its body in
-    bytes, which says about how long its prompt takes to make.
+    `choice` of tools is "auto", "none", "required" or the name of one. `constraint` is what the text is held to,
+    None for free text; in it and in tools' schemas, `open_objects` may have other properties than those listed.
+    `logprobs` is how many alternatives to list for each token; None lists not even its own. `ignore_eos` is as in
+    plan.Request. `max_tokens` None means until the context is full. Thoughts have at most `budget` tokens before
+    they are ended; None leaves it to the model. With `continues`, the last message is the assistant's, and the
+    answer goes on behind it. Thinking that is asked for `outright` is on or off whatever the template reads
+    (text/thinking.py). `size` is that of its body in bytes, which says about how long its prompt takes to make.
     """
 
     model: str
@@ -94,7 +95,8 @@ class Ask:
     penalties: Mapping[str, Any] = field(default_factory=dict)
     stops: tuple[str, ...] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
-    schema: Mapping[str, Any] | None = None
+    constraint: Constraint | None = None
+    open_objects: bool = False
     logprobs: int | None = None
     stream: bool = False
     ignore_eos: bool = False

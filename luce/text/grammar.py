@@ -13,9 +13,8 @@ from typing import Any, Protocol
 from luce.errors import ArgumentError, UnsupportedError
 from luce.files.tokenizer import Tokenizer
 from luce.room import require
+from luce.text.structured import Constraint, JsonSchema, grammar_of
 
-# Such whitespace stands between parts of JSON. It is bounded, so that no text is blank forever.
-WHITESPACE = r"( |\n[ \t]{0,40})?"
 KEPT = 32  # So many compiled grammars are kept.
 MAX_NODES = 1 << 22  # llguidance's tree of the tokens has a node for each beginning, and fewer than so many.
 WALKING_ROOM = 16 << 20  # To compile a schema of a few fields and to take its first mask took one MiB.
@@ -82,23 +81,22 @@ class Grammars:
     def json_schema(self, schema: str | dict[str, Any]) -> Callable[[], Matcher]:
         """Compiles the grammar of JSON texts that are valid under a JSON schema. ArgumentError names what of
         the schema cannot be held to."""
-        options: Any = {"whitespace_pattern": WHITESPACE}
         try:
             parsed = json.loads(schema) if isinstance(schema, str) else schema
-            if not isinstance(parsed, dict):
-                raise ArgumentError("the schema is no JSON object")
-            grammar = self._llguidance.LLMatcher.grammar_from_json_schema(parsed, defaults=options)
         except ValueError as error:
             raise ArgumentError(f"the schema is no JSON: {error}") from error
         except RecursionError as error:
             raise ArgumentError("the schema is nested too deep") from error
-        return self._walks(grammar)
+        if not isinstance(parsed, dict):
+            raise ArgumentError("the schema is no JSON object")
+        return self.held_to(JsonSchema(parsed))
+
+    def held_to(self, constraint: Constraint) -> Callable[[], Matcher]:
+        """Compiles the grammar of what a constraint asks for. Raises ArgumentError."""
+        return self.lark(grammar_of(constraint))
 
     def lark(self, grammar: str) -> Callable[[], Matcher]:
         """Compiles a grammar in llguidance's form of Lark. ArgumentError says where it is wrong."""
-        return self._walks(self._llguidance.LLMatcher.grammar_from_lark(grammar))
-
-    def _walks(self, grammar: str) -> Callable[[], Matcher]:
         tokens = self._tokens
         require(WALKING_ROOM, "a grammar")
         matcher = self._compiled.get(grammar)

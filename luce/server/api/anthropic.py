@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from luce.server.answer import Answer, Whole
-from luce.server.api.openai import Form, stops_of, tool_of, within
+from luce.server.api.openai import Form, held_to, stops_of, tool_of, within
 from luce.server.ask import Ask, Message, Refused, Tool, TooLong, budget_of, call_of, continued, refuse
 from luce.server.ask import thinking as thinking_of
 from luce.server.content import output_of, require_readable, text_of, thoughts_of
@@ -65,9 +65,9 @@ def messages_ask(body: MessagesBody) -> Ask:
     budget = budget_of((body.thinking or {}).get("budget_tokens") if enabled else None, "budget_tokens")
     if budget is not None:
         variables["thinking_budget"] = budget
-    schema = _schema(config.get("format") or body.output_format)
+    held = held_to(**{"output_config.format": config.get("format"), "output_format": body.output_format})
     prefilled = body.messages[-1].get("role") == "assistant"
-    whole = schema is not None or choice not in ("auto", "none")
+    whole = held["constraint"] is not None or choice not in ("auto", "none")
     messages, continues = continued(messages, prefilled or None, whole=whole)
     return Ask(
         model=body.model,
@@ -80,10 +80,10 @@ def messages_ask(body: MessagesBody) -> Ask:
         stops=stops_of(body.stop_sequences),
         variables=variables,
         budget=budget,
-        schema=schema,
         stream=bool(body.stream),
         continues=continues,
         outright=body.thinking is not None,
+        **held,
     )
 
 
@@ -119,16 +119,6 @@ def _messages(message: Mapping[str, Any]) -> list[Message]:
     if calls:
         found["tool_calls"] = calls
     return [*answers, found] if told or calls or not answers else answers
-
-
-def _schema(form: Any) -> Mapping[str, Any] | None:
-    """Returns the JSON schema that the text is held to."""
-    if not form:
-        return None
-    schema = form.get("schema") if isinstance(form, Mapping) else None
-    if not isinstance(schema, Mapping) or form.get("type") != "json_schema":
-        raise refuse("the format of output_config is no json_schema with a schema", "output_config")
-    return schema
 
 
 def _choice(choice: Mapping[str, Any] | None, tools: list[Tool]) -> tuple[str, bool]:

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from luce.server.answer import Answer, Whole
-from luce.server.api.openai import Form, length_of, penalties_of, stops_of, tools_of, within
+from luce.server.api.openai import Form, held_to, length_of, penalties_of, stops_of, tools_of, within
 from luce.server.ask import Ask, Message, Refused, call_of, continued, refuse, thinking
 from luce.server.body import asked, read, reply
 from luce.server.content import note_of, require_readable
@@ -106,7 +106,7 @@ def chat_ask(body: ChatBody) -> Ask:
     turns = [(each.role, [{"type": "image"}] if each.images else each.content) for each in body.messages]
     require_readable(turns, "messages")
     messages = [_message(message) for message in body.messages]
-    messages, continues = continued(messages, whole=common["schema"] is not None)
+    messages, continues = continued(messages, whole=common["constraint"] is not None)
     return Ask(messages=messages, tools=tools, continues=continues, **common)
 
 
@@ -124,9 +124,6 @@ def _common(body: Asked) -> dict[str, Any]:
     if new is not None and not float(new).is_integer():
         raise refuse(f"num_predict is {new}: it has to be a whole number", "num_predict")
     effort = body.think if isinstance(body.think, str) else None
-    if isinstance(body.format, str) and body.format not in ("", "json"):
-        raise refuse(f"format {body.format!r} is neither json nor a schema", "format")
-    schema = {} if body.format == "json" else body.format or None
     return {
         "model": body.model,
         "max_tokens": length_of(None if new is None or new < 0 else int(new)),
@@ -135,9 +132,8 @@ def _common(body: Asked) -> dict[str, Any]:
         "penalties": penalties_of(given.presence_penalty, given.frequency_penalty, given.repeat_penalty),
         "stops": stops_of(given.stop),
         "variables": thinking(effort, body.think if isinstance(body.think, bool) else None),
-        "schema": schema,
         "stream": body.stream is not False,
-    }
+    } | held_to(format=body.format)
 
 
 def _message(message: ChatMessage) -> Message:

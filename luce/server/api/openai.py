@@ -25,6 +25,7 @@ from luce.server.ask import (
 )
 from luce.server.content import require_readable, text_of, thoughts_of
 from luce.text.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text
+from luce.text.structured import FIELDS, FieldError, constraint_of, opens_objects
 
 REASONS = {"stop": "stop", "stop_string": "stop", "length": "length", "calls": "tool_calls"}
 KINDS = {"not_found": "not_found_error", "auth": "authentication_error", "forbidden": "permission_error"}
@@ -35,13 +36,29 @@ NAME = re.compile(r"[^<>\s]{1,256}")  # Calls spell the names of tools so.
 MAX_STOPS, MAX_STOP = 16, 1024  # A request has at most so many stop strings, and each so many letters.
 
 
-class Sampled(msgspec.Struct, kw_only=True):
+class Held(msgspec.Struct, kw_only=True):
+    """Fields of several servers that hold an answer to a schema or a grammar: luce.text.structured reads
+    them."""
+
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_whitespace_pattern: Any = None
+    json_schema: Any = None
+    grammar: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    structural_tag: Any = None
+
+
+class Sampled(Held, kw_only=True):
     """This is what both bodies have in common."""
 
     # They are of other servers, and change what is said.
     REFUSED: ClassVar = (
-        "grammar", "json_schema", "guided_json", "guided_grammar", "guided_regex", "guided_choice",
-        "structured_outputs", "min_tokens", "stop_token_ids", "use_beam_search", "mirostat", "dry_multiplier",
+        "min_tokens", "stop_token_ids", "use_beam_search", "mirostat", "dry_multiplier",
         "xtc_probability", "web_search_options", "functions", "suffix", "bad_words",
         "allowed_token_ids", "dynatemp_range",
     )  # fmt: skip
@@ -61,7 +78,7 @@ class Sampled(msgspec.Struct, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     repeat_penalty: float | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: Any = None
     ignore_eos: bool | None = None
 
 
@@ -169,19 +186,13 @@ def length_of(*given: int | None) -> int | None:
     return None if value == -1 else value
 
 
-def schema_of(form: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Returns what response_format asks for: a JSON schema, {} for any object, None for text."""
-    kind = (form or {}).get("type", "text")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return {}
-    held = (form or {}).get("json_schema")
-    schema = held.get("schema") if isinstance(held, dict) else None
-    if kind != "json_schema" or not isinstance(schema, dict):
-        said = "response_format is none of text, json_object, json_schema with a schema"
-        raise refuse(said, "response_format")
-    return schema
+def held_to(body: Held | None = None, **more: Any) -> dict[str, Any]:
+    """Returns the fields of Ask that say what the answer is held to, from a body's fields and `more`."""
+    fields = {name: getattr(body, name, None) for name in FIELDS if name not in more} | more
+    try:
+        return {"constraint": constraint_of(fields), "open_objects": opens_objects(fields)}
+    except FieldError as error:
+        raise refuse(str(error), error.field) from error
 
 
 def tools_of(tools: list[dict[str, Any]] | None) -> list[Tool]:
@@ -506,8 +517,8 @@ def chat_ask(body: ChatBody) -> Ask:
         variables["add_generation_prompt"] = body.add_generation_prompt
     budget = variables.get("thinking_budget", body.reasoning_budget_tokens)
     choice, tools = choice_of(body.tool_choice, tools)
-    schema = schema_of(body.response_format)
-    whole = schema is not None or choice not in ("auto", "none")
+    held = held_to(body, response_format=body.response_format)
+    whole = held["constraint"] is not None or choice not in ("auto", "none")
     messages, continues = _messages_of(body, whole)
     return Ask(
         model=body.model,
@@ -521,8 +532,8 @@ def chat_ask(body: ChatBody) -> Ask:
         stops=stops_of(body.stop),
         variables=variables,
         budget=budget_of(budget, "thinking_budget"),
-        schema=schema,
         continues=continues,
+        **held,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         stream=bool(body.stream),
         ignore_eos=bool(body.ignore_eos),
@@ -548,7 +559,7 @@ def completion_ask(body: CompletionBody) -> Ask:
         sampling=sampling_of(body),
         penalties=body_penalties(body),
         stops=stops_of(body.stop),
-        schema=schema_of(body.response_format),
+        **held_to(body, response_format=body.response_format),
         logprobs=body.logprobs,
         stream=bool(body.stream),
         ignore_eos=bool(body.ignore_eos),

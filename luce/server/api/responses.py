@@ -22,7 +22,7 @@ from luce.server.api.items import (
     kind_of,
     messages_of,
 )
-from luce.server.api.openai import Form, choice_of, error_body, length_of, schema_of, tool_of, within
+from luce.server.api.openai import Form, Held, choice_of, error_body, held_to, length_of, tool_of, within
 from luce.server.ask import Ask, Message, Refused, continued, refuse, thinking, typed
 from luce.server.body import asked, reply
 from luce.server.stored import Stored
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from luce.server.app import Server
 
 
-class ResponsesBody(msgspec.Struct, kw_only=True):
+class ResponsesBody(Held, kw_only=True):
     REFUSED: ClassVar = ("prompt",)
 
     input: str | list[dict[str, Any]]
@@ -90,10 +90,8 @@ def responses_ask(body: ResponsesBody, items: list[Item] | None = None) -> Ask:
     tools = {tool.name: tool for tool in map(tool_of, [*functions, *declared(items)])}
     choice, allowed = choice_of(body.tool_choice, [*tools.values()])
     form = typed((configured(items, "text", body.text) or {}).get("format"), dict[str, Any] | None, "text")
-    if form and form.get("type") == "json_schema":
-        form = {"type": "json_schema", "json_schema": form}
-    schema = schema_of(form)
-    whole = schema is not None or choice not in ("auto", "none")
+    held = held_to(body, **{"text.format": form})
+    whole = held["constraint"] is not None or choice not in ("auto", "none")
     messages, continues = continued(messages, False if is_finished(items) else None, whole=whole)
     return Ask(
         model=body.model,
@@ -105,9 +103,9 @@ def responses_ask(body: ResponsesBody, items: list[Item] | None = None) -> Ask:
         sampling=within(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, min_p=body.min_p,
                         seed=body.seed),
         variables=thinking((configured(items, "reasoning", body.reasoning) or {}).get("effort")),
-        schema=schema,
         stream=bool(body.stream),
         continues=continues,
+        **held,
     )  # fmt: skip
 
 
