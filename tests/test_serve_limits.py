@@ -162,12 +162,13 @@ def test_a_file_of_odd_sampling_is_one_line(command, tmp_path, monkeypatch):
 
 
 def test_without_its_extra_the_command_says_what_to_install(luce_):
-    held = {name: module for name, module in sys.modules.items() if name.startswith("luce.server")}
-    with mock.patch.dict(sys.modules, {"uvicorn": None}):
-        for name in held:
-            del sys.modules[name]
-        result = luce_("serve")
-    assert (result.exit_code, result.stderr) == (
-        1,
-        f"Error: luce serve needs uvicorn: {installing('serve')}\n",
-    )
+    """Its help needs no extra."""
+    for missing in ("uvicorn", "starlette", "prometheus_client"):
+        held = {name: module for name, module in sys.modules.items() if name.startswith("luce.server")}
+        with mock.patch.dict(sys.modules, {missing: None}):
+            for name in held:
+                del sys.modules[name]
+            assert luce_("serve", "--help").exit_code == 0
+            result = luce_("serve")
+        said = f"Error: luce serve needs the package {missing}: {installing('serve')}\n"
+        assert (result.exit_code, result.stderr) == (1, said)

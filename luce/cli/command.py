@@ -105,11 +105,7 @@ class Commands(Listed):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in self._later:
             require(ROOM[cmd_name], f"luce {cmd_name}")
-            try:
-                command: click.Command = getattr(import_module(self._later[cmd_name][0]), cmd_name)
-            except ModuleNotFoundError as error:
-                needed = f"luce {cmd_name} needs {error.name}: {installing(cmd_name)}"
-                raise click.ClickException(needed) from error
+            command: click.Command = getattr(import_module(self._later[cmd_name][0]), cmd_name)
             return command
         return super().get_command(ctx, cmd_name)
 

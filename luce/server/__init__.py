@@ -5,3 +5,5 @@ A request goes this way. `app` reads the body by the types of its API (`api/`), 
 reasoning, text and calls (`luce/text`), which go back in the API's own form. `luce/prompts` keeps beginnings
 of prompts; `models` loads and unloads.
 """
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")  # This machine, by the names that requests may have for it.

@@ -11,9 +11,11 @@ from functools import cached_property
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from luce.server import LOOPBACK
 from luce.server.ask import Refused
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+__all__ = ["LOOPBACK", "OPEN", "Access", "Guarded", "shared"]
+
 # Pages of this machine, whatever server they come from.
 LOCAL = r"https?://(([a-z0-9-]+\.)*localhost|127\.0\.0\.1|0\.0\.0\.0|\[::1\])(:[0-9]+)?"
 # Desktop apps and editors have origins of their own, which no page of the web can have. "null" is none of them:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -30,15 +30,14 @@ from luce.cli.options import (
 )
 from luce.cli.terminal import printable
 from luce.decode.engine import Files
-from luce.errors import LuceError
+from luce.errors import LuceError, UnsupportedError
 from luce.files.hub import fetch, hf_option
 from luce.native.structs import PAGE
-from luce.server.access import LOOPBACK, Access
-from luce.server.app import make_app
-from luce.server.listener import Listener
-from luce.server.log import FromPython, Log
+from luce.server import LOOPBACK
 from luce.server.models import CPU_CHUNK, GPU_CHUNK, Models, Settings
-from luce.server.watch import Watch
+
+if TYPE_CHECKING:
+    from luce.server.log import Log
 
 GIB = 1 << 30
 MAX_CHUNK = 4096  # luce.h bounds n_chunk so.
@@ -211,6 +210,13 @@ def serve(models: Mapping[str, Path], hf: str | None, **flags: Any) -> None:
         raise click.UsageError(problem)
     if flags["alias"]:
         models = {flags["alias"]: next(iter(models.values()))}
+    try:  # --help does without these.
+        from luce.server.access import Access
+        from luce.server.app import make_app
+        from luce.server.listener import Listener
+        from luce.server.watch import Watch
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(f"luce serve needs the package {error.name}", concerns="serve") from error
     watch = Watch("" if flags["quiet"] else "json" if flags["log_json"] else "text")
     # The box's drafter fits no other model.
     drafter = drafter_of(next(iter(models.values())), flags) if len(models) == 1 else flags["draft"]
@@ -238,6 +244,8 @@ def serve(models: Mapping[str, Path], hf: str | None, **flags: Any) -> None:
 @contextmanager
 def logging_to(log: Log) -> Iterator[None]:
     """Takes what the core and Python's libraries report into the log meanwhile."""
+    from luce.server.log import FromPython
+
     handler, root = FromPython(log), logging.getLogger()
     root.addHandler(handler)
     _native.default().set_log(log.message)
