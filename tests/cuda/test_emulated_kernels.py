@@ -153,4 +153,5 @@ def test_a_check_of_kernels_passes_on_the_emulated_device(file: str, tmp_path: P
 def test_products_of_few_rows_pass_where_all_lanes_of_a_warp_copy(file: str, tmp_path: Path) -> None:
     """Devices before 9.0 have no bulk copies, which one lane begins."""
     check, kernels = CHECKED[file]
-    run(build(tmp_path, kernels, [file], check, "-DWITHOUT_BULK"))
+    check = check.split(",")[0]  # launches are laid out on every kind elsewhere
+    run(build(tmp_path, kernels, [file], f"emulated::kind = &emulated::KINDS[1], {check}", "-DWITHOUT_BULK"))
