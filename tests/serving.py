@@ -11,8 +11,8 @@ from unittest import mock
 import httpx
 
 from luce.planning.plan import Options
-from luce.server.answer import Answer
 from luce.server.access import LOOPBACK, Access
+from luce.server.answer import Answer
 from luce.server.app import make_app
 from luce.server.listener import Listener
 from luce.server.models import Models, Settings
@@ -62,8 +62,8 @@ class Serving:
 
 @contextmanager
 def serving(paths, how=None, keys=(), log="", origins=(), **more):
-    """Serves models by name; log: as Watch takes it. With `loading` it listens, and may still load. `drain_s` is
-    the Listener's."""
+    """Serves models by name; log: as Watch takes it. With `loading` it listens, and may still load. `drain_s`
+    is the Listener's."""
     access = Access(tuple(keys), LOOPBACK, tuple(origins))
     running = Serving(paths, how or settings(), access, Watch(log), **more)
     try:

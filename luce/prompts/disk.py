@@ -33,9 +33,9 @@ Save = Callable[[], bytes | memoryview]  # This is Checkpoint.save.
 
 
 class DiskCache:
-    """This is a folder of one model's checkpoints, with at most `max_bytes` in all, private to its owner. One thread saves and
-    writes them, beside the engine's. `key` says what the checkpoints depend on beside their tokens. `done`
-    counts what was handed to the thread and is over, written or not."""
+    """This is a folder of one model's checkpoints, with at most `max_bytes` in all, private to its owner. One
+    thread saves and writes them, beside the engine's. `key` says what the checkpoints depend on beside their
+    tokens. `done` counts what was handed to the thread and is over, written or not."""
 
     def __init__(self, folder: Path, key: str, max_bytes: int):
         self._folder = folder / hashlib.sha256(key.encode()).hexdigest()[:16]
@@ -74,8 +74,8 @@ class DiskCache:
         return path
 
     def read(self, path: Path, tokens: np.ndarray) -> bytes:
-        """Returns the checkpoint of a file. Raises FileError where it is not there, or not of these tokens.
-        """
+        """Returns the checkpoint of a file. Raises FileError where it is not there, or not of these
+        tokens."""
         try:
             with path.open("rb") as file:
                 found = _read_tokens(file.read(_HEAD.size), file.read)
