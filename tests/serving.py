@@ -62,8 +62,8 @@ class Serving:
 
 @contextmanager
 def serving(paths, how=None, keys=(), log="", origins=(), **more):
-    """Serves models by name; log: as Watch takes it. With `loading` it listens, and may still load. `drain_s` is
-    the Listener's."""
+    """Serves models by name; log: as Watch takes it. With `loading` it listens, and may still load. `drain_s`
+    is the Listener's."""
     access = Access(tuple(keys), LOOPBACK, tuple(origins))
     running = Serving(paths, how or settings(), access, Watch(log), **more)
     try:

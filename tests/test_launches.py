@@ -17,7 +17,7 @@ import tiny_dflash
 
 from luce.native import Library
 
-OPS_H = Path(__file__).resolve().parent.parent / "native" / "src" / "ops.h"
+OPS_H = Path(__file__).resolve().parent.parent / "native" / "src" / "graph" / "blocks.h"
 CONFIG = tiny.Config(n_embd=256, n_ff=256, n_v_head=8, state_size=128, head_dim=128)
 MOVED = {"GET_ROWS", "SET_ROWS", "CONCAT"}
 FFN = Counter({"rowmm_parts": 2, "rowmm_parts_swiglu": 1, "rowmm_parts_rms": 1})

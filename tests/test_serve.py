@@ -111,7 +111,7 @@ BAD = [
     ("/v1/chat/completions", {"messages": HELLO, "tools": [{"function": {"name": "a>\n<b"}}]}, 400, "tools"),
     ("/v1/completions", {"prompt": "a", "suffix": "b"}, 400, "suffix"),
     ("/v1/completions", {"prompt": "a", "best_of": 2}, 400, "best_of"),
-    ("/v1/completions", {"prompt": "a", "guided_regex": "a+"}, 400, "guided_regex"),
+    ("/v1/completions", {"prompt": "a", "guided_regex": "a("}, 400, "guided_regex"),
     ("/v1/responses", {"input": "a", "previous_response_id": "resp_1"}, 400, "previous_response_id"),
     ("/v1/responses", {"input": [{"type": "item_reference", "id": "a"}]}, 400, "input"),
     ("/v1/responses", {"include": ["message.output_text.logprobs"], "input": "a"}, 400, "include"),

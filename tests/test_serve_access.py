@@ -9,7 +9,12 @@ from luce.cli.command import BOX
 from luce.server.access import LOOPBACK, Access
 
 KEYS = ("secret", "other")
-NAMED = ("https://chat.example.com", "http://box.lan:3000", "chrome-extension://*", "https://*.inside.example")
+NAMED = (
+    "https://chat.example.com",
+    "http://box.lan:3000",
+    "chrome-extension://*",
+    "https://*.inside.example",
+)
 
 
 @pytest.fixture(scope="module")

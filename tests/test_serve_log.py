@@ -17,7 +17,9 @@ from luce.server.log import MAX_PATH, Log
 
 SECRET = "xyzzy"
 SAID = [{"role": "user", "content": SECRET}]
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"description": SECRET, "type": "object"}}}
+FUNCTION = {"name": "f", "parameters": {"description": SECRET, "type": "object"}}
+TOOL = {"type": "function", "function": FUNCTION}
+PREFLIGHT = {"Origin": "http://localhost", "Access-Control-Request-Method": "GET"}
 
 
 @pytest.fixture(scope="module")
@@ -53,18 +55,18 @@ def test_each_request_has_one_line(server, lines, monkeypatch):
         ("GET", "/v1/models", {"headers": {"Authorization": "Bearer no"}}, 401, "auth"),
         ("GET", "/v1/models", {"headers": {"Host": "evil.example"}}, 403, "forbidden"),
         ("GET", "/v1/models", {"headers": {"Origin": "https://evil.example"}}, 403, "forbidden"),
-        ("OPTIONS", "/v1/models", {"headers": {"Origin": "http://localhost", "Access-Control-Request-Method": "GET"}},
-         200, None),
+        ("OPTIONS", "/v1/models", {"headers": PREFLIGHT}, 200, None),
         ("GET", "/nothing", {}, 404, None),
         ("PUT", "/v1/models", {}, 405, None),
         ("POST", "/v1/completions", {"content": "{"}, 400, "invalid"),
         ("POST", "/v1/completions", {"content": b"x" * 6000}, 413, "too_large"),
-        ("POST", "/api/chat", {"json": {"messages": SAID, "options": {"num_predict": 1}, "stream": False}}, 200, None),
+        ("POST", "/api/chat", {"json": {"messages": SAID, "options": {"num_predict": 1}}}, 200, None),
     ):  # fmt: skip
         response = server.http.request(method, path, **more)
         (line,) = lines()
         assert response.status_code == status == line["status"], path
-        assert (line["method"], line["path"], line.get("error"), line["client"]) == (method, path, error, "127.0.0.1")
+        assert (line["method"], line["path"], line.get("error")) == (method, path, error)
+        assert line["client"] == "127.0.0.1"
         assert response.headers["x-request-id"] == line["id"] == response.headers["request-id"]
         assert line["time"].endswith("Z") and line["seconds"] >= 0
 
@@ -74,7 +76,8 @@ def test_a_line_tells_of_the_answer(server, lines):
     for stream in (False, True):
         server.post("/v1/chat/completions", stream=stream, **asked)
         (line,) = lines()
-        assert (line["model"], line["generated"], line["reason"], line["status"]) == ("mine", 5, "length", 200)
+        told = {"model": "mine", "generated": 5, "reason": "length", "status": 200}
+        assert told.items() <= line.items()
         assert {"prompt", "cached", "prefill_s", "tok_per_s", "accepted_length", "first_token_s"} <= set(line)
 
 
@@ -125,7 +128,8 @@ def test_nothing_of_what_was_said_is_told(server, monkeypatch, capsys):
     assert SECRET in refused.json()["error"]["message"]  # Who said it may read it.
     told = [json.loads(line) for line in said.splitlines()]
     (defects,) = [line for line in told if line.get("level") == "error"]
-    assert defects["message"].startswith(f"ZeroDivisionError in request {refused.headers['x-request-id']} at ")
+    id = refused.headers["x-request-id"]
+    assert defects["message"].startswith(f"ZeroDivisionError in request {id} at ")
     assert "test_serve_log.py" in defects["message"] and len(told) == 7
 
 

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def test_helpers_stay_through_long_parts(tmp_path: Path) -> None:
     program, source = tmp_path / "check", ROOT / "native/src"
-    sources = [ROOT / "tests/team_check.cpp", source / "team.cpp"]
+    sources = [ROOT / "tests/team_check.cpp", source / "step/threads.cpp"]
     subprocess.run(
         ["c++", "-std=c++17", "-O1", "-pthread", "-I", source, *sources, "-o", program], check=True
     )

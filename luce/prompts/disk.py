@@ -74,8 +74,8 @@ class DiskCache:
         return path
 
     def read(self, path: Path, tokens: np.ndarray) -> bytes:
-        """Returns the checkpoint of a file. Raises FileError where it is not there, or not of these tokens.
-        """
+        """Returns the checkpoint of a file. Raises FileError where it is not there, or not of these
+        tokens."""
         try:
             with path.open("rb") as file:
                 found = _read_tokens(file.read(_HEAD.size), file.read)

@@ -1,4 +1,5 @@
-"""Who may ask: keys, the names that this machine is asked by, and the origins whose pages may read answers."""
+"""Who may ask: keys, the names that this machine is asked by, and the origins whose pages may read
+answers."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ __all__ = ["LOOPBACK", "OPEN", "Access", "Guarded", "shared"]
 
 # Pages of this machine, whatever server they come from.
 LOCAL = r"https?://(([a-z0-9-]+\.)*localhost|127\.0\.0\.1|0\.0\.0\.0|\[::1\])(:[0-9]+)?"
-# Desktop apps and editors have origins of their own, which no page of the web can have. "null" is none of them:
-# every site can make a frame that has it.
+# Desktop apps and editors have origins of their own, which no page of the web can have. "null" is none of
+# them: every site can make a frame that has it.
 APPS = r"(app|capacitor|file|ionic|tauri|vscode-file|vscode-webview)://[^/]*"
 _HOST = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]/?#@]+))(?::[0-9]*)?")
 OPEN = ("/health", "/v1/health")  # These need no key,
@@ -28,10 +29,10 @@ PAGE = "/"  # and neither does the page: it asks for one.
 
 @dataclass(frozen=True)
 class Access:
-    """Says who may ask. `keys` holds the keys of which any is enough; empty, everyone may ask. `hosts` holds the
-    names of this machine that a request may be for, which keeps out web pages that rebind a name; empty, any name
-    will do. `origins` are pages that may ask and read beside those of this machine and of apps: "https://a.example",
-    where * stands for any letters but /, and "*" alone for all pages of all sites."""
+    """Says who may ask. `keys` holds the keys of which any is enough; empty, everyone may ask. `hosts` holds
+    the names of this machine that a request may be for, which keeps out web pages that rebind a name; empty,
+    any name will do. `origins` are pages that may ask and read beside those of this machine and of apps:
+    "https://a.example", where * stands for any letters but /, and "*" alone for all pages of all sites."""
 
     keys: tuple[str, ...] = ()
     hosts: tuple[str, ...] = LOOPBACK
@@ -101,8 +102,12 @@ class Guarded:
         if host and not self._access.is_for_us(host):
             return Refused(403, f"requests for {host!r} are not answered here", "forbidden")
         if origin and self._access.hosts and not self._access.origin.fullmatch(origin):
-            return Refused(403, f"pages of {origin!r} are not among those that are answered here", "forbidden")
+            return Refused(
+                403, f"pages of {origin!r} are not among those that are answered here", "forbidden"
+            )
         path = scope["path"]
         if path in OPEN or (path == PAGE and scope["method"] in ("GET", "HEAD")):
             return None
-        return None if self._access.has_key(headers) else Refused(401, "the API key is missing or wrong", "auth")
+        return (
+            None if self._access.has_key(headers) else Refused(401, "the API key is missing or wrong", "auth")
+        )

@@ -1,5 +1,5 @@
-"""Reads the bodies of requests, bounded and typed, and makes those of answers. What is large is read and made beside
-the event loop (lanes.py)."""
+"""Reads the bodies of requests, bounded and typed, and makes those of answers. What is large is read and made
+beside the event loop (lanes.py)."""
 
 from __future__ import annotations
 

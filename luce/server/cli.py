@@ -172,8 +172,8 @@ def origins(ctx: click.Context, param: click.Parameter, values: tuple[str, ...])
     multiple=True,
     callback=origins,
     metavar="ORIGIN",
-    help="Let web pages of this origin ask, beside those of this machine and of desktop apps; * stands for any "
-    "letters but /, and alone for all pages; may be repeated.",
+    help="Let web pages of this origin ask, beside those of this machine and of desktop apps; * stands for "
+    "any letters but /, and alone for all pages; may be repeated.",
 )
 @click.option(
     "--shutdown-timeout",
@@ -192,8 +192,8 @@ def origins(ctx: click.Context, param: click.Parameter, values: tuple[str, ...])
 def serve(models: Mapping[str, Path], hf: str | None, **flags: Any) -> None:
     """Answer requests over HTTP: OpenAI's, Anthropic's and Ollama's APIs.
 
-    A browser finds a page to chat with at the same address. A line for each request goes to stderr. Ctrl-C ends
-    the server, and SIGTERM lets requests end before.
+    A browser finds a page to chat with at the same address. A line for each request goes to stderr. Ctrl-C
+    ends the server, and SIGTERM lets requests end before.
 
     \b
     Examples:

@@ -1,12 +1,13 @@
-"""A client's connection: uvicorn's, with an end for those that say or read nothing, and a bound on how many there are.
+"""A client's connection: uvicorn's, with an end for those that say or read nothing, and a bound on how many
+there are.
 
     opened ──▶ head ──▶ body ──▶ answer ──▶ kept alive ──▶ head ...
     HEAD_S     HEAD_S   BODY_S   STALL_S    KEEP_ALIVE_S
 
-A head has to be whole HEAD_S after its connection was opened or its first byte came. A body may pause for BODY_S,
-and so may what is left of one that was answered before its end. Where an answer waits for its reader, he has to
-take some of it within STALL_S. A connection whose time is up is closed without a word, as nginx does: the log has
-a line for it, and what was generated for it ends.
+A head has to be whole HEAD_S after its connection was opened or its first byte came. A body may pause for
+BODY_S, and so may what is left of one that was answered before its end. Where an answer waits for its reader,
+he has to take some of it within STALL_S. A connection whose time is up is closed without a word, as nginx
+does: the log has a line for it, and what was generated for it ends.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class Connection(H11Protocol):
         if self.cycle is None or self.cycle.response_complete:
             self._tell(400, "invalid")
         else:
-            self.scope[CLOSED] = (400, "invalid")  # type: ignore[typeddict-unknown-key]
+            self._closes(400, "invalid")
         try:
             super().send_400_response(msg)
         except h11.LocalProtocolError:  # Its answer has begun.
@@ -137,12 +138,17 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def _body_over(self) -> None:
-        self.scope[CLOSED] = (408, "body")  # type: ignore[typeddict-unknown-key]
+        self._closes(408, "body")
         self.transport.close()
 
     def _tell(self, status: int, error: str) -> None:
         client = self.client[0] if self.client else ""
         self.log.request(Record("", "", client=client, status=status, error=error))
+
+    def _closes(self, status: int, error: str) -> None:
+        """Notes for the log why the request that is under way is broken off."""
+        scope: Any = self.scope
+        scope[CLOSED] = (status, error)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -156,7 +162,7 @@ class Connection(H11Protocol):
         if left < before:
             self._stall(left)
             return
-        self.scope[CLOSED] = (499, "stalled")  # type: ignore[typeddict-unknown-key]
+        self._closes(499, "stalled")
         self.transport.abort()
 
     def resume_writing(self) -> None:

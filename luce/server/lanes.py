@@ -1,8 +1,8 @@
 """Threads beside the event loop for what may take long: reading bodies, making prompts, compiling grammars.
 
 Work goes by what it costs. Little is done where it is asked for, and the rest in a lane with one thread: so a
-prompt of 200,000 messages waits for others of its kind, and no others wait for it. One thread a lane, since Python
-runs one at a time: more of them would take their turns from the loop and the engine.
+prompt of 200,000 messages waits for others of its kind, and no others wait for it. One thread a lane, since
+Python runs one at a time: more of them would take their turns from the loop and the engine.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Lane:
         self.most, self._pool, self._inside = most, Pool(1, name), 0
 
     async def run(self, make: Callable[[], T]) -> T:
-        """Returns what `make` returns in the thread. Where the caller is cancelled, what has not begun does not
-        begin. Raises what it raises, and Refused where as many wait as may, or memory lacks."""
+        """Returns what `make` returns in the thread. Where the caller is cancelled, what has not begun does
+        not begin. Raises what it raises, and Refused where as many wait as may, or memory lacks."""
         if self._inside > MAX_WAITING:
             raise Refused(503, "the server is busy with large requests", "busy", retry_after=5)
         self._inside += 1

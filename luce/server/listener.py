@@ -3,9 +3,10 @@
     listening ──▶ loading ──▶ ready ──SIGTERM──▶ draining ──▶ ended, exit code 0
                      └───────────┴──── Ctrl-C ─────────┴────▶ ended, exit code 130
 
-It listens before its model is loaded, so that /health can tell; requests wait meanwhile. SIGTERM: new requests are
-turned away, and those that have begun have `drain_s` seconds; then they end, and their clients are told. Ctrl-C, or
-another SIGTERM, ends them at once. However often a signal comes, models are closed before the process ends.
+It listens before its model is loaded, so that /health can tell; requests wait meanwhile. SIGTERM: new
+requests are turned away, and those that have begun have `drain_s` seconds; then they end, and their clients
+are told. Ctrl-C, or another SIGTERM, ends them at once. However often a signal comes, models are closed
+before the process ends.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ class Listener(uvicorn.Server):
         """Says, ten times a second, whether it is time to end."""
         if self._models.draining and not self._told and not self.should_exit:
             self._told = True
-            running = len(self.server_state.tasks)
-            self._log.message(1, f"draining: {running} requests may end within {self._drain_s:g} seconds")
+            left = f"{len(self.server_state.tasks)} under way have {self._drain_s:g} seconds to end"
+            self._log.message(1, f"no more requests are taken; {left}")
         idle = not self.server_state.tasks
         if self.should_exit or (self._models.draining and (idle or time.monotonic() >= self._ends)):
             self._models.stop()

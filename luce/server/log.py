@@ -1,4 +1,5 @@
-"""Log on stderr: a line for each request, refused ones too, and what the core, libraries and the server report.
+"""Log on stderr: a line for each request, refused ones too, and what the core, libraries and the server
+report.
 
 A line is `name=value` words, or with "json" one object of the same names. Nothing that users say or models
 answer is in it: of an error that nobody expected, its kind and place are told, not its text.
@@ -31,8 +32,8 @@ _SUMS = ("prompt", "cached", "generated")  # Of several answers to one request t
 
 @dataclass
 class Record:
-    """One request, as its line tells of it. `status` is 0 before the answer begins; `error` is why the request
-    was refused or broken off. `details` are what its answers add."""
+    """One request, as its line tells of it. `status` is 0 before the answer begins; `error` is why the
+    request was refused or broken off. `details` are what its answers add."""
 
     method: str
     path: str
@@ -148,7 +149,7 @@ class Logged:
             if message["type"] == "http.response.start":
                 record.status = record.status if gone else message["status"]
                 own = [(b"x-request-id", id), (b"request-id", id)]
-                message = message | {"headers": [*message.get("headers", ()), *own]}
+                message = {**message, "headers": [*message.get("headers", ()), *own]}
             elif not message.get("more_body"):
                 whole = True
             await send(message)

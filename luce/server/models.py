@@ -57,11 +57,11 @@ class Settings:
 class Served:
     """This is a model that is loaded: its files, engine, thread and cache. What happens to its requests is
     put in the thread of `loop`. A context that nobody asked for may `shrink` to fit the free memory; else
-    OutOfMemory is raised. Where `cancelled` says so, loading ends and Cancelled is raised. Raises what opening
-    them raises.
+    OutOfMemory is raised. Where `cancelled` says so, loading ends and Cancelled is raised. Raises what
+    opening them raises.
 
-    `users` counts the requests that are prepared for it: it is not unloaded meanwhile, nor while its scheduler
-    has any. `failed` is what its device reported last, "" while it works."""
+    `users` counts the requests that are prepared for it: it is not unloaded meanwhile, nor while its
+    scheduler has any. `failed` is what its device reported last, "" while it works."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Served:
             self.lanes[0].begin()
             opened.callback(self.lanes[0].close)
             self.template_source = str(files.file.kv[KEY]) if KEY in files.file.kv else ""
-            self._templates = dict[Lane, BoundedTemplate]()  # A process of a template has one prompt at a time.
+            self._templates = dict[Lane, BoundedTemplate]()  # Each makes one prompt at a time.
             for lane in self.lanes if self.template_source else ():
                 with about(path):
                     self._templates[lane] = chat_template(files.file.kv)
@@ -151,8 +151,8 @@ class Served:
         return await self._counted(make, fitting(self.lanes, len(text)))
 
     async def _counted(self, make: Callable[[int], list[int]], lane: Lane) -> list[int]:
-        """Returns the tokens of a prompt. Raises TooLong where it has COUNTED times as many as the context: it
-        is not read to its end."""
+        """Returns the tokens of a prompt. Raises TooLong where it has COUNTED times as many as the context:
+        it is not read to its end."""
         most = COUNTED * self.info.n_ctx
         tokens = await self._in(lane, lambda: make(most))
         if len(tokens) > most:
@@ -352,9 +352,8 @@ class Models:
                 raise stopping()
             idle = self._idle()
             try:
-                return await loop.run_in_executor(
-                    BESIDE, Served, slot.path, self._settings, loop, not idle, lambda: self._stopping
-                )
+                given = slot.path, self._settings, loop, not idle, self._is_stopping
+                return await loop.run_in_executor(BESIDE, Served, *given)
             except OutOfMemory as error:
                 idle = self._idle()
                 if not idle:
@@ -367,6 +366,9 @@ class Models:
                 raise stopping() from error
             except LuceError as error:
                 raise Refused(500, str(error), "failed") from error
+
+    def _is_stopping(self) -> bool:
+        return self._stopping
 
     def stop(self) -> None:
         """Ends what runs and what is loaded, soon. It may be called from a signal handler."""

@@ -21,11 +21,11 @@ def is_wanted(request: Request) -> bool:
 
 @cache
 def _content() -> tuple[bytes, dict[str, str]]:
-    """Returns the page and its headers. Its own script and style run, named by their hashes, and no others; it
-    may talk to this server alone, and nobody may put it into a frame."""
+    """Returns the page and its headers. Its own script and style run, named by their hashes, and no others;
+    it may talk to this server alone, and nobody may put it into a frame."""
     text = PAGE.read_text(encoding="utf-8")
-    rules = ["default-src 'none'", "connect-src 'self'", "img-src data:", "base-uri 'none'", "form-action 'none'",
-             "frame-ancestors 'none'"]  # fmt: skip
+    rules = ["default-src 'none'", "connect-src 'self'", "img-src data:"]
+    rules += [f"{what} 'none'" for what in ("base-uri", "form-action", "frame-ancestors")]
     for tag in ("script", "style"):
         inner = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.S)
         hashes = (base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in inner)

@@ -82,7 +82,8 @@ async def one_model(server: Server, request: Request) -> Response:
 
 
 async def health(server: Server, request: Request) -> Response:
-    """Says how the server is: 200 and "ok" where it answers, else 503 and "loading", "draining" or "failed"."""
+    """Says how the server is: 200 and "ok" where it answers, else 503 and "loading", "draining" or
+    "failed"."""
     state = server.models.state
     if state == "ready":  # llama.cpp's clients look for this word.
         return reply({"status": "ok", "state": state})
