@@ -27,6 +27,7 @@ _FILE_TYPES = {
     **dict(enumerate(("TQ1_0", "TQ2_0", "MXFP4_MOE", "NVFP4", "Q1_0", "Q2_0"), start=36)),
 }
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.(nextn\.|attn_norm\.weight$)?")
+_BESIDE = ("clip", "eagle", "eagle3")  # Projectors and heads of other kinds go with a model.
 _BY_ROW = ("IQ1_", "IQ2_", "IQ3_", "NVFP4")  # On a GPU luce has no matmul of its own for these.
 # In place of these a GPU has a type that holds the same values, in so many bits a weight.
 _RECODED = {"MXFP4": "Q5_0, of 5.5 bits", "TQ1_0": "Q4_0, of 4.5 bits", "TQ2_0": "Q4_0, of 4.5 bits"}
@@ -194,6 +195,20 @@ def probe(file: File, ctx: int | None = None, device: str = "auto") -> Facts:
     )
 
 
+def what_it_holds(file: File) -> str | None:
+    """Says what a file has in place of a model; None means that it is one, of whatever architecture. Raises
+    FileError as probe() does."""
+    architecture = fact(file.kv, "general.architecture", str)
+    kind = _kind(file.kv, architecture, file.tensors, _blocks(file.kv, architecture, file.tensors))
+    held = fact(file.kv, "general.type", str, "model")
+    return {
+        "model": None,
+        "head": "a NextN head",
+        "drafter": "a DFlash drafter",
+        "other": f"data of type {held if held != 'model' else architecture}",
+    }[kind]
+
+
 def _number(kv: Mapping[str, Any], key: str) -> int | None:
     """Returns what the key counts. Raises FileError as fact() does."""
     count = fact(kv, key, int, None)
@@ -254,7 +269,7 @@ def _blocks(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor]) -> 
 def _kind(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor], blocks: _Blocks) -> str:
     if is_drafter(architecture):
         return "drafter"
-    if not tensors or fact(kv, "general.type", str, "model") != "model":
+    if not tensors or architecture in _BESIDE or fact(kv, "general.type", str, "model") != "model":
         return "other"
     trunk = any(tensor.name.startswith("blk.0.") for tensor in tensors)
     heads = blocks.nextn > 0 or blocks.lacking
