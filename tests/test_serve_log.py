@@ -56,8 +56,8 @@ def test_each_request_has_one_line(server, lines, monkeypatch):
         ("GET", "/v1/models", {"headers": {"Host": "evil.example"}}, 403, "forbidden"),
         ("GET", "/v1/models", {"headers": {"Origin": "https://evil.example"}}, 403, "forbidden"),
         ("OPTIONS", "/v1/models", {"headers": PREFLIGHT}, 200, None),
-        ("GET", "/nothing", {}, 404, None),
-        ("PUT", "/v1/models", {}, 405, None),
+        ("GET", "/nothing", {}, 404, "no_route"),
+        ("PUT", "/v1/models", {}, 405, "invalid"),
         ("POST", "/v1/completions", {"content": "{"}, 400, "invalid"),
         ("POST", "/v1/completions", {"content": b"x" * 6000}, 413, "too_large"),
         ("POST", "/api/chat", {"json": {"messages": SAID, "options": {"num_predict": 1}}}, 200, None),
@@ -139,7 +139,7 @@ def test_lines_of_text_are_words(native, capsys):
         server.http.get("/" + "x" * 2 * MAX_PATH)
     lines = [line for line in capsys.readouterr().err.splitlines()]
     assert len(lines) == 2 and ' method="GET" path="/a b\\"c" status=404 id="' in lines[0]
-    assert lines[0].startswith('time="') and " error=" not in lines[0]
+    assert lines[0].startswith('time="') and ' error="no_route" ' in lines[0]
     assert f'path="/{"x" * (MAX_PATH - 1)}" ' in lines[1]
 
 
