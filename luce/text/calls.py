@@ -12,7 +12,7 @@ from typing import Any
 from luce.text.dialects import BLANK, Dialect, Kind, Mark
 from luce.text.objects import Scan, call_of
 from luce.text.pieces import TEXT, Arguments, Call, CallBegin, CallEnd, Parameters, Piece, as_json, value_of
-from luce.text.readings import CLOSERS, PROSE, Event, Node, Place, Reading, Rules, State, best, go_on
+from luce.text.readings import CLOSERS, PROSE, Event, Node, Place, Reading, Rules, State, best, go_on, in_common
 
 
 class CallReader:
@@ -202,17 +202,16 @@ class CallReader:
         """Yields what is certain and was not said."""
         if self._moved:
             self._moved = False
-            chains = [reading.nodes(self._root) for reading in self._readings]
-            for node, *others in zip(*chains, strict=False):
-                if any(other is not node for other in others):
-                    break
+            common = in_common(self._readings, self._root)
+            for node in common:
                 yield from self._say(node)
                 self._root = node
+            if common:
+                self._readings = [reading.behind(common[-1]) for reading in self._readings]
         if self.done:
             yield from self._leave()
         elif self._value is not None:
-            chains = [reading.nodes(self._root) for reading in self._readings]
-            end = min([chain[0].end for chain in chains if chain], default=self._at)
+            end = min([reading.first.end for reading in self._readings if reading.first], default=self._at)
             yield from self._value.push(self._slice(self._value.at, end))
         self._forget()
 

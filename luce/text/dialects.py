@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 BLANK = " \t\r\n"
+SIGN = "<"  # Each mark of each dialect begins so.
 MAX_NAME = 256
+KNOWN_TAGS = 1024
 
 
 class Kind(Enum):
@@ -63,6 +65,7 @@ class Dialect:
     objects: bool = True
     _pattern: re.Pattern[str] = field(init=False, repr=False, compare=False)
     _begun: re.Pattern[str] = field(init=False, repr=False, compare=False)
+    _tags: dict[str, tuple[Kind, bool] | None] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         name = rf"([^<>\n]{{1,{MAX_NAME}}})>"
@@ -85,7 +88,7 @@ class Dialect:
         for found in self._pattern.finditer(text, at, end):
             where = found.start(), found.end()
             if found["tag"]:
-                known = self._tag(found["tag"])
+                known = self._known_tag(found["tag"])
                 if known is not None:
                     yield Mark(known[0], *where, near=known[1])
             elif found["call"]:
@@ -98,7 +101,7 @@ class Dialect:
 
     def undecided(self, text: str) -> int:
         """Returns the length of the text's end that may become a mark, or another one."""
-        at = text.rfind("<")
+        at = text.rfind(SIGN)
         if at < 0:
             return 0
         end = text[at:]
@@ -112,6 +115,14 @@ class Dialect:
         `line`, a function's."""
         call = len(begun) > len(self.call[0]) // 2 and self.call[0].startswith(begun)
         return call or (line and begun.startswith(self.function[0]))
+
+    def _known_tag(self, written: str) -> tuple[Kind, bool] | None:
+        """Returns what _tag() does. What is read once is often read again."""
+        if written not in self._tags:
+            if len(self._tags) >= KNOWN_TAGS:
+                self._tags.clear()
+            self._tags[written] = self._tag(written)
+        return self._tags[written]
 
     def _tag(self, written: str) -> tuple[Kind, bool] | None:
         """Returns what a tag closes, and whether it is misspelt: by one letter, or as another word that begins

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from luce.text.calls import CallReader
-from luce.text.dialects import BLANK, QWEN, Dialect
+from luce.text.dialects import BLANK, QWEN, SIGN, Dialect
 from luce.text.pieces import Call, CallEnd, Parameters, Piece, Reasoning, Text, undecided
 
 THINK, END_THINK = QWEN.think
@@ -62,7 +62,7 @@ class Parser:
         """Returns what is left once the text has ended. It was `cut` where the model would have gone on: then a
         call that it ended within is no text, and only the end of what was said of it is returned, if any was."""
         pieces = list(self._drain(final=True, cut=cut))
-        if self._blank and not self._reasoning and (self._said or not self._trim):
+        if self._blank and not (self._reasoning or self.cut) and (self._said or not self._trim):
             pieces.append(Text(self._blank))
         self._blank = ""
         return pieces
@@ -77,6 +77,9 @@ class Parser:
                 if self._reader is not None:
                     return
                 continue
+            if SIGN not in self._text:
+                yield from self._say(self._take(len(self._text)))
+                return
             mark, at = self._next_mark()
             if mark is None:
                 half = self._half() if cut else 0
@@ -96,8 +99,8 @@ class Parser:
 
     def _take(self, n: int) -> str:
         taken, self._text = self._text[:n], self._text[n:]
-        line = taken.rpartition("\n")[2]
-        self._line = not line.strip(BLANK) and (self._line or len(line) < len(taken))
+        if self._line or "\n" in taken:
+            self._line = not taken.rpartition("\n")[2].strip(BLANK)
         return taken
 
     def _begin(self, reasoning: bool) -> None:

@@ -45,7 +45,8 @@ class Damage(IntEnum):
 
 PROSE = frozenset(" \t\"'`([{=+,:|*")  # A mark right behind one of these is spoken of.
 DEEPEST = 64  # So many marks of a kind may be open within a value.
-HOPELESS = 500  # Readings with so much more damage than a safe one are given up.
+HOPELESS = 500  # Readings with so much more damage than a safe one are given up,
+MOST = 24  # and of more readings those with the most damage, unless they are safe.
 _UNSAFE = re.compile(r"[\s{}\"'`$]")  # A name that nobody declared has none of these.
 CLOSERS = {Kind.END_CALL: 0, Kind.END_FUNCTION: 1, Kind.END_PARAMETER: 2}  # Indexes of State.opens.
 _NOTHING: tuple[tuple[int, ...], ...] = ((), (), ())
@@ -102,6 +103,7 @@ class Node:
     begin: int = 0
     name: str = ""
     found: Any = None  # The arguments of a JSON object.
+    depth: int = 0  # So many are before it.
 
 
 @dataclass(frozen=True)
@@ -137,19 +139,22 @@ class State:
 
 @dataclass(frozen=True)
 class Reading:
-    """One way to read the text so far. The text or value that is open begins at `start`."""
+    """One way to read the text so far, at the `cost` of its damage. The text or value that is open begins at
+    `start`. Of its nodes, `first` is the first that was not said, and `node` the last."""
 
     state: State
     start: int
     cost: int = 0
     node: Node | None = None
+    first: Node | None = None
 
     def to(self, state: State, start: int, cost: int = 0, *read: tuple[Any, ...]) -> Reading:
         """Returns the reading that goes on from there, after it has `read` the fields of more nodes."""
-        node = self.node
+        node, first = self.node, self.first
         for fields in read:
-            node = Node(node, *fields)
-        return Reading(state, start, self.cost + cost, node)
+            node = Node(node, *fields, depth=node.depth + 1 if node else 0)
+            first = first or node
+        return Reading(state, start, self.cost + cost, node, first)
 
     def nodes(self, root: Node | None = None) -> list[Node]:
         """Returns what was read since `root`, in order."""
@@ -159,14 +164,28 @@ class Reading:
             node = node.before
         return found[::-1]
 
+    def behind(self, root: Node) -> Reading:
+        """Returns the reading of which all up to `root` was said."""
+        following = self.nodes(root)
+        return replace(self, first=following[0] if following else None)
+
     def better(self, other: Reading) -> bool:
         """Says whether it has less damage, or as much and later ends."""
         if self.cost != other.cost:
             return self.cost < other.cost
-        mine, others = [node.end for node in self.nodes()], [node.end for node in other.nodes()]
-        for one, another in zip(mine, others, strict=False):
-            if one != another:
-                return one > another
+        one, another = self.node, other.node
+        mine, others = list[int](), list[int]()  # The ends of what only one of them has read, last first.
+        while one is not another:
+            deeper = (one.depth if one else -1) - (another.depth if another else -1)
+            if one and deeper >= 0:
+                mine.append(one.end)
+                one = one.before
+            if another and deeper <= 0:
+                others.append(another.end)
+                another = another.before
+        for end, other_end in zip(reversed(mine), reversed(others), strict=False):
+            if end != other_end:
+                return end > other_end
         return len(mine) < len(others)
 
 
@@ -464,11 +483,27 @@ def go_on(rules: Rules, readings: Sequence[Reading], event: Event) -> list[Readi
                 alike[after.state] = after
     safe = [r.cost for r in alike.values() if r.state.is_safe]
     most = min(safe) + HOPELESS if safe else None
-    return [r for r in alike.values() if most is None or r.cost <= most]
+    found = [r for r in alike.values() if most is None or r.cost <= most]
+    if len(found) > MOST:
+        found.sort(key=lambda r: r.cost)
+        found = found[:MOST] + [r for r in found[MOST:] if r.state.is_safe]
+    return found
 
 
 def best(readings: Sequence[Reading]) -> Reading:
     found = readings[0]
     for reading in readings[1:]:
         found = reading if reading.better(found) else found
+    return found
+
+
+def in_common(readings: Sequence[Reading], root: Node | None) -> list[Node]:
+    """Returns what all readings have read since `root`."""
+    if len({id(reading.first) for reading in readings}) != 1:
+        return []
+    found = list[Node]()
+    for node, *others in zip(*(reading.nodes(root) for reading in readings), strict=False):
+        if any(other is not node for other in others):
+            break
+        found.append(node)
     return found

@@ -11,8 +11,8 @@ import re
 from luce.files.tokenizer import Tokenizer
 from luce.text.dialects import QWEN
 from luce.text.grammar import Matcher
-from luce.text.parser import END_THINK, THINK
 
+THINK, END_THINK = QWEN.think
 FUNCTION, END_FUNCTION, END_CALL = *QWEN.function, QWEN.call[1]
 END = f"\n{END_THINK}\n\n"  # Templates write it so.
 _THOUGHT = re.compile(re.escape(END_THINK))
