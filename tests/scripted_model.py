@@ -111,8 +111,8 @@ def write(path: Path, script: Mapping[str, Sequence[str]], n_ctx: int = 131072) 
 
 def _tensors(config: Config, follows: Sequence[tuple[int, int]]) -> dict[str, np.ndarray]:
     """Returns random blocks that add nothing; the head's row of a token is the embedding of those that it
-    follows. The row of one that follows many, as the text's end does, may come near to any embedding: the first
-    seed is taken with which the script is what is said."""
+    follows. The row of one that follows many, as the text's end does, may come near to any embedding: the
+    first seed is taken with which the script is what is said."""
     before, after = np.array(follows).T
     for seed in count(1):
         tensors = tiny.layout(config, seed=seed)

@@ -1,6 +1,6 @@
 """Has a Python library do a turn with a tool, in each way that it knows: the tool writes a file.
 
-    python libraries.py litellm|langchain|instructor|ollama URL
+Run it as `python libraries.py litellm|langchain|instructor|ollama URL`.
 """
 
 from __future__ import annotations
