@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 
 import gguf
@@ -34,6 +35,7 @@ TEMPLATE = """
 {%- for key, value in c.function.arguments|items %}{{ '<parameter=' + key + '>\\n' }}
 {{- value if value is string else value|tojson }}{{ '\\n</parameter>\\n' }}{%- endfor %}
 {{- '</function>\\n</tool_call>' }}{%- endmacro %}
+{%- set thinks = enable_thinking is defined and enable_thinking %}{#- The script says whether it thinks. #}
 {%- set at = namespace(name=DEFAULT, n=0) %}
 {%- if tools %}{{- '<|im_start|>system\\n# Tools\\n<tools>' }}
 {%- for tool in tools %}{{ '\\n' + tool|tojson }}{% endfor %}{{ '\\n</tools><|im_end|>\\n' }}{%- endif %}
@@ -109,15 +111,19 @@ def write(path: Path, script: Mapping[str, Sequence[str]], n_ctx: int = 131072) 
 
 def _tensors(config: Config, follows: Sequence[tuple[int, int]]) -> dict[str, np.ndarray]:
     """Returns random blocks that add nothing; the head's row of a token is the embedding of those that it
-    follows."""
-    tensors = tiny.layout(config, seed=1)
+    follows. The row of one that follows many, as the text's end does, may come near to any embedding: the
+    first seed is taken with which the script is what is said."""
+    before, after = np.array(follows).T
+    for seed in count(1):
+        tensors = tiny.layout(config, seed=seed)
+        embedding = np.sign(tensors["token_embd.weight"]).astype(np.float32)
+        head = np.zeros_like(embedding)
+        np.add.at(head, after, embedding[before])
+        if np.array_equal(np.argmax(embedding[before] @ head.T, axis=1), after % len(head)):
+            break
     for name, tensor in tensors.items():
         if name.endswith(("attn_output.weight", "ssm_out.weight", "ffn_down.weight")):
             tensor[:] = 0
-    embedding = np.sign(tensors["token_embd.weight"]).astype(np.float32)
-    head = np.zeros_like(embedding)
-    for token, after in follows:
-        head[after] += embedding[token]
     tensors["token_embd.weight"], tensors["output.weight"] = embedding, head
     tensors["output_norm.weight"][:] = 1
     return tensors

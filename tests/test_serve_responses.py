@@ -171,7 +171,7 @@ def test_items_declare_tools_and_change_the_configuration():
     body = {"input": items, "tools": [FUNCTION], "reasoning": {"effort": "high"}}
     ask = responses_ask(msgspec.convert(body, ResponsesBody))
     assert [tool.name for tool in ask.tools] == ["read", "write"]
-    assert ask.variables == {"enable_thinking": False} and ask.schema == {}
+    assert ask.variables == {"enable_thinking": False} and ask.constraint is not None
 
 
 # ---- what is kept
@@ -293,7 +293,7 @@ def kept(stored, numbers):
             found.append(number)
         except Refused:
             with pytest.raises(Refused):
-                stored.item(f"msg_{number}")
+                stored.holders([f"msg_{number}"])
     return found
 
 
@@ -302,7 +302,7 @@ def test_the_store_is_bounded_by_number_and_bytes():
     for number in range(1, 6):
         stored.keep(response(number), b"[]")
     assert kept(stored, range(1, 6)) == [3, 4, 5]
-    stored.response("resp_3")  # It was used last.
+    stored.get("resp_3")  # It was used last.
     stored.keep(response(6), b"[]")
     assert kept(stored, range(1, 7)) == [3, 5, 6]
     stored = Stored(most_bytes=10_000)
@@ -321,14 +321,14 @@ def test_a_conversation_that_is_used_stays_whole():
     for number in (1, 2):
         stored.keep(response(number, previous=number - 1 or None), b'[{"n": %d}]' % number)
     stored.keep(response(10), b"[]")
-    items = stored.conversation("resp_2")  # Both turns were used by it.
-    assert [item.get("n") or item["id"] for item in items] == [1, "msg_1", 2, "msg_2"]
+    turns = stored.turns("resp_2")  # Both were used by it.
+    assert [(turn.input, turn.items) for turn in turns] == [([{"n": n}], (f"msg_{n}",)) for n in (1, 2)]
     for number in (11, 12):
         stored.keep(response(number), b"[]")
     assert kept(stored, (1, 2, 10, 11, 12)) == [1, 2, 11, 12]
     stored.keep(response(13), b"[]")
     with pytest.raises(Refused, match="resp_[12]") as refused:
-        stored.conversation("resp_2")
+        stored.turns("resp_2")
     assert refused.value.status == 400 and refused.value.param == "previous_response_id"
 
 

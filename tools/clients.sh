@@ -1,17 +1,21 @@
 #!/usr/bin/env bash
-# Real agents talk to `luce serve`: codex, opencode, Claude Code and pi each answer a prompt, read a file and write
-# one. What the model says is scripted (tests/scripted_model.py); the clients, the server and the engine are the real
-# ones. It needs Node 20, npm, and luce with its test extra.
+# Real clients talk to `luce serve`: the agents codex, opencode, Claude Code and pi each answer a prompt, read a file
+# and write one; the libraries of tools/clients/ (the AI SDK's Responses provider, litellm, langchain, instructor and
+# ollama) write one by a tool and go on with what it answers. What the model says is scripted
+# (tests/scripted_model.py); the clients, the server and the engine are the real ones. It needs Node 20, npm, and luce
+# with its test extra.
 #
-#     tools/clients.sh FOLDER [codex opencode claude pi]      # FOLDER keeps the npm packages
+#     tools/clients.sh FOLDER [CLIENT ...]      # FOLDER keeps the packages of npm and pip; all clients without a name
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 folder=$(mkdir -p "$1" && cd "$1" && pwd)
 shift
-clients=("${@:-codex}")
-(($#)) || clients=(codex opencode claude pi)
+agents=(codex opencode claude pi)
+declare -A libraries=([litellm]=litellm [langchain]=langchain-openai [instructor]=instructor [ollama]=ollama)
+clients=("$@")
+(($#)) || clients=("${agents[@]}" aisdk "${!libraries[@]}")
 declare -A packages=([codex]=@openai/codex [opencode]=opencode-ai [claude]=@anthropic-ai/claude-code
-    [pi]=@mariozechner/pi-coding-agent)
+    [pi]=@mariozechner/pi-coding-agent [aisdk]="ai @ai-sdk/openai zod")
 python=${PYTHON:-python3}
 work=$(mktemp -d "$folder/run.XXXXXX")
 export HOME=$work/home LUCE_KEY=local
@@ -19,8 +23,17 @@ mkdir -p "$work/files" "$HOME/.codex" "$HOME/.pi/agent"
 echo "the input" >"$work/files/in.txt"
 trap 'kill "$server" 2>/dev/null || true' EXIT
 
+is_there() { # Says whether a client was installed before.
+    [[ -x $folder/node_modules/.bin/$1 || ($1 == aisdk && -d $folder/node_modules/@ai-sdk/openai) ]]
+}
 for client in "${clients[@]}"; do
-    [[ -x $folder/node_modules/.bin/$client ]] || npm install --no-audit --no-fund --prefix "$folder" "${packages[$client]}"
+    if [[ ${libraries[$client]:-} ]]; then
+        [[ -x $folder/python/bin/pip ]] || "$python" -m venv "$folder/python"
+        "$folder/python/bin/pip" install --quiet "${libraries[$client]}"
+    elif ! is_there "$client"; then
+        read -ra named <<<"${packages[$client]:?no such client: $client}"
+        npm install --no-audit --no-fund --prefix "$folder" "${named[@]}"
+    fi
 done
 
 "$python" - "$work" >"$work/script.json" <<'END'
@@ -31,7 +44,11 @@ def call(name, **values):
     return f"<tool_call>\n<function={name}>\n{told}</function>\n</tool_call>"
 def turns(name, read, write):
     return ["I read the file.\n\n" + read, write, f"{name} is done."]
-print(json.dumps({
+def written(name):
+    return call("write", path=f"{files}{name}.txt", content=f"copied by {name}")
+said = {name: ["I write it.\n\n" + written(name), f"{name} is done."] for name in
+        ("aisdk", "litellm", "langchain", "ollama")}
+print(json.dumps(said | {
     "codex": turns("codex", call("exec_command", cmd=f"cat {files}in.txt"),
                    call("exec_command", cmd=f"echo copied by codex > {files}codex.txt")),
     "opencode": turns("opencode", call("read", filePath=files + "in.txt"),
@@ -75,6 +92,8 @@ END
 ask() { # `ask CLIENT` gives one prompt, as each takes it.
     local program=$folder/node_modules/.bin/$1 prompt="Please SAY $1"
     case $1 in
+    aisdk) node "$root/tools/clients/ai_sdk.mjs" "$url" "$folder" ;;
+    litellm | langchain | instructor | ollama) "$folder/python/bin/python" "$root/tools/clients/libraries.py" "$1" "$url" ;;
     codex) "$program" exec --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox --json "$prompt" ;;
     opencode) OPENCODE_CONFIG=$work/opencode.json "$program" run -m luce/scripted --format json "$prompt" ;;
     claude) ANTHROPIC_BASE_URL=$url ANTHROPIC_AUTH_TOKEN=local ANTHROPIC_MODEL=scripted \
@@ -84,13 +103,22 @@ ask() { # `ask CLIENT` gives one prompt, as each takes it.
     esac
 }
 
+version() { # `version CLIENT` says which one it is.
+    case $1 in
+    aisdk) node -p "require('$folder/node_modules/@ai-sdk/openai/package.json').version" ;;
+    litellm | langchain | instructor | ollama)
+        "$folder/python/bin/pip" show "${libraries[$1]}" | sed -n 's/^Version: //p' ;;
+    *) "$folder/node_modules/.bin/$1" --version 2>&1 | tail -1 ;;
+    esac
+}
+
 failed=0
 cd "$work/files"
 for client in "${clients[@]}"; do
     said=$work/$client.log
     if ask "$client" </dev/null >"$said" 2>&1 && grep -q "$client is done" "$said" &&
         [[ $(cat "$client.txt") == "copied by $client" ]]; then
-        echo "$client: ok, $("$folder/node_modules/.bin/$client" --version 2>&1 | tail -1)"
+        echo "$client: ok, $(version "$client")"
     else
         echo "$client: FAILED, see $said"
         failed=1

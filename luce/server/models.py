@@ -30,7 +30,7 @@ from luce.threads import BESIDE
 
 T = TypeVar("T")
 MAX_DEFAULT_CTX = 32768
-LEAVING = 0.01  # A request that has ended leaves the scheduler within some times so many seconds.
+LEAVING = 100  # It is looked so often, each 10 ms, whether a request has left the scheduler.
 COUNTED = 4  # A prompt's tokens are counted up to so many contexts.
 GPU_CHUNK, CPU_CHUNK = 1024, 256  # A step has so many prompt tokens.
 # Qwen recommends these for precise tasks.
@@ -320,14 +320,15 @@ class Models:
         return slot.served
 
     async def unload(self, asked: str) -> None:
-        """Unloads a model, unless somebody asks it now. What was asked last may still be leaving the
+        """Unloads a model, unless others ask it. The request that was answered last may still be leaving the
         scheduler."""
         slot = self.slots[self.name_of(asked)]
+        for _ in range(LEAVING):
+            if slot.served is None or slot in self._idle():
+                break
+            await asyncio.sleep(0.01)
         async with self._turn:
-            while slot.served is not None and not slot.served.users:
-                if slot not in self._idle():
-                    await asyncio.sleep(LEAVING)
-                    continue
+            if slot.served is not None and slot in self._idle():
                 served, slot.served = slot.served, None
                 await closing(served.close)
 

@@ -6,7 +6,7 @@ first.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -21,16 +21,28 @@ _KNOWN = "it was not stored, or is not among the most recent ones"
 
 @dataclass(frozen=True)
 class Kept:
-    """One response as JSON. `input` are the items that its request brought, behind those of `previous`."""
+    """One response as JSON. `brought` are the items of its request, behind those of `previous`."""
 
     response: bytes
-    input: bytes
+    brought: bytes
     previous: str | None
     items: tuple[str, ...]  # ids of its output's items
 
     @property
     def size(self) -> int:
-        return len(self.response) + len(self.input)
+        return len(self.response) + len(self.brought)
+
+    @property
+    def input(self) -> list[dict[str, Any]]:
+        """Returns the items that its request brought."""
+        found: list[dict[str, Any]] = msgspec.json.decode(self.brought)
+        return found
+
+    @property
+    def output(self) -> list[dict[str, Any]]:
+        """Returns the items that were said."""
+        found: list[dict[str, Any]] = msgspec.json.decode(self.response)["output"]
+        return found
 
 
 class Stored:
@@ -45,10 +57,10 @@ class Stored:
         self._bytes = 0
         self._lock = Lock()
 
-    def keep(self, response: Mapping[str, Any], input: bytes) -> None:
+    def keep(self, response: Mapping[str, Any], brought: bytes) -> None:
         """Keeps a response and the items that its request brought, as JSON."""
         id, items = response["id"], tuple(item["id"] for item in response["output"])
-        kept = Kept(msgspec.json.encode(response), input, response["previous_response_id"], items)
+        kept = Kept(msgspec.json.encode(response), brought, response["previous_response_id"], items)
         if kept.size > self._most_bytes:
             return
         with self._lock:
@@ -58,53 +70,43 @@ class Stored:
             while len(self._kept) > self._most or self._bytes > self._most_bytes:
                 self._drop(next(iter(self._kept)))
 
-    def response(self, id: str) -> dict[str, Any]:
-        """Returns a response. Raises Refused where it is not kept."""
-        found: dict[str, Any] = msgspec.json.decode(self._get(id).response)
-        return found
-
-    def input(self, id: str) -> list[dict[str, Any]]:
-        """Returns the items that a response's request brought. Raises Refused where it is not kept."""
-        found: list[dict[str, Any]] = msgspec.json.decode(self._get(id).input)
-        return found
+    def get(self, id: str) -> Kept:
+        """Returns what is kept of a response. Raises Refused where nothing is."""
+        with self._lock:
+            self._kept.move_to_end(self._known(id))
+            return self._kept[id]
 
     def delete(self, id: str) -> None:
         """Drops a response. Raises Refused where it is not kept."""
         with self._lock:
             self._drop(self._known(id))
 
-    def conversation(self, id: str) -> list[dict[str, Any]]:
-        """Returns all items up to the end of a response. Raises Refused where one of those that it goes on
-        from is not kept."""
-        turns: list[Kept] = []
+    def turns(self, id: str) -> list[Kept]:
+        """Returns a response and all that it goes on from, in their order. Raises Refused where one of them
+        is not kept."""
+        found: list[Kept] = []
+        at: str | None = id
         with self._lock:
-            at: str | None = id
             while at is not None:
                 if at not in self._kept:
                     said = f"Previous response with id {at!r} not found: {_KNOWN}."
                     raise Refused(400, said, "no_previous", "previous_response_id")
                 self._kept.move_to_end(at)
-                turns.append(self._kept[at])
-                at = turns[-1].previous
-        found: list[dict[str, Any]] = []
-        for turn in reversed(turns):
-            found += msgspec.json.decode(turn.input)
-            found += msgspec.json.decode(turn.response)["output"]
-        return found
+                found.append(self._kept[at])
+                at = found[-1].previous
+        return found[::-1]
 
-    def item(self, id: str) -> dict[str, Any]:
-        """Returns an item of a response's output. Raises Refused where it is not kept."""
+    def holders(self, ids: Iterable[str]) -> list[Kept]:
+        """Returns the responses that have these items, each once. Raises Refused where an item is not kept.
+        """
+        found: dict[str, Kept] = {}
         with self._lock:
-            holder = self._holders.get(id)
-        if holder is None:
-            raise Refused(400, f"Item with id {id!r} not found: {_KNOWN}.", param="input")
-        found: dict[str, Any] = next(item for item in self.response(holder)["output"] if item["id"] == id)
-        return found
-
-    def _get(self, id: str) -> Kept:
-        with self._lock:
-            self._kept.move_to_end(self._known(id))
-            return self._kept[id]
+            for id in ids:
+                if (holder := self._holders.get(id)) is None:
+                    raise Refused(400, f"Item with id {id!r} not found: {_KNOWN}.", param="input")
+                self._kept.move_to_end(holder)
+                found[holder] = self._kept[holder]
+        return [*found.values()]
 
     def _known(self, id: str) -> str:
         if id not in self._kept:

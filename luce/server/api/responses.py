@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import secrets
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -25,6 +26,7 @@ from luce.server.api.items import (
 from luce.server.api.openai import Form, Held, choice_of, error_body, held_to, length_of, tool_of, within
 from luce.server.ask import Ask, Message, Refused, continued, refuse, thinking, typed
 from luce.server.body import asked, reply
+from luce.server.lanes import beside
 from luce.server.stored import Stored
 from luce.text.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text
 
@@ -58,18 +60,27 @@ class ResponsesBody(Held, kw_only=True):
     include: list[str] | None = None
 
 
+def references(body: ResponsesBody) -> list[str]:
+    """Returns the ids of the items that a body refers to."""
+    items = body.input if isinstance(body.input, list) else []
+    return [typed(item.get("id"), str, "input") for item in items if kind_of(item) == "item_reference"]
+
+
 def conversation_of(body: ResponsesBody, stored: Stored) -> tuple[list[Item], list[Item]]:
     """Returns the items that a request goes on from, and those that it brings, with what they refer to in
     place of references. Raises Refused where something is not kept."""
-    before = stored.conversation(body.previous_response_id) if body.previous_response_id else []
+    turns = stored.turns(body.previous_response_id) if body.previous_response_id else []
+    before = [item for turn in turns for item in [*turn.input, *turn.output]]
     if isinstance(body.input, str):
         return before, [{"role": "user", "content": body.input}]
-    brought = []
-    for item in body.input:
-        if kind_of(item) == "item_reference":
-            item = stored.item(typed(item.get("id"), str, "input"))
-        brought.append(item)
-    return before, brought
+    known = {item["id"]: item for kept in stored.holders(references(body)) for item in kept.output}
+    return before, [known[item["id"]] if kind_of(item) == "item_reference" else item for item in body.input]
+
+
+def size_of(body: ResponsesBody, stored: Stored) -> int:
+    """Returns the bytes of what a request refers to. Raises as conversation_of does."""
+    turns = stored.turns(body.previous_response_id) if body.previous_response_id else []
+    return sum(kept.size for kept in [*turns, *stored.holders(references(body))])
 
 
 def responses_ask(body: ResponsesBody, items: list[Item] | None = None) -> Ask:
@@ -288,26 +299,34 @@ def _done(item: dict[str, Any], text: str) -> dict[str, Any]:
 
 
 async def make_response(server: Server, request: Request) -> Response:
-    brought = b""
+    stored, brought = server.stored, b""
 
-    def prepared(body: ResponsesBody) -> Ask:
+    def whole(body: ResponsesBody) -> Ask:
         nonlocal brought
-        before, items = conversation_of(body, server.stored)
+        before, items = conversation_of(body, stored)
         if body.store is not False:
             brought = msgspec.json.encode(items)
         return responses_ask(body, [*before, *items])
 
-    body, ask = await asked(request, ResponsesBody, prepared)
+    def begun(body: ResponsesBody) -> Ask:
+        """What is referred to may be larger than the body: it is read beside, as its size asks for."""
+        return Ask(model=body.model) if size_of(body, stored) else whole(body)
+
+    body, ask = await asked(request, ResponsesBody, begun)
+    if more := size_of(body, stored):
+        size = ask.size + more
+        ask = replace(await beside(size, lambda: whole(body)), size=size)
 
     def keep(response: dict[str, Any]) -> None:
-        server.stored.keep(response, brought)
+        stored.keep(response, brought)
 
     kept = keep if body.store is not False else None
     return await server.answer(request, ask, lambda answer: ResponsesForm(answer, body, kept), error_body)
 
 
 async def get_response(server: Server, request: Request) -> Response:
-    return reply(server.stored.response(request.path_params["id"]))
+    kept = server.stored.get(request.path_params["id"])
+    return Response(kept.response, media_type="application/json")
 
 
 async def delete_response(server: Server, request: Request) -> Response:
@@ -318,7 +337,8 @@ async def delete_response(server: Server, request: Request) -> Response:
 async def list_input_items(server: Server, request: Request) -> Response:
     """Lists what a response's request brought, the newest first unless `order` is asc, in pages of `limit`.
     """
-    items = [_listed(item, n) for n, item in enumerate(server.stored.input(request.path_params["id"]))]
+    kept = server.stored.get(request.path_params["id"])
+    items = await beside(kept.size, lambda: [_listed(item, n) for n, item in enumerate(kept.input)])
     query = request.query_params
     if query.get("order", "desc") != "asc":
         items.reverse()
