@@ -27,7 +27,8 @@ ALWAYS = {
     "bench sweep": "--mtp-gguf --rows --gammas --steps --md",
     "bench batch": "--sequences --temp --md",
     "bench serve": "--lengths --streams --prompt-tokens --turns --md",
-    "serve": "--hf --host --port --parallel --pages --queue --chunk --prefill-share --checkpoints",
+    "serve": "--hf --host --port --parallel --pages --queue --chunk --prefill-share --checkpoints --origin"
+    " --shutdown-timeout",
 }
 # Each of the other options is ignored beside these words, so the command refuses it.
 IGNORED = [

@@ -1,6 +1,7 @@
 """Resumes beginnings of prompts that are kept: what is resumed is what a cold prompt gives, whatever was
 dropped."""
 
+import errno
 import os
 import signal
 import stat
@@ -8,6 +9,7 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import httpx
@@ -265,6 +267,17 @@ def test_files_are_private(tmp_path):
         assert [oct(stat.S_IMODE(each.stat().st_mode)) for each in (path.parent, path)] == ["0o700", "0o600"]
     finally:
         os.umask(before)
+
+
+def test_a_folder_of_somebody_else_is_refused(tmp_path, monkeypatch):
+    """Who made it could read what is written there."""
+
+    def forbidden(path, mode):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(Path, "chmod", forbidden)
+    with pytest.raises(FileError, match="not permitted"):
+        DiskCache(tmp_path, "key", 1 << 20)
 
 
 def start(folder, command):
