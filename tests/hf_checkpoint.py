@@ -155,8 +155,8 @@ def convert_qwen35_to_gguf(folder: Path, *options: str) -> Path:
 
 
 def run(*args: object) -> int:
-    """Returns the exit status of `luce convert`, whose output is shown."""
-    result = CliRunner().invoke(cli, ["convert", *map(str, args)])
+    """Returns the exit status of `luce convert --force`, whose output is shown."""
+    result = CliRunner().invoke(cli, ["convert", "--force", *map(str, args)])
     print(result.stdout, end="")
     print(result.stderr, end="", file=sys.stderr)
     assert result.exception is None or isinstance(result.exception, SystemExit)

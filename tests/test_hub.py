@@ -183,11 +183,11 @@ BESIDE = [
     "Some-27B-MTP-Q4_K_M.gguf", "Some-27B-mtp.gguf", "mtp/00001.gguf", "nextn-Q4_K_M.gguf",
     "DFlash/Some-DFlash-Q4_K_M.gguf", "Some-27B-DFlash-Q4_K_M.gguf", "dflash-draft-Q4_K_M.gguf",
     "drafters/dspark-Q4_K_M.gguf", "Some-27B-DSpark.gguf", "eagle3-Some-27B-Q4_K_M.gguf",
-    "EAGLE3/x-Q4_K_M.gguf", "Some-27B-eagle3-Q4_K_M.gguf", "mmproj-Some-27B-F16.gguf", "Some-27B-mmproj-Q4_K_M.gguf",
-    "mmproj/model-Q4_K_M.gguf", "imatrix_own.gguf", "Some-27B-imatrix.gguf", "Some-27B.imatrix.gguf",
-    "imatrix/Q4_K_M.gguf", "lora-Q4_K_M.gguf", "Lora/x-Q4_K_M.gguf", "adapter-Q4_K_M.gguf",
-    "some-lora-Q4_K_M.gguf", "adapters/style-Q4_K_M.gguf", "draft-Some-0.6B-Q4_K_M.gguf",
-    "ggml-vocab-Q4_K_M.gguf", "vocab-some.gguf",
+    "EAGLE3/x-Q4_K_M.gguf", "Some-27B-eagle3-Q4_K_M.gguf", "mmproj-Some-27B-F16.gguf",
+    "Some-27B-mmproj-Q4_K_M.gguf", "mmproj/model-Q4_K_M.gguf", "imatrix_own.gguf", "Some-27B-imatrix.gguf",
+    "Some-27B.imatrix.gguf", "imatrix/Q4_K_M.gguf", "lora-Q4_K_M.gguf", "Lora/x-Q4_K_M.gguf",
+    "adapter-Q4_K_M.gguf", "some-lora-Q4_K_M.gguf", "adapters/style-Q4_K_M.gguf",
+    "draft-Some-0.6B-Q4_K_M.gguf", "ggml-vocab-Q4_K_M.gguf", "vocab-some.gguf",
 ]  # fmt: skip
 
 
@@ -216,8 +216,8 @@ def test_a_model_may_have_such_a_word_in_its_name(files):
 
 SOME = [
     "Some-27B-UD-Q4_K_XL.gguf", "Some-27B-UD-Q4_K_M.gguf", MODEL, "Some-27B-Q4_K_S.gguf",
-    "Some-27B-Q8_0.gguf", "Some-27B-IQ4_NL.gguf", "mtp-Some-27B-Q8_0.gguf", "mtp-Some-27B-Q2_K.gguf", "mmproj-BF16.gguf",
-    "BF16/Some-27B-BF16-00001-of-00002.gguf", "BF16/Some-27B-BF16-00002-of-00002.gguf",
+    "Some-27B-Q8_0.gguf", "Some-27B-IQ4_NL.gguf", "mtp-Some-27B-Q8_0.gguf", "mtp-Some-27B-Q2_K.gguf",
+    "mmproj-BF16.gguf", "BF16/Some-27B-BF16-00001-of-00002.gguf", "BF16/Some-27B-BF16-00002-of-00002.gguf",
     "Q6_K/model-00001-of-00002.gguf", "Q6_K/model-00002-of-00002.gguf", "README.md",
 ]  # fmt: skip
 

@@ -46,6 +46,7 @@ REMEDIES = {  # They say in words of the command line what helps, by LuceError.c
     "target": "--target names the model that it drafts for",
     "tokenizer": "--tokenizer DIR names the folder that has it",
     "f16": "--type BF16 or F32 holds them",
+    "existing_file": "--force replaces it",
     "problem_chat_template": "--class takes other prompts",
     "sandbox": "--unsafe-check runs the checks with limits alone, --no-check skips them",
 }

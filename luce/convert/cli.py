@@ -49,13 +49,14 @@ from luce.planning import cpus
     type=click.IntRange(1, 1024),
     help="Use so many CPU threads.  [default: one for each usable CPU]",
 )
+@click.option("--force", is_flag=True, help="Replace OUT.gguf if it is there.")
 @options(QUIET)
 def convert(source: Path, out: Path, kind: str, quiet: bool, **flags: Any) -> None:
-    """Convert CHECKPOINT to OUT.gguf, which is replaced if it exists.
+    """Convert CHECKPOINT to OUT.gguf, a new file.
 
     CHECKPOINT is the folder of a Qwen3.5/3.6 model or of a DFlash drafter: config.json, *.safetensors and,
-    but for a drafter, the tokenizer. Or it is the GGUF of one, whose matrices get another type. The file is
-    written whole, read back and compared, or not at all.
+    but for a drafter, the tokenizer; sampling is kept as generation_config.json has it. Or it is the GGUF of
+    one, whose matrices get another type. The file is written whole, read back and compared, or not at all.
 
     \b
     Examples:
@@ -84,13 +85,15 @@ def _written(source: Path, out: Path, kind: str, flags: dict[str, Any], say: mod
         raise FileError(f"{source}: No such file or directory")
     if is_gguf(source):
         _refuse(flags, "a GGUF keeps its keys", "no_mtp", "mtp_only", "tokenizer", "target", "name")
-        return requantize(source, out, kind, flags["threads"], say)
+        return requantize(source, out, kind, flags["threads"], say, flags["force"])
     if is_drafter(source):
         _refuse(flags, "this is a drafter", "no_mtp", "mtp_only", "tokenizer")
-        return dflash.convert(source, out, kind, flags["target"], flags["name"], flags["threads"], say)
+        given = flags["target"], flags["name"], flags["threads"]
+        return dflash.convert(source, out, kind, *given, say, flags["force"])
     _refuse(flags, "this is no drafter", "target")
     part = "trunk" if flags["no_mtp"] else "mtp" if flags["mtp_only"] else "all"
-    return model.convert(source, out, kind, part, flags["tokenizer"], flags["name"], flags["threads"], say)
+    given = flags["tokenizer"], flags["name"], flags["threads"]
+    return model.convert(source, out, kind, part, *given, say, flags["force"])
 
 
 def _refuse(flags: dict[str, Any], why: str, *names: str) -> None:

@@ -10,7 +10,7 @@ import gguf
 
 from luce import native as _native
 from luce.convert import hf_dflash
-from luce.convert.gguf_output import Written, write
+from luce.convert.gguf_output import Written, require_free, write
 from luce.convert.gguf_tokenizer import add_hf_tokenizer, check_tokenizer, copy_keys
 from luce.convert.hf_config import read_config, rope_parameters, text_config
 from luce.convert.safetensors_reader import Checkpoint
@@ -81,9 +81,11 @@ def convert(
     name: str | None = None,
     threads: int = 0,
     say: Callable[[str], None] = lambda text: None,
+    replace: bool = False,
 ) -> Written:
     """Writes the drafter in folder `drafter` to `out`. `kind` is a key of MIXES, and `target` a GGUF or a
-    folder. LuceError names the key or tensor at fault."""
+    folder. A file that is there is to `replace`, or an error. LuceError names the key or tensor at fault."""
+    require_free(out, replace)
     checkpoint = Checkpoint(drafter)
     c = hf_dflash.read_hparams(read_config(drafter))
     if (drafter / "mask_embedding.pt").exists():
@@ -100,7 +102,7 @@ def convert(
     hf_dflash.add_keys(writer, c, name or drafter.resolve().name, mix.file_type, source.m_rope)
     source.add_tokenizer(writer)
     _add_mask_token(writer, c, source)
-    return write(out, writer, plan, types, _native.default(), source.check, threads)
+    return write(out, writer, plan, types, _native.default(), source.check, threads, replace)
 
 
 def _check_target(c: hf_dflash.DFlash, target: Target) -> None:

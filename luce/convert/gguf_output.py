@@ -112,10 +112,18 @@ class Written:
         return f"{self.path}: {size}, {self.weights:,} weights in {self.tensors} tensors ({mix}), verified"
 
 
+def require_free(path: Path, replace: bool) -> None:
+    """Raises FileError where a file is at `path` that is not to be replaced."""
+    if path.is_file() and not replace:
+        raise FileError(f"{path} is there already", concerns="existing_file")
+
+
 @contextmanager
-def _hidden(path: Path) -> Iterator[Path]:
-    """Gives a name beside `path` for the unfinished file, which at the end is gone or is `path`. What is
-    there and is no file, like a device, is not replaced. Errors name `path`."""
+def _hidden(path: Path, replace: bool = False) -> Iterator[Path]:
+    """Gives a name beside `path` for the unfinished file, which at the end is gone or is `path`. A file that
+    is there is not replaced unless that is asked, and what is no file, like a device, never. Errors name
+    `path`."""
+    require_free(path, replace)
     if path.exists() and not path.is_file():
         raise FileError(f"{path} cannot be written: it is a folder, a device or a pipe")
     if not path.parent.is_dir():
@@ -124,6 +132,7 @@ def _hidden(path: Path) -> Iterator[Path]:
     try:
         try:
             yield part
+            require_free(path, replace)  # It took a while.
             os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)
@@ -170,10 +179,12 @@ def write(
     library: Library,
     check: Callable[[File], None] = lambda file: None,
     threads: int = 0,
+    replace: bool = False,
 ) -> Written:
     """Writes the file at `path`: the writer's keys (made without a path) and the tensors, each in memory by
     itself. `types` maps a tensor to its ggml type. `check` makes further demands on the finished file,
-    before it gets its name. After LuceError and OSError there is no file."""
+    before it gets its name. A file that is there is to `replace`, or a FileError. After LuceError and OSError
+    there is no new file."""
     plan = list(tensors)
     kinds = {t.name: t.stored_type if t.stored is not None else types[t.name] for t in plan}
     for t in plan:
@@ -182,7 +193,7 @@ def write(
     keys = dict(writer.kv_data[0])
     progress = Progress(sum(t.count for t in plan))
     encode = Encoder(library, threads or os.cpu_count() or 1)
-    with _hidden(path) as part:
+    with _hidden(path, replace) as part:
         try:
             writer.write_header_to_file(part)
             writer.write_kv_data_to_file()

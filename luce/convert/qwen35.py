@@ -9,9 +9,10 @@ import gguf
 
 from luce import native as _native
 from luce.convert import hf_qwen35
-from luce.convert.gguf_output import Planned, Written, write
+from luce.convert.gguf_output import Planned, Written, require_free, write
 from luce.convert.gguf_tokenizer import add_hf_tokenizer, check_tokenizer
 from luce.convert.hf_config import read_config
+from luce.convert.hf_sampling import add_sampling
 from luce.convert.qwen35_layout import Config, add_keys
 from luce.convert.safetensors_reader import Checkpoint
 from luce.convert.weight_types import DEFAULT, MIXES, choose
@@ -29,9 +30,12 @@ def convert(
     name: str | None = None,
     threads: int = 0,
     say: Say = lambda text: None,
+    replace: bool = False,
 ) -> Written:
     """Writes the checkpoint in `folder` as `out`. `kind` is a key of MIXES. `part` is "all" (the trunk, and
-    the NextN head where there is one), "trunk" or "mtp". LuceError names the key or tensor at fault."""
+    the NextN head where there is one), "trunk" or "mtp". A file that is there is to `replace`, or an error.
+    LuceError names the key or tensor at fault."""
+    require_free(out, replace)
     checkpoint = Checkpoint(folder)
     names = hf_qwen35.plain_names(checkpoint, part)
     c = hf_qwen35.read_hparams(read_config(folder), names)
@@ -49,14 +53,16 @@ def convert(
     writer = gguf.GGUFWriter(None, c.arch)
     add_keys(writer, c, name or folder.resolve().name, mix.file_type)
     writer.add_type("model")
-    source = tokenizer or (folder.parent if folder.is_file() else folder)
+    own = folder.parent if folder.is_file() else folder
+    add_sampling(writer, own)
+    source = tokenizer or own
     add_hf_tokenizer(writer, source, c.n_vocab, say)
 
     def check(file: _native.File) -> None:
         check_tokenizer(file, source)
         say(_can_run(file, c, plan))
 
-    return write(out, writer, plan, types, _native.default(), check, threads)
+    return write(out, writer, plan, types, _native.default(), check, threads, replace)
 
 
 def _can_run(file: _native.File, c: Config, plan: list[Planned]) -> str:

@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 
 from luce import native as _native
-from luce.convert.gguf_output import Planned, Written, slabs, tensor_bytes, write
+from luce.convert.gguf_output import Planned, Written, require_free, slabs, tensor_bytes, write
 from luce.convert.gguf_tokenizer import copy_keys
 from luce.convert.weight_types import DEFAULT, MIXES, choose, is_matrix
 from luce.errors import FileError, UnsupportedError, about
@@ -26,10 +26,13 @@ def requantize(
     kind: str = DEFAULT,
     threads: int = 0,
     say: Callable[[str], None] = lambda text: None,
+    replace: bool = False,
 ) -> Written:
-    """Writes the GGUF with its matrices as `kind` of MIXES, and with all keys and names as they are."""
+    """Writes the GGUF with its matrices as `kind` of MIXES, and with all keys and names as they are. A file
+    that is there is to `replace`, or an error."""
     if out.exists() and out.samefile(source):
         raise FileError(f"{out} is the input: give the output another name")
+    require_free(out, replace)
     mix = MIXES[kind]
     with _native.File(source) as file:
         with about(source):
@@ -50,7 +53,7 @@ def requantize(
         left_out = ("general.architecture", "general.file_type", "general.alignment")
         copy_keys(writer, file, lambda key: key not in left_out and not key.startswith("split."))
         writer.add_file_type(mix.file_type)
-        return write(out, writer, plan, types, file.library, threads=threads)
+        return write(out, writer, plan, types, file.library, threads=threads, replace=replace)
 
 
 def _stored(file: _native.File, index: int, of_drafter: bool) -> Planned:

@@ -117,7 +117,7 @@ class Answer:
                 Sampling(**sampling),
                 self.ask.stops,
                 self.ask.ignore_eos,
-                penalties=Penalties(**self.ask.penalties),
+                penalties=Penalties(**self.model.penalties | dict(self.ask.penalties)),
                 grammar=grammar,
                 logprobs=self.ask.logprobs,
             )

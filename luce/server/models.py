@@ -37,6 +37,7 @@ GPU_CHUNK, CPU_CHUNK = 1024, 256  # A step has so many prompt tokens.
 RECOMMENDED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.0}
 # These keys give these options, of which each has at most so much.
 KEYS = {name: f"general.sampling.{name}" for name in RECOMMENDED} | {"temperature": "general.sampling.temp"}
+REPEAT = "general.sampling.penalty_repeat"
 MOST = {"temperature": 1e6, "top_p": 1.0, "top_k": 2**31 - 1, "min_p": 1.0}
 
 
@@ -78,6 +79,7 @@ class Served:
             )
             with about(path):
                 self.defaults = _sampling(files.file.kv)
+                self.penalties = _penalties(files.file.kv)
             options = _with_defaults(files, settings.options, shrink)
             # Files have to fit the next server too, whose steps may measure otherwise.
             keep = settings.cache_dir is not None
@@ -213,6 +215,14 @@ def _sampling(kv: Mapping[str, Any]) -> dict[str, Any]:
             raise FileError(f"key {key}: {value:g} is not within 0 and {most:g}")
         found[name] = type(RECOMMENDED[name])(value)
     return found
+
+
+def _penalties(kv: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the file's own repetition penalty, if it has one. FileError names one that is no penalty."""
+    value = fact(kv, REPEAT, float, 1.0)
+    if not 0.01 <= value <= 100:
+        raise FileError(f"key {REPEAT}: {value:g} is not within 0.01 and 100")
+    return {"repetition": value} if value != 1 else {}
 
 
 def _disk(engine: Engine, files: Files, settings: Settings) -> DiskCache | None:

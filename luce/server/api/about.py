@@ -106,7 +106,10 @@ async def props(server: Server, request: Request) -> Response:
             "build_info": f"luce {luce.__version__}",
             "total_slots": served.info.n_sequences,
             "chat_template": served.template_source,
-            "default_generation_settings": {"n_ctx": served.info.n_ctx, "params": served.defaults},
+            "default_generation_settings": {
+                "n_ctx": served.info.n_ctx,
+                "params": served.defaults | served.penalties,
+            },
             "speculation": served.engine.plan.as_json()["draft"],
         }
     )
