@@ -10,7 +10,10 @@ void check_attention_f32() {
         check_case(s, {{255}, {any_tree(7)}, false, 2}, "context 255");
         check_case(s, {{300, 30}, {any_tree(5), chain(3)}, true, 0}, "company");
         check_case(s, {{2500}, {chain(1)}, false, 1}, "many chunks");
+        check_case(s, {{40, 30}, {{}, {}}, false, 0}, "sequences without rows");
     }
+    expect(cuda::attention_plan({}, nullptr, stream) == 0 && cuda::attention({}, stream) == 0,
+           "attention of a step without rows");
 }
 
 // Each kernel (of a type of cells and a size of heads), where blocks have several units. Of one sequence a unit has more pairs

@@ -60,6 +60,8 @@ inline bool watched() { // A tool looks at what runs, so that it takes a thousan
 }
 void print_kernels(bool all); // it names those that were launched, or all there are
 
+inline bool device_lost = false; // a check has made the device stop all that this process has on it
+
 inline void must(int error) {
     if (error != 0) {
         printf("CUDA error: %s\n", luce::cuda::error_text(error));
@@ -98,7 +100,10 @@ template <typename T> struct Device {
     }
     explicit Device(const std::vector<T> &host) : Device(host.size()) { set(host); }
     Device(const Device &) = delete;
-    ~Device() { cudaFree(p); }
+    ~Device() {
+        const int error = int(cudaFree(p));
+        must(device_lost ? 0 : error);
+    }
     void poison() { must(cudaMemset(p, 0xff, n * sizeof(T))); } // floats become NaN, integers -1
     void set(const std::vector<T> &host) {
         if (!host.empty()) {
@@ -337,7 +342,8 @@ struct Layer {
 
 // ---- inputs ----
 
-inline std::mt19937 rng(20260101);
+constexpr unsigned SEED = 20260101;
+inline std::mt19937 rng(SEED);
 inline int pick(int n) {
     return int(rng() % unsigned(n));
 }

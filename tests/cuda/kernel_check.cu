@@ -97,7 +97,10 @@ int main(int argc, char **argv) {
         return wanted.empty() || std::find(wanted.begin(), wanted.end(), part.name) != wanted.end();
     };
     constexpr int FEW_MULTIPROCESSORS = 5; // blocks have several units of small shapes too, as on the emulated device
-    multiprocessors_told = what == "few" ? FEW_MULTIPROCESSORS : 0;
+    const auto begin = [&] { // a part does the same whatever others the process runs
+        rng.seed(SEED);
+        multiprocessors_told = what == "few" ? FEW_MULTIPROCESSORS : 0;
+    };
     must(cuda::set_device(0));
     must(cudaStreamCreate(&stream));
     if (broken) {
@@ -108,7 +111,10 @@ int main(int argc, char **argv) {
     for (const KernelPart &part : PARTS) {
         if (!timings && wants(part)) {
             const int before = n_checks;
+            begin();
             part.check(what != "few");
+            const cudaError_t left = cudaGetLastError(); // a launch of the next part would report it
+            expect(left == cudaSuccess, std::string(part.name) + " leaves an error: " + cudaGetErrorString(left));
             printf("%s: %d checks\n", part.name, n_checks - before);
         }
     }
@@ -120,7 +126,9 @@ int main(int argc, char **argv) {
     }
     for (const KernelPart &part : PARTS) {
         if (!checks && part.time != nullptr && wants(part)) {
+            begin();
             part.time(what != "brief");
+            must(int(cudaGetLastError()));
         }
     }
     return n_failed == 0 ? 0 : 1;

@@ -21,7 +21,7 @@ struct Parts {
             args.weights[args.n_weights++] = {type, N, nullptr, nullptr, N, nullptr, 0};
         }
         values.assign(size_t(rowmm_parts_bytes(args)) / sizeof(float), NAN);
-        cudaFree(device.p);
+        must(cudaFree(device.p));
         must(cudaMalloc(reinterpret_cast<void **>(&device.p), values.size() * sizeof(float)));
         device.n = values.size();
         args.parts = device.p;

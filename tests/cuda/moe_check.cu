@@ -390,7 +390,8 @@ bool moe_gives_up() {
     Mixture l(dims, {8, 8, 8, 8}, 83);
     const Buffers b(dims, random_rows(1, dims.E));
     must(cuda::moe_end({dims, l.down.matrix(), l.down_s.matrix(), b.routed.p, b.h.p, b.x.p, b.out.p, false}, stream));
-    return cudaStreamSynchronize(stream) != cudaSuccess;
+    device_lost = cudaStreamSynchronize(stream) != cudaSuccess;
+    return device_lost;
 }
 
 void check_moe(bool all) {

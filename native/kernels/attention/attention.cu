@@ -211,7 +211,10 @@ int64_t attention_plan_bytes() {
 
 int cuda::attention_plan(const AttentionArgs &args, void *plan, void *stream) {
     AttentionParams a{};
-    if (args.T <= 0 || args.T > MAX_ROWS || args.pool.Hkv <= 0 || args.H % args.pool.Hkv != 0 ||
+    if (args.T == 0) {
+        return 0;
+    }
+    if (args.T < 0 || args.T > MAX_ROWS || args.pool.Hkv <= 0 || args.H % args.pool.Hkv != 0 ||
         !aligned(plan, 16)) {
         return int(cudaErrorInvalidValue);
     }

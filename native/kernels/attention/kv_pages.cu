@@ -160,13 +160,13 @@ template <int TYPE> int store(const KvStoreArgs &a, cudaStream_t stream) {
     const unsigned x = unsigned((2 * columns + THREADS - 1) / THREADS);
     const unsigned seqs = a.append != 0 ? 1 : MAX_ROWS;
     const unsigned spread = a.append != 0 ? 1 : unsigned(a.T < SPREAD ? (a.T > 0 ? a.T : 1) : SPREAD);
-    const cudaError_t error =
+    cudaError_t error =
         launch_kernel(kv_store_kernel<TYPE>, dim3(x, seqs, spread), THREADS, 0, stream, true, a, columns);
     if (error == cudaSuccess && a.append != 0 && a.T > 0) {
         const unsigned rows = unsigned((a.T + PREFILL_ROWS - 1) / PREFILL_ROWS);
-        kv_append_kernel<TYPE><<<dim3(x, rows), THREADS, 0, stream>>>(a, columns);
+        error = launch_kernel(kv_append_kernel<TYPE>, dim3(x, rows), THREADS, 0, stream, false, a, columns);
     }
-    return int(cudaGetLastError());
+    return int(error);
 }
 
 // ---- for ggml's attention ----

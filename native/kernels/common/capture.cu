@@ -51,7 +51,9 @@ int cuda::shared_memory(int device) {
 }
 
 int cuda::set_device(int device) {
-    return int(cudaSetDevice(device));
+    const cudaError_t error = cudaSetDevice(device);
+    cudaGetLastError(); // launches report the thread's last error, which other code may have left
+    return int(error);
 }
 
 int cuda::current_device() {
