@@ -126,7 +126,7 @@ def refusing(monkeypatch):
     def begins(*args, **options):
         raise AssertionError("the flags were accepted")
 
-    monkeypatch.setattr("luce.server.cli.Listener.run", begins)
+    monkeypatch.setattr("luce.server.listener.Listener.run", begins)
     monkeypatch.setattr("luce.decode.engine.Engine.open", begins)
 
 
