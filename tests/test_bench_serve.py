@@ -6,7 +6,7 @@ import sys
 import peer_serve
 import pytest
 
-from luce.bench.serve import Row
+from luce.bench.serve import Answered, Row, together
 from luce.cli.command import BOX
 from luce.native import File
 
@@ -76,3 +76,13 @@ def test_servers_of_long_prompts_have_to_be_there(monkeypatch, capsys, tmp_path)
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit, match="--long llama-server: the servers are luce off"):
         peer_serve.main()
+
+
+def test_what_streams_decode_together_is_counted_while_all_of_them_decode():
+    """The second begins at 3 and the first ends at 5: between, they have 4 + 6 tokens more."""
+    first = Answered(0.0, 1.0, 5.0, 9, 0, 0, 0, ((1.0, 1), (2.0, 3), (3.0, 5), (4.0, 7), (5.0, 9)))
+    second = Answered(0.0, 3.0, 7.0, 13, 0, 0, 0, ((3.0, 1), (4.0, 4), (5.0, 7), (6.0, 10), (7.0, 13)))
+    assert together([first, second]) == (4 + 6) / 2
+    apart = Answered(0.0, 6.0, 7.0, 2, 0, 0, 0, ((6.0, 1), (7.0, 2)))
+    assert together([first, apart]) is None
+    assert together([first, Answered(0.0, 1.0, 5.0, 9, 0, 0, 0, ((5.0, 9),))]) is None

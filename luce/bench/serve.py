@@ -4,7 +4,9 @@ Prompts are random tokens. A cold first token follows a prompt that was never re
 same prompt and 64 tokens more. Streams are so many requests at once, each with a prompt of its own: what
 counts are all new tokens over the time from the first request to the last token. What is named decoding are
 those after each one's first, over the time from the first of these to the last token: one server still reads
-prompts in that time and another has read all of them. A conversation is like an agent's: each turn sends the
+prompts in that time and another has read all of them. What is named together are those that came while all
+streams decoded: from the last one's first token to the end of the first one that ended, as `luce bench batch`
+counts. A conversation is like an agent's: each turn sends the
 whole of it again and as much more, as tools answer, and ends where an answer begins, as a template has it.
 What is reused is the part of each turn's prompt that the one before had. A client measures over HTTP any
 server that answers /v1/completions as OpenAI's does and says `timings`.
@@ -50,6 +52,11 @@ class Answered:
     cached: int
     drafted: int
     accepted: int
+    arrivals: tuple[tuple[float, int], ...] = ()  # Times of events, and how many tokens had come by then.
+
+    def tokens_at(self, time: float) -> int:
+        """Returns how many tokens had come at a time."""
+        return max((tokens for at, tokens in self.arrivals if at <= time), default=0)
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,7 @@ class Row:
     tok_per_s: float | None = None
     tok_per_s_decoding: float | None = None
     tok_per_s_each: float | None = None
+    tok_per_s_together: float | None = None
     reused: float | None = None
     seconds: float | None = None
     accepted: float | None = None
@@ -90,9 +98,11 @@ class Client:
     def complete(self, prompt: Sequence[int], n: int) -> Answered:
         """Returns what came of n greedy tokens after a prompt."""
         body = {"prompt": list(prompt), "max_tokens": n, "temperature": 0, "stream": True, "ignore_eos": True,
-                "stream_options": {"include_usage": True}, "cache_prompt": True}  # fmt: skip
+                "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+                "timings_per_token": True, "cache_prompt": True}  # fmt: skip
         connection = http.client.HTTPConnection(self._host, self._port, timeout=ANSWER_S)
         asked, first, tokens, timings = time.perf_counter(), 0.0, 0, dict[str, Any]()
+        arrivals = list[tuple[float, int]]()
         try:
             connection.request(
                 "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
@@ -106,15 +116,19 @@ class Client:
                 event = json.loads(line[6:])
                 if "error" in event:
                     raise LuceError(f"the server says {event['error']}")
-                first = first or time.perf_counter()
+                now = time.perf_counter()
+                first = first or now
                 timings = event.get("timings") or timings
-                tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+                came = (event.get("usage") or {}).get("completion_tokens", timings.get("predicted_n", tokens))
+                if came != tokens:
+                    arrivals.append((now, came))
+                tokens = came
         except (OSError, http.client.HTTPException) as error:
             raise LuceError(f"the server does not answer: {error}") from error
         finally:
             connection.close()
         return Answered(asked, first, time.perf_counter(), tokens, timings.get("cache_n", 0),
-                        timings.get("draft_n", 0), timings.get("draft_n_accepted", 0))  # fmt: skip
+                        timings.get("draft_n", 0), timings.get("draft_n_accepted", 0), tuple(arrivals))  # fmt: skip
 
 
 def first_tokens(client: Client, mode: str, lengths: Sequence[int]) -> Iterator[Row]:
@@ -145,10 +159,20 @@ def streams(client: Client, mode: str, counts: Sequence[int], prompt: int, new: 
             first_s=median(each.first - each.asked for each in found),
             tok_per_s=sum(each.tokens for each in found) / seconds,
             tok_per_s_decoding=sum(each.tokens - 1 for each in found) / decoding,
+            tok_per_s_together=together(found),
             tok_per_s_each=median((each.tokens - 1) / (each.last - each.first) for each in found),
             seconds=seconds,
             accepted=sum(each.accepted for each in found) / drafted if drafted else None,
         )
+
+
+def together(found: Sequence[Answered]) -> float | None:
+    """Returns the tokens a second of all streams while all of them decoded; None where they never did, or a server
+    tells only at the end how many tokens came."""
+    begin, end = max(each.first for each in found), min(each.last for each in found)
+    if end <= begin or any(len(each.arrivals) < 2 for each in found):
+        return None
+    return sum(each.tokens_at(end) - each.tokens_at(begin) for each in found) / (end - begin)
 
 
 def conversation(client: Client, mode: str, turns: int, length: int, new: int) -> Iterator[Row]:
@@ -207,7 +231,7 @@ def luce_server(model: Path, *options: str) -> Iterator[Running]:
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     """Makes a table of Row.as_json() of each row, without the single turns."""
-    header = ["mode", "measure", "prompt", "streams", "first token ms", "tok/s", "decoding", "each",
+    header = ["mode", "measure", "prompt", "streams", "first token ms", "tok/s", "decoding", "together", "each",
               "reused", "s"]  # fmt: skip
 
     def cell(value: float | None, digits: int = 1, scale: float = 1.0) -> str:
@@ -215,7 +239,8 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
 
     return header, [
         [r["mode"], r["measure"], str(r["prompt"]), str(r["streams"]), cell(r["first_s"], 1, 1000),
-         cell(r["tok_per_s"]), cell(r["tok_per_s_decoding"]), cell(r["tok_per_s_each"]),
+         cell(r["tok_per_s"]), cell(r["tok_per_s_decoding"]), cell(r["tok_per_s_together"]),
+         cell(r["tok_per_s_each"]),
          cell(r["reused"], 3), cell(r["seconds"], 2)]
         for r in rows if not r["measure"].startswith("turn")
     ]  # fmt: skip
