@@ -37,7 +37,7 @@ def call_grammar(
     Raises ArgumentError, which names the tool, where a call cannot be held to a tool's schema."""
     rules = []
     for at, tool in enumerate(tools):
-        rules.append(_function(f"f{at}", tool, closed))
+        rules.append(_function(f"f{at}", tool.name, json.dumps(tool.parameters), tool.strict, closed))
     names = " | ".join(f"f{at}" for at in range(len(tools)))
     call = f'call: "<tool_call>\\n<function=" ({names}) "</function>\\n</tool_call>"\n'
     rest = f"text[suffix={text_rule(_END)}]: /(?s:.*)/\n"
@@ -58,27 +58,22 @@ def call_grammar(
     return with_grammars(start + (THOUGHT if thinks else "") + call + rest + "".join(rules), named)
 
 
-def _function(rule: str, tool: Tool, closed: bool) -> str:
-    """Returns the rules of one tool. Its parameters come in the order of its schema; those that are not
-    required may be left out."""
+@lru_cache(1024)
+def _function(rule: str, name: str, schema: str, strict: bool, closed: bool) -> str:
+    """Returns the rules of one tool, whose parameters have a schema, as JSON. They come in its order; those
+    that are not required may be left out. Agents send the same tools again and again."""
     try:
-        forms = _signatures(json.dumps(tool.parameters), tool.strict, closed)
+        forms = signatures(json.loads(schema), exact=strict, closed=closed)
     except SchemaError as error:
-        raise ArgumentError(f"the tool {tool.name}: {error}") from error
+        raise ArgumentError(f"the tool {name}: {error}") from error
     bodies, rules = [], ""
     for at, form in enumerate(forms):
         body, more = _parameters(f"{rule}_{at}" if at else rule, form)
         bodies.append(body)
         rules += more
-    head = text_rule(f"{tool.name}>\n")
-    body = bodies[0] if len(bodies) == 1 else f"({' | '.join(bodies)})"
+    head = text_rule(f"{name}>\n")
+    body = bodies[0] if len(bodies) == 1 else "(" + " | ".join(each or '""' for each in bodies) + ")"
     return f"{rule}: {head} {body}\n{rules}"
-
-
-@lru_cache(512)
-def _signatures(schema: str, strict: bool, closed: bool) -> list[Signature]:
-    """Returns the forms of a tool's calls: agents send the same tools again and again."""
-    return signatures(json.loads(schema), exact=strict, closed=closed)
 
 
 def _parameters(rule: str, form: Signature) -> tuple[str, str]:
