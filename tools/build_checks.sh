@@ -7,6 +7,7 @@
 #                                            rings show why (bench/racecheck_ring.cu). Objects of an earlier call are used
 #                                            where the form makes no difference.
 set -euo pipefail
+case ${1:-} in -h | --help) exec sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=${1:?say where} form=${2:-}
 arch=${ARCH:-$(nvidia-smi -i 0 --query-gpu=compute_cap --format=csv,noheader | tr -d .)}

@@ -5,8 +5,10 @@
 #
 #     tools/clients.sh FOLDER [codex opencode claude pi]      # FOLDER keeps the npm packages
 set -euo pipefail
+case ${1:-} in -h | --help) exec sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" ;; esac
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-folder=$(mkdir -p "$1" && cd "$1" && pwd)
+folder=${1:?say in which folder the npm packages are kept}
+folder=$(mkdir -p "$folder" && cd "$folder" && pwd)
 shift
 clients=("${@:-codex}")
 (($#)) || clients=(codex opencode claude pi)
