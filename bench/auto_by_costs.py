@@ -11,9 +11,9 @@ built-in ones sampled. --known prices auto with other values of acceptance.KNOWN
 of other acceptance and machines. A class of texts at a time is held out: the value that is best on the others
 is judged on it.
 
-    PYTHONPATH=tests python bench/auto_by_costs.py --save bench/results
-    PYTHONPATH=tests python bench/auto_by_costs.py --held-out --max-tokens 160 --save bench/results
-    PYTHONPATH=tests python bench/auto_by_costs.py --known
+    python bench/auto_by_costs.py --save bench/results
+    python bench/auto_by_costs.py --held-out --max-tokens 160 --save bench/results
+    python bench/auto_by_costs.py --known
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # Its modules are used below.
 
 import box_model
 import replay

@@ -8,7 +8,7 @@ of the training checkpoint. Tokens: the prompts of tests/box_model.py, until lla
 shipped file with f16 KV and of the F32 conversion with f32 KV; where the two programs part, `gap` is the
 distance of luce's two largest logits there. llama-server also drafts with both of the box's drafters.
 
-    PYTHONPATH=tests python bench/box_parity.py --f32 .box/export/box-f32.gguf --llama-server PATH
+    python bench/box_parity.py --f32 .box/export/box-f32.gguf --llama-server PATH
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # Its modules are used below.
 
 import box_model
 import drive

@@ -7,7 +7,7 @@ the same priority or with luce at `nice -n 19`. A sample is a short run of one b
 a round, so that other load hits all alike. It is recorded how many tokens a second there were, and what part
 of the machine's CPUs the process had meanwhile.
 
-    PYTHONPATH=. python bench/contention.py before=OTHER now=. --rounds 5 --save bench/results
+    python bench/contention.py before=OTHER now=. --rounds 5 --save bench/results
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ ggml-cuda runs without programmatic dependent launches, with which its attention
 Figures are of KL(reference || other) in nats over the whole vocabulary, and of the share of positions with
 the reference's likeliest token.
 
-    PYTHONPATH=tests python bench/kl.py luce/data/box.gguf --random Q4_K_M,Q8_0 --bin peer/bin --save results
+    python bench/kl.py luce/data/box.gguf --random Q4_K_M,Q8_0 --bin peer/bin --save results
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # Its modules are used below.
 
 import box_model
 import drive
@@ -42,7 +44,7 @@ from luce.files.tokenizer import Tokenizer
 from luce.native import File, Model
 
 ROOT = Path(__file__).resolve().parent.parent
-TEXT = ROOT / "luce" / "measure" / "jail.py"  # It is newer than what the box was trained on.
+TEXT = ROOT / "luce" / "bench" / "jail.py"  # It is newer than what the box was trained on.
 GOLDEN = ROOT / "tests" / "goldens" / "box.npz"
 WIDTH = 64  # A step of the reference has so many rows.
 SMALLEST = -104.0  # llama-server's log-probabilities are logarithms of F32, which has none below this.

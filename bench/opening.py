@@ -6,7 +6,7 @@ The vocabulary is read and the weights are loaded once, each timed by itself: a 
 before its engine is planned. Each way to open is tried in turn, and the first time of each counts too: a
 process opens one engine, and what the driver loads at its first kernel is part of that.
 
-    PYTHONPATH=. python bench/opening.py oracle-27b-0.8.gguf --device cuda --save bench/results
+    python bench/opening.py oracle-27b-0.8.gguf --device cuda --save bench/results
 """
 
 from __future__ import annotations

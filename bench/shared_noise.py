@@ -12,7 +12,7 @@ How often a draft is accepted depends on the text: one sampled at 1.0 is harder 
 write. So `same_texts` has every temperature on the same texts, prompts included, which were sampled at
 TEXTS_AT: the core drafts and chooses after each of their tokens, and then takes the text's own next one.
 
-    PYTHONPATH=tests python bench/shared_noise.py --save bench/results
+    python bench/shared_noise.py --save bench/results
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # Its modules are used below.
 
 import box_model
 import numpy as np

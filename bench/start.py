@@ -6,7 +6,7 @@ are run in turn. One prints the help, and has then imported what a generation ne
 writes it without drafts, and times no wide steps as it opens. The least seconds of the clock say what a quiet
 machine takes; the CPU seconds say it on a busy one too.
 
-    PYTHONPATH=. python bench/start.py --runs 20 --save bench/results
+    python bench/start.py --runs 20 --save bench/results
 """
 
 from __future__ import annotations

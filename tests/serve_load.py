@@ -5,7 +5,7 @@ Each answer has to be the one that the engine gives alone, each request has an e
 The suite runs a short form. This runs five minutes of it, and records the memory of the server at each
 minute, which may not grow once the caches are full:
 
-PYTHONPATH=tests python tests/serve_load.py --minutes 5 --save bench/results
+python tests/serve_load.py --minutes 5 --save bench/results
 """
 
 from __future__ import annotations

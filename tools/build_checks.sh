@@ -9,6 +9,7 @@
 #   tools/build_checks.sh FOLDER chains      FOLDER/step_chains.so, of which bench/builds_by_turns.cu times two. Objects of
 #                                            an earlier call are used.
 set -euo pipefail
+case ${1:-} in -h | --help) exec sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=${1:?say where} form=${2:-}
 arch=${ARCH:-$(nvidia-smi -i 0 --query-gpu=compute_cap --format=csv,noheader | tr -d .)}

@@ -7,8 +7,10 @@
 #
 #     tools/clients.sh FOLDER [CLIENT ...]      # FOLDER keeps the packages of npm and pip; all clients without a name
 set -euo pipefail
+case ${1:-} in -h | --help) exec sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" ;; esac
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-folder=$(mkdir -p "$1" && cd "$1" && pwd)
+folder=${1:?say in which folder the npm packages are kept}
+folder=$(mkdir -p "$folder" && cd "$folder" && pwd)
 shift
 agents=(codex opencode claude pi)
 declare -A libraries=([litellm]=litellm [langchain]=langchain-openai [instructor]=instructor [ollama]=ollama)

@@ -11,7 +11,7 @@ hangs, or meets an error that is not for users, the case is kept in --findings a
 
     cmake -B build-asan -DLUCE_SANITIZE=ON && cmake --build build-asan
     cmake --install build-asan --prefix build-asan/package
-    PYTHONPATH=tests:. python tools/fuzz_loader.py --lib build-asan/package/luce/lib --count 1000000 --seed 1
+    python tools/fuzz_loader.py --lib build-asan/package/luce/lib --count 1000000 --seed 1
 
 Prints one JSON object: how many files, what became of them, and the findings.
 """
@@ -34,6 +34,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # Its modules are used below.
 
 import tiny
 

@@ -44,6 +44,7 @@
 # COMMIT goes into the rows where this is no checkout. GPU_DEVICE=cpu and GPU_SHAPE=mini try the stages that measure
 # without a GPU.
 set -uo pipefail
+case ${1:-} in -h | --help) exec sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 kit=$(realpath -m "${GPU_KIT:-.gpu}")
 out=$(realpath -m "${OUT:-$kit/out}")

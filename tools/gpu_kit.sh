@@ -6,6 +6,7 @@
 #
 # It needs a network, and takes about half a minute. The archives have 8 MB, the wheels 4 MB.
 set -euo pipefail
+case ${1:-} in -h | --help) exec sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${1:-3.12}
 shift || true

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes tests/goldens/dflash-*.npz: what a DFlash drafter computes by the arithmetic of its published
 PyTorch code, F32 on the CPU, for the random drafters of tests/tiny_dflash.py and for that in the box. Needs
-torch and transformers; run it after changing CASES: PYTHONPATH=tests python tools/make_dflash_goldens.py
+torch and transformers; run it after changing CASES: python tools/make_dflash_goldens.py
 
 DFlashDraftModel below has the published model's names and order of operations over transformers' Qwen3 parts
 (z-lab/dflash, dflash/model.py). The residual streams are those of transformers' Qwen3_5ForCausalLM, of
@@ -14,9 +14,25 @@ kept; logits (rows, V or the drafter's own vocabulary) of the block's rows `rows
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "tests"))  # Its modules are used below.
+
+
+def arguments() -> argparse.Namespace:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--out", type=Path, default=ROOT / "tests" / "goldens")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    arguments()  # --help needs no torch.
+
+# ruff: noqa: E402
 import box_model
 import numpy as np
 import ref
@@ -37,7 +53,6 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from luce.convert import hf_dflash
 from luce.convert.hf_dflash import DFlash
 
-ROOT = Path(__file__).resolve().parent.parent
 N_PROMPT = 40
 Rope = tuple[Tensor, Tensor]
 
@@ -210,9 +225,7 @@ def of_box() -> dict[str, np.ndarray]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "tests" / "goldens")
-    out = parser.parse_args().out
+    out = arguments().out
     torch.set_num_threads(1)
     for name, case in CASES.items():
         save(out / f"dflash-{name}.npz", of_case(case))

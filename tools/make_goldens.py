@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes tests/goldens/*.npz: what transformers' Qwen3_5ForCausalLM and Qwen3_5MoeForCausalLM compute, F32
 on the CPU, for the tiny random models of CASES and LONG_CASES. Needs torch and transformers; run it after
-changing these: PYTHONPATH=tests python tools/make_goldens.py
+changing these: python tools/make_goldens.py
 
 Each file: prompt (40 tokens, or 400 of LONG_CASES), logits (rows, vocab) teacher-forced, greedy (64 tokens
 that follow the prompt, or 24) and gap, the distance between the two largest logits where each of them was
@@ -12,7 +12,10 @@ Tokens go in one by one, so transformers uses its recurrent rule; the chunked on
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # Its modules are used below.
 
 import numpy as np
 import tiny

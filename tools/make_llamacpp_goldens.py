@@ -3,7 +3,7 @@
 for the files of make_goldens.py (F32, dense and with experts) and their prompts. Run it after that, with a
 llama-server that bench/peer_llamacpp.py has built:
 
-    PYTHONPATH=tests:tools:bench python tools/make_llamacpp_goldens.py --llama-server PATH
+    python tools/make_llamacpp_goldens.py --llama-server PATH
 
 A text has as many tokens as the golden, or ends with a token that ends a text. KV is F32, as the golden's.
 Quantised files are not compared: the two programs round activations in blocks of their own, and in random
@@ -15,9 +15,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+
+sys.path.extend(str(Path(__file__).resolve().parents[1] / name) for name in ("tests", "bench"))
 
 import llamacpp
 import numpy as np

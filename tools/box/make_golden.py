@@ -18,8 +18,26 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.extend([str(ROOT / "tests"), str(ROOT / "tools")])  # Their modules are used below.
+
+
+def arguments() -> argparse.Namespace:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--checkpoint", type=Path, default=ROOT / ".box" / "export" / "box")
+    parser.add_argument("--gguf", type=Path, default=ROOT / "luce" / "data" / "box.gguf")
+    parser.add_argument("--out", type=Path, default=ROOT / "tests" / "goldens" / "box.npz")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    arguments()  # --help needs no torch.
+
+# ruff: noqa: E402
 import box_model
 import gguf
 import numpy as np
@@ -33,8 +51,6 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from box import nextn
 from box.model import Config, Trunk
-
-ROOT = Path(__file__).resolve().parent.parent.parent
 
 PROMPT = "import unittest\n\n\nclass TestQueue(unittest.TestCase):\n    def setUp(self):\n"
 MIN_GAP = 0.2  # The two largest logits are so far apart at least: Q8_0 moves each of them by up to 0.1.
@@ -103,11 +119,7 @@ def drafts_of(logits: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--checkpoint", type=Path, default=ROOT / ".box" / "export" / "box")
-    parser.add_argument("--gguf", type=Path, default=ROOT / "luce" / "data" / "box.gguf")
-    parser.add_argument("--out", type=Path, default=ROOT / "tests" / "goldens" / "box.npz")
-    args = parser.parse_args()
+    args = arguments()
     torch.set_num_threads(2)
     state = {k: v.float().numpy() for k, v in load_file(args.checkpoint / "model.safetensors").items()}
     check_same(box_model.CONFIG, stored(state), args.gguf)

@@ -22,13 +22,37 @@ from pathlib import Path
 
 BEGAN = time.monotonic()  # It is taken before the imports that take long.
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.extend([str(ROOT), str(ROOT.parent)])  # The box's modules, and luce's where it is not installed.
+STAGES = ("data", "trunk", "pool", "nextn", "dflash", "plot", "export", "card")
+
+
+def read_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--stage", nargs="+", choices=STAGES, required=True)
+    parser.add_argument("--until", nargs="+", type=float, default=[560.0], help="one for each stage, or one")
+    parser.add_argument("--final", action="store_true", help="trunk: this call decays the rate to zero")
+    parser.add_argument("--work", type=Path, default=Path(".box"))
+    parser.add_argument("--parts", type=Path, help="where returned parts lie (default: WORK/parts)")
+    parser.add_argument("--out", type=Path, help="where parts to be returned go")
+    parser.add_argument("--card", type=Path, default=ROOT.parent / "luce" / "data")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--smoke", action="store_true", help="real shapes, a handful of steps")
+    parser.add_argument("--toy", action="store_true", help="tiny shapes, for a CPU")
+    arguments = parser.parse_args(argv)
+    if len(arguments.until) not in (1, len(arguments.stage)):
+        parser.error("--until takes one number, or one for each stage")
+    return arguments
+
+
+if __name__ == "__main__":
+    read_arguments()  # --help needs no torch.
 
 from box import corpus, dflash, export, generate, nextn, store, tokens, trunk  # noqa: E402
 from box.card import write_card  # noqa: E402
 from box.model import Config  # noqa: E402
 from box.store import Store, say  # noqa: E402
-
-STAGES = ("data", "trunk", "pool", "nextn", "dflash", "plot", "export", "card")
 
 
 class Sizes:
@@ -103,22 +127,7 @@ def run(stage: str, place: Store, sizes: Sizes, until: float, arguments: argpars
 
 
 def main(argv: list[str] | None = None) -> int:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--stage", nargs="+", choices=STAGES, required=True)
-    parser.add_argument("--until", nargs="+", type=float, default=[560.0], help="one for each stage, or one")
-    parser.add_argument("--final", action="store_true", help="trunk: this call decays the rate to zero")
-    parser.add_argument("--work", type=Path, default=Path(".box"))
-    parser.add_argument("--parts", type=Path, help="where returned parts lie (default: WORK/parts)")
-    parser.add_argument("--out", type=Path, help="where parts to be returned go")
-    parser.add_argument("--card", type=Path, default=ROOT.parent / "luce" / "data")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--smoke", action="store_true", help="real shapes, a handful of steps")
-    parser.add_argument("--toy", action="store_true", help="tiny shapes, for a CPU")
-    arguments = parser.parse_args(argv)
-    if len(arguments.until) not in (1, len(arguments.stage)):
-        parser.error("--until takes one number, or one for each stage")
+    arguments = read_arguments(argv)
     ends = arguments.until * (len(arguments.stage) // len(arguments.until))
     store.STARTED = BEGAN
     place = Store(arguments.work, arguments.out, arguments.parts or arguments.work / "parts")
